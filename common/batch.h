@@ -1,0 +1,88 @@
+// Leading batch dimensions of a set of operands that broadcast against each other.
+#ifndef JAXOPS_COMMON_BATCH_H_
+#define JAXOPS_COMMON_BATCH_H_
+
+#include <array>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define JAXOPS_HOST_DEVICE __host__ __device__
+#else
+#define JAXOPS_HOST_DEVICE
+#endif
+
+namespace jaxops {
+
+// More alternations of batched and broadcast dimensions than nested vmaps produce in practice.
+inline constexpr int kMaxBatchDims = 8;
+
+// Maps a flat batch index to the element offset of each of `kOperands` operands. An operand that
+// does not vary along a dimension has stride 0 there. Dimensions that every operand walks
+// contiguously are merged, so that the usual case costs no division at all.
+template <int kOperands>
+class BatchMap {
+ public:
+  // Appends the next (faster varying) dimension. Strides are in elements. Returns false when the
+  // map is full.
+  bool Append(int64_t size, const std::array<int64_t, kOperands>& strides) {
+    size_ *= size;
+    if (size == 1) return true;
+    if (rank_ > 0) {
+      bool mergeable = true;
+      for (int i = 0; i < kOperands; ++i) {
+        mergeable = mergeable && strides_[rank_ - 1][i] == strides[i] * size;
+      }
+      if (mergeable) {
+        sizes_[rank_ - 1] *= size;
+        for (int i = 0; i < kOperands; ++i) strides_[rank_ - 1][i] = strides[i];
+        return true;
+      }
+    }
+    if (rank_ == kMaxBatchDims) return false;
+    sizes_[rank_] = size;
+    for (int i = 0; i < kOperands; ++i) strides_[rank_][i] = strides[i];
+    ++rank_;
+    return true;
+  }
+
+  // Appends the dimensions of another map; operand i here walks like `operands[i]` does there.
+  template <int kOthers>
+  bool AppendFrom(const BatchMap<kOthers>& other, const std::array<int, kOperands>& operands) {
+    bool fits = true;
+    for (int d = 0; d < other.rank(); ++d) {
+      std::array<int64_t, kOperands> strides;
+      for (int i = 0; i < kOperands; ++i) strides[i] = other.stride(d, operands[i]);
+      fits = fits && Append(other.size(d), strides);
+    }
+    if (other.size() == 0) size_ = 0;
+    return fits;
+  }
+
+  int rank() const { return rank_; }
+  int64_t size(int dim) const { return sizes_[dim]; }
+  int64_t stride(int dim, int operand) const { return strides_[dim][operand]; }
+
+  // Number of batch entries: the product of all dimensions.
+  JAXOPS_HOST_DEVICE int64_t size() const { return size_; }
+
+  // Element offset of `operand` for the flat batch index `index`.
+  JAXOPS_HOST_DEVICE int64_t Offset(int64_t index, int operand) const {
+    int64_t offset = 0;
+    for (int d = rank_ - 1; d > 0; --d) {
+      const int64_t quotient = index / sizes_[d];
+      offset += (index - quotient * sizes_[d]) * strides_[d][operand];
+      index = quotient;
+    }
+    return rank_ > 0 ? offset + index * strides_[0][operand] : offset;
+  }
+
+ private:
+  int rank_ = 0;
+  int64_t size_ = 1;
+  int64_t sizes_[kMaxBatchDims] = {};
+  int64_t strides_[kMaxBatchDims][kOperands] = {};
+};
+
+}  // namespace jaxops
+
+#endif  // JAXOPS_COMMON_BATCH_H_

@@ -1,0 +1,108 @@
+// Element types: how each is accumulated, loaded and stored.
+#ifndef JAXOPS_CUDA_NUMERIC_CUH_
+#define JAXOPS_CUDA_NUMERIC_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "common/types.h"
+
+namespace jaxops::cuda {
+
+// f16 and bf16 accumulate in f32, f64 in f64.
+template <typename T>
+using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ __forceinline__ float Widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float Widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float Widen(float x) { return x; }
+__device__ __forceinline__ double Widen(double x) { return x; }
+
+template <typename T>
+__device__ __forceinline__ T Narrow(Accumulator<T> x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
+
+// `kCount` elements that move as one access; the address must be aligned to the whole.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Pack {
+  T values[kCount];
+};
+
+template <int kCount, typename T>
+__device__ __forceinline__ Pack<T, kCount> LoadPack(const T* address) {
+  return *reinterpret_cast<const Pack<T, kCount>*>(address);
+}
+
+// Reads one element whose type is known at run time: for small operands such as filters.
+template <typename Acc>
+__device__ __forceinline__ Acc LoadAs(const void* base, int64_t index, DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+      return Widen(static_cast<const __half*>(base)[index]);
+    case DType::kBF16:
+      return Widen(static_cast<const __nv_bfloat16*>(base)[index]);
+    case DType::kF32:
+      return static_cast<const float*>(base)[index];
+    case DType::kF64:
+      return static_cast<Acc>(static_cast<const double*>(base)[index]);
+  }
+  return Acc(0);
+}
+
+template <typename Acc>
+__device__ __forceinline__ void StoreAs(void* base, int64_t index, DType dtype, Acc value) {
+  switch (dtype) {
+    case DType::kF16:
+      static_cast<__half*>(base)[index] = __float2half_rn(static_cast<float>(value));
+      break;
+    case DType::kBF16:
+      static_cast<__nv_bfloat16*>(base)[index] = __float2bfloat16_rn(static_cast<float>(value));
+      break;
+    case DType::kF32:
+      static_cast<float*>(base)[index] = static_cast<float>(value);
+      break;
+    case DType::kF64:
+      static_cast<double*>(base)[index] = static_cast<double>(value);
+      break;
+  }
+}
+
+inline constexpr int64_t SizeOf(DType dtype) {
+  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+}
+
+// Calls `function` with a value of the element type: the one step from run time to templates.
+template <typename Function>
+auto DispatchFloat(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::kF16:
+      return function(__half{});
+    case DType::kBF16:
+      return function(__nv_bfloat16{});
+    case DType::kF64:
+      return function(double{});
+    case DType::kF32:
+      break;
+  }
+  return function(float{});
+}
+
+template <typename Function>
+auto DispatchBool(bool value, Function&& function) {
+  return value ? function(std::true_type{}) : function(std::false_type{});
+}
+
+}  // namespace jaxops::cuda
+
+#endif  // JAXOPS_CUDA_NUMERIC_CUH_

@@ -1,0 +1,21 @@
+// CUDA status codes as FFI errors.
+#ifndef JAXOPS_FFI_CUDA_STATUS_H_
+#define JAXOPS_FFI_CUDA_STATUS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxops::ffi {
+
+inline xla::ffi::Error ToError(const char* operation, cudaError_t status) {
+  if (status == cudaSuccess) return xla::ffi::Error::Success();
+  return xla::ffi::Error::Internal(std::string(operation) + ": " + cudaGetErrorName(status) + ": " +
+                                   cudaGetErrorString(status));
+}
+
+}  // namespace jaxops::ffi
+
+#endif  // JAXOPS_FFI_CUDA_STATUS_H_

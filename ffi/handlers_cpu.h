@@ -1,0 +1,15 @@
+// Every handler of the _cpu module.
+#ifndef JAXOPS_FFI_HANDLERS_CPU_H_
+#define JAXOPS_FFI_HANDLERS_CPU_H_
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxops::ffi {
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCpu);
+
+}  // namespace jaxops::ffi
+
+#endif  // JAXOPS_FFI_HANDLERS_CPU_H_

@@ -1,0 +1,15 @@
+// Every handler of the _cuda module.
+#ifndef JAXOPS_FFI_HANDLERS_CUDA_H_
+#define JAXOPS_FFI_HANDLERS_CUDA_H_
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxops::ffi {
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCuda);
+
+}  // namespace jaxops::ffi
+
+#endif  // JAXOPS_FFI_HANDLERS_CUDA_H_

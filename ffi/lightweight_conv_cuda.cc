@@ -1,0 +1,100 @@
+// XLA FFI handlers of the lightweight convolution on CUDA devices.
+#include "cuda/lightweight_conv.h"
+#include "ffi/cuda_status.h"
+#include "ffi/handlers_cuda.h"
+#include "ffi/lightweight_conv.h"
+
+namespace jaxops::ffi {
+namespace {
+
+namespace xf = xla::ffi;
+using lightweight_conv::Attributes;
+using lightweight_conv::BackwardBuffers;
+
+xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer weight,
+                     xf::RemainingArgs bias, xf::Result<xf::AnyBuffer> y, int64_t padding,
+                     int64_t dilation, int32_t data_format, int32_t activation, bool flip_taps) {
+  lightweight_conv::Forward forward;
+  const Attributes attributes{padding, dilation, data_format, activation, flip_taps};
+  if (xf::Error error = Decode(forward, attributes, x, weight, bias, y); error.failure()) {
+    return error;
+  }
+  return ToError("lightweight_conv",
+                 jaxops::lightweight_conv::cuda::LaunchForward(stream, forward));
+}
+
+xf::Error RunSums(cudaStream_t stream, const BackwardBuffers& buffers,
+                  const xf::AnyBuffer& partials, const Attributes& attributes) {
+  lightweight_conv::Backward backward;
+  if (xf::Error error = Decode(backward, attributes, buffers); error.failure()) return error;
+  const int64_t splits = partials.dimensions()[1];
+  return ToError("lightweight_conv gradient",
+                 jaxops::lightweight_conv::cuda::LaunchBackward(stream, backward, splits,
+                                                                partials.untyped_data()));
+}
+
+xf::Error RunFilterGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
+                        xf::Result<xf::AnyBuffer> dweight, xf::Result<xf::AnyBuffer> partials,
+                        int64_t padding, int64_t dilation, int32_t data_format, int32_t activation,
+                        bool flip_taps) {
+  return RunSums(stream, {x, g, *dweight, nullptr, nullptr, nullptr}, *partials,
+                 {padding, dilation, data_format, activation, flip_taps});
+}
+
+// The results are dx, dweight, dbias where it is wanted, and last the partial sums.
+xf::Error RunBackward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer weight, xf::AnyBuffer g,
+                      xf::Result<xf::AnyBuffer> dx, xf::Result<xf::AnyBuffer> dweight,
+                      xf::RemainingRets rest, int64_t padding, int64_t dilation,
+                      int32_t data_format, int32_t activation, bool flip_taps) {
+  xf::ErrorOr<xf::Result<xf::AnyBuffer>> first = rest.get<xf::AnyBuffer>(0);
+  xf::ErrorOr<xf::Result<xf::AnyBuffer>> last = rest.get<xf::AnyBuffer>(rest.size() - 1);
+  if (!first) return first.error();
+  if (!last) return last.error();
+  const xf::AnyBuffer dx_buffer = *dx;
+  const xf::AnyBuffer dbias = **first;
+  return RunSums(stream, {x, g, *dweight, &weight, &dx_buffer, rest.size() > 1 ? &dbias : nullptr},
+                 **last, {padding, dilation, data_format, activation, flip_taps});
+}
+
+template <typename Binding>
+auto BindAttributes(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Attr<int64_t>("padding")
+      .template Attr<int64_t>("dilation")
+      .template Attr<int32_t>("data_format")
+      .template Attr<int32_t>("activation")
+      .template Attr<bool>("flip_taps");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LightweightConvCuda, RunForward,
+                              BindAttributes(xf::Ffi::Bind()
+                                                 .Ctx<xf::PlatformStream<cudaStream_t>>()
+                                                 .Arg<xf::AnyBuffer>()
+                                                 .Arg<xf::AnyBuffer>()
+                                                 .RemainingArgs()
+                                                 .Ret<xf::AnyBuffer>()),
+                              {xf::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LightweightConvFilterGradCuda, RunFilterGrad,
+                              BindAttributes(xf::Ffi::Bind()
+                                                 .Ctx<xf::PlatformStream<cudaStream_t>>()
+                                                 .Arg<xf::AnyBuffer>()
+                                                 .Arg<xf::AnyBuffer>()
+                                                 .Ret<xf::AnyBuffer>()
+                                                 .Ret<xf::AnyBuffer>()),
+                              {xf::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LightweightConvBackwardCuda, RunBackward,
+                              BindAttributes(xf::Ffi::Bind()
+                                                 .Ctx<xf::PlatformStream<cudaStream_t>>()
+                                                 .Arg<xf::AnyBuffer>()
+                                                 .Arg<xf::AnyBuffer>()
+                                                 .Arg<xf::AnyBuffer>()
+                                                 .Ret<xf::AnyBuffer>()
+                                                 .Ret<xf::AnyBuffer>()
+                                                 .RemainingRets()),
+                              {xf::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxops::ffi

@@ -1,0 +1,23 @@
+// The Python module jaxops._cpu.
+#include "ffi/handlers_cpu.h"
+#include "ffi/module.h"
+
+namespace jaxops::ffi {
+namespace {
+
+nanobind::dict Registrations() {
+  nanobind::dict handlers;
+  handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCpu);
+  handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCpu);
+  handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCpu);
+  return handlers;
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, module) {
+  DescribeBuild(module, "C++ for " JAXOPS_CPU_ISAS);
+  module.def("registrations", &Registrations);
+}
+
+}  // namespace jaxops::ffi

@@ -1,0 +1,27 @@
+// The Python module jaxops._cuda.
+#include <cuda_runtime_api.h>
+
+#include "ffi/handlers_cuda.h"
+#include "ffi/module.h"
+
+namespace jaxops::ffi {
+namespace {
+
+nanobind::dict Registrations() {
+  nanobind::dict handlers;
+  handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCuda);
+  handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCuda);
+  handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCuda);
+  return handlers;
+}
+
+}  // namespace
+
+NB_MODULE(_cuda, module) {
+  DescribeBuild(module, "CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
+                            std::to_string(CUDART_VERSION % 1000 / 10) + " for sm " +
+                            JAXOPS_CUDA_ARCHITECTURES);
+  module.def("registrations", &Registrations);
+}
+
+}  // namespace jaxops::ffi

@@ -1,0 +1,12 @@
+"""jaxops: operators that XLA serves badly, as CUDA and C++ kernels behind real JAX primitives."""
+
+from jaxops._core import native as _native
+from jaxops.lightweight_conv import lightweight_conv
+
+_native.register()
+
+#: For `jax.export.export(..., disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS)`: the custom calls
+#: that an exported jaxops program contains. The program that loads the export imports jaxops too.
+DISABLE_JAX_EXPORT_CHECKS = _native.export_checks()
+
+__all__ = ["DISABLE_JAX_EXPORT_CHECKS", "lightweight_conv"]

@@ -1,0 +1,1 @@
+"""What every operator shares: primitives, batching, sharding, native handlers, argument checks."""

@@ -1,0 +1,64 @@
+"""Argument checks that every operator shares; each error names operator, argument, want and got."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
+
+
+def float_array(function: str, argument: str, value: Any, rank: int, shape: str) -> jax.Array:
+    """`value` as an array of `rank` dimensions and one of the four float dtypes."""
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic, float, int, list, tuple)):
+        raise TypeError(
+            f"{function}: {argument} must be an array of shape {shape}, got {type(value).__name__}"
+        )
+    array = jnp.asarray(value)
+    if array.dtype not in FLOATS:
+        raise TypeError(
+            f"{function}: {argument} must have dtype float16, bfloat16, float32 or float64, "
+            f"got {array.dtype}"
+        )
+    if array.ndim != rank:
+        raise ValueError(
+            f"{function}: {argument} must have shape {shape}, which has {rank} dimensions, "
+            f"got shape {array.shape}"
+        )
+    return array
+
+
+def choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
+    """`value` if it is one of `choices`."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ValueError(
+            f"{function}: {argument} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+        )
+    return value
+
+
+def integer(function: str, argument: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high]."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}: {argument} must be a static integer, got {value!r}") from None
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{function}: {argument} must be a static integer, got {value!r}")
+    if number < low or (high is not None and number > high):
+        bound = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{function}: {argument} must be {bound}, got {number}")
+    return number
+
+
+def shape(function: str, argument: str, array: jax.Array, expected: Sequence[int], why: str):
+    """Raises unless `array` has exactly the expected shape."""
+    if array.shape != tuple(expected):
+        raise ValueError(
+            f"{function}: {argument} must have shape {tuple(expected)} ({why}), got {array.shape}"
+        )

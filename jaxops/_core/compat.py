@@ -1,0 +1,124 @@
+"""Every name that JAX does not promise to keep, and the version differences between them.
+
+Nothing else in jaxops imports from `jax._src`, `jax.interpreters`, `jax.extend` or
+`jax.experimental`: when a JAX release moves something, this is the file to mend.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src.interpreters import mlir as _mlir
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+ShapedArray = _core.ShapedArray
+Zero = ad.Zero
+is_undefined_primal = ad.is_undefined_primal
+
+__all__ = [
+    "Primitive",
+    "ShapedArray",
+    "Zero",
+    "ad",
+    "batching",
+    "custom_partitioning",
+    "def_dead_code",
+    "is_undefined_primal",
+    "make_varying",
+    "mlir",
+    "needs_devices_to_lower",
+    "reshard_like",
+    "run_eagerly",
+    "varying_axes",
+    "with_output_sharding",
+    "without_mesh",
+]
+
+
+def run_eagerly(primitive: Primitive) -> None:
+    """Lets `primitive` be called outside `jit`: it is compiled on its own and cached."""
+    _dispatch.simple_impl(primitive)
+
+
+def needs_devices_to_lower(primitive: Primitive) -> None:
+    """Custom partitioning asks for the device assignment while it lowers."""
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def def_dead_code(primitive: Primitive, rule) -> None:
+    """Registers rule(used_outputs, equation) -> (used_inputs, equation or None).
+
+    From jax 0.12 on JAX also passes which inputs are live, between the two.
+    """
+    pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+
+
+def reshard_like(array: jax.Array, like: ShapedArray) -> jax.Array:
+    """On explicit meshes, moves `array` to the sharding that the type `like` promises."""
+    if like.sharding.mesh.empty or jax.typeof(array).sharding == like.sharding:
+        return array
+    if not any(t == jax.sharding.AxisType.Explicit for t in like.sharding.mesh.axis_types):
+        return array
+    return jax.sharding.reshard(array, like.sharding)
+
+
+def varying_axes(aval: ShapedArray) -> frozenset:
+    """The manual mesh axes of a `shard_map` over which a value differs between devices."""
+    return aval.manual_axis_type.varying
+
+
+def make_varying(operands: list) -> list:
+    """Casts operands so that all vary over the same manual axes, as `check_vma` wants.
+
+    The transpose of the cast sums the cotangent over the axes that were added, which is where the
+    gradient of a replicated weight gets its all-reduce.
+    """
+    axes = [varying_axes(jax.typeof(x)) for x in operands]
+    union = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - own, key=str)), to="varying") if union - own else x
+        for x, own in zip(operands, axes, strict=True)
+    ]
+
+
+_without_mesh = Primitive("without_mesh")
+_without_mesh.multiple_results = True
+
+
+def without_mesh(function):
+    """`function` of arrays, traced and lowered as if no explicit mesh were set.
+
+    What one device computes of its shards knows nothing of the user's mesh, yet JAX traces it,
+    and the reducer of every `psum` in it, inside the user's mesh context.
+    """
+    return lambda *shards: _without_mesh.bind(*shards, function=function)
+
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+@_without_mesh.def_abstract_eval
+def _without_mesh_abstract_eval(*shards, function):
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        results = jax.eval_shape(
+            function, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shards)
+        )
+    return [ShapedArray(r.shape, r.dtype) for r in results]
+
+
+def _without_mesh_lowering(ctx, *values, function):
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+
+
+mlir.register_lowering(_without_mesh, _without_mesh_lowering)
+
+
+def with_output_sharding(ctx, values):
+    """Pins lowered results to the shardings that their types promise on explicit meshes."""
+    lower = _mlir.lower_with_sharding_in_types
+    return [lower(ctx, v, aval) for v, aval in zip(values, ctx.avals_out, strict=True)]

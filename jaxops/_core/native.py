@@ -1,0 +1,114 @@
+"""The compiled modules: finding them, checking that they fit this jaxlib, registering handlers.
+
+Nothing is registered before the version check: a handler built against a newer XLA FFI than the
+running jaxlib's would make JAX's whole backend fail to initialise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pathlib
+import re
+
+import jax
+import jax.export
+import jaxlib
+
+# JAX platform names, and the module that holds each one's handlers.
+PLATFORMS = {"cpu": "jaxops._cpu", "cuda": "jaxops._cuda"}
+_XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
+
+# Target names that the operators ask for, filled in as they are defined.
+TARGETS: list[str] = []
+
+_statuses: dict[str, PlatformStatus] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlatformStatus:
+    """What one platform can run. `reason` tells why it cannot, and what to do about it."""
+
+    platform: str
+    available: bool
+    targets: tuple[str, ...] = ()
+    reason: str | None = None
+    build: str | None = None
+
+
+def running_ffi_version() -> tuple[int, int]:
+    """The version of the XLA FFI that the running jaxlib speaks, read from its own headers."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = (
+        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header).group(1))
+        for part in ("MAJOR", "MINOR")
+    )
+    return major, minor
+
+
+def check_version(built: tuple[int, int], built_jaxlib: str, running: tuple[int, int]) -> None:
+    """Raises ImportError when handlers built for FFI `built` cannot run under `running`."""
+    if running >= built and running[0] == built[0]:
+        return
+    raise ImportError(
+        f"jaxops was built against jaxlib {built_jaxlib}, whose XLA FFI is version "
+        f"{built[0]}.{built[1]}, but the running jaxlib {jaxlib.__version__} has version "
+        f"{running[0]}.{running[1]}. Upgrade JAX (pip install -U 'jaxlib>={built_jaxlib}'), or "
+        "build jaxops against the jaxlib you have: pip install --no-build-isolation . in its "
+        "source tree."
+    )
+
+
+def register() -> None:
+    """Loads and registers the handlers of every platform; called once, by `import jaxops`."""
+    for platform, module_name in PLATFORMS.items():
+        _statuses[platform] = _register(platform, module_name)
+    cpu = _statuses["cpu"]
+    if not cpu.available:
+        raise ImportError(cpu.reason)
+
+
+def _register(platform: str, module_name: str) -> PlatformStatus:
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name:
+            raise
+        how = "JAXOPS_CUDA=on pip install ." if platform == "cuda" else "pip install ."
+        return PlatformStatus(
+            platform,
+            available=False,
+            reason=f"{module_name} was not built into this installation. Rebuild jaxops with "
+            f"`{how}` in its source tree.",
+        )
+    except ImportError as error:
+        return PlatformStatus(
+            platform, available=False, reason=f"{module_name} could not be loaded: {error}"
+        )
+    check_version(module.FFI_VERSION, module.JAXLIB_VERSION, running_ffi_version())
+    handlers = module.registrations()
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, handler, platform=_XLA_NAMES[platform])
+    return PlatformStatus(
+        platform, available=True, targets=tuple(sorted(handlers)), build=module.BUILD
+    )
+
+
+def status() -> list[PlatformStatus]:
+    """What each platform can run."""
+    return list(_statuses.values())
+
+
+def require(platform: str, ctx) -> None:
+    """Raises where an operator is about to be compiled for a platform without handlers.
+
+    Exporting needs only the handlers' names: the machine that runs the export must have them.
+    """
+    found = _statuses[platform]
+    if not found.available and not ctx.module_context.lowering_parameters.for_export:
+        raise RuntimeError(f"jaxops has no kernels for platform {platform!r}: {found.reason}")
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Allows the operators' custom calls in `jax.export`."""
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]

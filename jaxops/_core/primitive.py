@@ -1,0 +1,240 @@
+"""From a declaration to a JAX primitive.
+
+An operator family declares each of its primitives once: a signature, the plain `jax.numpy`
+reference, the attributes of its native handlers. `define` gives the primitive its shapes, its eager
+and compiled execution, native batching, sharding, `shard_map` and explicit-mesh typing. Derivative
+rules, which tie the members of a family to each other, are added by the family's own file through
+`def_jvp` and `def_transpose`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxops._core import compat, native, partition, signature
+from jaxops._core.compat import ad, batching, mlir
+
+Params = Mapping[str, Any]
+
+
+class Operator:
+    """A primitive whose every operand and result may carry leading batch dimensions.
+
+    Attributes:
+      name: the primitive's name and, with "jaxops_" before it, its handlers' target name.
+      signature: einsum-like text of a call with the given parameters (see `signature`).
+      dtypes: the results' dtypes, called as dtypes(*operands, **params).
+      reference: the operator in jax.numpy, called as reference(*operands, **params); it returns
+        one array a result, with numpy broadcasting over the batch dimensions.
+      attributes: what the native handlers are passed, as numpy scalars.
+      composition: instead of handlers and a reference, the operator in terms of other operators:
+        for what needs derivative rules of its own but no kernel.
+      scratch: work space of a CUDA call, as extra results; called with the operands and params.
+      replicated: factors that each device needs whole.
+      summed_outputs: the results that are summed over the batch dimensions flagged in the
+        parameter `summed`, which has one entry a batch dimension.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        signature: Callable[..., str],
+        dtypes: Callable[..., Sequence[Any]],
+        reference: Callable[..., Sequence[jax.Array]] | None = None,
+        attributes: Callable[..., Mapping[str, Any]] | None = None,
+        composition: Callable[..., Sequence[jax.Array]] | None = None,
+        scratch: Callable[..., Sequence[jax.ShapeDtypeStruct]] = lambda *_, **__: (),
+        replicated: Sequence[str] = (),
+        summed_outputs: Sequence[int] = (),
+    ):
+        self.name = name
+        self.target = f"jaxops_{name}"
+        self._signature = signature
+        self._reference = reference
+        self._dtypes = dtypes
+        self._attributes = attributes
+        self._scratch = scratch
+        self._replicated = tuple(replicated)
+        self._summed_outputs = tuple(summed_outputs)
+        # The outer primitive is what JAX transforms see; the inner one is the call on one device.
+        self.primitive = self._new_primitive(name)
+        batching.primitive_batchers[self.primitive] = self._batch
+        compat.needs_devices_to_lower(self.primitive)
+        if composition is not None:
+            mlir.register_lowering(self.primitive, mlir.lower_fun(composition, True))
+            return
+        native.TARGETS.append(self.target)
+        mlir.register_lowering(self.primitive, self._lower)
+        self._partitioned = self._custom_partitioning()
+        self._local = self._new_primitive(f"{name}_local")
+        mlir.register_lowering(self._local, mlir.lower_fun(self._run_reference, True))
+        for platform in native.PLATFORMS:
+            lower = functools.partial(self._lower_native, platform=platform)
+            mlir.register_lowering(self._local, lower, platform=platform)
+
+    def _new_primitive(self, name):
+        primitive = compat.Primitive(name)
+        primitive.multiple_results = True
+        primitive.def_abstract_eval(self._abstract_eval)
+        compat.run_eagerly(primitive)
+        return primitive
+
+    def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+        return self.primitive.bind(*compat.make_varying(list(operands)), **params)
+
+    def def_jvp(self, rule: Callable) -> Callable:
+        """Registers rule(primals, tangents, **params); tangents may be symbolic zeros."""
+        ad.primitive_jvps[self.primitive] = rule
+        return rule
+
+    def def_transpose(self, rule: Callable) -> Callable:
+        """Registers rule(cotangents, *operands, **params) for the operands that are linear."""
+        ad.primitive_transposes[self.primitive] = rule
+        return rule
+
+    def def_dead_code(self, rule: Callable) -> Callable:
+        """Registers rule(used, *operands, **params), asked when some results are unused.
+
+        It returns None to leave the call as it is, or (operator, operand numbers, params) of a
+        cheaper call that makes just the results flagged in `used`.
+        """
+
+        def dce(used, equation):
+            keep = [True] * len(equation.invars)
+            if not any(used):
+                return [False] * len(keep), None
+            cheaper = (
+                None
+                if all(used)
+                else rule(used, *(v.aval for v in equation.invars), **equation.params)
+            )
+            if cheaper is None:
+                return keep, equation
+            operator, numbers, params = cheaper
+            return [i in numbers for i in range(len(keep))], equation.replace(
+                primitive=operator.primitive,
+                invars=[equation.invars[i] for i in numbers],
+                outvars=[v for v, u in zip(equation.outvars, used, strict=True) if u],
+                params=params,
+            )
+
+        compat.def_dead_code(self.primitive, dce)
+        return rule
+
+    def _call(self, shapes: Sequence[Sequence[int]], params: Params) -> signature.Call:
+        parsed = signature.parse(self._signature(**params))
+        rank = len(shapes[0]) - len(parsed.operands[0])
+        summed = params.get("summed", (False,) * rank)
+        return signature.apply(parsed, shapes, params, summed, self._summed_outputs)
+
+    def _abstract_eval(self, *operands, **params):
+        call = self._call([x.shape for x in operands], params)
+        dtypes = self._dtypes(*operands, **params)
+        varying = {compat.varying_axes(x) for x in operands}
+        if len(varying) > 1:
+            raise ValueError(
+                f"{self.name}: operands vary over different shard_map axes: {varying}; bind it "
+                "through its Operator, which casts them"
+            )
+        mesh = operands[0].sharding.mesh
+        axes: dict[str, Any] = {}
+        for x, term in zip(operands, call.signature.operands, strict=True):
+            for dim, entry in zip(term, x.sharding.spec, strict=False):
+                if entry is not None and dim:
+                    axes.setdefault(dim, entry)
+        return [
+            operands[0].update(
+                shape=call.shape(term),
+                dtype=np.dtype(dtype),
+                weak_type=False,
+                sharding=NamedSharding(mesh, P(*(axes.get(dim) for dim in term))),
+            )
+            for term, dtype in zip(call.signature.outputs, dtypes, strict=True)
+        ]
+
+    def _batch(self, operands, dims, **params):
+        """One more batch dimension, in place where the largest batched operand has it."""
+        parsed = signature.parse(self._signature(**params))
+        ranks = [len(term) for term in parsed.operands]
+        rank = next(
+            x.ndim - (d is not None) - r for x, d, r in zip(operands, dims, ranks, strict=True)
+        )
+        size, at = max((x.size, d) for x, d in zip(operands, dims, strict=True) if d is not None)
+        at = at if at <= rank else 0
+        moved = [
+            jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at)
+            for x, d in zip(operands, dims, strict=True)
+        ]
+        if self._summed_outputs:
+            summed = params["summed"]
+            params = {**params, "summed": (*summed[:at], False, *summed[at:])}
+        results = self(*moved, **params)
+        return results, [at] * len(results)
+
+    def _custom_partitioning(self):
+        def run(params, *operands):
+            return self._local.bind(*operands, **dict(params))
+
+        def rule(params, mesh, operand_types, result_types):
+            del result_types
+            call = self._call([tuple(t.shape) for t in operand_types], dict(params))
+            return partition.shardy_rule(call, mesh.size, self._replicated)
+
+        def partition_call(params, mesh, operands, results):
+            params = dict(params)
+            call = self._call([x.shape for x in operands], params)
+            terms = (*call.signature.operands, *call.signature.outputs)
+            arrays = (*operands, *results)
+            for x in arrays:
+                if not isinstance(x.sharding, NamedSharding):
+                    raise NotImplementedError(
+                        f"{self.name}: expected arrays sharded by jax.sharding.NamedSharding, "
+                        f"got {x.sharding}"
+                    )
+            # The largest array decides first: moving it between devices costs the most.
+            order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
+            specs = [(terms[i], arrays[i].sharding.spec) for i in order]
+            plan = partition.make_plan(call, mesh, specs, self._replicated)
+
+            def compute(*shards, sizes):
+                local = {k: sizes.get(k, v) for k, v in params.items()}
+                return self._local.bind(*shards, **local)
+
+            return (
+                mesh,
+                compat.without_mesh(partition.run_locally(plan, compute)),
+                [plan.sharding(term) for term in call.signature.outputs],
+                tuple(plan.sharding(term) for term in call.signature.operands),
+            )
+
+        partitioned = compat.custom_partitioning(run, static_argnums=(0,))
+        partitioned.def_partition(partition=partition_call, sharding_rule=rule)
+        return partitioned
+
+    def _lower(self, ctx, *values, **params):
+        lower = mlir.lower_fun(lambda *xs: self._partitioned(tuple(params.items()), *xs), True)
+        return compat.with_output_sharding(ctx, lower(ctx, *values))
+
+    def _run_reference(self, *operands, **params):
+        return list(self._reference(*operands, **params))
+
+    def _run_native(self, *operands, platform, **params):
+        results = self._abstract_eval(*map(jax.typeof, operands), **params)
+        scratch = self._scratch(*operands, **params) if platform == "cuda" else ()
+        out = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
+        call = jax.ffi.ffi_call(self.target, [*out, *scratch])
+        return call(*operands, **self._attributes(**params))[: len(out)]
+
+    def _lower_native(self, ctx, *values, platform, **params):
+        native.require(platform, ctx)
+        run = functools.partial(self._run_native, platform=platform)
+        return mlir.lower_fun(run, True)(ctx, *values, **params)

@@ -1,0 +1,48 @@
+"""Small pieces of derivative rules: symbolic zeros, and broadcast batch dimensions undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._core import compat
+
+
+def live(tangents: Sequence, count: int) -> list[jax.Array | None]:
+    """Tangents or cotangents with None for symbolic zeros, padded with None to `count`."""
+    found = [None if isinstance(t, compat.Zero) else t for t in tangents]
+    return found + [None] * (count - len(found))
+
+
+def jvp(function: Callable, primals: Sequence, tangents: Sequence):
+    """`jax.jvp` that spends nothing on operands whose tangent is a symbolic zero."""
+    at = [i for i, t in enumerate(tangents) if not isinstance(t, compat.Zero)]
+
+    def of_live(*moving):
+        operands = list(primals)
+        for i, operand in zip(at, moving, strict=True):
+            operands[i] = operand
+        return function(*operands)
+
+    return jax.jvp(of_live, [primals[i] for i in at], [tangents[i] for i in at])
+
+
+def zeros(operands: Sequence) -> list:
+    """Symbolic zero cotangents for the undefined ones among `operands`, None for the others."""
+    return [compat.Zero(x.aval) if compat.is_undefined_primal(x) else None for x in operands]
+
+
+def unbroadcast(array: jax.Array, batch: Sequence[int]) -> jax.Array:
+    """Sums over the leading dimensions where `batch` has 1: the transpose of broadcasting them."""
+    axes = tuple(i for i, n in enumerate(batch) if n == 1 and array.shape[i] != 1)
+    return array.sum(axes, keepdims=True) if axes else array
+
+
+def fit(array: jax.Array, like, core_rank: int = 2) -> jax.Array:
+    """A cotangent of the type `like`: batch dimensions summed or broadcast, resharded, cast."""
+    summed = unbroadcast(array, like.shape[: like.ndim - core_rank]).astype(like.dtype)
+    if summed.shape != like.shape:
+        summed = jnp.broadcast_to(summed, like.shape)
+    return compat.reshard_like(summed, like)

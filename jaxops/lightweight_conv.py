@@ -1,0 +1,482 @@
+"""Lightweight convolution: a depthwise convolution over time whose filters heads share.
+
+The family has four primitives. `_conv` is the operator itself, with bias and activation fused.
+It is linear in each of x and (weight, bias); what ties it to its derivatives is
+
+    d conv(x, w)   = conv(dx, w) + conv(x, dw)   _tangent, so that one backward kernel serves both
+    dx             = conv(g, w), taps flipped, padding mirrored
+    dw             = filter_grad(x, g)           _filter_grad, bilinear in x and g
+    dx, dw, dbias  = backward(x, w, g)           _backward, the three in one pass over x and g
+
+and every derivative of these is again one of these, so all orders run the same kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from jaxops._core import checks, compat, rules
+from jaxops._core.primitive import Operator
+from jaxops.reference import lightweight_conv as reference
+
+_DATA_FORMATS = ("NTC", "NCT")
+_ACTIVATIONS = tuple(reference.ACTIVATIONS)
+
+
+def lightweight_conv(
+    x: ArrayLike,
+    weight: ArrayLike,
+    *,
+    padding: str | int = "causal",
+    dilation: int = 1,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    data_format: str = "NTC",
+) -> jax.Array:
+    """Depthwise convolution over time whose filters are shared by the channels of a head.
+
+    ``y[b, t, c] = act(bias[c] + sum_k weight[h, k] * x[b, t + k * dilation - P, c])`` with
+    ``h = c // (C // H)`` and x zero outside ``0 <= t < T``. The paper uses it in place of
+    self-attention with ``weight = jax.nn.softmax(w)`` over the taps.
+
+    Under `jax.checkpoint`, policies such as
+    ``jax.checkpoint_policies.save_only_these_names("lightweight_conv")`` can name the result.
+
+    Args:
+      x: (B, T, C), or (B, C, T) with data_format "NCT"; float16, bfloat16, float32 or float64.
+      weight: (H, K), K >= 1, H >= 1 dividing C; any float dtype. H = C is a plain depthwise
+        convolution.
+      padding: "causal" for P = (K - 1) * dilation, "same" for P = (K - 1) * dilation // 2, or an
+        int P with 0 <= P <= (K - 1) * dilation. The result always has T steps.
+      dilation: steps between neighbouring taps, >= 1.
+      bias: (C,), any float dtype.
+      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
+      data_format: "NTC" or "NCT"; neither is transposed.
+
+    Returns:
+      An array of x's shape and dtype. Arithmetic is in float32, or in float64 where an argument is.
+
+    Raises:
+      TypeError: an argument is not of a float dtype, or an option not a static integer.
+      ValueError: a shape, a padding, a dilation or a name is out of what is listed above.
+
+    Source: Wu et al. 2019, "Pay Less Attention with Lightweight and Dynamic Convolutions",
+    https://arxiv.org/abs/1901.10430.
+    """
+    me = "lightweight_conv"
+    data_format = checks.choice(me, "data_format", data_format, _DATA_FORMATS)
+    activation = checks.choice(me, "activation", activation, _ACTIVATIONS)
+    x_shape = "(B, T, C)" if data_format == "NTC" else "(B, C, T)"
+    x = checks.float_array(me, "x", x, 3, x_shape)
+    weight = checks.float_array(me, "weight", weight, 2, "(H, K)")
+    channels = x.shape[2] if data_format == "NTC" else x.shape[1]
+    heads, taps = weight.shape
+    if heads < 1 or taps < 1:
+        raise ValueError(
+            f"{me}: weight must have shape (H, K) with H >= 1 and K >= 1, got {weight.shape}"
+        )
+    if channels % heads:
+        raise ValueError(
+            f"{me}: the H = {heads} rows of weight must divide the C = {channels} channels of x "
+            f"{x.shape} ({data_format})"
+        )
+    dilation = checks.integer(me, "dilation", dilation, 1)
+    padding = _resolve_padding(me, padding, (taps - 1) * dilation)
+    arrays = [x, weight[None]]  # weight and bias do not vary over the batch dimension of x
+    if bias is not None:
+        bias = checks.float_array(me, "bias", bias, 1, "(C,)")
+        checks.shape(me, "bias", bias, (channels,), "(C,), one entry a channel of x")
+        arrays.append(bias[None])
+    result_dtype = x.dtype
+    if any(a.dtype == jnp.float64 for a in arrays):
+        arrays[0] = x.astype(jnp.float64)
+    y = _conv(
+        *arrays,
+        options=_Options(padding, dilation, data_format),
+        flip=False,
+        activation=activation,
+    )
+    return checkpoint_name(y.astype(result_dtype), me)
+
+
+def _resolve_padding(function: str, padding: str | int, reach: int) -> int:
+    if isinstance(padding, str):
+        named = {"causal": reach, "same": reach // 2}
+        checks.choice(function, "padding", padding, named)
+        return named[padding]
+    return checks.integer(function, "padding", padding, 0, reach)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What every primitive of the family is told, beside shapes."""
+
+    padding: int
+    dilation: int
+    data_format: str
+
+    def mirrored(self, taps: int) -> _Options:
+        """The options under which flipped taps compute the transpose over time."""
+        return dataclasses.replace(self, padding=(taps - 1) * self.dilation - self.padding)
+
+    @property
+    def rows(self) -> str:
+        return "time (heads depth)" if self.data_format == "NTC" else "(heads depth) time"
+
+    @property
+    def time_axis(self) -> int:
+        return -2 if self.data_format == "NTC" else -1
+
+
+def _attributes(*, options, flip=False, activation=None, **_):
+    return {
+        "padding": np.int64(options.padding),
+        "dilation": np.int64(options.dilation),
+        "data_format": np.int32(_DATA_FORMATS.index(options.data_format)),
+        "activation": np.int32(_ACTIVATIONS.index(activation)),
+        "flip_taps": np.bool_(flip),
+    }
+
+
+# --- the operator itself: x, weight, bias -> y ---------------------------------------------------
+
+
+def _conv_signature(*, options, with_bias, **_):
+    operands = f"{options.rows}, heads taps" + (", (heads depth)" if with_bias else "")
+    return f"{operands} -> {options.rows}"
+
+
+def _conv_reference(x, weight, bias=None, *, options, flip, activation, **_):
+    weight = weight[..., ::-1] if flip else weight
+    return [
+        reference.lightweight_conv(
+            x, weight, bias, activation=activation, **dataclasses.asdict(options)
+        )
+    ]
+
+
+_conv_operator = Operator(
+    "lightweight_conv",
+    signature=_conv_signature,
+    reference=_conv_reference,
+    dtypes=lambda x, *_, **__: [x.dtype],
+    attributes=_attributes,
+    replicated=("time", "taps"),
+)
+
+
+def _conv(x, weight, bias=None, *, options, flip=False, activation=None):
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    (y,) = _conv_operator(
+        *operands, options=options, flip=flip, activation=activation, with_bias=bias is not None
+    )
+    return y
+
+
+@_conv_operator.def_jvp
+def _conv_jvp(primals, tangents, *, options, flip, activation, with_bias):
+    del with_bias
+    if activation is not None:
+
+        def unfused(x, weight, bias=None):
+            y = _conv(x, weight, bias, options=options, flip=flip)
+            wide = y.astype(reference.accumulation_dtype(y))
+            return reference.ACTIVATIONS[activation](wide).astype(y.dtype)
+
+        y, dy = rules.jvp(unfused, primals, tangents)
+        return [y], [dy]
+
+    x, weight = primals[:2]
+    dx, dweight, dbias = rules.live(tangents, 3)
+    y = _conv(*primals, options=options, flip=flip)
+    if dx is not None and dweight is not None:
+        dy = _tangent(x, weight, dx, dweight, dbias, options=options, flip=flip)
+    elif dx is not None:
+        dy = _conv(dx, weight, dbias, options=options, flip=flip)
+    elif dweight is not None:
+        dy = _conv(x, dweight, dbias, options=options, flip=flip)
+    else:
+        dy = _spread_over_time(dbias, y, options)
+    return [y], [dy]
+
+
+@_conv_operator.def_transpose
+def _conv_transpose(cotangents, x, weight, bias=None, *, options, flip, activation, with_bias):
+    del activation, with_bias  # only what is linear, and so has no activation, is transposed
+    (g,) = cotangents
+    return _pullback(g, x, weight, (x, weight, bias), options=options, flip=flip)
+
+
+# --- its tangent: x, weight, dx, dweight, dbias -> dy --------------------------------------------
+
+
+def _tangent_unfused(x, weight, dx, dweight, dbias=None, *, options, flip, **_):
+    return [
+        _conv(dx, weight, dbias, options=options, flip=flip)
+        + _conv(x, dweight, options=options, flip=flip)
+    ]
+
+
+_tangent_operator = Operator(
+    "lightweight_conv_tangent",
+    signature=lambda *, options, with_bias, **_: (
+        f"{options.rows}, heads taps, {options.rows}, heads taps"
+        + (", (heads depth)" if with_bias else "")
+        + f" -> {options.rows}"
+    ),
+    composition=_tangent_unfused,
+    dtypes=lambda x, *_, **__: [x.dtype],
+)
+
+
+def _tangent(x, weight, dx, dweight, dbias=None, *, options, flip=False):
+    operands = (x, weight, dx, dweight) if dbias is None else (x, weight, dx, dweight, dbias)
+    (dy,) = _tangent_operator(*operands, options=options, flip=flip, with_bias=dbias is not None)
+    return dy
+
+
+@_tangent_operator.def_jvp
+def _tangent_jvp(primals, tangents, **params):
+    return rules.jvp(functools.partial(_tangent_unfused, **params), primals, tangents)
+
+
+@_tangent_operator.def_transpose
+def _tangent_transpose(cotangents, x, weight, dx, dweight, dbias=None, *, options, flip, with_bias):
+    del with_bias
+    (g,) = cotangents
+    pulled = _pullback(g, x, weight, (dx, dweight, dbias), options=options, flip=flip)
+    return [None, None, *pulled]
+
+
+def _pullback(g, x, weight, wanted, *, options, flip):
+    """The cotangents of those of `wanted`, a triple like (x, weight, bias), that are undefined."""
+    count = 2 if wanted[2] is None else 3
+    if isinstance(g, compat.Zero):
+        return rules.zeros(wanted[:count])
+    dx_like, dweight_like, dbias_like = (
+        w.aval if compat.is_undefined_primal(w) else None for w in wanted
+    )
+    batch_rank = g.ndim - 2
+    dx = dweight = dbias = None
+    if dx_like is not None and dweight_like is not None and not flip:
+        fuse_bias = dbias_like is not None and (
+            dbias_like.shape[:batch_rank] == dweight_like.shape[:batch_rank]
+        )
+        dx, dweight, *fused = _backward_operator(
+            x,
+            weight,
+            g,
+            options=options,
+            summed=tuple(n == 1 for n in weight.shape[:batch_rank]),
+            bias_dtype=dbias_like.dtype if fuse_bias else None,
+        )
+        dbias = fused[0] if fused else None
+    elif dx_like is not None:
+        mirrored = options.mirrored((weight if dweight_like is None else dweight_like).shape[-1])
+        dx = _conv(g, weight, options=mirrored, flip=not flip)
+    if dweight_like is not None and dweight is None:
+        dweight = _filter_grad(x, g, dweight_like, options=options, flip=flip)
+    if dbias_like is not None and dbias is None:
+        dbias = _sum_over_time(g, dbias_like.dtype, options)
+    return [
+        None if like is None else rules.fit(ct, like, like.ndim - batch_rank)
+        for ct, like in zip((dx, dweight, dbias), (dx_like, dweight_like, dbias_like), strict=True)
+    ][:count]
+
+
+def _spread_over_time(bias, like, options):
+    """A per-channel vector at every time step of an array like `like`."""
+    return jnp.broadcast_to(jnp.expand_dims(bias, options.time_axis), like.shape).astype(like.dtype)
+
+
+def _sum_over_time(g, dtype, options):
+    wide = g.astype(reference.accumulation_dtype(g))
+    return jnp.sum(wide, axis=options.time_axis).astype(dtype)
+
+
+# --- filter gradient: x, g -> dweight ------------------------------------------------------------
+
+
+def _filter_grad_reference(x, g, *, options, heads, taps, summed, dtype):
+    dweight = reference.lightweight_conv_filter_grad(
+        x, g, heads=heads, taps=taps, **dataclasses.asdict(options)
+    )
+    axes = tuple(i for i, s in enumerate(summed) if s)
+    return [dweight.sum(axes, keepdims=True).astype(dtype)]
+
+
+def _filter_grad_scratch(x, g, *, options, heads, taps, summed, **_):
+    return _partial_sums(x, g, options=options, heads=heads, taps=taps, summed=summed)
+
+
+_filter_grad_operator = Operator(
+    "lightweight_conv_filter_grad",
+    signature=lambda *, options, **_: f"{options.rows}, {options.rows} -> heads taps",
+    reference=_filter_grad_reference,
+    dtypes=lambda *_, dtype, **__: [dtype],
+    attributes=_attributes,
+    scratch=_filter_grad_scratch,
+    replicated=("time", "taps"),
+    summed_outputs=(0,),
+)
+
+
+def _filter_grad(x, g, like, *, options, flip=False):
+    """dweight of conv(x, weight), of the shape and dtype of `like` where g varies no less."""
+    heads, taps = like.shape[-2:]
+    if flip:
+        # The correlation with flipped taps is the one with its two operands exchanged.
+        x, g, options = g, x, options.mirrored(taps)
+    (dweight,) = _filter_grad_operator(
+        x,
+        g,
+        options=options,
+        heads=heads,
+        taps=taps,
+        summed=tuple(n == 1 for n in like.shape[:-2]),
+        dtype=np.dtype(like.dtype),
+    )
+    return dweight
+
+
+@_filter_grad_operator.def_jvp
+def _filter_grad_jvp(primals, tangents, **params):
+    x, g = primals
+    dx, dg = rules.live(tangents, 2)
+    terms = [(dx, g)] if dx is not None else []
+    terms += [(x, dg)] if dg is not None else []
+    (dweight,) = _filter_grad_operator(x, g, **params)
+    return [dweight], [sum(_filter_grad_operator(*term, **params)[0] for term in terms)]
+
+
+@_filter_grad_operator.def_transpose
+def _filter_grad_transpose(cotangents, x, g, *, options, taps, **_):
+    (dweight,) = cotangents
+    if isinstance(dweight, compat.Zero):
+        return rules.zeros((x, g))
+    if compat.is_undefined_primal(x):
+        ct = _conv(g, dweight, options=options.mirrored(taps), flip=True)
+        return [rules.fit(ct, x.aval), None]
+    return [None, rules.fit(_conv(x, dweight, options=options), g.aval)]
+
+
+# --- fused backward: x, weight, g -> dx, dweight, dbias ------------------------------------------
+
+
+def _backward_signature(*, options, bias_dtype, **_):
+    results = f"{options.rows}, heads taps" + ("" if bias_dtype is None else ", (heads depth)")
+    return f"{options.rows}, heads taps, {options.rows} -> {results}"
+
+
+def _backward_unfused(x, weight, g, *, options, summed, bias_dtype):
+    mirrored = options.mirrored(weight.shape[-1])
+    like = jax.ShapeDtypeStruct(
+        tuple(1 if s else n for s, n in zip(summed, _batch_shape(x, weight, g), strict=True))
+        + weight.shape[-2:],
+        weight.dtype,
+    )
+    results = [
+        _conv(g, weight, options=mirrored, flip=True),
+        _filter_grad(x, g, like, options=options),
+    ]
+    if bias_dtype is not None:
+        dbias = _sum_over_time(g, bias_dtype, options)
+        results.append(rules.unbroadcast(dbias, like.shape[:-2]))
+    return results
+
+
+def _batch_shape(*arrays):
+    return np.broadcast_shapes(*(a.shape[:-2] for a in arrays))
+
+
+def _backward_reference(x, weight, g, *, options, summed, bias_dtype):
+    axes = tuple(i for i, s in enumerate(summed) if s)
+    mirrored = options.mirrored(weight.shape[-1])
+    heads, taps = weight.shape[-2:]
+    dx = reference.lightweight_conv(g, weight[..., ::-1], **dataclasses.asdict(mirrored))
+    dweight = reference.lightweight_conv_filter_grad(
+        x, g, heads=heads, taps=taps, **dataclasses.asdict(options)
+    )
+    dx = jnp.broadcast_to(dx, (*_batch_shape(x, weight, g), *dx.shape[-2:]))
+    results = [dx, dweight.sum(axes, keepdims=True).astype(weight.dtype)]
+    if bias_dtype is not None:
+        wide = g.astype(reference.accumulation_dtype(g))
+        dbias = jnp.sum(wide, axis=options.time_axis).sum(axes, keepdims=True)
+        results.append(dbias.astype(bias_dtype))
+    return results
+
+
+def _backward_scratch(x, weight, g, *, options, summed, bias_dtype):
+    heads, taps = weight.shape[-2:]
+    return _partial_sums(x, g, options=options, heads=heads, taps=taps, summed=summed)
+
+
+_backward_operator = Operator(
+    "lightweight_conv_backward",
+    signature=_backward_signature,
+    reference=_backward_reference,
+    dtypes=lambda x, weight, g, *, bias_dtype, **_: (
+        [x.dtype, weight.dtype] + ([] if bias_dtype is None else [bias_dtype])
+    ),
+    attributes=_attributes,
+    scratch=_backward_scratch,
+    replicated=("time", "taps"),
+    summed_outputs=(1, 2),
+)
+
+
+@_backward_operator.def_jvp
+def _backward_jvp(primals, tangents, **params):
+    return rules.jvp(functools.partial(_backward_unfused, **params), primals, tangents)
+
+
+@_backward_operator.def_transpose
+def _backward_transpose(cotangents, x, weight, g, *, options, **_):
+    """The transpose in g of the transpose of the tangent: the tangent."""
+    terms = []
+    dx, dweight, dbias = rules.live(cotangents, 3)
+    if dx is not None:
+        terms.append(_conv(dx, weight, options=options))
+    if dweight is not None:
+        terms.append(_conv(x, dweight, options=options))
+    if dbias is not None:
+        terms.append(_spread_over_time(dbias, g.aval, options))
+    return [None, None, rules.fit(sum(terms), g.aval) if terms else rules.zeros((g,))[0]]
+
+
+@_backward_operator.def_dead_code
+def _backward_dead_code(used, x, weight, g, *, options, summed, bias_dtype):
+    """With one gradient unused, the other's own primitive serves."""
+    if used[0] and not any(used[1:]) and g.shape == x.shape:
+        mirrored = options.mirrored(weight.shape[-1])
+        params = dict(options=mirrored, flip=True, activation=None, with_bias=False)
+        return _conv_operator, (2, 1), params
+    if used[1] and not used[0] and not any(used[2:]):
+        heads, taps = weight.shape[-2:]
+        params = dict(options=options, heads=heads, taps=taps, summed=summed, dtype=weight.dtype)
+        return _filter_grad_operator, (0, 2), params
+    return None
+
+
+def _partial_sums(x, g, *, options, heads, taps, summed):
+    """Work space of the CUDA filter gradient: (kept, splits, taps + 1, channels) partial sums.
+
+    The sum over the summed batch entries and over time is cut into `splits`, whose number depends
+    on shapes alone, so that results do not depend on the device. The last row is for the bias.
+    """
+    time, channels = x.shape[options.time_axis], x.shape[-3 - options.time_axis]
+    batch = _batch_shape(x, g)
+    kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
+    steps = math.prod(n for n, s in zip(batch, summed, strict=True) if s) * time
+    rows = -(-channels // 32) if options.data_format == "NTC" else channels
+    splits = max(1, min(-(-2048 // max(1, kept * rows)), -(-steps // 512)))
+    dtype = reference.accumulation_dtype(x, g)
+    return [jax.ShapeDtypeStruct((kept, splits, taps + 1, channels), dtype)]

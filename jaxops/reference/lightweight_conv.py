@@ -1,0 +1,89 @@
+"""Lightweight convolution in plain `jax.numpy`: its definition."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+}
+
+
+def accumulation_dtype(*arrays: jax.Array) -> jnp.dtype:
+    """float64 when any array is float64, else float32."""
+    return jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
+
+
+def lightweight_conv(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    padding: int,
+    dilation: int = 1,
+    activation: str | None = None,
+    data_format: str = "NTC",
+) -> jax.Array:
+    """y[..., t, c] = act(bias[..., c] + sum_k weight[..., h, k] x[..., t + k d - padding, c]).
+
+    d is the dilation; x is (..., T, C) or, for "NCT", (..., C, T); weight is (..., H, K) with h = c // (C // H); the
+    leading dimensions broadcast. x is zero outside 0 <= t < T.
+    """
+    if data_format == "NCT":
+        x = jnp.swapaxes(x, -1, -2)
+    dtype = accumulation_dtype(x, weight, *(() if bias is None else (bias,)))
+    time, channels = x.shape[-2:]
+    heads, taps = weight.shape[-2:]
+    weight = jnp.repeat(weight.astype(dtype), channels // heads, axis=-2)
+    reach = (taps - 1) * dilation
+    batch = jnp.broadcast_shapes(x.shape[:-2], weight.shape[:-2])
+    rows = jnp.pad(x.astype(dtype), [(0, 0)] * (x.ndim - 2) + [(padding, reach - padding), (0, 0)])
+
+    def add_tap(total, tap):
+        shifted = jax.lax.dynamic_slice_in_dim(rows, tap * dilation, time, axis=-2)
+        taken = jax.lax.dynamic_index_in_dim(weight, tap, axis=-1, keepdims=False)
+        return total + taken[..., None, :] * shifted, None
+
+    total = jnp.zeros((*batch, time, channels), dtype)
+    if total.size:
+        # Unrolled, XLA fuses the taps into one pass over x; very long filters stay a loop.
+        total, _ = jax.lax.scan(add_tap, total, jnp.arange(taps), unroll=taps if taps <= 64 else 1)
+    if bias is not None:
+        total = total + bias.astype(dtype)[..., None, :]
+    y = ACTIVATIONS[activation](total).astype(x.dtype)
+    return jnp.swapaxes(y, -1, -2) if data_format == "NCT" else y
+
+
+def lightweight_conv_filter_grad(
+    x: jax.Array,
+    g: jax.Array,
+    *,
+    heads: int,
+    taps: int,
+    padding: int,
+    dilation: int = 1,
+    data_format: str = "NTC",
+) -> jax.Array:
+    """dweight[..., h, k] = sum_{t, c in h} g[..., t, c] x[..., t + k dilation - padding, c]."""
+    if data_format == "NCT":
+        x, g = jnp.swapaxes(x, -1, -2), jnp.swapaxes(g, -1, -2)
+    dtype = accumulation_dtype(x, g)
+    time, channels = x.shape[-2:]
+    reach = (taps - 1) * dilation
+    rows = jnp.pad(x.astype(dtype), [(0, 0)] * (x.ndim - 2) + [(padding, reach - padding), (0, 0)])
+    g = g.astype(dtype)
+
+    def correlate(_, tap):
+        shifted = jax.lax.dynamic_slice_in_dim(rows, tap * dilation, time, axis=-2)
+        return None, jnp.sum(shifted * g, axis=-2)
+
+    batch = jnp.broadcast_shapes(x.shape[:-2], g.shape[:-2])
+    if 0 in (*batch, time, channels):
+        return jnp.zeros((*batch, heads, taps), dtype)
+    _, by_channel = jax.lax.scan(correlate, None, jnp.arange(taps))
+    by_head = by_channel.reshape(*by_channel.shape[:-1], heads, channels // heads).sum(axis=-1)
+    return jnp.moveaxis(by_head, 0, -1)
