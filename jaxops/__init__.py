@@ -1,7 +1,11 @@
 """jaxops: operators that XLA serves badly, as CUDA and C++ kernels behind real JAX primitives."""
 
+from importlib.metadata import version as _version
+
 from jaxops._core import native as _native
 from jaxops.lightweight_conv import lightweight_conv
+
+__version__ = _version("jaxops")
 
 _native.register()
 

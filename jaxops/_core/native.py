@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import pathlib
 import re
+import sys
 
 import jax
 import jax.export
@@ -61,11 +63,27 @@ def check_version(built: tuple[int, int], built_jaxlib: str, running: tuple[int,
 
 def register() -> None:
     """Loads and registers the handlers of every platform; called once, by `import jaxops`."""
+    _search_installed_copy()
     for platform, module_name in PLATFORMS.items():
         _statuses[platform] = _register(platform, module_name)
     cpu = _statuses["cpu"]
     if not cpu.available:
         raise ImportError(cpu.reason)
+
+
+def _search_installed_copy() -> None:
+    """Lets a source tree on `sys.path` use the compiled modules of the installed jaxops.
+
+    `python -m jaxops` in a clone imports the clone, while `pip install .` put the modules into
+    site-packages. Files of this tree still come first.
+    """
+    package = sys.modules["jaxops"]
+    try:
+        installed = importlib.metadata.distribution("jaxops").locate_file("jaxops")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if str(installed) not in package.__path__:
+        package.__path__.append(str(installed))
 
 
 def _register(platform: str, module_name: str) -> PlatformStatus:

@@ -93,7 +93,7 @@ class Plan:
 
 
 def make_plan(call: Call, mesh, specs: Sequence[tuple[Term, P]], replicated: Sequence[str]) -> Plan:
-    """Chooses the mesh axes of every factor from the proposed shardings, the first array's first."""
+    """Chooses every factor's mesh axes from the proposed shardings, the first array's first."""
     plan = Plan(call, mesh, {})
     axes: dict[str, Axes] = {}
     used: set[str] = set()

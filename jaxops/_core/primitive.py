@@ -168,7 +168,7 @@ class Operator:
         rank = next(
             x.ndim - (d is not None) - r for x, d, r in zip(operands, dims, ranks, strict=True)
         )
-        size, at = max((x.size, d) for x, d in zip(operands, dims, strict=True) if d is not None)
+        _, at = max((x.size, d) for x, d in zip(operands, dims, strict=True) if d is not None)
         at = at if at <= rank else 0
         moved = [
             jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at)

@@ -30,8 +30,8 @@ def lightweight_conv(
 ) -> jax.Array:
     """y[..., t, c] = act(bias[..., c] + sum_k weight[..., h, k] x[..., t + k d - padding, c]).
 
-    d is the dilation; x is (..., T, C) or, for "NCT", (..., C, T); weight is (..., H, K) with h = c // (C // H); the
-    leading dimensions broadcast. x is zero outside 0 <= t < T.
+    d is the dilation and h = c // (C // H); x is (..., T, C) or, for "NCT", (..., C, T), zero
+    outside 0 <= t < T; weight is (..., H, K). The leading dimensions broadcast.
     """
     if data_format == "NCT":
         x = jnp.swapaxes(x, -1, -2)

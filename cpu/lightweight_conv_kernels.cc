@@ -1,0 +1,507 @@
+#include "cpu/lightweight_conv_kernels.h"
+
+#include <cstdint>
+
+#include "cpu/simd.h"
+
+namespace jaxops::lightweight_conv::cpu::JAXOPS_ISA {
+namespace {
+
+using namespace jaxops::cpu::JAXOPS_ISA;
+
+// Enough independent sums to hide the latency of a fused multiply-add.
+constexpr int kTile = 8;
+
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
+// Calls f with `n`, in [1, kTile], as a compile-time constant.
+template <typename F>
+JAXOPS_ALWAYS_INLINE void WithTile(int64_t n, F f) {
+  static_assert(kTile == 8);
+  switch (n) {
+    case 1:
+      return f(Constant<1>());
+    case 2:
+      return f(Constant<2>());
+    case 3:
+      return f(Constant<3>());
+    case 4:
+      return f(Constant<4>());
+    case 5:
+      return f(Constant<5>());
+    case 6:
+      return f(Constant<6>());
+    case 7:
+      return f(Constant<7>());
+    default:
+      return f(Constant<8>());
+  }
+}
+
+constexpr int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// An odd number of vectors between panels keeps them from competing for the same cache sets.
+constexpr int64_t OddPitch(int64_t vectors) { return vectors | 1; }
+
+// How a block lies in panels.
+template <typename A, DataFormat kFormat>
+struct PanelLayout {
+  static constexpr bool kTimeInLanes = kFormat == DataFormat::kNCT;
+
+  PanelLayout(const Geometry& geometry, const Block& block)
+      : channels(block.channel_end - block.channel_begin),
+        steps(block.time_end - block.time_begin),
+        panels(kTimeInLanes ? channels : CeilDiv(channels, kLanes<A>)),
+        vectors(kTimeInLanes ? CeilDiv(steps, kLanes<A>) : steps),
+        tap_stride(kTimeInLanes ? geometry.dilation : geometry.dilation * kLanes<A>),
+        taps_per_group(Min(geometry.taps, 1 + kMaxTapSpan / geometry.dilation)) {}
+
+  int64_t channels;
+  int64_t steps;
+  int64_t panels;
+  int64_t vectors;     // of a panel, without what taps reach around it
+  int64_t tap_stride;  // entries from a tap to the next in a panel
+  int64_t taps_per_group;
+};
+
+// Panels of the steps from `first` on, as many as a block needs for taps that span `span` steps.
+// Steps outside the sequence are zero, and so are channels past the block. Returns the pitch.
+template <DataFormat kFormat, typename S, typename A>
+int64_t PackPanels(const PanelLayout<A, kFormat>& layout, const Geometry& geometry,
+                   int64_t channel_begin, int64_t first, int64_t span, const S* x, A* panels) {
+  constexpr int kLane = kLanes<A>;
+  const int64_t steps = (layout.kTimeInLanes ? layout.vectors * kLane : layout.vectors) + span;
+  const int64_t begin = Min(Max(-first, 0), steps);
+  const int64_t end = Min(Max(geometry.time - first, begin), steps);
+  if constexpr (layout.kTimeInLanes) {
+    const int64_t pitch = OddPitch(CeilDiv(steps, kLane)) * kLane;
+    for (int64_t c = 0; c < layout.channels; ++c) {
+      A* to = panels + c * pitch;
+      // Whole vectors of zeros: what they overwrite is stored after them.
+      for (int64_t i = 0; i < begin; i += kLane) Store(Vec<A>{}, to + i);
+      for (int64_t i = end; i < steps; i += kLane) Store(Vec<A>{}, to + i);
+      if (begin < end) {
+        const S* from = x + (channel_begin + c) * geometry.time + (first + begin);
+        const int64_t count = end - begin;
+        int64_t i = 0;
+        for (; i + kLane <= count; i += kLane) Store(Load(from + i), to + begin + i);
+        if (i < count) StorePartial(LoadPartial(from + i, count - i), to + begin + i, count - i);
+      }
+    }
+    return pitch;
+  } else {
+    const int64_t pitch = OddPitch(steps) * kLane;
+    const int64_t whole = layout.channels / kLane;
+    const int64_t rest = layout.channels % kLane;
+    for (int64_t p = 0; p < layout.panels; ++p) {
+      A* to = panels + p * pitch;
+      for (int64_t i = 0; i < begin * kLane; ++i) to[i] = 0;
+      for (int64_t i = end * kLane; i < steps * kLane; ++i) to[i] = 0;
+    }
+    for (int64_t t = begin; t < end; ++t) {
+      const S* from = x + (first + t) * geometry.channels + channel_begin;
+      A* to = panels + t * kLane;
+      for (int64_t p = 0; p < whole; ++p) Store(Load(from + p * kLane), to + p * pitch);
+      if (rest > 0) Store(LoadPartial(from + whole * kLane, rest), to + whole * pitch);
+    }
+    return pitch;
+  }
+}
+
+// Calls store(sum) with sum[i] = (sums[i] +) sum_k weight[k] * x[i + k * tap_stride] for kCount
+// vectors.
+template <int kCount, DataFormat kFormat, typename A, typename F>
+JAXOPS_ALWAYS_INLINE void ConvolveTile(const A* x, int64_t tap_stride, const A* weight,
+                                       int64_t taps, bool add, const A* sums, F store) {
+  Vec<A> sum[kCount] = {};
+  if (add) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) sum[i] = Load(sums + i * kLanes<A>);
+  }
+  for (int64_t k = 0; k < taps; ++k) {
+    Vec<A> w;
+    if constexpr (kFormat == DataFormat::kNTC) {
+      w = Load(weight + k * kLanes<A>);
+    } else {
+      w = Vec<A>{} + weight[k];
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) sum[i] += w * Load(x + i * kLanes<A>);
+    x += tap_stride;
+  }
+  store(sum);
+}
+
+// dweight[k] += sum_i g[i] * x[i + k * tap_stride] for kCount taps, lane by lane. Of the vector
+// after the last whole one only the first `tail` lanes count: x is not zero in the others.
+template <int kCount, typename A>
+JAXOPS_ALWAYS_INLINE void FilterGradTile(const A* g, const A* x, int64_t tap_stride,
+                                         int64_t vectors, int64_t tail, A* dweight) {
+  constexpr int kLane = kLanes<A>;
+  // Few taps alone would leave the multiply-add units waiting for each other's sums.
+  constexpr int kWays = kCount <= kTile / 4 ? 4 : kCount <= kTile / 2 ? 2 : 1;
+  Vec<A> sum[kWays][kCount] = {};
+  int64_t i = 0;
+  for (; i + kWays <= vectors; i += kWays) {
+#pragma GCC unroll 4
+    for (int way = 0; way < kWays; ++way) {
+      const Vec<A> gi = Load(g + (i + way) * kLane);
+#pragma GCC unroll 8
+      for (int k = 0; k < kCount; ++k) {
+        sum[way][k] += gi * Load(x + (i + way) * kLane + k * tap_stride);
+      }
+    }
+  }
+  for (; i < vectors; ++i) {
+    const Vec<A> gi = Load(g + i * kLane);
+#pragma GCC unroll 8
+    for (int k = 0; k < kCount; ++k) sum[0][k] += gi * Load(x + i * kLane + k * tap_stride);
+  }
+  if (tail > 0) {
+    const Vec<A> gi = Load(g + vectors * kLane);
+#pragma GCC unroll 8
+    for (int k = 0; k < kCount; ++k) {
+      sum[0][k] += gi * KeepLanes<A>(Load(x + vectors * kLane + k * tap_stride), tail);
+    }
+  }
+#pragma GCC unroll 8
+  for (int k = 0; k < kCount; ++k) {
+    Vec<A> total = sum[0][k];
+#pragma GCC unroll 4
+    for (int way = 1; way < kWays; ++way) total += sum[way][k];
+    Store(Load(dweight + k * kLane) + total, dweight + k * kLane);
+  }
+}
+
+template <typename A>
+void FilterGradPanel(const A* g, const A* x, int64_t tap_stride, int64_t vectors, int64_t tail,
+                     int64_t taps, A* dweight) {
+  int64_t k = 0;
+  for (; k + kTile <= taps; k += kTile) {
+    FilterGradTile<kTile>(g, x + k * tap_stride, tap_stride, vectors, tail,
+                          dweight + k * kLanes<A>);
+  }
+  if (k == taps) return;
+  WithTile(taps - k, [&](auto count) {
+    FilterGradTile<count.value>(g, x + k * tap_stride, tap_stride, vectors, tail,
+                                dweight + k * kLanes<A>);
+  });
+}
+
+template <Activation kActivation, typename V>
+JAXOPS_ALWAYS_INLINE V Activate(V v) {
+  using A = decltype(v[0] + 0);
+  if constexpr (kActivation == Activation::kRelu) {
+    // Written so that NaN passes.
+    return v <= A(0) ? V{} : v;
+  } else if constexpr (kActivation == Activation::kSilu) {
+    return v / (A(1) + Exp(-v));
+  } else if constexpr (kActivation == Activation::kGelu) {
+    // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with u = sqrt(2 / pi) (v + 0.044715 v^3).
+    constexpr A kMinusTwoRoot = A(-1.5957691216057307118);
+    return v / (A(1) + Exp(kMinusTwoRoot * (v + A(0.044715) * (v * v * v))));
+  } else {
+    return v;
+  }
+}
+
+// y = act(sums + bias) for `count` steps; the sums of neighbouring panels are kTile vectors apart.
+template <Activation kActivation, typename S, typename A>
+JAXOPS_ALWAYS_INLINE void StoreRows(int64_t count, int64_t channels, int64_t row_pitch,
+                                    const A* sums, const A* bias, S* y) {
+  constexpr int kLane = kLanes<A>;
+  const int64_t whole = channels / kLane;
+  const int64_t rest = channels % kLane;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto finished = [&](int64_t p) {
+      return Activate<kActivation>(Load(sums + (p * kTile + i) * kLane) + Load(bias + p * kLane));
+    };
+    S* to = y + i * row_pitch;
+    int64_t p = 0;
+    for (; p + 2 <= whole; p += 2) StorePair(finished(p), finished(p + 1), to + p * kLane);
+    if (p < whole) Store(finished(p), to + p * kLane);
+    if (rest > 0) StorePartial(finished(whole), to + whole * kLane, rest);
+  }
+}
+
+// y = act(sums + bias) for `steps` steps of one channel.
+template <Activation kActivation, typename S, typename A>
+JAXOPS_ALWAYS_INLINE void StoreSteps(int64_t steps, const A* sums, A bias, S* y) {
+  constexpr int kLane = kLanes<A>;
+  const auto finished = [&](int64_t i) { return Activate<kActivation>(Load(sums + i) + bias); };
+  int64_t i = 0;
+  for (; i + 2 * kLane <= steps; i += 2 * kLane) {
+    StorePair(finished(i), finished(i + kLane), y + i);
+  }
+  for (; i + kLane <= steps; i += kLane) Store(finished(i), y + i);
+  if (i < steps) StorePartial(finished(i), y + i, steps - i);
+}
+
+// Calls f with the activation as a compile-time constant.
+template <typename F>
+JAXOPS_ALWAYS_INLINE void WithActivation(Activation activation, F f) {
+  switch (activation) {
+    case Activation::kNone:
+      return f(Constant<static_cast<int>(Activation::kNone)>());
+    case Activation::kRelu:
+      return f(Constant<static_cast<int>(Activation::kRelu)>());
+    case Activation::kSilu:
+      return f(Constant<static_cast<int>(Activation::kSilu)>());
+    case Activation::kGelu:
+      return f(Constant<static_cast<int>(Activation::kGelu)>());
+  }
+}
+
+template <DataFormat kFormat, typename S>
+void ConvolveBlock(const Convolve& args) {
+  using A = Arithmetic<S>;
+  constexpr int kLane = kLanes<A>;
+  const Geometry& geometry = args.geometry;
+  const Block& block = args.block;
+  const PanelLayout<A, kFormat> layout(geometry, block);
+  constexpr int kWeightLanes = layout.kTimeInLanes ? 1 : kLane;
+  const A* weight = static_cast<const A*>(args.packed_weight);
+  A* window = static_cast<A*>(args.window);
+  A* sums = static_cast<A*>(args.sums);
+  S* y = static_cast<S*>(args.y);
+  A bias[kMaxBlockChannels] = {};
+  if (args.bias != nullptr) {
+    WithStorage(args.bias_dtype, args.bias, block.channel_begin,
+                [&](auto from) { Widen(from, layout.channels, bias); });
+  }
+
+  for (int64_t tap = 0; tap < geometry.taps; tap += layout.taps_per_group) {
+    const int64_t taps = Min(layout.taps_per_group, geometry.taps - tap);
+    const bool last = tap + taps == geometry.taps;
+    const int64_t first = block.time_begin - geometry.padding + tap * geometry.dilation;
+    const int64_t pitch =
+        PackPanels(layout, geometry, block.channel_begin, first, (taps - 1) * geometry.dilation,
+                   static_cast<const S*>(args.x), window);
+    // Sums that no other group of taps adds to are used up at once, in the same place every time.
+    const int64_t sums_pitch = taps == geometry.taps ? 0 : layout.panels * kLane;
+    const auto convolve = [&](auto constant, int64_t p, int64_t i, const A* tile, auto store) {
+      ConvolveTile<constant.value, kFormat>(window + p * pitch + i * kLane, layout.tap_stride,
+                                            weight + (p * geometry.taps + tap) * kWeightLanes, taps,
+                                            tap > 0, tile, store);
+    };
+    const auto convolve_to_sums = [&](int64_t p, int64_t i, int64_t count, A* tile) {
+      WithTile(count, [&](auto constant) {
+        convolve(constant, p, i, tile, [&](const auto& sum) {
+#pragma GCC unroll 8
+          for (int j = 0; j < constant.value; ++j) Store(sum[j], tile + j * kLane);
+        });
+      });
+    };
+    if constexpr (layout.kTimeInLanes) {
+      for (int64_t p = 0; p < layout.panels; ++p) {
+        S* row = y + (block.channel_begin + p) * geometry.time + block.time_begin;
+        for (int64_t i = 0; i < layout.vectors; i += kTile) {
+          const int64_t count = Min(kTile, layout.vectors - i);
+          const int64_t steps = Min(kTile * kLane, layout.steps - i * kLane);
+          A* tile = sums + i * sums_pitch + p * kTile * kLane;
+          S* to = row + i * kLane;
+          if (!last) {
+            convolve_to_sums(p, i, count, tile);
+          } else if (steps == kTile * kLane) {
+            WithActivation(args.activation, [&](auto activation) {
+              constexpr auto kActivation = static_cast<Activation>(activation.value);
+              convolve(Constant<kTile>(), p, i, tile, [&](const auto& sum) {
+#pragma GCC unroll 8
+                for (int j = 0; j < kTile; j += 2) {
+                  StorePair(Activate<kActivation>(sum[j] + bias[p]),
+                            Activate<kActivation>(sum[j + 1] + bias[p]), to + j * kLane);
+                }
+              });
+            });
+          } else {
+            convolve_to_sums(p, i, count, tile);
+            WithActivation(args.activation, [&](auto activation) {
+              StoreSteps<static_cast<Activation>(activation.value)>(steps, tile, bias[p], to);
+            });
+          }
+        }
+      }
+    } else {
+      for (int64_t i = 0; i < layout.vectors; i += kTile) {
+        const int64_t count = Min(kTile, layout.vectors - i);
+        A* tile = sums + i * sums_pitch;
+        for (int64_t p = 0; p < layout.panels; ++p) {
+          convolve_to_sums(p, i, count, tile + p * kTile * kLane);
+        }
+        if (!last) continue;
+        S* to = y + (block.time_begin + i) * geometry.channels + block.channel_begin;
+        WithActivation(args.activation, [&](auto activation) {
+          StoreRows<static_cast<Activation>(activation.value)>(count, layout.channels,
+                                                               geometry.channels, tile, bias, to);
+        });
+      }
+    }
+  }
+}
+
+template <DataFormat kFormat, typename S>
+void FilterGradBlock(const FilterGrad& args) {
+  using A = Arithmetic<S>;
+  const Geometry& geometry = args.geometry;
+  const Block& block = args.block;
+  const PanelLayout<A, kFormat> layout(geometry, block);
+  const int64_t depth = geometry.channels / geometry.heads;
+  const int64_t tail = layout.kTimeInLanes ? layout.steps % kLanes<A> : 0;
+  const int64_t whole = layout.vectors - (tail > 0 ? 1 : 0);
+  A* window = static_cast<A*>(args.window);
+  A* g = static_cast<A*>(args.cotangent);
+  A* dweight = static_cast<A*>(args.dweight);
+  A* dbias = static_cast<A*>(args.dbias);
+
+  const int64_t g_pitch = PackPanels(layout, geometry, block.channel_begin, block.time_begin, 0,
+                                     static_cast<const S*>(args.g), g);
+  for (int64_t p = 0; p < layout.panels; ++p) {
+    Vec<A> sum = {};
+    for (int64_t i = 0; i < layout.vectors; ++i) sum += Load(g + p * g_pitch + i * kLanes<A>);
+    Store(Load(dbias + p * kLanes<A>) + sum, dbias + p * kLanes<A>);
+  }
+
+  for (int64_t tap = 0; tap < geometry.taps; tap += layout.taps_per_group) {
+    const int64_t taps = Min(layout.taps_per_group, geometry.taps - tap);
+    const int64_t first = block.time_begin - geometry.padding + tap * geometry.dilation;
+    const int64_t pitch =
+        PackPanels(layout, geometry, block.channel_begin, first, (taps - 1) * geometry.dilation,
+                   static_cast<const S*>(args.x), window);
+    for (int64_t p = 0; p < layout.panels; ++p) {
+      const int64_t row =
+          layout.kTimeInLanes ? (block.channel_begin + p) / depth - block.channel_begin / depth : p;
+      FilterGradPanel(g + p * g_pitch, window + p * pitch, layout.tap_stride, whole, tail, taps,
+                      dweight + (row * geometry.taps + tap) * kLanes<A>);
+    }
+  }
+}
+
+template <typename A, typename W>
+void PackWeightAs(const PackWeight& args, const W* weight) {
+  const int64_t taps = args.geometry.taps;
+  const int64_t depth = args.geometry.channels / args.geometry.heads;
+  const int64_t channels = args.channel_end - args.channel_begin;
+  const bool time_in_lanes = args.geometry.data_format == DataFormat::kNCT;
+  const int64_t lanes = time_in_lanes ? 1 : kLanes<A>;
+  const int64_t padded = CeilDiv(channels, lanes) * lanes;
+  A* packed = static_cast<A*>(args.packed);
+  constexpr int64_t kStrip = 64;
+  A strip[kStrip];
+  for (int64_t begin = 0; begin < taps; begin += kStrip) {
+    const int64_t count = Min(kStrip, taps - begin);
+    int64_t head = -1;
+    for (int64_t c = 0; c < padded; ++c) {
+      if (c >= channels) {
+        for (int64_t k = 0; k < count; ++k) strip[k] = 0;
+      } else if (const int64_t next = (args.channel_begin + c) / depth; next != head) {
+        head = next;
+        const int64_t from = args.flip_taps ? taps - begin - count : begin;
+        Widen(weight + head * taps + from, count, strip);
+      }
+      A* to = packed + (c / lanes * taps + begin) * lanes + c % lanes;
+      for (int64_t k = 0; k < count; ++k) {
+        to[k * lanes] = strip[args.flip_taps ? count - 1 - k : k];
+      }
+    }
+  }
+}
+
+template <typename A>
+void ReduceLanesAs(const ReduceLanes& args) {
+  const int64_t taps = args.geometry.taps;
+  const int64_t depth = args.geometry.channels / args.geometry.heads;
+  const int64_t first_head = args.channel_begin / depth;
+  const int64_t heads = (args.channel_end - 1) / depth + 1 - first_head;
+  const int64_t channels = args.channel_end - args.channel_begin;
+  const A* lanes_dweight = static_cast<const A*>(args.lanes_dweight);
+  const A* lanes_dbias = static_cast<const A*>(args.lanes_dbias);
+  A* dweight = static_cast<A*>(args.dweight);
+  A* dbias = static_cast<A*>(args.dbias);
+  if (args.geometry.data_format == DataFormat::kNCT) {
+    for (int64_t i = 0; i < heads * taps; ++i) {
+      dweight[i] = 0;
+      for (int lane = 0; lane < kLanes<A>; ++lane) {
+        dweight[i] += lanes_dweight[i * kLanes<A> + lane];
+      }
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+      dbias[c] = 0;
+      for (int lane = 0; lane < kLanes<A>; ++lane) dbias[c] += lanes_dbias[c * kLanes<A> + lane];
+    }
+  } else {
+    for (int64_t i = 0; i < heads * taps; ++i) dweight[i] = 0;
+    for (int64_t c = 0; c < channels; ++c) {
+      A* to = dweight + ((args.channel_begin + c) / depth - first_head) * taps;
+      const A* from = lanes_dweight + c / kLanes<A> * taps * kLanes<A> + c % kLanes<A>;
+      for (int64_t k = 0; k < taps; ++k) to[k] += from[k * kLanes<A>];
+    }
+    for (int64_t c = 0; c < channels; ++c) dbias[c] = lanes_dbias[c];
+  }
+}
+
+// Calls f with a null pointer to the storage type and the layout as a compile-time constant.
+template <typename F>
+JAXOPS_ALWAYS_INLINE void WithLayout(DType dtype, DataFormat format, F f) {
+  WithStorage(dtype, nullptr, 0, [&](auto storage) {
+    if (format == DataFormat::kNTC) {
+      f(storage, Constant<static_cast<int>(DataFormat::kNTC)>());
+    } else {
+      f(storage, Constant<static_cast<int>(DataFormat::kNCT)>());
+    }
+  });
+}
+
+template <typename S>
+S StorageOf(const S*);
+
+void RunPackWeight(const PackWeight& args) {
+  WithStorage(args.weight_dtype, args.weight, 0, [&](auto weight) {
+    if (args.dtype == DType::kF64) {
+      PackWeightAs<double>(args, weight);
+    } else {
+      PackWeightAs<float>(args, weight);
+    }
+  });
+}
+
+void RunConvolve(const Convolve& args) {
+  WithLayout(args.dtype, args.geometry.data_format, [&](auto storage, auto format) {
+    ConvolveBlock<static_cast<DataFormat>(format.value), decltype(StorageOf(storage))>(args);
+  });
+}
+
+void RunFilterGrad(const FilterGrad& args) {
+  WithLayout(args.dtype, args.geometry.data_format, [&](auto storage, auto format) {
+    FilterGradBlock<static_cast<DataFormat>(format.value), decltype(StorageOf(storage))>(args);
+  });
+}
+
+void RunReduceLanes(const ReduceLanes& args) {
+  if (args.dtype == DType::kF64) {
+    ReduceLanesAs<double>(args);
+  } else {
+    ReduceLanesAs<float>(args);
+  }
+}
+
+void RunStoreSums(const StoreSums& args) {
+  WithStorage(args.to_dtype, args.to, args.offset, [&](auto to) {
+    using S = decltype(StorageOf(to));
+    if (args.dtype == DType::kF64) {
+      Narrow(static_cast<const double*>(args.sums), args.count, const_cast<S*>(to));
+    } else {
+      Narrow(static_cast<const float*>(args.sums), args.count, const_cast<S*>(to));
+    }
+  });
+}
+
+}  // namespace
+
+const Kernels kKernels = {RunPackWeight, RunConvolve, RunFilterGrad, RunReduceLanes, RunStoreSums};
+
+}  // namespace jaxops::lightweight_conv::cpu::JAXOPS_ISA

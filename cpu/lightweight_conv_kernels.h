@@ -1,0 +1,118 @@
+// The vectorised inner parts of lightweight convolution, built once per instruction set.
+//
+// Both layouts are computed on panels: runs of vectors in scratch memory, already in the arithmetic
+// type and with the zeros around the sequence in place. With NTC a panel holds a vector's width of
+// channels, one vector a time step; with NCT it holds one channel, one vector for as many time
+// steps as it has lanes. A tap is then a constant distance in the panel either way.
+#ifndef JAXOPS_CPU_LIGHTWEIGHT_CONV_KERNELS_H_
+#define JAXOPS_CPU_LIGHTWEIGHT_CONV_KERNELS_H_
+
+#include <cstdint>
+
+#include "common/lightweight_conv.h"
+
+namespace jaxops::lightweight_conv::cpu {
+
+// No instruction set has more lanes than this.
+inline constexpr int64_t kMaxLanes = 16;
+
+// The most channels of a block.
+inline constexpr int64_t kMaxBlockChannels = 512;
+
+// Taps are taken in groups that reach no further than this many steps, to bound the panels.
+inline constexpr int64_t kMaxTapSpan = 384;
+
+// Channels [channel_begin, channel_end) at steps [time_begin, time_end) of one batch entry.
+// time_end is the end of the sequence or a multiple of kMaxLanes.
+struct Block {
+  int64_t channel_begin;
+  int64_t channel_end;
+  int64_t time_begin;
+  int64_t time_end;
+};
+
+// Scratch is given in entries of the arithmetic type. `width` below is the number of channels of a
+// block rounded up to kMaxLanes, `steps` its number of steps.
+struct PackWeight {
+  Geometry geometry;
+  DType dtype;  // of the sequences; decides the arithmetic type
+  DType weight_dtype;
+  bool flip_taps;
+  int64_t channel_begin;
+  int64_t channel_end;
+  const void* weight;  // (heads, taps)
+  void* packed;        // width * taps
+};
+
+struct Convolve {
+  Geometry geometry;
+  DType dtype;
+  DType bias_dtype;
+  Activation activation;
+  Block block;
+  const void* x;  // the batch entry
+  const void* packed_weight;
+  const void* bias;  // null: none
+  void* y;           // the batch entry
+  void* window;      // width * (steps + min(kMaxTapSpan, reach) + 3 * kMaxLanes)
+  void* sums;        // width * (steps + 8 * kMaxLanes)
+};
+
+// Adds the block's terms of dweight and dbias, lane by lane.
+struct FilterGrad {
+  Geometry geometry;
+  DType dtype;
+  Block block;
+  const void* x;    // the batch entry
+  const void* g;    // the batch entry
+  void* window;     // as above
+  void* cotangent;  // like sums above
+  void* dweight;    // NTC: width * taps; NCT: heads of the block * taps * kMaxLanes
+  void* dbias;      // width * kMaxLanes
+};
+
+// Adds up the lanes of what FilterGrad left.
+struct ReduceLanes {
+  Geometry geometry;
+  DType dtype;
+  int64_t channel_begin;
+  int64_t channel_end;
+  const void* lanes_dweight;
+  const void* lanes_dbias;
+  void* dweight;  // (heads of the block, taps)
+  void* dbias;    // (channels of the block,)
+};
+
+// Rounds `count` sums of dtype's arithmetic type and stores them as `to_dtype`, at `to` + offset.
+struct StoreSums {
+  DType dtype;
+  DType to_dtype;
+  int64_t count;
+  int64_t offset;
+  const void* sums;
+  void* to;
+};
+
+struct Kernels {
+  void (*pack_weight)(const PackWeight&);
+  void (*convolve)(const Convolve&);
+  void (*filter_grad)(const FilterGrad&);
+  void (*reduce_lanes)(const ReduceLanes&);
+  void (*store_sums)(const StoreSums&);
+};
+
+namespace baseline {
+extern const Kernels kKernels;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+#endif
+
+}  // namespace jaxops::lightweight_conv::cpu
+
+#endif  // JAXOPS_CPU_LIGHTWEIGHT_CONV_KERNELS_H_

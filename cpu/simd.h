@@ -1,0 +1,310 @@
+// Vectors, conversions between storage and arithmetic types, and exp, for the instruction set that
+// the including file is compiled for.
+//
+// Kernel files are compiled once per instruction set with JAXOPS_ISA naming the build. Everything
+// here lives in a namespace of that name: were it shared, the linker could keep an AVX-512 copy of
+// an inline function for the baseline code to call. For the same reason kernel files use nothing
+// inline from the standard library.
+#ifndef JAXOPS_CPU_SIMD_H_
+#define JAXOPS_CPU_SIMD_H_
+
+#include <cstdint>
+
+#include "common/types.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define JAXOPS_ALWAYS_INLINE inline __attribute__((always_inline))
+
+namespace jaxops::cpu::JAXOPS_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+inline constexpr int kVectorBytes = 32;
+#else
+inline constexpr int kVectorBytes = 16;
+#endif
+
+// Storage types without arithmetic.
+enum class Half : uint16_t {};
+enum class BFloat : uint16_t {};
+
+// What the kernels need to know about an arithmetic type.
+template <typename A>
+struct Simd;
+
+template <>
+struct Simd<float> {
+  typedef float Vec __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+  static constexpr int kMantissaBits = 23;
+  static constexpr int32_t kExponentBias = 127;
+  // log(2) in two parts, the first short enough for its product with an exponent to be exact.
+  static constexpr float kLog2High = 0x1.62ep-1f;
+  static constexpr float kLog2Low = 0x1.0bfbe8p-15f;
+  // exp is 0 below the first and infinite above the second.
+  static constexpr float kExpMin = -104.0f;
+  static constexpr float kExpMax = 89.0f;
+  static constexpr int kExpDegree = 7;
+};
+
+template <>
+struct Simd<double> {
+  typedef double Vec __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+  static constexpr int kMantissaBits = 52;
+  static constexpr int64_t kExponentBias = 1023;
+  static constexpr double kLog2High = 0x1.62e42fefap-1;
+  static constexpr double kLog2Low = 0x1.cf79abc9e3b3ap-40;
+  static constexpr double kExpMin = -746.0;
+  static constexpr double kExpMax = 710.0;
+  static constexpr int kExpDegree = 13;
+};
+
+template <typename A>
+using Vec = typename Simd<A>::Vec;
+
+template <typename A>
+inline constexpr int kLanes = kVectorBytes / sizeof(A);
+
+// The arithmetic type of a storage type.
+template <typename S>
+struct ArithmeticOf {
+  using Type = float;
+};
+template <>
+struct ArithmeticOf<double> {
+  using Type = double;
+};
+template <typename S>
+using Arithmetic = typename ArithmeticOf<S>::Type;
+
+typedef uint32_t U32Vec __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t U16Vec __attribute__((vector_size(kVectorBytes / 2)));
+
+template <typename To, typename From>
+JAXOPS_ALWAYS_INLINE To BitCast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <typename V>
+JAXOPS_ALWAYS_INLINE V LoadBits(const void* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+JAXOPS_ALWAYS_INLINE Vec<float> Load(const float* from) { return LoadBits<Vec<float>>(from); }
+JAXOPS_ALWAYS_INLINE Vec<double> Load(const double* from) { return LoadBits<Vec<double>>(from); }
+
+// Zero-extends 16-bit entries. In intrinsics, like NarrowBits, because compilers split the vector.
+JAXOPS_ALWAYS_INLINE U32Vec WidenBits(const void* from) {
+#if defined(__AVX512F__)
+  return BitCast<U32Vec>(_mm512_maskz_cvtepu16_epi32(0xffff, LoadBits<__m256i>(from)));
+#elif defined(__AVX2__)
+  return BitCast<U32Vec>(_mm256_cvtepu16_epi32(LoadBits<__m128i>(from)));
+#else
+  return __builtin_convertvector(LoadBits<U16Vec>(from), U32Vec);
+#endif
+}
+
+// Stores entries below 2^16 in 16 bits each.
+JAXOPS_ALWAYS_INLINE void NarrowBits(U32Vec bits, void* to) {
+#if defined(__AVX512F__)
+  const __m256i narrow = _mm512_maskz_cvtepi32_epi16(0xffff, BitCast<__m512i>(bits));
+#elif defined(__AVX2__)
+  const __m256i wide = BitCast<__m256i>(bits);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
+  const __m128i narrow = _mm256_castsi256_si128(packed);
+#else
+  const U16Vec narrow = __builtin_convertvector(bits, U16Vec);
+#endif
+  __builtin_memcpy(to, &narrow, sizeof(narrow));
+}
+
+JAXOPS_ALWAYS_INLINE Vec<float> Load(const BFloat* from) {
+  return BitCast<Vec<float>>(WidenBits(from) << 16);
+}
+
+JAXOPS_ALWAYS_INLINE Vec<float> Load(const Half* from) {
+#if defined(__AVX512F__)
+  // Masked by nothing, because GCC 12 warns about its own header's unmasked form.
+  return _mm512_maskz_cvtph_ps(0xffff, LoadBits<__m256i>(from));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(LoadBits<__m128i>(from));
+#else
+  const U32Vec bits = WidenBits(from);
+  const U32Vec magnitude = bits & 0x7fff;
+  const U32Vec normal = (magnitude << 13) + (112u << 23);
+  // Never forms a subnormal float, which the caller's floating-point mode may flush to zero.
+  const U32Vec subnormal = BitCast<U32Vec>(BitCast<Vec<float>>(normal + (1u << 23)) - 0x1p-14f);
+  const U32Vec special = (magnitude << 13) | 0x7f800000;
+  const U32Vec finite = magnitude < 0x400 ? subnormal : normal;
+  const U32Vec result = magnitude >= 0x7c00 ? special : finite;
+  return BitCast<Vec<float>>(result | ((bits & 0x8000) << 16));
+#endif
+}
+
+JAXOPS_ALWAYS_INLINE void Store(Vec<float> v, float* to) { __builtin_memcpy(to, &v, sizeof(v)); }
+JAXOPS_ALWAYS_INLINE void Store(Vec<double> v, double* to) { __builtin_memcpy(to, &v, sizeof(v)); }
+
+// The bits of each entry rounded to a BFloat.
+JAXOPS_ALWAYS_INLINE U32Vec RoundToBFloat(Vec<float> v) {
+  const U32Vec bits = BitCast<U32Vec>(v);
+  const U32Vec rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  // A quiet bit, because the payload may lie wholly in the half that is dropped.
+  return (v != v ? bits | 0x400000 : rounded) >> 16;
+}
+
+JAXOPS_ALWAYS_INLINE void Store(Vec<float> v, BFloat* to) { NarrowBits(RoundToBFloat(v), to); }
+
+JAXOPS_ALWAYS_INLINE void Store(Vec<float> v, Half* to) {
+#if defined(__AVX512F__)
+  constexpr int kRounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const __m256i narrow = _mm512_maskz_cvtps_ph(0xffff, v, kRounding);
+  __builtin_memcpy(to, &narrow, sizeof(narrow));
+#elif defined(__AVX2__)
+  const __m128i narrow = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __builtin_memcpy(to, &narrow, sizeof(narrow));
+#else
+  const U32Vec bits = BitCast<U32Vec>(v);
+  const U32Vec magnitude = bits & 0x7fffffff;
+  const U32Vec normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
+  // Adding 1/2 leaves the bits of a subnormal half, correctly rounded, at the end of the float.
+  const U32Vec subnormal = BitCast<U32Vec>(BitCast<Vec<float>>(magnitude) + 0.5f) - 0x3f000000;
+  const U32Vec nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+  const U32Vec infinity = U32Vec{} + 0x7c00;
+  const U32Vec finite = magnitude < 0x38800000 ? subnormal : normal;
+  const U32Vec ordered = magnitude >= 0x47800000 ? infinity : finite;
+  NarrowBits((v != v ? nan : ordered) | ((bits >> 16) & 0x8000), to);
+#endif
+}
+
+// Stores two vectors one after the other.
+template <typename S>
+JAXOPS_ALWAYS_INLINE void StorePair(Vec<Arithmetic<S>> a, Vec<Arithmetic<S>> b, S* to) {
+  Store(a, to);
+  Store(b, to + kLanes<Arithmetic<S>>);
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Narrowing takes two vectors at a time here.
+JAXOPS_ALWAYS_INLINE void StorePair(Vec<float> a, Vec<float> b, BFloat* to) {
+  const __m256i packed =
+      _mm256_packus_epi32(BitCast<__m256i>(RoundToBFloat(a)), BitCast<__m256i>(RoundToBFloat(b)));
+  const __m256i narrow = _mm256_permute4x64_epi64(packed, 0xd8);
+  __builtin_memcpy(to, &narrow, sizeof(narrow));
+}
+#endif
+
+// The first `count` lanes come from memory, the others are zero.
+template <typename S>
+JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadPartial(const S* from, int64_t count) {
+  S lanes[kLanes<Arithmetic<S>>] = {};
+  __builtin_memcpy(lanes, from, count * sizeof(S));
+  return Load(lanes);
+}
+
+template <typename S>
+JAXOPS_ALWAYS_INLINE void StorePartial(Vec<Arithmetic<S>> v, S* to, int64_t count) {
+  S lanes[kLanes<Arithmetic<S>>];
+  Store(v, lanes);
+  __builtin_memcpy(to, lanes, count * sizeof(S));
+}
+
+// Keeps the first `count` lanes and clears the others, whatever they hold.
+template <typename A>
+JAXOPS_ALWAYS_INLINE Vec<A> KeepLanes(Vec<A> v, int64_t count) {
+  using Int = typename Simd<A>::Int;
+  Int lane;
+  for (int i = 0; i < kLanes<A>; ++i) lane[i] = i;
+  const Int keep = lane < static_cast<decltype(lane[0] + 0)>(count);
+  return BitCast<Vec<A>>(BitCast<Int>(v) & keep);
+}
+
+template <typename V>
+JAXOPS_ALWAYS_INLINE V Exp(V x) {
+  using A = decltype(x[0] + 0);
+  using T = Simd<A>;
+  using Int = typename T::Int;
+  // The comparisons are written so that NaN passes.
+  x = x < T::kExpMin ? V{} + T::kExpMin : x;
+  x = x > T::kExpMax ? V{} + T::kExpMax : x;
+  // Adding 1.5 * 2^mantissa rounds to an integer and leaves it in the low bits.
+  constexpr A kRounder = A(3) * (int64_t{1} << (T::kMantissaBits - 1));
+  const V shifted = x * A(0x1.71547652b82fep0) + kRounder;
+  const V exponent = shifted - kRounder;
+  const Int power = BitCast<Int>(shifted) - BitCast<Int>(V{} + kRounder);
+  const V r = (x - exponent * T::kLog2High) - exponent * T::kLog2Low;
+  V series = V{} + A(1);
+#pragma GCC unroll 16
+  for (int i = T::kExpDegree; i > 0; --i) series = A(1) + series * (r * (A(1) / A(i)));
+  // In two factors, because the power of two may be out of range where the result is not.
+  const Int half = power >> 1;
+  const V scale = BitCast<V>((half + T::kExponentBias) << T::kMantissaBits);
+  const V rest = BitCast<V>((power - half + T::kExponentBias) << T::kMantissaBits);
+  return series * scale * rest;
+}
+
+// Rounds to a float so that rounding once more, to fewer bits, is as good as rounding once.
+JAXOPS_ALWAYS_INLINE float RoundToOdd(double value) {
+  const float nearest = static_cast<float>(value);
+  const double back = nearest;
+  if (back == value || value != value) return nearest;
+  const bool away = (back > value) == (value > 0);
+  return BitCast<float>((BitCast<uint32_t>(nearest) - (away ? 1u : 0u)) | 1u);
+}
+JAXOPS_ALWAYS_INLINE float RoundToOdd(float value) { return value; }
+
+// to[i] = from[i] for entries of storage type S and arithmetic type A.
+template <typename S, typename A>
+inline void Widen(const S* from, int64_t count, A* to) {
+  using Wide = Arithmetic<S>;
+  for (int64_t i = 0; i < count; i += kLanes<Wide>) {
+    const int64_t lanes = count - i < kLanes<Wide> ? count - i : kLanes<Wide>;
+    const Vec<Wide> v = LoadPartial(from + i, lanes);
+    for (int64_t j = 0; j < lanes; ++j) to[i + j] = static_cast<A>(v[j]);
+  }
+}
+
+template <typename A, typename S>
+inline void Narrow(const A* from, int64_t count, S* to) {
+  using Wide = Arithmetic<S>;
+  for (int64_t i = 0; i < count; i += kLanes<Wide>) {
+    const int64_t lanes = count - i < kLanes<Wide> ? count - i : kLanes<Wide>;
+    Vec<Wide> v = {};
+    for (int64_t j = 0; j < lanes; ++j) {
+      if constexpr (sizeof(S) == sizeof(uint16_t)) {
+        v[j] = RoundToOdd(from[i + j]);
+      } else {
+        v[j] = static_cast<Wide>(from[i + j]);
+      }
+    }
+    StorePartial(v, to + i, lanes);
+  }
+}
+
+// Calls f with `pointer + offset` as a pointer to the storage type that dtype names.
+template <typename F>
+JAXOPS_ALWAYS_INLINE void WithStorage(DType dtype, const void* pointer, int64_t offset, F f) {
+  switch (dtype) {
+    case DType::kF16:
+      return f(static_cast<const Half*>(pointer) + offset);
+    case DType::kBF16:
+      return f(static_cast<const BFloat*>(pointer) + offset);
+    case DType::kF32:
+      return f(static_cast<const float*>(pointer) + offset);
+    case DType::kF64:
+      return f(static_cast<const double*>(pointer) + offset);
+  }
+}
+
+}  // namespace jaxops::cpu::JAXOPS_ISA
+
+#endif  // JAXOPS_CPU_SIMD_H_
