@@ -1,6 +1,6 @@
 """Times lightweight_conv against XLA's shift-and-add formulation, forward and backward.
 
-    python benchmarks/lightweight_conv.py [--json FILE] [--quick]
+python benchmarks/lightweight_conv.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -94,13 +94,16 @@ def run_case(case, data_format):
         median, spread = times["jaxops"]
         rows.append(
             {
-                "case": f"({B},{C},{T},{H},{K}) {dtype} {padding} d{dilation}",
+                "case": f"({B},{C},{T},{H},{K})",
+                "dtype": dtype,
+                "padding": padding,
+                "dilation": dilation,
                 "data_format": data_format,
                 "direction": direction,
-                "microseconds": round(median, 2),
+                "µs": round(median, 2),
                 "spread": round(spread, 2),
-                "gigabytes_per_second": round(passes * size / median / 1e3, 1),
-                "tflops": round(2 * B * T * C * K * (1 if count == 1 else 2) / median / 1e6, 2),
+                "GB/s": round(passes * size / median / 1e3, 1),
+                "TFLOP/s": round(2 * B * T * C * K * (1 if count == 1 else 2) / median / 1e6, 2),
                 "shift_and_add": round(times["shift_and_add"][0], 2),
                 "speedup": round(times["shift_and_add"][0] / median, 2),
             }
@@ -113,12 +116,14 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--quick", action="store_true", help="one tiny case")
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     rows = []
     for case in SMALL_CASES if options.quick else CASES:
         for data_format in ("NCT", "NTC"):
             rows += run_case(case, data_format)
-    table = Table(*[k.replace("_", " ") for k in rows[0]])
+    table = Table(box=None)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row.values()))
     console.print(table)

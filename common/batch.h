@@ -7,8 +7,10 @@
 
 #if defined(__CUDACC__)
 #define JAXOPS_HOST_DEVICE __host__ __device__
+#define JAXOPS_NO_INLINE __noinline__
 #else
 #define JAXOPS_HOST_DEVICE
+#define JAXOPS_NO_INLINE
 #endif
 
 namespace jaxops {
@@ -67,16 +69,21 @@ class BatchMap {
 
   // Element offset of `operand` for the flat batch index `index`.
   JAXOPS_HOST_DEVICE int64_t Offset(int64_t index, int operand) const {
+    return rank_ <= 1 ? index * strides_[0][operand] : NestedOffset(index, operand);
+  }
+
+ private:
+  // Kept out of line: its divisions would bloat every kernel for the sake of nested vmaps.
+  JAXOPS_HOST_DEVICE JAXOPS_NO_INLINE int64_t NestedOffset(int64_t index, int operand) const {
     int64_t offset = 0;
     for (int d = rank_ - 1; d > 0; --d) {
       const int64_t quotient = index / sizes_[d];
       offset += (index - quotient * sizes_[d]) * strides_[d][operand];
       index = quotient;
     }
-    return rank_ > 0 ? offset + index * strides_[0][operand] : offset;
+    return offset + index * strides_[0][operand];
   }
 
- private:
   int rank_ = 0;
   int64_t size_ = 1;
   int64_t sizes_[kMaxBatchDims] = {};

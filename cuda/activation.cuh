@@ -6,26 +6,31 @@
 
 namespace jaxops::cuda {
 
-__device__ __forceinline__ float Exp(float x) { return expf(x); }
-__device__ __forceinline__ double Exp(double x) { return exp(x); }
-__device__ __forceinline__ float Tanh(float x) { return tanhf(x); }
-__device__ __forceinline__ double Tanh(double x) { return tanh(x); }
+// x times the logistic function of z. Far on the left the quotient is zero, not NaN.
+__device__ __forceinline__ float TimesLogistic(float x, float z) {
+  return __fdividef(x, 1.0f + expf(-z));
+}
+__device__ __forceinline__ double TimesLogistic(double x, double z) { return x / (1 + exp(-z)); }
 
-template <typename Acc>
-__device__ __forceinline__ Acc Activate(Acc x, Activation activation) {
-  switch (activation) {
-    case Activation::kNone:
-      return x;
-    case Activation::kRelu:
-      return x < Acc(0) ? Acc(0) : x;  // NaN stays NaN
-    case Activation::kSilu:
-      return x / (Acc(1) + Exp(-x));
-    case Activation::kGelu: {
-      const Acc inner = Acc(0.7978845608028654) * (x + Acc(0.044715) * x * x * x);
-      return Acc(0.5) * x * (Acc(1) + Tanh(inner));
+// Applies one activation to a thread's values: the choice is made once for all of them. GELU is the
+// tanh form, jax.nn.gelu's default: (1 + tanh(u)) / 2 is the logistic function of 2u.
+template <typename Acc, int kCount>
+__device__ __forceinline__ void Activate(Acc (&values)[kCount], Activation activation) {
+  if (activation == Activation::kNone) return;
+  if (activation == Activation::kRelu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      values[i] = values[i] < Acc(0) ? Acc(0) : values[i];  // NaN stays NaN
     }
+    return;
   }
-  return x;
+  const bool gelu = activation == Activation::kGelu;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const Acc x = values[i];
+    const Acc doubled = Acc(1.5957691216057308) * (x + Acc(0.044715) * x * x * x);
+    values[i] = TimesLogistic(x, gelu ? doubled : x);
+  }
 }
 
 }  // namespace jaxops::cuda

@@ -1,14 +1,17 @@
-// What the forward and the backward kernels of the lightweight convolution share: how a stretch of
-// the sequence is brought into shared memory in either data format.
+// What the forward and the backward kernels of the lightweight convolution share: who owns what,
+// and how a stretch of the sequence reaches registers or shared memory in either data format.
 //
-// NTC: a warp is 32 neighbouring channels (pairs of them for 2-byte types) and each thread owns a
-// run of time steps, so that rows are read and written 128 bytes at a time. With dilation d the
-// sequence falls apart into d interleaved phases that never meet; a tile holds steps of one phase,
-// which makes dilation a row stride and nothing else.
+// NTC: neighbouring threads own neighbouring channels and each a run of time steps, so that rows
+// are read and written whole. With dilation d the sequence falls apart into d interleaved phases
+// that never meet; a tile holds steps of one phase, which makes dilation a row stride and nothing
+// else.
 //
-// NCT: a thread owns kRun neighbouring time steps of one channel, a row of threads one channel.
-// Shared memory is skewed by one word in every kRun, so that threads kRun words apart hit different
-// banks. It holds the accumulation type: its elements are converted once, though read by many taps.
+// NCT: a thread owns neighbouring time steps of one channel, a row of threads one channel.
+//
+// Short filters (up to kShortTaps) are bound by memory: their kernels read windows of x straight
+// into registers, neighbours overlapping in the L1 cache, and never synchronise. Long filters are
+// bound by arithmetic: theirs stage a tile in shared memory and slide a window of registers over
+// it.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 
@@ -17,6 +20,7 @@
 #include <algorithm>
 
 #include "common/lightweight_conv.h"
+#include "cuda/fast_divide.h"
 #include "cuda/numeric.cuh"
 
 namespace jaxops::lightweight_conv::cuda {
@@ -24,57 +28,102 @@ namespace jaxops::lightweight_conv::cuda {
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
-using jaxops::cuda::LoadAs;
+using jaxops::cuda::FastDivider;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::Pack;
 using jaxops::cuda::StoreAs;
 using jaxops::cuda::Widen;
+using jaxops::cuda::WithElements;
 
 inline constexpr int kWarp = 32;
+inline constexpr int kShortTaps = 8;
 
 // --- NTC -----------------------------------------------------------------------------------------
 
-inline constexpr int kNtcWarps = 8;
-inline constexpr int kNtcThreads = kNtcWarps * kWarp;
+inline constexpr int kNtcThreads = 256;
 
-// Neighbouring channels of one thread: at least four bytes.
+// Divides by a dilation, which is nearly always 1, rounding up.
+__host__ __device__ inline int DivideByDilation(int n, int dilation) {
+  return dilation == 1 ? n : (n + dilation - 1) / dilation;
+}
+
+// The number of steps t < time with t % dilation == phase.
+__host__ __device__ inline int PhaseSteps(int time, int dilation, int phase) {
+  return DivideByDilation(time - phase, dilation);
+}
+
+// A pack from `address` if `inside`, else zeros. The load itself is unconditional, from an address
+// that is always good, so that neighbouring loads do not wait for each other's branches.
+template <int kCount, typename T>
+__device__ __forceinline__ Pack<T, kCount> LoadIf(bool inside, const T* address, const T* good) {
+  const Pack<T, kCount> pack = LoadPack<kCount>(inside ? address : good);
+  return inside ? pack : Pack<T, kCount>{};
+}
+
+// One thread's kV channels at one time step, zero outside [0, time).
+template <int kV, typename T>
+__device__ __forceinline__ Pack<T, kV> ReadStep(const T* column, int t, int time, int64_t channels,
+                                                bool wanted = true) {
+  const bool inside = wanted && static_cast<unsigned>(t) < static_cast<unsigned>(time);
+  return LoadIf<kV>(inside, column + t * channels, column);
+}
+
+template <int kV, typename T>
+__device__ __forceinline__ void WriteStep(T* column, const Accumulator<T> (&values)[kV], int t,
+                                          int64_t channels) {
+  Pack<T, kV> pack;
+#pragma unroll
+  for (int v = 0; v < kV; ++v) pack.values[v] = Narrow<T>(values[v]);
+  *reinterpret_cast<Pack<T, kV>*>(column + t * channels) = pack;
+}
+
+// How the threads of a short filter's block are dealt out: lanes over channels, groups over time.
+struct ShortNtcTile {
+  int lane_bits;  // log2 of the threads side by side in channels
+
+  ShortNtcTile(int64_t channels, int per_thread) : lane_bits(0) {
+    while (lane_bits < 5 && (int64_t{per_thread} << lane_bits) < channels) ++lane_bits;
+  }
+  __host__ __device__ int lanes() const { return 1 << lane_bits; }
+  __host__ __device__ int groups() const { return kNtcThreads >> lane_bits; }
+};
+
+// Long filters: a warp is 32 neighbouring channels, pairs of them for 2-byte types.
+inline constexpr int kNtcWarps = kNtcThreads / kWarp;
+
 template <typename T>
 inline constexpr int kLaneChannels = sizeof(T) == 2 ? 2 : 1;
 
 template <typename T>
 inline constexpr int kBlockChannels = kWarp * kLaneChannels<T>;
 
-// The number of steps t < time with t % dilation == phase.
-__host__ __device__ inline int64_t PhaseSteps(int64_t time, int64_t dilation, int64_t phase) {
-  return (time - phase + dilation - 1) / dilation;
-}
-
 // Copies `rows` rows of kBlockChannels channels of a (time, channels) array into shared memory. Row
 // i is time step first + i * stride, zero outside [0, time). The copy is asynchronous: commit it.
 template <typename T, bool kAligned>
-__device__ __forceinline__ void StageRows(T* shared, const T* array, int64_t first, int64_t stride,
-                                          int rows, int64_t time, int64_t channels,
-                                          int64_t first_channel) {
+__device__ __forceinline__ void StageRows(T* shared, const T* array, int first, int stride,
+                                          int rows, int time, int channels, int first_channel) {
   constexpr int kChannels = kBlockChannels<T>;
   if constexpr (kAligned) {
     constexpr int kPackElements = 16 / sizeof(T);
     constexpr int kPacks = kChannels / kPackElements;
-    for (int i = threadIdx.x; i < rows * kPacks; i += kNtcThreads) {
-      const int row = i / kPacks;
-      const int channel = (i % kPacks) * kPackElements;
-      const int64_t t = first + row * stride;
-      const bool inside = t >= 0 && t < time && first_channel + channel < channels;
-      const T* source = inside ? array + t * channels + first_channel + channel : array;
-      __pipeline_memcpy_async(shared + row * kChannels + channel, source, 16, inside ? 0 : 16);
+    const int channel = threadIdx.x % kPacks * kPackElements;
+    const bool wanted = first_channel + channel < channels;
+    const T* column = array + first_channel + channel;
+    for (int row = threadIdx.x / kPacks; row < rows; row += kNtcThreads / kPacks) {
+      const int t = first + row * stride;
+      const bool inside = wanted && static_cast<unsigned>(t) < static_cast<unsigned>(time);
+      __pipeline_memcpy_async(shared + row * kChannels + channel,
+                              inside ? column + int64_t{t} * channels : array, 16, inside ? 0 : 16);
     }
   } else {
-    for (int i = threadIdx.x; i < rows * kChannels; i += kNtcThreads) {
-      const int row = i / kChannels;
-      const int channel = i % kChannels;
-      const int64_t t = first + row * stride;
-      const bool inside = t >= 0 && t < time && first_channel + channel < channels;
-      shared[i] = inside ? array[t * channels + first_channel + channel] : T{};
+    const int channel = threadIdx.x % kChannels;
+    const bool wanted = first_channel + channel < channels;
+    const T* column = array + first_channel + channel;
+    for (int row = threadIdx.x / kChannels; row < rows; row += kNtcThreads / kChannels) {
+      const int t = first + row * stride;
+      const bool inside = wanted && static_cast<unsigned>(t) < static_cast<unsigned>(time);
+      shared[row * kChannels + channel] = inside ? column[int64_t{t} * channels] : T{};
     }
   }
 }
@@ -89,107 +138,120 @@ __device__ __forceinline__ void ReadRow(Accumulator<T> (&values)[kLaneChannels<T
   for (int v = 0; v < kLaneChannels<T>; ++v) values[v] = Widen(pack.values[v]);
 }
 
-// Writes one thread's channels of a row; kAligned promises that they are all inside.
-template <typename T, bool kAligned>
-__device__ __forceinline__ void WriteRow(T* row, const Accumulator<T> (&values)[kLaneChannels<T>],
-                                         int64_t channel, int64_t channels) {
-  if constexpr (kAligned) {
-    if (channel >= channels) return;
-    Pack<T, kLaneChannels<T>> pack;
-#pragma unroll
-    for (int v = 0; v < kLaneChannels<T>; ++v) pack.values[v] = Narrow<T>(values[v]);
-    *reinterpret_cast<Pack<T, kLaneChannels<T>>*>(row + channel) = pack;
-  } else {
-#pragma unroll
-    for (int v = 0; v < kLaneChannels<T>; ++v) {
-      if (channel + v < channels) row[channel + v] = Narrow<T>(values[v]);
-    }
-  }
-}
-
 // --- NCT -----------------------------------------------------------------------------------------
 
 inline constexpr int kNctThreads = 128;
-inline constexpr int kRun = 8;  // neighbouring time steps of one thread
-
-__host__ __device__ constexpr int Skew(int position) { return position + position / kRun; }
 
 // How the threads of a block are dealt out over channels and time.
 struct NctTile {
-  int threads_per_row;  // a power of two, 16 to kNctThreads
+  int row_bits;  // log2 of the threads that share a channel: 16 to kNctThreads of them
 
-  explicit NctTile(int64_t time) : threads_per_row(16) {
-    while (threads_per_row < kNctThreads && threads_per_row * kRun < time) threads_per_row *= 2;
+  NctTile(int64_t time, int per_thread) : row_bits(4) {
+    while ((1 << row_bits) < kNctThreads && (int64_t{per_thread} << row_bits) < time) ++row_bits;
   }
-  __host__ __device__ int rows() const { return kNctThreads / threads_per_row; }
-  __host__ __device__ int steps() const { return threads_per_row * kRun; }
+  __host__ __device__ int threads_per_row() const { return 1 << row_bits; }
+  __host__ __device__ int rows() const { return kNctThreads >> row_bits; }
 };
 
-// Copies `length` steps from `first` of each of the block's channels into skewed shared memory,
-// zero outside [0, time).
+// Elements of one 16-byte access.
+template <typename T>
+inline constexpr int kPackElements = 16 / sizeof(T);
+
+// Steps first to first + kCount of a row, zero outside [0, time). When kAligned, rows start at
+// multiples of 16 bytes: whole packs are read and shifted into place. The shift, first modulo the
+// size of a pack, is the same for all threads.
+template <typename T, int kCount, bool kAligned>
+__device__ __forceinline__ void ReadWindow(Accumulator<T> (&window)[kCount], const T* row,
+                                           int first, int time) {
+  if constexpr (kAligned) {
+    constexpr int kPack = kPackElements<T>;
+    constexpr int kPacks = (kCount + 2 * (kPack - 1)) / kPack;
+    const int shift = first & (kPack - 1);
+    const int base = first - shift;
+    Pack<T, kPack> packs[kPacks];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int t = base + p * kPack;
+      const bool inside =
+          static_cast<unsigned>(t) < static_cast<unsigned>(time) && p * kPack < shift + kCount;
+      packs[p] = LoadIf<kPack>(inside, row + t, row);
+    }
+#pragma unroll
+    for (int s = 0; s < kPack; ++s) {
+      if (shift == s) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          window[i] = Widen(packs[(i + s) / kPack].values[(i + s) % kPack]);
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int t = first + i;
+      window[i] = static_cast<unsigned>(t) < static_cast<unsigned>(time) ? Widen(row[t])
+                                                                         : Accumulator<T>(0);
+    }
+  }
+}
+
+// Writes kCount steps from t on, a multiple of a pack; those beyond the end are left out.
+template <typename T, int kCount, bool kAligned>
+__device__ __forceinline__ void WriteRun(T* row, const Accumulator<T> (&values)[kCount], int t,
+                                         int time) {
+  if constexpr (kAligned) {
+    constexpr int kPack = kPackElements<T>;
+#pragma unroll
+    for (int p = 0; p < kCount; p += kPack) {
+      if (t + p >= time) return;
+      Pack<T, kPack> pack;
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) pack.values[e] = Narrow<T>(values[p + e]);
+      *reinterpret_cast<Pack<T, kPack>*>(row + t + p) = pack;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (t + i < time) row[t + i] = Narrow<T>(values[i]);
+    }
+  }
+}
+
+// Long filters: a thread owns a run of kRun steps. Shared memory holds the accumulation type, each
+// element converted once though read by many taps, and is skewed by one word in every kRun, so that
+// threads kRun words apart hit different banks.
+inline constexpr int kRun = 8;
+
+__host__ __device__ constexpr int Skew(int position) { return position + position / kRun; }
+
+// Copies `length` steps from `first` on of each of the block's channels, zero outside [0, time).
 template <typename T, bool kAligned>
 __device__ __forceinline__ void StageColumns(Accumulator<T>* shared, int pitch, const T* array,
-                                             int64_t first, int length, const NctTile& tile,
-                                             int64_t time, int64_t channels,
-                                             int64_t first_channel) {
-  constexpr int kPackElements = kAligned ? 16 / sizeof(T) : 1;
+                                             int first, int length, const NctTile& tile, int time,
+                                             int channels, int first_channel) {
+  constexpr int kPack = kAligned ? kPackElements<T> : 1;
+  const int row = threadIdx.x >> tile.row_bits;
+  const int lane = threadIdx.x & (tile.threads_per_row() - 1);
+  const int channel = first_channel + row;
+  const T* source = array + int64_t{channel} * time;
+  Accumulator<T>* out = shared + row * pitch;
   // Packs start at multiples of their size in the array, so the first may begin before `first`.
-  const int before = static_cast<int>((first % kPackElements + kPackElements) % kPackElements);
-  const int packs = (before + length + kPackElements - 1) / kPackElements;
-  for (int i = threadIdx.x; i < tile.rows() * packs; i += kNctThreads) {
-    const int row = i / packs;
-    const int start = (i - row * packs) * kPackElements - before;
-    const int64_t t = first + start;
-    const int64_t channel = first_channel + row;
-    Pack<T, kPackElements> pack = {};
-    if (t >= 0 && t < time && channel < channels) {
-      pack = LoadPack<kPackElements>(array + channel * time + t);
+  const int before = first & (kPack - 1);
+  for (int start = lane * kPack - before; start < length; start += tile.threads_per_row() * kPack) {
+    const int t = first + start;
+    Pack<T, kPack> pack = {};
+    if (channel < channels && static_cast<unsigned>(t) < static_cast<unsigned>(time)) {
+      pack = LoadPack<kPack>(source + t);
     }
-    Accumulator<T>* out = shared + row * pitch;
+    if (start >= 0 && start + kPack <= length) {
 #pragma unroll
-    for (int e = 0; e < kPackElements; ++e) {
-      const int position = start + e;
-      if (position >= 0 && position < length) out[Skew(position)] = Widen(pack.values[e]);
-    }
-  }
-}
-
-// A thread's own run of steps straight from the array, zero outside.
-template <typename T, bool kAligned>
-__device__ __forceinline__ void ReadRun(Accumulator<T> (&values)[kRun], const T* row, int64_t t,
-                                        int64_t time) {
-  if constexpr (kAligned) {
-    constexpr int kPackElements = 16 / sizeof(T);
+      for (int e = 0; e < kPack; ++e) out[Skew(start + e)] = Widen(pack.values[e]);
+    } else {
 #pragma unroll
-    for (int p = 0; p < kRun; p += kPackElements) {
-      Pack<T, kPackElements> pack = {};
-      if (t + p < time) pack = LoadPack<kPackElements>(row + t + p);
-#pragma unroll
-      for (int e = 0; e < kPackElements; ++e) values[p + e] = Widen(pack.values[e]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) values[i] = t + i < time ? Widen(row[t + i]) : 0;
-  }
-}
-
-template <typename T, bool kAligned>
-__device__ __forceinline__ void WriteRun(T* row, const Accumulator<T> (&values)[kRun], int64_t t,
-                                         int64_t time) {
-  if constexpr (kAligned) {
-    constexpr int kPackElements = 16 / sizeof(T);
-#pragma unroll
-    for (int p = 0; p < kRun; p += kPackElements) {
-      if (t + p >= time) return;
-      Pack<T, kPackElements> pack;
-#pragma unroll
-      for (int e = 0; e < kPackElements; ++e) pack.values[e] = Narrow<T>(values[p + e]);
-      *reinterpret_cast<Pack<T, kPackElements>*>(row + t + p) = pack;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      if (t + i < time) row[t + i] = Narrow<T>(values[i]);
+      for (int e = 0; e < kPack; ++e) {
+        const int position = start + e;
+        if (position >= 0 && position < length) out[Skew(position)] = Widen(pack.values[e]);
+      }
     }
   }
 }
@@ -198,9 +260,16 @@ __device__ __forceinline__ void WriteRun(T* row, const Accumulator<T> (&values)[
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Whether rows of the array's fastest dimension can be read 16 bytes at a time.
-inline bool RowsAligned(int64_t row_elements, DType dtype) {
-  return row_elements * jaxops::cuda::SizeOf(dtype) % 16 == 0;
+// Whether runs of the array's fastest dimension can be read `bytes` bytes at a time.
+inline bool RowsAligned(int64_t row_elements, DType dtype, int64_t bytes) {
+  return row_elements * jaxops::cuda::SizeOf(dtype) % bytes == 0;
+}
+
+// One time step, channel or tap is counted in 32 bits inside the kernels; arrays may be larger.
+inline bool FitsKernels(const Geometry& g) {
+  const int64_t limit = int64_t{1} << 30;
+  return g.time < limit && g.channels < limit && g.taps < limit && g.dilation < limit &&
+         (g.taps - 1) * g.dilation < limit;
 }
 
 // Lets a kernel use `bytes` of dynamic shared memory and launches it.

@@ -19,380 +19,551 @@
 namespace jaxops::lightweight_conv::cuda {
 namespace {
 
-// Longest filter whose two gradients share one kernel.
-constexpr int kFusedTaps = 8;
+// Taps of one block of a long filter.
+constexpr int kGroupTaps = 16;
+// Time steps of one thread in a tile.
+constexpr int kSteps = 8;
 
 struct BackwardParams {
   Backward call;
-  int64_t mirrored;        // padding of the flipped taps
-  int64_t splits;          // blocks that share the sum of one set of channels
-  int64_t tiles;           // tiles of one phase (NTC) or of one row (NCT)
-  int64_t channel_blocks;  // blocks of channels
-  int tap_groups;
+  int time, channels, taps, dilation;
+  int mirrored;       // padding of the flipped taps
+  uint32_t items;     // tiles of every phase of every summed batch entry
+  FastDivider tiles;  // tiles of one phase (NTC) or of one row (NCT)
+  FastDivider phases;
+  FastDivider splits;          // blocks that share the sum of one set of channels
+  FastDivider channel_blocks;  // blocks of channels
+  FastDivider tap_groups;
+  FastDivider depth;  // channels of a head
+  ShortNtcTile ntc;
   NctTile nct;
   void* partials;  // (kept, splits, taps + 1, channels)
+
+  BackwardParams(const Backward& backward, int64_t split_count, void* partial_sums,
+                 int ntc_channels, int nct_steps)
+      : call(backward),
+        time(static_cast<int>(backward.geometry.time)),
+        channels(static_cast<int>(backward.geometry.channels)),
+        taps(static_cast<int>(backward.geometry.taps)),
+        dilation(static_cast<int>(backward.geometry.dilation)),
+        mirrored((taps - 1) * dilation - static_cast<int>(backward.geometry.padding)),
+        splits(split_count),
+        depth(backward.geometry.channels / backward.geometry.heads),
+        ntc(backward.geometry.channels, ntc_channels),
+        nct(backward.geometry.time, nct_steps),
+        partials(partial_sums) {}
+
+  // Cuts the work into tiles of `tile_steps` time steps and blocks of `block_channels` channels and
+  // `group_taps` taps; returns the number of blocks to launch.
+  int64_t Cut(int64_t steps, int64_t phase_count, int64_t tile_steps, int64_t block_channels,
+              int64_t group_taps) {
+    const int64_t tile_count = CeilDiv(steps, tile_steps);
+    const int64_t groups = CeilDiv(taps, group_taps);
+    const int64_t blocks = CeilDiv(channels, block_channels);
+    tiles = FastDivider(tile_count);
+    phases = FastDivider(phase_count);
+    tap_groups = FastDivider(groups);
+    channel_blocks = FastDivider(blocks);
+    items = static_cast<uint32_t>(call.summed.size() * phase_count * tile_count);
+    return call.kept.size() * splits.divisor() * blocks * groups;
+  }
+
+  // Reads kTaps flipped taps of kV neighbouring channels, zero beyond the filter's length.
+  template <int kTaps, int kV, typename Acc>
+  __device__ void ReadWeights(Acc (&weight)[kTaps][kV], int64_t kept, int channel) const {
+    const int64_t base = call.kept.Offset(kept, Backward::kWeight);
+    WithElements(call.weight, call.weight_dtype, [&](const auto* weights) {
+#pragma unroll
+      for (int v = 0; v < kV; ++v) {
+        const auto* filter = weights + base + int64_t{depth.Quotient(channel + v)} * taps;
+#pragma unroll
+        for (int j = 0; j < kTaps; ++j) {
+          weight[j][v] = j < taps ? static_cast<Acc>(Widen(filter[taps - 1 - j])) : Acc(0);
+        }
+      }
+    });
+  }
 };
 
 // One block's share of the work.
 struct Share {
-  int64_t first_tap;  // flipped
-  int64_t channel_block;
-  int64_t split;
+  int first_tap;  // flipped
+  int channel_block;
+  uint32_t split;
   int64_t kept;
 
-  __device__ Share(const BackwardParams& params, int group_taps) {
+  __device__ Share(const BackwardParams& p, int group_taps) {
     // Groups of taps vary fastest: the blocks that read the same data run together.
-    int64_t block = blockIdx.x;
-    first_tap = block % params.tap_groups * group_taps;
-    block /= params.tap_groups;
-    channel_block = block % params.channel_blocks;
-    block /= params.channel_blocks;
-    split = block % params.splits;
-    kept = block / params.splits;
+    uint32_t block = blockIdx.x;
+    first_tap = p.tap_groups.Peel(block) * group_taps;
+    channel_block = p.channel_blocks.Peel(block);
+    split = p.splits.Peel(block);
+    kept = block;
+  }
+
+  // The block's rows of partial sums, one a tap and last the bias's.
+  template <typename T>
+  __device__ Accumulator<T>* PartialSums(const BackwardParams& p) const {
+    const int64_t row = (kept * p.splits.divisor() + split) * (p.taps + 1);
+    return static_cast<Accumulator<T>*>(p.partials) + row * p.channels;
   }
 };
 
-template <typename T>
-__device__ __forceinline__ Accumulator<T>* PartialRow(const BackwardParams& params,
-                                                      const Share& share, int64_t tap) {
-  const Geometry& g = params.call.geometry;
-  return static_cast<Accumulator<T>*>(params.partials) +
-         ((share.kept * params.splits + share.split) * (g.taps + 1) + tap) * g.channels;
-}
+// One tile of one phase of one summed batch entry.
+struct Item {
+  int tile;
+  int phase;
+  int64_t summed;
 
-// The pairs of one thread's steps and taps, kGuarded where some may lie outside: steps from `steps`
-// on, and window entries outside [low, high).
-template <bool kGuarded, int kSteps, int kTaps, typename Acc, int kV>
-__device__ __forceinline__ void Correlate(Acc (&dweight)[kTaps][kV], const Acc (&x)[kSteps][kV],
-                                          const Acc (&window)[kSteps + kTaps - 1][kV], int taps,
-                                          int steps, int low, int high) {
+  __device__ Item(const BackwardParams& p, uint32_t index) {
+    tile = p.tiles.Peel(index);
+    phase = p.phases.Peel(index);
+    summed = index;
+  }
+
+  __device__ int64_t Offset(const BackwardParams& p, const Share& share, int operand) const {
+    return p.call.kept.Offset(share.kept, operand) + p.call.summed.Offset(summed, operand);
+  }
+};
+
+// Which of a thread's pairs (step i, tap j) take part: steps before `steps`, and entries i + j of
+// the window in [low, high).
+struct Inside {
+  int steps, low, high;
+
+  // The window's entry e is time step origin + e * dilation.
+  __device__ Inside(int steps_left, int origin, int dilation, int time)
+      : steps(steps_left),
+        low(origin >= 0 ? 0 : DivideByDilation(-origin, dilation)),
+        high(origin >= time ? 0 : DivideByDilation(time - origin, dilation)) {}
+
+  __device__ bool All(int count, int window) const {
+    return steps >= count && low == 0 && high >= window;
+  }
+  __device__ bool Pair(int i, int entry) const { return i < steps && entry >= low && entry < high; }
+};
+
+// Adds the pairs of one thread's steps and taps. `x` and `window` are read through functions of
+// (index, channel) so that they may stay in the form in which they were loaded.
+template <bool kAll, int kCount, int kTaps, int kV, typename Acc, typename X, typename Window>
+__device__ __forceinline__ void AddPairs(Acc (&dweight)[kTaps][kV], X&& x, Window&& window,
+                                         int taps, const Inside& inside) {
 #pragma unroll
   for (int j = 0; j < kTaps; ++j) {
     if (j < taps) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        if (!kGuarded || (i < steps && i + j >= low && i + j < high)) {
+      for (int i = 0; i < kCount; ++i) {
+        if (kAll || inside.Pair(i, i + j)) {
 #pragma unroll
-          for (int v = 0; v < kV; ++v) dweight[j][v] += x[i][v] * window[i + j][v];
+          for (int v = 0; v < kV; ++v) dweight[j][v] += x(i, v) * window(i + j, v);
         }
       }
     }
   }
 }
 
-template <int kSteps, int kTaps, typename Acc, int kV>
-__device__ __forceinline__ void InputGrad(Acc (&dx)[kSteps][kV], const Acc (&weight)[kTaps][kV],
-                                          const Acc (&window)[kSteps + kTaps - 1][kV], int taps) {
-#pragma unroll
-  for (int j = 0; j < kTaps; ++j) {
-    if (j < taps) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-        for (int v = 0; v < kV; ++v) dx[i][v] += weight[j][v] * window[i + j][v];
-      }
-    }
+template <int kCount, int kTaps, int kV, typename Acc, typename X, typename Window>
+__device__ __forceinline__ void Correlate(Acc (&dweight)[kTaps][kV], X&& x, Window&& window,
+                                          int taps, const Inside& inside) {
+  if (inside.All(kCount, kCount + taps - 1)) {
+    AddPairs<true, kCount>(dweight, x, window, taps, inside);
+  } else {
+    AddPairs<false, kCount>(dweight, x, window, taps, inside);
   }
 }
 
-__device__ __forceinline__ int ClampToInt(int64_t value, int high) {
-  return static_cast<int>(max(int64_t{0}, min(value, static_cast<int64_t>(high))));
+// Sums each thread's values over the block's threads that own the same channels, `stride` apart in
+// the block, in order. `shared` holds kCount * kV values a thread; total(i, v, lane, sum) takes one
+// sum for each value of each of the first `stride` threads.
+template <int kCount, int kV, typename Acc, typename Total>
+__device__ __forceinline__ void ReduceGroups(Acc* shared, const Acc (&values)[kCount][kV],
+                                             int stride, Total&& total) {
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int v = 0; v < kV; ++v) shared[(i * kV + v) * kNtcThreads + threadIdx.x] = values[i][v];
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kCount * kV * stride; i += kNtcThreads) {
+    const int value = i / stride;
+    const int lane = i - value * stride;
+    const Acc* own = shared + value * kNtcThreads + lane;
+    Acc sum = 0;
+#pragma unroll 4
+    for (int other = 0; other < kNtcThreads; other += stride) sum += own[other];
+    total(value / kV, value % kV, lane, sum);
+  }
+}
+
+// Sums each thread's values over the threads of a row: a warp takes one value of one row at a time.
+// `shared` holds kCount values a thread; total(i, row, sum) takes each sum.
+template <int kCount, typename Acc, typename Total>
+__device__ __forceinline__ void ReduceRows(Acc* shared, const Acc (&values)[kCount][1],
+                                           const NctTile& tile, Total&& total) {
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) shared[i * kNctThreads + threadIdx.x] = values[i][0];
+  __syncthreads();
+  const int threads = tile.threads_per_row();
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll 1
+  for (int i = threadIdx.x / kWarp; i < kCount * tile.rows(); i += kNctThreads / kWarp) {
+    Acc sum = 0;
+    for (int other = lane; other < threads; other += kWarp) sum += shared[i * threads + other];
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      sum += __shfl_down_sync(0xffffffff, sum, distance);
+    }
+    const int value = i >> (7 - tile.row_bits);
+    if (lane == 0) total(value, i - value * tile.rows(), sum);
+  }
+}
+
+// --- short filters -------------------------------------------------------------------------------
+
+template <typename T, int kV, int kTaps>
+__global__ void __launch_bounds__(kNtcThreads) ShortNtc(const __grid_constant__ BackwardParams p) {
+  using Acc = Accumulator<T>;
+  constexpr int kWindow = kSteps + kTaps - 1;
+  __shared__ Acc shared[kTaps * kV * kNtcThreads];
+  const Share share(p, kTaps);
+  const int lanes = p.ntc.lanes();
+  const int lane = threadIdx.x & (lanes - 1);
+  const int group = threadIdx.x >> p.ntc.lane_bits;
+  const int groups = p.ntc.groups();
+  const int channel = (share.channel_block * lanes + lane) * kV;
+  const bool wants_dx = p.call.dx != nullptr;
+  const bool wants_dbias = p.call.dbias != nullptr;
+
+  Acc weight[kTaps][kV] = {};
+  Acc dweight[kTaps][kV] = {};
+  Acc dbias[1][kV] = {};
+  if (channel < p.channels) {
+    if (wants_dx) p.ReadWeights(weight, share.kept, channel);
+#pragma unroll 1
+    for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
+      const Item item(p, index);
+      const int step = (item.tile * groups + group) * kSteps;
+      const int steps = PhaseSteps(p.time, p.dilation, item.phase) - step;
+      if (steps <= 0) continue;
+      const T* x = static_cast<const T*>(p.call.x) + item.Offset(p, share, Backward::kX) + channel;
+      const T* g = static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG) + channel;
+      const int first = item.phase + step * p.dilation;
+      const int origin = first - p.mirrored;
+      Pack<T, kV> window[kWindow];
+      Pack<T, kV> own[kSteps];
+#pragma unroll
+      for (int i = 0; i < kWindow; ++i) {
+        window[i] =
+            ReadStep<kV>(g, origin + i * p.dilation, p.time, p.channels, i < kSteps + p.taps - 1);
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        own[i] = ReadStep<kV>(x, first + i * p.dilation, p.time, p.channels);
+      }
+      const auto own_at = [&](int i, int v) { return Widen(own[i].values[v]); };
+      const auto window_at = [&](int i, int v) { return Widen(window[i].values[v]); };
+      Correlate<kSteps>(dweight, own_at, window_at, p.taps,
+                        Inside(steps, origin, p.dilation, p.time));
+      if (wants_dx) {
+        T* dx = static_cast<T*>(p.call.dx) + item.Offset(p, share, Backward::kDx) + channel;
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          if (i < steps) {
+            Acc sums[kV] = {};
+#pragma unroll
+            for (int j = 0; j < kTaps; ++j) {
+              if (j < p.taps) {
+#pragma unroll
+                for (int v = 0; v < kV; ++v) sums[v] += weight[j][v] * window_at(i + j, v);
+              }
+            }
+            WriteStep<kV>(dx, sums, first + i * p.dilation, p.channels);
+          }
+        }
+      }
+      if (wants_dbias) {
+        // Under dilation a step's own g need not be in the window; the cache still has it.
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const auto value = ReadStep<kV>(g, first + i * p.dilation, p.time, p.channels);
+#pragma unroll
+          for (int v = 0; v < kV; ++v) dbias[0][v] += Widen(value.values[v]);
+        }
+      }
+    }
+  }
+  Acc* partials = share.PartialSums<T>(p);
+  const int first_channel = share.channel_block * lanes * kV;
+  ReduceGroups(shared, dweight, lanes, [&](int j, int v, int lane, Acc sum) {
+    const int channel = first_channel + lane * kV + v;
+    if (j < p.taps && channel < p.channels) {
+      partials[int64_t{p.taps - 1 - j} * p.channels + channel] = sum;
+    }
+  });
+  if (wants_dbias) {
+    ReduceGroups(shared, dbias, lanes, [&](int, int v, int lane, Acc sum) {
+      const int channel = first_channel + lane * kV + v;
+      if (channel < p.channels) partials[int64_t{p.taps} * p.channels + channel] = sum;
+    });
+  }
 }
 
 template <typename T, int kTaps, bool kAligned>
-__global__ void __launch_bounds__(kNtcThreads) BackwardNtc(const BackwardParams params) {
+__global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
-  constexpr int kV = kLaneChannels<T>;
-  constexpr int kChannels = kBlockChannels<T>;
-  constexpr int kSteps = 8;
-  constexpr int kTileSteps = kNtcWarps * kSteps;
-  constexpr int kWindowRows = kTileSteps + kTaps - 1;
-  constexpr int kStageElements = (kWindowRows + kTileSteps) * kChannels;
-  const Backward& call = params.call;
-  const Geometry& g = call.geometry;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* stages = reinterpret_cast<T*>(shared);
+  constexpr int kCount = kPackElements<T>;
+  constexpr int kWindow = kCount + kTaps - 1;
+  __shared__ Acc shared[kTaps * kNctThreads];
+  const Share share(p, kTaps);
+  const int lane = threadIdx.x & (p.nct.threads_per_row() - 1);
+  const int channel = share.channel_block * p.nct.rows() + (threadIdx.x >> p.nct.row_bits);
+  const bool wants_dx = p.call.dx != nullptr;
+  const bool wants_dbias = p.call.dbias != nullptr;
+  const int64_t row = int64_t{channel} * p.time;
 
-  const Share share(params, kTaps);
-  const int taps = static_cast<int>(min(static_cast<int64_t>(kTaps), g.taps - share.first_tap));
-  const int64_t first_channel = share.channel_block * kChannels;
-  const int lane = threadIdx.x % kWarp;
-  const int warp = threadIdx.x / kWarp;
-  const int64_t channel = first_channel + lane * kV;
-  const bool wants_dx = kTaps <= kFusedTaps && call.dx != nullptr;
-  const bool wants_dbias = call.dbias != nullptr && share.first_tap == 0;
-
-  Acc weight[kTaps][kV] = {};
-  if (wants_dx) {
-    const int64_t base = call.kept.Offset(share.kept, Backward::kWeight);
+  Acc weight[kTaps][1] = {};
+  Acc dweight[kTaps][1] = {};
+  Acc dbias[1][1] = {};
+  if (channel < p.channels) {
+    if (wants_dx) p.ReadWeights(weight, share.kept, channel);
+#pragma unroll 1
+    for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
+      const Item item(p, index);
+      const int t = (item.tile * p.nct.threads_per_row() + lane) * kCount;
+      if (t >= p.time) continue;
+      const T* x = static_cast<const T*>(p.call.x) + item.Offset(p, share, Backward::kX) + row;
+      const T* g = static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG) + row;
+      Acc window[kWindow], own[kCount];
+      ReadWindow<T, kWindow, kAligned>(window, g, t - p.mirrored, p.time);
+      ReadWindow<T, kCount, kAligned>(own, x, t, p.time);
+      const auto own_at = [&](int i, int) { return own[i]; };
+      const auto window_at = [&](int i, int) { return window[i]; };
+      Correlate<kCount>(dweight, own_at, window_at, p.taps,
+                        Inside(p.time - t, t - p.mirrored, 1, p.time));
+      if (wants_dx) {
+        T* dx = static_cast<T*>(p.call.dx) + item.Offset(p, share, Backward::kDx) + row;
+        Acc sums[kCount] = {};
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j) {
+        for (int j = 0; j < kTaps; ++j) {
+          if (j < p.taps) {
 #pragma unroll
-      for (int v = 0; v < kV; ++v) {
-        if (j < taps && channel + v < g.channels) {
-          const int64_t head = (channel + v) / (g.channels / g.heads);
-          weight[j][v] =
-              LoadAs<Acc>(call.weight, base + head * g.taps + g.taps - 1 - j, call.weight_dtype);
+            for (int i = 0; i < kCount; ++i) sums[i] += weight[j][0] * window[i + j];
+          }
         }
+        WriteRun<T, kCount, kAligned>(dx, sums, t, p.time);
+      }
+      if (wants_dbias) {
+        ReadWindow<T, kCount, kAligned>(own, g, t, p.time);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) dbias[0][0] += own[i];
       }
     }
   }
+  Acc* partials = share.PartialSums<T>(p);
+  const int first_channel = share.channel_block * p.nct.rows();
+  ReduceRows(shared, dweight, p.nct, [&](int j, int row, Acc sum) {
+    if (j < p.taps && first_channel + row < p.channels) {
+      partials[int64_t{p.taps - 1 - j} * p.channels + first_channel + row] = sum;
+    }
+  });
+  if (wants_dbias) {
+    ReduceRows(shared, dbias, p.nct, [&](int, int row, Acc sum) {
+      if (first_channel + row < p.channels) {
+        partials[int64_t{p.taps} * p.channels + first_channel + row] = sum;
+      }
+    });
+  }
+}
 
-  const int64_t phases = min(g.dilation, g.time);
-  const int64_t items = call.summed.size() * phases * params.tiles;
-  struct Item {
-    int64_t summed, phase, first_step;
-  };
-  const auto item_at = [&](int64_t index) {
-    const int64_t tile = index % params.tiles;
-    index /= params.tiles;
-    return Item{index / phases, index % phases, tile * kTileSteps};
-  };
-  const auto offset = [&](const Item& item, int operand) {
-    return call.kept.Offset(share.kept, operand) + call.summed.Offset(item.summed, operand);
-  };
-  const auto window_origin = [&](const Item& item) {
-    return item.phase - params.mirrored + (item.first_step + share.first_tap) * g.dilation;
-  };
-  const auto stage = [&](int64_t index, int buffer) {
-    if (index < items) {
-      const Item item = item_at(index);
+// --- long filters --------------------------------------------------------------------------------
+
+// Two tiles are in shared memory: the next one arrives while the block works on the present one.
+template <typename T, bool kAligned>
+__global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ BackwardParams p) {
+  using Acc = Accumulator<T>;
+  constexpr int kV = kLaneChannels<T>;
+  constexpr int kChannels = kBlockChannels<T>;
+  constexpr int kTileSteps = kNtcWarps * kSteps;
+  constexpr int kWindow = kSteps + kGroupTaps - 1;
+  constexpr int kWindowRows = kTileSteps + kGroupTaps - 1;
+  constexpr int kStageElements = (kWindowRows + kTileSteps) * kChannels;
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* stages = reinterpret_cast<T*>(shared);
+
+  const Share share(p, kGroupTaps);
+  const int taps = min(kGroupTaps, p.taps - share.first_tap);
+  const int first_channel = share.channel_block * kChannels;
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int channel = first_channel + lane * kV;
+  const bool wants_dbias = p.call.dbias != nullptr && share.first_tap == 0;
+
+  const auto stage = [&](uint32_t index, int buffer) {
+    if (index < p.items) {
+      const Item item(p, index);
+      const int first = item.phase + item.tile * kTileSteps * p.dilation;
       T* window = stages + buffer * kStageElements;
-      StageRows<T, kAligned>(window, static_cast<const T*>(call.g) + offset(item, Backward::kG),
-                             window_origin(item), g.dilation, kWindowRows, g.time, g.channels,
-                             first_channel);
+      StageRows<T, kAligned>(window,
+                             static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG),
+                             first + share.first_tap * p.dilation - p.mirrored, p.dilation,
+                             kWindowRows, p.time, p.channels, first_channel);
       StageRows<T, kAligned>(window + kWindowRows * kChannels,
-                             static_cast<const T*>(call.x) + offset(item, Backward::kX),
-                             item.phase + item.first_step * g.dilation, g.dilation, kTileSteps,
-                             g.time, g.channels, first_channel);
+                             static_cast<const T*>(p.call.x) + item.Offset(p, share, Backward::kX),
+                             first, p.dilation, kTileSteps, p.time, p.channels, first_channel);
     }
     __pipeline_commit();
   };
 
-  Acc dweight[kTaps][kV] = {};
-  Acc dbias[kV] = {};
+  Acc dweight[kGroupTaps][kV] = {};
+  Acc dbias[1][kV] = {};
   stage(share.split, 0);
   int buffer = 0;
-  for (int64_t index = share.split; index < items; index += params.splits, buffer ^= 1) {
-    stage(index + params.splits, buffer ^ 1);
+#pragma unroll 1
+  for (uint32_t index = share.split; index < p.items; index += p.splits.divisor(), buffer ^= 1) {
+    stage(index + p.splits.divisor(), buffer ^ 1);
     __pipeline_wait_prior(1);
     __syncthreads();
-    const Item item = item_at(index);
+    const Item item(p, index);
     const T* rows = stages + buffer * kStageElements;
-    const int first_row = warp * kSteps;
-    Acc window[kSteps + kTaps - 1][kV];
-    Acc x[kSteps][kV];
+    const int step = item.tile * kTileSteps + warp * kSteps;
+    const int first = item.phase + step * p.dilation;
+    const int steps = PhaseSteps(p.time, p.dilation, item.phase) - step;
+    Acc window[kWindow][kV], own[kSteps][kV];
 #pragma unroll
-    for (int i = 0; i < kSteps + kTaps - 1; ++i) ReadRow<T>(window[i], rows, first_row + i);
+    for (int i = 0; i < kWindow; ++i) ReadRow<T>(window[i], rows, warp * kSteps + i);
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) ReadRow<T>(x[i], rows, kWindowRows + first_row + i);
-
-    // Entry i of this thread's window is time origin + i * dilation.
-    const int64_t origin = window_origin(item) + first_row * g.dilation;
-    const int64_t step = item.first_step + first_row;
-    const int steps = ClampToInt(PhaseSteps(g.time, g.dilation, item.phase) - step, kSteps);
-    const int low = origin >= 0 ? 0 : ClampToInt((-origin + g.dilation - 1) / g.dilation, 1 << 20);
-    const int high =
-        origin >= g.time ? 0 : ClampToInt(PhaseSteps(g.time - origin, g.dilation, 0), 1 << 20);
-    if (steps == kSteps && low == 0 && high >= kSteps + kTaps - 1) {
-      Correlate<false>(dweight, x, window, taps, steps, low, high);
-    } else {
-      Correlate<true>(dweight, x, window, taps, steps, low, high);
-    }
-    if (wants_dx) {
-      Acc dx[kSteps][kV] = {};
-      InputGrad(dx, weight, window, taps);
-      T* out = static_cast<T*>(call.dx) + offset(item, Backward::kDx);
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        if (i < steps) {
-          WriteRow<T, kAligned>(out + (item.phase + (step + i) * g.dilation) * g.channels, dx[i],
-                                channel, g.channels);
-        }
-      }
-    }
+    for (int i = 0; i < kSteps; ++i) ReadRow<T>(own[i], rows, kWindowRows + warp * kSteps + i);
+    const auto own_at = [&](int i, int v) { return own[i][v]; };
+    const auto window_at = [&](int i, int v) { return window[i][v]; };
+    Correlate<kSteps>(
+        dweight, own_at, window_at, taps,
+        Inside(steps, first + share.first_tap * p.dilation - p.mirrored, p.dilation, p.time));
     if (wants_dbias) {
-      // Under dilation a step's own g need not be in the window; the cache still has it.
-      const T* own = static_cast<const T*>(call.g) + offset(item, Backward::kG);
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
+      const T* g = static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG);
+      for (int i = 0; i < min(steps, kSteps); ++i) {
+        const int64_t at = int64_t{first + i * p.dilation} * p.channels + channel;
 #pragma unroll
         for (int v = 0; v < kV; ++v) {
-          if (i < steps && channel + v < g.channels) {
-            dbias[v] +=
-                Widen(own[(item.phase + (step + i) * g.dilation) * g.channels + channel + v]);
-          }
+          if (channel + v < p.channels) dbias[0][v] += Widen(g[at + v]);
         }
       }
     }
     __syncthreads();
   }
 
-  // Sum over the block's warps, in order.
   __pipeline_wait_prior(0);
   Acc* sums = reinterpret_cast<Acc*>(shared);
-  const auto reduce = [&](const Acc(&values)[kV], int64_t row) {
-    __syncthreads();
-#pragma unroll
-    for (int v = 0; v < kV; ++v) sums[warp * kChannels + lane * kV + v] = values[v];
-    __syncthreads();
-    if (threadIdx.x < kChannels && first_channel + threadIdx.x < g.channels) {
-      Acc total = 0;
-      for (int w = 0; w < kNtcWarps; ++w) total += sums[w * kChannels + threadIdx.x];
-      PartialRow<T>(params, share, row)[first_channel + threadIdx.x] = total;
+  Acc* partials = share.PartialSums<T>(p);
+  ReduceGroups(sums, dweight, kWarp, [&](int j, int v, int lane, Acc sum) {
+    const int channel = first_channel + lane * kV + v;
+    if (j < taps && channel < p.channels) {
+      partials[int64_t{p.taps - 1 - share.first_tap - j} * p.channels + channel] = sum;
     }
-  };
-#pragma unroll
-  for (int j = 0; j < kTaps; ++j) {
-    if (j < taps) reduce(dweight[j], g.taps - 1 - share.first_tap - j);
+  });
+  if (wants_dbias) {
+    ReduceGroups(sums, dbias, kWarp, [&](int, int v, int lane, Acc sum) {
+      const int channel = first_channel + lane * kV + v;
+      if (channel < p.channels) partials[int64_t{p.taps} * p.channels + channel] = sum;
+    });
   }
-  if (wants_dbias) reduce(dbias, g.taps);
 }
 
 // kDilated reads g through the cache, neighbouring threads at neighbouring steps; otherwise a
 // thread owns a run of steps and its window is in shared memory.
-template <typename T, int kTaps, bool kAligned, bool kDilated>
-__global__ void __launch_bounds__(kNctThreads) BackwardNct(const BackwardParams params) {
+template <typename T, bool kAligned, bool kDilated>
+__global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
-  constexpr int kWindow = kRun + kTaps - 1;
-  const Backward& call = params.call;
-  const Geometry& g = call.geometry;
-  const NctTile tile = params.nct;
+  constexpr int kWindow = kRun + kGroupTaps - 1;
   extern __shared__ __align__(16) unsigned char shared[];
   Acc* columns = reinterpret_cast<Acc*>(shared);
-  const int pitch = Skew(tile.steps() + kTaps);
+  __shared__ Acc reduced[kGroupTaps * kNctThreads];
+  const Share share(p, kGroupTaps);
+  const int taps = min(kGroupTaps, p.taps - share.first_tap);
+  const int row_threads = p.nct.threads_per_row();
+  const int tile_steps = row_threads * kRun;
+  const int pitch = Skew(tile_steps + kGroupTaps);
+  const int first_channel = share.channel_block * p.nct.rows();
+  const int lane = threadIdx.x & (row_threads - 1);
+  const int row = threadIdx.x >> p.nct.row_bits;
+  const int channel = first_channel + row;
+  const int row_time = channel < p.channels ? p.time : 0;
+  const int64_t row_offset = row_time == 0 ? 0 : int64_t{channel} * p.time;
+  const bool wants_dbias = p.call.dbias != nullptr && share.first_tap == 0;
 
-  const Share share(params, kTaps);
-  const int taps = static_cast<int>(min(static_cast<int64_t>(kTaps), g.taps - share.first_tap));
-  const int64_t first_channel = share.channel_block * tile.rows();
-  const int row = threadIdx.x / tile.threads_per_row;
-  const int lane = threadIdx.x % tile.threads_per_row;
-  const int64_t channel = first_channel + row;
-  const bool inside = channel < g.channels;
-  const bool wants_dx = kTaps <= kFusedTaps && call.dx != nullptr;
-  const bool wants_dbias = call.dbias != nullptr && share.first_tap == 0;
-
-  Acc weight[kTaps][1] = {};
-  if (wants_dx && inside) {
-    const int64_t base =
-        call.kept.Offset(share.kept, Backward::kWeight) + channel / (g.channels / g.heads) * g.taps;
-#pragma unroll
-    for (int j = 0; j < kTaps; ++j) {
-      if (j < taps) {
-        weight[j][0] = LoadAs<Acc>(call.weight, base + g.taps - 1 - j, call.weight_dtype);
-      }
-    }
-  }
-
-  Acc dweight[kTaps][1] = {};
-  Acc dbias = 0;
-  const int64_t items = call.summed.size() * params.tiles;
-  for (int64_t index = share.split; index < items; index += params.splits) {
-    const int64_t first_step = index % params.tiles * tile.steps();
-    const int64_t summed = index / params.tiles;
-    const auto offset = [&](int operand) {
-      return call.kept.Offset(share.kept, operand) + call.summed.Offset(summed, operand);
-    };
-    const T* all_g = static_cast<const T*>(call.g) + offset(Backward::kG);
-    const T* row_g = all_g + (inside ? channel * g.time : 0);
-    const T* row_x =
-        static_cast<const T*>(call.x) + offset(Backward::kX) + (inside ? channel * g.time : 0);
-    T* row_dx = wants_dx && inside
-                    ? static_cast<T*>(call.dx) + offset(Backward::kDx) + channel * g.time
-                    : nullptr;
+  Acc dweight[kGroupTaps][1] = {};
+  Acc dbias[1][1] = {};
+#pragma unroll 1
+  for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
+    const Item item(p, index);
+    const int first_step = item.tile * tile_steps;
+    const T* all_g = static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG);
+    const T* g = all_g + row_offset;
+    const T* x = static_cast<const T*>(p.call.x) + item.Offset(p, share, Backward::kX) + row_offset;
     if constexpr (kDilated) {
       for (int i = 0; i < kRun; ++i) {
-        const int64_t step = first_step + i * tile.threads_per_row + lane;
-        if (!inside || step >= g.time) continue;
-        const Acc own_x = Widen(row_x[step]);
-        Acc dx = 0;
+        const int step = first_step + i * row_threads + lane;
+        if (step >= row_time) break;
+        const Acc own = Widen(x[step]);
 #pragma unroll
-        for (int j = 0; j < kTaps; ++j) {
-          const int64_t t = step + (share.first_tap + j) * g.dilation - params.mirrored;
-          if (j < taps && t >= 0 && t < g.time) {
-            const Acc value = Widen(row_g[t]);
-            dweight[j][0] += own_x * value;
-            dx += weight[j][0] * value;
+        for (int j = 0; j < kGroupTaps; ++j) {
+          const int t = step + (share.first_tap + j) * p.dilation - p.mirrored;
+          if (j < taps && static_cast<unsigned>(t) < static_cast<unsigned>(p.time)) {
+            dweight[j][0] += own * Widen(g[t]);
           }
         }
-        if (wants_dx) row_dx[step] = Narrow<T>(dx);
-        if (wants_dbias) dbias += Widen(row_g[step]);
+        if (wants_dbias) dbias[0][0] += Widen(g[step]);
       }
     } else {
-      const int64_t origin = first_step + share.first_tap - params.mirrored;
-      const int64_t step = first_step + lane * kRun;
-      Acc run[kRun];
-      ReadRun<T, kAligned>(run, row_x, step, inside ? g.time : 0);
+      const int origin = first_step + share.first_tap - p.mirrored;
+      const int step = first_step + lane * kRun;
+      Acc own[kRun];
+      ReadWindow<T, kRun, kAligned>(own, x, step, row_time);
       __syncthreads();
-      StageColumns<T, kAligned>(columns, pitch, all_g, origin, tile.steps() + kTaps - 1, tile,
-                                g.time, g.channels, first_channel);
+      StageColumns<T, kAligned>(columns, pitch, all_g, origin, tile_steps + kGroupTaps - 1, p.nct,
+                                p.time, p.channels, first_channel);
       __syncthreads();
       const Acc* staged = columns + row * pitch + Skew(lane * kRun);
-      Acc window[kWindow][1];
-      Acc x[kRun][1];
+      Acc window[kWindow];
 #pragma unroll
-      for (int i = 0; i < kWindow; ++i) window[i][0] = staged[Skew(i)];
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) x[i][0] = run[i];
-      const int64_t own_origin = origin + lane * kRun;
-      const int steps = inside ? ClampToInt(g.time - step, kRun) : 0;
-      const int low = ClampToInt(-own_origin, 1 << 20);
-      const int high = ClampToInt(g.time - own_origin, 1 << 20);
-      if (steps == kRun && low == 0 && high >= kWindow) {
-        Correlate<false>(dweight, x, window, taps, steps, low, high);
-      } else {
-        Correlate<true>(dweight, x, window, taps, steps, low, high);
-      }
-      if (wants_dx && inside) {
-        Acc dx[kRun][1] = {};
-        InputGrad(dx, weight, window, taps);
-        Acc values[kRun];
-#pragma unroll
-        for (int i = 0; i < kRun; ++i) values[i] = dx[i][0];
-        WriteRun<T, kAligned>(row_dx, values, step, g.time);
-      }
+      for (int i = 0; i < kWindow; ++i) window[i] = staged[Skew(i)];
+      const auto own_at = [&](int i, int) { return own[i]; };
+      const auto window_at = [&](int i, int) { return window[i]; };
+      Correlate<kRun>(dweight, own_at, window_at, taps,
+                      Inside(row_time - step, origin + lane * kRun, 1, p.time));
       if (wants_dbias) {
-        ReadRun<T, kAligned>(run, row_g, step, inside ? g.time : 0);
+        ReadWindow<T, kRun, kAligned>(own, g, step, row_time);
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) dbias += run[i];
+        for (int i = 0; i < kRun; ++i) dbias[0][0] += own[i];
       }
     }
   }
-
-  // Sum over the threads of a row: within warps by halves, then over the row's warps in order.
-  __shared__ Acc warp_sums[kNctThreads / kWarp];
-  const int lanes = min(tile.threads_per_row, kWarp);
-  const auto reduce = [&](Acc value, int64_t tap) {
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      value += __shfl_down_sync(0xffffffff, value, distance, lanes);
+  Acc* partials = share.PartialSums<T>(p);
+  ReduceRows(reduced, dweight, p.nct, [&](int j, int row, Acc sum) {
+    if (j < taps && first_channel + row < p.channels) {
+      partials[int64_t{p.taps - 1 - share.first_tap - j} * p.channels + first_channel + row] = sum;
     }
-    if (tile.threads_per_row > kWarp) {
-      __syncthreads();
-      if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = value;
-      __syncthreads();
-      value = 0;
-      for (int w = 0; w < tile.threads_per_row / kWarp; ++w) {
-        value += warp_sums[row * (tile.threads_per_row / kWarp) + w];
+  });
+  if (wants_dbias) {
+    ReduceRows(reduced, dbias, p.nct, [&](int, int row, Acc sum) {
+      if (first_channel + row < p.channels) {
+        partials[int64_t{p.taps} * p.channels + first_channel + row] = sum;
       }
-    }
-    if (lane == 0 && inside) PartialRow<T>(params, share, tap)[channel] = value;
-  };
-#pragma unroll
-  for (int j = 0; j < kTaps; ++j) {
-    if (j < taps) reduce(dweight[j][0], g.taps - 1 - share.first_tap - j);
+    });
   }
-  if (wants_dbias) reduce(dbias, g.taps);
 }
+
+// --- the sum of the partial sums -----------------------------------------------------------------
 
 // One thread an entry of dweight for shallow heads, one warp for deep ones; dbias after them.
 template <typename Acc, bool kWarpPerEntry>
-__global__ void __launch_bounds__(256) AddPartials(const BackwardParams params) {
-  const Backward& call = params.call;
-  const Geometry& g = call.geometry;
-  const Acc* partials = static_cast<const Acc*>(params.partials);
-  const int64_t depth = g.channels / g.heads;
-  const int64_t weights = call.kept.size() * g.taps * g.heads;
-  const int64_t biases = call.dbias == nullptr ? 0 : call.kept.size() * g.channels;
+__global__ void __launch_bounds__(kNtcThreads)
+    AddPartials(const __grid_constant__ BackwardParams p) {
+  const Geometry& geometry = p.call.geometry;
+  const Acc* partials = static_cast<const Acc*>(p.partials);
+  const int64_t weights = p.call.kept.size() * geometry.taps * geometry.heads;
+  const int64_t biases = p.call.dbias == nullptr ? 0 : p.call.kept.size() * geometry.channels;
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t entry = kWarpPerEntry ? thread / kWarp : thread;
   const int lane = kWarpPerEntry ? threadIdx.x % kWarp : 0;
@@ -401,17 +572,19 @@ __global__ void __launch_bounds__(256) AddPartials(const BackwardParams params) 
 
   const bool is_weight = entry < weights;
   // Heads, or channels for dbias, vary fastest so that threads read neighbouring sums.
-  const int64_t width = is_weight ? g.heads : g.channels;
+  const int64_t width = is_weight ? geometry.heads : geometry.channels;
   const int64_t rest = is_weight ? entry : entry - weights;
   const int64_t column = rest % width;
-  const int64_t tap = is_weight ? rest / width % g.taps : g.taps;
-  const int64_t kept = rest / width / (is_weight ? g.taps : 1);
-  const int64_t count = is_weight ? depth : 1;
+  const int64_t tap = is_weight ? rest / width % geometry.taps : geometry.taps;
+  const int64_t kept = rest / width / (is_weight ? geometry.taps : 1);
+  const int count = is_weight ? p.depth.divisor() : 1;
+  const int splits = p.splits.divisor();
+  const int64_t split_size = (geometry.taps + 1) * geometry.channels;
+  const Acc* first =
+      partials + kept * splits * split_size + tap * geometry.channels + column * count;
   Acc total = 0;
-  for (int64_t i = lane; i < params.splits * count; i += kStride) {
-    const int64_t split = i / count;
-    total += partials[((kept * params.splits + split) * (g.taps + 1) + tap) * g.channels +
-                      column * count + i % count];
+  for (int split = 0; split < splits; ++split) {
+    for (int i = lane; i < count; i += kStride) total += first[split * split_size + i];
   }
   if constexpr (kWarpPerEntry) {
     for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -420,60 +593,106 @@ __global__ void __launch_bounds__(256) AddPartials(const BackwardParams params) 
   }
   if (lane != 0) return;
   if (is_weight) {
-    StoreAs(call.dweight, (kept * g.heads + column) * g.taps + tap, call.weight_dtype, total);
+    StoreAs(p.call.dweight, (kept * geometry.heads + column) * geometry.taps + tap,
+            p.call.weight_dtype, total);
   } else {
-    StoreAs(call.dbias, kept * g.channels + column, call.bias_dtype, total);
+    StoreAs(p.call.dbias, kept * geometry.channels + column, p.call.bias_dtype, total);
   }
 }
 
-template <typename T, int kTaps>
-cudaError_t LaunchSums(cudaStream_t stream, BackwardParams params) {
-  const Geometry& g = params.call.geometry;
-  const bool ntc = g.data_format == DataFormat::kNTC;
-  params.tap_groups = static_cast<int>(CeilDiv(g.taps, kTaps));
-  const int channels = ntc ? kBlockChannels<T> : params.nct.rows();
-  params.channel_blocks = CeilDiv(g.channels, channels);
+// --- launches ------------------------------------------------------------------------------------
+
+template <typename T, int kV, int kTaps>
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, int64_t splits,
+                           void* partials) {
+  BackwardParams params(call, splits, partials, kV, 1);
+  const int64_t blocks = params.Cut(
+      PhaseSteps(params.time, params.dilation, 0), std::min(params.dilation, params.time),
+      int64_t{kSteps} * params.ntc.groups(), int64_t{kV} * params.ntc.lanes(), kTaps);
+  return Launch(ShortNtc<T, kV, kTaps>, blocks, kNtcThreads, 0, stream, params);
+}
+
+template <typename T>
+cudaError_t LaunchNtc(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
+  const Geometry& g = call.geometry;
+  if (g.taps <= kShortTaps) {
+    constexpr int kV = 8 / sizeof(T);
+    if (!RowsAligned(g.channels, call.dtype, 8)) {
+      return LaunchShortNtc<T, 1, kShortTaps>(stream, call, splits, partials);
+    }
+    return g.taps <= 4 ? LaunchShortNtc<T, kV, 4>(stream, call, splits, partials)
+                       : LaunchShortNtc<T, kV, kShortTaps>(stream, call, splits, partials);
+  }
+  BackwardParams params(call, splits, partials, 1, 1);
+  constexpr int kTileSteps = kNtcWarps * kSteps;
   const int64_t blocks =
-      params.call.kept.size() * params.splits * params.channel_blocks * params.tap_groups;
-  if (ntc) {
-    constexpr int kTileSteps = kNtcWarps * 8;
-    params.tiles = CeilDiv(PhaseSteps(g.time, g.dilation, 0), kTileSteps);
-    const size_t stage = (2 * kTileSteps + kTaps - 1) * kBlockChannels<T> * sizeof(T);
-    const size_t sums = kNtcWarps * kBlockChannels<T> * sizeof(Accumulator<T>);
-    return DispatchBool(RowsAligned(g.channels, params.call.dtype), [&](auto aligned) {
-      return Launch(BackwardNtc<T, kTaps, aligned.value>, blocks, kNtcThreads,
-                    std::max(2 * stage, sums), stream, params);
-    });
-  }
-  params.tiles = CeilDiv(g.time, params.nct.steps());
-  if (g.dilation > 1) {
-    return Launch(BackwardNct<T, kTaps, false, true>, blocks, kNctThreads, 0, stream, params);
-  }
-  const size_t bytes =
-      params.nct.rows() * Skew(params.nct.steps() + kTaps) * sizeof(Accumulator<T>);
-  return DispatchBool(RowsAligned(g.time, params.call.dtype), [&](auto aligned) {
-    return Launch(BackwardNct<T, kTaps, aligned.value, false>, blocks, kNctThreads, bytes, stream,
+      params.Cut(PhaseSteps(params.time, params.dilation, 0),
+                 std::min(params.dilation, params.time), kTileSteps, kBlockChannels<T>, kGroupTaps);
+  const size_t stages = 2 * (2 * kTileSteps + kGroupTaps - 1) * kBlockChannels<T> * sizeof(T);
+  const size_t sums = kGroupTaps * kLaneChannels<T> * kNtcThreads * sizeof(Accumulator<T>);
+  return DispatchBool(RowsAligned(g.channels, call.dtype, 16), [&](auto aligned) {
+    return Launch(LongNtc<T, aligned.value>, blocks, kNtcThreads, std::max(stages, sums), stream,
                   params);
   });
 }
 
+template <typename T, int kTaps>
+cudaError_t LaunchShortNct(cudaStream_t stream, const Backward& call, int64_t splits,
+                           void* partials) {
+  BackwardParams params(call, splits, partials, 1, kPackElements<T>);
+  const int64_t blocks =
+      params.Cut(params.time, 1, int64_t{kPackElements<T>} * params.nct.threads_per_row(),
+                 params.nct.rows(), kTaps);
+  return DispatchBool(RowsAligned(params.time, call.dtype, 16), [&](auto aligned) {
+    return Launch(ShortNct<T, kTaps, aligned.value>, blocks, kNctThreads, 0, stream, params);
+  });
+}
+
 template <typename T>
-cudaError_t LaunchAddPartials(cudaStream_t stream, const BackwardParams& params) {
-  const Backward& call = params.call;
+cudaError_t LaunchNct(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
+  const Geometry& g = call.geometry;
+  if (g.dilation == 1 && g.taps <= 4) {
+    return LaunchShortNct<T, 4>(stream, call, splits, partials);
+  }
+  if (g.dilation == 1 && g.taps <= kShortTaps) {
+    return LaunchShortNct<T, kShortTaps>(stream, call, splits, partials);
+  }
+  BackwardParams params(call, splits, partials, 1, kRun);
+  const int steps = kRun * params.nct.threads_per_row();
+  const int64_t blocks = params.Cut(params.time, 1, steps, params.nct.rows(), kGroupTaps);
+  if (g.dilation > 1) {
+    return Launch(LongNct<T, false, true>, blocks, kNctThreads, 0, stream, params);
+  }
+  const size_t bytes = params.nct.rows() * Skew(steps + kGroupTaps) * sizeof(Accumulator<T>);
+  return DispatchBool(RowsAligned(params.time, call.dtype, 16), [&](auto aligned) {
+    return Launch(LongNct<T, aligned.value, false>, blocks, kNctThreads, bytes, stream, params);
+  });
+}
+
+// Whether the kernel that makes the filter gradient makes the input gradient too.
+bool SharesKernel(const Geometry& g) {
+  return g.taps <= kShortTaps && (g.data_format == DataFormat::kNTC || g.dilation == 1);
+}
+
+template <typename T>
+cudaError_t LaunchAddPartials(cudaStream_t stream, const Backward& call, int64_t splits,
+                              void* partials) {
+  const BackwardParams params(call, splits, partials, 1, 1);
   const Geometry& g = call.geometry;
   const int64_t entries = call.kept.size() * (g.taps * g.heads + (call.dbias ? g.channels : 0));
   return DispatchBool(g.channels / g.heads >= kWarp, [&](auto warp_per_entry) {
     const int64_t threads = entries * (warp_per_entry.value ? kWarp : 1);
-    return Launch(AddPartials<Accumulator<T>, warp_per_entry.value>, CeilDiv(threads, 256), 256, 0,
-                  stream, params);
+    return Launch(AddPartials<Accumulator<T>, warp_per_entry.value>, CeilDiv(threads, kNtcThreads),
+                  kNtcThreads, 0, stream, params);
   });
 }
 
 // The input gradient as a forward convolution of g over every batch entry.
-cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call, int64_t mirrored) {
+cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   Forward forward{};
   forward.geometry = call.geometry;
-  forward.geometry.padding = mirrored;
+  forward.geometry.padding =
+      (call.geometry.taps - 1) * call.geometry.dilation - call.geometry.padding;
   // The order of the entries does not matter, so kept and summed ones follow each other.
   const std::array<int, Forward::kOperands> operands = {Backward::kG, Backward::kWeight,
                                                         Backward::kWeight, Backward::kDx};
@@ -507,18 +726,17 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
     const int64_t biases = kept * g.channels * jaxops::cuda::SizeOf(call.bias_dtype);
     return cudaMemsetAsync(call.dbias, 0, biases, stream);
   }
-  BackwardParams params{
-      call, (g.taps - 1) * g.dilation - g.padding, splits, 0, 0, 0, NctTile(g.time), partials};
-  if (g.taps > kFusedTaps && call.dx != nullptr) {
-    const cudaError_t error = LaunchInputGrad(stream, call, params.mirrored);
+  if (!FitsKernels(g)) return cudaErrorInvalidValue;
+  if (call.dx != nullptr && !SharesKernel(g)) {
+    const cudaError_t error = LaunchInputGrad(stream, call);
     if (error != cudaSuccess) return error;
   }
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    const cudaError_t error = g.taps <= 4            ? LaunchSums<T, 4>(stream, params)
-                              : g.taps <= kFusedTaps ? LaunchSums<T, kFusedTaps>(stream, params)
-                                                     : LaunchSums<T, 16>(stream, params);
-    return error != cudaSuccess ? error : LaunchAddPartials<T>(stream, params);
+    const cudaError_t error = g.data_format == DataFormat::kNCT
+                                  ? LaunchNct<T>(stream, call, splits, partials)
+                                  : LaunchNtc<T>(stream, call, splits, partials);
+    return error != cudaSuccess ? error : LaunchAddPartials<T>(stream, call, splits, partials);
   });
 }
 

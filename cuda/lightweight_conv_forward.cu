@@ -14,71 +14,206 @@ constexpr int kTapChunk = 64;
 
 struct ForwardParams {
   Forward call;
-  int64_t tiles;           // tiles of one phase (NTC) or of one row (NCT)
-  int64_t channel_blocks;  // blocks of channels
+  int time, channels, taps, padding, dilation;
+  FastDivider tiles;           // tiles of one phase (NTC) or of one row (NCT)
+  FastDivider channel_blocks;  // blocks of channels
+  FastDivider phases;
+  FastDivider depth;  // channels of a head
+  int chunks;         // runs of steps of one thread of a short filter
+  ShortNtcTile ntc;
   NctTile nct;
+
+  ForwardParams(const Forward& forward, int ntc_channels, int nct_steps)
+      : call(forward),
+        time(static_cast<int>(forward.geometry.time)),
+        channels(static_cast<int>(forward.geometry.channels)),
+        taps(static_cast<int>(forward.geometry.taps)),
+        padding(static_cast<int>(forward.geometry.padding)),
+        dilation(static_cast<int>(forward.geometry.dilation)),
+        phases(std::min(forward.geometry.dilation, forward.geometry.time)),
+        depth(forward.geometry.channels / forward.geometry.heads),
+        chunks(1),
+        ntc(forward.geometry.channels, ntc_channels),
+        nct(forward.geometry.time, nct_steps) {}
+
+  __device__ int TapIndex(int tap) const { return call.flip_taps ? taps - 1 - tap : tap; }
+
+  // Reads kTaps taps of kV neighbouring channels, zero beyond the filter's length.
+  template <int kTaps, int kV, typename Acc>
+  __device__ void ReadWeights(Acc (&weight)[kTaps][kV], int64_t batch, int channel) const {
+    const int64_t base = call.batch.Offset(batch, Forward::kWeight);
+    WithElements(call.weight, call.weight_dtype, [&](const auto* weights) {
+#pragma unroll
+      for (int v = 0; v < kV; ++v) {
+        const auto* filter = weights + base + int64_t{depth.Quotient(channel + v)} * taps;
+#pragma unroll
+        for (int k = 0; k < kTaps; ++k) {
+          weight[k][v] = k < taps ? static_cast<Acc>(Widen(filter[TapIndex(k)])) : Acc(0);
+        }
+      }
+    });
+  }
+
+  // Reads the bias of kV neighbouring channels, zero where there is none.
+  template <int kV, typename Acc>
+  __device__ void ReadBias(Acc (&bias)[kV], int64_t batch, int channel) const {
+#pragma unroll
+    for (int v = 0; v < kV; ++v) bias[v] = 0;
+    if (call.bias == nullptr) return;
+    const int64_t base = call.batch.Offset(batch, Forward::kBias);
+    WithElements(call.bias, call.bias_dtype, [&](const auto* biases) {
+#pragma unroll
+      for (int v = 0; v < kV; ++v) {
+        if (channel + v < channels) bias[v] = static_cast<Acc>(Widen(biases[base + channel + v]));
+      }
+    });
+  }
 };
 
-__device__ __forceinline__ int64_t TapIndex(const Forward& call, int64_t tap) {
-  return call.flip_taps ? call.geometry.taps - 1 - tap : tap;
+// --- short filters -------------------------------------------------------------------------------
+
+template <typename T, int kV, int kTaps>
+__global__ void __launch_bounds__(kNtcThreads) ShortNtc(const __grid_constant__ ForwardParams p) {
+  using Acc = Accumulator<T>;
+  constexpr int kSteps = 8;
+  uint32_t block = blockIdx.x;
+  const int lane = threadIdx.x & (p.ntc.lanes() - 1);
+  const int group = threadIdx.x >> p.ntc.lane_bits;
+  const int channel = (p.channel_blocks.Peel(block) * p.ntc.lanes() + lane) * kV;
+  int step = (p.tiles.Peel(block) * p.ntc.groups() + group) * p.chunks * kSteps;
+  const int phase = p.phases.Peel(block);
+  const int64_t batch = block;
+  if (channel >= p.channels) return;
+
+  const int64_t weight_base = p.call.batch.Offset(batch, Forward::kWeight);
+  const int64_t bias_base = p.call.batch.Offset(batch, Forward::kBias);
+  const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX) + channel;
+  T* y = static_cast<T*>(p.call.y) + p.call.batch.Offset(batch, Forward::kY) + channel;
+  Acc weight[kTaps][kV], bias[kV];
+  p.ReadWeights(weight, batch, channel);
+  p.ReadBias(bias, batch, channel);
+
+  const int steps = PhaseSteps(p.time, p.dilation, phase);
+#pragma unroll 1
+  for (int chunk = 0; chunk < p.chunks && step < steps; ++chunk, step += kSteps) {
+    const int first = phase + step * p.dilation;
+    Pack<T, kV> window[kSteps + kTaps - 1];
+#pragma unroll
+    for (int i = 0; i < kSteps + kTaps - 1; ++i) {
+      window[i] = ReadStep<kV>(x, first + i * p.dilation - p.padding, p.time, p.channels,
+                               i < kSteps + p.taps - 1);
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (step + i >= steps) break;
+      Acc sums[kV];
+#pragma unroll
+      for (int v = 0; v < kV; ++v) sums[v] = bias[v];
+#pragma unroll
+      for (int k = 0; k < kTaps; ++k) {
+        if (k < p.taps) {
+#pragma unroll
+          for (int v = 0; v < kV; ++v) sums[v] += weight[k][v] * Widen(window[i + k].values[v]);
+        }
+      }
+      Activate(sums, p.call.activation);
+      WriteStep<kV>(y, sums, first + i * p.dilation, p.channels);
+    }
+  }
 }
 
-template <typename Acc>
-__device__ __forceinline__ Acc Epilogue(const Forward& call, Acc value, int64_t bias_base,
-                                        int64_t channel) {
-  if (call.bias != nullptr) value += LoadAs<Acc>(call.bias, bias_base + channel, call.bias_dtype);
-  return Activate(value, call.activation);
+template <typename T, int kTaps, bool kAligned>
+__global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ ForwardParams p) {
+  using Acc = Accumulator<T>;
+  constexpr int kSteps = kPackElements<T>;
+  uint32_t block = blockIdx.x;
+  const int row_threads = p.nct.threads_per_row();
+  const int lane = threadIdx.x & (row_threads - 1);
+  const int first_step = p.tiles.Peel(block) * p.chunks * row_threads * kSteps;
+  const int channel = p.channel_blocks.Peel(block) * p.nct.rows() + (threadIdx.x >> p.nct.row_bits);
+  const int64_t batch = block;
+  if (channel >= p.channels) return;
+
+  const int64_t row = int64_t{channel} * p.time;
+  const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX) + row;
+  T* y = static_cast<T*>(p.call.y) + p.call.batch.Offset(batch, Forward::kY) + row;
+  Acc weight[kTaps][1], bias[1];
+  p.ReadWeights(weight, batch, channel);
+  p.ReadBias(bias, batch, channel);
+
+#pragma unroll 1
+  for (int chunk = 0; chunk < p.chunks; ++chunk) {
+    const int t = first_step + (chunk * row_threads + lane) * kSteps;
+    if (t >= p.time) return;
+    Acc window[kSteps + kTaps - 1];
+    ReadWindow<T, kSteps + kTaps - 1, kAligned>(window, x, t - p.padding, p.time);
+    Acc sums[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) sums[i] = bias[0];
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) {
+      if (k < p.taps) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) sums[i] += weight[k][0] * window[i + k];
+      }
+    }
+    Activate(sums, p.call.activation);
+    WriteRun<T, kSteps, kAligned>(y, sums, t, p.time);
+  }
 }
+
+// --- long filters --------------------------------------------------------------------------------
 
 // A thread owns kLaneChannels channels and kOut steps; a window of kOut + kStep - 1 inputs slides
 // over them kStep taps at a time.
-template <typename T, int kOut, int kStep, bool kAligned>
-__global__ void __launch_bounds__(kNtcThreads) ForwardNtc(const ForwardParams params) {
+template <typename T, bool kAligned>
+__global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
+  constexpr int kOut = 16;
+  constexpr int kStep = 8;
   constexpr int kV = kLaneChannels<T>;
   constexpr int kChannels = kBlockChannels<T>;
   constexpr int kTileSteps = kNtcWarps * kOut;
-  const Forward& call = params.call;
-  const Geometry& g = call.geometry;
 
   extern __shared__ __align__(16) unsigned char shared[];
-  const int chunk_size = static_cast<int>(min(g.taps, static_cast<int64_t>(kTapChunk)));
-  const int padded_chunk = (chunk_size + kStep - 1) / kStep * kStep;
+  const int chunk_size = min(p.taps, kTapChunk);
   Acc* weights = reinterpret_cast<Acc*>(shared);
-  T* rows = reinterpret_cast<T*>(weights + padded_chunk * kChannels);
+  T* rows = reinterpret_cast<T*>(weights + chunk_size * kChannels);
 
-  int64_t block = blockIdx.x;
-  const int64_t first_channel = block % params.channel_blocks * kChannels;
-  block /= params.channel_blocks;
-  const int64_t tile = block % params.tiles;
-  block /= params.tiles;
-  const int64_t phases = min(g.dilation, g.time);
-  const int64_t phase = block % phases;
-  const int64_t batch = block / phases;
+  uint32_t block = blockIdx.x;
+  const int first_channel = p.channel_blocks.Peel(block) * kChannels;
+  const int first_step = p.tiles.Peel(block) * kTileSteps;
+  const int phase = p.phases.Peel(block);
+  const int64_t batch = block;
 
-  const T* x = static_cast<const T*>(call.x) + call.batch.Offset(batch, Forward::kX);
-  T* y = static_cast<T*>(call.y) + call.batch.Offset(batch, Forward::kY);
-  const int64_t weight_base = call.batch.Offset(batch, Forward::kWeight);
-  const int64_t bias_base = call.batch.Offset(batch, Forward::kBias);
-  const int64_t depth = g.channels / g.heads;
-  const int64_t first_step = tile * kTileSteps;
+  const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX);
+  const int64_t weight_base = p.call.batch.Offset(batch, Forward::kWeight);
   const int lane_channel = threadIdx.x % kWarp * kV;
   const int warp_row = threadIdx.x / kWarp * kOut;
+  // Weights are kept once a head of the block's, so that channels of one head share the read.
+  const int first_head = p.depth.Quotient(first_channel);
+  const int last_channel = min(first_channel + kChannels, p.channels) - 1;
+  const int heads = p.depth.Quotient(last_channel) - first_head + 1;
+  int head[kV];
+#pragma unroll
+  for (int v = 0; v < kV; ++v) {
+    head[v] = p.depth.Quotient(min(first_channel + lane_channel + v, last_channel)) - first_head;
+  }
 
   Acc sums[kOut][kV] = {};
-  for (int64_t first_tap = 0; first_tap < g.taps; first_tap += chunk_size) {
-    const int chunk = static_cast<int>(min(static_cast<int64_t>(chunk_size), g.taps - first_tap));
-    StageRows<T, kAligned>(rows, x, phase - g.padding + (first_step + first_tap) * g.dilation,
-                           g.dilation, kTileSteps + chunk - 1, g.time, g.channels, first_channel);
+  for (int first_tap = 0; first_tap < p.taps; first_tap += chunk_size) {
+    const int chunk = min(chunk_size, p.taps - first_tap);
+    StageRows<T, kAligned>(rows, x, phase - p.padding + (first_step + first_tap) * p.dilation,
+                           p.dilation, kTileSteps + chunk - 1, p.time, p.channels, first_channel);
     __pipeline_commit();
-    for (int i = threadIdx.x; i < chunk * kChannels; i += kNtcThreads) {
-      const int64_t channel = first_channel + i % kChannels;
-      const int64_t tap = TapIndex(call, first_tap + i / kChannels);
-      weights[i] = channel < g.channels
-                       ? LoadAs<Acc>(call.weight, weight_base + channel / depth * g.taps + tap,
-                                     call.weight_dtype)
-                       : Acc(0);
-    }
+    WithElements(p.call.weight, p.call.weight_dtype, [&](const auto* elements) {
+      for (int h = threadIdx.x / kWarp; h < heads; h += kNtcWarps) {
+        const auto* filter = elements + weight_base + int64_t{first_head + h} * p.taps;
+        for (int k = threadIdx.x % kWarp; k < chunk; k += kWarp) {
+          weights[k * heads + h] = static_cast<Acc>(Widen(filter[p.TapIndex(first_tap + k)]));
+        }
+      }
+    });
     __pipeline_wait_prior(0);
     __syncthreads();
 
@@ -94,11 +229,13 @@ __global__ void __launch_bounds__(kNtcThreads) ForwardNtc(const ForwardParams pa
 #pragma unroll
       for (int k = 0; k < kStep; ++k) {
         if (tap + k < chunk) {
-          const auto weight = LoadPack<kV>(weights + (tap + k) * kChannels + lane_channel);
+          Acc weight[kV];
+#pragma unroll
+          for (int v = 0; v < kV; ++v) weight[v] = weights[(tap + k) * heads + head[v]];
 #pragma unroll
           for (int i = 0; i < kOut; ++i) {
 #pragma unroll
-            for (int v = 0; v < kV; ++v) sums[i][v] += weight.values[v] * window[i + k][v];
+            for (int v = 0; v < kV; ++v) sums[i][v] += weight[v] * window[i + k][v];
           }
         }
       }
@@ -111,66 +248,66 @@ __global__ void __launch_bounds__(kNtcThreads) ForwardNtc(const ForwardParams pa
     __syncthreads();
   }
 
-  const int64_t steps = PhaseSteps(g.time, g.dilation, phase);
-  const int64_t channel = first_channel + lane_channel;
+  const int steps = PhaseSteps(p.time, p.dilation, phase);
+  const int channel = first_channel + lane_channel;
+  if (channel >= p.channels) return;
+  T* y = static_cast<T*>(p.call.y) + p.call.batch.Offset(batch, Forward::kY) + channel;
+  Acc bias[kV];
+  p.ReadBias(bias, batch, channel);
 #pragma unroll
   for (int i = 0; i < kOut; ++i) {
-    const int64_t step = first_step + warp_row + i;
-    if (step >= steps) break;
-    Acc values[kV];
+    const int step = first_step + warp_row + i;
+    if (step >= steps) return;
 #pragma unroll
-    for (int v = 0; v < kV; ++v) {
-      values[v] =
-          channel + v < g.channels ? Epilogue(call, sums[i][v], bias_base, channel + v) : Acc(0);
+    for (int v = 0; v < kV; ++v) sums[i][v] += bias[v];
+    Activate(sums[i], p.call.activation);
+    const int t = phase + step * p.dilation;
+    if constexpr (kAligned) {
+      WriteStep<kV>(y, sums[i], t, p.channels);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kV; ++v) {
+        if (channel + v < p.channels) y[int64_t{t} * p.channels + v] = Narrow<T>(sums[i][v]);
+      }
     }
-    WriteRow<T, kAligned>(y + (phase + step * g.dilation) * g.channels, values, channel,
-                          g.channels);
   }
 }
 
 // Undilated: a window of two runs slides over the taps kRun at a time.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kNctThreads) ForwardNct(const ForwardParams params) {
+__global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
-  const Forward& call = params.call;
-  const Geometry& g = call.geometry;
-  const NctTile tile_shape = params.nct;
-
   extern __shared__ __align__(16) unsigned char shared[];
-  const int chunk_size = static_cast<int>(min(g.taps, static_cast<int64_t>(kTapChunk)));
+  const int chunk_size = min(p.taps, kTapChunk);
   const int padded_chunk = (chunk_size + kRun - 1) / kRun * kRun;
-  const int pitch = Skew(tile_shape.steps() + padded_chunk);
+  const int steps = p.nct.threads_per_row() * kRun;
+  const int pitch = Skew(steps + padded_chunk);
   Acc* weights = reinterpret_cast<Acc*>(shared);
-  Acc* columns = weights + tile_shape.rows() * padded_chunk;
+  Acc* columns = weights + p.nct.rows() * padded_chunk;
 
-  int64_t block = blockIdx.x;
-  const int64_t first_step = block % params.tiles * tile_shape.steps();
-  block /= params.tiles;
-  const int64_t first_channel = block % params.channel_blocks * tile_shape.rows();
-  const int64_t batch = block / params.channel_blocks;
+  uint32_t block = blockIdx.x;
+  const int first_step = p.tiles.Peel(block) * steps;
+  const int first_channel = p.channel_blocks.Peel(block) * p.nct.rows();
+  const int64_t batch = block;
+  const int row = threadIdx.x >> p.nct.row_bits;
+  const int lane = threadIdx.x & (p.nct.threads_per_row() - 1);
+  const int channel = first_channel + row;
+  const int head = p.depth.Quotient(min(channel, p.channels - 1));
 
-  const T* x = static_cast<const T*>(call.x) + call.batch.Offset(batch, Forward::kX);
-  const int64_t weight_base = call.batch.Offset(batch, Forward::kWeight);
-  const int64_t depth = g.channels / g.heads;
-  const int row = threadIdx.x / tile_shape.threads_per_row;
-  const int lane = threadIdx.x % tile_shape.threads_per_row;
-
+  const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX);
+  const int64_t weight_base = p.call.batch.Offset(batch, Forward::kWeight);
   Acc sums[kRun] = {};
-  for (int64_t first_tap = 0; first_tap < g.taps; first_tap += chunk_size) {
-    const int chunk = static_cast<int>(min(static_cast<int64_t>(chunk_size), g.taps - first_tap));
-    StageColumns<T, kAligned>(columns, pitch, x, first_step + first_tap - g.padding,
-                              tile_shape.steps() + chunk - 1, tile_shape, g.time, g.channels,
-                              first_channel);
-    for (int i = threadIdx.x; i < tile_shape.rows() * padded_chunk; i += kNctThreads) {
-      const int64_t channel = first_channel + i / padded_chunk;
-      const int tap = i % padded_chunk;
-      weights[i] = channel < g.channels && tap < chunk
-                       ? LoadAs<Acc>(call.weight,
-                                     weight_base + channel / depth * g.taps +
-                                         TapIndex(call, first_tap + tap),
-                                     call.weight_dtype)
-                       : Acc(0);
-    }
+  for (int first_tap = 0; first_tap < p.taps; first_tap += chunk_size) {
+    const int chunk = min(chunk_size, p.taps - first_tap);
+    StageColumns<T, kAligned>(columns, pitch, x, first_step + first_tap - p.padding,
+                              steps + chunk - 1, p.nct, p.time, p.channels, first_channel);
+    WithElements(p.call.weight, p.call.weight_dtype, [&](const auto* elements) {
+      const auto* filter = elements + weight_base + int64_t{head} * p.taps;
+      for (int k = lane; k < padded_chunk; k += p.nct.threads_per_row()) {
+        weights[row * padded_chunk + k] =
+            k < chunk ? static_cast<Acc>(Widen(filter[p.TapIndex(first_tap + k)])) : Acc(0);
+      }
+    });
     __syncthreads();
 
     const Acc* run = columns + row * pitch + Skew(lane * kRun);
@@ -180,107 +317,169 @@ __global__ void __launch_bounds__(kNctThreads) ForwardNct(const ForwardParams pa
     for (int i = 0; i < kRun; ++i) window[i] = run[i];
     for (int tap = 0; tap < chunk; tap += kRun) {
       const Acc* next = run + Skew(tap + kRun);
-      const auto taps = LoadPack<kRun / 2>(filter + tap);
-      const auto more_taps = LoadPack<kRun / 2>(filter + tap + kRun / 2);
+      Pack<Acc, kRun / 2> taps[2];
+      taps[0] = LoadPack<kRun / 2>(filter + tap);
+      taps[1] = LoadPack<kRun / 2>(filter + tap + kRun / 2);
 #pragma unroll
-      for (int i = 0; i < kRun - 1; ++i) {
+      for (int i = 0; i < kRun; ++i) {
         if (tap + i + 1 < chunk) window[kRun + i] = next[i];
       }
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
         if (tap + k < chunk) {
-          const Acc weight =
-              k < kRun / 2 ? taps.values[k % (kRun / 2)] : more_taps.values[k % (kRun / 2)];
+          const Acc weight = taps[k / (kRun / 2)].values[k % (kRun / 2)];
 #pragma unroll
           for (int i = 0; i < kRun; ++i) sums[i] += weight * window[i + k];
         }
       }
-      if (tap + kRun < chunk) {
-        window[2 * kRun - 1] = next[kRun - 1];
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) window[i] = window[kRun + i];
-      }
+      for (int i = 0; i < kRun; ++i) window[i] = window[kRun + i];
     }
     __syncthreads();
   }
 
-  const int64_t channel = first_channel + row;
-  if (channel >= g.channels) return;
-  const int64_t bias_base = call.batch.Offset(batch, Forward::kBias);
+  if (channel >= p.channels) return;
+  Acc bias[1];
+  p.ReadBias(bias, batch, channel);
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) sums[i] = Epilogue(call, sums[i], bias_base, channel);
-  T* y = static_cast<T*>(call.y) + call.batch.Offset(batch, Forward::kY) + channel * g.time;
-  WriteRun<T, kAligned>(y, sums, first_step + lane * kRun, g.time);
+  for (int i = 0; i < kRun; ++i) sums[i] += bias[0];
+  Activate(sums, p.call.activation);
+  T* y = static_cast<T*>(p.call.y) + p.call.batch.Offset(batch, Forward::kY) +
+         int64_t{channel} * p.time;
+  WriteRun<T, kRun, kAligned>(y, sums, first_step + lane * kRun, p.time);
 }
 
 // Dilated: neighbouring threads take neighbouring steps and read every tap through the cache.
 template <typename T>
-__global__ void __launch_bounds__(kNctThreads) ForwardNctDilated(const ForwardParams params) {
+__global__ void __launch_bounds__(kNctThreads) DilatedNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
-  const Forward& call = params.call;
-  const Geometry& g = call.geometry;
-  int64_t block = blockIdx.x;
-  const int64_t first_step = block % params.tiles * (kNctThreads * kRun);
-  block /= params.tiles;
-  const int64_t channel = block % g.channels;
-  const int64_t batch = block / g.channels;
-  const T* x =
-      static_cast<const T*>(call.x) + call.batch.Offset(batch, Forward::kX) + channel * g.time;
-  T* y = static_cast<T*>(call.y) + call.batch.Offset(batch, Forward::kY) + channel * g.time;
-  const int64_t weight_base =
-      call.batch.Offset(batch, Forward::kWeight) + channel / (g.channels / g.heads) * g.taps;
-  const int64_t bias_base = call.batch.Offset(batch, Forward::kBias);
+  uint32_t block = blockIdx.x;
+  const int first_step = p.tiles.Peel(block) * (kNctThreads * kRun) + threadIdx.x;
+  const int channel = p.channel_blocks.Peel(block);
+  const int64_t batch = block;
+  const int64_t row = int64_t{channel} * p.time;
+  const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX) + row;
+  T* y = static_cast<T*>(p.call.y) + p.call.batch.Offset(batch, Forward::kY) + row;
+  const int64_t filter =
+      p.call.batch.Offset(batch, Forward::kWeight) + int64_t{p.depth.Quotient(channel)} * p.taps;
 
-  Acc sums[kRun] = {};
-  for (int64_t tap = 0; tap < g.taps; ++tap) {
-    const Acc weight =
-        LoadAs<Acc>(call.weight, weight_base + TapIndex(call, tap), call.weight_dtype);
+  Acc sums[kRun], bias[1];
+  p.ReadBias(bias, batch, channel);
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      const int64_t t = first_step + i * kNctThreads + threadIdx.x + tap * g.dilation - g.padding;
-      if (t >= 0 && t < g.time) sums[i] += weight * Widen(x[t]);
+  for (int i = 0; i < kRun; ++i) sums[i] = bias[0];
+  WithElements(p.call.weight, p.call.weight_dtype, [&](const auto* weights) {
+    for (int tap = 0; tap < p.taps; ++tap) {
+      const Acc weight = static_cast<Acc>(Widen(weights[filter + p.TapIndex(tap)]));
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        const int t = first_step + i * kNctThreads + tap * p.dilation - p.padding;
+        const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(p.time);
+        sums[i] += weight * Widen(LoadIf<1>(inside, x + t, x).values[0]);
+      }
     }
-  }
+  });
+  Activate(sums, p.call.activation);
 #pragma unroll
   for (int i = 0; i < kRun; ++i) {
-    const int64_t t = first_step + i * kNctThreads + threadIdx.x;
-    if (t < g.time) y[t] = Narrow<T>(Epilogue(call, sums[i], bias_base, channel));
+    const int t = first_step + i * kNctThreads;
+    if (t < p.time) y[t] = Narrow<T>(sums[i]);
   }
 }
 
-template <typename T, int kOut, int kStep, bool kAligned>
-cudaError_t LaunchNtc(cudaStream_t stream, ForwardParams params) {
-  using Acc = Accumulator<T>;
-  constexpr int kChannels = kBlockChannels<T>;
-  const Geometry& g = params.call.geometry;
-  const int64_t chunk = std::min<int64_t>(g.taps, kTapChunk);
-  params.tiles = CeilDiv(PhaseSteps(g.time, g.dilation, 0), kNtcWarps * kOut);
-  params.channel_blocks = CeilDiv(g.channels, kChannels);
-  const int64_t phases = std::min(g.dilation, g.time);
-  const int64_t blocks = params.call.batch.size() * phases * params.tiles * params.channel_blocks;
-  const size_t bytes = CeilDiv(chunk, kStep) * kStep * kChannels * sizeof(Acc) +
-                       (kNtcWarps * kOut + chunk - 1) * kChannels * sizeof(T);
-  return Launch(ForwardNtc<T, kOut, kStep, kAligned>, blocks, kNtcThreads, bytes, stream, params);
+// --- launches ------------------------------------------------------------------------------------
+
+int64_t ShortChunks(int64_t threads) {
+  // Enough threads for every device first, then longer runs, which read the filter less often.
+  return std::clamp<int64_t>(threads / (int64_t{1} << 17), 1, 4);
+}
+
+template <typename T, int kV, int kTaps>
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call) {
+  ForwardParams params(call, kV, 1);
+  const int64_t steps = PhaseSteps(params.time, params.dilation, 0);
+  const int64_t phases = params.phases.divisor();
+  const int64_t batch = call.batch.size();
+  params.chunks = static_cast<int>(
+      ShortChunks(batch * phases * CeilDiv(steps, 8) * CeilDiv(params.channels, kV)));
+  const int64_t tiles = CeilDiv(steps, int64_t{8} * params.chunks * params.ntc.groups());
+  const int64_t channel_blocks = CeilDiv(params.channels, int64_t{kV} * params.ntc.lanes());
+  params.tiles = FastDivider(tiles);
+  params.channel_blocks = FastDivider(channel_blocks);
+  return Launch(ShortNtc<T, kV, kTaps>, batch * phases * tiles * channel_blocks, kNtcThreads, 0,
+                stream, params);
 }
 
 template <typename T>
-cudaError_t LaunchNct(cudaStream_t stream, ForwardParams params) {
-  using Acc = Accumulator<T>;
-  const Geometry& g = params.call.geometry;
-  if (g.dilation > 1) {
-    params.tiles = CeilDiv(g.time, kNctThreads * kRun);
-    return Launch(ForwardNctDilated<T>, params.call.batch.size() * g.channels * params.tiles,
-                  kNctThreads, 0, stream, params);
+cudaError_t LaunchNtc(cudaStream_t stream, const Forward& call) {
+  const Geometry& g = call.geometry;
+  if (g.taps <= kShortTaps) {
+    constexpr int kWide = 16 / sizeof(T);
+    constexpr int kNarrow = 8 / sizeof(T);
+    if (g.taps <= 4 && RowsAligned(g.channels, call.dtype, 16)) {
+      return LaunchShortNtc<T, kWide, 4>(stream, call);
+    }
+    if (RowsAligned(g.channels, call.dtype, 8)) {
+      return LaunchShortNtc<T, kNarrow, kShortTaps>(stream, call);
+    }
+    return LaunchShortNtc<T, 1, kShortTaps>(stream, call);
   }
-  const NctTile& tile = params.nct;
-  const int64_t chunk = CeilDiv(std::min<int64_t>(g.taps, kTapChunk), kRun) * kRun;
-  params.tiles = CeilDiv(g.time, tile.steps());
-  params.channel_blocks = CeilDiv(g.channels, tile.rows());
-  const int64_t blocks = params.call.batch.size() * params.tiles * params.channel_blocks;
+  constexpr int kChannels = kBlockChannels<T>;
+  constexpr int kTileSteps = kNtcWarps * 16;
+  ForwardParams params(call, 1, 1);
+  const int64_t chunk = std::min<int64_t>(g.taps, kTapChunk);
+  const int64_t tiles = CeilDiv(PhaseSteps(params.time, params.dilation, 0), kTileSteps);
+  const int64_t channel_blocks = CeilDiv(g.channels, kChannels);
+  params.tiles = FastDivider(tiles);
+  params.channel_blocks = FastDivider(channel_blocks);
+  const int64_t blocks = call.batch.size() * params.phases.divisor() * tiles * channel_blocks;
   const size_t bytes =
-      tile.rows() * (chunk + Skew(tile.steps() + static_cast<int>(chunk))) * sizeof(Acc);
-  return DispatchBool(RowsAligned(g.time, params.call.dtype), [&](auto aligned) {
-    return Launch(ForwardNct<T, aligned.value>, blocks, kNctThreads, bytes, stream, params);
+      chunk * kChannels * sizeof(Accumulator<T>) + (kTileSteps + chunk - 1) * kChannels * sizeof(T);
+  return DispatchBool(RowsAligned(g.channels, call.dtype, 16), [&](auto aligned) {
+    return Launch(LongNtc<T, aligned.value>, blocks, kNtcThreads, bytes, stream, params);
+  });
+}
+
+template <typename T, int kTaps>
+cudaError_t LaunchShortNct(cudaStream_t stream, const Forward& call) {
+  constexpr int kSteps = kPackElements<T>;
+  ForwardParams params(call, 1, kSteps);
+  params.chunks = static_cast<int>(
+      ShortChunks(call.batch.size() * params.channels * CeilDiv(params.time, kSteps)));
+  const int64_t row_steps = int64_t{params.nct.threads_per_row()} * kSteps;
+  const int64_t tiles = CeilDiv(params.time, row_steps * params.chunks);
+  const int64_t channel_blocks = CeilDiv(params.channels, params.nct.rows());
+  params.tiles = FastDivider(tiles);
+  params.channel_blocks = FastDivider(channel_blocks);
+  return DispatchBool(RowsAligned(params.time, call.dtype, 16), [&](auto aligned) {
+    return Launch(ShortNct<T, kTaps, aligned.value>, call.batch.size() * tiles * channel_blocks,
+                  kNctThreads, 0, stream, params);
+  });
+}
+
+template <typename T>
+cudaError_t LaunchNct(cudaStream_t stream, const Forward& call) {
+  const Geometry& g = call.geometry;
+  ForwardParams params(call, 1, kRun);
+  if (g.dilation > 1) {
+    const int64_t tiles = CeilDiv(g.time, kNctThreads * kRun);
+    params.tiles = FastDivider(tiles);
+    params.channel_blocks = FastDivider(g.channels);
+    return Launch(DilatedNct<T>, call.batch.size() * g.channels * tiles, kNctThreads, 0, stream,
+                  params);
+  }
+  if (g.taps <= 4) return LaunchShortNct<T, 4>(stream, call);
+  if (g.taps <= kShortTaps) return LaunchShortNct<T, kShortTaps>(stream, call);
+  const int64_t chunk = CeilDiv(std::min<int64_t>(g.taps, kTapChunk), kRun) * kRun;
+  const int steps = params.nct.threads_per_row() * kRun;
+  const int64_t tiles = CeilDiv(g.time, steps);
+  const int64_t channel_blocks = CeilDiv(g.channels, params.nct.rows());
+  params.tiles = FastDivider(tiles);
+  params.channel_blocks = FastDivider(channel_blocks);
+  const size_t bytes =
+      params.nct.rows() * (chunk + Skew(steps + static_cast<int>(chunk))) * sizeof(Accumulator<T>);
+  return DispatchBool(RowsAligned(g.time, call.dtype, 16), [&](auto aligned) {
+    return Launch(LongNct<T, aligned.value>, call.batch.size() * tiles * channel_blocks,
+                  kNctThreads, bytes, stream, params);
   });
 }
 
@@ -289,15 +488,11 @@ cudaError_t LaunchNct(cudaStream_t stream, ForwardParams params) {
 cudaError_t LaunchForward(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   if (call.batch.size() == 0 || g.time == 0 || g.channels == 0) return cudaSuccess;
-  const ForwardParams params{call, 0, 0, NctTile(g.time)};
+  if (!FitsKernels(g)) return cudaErrorInvalidValue;
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    if (g.data_format == DataFormat::kNCT) return LaunchNct<T>(stream, params);
-    return DispatchBool(RowsAligned(g.channels, call.dtype), [&](auto aligned) {
-      // Short filters are bound by memory and want many threads, long ones want reuse.
-      return g.taps <= 4 ? LaunchNtc<T, 8, 4, aligned.value>(stream, params)
-                         : LaunchNtc<T, 16, 8, aligned.value>(stream, params);
-    });
+    return g.data_format == DataFormat::kNCT ? LaunchNct<T>(stream, call)
+                                             : LaunchNtc<T>(stream, call);
   });
 }
 

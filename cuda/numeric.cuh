@@ -44,20 +44,21 @@ __device__ __forceinline__ Pack<T, kCount> LoadPack(const T* address) {
   return *reinterpret_cast<const Pack<T, kCount>*>(address);
 }
 
-// Reads one element whose type is known at run time: for small operands such as filters.
-template <typename Acc>
-__device__ __forceinline__ Acc LoadAs(const void* base, int64_t index, DType dtype) {
+// Calls `read` with `base` as a pointer to its element type, known only at run time: for small
+// operands such as filters. The choice is made once for all of the caller's reads, so that they are
+// in flight together.
+template <typename Read>
+__device__ __forceinline__ void WithElements(const void* base, DType dtype, Read&& read) {
   switch (dtype) {
     case DType::kF16:
-      return Widen(static_cast<const __half*>(base)[index]);
+      return read(static_cast<const __half*>(base));
     case DType::kBF16:
-      return Widen(static_cast<const __nv_bfloat16*>(base)[index]);
+      return read(static_cast<const __nv_bfloat16*>(base));
     case DType::kF32:
-      return static_cast<const float*>(base)[index];
+      return read(static_cast<const float*>(base));
     case DType::kF64:
-      return static_cast<Acc>(static_cast<const double*>(base)[index]);
+      return read(static_cast<const double*>(base));
   }
-  return Acc(0);
 }
 
 template <typename Acc>
