@@ -61,12 +61,28 @@ __device__ __forceinline__ Pack<T, kCount> LoadIf(bool inside, const T* address,
   return inside ? pack : Pack<T, kCount>{};
 }
 
-// One thread's kV channels at one time step, zero outside [0, time).
-template <int kV, typename T>
-__device__ __forceinline__ Pack<T, kV> ReadStep(const T* column, int t, int time, int64_t channels,
-                                                bool wanted = true) {
-  const bool inside = wanted && static_cast<unsigned>(t) < static_cast<unsigned>(time);
-  return LoadIf<kV>(inside, column + t * channels, column);
+// One thread's kV channels at the time steps first, first + stride, ..., of which the first `count`
+// are wanted: zero outside [0, time). Steps that are all inside, as nearly all are, skip the
+// checks.
+template <int kCount, int kV, typename T>
+__device__ __forceinline__ void ReadSteps(Pack<T, kV> (&steps)[kCount], const T* column, int first,
+                                          int stride, int count, int time, int64_t channels) {
+  if (first >= 0 && first + (kCount - 1) * stride < time) {
+    const T* address = column + first * channels;
+    const int64_t advance = stride * channels;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      steps[i] = LoadPack<kV>(address);
+      address += advance;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int t = first + i * stride;
+      const bool inside = i < count && static_cast<unsigned>(t) < static_cast<unsigned>(time);
+      steps[i] = LoadIf<kV>(inside, column + t * channels, column);
+    }
+  }
 }
 
 template <int kV, typename T>
@@ -157,33 +173,34 @@ struct NctTile {
 template <typename T>
 inline constexpr int kPackElements = 16 / sizeof(T);
 
-// Steps first to first + kCount of a row, zero outside [0, time). When kAligned, rows start at
-// multiples of 16 bytes: whole packs are read and shifted into place. The shift, first modulo the
-// size of a pack, is the same for all threads.
-template <typename T, int kCount, bool kAligned>
+// Marks rows that do not start at multiples of 16 bytes, where ReadWindow knows a shift otherwise.
+inline constexpr int kUnaligned = -1;
+
+// Steps first to first + kCount of a row, zero outside [0, time). Aligned rows are read in whole
+// packs and shifted into place; the shift, first modulo the size of a pack, is the same for all
+// threads and known when the kernel is compiled.
+template <typename T, int kCount, int kShift>
 __device__ __forceinline__ void ReadWindow(Accumulator<T> (&window)[kCount], const T* row,
                                            int first, int time) {
-  if constexpr (kAligned) {
+  if constexpr (kShift != kUnaligned) {
     constexpr int kPack = kPackElements<T>;
-    constexpr int kPacks = (kCount + 2 * (kPack - 1)) / kPack;
-    const int shift = first & (kPack - 1);
-    const int base = first - shift;
+    constexpr int kPacks = (kShift + kCount + kPack - 1) / kPack;
+    const int base = first - kShift;
     Pack<T, kPack> packs[kPacks];
+    if (base >= 0 && base + kPacks * kPack <= time) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const int t = base + p * kPack;
-      const bool inside =
-          static_cast<unsigned>(t) < static_cast<unsigned>(time) && p * kPack < shift + kCount;
-      packs[p] = LoadIf<kPack>(inside, row + t, row);
+      for (int p = 0; p < kPacks; ++p) packs[p] = LoadPack<kPack>(row + base + p * kPack);
+    } else {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int t = base + p * kPack;
+        packs[p] =
+            LoadIf<kPack>(static_cast<unsigned>(t) < static_cast<unsigned>(time), row + t, row);
+      }
     }
 #pragma unroll
-    for (int s = 0; s < kPack; ++s) {
-      if (shift == s) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          window[i] = Widen(packs[(i + s) / kPack].values[(i + s) % kPack]);
-        }
-      }
+    for (int i = 0; i < kCount; ++i) {
+      window[i] = Widen(packs[(i + kShift) / kPack].values[(i + kShift) % kPack]);
     }
   } else {
 #pragma unroll
@@ -263,6 +280,23 @@ inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Whether runs of the array's fastest dimension can be read `bytes` bytes at a time.
 inline bool RowsAligned(int64_t row_elements, DType dtype, int64_t bytes) {
   return row_elements * jaxops::cuda::SizeOf(dtype) % bytes == 0;
+}
+
+// Calls `function` with the shift at which windows that begin `padding` steps before a pack start
+// within one, or with kUnaligned for rows that packs do not fit.
+template <typename T, typename Function>
+cudaError_t DispatchShift(int64_t time, DType dtype, int padding, Function&& function) {
+  if (!RowsAligned(time, dtype, 16)) return function(std::integral_constant<int, kUnaligned>{});
+  constexpr int kPack = kPackElements<T>;
+  const int shift = (kPack - padding % kPack) % kPack;
+  cudaError_t error = cudaErrorInvalidValue;
+  const auto call_if = [&](auto candidate) {
+    if (shift == candidate.value) error = function(candidate);
+  };
+  [&]<int... kShifts>(std::integer_sequence<int, kShifts...>) {
+    (call_if(std::integral_constant<int, kShifts>{}), ...);
+  }(std::make_integer_sequence<int, kPack>{});
+  return error;
 }
 
 // One time step, channel or tap is counted in 32 bits inside the kernels; arrays may be larger.

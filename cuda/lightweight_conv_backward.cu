@@ -121,9 +121,24 @@ struct Item {
     summed = index;
   }
 
-  __device__ int64_t Offset(const BackwardParams& p, const Share& share, int operand) const {
-    return p.call.kept.Offset(share.kept, operand) + p.call.summed.Offset(summed, operand);
+  // The array of `operand` that the item belongs to, from the first one of its kept entry.
+  template <typename T>
+  __device__ T* At(const BackwardParams& p, T* first, int operand) const {
+    return first + p.call.summed.Offset(summed, operand);
   }
+};
+
+// The arrays of one kept batch entry.
+template <typename T>
+struct Arrays {
+  const T* x;
+  const T* g;
+  T* dx;
+
+  __device__ Arrays(const BackwardParams& p, int64_t kept)
+      : x(static_cast<const T*>(p.call.x) + p.call.kept.Offset(kept, Backward::kX)),
+        g(static_cast<const T*>(p.call.g) + p.call.kept.Offset(kept, Backward::kG)),
+        dx(static_cast<T*>(p.call.dx) + p.call.kept.Offset(kept, Backward::kDx)) {}
 };
 
 // Which of a thread's pairs (step i, tap j) take part: steps before `steps`, and entries i + j of
@@ -223,11 +238,13 @@ __device__ __forceinline__ void ReduceRows(Acc* shared, const Acc (&values)[kCou
 // --- short filters -------------------------------------------------------------------------------
 
 template <typename T, int kV, int kTaps>
-__global__ void __launch_bounds__(kNtcThreads) ShortNtc(const __grid_constant__ BackwardParams p) {
+__global__ void __launch_bounds__(kNtcThreads, 2)
+    ShortNtc(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kWindow = kSteps + kTaps - 1;
   __shared__ Acc shared[kTaps * kV * kNtcThreads];
   const Share share(p, kTaps);
+  const Arrays<T> arrays(p, share.kept);
   const int lanes = p.ntc.lanes();
   const int lane = threadIdx.x & (lanes - 1);
   const int group = threadIdx.x >> p.ntc.lane_bits;
@@ -247,27 +264,20 @@ __global__ void __launch_bounds__(kNtcThreads) ShortNtc(const __grid_constant__ 
       const int step = (item.tile * groups + group) * kSteps;
       const int steps = PhaseSteps(p.time, p.dilation, item.phase) - step;
       if (steps <= 0) continue;
-      const T* x = static_cast<const T*>(p.call.x) + item.Offset(p, share, Backward::kX) + channel;
-      const T* g = static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG) + channel;
+      const T* x = item.At(p, arrays.x, Backward::kX) + channel;
+      const T* g = item.At(p, arrays.g, Backward::kG) + channel;
       const int first = item.phase + step * p.dilation;
       const int origin = first - p.mirrored;
       Pack<T, kV> window[kWindow];
       Pack<T, kV> own[kSteps];
-#pragma unroll
-      for (int i = 0; i < kWindow; ++i) {
-        window[i] =
-            ReadStep<kV>(g, origin + i * p.dilation, p.time, p.channels, i < kSteps + p.taps - 1);
-      }
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        own[i] = ReadStep<kV>(x, first + i * p.dilation, p.time, p.channels);
-      }
+      ReadSteps(window, g, origin, p.dilation, kSteps + p.taps - 1, p.time, p.channels);
+      ReadSteps(own, x, first, p.dilation, kSteps, p.time, p.channels);
       const auto own_at = [&](int i, int v) { return Widen(own[i].values[v]); };
       const auto window_at = [&](int i, int v) { return Widen(window[i].values[v]); };
       Correlate<kSteps>(dweight, own_at, window_at, p.taps,
                         Inside(steps, origin, p.dilation, p.time));
       if (wants_dx) {
-        T* dx = static_cast<T*>(p.call.dx) + item.Offset(p, share, Backward::kDx) + channel;
+        T* dx = item.At(p, arrays.dx, Backward::kDx) + channel;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           if (i < steps) {
@@ -285,11 +295,11 @@ __global__ void __launch_bounds__(kNtcThreads) ShortNtc(const __grid_constant__ 
       }
       if (wants_dbias) {
         // Under dilation a step's own g need not be in the window; the cache still has it.
+        ReadSteps(own, g, first, p.dilation, kSteps, p.time, p.channels);
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-          const auto value = ReadStep<kV>(g, first + i * p.dilation, p.time, p.channels);
 #pragma unroll
-          for (int v = 0; v < kV; ++v) dbias[0][v] += Widen(value.values[v]);
+          for (int v = 0; v < kV; ++v) dbias[0][v] += own_at(i, v);
         }
       }
     }
@@ -310,13 +320,15 @@ __global__ void __launch_bounds__(kNtcThreads) ShortNtc(const __grid_constant__ 
   }
 }
 
-template <typename T, int kTaps, bool kAligned>
+template <typename T, int kTaps, int kShift>
 __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kCount = kPackElements<T>;
+  constexpr int kOwnShift = kShift == kUnaligned ? kUnaligned : 0;
   constexpr int kWindow = kCount + kTaps - 1;
   __shared__ Acc shared[kTaps * kNctThreads];
   const Share share(p, kTaps);
+  const Arrays<T> arrays(p, share.kept);
   const int lane = threadIdx.x & (p.nct.threads_per_row() - 1);
   const int channel = share.channel_block * p.nct.rows() + (threadIdx.x >> p.nct.row_bits);
   const bool wants_dx = p.call.dx != nullptr;
@@ -333,17 +345,17 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
       const Item item(p, index);
       const int t = (item.tile * p.nct.threads_per_row() + lane) * kCount;
       if (t >= p.time) continue;
-      const T* x = static_cast<const T*>(p.call.x) + item.Offset(p, share, Backward::kX) + row;
-      const T* g = static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG) + row;
+      const T* x = item.At(p, arrays.x, Backward::kX) + row;
+      const T* g = item.At(p, arrays.g, Backward::kG) + row;
       Acc window[kWindow], own[kCount];
-      ReadWindow<T, kWindow, kAligned>(window, g, t - p.mirrored, p.time);
-      ReadWindow<T, kCount, kAligned>(own, x, t, p.time);
+      ReadWindow<T, kWindow, kShift>(window, g, t - p.mirrored, p.time);
+      ReadWindow<T, kCount, kOwnShift>(own, x, t, p.time);
       const auto own_at = [&](int i, int) { return own[i]; };
       const auto window_at = [&](int i, int) { return window[i]; };
       Correlate<kCount>(dweight, own_at, window_at, p.taps,
                         Inside(p.time - t, t - p.mirrored, 1, p.time));
       if (wants_dx) {
-        T* dx = static_cast<T*>(p.call.dx) + item.Offset(p, share, Backward::kDx) + row;
+        T* dx = item.At(p, arrays.dx, Backward::kDx) + row;
         Acc sums[kCount] = {};
 #pragma unroll
         for (int j = 0; j < kTaps; ++j) {
@@ -352,10 +364,10 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
             for (int i = 0; i < kCount; ++i) sums[i] += weight[j][0] * window[i + j];
           }
         }
-        WriteRun<T, kCount, kAligned>(dx, sums, t, p.time);
+        WriteRun<T, kCount, kShift != kUnaligned>(dx, sums, t, p.time);
       }
       if (wants_dbias) {
-        ReadWindow<T, kCount, kAligned>(own, g, t, p.time);
+        ReadWindow<T, kCount, kOwnShift>(own, g, t, p.time);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) dbias[0][0] += own[i];
       }
@@ -393,6 +405,7 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ B
   T* stages = reinterpret_cast<T*>(shared);
 
   const Share share(p, kGroupTaps);
+  const Arrays<T> arrays(p, share.kept);
   const int taps = min(kGroupTaps, p.taps - share.first_tap);
   const int first_channel = share.channel_block * kChannels;
   const int lane = threadIdx.x % kWarp;
@@ -405,12 +418,10 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ B
       const Item item(p, index);
       const int first = item.phase + item.tile * kTileSteps * p.dilation;
       T* window = stages + buffer * kStageElements;
-      StageRows<T, kAligned>(window,
-                             static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG),
+      StageRows<T, kAligned>(window, item.At(p, arrays.g, Backward::kG),
                              first + share.first_tap * p.dilation - p.mirrored, p.dilation,
                              kWindowRows, p.time, p.channels, first_channel);
-      StageRows<T, kAligned>(window + kWindowRows * kChannels,
-                             static_cast<const T*>(p.call.x) + item.Offset(p, share, Backward::kX),
+      StageRows<T, kAligned>(window + kWindowRows * kChannels, item.At(p, arrays.x, Backward::kX),
                              first, p.dilation, kTileSteps, p.time, p.channels, first_channel);
     }
     __pipeline_commit();
@@ -441,7 +452,7 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ B
         dweight, own_at, window_at, taps,
         Inside(steps, first + share.first_tap * p.dilation - p.mirrored, p.dilation, p.time));
     if (wants_dbias) {
-      const T* g = static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG);
+      const T* g = item.At(p, arrays.g, Backward::kG);
       for (int i = 0; i < min(steps, kSteps); ++i) {
         const int64_t at = int64_t{first + i * p.dilation} * p.channels + channel;
 #pragma unroll
@@ -480,6 +491,7 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ B
   Acc* columns = reinterpret_cast<Acc*>(shared);
   __shared__ Acc reduced[kGroupTaps * kNctThreads];
   const Share share(p, kGroupTaps);
+  const Arrays<T> arrays(p, share.kept);
   const int taps = min(kGroupTaps, p.taps - share.first_tap);
   const int row_threads = p.nct.threads_per_row();
   const int tile_steps = row_threads * kRun;
@@ -498,9 +510,9 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ B
   for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
     const Item item(p, index);
     const int first_step = item.tile * tile_steps;
-    const T* all_g = static_cast<const T*>(p.call.g) + item.Offset(p, share, Backward::kG);
+    const T* all_g = item.At(p, arrays.g, Backward::kG);
     const T* g = all_g + row_offset;
-    const T* x = static_cast<const T*>(p.call.x) + item.Offset(p, share, Backward::kX) + row_offset;
+    const T* x = item.At(p, arrays.x, Backward::kX) + row_offset;
     if constexpr (kDilated) {
       for (int i = 0; i < kRun; ++i) {
         const int step = first_step + i * row_threads + lane;
@@ -519,7 +531,7 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ B
       const int origin = first_step + share.first_tap - p.mirrored;
       const int step = first_step + lane * kRun;
       Acc own[kRun];
-      ReadWindow<T, kRun, kAligned>(own, x, step, row_time);
+      ReadWindow<T, kRun, kAligned ? 0 : kUnaligned>(own, x, step, row_time);
       __syncthreads();
       StageColumns<T, kAligned>(columns, pitch, all_g, origin, tile_steps + kGroupTaps - 1, p.nct,
                                 p.time, p.channels, first_channel);
@@ -533,7 +545,7 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ B
       Correlate<kRun>(dweight, own_at, window_at, taps,
                       Inside(row_time - step, origin + lane * kRun, 1, p.time));
       if (wants_dbias) {
-        ReadWindow<T, kRun, kAligned>(own, g, step, row_time);
+        ReadWindow<T, kRun, kAligned ? 0 : kUnaligned>(own, g, step, row_time);
 #pragma unroll
         for (int i = 0; i < kRun; ++i) dbias[0][0] += own[i];
       }
@@ -616,12 +628,15 @@ template <typename T>
 cudaError_t LaunchNtc(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
   const Geometry& g = call.geometry;
   if (g.taps <= kShortTaps) {
-    constexpr int kV = 8 / sizeof(T);
-    if (!RowsAligned(g.channels, call.dtype, 8)) {
-      return LaunchShortNtc<T, 1, kShortTaps>(stream, call, splits, partials);
+    // Channels of a thread: as many as leave its window and sums in registers.
+    constexpr int kFew = sizeof(T) == 2 ? 2 : 1;
+    if (g.taps <= 4 && RowsAligned(g.channels, call.dtype, 8)) {
+      return LaunchShortNtc<T, 8 / sizeof(T), 4>(stream, call, splits, partials);
     }
-    return g.taps <= 4 ? LaunchShortNtc<T, kV, 4>(stream, call, splits, partials)
-                       : LaunchShortNtc<T, kV, kShortTaps>(stream, call, splits, partials);
+    if (RowsAligned(g.channels, call.dtype, kFew * sizeof(T))) {
+      return LaunchShortNtc<T, kFew, kShortTaps>(stream, call, splits, partials);
+    }
+    return LaunchShortNtc<T, 1, kShortTaps>(stream, call, splits, partials);
   }
   BackwardParams params(call, splits, partials, 1, 1);
   constexpr int kTileSteps = kNtcWarps * kSteps;
@@ -643,8 +658,8 @@ cudaError_t LaunchShortNct(cudaStream_t stream, const Backward& call, int64_t sp
   const int64_t blocks =
       params.Cut(params.time, 1, int64_t{kPackElements<T>} * params.nct.threads_per_row(),
                  params.nct.rows(), kTaps);
-  return DispatchBool(RowsAligned(params.time, call.dtype, 16), [&](auto aligned) {
-    return Launch(ShortNct<T, kTaps, aligned.value>, blocks, kNctThreads, 0, stream, params);
+  return DispatchShift<T>(params.time, call.dtype, params.mirrored, [&](auto shift) {
+    return Launch(ShortNct<T, kTaps, shift.value>, blocks, kNctThreads, 0, stream, params);
   });
 }
 

@@ -73,7 +73,8 @@ struct ForwardParams {
 // --- short filters -------------------------------------------------------------------------------
 
 template <typename T, int kV, int kTaps>
-__global__ void __launch_bounds__(kNtcThreads) ShortNtc(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kNtcThreads, 2)
+    ShortNtc(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kSteps = 8;
   uint32_t block = blockIdx.x;
@@ -98,11 +99,7 @@ __global__ void __launch_bounds__(kNtcThreads) ShortNtc(const __grid_constant__ 
   for (int chunk = 0; chunk < p.chunks && step < steps; ++chunk, step += kSteps) {
     const int first = phase + step * p.dilation;
     Pack<T, kV> window[kSteps + kTaps - 1];
-#pragma unroll
-    for (int i = 0; i < kSteps + kTaps - 1; ++i) {
-      window[i] = ReadStep<kV>(x, first + i * p.dilation - p.padding, p.time, p.channels,
-                               i < kSteps + p.taps - 1);
-    }
+    ReadSteps(window, x, first - p.padding, p.dilation, kSteps + p.taps - 1, p.time, p.channels);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       if (step + i >= steps) break;
@@ -122,7 +119,7 @@ __global__ void __launch_bounds__(kNtcThreads) ShortNtc(const __grid_constant__ 
   }
 }
 
-template <typename T, int kTaps, bool kAligned>
+template <typename T, int kTaps, int kShift>
 __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kSteps = kPackElements<T>;
@@ -146,7 +143,7 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
     const int t = first_step + (chunk * row_threads + lane) * kSteps;
     if (t >= p.time) return;
     Acc window[kSteps + kTaps - 1];
-    ReadWindow<T, kSteps + kTaps - 1, kAligned>(window, x, t - p.padding, p.time);
+    ReadWindow<T, kSteps + kTaps - 1, kShift>(window, x, t - p.padding, p.time);
     Acc sums[kSteps];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) sums[i] = bias[0];
@@ -158,7 +155,7 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
       }
     }
     Activate(sums, p.call.activation);
-    WriteRun<T, kSteps, kAligned>(y, sums, t, p.time);
+    WriteRun<T, kSteps, kShift != kUnaligned>(y, sums, t, p.time);
   }
 }
 
@@ -220,15 +217,17 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ F
     Acc window[kOut + kStep - 1][kV];
 #pragma unroll
     for (int i = 0; i < kOut - 1; ++i) ReadRow<T>(window[i], rows, warp_row + i);
-    for (int tap = 0; tap < chunk; tap += kStep) {
+    // The taps from `tap` on: kStep of them, or fewer where the filter ends.
+    const auto advance = [&](int tap, auto whole) {
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
-        // The last window of a filter whose length kStep does not divide ends early.
-        if (tap + i < chunk) ReadRow<T>(window[kOut - 1 + i], rows, warp_row + kOut - 1 + tap + i);
+        if (whole.value || tap + i < chunk) {
+          ReadRow<T>(window[kOut - 1 + i], rows, warp_row + kOut - 1 + tap + i);
+        }
       }
 #pragma unroll
       for (int k = 0; k < kStep; ++k) {
-        if (tap + k < chunk) {
+        if (whole.value || tap + k < chunk) {
           Acc weight[kV];
 #pragma unroll
           for (int v = 0; v < kV; ++v) weight[v] = weights[(tap + k) * heads + head[v]];
@@ -239,12 +238,17 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ F
           }
         }
       }
+    };
+    int tap = 0;
+    for (; tap + kStep <= chunk; tap += kStep) {
+      advance(tap, std::true_type{});
 #pragma unroll
       for (int i = 0; i < kOut - 1; ++i) {
 #pragma unroll
         for (int v = 0; v < kV; ++v) window[i][v] = window[i + kStep][v];
       }
     }
+    if (tap < chunk) advance(tap, std::false_type{});
     __syncthreads();
   }
 
@@ -315,26 +319,32 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
     Acc window[2 * kRun];
 #pragma unroll
     for (int i = 0; i < kRun; ++i) window[i] = run[i];
-    for (int tap = 0; tap < chunk; tap += kRun) {
+    // The taps from `tap` on: kRun of them, or fewer where the filter ends.
+    const auto advance = [&](int tap, auto whole) {
       const Acc* next = run + Skew(tap + kRun);
       Pack<Acc, kRun / 2> taps[2];
       taps[0] = LoadPack<kRun / 2>(filter + tap);
       taps[1] = LoadPack<kRun / 2>(filter + tap + kRun / 2);
 #pragma unroll
       for (int i = 0; i < kRun; ++i) {
-        if (tap + i + 1 < chunk) window[kRun + i] = next[i];
+        if (whole.value || tap + i + 1 < chunk) window[kRun + i] = next[i];
       }
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
-        if (tap + k < chunk) {
+        if (whole.value || tap + k < chunk) {
           const Acc weight = taps[k / (kRun / 2)].values[k % (kRun / 2)];
 #pragma unroll
           for (int i = 0; i < kRun; ++i) sums[i] += weight * window[i + k];
         }
       }
+    };
+    int tap = 0;
+    for (; tap + kRun < chunk; tap += kRun) {
+      advance(tap, std::true_type{});
 #pragma unroll
       for (int i = 0; i < kRun; ++i) window[i] = window[kRun + i];
     }
+    advance(tap, std::false_type{});
     __syncthreads();
   }
 
@@ -450,8 +460,8 @@ cudaError_t LaunchShortNct(cudaStream_t stream, const Forward& call) {
   const int64_t channel_blocks = CeilDiv(params.channels, params.nct.rows());
   params.tiles = FastDivider(tiles);
   params.channel_blocks = FastDivider(channel_blocks);
-  return DispatchBool(RowsAligned(params.time, call.dtype, 16), [&](auto aligned) {
-    return Launch(ShortNct<T, kTaps, aligned.value>, call.batch.size() * tiles * channel_blocks,
+  return DispatchShift<T>(params.time, call.dtype, params.padding, [&](auto shift) {
+    return Launch(ShortNct<T, kTaps, shift.value>, call.batch.size() * tiles * channel_blocks,
                   kNctThreads, 0, stream, params);
   });
 }

@@ -477,6 +477,6 @@ def _partial_sums(x, g, *, options, heads, taps, summed):
     kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
     steps = math.prod(n for n, s in zip(batch, summed, strict=True) if s) * time
     rows = -(-channels // 32) if options.data_format == "NTC" else channels
-    splits = max(1, min(-(-2048 // max(1, kept * rows)), -(-steps // 512)))
+    splits = max(1, min(-(-4096 // max(1, kept * rows)), -(-steps // 512)))
     dtype = reference.accumulation_dtype(x, g)
     return [jax.ShapeDtypeStruct((kept, splits, taps + 1, channels), dtype)]

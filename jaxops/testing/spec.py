@@ -1,0 +1,124 @@
+"""The declaration of an operator under test."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+Arrays = tuple[np.ndarray, ...]
+MakeArguments = Callable[[np.random.Generator, np.dtype], Arrays]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One way to lay the arguments out over several devices, and what that may cost.
+
+    Attributes:
+      name: what is sharded, in a word.
+      axes: the names of the mesh axes, one or two. All devices are on the mesh.
+      arguments: a spec an argument.
+      results: a spec a result.
+      forward: the collectives of the compiled function, by HLO name.
+      backward: those of the compiled value and gradient together.
+      manual: whether the function of the shards makes the shards of the result, as `shard_map`
+        needs.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    arguments: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+    forward: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    backward: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    manual: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BadInput:
+    """A call that must raise: `call(*arguments)` with the arguments that the function accepts."""
+
+    name: str
+    call: Callable[..., Any]
+    error: type[Exception]
+    fragments: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class OperatorSpec:
+    """One operator with its options bound: all that the capabilities need to know.
+
+    Functions take the arguments by position and return an array or a tuple of arrays. Arguments of
+    integer and boolean dtypes keep their dtype where a capability changes that of the others.
+
+    Attributes:
+      operator: the public name.
+      variant: what is special about this one.
+      function: the public function.
+      reference: the same in jax.numpy, exact enough in float64 to judge the function by.
+      arguments: a small case, called as arguments(rng, dtype).
+      large: a case for several threads, blocks and devices; mesh axes of 2, 4 and 8 divide what
+        `placements` shards.
+      differentiable: positions of the arguments that have gradients.
+      calls: native handlers that one call runs, and how often.
+      vjp_calls: the same of the value together with the gradient by every differentiable argument.
+      value_terms: the number of terms in the longest sum of a value, called with the arguments.
+      vjp_terms: the same of a gradient.
+      vjp_roundings: how often a gradient rounds an intermediate to the arguments' dtype.
+      dtypes: what the floating arguments may be.
+      placements: layouts over several devices.
+      empty: named cases with a dimension of size 0.
+      bad_inputs: calls that must raise.
+      padded_reach: for an argument that may be multiplied by the zeros beyond the edge of another,
+        what a NaN in one entry then reaches: called as reach(index, *arguments), it returns masks
+        of the results and of the gradients.
+      checkpoint_name: the name that `jax.checkpoint` policies may save the result by.
+    """
+
+    operator: str
+    variant: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    arguments: MakeArguments
+    large: MakeArguments
+    differentiable: tuple[int, ...]
+    calls: Mapping[str, int]
+    vjp_calls: Mapping[str, int]
+    value_terms: Callable[..., int]
+    vjp_terms: Callable[..., int]
+    vjp_roundings: int = 0
+    dtypes: tuple[str, ...] = FLOATS
+    placements: tuple[Placement, ...] = ()
+    empty: Mapping[str, MakeArguments] = dataclasses.field(default_factory=dict)
+    bad_inputs: tuple[BadInput, ...] = ()
+    padded_reach: Mapping[int, Callable[..., Sequence]] = dataclasses.field(default_factory=dict)
+    checkpoint_name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.operator}[{self.variant}]"
+
+    def case(self, dtype: str = "float64", make: MakeArguments | None = None) -> Arrays:
+        """Arguments, the same in every run; `make` is one of the spec's, `arguments` by default."""
+        rng = np.random.default_rng(_SEED)
+        return tuple(np.asarray(a) for a in (make or self.arguments)(rng, jnp.dtype(dtype)))
+
+
+_SEED = 20190129
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Independent standard normal numbers, rounded to dtype."""
+    return rng.standard_normal(shape).astype(dtype)
+
+
+@functools.cache
+def accumulation_dtype(dtype: str) -> np.dtype:
+    """What sums are made in: float64 for float64, float32 for the rest."""
+    return np.dtype(jnp.result_type(jnp.float32, jnp.dtype(dtype)))

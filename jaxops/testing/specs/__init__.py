@@ -1,0 +1,1 @@
+"""The operators' declarations: one module an operator, each with a tuple `SPECS`."""

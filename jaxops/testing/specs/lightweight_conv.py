@@ -1,0 +1,256 @@
+"""Lightweight convolution, in both layouts and at the ends of every option's range."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops.reference import lightweight_conv as reference
+from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
+
+_ME = "lightweight_conv"
+
+
+def _bad_inputs(swap):
+    """Calls with one thing wrong; `swap` brings a (B, T, C) array into the variant's layout."""
+    call = functools.partial(jaxops.lightweight_conv, data_format="NCT" if swap else "NTC")
+
+    def rows(channels):
+        x = np.zeros((2, 5, channels), np.float32)
+        return np.swapaxes(x, 1, 2) if swap else x
+
+    def bad(name, call, error, *fragments):
+        return BadInput(name=name, call=call, error=error, fragments=(f"{_ME}: ", *fragments))
+
+    return (
+        bad(
+            "heads that do not divide the channels",
+            lambda x, w, *_: call(rows(7), np.zeros((3, 2), np.float32)),
+            ValueError,
+            "weight",
+            "H = 3",
+            "C = 7",
+        ),
+        bad("x of rank 2", lambda x, w, *_: call(x[0], w), ValueError, "x must", "3 dim", "shape"),
+        bad(
+            "weight of rank 1", lambda x, w, *_: call(x, w[0]), ValueError, "weight must", "(H, K)"
+        ),
+        bad("no taps", lambda x, w, *_: call(x, w[:, :0]), ValueError, "weight must", "K >= 1"),
+        bad("no heads", lambda x, w, *_: call(x, w[:0]), ValueError, "weight must", "H >= 1"),
+        bad(
+            "bias of another length",
+            lambda x, w, *_: call(x, w, bias=np.zeros(1 + max(x.shape), np.float32)),
+            ValueError,
+            "bias must",
+            "(C,)",
+        ),
+        bad(
+            "integer x",
+            lambda x, w, *_: call(x.astype(np.int32), w),
+            TypeError,
+            "x must have dtype",
+            "got int32",
+        ),
+        bad(
+            "integer weight",
+            lambda x, w, *_: call(x, w.astype(np.int8)),
+            TypeError,
+            "weight must have dtype",
+            "got int8",
+        ),
+        bad(
+            "padding beyond the filter",
+            lambda x, w, *_: call(x, w, padding=w.shape[1], dilation=1),
+            ValueError,
+            "padding must be in [0, ",
+        ),
+        bad(
+            "an unknown padding",
+            lambda x, w, *_: call(x, w, padding="valid"),
+            ValueError,
+            "padding must be one of 'causal', 'same'",
+            "'valid'",
+        ),
+        bad("no dilation", lambda x, w, *_: call(x, w, dilation=0), ValueError, "dilation", ">= 1"),
+        bad(
+            "an unknown activation",
+            lambda x, w, *_: call(x, w, activation="tanh"),
+            ValueError,
+            "activation must be one of",
+            "'tanh'",
+        ),
+        bad(
+            "an unknown layout",
+            lambda x, w, *_: jaxops.lightweight_conv(x, w, data_format="CNT"),
+            ValueError,
+            "data_format must be one of 'NTC', 'NCT'",
+            "'CNT'",
+        ),
+    )
+
+
+def _placements(swap, heads, with_bias):
+    """By batch, by channel and by both.
+
+    The arguments shared by all devices are whole on each, so that the backward pass has to sum what
+    they contribute; weights with one row a channel are sharded with the channels.
+    """
+
+    def rows(batch, channels):
+        return P(batch, channels, None) if swap else P(batch, None, channels)
+
+    def placement(name, axes, batch, channels, backward, manual):
+        per_channel = channels if heads == _CHANNELS else None
+        shared = (P(per_channel, None), P(channels)) if with_bias else (P(per_channel, None),)
+        return Placement(
+            name=name,
+            axes=axes,
+            arguments=(rows(batch, channels), *shared),
+            results=(rows(batch, channels),),
+            backward=backward,
+            manual=manual,
+        )
+
+    summed = {"all-reduce": 1}
+    # On both axes the weight's gradient is summed, a bias's over the shards of the batch alone.
+    twice = with_bias and heads != _CHANNELS
+    # A shard of channels has whole heads only if there is one head, or one a channel.
+    whole_heads = heads in (1, _CHANNELS)
+    by_channel = {} if heads == _CHANNELS else summed
+    return (
+        placement("batch", ("n",), "n", None, summed, True),
+        placement("channels", ("c",), None, "c", by_channel, whole_heads),
+        placement(
+            "batch and channels",
+            ("n", "c"),
+            "n",
+            "c",
+            {"all-reduce": 2} if twice else summed,
+            whole_heads,
+        ),
+    )
+
+
+_BATCH, _TIME, _CHANNELS = 8, 40, 48  # of the large case
+
+
+def _spec(
+    variant,
+    *,
+    heads,
+    taps,
+    data_format,
+    padding="causal",
+    dilation=1,
+    bias=False,
+    activation=None,
+    channels=6,
+    large_heads,
+):
+    swap = data_format == "NCT"
+    reach = (taps - 1) * dilation
+    options = {"dilation": dilation, "activation": activation, "data_format": data_format}
+
+    def function(x, weight, bias=None):
+        return jaxops.lightweight_conv(x, weight, padding=padding, bias=bias, **options)
+
+    def oracle(x, weight, bias=None):
+        resolved = {"causal": reach, "same": reach // 2}.get(padding, padding)
+        return reference.lightweight_conv(x, weight, bias, padding=resolved, **options)
+
+    def arrays(rng, dtype, batch=2, time=7, channels=channels, heads=heads):
+        x = normal(rng, (batch, channels, time) if swap else (batch, time, channels), dtype)
+        shared = [normal(rng, (heads, taps), dtype)]
+        if bias:
+            shared.append(normal(rng, (channels,), dtype))
+        return (x, *shared)
+
+    def summed_entries(x, weight, *_):
+        return x.size // weight.shape[0]
+
+    def reach_of_weight(index, x, weight, *_):
+        of_head = np.arange(weight.shape[0]) == index[0]
+        of_channel = np.repeat(of_head, x.shape[1 if swap else 2] // weight.shape[0])
+        rows = of_channel[:, None] if swap else of_channel
+        if activation is None:  # the derivatives by weight and bias do not depend on weight
+            return (rows, rows, False, False)
+        return (rows, rows, of_head[:, None], of_channel)
+
+    large = functools.partial(
+        arrays, batch=_BATCH, time=_TIME, channels=_CHANNELS, heads=large_heads
+    )
+    return OperatorSpec(
+        operator=_ME,
+        variant=variant,
+        function=function,
+        reference=oracle,
+        arguments=arrays,
+        large=large,
+        differentiable=(0, 1, 2) if bias else (0, 1),
+        calls={"jaxops_lightweight_conv": 1},
+        vjp_calls={"jaxops_lightweight_conv": 1, "jaxops_lightweight_conv_backward": 1},
+        value_terms=lambda x, weight, *_: weight.shape[1] + 1,
+        vjp_terms=summed_entries,
+        # The value before the activation, the activation's derivative, and their product.
+        vjp_roundings=3 if activation else 0,
+        placements=_placements(swap, large_heads, bias),
+        empty={
+            "no batch": functools.partial(arrays, batch=0),
+            "no time": functools.partial(arrays, time=0),
+            "no channels": functools.partial(arrays, channels=0),
+        },
+        padded_reach={1: reach_of_weight},
+        bad_inputs=_bad_inputs(swap),
+        checkpoint_name=_ME,
+    )
+
+
+SPECS = (
+    _spec("NTC", heads=3, large_heads=3, taps=3, data_format="NTC"),
+    _spec("NCT, even K", heads=3, large_heads=3, taps=4, padding="same", data_format="NCT"),
+    _spec(
+        "NTC, dilated, bias, gelu",
+        heads=2,
+        large_heads=3,
+        taps=3,
+        padding="same",
+        dilation=2,
+        bias=True,
+        activation="gelu",
+        data_format="NTC",
+    ),
+    _spec(
+        "NCT, dilated, bias, silu",
+        heads=2,
+        large_heads=1,
+        taps=4,
+        padding=2,
+        dilation=3,
+        bias=True,
+        activation="silu",
+        data_format="NCT",
+    ),
+    _spec(
+        "NTC, H = 1, bias, relu",
+        heads=1,
+        large_heads=1,
+        taps=5,
+        padding=1,
+        bias=True,
+        activation="relu",
+        data_format="NTC",
+    ),
+    _spec(
+        "NCT, H = C, bias",
+        heads=6,
+        large_heads=_CHANNELS,
+        taps=3,
+        bias=True,
+        data_format="NCT",
+    ),
+    _spec("NTC, H = C, K = 1", heads=6, large_heads=_CHANNELS, taps=1, data_format="NTC"),
+    _spec("NCT, K > T", heads=3, large_heads=3, taps=17, padding="same", data_format="NCT"),
+)

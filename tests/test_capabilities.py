@@ -1,0 +1,211 @@
+"""Every capability of every declared operator, on every platform; and that the checks can fail."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops.testing import registry
+from jaxops.testing.capabilities import CAPABILITIES, NotApplicable
+from jaxops.testing.platforms import Platform
+
+SPECS = registry.all_specs()
+CPU = Platform("cpu", tuple(jax.devices("cpu")))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=lambda c: c.name)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_capability(spec, capability, platform):
+    try:
+        capability.check(spec, platform)
+    except NotApplicable as reason:
+        pytest.skip(str(reason))
+
+
+def test_every_public_operator_is_declared():
+    public = [name for name in jaxops.__all__ if callable(getattr(jaxops, name))]
+    assert set(public) == set(registry.operators())
+
+
+def test_names_are_unique():
+    names = list(map(str, SPECS))
+    assert len(set(names)) == len(names)
+
+
+# --- a check that cannot fail is none: each one meets an operator that lacks its capability -------
+
+SOUND = SPECS[0]
+
+
+def changed(**fields):
+    return dataclasses.replace(SOUND, **fields)
+
+
+def function_of(wrap):
+    """The sound operator with its function wrapped."""
+    return changed(function=wrap(SOUND.function))
+
+
+def off_by_ulps(f):
+    def function(x, w):
+        y = f(x, w)
+        return y + 8 * jnp.finfo(y.dtype).eps * jnp.abs(y)
+
+    return function
+
+
+def unlike_under_trace(f):
+    return lambda x, w: f(x, w) * (2 if isinstance(x, jax.core.Tracer) else 1)
+
+
+def without_gradient_by_weight(f):
+    return lambda x, w: f(x, jax.lax.stop_gradient(w))
+
+
+def wrong_second_order(f):
+    @jax.custom_jvp
+    def function(x, w):
+        return f(x, w)
+
+    @function.defjvp
+    def rule(primals, tangents):
+        frozen = jax.lax.stop_gradient(primals)
+        y, _ = jax.jvp(f, primals, tangents)
+        return y, jax.jvp(f, frozen, tangents)[1]
+
+    return function
+
+
+def one_entry_at_a_time(f):
+    @jax.custom_batching.sequential_vmap
+    def function(x, w):
+        return f(x, w)
+
+    return function
+
+
+def two_calls(f):
+    return lambda x, w: f(x, w / 2) + f(x, w - w / 2)
+
+
+def gathering(f):
+    def function(x, w):
+        replicated = jax.sharding.NamedSharding(
+            jax.make_mesh((8,), ("n",), axis_types=(jax.sharding.AxisType.Auto,)), P()
+        )
+        return f(jax.lax.with_sharding_constraint(x, replicated), w)
+
+    return function
+
+
+def with_a_callback(f):
+    def function(x, w):
+        spy = jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct((), x.dtype), x.dtype.type(0))
+        return f(x, w) + spy
+
+    return function
+
+
+def poisoning(f):
+    return lambda x, w: f(x, w) + 0 * x.sum()
+
+
+def never_the_same(f):
+    seed = iter(range(10**6))
+
+    def function(x, w):
+        noise = jax.pure_callback(
+            lambda: np.float32(next(seed)), jax.ShapeDtypeStruct((), np.float32)
+        )
+        return f(x, w) * (1 + noise.astype(x.dtype))
+
+    return function
+
+
+def without_zero_sizes(f):
+    return lambda x, w: f(x, w) if x.size else jnp.zeros(x.shape[::-1], x.dtype)
+
+
+WRONG = "entries are wrong"
+# What each check meets, and what it says of it.
+BROKEN = {
+    "value f16": (function_of(off_by_ulps), WRONG),
+    "value bf16": (function_of(off_by_ulps), WRONG),
+    "value f32": (function_of(off_by_ulps), WRONG),
+    "value f64": (function_of(off_by_ulps), WRONG),
+    "jit": (function_of(unlike_under_trace), WRONG),
+    "grad": (function_of(without_gradient_by_weight), WRONG),
+    "gradient calls": (function_of(two_calls), "run the handlers"),
+    "jvp": (function_of(without_gradient_by_weight), WRONG),
+    "second order": (function_of(wrong_second_order), WRONG),
+    "check_grads": (function_of(wrong_second_order), "Mismatched elements"),
+    "vmap": (function_of(two_calls), "one vmap should run"),
+    "nested vmap": (function_of(one_entry_at_a_time), "has a loop"),
+    "sharded jit": (function_of(gathering), "collectives {'all-gather': 1}, expected {}"),
+    "shard_map": (
+        changed(placements=tuple(dataclasses.replace(p, backward={}) for p in SOUND.placements)),
+        "collectives {'all-reduce': 1}, expected {}",
+    ),
+    "explicit mesh": (
+        changed(placements=tuple(dataclasses.replace(p, results=(P(),)) for p in SOUND.placements)),
+        "has the type",
+    ),
+    "export": (function_of(with_a_callback), "python_callback"),
+    "checkpoint": (changed(checkpoint_name="another_name"), "with 'another_name' saved calls"),
+    "donation": (function_of(never_the_same), "in donated memory"),
+    "size zero": (function_of(without_zero_sizes), "the results are"),
+    "determinism": (function_of(never_the_same), "run 2 against run 1"),
+    "NaN and Inf": (function_of(poisoning), "others changed"),
+    "bad input": (
+        changed(bad_inputs=(dataclasses.replace(SOUND.bad_inputs[0], call=SOUND.function),)),
+        "None, expected ValueError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in CAPABILITIES if n != "command buffers"])
+def test_the_check_can_fail(name):
+    spec, message = BROKEN[name]
+    # The export is refused by JAX itself.
+    error = NotImplementedError if name == "export" else AssertionError
+    with pytest.raises(error, match=re.escape(message)):
+        CAPABILITIES[name].check(spec, CPU)
+
+
+BARE = changed(
+    differentiable=(), placements=(), empty={}, bad_inputs=(), dtypes=("float32",), vjp_calls={}
+)
+INAPPLICABLE = {
+    "value f16": "does not take float16",
+    "grad": "no argument has a gradient",
+    "check_grads": "no argument has a gradient",
+    "checkpoint": "no argument has a gradient",
+    "sharded jit": "no placement",
+    "size zero": "no dimension",
+    "bad input": "no bad input",
+}
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_what_an_operator_does_not_declare(name):
+    """An operator without derivatives and the rest is asked for nothing that it cannot have."""
+    if name in INAPPLICABLE:
+        with pytest.raises(NotApplicable, match=INAPPLICABLE[name]):
+            CAPABILITIES[name].check(BARE, CPU)
+    else:
+        with contextlib.suppress(NotApplicable):
+            CAPABILITIES[name].check(BARE, CPU)
+
+
+@pytest.mark.parametrize("name", ["sharded jit", "shard_map", "explicit mesh"])
+def test_one_device_is_not_several(name):
+    with pytest.raises(NotApplicable, match="one cpu device"):
+        CAPABILITIES[name].check(SOUND, Platform("cpu", CPU.devices[:1]))

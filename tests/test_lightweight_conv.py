@@ -1,0 +1,652 @@
+"""Lightweight convolution: values, gradients and errors beyond what every operator is checked for.
+
+The oracle is written out in NumPy, one tap at a time, and shares nothing with the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.reference import lightweight_conv as reference
+from jaxops.testing.measure import assert_close, custom_calls, run, vjp_of
+from jaxops.testing.spec import normal
+
+LAYOUTS = ("NTC", "NCT")
+ACTIVATIONS = (None, "relu", "silu", "gelu")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+# --- the oracle ----------------------------------------------------------------------------------
+
+
+def resolve(padding, taps, dilation):
+    reach = (taps - 1) * dilation
+    return {"causal": reach, "same": reach // 2}.get(padding, padding)
+
+
+def taps_in_range(time, taps, dilation, padding):
+    """(tap, the steps of y, the steps of x) of every tap that meets the sequence."""
+    for tap in range(taps):
+        shift = tap * dilation - padding
+        low, high = max(0, -shift), min(time, time - shift)
+        if low < high:
+            yield tap, slice(low, high), slice(low + shift, high + shift)
+
+
+def correlate(x, weight, padding, dilation):
+    """Of (B, T, C) and (H, K)."""
+    per_channel = np.repeat(weight, x.shape[2] // weight.shape[0], axis=0)
+    y = np.zeros(x.shape)
+    for tap, to, of in taps_in_range(x.shape[1], weight.shape[1], dilation, padding):
+        y[:, to] += per_channel[:, tap] * x[:, of]
+    return y
+
+
+def correlate_vjp(g, x, weight, padding, dilation):
+    heads, taps = weight.shape
+    depth = x.shape[2] // heads
+    per_channel = np.repeat(weight, depth, axis=0)
+    dx, dweight = np.zeros(x.shape), np.zeros((heads, taps))
+    for tap, to, of in taps_in_range(x.shape[1], taps, dilation, padding):
+        dx[:, of] += per_channel[:, tap] * g[:, to]
+        by_channel = (g[:, to] * x[:, of]).sum((0, 1))
+        dweight[:, tap] = by_channel.reshape(heads, depth).sum(1)
+    return dx, dweight, g.sum((0, 1))
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+GELU = np.sqrt(2 / np.pi)
+
+
+def activate(z, activation):
+    """The activation of z, its derivative, and by how much the derivative magnifies a rounding."""
+    if activation is None:
+        return z, np.ones_like(z), 1
+    if activation == "relu":
+        return np.maximum(z, 0), (z > 0).astype(float), 1
+    if activation == "silu":
+        s = sigmoid(z)
+        return z * s, s * (1 + z * (1 - s)), 1
+    tanh = np.tanh(GELU * (z + 0.044715 * z**3))
+    slope = GELU * (1 + 3 * 0.044715 * z**2)
+    # What tanh is off by, 1 - tanh**2 is off by twice, and all of it where tanh is almost 1.
+    magnified = np.abs(z * slope)[tanh**2 < 1].max(initial=1)
+    derivative = 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * slope
+    return 0.5 * z * (1 + tanh), derivative, magnified
+
+
+def oracle(g, x, weight, bias, *, padding, dilation, activation, data_format):
+    """Value, and cotangents of x, weight and bias, in float64; `activate`'s magnification."""
+    g, x, weight = (np.asarray(a, np.float64) for a in (g, x, weight))
+    if data_format == "NCT":
+        g, x = g.swapaxes(1, 2), x.swapaxes(1, 2)
+    padding = resolve(padding, weight.shape[1], dilation)
+    z = correlate(x, weight, padding, dilation)
+    if bias is not None:
+        z = z + np.asarray(bias, np.float64)
+    y, slope, magnified = activate(z, activation)
+    dx, dweight, dbias = correlate_vjp(g * slope, x, weight, padding, dilation)
+    if data_format == "NCT":
+        y, dx = y.swapaxes(1, 2), dx.swapaxes(1, 2)
+    return [y, dx, dweight] + ([] if bias is None else [dbias]), magnified
+
+
+def check(
+    platform,
+    *,
+    shape,
+    heads,
+    taps,
+    dtype="float32",
+    weight_dtype=None,
+    bias_dtype=None,
+    padding="causal",
+    dilation=1,
+    bias=False,
+    activation=None,
+    data_format="NTC",
+):
+    """Value and gradients against the oracle; `shape` is (B, T, C)."""
+    rng = np.random.default_rng(sum(shape) + 7 * heads + 11 * taps)
+    batch, time, channels = shape
+    if data_format == "NCT":
+        shape = (batch, channels, time)
+    dtypes = [dtype, weight_dtype or dtype, bias_dtype or dtype]
+    g, x = normal(rng, shape, jnp.dtype(dtype)), normal(rng, shape, jnp.dtype(dtype))
+    weight = normal(rng, (heads, taps), jnp.dtype(dtypes[1]))
+    arguments = [x, weight]
+    if bias:
+        arguments.append(normal(rng, (channels,), jnp.dtype(dtypes[2])))
+    options = {
+        "padding": padding,
+        "dilation": dilation,
+        "activation": activation,
+        "data_format": data_format,
+    }
+
+    def function(x, weight, bias=None):
+        return jaxops.lightweight_conv(x, weight, bias=bias, **options)
+
+    argnums = tuple(range(len(arguments)))
+    got = run(vjp_of(function, argnums), platform, (g,), *arguments)
+    want, magnified = oracle(g, x, weight, arguments[2] if bias else None, **options)
+    assert [a.dtype for a in got] == [a.dtype for a in (x, *arguments)]
+    fused = run(function, platform, *arguments)
+    what = f"{shape}, H = {heads}, K = {taps}, {dtypes}, {options}"
+    value_terms = taps + 1
+    assert_close(fused, want[:1], f"the value of {what}", dtype=dtype, terms=value_terms)
+    # Under differentiation the activation is apart, and its derivative and the cotangent of what
+    # is before it are rounded to the dtype of x.
+    roundings = 0 if activation is None else 3
+    # dx sums the taps of a channel, dweight the entries of a head, dbias those of a channel.
+    terms = [value_terms, value_terms, batch * time * channels // heads, batch * time]
+    terms = [terms[0], *(n * magnified for n in terms[1:])]
+    for i, (a, w) in enumerate(zip(got, want, strict=True)):
+        # Each result is of the dtype of its own argument, rounded from what x's dtype can hold.
+        coarse = max((dtype, a.dtype.name), key=lambda d: jnp.finfo(d).eps)
+        name = f"result {i} of value and gradient of {what}"
+        assert_close([a], [w], name, dtype=coarse, terms=terms[i], roundings=roundings)
+
+
+# --- values and gradients ------------------------------------------------------------------------
+
+TIMES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 257, 1025)
+CHANNELS = (1, 3, 31, 32, 33, 64, 66, 130)
+TAPS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 130)
+PADDINGS = ("causal", "same", 0, 3)
+
+
+def sampled_cases(count):
+    """Cases that together hold every value of every list above, in the order of a fixed shuffle."""
+    rng = np.random.default_rng(7)
+
+    def endless(values):
+        while True:
+            for i in rng.permutation(len(values)):
+                yield values[i]
+
+    def divisor(n):
+        divisors = [d for d in range(1, n + 1) if n % d == 0]
+        return divisors[rng.integers(len(divisors))]
+
+    columns = zip(
+        endless(TIMES),
+        endless(CHANNELS),
+        endless(TAPS),
+        endless(PADDINGS),
+        endless((1, 1, 2, 3, 40)),
+        endless(LAYOUTS),
+        endless(FLOATS),
+        endless(ACTIVATIONS),
+        endless((False, True)),
+        strict=False,
+    )
+    for (
+        time,
+        channels,
+        taps,
+        padding,
+        dilation,
+        data_format,
+        dtype,
+        activation,
+        bias,
+    ) in itertools.islice(columns, count):
+        batch = 1 if time * channels > 20_000 else 3
+        yield {
+            "shape": (batch, time, channels),
+            "heads": divisor(channels),
+            "taps": taps,
+            "padding": min(padding, (taps - 1) * dilation) if padding in (0, 3) else padding,
+            "dilation": dilation,
+            "data_format": data_format,
+            "dtype": dtype,
+            "activation": activation,
+            "bias": bias,
+        }
+
+
+def case_id(case):
+    return ",".join(str(v).replace(" ", "") for v in case.values())
+
+
+@pytest.mark.parametrize("case", list(sampled_cases(100)), ids=case_id)
+def test_edges_of_tiles(platform, case):
+    check(platform, **case)
+
+
+def test_the_sample_holds_every_value():
+    cases = list(sampled_cases(100))
+    assert {c["shape"][1] for c in cases} == set(TIMES)
+    assert {c["shape"][2] for c in cases} == set(CHANNELS)
+    assert {c["taps"] for c in cases} == set(TAPS)
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("shape", [(0, 5, 4), (3, 0, 4), (3, 5, 0), (0, 0, 0)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_empty(platform, shape, data_format, bias):
+    check(platform, shape=shape, heads=2, taps=3, data_format=data_format, bias=bias)
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("padding", ["causal", "same", 0, 3, 6])
+@pytest.mark.parametrize("time", [1, 2, 3, 6])
+def test_more_taps_than_steps(platform, time, padding, data_format):
+    shape = (2, time, 6)
+    check(platform, shape=shape, heads=3, taps=7, padding=padding, data_format=data_format)
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("dilation", [2, 3, 9, 10, 50])
+def test_dilation_up_to_beyond_the_sequence(platform, dilation, data_format):
+    options = {"padding": "same", "dilation": dilation, "data_format": data_format}
+    check(platform, shape=(2, 10, 6), heads=3, taps=3, dtype="float64", **options)
+
+
+def test_every_int_padding(platform):
+    for padding in range(9):
+        check(platform, shape=(2, 11, 4), heads=2, taps=5, dilation=2, padding=padding)
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_activations(platform, activation, bias, data_format):
+    options = {"activation": activation, "bias": bias, "data_format": data_format}
+    check(platform, shape=(2, 19, 10), heads=5, taps=4, dtype="float64", **options)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "bias_dtype"),
+    [
+        ("bfloat16", "float32", "float32"),
+        ("float16", "float32", "bfloat16"),
+        ("float32", "float64", "float32"),
+        ("float32", "float32", "float64"),
+        ("float16", "float64", "float64"),
+        ("float32", "bfloat16", "float16"),
+        ("float64", "float32", "float16"),
+        ("bfloat16", "float16", "bfloat16"),
+    ],
+)
+def test_mixed_dtypes(platform, dtype, weight_dtype, bias_dtype, activation):
+    for data_format in LAYOUTS:
+        check(
+            platform,
+            shape=(2, 21, 12),
+            heads=4,
+            taps=3,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            bias_dtype=bias_dtype,
+            bias=True,
+            activation=activation,
+            data_format=data_format,
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("data_format", LAYOUTS)
+def test_half_precision_accumulates_in_float32(platform, dtype, data_format):
+    """Sums of ones, which stand still at 2048 and at 256 when they are made in half precision."""
+    time, taps = 6000, 4500
+    x = jnp.ones((1, time, 1) if data_format == "NTC" else (1, 1, time), dtype)
+    weight = jnp.ones((1, taps), dtype)
+    function = functools.partial(jaxops.lightweight_conv, data_format=data_format)
+    y, dx, dweight = run(vjp_of(function, (0, 1)), platform, (x,), x, weight)
+    steps = np.arange(time)
+    want = [
+        np.minimum(steps + 1, taps).reshape(x.shape),
+        np.minimum(time - steps, taps).reshape(x.shape),
+        time - (taps - 1 - np.arange(taps))[None],
+    ]
+    for got, exact in zip((y, dx, dweight), want, strict=True):
+        np.testing.assert_array_equal(got, exact.astype(got.dtype))
+
+
+def test_worked_by_hand(platform):
+    x = np.array([[[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]])
+    weight = np.array([[1.0, 2.0, 4.0]])
+    expected = {
+        # y[t] = 4 x[t] + 2 x[t-1] + x[t-2]
+        "causal": [4.0, 10.0, 17.0],
+        # y[t] = x[t-1] + 2 x[t] + 4 x[t+1]
+        "same": [10.0, 17.0, 8.0],
+        # y[t] = x[t] + 2 x[t+1] + 4 x[t+2]
+        0: [17.0, 8.0, 3.0],
+    }
+    for padding, y in expected.items():
+        function = functools.partial(jaxops.lightweight_conv, padding=padding)
+        (got,) = run(function, platform, x, weight)
+        np.testing.assert_array_equal(got, np.multiply.outer(y, [1.0, 10.0])[None])
+
+    # K = 2, dilation 2, "same": P = 1, y[t] = x[t-1] + 2 x[t+1]
+    function = functools.partial(jaxops.lightweight_conv, padding="same", dilation=2)
+    (got,) = run(function, platform, x, weight[:, :2])
+    np.testing.assert_array_equal(got[0, :, 0], [4.0, 1.0 + 6.0, 2.0])
+
+
+def test_heads_are_contiguous(platform):
+    x = np.ones((1, 1, 6))
+    (got,) = run(jaxops.lightweight_conv, platform, x, np.array([[1.0], [2.0], [3.0]]))
+    np.testing.assert_array_equal(got[0, 0], [1, 1, 2, 2, 3, 3])
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize(
+    ("shape", "heads", "taps", "padding", "dilation"),
+    [((2, 13, 6), 3, 4, 5, 2), ((1, 30, 8), 8, 3, 0, 1), ((3, 4, 4), 1, 7, 3, 1)],
+)
+def test_agrees_with_grouped_convolution(
+    platform, shape, heads, taps, padding, dilation, data_format
+):
+    """`jax.lax`'s convolution, in float64, of value and gradients; also of the reference."""
+    rng = np.random.default_rng(0)
+    batch, time, channels = shape
+    shape = shape if data_format == "NTC" else (batch, channels, time)
+    g, x, weight = (normal(rng, s, np.float64) for s in (shape, shape, (heads, taps)))
+    options = {"padding": padding, "dilation": dilation, "data_format": data_format}
+
+    def by_lax(x, weight):
+        per_channel = jnp.repeat(weight, channels // heads, axis=0).T[:, None]
+        return jax.lax.conv_general_dilated(
+            x,
+            per_channel,
+            window_strides=(1,),
+            padding=[(padding, (taps - 1) * dilation - padding)],
+            rhs_dilation=(dilation,),
+            dimension_numbers=(data_format.replace("T", "W"), "WIO", data_format.replace("T", "W")),
+            feature_group_count=channels,
+            precision="highest",
+        )
+
+    def ours(x, weight):
+        return jaxops.lightweight_conv(x, weight, **options)
+
+    def defined(x, weight):
+        return reference.lightweight_conv(x, weight, **options)
+
+    want = run(vjp_of(by_lax, (0, 1)), platform, (g,), x, weight)
+    terms = x.size // heads + taps
+    for function in (ours, defined):
+        got = run(vjp_of(function, (0, 1)), platform, (g,), x, weight)
+        assert_close(got, want, function.__name__, dtype="float64", terms=terms)
+    direct = reference.lightweight_conv_filter_grad(x, g, heads=heads, taps=taps, **options)
+    assert_close([np.asarray(direct).sum(0)], want[2:], "filter_grad", dtype="float64", terms=terms)
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=60)
+@hypothesis.given(data=st.data())
+def test_any_shape(platform, data):
+    draw = data.draw
+    heads, depth = draw(st.integers(1, 5)), draw(st.integers(0, 5))
+    taps, dilation = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    reach = (taps - 1) * dilation
+    check(
+        platform,
+        shape=(draw(st.integers(0, 3)), draw(st.integers(0, 20)), heads * depth),
+        heads=heads,
+        taps=taps,
+        dilation=dilation,
+        padding=draw(st.one_of(st.sampled_from(["causal", "same"]), st.integers(0, reach))),
+        data_format=draw(st.sampled_from(LAYOUTS)),
+        dtype=draw(st.sampled_from(FLOATS)),
+        bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(ACTIVATIONS)),
+    )
+
+
+# --- what derivatives call -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argnums", "calls"),
+    [
+        ((0,), {"jaxops_lightweight_conv": 1}),
+        ((1,), {"jaxops_lightweight_conv_filter_grad": 1}),
+        ((0, 1), {"jaxops_lightweight_conv_backward": 1}),
+        ((1, 2), {"jaxops_lightweight_conv_backward": 1}),
+    ],
+)
+def test_unused_gradients_cost_nothing(platform, argnums, calls):
+    """All three are asked for and some are thrown away, as optimizers with frozen weights do."""
+    rng = np.random.default_rng(0)
+    shapes = [(2, 9, 6), (2, 9, 6), (3, 4), (6,)]
+    arguments = [normal(rng, shape, np.float32) for shape in shapes]
+
+    def function(x, weight, bias):
+        return jaxops.lightweight_conv(x, weight, bias=bias)
+
+    def some(g, *arguments):
+        _, gradients = vjp_of(function, (0, 1, 2))((g,), *arguments)
+        return [gradients[i] for i in argnums]
+
+    placed = jax.device_put(arguments, platform.device)
+    program = jax.jit(some).lower(*placed).compile()
+    assert custom_calls(program) == calls
+    want = vjp_of(function, (0, 1, 2))((placed[0],), *placed[1:])[1]
+    for got, i in zip(program(*placed), argnums, strict=True):
+        terms = 2 * 9 * 6
+        exact = [np.asarray(want[i], np.float64)]
+        assert_close([np.asarray(got)], exact, f"{i}", dtype="float32", terms=terms)
+
+
+# --- NaN stays where it is -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("step", [0, 63, 64, 149])
+def test_nan_reaches_only_its_window(platform, step, dtype, data_format):
+    batch, time, channels, heads, taps, dilation, padding = 2, 150, 70, 35, 5, 2, 3
+    shape = (batch, time, channels) if data_format == "NTC" else (batch, channels, time)
+    rng = np.random.default_rng(0)
+    g, x = normal(rng, shape, jnp.dtype(dtype)), normal(rng, shape, jnp.dtype(dtype))
+    weight = normal(rng, (heads, taps), jnp.dtype(dtype))
+    channel = 33
+    at = (1, step, channel) if data_format == "NTC" else (1, channel, step)
+    poisoned = x.copy()
+    poisoned[at] = np.nan
+
+    def function(x, weight):
+        return jaxops.lightweight_conv(
+            x, weight, padding=padding, dilation=dilation, data_format=data_format
+        )
+
+    clean, got = (run(vjp_of(function, (0, 1)), platform, (g,), a, weight) for a in (x, poisoned))
+    steps = [step + padding - k * dilation for k in range(taps)]
+    hit = np.zeros(shape, bool)
+    for t in (t for t in steps if 0 <= t < time):
+        hit[(1, t, channel) if data_format == "NTC" else (1, channel, t)] = True
+    rows = np.zeros((heads, taps), bool)
+    rows[channel // (channels // heads), [0 <= t < time for t in steps]] = True
+    for name, mask, a, b in (("y", hit, clean[0], got[0]), ("dweight", rows, clean[2], got[2])):
+        np.testing.assert_array_equal(np.isnan(b), mask, err_msg=name)
+        np.testing.assert_array_equal(b[~mask], a[~mask], err_msg=name)
+    np.testing.assert_array_equal(got[1], clean[1], err_msg="dx does not depend on x")
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def test_numpy_lists_and_scalars_are_arrays():
+    x, weight = np.arange(6.0).reshape(1, 3, 2), [[1.0, 2.0]]
+    y = jaxops.lightweight_conv(x, weight, padding=np.int64(1), dilation=np.int32(1), bias=[0, 1.0])
+    assert isinstance(y, jax.Array)
+    np.testing.assert_array_equal(y[0], [[0, 3], [4, 8], [10, 14]])
+
+
+def test_weak_types_stay_out():
+    x = jnp.ones((1, 3, 2), jnp.bfloat16)
+    y = jaxops.lightweight_conv(x, jnp.full((1, 2), 0.5), bias=jnp.zeros(2) + 1.0)
+    assert y.dtype == jnp.bfloat16
+    assert not y.weak_type
+
+
+@pytest.mark.parametrize("argument", ["x", "weight", "bias"])
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+def test_dtypes_that_are_not_float(argument, dtype):
+    arguments = {"x": jnp.ones((1, 3, 2)), "weight": jnp.ones((1, 2)), "bias": jnp.ones(2)}
+    arguments[argument] = arguments[argument].astype(dtype)
+    with pytest.raises(TypeError, match=rf"^lightweight_conv: {argument} must have.*got {dtype}"):
+        jaxops.lightweight_conv(**arguments)
+
+
+@pytest.mark.parametrize("argument", ["x", "weight", "bias"])
+@pytest.mark.parametrize("value", ["text", {}, object()])
+def test_arguments_that_are_no_arrays(argument, value):
+    arguments = {"x": jnp.ones((1, 3, 2)), "weight": jnp.ones((1, 2)), argument: value}
+    with pytest.raises(TypeError, match=f"^lightweight_conv: {argument} must be an array"):
+        jaxops.lightweight_conv(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "shape"),
+    [("x", ()), ("x", (3, 2)), ("x", (1, 1, 3, 2)), ("weight", (2,)), ("weight", (1, 1, 2))],
+)
+def test_ranks(argument, shape):
+    arguments = {"x": jnp.ones((1, 3, 2)), "weight": jnp.ones((1, 2)), argument: jnp.ones(shape)}
+    with pytest.raises(ValueError, match=f"^lightweight_conv: {argument} must have shape"):
+        jaxops.lightweight_conv(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((1, 3, 5), (2, 2), (5,)), r"H = 2.*C = 5.*\(1, 3, 5\).*NTC"),
+        (((1, 3, 2), (3, 2), (2,)), "H = 3.*C = 2"),
+        (((1, 3, 2), (0, 2), (2,)), r"H >= 1 and K >= 1, got \(0, 2\)"),
+        (((1, 3, 2), (1, 0), (2,)), r"H >= 1 and K >= 1, got \(1, 0\)"),
+        (((1, 3, 2), (1, 2), (3,)), r"bias must have shape \(2,\).*got \(3,\)"),
+        (((1, 3, 2), (1, 2), (1,)), r"bias must have shape \(2,\).*got \(1,\)"),
+        (((1, 3, 2), (1, 2), (2, 1)), r"bias must have shape \(C,\).*got shape \(2, 1\)"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes, message):
+    x, weight, bias = map(jnp.ones, shapes)
+    with pytest.raises(ValueError, match=f"^lightweight_conv: .*{message}"):
+        jaxops.lightweight_conv(x, weight, bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"padding": -1}, ValueError, r"padding must be in \[0, 4\], got -1"),
+        ({"padding": 5}, ValueError, r"padding must be in \[0, 4\], got 5"),
+        ({"padding": "valid"}, ValueError, "padding must be one of 'causal', 'same', got 'valid'"),
+        ({"padding": 1.0}, TypeError, "padding must be a static integer, got 1.0"),
+        ({"padding": True}, TypeError, "padding must be a static integer, got True"),
+        ({"padding": None}, TypeError, "padding must be a static integer, got None"),
+        ({"padding": (1, 1)}, TypeError, "padding must be a static integer"),
+        ({"dilation": 0}, ValueError, "dilation must be >= 1, got 0"),
+        ({"dilation": -2}, ValueError, "dilation must be >= 1, got -2"),
+        ({"dilation": 1.5}, TypeError, "dilation must be a static integer, got 1.5"),
+        ({"dilation": "2"}, TypeError, "dilation must be a static integer, got '2'"),
+        ({"activation": "tanh"}, ValueError, "activation must be one of None, 'relu', 'silu'"),
+        ({"activation": jax.nn.relu}, ValueError, "activation must be one of"),
+        ({"activation": ["relu"]}, ValueError, "activation must be one of"),
+        ({"data_format": "NHWC"}, ValueError, "data_format must be one of 'NTC', 'NCT'"),
+        ({"data_format": None}, ValueError, "data_format must be one of 'NTC', 'NCT'"),
+    ],
+)
+def test_options_that_are_none(options, error, message):
+    x, weight = jnp.ones((1, 3, 2)), jnp.ones((1, 3))
+    with pytest.raises(error, match=f"^lightweight_conv: {message}"):
+        jaxops.lightweight_conv(x, weight, **{"dilation": 2, **options})
+
+
+def test_traced_options_are_refused():
+    function = jax.jit(lambda n: jaxops.lightweight_conv(np.ones((1, 3, 2)), [[1.0]], dilation=n))
+    with pytest.raises(TypeError, match="lightweight_conv: dilation must be a static integer"):
+        function(1)
+
+
+def test_options_are_by_keyword():
+    with pytest.raises(TypeError, match="positional"):
+        jaxops.lightweight_conv(np.ones((1, 3, 2)), [[1.0]], "same")
+
+
+# --- beyond 2**31 elements -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+def test_more_than_2_to_the_31_elements(platform, data_format):
+    """Value and gradients, looked at around the ends and on both sides of element 2**31."""
+    if platform.name == "cpu":
+        pytest.skip("the index arithmetic of the host is 64-bit throughout; too slow here")
+    limit = platform.device.memory_stats()["bytes_limit"]
+    batch, time, channels = 3, 1 << 17, 6000
+    elements = batch * time * channels
+    assert elements > 2**31
+    needed = 6 * 2 * elements
+    if limit < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of device memory, there are {limit >> 30}")
+    heads, taps = channels // 2, 4
+    shape = (batch, time, channels) if data_format == "NTC" else (batch, channels, time)
+
+    @jax.jit
+    def make():
+        """Small integers, whose short sums are exact, and which differ between neighbours."""
+        t, c = (
+            jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            for axis in ((1, 2) if data_format == "NTC" else (2, 1))
+        )
+        b = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+        return ((t * 7 + c * 3 + b * 5) % 11 - 5).astype(jnp.bfloat16)
+
+    def x_at(b, t, c):
+        return 0 if not 0 <= t < time else (t * 7 + c * 3 + b * 5) % 11 - 5
+
+    weight = (np.arange(heads * taps).reshape(heads, taps) % 5 - 2).astype(jnp.bfloat16)
+    function = functools.partial(jaxops.lightweight_conv, data_format=data_format)
+    with jax.default_device(platform.device):
+        x = make()
+        y, pull = jax.vjp(function, x, jnp.asarray(weight))
+        probes = [(0, 0, 0), (0, 5, channels - 1), (batch - 1, time - 1, channels - 1)]
+        for flat in (2**31 - 1, 2**31, 2**31 + 1, 2**31 + 64 * channels + 7, elements - 2):
+            index = np.unravel_index(flat, shape)
+            probes.append(index if data_format == "NTC" else (index[0], index[2], index[1]))
+        for b, t, c in probes:
+            b, t, c = int(b), int(t), int(c)
+            at = (b, t, c) if data_format == "NTC" else (b, c, t)
+            w = [int(v) for v in weight[c // 2]]
+            value = sum(w[k] * x_at(b, t + k - taps + 1, c) for k in range(taps))
+            assert float(y[at]) == value, (b, t, c)
+        dx, dweight = pull(x)
+        del y, pull
+        for b, t, c in probes:
+            b, t, c = int(b), int(t), int(c)
+            at = (b, t, c) if data_format == "NTC" else (b, c, t)
+            w = [int(v) for v in weight[c // 2]]
+            slope = sum(w[k] * x_at(b, t - k + taps - 1, c) for k in range(taps))
+            assert float(dx[at]) == slope, (b, t, c)
+        # A head of the last channels, whose sums take all steps of all batch entries.
+        steps = np.arange(time)
+        for head in (0, heads - 1):
+            exact = np.zeros(taps)
+            for b, c in itertools.product(range(batch), (2 * head, 2 * head + 1)):
+                row = ((steps * 7 + c * 3 + b * 5) % 11 - 5).astype(np.float64)
+                for k in range(taps):
+                    shift = taps - 1 - k
+                    exact[k] += (row[shift:] * row[: time - shift]).sum()
+            assert_close(
+                [np.asarray(dweight[head])],
+                [exact],
+                f"dweight of head {head}",
+                dtype="bfloat16",
+                terms=2 * batch * time,
+            )

@@ -1,0 +1,146 @@
+"""Loading and registering the compiled modules, and what is said when that is not possible."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import jaxlib
+import pytest
+
+import jaxops
+from jaxops._core import native
+
+CPU_TARGETS = (
+    "jaxops_lightweight_conv",
+    "jaxops_lightweight_conv_backward",
+    "jaxops_lightweight_conv_filter_grad",
+)
+
+
+@pytest.mark.parametrize("running", [(0, 3), (0, 4), (0, 12)])
+def test_older_or_equal_handlers_may_run(running):
+    native.check_version((0, 3), "0.10.2", running)
+
+
+@pytest.mark.parametrize(
+    ("built", "running"), [((0, 4), (0, 3)), ((1, 0), (0, 5)), ((0, 5), (1, 0))]
+)
+def test_other_handlers_are_refused_with_what_to_do(built, running):
+    with pytest.raises(ImportError) as caught:
+        native.check_version(built, "9.8.7", running)
+    message = str(caught.value)
+    for part in (
+        "built against jaxlib 9.8.7",
+        f"version {built[0]}.{built[1]}",
+        f"running jaxlib {jaxlib.__version__} has version {running[0]}.{running[1]}",
+        "pip install -U 'jaxlib>=9.8.7'",
+        "pip install --no-build-isolation .",
+    ):
+        assert part in message
+
+
+def test_this_jaxlib_runs_the_built_handlers():
+    from jaxops import _cpu
+
+    assert native.running_ffi_version() >= tuple(_cpu.FFI_VERSION)
+    assert native.running_ffi_version() >= (0, 3)
+
+
+def test_status():
+    by_platform = {s.platform: s for s in native.status()}
+    assert list(by_platform) == list(native.PLATFORMS)
+    cpu = by_platform["cpu"]
+    assert cpu.available
+    assert cpu.reason is None
+    assert cpu.build
+    assert set(CPU_TARGETS) <= set(cpu.targets)
+    assert set(cpu.targets) == set(native.TARGETS)
+    for status in by_platform.values():
+        assert status.available == bool(status.targets)
+        assert (status.reason is None) == status.available
+
+
+def test_export_checks_name_every_target():
+    allowed = {check.is_custom_call() for check in jaxops.DISABLE_JAX_EXPORT_CHECKS}
+    assert allowed == set(native.TARGETS)
+    assert set(CPU_TARGETS) <= allowed
+
+
+def test_a_module_that_was_not_built(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxops._no_such", None)
+    for platform, how in (("cuda", "JAXOPS_CUDA=on pip install ."), ("cpu", "`pip install .`")):
+        status = native._register(platform, "jaxops._no_such")
+        assert not status.available
+        assert status.targets == ()
+        assert "jaxops._no_such was not built" in status.reason
+        assert how in status.reason
+
+
+def test_a_module_that_cannot_be_loaded(monkeypatch, tmp_path):
+    (tmp_path / "jaxops_broken.py").write_text("raise ImportError('libfoo.so: not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    status = native._register("cuda", "jaxops_broken")
+    assert not status.available
+    assert status.reason == "jaxops_broken could not be loaded: libfoo.so: not found"
+
+
+def test_a_module_that_needs_another_module(monkeypatch, tmp_path):
+    """Its own absence is a platform less; that of something else is an error."""
+    (tmp_path / "jaxops_needy.py").write_text("import no_such_module_at_all")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
+        native._register("cuda", "jaxops_needy")
+
+
+def test_a_newer_module_registers_nothing(monkeypatch):
+    def registrations():
+        raise AssertionError("asked for handlers before the version was checked")
+
+    newer = types.ModuleType("jaxops_newer")
+    newer.FFI_VERSION, newer.JAXLIB_VERSION = (0, 10_000), "99.0"
+    newer.registrations = registrations
+    monkeypatch.setitem(sys.modules, "jaxops_newer", newer)
+    with pytest.raises(ImportError, match=r"jaxlib 99\.0"):
+        native._register("cuda", "jaxops_newer")
+
+
+def absent(platform):
+    return native.PlatformStatus(platform, available=False, reason="it was [not] built")
+
+
+def test_a_platform_without_handlers_says_why(monkeypatch):
+    monkeypatch.setitem(native._statuses, "cpu", absent("cpu"))
+    x, weight = jnp.ones((1, 3, 2)), jnp.ones((1, 2))
+    # A function of its own, which no cache has compiled while there were handlers.
+    function = jax.jit(lambda x: jaxops.lightweight_conv(x, weight) * 17)
+    with pytest.raises(RuntimeError, match=r"no kernels for platform 'cpu': it was \[not\] built"):
+        function.lower(x)
+
+
+def test_exporting_needs_no_handlers(monkeypatch):
+    monkeypatch.setitem(native._statuses, "cuda", absent("cuda"))
+    exported = jax.export.export(
+        jax.jit(jaxops.lightweight_conv),
+        platforms=("cuda",),
+        disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
+    )(jnp.ones((1, 3, 2)), jnp.ones((1, 2)))
+    assert "@jaxops_lightweight_conv(" in exported.mlir_module()
+
+
+@pytest.mark.parametrize("package", ["flax", "rich", "hypothesis", "jaxops.testing", "jaxops._cli"])
+def test_import_is_lean(package):
+    code = f"import sys, jaxops; sys.exit({package!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_import_makes_no_backend():
+    code = (
+        "import os, jaxops, jax; os.environ['XLA_FLAGS'] = "
+        "'--xla_force_host_platform_device_count=5'; assert len(jax.devices('cpu')) == 5"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
