@@ -14,10 +14,11 @@ import time
 import harness
 import jax
 import jax.numpy as jnp
-import jaxops
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+import jaxops
 
 # B, C, T, H, K, dtype, padding, dilation
 CASES = [
@@ -115,10 +116,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--quick", action="store_true", help="one tiny case")
+    parser.add_argument("--first", type=int, metavar="N", help="only the first N cases")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     rows = []
-    for case in SMALL_CASES if options.quick else CASES:
+    for case in SMALL_CASES if options.quick else CASES[: options.first]:
         for data_format in ("NCT", "NTC"):
             rows += run_case(case, data_format)
     table = Table(box=None)

@@ -176,41 +176,41 @@ inline constexpr int kPackElements = 16 / sizeof(T);
 // Marks rows that do not start at multiples of 16 bytes, where ReadWindow knows a shift otherwise.
 inline constexpr int kUnaligned = -1;
 
-// Steps first to first + kCount of a row, zero outside [0, time). Aligned rows are read in whole
-// packs and shifted into place; the shift, first modulo the size of a pack, is the same for all
+// Steps first to first + kCount of a row, zero outside [0, time), kept as they were loaded. Aligned
+// rows are read in whole packs; the shift, first modulo the size of a pack, is the same for all
 // threads and known when the kernel is compiled.
 template <typename T, int kCount, int kShift>
-__device__ __forceinline__ void ReadWindow(Accumulator<T> (&window)[kCount], const T* row,
-                                           int first, int time) {
-  if constexpr (kShift != kUnaligned) {
-    constexpr int kPack = kPackElements<T>;
-    constexpr int kPacks = (kShift + kCount + kPack - 1) / kPack;
-    const int base = first - kShift;
-    Pack<T, kPack> packs[kPacks];
+class Window {
+ public:
+  __device__ __forceinline__ void Load(const T* row, int first, int time) {
+    const int base = kShift == kUnaligned ? first : first - kShift;
     if (base >= 0 && base + kPacks * kPack <= time) {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) packs[p] = LoadPack<kPack>(row + base + p * kPack);
+      for (int p = 0; p < kPacks; ++p) packs_[p] = LoadPack<kPack>(row + base + p * kPack);
     } else {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int t = base + p * kPack;
-        packs[p] =
-            LoadIf<kPack>(static_cast<unsigned>(t) < static_cast<unsigned>(time), row + t, row);
+        const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
+        packs_[p] = LoadIf<kPack>(inside, row + t, row);
       }
     }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      window[i] = Widen(packs[(i + kShift) / kPack].values[(i + kShift) % kPack]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int t = first + i;
-      window[i] = static_cast<unsigned>(t) < static_cast<unsigned>(time) ? Widen(row[t])
-                                                                         : Accumulator<T>(0);
-    }
   }
-}
+
+  __device__ __forceinline__ Accumulator<T> operator[](int i) const {
+    constexpr int kSkip = kShift == kUnaligned ? 0 : kShift;
+    return Widen(packs_[(i + kSkip) / kPack].values[(i + kSkip) % kPack]);
+  }
+
+ private:
+  static constexpr int kPack = kShift == kUnaligned ? 1 : kPackElements<T>;
+  static constexpr int kPacks =
+      kShift == kUnaligned ? kCount : (kShift + kCount + kPack - 1) / kPack;
+  Pack<T, kPack> packs_[kPacks];
+};
+
+// Runs of a short filter's thread that are in flight together.
+inline constexpr int kFlight = 2;
 
 // Writes kCount steps from t on, a multiple of a pack; those beyond the end are left out.
 template <typename T, int kCount, bool kAligned>

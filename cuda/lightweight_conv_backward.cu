@@ -177,10 +177,26 @@ __device__ __forceinline__ void AddPairs(Acc (&dweight)[kTaps][kV], X&& x, Windo
   }
 }
 
+// Pairs that do not take part have a zero on one side, which is harmless beside finite numbers;
+// only where a number is not finite must they be told apart one by one.
 template <int kCount, int kTaps, int kV, typename Acc, typename X, typename Window>
 __device__ __forceinline__ void Correlate(Acc (&dweight)[kTaps][kV], X&& x, Window&& window,
                                           int taps, const Inside& inside) {
-  if (inside.All(kCount, kCount + taps - 1)) {
+  bool plain = inside.All(kCount, kCount + taps - 1);
+  if (!plain) {
+    Acc probe = 0;
+#pragma unroll
+    for (int v = 0; v < kV; ++v) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) probe += Acc(0) * x(i, v);
+#pragma unroll
+      for (int i = 0; i < kCount + kTaps - 1; ++i) {
+        if (i < kCount + taps - 1) probe += Acc(0) * window(i, v);
+      }
+    }
+    plain = probe == Acc(0);
+  }
+  if (plain) {
     AddPairs<true, kCount>(dweight, x, window, taps, inside);
   } else {
     AddPairs<false, kCount>(dweight, x, window, taps, inside);
@@ -274,8 +290,13 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
       ReadSteps(own, x, first, p.dilation, kSteps, p.time, p.channels);
       const auto own_at = [&](int i, int v) { return Widen(own[i].values[v]); };
       const auto window_at = [&](int i, int v) { return Widen(window[i].values[v]); };
-      Correlate<kSteps>(dweight, own_at, window_at, p.taps,
-                        Inside(steps, origin, p.dilation, p.time));
+      const Inside inside(steps, origin, p.dilation, p.time);
+      // Few warps are at an end of the sequence, and Correlate would cost all of them registers.
+      if (inside.All(kSteps, kSteps + p.taps - 1)) {
+        AddPairs<true, kSteps>(dweight, own_at, window_at, p.taps, inside);
+      } else {
+        AddPairs<false, kSteps>(dweight, own_at, window_at, p.taps, inside);
+      }
       if (wants_dx) {
         T* dx = item.At(p, arrays.dx, Backward::kDx) + channel;
 #pragma unroll
@@ -347,15 +368,21 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
       if (t >= p.time) continue;
       const T* x = item.At(p, arrays.x, Backward::kX) + row;
       const T* g = item.At(p, arrays.g, Backward::kG) + row;
+      Window<T, kWindow, kShift> loaded_g;
+      Window<T, kCount, kOwnShift> loaded_x;
+      loaded_g.Load(g, t - p.mirrored, p.time);
+      loaded_x.Load(x, t, p.time);
+      // Converted once, though every element meets several taps.
       Acc window[kWindow], own[kCount];
-      ReadWindow<T, kWindow, kShift>(window, g, t - p.mirrored, p.time);
-      ReadWindow<T, kCount, kOwnShift>(own, x, t, p.time);
+#pragma unroll
+      for (int i = 0; i < kWindow; ++i) window[i] = loaded_g[i];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) own[i] = loaded_x[i];
       const auto own_at = [&](int i, int) { return own[i]; };
       const auto window_at = [&](int i, int) { return window[i]; };
       Correlate<kCount>(dweight, own_at, window_at, p.taps,
                         Inside(p.time - t, t - p.mirrored, 1, p.time));
       if (wants_dx) {
-        T* dx = item.At(p, arrays.dx, Backward::kDx) + row;
         Acc sums[kCount] = {};
 #pragma unroll
         for (int j = 0; j < kTaps; ++j) {
@@ -364,12 +391,13 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
             for (int i = 0; i < kCount; ++i) sums[i] += weight[j][0] * window[i + j];
           }
         }
-        WriteRun<T, kCount, kShift != kUnaligned>(dx, sums, t, p.time);
+        WriteRun<T, kCount, kShift != kUnaligned>(item.At(p, arrays.dx, Backward::kDx) + row, sums,
+                                                  t, p.time);
       }
       if (wants_dbias) {
-        ReadWindow<T, kCount, kOwnShift>(own, g, t, p.time);
+        loaded_x.Load(g, t, p.time);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) dbias[0][0] += own[i];
+        for (int i = 0; i < kCount; ++i) dbias[0][0] += loaded_x[i];
       }
     }
   }
@@ -530,8 +558,8 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ B
     } else {
       const int origin = first_step + share.first_tap - p.mirrored;
       const int step = first_step + lane * kRun;
-      Acc own[kRun];
-      ReadWindow<T, kRun, kAligned ? 0 : kUnaligned>(own, x, step, row_time);
+      Window<T, kRun, kAligned ? 0 : kUnaligned> own;
+      own.Load(x, step, row_time);
       __syncthreads();
       StageColumns<T, kAligned>(columns, pitch, all_g, origin, tile_steps + kGroupTaps - 1, p.nct,
                                 p.time, p.channels, first_channel);
@@ -540,12 +568,15 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ B
       Acc window[kWindow];
 #pragma unroll
       for (int i = 0; i < kWindow; ++i) window[i] = staged[Skew(i)];
-      const auto own_at = [&](int i, int) { return own[i]; };
+      Acc x_run[kRun];
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) x_run[i] = own[i];
+      const auto own_at = [&](int i, int) { return x_run[i]; };
       const auto window_at = [&](int i, int) { return window[i]; };
       Correlate<kRun>(dweight, own_at, window_at, taps,
                       Inside(row_time - step, origin + lane * kRun, 1, p.time));
       if (wants_dbias) {
-        ReadWindow<T, kRun, kAligned ? 0 : kUnaligned>(own, g, step, row_time);
+        own.Load(g, step, row_time);
 #pragma unroll
         for (int i = 0; i < kRun; ++i) dbias[0][0] += own[i];
       }
@@ -664,6 +695,21 @@ cudaError_t LaunchShortNct(cudaStream_t stream, const Backward& call, int64_t sp
 }
 
 template <typename T>
+cudaError_t LaunchLongNct(cudaStream_t stream, const Backward& call, int64_t splits,
+                          void* partials) {
+  BackwardParams params(call, splits, partials, 1, kRun);
+  const int steps = kRun * params.nct.threads_per_row();
+  const int64_t blocks = params.Cut(params.time, 1, steps, params.nct.rows(), kGroupTaps);
+  if (params.dilation > 1) {
+    return Launch(LongNct<T, false, true>, blocks, kNctThreads, 0, stream, params);
+  }
+  const size_t bytes = params.nct.rows() * Skew(steps + kGroupTaps) * sizeof(Accumulator<T>);
+  return DispatchBool(RowsAligned(params.time, call.dtype, 16), [&](auto aligned) {
+    return Launch(LongNct<T, aligned.value, false>, blocks, kNctThreads, bytes, stream, params);
+  });
+}
+
+template <typename T>
 cudaError_t LaunchNct(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
   const Geometry& g = call.geometry;
   if (g.dilation == 1 && g.taps <= 4) {
@@ -672,16 +718,7 @@ cudaError_t LaunchNct(cudaStream_t stream, const Backward& call, int64_t splits,
   if (g.dilation == 1 && g.taps <= kShortTaps) {
     return LaunchShortNct<T, kShortTaps>(stream, call, splits, partials);
   }
-  BackwardParams params(call, splits, partials, 1, kRun);
-  const int steps = kRun * params.nct.threads_per_row();
-  const int64_t blocks = params.Cut(params.time, 1, steps, params.nct.rows(), kGroupTaps);
-  if (g.dilation > 1) {
-    return Launch(LongNct<T, false, true>, blocks, kNctThreads, 0, stream, params);
-  }
-  const size_t bytes = params.nct.rows() * Skew(steps + kGroupTaps) * sizeof(Accumulator<T>);
-  return DispatchBool(RowsAligned(params.time, call.dtype, 16), [&](auto aligned) {
-    return Launch(LongNct<T, aligned.value, false>, blocks, kNctThreads, bytes, stream, params);
-  });
+  return LaunchLongNct<T>(stream, call, splits, partials);
 }
 
 // Whether the kernel that makes the filter gradient makes the input gradient too.

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
   uint32_t block = blockIdx.x;
   const int row_threads = p.nct.threads_per_row();
   const int lane = threadIdx.x & (row_threads - 1);
-  const int first_step = p.tiles.Peel(block) * p.chunks * row_threads * kSteps;
+  const int first_step = p.tiles.Peel(block) * p.chunks * kFlight * row_threads * kSteps;
   const int channel = p.channel_blocks.Peel(block) * p.nct.rows() + (threadIdx.x >> p.nct.row_bits);
   const int64_t batch = block;
   if (channel >= p.channels) return;
@@ -140,22 +140,27 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
 
 #pragma unroll 1
   for (int chunk = 0; chunk < p.chunks; ++chunk) {
-    const int t = first_step + (chunk * row_threads + lane) * kSteps;
+    const int t = first_step + (chunk * kFlight * row_threads + lane) * kSteps;
+    const int ahead = row_threads * kSteps;
     if (t >= p.time) return;
-    Acc window[kSteps + kTaps - 1];
-    ReadWindow<T, kSteps + kTaps - 1, kShift>(window, x, t - p.padding, p.time);
-    Acc sums[kSteps];
+    Window<T, kSteps + kTaps - 1, kShift> windows[kFlight];
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) sums[i] = bias[0];
+    for (int f = 0; f < kFlight; ++f) windows[f].Load(x, t + f * ahead - p.padding, p.time);
 #pragma unroll
-    for (int k = 0; k < kTaps; ++k) {
-      if (k < p.taps) {
+    for (int f = 0; f < kFlight; ++f) {
+      Acc sums[kSteps];
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) sums[i] += weight[k][0] * window[i + k];
+      for (int i = 0; i < kSteps; ++i) sums[i] = bias[0];
+#pragma unroll
+      for (int k = 0; k < kTaps; ++k) {
+        if (k < p.taps) {
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) sums[i] += weight[k][0] * windows[f][i + k];
+        }
       }
+      Activate(sums, p.call.activation);
+      WriteRun<T, kSteps, kShift != kUnaligned>(y, sums, t + f * ahead, p.time);
     }
-    Activate(sums, p.call.activation);
-    WriteRun<T, kSteps, kShift != kUnaligned>(y, sums, t, p.time);
   }
 }
 
@@ -452,10 +457,10 @@ cudaError_t LaunchNtc(cudaStream_t stream, const Forward& call) {
 template <typename T, int kTaps>
 cudaError_t LaunchShortNct(cudaStream_t stream, const Forward& call) {
   constexpr int kSteps = kPackElements<T>;
-  ForwardParams params(call, 1, kSteps);
+  ForwardParams params(call, 1, kFlight * kSteps);
+  const int64_t row_steps = int64_t{params.nct.threads_per_row()} * kFlight * kSteps;
   params.chunks = static_cast<int>(
-      ShortChunks(call.batch.size() * params.channels * CeilDiv(params.time, kSteps)));
-  const int64_t row_steps = int64_t{params.nct.threads_per_row()} * kSteps;
+      ShortChunks(call.batch.size() * params.channels * CeilDiv(params.time, kFlight * kSteps)));
   const int64_t tiles = CeilDiv(params.time, row_steps * params.chunks);
   const int64_t channel_blocks = CeilDiv(params.channels, params.nct.rows());
   params.tiles = FastDivider(tiles);

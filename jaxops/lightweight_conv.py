@@ -27,6 +27,7 @@ from jaxops._core import checks, compat, rules
 from jaxops._core.primitive import Operator
 from jaxops.reference import lightweight_conv as reference
 
+NAME = "lightweight_conv"
 _DATA_FORMATS = ("NTC", "NCT")
 _ACTIVATIONS = tuple(reference.ACTIVATIONS)
 
@@ -71,7 +72,7 @@ def lightweight_conv(
     Source: Wu et al. 2019, "Pay Less Attention with Lightweight and Dynamic Convolutions",
     https://arxiv.org/abs/1901.10430.
     """
-    me = "lightweight_conv"
+    me = NAME
     data_format = checks.choice(me, "data_format", data_format, _DATA_FORMATS)
     activation = checks.choice(me, "activation", activation, _ACTIVATIONS)
     x_shape = "(B, T, C)" if data_format == "NTC" else "(B, C, T)"
@@ -187,7 +188,9 @@ def _conv_jvp(primals, tangents, *, options, flip, activation, with_bias):
     if activation is not None:
 
         def unfused(x, weight, bias=None):
-            y = _conv(x, weight, bias, options=options, flip=flip)
+            # Named as well: it is what the gradient needs, so that a policy which saves the
+            # operator's result spares the backward pass a second forward one.
+            y = checkpoint_name(_conv(x, weight, bias, options=options, flip=flip), NAME)
             wide = y.astype(reference.accumulation_dtype(y))
             return reference.ACTIVATIONS[activation](wide).astype(y.dtype)
 
@@ -470,13 +473,18 @@ def _partial_sums(x, g, *, options, heads, taps, summed):
     """Work space of the CUDA filter gradient: (kept, splits, taps + 1, channels) partial sums.
 
     The sum over the summed batch entries and over time is cut into `splits`, whose number depends
-    on shapes alone, so that results do not depend on the device. The last row is for the bias.
+    on shapes alone, so that results do not depend on the device: enough thread blocks to fill one,
+    each with a few tiles to work on. The last row is for the bias.
     """
     time, channels = x.shape[options.time_axis], x.shape[-3 - options.time_axis]
     batch = _batch_shape(x, g)
     kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
     steps = math.prod(n for n, s in zip(batch, summed, strict=True) if s) * time
-    rows = -(-channels // 32) if options.data_format == "NTC" else channels
-    splits = max(1, min(-(-4096 // max(1, kept * rows)), -(-steps // 512)))
+    if options.data_format == "NTC":
+        channel_blocks, wanted, tile = -(-channels // 64), 1024, 64
+    else:
+        row_threads = next(n for n in (16, 32, 64, 128) if n * 8 >= time or n == 128)
+        channel_blocks, wanted, tile = -(-channels * row_threads // 128), 2048, 8 * row_threads
+    splits = max(1, min(-(-wanted // max(1, kept * channel_blocks)), steps // (4 * tile)))
     dtype = reference.accumulation_dtype(x, g)
     return [jax.ShapeDtypeStruct((kept, splits, taps + 1, channels), dtype)]

@@ -1,8 +1,8 @@
 """Sharding, derived from a primitive's signature.
 
 `jit` over sharded arrays reaches an operator as one custom call. XLA would gather its operands onto
-every device; here it is told which factors may be sharded (a Shardy rule), what each device computes
-of its shards (the same primitive on smaller sizes) and which results are partial sums.
+every device; here it is told which factors may be sharded (a Shardy rule), what each device
+computes of its shards (the same primitive on smaller sizes) and which results are partial sums.
 
 Contiguous shards of a dimension such as (heads depth) need not respect its major factor: eight
 shards of four heads hold half a head each. Such a call is computed at its finest grain, one head a

@@ -1,0 +1,162 @@
+"""Runs the kernels of every variant once and compares them with NumPy.
+
+It is what `scripts/verify_cuda.sh` gives to compute-sanitizer: small, and of few programs. What is
+expected comes from loops over the taps in NumPy, because compiling `jaxops.reference` for every
+filter would take most of the time.
+
+python scripts/exercise_kernels.py [--platform cuda|cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxops
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+LAYOUTS = ("NTC", "NCT")
+# T, C and the numbers of heads: sizes that vector loads divide, and odd ones.
+SIZES = ((72, 48, (6, 48)), (65, 33, (3, 33)))
+TAPS = (3, 7, 31, 70)
+DILATIONS = (1, 2)
+BATCH = 2  # sequences a call
+GROUP = 2  # calls under vmap, each with its own filters
+
+
+def computed(options, x, weight, bias, g):
+    """Everything that is compared, by name. The arguments have a leading dimension for vmap."""
+
+    def function(x, weight, bias, activation=None):
+        return jaxops.lightweight_conv(x, weight, bias=bias, activation=activation, **options)
+
+    def value_and_gradients(x, weight, bias, g):
+        y, pullback = jax.vjp(function, x, weight, bias)
+        return dict(zip(("y", "dx", "dweight", "dbias"), (y, *pullback(g)), strict=True))
+
+    x0, weight0, bias0, g0 = x[0], weight[0], bias[0], g[0]
+    by_input = jax.vjp(lambda x: function(x, weight0, bias0), x0)[1]
+    by_weight = jax.vjp(lambda weight: function(x0, weight, bias0), weight0)[1]
+    return {
+        "together": value_and_gradients(x0, weight0, bias0, g0),
+        "by input alone": by_input(g0)[0],
+        "by weight alone": by_weight(g0)[0],
+        "silu": function(x0, weight0, bias0, activation="silu"),
+        "vmap": jax.vmap(value_and_gradients)(x, weight, bias, g),
+    }
+
+
+def expected(options, x, weight, bias, g):
+    """The same as `computed`, in float64."""
+    x, weight, bias, g = (a.astype(np.float64) for a in (x, weight, bias, g))
+    if options["data_format"] == "NCT":
+        x, g = x.swapaxes(-1, -2), g.swapaxes(-1, -2)
+    time, channels = x.shape[-2:]
+    heads, taps = weight.shape[-2:]
+    dilation = options["dilation"]
+    reach = (taps - 1) * dilation
+    before = reach if options["padding"] == "causal" else reach // 2
+    padded = np.pad(x, [(0, 0), (0, 0), (before, reach - before), (0, 0)])
+    filters = weight.repeat(channels // heads, axis=1)
+
+    y = np.broadcast_to(bias[:, None, None, :], x.shape).copy()
+    d_padded = np.zeros_like(padded)
+    dweight = np.zeros_like(weight)
+    for k in range(taps):
+        steps = slice(k * dilation, k * dilation + time)
+        tap = filters[:, None, None, :, k]
+        y += tap * padded[:, :, steps]
+        d_padded[:, :, steps] += tap * g
+        by_channel = (g * padded[:, :, steps]).sum(axis=(1, 2))
+        dweight[..., k] = by_channel.reshape(GROUP, heads, -1).sum(axis=-1)
+    dx = d_padded[:, :, before : before + time]
+    dbias = g.sum(axis=(1, 2))
+    silu = y[0] / (1 + np.exp(-y[0]))
+    if options["data_format"] == "NCT":
+        y, dx, silu = (a.swapaxes(-1, -2) for a in (y, dx, silu))
+    whole = {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
+    return {
+        "together": {name: a[0] for name, a in whole.items()},
+        "by input alone": dx[0],
+        "by weight alone": dweight[0],
+        "silu": silu,
+        "vmap": whole,
+    }
+
+
+def random_arguments(seed, dtype, layout, time, channels, heads, taps):
+    """x, weight, bias and cotangent, rounded to `dtype`."""
+    rng = np.random.default_rng(seed)
+    rows = (time, channels) if layout == "NTC" else (channels, time)
+    shapes = ((BATCH, *rows), (heads, taps), (channels,), (BATCH, *rows))
+    return [rng.normal(size=(GROUP, *shape)).astype(jnp.dtype(dtype)) for shape in shapes]
+
+
+def tolerance(dtype):
+    """Of the largest entry: the rounding of the result, and that of the sum before it."""
+    accumulated = "float64" if dtype == "float64" else "float32"
+    return float(jnp.finfo(dtype).eps) + 64 * float(jnp.finfo(accumulated).eps)
+
+
+def exercise(device, dtype, layout, size):
+    """Runs one program of all filters; returns (cases compared, descriptions of wrong ones)."""
+    time, channels, all_heads = size
+    filters = list(itertools.product(all_heads, TAPS, DILATIONS))
+    paddings = itertools.cycle(("causal", "same"))
+    options = [
+        {"padding": padding, "dilation": dilation, "data_format": layout}
+        for (_, _, dilation), padding in zip(filters, paddings, strict=False)
+    ]
+    arguments = [
+        random_arguments(i, dtype, layout, time, channels, heads, taps)
+        for i, (heads, taps, _) in enumerate(filters)
+    ]
+
+    def program(arguments):
+        return [computed(o, *a) for o, a in zip(options, arguments, strict=True)]
+
+    got = jax.jit(program)(jax.device_put(arguments, device))
+    want = [expected(o, *a) for o, a in zip(options, arguments, strict=True)]
+
+    wrong = []
+    compared = 0
+    flat, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(got))
+    for (path, a), b in zip(flat, jax.tree.leaves(want), strict=True):
+        compared += 1
+        a = np.asarray(a, np.float64)
+        error = np.max(np.abs(a - b)) / np.max(np.abs(b))
+        if not error <= tolerance(dtype):  # a NaN is not
+            heads, taps, _ = filters[path[0].idx]
+            wrong.append(
+                f"{dtype}, T={time}, C={channels}, H={heads}, K={taps}, {options[path[0].idx]}, "
+                f"{jax.tree_util.keystr(path[1:])}: error {error:.1e}, "
+                f"at most {tolerance(dtype):.1e}"
+            )
+    return compared, wrong
+
+
+def main() -> int:
+    """Returns 1 when a result is not the expected one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    platform = parser.parse_args().platform
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_platforms", "cpu" if platform == "cpu" else "cuda,cpu")
+    device = jax.devices(platform)[0]
+    compared, wrong = 0, []
+    for dtype, layout, size in itertools.product(DTYPES, LAYOUTS, SIZES):
+        count, found = exercise(device, dtype, layout, size)
+        compared += count
+        wrong += found
+    for line in wrong:
+        print(line)
+    print(f"{device.device_kind}: {compared - len(wrong)} of {compared} results as expected")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Verifies jaxops on a CUDA machine, which needs no network: build, tests, check, sanitizers,
+# benchmark. All stages run even where one fails; a table at the end says how each went.
+#
+#   scripts/verify_cuda.sh BENCHMARK.json
+#   STAGES="build test" scripts/verify_cuda.sh     # some of: build test check sanitize bench
+#
+# python3 must already have JAX with CUDA support, the packages of jaxops[test], and those that the
+# build needs (scikit-build-core, nanobind and a C++ toolchain with CMake and nvcc). PYTHON names
+# another Python.
+set -uo pipefail
+
+known="build test check sanitize bench"
+stages=${STAGES:-$known}
+tools=(memcheck racecheck synccheck initcheck)
+
+for stage in $stages; do
+  if [[ " $known " != *" $stage "* ]]; then
+    echo "verify_cuda.sh: STAGES has '$stage'; there are: $known" >&2
+    exit 2
+  fi
+done
+if [[ " $stages " == *" bench "* && -z ${1:-} ]]; then
+  echo "verify_cuda.sh: name the file for the benchmark's rows as the first argument" >&2
+  exit 2
+fi
+benchmark_file=""
+if [[ -n ${1:-} ]]; then
+  benchmark_file=$(realpath -m -- "$1")
+fi
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+# The program itself, not a script that starts it: compute-sanitizer watches what it starts.
+python=$("${PYTHON:-python3}" -c "import sys; print(sys.executable)") || exit 2
+
+# The workers of the tests share the GPU.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+
+names=() seconds=() results=()
+failed=0
+
+stage() { # NAME COMMAND...
+  local name=$1 start=$SECONDS code=0
+  shift
+  printf '\n=== %s  %s: %s\n' "$(date +%H:%M:%S)" "$name" "$*"
+  "$@" || code=$?
+  names+=("$name") seconds+=($((SECONDS - start)))
+  if ((code)); then
+    results+=("FAILED, exit code $code")
+    failed=1
+  else
+    results+=("passed")
+  fi
+}
+
+selected() {
+  [[ " $stages " == *" $1 "* ]]
+}
+
+if selected build; then
+  stage build env JAXOPS_CUDA=on CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}" \
+    "$python" -m pip install --no-build-isolation --no-deps .
+fi
+if selected test; then
+  stage test env JAXOPS_REQUIRE_PLATFORMS=cpu,cuda "$python" -m pytest -n 8 -q tests
+fi
+if selected check; then
+  stage check "$python" -m jaxops check --platform cuda
+fi
+if selected sanitize; then
+  for tool in "${tools[@]}"; do
+    # Every buffer its own allocation, so that the sanitizer sees where it ends; and launches one by
+    # one rather than as a graph, so that a report names its kernel.
+    stage "$tool" env XLA_PYTHON_CLIENT_ALLOCATOR=platform \
+      XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
+      compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes all \
+      "$python" scripts/exercise_kernels.py
+  done
+fi
+if selected bench; then
+  stage bench env -u XLA_PYTHON_CLIENT_PREALLOCATE \
+    "$python" benchmarks/lightweight_conv.py --json "$benchmark_file"
+fi
+
+printf '\n%-12s %8s  %s\n' stage seconds result
+for i in "${!names[@]}"; do
+  printf '%-12s %8d  %s\n' "${names[i]}" "${seconds[i]}" "${results[i]}"
+done
+exit "$failed"
