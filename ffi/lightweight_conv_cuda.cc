@@ -27,7 +27,15 @@ xf::Error RunSums(cudaStream_t stream, const BackwardBuffers& buffers,
                   const xf::AnyBuffer& partials, const Attributes& attributes) {
   lightweight_conv::Backward backward;
   if (xf::Error error = Decode(backward, attributes, buffers); error.failure()) return error;
-  const int64_t splits = partials.dimensions()[1];
+  const Dimensions sums = partials.dimensions();
+  const auto& geometry = backward.geometry;
+  if (sums.size() != 4 || sums[0] != backward.kept.size() || sums[1] < 1 ||
+      sums[2] != geometry.taps + 1 || sums[3] != geometry.channels) {
+    return InvalidArgument("lightweight_conv gradient: partial sums must be (",
+                           backward.kept.size(), ", splits, ", geometry.taps + 1, ", ",
+                           geometry.channels, "), got ", ToString(sums));
+  }
+  const int64_t splits = sums[1];
   return ToError("lightweight_conv gradient",
                  jaxops::lightweight_conv::cuda::LaunchBackward(stream, backward, splits,
                                                                 partials.untyped_data()));

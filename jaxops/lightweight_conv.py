@@ -316,8 +316,8 @@ def _filter_grad_reference(x, g, *, options, heads, taps, summed, dtype):
     return [dweight.sum(axes, keepdims=True).astype(dtype)]
 
 
-def _filter_grad_scratch(x, g, *, options, heads, taps, summed, **_):
-    return _partial_sums(x, g, options=options, heads=heads, taps=taps, summed=summed)
+def _filter_grad_scratch(x, g, *, options, taps, summed, **_):
+    return _partial_sums(x, _batch_shape(x, g), options=options, taps=taps, summed=summed)
 
 
 _filter_grad_operator = Operator(
@@ -418,8 +418,9 @@ def _backward_reference(x, weight, g, *, options, summed, bias_dtype):
 
 
 def _backward_scratch(x, weight, g, *, options, summed, bias_dtype):
-    heads, taps = weight.shape[-2:]
-    return _partial_sums(x, g, options=options, heads=heads, taps=taps, summed=summed)
+    del bias_dtype
+    batch = _batch_shape(x, weight, g)
+    return _partial_sums(x, batch, options=options, taps=weight.shape[-1], summed=summed)
 
 
 _backward_operator = Operator(
@@ -469,7 +470,7 @@ def _backward_dead_code(used, x, weight, g, *, options, summed, bias_dtype):
     return None
 
 
-def _partial_sums(x, g, *, options, heads, taps, summed):
+def _partial_sums(x, batch, *, options, taps, summed):
     """Work space of the CUDA filter gradient: (kept, splits, taps + 1, channels) partial sums.
 
     The sum over the summed batch entries and over time is cut into `splits`, whose number depends
@@ -477,7 +478,6 @@ def _partial_sums(x, g, *, options, heads, taps, summed):
     each with a few tiles to work on. The last row is for the bias.
     """
     time, channels = x.shape[options.time_axis], x.shape[-3 - options.time_axis]
-    batch = _batch_shape(x, g)
     kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
     steps = math.prod(n for n, s in zip(batch, summed, strict=True) if s) * time
     if options.data_format == "NTC":
@@ -486,5 +486,5 @@ def _partial_sums(x, g, *, options, heads, taps, summed):
         row_threads = next(n for n in (16, 32, 64, 128) if n * 8 >= time or n == 128)
         channel_blocks, wanted, tile = -(-channels * row_threads // 128), 2048, 8 * row_threads
     splits = max(1, min(-(-wanted // max(1, kept * channel_blocks)), steps // (4 * tile)))
-    dtype = reference.accumulation_dtype(x, g)
+    dtype = reference.accumulation_dtype(x)
     return [jax.ShapeDtypeStruct((kept, splits, taps + 1, channels), dtype)]

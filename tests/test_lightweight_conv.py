@@ -6,6 +6,7 @@ The oracle is written out in NumPy, one tap at a time, and shares nothing with t
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 
 import hypothesis
@@ -650,3 +651,27 @@ def test_more_than_2_to_the_31_elements(platform, data_format):
                 dtype="bfloat16",
                 terms=2 * batch * time,
             )
+
+
+# --- what the CUDA kernels are handed ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+def test_work_space_has_room_for_every_kept_entry(data_format):
+    """Each operand may be the only one that varies along a batch dimension that is kept."""
+    module = importlib.import_module("jaxops.lightweight_conv")
+    options = module._Options(padding=2, dilation=1, data_format=data_format)
+    core = (8, 6) if data_format == "NTC" else (6, 8)
+    for x, weight, g in itertools.product((1, 5), repeat=3):
+        kept = max(x, weight, g)
+        (work,) = module._backward_scratch(
+            jax.ShapeDtypeStruct((x, 4, *core), jnp.bfloat16),
+            jax.ShapeDtypeStruct((weight, 1, 3, 3), jnp.bfloat16),
+            jax.ShapeDtypeStruct((g, 4, *core), jnp.bfloat16),
+            options=options,
+            summed=(False, True),
+            bias_dtype=None,
+        )
+        assert (work.shape[0], *work.shape[2:]) == (kept, 4, 6)
+        assert work.shape[1] >= 1
+        assert work.dtype == jnp.float32
