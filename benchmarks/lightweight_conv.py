@@ -134,7 +134,9 @@ def main() -> int:
     if options.json:
         device = jax.devices()[0]
         document = {
-            "command": "python " + " ".join(sys.argv),
+            "command": "python benchmarks/lightweight_conv.py --json FILE"
+            + (" --quick" if options.quick else "")
+            + (f" --first {options.first}" if options.first else ""),
             "date": time.strftime("%Y-%m-%d"),
             "device": device.device_kind,
             "python": platform.python_version(),

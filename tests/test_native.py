@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import types
@@ -144,3 +145,20 @@ def test_import_makes_no_backend():
         "'--xla_force_host_platform_device_count=5'; assert len(jax.devices('cpu')) == 5"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_exporting_a_sharded_jit_says_what_to_do_instead():
+    mesh = jax.make_mesh((8,), ("z",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("z")
+    x = jax.device_put(jnp.ones((8, 5, 4), jnp.float32), jax.sharding.NamedSharding(mesh, spec))
+    weight = jnp.ones((2, 3), jnp.float32)
+    export = functools.partial(jax.export.export, disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS)
+    with pytest.raises(NotImplementedError, match=r"lightweight_conv.*jax\.shard_map"):
+        export(jax.jit(jaxops.lightweight_conv))(x, weight)
+
+    whole = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(
+        jaxops.lightweight_conv, mesh=mesh, in_specs=(spec, whole), out_specs=spec
+    )
+    exported = export(jax.jit(mapped))(x, weight)
+    assert "jaxops_lightweight_conv" in exported.mlir_module()

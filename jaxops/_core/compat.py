@@ -27,10 +27,12 @@ __all__ = [
     "batching",
     "custom_partitioning",
     "def_dead_code",
+    "exporting",
     "is_undefined_primal",
     "make_varying",
     "mlir",
     "needs_devices_to_lower",
+    "partitions",
     "reshard_like",
     "run_eagerly",
     "varying_axes",
@@ -64,6 +66,17 @@ def reshard_like(array: jax.Array, like: ShapedArray) -> jax.Array:
     if not any(t == jax.sharding.AxisType.Explicit for t in like.sharding.mesh.axis_types):
         return array
     return jax.sharding.reshard(array, like.sharding)
+
+
+def exporting(ctx) -> bool:
+    """Whether a lowering is for `jax.export`."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def partitions(ctx) -> bool:
+    """Whether what is being lowered runs on several devices without `shard_map` around it."""
+    context = ctx.module_context.axis_context
+    return isinstance(context, mlir.ShardingContext) and context.num_devices > 1
 
 
 def varying_axes(aval: ShapedArray) -> frozenset:

@@ -17,6 +17,8 @@ import jax
 import jax.export
 import jaxlib
 
+from jaxops._core import compat
+
 # JAX platform names, and the module that holds each one's handlers.
 PLATFORMS = {"cpu": "jaxops._cpu", "cuda": "jaxops._cuda"}
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
@@ -123,7 +125,7 @@ def require(platform: str, ctx) -> None:
     Exporting needs only the handlers' names: the machine that runs the export must have them.
     """
     found = _statuses[platform]
-    if not found.available and not ctx.module_context.lowering_parameters.for_export:
+    if not found.available and not compat.exporting(ctx):
         raise RuntimeError(f"jaxops has no kernels for platform {platform!r}: {found.reason}")
 
 

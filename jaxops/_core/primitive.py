@@ -221,6 +221,12 @@ class Operator:
         return partitioned
 
     def _lower(self, ctx, *values, **params):
+        if compat.exporting(ctx) and compat.partitions(ctx):
+            raise NotImplementedError(
+                f"{self.name}: a jit over several devices cannot be exported, because partitioning "
+                "it calls back into this process. Wrap the computation in jax.shard_map, or export "
+                "it for one device."
+            )
         lower = mlir.lower_fun(lambda *xs: self._partitioned(tuple(params.items()), *xs), True)
         return compat.with_output_sharding(ctx, lower(ctx, *values))
 

@@ -143,10 +143,16 @@ def assert_value(
 
 
 def assert_vjp(
-    spec: OperatorSpec, got: Sequence[np.ndarray], want: Sequence, arguments, what: str, dtype: str
+    spec: OperatorSpec,
+    got: Sequence[np.ndarray],
+    want: Sequence,
+    arguments,
+    what: str,
+    dtype: str,
+    order: int = 1,
 ) -> None:
-    """`assert_close` for derivatives of any kind."""
-    terms, roundings = spec.vjp_terms(*arguments), spec.vjp_roundings
+    """`assert_close` for derivatives of any kind; each order passes through the sums once more."""
+    terms, roundings = order * spec.vjp_terms(*arguments), order * spec.vjp_roundings
     assert_close(got, want, what, dtype=dtype, terms=terms, roundings=roundings)
 
 
