@@ -2,6 +2,8 @@
 #ifndef JAXOPS_FFI_LIGHTWEIGHT_CONV_H_
 #define JAXOPS_FFI_LIGHTWEIGHT_CONV_H_
 
+#include <utility>
+
 #include "common/lightweight_conv.h"
 #include "ffi/decode.h"
 
@@ -18,6 +20,17 @@ struct Attributes {
   int32_t activation;
   bool flip_taps;
 };
+
+// Adds the attributes, in the order of `Attributes`, to a handler's binding.
+template <typename Binding>
+auto BindAttributes(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Attr<int64_t>("padding")
+      .template Attr<int64_t>("dilation")
+      .template Attr<int32_t>("data_format")
+      .template Attr<int32_t>("activation")
+      .template Attr<bool>("flip_taps");
+}
 
 // Fills `forward` from (x, weight[, bias]) -> y.
 xla::ffi::Error Decode(Forward& forward, const Attributes& attributes, xla::ffi::AnyBuffer x,

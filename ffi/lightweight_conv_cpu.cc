@@ -10,6 +10,7 @@ namespace {
 namespace xf = xla::ffi;
 using lightweight_conv::Attributes;
 using lightweight_conv::BackwardBuffers;
+using lightweight_conv::BindAttributes;
 
 xf::Error RunForward(xf::ThreadPool pool, xf::AnyBuffer x, xf::AnyBuffer weight,
                      xf::RemainingArgs bias, xf::Result<xf::AnyBuffer> y, int64_t padding,
@@ -19,16 +20,18 @@ xf::Error RunForward(xf::ThreadPool pool, xf::AnyBuffer x, xf::AnyBuffer weight,
   if (xf::Error error = Decode(forward, attributes, x, weight, bias, y); error.failure()) {
     return error;
   }
-  jaxops::lightweight_conv::cpu::RunForward(forward, ParallelForOn(pool));
-  return xf::Error::Success();
+  return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
+    jaxops::lightweight_conv::cpu::RunForward(forward, parallel_for);
+  });
 }
 
 xf::Error RunSums(xf::ThreadPool pool, const BackwardBuffers& buffers,
                   const Attributes& attributes) {
   lightweight_conv::Backward backward;
   if (xf::Error error = Decode(backward, attributes, buffers); error.failure()) return error;
-  jaxops::lightweight_conv::cpu::RunBackward(backward, ParallelForOn(pool));
-  return xf::Error::Success();
+  return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
+    jaxops::lightweight_conv::cpu::RunBackward(backward, parallel_for);
+  });
 }
 
 xf::Error RunFilterGrad(xf::ThreadPool pool, xf::AnyBuffer x, xf::AnyBuffer g,
@@ -51,16 +54,6 @@ xf::Error RunBackward(xf::ThreadPool pool, xf::AnyBuffer x, xf::AnyBuffer weight
   if (!result) return result.error();
   const xf::AnyBuffer dbias = **result;
   return RunSums(pool, {x, g, *dweight, &weight, &dx_buffer, &dbias}, attributes);
-}
-
-template <typename Binding>
-auto BindAttributes(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Attr<int64_t>("padding")
-      .template Attr<int64_t>("dilation")
-      .template Attr<int32_t>("data_format")
-      .template Attr<int32_t>("activation")
-      .template Attr<bool>("flip_taps");
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ namespace {
 namespace xf = xla::ffi;
 using lightweight_conv::Attributes;
 using lightweight_conv::BackwardBuffers;
+using lightweight_conv::BindAttributes;
 
 xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer weight,
                      xf::RemainingArgs bias, xf::Result<xf::AnyBuffer> y, int64_t padding,
@@ -62,16 +63,6 @@ xf::Error RunBackward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer weight
   const xf::AnyBuffer dbias = **first;
   return RunSums(stream, {x, g, *dweight, &weight, &dx_buffer, rest.size() > 1 ? &dbias : nullptr},
                  **last, {padding, dilation, data_format, activation, flip_taps});
-}
-
-template <typename Binding>
-auto BindAttributes(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Attr<int64_t>("padding")
-      .template Attr<int64_t>("dilation")
-      .template Attr<int32_t>("data_format")
-      .template Attr<int32_t>("activation")
-      .template Attr<bool>("flip_taps");
 }
 
 }  // namespace

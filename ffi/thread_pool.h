@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 
 #include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
@@ -25,6 +26,7 @@ inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
       return;
     }
     struct State {
+      std::atomic<bool> out_of_memory{false};
       std::atomic<int64_t> next{0};
       std::atomic<int64_t> done{0};
       std::mutex mutex;
@@ -34,7 +36,13 @@ inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
     // `task` outlives every call of it: this function returns only when all have returned.
     const auto work = [state, count, &task] {
       int64_t finished = 0;
-      for (int64_t i = state->next++; i < count; i = state->next++, ++finished) task(i);
+      for (int64_t i = state->next++; i < count; i = state->next++, ++finished) {
+        try {
+          task(i);
+        } catch (const std::bad_alloc&) {  // would end the process on a thread of the pool
+          state->out_of_memory = true;
+        }
+      }
       if (finished > 0 && (state->done += finished) == count) {
         const std::lock_guard<std::mutex> lock(state->mutex);
         state->all_done.notify_all();
@@ -44,7 +52,20 @@ inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
     work();
     std::unique_lock<std::mutex> lock(state->mutex);
     state->all_done.wait(lock, [&] { return state->done == count; });
+    if (state->out_of_memory) throw std::bad_alloc();
   };
+}
+
+// Runs the host kernels of one call; running out of work space is an error, not an exception.
+template <typename Kernels>
+xla::ffi::Error RunOnHost(xla::ffi::ThreadPool& pool, Kernels&& kernels) {
+  try {
+    kernels(ParallelForOn(pool));
+  } catch (const std::bad_alloc&) {
+    return xla::ffi::Error(xla::ffi::ErrorCode::kResourceExhausted,
+                           "out of host memory for the work space of an operator");
+  }
+  return xla::ffi::Error::Success();
 }
 
 }  // namespace jaxops::ffi
