@@ -1,10 +1,10 @@
 """From a declaration to a JAX primitive.
 
 An operator family declares each of its primitives once: a signature, the plain `jax.numpy`
-reference, the attributes of its native handlers. `define` gives the primitive its shapes, its eager
-and compiled execution, native batching, sharding, `shard_map` and explicit-mesh typing. Derivative
-rules, which tie the members of a family to each other, are added by the family's own file through
-`def_jvp` and `def_transpose`.
+reference, the attributes of its native handlers. `Operator` gives the primitive its shapes, its
+eager and compiled execution, native batching, sharding, `shard_map` and explicit-mesh typing.
+Derivative rules, which tie the members of a family to each other, are added by the family's own
+file through `def_jvp` and `def_transpose`.
 """
 
 from __future__ import annotations
