@@ -7,10 +7,8 @@
 
 #if defined(__CUDACC__)
 #define JAXOPS_HOST_DEVICE __host__ __device__
-#define JAXOPS_NO_INLINE __noinline__
 #else
 #define JAXOPS_HOST_DEVICE
-#define JAXOPS_NO_INLINE
 #endif
 
 namespace jaxops {
@@ -73,9 +71,13 @@ class BatchMap {
   }
 
  private:
-  // Kept out of line: its divisions would bloat every kernel for the sake of nested vmaps.
-  JAXOPS_HOST_DEVICE JAXOPS_NO_INLINE int64_t NestedOffset(int64_t index, int operand) const {
+  // Not unrolled: nested vmaps are too rare to bloat every kernel with their divisions. Nor a
+  // call, which would confine to a few registers whatever lives across it.
+  JAXOPS_HOST_DEVICE int64_t NestedOffset(int64_t index, int operand) const {
     int64_t offset = 0;
+#if defined(__CUDACC__)
+#pragma unroll 1
+#endif
     for (int d = rank_ - 1; d > 0; --d) {
       const int64_t quotient = index / sizes_[d];
       offset += (index - quotient * sizes_[d]) * strides_[d][operand];

@@ -341,64 +341,162 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
   }
 }
 
+// A ring of items on their way from memory to those lanes of one warp that share a channel. A lane
+// owns a pack of steps of x; its window of g is its own pack and the ones after it.
+template <typename T, int kTaps, int kShift>
+class NctRing {
+ public:
+  static constexpr int kPack = kPackElements<T>;
+  static constexpr int kStages = 4;
+  static constexpr int kWindow = kPack + kTaps - 1;
+
+  struct Storage;
+
+  __device__ __forceinline__ NctRing(Storage& storage, const NctTile& tile)
+      : storage_(storage),
+        lanes_(min(tile.threads_per_row(), kWarp)),
+        lane_(threadIdx.x & (lanes_ - 1)),
+        x_pack_(threadIdx.x % kWarp),
+        g_pack_(x_pack_ < lanes_ ? x_pack_ : x_pack_ + kBeyond) {}
+
+  // Starts to copy an item to a stage; t is the first step of this lane's pack of x. What lies
+  // outside [0, time) arrives as zeros.
+  __device__ __forceinline__ void Fetch(int stage, const T* x, const T* g, int t, int mirrored,
+                                        int time) {
+    const int base = t - mirrored - kSkip;
+    Copy(&storage_.x[stage][x_pack_], lanes_, x, t, time);
+    Copy(&storage_.g[stage][g_pack_], lanes_, g, base, time);
+    if (lane_ < kBeyond) {
+      Copy(&storage_.g[stage][g_pack_ + lanes_], kBeyond, g, base + lanes_ * kPack, time);
+    }
+  }
+
+  template <typename Acc>
+  __device__ __forceinline__ void Read(int stage, Acc (&window)[kWindow], Acc (&own)[kPack]) const {
+    const Pack<T, kPack> x = storage_.x[stage][x_pack_];
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) own[i] = Widen(x.values[i]);
+    Pack<T, kPack> g[kBeyond + 1];
+#pragma unroll
+    for (int i = 0; i <= kBeyond; ++i) g[i] = storage_.g[stage][g_pack_ + i];
+#pragma unroll
+    for (int i = 0; i < kWindow; ++i) {
+      window[i] = Widen(g[(i + kSkip) / kPack].values[(i + kSkip) % kPack]);
+    }
+  }
+
+ private:
+  static constexpr int kSkip = kShift == kUnaligned ? 0 : kShift;
+  // Packs of a window after its first.
+  static constexpr int kBeyond = (kSkip + kWindow - 1) / kPack;
+
+  // The pack at step t of each of `lanes` neighbouring lanes.
+  __device__ __forceinline__ void Copy(Pack<T, kPack>* to, int lanes, const T* row, int t,
+                                       int time) {
+    if constexpr (kShift != kUnaligned) {
+      const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
+      __pipeline_memcpy_async(to, inside ? row + t : row, 16, inside ? 0 : 16);
+    } else {
+      // Neighbouring lanes copy neighbouring steps, not each its own pack.
+      T* elements = (to - lane_)->values + lane_;
+      const int first = t - lane_ * kPack + lane_;
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) {
+        const int step = first + e * lanes;
+        const bool inside = static_cast<unsigned>(step) < static_cast<unsigned>(time);
+        elements[e * lanes] = LoadIf<1>(inside, row + step, row).values[0];
+      }
+    }
+  }
+
+  Storage& storage_;
+  int lanes_;   // lanes of a warp that share a channel: half of them at the least
+  int lane_;    // among them
+  int x_pack_;  // this lane's pack of x
+  int g_pack_;  // the first pack of its window
+};
+
+template <typename T, int kTaps, int kShift>
+struct NctRing<T, kTaps, kShift>::Storage {
+  Pack<T, kPack> x[kStages][kWarp];
+  Pack<T, kPack> g[kStages][kWarp + 2 * kBeyond];
+};
+
 template <typename T, int kTaps, int kShift>
 __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
+  using Ring = NctRing<T, kTaps, kShift>;
   constexpr int kCount = kPackElements<T>;
-  constexpr int kOwnShift = kShift == kUnaligned ? kUnaligned : 0;
-  constexpr int kWindow = kCount + kTaps - 1;
+  __shared__ typename Ring::Storage storage[kNctThreads / kWarp];
   __shared__ Acc shared[kTaps * kNctThreads];
   const Share share(p, kTaps);
   const Arrays<T> arrays(p, share.kept);
-  const int lane = threadIdx.x & (p.nct.threads_per_row() - 1);
+  const int row_lane = threadIdx.x & (p.nct.threads_per_row() - 1);
   const int channel = share.channel_block * p.nct.rows() + (threadIdx.x >> p.nct.row_bits);
+  // Threads beyond the last channel keep their warp company.
+  const int time = channel < p.channels ? p.time : 0;
+  const int64_t row = time == 0 ? 0 : int64_t{channel} * p.time;
+  const T* x = arrays.x + row;
+  const T* g = arrays.g + row;
   const bool wants_dx = p.call.dx != nullptr;
   const bool wants_dbias = p.call.dbias != nullptr;
-  const int64_t row = int64_t{channel} * p.time;
+  const auto first_step = [&](const Item& item) {
+    return (item.tile * p.nct.threads_per_row() + row_lane) * kCount;
+  };
+
+  Ring ring(storage[threadIdx.x / kWarp], p.nct);
+  uint32_t ahead = share.split;
+  const auto fetch = [&](int stage) {
+    if (ahead < p.items) {
+      const Item item(p, ahead);
+      ring.Fetch(stage, item.At(p, x, Backward::kX), item.At(p, g, Backward::kG), first_step(item),
+                 p.mirrored, time);
+    }
+    __pipeline_commit();
+    ahead += p.splits.divisor();
+  };
+  for (int stage = 0; stage < Ring::kStages - 1; ++stage) fetch(stage);
 
   Acc weight[kTaps][1] = {};
   Acc dweight[kTaps][1] = {};
   Acc dbias[1][1] = {};
-  if (channel < p.channels) {
-    if (wants_dx) p.ReadWeights(weight, share.kept, channel);
+  if (wants_dx && time > 0) p.ReadWeights(weight, share.kept, channel);
+  int stage = 0;
 #pragma unroll 1
-    for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
-      const Item item(p, index);
-      const int t = (item.tile * p.nct.threads_per_row() + lane) * kCount;
-      if (t >= p.time) continue;
-      const T* x = item.At(p, arrays.x, Backward::kX) + row;
-      const T* g = item.At(p, arrays.g, Backward::kG) + row;
-      Window<T, kWindow, kShift> loaded_g;
-      Window<T, kCount, kOwnShift> loaded_x;
-      loaded_g.Load(g, t - p.mirrored, p.time);
-      loaded_x.Load(x, t, p.time);
-      // Converted once, though every element meets several taps.
-      Acc window[kWindow], own[kCount];
+  for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
+    __pipeline_wait_prior(Ring::kStages - 2);
+    __syncwarp();
+    // Converted once, though every element meets several taps.
+    Acc window[Ring::kWindow], own[kCount];
+    ring.Read(stage, window, own);
+    fetch((stage + Ring::kStages - 1) % Ring::kStages);
+    stage = (stage + 1) % Ring::kStages;
+
+    const Item item(p, index);
+    const int t = first_step(item);
+    if (t >= time) continue;
+    const auto own_at = [&](int i, int) { return own[i]; };
+    const auto window_at = [&](int i, int) { return window[i]; };
+    Correlate<kCount>(dweight, own_at, window_at, p.taps,
+                      Inside(time - t, t - p.mirrored, 1, time));
+    if (wants_dx) {
+      Acc sums[kCount] = {};
 #pragma unroll
-      for (int i = 0; i < kWindow; ++i) window[i] = loaded_g[i];
+      for (int j = 0; j < kTaps; ++j) {
+        if (j < p.taps) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) own[i] = loaded_x[i];
-      const auto own_at = [&](int i, int) { return own[i]; };
-      const auto window_at = [&](int i, int) { return window[i]; };
-      Correlate<kCount>(dweight, own_at, window_at, p.taps,
-                        Inside(p.time - t, t - p.mirrored, 1, p.time));
-      if (wants_dx) {
-        Acc sums[kCount] = {};
-#pragma unroll
-        for (int j = 0; j < kTaps; ++j) {
-          if (j < p.taps) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) sums[i] += weight[j][0] * window[i + j];
-          }
+          for (int i = 0; i < kCount; ++i) sums[i] += weight[j][0] * window[i + j];
         }
-        WriteRun<T, kCount, kShift != kUnaligned>(item.At(p, arrays.dx, Backward::kDx) + row, sums,
-                                                  t, p.time);
       }
-      if (wants_dbias) {
-        loaded_x.Load(g, t, p.time);
+      WriteRun<T, kCount, kShift != kUnaligned>(item.At(p, arrays.dx, Backward::kDx) + row, sums, t,
+                                                time);
+    }
+    if (wants_dbias) {
+      // A step's own g need not be in the window; the cache still has it.
+      Window<T, kCount, kShift == kUnaligned ? kUnaligned : 0> g_run;
+      g_run.Load(item.At(p, g, Backward::kG), t, time);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) dbias[0][0] += loaded_x[i];
-      }
+      for (int i = 0; i < kCount; ++i) dbias[0][0] += g_run[i];
     }
   }
   Acc* partials = share.PartialSums<T>(p);

@@ -98,9 +98,9 @@ def two_calls(f):
 
 def gathering(f):
     def function(x, w):
-        replicated = jax.sharding.NamedSharding(
-            jax.make_mesh((8,), ("n",), axis_types=(jax.sharding.AxisType.Auto,)), P()
-        )
+        types = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((8,), ("n",), axis_types=types, devices=CPU.devices)
+        replicated = jax.sharding.NamedSharding(mesh, P())
         return f(jax.lax.with_sharding_constraint(x, replicated), w)
 
     return function

@@ -116,11 +116,11 @@ def absent(platform):
 
 def test_a_platform_without_handlers_says_why(monkeypatch):
     monkeypatch.setitem(native._statuses, "cpu", absent("cpu"))
-    x, weight = jnp.ones((1, 3, 2)), jnp.ones((1, 2))
+    x, weight = jax.device_put((jnp.ones((1, 3, 2)), jnp.ones((1, 2))), jax.devices("cpu")[0])
     # A function of its own, which no cache has compiled while there were handlers.
-    function = jax.jit(lambda x: jaxops.lightweight_conv(x, weight) * 17)
+    function = jax.jit(lambda x, weight: jaxops.lightweight_conv(x, weight) * 17)
     with pytest.raises(RuntimeError, match=r"no kernels for platform 'cpu': it was \[not\] built"):
-        function.lower(x)
+        function.lower(x, weight)
 
 
 def test_exporting_needs_no_handlers(monkeypatch):
@@ -148,7 +148,8 @@ def test_import_makes_no_backend():
 
 
 def test_exporting_a_sharded_jit_says_what_to_do_instead():
-    mesh = jax.make_mesh((8,), ("z",), axis_types=(jax.sharding.AxisType.Auto,))
+    types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("z",), axis_types=types, devices=jax.devices("cpu"))
     spec = jax.sharding.PartitionSpec("z")
     x = jax.device_put(jnp.ones((8, 5, 4), jnp.float32), jax.sharding.NamedSharding(mesh, spec))
     weight = jnp.ones((2, 3), jnp.float32)
