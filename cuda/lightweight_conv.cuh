@@ -8,10 +8,10 @@
 //
 // NCT: a thread owns neighbouring time steps of one channel, a row of threads one channel.
 //
-// Short filters (up to kShortTaps) are bound by memory: their kernels read windows of x straight
-// into registers, neighbours overlapping in the L1 cache, and never synchronise. Long filters are
-// bound by arithmetic: theirs stage a tile in shared memory and slide a window of registers over
-// it.
+// Short filters (up to kShortTaps) are bound by memory: what their kernels work on next is under
+// way while they work, in registers or in a ring of each warp's own in shared memory, and the block
+// never synchronises. Long filters are bound by arithmetic: theirs stage a tile in shared memory
+// and slide a window of registers over it.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 

@@ -72,37 +72,56 @@ struct ForwardParams {
 
 // --- short filters -------------------------------------------------------------------------------
 
+// A window of kSteps + kTaps - 1 rows moves down a thread's channels, kSteps rows at a time.
 template <typename T, int kV, int kTaps>
 __global__ void __launch_bounds__(kNtcThreads, 2)
     ShortNtc(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kSteps = 8;
+  constexpr int kCarried = kTaps - 1;
   uint32_t block = blockIdx.x;
   const int lane = threadIdx.x & (p.ntc.lanes() - 1);
   const int group = threadIdx.x >> p.ntc.lane_bits;
   const int channel = (p.channel_blocks.Peel(block) * p.ntc.lanes() + lane) * kV;
-  int step = (p.tiles.Peel(block) * p.ntc.groups() + group) * p.chunks * kSteps;
+  const int first_step = (p.tiles.Peel(block) * p.ntc.groups() + group) * p.chunks * kSteps;
   const int phase = p.phases.Peel(block);
   const int64_t batch = block;
-  if (channel >= p.channels) return;
+  const int last_step = min(PhaseSteps(p.time, p.dilation, phase), first_step + p.chunks * kSteps);
+  if (channel >= p.channels || first_step >= last_step) return;
 
-  const int64_t weight_base = p.call.batch.Offset(batch, Forward::kWeight);
-  const int64_t bias_base = p.call.batch.Offset(batch, Forward::kBias);
   const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX) + channel;
   T* y = static_cast<T*>(p.call.y) + p.call.batch.Offset(batch, Forward::kY) + channel;
+  const int row = phase + first_step * p.dilation - p.padding;
+  Pack<T, kV> carried[kCarried];
+  Pack<T, kV> arriving[kSteps];
+  ReadSteps(carried, x, row, p.dilation, kCarried, p.time, p.channels);
+  ReadSteps(arriving, x, row + kCarried * p.dilation, p.dilation, kSteps, p.time, p.channels);
   Acc weight[kTaps][kV], bias[kV];
   p.ReadWeights(weight, batch, channel);
   p.ReadBias(bias, batch, channel);
+  Acc window[kCarried + kSteps][kV];
+#pragma unroll
+  for (int i = 0; i < kCarried; ++i) {
+#pragma unroll
+    for (int v = 0; v < kV; ++v) window[i][v] = Widen(carried[i].values[v]);
+  }
 
-  const int steps = PhaseSteps(p.time, p.dilation, phase);
 #pragma unroll 1
-  for (int chunk = 0; chunk < p.chunks && step < steps; ++chunk, step += kSteps) {
-    const int first = phase + step * p.dilation;
-    Pack<T, kV> window[kSteps + kTaps - 1];
-    ReadSteps(window, x, first - p.padding, p.dilation, kSteps + p.taps - 1, p.time, p.channels);
+  for (int step = first_step; step < last_step; step += kSteps) {
+    // Converted once, though every element meets several taps; the next rows are under way
+    // meanwhile.
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      if (step + i >= steps) break;
+#pragma unroll
+      for (int v = 0; v < kV; ++v) window[kCarried + i][v] = Widen(arriving[i].values[v]);
+    }
+    if (step + kSteps < last_step) {
+      ReadSteps(arriving, x, phase + (step + kSteps + kCarried) * p.dilation - p.padding,
+                p.dilation, kSteps, p.time, p.channels);
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (step + i >= last_step) break;
       Acc sums[kV];
 #pragma unroll
       for (int v = 0; v < kV; ++v) sums[v] = bias[v];
@@ -110,11 +129,16 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
       for (int k = 0; k < kTaps; ++k) {
         if (k < p.taps) {
 #pragma unroll
-          for (int v = 0; v < kV; ++v) sums[v] += weight[k][v] * Widen(window[i + k].values[v]);
+          for (int v = 0; v < kV; ++v) sums[v] += weight[k][v] * window[i + k][v];
         }
       }
       Activate(sums, p.call.activation);
-      WriteStep<kV>(y, sums, first + i * p.dilation, p.channels);
+      WriteStep<kV>(y, sums, phase + (step + i) * p.dilation, p.channels);
+    }
+#pragma unroll
+    for (int i = 0; i < kCarried; ++i) {
+#pragma unroll
+      for (int v = 0; v < kV; ++v) window[i][v] = window[kSteps + i][v];
     }
   }
 }
@@ -403,9 +427,9 @@ __global__ void __launch_bounds__(kNctThreads) DilatedNct(const __grid_constant_
 
 // --- launches ------------------------------------------------------------------------------------
 
-int64_t ShortChunks(int64_t threads) {
-  // Enough threads for every device first, then longer runs, which read the filter less often.
-  return std::clamp<int64_t>(threads / (int64_t{1} << 17), 1, 4);
+// Runs of one thread: enough threads for every device first, then more runs, up to `most`.
+int ShortChunks(int64_t threads, int most) {
+  return static_cast<int>(std::clamp<int64_t>(threads / (int64_t{1} << 17), 1, most));
 }
 
 template <typename T, int kV, int kTaps>
@@ -414,8 +438,7 @@ cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call) {
   const int64_t steps = PhaseSteps(params.time, params.dilation, 0);
   const int64_t phases = params.phases.divisor();
   const int64_t batch = call.batch.size();
-  params.chunks = static_cast<int>(
-      ShortChunks(batch * phases * CeilDiv(steps, 8) * CeilDiv(params.channels, kV)));
+  params.chunks = ShortChunks(batch * phases * CeilDiv(steps, 8) * CeilDiv(params.channels, kV), 8);
   const int64_t tiles = CeilDiv(steps, int64_t{8} * params.chunks * params.ntc.groups());
   const int64_t channel_blocks = CeilDiv(params.channels, int64_t{kV} * params.ntc.lanes());
   params.tiles = FastDivider(tiles);
@@ -428,13 +451,14 @@ template <typename T>
 cudaError_t LaunchNtc(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   if (g.taps <= kShortTaps) {
-    constexpr int kWide = 16 / sizeof(T);
-    constexpr int kNarrow = 8 / sizeof(T);
-    if (g.taps <= 4 && RowsAligned(g.channels, call.dtype, 16)) {
-      return LaunchShortNtc<T, kWide, 4>(stream, call);
+    // Channels of a thread: as many as leave its window in registers.
+    constexpr int kMany = std::min<int>(4, 16 / sizeof(T));
+    constexpr int kFew = kMany / 2;
+    if (g.taps <= 4 && RowsAligned(g.channels, call.dtype, kMany * sizeof(T))) {
+      return LaunchShortNtc<T, kMany, 4>(stream, call);
     }
-    if (RowsAligned(g.channels, call.dtype, 8)) {
-      return LaunchShortNtc<T, kNarrow, kShortTaps>(stream, call);
+    if (RowsAligned(g.channels, call.dtype, kFew * sizeof(T))) {
+      return LaunchShortNtc<T, kFew, kShortTaps>(stream, call);
     }
     return LaunchShortNtc<T, 1, kShortTaps>(stream, call);
   }
@@ -459,8 +483,8 @@ cudaError_t LaunchShortNct(cudaStream_t stream, const Forward& call) {
   constexpr int kSteps = kPackElements<T>;
   ForwardParams params(call, 1, kFlight * kSteps);
   const int64_t row_steps = int64_t{params.nct.threads_per_row()} * kFlight * kSteps;
-  params.chunks = static_cast<int>(
-      ShortChunks(call.batch.size() * params.channels * CeilDiv(params.time, kFlight * kSteps)));
+  params.chunks =
+      ShortChunks(call.batch.size() * params.channels * CeilDiv(params.time, kFlight * kSteps), 4);
   const int64_t tiles = CeilDiv(params.time, row_steps * params.chunks);
   const int64_t channel_blocks = CeilDiv(params.channels, params.nct.rows());
   params.tiles = FastDivider(tiles);
