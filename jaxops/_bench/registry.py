@@ -11,7 +11,7 @@ from jaxops._bench.spec import Benchmark
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # A wheel carries the folder inside the package; in a clone it lies beside the package.
-_INSTALLED, _CLONE = _PACKAGE / "_benchmarks", _PACKAGE.parent / "benchmarks"
+_INSTALLED, _CLONE = _PACKAGE / "benchmarks", _PACKAGE.parent / "benchmarks"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CLONE
 
 
@@ -23,7 +23,7 @@ def operators() -> tuple[str, ...]:
 @functools.cache
 def load(operator: str) -> Benchmark:
     """The `BENCHMARK` of an operator's file."""
-    name = f"jaxops._benchmarks.{operator}"
+    name = f"jaxops.benchmarks.{operator}"
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{operator}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

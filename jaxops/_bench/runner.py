@@ -208,7 +208,7 @@ def _outcomes(work, direction, built, argument_sets, machine) -> dict[str, Outco
         try:
             calls[name] = _checked_calls(contender, argument_sets, want, allowed)
             outcomes[name] = Outcome(memory=contender.memory())
-        except _Refused as refusal:
+        except _RefusedError as refusal:
             outcomes[name] = Outcome(error=str(refusal))
         except Exception as error:
             outcomes[name] = Outcome(error=_message(error))
@@ -221,7 +221,7 @@ def _outcomes(work, direction, built, argument_sets, machine) -> dict[str, Outco
     }
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """A contender is not to be timed; the message says why."""
 
 
@@ -230,11 +230,11 @@ def _checked_calls(
 ) -> list[Call]:
     """The calls of a contender, once the first has returned what is wanted."""
     if isinstance(contender, str):
-        raise _Refused(contender)
+        raise _RefusedError(contender)
     calls = contender.calls(argument_sets)
     error = contenders.error(contender.arrays(calls[0]()), want)
     if not error <= allowed:  # a NaN is wrong too
-        raise _Refused(f"wrong values: relative error {error:.2g}, allowed {allowed:.2g}")
+        raise _RefusedError(f"wrong values: relative error {error:.2g}, allowed {allowed:.2g}")
     return calls
 
 
