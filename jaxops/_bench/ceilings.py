@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +39,11 @@ def measure(clock: Clock, platform: str, quick: bool, report: Callable[[str], No
             rates = [work / _seconds(clock, f, structs, arguments) for f in functions]
         found[name] = max(rates)
 
-    # XLA's copy is one thread's on a CPU, where a fused loop is many's; a GPU copies best without.
     elements = np.ones(2**27 // shrink, np.float32)
     best(COPY, [jnp.copy, jnp.negative], [elements], 2 * elements.nbytes)
+    if platform == "cpu":
+        # XLA's copy also pays for memory that is fresh from the operating system.
+        found[COPY] = max(found[COPY], 2 * elements.nbytes / _host_copy_seconds(elements))
     elements = np.linspace(0.5, 1, 2**22 // shrink)
     for dtype in ("float32", "float64"):
         work = 2 * _CHAINS * _STEPS * elements.size
@@ -60,6 +64,25 @@ def _seconds(clock: Clock, function: Callable, structs: Sequence, arguments: Seq
     calls = contender.calls([tuple(arguments)])
     contender.block(calls[0]())
     return min(clock([Batch(contender, calls * 2)] * _ROUNDS)) / 2
+
+
+def _host_copy_seconds(source: np.ndarray) -> float:
+    """The least time of copying an array, all threads of the host at it, to one that is there."""
+    threads = len(os.sched_getaffinity(0))
+    parts = list(
+        zip(
+            np.array_split(np.empty_like(source), threads),
+            np.array_split(source, threads),
+            strict=True,
+        )
+    )
+    seconds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
+            list(pool.map(lambda part: np.copyto(*part), parts))
+            seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def _chains(step: Callable) -> Callable:

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -71,7 +71,7 @@ def device_seconds(batches: Sequence[Batch]) -> list[float]:
     windows, events = read_profile(profile)
     if sorted(windows) != list(range(len(batches))):
         raise ProfileError(f"the profile shows {len(windows)} of {len(batches)} batches")
-    return [1e-9 * busy(events, *windows[i]) for i in range(len(batches))]
+    return [1e-9 * busy(events, windows[i]) for i in range(len(batches))]
 
 
 def _run_queued(batch: Batch) -> None:
@@ -100,18 +100,23 @@ def read_profile(profile: Any) -> tuple[dict[int, Interval], list[Interval]]:
     return windows, sorted(events)
 
 
-def busy(events: Iterable[Interval], start: float, end: float) -> float:
+def busy(events: Sequence[Interval], window: Interval) -> float:
     """How long the sorted `events` that begin in a window lasted, overlaps counted once.
 
     Raises:
       ProfileError: none begins in it.
     """
     margin = 0.5e9 * _PAUSE
-    total, covered = 0.0, float("-inf")
-    for event_start, event_end in events:
-        if start - margin <= event_start <= end + margin:
-            total += max(0.0, event_end - max(event_start, covered))
-            covered = max(covered, event_end)
-    if covered == float("-inf"):
-        raise ProfileError("the profile shows nothing that the device did")
+    start, end = window[0] - margin, window[1] + margin
+    total, covered = 0.0, start
+    inside = [event for event in events if start <= event[0] <= end]
+    if not inside:
+        first, last = (events[0][0], events[-1][1]) if events else (float("nan"), float("nan"))
+        raise ProfileError(
+            f"the profile shows nothing that the device did from {start:.0f} to {end:.0f} ns, only "
+            f"{len(events)} events from {first:.0f} to {last:.0f} ns"
+        )
+    for event_start, event_end in inside:
+        total += max(0.0, event_end - max(event_start, covered))
+        covered = max(covered, event_end)
     return total

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -144,6 +145,12 @@ def torch_absence(platform: str) -> str | None:
 
     torch._functorch.config.donated_buffer = False
     return None
+
+
+def forget_compiled() -> None:
+    """Has PyTorch start afresh: it stops compiling a function that it has compiled a few times."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].compiler.reset()
 
 
 def error(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> float:

@@ -200,6 +200,7 @@ def _input_sets(make: Contender, effort: Effort) -> list[tuple]:
 
 
 def _outcomes(work, direction, built, argument_sets, machine) -> dict[str, Outcome]:
+    contenders.forget_compiled()
     reference = built.pop(_REFERENCE)
     want = reference.arrays(reference.calls(argument_sets[:1])[0]())
     allowed = contenders.tolerance(work.case.dtype, work.benchmark.terms(work.case, direction))
@@ -243,9 +244,12 @@ def _time(
 ) -> dict[str, dict[str, Any]]:
     """What an `Outcome` is told of every contender's times; rounds alternate between them."""
     effort = machine.effort
-    batches, rounds, call_us = {}, {}, {}
+    batches, rounds, call_us, known = {}, {}, {}, {}
     for name, (contender, calls) in timed.items():
         estimate = ceilings.call_seconds(contender, calls[-1], 1)
+        if machine.platform == "cpu" and estimate > effort.contender_seconds:
+            known[name] = _statistics([1e6 * estimate])  # it was the same clock
+            continue
         count = int(min(_MOST_CALLS, max(1, effort.batch_seconds // estimate)))
         batches[name] = Batch(contender, list(itertools.islice(itertools.cycle(calls), count)))
         affordable = effort.contender_seconds // (estimate * count)
@@ -257,7 +261,7 @@ def _time(
         seconds = machine.clock([batches[name] for name in turns])
     except ProfileError as error:
         return {name: {"error": str(error)} for name in timed}
-    return {
+    return known | {
         name: {
             "call_us": call_us.get(name),
             **_statistics(

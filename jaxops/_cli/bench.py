@@ -186,7 +186,9 @@ def _device(platform: str | None) -> jax.Device:
     if platform:
         jax.config.update("jax_platforms", PLATFORMS[platform])
     try:
-        return jax.devices(platform)[0]
+        device = jax.devices(platform)[0]
+        # JAX calls AMD's GPUs "gpu" as well, and they have another profiler.
+        return jax.devices("cuda")[0] if device.platform == "gpu" else device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"no {platform or 'usable'} device here. {error}") from error
 
