@@ -177,7 +177,8 @@ def _summary(document: Document) -> list[Block]:
     if missed:
         columns = ("operator", "row", "missed")
         found.append(Grid("rows that miss the targets", columns, missed, left=3))
-    found.append(f"{len(ordinary) - len(missed)} of {len(ordinary)} rows meet the targets.")
+    if ordinary:
+        found.append(f"{len(ordinary) - len(missed)} of {len(ordinary)} rows meet the targets.")
     return found
 
 

@@ -199,12 +199,22 @@ def _input_sets(make: Contender, effort: Effort) -> list[tuple]:
     return [inputs, *(jax.tree.map(jnp.copy, inputs) for _ in range(copies - 1))]
 
 
-def _outcomes(work, direction, built, argument_sets, machine) -> dict[str, Outcome]:
+def _outcomes(
+    work: Work,
+    direction: Direction,
+    built: dict[str, Contender | str],
+    argument_sets: Sequence[tuple],
+    machine: Machine,
+) -> dict[str, Outcome]:
     contenders.forget_compiled()
-    reference = built.pop(_REFERENCE)
-    want = reference.arrays(reference.calls(argument_sets[:1])[0]())
-    allowed = contenders.tolerance(work.case.dtype, work.benchmark.terms(work.case, direction))
     outcomes, calls = {}, {}
+    try:
+        want = _want(built.pop(_REFERENCE), argument_sets[0])
+    except Exception as error:
+        return {
+            name: Outcome(error=f"nothing to compare with: {_message(error)}") for name in built
+        }
+    allowed = contenders.tolerance(work.case.dtype, work.benchmark.terms(work.case, direction))
     for name, contender in built.items():
         try:
             calls[name] = _checked_calls(contender, argument_sets, want, allowed)
@@ -224,6 +234,13 @@ def _outcomes(work, direction, built, argument_sets, machine) -> dict[str, Outco
 
 class _RefusedError(Exception):
     """A contender is not to be timed; the message says why."""
+
+
+def _want(reference: Contender | str, arguments: tuple) -> list[jax.Array]:
+    if isinstance(reference, str):
+        raise _RefusedError(reference)
+    (call,) = reference.calls([arguments])
+    return reference.arrays(call())
 
 
 def _checked_calls(
