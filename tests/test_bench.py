@@ -29,6 +29,7 @@ from jaxops._bench import (
     spec,
 )
 from jaxops._bench.results import Document, Outcome, ResultsError, Row
+from jaxops._cli import bench
 
 ROOT = pathlib.Path(__file__).parents[1]
 CEILINGS = {
@@ -74,6 +75,7 @@ def document(*rows, platform="cuda", **changed):
         "versions": {"jax": "0.10.2", "jaxops": "0.1.0"},
         "ceilings": CEILINGS,
         "absent": {},
+        "shapes": {"twice": "N"},
     }
     return Document(**{**fields, **changed}, rows=list(rows))
 
@@ -324,22 +326,20 @@ def test_error_and_tolerance_by_hand():
     assert contenders.tolerance("bfloat16", 25) == pytest.approx(4 * 2.0**-7 + 4 * eps * 5)
 
 
-def test_torch_agrees_with_jax():
+@pytest.mark.parametrize("direction", spec.directions(0, 1), ids=lambda d: d.name)
+def test_torch_agrees_with_jax(direction):
     pytest.importorskip("torch")
-    x, w, g = (jax.random.normal(jax.random.key(i), (3, 4)) for i in range(3))
+    g, x, w, v = (jax.random.normal(jax.random.key(i), (3, 4), jnp.float32) for i in range(4))
 
-    def function(x, w):
-        return x * x * w
+    def function(x, ws):
+        return x * ws[0] + x * x * ws[1]
 
-    for direction, inputs in zip(
-        spec.directions(0, 1), [(x, w), (g, x, w), (g, x, w)], strict=True
-    ):
-        contender = contenders.TorchContender(function, direction)
-        for call in contender.calls([inputs]):
-            for _ in range(2):  # a backward pass can be repeated
-                got = contender.arrays(call())
-            want = jax.tree.leaves(direction.of(function)(*inputs))
-            assert contenders.error(got, want) < 1e-6
+    inputs = (g, x, [w, v]) if direction.wrt else (x, [w, v])
+    contender = contenders.TorchContender(function, direction)
+    (call,) = contender.calls([inputs])
+    for _ in range(2):  # a backward pass can be repeated
+        got = contender.arrays(call())
+    assert contenders.error(got, jax.tree.leaves(direction.of(function)(*inputs))) < 1e-6
 
 
 # --- the runner ----------------------------------------------------------------------------------
@@ -483,6 +483,17 @@ def test_readme_agrees_with_the_newest_results():
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _platforms_restored():
+    chosen = jax.config.jax_platforms
+    yield
+    jax.config.update("jax_platforms", chosen)
+
+
+def on_cpu(*arguments):
+    return _cli.main(["bench", "--platform", "cpu", *arguments])
+
+
 @pytest.fixture
 def only_twice(monkeypatch):
     """The tiny operator in the place of all others, on ceilings that need no measuring."""
@@ -496,10 +507,10 @@ def only_twice(monkeypatch):
 def test_everything_that_is_made(only_twice, tmp_path, capsys):
     kept, page, plots = tmp_path / "r.json", tmp_path / "r.md", tmp_path / "plots"
     made = ["--json", str(kept), "--markdown", str(page), "--plot", str(plots)]
-    assert _cli.main(["bench", "twice", "--platform", "cpu", "--rounds", "1", *made]) == 0
+    assert on_cpu("twice", "--rounds", "1", *made) == 0
     printed = capsys.readouterr().out
     for text in (printed, page.read_text()):
-        assert "twice: times, and speed-up over each peer" in text
+        assert "twice (N): times, and speed-up over each peer" in text
         assert "Not timed: broken: RuntimeError: does not compile [here]" in text
         assert "twice: cost as the work grows, forward" in text
     found = results.load(kept)
@@ -530,7 +541,7 @@ def test_slower_is_an_exit_code(tmp_path):
 def test_our_own_failure_is_an_exit_code(only_twice, monkeypatch, capsys):
     wrong = dataclasses.replace(TWICE, function=_thrice)
     monkeypatch.setattr(registry, "load", lambda name: wrong)
-    assert _cli.main(["bench", "--quick"]) == 1
+    assert on_cpu("--quick") == 1
     assert "Not timed: jaxops: wrong values" in capsys.readouterr().out
 
 
@@ -541,7 +552,7 @@ def test_readme_is_written_between_its_markers(tmp_path):
     report.update_readme(kept, file)
     before, start, *shown, end, after = file.read_text().splitlines()
     assert (before, start, end, after) == ("before", *report.MARKERS, "after")
-    assert "| `twice` | a | forward | 20.0 | 10.0 | 25.0 (XLA sum) | \N{EN DASH} |" in shown
+    assert "| `twice` (N) | a | forward | 20.0 | 10.0 | 25.0 (XLA sum) | \N{EN DASH} |" in shown
     assert "`twice`, geomean speed-up over 2 rows: 2.50x XLA sum." in shown
     assert not any("| b |" in line for line in shown)
     file.write_text("no markers")
@@ -557,6 +568,8 @@ def test_readme_is_written_between_its_markers(tmp_path):
         (["--peers", "nobody"], "no peer is called 'nobody'; there are XLA product, wrong"),
         (["--from", "r.json", "--quick"], "--from measures nothing, so it goes without quick"),
         (["--compare", "none.json"], "none.json cannot be read"),
+        (["--json", "none/r.json"], "none/r.json cannot be written"),
+        (["--markdown", "none/r.md"], "none/r.md cannot be written"),
     ],
 )
 def test_refusals(arguments, message, only_twice, capsys):
@@ -591,9 +604,9 @@ def test_a_peer_that_is_not_installed(only_twice, monkeypatch, capsys):
     with_torch = dataclasses.replace(TWICE, peers=(spec.Peer("torch sum", _twice, torch=True),))
     monkeypatch.setattr(registry, "load", lambda name: with_torch)
     monkeypatch.setattr(contenders, "torch_absence", lambda platform: "torch is not installed")
-    assert _cli.main(["bench", "--peers", "torch*"]) == 2
+    assert on_cpu("--peers", "torch*") == 2
     assert "torch sum: torch is not installed" in capsys.readouterr().err
-    assert _cli.main(["bench", "--quick"]) == 0
+    assert on_cpu("--quick") == 0
     assert "Not there: torch sum: torch is not installed" in capsys.readouterr().out
 
 
@@ -605,6 +618,12 @@ def test_plots_without_matplotlib(only_twice, monkeypatch, tmp_path, capsys):
     assert (
         "matplotlib, which is not installed: pip install jaxops[bench]" in capsys.readouterr().err
     )
+
+
+def test_no_readme_to_write(only_twice, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "README", tmp_path / "README.md")
+    assert _cli.main(["bench", "--update-readme"]) == 2
+    assert "works in a clone of jaxops" in capsys.readouterr().err
 
 
 def test_results_of_another_device(tmp_path, capsys):
@@ -627,8 +646,8 @@ def test_the_installed_package_has_the_benchmarks():
 
 def test_quick_run_of_the_real_thing(tmp_path, capsys):
     file = tmp_path / "r.json"
-    arguments = ["--quick", "--platform", "cpu", "--rounds", "1", "--peers", "XLA shift-and-add"]
-    assert _cli.main(["bench", "lightweight_conv", *arguments, "--json", str(file)]) == 0
+    arguments = ["--quick", "--rounds", "1", "--peers", "XLA shift-and-add"]
+    assert on_cpu("lightweight_conv", *arguments, "--json", str(file)) == 0
     found = results.load(file)
     assert {r.direction for r in found.rows} == {"forward", "backward", "value_and_grad"}
     assert set(found.ceilings) > {"copy", "fma float32", "matmul bfloat16", "empty call"}

@@ -88,7 +88,9 @@ class TorchContender:
                 calls.append(functools.partial(self._forward, tensors))
                 continue
             cotangent, *tensors = tensors
-            moving = [tensors[i].requires_grad_() for i in self._direction.wrt]
+            moving = jax.tree.leaves([tensors[i] for i in self._direction.wrt])
+            for tensor in moving:
+                tensor.requires_grad_()
             value = None if self._direction.value else self._function(*tensors)
             calls.append(functools.partial(self._backward, value, tensors, moving, cotangent))
         return calls
@@ -182,12 +184,8 @@ def tolerance(dtype: str, terms: int) -> float:
 def in_float64(function: Function) -> Function:
     """The function of the same arguments, their floating ones in float64 first."""
 
-    def widened(*arguments):
-        return function(
-            *(
-                a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a
-                for a in arguments
-            )
-        )
+    def widen(array):
+        floating = jnp.issubdtype(array.dtype, jnp.floating)
+        return array.astype(jnp.float64) if floating else array
 
-    return widened
+    return lambda *arguments: function(*jax.tree.map(widen, arguments))

@@ -90,7 +90,11 @@ def _times(document: Document, operator: str, rows: list[Row]) -> Grid:
             )
         )
     columns = ("case", "direction", "µs", "±", "GB/s", "TFLOP/s", "limit µs", "of limit")
-    return Grid(f"{operator}: times, and speed-up over each peer", (*columns, *peers), cells)
+    return Grid(
+        f"{operator} ({document.shapes[operator]}): times, and speed-up over each peer",
+        (*columns, *peers),
+        cells,
+    )
 
 
 def _scaling(operator: str, rows: list[Row]) -> Grid:
@@ -290,7 +294,7 @@ def readme_section(document: Document) -> str:
     columns = ("operator", "case", "direction", "limit", "jaxops", "best of XLA", "best of PyTorch")
     cells = [
         (
-            f"`{row.operator}`",
+            f"`{row.operator}` ({document.shapes[row.operator]})",
             row.case,
             row.direction,
             number(figures.limit(document, row)[0]),

@@ -85,6 +85,7 @@ class Document:
       versions: of what took part.
       ceilings: this machine's limits, see `ceilings.measure`.
       absent: peers that were not there, and why.
+      shapes: what the numbers in a case's name are, by operator.
       rows: what was measured.
     """
 
@@ -96,6 +97,7 @@ class Document:
     versions: dict[str, str]
     ceilings: dict[str, float]
     absent: dict[str, str]
+    shapes: dict[str, str]
     rows: list[Row]
 
 

@@ -117,7 +117,7 @@ def _compile(
     for work in works:
         names = (_REFERENCE, OURS, *(peer.name for peer in work.peers))
         tasks += [(work, None, _INPUTS), *itertools.product([work], work.directions, names)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return dict(pool.map(build, tasks))
 
 

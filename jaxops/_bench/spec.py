@@ -150,10 +150,11 @@ class Benchmark:
 
     Attributes:
       operator: the public name, which is also the name of the file.
-      shape: the names of the sizes in a case's shape.
+      shape: the names of the sizes in a case's shape, such as "B,C,T".
       cases: what is timed; no two of the same name.
       directions: what of the operator is timed; cases of the group "scaling" only the first.
-      arguments: called with a case and a random key, returns the operator's arguments; traceable.
+      arguments: called with a case and a random key, returns the operator's arguments, which may be
+        lists of arrays; traceable.
       function: called with a case, returns the operator with the case's options bound.
       reference: the same, exact enough when called in float64 to judge all contenders by.
       peers: what it is timed against.

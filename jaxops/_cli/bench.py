@@ -25,6 +25,7 @@ from jaxops._bench.spec import TARGET_TAG, Benchmark, Peer
 # The CPU comes second to "cuda", as in `demo`: told to look for "cuda" alone, on a machine without
 # a GPU, JAX fails an assertion that says nothing.
 PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu"}
+README = registry.FOLDER.parent / "README.md"
 
 
 class UsageError(Exception):
@@ -107,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         # What can go wrong in the end is tried first: a measurement takes minutes.
+        _refuse_no_folder(args)
         draw = _plotter(args)
         old = results.load(args.compare) if args.compare else None
         document = _read(args) if args.source else _measure(args)
@@ -170,6 +172,7 @@ def _measure(args: argparse.Namespace) -> Document:
         versions=_versions(works),
         ceilings=found,
         absent=absent,
+        shapes={benchmark.operator: benchmark.shape for benchmark in benchmarks},
         rows=rows,
     )
 
@@ -266,6 +269,15 @@ def _refuse_other_device(old: Document, new: Document) -> None:
         )
 
 
+def _refuse_no_folder(args: argparse.Namespace) -> None:
+    pages = [pathlib.Path(args.markdown)] if args.markdown not in (None, "-") else []
+    for file in [*pages, *([args.json] if args.json else [])]:
+        if not file.absolute().parent.is_dir():
+            raise UsageError(f"{file} cannot be written: its folder is not there")
+    if args.update_readme and not README.is_file():
+        raise UsageError(f"--update-readme works in a clone of jaxops: there is no {README}")
+
+
 def _plotter(args: argparse.Namespace):
     if args.plot is None:
         return None
@@ -296,4 +308,4 @@ def _write(args: argparse.Namespace, document: Document, draw) -> None:
         for line in draw(document, args.plot):
             print(line, file=sys.stderr)
     if args.update_readme:
-        report.update_readme(document, registry.FOLDER.parent / "README.md")
+        report.update_readme(document, README)
