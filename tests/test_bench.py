@@ -38,7 +38,7 @@ CEILINGS = {
     "fma float64": 5e9,
     "special float32": 1e8,
     "matmul float32": 1e12,
-    "empty call": 1e-5,
+    "dispatch": 1e-5,
 }
 
 
@@ -76,6 +76,7 @@ def document(*rows, platform="cuda", **changed):
         "ceilings": CEILINGS,
         "absent": {},
         "shapes": {"twice": "N"},
+        "unfinished": 0,
     }
     return Document(**{**fields, **changed}, rows=list(rows))
 
@@ -391,7 +392,7 @@ def machine():
 def test_rows(machine):
     said = []
     works = [runner.Work(TWICE, case, PEERS) for case in TWICE.cases]
-    rows = runner.run(works, machine, said.append)
+    rows = list(runner.run(works, machine, said.append))
     names = ["forward", "backward", "value_and_grad"]
     assert [(r.case, r.direction) for r in rows] == [
         *((case, d) for case in ("(100) f32", "(50) f64") for d in names),
@@ -538,6 +539,18 @@ def test_slower_is_an_exit_code(tmp_path):
     assert _cli.main(["bench", "--from", old, "--compare", new]) == 0
 
 
+def test_an_interrupted_run_keeps_its_rows(only_twice, monkeypatch, tmp_path, capsys):
+    def interrupted(*_):
+        yield row()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", interrupted)
+    assert on_cpu("--json", str(tmp_path / "r.json")) == 1
+    # Two cases in three directions, and two of scaling in one.
+    assert "Interrupted: 7 rows were not measured." in capsys.readouterr().out
+    assert results.load(tmp_path / "r.json").rows == [row()]
+
+
 def test_our_own_failure_is_an_exit_code(only_twice, monkeypatch, capsys):
     wrong = dataclasses.replace(TWICE, function=_thrice)
     monkeypatch.setattr(registry, "load", lambda name: wrong)
@@ -650,6 +663,7 @@ def test_quick_run_of_the_real_thing(tmp_path, capsys):
     assert on_cpu("lightweight_conv", *arguments, "--json", str(file)) == 0
     found = results.load(file)
     assert {r.direction for r in found.rows} == {"forward", "backward", "value_and_grad"}
-    assert set(found.ceilings) > {"copy", "fma float32", "matmul bfloat16", "empty call"}
+    assert set(found.ceilings) > {"copy", "fma float32", "matmul bfloat16", "dispatch"}
+    assert len(found.ceilings) == ceilings.PROBES
     assert all(math.isfinite(c) and c > 0 for c in found.ceilings.values())
     assert np.isfinite([figures.limit(found, r)[0] for r in found.rows]).all()

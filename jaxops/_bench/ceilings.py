@@ -15,11 +15,17 @@ import numpy as np
 from jaxops._bench import contenders
 from jaxops._bench.clock import Batch, Clock
 
-COPY, FMA, MATMUL, SPECIAL, EMPTY_CALL = "copy", "fma", "matmul", "special", "empty call"
-UNITS = {COPY: "B/s", FMA: "FLOP/s", MATMUL: "FLOP/s", SPECIAL: "op/s", EMPTY_CALL: "s"}
+COPY, FMA, MATMUL, SPECIAL, DISPATCH = "copy", "fma", "matmul", "special", "dispatch"
+#: By the first word of a ceiling's name; some have a dtype as their second.
+UNITS = {COPY: "B/s", FMA: "FLOP/s", MATMUL: "FLOP/s", SPECIAL: "op/s", DISPATCH: "s"}
 _ROUNDS = 3
 # Operations an element: enough to hide that it is read and written, and how long one takes.
 _CHAINS, _STEPS = 8, 64
+_FMA_DTYPES = ("float32", "float64")
+# Matrices of the wider dtypes are smaller by this factor: their products take longer.
+_MATMUL_DTYPES = {"float16": 1, "bfloat16": 1, "float32": 2, "float64": 2}
+#: How many ceilings there are.
+PROBES = 3 + len(_FMA_DTYPES) + len(_MATMUL_DTYPES)
 
 
 def measure(clock: Clock, platform: str, quick: bool, report: Callable[[str], None]) -> dict:
@@ -45,17 +51,17 @@ def measure(clock: Clock, platform: str, quick: bool, report: Callable[[str], No
         # XLA's copy also pays for memory that is fresh from the operating system.
         found[COPY] = max(found[COPY], 2 * elements.nbytes / _host_copy_seconds(elements))
     elements = np.linspace(0.5, 1, 2**22 // shrink)
-    for dtype in ("float32", "float64"):
+    for dtype in _FMA_DTYPES:
         work = 2 * _CHAINS * _STEPS * elements.size
         best(f"{FMA} {dtype}", [_multiply_adds], [elements.astype(dtype)], work)
     work = _CHAINS * _STEPS * elements.size
     best(f"{SPECIAL} float32", [_exponentials, _roots], [elements.astype(np.float32)], work)
-    for dtype, wide in (("float16", 1), ("bfloat16", 1), ("float32", 2), ("float64", 2)):
+    for dtype, wide in _MATMUL_DTYPES.items():
         n = (8192 if platform == "cuda" else 2048) // wide // (4 if quick else 1)
         square = np.full((n, n), 0.5, np.float32) + np.eye(n, dtype=np.float32)
         best(f"{MATMUL} {dtype}", [_product], [square.astype(jnp.dtype(dtype))] * 2, 2 * n**3)
-    report(EMPTY_CALL)
-    found[EMPTY_CALL] = _empty_call()
+    report(DISPATCH)
+    found[DISPATCH] = _empty_call()
     return found
 
 

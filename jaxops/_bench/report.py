@@ -49,8 +49,10 @@ def _head(document: Document) -> list[Block]:
         f"Times: {clock[document.platform]}, median of the rounds, ± half their range.",
     ]
     lines += [f"Not there: {name}: {reason}" for name, reason in document.absent.items()]
+    if document.unfinished:
+        lines.append(f"Interrupted: {document.unfinished} rows were not measured.")
     rows = [
-        (name, _si(value, ceilings.UNITS[name.split(" float")[0].split(" bfloat")[0]]))
+        (name, _si(value, ceilings.UNITS[name.split()[0]]))
         for name, value in document.ceilings.items()
     ]
     return [*lines, Grid("ceilings of this machine", ("ceiling", "measured"), rows, left=1)]

@@ -86,6 +86,7 @@ class Document:
       ceilings: this machine's limits, see `ceilings.measure`.
       absent: peers that were not there, and why.
       shapes: what the numbers in a case's name are, by operator.
+      unfinished: how many rows were left when the run was interrupted.
       rows: what was measured.
     """
 
@@ -98,6 +99,7 @@ class Document:
     ceilings: dict[str, float]
     absent: dict[str, str]
     shapes: dict[str, str]
+    unfinished: int
     rows: list[Row]
 
 

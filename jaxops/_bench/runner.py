@@ -83,9 +83,8 @@ Key = tuple[str, str, str]  # the names of a case, of a direction or "", and of 
 _REFERENCE, _INPUTS = "reference", "inputs"
 
 
-def run(works: Sequence[Work], machine: Machine, report: Callable[[str], None]) -> list[Row]:
+def run(works: Sequence[Work], machine: Machine, report: Callable[[str], None]) -> Iterator[Row]:
     """The rows of all cases; `report` is told what is being done, twice for each row."""
-    rows = []
     # Whatever compiles while something is timed would disturb it, so an operator is compiled
     # before it is timed.
     for _, group in itertools.groupby(works, key=lambda work: work.benchmark.operator):
@@ -93,8 +92,9 @@ def run(works: Sequence[Work], machine: Machine, report: Callable[[str], None]) 
         programs = _compile(of_one, machine, report)
         for work in of_one:
             with machine.settings(work.case.dtype):
-                rows += _measure(work, programs, machine, report)
-    return rows
+                # All of them before any is handed out: the settings end here.
+                rows = list(_measure(work, programs, machine, report))
+            yield from rows
 
 
 def _compile(

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, or reads what was measured, and shows it; returns the exit code.
 
     0: measured. 1: our own operator failed or was wrong on a row, or --compare found a row slower
-    beyond the spread. 2: what was asked for cannot be done.
+    beyond the spread, or the run was interrupted. 2: what was asked for cannot be done.
     """
     try:
         # What can go wrong in the end is tried first: a measurement takes minutes.
@@ -118,11 +118,11 @@ def run(args: argparse.Namespace) -> int:
     except (UsageError, ResultsError) as error:
         print(f"jaxops bench: {error}", file=sys.stderr)
         return 2
-    failed = any(row.ours.us is None for row in document.rows)
+    failed = document.unfinished or any(row.ours.us is None for row in document.rows)
     if old is not None:
         changes = figures.compare(old, document)
         failed |= any(change.verdict == "slower" for change in changes)
-    return int(failed)
+    return int(bool(failed))
 
 
 # --- measuring -----------------------------------------------------------------------------------
@@ -149,20 +149,26 @@ def _measure(args: argparse.Namespace) -> Document:
     machine = runner.Machine(platform, device, effort)
     works, absent = _works(benchmarks, args, platform)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    rows, planned = [], sum(len(work.directions) for work in works)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     # Standard output is the report's: the progress goes where messages go.
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         # Every row is reported twice, when it is compiled and when it is timed.
-        steps = len(ceilings.UNITS) + 2 * sum(len(work.directions) for work in works)
-        task = progress.add_task("starting", total=steps)
+        task = progress.add_task("starting", total=ceilings.PROBES + 2 * planned)
 
         def advance(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
         with jax.default_device(device):
             found = ceilings.measure(machine.clock, platform, args.quick, advance)
-        rows = runner.run(works, machine, advance)
+        try:
+            for row in runner.run(works, machine, advance):
+                rows.append(row)
+        except KeyboardInterrupt:
+            # Minutes of measuring are not to be lost; the report says what is missing.
+            if not rows:
+                raise
     return Document(
         command=_command(args),
         date=date,
@@ -172,6 +178,7 @@ def _measure(args: argparse.Namespace) -> Document:
         versions=_versions(works),
         ceilings=found,
         absent=absent,
+        unfinished=planned - len(rows),
         shapes={benchmark.operator: benchmark.shape for benchmark in benchmarks},
         rows=rows,
     )
