@@ -423,7 +423,14 @@ def test_no_reference_no_times(machine):
     (found,) = runner.run([runner.Work(broken, TWICE.cases[-1], PEERS[:1])], machine, print)
     for outcome in found.outcomes.values():
         assert outcome.us is None
-        assert "nothing to compare with: _RefusedError: RuntimeError" in outcome.error
+        assert "nothing to compare with: RuntimeError: does not compile" in outcome.error
+
+
+def test_no_inputs_no_times(machine):
+    broken = dataclasses.replace(TWICE, arguments=lambda case, key: _fails(case))
+    rows = list(runner.run([runner.Work(broken, TWICE.cases[0], PEERS)], machine, print))
+    assert [r.direction for r in rows] == ["forward", "backward", "value_and_grad"]
+    assert {r.ours.error for r in rows} == {"no inputs: RuntimeError: does not compile [here]"}
 
 
 def test_inputs_are_copied_until_they_fill_the_cache():

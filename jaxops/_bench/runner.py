@@ -167,7 +167,20 @@ def _of_direction(inputs: tuple, direction: Direction) -> tuple:
     return (cotangent, *arguments) if direction.wrt else tuple(arguments)
 
 
+class _RefusedError(Exception):
+    """Something is not to be run or timed; the message says why."""
+
+
+def _ready(program: Contender | str) -> Contender:
+    """What has been compiled; where it has not, raises an error that says why."""
+    if isinstance(program, str):
+        raise _RefusedError(program)
+    return program
+
+
 def _message(error: Exception) -> str:
+    if isinstance(error, _RefusedError):
+        return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -179,7 +192,13 @@ def _measure(
     report: Callable[[str], None],
 ) -> Iterator[Row]:
     """The rows of a case."""
-    input_sets = _input_sets(programs[work.case.name, "", _INPUTS], machine.effort)
+    try:
+        input_sets = _input_sets(_ready(programs[work.case.name, "", _INPUTS]), machine.effort)
+    except Exception as error:
+        # Memory may not suffice for the inputs of one case, which should not cost the others.
+        for direction in work.directions:
+            yield _row(work, direction, {OURS: Outcome(error=f"no inputs: {_message(error)}")})
+        return
     for direction in work.directions:
         report(f"timing {work.benchmark.operator} {work.case.name} {direction.name}")
         built = {
@@ -209,7 +228,8 @@ def _outcomes(
     contenders.forget_compiled()
     outcomes, calls = {}, {}
     try:
-        want = _want(built.pop(_REFERENCE), argument_sets[0])
+        reference = _ready(built.pop(_REFERENCE))
+        want = reference.arrays(reference.calls(argument_sets[:1])[0]())
     except Exception as error:
         return {
             name: Outcome(error=f"nothing to compare with: {_message(error)}") for name in built
@@ -219,8 +239,6 @@ def _outcomes(
         try:
             calls[name] = _checked_calls(contender, argument_sets, want, allowed)
             outcomes[name] = Outcome(memory=contender.memory())
-        except _RefusedError as refusal:
-            outcomes[name] = Outcome(error=str(refusal))
         except Exception as error:
             outcomes[name] = Outcome(error=_message(error))
     del want
@@ -232,24 +250,11 @@ def _outcomes(
     }
 
 
-class _RefusedError(Exception):
-    """A contender is not to be timed; the message says why."""
-
-
-def _want(reference: Contender | str, arguments: tuple) -> list[jax.Array]:
-    if isinstance(reference, str):
-        raise _RefusedError(reference)
-    (call,) = reference.calls([arguments])
-    return reference.arrays(call())
-
-
 def _checked_calls(
     contender: Contender | str, argument_sets: Sequence, want: Sequence, allowed: float
 ) -> list[Call]:
     """The calls of a contender, once the first has returned what is wanted."""
-    if isinstance(contender, str):
-        raise _RefusedError(contender)
-    calls = contender.calls(argument_sets)
+    calls = _ready(contender).calls(argument_sets)
     error = contenders.error(contender.arrays(calls[0]()), want)
     if not error <= allowed:  # a NaN is wrong too
         raise _RefusedError(f"wrong values: relative error {error:.2g}, allowed {allowed:.2g}")
