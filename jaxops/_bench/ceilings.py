@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 
 from jaxops._bench import contenders
 from jaxops._bench.clock import Batch, Clock
+from jaxops._bench.spec import normal
 
 COPY, FMA, MATMUL, SPECIAL, DISPATCH = "copy", "fma", "matmul", "special", "dispatch"
 #: By the first word of a ceiling's name; some have a dtype as their second.
@@ -22,7 +22,7 @@ _ROUNDS = 3
 # Operations an element: enough to hide that it is read and written, and how long one takes.
 _CHAINS, _STEPS = 8, 64
 _FMA_DTYPES = ("float32", "float64")
-# Matrices of the wider dtypes are smaller by this factor: their products take longer.
+# Matrices of the wider dtypes are narrower by this factor: their products take longer.
 _MATMUL_DTYPES = {"float16": 1, "bfloat16": 1, "float32": 2, "float64": 2}
 #: How many ceilings there are.
 PROBES = 3 + len(_FMA_DTYPES) + len(_MATMUL_DTYPES)
@@ -31,62 +31,57 @@ PROBES = 3 + len(_FMA_DTYPES) + len(_MATMUL_DTYPES)
 def measure(clock: Clock, platform: str, quick: bool, report: Callable[[str], None]) -> dict:
     """The ceilings by name: bytes, FLOPs or special functions a second, and an empty call's time.
 
-    Each is the best of several rounds. The sizes are those that keep a machine of the platform
-    busy for some milliseconds; `quick` ones are an order smaller. `report` is told what is next.
+    Each is the best of several rounds. Arrays are several times what a cache holds; `quick` ones
+    on a CPU are smaller, which leaves the machine's memory less to do. `report` is told what is
+    next.
     """
-    shrink = (1 if platform == "cuda" else 8) * (8 if quick else 1)
+    shrink = 1 if platform == "cuda" else 64 if quick else 8
     found = {}
 
-    def best(name: str, functions: Sequence[Callable], arguments: Sequence, work: float) -> None:
+    def best(name: str, functions: Sequence[Callable], shapes: Sequence, dtype: str, work: float):
         report(name)
         with jax.enable_x64(True):
-            arguments = [jax.device_put(a) for a in arguments]
-            structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
-            rates = [work / _seconds(clock, f, structs, arguments) for f in functions]
+            # Random, as what is multiplied decides how much power that takes.
+            keys = jax.random.split(jax.random.key(0, impl="rbg"), len(shapes))
+            arguments = [normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+            rates = [work / _seconds(clock, function, arguments) for function in functions]
         found[name] = max(rates)
 
-    elements = np.ones(2**27 // shrink, np.float32)
-    best(COPY, [jnp.copy, jnp.negative], [elements], 2 * elements.nbytes)
+    count = 2**27 // shrink
+    best(COPY, [jnp.copy, jnp.negative], [(count,)], "float32", 2 * 4 * count)
     if platform == "cpu":
         # XLA's copy also pays for memory that is fresh from the operating system.
-        found[COPY] = max(found[COPY], 2 * elements.nbytes / _host_copy_seconds(elements))
-    elements = np.linspace(0.5, 1, 2**22 // shrink)
+        found[COPY] = max(found[COPY], 2 * 4 * count / _host_copy_seconds(count))
+    count = 2**25 // (4 * shrink if platform == "cpu" else 1)
+    work = _CHAINS * _STEPS * count
     for dtype in _FMA_DTYPES:
-        work = 2 * _CHAINS * _STEPS * elements.size
-        best(f"{FMA} {dtype}", [_multiply_adds], [elements.astype(dtype)], work)
-    work = _CHAINS * _STEPS * elements.size
-    best(f"{SPECIAL} float32", [_exponentials, _roots], [elements.astype(np.float32)], work)
-    for dtype, wide in _MATMUL_DTYPES.items():
-        n = (8192 if platform == "cuda" else 2048) // wide // (4 if quick else 1)
-        square = np.full((n, n), 0.5, np.float32) + np.eye(n, dtype=np.float32)
-        best(f"{MATMUL} {dtype}", [_product], [square.astype(jnp.dtype(dtype))] * 2, 2 * n**3)
+        best(f"{FMA} {dtype}", [_multiply_adds], [(count,)], dtype, 2 * work)
+    best(f"{SPECIAL} float32", [_exponentials, _roots], [(count,)], "float32", work)
+    for dtype, narrower in _MATMUL_DTYPES.items():
+        n = (8192 if platform == "cuda" else 512 if quick else 2048) // narrower
+        best(f"{MATMUL} {dtype}", [_product], [(n, n), (n, n)], dtype, 2 * n**3)
     report(DISPATCH)
     found[DISPATCH] = _empty_call()
     return found
 
 
-def _seconds(clock: Clock, function: Callable, structs: Sequence, arguments: Sequence) -> float:
+def _seconds(clock: Clock, function: Callable, arguments: Sequence[jax.Array]) -> float:
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
     contender = contenders.JaxContender(function, structs)
     calls = contender.calls([tuple(arguments)])
     contender.block(calls[0]())
     return min(clock([Batch(contender, calls * 2)] * _ROUNDS)) / 2
 
 
-def _host_copy_seconds(source: np.ndarray) -> float:
-    """The least time of copying an array, all threads of the host at it, to one that is there."""
+def _host_copy_seconds(count: int) -> float:
+    """The least time in which all threads of the host copy `count` float32 to where others were."""
     threads = len(os.sched_getaffinity(0))
-    parts = list(
-        zip(
-            np.array_split(np.empty_like(source), threads),
-            np.array_split(source, threads),
-            strict=True,
-        )
-    )
+    source, target = (np.array_split(np.ones(count, np.float32), threads) for _ in range(2))
     seconds = []
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(_ROUNDS):
             start = time.perf_counter()
-            list(pool.map(lambda part: np.copyto(*part), parts))
+            list(pool.map(np.copyto, target, source))
             seconds.append(time.perf_counter() - start)
     return min(seconds)
 
@@ -105,7 +100,7 @@ def _chains(step: Callable) -> Callable:
 
 _multiply_adds = _chains(lambda x: x * 0.999 + 0.001)
 _exponentials = _chains(lambda x: jnp.exp(-x))
-_roots = _chains(lambda x: jax.lax.rsqrt(x + 1))
+_roots = _chains(lambda x: jax.lax.rsqrt(x + 9))  # of a positive number: x is random
 
 
 def _product(a, b):
@@ -140,5 +135,4 @@ def limit(
     if special:
         seconds[f"{SPECIAL} float32"] = special / ceilings[f"{SPECIAL} float32"]
     name = max(seconds, key=seconds.get)
-    assert math.isfinite(seconds[name])
     return seconds[name], name
