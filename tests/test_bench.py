@@ -298,8 +298,13 @@ class Slept:
 def test_a_profile_without_a_gpu_says_so():
     # The annotations are there; what a device did is not.
     batch = clock.Batch(Slept(), [lambda: None])
-    with pytest.raises(clock.ProfileError, match="only 0 events"):
-        clock.device_seconds([batch, batch])
+    readings = clock.device_seconds([batch, batch])
+    assert len(readings) == 2
+    for reading in readings:
+        assert isinstance(reading, clock.ProfileError)
+        assert "only 0 events" in str(reading)
+    assert "does not show when" in str(clock._seconds([(0, 1)], None))
+    assert clock._seconds([(0, 2)], (0, 5)) == 2e-9
 
 
 def test_wall_clock_waits_for_each_call():
@@ -416,6 +421,28 @@ def test_rows(machine):
         assert re.match("wrong values: relative error 0.5, allowed", errors["wrong"])
     # Two vectors of 100 float32, in and out.
     assert rows[0].ours.memory == 800
+
+
+def test_rows_of_a_gpu(machine, monkeypatch):
+    # The CPU in its place, under a clock that works there: all but the profile.
+    gpu = dataclasses.replace(machine, platform="cuda")
+    monkeypatch.setattr(runner, "device_seconds", clock.wall_seconds)
+    (found,) = runner.run([runner.Work(TWICE, TWICE.cases[-1], PEERS[:2])], gpu, print)
+    assert found.ours.call_us > 0
+    ordinary = dataclasses.replace(found, group="small")
+    titles = [b.title for b in report.blocks(document(ordinary)) if isinstance(b, report.Grid)]
+    assert "twice: µs that a single call takes beyond its time on the device" in titles
+    monkeypatch.undo()
+    # The clock of a GPU finds none, and says so; what it does find keeps its time.
+    seen = [clock.ProfileError("unseen"), 1.0] * 2
+    monkeypatch.setattr(runner, "device_seconds", lambda batches: seen)
+    (half,) = runner.run([runner.Work(TWICE, TWICE.cases[-1], PEERS[:1])], gpu, print)
+    assert half.ours.error == "unseen"
+    assert half.outcomes["XLA product"].us > 0
+    monkeypatch.undo()
+    (lost,) = runner.run([runner.Work(TWICE, TWICE.cases[-1], ())], gpu, print)
+    assert lost.ours.us is None
+    assert "the profile shows nothing that the device did" in lost.ours.error
 
 
 def test_no_reference_no_times(machine):
@@ -618,6 +645,21 @@ def test_an_absent_platform(only_twice, monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", devices)
     assert _cli.main(["bench"]) == 2
     assert "no usable device here. nothing to run on" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU's profile shows them")
+def test_a_ceiling_that_a_profile_does_not_show():
+    with pytest.raises(clock.ProfileError, match="only 0 events"):
+        ceilings._seconds(clock.device_seconds, jnp.negative, [jnp.ones(3, jnp.float32)])
+
+
+def test_no_ceilings(only_twice, monkeypatch, capsys):
+    def unseen(*_):
+        raise clock.ProfileError("nothing seen")
+
+    monkeypatch.setattr(ceilings, "measure", unseen)
+    assert on_cpu("--quick") == 2
+    assert "jaxops bench: nothing seen" in capsys.readouterr().err
 
 
 def test_a_peer_that_is_not_installed(only_twice, monkeypatch, capsys):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._bench import contenders
-from jaxops._bench.clock import Batch, Clock
+from jaxops._bench.clock import Batch, Clock, ProfileError
 from jaxops._bench.spec import normal
 
 COPY, FMA, MATMUL, SPECIAL, DISPATCH = "copy", "fma", "matmul", "special", "dispatch"
@@ -70,7 +70,11 @@ def _seconds(clock: Clock, function: Callable, arguments: Sequence[jax.Array]) -
     contender = contenders.JaxContender(function, structs)
     calls = contender.calls([tuple(arguments)])
     contender.block(calls[0]())
-    return min(clock([Batch(contender, calls * 2)] * _ROUNDS)) / 2
+    readings = clock([Batch(contender, calls * 2)] * _ROUNDS)
+    for reading in readings:
+        if isinstance(reading, ProfileError):
+            raise reading
+    return min(readings) / 2
 
 
 def _host_copy_seconds(count: int) -> float:

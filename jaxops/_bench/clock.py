@@ -34,7 +34,9 @@ class ProfileError(Exception):
     """A profile does not show what was run."""
 
 
-Clock = Callable[[Sequence[Batch]], list[float]]
+Interval = tuple[float, float]
+#: Gives the seconds of each batch, or why it has none.
+Clock = Callable[[Sequence[Batch]], "list[float | ProfileError]"]
 
 
 def wall_seconds(batches: Sequence[Batch]) -> list[float]:
@@ -50,11 +52,10 @@ def wall_seconds(batches: Sequence[Batch]) -> list[float]:
     return seconds
 
 
-def device_seconds(batches: Sequence[Batch]) -> list[float]:
-    """Seconds that the GPU was busy with each batch: its kernels, copies and fills.
+def device_seconds(batches: Sequence[Batch]) -> list[float | ProfileError]:
+    """Seconds that the GPU was busy with each batch, or why the profile does not tell.
 
-    Raises:
-      ProfileError: the profile lacks a batch, or what the device did in it.
+    Busy is with kernels, copies and fills.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -69,18 +70,23 @@ def device_seconds(batches: Sequence[Batch]) -> list[float]:
         (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(file))
     windows, events = read_profile(profile)
-    if sorted(windows) != list(range(len(batches))):
-        raise ProfileError(f"the profile shows {len(windows)} of {len(batches)} batches")
-    return [1e-9 * busy(events, windows[i]) for i in range(len(batches))]
+    return [_seconds(events, windows.get(i)) for i in range(len(batches))]
+
+
+def _seconds(events: Sequence[Interval], window: Interval | None) -> float | ProfileError:
+    # One contender that the profile does not see must not cost the others their times.
+    if window is None:
+        return ProfileError("the profile does not show when the calls were made")
+    try:
+        return 1e-9 * busy(events, window)
+    except ProfileError as error:
+        return error
 
 
 def _run_queued(batch: Batch) -> None:
     for call in batch.calls:
         result = call()
     batch.contender.block(result)
-
-
-Interval = tuple[float, float]
 
 
 def read_profile(profile: Any) -> tuple[dict[int, Interval], list[Interval]]:

@@ -266,11 +266,11 @@ def _time(
 ) -> dict[str, dict[str, Any]]:
     """What an `Outcome` is told of every contender's times; rounds alternate between them."""
     effort = machine.effort
-    batches, rounds, call_us, known = {}, {}, {}, {}
+    batches, rounds, call_us, found = {}, {}, {}, {}
     for name, (contender, calls) in timed.items():
         estimate = ceilings.call_seconds(contender, calls[-1], 1)
         if machine.platform == "cpu" and estimate > effort.contender_seconds:
-            known[name] = _statistics([1e6 * estimate])  # it was the same clock
+            found[name] = _statistics([1e6 * estimate])  # it was the same clock
             continue
         count = int(min(_MOST_CALLS, max(1, effort.batch_seconds // estimate)))
         batches[name] = Batch(contender, list(itertools.islice(itertools.cycle(calls), count)))
@@ -279,23 +279,16 @@ def _time(
         if machine.platform == "cuda":
             call_us[name] = 1e6 * ceilings.call_seconds(contender, calls[0], 5)
     turns = [name for turn in range(effort.rounds) for name in batches if turn < rounds[name]]
-    try:
-        seconds = machine.clock([batches[name] for name in turns])
-    except ProfileError as error:
-        return {name: {"error": str(error)} for name in timed}
-    return known | {
-        name: {
-            "call_us": call_us.get(name),
-            **_statistics(
-                [
-                    1e6 * s / len(batch.calls)
-                    for turn, s in zip(turns, seconds, strict=True)
-                    if turn == name
-                ]
-            ),
-        }
-        for name, batch in batches.items()
-    }
+    readings = machine.clock([batches[name] for name in turns])
+    for name, batch in batches.items():
+        of_one = [r for turn, r in zip(turns, readings, strict=True) if turn == name]
+        unseen = [reading for reading in of_one if isinstance(reading, ProfileError)]
+        if unseen:
+            found[name] = {"error": str(unseen[0])}
+            continue
+        us = [1e6 * seconds / len(batch.calls) for seconds in of_one]
+        found[name] = {"call_us": call_us.get(name), **_statistics(us)}
+    return found
 
 
 def _statistics(us: Sequence[float]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxops._bench import ceilings, contenders, figures, registry, report, results, runner
+from jaxops._bench.clock import ProfileError
 from jaxops._bench.results import Document, ResultsError
 from jaxops._bench.spec import TARGET_TAG, Benchmark, Peer
 
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         if old is not None:
             _refuse_other_device(old, document)
         _write(args, document, draw)
-    except (UsageError, ResultsError) as error:
+    except (UsageError, ResultsError, ProfileError) as error:
         print(f"jaxops bench: {error}", file=sys.stderr)
         return 2
     failed = document.unfinished or any(row.ours.us is None for row in document.rows)
