@@ -18,7 +18,7 @@ import jax
 from jaxops._bench.contenders import Call, Contender
 
 _WINDOW = "jaxops-bench-batch-"
-# Between batches, and so many times what host and device clocks can disagree by.
+# Between batches: half of it is what the clocks of host and device may disagree by.
 _PAUSE = 1e-3
 
 
