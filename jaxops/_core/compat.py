@@ -29,6 +29,7 @@ __all__ = [
     "def_dead_code",
     "exporting",
     "is_undefined_primal",
+    "literal",
     "make_varying",
     "mlir",
     "needs_devices_to_lower",
@@ -66,6 +67,12 @@ def reshard_like(array: jax.Array, like: ShapedArray) -> jax.Array:
     if not any(t == jax.sharding.AxisType.Explicit for t in like.sharding.mesh.axis_types):
         return array
     return jax.sharding.reshard(array, like.sharding)
+
+
+def literal(value):
+    """The number that a traced scalar is known to be while it is traced, else None."""
+    found = getattr(value, "val", None)
+    return found.val if isinstance(found, _core.Literal) else None
 
 
 def exporting(ctx) -> bool:
