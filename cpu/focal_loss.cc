@@ -7,11 +7,13 @@
 #include <vector>
 
 #include "cpu/focal_loss_kernels.h"
+#include "cpu/gradual_underflow.h"
 #include "cpu/isa.h"
 
 namespace jaxops::focal_loss::cpu {
 namespace {
 
+using jaxops::cpu::GradualUnderflow;
 using jaxops::cpu::ParallelFor;
 
 // Logits whose targets and factors are written out at a time: they stay in the L1 cache.
@@ -45,10 +47,14 @@ void* At(void* base, int64_t offset, DType dtype) {
 }
 
 void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<void(int64_t)>& task) {
+  const auto exact_task = [&](int64_t i) {
+    const GradualUnderflow exact;
+    task(i);
+  };
   if (tasks == 1) {
-    task(0);
+    exact_task(0);
   } else if (tasks > 1) {
-    parallel_for(tasks, task);
+    parallel_for(tasks, exact_task);
   }
 }
 

@@ -116,7 +116,7 @@ def sigmoid_focal_loss(
     operands = [
         logits,
         labels,
-        np.arange(call.classes, dtype=np.int32),
+        compat.shard_like_last(np.arange(call.classes, dtype=np.int32), logits),
         call.scale(dtype),
         _stack((gamma, negative, positive), dtype),
         *([] if weight is None else [weight]),
@@ -201,6 +201,7 @@ def softmax_focal_loss(
         jnp.asarray(gamma, dtype),
         options=_RowOptions(rows=labels.ndim, power=_power(gamma)),
     )
+    loss = checkpoint_name(loss, me)  # what the gradients by weights need
     factor = call.row_weight(dtype)
     if alpha is not None:
         scale = _scalar(me, "alpha", alpha) if by_class is None else None
@@ -487,7 +488,7 @@ def _partial_sums(logits, *others, options):
     return [jax.ShapeDtypeStruct((entries, splits), dtype)]
 
 
-#: Elements that are worth a thread block, and the most blocks, which fill the largest devices twice.
+#: Elements that are worth a thread block, and the most blocks: they fill the largest devices twice.
 _SPLIT, _MAX_SPLITS = 2048, 2112
 
 
@@ -527,6 +528,7 @@ _loss_operator = Operator(
 
 @_loss_operator.def_jvp
 def _loss_jvp(primals, tangents, *, options):
+    loss = _loss_operator(*primals, options=options)
     terms = []
     (dlogits,) = rules.live(tangents[:1], 1)
     if dlogits is not None:
@@ -535,7 +537,7 @@ def _loss_jvp(primals, tangents, *, options):
     if _moves(others):
         function = functools.partial(_loss_reference, options=options)
         terms += rules.jvp(function, primals, others)[1]
-    return _loss_operator(*primals, options=options), [sum(terms)]
+    return loss, [sum(terms)]
 
 
 # --- sigmoid: its sum, and the derivative of that -----------------------------------------------
@@ -708,13 +710,14 @@ _row_loss_operator = Operator(
 @_row_loss_operator.def_jvp
 def _row_loss_jvp(primals, tangents, *, options):
     dlogits, _, dgamma = rules.live(tangents, 3)
+    loss = _row_loss_operator(*primals, options=options)
     terms = []
     if dlogits is not None:
         terms += _row_tangent_operator(*primals, dlogits, options=options)
     if dgamma is not None:
         function = functools.partial(_row_loss_reference, options=options)
         terms += rules.jvp(function, primals, _without_logits(tangents))[1]
-    return _row_loss_operator(*primals, options=options), [sum(terms)]
+    return loss, [sum(terms)]
 
 
 def _row_gradient_reference(logits, labels, gamma, ct, *, options):

@@ -56,7 +56,7 @@ def softmax_focal_loss(
 ):
     """-a_y (1 - p_y)^gamma log p_y over softmax(logits); zero where the label is no class."""
     arrays = (alpha, class_weight, sample_weight)
-    dtype = accumulation_dtype(logits, *(a for a in arrays if jnp.ndim(a) and _is_float(a)))
+    dtype = accumulation_dtype(logits, *(a for a in arrays if _is_float(a) and jnp.ndim(a)))
     counted = _counted(labels, ignore_index)
     classes = logits.shape[-1]
     loss = softmax_focal(logits, jnp.where(counted, labels, -1), jnp.asarray(gamma, dtype), dtype)
@@ -100,7 +100,12 @@ def gather_class(values, labels, classes, background):
     known = (labels >= 0) & (labels < classes)
     if not classes:
         return jnp.full(labels.shape, background, values.dtype)
-    return jnp.where(known, values[jnp.where(known, labels, 0)], background)
+    index = jnp.where(known, labels, 0)
+    # On explicit meshes a gather must be told what it makes.
+    sharding = jax.typeof(index).sharding
+    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    taken = values.at[index].get(out_sharding=sharding if explicit else None)
+    return jnp.where(known, taken, background)
 
 
 def row_weight(labels, classes, class_weight, sample_weight, dtype):
@@ -142,6 +147,17 @@ def _softplus_jvp(primals, tangents):
     return softplus(x), sigmoid(x) * dx
 
 
+def _times_right(value, x):
+    """value sigmoid(-x), also where the second underflows and the first makes up for it."""
+    half = jnp.exp(-jnp.where(x >= 0, x, 0) / 2)
+    return jnp.where(x >= 0, value * half * half * sigmoid(x), value * sigmoid(-x))
+
+
+def _capped_softplus(x):
+    """softplus up to where sigmoid(-x), which it is multiplied by, has long been zero."""
+    return jnp.minimum(softplus(x), 1e5)
+
+
 def _finite(x):
     """x with the largest finite number for infinity: what is multiplied by it is zero there."""
     return jnp.minimum(x, jnp.finfo(x.dtype).max)
@@ -167,23 +183,23 @@ def _focal_jvp(primals, tangents):
 @jax.custom_jvp
 def focal_slope(x, gamma):
     """The derivative of `focal` by x."""
-    wrong, right = sigmoid(x), sigmoid(-x)
-    return jnp.exp(gamma * _log_sigmoid(x)) * (gamma * (right * _finite(softplus(x))) + wrong)
+    product = _times_right(_capped_softplus(x), x)
+    return jnp.exp(gamma * _log_sigmoid(x)) * (gamma * product + sigmoid(x))
 
 
 @focal_slope.defjvp
 def _focal_slope_jvp(primals, tangents):
     (x, gamma), (dx, dgamma) = primals, tangents
     slope = focal_slope(x, gamma)
-    by_gamma = jnp.exp(gamma * _log_sigmoid(x)) * sigmoid(-x) * _finite(softplus(x))
+    by_gamma = jnp.exp(gamma * _log_sigmoid(x)) * _times_right(_capped_softplus(x), x)
     return slope, focal_curvature(x, gamma) * dx + (_log_sigmoid(x) * slope + by_gamma) * dgamma
 
 
 def focal_curvature(x, gamma):
     """The second derivative of `focal` by x."""
     wrong, right = sigmoid(x), sigmoid(-x)
-    term = gamma * (gamma * right - wrong) * (right * _finite(softplus(x)))
-    return jnp.exp(gamma * _log_sigmoid(x)) * (term + (2 * gamma + 1) * (wrong * right))
+    term = gamma * (gamma * right - wrong) * _capped_softplus(x) + (2 * gamma + 1) * wrong
+    return _times_right(jnp.exp(gamma * _log_sigmoid(x)) * term, x)
 
 
 def _soft_terms(z, y):
@@ -238,6 +254,18 @@ def softmax_focal(logits, labels, gamma, dtype):
         return jnp.zeros(labels.shape, dtype)
     z = jnp.where(known[..., None], logits, 0).astype(dtype)
     target = labels[..., None] == jnp.arange(classes)
-    others = jax.nn.logsumexp(z, axis=-1, where=~target)
-    lead = others - jnp.where(target, z, 0).sum(-1)
+    lead = _log_sum_exp_of(z, ~target) - jnp.where(target, z, 0).sum(-1)
     return jnp.where(known, focal(lead, gamma), 0)
+
+
+@jax.custom_jvp
+def _log_sum_exp_of(z, chosen):
+    return jax.nn.logsumexp(z, axis=-1, where=chosen)
+
+
+@_log_sum_exp_of.defjvp
+def _log_sum_exp_of_jvp(primals, tangents):
+    (z, chosen), (dz, _) = primals, tangents
+    # The derivative of this softmax is exact where there is but one choice; of none it is nothing.
+    shares = jax.nn.softmax(z, axis=-1, where=chosen) if z.shape[-1] > 1 else jnp.zeros_like(z)
+    return _log_sum_exp_of(z, chosen), (shares * dz).sum(-1)

@@ -139,6 +139,8 @@ def _spec(
             "no classes": functools.partial(arrays, classes=0),
         },
         bad_inputs=_bad_inputs(operator),
+        # Derivatives by anything but logits are XLA's.
+        vjp_bitwise=differentiable == (0,),
         checkpoint_name=operator,
     )
 
@@ -215,8 +217,8 @@ SPECS = (
         differentiable=(0, 2),
         reduced=True,
         extra=lambda row, column: (P(row), P(row)),
-        # The weight of a row is worth the sum over its classes.
-        backward=lambda row, column: {"all-reduce": 1 if column is None else 2},
+        # The sum, and for the weight of a row the sum over its classes.
+        backward=lambda row, column: {"all-reduce": 2 if row and column else 1},
     ),
     _spec(
         "mean, gamma = 1, soft labels",
@@ -240,6 +242,8 @@ SPECS = (
         differentiable=(0, 2),
         reduced=True,
         extra=lambda row, column: (P(row), P()),
+        # The derivatives by the scalars are sums over one axis after the other.
+        backward=lambda row, column: {"all-reduce": 3 if row and column else 1},
     ),
     _spec(
         "rows",
@@ -259,6 +263,6 @@ SPECS = (
         vjp_calls=[_SOFTMAX, f"{_SOFTMAX}_gradient"],
         differentiable=(0, 2),
         reduced=True,
-        extra=lambda row, column: (P(row), P()),
+        extra=lambda row, column: (P(row), P(None)),
     ),
 )
