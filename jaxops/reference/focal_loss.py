@@ -8,6 +8,8 @@ they are exact to rounding over the whole range of the logits.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -149,8 +151,10 @@ def _softplus_jvp(primals, tangents):
 
 def _times_right(value, x):
     """value sigmoid(-x), also where the second underflows and the first makes up for it."""
-    half = jnp.exp(-jnp.where(x >= 0, x, 0) / 2)
-    return jnp.where(x >= 0, value * half * half * sigmoid(x), value * sigmoid(-x))
+    far = x >= 32
+    near = jnp.exp(-jnp.where(x >= 0, jnp.where(far, x - 16, x), 0))
+    tail = value * near * jnp.where(far, math.exp(-16), 1)
+    return jnp.where(x >= 0, tail * sigmoid(x), value * sigmoid(-x))
 
 
 def _capped_softplus(x):
@@ -167,10 +171,28 @@ def _log_sigmoid(x):
     return -_finite(softplus(-x))
 
 
+def _power(x, gamma):
+    """sigmoid(x)^gamma, exact to a few roundings though the exponent may be long."""
+
+    def high(value):
+        bits = jnp.finfo(value.dtype)
+        return jax.lax.reduce_precision(value, bits.nexp, (bits.nmant - 1) // 2)
+
+    # The loss has underflowed long before the bound, which keeps 0 * inf away.
+    log_high, log_low = jnp.clip(x, -2000, 0), -jnp.log1p(jnp.exp(-jnp.abs(x)))
+    product = high(gamma) * high(log_high)
+    rest = (gamma - high(gamma)) * high(log_high) + gamma * (log_high - high(log_high))
+    rest = rest + gamma * log_low
+    total = product + rest
+    back = total - product
+    power = jnp.exp(total)
+    return power + power * ((product - (total - back)) + (rest - back))
+
+
 @jax.custom_jvp
 def focal(x, gamma):
     """sigmoid(x)^gamma softplus(x), the loss when the wrong answer leads by x."""
-    return jnp.exp(gamma * _log_sigmoid(x)) * softplus(x)
+    return _power(x, gamma) * softplus(x)
 
 
 @focal.defjvp
@@ -184,14 +206,14 @@ def _focal_jvp(primals, tangents):
 def focal_slope(x, gamma):
     """The derivative of `focal` by x."""
     product = _times_right(_capped_softplus(x), x)
-    return jnp.exp(gamma * _log_sigmoid(x)) * (gamma * product + sigmoid(x))
+    return _power(x, gamma) * (gamma * product + sigmoid(x))
 
 
 @focal_slope.defjvp
 def _focal_slope_jvp(primals, tangents):
     (x, gamma), (dx, dgamma) = primals, tangents
     slope = focal_slope(x, gamma)
-    by_gamma = jnp.exp(gamma * _log_sigmoid(x)) * _times_right(_capped_softplus(x), x)
+    by_gamma = _power(x, gamma) * _times_right(_capped_softplus(x), x)
     return slope, focal_curvature(x, gamma) * dx + (_log_sigmoid(x) * slope + by_gamma) * dgamma
 
 
@@ -199,7 +221,7 @@ def focal_curvature(x, gamma):
     """The second derivative of `focal` by x."""
     wrong, right = sigmoid(x), sigmoid(-x)
     term = gamma * (gamma * right - wrong) * _capped_softplus(x) + (2 * gamma + 1) * wrong
-    return _times_right(jnp.exp(gamma * _log_sigmoid(x)) * term, x)
+    return _times_right(_power(x, gamma) * term, x)
 
 
 def _soft_terms(z, y):
@@ -266,6 +288,20 @@ def _log_sum_exp_of(z, chosen):
 @_log_sum_exp_of.defjvp
 def _log_sum_exp_of_jvp(primals, tangents):
     (z, chosen), (dz, _) = primals, tangents
-    # The derivative of this softmax is exact where there is but one choice; of none it is nothing.
-    shares = jax.nn.softmax(z, axis=-1, where=chosen) if z.shape[-1] > 1 else jnp.zeros_like(z)
-    return _log_sum_exp_of(z, chosen), (shares * dz).sum(-1)
+    return _log_sum_exp_of(z, chosen), (_softmax_of(z, chosen) * dz).sum(-1)
+
+
+@jax.custom_jvp
+def _softmax_of(z, chosen):
+    largest = jnp.max(z, axis=-1, keepdims=True, where=chosen, initial=jnp.finfo(z.dtype).min)
+    terms = jnp.where(chosen, jnp.exp(jnp.where(chosen, z - largest, 0)), 0)
+    total = terms.sum(-1, keepdims=True)
+    return terms / jnp.where(total == 0, 1, total)
+
+
+@_softmax_of.defjvp
+def _softmax_of_jvp(primals, tangents):
+    (z, chosen), (dz, _) = primals, tangents
+    shares = _softmax_of(z, chosen)
+    # Exactly zero where there is but one choice.
+    return shares, shares * (dz - (shares * dz).sum(-1, keepdims=True))
