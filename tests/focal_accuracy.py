@@ -155,14 +155,16 @@ def main():
     """Prints the table."""
     jax.config.update("jax_enable_x64", True)
     device = jax.devices()[0]
-    print(f"| operator | dtype | gamma | {' | '.join(ORDERS)} |")
-    print("|---|---|---|---|---|---|")
+    print(f"Each cell is {' / '.join(ORDERS)}.\n")
+    print(f"| | {' | '.join(f'γ = {gamma}' for gamma in GAMMAS)} |")
+    print("|---" * (1 + len(GAMMAS)) + "|")
     for function in (sigmoid, softmax):
         for dtype in FLOATS:
+            cells = []
             for gamma in GAMMAS:
                 worst = measure(function, dtype, gamma, device)
-                row = " | ".join(f"{worst[o]:.1f}" for o in ORDERS)
-                print(f"| {function.__name__} | {dtype} | {gamma} | {row} |", flush=True)
+                cells.append(" / ".join(f"{worst[order]:.1f}" for order in ORDERS))
+            print(f"| {function.__name__}, {dtype} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
