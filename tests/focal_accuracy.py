@@ -156,7 +156,7 @@ def main():
     jax.config.update("jax_enable_x64", True)
     device = jax.devices()[0]
     print(f"Each cell is {' / '.join(ORDERS)}.\n")
-    print(f"| | {' | '.join(f'γ = {gamma}' for gamma in GAMMAS)} |")
+    print(f"| | {' | '.join(f'gamma = {gamma}' for gamma in GAMMAS)} |")
     print("|---" * (1 + len(GAMMAS)) + "|")
     for function in (sigmoid, softmax):
         for dtype in FLOATS:

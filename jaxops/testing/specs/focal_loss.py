@@ -22,13 +22,15 @@ def _bad_inputs(operator):
     call = getattr(jaxops, operator)
 
     def bad(name, error, fragments, **options):
+        def called(logits, *_):
+            # Arrays are made JAX's here, not while `check` has yet to make the devices.
+            given = {
+                k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()
+            }
+            return call(logits, np.zeros(logits.shape[:-1], int), **given)
+
         return BadInput(
-            name=name,
-            call=lambda logits, labels, *_: call(
-                logits, np.zeros(logits.shape[:-1], int), **options
-            ),
-            error=error,
-            fragments=(f"{operator}: ", *fragments),
+            name=name, call=called, error=error, fragments=(f"{operator}: ", *fragments)
         )
 
     def bad_labels(name, error, fragments, labels):
@@ -55,8 +57,8 @@ def _bad_inputs(operator):
         bad_labels("too few", ValueError, ("(...,)",), lambda z: np.zeros(z.shape[0] - 1, int)),
         bad_labels("booleans", TypeError, ("got dtype bool",), lambda z: np.zeros(z.shape, bool)),
         bad("negative gamma", ValueError, ("gamma must be", ">= 0", "-1.0"), gamma=-1),
-        bad("integer gamma", TypeError, ("gamma must be", "int32"), gamma=jnp.ones((), jnp.int32)),
-        bad("a gamma for each row", ValueError, ("gamma must be", "(2,)"), gamma=jnp.ones(2)),
+        bad("integer gamma", TypeError, ("gamma must be", "int32"), gamma=np.ones((), np.int32)),
+        bad("a gamma for each row", ValueError, ("gamma must be", "(2,)"), gamma=np.ones(2)),
         bad("weights of other classes", ValueError, ("class_weight",), class_weight=np.ones(99)),
         bad("weights of other rows", ValueError, ("sample_weight",), sample_weight=np.ones(99)),
         bad("an unknown reduction", ValueError, ("reduction must be", "'avg'"), reduction="avg"),
