@@ -9,6 +9,7 @@
 #include <new>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "cpu/lightweight_conv_kernels.h"
 
 namespace jaxops::lightweight_conv::cpu {
@@ -27,16 +28,8 @@ constexpr int64_t kMaxSplits = 128;
 
 const Kernels& BestKernels() {
 #if defined(__x86_64__)
-  // The features are those that the build of each kernel file is allowed to use.
-  static const Kernels& best = []() -> const Kernels& {
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("f16c");
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx2 && avx512) return avx512::kKernels;
-    return avx2 ? avx2::kKernels : baseline::kKernels;
-  }();
+  static const Kernels& best =
+      jaxops::cpu::BestFor(baseline::kKernels, avx2::kKernels, avx512::kKernels);
   return best;
 #else
   return baseline::kKernels;

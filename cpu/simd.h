@@ -49,6 +49,7 @@ struct Simd<float> {
   static constexpr float kExpMin = -104.0f;
   static constexpr float kExpMax = 89.0f;
   static constexpr int kExpDegree = 7;
+  static constexpr int kLogDegree = 8;
 };
 
 template <>
@@ -62,6 +63,7 @@ struct Simd<double> {
   static constexpr double kExpMin = -746.0;
   static constexpr double kExpMax = 710.0;
   static constexpr int kExpDegree = 13;
+  static constexpr int kLogDegree = 17;
 };
 
 template <typename A>
@@ -250,6 +252,19 @@ JAXOPS_ALWAYS_INLINE V Exp(V x) {
   const V scale = BitCast<V>((half + T::kExponentBias) << T::kMantissaBits);
   const V rest = BitCast<V>((power - half + T::kExponentBias) << T::kMantissaBits);
   return series * scale * rest;
+}
+
+// log(1 + x) for x in [0, 1], to two roundings of the result.
+template <typename V>
+JAXOPS_ALWAYS_INLINE V Log1p(V x) {
+  using A = decltype(x[0] + 0);
+  // 2 atanh(s)
+  const V s = x / (x + A(2));
+  const V square = s * s;
+  V series = V{} + A(1) / A(2 * Simd<A>::kLogDegree + 1);
+#pragma GCC unroll 32
+  for (int i = Simd<A>::kLogDegree - 1; i > 0; --i) series = A(1) / A(2 * i + 1) + square * series;
+  return A(2) * (s + s * (square * series));
 }
 
 // Rounds to a float so that rounding once more, to fewer bits, is as good as rounding once.

@@ -9,6 +9,12 @@ namespace jaxops::ffi {
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossGradientCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossSumCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCpu);
 
 }  // namespace jaxops::ffi
 

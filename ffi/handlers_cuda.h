@@ -9,6 +9,12 @@ namespace jaxops::ffi {
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossGradientCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossSumCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCuda);
 
 }  // namespace jaxops::ffi
 

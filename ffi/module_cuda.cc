@@ -12,6 +12,13 @@ nanobind::dict Registrations() {
   handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCuda);
   handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCuda);
   handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCuda);
+  handlers["jaxops_sigmoid_focal_loss"] = Encapsulate(SigmoidFocalLossCuda);
+  handlers["jaxops_sigmoid_focal_loss_gradient"] = Encapsulate(SigmoidFocalLossGradientCuda);
+  handlers["jaxops_sigmoid_focal_loss_sum"] = Encapsulate(SigmoidFocalLossSumCuda);
+  handlers["jaxops_sigmoid_focal_loss_value_and_gradient"] =
+      Encapsulate(SigmoidFocalLossValueAndGradientCuda);
+  handlers["jaxops_softmax_focal_loss"] = Encapsulate(SoftmaxFocalLossCuda);
+  handlers["jaxops_softmax_focal_loss_gradient"] = Encapsulate(SoftmaxFocalLossGradientCuda);
   return handlers;
 }
 

@@ -10,6 +10,7 @@ python scripts/exercise_kernels.py [--platform cuda|cpu]
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 
 import jax
@@ -139,6 +140,115 @@ def exercise(device, dtype, layout, size):
     return compared, wrong
 
 
+# --- focal losses --------------------------------------------------------------------------------
+
+# Classes that fill a thread's accesses and ones that do not, and rows of less than one.
+CLASSES = (1, 3, 16, 80, 91, 1030)
+ROWS = 37
+GAMMAS = (0.0, 0.5, 1.0, 2.0, 5.0)
+
+
+def focal_losses(gammas, z, labels, soft, weight):
+    """Everything that is compared, by name, for each gamma; arguments are batched for vmap."""
+
+    def sigmoid(z, labels, weight, gamma, reduction="sum"):
+        return jaxops.sigmoid_focal_loss(
+            z,
+            labels,
+            gamma=gamma,
+            sample_weight=weight,
+            reduction=reduction,
+            ignore_index=None if jnp.issubdtype(labels.dtype, jnp.floating) else 1,
+        )
+
+    def softmax(z, labels, weight, gamma):
+        return jaxops.softmax_focal_loss(z, labels, gamma=gamma, sample_weight=weight)
+
+    results = {}
+    for gamma in gammas:
+        for name, y in (("hard", labels), ("soft", soft)):
+            sigmoid_of = functools.partial(sigmoid, gamma=gamma)
+            scaled = jax.grad(lambda z, y, w, f=sigmoid_of: 0.5 * f(z, y, w))
+            results[gamma, name] = {
+                "loss": sigmoid_of(z[0], y[0], weight[0], reduction="none"),
+                "both": jax.value_and_grad(sigmoid_of)(z[0], y[0], weight[0]),
+                "scaled gradient": scaled(z[0], y[0], weight[0]),
+                "vmap": jax.vmap(sigmoid_of, (0, 0, None))(z, y, weight[0]),
+            }
+        value, pullback = jax.vjp(lambda z, g=gamma: softmax(z, labels[0], weight[0], g), z[0])
+        results[gamma, "softmax"] = {"loss": value, "gradient": pullback(jnp.ones_like(value))[0]}
+    return results
+
+
+def expected_focal_losses(gammas, z, labels, soft, weight):
+    """The same, in float64."""
+    z, soft, weight = (a.astype(np.float64) for a in (z, soft, weight))
+    classes = z.shape[-1]
+    one_hot = (labels[..., None] == np.arange(classes)).astype(np.float64)
+    counted = (labels != 1)[..., None]
+    p = 1 / (1 + np.exp(-z))
+    e = np.exp(z - z.max(axis=-1, keepdims=True))
+    share = e / e.sum(axis=-1, keepdims=True)
+
+    def sigmoid(y, weight, gamma):
+        entropy = y * np.logaddexp(0, -z) + (1 - y) * np.logaddexp(0, z)
+        wrong = y * (1 - p) + (1 - y) * p
+        factor = (0.25 * y + 0.75 * (1 - y)) * weight * wrong**gamma
+        slope = gamma * (1 - 2 * y) * p * (1 - p) / wrong * entropy + (p - y)
+        return factor * entropy, factor * slope
+
+    results = {}
+    for gamma in gammas:
+        for name, y, w in (
+            ("hard", one_hot, weight[:1, :, None] * counted),
+            ("soft", soft, weight[:1, :, None]),
+        ):
+            loss, slope = sigmoid(y, w, gamma)
+            results[gamma, name] = {
+                "loss": loss[0],
+                "both": (loss[0].sum(), slope[0]),
+                "scaled gradient": 0.5 * slope[0],
+                "vmap": loss.sum(axis=(1, 2)),
+            }
+        hit = (share[0] * one_hot[0]).sum(-1)
+        known = (hit > 0) & (classes > 1)  # of one class the loss is zero
+        py = np.where(known, hit, 0.5)
+        factor = 0.25 * weight[0] * known
+        by_log = (1 - py) ** gamma - gamma * py * np.log(py) * (1 - py) ** (gamma - 1)
+        results[gamma, "softmax"] = {
+            "loss": -factor * (1 - py) ** gamma * np.log(py),
+            "gradient": (factor * by_log)[:, None] * (share[0] - one_hot[0]),
+        }
+    return results
+
+
+def exercise_focal(device, dtype, classes):
+    """Like `exercise`, of the focal losses."""
+    rng = np.random.default_rng(classes)
+    shape = (GROUP, ROWS, classes)
+    z = (2 * rng.normal(size=shape)).astype(jnp.dtype(dtype))
+    labels = rng.integers(-1, classes + 1, shape[:2]).astype(np.int32)
+    soft = rng.uniform(size=shape).astype(jnp.dtype(dtype))
+    weight = rng.uniform(0.5, 2, shape[:2]).astype(jnp.dtype(dtype))
+    arguments = (z, labels, soft, weight)
+    gammas = GAMMAS if dtype != "float64" else GAMMAS[-2:]
+    got = jax.jit(functools.partial(focal_losses, gammas))(*jax.device_put(arguments, device))
+    want = expected_focal_losses(gammas, *arguments)
+
+    wrong = []
+    compared = 0
+    flat, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(got))
+    for (path, a), b in zip(flat, jax.tree.leaves(want), strict=True):
+        compared += 1
+        error = np.max(np.abs(np.asarray(a, np.float64) - b)) / max(np.max(np.abs(b)), 1e-3)
+        if not error <= 2 * tolerance(dtype):
+            wrong.append(
+                f"{dtype}, C={classes}, {jax.tree_util.keystr(path)}: error {error:.1e}, "
+                f"at most {2 * tolerance(dtype):.1e}"
+            )
+    return compared, wrong
+
+
 def main() -> int:
     """Returns 1 when a result is not the expected one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -150,6 +260,10 @@ def main() -> int:
     compared, wrong = 0, []
     for dtype, layout, size in itertools.product(DTYPES, LAYOUTS, SIZES):
         count, found = exercise(device, dtype, layout, size)
+        compared += count
+        wrong += found
+    for dtype, classes in itertools.product(DTYPES, CLASSES):
+        count, found = exercise_focal(device, dtype, classes)
         compared += count
         wrong += found
     for line in wrong:

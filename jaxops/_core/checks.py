@@ -13,19 +13,31 @@ import numpy as np
 FLOATS = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 
 
-def float_array(function: str, argument: str, value: Any, rank: int, shape: str) -> jax.Array:
-    """`value` as an array of `rank` dimensions and one of the four float dtypes."""
+def array(function: str, argument: str, value: Any, shape: str) -> jax.Array | np.ndarray:
+    """`value` as an array, left to NumPy where it is not JAX's."""
+    _check_kind(function, argument, value, shape)
+    return value if isinstance(value, jax.Array) else np.asarray(value)
+
+
+def _check_kind(function, argument, value, shape):
     if not isinstance(value, (jax.Array, np.ndarray, np.generic, float, int, list, tuple)):
         raise TypeError(
             f"{function}: {argument} must be an array of shape {shape}, got {type(value).__name__}"
         )
+
+
+def float_array(
+    function: str, argument: str, value: Any, rank: int | None, shape: str
+) -> jax.Array:
+    """`value` as an array of `rank` dimensions, None for any, and one of the four float dtypes."""
+    _check_kind(function, argument, value, shape)
     array = jnp.asarray(value)
     if array.dtype not in FLOATS:
         raise TypeError(
             f"{function}: {argument} must have dtype float16, bfloat16, float32 or float64, "
             f"got {array.dtype}"
         )
-    if array.ndim != rank:
+    if rank is not None and array.ndim != rank:
         raise ValueError(
             f"{function}: {argument} must have shape {shape}, which has {rank} dimensions, "
             f"got shape {array.shape}"
@@ -42,15 +54,17 @@ def choice(function: str, argument: str, value: Any, choices: Collection[Any]) -
     return value
 
 
-def integer(function: str, argument: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` as an int in [low, high]."""
+def integer(
+    function: str, argument: str, value: Any, low: int | None = None, high: int | None = None
+) -> int:
+    """`value` as an int in [low, high]; None is no bound."""
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{function}: {argument} must be a static integer, got {value!r}") from None
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{function}: {argument} must be a static integer, got {value!r}")
-    if number < low or (high is not None and number > high):
+    if (low is not None and number < low) or (high is not None and number > high):
         bound = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{function}: {argument} must be {bound}, got {number}")
     return number

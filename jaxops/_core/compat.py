@@ -29,12 +29,14 @@ __all__ = [
     "def_dead_code",
     "exporting",
     "is_undefined_primal",
+    "literal",
     "make_varying",
     "mlir",
     "needs_devices_to_lower",
     "partitions",
     "reshard_like",
     "run_eagerly",
+    "shard_like_last",
     "varying_axes",
     "with_output_sharding",
     "without_mesh",
@@ -66,6 +68,21 @@ def reshard_like(array: jax.Array, like: ShapedArray) -> jax.Array:
     if not any(t == jax.sharding.AxisType.Explicit for t in like.sharding.mesh.axis_types):
         return array
     return jax.sharding.reshard(array, like.sharding)
+
+
+def literal(value):
+    """The number that a traced scalar is known to be while it is traced, else None."""
+    found = getattr(value, "val", None)
+    return found.val if isinstance(found, _core.Literal) else None
+
+
+def shard_like_last(vector, like: jax.Array):
+    """On explicit meshes, `vector` sharded like the last dimension of `like`."""
+    sharding = jax.typeof(like).sharding
+    if not any(t == jax.sharding.AxisType.Explicit for t in sharding.mesh.axis_types):
+        return vector
+    last = jax.sharding.PartitionSpec(sharding.spec[-1])
+    return jax.sharding.reshard(vector, jax.sharding.NamedSharding(sharding.mesh, last))
 
 
 def exporting(ctx) -> bool:

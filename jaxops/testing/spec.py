@@ -79,6 +79,8 @@ class OperatorSpec:
       padded_reach: for an argument that may be multiplied by the zeros beyond the edge of another,
         what a NaN in one entry then reaches: called as reach(index, *arguments), it returns masks
         of the results and of the gradients.
+      vjp_bitwise: whether gradients are the same bit for bit in different programs; not those that
+        XLA computes, as it fuses them with what is around.
       checkpoint_name: the name that `jax.checkpoint` policies may save the result by.
     """
 
@@ -99,6 +101,7 @@ class OperatorSpec:
     empty: Mapping[str, MakeArguments] = dataclasses.field(default_factory=dict)
     bad_inputs: tuple[BadInput, ...] = ()
     padded_reach: Mapping[int, Callable[..., Sequence]] = dataclasses.field(default_factory=dict)
+    vjp_bitwise: bool = True
     checkpoint_name: str | None = None
 
     def __str__(self) -> str:

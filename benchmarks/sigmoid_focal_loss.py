@@ -1,0 +1,179 @@
+"""sigmoid_focal_loss, a mean over rows, against XLA and PyTorch. Shapes are (rows, classes)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
+
+import jaxops
+
+
+def focal(group, shape, dtypes, *, gamma=2.0, target=False, **options):
+    return cases(group, shape, dtypes, gamma=gamma, target=target, **options)
+
+
+# fmt: off
+CASES = [
+    # DETR's 900 queries, and SSD's anchors, of COCO's classes.
+    *focal("small", (900, 91), "float32"),
+    *focal("small", (14_400, 91), "float32", target=True),
+    *focal("small", (8_732, 80), ["bfloat16", "float16"]),
+    # RetinaNet's anchors of one image, and of a batch of 8.
+    *focal("typical", (191_772, 80), ["float32", "bfloat16", "float16"]),
+    *focal("typical", (191_772, 80), "float32", gamma=[0.0, 0.5, 1.0, 5.0]),
+    *focal("large", (1_534_176, 80), "float32", target=True),
+    *focal("large", (1_534_176, 80), ["bfloat16", "float16"]),
+    *focal("large", (1_534_176, 91), ["float32", "bfloat16"]),
+    *focal("large", (60_000_000, 1), ["float32", "bfloat16"]),
+    *focal("odd", (1_000_003, 7), "float32"),
+    *focal("odd", (100_003, 365), ["float32", "bfloat16"]),
+    *focal("odd", (50_001, 1_203), "float32"),
+    *focal("odd", (191_772, 80), "float64"),
+]
+# fmt: on
+for rows in (2**n for n in range(6, 21, 2)):
+    CASES += focal("scaling", (rows, 80), "float32")
+
+
+class OfTraining(Direction):
+    """With a cotangent of one, as a training loss has: known when the program is compiled."""
+
+    def of(self, function):
+        if not self.wrt:
+            return function
+
+        def with_gradient(cotangent, *arguments):
+            del cotangent
+            value, gradients = jax.value_and_grad(function, argnums=self.wrt)(*arguments)
+            return (value, *gradients) if self.value else gradients
+
+        return with_gradient
+
+
+DIRECTIONS = (
+    OfTraining("forward", True, ()),
+    OfTraining("backward", False, (0,)),
+    OfTraining("value_and_grad", True, (0,)),
+)
+
+
+def arguments(case, key):
+    rows, classes = case.shape
+    of_logits, of_labels = jax.random.split(key)
+    # As in detection, most rows are background.
+    labels = jax.random.randint(of_labels, (rows,), -9 * classes, classes)
+    return normal(of_logits, (rows, classes), case.dtype), jnp.maximum(labels, -1)
+
+
+def ours(case):
+    def function(logits, labels):
+        return jaxops.sigmoid_focal_loss(
+            logits, labels, gamma=case.options["gamma"], reduction="mean"
+        )
+
+    return function
+
+
+def by_iota(case):
+    """Labels are compared with an iota, so that XLA makes no one-hot array."""
+    gamma = case.options["gamma"]
+
+    def function(logits, labels):
+        z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        target = labels[:, None] == jnp.arange(z.shape[1])
+        x = jnp.where(target, -z, z)
+        factor = jnp.where(target, 0.25, 0.75)
+        power = jnp.exp(-gamma * jax.nn.softplus(-x))
+        return jnp.sum(factor * power * jax.nn.softplus(x)) / z.shape[0]
+
+    return function
+
+
+def by_optax(case):
+    import optax
+
+    def function(logits, labels):
+        z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        one_hot = jax.nn.one_hot(labels, z.shape[1], dtype=z.dtype)
+        loss = optax.losses.sigmoid_focal_loss(z, one_hot, alpha=0.25, gamma=case.options["gamma"])
+        return loss.sum() / z.shape[0]
+
+    return function
+
+
+def with_unit_gradient(function):
+    """A PyTorch loss whose cotangent is one, whatever the caller says."""
+    import torch
+
+    class One(torch.autograd.Function):
+        @staticmethod
+        def forward(context, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(context, cotangent):
+            return torch.ones_like(cotangent)
+
+    return lambda *arguments: One.apply(function(*arguments))
+
+
+def torch_loss(case):
+    import torch
+
+    gamma = case.options["gamma"]
+
+    def function(logits, labels):
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        target = labels[:, None] == torch.arange(z.shape[1], device=z.device)
+        target = target.to(z.dtype)
+        entropy = torch.nn.functional.binary_cross_entropy_with_logits(z, target, reduction="none")
+        p = torch.sigmoid(z)
+        wrong = p * (1 - target) + (1 - p) * target
+        factor = 0.25 * target + 0.75 * (1 - target)
+        return (factor * wrong**gamma * entropy).sum() / z.shape[0]
+
+    return function
+
+
+def torch_eager(case):
+    return with_unit_gradient(torch_loss(case))
+
+
+def torch_compiled(case):
+    import torch
+
+    return with_unit_gradient(torch.compile(torch_loss(case), dynamic=False, fullgraph=True))
+
+
+def cost(case: Case, direction: Direction) -> Cost:
+    rows, classes = case.shape
+    passes = 1 if direction.name == "forward" else 2
+    return Cost(
+        bytes=passes * rows * classes * jnp.dtype(case.dtype).itemsize + 4 * rows,
+        special=2 * rows * classes,
+    )
+
+
+def terms(case: Case, direction: Direction) -> int:
+    rows, classes = case.shape
+    return 8 if direction.wrt else rows * classes
+
+
+BENCHMARK = Benchmark(
+    operator="sigmoid_focal_loss",
+    shape="rows,classes",
+    cases=CASES,
+    directions=DIRECTIONS,
+    arguments=arguments,
+    function=ours,
+    reference=by_iota,
+    peers=(
+        Peer("XLA, iota", by_iota),
+        Peer("optax", by_optax),
+        Peer("torch", torch_eager, torch=True),
+        Peer("torch.compile", torch_compiled, torch=True, costly=True),
+    ),
+    cost=cost,
+    terms=terms,
+)

@@ -1,0 +1,88 @@
+"""softmax_focal_loss, a mean over rows, against XLA and PyTorch. Shapes are (rows, classes)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, directions, normal
+
+import jaxops
+
+# fmt: off
+CASES = [
+    *cases("small", (900, 91), "float32"),
+    *cases("typical", (191_772, 80), ["float32", "bfloat16"]),
+    *cases("typical", (65_536, 1_000), ["float32", "bfloat16"]),
+    *cases("large", (1_534_176, 80), ["float32", "bfloat16"]),
+    *cases("large", (8_192, 32_000), ["float32", "bfloat16"]),
+    *cases("odd", (1_000_003, 7), "float32"),
+    *cases("odd", (50_001, 1_203), "float32"),
+]
+# fmt: on
+for rows in (2**n for n in range(6, 21, 2)):
+    CASES += cases("scaling", (rows, 80), "float32")
+
+
+def arguments(case, key):
+    rows, classes = case.shape
+    of_logits, of_labels = jax.random.split(key)
+    labels = jax.random.randint(of_labels, (rows,), 0, classes)
+    return normal(of_logits, (rows, classes), case.dtype), labels
+
+
+def ours(case):
+    del case
+    return lambda logits, labels: jaxops.softmax_focal_loss(logits, labels, reduction="mean")
+
+
+def by_log_softmax(case):
+    del case
+
+    def function(logits, labels):
+        z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(z), labels[:, None], axis=1)
+        return jnp.mean(-0.25 * jnp.square(1 - jnp.exp(log_p)) * log_p)
+
+    return function
+
+
+def torch_loss(case):
+    import torch
+
+    def function(logits, labels):
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        entropy = torch.nn.functional.cross_entropy(z, labels.long(), reduction="none")
+        return (0.25 * (1 - torch.exp(-entropy)) ** 2 * entropy).mean()
+
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def cost(case: Case, direction: Direction) -> Cost:
+    rows, classes = case.shape
+    passes = 1 if direction.name == "forward" else 2
+    return Cost(
+        bytes=passes * rows * classes * jnp.dtype(case.dtype).itemsize + 4 * rows,
+        special=rows * classes,
+    )
+
+
+def terms(case: Case, direction: Direction) -> int:
+    rows, classes = case.shape
+    return classes if direction.wrt else rows * classes
+
+
+BENCHMARK = Benchmark(
+    operator="softmax_focal_loss",
+    shape="rows,classes",
+    cases=CASES,
+    directions=directions(0),
+    arguments=arguments,
+    function=ours,
+    reference=by_log_softmax,
+    peers=(
+        Peer("XLA", by_log_softmax),
+        Peer("torch.compile", torch_loss, torch=True, costly=True),
+    ),
+    cost=cost,
+    terms=terms,
+)

@@ -1,0 +1,77 @@
+// What the focal loss kernels of every platform are asked to compute.
+//
+// With x how far the wrong answer leads (the logit of a class that is not the target, its negative
+// for the target, and for a softmax the log-sum-exp of the other logits minus that of the label),
+//
+//   loss(x)  = sigmoid(x)^gamma softplus(x)
+//   slope(x) = sigmoid(x)^gamma (gamma sigmoid(-x) softplus(x) + sigmoid(x))
+//
+// which are sums of positive terms: computed from exp(-|x|) they are exact to a few roundings for
+// every x.
+#ifndef JAXOPS_COMMON_FOCAL_LOSS_H_
+#define JAXOPS_COMMON_FOCAL_LOSS_H_
+
+#include <cstdint>
+
+#include "common/batch.h"
+#include "common/types.h"
+
+namespace jaxops::focal_loss {
+
+// Exponents that need no exponential, by the codes that Python sends.
+enum class Power : int32_t { kAny, kZero, kHalf, kOne, kTwo };
+
+// Each batch entry has `rows` rows of `classes` logits. Scalars and weights are of the arithmetic
+// type, f64 for f64 logits and f32 for the others.
+struct Sigmoid {
+  enum Operand {
+    kLogits,
+    kLabels,
+    kClassIds,
+    kScale,
+    kParameters,
+    kWeight,
+    kElements,
+    kSum,
+    kOperands
+  };
+
+  int64_t rows;
+  int64_t classes;
+  BatchMap<kOperands> batch;
+  DType dtype;  // of logits and elementwise results
+  Power power;
+  bool soft;          // labels are targets of each logit rather than classes
+  DType label_dtype;  // of soft labels: that of logits, or the arithmetic type
+  bool has_ignored;   // rows of label `ignored` are zero, whatever their logits
+  int32_t ignored;
+  const void* logits;
+  const void* labels;        // int32 (rows,), or soft (rows, classes)
+  const int32_t* class_ids;  // (classes,), consecutive: the class of each logit
+  const void* scale;         // (), factor of all results
+  const void* parameters;    // (3,): gamma, factor of negative targets, of positive ones
+  const void* weight;        // (rows,), null: none
+  void* loss;                // elementwise; null: not wanted
+  void* gradient;            // elementwise; null: not wanted
+  void* sum;                 // of the loss, a scalar of the arithmetic type; null: not wanted
+};
+
+struct Softmax {
+  enum Operand { kLogits, kLabels, kGamma, kCotangent, kResult, kOperands };
+
+  int64_t rows;
+  int64_t classes;
+  BatchMap<kOperands> batch;
+  DType dtype;  // of logits and gradient
+  Power power;
+  const void* logits;
+  const int32_t* labels;  // (rows,); outside [0, classes) a row has loss and gradient zero
+  const void* gamma;      // ()
+  const void* cotangent;  // (rows,), factor of the gradient
+  void* loss;             // (rows,) of the arithmetic type; null: not wanted
+  void* gradient;         // (rows, classes); null: not wanted
+};
+
+}  // namespace jaxops::focal_loss
+
+#endif  // JAXOPS_COMMON_FOCAL_LOSS_H_

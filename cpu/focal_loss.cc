@@ -1,0 +1,212 @@
+#include "cpu/focal_loss.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "cpu/focal_loss_kernels.h"
+#include "cpu/gradual_underflow.h"
+#include "cpu/isa.h"
+
+namespace jaxops::focal_loss::cpu {
+namespace {
+
+using jaxops::cpu::GradualUnderflow;
+using jaxops::cpu::ParallelFor;
+
+// Logits whose targets and factors are written out at a time: they stay in the L1 cache.
+constexpr int64_t kTile = 1024;
+
+// Logits that make a task long beside what it costs to hand it to a thread.
+constexpr int64_t kTask = 16 * kTile;
+
+// Vector loads may reach this far past the end of an array.
+constexpr int64_t kMaxLanes = 16;
+
+const Kernels& BestKernels() {
+#if defined(__x86_64__)
+  static const Kernels& best =
+      jaxops::cpu::BestFor(baseline::kKernels, avx2::kKernels, avx512::kKernels);
+  return best;
+#else
+  return baseline::kKernels;
+#endif
+}
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t SizeOf(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
+
+const void* At(const void* base, int64_t offset, DType dtype) {
+  return static_cast<const std::byte*>(base) + offset * SizeOf(dtype);
+}
+void* At(void* base, int64_t offset, DType dtype) {
+  return base == nullptr ? nullptr : static_cast<std::byte*>(base) + offset * SizeOf(dtype);
+}
+
+void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<void(int64_t)>& task) {
+  const auto exact_task = [&](int64_t i) {
+    const GradualUnderflow exact;
+    task(i);
+  };
+  if (tasks == 1) {
+    exact_task(0);
+  } else if (tasks > 1) {
+    parallel_for(tasks, exact_task);
+  }
+}
+
+// One batch entry; A is the arithmetic type.
+template <typename A>
+class SigmoidEntry {
+ public:
+  SigmoidEntry(const Sigmoid& args, int64_t entry)
+      : args_(args),
+        logits_(args.batch.Offset(entry, Sigmoid::kLogits)),
+        labels_(args.batch.Offset(entry, Sigmoid::kLabels)),
+        elements_(args.batch.Offset(entry, Sigmoid::kElements)) {
+    if (args.weight != nullptr) {
+      weight_ = static_cast<const A*>(args.weight) + args.batch.Offset(entry, Sigmoid::kWeight);
+    }
+    if (args.classes > 0) {
+      first_class_ = args.class_ids[args.batch.Offset(entry, Sigmoid::kClassIds)];
+    }
+    scale_ = static_cast<const A*>(args.scale)[args.batch.Offset(entry, Sigmoid::kScale)];
+    parameters_ =
+        static_cast<const A*>(args.parameters) + args.batch.Offset(entry, Sigmoid::kParameters);
+  }
+
+  // Computes elements [begin, end) and returns the sum of their losses.
+  double Compute(const Kernels& kernels, int64_t begin, int64_t end) const {
+    A target[kTile + kMaxLanes], factor[kTile + kMaxLanes];
+    double total = 0;
+    for (int64_t tile = begin; tile < end; tile += kTile) {
+      const int64_t tile_end = std::min(tile + kTile, end);
+      const A* targets = args_.soft ? SoftTargets(kernels, tile, tile_end, target) : target;
+      FillRows(tile, tile_end, target, factor);
+      Elements elements = {};
+      elements.dtype = args_.dtype;
+      elements.power = args_.power;
+      elements.gamma = parameters_[0];
+      elements.negative = parameters_[1];
+      elements.positive = parameters_[2];
+      elements.count = tile_end - tile;
+      elements.logits = At(args_.logits, logits_ + tile, args_.dtype);
+      elements.soft = args_.soft;
+      elements.target = targets;
+      elements.factor = factor;
+      elements.loss = At(args_.loss, elements_ + tile, args_.dtype);
+      elements.gradient = At(args_.gradient, elements_ + tile, args_.dtype);
+      double sum = 0;
+      elements.sum = args_.sum == nullptr ? nullptr : &sum;
+      kernels.elements(elements);
+      total += sum;
+    }
+    return total;
+  }
+
+ private:
+  const A* SoftTargets(const Kernels& kernels, int64_t begin, int64_t end, A* target) const {
+    const int64_t count = end - begin;
+    const void* from = At(args_.labels, labels_ + begin, args_.label_dtype);
+    if (args_.label_dtype == DType::kF64) {
+      std::copy_n(static_cast<const double*>(from), count, target);
+    } else {
+      kernels.widen({args_.label_dtype, count, from, target});
+    }
+    std::fill_n(target + count, kMaxLanes, A(0));
+    return target;
+  }
+
+  // Writes out the factors of elements [begin, end), and the targets of hard labels.
+  void FillRows(int64_t begin, int64_t end, A* target, A* factor) const {
+    const int32_t* labels = static_cast<const int32_t*>(args_.labels) + labels_;
+    for (int64_t at = begin; at < end;) {
+      const int64_t row = at / args_.classes;
+      const int64_t stop = std::min(end, (row + 1) * args_.classes);
+      const A weight = weight_ == nullptr ? scale_ : scale_ * weight_[row];
+      std::fill(factor + (at - begin), factor + (stop - begin), weight);
+      if (!args_.soft) {
+        const bool ignored = args_.has_ignored && labels[row] == args_.ignored;
+        std::fill(target + (at - begin), target + (stop - begin), A(ignored ? kIgnored : 0));
+        const int64_t hit = row * args_.classes + (int64_t{labels[row]} - first_class_);
+        if (!ignored && hit >= at && hit < stop) target[hit - begin] = A(1);
+      }
+      at = stop;
+    }
+    std::fill_n(factor + (end - begin), kMaxLanes, A(0));
+    if (!args_.soft) std::fill_n(target + (end - begin), kMaxLanes, A(kIgnored));
+  }
+
+  const Sigmoid& args_;
+  int64_t logits_;
+  int64_t labels_;
+  int64_t elements_;
+  const A* weight_ = nullptr;
+  int64_t first_class_ = 0;
+  A scale_;
+  const A* parameters_;
+};
+
+template <typename A>
+void RunSigmoidAs(const Sigmoid& args, const ParallelFor& parallel_for) {
+  const int64_t entries = args.batch.size();
+  const int64_t size = args.rows * args.classes;
+  const int64_t splits = CeilDiv(size, kTask);
+  std::vector<double> sums(args.sum == nullptr ? 0 : entries * splits);
+  Run(entries * splits, parallel_for, [&](int64_t task) {
+    const int64_t begin = task % splits * kTask;
+    const SigmoidEntry<A> entry(args, task / splits);
+    const double sum = entry.Compute(BestKernels(), begin, std::min(size, begin + kTask));
+    if (args.sum != nullptr) sums[task] = sum;
+  });
+  if (args.sum == nullptr) return;
+  for (int64_t i = 0; i < entries; ++i) {
+    double total = 0;
+    for (int64_t split = 0; split < splits; ++split) total += sums[i * splits + split];
+    static_cast<A*>(args.sum)[args.batch.Offset(i, Sigmoid::kSum)] = static_cast<A>(total);
+  }
+}
+
+}  // namespace
+
+void RunSigmoid(const Sigmoid& args, const ParallelFor& parallel_for) {
+  if (args.dtype == DType::kF64) {
+    RunSigmoidAs<double>(args, parallel_for);
+  } else {
+    RunSigmoidAs<float>(args, parallel_for);
+  }
+}
+
+void RunSoftmax(const Softmax& args, const ParallelFor& parallel_for) {
+  const Kernels& kernels = BestKernels();
+  const int64_t task_rows =
+      std::max<int64_t>(kMaxLanes, kTask / std::max<int64_t>(1, args.classes));
+  const int64_t splits = CeilDiv(args.rows, task_rows);
+  const DType arithmetic = args.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  Run(args.batch.size() * splits, parallel_for, [&](int64_t task) {
+    const int64_t entry = task / splits;
+    const int64_t begin = task % splits * task_rows;
+    const auto offset = [&](Softmax::Operand operand) { return args.batch.Offset(entry, operand); };
+    const void* gamma = At(args.gamma, offset(Softmax::kGamma), arithmetic);
+    Rows rows = {};
+    rows.dtype = args.dtype;
+    rows.power = args.power;
+    rows.gamma = arithmetic == DType::kF64 ? *static_cast<const double*>(gamma)
+                                           : *static_cast<const float*>(gamma);
+    rows.rows = std::min(task_rows, args.rows - begin);
+    rows.classes = args.classes;
+    rows.logits = At(args.logits, offset(Softmax::kLogits) + begin * args.classes, args.dtype);
+    rows.labels = args.labels + offset(Softmax::kLabels) + begin;
+    if (args.cotangent != nullptr) {
+      rows.cotangent = At(args.cotangent, offset(Softmax::kCotangent) + begin, arithmetic);
+    }
+    rows.loss = At(args.loss, offset(Softmax::kResult) + begin, arithmetic);
+    rows.gradient = At(args.gradient, offset(Softmax::kResult) + begin * args.classes, args.dtype);
+    kernels.rows(rows);
+  });
+}
+
+}  // namespace jaxops::focal_loss::cpu

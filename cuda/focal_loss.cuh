@@ -1,0 +1,229 @@
+// The functions of one logit that both focal losses are made of.
+//
+// In f32 an element costs two operations of the special function unit, one exponential and one
+// reciprocal; the logarithm is a polynomial because that unit's is inaccurate near 1. All hold a
+// relative error of a few roundings where the result is a normal number.
+#ifndef JAXOPS_CUDA_FOCAL_LOSS_CUH_
+#define JAXOPS_CUDA_FOCAL_LOSS_CUH_
+
+#include <algorithm>
+#include <cfloat>
+
+#include "common/focal_loss.h"
+#include "cuda/numeric.cuh"
+
+namespace jaxops::focal_loss::cuda {
+
+using jaxops::cuda::Accumulator;
+using jaxops::cuda::DispatchBool;
+using jaxops::cuda::DispatchFloat;
+using jaxops::cuda::LoadPack;
+using jaxops::cuda::Narrow;
+using jaxops::cuda::Pack;
+using jaxops::cuda::Widen;
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWarp = 32;
+
+// Elements of one 16-byte access.
+template <typename T>
+inline constexpr int kPackElements = 16 / sizeof(T);
+
+inline constexpr float kLog2E = 0x1.715476p+0f;
+// log(2) in two parts.
+inline constexpr float kLn2High = 0x1.62e430p-1f;
+inline constexpr float kLn2Low = -0x1.05c610p-29f;
+
+// Where the loss has underflowed, for every type and however small gamma is.
+inline constexpr int kFar = 2000;
+
+__device__ __forceinline__ float Exp2Flushed(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Of x in [1, 2^126].
+__device__ __forceinline__ float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ double Reciprocal(double x) { return 1 / x; }
+
+// exp(x) for x <= 0. The multiplication by log2(e) rounds the exponent, which a long one magnifies:
+// what it lost comes back as a factor. Subnormal results cost three instructions more, or are 0.
+template <bool kSubnormal>
+__device__ __forceinline__ float ExpOfNegative(float x) {
+  const float exponent = x * kLog2E;
+  const float lost = fmaf(exponent, -kLn2High, x);
+  const float power = kSubnormal ? Exp2(exponent) : Exp2Flushed(exponent);
+  // An infinite x loses everything, but then there is nothing to multiply.
+  return power == 0 ? power : fmaf(power, lost, power);
+}
+template <bool kSubnormal>
+__device__ __forceinline__ double ExpOfNegative(double x) {
+  return exp(x);
+}
+
+// log(1 + x) for x in [0, 1]: x times a polynomial with a relative error of 3.4e-8.
+__device__ __forceinline__ float Log1p(float x, float plus) {
+  float p = 0x1.5fa0dap-8f;
+  p = fmaf(p, x, -0x1.eca398p-6f);
+  p = fmaf(p, x, 0x1.44707ap-4f);
+  p = fmaf(p, x, -0x1.19af8ep-3f);
+  p = fmaf(p, x, 0x1.884554p-3f);
+  p = fmaf(p, x, -0x1.fd1368p-3f);
+  p = fmaf(p, x, 0x1.5535dep-2f);
+  p = fmaf(p, x, -0x1.ffff14p-2f);
+  p = fmaf(p, x, 1.0f);
+  return fmaf(p, x, plus);
+}
+__device__ __forceinline__ double Log1p(double x, double plus) { return plus + log1p(x); }
+
+// exp(gamma (log_high + log_low)), exact to a few roundings however long the product is.
+__device__ __forceinline__ float ExpOfProduct(float gamma, float log_high, float log_low) {
+  log_high = log_high < -kFar ? -kFar : log_high;
+  const float high = gamma * log_high;
+  const float low = fmaf(gamma, log_low, fmaf(gamma, log_high, -high));
+  const float sum = high + low;
+  const float back = sum - high;
+  const float rest = (high - (sum - back)) + (low - back);
+  const float exponent = sum * kLog2E;
+  const float lost = fmaf(exponent, -kLn2Low, fmaf(exponent, -kLn2High, sum)) + rest;
+  const float power = Exp2(exponent);
+  return power == 0 ? power : fmaf(power, lost, power);
+}
+__device__ __forceinline__ double ExpOfProduct(double gamma, double log_high, double log_low) {
+  log_high = log_high < -kFar ? -kFar : log_high;
+  const double high = gamma * log_high;
+  const double low = fma(gamma, log_low, fma(gamma, log_high, -high));
+  const double sum = high + low;
+  const double back = sum - high;
+  const double rest = (high - (sum - back)) + (low - back);
+  const double power = exp(sum);
+  return fma(power, rest, power);
+}
+
+__device__ __forceinline__ float SquareRoot(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ double SquareRoot(double x) { return sqrt(x); }
+
+// What the loss and its slope are made of, for kCount logits of a thread: the probability of the
+// wrong answer, which is replaced by its power, and its logarithm in two parts where `power` needs
+// it. One choice of the exponent serves them all.
+template <typename A, int kCount>
+__device__ __forceinline__ void RaiseToGamma(A (&wrong)[kCount], const A (&log_high)[kCount],
+                                             const A (&log_low)[kCount], Power power, A gamma) {
+  switch (power) {
+    case Power::kZero:
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) wrong[k] = 1;
+      break;
+    case Power::kHalf:
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) wrong[k] = SquareRoot(wrong[k]);
+      break;
+    case Power::kOne:
+      break;
+    case Power::kTwo:
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) wrong[k] *= wrong[k];
+      break;
+    case Power::kAny:
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        wrong[k] = ExpOfProduct(gamma, log_high[k], log_low[k]);
+      }
+      break;
+  }
+}
+
+template <typename A>
+__device__ __forceinline__ A Largest() {
+  return std::is_same_v<A, float> ? A(FLT_MAX) : A(DBL_MAX);
+}
+
+// The largest finite number for infinity, where it will be multiplied by zero.
+template <typename A>
+__device__ __forceinline__ A Finite(A x) {
+  return x > Largest<A>() ? Largest<A>() : x;
+}
+
+// exp(-|x|) of kCount numbers; subnormal only where the power of the loss would not make it vanish.
+template <typename A, int kCount>
+__device__ __forceinline__ void ExpOfMagnitude(A (&e)[kCount], const A (&x)[kCount], Power power) {
+  if (power == Power::kZero || power == Power::kAny) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) e[k] = ExpOfNegative<true>(-abs(x[k]));
+  } else {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) e[k] = ExpOfNegative<false>(-abs(x[k]));
+  }
+}
+
+// Loss and slope from e = exp(-|x|), x = positive + negative_high + negative_low: one of the two
+// parts is zero, and `leads` says whether it is the negative one.
+template <bool kSlope, typename A, int kCount>
+__device__ __forceinline__ void Evaluate(A (&loss)[kCount], A (&slope)[kCount],
+                                         const A (&e)[kCount], const bool (&leads)[kCount],
+                                         const A (&positive)[kCount],
+                                         const A (&negative_high)[kCount],
+                                         const A (&negative_low)[kCount], Power power, A gamma) {
+  A scaled[kCount], wrong[kCount], right[kCount], softplus[kCount], log_low[kCount];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const A inverse = Reciprocal(1 + e[k]);
+    const A rest = e[k] * inverse;
+    wrong[k] = scaled[k] = leads[k] ? inverse : rest;
+    right[k] = leads[k] ? rest : inverse;
+    softplus[k] = Log1p(e[k], positive[k]);
+    // Unused, like the other logarithm, but for exponents that need them.
+    log_low[k] = negative_low[k] - Log1p(e[k], A(0));
+  }
+  RaiseToGamma(scaled, negative_high, log_low, power, gamma);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    loss[k] = scaled[k] * softplus[k];
+    if constexpr (kSlope) {
+      slope[k] = scaled[k] * (gamma * right[k] * Finite(softplus[k]) + wrong[k]);
+    }
+  }
+}
+
+// A thread's value summed over the block, by all of its threads; for the first one to use.
+template <typename A>
+__device__ __forceinline__ A SumOverBlock(A value) {
+  __shared__ A of_warp[kThreads / kWarp];
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  A sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < kThreads / kWarp; ++warp) sum += of_warp[warp];
+  return sum;
+}
+
+template <typename Params>
+cudaError_t Launch(void (*kernel)(Params), int64_t blocks, cudaStream_t stream,
+                   const Params& params) {
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace jaxops::focal_loss::cuda
+
+#endif  // JAXOPS_CUDA_FOCAL_LOSS_CUH_

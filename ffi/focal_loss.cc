@@ -1,0 +1,165 @@
+#include "ffi/focal_loss.h"
+
+#include <algorithm>
+
+namespace jaxops::ffi::focal_loss {
+namespace {
+
+namespace xf = xla::ffi;
+
+constexpr char kSigmoid[] = "sigmoid_focal_loss";
+constexpr char kSoftmax[] = "softmax_focal_loss";
+
+#define JAXOPS_RETURN_IF_ERROR(expression) \
+  if (xf::Error error = (expression); error.failure()) return error
+
+xf::DataType Arithmetic(DType dtype) {
+  return dtype == DType::kF64 ? xf::DataType::F64 : xf::DataType::F32;
+}
+
+// `buffer` must end with the dimensions `core` after as many batch dimensions as the logits have.
+xf::Error Check(const char* name, const char* what, const xf::AnyBuffer& buffer, Dimensions core,
+                size_t batch_rank, xf::DataType type) {
+  const Dimensions dims = buffer.dimensions();
+  if (dims.size() != batch_rank + core.size() ||
+      !std::equal(core.begin(), core.end(), dims.begin() + batch_rank)) {
+    return InvalidArgument(name, ": ", what, " must have ", batch_rank,
+                           " batch dimensions and then ", ToString(core), ", got ", ToString(dims));
+  }
+  if (buffer.element_type() != type) {
+    return InvalidArgument(name, ": ", what, " must have type ", static_cast<int>(type), ", got ",
+                           static_cast<int>(buffer.element_type()));
+  }
+  return xf::Error::Success();
+}
+
+xf::Error TooManyBatchDims(const char* name) {
+  return InvalidArgument(name, ": more than ", kMaxBatchDims,
+                         " alternations of batched and unbatched dimensions in nested vmaps");
+}
+
+// Sets what the logits say of the call, and how many batch dimensions there are.
+template <typename Call>
+xf::Error SetShape(Call& call, const char* name, int64_t rows, int32_t power,
+                   const xf::AnyBuffer& logits, size_t& batch_rank) {
+  const Dimensions dims = logits.dimensions();
+  const std::optional<DType> dtype = ToDType(logits.element_type());
+  if (!dtype) {
+    return InvalidArgument(name, ": logits must be f16, bf16, f32 or f64, got type ",
+                           static_cast<int>(logits.element_type()));
+  }
+  if (rows < 0 || dims.size() < static_cast<size_t>(rows) + 1) {
+    return InvalidArgument(name, ": logits must have at least ", rows + 1, " dimensions, got ",
+                           ToString(dims));
+  }
+  call.dtype = *dtype;
+  call.power = static_cast<jaxops::focal_loss::Power>(power);
+  batch_rank = dims.size() - rows - 1;
+  call.rows = 1;
+  for (size_t i = batch_rank; i + 1 < dims.size(); ++i) call.rows *= dims[i];
+  call.classes = dims.back();
+  return xf::Error::Success();
+}
+
+Dimensions CoreOf(const xf::AnyBuffer& buffer, size_t batch_rank) {
+  return buffer.dimensions().last(buffer.dimensions().size() - batch_rank);
+}
+
+}  // namespace
+
+xf::Error Decode(Sigmoid& call, const SigmoidAttributes& attributes,
+                 const SigmoidBuffers& buffers) {
+  size_t batch = 0;
+  JAXOPS_RETURN_IF_ERROR(
+      SetShape(call, kSigmoid, attributes.rows, attributes.power, buffers.logits, batch));
+  const Dimensions all = CoreOf(buffers.logits, batch);
+  const Dimensions rows = all.first(all.size() - 1);
+  const Dimensions classes = all.last(1);
+  const Dimensions none = all.first(0);
+  const int64_t three[] = {3};
+  const xf::DataType arithmetic = Arithmetic(call.dtype);
+
+  call.soft = buffers.labels.element_type() != xf::DataType::S32;
+  call.label_dtype = ToDType(buffers.labels.element_type()).value_or(call.dtype);
+  const xf::DataType label_type = !call.soft                       ? xf::DataType::S32
+                                  : call.label_dtype == call.dtype ? buffers.logits.element_type()
+                                                                   : arithmetic;
+  JAXOPS_RETURN_IF_ERROR(
+      Check(kSigmoid, "labels", buffers.labels, call.soft ? all : rows, batch, label_type));
+  JAXOPS_RETURN_IF_ERROR(
+      Check(kSigmoid, "class ids", buffers.class_ids, classes, batch, xf::DataType::S32));
+  JAXOPS_RETURN_IF_ERROR(Check(kSigmoid, "scale", buffers.scale, none, batch, arithmetic));
+  JAXOPS_RETURN_IF_ERROR(
+      Check(kSigmoid, "parameters", buffers.parameters, Dimensions(three, 1), batch, arithmetic));
+  // What is not there takes the place of the scale, whose offsets it then never uses.
+  BatchOperand weight{buffers.scale.dimensions(), 0}, elements = weight, sum = weight;
+  call.weight = nullptr;
+  if (buffers.weight.size() > 0) {
+    const xf::ErrorOr<xf::AnyBuffer> buffer = buffers.weight.get<xf::AnyBuffer>(0);
+    if (!buffer) return buffer.error();
+    JAXOPS_RETURN_IF_ERROR(Check(kSigmoid, "weights", *buffer, rows, batch, arithmetic));
+    call.weight = buffer->untyped_data();
+    weight = {buffer->dimensions(), rows.size()};
+  }
+  call.loss = call.gradient = call.sum = nullptr;
+  if (buffers.loss) {
+    call.loss = buffers.loss->untyped_data();
+    elements = {buffers.loss->dimensions(), all.size()};
+  }
+  if (buffers.gradient) {
+    call.gradient = buffers.gradient->untyped_data();
+    elements = {buffers.gradient->dimensions(), all.size()};
+  }
+  if (buffers.sum) {
+    call.sum = buffers.sum->untyped_data();
+    sum = {buffers.sum->dimensions(), 0};
+  }
+  call.has_ignored = attributes.has_ignored && !call.soft;
+  call.ignored = attributes.ignored;
+  call.logits = buffers.logits.untyped_data();
+  call.labels = buffers.labels.untyped_data();
+  call.class_ids = static_cast<const int32_t*>(buffers.class_ids.untyped_data());
+  call.scale = buffers.scale.untyped_data();
+  call.parameters = buffers.parameters.untyped_data();
+  const bool fits = BuildBatchMap<Sigmoid::kOperands>(
+      call.batch,
+      {BatchOperand{buffers.logits.dimensions(), all.size()},
+       BatchOperand{buffers.labels.dimensions(), call.soft ? all.size() : rows.size()},
+       BatchOperand{buffers.class_ids.dimensions(), 1}, BatchOperand{buffers.scale.dimensions(), 0},
+       BatchOperand{buffers.parameters.dimensions(), 1}, weight, elements, sum},
+      batch, [](size_t) { return true; });
+  return fits ? xf::Error::Success() : TooManyBatchDims(kSigmoid);
+}
+
+xf::Error Decode(Softmax& call, int64_t rows, int32_t power, xf::AnyBuffer logits,
+                 xf::AnyBuffer labels, xf::AnyBuffer gamma, const xf::AnyBuffer* cotangent,
+                 xf::AnyBuffer result) {
+  size_t batch = 0;
+  JAXOPS_RETURN_IF_ERROR(SetShape(call, kSoftmax, rows, power, logits, batch));
+  const Dimensions all = CoreOf(logits, batch);
+  const Dimensions row = all.first(all.size() - 1);
+  const xf::DataType arithmetic = Arithmetic(call.dtype);
+  JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "labels", labels, row, batch, xf::DataType::S32));
+  JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "gamma", gamma, all.first(0), batch, arithmetic));
+  if (cotangent) {
+    JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "cotangent", *cotangent, row, batch, arithmetic));
+  }
+  call.logits = logits.untyped_data();
+  call.labels = static_cast<const int32_t*>(labels.untyped_data());
+  call.gamma = gamma.untyped_data();
+  call.cotangent = cotangent ? cotangent->untyped_data() : nullptr;
+  call.loss = cotangent ? nullptr : result.untyped_data();
+  call.gradient = cotangent ? result.untyped_data() : nullptr;
+  const bool fits = BuildBatchMap<Softmax::kOperands>(
+      call.batch,
+      {BatchOperand{logits.dimensions(), all.size()}, BatchOperand{labels.dimensions(), row.size()},
+       BatchOperand{gamma.dimensions(), 0},
+       // Where there is none, gamma stands in for its batch dimensions: nothing reads the offset.
+       cotangent ? BatchOperand{cotangent->dimensions(), row.size()}
+                 : BatchOperand{gamma.dimensions(), 0},
+       BatchOperand{result.dimensions(), cotangent ? all.size() : row.size()}},
+      batch, [](size_t) { return true; });
+  return fits ? xf::Error::Success() : TooManyBatchDims(kSoftmax);
+}
+
+}  // namespace jaxops::ffi::focal_loss

@@ -1,0 +1,114 @@
+// XLA FFI handlers of the focal losses on the host.
+#include "cpu/focal_loss.h"
+#include "ffi/focal_loss.h"
+#include "ffi/handlers_cpu.h"
+#include "ffi/thread_pool.h"
+
+namespace jaxops::ffi {
+namespace {
+
+namespace xf = xla::ffi;
+using focal_loss::BindAttributes;
+using focal_loss::BindOperands;
+using focal_loss::Decode;
+using focal_loss::SigmoidBuffers;
+
+xf::Error Run(xf::ThreadPool& pool, const focal_loss::SigmoidAttributes& attributes,
+              const SigmoidBuffers& buffers) {
+  focal_loss::Sigmoid call;
+  if (xf::Error error = Decode(call, attributes, buffers); error.failure()) return error;
+  return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
+    jaxops::focal_loss::cpu::RunSigmoid(call, parallel_for);
+  });
+}
+
+xf::Error RunLoss(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                  xf::AnyBuffer class_ids, xf::AnyBuffer scale, xf::AnyBuffer parameters,
+                  xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> loss, int64_t rows,
+                  int32_t power, bool has_ignored, int32_t ignored) {
+  const xf::AnyBuffer buffer = *loss;
+  return Run(pool, {rows, power, has_ignored, ignored},
+             {logits, labels, class_ids, scale, parameters, weight, &buffer, nullptr, nullptr});
+}
+
+xf::Error RunGradient(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                      xf::AnyBuffer class_ids, xf::AnyBuffer scale, xf::AnyBuffer parameters,
+                      xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> gradient, int64_t rows,
+                      int32_t power, bool has_ignored, int32_t ignored) {
+  const xf::AnyBuffer buffer = *gradient;
+  return Run(pool, {rows, power, has_ignored, ignored},
+             {logits, labels, class_ids, scale, parameters, weight, nullptr, &buffer, nullptr});
+}
+
+xf::Error RunSum(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                 xf::AnyBuffer class_ids, xf::AnyBuffer scale, xf::AnyBuffer parameters,
+                 xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> sum, int64_t rows,
+                 int32_t power, bool has_ignored, int32_t ignored) {
+  const xf::AnyBuffer buffer = *sum;
+  return Run(pool, {rows, power, has_ignored, ignored},
+             {logits, labels, class_ids, scale, parameters, weight, nullptr, nullptr, &buffer});
+}
+
+xf::Error RunValueAndGradient(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                              xf::AnyBuffer class_ids, xf::AnyBuffer scale,
+                              xf::AnyBuffer parameters, xf::RemainingArgs weight,
+                              xf::Result<xf::AnyBuffer> sum, xf::Result<xf::AnyBuffer> gradient,
+                              int64_t rows, int32_t power, bool has_ignored, int32_t ignored) {
+  const xf::AnyBuffer sum_buffer = *sum;
+  const xf::AnyBuffer gradient_buffer = *gradient;
+  return Run(pool, {rows, power, has_ignored, ignored},
+             {logits, labels, class_ids, scale, parameters, weight, nullptr, &gradient_buffer,
+              &sum_buffer});
+}
+
+xf::Error RunSoftmax(xf::ThreadPool& pool, int64_t rows, int32_t power, xf::AnyBuffer logits,
+                     xf::AnyBuffer labels, xf::AnyBuffer gamma, const xf::AnyBuffer* cotangent,
+                     xf::AnyBuffer result) {
+  focal_loss::Softmax call;
+  xf::Error error = Decode(call, rows, power, logits, labels, gamma, cotangent, result);
+  if (error.failure()) return error;
+  return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
+    jaxops::focal_loss::cpu::RunSoftmax(call, parallel_for);
+  });
+}
+
+xf::Error RunRowLoss(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                     xf::AnyBuffer gamma, xf::Result<xf::AnyBuffer> loss, int64_t rows,
+                     int32_t power) {
+  return RunSoftmax(pool, rows, power, logits, labels, gamma, nullptr, *loss);
+}
+
+xf::Error RunRowGradient(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                         xf::AnyBuffer gamma, xf::AnyBuffer cotangent,
+                         xf::Result<xf::AnyBuffer> gradient, int64_t rows, int32_t power) {
+  return RunSoftmax(pool, rows, power, logits, labels, gamma, &cotangent, *gradient);
+}
+
+auto Bind() { return BindOperands(xf::Ffi::Bind().Ctx<xf::ThreadPool>()); }
+auto BindRows() {
+  return xf::Ffi::Bind()
+      .Ctx<xf::ThreadPool>()
+      .Arg<xf::AnyBuffer>()
+      .Arg<xf::AnyBuffer>()
+      .Arg<xf::AnyBuffer>();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SigmoidFocalLossCpu, RunLoss,
+                              BindAttributes(Bind().Ret<xf::AnyBuffer>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SigmoidFocalLossGradientCpu, RunGradient,
+                              BindAttributes(Bind().Ret<xf::AnyBuffer>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SigmoidFocalLossSumCpu, RunSum,
+                              BindAttributes(Bind().Ret<xf::AnyBuffer>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCpu, RunValueAndGradient,
+                              BindAttributes(Bind().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    SoftmaxFocalLossCpu, RunRowLoss,
+    BindRows().Ret<xf::AnyBuffer>().Attr<int64_t>("rows").Attr<int32_t>("power"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    SoftmaxFocalLossGradientCpu, RunRowGradient,
+    BindRows().Arg<xf::AnyBuffer>().Ret<xf::AnyBuffer>().Attr<int64_t>("rows").Attr<int32_t>(
+        "power"));
+
+}  // namespace jaxops::ffi

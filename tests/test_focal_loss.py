@@ -1,0 +1,413 @@
+"""Focal losses: accuracy, published values, and what is special about them.
+
+The oracle is `jaxops.reference`, whose formulas the accuracy test holds to extended precision.
+"""
+
+from __future__ import annotations
+
+import focal_accuracy
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.reference import focal_loss as reference
+from jaxops.testing.measure import compile_without_loops, custom_calls, on_reference, run
+
+OPERATORS = ("sigmoid_focal_loss", "softmax_focal_loss")
+SUM, GRADIENT, BOTH = (
+    f"jaxops_sigmoid_focal_loss_{name}" for name in ("sum", "gradient", "value_and_gradient")
+)
+
+
+# --- accuracy ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", focal_accuracy.GAMMAS)
+def test_the_measure_of_accuracy_is_exact(gamma):
+    assert focal_accuracy.check_truth(focal_accuracy.number(gamma)) < 1e-17
+
+
+@pytest.mark.parametrize("gamma", focal_accuracy.GAMMAS)
+@pytest.mark.parametrize("dtype", focal_accuracy.FLOATS)
+@pytest.mark.parametrize("function", [focal_accuracy.sigmoid, focal_accuracy.softmax])
+def test_accuracy(function, dtype, gamma, platform):
+    """Over the whole range, and finite: an infinite error is that of a result that is not."""
+    worst = focal_accuracy.measure(function, dtype, gamma, platform.device)
+    wrong = {order: w for order, w in worst.items() if not w <= focal_accuracy.BOUNDS[order]}
+    assert not wrong, f"{function.__name__} {dtype}, gamma {gamma}: {wrong} ulp"
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_soft_zeros_and_ones_are_hard(dtype, gamma, platform):
+    """No term of the other target is left, not even where it is infinite."""
+    z = np.sort(focal_accuracy.points(dtype))[::7]
+    eps = float(np.finfo(dtype).eps)
+    for y in (0, 1):
+
+        def both(z, labels):
+            return jax.value_and_grad(
+                lambda z: jaxops.sigmoid_focal_loss(z, labels, gamma=gamma).sum(), has_aux=False
+            )(z)[1], jaxops.sigmoid_focal_loss(z, labels, gamma=gamma)
+
+        hard = run(both, platform, z[:, None], np.full(z.shape, y - 1, np.int32))
+        soft = run(both, platform, z[:, None], np.full((z.size, 1), y, dtype))
+        for h, s in zip(hard, soft, strict=True):
+            np.testing.assert_allclose(s, h, rtol=16 * eps, atol=float(np.finfo(dtype).tiny))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0, 5.0])
+def test_infinite_logits_have_the_limits(gamma, platform):
+    z = np.array([[-np.inf], [np.inf]], np.float32)
+
+    def slope(z, labels):
+        def total(z):
+            return jaxops.sigmoid_focal_loss(z, labels, gamma=gamma, alpha=None, reduction="sum")
+
+        return jax.grad(total)(z), jaxops.sigmoid_focal_loss(z, labels, gamma=gamma, alpha=None)
+
+    for labels, soft in (
+        (np.array([-1, -1]), np.zeros((2, 1))),
+        (np.zeros(2, int), np.ones((2, 1))),
+    ):
+        positive = labels[0] == 0
+        want_loss = [[np.inf], [0]] if positive else [[0], [np.inf]]
+        want_slope = [[-1], [0]] if positive else [[0], [1]]
+        for given in (labels.astype(np.int32), soft.astype(np.float32)):
+            got_slope, got_loss = run(slope, platform, z, given)
+            np.testing.assert_array_equal(got_loss, want_loss)
+            np.testing.assert_array_equal(got_slope, want_slope)
+
+
+# --- published values ----------------------------------------------------------------------------
+
+# The small cases that object-detection toolboxes test their kernels with: gamma 2, alpha 0.25,
+# divided by the number of rows. Logits, labels, and (loss, gradient) of each operator.
+PUBLISHED = (
+    (
+        [[1, 0], [0, 1]],
+        [0, 1],
+        (0.13562961, [[-0.00657264, 0.11185755], [0.11185755, -0.00657264]]),
+        (0.00566451, [[-0.00657264, 0.00657264], [0.00657264, -0.00657264]]),
+    ),
+    (
+        [[1, 0, -1], [0, 1, 2]],
+        [2, 1],
+        (
+            1.10251057,
+            [[0.28808805, 0.11185755, -0.09602935], [0.11185755, -0.00657264, 0.40376765]],
+        ),
+        (
+            0.34956908,
+            [[0.10165970, 0.03739851, -0.13905823], [0.01227554, -0.10298023, 0.09070466]],
+        ),
+    ),
+    (
+        [[1e-6, 2e-6, 3e-6], [4e-6, 5e-5, 6e-4], [7e-3, 8e-2, 9e-1]],
+        [1, 2, 0],
+        (
+            0.42287254,
+            [
+                [0.07457182, -0.02485716, 0.07457201],
+                [0.07457211, 0.07457669, -0.02483728],
+                [-0.02462499, 0.08277918, 0.18050370],
+            ],
+        ),
+        (
+            0.15754992,
+            [
+                [0.02590877, -0.05181759, 0.02590882],
+                [0.02589641, 0.02589760, -0.05179400],
+                [-0.07307514, 0.02234372, 0.05073142],
+            ],
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("case", PUBLISHED, ids=["2x2", "2x3", "3x3"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_published_values(operator, case, dtype, platform):
+    logits, labels, *results = case
+    loss, gradient = results[OPERATORS.index(operator)]
+
+    def mean(logits):
+        return getattr(jaxops, operator)(logits, np.array(labels), reduction="mean")
+
+    got = run(jax.value_and_grad(mean), platform, np.array(logits, dtype))
+    tolerance = 1e-2 if dtype == "float16" else 1e-4
+    np.testing.assert_allclose(got[0], loss, rtol=tolerance)
+    np.testing.assert_allclose(got[1].astype(np.float64), gradient, rtol=tolerance, atol=1e-7)
+
+
+def random_case(seed=0, rows=37, classes=11, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    logits = (5 * rng.standard_normal((rows, classes))).astype(dtype)
+    return logits, rng.integers(0, classes, rows).astype(np.int32)
+
+
+def test_optax(platform):
+    optax = pytest.importorskip("optax")
+    logits, labels = random_case(dtype=np.float64)
+    for alpha, gamma in ((0.25, 2.0), (None, 2.0), (0.7, 1.0)):
+
+        def ours(logits, a=alpha, g=gamma):
+            return jaxops.sigmoid_focal_loss(logits, labels, alpha=a, gamma=g)
+
+        got = run(ours, platform, logits)
+        one_hot = np.eye(logits.shape[1])[labels]
+        want = optax.losses.sigmoid_focal_loss(logits, one_hot, alpha=alpha, gamma=gamma)
+        np.testing.assert_allclose(got[0], want, rtol=1e-6)
+
+
+def test_torchvision(platform):
+    torch = pytest.importorskip("torch")
+    ops = pytest.importorskip("torchvision.ops")
+    logits, labels = random_case(dtype=np.float64)
+    one_hot = np.eye(logits.shape[1])[labels]
+    z = torch.tensor(logits, requires_grad=True)
+    want = ops.sigmoid_focal_loss(z, torch.tensor(one_hot), alpha=0.25, gamma=2, reduction="sum")
+    want.backward()
+
+    def total(logits):
+        return jaxops.sigmoid_focal_loss(logits, labels, reduction="sum")
+
+    got = run(jax.value_and_grad(total), platform, logits)
+    np.testing.assert_allclose(got[0], want.detach().numpy(), rtol=1e-6)
+    np.testing.assert_allclose(got[1], z.grad.numpy(), rtol=1e-6, atol=1e-12)
+
+
+# --- passes over memory --------------------------------------------------------------------------
+
+
+def handlers(function, *arguments):
+    return custom_calls(compile_without_loops(function, *arguments))
+
+
+def test_value_and_gradient_are_one_pass_where_the_cotangent_is_one(platform):
+    logits, labels = jax.device_put(random_case(), platform.device)
+    weight = jnp.ones(labels.shape)
+
+    def loss(logits, normalizer=7.0):
+        return jaxops.sigmoid_focal_loss(
+            logits, labels, sample_weight=weight, normalizer=normalizer
+        )
+
+    def with_another(logits):
+        return loss(logits) + jnp.sum(logits**2)
+
+    def scaled(logits):
+        return 0.5 * loss(logits)
+
+    assert handlers(loss, logits) == {SUM: 1}
+    assert handlers(jax.value_and_grad(loss), logits) == {BOTH: 1}
+    assert handlers(jax.value_and_grad(loss), logits, 3.0) == {BOTH: 1}
+    assert handlers(jax.value_and_grad(with_another), logits) == {BOTH: 1}
+    assert handlers(jax.grad(loss), logits) == {GRADIENT: 1}
+    # Another cotangent joins the scale of a pass of its own, and the first one writes no gradient.
+    assert handlers(jax.value_and_grad(scaled), logits) == {SUM: 1, GRADIENT: 1}
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_a_reduced_loss_keeps_nothing_of_the_size_of_the_logits(with_gradient, platform):
+    logits, labels = jax.device_put(random_case(rows=1024, classes=80), platform.device)
+
+    def mean(logits, labels):
+        return jaxops.sigmoid_focal_loss(logits, labels, reduction="mean")
+
+    function = jax.value_and_grad(mean) if with_gradient else mean
+    memory = compile_without_loops(function, logits, labels).memory_analysis()
+    assert memory.temp_size_in_bytes < logits.nbytes / 4
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, "traced"])
+def test_the_gradient_is_the_same_whichever_pass_makes_it(scale, platform):
+    logits, labels = random_case()
+
+    def gradient(logits, factor):
+        factor = factor if scale == "traced" else scale
+        return jax.grad(lambda z: factor * jaxops.sigmoid_focal_loss(z, labels, reduction="mean"))(
+            logits
+        )
+
+    def want(logits, factor):
+        factor = factor if scale == "traced" else scale
+        return jax.grad(
+            lambda z: factor * reference.sigmoid_focal_loss(z, labels, reduction="mean")
+        )(logits)
+
+    factor = np.float32(0.3)
+    got = run(gradient, platform, logits, factor)
+    np.testing.assert_allclose(got[0], on_reference(want, logits, factor)[0], rtol=3e-6)
+    with jax.disable_jit():
+        eager = gradient(jnp.asarray(logits), factor)
+    np.testing.assert_allclose(eager, got[0], rtol=1e-6)
+
+
+# --- shapes and options --------------------------------------------------------------------------
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(data=st.data())
+def test_shapes_and_options(data, platform):
+    """Against the reference, over shapes that meet every kind of kernel."""
+    operator = data.draw(st.sampled_from(OPERATORS))
+    dtype = data.draw(st.sampled_from(("float32", "bfloat16", "float64")))
+    classes = data.draw(st.sampled_from((1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 80, 91, 129, 1030)))
+    shape = data.draw(st.sampled_from(((), (1,), (3,), (2, 3), (67,), (300,), (2, 1, 5))))
+    soft = operator == "sigmoid_focal_loss" and data.draw(st.booleans())
+    gamma = data.draw(st.sampled_from((0, 0.5, 1, 2, 1.7, 5)))
+    reduction = data.draw(st.sampled_from(("none", "sum", "mean")))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    logits = (4 * rng.standard_normal((*shape, classes))).astype(jnp.dtype(dtype))
+    labels = rng.integers(-2, classes + 2, shape).astype(np.int32)
+    options = {"gamma": gamma, "reduction": reduction}
+    if soft:
+        labels = rng.uniform(size=logits.shape).astype(np.float32)
+    elif data.draw(st.booleans()):
+        options["ignore_index"] = data.draw(st.sampled_from((-1, 0, 99)))
+    if data.draw(st.booleans()):
+        options["sample_weight"] = rng.uniform(0.5, 2, shape).astype(np.float32)
+    if not soft and data.draw(st.booleans()):
+        size = classes + data.draw(st.integers(0, 1))
+        options["class_weight"] = rng.uniform(0.5, 2, size).astype(np.float32)
+
+    def both(module, logits):
+        def loss(z):
+            weights = {
+                k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()
+            }
+            return getattr(module, operator)(z, jnp.asarray(labels), **weights)
+
+        value, pull = jax.vjp(loss, logits)
+        return value, pull(jnp.ones_like(value))[0]
+
+    got = run(lambda z: both(jaxops, z), platform, logits)
+    want = on_reference(lambda z: both(reference, z), logits)
+    eps = float(jnp.finfo(dtype).eps)
+    sum_eps = eps if dtype == "float64" else float(jnp.finfo("float32").eps)
+    for g, w in zip(got, want, strict=True):
+        scale = max(1e-3, np.abs(w).max(initial=0))
+        near = 3 * eps * np.abs(w) + (16 + logits.size) * sum_eps * scale
+        np.testing.assert_array_less(np.abs(g.astype(np.float64) - w), near + 1e-30)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("classes", [3, 8])
+def test_ignored_rows_are_zero_whatever_their_logits(operator, classes, platform):
+    logits, labels = random_case(rows=9, classes=classes)
+    ignored = labels == 1
+    poisoned = np.where(ignored[:, None], np.nan, logits)
+
+    def both(logits, options):
+        def mean(z):
+            return getattr(jaxops, operator)(z, labels, ignore_index=1, reduction="mean", **options)
+
+        return (
+            *jax.value_and_grad(mean)(logits),
+            getattr(jaxops, operator)(logits, labels, ignore_index=1, **options),
+        )
+
+    for options in ({}, {"sample_weight": np.ones(9, np.float32)}):
+        clean = run(lambda z, o=options: both(z, o), platform, logits)
+        got = run(lambda z, o=options: both(z, o), platform, poisoned)
+        for g, c in zip(got, clean, strict=True):
+            np.testing.assert_array_equal(g, c)
+        assert not got[1][ignored].any()
+        assert not got[2][ignored].any()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_mean_over_no_rows_is_zero(operator, platform):
+    labels = np.full(4, 2, np.int32)
+
+    def mean(logits):
+        return getattr(jaxops, operator)(logits, labels, ignore_index=2, reduction="mean")
+
+    value, gradient = run(jax.value_and_grad(mean), platform, np.ones((4, 3), np.float32))
+    assert value == 0
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
+def test_labels_at_the_ends_of_their_dtype_are_background(operator, dtype, x64, platform):
+    info = np.iinfo(dtype)
+    labels = np.array([info.min, info.max, 0, 2, 1, info.max // 2 + 1], dtype)
+    # Of these only 0 to 2 are classes; 2**32 would be one if it were cut to 32 bits.
+    if info.bits == 64:
+        labels[5] = 2**32
+    known = [int(n) if 0 <= n < 3 else -1 for n in labels.tolist()]
+    logits = np.linspace(-2, 2, 18).reshape(6, 3).astype(np.float32)
+    function = getattr(jaxops, operator)
+    with jax.enable_x64(x64), jax.default_device(platform.device):
+        got = function(logits, labels)
+        want = function(logits, np.array(known, np.int32))
+        np.testing.assert_array_equal(got, want)
+        for ignored in (info.min, info.max, 1, -1):
+            got = function(logits, labels, ignore_index=ignored, reduction="mean")
+            rows = np.asarray(function(logits, np.array(known, np.int32))).reshape(6, -1).sum(-1)
+            counted = np.array([n != ignored for n in labels.tolist()])
+            np.testing.assert_allclose(got, rows[counted].sum() / counted.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_scalars_never_widen(operator):
+    logits, labels = random_case()
+    for dtype in (jnp.bfloat16, jnp.float32):
+        for scalar in (np.float64, np.float32, np.array, jnp.asarray):
+            loss = getattr(jaxops, operator)(
+                logits.astype(dtype), labels, gamma=scalar(2.0), alpha=scalar(0.25)
+            )
+            assert loss.dtype == dtype
+            total = getattr(jaxops, operator)(
+                logits.astype(dtype), labels, normalizer=scalar(2.0), reduction="sum"
+            )
+            assert total.dtype == jnp.float32
+
+
+def test_a_float64_weight_makes_the_arithmetic_float64():
+    logits, labels = random_case()
+    weight = np.full(labels.shape, 1 / 3)
+    got = jaxops.sigmoid_focal_loss(logits, labels, sample_weight=weight)
+    wide = jaxops.sigmoid_focal_loss(logits.astype(np.float64), labels, sample_weight=weight)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, wide.astype(np.float32))
+
+
+def test_softmax_alpha_by_class(platform):
+    logits, labels = random_case()
+    labels[:3] = (-1, 11, 5)
+    alpha = np.linspace(0.1, 1, 11).astype(np.float32)
+    got = run(lambda z: jaxops.softmax_focal_loss(z, labels, alpha=alpha), platform, logits)[0]
+    plain = np.asarray(jaxops.softmax_focal_loss(logits, labels, alpha=None))
+    factor = np.where((labels >= 0) & (labels < 11), alpha[np.clip(labels, 0, 10)], 0)
+    np.testing.assert_allclose(got, plain * factor, rtol=1e-6)
+    assert not got[:2].any()
+
+
+SOFT = np.full((2, 3), 0.5, np.float32)
+BAD = (
+    (ValueError, "class_weight needs integer labels", {"class_weight": np.ones(3, np.float32)}),
+    (ValueError, "ignore_index needs integer labels", {"ignore_index": 1}),
+    (ValueError, r"alpha must be in \[0, 1\] or None, got -1.0", {"alpha": -1}),
+    (TypeError, "alpha must be a number or a float scalar array, got str", {"alpha": "no"}),
+    (ValueError, r"normalizer must be a scalar, got shape \(2,\)", {"normalizer": jnp.ones(2)}),
+)
+
+
+@pytest.mark.parametrize(("error", "message", "options"), BAD)
+def test_bad_options_of_soft_labels(error, message, options):
+    with pytest.raises(error, match=f"sigmoid_focal_loss: {message}"):
+        jaxops.sigmoid_focal_loss(np.zeros((2, 3), np.float32), SOFT, **options)
+
+
+def test_softmax_refuses_soft_labels():
+    with pytest.raises(TypeError, match="softmax_focal_loss: labels must be integers"):
+        jaxops.softmax_focal_loss(np.zeros((2, 3), np.float32), SOFT)
