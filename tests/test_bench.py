@@ -348,6 +348,23 @@ def test_torch_agrees_with_jax(direction):
     assert contenders.error(got, jax.tree.leaves(direction.of(function)(*inputs))) < 1e-6
 
 
+@pytest.mark.parametrize("layout", ["NCT", "NTC"])
+def test_exact_lightweight_conv_is_shift_and_add(layout):
+    benchmark = registry.load("lightweight_conv")
+    (case,) = spec.cases(
+        "odd", (2, 6, 11, 3, 4), "float64", layout=layout, padding="causal", dilation=2
+    )
+    peer = next(p for p in benchmark.peers if p.name == "XLA shift-and-add")
+    random = np.random.default_rng(0)
+    x, cotangent = random.standard_normal((2, 2, *((6, 11) if layout == "NCT" else (11, 6))))
+    weight = random.standard_normal((3, 4))
+    direction = benchmark.directions[-1]
+    functions = (benchmark.reference, peer.function)
+    with jax.enable_x64(True):
+        got, want = (jax.jit(direction.of(f(case)))(cotangent, x, weight) for f in functions)
+        assert contenders.error(got, want) < 1e-15
+
+
 # --- the runner ----------------------------------------------------------------------------------
 
 
@@ -391,7 +408,7 @@ MACHINE_EFFORT = runner.Effort(rounds=2, batch_seconds=1e-3, contender_seconds=1
 
 @pytest.fixture
 def machine():
-    return runner.Machine("cpu", jax.devices("cpu")[0], MACHINE_EFFORT)
+    return runner.Machine("cpu", jax.devices("cpu")[0], MACHINE_EFFORT, runner.Stopwatch())
 
 
 def test_rows(machine):
@@ -431,7 +448,10 @@ def test_rows_of_a_gpu(machine, monkeypatch):
     assert found.ours.call_us > 0
     ordinary = dataclasses.replace(found, group="small")
     titles = [b.title for b in report.blocks(document(ordinary)) if isinstance(b, report.Grid)]
-    assert "twice: µs that a single call takes beyond its time on the device" in titles
+    assert (
+        "twice: MB of arguments, results and temporaries + µs that a single call takes beyond its "
+        "time on the device" in titles
+    )
     monkeypatch.undo()
     # The clock of a GPU finds none, and says so; what it does find keeps its time.
     seen = [clock.ProfileError("unseen"), 1.0] * 2
@@ -460,12 +480,44 @@ def test_no_inputs_no_times(machine):
     assert {r.ours.error for r in rows} == {"no inputs: RuntimeError: does not compile [here]"}
 
 
-def test_inputs_are_copied_until_they_fill_the_cache():
-    make = contenders.JaxContender(lambda key: jnp.zeros(10, jnp.float32), [runner._KEY])
+def test_inputs_are_made_until_they_fill_the_cache():
+    make = contenders.JaxContender(
+        lambda key: jax.random.normal(key, 10, jnp.float32), [runner._KEY]
+    )
     effort = dataclasses.replace(MACHINE_EFFORT, rotated_bytes=125)
     sets = runner._input_sets(make, effort)
     assert [s.nbytes for s in sets] == [40, 40, 40]
-    assert len({s.unsafe_buffer_pointer() for s in sets}) == 3
+    assert len({float(s[0]) for s in sets}) == 3
+
+
+def test_one_reference_for_all_directions():
+    directions = (
+        spec.Direction("forward", True, ()),
+        spec.Direction("second", False, (1,)),
+        spec.Direction("first and value", True, (0,)),
+    )
+    of_two = dataclasses.replace(TWICE, directions=directions)
+    results_of = runner._everything(
+        runner.Work(of_two, TWICE.cases[0], ()), lambda x, y: 2 * x + 5 * y
+    )
+    # The cotangent, x and y.
+    found = results_of(jnp.float32(10), jnp.float32(1), jnp.float32(100))
+    assert jax.tree.map(float, found) == {
+        "forward": [502.0],
+        "second": [50.0],
+        "first and value": [502.0, 20.0],
+    }
+    only_forward = runner.Work(of_two, TWICE.cases[-1], ())
+    assert runner._everything(only_forward, lambda x: 3 * x)(2.0) == {"forward": [6.0]}
+
+
+def test_phases_are_timed(machine):
+    list(runner.run([runner.Work(TWICE, TWICE.cases[-1], PEERS[:1])], machine, print))
+    phases = ["compile", "inputs", "check reference", "check jaxops", "check XLA product"]
+    assert list(machine.stopwatch.seconds) == [*phases, "single calls", "rounds"]
+    assert all(seconds > 0 for seconds in machine.stopwatch.seconds.values())
+    shown = document(row(), seconds={"compile": 12.04, "rounds": 2.96})
+    assert "Seconds of 15: compile 12.0, rounds 3.0." in report.blocks(shown)
 
 
 # --- results files -------------------------------------------------------------------------------
@@ -600,7 +652,10 @@ def test_readme_is_written_between_its_markers(tmp_path):
     before, start, *shown, end, after = file.read_text().splitlines()
     assert (before, start, end, after) == ("before", *report.MARKERS, "after")
     assert "| `twice` (N) | a | forward | 20.0 | 10.0 | 25.0 (XLA sum) | \N{EN DASH} |" in shown
-    assert "`twice`, geomean speed-up over 2 rows: 2.50x XLA sum." in shown
+    assert shown[-1] == (
+        "`twice`, geomean of the speed-ups over each peer (least to most): XLA sum 2.50x (2.50x to "
+        "2.50x, 1 rows). 2 of 2 rows meet the targets."
+    )
     assert not any("| b |" in line for line in shown)
     file.write_text("no markers")
     with pytest.raises(ResultsError, match="lacks the lines"):
@@ -649,8 +704,25 @@ def test_an_absent_platform(only_twice, monkeypatch, capsys):
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU's profile shows them")
 def test_a_ceiling_that_a_profile_does_not_show():
+    ones = jnp.ones(3, jnp.float32)
+    program = contenders.JaxContender(jnp.negative, [ones])
     with pytest.raises(clock.ProfileError, match="only 0 events"):
-        ceilings._seconds(clock.device_seconds, jnp.negative, [jnp.ones(3, jnp.float32)])
+        ceilings._seconds(clock.device_seconds, program, [ones])
+
+
+def test_a_ceiling_needs_one_function_that_compiles():
+    probe = ceilings._Probe("copy", [_fails, jnp.copy], [(3,)], "float32", 1)
+    assert len(probe.compiled()) == 1
+    with pytest.raises(RuntimeError, match="does not compile"):
+        dataclasses.replace(probe, functions=[_fails]).compiled()
+
+
+@pytest.mark.parametrize("dtype", ceilings._FMA_DTYPES)
+def test_multiply_adds_lower_for_a_gpu(dtype):
+    with jax.enable_x64(True):
+        traced = jax.jit(ceilings._multiply_adds_in_ptx).trace(jax.ShapeDtypeStruct((4096,), dtype))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert f"fma.rn.f{dtype[-2:]}" in text
 
 
 def test_no_ceilings(only_twice, monkeypatch, capsys):

@@ -151,7 +151,8 @@ def torch_absence(platform: str) -> str | None:
 
 def forget_compiled() -> None:
     """Has PyTorch start afresh: it stops compiling a function that it has compiled a few times."""
-    if "torch" in sys.modules:
+    # Its compiler takes seconds to import, which those who have not compiled need not wait for.
+    if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
 
 

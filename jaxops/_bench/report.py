@@ -48,6 +48,9 @@ def _head(document: Document) -> list[Block]:
         f"{document.date}: {document.command}",
         f"Times: {clock[document.platform]}, median of the rounds, ± half their range.",
     ]
+    if document.seconds:
+        phases = ", ".join(f"{name} {s:.1f}" for name, s in document.seconds.items())
+        lines.append(f"Seconds of {sum(document.seconds.values()):.0f}: {phases}.")
     lines += [f"Not there: {name}: {reason}" for name, reason in document.absent.items()]
     if document.unfinished:
         lines.append(f"Interrupted: {document.unfinished} rows were not measured.")
@@ -63,10 +66,10 @@ def _operator(document: Document, operator: str, rows: list[Row]) -> list[Block]
     scaling = [row for row in rows if row.group == "scaling"]
     found: list[Block] = []
     if ordinary:
-        found += [_times(document, operator, ordinary), *_not_timed(ordinary)]
-        found.append(_memory(operator, ordinary))
-        if document.platform == "cuda":
-            found.append(_overhead(operator, ordinary))
+        found.append(_times(document, operator, ordinary))
+        if any(row.target for row in ordinary):
+            found.append(f"{_TARGET} a case that the project has set targets on")
+        found += [*_not_timed(ordinary), _beside_time(operator, ordinary)]
     if scaling:
         found += [_scaling(operator, scaling), *_not_timed(scaling)]
     return found
@@ -80,7 +83,7 @@ def _times(document: Document, operator: str, rows: list[Row]) -> Grid:
         ours = row.ours
         cells.append(
             (
-                f"{row.group} {row.case}",
+                _case(row),
                 row.direction,
                 number(ours.us),
                 number(ours.spread),
@@ -115,33 +118,37 @@ def _scaling(operator: str, rows: list[Row]) -> Grid:
     return Grid(f"{operator}: cost as the work grows, {rows[0].direction}", columns, cells, left=1)
 
 
-def _memory(operator: str, rows: list[Row]) -> Grid:
-    return _per_contender(
-        f"{operator}: MB of arguments, results and temporaries",
-        rows,
-        lambda outcome: None if outcome.memory is None else outcome.memory / 1e6,
-    )
+def _beside_time(operator: str, rows: list[Row]) -> Grid:
+    """What a call costs besides its time: memory, and on a GPU what launching adds."""
 
+    def shown(outcome: Outcome) -> str:
+        found = []
+        if outcome.memory is not None:
+            found.append(f"{number(outcome.memory / 1e6)} MB")
+        if outcome.us is not None and outcome.call_us is not None:
+            found.append(f"{number(max(0.0, outcome.call_us - outcome.us))} µs")
+        return " + ".join(found) or number(None)
 
-def _overhead(operator: str, rows: list[Row]) -> Grid:
-    return _per_contender(
-        f"{operator}: µs that a single call takes beyond its time on the device",
-        rows,
-        lambda o: None if o.us is None or o.call_us is None else max(0.0, o.call_us - o.us),
-    )
-
-
-def _per_contender(title: str, rows: list[Row], value: Callable[[Outcome], float | None]) -> Grid:
-    names = list(dict.fromkeys(n for r in rows for n, o in r.outcomes.items() if value(o)))
+    names = list(dict.fromkeys(n for r in rows for n, o in r.outcomes.items() if o.us is not None))
     cells = [
         (
-            f"{row.group} {row.case}",
+            _case(row),
             row.direction,
-            *(number(value(row.outcomes[n]) if n in row.outcomes else None) for n in names),
+            *(shown(row.outcomes[n]) if n in row.outcomes else number(None) for n in names),
         )
         for row in rows
     ]
+    title = f"{operator}: MB of arguments, results and temporaries"
+    if any(outcome.call_us is not None for row in rows for outcome in row.outcomes.values()):
+        title += " + µs that a single call takes beyond its time on the device"
     return Grid(title, ("case", "direction", *names), cells)
+
+
+_TARGET = "*"
+
+
+def _case(row: Row) -> str:
+    return f"{row.group} {row.case}{_TARGET * row.target}"
 
 
 def _not_timed(rows: Iterable[Row]) -> list[str]:
@@ -254,7 +261,10 @@ def show(shown: Iterable[Block], console: Console) -> None:
             continue
         table = Table(title=block.title, title_justify="left", box=None)
         for i, name in enumerate(block.columns):
-            table.add_column(name, justify="left" if i < block.left else "right")
+            left = i < block.left
+            # The names of peers are wider than what is said of them.
+            name = name if left else name.replace(" ", "\n")
+            table.add_column(name, justify="left" if left else "right", vertical="bottom")
         for row in block.rows:
             table.add_row(*map(Text, row))
         console.print()
@@ -282,7 +292,7 @@ MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
 
 
 def readme_section(document: Document) -> str:
-    """What the README shows: the rows with targets, and the geomean over all rows."""
+    """What the README shows: the rows with targets, and how far all rows are from each peer."""
     versions = ", ".join(
         f"{name} {document.versions[name]}"
         for name in ("jax", "jaxops", "torch")
@@ -290,7 +300,8 @@ def readme_section(document: Document) -> str:
     )
     head = (
         f"{document.device}, {versions}, {document.date[:10]}, `{document.command}`. Times in µs, "
-        "medians; the limit is that of this machine's memory or arithmetic."
+        "medians; the limit is what the measured rates of copying and arithmetic allow. A speed-up "
+        "below 1 means that the peer is ahead."
     )
     rows = [row for row in document.rows if row.target]
     columns = ("operator", "case", "direction", "limit", "jaxops", "best of XLA", "best of PyTorch")
@@ -310,12 +321,17 @@ def readme_section(document: Document) -> str:
     for operator, group in itertools.groupby(document.rows, key=lambda row: row.operator):
         group = list(group)
         shown = [
-            f"{ratio(figures.geomean(ratios))} {peer}"
+            f"{peer} {ratio(figures.geomean(ratios))} ({ratio(min(ratios))} to "
+            f"{ratio(max(ratios))}, {len(ratios)} rows)"
             for peer in figures.peers(group)
             if (ratios := figures.speedups(group, peer))
         ]
-        count = sum(row.group != "scaling" for row in group)
-        means.append(f"`{operator}`, geomean speed-up over {count} rows: {', '.join(shown)}.")
+        ordinary = [row for row in group if row.group != "scaling"]
+        met = sum(not figures.misses(document, row) for row in ordinary)
+        means.append(
+            f"`{operator}`, geomean of the speed-ups over each peer (least to most): "
+            f"{', '.join(shown)}. {met} of {len(ordinary)} rows meet the targets."
+        )
     return markdown([head, Grid("", columns, cells, left=3), *means])
 
 

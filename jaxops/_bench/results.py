@@ -88,6 +88,7 @@ class Document:
       shapes: what the numbers in a case's name are, by operator.
       unfinished: how many rows were left when the run was interrupted.
       rows: what was measured.
+      seconds: what the run spent on each of its phases.
     """
 
     command: str
@@ -101,6 +102,7 @@ class Document:
     shapes: dict[str, str]
     unfinished: int
     rows: list[Row]
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def save(document: Document, file: pathlib.Path) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxops._bench import ceilings, contenders
 from jaxops._bench.clock import Batch, Clock, ProfileError, device_seconds, wall_seconds
@@ -42,6 +43,23 @@ class Effort:
 EFFORTS = {"cuda": Effort(5, 5e-3, 0.1, 400e6), "cpu": Effort(5, 50e-3, 2.0, 200e6)}
 QUICK_EFFORTS = {"cuda": Effort(3, 2e-3, 0.05, 400e6), "cpu": Effort(3, 10e-3, 0.2, 50e6)}
 _MOST_CALLS = 32  # in one batch, and so of argument sets
+_SINGLE_CALLS, _SINGLE_SECONDS = 20, 0.05
+
+
+class Stopwatch:
+    """The seconds on the wall of what a run consists of."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = collections.defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Adds what the block takes to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +69,7 @@ class Machine:
     platform: str
     device: jax.Device
     effort: Effort
+    stopwatch: Stopwatch
 
     @property
     def clock(self) -> Clock:
@@ -78,6 +97,12 @@ class Work:
         """See `Benchmark.directions_of`."""
         return self.benchmark.directions_of(self.case)
 
+    @property
+    def everything(self) -> Direction:
+        """All that any direction computes, which one run of the reference gives."""
+        moving = {i for direction in self.directions for i in direction.wrt}
+        return dataclasses.replace(self.directions[0], value=True, wrt=tuple(sorted(moving)))
+
 
 Key = tuple[str, str, str]  # the names of a case, of a direction or "", and of a contender
 _REFERENCE, _INPUTS = "reference", "inputs"
@@ -89,7 +114,8 @@ def run(works: Sequence[Work], machine: Machine, report: Callable[[str], None]) 
     # before it is timed.
     for _, group in itertools.groupby(works, key=lambda work: work.benchmark.operator):
         of_one = list(group)
-        programs = _compile(of_one, machine, report)
+        with machine.stopwatch("compile"):
+            programs = _compile(of_one, machine, report)
         for work in of_one:
             with machine.settings(work.case.dtype):
                 # All of them before any is handed out: the settings end here.
@@ -115,8 +141,9 @@ def _compile(
 
     tasks = []
     for work in works:
-        names = (_REFERENCE, OURS, *(peer.name for peer in work.peers))
-        tasks += [(work, None, _INPUTS), *itertools.product([work], work.directions, names)]
+        names = (OURS, *(peer.name for peer in work.peers))
+        tasks += [(work, None, _INPUTS), (work, None, _REFERENCE)]
+        tasks += itertools.product([work], work.directions, names)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return dict(pool.map(build, tasks))
 
@@ -129,9 +156,10 @@ def _contender(
         make_inputs = _make_inputs(benchmark, case)
         if name == _INPUTS:
             return JaxContender(make_inputs, [_KEY])
-        inputs = _of_direction(jax.eval_shape(make_inputs, _KEY), direction)
+        inputs = jax.eval_shape(make_inputs, _KEY)
         if name == OURS:
-            return JaxContender(direction.of(benchmark.function(case)), inputs)
+            function = direction.of(benchmark.function(case))
+            return JaxContender(function, _of_direction(inputs, direction))
         if name != _REFERENCE:
             (peer,) = (p for p in work.peers if p.name == name)
             declined = peer.declines(case, machine.platform)
@@ -139,9 +167,27 @@ def _contender(
                 return declined
             if peer.torch:
                 return TorchContender(peer.function(case), direction)
-            return JaxContender(direction.of(peer.function(case)), inputs)
+            function = direction.of(peer.function(case))
+            return JaxContender(function, _of_direction(inputs, direction))
     with machine.settings("float64"):
-        return JaxContender(contenders.in_float64(direction.of(benchmark.reference(case))), inputs)
+        function = contenders.in_float64(_everything(work, benchmark.reference(case)))
+        return JaxContender(function, _of_direction(inputs, work.everything))
+
+
+def _everything(work: Work, function: Callable) -> Callable:
+    """The results of every direction, by its name."""
+    everything = work.everything
+
+    def results(*arguments):
+        found = everything.of(function)(*arguments)
+        value, *gradients = found if everything.wrt else [found]
+        by_argument = dict(zip(everything.wrt, gradients, strict=True))
+        return {
+            direction.name: [value] * direction.value + [by_argument[i] for i in direction.wrt]
+            for direction in work.directions
+        }
+
+    return results
 
 
 _KEY = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
@@ -192,30 +238,53 @@ def _measure(
     report: Callable[[str], None],
 ) -> Iterator[Row]:
     """The rows of a case."""
+    contenders.forget_compiled()
     try:
-        input_sets = _input_sets(_ready(programs[work.case.name, "", _INPUTS]), machine.effort)
+        with machine.stopwatch("inputs"):
+            make = _ready(programs[work.case.name, "", _INPUTS])
+            input_sets = _input_sets(make, machine.effort)
     except Exception as error:
         # Memory may not suffice for the inputs of one case, which should not cost the others.
         for direction in work.directions:
             yield _row(work, direction, {OURS: Outcome(error=f"no inputs: {_message(error)}")})
         return
+    try:
+        with machine.stopwatch("check reference"):
+            reference = _ready(programs[work.case.name, "", _REFERENCE])
+            (call,) = reference.calls([_of_direction(input_sets[0], work.everything)])
+            want = call()
+            reference.block(want)
+    except Exception as error:
+        want = f"nothing to compare with: {_message(error)}"
     for direction in work.directions:
         report(f"timing {work.benchmark.operator} {work.case.name} {direction.name}")
         built = {
             name: programs[work.case.name, direction.name, name]
-            for name in (_REFERENCE, OURS, *(peer.name for peer in work.peers))
+            for name in (OURS, *(peer.name for peer in work.peers))
         }
+        if isinstance(want, str):
+            yield _row(work, direction, {name: Outcome(error=want) for name in built})
+            continue
         argument_sets = [_of_direction(inputs, direction) for inputs in input_sets]
-        yield _row(work, direction, _outcomes(work, direction, built, argument_sets, machine))
+        # Each direction's results are let go once they have been compared.
+        wanted = jax.tree.leaves(want.pop(direction.name))
+        outcomes = _outcomes(work, direction, built, argument_sets, wanted, machine)
+        yield _row(work, direction, outcomes)
 
 
 def _input_sets(make: Contender, effort: Effort) -> list[tuple]:
-    """As many copies of a case's inputs as it takes for none to be in a cache when it is used."""
-    (call,) = make.calls([(jax.random.key(0, impl="rbg"),)])
-    inputs = call()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(inputs))
-    copies = int(min(_MOST_CALLS, max(1, effort.rotated_bytes // size)))
-    return [inputs, *(jax.tree.map(jnp.copy, inputs) for _ in range(copies - 1))]
+    """As many inputs of a case as it takes for none to be in a cache when it is used."""
+
+    def made(seed: int) -> tuple:
+        (call,) = make.calls([(jax.random.key(seed, impl="rbg"),)])
+        return call()
+
+    first = made(0)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
+    count = _between(1, effort.rotated_bytes // size, _MOST_CALLS)
+    sets = [first, *map(made, range(1, count))]
+    jax.block_until_ready(sets)
+    return sets
 
 
 def _outcomes(
@@ -223,25 +292,19 @@ def _outcomes(
     direction: Direction,
     built: dict[str, Contender | str],
     argument_sets: Sequence[tuple],
+    want: list[jax.Array],
     machine: Machine,
 ) -> dict[str, Outcome]:
-    contenders.forget_compiled()
     outcomes, calls = {}, {}
-    try:
-        reference = _ready(built.pop(_REFERENCE))
-        want = reference.arrays(reference.calls(argument_sets[:1])[0]())
-    except Exception as error:
-        return {
-            name: Outcome(error=f"nothing to compare with: {_message(error)}") for name in built
-        }
     allowed = contenders.tolerance(work.case.dtype, work.benchmark.terms(work.case, direction))
     for name, contender in built.items():
         try:
-            calls[name] = _checked_calls(contender, argument_sets, want, allowed)
+            with machine.stopwatch(f"check {name}"):
+                calls[name] = _checked_calls(contender, argument_sets, want, allowed)
             outcomes[name] = Outcome(memory=contender.memory())
         except Exception as error:
             outcomes[name] = Outcome(error=_message(error))
-    del want
+    want.clear()
     torch = {peer.name for peer in work.peers if peer.torch}
     timed = _time({name: (built[name], calls[name]) for name in calls}, machine)
     return {
@@ -267,19 +330,22 @@ def _time(
     """What an `Outcome` is told of every contender's times; rounds alternate between them."""
     effort = machine.effort
     batches, rounds, call_us, found = {}, {}, {}, {}
-    for name, (contender, calls) in timed.items():
-        estimate = ceilings.call_seconds(contender, calls[-1], 1)
-        if machine.platform == "cpu" and estimate > effort.contender_seconds:
-            found[name] = _statistics([1e6 * estimate])  # it was the same clock
-            continue
-        count = int(min(_MOST_CALLS, max(1, effort.batch_seconds // estimate)))
-        batches[name] = Batch(contender, list(itertools.islice(itertools.cycle(calls), count)))
-        affordable = effort.contender_seconds // (estimate * count)
-        rounds[name] = int(min(effort.rounds, max(1, affordable)))
-        if machine.platform == "cuda":
-            call_us[name] = 1e6 * ceilings.call_seconds(contender, calls[0], 5)
+    with machine.stopwatch("single calls"):
+        for name, (contender, calls) in timed.items():
+            estimate = ceilings.call_seconds(contender, calls[-1:])
+            if machine.platform == "cpu" and estimate > effort.contender_seconds:
+                found[name] = _statistics([1e6 * estimate])  # it was the same clock
+                continue
+            count = _between(1, effort.batch_seconds // estimate, _MOST_CALLS)
+            batches[name] = Batch(contender, _cycled(calls, count))
+            affordable = effort.contender_seconds // (estimate * count)
+            rounds[name] = _between(1, affordable, effort.rounds)
+            if machine.platform == "cuda":
+                singles = _between(3, _SINGLE_SECONDS // estimate, _SINGLE_CALLS)
+                call_us[name] = 1e6 * ceilings.call_seconds(contender, _cycled(calls, singles))
     turns = [name for turn in range(effort.rounds) for name in batches if turn < rounds[name]]
-    readings = machine.clock([batches[name] for name in turns])
+    with machine.stopwatch("rounds"):
+        readings = machine.clock([batches[name] for name in turns])
     for name, batch in batches.items():
         of_one = [r for turn, r in zip(turns, readings, strict=True) if turn == name]
         unseen = [reading for reading in of_one if isinstance(reading, ProfileError)]
@@ -289,6 +355,14 @@ def _time(
         us = [1e6 * seconds / len(batch.calls) for seconds in of_one]
         found[name] = {"call_us": call_us.get(name), **_statistics(us)}
     return found
+
+
+def _between(least: int, value: float, most: int) -> int:
+    return int(min(most, max(least, value)))
+
+
+def _cycled(calls: Sequence[Call], count: int) -> list[Call]:
+    return list(itertools.islice(itertools.cycle(calls), count))
 
 
 def _statistics(us: Sequence[float]) -> dict[str, Any]:

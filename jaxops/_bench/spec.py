@@ -133,8 +133,8 @@ class Peer:
       torch: whether it is PyTorch's.
       declines: why this peer does not run on a case (called with the case and the platform), or
         None where it does.
-      costly: whether it takes so long to compile that without being asked for by name it runs
-        only on the cases with targets.
+      costly: whether it takes so long to compile, or to run, that without being asked for by name
+        it runs only on the cases with targets.
     """
 
     name: str
@@ -152,7 +152,8 @@ class Benchmark:
       operator: the public name, which is also the name of the file.
       shape: the names of the sizes in a case's shape, such as "B,C,T".
       cases: what is timed; no two of the same name.
-      directions: what of the operator is timed; cases of the group "scaling" only the first.
+      directions: what of the operator is timed, all of one class; cases of the group "scaling"
+        only the first.
       arguments: called with a case and a random key, returns the operator's arguments, which may be
         lists of arrays; traceable.
       function: called with a case, returns the operator with the case's options bound.

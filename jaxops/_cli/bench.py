@@ -147,7 +147,7 @@ def _measure(args: argparse.Namespace) -> Document:
     effort = efforts[platform]
     if args.rounds:
         effort = dataclasses.replace(effort, rounds=args.rounds)
-    machine = runner.Machine(platform, device, effort)
+    machine = runner.Machine(platform, device, effort, runner.Stopwatch())
     works, absent = _works(benchmarks, args, platform)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     rows, planned = [], sum(len(work.directions) for work in works)
@@ -161,8 +161,8 @@ def _measure(args: argparse.Namespace) -> Document:
         def advance(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        with jax.default_device(device):
-            found = ceilings.measure(machine.clock, platform, args.quick, advance)
+        with machine.stopwatch("ceilings"):
+            found = ceilings.measure(machine.clock, device, platform, args.quick, advance)
         try:
             for row in runner.run(works, machine, advance):
                 rows.append(row)
@@ -182,6 +182,7 @@ def _measure(args: argparse.Namespace) -> Document:
         unfinished=planned - len(rows),
         shapes={benchmark.operator: benchmark.shape for benchmark in benchmarks},
         rows=rows,
+        seconds=dict(machine.stopwatch.seconds),
     )
 
 
