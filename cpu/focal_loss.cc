@@ -122,22 +122,30 @@ class SigmoidEntry {
 
   // Writes out the factors of elements [begin, end), and the targets of hard labels.
   void FillRows(int64_t begin, int64_t end, A* target, A* factor) const {
+    const int64_t classes = args_.classes;
     const int32_t* labels = static_cast<const int32_t*>(args_.labels) + labels_;
-    for (int64_t at = begin; at < end;) {
-      const int64_t row = at / args_.classes;
-      const int64_t stop = std::min(end, (row + 1) * args_.classes);
-      const A weight = weight_ == nullptr ? scale_ : scale_ * weight_[row];
-      std::fill(factor + (at - begin), factor + (stop - begin), weight);
-      if (!args_.soft) {
-        const bool ignored = args_.has_ignored && labels[row] == args_.ignored;
-        std::fill(target + (at - begin), target + (stop - begin), A(ignored ? kIgnored : 0));
-        const int64_t hit = row * args_.classes + (int64_t{labels[row]} - first_class_);
-        if (!ignored && hit >= at && hit < stop) target[hit - begin] = A(1);
+    std::fill_n(factor, end - begin + kMaxLanes, scale_);
+    if (!args_.soft) std::fill_n(target, end - begin + kMaxLanes, A(0));
+    if (args_.soft && weight_ == nullptr) return;
+    int64_t row = begin / classes;
+    // Elements of the tile that the row begins and ends at.
+    int64_t first = row * classes - begin;
+    for (; first < end - begin; ++row, first += classes) {
+      const int64_t from = std::max<int64_t>(first, 0);
+      const int64_t to = std::min(first + classes, end - begin);
+      if (weight_ != nullptr) {
+        const A weight = scale_ * weight_[row];
+        for (int64_t i = from; i < to; ++i) factor[i] = weight;
       }
-      at = stop;
+      if (args_.soft) continue;
+      if (args_.has_ignored && labels[row] == args_.ignored) {
+        for (int64_t i = from; i < to; ++i) target[i] = A(kIgnored);
+        continue;
+      }
+      const int64_t position = int64_t{labels[row]} - first_class_;
+      const int64_t hit = first + position;
+      if (position >= 0 && position < classes && hit >= from && hit < to) target[hit] = A(1);
     }
-    std::fill_n(factor + (end - begin), kMaxLanes, A(0));
-    if (!args_.soft) std::fill_n(target + (end - begin), kMaxLanes, A(kIgnored));
   }
 
   const Sigmoid& args_;

@@ -221,6 +221,16 @@ JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadOthers(const S* row, int64_t i, int6
   return z;
 }
 
+// Stores what of a vector is inside a row.
+template <typename S>
+JAXOPS_ALWAYS_INLINE void StoreInside(Vec<Arithmetic<S>> v, S* row, int64_t i, int64_t classes) {
+  if (i + kLanes<Arithmetic<S>> <= classes) {
+    Store(v, row + i);
+  } else {
+    StorePartial(v, row + i, classes - i);
+  }
+}
+
 template <typename S>
 JAXOPS_ALWAYS_INLINE Arithmetic<S> LoadOne(const S* from) {
   return LoadPartial(from, 1)[0];
@@ -231,7 +241,9 @@ void EvaluateRows(const Rows& args) {
   using A = Arithmetic<S>;
   using V = Vec<A>;
   const A gamma = static_cast<A>(args.gamma);
-  const A kMax = Limits<A>::kMax;
+  constexpr A kMax = Limits<A>::kMax;
+  // The exponentials of the gradient wait in its place where they lose nothing there.
+  constexpr bool kKeep = __is_same(S, A);
   for (int64_t first = 0; first < args.rows; first += kLanes<A>) {
     const int64_t count = args.rows - first < kLanes<A> ? args.rows - first : kLanes<A>;
     // Of each row, without its label: the largest logit, and the sum of exponentials beside it. The
@@ -253,7 +265,12 @@ void EvaluateRows(const Rows& args) {
       top = top > kMax ? kMax : top;
       V sum = {};
       for (int64_t i = 0; i < args.classes; i += kLanes<A>) {
-        sum += Exp(LoadOthers(row, i, args.classes, label) - top);
+        const V e = Exp(LoadOthers(row, i, args.classes, label) - top);
+        sum += e;
+        if (kKeep && args.gradient != nullptr) {
+          StoreInside(e, static_cast<S*>(args.gradient) + (first + r) * args.classes, i,
+                      args.classes);
+        }
       }
       A total = 0;
       for (int lane = 0; lane < kLanes<A>; ++lane) total += sum[lane];
@@ -292,14 +309,15 @@ void EvaluateRows(const Rows& args) {
       const A slope = static_cast<const A*>(args.cotangent)[first + r] * f.slope[r];
       const A share = sums[r] == 0 ? A(0) : slope / sums[r];
       for (int64_t i = 0; i < args.classes; i += kLanes<A>) {
-        V gradient = share * Exp(LoadOthers(row, i, args.classes, label) - largest[r]);
-        if (label >= i && label < i + kLanes<A>) gradient[label - i] = -slope;
-        if (i + kLanes<A> <= args.classes) {
-          Store(gradient, to + i);
+        V e;
+        if constexpr (kKeep) {
+          e = i + kLanes<A> <= args.classes ? Load(to + i) : LoadPartial(to + i, args.classes - i);
         } else {
-          StorePartial(gradient, to + i, args.classes - i);
+          e = Exp(LoadOthers(row, i, args.classes, label) - largest[r]);
         }
+        StoreInside(share * e, to, i, args.classes);
       }
+      StorePartial(V{} - slope, to + label, 1);
     }
   }
 }

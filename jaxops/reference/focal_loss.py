@@ -102,12 +102,23 @@ def gather_class(values, labels, classes, background):
     known = (labels >= 0) & (labels < classes)
     if not classes:
         return jnp.full(labels.shape, background, values.dtype)
-    index = jnp.where(known, labels, 0)
+    return jnp.where(known, _pick(values, jnp.where(known, labels, 0)), background)
+
+
+@jax.custom_jvp
+def _pick(values, index):
+    """values[index], whose transpose sums in a fixed order: a scatter on a GPU adds in any."""
     # On explicit meshes a gather must be told what it makes.
     sharding = jax.typeof(index).sharding
     explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-    taken = values.at[index].get(out_sharding=sharding if explicit else None)
-    return jnp.where(known, taken, background)
+    return values.at[index].get(out_sharding=sharding if explicit else None)
+
+
+@_pick.defjvp
+def _pick_jvp(primals, tangents):
+    values, index = primals
+    chosen = index[..., None] == jnp.arange(values.shape[-1])
+    return _pick(values, index), jnp.sum(jnp.where(chosen, tangents[0], 0), -1)
 
 
 def row_weight(labels, classes, class_weight, sample_weight, dtype):
