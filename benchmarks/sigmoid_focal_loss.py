@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
 
 import jaxops
+from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
 
 
 def focal(group, shape, dtypes, *, gamma=2.0, target=False, **options):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, directions, normal
 
 import jaxops
+from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, directions, normal
 
 # fmt: off
 CASES = [
