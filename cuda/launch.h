@@ -7,9 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/host_device.h"
+
 namespace jaxops::cuda {
 
-inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+JAXOPS_HOST_DEVICE inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Lets a kernel use `bytes` of dynamic shared memory and launches it.
 template <typename Params>

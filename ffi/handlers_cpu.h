@@ -6,9 +6,11 @@
 
 namespace jaxops::ffi {
 
+XLA_FFI_DECLARE_HANDLER_SYMBOL(ConcatenateCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SplitCpu);
 
 }  // namespace jaxops::ffi
 

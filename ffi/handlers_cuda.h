@@ -6,9 +6,11 @@
 
 namespace jaxops::ffi {
 
+XLA_FFI_DECLARE_HANDLER_SYMBOL(ConcatenateCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SplitCuda);
 
 }  // namespace jaxops::ffi
 

@@ -7,6 +7,8 @@ namespace {
 
 nanobind::dict Registrations() {
   nanobind::dict handlers;
+  handlers["jaxops_concatenate"] = Encapsulate(ConcatenateCpu);
+  handlers["jaxops_split"] = Encapsulate(SplitCpu);
   handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCpu);
   handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCpu);
   handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCpu);

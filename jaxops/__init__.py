@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from jaxops._core import native as _native
+from jaxops.concatenate import concatenate, split
 from jaxops.lightweight_conv import lightweight_conv
 
 __version__ = _version("jaxops")
@@ -13,4 +14,4 @@ _native.register()
 #: that an exported jaxops program contains. The program that loads the export imports jaxops too.
 DISABLE_JAX_EXPORT_CHECKS = _native.export_checks()
 
-__all__ = ["DISABLE_JAX_EXPORT_CHECKS", "lightweight_conv"]
+__all__ = ["DISABLE_JAX_EXPORT_CHECKS", "concatenate", "lightweight_conv", "split"]
