@@ -26,7 +26,7 @@ from jaxops._core.primitive import Operator
 
 # What one launch takes, see cuda/concatenate.h; more go through several.
 _MAX_PIECES = 480
-_MAX_PARTS = 224
+_MAX_PARTS = 200
 
 
 def concatenate(
@@ -76,7 +76,7 @@ def concatenate(
                 f"{arrays[0].shape}, got {array.shape}"
             )
     extents = [a.shape[axis] for a in arrays]
-    sizes = extents if sizes is None else _sizes(me, "sizes", sizes, "arrays", extents)
+    sizes = extents if sizes is None else _sizes(me, "sizes", sizes, of="arrays", most=extents)
     total = sum(sizes)
     if padded_size is not None:
         padded_size = checks.integer(me, "padded_size", padded_size, total)
@@ -130,8 +130,7 @@ def split(
         )
     extents = sizes
     if padded_sizes is not None:
-        extents = _sizes(me, "padded_sizes", padded_sizes)
-        _sizes(me, "sizes", sizes, "padded_sizes", extents)
+        extents = _sizes(me, "padded_sizes", padded_sizes, of="sizes", least=sizes)
     starts = itertools.accumulate(sizes[:-1], initial=0)
     parts = tuple(zip(starts, sizes, extents, strict=True)) if sizes else ()
     storage = _Storage(array)
@@ -157,20 +156,27 @@ def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
 
 
 def _sizes(
-    function: str, name: str, sizes: Any, of: str = "", most: Sequence[int] | None = None
+    function: str,
+    name: str,
+    sizes: Any,
+    *,
+    of: str = "",
+    least: Sequence[int] | None = None,
+    most: Sequence[int] | None = None,
 ) -> list[int]:
-    """Static sizes; with `most`, one an entry of the argument `of` and at most so much each."""
+    """Static sizes; with bounds, one for each entry of the argument `of`."""
     if not isinstance(sizes, (Sequence, np.ndarray)) or isinstance(sizes, str):
         raise TypeError(f"{function}: {name} must be a sequence of integers, got {sizes!r}")
-    bounds = [None] * len(sizes) if most is None else most
-    if len(sizes) != len(bounds):
+    least = [0] * len(sizes if most is None else most) if least is None else least
+    most = [None] * len(least) if most is None else most
+    if len(sizes) != len(least):
         raise ValueError(
-            f"{function}: {name} must have one entry for each of the {len(bounds)} {of}, got "
+            f"{function}: {name} must have one entry for each of the {len(least)} {of}, got "
             f"{len(sizes)}"
         )
     return [
-        checks.integer(function, f"{name}[{i}]", size, 0, bound)
-        for i, (size, bound) in enumerate(zip(sizes, bounds, strict=True))
+        checks.integer(function, f"{name}[{i}]", size, low, high)
+        for i, (size, low, high) in enumerate(zip(sizes, least, most, strict=True))
     ]
 
 
@@ -228,6 +234,8 @@ def _join(pieces: Sequence[_Piece], inner: int, rank: int) -> jax.Array:
 
 
 def _as_piece(pieces: Sequence[_Piece], inner: int, rank: int) -> _Piece:
+    if len(pieces) == 1:
+        return pieces[0]
     total = sum(size for _, size in pieces)
     return (None if all(a is None for a, _ in pieces) else _join(pieces, inner, rank), total)
 

@@ -217,13 +217,13 @@ _SPLIT_BAD_INPUTS = tuple(
                 "too many padded sizes",
                 lambda x: jaxops.split(np.zeros(5), [2, 3], padded_sizes=[2, 3, 4]),
                 ValueError,
-                "sizes must have one entry for each of the 3 padded_sizes, got 2",
+                "padded_sizes must have one entry for each of the 2 sizes, got 3",
             ),
             (
                 "a padded size below its size",
                 lambda x: jaxops.split(np.zeros(5), [2, 3], padded_sizes=[2, 2]),
                 ValueError,
-                "sizes[1] must be in [0, 2], got 3",
+                "padded_sizes[1] must be >= 3, got 2",
             ),
         ),
     )
