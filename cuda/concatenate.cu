@@ -1,14 +1,18 @@
 // Concatenation and splitting: bytes move from sources to destinations, see common/concatenate.h.
 //
 // The table of pieces travels with the launch, as a parameter of the kernel, so that any number of
-// arrays is one launch and a CUDA graph can keep it. Blocks own tiles of a destination, which
-// they write whole and in order. Where all sizes and addresses are multiples of 4, 8 or 16 bytes,
-// threads move units of so many bytes from where they are to where they belong (MoveUnits). Odd
-// widths go through shared memory: sources are read in packs of 16 bytes wherever they begin, their
-// items take their places in a tile in shared memory, and the tile leaves in packs (MoveItems).
+// arrays is one launch and a CUDA graph can keep it. Threads own words of a destination, neighbours
+// neighbouring words, and gather them.
+//
+// Many rows (MoveRows): what a word is made of is the same in every row, or for items of 1 or 2
+// bytes in every 4 or 2 rows, which are whole words of every source. A thread works it out once, as
+// the source words and where their bytes go, and keeps it in registers while it walks down the
+// rows. No word is searched for, none costs a division.
+//
+// Few rows (MoveLong): threads find the piece of each 16 bytes and shift them into place where
+// source and destination are misaligned to each other.
 #include <algorithm>
-#include <array>
-#include <numeric>
+#include <type_traits>
 
 #include "common/fast_divide.h"
 #include "cuda/concatenate.h"
@@ -22,18 +26,19 @@ using jaxops::cuda::Launch;
 
 constexpr int kThreads = 256;
 constexpr int kPackBytes = 16;
-constexpr int kItemTileBytes = 16 * 1024;
+constexpr int kLongTile = 4 * kThreads * kPackBytes;  // bytes
+constexpr int kLineBytes = 128;
+constexpr int kFewPatterns = 16;
+constexpr int kFewPieces = 64;
+constexpr int kQuickSteps = 4;
 
 struct PieceEntry {
   const unsigned char* source;
   const unsigned char* end;
   int64_t stride;
   int64_t size;
-  int64_t begin;  // in the row of the destination
-  // MoveItems: whether rows follow each other closely enough to be read in one go, and the
-  // divisor: then of positions by stride, else of packs by those of one row.
-  FastDivider divider;
-  bool continuous;
+  int64_t begin;   // in the row of the destination
+  int64_t extent;  // there
   uint32_t varies;
 };
 
@@ -43,8 +48,16 @@ struct DestinationEntry {
   int64_t first_block;
   int first_piece;
   int piece_count;
-  bool padded;           // some piece is longer than its source
-  FastDivider64 by_row;  // of what a tile counts: units or bytes
+  FastDivider64 by_row;  // bytes of a row
+  // MoveRows: the rows and the words that repeat, and the blocks that share them: so many beside
+  // each other, with `width` words each, one below the other; and the patterns beside each other in
+  // a block.
+  int pattern_rows;
+  int64_t pattern_words;
+  FastDivider width;
+  FastDivider blocks_beside;
+  int blocks_below;
+  int beside;
 };
 
 template <int kPieces, int kDestinations>
@@ -108,205 +121,291 @@ __device__ __forceinline__ void LoadPieces(PieceEntry* shared, const Table& tabl
   __syncthreads();
 }
 
-// --- sizes and addresses that are multiples of a unit --------------------------------------------
+// --- many rows -----------------------------------------------------------------------------------
 
-template <typename Unit>
-constexpr int kUnitsPerThread = sizeof(Unit) == 16 ? 4 : 8;
+// What is read where there is nothing to read, so that no thread waits at a branch with its loads.
+__device__ const uint4 kZeros = {};
 
-template <typename Unit, typename Table>
-__global__ void __launch_bounds__(kThreads) MoveUnits(const __grid_constant__ Table table) {
-  constexpr int kUnits = kUnitsPerThread<Unit>;
-  constexpr int kTile = kThreads * kUnits;
-  extern __shared__ __align__(16) unsigned char shared[];
-  auto* pieces = reinterpret_cast<PieceEntry*>(shared);
-  const DestinationEntry& destination = FindDestination(table);
-  LoadPieces(pieces, table, destination);
-  auto* data = reinterpret_cast<Unit*>(destination.data);
-  const int64_t row_units = destination.by_row.divisor();
-  const int64_t total = table.rows * row_units;
-  int64_t first = (blockIdx.x - destination.first_block) * table.tiles_per_block * kTile;
-#pragma unroll 1
-  for (int tile = 0; tile < table.tiles_per_block && first < total; ++tile, first += kTile) {
-    Unit units[kUnits];
+// What one thread writes again and again: a word, made of words of sources. Nibble i of a selector
+// is 4 + the byte of that source that becomes byte i, or i where another one brings it.
+template <typename Word, int kSources>
+struct Recipe {
+  const unsigned char* words[kSources];
+  int64_t strides[kSources];  // bytes to the same word where the pattern is met again
+  uint32_t selectors[kSources];
+  int count = 0;
+
+  // Works out word `index` of the pattern that begins at `row`. Items as large as a word have one
+  // source, and smaller ones no more than there are of them.
+  __device__ __forceinline__ Recipe(int64_t index, int64_t row, const DestinationEntry& destination,
+                                    const PieceEntry* pieces) {
+    constexpr int kItem = sizeof(Word) / kSources;
+    int64_t column = index * static_cast<int64_t>(sizeof(Word));
+    uint64_t rows = column;
+    column = destination.by_row.Peel(rows);
+    row += rows;
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      uint64_t position = first + u * kThreads + threadIdx.x;
-      units[u] = Unit{};
-      if (position < total) {
-        const int64_t column = destination.by_row.Peel(position) * sizeof(Unit);
-        const PieceEntry& piece =
-            pieces[FindLast(pieces, destination.piece_count, column,
-                            [](const PieceEntry& entry) { return entry.begin; })];
-        const int64_t offset = column - piece.begin;
-        if (offset < piece.size) {
-          const int64_t row = table.SourceRow(position, piece.varies);
-          units[u] = *reinterpret_cast<const Unit*>(piece.source + row * piece.stride + offset);
+    for (int item = 0; item < kSources; ++item, column += kItem) {
+      if (column >= destination.row_bytes) {
+        column -= destination.row_bytes;
+        ++row;
+      }
+      const PieceEntry& piece =
+          pieces[FindLast(pieces, destination.piece_count, column,
+                          [](const PieceEntry& entry) { return entry.begin; })];
+      const int64_t offset = column - piece.begin;
+      if (offset >= piece.size) continue;
+      const unsigned char* from = piece.source + row * piece.stride + offset;
+      const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) % sizeof(Word));
+      // Items take neighbouring bytes, so a word that is met again is the last one or a new one.
+      bool known = false;
+#pragma unroll
+      for (int s = 0; s < kSources; ++s) {
+        known = known || (s < count && words[s] == from - byte);
+      }
+      if (!known) ++count;
+#pragma unroll
+      for (int s = 0; s < kSources; ++s) {
+        if (!known && s == count - 1) {
+          words[s] = from - byte;
+          strides[s] = piece.stride * destination.pattern_rows;
+          selectors[s] = 0x3210;
+        }
+        if (s < count && words[s] == from - byte) {
+#pragma unroll
+          for (int b = item * kItem; b < (item + 1) * kItem && kSources > 1; ++b) {
+            selectors[s] = (selectors[s] & ~(0xfu << 4 * b)) | (4 + byte + b - item * kItem)
+                                                                   << 4 * b;
+          }
         }
       }
     }
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const int64_t position = first + u * kThreads + threadIdx.x;
-      if (position < total) data[position] = units[u];
+    for (int s = 0; s < kSources; ++s) {
+      if (s < count) continue;
+      words[s] = reinterpret_cast<const unsigned char*>(&kZeros);
+      strides[s] = 0;
+      selectors[s] = 0x3210;
     }
   }
-}
 
-// --- odd widths ----------------------------------------------------------------------------------
+  // The word that is `patterns` further on.
+  __device__ __forceinline__ Word Make(int patterns) const {
+    Word word = {};
+#pragma unroll
+    for (int s = 0; s < kSources; ++s) {
+      const Word read = __ldca(reinterpret_cast<const Word*>(words[s] + patterns * strides[s]));
+      if constexpr (kSources == 1) {
+        word = read;
+      } else {
+        word = __byte_perm(word, read, selectors[s]);
+      }
+    }
+    return word;
+  }
 
-// Part of a flat destination in shared memory.
-struct Tile {
-  unsigned char* bytes;
-  int64_t first, last;  // of the flat destination
-  int64_t first_row, last_row;
-  int64_t first_column, last_column;  // of the row that the tile begins in, and ends in
-
-  __device__ Tile(unsigned char* shared, int64_t begin, int64_t end,
-                  const DestinationEntry& destination)
-      : bytes(shared), first(begin), last(end) {
-    uint64_t position = begin;
-    first_column = destination.by_row.Peel(position);
-    first_row = position;
-    position = end;
-    last_column = destination.by_row.Peel(position);
-    last_row = position;
+  __device__ __forceinline__ void Advance(int64_t patterns) {
+#pragma unroll
+    for (int s = 0; s < kSources; ++s) words[s] += patterns * strides[s];
   }
 };
 
-// The 16 bytes from `address` on, a multiple of 16, zero from `end` on.
-__device__ __forceinline__ uint4 LoadPack(const unsigned char* address, const unsigned char* end) {
-  if (address + kPackBytes <= end) return *reinterpret_cast<const uint4*>(address);
-  union {
-    uint4 pack = {};
-    unsigned char bytes[kPackBytes];
-  };
-  for (int i = 0; address + i < end; ++i) bytes[i] = address[i];
-  return pack;
-}
+// Words of a thread that are under way together. They are loaded by __ldca, because the compiler
+// puts other loads each beside its store, and so one behind the other, to save registers.
+template <typename Word, int kSources>
+constexpr int kTogether = std::min<int>(kSources <= 2 ? 8 : 4, 64 / sizeof(Word));
 
-// Puts those items of a pack into the tile that have a place there: the items of the source from
-// `low` up to `high`, counted in bytes from the start of the pack. Item 0 is `offset` bytes into a
-// row of the source and belongs at `place`; after `stride` bytes of a source's row, of which `size`
-// have a place, the next row's are `skip` bytes further on.
-template <typename Item>
-__device__ __forceinline__ void Scatter(unsigned char* tile, uint4 pack, int low, int high,
-                                        int64_t place, int offset, int stride, int size,
-                                        int64_t skip) {
-  constexpr int kItem = sizeof(Item);
-  constexpr int kWordItems = sizeof(uint32_t) / kItem;
-  const uint32_t words[4] = {pack.x, pack.y, pack.z, pack.w};
-  // Modulo 2^32, which is enough: items that are put lie within the tile.
-  auto at = static_cast<uint32_t>(place);
-#pragma unroll
-  for (int i = 0; i < kPackBytes; i += kItem) {
-    const uint32_t word = words[i / 4] >> (8 * kItem * (i / kItem % kWordItems));
-    if (i >= low && i < high && offset < size) {
-      *reinterpret_cast<Item*>(tile + at) = static_cast<Item>(word);
-    }
-    offset += kItem;
-    at += kItem;
-    if (offset == stride) {
-      offset = 0;
-      at += static_cast<uint32_t>(skip);
-    }
-  }
-}
-
-// Reads in one go the bytes of a source that have a place in the tile, with those between its rows;
-// `threads` threads share the work.
-template <typename Item>
-__device__ __forceinline__ void MoveContinuous(const Tile& tile, const PieceEntry& piece,
-                                               int64_t row_bytes, int thread, int threads) {
-  const auto in_piece = [&](int64_t column) {
-    return min(max(column - piece.begin, int64_t{0}), piece.size);
-  };
-  const unsigned char* rows = piece.source + tile.first_row * piece.stride;
-  const int64_t begin = in_piece(tile.first_column);
-  const int64_t end = (tile.last_row - tile.first_row) * piece.stride + in_piece(tile.last_column);
-  if (begin >= end) return;
-  // Packs start at multiples of their size, the first one before `begin`.
-  const auto misalignment = reinterpret_cast<uintptr_t>(rows + begin) % kPackBytes;
-  const unsigned char* first_pack = rows + begin - misalignment;
-  const int packs = static_cast<int>(CeilDiv(end - begin + misalignment, kPackBytes));
-  const int64_t first_place = tile.first_row * row_bytes + piece.begin - tile.first;
-  for (int i = thread; i < packs; i += threads) {
-    const uint4 pack = LoadPack(first_pack + i * kPackBytes, piece.end);
-    const int start = static_cast<int>(begin - misalignment) + i * kPackBytes;
-    // Only a first pack can start before its row; its leading items are left out.
-    const int row = start < 0 ? 0 : piece.divider.Quotient(start);
-    const int offset = start - row * static_cast<int>(piece.stride);
-    Scatter<Item>(tile.bytes, pack, static_cast<int>(begin) - start, static_cast<int>(end) - start,
-                  first_place + row * row_bytes + offset, offset, static_cast<int>(piece.stride),
-                  static_cast<int>(piece.size), row_bytes - piece.stride);
-  }
-}
-
-// The same row by row, for sources whose rows are far apart or in another order.
-template <typename Item, typename Table>
-__device__ __forceinline__ void MoveRows(const Table& table, const Tile& tile,
-                                         const PieceEntry& piece, int64_t row_bytes, int thread,
-                                         int threads) {
-  const int row_packs = piece.divider.divisor();
-  const int64_t rows = tile.last_row - tile.first_row + 1;
-  for (int64_t i = thread; i < rows * row_packs; i += threads) {
-    const int tile_row = piece.divider.Quotient(static_cast<uint32_t>(i));
-    const int pack_of_row = static_cast<int>(i) - tile_row * row_packs;
-    const int64_t row = tile.first_row + tile_row;
-    const int64_t row_place = row * row_bytes + piece.begin - tile.first;
-    // The bytes of this row that the tile has a place for.
-    const int64_t begin = max(-row_place, int64_t{0});
-    const int64_t end = min(tile.last - tile.first - row_place, piece.size);
-    if (begin >= end) continue;
-    const unsigned char* source =
-        piece.source + table.SourceRow(row, piece.varies) * piece.stride + begin;
-    const auto misalignment = reinterpret_cast<uintptr_t>(source) % kPackBytes;
-    const int start = pack_of_row * kPackBytes - static_cast<int>(misalignment);
-    const int64_t left = end - begin;
-    if (start >= left) continue;
-    const uint4 pack = LoadPack(source + start, piece.end);
-    Scatter<Item>(tile.bytes, pack, -start, static_cast<int>(left) - start,
-                  row_place + begin + start, 0, INT32_MAX, INT32_MAX, 0);
-  }
-}
-
-template <typename Item, typename Table>
-__global__ void __launch_bounds__(kThreads) MoveItems(const __grid_constant__ Table table) {
+template <typename Word, int kSources, typename Table>
+__global__ void __launch_bounds__(kThreads) MoveRows(const __grid_constant__ Table table) {
+  constexpr int kMany = kTogether<Word, kSources>;
   extern __shared__ __align__(16) unsigned char shared[];
-  auto* pieces = reinterpret_cast<PieceEntry*>(shared + kItemTileBytes);
+  auto* pieces = reinterpret_cast<PieceEntry*>(shared);
   const DestinationEntry& destination = FindDestination(table);
   LoadPieces(pieces, table, destination);
-  // Threads of one piece at a time: about as many as it has packs in a tile.
-  const int piece_packs = kItemTileBytes / kPackBytes / destination.piece_count;
-  const int threads = min(max(1 << (31 - __clz(piece_packs | 1)), 1), kThreads);
-  const int group = threadIdx.x / threads;
-  const int thread = threadIdx.x % threads;
-  const int64_t total = table.rows * destination.row_bytes;
-  int64_t first = (blockIdx.x - destination.first_block) * table.tiles_per_block * kItemTileBytes;
+  auto block = static_cast<uint32_t>(blockIdx.x - destination.first_block);
+  const auto column = static_cast<int64_t>(destination.blocks_beside.Peel(block));
+  auto lane = static_cast<uint32_t>(threadIdx.x);
+  const int64_t word = column * destination.width.divisor() + destination.width.Peel(lane);
+  const int beside = destination.beside;
+  const int64_t patterns = table.rows / destination.pattern_rows;
+  // All blocks go through the rows together, each kMany times `beside` patterns in a step.
+  int64_t pattern = int64_t{block} * kMany * beside + lane;
+  if (lane < beside && word < destination.pattern_words && pattern < patterns) {
+    Recipe<Word, kSources> recipe(word, pattern * destination.pattern_rows, destination, pieces);
+    auto* to =
+        reinterpret_cast<Word*>(destination.data) + pattern * destination.pattern_words + word;
+    const int64_t advance = beside * destination.pattern_words;
+    const int64_t stride = int64_t{destination.blocks_below} * kMany * beside;
+    const int64_t whole_end = patterns - (kMany - 1) * beside;
 #pragma unroll 1
-  for (int i = 0; i < table.tiles_per_block && first < total; ++i, first += kItemTileBytes) {
-    const int bytes = static_cast<int>(min(int64_t{kItemTileBytes}, total - first));
-    const Tile tile(shared, first, first + bytes, destination);
-    auto* packs = reinterpret_cast<uint4*>(shared);
-    if (destination.padded) {
-      for (int p = threadIdx.x; p < kItemTileBytes / kPackBytes; p += kThreads) packs[p] = uint4{};
-      __syncthreads();
+    for (; pattern < whole_end; pattern += stride, to += stride * destination.pattern_words) {
+      Word words[kMany];
+#pragma unroll
+      for (int i = 0; i < kMany; ++i) words[i] = recipe.Make(i * beside);
+      recipe.Advance(stride);
+#pragma unroll
+      for (int i = 0; i < kMany; ++i) to[i * advance] = words[i];
     }
 #pragma unroll 1
-    for (int p = group; p < destination.piece_count; p += kThreads / threads) {
-      const PieceEntry& piece = pieces[p];
-      if (piece.continuous) {
-        MoveContinuous<Item>(tile, piece, destination.row_bytes, thread, threads);
-      } else {
-        MoveRows<Item>(table, tile, piece, destination.row_bytes, thread, threads);
+    for (; pattern < patterns; pattern += beside, to += advance) {
+      *to = recipe.Make(0);
+      recipe.Advance(beside);
+    }
+  }
+
+  // The last rows, too few for a pattern, byte by byte.
+  const int64_t end = table.rows * destination.row_bytes;
+  int64_t at = patterns * destination.pattern_rows * destination.row_bytes;
+  for (at += (blockIdx.x - destination.first_block) * kThreads + threadIdx.x; at < end;
+       at += int64_t{destination.blocks_beside.divisor()} * destination.blocks_below * kThreads) {
+    uint64_t row = at;
+    const auto from_row = static_cast<int64_t>(destination.by_row.Peel(row));
+    const PieceEntry& piece = pieces[FindLast(pieces, destination.piece_count, from_row,
+                                              [](const PieceEntry& entry) { return entry.begin; })];
+    const int64_t offset = from_row - piece.begin;
+    destination.data[at] =
+        offset < piece.size ? piece.source[static_cast<int64_t>(row) * piece.stride + offset] : 0;
+  }
+}
+
+// --- long rows -----------------------------------------------------------------------------------
+
+// The aligned word at `address`, of which the bytes from `end` on are not there.
+__device__ __forceinline__ uint32_t LoadWord(const unsigned char* address,
+                                             const unsigned char* end) {
+  if (address + 4 <= end) return __ldca(reinterpret_cast<const uint32_t*>(address));
+  uint32_t word = 0;
+  for (int i = 0; address + i < end; ++i) word |= uint32_t{address[i]} << 8 * i;
+  return word;
+}
+
+// The 16 bytes at any `address`; those outside [low, high) are not read and come out as anything.
+__device__ __forceinline__ void LoadShifted(uint32_t (&words)[4], const unsigned char* address,
+                                            int low, int high, const unsigned char* end) {
+  const int misalignment = reinterpret_cast<uintptr_t>(address) % 4;
+  const unsigned char* first = address - misalignment;
+  uint32_t loaded[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+    const int begin = 4 * i - misalignment;
+    loaded[i] = begin + 4 > low && begin < high ? LoadWord(first + 4 * i, end) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i] = __funnelshift_r(loaded[i], loaded[i + 1], 8 * misalignment);
+  }
+}
+
+// The bytes [low, high) of word `index` of a pack, as a mask.
+__device__ __forceinline__ uint32_t ByteMask(int low, int high, int index) {
+  const int begin = min(max(low - 4 * index, 0), 4);
+  const int end = min(max(high - 4 * index, 0), 4);
+  return static_cast<uint32_t>((uint64_t{1} << 8 * end) - (uint64_t{1} << 8 * begin));
+}
+
+// A pack of a destination: where it begins.
+struct Place {
+  int64_t row, column;
+  const PieceEntry* piece;
+
+  __device__ __forceinline__ Place(uint64_t position, const DestinationEntry& destination,
+                                   const PieceEntry* pieces) {
+    column = destination.by_row.Peel(position);
+    row = position;
+    Find(destination, pieces);
+  }
+  __device__ __forceinline__ void Find(const DestinationEntry& destination,
+                                       const PieceEntry* pieces) {
+    piece = pieces + FindLast(pieces, destination.piece_count, column,
+                              [](const PieceEntry& entry) { return entry.begin; });
+  }
+  __device__ __forceinline__ int64_t offset() const { return column - piece->begin; }
+};
+
+// Gathers the bytes of a pack, of which there are `bytes`, from as many pieces as it takes.
+template <typename Table>
+__device__ __forceinline__ void GatherPack(uint32_t (&words)[4], Place place, int bytes,
+                                           const Table& table, const DestinationEntry& destination,
+                                           const PieceEntry* pieces) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = 0;
+  for (int done = 0; done < bytes;) {
+    const PieceEntry& piece = *place.piece;
+    const int64_t offset = place.offset();
+    const int here = static_cast<int>(min(piece.extent - offset, int64_t{bytes - done}));
+    const int filled = static_cast<int>(min(max(piece.size - offset, int64_t{0}), int64_t{here}));
+    if (filled > 0) {
+      const int64_t row = table.SourceRow(place.row, piece.varies);
+      uint32_t shifted[4];
+      LoadShifted(shifted, piece.source + row * piece.stride + offset - done, done, done + filled,
+                  piece.end);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t mask = ByteMask(done, done + filled, i);
+        words[i] = (words[i] & ~mask) | (shifted[i] & mask);
       }
     }
-    __syncthreads();
-    unsigned char* out = destination.data + first;
-    const bool aligned = reinterpret_cast<uintptr_t>(destination.data) % kPackBytes == 0;
-    const int whole = aligned ? bytes / kPackBytes : 0;
-    for (int p = threadIdx.x; p < whole; p += kThreads) reinterpret_cast<uint4*>(out)[p] = packs[p];
-    for (int b = whole * kPackBytes + threadIdx.x; b < bytes; b += kThreads) out[b] = shared[b];
-    __syncthreads();
+    done += here;
+    place.column += here;
+    if (place.column == destination.row_bytes) {
+      place.column = 0;
+      ++place.row;
+    }
+    place.Find(destination, pieces);
+  }
+}
+
+// kAligned: every size and address is a multiple of 16 bytes.
+template <bool kAligned, typename Table>
+__global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Table table) {
+  constexpr int kPacks = kLongTile / (kThreads * kPackBytes);
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* pieces = reinterpret_cast<PieceEntry*>(shared);
+  const DestinationEntry& destination = FindDestination(table);
+  LoadPieces(pieces, table, destination);
+  const int64_t total = table.rows * destination.row_bytes;
+  int64_t first = (blockIdx.x - destination.first_block) * table.tiles_per_block * kLongTile;
+#pragma unroll 1
+  for (int tile = 0; tile < table.tiles_per_block && first < total; ++tile, first += kLongTile) {
+    uint32_t packs[kPacks][4];
+    uint32_t left = 0;  // bit i: pack i has yet to be gathered
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int64_t position = first + (i * kThreads + threadIdx.x) * kPackBytes;
+      if (position >= total) continue;
+      const Place place(position, destination, pieces);
+      const int64_t offset = place.offset();
+      const int64_t row = table.SourceRow(place.row, place.piece->varies);
+      const unsigned char* from = place.piece->source + row * place.piece->stride + offset;
+      if constexpr (kAligned) {
+        uint4 pack = {};
+        if (offset < place.piece->size) pack = __ldca(reinterpret_cast<const uint4*>(from));
+        packs[i][0] = pack.x, packs[i][1] = pack.y, packs[i][2] = pack.z, packs[i][3] = pack.w;
+      } else if (offset + kPackBytes <= place.piece->size) {
+        LoadShifted(packs[i], from, 0, kPackBytes, place.piece->end);
+      } else {
+        left |= 1u << i;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int64_t position = first + (i * kThreads + threadIdx.x) * kPackBytes;
+      if (position >= total) continue;
+      const int bytes = static_cast<int>(min(total - position, int64_t{kPackBytes}));
+      if (left >> i & 1) {
+        GatherPack(packs[i], Place(position, destination, pieces), bytes, table, destination,
+                   pieces);
+      }
+      unsigned char* to = destination.data + position;
+      if (bytes == kPackBytes && reinterpret_cast<uintptr_t>(to) % kPackBytes == 0) {
+        *reinterpret_cast<uint4*>(to) = uint4{packs[i][0], packs[i][1], packs[i][2], packs[i][3]};
+      } else {
+#pragma unroll
+        for (int b = 0; b < kPackBytes; ++b) {
+          if (b < bytes) to[b] = static_cast<unsigned char>(packs[i][b / 4] >> 8 * (b % 4));
+        }
+      }
+    }
   }
 }
 
@@ -325,38 +424,27 @@ int64_t CommonUnit(const Job& job) {
   return static_cast<int64_t>(all & -all);
 }
 
-// Rows so little apart that reading what lies between them costs less than reading each alone.
-bool IsContinuous(const Piece& piece, const Job& job) {
-  return !job.broadcasts && piece.stride < kItemTileBytes &&
-         piece.stride <= piece.size + piece.size / 2 + kPackBytes;
+// Rows after which words of 4 bytes or more begin at the beginning of a row again.
+int64_t PatternRows(int64_t unit) { return unit < 4 ? 4 / unit : 1; }
+
+// Whether patterns repeat often enough to be worth working out, and MoveRows can: one source row
+// follows the other, and words can be written as such.
+bool HasManyRows(const Job& job, int64_t unit) {
+  uintptr_t addresses = 0;
+  for (const Destination& d : job.destinations) addresses |= reinterpret_cast<uintptr_t>(d.data);
+  return !job.broadcasts && job.rows / PatternRows(unit) >= kFewPatterns &&
+         addresses % sizeof(uint32_t) == 0;
 }
 
-PieceEntry MakeEntry(const Piece& piece, int64_t begin, const Job& job) {
-  PieceEntry entry{};
-  entry.source = static_cast<const unsigned char*>(piece.source);
-  entry.end = static_cast<const unsigned char*>(piece.end);
-  entry.stride = piece.stride;
-  entry.size = piece.size;
-  entry.begin = begin;
-  entry.varies = piece.varies;
-  entry.continuous = IsContinuous(piece, job);
-  const int64_t most = std::min<int64_t>(piece.size, kItemTileBytes);
-  entry.divider = FastDivider(entry.continuous ? std::max<int64_t>(piece.stride, 1)
-                                               : CeilDiv(most, kPackBytes) + 1);
-  return entry;
-}
-
-// Fills the table for tiles of `tile` things of `unit` bytes; returns the number of blocks.
-template <typename Table>
-int64_t Fill(Table& table, const Job& job, int64_t unit, int64_t tile) {
+// Fills in what both kernels need; `blocks(entry)` completes an entry with the number of its
+// blocks.
+template <typename Table, typename Blocks>
+int64_t Fill(Table& table, const Job& job, Blocks&& blocks) {
   table.broadcasts = job.broadcasts;
   table.row_dims = job.row_dims;
   table.rows = job.rows;
   for (int d = 0; d < job.row_dims; ++d) table.row_sizes[d] = FastDivider64(job.row_sizes[d]);
-  // Blocks read the whole table of their destination: the longer it is, the more tiles a block has.
-  table.tiles_per_block =
-      static_cast<int>(std::clamp<int64_t>(job.pieces.size() / job.destinations.size() / 16, 1, 8));
-  int64_t blocks = 0;
+  int64_t all_blocks = 0;
   int pieces = 0;
   int count = 0;
   for (const Destination& destination : job.destinations) {
@@ -364,36 +452,92 @@ int64_t Fill(Table& table, const Job& job, int64_t unit, int64_t tile) {
     DestinationEntry& entry = table.destinations[count++];
     entry.data = static_cast<unsigned char*>(destination.data);
     entry.row_bytes = destination.row_bytes;
-    entry.first_block = blocks;
+    entry.by_row = FastDivider64(destination.row_bytes);
+    entry.first_block = all_blocks;
     entry.first_piece = pieces;
-    entry.padded = false;
-    entry.by_row = FastDivider64(destination.row_bytes / unit);
     int64_t begin = 0;
     for (int64_t p = 0; p < destination.piece_count; ++p) {
       const Piece& piece = job.pieces[destination.first_piece + p];
-      entry.padded = entry.padded || piece.size < piece.extent;
       // Nothing would find an empty piece among those that begin where it does.
-      if (piece.extent > 0) table.pieces[pieces++] = MakeEntry(piece, begin, job);
+      if (piece.extent > 0) {
+        table.pieces[pieces++] = {static_cast<const unsigned char*>(piece.source),
+                                  static_cast<const unsigned char*>(piece.end),
+                                  piece.stride,
+                                  piece.size,
+                                  begin,
+                                  piece.extent,
+                                  piece.varies};
+      }
       begin += piece.extent;
     }
     entry.piece_count = pieces - entry.first_piece;
-    blocks += CeilDiv(job.rows * destination.row_bytes, tile * unit * table.tiles_per_block);
+    all_blocks += blocks(entry);
   }
   table.destination_count = count;
-  return blocks;
+  return all_blocks;
 }
 
-template <typename Unit, typename Table>
-cudaError_t LaunchUnits(cudaStream_t stream, const Job& job, Table& table, size_t table_bytes) {
-  const int64_t blocks = Fill(table, job, sizeof(Unit), kThreads * kUnitsPerThread<Unit>);
-  return Launch(MoveUnits<Unit, Table>, blocks, kThreads, table_bytes, stream, table);
+// How many blocks of a kernel run at the same time on the present device.
+template <typename Params>
+cudaError_t ResidentBlocks(void (*kernel)(Params), size_t bytes, int64_t* blocks) {
+  int device, processors, of_processor;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, kThreads, bytes);
+  *blocks = int64_t{processors} * of_processor;
+  return error;
 }
 
-template <typename Item, typename Table>
-cudaError_t LaunchItems(cudaStream_t stream, const Job& job, Table& table, size_t table_bytes) {
-  const int64_t blocks = Fill(table, job, 1, kItemTileBytes);
-  return Launch(MoveItems<Item, Table>, blocks, kThreads, kItemTileBytes + table_bytes, stream,
-                table);
+template <typename Word, int kSources, typename Table>
+cudaError_t LaunchRows(cudaStream_t stream, const Job& job, Table& table, size_t table_bytes) {
+  constexpr int kMany = kTogether<Word, kSources>;
+  int64_t row_bytes = 0;
+  for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
+  int64_t resident = 0;
+  const cudaError_t error = ResidentBlocks(MoveRows<Word, kSources, Table>, table_bytes, &resident);
+  if (error != cudaSuccess) return error;
+  const int64_t blocks = Fill(table, job, [&](DestinationEntry& entry) {
+    int64_t rows = PatternRows(sizeof(Word) / kSources);
+    // Warps write whole lines of the cache where a pattern is a number of them. Words of four items
+    // do not gain by it.
+    while (kSources <= 2 && entry.row_bytes * rows % kLineBytes != 0 &&
+           job.rows / (2 * rows) >= kFewPatterns) {
+      rows *= 2;
+    }
+    const int64_t patterns = job.rows / rows;
+    entry.pattern_rows = static_cast<int>(rows);
+    entry.pattern_words = entry.row_bytes * rows / sizeof(Word);
+    const int64_t blocks_beside = CeilDiv(entry.pattern_words, kThreads);
+    const int64_t width = blocks_beside == 1
+                              ? entry.pattern_words
+                              : CeilDiv(CeilDiv(entry.pattern_words, blocks_beside), 32) * 32;
+    entry.blocks_beside = FastDivider(blocks_beside);
+    entry.width = FastDivider(width);
+    entry.beside = static_cast<int>(kThreads / width);
+    // Where recipes are found quickly, blocks are many and short, which the device likes best;
+    // otherwise as many as run at once, so that destinations that share a source read it together.
+    const double share = static_cast<double>(entry.row_bytes) / row_bytes;
+    const int64_t steps = CeilDiv(patterns, int64_t{kMany} * entry.beside);
+    const bool quick = kSources <= 2 && entry.piece_count <= kFewPieces;
+    const int64_t below = quick ? CeilDiv(steps, kQuickSteps)
+                                : static_cast<int64_t>(share * resident) / blocks_beside;
+    entry.blocks_below = static_cast<int>(std::clamp<int64_t>(below, 1, steps));
+    return blocks_beside * entry.blocks_below;
+  });
+  return Launch(MoveRows<Word, kSources, Table>, blocks, kThreads, table_bytes, stream, table);
+}
+
+template <bool kAligned, typename Table>
+cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t table_bytes) {
+  // Blocks read all pieces of their destination: the more there are, the more tiles a block has.
+  table.tiles_per_block =
+      static_cast<int>(std::clamp<int64_t>(job.pieces.size() / job.destinations.size() / 16, 1, 8));
+  const int64_t blocks = Fill(table, job, [&](DestinationEntry& entry) {
+    return CeilDiv(job.rows * entry.row_bytes, int64_t{kLongTile} * table.tiles_per_block);
+  });
+  return Launch(MoveLong<kAligned, Table>, blocks, kThreads, table_bytes, stream, table);
 }
 
 template <int kPieces, int kDestinations>
@@ -403,17 +547,22 @@ cudaError_t LaunchTable(cudaStream_t stream, const Job& job) {
   int64_t most = 0;
   for (const Destination& d : job.destinations) most = std::max(most, d.piece_count);
   const size_t bytes = most * sizeof(PieceEntry);
-  switch (CommonUnit(job)) {
+  const int64_t unit = CommonUnit(job);
+  if (!HasManyRows(job, unit)) {
+    return unit == kPackBytes ? LaunchLong<true>(stream, job, table, bytes)
+                              : LaunchLong<false>(stream, job, table, bytes);
+  }
+  switch (unit) {
     case 16:
-      return LaunchUnits<uint4>(stream, job, table, bytes);
+      return LaunchRows<uint4, 1>(stream, job, table, bytes);
     case 8:
-      return LaunchUnits<uint2>(stream, job, table, bytes);
+      return LaunchRows<uint2, 1>(stream, job, table, bytes);
     case 4:
-      return LaunchUnits<uint32_t>(stream, job, table, bytes);
+      return LaunchRows<uint32_t, 1>(stream, job, table, bytes);
     case 2:
-      return LaunchItems<uint16_t>(stream, job, table, bytes);
+      return LaunchRows<uint32_t, 2>(stream, job, table, bytes);
     default:
-      return LaunchItems<unsigned char>(stream, job, table, bytes);
+      return LaunchRows<uint32_t, 4>(stream, job, table, bytes);
   }
 }
 
