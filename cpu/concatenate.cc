@@ -19,9 +19,10 @@
 namespace jaxops::concatenate::cpu {
 namespace {
 
-constexpr int64_t kTaskBytes = 256 * 1024;  // worth handing to a thread
-constexpr int64_t kBlockBytes = 16 * 1024;  // of the first cache, which has to hold twice as much
-constexpr int64_t kBlockRows = 64;          // at least, which pay for turning to a piece
+constexpr int64_t kTaskBytes = 256 * 1024;    // worth handing to a thread
+constexpr int64_t kUncachedBytes = 32 << 20;  // of which a cache would keep little for the reader
+constexpr int64_t kBlockBytes = 16 * 1024;    // of the first cache, which has to hold twice as much
+constexpr int64_t kBlockRows = 64;            // at least, which pay for turning to a piece
 
 constexpr int64_t kMostZeros = 256;
 constexpr char kZeros[kMostZeros] = {};
@@ -310,15 +311,47 @@ void MakeRows(const Job& job, const Target& target, int64_t first, int64_t last)
   }
 }
 
+// --- long lines ----------------------------------------------------------------------------------
+
+// Copies past the caches, which then need not read first what is overwritten.
+void CopyPastCache(char* to, const char* from, int64_t bytes) {
+#if defined(__x86_64__)
+  constexpr int64_t kLine = 64;
+  const auto misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kLine);
+  const int64_t head = std::min(bytes, (kLine - misalignment) % kLine);
+  std::memcpy(to, from, head);
+  to += head;
+  from += head;
+  bytes -= head;
+  for (; bytes >= kLine; bytes -= kLine, to += kLine, from += kLine) {
+    const auto* words = reinterpret_cast<const __m128i*>(from);
+    const __m128i a = _mm_loadu_si128(words), b = _mm_loadu_si128(words + 1);
+    const __m128i c = _mm_loadu_si128(words + 2), d = _mm_loadu_si128(words + 3);
+    auto* line = reinterpret_cast<__m128i*>(to);
+    _mm_stream_si128(line, a);
+    _mm_stream_si128(line + 1, b);
+    _mm_stream_si128(line + 2, c);
+    _mm_stream_si128(line + 3, d);
+  }
+  _mm_sfence();
+#endif
+  std::memcpy(to, from, bytes);
+}
+
 // Copies the bytes [first, last) of a piece of one row.
-void CopyStretch(const Job& job, const Segment& segment, int64_t row, int64_t first, int64_t last) {
+void CopyStretch(const Job& job, const Segment& segment, int64_t row, int64_t first, int64_t last,
+                 bool past_cache) {
   const Piece& piece = *segment.piece;
   char* out = segment.out + row * segment.row_bytes;
   const int64_t filled = std::clamp(piece.size, first, last);
   if (filled > first) {
     const auto* from = static_cast<const char*>(piece.source);
-    std::memcpy(out + first, from + SourceRow(job, piece, row) * piece.stride + first,
-                filled - first);
+    from += SourceRow(job, piece, row) * piece.stride + first;
+    if (past_cache) {
+      CopyPastCache(out + first, from, filled - first);
+    } else {
+      std::memcpy(out + first, from, filled - first);
+    }
   }
   if (last > filled) std::memset(out + filled, 0, last - filled);
 }
@@ -349,6 +382,7 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
     });
     return;
   }
+  const bool past_cache = job.rows * line_bytes >= kUncachedBytes;
   const int64_t stretches = (line_bytes + kTaskBytes - 1) / kTaskBytes;
   parallel_for(job.rows * stretches, [&](int64_t task) {
     const int64_t row = task / stretches;
@@ -359,7 +393,7 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
         [](int64_t position, const Segment& segment) { return position < segment.end(); });
     for (; segment != line.end() && segment->begin < last; ++segment) {
       CopyStretch(job, *segment, row, std::max(first - segment->begin, int64_t{0}),
-                  std::min(last, segment->end()) - segment->begin);
+                  std::min(last, segment->end()) - segment->begin, past_cache);
     }
   });
 }

@@ -216,11 +216,12 @@ ROWS = (
     (65_536, 16),
     (300_000, 1),
     (2, 2, 6, 5),
+    (7, 9, 1, 15, 16, 17),
 )
 
 
 @pytest.mark.parametrize("widths", ROWS, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 1000])
+@pytest.mark.parametrize("rows", [1, 2, 1000, 40_001])
 def test_widths(platform, widths, rows):
     rows = min(rows, max(1, 2_000_000 // sum(widths)))
     rng = np.random.default_rng(2)
@@ -230,6 +231,15 @@ def test_widths(platform, widths, rows):
     whole = joined(arrays, 1)
     check_split(platform, whole, widths, 1)
     check_split(platform, whole, widths, 1, [n + 1 for n in widths])
+
+
+def test_more_than_the_cache_holds(platform):
+    """From where the host writes past its caches on; both arrays end within a cache line."""
+    rng = np.random.default_rng(3)
+    sizes = [20_000_003, 15_000_001]
+    arrays = [arbitrary(rng, (n,), "uint8") for n in sizes]
+    check(platform, arrays, 0)
+    check_split(platform, joined(arrays, 0), sizes, 0)
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 199, 200, 201, 300, 480, 481])
