@@ -1,153 +1,228 @@
-"""Times lightweight_conv against XLA's shift-and-add formulation, forward and backward.
-
-python benchmarks/lightweight_conv.py [--json FILE] [--quick]
-"""
+"""lightweight_conv against XLA's and PyTorch's formulations. Shapes are (B, C, T, H, K)."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import sys
-import time
-
-import harness
 import jax
 import jax.numpy as jnp
-import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import jaxops
+from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, directions, normal
 
-# B, C, T, H, K, dtype, padding, dilation
+LAYOUTS = ["NCT", "NTC"]
+
+
+def conv(group, shape, dtypes, *, layout=LAYOUTS, padding="causal", target=False, **options):
+    return cases(group, shape, dtypes, layout=layout, padding=padding, target=target, **options)
+
+
+# fmt: off
 CASES = [
-    (32, 1024, 128, 16, 31, "float32", "causal", 1),
-    (8, 1024, 2048, 16, 31, "bfloat16", "causal", 1),
-    (4, 2048, 8192, 2048, 4, "bfloat16", "causal", 1),
-    (4, 2048, 8192, 2048, 4, "float32", "causal", 1),
-    (16, 512, 512, 8, 7, "float32", "same", 1),
-    (64, 256, 65, 4, 3, "float32", "causal", 1),
-    (8, 777, 1001, 7, 15, "bfloat16", "same", 1),
-    (8, 1024, 4096, 1024, 3, "bfloat16", "causal", 8),
+    *conv("small", (2, 64, 65, 8, 5), "float32"),
+    *conv("small", (1, 256, 64, 4, 7), ["bfloat16", "float16"], padding="same"),
+    *conv("small", (8, 256, 128, 256, 4), "bfloat16"),
+    # LightConv's layers (Wu et al. 2019), and the depthwise layers of Mamba and Hyena.
+    *conv("typical", (32, 1024, 128, 16, 31), "float32", target=True),
+    *conv("typical", (32, 1024, 128, 16, 31), "bfloat16"),
+    *conv("typical", (32, 1024, 128, 16, 7), ["float32", "bfloat16"], padding="same"),
+    *conv("typical", (16, 512, 512, 8, 15), "float16"),
+    *conv("typical", (8, 1536, 2048, 1536, 4), "bfloat16"),
+    *conv("typical", (4, 768, 4096, 768, 3), "float32"),
+    *conv("large", (8, 1024, 2048, 16, 31), "bfloat16", target=True),
+    *conv("large", (4, 2048, 8192, 2048, 4), "bfloat16", target=True),
+    *conv("large", (4, 2048, 8192, 2048, 4), "float32"),
+    *conv("large", (8, 1024, 4096, 16, 7), "bfloat16", padding="same"),
+    *conv("large", (8, 1024, 4096, 1024, 3), "bfloat16", dilation=8),
+    *conv("odd", (8, 777, 1001, 7, 15), "bfloat16", padding="same"),
+    *conv("odd", (64, 255, 65, 5, 3), "float32"),
+    *conv("odd", (3, 129, 4099, 3, 63), "float32", padding="same"),
+    *conv("odd", (4, 510, 1023, 10, 5), "float64", padding="same"),
 ]
-SMALL_CASES = [(2, 64, 65, 8, 5, "float32", "causal", 1)]
+# fmt: on
+for steps in (2**n for n in range(6, 21, 2)):
+    CASES += conv("scaling", (1, 256, steps, 4, 7), "float32", layout="NTC")
 
 
-def shift_and_add(x, weight, *, padding, dilation, data_format):
-    """K shifted multiplies in jax.numpy: what XLA fuses best."""
-    time_axis = 1 if data_format == "NTC" else 2
-    channels, time_steps = x.shape[3 - time_axis], x.shape[time_axis]
-    heads, taps = weight.shape
-    reach = (taps - 1) * dilation
-    before = reach if padding == "causal" else reach // 2
-    pads = [(0, 0)] * 3
-    pads[time_axis] = (before, reach - before)
-    padded = jnp.pad(x, pads)
-    by_channel = jnp.repeat(weight, channels // heads, axis=0).astype(jnp.float32)
-    total = 0
-    for k in range(taps):
-        shifted = jax.lax.slice_in_dim(
-            padded, k * dilation, k * dilation + time_steps, axis=time_axis
+def time_axis(case: Case) -> int:
+    return 2 if case.options["layout"] == "NCT" else 1
+
+
+def dilation(case: Case) -> int:
+    return case.options.get("dilation", 1)
+
+
+def pads(case: Case) -> tuple[int, int]:
+    """Zero steps before and after the sequence."""
+    reach = (case.shape[-1] - 1) * dilation(case)
+    before = reach if case.options["padding"] == "causal" else reach // 2
+    return before, reach - before
+
+
+def arguments(case, key):
+    B, C, T, H, K = case.shape
+    of_x, of_weight = jax.random.split(key)
+    shape = (B, C, T) if time_axis(case) == 2 else (B, T, C)
+    x = normal(of_x, shape, case.dtype)
+    return x, (normal(of_weight, (H, K), "float32") / K**0.5).astype(case.dtype)
+
+
+def ours(case):
+    def function(x, weight):
+        return jaxops.lightweight_conv(
+            x,
+            weight,
+            padding=case.options["padding"],
+            dilation=dilation(case),
+            data_format=case.options["layout"],
         )
-        tap = by_channel[:, k] if data_format == "NTC" else by_channel[:, k, None]
-        total = total + tap * shifted.astype(jnp.float32)
-    return total.astype(x.dtype)
+
+    return function
 
 
-def backward(function):
-    """(x, weight, cotangent) -> (dx, dweight)."""
+def shift_and_add(case):
+    """K shifted multiplies, which XLA fuses: its best formulation for short filters."""
+    axis, (_, C, T, H, K) = time_axis(case), case.shape
 
-    def run(x, weight, g):
-        return jax.vjp(function, x, weight)[1](g)
+    def function(x, weight):
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        widths = [(0, 0)] * 3
+        widths[axis] = pads(case)
+        padded = jnp.pad(x, widths)
+        by_channel = jnp.repeat(weight, C // H, axis=0).astype(wide)
+        total = 0
+        for k in range(K):
+            start = k * dilation(case)
+            shifted = jax.lax.slice_in_dim(padded, start, start + T, axis=axis)
+            tap = by_channel[:, k, None] if axis == 2 else by_channel[:, k]
+            total = total + tap * shifted.astype(wide)
+        return total.astype(x.dtype)
 
-    return run
+    return function
 
 
-def run_case(case, data_format):
-    B, C, T, H, K, dtype, padding, dilation = case
-    options = dict(padding=padding, dilation=dilation, data_format=data_format)
-    shape = (B, T, C) if data_format == "NTC" else (B, C, T)
-    itemsize = jnp.dtype(dtype).itemsize
-    size = B * T * C * itemsize
-    ours = lambda x, w: jaxops.lightweight_conv(x, w, **options)  # noqa: E731
-    theirs = lambda x, w: shift_and_add(x, w, **options)  # noqa: E731
+def grouped_conv(case):
+    _, C, _, H, _ = case.shape
+    layout = {1: ("NWC", "WIO", "NWC"), 2: ("NCW", "OIW", "NCW")}[time_axis(case)]
 
-    def arguments(seed, count):
-        rng = np.random.default_rng(seed)
-        keys = jax.random.split(jax.random.key(int(rng.integers(1 << 30))), count)
-        arrays = [jax.random.normal(k, shape, jnp.float32).astype(dtype) for k in keys]
-        weight = jnp.asarray(rng.normal(size=(H, K)) / K**0.5, dtype)
-        return [arrays[0], weight, *arrays[1:]]
-
-    rows = []
-    for direction, count, passes in (("forward", 1, 2), ("backward", 2, 3)):
-        functions = {"jaxops": ours, "shift_and_add": theirs}
-        if direction == "backward":
-            functions = {name: backward(f) for name, f in functions.items()}
-        sample = arguments(0, count)
-        results = {n: jax.tree.leaves(jax.jit(f)(*sample)) for n, f in functions.items()}
-        for a, b in zip(*results.values(), strict=True):
-            a, b = (np.asarray(t, np.float64) for t in (a, b))
-            error = np.linalg.norm(a - b) / np.linalg.norm(b)
-            assert error < 4 * float(jnp.finfo(dtype).eps) * K**0.5, (case, direction, error)
-        times = harness.measure(functions, lambda i: arguments(i, count), passes * size)  # noqa: B023
-        median, spread = times["jaxops"]
-        rows.append(
-            {
-                "case": f"({B},{C},{T},{H},{K})",
-                "dtype": dtype,
-                "padding": padding,
-                "dilation": dilation,
-                "data_format": data_format,
-                "direction": direction,
-                "µs": round(median, 2),
-                "spread": round(spread, 2),
-                "GB/s": round(passes * size / median / 1e3, 1),
-                "TFLOP/s": round(2 * B * T * C * K * (1 if count == 1 else 2) / median / 1e6, 2),
-                "shift_and_add": round(times["shift_and_add"][0], 2),
-                "speedup": round(times["shift_and_add"][0] / median, 2),
-            }
+    def function(x, weight):
+        by_channel = jnp.repeat(weight, C // H, axis=0)
+        kernel = by_channel[:, None] if time_axis(case) == 2 else by_channel.T[:, None]
+        return jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            (1,),
+            [pads(case)],
+            rhs_dilation=(dilation(case),),
+            dimension_numbers=layout,
+            feature_group_count=C,
+            precision="highest",  # no TF32, which float32 users do not expect
         )
-    return rows
+
+    return function
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    parser.add_argument("--quick", action="store_true", help="one tiny case")
-    parser.add_argument("--first", type=int, metavar="N", help="only the first N cases")
-    options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    rows = []
-    for case in SMALL_CASES if options.quick else CASES[: options.first]:
-        for data_format in ("NCT", "NTC"):
-            rows += run_case(case, data_format)
-    table = Table(box=None)
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), no_wrap=True)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    console.print(table)
-    behind = [r for r in rows if r["speedup"] < 1]
-    console.print(f"{len(rows) - len(behind)} of {len(rows)} rows ahead of shift-and-add")
-    if options.json:
-        device = jax.devices()[0]
-        document = {
-            "command": "python benchmarks/lightweight_conv.py --json FILE"
-            + (" --quick" if options.quick else "")
-            + (f" --first {options.first}" if options.first else ""),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": device.device_kind,
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxops": jaxops.__version__,
-            "rows": rows,
-        }
-        with open(options.json, "w") as file:
-            json.dump(document, file, indent=1)
-    return 0
+def fft(case):
+    axis, (_, C, T, H, K) = time_axis(case), case.shape
+    reach = (K - 1) * dilation(case)
+
+    def function(x, weight):
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        by_channel = jnp.repeat(weight, C // H, axis=0).astype(wide)
+        # A correlation is a convolution with the taps in reverse, spread by the dilation.
+        zero = jnp.zeros((), wide)
+        taps = jax.lax.pad(by_channel[:, ::-1], zero, [(0, 0, 0), (0, 0, dilation(case) - 1)])
+        taps = taps if axis == 2 else taps.T
+        length = 1 << (T + reach - 1).bit_length()
+        spectrum = jnp.fft.rfft(x.astype(wide), length, axis=axis)
+        spectrum = spectrum * jnp.fft.rfft(taps, length, axis=axis - 1)
+        full = jnp.fft.irfft(spectrum, length, axis=axis)
+        start = reach - pads(case)[0]
+        return jax.lax.slice_in_dim(full, start, start + T, axis=axis).astype(x.dtype)
+
+    return function
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def torch_conv(case):
+    import torch
+
+    _, C, _, H, _ = case.shape
+
+    def function(x, weight):
+        x = x if time_axis(case) == 2 else x.transpose(1, 2)
+        by_channel = weight.repeat_interleave(C // H, dim=0)[:, None]
+        padded = torch.nn.functional.pad(x, pads(case))
+        y = torch.nn.functional.conv1d(padded, by_channel, dilation=dilation(case), groups=C)
+        return y if time_axis(case) == 2 else y.transpose(1, 2)
+
+    return function
+
+
+def torch_shift_and_add(case):
+    import torch
+
+    axis, (_, C, T, H, K) = time_axis(case), case.shape
+
+    def function(x, weight):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        before, after = pads(case)
+        padded = torch.nn.functional.pad(x, (before, after) if axis == 2 else (0, 0, before, after))
+        by_channel = weight.repeat_interleave(C // H, dim=0).to(wide)
+        total = 0
+        for k in range(K):
+            tap = by_channel[:, k, None] if axis == 2 else by_channel[:, k]
+            total = total + tap * padded.narrow(axis, k * dilation(case), T).to(wide)
+        return total.to(x.dtype)
+
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def slow_conv(case, platform):
+    B, C, T, _, K = case.shape
+    much = case.dtype == "float64" or B * C * T * K > 2**26
+    return SLOW if platform == "cpu" and much else None
+
+
+def slow_fft(case, platform):
+    B, C, T, _, _ = case.shape
+    return SLOW if platform == "cpu" and B * C * T > 2**24 else None
+
+
+SLOW = "takes more than a second a call on a CPU"
+
+
+def cost(case: Case, direction: Direction) -> Cost:
+    B, C, T, H, K = case.shape
+    itemsize = jnp.dtype(case.dtype).itemsize
+    # Read: x, or x and the cotangent. Written: y, or the gradient by x, or both.
+    sequences = {"forward": 2, "backward": 3, "value_and_grad": 4}[direction.name]
+    filters = 1 if direction.name == "forward" else 2
+    products = {"forward": 1, "backward": 2, "value_and_grad": 3}[direction.name]
+    return Cost(
+        bytes=(sequences * B * C * T + filters * H * K) * itemsize,
+        flops=2 * products * B * C * T * K,
+        unit="fma float64" if case.dtype == "float64" else "fma float32",
+    )
+
+
+def terms(case: Case, direction: Direction) -> int:
+    B, C, T, H, K = case.shape
+    return B * T * (C // H) if direction.wrt else K
+
+
+BENCHMARK = Benchmark(
+    operator="lightweight_conv",
+    shape="B,C,T,H,K",
+    cases=CASES,
+    directions=directions(0, 1),
+    arguments=arguments,
+    function=ours,
+    reference=shift_and_add,
+    peers=(
+        Peer("XLA shift-and-add", shift_and_add),
+        Peer("XLA conv", grouped_conv, declines=slow_conv),
+        Peer("XLA FFT", fft, declines=slow_fft),
+        Peer("torch conv1d", torch_conv, torch=True),
+        Peer("torch.compile", torch_shift_and_add, torch=True, costly=True),
+    ),
+    cost=cost,
+    terms=terms,
+)

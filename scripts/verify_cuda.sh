@@ -21,7 +21,7 @@ for stage in $stages; do
   fi
 done
 if [[ " $stages " == *" bench "* && -z ${1:-} ]]; then
-  echo "verify_cuda.sh: name the file for the benchmark's rows as the first argument" >&2
+  echo "verify_cuda.sh: name the file for the benchmark's results as the first argument" >&2
   exit 2
 fi
 benchmark_file=""
@@ -78,7 +78,7 @@ if selected sanitize; then
 fi
 if selected bench; then
   stage bench env -u XLA_PYTHON_CLIENT_PREALLOCATE \
-    "$python" benchmarks/lightweight_conv.py --json "$benchmark_file"
+    "$python" -m jaxops bench --platform cuda --json "$benchmark_file"
 fi
 
 printf '\n%-12s %8s  %s\n' stage seconds result

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 COMMANDS = (
     "info",
     "check",
+    "bench",
     "demo",
 )
 

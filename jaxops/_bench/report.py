@@ -1,0 +1,341 @@
+"""Shows a results file: as tables on a terminal, as Markdown, and as the README's table."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxops._bench import ceilings, figures
+from jaxops._bench.results import Document, Outcome, ResultsError, Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A table: a title, the names of its columns, and the cells. The first `left` are words."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 2
+
+
+Block = str | Grid
+
+
+# --- the blocks of a report ----------------------------------------------------------------------
+
+
+def blocks(document: Document) -> list[Block]:
+    """Everything there is to say about a run."""
+    found: list[Block] = _head(document)
+    for operator, rows in itertools.groupby(document.rows, key=lambda row: row.operator):
+        found += _operator(document, operator, list(rows))
+    return [*found, *_summary(document)]
+
+
+def _head(document: Document) -> list[Block]:
+    versions = ", ".join(f"{name} {version}" for name, version in document.versions.items())
+    clock = {"cuda": "time that the device was busy", "cpu": "time on the wall"}
+    lines = [
+        f"{document.device} ({document.platform}), {document.threads} host threads; {versions}",
+        f"{document.date}: {document.command}",
+        f"Times: {clock[document.platform]}, median of the rounds, ± half their range.",
+    ]
+    lines += [f"Not there: {name}: {reason}" for name, reason in document.absent.items()]
+    if document.unfinished:
+        lines.append(f"Interrupted: {document.unfinished} rows were not measured.")
+    rows = [
+        (name, _si(value, ceilings.UNITS[name.split()[0]]))
+        for name, value in document.ceilings.items()
+    ]
+    return [*lines, Grid("ceilings of this machine", ("ceiling", "measured"), rows, left=1)]
+
+
+def _operator(document: Document, operator: str, rows: list[Row]) -> list[Block]:
+    ordinary = [row for row in rows if row.group != "scaling"]
+    scaling = [row for row in rows if row.group == "scaling"]
+    found: list[Block] = []
+    if ordinary:
+        found += [_times(document, operator, ordinary), *_not_timed(ordinary)]
+        found.append(_memory(operator, ordinary))
+        if document.platform == "cuda":
+            found.append(_overhead(operator, ordinary))
+    if scaling:
+        found += [_scaling(operator, scaling), *_not_timed(scaling)]
+    return found
+
+
+def _times(document: Document, operator: str, rows: list[Row]) -> Grid:
+    peers = figures.peers(rows)
+    cells = []
+    for row in rows:
+        least, _ = figures.limit(document, row)
+        ours = row.ours
+        cells.append(
+            (
+                f"{row.group} {row.case}",
+                row.direction,
+                number(ours.us),
+                number(ours.spread),
+                _of(ours, lambda o, row=row: number(figures.gigabytes_per_second(row, o))),
+                _of(ours, lambda o, row=row: number(figures.teraflops(row, o))),
+                number(least),
+                _of(ours, lambda o, least=least: f"{least / o.us:.0%}"),
+                *(ratio(figures.speedup(row, peer)) for peer in peers),
+            )
+        )
+    columns = ("case", "direction", "µs", "±", "GB/s", "TFLOP/s", "limit µs", "of limit")
+    return Grid(
+        f"{operator} ({document.shapes[operator]}): times, and speed-up over each peer",
+        (*columns, *peers),
+        cells,
+    )
+
+
+def _scaling(operator: str, rows: list[Row]) -> Grid:
+    peers = figures.peers(rows)
+    cells = [
+        (
+            row.case,
+            _si(row.bytes, "B"),
+            number(row.ours.us),
+            _of(row.ours, lambda o, row=row: number(figures.gigabytes_per_second(row, o))),
+            *(number(row.outcomes[p].us if p in row.outcomes else None) for p in peers),
+        )
+        for row in rows
+    ]
+    columns = ("case", "least bytes", "µs", "GB/s", *(f"{p} µs" for p in peers))
+    return Grid(f"{operator}: cost as the work grows, {rows[0].direction}", columns, cells, left=1)
+
+
+def _memory(operator: str, rows: list[Row]) -> Grid:
+    return _per_contender(
+        f"{operator}: MB of arguments, results and temporaries",
+        rows,
+        lambda outcome: None if outcome.memory is None else outcome.memory / 1e6,
+    )
+
+
+def _overhead(operator: str, rows: list[Row]) -> Grid:
+    return _per_contender(
+        f"{operator}: µs that a single call takes beyond its time on the device",
+        rows,
+        lambda o: None if o.us is None or o.call_us is None else max(0.0, o.call_us - o.us),
+    )
+
+
+def _per_contender(title: str, rows: list[Row], value: Callable[[Outcome], float | None]) -> Grid:
+    names = list(dict.fromkeys(n for r in rows for n, o in r.outcomes.items() if value(o)))
+    cells = [
+        (
+            f"{row.group} {row.case}",
+            row.direction,
+            *(number(value(row.outcomes[n]) if n in row.outcomes else None) for n in names),
+        )
+        for row in rows
+    ]
+    return Grid(title, ("case", "direction", *names), cells)
+
+
+def _not_timed(rows: Iterable[Row]) -> list[str]:
+    """Why contenders have no time, each reason once."""
+    where = collections.defaultdict(list)
+    for row in rows:
+        for name, outcome in row.outcomes.items():
+            if outcome.error:
+                where[name, outcome.error].append(f"{row.case} {row.direction}")
+    return [
+        f"Not timed: {name}: {reason} ({_some(places)})" for (name, reason), places in where.items()
+    ]
+
+
+def _some(places: Sequence[str]) -> str:
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return places[0] + more
+
+
+def _summary(document: Document) -> list[Block]:
+    ordinary = [row for row in document.rows if row.group != "scaling"]
+    cells = []
+    for operator, rows in itertools.groupby(ordinary, key=lambda row: row.operator):
+        rows = list(rows)
+        for peer in figures.peers(rows):
+            ratios = figures.speedups(rows, peer)
+            if ratios:
+                mean, worst = figures.geomean(ratios), min(ratios)
+                cells.append((operator, peer, str(len(ratios)), ratio(mean), ratio(worst)))
+    columns = ("operator", "peer", "rows", "geomean", "least")
+    found: list[Block] = []
+    if cells:
+        found.append(Grid("speed-up over each peer", columns, cells))
+    missed = [
+        (row.operator, f"{row.case} {row.direction}", "; ".join(reasons))
+        for row in ordinary
+        if (reasons := figures.misses(document, row))
+    ]
+    if missed:
+        columns = ("operator", "row", "missed")
+        found.append(Grid("rows that miss the targets", columns, missed, left=3))
+    if ordinary:
+        found.append(f"{len(ordinary) - len(missed)} of {len(ordinary)} rows meet the targets.")
+    return found
+
+
+def comparison(old: Document, new: Document) -> list[Block]:
+    """What got faster or slower beyond the spread."""
+    changes = figures.compare(old, new)
+    cells = [
+        (
+            f"{c.row.operator} {c.row.case}",
+            c.row.direction,
+            f"{number(c.old.us)} ± {number(c.old.spread)}",
+            f"{number(c.new.us)} ± {number(c.new.spread)}",
+            f"{c.ratio:.3f}",
+            c.verdict,
+        )
+        for c in changes
+        if c.verdict != "same"
+    ]
+    counts = collections.Counter(c.verdict for c in changes)
+    summary = (
+        f"Against {old.date}: {counts['faster']} rows faster, {counts['slower']} slower, "
+        f"{counts['same']} the same within the spread; {len(new.rows) - len(changes)} rows have no "
+        "counterpart."
+    )
+    columns = ("case", "direction", "old µs", "new µs", "new / old", "verdict")
+    return [Grid("beyond the spread", columns, cells), summary] if cells else [summary]
+
+
+# --- cells ---------------------------------------------------------------------------------------
+
+
+def number(value: float | None) -> str:
+    """Three significant digits or more, without an exponent."""
+    if value is None:
+        return "\N{EN DASH}"
+    for least, decimals in ((100, 0), (10, 1), (1, 2)):
+        if abs(value) >= least:
+            return f"{value:,.{decimals}f}"
+    return f"{value:.3g}"
+
+
+def ratio(value: float | None) -> str:
+    """A speed-up."""
+    return number(None) if value is None else f"{value:.2f}x"
+
+
+def _of(outcome: Outcome, show: Callable[[Outcome], str]) -> str:
+    return number(None) if outcome.us is None else show(outcome)
+
+
+def _si(value: float, unit: str) -> str:
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m")):
+        if value >= factor:
+            return f"{number(value / factor)} {prefix}{unit}"
+    return f"{number(value / 1e-6)} µ{unit}"
+
+
+# --- ways to show blocks -------------------------------------------------------------------------
+
+
+def show(shown: Iterable[Block], console: Console) -> None:
+    """Prints blocks on a terminal."""
+    for block in shown:
+        # Text and not str: what others say may hold the square brackets that rich reads as markup.
+        if isinstance(block, str):
+            console.print(Text(block))
+            continue
+        table = Table(title=block.title, title_justify="left", box=None)
+        for i, name in enumerate(block.columns):
+            table.add_column(name, justify="left" if i < block.left else "right")
+        for row in block.rows:
+            table.add_row(*map(Text, row))
+        console.print()
+        console.print(table)
+
+
+def markdown(shown: Iterable[Block]) -> str:
+    """Blocks as Markdown."""
+    parts = []
+    for block in shown:
+        if isinstance(block, str):
+            parts.append(block)
+            continue
+        if block.title:
+            parts.append(f"**{block.title}**")
+        rule = [":--" if i < block.left else "--:" for i in range(len(block.columns))]
+        lines = [block.columns, rule, *block.rows]
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+# --- the README ----------------------------------------------------------------------------------
+
+MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
+
+
+def readme_section(document: Document) -> str:
+    """What the README shows: the rows with targets, and the geomean over all rows."""
+    versions = ", ".join(
+        f"{name} {document.versions[name]}"
+        for name in ("jax", "jaxops", "torch")
+        if name in document.versions
+    )
+    head = (
+        f"{document.device}, {versions}, {document.date[:10]}, `{document.command}`. Times in µs, "
+        "medians; the limit is that of this machine's memory or arithmetic."
+    )
+    rows = [row for row in document.rows if row.target]
+    columns = ("operator", "case", "direction", "limit", "jaxops", "best of XLA", "best of PyTorch")
+    cells = [
+        (
+            f"`{row.operator}` ({document.shapes[row.operator]})",
+            row.case,
+            row.direction,
+            number(figures.limit(document, row)[0]),
+            number(row.ours.us),
+            _best(row, torch=False),
+            _best(row, torch=True),
+        )
+        for row in rows
+    ]
+    means = []
+    for operator, group in itertools.groupby(document.rows, key=lambda row: row.operator):
+        group = list(group)
+        shown = [
+            f"{ratio(figures.geomean(ratios))} {peer}"
+            for peer in figures.peers(group)
+            if (ratios := figures.speedups(group, peer))
+        ]
+        count = sum(row.group != "scaling" for row in group)
+        means.append(f"`{operator}`, geomean speed-up over {count} rows: {', '.join(shown)}.")
+    return markdown([head, Grid("", columns, cells, left=3), *means])
+
+
+def _best(row: Row, torch: bool) -> str:
+    peer = figures.best_peer(row, torch)
+    return number(None) if peer is None else f"{number(row.outcomes[peer].us)} ({peer})"
+
+
+def update_readme(document: Document, file: pathlib.Path) -> None:
+    """Replaces what is between the markers of a README.
+
+    Raises:
+      ResultsError: the file is not there, or lacks the markers.
+    """
+    try:
+        text = file.read_text()
+    except OSError as error:
+        raise ResultsError(f"{file} cannot be read: {error.strerror}") from error
+    before, start, rest = text.partition(MARKERS[0])
+    _, end, after = rest.partition(MARKERS[1])
+    if not (start and end):
+        raise ResultsError(f"{file} lacks the lines {' and '.join(MARKERS)}")
+    file.write_text(f"{before}{start}\n{readme_section(document)}{end}{after}")

@@ -1,0 +1,158 @@
+"""A results file: what was measured, where, and how; nothing that can be derived from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+#: Counted up whenever a file of before cannot be read as one of today.
+FORMAT = 2
+
+OURS = "jaxops"
+
+
+class ResultsError(Exception):
+    """A results file that cannot be used; the message says which and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How one contender did on one row.
+
+    Attributes:
+      us: the median over the rounds, in microseconds a call; None where it was not timed.
+      spread: half the distance of the fastest round from the slowest.
+      rounds: how many there were.
+      call_us: the wall time of one call that is waited for, where `us` is the device's time.
+      memory: bytes of arguments, results and temporaries, where they are known beforehand.
+      error: why it was not timed.
+      torch: whether it is PyTorch's.
+    """
+
+    us: float | None = None
+    spread: float | None = None
+    rounds: int = 0
+    call_us: float | None = None
+    memory: int | None = None
+    error: str | None = None
+    torch: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One direction of one case, by every contender; ours is called "jaxops"."""
+
+    operator: str
+    case: str
+    group: str
+    target: bool
+    near_limit: bool
+    direction: str
+    bytes: float
+    flops: float
+    unit: str
+    special: float
+    outcomes: dict[str, Outcome]
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What makes two rows comparable."""
+        return self.operator, self.case, self.direction
+
+    @property
+    def ours(self) -> Outcome:
+        """Our own outcome."""
+        return self.outcomes[OURS]
+
+    @staticmethod
+    def is_peer(name: str) -> bool:
+        """Whether an outcome's name is a peer's."""
+        return name != OURS
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One run of the benchmarks.
+
+    Attributes:
+      command: what reproduces it.
+      date: when it began, ISO 8601 in UTC.
+      platform: "cpu" or "cuda".
+      device: its kind.
+      threads: those that the host computes with.
+      versions: of what took part.
+      ceilings: this machine's limits, see `ceilings.measure`.
+      absent: peers that were not there, and why.
+      shapes: what the numbers in a case's name are, by operator.
+      unfinished: how many rows were left when the run was interrupted.
+      rows: what was measured.
+    """
+
+    command: str
+    date: str
+    platform: str
+    device: str
+    threads: int
+    versions: dict[str, str]
+    ceilings: dict[str, float]
+    absent: dict[str, str]
+    shapes: dict[str, str]
+    unfinished: int
+    rows: list[Row]
+
+
+def save(document: Document, file: pathlib.Path) -> None:
+    """Writes the document as JSON, one row a line.
+
+    Raises:
+      ResultsError: the file cannot be written.
+    """
+    content = {"format": FORMAT, **dataclasses.asdict(document)}
+    rows = content.pop("rows")
+    head = json.dumps(content, indent=1)[:-2]
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    try:
+        file.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+    except OSError as error:
+        raise ResultsError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def load(file: pathlib.Path) -> Document:
+    """Reads what `save` has written.
+
+    Raises:
+      ResultsError: the file is not there, is not a results file, or is one of another format.
+    """
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise ResultsError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ResultsError(f"{file} is not a results file: {error}") from error
+    found = _format(content)
+    if found != FORMAT:
+        raise ResultsError(
+            f"{file} is a results file of format {found}, and this jaxops reads format {FORMAT}: "
+            "measure again, with --json FILE"
+        )
+    del content["format"]
+    try:
+        rows = [
+            Row(**{**r, "outcomes": {n: Outcome(**o) for n, o in r["outcomes"].items()}})
+            for r in content.pop("rows")
+        ]
+        return Document(**content, rows=rows)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ResultsError(f"{file} is not a results file of format {FORMAT}: {error}") from error
+
+
+def _format(content: Any) -> Any:
+    return content.get("format", "unknown") if isinstance(content, dict) else "unknown"
+
+
+def newest(folder: pathlib.Path) -> Document | None:
+    """The latest of a folder's results of today's format, or None where there is none."""
+    files = [f for f in folder.glob("*.json") if _format(json.loads(f.read_text())) == FORMAT]
+    return max(map(load, files), key=lambda d: d.date, default=None)

@@ -1,0 +1,313 @@
+"""Measures: compiles every contender, compares their values, and times those that agree."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._bench import ceilings, contenders
+from jaxops._bench.clock import Batch, Clock, ProfileError, device_seconds, wall_seconds
+from jaxops._bench.contenders import Call, Contender, JaxContender, TorchContender
+from jaxops._bench.results import OURS, Outcome, Row
+from jaxops._bench.spec import Benchmark, Case, Direction, Peer, normal
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much time a measurement may take.
+
+    Attributes:
+      rounds: times that every contender of a row is timed, in turns.
+      batch_seconds: what the calls of one contender in one round should take together.
+      contender_seconds: what all rounds of a contender may take: a slow one has fewer.
+      rotated_bytes: how much memory the arguments of one round should spread over, several times
+        what a cache holds.
+    """
+
+    rounds: int
+    batch_seconds: float
+    contender_seconds: float
+    rotated_bytes: float
+
+
+EFFORTS = {"cuda": Effort(5, 5e-3, 0.1, 400e6), "cpu": Effort(5, 50e-3, 2.0, 200e6)}
+QUICK_EFFORTS = {"cuda": Effort(3, 2e-3, 0.05, 400e6), "cpu": Effort(3, 10e-3, 0.2, 50e6)}
+_MOST_CALLS = 32  # in one batch, and so of argument sets
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where to measure, and how."""
+
+    platform: str
+    device: jax.Device
+    effort: Effort
+
+    @property
+    def clock(self) -> Clock:
+        """The device's own time where the platform has a profiler for it."""
+        return device_seconds if self.platform == "cuda" else wall_seconds
+
+    @contextlib.contextmanager
+    def settings(self, dtype: str) -> Iterator[None]:
+        """JAX as a case of this dtype needs it, in the thread that asks."""
+        # Float64 is switched on for float64 alone: it would widen the integers of other cases.
+        with jax.default_device(self.device), jax.enable_x64(dtype == "float64"):
+            yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A case and the peers that it is to be timed with, absent ones left out."""
+
+    benchmark: Benchmark
+    case: Case
+    peers: tuple[Peer, ...]
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """See `Benchmark.directions_of`."""
+        return self.benchmark.directions_of(self.case)
+
+
+Key = tuple[str, str, str]  # the names of a case, of a direction or "", and of a contender
+_REFERENCE, _INPUTS = "reference", "inputs"
+
+
+def run(works: Sequence[Work], machine: Machine, report: Callable[[str], None]) -> Iterator[Row]:
+    """The rows of all cases; `report` is told what is being done, twice for each row."""
+    # Whatever compiles while something is timed would disturb it, so an operator is compiled
+    # before it is timed.
+    for _, group in itertools.groupby(works, key=lambda work: work.benchmark.operator):
+        of_one = list(group)
+        programs = _compile(of_one, machine, report)
+        for work in of_one:
+            with machine.settings(work.case.dtype):
+                # All of them before any is handed out: the settings end here.
+                rows = list(_measure(work, programs, machine, report))
+            yield from rows
+
+
+def _compile(
+    works: Sequence[Work], machine: Machine, report: Callable[[str], None]
+) -> dict[Key, Contender | str]:
+    """All that these cases run, or in words why it cannot be compiled."""
+
+    def build(task: tuple[Work, Direction | None, str]) -> tuple[Key, Contender | str]:
+        work, direction, name = task
+        try:
+            built = _contender(work, direction, name, machine)
+        except Exception as error:
+            # Whatever goes wrong in a contender is what the table is there to show.
+            built = _message(error)
+        if name == OURS:
+            report(f"compiling {work.benchmark.operator} {work.case.name}")
+        return (work.case.name, direction.name if direction else "", name), built
+
+    tasks = []
+    for work in works:
+        names = (_REFERENCE, OURS, *(peer.name for peer in work.peers))
+        tasks += [(work, None, _INPUTS), *itertools.product([work], work.directions, names)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return dict(pool.map(build, tasks))
+
+
+def _contender(
+    work: Work, direction: Direction | None, name: str, machine: Machine
+) -> Contender | str:
+    case, benchmark = work.case, work.benchmark
+    with machine.settings(case.dtype):
+        make_inputs = _make_inputs(benchmark, case)
+        if name == _INPUTS:
+            return JaxContender(make_inputs, [_KEY])
+        inputs = _of_direction(jax.eval_shape(make_inputs, _KEY), direction)
+        if name == OURS:
+            return JaxContender(direction.of(benchmark.function(case)), inputs)
+        if name != _REFERENCE:
+            (peer,) = (p for p in work.peers if p.name == name)
+            declined = peer.declines(case, machine.platform)
+            if declined:
+                return declined
+            if peer.torch:
+                return TorchContender(peer.function(case), direction)
+            return JaxContender(direction.of(peer.function(case)), inputs)
+    with machine.settings("float64"):
+        return JaxContender(contenders.in_float64(direction.of(benchmark.reference(case))), inputs)
+
+
+_KEY = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
+
+
+def _make_inputs(benchmark: Benchmark, case: Case) -> Callable:
+    """A function of a random key: (cotangent, arguments)."""
+
+    def make(key):
+        of_arguments, of_cotangent = jax.random.split(key)
+        arguments = benchmark.arguments(case, of_arguments)
+        value = jax.eval_shape(benchmark.function(case), *arguments)
+        return (
+            jax.tree.map(lambda v: normal(of_cotangent, v.shape, v.dtype), value),
+            arguments,
+        )
+
+    return make
+
+
+def _of_direction(inputs: tuple, direction: Direction) -> tuple:
+    cotangent, arguments = inputs
+    return (cotangent, *arguments) if direction.wrt else tuple(arguments)
+
+
+class _RefusedError(Exception):
+    """Something is not to be run or timed; the message says why."""
+
+
+def _ready(program: Contender | str) -> Contender:
+    """What has been compiled; where it has not, raises an error that says why."""
+    if isinstance(program, str):
+        raise _RefusedError(program)
+    return program
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, _RefusedError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _measure(
+    work: Work,
+    programs: dict[Key, Contender | str],
+    machine: Machine,
+    report: Callable[[str], None],
+) -> Iterator[Row]:
+    """The rows of a case."""
+    try:
+        input_sets = _input_sets(_ready(programs[work.case.name, "", _INPUTS]), machine.effort)
+    except Exception as error:
+        # Memory may not suffice for the inputs of one case, which should not cost the others.
+        for direction in work.directions:
+            yield _row(work, direction, {OURS: Outcome(error=f"no inputs: {_message(error)}")})
+        return
+    for direction in work.directions:
+        report(f"timing {work.benchmark.operator} {work.case.name} {direction.name}")
+        built = {
+            name: programs[work.case.name, direction.name, name]
+            for name in (_REFERENCE, OURS, *(peer.name for peer in work.peers))
+        }
+        argument_sets = [_of_direction(inputs, direction) for inputs in input_sets]
+        yield _row(work, direction, _outcomes(work, direction, built, argument_sets, machine))
+
+
+def _input_sets(make: Contender, effort: Effort) -> list[tuple]:
+    """As many copies of a case's inputs as it takes for none to be in a cache when it is used."""
+    (call,) = make.calls([(jax.random.key(0, impl="rbg"),)])
+    inputs = call()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(inputs))
+    copies = int(min(_MOST_CALLS, max(1, effort.rotated_bytes // size)))
+    return [inputs, *(jax.tree.map(jnp.copy, inputs) for _ in range(copies - 1))]
+
+
+def _outcomes(
+    work: Work,
+    direction: Direction,
+    built: dict[str, Contender | str],
+    argument_sets: Sequence[tuple],
+    machine: Machine,
+) -> dict[str, Outcome]:
+    contenders.forget_compiled()
+    outcomes, calls = {}, {}
+    try:
+        reference = _ready(built.pop(_REFERENCE))
+        want = reference.arrays(reference.calls(argument_sets[:1])[0]())
+    except Exception as error:
+        return {
+            name: Outcome(error=f"nothing to compare with: {_message(error)}") for name in built
+        }
+    allowed = contenders.tolerance(work.case.dtype, work.benchmark.terms(work.case, direction))
+    for name, contender in built.items():
+        try:
+            calls[name] = _checked_calls(contender, argument_sets, want, allowed)
+            outcomes[name] = Outcome(memory=contender.memory())
+        except Exception as error:
+            outcomes[name] = Outcome(error=_message(error))
+    del want
+    torch = {peer.name for peer in work.peers if peer.torch}
+    timed = _time({name: (built[name], calls[name]) for name in calls}, machine)
+    return {
+        name: dataclasses.replace(outcome, torch=name in torch, **timed.get(name, {}))
+        for name, outcome in outcomes.items()
+    }
+
+
+def _checked_calls(
+    contender: Contender | str, argument_sets: Sequence, want: Sequence, allowed: float
+) -> list[Call]:
+    """The calls of a contender, once the first has returned what is wanted."""
+    calls = _ready(contender).calls(argument_sets)
+    error = contenders.error(contender.arrays(calls[0]()), want)
+    if not error <= allowed:  # a NaN is wrong too
+        raise _RefusedError(f"wrong values: relative error {error:.2g}, allowed {allowed:.2g}")
+    return calls
+
+
+def _time(
+    timed: dict[str, tuple[Contender, list[Call]]], machine: Machine
+) -> dict[str, dict[str, Any]]:
+    """What an `Outcome` is told of every contender's times; rounds alternate between them."""
+    effort = machine.effort
+    batches, rounds, call_us, found = {}, {}, {}, {}
+    for name, (contender, calls) in timed.items():
+        estimate = ceilings.call_seconds(contender, calls[-1], 1)
+        if machine.platform == "cpu" and estimate > effort.contender_seconds:
+            found[name] = _statistics([1e6 * estimate])  # it was the same clock
+            continue
+        count = int(min(_MOST_CALLS, max(1, effort.batch_seconds // estimate)))
+        batches[name] = Batch(contender, list(itertools.islice(itertools.cycle(calls), count)))
+        affordable = effort.contender_seconds // (estimate * count)
+        rounds[name] = int(min(effort.rounds, max(1, affordable)))
+        if machine.platform == "cuda":
+            call_us[name] = 1e6 * ceilings.call_seconds(contender, calls[0], 5)
+    turns = [name for turn in range(effort.rounds) for name in batches if turn < rounds[name]]
+    readings = machine.clock([batches[name] for name in turns])
+    for name, batch in batches.items():
+        of_one = [r for turn, r in zip(turns, readings, strict=True) if turn == name]
+        unseen = [reading for reading in of_one if isinstance(reading, ProfileError)]
+        if unseen:
+            found[name] = {"error": str(unseen[0])}
+            continue
+        us = [1e6 * seconds / len(batch.calls) for seconds in of_one]
+        found[name] = {"call_us": call_us.get(name), **_statistics(us)}
+    return found
+
+
+def _statistics(us: Sequence[float]) -> dict[str, Any]:
+    return {
+        "us": statistics.median(us),
+        "spread": (max(us) - min(us)) / 2,
+        "rounds": len(us),
+    }
+
+
+def _row(work: Work, direction: Direction, outcomes: dict[str, Outcome]) -> Row:
+    case, benchmark = work.case, work.benchmark
+    return Row(
+        operator=benchmark.operator,
+        case=case.name,
+        group=case.group,
+        target=case.target,
+        near_limit=benchmark.near_limit,
+        direction=direction.name,
+        outcomes=outcomes,
+        **dataclasses.asdict(benchmark.cost(case, direction)),
+    )

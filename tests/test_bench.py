@@ -1,0 +1,718 @@
+"""`python -m jaxops bench`: what it counts and derives, what it times, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import pathlib
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxops import _cli
+from jaxops._bench import (
+    ceilings,
+    clock,
+    contenders,
+    figures,
+    registry,
+    report,
+    results,
+    runner,
+    spec,
+)
+from jaxops._bench.results import Document, Outcome, ResultsError, Row
+from jaxops._cli import bench
+
+ROOT = pathlib.Path(__file__).parents[1]
+CEILINGS = {
+    "copy": 2e9,
+    "fma float32": 1e10,
+    "fma float64": 5e9,
+    "special float32": 1e8,
+    "matmul float32": 1e12,
+    "dispatch": 1e-5,
+}
+
+
+def row(case="a", ours=None, peers=None, **changed):
+    """A row of 40 kB and 100 kFLOP, which by CEILINGS takes at least 20 µs."""
+    outcomes = {"jaxops": ours or timed(25.0), **(peers or {})}
+    fields = {
+        "operator": "twice",
+        "case": case,
+        "group": "typical",
+        "target": True,
+        "near_limit": True,
+        "direction": "forward",
+        "bytes": 40_000,
+        "flops": 100_000,
+        "unit": "fma float32",
+        "special": 0,
+        "outcomes": outcomes,
+    }
+    return Row(**{**fields, **changed})
+
+
+def timed(us, spread=0.0, **others):
+    return Outcome(us=us, spread=spread, rounds=5, **others)
+
+
+def document(*rows, platform="cuda", **changed):
+    fields = {
+        "command": "python -m jaxops bench",
+        "date": "2026-11-21T16:00:00+00:00",
+        "platform": platform,
+        "device": "A device",
+        "threads": 2,
+        "versions": {"jax": "0.10.2", "jaxops": "0.1.0"},
+        "ceilings": CEILINGS,
+        "absent": {},
+        "shapes": {"twice": "N"},
+        "unfinished": 0,
+    }
+    return Document(**{**fields, **changed}, rows=list(rows))
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+def test_a_line_makes_a_case_of_every_combination():
+    made = spec.cases("odd", (2, 3), ["float32", "bfloat16"], layout=["A", "B"], stride=2)
+    assert [c.name for c in made] == [
+        "(2,3) f32 A stride 2",
+        "(2,3) f32 B stride 2",
+        "(2,3) bf16 A stride 2",
+        "(2,3) bf16 B stride 2",
+    ]
+    with pytest.raises(ValueError, match="group must be one of"):
+        spec.cases("huge", (1,), "float32")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("odd*bf16", True),
+        ("(2,3)", True),
+        (spec.TARGET_TAG, True),
+        ("large", False),
+        ("f64", False),
+    ],
+)
+def test_patterns(pattern, matches):
+    (case,) = spec.cases("odd", (2, 3), "bfloat16", target=True)
+    assert case.matches(pattern) == matches
+    assert not dataclasses.replace(case, target=False).matches("PERFORMANCE")
+
+
+@pytest.mark.parametrize("operator", registry.operators())
+def test_operators_have_their_cases(operator):
+    benchmark = registry.load(operator)
+    assert benchmark.operator == operator
+    kinds = {case.group for case in benchmark.cases}
+    assert kinds == set(spec.GROUPS)
+    targets = {(c.shape, c.dtype) for c in benchmark.cases if c.target}
+    others = {(c.shape, c.dtype) for c in benchmark.cases} - targets
+    assert targets
+    assert len(others) >= 2 * len(targets)
+    work = [benchmark.cost(c, benchmark.directions[0]).bytes for c in _scaling(benchmark)]
+    assert work == sorted(work)
+    assert work[-1] >= 1000 * work[0]
+
+
+def _scaling(benchmark):
+    return [case for case in benchmark.cases if case.group == "scaling"]
+
+
+def test_costs_of_lightweight_conv():
+    benchmark = registry.load("lightweight_conv")
+    (case,) = (c for c in benchmark.cases if c.name == "(2,64,65,8,5) f32 NCT causal")
+    forward, backward, both = (benchmark.cost(case, d) for d in benchmark.directions)
+    # x and y are 2 * 64 * 65 = 8320 entries each, the filter 8 * 5 = 40.
+    assert forward.bytes == 4 * (2 * 8320 + 40)
+    assert forward.flops == 2 * 8320 * 5
+    assert backward.bytes == 4 * (3 * 8320 + 2 * 40)
+    assert backward.flops == 2 * forward.flops
+    assert both.bytes == 4 * (4 * 8320 + 2 * 40)
+    assert both.flops == 3 * forward.flops
+    # An entry of y sums 5 taps; one of the filter's gradient 2 * 65 steps of 64 / 8 channels.
+    assert [benchmark.terms(case, d) for d in benchmark.directions] == [5, 1040, 1040]
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def test_limit_is_the_longest_of_what_must_be_done():
+    assert figures.limit(document(), row()) == (pytest.approx(20.0), "copy")
+    computing = row(flops=1e6)
+    assert figures.limit(document(), computing) == (pytest.approx(100.0), "fma float32")
+    special = row(special=3e3)
+    assert figures.limit(document(), special) == (pytest.approx(30.0), "special float32")
+
+
+def test_speeds():
+    measured = row(ours=timed(25.0))
+    assert figures.gigabytes_per_second(measured, measured.ours) == pytest.approx(1.6)
+    assert figures.teraflops(measured, measured.ours) == pytest.approx(0.004)
+
+
+def test_speedups_and_their_mean():
+    rows = [
+        row("a", timed(10.0), {"XLA": timed(20.0), "torch": timed(5.0, torch=True)}),
+        row("b", timed(10.0), {"XLA": timed(80.0), "torch": Outcome(error="wrong", torch=True)}),
+        row("c", timed(10.0), {"XLA": timed(990.0)}, group="scaling"),
+        row("d", Outcome(error="wrong"), {"XLA": timed(990.0)}),
+    ]
+    assert figures.speedups(rows, "XLA") == [2.0, 8.0]
+    assert figures.geomean([2.0, 8.0]) == pytest.approx(4.0)
+    assert figures.speedups(rows, "torch") == [0.5]
+    assert figures.best_peer(rows[0], torch=True) == "torch"
+    assert figures.best_peer(rows[1], torch=True) is None
+    assert figures.peers(rows) == ["XLA", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "where", "expected"),
+    [
+        # The limit is 20 µs; it binds above 40 µs.
+        (row(ours=timed(39.0)), "cuda", []),
+        (row(ours=timed(41.0)), "cuda", ["2.05 x the limit (copy)"]),
+        (row(ours=timed(41.0)), "cpu", []),
+        (row(ours=timed(41.0), near_limit=False), "cuda", []),
+        (row(ours=timed(45.0), bytes=80_000), "cuda", []),  # 1.125 times 40 µs
+        (row(ours=timed(20.0), peers={"XLA": timed(16.0)}), "cuda", ["1.25 x the time of XLA"]),
+        (row(ours=timed(20.0, 2.0), peers={"XLA": timed(16.0, 2.5)}), "cuda", []),
+        (row(ours=timed(20.0), peers={"t": timed(16.0, torch=True)}), "cpu", []),
+        (
+            row(ours=timed(9.0), peers={"t": timed(6.0, torch=True)}),
+            "cuda",
+            ["1.50 x the time of t"],
+        ),
+        (row(ours=Outcome(error="lost")), "cpu", ["not timed: lost"]),
+    ],
+)
+def test_targets(measured, where, expected):
+    assert figures.misses(document(platform=where), measured) == expected
+
+
+def test_compare_counts_what_is_beyond_both_spreads():
+    old = document(
+        row("slower", timed(10.0, 0.5)),
+        row("faster", timed(10.0, 0.5)),
+        row("noise", timed(10.0, 0.5)),
+        row("gone", timed(10.0)),
+        row("was lost", Outcome(error="lost")),
+    )
+    new = document(
+        row("slower", timed(11.5, 0.9)),
+        row("faster", timed(8.5, 0.9)),
+        row("noise", timed(11.3, 0.9)),
+        row("was lost", timed(10.0)),
+        row("new", timed(10.0)),
+    )
+    changes = figures.compare(old, new)
+    assert [(c.row.case, c.verdict) for c in changes] == [
+        ("slower", "slower"),
+        ("faster", "faster"),
+        ("noise", "same"),
+    ]
+    assert changes[0].ratio == pytest.approx(1.15)
+    *_, summary = report.comparison(old, new)
+    assert "1 rows faster, 1 slower, 1 the same within the spread; 2 rows have no" in summary
+
+
+# --- the clocks ----------------------------------------------------------------------------------
+
+
+def test_busy_time_counts_overlaps_once_and_neighbours_not_at_all():
+    ms = 1e6
+    events = [
+        (0, 1),
+        (10 * ms, 12 * ms),
+        (11 * ms, 13 * ms),
+        (11 * ms, 12 * ms),
+        (20 * ms, 21 * ms),
+    ]
+    assert clock.busy(events, (10 * ms, 13 * ms)) == pytest.approx(3 * ms)
+    assert clock.busy(events, (10 * ms, 20 * ms)) == pytest.approx(4 * ms)
+    with pytest.raises(clock.ProfileError, match="nothing that the device did"):
+        clock.busy(events, (15 * ms, 16 * ms))
+    with pytest.raises(clock.ProfileError, match="only 0 events"):
+        clock.busy([], (15 * ms, 16 * ms))
+
+
+def profile(*planes):
+    """What `jax.profiler.ProfileData` has, of planes (name, {line: [(event, start, length)]})."""
+    make = types.SimpleNamespace
+    return make(
+        planes=[
+            make(
+                name=name,
+                lines=[
+                    make(
+                        name=line,
+                        events=[
+                            make(name=event, start_ns=start, duration_ns=duration)
+                            for event, start, duration in events
+                        ],
+                    )
+                    for line, events in lines.items()
+                ],
+            )
+            for name, lines in planes
+        ]
+    )
+
+
+def test_a_profile_is_read_by_its_streams_and_windows():
+    windows, events = clock.read_profile(
+        profile(
+            ("/host:CPU", {"python": [("jaxops-bench-batch-1", 50, 9), ("other", 0, 99)]}),
+            (
+                "/device:GPU:0",
+                {"Stream #7": [("b", 55, 2), ("a", 52, 1)], "XLA Ops": [("c", 52, 3)]},
+            ),
+        )
+    )
+    assert windows == {1: (50, 59)}
+    assert events == [(52, 53), (55, 57)]
+
+
+class Slept:
+    """A contender whose calls note that they ran."""
+
+    def __init__(self):
+        self.ran = []
+
+    def block(self, result):
+        self.ran.append(result)
+
+
+def test_a_profile_without_a_gpu_says_so():
+    # The annotations are there; what a device did is not.
+    batch = clock.Batch(Slept(), [lambda: None])
+    readings = clock.device_seconds([batch, batch])
+    assert len(readings) == 2
+    for reading in readings:
+        assert isinstance(reading, clock.ProfileError)
+        assert "only 0 events" in str(reading)
+    assert "does not show when" in str(clock._seconds([(0, 1)], None))
+    assert clock._seconds([(0, 2)], (0, 5)) == 2e-9
+
+
+def test_wall_clock_waits_for_each_call():
+    contender = Slept()
+    (seconds,) = clock.wall_seconds([clock.Batch(contender, [lambda: 1, lambda: 2])])
+    assert contender.ran == [2, 1, 2]  # the first is not timed
+    assert 0 < seconds < 1
+
+
+def test_ceilings_are_those_of_the_longest():
+    assert ceilings.limit(CEILINGS, 2e9, 1e10, "fma float64", 0) == (2.0, "fma float64")
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def test_error_and_tolerance_by_hand():
+    # ||(3, 4) - (3, 4.5)|| / ||(3, 4)|| = 0.5 / 5
+    assert contenders.error([jnp.array([3.0, 4.5])], [jnp.array([3.0, 4.0])]) == pytest.approx(0.1)
+    assert math.isnan(contenders.error([jnp.array([math.nan])], [jnp.array([1.0])]))
+    with pytest.raises(ValueError, match="results of shapes"):
+        contenders.error([jnp.zeros(2)], [jnp.zeros(3)])
+    eps = 2.0**-23
+    assert contenders.tolerance("float32", 25) == pytest.approx(4 * eps + 4 * eps * 5)
+    assert contenders.tolerance("bfloat16", 25) == pytest.approx(4 * 2.0**-7 + 4 * eps * 5)
+
+
+@pytest.mark.parametrize("direction", spec.directions(0, 1), ids=lambda d: d.name)
+def test_torch_agrees_with_jax(direction):
+    pytest.importorskip("torch")
+    g, x, w, v = (jax.random.normal(jax.random.key(i), (3, 4), jnp.float32) for i in range(4))
+
+    def function(x, ws):
+        return x * ws[0] + x * x * ws[1]
+
+    inputs = (g, x, [w, v]) if direction.wrt else (x, [w, v])
+    contender = contenders.TorchContender(function, direction)
+    (call,) = contender.calls([inputs])
+    for _ in range(2):  # a backward pass can be repeated
+        got = contender.arrays(call())
+    assert contenders.error(got, jax.tree.leaves(direction.of(function)(*inputs))) < 1e-6
+
+
+# --- the runner ----------------------------------------------------------------------------------
+
+
+def _twice(case):
+    return lambda x: x + x
+
+
+def _thrice(case):
+    return lambda x: x * 3
+
+
+def _fails(case):
+    raise RuntimeError("does not compile [here]\nand more")
+
+
+PEERS = (
+    spec.Peer("XLA product", lambda case: lambda x: 2 * x),
+    spec.Peer("wrong", _thrice),
+    spec.Peer("broken", _fails),
+    spec.Peer("declines", _twice, declines=lambda case, platform: f"not on {platform}"),
+    spec.Peer("slow to compile", _twice, costly=True),
+)
+TWICE = spec.Benchmark(
+    operator="twice",
+    shape="N",
+    cases=[
+        *spec.cases("small", (100,), "float32"),
+        *spec.cases("typical", (50,), "float64", target=True),
+        *(c for n in (8, 80) for c in spec.cases("scaling", (n,), "float32")),
+    ],
+    directions=spec.directions(0),
+    arguments=lambda case, key: (spec.normal(key, case.shape, case.dtype),),
+    function=_twice,
+    reference=_twice,
+    peers=PEERS,
+    cost=lambda case, direction: spec.Cost(2 * case.shape[0], case.shape[0]),
+    terms=lambda case, direction: 2,
+)
+MACHINE_EFFORT = runner.Effort(rounds=2, batch_seconds=1e-3, contender_seconds=1, rotated_bytes=1e3)
+
+
+@pytest.fixture
+def machine():
+    return runner.Machine("cpu", jax.devices("cpu")[0], MACHINE_EFFORT)
+
+
+def test_rows(machine):
+    said = []
+    works = [runner.Work(TWICE, case, PEERS) for case in TWICE.cases]
+    rows = list(runner.run(works, machine, said.append))
+    names = ["forward", "backward", "value_and_grad"]
+    assert [(r.case, r.direction) for r in rows] == [
+        *((case, d) for case in ("(100) f32", "(50) f64") for d in names),
+        ("(8) f32", "forward"),
+        ("(80) f32", "forward"),
+    ]
+    assert len(said) == 2 * len(rows)
+    for found in rows:
+        for name in ("jaxops", "XLA product", "slow to compile"):
+            outcome = found.outcomes[name]
+            assert outcome.error is None
+            assert outcome.us > 0
+            assert (outcome.rounds, outcome.call_us) == (2, None)
+            assert outcome.memory > 0
+        errors = {name: o.error for name, o in found.outcomes.items() if o.us is None}
+        assert errors == {
+            "wrong": errors["wrong"],
+            "broken": "RuntimeError: does not compile [here]",
+            "declines": "not on cpu",
+        }
+        assert re.match("wrong values: relative error 0.5, allowed", errors["wrong"])
+    # Two vectors of 100 float32, in and out.
+    assert rows[0].ours.memory == 800
+
+
+def test_rows_of_a_gpu(machine, monkeypatch):
+    # The CPU in its place, under a clock that works there: all but the profile.
+    gpu = dataclasses.replace(machine, platform="cuda")
+    monkeypatch.setattr(runner, "device_seconds", clock.wall_seconds)
+    (found,) = runner.run([runner.Work(TWICE, TWICE.cases[-1], PEERS[:2])], gpu, print)
+    assert found.ours.call_us > 0
+    ordinary = dataclasses.replace(found, group="small")
+    titles = [b.title for b in report.blocks(document(ordinary)) if isinstance(b, report.Grid)]
+    assert "twice: µs that a single call takes beyond its time on the device" in titles
+    monkeypatch.undo()
+    # The clock of a GPU finds none, and says so; what it does find keeps its time.
+    seen = [clock.ProfileError("unseen"), 1.0] * 2
+    monkeypatch.setattr(runner, "device_seconds", lambda batches: seen)
+    (half,) = runner.run([runner.Work(TWICE, TWICE.cases[-1], PEERS[:1])], gpu, print)
+    assert half.ours.error == "unseen"
+    assert half.outcomes["XLA product"].us > 0
+    monkeypatch.undo()
+    (lost,) = runner.run([runner.Work(TWICE, TWICE.cases[-1], ())], gpu, print)
+    assert lost.ours.us is None
+    assert "the profile shows nothing that the device did" in lost.ours.error
+
+
+def test_no_reference_no_times(machine):
+    broken = dataclasses.replace(TWICE, reference=_fails)
+    (found,) = runner.run([runner.Work(broken, TWICE.cases[-1], PEERS[:1])], machine, print)
+    for outcome in found.outcomes.values():
+        assert outcome.us is None
+        assert "nothing to compare with: RuntimeError: does not compile" in outcome.error
+
+
+def test_no_inputs_no_times(machine):
+    broken = dataclasses.replace(TWICE, arguments=lambda case, key: _fails(case))
+    rows = list(runner.run([runner.Work(broken, TWICE.cases[0], PEERS)], machine, print))
+    assert [r.direction for r in rows] == ["forward", "backward", "value_and_grad"]
+    assert {r.ours.error for r in rows} == {"no inputs: RuntimeError: does not compile [here]"}
+
+
+def test_inputs_are_copied_until_they_fill_the_cache():
+    make = contenders.JaxContender(lambda key: jnp.zeros(10, jnp.float32), [runner._KEY])
+    effort = dataclasses.replace(MACHINE_EFFORT, rotated_bytes=125)
+    sets = runner._input_sets(make, effort)
+    assert [s.nbytes for s in sets] == [40, 40, 40]
+    assert len({s.unsafe_buffer_pointer() for s in sets}) == 3
+
+
+# --- results files -------------------------------------------------------------------------------
+
+
+def test_results_survive_a_file(tmp_path):
+    kept = document(row("a", peers={"XLA": timed(1.0)}), row("b", Outcome(error="lost")))
+    results.save(kept, tmp_path / "r.json")
+    assert results.load(tmp_path / "r.json") == kept
+    assert json.loads((tmp_path / "r.json").read_text())["format"] == results.FORMAT
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a results file"),
+        ('{"rows": []}', "of format unknown, and this jaxops reads format 2"),
+        ('{"format": 1, "rows": []}', "of format 1, and this jaxops reads format 2"),
+        ('{"format": 2, "rows": []}', "is not a results file of format 2"),
+        ('{"format": 2, "rows": [{"outcomes": {}}]}', "is not a results file of format 2"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_other_files_are_refused(content, message, tmp_path, capsys):
+    file = tmp_path / "r.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ResultsError, match=message):
+        results.load(file)
+    assert _cli.main(["bench", "--from", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_newest_skips_other_formats(tmp_path):
+    assert results.newest(tmp_path) is None
+    (tmp_path / "z.json").write_text('{"format": 1, "date": "2030-01-01"}')
+    for name, date in (("b", "2026-01-01"), ("a", "2026-02-01")):
+        results.save(document(date=date), tmp_path / f"{name}.json")
+    assert results.newest(tmp_path).date == "2026-02-01"
+
+
+def test_readme_agrees_with_the_newest_results():
+    text = (ROOT / "README.md").read_text()
+    start, end = map(re.escape, report.MARKERS)
+    (shown,) = re.findall(f"{start}\n(.*?){end}", text, re.DOTALL)
+    newest = results.newest(ROOT / "benchmarks" / "results")
+    assert shown == ("" if newest is None else report.readme_section(newest))
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _platforms_restored():
+    chosen = jax.config.jax_platforms
+    yield
+    jax.config.update("jax_platforms", chosen)
+
+
+def on_cpu(*arguments):
+    return _cli.main(["bench", "--platform", "cpu", *arguments])
+
+
+@pytest.fixture
+def only_twice(monkeypatch):
+    """The tiny operator in the place of all others, on ceilings that need no measuring."""
+    monkeypatch.setattr(registry, "operators", lambda: ("twice",))
+    monkeypatch.setattr(registry, "load", lambda name: TWICE)
+    monkeypatch.setattr(ceilings, "measure", lambda *_: CEILINGS)
+    monkeypatch.setattr(runner, "EFFORTS", {"cpu": MACHINE_EFFORT})
+    monkeypatch.setattr(runner, "QUICK_EFFORTS", {"cpu": MACHINE_EFFORT})
+
+
+def test_everything_that_is_made(only_twice, tmp_path, capsys):
+    kept, page, plots = tmp_path / "r.json", tmp_path / "r.md", tmp_path / "plots"
+    made = ["--json", str(kept), "--markdown", str(page), "--plot", str(plots)]
+    assert on_cpu("twice", "--rounds", "1", *made) == 0
+    printed = capsys.readouterr().out
+    for text in (printed, page.read_text()):
+        assert "twice (N): times, and speed-up over each peer" in text
+        assert "Not timed: broken: RuntimeError: does not compile [here]" in text
+        assert "twice: cost as the work grows, forward" in text
+    found = results.load(kept)
+    assert found.command == "python -m jaxops bench twice --platform cpu --rounds 1"
+    assert found.threads >= 1
+    assert found.versions["jax"] == jax.__version__
+    assert {o.rounds for r in found.rows for o in r.outcomes.values() if o.us} == {1}
+    compiled_where = {r.target for r in found.rows if "slow to compile" in r.outcomes}
+    assert compiled_where == {True}
+    assert sorted(f.name for f in plots.iterdir()) == sorted(
+        f"twice-{name}.{kind}"
+        for name in ("roofline", "scaling", "speedup")
+        for kind in ("png", "svg")
+    )
+    again = ["bench", "--from", str(kept), "--compare", str(kept), "--markdown", "-"]
+    assert _cli.main(again) == 0
+    assert "0 rows faster, 0 slower" in capsys.readouterr().out
+
+
+def test_slower_is_an_exit_code(tmp_path):
+    results.save(document(row(ours=timed(10.0))), tmp_path / "old.json")
+    results.save(document(row(ours=timed(11.0))), tmp_path / "new.json")
+    old, new = (str(tmp_path / name) for name in ("old.json", "new.json"))
+    assert _cli.main(["bench", "--from", new, "--compare", old]) == 1
+    assert _cli.main(["bench", "--from", old, "--compare", new]) == 0
+
+
+def test_an_interrupted_run_keeps_its_rows(only_twice, monkeypatch, tmp_path, capsys):
+    def interrupted(*_):
+        yield row()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", interrupted)
+    assert on_cpu("--json", str(tmp_path / "r.json")) == 1
+    # Two cases in three directions, and two of scaling in one.
+    assert "Interrupted: 7 rows were not measured." in capsys.readouterr().out
+    assert results.load(tmp_path / "r.json").rows == [row()]
+
+
+def test_our_own_failure_is_an_exit_code(only_twice, monkeypatch, capsys):
+    wrong = dataclasses.replace(TWICE, function=_thrice)
+    monkeypatch.setattr(registry, "load", lambda name: wrong)
+    assert on_cpu("--quick") == 1
+    assert "Not timed: jaxops: wrong values" in capsys.readouterr().out
+
+
+def test_readme_is_written_between_its_markers(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("before\n{}\nstale\n{}\nafter\n".format(*report.MARKERS))
+    kept = document(row("a", timed(10.0), {"XLA sum": timed(25.0)}), row("b", target=False))
+    report.update_readme(kept, file)
+    before, start, *shown, end, after = file.read_text().splitlines()
+    assert (before, start, end, after) == ("before", *report.MARKERS, "after")
+    assert "| `twice` (N) | a | forward | 20.0 | 10.0 | 25.0 (XLA sum) | \N{EN DASH} |" in shown
+    assert "`twice`, geomean speed-up over 2 rows: 2.50x XLA sum." in shown
+    assert not any("| b |" in line for line in shown)
+    file.write_text("no markers")
+    with pytest.raises(ResultsError, match="lacks the lines"):
+        report.update_readme(kept, file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["thrice"], "there is no benchmark of 'thrice'; there are twice"),
+        (["--cases", "huge"], "no case of twice matches 'huge'"),
+        (["--peers", "nobody"], "no peer is called 'nobody'; there are XLA product, wrong"),
+        (["--from", "r.json", "--quick"], "--from measures nothing, so it goes without quick"),
+        (["--compare", "none.json"], "none.json cannot be read"),
+        (["--json", "none/r.json"], "none/r.json cannot be written"),
+        (["--markdown", "none/r.md"], "none/r.md cannot be written"),
+    ],
+)
+def test_refusals(arguments, message, only_twice, capsys):
+    assert _cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "must be at least 1, got 0"),
+        (["--rounds", "many"], "invalid integer value: 'many'"),
+        (["--platform", "tpu"], "invalid choice: 'tpu'"),
+    ],
+)
+def test_arguments_that_are_none(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        _cli.main(["bench", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_an_absent_platform(only_twice, monkeypatch, capsys):
+    def devices(platform=None):
+        raise RuntimeError("nothing to run on")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert _cli.main(["bench"]) == 2
+    assert "no usable device here. nothing to run on" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU's profile shows them")
+def test_a_ceiling_that_a_profile_does_not_show():
+    with pytest.raises(clock.ProfileError, match="only 0 events"):
+        ceilings._seconds(clock.device_seconds, jnp.negative, [jnp.ones(3, jnp.float32)])
+
+
+def test_no_ceilings(only_twice, monkeypatch, capsys):
+    def unseen(*_):
+        raise clock.ProfileError("nothing seen")
+
+    monkeypatch.setattr(ceilings, "measure", unseen)
+    assert on_cpu("--quick") == 2
+    assert "jaxops bench: nothing seen" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed(only_twice, monkeypatch, capsys):
+    with_torch = dataclasses.replace(TWICE, peers=(spec.Peer("torch sum", _twice, torch=True),))
+    monkeypatch.setattr(registry, "load", lambda name: with_torch)
+    monkeypatch.setattr(contenders, "torch_absence", lambda platform: "torch is not installed")
+    assert on_cpu("--peers", "torch*") == 2
+    assert "torch sum: torch is not installed" in capsys.readouterr().err
+    assert on_cpu("--quick") == 0
+    assert "Not there: torch sum: torch is not installed" in capsys.readouterr().out
+
+
+def test_plots_without_matplotlib(only_twice, monkeypatch, tmp_path, capsys):
+    monkeypatch.delitem(sys.modules, "jaxops._bench.plots", raising=False)
+    monkeypatch.delattr(sys.modules["jaxops._bench"], "plots", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert _cli.main(["bench", "--plot", str(tmp_path)]) == 2
+    assert (
+        "matplotlib, which is not installed: pip install jaxops[bench]" in capsys.readouterr().err
+    )
+
+
+def test_no_readme_to_write(only_twice, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "README", tmp_path / "README.md")
+    assert _cli.main(["bench", "--update-readme"]) == 2
+    assert "works in a clone of jaxops" in capsys.readouterr().err
+
+
+def test_results_of_another_device(tmp_path, capsys):
+    results.save(document(row()), tmp_path / "old.json")
+    results.save(document(row(), device="Another"), tmp_path / "new.json")
+    old, new = (str(tmp_path / name) for name in ("old.json", "new.json"))
+    assert _cli.main(["bench", "--from", new, "--compare", old]) == 2
+    assert "another device: A device (cuda), not Another (cuda)" in capsys.readouterr().err
+
+
+# --- where it all is -----------------------------------------------------------------------------
+
+
+def test_the_installed_package_has_the_benchmarks():
+    installed = {str(file) for file in importlib.metadata.files("jaxops")}
+    for file in (ROOT / "benchmarks").glob("*.py"):
+        assert f"jaxops/benchmarks/{file.name}" in installed
+    assert not any("results" in name for name in installed if name.startswith("jaxops/benchmarks"))
+
+
+def test_quick_run_of_the_real_thing(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    arguments = ["--quick", "--rounds", "1", "--peers", "XLA shift-and-add"]
+    assert on_cpu("lightweight_conv", *arguments, "--json", str(file)) == 0
+    found = results.load(file)
+    assert {r.direction for r in found.rows} == {"forward", "backward", "value_and_grad"}
+    assert set(found.ceilings) > {"copy", "fma float32", "matmul bfloat16", "dispatch"}
+    assert len(found.ceilings) == ceilings.PROBES
+    assert all(math.isfinite(c) and c > 0 for c in found.ceilings.values())
+    assert np.isfinite([figures.limit(found, r)[0] for r in found.rows]).all()
