@@ -5,11 +5,7 @@
 #include <array>
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define JAXOPS_HOST_DEVICE __host__ __device__
-#else
-#define JAXOPS_HOST_DEVICE
-#endif
+#include "common/host_device.h"
 
 namespace jaxops {
 

@@ -19,16 +19,18 @@
 
 #include <algorithm>
 
+#include "common/fast_divide.h"
 #include "common/lightweight_conv.h"
-#include "cuda/fast_divide.h"
+#include "cuda/launch.h"
 #include "cuda/numeric.cuh"
 
 namespace jaxops::lightweight_conv::cuda {
 
 using jaxops::cuda::Accumulator;
+using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
-using jaxops::cuda::FastDivider;
+using jaxops::cuda::Launch;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::Pack;
@@ -275,8 +277,6 @@ __device__ __forceinline__ void StageColumns(Accumulator<T>* shared, int pitch, 
 
 // --- host ----------------------------------------------------------------------------------------
 
-inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Whether runs of the array's fastest dimension can be read `bytes` bytes at a time.
 inline bool RowsAligned(int64_t row_elements, DType dtype, int64_t bytes) {
   return row_elements * jaxops::cuda::SizeOf(dtype) % bytes == 0;
@@ -304,20 +304,6 @@ inline bool FitsKernels(const Geometry& g) {
   const int64_t limit = int64_t{1} << 30;
   return g.time < limit && g.channels < limit && g.taps < limit && g.dilation < limit &&
          (g.taps - 1) * g.dilation < limit;
-}
-
-// Lets a kernel use `bytes` of dynamic shared memory and launches it.
-template <typename Params>
-cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t bytes,
-                   cudaStream_t stream, const Params& params) {
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-    if (error != cudaSuccess) return error;
-  }
-  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(params);
-  return cudaGetLastError();
 }
 
 }  // namespace jaxops::lightweight_conv::cuda

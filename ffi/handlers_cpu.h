@@ -6,6 +6,7 @@
 
 namespace jaxops::ffi {
 
+XLA_FFI_DECLARE_HANDLER_SYMBOL(ConcatenateCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCpu);
@@ -15,6 +16,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossSumCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SplitCpu);
 
 }  // namespace jaxops::ffi
 

@@ -6,6 +6,7 @@
 
 namespace jaxops::ffi {
 
+XLA_FFI_DECLARE_HANDLER_SYMBOL(ConcatenateCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCuda);
@@ -15,6 +16,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossSumCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SplitCuda);
 
 }  // namespace jaxops::ffi
 

@@ -1,4 +1,7 @@
 // The Python module jaxops._cpu.
+#include <nanobind/ndarray.h>
+
+#include "common/fast_divide.h"
 #include "ffi/handlers_cpu.h"
 #include "ffi/module.h"
 
@@ -7,6 +10,8 @@ namespace {
 
 nanobind::dict Registrations() {
   nanobind::dict handlers;
+  handlers["jaxops_concatenate"] = Encapsulate(ConcatenateCpu);
+  handlers["jaxops_split"] = Encapsulate(SplitCpu);
   handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCpu);
   handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCpu);
   handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCpu);
@@ -20,11 +25,23 @@ nanobind::dict Registrations() {
   return handlers;
 }
 
+// Lets the tests hold the division that kernels index with against the plain operator.
+template <typename UInt>
+void DivideInPlace(nanobind::ndarray<UInt, nanobind::shape<-1>, nanobind::c_contig> numbers,
+                   int64_t divisor) {
+  const FastDividerOf<UInt> divider(divisor);
+  for (size_t i = 0; i < numbers.size(); ++i) numbers(i) = divider.Quotient(numbers(i));
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, module) {
   DescribeBuild(module, "C++ for " JAXOPS_CPU_ISAS);
   module.def("registrations", &Registrations);
+  // A converted array would be a copy, whose quotients nobody sees.
+  const auto numbers = nanobind::arg("numbers").noconvert();
+  module.def("divide_in_place", &DivideInPlace<uint32_t>, numbers, nanobind::arg("divisor"));
+  module.def("divide_in_place", &DivideInPlace<uint64_t>, numbers, nanobind::arg("divisor"));
 }
 
 }  // namespace jaxops::ffi

@@ -9,6 +9,8 @@ namespace {
 
 nanobind::dict Registrations() {
   nanobind::dict handlers;
+  handlers["jaxops_concatenate"] = Encapsulate(ConcatenateCuda);
+  handlers["jaxops_split"] = Encapsulate(SplitCuda);
   handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCuda);
   handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCuda);
   handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCuda);

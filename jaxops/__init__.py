@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from jaxops._core import native as _native
+from jaxops.concatenate import concatenate, split
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
 from jaxops.lightweight_conv import lightweight_conv
 
@@ -16,7 +17,9 @@ DISABLE_JAX_EXPORT_CHECKS = _native.export_checks()
 
 __all__ = [
     "DISABLE_JAX_EXPORT_CHECKS",
+    "concatenate",
     "lightweight_conv",
     "sigmoid_focal_loss",
     "softmax_focal_loss",
+    "split",
 ]

@@ -249,23 +249,138 @@ def exercise_focal(device, dtype, classes):
     return compared, wrong
 
 
+# --- concatenation and splitting -----------------------------------------------------------------
+
+# How many rows, and of how many bytes each array's are.
+MOVES = (
+    # Of units of 16, 8, 4 and 2 bytes and of single ones; an array of nothing is among the last.
+    (40, (32, 48)),
+    (40, (8, 24)),
+    (40, (4, 20)),
+    (40, (2, 6)),
+    (40, (3, 0, 14)),
+    (77, (126, 130)),
+    # Rows of less than a word, many to a tile, and the last tile not full.
+    (9001, (3, 1)),
+    (9001, (1, 1, 1)),
+    (9001, (2, 4)),
+    (9001, (8, 8)),
+    # Rows longer than a tile.
+    (3, (16_385, 20_003)),
+    (3, (16_386, 20_002)),
+    (2, (32_768, 65_552)),
+    (2, (70_001, 1)),
+    # More arrays than each of the tables takes.
+    (5, (3,) * 9),
+    (5, (16,) * 65),
+    (5, (1, 2, 3) * 75),
+    (3, (7,) * 479),
+    (3, (4, 12) * 250),
+)
+
+
+def moves(widths, arrays):
+    """Everything that is compared, by name. Arrays have a leading dimension for vmap."""
+    unit = int(np.gcd.reduce(widths))
+    sizes = [max(0, n - unit) for n in widths]
+
+    def plain(arrays):
+        return jaxops.concatenate(arrays, 1)
+
+    def padded(arrays):
+        return jaxops.concatenate(arrays, 1, sizes=sizes, padded_size=sum(widths) + unit)
+
+    def split(whole):
+        return jaxops.split(whole, widths, 1)
+
+    def padded_split(whole):
+        return jaxops.split(whole, widths, 1, padded_sizes=[n + unit for n in widths])
+
+    first = [a[0] for a in arrays]
+    whole = jnp.concatenate(first, 1)
+    # Every other array is the same for all of a vmap.
+    batched = [i % 2 == 0 for i in range(len(arrays))]
+    mixed = [a if b else a[0] for a, b in zip(arrays, batched, strict=True)]
+    in_axes = ([0 if b else None for b in batched],)
+    return {
+        "concatenate": plain(first),
+        "sizes and padding": padded(first),
+        "axis 0": jaxops.concatenate([a.T for a in first], 0),
+        "vmap": jax.vmap(plain, in_axes)(mixed),
+        "vmap of sizes and padding": jax.vmap(padded, in_axes)(mixed),
+        "split": split(whole),
+        "padded split": padded_split(whole),
+        "vmap of split": jax.vmap(split)(jnp.stack([whole, whole + 1])),
+    }
+
+
+def expected_moves(widths, arrays):
+    """The same, in NumPy."""
+    unit = int(np.gcd.reduce(widths))
+    rows = arrays[0].shape[1]
+    zeros = np.zeros((rows, unit), np.uint8)
+
+    def padded(arrays):
+        valid = [a[:, : max(0, n - unit)] for a, n in zip(arrays, widths, strict=True)]
+        missing = sum(widths) + unit - sum(v.shape[1] for v in valid)
+        return np.concatenate([*valid, np.zeros((rows, missing), np.uint8)], 1)
+
+    first = [a[0] for a in arrays]
+    other = [a[1 if i % 2 == 0 else 0] for i, a in enumerate(arrays)]
+    whole = np.concatenate(first, 1)
+    return {
+        "concatenate": whole,
+        "sizes and padding": padded(first),
+        "axis 0": whole.T,
+        "vmap": np.stack([whole, np.concatenate(other, 1)]),
+        "vmap of sizes and padding": np.stack([padded(first), padded(other)]),
+        "split": tuple(first),
+        "padded split": tuple(np.concatenate([a, zeros], 1) for a in first),
+        "vmap of split": tuple(np.stack([a, a + 1]) for a in first),
+    }
+
+
+def exercise_moves(device, rows, widths):
+    """Like `exercise`, of bytes that must be the same."""
+    rng = np.random.default_rng(rows)
+    arrays = [rng.integers(0, 256, (2, rows, n), np.uint8) for n in widths]
+    program = jax.jit(functools.partial(moves, widths))
+    got = jax.device_get(program(jax.device_put(arrays, device)))
+    want = expected_moves(widths, arrays)
+    wrong = [
+        f"{rows} rows of {len(widths)} arrays, {widths[:4]}..., {name}"
+        for name in want
+        if not all(map(np.array_equal, jax.tree.leaves(got[name]), jax.tree.leaves(want[name])))
+    ]
+    return len(want), wrong
+
+
+EXERCISES = {
+    "concatenate": (exercise_moves, MOVES),
+    "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
+    "lightweight_conv": (exercise, tuple(itertools.product(DTYPES, LAYOUTS, SIZES))),
+}
+
+
 def main() -> int:
     """Returns 1 when a result is not the expected one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=", ".join(EXERCISES))
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
-    platform = parser.parse_args().platform
+    options = parser.parse_args()
+    unknown = set(options.operators) - set(EXERCISES)
+    if unknown:
+        parser.error(f"there are {', '.join(EXERCISES)}, not {', '.join(unknown)}")
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_platforms", "cpu" if platform == "cpu" else "cuda,cpu")
-    device = jax.devices(platform)[0]
+    jax.config.update("jax_platforms", "cpu" if options.platform == "cpu" else "cuda,cpu")
+    device = jax.devices(options.platform)[0]
     compared, wrong = 0, []
-    for dtype, layout, size in itertools.product(DTYPES, LAYOUTS, SIZES):
-        count, found = exercise(device, dtype, layout, size)
-        compared += count
-        wrong += found
-    for dtype, classes in itertools.product(DTYPES, CLASSES):
-        count, found = exercise_focal(device, dtype, classes)
-        compared += count
-        wrong += found
+    for operator in options.operators or EXERCISES:
+        function, cases = EXERCISES[operator]
+        for case in cases:
+            count, found = function(device, *case)
+            compared += count
+            wrong += found
     for line in wrong:
         print(line)
     print(f"{device.device_kind}: {compared - len(wrong)} of {compared} results as expected")

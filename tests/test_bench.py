@@ -145,6 +145,28 @@ def test_costs_of_lightweight_conv():
     assert [benchmark.terms(case, d) for d in benchmark.directions] == [5, 1040, 1040]
 
 
+def test_costs_of_concatenate_and_split():
+    joined, cut = registry.load("concatenate"), registry.load("split")
+    by_name = {case.name: case for case in joined.cases}
+    padded = by_name["(64,512,512,3) f16 1x3 axis 3 padded 8"]
+    forward, backward = (joined.cost(padded, d) for d in joined.directions)
+    # Three of the eight channels are read, and in the gradient as many written.
+    pixels = 64 * 512 * 512
+    assert forward.bytes == 2 * (3 + 8) * pixels
+    assert backward.bytes == 2 * (3 + 3) * pixels
+    assert padded not in cut.cases
+    odd = by_name["(16,128,128,128) bf16 63+65 axis 3"]
+    assert {joined.cost(odd, d).bytes for d in joined.directions} == {2 * 2 * 16 * 128**3}
+    assert {cut.cost(odd, d).bytes for d in cut.directions} == {2 * 2 * 16 * 128**3}
+
+
+def test_integers_have_no_gradient_and_no_rounding():
+    joined = registry.load("concatenate")
+    (case,) = spec.cases("odd", (2, 4), "uint8", parts="3+1", axis=1)
+    assert [d.name for d in joined.directions_of(case)] == ["forward"]
+    assert contenders.tolerance("uint8", 9) == 0
+
+
 # --- figures -------------------------------------------------------------------------------------
 
 

@@ -176,8 +176,10 @@ def tolerance(dtype: str, terms: int) -> float:
     """How large `error` may be: a few roundings to the dtype, and those of a sum of `terms`.
 
     Sums are made in float32, or in float64 for float64; roundings of random sign add up like the
-    square root of their number.
+    square root of their number. Integers are exact.
     """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return 0.0
     accumulated = jnp.finfo("float64" if dtype == "float64" else "float32").eps
     return float(4 * jnp.finfo(dtype).eps + 4 * accumulated * terms**0.5)
 

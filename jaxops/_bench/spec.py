@@ -25,7 +25,7 @@ class Case:
     Attributes:
       group: one of `GROUPS`. Those of "scaling" grow over several decades and are reported apart.
       shape: the sizes of the problem, in the order that the operator's file says.
-      dtype: the dtype of the floating arrays.
+      dtype: the dtype of the arrays that have gradients, or of all where none has.
       options: what else the operator is told.
       target: whether the targets of the project were set on this case.
     """
@@ -183,8 +183,10 @@ class Benchmark:
             raise ValueError(f"{self.operator}: cases declared twice: {', '.join(twice)}")
 
     def directions_of(self, case: Case) -> tuple[Direction, ...]:
-        """The directions that are timed for a case."""
-        return self.directions[:1] if case.group == "scaling" else self.directions
+        """The directions that are timed for a case; only the first where there is no gradient."""
+        differentiable = jnp.issubdtype(case.dtype, jnp.floating)
+        whole = differentiable and case.group != "scaling"
+        return self.directions if whole else self.directions[:1]
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:

@@ -38,7 +38,7 @@ class Operator:
       composition: instead of handlers and a reference, the operator in terms of other operators:
         for what needs derivative rules of its own but no kernel.
       scratch: work space of a CUDA call, as extra results; called with the operands and params.
-      replicated: factors that each device needs whole.
+      replicated: factors that each device needs whole; "part" stands for part0, part1, ... as well.
       summed_outputs: the results that are summed over the batch dimensions flagged in the
         parameter `summed`, which has one entry a batch dimension.
     """
@@ -136,6 +136,9 @@ class Operator:
         summed = params.get("summed", (False,) * rank)
         return signature.apply(parsed, shapes, params, summed, self._summed_outputs)
 
+    def _whole_factors(self, call):
+        return [f for f in call.signature.factors() if f.rstrip("0123456789") in self._replicated]
+
     def _abstract_eval(self, *operands, **params):
         call = self._call([x.shape for x in operands], params)
         dtypes = self._dtypes(*operands, **params)
@@ -187,7 +190,7 @@ class Operator:
         def rule(params, mesh, operand_types, result_types):
             del result_types
             call = self._call([tuple(t.shape) for t in operand_types], dict(params))
-            return partition.shardy_rule(call, mesh.size, self._replicated)
+            return partition.shardy_rule(call, mesh.size, self._whole_factors(call))
 
         def partition_call(params, mesh, operands, results):
             params = dict(params)
@@ -203,7 +206,7 @@ class Operator:
             # The largest array decides first: moving it between devices costs the most.
             order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
             specs = [(terms[i], arrays[i].sharding.spec) for i in order]
-            plan = partition.make_plan(call, mesh, specs, self._replicated)
+            plan = partition.make_plan(call, mesh, specs, self._whole_factors(call))
 
             def compute(*shards, sizes):
                 local = {k: sizes.get(k, v) for k, v in params.items()}

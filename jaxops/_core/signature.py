@@ -5,9 +5,10 @@ An operator family declares one string a primitive, such as
     time (heads depth), heads taps -> time (heads depth)
 
 and from it follow the output shapes, the batching rule, the Shardy sharding rule, the shards that
-each device computes and the sum over devices that a reduced axis needs. Leading batch dimensions
-are not written: every operand has the same number of them, each of the common size or 1 where the
-operand does not vary.
+each device computes and the sum over devices that a reduced axis needs. A factor that no operand
+shows may be written with its size, as in "rows part0, rows part1 -> rows whole=128". Leading batch
+dimensions are not written: every operand has the same number of them, each of the common size or 1
+where the operand does not vary.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ Term = tuple[Dim, ...]  # the dimensions of one array
 class Signature:
     operands: tuple[Term, ...]
     outputs: tuple[Term, ...]
+    given: Mapping[str, int] = dataclasses.field(default_factory=dict)  # sizes in the text
 
     def factors(self) -> list[str]:
         """Every factor once, in order of appearance."""
@@ -40,16 +42,18 @@ def flat(term: Term) -> list[str]:
 
 @functools.cache
 def parse(text: str) -> Signature:
-    """Reads "a (b c), b d -> a (b c)"; several outputs are separated by commas."""
+    """Reads "a (b c), b d -> a (b c) e=5"; several outputs are separated by commas."""
+    given = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", text)}
 
     def term(part: str) -> Term:
         dims = re.findall(r"\(([^)]*)\)|(\S+)", part)
         return tuple(tuple((group or single).split()) for group, single in dims)
 
-    operands, outputs = text.split("->")
+    operands, outputs = re.sub(r"=\d+", "", text).split("->")
     return Signature(
         tuple(term(part) for part in operands.split(",")),
         tuple(term(part) for part in outputs.split(",")),
+        given,
     )
 
 
@@ -82,12 +86,13 @@ def apply(
 ) -> Call:
     """Matches operand shapes against a signature.
 
-    `known` gives by name the sizes that no operand shows. `summed[i]` tells that batch dimension i
+    `known` gives by name sizes that no operand shows. `summed[i]` tells that batch dimension i
     is summed over in the outputs numbered in `summed_outputs`.
     """
     rank = len(shapes[0]) - len(signature.operands[0])
     batch = np.broadcast_shapes(*(shape[:rank] for shape in shapes))
     sizes = {f"batch{i}": size for i, size in enumerate(batch)}
+    sizes |= signature.given
     sizes |= {f: known[f] for f in signature.factors() if f in known}
     dims = [
         (dim, size)

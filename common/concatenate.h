@@ -1,0 +1,48 @@
+// Concatenation and splitting, both as one job: rows of bytes made from pieces of other rows.
+//
+// An array is seen as (rows, row), rows being the dimensions before the axis and a row everything
+// from the axis on. A concatenation makes one destination from many sources, a split many from
+// one; padding is bytes of a piece that no source fills.
+#ifndef JAXOPS_COMMON_CONCATENATE_H_
+#define JAXOPS_COMMON_CONCATENATE_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace jaxops::concatenate {
+
+// More alternations of batched and broadcast dimensions than nested vmaps produce in practice.
+inline constexpr int kMaxRowDims = 8;
+
+// A piece of every row of a destination: `size` bytes of a source, then zeros up to `extent`.
+struct Piece {
+  const void* source;   // where the piece of row 0 is read; null where size is 0
+  const void* end;      // of the array that it is in
+  int64_t stride;       // bytes between neighbouring rows of the source
+  int64_t size;         // bytes
+  int64_t extent;       // bytes
+  uint32_t varies = 0;  // bit d: the source has an entry for each of row dimension d, not just one
+};
+
+// An array whose rows are made of pieces[first_piece], ... in order.
+struct Destination {
+  void* data;
+  int64_t row_bytes;
+  int64_t first_piece;
+  int64_t piece_count;
+};
+
+struct Job {
+  // The rows of every destination, as dimensions that some sources may not vary along.
+  int row_dims = 0;
+  int64_t row_sizes[kMaxRowDims];
+  int64_t rows = 1;         // their product
+  bool broadcasts = false;  // some piece does not vary along some dimension
+  int64_t item_bytes;       // of one element: all sizes are multiples of it
+  std::vector<Destination> destinations;
+  std::vector<Piece> pieces;
+};
+
+}  // namespace jaxops::concatenate
+
+#endif  // JAXOPS_COMMON_CONCATENATE_H_

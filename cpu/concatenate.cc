@@ -1,0 +1,401 @@
+// Concatenation and splitting on the host.
+//
+// The pieces of all destinations, one after the other, make a line of bytes; every row is such a
+// line. Threads take blocks of lines where these are short, and stretches of a line where it is
+// long. In a block each piece is a column that is copied down the rows, with loads and stores of
+// fixed sizes where it is narrow; blocks are so small that the cache joins the columns.
+#include "cpu/concatenate.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace jaxops::concatenate::cpu {
+namespace {
+
+constexpr int64_t kTaskBytes = 256 * 1024;    // worth handing to a thread
+constexpr int64_t kUncachedBytes = 32 << 20;  // of which a cache would keep little for the reader
+constexpr int64_t kBlockBytes = 16 * 1024;    // of the first cache, which has to hold twice as much
+constexpr int64_t kBlockRows = 64;            // at least, which pay for turning to a piece
+
+constexpr int64_t kMostZeros = 256;
+constexpr char kZeros[kMostZeros] = {};
+
+// A piece where it belongs.
+struct Segment {
+  const Piece* piece;
+  const Destination* destination;
+  char* out;  // of row 0
+  int64_t row_bytes;
+  int64_t begin;  // in the line
+
+  int64_t end() const { return begin + piece->extent; }
+};
+
+std::vector<Segment> MakeLine(const Job& job) {
+  std::vector<Segment> line;
+  int64_t begin = 0;
+  for (const Destination& destination : job.destinations) {
+    auto* out = static_cast<char*>(destination.data);
+    for (int64_t p = 0; p < destination.piece_count; ++p) {
+      const Piece& piece = job.pieces[destination.first_piece + p];
+      if (piece.extent == 0) continue;
+      line.push_back({&piece, &destination, out, destination.row_bytes, begin});
+      out += piece.extent;
+      begin += piece.extent;
+    }
+  }
+  return line;
+}
+
+// The row of a source that belongs to a row of the destinations.
+int64_t SourceRow(const Job& job, const Piece& piece, int64_t row) {
+  if (!job.broadcasts) return row;
+  int64_t source = 0;
+  int64_t stride = 1;
+  for (int d = job.row_dims - 1; d >= 0; --d) {
+    const int64_t index = row % job.row_sizes[d];
+    row /= job.row_sizes[d];
+    if (piece.varies >> d & 1) {
+      source += index * stride;
+      stride *= job.row_sizes[d];
+    }
+  }
+  return source;
+}
+
+// --- columns -------------------------------------------------------------------------------------
+
+// Rows of `size` bytes each, `from_stride` and `to_stride` apart.
+struct Column {
+  char* to;
+  const char* from;
+  int64_t to_stride;
+  int64_t from_stride;
+  int64_t size;
+  int64_t rows;
+};
+
+// By value: what is stored through a char* might change what a reference refers to.
+template <typename CopyRow>
+void ForRows(Column c, CopyRow copy_row) {
+  for (int64_t row = 0; row < c.rows; ++row) {
+    copy_row(c.to + row * c.to_stride, c.from + row * c.from_stride);
+  }
+}
+
+// Rows of exactly kWord bytes.
+template <int kWord>
+void CopyWord(const Column& c) {
+  ForRows(c, [](char* to, const char* from) { std::memcpy(to, from, kWord); });
+}
+
+// Rows of between kWords and 2 * kWords words: so many from the front and so many from the back,
+// which may overlap. All are loaded before any is stored.
+template <int kWord, int kWords>
+void CopyEnds(const Column& c) {
+  const int64_t back = c.size - kWords * kWord;
+  ForRows(c, [back](char* to, const char* from) {
+    char front_words[kWords][kWord], back_words[kWords][kWord];
+    for (int w = 0; w < kWords; ++w) {
+      std::memcpy(front_words[w], from + w * kWord, kWord);
+      std::memcpy(back_words[w], from + back + w * kWord, kWord);
+    }
+    for (int w = 0; w < kWords; ++w) {
+      std::memcpy(to + w * kWord, front_words[w], kWord);
+      std::memcpy(to + back + w * kWord, back_words[w], kWord);
+    }
+  });
+}
+
+void CopyColumn(const Column& c) {
+  switch (c.size) {
+    case 0:
+      return;
+    case 1:
+      return CopyWord<1>(c);
+    case 2:
+      return CopyWord<2>(c);
+    case 4:
+      return CopyWord<4>(c);
+    case 8:
+      return CopyWord<8>(c);
+    case 16:
+      return CopyWord<16>(c);
+  }
+  if (c.size < 4) return CopyEnds<2, 1>(c);
+  if (c.size < 8) return CopyEnds<4, 1>(c);
+  if (c.size < 16) return CopyEnds<8, 1>(c);
+  if (c.size <= 32) return CopyEnds<16, 1>(c);
+  if (c.size <= 64) return CopyEnds<16, 2>(c);
+  if (c.size <= 128) return CopyEnds<16, 4>(c);
+  if (c.size <= 256) return CopyEnds<16, 8>(c);
+  ForRows(c, [size = c.size](char* to, const char* from) { std::memcpy(to, from, size); });
+}
+
+// Zeros the padding of a piece in the rows [first, last).
+void PadRows(const Segment& segment, int64_t first, int64_t last) {
+  const Piece& piece = *segment.piece;
+  const int64_t padding = piece.extent - piece.size;
+  char* to = segment.out + piece.size + first * segment.row_bytes;
+  if (padding <= kMostZeros) {
+    CopyColumn({to, kZeros, segment.row_bytes, 0, padding, last - first});
+  } else {
+    for (; first < last; ++first, to += segment.row_bytes) std::memset(to, 0, padding);
+  }
+}
+
+// Copies a piece of the rows [first, last), and its padding.
+void CopyRows(const Job& job, const Segment& segment, int64_t first, int64_t last) {
+  const Piece& piece = *segment.piece;
+  PadRows(segment, first, last);
+  // Along the last of the dimensions that sources may not vary along, rows of a source are
+  // neighbours or all the same.
+  const int d = job.row_dims - 1;
+  const int64_t run = job.broadcasts ? job.row_sizes[d] : job.rows;
+  const int64_t from_stride = job.broadcasts && !(piece.varies >> d & 1) ? 0 : piece.stride;
+  while (first < last) {
+    const int64_t end = std::min(last, (first / run + 1) * run);
+    const auto* from = static_cast<const char*>(piece.source);
+    if (piece.size > 0) from += SourceRow(job, piece, first) * piece.stride;
+    CopyColumn({segment.out + first * segment.row_bytes, from, segment.row_bytes, from_stride,
+                piece.size, end - first});
+    first = end;
+  }
+}
+
+// --- woven rows ----------------------------------------------------------------------------------
+
+constexpr int kLanes = 16;
+constexpr uint8_t kNoByte = 0x80;              // a lane that stays zero
+constexpr int64_t kMostPatternBytes = 512;     // which are looked at one by one
+constexpr int64_t kLeastWovenBytes = 1 << 16;  // which pay for that
+
+// 16 bytes of a source, some of which have a place in a vector of the destination.
+struct Load {
+  const char* from;      // in the first period
+  int64_t stride;        // to the next
+  uint8_t lane[kLanes];  // of the vector: which byte of the load belongs there
+};
+
+// How rows of narrow pieces are made, a vector at a time. It repeats after a period: the rows that
+// are a whole number of vectors.
+struct Pattern {
+  int64_t rows = 1;
+  int64_t bytes;
+  int64_t periods = 0;  // as many as read nothing beyond the sources; 0 where columns are cheaper
+  std::vector<Load> loads;
+  std::vector<size_t> ends;  // of the loads of each vector
+};
+
+// The rows of `count` segments, which are those of one destination.
+Pattern MakePattern(const Job& job, const Segment* segments, int64_t count) {
+  Pattern pattern;
+  while (pattern.rows * segments->row_bytes % kLanes != 0) pattern.rows *= 2;
+  pattern.bytes = pattern.rows * segments->row_bytes;
+#if defined(__x86_64__)
+  if (job.broadcasts || pattern.bytes > kMostPatternBytes ||
+      job.rows * segments->row_bytes < kLeastWovenBytes || !__builtin_cpu_supports("ssse3")) {
+    return pattern;
+  }
+  pattern.periods = job.rows / pattern.rows;
+  std::vector<Load>& loads = pattern.loads;
+  int64_t place = 0;
+  int64_t copies = 0;  // that columns would take
+  const auto load_byte = [&](const Piece& piece, const char* byte) {
+    const int64_t stride = pattern.rows * piece.stride;
+    const auto has_byte = [&](const Load& load) {
+      return load.stride == stride && byte >= load.from && byte < load.from + kLanes;
+    };
+    const size_t vector_begin = pattern.ends.empty() ? 0 : pattern.ends.back();
+    auto load = std::find_if(loads.begin() + vector_begin, loads.end(), has_byte);
+    if (load == loads.end()) {
+      load = loads.insert(load, {byte, stride, {}});
+      std::fill_n(load->lane, kLanes, kNoByte);
+      const int64_t left = static_cast<const char*>(piece.end) - byte - kLanes;
+      pattern.periods = std::min(pattern.periods, left < 0 ? 0 : left / stride + 1);
+    }
+    load->lane[place % kLanes] = static_cast<uint8_t>(byte - load->from);
+  };
+  for (int64_t row = 0; row < pattern.rows; ++row) {
+    for (int64_t s = 0; s < count; ++s) {
+      const Piece& piece = *segments[s].piece;
+      const char* from = static_cast<const char*>(piece.source) + row * piece.stride;
+      copies += 1 + piece.extent / kLanes;
+      for (int64_t i = 0; i < piece.extent; ++i) {
+        if (i < piece.size) load_byte(piece, from + i);
+        if (++place % kLanes == 0) pattern.ends.push_back(loads.size());
+      }
+    }
+  }
+  if (2 * static_cast<int64_t>(loads.size()) > copies) pattern.periods = 0;
+#endif
+  return pattern;
+}
+
+#if defined(__x86_64__)
+
+// Makes one vector of each of `periods` periods, out of kLoads loads.
+template <int kLoads>
+__attribute__((target("ssse3"))) void WeaveVector(const Load* loads, char* to, int64_t to_stride,
+                                                  int64_t first, int64_t periods) {
+  const char* from[kLoads + 1];
+  int64_t stride[kLoads + 1];
+  __m128i lanes[kLoads + 1];
+  for (int i = 0; i < kLoads; ++i) {
+    from[i] = loads[i].from + first * loads[i].stride;
+    stride[i] = loads[i].stride;
+    lanes[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(loads[i].lane));
+  }
+  for (; periods > 0; --periods, to += to_stride) {
+    __m128i vector = _mm_setzero_si128();
+#pragma GCC unroll 16
+    for (int i = 0; i < kLoads; ++i) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[i]));
+      vector = _mm_or_si128(vector, _mm_shuffle_epi8(bytes, lanes[i]));
+      from[i] += stride[i];
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), vector);
+  }
+}
+
+using WeaveFunction = void (*)(const Load*, char*, int64_t, int64_t, int64_t);
+
+template <int... kLoads>
+constexpr std::array<WeaveFunction, sizeof...(kLoads)> WeaveFunctions(
+    std::integer_sequence<int, kLoads...>) {
+  return {WeaveVector<kLoads>...};
+}
+
+// By the number of loads.
+constexpr auto kWeave = WeaveFunctions(std::make_integer_sequence<int, kLanes + 1>());
+
+#endif
+
+void Weave(const Pattern& pattern, char* out, int64_t first, int64_t last) {
+#if defined(__x86_64__)
+  char* to = out + first * pattern.bytes;
+  size_t begin = 0;
+  for (const size_t end : pattern.ends) {
+    kWeave[end - begin](&pattern.loads[begin], to, pattern.bytes, first, last - first);
+    begin = end;
+    to += kLanes;
+  }
+#endif
+}
+
+// Segments of one destination.
+struct Target {
+  const Segment* segments;
+  int64_t count;
+  Pattern pattern;
+};
+
+// Makes the rows [first, last) of a destination; `first` is a multiple of kLanes.
+void MakeRows(const Job& job, const Target& target, int64_t first, int64_t last) {
+  const Pattern& pattern = target.pattern;
+  const int64_t first_period = first / pattern.rows;
+  const int64_t last_period = std::min(last / pattern.rows, pattern.periods);
+  if (first_period < last_period) {
+    Weave(pattern, target.segments->out, first_period, last_period);
+    first = last_period * pattern.rows;
+  }
+  for (int64_t s = 0; s < target.count && first < last; ++s) {
+    CopyRows(job, target.segments[s], first, last);
+  }
+}
+
+// --- long lines ----------------------------------------------------------------------------------
+
+// Copies past the caches, which then need not read first what is overwritten.
+void CopyPastCache(char* to, const char* from, int64_t bytes) {
+#if defined(__x86_64__)
+  constexpr int64_t kLine = 64;
+  const auto misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kLine);
+  const int64_t head = std::min(bytes, (kLine - misalignment) % kLine);
+  std::memcpy(to, from, head);
+  to += head;
+  from += head;
+  bytes -= head;
+  for (; bytes >= kLine; bytes -= kLine, to += kLine, from += kLine) {
+    const auto* words = reinterpret_cast<const __m128i*>(from);
+    const __m128i a = _mm_loadu_si128(words), b = _mm_loadu_si128(words + 1);
+    const __m128i c = _mm_loadu_si128(words + 2), d = _mm_loadu_si128(words + 3);
+    auto* line = reinterpret_cast<__m128i*>(to);
+    _mm_stream_si128(line, a);
+    _mm_stream_si128(line + 1, b);
+    _mm_stream_si128(line + 2, c);
+    _mm_stream_si128(line + 3, d);
+  }
+  _mm_sfence();
+#endif
+  std::memcpy(to, from, bytes);
+}
+
+// Copies the bytes [first, last) of a piece of one row.
+void CopyStretch(const Job& job, const Segment& segment, int64_t row, int64_t first, int64_t last,
+                 bool past_cache) {
+  const Piece& piece = *segment.piece;
+  char* out = segment.out + row * segment.row_bytes;
+  const int64_t filled = std::clamp(piece.size, first, last);
+  if (filled > first) {
+    const auto* from = static_cast<const char*>(piece.source);
+    from += SourceRow(job, piece, row) * piece.stride + first;
+    if (past_cache) {
+      CopyPastCache(out + first, from, filled - first);
+    } else {
+      std::memcpy(out + first, from, filled - first);
+    }
+  }
+  if (last > filled) std::memset(out + filled, 0, last - filled);
+}
+
+int64_t RoundUp(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+}  // namespace
+
+void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
+  const std::vector<Segment> line = MakeLine(job);
+  if (line.empty() || job.rows == 0) return;
+  const int64_t line_bytes = line.back().end();
+  if (line_bytes < kTaskBytes) {
+    std::vector<Target> targets;
+    for (size_t s = 0, end = 0; s < line.size(); s = end) {
+      while (end < line.size() && line[end].destination == line[s].destination) ++end;
+      const auto count = static_cast<int64_t>(end - s);
+      targets.push_back({&line[s], count, MakePattern(job, &line[s], count)});
+    }
+    const int64_t task_rows = RoundUp(kTaskBytes / line_bytes, kLanes);
+    const int64_t block_rows = std::max(RoundUp(kBlockBytes / line_bytes, kLanes), kBlockRows);
+    parallel_for((job.rows + task_rows - 1) / task_rows, [&](int64_t task) {
+      const int64_t last = std::min((task + 1) * task_rows, job.rows);
+      for (int64_t row = task * task_rows; row < last; row += block_rows) {
+        const int64_t end = std::min(row + block_rows, last);
+        for (const Target& target : targets) MakeRows(job, target, row, end);
+      }
+    });
+    return;
+  }
+  const bool past_cache = job.rows * line_bytes >= kUncachedBytes;
+  const int64_t stretches = (line_bytes + kTaskBytes - 1) / kTaskBytes;
+  parallel_for(job.rows * stretches, [&](int64_t task) {
+    const int64_t row = task / stretches;
+    const int64_t first = task % stretches * kTaskBytes;
+    const int64_t last = std::min(first + kTaskBytes, line_bytes);
+    auto segment = std::upper_bound(
+        line.begin(), line.end(), first,
+        [](int64_t position, const Segment& segment) { return position < segment.end(); });
+    for (; segment != line.end() && segment->begin < last; ++segment) {
+      CopyStretch(job, *segment, row, std::max(first - segment->begin, int64_t{0}),
+                  std::min(last, segment->end()) - segment->begin, past_cache);
+    }
+  });
+}
+
+}  // namespace jaxops::concatenate::cpu

@@ -1,0 +1,586 @@
+// Concatenation and splitting: bytes move from sources to destinations, see common/concatenate.h.
+//
+// The table of pieces travels with the launch, as a parameter of the kernel, so that any number of
+// arrays is one launch and a CUDA graph can keep it. Threads own words of a destination, neighbours
+// neighbouring words, and gather them.
+//
+// Many rows (MoveRows): what a word is made of is the same in every row, or for items of 1 or 2
+// bytes in every 4 or 2 rows, which are whole words of every source. A thread works it out once, as
+// the source words and where their bytes go, and keeps it in registers while it walks down the
+// rows. No word is searched for, none costs a division.
+//
+// Few rows (MoveLong): threads find the piece of each 16 bytes and shift them into place where
+// source and destination are misaligned to each other.
+#include <algorithm>
+#include <type_traits>
+
+#include "common/fast_divide.h"
+#include "cuda/concatenate.h"
+#include "cuda/launch.h"
+
+namespace jaxops::concatenate::cuda {
+namespace {
+
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::Launch;
+
+constexpr int kThreads = 256;
+constexpr int kPackBytes = 16;
+constexpr int kLongTile = 4 * kThreads * kPackBytes;  // bytes
+constexpr int kLineBytes = 128;
+constexpr int kFewPatterns = 16;
+constexpr int kFewPieces = 64;
+constexpr int kQuickSteps = 4;
+
+struct PieceEntry {
+  const unsigned char* source;
+  const unsigned char* end;
+  int64_t stride;
+  int64_t size;
+  int64_t begin;   // in the row of the destination
+  int64_t extent;  // there
+  uint32_t varies;
+};
+
+struct DestinationEntry {
+  unsigned char* data;
+  int64_t row_bytes;
+  int64_t first_block;
+  int first_piece;
+  int piece_count;
+  FastDivider64 by_row;  // bytes of a row
+  // MoveRows: the rows and the words that repeat, and the blocks that share them: so many beside
+  // each other, with `width` words each, one below the other; and the patterns beside each other in
+  // a block.
+  int pattern_rows;
+  int64_t pattern_words;
+  FastDivider width;
+  FastDivider blocks_beside;
+  int blocks_below;
+  int beside;
+};
+
+template <int kPieces, int kDestinations>
+struct Table {
+  PieceEntry pieces[kPieces];
+  DestinationEntry destinations[kDestinations];
+  int destination_count;
+  int tiles_per_block;
+  bool broadcasts;
+  int row_dims;
+  int64_t rows;
+  FastDivider64 row_sizes[kMaxRowDims];
+
+  // The row of a source that belongs to a row of the destination.
+  __device__ __forceinline__ int64_t SourceRow(int64_t row, uint32_t varies) const {
+    if (!broadcasts) return row;
+    uint64_t rest = row;
+    int64_t source = 0;
+    int64_t stride = 1;
+#pragma unroll 1
+    for (int d = row_dims - 1; d >= 0; --d) {
+      const int64_t index = row_sizes[d].Peel(rest);
+      if (varies >> d & 1) {
+        source += index * stride;
+        stride *= row_sizes[d].divisor();
+      }
+    }
+    return source;
+  }
+};
+
+// The last entry of `count` whose `first` is not beyond `position`.
+template <typename Entry, typename First>
+__device__ __forceinline__ int FindLast(const Entry* entries, int count, int64_t position,
+                                        First&& first) {
+  int low = 0;
+  for (int width = count; width > 1;) {
+    const int half = width / 2;
+    if (first(entries[low + half]) <= position) low += half;
+    width -= half;
+  }
+  return low;
+}
+
+template <typename Table>
+__device__ __forceinline__ const DestinationEntry& FindDestination(const Table& table) {
+  const int found = FindLast(table.destinations, table.destination_count, blockIdx.x,
+                             [](const DestinationEntry& d) { return d.first_block; });
+  return table.destinations[found];
+}
+
+// Copies the destination's pieces to shared memory, where threads may read different ones at once.
+template <typename Table>
+__device__ __forceinline__ void LoadPieces(PieceEntry* shared, const Table& table,
+                                           const DestinationEntry& destination) {
+  static_assert(sizeof(PieceEntry) % sizeof(uint32_t) == 0);
+  const auto* from = reinterpret_cast<const uint32_t*>(&table.pieces[destination.first_piece]);
+  auto* to = reinterpret_cast<uint32_t*>(shared);
+  const int words = destination.piece_count * (sizeof(PieceEntry) / sizeof(uint32_t));
+  for (int i = threadIdx.x; i < words; i += kThreads) to[i] = from[i];
+  __syncthreads();
+}
+
+// --- many rows -----------------------------------------------------------------------------------
+
+// What is read where there is nothing to read, so that no thread waits at a branch with its loads.
+__device__ const uint4 kZeros = {};
+
+// What one thread writes again and again: a word, made of words of sources. Nibble i of a selector
+// is 4 + the byte of that source that becomes byte i, or i where another one brings it.
+template <typename Word, int kSources>
+struct Recipe {
+  const unsigned char* words[kSources];
+  int64_t strides[kSources];  // bytes to the same word where the pattern is met again
+  uint32_t selectors[kSources];
+  int count = 0;
+
+  // Works out word `index` of the pattern that begins at `row`. Items as large as a word have one
+  // source, and smaller ones no more than there are of them.
+  __device__ __forceinline__ Recipe(int64_t index, int64_t row, const DestinationEntry& destination,
+                                    const PieceEntry* pieces) {
+    constexpr int kItem = sizeof(Word) / kSources;
+    int64_t column = index * static_cast<int64_t>(sizeof(Word));
+    uint64_t rows = column;
+    column = destination.by_row.Peel(rows);
+    row += rows;
+#pragma unroll
+    for (int item = 0; item < kSources; ++item, column += kItem) {
+      if (column >= destination.row_bytes) {
+        column -= destination.row_bytes;
+        ++row;
+      }
+      const PieceEntry& piece =
+          pieces[FindLast(pieces, destination.piece_count, column,
+                          [](const PieceEntry& entry) { return entry.begin; })];
+      const int64_t offset = column - piece.begin;
+      if (offset >= piece.size) continue;
+      const unsigned char* from = piece.source + row * piece.stride + offset;
+      const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) % sizeof(Word));
+      // Items take neighbouring bytes, so a word that is met again is the last one or a new one.
+      bool known = false;
+#pragma unroll
+      for (int s = 0; s < kSources; ++s) {
+        known = known || (s < count && words[s] == from - byte);
+      }
+      if (!known) ++count;
+#pragma unroll
+      for (int s = 0; s < kSources; ++s) {
+        if (!known && s == count - 1) {
+          words[s] = from - byte;
+          strides[s] = piece.stride * destination.pattern_rows;
+          selectors[s] = 0x3210;
+        }
+        if (s < count && words[s] == from - byte) {
+#pragma unroll
+          for (int b = item * kItem; b < (item + 1) * kItem && kSources > 1; ++b) {
+            selectors[s] = (selectors[s] & ~(0xfu << 4 * b)) | (4 + byte + b - item * kItem)
+                                                                   << 4 * b;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSources; ++s) {
+      if (s < count) continue;
+      words[s] = reinterpret_cast<const unsigned char*>(&kZeros);
+      strides[s] = 0;
+      selectors[s] = 0x3210;
+    }
+  }
+
+  // The word that is `patterns` further on.
+  __device__ __forceinline__ Word Make(int patterns) const {
+    Word word = {};
+#pragma unroll
+    for (int s = 0; s < kSources; ++s) {
+      const Word read = __ldca(reinterpret_cast<const Word*>(words[s] + patterns * strides[s]));
+      if constexpr (kSources == 1) {
+        word = read;
+      } else {
+        word = __byte_perm(word, read, selectors[s]);
+      }
+    }
+    return word;
+  }
+
+  __device__ __forceinline__ void Advance(int64_t patterns) {
+#pragma unroll
+    for (int s = 0; s < kSources; ++s) words[s] += patterns * strides[s];
+  }
+};
+
+// Words of a thread that are under way together. They are loaded by __ldca, because the compiler
+// puts other loads each beside its store, and so one behind the other, to save registers.
+template <typename Word, int kSources>
+constexpr int kTogether = std::min<int>(kSources <= 2 ? 8 : 4, 64 / sizeof(Word));
+
+template <typename Word, int kSources, typename Table>
+__global__ void __launch_bounds__(kThreads) MoveRows(const __grid_constant__ Table table) {
+  constexpr int kMany = kTogether<Word, kSources>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* pieces = reinterpret_cast<PieceEntry*>(shared);
+  const DestinationEntry& destination = FindDestination(table);
+  LoadPieces(pieces, table, destination);
+  auto block = static_cast<uint32_t>(blockIdx.x - destination.first_block);
+  const auto column = static_cast<int64_t>(destination.blocks_beside.Peel(block));
+  auto lane = static_cast<uint32_t>(threadIdx.x);
+  const int64_t word = column * destination.width.divisor() + destination.width.Peel(lane);
+  const int beside = destination.beside;
+  const int64_t patterns = table.rows / destination.pattern_rows;
+  // All blocks go through the rows together, each kMany times `beside` patterns in a step.
+  int64_t pattern = int64_t{block} * kMany * beside + lane;
+  if (lane < beside && word < destination.pattern_words && pattern < patterns) {
+    Recipe<Word, kSources> recipe(word, pattern * destination.pattern_rows, destination, pieces);
+    auto* to =
+        reinterpret_cast<Word*>(destination.data) + pattern * destination.pattern_words + word;
+    const int64_t advance = beside * destination.pattern_words;
+    const int64_t stride = int64_t{destination.blocks_below} * kMany * beside;
+    const int64_t whole_end = patterns - (kMany - 1) * beside;
+#pragma unroll 1
+    for (; pattern < whole_end; pattern += stride, to += stride * destination.pattern_words) {
+      Word words[kMany];
+#pragma unroll
+      for (int i = 0; i < kMany; ++i) words[i] = recipe.Make(i * beside);
+      recipe.Advance(stride);
+#pragma unroll
+      for (int i = 0; i < kMany; ++i) to[i * advance] = words[i];
+    }
+#pragma unroll 1
+    for (; pattern < patterns; pattern += beside, to += advance) {
+      *to = recipe.Make(0);
+      recipe.Advance(beside);
+    }
+  }
+
+  // The last rows, too few for a pattern, byte by byte.
+  const int64_t end = table.rows * destination.row_bytes;
+  int64_t at = patterns * destination.pattern_rows * destination.row_bytes;
+  for (at += (blockIdx.x - destination.first_block) * kThreads + threadIdx.x; at < end;
+       at += int64_t{destination.blocks_beside.divisor()} * destination.blocks_below * kThreads) {
+    uint64_t row = at;
+    const auto from_row = static_cast<int64_t>(destination.by_row.Peel(row));
+    const PieceEntry& piece = pieces[FindLast(pieces, destination.piece_count, from_row,
+                                              [](const PieceEntry& entry) { return entry.begin; })];
+    const int64_t offset = from_row - piece.begin;
+    destination.data[at] =
+        offset < piece.size ? piece.source[static_cast<int64_t>(row) * piece.stride + offset] : 0;
+  }
+}
+
+// --- long rows -----------------------------------------------------------------------------------
+
+// The aligned word at `address`, of which the bytes from `end` on are not there.
+__device__ __forceinline__ uint32_t LoadWord(const unsigned char* address,
+                                             const unsigned char* end) {
+  if (address + 4 <= end) return __ldca(reinterpret_cast<const uint32_t*>(address));
+  uint32_t word = 0;
+  for (int i = 0; address + i < end; ++i) word |= uint32_t{address[i]} << 8 * i;
+  return word;
+}
+
+// The 16 bytes at any `address`; those outside [low, high) are not read and come out as anything.
+__device__ __forceinline__ void LoadShifted(uint32_t (&words)[4], const unsigned char* address,
+                                            int low, int high, const unsigned char* end) {
+  const int misalignment = reinterpret_cast<uintptr_t>(address) % 4;
+  const unsigned char* first = address - misalignment;
+  uint32_t loaded[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+    const int begin = 4 * i - misalignment;
+    loaded[i] = begin + 4 > low && begin < high ? LoadWord(first + 4 * i, end) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i] = __funnelshift_r(loaded[i], loaded[i + 1], 8 * misalignment);
+  }
+}
+
+// The bytes [low, high) of word `index` of a pack, as a mask.
+__device__ __forceinline__ uint32_t ByteMask(int low, int high, int index) {
+  const int begin = min(max(low - 4 * index, 0), 4);
+  const int end = min(max(high - 4 * index, 0), 4);
+  return static_cast<uint32_t>((uint64_t{1} << 8 * end) - (uint64_t{1} << 8 * begin));
+}
+
+// A pack of a destination: where it begins.
+struct Place {
+  int64_t row, column;
+  const PieceEntry* piece;
+
+  __device__ __forceinline__ Place(uint64_t position, const DestinationEntry& destination,
+                                   const PieceEntry* pieces) {
+    column = destination.by_row.Peel(position);
+    row = position;
+    Find(destination, pieces);
+  }
+  __device__ __forceinline__ void Find(const DestinationEntry& destination,
+                                       const PieceEntry* pieces) {
+    piece = pieces + FindLast(pieces, destination.piece_count, column,
+                              [](const PieceEntry& entry) { return entry.begin; });
+  }
+  __device__ __forceinline__ int64_t offset() const { return column - piece->begin; }
+};
+
+// Gathers the bytes of a pack, of which there are `bytes`, from as many pieces as it takes.
+template <typename Table>
+__device__ __forceinline__ void GatherPack(uint32_t (&words)[4], Place place, int bytes,
+                                           const Table& table, const DestinationEntry& destination,
+                                           const PieceEntry* pieces) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = 0;
+  for (int done = 0; done < bytes;) {
+    const PieceEntry& piece = *place.piece;
+    const int64_t offset = place.offset();
+    const int here = static_cast<int>(min(piece.extent - offset, int64_t{bytes - done}));
+    const int filled = static_cast<int>(min(max(piece.size - offset, int64_t{0}), int64_t{here}));
+    if (filled > 0) {
+      const int64_t row = table.SourceRow(place.row, piece.varies);
+      uint32_t shifted[4];
+      LoadShifted(shifted, piece.source + row * piece.stride + offset - done, done, done + filled,
+                  piece.end);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t mask = ByteMask(done, done + filled, i);
+        words[i] = (words[i] & ~mask) | (shifted[i] & mask);
+      }
+    }
+    done += here;
+    place.column += here;
+    if (place.column == destination.row_bytes) {
+      place.column = 0;
+      ++place.row;
+    }
+    place.Find(destination, pieces);
+  }
+}
+
+// kAligned: every size and address is a multiple of 16 bytes.
+template <bool kAligned, typename Table>
+__global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Table table) {
+  constexpr int kPacks = kLongTile / (kThreads * kPackBytes);
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* pieces = reinterpret_cast<PieceEntry*>(shared);
+  const DestinationEntry& destination = FindDestination(table);
+  LoadPieces(pieces, table, destination);
+  const int64_t total = table.rows * destination.row_bytes;
+  int64_t first = (blockIdx.x - destination.first_block) * table.tiles_per_block * kLongTile;
+#pragma unroll 1
+  for (int tile = 0; tile < table.tiles_per_block && first < total; ++tile, first += kLongTile) {
+    uint32_t packs[kPacks][4];
+    uint32_t left = 0;  // bit i: pack i has yet to be gathered
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int64_t position = first + (i * kThreads + threadIdx.x) * kPackBytes;
+      if (position >= total) continue;
+      const Place place(position, destination, pieces);
+      const int64_t offset = place.offset();
+      const int64_t row = table.SourceRow(place.row, place.piece->varies);
+      const unsigned char* from = place.piece->source + row * place.piece->stride + offset;
+      if constexpr (kAligned) {
+        uint4 pack = {};
+        if (offset < place.piece->size) pack = __ldca(reinterpret_cast<const uint4*>(from));
+        packs[i][0] = pack.x, packs[i][1] = pack.y, packs[i][2] = pack.z, packs[i][3] = pack.w;
+      } else if (offset + kPackBytes <= place.piece->size) {
+        LoadShifted(packs[i], from, 0, kPackBytes, place.piece->end);
+      } else {
+        left |= 1u << i;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int64_t position = first + (i * kThreads + threadIdx.x) * kPackBytes;
+      if (position >= total) continue;
+      const int bytes = static_cast<int>(min(total - position, int64_t{kPackBytes}));
+      if (left >> i & 1) {
+        GatherPack(packs[i], Place(position, destination, pieces), bytes, table, destination,
+                   pieces);
+      }
+      unsigned char* to = destination.data + position;
+      if (bytes == kPackBytes && reinterpret_cast<uintptr_t>(to) % kPackBytes == 0) {
+        *reinterpret_cast<uint4*>(to) = uint4{packs[i][0], packs[i][1], packs[i][2], packs[i][3]};
+      } else {
+#pragma unroll
+        for (int b = 0; b < kPackBytes; ++b) {
+          if (b < bytes) to[b] = static_cast<unsigned char>(packs[i][b / 4] >> 8 * (b % 4));
+        }
+      }
+    }
+  }
+}
+
+// --- launches ------------------------------------------------------------------------------------
+
+// The greatest of 16, 8, 4, 2 and 1 bytes that every size and address is a multiple of.
+int64_t CommonUnit(const Job& job) {
+  uint64_t all = kPackBytes;
+  for (const Destination& d : job.destinations) {
+    all |= reinterpret_cast<uintptr_t>(d.data) | d.row_bytes;
+  }
+  for (const Piece& p : job.pieces) all |= p.extent;
+  for (const Piece& p : job.pieces) {
+    if (p.size > 0) all |= reinterpret_cast<uintptr_t>(p.source) | p.stride | p.size;
+  }
+  return static_cast<int64_t>(all & -all);
+}
+
+// Rows after which words of 4 bytes or more begin at the beginning of a row again.
+int64_t PatternRows(int64_t unit) { return unit < 4 ? 4 / unit : 1; }
+
+// Whether patterns repeat often enough to be worth working out, and MoveRows can: one source row
+// follows the other, and words can be written as such.
+bool HasManyRows(const Job& job, int64_t unit) {
+  uintptr_t addresses = 0;
+  for (const Destination& d : job.destinations) addresses |= reinterpret_cast<uintptr_t>(d.data);
+  return !job.broadcasts && job.rows / PatternRows(unit) >= kFewPatterns &&
+         addresses % sizeof(uint32_t) == 0;
+}
+
+// Fills in what both kernels need; `blocks(entry)` completes an entry with the number of its
+// blocks.
+template <typename Table, typename Blocks>
+int64_t Fill(Table& table, const Job& job, Blocks&& blocks) {
+  table.broadcasts = job.broadcasts;
+  table.row_dims = job.row_dims;
+  table.rows = job.rows;
+  for (int d = 0; d < job.row_dims; ++d) table.row_sizes[d] = FastDivider64(job.row_sizes[d]);
+  int64_t all_blocks = 0;
+  int pieces = 0;
+  int count = 0;
+  for (const Destination& destination : job.destinations) {
+    if (destination.row_bytes == 0) continue;
+    DestinationEntry& entry = table.destinations[count++];
+    entry.data = static_cast<unsigned char*>(destination.data);
+    entry.row_bytes = destination.row_bytes;
+    entry.by_row = FastDivider64(destination.row_bytes);
+    entry.first_block = all_blocks;
+    entry.first_piece = pieces;
+    int64_t begin = 0;
+    for (int64_t p = 0; p < destination.piece_count; ++p) {
+      const Piece& piece = job.pieces[destination.first_piece + p];
+      // Nothing would find an empty piece among those that begin where it does.
+      if (piece.extent > 0) {
+        table.pieces[pieces++] = {static_cast<const unsigned char*>(piece.source),
+                                  static_cast<const unsigned char*>(piece.end),
+                                  piece.stride,
+                                  piece.size,
+                                  begin,
+                                  piece.extent,
+                                  piece.varies};
+      }
+      begin += piece.extent;
+    }
+    entry.piece_count = pieces - entry.first_piece;
+    all_blocks += blocks(entry);
+  }
+  table.destination_count = count;
+  return all_blocks;
+}
+
+// How many blocks of a kernel run at the same time on the present device.
+template <typename Params>
+cudaError_t ResidentBlocks(void (*kernel)(Params), size_t bytes, int64_t* blocks) {
+  int device, processors, of_processor;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, kThreads, bytes);
+  *blocks = int64_t{processors} * of_processor;
+  return error;
+}
+
+template <typename Word, int kSources, typename Table>
+cudaError_t LaunchRows(cudaStream_t stream, const Job& job, Table& table, size_t table_bytes) {
+  constexpr int kMany = kTogether<Word, kSources>;
+  int64_t row_bytes = 0;
+  for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
+  int64_t resident = 0;
+  const cudaError_t error = ResidentBlocks(MoveRows<Word, kSources, Table>, table_bytes, &resident);
+  if (error != cudaSuccess) return error;
+  const int64_t blocks = Fill(table, job, [&](DestinationEntry& entry) {
+    int64_t rows = PatternRows(sizeof(Word) / kSources);
+    // Warps write whole lines of the cache where a pattern is a number of them. Words of four items
+    // do not gain by it.
+    while (kSources <= 2 && entry.row_bytes * rows % kLineBytes != 0 &&
+           job.rows / (2 * rows) >= kFewPatterns) {
+      rows *= 2;
+    }
+    const int64_t patterns = job.rows / rows;
+    entry.pattern_rows = static_cast<int>(rows);
+    entry.pattern_words = entry.row_bytes * rows / sizeof(Word);
+    const int64_t blocks_beside = CeilDiv(entry.pattern_words, kThreads);
+    const int64_t width = blocks_beside == 1
+                              ? entry.pattern_words
+                              : CeilDiv(CeilDiv(entry.pattern_words, blocks_beside), 32) * 32;
+    entry.blocks_beside = FastDivider(blocks_beside);
+    entry.width = FastDivider(width);
+    entry.beside = static_cast<int>(kThreads / width);
+    // Where recipes are found quickly, blocks are many and short, which the device likes best;
+    // otherwise as many as run at once, so that destinations that share a source read it together.
+    const double share = static_cast<double>(entry.row_bytes) / row_bytes;
+    const int64_t steps = CeilDiv(patterns, int64_t{kMany} * entry.beside);
+    const bool quick = kSources <= 2 && entry.piece_count <= kFewPieces;
+    const int64_t below = quick ? CeilDiv(steps, kQuickSteps)
+                                : static_cast<int64_t>(share * resident) / blocks_beside;
+    entry.blocks_below = static_cast<int>(std::clamp<int64_t>(below, 1, steps));
+    return blocks_beside * entry.blocks_below;
+  });
+  return Launch(MoveRows<Word, kSources, Table>, blocks, kThreads, table_bytes, stream, table);
+}
+
+template <bool kAligned, typename Table>
+cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t table_bytes) {
+  // Blocks read all pieces of their destination: the more there are, the more tiles a block has.
+  table.tiles_per_block =
+      static_cast<int>(std::clamp<int64_t>(job.pieces.size() / job.destinations.size() / 16, 1, 8));
+  const int64_t blocks = Fill(table, job, [&](DestinationEntry& entry) {
+    return CeilDiv(job.rows * entry.row_bytes, int64_t{kLongTile} * table.tiles_per_block);
+  });
+  return Launch(MoveLong<kAligned, Table>, blocks, kThreads, table_bytes, stream, table);
+}
+
+template <int kPieces, int kDestinations>
+cudaError_t LaunchTable(cudaStream_t stream, const Job& job) {
+  Table<kPieces, kDestinations> table;
+  static_assert(sizeof(table) <= 32764, "the parameters of a kernel");
+  int64_t most = 0;
+  for (const Destination& d : job.destinations) most = std::max(most, d.piece_count);
+  const size_t bytes = most * sizeof(PieceEntry);
+  const int64_t unit = CommonUnit(job);
+  if (!HasManyRows(job, unit)) {
+    return unit == kPackBytes ? LaunchLong<true>(stream, job, table, bytes)
+                              : LaunchLong<false>(stream, job, table, bytes);
+  }
+  switch (unit) {
+    case 16:
+      return LaunchRows<uint4, 1>(stream, job, table, bytes);
+    case 8:
+      return LaunchRows<uint2, 1>(stream, job, table, bytes);
+    case 4:
+      return LaunchRows<uint32_t, 1>(stream, job, table, bytes);
+    case 2:
+      return LaunchRows<uint32_t, 2>(stream, job, table, bytes);
+    default:
+      return LaunchRows<uint32_t, 4>(stream, job, table, bytes);
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
+  const auto pieces = static_cast<int64_t>(job.pieces.size());
+  const auto destinations = static_cast<int64_t>(job.destinations.size());
+  int64_t row_bytes = 0;
+  for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
+  if (job.rows == 0 || row_bytes == 0) return cudaSuccess;
+  if (pieces <= 8 && destinations <= 8) return LaunchTable<8, 8>(stream, job);
+  if (pieces <= kMaxDestinations && destinations <= kMaxDestinations && destinations > 1) {
+    return LaunchTable<kMaxDestinations, kMaxDestinations>(stream, job);
+  }
+  if (pieces <= 64 && destinations == 1) return LaunchTable<64, 1>(stream, job);
+  if (pieces <= kMaxPieces && destinations == 1) return LaunchTable<kMaxPieces, 1>(stream, job);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jaxops::concatenate::cuda

@@ -1,0 +1,154 @@
+#include "ffi/concatenate.h"
+
+namespace jaxops::ffi::concatenate {
+namespace {
+
+namespace xf = xla::ffi;
+using jaxops::concatenate::Destination;
+using jaxops::concatenate::kMaxRowDims;
+using jaxops::concatenate::Piece;
+
+// An array as rows: the dimensions before the axis, and the bytes of one entry along it.
+struct Rows {
+  Dimensions dims;
+  size_t axis;
+  int64_t entry_bytes;
+  char* data;
+
+  Rows(const xf::AnyBuffer& array, int64_t inner)
+      : dims(array.dimensions()),
+        axis(dims.size() - 1 - inner),
+        entry_bytes(xf::ByteWidth(array.element_type())),
+        data(static_cast<char*>(array.untyped_data())) {
+    for (size_t i = axis + 1; i < dims.size(); ++i) entry_bytes *= dims[i];
+  }
+
+  int64_t extent() const { return dims[axis]; }
+  int64_t row_bytes() const { return extent() * entry_bytes; }
+  int64_t rows() const {
+    int64_t count = 1;
+    for (size_t i = 0; i < axis; ++i) count *= dims[i];
+    return count;
+  }
+  const char* end() const { return data + rows() * row_bytes(); }
+};
+
+// Whether an array can be a part of `whole`: dimensions before the axis may be 1 if `broadcasts`.
+bool Fits(const Rows& part, const Rows& whole, bool broadcasts) {
+  if (part.dims.size() != whole.dims.size()) return false;
+  for (size_t i = 0; i < whole.dims.size(); ++i) {
+    if (i == whole.axis || part.dims[i] == whole.dims[i]) continue;
+    if (!(broadcasts && i < whole.axis && part.dims[i] == 1)) return false;
+  }
+  return true;
+}
+
+xf::Error Mismatch(const char* operation, const char* what, Dimensions got, Dimensions whole) {
+  return InvalidArgument(operation, ": ", what, " ", ToString(got), " does not fit ",
+                         ToString(whole));
+}
+
+bool HasAxis(const xf::AnyBuffer& array, int64_t inner) {
+  return inner >= 0 && static_cast<int64_t>(array.dimensions().size()) > inner;
+}
+
+}  // namespace
+
+xf::Error DecodeConcatenate(Job& job, xf::RemainingArgs arrays, xf::Result<xf::AnyBuffer> y,
+                            int64_t inner, Integers sizes, Integers sources) {
+  constexpr char kName[] = "concatenate";
+  if (!HasAxis(*y, inner) || sizes.size() != sources.size()) {
+    return InvalidArgument(kName, ": ", sizes.size(), " sizes, ", sources.size(), " sources and ",
+                           inner, " dimensions after the axis of ", ToString(y->dimensions()));
+  }
+  const Rows whole(*y, inner);
+  std::vector<Rows> inputs;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const xf::ErrorOr<xf::AnyBuffer> array = arrays.get<xf::AnyBuffer>(i);
+    if (!array) return array.error();
+    if (!HasAxis(*array, inner)) {
+      return Mismatch(kName, "array", array->dimensions(), whole.dims);
+    }
+    inputs.emplace_back(*array, inner);
+    if (!Fits(inputs.back(), whole, true) || array->element_type() != y->element_type()) {
+      return Mismatch(kName, "array", array->dimensions(), whole.dims);
+    }
+  }
+
+  // Row dimensions along which the same inputs vary are one.
+  std::vector<uint32_t> varies(inputs.size(), 0);
+  size_t last = whole.axis;
+  for (size_t d = 0; d < whole.axis; ++d) {
+    if (whole.dims[d] == 1) continue;
+    bool merges = last != whole.axis;
+    for (const Rows& input : inputs) {
+      merges = merges && (input.dims[d] == 1) == (input.dims[last] == 1);
+      job.broadcasts = job.broadcasts || input.dims[d] == 1;
+    }
+    last = d;
+    if (merges) {
+      job.row_sizes[job.row_dims - 1] *= whole.dims[d];
+      continue;
+    }
+    if (job.row_dims == kMaxRowDims) {
+      return InvalidArgument(kName, ": more than ", kMaxRowDims,
+                             " alternations of batched and unbatched dimensions in nested vmaps");
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].dims[d] != 1) varies[i] |= uint32_t{1} << job.row_dims;
+    }
+    job.row_sizes[job.row_dims++] = whole.dims[d];
+  }
+
+  job.rows = whole.rows();
+  int64_t total = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const int64_t source = sources[i];
+    const bool good = sizes[i] >= 0 && source < static_cast<int64_t>(inputs.size()) &&
+                      (source < 0 || sizes[i] <= inputs[source].extent());
+    if (!good) return InvalidArgument(kName, ": piece ", i, " has no array of ", sizes[i]);
+    const int64_t extent = sizes[i] * whole.entry_bytes;
+    total += sizes[i];
+    if (source < 0) {
+      job.pieces.push_back({nullptr, nullptr, 0, 0, extent, 0});
+    } else {
+      const Rows& input = inputs[source];
+      job.pieces.push_back(
+          {input.data, input.end(), input.row_bytes(), extent, extent, varies[source]});
+    }
+  }
+  if (total != whole.extent()) {
+    return InvalidArgument(kName, ": pieces of ", total, " entries make ", ToString(whole.dims));
+  }
+  job.destinations = {{whole.data, whole.row_bytes(), 0, static_cast<int64_t>(sizes.size())}};
+  return xf::Error::Success();
+}
+
+xf::Error DecodeSplit(Job& job, xf::AnyBuffer x, xf::RemainingRets parts, int64_t inner,
+                      Integers starts, Integers sizes) {
+  constexpr char kName[] = "split";
+  if (!HasAxis(x, inner) || sizes.size() != starts.size() || parts.size() != sizes.size()) {
+    return InvalidArgument(kName, ": ", sizes.size(), " sizes, ", starts.size(), " starts and ",
+                           inner, " dimensions after the axis of ", ToString(x.dimensions()),
+                           " for ", parts.size(), " parts");
+  }
+  const Rows whole(x, inner);
+  job.rows = whole.rows();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const xf::ErrorOr<xf::Result<xf::AnyBuffer>> result = parts.get<xf::AnyBuffer>(i);
+    if (!result) return result.error();
+    const xf::AnyBuffer array = *xf::Result<xf::AnyBuffer>(*result);
+    if (!HasAxis(array, inner)) return Mismatch(kName, "part", array.dimensions(), whole.dims);
+    const Rows part(array, inner);
+    const bool good = Fits(part, whole, false) && array.element_type() == x.element_type() &&
+                      starts[i] >= 0 && sizes[i] >= 0 && sizes[i] <= part.extent() &&
+                      starts[i] + sizes[i] <= whole.extent();
+    if (!good) return Mismatch(kName, "part", part.dims, whole.dims);
+    job.destinations.push_back({part.data, part.row_bytes(), static_cast<int64_t>(i), 1});
+    job.pieces.push_back({whole.data + starts[i] * whole.entry_bytes, whole.end(),
+                          whole.row_bytes(), sizes[i] * whole.entry_bytes, part.row_bytes(), 0});
+  }
+  return xf::Error::Success();
+}
+
+}  // namespace jaxops::ffi::concatenate
