@@ -10,11 +10,13 @@
 #include <cfloat>
 
 #include "common/focal_loss.h"
+#include "cuda/launch.h"
 #include "cuda/numeric.cuh"
 
 namespace jaxops::focal_loss::cuda {
 
 using jaxops::cuda::Accumulator;
+using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
 using jaxops::cuda::LoadPack;
@@ -217,12 +219,8 @@ __device__ __forceinline__ A SumOverBlock(A value) {
 template <typename Params>
 cudaError_t Launch(void (*kernel)(Params), int64_t blocks, cudaStream_t stream,
                    const Params& params) {
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return jaxops::cuda::Launch(kernel, blocks, kThreads, 0, stream, params);
 }
-
-inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace jaxops::focal_loss::cuda
 

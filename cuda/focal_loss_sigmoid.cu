@@ -8,14 +8,12 @@
 // element.
 #include <cstdint>
 
-#include "cuda/fast_divide.h"
+#include "common/fast_divide.h"
 #include "cuda/focal_loss.cuh"
 #include "cuda/focal_loss.h"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
-
-using jaxops::cuda::FastDivider;
 
 // Neighbours of one row that a thread takes at a time.
 constexpr int kInRow = 8;

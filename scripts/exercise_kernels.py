@@ -4,7 +4,7 @@ It is what `scripts/verify_cuda.sh` gives to compute-sanitizer: small, and of fe
 expected comes from loops over the taps in NumPy, because compiling `jaxops.reference` for every
 filter would take most of the time.
 
-python scripts/exercise_kernels.py [--platform cuda|cpu]
+python scripts/exercise_kernels.py [OPERATOR ...] [--platform cuda|cpu]
 """
 
 from __future__ import annotations
