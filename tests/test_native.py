@@ -17,9 +17,11 @@ import jaxops
 from jaxops._core import native
 
 CPU_TARGETS = (
+    "jaxops_concatenate",
     "jaxops_lightweight_conv",
     "jaxops_lightweight_conv_backward",
     "jaxops_lightweight_conv_filter_grad",
+    "jaxops_split",
 )
 
 

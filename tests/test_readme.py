@@ -51,6 +51,6 @@ def test_public_names(name):
 
 def test_named_files_exist():
     root = pathlib.Path(__file__).parents[1]
-    named = re.findall(r"`(?:python )?((?:benchmarks|scripts)/[\w.]+)", README)
+    named = re.findall(r"`(?:python )?((?:benchmarks|examples|scripts)/[\w.]+)", README)
     assert named
     assert [name for name in named if not (root / name).exists()] == []
