@@ -5,8 +5,8 @@
 #include <array>
 #include <cstdint>
 #include <optional>
-#include <sstream>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "common/batch.h"
@@ -17,19 +17,26 @@ namespace jaxops::ffi {
 
 using Dimensions = xla::ffi::Span<const int64_t>;
 
+// Strings and integers one after the other. No streams: their locales are state that all C++ libraries
+// of a process share, whatever they were compiled with.
 template <typename... Parts>
-xla::ffi::Error InvalidArgument(Parts&&... parts) {
-  std::ostringstream message;
-  (message << ... << std::forward<Parts>(parts));
-  return xla::ffi::Error::InvalidArgument(message.str());
+xla::ffi::Error InvalidArgument(const Parts&... parts) {
+  std::string message;
+  const auto append = [&](const auto& part) {
+    if constexpr (std::is_integral_v<std::decay_t<decltype(part)>>) {
+      message += std::to_string(part);
+    } else {
+      message += part;
+    }
+  };
+  (append(parts), ...);
+  return xla::ffi::Error::InvalidArgument(std::move(message));
 }
 
 inline std::string ToString(Dimensions dims) {
-  std::ostringstream text;
-  text << '(';
-  for (size_t i = 0; i < dims.size(); ++i) text << (i ? ", " : "") << dims[i];
-  text << ')';
-  return text.str();
+  std::string text = "(";
+  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
+  return text + ")";
 }
 
 inline std::optional<DType> ToDType(xla::ffi::DataType type) {

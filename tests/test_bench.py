@@ -739,14 +739,6 @@ def test_a_ceiling_needs_one_function_that_compiles():
         dataclasses.replace(probe, functions=[_fails]).compiled()
 
 
-@pytest.mark.parametrize("dtype", ceilings._FMA_DTYPES)
-def test_multiply_adds_lower_for_a_gpu(dtype):
-    with jax.enable_x64(True):
-        traced = jax.jit(ceilings._multiply_adds_in_ptx).trace(jax.ShapeDtypeStruct((4096,), dtype))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert f"fma.rn.f{dtype[-2:]}" in text
-
-
 def test_no_ceilings(only_twice, monkeypatch, capsys):
     def unseen(*_):
         raise clock.ProfileError("nothing seen")
