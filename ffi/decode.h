@@ -17,8 +17,8 @@ namespace jaxops::ffi {
 
 using Dimensions = xla::ffi::Span<const int64_t>;
 
-// Strings and integers one after the other. No streams: their locales are state that all C++ libraries
-// of a process share, whatever they were compiled with.
+// Strings and integers one after the other. No streams: their locales are state that all C++
+// libraries of a process share, whatever they were compiled with.
 template <typename... Parts>
 xla::ffi::Error InvalidArgument(const Parts&... parts) {
   std::string message;
