@@ -133,8 +133,8 @@ class Peer:
       torch: whether it is PyTorch's.
       declines: why this peer does not run on a case (called with the case and the platform), or
         None where it does.
-      costly: whether it takes so long to compile, or to run, that without being asked for by name
-        it runs only on the cases with targets.
+      costly: whether it takes so long to compile, or to run, that `--quick` leaves it out unless it
+        is asked for by name.
     """
 
     name: str

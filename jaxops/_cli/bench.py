@@ -237,7 +237,9 @@ def _works(
             peers = tuple(
                 p
                 for p in benchmark.peers
-                if p in asked and p.name not in absent and (case.target or patterns or not p.costly)
+                if p in asked
+                and p.name not in absent
+                and (patterns or not args.quick or not p.costly)
             )
             works.append(runner.Work(benchmark, case, peers))
     if not works:
