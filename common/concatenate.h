@@ -38,7 +38,6 @@ struct Job {
   int64_t row_sizes[kMaxRowDims];
   int64_t rows = 1;         // their product
   bool broadcasts = false;  // some piece does not vary along some dimension
-  int64_t item_bytes;       // of one element: all sizes are multiples of it
   std::vector<Destination> destinations;
   std::vector<Piece> pieces;
 };

@@ -6,6 +6,7 @@
 #include <functional>
 #include <vector>
 
+#include "cpu/arrays.h"
 #include "cpu/focal_loss_kernels.h"
 #include "cpu/gradual_underflow.h"
 #include "cpu/isa.h"
@@ -13,6 +14,8 @@
 namespace jaxops::focal_loss::cpu {
 namespace {
 
+using jaxops::cpu::At;
+using jaxops::cpu::CeilDiv;
 using jaxops::cpu::GradualUnderflow;
 using jaxops::cpu::ParallelFor;
 
@@ -33,17 +36,6 @@ const Kernels& BestKernels() {
 #else
   return baseline::kKernels;
 #endif
-}
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t SizeOf(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
-
-const void* At(const void* base, int64_t offset, DType dtype) {
-  return static_cast<const std::byte*>(base) + offset * SizeOf(dtype);
-}
-void* At(void* base, int64_t offset, DType dtype) {
-  return base == nullptr ? nullptr : static_cast<std::byte*>(base) + offset * SizeOf(dtype);
 }
 
 void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<void(int64_t)>& task) {

@@ -9,13 +9,17 @@
 #include <new>
 #include <vector>
 
+#include "cpu/arrays.h"
 #include "cpu/isa.h"
 #include "cpu/lightweight_conv_kernels.h"
 
 namespace jaxops::lightweight_conv::cpu {
 namespace {
 
+using jaxops::cpu::At;
+using jaxops::cpu::CeilDiv;
 using jaxops::cpu::ParallelFor;
+using jaxops::cpu::SizeOf;
 
 // Multiply-adds that make a task long beside what it costs to hand it to a thread.
 constexpr int64_t kTaskCost = int64_t{1} << 21;
@@ -36,29 +40,7 @@ const Kernels& BestKernels() {
 #endif
 }
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t SizeOf(DType dtype) {
-  switch (dtype) {
-    case DType::kF16:
-    case DType::kBF16:
-      return 2;
-    case DType::kF32:
-      return 4;
-    case DType::kF64:
-      return 8;
-  }
-  return 0;
-}
-
 int64_t ArithmeticSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
-
-const void* At(const void* base, int64_t offset, DType dtype) {
-  return static_cast<const std::byte*>(base) + offset * SizeOf(dtype);
-}
-void* At(void* base, int64_t offset, DType dtype) {
-  return static_cast<std::byte*>(base) + offset * SizeOf(dtype);
-}
 
 void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<void(int64_t)>& task) {
   if (tasks == 1) {
