@@ -11,7 +11,8 @@
 // Short filters (up to kShortTaps) are bound by memory: what their kernels work on next is under
 // way while they work, in registers or in a ring of each warp's own in shared memory, and the block
 // never synchronises. Long filters are bound by arithmetic: theirs stage a tile in shared memory
-// and slide a window of registers over it.
+// and slide a window of registers over it. The NCT backward, which has two products to make of each
+// window, keeps it whole in registers for long filters too.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 
@@ -160,11 +161,15 @@ __device__ __forceinline__ void ReadRow(Accumulator<T> (&values)[kLaneChannels<T
 
 inline constexpr int kNctThreads = 128;
 
+inline constexpr int kNctMinRowThreads = 16;
+inline constexpr int kNctMaxRows = kNctThreads / kNctMinRowThreads;
+
 // How the threads of a block are dealt out over channels and time.
 struct NctTile {
-  int row_bits;  // log2 of the threads that share a channel: 16 to kNctThreads of them
+  int row_bits;  // log2 of the threads that share a channel
 
   NctTile(int64_t time, int per_thread) : row_bits(4) {
+    static_assert(kNctMinRowThreads == 1 << 4);
     while ((1 << row_bits) < kNctThreads && (int64_t{per_thread} << row_bits) < time) ++row_bits;
   }
   __host__ __device__ int threads_per_row() const { return 1 << row_bits; }
@@ -282,20 +287,26 @@ inline bool RowsAligned(int64_t row_elements, DType dtype, int64_t bytes) {
   return row_elements * jaxops::cuda::SizeOf(dtype) % bytes == 0;
 }
 
-// Calls `function` with the shift at which windows that begin `padding` steps before a pack start
-// within one, or with kUnaligned for rows that packs do not fit.
-template <typename T, typename Function>
-cudaError_t DispatchShift(int64_t time, DType dtype, int padding, Function&& function) {
-  if (!RowsAligned(time, dtype, 16)) return function(std::integral_constant<int, kUnaligned>{});
+// The shift at which windows that begin `padding` steps before a pack start within one, or
+// kUnaligned for rows that packs do not fit.
+template <typename T>
+int WindowShift(int64_t time, DType dtype, int64_t padding) {
+  if (!RowsAligned(time, dtype, 16)) return kUnaligned;
   constexpr int kPack = kPackElements<T>;
-  const int shift = (kPack - padding % kPack) % kPack;
+  return static_cast<int>((kPack - padding % kPack) % kPack);
+}
+
+// Calls `function` with a shift as a constant.
+template <typename T, typename Function>
+cudaError_t DispatchShift(int shift, Function&& function) {
+  if (shift == kUnaligned) return function(std::integral_constant<int, kUnaligned>{});
   cudaError_t error = cudaErrorInvalidValue;
   const auto call_if = [&](auto candidate) {
     if (shift == candidate.value) error = function(candidate);
   };
   [&]<int... kShifts>(std::integer_sequence<int, kShifts...>) {
     (call_if(std::integral_constant<int, kShifts>{}), ...);
-  }(std::make_integer_sequence<int, kPack>{});
+  }(std::make_integer_sequence<int, kPackElements<T>>{});
   return error;
 }
 

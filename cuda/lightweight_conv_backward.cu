@@ -6,10 +6,10 @@
 //   dx[s]      = sum_j weight[taps - 1 - j] * g[s + j * dilation - mirrored]
 //   dweight[j] = sum_s x[s] * g[s + j * dilation - mirrored]
 //
-// so short filters get both in one pass over x and g. A block keeps its channels and walks over
-// tiles of time and batch with the sums of its taps in registers; every block writes its partial
-// sums, and a second kernel adds them in a fixed order. Long filters are cut into groups of taps,
-// and their input gradient, which is bound by arithmetic, is a forward convolution.
+// so filters whose taps fit registers get both in one pass over x and g. A block keeps its channels
+// and walks over tiles of time and batch with the sums of its taps in registers; every block writes
+// its partial sums, and a second kernel adds them in a fixed order. Longer filters are cut into
+// groups of taps, and their input gradient, which is bound by arithmetic, is a forward convolution.
 //
 // Pairs (s, j) whose g lies outside the sequence are left out, not multiplied by zero: a NaN in x
 // must not reach taps that never met it.
@@ -19,10 +19,41 @@
 namespace jaxops::lightweight_conv::cuda {
 namespace {
 
-// Taps of one block of a long filter.
-constexpr int kGroupTaps = 16;
+// Taps of one block of a long filter: in NCT, undilated, those whose window fits registers.
+constexpr int kStagedTaps = 16;
+template <typename T>
+constexpr int kWindowTaps = sizeof(T) == 8 ? 16 : 32;
 // Time steps of one thread in a tile.
 constexpr int kSteps = 8;
+
+// Taps from `first` on, `count` of the ones that a kernel has registers for.
+struct TapRange {
+  int first, count;
+
+  // Calls take(tap) for each. Blocks of taps that all take part share one branch.
+  template <int kTaps, typename Take>
+  __device__ __forceinline__ void ForEach(Take&& take) const {
+    constexpr int kBlock = kTaps < kShortTaps ? kTaps : kShortTaps;
+#pragma unroll
+    for (int block = 0; block < kTaps; block += kBlock) {
+      if (first <= block && block + kBlock <= first + count) {
+#pragma unroll
+        for (int j = 0; j < kBlock; ++j) take(block + j);
+      } else if (block < first + count) {
+#pragma unroll
+        for (int j = 0; j < kBlock; ++j) {
+          if (Has(block + j)) take(block + j);
+        }
+      }
+    }
+  }
+  __device__ bool Has(int tap) const {
+    return static_cast<unsigned>(tap - first) < static_cast<unsigned>(count);
+  }
+};
+
+// The padding of the flipped taps.
+int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - g.padding; }
 
 struct BackwardParams {
   Backward call;
@@ -35,6 +66,7 @@ struct BackwardParams {
   FastDivider channel_blocks;  // blocks of channels
   FastDivider tap_groups;
   FastDivider depth;  // channels of a head
+  int lead;           // taps left out at the front so that windows begin at whole packs (NCT)
   ShortNtcTile ntc;
   NctTile nct;
   void* partials;  // (kept, splits, taps + 1, channels)
@@ -46,9 +78,10 @@ struct BackwardParams {
         channels(static_cast<int>(backward.geometry.channels)),
         taps(static_cast<int>(backward.geometry.taps)),
         dilation(static_cast<int>(backward.geometry.dilation)),
-        mirrored((taps - 1) * dilation - static_cast<int>(backward.geometry.padding)),
+        mirrored(static_cast<int>(Mirrored(backward.geometry))),
         splits(split_count),
         depth(backward.geometry.channels / backward.geometry.heads),
+        lead(0),
         ntc(backward.geometry.channels, ntc_channels),
         nct(backward.geometry.time, nct_steps),
         partials(partial_sums) {}
@@ -58,7 +91,7 @@ struct BackwardParams {
   int64_t Cut(int64_t steps, int64_t phase_count, int64_t tile_steps, int64_t block_channels,
               int64_t group_taps) {
     const int64_t tile_count = CeilDiv(steps, tile_steps);
-    const int64_t groups = CeilDiv(taps, group_taps);
+    const int64_t groups = CeilDiv(taps + lead, group_taps);
     const int64_t blocks = CeilDiv(channels, block_channels);
     tiles = FastDivider(tile_count);
     phases = FastDivider(phase_count);
@@ -162,27 +195,24 @@ struct Inside {
 // (index, channel) so that they may stay in the form in which they were loaded.
 template <bool kAll, int kCount, int kTaps, int kV, typename Acc, typename X, typename Window>
 __device__ __forceinline__ void AddPairs(Acc (&dweight)[kTaps][kV], X&& x, Window&& window,
-                                         int taps, const Inside& inside) {
+                                         const TapRange& taps, const Inside& inside) {
+  taps.ForEach<kTaps>([&](int j) {
 #pragma unroll
-  for (int j = 0; j < kTaps; ++j) {
-    if (j < taps) {
+    for (int i = 0; i < kCount; ++i) {
+      if (kAll || inside.Pair(i, i + j)) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (kAll || inside.Pair(i, i + j)) {
-#pragma unroll
-          for (int v = 0; v < kV; ++v) dweight[j][v] += x(i, v) * window(i + j, v);
-        }
+        for (int v = 0; v < kV; ++v) dweight[j][v] += x(i, v) * window(i + j, v);
       }
     }
-  }
+  });
 }
 
 // Pairs that do not take part have a zero on one side, which is harmless beside finite numbers;
 // only where a number is not finite must they be told apart one by one.
 template <int kCount, int kTaps, int kV, typename Acc, typename X, typename Window>
 __device__ __forceinline__ void Correlate(Acc (&dweight)[kTaps][kV], X&& x, Window&& window,
-                                          int taps, const Inside& inside) {
-  bool plain = inside.All(kCount, kCount + taps - 1);
+                                          const TapRange& taps, const Inside& inside) {
+  bool plain = inside.All(kCount, kCount + taps.first + taps.count - 1);
   if (!plain) {
     Acc probe = 0;
 #pragma unroll
@@ -190,9 +220,7 @@ __device__ __forceinline__ void Correlate(Acc (&dweight)[kTaps][kV], X&& x, Wind
 #pragma unroll
       for (int i = 0; i < kCount; ++i) probe += Acc(0) * x(i, v);
 #pragma unroll
-      for (int i = 0; i < kCount + kTaps - 1; ++i) {
-        if (i < kCount + taps - 1) probe += Acc(0) * window(i, v);
-      }
+      for (int i = 0; i < kCount + kTaps - 1; ++i) probe += Acc(0) * window(i, v);
     }
     plain = probe == Acc(0);
   }
@@ -228,26 +256,61 @@ __device__ __forceinline__ void ReduceGroups(Acc* shared, const Acc (&values)[kC
   }
 }
 
-// Sums each thread's values over the threads of a row: a warp takes one value of one row at a time.
-// `shared` holds kCount values a thread; total(i, row, sum) takes each sum.
+// Adds kCount values of each of 2 * kDistance neighbouring lanes, a power of two of both. Lanes
+// give each other half of their values at every step, so that a step costs half of the one before;
+// the sums of the values from `first` on, kFolded of them, are this lane's in the end.
+template <int kCount, int kDistance>
+inline constexpr int kFolded = std::max(1, kCount / (2 * kDistance));
+
+template <int kCount, int kDistance, typename Acc, int kSize>
+__device__ __forceinline__ void FoldLanes(Acc (&values)[kSize], int& first) {
+  const bool upper = threadIdx.x & kDistance;
+  if constexpr (kCount > 1) {
+    constexpr int kKept = kCount / 2;
+    if (upper) first += kKept;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const Acc kept = upper ? values[i + kKept] : values[i];
+      const Acc given = upper ? values[i] : values[i + kKept];
+      values[i] = kept + __shfl_xor_sync(0xffffffff, given, kDistance);
+    }
+    if constexpr (kDistance > 1) FoldLanes<kKept, kDistance / 2>(values, first);
+  } else {
+    values[0] += __shfl_xor_sync(0xffffffff, values[0], kDistance);
+    if constexpr (kDistance > 1) FoldLanes<1, kDistance / 2>(values, first);
+  }
+}
+
+// Sums each thread's values over the threads of a row, in an order that only the tile decides;
+// total(i, row, sum) takes each sum.
 template <int kCount, typename Acc, typename Total>
-__device__ __forceinline__ void ReduceRows(Acc* shared, const Acc (&values)[kCount][1],
+__device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1],
                                            const NctTile& tile, Total&& total) {
+  constexpr int kHalf = kWarp / 2;
+  static_assert(kHalf == kNctMinRowThreads);
+  __shared__ Acc shared[kNctMaxRows * kCount];
+  Acc values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = thread_values[i][0];
+  int first = 0;
+  FoldLanes<kCount, kHalf / 2>(values, first);
+  // Half a warp is a row, or both halves belong to one.
+  const bool whole = tile.threads_per_row() >= kWarp;
+  const int part = threadIdx.x / (whole ? kWarp : kHalf);
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) shared[i * kNctThreads + threadIdx.x] = values[i][0];
+  for (int i = 0; i < kFolded<kCount, kHalf / 2>; ++i) {
+    const Acc other = __shfl_xor_sync(0xffffffff, values[i], kHalf);
+    shared[part * kCount + first + i] = whole ? values[i] + other : values[i];
+  }
   __syncthreads();
-  const int threads = tile.threads_per_row();
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll 1
-  for (int i = threadIdx.x / kWarp; i < kCount * tile.rows(); i += kNctThreads / kWarp) {
+  const int parts = CeilDiv(tile.threads_per_row(), kWarp);
+  for (int i = threadIdx.x; i < kCount * tile.rows(); i += kNctThreads) {
+    const int row = i / kCount;
+    const int value = i % kCount;
     Acc sum = 0;
-    for (int other = lane; other < threads; other += kWarp) sum += shared[i * threads + other];
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      sum += __shfl_down_sync(0xffffffff, sum, distance);
-    }
-    const int value = i >> (7 - tile.row_bits);
-    if (lane == 0) total(value, i - value * tile.rows(), sum);
+    for (int p = 0; p < parts; ++p) sum += shared[(row * parts + p) * kCount + value];
+    total(value, row, sum);
   }
 }
 
@@ -260,6 +323,7 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
   constexpr int kWindow = kSteps + kTaps - 1;
   __shared__ Acc shared[kTaps * kV * kNtcThreads];
   const Share share(p, kTaps);
+  const TapRange taps = {0, p.taps};
   const Arrays<T> arrays(p, share.kept);
   const int lanes = p.ntc.lanes();
   const int lane = threadIdx.x & (lanes - 1);
@@ -293,9 +357,9 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
       const Inside inside(steps, origin, p.dilation, p.time);
       // Few warps are at an end of the sequence, and Correlate would cost all of them registers.
       if (inside.All(kSteps, kSteps + p.taps - 1)) {
-        AddPairs<true, kSteps>(dweight, own_at, window_at, p.taps, inside);
+        AddPairs<true, kSteps>(dweight, own_at, window_at, taps, inside);
       } else {
-        AddPairs<false, kSteps>(dweight, own_at, window_at, p.taps, inside);
+        AddPairs<false, kSteps>(dweight, own_at, window_at, taps, inside);
       }
       if (wants_dx) {
         T* dx = item.At(p, arrays.dx, Backward::kDx) + channel;
@@ -422,24 +486,66 @@ struct NctRing<T, kTaps, kShift>::Storage {
   Pack<T, kPack> g[kStages][kWarp + 2 * kBeyond];
 };
 
+// The taps of a block's rows, kTaps a row, in shared memory: read once a block, and as packs.
+template <typename Acc, int kTaps>
+class StagedTaps {
+ public:
+  // tap(channel, j) is the tap in place j; the block has to synchronise after this.
+  template <typename Tap>
+  __device__ void Stage(const NctTile& tile, int first_channel, int channels, const TapRange& taps,
+                        Tap&& tap) {
+    for (int i = threadIdx.x; i < tile.rows() * kTaps; i += kNctThreads) {
+      const int channel = min(first_channel + i / kTaps, channels - 1);
+      const int j = i % kTaps;
+      taps_[i] = taps.Has(j) ? static_cast<Acc>(tap(channel, j)) : Acc(0);
+    }
+  }
+
+  __device__ __forceinline__ void Read(Acc (&taps)[kTaps], int row) const {
+    constexpr int kPack = 16 / sizeof(Acc);
+#pragma unroll
+    for (int j = 0; j < kTaps; j += kPack) {
+      const auto pack = LoadPack<kPack>(taps_ + row * kTaps + j);
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) taps[j + e] = pack.values[e];
+    }
+  }
+
+ private:
+  alignas(16) Acc taps_[kNctMaxRows * kTaps];
+};
+
+// Blocks of a multiprocessor that leave registers for the sums and the window, but none to waste.
+template <typename Acc, int kTaps>
+constexpr int kWindowBlocks = sizeof(Acc) * kTaps <= 16   ? 8
+                              : sizeof(Acc) * kTaps <= 32 ? 6
+                                                          : 4;
+
+// Filters whose window fits registers, with the input gradient, and groups of taps of longer ones.
 template <typename T, int kTaps, int kShift>
-__global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ BackwardParams p) {
+__global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTaps>)
+    WindowNct(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   using Ring = NctRing<T, kTaps, kShift>;
   constexpr int kCount = kPackElements<T>;
   __shared__ typename Ring::Storage storage[kNctThreads / kWarp];
-  __shared__ Acc shared[kTaps * kNctThreads];
+  __shared__ StagedTaps<Acc, kTaps> staged;
   const Share share(p, kTaps);
+  const int skipped = max(0, p.lead - share.first_tap);
+  const TapRange taps = {skipped, min(kTaps, p.taps + p.lead - share.first_tap) - skipped};
   const Arrays<T> arrays(p, share.kept);
   const int row_lane = threadIdx.x & (p.nct.threads_per_row() - 1);
-  const int channel = share.channel_block * p.nct.rows() + (threadIdx.x >> p.nct.row_bits);
+  const int tile_row = threadIdx.x >> p.nct.row_bits;
+  const int first_channel = share.channel_block * p.nct.rows();
+  const int channel = first_channel + tile_row;
   // Threads beyond the last channel keep their warp company.
   const int time = channel < p.channels ? p.time : 0;
   const int64_t row = time == 0 ? 0 : int64_t{channel} * p.time;
   const T* x = arrays.x + row;
   const T* g = arrays.g + row;
-  const bool wants_dx = p.call.dx != nullptr;
-  const bool wants_dbias = p.call.dbias != nullptr;
+  const bool wants_dx = p.call.dx != nullptr && p.tap_groups.divisor() == 1;
+  const bool wants_dbias = p.call.dbias != nullptr && share.first_tap == 0;
+  const int before = p.mirrored + p.lead - share.first_tap;  // from a step to its window
   const auto first_step = [&](const Item& item) {
     return (item.tile * p.nct.threads_per_row() + row_lane) * kCount;
   };
@@ -450,17 +556,27 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
     if (ahead < p.items) {
       const Item item(p, ahead);
       ring.Fetch(stage, item.At(p, x, Backward::kX), item.At(p, g, Backward::kG), first_step(item),
-                 p.mirrored, time);
+                 before, time);
     }
     __pipeline_commit();
     ahead += p.splits.divisor();
   };
   for (int stage = 0; stage < Ring::kStages - 1; ++stage) fetch(stage);
 
-  Acc weight[kTaps][1] = {};
+  if (wants_dx) {
+    WithElements(p.call.weight, p.call.weight_dtype, [&](const auto* weights) {
+      const auto* filters = weights + p.call.kept.Offset(share.kept, Backward::kWeight);
+      staged.Stage(p.nct, first_channel, p.channels, taps, [&](int channel, int j) {
+        const int tap = p.taps - 1 - (j - p.lead);
+        return Widen(filters[int64_t{p.depth.Quotient(channel)} * p.taps + tap]);
+      });
+    });
+    __syncthreads();
+  }
+  Acc weight[kTaps] = {};
   Acc dweight[kTaps][1] = {};
   Acc dbias[1][1] = {};
-  if (wants_dx && time > 0) p.ReadWeights(weight, share.kept, channel);
+  if (wants_dx) staged.Read(weight, tile_row);
   int stage = 0;
 #pragma unroll 1
   for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
@@ -477,17 +593,15 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
     if (t >= time) continue;
     const auto own_at = [&](int i, int) { return own[i]; };
     const auto window_at = [&](int i, int) { return window[i]; };
-    Correlate<kCount>(dweight, own_at, window_at, p.taps,
-                      Inside(time - t, t - p.mirrored, 1, time));
+    Correlate<kCount>(dweight, own_at, window_at, taps, Inside(time - t, t - before, 1, time));
     if (wants_dx) {
+      // Long filters leave no registers to keep their taps in.
+      if constexpr (kTaps > kShortTaps) staged.Read(weight, tile_row);
       Acc sums[kCount] = {};
+      taps.ForEach<kTaps>([&](int j) {
 #pragma unroll
-      for (int j = 0; j < kTaps; ++j) {
-        if (j < p.taps) {
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) sums[i] += weight[j][0] * window[i + j];
-        }
-      }
+        for (int i = 0; i < kCount; ++i) sums[i] += weight[j] * window[i + j];
+      });
       WriteRun<T, kCount, kShift != kUnaligned>(item.At(p, arrays.dx, Backward::kDx) + row, sums, t,
                                                 time);
     }
@@ -500,14 +614,14 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
     }
   }
   Acc* partials = share.PartialSums<T>(p);
-  const int first_channel = share.channel_block * p.nct.rows();
-  ReduceRows(shared, dweight, p.nct, [&](int j, int row, Acc sum) {
-    if (j < p.taps && first_channel + row < p.channels) {
-      partials[int64_t{p.taps - 1 - j} * p.channels + first_channel + row] = sum;
+  ReduceRows(dweight, p.nct, [&](int j, int row, Acc sum) {
+    if (taps.Has(j) && first_channel + row < p.channels) {
+      const int tap = p.taps - 1 - (share.first_tap + j - p.lead);
+      partials[int64_t{tap} * p.channels + first_channel + row] = sum;
     }
   });
   if (wants_dbias) {
-    ReduceRows(shared, dbias, p.nct, [&](int, int row, Acc sum) {
+    ReduceRows(dbias, p.nct, [&](int, int row, Acc sum) {
       if (first_channel + row < p.channels) {
         partials[int64_t{p.taps} * p.channels + first_channel + row] = sum;
       }
@@ -524,15 +638,15 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ B
   constexpr int kV = kLaneChannels<T>;
   constexpr int kChannels = kBlockChannels<T>;
   constexpr int kTileSteps = kNtcWarps * kSteps;
-  constexpr int kWindow = kSteps + kGroupTaps - 1;
-  constexpr int kWindowRows = kTileSteps + kGroupTaps - 1;
+  constexpr int kWindow = kSteps + kStagedTaps - 1;
+  constexpr int kWindowRows = kTileSteps + kStagedTaps - 1;
   constexpr int kStageElements = (kWindowRows + kTileSteps) * kChannels;
   extern __shared__ __align__(16) unsigned char shared[];
   T* stages = reinterpret_cast<T*>(shared);
 
-  const Share share(p, kGroupTaps);
+  const Share share(p, kStagedTaps);
   const Arrays<T> arrays(p, share.kept);
-  const int taps = min(kGroupTaps, p.taps - share.first_tap);
+  const int taps = min(kStagedTaps, p.taps - share.first_tap);
   const int first_channel = share.channel_block * kChannels;
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;
@@ -553,7 +667,7 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ B
     __pipeline_commit();
   };
 
-  Acc dweight[kGroupTaps][kV] = {};
+  Acc dweight[kStagedTaps][kV] = {};
   Acc dbias[1][kV] = {};
   stage(share.split, 0);
   int buffer = 0;
@@ -575,7 +689,7 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ B
     const auto own_at = [&](int i, int v) { return own[i][v]; };
     const auto window_at = [&](int i, int v) { return window[i][v]; };
     Correlate<kSteps>(
-        dweight, own_at, window_at, taps,
+        dweight, own_at, window_at, TapRange{0, taps},
         Inside(steps, first + share.first_tap * p.dilation - p.mirrored, p.dilation, p.time));
     if (wants_dbias) {
       const T* g = item.At(p, arrays.g, Backward::kG);
@@ -607,87 +721,51 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ B
   }
 }
 
-// kDilated reads g through the cache, neighbouring threads at neighbouring steps; otherwise a
-// thread owns a run of steps and its window is in shared memory.
-template <typename T, bool kAligned, bool kDilated>
-__global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ BackwardParams p) {
+// Dilated: neighbouring threads take neighbouring steps and read g through the cache.
+template <typename T>
+__global__ void __launch_bounds__(kNctThreads)
+    DilatedNct(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
-  constexpr int kWindow = kRun + kGroupTaps - 1;
-  extern __shared__ __align__(16) unsigned char shared[];
-  Acc* columns = reinterpret_cast<Acc*>(shared);
-  __shared__ Acc reduced[kGroupTaps * kNctThreads];
-  const Share share(p, kGroupTaps);
+  const Share share(p, kStagedTaps);
   const Arrays<T> arrays(p, share.kept);
-  const int taps = min(kGroupTaps, p.taps - share.first_tap);
+  const int taps = min(kStagedTaps, p.taps - share.first_tap);
   const int row_threads = p.nct.threads_per_row();
-  const int tile_steps = row_threads * kRun;
-  const int pitch = Skew(tile_steps + kGroupTaps);
   const int first_channel = share.channel_block * p.nct.rows();
   const int lane = threadIdx.x & (row_threads - 1);
-  const int row = threadIdx.x >> p.nct.row_bits;
-  const int channel = first_channel + row;
+  const int channel = first_channel + (threadIdx.x >> p.nct.row_bits);
   const int row_time = channel < p.channels ? p.time : 0;
-  const int64_t row_offset = row_time == 0 ? 0 : int64_t{channel} * p.time;
+  const int64_t row = row_time == 0 ? 0 : int64_t{channel} * p.time;
   const bool wants_dbias = p.call.dbias != nullptr && share.first_tap == 0;
 
-  Acc dweight[kGroupTaps][1] = {};
+  Acc dweight[kStagedTaps][1] = {};
   Acc dbias[1][1] = {};
 #pragma unroll 1
   for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
     const Item item(p, index);
-    const int first_step = item.tile * tile_steps;
-    const T* all_g = item.At(p, arrays.g, Backward::kG);
-    const T* g = all_g + row_offset;
-    const T* x = item.At(p, arrays.x, Backward::kX) + row_offset;
-    if constexpr (kDilated) {
-      for (int i = 0; i < kRun; ++i) {
-        const int step = first_step + i * row_threads + lane;
-        if (step >= row_time) break;
-        const Acc own = Widen(x[step]);
+    const T* g = item.At(p, arrays.g, Backward::kG) + row;
+    const T* x = item.At(p, arrays.x, Backward::kX) + row;
+    for (int i = 0; i < kRun; ++i) {
+      const int step = (item.tile * kRun + i) * row_threads + lane;
+      if (step >= row_time) break;
+      const Acc own = Widen(x[step]);
 #pragma unroll
-        for (int j = 0; j < kGroupTaps; ++j) {
-          const int t = step + (share.first_tap + j) * p.dilation - p.mirrored;
-          if (j < taps && static_cast<unsigned>(t) < static_cast<unsigned>(p.time)) {
-            dweight[j][0] += own * Widen(g[t]);
-          }
+      for (int j = 0; j < kStagedTaps; ++j) {
+        const int t = step + (share.first_tap + j) * p.dilation - p.mirrored;
+        if (j < taps && static_cast<unsigned>(t) < static_cast<unsigned>(p.time)) {
+          dweight[j][0] += own * Widen(g[t]);
         }
-        if (wants_dbias) dbias[0][0] += Widen(g[step]);
       }
-    } else {
-      const int origin = first_step + share.first_tap - p.mirrored;
-      const int step = first_step + lane * kRun;
-      Window<T, kRun, kAligned ? 0 : kUnaligned> own;
-      own.Load(x, step, row_time);
-      __syncthreads();
-      StageColumns<T, kAligned>(columns, pitch, all_g, origin, tile_steps + kGroupTaps - 1, p.nct,
-                                p.time, p.channels, first_channel);
-      __syncthreads();
-      const Acc* staged = columns + row * pitch + Skew(lane * kRun);
-      Acc window[kWindow];
-#pragma unroll
-      for (int i = 0; i < kWindow; ++i) window[i] = staged[Skew(i)];
-      Acc x_run[kRun];
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) x_run[i] = own[i];
-      const auto own_at = [&](int i, int) { return x_run[i]; };
-      const auto window_at = [&](int i, int) { return window[i]; };
-      Correlate<kRun>(dweight, own_at, window_at, taps,
-                      Inside(row_time - step, origin + lane * kRun, 1, p.time));
-      if (wants_dbias) {
-        own.Load(g, step, row_time);
-#pragma unroll
-        for (int i = 0; i < kRun; ++i) dbias[0][0] += own[i];
-      }
+      if (wants_dbias) dbias[0][0] += Widen(g[step]);
     }
   }
   Acc* partials = share.PartialSums<T>(p);
-  ReduceRows(reduced, dweight, p.nct, [&](int j, int row, Acc sum) {
+  ReduceRows(dweight, p.nct, [&](int j, int row, Acc sum) {
     if (j < taps && first_channel + row < p.channels) {
       partials[int64_t{p.taps - 1 - share.first_tap - j} * p.channels + first_channel + row] = sum;
     }
   });
   if (wants_dbias) {
-    ReduceRows(reduced, dbias, p.nct, [&](int, int row, Acc sum) {
+    ReduceRows(dbias, p.nct, [&](int, int row, Acc sum) {
       if (first_channel + row < p.channels) {
         partials[int64_t{p.taps} * p.channels + first_channel + row] = sum;
       }
@@ -769,59 +847,70 @@ cudaError_t LaunchNtc(cudaStream_t stream, const Backward& call, int64_t splits,
   }
   BackwardParams params(call, splits, partials, 1, 1);
   constexpr int kTileSteps = kNtcWarps * kSteps;
-  const int64_t blocks =
-      params.Cut(PhaseSteps(params.time, params.dilation, 0),
-                 std::min(params.dilation, params.time), kTileSteps, kBlockChannels<T>, kGroupTaps);
-  const size_t stages = 2 * (2 * kTileSteps + kGroupTaps - 1) * kBlockChannels<T> * sizeof(T);
-  const size_t sums = kGroupTaps * kLaneChannels<T> * kNtcThreads * sizeof(Accumulator<T>);
+  const int64_t blocks = params.Cut(PhaseSteps(params.time, params.dilation, 0),
+                                    std::min(params.dilation, params.time), kTileSteps,
+                                    kBlockChannels<T>, kStagedTaps);
+  const size_t stages = 2 * (2 * kTileSteps + kStagedTaps - 1) * kBlockChannels<T> * sizeof(T);
+  const size_t sums = kStagedTaps * kLaneChannels<T> * kNtcThreads * sizeof(Accumulator<T>);
   return DispatchBool(RowsAligned(g.channels, call.dtype, 16), [&](auto aligned) {
     return Launch(LongNtc<T, aligned.value>, blocks, kNtcThreads, std::max(stages, sums), stream,
                   params);
   });
 }
 
+// Empty taps at the front of a long filter that move its windows to the beginning of a pack: fewer
+// kernels to compile than one for every shift.
+template <typename T>
+int Lead(const Backward& call) {
+  const Geometry& g = call.geometry;
+  return g.taps <= kShortTaps ? 0 : std::max(0, WindowShift<T>(g.time, call.dtype, Mirrored(g)));
+}
+
 template <typename T, int kTaps>
-cudaError_t LaunchShortNct(cudaStream_t stream, const Backward& call, int64_t splits,
-                           void* partials) {
+cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, int64_t splits,
+                            void* partials) {
   BackwardParams params(call, splits, partials, 1, kPackElements<T>);
+  params.lead = Lead<T>(call);
   const int64_t blocks =
       params.Cut(params.time, 1, int64_t{kPackElements<T>} * params.nct.threads_per_row(),
                  params.nct.rows(), kTaps);
-  return DispatchShift<T>(params.time, call.dtype, params.mirrored, [&](auto shift) {
-    return Launch(ShortNct<T, kTaps, shift.value>, blocks, kNctThreads, 0, stream, params);
-  });
+  const auto launch = [&](auto shift) {
+    return Launch(WindowNct<T, kTaps, shift.value>, blocks, kNctThreads, 0, stream, params);
+  };
+  const int shift = WindowShift<T>(params.time, call.dtype, params.mirrored);
+  if constexpr (kTaps <= kShortTaps) {
+    return DispatchShift<T>(shift, launch);
+  } else {
+    return shift == kUnaligned ? launch(std::integral_constant<int, kUnaligned>{})
+                               : launch(std::integral_constant<int, 0>{});
+  }
 }
 
 template <typename T>
-cudaError_t LaunchLongNct(cudaStream_t stream, const Backward& call, int64_t splits,
-                          void* partials) {
+cudaError_t LaunchDilatedNct(cudaStream_t stream, const Backward& call, int64_t splits,
+                             void* partials) {
   BackwardParams params(call, splits, partials, 1, kRun);
-  const int steps = kRun * params.nct.threads_per_row();
-  const int64_t blocks = params.Cut(params.time, 1, steps, params.nct.rows(), kGroupTaps);
-  if (params.dilation > 1) {
-    return Launch(LongNct<T, false, true>, blocks, kNctThreads, 0, stream, params);
-  }
-  const size_t bytes = params.nct.rows() * Skew(steps + kGroupTaps) * sizeof(Accumulator<T>);
-  return DispatchBool(RowsAligned(params.time, call.dtype, 16), [&](auto aligned) {
-    return Launch(LongNct<T, aligned.value, false>, blocks, kNctThreads, bytes, stream, params);
-  });
+  const int64_t blocks = params.Cut(params.time, 1, int64_t{kRun} * params.nct.threads_per_row(),
+                                    params.nct.rows(), kStagedTaps);
+  return Launch(DilatedNct<T>, blocks, kNctThreads, 0, stream, params);
 }
 
 template <typename T>
 cudaError_t LaunchNct(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
   const Geometry& g = call.geometry;
-  if (g.dilation == 1 && g.taps <= 4) {
-    return LaunchShortNct<T, 4>(stream, call, splits, partials);
-  }
-  if (g.dilation == 1 && g.taps <= kShortTaps) {
-    return LaunchShortNct<T, kShortTaps>(stream, call, splits, partials);
-  }
-  return LaunchLongNct<T>(stream, call, splits, partials);
+  if (g.dilation > 1) return LaunchDilatedNct<T>(stream, call, splits, partials);
+  if (g.taps <= 4) return LaunchWindowNct<T, 4>(stream, call, splits, partials);
+  if (g.taps <= kShortTaps) return LaunchWindowNct<T, kShortTaps>(stream, call, splits, partials);
+  if (Lead<T>(call) + g.taps <= 16) return LaunchWindowNct<T, 16>(stream, call, splits, partials);
+  return LaunchWindowNct<T, kWindowTaps<T>>(stream, call, splits, partials);
 }
 
 // Whether the kernel that makes the filter gradient makes the input gradient too.
-bool SharesKernel(const Geometry& g) {
-  return g.taps <= kShortTaps && (g.data_format == DataFormat::kNTC || g.dilation == 1);
+template <typename T>
+bool SharesKernel(const Backward& call) {
+  const Geometry& g = call.geometry;
+  if (g.data_format == DataFormat::kNTC) return g.taps <= kShortTaps;
+  return g.dilation == 1 && Lead<T>(call) + g.taps <= kWindowTaps<T>;
 }
 
 template <typename T>
@@ -841,8 +930,7 @@ cudaError_t LaunchAddPartials(cudaStream_t stream, const Backward& call, int64_t
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   Forward forward{};
   forward.geometry = call.geometry;
-  forward.geometry.padding =
-      (call.geometry.taps - 1) * call.geometry.dilation - call.geometry.padding;
+  forward.geometry.padding = Mirrored(call.geometry);
   // The order of the entries does not matter, so kept and summed ones follow each other.
   const std::array<int, Forward::kOperands> operands = {Backward::kG, Backward::kWeight,
                                                         Backward::kWeight, Backward::kDx};
@@ -877,12 +965,12 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
     return cudaMemsetAsync(call.dbias, 0, biases, stream);
   }
   if (!FitsKernels(g)) return cudaErrorInvalidValue;
-  if (call.dx != nullptr && !SharesKernel(g)) {
-    const cudaError_t error = LaunchInputGrad(stream, call);
-    if (error != cudaSuccess) return error;
-  }
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
+    if (call.dx != nullptr && !SharesKernel<T>(call)) {
+      const cudaError_t error = LaunchInputGrad(stream, call);
+      if (error != cudaSuccess) return error;
+    }
     const cudaError_t error = g.data_format == DataFormat::kNCT
                                   ? LaunchNct<T>(stream, call, splits, partials)
                                   : LaunchNtc<T>(stream, call, splits, partials);

@@ -489,7 +489,8 @@ cudaError_t LaunchShortNct(cudaStream_t stream, const Forward& call) {
   const int64_t channel_blocks = CeilDiv(params.channels, params.nct.rows());
   params.tiles = FastDivider(tiles);
   params.channel_blocks = FastDivider(channel_blocks);
-  return DispatchShift<T>(params.time, call.dtype, params.padding, [&](auto shift) {
+  const int window_shift = WindowShift<T>(params.time, call.dtype, params.padding);
+  return DispatchShift<T>(window_shift, [&](auto shift) {
     return Launch(ShortNct<T, kTaps, shift.value>, call.batch.size() * tiles * channel_blocks,
                   kNctThreads, 0, stream, params);
   });

@@ -483,8 +483,10 @@ def _partial_sums(x, batch, *, options, taps, summed):
     if options.data_format == "NTC":
         channel_blocks, wanted, tile = -(-channels // 64), 1024, 64
     else:
-        row_threads = next(n for n in (16, 32, 64, 128) if n * 8 >= time or n == 128)
-        channel_blocks, wanted, tile = -(-channels * row_threads // 128), 2048, 8 * row_threads
+        pack = 16 // x.dtype.itemsize
+        row_threads = next(n for n in (16, 32, 64, 128) if n * pack >= time or n == 128)
+        channel_blocks, tile = -(-channels * row_threads // 128), pack * row_threads
+        wanted = 1024 if taps <= 8 else 512
     splits = max(1, min(-(-wanted // max(1, kept * channel_blocks)), steps // (4 * tile)))
     dtype = reference.accumulation_dtype(x)
     return [jax.ShapeDtypeStruct((kept, splits, taps + 1, channels), dtype)]
