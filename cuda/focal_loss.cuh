@@ -200,6 +200,23 @@ __device__ __forceinline__ void Evaluate(A (&loss)[kCount], A (&slope)[kCount],
   }
 }
 
+// Widens a pack; a pair of bf16 is one word, of which each half is one instruction away.
+template <typename T, int kCount>
+__device__ __forceinline__ void WidenAll(Accumulator<T> (&wide)[kCount],
+                                         const Pack<T, kCount>& pack) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kCount > 1) {
+    const auto* words = reinterpret_cast<const uint32_t*>(&pack);
+#pragma unroll
+    for (int k = 0; k < kCount / 2; ++k) {
+      wide[2 * k] = __uint_as_float(words[k] << 16);
+      wide[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) wide[k] = Widen(pack.values[k]);
+  }
+}
+
 // A thread's value summed over the block, by all of its threads; for the first one to use.
 template <typename A>
 __device__ __forceinline__ A SumOverBlock(A value) {

@@ -218,10 +218,10 @@ __global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ 
     const Row<A> next =
         kOneRow || boundary >= min(left, kCount) ? terms : entry.ReadRow(first_row + row + 1);
     A z[kCount], loss[kCount], slope[kCount], factor[kCount];
+    WidenAll(z, logits);
     bool second[kCount];
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      z[k] = Widen(logits.values[k]);
       second[k] = !kOneRow && k >= boundary;
     }
 
@@ -354,8 +354,11 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
     const bool one_row = kHasOneRow && call.classes % kInRow == 0;
     const bool packs = call.classes >= kPack && (entries == 1 || size % kPack == 0);
     const int64_t stride = kThreads * (one_row ? kInRow : packs ? kPack : 1);
-    // Without a sum, enough work a thread to make up for what a block costs.
-    if (call.sum == nullptr) splits = CeilDiv(size, 4 * stride);
+    // Without a sum, enough work a thread to make up for what a block costs, once there are blocks
+    // for the whole device.
+    if (call.sum == nullptr) {
+      splits = CeilDiv(size, stride * std::clamp<int64_t>(entries * size / (stride * 1024), 1, 4));
+    }
     const int64_t per_block = CeilDiv(CeilDiv(size, splits), stride) * stride;
     const int64_t blocks = entries * splits;
     if (per_block + call.classes > INT32_MAX) return cudaErrorInvalidValue;
