@@ -11,6 +11,9 @@
 //
 // Few rows (MoveLong): threads find the piece of each 16 bytes and shift them into place where
 // source and destination are misaligned to each other.
+//
+// Little data (MoveSmall): a thread a word, as large as all sizes and addresses are multiples of,
+// by the shortest way from the launch to the store.
 #include <algorithm>
 #include <type_traits>
 
@@ -25,11 +28,16 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
 constexpr int kThreads = 256;
+constexpr int kWarp = 32;
 constexpr int kPackBytes = 16;
-constexpr int kLongTile = 4 * kThreads * kPackBytes;  // bytes
+// Packs of a thread that are under way together where rows are long.
+constexpr int kLongPacks = 4;
+// Blocks that keep a device busy: not before there are so many do threads get more work each.
+constexpr int kEnoughBlocks = 512;
 constexpr int kLineBytes = 128;
 constexpr int kFewPatterns = 16;
 constexpr int kFewPieces = 64;
+constexpr int kListedPieces = 8;
 constexpr int kQuickSteps = 4;
 
 struct PieceEntry {
@@ -44,7 +52,6 @@ struct PieceEntry {
 
 struct DestinationEntry {
   unsigned char* data;
-  int64_t row_bytes;
   int64_t first_block;
   int first_piece;
   int piece_count;
@@ -53,18 +60,25 @@ struct DestinationEntry {
   // each other, with `width` words each, one below the other; and the patterns beside each other in
   // a block.
   int pattern_rows;
+  int64_t patterns;
   int64_t pattern_words;
   FastDivider width;
   FastDivider blocks_beside;
   int blocks_below;
   int beside;
+
+  JAXOPS_HOST_DEVICE int64_t row_bytes() const { return static_cast<int64_t>(by_row.divisor()); }
 };
 
 template <int kPieces, int kDestinations>
 struct Table {
+  static constexpr int kPieceCapacity = kPieces;
+  static constexpr int kDestinationCapacity = kDestinations;
+
   PieceEntry pieces[kPieces];
   DestinationEntry destinations[kDestinations];
   int destination_count;
+  int packs;  // of a thread at a time: MoveLong
   int tiles_per_block;
   bool broadcasts;
   int row_dims;
@@ -104,21 +118,31 @@ __device__ __forceinline__ int FindLast(const Entry* entries, int count, int64_t
 
 template <typename Table>
 __device__ __forceinline__ const DestinationEntry& FindDestination(const Table& table) {
+  // Known when the kernel is compiled, which spares small calls a chain of constants to wait for.
+  if constexpr (Table::kDestinationCapacity == 1) return table.destinations[0];
   const int found = FindLast(table.destinations, table.destination_count, blockIdx.x,
                              [](const DestinationEntry& d) { return d.first_block; });
   return table.destinations[found];
 }
 
-// Copies the destination's pieces to shared memory, where threads may read different ones at once.
+// The destination's pieces where threads may read different ones at once: few of them as they came
+// with the launch, more from shared memory. The kernel's constants hand out one address of a warp
+// at a time, so a warp copies one piece after the other.
 template <typename Table>
-__device__ __forceinline__ void LoadPieces(PieceEntry* shared, const Table& table,
-                                           const DestinationEntry& destination) {
-  static_assert(sizeof(PieceEntry) % sizeof(uint32_t) == 0);
-  const auto* from = reinterpret_cast<const uint32_t*>(&table.pieces[destination.first_piece]);
-  auto* to = reinterpret_cast<uint32_t*>(shared);
-  const int words = destination.piece_count * (sizeof(PieceEntry) / sizeof(uint32_t));
-  for (int i = threadIdx.x; i < words; i += kThreads) to[i] = from[i];
-  __syncthreads();
+__device__ __forceinline__ const PieceEntry* PiecesOf(const DestinationEntry& destination,
+                                                      const Table& table, unsigned char* shared) {
+  const PieceEntry* listed = &table.pieces[destination.first_piece];
+  if constexpr (Table::kPieceCapacity <= kListedPieces) {
+    return listed;
+  } else {
+    auto* copied = reinterpret_cast<PieceEntry*>(shared);
+    for (int i = threadIdx.x / kWarp; i < destination.piece_count; i += kThreads / kWarp) {
+      const PieceEntry piece = listed[i];
+      if (threadIdx.x % kWarp == 0) copied[i] = piece;
+    }
+    __syncthreads();
+    return copied;
+  }
 }
 
 // --- many rows -----------------------------------------------------------------------------------
@@ -141,13 +165,15 @@ struct Recipe {
                                     const PieceEntry* pieces) {
     constexpr int kItem = sizeof(Word) / kSources;
     int64_t column = index * static_cast<int64_t>(sizeof(Word));
-    uint64_t rows = column;
-    column = destination.by_row.Peel(rows);
-    row += rows;
+    if (destination.pattern_rows > 1) {
+      uint64_t rows = column;
+      column = destination.by_row.Peel(rows);
+      row += rows;
+    }
 #pragma unroll
     for (int item = 0; item < kSources; ++item, column += kItem) {
-      if (column >= destination.row_bytes) {
-        column -= destination.row_bytes;
+      if (column >= destination.row_bytes()) {
+        column -= destination.row_bytes();
         ++row;
       }
       const PieceEntry& piece =
@@ -219,15 +245,14 @@ template <typename Word, int kSources, typename Table>
 __global__ void __launch_bounds__(kThreads) MoveRows(const __grid_constant__ Table table) {
   constexpr int kMany = kTogether<Word, kSources>;
   extern __shared__ __align__(16) unsigned char shared[];
-  auto* pieces = reinterpret_cast<PieceEntry*>(shared);
   const DestinationEntry& destination = FindDestination(table);
-  LoadPieces(pieces, table, destination);
+  const PieceEntry* pieces = PiecesOf(destination, table, shared);
   auto block = static_cast<uint32_t>(blockIdx.x - destination.first_block);
   const auto column = static_cast<int64_t>(destination.blocks_beside.Peel(block));
   auto lane = static_cast<uint32_t>(threadIdx.x);
   const int64_t word = column * destination.width.divisor() + destination.width.Peel(lane);
   const int beside = destination.beside;
-  const int64_t patterns = table.rows / destination.pattern_rows;
+  const int64_t patterns = destination.patterns;
   // All blocks go through the rows together, each kMany times `beside` patterns in a step.
   int64_t pattern = int64_t{block} * kMany * beside + lane;
   if (lane < beside && word < destination.pattern_words && pattern < patterns) {
@@ -254,8 +279,8 @@ __global__ void __launch_bounds__(kThreads) MoveRows(const __grid_constant__ Tab
   }
 
   // The last rows, too few for a pattern, byte by byte.
-  const int64_t end = table.rows * destination.row_bytes;
-  int64_t at = patterns * destination.pattern_rows * destination.row_bytes;
+  const int64_t end = table.rows * destination.row_bytes();
+  int64_t at = patterns * destination.pattern_rows * destination.row_bytes();
   for (at += (blockIdx.x - destination.first_block) * kThreads + threadIdx.x; at < end;
        at += int64_t{destination.blocks_beside.divisor()} * destination.blocks_below * kThreads) {
     uint64_t row = at;
@@ -347,7 +372,7 @@ __device__ __forceinline__ void GatherPack(uint32_t (&words)[4], Place place, in
     }
     done += here;
     place.column += here;
-    if (place.column == destination.row_bytes) {
+    if (place.column == destination.row_bytes()) {
       place.column = 0;
       ++place.row;
     }
@@ -358,21 +383,21 @@ __device__ __forceinline__ void GatherPack(uint32_t (&words)[4], Place place, in
 // kAligned: every size and address is a multiple of 16 bytes.
 template <bool kAligned, typename Table>
 __global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Table table) {
-  constexpr int kPacks = kLongTile / (kThreads * kPackBytes);
+  constexpr int kPacks = kLongPacks;
   extern __shared__ __align__(16) unsigned char shared[];
-  auto* pieces = reinterpret_cast<PieceEntry*>(shared);
   const DestinationEntry& destination = FindDestination(table);
-  LoadPieces(pieces, table, destination);
-  const int64_t total = table.rows * destination.row_bytes;
-  int64_t first = (blockIdx.x - destination.first_block) * table.tiles_per_block * kLongTile;
+  const PieceEntry* pieces = PiecesOf(destination, table, shared);
+  const int64_t total = table.rows * destination.row_bytes();
+  const int64_t tile_bytes = int64_t{table.packs} * kThreads * kPackBytes;
+  int64_t first = (blockIdx.x - destination.first_block) * table.tiles_per_block * tile_bytes;
 #pragma unroll 1
-  for (int tile = 0; tile < table.tiles_per_block && first < total; ++tile, first += kLongTile) {
+  for (int tile = 0; tile < table.tiles_per_block && first < total; ++tile, first += tile_bytes) {
     uint32_t packs[kPacks][4];
     uint32_t left = 0;  // bit i: pack i has yet to be gathered
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int64_t position = first + (i * kThreads + threadIdx.x) * kPackBytes;
-      if (position >= total) continue;
+      if (i >= table.packs || position >= total) continue;
       const Place place(position, destination, pieces);
       const int64_t offset = place.offset();
       const int64_t row = table.SourceRow(place.row, place.piece->varies);
@@ -390,7 +415,7 @@ __global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Tab
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int64_t position = first + (i * kThreads + threadIdx.x) * kPackBytes;
-      if (position >= total) continue;
+      if (i >= table.packs || position >= total) continue;
       const int bytes = static_cast<int>(min(total - position, int64_t{kPackBytes}));
       if (left >> i & 1) {
         GatherPack(packs[i], Place(position, destination, pieces), bytes, table, destination,
@@ -407,6 +432,57 @@ __global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Tab
       }
     }
   }
+}
+
+// --- small arrays --------------------------------------------------------------------------------
+
+// Sizes and places in words.
+struct SmallPiece {
+  const unsigned char* source;
+  uint32_t destination;
+  uint32_t begin;
+  uint32_t size;
+  uint32_t stride;
+};
+
+struct SmallDestination {
+  unsigned char* data;
+  FastDivider row_words;
+  uint32_t words;
+  uint32_t first_block;
+};
+
+// What is not there has the place kNowhere.
+struct SmallTable {
+  SmallPiece pieces[kListedPieces];
+  SmallDestination destinations[kListedPieces];
+};
+
+constexpr uint32_t kNowhere = UINT32_MAX;
+
+template <typename Word>
+__global__ void __launch_bounds__(kThreads) MoveSmall(const __grid_constant__ SmallTable table) {
+  // All comparisons are with constants of the launch, of which none waits for another.
+  uint32_t d = 0;
+#pragma unroll
+  for (int i = 1; i < kListedPieces; ++i) d += blockIdx.x >= table.destinations[i].first_block;
+  const SmallDestination& destination = table.destinations[d];
+  const uint32_t index = (blockIdx.x - destination.first_block) * kThreads + threadIdx.x;
+  if (index >= destination.words) return;
+  uint32_t row = index;
+  const uint32_t column = destination.row_words.Peel(row);
+  int found = 0;
+#pragma unroll
+  for (int i = 1; i < kListedPieces; ++i) {
+    if (table.pieces[i].destination == d && table.pieces[i].begin <= column) found = i;
+  }
+  const SmallPiece& piece = table.pieces[found];
+  const uint32_t offset = column - piece.begin;
+  Word word = {};
+  if (offset < piece.size) {
+    word = reinterpret_cast<const Word*>(piece.source)[row * piece.stride + offset];
+  }
+  reinterpret_cast<Word*>(destination.data)[index] = word;
 }
 
 // --- launches ------------------------------------------------------------------------------------
@@ -451,7 +527,6 @@ int64_t Fill(Table& table, const Job& job, Blocks&& blocks) {
     if (destination.row_bytes == 0) continue;
     DestinationEntry& entry = table.destinations[count++];
     entry.data = static_cast<unsigned char*>(destination.data);
-    entry.row_bytes = destination.row_bytes;
     entry.by_row = FastDivider64(destination.row_bytes);
     entry.first_block = all_blocks;
     entry.first_piece = pieces;
@@ -502,13 +577,14 @@ cudaError_t LaunchRows(cudaStream_t stream, const Job& job, Table& table, size_t
     int64_t rows = PatternRows(sizeof(Word) / kSources);
     // Warps write whole lines of the cache where a pattern is a number of them. Words of four items
     // do not gain by it.
-    while (kSources <= 2 && entry.row_bytes * rows % kLineBytes != 0 &&
+    while (kSources <= 2 && entry.row_bytes() * rows % kLineBytes != 0 &&
            job.rows / (2 * rows) >= kFewPatterns) {
       rows *= 2;
     }
     const int64_t patterns = job.rows / rows;
     entry.pattern_rows = static_cast<int>(rows);
-    entry.pattern_words = entry.row_bytes * rows / sizeof(Word);
+    entry.patterns = patterns;
+    entry.pattern_words = entry.row_bytes() * rows / sizeof(Word);
     const int64_t blocks_beside = CeilDiv(entry.pattern_words, kThreads);
     const int64_t width = blocks_beside == 1
                               ? entry.pattern_words
@@ -518,10 +594,12 @@ cudaError_t LaunchRows(cudaStream_t stream, const Job& job, Table& table, size_t
     entry.beside = static_cast<int>(kThreads / width);
     // Where recipes are found quickly, blocks are many and short, which the device likes best;
     // otherwise as many as run at once, so that destinations that share a source read it together.
-    const double share = static_cast<double>(entry.row_bytes) / row_bytes;
+    const double share = static_cast<double>(entry.row_bytes()) / row_bytes;
     const int64_t steps = CeilDiv(patterns, int64_t{kMany} * entry.beside);
     const bool quick = kSources <= 2 && entry.piece_count <= kFewPieces;
-    const int64_t below = quick ? CeilDiv(steps, kQuickSteps)
+    const int64_t quick_steps =
+        std::clamp<int64_t>(steps * blocks_beside / kEnoughBlocks, 1, kQuickSteps);
+    const int64_t below = quick ? CeilDiv(steps, quick_steps)
                                 : static_cast<int64_t>(share * resident) / blocks_beside;
     entry.blocks_below = static_cast<int>(std::clamp<int64_t>(below, 1, steps));
     return blocks_beside * entry.blocks_below;
@@ -531,13 +609,54 @@ cudaError_t LaunchRows(cudaStream_t stream, const Job& job, Table& table, size_t
 
 template <bool kAligned, typename Table>
 cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t table_bytes) {
+  int64_t total = 0;
+  for (const Destination& d : job.destinations) total += job.rows * d.row_bytes;
+  const int64_t pack_row = int64_t{kThreads} * kPackBytes;
+  table.packs =
+      static_cast<int>(std::clamp<int64_t>(total / (pack_row * kEnoughBlocks), 1, kLongPacks));
   // Blocks read all pieces of their destination: the more there are, the more tiles a block has.
   table.tiles_per_block =
       static_cast<int>(std::clamp<int64_t>(job.pieces.size() / job.destinations.size() / 16, 1, 8));
   const int64_t blocks = Fill(table, job, [&](DestinationEntry& entry) {
-    return CeilDiv(job.rows * entry.row_bytes, int64_t{kLongTile} * table.tiles_per_block);
+    return CeilDiv(job.rows * entry.row_bytes(), table.packs * pack_row * table.tiles_per_block);
   });
   return Launch(MoveLong<kAligned, Table>, blocks, kThreads, table_bytes, stream, table);
+}
+
+// Whether the launch and the first access cost more than all the rest.
+bool IsSmall(const Job& job, int64_t unit) {
+  constexpr int64_t kSmallWords = int64_t{1} << 16;
+  int64_t words = 0;
+  for (const Destination& d : job.destinations) words += job.rows * d.row_bytes / unit;
+  for (const Piece& p : job.pieces) words = std::max(words, job.rows * p.stride / unit);
+  return !job.broadcasts && words <= kSmallWords && job.pieces.size() <= kListedPieces &&
+         job.destinations.size() <= kListedPieces;
+}
+
+template <typename Word>
+cudaError_t LaunchSmall(cudaStream_t stream, const Job& job) {
+  SmallTable table;
+  for (SmallPiece& piece : table.pieces) piece = {nullptr, kNowhere, 0, 0, 0};
+  for (SmallDestination& entry : table.destinations) entry.first_block = kNowhere;
+  const auto words = [](int64_t bytes) { return static_cast<uint32_t>(bytes / sizeof(Word)); };
+  uint32_t blocks = 0, destinations = 0, pieces = 0;
+  for (const Destination& destination : job.destinations) {
+    if (destination.row_bytes == 0) continue;
+    const uint32_t all = words(job.rows * destination.row_bytes);
+    table.destinations[destinations] = {static_cast<unsigned char*>(destination.data),
+                                        FastDivider(words(destination.row_bytes)), all, blocks};
+    uint32_t begin = 0;
+    for (int64_t p = 0; p < destination.piece_count; ++p) {
+      const Piece& piece = job.pieces[destination.first_piece + p];
+      if (piece.extent == 0) continue;
+      table.pieces[pieces++] = {static_cast<const unsigned char*>(piece.source), destinations,
+                                begin, words(piece.size), words(piece.stride)};
+      begin += words(piece.extent);
+    }
+    blocks += CeilDiv(all, kThreads);
+    ++destinations;
+  }
+  return Launch(MoveSmall<Word>, blocks, kThreads, 0, stream, table);
 }
 
 template <int kPieces, int kDestinations>
@@ -546,7 +665,7 @@ cudaError_t LaunchTable(cudaStream_t stream, const Job& job) {
   static_assert(sizeof(table) <= 32764, "the parameters of a kernel");
   int64_t most = 0;
   for (const Destination& d : job.destinations) most = std::max(most, d.piece_count);
-  const size_t bytes = most * sizeof(PieceEntry);
+  const size_t bytes = kPieces <= kListedPieces ? 0 : most * sizeof(PieceEntry);
   const int64_t unit = CommonUnit(job);
   if (!HasManyRows(job, unit)) {
     return unit == kPackBytes ? LaunchLong<true>(stream, job, table, bytes)
@@ -574,7 +693,23 @@ cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
   int64_t row_bytes = 0;
   for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
   if (job.rows == 0 || row_bytes == 0) return cudaSuccess;
-  if (pieces <= 8 && destinations <= 8) return LaunchTable<8, 8>(stream, job);
+  const int64_t unit = CommonUnit(job);
+  if (IsSmall(job, unit)) {
+    switch (unit) {
+      case 16:
+        return LaunchSmall<uint4>(stream, job);
+      case 8:
+        return LaunchSmall<uint2>(stream, job);
+      case 4:
+        return LaunchSmall<uint32_t>(stream, job);
+      case 2:
+        return LaunchSmall<uint16_t>(stream, job);
+      default:
+        return LaunchSmall<uint8_t>(stream, job);
+    }
+  }
+  if (pieces <= kListedPieces && destinations <= 8)
+    return LaunchTable<kListedPieces, 8>(stream, job);
   if (pieces <= kMaxDestinations && destinations <= kMaxDestinations && destinations > 1) {
     return LaunchTable<kMaxDestinations, kMaxDestinations>(stream, job);
   }

@@ -253,23 +253,28 @@ def exercise_focal(device, dtype, classes):
 
 # How many rows, and of how many bytes each array's are.
 MOVES = (
-    # Of units of 16, 8, 4 and 2 bytes and of single ones; an array of nothing is among the last.
+    # Of units of 16, 8, 4 and 2 bytes and of single ones, few words and many; an array of nothing
+    # is among the last.
     (40, (32, 48)),
     (40, (8, 24)),
     (40, (4, 20)),
     (40, (2, 6)),
     (40, (3, 0, 14)),
     (77, (126, 130)),
+    (20_011, (32, 48)),
+    (20_011, (8, 24)),
+    (20_011, (4, 20)),
+    (20_011, (2, 6)),
+    (20_011, (3, 0, 14)),
     # Rows of less than a word, many to a tile, and the last tile not full.
-    (9001, (3, 1)),
-    (9001, (1, 1, 1)),
-    (9001, (2, 4)),
-    (9001, (8, 8)),
+    (33_001, (3, 1)),
+    (33_001, (1, 1, 1)),
+    (33_001, (2, 4)),
     # Rows longer than a tile.
-    (3, (16_385, 20_003)),
-    (3, (16_386, 20_002)),
-    (2, (32_768, 65_552)),
-    (2, (70_001, 1)),
+    (3, (32_769, 40_003)),
+    (3, (65_538, 80_002)),
+    (2, (1_000_000, 65_552)),
+    (2, (140_001, 1)),
     # More arrays than each of the tables takes.
     (5, (3,) * 9),
     (5, (16,) * 65),
