@@ -196,13 +196,13 @@ def torch_shift_and_add(case):
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def slow_conv(case, platform):
+def slow_conv(case, direction, platform):
     B, C, T, _, K = case.shape
     much = case.dtype == "float64" or B * C * T * K > 2**26
     return SLOW if platform == "cpu" and much else None
 
 
-def slow_fft(case, platform):
+def slow_fft(case, direction, platform):
     B, C, T, *_ = case.shape
     return SLOW if platform == "cpu" and B * C * T > 2**24 else None
 

@@ -405,7 +405,7 @@ PEERS = (
     spec.Peer("XLA product", lambda case: lambda x: 2 * x),
     spec.Peer("wrong", _thrice),
     spec.Peer("broken", _fails),
-    spec.Peer("declines", _twice, declines=lambda case, platform: f"not on {platform}"),
+    spec.Peer("declines", _twice, declines=lambda case, direction, platform: f"not on {platform}"),
     spec.Peer("slow to compile", _twice, costly=True),
 )
 TWICE = spec.Benchmark(

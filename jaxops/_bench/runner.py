@@ -162,7 +162,7 @@ def _contender(
             return JaxContender(function, _of_direction(inputs, direction))
         if name != _REFERENCE:
             (peer,) = (p for p in work.peers if p.name == name)
-            declined = peer.declines(case, machine.platform)
+            declined = peer.declines(case, direction, machine.platform)
             if declined:
                 return declined
             if peer.torch:

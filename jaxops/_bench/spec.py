@@ -131,8 +131,8 @@ class Peer:
       function: called with a case, returns a function of the case's arguments: JAX arrays, or
         PyTorch tensors.
       torch: whether it is PyTorch's.
-      declines: why this peer does not run on a case (called with the case and the platform), or
-        None where it does.
+      declines: why this peer does not run on a case (called with the case, the direction and the
+        platform), or None where it does.
       costly: whether it takes so long to compile, or to run, that `--quick` leaves it out unless it
         is asked for by name.
     """
@@ -140,7 +140,7 @@ class Peer:
     name: str
     function: Callable[[Case], Function]
     torch: bool = False
-    declines: Callable[[Case, str], str | None] = lambda case, platform: None
+    declines: Callable[[Case, Direction, str], str | None] = lambda case, direction, platform: None
     costly: bool = False
 
 
