@@ -36,9 +36,13 @@ constexpr int kLongPacks = 4;
 constexpr int kEnoughBlocks = 512;
 constexpr int kLineBytes = 128;
 constexpr int kFewPatterns = 16;
+constexpr int64_t kLongestRow = 65536;
 constexpr int kFewPieces = 64;
 constexpr int kListedPieces = 8;
-constexpr int kQuickSteps = 4;
+// Steps of a block where recipes are found quickly: one piece of work after the other in the order
+// of the addresses suits the memory best, but recipes of two sources have to be made up for.
+template <int kSources>
+constexpr int kQuickSteps = kSources == 1 ? 1 : 4;
 
 struct PieceEntry {
   const unsigned char* source;
@@ -239,7 +243,8 @@ struct Recipe {
 // Words of a thread that are under way together. They are loaded by __ldca, because the compiler
 // puts other loads each beside its store, and so one behind the other, to save registers.
 template <typename Word, int kSources>
-constexpr int kTogether = std::min<int>(kSources <= 2 ? 8 : 4, 64 / sizeof(Word));
+constexpr int kTogether =
+    std::min<int>(kSources <= 2 ? 8 : 4, (kSources == 1 ? 32 : 64) / sizeof(Word));
 
 template <typename Word, int kSources, typename Table>
 __global__ void __launch_bounds__(kThreads) MoveRows(const __grid_constant__ Table table) {
@@ -503,13 +508,17 @@ int64_t CommonUnit(const Job& job) {
 // Rows after which words of 4 bytes or more begin at the beginning of a row again.
 int64_t PatternRows(int64_t unit) { return unit < 4 ? 4 / unit : 1; }
 
-// Whether patterns repeat often enough to be worth working out, and MoveRows can: one source row
-// follows the other, and words can be written as such.
+// Whether patterns repeat often enough and close enough to be worth working out, and MoveRows can:
+// one source row follows the other, and words can be written as such.
 bool HasManyRows(const Job& job, int64_t unit) {
   uintptr_t addresses = 0;
-  for (const Destination& d : job.destinations) addresses |= reinterpret_cast<uintptr_t>(d.data);
+  int64_t longest = 0;
+  for (const Destination& d : job.destinations) {
+    addresses |= reinterpret_cast<uintptr_t>(d.data);
+    longest = std::max(longest, d.row_bytes);
+  }
   return !job.broadcasts && job.rows / PatternRows(unit) >= kFewPatterns &&
-         addresses % sizeof(uint32_t) == 0;
+         longest <= kLongestRow && addresses % sizeof(uint32_t) == 0;
 }
 
 // Fills in what both kernels need; `blocks(entry)` completes an entry with the number of its
@@ -598,7 +607,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Job& job, Table& table, size_t
     const int64_t steps = CeilDiv(patterns, int64_t{kMany} * entry.beside);
     const bool quick = kSources <= 2 && entry.piece_count <= kFewPieces;
     const int64_t quick_steps =
-        std::clamp<int64_t>(steps * blocks_beside / kEnoughBlocks, 1, kQuickSteps);
+        std::clamp<int64_t>(steps * blocks_beside / kEnoughBlocks, 1, kQuickSteps<kSources>);
     const int64_t below = quick ? CeilDiv(steps, quick_steps)
                                 : static_cast<int64_t>(share * resident) / blocks_beside;
     entry.blocks_below = static_cast<int>(std::clamp<int64_t>(below, 1, steps));

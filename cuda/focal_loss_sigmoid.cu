@@ -1,11 +1,10 @@
 // The sigmoid focal loss: one pass over the logits for a sum, the gradient, or both.
 //
 // A batch entry is a run of elements that thread blocks share out; a thread takes neighbours.
-// Labels and weights belong to rows. Where neighbours are always of one row, as they are with the
-// usual numbers of classes, the exponent is known when the kernel is compiled: these kernels are
-// bound by the instructions of each element. Neighbours of two rows read the terms of both. Rows
-// shorter than an access, and batch entries that do not begin where one may, are taken element by
-// element.
+// Labels and weights belong to rows. Neighbours are of one row where their number divides that of
+// classes, as it usually does. Neighbours of two rows read the terms of both, and of
+// rows shorter than an access the terms of each element. Batch entries that do not begin where an
+// access may are taken element by element.
 #include <cstdint>
 
 #include "common/fast_divide.h"
@@ -15,13 +14,17 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Neighbours of one row that a thread takes at a time.
+// Neighbours that a thread takes at a time, and those of which each may have a row of its own.
 constexpr int kInRow = 8;
+constexpr int kShortRows = 4;
 
 // Stands for an exponent that is known only at run time.
 constexpr int kRunTime = -1;
 
 enum class Want { kLoss, kSum, kGradient };
+
+// The rows of a thread's neighbours: always one, up to two, or any number of them.
+enum class Rows { kOne, kTwo, kAny };
 
 struct Params {
   Sigmoid call;
@@ -29,6 +32,7 @@ struct Params {
   int64_t per_block;
   FastDivider splits;
   FastDivider classes;
+  FastDivider64 rows;  // the same, of a whole batch entry
   void* partials;
 };
 
@@ -190,11 +194,12 @@ __device__ __forceinline__ A SumOf(const A (&values)[kCount]) {
   }
 }
 
-// kOneRow: the kCount neighbours are always of one row.
-template <typename T, typename L, int kCount, bool kOneRow, Want kWant, int kPower>
+template <typename T, typename L, int kCount, Rows kRows, Want kWant, int kPower>
 __global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ Params p) {
   using A = Accumulator<T>;
   constexpr bool kSlope = kWant == Want::kGradient;
+  // One row takes whole accesses, or single elements.
+  constexpr bool kWhole = kRows == Rows::kOne;
   const Power power = kPower == kRunTime ? p.call.power : static_cast<Power>(kPower);
 
   uint32_t block = blockIdx.x;
@@ -202,47 +207,54 @@ __global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ 
   const Entry<T, L> entry(p, block);
   const int length = static_cast<int>(min(p.size - begin, p.per_block));
   // Rows are counted from the one that the block begins in.
-  const int64_t first_row = begin / p.call.classes;
+  const auto first_row = static_cast<int64_t>(p.rows.Quotient(begin));
   const uint32_t skipped = static_cast<uint32_t>(begin - first_row * p.call.classes);
   A total = 0;
 
   for (int at = threadIdx.x * kCount; at < length; at += kThreads * kCount) {
     const int left = length - at;
-    const bool whole = kOneRow || left >= kCount;
+    const bool whole = kWhole || left >= kCount;
     const auto logits = LoadSome<T, kCount>(entry.logits + begin + at, whole, left);
     uint32_t row = skipped + at;
     const int position = p.classes.Peel(row);
-    const Row<A> terms = entry.ReadRow(first_row + row);
     // The neighbours from here on are of the next row, which the last ones may not have.
     const int boundary = static_cast<int>(p.classes.divisor()) - position;
-    const Row<A> next =
-        kOneRow || boundary >= min(left, kCount) ? terms : entry.ReadRow(first_row + row + 1);
-    A z[kCount], loss[kCount], slope[kCount], factor[kCount];
-    WidenAll(z, logits);
-    bool second[kCount];
+    Row<A> first = entry.ReadRow(first_row + row);
+    first.target -= position;
+    Row<A> second = first;
+    if (kRows == Rows::kTwo && boundary < min(left, kCount)) {
+      second = entry.ReadRow(first_row + row + 1);
+      second.target += second.target < 0 ? 0 : boundary;
+    }
+    // The terms of each element, with the target as its index among the neighbours.
+    Row<A> terms[kCount];
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      second[k] = !kOneRow && k >= boundary;
+      terms[k] = kRows == Rows::kTwo && k >= boundary ? second : first;
+      if (kRows == Rows::kAny && k > 0) {
+        uint32_t own_row = skipped + min(at + k, length - 1);
+        const int own_position = p.classes.Peel(own_row);
+        terms[k] = entry.ReadRow(first_row + own_row);
+        terms[k].target += terms[k].target < 0 ? 0 : k - own_position;
+      }
     }
+    A z[kCount], loss[kCount], slope[kCount], factor[kCount];
+    WidenAll(z, logits);
 
     if constexpr (std::is_same_v<L, int32_t>) {
       bool target[kCount];
-      const int hit = terms.target - position;
-      const int next_hit = kOneRow || next.target < 0 ? -1 : next.target + boundary;
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        target[k] = k == hit || (!kOneRow && k == next_hit);
-        const A negative = second[k] ? next.negative : terms.negative;
-        factor[k] = target[k] ? (second[k] ? next.positive : terms.positive) : negative;
+        target[k] = terms[k].target == k;
+        factor[k] = target[k] ? terms[k].positive : terms[k].negative;
       }
       EvaluateHard<kSlope>(loss, slope, z, target, power, entry.gamma);
       if (p.call.has_ignored) {
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
-          const bool ignored = second[k] ? next.ignored : terms.ignored;
-          loss[k] = ignored ? A(0) : loss[k];
-          slope[k] = ignored ? A(0) : slope[k];
-          factor[k] = ignored ? A(0) : factor[k];
+          loss[k] = terms[k].ignored ? A(0) : loss[k];
+          slope[k] = terms[k].ignored ? A(0) : slope[k];
+          factor[k] = terms[k].ignored ? A(0) : factor[k];
         }
       }
     } else {
@@ -251,8 +263,7 @@ __global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ 
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         y[k] = static_cast<A>(Widen(labels.values[k]));
-        factor[k] = y[k] * (second[k] ? next.positive : terms.positive) +
-                    (1 - y[k]) * (second[k] ? next.negative : terms.negative);
+        factor[k] = y[k] * terms[k].positive + (1 - y[k]) * terms[k].negative;
       }
       EvaluateSoft<kSlope>(loss, slope, z, y, power, entry.gamma);
     }
@@ -260,7 +271,7 @@ __global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ 
     for (int k = 0; k < kCount; ++k) {
       loss[k] *= factor[k];
       slope[k] *= factor[k];
-      if (!kOneRow && k >= left) loss[k] = 0;
+      if (!kWhole && k >= left) loss[k] = 0;
     }
     const int64_t to = entry.elements + begin + at;
     if constexpr (kWant == Want::kLoss) {
@@ -291,37 +302,45 @@ __global__ void __launch_bounds__(kThreads) CombineSums(const __grid_constant__ 
   }
 }
 
-template <typename T, typename L, int kCount, bool kOneRow, int kPower>
+template <typename T, typename L, int kCount, Rows kRows, int kPower>
 cudaError_t LaunchElements(cudaStream_t stream, const Params& params, int64_t blocks) {
   const Sigmoid& call = params.call;
   if (call.gradient != nullptr) {
-    return Launch(Elementwise<T, L, kCount, kOneRow, Want::kGradient, kPower>, blocks, stream,
+    return Launch(Elementwise<T, L, kCount, kRows, Want::kGradient, kPower>, blocks, stream,
                   params);
   }
   if (call.sum != nullptr) {
-    return Launch(Elementwise<T, L, kCount, kOneRow, Want::kSum, kPower>, blocks, stream, params);
+    return Launch(Elementwise<T, L, kCount, kRows, Want::kSum, kPower>, blocks, stream, params);
   }
-  return Launch(Elementwise<T, L, kCount, kOneRow, Want::kLoss, kPower>, blocks, stream, params);
+  return Launch(Elementwise<T, L, kCount, kRows, Want::kLoss, kPower>, blocks, stream, params);
 }
 
-template <typename T>
-cudaError_t LaunchOneRow(cudaStream_t stream, const Params& params, int64_t blocks) {
+// Class labels: the exponent is known when the kernel is compiled, where neighbours are of one row
+// any that needs no power, elsewhere only that of the paper.
+template <typename T, int kCount, Rows kRows>
+cudaError_t LaunchHard(cudaStream_t stream, const Params& params, int64_t blocks) {
   const auto launch = [&](auto power) {
-    return LaunchElements<T, int32_t, kInRow, true, static_cast<int>(power.value)>(stream, params,
-                                                                                   blocks);
+    return LaunchElements<T, int32_t, kCount, kRows, power.value>(stream, params, blocks);
   };
-  switch (params.call.power) {
-    case Power::kZero:
-      return launch(std::integral_constant<Power, Power::kZero>());
-    case Power::kHalf:
-      return launch(std::integral_constant<Power, Power::kHalf>());
-    case Power::kOne:
-      return launch(std::integral_constant<Power, Power::kOne>());
-    case Power::kTwo:
-      return launch(std::integral_constant<Power, Power::kTwo>());
-    default:
-      return launch(std::integral_constant<Power, Power::kAny>());
+  const auto launch_power = [&](auto power) {
+    return launch(std::integral_constant<int, static_cast<int>(power.value)>());
+  };
+  if (params.call.power == Power::kTwo) {
+    return launch_power(std::integral_constant<Power, Power::kTwo>());
   }
+  if constexpr (kRows == Rows::kOne) {
+    switch (params.call.power) {
+      case Power::kZero:
+        return launch_power(std::integral_constant<Power, Power::kZero>());
+      case Power::kHalf:
+        return launch_power(std::integral_constant<Power, Power::kHalf>());
+      case Power::kOne:
+        return launch_power(std::integral_constant<Power, Power::kOne>());
+      default:
+        return launch_power(std::integral_constant<Power, Power::kAny>());
+    }
+  }
+  return launch(std::integral_constant<int, kRunTime>());
 }
 
 // Calls `function` with values of the type of logits and of that of labels.
@@ -349,11 +368,13 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
   return DispatchTypes(call, [&](auto logit, auto label) {
     using T = decltype(logit);
     using L = decltype(label);
-    constexpr int kPack = kPackElements<T>;
-    constexpr bool kHasOneRow = std::is_same_v<L, int32_t> && !std::is_same_v<T, double>;
-    const bool one_row = kHasOneRow && call.classes % kInRow == 0;
-    const bool packs = call.classes >= kPack && (entries == 1 || size % kPack == 0);
-    const int64_t stride = kThreads * (one_row ? kInRow : packs ? kPack : 1);
+    constexpr bool kHard = std::is_same_v<L, int32_t> && !std::is_same_v<T, double>;
+    constexpr int kMany = kHard ? kInRow : kPackElements<T>;
+    constexpr int kFew = kHard ? kShortRows : kPackElements<T>;
+    const bool many = call.classes >= kMany;
+    const bool one_row = kHard && call.classes % kMany == 0;
+    const bool aligned = entries == 1 || size % kMany == 0;
+    const int64_t stride = kThreads * (!aligned ? 1 : many ? kMany : kFew);
     // Without a sum, enough work a thread to make up for what a block costs, once there are blocks
     // for the whole device.
     if (call.sum == nullptr) {
@@ -367,15 +388,24 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
                         per_block,
                         FastDivider(splits),
                         FastDivider(call.classes),
+                        FastDivider64(call.classes),
                         call.sum == nullptr ? nullptr : partials};
-    cudaError_t error = cudaSuccess;
-    if (one_row) {
-      if constexpr (kHasOneRow) error = LaunchOneRow<T>(stream, params, blocks);
-    } else if (packs) {
-      error = LaunchElements<T, L, kPack, false, kRunTime>(stream, params, blocks);
-    } else {
-      error = LaunchElements<T, L, 1, true, kRunTime>(stream, params, blocks);
-    }
+    const auto launch = [&]() -> cudaError_t {
+      if constexpr (kHard) {
+        if (one_row) return LaunchHard<T, kMany, Rows::kOne>(stream, params, blocks);
+        if (aligned && many) return LaunchHard<T, kMany, Rows::kTwo>(stream, params, blocks);
+        if (aligned) return LaunchHard<T, kFew, Rows::kAny>(stream, params, blocks);
+      } else {
+        if (aligned && many) {
+          return LaunchElements<T, L, kMany, Rows::kTwo, kRunTime>(stream, params, blocks);
+        }
+        if (aligned) {
+          return LaunchElements<T, L, kFew, Rows::kAny, kRunTime>(stream, params, blocks);
+        }
+      }
+      return LaunchElements<T, L, 1, Rows::kOne, kRunTime>(stream, params, blocks);
+    };
+    const cudaError_t error = launch();
     if (error != cudaSuccess || call.sum == nullptr) return error;
     return Launch(CombineSums<Accumulator<T>>, entries, stream, params);
   });

@@ -20,14 +20,17 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Rows of at most so many bytes are staged for 4 lanes, a warp, or a block.
+// Rows of at most so many bytes are staged for 4 lanes, where there are many rows, for a warp, or
+// for a block.
 constexpr int64_t kFewLanesBytes = 768;
+constexpr int64_t kWarpBytes = 8192;
+constexpr int64_t kStagedBytes = 65536;
+// Fewer rows leave lanes idle, which then had better share them.
 constexpr int64_t kManyRows = 16384;
+// Blocks get several tiles of rows once there are so many blocks, and two tiles fit so many bytes.
 constexpr int64_t kEnoughBlocks = 2048;
 constexpr int64_t kMostTiles = 8;
 constexpr int64_t kRingBytes = 49152;
-constexpr int64_t kWarpBytes = 8192;
-constexpr int64_t kStagedBytes = 65536;
 // Threads that share a longer row: for the gradient many, which keeps those rows few that the L2
 // has to hold at a time.
 template <bool kGradient>
@@ -490,7 +493,6 @@ cudaError_t LaunchSoftmax(cudaStream_t stream, const Softmax& call) {
       constexpr int kCount = packs.value ? kPack : 1;
       const int64_t row_bytes = call.classes * sizeof(T);
       if (call.classes <= 8) return LaunchStaged<T, 1, kCount>(stream, call);
-      // Few rows leave lanes idle, which then had better share them.
       const bool many = entries * call.rows >= kManyRows;
       if (many && row_bytes <= kFewLanesBytes) return LaunchStaged<T, 4, kCount>(stream, call);
       if (row_bytes <= kWarpBytes) return LaunchStaged<T, kWarp, kCount>(stream, call);
