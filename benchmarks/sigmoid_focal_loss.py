@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -66,13 +68,14 @@ def arguments(case, key):
     return normal(of_logits, (rows, classes), case.dtype), jnp.maximum(labels, -1)
 
 
-def ours(case):
-    def function(logits, labels):
-        return jaxops.sigmoid_focal_loss(
-            logits, labels, gamma=case.options["gamma"], reduction="mean"
-        )
+def normalizer(case: Case) -> float:
+    """The number of rows; float16 is trained with scaled losses, because gradients are small."""
+    return case.shape[0] / (2**16 if case.dtype == "float16" else 1)
 
-    return function
+
+def ours(case):
+    options = {"normalizer": normalizer(case)} if case.dtype == "float16" else {"reduction": "mean"}
+    return functools.partial(jaxops.sigmoid_focal_loss, gamma=case.options["gamma"], **options)
 
 
 def by_iota(case):
@@ -85,7 +88,7 @@ def by_iota(case):
         x = jnp.where(target, -z, z)
         factor = jnp.where(target, 0.25, 0.75)
         power = jnp.exp(-gamma * jax.nn.softplus(-x))
-        return jnp.sum(factor * power * jax.nn.softplus(x)) / z.shape[0]
+        return jnp.sum(factor * power * jax.nn.softplus(x)) / normalizer(case)
 
     return function
 
@@ -97,7 +100,7 @@ def by_optax(case):
         z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         one_hot = jax.nn.one_hot(labels, z.shape[1], dtype=z.dtype)
         loss = optax.losses.sigmoid_focal_loss(z, one_hot, alpha=0.25, gamma=case.options["gamma"])
-        return loss.sum() / z.shape[0]
+        return loss.sum() / normalizer(case)
 
     return function
 
@@ -131,7 +134,7 @@ def torch_loss(case):
         p = torch.sigmoid(z)
         wrong = p * (1 - target) + (1 - p) * target
         factor = 0.25 * target + 0.75 * (1 - target)
-        return (factor * wrong**gamma * entropy).sum() / z.shape[0]
+        return (factor * wrong**gamma * entropy).sum() / normalizer(case)
 
     return function
 
