@@ -128,12 +128,18 @@ class SigmoidEntry {
     if (args_.soft) return;
     const int32_t* labels = static_cast<const int32_t*>(args_.labels) + labels_;
     std::fill_n(target, size + kMaxLanes, A(0));
-    ForRows(begin, end, [&](int64_t row, int64_t first) {
-      const int64_t position = int64_t{labels[row]} - first_class_;
-      const int64_t hit = first + position;
-      const bool is_here = position >= 0 && position < args_.classes && hit >= 0 && hit < size;
-      target[is_here ? hit : size] = A(1);  // what follows the last target counts for nothing
-    });
+    if (args_.classes == 1) {
+      // A loop without stores to where a label says, which compilers vectorise.
+      const auto only_class = static_cast<int32_t>(first_class_);
+      for (int64_t i = 0; i < size; ++i) target[i] = labels[begin + i] == only_class ? A(1) : A(0);
+    } else {
+      ForRows(begin, end, [&](int64_t row, int64_t first) {
+        const int64_t position = int64_t{labels[row]} - first_class_;
+        const int64_t hit = first + position;
+        const bool is_here = position >= 0 && position < args_.classes && hit >= 0 && hit < size;
+        target[is_here ? hit : size] = A(1);  // what follows the last target counts for nothing
+      });
+    }
     if (!args_.has_ignored) return;
     ForRows(begin, end, [&](int64_t row, int64_t first) {
       if (labels[row] == args_.ignored) FillRow(A(kIgnored), first, size, target);
