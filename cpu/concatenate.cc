@@ -3,7 +3,8 @@
 // The pieces of all destinations, one after the other, make a line of bytes; every row is such a
 // line. Threads take blocks of lines where these are short, and stretches of a line where it is
 // long. In a block each piece is a column that is copied down the rows, with loads and stores of
-// fixed sizes where it is narrow; blocks are so small that the cache joins the columns.
+// fixed sizes where it is narrow; blocks are so small that the cache joins the columns. Very many
+// narrow pieces are copied row by row instead.
 #include "cpu/concatenate.h"
 
 #include <algorithm>
@@ -19,10 +20,16 @@
 namespace jaxops::concatenate::cpu {
 namespace {
 
-constexpr int64_t kTaskBytes = 256 * 1024;    // worth handing to a thread
+constexpr int64_t kTaskBytes = 256 * 1024;    // that a thread takes at a time
+constexpr int64_t kThreadsBytes = 2 << 20;    // worth waking other threads for
+constexpr int64_t kPieceBytes = 32;           // that are copied in the time that a piece takes
 constexpr int64_t kUncachedBytes = 32 << 20;  // of which a cache would keep little for the reader
 constexpr int64_t kBlockBytes = 16 * 1024;    // of the first cache, which has to hold twice as much
-constexpr int64_t kBlockRows = 64;            // at least, which pay for turning to a piece
+constexpr int64_t kBlockRows = 128;           // at least, which pay for turning to a piece
+
+constexpr int64_t kNarrow = 64;  // bytes of a piece that is not worth a column of its own
+constexpr int64_t kMany = 32;    // such pieces, whose columns the caches would fetch one by one
+constexpr int64_t kMost = 512;   // that are copied row by row at a time
 
 constexpr int64_t kMostZeros = 256;
 constexpr char kZeros[kMostZeros] = {};
@@ -34,12 +41,16 @@ struct Segment {
   char* out;  // of row 0
   int64_t row_bytes;
   int64_t begin;  // in the line
+  // How many segments from this one on have narrow pieces of the same size and strides. 0 where its
+  // own is none, or where sources broadcast.
+  int64_t alike = 0;
 
   int64_t end() const { return begin + piece->extent; }
 };
 
 std::vector<Segment> MakeLine(const Job& job) {
   std::vector<Segment> line;
+  line.reserve(job.pieces.size());
   int64_t begin = 0;
   for (const Destination& destination : job.destinations) {
     auto* out = static_cast<char*>(destination.data);
@@ -50,6 +61,15 @@ std::vector<Segment> MakeLine(const Job& job) {
       out += piece.extent;
       begin += piece.extent;
     }
+  }
+  if (job.broadcasts) return line;
+  for (size_t s = line.size(); s-- > 0;) {
+    if (line[s].piece->size == 0 || line[s].piece->size > kNarrow) continue;
+    const bool is_like_next = s + 1 < line.size() && line[s + 1].alike > 0 &&
+                              line[s].piece->size == line[s + 1].piece->size &&
+                              line[s].piece->stride == line[s + 1].piece->stride &&
+                              line[s].row_bytes == line[s + 1].row_bytes;
+    line[s].alike = is_like_next ? line[s + 1].alike + 1 : 1;
   }
   return line;
 }
@@ -82,26 +102,17 @@ struct Column {
   int64_t rows;
 };
 
-// By value: what is stored through a char* might change what a reference refers to.
-template <typename CopyRow>
-void ForRows(Column c, CopyRow copy_row) {
-  for (int64_t row = 0; row < c.rows; ++row) {
-    copy_row(c.to + row * c.to_stride, c.from + row * c.from_stride);
-  }
+// Calls f with a function that copies exactly kWord bytes.
+template <int kWord, typename F>
+void WithWord(F f) {
+  f([](char* to, const char* from) { std::memcpy(to, from, kWord); });
 }
 
-// Rows of exactly kWord bytes.
-template <int kWord>
-void CopyWord(const Column& c) {
-  ForRows(c, [](char* to, const char* from) { std::memcpy(to, from, kWord); });
-}
-
-// Rows of between kWords and 2 * kWords words: so many from the front and so many from the back,
-// which may overlap. All are loaded before any is stored.
-template <int kWord, int kWords>
-void CopyEnds(const Column& c) {
-  const int64_t back = c.size - kWords * kWord;
-  ForRows(c, [back](char* to, const char* from) {
+// Calls f with one that copies between kWords and 2 * kWords words: so many from the front and so
+// many from the back, which may overlap. All are loaded before any is stored.
+template <int kWord, int kWords, typename F>
+void WithEnds(int64_t size, F f) {
+  f([back = size - kWords * kWord](char* to, const char* from) {
     char front_words[kWords][kWord], back_words[kWords][kWord];
     for (int w = 0; w < kWords; ++w) {
       std::memcpy(front_words[w], from + w * kWord, kWord);
@@ -114,29 +125,39 @@ void CopyEnds(const Column& c) {
   });
 }
 
-void CopyColumn(const Column& c) {
-  switch (c.size) {
-    case 0:
-      return;
+// Calls f with a function that copies `size` bytes, which are not none.
+template <typename F>
+void WithCopy(int64_t size, F f) {
+  switch (size) {
     case 1:
-      return CopyWord<1>(c);
+      return WithWord<1>(f);
     case 2:
-      return CopyWord<2>(c);
+      return WithWord<2>(f);
     case 4:
-      return CopyWord<4>(c);
+      return WithWord<4>(f);
     case 8:
-      return CopyWord<8>(c);
+      return WithWord<8>(f);
     case 16:
-      return CopyWord<16>(c);
+      return WithWord<16>(f);
   }
-  if (c.size < 4) return CopyEnds<2, 1>(c);
-  if (c.size < 8) return CopyEnds<4, 1>(c);
-  if (c.size < 16) return CopyEnds<8, 1>(c);
-  if (c.size <= 32) return CopyEnds<16, 1>(c);
-  if (c.size <= 64) return CopyEnds<16, 2>(c);
-  if (c.size <= 128) return CopyEnds<16, 4>(c);
-  if (c.size <= 256) return CopyEnds<16, 8>(c);
-  ForRows(c, [size = c.size](char* to, const char* from) { std::memcpy(to, from, size); });
+  if (size < 4) return WithEnds<2, 1>(size, f);
+  if (size < 8) return WithEnds<4, 1>(size, f);
+  if (size < 16) return WithEnds<8, 1>(size, f);
+  if (size <= 32) return WithEnds<16, 1>(size, f);
+  if (size <= 64) return WithEnds<16, 2>(size, f);
+  if (size <= 128) return WithEnds<16, 4>(size, f);
+  if (size <= 256) return WithEnds<16, 8>(size, f);
+  f([size](char* to, const char* from) { std::memcpy(to, from, size); });
+}
+
+void CopyColumn(const Column& c) {
+  if (c.size == 0) return;
+  // By value: what is stored through a char* might change what a reference refers to.
+  WithCopy(c.size, [c](auto copy) {
+    for (int64_t row = 0; row < c.rows; ++row) {
+      copy(c.to + row * c.to_stride, c.from + row * c.from_stride);
+    }
+  });
 }
 
 // Zeros the padding of a piece in the rows [first, last).
@@ -167,6 +188,43 @@ void CopyRows(const Job& job, const Segment& segment, int64_t first, int64_t las
     CopyColumn({segment.out + first * segment.row_bytes, from, segment.row_bytes, from_stride,
                 piece.size, end - first});
     first = end;
+  }
+}
+
+// The same for `count` segments that are alike, at most kMost: a row of all before the next. They
+// are read or written at as many places, and what the caches fetch for one is awaited beside
+// others.
+void CopyRowByRow(const Segment* segments, int64_t count, int64_t first, int64_t last) {
+  struct {
+    char* to;
+    const char* from;
+  } places[kMost];
+  const int64_t to_stride = segments->row_bytes;
+  const int64_t from_stride = segments->piece->stride;
+  for (int64_t i = 0; i < count; ++i) {
+    PadRows(segments[i], first, last);
+    places[i].to = segments[i].out + first * to_stride;
+    places[i].from = static_cast<const char*>(segments[i].piece->source) + first * from_stride;
+  }
+  WithCopy(segments->piece->size, [=, &places](auto copy) {
+    for (int64_t row = 0; row < last - first; ++row) {
+      for (int64_t i = 0; i < count; ++i) {
+        copy(places[i].to + row * to_stride, places[i].from + row * from_stride);
+      }
+    }
+  });
+}
+
+void CopySegments(const Job& job, const Segment* segments, int64_t count, int64_t first,
+                  int64_t last) {
+  for (int64_t s = 0; s < count;) {
+    const int64_t alike = std::min({segments[s].alike, count - s, kMost});
+    if (alike >= kMany) {
+      CopyRowByRow(segments + s, alike, first, last);
+      s += alike;
+    } else {
+      CopyRows(job, segments[s++], first, last);
+    }
   }
 }
 
@@ -290,7 +348,7 @@ void Weave(const Pattern& pattern, char* out, int64_t first, int64_t last) {
 #endif
 }
 
-// Segments of one destination.
+// Segments of one destination, or of several that nothing is woven for.
 struct Target {
   const Segment* segments;
   int64_t count;
@@ -306,9 +364,7 @@ void MakeRows(const Job& job, const Target& target, int64_t first, int64_t last)
     Weave(pattern, target.segments->out, first_period, last_period);
     first = last_period * pattern.rows;
   }
-  for (int64_t s = 0; s < target.count && first < last; ++s) {
-    CopyRows(job, target.segments[s], first, last);
-  }
+  if (first < last) CopySegments(job, target.segments, target.count, first, last);
 }
 
 // --- long lines ----------------------------------------------------------------------------------
@@ -364,16 +420,26 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
   const std::vector<Segment> line = MakeLine(job);
   if (line.empty() || job.rows == 0) return;
   const int64_t line_bytes = line.back().end();
+  const int64_t line_cost = line_bytes + kPieceBytes * static_cast<int64_t>(line.size());
+  const auto run = [&](int64_t tasks, const auto& task) {
+    if (job.rows * line_cost >= kThreadsBytes) return parallel_for(tasks, task);
+    for (int64_t i = 0; i < tasks; ++i) task(i);
+  };
   if (line_bytes < kTaskBytes) {
     std::vector<Target> targets;
     for (size_t s = 0, end = 0; s < line.size(); s = end) {
       while (end < line.size() && line[end].destination == line[s].destination) ++end;
       const auto count = static_cast<int64_t>(end - s);
-      targets.push_back({&line[s], count, MakePattern(job, &line[s], count)});
+      Pattern pattern = MakePattern(job, &line[s], count);
+      if (pattern.periods == 0 && !targets.empty() && targets.back().pattern.periods == 0) {
+        targets.back().count += count;
+      } else {
+        targets.push_back({&line[s], count, std::move(pattern)});
+      }
     }
     const int64_t task_rows = RoundUp(kTaskBytes / line_bytes, kLanes);
     const int64_t block_rows = std::max(RoundUp(kBlockBytes / line_bytes, kLanes), kBlockRows);
-    parallel_for((job.rows + task_rows - 1) / task_rows, [&](int64_t task) {
+    run((job.rows + task_rows - 1) / task_rows, [&](int64_t task) {
       const int64_t last = std::min((task + 1) * task_rows, job.rows);
       for (int64_t row = task * task_rows; row < last; row += block_rows) {
         const int64_t end = std::min(row + block_rows, last);
@@ -384,7 +450,7 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
   }
   const bool past_cache = job.rows * line_bytes >= kUncachedBytes;
   const int64_t stretches = (line_bytes + kTaskBytes - 1) / kTaskBytes;
-  parallel_for(job.rows * stretches, [&](int64_t task) {
+  run(job.rows * stretches, [&](int64_t task) {
     const int64_t row = task / stretches;
     const int64_t first = task % stretches * kTaskBytes;
     const int64_t last = std::min(first + kTaskBytes, line_bytes);

@@ -112,32 +112,55 @@ class SigmoidEntry {
     return target;
   }
 
-  // Writes out the factors of elements [begin, end), and the targets of hard labels.
+  // Writes out the factors of elements [begin, end), and the targets of hard labels. With few
+  // classes much of the time goes here, hence no branch on a label.
   void FillRows(int64_t begin, int64_t end, A* target, A* factor) const {
-    const int64_t classes = args_.classes;
-    const int32_t* labels = static_cast<const int32_t*>(args_.labels) + labels_;
-    std::fill_n(factor, end - begin + kMaxLanes, scale_);
-    if (!args_.soft) std::fill_n(target, end - begin + kMaxLanes, A(0));
-    if (args_.soft && weight_ == nullptr) return;
-    int64_t row = begin / classes;
-    // Elements of the tile that the row begins and ends at.
-    int64_t first = row * classes - begin;
-    for (; first < end - begin; ++row, first += classes) {
-      const int64_t from = std::max<int64_t>(first, 0);
-      const int64_t to = std::min(first + classes, end - begin);
-      if (weight_ != nullptr) {
+    const int64_t size = end - begin;
+    if (weight_ == nullptr) {
+      std::fill_n(factor, size + kMaxLanes, scale_);
+    } else {
+      ForRows(begin, end, [&](int64_t row, int64_t first) {
         const A weight = scale_ * weight_[row];
-        for (int64_t i = from; i < to; ++i) factor[i] = weight;
-      }
-      if (args_.soft) continue;
-      if (args_.has_ignored && labels[row] == args_.ignored) {
-        for (int64_t i = from; i < to; ++i) target[i] = A(kIgnored);
-        continue;
-      }
-      const int64_t position = int64_t{labels[row]} - first_class_;
-      const int64_t hit = first + position;
-      if (position >= 0 && position < classes && hit >= from && hit < to) target[hit] = A(1);
+        FillRow(weight, first, size, factor);
+      });
+      std::fill_n(factor + size, kMaxLanes, scale_);
     }
+    if (args_.soft) return;
+    const int32_t* labels = static_cast<const int32_t*>(args_.labels) + labels_;
+    std::fill_n(target, size + kMaxLanes, A(0));
+    if (args_.classes == 1) {
+      // A loop without stores to where a label says, which compilers vectorise.
+      const auto only_class = static_cast<int32_t>(first_class_);
+      for (int64_t i = 0; i < size; ++i) target[i] = labels[begin + i] == only_class ? A(1) : A(0);
+    } else {
+      ForRows(begin, end, [&](int64_t row, int64_t first) {
+        const int64_t position = int64_t{labels[row]} - first_class_;
+        const int64_t hit = first + position;
+        const bool is_here = position >= 0 && position < args_.classes && hit >= 0 && hit < size;
+        target[is_here ? hit : size] = A(1);  // what follows the last target counts for nothing
+      });
+    }
+    if (!args_.has_ignored) return;
+    ForRows(begin, end, [&](int64_t row, int64_t first) {
+      if (labels[row] == args_.ignored) FillRow(A(kIgnored), first, size, target);
+    });
+  }
+
+  // Calls f(row, first) for every row that has some of the elements [begin, end), with the place of
+  // its first element among them, which may be before them.
+  template <typename F>
+  void ForRows(int64_t begin, int64_t end, F f) const {
+    int64_t row = begin / args_.classes;
+    for (int64_t first = row * args_.classes - begin; first < end - begin; ++row) {
+      f(row, first);
+      first += args_.classes;
+    }
+  }
+
+  // Writes a value to the entries of a row, as far as these are among the first `size`.
+  void FillRow(A value, int64_t first, int64_t size, A* entries) const {
+    const int64_t to = std::min(first + args_.classes, size);
+    for (int64_t i = std::max<int64_t>(first, 0); i < to; ++i) entries[i] = value;
   }
 
   const Sigmoid& args_;

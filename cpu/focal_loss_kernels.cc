@@ -11,6 +11,8 @@ using namespace jaxops::cpu::JAXOPS_ISA;
 
 template <typename A>
 using Int = typename Simd<A>::Int;
+template <typename A>
+using Lane = decltype(Int<A>{}[0] + 0);
 
 template <typename A>
 struct Limits;
@@ -115,15 +117,15 @@ JAXOPS_ALWAYS_INLINE Focal<A> EvaluateLogit(Vec<A> x, Power power, A gamma) {
   return Evaluate<A>(Exp(-Abs(x)), x >= 0, positive, negative, V{}, power, gamma);
 }
 
-// Logarithms lane by lane, in two parts.
-JAXOPS_ALWAYS_INLINE void Log(Vec<float> x, Vec<float>& high, Vec<float>& low) {
+// Logarithms lane by lane, to twice the precision.
+JAXOPS_ALWAYS_INLINE void LongLog(Vec<float> x, Vec<float>& high, Vec<float>& low) {
   for (int i = 0; i < kLanes<float>; ++i) {
     const double log = __builtin_log(static_cast<double>(x[i]));
     high[i] = static_cast<float>(log);
     low[i] = static_cast<float>(log - high[i]);
   }
 }
-JAXOPS_ALWAYS_INLINE void Log(Vec<double> x, Vec<double>& high, Vec<double>& low) {
+JAXOPS_ALWAYS_INLINE void LongLog(Vec<double> x, Vec<double>& high, Vec<double>& low) {
   for (int i = 0; i < kLanes<double>; ++i) high[i] = __builtin_log(x[i]);
   low = Vec<double>{};
 }
@@ -146,7 +148,7 @@ JAXOPS_ALWAYS_INLINE Focal<A> EvaluateSoft(Vec<A> z, Vec<A> y, Power power, A ga
   const V entropy = log1p + (hard ? V{} : big * Abs(z));
   V log_high{}, log_low{};
   if (power == Power::kAny) {
-    Log(sum, log_high, log_low);
+    LongLog(sum, log_high, log_low);
     log_high = hard ? -Abs(z) : log_high;
     log_low = hard ? V{} : log_low;
   }
@@ -156,6 +158,8 @@ JAXOPS_ALWAYS_INLINE Focal<A> EvaluateSoft(Vec<A> z, Vec<A> y, Power power, A ga
   const V by_entropy = inverse * (positive ? big - small * e : small * e - big);
   return {scaled * entropy, scaled * ((one - y - y) * gamma * (share * finite) + by_entropy)};
 }
+
+// --- sigmoid -------------------------------------------------------------------------------------
 
 template <typename S, bool kSoft>
 void EvaluateElements(const Elements& args) {
@@ -169,9 +173,8 @@ void EvaluateElements(const Elements& args) {
   const A positive = static_cast<A>(args.positive);
   V sum = {};
   for (int64_t i = 0; i < args.count; i += kLanes<A>) {
-    const int64_t lanes = args.count - i < kLanes<A> ? args.count - i : kLanes<A>;
-    const bool whole = lanes == kLanes<A>;
-    const V z = whole ? Load(logits + i) : LoadPartial(logits + i, lanes);
+    const int64_t left = args.count - i;
+    const V z = LoadUpTo(logits + i, left);
     const V y = Load(targets + i);
     V factor = Load(factors + i);
     V loss, slope;
@@ -187,15 +190,9 @@ void EvaluateElements(const Elements& args) {
       loss = y < 0 ? V{} : factor * f.loss;
       slope = y < 0 ? V{} : (is_target ? -factor : factor) * f.slope;
     }
-    sum += whole ? loss : KeepLanes<A>(loss, lanes);
-    if (args.loss != nullptr) {
-      S* to = static_cast<S*>(args.loss) + i;
-      whole ? Store(loss, to) : StorePartial(loss, to, lanes);
-    }
-    if (args.gradient != nullptr) {
-      S* to = static_cast<S*>(args.gradient) + i;
-      whole ? Store(slope, to) : StorePartial(slope, to, lanes);
-    }
+    sum += left < kLanes<A> ? KeepLanes<A>(loss, left) : loss;
+    if (args.loss != nullptr) StoreUpTo(loss, static_cast<S*>(args.loss) + i, left);
+    if (args.gradient != nullptr) StoreUpTo(slope, static_cast<S*>(args.gradient) + i, left);
   }
   if (args.sum != nullptr) {
     double total = 0;
@@ -204,123 +201,268 @@ void EvaluateElements(const Elements& args) {
   }
 }
 
-// The logits from `i` on, without that of the label and what is beyond the row: -inf there.
-template <typename S>
-JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadOthers(const S* row, int64_t i, int64_t classes,
-                                                   int64_t label) {
-  using A = Arithmetic<S>;
-  const A nothing = -__builtin_inff();
-  Vec<A> z;
-  if (i + kLanes<A> <= classes) {
-    z = Load(row + i);
-  } else {
-    z = LoadPartial(row + i, classes - i);
-    for (int64_t lane = classes - i; lane < kLanes<A>; ++lane) z[lane] = nothing;
+// --- softmax -------------------------------------------------------------------------------------
+
+// Of rows, one a lane, without their labels: the largest logit, and the sum of exponentials beside
+// it. And the logits of the labels.
+template <typename A>
+struct Group {
+  Vec<A> largest = {};
+  Vec<A> sums = Vec<A>{} + A(1);
+  Vec<A> label = {};
+};
+
+template <typename A>
+JAXOPS_ALWAYS_INLINE Focal<A> EvaluateGroup(const Group<A>& group, Power power, A gamma) {
+  using V = Vec<A>;
+  // The label trails the largest by lead + rest, exactly. Infinite logits have no remainder.
+  const V lead = group.largest - group.label;
+  const V back = group.largest - lead;
+  const V remainder = (group.largest - (lead + back)) + (back - group.label);
+  const V rest = lead - lead == 0 ? remainder : V{};
+  const V tiny = V{} + Limits<A>::kTiny;
+  const V low = rest + Log(group.sums < tiny ? tiny : group.sums);
+  const V x = lead + low;
+  const Int<A> leads = x >= 0;
+  const V shrunk = Exp(-Abs(lead));
+  const V e = leads ? (lead >= 0 ? shrunk : A(1) / shrunk) * (A(1) - rest) / group.sums
+                    : shrunk * (A(1) + rest) * group.sums;
+  return Evaluate<A>(e, leads, leads ? x : V{}, leads ? V{} : lead, leads ? V{} : low, power,
+                     gamma);
+}
+
+template <typename A>
+JAXOPS_ALWAYS_INLINE A Largest(Vec<A> v) {
+  A largest = v[0];
+  for (int lane = 1; lane < kLanes<A>; ++lane) largest = v[lane] > largest ? v[lane] : largest;
+  return largest;
+}
+
+template <typename A>
+JAXOPS_ALWAYS_INLINE A Sum(Vec<A> v) {
+  A sum = 0;
+  for (int lane = 0; lane < kLanes<A>; ++lane) sum += v[lane];
+  return sum;
+}
+
+template <typename A>
+JAXOPS_ALWAYS_INLINE Int<A> LaneNumbers() {
+  Int<A> lane;
+  for (int i = 0; i < kLanes<A>; ++i) lane[i] = i;
+  return lane;
+}
+
+// Up to so many classes the lanes of a vector are rows, beyond it they are classes of one row. The
+// latter spends about as much on reducing a vector to a number, and on what of a row fills none, as
+// the former does on so many classes that change places.
+constexpr int kMostAcross = 64;
+
+// Groups that are evaluated one after the other. What one group needs is a long chain of
+// operations; those of several overlap.
+constexpr int kMostGroups = 8;
+
+// The rows of some groups: `by_class` has each group on its own, the rows of a class side by side.
+template <typename A>
+struct Tile {
+  static constexpr int kSize = kMostAcross * kLanes<A>;
+  alignas(kVectorBytes) A by_row[kSize];
+  alignas(kVectorBytes) A by_class[kSize];
+};
+
+// Reads `count` rows. What is missing in the last of the groups is zero.
+template <typename S, typename A>
+JAXOPS_ALWAYS_INLINE void LoadTile(const S* rows, int64_t count, int64_t classes, int64_t groups,
+                                   Tile<A>& tile) {
+  constexpr int kRows = kLanes<A>;
+  const int64_t size = count * classes;
+  int64_t i = 0;
+  for (; i + kLanes<A> <= size; i += kLanes<A>) Store(Load(rows + i), tile.by_row + i);
+  for (; i < groups * kRows * classes; i += kLanes<A>) {
+    Store(i < size ? LoadPartial(rows + i, size - i) : Vec<A>{}, tile.by_row + i);
   }
-  if (label >= i && label < i + kLanes<A>) z[label - i] = nothing;
-  return z;
-}
-
-// Stores what of a vector is inside a row.
-template <typename S>
-JAXOPS_ALWAYS_INLINE void StoreInside(Vec<Arithmetic<S>> v, S* row, int64_t i, int64_t classes) {
-  if (i + kLanes<Arithmetic<S>> <= classes) {
-    Store(v, row + i);
-  } else {
-    StorePartial(v, row + i, classes - i);
+  for (int64_t g = 0; g < groups; ++g) {
+    const A* from = tile.by_row + g * kRows * classes;
+    A* to = tile.by_class + g * kRows * classes;
+    for (int64_t c = 0; c < classes; ++c) {
+      for (int r = 0; r < kRows; ++r) to[c * kRows + r] = from[r * classes + c];
+    }
   }
 }
 
-template <typename S>
-JAXOPS_ALWAYS_INLINE Arithmetic<S> LoadOne(const S* from) {
-  return LoadPartial(from, 1)[0];
+// Writes `count` rows.
+template <typename S, typename A>
+JAXOPS_ALWAYS_INLINE void StoreTile(Tile<A>& tile, int64_t count, int64_t classes, int64_t groups,
+                                    S* rows) {
+  constexpr int kRows = kLanes<A>;
+  for (int64_t g = 0; g < groups; ++g) {
+    const A* from = tile.by_class + g * kRows * classes;
+    A* to = tile.by_row + g * kRows * classes;
+    for (int64_t c = 0; c < classes; ++c) {
+      for (int r = 0; r < kRows; ++r) to[r * classes + c] = from[c * kRows + r];
+    }
+  }
+  const int64_t size = count * classes;
+  for (int64_t i = 0; i < size; i += kLanes<A>)
+    StoreUpTo(Load(tile.by_row + i), rows + i, size - i);
+}
+
+// Reduces a group, and replaces its logits by the exponentials, with 0 for the labels.
+template <typename A>
+JAXOPS_ALWAYS_INLINE Group<A> Reduce(A* entries, int64_t classes, Int<A> label) {
+  using V = Vec<A>;
+  Group<A> group;
+  V most = V{} - Limits<A>::kMax;
+  A* const end = entries + classes * kLanes<A>;
+  Int<A> c = {};
+  for (A* entry = entries; entry < end; entry += kLanes<A>, c += 1) {
+    const V z = Load(entry);
+    const V other = label == c ? V{} - __builtin_inff() : z;
+    group.label = label == c ? z : group.label;
+    most = other > most ? other : most;
+    Store(other, entry);
+  }
+  group.largest = most > Limits<A>::kMax ? V{} + Limits<A>::kMax : most;
+  group.sums = V{};
+  for (A* entry = entries; entry < end; entry += kLanes<A>) {
+    const V e = Exp(Load(entry) - group.largest);
+    group.sums += e;
+    Store(e, entry);
+  }
+  return group;
 }
 
 template <typename S>
-void EvaluateRows(const Rows& args) {
+void EvaluateAcross(const Rows& args) {
   using A = Arithmetic<S>;
   using V = Vec<A>;
-  const A gamma = static_cast<A>(args.gamma);
-  constexpr A kMax = Limits<A>::kMax;
+  constexpr int kRows = kLanes<A>;
+  const int64_t classes = args.classes;
+  const int64_t size = classes * kRows;
+  const int64_t fit = classes == 0 ? kMostGroups : kMostAcross / classes;
+  const int64_t batch_rows = (fit < kMostGroups ? fit : kMostGroups) * kRows;
+  Tile<A> tile;
+  Group<A> batch[kMostGroups];
+  Int<A> labels[kMostGroups];
+  for (int64_t first = 0; first < args.rows; first += batch_rows) {
+    const int64_t rest = args.rows - first;
+    const int64_t count = rest < batch_rows ? rest : batch_rows;
+    const int64_t groups = (count + kRows - 1) / kRows;
+    LoadTile(static_cast<const S*>(args.logits) + first * classes, count, classes, groups, tile);
+    for (int64_t r = 0; r < groups * kRows; ++r) {
+      labels[r / kRows][r % kRows] = r < count ? args.labels[first + r] : -1;
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      batch[g] = Reduce(tile.by_class + g * size, classes, labels[g]);
+    }
+    V slopes[kMostGroups];
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t row = first + g * kRows;
+      const Focal<A> f = EvaluateGroup<A>(batch[g], args.power, static_cast<A>(args.gamma));
+      const Int<A> known = (labels[g] >= 0) & (labels[g] < static_cast<Lane<A>>(classes));
+      if (args.loss != nullptr) {
+        StoreUpTo(known ? f.loss : V{}, static_cast<A*>(args.loss) + row, args.rows - row);
+      }
+      if (args.gradient != nullptr) {
+        const A* cotangent = static_cast<const A*>(args.cotangent) + row;
+        slopes[g] = LoadUpTo(cotangent, args.rows - row) * f.slope;
+      }
+    }
+    if (args.gradient == nullptr) continue;
+    for (int64_t g = 0; g < groups; ++g) {
+      const Int<A> known = (labels[g] >= 0) & (labels[g] < static_cast<Lane<A>>(classes));
+      const V share = batch[g].sums == 0 ? V{} : slopes[g] / batch[g].sums;
+      A* entry = tile.by_class + g * size;
+      Int<A> c = {};
+      for (const A* end = entry + size; entry < end; entry += kRows, c += 1) {
+        const V gradient = labels[g] == c ? -slopes[g] : share * Load(entry);
+        Store(known ? gradient : V{}, entry);
+      }
+    }
+    StoreTile(tile, count, classes, groups, static_cast<S*>(args.gradient) + first * classes);
+  }
+}
+
+// The logits from `i` on, without that of the label: -inf there.
+template <typename S>
+JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadOthers(const S* row, int64_t i, int64_t label) {
+  using A = Arithmetic<S>;
+  const Vec<A> z = Load(row + i);
+  const int64_t place = label - i;
+  if (place < 0 || place >= kLanes<A>) return z;
+  return LaneNumbers<A>() == static_cast<Lane<A>>(place) ? Vec<A>{} - __builtin_inff() : z;
+}
+
+// Of rows of at least a vector. The last vector of a row ends with it and overlaps the one before.
+template <typename S>
+void EvaluateAlong(const Rows& args) {
+  using A = Arithmetic<S>;
+  using V = Vec<A>;
+  constexpr int kRows = kLanes<A>;
   // The exponentials of the gradient wait in its place where they lose nothing there.
   constexpr bool kKeep = __is_same(S, A);
-  for (int64_t first = 0; first < args.rows; first += kLanes<A>) {
-    const int64_t count = args.rows - first < kLanes<A> ? args.rows - first : kLanes<A>;
-    // Of each row, without its label: the largest logit, and the sum of exponentials beside it. The
-    // label trails the largest by lead_high + lead_low, exactly.
-    A largest[kLanes<A>];
-    V sums = V{} + A(1), lead_high = {}, lead_low = {};
-    for (int64_t r = 0; r < count; ++r) {
-      const int64_t label = args.labels[first + r];
-      largest[r] = 0;
+  const int64_t last = args.classes - kLanes<A>;
+  for (int64_t first = 0; first < args.rows; first += kRows) {
+    const int64_t count = args.rows - first < kRows ? args.rows - first : kRows;
+    A largest[kRows], sums[kRows], label_logits[kRows];
+    for (int64_t r = 0; r < kRows; ++r) {
+      largest[r] = label_logits[r] = 0;
+      sums[r] = 1;
+      const int64_t label = r < count ? args.labels[first + r] : -1;
       if (label < 0 || label >= args.classes) continue;
-      const S* row = static_cast<const S*>(args.logits) + (first + r) * args.classes;
-      V most = V{} - kMax;
-      for (int64_t i = 0; i < args.classes; i += kLanes<A>) {
-        const V z = LoadOthers(row, i, args.classes, label);
-        most = z > most ? z : most;
-      }
-      A top = most[0];
-      for (int lane = 1; lane < kLanes<A>; ++lane) top = most[lane] > top ? most[lane] : top;
-      top = top > kMax ? kMax : top;
+      const int64_t offset = (first + r) * args.classes;
+      const S* row = static_cast<const S*>(args.logits) + offset;
+      V most = V{} - Limits<A>::kMax;
+      const auto meet = [&](V z) { most = z > most ? z : most; };
+      for (int64_t i = 0; i < last; i += kLanes<A>) meet(LoadOthers(row, i, label));
+      meet(LoadOthers(row, last, label));
+      const A top = Largest<A>(most);
+      largest[r] = top > Limits<A>::kMax ? Limits<A>::kMax : top;
+
       V sum = {};
-      for (int64_t i = 0; i < args.classes; i += kLanes<A>) {
-        const V e = Exp(LoadOthers(row, i, args.classes, label) - top);
-        sum += e;
-        if (kKeep && args.gradient != nullptr) {
-          StoreInside(e, static_cast<S*>(args.gradient) + (first + r) * args.classes, i,
-                      args.classes);
+      const auto exponentials = [&](int64_t i) {
+        const V e = Exp(LoadOthers(row, i, label) - largest[r]);
+        if constexpr (kKeep) {
+          if (args.gradient != nullptr) Store(e, static_cast<S*>(args.gradient) + offset + i);
         }
-      }
-      A total = 0;
-      for (int lane = 0; lane < kLanes<A>; ++lane) total += sum[lane];
-      const A z = LoadOne(row + label);
-      const A lead = top - z;
-      const A back = top - lead;
-      largest[r] = top;
-      sums[r] = total;
-      lead_high[r] = lead;
-      // Infinite logits have no remainder.
-      const A rest = (top - (lead + back)) + (back - z);
-      lead_low[r] = lead - lead == 0 ? rest : A(0);
+        return e;
+      };
+      int64_t i = 0;
+      for (; i < last; i += kLanes<A>) sum += exponentials(i);
+      const Int<A> is_new = LaneNumbers<A>() >= static_cast<Lane<A>>(i - last);
+      sum += is_new ? exponentials(last) : V{};
+      sums[r] = Sum<A>(sum);
+      label_logits[r] = LoadPartial(row + label, 1)[0];
     }
 
-    V log_high, log_low;
-    Log(sums < Limits<A>::kTiny ? V{} + Limits<A>::kTiny : sums, log_high, log_low);
-    const V low = lead_low + log_high;
-    const V x = lead_high + low;
-    const Int<A> leads = x >= 0;
-    const V shrunk = Exp(-Abs(lead_high));
-    const V e = leads ? (lead_high >= 0 ? shrunk : A(1) / shrunk) * (A(1) - lead_low) / sums
-                      : shrunk * (A(1) + lead_low) * sums;
-    const Focal<A> f = Evaluate<A>(e, leads, leads ? x : V{}, leads ? V{} : lead_high,
-                                   leads ? V{} : low, args.power, gamma);
+    const Group<A> group = {Load(largest), Load(sums), Load(label_logits)};
+    const Focal<A> f = EvaluateGroup<A>(group, args.power, static_cast<A>(args.gamma));
     for (int64_t r = 0; r < count; ++r) {
       const int64_t label = args.labels[first + r];
       const bool known = label >= 0 && label < args.classes;
       if (args.loss != nullptr) static_cast<A*>(args.loss)[first + r] = known ? f.loss[r] : A(0);
       if (args.gradient == nullptr) continue;
-      S* to = static_cast<S*>(args.gradient) + (first + r) * args.classes;
+      const int64_t offset = (first + r) * args.classes;
+      S* to = static_cast<S*>(args.gradient) + offset;
       if (!known) {
         __builtin_memset(to, 0, args.classes * sizeof(S));
         continue;
       }
-      const S* row = static_cast<const S*>(args.logits) + (first + r) * args.classes;
+      const S* row = static_cast<const S*>(args.logits) + offset;
       const A slope = static_cast<const A*>(args.cotangent)[first + r] * f.slope[r];
       const A share = sums[r] == 0 ? A(0) : slope / sums[r];
-      for (int64_t i = 0; i < args.classes; i += kLanes<A>) {
-        V e;
-        if constexpr (kKeep) {
-          e = i + kLanes<A> <= args.classes ? Load(to + i) : LoadPartial(to + i, args.classes - i);
-        } else {
-          e = Exp(LoadOthers(row, i, args.classes, label) - largest[r]);
-        }
-        StoreInside(share * e, to, i, args.classes);
-      }
+      const auto gradients = [&](int64_t i) {
+        if constexpr (kKeep) return share * Load(to + i);
+        return share * Exp(LoadOthers(row, i, label) - largest[r]);
+      };
+      const V end = gradients(last);  // before what it overlaps is written
+      for (int64_t i = 0; i < last; i += kLanes<A>) Store(gradients(i), to + i);
+      Store(end, to + last);
       StorePartial(V{} - slope, to + label, 1);
     }
   }
 }
+
+// --- by dtype ------------------------------------------------------------------------------------
 
 template <typename S>
 S StorageOf(const S*);
@@ -333,8 +475,10 @@ void RunElements(const Elements& args) {
 }
 
 void RunRows(const Rows& args) {
-  WithStorage(args.dtype, nullptr, 0,
-              [&](auto storage) { EvaluateRows<decltype(StorageOf(storage))>(args); });
+  WithStorage(args.dtype, nullptr, 0, [&](auto storage) {
+    using S = decltype(StorageOf(storage));
+    args.classes <= kMostAcross ? EvaluateAcross<S>(args) : EvaluateAlong<S>(args);
+  });
 }
 
 void RunWiden(const Widened& args) {

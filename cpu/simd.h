@@ -220,6 +220,17 @@ JAXOPS_ALWAYS_INLINE void StorePartial(Vec<Arithmetic<S>> v, S* to, int64_t coun
   __builtin_memcpy(to, lanes, count * sizeof(S));
 }
 
+// The same where `count` may be more than there are lanes.
+template <typename S>
+JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadUpTo(const S* from, int64_t count) {
+  return count < kLanes<Arithmetic<S>> ? LoadPartial(from, count) : Load(from);
+}
+
+template <typename S>
+JAXOPS_ALWAYS_INLINE void StoreUpTo(Vec<Arithmetic<S>> v, S* to, int64_t count) {
+  count < kLanes<Arithmetic<S>> ? StorePartial(v, to, count) : Store(v, to);
+}
+
 // Keeps the first `count` lanes and clears the others, whatever they hold.
 template <typename A>
 JAXOPS_ALWAYS_INLINE Vec<A> KeepLanes(Vec<A> v, int64_t count) {
@@ -228,6 +239,23 @@ JAXOPS_ALWAYS_INLINE Vec<A> KeepLanes(Vec<A> v, int64_t count) {
   for (int i = 0; i < kLanes<A>; ++i) lane[i] = i;
   const Int keep = lane < static_cast<decltype(lane[0] + 0)>(count);
   return BitCast<Vec<A>>(BitCast<Int>(v) & keep);
+}
+
+// 1 / i! for the terms r^i of exp(r).
+template <typename A>
+struct ExpSeries {
+  A of[Simd<A>::kExpDegree + 1];
+};
+
+template <typename A>
+constexpr ExpSeries<A> ExpCoefficients() {
+  ExpSeries<A> series = {};
+  double factorial = 1;
+  for (int i = 0; i <= Simd<A>::kExpDegree; ++i) {
+    series.of[i] = static_cast<A>(1 / factorial);
+    factorial *= i + 1;
+  }
+  return series;
 }
 
 template <typename V>
@@ -244,9 +272,10 @@ JAXOPS_ALWAYS_INLINE V Exp(V x) {
   const V exponent = shifted - kRounder;
   const Int power = BitCast<Int>(shifted) - BitCast<Int>(V{} + kRounder);
   const V r = (x - exponent * T::kLog2High) - exponent * T::kLog2Low;
-  V series = V{} + A(1);
+  constexpr auto kCoefficients = ExpCoefficients<A>();
+  V series = V{} + kCoefficients.of[T::kExpDegree];
 #pragma GCC unroll 16
-  for (int i = T::kExpDegree; i > 0; --i) series = A(1) + series * (r * (A(1) / A(i)));
+  for (int i = T::kExpDegree - 1; i >= 0; --i) series = kCoefficients.of[i] + series * r;
   // In two factors, because the power of two may be out of range where the result is not.
   const Int half = power >> 1;
   const V scale = BitCast<V>((half + T::kExponentBias) << T::kMantissaBits);
@@ -254,17 +283,38 @@ JAXOPS_ALWAYS_INLINE V Exp(V x) {
   return series * scale * rest;
 }
 
-// log(1 + x) for x in [0, 1], to two roundings of the result.
+// 2 atanh(s), the logarithm of (1 + s) / (1 - s), for s in [-1/3, 1/3].
 template <typename V>
-JAXOPS_ALWAYS_INLINE V Log1p(V x) {
-  using A = decltype(x[0] + 0);
-  // 2 atanh(s)
-  const V s = x / (x + A(2));
+JAXOPS_ALWAYS_INLINE V TwiceAtanh(V s) {
+  using A = decltype(s[0] + 0);
   const V square = s * s;
   V series = V{} + A(1) / A(2 * Simd<A>::kLogDegree + 1);
 #pragma GCC unroll 32
   for (int i = Simd<A>::kLogDegree - 1; i > 0; --i) series = A(1) / A(2 * i + 1) + square * series;
   return A(2) * (s + s * (square * series));
+}
+
+// log(1 + x) for x in [0, 1], to two roundings of the result.
+template <typename V>
+JAXOPS_ALWAYS_INLINE V Log1p(V x) {
+  using A = decltype(x[0] + 0);
+  return TwiceAtanh<V>(x / (x + A(2)));
+}
+
+// log(x) for x > 0 that is not subnormal, infinity and NaN among it.
+template <typename V>
+JAXOPS_ALWAYS_INLINE V Log(V x) {
+  using A = decltype(x[0] + 0);
+  using T = Simd<A>;
+  using Int = typename T::Int;
+  // x = fraction * 2^power with a fraction between 3/4 and 3/2.
+  const Int three_quarters = BitCast<Int>(V{} + A(0.75));
+  const Int power = (BitCast<Int>(x) - three_quarters) >> T::kMantissaBits;
+  const V fraction = BitCast<V>(BitCast<Int>(x) - (power << T::kMantissaBits));
+  const V exponent = __builtin_convertvector(power, V);
+  const V log = TwiceAtanh<V>((fraction - A(1)) / (fraction + A(1)));
+  const V sum = exponent * T::kLog2High + (exponent * T::kLog2Low + log);
+  return x - x == 0 ? sum : x;
 }
 
 // Rounds to a float so that rounding once more, to fewer bits, is as good as rounding once.

@@ -63,6 +63,7 @@ xf::Error DecodeConcatenate(Job& job, xf::RemainingArgs arrays, xf::Result<xf::A
   }
   const Rows whole(*y, inner);
   std::vector<Rows> inputs;
+  inputs.reserve(arrays.size());
   for (size_t i = 0; i < arrays.size(); ++i) {
     const xf::ErrorOr<xf::AnyBuffer> array = arrays.get<xf::AnyBuffer>(i);
     if (!array) return array.error();
@@ -101,6 +102,7 @@ xf::Error DecodeConcatenate(Job& job, xf::RemainingArgs arrays, xf::Result<xf::A
   }
 
   job.rows = whole.rows();
+  job.pieces.reserve(sizes.size());
   int64_t total = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     const int64_t source = sources[i];
@@ -134,6 +136,8 @@ xf::Error DecodeSplit(Job& job, xf::AnyBuffer x, xf::RemainingRets parts, int64_
   }
   const Rows whole(x, inner);
   job.rows = whole.rows();
+  job.pieces.reserve(sizes.size());
+  job.destinations.reserve(sizes.size());
   for (size_t i = 0; i < sizes.size(); ++i) {
     const xf::ErrorOr<xf::Result<xf::AnyBuffer>> result = parts.get<xf::AnyBuffer>(i);
     if (!result) return result.error();

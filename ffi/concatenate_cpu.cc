@@ -3,6 +3,7 @@
 #include "ffi/concatenate.h"
 #include "ffi/handlers_cpu.h"
 #include "ffi/thread_pool.h"
+#include "ffi/untouched_memory.h"
 
 namespace jaxops::ffi {
 namespace {
@@ -12,6 +13,9 @@ using concatenate::Integers;
 using concatenate::Job;
 
 xf::Error Run(xf::ThreadPool& pool, const Job& job) {
+  for (const auto& destination : job.destinations) {
+    ExpectWrites(destination.data, job.rows * destination.row_bytes);
+  }
   return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
     jaxops::concatenate::cpu::RunMove(job, parallel_for);
   });

@@ -3,6 +3,7 @@
 #include "ffi/focal_loss.h"
 #include "ffi/handlers_cpu.h"
 #include "ffi/thread_pool.h"
+#include "ffi/untouched_memory.h"
 
 namespace jaxops::ffi {
 namespace {
@@ -17,6 +18,8 @@ xf::Error Run(xf::ThreadPool& pool, const focal_loss::SigmoidAttributes& attribu
               const SigmoidBuffers& buffers) {
   focal_loss::Sigmoid call;
   if (xf::Error error = Decode(call, attributes, buffers); error.failure()) return error;
+  if (buffers.loss != nullptr) ExpectWrites(*buffers.loss);
+  if (buffers.gradient != nullptr) ExpectWrites(*buffers.gradient);
   return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
     jaxops::focal_loss::cpu::RunSigmoid(call, parallel_for);
   });
@@ -67,6 +70,7 @@ xf::Error RunSoftmax(xf::ThreadPool& pool, int64_t rows, int32_t power, xf::AnyB
   focal_loss::Softmax call;
   xf::Error error = Decode(call, rows, power, logits, labels, gamma, cotangent, result);
   if (error.failure()) return error;
+  ExpectWrites(result);
   return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
     jaxops::focal_loss::cpu::RunSoftmax(call, parallel_for);
   });

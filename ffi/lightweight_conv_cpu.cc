@@ -3,6 +3,7 @@
 #include "ffi/handlers_cpu.h"
 #include "ffi/lightweight_conv.h"
 #include "ffi/thread_pool.h"
+#include "ffi/untouched_memory.h"
 
 namespace jaxops::ffi {
 namespace {
@@ -20,6 +21,7 @@ xf::Error RunForward(xf::ThreadPool pool, xf::AnyBuffer x, xf::AnyBuffer weight,
   if (xf::Error error = Decode(forward, attributes, x, weight, bias, y); error.failure()) {
     return error;
   }
+  ExpectWrites(*y);
   return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
     jaxops::lightweight_conv::cpu::RunForward(forward, parallel_for);
   });
@@ -29,6 +31,7 @@ xf::Error RunSums(xf::ThreadPool pool, const BackwardBuffers& buffers,
                   const Attributes& attributes) {
   lightweight_conv::Backward backward;
   if (xf::Error error = Decode(backward, attributes, buffers); error.failure()) return error;
+  if (buffers.dx != nullptr) ExpectWrites(*buffers.dx);
   return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
     jaxops::lightweight_conv::cpu::RunBackward(backward, parallel_for);
   });

@@ -254,6 +254,21 @@ def test_many_arrays(platform, count, axis):
     check_split(platform, joined(arrays, axis), sizes, axis)
 
 
+@pytest.mark.parametrize("rows", [1, 130, 700])
+@pytest.mark.parametrize(
+    "sizes", [[7] * 40, [3] * 33 + [5] * 600 + [1, 9] + [64] * 35, [2] * 31 + [4] * 520 + [65] * 40]
+)
+def test_many_arrays_of_one_narrow_width(platform, sizes, rows):
+    """Those that the host copies row by row, beside others."""
+    rng = np.random.default_rng(rows)
+    arrays = [arbitrary(rng, (rows, n), "uint8") for n in sizes]
+    check(platform, arrays, 1)
+    check(platform, arrays, 1, [n - 1 for n in sizes], sum(sizes))
+    whole = joined(arrays, 1)
+    check_split(platform, whole, sizes, 1)
+    check_split(platform, whole, sizes, 1, [n + 1 for n in sizes])
+
+
 def test_more_arrays_than_a_launch_takes(platform):
     arrays = [np.full((2, 1 + i % 3), i, np.int16) for i in range(1200)]
     check(platform, arrays, 1)

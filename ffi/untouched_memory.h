@@ -1,0 +1,43 @@
+// Results in memory that the process has not touched yet.
+#ifndef JAXOPS_FFI_UNTOUCHED_MEMORY_H_
+#define JAXOPS_FFI_UNTOUCHED_MEMORY_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace jaxops::ffi {
+
+// XLA allocates large results anew for every call, and then most of the time of a handler that only
+// moves memory is the kernel's: it maps a page at each first write. Huge pages make that a few
+// hundred times rarer, where the system gives them to those who ask.
+inline void ExpectWrites(void* data, size_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kHugePage = 2 << 20;
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (address + bytes) / kHugePage * kHugePage;
+  if (begin >= end) return;
+  // Memory that was in use before has its pages. Of a block that the allocator has grown, the end
+  // is what it got last.
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  unsigned char is_mapped = 1;
+  mincore(reinterpret_cast<void*>(end - page), page, &is_mapped);
+  if (is_mapped & 1) return;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+inline void ExpectWrites(xla::ffi::AnyBuffer result) {
+  ExpectWrites(result.untyped_data(), result.size_bytes());
+}
+
+}  // namespace jaxops::ffi
+
+#endif  // JAXOPS_FFI_UNTOUCHED_MEMORY_H_
