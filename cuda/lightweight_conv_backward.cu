@@ -501,13 +501,13 @@ class StagedTaps {
     }
   }
 
-  __device__ __forceinline__ void Read(Acc (&taps)[kTaps], int row) const {
+  __device__ __forceinline__ void Read(Acc (&taps)[kTaps][1], int row) const {
     constexpr int kPack = 16 / sizeof(Acc);
 #pragma unroll
     for (int j = 0; j < kTaps; j += kPack) {
       const auto pack = LoadPack<kPack>(taps_ + row * kTaps + j);
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) taps[j + e] = pack.values[e];
+      for (int e = 0; e < kPack; ++e) taps[j + e][0] = pack.values[e];
     }
   }
 
@@ -563,7 +563,12 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
   };
   for (int stage = 0; stage < Ring::kStages - 1; ++stage) fetch(stage);
 
-  if (wants_dx) {
+  Acc weight[kTaps][1] = {};
+  Acc dweight[kTaps][1] = {};
+  Acc dbias[1][1] = {};
+  if constexpr (kTaps <= kShortTaps) {
+    if (wants_dx && time > 0) p.ReadWeights(weight, share.kept, channel);
+  } else if (wants_dx) {
     WithElements(p.call.weight, p.call.weight_dtype, [&](const auto* weights) {
       const auto* filters = weights + p.call.kept.Offset(share.kept, Backward::kWeight);
       staged.Stage(p.nct, first_channel, p.channels, taps, [&](int channel, int j) {
@@ -573,10 +578,6 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
     });
     __syncthreads();
   }
-  Acc weight[kTaps] = {};
-  Acc dweight[kTaps][1] = {};
-  Acc dbias[1][1] = {};
-  if (wants_dx) staged.Read(weight, tile_row);
   int stage = 0;
 #pragma unroll 1
   for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
@@ -600,7 +601,7 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
       Acc sums[kCount] = {};
       taps.ForEach<kTaps>([&](int j) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) sums[i] += weight[j] * window[i + j];
+        for (int i = 0; i < kCount; ++i) sums[i] += weight[j][0] * window[i + j];
       });
       WriteRun<T, kCount, kShift != kUnaligned>(item.At(p, arrays.dx, Backward::kDx) + row, sums, t,
                                                 time);
