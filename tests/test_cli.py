@@ -208,9 +208,12 @@ def test_a_seed_decides_everything():
     def run(seed):
         return char_lm.run(config, 2, seed, lambda *_: None)
 
-    first = run(0)
-    assert run(0) == first
-    assert run(1).model_bits != first.model_bits
+    first, second = run(0), run(0)
+    # Each run is compiled anew, and on GPUs XLA picks its matrix products by timing them.
+    assert second.model_bits == pytest.approx(first.model_bits, rel=1e-5)
+    if jax.default_backend() == "cpu":
+        assert second == first
+    assert run(1).model_bits != pytest.approx(first.model_bits, rel=1e-4)
 
 
 # --- demo ----------------------------------------------------------------------------------------
