@@ -17,6 +17,10 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SplitCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearBackwardCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearFeatureGradCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearInterpolateCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearPointGradCpu);
 
 }  // namespace jaxops::ffi
 

@@ -17,6 +17,10 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SplitCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearBackwardCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearFeatureGradCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearInterpolateCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearPointGradCuda);
 
 }  // namespace jaxops::ffi
 

@@ -22,6 +22,10 @@ nanobind::dict Registrations() {
       Encapsulate(SigmoidFocalLossValueAndGradientCpu);
   handlers["jaxops_softmax_focal_loss"] = Encapsulate(SoftmaxFocalLossCpu);
   handlers["jaxops_softmax_focal_loss_gradient"] = Encapsulate(SoftmaxFocalLossGradientCpu);
+  handlers["jaxops_trilinear_interpolate"] = Encapsulate(TrilinearInterpolateCpu);
+  handlers["jaxops_trilinear_feature_grad"] = Encapsulate(TrilinearFeatureGradCpu);
+  handlers["jaxops_trilinear_point_grad"] = Encapsulate(TrilinearPointGradCpu);
+  handlers["jaxops_trilinear_backward"] = Encapsulate(TrilinearBackwardCpu);
   return handlers;
 }
 

@@ -6,6 +6,7 @@ from jaxops._core import native as _native
 from jaxops.concatenate import concatenate, split
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
 from jaxops.lightweight_conv import lightweight_conv
+from jaxops.trilinear import trilinear_interpolate
 
 __version__ = _version("jaxops")
 
@@ -22,4 +23,5 @@ __all__ = [
     "sigmoid_focal_loss",
     "softmax_focal_loss",
     "split",
+    "trilinear_interpolate",
 ]
