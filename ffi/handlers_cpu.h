@@ -7,6 +7,10 @@
 namespace jaxops::ffi {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ConcatenateCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleBackwardCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSamplePointGradCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleVolumeGradCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCpu);

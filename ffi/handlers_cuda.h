@@ -7,6 +7,10 @@
 namespace jaxops::ffi {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ConcatenateCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleBackwardCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSamplePointGradCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleVolumeGradCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCuda);

@@ -12,6 +12,10 @@ nanobind::dict Registrations() {
   nanobind::dict handlers;
   handlers["jaxops_concatenate"] = Encapsulate(ConcatenateCpu);
   handlers["jaxops_split"] = Encapsulate(SplitCpu);
+  handlers["jaxops_grid_sample"] = Encapsulate(GridSampleCpu);
+  handlers["jaxops_grid_sample_volume_grad"] = Encapsulate(GridSampleVolumeGradCpu);
+  handlers["jaxops_grid_sample_point_grad"] = Encapsulate(GridSamplePointGradCpu);
+  handlers["jaxops_grid_sample_backward"] = Encapsulate(GridSampleBackwardCpu);
   handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCpu);
   handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCpu);
   handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCpu);

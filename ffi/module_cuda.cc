@@ -11,6 +11,10 @@ nanobind::dict Registrations() {
   nanobind::dict handlers;
   handlers["jaxops_concatenate"] = Encapsulate(ConcatenateCuda);
   handlers["jaxops_split"] = Encapsulate(SplitCuda);
+  handlers["jaxops_grid_sample"] = Encapsulate(GridSampleCuda);
+  handlers["jaxops_grid_sample_volume_grad"] = Encapsulate(GridSampleVolumeGradCuda);
+  handlers["jaxops_grid_sample_point_grad"] = Encapsulate(GridSamplePointGradCuda);
+  handlers["jaxops_grid_sample_backward"] = Encapsulate(GridSampleBackwardCuda);
   handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCuda);
   handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCuda);
   handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCuda);

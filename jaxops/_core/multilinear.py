@@ -56,8 +56,8 @@ class Family:
       values_name: what the gradient by the values is called.
       sums_batches: whether the kernels sum the values' gradient over batch dimensions that the
         values do not have.
-      scratch: work space of the CUDA gradients by the values, called with points, the cotangent
-        and the primitive's parameters.
+      scratch: work space of the CUDA gradients by the values, called with the batch shape, points,
+        the cotangent, options and which batch dimensions are summed.
     """
 
     def __init__(
@@ -93,7 +93,9 @@ class Family:
             ),
             dtypes=lambda points, g, *_, **__: [g.dtype],
             reference=self._values_grad_reference,
-            scratch=lambda points, g, *_, **params: scratch(points, g, **params),
+            scratch=lambda points, g, *along, options, order, summed: scratch(
+                _batch_shape(options, None, points, g, along), points, g, options, summed
+            ),
             summed_outputs=(0,),
             **handled,
         )
@@ -115,7 +117,9 @@ class Family:
             ),
             dtypes=lambda values, points, *_, **__: [values.dtype, points.dtype],
             reference=self._backward_reference,
-            scratch=lambda values, points, g, *_, **params: scratch(points, g, **params),
+            scratch=lambda values, points, g, *along, options, order, summed: scratch(
+                _batch_shape(options, values, points, g, along), points, g, options, summed
+            ),
             summed_outputs=(0,),
             **handled,
         )
@@ -180,10 +184,7 @@ class Family:
     def _backward_reference(self, values, points, g, *along, options, order, summed):
         # The gradient by values has every batch dimension that is not summed, those of the values
         # too.
-        batch = np.broadcast_shapes(
-            values.shape[: values.ndim - _rank(options.values)],
-            g.shape[: g.ndim - _rank(options.result)],
-        )
+        batch = _batch_shape(options, values, points, g, along)
         g = jnp.broadcast_to(g, (*batch, *g.shape[g.ndim - _rank(options.result) :]))
         params = {"options": options, "order": order}
         return [
@@ -198,9 +199,7 @@ class Family:
         return [sum(terms)]
 
     def _backward_unfused(self, values, points, g, *along, options, order, summed):
-        batch = np.broadcast_shapes(
-            *(x.shape[: x.ndim - _rank(t)] for x, t in _with_terms(options, values, points, g))
-        )
+        batch = _batch_shape(options, values, points, g, along)
         g = jnp.broadcast_to(g, (*batch, *g.shape[g.ndim - _rank(options.result) :]))
         (dvalues,) = self._values_grad(
             points, g, *along, options=options, order=order, summed=summed
@@ -394,8 +393,8 @@ class Family:
         params = {"options": options, "order": order}
         if used[1]:
             return self._points_grad, tuple(range(3 + len(along))), params
-        batches = [x.shape[: x.ndim - _rank(t)] for x, t in _with_terms(options, values, points, g)]
-        if np.broadcast_shapes(*batches) != np.broadcast_shapes(*batches[1:]):
+        without_values = _batch_shape(options, None, points, g, along)
+        if without_values != _batch_shape(options, values, points, g, along):
             return None  # only the values know all batch dimensions
         return self._values_grad, tuple(range(1, 3 + len(along))), {**params, "summed": summed}
 
@@ -408,21 +407,29 @@ def _rank(term: str) -> int:
     return len(term.split())
 
 
-def _with_terms(options, values, points, g):
-    return zip((values, points, g), (options.values, options.points, options.result), strict=True)
+def _batch_dims(options, values, points, g, along):
+    """Those of the operands that are there, each with the number of its batch dimensions."""
+    terms = [options.values, options.points, options.result, *(options.points for _ in along)]
+    operands = [values, points, g, *along]
+    return [(x, x.ndim - _rank(t)) for x, t in zip(operands, terms, strict=True) if x is not None]
+
+
+def _batch_shape(options, values, points, g, along):
+    dims = _batch_dims(options, values, points, g, along)
+    return np.broadcast_shapes(*(x.shape[:rank] for x, rank in dims))
 
 
 def _widen(options, values, points, g, along):
     """The operands in the dtype of the arithmetic and with all of the batch dimensions."""
-    terms = [options.values, options.points, options.result, *(options.points for _ in along)]
-    arrays = [values, points, g, *along]
-    present = [(x, x.ndim - _rank(t)) for x, t in zip(arrays, terms, strict=True) if x is not None]
+    present = _batch_dims(options, values, points, g, along)
     batch = np.broadcast_shapes(*(x.shape[:rank] for x, rank in present))
     dtype = jnp.result_type(jnp.float32, *(x.dtype for x, _ in present))
     wide = iter(
         [jnp.broadcast_to(x.astype(dtype), (*batch, *x.shape[rank:])) for x, rank in present]
     )
-    values, points, g, *along = (None if x is None else next(wide) for x in arrays)
+    values, points, g, *along = (
+        None if x is None else next(wide) for x in (values, points, g, *along)
+    )
     return g, values, (points, *along)
 
 
