@@ -107,7 +107,7 @@ def torch_compiled(case):
 
 def cost(case: Case, direction: Direction) -> Cost:
     cells, features = case.shape
-    # Of a cell, in rows of features: eight of features or their gradient, one of value or cotangent.
+    # Rows of features of a cell: eight of corners or their gradient, one of value or cotangent.
     rows = {
         "forward": 8 + 1,
         "feature_grad": 1 + 8,
