@@ -38,7 +38,7 @@ CASES = [
 ]
 # fmt: on
 for points in (2**n for n in range(8, 23, 2)):
-    CASES += cases("scaling", (points, 8, 64, 64, 64), "float32", where="random")
+    CASES += cases("scaling", (points, 8, 16, 16, 16), "float32", where="random")
 
 DIRECTIONS = (
     Direction("forward", True, ()),

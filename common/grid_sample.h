@@ -23,12 +23,15 @@ namespace jaxops::grid_sample {
 
 inline constexpr int kMaxAxes = 3;
 
+// Entries of an axis: one more is still counted in 32 bits.
+inline constexpr int64_t kMaxSize = INT32_MAX - 1;
+
 enum class Method : int32_t { kLinear, kNearest };
 enum class Padding : int32_t { kZeros, kBorder, kReflection };
 
 struct Geometry {
   int axes;  // 2 or 3
-  int64_t sizes[kMaxAxes];
+  int32_t sizes[kMaxAxes];
   int64_t width;   // channels
   int64_t points;  // of a batch entry
   Method method;
@@ -82,7 +85,7 @@ JAXOPS_HOST_DEVICE_INLINE double Round(double x) { return rint(x); }
 // Where a coordinate is along an axis.
 template <typename A>
 struct Place {
-  int64_t entry;  // the lower of the two around it
+  int32_t entry;  // the lower of the two around it
   bool lower;     // whether each is there
   bool upper;
   multilinear::Axis<A> axis;
@@ -90,7 +93,7 @@ struct Place {
 
 // A coordinate that is not a number is far outside; the caller looks for it.
 template <typename A>
-JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int64_t size, const Geometry& geometry) {
+JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geometry) {
   const A n = static_cast<A>(size);
   const A last = n - 1;
   A slope = geometry.align_corners ? last / 2 : n / 2;
@@ -117,14 +120,14 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int64_t size, const Geometry& geo
     }
   }
   if (geometry.method == Method::kNearest) {
-    const int64_t nearest = static_cast<int64_t>(Round(x));
+    const auto nearest = static_cast<int32_t>(Round(x));
     return {nearest, nearest >= 0 && nearest < size, false, {1, 0, 0}};
   }
-  int64_t entry = static_cast<int64_t>(Floor(x));
+  auto entry = static_cast<int32_t>(Floor(x));
   // The last entry belongs to the interval before it, where there is one.
   if (x == last && size > 1) --entry;
   const A fraction = x - static_cast<A>(entry);
-  return {entry, entry >= 0, entry + 1 < size, {1 - fraction, fraction, slope}};
+  return {entry, entry >= 0 && entry < size, entry + 1 < size, {1 - fraction, fraction, slope}};
 }
 
 }  // namespace jaxops::grid_sample

@@ -103,16 +103,17 @@ void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& pa
                    [&](int64_t a, int64_t b) { return gradient(a) < gradient(b); });
   const int64_t work =
       static_cast<int64_t>(entries.size()) / call.gradients * geometry.points * Cost(geometry);
+  const int64_t length = geometry.sizes[0];
   const int64_t slabs =
-      std::clamp<int64_t>((work + size) / (4 * kTask), 1, std::min(kMaxSlabs, geometry.sizes[0]));
-  const int64_t thickness = CeilDiv(geometry.sizes[0], slabs);
-  const int64_t slice = size / geometry.sizes[0];
+      std::clamp<int64_t>((work + size) / (4 * kTask), 1, std::min(kMaxSlabs, length));
+  const int64_t thickness = CeilDiv(length, slabs);
+  const int64_t slice = size / length;
   const bool narrow = SizeOf(call.dtype) == 2;
   Run(call.gradients * slabs, parallel_for, [&](int64_t i) {
     const int64_t which = i / slabs;
     Scatter scatter = {};
-    scatter.begin = std::min(geometry.sizes[0], i % slabs * thickness);
-    scatter.end = std::min(geometry.sizes[0], scatter.begin + thickness);
+    scatter.begin = std::min(length, i % slabs * thickness);
+    scatter.end = std::min(length, scatter.begin + thickness);
     const int64_t count = (scatter.end - scatter.begin) * slice;
     if (count == 0) return;
     void* to = At(call.dvolume, which * size + scatter.begin * slice, call.dtype);

@@ -21,6 +21,7 @@ using jaxops::cuda::Launch;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::Pack;
+using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
 template <typename T, int kCount, int kAxes>
@@ -58,8 +59,7 @@ __global__ void __launch_bounds__(kThreads) Sample(const __grid_constant__ Param
   Pack<T, kCount> out;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
-  *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(call.out) +
-                                      static_cast<int64_t>(index) * call.geometry.width + f) = out;
+  StorePack(static_cast<T*>(call.out) + static_cast<int64_t>(index) * call.geometry.width + f, out);
 }
 
 // Adds to neighbouring sums, four at a time where the device can.
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads)
     Pack<T, kCount> out;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) out.values[e] = Narrow<T>(values.values[e]);
-    *reinterpret_cast<Pack<T, kCount>*>(to + i) = out;
+    StorePack(to + i, out);
   } else {
     for (int64_t e = i; e < params.count; ++e) to[e] = Narrow<T>(params.from[e]);
   }

@@ -49,7 +49,7 @@ struct Stencil {
   int64_t point;  // within the batch entry
   multilinear::Axis<A> axes[kAxes];
   A terms[kCorners];
-  int64_t places[kAxes];  // of the lower entries
+  int32_t places[kAxes];  // of the lower entries
   int64_t low;            // the offset of the lowest entry, which need not be there
   unsigned lower = 0;     // which axes have their lower entry, and their upper one
   unsigned upper = 0;

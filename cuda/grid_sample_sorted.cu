@@ -24,6 +24,7 @@ using jaxops::cuda::Launch;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::Pack;
+using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
 // Points of a chunk; jaxops/grid_sample.py knows it too.
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) MakeKeys(const __grid_constant__ Sor
     key = call.batch.Offset(stencil.entry, Call::kGradient) / params.gradient;
 #pragma unroll
     for (int a = 0; a < kAxes; ++a) {
-      key = key * (call.geometry.sizes[a] + 1) + (stencil.places[a] + 1);
+      key = key * (static_cast<uint64_t>(call.geometry.sizes[a]) + 1) + (stencil.places[a] + 1);
     }
   }
   params.keys[index] = key;
@@ -177,8 +178,7 @@ __global__ void __launch_bounds__(kThreads)
   Pack<T, kCount> out;
 #pragma unroll
   for (int e = 0; e < kCount; ++e) out.values[e] = Narrow<T>(sums[e]);
-  *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(call.dvolume) +
-                                      static_cast<int64_t>(row) * width + f) = out;
+  StorePack(static_cast<T*>(call.dvolume) + static_cast<int64_t>(row) * width + f, out);
 }
 
 // Pieces of the work space, aligned, one after the other.

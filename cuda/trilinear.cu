@@ -30,11 +30,16 @@ using jaxops::cuda::Launch;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::Pack;
+using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 using multilinear::Axis;
 
 constexpr int kThreads = 256;
-constexpr int kVectorBlocks = 3;  // a multiprocessor has at least: leaves registers for the loads
+
+// What a multiprocessor has at least, of the kernels of vectors that read features: leaves
+// registers for all of a thread's loads.
+template <typename T, bool kWrites>
+constexpr int kBlocksOf = kWrites || sizeof(T) == 8 ? 2 : 3;
 constexpr int kPackBytes = 16;
 constexpr int kSectorBytes = 32;
 constexpr int kBankLineBytes = 128;
@@ -101,7 +106,7 @@ struct VectorParams {
 };
 
 template <typename T, int kCount>
-__global__ void __launch_bounds__(kThreads, kVectorBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocksOf<T, false>)
     InterpolateVectors(const __grid_constant__ VectorParams params) {
   using A = Accumulator<T>;
   uint64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -123,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kVectorBlocks)
     for (int c = 1; c < kCorners; ++c) sum += weights[c] * Widen(corners[c].values[i]);
     out.values[i] = Narrow<T>(sum);
   }
-  *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(call.out) + cell * call.width + f) = out;
+  StorePack(static_cast<T*>(call.out) + cell * call.width + f, out);
 }
 
 template <typename T, int kCount>
@@ -144,13 +149,13 @@ __global__ void __launch_bounds__(kThreads)
     Pack<T, kCount> out;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
-    *reinterpret_cast<Pack<T, kCount>*>(to + c * call.width) = out;
+    StorePack(to + c * call.width, out);
   }
 }
 
 // The gradient by the point, and by the features if kFeatures.
 template <typename T, int kCount, bool kFeatures>
-__global__ void __launch_bounds__(kThreads, kFeatures ? 2 : kVectorBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocksOf<T, kFeatures>)
     BackwardVectors(const __grid_constant__ VectorParams params) {
   using A = Accumulator<T>;
   const Call& call = params.call;
@@ -185,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, kFeatures ? 2 : kVectorBlocks)
         Pack<T, kCount> out;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
-        if (real) *reinterpret_cast<Pack<T, kCount>*>(to + c * call.width) = out;
+        if (real) StorePack(to + c * call.width, out);
       }
     }
 #pragma unroll
@@ -296,8 +301,7 @@ struct Tile {
     constexpr int kCount = kPackBytes / sizeof(T);
     const int width = params.width.divisor();
     const int pieces = cells * params.pieces.divisor();
-    auto* to = reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.call.dfeatures) +
-                                                  first * kCorners * width);
+    T* to = static_cast<T*>(params.call.dfeatures) + first * kCorners * width;
     for (int i = threadIdx.x; i < pieces; i += kThreads) {
       uint32_t cell = i;
       uint32_t corner = params.pieces.Peel(cell) * kCount;
@@ -315,7 +319,7 @@ struct Tile {
           factor = *weight;
         }
       }
-      to[i] = out;
+      StorePack(to + i * kCount, out);
     }
   }
 };
@@ -332,8 +336,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const int width = params.width.divisor();
   const int vectors = tile.cells * width / kCount;
-  auto* to =
-      reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.call.out) + tile.first * width);
+  T* to = static_cast<T*>(params.call.out) + tile.first * width;
   for (int i = threadIdx.x; i < vectors; i += kThreads) {
     uint32_t cell = i * kCount;
     const int f = params.width.Peel(cell);
@@ -351,7 +354,7 @@ __global__ void __launch_bounds__(kThreads)
     Pack<T, kCount> out;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) out.values[e] = Narrow<T>(sums[e]);
-    to[i] = out;
+    StorePack(to + i * kCount, out);
   }
 }
 

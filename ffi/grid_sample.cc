@@ -8,6 +8,7 @@ namespace {
 namespace xf = xla::ffi;
 using jaxops::grid_sample::Geometry;
 using jaxops::grid_sample::kMaxAxes;
+using jaxops::grid_sample::kMaxSize;
 using jaxops::grid_sample::Method;
 using jaxops::grid_sample::Padding;
 
@@ -61,7 +62,12 @@ xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffer
   if (volume.dimensions().size() != rank + geometry.axes + 1) {
     return Misfit("volume", points, volume);
   }
-  for (int a = 0; a < geometry.axes; ++a) geometry.sizes[a] = volume.dimensions()[rank + a];
+  for (int a = 0; a < geometry.axes; ++a) {
+    const int64_t size = volume.dimensions()[rank + a];
+    if (size > kMaxSize)
+      return InvalidArgument(kName, ": an axis has at most ", kMaxSize, " entries");
+    geometry.sizes[a] = static_cast<int32_t>(size);
+  }
   geometry.width = volume.dimensions().back();
   geometry.points = 1;
   for (size_t i = 0; i < point_rank; ++i) geometry.points *= points.dimensions()[rank + i];
