@@ -24,42 +24,119 @@ using jaxops::cuda::Pack;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
+// What the lane that reads a row of channels is told of its point.
+template <typename A, int kAxes>
+struct Corners {
+  static constexpr int kCorners = 1 << kAxes;
+
+  int64_t low;     // the offset of the lowest entry, which need not be there
+  unsigned there;  // a bit for each corner
+  bool lost;
+  A weights[kCorners];
+
+  __device__ __forceinline__ bool IsThere(int corner) const { return there >> corner & 1; }
+
+  __device__ __forceinline__ int64_t OffsetOf(int corner, const Params& params) const {
+    int64_t offset = low;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) {
+      if (corner & multilinear::BitOf<kAxes>(a)) offset += params.strides[a];
+    }
+    return offset;
+  }
+};
+
+// A warp finds the entries around 32 points, a lane for each, and then goes through their rows of
+// channels together: calls step(point, f, corners) for every kCount channels from f on of every
+// point. `operand` says which batch strides the entries' offsets have: those of the volume or of
+// its gradient.
+template <typename A, int kCount, int kAxes, typename Step>
+__device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand operand,
+                                           Step&& step) {
+  constexpr unsigned kWarp = 0xffffffff;
+  constexpr int kCorners = 1 << kAxes;
+  constexpr unsigned kLost = 1u << kCorners;
+  const Call& call = params.call;
+  const int lane = threadIdx.x % 32;
+  uint64_t group = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
+  const auto split = static_cast<uint32_t>(params.by_split.Peel(group));
+  const int64_t first = static_cast<int64_t>(group) * 32;
+  if (first >= params.points) return;
+  // Lanes beyond the last point have company to shuffle with and nothing to do.
+  Stencil<A, kAxes> own(params, min(first + lane, params.points - 1));
+  const int64_t own_low = own.low + call.batch.Offset(own.entry, operand);
+  unsigned own_there = own.lost ? kLost : 0;
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) own_there |= own.IsThere(c) ? 1u << c : 0;
+  const bool plain = call.order == 0;
+  if (!plain) {
+    multilinear::TermsToWeights<kAxes>(own.axes, own.terms);
+    // With a direction that is not a number, weights of what is not there are not either.
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) own.terms[c] = own.IsThere(c) ? own.terms[c] : A(0);
+  }
+  const uint32_t rows = params.row.divisor();
+#pragma unroll 1
+  for (uint32_t round = split; round < rows; round += params.by_split.divisor()) {
+    uint32_t source = round * 32 + lane;
+    const int64_t f = int64_t{params.row.Peel(source)} * kCount;
+    Corners<A, kAxes> corners;
+    corners.low = __shfl_sync(kWarp, own_low, source);
+    const unsigned flags = __shfl_sync(kWarp, own_there, source);
+    corners.there = flags;
+    corners.lost = flags & kLost;
+    if (plain) {
+      multilinear::Axis<A> axes[kAxes];
+#pragma unroll
+      for (int a = 0; a < kAxes; ++a) {
+        axes[a].lower = __shfl_sync(kWarp, own.axes[a].lower, source);
+        axes[a].upper = __shfl_sync(kWarp, own.axes[a].upper, source);
+      }
+      multilinear::PlainWeights<kAxes>(axes, corners.weights);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) {
+        corners.weights[c] = __shfl_sync(kWarp, own.terms[c], source);
+      }
+    }
+    if (first + source < params.points) step(first + source, f, corners);
+  }
+}
+
 template <typename T, int kCount, int kAxes>
 __global__ void __launch_bounds__(kThreads) Sample(const __grid_constant__ Params params) {
   using A = Accumulator<T>;
   constexpr int kCorners = 1 << kAxes;
-  uint64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (index >= params.threads) return;
-  const int64_t f = static_cast<int64_t>(params.by_row.Peel(index)) * kCount;
   const Call& call = params.call;
-  Stencil<A, kAxes> stencil(params, index);
-  const T* volume =
-      static_cast<const T*>(call.volume) + call.batch.Offset(stencil.entry, Call::kVolume) + f;
-  Pack<T, kCount> values[kCorners];
+  const bool marks = call.geometry.method == Method::kLinear;
+  ForEachRow<A, kCount, kAxes>(
+      params, Call::kVolume, [&](int64_t point, int64_t f, const Corners<A, kAxes>& corners) {
+        const T* volume = static_cast<const T*>(call.volume) + f;
+        Pack<T, kCount> values[kCorners];
 #pragma unroll
-  for (int c = 0; c < kCorners; ++c) {
-    if (stencil.IsThere(c)) {
-      values[c] = LoadPack<kCount>(volume + stencil.OffsetOf(c, params));
-    } else {
-      values[c] = {};
-    }
-  }
-  stencil.MakeWeights(call);
-  // Weights of what is not there may be anything but a number.
-  const bool lost = stencil.lost && call.geometry.method == Method::kLinear;
-  A sums[kCount];
+        for (int c = 0; c < kCorners; ++c) {
+          if (corners.IsThere(c)) {
+            values[c] = LoadPack<kCount>(volume + corners.OffsetOf(c, params));
+          } else {
+            values[c] = {};
+          }
+        }
+        A sums[kCount];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sums[i] = lost ? static_cast<A>(nanf("")) : A(0);
+        for (int i = 0; i < kCount; ++i) {
+          sums[i] = corners.lost && marks ? static_cast<A>(nanf("")) : A(0);
+        }
 #pragma unroll
-  for (int c = 0; c < kCorners; ++c) {
-    const A weight = stencil.IsThere(c) ? stencil.terms[c] : A(0);
+        for (int c = 0; c < kCorners; ++c) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sums[i] += weight * Widen(values[c].values[i]);
-  }
-  Pack<T, kCount> out;
+          for (int i = 0; i < kCount; ++i)
+            sums[i] += corners.weights[c] * Widen(values[c].values[i]);
+        }
+        Pack<T, kCount> out;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
-  StorePack(static_cast<T*>(call.out) + static_cast<int64_t>(index) * call.geometry.width + f, out);
+        for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
+        StorePack(static_cast<T*>(call.out) + point * call.geometry.width + f, out);
+      });
 }
 
 // Adds to neighbouring sums, four at a time where the device can.
@@ -83,8 +160,33 @@ __device__ __forceinline__ void Add(A* to, const A (&values)[kCount]) {
   }
 }
 
-// Gradients by the volume and by the points.
-template <typename T, int kCount, int kAxes, bool kVolume, bool kPoints>
+template <typename T, int kCount, int kAxes>
+__global__ void __launch_bounds__(kThreads) VolumeGrad(const __grid_constant__ Params params) {
+  using A = Accumulator<T>;
+  constexpr int kCorners = 1 << kAxes;
+  const Call& call = params.call;
+  const int64_t width = call.geometry.width;
+  ForEachRow<A, kCount, kAxes>(
+      params, Call::kGradient, [&](int64_t point, int64_t f, const Corners<A, kAxes>& corners) {
+        uint64_t entry = point;
+        const auto within = static_cast<int64_t>(params.by_entry.Peel(entry));
+        const T* cotangent = static_cast<const T*>(call.cotangent) +
+                             call.batch.Offset(entry, Call::kCotangent) + within * width;
+        const auto g = LoadPack<kCount>(cotangent + f);
+        A* sums = static_cast<A*>(params.sums) + f;
+#pragma unroll
+        for (int c = 0; c < kCorners; ++c) {
+          if (!corners.IsThere(c)) continue;
+          A products[kCount];
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) products[i] = corners.weights[c] * Widen(g.values[i]);
+          Add<kCount>(sums + corners.OffsetOf(c, params), products);
+        }
+      });
+}
+
+// The gradient by the points, and by the volume if kVolume.
+template <typename T, int kCount, int kAxes, bool kVolume>
 __global__ void __launch_bounds__(kThreads) Backward(const __grid_constant__ Params params) {
   using A = Accumulator<T>;
   constexpr int kCorners = 1 << kAxes;
@@ -99,10 +201,8 @@ __global__ void __launch_bounds__(kThreads) Backward(const __grid_constant__ Par
   Stencil<A, kAxes> stencil(params, index);
   const T* cotangent = static_cast<const T*>(call.cotangent) +
                        call.batch.Offset(stencil.entry, Call::kCotangent) + stencil.point * width;
-  const T* volume = nullptr;
-  if constexpr (kPoints) {
-    volume = static_cast<const T*>(call.volume) + call.batch.Offset(stencil.entry, Call::kVolume);
-  }
+  const T* volume =
+      static_cast<const T*>(call.volume) + call.batch.Offset(stencil.entry, Call::kVolume);
   A* sums = nullptr;
   A weights[kCorners];
   if constexpr (kVolume) {
@@ -118,19 +218,13 @@ __global__ void __launch_bounds__(kThreads) Backward(const __grid_constant__ Par
     A g[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) g[i] = Widen(read.values[i]);
-    if constexpr (kPoints) {
-      Pack<T, kCount> values[kCorners];
+    Pack<T, kCount> values[kCorners];
 #pragma unroll
-      for (int c = 0; c < kCorners; ++c) {
-        if (stencil.IsThere(c)) {
-          values[c] = LoadPack<kCount>(volume + stencil.OffsetOf(c, params) + f);
-        }
-      }
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) {
-        if (!stencil.IsThere(c)) continue;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) dots[c] += g[i] * Widen(values[c].values[i]);
+    for (int c = 0; c < kCorners; ++c) {
+      if (stencil.IsThere(c)) {
+        values[c] = LoadPack<kCount>(volume + stencil.OffsetOf(c, params) + f);
+      } else {
+        values[c] = {};
       }
     }
     if constexpr (kVolume) {
@@ -143,18 +237,22 @@ __global__ void __launch_bounds__(kThreads) Backward(const __grid_constant__ Par
         Add<kCount>(sums + stencil.OffsetOf(c, params) + f, products);
       }
     }
-  }
-  if constexpr (kPoints) {
-    A gradient[kAxes];
-    multilinear::PointGradient<kAxes>(stencil.axes, stencil.terms, dots, gradient);
-    multilinear::cuda::SumOverLanes(gradient, params.lanes);
-    if (!real || lane != 0) return;
-    const A lost = static_cast<A>(call.geometry.method == Method::kLinear ? nanf("") : 0.0f);
 #pragma unroll
-    for (int a = 0; a < kAxes; ++a) {
-      jaxops::cuda::StoreAs(call.dpoints, index * kAxes + a, call.point_dtype,
-                            stencil.lost ? lost : gradient[a]);
+    for (int c = 0; c < kCorners; ++c) {
+      if (!stencil.IsThere(c)) continue;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) dots[c] += g[i] * Widen(values[c].values[i]);
     }
+  }
+  A gradient[kAxes];
+  multilinear::PointGradient<kAxes>(stencil.axes, stencil.terms, dots, gradient);
+  multilinear::cuda::SumOverLanes(gradient, params.lanes);
+  if (!real || lane != 0) return;
+  const A lost = static_cast<A>(call.geometry.method == Method::kLinear ? nanf("") : 0.0f);
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) {
+    jaxops::cuda::StoreAs(call.dpoints, index * kAxes + a, call.point_dtype,
+                          stencil.lost ? lost : gradient[a]);
   }
 }
 
@@ -185,17 +283,16 @@ template <typename T, int kCount, int kAxes>
 cudaError_t LaunchWith(cudaStream_t stream, const Call& call) {
   const int64_t row_threads = call.geometry.width / kCount;
   Params params(call, row_threads);
-  if (call.out != nullptr) {
-    return Launch(Sample<T, kCount, kAxes>, CeilDiv(params.threads, kThreads), kThreads, 0, stream,
-                  params);
+  const bool adds = call.dvolume != nullptr && !call.deterministic;
+  if (adds && !std::is_same_v<T, Accumulator<T>>) params.sums = call.scratch;
+  if (call.dpoints == nullptr) {
+    const int64_t warps = CeilDiv(params.points, 32) * params.by_split.divisor();
+    const auto kernel =
+        call.out != nullptr ? Sample<T, kCount, kAxes> : VolumeGrad<T, kCount, kAxes>;
+    return Launch(kernel, CeilDiv(warps * 32, kThreads), kThreads, 0, stream, params);
   }
+  const auto kernel = adds ? Backward<T, kCount, kAxes, true> : Backward<T, kCount, kAxes, false>;
   const int64_t blocks = CeilDiv(params.points, kThreads / params.lanes);
-  if (call.dvolume == nullptr || call.deterministic) {
-    return Launch(Backward<T, kCount, kAxes, false, true>, blocks, kThreads, 0, stream, params);
-  }
-  if (!std::is_same_v<T, Accumulator<T>>) params.sums = call.scratch;
-  const auto kernel = call.dpoints != nullptr ? Backward<T, kCount, kAxes, true, true>
-                                              : Backward<T, kCount, kAxes, true, false>;
   return Launch(kernel, blocks, kThreads, 0, stream, params);
 }
 

@@ -2,6 +2,7 @@
 #ifndef JAXOPS_CUDA_GRID_SAMPLE_CUH_
 #define JAXOPS_CUDA_GRID_SAMPLE_CUH_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/fast_divide.h"
@@ -14,22 +15,27 @@ namespace jaxops::grid_sample::cuda {
 inline constexpr int kThreads = 256;
 inline constexpr int kPackBytes = 16;
 
+// Warps that fill the largest devices.
+inline constexpr int64_t kManyWarps = 8192;
+
 struct Params {
   Call call;
   int64_t strides[kMaxAxes];  // of the volume, in elements
   int64_t points;             // of all batch entries
   FastDivider64 by_entry;     // points of a batch entry
   FastDivider64 by_row;       // threads to a row of channels
-  int64_t threads;
-  int lanes;   // that share a point, a power of two
-  void* sums;  // dvolume in the arithmetic type
+  FastDivider row;            // the same
+  FastDivider64 by_split;     // warps that share the rows of the same points
+  int lanes;                  // that share a point, a power of two
+  void* sums;                 // dvolume in the arithmetic type
 
   Params(const Call& args, int64_t row_threads)
       : call(args),
         points(args.batch.size() * args.geometry.points),
         by_entry(args.geometry.points),
         by_row(row_threads),
-        threads(points * row_threads),
+        row(row_threads),
+        by_split(std::clamp<int64_t>(kManyWarps / (points / 32 + 1), 1, row_threads)),
         lanes(multilinear::cuda::LanesFor(row_threads)),
         sums(args.dvolume) {
     int64_t stride = args.geometry.width;
