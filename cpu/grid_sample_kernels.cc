@@ -13,39 +13,69 @@ using namespace jaxops::cpu::JAXOPS_ISA;
 // Points that are converted at a time.
 constexpr int64_t kBlock = 32;
 
-// So few channels are taken one by one.
-constexpr int64_t kFewChannels = 3;
+// So few channels are taken one by one where they need no conversion.
+constexpr int kFewChannels = 4;
 
-template <typename S>
-JAXOPS_ALWAYS_INLINE Arithmetic<S> LoadOne(const S* from) {
-  if constexpr (sizeof(S) == sizeof(Arithmetic<S>)) {
-    return *from;
+template <int kValue>
+struct Constant {};
+
+#if defined(__AVX2__)
+// All bits of the first `count` lanes.
+template <typename A>
+JAXOPS_ALWAYS_INLINE __m256i FirstLanes(int64_t count) {
+  if constexpr (sizeof(A) == 8) {
+    return _mm256_cmpgt_epi64(_mm256_set1_epi64x(count), _mm256_setr_epi64x(0, 1, 2, 3));
   } else {
-    return LoadPartial(from, 1)[0];
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)),
+                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
 }
+#endif
 
-template <typename S>
-JAXOPS_ALWAYS_INLINE void StoreOne(Arithmetic<S> value, S* to) {
-  if constexpr (sizeof(S) == sizeof(value)) {
-    *to = value;
-  } else {
-    StorePartial(Vec<Arithmetic<S>>{} + value, to, 1);
-  }
-}
-
+// The first `count` lanes, or all.
 template <typename S>
 JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadSome(const S* from, int64_t count) {
-  return count >= kLanes<Arithmetic<S>> ? Load(from) : LoadPartial(from, count);
+  if (count >= kLanes<Arithmetic<S>>) return Load(from);
+#if defined(__AVX512F__)
+  const uint32_t mask = (1u << count) - 1;
+  if constexpr (sizeof(S) == 8) {
+    return _mm512_maskz_loadu_pd(mask, from);
+  } else if constexpr (sizeof(S) == 4) {
+    return _mm512_maskz_loadu_ps(mask, from);
+  } else {
+    const __m256i lanes = _mm256_maskz_loadu_epi16(mask, from);
+    return Load(reinterpret_cast<const S*>(&lanes));
+  }
+#else
+#if defined(__AVX2__)
+  if constexpr (sizeof(S) == 8) return _mm256_maskload_pd(from, FirstLanes<double>(count));
+  if constexpr (sizeof(S) == 4) return _mm256_maskload_ps(from, FirstLanes<float>(count));
+#endif
+  return LoadPartial(from, count);
+#endif
 }
 
 template <typename S>
 JAXOPS_ALWAYS_INLINE void StoreSome(Vec<Arithmetic<S>> v, S* to, int64_t count) {
-  if (count >= kLanes<Arithmetic<S>>) {
-    Store(v, to);
+  if (count >= kLanes<Arithmetic<S>>) return Store(v, to);
+#if defined(__AVX512F__)
+  const uint32_t mask = (1u << count) - 1;
+  if constexpr (sizeof(S) == 8) {
+    _mm512_mask_storeu_pd(to, mask, v);
+  } else if constexpr (sizeof(S) == 4) {
+    _mm512_mask_storeu_ps(to, mask, v);
   } else {
-    StorePartial(v, to, count);
+    __m256i lanes;
+    Store(v, reinterpret_cast<S*>(&lanes));
+    _mm256_mask_storeu_epi16(to, mask, lanes);
   }
+#else
+#if defined(__AVX2__)
+  if constexpr (sizeof(S) == 8) return _mm256_maskstore_pd(to, FirstLanes<double>(count), v);
+  if constexpr (sizeof(S) == 4) return _mm256_maskstore_ps(to, FirstLanes<float>(count), v);
+#endif
+  StorePartial(v, to, count);
+#endif
 }
 
 // The entries around a point that are there, and their weights.
@@ -130,14 +160,15 @@ JAXOPS_ALWAYS_INLINE void ForEachPoint(const Points& args, Wanted wanted, WithPo
   }
 }
 
-template <typename S, int kAxes>
+// kWidth is the number of channels where they are few and of the arithmetic type, otherwise 0.
+template <typename S, int kAxes, int kWidth>
 void EvaluateGather(const Gather& args) {
   using A = Arithmetic<S>;
   using V = Vec<A>;
   constexpr int kCorners = 1 << kAxes;
   constexpr int64_t kStep = kLanes<A>;
   const Geometry& geometry = args.points.geometry;
-  const int64_t width = geometry.width;
+  const int64_t width = kWidth > 0 ? kWidth : geometry.width;
   const auto* volume = static_cast<const S*>(args.volume);
   const bool lost_is_nan = geometry.method == Method::kLinear;
   const auto any = [](const A*) { return true; };
@@ -155,18 +186,19 @@ void EvaluateGather(const Gather& args) {
         weights[count++] = stencil.terms[c];
       }
       const A start = stencil.lost && lost_is_nan ? A(__builtin_nan("")) : A(0);
-      if (width <= kFewChannels) {
-        for (int64_t f = 0; f < width; ++f) {
-          A sum = start;
-          for (int c = 0; c < count; ++c) sum += weights[c] * LoadOne(rows[c] + f);
-          StoreOne(sum, out + f);
+      if constexpr (kWidth > 0) {
+        A sums[kWidth];
+        for (A& sum : sums) sum = start;
+        for (int c = 0; c < count; ++c) {
+          for (int f = 0; f < kWidth; ++f) sums[f] += weights[c] * rows[c][f];
         }
-        return;
-      }
-      for (int64_t f = 0; f < width; f += kStep) {
-        V sum = V{} + start;
-        for (int c = 0; c < count; ++c) sum += weights[c] * LoadSome(rows[c] + f, width - f);
-        StoreSome(sum, out + f, width - f);
+        for (int f = 0; f < kWidth; ++f) out[f] = sums[f];
+      } else {
+        for (int64_t f = 0; f < width; f += kStep) {
+          V sum = V{} + start;
+          for (int c = 0; c < count; ++c) sum += weights[c] * LoadSome(rows[c] + f, width - f);
+          StoreSome(sum, out + f, width - f);
+        }
       }
     });
     return;
@@ -180,15 +212,15 @@ void EvaluateGather(const Gather& args) {
       dots[c] = 0;
       if (!stencil.there[c] || stencil.lost) continue;
       const S* row = volume + stencil.entries[c] * width;
-      if (width <= kFewChannels) {
-        for (int64_t f = 0; f < width; ++f) dots[c] += LoadOne(row + f) * LoadOne(g + f);
-        continue;
+      if constexpr (kWidth > 0) {
+        for (int f = 0; f < kWidth; ++f) dots[c] += row[f] * g[f];
+      } else {
+        V sum = {};
+        for (int64_t f = 0; f < width; f += kStep) {
+          sum += LoadSome(row + f, width - f) * LoadSome(g + f, width - f);
+        }
+        for (int i = 0; i < kStep; ++i) dots[c] += sum[i];
       }
-      V sum = {};
-      for (int64_t f = 0; f < width; f += kStep) {
-        sum += LoadSome(row + f, width - f) * LoadSome(g + f, width - f);
-      }
-      for (int i = 0; i < kStep; ++i) dots[c] += sum[i];
     }
     A gradient[kAxes];
     multilinear::PointGradient<kAxes>(stencil.axes, stencil.terms, dots, gradient);
@@ -200,13 +232,13 @@ void EvaluateGather(const Gather& args) {
   });
 }
 
-template <typename S, int kAxes>
+template <typename S, int kAxes, int kWidth>
 void EvaluateScatter(const Scatter& args) {
   using A = Arithmetic<S>;
   constexpr int kCorners = 1 << kAxes;
   constexpr int64_t kStep = kLanes<A>;
   const Geometry& geometry = args.points.geometry;
-  const int64_t width = geometry.width;
+  const int64_t width = kWidth > 0 ? kWidth : geometry.width;
   int64_t slice = 1;  // entries of one index of the first axis
   for (int a = 1; a < kAxes; ++a) slice *= geometry.sizes[a];
   const int64_t first = args.begin * slice;
@@ -226,33 +258,59 @@ void EvaluateScatter(const Scatter& args) {
       if (stencil.entries[c] < first || stencil.entries[c] >= last) continue;
       A* sum = sums + stencil.entries[c] * width;
       const A weight = stencil.terms[c];
-      int64_t f = 0;
-      if (width > kFewChannels) {
-        for (; f + kStep <= width; f += kStep) {
-          Store(Load(sum + f) + weight * Load(g + f), sum + f);
-        }
-        if (f < width) {
+      if constexpr (kWidth > 0) {
+        for (int f = 0; f < kWidth; ++f) sum[f] += weight * g[f];
+      } else {
+        for (int64_t f = 0; f < width; f += kStep) {
           const int64_t rest = width - f;
-          StorePartial(LoadPartial(sum + f, rest) + weight * LoadPartial(g + f, rest), sum + f,
-                       rest);
+          StoreSome(LoadSome(sum + f, rest) + weight * LoadSome(g + f, rest), sum + f, rest);
         }
-        continue;
       }
-      for (; f < width; ++f) sum[f] += weight * LoadOne(g + f);
     }
   });
 }
 
-void RunGather(const Gather& args) {
-  WithStorage(args.points.dtype, nullptr, 0, [&]<typename S>(const S*) {
-    args.points.geometry.axes == 3 ? EvaluateGather<S, 3>(args) : EvaluateGather<S, 2>(args);
+// Calls run with a pointer of the storage type, the number of axes, and few channels or 0.
+template <typename Run>
+void Dispatch(const Points& points, Run run) {
+  WithStorage(points.dtype, nullptr, 0, [&]<typename S>(const S* storage) {
+    const auto with_axes = [&](auto width) {
+      if (points.geometry.axes == 3) {
+        run(storage, Constant<3>(), width);
+      } else {
+        run(storage, Constant<2>(), width);
+      }
+    };
+    if constexpr (sizeof(S) == sizeof(Arithmetic<S>)) {
+      switch (points.geometry.width) {
+        case 1:
+          return with_axes(Constant<1>());
+        case 2:
+          return with_axes(Constant<2>());
+        case 3:
+          return with_axes(Constant<3>());
+        case kFewChannels:
+          return with_axes(Constant<kFewChannels>());
+        default:
+          break;
+      }
+    }
+    with_axes(Constant<0>());
   });
 }
 
+void RunGather(const Gather& args) {
+  Dispatch(args.points,
+           [&]<typename S, int kAxes, int kWidth>(const S*, Constant<kAxes>, Constant<kWidth>) {
+             EvaluateGather<S, kAxes, kWidth>(args);
+           });
+}
+
 void RunScatter(const Scatter& args) {
-  WithStorage(args.points.dtype, nullptr, 0, [&]<typename S>(const S*) {
-    args.points.geometry.axes == 3 ? EvaluateScatter<S, 3>(args) : EvaluateScatter<S, 2>(args);
-  });
+  Dispatch(args.points,
+           [&]<typename S, int kAxes, int kWidth>(const S*, Constant<kAxes>, Constant<kWidth>) {
+             EvaluateScatter<S, kAxes, kWidth>(args);
+           });
 }
 
 void RunStoreSums(const StoreSums& args) {
