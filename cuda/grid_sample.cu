@@ -24,6 +24,10 @@ using jaxops::cuda::Pack;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
+// What a multiprocessor has at least, of kernels that read the volume: without the hint the
+// compiler saves registers by waiting for some of a thread's loads before it starts others.
+constexpr int kReadingBlocks = 2;
+
 // What the lane that reads a row of channels is told of its point.
 template <typename A, int kAxes>
 struct Corners {
@@ -104,7 +108,8 @@ __device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand o
 }
 
 template <typename T, int kCount, int kAxes>
-__global__ void __launch_bounds__(kThreads) Sample(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kThreads, kReadingBlocks)
+    Sample(const __grid_constant__ Params params) {
   using A = Accumulator<T>;
   constexpr int kCorners = 1 << kAxes;
   const Call& call = params.call;
@@ -187,7 +192,8 @@ __global__ void __launch_bounds__(kThreads) VolumeGrad(const __grid_constant__ P
 
 // The gradient by the points, and by the volume if kVolume.
 template <typename T, int kCount, int kAxes, bool kVolume>
-__global__ void __launch_bounds__(kThreads) Backward(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kThreads, kReadingBlocks)
+    Backward(const __grid_constant__ Params params) {
   using A = Accumulator<T>;
   constexpr int kCorners = 1 << kAxes;
   const Call& call = params.call;
