@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -42,6 +43,25 @@ struct alignas(sizeof(T) * kCount) Pack {
 template <int kCount, typename T>
 __device__ __forceinline__ Pack<T, kCount> LoadPack(const T* address) {
   return *reinterpret_cast<const Pack<T, kCount>*>(address);
+}
+
+// Stores a Pack to global memory as one access, where the compiler might make one of each element.
+template <typename T, int kCount>
+__device__ __forceinline__ void StorePack(T* address, const Pack<T, kCount>& pack) {
+  if constexpr (sizeof(pack) == sizeof(uint4)) {
+    uint4 words;
+    memcpy(&words, &pack, sizeof(pack));
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+  } else if constexpr (sizeof(pack) == sizeof(uint2)) {
+    uint2 words;
+    memcpy(&words, &pack, sizeof(pack));
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(words.x), "r"(words.y)
+                 : "memory");
+  } else {
+    *reinterpret_cast<Pack<T, kCount>*>(address) = pack;
+  }
 }
 
 // Calls `read` with `base` as a pointer to its element type, known only at run time: for small

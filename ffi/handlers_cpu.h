@@ -7,6 +7,10 @@
 namespace jaxops::ffi {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ConcatenateCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleBackwardCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSamplePointGradCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleVolumeGradCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCpu);
@@ -17,6 +21,10 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SplitCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearBackwardCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearFeatureGradCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearInterpolateCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearPointGradCpu);
 
 }  // namespace jaxops::ffi
 

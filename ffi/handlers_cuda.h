@@ -7,6 +7,10 @@
 namespace jaxops::ffi {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ConcatenateCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleBackwardCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSamplePointGradCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleVolumeGradCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCuda);
@@ -17,6 +21,10 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SplitCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearBackwardCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearFeatureGradCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearInterpolateCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearPointGradCuda);
 
 }  // namespace jaxops::ffi
 

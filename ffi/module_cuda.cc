@@ -11,6 +11,10 @@ nanobind::dict Registrations() {
   nanobind::dict handlers;
   handlers["jaxops_concatenate"] = Encapsulate(ConcatenateCuda);
   handlers["jaxops_split"] = Encapsulate(SplitCuda);
+  handlers["jaxops_grid_sample"] = Encapsulate(GridSampleCuda);
+  handlers["jaxops_grid_sample_volume_grad"] = Encapsulate(GridSampleVolumeGradCuda);
+  handlers["jaxops_grid_sample_point_grad"] = Encapsulate(GridSamplePointGradCuda);
+  handlers["jaxops_grid_sample_backward"] = Encapsulate(GridSampleBackwardCuda);
   handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCuda);
   handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCuda);
   handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCuda);
@@ -21,6 +25,10 @@ nanobind::dict Registrations() {
       Encapsulate(SigmoidFocalLossValueAndGradientCuda);
   handlers["jaxops_softmax_focal_loss"] = Encapsulate(SoftmaxFocalLossCuda);
   handlers["jaxops_softmax_focal_loss_gradient"] = Encapsulate(SoftmaxFocalLossGradientCuda);
+  handlers["jaxops_trilinear_interpolate"] = Encapsulate(TrilinearInterpolateCuda);
+  handlers["jaxops_trilinear_feature_grad"] = Encapsulate(TrilinearFeatureGradCuda);
+  handlers["jaxops_trilinear_point_grad"] = Encapsulate(TrilinearPointGradCuda);
+  handlers["jaxops_trilinear_backward"] = Encapsulate(TrilinearBackwardCuda);
   return handlers;
 }
 

@@ -5,7 +5,9 @@ from importlib.metadata import version as _version
 from jaxops._core import native as _native
 from jaxops.concatenate import concatenate, split
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
+from jaxops.grid_sample import grid_sample
 from jaxops.lightweight_conv import lightweight_conv
+from jaxops.trilinear import trilinear_interpolate
 
 __version__ = _version("jaxops")
 
@@ -18,8 +20,10 @@ DISABLE_JAX_EXPORT_CHECKS = _native.export_checks()
 __all__ = [
     "DISABLE_JAX_EXPORT_CHECKS",
     "concatenate",
+    "grid_sample",
     "lightweight_conv",
     "sigmoid_focal_loss",
     "softmax_focal_loss",
     "split",
+    "trilinear_interpolate",
 ]

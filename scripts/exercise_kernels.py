@@ -363,10 +363,155 @@ def exercise_moves(device, rows, widths):
     return len(want), wrong
 
 
+# --- interpolation -------------------------------------------------------------------------------
+
+# Rows of whole sectors, ones of 16 bytes and others, and more than a tile holds.
+WIDTHS = (1, 3, 4, 8, 16, 33, 64, 130)
+CELLS = 301
+
+
+def compared(name, got, want, dtype, terms):
+    """(results compared, descriptions of wrong ones) of trees of arrays."""
+    wrong = []
+    flat, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(got))
+    for (path, a), b in zip(flat, jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        allowed = tolerance(dtype) + terms * float(jnp.finfo(jnp.promote_types(dtype, "f4")).eps)
+        error = np.max(np.abs(a - b)) / np.max(np.abs(b))
+        if not error <= allowed:
+            where = jax.tree_util.keystr(path)
+            wrong.append(f"{name}, {where}: error {error:.1e}, at most {allowed:.1e}")
+    return len(flat), wrong
+
+
+def interpolations(function, values, points, g):
+    """Everything that is compared, by name; slopes are derivatives along the points."""
+
+    def slopes(values, points):
+        return jax.jvp(lambda p: function(values, p), (points,), (points,))[1]
+
+    value, pull = jax.vjp(function, values, points)
+    _, pull_slopes = jax.vjp(slopes, values, points)
+    return {
+        "value": value,
+        "together": pull(g),
+        "by values alone": jax.vjp(lambda v: function(v, points), values)[1](g)[0],
+        "by points alone": jax.vjp(lambda p: function(values, p), points)[1](g)[0],
+        "slopes": slopes(values, points),
+        "slopes by values": pull_slopes(g)[0],
+        "vmap": jax.vmap(function, (None, 0))(values, jnp.stack([points, points / 2])),
+    }
+
+
+def expected_interpolations(sums, values, points, g):
+    """The same, of sums(points) -> (weights, entries): of each corner, (count, corners)."""
+    rows = values.reshape(-1, values.shape[-1])
+    step = 0.01  # reaches over no kink
+
+    def value(points):
+        weights, entries = sums(points)
+        return np.einsum("pc,pcf->pf", weights, rows[entries])
+
+    def by_values(weights, entries):
+        total = np.zeros_like(rows)
+        np.add.at(total, entries, weights[..., None] * g[:, None])
+        return total.reshape(values.shape)
+
+    def moved(direction):
+        # Weights are cubic at most, for which these differences are exact.
+        one, two = (
+            sums(points + n * step * direction)[0] - sums(points - n * step * direction)[0]
+            for n in (1, 2)
+        )
+        return (8 * one - two) / (12 * step), sums(points)[1]
+
+    by_points = np.stack(
+        [
+            np.einsum("pc,pcf,pf->p", w, rows[e], g)
+            for w, e in map(moved, np.eye(points.shape[1])[:, None])
+        ],
+        axis=-1,
+    )
+    weights, entries = moved(points)
+    return {
+        "value": value(points),
+        "together": (by_values(*sums(points)), by_points),
+        "by values alone": by_values(*sums(points)),
+        "by points alone": by_points,
+        "slopes": np.einsum("pc,pcf->pf", weights, rows[entries]),
+        "slopes by values": by_values(weights, entries),
+        "vmap": np.stack([value(points), value(points / 2)]),
+    }
+
+
+def corner_weights(lower, upper):
+    """Products of one factor an axis, (count, corners), from factors (count, axes)."""
+    corners = itertools.product((lower, upper), repeat=lower.shape[1])
+    return np.stack([np.prod([f[:, a] for a, f in enumerate(c)], axis=0) for c in corners], axis=-1)
+
+
+def exercise_trilinear(device, dtype, width):
+    """Like `exercise`, of interpolation in cells."""
+    rng = np.random.default_rng(width)
+    features = rng.normal(size=(CELLS, 8, width)).astype(jnp.dtype(dtype))
+    points = rng.uniform(-1, 1, (CELLS, 3)).astype(jnp.dtype(dtype))
+    g = rng.normal(size=(CELLS, width)).astype(jnp.dtype(dtype))
+
+    def function(features, points):
+        return jaxops.trilinear_interpolate(features, points)
+
+    def sums(points):
+        entries = np.arange(CELLS)[:, None] * 8 + np.arange(8)
+        return corner_weights((1 - points) / 2, (1 + points) / 2), entries
+
+    program = jax.jit(functools.partial(interpolations, function))
+    got = program(*jax.device_put((features, points, g), device))
+    want = expected_interpolations(sums, *(a.astype(np.float64) for a in (features, points, g)))
+    return compared(f"{dtype}, F={width}", got, want, dtype, 64)
+
+
+def exercise_grid_sample(device, dtype, sizes, deterministic):
+    """Like `exercise`, of sampling at points of which many share a cell."""
+    wrong, count = [], 0
+    for width, align_corners in itertools.product((1, 5, 16), (False, True)):
+        rng = np.random.default_rng(width)
+        n = np.array(sizes)
+        volume = rng.normal(size=(*sizes, width)).astype(jnp.dtype(dtype))
+        # In float32, away from kinks and from where float16 would put them.
+        x = rng.integers(0, n - 1, (600, n.size)) + rng.uniform(0.2, 0.8, (600, n.size))
+        x[:400] = n // 2 + rng.uniform(0.2, 0.8, (400, n.size))
+        points = (2 * x / (n - 1) if align_corners else (2 * x + 1) / n) - 1
+        points = points.astype("float64" if dtype == "float64" else "float32")
+        g = rng.normal(size=(600, width)).astype(jnp.dtype(dtype))
+        options = {"align_corners": align_corners, "deterministic": deterministic}
+
+        def sums(points, n=n, align_corners=align_corners):
+            x = (points + 1) / 2 * (n - 1) if align_corners else ((points + 1) * n - 1) / 2
+            low = np.floor(x).astype(int)
+            corners = [
+                np.ravel_multi_index((low + c).T, n)
+                for c in itertools.product((0, 1), repeat=n.size)
+            ]
+            return corner_weights(1 - (x - low), x - low), np.stack(corners, axis=-1)
+
+        function = functools.partial(jaxops.grid_sample, **options)
+        program = jax.jit(functools.partial(interpolations, function))
+        got = program(*jax.device_put((volume, points, g), device))
+        want = expected_interpolations(sums, *(a.astype(np.float64) for a in (volume, points, g)))
+        found, bad = compared(f"{dtype}, {sizes}, F={width}, {options}", got, want, dtype, 600)
+        count, wrong = count + found, wrong + bad
+    return count, wrong
+
+
 EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
     "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
+    "grid_sample": (
+        exercise_grid_sample,
+        tuple(itertools.product(DTYPES, ((6, 5, 7), (9, 6)), (False, True))),
+    ),
     "lightweight_conv": (exercise, tuple(itertools.product(DTYPES, LAYOUTS, SIZES))),
+    "trilinear": (exercise_trilinear, tuple(itertools.product(DTYPES, WIDTHS))),
 }
 
 

@@ -24,3 +24,21 @@ def test_focal_loss_finds_more_of_a_rare_class():
     assert focal["recall"] > entropy["recall"]
     assert focal["F1"] > entropy["F1"]
     assert focal["average precision"] > 0.8
+
+
+def test_tomography_finds_the_volume():
+    pytest.importorskip("nibabel")
+    tomography = load("grid_sample_tomography")
+    truth, volume = tomography.reconstruct(steps=60)
+    before = tomography.psnr(0 * truth, truth)
+    assert tomography.psnr(volume, truth) > before + 8
+
+
+def test_tomography_draws_its_slices(tmp_path):
+    pytest.importorskip("nibabel")
+    pytest.importorskip("matplotlib")
+    tomography = load("grid_sample_tomography")
+    truth = tomography.load_image()
+    file = tmp_path / "slices.png"
+    tomography.draw({"before": 0 * truth, "after": truth, "truth": truth}, str(file))
+    assert file.stat().st_size > 10_000

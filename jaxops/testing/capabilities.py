@@ -636,9 +636,18 @@ def checkpoint(spec: OperatorSpec, platform: Platform) -> None:
     for what, got in (("the name", with_name), ("nothing", with_none)):
         where = f"the gradient with {what} saved"
         if spec.vjp_bitwise:
-            assert_bitwise(got, with_all, where)
+            _assert_same(spec, got, with_all, where)
         else:
             assert_vjp(spec, got, widen(with_all), spec.case(_single(spec)), where, _single(spec))
+
+
+def _assert_same(spec: OperatorSpec, got, want, what: str) -> None:
+    """Bit for bit, or to their roundings where sums may be made in the order of arrival."""
+    if spec.arrival_order:
+        dtype = _single(spec)
+        assert_vjp(spec, got, widen(want), spec.case(dtype), what, dtype, order=2)
+    else:
+        assert_bitwise(got, want, what)
 
 
 @_capability("donation")
@@ -656,7 +665,7 @@ def donation(spec: OperatorSpec, platform: Platform) -> None:
     placed = jax.device_put((cotangents, *arguments), platform.device, may_alias=False)
     donated = tuple(i + 1 for i in spec.differentiable)
     results = jax.jit(gradients, donate_argnums=donated, keep_unused=True)(*placed)
-    assert_bitwise(host(results), want, "the gradient in donated memory")
+    _assert_same(spec, host(results), want, "the gradient in donated memory")
     kept = [i - 1 for i in donated if not placed[i].is_deleted()]
     assert not kept, f"the memory of arguments {kept} was not taken"
 
@@ -684,6 +693,8 @@ def size_zero(spec: OperatorSpec, platform: Platform) -> None:
 @_capability("determinism")
 def determinism(spec: OperatorSpec, platform: Platform) -> None:
     """Value and gradient are the same bit for bit, run after run."""
+    if spec.arrival_order and platform.name == "cuda":
+        raise NotApplicable("sums are documented to be in the order of arrival unless asked for")
     arguments = spec.case(_single(spec), spec.large)
     cotangents = cotangents_for(spec, arguments)
     function = jax.jit(vjp_of(spec.function, spec.differentiable))
@@ -728,7 +739,7 @@ def confinement(spec: OperatorSpec, platform: Platform) -> None:
                     same = got[n] == clean[n]
                     spared += int((~may).sum())
                     assert same[~may].all(), f"{what}: {(~same & ~may).sum()} others changed"
-                    if np.isnan(poison):
+                    if np.isnan(poison) and n not in spec.untouched.get(i, ()):
                         lost = must & ~np.isnan(got[n])
                         assert not lost.any(), f"{what}: {lost.sum()} that depend on it are not NaN"
     assert spared, "every result depends on every entry: the declared case shows nothing"
@@ -788,4 +799,4 @@ def command_buffers(spec: OperatorSpec, platform: Platform) -> None:
         want = run(function, platform, cotangents, *changed)
         placed = jax.device_put((cotangents, *changed), platform.device)
         got = host(program(*placed))
-        assert_bitwise(got, want, f"with command buffers, and the arguments times {scale}")
+        _assert_same(spec, got, want, f"with command buffers, and the arguments times {scale}")

@@ -79,6 +79,10 @@ class OperatorSpec:
       padded_reach: for an argument that may be multiplied by the zeros beyond the edge of another,
         what a NaN in one entry then reaches: called as reach(index, *arguments), it returns masks
         of the results and of the gradients.
+      untouched: for an argument, the results, gradients counted after them, that a NaN in it does
+        not reach although they depend on the argument, because the operator says so.
+      arrival_order: whether sums of gradients may be made in the order of arrival, so that they
+        differ from run to run; only where the operator documents it.
       vjp_bitwise: whether gradients are the same bit for bit in different programs; not those that
         XLA computes, as it fuses them with what is around.
       checkpoint_name: the name that `jax.checkpoint` policies may save the result by.
@@ -101,6 +105,8 @@ class OperatorSpec:
     empty: Mapping[str, MakeArguments] = dataclasses.field(default_factory=dict)
     bad_inputs: tuple[BadInput, ...] = ()
     padded_reach: Mapping[int, Callable[..., Sequence]] = dataclasses.field(default_factory=dict)
+    untouched: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    arrival_order: bool = False
     vjp_bitwise: bool = True
     checkpoint_name: str | None = None
 

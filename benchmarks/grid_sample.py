@@ -1,0 +1,165 @@
+"""grid_sample against XLA and PyTorch. Shapes are (points, channels, sizes of the volume).
+
+Points are random, or "rays": lined up along parallel rays through the volume, as renderers sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jaxops
+from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
+
+SAMPLES = 128  # along a ray
+
+# fmt: off
+CASES = [
+    *cases("small", (4096, 4, 32, 32, 32), "float32", where="random"),
+    *cases("small", (4096, 16, 64, 64), ["float32", "bfloat16"], where="random"),
+    *cases("typical", (1_048_576, 16, 128, 128, 128), "float32", where="random", target=True),
+    *cases("typical", (1_048_576, 16, 128, 128, 128), "float32", where="rays"),
+    *cases("typical", (1_048_576, 16, 128, 128, 128), ["bfloat16", "float16"], where="random"),
+    *cases("typical", (1_048_576, 16, 128, 128, 128), "float32", where="random",
+           sums="deterministic"),
+    *cases("typical", (262_144, 32, 64, 64, 64), ["float32", "bfloat16"], where="rays"),
+    *cases("typical", (262_144, 64, 256, 256), ["float32", "bfloat16"], where="random"),
+    *cases("large", (4_194_304, 4, 160, 160, 160), "float32", where="rays"),
+    *cases("large", (4_194_304, 1, 256, 256, 256), "float32", where="random"),
+    *cases("large", (1_048_576, 3, 2048, 2048), ["float32", "float16"], where="random"),
+    *cases("large", (262_144, 128, 512, 512), "bfloat16", where="random"),
+    *cases("odd", (500_009, 7, 97, 101, 89), ["float32", "bfloat16"], where="random"),
+    *cases("odd", (500_009, 2, 97, 101, 89), "float32", where="random"),
+    *cases("odd", (262_147, 33, 127, 129), "float32", where="random"),
+    *cases("odd", (262_144, 8, 64, 64, 64), "float64", where="random"),
+]
+# fmt: on
+for points in (2**n for n in range(8, 23, 2)):
+    CASES += cases("scaling", (points, 8, 16, 16, 16), "float32", where="random")
+
+DIRECTIONS = (
+    Direction("forward", True, ()),
+    Direction("volume_grad", False, (0,)),
+    Direction("point_grad", False, (1,)),
+    Direction("backward", False, (0, 1)),
+    Direction("value_and_grad", True, (0, 1)),
+)
+
+
+def arguments(case, key):
+    count, channels, *sizes = case.shape
+    of_volume, of_points = jax.random.split(key)
+    axes = len(sizes)
+    volume = normal(of_volume, (*sizes, channels), case.dtype)
+    # Half-precision coordinates would not tell neighbouring entries apart.
+    wide = jnp.promote_types(case.dtype, jnp.float32)
+    if case.options["where"] == "rays":
+        t = (jnp.arange(count) % SAMPLES + 0.5) / SAMPLES * 2 - 1
+        rays = jax.random.uniform(of_points, (-(-count // SAMPLES), axes - 1), wide, -0.95, 0.95)
+        across = jnp.repeat(rays, SAMPLES, axis=0)[:count]
+        return volume, jnp.concatenate([t[:, None].astype(wide), across + 0.05 * t[:, None]], -1)
+    return volume, jax.random.uniform(of_points, (count, axes), wide, -1, 1)
+
+
+def ours(case):
+    deterministic = case.options.get("sums") == "deterministic"
+    return lambda volume, points: jaxops.grid_sample(volume, points, deterministic=deterministic)
+
+
+def by_gathers(case):
+    """The rows of all corners, gathered and weighted, which XLA fuses."""
+    sizes = case.shape[2:]
+    axes = len(sizes)
+
+    def function(volume, points):
+        wide = jnp.promote_types(volume.dtype, jnp.float32)
+        rows = volume.reshape(-1, volume.shape[-1])
+        x = (points.astype(wide) + 1) * (jnp.array(sizes, wide) - 1) / 2
+        lower = jnp.floor(x)
+        fraction = x - lower
+        index = lower.astype(jnp.int32)
+        total = 0
+        for corner in itertools.product((0, 1), repeat=axes):
+            entry, weight, valid = 0, 1, True
+            for a, (c, n) in enumerate(zip(corner, sizes, strict=True)):
+                at = index[:, a] + c
+                valid = valid & (at >= 0) & (at < n)
+                entry = entry * n + jnp.clip(at, 0, n - 1)
+                weight = weight * (fraction[:, a] if c else 1 - fraction[:, a])
+            weight = jnp.where(valid, weight, 0)[:, None]
+            total = total + weight * rows[entry].astype(wide)
+        return total.astype(volume.dtype)
+
+    return function
+
+
+def by_torch(case):
+    import torch
+
+    sizes = case.shape[2:]
+
+    def function(volume, points):
+        # Its images have channels first, and coordinates in the order of the axes from the last.
+        image = volume.movedim(-1, 0)[None]
+        grid = points.flip(-1).reshape(1, -1, *[1] * (len(sizes) - 1), len(sizes))
+        found = torch.nn.functional.grid_sample(
+            image, grid.to(volume.dtype), padding_mode="zeros", align_corners=True
+        )
+        return found.reshape(volume.shape[-1], -1).T
+
+    return function
+
+
+def not_in_half(case, platform):
+    if jnp.dtype(case.dtype).itemsize < 4:
+        return "takes points of the volume's dtype only, too coarse to compare"
+    return None
+
+
+def cost(case: Case, direction: Direction) -> Cost:
+    count, channels, *sizes = case.shape
+    itemsize = jnp.dtype(case.dtype).itemsize
+    volume = math.prod(sizes) * channels * itemsize
+    rows = count * channels * itemsize  # values or cotangents
+    points = count * len(sizes) * max(4, itemsize)
+    by_volume, by_points = 0 in direction.wrt, 1 in direction.wrt
+    reads_volume = direction.value or by_points
+    products = (1 << len(sizes)) * (direction.value + len(direction.wrt))
+    return Cost(
+        bytes=volume * (reads_volume + by_volume)
+        + rows * (direction.value + bool(direction.wrt))
+        + points * (1 + by_points),
+        flops=2 * products * count * channels,
+        unit="fma float64" if case.dtype == "float64" else "fma float32",
+    )
+
+
+def terms(case: Case, direction: Direction) -> int:
+    count, channels, *sizes = case.shape
+    # Positions are rounded relative to the extent of the volume; its entries' sums have as many
+    # points as fall around them.
+    position = max(sizes) ** 2
+    crowd = -(-count << len(sizes)) // math.prod(sizes)
+    return position * (channels if 1 in direction.wrt else 1) + crowd
+
+
+BENCHMARK = Benchmark(
+    operator="grid_sample",
+    shape="P,C,sizes",
+    cases=CASES,
+    directions=DIRECTIONS,
+    arguments=arguments,
+    function=ours,
+    reference=by_gathers,
+    peers=(
+        Peer("XLA gathers", by_gathers),
+        Peer("torch grid_sample", by_torch, torch=True, declines=not_in_half),
+    ),
+    cost=cost,
+    terms=terms,
+    # The least bytes count the volume once, which random reads of its corners cannot reach.
+    near_limit=False,
+)

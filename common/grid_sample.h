@@ -1,0 +1,135 @@
+// What the kernels that sample volumes at points are asked to compute, on every platform.
+//
+// A batch entry has a volume, whose `axes` grid dimensions are followed by channels, and points.
+// w_c is the weight of one of the 2^axes entries around a point, or its derivative along `order`
+// directions, see common/multilinear.h; with the nearest entry there is one, of weight 1.
+//
+//   out[p, f]        = sum_c w_c(p) volume[entry_c(p), f]
+//   dvolume[e, f]    = sum_{p, c: entry_c(p) = e} w_c(p) cotangent[p, f]
+//   dpoints[p, a]    = the gradient by the point of sum_f out[p, f] cotangent[p, f]
+#ifndef JAXOPS_COMMON_GRID_SAMPLE_H_
+#define JAXOPS_COMMON_GRID_SAMPLE_H_
+
+#include <math.h>
+
+#include <cstdint>
+
+#include "common/batch.h"
+#include "common/host_device.h"
+#include "common/multilinear.h"
+#include "common/types.h"
+
+namespace jaxops::grid_sample {
+
+inline constexpr int kMaxAxes = 3;
+
+// Entries of an axis: one more is still counted in 32 bits.
+inline constexpr int64_t kMaxSize = INT32_MAX - 1;
+
+enum class Method : int32_t { kLinear, kNearest };
+enum class Padding : int32_t { kZeros, kBorder, kReflection };
+
+struct Geometry {
+  int axes;  // 2 or 3
+  int32_t sizes[kMaxAxes];
+  int64_t width;   // channels
+  int64_t points;  // of a batch entry
+  Method method;
+  Padding padding;
+  bool align_corners;
+
+  JAXOPS_HOST_DEVICE int64_t grid() const {
+    int64_t product = 1;
+    for (int a = 0; a < axes; ++a) product *= sizes[a];
+    return product;
+  }
+};
+
+struct Call {
+  enum Operand {
+    kVolume,
+    kPoints,
+    kCotangent,
+    kGradient,  // dvolume, which does not vary along the batch dimensions that it sums
+    kDirections,
+    kOperands = kDirections + multilinear::kMaxDirections
+  };
+
+  Geometry geometry;
+  BatchMap<kOperands> batch;
+  int64_t gradients;  // entries of dvolume
+  DType dtype;        // of volume, cotangent, out and dvolume; f16 and bf16 compute in f32
+  DType point_dtype;  // of points, directions and dpoints; f64 only if dtype is
+  int order;
+  bool deterministic;
+  const void* volume;  // null where neither out nor dpoints is wanted
+  const void* points;
+  const void* cotangent;  // null with out
+  const void* directions[multilinear::kMaxDirections];
+  // Wanted are either out, or one or both of the others; out and dpoints are dense.
+  void* out;
+  void* dvolume;
+  void* dpoints;
+  // Work space of the CUDA gradient by the volume.
+  void* scratch;
+  int64_t scratch_bytes;
+};
+
+JAXOPS_HOST_DEVICE_INLINE float Floor(float x) { return floorf(x); }
+JAXOPS_HOST_DEVICE_INLINE double Floor(double x) { return floor(x); }
+
+// Halves round to even.
+JAXOPS_HOST_DEVICE_INLINE float Round(float x) { return rintf(x); }
+JAXOPS_HOST_DEVICE_INLINE double Round(double x) { return rint(x); }
+
+// Where a coordinate is along an axis.
+template <typename A>
+struct Place {
+  int32_t entry;  // the lower of the two around it
+  bool lower;     // whether each is there
+  bool upper;
+  multilinear::Axis<A> axis;
+};
+
+// A coordinate that is not a number is far outside; the caller looks for it.
+template <typename A>
+JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geometry) {
+  const A n = static_cast<A>(size);
+  const A last = n - 1;
+  A slope = geometry.align_corners ? last / 2 : n / 2;
+  A x = geometry.align_corners ? (p + 1) * slope : (p + 1) * slope - A(0.5);
+  if (geometry.align_corners && size == 1) x = 0;
+  if (geometry.padding == Padding::kZeros) {
+    if (!(x > -1 && x < n)) return {-2, false, false, {0, 0, 0}};
+  } else {
+    if (geometry.padding == Padding::kReflection && !(x >= 0 && x <= last)) {
+      const A low = geometry.align_corners ? A(0) : A(-0.5);
+      const A span = geometry.align_corners ? last : n;
+      const A distance = x < low ? low - x : x - low;
+      // Infinite ones are clamped.
+      if (span > 0 && distance - distance == 0) {
+        const A rest = distance - 2 * span * Floor(distance / (2 * span));
+        const bool back = rest > span;
+        if (back != (x < low)) slope = -slope;
+        x = (back ? 2 * span - rest : rest) + low;
+      }
+    }
+    if (!(x >= 0 && x <= last)) {
+      slope = 0;
+      x = x > last ? last : A(0);
+    }
+  }
+  if (geometry.method == Method::kNearest) {
+    const auto nearest = static_cast<int32_t>(Round(x));
+    return {nearest, nearest >= 0 && nearest < size, false, {1, 0, 0}};
+  }
+  auto entry = static_cast<int32_t>(Floor(x));
+  // The last entry belongs to the interval before it, where there is one.
+  if (x == last && size > 1) --entry;
+  const A fraction = x - static_cast<A>(entry);
+  return {entry, entry >= 0 && entry < size, entry + 1 < size, {1 - fraction, fraction, slope}};
+}
+
+}  // namespace jaxops::grid_sample
+
+#endif  // JAXOPS_COMMON_GRID_SAMPLE_H_

@@ -1,0 +1,117 @@
+// The algebra of interpolation along several axes, for every platform.
+//
+// An entry of the grid is named by one bit an axis, axis 0 being the highest bit: 0 is the lower of
+// the axis's two entries, 1 the upper. Its weight is the product of its factors. A derivative takes
+// the slope of the factor instead of the factor for some axes; `terms[m]` below is the coefficient
+// of the term that takes the slopes of the axes in the set m. Without derivative only the empty set
+// has one; along a direction t it is t_a for each set {a}; and so on.
+#ifndef JAXOPS_COMMON_MULTILINEAR_H_
+#define JAXOPS_COMMON_MULTILINEAR_H_
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace jaxops::multilinear {
+
+// No derivative has more directions: along one more than there are axes it is zero.
+inline constexpr int kMaxDirections = 3;
+
+// The factors of an axis. Their derivatives by the coordinate are -slope and slope.
+template <typename A>
+struct Axis {
+  A lower;
+  A upper;
+  A slope;
+};
+
+template <int kAxes>
+JAXOPS_HOST_DEVICE_INLINE constexpr int BitOf(int axis) {
+  return 1 << (kAxes - 1 - axis);
+}
+
+template <int kAxes, typename A>
+JAXOPS_HOST_DEVICE_INLINE void NoDerivative(A (&terms)[1 << kAxes]) {
+  JAXOPS_UNROLL
+  for (int m = 0; m < 1 << kAxes; ++m) terms[m] = m == 0 ? A(1) : A(0);
+}
+
+// One more derivative, along a direction.
+template <int kAxes, typename A>
+JAXOPS_HOST_DEVICE_INLINE void Differentiate(const Axis<A> (&axes)[kAxes],
+                                             const A (&direction)[kAxes], A (&terms)[1 << kAxes]) {
+  // From the largest set down, because a set takes from those with one axis less.
+  JAXOPS_UNROLL
+  for (int m = (1 << kAxes) - 1; m >= 0; --m) {
+    A sum = 0;
+    JAXOPS_UNROLL
+    for (int a = 0; a < kAxes; ++a) {
+      if (m & BitOf<kAxes>(a)) sum += terms[m ^ BitOf<kAxes>(a)] * direction[a] * axes[a].slope;
+    }
+    terms[m] = sum;
+  }
+}
+
+// The weights of the entries, without derivative.
+template <int kAxes, typename A>
+JAXOPS_HOST_DEVICE_INLINE void PlainWeights(const Axis<A> (&axes)[kAxes],
+                                            A (&weights)[1 << kAxes]) {
+  JAXOPS_UNROLL
+  for (int c = 0; c < 1 << kAxes; ++c) {
+    A product = 1;
+    JAXOPS_UNROLL
+    for (int a = 0; a < kAxes; ++a) {
+      product *= c & BitOf<kAxes>(a) ? axes[a].upper : axes[a].lower;
+    }
+    weights[c] = product;
+  }
+}
+
+// Turns terms into the weights of the entries.
+template <int kAxes, typename A>
+JAXOPS_HOST_DEVICE_INLINE void TermsToWeights(const Axis<A> (&axes)[kAxes],
+                                              A (&terms)[1 << kAxes]) {
+  JAXOPS_UNROLL
+  for (int a = 0; a < kAxes; ++a) {
+    JAXOPS_UNROLL
+    for (int m = 0; m < 1 << kAxes; ++m) {
+      if (m & BitOf<kAxes>(a)) continue;
+      const A factor = terms[m];
+      const A slope = terms[m | BitOf<kAxes>(a)];
+      terms[m] = factor * axes[a].lower - slope;
+      terms[m | BitOf<kAxes>(a)] = factor * axes[a].upper + slope;
+    }
+  }
+}
+
+// The gradient by the point of sum_c weight_c * values[c], whose weights have these terms.
+// Overwrites values.
+template <int kAxes, typename A>
+JAXOPS_HOST_DEVICE_INLINE void PointGradient(const Axis<A> (&axes)[kAxes],
+                                             const A (&terms)[1 << kAxes], A (&values)[1 << kAxes],
+                                             A (&gradient)[kAxes]) {
+  JAXOPS_UNROLL
+  for (int a = 0; a < kAxes; ++a) {
+    JAXOPS_UNROLL
+    for (int m = 0; m < 1 << kAxes; ++m) {
+      if (m & BitOf<kAxes>(a)) continue;
+      const A lower = values[m];
+      const A upper = values[m | BitOf<kAxes>(a)];
+      values[m] = lower * axes[a].lower + upper * axes[a].upper;
+      values[m | BitOf<kAxes>(a)] = upper - lower;
+    }
+  }
+  JAXOPS_UNROLL
+  for (int a = 0; a < kAxes; ++a) {
+    A sum = 0;
+    JAXOPS_UNROLL
+    for (int m = 0; m < 1 << kAxes; ++m) {
+      if (!(m & BitOf<kAxes>(a))) sum += terms[m] * values[m | BitOf<kAxes>(a)];
+    }
+    gradient[a] = axes[a].slope * sum;
+  }
+}
+
+}  // namespace jaxops::multilinear
+
+#endif  // JAXOPS_COMMON_MULTILINEAR_H_

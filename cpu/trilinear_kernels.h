@@ -1,0 +1,50 @@
+// The vectorised inner parts of trilinear interpolation in cells, built once per instruction set.
+#ifndef JAXOPS_CPU_TRILINEAR_KERNELS_H_
+#define JAXOPS_CPU_TRILINEAR_KERNELS_H_
+
+#include <cstdint>
+
+#include "common/types.h"
+
+namespace jaxops::trilinear::cpu {
+
+// `count` cells one after the other. What each pointer is, see common/trilinear.h; strides are from
+// cell to cell, in elements.
+struct Cells {
+  int64_t width;
+  int64_t count;
+  DType dtype;
+  DType point_dtype;
+  int order;
+  const void* features;
+  const void* points;
+  const void* cotangent;
+  const void* directions[3];
+  int64_t features_stride;
+  int64_t points_stride;
+  int64_t cotangent_stride;
+  int64_t direction_strides[3];
+  void* out;
+  void* dfeatures;
+  void* dpoints;
+};
+
+struct Kernels {
+  void (*cells)(const Cells&);
+};
+
+namespace baseline {
+extern const Kernels kKernels;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+#endif
+
+}  // namespace jaxops::trilinear::cpu
+
+#endif  // JAXOPS_CPU_TRILINEAR_KERNELS_H_

@@ -1,0 +1,126 @@
+// What the kernels that sample volumes have in common.
+#ifndef JAXOPS_CUDA_GRID_SAMPLE_CUH_
+#define JAXOPS_CUDA_GRID_SAMPLE_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/fast_divide.h"
+#include "common/grid_sample.h"
+#include "cuda/multilinear.cuh"
+#include "cuda/numeric.cuh"
+
+namespace jaxops::grid_sample::cuda {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kPackBytes = 16;
+
+// Warps that fill the largest devices.
+inline constexpr int64_t kManyWarps = 8192;
+
+struct Params {
+  Call call;
+  int64_t strides[kMaxAxes];  // of the volume, in elements
+  int64_t points;             // of all batch entries
+  FastDivider64 by_entry;     // points of a batch entry
+  FastDivider64 by_row;       // threads to a row of channels
+  FastDivider row;            // the same
+  FastDivider64 by_split;     // warps that share the rows of the same points
+  int lanes;                  // that share a point, a power of two
+  void* sums;                 // dvolume in the arithmetic type
+
+  Params(const Call& args, int64_t row_threads)
+      : call(args),
+        points(args.batch.size() * args.geometry.points),
+        by_entry(args.geometry.points),
+        by_row(row_threads),
+        row(row_threads),
+        by_split(std::clamp<int64_t>(kManyWarps / (points / 32 + 1), 1, row_threads)),
+        lanes(multilinear::cuda::LanesFor(row_threads)),
+        sums(args.dvolume) {
+    int64_t stride = args.geometry.width;
+    for (int a = args.geometry.axes - 1; a >= 0; --a) {
+      strides[a] = stride;
+      stride *= args.geometry.sizes[a];
+    }
+  }
+};
+
+// The entries around a point of all, and what their weights are made of.
+template <typename A, int kAxes>
+struct Stencil {
+  static constexpr int kCorners = 1 << kAxes;
+
+  int64_t entry;  // of the batch
+  int64_t point;  // within the batch entry
+  multilinear::Axis<A> axes[kAxes];
+  A terms[kCorners];
+  int32_t places[kAxes];  // of the lower entries
+  int64_t low;            // the offset of the lowest entry, which need not be there
+  unsigned lower = 0;     // which axes have their lower entry, and their upper one
+  unsigned upper = 0;
+  bool lost = false;  // a coordinate is not a number
+
+  __device__ __forceinline__ Stencil(const Params& params, int64_t index) {
+    const Call& call = params.call;
+    uint64_t rest = index;
+    point = params.by_entry.Peel(rest);
+    entry = rest;
+    A p[kAxes];
+    multilinear::cuda::LoadPoint<kAxes>(
+        call.points, call.batch.Offset(entry, Call::kPoints) + point * kAxes, call.point_dtype, p);
+    low = 0;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) {
+      const Place<A> place = Locate(p[a], call.geometry.sizes[a], call.geometry);
+      lost = lost || p[a] != p[a];
+      axes[a] = place.axis;
+      places[a] = place.entry;
+      low += place.entry * params.strides[a];
+      lower |= place.lower ? 1u << a : 0;
+      upper |= place.upper ? 1u << a : 0;
+    }
+    multilinear::NoDerivative<kAxes>(terms);
+#pragma unroll 1
+    for (int d = 0; d < call.order; ++d) {
+      A direction[kAxes];
+      multilinear::cuda::LoadPoint<kAxes>(
+          call.directions[d], call.batch.Offset(entry, Call::kDirections + d) + point * kAxes,
+          call.point_dtype, direction);
+      multilinear::Differentiate<kAxes>(axes, direction, terms);
+    }
+  }
+
+  // To be called last: it replaces the terms.
+  __device__ __forceinline__ void MakeWeights(const Call& call) {
+    if (call.order == 0) {
+      multilinear::PlainWeights<kAxes>(axes, terms);
+    } else {
+      multilinear::TermsToWeights<kAxes>(axes, terms);
+    }
+  }
+
+  __device__ __forceinline__ bool IsThere(int corner) const {
+    bool there = !lost;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) {
+      const bool up = corner & multilinear::BitOf<kAxes>(a);
+      there = there && ((up ? upper : lower) >> a & 1);
+    }
+    return there;
+  }
+
+  // In elements of the volume.
+  __device__ __forceinline__ int64_t OffsetOf(int corner, const Params& params) const {
+    int64_t offset = low;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) {
+      if (corner & multilinear::BitOf<kAxes>(a)) offset += params.strides[a];
+    }
+    return offset;
+  }
+};
+
+}  // namespace jaxops::grid_sample::cuda
+
+#endif  // JAXOPS_CUDA_GRID_SAMPLE_CUH_

@@ -1,0 +1,495 @@
+// Trilinear interpolation in cells and its gradients, see common/trilinear.h.
+//
+// All of it is bound by memory, and features are most of that. Two ways to move them:
+//
+// Rows of features that are whole 32-byte sectors (the kernels of vectors): a thread takes 16 bytes
+// of each of the eight corners, straight from and to global memory.
+//
+// Others (the kernels of tiles): the eight corners of a cell are together still a multiple of 16
+// bytes, so a block copies the features of some cells to shared memory as they are, 16 bytes a
+// thread, and writes gradients in pieces of 16 bytes that may span corners. Weights are made once
+// a cell.
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/fast_divide.h"
+#include "cuda/launch.h"
+#include "cuda/multilinear.cuh"
+#include "cuda/numeric.cuh"
+#include "cuda/trilinear.h"
+
+namespace jaxops::trilinear::cuda {
+namespace {
+
+using jaxops::cuda::Accumulator;
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::Launch;
+using jaxops::cuda::LoadPack;
+using jaxops::cuda::Narrow;
+using jaxops::cuda::Pack;
+using jaxops::cuda::StorePack;
+using jaxops::cuda::Widen;
+using multilinear::Axis;
+
+constexpr int kThreads = 256;
+
+// What a multiprocessor has at least, of the kernels of vectors that read features: leaves
+// registers for all of a thread's loads.
+template <typename T, bool kWrites>
+constexpr int kBlocksOf = kWrites || sizeof(T) == 8 ? 2 : 3;
+constexpr int kPackBytes = 16;
+constexpr int kSectorBytes = 32;
+constexpr int kBankLineBytes = 128;
+
+// The features of a tile fill about this much shared memory, which leaves room for several blocks.
+constexpr int64_t kTileBytes = 24 * 1024;
+constexpr int64_t kMaxTileCells = 512;
+constexpr int64_t kMaxTiledCellBytes = 48 * 1024;
+
+// Between the weights of two corners in shared memory, beside one entry a cell: puts the corners of
+// a cell into different banks.
+constexpr int kWeightPadding = 4;
+
+// A cell's point, and what to do with it.
+template <typename A>
+struct Point {
+  Axis<A> axes[kAxes];
+  A terms[kCorners];
+
+  __device__ __forceinline__ Point(const Call& call, int64_t cell) {
+    A p[kAxes];
+    multilinear::cuda::LoadPoint<kAxes>(call.points, call.cells.Offset(cell, Call::kPoints),
+                                        call.point_dtype, p);
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) axes[a] = {(1 - p[a]) / 2, (1 + p[a]) / 2, A(0.5)};
+    multilinear::NoDerivative<kAxes>(terms);
+#pragma unroll 1
+    for (int d = 0; d < call.order; ++d) {
+      A direction[kAxes];
+      multilinear::cuda::LoadPoint<kAxes>(call.directions[d],
+                                          call.cells.Offset(cell, Call::kDirections + d),
+                                          call.point_dtype, direction);
+      multilinear::Differentiate<kAxes>(axes, direction, terms);
+    }
+  }
+
+  // To be called last: it replaces the terms.
+  __device__ __forceinline__ const A (&Weights(const Call& call)) [kCorners] {
+    if (call.order == 0) {
+      multilinear::PlainWeights<kAxes>(axes, terms);
+    } else {
+      multilinear::TermsToWeights<kAxes>(axes, terms);
+    }
+    return terms;
+  }
+};
+
+template <typename A>
+__device__ __forceinline__ void StorePoint(const Call& call, int64_t cell,
+                                           const A (&value)[kAxes]) {
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) {
+    jaxops::cuda::StoreAs(call.dpoints, cell * kAxes + a, call.point_dtype, value[a]);
+  }
+}
+
+// --- vectors -------------------------------------------------------------------------------------
+
+struct VectorParams {
+  Call call;
+  FastDivider64 by_cell;  // vectors of a corner
+  int64_t vectors;        // of all cells
+  int lanes;              // that share a cell, a power of two
+};
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads, kBlocksOf<T, false>)
+    InterpolateVectors(const __grid_constant__ VectorParams params) {
+  using A = Accumulator<T>;
+  uint64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (cell >= params.vectors) return;
+  const int64_t f = static_cast<int64_t>(params.by_cell.Peel(cell)) * kCount;
+  const Call& call = params.call;
+  const T* features =
+      static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures) + f;
+  Pack<T, kCount> corners[kCorners];
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) corners[c] = LoadPack<kCount>(features + c * call.width);
+  Point<A> point(call, cell);
+  const A(&weights)[kCorners] = point.Weights(call);
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    A sum = weights[0] * Widen(corners[0].values[i]);
+#pragma unroll
+    for (int c = 1; c < kCorners; ++c) sum += weights[c] * Widen(corners[c].values[i]);
+    out.values[i] = Narrow<T>(sum);
+  }
+  StorePack(static_cast<T*>(call.out) + cell * call.width + f, out);
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    FeatureGradVectors(const __grid_constant__ VectorParams params) {
+  using A = Accumulator<T>;
+  uint64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (cell >= params.vectors) return;
+  const int64_t f = static_cast<int64_t>(params.by_cell.Peel(cell)) * kCount;
+  const Call& call = params.call;
+  const auto g = LoadPack<kCount>(static_cast<const T*>(call.cotangent) +
+                                  call.cells.Offset(cell, Call::kCotangent) + f);
+  Point<A> point(call, cell);
+  const A(&weights)[kCorners] = point.Weights(call);
+  T* to = static_cast<T*>(call.dfeatures) + cell * kCorners * call.width + f;
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) {
+    Pack<T, kCount> out;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
+    StorePack(to + c * call.width, out);
+  }
+}
+
+// The gradient by the point, and by the features if kFeatures.
+template <typename T, int kCount, bool kFeatures>
+__global__ void __launch_bounds__(kThreads, kBlocksOf<T, kFeatures>)
+    BackwardVectors(const __grid_constant__ VectorParams params) {
+  using A = Accumulator<T>;
+  const Call& call = params.call;
+  const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int lane = static_cast<int>(threadIdx.x) & (params.lanes - 1);
+  int64_t cell = thread / params.lanes;
+  // Lanes of no cell help the last one to sum, so that whole warps meet.
+  const bool real = cell < call.cells.size();
+  if (!real) cell = call.cells.size() - 1;
+  const T* features =
+      static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures);
+  const T* cotangent =
+      static_cast<const T*>(call.cotangent) + call.cells.Offset(cell, Call::kCotangent);
+  Point<A> point(call, cell);
+  A weights[kCorners];
+  if constexpr (kFeatures) {
+    Point<A> other = point;
+    const A(&made)[kCorners] = other.Weights(call);
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) weights[c] = made[c];
+  }
+  A dots[kCorners] = {};
+  for (int64_t f = int64_t{lane} * kCount; f < call.width; f += params.lanes * kCount) {
+    const auto g = LoadPack<kCount>(cotangent + f);
+    Pack<T, kCount> corners[kCorners];
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) corners[c] = LoadPack<kCount>(features + c * call.width + f);
+    if constexpr (kFeatures) {
+      T* to = static_cast<T*>(call.dfeatures) + cell * kCorners * call.width + f;
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) {
+        Pack<T, kCount> out;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
+        if (real) StorePack(to + c * call.width, out);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        dots[c] += Widen(corners[c].values[i]) * Widen(g.values[i]);
+      }
+    }
+  }
+  A gradient[kAxes];
+  multilinear::PointGradient<kAxes>(point.axes, point.terms, dots, gradient);
+  multilinear::cuda::SumOverLanes(gradient, params.lanes);
+  if (real && lane == 0) StorePoint(call, cell, gradient);
+}
+
+template <typename T, int kCount>
+cudaError_t LaunchVectors(cudaStream_t stream, const Call& call) {
+  VectorParams params{call, FastDivider64(call.width / kCount),
+                      call.cells.size() * (call.width / kCount),
+                      multilinear::cuda::LanesFor(call.width / kCount)};
+  if (call.dpoints != nullptr) {
+    const int64_t blocks = CeilDiv(call.cells.size(), kThreads / params.lanes);
+    const auto kernel = call.dfeatures != nullptr ? BackwardVectors<T, kCount, true>
+                                                  : BackwardVectors<T, kCount, false>;
+    return Launch(kernel, blocks, kThreads, 0, stream, params);
+  }
+  const auto kernel =
+      call.out != nullptr ? InterpolateVectors<T, kCount> : FeatureGradVectors<T, kCount>;
+  return Launch(kernel, CeilDiv(params.vectors, kThreads), kThreads, 0, stream, params);
+}
+
+// --- tiles ---------------------------------------------------------------------------------------
+
+struct TileParams {
+  Call call;
+  int tile_cells;
+  int lanes;               // that share a cell's dot products, a power of two
+  FastDivider pieces;      // of 16 bytes, of a cell's features
+  FastDivider width;       // of a corner
+  int64_t features_bytes;  // of a tile's copy, and of what follows it
+  int64_t cotangent_bytes;
+};
+
+// What a block keeps in shared memory.
+template <typename T>
+struct Tile {
+  using A = Accumulator<T>;
+
+  const T* features;
+  const A* cotangent;
+  A* weights;
+  int pitch;      // between the weights of two corners
+  int64_t first;  // the first cell
+  int cells;
+
+  __device__ __forceinline__ Tile(const TileParams& params, unsigned char* shared) {
+    features = reinterpret_cast<const T*>(shared);
+    cotangent = reinterpret_cast<const A*>(shared + params.features_bytes);
+    weights = reinterpret_cast<A*>(shared + params.features_bytes + params.cotangent_bytes);
+    pitch = params.tile_cells + kWeightPadding;
+    first = int64_t{blockIdx.x} * params.tile_cells;
+    cells = static_cast<int>(min(int64_t{params.tile_cells}, params.call.cells.size() - first));
+  }
+
+  // Starts to copy the features.
+  __device__ __forceinline__ void FetchFeatures(const TileParams& params) {
+    const Call& call = params.call;
+    const int pieces = cells * params.pieces.divisor();
+    for (int i = threadIdx.x; i < pieces; i += kThreads) {
+      uint32_t cell = i;
+      const uint32_t piece = params.pieces.Peel(cell);
+      const T* from = static_cast<const T*>(call.features) +
+                      call.cells.Offset(first + cell, Call::kFeatures) +
+                      piece * (kPackBytes / sizeof(T));
+      __pipeline_memcpy_async(const_cast<T*>(features) + i * (kPackBytes / sizeof(T)), from,
+                              kPackBytes);
+    }
+    __pipeline_commit();
+  }
+
+  __device__ __forceinline__ void FetchCotangent(const TileParams& params) {
+    const Call& call = params.call;
+    const int count = cells * params.width.divisor();
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      uint32_t cell = i;
+      const uint32_t f = params.width.Peel(cell);
+      const_cast<A*>(cotangent)[i] = Widen(static_cast<const T*>(
+          call.cotangent)[call.cells.Offset(first + cell, Call::kCotangent) + f]);
+    }
+  }
+
+  __device__ __forceinline__ void MakeWeights(const Call& call) {
+    for (int cell = threadIdx.x; cell < cells; cell += kThreads) {
+      Point<A> point(call, first + cell);
+      const A(&made)[kCorners] = point.Weights(call);
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) weights[c * pitch + cell] = made[c];
+    }
+  }
+
+  // By which corner to begin, so that the threads of a warp read different banks.
+  __device__ __forceinline__ int FirstCorner(int cell, int width) const {
+    return static_cast<int>(cell * width * kCorners * sizeof(T) / kBankLineBytes);
+  }
+
+  __device__ __forceinline__ void WriteFeatures(const TileParams& params) const {
+    constexpr int kCount = kPackBytes / sizeof(T);
+    const int width = params.width.divisor();
+    const int pieces = cells * params.pieces.divisor();
+    T* to = static_cast<T*>(params.call.dfeatures) + first * kCorners * width;
+    for (int i = threadIdx.x; i < pieces; i += kThreads) {
+      uint32_t cell = i;
+      uint32_t corner = params.pieces.Peel(cell) * kCount;
+      int f = params.width.Peel(corner);
+      const A* weight = weights + corner * pitch + cell;
+      const A* g = cotangent + cell * width;
+      Pack<T, kCount> out;
+      A factor = *weight;
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        out.values[e] = Narrow<T>(factor * g[f]);
+        if (++f == width && e + 1 < kCount) {
+          f = 0;
+          weight += pitch;
+          factor = *weight;
+        }
+      }
+      StorePack(to + i * kCount, out);
+    }
+  }
+};
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    InterpolateTile(const __grid_constant__ TileParams params) {
+  using A = Accumulator<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  Tile<T> tile(params, shared);
+  tile.FetchFeatures(params);
+  tile.MakeWeights(params.call);
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  const int width = params.width.divisor();
+  const int vectors = tile.cells * width / kCount;
+  T* to = static_cast<T*>(params.call.out) + tile.first * width;
+  for (int i = threadIdx.x; i < vectors; i += kThreads) {
+    uint32_t cell = i * kCount;
+    const int f = params.width.Peel(cell);
+    const int begin = tile.FirstCorner(cell, width);
+    const T* features = tile.features + cell * width * kCorners + f;
+    A sums[kCount] = {};
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      const int corner = (begin + c) % kCorners;
+      const A weight = tile.weights[corner * tile.pitch + cell];
+      const auto values = LoadPack<kCount>(features + corner * width);
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) sums[e] += weight * Widen(values.values[e]);
+    }
+    Pack<T, kCount> out;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) out.values[e] = Narrow<T>(sums[e]);
+    StorePack(to + i * kCount, out);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    FeatureGradTile(const __grid_constant__ TileParams params) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  Tile<T> tile(params, shared);
+  tile.FetchCotangent(params);
+  tile.MakeWeights(params.call);
+  __syncthreads();
+  tile.WriteFeatures(params);
+}
+
+template <typename T, int kCount, bool kFeatures>
+__global__ void __launch_bounds__(kThreads)
+    BackwardTile(const __grid_constant__ TileParams params) {
+  using A = Accumulator<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Call& call = params.call;
+  Tile<T> tile(params, shared);
+  tile.FetchFeatures(params);
+  tile.FetchCotangent(params);
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  const int width = params.width.divisor();
+  const int lane = static_cast<int>(threadIdx.x) & (params.lanes - 1);
+  const int step = kThreads / params.lanes;
+  const int rounds = (tile.cells + step - 1) / step;
+  for (int round = 0; round < rounds; ++round) {
+    int cell = round * step + static_cast<int>(threadIdx.x) / params.lanes;
+    // Lanes of no cell help the last one to sum, so that whole warps meet.
+    const bool real = cell < tile.cells;
+    if (!real) cell = tile.cells - 1;
+    const int begin = params.lanes == 1 ? tile.FirstCorner(cell, width) % kCorners : 0;
+    const T* features = tile.features + cell * width * kCorners;
+    A turned[kCorners] = {};  // of the corners from `begin` on
+    for (int f = lane * kCount; f < width; f += params.lanes * kCount) {
+      A g[kCount];
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) g[e] = tile.cotangent[cell * width + f + e];
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) {
+        const auto values = LoadPack<kCount>(features + (begin + c) % kCorners * width + f);
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) turned[c] += g[e] * Widen(values.values[e]);
+      }
+    }
+    // Turns them back by `begin`, in powers of two, because registers have no run-time index.
+#pragma unroll
+    for (int by = 1; by < kCorners; by *= 2) {
+      A old[kCorners];
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) old[c] = turned[c];
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) {
+        turned[c] = begin & by ? old[(c + kCorners - by) % kCorners] : old[c];
+      }
+    }
+    Point<A> point(call, tile.first + cell);
+    A gradient[kAxes];
+    multilinear::PointGradient<kAxes>(point.axes, point.terms, turned, gradient);
+    multilinear::cuda::SumOverLanes(gradient, params.lanes);
+    if (!real || lane != 0) continue;
+    StorePoint(call, tile.first + cell, gradient);
+    if constexpr (kFeatures) {
+      const A(&made)[kCorners] = point.Weights(call);
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) tile.weights[c * tile.pitch + cell] = made[c];
+    }
+  }
+  if constexpr (kFeatures) {
+    __syncthreads();
+    tile.WriteFeatures(params);
+  }
+}
+
+template <typename T, int kCount>
+cudaError_t LaunchTiles(cudaStream_t stream, const Call& call) {
+  using A = Accumulator<T>;
+  const int64_t cell_bytes = kCorners * call.width * sizeof(T);
+  TileParams params{call};
+  params.tile_cells =
+      static_cast<int>(std::clamp<int64_t>(kTileBytes / cell_bytes, 1, kMaxTileCells));
+  params.pieces = FastDivider(cell_bytes / kPackBytes);
+  params.width = FastDivider(call.width);
+  params.lanes = multilinear::cuda::LanesFor(call.width / (8 * kCount));
+  const auto aligned = [](int64_t bytes) { return CeilDiv(bytes, kPackBytes) * kPackBytes; };
+  params.features_bytes = call.features == nullptr ? 0 : params.tile_cells * cell_bytes;
+  params.cotangent_bytes =
+      call.cotangent == nullptr ? 0 : aligned(params.tile_cells * call.width * sizeof(A));
+  const bool weights = call.out != nullptr || call.dfeatures != nullptr;
+  const int64_t bytes = params.features_bytes + params.cotangent_bytes +
+                        (weights ? kCorners * (params.tile_cells + kWeightPadding) * sizeof(A) : 0);
+  const auto kernel = call.out != nullptr         ? InterpolateTile<T, kCount>
+                      : call.dpoints == nullptr   ? FeatureGradTile<T>
+                      : call.dfeatures == nullptr ? BackwardTile<T, kCount, false>
+                                                  : BackwardTile<T, kCount, true>;
+  return Launch(kernel, CeilDiv(call.cells.size(), params.tile_cells), kThreads, bytes, stream,
+                params);
+}
+
+// --- which ---------------------------------------------------------------------------------------
+
+bool IsAligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
+  constexpr int kPack = kPackBytes / sizeof(T);
+  const bool aligned = IsAligned(call.features) && IsAligned(call.cotangent) &&
+                       IsAligned(call.out) && IsAligned(call.dfeatures);
+  const int64_t row_bytes = call.width * sizeof(T);
+  if (aligned && call.width % kPack == 0 && row_bytes >= kSectorBytes) {
+    return LaunchVectors<T, kPack>(stream, call);
+  }
+  if (!aligned || kCorners * row_bytes > kMaxTiledCellBytes) {
+    return LaunchVectors<T, 1>(stream, call);
+  }
+  if (call.width % kPack == 0) return LaunchTiles<T, kPack>(stream, call);
+  return LaunchTiles<T, 1>(stream, call);
+}
+
+}  // namespace
+
+cudaError_t LaunchCells(cudaStream_t stream, const Call& call) {
+  if (call.cells.size() == 0) return cudaSuccess;
+  if (call.width == 0) {
+    if (call.dpoints == nullptr) return cudaSuccess;
+    const int64_t bytes = call.cells.size() * kAxes * jaxops::cuda::SizeOf(call.point_dtype);
+    return cudaMemsetAsync(call.dpoints, 0, bytes, stream);
+  }
+  return jaxops::cuda::DispatchFloat(call.dtype,
+                                     [&]<typename T>(T) { return LaunchOf<T>(stream, call); });
+}
+
+}  // namespace jaxops::trilinear::cuda

@@ -1,0 +1,95 @@
+"""Sampling of volumes at points in plain `jax.numpy`: its definition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+def grid_sample(
+    volume: jax.Array,
+    points: jax.Array,
+    *,
+    method: str = "linear",
+    padding_mode: str = "zeros",
+    align_corners: bool = True,
+    point_rank: int = 1,
+) -> jax.Array:
+    """out[..., p, f] = sum_c w_c(points[..., p]) volume[..., entry_c(points[..., p]), f].
+
+    volume is (..., *sizes, F) and points (..., *P, len(sizes)), with `point_rank` dimensions in P
+    and the same leading ones.
+    """
+    axes = points.shape[-1]
+    batch = points.shape[: points.ndim - 1 - point_rank]
+    sizes, width = volume.shape[len(batch) : -1], volume.shape[-1]
+    dtype = jnp.result_type(jnp.float32, volume.dtype, points.dtype)
+    p = points.astype(dtype)
+    # A coordinate that is not a number has no place: it is put outside here and marked at the end.
+    lost = jnp.isnan(p).any(-1)
+    at = [
+        _positions(jnp.where(lost, -2, p[..., a]), sizes[a], padding_mode, align_corners)
+        for a in range(axes)
+    ]
+    if method == "nearest":
+        places = [(x, inside & ~lost, (jnp.round(x),), (1.0,)) for x, inside in at]
+    else:
+        places = []
+        for (x, inside), n in zip(at, sizes, strict=True):
+            # The last entry belongs to the interval before it, where there is one.
+            lower = jnp.floor(x) if n < 2 else jnp.where(x == n - 1, n - 2, jnp.floor(x))
+            fraction = x - jax.lax.stop_gradient(lower)
+            places.append((x, inside & ~lost, (lower, lower + 1), (1 - fraction, fraction)))
+
+    shape = (math.prod(batch), *points.shape[len(batch) : -1], width)
+    rows = volume.astype(dtype).reshape(shape[0], math.prod(sizes), width)
+    total = jnp.zeros((*points.shape[:-1], width), dtype)
+    if not total.size or not rows.size:
+        return _mark(total, p, lost, method).astype(volume.dtype)
+    for corner in itertools.product(range(len(places[0][2])), repeat=axes):
+        index, weight, valid = 0, 1, True
+        for c, n, (_, inside, entries, factors) in zip(corner, sizes, places, strict=True):
+            entry = jnp.where(inside, jax.lax.stop_gradient(entries[c]), -1)
+            valid = valid & (entry >= 0) & (entry < n)
+            index = index * n + jnp.clip(entry, 0, n - 1).astype(jnp.int32)
+            weight = weight * factors[c]
+        index = index.reshape(shape[0], -1, 1)
+        values = jnp.take_along_axis(rows, index, axis=1, mode="clip").reshape(total.shape)
+        values = jnp.where(valid[..., None], values, 0)
+        weight = jnp.where(valid, weight, 0)
+        total = total + weight[..., None] * values
+    return _mark(total, p, lost, method).astype(volume.dtype)
+
+
+def _mark(total, p, lost, method):
+    """The rows of points with a NaN: NaN, and so are their derivatives by the point."""
+    if method == "nearest":
+        return total
+    lost = lost[..., None]
+    found = jnp.where(lost, p.sum(-1, keepdims=True), 0)
+    return jnp.where(lost, found * jnp.nan, total)
+
+
+def _positions(p, n: int, padding_mode: str, align_corners: bool):
+    """Where coordinates are along an axis of n entries, in entries; and whether that counts."""
+    x = (p + 1) * ((n - 1) / 2) if align_corners else (p + 1) * (n / 2) - 0.5
+    if align_corners and n == 1:
+        x = jnp.zeros_like(p)
+    last = n - 1
+    if padding_mode == "zeros":
+        inside = (x > -1) & (x < n)
+        return jnp.where(inside, x, -1), inside
+    if padding_mode == "reflection":
+        low, span = (0, n - 1) if align_corners else (-0.5, n)
+        finite = jnp.isfinite(x) & (span > 0)
+        within = jnp.where(finite, x, low)
+        distance = jnp.where(within < low, low - within, within - low)
+        period = max(2 * span, 1)
+        distance = distance - period * jnp.floor(distance / period)
+        folded = jnp.where(distance > span, 2 * span - distance, distance) + low
+        x = jnp.where(finite, folded, x)
+    x = jnp.where(x < 0, 0, jnp.where(x > last, last, x))
+    return x, jnp.ones(x.shape, bool)

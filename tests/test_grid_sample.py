@@ -1,0 +1,469 @@
+"""Sampling of volumes: published and independent values, what special coordinates mean, gradients.
+
+The oracle is `jaxops.reference` in float64, which tests below hold against SciPy, ONNX and PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.reference import grid_sample as reference
+from jaxops.testing.measure import (
+    assert_close,
+    compile_without_loops,
+    custom_calls,
+    on_reference,
+    run,
+    vjp_of,
+)
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+PADDINGS = ("zeros", "border", "reflection")
+METHODS = ("linear", "nearest")
+BOTH = (False, True)
+
+
+def random_case(sizes=(5, 4, 6), width=3, points=40, dtype="float64", seed=0, reach=1.6):
+    rng = np.random.default_rng(seed)
+    volume = rng.standard_normal((*sizes, width)).astype(jnp.dtype(dtype))
+    at = rng.uniform(-reach, reach, (points, len(sizes))).astype(jnp.dtype(dtype))
+    return volume, at
+
+
+def sample_and_gradients(function=jaxops.grid_sample, **options):
+    """f(volume, points) -> value, gradients by volume and points for a cotangent of ones."""
+
+    def compute(volume, points):
+        bound = functools.partial(function, **options)
+        ones = (jnp.ones((*points.shape[:-1], volume.shape[-1]), volume.dtype),)
+        value, gradients = vjp_of(bound, (0, 1))(ones, volume, points)
+        return value[0], *gradients
+
+    return compute
+
+
+# --- values from elsewhere -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("align_corners", BOTH)
+@pytest.mark.parametrize("padding_mode", PADDINGS)
+@pytest.mark.parametrize("sizes", [(5, 4, 6), (7, 3)], ids=str)
+def test_scipy(sizes, padding_mode, align_corners, platform):
+    ndimage = pytest.importorskip("scipy.ndimage")
+    volume, points = random_case(sizes, reach=1.9)
+    mode = {
+        "zeros": "grid-constant",
+        "border": "nearest",
+        "reflection": "mirror" if align_corners else "reflect",
+    }[padding_mode]
+    n = np.array(sizes)
+    at = (points + 1) / 2 * (n - 1) if align_corners else ((points + 1) * n - 1) / 2
+    want = np.stack(
+        [
+            ndimage.map_coordinates(volume[..., f], at.T, order=1, mode=mode)
+            for f in range(volume.shape[-1])
+        ],
+        axis=-1,
+    )
+    options = {"padding_mode": padding_mode, "align_corners": align_corners}
+    (got,) = run(functools.partial(jaxops.grid_sample, **options), platform, volume, points)
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def onnx_cases():
+    """The published cases of ONNX's GridSample that are linear or nearest, by name."""
+    try:
+        from onnx.backend.test.case.node import collect_testcases
+    except ImportError:
+        return [pytest.param(None, marks=pytest.mark.skip(reason="onnx is not installed"))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the cases of other operators
+        found = collect_testcases("GridSample")
+    cases = []
+    for case in found:
+        (node,) = case.model.graph.node
+        options = {a.name: a.s.decode() if a.type == 3 else a.i for a in node.attribute}
+        method = options.get("mode", "linear")
+        if method in ("linear", "bilinear", "nearest"):
+            cases.append(pytest.param((case, options), id=case.name))
+    return cases
+
+
+@pytest.mark.parametrize("published", onnx_cases())
+def test_onnx(published, platform):
+    case, options = published
+    method = "nearest" if options.get("mode") == "nearest" else "linear"
+    for (image, grid), (want,) in case.data_sets:
+        (got,) = run(
+            functools.partial(
+                jaxops.grid_sample,
+                method=method,
+                padding_mode=options.get("padding_mode", "zeros"),
+                align_corners=bool(options.get("align_corners", 0)),
+            ),
+            platform,
+            np.moveaxis(image, 1, -1),
+            # Its coordinates are in the order of the axes from the last on.
+            np.ascontiguousarray(grid[..., ::-1]),
+        )
+        np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("align_corners", BOTH)
+@pytest.mark.parametrize("padding_mode", PADDINGS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sizes", [(5, 4, 6), (7, 3)], ids=str)
+def test_torch(sizes, method, padding_mode, align_corners, platform):
+    torch = pytest.importorskip("torch")
+    volume, points = random_case(sizes, reach=1.9)
+    image = torch.tensor(np.moveaxis(volume, -1, 0)[None], requires_grad=True)
+    grid = torch.tensor(points[:, ::-1].copy(), requires_grad=True)
+    shaped = grid.reshape(1, -1, *[1] * (len(sizes) - 1), len(sizes))
+    found = torch.nn.functional.grid_sample(
+        image,
+        shaped,
+        mode="bilinear" if method == "linear" else "nearest",
+        padding_mode=padding_mode,
+        align_corners=align_corners,
+    )
+    found.sum().backward()
+    want = (
+        found.detach().numpy().reshape(volume.shape[-1], -1).T,
+        np.moveaxis(image.grad.numpy()[0], 0, -1),
+        grid.grad.numpy()[:, ::-1],
+    )
+    options = {"method": method, "padding_mode": padding_mode, "align_corners": align_corners}
+    got = run(sample_and_gradients(**options), platform, volume, points)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-9)
+
+
+# --- shapes, dtypes and options ------------------------------------------------------------------
+
+
+@hypothesis.settings(deadline=None, max_examples=20)
+@hypothesis.given(
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),
+    width=st.integers(0, 40),
+    lead=st.sampled_from([(), (1,), (3,), (2, 2)]),
+    shape=st.sampled_from([(), (0,), (1,), (37,), (5, 3), (2, 1, 4)]),
+    dtype=st.sampled_from(DTYPES),
+    point_dtype=st.sampled_from(DTYPES),
+    method=st.sampled_from(METHODS),
+    padding_mode=st.sampled_from(PADDINGS),
+    align_corners=st.booleans(),
+    deterministic=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_anything(
+    platform, sizes, width, lead, shape, dtype, point_dtype, deterministic, seed, **options
+):
+    rng = np.random.default_rng(seed)
+    axes = len(sizes)
+    volume = rng.standard_normal((*lead, *sizes, width)).astype(jnp.dtype(dtype))
+    points = rng.uniform(-1.7, 1.7, (*lead, *shape, axes)).astype(jnp.dtype(point_dtype))
+    function = sample_and_gradients(**options, deterministic=deterministic)
+    oracle = sample_and_gradients(reference.grid_sample, **options, point_rank=len(shape))
+    got = run(function, platform, volume, points)
+    assert [g.dtype for g in got] == [volume.dtype, volume.dtype, points.dtype]
+    want = on_reference(oracle, volume, points)
+    coarser = max((dtype, point_dtype), key=lambda d: float(jnp.finfo(d).eps))
+    terms = 32 + 16 * max(sizes) * (1 + width) + points.size
+    for g, w, of in zip(got, want, (dtype, dtype, coarser), strict=True):
+        assert_close([g], [w], f"{options}", dtype=of, terms=terms)
+
+
+WIDTHS = (1, 2, 3, 4, 7, 8, 12, 16, 31, 32, 64, 130)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_width(dtype, platform):
+    """All at the same points: the reference has their channels side by side, compiled once."""
+    volume, points = random_case((4, 3), sum(WIDTHS), 300, dtype, reach=1.2)
+    ends = np.cumsum(WIDTHS)
+    parts = [slice(end - width, end) for end, width in zip(ends, WIDTHS, strict=True)]
+    g = np.zeros((len(WIDTHS), 300, sum(WIDTHS)), volume.dtype)
+    for i, part in enumerate(parts):
+        g[i, :, part] = 1
+
+    def oracle(volume, points, g):
+        value, pull = jax.vjp(reference.grid_sample, volume, points)
+        return value, *jax.vmap(pull)(g)
+
+    value, of_volume, of_points = on_reference(oracle, volume, points, g)
+    want = [(value[:, part], of_volume[i][..., part], of_points[i]) for i, part in enumerate(parts)]
+
+    def ours(volume, points):
+        return [
+            sample_and_gradients(deterministic=deterministic)(volume[..., part], points)
+            for deterministic in BOTH
+            for part in parts
+        ]
+
+    got = run(ours, platform, volume, points)
+    assert_close(got, jax.tree.leaves([want, want]), "widths", dtype=dtype, terms=1024)
+
+
+def test_one_volume_for_all_points_of_any_shape(platform):
+    volume, points = random_case(points=24)
+    (flat,) = run(jaxops.grid_sample, platform, volume, points)
+    (shaped,) = run(jaxops.grid_sample, platform, volume, points.reshape(2, 3, 4, 3))
+    np.testing.assert_array_equal(shaped.reshape(24, -1), flat)
+    (one,) = run(jaxops.grid_sample, platform, volume, points[0])
+    np.testing.assert_array_equal(one, flat[0])
+
+
+def test_numpy_and_lists_are_taken():
+    image = [[[1.0], [2.0]], [[3.0], [4.0]]]
+    np.testing.assert_allclose(jaxops.grid_sample(image, [0.0, 0.0]), [2.5])
+
+
+# --- what special coordinates mean ---------------------------------------------------------------
+
+INF, NAN = np.inf, np.nan
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_and_infinity(method, dtype, platform):
+    """Rows of NaN or zero, nothing for the volume, and infinity as far outside."""
+    line = np.arange(1.0, 4.0).astype(jnp.dtype(dtype))
+    image = np.broadcast_to(line[:, None, None], (3, 1, 1))
+    points = np.array([[NAN, 0], [0, NAN], [INF, 0], [-INF, 0], [0, 0]]).astype(line.dtype)
+    lost = NAN if method == "linear" else 0.0
+    for padding_mode, (high, low) in (
+        ("zeros", (0, 0)),
+        ("border", (3, 1)),
+        ("reflection", (3, 1)),
+    ):
+        for deterministic in BOTH:
+            found = run(
+                sample_and_gradients(
+                    method=method, padding_mode=padding_mode, deterministic=deterministic
+                ),
+                platform,
+                image,
+                points,
+            )
+            # NumPy does not know that a NaN of bfloat16 is one.
+            value, of_image, of_points = (x.astype(np.float64) for x in found)
+            np.testing.assert_array_equal(value[:, 0], [lost, lost, high, low, 2])
+            outside = padding_mode != "zeros"
+            np.testing.assert_array_equal(of_image[:, 0, 0], [outside, 1, outside])
+            np.testing.assert_array_equal(of_points[2:4], 0)
+            np.testing.assert_array_equal(np.isnan(of_points[:2]), method == "linear")
+
+
+@pytest.mark.parametrize("padding_mode", PADDINGS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_huge_coordinates_stay_in_range(padding_mode, dtype, platform):
+    volume, _ = random_case(dtype=dtype)
+    huge = np.array([1e9, 1e20, 3e38, -1e9, -1e20, -3e38], dtype)
+    points = np.stack([huge, huge[::-1], huge], axis=-1)
+    value, _, _ = run(sample_and_gradients(padding_mode=padding_mode), platform, volume, points)
+    if padding_mode == "zeros":
+        np.testing.assert_array_equal(value, 0)
+    assert (np.abs(value) <= np.abs(volume).max()).all()
+
+
+@pytest.mark.parametrize("padding_mode", PADDINGS)
+def test_an_axis_of_one_entry(padding_mode, platform):
+    """With align_corners its index is 0 wherever the point is, infinity included."""
+    volume = np.array([[[2.0]], [[4.0]]])  # (2, 1, 1): an image of one column
+    points = np.array([[-1.0, -1], [-1, 0], [1, 7], [1, INF], [0, -INF]])
+    options = {"padding_mode": padding_mode}
+    value, _, of_points = run(sample_and_gradients(**options), platform, volume, points)
+    np.testing.assert_array_equal(value[:, 0], [2, 2, 4, 4, 3])
+    np.testing.assert_array_equal(of_points[:, 1], 0)
+
+
+def test_halves_round_to_even(platform):
+    image = np.arange(6.0).reshape(6, 1, 1)
+    at = np.array([-0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
+    points = np.stack([at / 2.5 - 1, np.zeros(7)], axis=-1)
+    (got,) = run(functools.partial(jaxops.grid_sample, method="nearest"), platform, image, points)
+    np.testing.assert_array_equal(got[:, 0], [0, 0, 2, 2, 4, 4, 0])
+
+
+@pytest.mark.parametrize("padding_mode", PADDINGS)
+@pytest.mark.parametrize("align_corners", BOTH)
+def test_point_gradients_at_entries_are_one_sided(align_corners, padding_mode, platform):
+    """A derivative from one side, with the scale of the grid, and at the ends the one inside."""
+    line = np.array([1.0, 3.0, 4.0, 9.0])
+    image = np.broadcast_to(line[:, None, None], (4, 3, 1))
+    index = np.arange(4.0)
+    at = index / 1.5 - 1 if align_corners else (2 * index + 1) / 4 - 1
+    points = np.stack([at, np.zeros(4)], axis=-1)
+    options = {"padding_mode": padding_mode, "align_corners": align_corners}
+    value, _, slopes = run(sample_and_gradients(**options), platform, image, points)
+    np.testing.assert_allclose(value[:, 0], line, rtol=1e-12)
+    scale = 1.5 if align_corners else 2
+    np.testing.assert_allclose(slopes[:, 0], scale * np.array([2, 1, 5, 5]), rtol=1e-9)
+
+
+def test_entries_outside_count_as_zero_each_on_its_own(platform):
+    """A NaN inside does not leak to points whose other entries are outside, nor zeros in."""
+    image = np.ones((3, 3, 1), np.float32)
+    image[0, 0] = np.nan
+    points = np.array([[1.5, 1.5], [1.5, 0], [-1.5, -1.5], [-3, -3]], np.float32)
+    (got,) = run(jaxops.grid_sample, platform, image, points)
+    np.testing.assert_array_equal(got[:, 0], [0.25, 0.5, np.nan, 0])
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_volume_gradients_are_summed_in_single_precision(dtype, deterministic, platform):
+    """4096 ones, which neither half-precision dtype can count one by one."""
+    volume = np.zeros((3, 3, 3, 5)).astype(jnp.dtype(dtype))
+    points = np.zeros((4096, 3)).astype(volume.dtype)
+    function = sample_and_gradients(deterministic=deterministic)
+    _, of_volume, _ = run(function, platform, volume, points)
+    want = np.zeros(volume.shape)
+    want[1, 1, 1] = 4096
+    np.testing.assert_array_equal(of_volume.astype(np.float64), want)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+@pytest.mark.parametrize("crowd", ["everywhere", "in one cell", "in some cells"])
+def test_deterministic_is_the_same_bit_for_bit(crowd, axes, platform):
+    """Also where whole chunks of the points share a cell."""
+    volume, points = random_case((9, 7, 8)[:axes], 5, 3000, "float32", reach=1.3)
+    if crowd == "in one cell":
+        points = 0.01 + points * 1e-3
+    elif crowd == "in some cells":
+        points = np.round(points * 2) / 2 + 0.02 + points * 1e-3
+    rng = np.random.default_rng(1)
+    g = rng.standard_normal((len(points), 5)).astype(np.float32)
+
+    def gradients(function):
+        def compute(volume, points, g):
+            return vjp_of(function, (0, 1))((g,), volume, points)[1]
+
+        return compute
+
+    ours = jax.jit(gradients(functools.partial(jaxops.grid_sample, deterministic=True)))
+    placed = jax.device_put((volume, points, g), platform.device)
+    first, again = (np.asarray(ours(*placed)[0]) for _ in range(2))
+    assert first.tobytes() == again.tobytes()
+    want = on_reference(gradients(reference.grid_sample), volume, points, g)
+    assert_close([first], [want[0]], crowd, dtype="float32", terms=3000)
+
+
+@pytest.mark.parametrize("deterministic", BOTH)
+def test_vmap_sums_the_gradient_of_a_shared_volume_in_one_call(deterministic, platform):
+    """Without a volume for every entry of the batch."""
+    volume, points = random_case(points=10)
+    many = np.stack([points, points * 0.5, -points])
+
+    def total(function):
+        def loss(volume, many):
+            return (jax.vmap(function, (None, 0))(volume, many) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))
+
+    ours = total(functools.partial(jaxops.grid_sample, deterministic=deterministic))
+    got = run(ours, platform, volume, many)
+    want = on_reference(total(reference.grid_sample), volume, many)
+    assert_close(got, want, "a shared volume", dtype="float64", terms=300)
+    placed = jax.device_put((volume, many), platform.device)
+    program = compile_without_loops(ours, *placed)
+    assert custom_calls(program) == {"jaxops_grid_sample": 1, "jaxops_grid_sample_backward": 1}
+    assert f"f64[3,{','.join(map(str, volume.shape))}]" not in program.as_text()
+
+
+@pytest.mark.parametrize(
+    ("wrt", "name"), [((0,), "volume_grad"), ((1,), "point_grad"), ((0, 1), "backward")]
+)
+def test_a_gradient_runs_one_kernel(wrt, name, platform):
+    arguments = jax.device_put(random_case(), platform.device)
+
+    def gradients(g, *arguments):
+        return vjp_of(jaxops.grid_sample, wrt)((g,), *arguments)[1]
+
+    program = compile_without_loops(gradients, jnp.ones((40, 3)), *arguments)
+    assert custom_calls(program) == {f"jaxops_grid_sample_{name}": 1}
+
+
+def test_the_volume_gradient_keeps_no_volume():
+    volume, points = random_case()
+    _, pull = jax.vjp(lambda v: jaxops.grid_sample(v, points), volume)
+    kept = [x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape")]
+    assert volume.shape not in kept
+
+
+@pytest.mark.parametrize("deterministic", BOTH)
+@pytest.mark.parametrize("sizes", [(5, 4, 6), (7, 5)], ids=str)
+def test_an_eikonal_loss_trains_the_volume(sizes, deterministic, platform):
+    """The gradient by the volume of a loss on the slope of the field, and its own derivative."""
+    volume, points = random_case(sizes, width=1, reach=0.95)
+
+    def eikonal(function):
+        def loss(volume, points):
+            slopes = jax.grad(lambda p: function(volume, p).sum())(points)
+            return ((jnp.sqrt((slopes**2).sum(-1) + 1e-3) - 1) ** 2).mean()
+
+        def both(volume, points):
+            gradients = jax.grad(loss, (0, 1))
+            moved = jax.jvp(gradients, (volume, points), (volume, points))[1]
+            return gradients(volume, points), moved
+
+        return both
+
+    ours = functools.partial(jaxops.grid_sample, deterministic=deterministic)
+    got = run(eikonal(ours), platform, volume, points)
+    want = on_reference(eikonal(reference.grid_sample), volume, points)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-9 * np.abs(w).max())
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_derivatives_beyond_the_last_are_zero(axes, platform):
+    volume, points = random_case((4, 5, 3)[:axes])
+
+    def function(points):
+        return jaxops.grid_sample(volume, points)
+
+    for _ in range(axes + 1):
+        function = functools.partial(
+            lambda f, p: jax.jvp(f, (p,), (jnp.ones_like(p),))[1], function
+        )
+    assert not run(function, platform, points)[0].any()
+
+
+def test_nearest_has_no_gradient_by_points(platform):
+    volume, points = random_case()
+    _, of_volume, of_points = run(sample_and_gradients(method="nearest"), platform, volume, points)
+    assert not of_points.any()
+    inside = on_reference(
+        sample_and_gradients(reference.grid_sample, method="nearest"), volume, points
+    )
+    np.testing.assert_array_equal(of_volume, inside[1])
+
+
+@pytest.mark.parametrize("align_corners", BOTH)
+@pytest.mark.parametrize("padding_mode", PADDINGS)
+@pytest.mark.parametrize("method", METHODS)
+def test_continuity(method, padding_mode, align_corners, platform):
+    """Linear interpolation has no jumps along a line through the volume and beyond it."""
+    volume, _ = random_case()
+    t = np.linspace(-2.5, 2.5, 20_001)
+    points = np.stack([t, 0.3 * t, -0.7 * t], axis=-1)
+    options = {"method": method, "padding_mode": padding_mode, "align_corners": align_corners}
+    (value,) = run(functools.partial(jaxops.grid_sample, **options), platform, volume, points)
+    largest = np.abs(np.diff(value, axis=0)).max()
+    if method == "linear":
+        assert largest < 3 * 6 * np.abs(volume).max() * (t[1] - t[0])
+    else:
+        assert largest > 0.1

@@ -1,0 +1,237 @@
+"""Trilinear interpolation in cells: every width, mixed dtypes, every order of derivative.
+
+The oracle is `jaxops.reference` in float64, whose corners and signs a test below states anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.reference import trilinear as reference
+from jaxops.testing.measure import (
+    assert_close,
+    compile_without_loops,
+    custom_calls,
+    on_reference,
+    run,
+    vjp_of,
+)
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+INTERPOLATE, FEATURE_GRAD, POINT_GRAD, BACKWARD = (
+    f"jaxops_trilinear_{name}" for name in ("interpolate", "feature_grad", "point_grad", "backward")
+)
+
+
+def random_case(cells=5, width=4, dtype="float32", point_dtype=None, seed=0):
+    rng = np.random.default_rng(seed)
+    features = rng.standard_normal((cells, 8, width)).astype(jnp.dtype(dtype))
+    points = rng.uniform(-1.5, 1.5, (cells, 3)).astype(jnp.dtype(point_dtype or dtype))
+    return features, points
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_corners_are_where_they_are_said_to_be(dtype, platform):
+    features = np.arange(8.0).astype(jnp.dtype(dtype)).reshape(8, 1) ** 2
+    corners = np.array(list(itertools.product((-1, 1), repeat=3)), jnp.dtype(dtype))
+    (got,) = run(jax.vmap(jaxops.trilinear_interpolate, (None, 0)), platform, features, corners)
+    np.testing.assert_array_equal(got, features)
+
+
+def test_a_linear_function_is_reproduced_inside_and_outside(platform):
+    corners = np.array(list(itertools.product((-1.0, 1.0), repeat=3)))
+    slopes = np.array([[1.0, -2.0], [3.0, 0.5], [-4.0, 2.0]])
+    points = np.random.default_rng(0).uniform(-3, 3, (50, 3))
+    features = np.broadcast_to(corners @ slopes, (50, 8, 2))
+    (got,) = run(jaxops.trilinear_interpolate, platform, features, points)
+    np.testing.assert_allclose(got, points @ slopes, rtol=1e-14, atol=1e-13)
+
+
+# Around what a 16-byte access holds, a sector, a warp, and what a tile in shared memory can take.
+WIDTHS = (*range(1, 20), 24, 31, 32, 33, 63, 66, 100, 129, 256, 1000, 1001, 3075, 4096)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_width(dtype, platform):
+    cases = [random_case(7 if width > 500 else 67, width, dtype, seed=width) for width in WIDTHS]
+    cotangents = [f[:, 3] for f, _ in cases]
+
+    def everything(function):
+        def compute(cases, cotangents):
+            return [
+                [
+                    vjp_of(function, wrt)((g,), f, p)
+                    for wrt in ((0,), (1,), (0, 1))
+                    for (f, p), g in zip(cases, cotangents, strict=True)
+                ]
+            ]
+
+        return compute
+
+    got = run(everything(jaxops.trilinear_interpolate), platform, cases, cotangents)
+    want = on_reference(everything(reference.trilinear_interpolate), cases, cotangents)
+    names = [
+        f"width {width}, {what} of the vjp by {wrt}"
+        for wrt in ((0,), (1,), (0, 1))
+        for width in WIDTHS
+        for what in ("value", *(f"gradient {i}" for i in wrt))
+    ]
+    for name, g, w in zip(names, got, want, strict=True):
+        terms = 16 + 8 * int(name.split()[1].rstrip(","))
+        assert_close([g], [w], f"{dtype}, {name}", dtype=dtype, terms=terms)
+
+
+@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.given(
+    cells=st.integers(0, 300),
+    width=st.integers(0, 70),
+    dtype=st.sampled_from(DTYPES),
+    point_dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**20),
+)
+def test_any_shape_and_dtypes(platform, cells, width, dtype, point_dtype, seed):
+    features, points = random_case(cells, width, dtype, point_dtype, seed)
+    function = vjp_of(jaxops.trilinear_interpolate, (0, 1))
+    oracle = vjp_of(reference.trilinear_interpolate, (0, 1))
+    cotangent = (features[:, 0],)
+    got = run(function, platform, cotangent, features, points)
+    assert [g.dtype for g in got] == [features.dtype, features.dtype, points.dtype]
+    want = on_reference(oracle, cotangent, features, points)
+    coarser = max((dtype, point_dtype), key=lambda d: float(jnp.finfo(d).eps))
+    for g, w, of in zip(got, want, (dtype, dtype, coarser), strict=True):
+        assert_close([g], [w], "mixed dtypes", dtype=of, terms=16 + 8 * width)
+
+
+def derivative(function, directions):
+    """The derivative of a function of points along several directions, one after the other."""
+    for direction in directions:
+        function = functools.partial(lambda f, t, p: jax.jvp(f, (p,), (t,))[1], function, direction)
+    return function
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_derivatives_of_every_order(order, platform):
+    """Of the value and of both gradients, forward; and what is beyond the last is zero."""
+    features, points = random_case(6, 5, "float64")
+    rng = np.random.default_rng(1)
+    directions = [rng.standard_normal(points.shape) for _ in range(order)]
+    g = features[:, 2]
+
+    def along(function):
+        def compute(g, features, points, directions):
+            def whole(points):
+                return vjp_of(function, (0, 1))((g,), features, points)
+
+            value_and_gradients = derivative(whole, directions)(points)
+
+            # Reverse over the forward derivatives.
+            def of_value(features, points, last):
+                moved = functools.partial(function, features)
+                return derivative(moved, [*directions[:-1], last])(points)
+
+            pulled = jax.vjp(of_value, features, points, directions[-1])[1](g)
+            return value_and_gradients, pulled
+
+        return compute
+
+    operands = (g, features, points, directions)
+    got = run(along(jaxops.trilinear_interpolate), platform, *operands)
+    want = on_reference(along(reference.trilinear_interpolate), *operands)
+    assert_close(got, want, f"order {order}", dtype="float64", terms=400)
+    if order == 4:
+        assert not got[0].any()
+
+
+def test_third_derivative_in_reverse_alone(platform):
+    features, points = random_case(4, 3, "float64")
+
+    def third(function):
+        def loss(points, features):
+            return (function(features, points) ** 3).sum()
+
+        def sum_of_gradients(function):
+            return lambda *args: sum((g**2).sum() for g in jax.grad(function, (0, 1))(*args))
+
+        return jax.grad(sum_of_gradients(sum_of_gradients(loss)), (0, 1))
+
+    got = run(third(jaxops.trilinear_interpolate), platform, points, features)
+    want = on_reference(third(reference.trilinear_interpolate), points, features)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("wrt", "calls"),
+    [
+        ((0,), {FEATURE_GRAD: 1}),
+        ((1,), {POINT_GRAD: 1}),
+        ((0, 1), {BACKWARD: 1}),
+    ],
+)
+def test_a_gradient_runs_one_kernel(wrt, calls, platform):
+    arguments = jax.device_put(random_case(), platform.device)
+
+    def gradients(g, *arguments):
+        return vjp_of(jaxops.trilinear_interpolate, wrt)((g,), *arguments)[1]
+
+    program = compile_without_loops(gradients, arguments[0][:, 0], *arguments)
+    assert custom_calls(program) == calls
+
+
+@pytest.mark.parametrize(("used", "call"), [(0, FEATURE_GRAD), (1, POINT_GRAD)])
+def test_an_unused_gradient_is_not_made(used, call, platform):
+    arguments = jax.device_put(random_case(), platform.device)
+
+    def one(g, *arguments):
+        return vjp_of(jaxops.trilinear_interpolate, (0, 1))((g,), *arguments)[1][used]
+
+    program = compile_without_loops(one, arguments[0][:, 0], *arguments)
+    assert custom_calls(program) == {call: 1}
+
+
+def test_the_gradient_by_features_keeps_no_features():
+    features, points = random_case()
+    _, pull = jax.vjp(lambda f: jaxops.trilinear_interpolate(f, points), features)
+    kept = [x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape")]
+    assert features.shape not in kept
+
+
+def test_cells_share_what_vmap_does_not_batch(platform):
+    """A feature gradient of shared features is the sum over the batch."""
+    features, points = random_case(4, 6, "float64")
+    many = np.stack([points, points / 2, -points])
+
+    def total(function):
+        def loss(features, points):
+            return (jax.vmap(function, (None, 0))(features, points) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))
+
+    got = run(total(jaxops.trilinear_interpolate), platform, features, many)
+    want = on_reference(total(reference.trilinear_interpolate), features, many)
+    assert_close(got, want, "shared features", dtype="float64", terms=200)
+
+
+def test_nan_and_inf_stay_in_their_cell(platform):
+    features, points = random_case(4, 3)
+    features[1, 2, 0] = np.nan
+    points[2, 1] = np.inf
+    value, (of_features, of_points) = jax.jit(vjp_of(jaxops.trilinear_interpolate, (0, 1)))(
+        (np.ones((4, 3), np.float32),), *jax.device_put((features, points), platform.device)
+    )
+    value = value[0]
+    assert np.isnan(value[1, 0])
+    assert np.isfinite(value[1, 1:]).all()
+    for array in (value, of_features, of_points):
+        assert np.isfinite(np.asarray(array)[[0, 3]]).all()
+    assert np.isfinite(of_features[1]).all()
+    assert np.isnan(of_points[1]).all()
