@@ -432,6 +432,17 @@ def machine():
     return runner.Machine("cpu", jax.devices("cpu")[0], MACHINE_EFFORT, runner.Stopwatch())
 
 
+def test_operators_may_have_peers_of_the_same_name():
+    mine, other = (
+        dataclasses.replace(TWICE, operator=name, peers=(spec.Peer("XLA", function),))
+        for name, function in (("mine", _twice), ("other", _thrice))
+    )
+    asked = types.SimpleNamespace(peers=None, cases="small", quick=False)
+    works, absent = bench._works([mine, other], asked, "cpu")
+    assert [work.peers for work in works] == [mine.peers, other.peers]
+    assert not absent
+
+
 def test_rows(machine):
     said = []
     works = [runner.Work(TWICE, case, PEERS) for case in TWICE.cases]

@@ -220,10 +220,10 @@ def _works(
 ) -> tuple[list[runner.Work], dict[str, str]]:
     """What is to be measured, and the peers that are absent, with the reasons."""
     patterns = None if args.peers is None else [p.strip() for p in args.peers.split(",")]
-    everyone = list({p.name: p for b in benchmarks for p in b.peers}.values())
+    everyone = [p for b in benchmarks for p in b.peers]
     for pattern in patterns or ():
         if not any(fnmatch.fnmatchcase(p.name, pattern) for p in everyone):
-            names = ", ".join(p.name for p in everyone)
+            names = ", ".join(dict.fromkeys(p.name for p in everyone))
             raise UsageError(f"no peer is called {pattern!r}; there are {names}")
     asked = [p for p in everyone if _asked_for(p, patterns)]
     absence = contenders.torch_absence(platform) if any(p.torch for p in asked) else None
