@@ -348,6 +348,8 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 
 cudaError_t LaunchSample(cudaStream_t stream, const Call& call) {
   const int64_t points = call.batch.size() * call.geometry.points;
+  // A warp counts the channels of its 32 points in 32 bits.
+  if (call.geometry.width >= int64_t{1} << 26) return cudaErrorInvalidValue;
   if (call.geometry.width == 0) {
     if (call.dpoints == nullptr || points == 0) return cudaSuccess;
     const int64_t bytes = points * call.geometry.axes * jaxops::cuda::SizeOf(call.point_dtype);

@@ -32,7 +32,7 @@ struct Params {
   Params(const Call& args, int64_t row_threads)
       : call(args),
         points(args.batch.size() * args.geometry.points),
-        by_entry(args.geometry.points),
+        by_entry(std::max<int64_t>(1, args.geometry.points)),
         by_row(row_threads),
         row(row_threads),
         by_split(std::clamp<int64_t>(kManyWarps / (points / 32 + 1), 1, row_threads)),

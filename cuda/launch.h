@@ -13,14 +13,20 @@ namespace jaxops::cuda {
 
 JAXOPS_HOST_DEVICE inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Up to so many bytes of dynamic shared memory a kernel needs no leave, whatever else it has of
+// shared memory; the leave is for more than any asks, and fits every GPU. It is always the same,
+// because another thread may be about to launch the same kernel.
+inline constexpr size_t kSharedWithoutLeave = 32 * 1024;
+inline constexpr int kSharedLeave = 88 * 1024;
+
 // Lets a kernel use `bytes` of dynamic shared memory and launches it.
 template <typename Params>
 cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t bytes,
                    cudaStream_t stream, const Params& params) {
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (bytes > kSharedWithoutLeave) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLeave);
     if (error != cudaSuccess) return error;
   }
   kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(params);

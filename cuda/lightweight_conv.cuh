@@ -310,10 +310,11 @@ cudaError_t DispatchShift(int shift, Function&& function) {
   return error;
 }
 
-// One time step, channel or tap is counted in 32 bits inside the kernels; arrays may be larger.
+// One time step, channel or tap is counted in 32 bits inside the kernels, also those of a tile of
+// up to 256 steps beyond the end; arrays may be larger.
 inline bool FitsKernels(const Geometry& g) {
   const int64_t limit = int64_t{1} << 30;
-  return g.time < limit && g.channels < limit && g.taps < limit && g.dilation < limit &&
+  return g.time < limit && g.channels < limit && g.taps < limit && g.dilation <= limit / 256 &&
          (g.taps - 1) * g.dilation < limit;
 }
 

@@ -97,8 +97,11 @@ struct BackwardParams {
     phases = FastDivider(phase_count);
     tap_groups = FastDivider(groups);
     channel_blocks = FastDivider(blocks);
-    items = static_cast<uint32_t>(call.summed.size() * phase_count * tile_count);
-    return call.kept.size() * splits.divisor() * blocks * groups;
+    const int64_t all_items = call.summed.size() * phase_count * tile_count;
+    items = static_cast<uint32_t>(all_items);
+    // More than are counted in 32 bits are more blocks than can be launched.
+    return all_items > INT32_MAX ? INT64_MAX
+                                 : call.kept.size() * splits.divisor() * blocks * groups;
   }
 
   // Reads kTaps flipped taps of kV neighbouring channels, zero beyond the filter's length.

@@ -179,7 +179,8 @@ def _attributes(options):
     }
 
 
-#: Sorted points of one cell that are summed together before all else is, see cuda/grid_sample.cu.
+#: Sorted points of one cell that are summed together before all else is, as
+#: cuda/grid_sample_sorted.cu does.
 _CHUNK = 256
 
 

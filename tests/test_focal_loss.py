@@ -297,6 +297,36 @@ def test_shapes_and_options(data, platform):
         np.testing.assert_array_less(np.abs(g.astype(np.float64) - w), near + 1e-30)
 
 
+# What small cases do not meet of the CUDA kernels: rows of a few lanes, tiles of rows that follow
+# each other, a block a row, rows longer than shared memory, and shared memory that is nearly full.
+MANY = (
+    (16_387, 190, "float32"),
+    (16_387, 378, "float16"),
+    (32_773, 260, "float32"),
+    (4_099, 2_050, "float32"),
+    (1_500, 1_533, "float32"),
+    (40, 12_270, "float32"),
+    (37, 40_001, "bfloat16"),
+)
+
+
+@pytest.mark.parametrize(("rows", "classes", "dtype"), MANY)
+def test_softmax_of_many_rows_or_classes(rows, classes, dtype, platform):
+    rng = np.random.default_rng(classes)
+    logits = (4 * rng.standard_normal((rows, classes), np.float32)).astype(jnp.dtype(dtype))
+    labels = rng.integers(-1, classes, rows).astype(np.int32)
+
+    def both(module, logits):
+        value, pull = jax.vjp(lambda z: module.softmax_focal_loss(z, labels), logits)
+        return value, pull(jnp.ones_like(value))[0]
+
+    got = run(lambda z: both(jaxops, z), platform, logits)
+    want = on_reference(lambda z: both(reference, z), logits)
+    rtol = max(2e-5, 2 * float(jnp.finfo(dtype).eps))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g.astype(np.float64), w, rtol, 1e-6 * np.abs(w).max())
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("classes", [3, 8])
 def test_ignored_rows_are_zero_whatever_their_logits(operator, classes, platform):

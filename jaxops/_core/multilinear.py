@@ -377,7 +377,8 @@ class Family:
         of_values, of_points = rules.live(cotangents, 2)
         terms = []
         if of_values is not None and of_points is not None:
-            of_values = jnp.broadcast_to(of_values, values.shape)
+            shape = np.broadcast_shapes(of_values.shape, values.shape)
+            of_values = jnp.broadcast_to(of_values, shape)
             terms += self._tangent(
                 values, points, of_values, of_points, *along, options=options, order=order
             )
