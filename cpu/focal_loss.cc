@@ -28,26 +28,13 @@ constexpr int64_t kTask = 16 * kTile;
 // Vector loads may reach this far past the end of an array.
 constexpr int64_t kMaxLanes = 16;
 
-const Kernels& BestKernels() {
-#if defined(__x86_64__)
-  static const Kernels& best =
-      jaxops::cpu::BestFor(baseline::kKernels, avx2::kKernels, avx512::kKernels);
-  return best;
-#else
-  return baseline::kKernels;
-#endif
-}
+JAXOPS_DEFINE_BEST_KERNELS();
 
 void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<void(int64_t)>& task) {
-  const auto exact_task = [&](int64_t i) {
+  jaxops::cpu::RunTasks(tasks, parallel_for, [&](int64_t i) {
     const GradualUnderflow exact;
     task(i);
-  };
-  if (tasks == 1) {
-    exact_task(0);
-  } else if (tasks > 1) {
-    parallel_for(tasks, exact_task);
-  }
+  });
 }
 
 // One batch entry; A is the arithmetic type.

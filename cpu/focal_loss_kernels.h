@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/focal_loss.h"
+#include "cpu/isa.h"
 
 namespace jaxops::focal_loss::cpu {
 
@@ -56,17 +57,7 @@ struct Kernels {
   void (*widen)(const Widened&);  // to f32
 };
 
-namespace baseline {
-extern const Kernels kKernels;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const Kernels kKernels;
-}
-namespace avx512 {
-extern const Kernels kKernels;
-}
-#endif
+JAXOPS_DECLARE_KERNELS();
 
 }  // namespace jaxops::focal_loss::cpu
 

@@ -18,6 +18,7 @@ namespace {
 using jaxops::cpu::At;
 using jaxops::cpu::CeilDiv;
 using jaxops::cpu::ParallelFor;
+using jaxops::cpu::RunTasks;
 using jaxops::cpu::SizeOf;
 
 // Channels of all the entries around points that make a task long beside what it costs to hand it
@@ -30,23 +31,7 @@ constexpr int64_t kPointCost = 64;
 // Every slab of a volume looks at every point, so that more slabs are more work.
 constexpr int64_t kMaxSlabs = 16;
 
-const Kernels& BestKernels() {
-#if defined(__x86_64__)
-  static const Kernels& best =
-      jaxops::cpu::BestFor(baseline::kKernels, avx2::kKernels, avx512::kKernels);
-  return best;
-#else
-  return baseline::kKernels;
-#endif
-}
-
-void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<void(int64_t)>& task) {
-  if (tasks == 1) {
-    task(0);
-  } else if (tasks > 1) {
-    parallel_for(tasks, task);
-  }
-}
+JAXOPS_DEFINE_BEST_KERNELS();
 
 int64_t Cost(const Geometry& geometry) { return (geometry.width << geometry.axes) + kPointCost; }
 
@@ -75,7 +60,7 @@ void RunGathers(const Kernels& kernels, const Call& call, const ParallelFor& par
   const Geometry& geometry = call.geometry;
   const int64_t per_task = std::max<int64_t>(1, kTask / Cost(geometry));
   const int64_t tasks_per_entry = CeilDiv(geometry.points, per_task);
-  Run(call.batch.size() * tasks_per_entry, parallel_for, [&](int64_t i) {
+  RunTasks(call.batch.size() * tasks_per_entry, parallel_for, [&](int64_t i) {
     const int64_t entry = i / tasks_per_entry;
     const int64_t begin = i % tasks_per_entry * per_task;
     const int64_t end = std::min(geometry.points, begin + per_task);
@@ -109,7 +94,7 @@ void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& pa
   const int64_t thickness = CeilDiv(length, slabs);
   const int64_t slice = size / length;
   const bool narrow = SizeOf(call.dtype) == 2;
-  Run(call.gradients * slabs, parallel_for, [&](int64_t i) {
+  RunTasks(call.gradients * slabs, parallel_for, [&](int64_t i) {
     const int64_t which = i / slabs;
     Scatter scatter = {};
     scatter.begin = std::min(length, i % slabs * thickness);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/grid_sample.h"
+#include "cpu/isa.h"
 
 namespace jaxops::grid_sample::cpu {
 
@@ -50,17 +51,7 @@ struct Kernels {
   void (*store_sums)(const StoreSums&);
 };
 
-namespace baseline {
-extern const Kernels kKernels;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const Kernels kKernels;
-}
-namespace avx512 {
-extern const Kernels kKernels;
-}
-#endif
+JAXOPS_DECLARE_KERNELS();
 
 }  // namespace jaxops::grid_sample::cpu
 

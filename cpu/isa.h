@@ -21,4 +21,36 @@ const Kernels& BestFor(const Kernels& baseline, const Kernels& avx2, const Kerne
 
 }  // namespace jaxops::cpu
 
+// In an operator's namespace, which has its Kernels: the builds of them, one for each instruction
+// set; and, in no file that is built for one of these, the function that tells which to run.
+#if defined(__x86_64__)
+#define JAXOPS_DECLARE_KERNELS() \
+  namespace baseline {           \
+  extern const Kernels kKernels; \
+  }                              \
+  namespace avx2 {               \
+  extern const Kernels kKernels; \
+  }                              \
+  namespace avx512 {             \
+  extern const Kernels kKernels; \
+  }                              \
+  static_assert(true)
+#define JAXOPS_DEFINE_BEST_KERNELS()                                                \
+  const Kernels& BestKernels() {                                                    \
+    static const Kernels& best =                                                    \
+        jaxops::cpu::BestFor(baseline::kKernels, avx2::kKernels, avx512::kKernels); \
+    return best;                                                                    \
+  }                                                                                 \
+  static_assert(true)
+#else
+#define JAXOPS_DECLARE_KERNELS() \
+  namespace baseline {           \
+  extern const Kernels kKernels; \
+  }                              \
+  static_assert(true)
+#define JAXOPS_DEFINE_BEST_KERNELS()                          \
+  const Kernels& BestKernels() { return baseline::kKernels; } \
+  static_assert(true)
+#endif
+
 #endif  // JAXOPS_CPU_ISA_H_

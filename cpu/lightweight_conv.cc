@@ -19,6 +19,7 @@ namespace {
 using jaxops::cpu::At;
 using jaxops::cpu::CeilDiv;
 using jaxops::cpu::ParallelFor;
+using jaxops::cpu::RunTasks;
 using jaxops::cpu::SizeOf;
 
 // Multiply-adds that make a task long beside what it costs to hand it to a thread.
@@ -30,25 +31,9 @@ constexpr int64_t kEntryCost = 8;
 // Bounds the memory for partial sums of filters that are long beside the sequence.
 constexpr int64_t kMaxSplits = 128;
 
-const Kernels& BestKernels() {
-#if defined(__x86_64__)
-  static const Kernels& best =
-      jaxops::cpu::BestFor(baseline::kKernels, avx2::kKernels, avx512::kKernels);
-  return best;
-#else
-  return baseline::kKernels;
-#endif
-}
+JAXOPS_DEFINE_BEST_KERNELS();
 
 int64_t ArithmeticSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
-
-void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<void(int64_t)>& task) {
-  if (tasks == 1) {
-    task(0);
-  } else if (tasks > 1) {
-    parallel_for(tasks, task);
-  }
-}
 
 // Vectors run along channels with NTC and along time with NCT. Where there is one channel, or one
 // step, both layouts are the same memory, and the other one fills the vectors.
@@ -185,7 +170,7 @@ void RunForward(const Forward& args, const ParallelFor& parallel_for) {
   const int64_t tasks = std::min(units, CeilDiv(units * blocks.cost(), kTaskCost));
   const Kernels& kernels = BestKernels();
 
-  Run(tasks, parallel_for, [&](int64_t task) {
+  RunTasks(tasks, parallel_for, [&](int64_t task) {
     Workspace workspace(args.dtype,
                         {WindowSize(blocks), SumsSize(blocks), PackedWeightSize(blocks)});
     Convolve convolve = {};
@@ -318,7 +303,7 @@ void RunBackward(const Backward& args, const ParallelFor& parallel_for) {
       g.taps * (g.data_format == DataFormat::kNTC ? blocks.width() : blocks.heads() * kMaxLanes);
   const int64_t dbias_size = blocks.width() * kMaxLanes;
 
-  Run(CeilDiv(groups, groups_per_task), parallel_for, [&](int64_t task) {
+  RunTasks(CeilDiv(groups, groups_per_task), parallel_for, [&](int64_t task) {
     Workspace workspace(
         args.dtype, {WindowSize(blocks), SumsSize(blocks), want_dx ? PackedWeightSize(blocks) : 0,
                      dweight_size, dbias_size});
@@ -385,7 +370,7 @@ void RunBackward(const Backward& args, const ParallelFor& parallel_for) {
   const int64_t rows = kept * g.heads;
   const int64_t row_cost = splits * (g.taps + blocks.depth());
   const int64_t row_tasks = std::min(rows, CeilDiv(rows * row_cost, kTaskCost));
-  Run(row_tasks, parallel_for, [&](int64_t task) {
+  RunTasks(row_tasks, parallel_for, [&](int64_t task) {
     const int64_t end = (task + 1) * rows / row_tasks;
     for (int64_t row = task * rows / row_tasks; row < end; ++row) {
       if (args.dtype == DType::kF64) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "common/lightweight_conv.h"
+#include "cpu/isa.h"
 
 namespace jaxops::lightweight_conv::cpu {
 
@@ -101,17 +102,7 @@ struct Kernels {
   void (*store_sums)(const StoreSums&);
 };
 
-namespace baseline {
-extern const Kernels kKernels;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const Kernels kKernels;
-}
-namespace avx512 {
-extern const Kernels kKernels;
-}
-#endif
+JAXOPS_DECLARE_KERNELS();
 
 }  // namespace jaxops::lightweight_conv::cpu
 

@@ -10,6 +10,16 @@ namespace jaxops::cpu {
 // Runs task(0), ..., task(count - 1) in any order on any threads and returns when all are done.
 using ParallelFor = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;
 
+// The same for any number of tasks: a single one wakes no thread.
+inline void RunTasks(int64_t count, const ParallelFor& parallel_for,
+                     const std::function<void(int64_t)>& task) {
+  if (count == 1) {
+    task(0);
+  } else if (count > 1) {
+    parallel_for(count, task);
+  }
+}
+
 }  // namespace jaxops::cpu
 
 #endif  // JAXOPS_CPU_PARALLEL_FOR_H_

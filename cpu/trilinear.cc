@@ -20,15 +20,7 @@ constexpr int64_t kTask = int64_t{1} << 16;
 // What a cell costs beside its features, in features.
 constexpr int64_t kCellCost = 32;
 
-const Kernels& BestKernels() {
-#if defined(__x86_64__)
-  static const Kernels& best =
-      jaxops::cpu::BestFor(baseline::kKernels, avx2::kKernels, avx512::kKernels);
-  return best;
-#else
-  return baseline::kKernels;
-#endif
-}
+JAXOPS_DEFINE_BEST_KERNELS();
 
 // Cells [begin, end), which no batch dimension but the innermost separates.
 void RunStretch(const Kernels& kernels, const Call& call, int64_t begin, int64_t end) {

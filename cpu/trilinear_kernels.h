@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cpu/isa.h"
 
 namespace jaxops::trilinear::cpu {
 
@@ -33,17 +34,7 @@ struct Kernels {
   void (*cells)(const Cells&);
 };
 
-namespace baseline {
-extern const Kernels kKernels;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const Kernels kKernels;
-}
-namespace avx512 {
-extern const Kernels kKernels;
-}
-#endif
+JAXOPS_DECLARE_KERNELS();
 
 }  // namespace jaxops::trilinear::cpu
 

@@ -20,16 +20,17 @@
 #include "common/fast_divide.h"
 #include "cuda/concatenate.h"
 #include "cuda/launch.h"
+#include "cuda/numeric.cuh"
 
 namespace jaxops::concatenate::cuda {
 namespace {
 
 using jaxops::cuda::CeilDiv;
+using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 
 constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-constexpr int kPackBytes = 16;
 // Packs of a thread that are under way together where rows are long.
 constexpr int kLongPacks = 4;
 // Blocks that keep a device busy: not before there are so many do threads get more work each.

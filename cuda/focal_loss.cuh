@@ -19,17 +19,14 @@ using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
+using jaxops::cuda::kPackElements;
+using jaxops::cuda::kWarp;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::Pack;
 using jaxops::cuda::Widen;
 
 inline constexpr int kThreads = 256;
-inline constexpr int kWarp = 32;
-
-// Elements of one 16-byte access.
-template <typename T>
-inline constexpr int kPackElements = 16 / sizeof(T);
 
 inline constexpr float kLog2E = 0x1.715476p+0f;
 // log(2) in two parts.

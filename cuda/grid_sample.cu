@@ -57,7 +57,7 @@ struct Corners {
 template <typename A, int kCount, int kAxes, typename Step>
 __device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand operand,
                                            Step&& step) {
-  constexpr unsigned kWarp = 0xffffffff;
+  constexpr unsigned kWholeWarp = 0xffffffff;
   constexpr int kCorners = 1 << kAxes;
   constexpr unsigned kLost = 1u << kCorners;
   const Call& call = params.call;
@@ -85,22 +85,22 @@ __device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand o
     uint32_t source = round * 32 + lane;
     const int64_t f = int64_t{params.row.Peel(source)} * kCount;
     Corners<A, kAxes> corners;
-    corners.low = __shfl_sync(kWarp, own_low, source);
-    const unsigned flags = __shfl_sync(kWarp, own_there, source);
+    corners.low = __shfl_sync(kWholeWarp, own_low, source);
+    const unsigned flags = __shfl_sync(kWholeWarp, own_there, source);
     corners.there = flags;
     corners.lost = flags & kLost;
     if (plain) {
       multilinear::Axis<A> axes[kAxes];
 #pragma unroll
       for (int a = 0; a < kAxes; ++a) {
-        axes[a].lower = __shfl_sync(kWarp, own.axes[a].lower, source);
-        axes[a].upper = __shfl_sync(kWarp, own.axes[a].upper, source);
+        axes[a].lower = __shfl_sync(kWholeWarp, own.axes[a].lower, source);
+        axes[a].upper = __shfl_sync(kWholeWarp, own.axes[a].upper, source);
       }
       multilinear::PlainWeights<kAxes>(axes, corners.weights);
     } else {
 #pragma unroll
       for (int c = 0; c < kCorners; ++c) {
-        corners.weights[c] = __shfl_sync(kWarp, own.terms[c], source);
+        corners.weights[c] = __shfl_sync(kWholeWarp, own.terms[c], source);
       }
     }
     if (first + source < params.points) step(first + source, f, corners);

@@ -12,8 +12,9 @@
 
 namespace jaxops::grid_sample::cuda {
 
+using jaxops::cuda::kPackBytes;
+
 inline constexpr int kThreads = 256;
-inline constexpr int kPackBytes = 16;
 
 // Warps that fill the largest devices.
 inline constexpr int64_t kManyWarps = 8192;

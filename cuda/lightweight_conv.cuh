@@ -31,6 +31,8 @@ using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
+using jaxops::cuda::kPackElements;
+using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
@@ -39,7 +41,6 @@ using jaxops::cuda::StoreAs;
 using jaxops::cuda::Widen;
 using jaxops::cuda::WithElements;
 
-inline constexpr int kWarp = 32;
 inline constexpr int kShortTaps = 8;
 
 // --- NTC -----------------------------------------------------------------------------------------
@@ -124,9 +125,8 @@ __device__ __forceinline__ void StageRows(T* shared, const T* array, int first, 
                                           int rows, int time, int channels, int first_channel) {
   constexpr int kChannels = kBlockChannels<T>;
   if constexpr (kAligned) {
-    constexpr int kPackElements = 16 / sizeof(T);
-    constexpr int kPacks = kChannels / kPackElements;
-    const int channel = threadIdx.x % kPacks * kPackElements;
+    constexpr int kPacks = kChannels / kPackElements<T>;
+    const int channel = threadIdx.x % kPacks * kPackElements<T>;
     const bool wanted = first_channel + channel < channels;
     const T* column = array + first_channel + channel;
     for (int row = threadIdx.x / kPacks; row < rows; row += kNtcThreads / kPacks) {
@@ -175,10 +175,6 @@ struct NctTile {
   __host__ __device__ int threads_per_row() const { return 1 << row_bits; }
   __host__ __device__ int rows() const { return kNctThreads >> row_bits; }
 };
-
-// Elements of one 16-byte access.
-template <typename T>
-inline constexpr int kPackElements = 16 / sizeof(T);
 
 // Marks rows that do not start at multiples of 16 bytes, where ReadWindow knows a shift otherwise.
 inline constexpr int kUnaligned = -1;

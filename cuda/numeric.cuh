@@ -34,6 +34,13 @@ __device__ __forceinline__ T Narrow(Accumulator<T> x) {
   }
 }
 
+inline constexpr int kWarp = 32;
+
+// The widest access, and the elements of one.
+inline constexpr int kPackBytes = 16;
+template <typename T>
+inline constexpr int kPackElements = kPackBytes / sizeof(T);
+
 // `kCount` elements that move as one access; the address must be aligned to the whole.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Pack {

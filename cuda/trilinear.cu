@@ -26,6 +26,7 @@ namespace {
 
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
+using jaxops::cuda::kPackBytes;
 using jaxops::cuda::Launch;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
@@ -40,7 +41,6 @@ constexpr int kThreads = 256;
 // registers for all of a thread's loads.
 template <typename T, bool kWrites>
 constexpr int kBlocksOf = kWrites || sizeof(T) == 8 ? 2 : 3;
-constexpr int kPackBytes = 16;
 constexpr int kSectorBytes = 32;
 constexpr int kBankLineBytes = 128;
 

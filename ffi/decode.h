@@ -54,6 +54,22 @@ inline std::optional<DType> ToDType(xla::ffi::DataType type) {
   }
 }
 
+#define JAXOPS_RETURN_IF_ERROR(expression) \
+  if (xla::ffi::Error error = (expression); error.failure()) return error
+
+// Reads the type of a floating buffer; an error names the operator and its argument.
+inline xla::ffi::Error SetType(DType& out, const char* operator_name, const char* argument,
+                               const xla::ffi::AnyBuffer& buffer) {
+  const std::optional<DType> dtype = ToDType(buffer.element_type());
+  if (!dtype) {
+    return InvalidArgument(operator_name, ": ", argument,
+                           " must be f16, bf16, f32 or f64, got type ",
+                           static_cast<int>(buffer.element_type()));
+  }
+  out = *dtype;
+  return xla::ffi::Error::Success();
+}
+
 // One operand of a BatchMap: its dimensions, of which the last `core` belong to the operator.
 struct BatchOperand {
   Dimensions dims;

@@ -10,9 +10,6 @@ namespace xf = xla::ffi;
 constexpr char kSigmoid[] = "sigmoid_focal_loss";
 constexpr char kSoftmax[] = "softmax_focal_loss";
 
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (xf::Error error = (expression); error.failure()) return error
-
 xf::DataType Arithmetic(DType dtype) {
   return dtype == DType::kF64 ? xf::DataType::F64 : xf::DataType::F32;
 }
@@ -43,16 +40,11 @@ template <typename Call>
 xf::Error SetShape(Call& call, const char* name, int64_t rows, int32_t power,
                    const xf::AnyBuffer& logits, size_t& batch_rank) {
   const Dimensions dims = logits.dimensions();
-  const std::optional<DType> dtype = ToDType(logits.element_type());
-  if (!dtype) {
-    return InvalidArgument(name, ": logits must be f16, bf16, f32 or f64, got type ",
-                           static_cast<int>(logits.element_type()));
-  }
+  JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, name, "logits", logits));
   if (rows < 0 || dims.size() < static_cast<size_t>(rows) + 1) {
     return InvalidArgument(name, ": logits must have at least ", rows + 1, " dimensions, got ",
                            ToString(dims));
   }
-  call.dtype = *dtype;
   call.power = static_cast<jaxops::focal_loss::Power>(power);
   batch_rank = dims.size() - rows - 1;
   call.rows = 1;

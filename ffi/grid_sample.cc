@@ -14,16 +14,6 @@ using jaxops::grid_sample::Padding;
 
 constexpr char kName[] = "grid_sample";
 
-xf::Error SetType(DType& out, const char* what, const xf::AnyBuffer& buffer) {
-  const std::optional<DType> dtype = ToDType(buffer.element_type());
-  if (!dtype) {
-    return InvalidArgument(kName, ": ", what, " must be f16, bf16, f32 or f64, got type ",
-                           static_cast<int>(buffer.element_type()));
-  }
-  out = *dtype;
-  return xf::Error::Success();
-}
-
 xf::Error Misfit(const char* what, const xf::AnyBuffer& points, const xf::AnyBuffer& other) {
   return InvalidArgument(kName, ": ", what, " does not fit: points are ",
                          ToString(points.dimensions()), ", got ", ToString(other.dimensions()));
@@ -37,9 +27,6 @@ bool Agree(const xf::AnyBuffer& a, const xf::AnyBuffer& b, size_t begin, size_t 
   }
   return true;
 }
-
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (xf::Error error = (expression); error.failure()) return error
 
 }  // namespace
 
@@ -88,8 +75,8 @@ xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffer
     return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",
                            call.order);
   }
-  JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "volume", volume));
-  JAXOPS_RETURN_IF_ERROR(SetType(call.point_dtype, "points", points));
+  JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, kName, "volume", volume));
+  JAXOPS_RETURN_IF_ERROR(SetType(call.point_dtype, kName, "points", points));
   call.deterministic = attributes.deterministic;
   const auto data = [](const xf::AnyBuffer* buffer) {
     return buffer == nullptr ? nullptr : buffer->untyped_data();

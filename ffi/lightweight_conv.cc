@@ -15,16 +15,6 @@ xf::Error Check(bool good, const char* what, const xf::AnyBuffer& x, const xf::A
                          ", got ", ToString(other.dimensions()));
 }
 
-xf::Error SetType(DType& out, const char* what, const xf::AnyBuffer& buffer) {
-  const std::optional<DType> dtype = ToDType(buffer.element_type());
-  if (!dtype) {
-    return InvalidArgument(kName, ": ", what, " must be f16, bf16, f32 or f64, got type ",
-                           static_cast<int>(buffer.element_type()));
-  }
-  out = *dtype;
-  return xf::Error::Success();
-}
-
 // `weight` is anything shaped (..., heads, taps).
 xf::Error SetGeometry(Geometry& geometry, const Attributes& attributes, const xf::AnyBuffer& x,
                       const xf::AnyBuffer& weight) {
@@ -57,16 +47,13 @@ xf::Error TooManyBatchDims() {
                          " alternations of batched and unbatched dimensions in nested vmaps");
 }
 
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (xf::Error error = (expression); error.failure()) return error
-
 }  // namespace
 
 xf::Error Decode(Forward& forward, const Attributes& attributes, xf::AnyBuffer x,
                  xf::AnyBuffer weight, xf::RemainingArgs bias, xf::Result<xf::AnyBuffer> y) {
   JAXOPS_RETURN_IF_ERROR(SetGeometry(forward.geometry, attributes, x, weight));
-  JAXOPS_RETURN_IF_ERROR(SetType(forward.dtype, "x", x));
-  JAXOPS_RETURN_IF_ERROR(SetType(forward.weight_dtype, "weight", weight));
+  JAXOPS_RETURN_IF_ERROR(SetType(forward.dtype, kName, "x", x));
+  JAXOPS_RETURN_IF_ERROR(SetType(forward.weight_dtype, kName, "weight", weight));
   forward.activation = static_cast<Activation>(attributes.activation);
   forward.flip_taps = attributes.flip_taps;
   forward.x = x.untyped_data();
@@ -79,7 +66,7 @@ xf::Error Decode(Forward& forward, const Attributes& attributes, xf::AnyBuffer x
   if (bias.size() > 0) {
     const xf::ErrorOr<xf::AnyBuffer> buffer = bias.get<xf::AnyBuffer>(0);
     if (!buffer) return buffer.error();
-    JAXOPS_RETURN_IF_ERROR(SetType(forward.bias_dtype, "bias", *buffer));
+    JAXOPS_RETURN_IF_ERROR(SetType(forward.bias_dtype, kName, "bias", *buffer));
     JAXOPS_RETURN_IF_ERROR(Check(buffer->dimensions().size() + 1 == x.dimensions().size() &&
                                      buffer->dimensions().back() == forward.geometry.channels,
                                  "bias", x, *buffer));
@@ -104,10 +91,12 @@ xf::Error Decode(Backward& backward, const Attributes& attributes, const Backwar
           std::equal(x.dimensions().end() - 2, x.dimensions().end(), g.dimensions().end() - 2),
       "g", x, g));
   JAXOPS_RETURN_IF_ERROR(Check(g.element_type() == x.element_type(), "dtype of g", x, g));
-  JAXOPS_RETURN_IF_ERROR(SetType(backward.dtype, "x", x));
-  JAXOPS_RETURN_IF_ERROR(SetType(backward.weight_dtype, "weight", dweight));
+  JAXOPS_RETURN_IF_ERROR(SetType(backward.dtype, kName, "x", x));
+  JAXOPS_RETURN_IF_ERROR(SetType(backward.weight_dtype, kName, "weight", dweight));
   backward.bias_dtype = backward.weight_dtype;
-  if (buffers.dbias) JAXOPS_RETURN_IF_ERROR(SetType(backward.bias_dtype, "bias", *buffers.dbias));
+  if (buffers.dbias) {
+    JAXOPS_RETURN_IF_ERROR(SetType(backward.bias_dtype, kName, "bias", *buffers.dbias));
+  }
   backward.x = x.untyped_data();
   backward.g = g.untyped_data();
   backward.weight = buffers.weight ? buffers.weight->untyped_data() : nullptr;

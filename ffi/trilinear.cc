@@ -11,16 +11,6 @@ using jaxops::trilinear::kCorners;
 
 constexpr char kName[] = "trilinear_interpolate";
 
-xf::Error SetType(DType& out, const char* what, const xf::AnyBuffer& buffer) {
-  const std::optional<DType> dtype = ToDType(buffer.element_type());
-  if (!dtype) {
-    return InvalidArgument(kName, ": ", what, " must be f16, bf16, f32 or f64, got type ",
-                           static_cast<int>(buffer.element_type()));
-  }
-  out = *dtype;
-  return xf::Error::Success();
-}
-
 // Whether a buffer has so many batch dimensions, and the core dimensions after them.
 bool Fits(const xf::AnyBuffer* buffer, size_t rank, std::initializer_list<int64_t> core) {
   if (buffer == nullptr) return true;
@@ -32,9 +22,6 @@ bool Fits(const xf::AnyBuffer* buffer, size_t rank, std::initializer_list<int64_
   }
   return true;
 }
-
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (xf::Error error = (expression); error.failure()) return error
 
 }  // namespace
 
@@ -62,8 +49,8 @@ xf::Error Decode(Call& call, const Buffers& buffers, xf::RemainingArgs direction
         ToString(row.dimensions()),
         buffers.features ? " and " + ToString(buffers.features->dimensions()) : std::string());
   }
-  JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "features", row));
-  JAXOPS_RETURN_IF_ERROR(SetType(call.point_dtype, "points", points));
+  JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, kName, "features", row));
+  JAXOPS_RETURN_IF_ERROR(SetType(call.point_dtype, kName, "points", points));
   const auto data = [](const xf::AnyBuffer* buffer) {
     return buffer == nullptr ? nullptr : buffer->untyped_data();
   };
