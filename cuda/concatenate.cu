@@ -12,7 +12,8 @@
 // Few rows (MoveLong): threads find the piece of each 16 bytes and shift them into place where
 // source and destination are misaligned to each other.
 //
-// Little data (MoveSmall): a thread a word, as large as all sizes and addresses are multiples of,
+// Few arrays (MoveWords), of which all sizes and addresses are multiples of 4 bytes or more, or
+// which are small: a thread a word, as large as they are multiples of, or as many as make 16 bytes,
 // by the shortest way from the launch to the store.
 #include <algorithm>
 #include <type_traits>
@@ -31,6 +32,9 @@ using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 
 constexpr int kThreads = 256;
+// Of the kernel for few arrays: small blocks, one 16-byte word a thread, come nearest to a copy.
+constexpr int kWordsThreads = 128;
+constexpr int64_t kSmallWords = int64_t{1} << 16;
 // Packs of a thread that are under way together where rows are long.
 constexpr int kLongPacks = 4;
 // Blocks that keep a device busy: not before there are so many do threads get more work each.
@@ -40,10 +44,11 @@ constexpr int kFewPatterns = 16;
 constexpr int64_t kLongestRow = 65536;
 constexpr int kFewPieces = 64;
 constexpr int kListedPieces = 8;
-// Steps of a block where recipes are found quickly: one piece of work after the other in the order
-// of the addresses suits the memory best, but recipes of two sources have to be made up for.
-template <int kSources>
-constexpr int kQuickSteps = kSources == 1 ? 1 : 4;
+// Steps of a block: one piece of work after the other in the order of the addresses suits the
+// memory best, but recipes of two sources have to be made up for, and copying the table of many
+// pieces.
+constexpr int kQuickSteps = 4;
+constexpr int kPiecesOfStep = 16;
 
 struct PieceEntry {
   const unsigned char* source;
@@ -440,55 +445,76 @@ __global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Tab
   }
 }
 
-// --- small arrays --------------------------------------------------------------------------------
+// --- few arrays ----------------------------------------------------------------------------------
 
-// Sizes and places in words.
-struct SmallPiece {
-  const unsigned char* source;
-  uint32_t destination;
-  uint32_t begin;
-  uint32_t size;
-  uint32_t stride;
+struct WordsPiece {
+  const unsigned char* column0;  // where the piece would be read if it began with the row
+  uint32_t begin;                // in words, as the end
+  uint32_t end;
+  uint32_t stride;  // in bytes
 };
 
-struct SmallDestination {
+struct WordsDestination {
   unsigned char* data;
   FastDivider row_words;
   uint32_t words;
-  uint32_t first_block;
 };
 
-// What is not there has the place kNowhere.
-struct SmallTable {
-  SmallPiece pieces[kListedPieces];
-  SmallDestination destinations[kListedPieces];
+// The pieces of one destination, or a piece for each of several. What is not there has the place
+// kNowhere.
+template <int kPieces, int kDestinations>
+struct WordsTable {
+  WordsPiece pieces[kPieces];
+  uint32_t first_blocks[kDestinations];
+  WordsDestination destinations[kDestinations];
+
+  // All comparisons are with constants of the launch, of which none waits for another.
+  __device__ __forceinline__ uint32_t FindDestination(uint32_t block) const {
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 1; i < kDestinations; ++i) found += block >= first_blocks[i];
+    return found;
+  }
+
+  // The piece of a destination that has the word `column` of its rows.
+  __device__ __forceinline__ WordsPiece FindPiece(uint32_t destination, uint32_t column) const {
+    if constexpr (kDestinations > 1) return pieces[destination];
+    if constexpr (kPieces == 2) return column < pieces[1].begin ? pieces[0] : pieces[1];
+    int found = 0;
+#pragma unroll
+    for (int i = 1; i < kPieces; ++i) found += pieces[i].begin <= column;
+    return pieces[found];
+  }
 };
 
 constexpr uint32_t kNowhere = UINT32_MAX;
 
-template <typename Word>
-__global__ void __launch_bounds__(kThreads) MoveSmall(const __grid_constant__ SmallTable table) {
-  // All comparisons are with constants of the launch, of which none waits for another.
-  uint32_t d = 0;
+template <typename Word, int kMany, typename Table>
+__global__ void __launch_bounds__(kWordsThreads) MoveWords(const __grid_constant__ Table table) {
+  const uint32_t d = table.FindDestination(blockIdx.x);
+  const WordsDestination& destination = table.destinations[d];
+  const uint32_t first =
+      (blockIdx.x - table.first_blocks[d]) * (kMany * kWordsThreads) + threadIdx.x;
+  Word words[kMany];
 #pragma unroll
-  for (int i = 1; i < kListedPieces; ++i) d += blockIdx.x >= table.destinations[i].first_block;
-  const SmallDestination& destination = table.destinations[d];
-  const uint32_t index = (blockIdx.x - destination.first_block) * kThreads + threadIdx.x;
-  if (index >= destination.words) return;
-  uint32_t row = index;
-  const uint32_t column = destination.row_words.Peel(row);
-  int found = 0;
+  for (int w = 0; w < kMany; ++w) {
+    words[w] = Word{};
+    uint32_t row = first + w * kWordsThreads;
+    if (row >= destination.words) break;
+    const uint32_t column = destination.row_words.Peel(row);
+    const WordsPiece piece = table.FindPiece(d, column);
+    if (column < piece.end) {
+      const unsigned char* from = piece.column0 + uint64_t{row} * piece.stride;
+      words[w] = __ldcs(reinterpret_cast<const Word*>(from) + column);
+    }
+  }
 #pragma unroll
-  for (int i = 1; i < kListedPieces; ++i) {
-    if (table.pieces[i].destination == d && table.pieces[i].begin <= column) found = i;
+  for (int w = 0; w < kMany; ++w) {
+    const uint32_t index = first + w * kWordsThreads;
+    if (index < destination.words) {
+      __stcs(reinterpret_cast<Word*>(destination.data) + index, words[w]);
+    }
   }
-  const SmallPiece& piece = table.pieces[found];
-  const uint32_t offset = column - piece.begin;
-  Word word = {};
-  if (offset < piece.size) {
-    word = reinterpret_cast<const Word*>(piece.source)[row * piece.stride + offset];
-  }
-  reinterpret_cast<Word*>(destination.data)[index] = word;
 }
 
 // --- launches ------------------------------------------------------------------------------------
@@ -606,9 +632,13 @@ cudaError_t LaunchRows(cudaStream_t stream, const Job& job, Table& table, size_t
     // otherwise as many as run at once, so that destinations that share a source read it together.
     const double share = static_cast<double>(entry.row_bytes()) / row_bytes;
     const int64_t steps = CeilDiv(patterns, int64_t{kMany} * entry.beside);
-    const bool quick = kSources <= 2 && entry.piece_count <= kFewPieces;
+    const bool quick = entry.piece_count <= (kSources == 1   ? kFewPieces
+                                             : kSources == 2 ? kListedPieces
+                                                             : 0);
+    const int64_t most_steps =
+        kSources == 1 ? CeilDiv(entry.piece_count, kPiecesOfStep) : kQuickSteps;
     const int64_t quick_steps =
-        std::clamp<int64_t>(steps * blocks_beside / kEnoughBlocks, 1, kQuickSteps<kSources>);
+        std::clamp<int64_t>(steps * blocks_beside / kEnoughBlocks, 1, most_steps);
     const int64_t below = quick ? CeilDiv(steps, quick_steps)
                                 : static_cast<int64_t>(share * resident) / blocks_beside;
     entry.blocks_below = static_cast<int>(std::clamp<int64_t>(below, 1, steps));
@@ -633,40 +663,56 @@ cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t
   return Launch(MoveLong<kAligned, Table>, blocks, kThreads, table_bytes, stream, table);
 }
 
-// Whether the launch and the first access cost more than all the rest.
-bool IsSmall(const Job& job, int64_t unit) {
-  constexpr int64_t kSmallWords = int64_t{1} << 16;
-  int64_t words = 0;
-  for (const Destination& d : job.destinations) words += job.rows * d.row_bytes / unit;
-  for (const Piece& p : job.pieces) words = std::max(words, job.rows * p.stride / unit);
-  return !job.broadcasts && words <= kSmallWords && job.pieces.size() <= kListedPieces &&
-         job.destinations.size() <= kListedPieces;
-}
-
-template <typename Word>
-cudaError_t LaunchSmall(cudaStream_t stream, const Job& job) {
-  SmallTable table;
-  for (SmallPiece& piece : table.pieces) piece = {nullptr, kNowhere, 0, 0, 0};
-  for (SmallDestination& entry : table.destinations) entry.first_block = kNowhere;
+template <typename Word, int kMany, int kPieces, int kDestinations>
+cudaError_t LaunchWordsOf(cudaStream_t stream, const Job& job) {
+  using Table = WordsTable<kPieces, kDestinations>;
+  Table table = {};
+  for (WordsPiece& piece : table.pieces) piece.begin = kNowhere;
+  std::fill_n(table.first_blocks, kDestinations, kNowhere);
   const auto words = [](int64_t bytes) { return static_cast<uint32_t>(bytes / sizeof(Word)); };
   uint32_t blocks = 0, destinations = 0, pieces = 0;
   for (const Destination& destination : job.destinations) {
     if (destination.row_bytes == 0) continue;
     const uint32_t all = words(job.rows * destination.row_bytes);
-    table.destinations[destinations] = {static_cast<unsigned char*>(destination.data),
-                                        FastDivider(words(destination.row_bytes)), all, blocks};
-    uint32_t begin = 0;
+    table.first_blocks[destinations] = blocks;
+    table.destinations[destinations++] = {static_cast<unsigned char*>(destination.data),
+                                          FastDivider(words(destination.row_bytes)), all};
+    int64_t begin = 0;
     for (int64_t p = 0; p < destination.piece_count; ++p) {
       const Piece& piece = job.pieces[destination.first_piece + p];
       if (piece.extent == 0) continue;
-      table.pieces[pieces++] = {static_cast<const unsigned char*>(piece.source), destinations,
-                                begin, words(piece.size), words(piece.stride)};
-      begin += words(piece.extent);
+      table.pieces[pieces++] = {static_cast<const unsigned char*>(piece.source) - begin,
+                                words(begin), words(begin + piece.size),
+                                static_cast<uint32_t>(piece.stride)};
+      begin += piece.extent;
     }
-    blocks += CeilDiv(all, kThreads);
-    ++destinations;
+    blocks += CeilDiv(int64_t{all}, kMany * kWordsThreads);
   }
-  return Launch(MoveSmall<Word>, blocks, kThreads, 0, stream, table);
+  return Launch(MoveWords<Word, kMany, Table>, blocks, kWordsThreads, 0, stream, table);
+}
+
+template <typename Word, int kMany>
+cudaError_t LaunchWords(cudaStream_t stream, const Job& job) {
+  if (job.destinations.size() == 1) {
+    return job.pieces.size() <= 2 ? LaunchWordsOf<Word, kMany, 2, 1>(stream, job)
+                                  : LaunchWordsOf<Word, kMany, kListedPieces, 1>(stream, job);
+  }
+  return job.destinations.size() == 2
+             ? LaunchWordsOf<Word, kMany, 2, 2>(stream, job)
+             : LaunchWordsOf<Word, kMany, kListedPieces, kListedPieces>(stream, job);
+}
+
+// Whether MoveWords can do it, whose numbers have 32 bits.
+bool HasFewArrays(const Job& job, int64_t unit) {
+  const size_t destinations = job.destinations.size();
+  int64_t words = 0, stride = 0;
+  for (const Destination& d : job.destinations) {
+    words += job.rows * d.row_bytes / unit;
+    if (destinations > 1 && d.piece_count != 1) return false;
+  }
+  for (const Piece& p : job.pieces) stride = std::max(stride, p.stride);
+  return !job.broadcasts && words < INT32_MAX && stride < UINT32_MAX &&
+         job.pieces.size() <= kListedPieces && destinations <= kListedPieces;
 }
 
 template <int kPieces, int kDestinations>
@@ -704,18 +750,27 @@ cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
   for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
   if (job.rows == 0 || row_bytes == 0) return cudaSuccess;
   const int64_t unit = CommonUnit(job);
-  if (IsSmall(job, unit)) {
+  if (HasFewArrays(job, unit)) {
+    // Whether the launch and the first access cost more than all the rest. Where they do not, words
+    // of less than 16 bytes cost too much unless their piece is found by one comparison.
+    const bool small = job.rows * row_bytes / unit <= kSmallWords;
+    const bool found_at_once = pieces <= 2 || destinations > 1;
     switch (unit) {
       case 16:
-        return LaunchSmall<uint4>(stream, job);
+        return LaunchWords<uint4, 1>(stream, job);
       case 8:
-        return LaunchSmall<uint2>(stream, job);
+        if (small) return LaunchWords<uint2, 1>(stream, job);
+        if (found_at_once) return LaunchWords<uint2, 2>(stream, job);
+        break;
       case 4:
-        return LaunchSmall<uint32_t>(stream, job);
+        if (small) return LaunchWords<uint32_t, 1>(stream, job);
+        if (found_at_once) return LaunchWords<uint32_t, 4>(stream, job);
+        break;
       case 2:
-        return LaunchSmall<uint16_t>(stream, job);
+        if (small) return LaunchWords<uint16_t, 1>(stream, job);
+        break;
       default:
-        return LaunchSmall<uint8_t>(stream, job);
+        if (small) return LaunchWords<uint8_t, 1>(stream, job);
     }
   }
   if (pieces <= kListedPieces && destinations <= 8)
