@@ -70,7 +70,7 @@ struct Call {
   void* out;
   void* dvolume;
   void* dpoints;
-  // Work space of the CUDA gradient by the volume.
+  // Work space on CUDA devices: of the gradient by the volume, and of putting points in order.
   void* scratch;
   int64_t scratch_bytes;
 };

@@ -4,6 +4,10 @@
 // entries around a point at once. Gradients by the volume are added where they belong by atomics,
 // four channels in one where the device has that, in the arithmetic type; a volume of 2-byte
 // entries is rounded at the end. cuda/grid_sample_sorted.cu makes the same sums in a fixed order.
+//
+// Points at random places of a volume larger than the L2 would fetch entries from memory as often
+// as they are met. They are then taken slab by slab of the volume, each of which the L2 holds; what
+// it takes to put their indices in that order is a small part of what it saves.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -67,7 +71,7 @@ __device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand o
   const int64_t first = static_cast<int64_t>(group) * 32;
   if (first >= params.points) return;
   // Lanes beyond the last point have company to shuffle with and nothing to do.
-  Stencil<A, kAxes> own(params, min(first + lane, params.points - 1));
+  Stencil<A, kAxes> own(params, params.PointAt(min(first + lane, params.points - 1)));
   const int64_t own_low = own.low + call.batch.Offset(own.entry, operand);
   unsigned own_there = own.lost ? kLost : 0;
 #pragma unroll
@@ -103,7 +107,7 @@ __device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand o
         corners.weights[c] = __shfl_sync(kWholeWarp, own.terms[c], source);
       }
     }
-    if (first + source < params.points) step(first + source, f, corners);
+    if (first + source < params.points) step(params.PointAt(first + source), f, corners);
   }
 }
 
@@ -203,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, kReadingBlocks)
   int64_t index = thread / params.lanes;
   // Lanes of no point help the last one to sum, so that whole warps meet.
   const bool real = index < params.points;
-  if (!real) index = params.points - 1;
+  index = params.PointAt(real ? index : params.points - 1);
   Stencil<A, kAxes> stencil(params, index);
   const T* cotangent = static_cast<const T*>(call.cotangent) +
                        call.batch.Offset(stencil.entry, Call::kCotangent) + stencil.point * width;
@@ -262,6 +266,136 @@ __global__ void __launch_bounds__(kThreads, kReadingBlocks)
   }
 }
 
+// --- slabs ---------------------------------------------------------------------------------------
+
+constexpr int kMostSlabs = 16;
+constexpr int kPointsOfThread = 8;
+constexpr int kPointsOfBlock = kPointsOfThread * kThreads;
+
+struct OrderParams {
+  Call call;
+  int64_t points;
+  FastDivider thickness;  // of a slab, in entries of the first axis
+  uint32_t blocks;
+  uint32_t* counts;  // of the points of every block in each slab, kMostSlabs a block
+  uint32_t* order;
+};
+
+// The slabs of this thread's points, kMostSlabs for those beyond the last.
+template <int kAxes>
+__device__ __forceinline__ void FindSlabs(uint32_t (&slabs)[kPointsOfThread],
+                                          const OrderParams& params, int64_t first) {
+  const Geometry& geometry = params.call.geometry;
+  float p[kPointsOfThread][1];
+#pragma unroll
+  for (int i = 0; i < kPointsOfThread; ++i) {
+    const int64_t index = min(first + i * kThreads, params.points - 1);
+    multilinear::cuda::LoadPoint<1>(params.call.points, index * kAxes, params.call.point_dtype,
+                                    p[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kPointsOfThread; ++i) {
+    const int entry = Locate(p[i][0], geometry.sizes[0], geometry).entry;
+    slabs[i] = first + i * kThreads < params.points
+                   ? params.thickness.Quotient(min(max(entry, 0), geometry.sizes[0] - 1))
+                   : kMostSlabs;
+  }
+}
+
+template <int kAxes>
+__global__ void __launch_bounds__(kThreads)
+    CountInSlabs(const __grid_constant__ OrderParams params) {
+  __shared__ uint32_t counts[kMostSlabs + 1];
+  if (threadIdx.x <= kMostSlabs) counts[threadIdx.x] = 0;
+  uint32_t slabs[kPointsOfThread];
+  FindSlabs<kAxes>(slabs, params, int64_t{blockIdx.x} * kPointsOfBlock + threadIdx.x);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kPointsOfThread; ++i) {
+    const unsigned same = __match_any_sync(~0u, slabs[i]);
+    if (threadIdx.x % 32 == __ffs(same) - 1) atomicAdd(counts + slabs[i], __popc(same));
+  }
+  __syncthreads();
+  if (threadIdx.x < kMostSlabs) {
+    params.counts[blockIdx.x * kMostSlabs + threadIdx.x] = counts[threadIdx.x];
+  }
+}
+
+// Within a slab, points come in the order of the blocks, and a block's in any order.
+template <int kAxes>
+__global__ void __launch_bounds__(kThreads)
+    PlaceInSlabs(const __grid_constant__ OrderParams params) {
+  __shared__ uint32_t totals[kMostSlabs];
+  __shared__ uint32_t next[kMostSlabs + 1];
+  if (threadIdx.x < kMostSlabs) totals[threadIdx.x] = next[threadIdx.x] = 0;
+  const int64_t first = int64_t{blockIdx.x} * kPointsOfBlock + threadIdx.x;
+  uint32_t slabs[kPointsOfThread];
+  FindSlabs<kAxes>(slabs, params, first);
+  uint32_t total = 0, before = 0;
+#pragma unroll 8
+  for (uint32_t i = threadIdx.x; i < params.blocks * kMostSlabs; i += kThreads) {
+    const uint32_t count = params.counts[i];
+    total += count;
+    before += i / kMostSlabs < blockIdx.x ? count : 0;
+  }
+  __syncthreads();
+  atomicAdd(totals + threadIdx.x % kMostSlabs, total);
+  atomicAdd(next + threadIdx.x % kMostSlabs, before);
+  __syncthreads();
+  if (threadIdx.x < kMostSlabs) {
+    uint32_t begin = 0;
+    for (int slab = 0; slab < threadIdx.x; ++slab) begin += totals[slab];
+    next[threadIdx.x] += begin;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kPointsOfThread; ++i) {
+    const unsigned same = __match_any_sync(~0u, slabs[i]);
+    const int lane = threadIdx.x % 32, leader = __ffs(same) - 1;
+    uint32_t at = 0;
+    if (lane == leader && slabs[i] < kMostSlabs) at = atomicAdd(next + slabs[i], __popc(same));
+    at = __shfl_sync(~0u, at, leader) + __popc(same & ((1u << lane) - 1));
+    if (slabs[i] < kMostSlabs) params.order[at] = static_cast<uint32_t>(first + i * kThreads);
+  }
+}
+
+// Orders the points by slabs of `size` bytes a channel if that is worth it and there is `space` for
+// it; *order is null otherwise.
+cudaError_t OrderPoints(cudaStream_t stream, const Call& call, int64_t size, void* space,
+                        int64_t space_bytes, const uint32_t** order) {
+  *order = nullptr;
+  const Geometry& geometry = call.geometry;
+  const int64_t blocks = CeilDiv(geometry.points, kPointsOfBlock);
+  const int64_t numbers = geometry.points + blocks * kMostSlabs;
+  if (call.batch.size() != 1 || geometry.points > UINT32_MAX ||
+      space_bytes < numbers * static_cast<int64_t>(sizeof(uint32_t))) {
+    return cudaSuccess;
+  }
+  int device, cache;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device);
+  if (error != cudaSuccess) return error;
+  // A slab fits the L2 well beside all else that goes through it.
+  const int64_t wanted = CeilDiv(geometry.grid() * geometry.width * size, cache / 4);
+  if (wanted <= 2) return cudaSuccess;
+  auto* counts = static_cast<uint32_t*>(space);
+  const int64_t slabs = std::min<int64_t>(wanted, kMostSlabs);
+  const OrderParams params{call,
+                           geometry.points,
+                           FastDivider(CeilDiv(geometry.sizes[0], slabs)),
+                           static_cast<uint32_t>(blocks),
+                           counts,
+                           counts + blocks * kMostSlabs};
+  const bool volume = geometry.axes == 3;
+  error = Launch(volume ? CountInSlabs<3> : CountInSlabs<2>, blocks, kThreads, 0, stream, params);
+  if (error != cudaSuccess) return error;
+  *order = params.order;
+  return Launch(volume ? PlaceInSlabs<3> : PlaceInSlabs<2>, blocks, kThreads, 0, stream, params);
+}
+
+// --- launches ------------------------------------------------------------------------------------
+
 struct NarrowParams {
   const float* from;
   void* to;
@@ -286,9 +420,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, int kCount, int kAxes>
-cudaError_t LaunchWith(cudaStream_t stream, const Call& call) {
+cudaError_t LaunchWith(cudaStream_t stream, const Call& call, const uint32_t* order) {
   const int64_t row_threads = call.geometry.width / kCount;
   Params params(call, row_threads);
+  params.order = order;
   const bool adds = call.dvolume != nullptr && !call.deterministic;
   if (adds && !std::is_same_v<T, Accumulator<T>>) params.sums = call.scratch;
   if (call.dpoints == nullptr) {
@@ -303,9 +438,9 @@ cudaError_t LaunchWith(cudaStream_t stream, const Call& call) {
 }
 
 template <typename T, int kCount>
-cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
-  return call.geometry.axes == 3 ? LaunchWith<T, kCount, 3>(stream, call)
-                                 : LaunchWith<T, kCount, 2>(stream, call);
+cudaError_t LaunchAxes(cudaStream_t stream, const Call& call, const uint32_t* order) {
+  return call.geometry.axes == 3 ? LaunchWith<T, kCount, 3>(stream, call, order)
+                                 : LaunchWith<T, kCount, 2>(stream, call, order);
 }
 
 bool IsAligned(const void* pointer) {
@@ -318,10 +453,9 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
   const int64_t size = call.gradients * call.geometry.grid() * call.geometry.width;
   const bool adds = call.dvolume != nullptr && !call.deterministic;
+  const int64_t sums_bytes = adds && !std::is_same_v<T, A> ? size * sizeof(A) : 0;
   if (adds) {
-    if (!std::is_same_v<T, A> && call.scratch_bytes < size * static_cast<int64_t>(sizeof(A))) {
-      return cudaErrorInvalidValue;
-    }
+    if (call.scratch_bytes < sums_bytes) return cudaErrorInvalidValue;
     void* sums = std::is_same_v<T, A> ? call.dvolume : call.scratch;
     const cudaError_t error = cudaMemsetAsync(sums, 0, size * sizeof(A), stream);
     if (error != cudaSuccess) return error;
@@ -330,9 +464,16 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
                        IsAligned(call.dvolume) && IsAligned(call.scratch);
   if (call.batch.size() * call.geometry.points > 0 &&
       (call.out != nullptr || call.dpoints != nullptr || adds)) {
-    const cudaError_t error = aligned && call.geometry.width % kPack == 0
-                                  ? LaunchAxes<T, kPack>(stream, call)
-                                  : LaunchAxes<T, 1>(stream, call);
+    const uint32_t* order = nullptr;
+    cudaError_t error = cudaSuccess;
+    if (call.out != nullptr || adds) {
+      error = OrderPoints(stream, call, adds ? sizeof(A) : sizeof(T),
+                          static_cast<unsigned char*>(call.scratch) + sums_bytes,
+                          call.scratch_bytes - sums_bytes, &order);
+      if (error != cudaSuccess) return error;
+    }
+    error = aligned && call.geometry.width % kPack == 0 ? LaunchAxes<T, kPack>(stream, call, order)
+                                                        : LaunchAxes<T, 1>(stream, call, order);
     if (error != cudaSuccess) return error;
   }
   if constexpr (!std::is_same_v<T, A>) {

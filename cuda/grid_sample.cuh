@@ -28,6 +28,7 @@ struct Params {
   FastDivider row;            // the same
   FastDivider64 by_split;     // warps that share the rows of the same points
   int lanes;                  // that share a point, a power of two
+  const uint32_t* order;      // of the points, null for their own
   void* sums;                 // dvolume in the arithmetic type
 
   Params(const Call& args, int64_t row_threads)
@@ -38,12 +39,18 @@ struct Params {
         row(row_threads),
         by_split(std::clamp<int64_t>(kManyWarps / (points / 32 + 1), 1, row_threads)),
         lanes(multilinear::cuda::LanesFor(row_threads)),
+        order(nullptr),
         sums(args.dvolume) {
     int64_t stride = args.geometry.width;
     for (int a = args.geometry.axes - 1; a >= 0; --a) {
       strides[a] = stride;
       stride *= args.geometry.sizes[a];
     }
+  }
+
+  // The index of the point whose turn is the i-th.
+  __device__ __forceinline__ int64_t PointAt(int64_t i) const {
+    return order == nullptr ? i : order[i];
   }
 };
 

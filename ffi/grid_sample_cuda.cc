@@ -22,11 +22,12 @@ xf::Error Run(cudaStream_t stream, const Attributes& attributes, const Buffers& 
 }
 
 xf::Error RunSample(cudaStream_t stream, xf::AnyBuffer volume, xf::AnyBuffer points,
-                    xf::RemainingArgs directions, xf::Result<xf::AnyBuffer> out, int64_t point_rank,
-                    int32_t method, int32_t padding_mode, bool align_corners, bool deterministic) {
+                    xf::RemainingArgs directions, xf::Result<xf::AnyBuffer> out,
+                    xf::RemainingRets scratch, int64_t point_rank, int32_t method,
+                    int32_t padding_mode, bool align_corners, bool deterministic) {
   const xf::AnyBuffer out_buffer = *out;
   return Run(stream, {point_rank, method, padding_mode, align_corners, deterministic},
-             {&volume, &points, nullptr, &out_buffer, nullptr, nullptr}, directions);
+             {&volume, &points, nullptr, &out_buffer, nullptr, nullptr}, directions, &scratch);
 }
 
 xf::Error RunVolumeGrad(cudaStream_t stream, xf::AnyBuffer points, xf::AnyBuffer cotangent,
@@ -68,7 +69,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GridSampleCuda, RunSample,
                                                  .Arg<xf::AnyBuffer>()
                                                  .Arg<xf::AnyBuffer>()
                                                  .RemainingArgs()
-                                                 .Ret<xf::AnyBuffer>()),
+                                                 .Ret<xf::AnyBuffer>()
+                                                 .RemainingRets()),
                               {xf::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GridSampleVolumeGradCuda, RunVolumeGrad,

@@ -184,26 +184,59 @@ def _attributes(options):
 _CHUNK = 256
 
 
+#: Bytes of volumes that no cache holds, of which cuda/grid_sample.cu takes points slab by slab, and
+#: the points of a block there, with the bytes of its counts.
+_LARGE = 1 << 25
+_ORDERED = 2048
+_COUNTS = 16 * 4
+#: Bytes of an entry from which on that pays when volumes are only read.
+_WIDE = 64
+
+
+def _order_bytes(batch, points, entry_bytes, options) -> int:
+    """What it takes to put the indices of the points in order, if they meet entries repeatedly."""
+    count = _count(points, options)
+    entries = math.prod(options.sizes)
+    meets = count * 2**options.axes
+    if math.prod(batch) != 1 or meets < 2 * entries or entries * entry_bytes < _LARGE:
+        return 0
+    return 4 * count + -(-count // _ORDERED) * _COUNTS
+
+
+def _count(points, options) -> int:
+    first = points.ndim - 1 - options.point_rank
+    return math.prod(points.shape[first:-1])
+
+
+def _bytes(size: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((size,), np.dtype(np.uint8))] if size else []
+
+
+def _sample_scratch(batch, volume, points, options):
+    entry_bytes = volume.shape[-1] * volume.dtype.itemsize
+    if entry_bytes < _WIDE:
+        return []
+    return _bytes(_order_bytes(batch, points, entry_bytes, options))
+
+
 def _scratch(batch, points, g, options, summed):
     """Work space of the CUDA gradient by the volume.
 
-    Sums in the accumulation's dtype where the volume's is shorter, or what sorting the points
-    takes: twice a key of 8 bytes and an index of 4 for each point, the first and the last point of
-    every cell, the sums of chunks of points, and what the sort itself wants.
+    Sums in the accumulation's dtype where the volume's is shorter, then the order of the points.
+    Of a deterministic gradient what sorting them takes: twice a key of 8 bytes and an index of 4
+    for each point, the first and the last point of every cell, the sums of chunks of points, and
+    what the sort itself wants.
     """
     wide = np.dtype(jnp.result_type(jnp.float32, g.dtype))
     kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
-    width = g.shape[-1]
+    entry_bytes = g.shape[-1] * wide.itemsize
     if not options.deterministic:
-        if wide == g.dtype:
-            return []
-        return [jax.ShapeDtypeStruct((kept * math.prod(options.sizes) * width,), wide)]
-    first = points.ndim - 1 - options.point_rank
-    count = math.prod(batch) * math.prod(points.shape[first:-1])
+        sums = 0 if wide == g.dtype else kept * math.prod(options.sizes) * entry_bytes
+        return _bytes(sums + _order_bytes(batch, points, entry_bytes, options))
+    count = math.prod(batch) * _count(points, options)
     cells = kept * math.prod(n + 1 for n in options.sizes)
-    sums = -(-count // _CHUNK) * 2**options.axes * width * wide.itemsize
-    size = 2 * count * (8 + 4) + cells * 2 * 4 + sums + count + (1 << 22)
-    return [jax.ShapeDtypeStruct((size,), np.dtype(np.uint8))]
+    sums = -(-count // _CHUNK) * 2**options.axes * entry_bytes
+    return _bytes(2 * count * (8 + 4) + cells * 2 * 4 + sums + count + (1 << 22))
 
 
 _family = multilinear.Family(
@@ -213,5 +246,6 @@ _family = multilinear.Family(
     attributes=_attributes,
     replicated=("size", "axes"),
     sums_batches=True,
+    sample_scratch=_sample_scratch,
     scratch=_scratch,
 )

@@ -213,6 +213,32 @@ def test_every_width(dtype, platform):
     assert_close(got, jax.tree.leaves([want, want]), "widths", dtype=dtype, terms=1024)
 
 
+@pytest.mark.parametrize("sizes", [(90, 91, 99), (900, 901)], ids=str)
+def test_many_points_of_a_large_volume(sizes, platform):
+    """Larger than a cache, and met so often that the points are taken in another order."""
+    volume, points = random_case(sizes, 16, 2_500_000 // 2 ** len(sizes), "float32", reach=1.1)
+    g = np.random.default_rng(1).standard_normal((len(points), 16)).astype(np.float32)
+
+    def function(sample):
+        def compute(volume, points, g):
+            value, pull = jax.vjp(sample, volume, points)
+            return value, pull(g)[0]
+
+        return compute
+
+    def with_point_gradients(volume, points, g):
+        _, pull = jax.vjp(jaxops.grid_sample, volume, points)
+        alone = jax.vjp(functools.partial(jaxops.grid_sample, volume), points)[1](g)[0]
+        return *pull(g), alone
+
+    want = on_reference(function(reference.grid_sample), volume, points, g)
+    got = run(function(jaxops.grid_sample), platform, volume, points, g)
+    assert_close(got, want, "value, volume gradient", dtype="float32", terms=2048)
+    of_volume, of_points, alone = run(with_point_gradients, platform, volume, points, g)
+    assert_close([of_volume], want[1:], "volume gradient of both", dtype="float32", terms=2048)
+    assert_close([of_points], [alone], "point gradient of both", dtype="float32", terms=2048)
+
+
 def test_one_volume_for_all_points_of_any_shape(platform):
     volume, points = random_case(points=24)
     (flat,) = run(jaxops.grid_sample, platform, volume, points)

@@ -56,8 +56,9 @@ class Family:
       values_name: what the gradient by the values is called.
       sums_batches: whether the kernels sum the values' gradient over batch dimensions that the
         values do not have.
-      scratch: work space of the CUDA gradients by the values, called with the batch shape, points,
-        the cotangent, options and which batch dimensions are summed.
+      sample_scratch: work space of CUDA, called with the batch shape, values, points and options.
+      scratch: the same of the gradients by the values, called with the batch shape, points, the
+        cotangent, options and which batch dimensions are summed.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Family:
         values_name: str,
         replicated: Sequence[str],
         sums_batches: bool = False,
-        scratch: Callable[..., Sequence[jax.ShapeDtypeStruct]] = lambda *_, **__: (),
+        sample_scratch: Callable[..., Sequence[jax.ShapeDtypeStruct]] = lambda *_: (),
+        scratch: Callable[..., Sequence[jax.ShapeDtypeStruct]] = lambda *_: (),
         prefix: str | None = None,
     ):
         self._reference = reference
@@ -84,6 +86,9 @@ class Family:
             ),
             dtypes=lambda values, *_, **__: [values.dtype],
             reference=self._sample_reference,
+            scratch=lambda values, points, *along, options, order: sample_scratch(
+                _batch_shape(options, values, points, None, along), values, points, options
+            ),
             **handled,
         )
         self._values_grad = Operator(
