@@ -473,7 +473,9 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
     // Without a sum, enough work a thread to make up for what a block costs, once there are blocks
     // for the whole device.
     if (call.sum == nullptr) {
-      splits = CeilDiv(size, stride * std::clamp<int64_t>(entries * size / (stride * 1024), 1, 4));
+      const int64_t most = few ? 1 : 4;
+      splits =
+          CeilDiv(size, stride * std::clamp<int64_t>(entries * size / (stride * 1024), 1, most));
     }
     const int64_t per_block = CeilDiv(CeilDiv(size, splits), stride) * stride;
     const int64_t blocks = entries * splits;
