@@ -61,6 +61,27 @@ class BatchMap {
   // Number of batch entries: the product of all dimensions.
   JAXOPS_HOST_DEVICE int64_t size() const { return size_; }
 
+  // Element offsets of all operands for the flat batch index `index`, for kernels that need several
+  // and have less than 2^32 entries: one short division a dimension, and none for the slowest one.
+  struct Offsets {
+    JAXOPS_HOST_DEVICE int64_t operator[](int operand) const { return of[operand]; }
+    int64_t of[kOperands] = {};
+  };
+  JAXOPS_HOST_DEVICE Offsets AllOffsets(uint32_t index) const {
+    Offsets offsets;
+#if defined(__CUDACC__)
+#pragma unroll 1
+#endif
+    for (int d = rank_ - 1; d >= 0; --d) {
+      const auto size = static_cast<uint32_t>(sizes_[d]);
+      const uint32_t quotient = d == 0 ? 0 : index / size;
+      const uint32_t position = index - quotient * size;
+      for (int i = 0; i < kOperands; ++i) offsets.of[i] += position * strides_[d][i];
+      index = quotient;
+    }
+    return offsets;
+  }
+
   // Element offset of `operand` for the flat batch index `index`.
   JAXOPS_HOST_DEVICE int64_t Offset(int64_t index, int operand) const {
     return rank_ <= 1 ? index * strides_[0][operand] : NestedOffset(index, operand);

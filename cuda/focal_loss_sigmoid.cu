@@ -3,8 +3,11 @@
 // A batch entry is a run of elements that thread blocks share out; a thread takes neighbours.
 // Labels and weights belong to rows. Neighbours are of one row where their number divides that of
 // classes, as it usually does. Neighbours of two rows read the terms of both, and of
-// rows shorter than an access the terms of each element. Batch entries that do not begin where an
-// access may are taken element by element.
+// rows shorter than an access the terms of each element; rows of one element are read like the
+// elements. Batch entries that do not begin where an access may are taken element by element, and
+// so are gradients too small to give every thread of the device more than one.
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
 #include "common/fast_divide.h"
@@ -18,13 +21,20 @@ namespace {
 constexpr int kInRow = 8;
 constexpr int kShortRows = 4;
 
+// Results of so few elements in all are made by threads of one element each.
+constexpr int64_t kFewElements = 1 << 20;
+
+// A batch entry of so many blocks sums them up itself, where blocks share memory. More are summed
+// by a second kernel.
+constexpr int64_t kClusterBlocks = 8;
+
 // Stands for an exponent that is known only at run time.
 constexpr int kRunTime = -1;
 
 enum class Want { kLoss, kSum, kGradient };
 
-// The rows of a thread's neighbours: always one, up to two, or any number of them.
-enum class Rows { kOne, kTwo, kAny };
+// The rows of a thread's neighbours: always one, up to two, any number of them, or one each.
+enum class Rows { kOne, kTwo, kAny, kEach };
 
 struct Params {
   Sigmoid call;
@@ -33,71 +43,15 @@ struct Params {
   FastDivider splits;
   FastDivider classes;
   FastDivider64 rows;  // the same, of a whole batch entry
-  void* partials;
+  void* partials;      // null: the blocks of an entry are a cluster
 };
 
 // What the elements of one row have in common.
 template <typename A>
 struct Row {
-  int target;  // the position of its label in the row
-  bool ignored;
+  int32_t label;
   A negative;  // factors of negative and positive targets
   A positive;
-};
-
-// One batch entry; L is the type of labels, int32_t for classes.
-template <typename T, typename L>
-class Entry {
- public:
-  using A = Accumulator<T>;
-
-  __device__ Entry(const Params& p, int64_t entry) : p_(p) {
-    const auto offset = [&](Sigmoid::Operand operand) {
-      return p.call.batch.Offset(entry, operand);
-    };
-    const A scale = static_cast<const A*>(p.call.scale)[offset(Sigmoid::kScale)];
-    const A* parameters = static_cast<const A*>(p.call.parameters) + offset(Sigmoid::kParameters);
-    gamma = parameters[0];
-    negative_ = scale * parameters[1];
-    positive_ = scale * parameters[2];
-    first_class_ = p.call.class_ids[offset(Sigmoid::kClassIds)];
-    logits = static_cast<const T*>(p.call.logits) + offset(Sigmoid::kLogits);
-    labels = static_cast<const L*>(p.call.labels) + offset(Sigmoid::kLabels);
-    weight_ = p.call.weight == nullptr
-                  ? nullptr
-                  : static_cast<const A*>(p.call.weight) + offset(Sigmoid::kWeight);
-    elements = offset(Sigmoid::kElements);
-  }
-
-  __device__ __forceinline__ Row<A> ReadRow(int64_t row) const {
-    Row<A> terms{-1, false, negative_, positive_};
-    if constexpr (std::is_same_v<L, int32_t>) {
-      const int32_t label = labels[row];
-      // Not a subtraction, which could overflow into the row.
-      const bool inside = label >= first_class_ &&
-                          static_cast<uint32_t>(label - first_class_) < p_.classes.divisor();
-      terms.target = inside ? label - first_class_ : -1;
-      terms.ignored = p_.call.has_ignored && label == p_.call.ignored;
-    }
-    if (weight_ != nullptr) {
-      const A weight = weight_[row];
-      terms.negative *= weight;
-      terms.positive *= weight;
-    }
-    return terms;
-  }
-
-  const T* logits;
-  const L* labels;
-  A gamma;
-  int64_t elements;  // offset of elementwise results
-
- private:
-  const Params& p_;
-  const A* weight_;
-  A negative_;
-  A positive_;
-  int32_t first_class_;
 };
 
 template <typename T, int kCount>
@@ -108,6 +62,83 @@ __device__ __forceinline__ Pack<T, kCount> LoadSome(const T* from, bool whole, i
   for (int k = 0; k < kCount; ++k) pack.values[k] = k < left ? from[k] : T{};
   return pack;
 }
+
+// A part of a batch entry, from the row that the element `begin` is in; L is the type of labels,
+// int32_t for classes.
+template <typename T, typename L>
+class Entry {
+ public:
+  using A = Accumulator<T>;
+
+  __device__ __forceinline__ Entry(const Params& p, uint32_t entry, int64_t begin) : p_(p) {
+    const auto offsets = p.call.batch.AllOffsets(entry);
+    const A scale = static_cast<const A*>(p.call.scale)[offsets[Sigmoid::kScale]];
+    const A* parameters = static_cast<const A*>(p.call.parameters) + offsets[Sigmoid::kParameters];
+    gamma = parameters[0];
+    negative_ = scale * parameters[1];
+    positive_ = scale * parameters[2];
+    const auto first_row = static_cast<int64_t>(p.rows.Quotient(begin));
+    skipped = static_cast<uint32_t>(begin - first_row * p.call.classes);
+    logits = static_cast<const T*>(p.call.logits) + offsets[Sigmoid::kLogits] + begin;
+    labels = static_cast<const L*>(p.call.labels) + offsets[Sigmoid::kLabels];
+    if constexpr (std::is_same_v<L, int32_t>) {
+      first_class_ = p.call.class_ids[offsets[Sigmoid::kClassIds]];
+      labels += first_row;
+    } else {
+      labels += begin;
+    }
+    weight_ = p.call.weight == nullptr
+                  ? nullptr
+                  : static_cast<const A*>(p.call.weight) + offsets[Sigmoid::kWeight] + first_row;
+    elements = offsets[Sigmoid::kElements] + begin;
+  }
+
+  __device__ __forceinline__ Row<A> ReadRow(uint32_t row) const {
+    Row<A> terms{0, negative_, positive_};
+    if constexpr (std::is_same_v<L, int32_t>) terms.label = labels[row];
+    if (weight_ != nullptr) {
+      const A weight = weight_[row];
+      terms.negative *= weight;
+      terms.positive *= weight;
+    }
+    return terms;
+  }
+
+  // The rows of neighbours that have one each, with the factor of what the element is.
+  template <int kCount>
+  __device__ __forceinline__ void ReadRows(Row<A> (&rows)[kCount], int row, bool whole,
+                                           int64_t left) const {
+    const auto own = LoadSome<int32_t, kCount>(labels + row, whole, left);
+    Pack<A, kCount> weights;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) weights.values[k] = 1;
+    if (weight_ != nullptr) weights = LoadSome<A, kCount>(weight_ + row, whole, left);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const A factor = weights.values[k] * (Position(own.values[k]) == 0 ? positive_ : negative_);
+      rows[k] = {own.values[k], factor, factor};
+    }
+  }
+
+  // Of a label in its row, or some larger number. The difference wraps, but where it is less than
+  // the number of classes, the label is what it would be without, because no class id overflows.
+  __device__ __forceinline__ uint32_t Position(int32_t label) const {
+    return static_cast<uint32_t>(label) - static_cast<uint32_t>(first_class_);
+  }
+
+  const T* logits;
+  const L* labels;
+  A gamma;
+  int64_t elements;  // offset of elementwise results
+  uint32_t skipped;  // elements of the first row before `begin`
+
+ private:
+  const Params& p_;
+  const A* weight_;
+  A negative_;
+  A positive_;
+  int32_t first_class_ = 0;
+};
 
 template <typename T, int kCount>
 __device__ __forceinline__ void StoreSome(T* to, const Accumulator<T> (&values)[kCount], bool whole,
@@ -125,25 +156,33 @@ __device__ __forceinline__ void StoreSome(T* to, const Accumulator<T> (&values)[
   }
 }
 
-// Loss and slope of kCount elements for integer labels, unscaled; factors and targets are known.
-template <bool kSlope, typename A, int kCount>
+// Bit `at` where it is below `end`, or none.
+__device__ __forceinline__ uint32_t BitBelow(uint32_t at, uint32_t end) {
+  return at < end ? 1u << at : 0u;
+}
+
+// Loss and slope of kCount elements for integer labels times their factors. Targets are among them
+// only if kTargets.
+template <bool kSlope, bool kTargets, typename A, int kCount>
 __device__ __forceinline__ void EvaluateHard(A (&loss)[kCount], A (&slope)[kCount],
                                              const A (&z)[kCount], const bool (&target)[kCount],
-                                             Power power, A gamma) {
+                                             const A (&factor)[kCount], Power power, A gamma) {
   A x[kCount], e[kCount], positive[kCount], negative[kCount];
   const A zeros[kCount] = {};
   bool leads[kCount];
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    x[k] = target[k] ? -z[k] : z[k];
+    x[k] = kTargets && target[k] ? -z[k] : z[k];
     leads[k] = x[k] >= 0;
     positive[k] = max(x[k], A(0));
     negative[k] = min(x[k], A(0));
   }
-  ExpOfMagnitude(e, x, power);
-  Evaluate<kSlope>(loss, slope, e, leads, positive, negative, zeros, power, gamma);
+  ExpOfMagnitude(e, z, power);
+  Evaluate<kSlope>(loss, slope, e, leads, positive, negative, zeros, factor, power, gamma);
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) slope[k] = target[k] ? -slope[k] : slope[k];
+  for (int k = 0; k < kCount; ++k) {
+    slope[k] = kTargets && target[k] ? -slope[k] : slope[k];
+  }
 }
 
 // The same for targets between 0 and 1; `small` and `big` are the parts of y and 1 - y that weigh
@@ -151,7 +190,7 @@ __device__ __forceinline__ void EvaluateHard(A (&loss)[kCount], A (&slope)[kCoun
 template <bool kSlope, typename A, int kCount>
 __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCount],
                                              const A (&z)[kCount], const A (&y)[kCount],
-                                             Power power, A gamma) {
+                                             const A (&factor)[kCount], Power power, A gamma) {
   A e[kCount], scaled[kCount], entropy[kCount], log_high[kCount], log_low[kCount];
   ExpOfMagnitude(e, z, power);
 #pragma unroll
@@ -159,8 +198,9 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
     const A small = z[k] >= 0 ? y[k] : 1 - y[k];
     const A big = z[k] >= 0 ? 1 - y[k] : y[k];
     const A sum = small * e[k] + big;
-    const A log1p = Log1p(e[k], A(0));
-    scaled[k] = Reciprocal(1 + e[k]) * sum;
+    const A inverse = Reciprocal(1 + e[k]);
+    const A log1p = Log1p(e[k], inverse * e[k], A(0));
+    scaled[k] = inverse * sum;
     entropy[k] = log1p + (big == 0 ? A(0) : big * abs(z[k]));
     const double log_sum = power == Power::kAny ? log(static_cast<double>(sum)) : 0;
     log_high[k] = big == 0 ? -abs(z[k]) : static_cast<A>(log_sum);
@@ -169,6 +209,7 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
   RaiseToGamma(scaled, log_high, log_low, power, gamma);
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
+    scaled[k] *= factor[k];
     loss[k] = scaled[k] * entropy[k];
     if constexpr (kSlope) {
       const A inverse = Reciprocal(1 + e[k]);
@@ -181,99 +222,144 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
   }
 }
 
-// Sums neighbours first, which loses the least.
+// The last of a loss's products is one instruction with the addition.
 template <typename A, int kCount>
 __device__ __forceinline__ A SumOf(const A (&values)[kCount]) {
-  if constexpr (kCount == 1) {
-    return values[0];
-  } else {
-    A halves[kCount / 2];
+  A sum = values[0];
 #pragma unroll
-    for (int k = 0; k < kCount / 2; ++k) halves[k] = values[2 * k] + values[2 * k + 1];
-    return SumOf(halves);
-  }
+  for (int k = 1; k < kCount; ++k) sum += values[k];
+  return sum;
+}
+
+// Tells the other blocks of the cluster that this one has begun.
+__device__ __forceinline__ void ArriveInCluster() {
+#if __CUDA_ARCH__ >= 900
+  cooperative_groups::this_cluster().barrier_arrive();
+#endif
+}
+
+// Adds up what the first threads of the blocks of a cluster have, for that of the first block;
+// after ArriveInCluster. Returns whether this thread is that one.
+template <typename A>
+__device__ __forceinline__ bool SumOverCluster(A& sum) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ A of_block[kClusterBlocks];
+  const auto cluster = cooperative_groups::this_cluster();
+  const unsigned rank = cluster.block_rank();
+  cluster.barrier_wait();
+  if (threadIdx.x == 0) cluster.map_shared_rank(of_block, 0)[rank] = sum;
+  cluster.sync();
+  if (rank > 0 || threadIdx.x > 0) return false;
+  for (unsigned block = 1; block < cluster.num_blocks(); ++block) sum += of_block[block];
+  return true;
+#else
+  return threadIdx.x == 0;
+#endif
 }
 
 template <typename T, typename L, int kCount, Rows kRows, Want kWant, int kPower>
 __global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ Params p) {
   using A = Accumulator<T>;
   constexpr bool kSlope = kWant == Want::kGradient;
+  constexpr bool kHard = std::is_same_v<L, int32_t>;
   // One row takes whole accesses, or single elements.
   constexpr bool kWhole = kRows == Rows::kOne;
   const Power power = kPower == kRunTime ? p.call.power : static_cast<Power>(kPower);
 
   uint32_t block = blockIdx.x;
   const int64_t begin = p.splits.Peel(block) * p.per_block;
-  const Entry<T, L> entry(p, block);
+  const Entry<T, L> entry(p, block, begin);
   const int length = static_cast<int>(min(p.size - begin, p.per_block));
-  // Rows are counted from the one that the block begins in.
-  const auto first_row = static_cast<int64_t>(p.rows.Quotient(begin));
-  const uint32_t skipped = static_cast<uint32_t>(begin - first_row * p.call.classes);
+  const bool clustered = kWant != Want::kLoss && p.call.sum != nullptr && p.partials == nullptr;
+  if (clustered) ArriveInCluster();
   A total = 0;
 
+#pragma unroll 1
   for (int at = threadIdx.x * kCount; at < length; at += kThreads * kCount) {
     const int left = length - at;
     const bool whole = kWhole || left >= kCount;
-    const auto logits = LoadSome<T, kCount>(entry.logits + begin + at, whole, left);
-    uint32_t row = skipped + at;
-    const int position = p.classes.Peel(row);
-    // The neighbours from here on are of the next row, which the last ones may not have.
-    const int boundary = static_cast<int>(p.classes.divisor()) - position;
-    Row<A> first = entry.ReadRow(first_row + row);
-    first.target -= position;
-    Row<A> second = first;
-    if (kRows == Rows::kTwo && boundary < min(left, kCount)) {
-      second = entry.ReadRow(first_row + row + 1);
-      second.target += second.target < 0 ? 0 : boundary;
-    }
-    // The terms of each element, with the target as its index among the neighbours.
+    const auto logits = LoadSome<T, kCount>(entry.logits + at, whole, left);
+    // The terms of each element, and which of them are targets.
     Row<A> terms[kCount];
+    bool target[kCount];
+    bool has_target = true;
+    if constexpr (kRows == Rows::kEach) {
+      entry.ReadRows(terms, at, whole, left);
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      terms[k] = kRows == Rows::kTwo && k >= boundary ? second : first;
-      if (kRows == Rows::kAny && k > 0) {
-        uint32_t own_row = skipped + min(at + k, length - 1);
-        const int own_position = p.classes.Peel(own_row);
-        terms[k] = entry.ReadRow(first_row + own_row);
-        terms[k].target += terms[k].target < 0 ? 0 : k - own_position;
+      for (int k = 0; k < kCount; ++k) target[k] = entry.Position(terms[k].label) == 0;
+    } else {
+      uint32_t row = entry.skipped + at;
+      const uint32_t position = p.classes.Peel(row);
+      const Row<A> first = entry.ReadRow(row);
+      if constexpr (kRows == Rows::kAny) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          uint32_t own_row = entry.skipped + min(at + k, length - 1);
+          const uint32_t own_position = k == 0 ? position : p.classes.Peel(own_row);
+          terms[k] = k == 0 ? first : entry.ReadRow(own_row);
+          target[k] = entry.Position(terms[k].label) == own_position;
+        }
+      } else {
+        // The neighbours from here on are of the next row, which the last ones may not have.
+        const uint32_t boundary =
+            kRows == Rows::kOne ? kCount : min(p.classes.divisor() - position, uint32_t{kCount});
+        Row<A> second = first;
+        uint32_t targets = BitBelow(entry.Position(first.label) - position, boundary);
+        if (kRows == Rows::kTwo && boundary < static_cast<uint32_t>(min(left, kCount))) {
+          second = entry.ReadRow(row + 1);
+          targets |= BitBelow(entry.Position(second.label), kCount - boundary) << boundary;
+        }
+        has_target = targets != 0;
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          terms[k] = k < boundary ? first : second;
+          target[k] = targets >> k & 1;
+        }
       }
     }
     A z[kCount], loss[kCount], slope[kCount], factor[kCount];
     WidenAll(z, logits);
 
-    if constexpr (std::is_same_v<L, int32_t>) {
-      bool target[kCount];
+    if constexpr (kHard) {
+      const auto evaluate = [&](auto has_targets) {
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        target[k] = terms[k].target == k;
-        factor[k] = target[k] ? terms[k].positive : terms[k].negative;
+        for (int k = 0; k < kCount; ++k) {
+          factor[k] = has_targets.value && target[k] ? terms[k].positive : terms[k].negative;
+        }
+        EvaluateHard<kSlope, has_targets.value>(loss, slope, z, target, factor, power, entry.gamma);
+      };
+      // Most rows have no target, and the rows of a warp are few. Without one, the same results
+      // take fewer instructions.
+      constexpr bool kVote = kPower == static_cast<int>(Power::kTwo) && kCount == kInRow &&
+                             (kRows == Rows::kOne || kRows == Rows::kTwo);
+      if (!kVote || __any_sync(__activemask(), has_target)) {
+        evaluate(std::true_type());
+      } else {
+        evaluate(std::false_type());
       }
-      EvaluateHard<kSlope>(loss, slope, z, target, power, entry.gamma);
       if (p.call.has_ignored) {
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
-          loss[k] = terms[k].ignored ? A(0) : loss[k];
-          slope[k] = terms[k].ignored ? A(0) : slope[k];
-          factor[k] = terms[k].ignored ? A(0) : factor[k];
+          const bool ignored = terms[k].label == p.call.ignored;
+          loss[k] = ignored ? A(0) : loss[k];
+          slope[k] = ignored ? A(0) : slope[k];
         }
       }
     } else {
-      const auto labels = LoadSome<L, kCount>(entry.labels + begin + at, whole, left);
+      const auto labels = LoadSome<L, kCount>(entry.labels + at, whole, left);
       A y[kCount];
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         y[k] = static_cast<A>(Widen(labels.values[k]));
         factor[k] = y[k] * terms[k].positive + (1 - y[k]) * terms[k].negative;
       }
-      EvaluateSoft<kSlope>(loss, slope, z, y, power, entry.gamma);
+      EvaluateSoft<kSlope>(loss, slope, z, y, factor, power, entry.gamma);
     }
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      loss[k] *= factor[k];
-      slope[k] *= factor[k];
       if (!kWhole && k >= left) loss[k] = 0;
     }
-    const int64_t to = entry.elements + begin + at;
+    const int64_t to = entry.elements + at;
     if constexpr (kWant == Want::kLoss) {
       StoreSome<T, kCount>(static_cast<T*>(p.call.loss) + to, loss, whole, left);
     }
@@ -283,9 +369,13 @@ __global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ 
     if constexpr (kWant != Want::kLoss) total += SumOf(loss);
   }
   if constexpr (kWant != Want::kLoss) {
-    if (p.partials == nullptr) return;
-    const A sum = SumOverBlock(total);
-    if (threadIdx.x == 0) static_cast<A*>(p.partials)[blockIdx.x] = sum;
+    if (p.call.sum == nullptr) return;
+    A sum = SumOverBlock(total);
+    if (!clustered) {
+      if (threadIdx.x == 0) static_cast<A*>(p.partials)[blockIdx.x] = sum;
+    } else if (SumOverCluster(sum)) {
+      static_cast<A*>(p.call.sum)[p.call.batch.AllOffsets(block)[Sigmoid::kSum]] = sum;
+    }
   }
 }
 
@@ -298,25 +388,28 @@ __global__ void __launch_bounds__(kThreads) CombineSums(const __grid_constant__ 
   for (uint32_t i = threadIdx.x; i < splits; i += kThreads) sum += partials[i];
   sum = SumOverBlock(sum);
   if (threadIdx.x == 0) {
-    static_cast<A*>(p.call.sum)[p.call.batch.Offset(blockIdx.x, Sigmoid::kSum)] = sum;
+    static_cast<A*>(p.call.sum)[p.call.batch.AllOffsets(blockIdx.x)[Sigmoid::kSum]] = sum;
   }
 }
 
 template <typename T, typename L, int kCount, Rows kRows, int kPower>
 cudaError_t LaunchElements(cudaStream_t stream, const Params& params, int64_t blocks) {
   const Sigmoid& call = params.call;
+  const auto launch = [&](auto kernel) {
+    const uint32_t splits = params.splits.divisor();
+    return call.sum != nullptr && params.partials == nullptr && splits > 1
+               ? jaxops::cuda::LaunchClusters(kernel, blocks, splits, kThreads, stream, params)
+               : Launch(kernel, blocks, stream, params);
+  };
   if (call.gradient != nullptr) {
-    return Launch(Elementwise<T, L, kCount, kRows, Want::kGradient, kPower>, blocks, stream,
-                  params);
+    return launch(Elementwise<T, L, kCount, kRows, Want::kGradient, kPower>);
   }
-  if (call.sum != nullptr) {
-    return Launch(Elementwise<T, L, kCount, kRows, Want::kSum, kPower>, blocks, stream, params);
-  }
-  return Launch(Elementwise<T, L, kCount, kRows, Want::kLoss, kPower>, blocks, stream, params);
+  if (call.sum != nullptr) return launch(Elementwise<T, L, kCount, kRows, Want::kSum, kPower>);
+  return launch(Elementwise<T, L, kCount, kRows, Want::kLoss, kPower>);
 }
 
-// Class labels: the exponent is known when the kernel is compiled, where neighbours are of one row
-// any that needs no power, elsewhere only that of the paper.
+// Class labels: the exponent is known when the kernel is compiled, where several neighbours are of
+// one row any that needs no power, elsewhere only that of the paper.
 template <typename T, int kCount, Rows kRows>
 cudaError_t LaunchHard(cudaStream_t stream, const Params& params, int64_t blocks) {
   const auto launch = [&](auto power) {
@@ -328,7 +421,7 @@ cudaError_t LaunchHard(cudaStream_t stream, const Params& params, int64_t blocks
   if (params.call.power == Power::kTwo) {
     return launch_power(std::integral_constant<Power, Power::kTwo>());
   }
-  if constexpr (kRows == Rows::kOne) {
+  if constexpr (kRows == Rows::kOne && kCount > 1) {
     switch (params.call.power) {
       case Power::kZero:
         return launch_power(std::integral_constant<Power, Power::kZero>());
@@ -373,28 +466,35 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
     constexpr int kFew = kHard ? kShortRows : kPackElements<T>;
     const bool many = call.classes >= kMany;
     const bool one_row = kHard && call.classes % kMany == 0;
-    const bool aligned = entries == 1 || size % kMany == 0;
-    const int64_t stride = kThreads * (!aligned ? 1 : many ? kMany : kFew);
+    const bool few = kHard && call.sum == nullptr && entries * size <= kFewElements;
+    const bool each = kHard && call.classes == 1;
+    const bool aligned = !few && (entries == 1 || size % kMany == 0);
+    const int64_t stride = kThreads * (!aligned ? 1 : many || each ? kMany : kFew);
     // Without a sum, enough work a thread to make up for what a block costs, once there are blocks
     // for the whole device.
     if (call.sum == nullptr) {
-      splits = CeilDiv(size, stride * std::clamp<int64_t>(entries * size / (stride * 1024), 1, 4));
+      const int64_t most = few ? 1 : 4;
+      splits =
+          CeilDiv(size, stride * std::clamp<int64_t>(entries * size / (stride * 1024), 1, most));
     }
     const int64_t per_block = CeilDiv(CeilDiv(size, splits), stride) * stride;
     const int64_t blocks = entries * splits;
     if (per_block + call.classes > INT32_MAX) return cudaErrorInvalidValue;
+    const bool clustered = splits == 1 || (splits <= kClusterBlocks && jaxops::cuda::HasClusters());
     const Params params{call,
                         size,
                         per_block,
                         FastDivider(splits),
                         FastDivider(call.classes),
                         FastDivider64(call.classes),
-                        call.sum == nullptr ? nullptr : partials};
+                        clustered ? nullptr : partials};
     const auto launch = [&]() -> cudaError_t {
       if constexpr (kHard) {
-        if (one_row) return LaunchHard<T, kMany, Rows::kOne>(stream, params, blocks);
+        if (aligned && one_row) return LaunchHard<T, kMany, Rows::kOne>(stream, params, blocks);
+        if (aligned && each) return LaunchHard<T, kMany, Rows::kEach>(stream, params, blocks);
         if (aligned && many) return LaunchHard<T, kMany, Rows::kTwo>(stream, params, blocks);
         if (aligned) return LaunchHard<T, kFew, Rows::kAny>(stream, params, blocks);
+        return LaunchHard<T, 1, Rows::kOne>(stream, params, blocks);
       } else {
         if (aligned && many) {
           return LaunchElements<T, L, kMany, Rows::kTwo, kRunTime>(stream, params, blocks);
@@ -402,11 +502,11 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
         if (aligned) {
           return LaunchElements<T, L, kFew, Rows::kAny, kRunTime>(stream, params, blocks);
         }
+        return LaunchElements<T, L, 1, Rows::kOne, kRunTime>(stream, params, blocks);
       }
-      return LaunchElements<T, L, 1, Rows::kOne, kRunTime>(stream, params, blocks);
     };
     const cudaError_t error = launch();
-    if (error != cudaSuccess || call.sum == nullptr) return error;
+    if (error != cudaSuccess || call.sum == nullptr || clustered) return error;
     return Launch(CombineSums<Accumulator<T>>, entries, stream, params);
   });
 }

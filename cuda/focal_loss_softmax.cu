@@ -73,14 +73,16 @@ __device__ __forceinline__ void EvaluateRow(A& loss, A& slope, const SumOfExp<A>
   const A low = lost + log(others.sum < tiny ? tiny : others.sum);
   const A x = lead + low;
   const bool leads[1] = {x >= 0};
-  const A shrunk = ExpOfNegative<true>(-abs(lead));
+  const A shrunk = ExpOfMagnitude<true>(lead);
   const A e[1] = {leads[0] ? (lead >= 0 ? shrunk : 1 / shrunk) * (1 - lost) / others.sum
                            : shrunk * (1 + lost) * others.sum};
   const A positive[1] = {leads[0] ? x : A(0)};
   const A negative_high[1] = {leads[0] ? A(0) : lead};
   const A negative_low[1] = {leads[0] ? A(0) : low};
+  const A factor[1] = {1};
   A losses[1], slopes[1];
-  Evaluate<true>(losses, slopes, e, leads, positive, negative_high, negative_low, power, gamma);
+  Evaluate<true>(losses, slopes, e, leads, positive, negative_high, negative_low, factor, power,
+                 gamma);
   loss = losses[0];
   slope = slopes[0];
 }
@@ -121,6 +123,10 @@ __device__ __forceinline__ void WriteRun(T* array, const T* shared, int count) {
     array[at] = shared[at];
   }
 }
+
+// Rows of few lanes do better with more blocks than with more tiles for each.
+template <int kLanes>
+constexpr bool kHasRing = kLanes >= kWarp;
 
 // What the lanes of a row and the thread that evaluates it tell each other.
 template <typename A>
@@ -219,7 +225,8 @@ template <typename T, int kRows>
 struct RowTile {
   using A = Accumulator<T>;
 
-  int64_t entry, first;
+  uint32_t entry;
+  int64_t first;
   int rows;
   int label = -1;
   A gamma = 0, cotangent = 0;
@@ -233,21 +240,21 @@ struct RowTile {
   __device__ __forceinline__ void ReadTerms(const Softmax& call) {
     if (threadIdx.x >= rows) return;
     const int64_t row = first + threadIdx.x;
-    label = call.labels[call.batch.Offset(entry, Softmax::kLabels) + row];
-    gamma = static_cast<const A*>(call.gamma)[call.batch.Offset(entry, Softmax::kGamma)];
+    const auto offsets = call.batch.AllOffsets(entry);
+    label = call.labels[offsets[Softmax::kLabels] + row];
+    gamma = static_cast<const A*>(call.gamma)[offsets[Softmax::kGamma]];
     if (call.gradient == nullptr) return;
-    cotangent =
-        static_cast<const A*>(call.cotangent)[call.batch.Offset(entry, Softmax::kCotangent) + row];
+    cotangent = static_cast<const A*>(call.cotangent)[offsets[Softmax::kCotangent] + row];
   }
 
   __device__ __forceinline__ const T* Logits(const Softmax& call) const {
-    return static_cast<const T*>(call.logits) + call.batch.Offset(entry, Softmax::kLogits) +
+    return static_cast<const T*>(call.logits) + call.batch.AllOffsets(entry)[Softmax::kLogits] +
            first * call.classes;
   }
 };
 
-// kLanes threads a row, which they read kCount logits at a time. A block has several tiles of rows;
-// the next one arrives while it works on the present one.
+// kLanes threads a row, which they read kCount logits at a time. A block has a tile of rows, or
+// several if kHasRing; then the next one arrives while it works on the present one.
 template <typename T, int kLanes, int kCount, bool kGradient>
 __global__ void __launch_bounds__(kThreads, kStagedBlocks<Accumulator<T>, kLanes>)
     StagedRows(const __grid_constant__ Params p) {
@@ -280,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, kStagedBlocks<Accumulator<T>, kLanes
 #pragma unroll 1
   for (; index < end_tile; ++index) {
     const Tile tile = next;
-    if (index + 1 < end_tile) {
+    if (kHasRing<kLanes> && index + 1 < end_tile) {
       next = Tile(p, index + 1);
       fetch(next, stage ^ 1);
     }
@@ -319,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, kStagedBlocks<Accumulator<T>, kLanes
     if (lane == 0) terms.others = others;
     __syncthreads();
 
-    const int64_t result = call.batch.Offset(tile.entry, Softmax::kResult);
+    const int64_t result = call.batch.AllOffsets(tile.entry)[Softmax::kResult];
     if (threadIdx.x < tile.rows) {
       RowTerms<A>& terms = terms_of[threadIdx.x];
       A loss, slope;
@@ -353,6 +360,7 @@ __global__ void __launch_bounds__(kThreads, kStagedBlocks<Accumulator<T>, kLanes
       WriteRun(static_cast<T*>(call.gradient) + result + tile.first * classes, staged,
                tile.rows * classes);
     }
+    if (!kHasRing<kLanes>) break;
     stage ^= 1;
     __syncthreads();
   }
@@ -388,11 +396,10 @@ __global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof
   const Softmax& call = p.call;
   uint32_t index = blockIdx.x;
   const int64_t row = p.tiles.Peel(index);
-  const int64_t entry = index;
+  const auto offsets = call.batch.AllOffsets(index);
   const int classes = static_cast<int>(call.classes);
-  const T* logits = static_cast<const T*>(call.logits) +
-                    call.batch.Offset(entry, Softmax::kLogits) + row * classes;
-  const int label = call.labels[call.batch.Offset(entry, Softmax::kLabels) + row];
+  const T* logits = static_cast<const T*>(call.logits) + offsets[Softmax::kLogits] + row * classes;
+  const int label = call.labels[offsets[Softmax::kLabels] + row];
   const bool known = label >= 0 && label < classes;
 
   SumOfExp<A> others;
@@ -417,14 +424,13 @@ __global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof
   SumOverBlock<kStreamThreads<kGradient>>(others);
 
   A loss, slope;
-  const A gamma = static_cast<const A*>(call.gamma)[call.batch.Offset(entry, Softmax::kGamma)];
+  const A gamma = static_cast<const A*>(call.gamma)[offsets[Softmax::kGamma]];
   EvaluateRow(loss, slope, others, known ? A(Widen(logits[label])) : A(0), call.power, gamma);
-  const int64_t result = call.batch.Offset(entry, Softmax::kResult);
+  const int64_t result = offsets[Softmax::kResult];
   if constexpr (!kGradient) {
     if (threadIdx.x == 0) static_cast<A*>(call.loss)[result + row] = known ? loss : A(0);
   } else {
-    slope *=
-        static_cast<const A*>(call.cotangent)[call.batch.Offset(entry, Softmax::kCotangent) + row];
+    slope *= static_cast<const A*>(call.cotangent)[offsets[Softmax::kCotangent] + row];
     const A share = others.sum == 0 ? A(0) : slope / others.sum;
     T* gradient = static_cast<T*>(call.gradient) + result + row * classes;
     for (int i = threadIdx.x * kCount; i < classes; i += kStride) {
@@ -450,9 +456,9 @@ cudaError_t LaunchStaged(cudaStream_t stream, const Softmax& call) {
   if (count > INT32_MAX) return cudaErrorInvalidConfiguration;
   // And what the first row may be misaligned by.
   const int64_t stage_bytes = CeilDiv(kRows * call.classes * sizeof(T), 16) * 16 + 16;
-  // Enough blocks for every device first, then more tiles for each. Rows of few lanes do better
-  // with more blocks, and so do tiles of which two take the room of other blocks.
-  const bool ring = kLanes >= kWarp && 2 * stage_bytes <= kRingBytes;
+  // Enough blocks for every device first, then more tiles for each; but not where two take the room
+  // of other blocks.
+  const bool ring = kHasRing<kLanes> && 2 * stage_bytes <= kRingBytes;
   const int64_t per_block = ring ? std::clamp<int64_t>(count / kEnoughBlocks, 1, kMostTiles) : 1;
   const Params params{call, FastDivider(tiles), static_cast<uint32_t>(count),
                       static_cast<uint32_t>(per_block), static_cast<uint32_t>(stage_bytes)};

@@ -33,6 +33,30 @@ cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t b
   return cudaGetLastError();
 }
 
+// Whether the current device runs neighbouring blocks as clusters, which share their memories.
+inline bool HasClusters() {
+  int device = 0, has = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&has, cudaDevAttrClusterLaunch, device) == cudaSuccess && has;
+}
+
+// Launches a kernel in clusters of so many blocks, at most 8.
+template <typename Params>
+cudaError_t LaunchClusters(void (*kernel)(Params), int64_t blocks, unsigned per_cluster,
+                           int threads, cudaStream_t stream, const Params& params) {
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {per_cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(blocks);
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
 }  // namespace jaxops::cuda
 
 #endif  // JAXOPS_CUDA_LAUNCH_H_
