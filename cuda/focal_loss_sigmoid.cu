@@ -22,7 +22,7 @@ constexpr int kInRow = 8;
 constexpr int kShortRows = 4;
 
 // Results of so few elements in all are made by threads of one element each.
-constexpr int64_t kFewElements = 1 << 20;
+constexpr int64_t kFewElements = 1 << 17;
 
 // A batch entry of so many blocks sums them up itself, where blocks share memory. More are summed
 // by a second kernel.
