@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from jaxops._core import native as _native
 from jaxops.concatenate import concatenate, split
+from jaxops.conv import conv2d, conv_general_dilated
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
 from jaxops.grid_sample import grid_sample
 from jaxops.im2col import col2im, im2col
@@ -22,6 +23,8 @@ __all__ = [
     "DISABLE_JAX_EXPORT_CHECKS",
     "col2im",
     "concatenate",
+    "conv2d",
+    "conv_general_dilated",
     "grid_sample",
     "im2col",
     "lightweight_conv",

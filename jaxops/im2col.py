@@ -108,8 +108,8 @@ def col2im(
     """Sums patches into the image that they would stem from: the transpose of `im2col`.
 
     ``x[n, h, w, c] = Σ patches[n, oh, ow, kh, kw, c]`` over all oh, ow, kh and kw with
-    ``oh·SH + kh·DH − PH = h`` and ``ow·SW + kw·DW − PW = w``; entries of padding are left out. Every
-    sum is made by one thread in one order, so that results are the same bit for bit, run after run.
+    ``oh·SH + kh·DH − PH = h`` and ``ow·SW + kw·DW − PW = w``; entries of padding are left out.
+    Results are the same bit for bit, run after run.
 
     Args:
       patches: what `im2col` returns for an image of the shape `input_shape`, or anything of that
@@ -134,9 +134,7 @@ def col2im(
     patches = checks.float_array(me, "patches", patches, None, _patches_shape(data_format))
     _check_rank(me, "patches", patches, 2 * rank + 2, data_format, _patches_shape(data_format))
     if not isinstance(input_shape, (Sequence, np.ndarray)) or len(input_shape) != rank + 2:
-        raise ValueError(
-            f"{me}: input_shape must be {_shape(data_format)}, got {input_shape!r}"
-        )
+        raise ValueError(f"{me}: input_shape must be {_shape(data_format)}, got {input_shape!r}")
     shape = windows.per_dimension(me, "input_shape", input_shape, rank + 2, 0)
     at = 1 + rank if channels_last else 2
     taps = patches.shape[at : at + rank]

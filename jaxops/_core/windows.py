@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxops._core import checks, compat, rules
@@ -102,9 +101,7 @@ col2im_operator = Operator(
     "col2im",
     signature=lambda *, windows: f"{windows.patches} -> {windows.image}",
     dtypes=lambda patches, **_: [patches.dtype],
-    reference=lambda patches, *, windows: [
-        reference.col2im(patches, **_options(windows, "ins"))
-    ],
+    reference=lambda patches, *, windows: [reference.col2im(patches, **_options(windows, "ins"))],
     attributes=_attributes,
     replicated=("in", "out", "tap"),
 )
@@ -133,9 +130,7 @@ _tie(col2im_operator, im2col_operator)
 # --- arguments -----------------------------------------------------------------------------------
 
 
-def per_dimension(
-    function: str, argument: str, value: Any, rank: int, low: int
-) -> tuple[int, ...]:
+def per_dimension(function: str, argument: str, value: Any, rank: int, low: int) -> tuple[int, ...]:
     """An int for all dimensions, or one for each, every one at least `low`."""
     if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str):
         if len(value) != rank:
