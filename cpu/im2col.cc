@@ -138,9 +138,8 @@ void MakePatchesChannelsFirst(const Call& call, int64_t row_and_tap) {
 template <typename MakeUnits>
 void Share(int64_t units, int64_t unit_bytes, const ParallelFor& parallel_for, MakeUnits&& make) {
   const int64_t per_task = std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, unit_bytes));
-  RunTasks(CeilDiv(units, per_task), parallel_for, [&](int64_t task) {
-    make(task * per_task, std::min(units, (task + 1) * per_task));
-  });
+  RunTasks(CeilDiv(units, per_task), parallel_for,
+           [&](int64_t task) { make(task * per_task, std::min(units, (task + 1) * per_task)); });
 }
 
 }  // namespace

@@ -56,8 +56,8 @@ JAXOPS_ALWAYS_INLINE void AddChannelsLast(const Call& call, const S* taps, A* su
   }
 }
 
-// Adds lines of patches (taps, ..., out), one for each tap of the last dimension and `stride` apart,
-// to a line of the image.
+// Adds lines of patches (taps, ..., out), one for each tap of the last dimension and `stride`
+// apart, to a line of the image.
 template <typename S, typename A>
 JAXOPS_ALWAYS_INLINE void AddChannelsFirst(const Call& call, const S* lines, int64_t stride,
                                            A* sums) {

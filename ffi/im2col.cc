@@ -7,8 +7,8 @@ namespace xf = xla::ffi;
 using jaxops::im2col::kMaxDims;
 using jaxops::im2col::Window;
 
-// The dimensions of image and patches, and what the window is. Its own dimensions are last, with the
-// channels after them if `channels_last`, and before them otherwise.
+// The dimensions of image and patches, and what the window is. Its own dimensions are last, with
+// the channels after them if `channels_last`, and before them otherwise.
 xf::Error DecodeWindow(const char* name, Call& call, const xf::AnyBuffer& image,
                        const xf::AnyBuffer& patches, Integers strides, Integers dilation,
                        Integers low, bool channels_last) {

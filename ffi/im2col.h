@@ -10,8 +10,8 @@ namespace jaxops::ffi::im2col {
 using jaxops::im2col::Call;
 using Integers = xla::ffi::Span<const int64_t>;
 
-// Fills `call` with image -> patches. There is one entry of `strides`, `dilation` and `low` for each
-// dimension of the window.
+// Fills `call` with image -> patches. There is one entry of `strides`, `dilation` and `low` for
+// each dimension of the window.
 xla::ffi::Error DecodeIm2Col(Call& call, const xla::ffi::AnyBuffer& image,
                              const xla::ffi::AnyBuffer& patches, Integers strides,
                              Integers dilation, Integers low, bool channels_last);

@@ -12,8 +12,9 @@ namespace xf = xla::ffi;
 using im2col::Call;
 using im2col::Integers;
 
+// The last attribute tells XLA apart what it would otherwise compute once.
 xf::Error RunIm2Col(xf::ThreadPool pool, xf::AnyBuffer image, xf::Result<xf::AnyBuffer> patches,
-                    Integers strides, Integers dilation, Integers low, bool channels_last) {
+                    Integers strides, Integers dilation, Integers low, bool channels_last, bool) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       im2col::DecodeIm2Col(call, image, *patches, strides, dilation, low, channels_last));
@@ -44,7 +45,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Im2ColCpu, RunIm2Col,
                                   .Attr<Integers>("strides")
                                   .Attr<Integers>("dilation")
                                   .Attr<Integers>("low")
-                                  .Attr<bool>("channels_last"));
+                                  .Attr<bool>("channels_last")
+                                  .Attr<bool>("again"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Col2ImCpu, RunCol2Im,
                               xf::Ffi::Bind()

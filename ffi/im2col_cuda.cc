@@ -11,8 +11,9 @@ namespace xf = xla::ffi;
 using im2col::Call;
 using im2col::Integers;
 
+// The last attribute tells XLA apart what it would otherwise compute once.
 xf::Error RunIm2Col(cudaStream_t stream, xf::AnyBuffer image, xf::Result<xf::AnyBuffer> patches,
-                    Integers strides, Integers dilation, Integers low, bool channels_last) {
+                    Integers strides, Integers dilation, Integers low, bool channels_last, bool) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       im2col::DecodeIm2Col(call, image, *patches, strides, dilation, low, channels_last));
@@ -37,7 +38,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Im2ColCuda, RunIm2Col,
                                   .Attr<Integers>("strides")
                                   .Attr<Integers>("dilation")
                                   .Attr<Integers>("low")
-                                  .Attr<bool>("channels_last"),
+                                  .Attr<bool>("channels_last")
+                                  .Attr<bool>("again"),
                               {xf::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Col2ImCuda, RunCol2Im,

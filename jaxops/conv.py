@@ -542,11 +542,9 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
             platform=platform,
         )
         return [_from_groups(dkernel, axis)]
-    # Patches of the forward pass, the same ones, are not kept until this one can begin.
-    x, g = lax.optimization_barrier((x, g))
 
     def compute(x, g):
-        patches = _patches(x, windows)
+        patches = _patches(x, windows, again=True)
         if options.is_depthwise:
             taps = range(g.ndim - 1, g.ndim - 1 + _rank(options))
             products = _wide(patches) * jnp.expand_dims(g, taps)
@@ -574,11 +572,11 @@ def _wide(array: jax.Array) -> jax.Array:
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
-def _patches(x: jax.Array, windows: Windows) -> jax.Array:
+def _patches(x: jax.Array, windows: Windows, *, again: bool = False) -> jax.Array:
     """(..., rows, *ins, C) -> (..., rows, *outs, *taps, C)."""
     if windows.are_entries:
         return jnp.expand_dims(x, range(x.ndim - 1, x.ndim - 1 + len(windows.taps)))
-    return im2col_operator.on_one_device(x, windows=windows)[0]
+    return im2col_operator.on_one_device(x, windows=windows, again=again)[0]
 
 
 def _image(patches: jax.Array, windows: Windows) -> jax.Array:
@@ -677,7 +675,7 @@ def _joined(function, axis, block, array):
     blocks, rest = _cut(array, axis, block)
     results = jnp.moveaxis(lax.map(function, blocks), 0, axis)
     shape = results.shape
-    joined = results.reshape(*shape[:axis], -1, *shape[axis + 2 :])
+    joined = results.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
     if rest.shape[axis] == 0:
         return joined
     return jnp.concatenate([joined, function(rest)], axis)

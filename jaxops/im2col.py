@@ -84,7 +84,7 @@ def im2col(
 
 
 def _patches(x: jax.Array, placed: windows.Windows) -> jax.Array:
-    (patches,) = im2col_operator(x, windows=placed)
+    (patches,) = im2col_operator(x, windows=placed, again=False)
     return patches
 
 

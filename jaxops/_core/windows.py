@@ -9,7 +9,7 @@ Each is the other's transpose, so that these two are closed under differentiatio
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,12 +88,16 @@ def _options(windows: Windows, *names: str) -> dict[str, Any]:
     return {name: getattr(windows, name) for name in names}
 
 
+# `again` tells patches from the same ones that have been made before. XLA would make both at once,
+# and keep those of a whole forward pass for the backward pass.
 im2col_operator = Operator(
     "im2col",
-    signature=lambda *, windows: f"{windows.image} -> {windows.patches}",
+    signature=lambda *, windows, again: f"{windows.image} -> {windows.patches}",
     dtypes=lambda x, **_: [x.dtype],
-    reference=lambda x, *, windows: [reference.im2col(x, **_options(windows, "taps", "outs"))],
-    attributes=_attributes,
+    reference=lambda x, *, windows, again: [
+        reference.im2col(x, **_options(windows, "taps", "outs"))
+    ],
+    attributes=lambda *, windows, again: {**_attributes(windows=windows), "again": np.bool_(again)},
     replicated=("in", "out", "tap"),
 )
 
@@ -107,24 +111,33 @@ col2im_operator = Operator(
 )
 
 
-def _tie(operator: Operator, transpose: Operator) -> None:
+def _im2col(x, windows):
+    return im2col_operator(x, windows=windows, again=False)
+
+
+def _col2im(patches, windows):
+    # Sums have kernels for the usual types; copies may be of any.
+    wide = patches if patches.dtype in checks.FLOATS else patches.astype(np.float32)
+    (image,) = col2im_operator(wide, windows=windows)
+    return [image.astype(patches.dtype)]
+
+
+def _tie(operator: Operator, call: Callable, transpose: Callable) -> None:
     @operator.def_jvp
-    def _jvp(primals, tangents, *, windows):
-        return operator(*primals, windows=windows), operator(*tangents, windows=windows)
+    def _jvp(primals, tangents, *, windows, **_):
+        return call(*primals, windows), call(*tangents, windows)
 
     @operator.def_transpose
-    def _transpose(cotangents, operand, *, windows):
+    def _transpose(cotangents, operand, *, windows, **_):
         (g,) = cotangents
         if isinstance(g, compat.Zero):
             return rules.zeros((operand,))
-        # Sums have kernels for the usual types; copies may be of any.
-        wide = g if g.dtype in checks.FLOATS else g.astype(np.float32)
-        (pulled,) = transpose(wide, windows=windows)
-        return [compat.reshard_like(pulled.astype(g.dtype), operand.aval)]
+        (pulled,) = transpose(g, windows)
+        return [compat.reshard_like(pulled, operand.aval)]
 
 
-_tie(im2col_operator, col2im_operator)
-_tie(col2im_operator, im2col_operator)
+_tie(im2col_operator, _im2col, _col2im)
+_tie(col2im_operator, _col2im, _im2col)
 
 
 # --- arguments -----------------------------------------------------------------------------------

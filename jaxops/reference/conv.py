@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -31,8 +32,8 @@ def conv(
     patches = im2col(
         x, taps=taps, outs=outs, strides=strides, dilation=dilation, low=low, channels_last=True
     )
-    rows = patches.reshape(x.shape[0], *outs, -1, groups, fan_in)
-    matrix = kernel.reshape(-1, fan_in, groups, outputs // groups)
+    rows = patches.reshape(x.shape[0], *outs, math.prod(taps), groups, fan_in)
+    matrix = kernel.reshape(math.prod(taps), fan_in, groups, outputs // groups)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     y = jnp.einsum("...tgi,tigo->...go", rows.astype(dtype), matrix.astype(dtype))
     y = y.reshape(x.shape[0], *outs, outputs)
