@@ -254,7 +254,8 @@ __global__ void __launch_bounds__(kThreads)
     taps *= params.dims[d].taps.divisor();
     outs *= params.dims[d].out.divisor();
   }
-  const int64_t channels = kChannelsLast ? int64_t{params.channels.divisor()} * kCount : 1;
+  const int64_t channels =
+      kChannelsLast ? static_cast<int64_t>(params.channels.divisor()) * kCount : 1;
   const T* patches = static_cast<const T*>(params.from) +
                      static_cast<int64_t>(rest) * (taps * outs * channels) + channel;
   EntrySum<T, kCount, UInt, kDims> sum{params, entries, patches, kChannelsLast ? channels : outs,

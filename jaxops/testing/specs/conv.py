@@ -121,7 +121,7 @@ def _placements(*, depthwise):
     yield placement("images and output channels", ("n", "c"), "n", "c")
 
 
-def _spec(variant, *, fans, large, strides, low, high, dilation, activation=None):
+def _spec(variant, *, fans, large, strides, low, high, dilation):
     """`fans` are the channels of a group, input and output; there are three groups of one each."""
     ins, taps = (5, 4), (3, 2)
     outs = tuple(
@@ -137,12 +137,7 @@ def _spec(variant, *, fans, large, strides, low, high, dilation, activation=None
 
     def options(x):
         groups = x.shape[-1] if depthwise else 1
-        return {
-            "strides": strides,
-            "dilation": dilation,
-            "groups": groups,
-            "activation": activation,
-        }
+        return {"strides": strides, "dilation": dilation, "groups": groups}
 
     def function(x, kernel):
         padding = tuple(zip(low, high, strict=True))
@@ -165,9 +160,9 @@ def _spec(variant, *, fans, large, strides, low, high, dilation, activation=None
         differentiable=(0, 1),
         calls={"jaxops_im2col": 1},
         vjp_calls={"jaxops_im2col": 2, "jaxops_col2im": 1},
-        value_terms=lambda x, kernel: math.prod(kernel.shape[:-1]) + 4,
+        value_terms=lambda x, kernel: math.prod(kernel.shape[:-1]),
         vjp_terms=lambda *arguments: 4 * terms(*arguments),
-        vjp_roundings=4 if activation else 1,
+        vjp_roundings=1,
         placements=tuple(_placements(depthwise=depthwise)),
         empty={name: functools.partial(arguments, **n) for name, n in empty.items()},
         bad_inputs=_BAD_INPUTS,
@@ -219,10 +214,11 @@ def _transposed_spec():
         )
 
     def reach(index, x, kernel):
-        """Taps that lie outside of the result for an entry multiply it with zero."""
-        of_kernel = np.zeros(kernel.shape, bool)
+        """Entries and taps whose product is beyond the result are multiplied by zeros there."""
+        of_x, of_kernel = np.zeros(x.shape, bool), np.zeros(kernel.shape, bool)
+        of_x[:, index[1]] = True
         of_kernel[:, index[1]] = True
-        return False, False, of_kernel
+        return False, of_x, of_kernel
 
     return OperatorSpec(
         operator="conv_general_dilated",
@@ -256,7 +252,7 @@ def _transposed_spec():
                 fragments=("conv_general_dilated", "feature_group_count"),
             ),
         ),
-        padded_reach={0: reach},
+        padded_reach={0: reach, 1: reach},
         vjp_bitwise=False,
         checkpoint_name="conv_general_dilated",
     )
@@ -264,14 +260,13 @@ def _transposed_spec():
 
 SPECS = (
     _spec(
-        "strides, silu",
+        "strides",
         fans=(3, 2),
         large={"fan_in": 8, "fan_out": 16},
         strides=(2, 1),
         low=(1, 0),
         high=(1, 1),
         dilation=(1, 1),
-        activation="silu",
     ),
     _spec(
         "depthwise, dilated",
