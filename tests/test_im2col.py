@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx_nodes
 import pytest
 
 import jaxops
@@ -127,64 +128,25 @@ def test_paddings_are_those_of_lax(padding, strides, platform):
 
 # --- values that others published ----------------------------------------------------------------
 
-COL2IM_NODES = (
-    "test_col2im",
-    "test_col2im_strides",
-    "test_col2im_pads",
-    "test_col2im_dilations",
-    "test_col2im_5d",
-)
-
-
-def node_cases(operator):
-    """The node tests of ONNX, by name: (attributes, inputs, outputs)."""
-    pytest.importorskip("onnx")
-    with np.errstate(all="ignore"):
-        from onnx.backend.test.case.node import collect_testcases_by_operator
-
-        found = {}
-        for case in collect_testcases_by_operator(operator):
-            (node,) = case.model.graph.node
-            attributes = {a.name: _attribute(a) for a in node.attribute}
-            inputs, outputs = case.data_sets[0]
-            found[case.name] = attributes, inputs, outputs
-    return found
-
-
-def _attribute(attribute):
-    import onnx
-
-    return onnx.helper.get_attribute_value(attribute)
+COL2IM_NODES = onnx_nodes.cases("Col2Im")
 
 
 @pytest.mark.parametrize("name", COL2IM_NODES)
 def test_onnx_col2im(name, platform):
-    attributes, (columns, image_size, block), (want,) = node_cases("Col2Im")[name]
-    rank = len(image_size)
-    strides, dilation = (
-        attributes.get("strides", [1] * rank),
-        attributes.get("dilations", [1] * rank),
-    )
+    attributes, (columns, sizes, block), (want,) = COL2IM_NODES[name]
+    rank = len(sizes)
+    strides, dilation = (attributes.get(key, [1] * rank) for key in ("strides", "dilations"))
     pads = attributes.get("pads", [0] * 2 * rank)
     padding = list(zip(pads[:rank], pads[rank:], strict=True))
     # Its columns are (N, C * taps, patches).
     outs = [
         (n + lo + hi - (k - 1) * d - 1) // s + 1
-        for n, k, s, d, (lo, hi) in zip(image_size, block, strides, dilation, padding, strict=True)
+        for n, k, s, d, (lo, hi) in zip(sizes, block, strides, dilation, padding, strict=True)
     ]
-    patches = columns.reshape(want.shape[0], want.shape[1], *block, *outs)
-
-    def fold(patches):
-        return jaxops.col2im(
-            patches,
-            want.shape,
-            strides=strides,
-            padding=padding,
-            dilation=dilation,
-            data_format={2: "NCHW", 3: "NCDHW"}[rank],
-        )
-
-    (got,) = run(fold, platform, patches)
+    patches = columns.reshape(*want.shape[:2], *block, *outs)
+    options = {"strides": strides, "padding": padding, "dilation": dilation}
+    options["data_format"] = {2: "NCHW", 3: "NCDHW"}[rank]
+    (got,) = run(lambda p: jaxops.col2im(p, want.shape, **options), platform, patches)
     np.testing.assert_array_equal(got, want)
 
 
