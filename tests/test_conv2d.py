@@ -59,7 +59,7 @@ def assert_same(function, oracle, platform, arguments, dtype, terms, wrt=(0, 1))
     assert_close(got, want, "value and gradients", dtype=dtype, terms=8 * terms, roundings=4)
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(deadline=None, max_examples=15)
 @hypothesis.given(data=st.data())
 def test_any_convolution(platform, data):
     def pair(low, high):
@@ -90,7 +90,7 @@ def test_any_convolution(platform, data):
     assert_same(ours, oracle, platform, (x, kernel), dtype, terms=max(x.size, kernel.size))
 
 
-@hypothesis.settings(deadline=None, max_examples=20)
+@hypothesis.settings(deadline=None, max_examples=12)
 @hypothesis.given(data=st.data())
 def test_any_case_of_lax(platform, data):
     """`conv_general_dilated` of one to three dimensions, transposed ones too, in any layout."""
@@ -367,7 +367,7 @@ def residual_network(nn, convolution):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_residual_network_of_linen(dtype, platform):
-    """Outputs and gradients are those with jax.lax, but for the order of sums."""
+    """Outputs and gradients are those with jax.lax in float32, to the rounding of the dtype."""
     nn = pytest.importorskip("flax.linen")
     x = normal(0, (2, 16, 16, 3), dtype=dtype)[0]
     params = residual_network(nn, None).init(jax.random.key(0), x)
@@ -383,11 +383,11 @@ def test_a_residual_network_of_linen(dtype, platform):
         return lambda p, x: jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
 
     got = run(outputs(jaxops.conv_general_dilated), platform, params, x)
-    want = run(outputs(None), platform, params, x)
-    exact = on_reference(outputs(None), params, x)
-    for g, w, e in zip(got, want, exact, strict=True):
-        ours, theirs = (np.linalg.norm(a.astype(np.float64) - e) for a in (g, w))
-        assert ours <= 2 * theirs + 8 * float(jnp.finfo(dtype).eps) * np.linalg.norm(e)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
+    want = run(outputs(None), platform, *wide)
+    for g, w in zip(got, want, strict=True):
+        error = np.linalg.norm(g.astype(np.float32) - w)
+        assert error <= 16 * float(jnp.finfo(dtype).eps) * np.linalg.norm(w)
 
 
 def test_a_layer_of_nnx(platform):
