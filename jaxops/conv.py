@@ -564,8 +564,12 @@ def _rank(options: _Options) -> int:
 
 
 def _letters(options: _Options) -> tuple[str, str]:
-    """Those of the windows' dimensions, for `_product`: patches and taps."""
-    return "opq"[: _rank(options)], "tuv"[: _rank(options)]
+    """Those of the windows' dimensions, for `_product`: patches and taps.
+
+    Dimensions that are summed over come in the order of their letters. With these, that is how they
+    lie in memory, in which patches are multiplied as they are.
+    """
+    return "opq"[: _rank(options)], "abc"[: _rank(options)]
 
 
 def _wide(array: jax.Array) -> jax.Array:
