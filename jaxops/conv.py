@@ -33,8 +33,9 @@ from jaxops._core.primitive import Operator
 from jaxops._core.windows import Windows, col2im_operator, im2col_operator, place
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
-# Patches of more bytes than these are made and used piece by piece on the CPU, whose caches then
-# still hold them.
+# Patches of more bytes than these do not stay in the caches of a CPU until they are multiplied.
+# There they are made and used block by block; where XLA's own convolution, which never has more
+# than a tile of them, was measured to be faster still, it takes their place.
 _BLOCK_BYTES = 8 << 20
 
 _LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
@@ -503,6 +504,8 @@ def _forward_local(x, kernel, *, options, dtype, platform):
             )
 
     block = _block(options, platform, x, kernel)
+    if _is_faster_in_tiles(options, block, x, kernel):
+        return [_convolution(x, kernel, options).astype(dtype)]
     return [_joined(lambda x: compute(x).astype(dtype), axis, block, x)]
 
 
@@ -526,6 +529,9 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
             return _product((f"n{outs}j", f"{taps}ij", f"n{outs}{taps}i"), g, kernel, options)
 
     block = _block(options, platform, g, kernel)
+    if set(windows.strides) == {1} and _is_faster_in_tiles(options, block, g, kernel):
+        mirrored = options.transposed((1,) * _rank(options))
+        return [_convolution(g, _transposed_kernel(kernel, 1), mirrored).astype(dtype)]
     return [_joined(lambda g: _image(patches(g), windows).astype(dtype), axis, block, g)]
 
 
@@ -648,7 +654,7 @@ def _product(names, a, b, options, summed=None):
 
 
 def _block(options: _Options, platform: str | None, *arrays: jax.Array) -> int:
-    """How many images' patches are made at a time."""
+    """How many images' patches may be made at a time; 0 where one's are too many."""
     images = arrays[0]
     rank = _rank(options)
     axis = images.ndim - 2 - rank
@@ -660,7 +666,43 @@ def _block(options: _Options, platform: str | None, *arrays: jax.Array) -> int:
     entries = math.prod((*batch, *windows.outs, *windows.taps))
     channels = options.fan_in * (images.shape[-1] if options.is_depthwise else 1)
     image_bytes = entries * channels * max(a.dtype.itemsize for a in arrays)
-    return rows if image_bytes == 0 else max(1, _BLOCK_BYTES // image_bytes)
+    return rows if image_bytes == 0 else _BLOCK_BYTES // image_bytes
+
+
+def _is_faster_in_tiles(options: _Options, block: int, images, kernel) -> bool:
+    """Whether XLA's convolution takes the place of patches: of float32, and too many of them."""
+    rank = _rank(options)
+    return (
+        images.ndim == kernel.ndim == rank + 2
+        and block < images.shape[0]
+        and images.dtype == kernel.dtype == jnp.float32
+        and not options.is_depthwise
+    )
+
+
+def _convolution(x: jax.Array, kernel: jax.Array, options: _Options) -> jax.Array:
+    """XLA's convolution of one group."""
+    windows = options.windows
+    reaches = [
+        (out - 1) * s + (k - 1) * d + 1
+        for out, s, k, d in zip(
+            windows.outs, windows.strides, windows.taps, windows.dilation, strict=True
+        )
+    ]
+    padding = [
+        (low, reach - n - low)
+        for low, reach, n in zip(windows.low, reaches, windows.ins, strict=True)
+    ]
+    sizes = "DHW"[3 - _rank(options) :]
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        windows.strides,
+        padding,
+        rhs_dilation=windows.dilation,
+        dimension_numbers=(f"N{sizes}C", f"{sizes}IO", f"N{sizes}C"),
+        precision=options.precision,
+    )
 
 
 def _cut(array: jax.Array, axis: int, block: int) -> tuple[jax.Array, jax.Array]:
@@ -674,6 +716,7 @@ def _cut(array: jax.Array, axis: int, block: int) -> tuple[jax.Array, jax.Array]
 def _joined(function, axis, block, array):
     """function(array), made of blocks of entries along the axis."""
     rows = array.shape[axis]
+    block = max(1, block)
     if block >= rows:
         return function(array)
     blocks, rest = _cut(array, axis, block)
@@ -687,6 +730,7 @@ def _joined(function, axis, block, array):
 
 def _summed(function, axis, block, *arrays):
     """function(*arrays), a sum over the entries along the axis, made of blocks of them."""
+    block = max(1, block)
     if block >= arrays[0].shape[axis]:
         return function(*arrays)
     blocks, rests = zip(*(_cut(a, axis, block) for a in arrays), strict=True)

@@ -199,20 +199,23 @@ def test_vmap_of_everything(groups, platform):
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("rows", [7, 8])
-def test_blocks_of_images(rows, groups, platform, monkeypatch):
-    """More patches than a block of the CPU holds are made block by block, the last one shorter."""
-    x, kernel = normal(0, (rows, 6, 5, 3), (3, 3, 3 // groups, 3))
-    monkeypatch.setattr(jaxops.conv, "_BLOCK_BYTES", 3 * (6 * 5 * 27 * 8) + 1)
-    options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 1), "groups": groups}
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatch):
+    """On the CPU they are made block by block, the last one shorter, or by XLA in float32."""
+    x, kernel = normal(0, (rows, 6, 5, 3), (3, 2, 3 // groups, 3), dtype=dtype)
+    monkeypatch.setattr(jaxops.conv, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
+    options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 2), "groups": groups}
 
     def ours(x, kernel):
-        return jaxops.conv2d(x, kernel, **options)
+        return jaxops.conv2d(x, kernel, precision="highest", **options)
 
-    assert_same(
-        ours, functools.partial(of_lax, **options), platform, (x, kernel), "float64", x.size
-    )
+    oracle = functools.partial(of_lax, **options)
+    assert_same(ours, oracle, platform, (x, kernel), dtype, x.size)
     if platform.name == "cpu":
-        assert "while" in jax.jit(ours).lower(x, kernel).as_text()
+        text = jax.jit(ours).lower(x, kernel).as_text()
+        in_tiles = dtype == "float32" and groups == 1
+        assert ("stablehlo.convolution" in text) == in_tiles
+        assert ("stablehlo.while" in text) != in_tiles
 
 
 def test_a_1x1_kernel_needs_no_patches(platform):
