@@ -417,8 +417,8 @@ class _Options:
       fan_in: input channels of a group.
       fan_out: output channels of a group.
       precision: of the products.
-      rounds_cotangent: whether cotangents of the result are rounded to the dtype of x, because the
-        result was, or was only to be.
+      rounds_cotangent: whether cotangents of the result are rounded to the dtype of x, to which
+        the result is rounded too, if only after bias and activation.
     """
 
     windows: Windows
