@@ -46,6 +46,6 @@ def test_tomography_draws_its_slices(tmp_path):
 
 def test_every_convolution_of_the_digits_is_ours():
     pytest.importorskip("sklearn")
-    found = load("conv2d_digits").classify(steps=100)
+    found = load("conv2d_digits").classify(steps=250)
     assert found["accuracy"] > 0.9
     assert found["difference"] < 1e-5
