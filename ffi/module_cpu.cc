@@ -16,6 +16,8 @@ nanobind::dict Registrations() {
   handlers["jaxops_grid_sample_volume_grad"] = Encapsulate(GridSampleVolumeGradCpu);
   handlers["jaxops_grid_sample_point_grad"] = Encapsulate(GridSamplePointGradCpu);
   handlers["jaxops_grid_sample_backward"] = Encapsulate(GridSampleBackwardCpu);
+  handlers["jaxops_im2col"] = Encapsulate(Im2ColCpu);
+  handlers["jaxops_col2im"] = Encapsulate(Col2ImCpu);
   handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCpu);
   handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCpu);
   handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCpu);

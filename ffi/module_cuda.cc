@@ -15,6 +15,8 @@ nanobind::dict Registrations() {
   handlers["jaxops_grid_sample_volume_grad"] = Encapsulate(GridSampleVolumeGradCuda);
   handlers["jaxops_grid_sample_point_grad"] = Encapsulate(GridSamplePointGradCuda);
   handlers["jaxops_grid_sample_backward"] = Encapsulate(GridSampleBackwardCuda);
+  handlers["jaxops_im2col"] = Encapsulate(Im2ColCuda);
+  handlers["jaxops_col2im"] = Encapsulate(Col2ImCuda);
   handlers["jaxops_lightweight_conv"] = Encapsulate(LightweightConvCuda);
   handlers["jaxops_lightweight_conv_filter_grad"] = Encapsulate(LightweightConvFilterGradCuda);
   handlers["jaxops_lightweight_conv_backward"] = Encapsulate(LightweightConvBackwardCuda);

@@ -4,8 +4,10 @@ from importlib.metadata import version as _version
 
 from jaxops._core import native as _native
 from jaxops.concatenate import concatenate, split
+from jaxops.conv import conv2d, conv_general_dilated
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
 from jaxops.grid_sample import grid_sample
+from jaxops.im2col import col2im, im2col
 from jaxops.lightweight_conv import lightweight_conv
 from jaxops.trilinear import trilinear_interpolate
 
@@ -19,8 +21,12 @@ DISABLE_JAX_EXPORT_CHECKS = _native.export_checks()
 
 __all__ = [
     "DISABLE_JAX_EXPORT_CHECKS",
+    "col2im",
     "concatenate",
+    "conv2d",
+    "conv_general_dilated",
     "grid_sample",
+    "im2col",
     "lightweight_conv",
     "sigmoid_focal_loss",
     "softmax_focal_loss",

@@ -503,12 +503,77 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
     return count, wrong
 
 
+# --- patches -------------------------------------------------------------------------------------
+
+# Units of 16 bytes and of every smaller size, in one to three dimensions.
+IMAGES = (
+    ("NHWC", (9, 7), (3, 2)),
+    ("NCHW", (9, 7), (3, 2)),
+    ("NWC", (40,), (5,)),
+    ("NCW", (40,), (5,)),
+    ("NDHWC", (5, 4, 6), (2, 3, 2)),
+    ("NCDHW", (5, 4, 6), (2, 3, 2)),
+)
+CHANNELS = (1, 2, 3, 4, 8, 40)
+
+
+def exercise_patches(device, dtype, data_format, sizes, taps):
+    """Like `exercise`, of patches and of what they sum to."""
+    wrong, count = [], 0
+    rank, channels_last = len(sizes), data_format.endswith("C")
+    strides, dilation, padding = (2, 1, 2)[:rank], (1, 2, 1)[:rank], ((1, 2),) * rank
+    options = {"strides": strides, "dilation": dilation, "padding": padding}
+    for channels in CHANNELS:
+        rng = np.random.default_rng(channels)
+        shape = (3, *sizes, channels) if channels_last else (3, channels, *sizes)
+        x = rng.normal(size=shape).astype(jnp.dtype(dtype))
+        # Where each entry of the patches comes from; the padding is from beyond the image.
+        entries = np.arange(x.size).reshape(shape)
+        around = [(0, 0)] * x.ndim
+        first = 1 if channels_last else 2
+        around[first : first + rank] = padding
+        padded = np.pad(entries, around, constant_values=x.size)
+        reaches = [(k - 1) * d + 1 for k, d in zip(taps, dilation, strict=True)]
+        axes = tuple(range(first, first + rank))
+        views = np.lib.stride_tricks.sliding_window_view(padded, reaches, axes)
+        cut = [slice(None)] * views.ndim
+        for d in range(rank):
+            cut[first + d] = slice(None, None, strides[d])
+            cut[x.ndim + d] = slice(None, None, dilation[d])
+        views = views[tuple(cut)]
+        if channels_last:
+            source = np.moveaxis(views, 1 + rank, -1)
+        else:
+            source = np.moveaxis(views, range(2, 2 + rank), range(2 + rank, 2 + 2 * rank))
+        g = rng.normal(size=source.shape).astype(jnp.dtype(dtype))
+
+        def program(x, g, options=options):
+            def function(x):
+                return jaxops.im2col(x, taps, data_format=data_format, **options)
+
+            value, pull = jax.vjp(function, x)
+            return {"value": value, "gradient": pull(g)[0], "vmap": jax.vmap(function)(x[None])[0]}
+
+        got = jax.jit(program)(*jax.device_put((x, g), device))
+        value = np.append(x.astype(np.float64).ravel(), 0)[source]
+        summed = np.zeros(x.size + 1)
+        np.add.at(summed, source, g.astype(np.float64))
+        want = {"value": value, "gradient": summed[:-1].reshape(shape), "vmap": value}
+        found, bad = compared(f"{dtype}, {data_format}, C={channels}", got, want, dtype, 16)
+        count, wrong = count + found, wrong + bad
+    return count, wrong
+
+
 EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
     "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
     "grid_sample": (
         exercise_grid_sample,
         tuple(itertools.product(DTYPES, ((6, 5, 7), (9, 6)), (False, True))),
+    ),
+    "im2col": (
+        exercise_patches,
+        tuple((dtype, *image) for dtype in DTYPES for image in IMAGES),
     ),
     "lightweight_conv": (exercise, tuple(itertools.product(DTYPES, LAYOUTS, SIZES))),
     "trilinear": (exercise_trilinear, tuple(itertools.product(DTYPES, WIDTHS))),

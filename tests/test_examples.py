@@ -42,3 +42,10 @@ def test_tomography_draws_its_slices(tmp_path):
     file = tmp_path / "slices.png"
     tomography.draw({"before": 0 * truth, "after": truth, "truth": truth}, str(file))
     assert file.stat().st_size > 10_000
+
+
+def test_every_convolution_of_the_digits_is_ours():
+    pytest.importorskip("sklearn")
+    found = load("conv2d_digits").classify(steps=250)
+    assert found["accuracy"] > 0.9
+    assert found["difference"] < 1e-5

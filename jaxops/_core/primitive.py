@@ -37,6 +37,10 @@ class Operator:
       attributes: what the native handlers are passed, as numpy scalars.
       composition: instead of handlers and a reference, the operator in terms of other operators:
         for what needs derivative rules of its own but no kernel.
+      local: instead of handlers and a reference, what one device computes of its shards: for what
+        is made of `on_one_device` of other operators, yet is sharded as a whole. Called as
+        local(*operands, platform=..., **params), the platform being None where there are no
+        handlers.
       scratch: work space of a CUDA call, as extra results; called with the operands and params.
       replicated: factors that each device needs whole; "part" stands for part0, part1, ... as well.
       summed_outputs: the results that are summed over the batch dimensions flagged in the
@@ -52,6 +56,7 @@ class Operator:
         reference: Callable[..., Sequence[jax.Array]] | None = None,
         attributes: Callable[..., Mapping[str, Any]] | None = None,
         composition: Callable[..., Sequence[jax.Array]] | None = None,
+        local: Callable[..., Sequence[jax.Array]] | None = None,
         scratch: Callable[..., Sequence[jax.ShapeDtypeStruct]] = lambda *_, **__: (),
         replicated: Sequence[str] = (),
         summed_outputs: Sequence[int] = (),
@@ -72,10 +77,15 @@ class Operator:
         if composition is not None:
             mlir.register_lowering(self.primitive, mlir.lower_fun(composition, True))
             return
-        native.TARGETS.append(self.target)
         mlir.register_lowering(self.primitive, self._lower)
         self._partitioned = self._custom_partitioning()
         self._local = self._new_primitive(f"{name}_local")
+        if local is not None:
+            for platform in (None, *native.PLATFORMS):
+                run = functools.partial(local, platform=platform)
+                mlir.register_lowering(self._local, mlir.lower_fun(run, True), platform=platform)
+            return
+        native.TARGETS.append(self.target)
         mlir.register_lowering(self._local, mlir.lower_fun(self._run_reference, True))
         for platform in native.PLATFORMS:
             lower = functools.partial(self._lower_native, platform=platform)
@@ -90,6 +100,10 @@ class Operator:
 
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         return self.primitive.bind(*compat.make_varying(list(operands)), **params)
+
+    def on_one_device(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+        """The call on what one device has, for the `local` of other operators."""
+        return self._local.bind(*operands, **params)
 
     def def_jvp(self, rule: Callable) -> Callable:
         """Registers rule(primals, tangents, **params); tangents may be symbolic zeros."""

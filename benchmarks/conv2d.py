@@ -1,0 +1,191 @@
+"""conv2d against XLA and PyTorch. Shapes are (N, C, H, W, O, K): a K x K kernel of O outputs."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jaxops
+from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
+from jaxops._core.windows import place
+
+NHWC, NCHW = "NHWC", "NCHW"
+LAYOUTS = {NHWC: (NHWC, "HWIO", NHWC), NCHW: (NCHW, "OIHW", NCHW)}
+
+# fmt: off
+CASES = [
+    *cases("small", (1, 16, 32, 32, 32, 3), ["float32", "bfloat16"], layout=NHWC),
+    *cases("small", (8, 8, 8, 8, 16, 3), "float32", layout=[NHWC, NCHW]),
+    # A ResNet's, at a batch that trains on one device.
+    *cases("typical", (32, 64, 56, 56, 64, 3), ["float32", "bfloat16", "float16"], layout=NHWC),
+    *cases("typical", (32, 128, 28, 28, 128, 3), ["float32", "bfloat16"], layout=[NHWC, NCHW]),
+    *cases("typical", (32, 128, 56, 56, 128, 3), "bfloat16", layout=NHWC, strides=2),
+    *cases("typical", (32, 512, 7, 7, 512, 3), "bfloat16", layout=NHWC),
+    *cases("typical", (32, 64, 56, 56, 256, 1), ["float32", "bfloat16"], layout=NHWC),
+    *cases("typical", (32, 3, 224, 224, 64, 7), "float32", layout=NHWC, strides=2),
+    # Grouped and depthwise.
+    *cases("typical", (32, 128, 28, 28, 128, 3), ["float32", "bfloat16"], layout=NHWC, groups=32),
+    *cases("typical", (32, 96, 56, 56, 96, 7), ["float32", "bfloat16"], layout=NHWC, groups=96),
+    *cases("large", (64, 3, 224, 224, 64, 7), "bfloat16", target=True, layout=NHWC, strides=2),
+    *cases("large", (64, 64, 56, 56, 64, 3), "bfloat16", target=True, layout=NHWC),
+    *cases("large", (64, 256, 14, 14, 256, 3), "bfloat16", target=True, layout=NHWC),
+    *cases("large", (64, 256, 14, 14, 1024, 1), "bfloat16", target=True, layout=NHWC),
+    *cases("large", (64, 256, 28, 28, 256, 3), "bfloat16", target=True, layout=NHWC, dilation=2),
+    *cases("large", (64, 256, 28, 28, 256, 3), "float32", layout=NHWC),
+    *cases("odd", (17, 37, 29, 31, 41, 3), ["float32", "bfloat16"], layout=[NHWC, NCHW]),
+    *cases("odd", (16, 100, 33, 35, 50, 5), "float16", layout=NHWC, strides=2),
+    *cases("odd", (4, 64, 28, 28, 64, 3), "float64", layout=NHWC),
+]
+# fmt: on
+for n in (1, 8, 64, 512, 4096):
+    CASES += cases("scaling", (n, 8, 14, 14, 8, 3), "float32", layout=NHWC)
+
+DIRECTIONS = (
+    Direction("forward", True, ()),
+    Direction("input_grad", False, (0,)),
+    Direction("kernel_grad", False, (1,)),
+    Direction("backward", False, (0, 1)),
+)
+
+
+def windows(case):
+    *_, h, w, _, k = case.shape
+    return place(
+        "conv2d",
+        (h, w),
+        (k, k),
+        strides=case.options.get("strides", 1),
+        padding="SAME",
+        dilation=case.options.get("dilation", 1),
+        channels_last=True,
+    )
+
+
+def arguments(case, key):
+    n, c, h, w, o, k = case.shape
+    fan_in = c // case.options.get("groups", 1)
+    of_x, of_kernel = jax.random.split(key)
+    x = normal(of_x, (n, h, w, c), case.dtype)
+    kernel = normal(of_kernel, (k, k, fan_in, o), case.dtype)
+    if case.options["layout"] == NCHW:
+        return x.transpose(0, 3, 1, 2), kernel.transpose(3, 2, 0, 1)
+    return x, kernel
+
+
+def ours(case):
+    return functools.partial(
+        jaxops.conv2d,
+        dimension_numbers=LAYOUTS[case.options["layout"]],
+        **{k: v for k, v in case.options.items() if k != "layout"},
+        precision=precision(case),
+    )
+
+
+def precision(case):
+    """Of float32 the true one, which both sides and the judge are given."""
+    return "highest" if case.dtype == "float32" else None
+
+
+def convolution(case):
+    placed = windows(case)
+
+    def function(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            placed.strides,
+            "SAME",
+            rhs_dilation=placed.dilation,
+            dimension_numbers=LAYOUTS[case.options["layout"]],
+            feature_group_count=case.options.get("groups", 1),
+            precision=precision(case),
+        )
+
+    return function
+
+
+def torch_convolution(case):
+    import torch
+
+    *_, k = case.shape
+    placed = windows(case)
+    is_last = case.options["layout"] == NHWC
+
+    def function(x, kernel):
+        if is_last:
+            x, kernel = x.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1)
+        pads = []
+        for d in (1, 0):
+            reach = (placed.outs[d] - 1) * placed.strides[d] + (k - 1) * placed.dilation[d] + 1
+            pads += [placed.low[d], max(0, reach - placed.ins[d] - placed.low[d])]
+        if pads[0] == pads[1] and pads[2] == pads[3]:
+            padding = (pads[2], pads[0])
+        else:
+            x, padding = torch.nn.functional.pad(x, pads), 0
+        y = torch.nn.functional.conv2d(
+            x,
+            kernel,
+            stride=placed.strides,
+            padding=padding,
+            dilation=placed.dilation,
+            groups=case.options.get("groups", 1),
+        )
+        return y.permute(0, 2, 3, 1) if is_last else y
+
+    return function
+
+
+def sizes(case):
+    """Entries of x, kernel and y, and products of a pass."""
+    n, c, h, w, o, k = case.shape
+    fan_in = c // case.options.get("groups", 1)
+    y = n * o
+    for out in windows(case).outs:
+        y *= out
+    return n * c * h * w, k * k * fan_in * o, y, y * k * k * fan_in
+
+
+def cost(case: Case, direction: Direction) -> Cost:
+    x, kernel, y, products = sizes(case)
+    passes = direction.value + len(direction.wrt)
+    # Both gradients read the cotangent, x or the kernel once, and write what they are.
+    entries = x + kernel + y if passes == 1 else 2 * (x + kernel) + y
+    depthwise = case.options.get("groups") == case.shape[1]
+    unit = "fma" if depthwise else "matmul"
+    dtype = case.dtype if not depthwise or case.dtype == "float64" else "float32"
+    return Cost(
+        bytes=entries * jnp.dtype(case.dtype).itemsize,
+        flops=2 * passes * products,
+        unit=f"{unit} {dtype}",
+    )
+
+
+def terms(case: Case, direction: Direction) -> int:
+    n, c, _, _, o, k = case.shape
+    groups = case.options.get("groups", 1)
+    of_kernel = n
+    for out in windows(case).outs:
+        of_kernel *= out
+    counts = [k * k * c // groups] if direction.value else []
+    counts += [(k * k * o // groups, of_kernel)[i] for i in direction.wrt]
+    return max(counts)
+
+
+BENCHMARK = Benchmark(
+    operator="conv2d",
+    shape="N,C,H,W,O,K",
+    cases=CASES,
+    directions=DIRECTIONS,
+    arguments=arguments,
+    function=ours,
+    reference=convolution,
+    peers=(
+        Peer("XLA conv", convolution),
+        Peer("torch conv2d", torch_convolution, torch=True),
+    ),
+    cost=cost,
+    terms=terms,
+    near_limit=False,
+)

@@ -1,0 +1,73 @@
+#include "ffi/im2col.h"
+
+namespace jaxops::ffi::im2col {
+namespace {
+
+namespace xf = xla::ffi;
+using jaxops::im2col::kMaxDims;
+using jaxops::im2col::Window;
+
+// The dimensions of image and patches, and what the window is. Its own dimensions are last, with
+// the channels after them if `channels_last`, and before them otherwise.
+xf::Error DecodeWindow(const char* name, Call& call, const xf::AnyBuffer& image,
+                       const xf::AnyBuffer& patches, Integers strides, Integers dilation,
+                       Integers low, bool channels_last) {
+  const size_t count = strides.size();
+  if (count < 1 || count > kMaxDims || dilation.size() != count || low.size() != count) {
+    return InvalidArgument(name, ": a window has 1 to ", kMaxDims, " dimensions, got ", count,
+                           " strides, ", dilation.size(), " dilations and ", low.size(),
+                           " paddings");
+  }
+  const Dimensions in = image.dimensions();
+  const Dimensions out = patches.dimensions();
+  const size_t channels = channels_last ? 1 : 0;
+  const auto mismatch = [&] {
+    return InvalidArgument(name, ": image ", ToString(in), " does not fit patches ", ToString(out));
+  };
+  if (image.element_type() != patches.element_type()) return mismatch();
+  if (in.size() < count + channels || out.size() != in.size() + count) return mismatch();
+  const size_t leading = in.size() - count - channels;
+  call.rows = 1;
+  for (size_t i = 0; i < leading; ++i) {
+    if (in[i] != out[i]) return mismatch();
+    call.rows *= in[i];
+  }
+  call.channels = channels_last ? in.back() : 1;
+  if (channels_last && out.back() != call.channels) return mismatch();
+  const size_t outs = channels_last ? leading : leading + count;
+  const size_t taps = channels_last ? leading + count : leading;
+  for (size_t i = 0; i < count; ++i) {
+    if (strides[i] < 1 || dilation[i] < 1) {
+      return InvalidArgument(name, ": strides and dilations must be >= 1, got ", strides[i],
+                             " and ", dilation[i]);
+    }
+    call.dims[kMaxDims - count + i] = {in[leading + i], out[outs + i], out[taps + i],
+                                       strides[i],      dilation[i],   low[i]};
+  }
+  call.channels_last = channels_last;
+  call.item_bytes = static_cast<int>(xf::ByteWidth(image.element_type()));
+  return xf::Error::Success();
+}
+
+}  // namespace
+
+xf::Error DecodeIm2Col(Call& call, const xf::AnyBuffer& image, const xf::AnyBuffer& patches,
+                       Integers strides, Integers dilation, Integers low, bool channels_last) {
+  JAXOPS_RETURN_IF_ERROR(
+      DecodeWindow("im2col", call, image, patches, strides, dilation, low, channels_last));
+  call.from = image.untyped_data();
+  call.to = patches.untyped_data();
+  return xf::Error::Success();
+}
+
+xf::Error DecodeCol2Im(Call& call, const xf::AnyBuffer& patches, const xf::AnyBuffer& image,
+                       Integers strides, Integers dilation, Integers low, bool channels_last) {
+  JAXOPS_RETURN_IF_ERROR(
+      DecodeWindow("col2im", call, image, patches, strides, dilation, low, channels_last));
+  JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "col2im", "patches", patches));
+  call.from = patches.untyped_data();
+  call.to = image.untyped_data();
+  return xf::Error::Success();
+}
+
+}  // namespace jaxops::ffi::im2col

@@ -1,0 +1,182 @@
+"""The patches of an image as a copy, and its transpose.
+
+The primitives and their rules are those of every window, see `_core/windows.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from jaxops._core import checks, windows
+from jaxops._core.windows import col2im_operator, im2col_operator
+
+
+def im2col(
+    x: ArrayLike,
+    kernel_size: int | Sequence[int],
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = 0,
+    dilation: int | Sequence[int] = 1,
+    data_format: str = "NHWC",
+) -> jax.Array:
+    """Copies the patches that a window covers as it slides over an image.
+
+    ``patches[n, oh, ow, kh, kw, c] = x[n, oh·SH + kh·DH − PH, ow·SW + kw·DW − PW, c]``
+
+    with the strides S, the dilation D and the padding P before the image, and zero where x has no
+    such entry. With data_format "NCHW" it is ``patches[n, c, kh, kw, oh, ow]``. Entries are copied
+    bit for bit: a NaN in one pixel shows in the entries of that pixel and nowhere else. The
+    transpose, and so the gradient, is `col2im`.
+
+    There are ``(H + PH + PH' − (KH − 1)·DH − 1) // SH + 1`` patches along H, with PH' the padding
+    after the image, and none where that is negative.
+
+    Args:
+      x: (N, H, W, C), or as `data_format` says; of any dtype of whole bytes.
+      kernel_size: the sizes (KH, KW) of the window, >= 1. Like every option here, an int for all
+        dimensions or one for each.
+      strides: the steps from one patch to the next, >= 1.
+      padding: zeros around the image: an int, one a dimension, a (low, high) pair for each, "VALID"
+        for none, or "SAME" for so many that there are ceil(H / SH) patches, the smaller half before
+        the image.
+      dilation: the steps between neighbouring entries of a window, >= 1.
+      data_format: "NHWC" or "NCHW" in two dimensions, "NWC" or "NCW" in one, "NDHWC" or "NCDHW" in
+        three.
+
+    Returns:
+      (N, OH, OW, KH, KW, C), or (N, C, KH, KW, OH, OW), of the dtype of x.
+
+    Raises:
+      TypeError: x is not an array, its dtype has less than a byte, or an option is not a static
+        integer.
+      ValueError: the rank of x or an option is out of what is listed above.
+    """
+    me = "im2col"
+    rank, channels_last = windows.data_format(me, data_format)
+    x = checks.array(me, "x", x, _shape(data_format))
+    if not _has_whole_bytes(x.dtype):
+        raise TypeError(f"{me}: x must have a dtype of whole bytes, got {x.dtype}")
+    x = jnp.asarray(x)
+    _check_rank(me, "x", x, rank + 2, data_format)
+    taps = windows.per_dimension(me, "kernel_size", kernel_size, rank, 1)
+    placed = windows.place(
+        me,
+        x.shape[1:-1] if channels_last else x.shape[2:],
+        taps,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        channels_last=channels_last,
+    )
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        patches = jax.lax.complex(_patches(x.real, placed), _patches(x.imag, placed))
+    else:
+        patches = _patches(x, placed)
+    return checkpoint_name(patches, me)
+
+
+def _patches(x: jax.Array, placed: windows.Windows) -> jax.Array:
+    (patches,) = im2col_operator(x, windows=placed, again=False)
+    return patches
+
+
+def _has_whole_bytes(dtype: np.dtype) -> bool:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 8
+
+
+def col2im(
+    patches: ArrayLike,
+    input_shape: Sequence[int],
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = 0,
+    dilation: int | Sequence[int] = 1,
+    data_format: str = "NHWC",
+) -> jax.Array:
+    """Sums patches into the image that they would stem from: the transpose of `im2col`.
+
+    ``x[n, h, w, c] = Σ patches[n, oh, ow, kh, kw, c]`` over all oh, ow, kh and kw with
+    ``oh·SH + kh·DH − PH = h`` and ``ow·SW + kw·DW − PW = w``; entries of padding are left out.
+    Results are the same bit for bit, run after run.
+
+    Args:
+      patches: what `im2col` returns for an image of the shape `input_shape`, or anything of that
+        shape, of a float dtype. The sizes of the window are read from it.
+      input_shape: the full shape of the image, such as (N, H, W, C).
+      strides: as for `im2col`, like the other options.
+      padding: see `im2col`.
+      dilation: see `im2col`.
+      data_format: see `im2col`.
+
+    Returns:
+      An array of `input_shape` and of the dtype of `patches`; float16 and bfloat16 are summed in
+      float32.
+
+    Raises:
+      TypeError: patches are not an array of float16, bfloat16, float32 or float64, or a size or an
+        option is not a static integer.
+      ValueError: the shapes do not fit each other, or an option is out of what `im2col` lists.
+    """
+    me = "col2im"
+    rank, channels_last = windows.data_format(me, data_format)
+    patches = checks.float_array(me, "patches", patches, None, _patches_shape(data_format))
+    _check_rank(me, "patches", patches, 2 * rank + 2, data_format, _patches_shape(data_format))
+    if not isinstance(input_shape, (Sequence, np.ndarray)) or len(input_shape) != rank + 2:
+        raise ValueError(f"{me}: input_shape must be {_shape(data_format)}, got {input_shape!r}")
+    shape = windows.per_dimension(me, "input_shape", input_shape, rank + 2, 0)
+    at = 1 + rank if channels_last else 2
+    taps = patches.shape[at : at + rank]
+    if 0 in taps:
+        raise ValueError(
+            f"{me}: patches must have shape {_patches_shape(data_format)} with a window of one "
+            f"entry or more, got {patches.shape}"
+        )
+    placed = windows.place(
+        me,
+        shape[1:-1] if channels_last else shape[2:],
+        taps,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        channels_last=channels_last,
+    )
+    if channels_last:
+        expected = (shape[0], *placed.outs, *taps, shape[-1])
+    else:
+        expected = (*shape[:2], *taps, *placed.outs)
+    checks.shape(me, "patches", patches, expected, f"for input_shape {shape}")
+    (image,) = col2im_operator(patches, windows=placed)
+    return checkpoint_name(image, me)
+
+
+def _shape(data_format: str) -> str:
+    return f"({', '.join(data_format)})"
+
+
+def _patches_shape(data_format: str) -> str:
+    sizes = data_format[1:-1] if data_format.endswith("C") else data_format[2:]
+    outs, taps = ([f"{letter}{s}" for s in sizes] for letter in "OK")
+    inner = (*outs, *taps, "C") if data_format.endswith("C") else ("C", *taps, *outs)
+    return f"({', '.join(('N', *inner))})"
+
+
+def _check_rank(
+    function: str, argument: str, array: Any, rank: int, data_format: str, shape: str | None = None
+) -> None:
+    if array.ndim != rank:
+        raise ValueError(
+            f"{function}: {argument} must have shape {shape or _shape(data_format)} "
+            f"({data_format}), got shape {array.shape}"
+        )

@@ -1,0 +1,78 @@
+"""Patches of images and their transpose in plain `jax.numpy`: their definition.
+
+Entry `tap` of patch `out` is, along each dimension of the window, entry
+``out * stride + tap * dilation - low`` of the image, or zero where there is none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def im2col(
+    x: jax.Array,
+    *,
+    taps: Sequence[int],
+    outs: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    low: Sequence[int],
+    channels_last: bool,
+) -> jax.Array:
+    """(..., *in, C) -> (..., *outs, *taps, C), or (..., *in) -> (..., *taps, *outs)."""
+    rank = len(taps)
+    first = x.ndim - rank - channels_last
+    at = first + rank if channels_last else first
+    shape = (*x.shape[:first], *outs, *x.shape[first + rank :])
+    shape = (*shape[:at], *taps, *shape[at:])
+    if 0 in outs:
+        return jnp.zeros(shape, x.dtype)
+    widths = [(0, 0, 0)] * x.ndim
+    for d in range(rank):
+        reach = (outs[d] - 1) * strides[d] + (taps[d] - 1) * dilation[d] + 1
+        widths[first + d] = (low[d], reach - x.shape[first + d] - low[d], 0)
+    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
+    entries = []
+    for tap in itertools.product(*map(range, taps)):
+        window = [slice(None)] * x.ndim
+        for d in range(rank):
+            start = tap[d] * dilation[d]
+            window[first + d] = slice(start, start + (outs[d] - 1) * strides[d] + 1, strides[d])
+        entries.append(padded[tuple(window)])
+    return jnp.stack(entries, axis=at).reshape(shape)
+
+
+def col2im(
+    patches: jax.Array,
+    *,
+    ins: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    low: Sequence[int],
+    channels_last: bool,
+) -> jax.Array:
+    """The transpose of `im2col` for an image that is `ins` large."""
+    rank = len(ins)
+    first = patches.ndim - 2 * rank - channels_last
+    of_taps = first + rank if channels_last else first
+    of_outs = first if channels_last else first + rank
+    taps, outs = (patches.shape[i : i + rank] for i in (of_taps, of_outs))
+    shape = (*patches.shape[:first], *ins, *patches.shape[first + 2 * rank :])
+    dtype = jnp.promote_types(patches.dtype, jnp.float32)
+    image = jnp.zeros(shape, dtype)
+    if 0 in outs:
+        return image.astype(patches.dtype)
+    for tap in itertools.product(*map(range, taps)):
+        index = (*(slice(None),) * of_taps, *tap)
+        entry = patches[index].astype(dtype)
+        widths = [(0, 0, 0)] * entry.ndim
+        for d in range(rank):
+            start = tap[d] * dilation[d] - low[d]
+            stop = start + (outs[d] - 1) * strides[d] + 1
+            widths[first + d] = (start, ins[d] - stop, strides[d] - 1)
+        image = image + jax.lax.pad(entry, jnp.zeros((), dtype), widths)
+    return image.astype(patches.dtype)

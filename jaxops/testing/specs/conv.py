@@ -1,0 +1,281 @@
+"""Convolution: of all channels, depthwise and transposed."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops.reference import conv as reference
+from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
+
+
+def _bad(name, call, error, *fragments):
+    return BadInput(name=name, call=call, error=error, fragments=("conv2d: ", *fragments))
+
+
+_X = np.zeros((2, 5, 4, 6), np.float32)
+_KERNEL = np.zeros((3, 3, 6, 4), np.float32)
+
+_BAD_INPUTS = (
+    _bad(
+        "integer images",
+        lambda *_: jaxops.conv2d(_X.astype(np.int32), _KERNEL),
+        TypeError,
+        "x must have dtype float16, bfloat16, float32 or float64, got int32",
+    ),
+    _bad(
+        "a vector as kernel",
+        lambda *_: jaxops.conv2d(_X, _KERNEL[0, 0, 0]),
+        ValueError,
+        "kernel must have shape (KH, KW, C // groups, O), which has 4 dimensions, got shape (4,)",
+    ),
+    _bad(
+        "other channels",
+        lambda *_: jaxops.conv2d(_X[..., :5], _KERNEL),
+        ValueError,
+        "kernel must have shape (KH, KW, C // groups, O)",
+        "1 groups of its 6 input channels do not make the 5 channels of x",
+    ),
+    _bad(
+        "groups that do not divide",
+        lambda *_: jaxops.conv2d(_X, _KERNEL[:, :, :2], groups=3),
+        ValueError,
+        "groups = 3 must divide the 4 output channels of kernel",
+    ),
+    _bad(
+        "a kernel of nothing",
+        lambda *_: jaxops.conv2d(_X, _KERNEL[:, :0]),
+        ValueError,
+        "kernel must have KH >= 1 and KW >= 1, got 3 and 0",
+    ),
+    _bad(
+        "unknown dimension numbers",
+        lambda *_: jaxops.conv2d(_X, _KERNEL, dimension_numbers=("NHWC", "OIHW", "NHWC")),
+        ValueError,
+        "dimension_numbers must be one of ('NHWC', 'HWIO', 'NHWC'), ('NCHW', 'OIHW', 'NCHW'), got",
+    ),
+    _bad(
+        "a bias of another length",
+        lambda *_: jaxops.conv2d(_X, _KERNEL, bias=np.zeros(5, np.float32)),
+        ValueError,
+        "bias must have shape (4,)",
+    ),
+    _bad(
+        "an unknown activation",
+        lambda *_: jaxops.conv2d(_X, _KERNEL, activation="tanh"),
+        ValueError,
+        "activation must be one of None, 'relu', 'silu', 'gelu', got 'tanh'",
+    ),
+    _bad(
+        "negative padding",
+        lambda *_: jaxops.conv2d(_X, _KERNEL, padding=(0, -1)),
+        ValueError,
+        "padding[1] must be >= 0, got -1",
+    ),
+    _bad(
+        "no stride",
+        lambda *_: jaxops.conv2d(_X, _KERNEL, strides=0),
+        ValueError,
+        "strides must be >= 1, got 0",
+    ),
+    _bad(
+        "an unknown precision",
+        lambda *_: jaxops.conv2d(_X, _KERNEL, precision="exact"),
+        ValueError,
+        "precision must be one that jax.lax knows, got 'exact'",
+    ),
+    _bad(
+        "an integer result",
+        lambda *_: jaxops.conv2d(_X, _KERNEL, preferred_element_type=np.int32),
+        TypeError,
+        "preferred_element_type must be float16, bfloat16, float32 or float64, got int32",
+    ),
+)
+
+
+def _placements(*, depthwise):
+    """By images, by output channels, and by both."""
+
+    def placement(name, axes, row, channel):
+        # Every device has a part of the images, or of what an image's gradient is the sum of.
+        sums = (row is not None) + (channel is not None and not depthwise)
+        return Placement(
+            name=name,
+            axes=axes,
+            arguments=(
+                P(row, None, None, channel if depthwise else None),
+                P(None, None, None, channel),
+            ),
+            results=(P(row, None, None, channel),),
+            backward={"all-reduce": sums} if sums else {},
+        )
+
+    yield placement("images", ("n",), "n", None)
+    yield placement("output channels", ("c",), None, "c")
+    yield placement("images and output channels", ("n", "c"), "n", "c")
+
+
+def _spec(variant, *, fans, large, strides, low, high, dilation):
+    """`fans` are the channels of a group, input and output; there are three groups of one each."""
+    ins, taps = (5, 4), (3, 2)
+    outs = tuple(
+        (n + lo + hi - (k - 1) * d - 1) // s + 1
+        for n, k, s, lo, hi, d in zip(ins, taps, strides, low, high, dilation, strict=True)
+    )
+    depthwise = fans == (1, 1)
+
+    def arguments(rng, dtype, rows=2, fan_in=fans[0], fan_out=fans[1], groups=None):
+        groups = groups or (3 if depthwise else 1)
+        x = normal(rng, (rows, *ins, groups * fan_in), dtype)
+        return x, normal(rng, (*taps, fan_in, groups * fan_out), dtype)
+
+    def options(x):
+        groups = x.shape[-1] if depthwise else 1
+        return {"strides": strides, "dilation": dilation, "groups": groups}
+
+    def function(x, kernel):
+        padding = tuple(zip(low, high, strict=True))
+        return jaxops.conv2d(x, kernel, padding=padding, precision="highest", **options(x))
+
+    def terms(x, kernel):
+        images = x.shape[0] * math.prod(outs)
+        return max(images, math.prod(kernel.shape[:3]), math.prod(taps) * kernel.shape[3])
+
+    empty = {"no images": {"rows": 0}}
+    if not depthwise:
+        empty |= {"no input channels": {"fan_in": 0}, "no output channels": {"fan_out": 0}}
+    return OperatorSpec(
+        operator="conv2d",
+        variant=variant,
+        function=function,
+        reference=lambda x, kernel: reference.conv(x, kernel, outs=outs, low=low, **options(x)),
+        arguments=arguments,
+        large=functools.partial(arguments, rows=8, **large),
+        differentiable=(0, 1),
+        calls={"jaxops_im2col": 1},
+        vjp_calls={"jaxops_im2col": 2, "jaxops_col2im": 1},
+        value_terms=lambda x, kernel: math.prod(kernel.shape[:-1]),
+        vjp_terms=lambda *arguments: 4 * terms(*arguments),
+        vjp_roundings=1,
+        placements=tuple(_placements(depthwise=depthwise)),
+        empty={name: functools.partial(arguments, **n) for name, n in empty.items()},
+        bad_inputs=_BAD_INPUTS,
+        vjp_bitwise=False,
+        checkpoint_name="conv2d",
+    )
+
+
+# --- conv_general_dilated ------------------------------------------------------------------------
+
+
+def _transposed_spec():
+    """Transposed convolution with channels first, which doubles the images."""
+    numbers = ("NCHW", "OIHW", "NCHW")
+    pads = ((1, 2), (2, 1))
+
+    def arguments(rng, dtype, rows=2, channels=3, outputs=2):
+        x = normal(rng, (rows, channels, 3, 2), dtype)
+        return x, normal(rng, (outputs, channels, 3, 3), dtype)
+
+    def function(x, kernel):
+        return jaxops.conv_general_dilated(
+            x, kernel, (1, 1), pads, (2, 2), None, numbers, precision="highest"
+        )
+
+    def of_reference(x, kernel):
+        widths = [(0, 0, 0), (0, 0, 1), (0, 0, 1), (0, 0, 0)]
+        spread = jax.lax.pad(x.transpose(0, 2, 3, 1), jnp.zeros((), x.dtype), widths)
+        outs = tuple(n + lo + hi - 2 for n, (lo, hi) in zip(spread.shape[1:3], pads, strict=True))
+        low = tuple(lo for lo, _ in pads)
+        y = reference.conv(
+            spread,
+            kernel.transpose(2, 3, 1, 0),
+            outs=outs,
+            strides=(1, 1),
+            dilation=(1, 1),
+            low=low,
+        )
+        return y.transpose(0, 3, 1, 2)
+
+    def placement(name, axes, row, channel):
+        sums = (row is not None) + (channel is not None)
+        return Placement(
+            name=name,
+            axes=axes,
+            arguments=(P(row, None, None, None), P(channel, None, None, None)),
+            results=(P(row, channel, None, None),),
+            backward={"all-reduce": sums},
+        )
+
+    def reach(index, x, kernel):
+        """Entries and taps whose product is beyond the result are multiplied by zeros there."""
+        of_x, of_kernel = np.zeros(x.shape, bool), np.zeros(kernel.shape, bool)
+        of_x[:, index[1]] = True
+        of_kernel[:, index[1]] = True
+        return False, of_x, of_kernel
+
+    return OperatorSpec(
+        operator="conv_general_dilated",
+        variant="transposed, channels first",
+        function=function,
+        reference=of_reference,
+        arguments=arguments,
+        large=functools.partial(arguments, rows=8, channels=8, outputs=16),
+        differentiable=(0, 1),
+        calls={"jaxops_col2im": 1},
+        vjp_calls={"jaxops_col2im": 1, "jaxops_im2col": 2},
+        value_terms=lambda x, kernel: math.prod(kernel.shape[1:]),
+        vjp_terms=lambda x, kernel: 4 * max(x.size, kernel.size),
+        vjp_roundings=2,
+        placements=(
+            placement("images", ("n",), "n", None),
+            placement("output channels", ("c",), None, "c"),
+            placement("images and output channels", ("n", "c"), "n", "c"),
+        ),
+        empty={
+            "no images": functools.partial(arguments, rows=0),
+            "no channels": functools.partial(arguments, channels=0),
+        },
+        bad_inputs=(
+            BadInput(
+                name="other channels",
+                call=lambda x, kernel: jaxops.conv_general_dilated(
+                    x, kernel[:, :1], (1, 1), "VALID"
+                ),
+                error=ValueError,
+                fragments=("conv_general_dilated", "feature_group_count"),
+            ),
+        ),
+        padded_reach={0: reach, 1: reach},
+        vjp_bitwise=False,
+        checkpoint_name="conv_general_dilated",
+    )
+
+
+SPECS = (
+    _spec(
+        "strides",
+        fans=(3, 2),
+        large={"fan_in": 8, "fan_out": 16},
+        strides=(2, 1),
+        low=(1, 0),
+        high=(1, 1),
+        dilation=(1, 1),
+    ),
+    _spec(
+        "depthwise, dilated",
+        fans=(1, 1),
+        large={"groups": 32},
+        strides=(1, 1),
+        low=(2, 1),
+        high=(2, 0),
+        dilation=(2, 1),
+    ),
+    _transposed_spec(),
+)

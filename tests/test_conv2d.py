@@ -1,0 +1,423 @@
+"""Convolution: jax.lax over shapes and options of all kinds, layers of Flax, published values.
+
+The oracle is `jax.lax.conv_general_dilated` in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx_nodes
+import pytest
+from jax import lax
+
+import jaxops
+import jaxops.conv
+from jaxops.testing.measure import (
+    assert_close,
+    compile_without_loops,
+    custom_calls,
+    on_reference,
+    run,
+    vjp_of,
+)
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+NHWC = ("NHWC", "HWIO", "NHWC")
+NCHW = ("NCHW", "OIHW", "NCHW")
+
+
+def normal(seed, *shapes, dtype="float64"):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
+
+
+def of_lax(x, kernel, *, strides, padding, dilation, groups, numbers=NHWC):
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        strides,
+        padding,
+        rhs_dilation=dilation,
+        feature_group_count=groups,
+        dimension_numbers=numbers,
+    )
+
+
+def assert_same(function, oracle, platform, arguments, dtype, terms, wrt=(0, 1)):
+    """Value and gradients of a function are the oracle's."""
+    shape = jax.eval_shape(oracle, *arguments)
+    (g,) = normal(1, shape.shape, dtype=dtype)
+    got = run(vjp_of(function, wrt), platform, (g,), *arguments)
+    want = on_reference(vjp_of(oracle, wrt), (g,), *arguments)
+    assert_close(got, want, "value and gradients", dtype=dtype, terms=8 * terms, roundings=4)
+
+
+@hypothesis.settings(deadline=None, max_examples=15)
+@hypothesis.given(data=st.data())
+def test_any_convolution(platform, data):
+    def pair(low, high):
+        return data.draw(st.tuples(st.integers(low, high), st.integers(low, high)))
+
+    groups, fan_in, fan_out = (data.draw(st.integers(low, 3)) for low in (1, 0, 0))
+    taps, strides, dilation, sizes = pair(1, 4), pair(1, 3), pair(1, 2), pair(1, 8)
+    padding = data.draw(st.sampled_from(["SAME", "VALID", (pair(0, 3), pair(0, 3))]))
+    numbers = data.draw(st.sampled_from([NHWC, NCHW]))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    rows = data.draw(st.integers(0, 3))
+    shapes = (rows, *sizes, groups * fan_in), (*taps, fan_in, groups * fan_out)
+    x, kernel = normal(data.draw(st.integers(0, 99)), *shapes, dtype=dtype)
+    if numbers == NCHW:
+        x, kernel = x.transpose(0, 3, 1, 2), kernel.transpose(3, 2, 0, 1)
+    options = {"strides": strides, "padding": padding, "dilation": dilation, "groups": groups}
+
+    def ours(x, kernel):
+        return jaxops.conv2d(x, kernel, dimension_numbers=numbers, precision="highest", **options)
+
+    def oracle(x, kernel):
+        # XLA does not take nothing everywhere; the definition's value for it is zero.
+        if 0 in (*x.shape, *kernel.shape):
+            shape = jax.eval_shape(ours, x, kernel).shape
+            return jnp.zeros(shape, x.dtype) + 0 * (x.sum() + kernel.sum())
+        return of_lax(x, kernel, numbers=numbers, **options)
+
+    assert_same(ours, oracle, platform, (x, kernel), dtype, terms=max(x.size, kernel.size))
+
+
+@hypothesis.settings(deadline=None, max_examples=12)
+@hypothesis.given(data=st.data())
+def test_any_case_of_lax(platform, data):
+    """`conv_general_dilated` of one to three dimensions, transposed ones too, in any layout."""
+    rank = data.draw(st.integers(1, 3))
+
+    def each(low, high):
+        return data.draw(st.tuples(*[st.integers(low, high)] * rank))
+
+    groups, fan_in, fan_out = (data.draw(st.integers(1, n)) for n in (3, 3, 2))
+    is_transposed = data.draw(st.booleans())
+    ones = (1,) * rank
+    strides, zeros = (ones, each(1, 3)) if is_transposed else (each(1, 3), ones)
+    taps, dilation, sizes = each(1, 3), each(1, 2), each(1, 6)
+    pads = tuple(zip(each(-1, 3), each(-1, 3), strict=True))
+    names = "DHW"[3 - rank :]
+    layouts = [data.draw(st.permutations(letters + names)) for letters in ("NC", "OI", "NC")]
+    numbers = tuple("".join(layout) for layout in layouts)
+
+    def shape(layout, letters, counts):
+        of = dict(zip(letters + names, counts, strict=True))
+        return tuple(of[letter] for letter in layout)
+
+    lhs_shape = shape(layouts[0], "NC", (2, groups * fan_in, *sizes))
+    rhs_shape = shape(layouts[1], "OI", (groups * fan_out, fan_in, *taps))
+    dtype = data.draw(st.sampled_from(("bfloat16", "float32", "float64")))
+    lhs, rhs = normal(data.draw(st.integers(0, 99)), lhs_shape, rhs_shape, dtype=dtype)
+    options = (strides, pads, zeros, dilation, numbers, groups)
+    try:
+        oracle = functools.partial(lambda *a: lax.conv_general_dilated(*a, *options))
+        jax.eval_shape(oracle, lhs, rhs)
+    except (ValueError, TypeError):
+        hypothesis.assume(False)  # there would be less than nothing of the padded image
+
+    def ours(lhs, rhs):
+        return jaxops.conv_general_dilated(lhs, rhs, *options, precision="highest")
+
+    assert jaxops.conv_general_dilated.supported(lhs, rhs, *options)
+    assert_same(ours, oracle, platform, (lhs, rhs), dtype, terms=lhs.size)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_and_activation(activation, dtype, platform):
+    x, kernel, bias = normal(0, (2, 5, 6, 3), (3, 3, 3, 4), (4,), dtype=dtype)
+    activate = getattr(jax.nn, activation) if activation else lambda y: y
+
+    def ours(x, kernel, bias):
+        options = {"bias": bias, "activation": activation, "precision": "highest"}
+        return jaxops.conv2d(x, kernel, **options)
+
+    def oracle(x, kernel, bias):
+        y = of_lax(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
+        return activate(y + bias)
+
+    assert_same(ours, oracle, platform, (x, kernel, bias), dtype, 100, wrt=(0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "preferred", "result"),
+    [
+        (("bfloat16", "float32", "float32"), None, "bfloat16"),
+        (("float32", "float64", "float16"), None, "float32"),
+        (("bfloat16", "bfloat16", "bfloat16"), "float32", "float32"),
+        (("float16", "float16", "float32"), "float64", "float64"),
+    ],
+)
+def test_mixed_dtypes(dtypes, preferred, result, platform):
+    """Sums are as wide as the widest; every gradient has the dtype of its argument."""
+    arrays = [
+        a.astype(jnp.dtype(d))
+        for a, d in zip(normal(0, (2, 5, 5, 3), (3, 3, 3, 2), (2,)), dtypes, strict=True)
+    ]
+
+    def ours(x, kernel, bias):
+        options = {"bias": bias, "preferred_element_type": preferred, "precision": "highest"}
+        return jaxops.conv2d(x, kernel, **options)
+
+    def oracle(x, kernel, bias):
+        y = of_lax(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
+        return y + bias
+
+    (g,) = normal(1, (2, 5, 5, 2), dtype=result)
+    got = run(vjp_of(ours, (0, 1, 2)), platform, (g,), *arrays)
+    assert [a.dtype.name for a in got] == [result, *dtypes]
+    want = on_reference(vjp_of(oracle, (0, 1, 2)), (g,), *arrays)
+    for a, w in zip(got, want, strict=True):
+        coarsest = max((a.dtype.name, dtypes[0]), key=lambda d: float(jnp.finfo(d).eps))
+        assert_close([a], [w], "mixed dtypes", dtype=coarsest, terms=400, roundings=2)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_vmap_of_everything(groups, platform):
+    """Images and kernels in batches, alone and together, and gradients of what is not batched."""
+    x, kernel = normal(0, (3, 2, 5, 4, 4), (3, 3, 3, 4 // groups, 8))
+    options = {"groups": groups, "strides": (1, 2)}
+    ours = functools.partial(jaxops.conv2d, precision="highest", **options)
+    oracle = functools.partial(
+        of_lax, strides=(1, 2), padding="SAME", dilation=(1, 1), groups=groups
+    )
+    for axes in ((0, None), (None, 0), (0, 0)):
+        arrays = [a if axis == 0 else a[0] for a, axis in zip((x, kernel), axes, strict=True)]
+        assert_same(
+            jax.vmap(ours, axes), jax.vmap(oracle, axes), platform, arrays, "float64", x.size
+        )
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("rows", [7, 8])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatch):
+    """On the CPU they are made block by block, the last one shorter, or by XLA in float32."""
+    x, kernel = normal(0, (rows, 6, 5, 3), (3, 2, 3 // groups, 3), dtype=dtype)
+    monkeypatch.setattr(jaxops.conv, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
+    options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 2), "groups": groups}
+
+    def ours(x, kernel):
+        return jaxops.conv2d(x, kernel, precision="highest", **options)
+
+    oracle = functools.partial(of_lax, **options)
+    assert_same(ours, oracle, platform, (x, kernel), dtype, x.size)
+    if platform.name == "cpu":
+        text = jax.jit(ours).lower(x, kernel).as_text()
+        in_tiles = dtype == "float32" and groups == 1
+        assert ("stablehlo.convolution" in text) == in_tiles
+        assert ("stablehlo.while" in text) != in_tiles
+
+
+def test_a_1x1_kernel_needs_no_patches(platform):
+    x, kernel = normal(0, (2, 4, 4, 3), (1, 1, 3, 5))
+    (x,) = jax.device_put((x,), platform.device)
+    program = compile_without_loops(
+        vjp_of(jaxops.conv2d, (0, 1)), (x[..., :1] + np.ones(5),), x, kernel
+    )
+    assert custom_calls(program) == {}
+
+
+def test_a_gradient_keeps_x_and_not_its_patches():
+    x, kernel = normal(0, (2, 8, 8, 3), (3, 3, 3, 5))
+    _, pull = jax.vjp(jaxops.conv2d, x, kernel)
+    kept = [a.size for a in jax.tree.leaves(pull) if hasattr(a, "shape")]
+    assert max(kept) <= x.size
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_nan_stays_in_its_window_and_group(value, platform):
+    x, kernel = normal(0, (2, 6, 6, 4), (3, 3, 2, 4), dtype="float32")
+    x[1, 2, 3, 3] = value  # of the second group
+    function = vjp_of(functools.partial(jaxops.conv2d, groups=2), (0, 1))
+    ones = np.ones((2, 6, 6, 4), np.float32)
+    y, dx, dkernel = run(function, platform, (ones,), x, kernel)
+    bad = ~np.isfinite(y)
+    assert bad[1, 1:4, 2:5, 2:].all()
+    assert bad.sum() == 9 * 2
+    assert np.isfinite(dx).all()
+    assert np.isfinite(dkernel[..., :2]).all()
+    assert np.isfinite(dkernel[:, :, 0]).all()
+    assert not np.isfinite(dkernel[:, :, 1, 2:]).any()
+
+
+# --- conv_general_dilated ------------------------------------------------------------------------
+
+CONV_NODES = onnx_nodes.cases("Conv")
+TRANSPOSE_NODES = onnx_nodes.cases("ConvTranspose")
+
+
+@pytest.mark.parametrize("name", CONV_NODES)
+def test_onnx_conv(name, platform):
+    attributes, (x, kernel), (want,) = CONV_NODES[name]
+    strides = tuple(attributes.get("strides", (1, 1)))
+    pads = attributes.get("pads", (0, 0, 0, 0))
+    padding = ((pads[0], pads[2]), (pads[1], pads[3]))
+    if attributes.get("auto_pad") == b"SAME_LOWER":
+        padding = "SAME_LOWER"
+
+    def ours(x, kernel):
+        return jaxops.conv_general_dilated(x, kernel, strides, padding, precision="highest")
+
+    (got,) = run(ours, platform, x, kernel)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", TRANSPOSE_NODES)
+def test_onnx_conv_transpose(name, platform):
+    """Its convolution is the transpose of one, so its kernel is flipped, and (C, O, ...)."""
+    attributes, (x, kernel), (want,) = TRANSPOSE_NODES[name]
+    rank = x.ndim - 2
+    groups = attributes.get("group", 1)
+    strides, dilation = (
+        tuple(attributes.get(key, (1,) * rank)) for key in ("strides", "dilations")
+    )
+    reaches = [(k - 1) * d for k, d in zip(kernel.shape[2:], dilation, strict=True)]
+    spread = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], strides, strict=True)]
+    pads = attributes.get("pads", (0,) * 2 * rank)
+    low = [reach - p for reach, p in zip(reaches, pads[:rank], strict=True)]
+    if attributes.get("auto_pad", b"NOTSET") != b"NOTSET" or "output_shape" in attributes:
+        totals = [n + r - out for n, r, out in zip(spread, reaches, want.shape[2:], strict=True)]
+        is_upper = attributes.get("auto_pad") == b"SAME_UPPER"
+        first = [t // 2 if is_upper else t - t // 2 for t in totals]
+        low = [reach - t for reach, t in zip(reaches, first, strict=True)]
+    padding = [
+        (lo, out - 1 + reach - n - lo + 1)
+        for lo, out, reach, n in zip(low, want.shape[2:], reaches, spread, strict=True)
+    ]
+    in_groups = kernel.reshape(groups, -1, *kernel.shape[1:])
+    swapped = np.moveaxis(in_groups, 1, 2).reshape(-1, x.shape[1] // groups, *kernel.shape[2:])
+    flipped = np.flip(swapped, range(2, 2 + rank)).copy()
+
+    def ours(x, kernel):
+        options = {"rhs_dilation": dilation, "feature_group_count": groups}
+        ones = (1,) * rank
+        return jaxops.conv_general_dilated(
+            x, kernel, ones, padding, strides, precision="highest", **options
+        )
+
+    (got,) = run(ours, platform, x, flipped)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+UNSUPPORTED = {
+    "batch_group_count": {"batch_group_count": 2},
+    "window_strides and lhs_dilation at once": {
+        "window_strides": (2, 2),
+        "lhs_dilation": (2, 1),
+        "padding": ((1, 1), (0, 0)),
+    },
+    "dtype int32": {"dtype": "int32"},
+    "dtype complex64": {"dtype": "complex64"},
+}
+
+
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_what_is_left_to_lax(reason, monkeypatch):
+    """It is said beforehand, warned of once a case, and the result is jax.lax's."""
+    monkeypatch.setattr(jaxops.conv._LaxCase, "_warned", set())
+    options = {"window_strides": (1, 1), "padding": "VALID", "dtype": "float32"}
+    options |= UNSUPPORTED[reason]
+    dtype = jnp.dtype(options.pop("dtype"))
+    lhs, rhs = (a.astype(dtype) for a in normal(0, (2, 4, 6, 6), (2, 4, 3, 3)))
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
+    assert jaxops.conv_general_dilated.supported(*structs, **options) is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jaxops.conv.NoKernelWarning)
+        for _ in range(2):
+            with pytest.raises(jaxops.conv.NoKernelWarning, match=reason):
+                jaxops.conv_general_dilated(lhs, rhs, **options)
+    with pytest.warns(jaxops.conv.NoKernelWarning, match=reason):
+        got = jaxops.conv_general_dilated(lhs, rhs, **options)
+    np.testing.assert_array_equal(got, lax.conv_general_dilated(lhs, rhs, **options))
+    jaxops.conv_general_dilated(lhs, rhs, **options)  # without a word
+
+
+def test_supported_takes_structures_and_says_no_to_nonsense_as_lax_does():
+    x, kernel = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 3, 8, 8), (4, 3, 3, 3)))
+    assert jaxops.conv_general_dilated.supported(x, kernel, (1, 1), "SAME") is True
+    with pytest.raises(ValueError, match="feature_group_count"):
+        jaxops.conv_general_dilated.supported(x, kernel, (1, 1), "SAME", feature_group_count=2)
+
+
+# --- Flax ----------------------------------------------------------------------------------------
+
+
+def residual_network(nn, convolution):
+    """A stem and a block of a ResNet: strides, groups, a 1x1 shortcut, normalisation."""
+    conv = functools.partial(nn.Conv, use_bias=False, conv_general_dilated=convolution)
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(conv(4, (5, 5), (2, 2))(x))
+            y = nn.relu(nn.GroupNorm(2)(conv(8, (3, 3), (2, 2))(x)))
+            y = conv(8, (3, 3), feature_group_count=2)(y)
+            x = nn.relu(conv(8, (1, 1), (2, 2))(x) + y)
+            return nn.Dense(10)(x.mean((1, 2)))
+
+    return Network()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_residual_network_of_linen(dtype, platform):
+    """Outputs and gradients are those with jax.lax in float32, to the rounding of the dtype."""
+    nn = pytest.importorskip("flax.linen")
+    x = normal(0, (2, 16, 16, 3), dtype=dtype)[0]
+    params = residual_network(nn, None).init(jax.random.key(0), x)
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+
+    def outputs(convolution):
+        network = residual_network(nn, convolution)
+
+        def loss(params, x):
+            y = network.apply(params, x)
+            return (y.astype(jnp.float32) ** 2).sum(), y
+
+        return lambda p, x: jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
+
+    got = run(outputs(jaxops.conv_general_dilated), platform, params, x)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
+    want = run(outputs(None), platform, *wide)
+    for g, w in zip(got, want, strict=True):
+        error = np.linalg.norm(g.astype(np.float32) - w)
+        assert error <= 16 * float(jnp.finfo(dtype).eps) * np.linalg.norm(w)
+
+
+def test_a_layer_of_nnx(platform):
+    nnx = pytest.importorskip("flax.nnx")
+    x = normal(0, (2, 8, 8, 3), dtype="float32")[0]
+
+    def output(convolution):
+        layer = nnx.Conv(
+            3, 4, (3, 3), padding="SAME", conv_general_dilated=convolution, rngs=nnx.Rngs(0)
+        )
+        return layer(jax.device_put(x, platform.device))
+
+    got, want = output(jaxops.conv_general_dilated), output(lax.conv_general_dilated)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_spatially_sharded_images_are_right(platform):
+    if len(platform.devices) < 2:
+        pytest.skip("one device")
+    mesh = jax.make_mesh(
+        (len(platform.devices),),
+        ("h",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=platform.devices,
+    )
+    x, kernel = normal(0, (1, 16, 4, 3), (3, 3, 3, 2))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "h"))
+    got = jax.jit(jaxops.conv2d)(jax.device_put(x, sharding), kernel)
+    want = of_lax(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
