@@ -31,6 +31,7 @@ using jaxops::cuda::Launch;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::Pack;
+using jaxops::cuda::SizeOf;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
@@ -358,6 +359,10 @@ cudaError_t LaunchSum(cudaStream_t stream, const Call& call) {
 
 cudaError_t LaunchIm2Col(cudaStream_t stream, const Call& call) {
   if (call.patches_size() == 0) return cudaSuccess;
+  // Nothing but padding, of an image without entries to divide by.
+  if (call.image_size() == 0) {
+    return cudaMemsetAsync(call.to, 0, call.patches_size() * call.item_bytes, stream);
+  }
   switch (UnitBytes(call)) {
     case 16:
       if (IsAligned(call.to, kPackBytes)) return LaunchMove(stream, call);
@@ -375,6 +380,10 @@ cudaError_t LaunchIm2Col(cudaStream_t stream, const Call& call) {
 
 cudaError_t LaunchCol2Im(cudaStream_t stream, const Call& call) {
   if (call.image_size() == 0) return cudaSuccess;
+  // Sums of nothing: there are no patches, or no taps, to divide by.
+  if (call.patches_size() == 0) {
+    return cudaMemsetAsync(call.to, 0, call.image_size() * SizeOf(call.dtype), stream);
+  }
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     if (!call.channels_last) return LaunchSum<T, 1, false>(stream, call);

@@ -76,8 +76,10 @@ def classify(steps: int) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", jaxops.conv.NoKernelWarning)
         params = train(*training, steps)
-        logits = Classifier().apply(params, images)
-    by_lax = Classifier().apply(params, images, jax.lax.conv_general_dilated)
+        # GPUs would otherwise round the operands of products to TF32.
+        with jax.default_matmul_precision("highest"):
+            logits = Classifier().apply(params, images)
+            by_lax = Classifier().apply(params, images, jax.lax.conv_general_dilated)
     return {
         "accuracy": float((logits.argmax(-1) == labels).mean()),
         "difference": float(jnp.abs(logits - by_lax).max() / jnp.abs(by_lax).max()),

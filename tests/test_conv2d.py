@@ -212,7 +212,7 @@ def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatc
     oracle = functools.partial(of_lax, **options)
     assert_same(ours, oracle, platform, (x, kernel), dtype, x.size)
     if platform.name == "cpu":
-        text = jax.jit(ours).lower(x, kernel).as_text()
+        text = jax.jit(ours).lower(*jax.device_put((x, kernel), platform.device)).as_text()
         in_tiles = dtype == "float32" and groups == 1
         assert ("stablehlo.convolution" in text) == in_tiles
         assert ("stablehlo.while" in text) != in_tiles
@@ -323,12 +323,17 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("reason", UNSUPPORTED)
 def test_what_is_left_to_lax(reason, monkeypatch):
-    """It is said beforehand, warned of once a case, and the result is jax.lax's."""
+    """It is said beforehand, warned of once a case, and the result is jax.lax's.
+
+    On the CPU, because cuDNN does not have all of it.
+    """
+    cpu = jax.devices("cpu")[0]
     monkeypatch.setattr(jaxops.conv._LaxCase, "_warned", set())
     options = {"window_strides": (1, 1), "padding": "VALID", "dtype": "float32"}
     options |= UNSUPPORTED[reason]
     dtype = jnp.dtype(options.pop("dtype"))
-    lhs, rhs = (a.astype(dtype) for a in normal(0, (2, 4, 6, 6), (2, 4, 3, 3)))
+    arrays = (a.astype(dtype) for a in normal(0, (2, 4, 6, 6), (2, 4, 3, 3)))
+    lhs, rhs = jax.device_put(tuple(arrays), cpu)
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
     assert jaxops.conv_general_dilated.supported(*structs, **options) is False
     with warnings.catch_warnings():
@@ -385,9 +390,11 @@ def test_a_residual_network_of_linen(dtype, platform):
 
         return lambda p, x: jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
 
-    got = run(outputs(jaxops.conv_general_dilated), platform, params, x)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
-    want = run(outputs(None), platform, *wide)
+    # Otherwise both may multiply in TF32, each rounding its own operands.
+    with jax.default_matmul_precision("highest"):
+        got = run(outputs(jaxops.conv_general_dilated), platform, params, x)
+        wide = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
+        want = run(outputs(None), platform, *wide)
     for g, w in zip(got, want, strict=True):
         error = np.linalg.norm(g.astype(np.float32) - w)
         assert error <= 16 * float(jnp.finfo(dtype).eps) * np.linalg.norm(w)
@@ -403,7 +410,8 @@ def test_a_layer_of_nnx(platform):
         )
         return layer(jax.device_put(x, platform.device))
 
-    got, want = output(jaxops.conv_general_dilated), output(lax.conv_general_dilated)
+    with jax.default_matmul_precision("highest"):
+        got, want = output(jaxops.conv_general_dilated), output(lax.conv_general_dilated)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 

@@ -6,13 +6,13 @@ The oracle is `jaxops.reference` in float64, which tests below hold against SciP
 from __future__ import annotations
 
 import functools
-import warnings
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx_nodes
 import pytest
 
 import jaxops
@@ -81,41 +81,31 @@ def test_scipy(sizes, padding_mode, align_corners, platform):
 
 def onnx_cases():
     """The published cases of ONNX's GridSample that are linear or nearest, by name."""
-    try:
-        from onnx.backend.test.case.node import collect_testcases
-    except ImportError:
-        return [pytest.param(None, marks=pytest.mark.skip(reason="onnx is not installed"))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the cases of other operators
-        found = collect_testcases("GridSample")
-    cases = []
-    for case in found:
-        (node,) = case.model.graph.node
-        options = {a.name: a.s.decode() if a.type == 3 else a.i for a in node.attribute}
-        method = options.get("mode", "linear")
-        if method in ("linear", "bilinear", "nearest"):
-            cases.append(pytest.param((case, options), id=case.name))
-    return cases
+    cases = [
+        pytest.param(case, id=name)
+        for name, case in onnx_nodes.cases("GridSample").items()
+        if case.attributes.get("mode", b"linear") in (b"linear", b"bilinear", b"nearest")
+    ]
+    skipped = pytest.param(None, marks=pytest.mark.skip(reason="onnx is not installed"))
+    return cases or [skipped]
 
 
 @pytest.mark.parametrize("published", onnx_cases())
 def test_onnx(published, platform):
-    case, options = published
-    method = "nearest" if options.get("mode") == "nearest" else "linear"
-    for (image, grid), (want,) in case.data_sets:
-        (got,) = run(
-            functools.partial(
-                jaxops.grid_sample,
-                method=method,
-                padding_mode=options.get("padding_mode", "zeros"),
-                align_corners=bool(options.get("align_corners", 0)),
-            ),
-            platform,
-            np.moveaxis(image, 1, -1),
-            # Its coordinates are in the order of the axes from the last on.
-            np.ascontiguousarray(grid[..., ::-1]),
-        )
-        np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=1e-5, atol=1e-6)
+    options, (image, grid), (want,) = published
+    (got,) = run(
+        functools.partial(
+            jaxops.grid_sample,
+            method="nearest" if options.get("mode") == b"nearest" else "linear",
+            padding_mode=options.get("padding_mode", b"zeros").decode(),
+            align_corners=bool(options.get("align_corners", 0)),
+        ),
+        platform,
+        np.moveaxis(image, 1, -1),
+        # Its coordinates are in the order of the axes from the last on.
+        np.ascontiguousarray(grid[..., ::-1]),
+    )
+    np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("align_corners", BOTH)
