@@ -277,7 +277,10 @@ bool IsAligned(const void* address, int64_t bytes) {
 // The largest power of two up to 16 that divides a pixel and the addresses.
 int64_t UnitBytes(const Call& call) {
   int64_t unit = kPackBytes;
-  while (call.channels * call.item_bytes % unit != 0 || !IsAligned(call.from, unit)) unit /= 2;
+  while (call.channels * call.item_bytes % unit != 0 || !IsAligned(call.from, unit) ||
+         !IsAligned(call.to, unit)) {
+    unit /= 2;
+  }
   return unit;
 }
 
@@ -365,8 +368,7 @@ cudaError_t LaunchIm2Col(cudaStream_t stream, const Call& call) {
   }
   switch (UnitBytes(call)) {
     case 16:
-      if (IsAligned(call.to, kPackBytes)) return LaunchMove(stream, call);
-      [[fallthrough]];
+      return LaunchMove(stream, call);
     case 8:
       return LaunchGather<uint2>(stream, call);
     case 4:
@@ -387,7 +389,7 @@ cudaError_t LaunchCol2Im(cudaStream_t stream, const Call& call) {
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     if (!call.channels_last) return LaunchSum<T, 1, false>(stream, call);
-    if (UnitBytes(call) == kPackBytes && IsAligned(call.to, kPackBytes)) {
+    if (UnitBytes(call) == kPackBytes) {
       return LaunchSum<T, kPackElements<T>, true>(stream, call);
     }
     return LaunchSum<T, 1, true>(stream, call);

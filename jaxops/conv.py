@@ -37,6 +37,8 @@ from jaxops.reference.lightweight_conv import ACTIVATIONS
 # There they are made and used block by block; where XLA's own convolution, which never has more
 # than a tile of them, was measured to be faster still, it takes their place.
 _BLOCK_BYTES = 8 << 20
+# On other devices they may take this much of the memory.
+_DEVICE_BLOCK_BYTES = 1 << 30
 
 _LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
 
@@ -110,6 +112,8 @@ def conv2d(
         x, kernel = x.transpose(0, 2, 3, 1), kernel.transpose(2, 3, 1, 0)
     *taps, fan_in, outputs = kernel.shape
     groups = checks.integer(me, "groups", groups, 1)
+    if x.shape[-1] % groups:
+        raise ValueError(f"{me}: groups = {groups} must divide the {x.shape[-1]} channels of x")
     if fan_in * groups != x.shape[-1]:
         raise ValueError(
             f"{me}: kernel must have shape {kernel_shape}, and {groups} groups of its {fan_in} "
@@ -332,6 +336,8 @@ class _LaxCase:
         """The convolution of arrays of the shapes of this case."""
         (n, c, *space), (o, i, *of_taps), out_spec = self._numbers
         x, kernel = lhs.transpose(n, *space, c), rhs.transpose(*of_taps, i, o)
+        if self._result.dtype == jnp.float64:
+            x, kernel = x.astype(jnp.float64), kernel.astype(jnp.float64)
         fan_in, outputs = kernel.shape[-2:]
         groups = self._groups
         options = _Options(
@@ -380,7 +386,8 @@ def _transposed_kernel(kernel: jax.Array, groups: int) -> jax.Array:
 def _float_dtype(function: str, argument: str, value: Any, default: Any) -> np.dtype:
     if value is None:
         return np.dtype(default)
-    dtype = jnp.dtype(value)
+    # Without 64 bits, float64 is float32, as everywhere in JAX.
+    dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(value))
     if dtype not in checks.FLOATS:
         raise TypeError(
             f"{function}: {argument} must be float16, bfloat16, float32 or float64, got {dtype}"
@@ -504,7 +511,7 @@ def _forward_local(x, kernel, *, options, dtype, platform):
             )
 
     block = _block(options, platform, x, kernel)
-    if _is_faster_in_tiles(options, block, x, kernel):
+    if _is_faster_in_tiles(options, platform, block, x, kernel):
         return [_convolution(x, kernel, options).astype(dtype)]
     return [_joined(lambda x: compute(x).astype(dtype), axis, block, x)]
 
@@ -529,7 +536,7 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
             return _product((f"n{outs}j", f"{taps}ij", f"n{outs}{taps}i"), g, kernel, options)
 
     block = _block(options, platform, g, kernel)
-    if set(windows.strides) == {1} and _is_faster_in_tiles(options, block, g, kernel):
+    if set(windows.strides) == {1} and _is_faster_in_tiles(options, platform, block, g, kernel):
         mirrored = options.transposed((1,) * _rank(options))
         return [_convolution(g, _transposed_kernel(kernel, 1), mirrored).astype(dtype)]
     return [_joined(lambda g: _image(patches(g), windows).astype(dtype), axis, block, g)]
@@ -659,21 +666,21 @@ def _block(options: _Options, platform: str | None, *arrays: jax.Array) -> int:
     rank = _rank(options)
     axis = images.ndim - 2 - rank
     rows = images.shape[axis]
-    if platform != "cpu":
-        return rows
     batch = np.broadcast_shapes(*(a.shape[:axis] for a in arrays))
     windows = options.windows
     entries = math.prod((*batch, *windows.outs, *windows.taps))
     channels = options.fan_in * (images.shape[-1] if options.is_depthwise else 1)
     image_bytes = entries * channels * max(a.dtype.itemsize for a in arrays)
-    return rows if image_bytes == 0 else _BLOCK_BYTES // image_bytes
+    most = _BLOCK_BYTES if platform == "cpu" else _DEVICE_BLOCK_BYTES
+    return rows if image_bytes == 0 else most // image_bytes
 
 
-def _is_faster_in_tiles(options: _Options, block: int, images, kernel) -> bool:
+def _is_faster_in_tiles(options: _Options, platform: str | None, block: int, images, kernel):
     """Whether XLA's convolution takes the place of patches: of float32, and too many of them."""
     rank = _rank(options)
     return (
-        images.ndim == kernel.ndim == rank + 2
+        platform == "cpu"
+        and images.ndim == kernel.ndim == rank + 2
         and block < images.shape[0]
         and images.dtype == kernel.dtype == jnp.float32
         and not options.is_depthwise

@@ -197,6 +197,28 @@ def test_vmap_of_everything(groups, platform):
         )
 
 
+def test_float64_is_wanted_of_float32(platform):
+    """Its sums are made in it, and without 64 bits it is float32."""
+    lhs, rhs = normal(0, (2, 3, 9, 9), (4, 3, 5, 5), dtype="float32")
+    options = {"window_strides": (1, 1), "padding": "SAME", "preferred_element_type": "float64"}
+    ours = functools.partial(jaxops.conv_general_dilated, **options)
+    (got,) = run(ours, platform, lhs, rhs)
+    want = lax.conv_general_dilated(
+        lhs.astype(np.float64), rhs.astype(np.float64), (1, 1), "SAME", precision="highest"
+    )
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+    with jax.enable_x64(False):
+        x, kernel = lhs.transpose(0, 2, 3, 1), rhs.transpose(2, 3, 1, 0)
+        assert jaxops.conv2d(x, kernel, preferred_element_type="float64").dtype == np.float32
+
+
+def test_groups_that_do_not_divide_the_channels():
+    x, kernel = normal(0, (1, 4, 4, 4), (3, 3, 4, 3))
+    with pytest.raises(ValueError, match="groups = 3 must divide the 4 channels of x"):
+        jaxops.conv2d(x, kernel, groups=3)
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("rows", [7, 8])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
