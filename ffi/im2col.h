@@ -2,6 +2,8 @@
 #ifndef JAXOPS_FFI_IM2COL_H_
 #define JAXOPS_FFI_IM2COL_H_
 
+#include <utility>
+
 #include "common/im2col.h"
 #include "ffi/decode.h"
 
@@ -20,6 +22,16 @@ xla::ffi::Error DecodeIm2Col(Call& call, const xla::ffi::AnyBuffer& image,
 xla::ffi::Error DecodeCol2Im(Call& call, const xla::ffi::AnyBuffer& patches,
                              const xla::ffi::AnyBuffer& image, Integers strides, Integers dilation,
                              Integers low, bool channels_last);
+
+// Adds what both handlers are told of the window to a binding of their buffers.
+template <typename Binding>
+auto BindAttributes(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Attr<Integers>("strides")
+      .template Attr<Integers>("dilation")
+      .template Attr<Integers>("low")
+      .template Attr<bool>("channels_last");
+}
 
 }  // namespace jaxops::ffi::im2col
 

@@ -37,25 +37,15 @@ xf::Error RunCol2Im(xf::ThreadPool pool, xf::AnyBuffer patches, xf::Result<xf::A
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Im2ColCpu, RunIm2Col,
-                              xf::Ffi::Bind()
-                                  .Ctx<xf::ThreadPool>()
-                                  .Arg<xf::AnyBuffer>()
-                                  .Ret<xf::AnyBuffer>()
-                                  .Attr<Integers>("strides")
-                                  .Attr<Integers>("dilation")
-                                  .Attr<Integers>("low")
-                                  .Attr<bool>("channels_last")
-                                  .Attr<bool>("again"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    Im2ColCpu, RunIm2Col,
+    im2col::BindAttributes(
+        xf::Ffi::Bind().Ctx<xf::ThreadPool>().Arg<xf::AnyBuffer>().Ret<xf::AnyBuffer>())
+        .Attr<bool>("again"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Col2ImCpu, RunCol2Im,
-                              xf::Ffi::Bind()
-                                  .Ctx<xf::ThreadPool>()
-                                  .Arg<xf::AnyBuffer>()
-                                  .Ret<xf::AnyBuffer>()
-                                  .Attr<Integers>("strides")
-                                  .Attr<Integers>("dilation")
-                                  .Attr<Integers>("low")
-                                  .Attr<bool>("channels_last"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    Col2ImCpu, RunCol2Im,
+    im2col::BindAttributes(
+        xf::Ffi::Bind().Ctx<xf::ThreadPool>().Arg<xf::AnyBuffer>().Ret<xf::AnyBuffer>()));
 
 }  // namespace jaxops::ffi

@@ -31,26 +31,18 @@ xf::Error RunCol2Im(cudaStream_t stream, xf::AnyBuffer patches, xf::Result<xf::A
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Im2ColCuda, RunIm2Col,
-                              xf::Ffi::Bind()
-                                  .Ctx<xf::PlatformStream<cudaStream_t>>()
-                                  .Arg<xf::AnyBuffer>()
-                                  .Ret<xf::AnyBuffer>()
-                                  .Attr<Integers>("strides")
-                                  .Attr<Integers>("dilation")
-                                  .Attr<Integers>("low")
-                                  .Attr<bool>("channels_last")
+                              im2col::BindAttributes(xf::Ffi::Bind()
+                                                         .Ctx<xf::PlatformStream<cudaStream_t>>()
+                                                         .Arg<xf::AnyBuffer>()
+                                                         .Ret<xf::AnyBuffer>())
                                   .Attr<bool>("again"),
                               {xf::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Col2ImCuda, RunCol2Im,
-                              xf::Ffi::Bind()
-                                  .Ctx<xf::PlatformStream<cudaStream_t>>()
-                                  .Arg<xf::AnyBuffer>()
-                                  .Ret<xf::AnyBuffer>()
-                                  .Attr<Integers>("strides")
-                                  .Attr<Integers>("dilation")
-                                  .Attr<Integers>("low")
-                                  .Attr<bool>("channels_last"),
+                              im2col::BindAttributes(xf::Ffi::Bind()
+                                                         .Ctx<xf::PlatformStream<cudaStream_t>>()
+                                                         .Arg<xf::AnyBuffer>()
+                                                         .Ret<xf::AnyBuffer>()),
                               {xf::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxops::ffi

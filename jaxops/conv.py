@@ -1,22 +1,12 @@
 """Convolution in one to three dimensions: the patches of an image times a matrix.
 
-The family has three primitives, each linear in each of its operands:
-
-    forward       x, kernel -> y
-    input_grad    g, kernel -> dx, its transpose in x
-    kernel_grad   x, g -> dkernel, its transpose in the kernel
-
-and every derivative of these is again one of these. They are made of `im2col` and `col2im` and of a
-matrix product of XLA's. What a gradient needs is x, not its patches, which are made again.
+The primitives and their rules are in `jaxops/_core/convolution.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import math
-import string
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -28,17 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxops._core import checks, compat, rules
-from jaxops._core.primitive import Operator
-from jaxops._core.windows import Windows, col2im_operator, im2col_operator, place
+from jaxops._core import checks, compat, convolution
+from jaxops._core.windows import Windows, place
 from jaxops.reference.lightweight_conv import ACTIVATIONS
-
-# Patches of more bytes than these do not stay in the caches of a CPU until they are multiplied.
-# There they are made and used block by block; where XLA's own convolution, which never has more
-# than a tile of them, was measured to be faster still, it takes their place.
-_BLOCK_BYTES = 8 << 20
-# On other devices they may take this much of the memory.
-_DEVICE_BLOCK_BYTES = 1 << 30
 
 _LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
 
@@ -142,7 +124,7 @@ def conv2d(
     wide = jnp.result_type(jnp.float32, result_dtype, *(a.dtype for a in arrays))
     if x.dtype != kernel.dtype or wide == jnp.float64:
         x, kernel = x.astype(wide), kernel.astype(wide)
-    options = _Options(
+    options = convolution.Options(
         windows=windows,
         groups=groups,
         fan_in=fan_in,
@@ -152,7 +134,7 @@ def conv2d(
     )
     # Bias and activation come before the rounding.
     is_last = bias is None and activation is None
-    y = _forward(x, kernel, options=options, dtype=result_dtype if is_last else wide)
+    y = convolution.forward(x, kernel, options=options, dtype=result_dtype if is_last else wide)
     if bias is not None:
         y = y + compat.shard_like_last(bias, y).astype(y.dtype)
     if activation is not None:
@@ -241,6 +223,9 @@ def _supported(*arguments: Any, **options: Any) -> bool:
     bound = _SIGNATURE.bind(*arguments, **options)
     bound.apply_defaults()
     del bound.arguments["out_sharding"]
+    for name in ("lhs", "rhs"):
+        if not isinstance(bound.arguments[name], jax.ShapeDtypeStruct):
+            bound.arguments[name] = jnp.asarray(bound.arguments[name])
     return _LaxCase(**bound.arguments).missing is None
 
 
@@ -340,7 +325,7 @@ class _LaxCase:
             x, kernel = x.astype(jnp.float64), kernel.astype(jnp.float64)
         fan_in, outputs = kernel.shape[-2:]
         groups = self._groups
-        options = _Options(
+        options = convolution.Options(
             windows=Windows(
                 ins=self._ins,
                 outs=self._outs,
@@ -357,10 +342,13 @@ class _LaxCase:
             rounds_cotangent=self._preferred is None,
         )
         if set(self._zeros) == {1}:
-            y = _forward(x, kernel, options=options, dtype=self._result.dtype)
+            y = convolution.forward(x, kernel, options=options, dtype=self._result.dtype)
         else:
-            mirrored, flipped = options.transposed(self._zeros), _transposed_kernel(kernel, groups)
-            y = _input_grad(x, flipped, options=mirrored, dtype=self._result.dtype)
+            mirrored, flipped = (
+                options.transposed(self._zeros),
+                convolution.transposed_kernel(kernel, groups),
+            )
+            y = convolution.input_grad(x, flipped, options=mirrored, dtype=self._result.dtype)
         return jnp.moveaxis(y, range(y.ndim), (out_spec[0], *out_spec[2:], out_spec[1]))
 
     def _low(self) -> tuple[int, ...]:
@@ -371,16 +359,6 @@ class _LaxCase:
         ]
         pads = lax.padtype_to_pads(self._ins, reaches, self._strides, self._padding)
         return tuple(int(low) for low, _ in pads)
-
-
-def _transposed_kernel(kernel: jax.Array, groups: int) -> jax.Array:
-    """The kernel whose input gradient is the convolution, without strides, with `kernel`."""
-    *taps, fan_in, outputs = kernel.shape
-    flipped = jnp.flip(kernel, range(len(taps)))
-    grouped = flipped.reshape(*taps, fan_in, groups, outputs // groups)
-    return jnp.moveaxis(grouped, (-3, -1), (-1, -3)).reshape(
-        *taps, outputs // groups, groups * fan_in
-    )
 
 
 def _float_dtype(function: str, argument: str, value: Any, default: Any) -> np.dtype:
@@ -409,435 +387,3 @@ def _precision(function: str, precision: Any) -> Any:
             f"{function}: precision must be one that jax.lax knows, got {precision!r}"
         ) from error
     return precision
-
-
-# --- the primitives ------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What every primitive of the family is told, beside shapes.
-
-    Attributes:
-      windows: over x.
-      groups: of channels.
-      fan_in: input channels of a group.
-      fan_out: output channels of a group.
-      precision: of the products.
-      rounds_cotangent: whether cotangents of the result are rounded to the dtype of x, to which
-        the result is rounded too, if only after bias and activation.
-    """
-
-    windows: Windows
-    groups: int
-    fan_in: int
-    fan_out: int
-    precision: Any
-    rounds_cotangent: bool
-
-    @property
-    def is_depthwise(self) -> bool:
-        return self.groups > 1 and self.fan_in == 1 and self.fan_out == 1
-
-    def of_one_group(self) -> _Options:
-        return dataclasses.replace(self, groups=1)
-
-    def transposed(self, strides: Sequence[int]) -> _Options:
-        """Those of the convolution whose input gradient is this one, of an lhs with zeros between.
-
-        This one has no strides, that one those by which the entries of lhs are apart.
-        """
-        windows = self.windows
-        reaches = [(k - 1) * d for k, d in zip(windows.taps, windows.dilation, strict=True)]
-        mirrored = dataclasses.replace(
-            windows,
-            ins=windows.outs,
-            outs=windows.ins,
-            strides=tuple(strides),
-            low=tuple(r - low for r, low in zip(reaches, windows.low, strict=True)),
-        )
-        return dataclasses.replace(self, windows=mirrored, fan_in=self.fan_out, fan_out=self.fan_in)
-
-    # The dimensions of the operands in signatures. Of several groups devices have all channels,
-    # unless every channel is a group of its own.
-
-    @property
-    def x(self) -> str:
-        return self._image(self.windows.ins, "in", "cin", "inputs", self.fan_in)
-
-    @property
-    def y(self) -> str:
-        return self._image(self.windows.outs, "out", "cout", "outputs", self.fan_out)
-
-    @property
-    def kernel(self) -> str:
-        taps = " ".join(f"tap{i}={n}" for i, n in enumerate(self.windows.taps))
-        if self.groups == 1:
-            return f"{taps} cin cout"
-        if self.is_depthwise:
-            return f"{taps} () channels"
-        return f"{taps} fan={self.fan_in} outputs={self.groups * self.fan_out}"
-
-    def _image(self, sizes, dim, dense, grouped, fan):
-        dims = " ".join(f"{dim}{i}={n}" for i, n in enumerate(sizes))
-        if self.groups == 1:
-            return f"rows {dims} {dense}"
-        return f"rows {dims} " + (
-            "channels" if self.is_depthwise else f"{grouped}={self.groups * fan}"
-        )
-
-
-_REPLICATED = ("in", "out", "tap", "fan", "inputs", "outputs")
-
-
-def _forward_local(x, kernel, *, options, dtype, platform):
-    windows = options.windows
-    axis = x.ndim - 2 - _rank(options)
-    if options.is_depthwise:
-
-        def compute(x):
-            products = _wide(_patches(x, windows)) * _over_images(kernel, options)
-            return products.sum(_tap_axes(products, options))
-    elif options.groups > 1:
-        grouped = _to_groups(x, axis, options), _to_groups(kernel, axis, options)
-        y = _forward_local(*grouped, options=options.of_one_group(), dtype=dtype, platform=platform)
-        return [_from_groups(y[0], axis)]
-    else:
-
-        def compute(x):
-            outs, taps = _letters(options)
-            return _product(
-                (f"n{outs}{taps}i", f"{taps}ij", f"n{outs}j"), _patches(x, windows), kernel, options
-            )
-
-    block = _block(options, platform, x, kernel)
-    if _is_faster_in_tiles(options, platform, block, x, kernel):
-        return [_convolution(x, kernel, options).astype(dtype)]
-    return [_joined(lambda x: compute(x).astype(dtype), axis, block, x)]
-
-
-def _input_grad_local(g, kernel, *, options, dtype, platform):
-    windows = options.windows
-    axis = g.ndim - 2 - _rank(options)
-    if options.is_depthwise:
-
-        def patches(g):
-            taps = range(g.ndim - 1, g.ndim - 1 + _rank(options))
-            return _wide(jnp.expand_dims(g, taps)) * _over_images(kernel, options)
-    elif options.groups > 1:
-        grouped = _to_groups(g, axis, options), _to_groups(kernel, axis, options)
-        one = options.of_one_group()
-        dx = _input_grad_local(*grouped, options=one, dtype=dtype, platform=platform)
-        return [_from_groups(dx[0], axis)]
-    else:
-
-        def patches(g):
-            outs, taps = _letters(options)
-            return _product((f"n{outs}j", f"{taps}ij", f"n{outs}{taps}i"), g, kernel, options)
-
-    block = _block(options, platform, g, kernel)
-    if set(windows.strides) == {1} and _is_faster_in_tiles(options, platform, block, g, kernel):
-        mirrored = options.transposed((1,) * _rank(options))
-        return [_convolution(g, _transposed_kernel(kernel, 1), mirrored).astype(dtype)]
-    return [_joined(lambda g: _image(patches(g), windows).astype(dtype), axis, block, g)]
-
-
-def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
-    windows = options.windows
-    axis = x.ndim - 2 - _rank(options)
-    if options.groups > 1 and not options.is_depthwise:
-        grouped = _to_groups(x, axis, options), _to_groups(g, axis, options)
-        (dkernel,) = _kernel_grad_local(
-            *grouped,
-            options=options.of_one_group(),
-            dtype=dtype,
-            summed=(*summed, False),
-            platform=platform,
-        )
-        return [_from_groups(dkernel, axis)]
-
-    def compute(x, g):
-        patches = _patches(x, windows, again=True)
-        if options.is_depthwise:
-            taps = range(g.ndim - 1, g.ndim - 1 + _rank(options))
-            products = _wide(patches) * jnp.expand_dims(g, taps)
-            images = range(axis, axis + 1 + _rank(options))
-            batch = tuple(i for i, s in enumerate(summed) if s)
-            return products.sum(batch, keepdims=True).sum(tuple(images))[..., None, :]
-        outs, taps = _letters(options)
-        names = (f"n{outs}{taps}i", f"n{outs}j", f"{taps}ij")
-        return _product(names, patches, g, options, summed)
-
-    block = _block(options, platform, x, g)
-    return [_summed(compute, axis, block, x, g).astype(dtype)]
-
-
-def _rank(options: _Options) -> int:
-    return len(options.windows.taps)
-
-
-def _letters(options: _Options) -> tuple[str, str]:
-    """Those of the windows' dimensions, for `_product`: patches and taps.
-
-    Dimensions that are summed over come in the order of their letters. With these, that is how they
-    lie in memory, in which patches are multiplied as they are.
-    """
-    return "opq"[: _rank(options)], "abc"[: _rank(options)]
-
-
-def _wide(array: jax.Array) -> jax.Array:
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
-
-
-def _patches(x: jax.Array, windows: Windows, *, again: bool = False) -> jax.Array:
-    """(..., rows, *ins, C) -> (..., rows, *outs, *taps, C)."""
-    if windows.are_entries:
-        return jnp.expand_dims(x, range(x.ndim - 1, x.ndim - 1 + len(windows.taps)))
-    return im2col_operator.on_one_device(x, windows=windows, again=again)[0]
-
-
-def _image(patches: jax.Array, windows: Windows) -> jax.Array:
-    """The transpose of `_patches`."""
-    if windows.are_entries:
-        rank = len(windows.taps)
-        return jnp.squeeze(patches, range(patches.ndim - 1 - rank, patches.ndim - 1))
-    return col2im_operator.on_one_device(patches, windows=windows)[0]
-
-
-def _over_images(kernel: jax.Array, options: _Options) -> jax.Array:
-    """A depthwise kernel, broadcast over the patches of images: (..., 1, 1..., *taps, C)."""
-    at = kernel.ndim - 2 - _rank(options)
-    return jnp.expand_dims(kernel.squeeze(-2), range(at, at + 1 + _rank(options)))
-
-
-def _tap_axes(patches: jax.Array, options: _Options) -> tuple[int, ...]:
-    return tuple(range(patches.ndim - 1 - _rank(options), patches.ndim - 1))
-
-
-def _to_groups(array: jax.Array, axis: int, options: _Options) -> jax.Array:
-    """The groups of the last dimension as one more batch dimension, the one before `axis`."""
-    groups = options.groups
-    split = array.reshape(*array.shape[:-1], groups, array.shape[-1] // groups)
-    return jnp.moveaxis(split, -2, axis)
-
-
-def _from_groups(array: jax.Array, axis: int) -> jax.Array:
-    """Undoes `_to_groups`."""
-    split = jnp.moveaxis(array, axis, -2)
-    return split.reshape(*split.shape[:-2], split.shape[-2] * split.shape[-1])
-
-
-def _product(names, a, b, options, summed=None):
-    """An einsum in the accumulation's dtype, of arrays with batch dimensions before the named ones.
-
-    A batch dimension may be 1 in either array, which then does not vary along it. Those flagged in
-    `summed` are summed over; their size in the result is 1.
-    """
-    of_a, of_b, of_out = names
-    rank = a.ndim - len(of_a)
-    texts, shape = ["", "", ""], []
-    squeezed: list[list[int]] = [[], []]
-    for i, letter in zip(range(rank), string.ascii_uppercase, strict=False):
-        sizes = (a.shape[i], b.shape[i])
-        for n, size in enumerate(sizes):
-            if size == 1:
-                squeezed[n].append(i)
-            else:
-                texts[n] += letter
-        varies = sizes != (1, 1) and not (summed and summed[i])
-        texts[2] += letter if varies else ""
-        shape.append(max(sizes) if varies and 0 not in sizes else int(not varies))
-    dtype = jnp.result_type(jnp.float32, a.dtype, b.dtype)
-    if a.dtype != b.dtype:
-        a, b = a.astype(dtype), b.astype(dtype)
-    result = jnp.einsum(
-        f"{texts[0]}{of_a},{texts[1]}{of_b}->{texts[2]}{of_out}",
-        jnp.squeeze(a, squeezed[0]),
-        jnp.squeeze(b, squeezed[1]),
-        precision=options.precision,
-        preferred_element_type=dtype,
-    )
-    return result.reshape(*shape, *result.shape[result.ndim - len(of_out) :])
-
-
-def _block(options: _Options, platform: str | None, *arrays: jax.Array) -> int:
-    """How many images' patches may be made at a time; 0 where one's are too many."""
-    images = arrays[0]
-    rank = _rank(options)
-    axis = images.ndim - 2 - rank
-    rows = images.shape[axis]
-    batch = np.broadcast_shapes(*(a.shape[:axis] for a in arrays))
-    windows = options.windows
-    entries = math.prod((*batch, *windows.outs, *windows.taps))
-    channels = options.fan_in * (images.shape[-1] if options.is_depthwise else 1)
-    image_bytes = entries * channels * max(a.dtype.itemsize for a in arrays)
-    most = _BLOCK_BYTES if platform == "cpu" else _DEVICE_BLOCK_BYTES
-    return rows if image_bytes == 0 else most // image_bytes
-
-
-def _is_faster_in_tiles(options: _Options, platform: str | None, block: int, images, kernel):
-    """Whether XLA's convolution takes the place of patches: of float32, and too many of them."""
-    rank = _rank(options)
-    return (
-        platform == "cpu"
-        and images.ndim == kernel.ndim == rank + 2
-        and block < images.shape[0]
-        and images.dtype == kernel.dtype == jnp.float32
-        and not options.is_depthwise
-    )
-
-
-def _convolution(x: jax.Array, kernel: jax.Array, options: _Options) -> jax.Array:
-    """XLA's convolution of one group."""
-    windows = options.windows
-    reaches = [
-        (out - 1) * s + (k - 1) * d + 1
-        for out, s, k, d in zip(
-            windows.outs, windows.strides, windows.taps, windows.dilation, strict=True
-        )
-    ]
-    padding = [
-        (low, reach - n - low)
-        for low, reach, n in zip(windows.low, reaches, windows.ins, strict=True)
-    ]
-    sizes = "DHW"[3 - _rank(options) :]
-    return lax.conv_general_dilated(
-        x,
-        kernel,
-        windows.strides,
-        padding,
-        rhs_dilation=windows.dilation,
-        dimension_numbers=(f"N{sizes}C", f"{sizes}IO", f"N{sizes}C"),
-        precision=options.precision,
-    )
-
-
-def _cut(array: jax.Array, axis: int, block: int) -> tuple[jax.Array, jax.Array]:
-    """Whole blocks of entries along the axis, beside each other, and what is left of the array."""
-    moved = jnp.moveaxis(array, axis, 0)
-    whole = moved.shape[0] // block * block
-    blocks = moved[:whole].reshape(whole // block, block, *moved.shape[1:])
-    return jnp.moveaxis(blocks, 1, axis + 1), jnp.moveaxis(moved[whole:], 0, axis)
-
-
-def _joined(function, axis, block, array):
-    """function(array), made of blocks of entries along the axis."""
-    rows = array.shape[axis]
-    block = max(1, block)
-    if block >= rows:
-        return function(array)
-    blocks, rest = _cut(array, axis, block)
-    results = jnp.moveaxis(lax.map(function, blocks), 0, axis)
-    shape = results.shape
-    joined = results.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-    if rest.shape[axis] == 0:
-        return joined
-    return jnp.concatenate([joined, function(rest)], axis)
-
-
-def _summed(function, axis, block, *arrays):
-    """function(*arrays), a sum over the entries along the axis, made of blocks of them."""
-    block = max(1, block)
-    if block >= arrays[0].shape[axis]:
-        return function(*arrays)
-    blocks, rests = zip(*(_cut(a, axis, block) for a in arrays), strict=True)
-    total = function(*(b[0] for b in blocks))
-    total, _ = lax.scan(
-        lambda total, block: (total + function(*block), None), total, tuple(b[1:] for b in blocks)
-    )
-    return total + function(*rests) if rests[0].shape[axis] else total
-
-
-def _operator(name, signature, local):
-    return Operator(
-        name,
-        signature=lambda *, options, **_: signature(options),
-        dtypes=lambda *_, dtype, **__: [dtype],
-        local=local,
-        replicated=_REPLICATED,
-        summed_outputs=(0,) if local is _kernel_grad_local else (),
-    )
-
-
-_forward_operator = _operator("conv", lambda o: f"{o.x}, {o.kernel} -> {o.y}", _forward_local)
-_input_grad_operator = _operator(
-    "conv_input_grad", lambda o: f"{o.y}, {o.kernel} -> {o.x}", _input_grad_local
-)
-_kernel_grad_operator = _operator(
-    "conv_kernel_grad", lambda o: f"{o.x}, {o.y} -> {o.kernel}", _kernel_grad_local
-)
-
-
-def _forward(x, kernel, *, options, dtype):
-    (y,) = _forward_operator(x, kernel, options=options, dtype=np.dtype(dtype))
-    return y
-
-
-def _input_grad(g, kernel, *, options, dtype):
-    (dx,) = _input_grad_operator(g, kernel, options=options, dtype=np.dtype(dtype))
-    return dx
-
-
-def _kernel_grad(x, g, like, *, options):
-    """Of the dtype of `like`, and summed over the batch dimensions that it does not have."""
-    summed = tuple(n == 1 for n in like.shape[: like.ndim - 2 - _rank(options)])
-    (dkernel,) = _kernel_grad_operator(
-        x, g, options=options, dtype=np.dtype(like.dtype), summed=summed
-    )
-    return dkernel
-
-
-def _def_jvp(operator: Operator) -> None:
-    """Of an operator that is linear in each of two operands."""
-
-    @operator.def_jvp
-    def _jvp(primals, tangents, **params):
-        a, b = primals
-        da, db = rules.live(tangents, 2)
-        terms = [(da, b)] if da is not None else []
-        terms += [(a, db)] if db is not None else []
-        (value,) = operator(a, b, **params)
-        return [value], [sum(operator(*term, **params)[0] for term in terms)]
-
-
-for _each in (_forward_operator, _input_grad_operator, _kernel_grad_operator):
-    _def_jvp(_each)
-
-
-@_forward_operator.def_transpose
-def _forward_transpose(cotangents, x, kernel, *, options, dtype):
-    (g,) = cotangents
-    if isinstance(g, compat.Zero):
-        return rules.zeros((x, kernel))
-    like = x.aval if compat.is_undefined_primal(x) else kernel.aval
-    if options.rounds_cotangent:
-        g = g.astype(like.dtype)
-    if compat.is_undefined_primal(x):
-        dx = _input_grad(g, kernel, options=options, dtype=like.dtype)
-        return [rules.fit(dx, like, _rank(options) + 2), None]
-    dkernel = _kernel_grad(x, g, like, options=options)
-    return [None, rules.fit(dkernel, like, _rank(options) + 2)]
-
-
-@_input_grad_operator.def_transpose
-def _input_grad_transpose(cotangents, g, kernel, *, options, dtype):
-    (dx,) = cotangents
-    if isinstance(dx, compat.Zero):
-        return rules.zeros((g, kernel))
-    if compat.is_undefined_primal(g):
-        y = _forward(dx, kernel, options=options, dtype=g.aval.dtype)
-        return [rules.fit(y, g.aval, _rank(options) + 2), None]
-    dkernel = _kernel_grad(dx, g, kernel.aval, options=options)
-    return [None, rules.fit(dkernel, kernel.aval, _rank(options) + 2)]
-
-
-@_kernel_grad_operator.def_transpose
-def _kernel_grad_transpose(cotangents, x, g, *, options, dtype, summed):
-    (dkernel,) = cotangents
-    if isinstance(dkernel, compat.Zero):
-        return rules.zeros((x, g))
-    if compat.is_undefined_primal(x):
-        dx = _input_grad(g, dkernel, options=options, dtype=x.aval.dtype)
-        return [rules.fit(dx, x.aval, _rank(options) + 2), None]
-    y = _forward(x, dkernel, options=options, dtype=g.aval.dtype)
-    return [None, rules.fit(y, g.aval, _rank(options) + 2)]

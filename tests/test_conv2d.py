@@ -19,6 +19,7 @@ from jax import lax
 
 import jaxops
 import jaxops.conv
+from jaxops._core import convolution
 from jaxops.testing.measure import (
     assert_close,
     compile_without_loops,
@@ -225,7 +226,7 @@ def test_groups_that_do_not_divide_the_channels():
 def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatch):
     """On the CPU they are made block by block, the last one shorter, or by XLA in float32."""
     x, kernel = normal(0, (rows, 6, 5, 3), (3, 2, 3 // groups, 3), dtype=dtype)
-    monkeypatch.setattr(jaxops.conv, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
+    monkeypatch.setattr(convolution, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
     options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 2), "groups": groups}
 
     def ours(x, kernel):
@@ -372,6 +373,9 @@ def test_what_is_left_to_lax(reason, monkeypatch):
 def test_supported_takes_structures_and_says_no_to_nonsense_as_lax_does():
     x, kernel = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 3, 8, 8), (4, 3, 3, 3)))
     assert jaxops.conv_general_dilated.supported(x, kernel, (1, 1), "SAME") is True
+    assert (
+        jaxops.conv_general_dilated.supported([[[1.0]]], np.ones((1, 1, 1)), (1,), "SAME") is True
+    )
     with pytest.raises(ValueError, match="feature_group_count"):
         jaxops.conv_general_dilated.supported(x, kernel, (1, 1), "SAME", feature_group_count=2)
 

@@ -96,6 +96,20 @@ def test_any_window(platform, data):
         assert np.vdot(image.astype(np.float64), direction) == np.vdot(patches, moved)
 
 
+def test_no_windows_and_no_image(platform):
+    """There is nothing to divide by: an image smaller than the window, and padding alone."""
+    small = np.ones((2, 3, 4, 5), np.float32)
+    patches, image = run(
+        lambda x: (jaxops.im2col(x, 5), jax.grad(lambda x: jaxops.im2col(x, 5).sum())(x)),
+        platform,
+        small,
+    )
+    assert patches.shape == (2, 0, 0, 5, 5, 5)
+    np.testing.assert_array_equal(image, np.zeros_like(small))
+    (padding,) = run(lambda x: jaxops.im2col(x, 2, padding=2), platform, small[:, :0])
+    np.testing.assert_array_equal(padding, np.zeros((2, 3, 7, 2, 2, 5), np.float32))
+
+
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 6, 7, 8, 16, 17, 32, 72])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64"])
 def test_every_unit_of_bytes(channels, dtype, platform):
