@@ -1,6 +1,8 @@
 // The Python module jaxops._cuda.
 #include <cuda_runtime_api.h>
+#include <nanobind/stl/vector.h>
 
+#include "ffi/conv_cuda.h"
 #include "ffi/handlers_cuda.h"
 #include "ffi/module.h"
 
@@ -11,6 +13,9 @@ nanobind::dict Registrations() {
   nanobind::dict handlers;
   handlers["jaxops_concatenate"] = Encapsulate(ConcatenateCuda);
   handlers["jaxops_split"] = Encapsulate(SplitCuda);
+  handlers["jaxops_conv"] = Encapsulate(ConvCuda);
+  handlers["jaxops_conv_input_grad"] = Encapsulate(ConvInputGradCuda);
+  handlers["jaxops_conv_kernel_grad"] = Encapsulate(ConvKernelGradCuda);
   handlers["jaxops_grid_sample"] = Encapsulate(GridSampleCuda);
   handlers["jaxops_grid_sample_volume_grad"] = Encapsulate(GridSampleVolumeGradCuda);
   handlers["jaxops_grid_sample_point_grad"] = Encapsulate(GridSamplePointGradCuda);
@@ -40,7 +45,9 @@ NB_MODULE(_cuda, module) {
   DescribeBuild(module, "CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
                             std::to_string(CUDART_VERSION % 1000 / 10) + " for sm " +
                             JAXOPS_CUDA_ARCHITECTURES);
+  module.attr("ARCHITECTURES") = JAXOPS_CUDA_ARCHITECTURES;
   module.def("registrations", &Registrations);
+  module.def("conv_kernel_grad_workspace", &ConvKernelGradWorkspace);
 }
 
 }  // namespace jaxops::ffi

@@ -28,6 +28,7 @@ __all__ = [
     "custom_partitioning",
     "def_dead_code",
     "exporting",
+    "gpu_capabilities",
     "is_undefined_primal",
     "literal",
     "make_varying",
@@ -83,6 +84,14 @@ def shard_like_last(vector, like: jax.Array):
         return vector
     last = jax.sharding.PartitionSpec(sharding.spec[-1])
     return jax.sharding.reshard(vector, jax.sharding.NamedSharding(sharding.mesh, last))
+
+
+def gpu_capabilities() -> set[str]:
+    """The compute capabilities of the NVIDIA GPUs here, such as "9.0"."""
+    try:
+        return {device.compute_capability for device in jax.devices("cuda")}
+    except RuntimeError:  # there are none
+        return set()
 
 
 def exporting(ctx) -> bool:

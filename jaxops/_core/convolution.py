@@ -6,8 +6,9 @@ The family has three, each linear in each of its operands:
     conv_input_grad   g, kernel -> dx, its transpose in x
     conv_kernel_grad  x, g -> dkernel, its transpose in the kernel
 
-and every derivative of these is again one of these. They are made of `im2col` and `col2im` and of a
-matrix product of XLA's. What a gradient needs is x, not its patches, which are made again.
+and every derivative of these is again one of these. Where there are kernels for them, see `tiles`,
+they take images as they are; elsewhere they are made of `im2col` and `col2im` and of a matrix
+product of XLA's. What a gradient needs is x, not its patches, which are made again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxops._core import compat, rules
+from jaxops._core import compat, rules, tiles
 from jaxops._core.primitive import Operator
 from jaxops._core.windows import Windows, col2im_operator, im2col_operator
 
@@ -113,6 +114,9 @@ _REPLICATED = ("in", "out", "tap", "fan", "inputs", "outputs")
 
 
 def _forward_local(x, kernel, *, options, dtype, platform):
+    form = _tiled(options, platform, dtype, x, kernel)
+    if form is not None:
+        return [tiles.forward(x, _alone(kernel, options), form, dtype)]
     windows = options.windows
     axis = x.ndim - 2 - _rank(options)
     if options.is_depthwise:
@@ -139,6 +143,9 @@ def _forward_local(x, kernel, *, options, dtype, platform):
 
 
 def _input_grad_local(g, kernel, *, options, dtype, platform):
+    form = _tiled(options, platform, dtype, g, kernel)
+    if form is not None:
+        return [tiles.input_grad(g, _alone(kernel, options), form, dtype)]
     windows = options.windows
     axis = g.ndim - 2 - _rank(options)
     if options.is_depthwise:
@@ -165,8 +172,16 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
 
 
 def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
-    windows = options.windows
     axis = x.ndim - 2 - _rank(options)
+    form = tiles.find_form(options, platform, dtype, x, g)
+    if (
+        form is not None
+        and x.shape[:axis] == g.shape[:axis]
+        and all(s or n == 1 for s, n in zip(summed, x.shape[:axis], strict=True))
+    ):
+        dkernel = tiles.kernel_grad(x, g, form, dtype)
+        return [jnp.expand_dims(dkernel, range(axis))]
+    windows = options.windows
     if options.groups > 1 and not options.is_depthwise:
         grouped = _to_groups(x, axis, options), _to_groups(g, axis, options)
         (dkernel,) = _kernel_grad_local(
@@ -192,6 +207,17 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
 
     block = _block(options, platform, x, g)
     return [_summed(compute, axis, block, x, g).astype(dtype)]
+
+
+def _tiled(options, platform, dtype, images, kernel):
+    """The form in which kernels take images, if they do, and the kernel is one for all of them."""
+    if math.prod(kernel.shape[: kernel.ndim - 2 - _rank(options)]) != 1:
+        return None
+    return tiles.find_form(options, platform, dtype, images, kernel)
+
+
+def _alone(kernel: jax.Array, options: Options) -> jax.Array:
+    return kernel.reshape(kernel.shape[kernel.ndim - 2 - _rank(options) :])
 
 
 def _rank(options: Options) -> int:

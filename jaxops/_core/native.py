@@ -12,6 +12,8 @@ import importlib.metadata
 import pathlib
 import re
 import sys
+import types
+from collections.abc import Sequence
 
 import jax
 import jax.export
@@ -23,8 +25,10 @@ from jaxops._core import compat
 PLATFORMS = {"cpu": "jaxops._cpu", "cuda": "jaxops._cuda"}
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 
-# Target names that the operators ask for, filled in as they are defined.
+# Target names that the operators ask for, filled in as they are defined: those of every platform,
+# and those that other platforms do without.
 TARGETS: list[str] = []
+CUDA_TARGETS: list[str] = []
 
 _statuses: dict[str, PlatformStatus] = {}
 
@@ -38,6 +42,7 @@ class PlatformStatus:
     targets: tuple[str, ...] = ()
     reason: str | None = None
     build: str | None = None
+    module: types.ModuleType | None = None
 
 
 def running_ffi_version() -> tuple[int, int]:
@@ -110,8 +115,23 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(name, handler, platform=_XLA_NAMES[platform])
     return PlatformStatus(
-        platform, available=True, targets=tuple(sorted(handlers)), build=module.BUILD
+        platform,
+        available=True,
+        targets=tuple(sorted(handlers)),
+        build=module.BUILD,
+        module=module,
     )
+
+
+def cuda_architectures() -> tuple[str, ...]:
+    """The GPU architectures that the CUDA kernels are compiled for, such as "90a"."""
+    module = _statuses["cuda"].module
+    return tuple(module.ARCHITECTURES.split(", ")) if module is not None else ()
+
+
+def conv_kernel_grad_workspace(*sizes: Sequence[int]) -> int:
+    """The bytes of work space of a CUDA call; see `ffi/conv_cuda.h`."""
+    return _statuses["cuda"].module.conv_kernel_grad_workspace(*sizes)
 
 
 def status() -> list[PlatformStatus]:
@@ -131,4 +151,4 @@ def require(platform: str, ctx) -> None:
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Allows the operators' custom calls in `jax.export`."""
-    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+    return [jax.export.DisabledSafetyCheck.custom_call(t) for t in (*TARGETS, *CUDA_TARGETS)]

@@ -1,0 +1,31 @@
+// Launchers of convolution on CUDA devices.
+#ifndef JAXOPS_CUDA_CONV_H_
+#define JAXOPS_CUDA_CONV_H_
+
+#include <cuda_runtime_api.h>
+
+#include "common/conv.h"
+
+namespace jaxops::conv::cuda {
+
+// All need a GPU of compute capability 9.0, channels and outputs in multiples of 8, strides up to
+// 8, at most kMaxTaps taps and fewer than 2^31 pixels; other calls are cudaErrorNotSupported.
+inline constexpr int kMaxTaps = 128;
+
+cudaError_t LaunchForward(cudaStream_t stream, const Call& call);
+
+cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call);
+
+// The kernel gradient splits the sum over pixels by sizes and a number of processors, which its
+// workspace of so many bytes depends on: both must be given the same one. Any is correct, the
+// device's own is fast.
+inline constexpr int kProcessors = 132;
+
+int64_t KernelGradWorkspace(const Call& call, int processors = kProcessors);
+
+cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* workspace,
+                             int processors = kProcessors);
+
+}  // namespace jaxops::conv::cuda
+
+#endif  // JAXOPS_CUDA_CONV_H_

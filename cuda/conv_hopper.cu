@@ -1,0 +1,806 @@
+// Convolution on Hopper as a matrix product whose left operand, the patches, is never made.
+//
+// A block takes tiles of kRows pixels by kColumns outputs. For 16 to 64 channels at a time a bulk
+// copy brings the rows of the image that the windows of all its pixels touch, once for all taps:
+// an entry of a patch is then an address, and ldmatrix takes the fragments of the left operand from
+// wherever the pixels of a tap lie. The kernel's part for a tap and these channels comes by another
+// bulk copy, and is the right operand as it lies in shared memory. Two warps do nothing but copy,
+// ahead of the warpgroups that multiply, through two rings of stages.
+//
+// The gradient by the image is the same sum over the cotangent with taps mirrored and the kernel
+// transposed. Where strides lie between its pixels, those with the same remainders by the strides
+// have the same taps: each such set is a launch, the cells of it apart by the strides.
+#include <cuda.h>
+
+#include <algorithm>
+
+#include "common/fast_divide.h"
+#include "cuda/conv.h"
+#include "cuda/hopper.cuh"
+#include "cuda/launch.h"
+
+namespace jaxops::conv::cuda {
+namespace {
+
+using jaxops::cuda::CeilDiv;
+using namespace jaxops::cuda::hopper;  // NOLINT: this file is made of it
+
+constexpr int kSteps = 4;
+constexpr int kMaxStages = 8;
+constexpr int kBarrierBytes = 1024;
+// Of the 227 KiB of a block, less what aligns the stages.
+constexpr int kSharedBytes = 227 * 1024;
+constexpr int kStagesBytes = kSharedBytes - kBarrierBytes - 1024;
+// Pixels of a row that a tile has beside each other: a row of an image is cut into strips.
+constexpr int kMaxStripWidth = 64;
+constexpr int kMaxBox = 256;  // entries of a dimension that a bulk copy brings
+
+// Taps that find all their entries in one stage of image rows, in chunks of kSteps steps: a step is
+// 16 channels of a tap. With few channels a chunk has several taps.
+struct Group {
+  int32_t row, column;  // of the image, for the first tap and the pixel at 0, 0
+  int16_t begin, end;   // taps
+};
+
+struct Params {
+  CUtensorMap image_map;
+  CUtensorMap kernel_map;
+  void* result;
+  int64_t result_image, result_row, result_column;  // entries between neighbours of the result
+  int outputs;
+  int pixels;  // of all images: of their strips, the rows of a strip, the columns of a row
+  int columns;
+  FastDivider strip_width, rows, strips;
+  int stride_row, stride_column;
+  int tiles;
+  FastDivider column_tiles;
+  int channel_blocks, last_steps;  // steps of a tap in the last block
+  int row_bytes;                   // of a block of channels of one pixel
+  int chunk_taps;
+  // A stage has `row_step` rows more for a further row of pixels, which are `image_step` rows of
+  // the image apart, and `span` for the first one.
+  int row_step, span, image_step, column_bytes, pitch, copy_bytes;
+  int image_stage, image_stages, kernel_stage, kernel_stages;  // bytes of a stage; stages
+  int groups;
+  bool has_taps;
+  bool is_wide;  // the result is f32
+  Group group[kMaxTaps];
+  int16_t matrix[kMaxTaps];  // of the kernel, by tap
+  // From the entry of a group's first tap and channel to that of a step, in a stage. There is a
+  // chunk for every tap, or for some of them.
+  int4 step_bytes[kMaxTaps];
+};
+
+// A pixel by what it is counted in.
+struct Pixel {
+  uint32_t strip, row, column;
+
+  __device__ Pixel(const Params& p, uint32_t number) {
+    column = p.strip_width.Peel(number);
+    row = p.rows.Peel(number);
+    strip = number;
+  }
+};
+
+// Where the rows of a tile's pixels are in a stage: for each strip that the tile touches, the rows
+// that its windows touch.
+struct Rows {
+  int first_strip, first_row;
+  int first_count;  // stage rows of the first strip
+  int strip_count;  // of one from its first row to its last
+  int count;        // of all
+
+  __device__ Rows(const Params& p, int begin, int end) {
+    const Pixel from(p, begin), to(p, end - 1);
+    first_strip = from.strip;
+    first_row = from.row;
+    const int strips = to.strip - from.strip;
+    const int rows = p.rows.divisor();
+    const auto rows_of = [&](int pixel_rows) { return (pixel_rows - 1) * p.row_step + p.span; };
+    strip_count = rows_of(rows);
+    if (strips == 0) {
+      count = first_count = rows_of(to.row - from.row + 1);
+    } else {
+      first_count = rows_of(rows - from.row);
+      count = first_count + (strips - 1) * strip_count + rows_of(to.row + 1);
+    }
+  }
+
+  // The stage row of the first row that a pixel's window touches.
+  __device__ int Of(const Params& p, const Pixel& pixel) const {
+    const int strip = pixel.strip - first_strip;
+    return strip == 0 ? (pixel.row - first_row) * p.row_step
+                      : first_count + (strip - 1) * strip_count + pixel.row * p.row_step;
+  }
+};
+
+// One ring of stages, as one side goes around it.
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct Barriers {
+  uint64_t image_full[kMaxStages], image_empty[kMaxStages];
+  uint64_t kernel_full[kMaxStages], kernel_empty[kMaxStages];
+};
+static_assert(sizeof(Barriers) <= kBarrierBytes);
+
+__device__ void Expect(uint64_t* barrier, int bytes) {
+  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier,
+                                 bytes);
+}
+
+template <int kRows>
+__device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
+  const int lane = threadIdx.x % 32;
+  Ring ring;
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const int begin = p.column_tiles.Quotient(tile) * kRows;
+    const Rows rows(p, begin, min(begin + kRows, p.pixels));
+    for (int block = 0; block < p.channel_blocks; ++block) {
+      for (int g = 0; g < p.groups; ++g) {
+        Wait(&barriers.image_empty[ring.stage], ring.parity ^ 1);
+        uint64_t* full = &barriers.image_full[ring.stage];
+        if (lane == 0) Expect(full, rows.count * p.copy_bytes);
+        __syncwarp();
+        char* stage = stages + ring.stage * p.image_stage;
+        for (int i = lane; i < rows.count; i += 32) {
+          int strip = rows.first_strip, row = rows.first_row, offset = i;
+          if (i >= rows.first_count) {
+            offset = i - rows.first_count;
+            strip += 1 + offset / rows.strip_count;
+            offset %= rows.strip_count;
+            row = 0;
+          }
+          const int image = p.strips.Quotient(strip);
+          strip -= image * p.strips.divisor();
+          const int32_t at[4] = {
+              block * (p.row_bytes / 2),
+              static_cast<int>(strip * p.strip_width.divisor()) * p.stride_column +
+                  p.group[g].column,
+              row * p.stride_row + p.group[g].row + offset * p.image_step,
+              image,
+          };
+          ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + i * p.pitch,
+                                    &p.image_map, at, full);
+        }
+        ring.Advance(p.image_stages);
+      }
+    }
+  }
+}
+
+template <int kColumns, bool kAcross>
+__device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
+  if (threadIdx.x % 32 != 0) return;
+  Ring ring;
+  const int tap_bytes = kColumns * p.row_bytes;
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    uint32_t column = tile;
+    column = p.column_tiles.Peel(column) * kColumns;
+    for (int block = 0; block < p.channel_blocks; ++block) {
+      const int channel = block * (p.row_bytes / 2);
+      for (int g = 0; g < p.groups; ++g) {
+        const int end = p.group[g].end;
+        for (int begin = p.group[g].begin; begin < end; begin += p.chunk_taps) {
+          const int taps = min(p.chunk_taps, end - begin);
+          Wait(&barriers.kernel_empty[ring.stage], ring.parity ^ 1);
+          uint64_t* full = &barriers.kernel_full[ring.stage];
+          char* to = stages + ring.stage * p.kernel_stage;
+          Expect(full, taps * tap_bytes);
+          for (int t = begin; t < begin + taps; ++t) {
+            // 64 columns are what a row of a swizzled matrix across the sum has.
+            constexpr int kParts = kAcross ? kColumns / 64 : 1;
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) {
+              const int part = column + 64 * i;
+              const int32_t at[3] = {kAcross ? part : channel, kAcross ? channel : part,
+                                     p.matrix[t]};
+              ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &p.kernel_map,
+                                        at, full);
+              to += tap_bytes / kParts;
+            }
+          }
+          ring.Advance(p.kernel_stages);
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ uint32_t Pack(float a, float b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// Writes a row of sums of which each of four neighbouring lanes has two columns in eight. For whole
+// accesses these lanes first exchange, so that each has eight columns of every 32.
+template <typename T, int kColumns>
+__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, T* to, int left) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j += 4) {
+    uint32_t v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = Pack<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t given = __shfl_xor_sync(~0u, lane & 1 ? v[i] : v[i + 1], 1);
+      (lane & 1 ? v[i] : v[i + 1]) = given;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t given = __shfl_xor_sync(~0u, lane & 2 ? v[i] : v[i + 2], 2);
+      (lane & 2 ? v[i] : v[i + 2]) = given;
+    }
+    const int column = 8 * (j + lane);
+    if (to && column < left) *reinterpret_cast<uint4*>(to + column) = {v[0], v[1], v[2], v[3]};
+  }
+}
+
+template <int kColumns>
+__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, float* to, int left) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const int column = 8 * j + 2 * lane;
+    if (to && column < left) {
+      *reinterpret_cast<float2*>(to + column) = {sums[4 * j + 2 * half],
+                                                 sums[4 * j + 2 * half + 1]};
+    }
+  }
+}
+
+template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross>
+__device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t image_stages,
+                              uint32_t kernel_stages) {
+  constexpr int kRows = 64 * kWarpgroups * kBlocks;
+  // The products of a chunk are issued in two halves, so that the fragments of one are loaded while
+  // the other is multiplied: of the rows, or with one block of them of the steps.
+  constexpr int kHalf = kBlocks == 2 ? kSteps : kSteps / 2;
+  const int lane = threadIdx.x % 32;
+  const int warp_row = (threadIdx.x / 128 - 1) * 64 * kBlocks + threadIdx.x / 32 % 4 * 16;
+  const Swizzle swizzle = Swizzle::OfRows(p.row_bytes);
+  const uint64_t descriptor = kAcross ? MatrixDescriptor(64 * p.row_bytes, 1024, 128)
+                                      : MatrixDescriptor(16, 8 * p.row_bytes, p.row_bytes);
+  const int tap_steps = p.row_bytes / 32;
+  uint32_t matrix_step[kSteps];  // in units of descriptors, 16 bytes
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    matrix_step[i] =
+        (i / tap_steps * kColumns * p.row_bytes + i % tap_steps * (kAcross ? 16 * 128 : 32)) / 16;
+  }
+
+  Ring image, kernel;
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    uint32_t row_tile = tile;
+    const int column = p.column_tiles.Peel(row_tile) * kColumns;
+    const int begin = row_tile * kRows;
+    const int end = min(begin + kRows, p.pixels);
+    const Rows rows(p, begin, end);
+    uint32_t base[kBlocks];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      // Rows after the last pixel repeat it, and are not stored.
+      const Pixel pixel(p, min(begin + warp_row + 64 * b + lane % 16, end - 1));
+      base[b] = rows.Of(p, pixel) * p.pitch + pixel.column * p.column_bytes + lane / 16 * 16;
+    }
+
+    float sums[kBlocks][kColumns / 2];
+    uint32_t fragments[2][kHalf][4];
+    int add = 0;
+    int done_image = -1, done_kernel = -1;  // stages that products under way still use
+    const auto release = [&] {
+      if (lane == 0) {
+        if (done_image >= 0) ptx::mbarrier_arrive(&barriers.image_empty[done_image]);
+        if (done_kernel >= 0) ptx::mbarrier_arrive(&barriers.kernel_empty[done_kernel]);
+      }
+      done_image = done_kernel = -1;
+    };
+    for (int block = 0; block < p.channel_blocks; ++block) {
+      const int block_steps = block + 1 == p.channel_blocks ? p.last_steps : tap_steps;
+      int chunk = 0;
+      for (int g = 0; g < p.groups; ++g) {
+        const int taps_end = p.group[g].end;
+        Wait(&barriers.image_full[image.stage], image.parity);
+        const uint32_t image_stage = image_stages + image.stage * p.image_stage;
+        for (int t = p.group[g].begin; t < taps_end; t += p.chunk_taps, ++chunk) {
+          const int4 step_bytes = p.step_bytes[chunk];
+          const int steps = min(p.chunk_taps, taps_end - t) * block_steps;
+          Wait(&barriers.kernel_full[kernel.stage], kernel.parity);
+          const uint64_t b = At(descriptor, kernel_stages + kernel.stage * p.kernel_stage);
+          // All steps of a whole chunk are one run of instructions.
+          const auto multiply = [&](auto whole) {
+            constexpr bool kWhole = decltype(whole)::value;
+            const int at[kSteps] = {step_bytes.x, step_bytes.y, step_bytes.z, step_bytes.w};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const int row_block = kBlocks == 2 ? half : 0;
+              const int first = kBlocks == 2 ? 0 : half * kHalf;
+#pragma unroll
+              for (int i = 0; i < kHalf; ++i) {
+                if (kWhole || first + i < steps) {
+                  const uint32_t entry = base[row_block] + at[first + i];
+                  LoadMatrices(fragments[half][i], image_stage + (entry ^ swizzle(entry)));
+                }
+              }
+              ProductsBegin();
+#pragma unroll
+              for (int i = 0; i < kHalf; ++i) {
+                if (kWhole || first + i < steps) {
+                  Multiply<T, kColumns, kAcross>(sums[row_block], fragments[half][i],
+                                                 b + matrix_step[first + i], add | (first + i));
+                }
+              }
+              ProductsCommit();
+              ProductsWait<1>();
+              if (half == 0) release();  // the products of the chunk before are done
+            }
+          };
+          if (steps == kSteps) {
+            multiply(std::true_type{});
+          } else {
+            multiply(std::false_type{});
+          }
+          add = 1;
+          done_kernel = kernel.stage;
+          kernel.Advance(p.kernel_stages);
+        }
+        done_image = image.stage;
+        image.Advance(p.image_stages);
+      }
+    }
+    ProductsWait<0>();
+    release();
+
+    const int left = p.outputs - column;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (!p.has_taps) {
+#pragma unroll
+        for (float& sum : sums[b]) sum = 0;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int number = begin + warp_row + 64 * b + 8 * half + lane / 4;
+        const Pixel pixel(p, number);
+        const int image_number = p.strips.Quotient(pixel.strip);
+        const int strip = pixel.strip - image_number * p.strips.divisor();
+        const int in_row = strip * p.strip_width.divisor() + pixel.column;
+        const bool exists = number < end && in_row < p.columns;
+        const int64_t offset = image_number * p.result_image + pixel.row * p.result_row +
+                               in_row * p.result_column + column;
+        if (p.is_wide) {
+          StoreRow<kColumns>(sums[b], half,
+                             exists ? static_cast<float*>(p.result) + offset : nullptr, left);
+        } else {
+          StoreRow<T, kColumns>(sums[b], half,
+                                exists ? static_cast<T*>(p.result) + offset : nullptr, left);
+        }
+      }
+    }
+  }
+}
+
+// The registers of a thread that copies and of one that multiplies; together those of the kernel.
+constexpr int kCopyingRegisters = 56;
+template <int kWarpgroups>
+constexpr int kMultiplyingRegisters = kWarpgroups == 4   ? 104
+                                      : kWarpgroups == 3 ? 152
+                                                         : 224;
+
+template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross>
+__global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
+    Convolve(const __grid_constant__ Params p) {
+#if JAXOPS_HAS_WGMMA
+  extern __shared__ char shared[];
+  char* aligned = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
+  Barriers& barriers = *reinterpret_cast<Barriers*>(aligned);
+  char* image_stages = aligned + kBarrierBytes;
+  char* kernel_stages = image_stages + p.image_stages * p.image_stage;
+  if (threadIdx.x == 0) {
+    const auto init = [](uint64_t* full, uint64_t* empty, int count) {
+      for (int i = 0; i < count; ++i) {
+        ptx::mbarrier_init(full + i, 1);
+        ptx::mbarrier_init(empty + i, 4 * kWarpgroups);
+      }
+    };
+    init(barriers.image_full, barriers.image_empty, p.image_stages);
+    init(barriers.kernel_full, barriers.kernel_empty, p.kernel_stages);
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    ptx::fence_proxy_async(ptx::space_shared);
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    GiveRegisters<kCopyingRegisters>();
+    if (threadIdx.x / 32 == 0) {
+      CopyImages<64 * kWarpgroups * kBlocks>(p, barriers, image_stages);
+    } else if (threadIdx.x / 32 == 1) {
+      CopyKernels<kColumns, kAcross>(p, barriers, kernel_stages);
+    }
+  } else {
+    TakeRegisters<kMultiplyingRegisters<kWarpgroups>>();
+    MultiplyTiles<T, kWarpgroups, kBlocks, kColumns, kAcross>(
+        p, barriers, SharedAddress(image_stages), SharedAddress(kernel_stages));
+  }
+#endif
+}
+
+// --- what the host decides -----------------------------------------------------------------------
+
+// A sum over taps, before it is known how it is tiled: of pixels, and of channels to outputs.
+struct Sum {
+  struct Tap {
+    int64_t row, column;  // of the image, for the pixel at 0, 0
+    int matrix;
+  };
+  Tap tap[kMaxTaps];
+  int taps;
+  int64_t images, image_rows, image_columns, channels;
+  int64_t rows, columns, outputs;
+  int64_t stride_row, stride_column;
+  int64_t result_image, result_row, result_column;
+  int matrices;
+  const void* image;
+  const void* kernel;
+  void* result;
+};
+
+// Sizes of tiles, in warpgroups, blocks of 64 rows of one, and columns.
+struct Shape {
+  int warpgroups, blocks, columns;
+  // What a product takes in percent of what it takes the tensor cores: narrow tiles are bound by
+  // shared memory, small ones by what is done for each. Measured on an H200.
+  int percent;
+  int rows() const { return 64 * warpgroups * blocks; }
+};
+constexpr Shape kShapes[] = {{2, 2, 128, 100}, {3, 1, 128, 100}, {2, 1, 128, 105},
+                             {4, 1, 64, 120},  {2, 2, 64, 130},  {2, 1, 64, 145}};
+// Cycles of a tile besides its products, measured too.
+constexpr int64_t kTileCycles = 5000;
+
+// How much of the taps' entries one stage holds: those of all taps, of a row of them, or of one.
+enum class Grouping { kAll, kRow, kTap };
+
+// Fills in how the sum is cut up with tiles of this shape; false where it does not fit.
+bool Plan(Params& p, const Sum& sum, const Shape& shape, Grouping grouping) {
+  // A strip is no wider than a copy that leaves the columns between out.
+  const int64_t widest = std::min<int64_t>(kMaxStripWidth, (kMaxBox - 1) / sum.stride_column + 1);
+  const int64_t strips = CeilDiv(sum.columns, widest);
+  const int strip_width = static_cast<int>(CeilDiv(sum.columns, strips));
+  const int rows = static_cast<int>(sum.rows);
+  p.strip_width = FastDivider(strip_width);
+  p.strips = FastDivider(strips);
+  p.rows = FastDivider(rows);
+  p.columns = static_cast<int>(sum.columns);
+  p.outputs = static_cast<int>(sum.outputs);
+  const int64_t pixels = sum.images * strips * rows * strip_width;
+  if (pixels > INT32_MAX - 1024) return false;
+  p.pixels = static_cast<int>(pixels);
+  p.stride_row = static_cast<int>(sum.stride_row);
+  p.stride_column = static_cast<int>(sum.stride_column);
+  const int64_t column_tiles = CeilDiv(sum.outputs, shape.columns);
+  p.column_tiles = FastDivider(column_tiles);
+  const int64_t tiles = CeilDiv(pixels, shape.rows()) * column_tiles;
+  if (tiles > INT32_MAX) return false;
+  p.tiles = static_cast<int>(tiles);
+
+  const int block = sum.channels <= 16 ? 16 : sum.channels <= 32 ? 32 : 64;
+  p.channel_blocks = static_cast<int>(CeilDiv(sum.channels, block));
+  p.last_steps = static_cast<int>(CeilDiv(sum.channels - (p.channel_blocks - 1) * block, 16));
+  p.row_bytes = 2 * block;
+
+  p.chunk_taps = 64 / block;
+
+  // The taps come in rows, the slower index.
+  p.groups = 0;
+  int64_t row_span = 1, column_span = 1;
+  for (int t = 0; t < sum.taps; ++t) {
+    const Sum::Tap& tap = sum.tap[t];
+    const bool joins = t > 0 && (grouping == Grouping::kAll ||
+                                 (grouping == Grouping::kRow && tap.row == sum.tap[t - 1].row));
+    if (!joins) p.group[p.groups++] = {INT32_MAX, INT32_MAX, static_cast<int16_t>(t), 0};
+    Group& group = p.group[p.groups - 1];
+    group.end = static_cast<int16_t>(t + 1);
+    group.row = static_cast<int32_t>(std::min<int64_t>(group.row, tap.row));
+    group.column = static_cast<int32_t>(std::min<int64_t>(group.column, tap.column));
+  }
+  for (int g = 0; g < p.groups; ++g) {
+    for (int t = p.group[g].begin; t < p.group[g].end; ++t) {
+      row_span = std::max(row_span, sum.tap[t].row - p.group[g].row + 1);
+      column_span = std::max(column_span, sum.tap[t].column - p.group[g].column + 1);
+    }
+  }
+  // Rows and columns between those of a single tap are left out.
+  const bool one_row = row_span == 1, one_column = column_span == 1;
+  p.row_step = one_row ? 1 : p.stride_row;
+  p.image_step = one_row ? p.stride_row : 1;
+  p.span = static_cast<int>(row_span);
+  const int column_step = one_column ? 1 : p.stride_column;
+  const int64_t columns = int64_t{strip_width - 1} * column_step + column_span;
+  const int64_t box = one_column ? int64_t{strip_width - 1} * p.stride_column + 1 : columns;
+  // 512 stands for more rows than any stage holds, before they are multiplied.
+  if (box > kMaxBox || (one_column && p.stride_column > 8) || row_span > 512) return false;
+  p.column_bytes = column_step * p.row_bytes;
+  p.copy_bytes = static_cast<int>(columns * p.row_bytes);
+  p.pitch = static_cast<int>(CeilDiv(p.copy_bytes, 128) * 128);
+
+  // The most rows of pixels and strips that a tile can touch.
+  const auto touched = [](int count, int size) {
+    return count % size == 0 ? count / size : (count - 2 + size) / size + 1;
+  };
+  const bool aligned = shape.rows() % strip_width == 0;
+  const int pixel_rows = touched(shape.rows(), strip_width);
+  const int pixel_strips = aligned && rows % pixel_rows == 0 ? 1
+                           : aligned                         ? touched(pixel_rows, rows)
+                                                             : (pixel_rows - 2 + rows) / rows + 1;
+  const int64_t stage_rows =
+      int64_t{pixel_rows} * p.row_step + std::max<int64_t>(0, p.span - p.row_step) * pixel_strips;
+  const int64_t image_stage = CeilDiv(stage_rows * p.pitch, 1024) * 1024;
+  p.kernel_stage = shape.columns * 128;
+  if (2 * image_stage + 3 * p.kernel_stage > kStagesBytes) return false;
+  p.image_stage = static_cast<int>(image_stage);
+  // A stage of the image lasts for the chunks of a group, each of which has a stage of the kernel.
+  p.image_stages = 2;
+  p.kernel_stages = 3;
+  const int per_image = static_cast<int>(CeilDiv(sum.taps, std::max(1, p.groups * p.chunk_taps)));
+  while (true) {
+    const int free =
+        kStagesBytes - p.image_stages * p.image_stage - p.kernel_stages * p.kernel_stage;
+    if (p.image_stages * per_image < p.kernel_stages && p.image_stage <= free &&
+        p.image_stages < kMaxStages) {
+      ++p.image_stages;
+    } else if (p.kernel_stage <= free && p.kernel_stages < kMaxStages) {
+      ++p.kernel_stages;
+    } else {
+      break;
+    }
+  }
+
+  int chunk = 0;
+  for (int g = 0; g < p.groups; ++g) {
+    const Group& group = p.group[g];
+    for (int t = group.begin; t < group.end; t += p.chunk_taps, ++chunk) {
+      int bytes[kSteps] = {};
+      for (int i = 0; i < kSteps; ++i) {
+        const int tap_steps = kSteps / p.chunk_taps;
+        if (t + i / tap_steps >= group.end) break;
+        const Sum::Tap& tap = sum.tap[t + i / tap_steps];
+        bytes[i] = static_cast<int>((tap.row - group.row) * p.pitch +
+                                    (tap.column - group.column) * p.row_bytes + i % tap_steps * 32);
+      }
+      p.step_bytes[chunk] = {bytes[0], bytes[1], bytes[2], bytes[3]};
+    }
+  }
+  for (int t = 0; t < sum.taps; ++t) p.matrix[t] = static_cast<int16_t>(sum.tap[t].matrix);
+  p.has_taps = sum.taps > 0;
+  return true;
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+// The driver's function, found at run time because the module does not link to the driver.
+Encode EncodeTiled() {
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<Encode>(function)
+               : nullptr;
+  }();
+  return encode;
+}
+
+template <int kRank>
+cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (&sizes)[kRank],
+                const int64_t (&box)[kRank], const int64_t (&steps)[kRank], int row_bytes) {
+  const Encode encode = EncodeTiled();
+  if (!encode) return cudaErrorNotSupported;
+  cuuint64_t dims[kRank], strides[kRank];
+  cuuint32_t boxes[kRank], traversal[kRank];
+  int64_t stride = 2;
+  for (int i = 0; i < kRank; ++i) {
+    dims[i] = sizes[i];
+    stride *= sizes[i];
+    strides[i] = stride;
+    boxes[i] = static_cast<cuuint32_t>(box[i]);
+    traversal[i] = static_cast<cuuint32_t>(steps[i]);
+  }
+  const CUresult result = encode(
+      &map,
+      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      kRank, const_cast<void*>(data), dims, strides, boxes, traversal,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+      : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                        : CU_TENSOR_MAP_SWIZZLE_32B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross>
+cudaError_t LaunchShape(cudaStream_t stream, const Params& params, int processors) {
+  auto* kernel = &Convolve<T, kWarpgroups, kBlocks, kColumns, kAcross>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<std::min(params.tiles, processors), 128 * (kWarpgroups + 1), kSharedBytes, stream>>>(
+      params);
+  return cudaGetLastError();
+}
+
+template <typename T, bool kAcross>
+cudaError_t LaunchShape(cudaStream_t stream, const Params& params, const Shape& shape,
+                        int processors) {
+  const auto is = [&](int warpgroups, int blocks, int columns) {
+    return shape.warpgroups == warpgroups && shape.blocks == blocks && shape.columns == columns;
+  };
+  if (is(2, 2, 128)) return LaunchShape<T, 2, 2, 128, kAcross>(stream, params, processors);
+  if (is(3, 1, 128)) return LaunchShape<T, 3, 1, 128, kAcross>(stream, params, processors);
+  if (is(2, 1, 128)) return LaunchShape<T, 2, 1, 128, kAcross>(stream, params, processors);
+  if (is(4, 1, 64)) return LaunchShape<T, 4, 1, 64, kAcross>(stream, params, processors);
+  if (is(2, 2, 64)) return LaunchShape<T, 2, 2, 64, kAcross>(stream, params, processors);
+  return LaunchShape<T, 2, 1, 64, kAcross>(stream, params, processors);
+}
+
+template <bool kAcross>
+cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wide) {
+  int device = 0, major = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) return error;
+  if (major != 9 || sum.channels % 8 || sum.outputs % 8) return cudaErrorNotSupported;
+
+  // The shape whose blocks are done first; ties go to large tiles, which read less.
+  Params params, best;
+  const Shape* chosen = nullptr;
+  int64_t least = 0;
+  for (const Shape& shape : kShapes) {
+    if (shape.columns > 64 && sum.outputs <= 64) continue;
+    for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
+      if (!Plan(params, sum, shape, grouping)) continue;
+      // A multiprocessor makes 2048 products a cycle.
+      const int64_t products = int64_t{shape.rows()} * shape.columns * sum.taps * sum.channels;
+      const int64_t cycles = products / 2048 * shape.percent / 100 + kTileCycles;
+      const int64_t cost = CeilDiv(params.tiles, processors) * cycles;
+      if (!chosen || cost < least) {
+        chosen = &shape;
+        best = params;
+        least = cost;
+      }
+      break;
+    }
+  }
+  if (!chosen) return cudaErrorNotSupported;
+  best.result = sum.result;
+  best.result_image = sum.result_image;
+  best.result_row = sum.result_row;
+  best.result_column = sum.result_column;
+  best.is_wide = is_wide;
+
+  const int block = best.row_bytes / 2;
+  const bool strided = best.column_bytes == best.row_bytes && best.stride_column > 1;
+  const int64_t columns = best.copy_bytes / best.row_bytes;
+  const int64_t step = strided ? best.stride_column : 1;
+  error = Map<4>(best.image_map, dtype, sum.image,
+                 {sum.channels, sum.image_columns, sum.image_rows, sum.images},
+                 {block, (columns - 1) * step + 1, 1, 1}, {1, step, 1, 1}, best.row_bytes);
+  if (error != cudaSuccess) return error;
+  if constexpr (kAcross) {
+    error = Map<3>(best.kernel_map, dtype, sum.kernel, {sum.outputs, sum.channels, sum.matrices},
+                   {64, block, 1}, {1, 1, 1}, 128);
+  } else {
+    error = Map<3>(best.kernel_map, dtype, sum.kernel, {sum.channels, sum.outputs, sum.matrices},
+                   {block, chosen->columns, 1}, {1, 1, 1}, best.row_bytes);
+  }
+  if (error != cudaSuccess) return error;
+  return dtype == DType::kF16
+             ? LaunchShape<__half, kAcross>(stream, best, *chosen, processors)
+             : LaunchShape<__nv_bfloat16, kAcross>(stream, best, *chosen, processors);
+}
+
+}  // namespace
+
+cudaError_t LaunchForward(cudaStream_t stream, const Call& call) {
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  if (h.taps * w.taps > kMaxTaps) return cudaErrorNotSupported;
+  Sum sum{};
+  for (int64_t r = 0; r < h.taps; ++r) {
+    for (int64_t s = 0; s < w.taps; ++s) {
+      sum.tap[sum.taps++] = {r * h.dilation - h.low, s * w.dilation - w.low,
+                             static_cast<int>(r * w.taps + s)};
+    }
+  }
+  sum.images = call.images;
+  sum.image_rows = h.in;
+  sum.image_columns = w.in;
+  sum.channels = call.channels;
+  sum.rows = h.out;
+  sum.columns = w.out;
+  sum.outputs = call.outputs;
+  sum.stride_row = h.stride;
+  sum.stride_column = w.stride;
+  sum.result_column = call.outputs;
+  sum.result_row = w.out * call.outputs;
+  sum.result_image = h.out * sum.result_row;
+  sum.matrices = sum.taps;
+  sum.image = call.image;
+  sum.kernel = call.kernel;
+  sum.result = call.result;
+  if (sum.images * sum.rows * sum.columns * sum.outputs == 0) return cudaSuccess;
+  return Launch<true>(stream, sum, call.dtype, call.result_dtype == DType::kF32);
+}
+
+cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call) {
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  if (h.taps * w.taps > kMaxTaps) return cudaErrorNotSupported;
+  for (int64_t first_row = 0; first_row < std::min(h.stride, h.in); ++first_row) {
+    for (int64_t first_column = 0; first_column < std::min(w.stride, w.in); ++first_column) {
+      // x[first + cell * stride] is entry `tap` of the patch cell + (first + low - tap * dilation)
+      // / stride, for the taps for which that is an integer.
+      Sum sum{};
+      for (int64_t r = h.taps; r-- > 0;) {
+        const int64_t row = first_row + h.low - r * h.dilation;
+        if (row % h.stride) continue;
+        for (int64_t s = w.taps; s-- > 0;) {
+          const int64_t column = first_column + w.low - s * w.dilation;
+          if (column % w.stride) continue;
+          sum.tap[sum.taps++] = {row / h.stride, column / w.stride,
+                                 static_cast<int>(r * w.taps + s)};
+        }
+      }
+      sum.images = call.images;
+      sum.image_rows = h.out;
+      sum.image_columns = w.out;
+      sum.channels = call.outputs;
+      sum.rows = CeilDiv(h.in - first_row, h.stride);
+      sum.columns = CeilDiv(w.in - first_column, w.stride);
+      sum.outputs = call.channels;
+      sum.stride_row = sum.stride_column = 1;
+      sum.result_column = w.stride * call.channels;
+      sum.result_row = h.stride * w.in * call.channels;
+      sum.result_image = h.in * w.in * call.channels;
+      sum.matrices = static_cast<int>(h.taps * w.taps);
+      sum.image = call.image;
+      sum.kernel = call.kernel;
+      const int64_t offset = (first_row * w.in + first_column) * call.channels;
+      sum.result =
+          static_cast<char*>(call.result) + offset * (call.result_dtype == DType::kF32 ? 4 : 2);
+      if (sum.images * sum.rows * sum.columns * sum.outputs == 0) return cudaSuccess;
+      const cudaError_t error =
+          Launch<false>(stream, sum, call.dtype, call.result_dtype == DType::kF32);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jaxops::conv::cuda

@@ -1,0 +1,736 @@
+// The gradient of a convolution by its kernel on Hopper, as a matrix product over pixels.
+//
+// A row of the product is a tap and a channel, a column an output, and what is summed over are the
+// pixels of all images: the patches, never made, transposed, times the cotangent. As in the forward
+// product a bulk copy brings the rows of the image that the windows of some pixels touch, once for
+// all taps, and an entry of a patch is an address; here ldmatrix transposes on the way. The
+// cotangent of the same pixels is the right operand as it lies in shared memory.
+//
+// A block has 64 outputs, up to 64 channels and some of the taps, and a range of the pixels. There
+// are too few such blocks to fill a GPU unless pixels are split, so each split writes its sums to a
+// workspace and a second kernel adds them, always in the same order.
+#include <cuda.h>
+
+#include <algorithm>
+
+#include "cuda/conv.h"
+#include "cuda/hopper.cuh"
+#include "cuda/launch.h"
+
+namespace jaxops::conv::cuda {
+namespace {
+
+using jaxops::cuda::CeilDiv;
+using namespace jaxops::cuda::hopper;  // NOLINT: this file is made of it
+
+constexpr int kWarpgroups = 3;  // that multiply
+// Blocks of 64 rows of the product that a warpgroup has at most. A block is 64, 32 or 16 channels
+// of 1, 2 or 4 taps, so that a warp always has one tap.
+constexpr int kMaxUnits = 3;
+constexpr int kColumns = 64;  // outputs of a block
+// Pixels of a stage, and rows of them: one lane of the warp that copies looks after each row.
+constexpr int kPixels = 128;
+constexpr int kMaxStageRows = 32;
+// Pixels of a row that are in a stage beside each other: a row is cut into strips.
+constexpr int kMaxStripWidth = 64;
+constexpr int kMaxBox = 256;   // entries of a dimension that a bulk copy brings
+constexpr int kMaxStride = 8;  // of entries that a bulk copy leaves out between others
+
+constexpr int kMaxStages = 8;
+constexpr int kBarrierBytes = 1024 - 128;
+constexpr int kZeroBytes = 128;
+constexpr int kTableBytes = kMaxStages * kPixels * 4;
+constexpr int kHeadBytes = kBarrierBytes + kZeroBytes + kTableBytes;
+static_assert(kHeadBytes % 1024 == 0);
+// Of the 227 KiB of a block, less what aligns the stages.
+constexpr int kSharedBytes = 227 * 1024;
+constexpr int kStagesBytes = kSharedBytes - kHeadBytes - 1024;
+
+// Taps that a block sums for.
+struct Set {
+  int16_t begin, end;
+  int32_t row, column;  // of the image, the least of any of them for the pixel at 0, 0
+};
+
+struct Params {
+  CUtensorMap image_map;
+  CUtensorMap cotangent_map;
+  void* result;  // of each split, one after the other, or of all
+  int channels, outputs;
+  int64_t size;  // entries of the result
+  // Rows of pixels are those of all images, of their strips.
+  int strip_width, rows, columns, strips;
+  int stride_row, stride_column;
+  int row_bytes;  // of a block of channels of one pixel
+  int channel_blocks, column_tiles, sets, splits;
+  int stages;             // in all, and what one has of pixels:
+  int stage_rows, steps;  // rows of them, and steps of 16
+  // A stage has `row_step` rows more of the image for a further row of pixels, which are
+  // `image_step` rows of the image apart, and `span` for the first one.
+  int row_step, span, image_step, column_bytes, pitch, copy_bytes;
+  int image_stage, cotangent_stage, ring;  // bytes of the parts of a stage; stages held
+  bool is_wide;                            // the result is f32
+  Set set[kMaxTaps];
+  int32_t tap[kMaxTaps];  // bytes from the entry of the set's least row and column, in a stage
+};
+
+// Where the rows of a stage's pixels are in it: for each strip that they touch, the rows of the
+// image that their windows touch. Those after the last image are rows of images that do not exist.
+struct Rows {
+  int first_strip, first_row;
+  int first_count;  // stage rows of the first strip
+  int strip_count;  // of one from its first row to its last
+  int count;        // of all
+
+  JAXOPS_HOST_DEVICE Rows(const Params& p, int from) {
+    const int to = from + p.stage_rows - 1;
+    first_strip = from / p.rows;
+    first_row = from - first_strip * p.rows;
+    const int last_strip = to / p.rows;
+    const int last_row = to - last_strip * p.rows;
+    strip_count = (p.rows - 1) * p.row_step + p.span;
+    if (first_strip == last_strip) {
+      count = first_count = (last_row - first_row) * p.row_step + p.span;
+    } else {
+      first_count = (p.rows - first_row - 1) * p.row_step + p.span;
+      count = first_count + (last_strip - first_strip - 1) * strip_count + last_row * p.row_step +
+              p.span;
+    }
+  }
+
+  // The row of the stage where the window of a row of pixels begins.
+  JAXOPS_HOST_DEVICE int Of(const Params& p, int strip, int row) const {
+    return strip == first_strip
+               ? (row - first_row) * p.row_step
+               : first_count + (strip - first_strip - 1) * strip_count + row * p.row_step;
+  }
+
+  // The strip, row of pixels and row of its window that row i of the stage is copied for.
+  JAXOPS_HOST_DEVICE void Find(int i, int* strip, int* row, int* offset) const {
+    *strip = first_strip;
+    *row = first_row;
+    *offset = i;
+    if (i >= first_count) {
+      const int after = i - first_count;
+      *strip += 1 + after / strip_count;
+      *offset = after % strip_count;
+      *row = 0;
+    }
+  }
+};
+
+// What one block sums.
+struct Item {
+  Set set;
+  int channel, column;  // the first of its
+  int split;
+  int begin, end;  // stages
+
+  __device__ explicit Item(const Params& p) {
+    // Neighbours share pixels, which they then find in the L2 cache.
+    const int items = p.channel_blocks * p.column_tiles * p.sets;
+    split = blockIdx.x / items;
+    int item = blockIdx.x - split * items;
+    set = p.set[item % p.sets];
+    item /= p.sets;
+    channel = item % p.channel_blocks * (p.row_bytes / 2);
+    column = item / p.channel_blocks * kColumns;
+    begin = static_cast<int>(int64_t{p.stages} * split / p.splits);
+    end = static_cast<int>(int64_t{p.stages} * (split + 1) / p.splits);
+  }
+
+  // Blocks of 64 rows of the product.
+  __device__ int Units(const Params& p) const {
+    return ((set.end - set.begin) * (p.row_bytes / 2) + 63) / 64;
+  }
+};
+
+// One ring of stages, as one side goes around it.
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct Barriers {
+  uint64_t full[kMaxStages], empty[kMaxStages];
+};
+static_assert(sizeof(Barriers) <= kBarrierBytes);
+
+// Fills stages, and for each a table of the addresses where the windows of its pixels begin: -1
+// where there is no pixel, beside the last column of the last strip and after the last row.
+__device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers, int32_t* tables,
+                           char* stages) {
+  const int lane = threadIdx.x % 32;
+  int row_of[kPixels / 32], column_of[kPixels / 32];
+#pragma unroll
+  for (int k = 0; k < kPixels / 32; ++k) {
+    const int pixel = lane + 32 * k;
+    const bool exists = pixel < p.stage_rows * p.strip_width;
+    row_of[k] = exists ? pixel / p.strip_width : 0;
+    column_of[k] = exists ? pixel % p.strip_width : INT32_MAX;
+  }
+
+  Ring ring;
+  for (int at = item.begin; at < item.end; ++at) {
+    const Rows rows(p, at * p.stage_rows);
+    // The row of pixels of this lane.
+    const int pixel_strip = (at * p.stage_rows + lane) / p.rows;
+    const int pixel_row = at * p.stage_rows + lane - pixel_strip * p.rows;
+    const int pixel_image = pixel_strip / p.strips;
+    const int pixel_column = (pixel_strip - pixel_image * p.strips) * p.strip_width;
+    const int bytes = rows.Of(p, pixel_strip, pixel_row) * p.pitch;
+    const int left = p.columns - pixel_column;
+
+    Wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+    char* image_stage = stages + ring.stage * (p.image_stage + p.cotangent_stage);
+    const int stage_address = static_cast<int>(SharedAddress(image_stage));
+    int32_t* table = tables + ring.stage * kPixels;
+#pragma unroll
+    for (int k = 0; k < kPixels / 32; ++k) {
+      const int row_bytes = __shfl_sync(~0u, bytes, row_of[k]);
+      const int row_left = __shfl_sync(~0u, left, row_of[k]);
+      table[lane + 32 * k] =
+          column_of[k] < row_left ? stage_address + row_bytes + column_of[k] * p.column_bytes : -1;
+    }
+    __syncwarp();
+    uint64_t* full = &barriers.full[ring.stage];
+    if (lane == 0) {
+      // The table of all lanes is what the arrival releases.
+      ptx::mbarrier_arrive_expect_tx(
+          ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
+          rows.count * p.copy_bytes + p.stage_rows * p.strip_width * 2 * kColumns);
+    }
+    __syncwarp();
+
+    if (lane < p.stage_rows) {
+      const int32_t from[4] = {item.column, pixel_column, pixel_row, pixel_image};
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global,
+                                image_stage + p.image_stage + lane * p.strip_width * 2 * kColumns,
+                                &p.cotangent_map, from, full);
+    }
+    for (int i = lane; i < rows.count; i += 32) {
+      int strip, row, offset;
+      rows.Find(i, &strip, &row, &offset);
+      const int image = strip / p.strips;
+      strip -= image * p.strips;
+      const int32_t from[4] = {
+          item.channel,
+          strip * p.strip_width * p.stride_column + item.set.column,
+          row * p.stride_row + item.set.row + offset * p.image_step,
+          image,
+      };
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, image_stage + i * p.pitch,
+                                &p.image_map, from, full);
+    }
+    ring.Advance(p.ring);
+  }
+}
+
+template <typename T>
+__device__ uint32_t Pack(float a, float b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// Writes a row of sums of which each of four neighbouring lanes has two columns in eight. For whole
+// accesses these lanes first exchange, so that each has eight columns of every 32.
+template <typename T>
+__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, T* to, int left) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j += 4) {
+    uint32_t v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = Pack<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t given = __shfl_xor_sync(~0u, lane & 1 ? v[i] : v[i + 1], 1);
+      (lane & 1 ? v[i] : v[i + 1]) = given;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t given = __shfl_xor_sync(~0u, lane & 2 ? v[i] : v[i + 2], 2);
+      (lane & 2 ? v[i] : v[i + 2]) = given;
+    }
+    const int column = 8 * (j + lane);
+    if (to && column < left) *reinterpret_cast<uint4*>(to + column) = {v[0], v[1], v[2], v[3]};
+  }
+}
+
+__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, float* to, int left) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const int column = 8 * j + 2 * lane;
+    if (to && column < left) {
+      *reinterpret_cast<float2*>(to + column) = {sums[4 * j + 2 * half],
+                                                 sums[4 * j + 2 * half + 1]};
+    }
+  }
+}
+
+// Has the compiler keep a value in a register instead of computing it again for every use.
+__device__ inline void Keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+// a, or b where `sign` is negative: a selection that the compiler does not make a branch of.
+__device__ inline uint32_t SelectBySign(int32_t sign, uint32_t a, uint32_t b) {
+  uint32_t selected;
+  asm("slct.b32.s32 %0, %1, %2, %3;" : "=r"(selected) : "r"(a), "r"(b), "r"(sign));
+  return selected;
+}
+
+// Sums and stores kUnits blocks of 64 rows of the product from `first` on, by one warpgroup.
+template <typename T, int kUnits>
+__device__ void MultiplyUnits(const Params& p, const Item& item, int first, Barriers& barriers,
+                              const int32_t* tables, uint32_t zeros, uint32_t stages) {
+  const int lane = threadIdx.x % 32;
+  const int warp_row = threadIdx.x / 32 % 4 * 16;
+  const int channels = p.row_bytes / 2;
+  // An exclusive or of these bits of an address, shifted, swizzles it: stages are aligned.
+  uint32_t swizzle = Swizzle::OfRows(p.row_bytes).mask << 4;
+  const uint64_t descriptor = MatrixDescriptor(1024, 1024, 128);
+
+  // Lanes give the addresses of 8 pixels and 8 channels each, in the order of the four matrices:
+  // channels first.
+  const int lane_pixel = lane / 16 * 8 + lane % 8;
+  uint32_t tap[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    // Rows after the last tap repeat it, and are not stored.
+    const int at = item.set.begin + ((first + u) * 64 + warp_row) / channels;
+    tap[u] = p.tap[min(at, item.set.end - 1)] + warp_row % channels * 2 + lane / 8 % 2 * 16;
+    Keep(tap[u]);
+  }
+  Keep(swizzle);
+  Keep(zeros);
+
+  float sums[kUnits][kColumns / 2] = {};
+  uint32_t fragments[2][kUnits][4];
+  int step = 0;
+  int done = -1;  // the stage before this one, if products under way still use it
+  Ring ring;
+  const int32_t* table = nullptr;
+  uint64_t b = 0;
+  const auto multiply = [&](uint32_t (&a)[kUnits][4]) {
+    if (step == 0) {
+      Wait(&barriers.full[ring.stage], ring.parity);
+      table = tables + ring.stage * kPixels + lane_pixel;
+      b = At(descriptor, stages + ring.stage * (p.image_stage + p.cotangent_stage) + p.image_stage);
+    }
+    const int pixel = *table;
+    table += 16;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      // Pixels that do not exist are zeros. Their cotangents are too, but what is in a stage in
+      // their place need not be finite.
+      const uint32_t entry = pixel + tap[u];
+      LoadTransposed(a[u], SelectBySign(pixel, entry ^ (entry >> 3 & swizzle), zeros));
+    }
+    ProductsBegin();
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) Multiply<T, kColumns, true>(sums[u], a[u], b, 1);
+    ProductsCommit();
+    // Those of the step before are done.
+    ProductsWait<1>();
+    if (step == 0 && done >= 0 && lane == 0) ptx::mbarrier_arrive(&barriers.empty[done]);
+    b += 16 * 2 * kColumns >> 4;
+    if (++step == p.steps) {
+      step = 0;
+      done = ring.stage;
+      ring.Advance(p.ring);
+    }
+  };
+  // Fragments of a step are loaded while those of the step before are multiplied.
+  for (int left = (item.end - item.begin) * p.steps; left > 0; left -= 2) {
+    multiply(fragments[0]);
+    if (left == 1) break;
+    multiply(fragments[1]);
+  }
+  ProductsWait<0>();
+
+  const int columns = p.outputs - item.column;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = (first + u) * 64 + warp_row + 8 * half + lane / 4;
+      const int tap_number = item.set.begin + row / channels;
+      const int channel = item.channel + row % channels;
+      const bool exists = tap_number < item.set.end && channel < p.channels;
+      const int64_t offset = item.split * p.size +
+                             (int64_t{tap_number} * p.channels + channel) * p.outputs + item.column;
+      if (p.is_wide) {
+        StoreRow(sums[u], half, exists ? static_cast<float*>(p.result) + offset : nullptr, columns);
+      } else {
+        StoreRow<T>(sums[u], half, exists ? static_cast<T*>(p.result) + offset : nullptr, columns);
+      }
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
+    SumPixels(const __grid_constant__ Params p) {
+#if JAXOPS_HAS_WGMMA
+  extern __shared__ char shared[];
+  char* aligned = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
+  Barriers& barriers = *reinterpret_cast<Barriers*>(aligned);
+  char* zeros = aligned + kBarrierBytes;
+  int32_t* tables = reinterpret_cast<int32_t*>(zeros + kZeroBytes);
+  char* stages = aligned + kHeadBytes;
+  const Item item(p);
+  const int units = item.Units(p);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < p.ring; ++i) {
+      ptx::mbarrier_init(barriers.full + i, 1);
+      ptx::mbarrier_init(barriers.empty + i, 4 * min(units, kWarpgroups));
+    }
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+  }
+  // No copy writes the cotangents of the pixels that fill up the last step of a stage.
+  const auto clear = [](char* from, int bytes) {
+    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) {
+      *reinterpret_cast<uint4*>(from + i) = {0, 0, 0, 0};
+    }
+  };
+  clear(zeros, kZeroBytes);
+  const int copied = p.stage_rows * p.strip_width * 2 * kColumns;
+  for (int i = 0; i < p.ring; ++i) {
+    clear(stages + i * (p.image_stage + p.cotangent_stage) + p.image_stage + copied,
+          p.cotangent_stage - copied);
+  }
+  // What was written is read by products.
+  ptx::fence_proxy_async(ptx::space_shared);
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    GiveRegisters<40>();
+    if (threadIdx.x / 32 == 0) CopyStages(p, item, barriers, tables, stages);
+  } else {
+    TakeRegisters<152>();
+    // Units are shared out evenly; a warpgroup without any has nothing to do.
+    const int warpgroup = threadIdx.x / 128 - 1;
+    const int least = units / kWarpgroups, more = units % kWarpgroups;
+    const int first = warpgroup * least + min(warpgroup, more);
+    const auto multiply = [&](auto count) {
+      MultiplyUnits<T, decltype(count)::value>(p, item, first, barriers, tables,
+                                               SharedAddress(zeros), SharedAddress(stages));
+    };
+    switch (least + (warpgroup < more)) {
+      case 1:
+        multiply(std::integral_constant<int, 1>());
+        break;
+      case 2:
+        multiply(std::integral_constant<int, 2>());
+        break;
+      case 3:
+        multiply(std::integral_constant<int, 3>());
+        break;
+      default:
+        break;
+    }
+  }
+#endif
+}
+
+// Adds the sums of all splits, four entries a thread. With many splits the threads of a column of
+// the block share them, each adding every so many, and one adds what these have.
+constexpr int kAddThreads = 256;
+
+template <typename Out>
+__global__ void __launch_bounds__(kAddThreads)
+    AddSplits(const float4* __restrict__ from, Out* __restrict__ to, int64_t count, int splits) {
+  __shared__ float4 parts[kAddThreads];
+  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  float4 sum = {0, 0, 0, 0};
+  const auto add = [&](const float4& v) {
+    sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
+  };
+  if (at < count) {
+#pragma unroll 8
+    for (int s = threadIdx.y; s < splits; s += blockDim.y) add(from[s * count + at]);
+  }
+  if (blockDim.y > 1) {
+    parts[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0) return;
+    for (int y = 1; y < blockDim.y; ++y) add(parts[y * blockDim.x + threadIdx.x]);
+  }
+  if (at >= count) return;
+  if constexpr (std::is_same_v<Out, float>) {
+    reinterpret_cast<float4*>(to)[at] = sum;
+  } else {
+    reinterpret_cast<uint2*>(to)[at] = {Pack<Out>(sum.x, sum.y), Pack<Out>(sum.z, sum.w)};
+  }
+}
+
+// --- what the host decides -----------------------------------------------------------------------
+
+// Which taps a set may have: any, those of a row, or one.
+enum class Grouping { kAll, kRow, kTap };
+
+// Fills in how the sum is cut up with this many rows of pixels in a stage; false where it does not
+// fit. The strips are known.
+bool Plan(Params& p, const Call& call, Grouping grouping, int stage_rows) {
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  const int block = p.row_bytes / 2;
+
+  // As few sets as there can be, of about as many taps.
+  const int taps = static_cast<int>(h.taps * w.taps);
+  const int most = grouping == Grouping::kAll   ? taps
+                   : grouping == Grouping::kRow ? static_cast<int>(w.taps)
+                                                : 1;
+  const int64_t units = CeilDiv(most * block, 64);
+  const int64_t parts = CeilDiv(units, kWarpgroups * kMaxUnits);
+  const int64_t per_set = std::min<int64_t>(most, CeilDiv(units, parts) * (64 / block));
+  const auto row = [&](int t) { return t / w.taps * h.dilation - h.low; };
+  const auto column = [&](int t) { return t % w.taps * w.dilation - w.low; };
+  p.sets = 0;
+  for (int t = 0; t < taps; ++t) {
+    const bool joins = t > 0 && t - p.set[p.sets - 1].begin < per_set &&
+                       (grouping != Grouping::kRow || t % w.taps != 0);
+    if (!joins) p.set[p.sets++] = {static_cast<int16_t>(t), 0, INT32_MAX, INT32_MAX};
+    Set& set = p.set[p.sets - 1];
+    set.end = static_cast<int16_t>(t + 1);
+    set.row = static_cast<int32_t>(std::min<int64_t>(set.row, row(t)));
+    set.column = static_cast<int32_t>(std::min<int64_t>(set.column, column(t)));
+  }
+  int64_t row_span = 1, column_span = 1;
+  for (int s = 0; s < p.sets; ++s) {
+    for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
+      row_span = std::max(row_span, row(t) - p.set[s].row + 1);
+      column_span = std::max(column_span, column(t) - p.set[s].column + 1);
+    }
+  }
+
+  // Rows and columns between those of a single tap are left out.
+  const bool one_row = row_span == 1, one_column = column_span == 1;
+  p.row_step = one_row ? 1 : p.stride_row;
+  p.image_step = one_row ? p.stride_row : 1;
+  const int column_step = one_column ? 1 : p.stride_column;
+  const int64_t columns = int64_t{p.strip_width - 1} * column_step + column_span;
+  const int64_t box = one_column ? int64_t{p.strip_width - 1} * p.stride_column + 1 : columns;
+  // 512 stands for more rows than any stage holds, before they are multiplied.
+  if (box > kMaxBox || row_span > 512 || p.row_step > 512) return false;
+  if (one_column && p.stride_column > kMaxStride) return false;
+  p.span = static_cast<int>(row_span);
+  p.column_bytes = column_step * p.row_bytes;
+  p.copy_bytes = static_cast<int>(columns * p.row_bytes);
+  p.pitch = static_cast<int>(CeilDiv(p.copy_bytes, 128) * 128);
+
+  // The most strips that the rows of a stage can touch.
+  const int touched = p.rows % stage_rows == 0   ? 1
+                      : stage_rows % p.rows == 0 ? stage_rows / p.rows
+                                                 : (stage_rows - 2 + p.rows) / p.rows + 1;
+  const int64_t image_rows =
+      int64_t{stage_rows} * p.row_step + std::max<int64_t>(0, p.span - p.row_step) * touched;
+  const int64_t image_stage = CeilDiv(image_rows * p.pitch, 1024) * 1024;
+  p.stage_rows = stage_rows;
+  p.steps = static_cast<int>(CeilDiv(stage_rows * p.strip_width, 16));
+  p.cotangent_stage = p.steps * 16 * 2 * kColumns;
+  if (2 * (image_stage + p.cotangent_stage) > kStagesBytes) return false;
+  p.image_stage = static_cast<int>(image_stage);
+  p.ring = std::min(kMaxStages, kStagesBytes / (p.image_stage + p.cotangent_stage));
+  for (int s = 0; s < p.sets; ++s) {
+    for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
+      p.tap[t] = static_cast<int32_t>((row(t) - p.set[s].row) * p.pitch +
+                                      (column(t) - p.set[s].column) * p.row_bytes);
+    }
+  }
+  return true;
+}
+
+// Decides all but addresses, from sizes and the number of processors alone.
+bool Plan(Params& p, const Call& call, int processors) {
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  if (h.taps * w.taps > kMaxTaps || call.channels % 8 || call.outputs % 8) return false;
+  p.channels = static_cast<int>(call.channels);
+  p.outputs = static_cast<int>(call.outputs);
+  p.size = h.taps * w.taps * call.channels * call.outputs;
+  p.rows = static_cast<int>(h.out);
+  p.columns = static_cast<int>(w.out);
+  p.stride_row = static_cast<int>(h.stride);
+  // A single column has no neighbours.
+  p.stride_column = w.out > 1 ? static_cast<int>(w.stride) : 1;
+  // A strip is no wider than a copy that leaves the columns between out.
+  const int64_t widest = std::min<int64_t>(kMaxStripWidth, (kMaxBox - 1) / p.stride_column + 1);
+  p.strips = static_cast<int>(CeilDiv(w.out, widest));
+  p.strip_width = static_cast<int>(CeilDiv(w.out, p.strips));
+  const int64_t pixel_rows = call.images * p.strips * h.out;
+  if (pixel_rows > INT32_MAX - 1024) return false;
+  const int block = call.channels <= 16 ? 16 : call.channels <= 32 ? 32 : 64;
+  p.row_bytes = 2 * block;
+  p.channel_blocks = static_cast<int>(CeilDiv(call.channels, block));
+  p.column_tiles = static_cast<int>(CeilDiv(call.outputs, kColumns));
+
+  // The rows of a stage that waste least of its last step; of these as many as may be. Fewer are
+  // better than taps apart, if they do not waste much more.
+  struct Choice {
+    int rows, steps;
+  };
+  Choice choices[kMaxStageRows];
+  int count = 0;
+  for (int rows = 1;
+       rows <= std::min<int64_t>(kMaxStageRows, pixel_rows) && rows * p.strip_width <= kPixels;
+       ++rows) {
+    choices[count++] = {rows, static_cast<int>(CeilDiv(rows * p.strip_width, 16))};
+  }
+  std::sort(choices, choices + count, [](const Choice& a, const Choice& b) {
+    const int difference = a.rows * b.steps - b.rows * a.steps;
+    return difference != 0 ? difference > 0 : a.rows > b.rows;
+  });
+  bool fits = false;
+  for (const bool any : {false, true}) {
+    for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
+      for (int i = 0; i < count && !fits; ++i) {
+        const bool wastes =
+            4 * choices[i].rows * choices[0].steps < 3 * choices[0].rows * choices[i].steps;
+        fits = (any || !wastes) && Plan(p, call, grouping, choices[i].rows);
+      }
+    }
+  }
+  if (!fits) return false;
+  p.stages = static_cast<int>(CeilDiv(pixel_rows, p.stage_rows));
+
+  // As many splits as are done first, if a block takes as long as this many stages besides those
+  // that it multiplies. A few splits are enough where there are many items.
+  constexpr int64_t kBlockCost = 6;
+  const int64_t items = int64_t{p.channel_blocks} * p.column_tiles * p.sets;
+  if (items > INT32_MAX / 8) return false;
+  p.splits = 1;
+  int64_t least = 0;
+  for (int64_t splits = 1;
+       splits == 1 || (splits <= p.stages && items * splits <= int64_t{4} * processors); ++splits) {
+    const int64_t cost =
+        CeilDiv(items * splits, processors) * (CeilDiv(p.stages, splits) + kBlockCost);
+    if (splits == 1 || cost < least) {
+      p.splits = static_cast<int>(splits);
+      least = cost;
+    }
+  }
+  return true;
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+// The driver's function, found at run time because the module does not link to the driver.
+Encode EncodeTiled() {
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<Encode>(function)
+               : nullptr;
+  }();
+  return encode;
+}
+
+// Rows of 2-byte entries, four dimensions, fastest first; `steps` leaves entries of the box out.
+cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (&sizes)[4],
+                const int64_t (&box)[4], const int64_t (&steps)[4], int row_bytes) {
+  const Encode encode = EncodeTiled();
+  if (!encode) return cudaErrorNotSupported;
+  cuuint64_t dims[4], strides[4];
+  cuuint32_t boxes[4], traversal[4];
+  int64_t stride = 2;
+  for (int i = 0; i < 4; ++i) {
+    dims[i] = sizes[i];
+    stride *= sizes[i];
+    strides[i] = stride;
+    boxes[i] = static_cast<cuuint32_t>(box[i]);
+    traversal[i] = static_cast<cuuint32_t>(steps[i]);
+  }
+  const CUresult result = encode(
+      &map,
+      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+      const_cast<void*>(data), dims, strides, boxes, traversal, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+      : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                        : CU_TENSOR_MAP_SWIZZLE_32B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <typename Out>
+cudaError_t LaunchAddSplits(cudaStream_t stream, const Params& p, const void* workspace,
+                            void* result) {
+  const int64_t count = p.size / 4;
+  const dim3 threads = p.splits >= 16 ? dim3(32, kAddThreads / 32) : dim3(kAddThreads, 1);
+  const int64_t blocks = CeilDiv(count, threads.x);
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  AddSplits<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
+      static_cast<const float4*>(workspace), static_cast<Out*>(result), count, p.splits);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
+  cudaError_t error = cudaFuncSetAttribute(
+      &SumPixels<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  const int blocks = p.channel_blocks * p.column_tiles * p.sets * p.splits;
+  SumPixels<T><<<blocks, 128 * (kWarpgroups + 1), kSharedBytes, stream>>>(p);
+  error = cudaGetLastError();
+  if (error != cudaSuccess || p.splits == 1) return error;
+  return call.result_dtype == DType::kF32 ? LaunchAddSplits<float>(stream, p, p.result, call.result)
+                                          : LaunchAddSplits<T>(stream, p, p.result, call.result);
+}
+
+}  // namespace
+
+int64_t KernelGradWorkspace(const Call& call, int processors) {
+  Params p{};
+  return Plan(p, call, processors) && p.splits > 1 ? p.splits * p.size * 4 : 0;
+}
+
+cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* workspace,
+                             int processors) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error != cudaSuccess) return error;
+  Params p{};
+  if (major != 9 || !Plan(p, call, processors)) return cudaErrorNotSupported;
+  p.result = p.splits > 1 ? workspace : call.result;
+  p.is_wide = p.splits > 1 || call.result_dtype == DType::kF32;
+
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  const int64_t step = p.column_bytes == p.row_bytes ? p.stride_column : 1;
+  error = Map(p.image_map, call.dtype, call.image, {call.channels, w.in, h.in, call.images},
+              {p.row_bytes / 2, (p.copy_bytes / p.row_bytes - 1) * step + 1, 1, 1}, {1, step, 1, 1},
+              p.row_bytes);
+  if (error != cudaSuccess) return error;
+  error =
+      Map(p.cotangent_map, call.dtype, call.cotangent, {call.outputs, w.out, h.out, call.images},
+          {kColumns, p.strip_width, 1, 1}, {1, 1, 1, 1}, 2 * kColumns);
+  if (error != cudaSuccess) return error;
+  return call.dtype == DType::kF16 ? Launch<__half>(stream, p, call)
+                                   : Launch<__nv_bfloat16>(stream, p, call);
+}
+
+}  // namespace jaxops::conv::cuda

@@ -1,0 +1,162 @@
+// What kernels for Hopper (sm_90a) are made of and CCCL has no name for: matrix products of a
+// warpgroup, and shared memory as the bulk copies swizzle it.
+#ifndef JAXOPS_CUDA_HOPPER_CUH_
+#define JAXOPS_CUDA_HOPPER_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cuda/ptx>
+#include <type_traits>
+
+// Only code for sm_90a itself knows these instructions. Kernels are empty elsewhere, and not
+// launched there.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define JAXOPS_HAS_WGMMA 1
+#else
+#define JAXOPS_HAS_WGMMA 0
+#endif
+
+namespace jaxops::cuda::hopper {
+
+namespace ptx = ::cuda::ptx;
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Waits for the completion of the phase of a barrier that has this parity.
+__device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+// Gives registers of this warpgroup up, or takes some that others gave up.
+template <int kCount>
+__device__ inline void GiveRegisters() {
+#if JAXOPS_HAS_WGMMA
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+__device__ inline void TakeRegisters() {
+#if JAXOPS_HAS_WGMMA
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
+// Rows of 32, 64 or 128 bytes as bulk copies swizzle them: which 16 bytes of a row lie where
+// depends on the address, in steps of 128 bytes.
+struct Swizzle {
+  uint32_t mask;
+
+  __device__ static Swizzle OfRows(uint32_t row_bytes) { return {row_bytes / 16 - 1}; }
+
+  // What the bits of the 16 bytes within a row are combined with, by an exclusive or.
+  __device__ uint32_t operator()(uint32_t row_address) const {
+    return ((row_address >> 7) & mask) << 4;
+  }
+};
+
+// Four 8 x 8 matrices of 2-byte entries, a row from the address of each lane.
+__device__ inline void LoadMatrices(uint32_t (&to)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row_address));
+}
+
+// The same, each matrix transposed.
+__device__ inline void LoadTransposed(uint32_t (&to)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row_address));
+}
+
+// --- products of a warpgroup ---------------------------------------------------------------------
+
+// A swizzled matrix in shared memory, as products take it. `leading` and `stride` are the bytes
+// between its parts: of a matrix whose rows lie along the sum, 8 rows are `stride` apart; of one
+// whose rows lie across, 64 columns are `leading` apart, and 8 rows `stride`.
+__device__ inline uint64_t MatrixDescriptor(uint32_t leading, uint32_t stride, uint32_t row_bytes) {
+  const uint64_t layout = row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : 3;
+  return uint64_t{leading >> 4} << 16 | uint64_t{stride >> 4} << 32 | layout << 62;
+}
+__device__ inline uint64_t At(uint64_t descriptor, uint32_t address) {
+  return descriptor | ((address & 0x3FFFF) >> 4);
+}
+
+__device__ inline void ProductsBegin() {
+#if JAXOPS_HAS_WGMMA
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void ProductsCommit() {
+#if JAXOPS_HAS_WGMMA
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+// Waits until at most so many committed groups of products are under way.
+template <int kGroups>
+__device__ inline void ProductsWait() {
+#if JAXOPS_HAS_WGMMA
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+#endif
+}
+
+// clang-format off
+#define JAXOPS_SUMS8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+  "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define JAXOPS_SUMS32(d, i) \
+  JAXOPS_SUMS8(d, i), JAXOPS_SUMS8(d, i + 8), JAXOPS_SUMS8(d, i + 16), JAXOPS_SUMS8(d, i + 24)
+#define JAXOPS_TEN(t) \
+  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define JAXOPS_FIRST32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " JAXOPS_TEN(1) JAXOPS_TEN(2) "%30, %31"
+#define JAXOPS_FIRST64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " JAXOPS_TEN(1) JAXOPS_TEN(2) JAXOPS_TEN(3) \
+  JAXOPS_TEN(4) JAXOPS_TEN(5) "%60, %61, %62, %63"
+#define JAXOPS_PRODUCT(shape, type, sums, a0, a1, a2, a3, b, adds, across, ...) \
+  asm volatile( \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, " adds ", 0;\n" \
+      "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" sums "}, " \
+      "{" a0 ", " a1 ", " a2 ", " a3 "}, " b ", p, 1, 1, " across ";\n}\n" \
+      : __VA_ARGS__ \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(add), \
+        "n"(kAcross ? 1 : 0))
+// clang-format on
+
+// sums (+)= a b, of 64 rows, 16 terms and kColumns columns: `a` in the registers of a warpgroup
+// like LoadMatrices leaves it, `b` in shared memory, with rows across the sum if kAcross.
+template <typename T, int kColumns, bool kAcross>
+__device__ inline void Multiply(float (&sums)[kColumns / 2], const uint32_t (&a)[4],
+                                uint64_t b_descriptor, int add) {
+  static_assert(kColumns == 64 || kColumns == 128);
+#if JAXOPS_HAS_WGMMA
+  if constexpr (kColumns == 64 && std::is_same_v<T, __half>) {
+    JAXOPS_PRODUCT("m64n64k16", "f16", JAXOPS_FIRST32, "%32", "%33", "%34", "%35", "%36", "%37",
+                   "%38", JAXOPS_SUMS32(sums, 0));
+  } else if constexpr (kColumns == 64) {
+    JAXOPS_PRODUCT("m64n64k16", "bf16", JAXOPS_FIRST32, "%32", "%33", "%34", "%35", "%36", "%37",
+                   "%38", JAXOPS_SUMS32(sums, 0));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    JAXOPS_PRODUCT("m64n128k16", "f16", JAXOPS_FIRST64, "%64", "%65", "%66", "%67", "%68", "%69",
+                   "%70", JAXOPS_SUMS32(sums, 0), JAXOPS_SUMS32(sums, 32));
+  } else {
+    JAXOPS_PRODUCT("m64n128k16", "bf16", JAXOPS_FIRST64, "%64", "%65", "%66", "%67", "%68", "%69",
+                   "%70", JAXOPS_SUMS32(sums, 0), JAXOPS_SUMS32(sums, 32));
+  }
+#endif
+}
+
+#undef JAXOPS_PRODUCT
+#undef JAXOPS_FIRST64
+#undef JAXOPS_FIRST32
+#undef JAXOPS_TEN
+#undef JAXOPS_SUMS32
+#undef JAXOPS_SUMS8
+
+}  // namespace jaxops::cuda::hopper
+
+#endif  // JAXOPS_CUDA_HOPPER_CUH_

@@ -1,0 +1,153 @@
+// XLA FFI handlers of convolution on CUDA devices.
+#include "ffi/conv_cuda.h"
+
+#include <stdexcept>
+#include <utility>
+
+#include "cuda/conv.h"
+#include "ffi/cuda_status.h"
+#include "ffi/decode.h"
+#include "ffi/handlers_cuda.h"
+
+namespace jaxops::ffi {
+namespace {
+
+namespace xf = xla::ffi;
+using conv::Call;
+using conv::kDims;
+using Integers = xf::Span<const int64_t>;
+
+// Fills `call` from the sizes of images (rows..., in..., channels), kernel (taps..., channels,
+// outputs) and results (rows..., out..., outputs). There is an entry of `strides`, `dilation` and
+// `low` for each of the one or two dimensions.
+xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out, Integers strides,
+                 Integers dilation, Integers low) {
+  const size_t count = strides.size();
+  const auto mismatch = [&] {
+    return InvalidArgument("conv: images ", ToString(in), ", kernel ", ToString(taps),
+                           " and results ", ToString(out), " do not fit");
+  };
+  if (count < 1 || count > kDims || dilation.size() != count || low.size() != count ||
+      in.size() < count + 1 || out.size() != in.size() || taps.size() != count + 2) {
+    return mismatch();
+  }
+  const size_t leading = in.size() - count - 1;
+  call.images = 1;
+  for (size_t i = 0; i < leading; ++i) {
+    if (in[i] != out[i]) return mismatch();
+    call.images *= in[i];
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (strides[i] < 1 || dilation[i] < 1) {
+      return InvalidArgument("conv: strides and dilations must be >= 1, got ", strides[i], " and ",
+                             dilation[i]);
+    }
+    call.dims[kDims - count + i] = {in[leading + i], out[leading + i], taps[i],
+                                    strides[i],      dilation[i],      low[i]};
+  }
+  call.channels = in.back();
+  call.outputs = out.back();
+  if (taps[count] != call.channels || taps[count + 1] != call.outputs) return mismatch();
+  return xf::Error::Success();
+}
+
+// The type of both operands, and that of the result.
+xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b,
+                      const xf::AnyBuffer& result) {
+  JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "conv", "images", a));
+  JAXOPS_RETURN_IF_ERROR(SetType(call.result_dtype, "conv", "result", result));
+  const bool is_short = call.dtype == DType::kF16 || call.dtype == DType::kBF16;
+  const bool fits = call.result_dtype == call.dtype || call.result_dtype == DType::kF32;
+  if (!is_short || !fits || a.element_type() != b.element_type()) {
+    return InvalidArgument("conv: operands must both be f16 or bf16, and the result that or f32");
+  }
+  return xf::Error::Success();
+}
+
+xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
+                     xf::Result<xf::AnyBuffer> y, Integers strides, Integers dilation,
+                     Integers low) {
+  Call call = {};
+  JAXOPS_RETURN_IF_ERROR(
+      Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), strides, dilation, low));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, kernel, *y));
+  call.image = x.untyped_data();
+  call.kernel = kernel.untyped_data();
+  call.result = y->untyped_data();
+  return ToError("conv", conv::cuda::LaunchForward(stream, call));
+}
+
+xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
+                       xf::Result<xf::AnyBuffer> dx, Integers strides, Integers dilation,
+                       Integers low) {
+  Call call = {};
+  JAXOPS_RETURN_IF_ERROR(
+      Decode(call, dx->dimensions(), kernel.dimensions(), g.dimensions(), strides, dilation, low));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, g, kernel, *dx));
+  call.image = g.untyped_data();
+  call.kernel = kernel.untyped_data();
+  call.result = dx->untyped_data();
+  return ToError("conv input gradient", conv::cuda::LaunchInputGrad(stream, call));
+}
+
+xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
+                        xf::Result<xf::AnyBuffer> dkernel, xf::Result<xf::AnyBuffer> workspace,
+                        Integers strides, Integers dilation, Integers low) {
+  Call call = {};
+  JAXOPS_RETURN_IF_ERROR(
+      Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), strides, dilation, low));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, g, *dkernel));
+  const int64_t needed = conv::cuda::KernelGradWorkspace(call);
+  if (static_cast<int64_t>(workspace->size_bytes()) < needed) {
+    return InvalidArgument("conv kernel gradient: the workspace must have ", needed, " bytes, got ",
+                           workspace->size_bytes());
+  }
+  call.image = x.untyped_data();
+  call.cotangent = g.untyped_data();
+  call.result = dkernel->untyped_data();
+  return ToError("conv kernel gradient",
+                 conv::cuda::LaunchKernelGrad(stream, call, workspace->untyped_data()));
+}
+
+template <typename Binding>
+auto BindAttributes(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Attr<Integers>("strides")
+      .template Attr<Integers>("dilation")
+      .template Attr<Integers>("low");
+}
+
+auto BindOperands() {
+  return xf::Ffi::Bind()
+      .Ctx<xf::PlatformStream<cudaStream_t>>()
+      .Arg<xf::AnyBuffer>()
+      .Arg<xf::AnyBuffer>()
+      .Ret<xf::AnyBuffer>();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvCuda, RunForward, BindAttributes(BindOperands()),
+                              {xf::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvInputGradCuda, RunInputGrad, BindAttributes(BindOperands()),
+                              {xf::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvKernelGradCuda, RunKernelGrad,
+                              BindAttributes(BindOperands().Ret<xf::AnyBuffer>()),
+                              {xf::Traits::kCmdBufferCompatible});
+
+int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
+                                const std::vector<int64_t>& out,
+                                const std::vector<int64_t>& strides,
+                                const std::vector<int64_t>& dilation,
+                                const std::vector<int64_t>& low) {
+  const auto span = [](const std::vector<int64_t>& v) { return Integers(v.data(), v.size()); };
+  Call call = {};
+  const xf::Error error =
+      Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
+  if (error.failure()) throw std::invalid_argument(error.message());
+  return conv::cuda::KernelGradWorkspace(call);
+}
+
+}  // namespace jaxops::ffi

@@ -1,0 +1,21 @@
+// What lowering asks of the convolution on CUDA devices before it calls a handler.
+#ifndef JAXOPS_FFI_CONV_CUDA_H_
+#define JAXOPS_FFI_CONV_CUDA_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace jaxops::ffi {
+
+// The bytes that the handler of the kernel gradient needs as its second result, of images `in`
+// (rows..., in..., channels), a kernel `taps` (taps..., channels, outputs) and cotangents `out`.
+// Throws std::invalid_argument where they do not fit.
+int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
+                                const std::vector<int64_t>& out,
+                                const std::vector<int64_t>& strides,
+                                const std::vector<int64_t>& dilation,
+                                const std::vector<int64_t>& low);
+
+}  // namespace jaxops::ffi
+
+#endif  // JAXOPS_FFI_CONV_CUDA_H_

@@ -1,0 +1,220 @@
+"""Convolution whose patches are never in memory: kernels for Hopper GPUs.
+
+They take images of 16-bit floats in one or two dimensions, one group, and channels and outputs in
+multiples of 8. Convolutions are brought into that form by linear maps of x, kernel and result:
+missing channels are zeros, and a few channels with strides between pixels become more channels
+without (space to depth), of which a step of a product then holds fewer zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxops._core import compat, native
+from jaxops._core.windows import Windows
+
+# Those of `cuda/conv.h`.
+_MAX_TAPS = 128
+_MAX_STRIDE = 8
+_MAX_PIXELS = 1 << 30
+# What bulk copies move of an image, in entries of 2 bytes.
+_UNIT = 8
+
+_TARGETS = ("jaxops_conv", "jaxops_conv_input_grad", "jaxops_conv_kernel_grad")
+native.CUDA_TARGETS.extend(_TARGETS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A convolution as the kernels take it.
+
+    The convolution is `of_y` of that of `of_x(x)` with `of_kernel(kernel)`. All three are linear.
+
+    Attributes:
+      windows: over of_x(x).
+      channels: of of_x(x).
+      outputs: of the result that of_y is given.
+      fan_in: the channels of x.
+      fan_out: those of y.
+      deep: the windows over x that become pixels of more channels, where they do.
+    """
+
+    windows: Windows
+    channels: int
+    outputs: int
+    fan_in: int
+    fan_out: int
+    deep: Windows | None
+
+    def of_x(self, x: jax.Array) -> jax.Array:
+        if self.deep is not None:
+            rank = len(self.deep.taps)
+            lead = x.ndim - 1 - rank
+            sizes = [n * s for n, s in zip(self.windows.ins, self.deep.strides, strict=True)]
+            pads = [
+                (low, n - low - size, 0)
+                for n, low, size in zip(sizes, self.deep.low, self.deep.ins, strict=True)
+            ]
+            x = lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0)] * lead + pads + [(0, 0, 0)])
+            x = _deepened(x, lead, self.deep.strides)
+        return _widened(x, -1, self.channels)
+
+    def of_kernel(self, kernel: jax.Array) -> jax.Array:
+        if self.deep is not None:
+            pads = [
+                (0, n * s - k, 0)
+                for n, s, k in zip(
+                    self.windows.taps, self.deep.strides, self.deep.taps, strict=True
+                )
+            ]
+            kernel = lax.pad(kernel, np.zeros((), kernel.dtype), [*pads, (0, 0, 0), (0, 0, 0)])
+            kernel = _deepened(kernel, 0, self.deep.strides)
+        return _widened(_widened(kernel, -2, self.channels), -1, self.outputs)
+
+    def of_y(self, y: jax.Array) -> jax.Array:
+        return y[..., : self.fan_out]
+
+
+def _deepened(array: jax.Array, at: int, steps: tuple[int, ...]) -> jax.Array:
+    """Blocks of so many steps along the dimensions from `at` on become entries of the next one."""
+    rank = len(steps)
+    shape = list(array.shape)
+    split = [
+        n for size, s in zip(shape[at : at + rank], steps, strict=True) for n in (size // s, s)
+    ]
+    array = array.reshape(*shape[:at], *split, *shape[at + rank :])
+    blocks = range(at, at + 2 * rank, 2)
+    inner = range(at + 1, at + 2 * rank, 2)
+    rest = range(at + 2 * rank, array.ndim)
+    array = array.transpose(*range(at), *blocks, *inner, *rest)
+    sizes = array.shape
+    merged = math.prod(sizes[at + rank : at + 2 * rank + 1])
+    return array.reshape(*sizes[: at + rank], merged, *sizes[at + 2 * rank + 1 :])
+
+
+def _widened(array: jax.Array, axis: int, size: int) -> jax.Array:
+    missing = size - array.shape[axis]
+    if missing == 0:
+        return array
+    pads = [(0, 0)] * array.ndim
+    pads[axis] = (0, missing)
+    return jnp.pad(array, pads)
+
+
+def form(windows: Windows, fan_in: int, fan_out: int) -> Form | None:
+    """The form of a convolution of one group, or None where it has none."""
+    rank = len(windows.taps)
+    steps = math.prod(windows.strides)
+    deep = None
+    if fan_in < _UNIT and steps > 1 and fan_in * steps <= 64 and set(windows.dilation) == {1}:
+        deep = windows
+        taps = tuple(-(-k // s) for k, s in zip(windows.taps, windows.strides, strict=True))
+        windows = dataclasses.replace(
+            windows,
+            ins=tuple(n + k - 1 for n, k in zip(windows.outs, taps, strict=True)),
+            taps=taps,
+            strides=(1,) * rank,
+            low=(0,) * rank,
+        )
+    reaches = [k * d for k, d in zip(windows.taps, windows.dilation, strict=True)]
+    if (
+        rank > 2
+        or windows.are_entries
+        or math.prod(windows.taps) > _MAX_TAPS
+        or max(windows.strides) > _MAX_STRIDE
+        or max(*reaches, *map(abs, windows.low), *windows.ins, *windows.outs) >= _MAX_PIXELS
+        or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
+    ):
+        return None
+    depth = fan_in * (steps if deep is not None else 1)
+    return Form(
+        windows=windows,
+        channels=-(-depth // _UNIT) * _UNIT,
+        outputs=-(-fan_out // _UNIT) * _UNIT,
+        fan_in=fan_in,
+        fan_out=fan_out,
+        deep=deep,
+    )
+
+
+def find_form(options: Any, platform: str | None, dtype: Any, *operands: jax.Array) -> Form | None:
+    """The form in which the kernels compute something of these operands, if they can."""
+    dtypes = {a.dtype for a in operands}
+    if (
+        platform != "cuda"
+        or options.groups != 1
+        or len(dtypes) != 1
+        or not dtypes <= {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
+        or (dtype not in dtypes and dtype != np.float32)
+        or not _has_kernels()
+    ):
+        return None
+    found = form(options.windows, options.fan_in, options.fan_out)
+    if found is None:
+        return None
+    pixels = max(math.prod(found.windows.ins), math.prod(found.windows.outs))
+    rows = [math.prod(a.shape[: a.ndim - 1 - len(found.windows.taps)]) for a in operands]
+    if 0 in rows or max(rows) * pixels >= _MAX_PIXELS:
+        return None
+    return found
+
+
+def _has_kernels() -> bool:
+    """Whether the GPUs here are those of the kernels, and the kernels are compiled for them."""
+    return "90a" in native.cuda_architectures() and compat.gpu_capabilities() == {"9.0"}
+
+
+def forward(x: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
+    """Of x (..., *ins, fan_in) and kernel (*taps, fan_in, fan_out)."""
+    result = _shape(x, form.windows.outs, form.outputs, dtype)
+    y = _call(0, [result], form, form.of_x(x), form.of_kernel(kernel))
+    return form.of_y(y)
+
+
+def input_grad(g: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
+    """Of g (..., *outs, fan_out)."""
+    result = _shape(g, form.windows.ins, form.channels, dtype)
+    dx = _call(1, [result], form, _widened(g, -1, form.outputs), form.of_kernel(kernel))
+    ins = form.windows.ins if form.deep is None else form.deep.ins
+    return _transposed(form.of_x, _shape(g, ins, form.fan_in, dtype), dx)
+
+
+def kernel_grad(x: jax.Array, g: jax.Array, form: Form, dtype: Any) -> jax.Array:
+    """The sum over all images: (*taps, fan_in, fan_out)."""
+    shape = (*form.windows.taps, form.channels, form.outputs)
+    result = jax.ShapeDtypeStruct(shape, dtype)
+    x, g = form.of_x(x), _widened(g, -1, form.outputs)
+    needed = native.conv_kernel_grad_workspace(x.shape, shape, g.shape, *_placement(form.windows))
+    workspace = jax.ShapeDtypeStruct((needed,), np.uint8)
+    dkernel = _call(2, [result, workspace], form, x, g)
+    taps = form.windows.taps if form.deep is None else form.deep.taps
+    like = jax.ShapeDtypeStruct((*taps, form.fan_in, form.fan_out), dtype)
+    return _transposed(form.of_kernel, like, dkernel)
+
+
+def _shape(like: jax.Array, sizes, channels, dtype) -> jax.ShapeDtypeStruct:
+    lead = like.shape[: like.ndim - 1 - len(sizes)]
+    return jax.ShapeDtypeStruct((*lead, *sizes, channels), dtype)
+
+
+def _transposed(function, like: jax.ShapeDtypeStruct, cotangent: jax.Array) -> jax.Array:
+    (result,) = jax.linear_transpose(function, like)(cotangent)
+    return result
+
+
+def _call(kind: int, results, form: Form, *operands: jax.Array) -> jax.Array:
+    call = jax.ffi.ffi_call(_TARGETS[kind], results)
+    names = ("strides", "dilation", "low")
+    placed = [np.array(steps, np.int64) for steps in _placement(form.windows)]
+    return call(*operands, **dict(zip(names, placed, strict=True)))[0]
+
+
+def _placement(windows: Windows) -> tuple[tuple[int, ...], ...]:
+    return windows.strides, windows.dilation, windows.low

@@ -1,0 +1,262 @@
+"""The kernels that convolve without patches in memory, and what calls are turned into for them."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxops
+from jaxops._core import native, tiles
+from jaxops._core.windows import Windows, place
+from jaxops.testing.measure import assert_close, on_reference, run, vjp_of
+
+NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
+
+
+def normal(seed, *shapes, dtype="float64"):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
+
+
+def of_lax(x, kernel, windows: Windows):
+    """The convolution, as windows describe it."""
+    padding = [
+        (low, (out - 1) * s + (k - 1) * d + 1 - low - n)
+        for low, out, s, k, d, n in zip(
+            windows.low,
+            windows.outs,
+            windows.strides,
+            windows.taps,
+            windows.dilation,
+            windows.ins,
+            strict=True,
+        )
+    ]
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        windows.strides,
+        padding,
+        rhs_dilation=windows.dilation,
+        dimension_numbers=NUMBERS[len(windows.taps)],
+    )
+
+
+def fake_call(kind, results, form, a, b):
+    """The kernels by `jax.lax`, which see no more than what the kernels are handed."""
+    windows = form.windows
+    x = jnp.zeros((a.shape[0], *windows.ins, form.channels), a.dtype)
+    kernel = jnp.zeros((*windows.taps, form.channels, form.outputs), a.dtype)
+    if kind == 0:
+        assert a.shape == x.shape
+        assert b.shape == kernel.shape
+        y = of_lax(a, b, windows)
+    elif kind == 1:
+        assert b.shape == kernel.shape
+        (y,) = jax.linear_transpose(lambda x: of_lax(x, b, windows), x)(a)
+    else:
+        (y,) = jax.linear_transpose(lambda k: of_lax(a, k, windows), kernel)(b)
+    assert y.shape == results[0].shape
+    return y
+
+
+def random_windows(data, rank):
+    def each(low, high):
+        return data.draw(st.tuples(*[st.integers(low, high)] * rank))
+
+    padding = data.draw(
+        st.sampled_from(["SAME", "VALID", tuple(zip(each(0, 3), each(0, 3), strict=True))])
+    )
+    ins, taps = each(1, 9), each(1, 5)
+    return place(
+        "test",
+        ins,
+        taps,
+        strides=each(1, 3),
+        padding=padding,
+        dilation=data.draw(st.sampled_from([1, 1, 2])),
+        channels_last=True,
+    )
+
+
+@hypothesis.settings(deadline=None, max_examples=12)
+@hypothesis.given(data=st.data())
+def test_the_form_of_a_convolution_is_that_convolution(data):
+    windows = random_windows(data, data.draw(st.integers(1, 2)))
+    fan_in, fan_out = data.draw(st.integers(1, 17)), data.draw(st.integers(1, 17))
+    form = tiles.form(windows, fan_in, fan_out)
+    hypothesis.assume(form is not None)
+    assert form.channels % 8 == form.outputs % 8 == 0
+    shapes = (
+        (2, *windows.ins, fan_in),
+        (*windows.taps, fan_in, fan_out),
+        (2, *windows.outs, fan_out),
+    )
+    x, kernel, g = normal(0, *shapes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_call", fake_call)
+        patch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
+        y = tiles.forward(x, kernel, form, x.dtype)
+        dx = tiles.input_grad(g, kernel, form, x.dtype)
+        dkernel = tiles.kernel_grad(x, g, form, x.dtype)
+
+    want, pull = jax.vjp(lambda x, k: of_lax(x, k, windows), x, kernel)
+    for got, wanted in zip((y, dx, dkernel), (want, *pull(g)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_few_channels_with_strides_become_more_without():
+    windows = place(
+        "test",
+        (224, 224),
+        (7, 7),
+        strides=2,
+        padding="SAME",
+        dilation=1,
+        channels_last=True,
+    )
+    form = tiles.form(windows, 3, 64)
+    assert form.windows.ins == (115, 115)
+    assert form.windows.taps == (4, 4)
+    assert form.windows.strides == (1, 1)
+    assert (form.channels, form.outputs) == (16, 64)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"taps": (1, 1), "padding": 0},  # a matrix product
+        {"taps": (12, 12), "sizes": (20, 20)},
+        {"strides": 9, "channels": 8},
+        {"channels": 0},
+        {"sizes": (0, 4)},
+        {"taps": (2, 2, 2), "sizes": (4, 4, 4)},
+    ],
+    ids=str,
+)
+def test_what_has_no_form(changes):
+    sizes, taps = changes.get("sizes", (8, 8)), changes.get("taps", (3, 3))
+    windows = place(
+        "test",
+        sizes,
+        taps,
+        strides=changes.get("strides", 1),
+        padding=changes.get("padding", "SAME"),
+        dilation=1,
+        channels_last=True,
+    )
+    assert tiles.form(windows, changes.get("channels", 8), 8) is None
+
+
+# --- on the GPUs that have the kernels -----------------------------------------------------------
+
+# (images, H, W), channels, outputs, taps and options: whole tiles and ragged ones, strips of wide
+# rows, few channels, several groups of taps, and all kinds of steps.
+CASES = {
+    "3x3": ((3, 14, 14), 64, 64, 3, {}),
+    "of many channels": ((2, 9, 11), 200, 328, 3, {}),
+    "of odd channels": ((2, 9, 11), 37, 41, 3, {}),
+    "of 16 channels": ((2, 20, 20), 16, 24, 5, {}),
+    "of 24 channels": ((2, 20, 20), 24, 8, 2, {}),
+    "of wide rows": ((2, 5, 150), 32, 72, 3, {}),
+    "of small images": ((70, 3, 2), 64, 64, 3, {}),
+    "stem": ((2, 31, 33), 3, 64, 7, {"strides": 2}),
+    "strided": ((2, 17, 30), 64, 136, 3, {"strides": (2, 3)}),
+    "strided 1x1": ((2, 17, 30), 96, 64, 1, {"strides": 2}),
+    "dilated": ((2, 30, 31), 64, 64, 3, {"dilation": (7, 2)}),
+    "far apart": ((1, 64, 64), 64, 64, 3, {"dilation": 25, "padding": 25}),
+    "9x9": ((1, 30, 30), 64, 64, 9, {}),
+    "asymmetric": ((2, 12, 13), 64, 64, 4, {"padding": ((0, 5), (3, 1))}),
+}
+
+
+@pytest.fixture
+def hopper(platform):
+    if platform.name != "cuda" or platform.device.compute_capability != "9.0":
+        pytest.skip("the kernels are for Hopper")
+    assert "90a" in native.cuda_architectures()
+    return platform
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name, dtype, hopper):
+    (rows, *sizes), channels, outputs, taps, options = CASES[name]
+    shapes = (rows, *sizes, channels), (taps, taps, channels, outputs)
+    x, kernel = normal(0, *shapes, dtype=dtype)
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, **options)
+
+    y = jax.eval_shape(function, x, kernel)
+    (g,) = normal(1, y.shape, dtype=dtype)
+    derivatives = vjp_of(function, (0, 1))
+    text = jax.jit(derivatives).lower(*jax.device_put(((g,), x, kernel), hopper.device)).as_text()
+    assert all(f"@{target}(" in text for target in tiles._TARGETS)
+    assert "jaxops_im2col" not in text
+
+    def oracle(x, kernel):
+        windows = place(
+            "test",
+            sizes,
+            (taps, taps),
+            **{"strides": 1, "padding": "SAME", "dilation": 1, **options},
+            channels_last=True,
+        )
+        return of_lax(x, kernel, windows)
+
+    got = run(derivatives, hopper, (g,), x, kernel)
+    want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
+    terms = max(taps * taps * max(channels, outputs), g.size // outputs)
+    assert_close(got, want, "value and gradients", dtype=dtype, terms=8 * terms, roundings=4)
+    again = run(derivatives, hopper, (g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_one_row_of_pixels(hopper):
+    x, kernel = normal(0, (2, 301, 64), (5, 64, 72), dtype="bfloat16")
+    numbers = NUMBERS[1]
+
+    def function(x, kernel):
+        return jaxops.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers)
+
+    def oracle(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers)
+
+    (g,) = normal(1, (2, 301, 72), dtype="bfloat16")
+    got = run(vjp_of(function, (0, 1)), hopper, (g,), x, kernel)
+    want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
+    assert_close(got, want, "one row", dtype="bfloat16", terms=8 * 602, roundings=4)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_nan_stays_in_its_windows(value, hopper):
+    """The kernel's gradient too has it only where a window covers the pixel; ragged tiles at that.
+
+    Zeros that fill up channels, pixels and images must not meet it.
+    """
+    x, kernel, g = normal(0, (3, 9, 67, 40), (3, 2, 40, 24), (3, 9, 67, 24), dtype="bfloat16")
+    x[2, 8, 66, 39] = value
+    windows = place(
+        "test", (9, 67), (3, 2), strides=1, padding="SAME", dilation=1, channels_last=True
+    )
+    got = run(vjp_of(jaxops.conv2d, (0, 1)), hopper, (g,), x, kernel)
+    want = on_reference(vjp_of(lambda x, k: of_lax(x, k, windows), (0, 1)), (g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(
+            np.isfinite(np.asarray(a, np.float64)), np.isfinite(np.asarray(b, np.float64))
+        )
+
+
+def test_no_patches_are_in_memory(hopper):
+    shapes = (8, 56, 56, 64), (3, 3, 64, 64), (8, 56, 56, 64)
+    x, kernel, g = jax.device_put(normal(0, *shapes, dtype="bfloat16"), hopper.device)
+    compiled = jax.jit(vjp_of(jaxops.conv2d, (0, 1))).lower((g,), x, kernel).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 9 * x.nbytes / 2
