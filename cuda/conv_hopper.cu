@@ -10,56 +10,26 @@
 // The gradient by the image is the same sum over the cotangent with taps mirrored and the kernel
 // transposed. Where strides lie between its pixels, those with the same remainders by the strides
 // have the same taps: each such set is a launch, the cells of it apart by the strides.
-#include <cuda.h>
-
-#include <algorithm>
-
-#include "common/fast_divide.h"
-#include "cuda/conv.h"
-#include "cuda/hopper.cuh"
-#include "cuda/launch.h"
+#include "cuda/conv_tiles.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {
 
-using jaxops::cuda::CeilDiv;
-using namespace jaxops::cuda::hopper;  // NOLINT: this file is made of it
-
+// Chunks of a group have so many steps: a step is 16 channels of a tap. With few channels a chunk
+// has several taps.
 constexpr int kSteps = 4;
-constexpr int kMaxStages = 8;
 constexpr int kBarrierBytes = 1024;
-// Of the 227 KiB of a block, less what aligns the stages.
-constexpr int kSharedBytes = 227 * 1024;
-constexpr int kStagesBytes = kSharedBytes - kBarrierBytes - 1024;
-// Pixels of a row that a tile has beside each other: a row of an image is cut into strips.
-constexpr int kMaxStripWidth = 64;
-constexpr int kMaxBox = 256;  // entries of a dimension that a bulk copy brings
+constexpr int kStagesBytes = kSharedBytes - kBarrierBytes - 1024;  // less what aligns the stages
 
-// Taps that find all their entries in one stage of image rows, in chunks of kSteps steps: a step is
-// 16 channels of a tap. With few channels a chunk has several taps.
-struct Group {
-  int32_t row, column;  // of the image, for the first tap and the pixel at 0, 0
-  int16_t begin, end;   // taps
-};
-
-struct Params {
+struct Params : Layout {
   CUtensorMap image_map;
   CUtensorMap kernel_map;
   void* result;
   int64_t result_image, result_row, result_column;  // entries between neighbours of the result
-  int outputs;
-  int pixels;  // of all images: of their strips, the rows of a strip, the columns of a row
-  int columns;
-  FastDivider strip_width, rows, strips;
-  int stride_row, stride_column;
-  int tiles;
+  int outputs, pixels, tiles;
   FastDivider column_tiles;
   int channel_blocks, last_steps;  // steps of a tap in the last block
-  int row_bytes;                   // of a block of channels of one pixel
   int chunk_taps;
-  // A stage has `row_step` rows more for a further row of pixels, which are `image_step` rows of
-  // the image apart, and `span` for the first one.
-  int row_step, span, image_step, column_bytes, pitch, copy_bytes;
   int image_stage, image_stages, kernel_stage, kernel_stages;  // bytes of a stage; stages
   int groups;
   bool has_taps;
@@ -82,61 +52,11 @@ struct Pixel {
   }
 };
 
-// Where the rows of a tile's pixels are in a stage: for each strip that the tile touches, the rows
-// that its windows touch.
-struct Rows {
-  int first_strip, first_row;
-  int first_count;  // stage rows of the first strip
-  int strip_count;  // of one from its first row to its last
-  int count;        // of all
-
-  __device__ Rows(const Params& p, int begin, int end) {
-    const Pixel from(p, begin), to(p, end - 1);
-    first_strip = from.strip;
-    first_row = from.row;
-    const int strips = to.strip - from.strip;
-    const int rows = p.rows.divisor();
-    const auto rows_of = [&](int pixel_rows) { return (pixel_rows - 1) * p.row_step + p.span; };
-    strip_count = rows_of(rows);
-    if (strips == 0) {
-      count = first_count = rows_of(to.row - from.row + 1);
-    } else {
-      first_count = rows_of(rows - from.row);
-      count = first_count + (strips - 1) * strip_count + rows_of(to.row + 1);
-    }
-  }
-
-  // The stage row of the first row that a pixel's window touches.
-  __device__ int Of(const Params& p, const Pixel& pixel) const {
-    const int strip = pixel.strip - first_strip;
-    return strip == 0 ? (pixel.row - first_row) * p.row_step
-                      : first_count + (strip - 1) * strip_count + pixel.row * p.row_step;
-  }
-};
-
-// One ring of stages, as one side goes around it.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 struct Barriers {
   uint64_t image_full[kMaxStages], image_empty[kMaxStages];
   uint64_t kernel_full[kMaxStages], kernel_empty[kMaxStages];
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
-
-__device__ void Expect(uint64_t* barrier, int bytes) {
-  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier,
-                                 bytes);
-}
 
 template <int kRows>
 __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
@@ -144,7 +64,8 @@ __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
   Ring ring;
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const int begin = p.column_tiles.Quotient(tile) * kRows;
-    const Rows rows(p, begin, min(begin + kRows, p.pixels));
+    const int end = min(begin + kRows, p.pixels);
+    const Rows rows(p, p.strip_width.Quotient(begin), p.strip_width.Quotient(end - 1));
     for (int block = 0; block < p.channel_blocks; ++block) {
       for (int g = 0; g < p.groups; ++g) {
         Wait(&barriers.image_empty[ring.stage], ring.parity ^ 1);
@@ -152,26 +73,7 @@ __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
         if (lane == 0) Expect(full, rows.count * p.copy_bytes);
         __syncwarp();
         char* stage = stages + ring.stage * p.image_stage;
-        for (int i = lane; i < rows.count; i += 32) {
-          int strip = rows.first_strip, row = rows.first_row, offset = i;
-          if (i >= rows.first_count) {
-            offset = i - rows.first_count;
-            strip += 1 + offset / rows.strip_count;
-            offset %= rows.strip_count;
-            row = 0;
-          }
-          const int image = p.strips.Quotient(strip);
-          strip -= image * p.strips.divisor();
-          const int32_t at[4] = {
-              block * (p.row_bytes / 2),
-              static_cast<int>(strip * p.strip_width.divisor()) * p.stride_column +
-                  p.group[g].column,
-              row * p.stride_row + p.group[g].row + offset * p.image_step,
-              image,
-          };
-          ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + i * p.pitch,
-                                    &p.image_map, at, full);
-        }
+        CopyRows(p, p.image_map, rows, p.group[g], block * (p.row_bytes / 2), stage, full);
         ring.Advance(p.image_stages);
       }
     }
@@ -216,57 +118,6 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
   }
 }
 
-template <typename T>
-__device__ uint32_t Pack(float a, float b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
-// Writes a row of sums of which each of four neighbouring lanes has two columns in eight. For whole
-// accesses these lanes first exchange, so that each has eight columns of every 32.
-template <typename T, int kColumns>
-__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, T* to, int left) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; j += 4) {
-    uint32_t v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[i] = Pack<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const uint32_t given = __shfl_xor_sync(~0u, lane & 1 ? v[i] : v[i + 1], 1);
-      (lane & 1 ? v[i] : v[i + 1]) = given;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t given = __shfl_xor_sync(~0u, lane & 2 ? v[i] : v[i + 2], 2);
-      (lane & 2 ? v[i] : v[i + 2]) = given;
-    }
-    const int column = 8 * (j + lane);
-    if (to && column < left) *reinterpret_cast<uint4*>(to + column) = {v[0], v[1], v[2], v[3]};
-  }
-}
-
-template <int kColumns>
-__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, float* to, int left) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const int column = 8 * j + 2 * lane;
-    if (to && column < left) {
-      *reinterpret_cast<float2*>(to + column) = {sums[4 * j + 2 * half],
-                                                 sums[4 * j + 2 * half + 1]};
-    }
-  }
-}
-
 template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross>
 __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t image_stages,
                               uint32_t kernel_stages) {
@@ -293,13 +144,14 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
     const int column = p.column_tiles.Peel(row_tile) * kColumns;
     const int begin = row_tile * kRows;
     const int end = min(begin + kRows, p.pixels);
-    const Rows rows(p, begin, end);
+    const Rows rows(p, p.strip_width.Quotient(begin), p.strip_width.Quotient(end - 1));
     uint32_t base[kBlocks];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       // Rows after the last pixel repeat it, and are not stored.
       const Pixel pixel(p, min(begin + warp_row + 64 * b + lane % 16, end - 1));
-      base[b] = rows.Of(p, pixel) * p.pitch + pixel.column * p.column_bytes + lane / 16 * 16;
+      base[b] = rows.Of(p, pixel.strip, pixel.row) * p.pitch + pixel.column * p.column_bytes +
+                lane / 16 * 16;
     }
 
     float sums[kBlocks][kColumns / 2];
@@ -446,10 +298,6 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 
 // A sum over taps, before it is known how it is tiled: of pixels, and of channels to outputs.
 struct Sum {
-  struct Tap {
-    int64_t row, column;  // of the image, for the pixel at 0, 0
-    int matrix;
-  };
   Tap tap[kMaxTaps];
   int taps;
   int64_t images, image_rows, image_columns, channels;
@@ -475,84 +323,32 @@ constexpr Shape kShapes[] = {{2, 2, 128, 100}, {3, 1, 128, 100}, {2, 1, 128, 105
 // Cycles of a tile besides its products, measured too.
 constexpr int64_t kTileCycles = 5000;
 
-// How much of the taps' entries one stage holds: those of all taps, of a row of them, or of one.
-enum class Grouping { kAll, kRow, kTap };
-
 // Fills in how the sum is cut up with tiles of this shape; false where it does not fit.
 bool Plan(Params& p, const Sum& sum, const Shape& shape, Grouping grouping) {
-  // A strip is no wider than a copy that leaves the columns between out.
-  const int64_t widest = std::min<int64_t>(kMaxStripWidth, (kMaxBox - 1) / sum.stride_column + 1);
-  const int64_t strips = CeilDiv(sum.columns, widest);
-  const int strip_width = static_cast<int>(CeilDiv(sum.columns, strips));
-  const int rows = static_cast<int>(sum.rows);
-  p.strip_width = FastDivider(strip_width);
-  p.strips = FastDivider(strips);
-  p.rows = FastDivider(rows);
-  p.columns = static_cast<int>(sum.columns);
+  p.CutColumns(sum.rows, sum.columns, sum.stride_row, sum.stride_column);
+  const int strip_width = p.strip_width.divisor(), rows = p.rows.divisor();
   p.outputs = static_cast<int>(sum.outputs);
-  const int64_t pixels = sum.images * strips * rows * strip_width;
+  const int64_t pixels = sum.images * p.strips.divisor() * rows * strip_width;
   if (pixels > INT32_MAX - 1024) return false;
   p.pixels = static_cast<int>(pixels);
-  p.stride_row = static_cast<int>(sum.stride_row);
-  p.stride_column = static_cast<int>(sum.stride_column);
   const int64_t column_tiles = CeilDiv(sum.outputs, shape.columns);
   p.column_tiles = FastDivider(column_tiles);
   const int64_t tiles = CeilDiv(pixels, shape.rows()) * column_tiles;
   if (tiles > INT32_MAX) return false;
   p.tiles = static_cast<int>(tiles);
 
-  const int block = sum.channels <= 16 ? 16 : sum.channels <= 32 ? 32 : 64;
+  const int block = ChannelBlock(sum.channels);
   p.channel_blocks = static_cast<int>(CeilDiv(sum.channels, block));
   p.last_steps = static_cast<int>(CeilDiv(sum.channels - (p.channel_blocks - 1) * block, 16));
   p.row_bytes = 2 * block;
-
   p.chunk_taps = 64 / block;
 
-  // The taps come in rows, the slower index.
-  p.groups = 0;
-  int64_t row_span = 1, column_span = 1;
-  for (int t = 0; t < sum.taps; ++t) {
-    const Sum::Tap& tap = sum.tap[t];
-    const bool joins = t > 0 && (grouping == Grouping::kAll ||
-                                 (grouping == Grouping::kRow && tap.row == sum.tap[t - 1].row));
-    if (!joins) p.group[p.groups++] = {INT32_MAX, INT32_MAX, static_cast<int16_t>(t), 0};
-    Group& group = p.group[p.groups - 1];
-    group.end = static_cast<int16_t>(t + 1);
-    group.row = static_cast<int32_t>(std::min<int64_t>(group.row, tap.row));
-    group.column = static_cast<int32_t>(std::min<int64_t>(group.column, tap.column));
-  }
-  for (int g = 0; g < p.groups; ++g) {
-    for (int t = p.group[g].begin; t < p.group[g].end; ++t) {
-      row_span = std::max(row_span, sum.tap[t].row - p.group[g].row + 1);
-      column_span = std::max(column_span, sum.tap[t].column - p.group[g].column + 1);
-    }
-  }
-  // Rows and columns between those of a single tap are left out.
-  const bool one_row = row_span == 1, one_column = column_span == 1;
-  p.row_step = one_row ? 1 : p.stride_row;
-  p.image_step = one_row ? p.stride_row : 1;
-  p.span = static_cast<int>(row_span);
-  const int column_step = one_column ? 1 : p.stride_column;
-  const int64_t columns = int64_t{strip_width - 1} * column_step + column_span;
-  const int64_t box = one_column ? int64_t{strip_width - 1} * p.stride_column + 1 : columns;
-  // 512 stands for more rows than any stage holds, before they are multiplied.
-  if (box > kMaxBox || (one_column && p.stride_column > 8) || row_span > 512) return false;
-  p.column_bytes = column_step * p.row_bytes;
-  p.copy_bytes = static_cast<int>(columns * p.row_bytes);
-  p.pitch = static_cast<int>(CeilDiv(p.copy_bytes, 128) * 128);
+  p.groups = FillGroups(p.group, sum.tap, sum.taps, grouping);
+  if (!p.LayRows(sum.tap, p.group, p.groups)) return false;
 
-  // The most rows of pixels and strips that a tile can touch.
-  const auto touched = [](int count, int size) {
-    return count % size == 0 ? count / size : (count - 2 + size) / size + 1;
-  };
   const bool aligned = shape.rows() % strip_width == 0;
-  const int pixel_rows = touched(shape.rows(), strip_width);
-  const int pixel_strips = aligned && rows % pixel_rows == 0 ? 1
-                           : aligned                         ? touched(pixel_rows, rows)
-                                                             : (pixel_rows - 2 + rows) / rows + 1;
-  const int64_t stage_rows =
-      int64_t{pixel_rows} * p.row_step + std::max<int64_t>(0, p.span - p.row_step) * pixel_strips;
-  const int64_t image_stage = CeilDiv(stage_rows * p.pitch, 1024) * 1024;
+  const int pixel_rows = Touched(shape.rows(), strip_width, true);
+  const int64_t image_stage = p.StageBytes(pixel_rows, Touched(pixel_rows, rows, aligned));
   p.kernel_stage = shape.columns * 128;
   if (2 * image_stage + 3 * p.kernel_stage > kStagesBytes) return false;
   p.image_stage = static_cast<int>(image_stage);
@@ -581,9 +377,7 @@ bool Plan(Params& p, const Sum& sum, const Shape& shape, Grouping grouping) {
       for (int i = 0; i < kSteps; ++i) {
         const int tap_steps = kSteps / p.chunk_taps;
         if (t + i / tap_steps >= group.end) break;
-        const Sum::Tap& tap = sum.tap[t + i / tap_steps];
-        bytes[i] = static_cast<int>((tap.row - group.row) * p.pitch +
-                                    (tap.column - group.column) * p.row_bytes + i % tap_steps * 32);
+        bytes[i] = p.TapBytes(sum.tap[t + i / tap_steps], group) + i % tap_steps * 32;
       }
       p.step_bytes[chunk] = {bytes[0], bytes[1], bytes[2], bytes[3]};
     }
@@ -591,52 +385,6 @@ bool Plan(Params& p, const Sum& sum, const Shape& shape, Grouping grouping) {
   for (int t = 0; t < sum.taps; ++t) p.matrix[t] = static_cast<int16_t>(sum.tap[t].matrix);
   p.has_taps = sum.taps > 0;
   return true;
-}
-
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-// The driver's function, found at run time because the module does not link to the driver.
-Encode EncodeTiled() {
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                               12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
-               ? reinterpret_cast<Encode>(function)
-               : nullptr;
-  }();
-  return encode;
-}
-
-template <int kRank>
-cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (&sizes)[kRank],
-                const int64_t (&box)[kRank], const int64_t (&steps)[kRank], int row_bytes) {
-  const Encode encode = EncodeTiled();
-  if (!encode) return cudaErrorNotSupported;
-  cuuint64_t dims[kRank], strides[kRank];
-  cuuint32_t boxes[kRank], traversal[kRank];
-  int64_t stride = 2;
-  for (int i = 0; i < kRank; ++i) {
-    dims[i] = sizes[i];
-    stride *= sizes[i];
-    strides[i] = stride;
-    boxes[i] = static_cast<cuuint32_t>(box[i]);
-    traversal[i] = static_cast<cuuint32_t>(steps[i]);
-  }
-  const CUresult result = encode(
-      &map,
-      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      kRank, const_cast<void*>(data), dims, strides, boxes, traversal,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-      : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                        : CU_TENSOR_MAP_SWIZZLE_32B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross>
@@ -705,12 +453,8 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
   best.is_wide = is_wide;
 
   const int block = best.row_bytes / 2;
-  const bool strided = best.column_bytes == best.row_bytes && best.stride_column > 1;
-  const int64_t columns = best.copy_bytes / best.row_bytes;
-  const int64_t step = strided ? best.stride_column : 1;
-  error = Map<4>(best.image_map, dtype, sum.image,
-                 {sum.channels, sum.image_columns, sum.image_rows, sum.images},
-                 {block, (columns - 1) * step + 1, 1, 1}, {1, step, 1, 1}, best.row_bytes);
+  error = MapRows(best.image_map, best, dtype, sum.image,
+                  {sum.channels, sum.image_columns, sum.image_rows, sum.images});
   if (error != cudaSuccess) return error;
   if constexpr (kAcross) {
     error = Map<3>(best.kernel_map, dtype, sum.kernel, {sum.outputs, sum.channels, sum.matrices},
@@ -732,12 +476,7 @@ cudaError_t LaunchForward(cudaStream_t stream, const Call& call) {
   const im2col::Window& w = call.dims[1];
   if (h.taps * w.taps > kMaxTaps) return cudaErrorNotSupported;
   Sum sum{};
-  for (int64_t r = 0; r < h.taps; ++r) {
-    for (int64_t s = 0; s < w.taps; ++s) {
-      sum.tap[sum.taps++] = {r * h.dilation - h.low, s * w.dilation - w.low,
-                             static_cast<int>(r * w.taps + s)};
-    }
-  }
+  sum.taps = FillTaps(sum.tap, call);
   sum.images = call.images;
   sum.image_rows = h.in;
   sum.image_columns = w.in;

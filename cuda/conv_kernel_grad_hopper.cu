@@ -9,19 +9,10 @@
 // A block has 64 outputs, up to 64 channels and some of the taps, and a range of the pixels. There
 // are too few such blocks to fill a GPU unless pixels are split, so each split writes its sums to a
 // workspace and a second kernel adds them, always in the same order.
-#include <cuda.h>
-
-#include <algorithm>
-
-#include "cuda/conv.h"
-#include "cuda/hopper.cuh"
-#include "cuda/launch.h"
+#include "cuda/conv_tiles.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {
-
-using jaxops::cuda::CeilDiv;
-using namespace jaxops::cuda::hopper;  // NOLINT: this file is made of it
 
 constexpr int kWarpgroups = 3;  // that multiply
 // Blocks of 64 rows of the product that a warpgroup has at most. A block is 64, 32 or 16 channels
@@ -31,97 +22,32 @@ constexpr int kColumns = 64;  // outputs of a block
 // Pixels of a stage, and rows of them: one lane of the warp that copies looks after each row.
 constexpr int kPixels = 128;
 constexpr int kMaxStageRows = 32;
-// Pixels of a row that are in a stage beside each other: a row is cut into strips.
-constexpr int kMaxStripWidth = 64;
-constexpr int kMaxBox = 256;   // entries of a dimension that a bulk copy brings
-constexpr int kMaxStride = 8;  // of entries that a bulk copy leaves out between others
 
-constexpr int kMaxStages = 8;
 constexpr int kBarrierBytes = 1024 - 128;
 constexpr int kZeroBytes = 128;
 constexpr int kTableBytes = kMaxStages * kPixels * 4;
 constexpr int kHeadBytes = kBarrierBytes + kZeroBytes + kTableBytes;
 static_assert(kHeadBytes % 1024 == 0);
-// Of the 227 KiB of a block, less what aligns the stages.
-constexpr int kSharedBytes = 227 * 1024;
-constexpr int kStagesBytes = kSharedBytes - kHeadBytes - 1024;
+constexpr int kStagesBytes = kSharedBytes - kHeadBytes - 1024;  // less what aligns the stages
 
-// Taps that a block sums for.
-struct Set {
-  int16_t begin, end;
-  int32_t row, column;  // of the image, the least of any of them for the pixel at 0, 0
-};
-
-struct Params {
+struct Params : Layout {
   CUtensorMap image_map;
   CUtensorMap cotangent_map;
   void* result;  // of each split, one after the other, or of all
   int channels, outputs;
   int64_t size;  // entries of the result
-  // Rows of pixels are those of all images, of their strips.
-  int strip_width, rows, columns, strips;
-  int stride_row, stride_column;
-  int row_bytes;  // of a block of channels of one pixel
   int channel_blocks, column_tiles, sets, splits;
-  int stages;             // in all, and what one has of pixels:
-  int stage_rows, steps;  // rows of them, and steps of 16
-  // A stage has `row_step` rows more of the image for a further row of pixels, which are
-  // `image_step` rows of the image apart, and `span` for the first one.
-  int row_step, span, image_step, column_bytes, pitch, copy_bytes;
+  int stages;                              // in all, and what one has of pixels:
+  int stage_rows, stage_pixels, steps;     // rows of them, all of them, and steps of 16
   int image_stage, cotangent_stage, ring;  // bytes of the parts of a stage; stages held
   bool is_wide;                            // the result is f32
-  Set set[kMaxTaps];
+  Group set[kMaxTaps];                     // taps that a block sums for
   int32_t tap[kMaxTaps];  // bytes from the entry of the set's least row and column, in a stage
-};
-
-// Where the rows of a stage's pixels are in it: for each strip that they touch, the rows of the
-// image that their windows touch. Those after the last image are rows of images that do not exist.
-struct Rows {
-  int first_strip, first_row;
-  int first_count;  // stage rows of the first strip
-  int strip_count;  // of one from its first row to its last
-  int count;        // of all
-
-  JAXOPS_HOST_DEVICE Rows(const Params& p, int from) {
-    const int to = from + p.stage_rows - 1;
-    first_strip = from / p.rows;
-    first_row = from - first_strip * p.rows;
-    const int last_strip = to / p.rows;
-    const int last_row = to - last_strip * p.rows;
-    strip_count = (p.rows - 1) * p.row_step + p.span;
-    if (first_strip == last_strip) {
-      count = first_count = (last_row - first_row) * p.row_step + p.span;
-    } else {
-      first_count = (p.rows - first_row - 1) * p.row_step + p.span;
-      count = first_count + (last_strip - first_strip - 1) * strip_count + last_row * p.row_step +
-              p.span;
-    }
-  }
-
-  // The row of the stage where the window of a row of pixels begins.
-  JAXOPS_HOST_DEVICE int Of(const Params& p, int strip, int row) const {
-    return strip == first_strip
-               ? (row - first_row) * p.row_step
-               : first_count + (strip - first_strip - 1) * strip_count + row * p.row_step;
-  }
-
-  // The strip, row of pixels and row of its window that row i of the stage is copied for.
-  JAXOPS_HOST_DEVICE void Find(int i, int* strip, int* row, int* offset) const {
-    *strip = first_strip;
-    *row = first_row;
-    *offset = i;
-    if (i >= first_count) {
-      const int after = i - first_count;
-      *strip += 1 + after / strip_count;
-      *offset = after % strip_count;
-      *row = 0;
-    }
-  }
 };
 
 // What one block sums.
 struct Item {
-  Set set;
+  Group set;
   int channel, column;  // the first of its
   int split;
   int begin, end;  // stages
@@ -145,19 +71,6 @@ struct Item {
   }
 };
 
-// One ring of stages, as one side goes around it.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
 };
@@ -172,19 +85,22 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
 #pragma unroll
   for (int k = 0; k < kPixels / 32; ++k) {
     const int pixel = lane + 32 * k;
-    const bool exists = pixel < p.stage_rows * p.strip_width;
-    row_of[k] = exists ? pixel / p.strip_width : 0;
-    column_of[k] = exists ? pixel % p.strip_width : INT32_MAX;
+    const bool exists = pixel < p.stage_pixels;
+    uint32_t row = pixel;
+    const int column = p.strip_width.Peel(row);
+    row_of[k] = exists ? row : 0;
+    column_of[k] = exists ? column : INT32_MAX;
   }
 
   Ring ring;
   for (int at = item.begin; at < item.end; ++at) {
-    const Rows rows(p, at * p.stage_rows);
+    const int first = at * p.stage_rows;
+    const Rows rows(p, first, first + p.stage_rows - 1);
     // The row of pixels of this lane.
-    const int pixel_strip = (at * p.stage_rows + lane) / p.rows;
-    const int pixel_row = at * p.stage_rows + lane - pixel_strip * p.rows;
-    const int pixel_image = pixel_strip / p.strips;
-    const int pixel_column = (pixel_strip - pixel_image * p.strips) * p.strip_width;
+    uint32_t pixel_image = first + lane;
+    const int pixel_row = p.rows.Peel(pixel_image);
+    const int pixel_strip = pixel_image;
+    const int pixel_column = p.strips.Peel(pixel_image) * p.strip_width.divisor();
     const int bytes = rows.Of(p, pixel_strip, pixel_row) * p.pitch;
     const int left = p.columns - pixel_column;
 
@@ -203,83 +119,19 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
     uint64_t* full = &barriers.full[ring.stage];
     if (lane == 0) {
       // The table of all lanes is what the arrival releases.
-      ptx::mbarrier_arrive_expect_tx(
-          ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
-          rows.count * p.copy_bytes + p.stage_rows * p.strip_width * 2 * kColumns);
+      Expect(full, rows.count * p.copy_bytes + p.stage_pixels * 2 * kColumns);
     }
     __syncwarp();
 
     if (lane < p.stage_rows) {
-      const int32_t from[4] = {item.column, pixel_column, pixel_row, pixel_image};
-      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global,
-                                image_stage + p.image_stage + lane * p.strip_width * 2 * kColumns,
+      const int32_t from[4] = {item.column, pixel_column, pixel_row,
+                               static_cast<int32_t>(pixel_image)};
+      const int to = p.image_stage + lane * p.strip_width.divisor() * 2 * kColumns;
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, image_stage + to,
                                 &p.cotangent_map, from, full);
     }
-    for (int i = lane; i < rows.count; i += 32) {
-      int strip, row, offset;
-      rows.Find(i, &strip, &row, &offset);
-      const int image = strip / p.strips;
-      strip -= image * p.strips;
-      const int32_t from[4] = {
-          item.channel,
-          strip * p.strip_width * p.stride_column + item.set.column,
-          row * p.stride_row + item.set.row + offset * p.image_step,
-          image,
-      };
-      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, image_stage + i * p.pitch,
-                                &p.image_map, from, full);
-    }
+    CopyRows(p, p.image_map, rows, item.set, item.channel, image_stage, full);
     ring.Advance(p.ring);
-  }
-}
-
-template <typename T>
-__device__ uint32_t Pack(float a, float b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
-// Writes a row of sums of which each of four neighbouring lanes has two columns in eight. For whole
-// accesses these lanes first exchange, so that each has eight columns of every 32.
-template <typename T>
-__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, T* to, int left) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; j += 4) {
-    uint32_t v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[i] = Pack<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const uint32_t given = __shfl_xor_sync(~0u, lane & 1 ? v[i] : v[i + 1], 1);
-      (lane & 1 ? v[i] : v[i + 1]) = given;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t given = __shfl_xor_sync(~0u, lane & 2 ? v[i] : v[i + 2], 2);
-      (lane & 2 ? v[i] : v[i + 2]) = given;
-    }
-    const int column = 8 * (j + lane);
-    if (to && column < left) *reinterpret_cast<uint4*>(to + column) = {v[0], v[1], v[2], v[3]};
-  }
-}
-
-__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, float* to, int left) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const int column = 8 * j + 2 * lane;
-    if (to && column < left) {
-      *reinterpret_cast<float2*>(to + column) = {sums[4 * j + 2 * half],
-                                                 sums[4 * j + 2 * half + 1]};
-    }
   }
 }
 
@@ -374,9 +226,11 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, Barr
       const int64_t offset = item.split * p.size +
                              (int64_t{tap_number} * p.channels + channel) * p.outputs + item.column;
       if (p.is_wide) {
-        StoreRow(sums[u], half, exists ? static_cast<float*>(p.result) + offset : nullptr, columns);
+        StoreRow<kColumns>(sums[u], half, exists ? static_cast<float*>(p.result) + offset : nullptr,
+                           columns);
       } else {
-        StoreRow<T>(sums[u], half, exists ? static_cast<T*>(p.result) + offset : nullptr, columns);
+        StoreRow<T, kColumns>(sums[u], half, exists ? static_cast<T*>(p.result) + offset : nullptr,
+                              columns);
       }
     }
   }
@@ -409,7 +263,7 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     }
   };
   clear(zeros, kZeroBytes);
-  const int copied = p.stage_rows * p.strip_width * 2 * kColumns;
+  const int copied = p.stage_pixels * 2 * kColumns;
   for (int i = 0; i < p.ring; ++i) {
     clear(stages + i * (p.image_stage + p.cotangent_stage) + p.image_stage + copied,
           p.cotangent_stage - copied);
@@ -481,76 +335,29 @@ __global__ void __launch_bounds__(kAddThreads)
 
 // --- what the host decides -----------------------------------------------------------------------
 
-// Which taps a set may have: any, those of a row, or one.
-enum class Grouping { kAll, kRow, kTap };
-
 // Fills in how the sum is cut up with this many rows of pixels in a stage; false where it does not
 // fit. The strips are known.
-bool Plan(Params& p, const Call& call, Grouping grouping, int stage_rows) {
-  const im2col::Window& h = call.dims[0];
-  const im2col::Window& w = call.dims[1];
+bool Plan(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping, int stage_rows) {
   const int block = p.row_bytes / 2;
 
   // As few sets as there can be, of about as many taps.
-  const int taps = static_cast<int>(h.taps * w.taps);
-  const int most = grouping == Grouping::kAll   ? taps
-                   : grouping == Grouping::kRow ? static_cast<int>(w.taps)
-                                                : 1;
+  const int most = grouping == Grouping::kAll ? taps : grouping == Grouping::kRow ? row_taps : 1;
   const int64_t units = CeilDiv(most * block, 64);
   const int64_t parts = CeilDiv(units, kWarpgroups * kMaxUnits);
   const int64_t per_set = std::min<int64_t>(most, CeilDiv(units, parts) * (64 / block));
-  const auto row = [&](int t) { return t / w.taps * h.dilation - h.low; };
-  const auto column = [&](int t) { return t % w.taps * w.dilation - w.low; };
-  p.sets = 0;
-  for (int t = 0; t < taps; ++t) {
-    const bool joins = t > 0 && t - p.set[p.sets - 1].begin < per_set &&
-                       (grouping != Grouping::kRow || t % w.taps != 0);
-    if (!joins) p.set[p.sets++] = {static_cast<int16_t>(t), 0, INT32_MAX, INT32_MAX};
-    Set& set = p.set[p.sets - 1];
-    set.end = static_cast<int16_t>(t + 1);
-    set.row = static_cast<int32_t>(std::min<int64_t>(set.row, row(t)));
-    set.column = static_cast<int32_t>(std::min<int64_t>(set.column, column(t)));
-  }
-  int64_t row_span = 1, column_span = 1;
-  for (int s = 0; s < p.sets; ++s) {
-    for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
-      row_span = std::max(row_span, row(t) - p.set[s].row + 1);
-      column_span = std::max(column_span, column(t) - p.set[s].column + 1);
-    }
-  }
-
-  // Rows and columns between those of a single tap are left out.
-  const bool one_row = row_span == 1, one_column = column_span == 1;
-  p.row_step = one_row ? 1 : p.stride_row;
-  p.image_step = one_row ? p.stride_row : 1;
-  const int column_step = one_column ? 1 : p.stride_column;
-  const int64_t columns = int64_t{p.strip_width - 1} * column_step + column_span;
-  const int64_t box = one_column ? int64_t{p.strip_width - 1} * p.stride_column + 1 : columns;
-  // 512 stands for more rows than any stage holds, before they are multiplied.
-  if (box > kMaxBox || row_span > 512 || p.row_step > 512) return false;
-  if (one_column && p.stride_column > kMaxStride) return false;
-  p.span = static_cast<int>(row_span);
-  p.column_bytes = column_step * p.row_bytes;
-  p.copy_bytes = static_cast<int>(columns * p.row_bytes);
-  p.pitch = static_cast<int>(CeilDiv(p.copy_bytes, 128) * 128);
-
-  // The most strips that the rows of a stage can touch.
-  const int touched = p.rows % stage_rows == 0   ? 1
-                      : stage_rows % p.rows == 0 ? stage_rows / p.rows
-                                                 : (stage_rows - 2 + p.rows) / p.rows + 1;
-  const int64_t image_rows =
-      int64_t{stage_rows} * p.row_step + std::max<int64_t>(0, p.span - p.row_step) * touched;
-  const int64_t image_stage = CeilDiv(image_rows * p.pitch, 1024) * 1024;
+  p.sets = FillGroups(p.set, tap, taps, grouping, per_set);
+  if (!p.LayRows(tap, p.set, p.sets)) return false;
   p.stage_rows = stage_rows;
-  p.steps = static_cast<int>(CeilDiv(stage_rows * p.strip_width, 16));
+  p.stage_pixels = stage_rows * p.strip_width.divisor();
+  p.steps = static_cast<int>(CeilDiv(p.stage_pixels, 16));
   p.cotangent_stage = p.steps * 16 * 2 * kColumns;
+  const int64_t image_stage = p.StageBytes(stage_rows, Touched(stage_rows, p.rows.divisor(), true));
   if (2 * (image_stage + p.cotangent_stage) > kStagesBytes) return false;
   p.image_stage = static_cast<int>(image_stage);
   p.ring = std::min(kMaxStages, kStagesBytes / (p.image_stage + p.cotangent_stage));
   for (int s = 0; s < p.sets; ++s) {
     for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
-      p.tap[t] = static_cast<int32_t>((row(t) - p.set[s].row) * p.pitch +
-                                      (column(t) - p.set[s].column) * p.row_bytes);
+      p.tap[t] = p.TapBytes(tap[t], p.set[s]);
     }
   }
   return true;
@@ -561,21 +368,16 @@ bool Plan(Params& p, const Call& call, int processors) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   if (h.taps * w.taps > kMaxTaps || call.channels % 8 || call.outputs % 8) return false;
+  if (call.images * h.out * w.out * h.taps * w.taps * call.channels * call.outputs == 0) {
+    return false;
+  }
   p.channels = static_cast<int>(call.channels);
   p.outputs = static_cast<int>(call.outputs);
   p.size = h.taps * w.taps * call.channels * call.outputs;
-  p.rows = static_cast<int>(h.out);
-  p.columns = static_cast<int>(w.out);
-  p.stride_row = static_cast<int>(h.stride);
-  // A single column has no neighbours.
-  p.stride_column = w.out > 1 ? static_cast<int>(w.stride) : 1;
-  // A strip is no wider than a copy that leaves the columns between out.
-  const int64_t widest = std::min<int64_t>(kMaxStripWidth, (kMaxBox - 1) / p.stride_column + 1);
-  p.strips = static_cast<int>(CeilDiv(w.out, widest));
-  p.strip_width = static_cast<int>(CeilDiv(w.out, p.strips));
-  const int64_t pixel_rows = call.images * p.strips * h.out;
+  p.CutColumns(h.out, w.out, h.stride, w.stride);
+  const int64_t pixel_rows = call.images * p.strips.divisor() * h.out;
   if (pixel_rows > INT32_MAX - 1024) return false;
-  const int block = call.channels <= 16 ? 16 : call.channels <= 32 ? 32 : 64;
+  const int block = ChannelBlock(call.channels);
   p.row_bytes = 2 * block;
   p.channel_blocks = static_cast<int>(CeilDiv(call.channels, block));
   p.column_tiles = static_cast<int>(CeilDiv(call.outputs, kColumns));
@@ -587,22 +389,26 @@ bool Plan(Params& p, const Call& call, int processors) {
   };
   Choice choices[kMaxStageRows];
   int count = 0;
+  const int strip_width = p.strip_width.divisor();
   for (int rows = 1;
-       rows <= std::min<int64_t>(kMaxStageRows, pixel_rows) && rows * p.strip_width <= kPixels;
+       rows <= std::min<int64_t>(kMaxStageRows, pixel_rows) && rows * strip_width <= kPixels;
        ++rows) {
-    choices[count++] = {rows, static_cast<int>(CeilDiv(rows * p.strip_width, 16))};
+    choices[count++] = {rows, static_cast<int>(CeilDiv(rows * strip_width, 16))};
   }
   std::sort(choices, choices + count, [](const Choice& a, const Choice& b) {
     const int difference = a.rows * b.steps - b.rows * a.steps;
     return difference != 0 ? difference > 0 : a.rows > b.rows;
   });
+  Tap tap[kMaxTaps];
+  const int taps = FillTaps(tap, call);
   bool fits = false;
   for (const bool any : {false, true}) {
     for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
       for (int i = 0; i < count && !fits; ++i) {
         const bool wastes =
             4 * choices[i].rows * choices[0].steps < 3 * choices[0].rows * choices[i].steps;
-        fits = (any || !wastes) && Plan(p, call, grouping, choices[i].rows);
+        fits = (any || !wastes) &&
+               Plan(p, tap, taps, static_cast<int>(w.taps), grouping, choices[i].rows);
       }
     }
   }
@@ -626,51 +432,6 @@ bool Plan(Params& p, const Call& call, int processors) {
     }
   }
   return true;
-}
-
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-// The driver's function, found at run time because the module does not link to the driver.
-Encode EncodeTiled() {
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                               12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
-               ? reinterpret_cast<Encode>(function)
-               : nullptr;
-  }();
-  return encode;
-}
-
-// Rows of 2-byte entries, four dimensions, fastest first; `steps` leaves entries of the box out.
-cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (&sizes)[4],
-                const int64_t (&box)[4], const int64_t (&steps)[4], int row_bytes) {
-  const Encode encode = EncodeTiled();
-  if (!encode) return cudaErrorNotSupported;
-  cuuint64_t dims[4], strides[4];
-  cuuint32_t boxes[4], traversal[4];
-  int64_t stride = 2;
-  for (int i = 0; i < 4; ++i) {
-    dims[i] = sizes[i];
-    stride *= sizes[i];
-    strides[i] = stride;
-    boxes[i] = static_cast<cuuint32_t>(box[i]);
-    traversal[i] = static_cast<cuuint32_t>(steps[i]);
-  }
-  const CUresult result = encode(
-      &map,
-      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-      const_cast<void*>(data), dims, strides, boxes, traversal, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-      : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                        : CU_TENSOR_MAP_SWIZZLE_32B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <typename Out>
@@ -720,14 +481,11 @@ cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* worksp
 
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  const int64_t step = p.column_bytes == p.row_bytes ? p.stride_column : 1;
-  error = Map(p.image_map, call.dtype, call.image, {call.channels, w.in, h.in, call.images},
-              {p.row_bytes / 2, (p.copy_bytes / p.row_bytes - 1) * step + 1, 1, 1}, {1, step, 1, 1},
-              p.row_bytes);
+  error = MapRows(p.image_map, p, call.dtype, call.image, {call.channels, w.in, h.in, call.images});
   if (error != cudaSuccess) return error;
   error =
-      Map(p.cotangent_map, call.dtype, call.cotangent, {call.outputs, w.out, h.out, call.images},
-          {kColumns, p.strip_width, 1, 1}, {1, 1, 1, 1}, 2 * kColumns);
+      Map<4>(p.cotangent_map, call.dtype, call.cotangent, {call.outputs, w.out, h.out, call.images},
+             {kColumns, p.strip_width.divisor(), 1, 1}, {1, 1, 1, 1}, 2 * kColumns);
   if (error != cudaSuccess) return error;
   return call.dtype == DType::kF16 ? Launch<__half>(stream, p, call)
                                    : Launch<__nv_bfloat16>(stream, p, call);
