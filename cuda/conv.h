@@ -16,6 +16,11 @@ cudaError_t LaunchForward(cudaStream_t stream, const Call& call);
 
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call);
 
+// Makes channels in multiples of 8 for them: `outputs` channels, of which the first are those of
+// a block of `stride` pixels of the image, from `low` before it on, and the others zeros. There
+// are no taps, and this one needs no particular GPU.
+cudaError_t LaunchDeepen(cudaStream_t stream, const Call& call);
+
 // The kernel gradient splits the sum over pixels by sizes and a number of processors, which its
 // workspace of so many bytes depends on: both must be given the same one. Any is correct, the
 // device's own is fast.

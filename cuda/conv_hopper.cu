@@ -80,11 +80,15 @@ __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
   }
 }
 
+// The columns of the kernel's part in a stage. Across the sum a row of a swizzled matrix has 64.
+template <int kColumns, bool kAcross>
+constexpr int kKernelColumns = kAcross && kColumns < 64 ? 64 : kColumns;
+
 template <int kColumns, bool kAcross>
 __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
   if (threadIdx.x % 32 != 0) return;
   Ring ring;
-  const int tap_bytes = kColumns * p.row_bytes;
+  const int tap_bytes = kKernelColumns<kColumns, kAcross> * p.row_bytes;
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     uint32_t column = tile;
     column = p.column_tiles.Peel(column) * kColumns;
@@ -99,8 +103,7 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
           char* to = stages + ring.stage * p.kernel_stage;
           Expect(full, taps * tap_bytes);
           for (int t = begin; t < begin + taps; ++t) {
-            // 64 columns are what a row of a swizzled matrix across the sum has.
-            constexpr int kParts = kAcross ? kColumns / 64 : 1;
+            constexpr int kParts = kAcross ? kKernelColumns<kColumns, kAcross> / 64 : 1;
 #pragma unroll
             for (int i = 0; i < kParts; ++i) {
               const int part = column + 64 * i;
@@ -134,8 +137,9 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
   uint32_t matrix_step[kSteps];  // in units of descriptors, 16 bytes
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
-    matrix_step[i] =
-        (i / tap_steps * kColumns * p.row_bytes + i % tap_steps * (kAcross ? 16 * 128 : 32)) / 16;
+    matrix_step[i] = (i / tap_steps * kKernelColumns<kColumns, kAcross> * p.row_bytes +
+                      i % tap_steps * (kAcross ? 16 * 128 : 32)) /
+                     16;
   }
 
   Ring image, kernel;
@@ -319,7 +323,7 @@ struct Shape {
   int rows() const { return 64 * warpgroups * blocks; }
 };
 constexpr Shape kShapes[] = {{2, 2, 128, 100}, {3, 1, 128, 100}, {2, 1, 128, 105},
-                             {4, 1, 64, 120},  {2, 2, 64, 130},  {2, 1, 64, 145}};
+                             {4, 1, 64, 120},  {2, 1, 64, 145},  {4, 1, 32, 160}};
 // Cycles of a tile besides its products, measured too.
 constexpr int64_t kTileCycles = 5000;
 
@@ -349,7 +353,7 @@ bool Plan(Params& p, const Sum& sum, const Shape& shape, Grouping grouping) {
   const bool aligned = shape.rows() % strip_width == 0;
   const int pixel_rows = Touched(shape.rows(), strip_width, true);
   const int64_t image_stage = p.StageBytes(pixel_rows, Touched(pixel_rows, rows, aligned));
-  p.kernel_stage = shape.columns * 128;
+  p.kernel_stage = std::max(64, shape.columns) * 128;
   if (2 * image_stage + 3 * p.kernel_stage > kStagesBytes) return false;
   p.image_stage = static_cast<int>(image_stage);
   // A stage of the image lasts for the chunks of a group, each of which has a stage of the kernel.
@@ -408,8 +412,8 @@ cudaError_t LaunchShape(cudaStream_t stream, const Params& params, const Shape& 
   if (is(3, 1, 128)) return LaunchShape<T, 3, 1, 128, kAcross>(stream, params, processors);
   if (is(2, 1, 128)) return LaunchShape<T, 2, 1, 128, kAcross>(stream, params, processors);
   if (is(4, 1, 64)) return LaunchShape<T, 4, 1, 64, kAcross>(stream, params, processors);
-  if (is(2, 2, 64)) return LaunchShape<T, 2, 2, 64, kAcross>(stream, params, processors);
-  return LaunchShape<T, 2, 1, 64, kAcross>(stream, params, processors);
+  if (is(2, 1, 64)) return LaunchShape<T, 2, 1, 64, kAcross>(stream, params, processors);
+  return LaunchShape<T, 4, 1, 32, kAcross>(stream, params, processors);
 }
 
 template <bool kAcross>
@@ -430,7 +434,8 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
   const Shape* chosen = nullptr;
   int64_t least = 0;
   for (const Shape& shape : kShapes) {
-    if (shape.columns > 64 && sum.outputs <= 64) continue;
+    // No tile of which half has no columns.
+    if (shape.columns > 32 && sum.outputs <= shape.columns / 2) continue;
     for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
       if (!Plan(params, sum, shape, grouping)) continue;
       // A multiprocessor makes 2048 products a cycle.

@@ -112,6 +112,8 @@ __device__ inline void ProductsWait() {
   JAXOPS_SUMS8(d, i), JAXOPS_SUMS8(d, i + 8), JAXOPS_SUMS8(d, i + 16), JAXOPS_SUMS8(d, i + 24)
 #define JAXOPS_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define JAXOPS_FIRST16 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAXOPS_FIRST32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " JAXOPS_TEN(1) JAXOPS_TEN(2) "%30, %31"
 #define JAXOPS_FIRST64 \
@@ -132,9 +134,15 @@ __device__ inline void ProductsWait() {
 template <typename T, int kColumns, bool kAcross>
 __device__ inline void Multiply(float (&sums)[kColumns / 2], const uint32_t (&a)[4],
                                 uint64_t b_descriptor, int add) {
-  static_assert(kColumns == 64 || kColumns == 128);
+  static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128);
 #if JAXOPS_HAS_WGMMA
-  if constexpr (kColumns == 64 && std::is_same_v<T, __half>) {
+  if constexpr (kColumns == 32 && std::is_same_v<T, __half>) {
+    JAXOPS_PRODUCT("m64n32k16", "f16", JAXOPS_FIRST16, "%16", "%17", "%18", "%19", "%20", "%21",
+                   "%22", JAXOPS_SUMS8(sums, 0), JAXOPS_SUMS8(sums, 8));
+  } else if constexpr (kColumns == 32) {
+    JAXOPS_PRODUCT("m64n32k16", "bf16", JAXOPS_FIRST16, "%16", "%17", "%18", "%19", "%20", "%21",
+                   "%22", JAXOPS_SUMS8(sums, 0), JAXOPS_SUMS8(sums, 8));
+  } else if constexpr (kColumns == 64 && std::is_same_v<T, __half>) {
     JAXOPS_PRODUCT("m64n64k16", "f16", JAXOPS_FIRST32, "%32", "%33", "%34", "%35", "%36", "%37",
                    "%38", JAXOPS_SUMS32(sums, 0));
   } else if constexpr (kColumns == 64) {
@@ -153,6 +161,7 @@ __device__ inline void Multiply(float (&sums)[kColumns / 2], const uint32_t (&a)
 #undef JAXOPS_PRODUCT
 #undef JAXOPS_FIRST64
 #undef JAXOPS_FIRST32
+#undef JAXOPS_FIRST16
 #undef JAXOPS_TEN
 #undef JAXOPS_SUMS32
 #undef JAXOPS_SUMS8

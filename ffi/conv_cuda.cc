@@ -109,6 +109,27 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
                  conv::cuda::LaunchKernelGrad(stream, call, workspace->untyped_data()));
 }
 
+// Images (rows..., in..., channels) become (rows..., out..., more channels).
+xf::Error RunDeepen(cudaStream_t stream, xf::AnyBuffer x, xf::Result<xf::AnyBuffer> deep,
+                    Integers strides, Integers low) {
+  const std::vector<int64_t> ones(strides.size(), 1);
+  const Dimensions in = x.dimensions(), out = deep->dimensions();
+  if (in.size() < 1 || out.size() != in.size()) {
+    return InvalidArgument("conv: images ", ToString(in), " cannot become ", ToString(out));
+  }
+  std::vector<int64_t> taps = ones;
+  taps.insert(taps.end(), {in.back(), out.back()});
+  Call call = {};
+  JAXOPS_RETURN_IF_ERROR(
+      Decode(call, in, {taps.data(), taps.size()}, out, strides, {ones.data(), ones.size()}, low));
+  if (xf::ByteWidth(x.element_type()) != 2 || x.element_type() != deep->element_type()) {
+    return InvalidArgument("conv: images to be made deeper must be f16 or bf16");
+  }
+  call.image = x.untyped_data();
+  call.result = deep->untyped_data();
+  return ToError("conv deepen", conv::cuda::LaunchDeepen(stream, call));
+}
+
 template <typename Binding>
 auto BindAttributes(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -135,6 +156,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvInputGradCuda, RunInputGrad, BindAttributes(Bi
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvKernelGradCuda, RunKernelGrad,
                               BindAttributes(BindOperands().Ret<xf::AnyBuffer>()),
+                              {xf::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvDeepenCuda, RunDeepen,
+                              xf::Ffi::Bind()
+                                  .Ctx<xf::PlatformStream<cudaStream_t>>()
+                                  .Arg<xf::AnyBuffer>()
+                                  .Ret<xf::AnyBuffer>()
+                                  .Attr<Integers>("strides")
+                                  .Attr<Integers>("low"),
                               {xf::Traits::kCmdBufferCompatible});
 
 int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,

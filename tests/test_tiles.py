@@ -47,22 +47,45 @@ def of_lax(x, kernel, windows: Windows):
     )
 
 
-def fake_call(kind, results, form, a, b):
+def fake_call(target, results, *operands, strides, low, dilation=None):
     """The kernels by `jax.lax`, which see no more than what the kernels are handed."""
-    windows = form.windows
-    x = jnp.zeros((a.shape[0], *windows.ins, form.channels), a.dtype)
-    kernel = jnp.zeros((*windows.taps, form.channels, form.outputs), a.dtype)
-    if kind == 0:
-        assert a.shape == x.shape
-        assert b.shape == kernel.shape
-        y = of_lax(a, b, windows)
-    elif kind == 1:
-        assert b.shape == kernel.shape
-        (y,) = jax.linear_transpose(lambda x: of_lax(x, b, windows), x)(a)
-    else:
-        (y,) = jax.linear_transpose(lambda k: of_lax(a, k, windows), kernel)(b)
-    assert y.shape == results[0].shape
-    return y
+    result = results[0]
+    rank = len(strides)
+    if target == "jaxops_conv_deepen":
+        (x,) = operands
+        y = np.zeros(result.shape, x.dtype)
+        block = np.ndindex(*strides)
+        for i, (*steps, channel) in enumerate((*b, c) for b in block for c in range(x.shape[-1])):
+            for out in np.ndindex(*result.shape[1:-1]):
+                at = [
+                    o * s + step - n for o, s, step, n in zip(out, strides, steps, low, strict=True)
+                ]
+                if all(0 <= n < size for n, size in zip(at, x.shape[1:-1], strict=True)):
+                    y[(slice(None), *out, i)] = x[(slice(None), *at, channel)]
+        return [jnp.asarray(y)]
+
+    shapes = [a.shape for a in (*operands, result)]
+    order = {"jaxops_conv": (0, 1, 2), "jaxops_conv_input_grad": (2, 1, 0)}
+    of_x, of_kernel, of_y = (shapes[i] for i in order.get(target, (0, 2, 1)))
+    windows = Windows(
+        ins=of_x[1:-1],
+        outs=of_y[1:-1],
+        taps=of_kernel[:rank],
+        strides=strides,
+        dilation=dilation,
+        low=low,
+        channels_last=True,
+    )
+    assert of_x[-1] % 8 == of_y[-1] % 8 == 0
+    assert of_kernel[rank:] == (of_x[-1], of_y[-1])
+    x, kernel = jnp.zeros(of_x), jnp.zeros(of_kernel)
+    if target == "jaxops_conv":
+        return [of_lax(*operands, windows)]
+    if target == "jaxops_conv_input_grad":
+        g, kernel = operands
+        return list(jax.linear_transpose(lambda x: of_lax(x, kernel, windows), x)(g))
+    x, g = operands
+    return [*jax.linear_transpose(lambda k: of_lax(x, k, windows), kernel)(g), None]
 
 
 def random_windows(data, rank):
@@ -166,6 +189,7 @@ CASES = {
     "of 24 channels": ((2, 20, 20), 24, 8, 2, {}),
     "of wide rows": ((2, 5, 150), 32, 72, 3, {}),
     "of small images": ((70, 3, 2), 64, 64, 3, {}),
+    "of few outputs": ((2, 20, 21), 64, 24, 3, {}),
     "stem": ((2, 31, 33), 3, 64, 7, {"strides": 2}),
     "strided": ((2, 17, 30), 64, 136, 3, {"strides": (2, 3)}),
     "strided 1x1": ((2, 17, 30), 96, 64, 1, {"strides": 2}),
@@ -198,7 +222,7 @@ def test_values_and_gradients(name, dtype, hopper):
     (g,) = normal(1, y.shape, dtype=dtype)
     derivatives = vjp_of(function, (0, 1))
     text = jax.jit(derivatives).lower(*jax.device_put(((g,), x, kernel), hopper.device)).as_text()
-    assert all(f"@{target}(" in text for target in tiles._TARGETS)
+    assert all(f"@{target}(" in text for target in tiles.TARGETS[:3])
     assert "jaxops_im2col" not in text
 
     def oracle(x, kernel):
@@ -256,7 +280,7 @@ def test_a_nan_stays_in_its_windows(value, hopper):
 
 
 def test_no_patches_are_in_memory(hopper):
-    shapes = (8, 56, 56, 64), (3, 3, 64, 64), (8, 56, 56, 64)
+    shapes = (32, 56, 56, 64), (3, 3, 64, 64), (32, 56, 56, 64)
     x, kernel, g = jax.device_put(normal(0, *shapes, dtype="bfloat16"), hopper.device)
     compiled = jax.jit(vjp_of(jaxops.conv2d, (0, 1))).lower((g,), x, kernel).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 9 * x.nbytes / 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 9 * x.nbytes / 4

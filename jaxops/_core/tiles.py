@@ -27,8 +27,13 @@ _MAX_PIXELS = 1 << 30
 # What bulk copies move of an image, in entries of 2 bytes.
 _UNIT = 8
 
-_TARGETS = ("jaxops_conv", "jaxops_conv_input_grad", "jaxops_conv_kernel_grad")
-native.CUDA_TARGETS.extend(_TARGETS)
+_FORWARD, _INPUT_GRAD, _KERNEL_GRAD, _DEEPEN = TARGETS = (
+    "jaxops_conv",
+    "jaxops_conv_input_grad",
+    "jaxops_conv_kernel_grad",
+    "jaxops_conv_deepen",
+)
+native.CUDA_TARGETS.extend(TARGETS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,29 +179,69 @@ def _has_kernels() -> bool:
 def forward(x: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of x (..., *ins, fan_in) and kernel (*taps, fan_in, fan_out)."""
     result = _shape(x, form.windows.outs, form.outputs, dtype)
-    y = _call(0, [result], form, form.of_x(x), form.of_kernel(kernel))
+    (y,) = _convolve(_FORWARD, [result], form, _deep_x(x, form), form.of_kernel(kernel))
     return form.of_y(y)
 
 
 def input_grad(g: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of g (..., *outs, fan_out)."""
     result = _shape(g, form.windows.ins, form.channels, dtype)
-    dx = _call(1, [result], form, _widened(g, -1, form.outputs), form.of_kernel(kernel))
+    (dx,) = _convolve(_INPUT_GRAD, [result], form, _deep_g(g, form), form.of_kernel(kernel))
     ins = form.windows.ins if form.deep is None else form.deep.ins
     return _transposed(form.of_x, _shape(g, ins, form.fan_in, dtype), dx)
 
 
 def kernel_grad(x: jax.Array, g: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """The sum over all images: (*taps, fan_in, fan_out)."""
+    x, g = _deep_x(x, form), _deep_g(g, form)
     shape = (*form.windows.taps, form.channels, form.outputs)
-    result = jax.ShapeDtypeStruct(shape, dtype)
-    x, g = form.of_x(x), _widened(g, -1, form.outputs)
     needed = native.conv_kernel_grad_workspace(x.shape, shape, g.shape, *_placement(form.windows))
-    workspace = jax.ShapeDtypeStruct((needed,), np.uint8)
-    dkernel = _call(2, [result, workspace], form, x, g)
+    results = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((needed,), np.uint8)]
+    dkernel, _ = _convolve(_KERNEL_GRAD, results, form, x, g)
     taps = form.windows.taps if form.deep is None else form.deep.taps
     like = jax.ShapeDtypeStruct((*taps, form.fan_in, form.fan_out), dtype)
     return _transposed(form.of_kernel, like, dkernel)
+
+
+def _deep_x(x: jax.Array, form: Form) -> jax.Array:
+    """form.of_x(x), by a kernel where that is not x itself."""
+    if form.deep is not None:
+        result = _shape(x, form.windows.ins, form.channels, x.dtype)
+        return _deepen(x, result, form.deep.strides, form.deep.low)
+    return _deep(x, form.windows.ins, form.channels)
+
+
+def _deep_g(g: jax.Array, form: Form) -> jax.Array:
+    """The transpose of form.of_y."""
+    return _deep(g, form.windows.outs, form.outputs)
+
+
+def _deep(array: jax.Array, sizes: tuple[int, ...], channels: int) -> jax.Array:
+    if array.shape[-1] == channels:
+        return array
+    rank = len(sizes)
+    return _deepen(array, _shape(array, sizes, channels, array.dtype), (1,) * rank, (0,) * rank)
+
+
+def _deepen(array, result, strides, low) -> jax.Array:
+    return _call(_DEEPEN, [result], array, strides=strides, low=low)[0]
+
+
+def _convolve(target: str, results, form: Form, *operands: jax.Array) -> list[jax.Array]:
+    names = ("strides", "dilation", "low")
+    return _call(
+        target, results, *operands, **dict(zip(names, _placement(form.windows), strict=True))
+    )
+
+
+def _call(target: str, results, *operands: jax.Array, **steps: tuple[int, ...]) -> list[jax.Array]:
+    return jax.ffi.ffi_call(target, results)(
+        *operands, **{name: np.array(values, np.int64) for name, values in steps.items()}
+    )
+
+
+def _placement(windows: Windows) -> tuple[tuple[int, ...], ...]:
+    return windows.strides, windows.dilation, windows.low
 
 
 def _shape(like: jax.Array, sizes, channels, dtype) -> jax.ShapeDtypeStruct:
@@ -207,14 +252,3 @@ def _shape(like: jax.Array, sizes, channels, dtype) -> jax.ShapeDtypeStruct:
 def _transposed(function, like: jax.ShapeDtypeStruct, cotangent: jax.Array) -> jax.Array:
     (result,) = jax.linear_transpose(function, like)(cotangent)
     return result
-
-
-def _call(kind: int, results, form: Form, *operands: jax.Array) -> jax.Array:
-    call = jax.ffi.ffi_call(_TARGETS[kind], results)
-    names = ("strides", "dilation", "low")
-    placed = [np.array(steps, np.int64) for steps in _placement(form.windows)]
-    return call(*operands, **dict(zip(names, placed, strict=True)))[0]
-
-
-def _placement(windows: Windows) -> tuple[tuple[int, ...], ...]:
-    return windows.strides, windows.dilation, windows.low
