@@ -564,8 +564,64 @@ def exercise_patches(device, dtype, data_format, sizes, taps):
     return count, wrong
 
 
+# --- convolution ---------------------------------------------------------------------------------
+
+# (images, H, W), channels, outputs, taps, strides and dilation: tiles of every width and height,
+# ragged ones, rows in several strips, and taps of one group and of several.
+CONVOLUTIONS = (
+    ((3, 14, 14), 64, 136, 3, 1, 1),
+    ((2, 9, 67), 40, 24, 3, 1, 2),
+    ((2, 31, 33), 3, 64, 7, 2, 1),
+    ((2, 17, 30), 96, 72, 3, 2, 1),
+    ((1, 40, 40), 64, 64, 3, 1, 15),
+)
+
+
+def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, dilation):
+    """Like `exercise`, of images: those for which there are kernels, elsewhere patches."""
+    rng = np.random.default_rng(taps)
+    reach = (taps - 1) * dilation
+    low = reach // 2
+    x = rng.normal(size=(*sizes, channels)).astype(jnp.dtype(dtype))
+    kernel = rng.normal(size=(taps, taps, channels, outputs)).astype(jnp.dtype(dtype))
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, strides=stride, dilation=dilation, padding=low)
+
+    g = rng.normal(size=jax.eval_shape(function, x, kernel).shape).astype(jnp.dtype(dtype))
+
+    def program(x, kernel, g):
+        y, pull = jax.vjp(function, x, kernel)
+        return {
+            "y": y,
+            "gradients": pull(g),
+            "vmap": jax.vmap(function, (0, None))(x[None], kernel),
+        }
+
+    got = jax.jit(program)(*jax.device_put((x, kernel, g), device))
+    wide_x, wide_kernel, wide_g = (a.astype(np.float64) for a in (x, kernel, g))
+    padded = np.pad(wide_x, ((0, 0), (low, low), (low, low), (0, 0)))
+    y, d_padded, d_kernel = np.zeros(g.shape), np.zeros(padded.shape), np.zeros(kernel.shape)
+    for i, j in itertools.product(range(taps), repeat=2):
+        rows, columns = (
+            slice(n * dilation, n * dilation + (out - 1) * stride + 1, stride)
+            for n, out in zip((i, j), g.shape[1:3], strict=True)
+        )
+        seen = padded[:, rows, columns]
+        y += seen @ wide_kernel[i, j]
+        d_padded[:, rows, columns] += wide_g @ wide_kernel[i, j].T
+        d_kernel[i, j] = np.tensordot(seen, wide_g, (range(3), range(3)))
+    dx = d_padded[:, low : low + sizes[1], low : low + sizes[2]]
+    want = {"y": y, "gradients": (dx, d_kernel), "vmap": y[None]}
+    return compared(f"{dtype}, {sizes}, {channels} to {outputs}", got, want, dtype, 64)
+
+
 EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
+    "conv2d": (
+        exercise_convolution,
+        tuple((dtype, *case) for dtype in ("bfloat16", "float16") for case in CONVOLUTIONS),
+    ),
     "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
     "grid_sample": (
         exercise_grid_sample,
