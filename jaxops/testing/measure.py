@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -73,7 +74,26 @@ def cotangents_for(spec: OperatorSpec, arguments: Arrays) -> Arrays:
 def on_reference(function: Callable, *arguments: Any) -> list[np.ndarray]:
     """The results of a function of `reference`, computed in float64 on the CPU."""
     with jax.default_device(jax.devices("cpu")[0]):
-        return host(jax.jit(function)(*widen(arguments)))
+        compiled = jax.jit(function, compiler_options=_hasty_options())
+        return host(compiled(*widen(arguments)))
+
+
+@functools.cache
+def _hasty_options() -> dict[str, bool | int]:
+    """Compiler options for a CPU program that is run once or twice.
+
+    A reference takes far longer to optimize than to run, and in float64 it is exact enough however
+    it is compiled.
+    """
+    # Not every release of XLA has both emitters of fusions.
+    wanted = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    trivial = jax.jit(lambda: 0).lower()
+    options = {}
+    for name, value in wanted.items():
+        with contextlib.suppress(RuntimeError):
+            trivial.compile({name: value})
+            options[name] = value
+    return options
 
 
 def widen(tree: Any) -> Any:
