@@ -35,6 +35,7 @@ from jaxops.testing.measure import (
     compile_without_loops,
     cotangents_for,
     custom_calls,
+    hasty_options,
     host,
     is_floating,
     jvp_of,
@@ -203,7 +204,8 @@ def jvp(spec: OperatorSpec, platform: Platform) -> None:
 
         return jvps
 
-    got = run(every_subset(spec.function), platform, tangents, *arguments)
+    options = hasty_options(platform)
+    got = run(every_subset(spec.function), platform, tangents, *arguments, options=options)
     want = on_reference(every_subset(spec.reference), tangents, *arguments)
     assert_vjp(spec, got, want, arguments, f"values and tangents along {subsets}", dtype)
 
@@ -255,7 +257,7 @@ def second_order(spec: OperatorSpec, platform: Platform) -> None:
         return orders
 
     inputs = (cotangents, tangents, outer, *arguments)
-    got = run(every_order(spec.function), platform, *inputs)
+    got = run(every_order(spec.function), platform, *inputs, options=hasty_options(platform))
     want = on_reference(every_order(spec.reference), *inputs)
     assert_vjp(spec, got, want, arguments, "second derivatives", dtype, order=2)
 
@@ -392,7 +394,8 @@ def _check_batches(spec, platform, batches, function, reference, calls, assert_r
     def all_at_once(inputs):
         return [f(*i) for f, i in zip(nested, inputs, strict=True)]
 
-    program = compile_without_loops(all_at_once, inputs)
+    options = hasty_options(platform)
+    program = compile_without_loops(all_at_once, inputs, options=options)
     if custom_calls(program) != {name: n * len(batches) for name, n in calls.items()}:
         programs = itertools.starmap(
             lambda f, i: compile_without_loops(f, *i), zip(nested, inputs, strict=True)
