@@ -32,6 +32,17 @@ TINY = char_lm.Config(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hasty_compiler():
+    """Models that are trained for some steps take XLA far longer to optimize than to run."""
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def run_module(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "jaxops", *arguments],

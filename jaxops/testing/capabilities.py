@@ -24,7 +24,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.test_util import check_grads
+from jax.test_util import check_jvp, check_vjp
 
 import jaxops
 from jaxops.testing.measure import (
@@ -35,6 +35,7 @@ from jaxops.testing.measure import (
     compile_without_loops,
     cotangents_for,
     custom_calls,
+    hasty_options,
     host,
     is_floating,
     jvp_of,
@@ -203,7 +204,8 @@ def jvp(spec: OperatorSpec, platform: Platform) -> None:
 
         return jvps
 
-    got = run(every_subset(spec.function), platform, tangents, *arguments)
+    options = hasty_options(platform)
+    got = run(every_subset(spec.function), platform, tangents, *arguments, options=options)
     want = on_reference(every_subset(spec.reference), tangents, *arguments)
     assert_vjp(spec, got, want, arguments, f"values and tangents along {subsets}", dtype)
 
@@ -255,7 +257,7 @@ def second_order(spec: OperatorSpec, platform: Platform) -> None:
         return orders
 
     inputs = (cotangents, tangents, outer, *arguments)
-    got = run(every_order(spec.function), platform, *inputs)
+    got = run(every_order(spec.function), platform, *inputs, options=hasty_options(platform))
     want = on_reference(every_order(spec.reference), *inputs)
     assert_vjp(spec, got, want, arguments, "second derivatives", dtype, order=2)
 
@@ -272,7 +274,40 @@ def numeric(spec: OperatorSpec, platform: Platform) -> None:
         return tuple(leaves(spec.function(*replace(arguments, spec.differentiable, changed))))
 
     points = [arguments[i] for i in spec.differentiable]
-    check_grads(jax.jit(moving), points, order=2, modes=("fwd", "rev"))
+    _check_grads(jax.jit(moving), points, 2, hasty_options(platform), "the function")
+
+
+def _check_grads(
+    function: Callable, points: Sequence, order: int, options: dict, what: str
+) -> None:
+    """`jax.test_util.check_grads` in both modes, with every derivative compiled as one program.
+
+    That one has each of their parts compiled alone, and takes no options of the compiler.
+    """
+    compiled = functools.partial(jax.jit, compiler_options=options)
+    value = compiled(function)
+
+    def forward(points, tangents):
+        return jax.jvp(function, points, tangents)
+
+    def reverse(points, cotangents):
+        results, pull = jax.vjp(function, *points)
+        return results, pull(cotangents)
+
+    def results_and_pullback(*points):
+        both = functools.partial(compiled(reverse), points)
+        return both(value(*points))[0], lambda cotangents: both(cotangents)[1]
+
+    points = tuple(points)
+    check_jvp(value, compiled(forward), points, err_msg=f"JVP of {what}")
+    check_vjp(value, results_and_pullback, points, err_msg=f"VJP of {what}")
+    if order > 1:
+        _check_grads(forward, (points, points), order - 1, options, f"the JVP of {what}")
+
+        def reverse_along_itself(*points):
+            return reverse(points, function(*points))[1]
+
+        _check_grads(reverse_along_itself, points, order - 1, options, f"the VJP of {what}")
 
 
 # --- batching ------------------------------------------------------------------------------------
@@ -392,7 +427,8 @@ def _check_batches(spec, platform, batches, function, reference, calls, assert_r
     def all_at_once(inputs):
         return [f(*i) for f, i in zip(nested, inputs, strict=True)]
 
-    program = compile_without_loops(all_at_once, inputs)
+    options = hasty_options(platform)
+    program = compile_without_loops(all_at_once, inputs, options=options)
     if custom_calls(program) != {name: n * len(batches) for name, n in calls.items()}:
         programs = itertools.starmap(
             lambda f, i: compile_without_loops(f, *i), zip(nested, inputs, strict=True)

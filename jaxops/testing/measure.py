@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -73,7 +74,30 @@ def cotangents_for(spec: OperatorSpec, arguments: Arrays) -> Arrays:
 def on_reference(function: Callable, *arguments: Any) -> list[np.ndarray]:
     """The results of a function of `reference`, computed in float64 on the CPU."""
     with jax.default_device(jax.devices("cpu")[0]):
-        return host(jax.jit(function)(*widen(arguments)))
+        return host(jax.jit(function, compiler_options=_hasty())(*widen(arguments)))
+
+
+def hasty_options(platform: Platform) -> dict[str, bool | int]:
+    """Compiler options with which the machine code of a program is not optimized.
+
+    For questions of the rules of an operator, which are asked in its widest dtype of programs that
+    run once: XLA rewrites and fuses them all the same, and optimizing its code would take most of
+    the time. Questions of rounding and of what users run are not for them.
+    """
+    return _hasty() if platform.name == "cpu" else {}
+
+
+@functools.cache
+def _hasty() -> dict[str, bool | int]:
+    # Not every release of XLA has both emitters of fusions.
+    wanted = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    trivial = jax.jit(lambda: 0).lower()
+    options = {}
+    for name, value in wanted.items():
+        with contextlib.suppress(RuntimeError):
+            trivial.compile({name: value})
+            options[name] = value
+    return options
 
 
 def widen(tree: Any) -> Any:
@@ -91,10 +115,12 @@ def host(tree: Any) -> list[np.ndarray]:
     return [np.asarray(r) for r in leaves(tree)]
 
 
-def run(function: Callable, platform: Platform, *arguments: Any) -> list[np.ndarray]:
-    """The results of the compiled function on one device of the platform."""
+def run(
+    function: Callable, platform: Platform, *arguments: Any, options: dict | None = None
+) -> list[np.ndarray]:
+    """The results of the function, compiled with `options`, on one device of the platform."""
     placed = jax.device_put(arguments, platform.device)
-    return host(jax.jit(function)(*placed))
+    return host(jax.jit(function, compiler_options=options)(*placed))
 
 
 def tolerance(want: np.ndarray, dtype: str, terms: int, roundings: int = 0) -> np.ndarray:
@@ -196,8 +222,10 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
     return {k: n for k, n in counts.items() if n}
 
 
-def compile_without_loops(function: Callable, *arguments: Any) -> jax.stages.Compiled:
-    """A program without loops, compiled for where its arguments are."""
+def compile_without_loops(
+    function: Callable, *arguments: Any, options: dict | None = None
+) -> jax.stages.Compiled:
+    """A program without loops, compiled with `options` for where its arguments are."""
     lowered = jax.jit(function).lower(*arguments)
     assert "stablehlo.while" not in lowered.as_text(), "the program has a loop"
-    return lowered.compile()
+    return lowered.compile(options)
