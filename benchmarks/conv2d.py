@@ -106,6 +106,36 @@ def convolution(case):
     return function
 
 
+def patches_product(case):
+    """XLA's own patches, which it makes by a convolution with a kernel of ones and zeros."""
+    *_, k = case.shape
+    placed = windows(case)
+    is_last = case.options["layout"] == NHWC
+
+    def function(x, kernel):
+        patches = jax.lax.conv_general_dilated_patches(
+            x,
+            (k, k),
+            placed.strides,
+            "SAME",
+            rhs_dilation=placed.dilation,
+            dimension_numbers=LAYOUTS[case.options["layout"]],
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        # The channel is the slowest index of a patch.
+        if is_last:
+            matrix = kernel.transpose(2, 0, 1, 3).reshape(-1, kernel.shape[-1])
+            return jnp.einsum("nhwp,po->nhwo", patches, matrix, precision=precision(case))
+        matrix = kernel.reshape(kernel.shape[0], -1)
+        return jnp.einsum("nphw,op->nohw", patches, matrix, precision=precision(case))
+
+    return function
+
+
+def has_groups(case, direction, platform):
+    return "groups are not one matrix product" if "groups" in case.options else None
+
+
 def torch_convolution(case):
     import torch
 
@@ -135,6 +165,12 @@ def torch_convolution(case):
         return y.permute(0, 2, 3, 1) if is_last else y
 
     return function
+
+
+def torch_compiled(case):
+    import torch
+
+    return torch.compile(torch_convolution(case), dynamic=False, fullgraph=True)
 
 
 def sizes(case):
@@ -183,7 +219,9 @@ BENCHMARK = Benchmark(
     reference=convolution,
     peers=(
         Peer("XLA conv", convolution),
+        Peer("XLA patches", patches_product, declines=has_groups, costly=True),
         Peer("torch conv2d", torch_convolution, torch=True),
+        Peer("torch.compile", torch_compiled, torch=True, costly=True),
     ),
     cost=cost,
     terms=terms,

@@ -95,7 +95,12 @@ def identity_kernel(case):
     def function(x):
         numbers = (layout, "HWIO" if layout == NHWC else "OIHW", layout)
         made = jax.lax.conv_general_dilated_patches(
-            x, (k, k), (stride, stride), "SAME", dimension_numbers=numbers, precision="highest"
+            x,
+            (k, k),
+            (stride, stride),
+            "SAME",
+            dimension_numbers=numbers,
+            precision=jax.lax.Precision.HIGHEST,
         )
         if layout == NCHW:
             return made.reshape(*x.shape[:2], k, k, *made.shape[2:])
