@@ -284,3 +284,30 @@ def test_no_patches_are_in_memory(hopper):
     x, kernel, g = jax.device_put(normal(0, *shapes, dtype="bfloat16"), hopper.device)
     compiled = jax.jit(vjp_of(jaxops.conv2d, (0, 1))).lower((g,), x, kernel).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 9 * x.nbytes / 4
+
+
+def test_more_entries_than_32_bits_count(hopper):
+    sizes = (128, 128, 64)
+    rows = 2**31 // (128 * 128 * 64) + 1
+    last, kernel, g_last = normal(0, (1, *sizes), (3, 3, 64, 64), (1, *sizes), dtype="bfloat16")
+
+    def function(last, kernel, g_last):
+        x, g = (jnp.zeros((rows, *sizes), a.dtype).at[-1:].set(a) for a in (last, g_last))
+        y, pull = jax.vjp(jaxops.conv2d, x, kernel)
+        dx, dkernel = pull(g)
+        return y[-1:], dx[-1:], dkernel, jnp.any(y[:-1] != 0), jnp.any(dx[:-1] != 0)
+
+    *got, y_elsewhere, dx_elsewhere = run(function, hopper, last, kernel, g_last)
+    assert not y_elsewhere
+    assert not dx_elsewhere
+
+    windows = place(
+        "test", (128, 128), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
+    )
+
+    def alone(last, kernel, g_last):
+        y, pull = jax.vjp(lambda x, k: of_lax(x, k, windows), last, kernel)
+        return y, *pull(g_last)
+
+    want = on_reference(alone, last, kernel, g_last)
+    assert_close(got, want, "the last image", dtype="bfloat16", terms=8 * 128 * 128, roundings=4)
