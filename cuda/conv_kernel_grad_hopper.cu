@@ -7,8 +7,9 @@
 // cotangent of the same pixels is the right operand as it lies in shared memory.
 //
 // A block has 64 outputs, up to 64 channels and some of the taps, and a range of the pixels. There
-// are too few such blocks to fill a GPU unless pixels are split, so each split writes its sums to a
-// workspace and a second kernel adds them, always in the same order.
+// are too few such blocks to fill a GPU unless pixels are split. The blocks of a cluster are splits
+// of the same sums, which they add up in each other's shared memory. Where a cluster is not enough,
+// each writes its part to a workspace and a second kernel adds these. The order is always the same.
 #include "cuda/conv_tiles.cuh"
 
 namespace jaxops::conv::cuda {
@@ -29,14 +30,19 @@ constexpr int kTableBytes = kMaxStages * kPixels * 4;
 constexpr int kHeadBytes = kBarrierBytes + kZeroBytes + kTableBytes;
 static_assert(kHeadBytes % 1024 == 0);
 constexpr int kStagesBytes = kSharedBytes - kHeadBytes - 1024;  // less what aligns the stages
+// The sums of a block lie where stages were.
+static_assert(kWarpgroups * kMaxUnits * 64 * kColumns * 4 <= kStagesBytes);
+
+constexpr int kMaxCluster = 8;
 
 struct Params : Layout {
   CUtensorMap image_map;
   CUtensorMap cotangent_map;
-  void* result;  // of each split, one after the other, or of all
+  void* result;  // of each cluster's part, one after the other, or of all
   int channels, outputs;
   int64_t size;  // entries of the result
-  int channel_blocks, column_tiles, sets, splits;
+  int channel_blocks, column_tiles, sets;
+  int splits, cluster;                     // of an item; those of a cluster
   int stages;                              // in all, and what one has of pixels:
   int stage_rows, stage_pixels, steps;     // rows of them, all of them, and steps of 16
   int image_stage, cotangent_stage, ring;  // bytes of the parts of a stage; stages held
@@ -49,14 +55,17 @@ struct Params : Layout {
 struct Item {
   Group set;
   int channel, column;  // the first of its
-  int split;
-  int begin, end;  // stages
+  int rank, part;       // in the cluster; of the cluster
+  int begin, end;       // stages
 
   __device__ explicit Item(const Params& p) {
     // Neighbours share pixels, which they then find in the L2 cache.
     const int items = p.channel_blocks * p.column_tiles * p.sets;
-    split = blockIdx.x / items;
-    int item = blockIdx.x - split * items;
+    rank = blockIdx.x % p.cluster;
+    int item = blockIdx.x / p.cluster;
+    part = item / items;
+    item -= part * items;
+    const int split = part * p.cluster + rank;
     set = p.set[item % p.sets];
     item /= p.sets;
     channel = item % p.channel_blocks * (p.row_bytes / 2);
@@ -145,10 +154,18 @@ __device__ inline uint32_t SelectBySign(int32_t sign, uint32_t a, uint32_t b) {
   return selected;
 }
 
-// Sums and stores kUnits blocks of 64 rows of the product from `first` on, by one warpgroup.
+// Where a block leaves an entry of its sums. Columns are mixed so that neither the rows that a warp
+// writes at once nor those that it reads have the same banks.
+__device__ int SumBytes(int row, int column) {
+  return row * kColumns * 4 + (column * 4 ^ row % 4 * 32);
+}
+
+// Sums kUnits blocks of 64 rows of the product from `first` on, by one of the warpgroups that have
+// `threads` threads, and leaves the sums where stages were.
 template <typename T, int kUnits>
-__device__ void MultiplyUnits(const Params& p, const Item& item, int first, Barriers& barriers,
-                              const int32_t* tables, uint32_t zeros, uint32_t stages) {
+__device__ void MultiplyUnits(const Params& p, const Item& item, int first, int threads,
+                              Barriers& barriers, const int32_t* tables, uint32_t zeros,
+                              char* stages) {
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 % 4 * 16;
   const int channels = p.row_bytes / 2;
@@ -169,6 +186,7 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, Barr
   }
   Keep(swizzle);
   Keep(zeros);
+  const uint32_t first_stage = SharedAddress(stages);
 
   float sums[kUnits][kColumns / 2] = {};
   uint32_t fragments[2][kUnits][4];
@@ -181,7 +199,8 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, Barr
     if (step == 0) {
       Wait(&barriers.full[ring.stage], ring.parity);
       table = tables + ring.stage * kPixels + lane_pixel;
-      b = At(descriptor, stages + ring.stage * (p.image_stage + p.cotangent_stage) + p.image_stage);
+      b = At(descriptor,
+             first_stage + ring.stage * (p.image_stage + p.cotangent_stage) + p.image_stage);
     }
     const int pixel = *table;
     table += 16;
@@ -214,24 +233,60 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, Barr
   }
   ProductsWait<0>();
 
-  const int columns = p.outputs - item.column;
+  __barrier_sync_count(1, threads);  // no product of any warpgroup reads a stage any more
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = (first + u) * 64 + warp_row + 8 * half + lane / 4;
-      const int tap_number = item.set.begin + row / channels;
-      const int channel = item.channel + row % channels;
-      const bool exists = tap_number < item.set.end && channel < p.channels;
-      const int64_t offset = item.split * p.size +
-                             (int64_t{tap_number} * p.channels + channel) * p.outputs + item.column;
-      if (p.is_wide) {
-        StoreRow<kColumns>(sums[u], half, exists ? static_cast<float*>(p.result) + offset : nullptr,
-                           columns);
-      } else {
-        StoreRow<T, kColumns>(sums[u], half, exists ? static_cast<T*>(p.result) + offset : nullptr,
-                              columns);
-      }
+    for (int i = 0; i < kColumns / 2; i += 2) {
+      const int row = (first + u) * 64 + warp_row + i / 2 % 2 * 8 + lane / 4;
+      const int column = i / 4 * 8 + lane % 4 * 2;
+      *reinterpret_cast<float2*>(stages + SumBytes(row, column)) = {sums[u][i], sums[u][i + 1]};
+    }
+  }
+}
+
+__device__ float4 Add(const float4& a, const float4& b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+template <typename Out>
+__device__ void Store(Out* to, const float4& v) {
+  if constexpr (std::is_same_v<Out, float>) {
+    *reinterpret_cast<float4*>(to) = v;
+  } else {
+    *reinterpret_cast<uint2*>(to) = {Pack<Out>(v.x, v.y), Pack<Out>(v.z, v.w)};
+  }
+}
+
+// Adds the sums of the blocks of a cluster, in the order of their ranks, and writes them: each
+// block does so for some of the rows.
+template <typename T>
+__device__ void AddCluster(const Params& p, const Item& item, int units, uint32_t sums) {
+  const int channels = p.row_bytes / 2;
+  const int share = units * 64 * (kColumns / 4) / p.cluster;
+  for (int i = threadIdx.x - 128; i < share; i += 128 * kWarpgroups) {
+    const int row = (item.rank * share + i) / (kColumns / 4);
+    const int column = i % (kColumns / 4) * 4;
+    const uint32_t at = sums + SumBytes(row, column);
+    float4 v[kMaxCluster];
+#pragma unroll
+    for (int k = 0; k < kMaxCluster; ++k) {
+      if (k < p.cluster) v[k] = LoadOfBlock(at, k);
+    }
+#pragma unroll
+    for (int k = 1; k < kMaxCluster; ++k) {
+      if (k < p.cluster) v[0] = Add(v[0], v[k]);
+    }
+    const int tap = item.set.begin + row / channels;
+    const int channel = item.channel + row % channels;
+    const int output = item.column + column;
+    if (tap >= item.set.end || channel >= p.channels || output >= p.outputs) continue;
+    const int64_t offset =
+        item.part * p.size + (int64_t{tap} * p.channels + channel) * p.outputs + output;
+    if (p.is_wide) {
+      Store(static_cast<float*>(p.result) + offset, v[0]);
+    } else {
+      Store(static_cast<T*>(p.result) + offset, v[0]);
     }
   }
 }
@@ -273,8 +328,11 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
   __syncthreads();
 
   if (threadIdx.x < 128) {
-    GiveRegisters<40>();
+    GiveRegisters<56>();
     if (threadIdx.x / 32 == 0) CopyStages(p, item, barriers, tables, stages);
+    // The barriers of a cluster count all threads.
+    SyncCluster();
+    SyncCluster();
   } else {
     TakeRegisters<152>();
     // Units are shared out evenly; a warpgroup without any has nothing to do.
@@ -282,8 +340,8 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     const int least = units / kWarpgroups, more = units % kWarpgroups;
     const int first = warpgroup * least + min(warpgroup, more);
     const auto multiply = [&](auto count) {
-      MultiplyUnits<T, decltype(count)::value>(p, item, first, barriers, tables,
-                                               SharedAddress(zeros), SharedAddress(stages));
+      MultiplyUnits<T, decltype(count)::value>(p, item, first, 128 * min(units, kWarpgroups),
+                                               barriers, tables, SharedAddress(zeros), stages);
     };
     switch (least + (warpgroup < more)) {
       case 1:
@@ -298,39 +356,34 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
       default:
         break;
     }
+    SyncCluster();
+    AddCluster<T>(p, item, units, SharedAddress(stages));
+    SyncCluster();  // no block leaves while others read its sums
   }
 #endif
 }
 
-// Adds the sums of all splits, four entries a thread. With many splits the threads of a column of
+// Adds the parts of all clusters, four entries a thread. With many parts the threads of a column of
 // the block share them, each adding every so many, and one adds what these have.
 constexpr int kAddThreads = 256;
 
 template <typename Out>
 __global__ void __launch_bounds__(kAddThreads)
-    AddSplits(const float4* __restrict__ from, Out* __restrict__ to, int64_t count, int splits) {
-  __shared__ float4 parts[kAddThreads];
+    AddParts(const float4* __restrict__ from, Out* __restrict__ to, int64_t count, int parts) {
+  __shared__ float4 sums[kAddThreads];
   const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   float4 sum = {0, 0, 0, 0};
-  const auto add = [&](const float4& v) {
-    sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
-  };
   if (at < count) {
 #pragma unroll 8
-    for (int s = threadIdx.y; s < splits; s += blockDim.y) add(from[s * count + at]);
+    for (int k = threadIdx.y; k < parts; k += blockDim.y) sum = Add(sum, from[k * count + at]);
   }
   if (blockDim.y > 1) {
-    parts[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+    sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y > 0) return;
-    for (int y = 1; y < blockDim.y; ++y) add(parts[y * blockDim.x + threadIdx.x]);
+    for (int y = 1; y < blockDim.y; ++y) sum = Add(sum, sums[y * blockDim.x + threadIdx.x]);
   }
-  if (at >= count) return;
-  if constexpr (std::is_same_v<Out, float>) {
-    reinterpret_cast<float4*>(to)[at] = sum;
-  } else {
-    reinterpret_cast<uint2*>(to)[at] = {Pack<Out>(sum.x, sum.y), Pack<Out>(sum.z, sum.w)};
-  }
+  if (at < count) Store(to + 4 * at, sum);
 }
 
 // --- what the host decides -----------------------------------------------------------------------
@@ -415,34 +468,49 @@ bool Plan(Params& p, const Call& call, int processors) {
   if (!fits) return false;
   p.stages = static_cast<int>(CeilDiv(pixel_rows, p.stage_rows));
 
-  // As many splits as are done first, if a block takes as long as this many stages besides those
-  // that it multiplies. A few splits are enough where there are many items.
-  constexpr int64_t kBlockCost = 6;
+  // The clusters and splits that are done first, in estimated cycles: of a stage and of what a
+  // block has to do besides, and for writing and adding the parts of several clusters. A few splits
+  // are enough where there are many items. Clusters of 4 and 8 do not reach all processors: of an
+  // H200's 132, 120 at once.
+  constexpr int64_t kUnitCycles = 50, kBlockCycles = 8000, kAddCycles = 4000, kAddedPerCycle = 250;
   const int64_t items = int64_t{p.channel_blocks} * p.column_tiles * p.sets;
   if (items > INT32_MAX / 8) return false;
-  p.splits = 1;
+  int64_t units = 1;
+  for (int s = 0; s < p.sets; ++s) {
+    units = std::max(units, CeilDiv((p.set[s].end - p.set[s].begin) * block, 64));
+  }
+  const int64_t stage_cycles = p.steps * units * kUnitCycles;
+  p.splits = 0;
   int64_t least = 0;
-  for (int64_t splits = 1;
-       splits == 1 || (splits <= p.stages && items * splits <= int64_t{4} * processors); ++splits) {
-    const int64_t cost =
-        CeilDiv(items * splits, processors) * (CeilDiv(p.stages, splits) + kBlockCost);
-    if (splits == 1 || cost < least) {
-      p.splits = static_cast<int>(splits);
-      least = cost;
+  for (int cluster = kMaxCluster; cluster >= 1; cluster /= 2) {
+    const int64_t blocks = cluster > 2 ? std::max(1, processors * 10 / 11) : processors;
+    for (int64_t splits = cluster;
+         splits <= p.stages && (splits == 1 || items * splits <= int64_t{4} * processors);
+         splits += cluster) {
+      const int64_t parts = splits / cluster;
+      const int64_t cost = CeilDiv(items * splits, blocks) *
+                               (CeilDiv(p.stages, splits) * stage_cycles + kBlockCycles) +
+                           (parts > 1 ? kAddCycles + parts * p.size / kAddedPerCycle : 0);
+      if (p.splits == 0 || cost < least) {
+        p.splits = static_cast<int>(splits);
+        p.cluster = cluster;
+        least = cost;
+      }
     }
   }
   return true;
 }
 
 template <typename Out>
-cudaError_t LaunchAddSplits(cudaStream_t stream, const Params& p, const void* workspace,
-                            void* result) {
+cudaError_t LaunchAddParts(cudaStream_t stream, const Params& p, const void* workspace,
+                           void* result) {
   const int64_t count = p.size / 4;
-  const dim3 threads = p.splits >= 16 ? dim3(32, kAddThreads / 32) : dim3(kAddThreads, 1);
+  const int parts = p.splits / p.cluster;
+  const dim3 threads = parts >= 16 ? dim3(32, kAddThreads / 32) : dim3(kAddThreads, 1);
   const int64_t blocks = CeilDiv(count, threads.x);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  AddSplits<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
-      static_cast<const float4*>(workspace), static_cast<Out*>(result), count, p.splits);
+  AddParts<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
+      static_cast<const float4*>(workspace), static_cast<Out*>(result), count, parts);
   return cudaGetLastError();
 }
 
@@ -451,19 +519,20 @@ cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
   cudaError_t error = cudaFuncSetAttribute(
       &SumPixels<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  const int blocks = p.channel_blocks * p.column_tiles * p.sets * p.splits;
-  SumPixels<T><<<blocks, 128 * (kWarpgroups + 1), kSharedBytes, stream>>>(p);
-  error = cudaGetLastError();
-  if (error != cudaSuccess || p.splits == 1) return error;
-  return call.result_dtype == DType::kF32 ? LaunchAddSplits<float>(stream, p, p.result, call.result)
-                                          : LaunchAddSplits<T>(stream, p, p.result, call.result);
+  const int64_t blocks = int64_t{p.channel_blocks} * p.column_tiles * p.sets * p.splits;
+  error = jaxops::cuda::LaunchClusters(&SumPixels<T>, blocks, p.cluster, 128 * (kWarpgroups + 1),
+                                       kSharedBytes, stream, p);
+  if (error != cudaSuccess || p.splits == p.cluster) return error;
+  return call.result_dtype == DType::kF32 ? LaunchAddParts<float>(stream, p, p.result, call.result)
+                                          : LaunchAddParts<T>(stream, p, p.result, call.result);
 }
 
 }  // namespace
 
 int64_t KernelGradWorkspace(const Call& call, int processors) {
   Params p{};
-  return Plan(p, call, processors) && p.splits > 1 ? p.splits * p.size * 4 : 0;
+  if (!Plan(p, call, processors) || p.splits == p.cluster) return 0;
+  return p.splits / p.cluster * p.size * 4;
 }
 
 cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* workspace,
@@ -476,8 +545,9 @@ cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* worksp
   if (error != cudaSuccess) return error;
   Params p{};
   if (major != 9 || !Plan(p, call, processors)) return cudaErrorNotSupported;
-  p.result = p.splits > 1 ? workspace : call.result;
-  p.is_wide = p.splits > 1 || call.result_dtype == DType::kF32;
+  const bool one_part = p.splits == p.cluster;
+  p.result = one_part ? call.result : workspace;
+  p.is_wide = !one_part || call.result_dtype == DType::kF32;
 
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];

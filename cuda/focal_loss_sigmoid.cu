@@ -398,7 +398,7 @@ cudaError_t LaunchElements(cudaStream_t stream, const Params& params, int64_t bl
   const auto launch = [&](auto kernel) {
     const uint32_t splits = params.splits.divisor();
     return call.sum != nullptr && params.partials == nullptr && splits > 1
-               ? jaxops::cuda::LaunchClusters(kernel, blocks, splits, kThreads, stream, params)
+               ? jaxops::cuda::LaunchClusters(kernel, blocks, splits, kThreads, 0, stream, params)
                : Launch(kernel, blocks, stream, params);
   };
   if (call.gradient != nullptr) {

@@ -32,6 +32,24 @@ __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
   }
 }
 
+// Waits until all threads of the cluster are here, and their writes seen by all.
+__device__ inline void SyncCluster() {
+  ptx::barrier_cluster_arrive();
+  ptx::barrier_cluster_wait();
+}
+
+// What the block of this rank in the cluster has at an address of shared memory.
+__device__ inline float4 LoadOfBlock(uint32_t address, uint32_t rank) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}\n"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return v;
+}
+
 // Gives registers of this warpgroup up, or takes some that others gave up.
 template <int kCount>
 __device__ inline void GiveRegisters() {

@@ -40,10 +40,11 @@ inline bool HasClusters() {
          cudaDeviceGetAttribute(&has, cudaDevAttrClusterLaunch, device) == cudaSuccess && has;
 }
 
-// Launches a kernel in clusters of so many blocks, at most 8.
+// Launches a kernel in clusters of so many blocks, at most 8, which have leave for `bytes` each of
+// dynamic shared memory.
 template <typename Params>
 cudaError_t LaunchClusters(void (*kernel)(Params), int64_t blocks, unsigned per_cluster,
-                           int threads, cudaStream_t stream, const Params& params) {
+                           int threads, size_t bytes, cudaStream_t stream, const Params& params) {
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -51,6 +52,7 @@ cudaError_t LaunchClusters(void (*kernel)(Params), int64_t blocks, unsigned per_
   cudaLaunchConfig_t config{};
   config.gridDim = static_cast<unsigned>(blocks);
   config.blockDim = threads;
+  config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
