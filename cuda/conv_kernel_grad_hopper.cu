@@ -124,11 +124,12 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
       table[lane + 32 * k] =
           column_of[k] < row_left ? stage_address + row_bytes + column_of[k] * p.column_bytes : -1;
     }
-    __syncwarp();
+    // Every lane releases what it wrote of the table.
     uint64_t* full = &barriers.full[ring.stage];
     if (lane == 0) {
-      // The table of all lanes is what the arrival releases.
       Expect(full, rows.count * p.copy_bytes + p.stage_pixels * 2 * kColumns);
+    } else {
+      ptx::mbarrier_arrive(full);
     }
     __syncwarp();
 
@@ -217,7 +218,7 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
     ProductsCommit();
     // Those of the step before are done.
     ProductsWait<1>();
-    if (step == 0 && done >= 0 && lane == 0) ptx::mbarrier_arrive(&barriers.empty[done]);
+    if (step == 0 && done >= 0) ptx::mbarrier_arrive(&barriers.empty[done]);
     b += 16 * 2 * kColumns >> 4;
     if (++step == p.steps) {
       step = 0;
@@ -306,8 +307,8 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.ring; ++i) {
-      ptx::mbarrier_init(barriers.full + i, 1);
-      ptx::mbarrier_init(barriers.empty + i, 4 * min(units, kWarpgroups));
+      ptx::mbarrier_init(barriers.full + i, 32);
+      ptx::mbarrier_init(barriers.empty + i, 128 * min(units, kWarpgroups));
     }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }

@@ -31,6 +31,7 @@ TARGETS: list[str] = []
 CUDA_TARGETS: list[str] = []
 
 _statuses: dict[str, PlatformStatus] = {}
+_modules: dict[str, types.ModuleType] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,6 @@ class PlatformStatus:
     targets: tuple[str, ...] = ()
     reason: str | None = None
     build: str | None = None
-    module: types.ModuleType | None = None
 
 
 def running_ffi_version() -> tuple[int, int]:
@@ -111,6 +111,7 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
             platform, available=False, reason=f"{module_name} could not be loaded: {error}"
         )
     check_version(module.FFI_VERSION, module.JAXLIB_VERSION, running_ffi_version())
+    _modules[platform] = module
     handlers = module.registrations()
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(name, handler, platform=_XLA_NAMES[platform])
@@ -119,19 +120,18 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
         available=True,
         targets=tuple(sorted(handlers)),
         build=module.BUILD,
-        module=module,
     )
 
 
 def cuda_architectures() -> tuple[str, ...]:
     """The GPU architectures that the CUDA kernels are compiled for, such as "90a"."""
-    module = _statuses["cuda"].module
+    module = _modules.get("cuda")
     return tuple(module.ARCHITECTURES.split(", ")) if module is not None else ()
 
 
 def conv_kernel_grad_workspace(*sizes: Sequence[int]) -> int:
     """The bytes of work space of a CUDA call; see `ffi/conv_cuda.h`."""
-    return _statuses["cuda"].module.conv_kernel_grad_workspace(*sizes)
+    return _modules["cuda"].conv_kernel_grad_workspace(*sizes)
 
 
 def status() -> list[PlatformStatus]:

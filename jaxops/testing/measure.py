@@ -177,8 +177,11 @@ def assert_vjp(
     dtype: str,
     order: int = 1,
 ) -> None:
-    """`assert_close` for derivatives of any kind; each order passes through the sums once more."""
-    terms, roundings = order * spec.vjp_terms(*arguments), order * spec.vjp_roundings
+    """`assert_close` for derivatives of any kind.
+
+    Each order passes through the sums once more, with the errors of both its factors.
+    """
+    terms, roundings = order**2 * spec.vjp_terms(*arguments), order**2 * spec.vjp_roundings
     assert_close(got, want, what, dtype=dtype, terms=terms, roundings=roundings)
 
 
