@@ -8,8 +8,10 @@
 
 namespace jaxops::conv::cuda {
 
-// All need a GPU of compute capability 9.0, channels and outputs in multiples of 8, strides up to
-// 8, at most kMaxTaps taps and fewer than 2^31 pixels; other calls are cudaErrorNotSupported.
+// The three need a GPU of compute capability 9.0 and code for it, which the caller checks, channels
+// and outputs in multiples of 8, and nothing of size zero. Steps from column to column of the image
+// are at most 8, taps at most kMaxTaps, and pixels, also those of padding, fewer than 2^30. What
+// cannot be cut into tiles is cudaErrorNotSupported.
 inline constexpr int kMaxTaps = 128;
 
 cudaError_t LaunchForward(cudaStream_t stream, const Call& call);

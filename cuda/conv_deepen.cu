@@ -3,8 +3,6 @@
 // The pixels of a block of `stride` become channels of one pixel, and zeros follow until there are
 // as many as wanted. A thread writes 8 channels, by one access, and reads them one by one: those of
 // neighbouring threads are neighbours, so that lines of the cache are read once.
-#include <algorithm>
-
 #include "common/fast_divide.h"
 #include "cuda/conv.h"
 #include "cuda/launch.h"

@@ -202,6 +202,8 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
     uint32_t fragments[2][kHalf][4];
     int add = 0;
     int done_image = -1, done_kernel = -1;  // stages that products under way still use
+    // One lane does for its warp: products, which are of the whole warp, have used what others
+    // read.
     const auto release = [&] {
       if (lane == 0) {
         if (done_image >= 0) ptx::mbarrier_arrive(&barriers.image_empty[done_image]);

@@ -2,7 +2,10 @@
 #include "ffi/conv_cuda.h"
 
 #include <stdexcept>
+#include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "cuda/conv.h"
 #include "ffi/cuda_status.h"
@@ -64,9 +67,33 @@ xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b
   return xf::Error::Success();
 }
 
+// The launchers' kernels have code for one architecture only.
+xf::Error CheckDevice() {
+  int device = 0, major = 0, minor = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  if (status != cudaSuccess) return ToError("conv", status);
+  const std::string_view compiled = JAXOPS_CUDA_ARCHITECTURES;
+  if (major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos) {
+    return xf::Error::Success();
+  }
+  return xf::Error(xf::ErrorCode::kFailedPrecondition,
+                   "conv: this program was compiled for a GPU of compute capability 9.0 and a "
+                   "jaxops with kernels for sm 90a. It runs on one of capability " +
+                       std::to_string(major) + "." + std::to_string(minor) +
+                       " with kernels for sm " + std::string(compiled) +
+                       ". Compile or export it where it is to run.");
+}
+
 xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
                      xf::Result<xf::AnyBuffer> y, Integers strides, Integers dilation,
                      Integers low) {
+  JAXOPS_RETURN_IF_ERROR(CheckDevice());
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), strides, dilation, low));
@@ -80,6 +107,7 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
 xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
                        xf::Result<xf::AnyBuffer> dx, Integers strides, Integers dilation,
                        Integers low) {
+  JAXOPS_RETURN_IF_ERROR(CheckDevice());
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, dx->dimensions(), kernel.dimensions(), g.dimensions(), strides, dilation, low));
@@ -93,6 +121,7 @@ xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kerne
 xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
                         xf::Result<xf::AnyBuffer> dkernel, xf::Result<xf::AnyBuffer> workspace,
                         Integers strides, Integers dilation, Integers low) {
+  JAXOPS_RETURN_IF_ERROR(CheckDevice());
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), strides, dilation, low));
@@ -122,6 +151,7 @@ xf::Error RunDeepen(cudaStream_t stream, xf::AnyBuffer x, xf::Result<xf::AnyBuff
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, in, {taps.data(), taps.size()}, out, strides, {ones.data(), ones.size()}, low));
+  if (call.channels == 0) return InvalidArgument("conv: there are no channels to be made deeper");
   if (xf::ByteWidth(x.element_type()) != 2 || x.element_type() != deep->element_type()) {
     return InvalidArgument("conv: images to be made deeper must be f16 or bf16");
   }

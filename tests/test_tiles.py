@@ -134,21 +134,46 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_few_channels_with_strides_become_more_without():
+@pytest.mark.parametrize("taps", [(2, 4), (3, 3), (1, 3)])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_fills_a_form_up_meets_no_nan(value, taps):
     windows = place(
-        "test",
-        (224, 224),
-        (7, 7),
-        strides=2,
-        padding="SAME",
-        dilation=1,
-        channels_last=True,
+        "test", (9, 8), taps, strides=2, padding="VALID", dilation=1, channels_last=True
     )
-    form = tiles.form(windows, 3, 64)
-    assert form.windows.ins == (115, 115)
-    assert form.windows.taps == (4, 4)
-    assert form.windows.strides == (1, 1)
-    assert (form.channels, form.outputs) == (16, 64)
+    form = tiles.form(windows, 3, 5)
+    x, kernel, g = normal(0, (1, 9, 8, 3), (*taps, 3, 5), (1, *windows.outs, 5))
+    x[0, 3, 2, 1] = g[0, 1, 1, 2] = value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_call", fake_call)
+        y = tiles.forward(x, kernel, form, x.dtype)
+        dx = tiles.input_grad(g, kernel, form, x.dtype)
+
+    want, pull = jax.vjp(lambda x: of_lax(x, kernel, windows), x)
+    np.testing.assert_array_equal(np.isfinite(y), np.isfinite(want))
+    np.testing.assert_array_equal(np.isfinite(dx), np.isfinite(pull(g)[0]))
+
+
+def test_few_channels_with_strides_become_more_without():
+    def form(taps):
+        windows = place(
+            "test",
+            (224, 224),
+            (taps, taps),
+            strides=2,
+            padding="SAME",
+            dilation=1,
+            channels_last=True,
+        )
+        return tiles.form(windows, 3, 64)
+
+    of_blocks = form(8)
+    assert of_blocks.windows.ins == (115, 115)
+    assert of_blocks.windows.taps == (4, 4)
+    assert of_blocks.windows.strides == (1, 1)
+    assert (of_blocks.channels, of_blocks.outputs) == (16, 64)
+    assert form(7).windows.strides == (2, 2)
+    assert form(7).channels == 8
 
 
 @pytest.mark.parametrize(
@@ -191,6 +216,7 @@ CASES = {
     "of small images": ((70, 3, 2), 64, 64, 3, {}),
     "of few outputs": ((2, 20, 21), 64, 24, 3, {}),
     "stem": ((2, 31, 33), 3, 64, 7, {"strides": 2}),
+    "stem of blocks": ((2, 31, 33), 3, 64, 4, {"strides": 2}),
     "strided": ((2, 17, 30), 64, 136, 3, {"strides": (2, 3)}),
     "strided 1x1": ((2, 17, 30), 96, 64, 1, {"strides": 2}),
     "dilated": ((2, 30, 31), 64, 64, 3, {"dilation": (7, 2)}),

@@ -3,7 +3,9 @@
 They take images of 16-bit floats in one or two dimensions, one group, and channels and outputs in
 multiples of 8. Convolutions are brought into that form by linear maps of x, kernel and result:
 missing channels are zeros, and a few channels with strides between pixels become more channels
-without (space to depth), of which a step of a product then holds fewer zeros.
+without (space to depth), of which a step of a product then holds fewer zeros. The kernel gets no
+zeros for taps that it does not have: they would be multiplied by pixels outside of its windows,
+which may be NaN.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class Form:
     deep: Windows | None
 
     def of_x(self, x: jax.Array) -> jax.Array:
+        """The images that the kernels take, which `_deep_x` makes; this is what is transposed."""
         if self.deep is not None:
             rank = len(self.deep.taps)
             lead = x.ndim - 1 - rank
@@ -72,18 +75,13 @@ class Form:
         return _widened(x, -1, self.channels)
 
     def of_kernel(self, kernel: jax.Array) -> jax.Array:
+        """The kernel that the kernels take."""
         if self.deep is not None:
-            pads = [
-                (0, n * s - k, 0)
-                for n, s, k in zip(
-                    self.windows.taps, self.deep.strides, self.deep.taps, strict=True
-                )
-            ]
-            kernel = lax.pad(kernel, np.zeros((), kernel.dtype), [*pads, (0, 0, 0), (0, 0, 0)])
             kernel = _deepened(kernel, 0, self.deep.strides)
         return _widened(_widened(kernel, -2, self.channels), -1, self.outputs)
 
     def of_y(self, y: jax.Array) -> jax.Array:
+        """The result without the outputs that fill it up."""
         return y[..., : self.fan_out]
 
 
@@ -117,10 +115,16 @@ def form(windows: Windows, fan_in: int, fan_out: int) -> Form | None:
     """The form of a convolution of one group, or None where it has none."""
     rank = len(windows.taps)
     steps = math.prod(windows.strides)
+    are_blocks = all(k % s == 0 for k, s in zip(windows.taps, windows.strides, strict=True))
     deep = None
-    if fan_in < _UNIT and steps > 1 and fan_in * steps <= 64 and set(windows.dilation) == {1}:
+    if (
+        fan_in < _UNIT
+        and 1 < steps <= 64 // max(1, fan_in)
+        and set(windows.dilation) == {1}
+        and are_blocks
+    ):
         deep = windows
-        taps = tuple(-(-k // s) for k, s in zip(windows.taps, windows.strides, strict=True))
+        taps = tuple(k // s for k, s in zip(windows.taps, windows.strides, strict=True))
         windows = dataclasses.replace(
             windows,
             ins=tuple(n + k - 1 for n, k in zip(windows.outs, taps, strict=True)),
@@ -128,13 +132,19 @@ def form(windows: Windows, fan_in: int, fan_out: int) -> Form | None:
             strides=(1,) * rank,
             low=(0,) * rank,
         )
-    reaches = [k * d for k, d in zip(windows.taps, windows.dilation, strict=True)]
+    # Of the padded image: the kernels count its entries in 32 bits.
+    reaches = [
+        out * s + k * d
+        for out, s, k, d in zip(
+            windows.outs, windows.strides, windows.taps, windows.dilation, strict=True
+        )
+    ]
     if (
         rank > 2
         or windows.are_entries
         or math.prod(windows.taps) > _MAX_TAPS
         or max(windows.strides) > _MAX_STRIDE
-        or max(*reaches, *map(abs, windows.low), *windows.ins, *windows.outs) >= _MAX_PIXELS
+        or max(*reaches, *map(abs, windows.low), *windows.ins) >= _MAX_PIXELS
         or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
     ):
         return None
@@ -149,9 +159,11 @@ def form(windows: Windows, fan_in: int, fan_out: int) -> Form | None:
     )
 
 
-def find_form(options: Any, platform: str | None, dtype: Any, *operands: jax.Array) -> Form | None:
+def find_form(
+    options: Any, platform: str | None, dtype: Any, images: jax.Array, other: jax.Array
+) -> Form | None:
     """The form in which the kernels compute something of these operands, if they can."""
-    dtypes = {a.dtype for a in operands}
+    dtypes = {images.dtype, other.dtype}
     if (
         platform != "cuda"
         or options.groups != 1
@@ -165,10 +177,8 @@ def find_form(options: Any, platform: str | None, dtype: Any, *operands: jax.Arr
     if found is None:
         return None
     pixels = max(math.prod(found.windows.ins), math.prod(found.windows.outs))
-    rows = [math.prod(a.shape[: a.ndim - 1 - len(found.windows.taps)]) for a in operands]
-    if 0 in rows or max(rows) * pixels >= _MAX_PIXELS:
-        return None
-    return found
+    rows = math.prod(images.shape[: images.ndim - 1 - len(found.windows.taps)])
+    return found if 0 < rows * pixels < _MAX_PIXELS else None
 
 
 def _has_kernels() -> bool:
