@@ -137,7 +137,7 @@ def _forward_local(x, kernel, *, options, dtype, platform):
             return _product(names, _patches(x, windows), kernel, options, dtype=rounded)
 
     block = _block(options, platform, x, kernel)
-    if _is_faster_in_tiles(options, platform, block, x, kernel):
+    if _is_faster_by_xla(options, platform, block, x, kernel):
         return [_convolution(x, kernel, options).astype(dtype)]
     return [_joined(lambda x: compute(x).astype(dtype), axis, block, x)]
 
@@ -168,7 +168,7 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
             return _product(names, g, kernel, options, dtype=rounded)
 
     block = _block(options, platform, g, kernel)
-    if set(windows.strides) == {1} and _is_faster_in_tiles(options, platform, block, g, kernel):
+    if set(windows.strides) == {1} and _is_faster_by_xla(options, platform, block, g, kernel):
         mirrored = options.transposed((1,) * _rank(options))
         return [_convolution(g, transposed_kernel(kernel, 1), mirrored).astype(dtype)]
     return [_joined(lambda g: _image(patches(g), windows).astype(dtype), axis, block, g)]
@@ -339,7 +339,7 @@ def _block(options: Options, platform: str | None, *arrays: jax.Array) -> int:
     return rows if image_bytes == 0 else most // image_bytes
 
 
-def _is_faster_in_tiles(options: Options, platform: str | None, block: int, images, kernel):
+def _is_faster_by_xla(options: Options, platform: str | None, block: int, images, kernel):
     """Whether XLA's convolution takes the place of patches: of float32, and too many of them."""
     rank = _rank(options)
     return (
