@@ -8,20 +8,16 @@
 
 namespace jaxops::conv::cuda {
 
-// The three need a GPU of compute capability 9.0 and code for it, which the caller checks, channels
-// and outputs in multiples of 8, and nothing of size zero. Steps from column to column of the image
-// are at most 8, taps at most kMaxTaps, and pixels, also those of padding, fewer than 2^30. What
-// cannot be cut into tiles is cudaErrorNotSupported.
+// All need a GPU of compute capability 9.0 and code for it, which the caller checks, outputs in
+// multiples of 8, and nothing of size zero. What cannot be cut into tiles is cudaErrorNotSupported.
+//
+// These have channels in multiples of 8, steps from column to column of the image of at most 8, at
+// most kMaxTaps taps, and fewer than 2^30 pixels, also of padding.
 inline constexpr int kMaxTaps = 128;
 
 cudaError_t LaunchForward(cudaStream_t stream, const Call& call);
 
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call);
-
-// Makes channels in multiples of 8 for them: `outputs` channels, of which the first are those of
-// a block of `stride` pixels of the image, from `low` before it on, and the others zeros. There
-// are no taps, and this one needs no particular GPU.
-cudaError_t LaunchDeepen(cudaStream_t stream, const Call& call);
 
 // The kernel gradient splits the sum over pixels by sizes and a number of processors, which its
 // workspace of so many bytes depends on: both must be given the same one. Any is correct, the
@@ -32,6 +28,23 @@ int64_t KernelGradWorkspace(const Call& call, int processors = kProcessors);
 
 cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* workspace,
                              int processors = kProcessors);
+
+// The same of few channels, in any number up to kMostFewChannels, and of windows without dilation,
+// of which a row has at most kMostFewRowEntries entries, channels counted.
+inline constexpr int kMostFewChannels = 7;
+inline constexpr int kMostFewTapRows = 8;
+inline constexpr int kMostFewRowEntries = 24;
+inline constexpr int kMostFewOutputs = 512;
+inline constexpr int kMostFewStride = 8;
+
+cudaError_t LaunchForwardFew(cudaStream_t stream, const Call& call);
+
+cudaError_t LaunchInputGradFew(cudaStream_t stream, const Call& call);
+
+int64_t KernelGradFewWorkspace(const Call& call, int processors = kProcessors);
+
+cudaError_t LaunchKernelGradFew(cudaStream_t stream, const Call& call, void* workspace,
+                                int processors = kProcessors);
 
 }  // namespace jaxops::conv::cuda
 

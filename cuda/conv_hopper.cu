@@ -121,46 +121,6 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
   }
 }
 
-// Writes a row of sums of which each of four neighbouring lanes has two columns in eight. For whole
-// accesses these lanes first exchange, so that each has eight columns of every 32.
-template <typename T, int kColumns>
-__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, T* to, int left) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; j += 4) {
-    uint32_t v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[i] = Pack<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const uint32_t given = __shfl_xor_sync(~0u, lane & 1 ? v[i] : v[i + 1], 1);
-      (lane & 1 ? v[i] : v[i + 1]) = given;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t given = __shfl_xor_sync(~0u, lane & 2 ? v[i] : v[i + 2], 2);
-      (lane & 2 ? v[i] : v[i + 2]) = given;
-    }
-    const int column = 8 * (j + lane);
-    if (to && column < left) *reinterpret_cast<uint4*>(to + column) = {v[0], v[1], v[2], v[3]};
-  }
-}
-
-template <int kColumns>
-__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, float* to, int left) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const int column = 8 * j + 2 * lane;
-    if (to && column < left) {
-      *reinterpret_cast<float2*>(to + column) = {sums[4 * j + 2 * half],
-                                                 sums[4 * j + 2 * half + 1]};
-    }
-  }
-}
-
 template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross>
 __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t image_stages,
                               uint32_t kernel_stages) {

@@ -246,19 +246,6 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   }
 }
 
-__device__ float4 Add(const float4& a, const float4& b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
-template <typename Out>
-__device__ void Store(Out* to, const float4& v) {
-  if constexpr (std::is_same_v<Out, float>) {
-    *reinterpret_cast<float4*>(to) = v;
-  } else {
-    *reinterpret_cast<uint2*>(to) = {Pack<Out>(v.x, v.y), Pack<Out>(v.z, v.w)};
-  }
-}
-
 // Adds the sums of the blocks of a cluster, in the order of their ranks, and writes them: each
 // block does so for some of the rows.
 template <typename T>
@@ -362,29 +349,6 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     SyncCluster();  // no block leaves while others read its sums
   }
 #endif
-}
-
-// Adds the parts of all clusters, four entries a thread. With many parts the threads of a column of
-// the block share them, each adding every so many, and one adds what these have.
-constexpr int kAddThreads = 256;
-
-template <typename Out>
-__global__ void __launch_bounds__(kAddThreads)
-    AddParts(const float4* __restrict__ from, Out* __restrict__ to, int64_t count, int parts) {
-  __shared__ float4 sums[kAddThreads];
-  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  float4 sum = {0, 0, 0, 0};
-  if (at < count) {
-#pragma unroll 8
-    for (int k = threadIdx.y; k < parts; k += blockDim.y) sum = Add(sum, from[k * count + at]);
-  }
-  if (blockDim.y > 1) {
-    sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y > 0) return;
-    for (int y = 1; y < blockDim.y; ++y) sum = Add(sum, sums[y * blockDim.x + threadIdx.x]);
-  }
-  if (at < count) Store(to + 4 * at, sum);
 }
 
 // --- what the host decides -----------------------------------------------------------------------
@@ -502,19 +466,6 @@ bool Plan(Params& p, const Call& call, int processors) {
   return true;
 }
 
-template <typename Out>
-cudaError_t LaunchAddParts(cudaStream_t stream, const Params& p, const void* workspace,
-                           void* result) {
-  const int64_t count = p.size / 4;
-  const int parts = p.splits / p.cluster;
-  const dim3 threads = parts >= 16 ? dim3(32, kAddThreads / 32) : dim3(kAddThreads, 1);
-  const int64_t blocks = CeilDiv(count, threads.x);
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  AddParts<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
-      static_cast<const float4*>(workspace), static_cast<Out*>(result), count, parts);
-  return cudaGetLastError();
-}
-
 template <typename T>
 cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
   cudaError_t error = cudaFuncSetAttribute(
@@ -524,8 +475,8 @@ cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
   error = jaxops::cuda::LaunchClusters(&SumPixels<T>, blocks, p.cluster, 128 * (kWarpgroups + 1),
                                        kSharedBytes, stream, p);
   if (error != cudaSuccess || p.splits == p.cluster) return error;
-  return call.result_dtype == DType::kF32 ? LaunchAddParts<float>(stream, p, p.result, call.result)
-                                          : LaunchAddParts<T>(stream, p, p.result, call.result);
+  return LaunchAddParts(stream, p.result, call.result, call.result_dtype, p.size,
+                        p.splits / p.cluster);
 }
 
 }  // namespace

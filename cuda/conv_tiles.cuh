@@ -9,6 +9,7 @@
 
 #include "common/fast_divide.h"
 #include "cuda/conv.h"
+#include "cuda/conv_results.cuh"
 #include "cuda/hopper.cuh"
 #include "cuda/launch.h"
 
@@ -17,7 +18,6 @@ namespace jaxops::conv::cuda {
 using jaxops::cuda::CeilDiv;
 using namespace jaxops::cuda::hopper;  // NOLINT: these kernels are made of it
 
-constexpr int kSharedBytes = 227 * 1024;  // all that a block can have
 constexpr int kMaxStages = 8;
 // Pixels of a row that are beside each other in a stage: a row of an image is cut into strips.
 constexpr int kMaxStripWidth = 64;
@@ -180,17 +180,6 @@ __device__ inline void CopyRows(const Layout& p, const CUtensorMap& map, const R
                            row * p.stride_row + group.row + offset * p.image_step, image};
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + i * p.pitch, &map, at,
                               full);
-  }
-}
-
-template <typename T>
-__device__ uint32_t Pack(float a, float b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
   }
 }
 

@@ -22,6 +22,9 @@ namespace jaxops::cuda::hopper {
 
 namespace ptx = ::cuda::ptx;
 
+// All the shared memory that a block can have.
+constexpr int kSharedBytes = 227 * 1024;
+
 __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -130,6 +133,10 @@ __device__ inline void ProductsWait() {
   JAXOPS_SUMS8(d, i), JAXOPS_SUMS8(d, i + 8), JAXOPS_SUMS8(d, i + 16), JAXOPS_SUMS8(d, i + 24)
 #define JAXOPS_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define JAXOPS_SUMS4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define JAXOPS_FIRST4 "%0, %1, %2, %3"
+#define JAXOPS_FIRST8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define JAXOPS_FIRST12 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
 #define JAXOPS_FIRST16 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAXOPS_FIRST32 \
@@ -152,9 +159,28 @@ __device__ inline void ProductsWait() {
 template <typename T, int kColumns, bool kAcross>
 __device__ inline void Multiply(float (&sums)[kColumns / 2], const uint32_t (&a)[4],
                                 uint64_t b_descriptor, int add) {
-  static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128);
+  static_assert(kColumns == 8 || kColumns == 16 || kColumns == 24 || kColumns == 32 ||
+                kColumns == 64 || kColumns == 128);
 #if JAXOPS_HAS_WGMMA
-  if constexpr (kColumns == 32 && std::is_same_v<T, __half>) {
+  if constexpr (kColumns == 8 && std::is_same_v<T, __half>) {
+    JAXOPS_PRODUCT("m64n8k16", "f16", JAXOPS_FIRST4, "%4", "%5", "%6", "%7", "%8", "%9", "%10",
+                   JAXOPS_SUMS4(sums, 0));
+  } else if constexpr (kColumns == 8) {
+    JAXOPS_PRODUCT("m64n8k16", "bf16", JAXOPS_FIRST4, "%4", "%5", "%6", "%7", "%8", "%9", "%10",
+                   JAXOPS_SUMS4(sums, 0));
+  } else if constexpr (kColumns == 16 && std::is_same_v<T, __half>) {
+    JAXOPS_PRODUCT("m64n16k16", "f16", JAXOPS_FIRST8, "%8", "%9", "%10", "%11", "%12", "%13", "%14",
+                   JAXOPS_SUMS8(sums, 0));
+  } else if constexpr (kColumns == 16) {
+    JAXOPS_PRODUCT("m64n16k16", "bf16", JAXOPS_FIRST8, "%8", "%9", "%10", "%11", "%12", "%13",
+                   "%14", JAXOPS_SUMS8(sums, 0));
+  } else if constexpr (kColumns == 24 && std::is_same_v<T, __half>) {
+    JAXOPS_PRODUCT("m64n24k16", "f16", JAXOPS_FIRST12, "%12", "%13", "%14", "%15", "%16", "%17",
+                   "%18", JAXOPS_SUMS8(sums, 0), JAXOPS_SUMS4(sums, 8));
+  } else if constexpr (kColumns == 24) {
+    JAXOPS_PRODUCT("m64n24k16", "bf16", JAXOPS_FIRST12, "%12", "%13", "%14", "%15", "%16", "%17",
+                   "%18", JAXOPS_SUMS8(sums, 0), JAXOPS_SUMS4(sums, 8));
+  } else if constexpr (kColumns == 32 && std::is_same_v<T, __half>) {
     JAXOPS_PRODUCT("m64n32k16", "f16", JAXOPS_FIRST16, "%16", "%17", "%18", "%19", "%20", "%21",
                    "%22", JAXOPS_SUMS8(sums, 0), JAXOPS_SUMS8(sums, 8));
   } else if constexpr (kColumns == 32) {
@@ -180,9 +206,13 @@ __device__ inline void Multiply(float (&sums)[kColumns / 2], const uint32_t (&a)
 #undef JAXOPS_FIRST64
 #undef JAXOPS_FIRST32
 #undef JAXOPS_FIRST16
+#undef JAXOPS_FIRST12
+#undef JAXOPS_FIRST8
+#undef JAXOPS_FIRST4
 #undef JAXOPS_TEN
 #undef JAXOPS_SUMS32
 #undef JAXOPS_SUMS8
+#undef JAXOPS_SUMS4
 
 }  // namespace jaxops::cuda::hopper
 

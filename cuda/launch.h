@@ -33,6 +33,14 @@ cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t b
   return cudaGetLastError();
 }
 
+// How many multiprocessors the current device has.
+inline cudaError_t CountProcessors(int* count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
 // Whether the current device runs neighbouring blocks as clusters, which share their memories.
 inline bool HasClusters() {
   int device = 0, has = 0;

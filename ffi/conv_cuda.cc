@@ -90,6 +90,14 @@ xf::Error CheckDevice() {
                        ". Compile or export it where it is to run.");
 }
 
+// Images of few channels have kernels of their own.
+bool IsFew(const Call& call) { return call.channels <= conv::cuda::kMostFewChannels; }
+
+int64_t KernelGradWorkspace(const Call& call) {
+  return IsFew(call) ? conv::cuda::KernelGradFewWorkspace(call)
+                     : conv::cuda::KernelGradWorkspace(call);
+}
+
 xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
                      xf::Result<xf::AnyBuffer> y, Integers strides, Integers dilation,
                      Integers low) {
@@ -101,7 +109,8 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
   call.image = x.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();
-  return ToError("conv", conv::cuda::LaunchForward(stream, call));
+  const auto launch = IsFew(call) ? conv::cuda::LaunchForwardFew : conv::cuda::LaunchForward;
+  return ToError("conv", launch(stream, call));
 }
 
 xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
@@ -115,7 +124,8 @@ xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kerne
   call.image = g.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = dx->untyped_data();
-  return ToError("conv input gradient", conv::cuda::LaunchInputGrad(stream, call));
+  const auto launch = IsFew(call) ? conv::cuda::LaunchInputGradFew : conv::cuda::LaunchInputGrad;
+  return ToError("conv input gradient", launch(stream, call));
 }
 
 xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
@@ -126,7 +136,7 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), strides, dilation, low));
   JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, g, *dkernel));
-  const int64_t needed = conv::cuda::KernelGradWorkspace(call);
+  const int64_t needed = KernelGradWorkspace(call);
   if (static_cast<int64_t>(workspace->size_bytes()) < needed) {
     return InvalidArgument("conv kernel gradient: the workspace must have ", needed, " bytes, got ",
                            workspace->size_bytes());
@@ -134,30 +144,9 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
   call.image = x.untyped_data();
   call.cotangent = g.untyped_data();
   call.result = dkernel->untyped_data();
+  const auto launch = IsFew(call) ? conv::cuda::LaunchKernelGradFew : conv::cuda::LaunchKernelGrad;
   return ToError("conv kernel gradient",
-                 conv::cuda::LaunchKernelGrad(stream, call, workspace->untyped_data()));
-}
-
-// Images (rows..., in..., channels) become (rows..., out..., more channels).
-xf::Error RunDeepen(cudaStream_t stream, xf::AnyBuffer x, xf::Result<xf::AnyBuffer> deep,
-                    Integers strides, Integers low) {
-  const std::vector<int64_t> ones(strides.size(), 1);
-  const Dimensions in = x.dimensions(), out = deep->dimensions();
-  if (in.size() < 1 || out.size() != in.size()) {
-    return InvalidArgument("conv: images ", ToString(in), " cannot become ", ToString(out));
-  }
-  std::vector<int64_t> taps = ones;
-  taps.insert(taps.end(), {in.back(), out.back()});
-  Call call = {};
-  JAXOPS_RETURN_IF_ERROR(
-      Decode(call, in, {taps.data(), taps.size()}, out, strides, {ones.data(), ones.size()}, low));
-  if (call.channels == 0) return InvalidArgument("conv: there are no channels to be made deeper");
-  if (xf::ByteWidth(x.element_type()) != 2 || x.element_type() != deep->element_type()) {
-    return InvalidArgument("conv: images to be made deeper must be f16 or bf16");
-  }
-  call.image = x.untyped_data();
-  call.result = deep->untyped_data();
-  return ToError("conv deepen", conv::cuda::LaunchDeepen(stream, call));
+                 launch(stream, call, workspace->untyped_data(), conv::cuda::kProcessors));
 }
 
 template <typename Binding>
@@ -188,15 +177,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvKernelGradCuda, RunKernelGrad,
                               BindAttributes(BindOperands().Ret<xf::AnyBuffer>()),
                               {xf::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvDeepenCuda, RunDeepen,
-                              xf::Ffi::Bind()
-                                  .Ctx<xf::PlatformStream<cudaStream_t>>()
-                                  .Arg<xf::AnyBuffer>()
-                                  .Ret<xf::AnyBuffer>()
-                                  .Attr<Integers>("strides")
-                                  .Attr<Integers>("low"),
-                              {xf::Traits::kCmdBufferCompatible});
-
 int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                                 const std::vector<int64_t>& out,
                                 const std::vector<int64_t>& strides,
@@ -207,7 +187,7 @@ int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vecto
   const xf::Error error =
       Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
   if (error.failure()) throw std::invalid_argument(error.message());
-  return conv::cuda::KernelGradWorkspace(call);
+  return KernelGradWorkspace(call);
 }
 
 }  // namespace jaxops::ffi

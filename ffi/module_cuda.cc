@@ -14,7 +14,6 @@ nanobind::dict Registrations() {
   handlers["jaxops_concatenate"] = Encapsulate(ConcatenateCuda);
   handlers["jaxops_split"] = Encapsulate(SplitCuda);
   handlers["jaxops_conv"] = Encapsulate(ConvCuda);
-  handlers["jaxops_conv_deepen"] = Encapsulate(ConvDeepenCuda);
   handlers["jaxops_conv_input_grad"] = Encapsulate(ConvInputGradCuda);
   handlers["jaxops_conv_kernel_grad"] = Encapsulate(ConvKernelGradCuda);
   handlers["jaxops_grid_sample"] = Encapsulate(GridSampleCuda);

@@ -47,37 +47,21 @@ def of_lax(x, kernel, windows: Windows):
     )
 
 
-def fake_call(target, results, *operands, strides, low, dilation=None):
+def fake_convolve(target, results, form, *operands):
     """The kernels by `jax.lax`, which see no more than what the kernels are handed."""
-    result = results[0]
-    rank = len(strides)
-    if target == "jaxops_conv_deepen":
-        (x,) = operands
-        y = np.zeros(result.shape, x.dtype)
-        block = np.ndindex(*strides)
-        for i, (*steps, channel) in enumerate((*b, c) for b in block for c in range(x.shape[-1])):
-            for out in np.ndindex(*result.shape[1:-1]):
-                at = [
-                    o * s + step - n for o, s, step, n in zip(out, strides, steps, low, strict=True)
-                ]
-                if all(0 <= n < size for n, size in zip(at, x.shape[1:-1], strict=True)):
-                    y[(slice(None), *out, i)] = x[(slice(None), *at, channel)]
-        return [jnp.asarray(y)]
-
-    shapes = [a.shape for a in (*operands, result)]
+    shapes = [a.shape for a in (*operands, results[0])]
     order = {"jaxops_conv": (0, 1, 2), "jaxops_conv_input_grad": (2, 1, 0)}
     of_x, of_kernel, of_y = (shapes[i] for i in order.get(target, (0, 2, 1)))
-    windows = Windows(
-        ins=of_x[1:-1],
-        outs=of_y[1:-1],
-        taps=of_kernel[:rank],
-        strides=strides,
-        dilation=dilation,
-        low=low,
-        channels_last=True,
-    )
-    assert of_x[-1] % 8 == of_y[-1] % 8 == 0
-    assert of_kernel[rank:] == (of_x[-1], of_y[-1])
+    windows = form.windows
+    rank = len(windows.taps)
+    assert (of_x[1:-1], of_y[1:-1]) == (windows.ins, windows.outs)
+    assert of_kernel == (*windows.taps, of_x[-1], of_y[-1])
+    assert of_y[-1] % 8 == 0
+    if of_x[-1] % 8:
+        assert of_x[-1] < 8
+        assert windows.dilation == (1,) * rank
+        assert windows.taps[-1] * of_x[-1] <= 24
+        assert rank == 1 or windows.taps[0] <= 8
     x, kernel = jnp.zeros(of_x), jnp.zeros(of_kernel)
     if target == "jaxops_conv":
         return [of_lax(*operands, windows)]
@@ -114,7 +98,6 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
     fan_in, fan_out = data.draw(st.integers(1, 17)), data.draw(st.integers(1, 17))
     form = tiles.form(windows, fan_in, fan_out)
     hypothesis.assume(form is not None)
-    assert form.channels % 8 == form.outputs % 8 == 0
     shapes = (
         (2, *windows.ins, fan_in),
         (*windows.taps, fan_in, fan_out),
@@ -123,7 +106,7 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
     x, kernel, g = normal(0, *shapes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_call", fake_call)
+        patch.setattr(tiles, "_convolve", fake_convolve)
         patch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
         y = tiles.forward(x, kernel, form, x.dtype)
         dx = tiles.input_grad(g, kernel, form, x.dtype)
@@ -145,7 +128,7 @@ def test_what_fills_a_form_up_meets_no_nan(value, taps):
     x[0, 3, 2, 1] = g[0, 1, 1, 2] = value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_call", fake_call)
+        patch.setattr(tiles, "_convolve", fake_convolve)
         y = tiles.forward(x, kernel, form, x.dtype)
         dx = tiles.input_grad(g, kernel, form, x.dtype)
 
@@ -154,26 +137,27 @@ def test_what_fills_a_form_up_meets_no_nan(value, taps):
     np.testing.assert_array_equal(np.isfinite(dx), np.isfinite(pull(g)[0]))
 
 
-def test_few_channels_with_strides_become_more_without():
-    def form(taps):
+@pytest.mark.parametrize(
+    ("taps", "channels", "want"),
+    [
+        ((7, 7), 3, 3),
+        ((3, 3), 7, 7),
+        ((3, 3), 8, 8),
+        ((3, 3), 9, 16),
+        ((8, 8), 3, 3),
+        ((9, 7), 3, 8),
+        ((7, 9), 3, 8),
+    ],
+)
+def test_few_channels_are_filled_up_only_for_large_windows(taps, channels, want):
+    def form(**options):
         windows = place(
-            "test",
-            (224, 224),
-            (taps, taps),
-            strides=2,
-            padding="SAME",
-            dilation=1,
-            channels_last=True,
+            "test", (40, 40), taps, padding="SAME", strides=2, channels_last=True, **options
         )
-        return tiles.form(windows, 3, 64)
+        return tiles.form(windows, channels, 64)
 
-    of_blocks = form(8)
-    assert of_blocks.windows.ins == (115, 115)
-    assert of_blocks.windows.taps == (4, 4)
-    assert of_blocks.windows.strides == (1, 1)
-    assert (of_blocks.channels, of_blocks.outputs) == (16, 64)
-    assert form(7).windows.strides == (2, 2)
-    assert form(7).channels == 8
+    assert form(dilation=1).channels == want
+    assert form(dilation=2).channels == max(8, want)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +199,15 @@ CASES = {
     "of wide rows": ((2, 5, 150), 32, 72, 3, {}),
     "of small images": ((70, 3, 2), 64, 64, 3, {}),
     "of few outputs": ((2, 20, 21), 64, 24, 3, {}),
-    "stem": ((2, 31, 33), 3, 64, 7, {"strides": 2}),
-    "stem of blocks": ((2, 31, 33), 3, 64, 4, {"strides": 2}),
+    "stem": ((2, 40, 48), 3, 64, 7, {"strides": 2}),
+    "stem of odd rows": ((2, 31, 33), 3, 64, 7, {"strides": 2, "padding": 3}),
+    "stem of blocks": ((2, 31, 33), 3, 96, 4, {"strides": 4}),
+    "stem of wide rows": ((1, 9, 700), 3, 40, 3, {"strides": 2}),
+    "grey": ((3, 28, 28), 1, 32, 5, {}),
+    "grey of odd strides": ((3, 28, 30), 1, 16, 3, {"strides": 3}),
+    "of few channels": ((3, 20, 21), 5, 128, 3, {"padding": ((-1, 2), (4, -2))}),
+    "of few channels and many outputs": ((2, 16, 16), 7, 500, 3, {}),
+    "of large windows": ((2, 40, 40), 3, 64, 9, {"strides": 2}),
     "strided": ((2, 17, 30), 64, 136, 3, {"strides": (2, 3)}),
     "strided 1x1": ((2, 17, 30), 96, 64, 1, {"strides": 2}),
     "dilated": ((2, 30, 31), 64, 64, 3, {"dilation": (7, 2)}),
@@ -287,17 +278,26 @@ def test_one_row_of_pixels(hopper):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_nan_stays_in_its_windows(value, hopper):
+@pytest.mark.parametrize(
+    ("channels", "taps", "strides"), [(40, (3, 2), 1), (3, (4, 3), 2), (3, (3, 5), 3)]
+)
+def test_a_nan_stays_in_its_windows(value, channels, taps, strides, hopper):
     """The kernel's gradient too has it only where a window covers the pixel; ragged tiles at that.
 
     Zeros that fill up channels, pixels and images must not meet it.
     """
-    x, kernel, g = normal(0, (3, 9, 67, 40), (3, 2, 40, 24), (3, 9, 67, 24), dtype="bfloat16")
-    x[2, 8, 66, 39] = value
+    sizes = (9, 67)
     windows = place(
-        "test", (9, 67), (3, 2), strides=1, padding="SAME", dilation=1, channels_last=True
+        "test", sizes, taps, strides=strides, padding="VALID", dilation=1, channels_last=True
     )
-    got = run(vjp_of(jaxops.conv2d, (0, 1)), hopper, (g,), x, kernel)
+    shapes = (3, *sizes, channels), (*taps, channels, 24), (3, *windows.outs, 24)
+    x, kernel, g = normal(0, *shapes, dtype="bfloat16")
+    x[2, 8, 66, channels - 1] = x[0, 4, 40, 0] = value
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, strides=strides, padding="VALID")
+
+    got = run(vjp_of(function, (0, 1)), hopper, (g,), x, kernel)
     want = on_reference(vjp_of(lambda x, k: of_lax(x, k, windows), (0, 1)), (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(

@@ -1,11 +1,8 @@
 """Convolution whose patches are never in memory: kernels for Hopper GPUs.
 
-They take images of 16-bit floats in one or two dimensions, one group, and channels and outputs in
-multiples of 8. Convolutions are brought into that form by linear maps of x, kernel and result:
-missing channels are zeros, and a few channels with strides between pixels become more channels
-without (space to depth), of which a step of a product then holds fewer zeros. The kernel gets no
-zeros for taps that it does not have: they would be multiplied by pixels outside of its windows,
-which may be NaN.
+They take images of 16-bit floats in one or two dimensions, one group, outputs in multiples of 8,
+and channels in multiples of 8 as well or only a few. Convolutions are brought into that form by
+linear maps of x, kernel and result: missing channels and outputs are zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxops._core import compat, native
 from jaxops._core.windows import Windows
@@ -26,14 +22,18 @@ from jaxops._core.windows import Windows
 _MAX_TAPS = 128
 _MAX_STRIDE = 8
 _MAX_PIXELS = 1 << 30
-# What bulk copies move of an image, in entries of 2 bytes.
+# What is moved of an image at a time, in entries of 2 bytes.
 _UNIT = 8
+# Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
+_FEW_CHANNELS = 7
+_FEW_TAP_ROWS = 8
+_FEW_ROW_ENTRIES = 24
+_FEW_OUTPUTS = 512
 
-_FORWARD, _INPUT_GRAD, _KERNEL_GRAD, _DEEPEN = TARGETS = (
+_FORWARD, _INPUT_GRAD, _KERNEL_GRAD = TARGETS = (
     "jaxops_conv",
     "jaxops_conv_input_grad",
     "jaxops_conv_kernel_grad",
-    "jaxops_conv_deepen",
 )
 native.CUDA_TARGETS.extend(TARGETS)
 
@@ -50,7 +50,6 @@ class Form:
       outputs: of the result that of_y is given.
       fan_in: the channels of x.
       fan_out: those of y.
-      deep: the windows over x that become pixels of more channels, where they do.
     """
 
     windows: Windows
@@ -58,48 +57,22 @@ class Form:
     outputs: int
     fan_in: int
     fan_out: int
-    deep: Windows | None
 
     def of_x(self, x: jax.Array) -> jax.Array:
-        """The images that the kernels take, which `_deep_x` makes; this is what is transposed."""
-        if self.deep is not None:
-            rank = len(self.deep.taps)
-            lead = x.ndim - 1 - rank
-            sizes = [n * s for n, s in zip(self.windows.ins, self.deep.strides, strict=True)]
-            pads = [
-                (low, n - low - size, 0)
-                for n, low, size in zip(sizes, self.deep.low, self.deep.ins, strict=True)
-            ]
-            x = lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0)] * lead + pads + [(0, 0, 0)])
-            x = _deepened(x, lead, self.deep.strides)
+        """The images that the kernels take."""
         return _widened(x, -1, self.channels)
 
     def of_kernel(self, kernel: jax.Array) -> jax.Array:
         """The kernel that the kernels take."""
-        if self.deep is not None:
-            kernel = _deepened(kernel, 0, self.deep.strides)
         return _widened(_widened(kernel, -2, self.channels), -1, self.outputs)
 
     def of_y(self, y: jax.Array) -> jax.Array:
         """The result without the outputs that fill it up."""
         return y[..., : self.fan_out]
 
-
-def _deepened(array: jax.Array, at: int, steps: tuple[int, ...]) -> jax.Array:
-    """Blocks of so many steps along the dimensions from `at` on become entries of the next one."""
-    rank = len(steps)
-    shape = list(array.shape)
-    split = [
-        n for size, s in zip(shape[at : at + rank], steps, strict=True) for n in (size // s, s)
-    ]
-    array = array.reshape(*shape[:at], *split, *shape[at + rank :])
-    blocks = range(at, at + 2 * rank, 2)
-    inner = range(at + 1, at + 2 * rank, 2)
-    rest = range(at + 2 * rank, array.ndim)
-    array = array.transpose(*range(at), *blocks, *inner, *rest)
-    sizes = array.shape
-    merged = math.prod(sizes[at + rank : at + 2 * rank + 1])
-    return array.reshape(*sizes[: at + rank], merged, *sizes[at + 2 * rank + 1 :])
+    def of_g(self, g: jax.Array) -> jax.Array:
+        """The transpose of `of_y`."""
+        return _widened(g, -1, self.outputs)
 
 
 def _widened(array: jax.Array, axis: int, size: int) -> jax.Array:
@@ -114,24 +87,6 @@ def _widened(array: jax.Array, axis: int, size: int) -> jax.Array:
 def form(windows: Windows, fan_in: int, fan_out: int) -> Form | None:
     """The form of a convolution of one group, or None where it has none."""
     rank = len(windows.taps)
-    steps = math.prod(windows.strides)
-    are_blocks = all(k % s == 0 for k, s in zip(windows.taps, windows.strides, strict=True))
-    deep = None
-    if (
-        fan_in < _UNIT
-        and 1 < steps <= 64 // max(1, fan_in)
-        and set(windows.dilation) == {1}
-        and are_blocks
-    ):
-        deep = windows
-        taps = tuple(k // s for k, s in zip(windows.taps, windows.strides, strict=True))
-        windows = dataclasses.replace(
-            windows,
-            ins=tuple(n + k - 1 for n, k in zip(windows.outs, taps, strict=True)),
-            taps=taps,
-            strides=(1,) * rank,
-            low=(0,) * rank,
-        )
     # Of the padded image: the kernels count its entries in 32 bits.
     reaches = [
         out * s + k * d
@@ -148,15 +103,24 @@ def form(windows: Windows, fan_in: int, fan_out: int) -> Form | None:
         or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
     ):
         return None
-    depth = fan_in * (steps if deep is not None else 1)
+    are_few = (
+        fan_in <= _FEW_CHANNELS
+        and set(windows.dilation) == {1}
+        and math.prod(windows.taps[:-1]) <= _FEW_TAP_ROWS
+        and windows.taps[-1] * fan_in <= _FEW_ROW_ENTRIES
+        and fan_out <= _FEW_OUTPUTS
+    )
     return Form(
         windows=windows,
-        channels=-(-depth // _UNIT) * _UNIT,
-        outputs=-(-fan_out // _UNIT) * _UNIT,
+        channels=fan_in if are_few else _up_to_units(fan_in),
+        outputs=_up_to_units(fan_out),
         fan_in=fan_in,
         fan_out=fan_out,
-        deep=deep,
     )
+
+
+def _up_to_units(channels: int) -> int:
+    return -(-channels // _UNIT) * _UNIT
 
 
 def find_form(
@@ -189,64 +153,31 @@ def _has_kernels() -> bool:
 def forward(x: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of x (..., *ins, fan_in) and kernel (*taps, fan_in, fan_out)."""
     result = _shape(x, form.windows.outs, form.outputs, dtype)
-    (y,) = _convolve(_FORWARD, [result], form, _deep_x(x, form), form.of_kernel(kernel))
+    (y,) = _convolve(_FORWARD, [result], form, form.of_x(x), form.of_kernel(kernel))
     return form.of_y(y)
 
 
 def input_grad(g: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of g (..., *outs, fan_out)."""
     result = _shape(g, form.windows.ins, form.channels, dtype)
-    (dx,) = _convolve(_INPUT_GRAD, [result], form, _deep_g(g, form), form.of_kernel(kernel))
-    ins = form.windows.ins if form.deep is None else form.deep.ins
-    return _transposed(form.of_x, _shape(g, ins, form.fan_in, dtype), dx)
+    (dx,) = _convolve(_INPUT_GRAD, [result], form, form.of_g(g), form.of_kernel(kernel))
+    return dx[..., : form.fan_in]
 
 
 def kernel_grad(x: jax.Array, g: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """The sum over all images: (*taps, fan_in, fan_out)."""
-    x, g = _deep_x(x, form), _deep_g(g, form)
+    x, g = form.of_x(x), form.of_g(g)
     shape = (*form.windows.taps, form.channels, form.outputs)
     needed = native.conv_kernel_grad_workspace(x.shape, shape, g.shape, *_placement(form.windows))
     results = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((needed,), np.uint8)]
     dkernel, _ = _convolve(_KERNEL_GRAD, results, form, x, g)
-    taps = form.windows.taps if form.deep is None else form.deep.taps
-    like = jax.ShapeDtypeStruct((*taps, form.fan_in, form.fan_out), dtype)
-    return _transposed(form.of_kernel, like, dkernel)
-
-
-def _deep_x(x: jax.Array, form: Form) -> jax.Array:
-    """form.of_x(x), by a kernel where that is not x itself."""
-    if form.deep is not None:
-        result = _shape(x, form.windows.ins, form.channels, x.dtype)
-        return _deepen(x, result, form.deep.strides, form.deep.low)
-    return _deep(x, form.windows.ins, form.channels)
-
-
-def _deep_g(g: jax.Array, form: Form) -> jax.Array:
-    """The transpose of form.of_y."""
-    return _deep(g, form.windows.outs, form.outputs)
-
-
-def _deep(array: jax.Array, sizes: tuple[int, ...], channels: int) -> jax.Array:
-    if array.shape[-1] == channels:
-        return array
-    rank = len(sizes)
-    return _deepen(array, _shape(array, sizes, channels, array.dtype), (1,) * rank, (0,) * rank)
-
-
-def _deepen(array, result, strides, low) -> jax.Array:
-    return _call(_DEEPEN, [result], array, strides=strides, low=low)[0]
+    return dkernel[..., : form.fan_in, : form.fan_out]
 
 
 def _convolve(target: str, results, form: Form, *operands: jax.Array) -> list[jax.Array]:
-    names = ("strides", "dilation", "low")
-    return _call(
-        target, results, *operands, **dict(zip(names, _placement(form.windows), strict=True))
-    )
-
-
-def _call(target: str, results, *operands: jax.Array, **steps: tuple[int, ...]) -> list[jax.Array]:
+    steps = zip(("strides", "dilation", "low"), _placement(form.windows), strict=True)
     return jax.ffi.ffi_call(target, results)(
-        *operands, **{name: np.array(values, np.int64) for name, values in steps.items()}
+        *operands, **{name: np.array(values, np.int64) for name, values in steps}
     )
 
 
@@ -257,8 +188,3 @@ def _placement(windows: Windows) -> tuple[tuple[int, ...], ...]:
 def _shape(like: jax.Array, sizes, channels, dtype) -> jax.ShapeDtypeStruct:
     lead = like.shape[: like.ndim - 1 - len(sizes)]
     return jax.ShapeDtypeStruct((*lead, *sizes, channels), dtype)
-
-
-def _transposed(function, like: jax.ShapeDtypeStruct, cotangent: jax.Array) -> jax.Array:
-    (result,) = jax.linear_transpose(function, like)(cotangent)
-    return result

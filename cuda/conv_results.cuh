@@ -1,0 +1,129 @@
+// How the kernels of convolution on Hopper write what a warpgroup has summed, and add up parts.
+#ifndef JAXOPS_CUDA_CONV_RESULTS_CUH_
+#define JAXOPS_CUDA_CONV_RESULTS_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/types.h"
+#include "cuda/launch.h"
+
+namespace jaxops::conv::cuda {
+
+template <typename T>
+__device__ uint32_t Pack(float a, float b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// Writes a row of sums of which each of four neighbouring lanes has two columns in eight. For whole
+// accesses these lanes first exchange, so that each has eight columns of every 32.
+template <typename T, int kColumns>
+__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, T* to, int left) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j += 4) {
+    uint32_t v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = Pack<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t given = __shfl_xor_sync(~0u, lane & 1 ? v[i] : v[i + 1], 1);
+      (lane & 1 ? v[i] : v[i + 1]) = given;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t given = __shfl_xor_sync(~0u, lane & 2 ? v[i] : v[i + 2], 2);
+      (lane & 2 ? v[i] : v[i + 2]) = given;
+    }
+    const int column = 8 * (j + lane);
+    if (to && column < left) *reinterpret_cast<uint4*>(to + column) = {v[0], v[1], v[2], v[3]};
+  }
+}
+
+template <int kColumns>
+__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, float* to, int left) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const int column = 8 * j + 2 * lane;
+    if (to && column < left) {
+      *reinterpret_cast<float2*>(to + column) = {sums[4 * j + 2 * half],
+                                                 sums[4 * j + 2 * half + 1]};
+    }
+  }
+}
+
+__device__ inline float4 Add(const float4& a, const float4& b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+template <typename Out>
+__device__ void Store(Out* to, const float4& v) {
+  if constexpr (std::is_same_v<Out, float>) {
+    *reinterpret_cast<float4*>(to) = v;
+  } else {
+    *reinterpret_cast<uint2*>(to) = {Pack<Out>(v.x, v.y), Pack<Out>(v.z, v.w)};
+  }
+}
+
+// Adds parts of a result, four entries a thread, always in the same order. With many parts the
+// threads of a column of the block share them, each adding every so many, and one adds what these
+// have.
+constexpr int kAddThreads = 256;
+
+template <typename Out>
+__global__ void __launch_bounds__(kAddThreads)
+    AddParts(const float4* __restrict__ from, Out* __restrict__ to, int64_t count, int parts) {
+  __shared__ float4 sums[kAddThreads];
+  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  float4 sum = {0, 0, 0, 0};
+  if (at < count) {
+#pragma unroll 8
+    for (int k = threadIdx.y; k < parts; k += blockDim.y) sum = Add(sum, from[k * count + at]);
+  }
+  if (blockDim.y > 1) {
+    sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0) return;
+    for (int y = 1; y < blockDim.y; ++y) sum = Add(sum, sums[y * blockDim.x + threadIdx.x]);
+  }
+  if (at < count) Store(to + 4 * at, sum);
+}
+
+// Of `parts` results of `size` entries each, a multiple of 4, one after the other.
+inline cudaError_t LaunchAddParts(cudaStream_t stream, const void* from, void* result, DType dtype,
+                                  int64_t size, int parts) {
+  const int64_t count = size / 4;
+  const int beside = parts >= 128 ? 8 : parts >= 16 ? 32 : kAddThreads;
+  const dim3 threads(beside, kAddThreads / beside);
+  const int64_t blocks = jaxops::cuda::CeilDiv(count, threads.x);
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const auto launch = [&](auto* to) {
+    AddParts<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
+        static_cast<const float4*>(from), to, count, parts);
+    return cudaGetLastError();
+  };
+  switch (dtype) {
+    case DType::kF32:
+      return launch(static_cast<float*>(result));
+    case DType::kF16:
+      return launch(static_cast<__half*>(result));
+    default:
+      return launch(static_cast<__nv_bfloat16*>(result));
+  }
+}
+
+}  // namespace jaxops::conv::cuda
+
+#endif  // JAXOPS_CUDA_CONV_RESULTS_CUH_
