@@ -301,38 +301,63 @@ __device__ void WriteSums(const float (&sums)[kRowColumns / 2], float* buffer) {
   }
 }
 
-// Adds up a row where windows overlap, and writes `end` entries of it but for the first `begin`.
-// The first is that of the first pixel's window, and entry `first` of the image's row. An entry is
-// in kHalo windows, or in one more; any number of them if that is -1.
-template <int kHalo, int kPitch, typename T>
-__device__ __forceinline__ void StoreImageRow(const InputGradParams& p, const float* buffer,
-                                              int begin, int end, int64_t first, T* row) {
+// Adds up two rows where windows overlap, and writes those that the image has: `end` entries but
+// for the first `begin`. The first is that of the first pixel's window, and entry `first` of the
+// image's row. An entry is in kHalo windows, or in one more; any number of them if that is -1. A
+// thread has kWidth neighbours, of one pixel.
+template <int kHalo, int kWidth, int kPitch, typename T>
+__device__ __forceinline__ void StoreImageRows(const InputGradParams& p, const float* buffer,
+                                               int begin, int end, int64_t first, T* row,
+                                               const bool (&exists)[2]) {
+  using Few = std::conditional_t<kWidth == 2, float2, float>;
   const int pixel_entries = p.pixel_entries, row_entries = p.row_entries;
-  // A thread's entries are so many pixels and entries apart.
-  const int entries = p.thread_entries;
-  const int advance = p.thread_pixels * kPitch + entries;
   const int window = pixel_entries - kPitch;
-  uint32_t pixel = begin + threadIdx.x;
+  // A thread's entries are so many pixels and entries apart.
+  const int thread_pixels = p.thread_pixels * kWidth, thread_entries = p.thread_entries * kWidth;
+  const int advance = thread_pixels * kPitch + thread_entries;
+  uint32_t pixel = begin + kWidth * threadIdx.x;
   int entry = p.cell.Peel(pixel);
   const float* from = buffer + pixel * kPitch + entry;
   // Of those in the image.
   const auto low = static_cast<int>(max(-first, int64_t{0}));
   const auto high = static_cast<int>(min(p.in_entries - first, int64_t{INT32_MAX}));
   row += first;
-  for (int i = begin + threadIdx.x; i < end; i += kGradThreads) {
-    float sum = 0;
-    if constexpr (kHalo >= 0) {
+  for (int i = begin + kWidth * threadIdx.x; i < end; i += kWidth * kGradThreads) {
 #pragma unroll
-      for (int k = 0; k < kHalo; ++k) sum += from[k * window];
-      if (entry + kHalo * pixel_entries < row_entries) sum += from[kHalo * window];
-    } else {
-      const float* term = from;
-      for (int k = entry; k < row_entries; k += pixel_entries, term += window) sum += *term;
+    for (int r = 0; r < 2; ++r) {
+      if (!exists[r]) continue;
+      const float* term = from + r * kGradColumns * kPitch;
+      float sum[kWidth] = {};
+      const auto add = [&](const float* terms, int at) {
+        const Few few = *reinterpret_cast<const Few*>(terms);
+        const float* v = reinterpret_cast<const float*>(&few);
+        // The entry after the window's last is nothing, times what may be NaN.
+#pragma unroll
+        for (int w = 0; w < kWidth; ++w) sum[w] += at + w < row_entries ? v[w] : 0;
+      };
+      if constexpr (kHalo >= 0) {
+#pragma unroll
+        for (int k = 0; k < kHalo; ++k) add(term + k * window, 0);
+        const int last = entry + kHalo * pixel_entries;
+        if (last < row_entries) add(term + kHalo * window, last);
+      } else {
+        for (int k = entry; k < row_entries; k += pixel_entries, term += window) add(term, k);
+      }
+      T* to = row + r * p.in_entries + i;
+      if constexpr (kWidth == 2 && sizeof(T) == 2) {
+        if (reinterpret_cast<uintptr_t>(to) % 4 == 0 && i >= low && i + 1 < high) {
+          *reinterpret_cast<uint32_t*>(to) = Pack<T>(sum[0], sum[1]);
+          continue;
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < kWidth; ++w) {
+        if (i + w >= low && i + w < high) StoreEntry(to + w, sum[w]);
+      }
     }
-    if (i >= low && i < high) StoreEntry(row + i, sum);
-    entry += entries;
+    entry += thread_entries;
     from += advance;
-    if (entry >= pixel_entries) {
+    while (entry >= pixel_entries) {
       entry -= pixel_entries;
       from -= window;
     }
@@ -346,6 +371,8 @@ __global__ void __launch_bounds__(kGradThreads, kKernelRows* kRowColumns <= 168 
   extern __shared__ char shared[];
   char* matrices = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
   constexpr int kMatrixBytes = kRowColumns * kMatrixRowBytes;
+  // Sums of two rows of the image, twice.
+  constexpr int kBufferSize = 2 * kGradColumns * kSumPitch<kRowColumns>;
   auto* buffers = reinterpret_cast<float*>(matrices + p.slabs * kKernelRows * kMatrixBytes);
 
   uint32_t rest = blockIdx.x;
@@ -405,36 +432,46 @@ __global__ void __launch_bounds__(kGradThreads, kKernelRows* kRowColumns <= 168 
     }
     // The rows of this cell get nothing from further rows of the cotangent.
 #pragma unroll 1
-    for (int i = 0; i < p.stride; ++i) {
+    for (int i = 0; i < p.stride && row >= begin; i += 2) {
       const int64_t in_row = row * p.stride - p.low + i;
-      if (row < begin || in_row < 0 || in_row >= p.in_rows) continue;
+      const bool exists[2] = {
+          in_row >= 0 && in_row < p.in_rows,
+          i + 1 < p.stride && in_row + 1 >= 0 && in_row + 1 < p.in_rows,
+      };
       // Not the buffer that threads may still be reading.
-      float* sums_of_row = buffers + buffer * kGradColumns * kSumPitch<kRowColumns>;
+      float* sums_of_rows = buffers + buffer * kBufferSize;
       buffer ^= 1;
-      if (i >= kKernelRows) {
+      if (i + 1 >= kKernelRows) {
         const float none[kRowColumns / 2] = {};
-        WriteSums<kRowColumns>(none, sums_of_row);
+        WriteSums<kRowColumns>(none, sums_of_rows);
+        WriteSums<kRowColumns>(none, sums_of_rows + kBufferSize / 2);
       }
 #pragma unroll
       for (int r = 0; r < kKernelRows; ++r) {
-        if (r == i) WriteSums<kRowColumns>(sums[r], sums_of_row);
+        if (r == i) WriteSums<kRowColumns>(sums[r], sums_of_rows);
+        if (r == i + 1) WriteSums<kRowColumns>(sums[r], sums_of_rows + kBufferSize / 2);
       }
       __syncthreads();
-      const auto store = [&](auto halo, auto* result) {
-        StoreImageRow<halo.value, kSumPitch<kRowColumns>>(
-            p, sums_of_row, halo_entries, halo_entries + cells * p.pixel_entries, first_entry,
-            result + (image * p.in_rows + in_row) * p.in_entries);
+      const auto store = [&](auto halo, auto width, auto* result) {
+        StoreImageRows<halo.value, width.value, kSumPitch<kRowColumns>>(
+            p, sums_of_rows, halo_entries, halo_entries + cells * p.pixel_entries, first_entry,
+            result + (image * p.in_rows + in_row) * p.in_entries, exists);
       };
+      using std::integral_constant;
+      const bool is_even = p.pixel_entries % 2 == 0;
       if (p.is_wide) {
-        store(std::integral_constant<int, -1>(), static_cast<float*>(p.result));
-      } else if (p.halo_columns == 1) {
-        store(std::integral_constant<int, 1>(), static_cast<T*>(p.result));
-      } else if (p.halo_columns == 2) {
-        store(std::integral_constant<int, 2>(), static_cast<T*>(p.result));
-      } else if (p.halo_columns == 3) {
-        store(std::integral_constant<int, 3>(), static_cast<T*>(p.result));
+        store(integral_constant<int, -1>(), integral_constant<int, 1>(),
+              static_cast<float*>(p.result));
+      } else if (is_even && p.halo_columns == 1) {
+        store(integral_constant<int, 1>(), integral_constant<int, 2>(), static_cast<T*>(p.result));
+      } else if (is_even && p.halo_columns == 2) {
+        store(integral_constant<int, 2>(), integral_constant<int, 2>(), static_cast<T*>(p.result));
+      } else if (is_even && p.halo_columns == 3) {
+        store(integral_constant<int, 3>(), integral_constant<int, 2>(), static_cast<T*>(p.result));
+      } else if (is_even) {
+        store(integral_constant<int, -1>(), integral_constant<int, 2>(), static_cast<T*>(p.result));
       } else {
-        store(std::integral_constant<int, -1>(), static_cast<T*>(p.result));
+        store(integral_constant<int, -1>(), integral_constant<int, 1>(), static_cast<T*>(p.result));
       }
     }
     ShiftRows<kKernelRows, kRowColumns>(sums, p.stride);
@@ -448,7 +485,7 @@ template <typename T, int kKernelRows, int kRowColumns>
 cudaError_t LaunchInputGradFew(cudaStream_t stream, InputGradParams& p, int processors) {
   auto* kernel = &InputGradFew<T, kKernelRows, kRowColumns>;
   const int bytes = 1024 + p.slabs * kKernelRows * kRowColumns * kMatrixRowBytes +
-                    2 * kGradColumns * kSumPitch<kRowColumns> * 4;
+                    2 * 2 * kGradColumns * kSumPitch<kRowColumns> * 4;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
