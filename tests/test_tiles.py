@@ -205,7 +205,7 @@ CASES = {
     "stem of wide rows": ((1, 9, 700), 3, 40, 3, {"strides": 2}),
     "grey": ((3, 28, 28), 1, 32, 5, {}),
     "grey of odd strides": ((3, 28, 30), 1, 16, 3, {"strides": 3}),
-    "of few channels": ((3, 20, 21), 5, 128, 3, {"padding": ((-1, 2), (4, -2))}),
+    "of few channels": ((3, 20, 21), 5, 128, 3, {"padding": ((0, 2), (4, 1))}),
     "of few channels and many outputs": ((2, 16, 16), 7, 500, 3, {}),
     "of large windows": ((2, 40, 40), 3, 64, 9, {"strides": 2}),
     "strided": ((2, 17, 30), 64, 136, 3, {"strides": (2, 3)}),
