@@ -196,6 +196,10 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
         )
         return [_from_groups(dkernel, axis)]
 
+    block = _block(options, platform, x, g)
+    # Of one block the sum is the result; several are added before they are rounded.
+    rounded = _product_dtype(platform, dtype, x, g) if block >= x.shape[axis] else None
+
     def compute(x, g):
         patches = _patches(x, windows, again=True)
         if options.is_depthwise:
@@ -206,9 +210,8 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
             return products.sum(batch, keepdims=True).sum(tuple(images))[..., None, :]
         outs, taps = _letters(options)
         names = (f"n{outs}{taps}i", f"n{outs}j", f"{taps}ij")
-        return _product(names, patches, g, options, summed)
+        return _product(names, patches, g, options, summed, dtype=rounded)
 
-    block = _block(options, platform, x, g)
     return [_summed(compute, axis, block, x, g).astype(dtype)]
 
 
