@@ -19,6 +19,7 @@ using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
+using jaxops::cuda::kPackBytes;
 using jaxops::cuda::kPackElements;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::LoadPack;
@@ -218,9 +219,9 @@ __device__ __forceinline__ void WidenAll(Accumulator<T> (&wide)[kCount],
 }
 
 // A thread's value summed over the block, by all of its threads; for the first one to use.
-template <typename A>
+template <int kBlockThreads = kThreads, typename A>
 __device__ __forceinline__ A SumOverBlock(A value) {
-  __shared__ A of_warp[kThreads / kWarp];
+  __shared__ A of_warp[kBlockThreads / kWarp];
 #pragma unroll
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
     value += __shfl_xor_sync(~0u, value, lanes);
@@ -229,7 +230,7 @@ __device__ __forceinline__ A SumOverBlock(A value) {
   __syncthreads();
   A sum = 0;
 #pragma unroll
-  for (int warp = 0; warp < kThreads / kWarp; ++warp) sum += of_warp[warp];
+  for (int warp = 0; warp < kBlockThreads / kWarp; ++warp) sum += of_warp[warp];
   return sum;
 }
 

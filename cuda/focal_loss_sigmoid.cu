@@ -9,6 +9,7 @@
 #include <cooperative_groups.h>
 
 #include <cstdint>
+#include <cuda/ptx>
 
 #include "common/fast_divide.h"
 #include "cuda/focal_loss.cuh"
@@ -27,6 +28,16 @@ constexpr int64_t kFewElements = 1 << 17;
 // A batch entry of so many blocks sums them up itself, where blocks share memory. More are summed
 // by a second kernel.
 constexpr int64_t kClusterBlocks = 8;
+
+// Blocks of a sum at the most: they fill the largest devices twice.
+constexpr int64_t kSumBlocks = 2112;
+
+// Sums of so many elements, in rows neither short nor enormous, go through shared memory, where
+// blocks can have it filled. Their blocks are no more than what the largest devices run at a time.
+constexpr int64_t kStreamedElements = 1 << 23;
+constexpr int64_t kFewestStreamed = 16;
+constexpr int64_t kMostStreamed = 1 << 20;
+constexpr int64_t kStreamedBlocks = 528;
 
 // Stands for an exponent that is known only at run time.
 constexpr int kRunTime = -1;
@@ -125,6 +136,10 @@ class Entry {
   __device__ __forceinline__ uint32_t Position(int32_t label) const {
     return static_cast<uint32_t>(label) - static_cast<uint32_t>(first_class_);
   }
+
+  // Factors of elements without weights.
+  __device__ __forceinline__ A negative() const { return negative_; }
+  __device__ __forceinline__ A positive() const { return positive_; }
 
   const T* logits;
   const L* labels;
@@ -379,12 +394,204 @@ __global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ 
   }
 }
 
+namespace ptx = ::cuda::ptx;
+
+// The tiles of StreamedSum: threads that evaluate them, elements of each, tiles in shared memory,
+// and blocks of a multiprocessor.
+template <int kThreadsOf, int kEachOf, int kStagesOf, int kBlocksOf>
+struct Tiling {
+  static constexpr int kEvaluators = kThreadsOf;
+  static constexpr int kEach = kEachOf;
+  static constexpr int kTile = kEvaluators * kEach;
+  static constexpr int kStages = kStagesOf;
+  static constexpr int kBlocks = kBlocksOf;
+};
+
+using SumTiling = Tiling<128, 32, 3, 4>;
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void Wait(uint64_t* barrier, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+// A place in the ring of tiles, and the parity of the barriers' phase there.
+template <int kStages>
+struct Turn {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void Advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+#endif
+
+// The sum of a part of a batch entry whose rows have no weights, for class labels. Of a tile in
+// shared memory one warp takes out the targets, of which a row has at most one, and leaves there an
+// element without loss; the others need to know neither labels nor rows.
+template <typename T, typename Tiling, int kPower>
+__global__ void __launch_bounds__(Tiling::kEvaluators + kWarp, Tiling::kBlocks)
+    StreamedSum(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 900
+  using A = Accumulator<T>;
+  constexpr int kEvaluators = Tiling::kEvaluators;
+  constexpr int kTile = Tiling::kTile;
+  constexpr int kStages = Tiling::kStages;
+  constexpr int kPack = kPackElements<T>;
+  constexpr Power kThePower = static_cast<Power>(kPower);
+  extern __shared__ __align__(128) unsigned char shared[];
+  // A tile has arrived, its targets have been taken out, and nobody needs it any longer.
+  __shared__ uint64_t full[kStages], ready[kStages], empty[kStages];
+  const int lane = threadIdx.x % kWarp;
+  const auto tile_of = [&](int stage) { return reinterpret_cast<T*>(shared) + stage * kTile; };
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(full + i, 1);
+      ptx::mbarrier_init(ready + i, kWarp);
+      ptx::mbarrier_init(empty + i, kEvaluators / kWarp);
+    }
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+  }
+  uint32_t block = blockIdx.x;
+  const int64_t begin = p.splits.Peel(block) * p.per_block;
+  const Entry<T, int32_t> entry(p, block, begin);
+  const int length = static_cast<int>(min(p.size - begin, p.per_block));
+  __syncthreads();
+
+  Turn<kStages> turn;
+  A total = 0;
+  if (threadIdx.x >= kEvaluators) {
+    int fetched = 0;
+    const auto fetch = [&](int stage) {
+      if (fetched >= length) return;
+      if (lane == 0) {
+        const uint32_t bytes = min(length - fetched, kTile) * sizeof(T) / kPackBytes * kPackBytes;
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                       full + stage, bytes);
+        ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, tile_of(stage),
+                           entry.logits + fetched, bytes, full + stage);
+      }
+      fetched += kTile;
+    };
+#pragma unroll 1
+    for (int stage = 0; stage < kStages; ++stage) fetch(stage);
+
+    // Each lane has a row of a group, whose target may be in a later tile than its first element.
+    // The label of its row of the next group is on its way.
+    const int group = kWarp * static_cast<int>(p.classes.divisor());
+    const int skipped = static_cast<int>(entry.skipped);
+    int row_begin = lane * static_cast<int>(p.classes.divisor()) - skipped;
+    int group_end = group - skipped;
+    const int32_t* labels = entry.labels + lane;
+    int32_t label = 0;
+    int target;
+    A target_logit[1] = {INFINITY};
+    const auto next_group = [&] {
+      const uint32_t position = entry.Position(label);
+      target = position < p.classes.divisor() ? row_begin + static_cast<int>(position) : -1;
+      row_begin += group;
+      labels += kWarp;
+      if (row_begin < length) label = *labels;
+    };
+    const auto add_targets = [&] {
+      if (target_logit[0] == A(INFINITY)) return;
+      A loss[1], slope[1];
+      const bool is_target[1] = {true};
+      const A factor[1] = {entry.positive()};
+      EvaluateHard<false, true>(loss, slope, target_logit, is_target, factor, kThePower,
+                                entry.gamma);
+      total += loss[0];
+      target_logit[0] = INFINITY;
+    };
+    if (row_begin < length) label = *labels;
+    next_group();
+#pragma unroll 1
+    for (int at = 0; at < length; at += kTile, turn.Advance()) {
+      const int end = min(at + kTile, length);
+      T* tile = tile_of(turn.stage);
+      // Copies are of whole accesses, and so are the reads of the last tile.
+      constexpr int kMask = kPack - 1;
+      if (end < at + kTile && lane < kPack) {
+        const int i = (end & ~kMask) + lane;
+        if ((end & kMask) != 0) {
+          tile[i - at] = i < end ? entry.logits[i] : Narrow<T>(-INFINITY);
+        }
+      }
+      __syncwarp();
+      Wait(full + turn.stage, turn.parity);
+#pragma unroll 1
+      while (true) {
+        if (target >= at && target < end) {
+          target_logit[0] = Widen(tile[target - at]);
+          tile[target - at] = Narrow<T>(-INFINITY);
+        }
+        if (group_end > end) break;
+        add_targets();
+        next_group();
+        group_end += group;
+      }
+      ptx::mbarrier_arrive(ready + turn.stage);
+      // The tile before this one has been read, or soon will be.
+      if (at > 0 && fetched < length) {
+        const bool first = turn.stage == 0;
+        const int stage = first ? kStages - 1 : turn.stage - 1;
+        Wait(empty + stage, first ? turn.parity ^ 1 : turn.parity);
+        ptx::fence_proxy_async(ptx::space_shared);
+        fetch(stage);
+      }
+    }
+    add_targets();
+  } else {
+    const auto add = [&](auto&& pack) {
+      A z[kPack], loss[kPack], slope[kPack], factor[kPack];
+      const bool target[kPack] = {};
+      WidenAll(z, pack);
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) factor[k] = entry.negative();
+      EvaluateHard<false, false>(loss, slope, z, target, factor, kThePower, entry.gamma);
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) total += loss[k];
+    };
+#pragma unroll 1
+    for (int at = 0; at < length; at += kTile, turn.Advance()) {
+      const T* own = tile_of(turn.stage) + threadIdx.x * kPack;
+      constexpr int kStride = kEvaluators * kPack;
+      constexpr int kPacks = kTile / kStride;
+      Wait(ready + turn.stage, turn.parity);
+      if (length - at >= kTile) {
+        Pack<T, kPack> packs[kPacks];
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) packs[i] = LoadPack<kPack>(own + i * kStride);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(empty + turn.stage);
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) add(packs[i]);
+      } else {
+        // The last tile, which no other follows.
+#pragma unroll 1
+        for (int i = threadIdx.x * kPack; i < length - at; i += kStride) {
+          add(LoadPack<kPack>(own));
+          own += kStride;
+        }
+      }
+    }
+  }
+  const A sum = SumOverBlock<kEvaluators + kWarp>(total);
+  if (threadIdx.x == 0) static_cast<A*>(p.partials)[blockIdx.x] = sum;
+#endif
+}
+
 // Adds up the partial sums of one batch entry a block.
 template <typename A>
 __global__ void __launch_bounds__(kThreads) CombineSums(const __grid_constant__ Params p) {
   const uint32_t splits = p.splits.divisor();
   const A* partials = static_cast<const A*>(p.partials) + int64_t{blockIdx.x} * splits;
   A sum = 0;
+#pragma unroll 8
   for (uint32_t i = threadIdx.x; i < splits; i += kThreads) sum += partials[i];
   sum = SumOverBlock(sum);
   if (threadIdx.x == 0) {
@@ -408,6 +615,27 @@ cudaError_t LaunchElements(cudaStream_t stream, const Params& params, int64_t bl
   return launch(Elementwise<T, L, kCount, kRows, Want::kLoss, kPower>);
 }
 
+// Calls `function` with the code of the exponent as a constant.
+template <typename Function>
+cudaError_t DispatchPower(Power power, Function&& function) {
+  const auto call = [&](auto code) {
+    return function(std::integral_constant<int, static_cast<int>(code.value)>());
+  };
+  switch (power) {
+    case Power::kZero:
+      return call(std::integral_constant<Power, Power::kZero>());
+    case Power::kHalf:
+      return call(std::integral_constant<Power, Power::kHalf>());
+    case Power::kOne:
+      return call(std::integral_constant<Power, Power::kOne>());
+    case Power::kTwo:
+      return call(std::integral_constant<Power, Power::kTwo>());
+    case Power::kAny:
+      break;
+  }
+  return call(std::integral_constant<Power, Power::kAny>());
+}
+
 // Class labels: the exponent is known when the kernel is compiled, where several neighbours are of
 // one row any that needs no power, elsewhere only that of the paper.
 template <typename T, int kCount, Rows kRows>
@@ -415,25 +643,29 @@ cudaError_t LaunchHard(cudaStream_t stream, const Params& params, int64_t blocks
   const auto launch = [&](auto power) {
     return LaunchElements<T, int32_t, kCount, kRows, power.value>(stream, params, blocks);
   };
-  const auto launch_power = [&](auto power) {
-    return launch(std::integral_constant<int, static_cast<int>(power.value)>());
-  };
+  if constexpr (kRows == Rows::kOne && kCount > 1) return DispatchPower(params.call.power, launch);
   if (params.call.power == Power::kTwo) {
-    return launch_power(std::integral_constant<Power, Power::kTwo>());
-  }
-  if constexpr (kRows == Rows::kOne && kCount > 1) {
-    switch (params.call.power) {
-      case Power::kZero:
-        return launch_power(std::integral_constant<Power, Power::kZero>());
-      case Power::kHalf:
-        return launch_power(std::integral_constant<Power, Power::kHalf>());
-      case Power::kOne:
-        return launch_power(std::integral_constant<Power, Power::kOne>());
-      default:
-        return launch_power(std::integral_constant<Power, Power::kAny>());
-    }
+    return launch(std::integral_constant<int, static_cast<int>(Power::kTwo)>());
   }
   return launch(std::integral_constant<int, kRunTime>());
+}
+
+// Whether a sum is made by StreamedSum. That depends on shapes alone, like the order of additions.
+bool Streams(const Sigmoid& call, bool aligned) {
+  const bool sum_alone = call.sum != nullptr && call.gradient == nullptr;
+  const bool classes = call.classes >= kFewestStreamed && call.classes <= kMostStreamed;
+  const bool hard = !call.soft && call.dtype != DType::kF64;
+  return sum_alone && hard && aligned && classes && call.weight == nullptr && !call.has_ignored &&
+         call.rows * call.classes >= kStreamedElements && jaxops::cuda::HasClusters();
+}
+
+template <typename T>
+cudaError_t LaunchStreamed(cudaStream_t stream, const Params& params, int64_t blocks) {
+  return DispatchPower(params.call.power, [&](auto power) {
+    return jaxops::cuda::Launch(StreamedSum<T, SumTiling, power.value>, blocks,
+                                SumTiling::kEvaluators + kWarp,
+                                SumTiling::kStages * SumTiling::kTile * sizeof(T), stream, params);
+  });
 }
 
 // Calls `function` with values of the type of logits and of that of labels.
@@ -470,14 +702,23 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
     const bool each = kHard && call.classes == 1;
     const bool aligned = !few && (entries == 1 || size % kMany == 0);
     const int64_t stride = kThreads * (!aligned ? 1 : many || each ? kMany : kFew);
-    // Without a sum, enough work a thread to make up for what a block costs, once there are blocks
-    // for the whole device.
-    if (call.sum == nullptr) {
+    const bool streamed = Streams(call, aligned);
+    if (streamed) {
+      splits = std::min(splits, kStreamedBlocks);
+    } else if (call.sum != nullptr && call.gradient == nullptr) {
+      splits = std::min(splits, kSumBlocks);
+    } else {
+      // Enough work a thread to make up for what a block costs, once there are blocks for the whole
+      // device. The order of a sum must not depend on how many entries there are.
       const int64_t most = few ? 1 : 4;
-      splits =
-          CeilDiv(size, stride * std::clamp<int64_t>(entries * size / (stride * 1024), 1, most));
+      const int64_t elements = call.sum == nullptr ? entries * size : size;
+      const int64_t wanted =
+          CeilDiv(size, stride * std::clamp<int64_t>(elements / (stride * 1024), 1, most));
+      splits = call.sum == nullptr ? wanted : std::min(splits, wanted);
     }
-    const int64_t per_block = CeilDiv(CeilDiv(size, splits), stride) * stride;
+    // Of a tile, blocks share accesses alone.
+    const int64_t unit = streamed ? kMany : stride;
+    const int64_t per_block = CeilDiv(CeilDiv(size, splits), unit) * unit;
     const int64_t blocks = entries * splits;
     if (per_block + call.classes > INT32_MAX) return cudaErrorInvalidValue;
     const bool clustered = splits == 1 || (splits <= kClusterBlocks && jaxops::cuda::HasClusters());
@@ -490,6 +731,7 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
                         clustered ? nullptr : partials};
     const auto launch = [&]() -> cudaError_t {
       if constexpr (kHard) {
+        if (streamed) return LaunchStreamed<T>(stream, params, blocks);
         if (aligned && one_row) return LaunchHard<T, kMany, Rows::kOne>(stream, params, blocks);
         if (aligned && each) return LaunchHard<T, kMany, Rows::kEach>(stream, params, blocks);
         if (aligned && many) return LaunchHard<T, kMany, Rows::kTwo>(stream, params, blocks);
