@@ -32,12 +32,10 @@ constexpr int64_t kClusterBlocks = 8;
 // Blocks of a sum at the most: they fill the largest devices twice.
 constexpr int64_t kSumBlocks = 2112;
 
-// Sums of so many elements, in rows neither short nor enormous, go through shared memory, where
-// blocks can have it filled. Their blocks are no more than what the largest devices run at a time.
-constexpr int64_t kStreamedElements = 1 << 23;
+// Sums of so many elements, in rows neither short nor enormous, go through shared memory.
+constexpr int64_t kStreamedElements = 1 << 24;
 constexpr int64_t kFewestStreamed = 16;
 constexpr int64_t kMostStreamed = 1 << 20;
-constexpr int64_t kStreamedBlocks = 528;
 
 // Stands for an exponent that is known only at run time.
 constexpr int kRunTime = -1;
@@ -396,18 +394,13 @@ __global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ 
 
 namespace ptx = ::cuda::ptx;
 
-// The tiles of StreamedSum: threads that evaluate them, elements of each, tiles in shared memory,
-// and blocks of a multiprocessor.
-template <int kThreadsOf, int kEachOf, int kStagesOf, int kBlocksOf>
-struct Tiling {
-  static constexpr int kEvaluators = kThreadsOf;
-  static constexpr int kEach = kEachOf;
-  static constexpr int kTile = kEvaluators * kEach;
-  static constexpr int kStages = kStagesOf;
-  static constexpr int kBlocks = kBlocksOf;
-};
-
-using SumTiling = Tiling<128, 32, 3, 4>;
+// Of StreamedSum: threads that evaluate tiles, elements of a tile, tiles in shared memory at a
+// time, and blocks of a multiprocessor, whose shared memory they fill.
+constexpr int kEvaluators = 128;
+constexpr int kTile = 32 * kEvaluators;
+constexpr int kStages = 3;
+template <typename T>
+constexpr int kStreamingBlocks = 192 * 1024 / (kStages * kTile * sizeof(T));
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void Wait(uint64_t* barrier, uint32_t parity) {
@@ -416,7 +409,6 @@ __device__ __forceinline__ void Wait(uint64_t* barrier, uint32_t parity) {
 }
 
 // A place in the ring of tiles, and the parity of the barriers' phase there.
-template <int kStages>
 struct Turn {
   int stage = 0;
   uint32_t parity = 0;
@@ -433,14 +425,11 @@ struct Turn {
 // The sum of a part of a batch entry whose rows have no weights, for class labels. Of a tile in
 // shared memory one warp takes out the targets, of which a row has at most one, and leaves there an
 // element without loss; the others need to know neither labels nor rows.
-template <typename T, typename Tiling, int kPower>
-__global__ void __launch_bounds__(Tiling::kEvaluators + kWarp, Tiling::kBlocks)
+template <typename T, int kPower>
+__global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     StreamedSum(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ >= 900
   using A = Accumulator<T>;
-  constexpr int kEvaluators = Tiling::kEvaluators;
-  constexpr int kTile = Tiling::kTile;
-  constexpr int kStages = Tiling::kStages;
   constexpr int kPack = kPackElements<T>;
   constexpr Power kThePower = static_cast<Power>(kPower);
   extern __shared__ __align__(128) unsigned char shared[];
@@ -462,7 +451,7 @@ __global__ void __launch_bounds__(Tiling::kEvaluators + kWarp, Tiling::kBlocks)
   const int length = static_cast<int>(min(p.size - begin, p.per_block));
   __syncthreads();
 
-  Turn<kStages> turn;
+  Turn turn;
   A total = 0;
   if (threadIdx.x >= kEvaluators) {
     int fetched = 0;
@@ -591,8 +580,17 @@ __global__ void __launch_bounds__(kThreads) CombineSums(const __grid_constant__ 
   const uint32_t splits = p.splits.divisor();
   const A* partials = static_cast<const A*>(p.partials) + int64_t{blockIdx.x} * splits;
   A sum = 0;
-#pragma unroll 8
-  for (uint32_t i = threadIdx.x; i < splits; i += kThreads) sum += partials[i];
+  // Reads that are under way together, as a loop with a condition for each does not have them.
+  constexpr uint32_t kAhead = 16;
+  for (uint32_t begin = threadIdx.x; begin < splits; begin += kAhead * kThreads) {
+    A ahead[kAhead];
+#pragma unroll
+    for (uint32_t k = 0; k < kAhead; ++k) {
+      const uint32_t i = begin + k * kThreads;
+      ahead[k] = i < splits ? partials[i] : A(0);
+    }
+    sum += SumOf(ahead);
+  }
   sum = SumOverBlock(sum);
   if (threadIdx.x == 0) {
     static_cast<A*>(p.call.sum)[p.call.batch.AllOffsets(blockIdx.x)[Sigmoid::kSum]] = sum;
@@ -662,9 +660,8 @@ bool Streams(const Sigmoid& call, bool aligned) {
 template <typename T>
 cudaError_t LaunchStreamed(cudaStream_t stream, const Params& params, int64_t blocks) {
   return DispatchPower(params.call.power, [&](auto power) {
-    return jaxops::cuda::Launch(StreamedSum<T, SumTiling, power.value>, blocks,
-                                SumTiling::kEvaluators + kWarp,
-                                SumTiling::kStages * SumTiling::kTile * sizeof(T), stream, params);
+    return jaxops::cuda::Launch(StreamedSum<T, power.value>, blocks, kEvaluators + kWarp,
+                                kStages * kTile * sizeof(T), stream, params);
   });
 }
 
@@ -704,7 +701,8 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
     const int64_t stride = kThreads * (!aligned ? 1 : many || each ? kMany : kFew);
     const bool streamed = Streams(call, aligned);
     if (streamed) {
-      splits = std::min(splits, kStreamedBlocks);
+      // As many as the 132 multiprocessors of an H100 or H200 run at a time.
+      splits = std::min<int64_t>(splits, 132 * kStreamingBlocks<T>);
     } else if (call.sum != nullptr && call.gradient == nullptr) {
       splits = std::min(splits, kSumBlocks);
     } else {
