@@ -4,8 +4,8 @@
 //
 //   x[out * stride + tap * dilation - low, c] * kernel[tap, c, :]
 //
-// with x zero outside of it. The input gradient is the transpose of that in x, the kernel gradient
-// that in the kernel.
+// with x zero outside of it; of several groups of channels each has its own outputs. The input
+// gradient is the transpose of that in x, the kernel gradient that in the kernel.
 #ifndef JAXOPS_COMMON_CONV_H_
 #define JAXOPS_COMMON_CONV_H_
 
@@ -19,13 +19,15 @@ namespace jaxops::conv {
 inline constexpr int kDims = 2;
 
 // Images are (images, in..., channels) and (images, out..., outputs), contiguous; the kernel is
-// (taps..., channels, outputs).
+// (taps..., channels / groups, outputs), but (taps..., outputs, channels / groups) of the forward
+// product of f32. Of f32 the kernel has been rounded to TF32.
 struct Call {
   im2col::Window dims[kDims];  // the slowest first; of one dimension the first is not used
   int64_t images;
-  int64_t channels;
+  int64_t channels;  // of all groups, as the outputs are
   int64_t outputs;
-  DType dtype;            // of both operands: f16 or bf16
+  int64_t groups = 1;
+  DType dtype;            // of both operands: f16, bf16 or f32
   DType result_dtype;     // that, or f32
   const void* image;      // x; of the input gradient the cotangent of the result
   const void* kernel;     // not of the kernel gradient

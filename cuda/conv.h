@@ -8,26 +8,38 @@
 
 namespace jaxops::conv::cuda {
 
-// All need a GPU of compute capability 9.0 and code for it, which the caller checks, outputs in
-// multiples of 8, and nothing of size zero. What cannot be cut into tiles is cudaErrorNotSupported.
+// All but those named Mma need a GPU of compute capability 9.0 and code for it, which the caller
+// checks, one group of channels, and outputs in multiples of 16 bytes. Nothing is of size zero.
+// What cannot be cut into tiles is cudaErrorNotSupported.
 //
-// These have channels in multiples of 8, steps from column to column of the image of at most 8, at
-// most kMaxTaps taps, and fewer than 2^30 pixels, also of padding.
+// These have channels in multiples of 16 bytes, steps from column to column of the image of at most
+// 8, at most kMaxTaps taps, and fewer than 2^30 pixels, also of padding.
 inline constexpr int kMaxTaps = 128;
 
 cudaError_t LaunchForward(cudaStream_t stream, const Call& call);
 
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call);
 
-// The kernel gradient splits the sum over pixels by sizes and a number of processors, which its
-// workspace of so many bytes depends on: both must be given the same one. Any is correct, the
-// device's own is fast.
+// The kernel gradient, not of f32, splits the sum over pixels by sizes and a number of processors,
+// which its workspace of so many bytes depends on: both must be given the same one. Any is correct,
+// the device's own is fast.
 inline constexpr int kProcessors = 132;
 
 int64_t KernelGradWorkspace(const Call& call, int processors = kProcessors);
 
 cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* workspace,
                              int processors = kProcessors);
+
+// These need compute capability 8.0 and take several groups, of which each has channels and outputs
+// in multiples of 16 bytes, and steps of any size. All three take f32, multiplied as TF32.
+cudaError_t LaunchForwardMma(cudaStream_t stream, const Call& call);
+
+cudaError_t LaunchInputGradMma(cudaStream_t stream, const Call& call);
+
+int64_t KernelGradMmaWorkspace(const Call& call, int processors = kProcessors);
+
+cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, void* workspace,
+                                int processors = kProcessors);
 
 // The same of few channels, in any number up to kMostFewChannels, and of windows without dilation,
 // of which a row has at most kMostFewRowEntries entries, channels counted.

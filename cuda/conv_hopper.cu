@@ -8,8 +8,7 @@
 // ahead of the warpgroups that multiply, through two rings of stages.
 //
 // The gradient by the image is the same sum over the cotangent with taps mirrored and the kernel
-// transposed. Where strides lie between its pixels, those with the same remainders by the strides
-// have the same taps: each such set is a launch, the cells of it apart by the strides.
+// transposed, or several such sums, each a launch.
 #include "cuda/conv_tiles.cuh"
 
 namespace jaxops::conv::cuda {
@@ -58,8 +57,9 @@ struct Barriers {
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
 
-template <int kRows>
+template <typename T, int kRows>
 __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
+  constexpr int kItem = sizeof(T);
   const int lane = threadIdx.x % 32;
   Ring ring;
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
@@ -73,7 +73,7 @@ __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
         if (lane == 0) Expect(full, rows.count * p.copy_bytes);
         __syncwarp();
         char* stage = stages + ring.stage * p.image_stage;
-        CopyRows(p, p.image_map, rows, p.group[g], block * (p.row_bytes / 2), stage, full);
+        CopyRows(p, p.image_map, rows, p.group[g], block * (p.row_bytes / kItem), stage, full);
         ring.Advance(p.image_stages);
       }
     }
@@ -84,7 +84,7 @@ __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
 template <int kColumns, bool kAcross>
 constexpr int kKernelColumns = kAcross && kColumns < 64 ? 64 : kColumns;
 
-template <int kColumns, bool kAcross>
+template <typename T, int kColumns, bool kAcross>
 __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
   if (threadIdx.x % 32 != 0) return;
   Ring ring;
@@ -93,7 +93,7 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
     uint32_t column = tile;
     column = p.column_tiles.Peel(column) * kColumns;
     for (int block = 0; block < p.channel_blocks; ++block) {
-      const int channel = block * (p.row_bytes / 2);
+      const int channel = block * (p.row_bytes / static_cast<int>(sizeof(T)));
       for (int g = 0; g < p.groups; ++g) {
         const int end = p.group[g].end;
         for (int begin = p.group[g].begin; begin < end; begin += p.chunk_taps) {
@@ -196,6 +196,8 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
                 if (kWhole || first + i < steps) {
                   const uint32_t entry = base[row_block] + at[first + i];
                   LoadMatrices(fragments[half][i], image_stage + (entry ^ swizzle(entry)));
+#pragma unroll
+                  for (uint32_t& operand : fragments[half][i]) operand = Operand<T>(operand);
                 }
               }
               ProductsBegin();
@@ -244,10 +246,10 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
         const bool exists = number < end && in_row < p.columns;
         const int64_t offset = image_number * p.result_image + pixel.row * p.result_row +
                                in_row * p.result_column + column;
-        if (p.is_wide) {
+        if (std::is_same_v<T, float> || p.is_wide) {
           StoreRow<kColumns>(sums[b], half,
                              exists ? static_cast<float*>(p.result) + offset : nullptr, left);
-        } else {
+        } else if constexpr (!std::is_same_v<T, float>) {
           StoreRow<T, kColumns>(sums[b], half,
                                 exists ? static_cast<T*>(p.result) + offset : nullptr, left);
         }
@@ -288,9 +290,9 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
   if (threadIdx.x < 128) {
     GiveRegisters<kCopyingRegisters>();
     if (threadIdx.x / 32 == 0) {
-      CopyImages<64 * kWarpgroups * kBlocks>(p, barriers, image_stages);
+      CopyImages<T, 64 * kWarpgroups * kBlocks>(p, barriers, image_stages);
     } else if (threadIdx.x / 32 == 1) {
-      CopyKernels<kColumns, kAcross>(p, barriers, kernel_stages);
+      CopyKernels<T, kColumns, kAcross>(p, barriers, kernel_stages);
     }
   } else {
     TakeRegisters<kMultiplyingRegisters<kWarpgroups>>();
@@ -301,20 +303,6 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 }
 
 // --- what the host decides -----------------------------------------------------------------------
-
-// A sum over taps, before it is known how it is tiled: of pixels, and of channels to outputs.
-struct Sum {
-  Tap tap[kMaxTaps];
-  int taps;
-  int64_t images, image_rows, image_columns, channels;
-  int64_t rows, columns, outputs;
-  int64_t stride_row, stride_column;
-  int64_t result_image, result_row, result_column;
-  int matrices;
-  const void* image;
-  const void* kernel;
-  void* result;
-};
 
 // Sizes of tiles, in warpgroups, blocks of 64 rows of one, and columns.
 struct Shape {
@@ -330,7 +318,7 @@ constexpr Shape kShapes[] = {{2, 2, 128, 100}, {3, 1, 128, 100}, {2, 1, 128, 105
 constexpr int64_t kTileCycles = 5000;
 
 // Fills in how the sum is cut up with tiles of this shape; false where it does not fit.
-bool Plan(Params& p, const Sum& sum, const Shape& shape, Grouping grouping) {
+bool Plan(Params& p, const Sum& sum, int item, const Shape& shape, Grouping grouping) {
   p.CutColumns(sum.rows, sum.columns, sum.stride_row, sum.stride_column);
   const int strip_width = p.strip_width.divisor(), rows = p.rows.divisor();
   p.outputs = static_cast<int>(sum.outputs);
@@ -343,9 +331,11 @@ bool Plan(Params& p, const Sum& sum, const Shape& shape, Grouping grouping) {
   if (tiles > INT32_MAX) return false;
   p.tiles = static_cast<int>(tiles);
 
-  const int block = ChannelBlock(sum.channels);
-  p.channel_blocks = static_cast<int>(CeilDiv(sum.channels, block));
-  p.last_steps = static_cast<int>(CeilDiv(sum.channels - (p.channel_blocks - 1) * block, 16));
+  // Counted in 2 bytes, of which two make a channel of float32.
+  const int64_t channels = sum.channels * item / 2;
+  const int block = ChannelBlock(channels);
+  p.channel_blocks = static_cast<int>(CeilDiv(channels, block));
+  p.last_steps = static_cast<int>(CeilDiv(channels - (p.channel_blocks - 1) * block, 16));
   p.row_bytes = 2 * block;
   p.chunk_taps = 64 / block;
 
@@ -429,7 +419,10 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   if (error != cudaSuccess) return error;
-  if (major != 9 || sum.channels % 8 || sum.outputs % 8) return cudaErrorNotSupported;
+  const int item = ItemBytes(dtype);
+  if (major != 9 || sum.groups != 1 || sum.channels * item % 16 || sum.outputs * item % 16) {
+    return cudaErrorNotSupported;
+  }
 
   // The shape whose blocks are done first; ties go to large tiles, which read less.
   Params params, best;
@@ -439,9 +432,10 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
     // No tile of which half has no columns.
     if (shape.columns > 32 && sum.outputs <= shape.columns / 2) continue;
     for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
-      if (!Plan(params, sum, shape, grouping)) continue;
-      // A multiprocessor makes 2048 products a cycle.
-      const int64_t products = int64_t{shape.rows()} * shape.columns * sum.taps * sum.channels;
+      if (!Plan(params, sum, item, shape, grouping)) continue;
+      // A multiprocessor makes 2048 products a cycle, or 1024 of TF32.
+      const int64_t products =
+          int64_t{shape.rows()} * shape.columns * sum.taps * sum.channels * item / 2;
       const int64_t cycles = products / 2048 * shape.percent / 100 + kTileCycles;
       const int64_t cost = CeilDiv(params.tiles, processors) * cycles;
       if (!chosen || cost < least) {
@@ -459,7 +453,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
   best.result_column = sum.result_column;
   best.is_wide = is_wide;
 
-  const int block = best.row_bytes / 2;
+  const int block = best.row_bytes / item;
   error = MapRows(best.image_map, best, dtype, sum.image,
                   {sum.channels, sum.image_columns, sum.image_rows, sum.images});
   if (error != cudaSuccess) return error;
@@ -471,6 +465,9 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
                    {block, chosen->columns, 1}, {1, 1, 1}, best.row_bytes);
   }
   if (error != cudaSuccess) return error;
+  if constexpr (!kAcross) {
+    if (dtype == DType::kF32) return LaunchShape<float, false>(stream, best, *chosen, processors);
+  }
   return dtype == DType::kF16
              ? LaunchShape<__half, kAcross>(stream, best, *chosen, processors)
              : LaunchShape<__nv_bfloat16, kAcross>(stream, best, *chosen, processors);
@@ -479,74 +476,17 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
 }  // namespace
 
 cudaError_t LaunchForward(cudaStream_t stream, const Call& call) {
-  const im2col::Window& h = call.dims[0];
-  const im2col::Window& w = call.dims[1];
-  if (h.taps * w.taps > kMaxTaps) return cudaErrorNotSupported;
-  Sum sum{};
-  sum.taps = FillTaps(sum.tap, call);
-  sum.images = call.images;
-  sum.image_rows = h.in;
-  sum.image_columns = w.in;
-  sum.channels = call.channels;
-  sum.rows = h.out;
-  sum.columns = w.out;
-  sum.outputs = call.outputs;
-  sum.stride_row = h.stride;
-  sum.stride_column = w.stride;
-  sum.result_column = call.outputs;
-  sum.result_row = w.out * call.outputs;
-  sum.result_image = h.out * sum.result_row;
-  sum.matrices = sum.taps;
-  sum.image = call.image;
-  sum.kernel = call.kernel;
-  sum.result = call.result;
-  if (sum.images * sum.rows * sum.columns * sum.outputs == 0) return cudaSuccess;
-  return Launch<true>(stream, sum, call.dtype, call.result_dtype == DType::kF32);
+  const bool is_wide = call.result_dtype == DType::kF32;
+  return LaunchForwardSum(call, [&](const Sum& sum) {
+    return call.dtype == DType::kF32 ? Launch<false>(stream, sum, call.dtype, is_wide)
+                                     : Launch<true>(stream, sum, call.dtype, is_wide);
+  });
 }
 
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call) {
-  const im2col::Window& h = call.dims[0];
-  const im2col::Window& w = call.dims[1];
-  if (h.taps * w.taps > kMaxTaps) return cudaErrorNotSupported;
-  for (int64_t first_row = 0; first_row < std::min(h.stride, h.in); ++first_row) {
-    for (int64_t first_column = 0; first_column < std::min(w.stride, w.in); ++first_column) {
-      // x[first + cell * stride] is entry `tap` of the patch cell + (first + low - tap * dilation)
-      // / stride, for the taps for which that is an integer.
-      Sum sum{};
-      for (int64_t r = h.taps; r-- > 0;) {
-        const int64_t row = first_row + h.low - r * h.dilation;
-        if (row % h.stride) continue;
-        for (int64_t s = w.taps; s-- > 0;) {
-          const int64_t column = first_column + w.low - s * w.dilation;
-          if (column % w.stride) continue;
-          sum.tap[sum.taps++] = {row / h.stride, column / w.stride,
-                                 static_cast<int>(r * w.taps + s)};
-        }
-      }
-      sum.images = call.images;
-      sum.image_rows = h.out;
-      sum.image_columns = w.out;
-      sum.channels = call.outputs;
-      sum.rows = CeilDiv(h.in - first_row, h.stride);
-      sum.columns = CeilDiv(w.in - first_column, w.stride);
-      sum.outputs = call.channels;
-      sum.stride_row = sum.stride_column = 1;
-      sum.result_column = w.stride * call.channels;
-      sum.result_row = h.stride * w.in * call.channels;
-      sum.result_image = h.in * w.in * call.channels;
-      sum.matrices = static_cast<int>(h.taps * w.taps);
-      sum.image = call.image;
-      sum.kernel = call.kernel;
-      const int64_t offset = (first_row * w.in + first_column) * call.channels;
-      sum.result =
-          static_cast<char*>(call.result) + offset * (call.result_dtype == DType::kF32 ? 4 : 2);
-      if (sum.images * sum.rows * sum.columns * sum.outputs == 0) return cudaSuccess;
-      const cudaError_t error =
-          Launch<false>(stream, sum, call.dtype, call.result_dtype == DType::kF32);
-      if (error != cudaSuccess) return error;
-    }
-  }
-  return cudaSuccess;
+  return LaunchInputGradSums(call, [&](const Sum& sum) {
+    return Launch<false>(stream, sum, call.dtype, call.result_dtype == DType::kF32);
+  });
 }
 
 }  // namespace jaxops::conv::cuda

@@ -385,7 +385,9 @@ bool Plan(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping, 
 bool Plan(Params& p, const Call& call, int processors) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  if (h.taps * w.taps > kMaxTaps || call.channels % 8 || call.outputs % 8) return false;
+  if (h.taps * w.taps > kMaxTaps || call.groups != 1 || call.channels % 8 || call.outputs % 8) {
+    return false;
+  }
   if (call.images * h.out * w.out * h.taps * w.taps * call.channels * call.outputs == 0) {
     return false;
   }

@@ -10,6 +10,7 @@
 #include "common/fast_divide.h"
 #include "cuda/conv.h"
 #include "cuda/conv_results.cuh"
+#include "cuda/conv_sum.h"
 #include "cuda/hopper.cuh"
 #include "cuda/launch.h"
 
@@ -23,13 +24,6 @@ constexpr int kMaxStages = 8;
 constexpr int kMaxStripWidth = 64;
 constexpr int kMaxBox = 256;   // entries of a dimension that a bulk copy brings
 constexpr int kMaxStride = 8;  // of entries that a bulk copy leaves out between others
-
-// Where the entries of a tap lie in an image, for the pixel at 0, 0, and which matrix of the kernel
-// they are multiplied by.
-struct Tap {
-  int64_t row, column;
-  int matrix;
-};
 
 // Neighbouring taps that find all their entries in one stage.
 struct Group {
@@ -183,23 +177,22 @@ __device__ inline void CopyRows(const Layout& p, const CUtensorMap& map, const R
   }
 }
 
+// What a product takes of an entry: of float32 the nearest TF32, ties away from zero.
+template <typename T>
+__device__ inline uint32_t Operand(uint32_t entry) {
+  if constexpr (std::is_same_v<T, float>) {
+    uint32_t rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(entry)));
+    return rounded;
+  } else {
+    return entry;
+  }
+}
+
 // --- what the host decides -----------------------------------------------------------------------
 
 // The channels that a copy brings.
 inline int ChannelBlock(int64_t channels) { return channels <= 16 ? 16 : channels <= 32 ? 32 : 64; }
-
-// Fills in the taps of the forward product and returns how many there are, at most kMaxTaps.
-inline int FillTaps(Tap* tap, const Call& call) {
-  const im2col::Window& h = call.dims[0];
-  const im2col::Window& w = call.dims[1];
-  int taps = 0;
-  for (int64_t r = 0; r < h.taps; ++r) {
-    for (int64_t s = 0; s < w.taps; ++s, ++taps) {
-      tap[taps] = {r * h.dilation - h.low, s * w.dilation - w.low, taps};
-    }
-  }
-  return taps;
-}
 
 // Cuts taps into groups of at most `most` and returns how many these are. The taps come in rows,
 // the slower index.
@@ -246,7 +239,9 @@ inline Encode EncodeTiled() {
   return encode;
 }
 
-// Rows of 2-byte entries, the fastest dimension first; `steps` leaves entries of the box out.
+inline int ItemBytes(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+// Rows of entries, the fastest dimension first; `steps` leaves entries of the box out.
 template <int kRank>
 cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (&sizes)[kRank],
                 const int64_t (&box)[kRank], const int64_t (&steps)[kRank], int row_bytes) {
@@ -254,7 +249,7 @@ cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (
   if (!encode) return cudaErrorNotSupported;
   cuuint64_t dims[kRank], strides[kRank];
   cuuint32_t boxes[kRank], traversal[kRank];
-  int64_t stride = 2;
+  int64_t stride = ItemBytes(dtype);
   for (int i = 0; i < kRank; ++i) {
     dims[i] = sizes[i];
     stride *= sizes[i];
@@ -262,15 +257,17 @@ cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (
     boxes[i] = static_cast<cuuint32_t>(box[i]);
     traversal[i] = static_cast<cuuint32_t>(steps[i]);
   }
-  const CUresult result = encode(
-      &map,
-      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      kRank, const_cast<void*>(data), dims, strides, boxes, traversal,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-      : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                        : CU_TENSOR_MAP_SWIZZLE_32B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map,
+             dtype == DType::kF32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+             : dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             kRank, const_cast<void*>(data), dims, strides, boxes, traversal,
+             CU_TENSOR_MAP_INTERLEAVE_NONE,
+             row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+             : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                               : CU_TENSOR_MAP_SWIZZLE_32B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -279,7 +276,7 @@ inline cudaError_t MapRows(CUtensorMap& map, const Layout& p, DType dtype, const
                            const int64_t (&sizes)[4]) {
   const int64_t step = p.column_bytes == p.row_bytes ? p.stride_column : 1;
   return Map<4>(map, dtype, images, sizes,
-                {p.row_bytes / 2, (p.copy_bytes / p.row_bytes - 1) * step + 1, 1, 1},
+                {p.row_bytes / ItemBytes(dtype), (p.copy_bytes / p.row_bytes - 1) * step + 1, 1, 1},
                 {1, step, 1, 1}, p.row_bytes);
 }
 

@@ -152,17 +152,38 @@ __device__ inline void ProductsWait() {
       : __VA_ARGS__ \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(add), \
         "n"(kAcross ? 1 : 0))
+// The same of TF32, which has no rows across.
+#define JAXOPS_TF32_PRODUCT(shape, sums, a0, a1, a2, a3, b, adds, ...) \
+  asm volatile( \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, " adds ", 0;\n" \
+      "wgmma.mma_async.sync.aligned." shape ".f32.tf32.tf32 {" sums "}, " \
+      "{" a0 ", " a1 ", " a2 ", " a3 "}, " b ", p, 1, 1;\n}\n" \
+      : __VA_ARGS__ \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(add))
 // clang-format on
 
-// sums (+)= a b, of 64 rows, 16 terms and kColumns columns: `a` in the registers of a warpgroup
-// like LoadMatrices leaves it, `b` in shared memory, with rows across the sum if kAcross.
+// sums (+)= a b, of 64 rows, a step of 32 bytes and kColumns columns: `a` in the registers of a
+// warpgroup like LoadMatrices leaves it, `b` in shared memory, with rows across the sum if kAcross.
+// Of float32, the upper bits that TF32 has are multiplied.
 template <typename T, int kColumns, bool kAcross>
 __device__ inline void Multiply(float (&sums)[kColumns / 2], const uint32_t (&a)[4],
                                 uint64_t b_descriptor, int add) {
   static_assert(kColumns == 8 || kColumns == 16 || kColumns == 24 || kColumns == 32 ||
                 kColumns == 64 || kColumns == 128);
 #if JAXOPS_HAS_WGMMA
-  if constexpr (kColumns == 8 && std::is_same_v<T, __half>) {
+  if constexpr (std::is_same_v<T, float>) {
+    static_assert(!kAcross && kColumns >= 32);
+    if constexpr (kColumns == 32) {
+      JAXOPS_TF32_PRODUCT("m64n32k8", JAXOPS_FIRST16, "%16", "%17", "%18", "%19", "%20", "%21",
+                          JAXOPS_SUMS8(sums, 0), JAXOPS_SUMS8(sums, 8));
+    } else if constexpr (kColumns == 64) {
+      JAXOPS_TF32_PRODUCT("m64n64k8", JAXOPS_FIRST32, "%32", "%33", "%34", "%35", "%36", "%37",
+                          JAXOPS_SUMS32(sums, 0));
+    } else {
+      JAXOPS_TF32_PRODUCT("m64n128k8", JAXOPS_FIRST64, "%64", "%65", "%66", "%67", "%68", "%69",
+                          JAXOPS_SUMS32(sums, 0), JAXOPS_SUMS32(sums, 32));
+    }
+  } else if constexpr (kColumns == 8 && std::is_same_v<T, __half>) {
     JAXOPS_PRODUCT("m64n8k16", "f16", JAXOPS_FIRST4, "%4", "%5", "%6", "%7", "%8", "%9", "%10",
                    JAXOPS_SUMS4(sums, 0));
   } else if constexpr (kColumns == 8) {
@@ -202,6 +223,7 @@ __device__ inline void Multiply(float (&sums)[kColumns / 2], const uint32_t (&a)
 #endif
 }
 
+#undef JAXOPS_TF32_PRODUCT
 #undef JAXOPS_PRODUCT
 #undef JAXOPS_FIRST64
 #undef JAXOPS_FIRST32

@@ -1,6 +1,8 @@
 // XLA FFI handlers of convolution on CUDA devices.
 #include "ffi/conv_cuda.h"
 
+#include <algorithm>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -20,9 +22,9 @@ using conv::Call;
 using conv::kDims;
 using Integers = xf::Span<const int64_t>;
 
-// Fills `call` from the sizes of images (rows..., in..., channels), kernel (taps..., channels,
-// outputs) and results (rows..., out..., outputs). There is an entry of `strides`, `dilation` and
-// `low` for each of the one or two dimensions.
+// Fills `call` from the sizes of images (rows..., in..., channels), kernel (taps..., channels of a
+// group, outputs) and results (rows..., out..., outputs). There is an entry of `strides`,
+// `dilation` and `low` for each of the one or two dimensions.
 xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out, Integers strides,
                  Integers dilation, Integers low) {
   const size_t count = strides.size();
@@ -50,7 +52,12 @@ xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out, Int
   }
   call.channels = in.back();
   call.outputs = out.back();
-  if (taps[count] != call.channels || taps[count + 1] != call.outputs) return mismatch();
+  const int64_t fan_in = taps[count];
+  call.groups = fan_in > 0 ? call.channels / fan_in : 1;
+  if (call.groups < 1 || call.groups * fan_in != call.channels || call.outputs % call.groups != 0 ||
+      taps[count + 1] != call.outputs) {
+    return mismatch();
+  }
   return xf::Error::Success();
 }
 
@@ -59,16 +66,25 @@ xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b
                       const xf::AnyBuffer& result) {
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "conv", "images", a));
   JAXOPS_RETURN_IF_ERROR(SetType(call.result_dtype, "conv", "result", result));
-  const bool is_short = call.dtype == DType::kF16 || call.dtype == DType::kBF16;
   const bool fits = call.result_dtype == call.dtype || call.result_dtype == DType::kF32;
-  if (!is_short || !fits || a.element_type() != b.element_type()) {
-    return InvalidArgument("conv: operands must both be f16 or bf16, and the result that or f32");
+  if (call.dtype == DType::kF64 || !fits || a.element_type() != b.element_type()) {
+    return InvalidArgument(
+        "conv: operands must both be f16, bf16 or f32, and the result that or f32");
   }
   return xf::Error::Success();
 }
 
-// The launchers' kernels have code for one architecture only.
-xf::Error CheckDevice() {
+// Images of few channels have kernels of their own.
+bool IsFew(const Call& call) {
+  return call.dtype != DType::kF32 && call.groups == 1 &&
+         call.channels <= conv::cuda::kMostFewChannels;
+}
+
+// Those for Hopper, of few channels or any, and those for every GPU.
+enum class Kernels { kHopper, kFew, kMma };
+
+// Chooses the kernels for a call by the device. Those for Hopper have code for one architecture.
+xf::Error Choose(Kernels& kernels, const Call& call) {
   int device = 0, major = 0, minor = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) {
@@ -79,29 +95,30 @@ xf::Error CheckDevice() {
   }
   if (status != cudaSuccess) return ToError("conv", status);
   const std::string_view compiled = JAXOPS_CUDA_ARCHITECTURES;
-  if (major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos) {
-    return xf::Error::Success();
-  }
-  return xf::Error(xf::ErrorCode::kFailedPrecondition,
-                   "conv: this program was compiled for a GPU of compute capability 9.0 and a "
-                   "jaxops with kernels for sm 90a. It runs on one of capability " +
-                       std::to_string(major) + "." + std::to_string(minor) +
-                       " with kernels for sm " + std::string(compiled) +
-                       ". Compile or export it where it is to run.");
+  const bool is_hopper = major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos;
+  kernels = is_hopper && IsFew(call)        ? Kernels::kFew
+            : is_hopper && call.groups == 1 ? Kernels::kHopper
+                                            : Kernels::kMma;
+  if (kernels != Kernels::kMma || (major >= 8 && !IsFew(call))) return xf::Error::Success();
+  return xf::Error(
+      xf::ErrorCode::kFailedPrecondition,
+      "conv: this program was compiled for a GPU of compute capability " +
+          std::string(IsFew(call) ? "9.0 and a jaxops with kernels for sm 90a" : "8.0 or later") +
+          ". It runs on one of capability " + std::to_string(major) + "." + std::to_string(minor) +
+          " with kernels for sm " + std::string(compiled) +
+          ". Compile or export it where it is to run.");
 }
 
-// Images of few channels have kernels of their own.
-bool IsFew(const Call& call) { return call.channels <= conv::cuda::kMostFewChannels; }
-
+// Enough on every device.
 int64_t KernelGradWorkspace(const Call& call) {
-  return IsFew(call) ? conv::cuda::KernelGradFewWorkspace(call)
-                     : conv::cuda::KernelGradWorkspace(call);
+  if (IsFew(call)) return conv::cuda::KernelGradFewWorkspace(call);
+  return std::max(conv::cuda::KernelGradMmaWorkspace(call),
+                  call.dtype == DType::kF32 ? 0 : conv::cuda::KernelGradWorkspace(call));
 }
 
 xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
                      xf::Result<xf::AnyBuffer> y, Integers strides, Integers dilation,
                      Integers low) {
-  JAXOPS_RETURN_IF_ERROR(CheckDevice());
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), strides, dilation, low));
@@ -109,14 +126,17 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
   call.image = x.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();
-  const auto launch = IsFew(call) ? conv::cuda::LaunchForwardFew : conv::cuda::LaunchForward;
+  Kernels kernels;
+  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
+  const auto launch = kernels == Kernels::kFew      ? conv::cuda::LaunchForwardFew
+                      : kernels == Kernels::kHopper ? conv::cuda::LaunchForward
+                                                    : conv::cuda::LaunchForwardMma;
   return ToError("conv", launch(stream, call));
 }
 
 xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
                        xf::Result<xf::AnyBuffer> dx, Integers strides, Integers dilation,
                        Integers low) {
-  JAXOPS_RETURN_IF_ERROR(CheckDevice());
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, dx->dimensions(), kernel.dimensions(), g.dimensions(), strides, dilation, low));
@@ -124,14 +144,17 @@ xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kerne
   call.image = g.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = dx->untyped_data();
-  const auto launch = IsFew(call) ? conv::cuda::LaunchInputGradFew : conv::cuda::LaunchInputGrad;
+  Kernels kernels;
+  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
+  const auto launch = kernels == Kernels::kFew      ? conv::cuda::LaunchInputGradFew
+                      : kernels == Kernels::kHopper ? conv::cuda::LaunchInputGrad
+                                                    : conv::cuda::LaunchInputGradMma;
   return ToError("conv input gradient", launch(stream, call));
 }
 
 xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
                         xf::Result<xf::AnyBuffer> dkernel, xf::Result<xf::AnyBuffer> workspace,
                         Integers strides, Integers dilation, Integers low) {
-  JAXOPS_RETURN_IF_ERROR(CheckDevice());
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), strides, dilation, low));
@@ -144,7 +167,13 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
   call.image = x.untyped_data();
   call.cotangent = g.untyped_data();
   call.result = dkernel->untyped_data();
-  const auto launch = IsFew(call) ? conv::cuda::LaunchKernelGradFew : conv::cuda::LaunchKernelGrad;
+  Kernels kernels;
+  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
+  // There is none of f32 for Hopper: its products want pixels beside each other.
+  const auto launch = kernels == Kernels::kFew ? conv::cuda::LaunchKernelGradFew
+                      : kernels == Kernels::kHopper && call.dtype != DType::kF32
+                          ? conv::cuda::LaunchKernelGrad
+                          : conv::cuda::LaunchKernelGradMma;
   return ToError("conv kernel gradient",
                  launch(stream, call, workspace->untyped_data(), conv::cuda::kProcessors));
 }
@@ -181,12 +210,13 @@ int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vecto
                                 const std::vector<int64_t>& out,
                                 const std::vector<int64_t>& strides,
                                 const std::vector<int64_t>& dilation,
-                                const std::vector<int64_t>& low) {
+                                const std::vector<int64_t>& low, int item_bytes) {
   const auto span = [](const std::vector<int64_t>& v) { return Integers(v.data(), v.size()); };
   Call call = {};
   const xf::Error error =
       Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
   if (error.failure()) throw std::invalid_argument(error.message());
+  call.dtype = item_bytes == 4 ? DType::kF32 : DType::kF16;
   return KernelGradWorkspace(call);
 }
 

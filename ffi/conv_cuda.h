@@ -8,13 +8,14 @@
 namespace jaxops::ffi {
 
 // The bytes that the handler of the kernel gradient needs as its second result, of images `in`
-// (rows..., in..., channels), a kernel `taps` (taps..., channels, outputs) and cotangents `out`.
-// Throws std::invalid_argument where they do not fit.
+// (rows..., in..., channels), a kernel `taps` (taps..., channels of a group, outputs) and
+// cotangents `out`, with entries of `item_bytes`. They are enough on every GPU. Throws
+// std::invalid_argument where the sizes do not fit.
 int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                                 const std::vector<int64_t>& out,
                                 const std::vector<int64_t>& strides,
                                 const std::vector<int64_t>& dilation,
-                                const std::vector<int64_t>& low);
+                                const std::vector<int64_t>& low, int item_bytes);
 
 }  // namespace jaxops::ffi
 
