@@ -196,9 +196,12 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
                 if (kWhole || first + i < steps) {
                   const uint32_t entry = base[row_block] + at[first + i];
                   LoadMatrices(fragments[half][i], image_stage + (entry ^ swizzle(entry)));
-#pragma unroll
-                  for (uint32_t& operand : fragments[half][i]) operand = Operand<T>(operand);
                 }
+              }
+#pragma unroll
+              for (int i = 0; i < kHalf; ++i) {
+#pragma unroll
+                for (uint32_t& entry : fragments[half][i]) entry = Operand<T>(entry);
               }
               ProductsBegin();
 #pragma unroll

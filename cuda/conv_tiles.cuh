@@ -177,12 +177,13 @@ __device__ inline void CopyRows(const Layout& p, const CUtensorMap& map, const R
   }
 }
 
-// What a product takes of an entry: of float32 the nearest TF32, ties away from zero.
+// What a product takes of an entry: of float32 the nearest TF32, ties away from zero. It is made
+// where it stands, because the registers of a product under way may not be written.
 template <typename T>
 __device__ inline uint32_t Operand(uint32_t entry) {
   if constexpr (std::is_same_v<T, float>) {
     uint32_t rounded;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(entry)));
+    asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(entry)));
     return rounded;
   } else {
     return entry;
