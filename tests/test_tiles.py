@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jaxops
-from jaxops._core import native, tiles
+from jaxops._core import compat, native, tiles
 from jaxops._core.windows import Windows, place
 from jaxops.testing.measure import assert_close, on_reference, run, vjp_of
 
@@ -23,7 +23,7 @@ def normal(seed, *shapes, dtype="float64"):
     return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def of_lax(x, kernel, windows: Windows):
+def of_lax(x, kernel, windows: Windows, groups: int = 1):
     """The convolution, as windows describe it."""
     padding = [
         (low, (out - 1) * s + (k - 1) * d + 1 - low - n)
@@ -44,6 +44,7 @@ def of_lax(x, kernel, windows: Windows):
         padding,
         rhs_dilation=windows.dilation,
         dimension_numbers=NUMBERS[len(windows.taps)],
+        feature_group_count=groups,
     )
 
 
@@ -55,21 +56,22 @@ def fake_convolve(target, results, form, *operands):
     windows = form.windows
     rank = len(windows.taps)
     assert (of_x[1:-1], of_y[1:-1]) == (windows.ins, windows.outs)
-    assert of_kernel == (*windows.taps, of_x[-1], of_y[-1])
-    assert of_y[-1] % 8 == 0
-    if of_x[-1] % 8:
+    assert of_kernel == (*windows.taps, of_x[-1] // form.groups, of_y[-1])
+    assert (of_x[-1], of_y[-1]) == (form.channels, form.outputs)
+    assert of_y[-1] % 4 == 0
+    if of_x[-1] % 4:
         assert of_x[-1] < 8
         assert windows.dilation == (1,) * rank
         assert windows.taps[-1] * of_x[-1] <= 24
         assert rank == 1 or windows.taps[0] <= 8
     x, kernel = jnp.zeros(of_x), jnp.zeros(of_kernel)
     if target == "jaxops_conv":
-        return [of_lax(*operands, windows)]
+        return [of_lax(*operands, windows, form.groups)]
     if target == "jaxops_conv_input_grad":
         g, kernel = operands
-        return list(jax.linear_transpose(lambda x: of_lax(x, kernel, windows), x)(g))
+        return list(jax.linear_transpose(lambda x: of_lax(x, kernel, windows, form.groups), x)(g))
     x, g = operands
-    return [*jax.linear_transpose(lambda k: of_lax(x, k, windows), kernel)(g), None]
+    return [*jax.linear_transpose(lambda k: of_lax(x, k, windows, form.groups), kernel)(g), None]
 
 
 def random_windows(data, rank):
@@ -95,13 +97,15 @@ def random_windows(data, rank):
 @hypothesis.given(data=st.data())
 def test_the_form_of_a_convolution_is_that_convolution(data):
     windows = random_windows(data, data.draw(st.integers(1, 2)))
-    fan_in, fan_out = data.draw(st.integers(1, 17)), data.draw(st.integers(1, 17))
-    form = tiles.form(windows, fan_in, fan_out)
+    groups = data.draw(st.sampled_from([1, 1, 3]))
+    fans = st.sampled_from([8, 16]) if groups > 1 else st.integers(1, 17)
+    fan_in, fan_out = data.draw(fans), data.draw(fans)
+    form = tiles.form(windows, fan_in, fan_out, groups, itemsize=data.draw(st.sampled_from([2, 4])))
     hypothesis.assume(form is not None)
     shapes = (
-        (2, *windows.ins, fan_in),
-        (*windows.taps, fan_in, fan_out),
-        (2, *windows.outs, fan_out),
+        (2, *windows.ins, groups * fan_in),
+        (*windows.taps, fan_in, groups * fan_out),
+        (2, *windows.outs, groups * fan_out),
     )
     x, kernel, g = normal(0, *shapes)
 
@@ -112,7 +116,7 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
         dx = tiles.input_grad(g, kernel, form, x.dtype)
         dkernel = tiles.kernel_grad(x, g, form, x.dtype)
 
-    want, pull = jax.vjp(lambda x, k: of_lax(x, k, windows), x, kernel)
+    want, pull = jax.vjp(lambda x, k: of_lax(x, k, windows, groups), x, kernel)
     for got, wanted in zip((y, dx, dkernel), (want, *pull(g)), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
 
@@ -158,6 +162,58 @@ def test_few_channels_are_filled_up_only_for_large_windows(taps, channels, want)
 
     assert form(dilation=1).channels == want
     assert form(dilation=2).channels == max(8, want)
+
+
+def test_what_units_channels_are_filled_up_to():
+    windows = place(
+        "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
+    )
+
+    def sizes(*fans, **options):
+        found = tiles.form(windows, *fans, **options)
+        return found and (found.channels, found.outputs)
+
+    assert sizes(37, 41) == (40, 48)
+    assert sizes(37, 41, itemsize=4) == (40, 44)
+    assert sizes(3, 41, takes_few=False) == (8, 48)
+    assert sizes(3, 41, itemsize=4) is None
+    assert sizes(12, 20, 3, itemsize=4) == (36, 60)
+    assert sizes(12, 20, 3) is None
+    assert sizes(1, 1, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "may"),
+    [
+        (None, True),
+        ("default", True),
+        ("tensorfloat32", True),
+        (lax.Precision.HIGHEST, False),
+        ("float32", False),
+        (("default", "highest"), False),
+        ("F32_F32_F32", False),
+    ],
+)
+def test_what_may_be_multiplied_as_tf32(precision, may):
+    assert tiles._may_be_tf32(precision) == may
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "architectures", "has"),
+    [
+        ({"9.0"}, ("80", "90a"), True),
+        ({"8.9"}, ("80",), True),
+        ({"8.0"}, ("86",), False),
+        ({"12.0"}, ("90a", "100"), False),
+        ({"7.5"}, ("75",), False),
+        ({"9.0", "8.6"}, ("90a",), False),
+        (set(), ("90a",), False),
+    ],
+)
+def test_which_gpus_have_kernels(capabilities, architectures, has, monkeypatch):
+    monkeypatch.setattr(compat, "gpu_capabilities", lambda: capabilities)
+    monkeypatch.setattr(native, "cuda_architectures", lambda: architectures)
+    assert tiles._has_kernels() == has
 
 
 @pytest.mark.parametrize(
@@ -257,6 +313,57 @@ def test_values_and_gradients(name, dtype, hopper):
     terms = max(taps * taps * max(channels, outputs), g.size // outputs)
     assert_close(got, want, "value and gradients", dtype=dtype, terms=8 * terms, roundings=4)
     again = run(derivatives, hopper, (g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# (images, H, W), channels, outputs, taps and options; TF32 has the mantissa of float16.
+OF_EVERY_GPU = {
+    "f32": ((3, 14, 14), 64, 64, 3, {}, "float32"),
+    "f32 of odd channels": ((2, 9, 11), 37, 41, 3, {}, "float32"),
+    "f32 of many channels": ((2, 9, 11), 200, 332, 3, {}, "float32"),
+    "f32 strided": ((2, 17, 30), 64, 136, 3, {"strides": (2, 3)}, "float32"),
+    "f32 dilated": ((2, 30, 31), 64, 64, 3, {"dilation": (7, 2)}, "float32"),
+    "f32 of wide rows": ((2, 5, 150), 32, 72, 5, {"padding": ((0, 5), (3, 1))}, "float32"),
+    "f32 in groups": ((2, 20, 20), 96, 48, 3, {"groups": 4}, "float32"),
+    "f32 in small groups": ((2, 20, 20), 64, 128, 3, {"groups": 8, "strides": 2}, "float32"),
+    "f16 in groups": ((2, 20, 20), 64, 128, 3, {"groups": 4}, "float16"),
+    "bf16 in groups": ((2, 20, 21), 48, 24, 5, {"groups": 3, "strides": 3}, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", OF_EVERY_GPU)
+def test_what_every_gpu_has(name, platform):
+    if platform.name != "cuda" or not tiles._has_kernels():
+        pytest.skip("the kernels are for GPUs with tensor cores")
+    (rows, *sizes), channels, outputs, taps, options, dtype = OF_EVERY_GPU[name]
+    groups = options.get("groups", 1)
+    shapes = (rows, *sizes, channels), (taps, taps, channels // groups, outputs)
+    x, kernel = normal(0, *shapes, dtype=dtype)
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, **options)
+
+    y = jax.eval_shape(function, x, kernel)
+    (g,) = normal(1, y.shape, dtype=dtype)
+    derivatives = vjp_of(function, (0, 1))
+    operands = jax.device_put(((g,), x, kernel), platform.device)
+    text = jax.jit(derivatives).lower(*operands).as_text()
+    assert all(f"@{target}(" in text for target in tiles.TARGETS)
+    assert "jaxops_im2col" not in text
+
+    def oracle(x, kernel):
+        steps = {"strides": 1, "padding": "SAME", "dilation": 1, **options}
+        steps.pop("groups", None)
+        windows = place("test", sizes, (taps, taps), **steps, channels_last=True)
+        return of_lax(x, kernel, windows, groups)
+
+    got = run(derivatives, platform, (g,), x, kernel)
+    want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
+    terms = max(taps * taps * max(channels, outputs), g.size // outputs)
+    precision = "float16" if dtype == "float32" else dtype
+    assert_close(got, want, "value and gradients", dtype=precision, terms=8 * terms, roundings=4)
+    again = run(derivatives, platform, (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
 

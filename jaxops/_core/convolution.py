@@ -176,7 +176,7 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
 
 def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
     axis = x.ndim - 2 - _rank(options)
-    form = tiles.find_form(options, platform, dtype, x, g)
+    form = tiles.find_kernel_grad_form(options, platform, dtype, x, g)
     if (
         form is not None
         and x.shape[:axis] == g.shape[:axis]

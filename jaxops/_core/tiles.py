@@ -1,8 +1,9 @@
-"""Convolution whose patches are never in memory: kernels for Hopper GPUs.
+"""Convolution whose patches are never in memory: kernels for GPUs with tensor cores.
 
-They take images of 16-bit floats in one or two dimensions, one group, outputs in multiples of 8,
-and channels in multiples of 8 as well or only a few. Convolutions are brought into that form by
-linear maps of x, kernel and result: missing channels and outputs are zeros.
+They take images in one or two dimensions, of 16-bit floats, or of float32 that is multiplied as
+TF32, with channels and outputs in multiples of 16 bytes; on Hopper GPUs also a few channels of
+16-bit floats. Convolutions of one group are brought into that form by linear maps of x, kernel and
+result: missing channels and outputs are zeros.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxops._core import compat, native
 from jaxops._core.windows import Windows
@@ -22,8 +24,10 @@ from jaxops._core.windows import Windows
 _MAX_TAPS = 128
 _MAX_STRIDE = 8
 _MAX_PIXELS = 1 << 30
-# What is moved of an image at a time, in entries of 2 bytes.
-_UNIT = 8
+# The bytes that are moved of an image at a time.
+_UNIT = 16
+# Groups, or images of float32, of fewer channels or outputs are multiplied faster as patches.
+_LEAST_FAN = 8
 # Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
 _FEW_CHANNELS = 7
 _FEW_TAP_ROWS = 8
@@ -50,6 +54,7 @@ class Form:
       outputs: of the result that of_y is given.
       fan_in: the channels of x.
       fan_out: those of y.
+      groups: of channels; several have no missing ones.
     """
 
     windows: Windows
@@ -57,6 +62,7 @@ class Form:
     outputs: int
     fan_in: int
     fan_out: int
+    groups: int = 1
 
     def of_x(self, x: jax.Array) -> jax.Array:
         """The images that the kernels take."""
@@ -64,7 +70,7 @@ class Form:
 
     def of_kernel(self, kernel: jax.Array) -> jax.Array:
         """The kernel that the kernels take."""
-        return _widened(_widened(kernel, -2, self.channels), -1, self.outputs)
+        return _widened(_widened(kernel, -2, self.channels // self.groups), -1, self.outputs)
 
     def of_y(self, y: jax.Array) -> jax.Array:
         """The result without the outputs that fill it up."""
@@ -84,8 +90,20 @@ def _widened(array: jax.Array, axis: int, size: int) -> jax.Array:
     return jnp.pad(array, pads)
 
 
-def form(windows: Windows, fan_in: int, fan_out: int) -> Form | None:
-    """The form of a convolution of one group, or None where it has none."""
+def form(
+    windows: Windows,
+    fan_in: int,
+    fan_out: int,
+    groups: int = 1,
+    *,
+    itemsize: int = 2,
+    takes_few: bool = True,
+) -> Form | None:
+    """The form of a convolution of entries of so many bytes, or None where it has none.
+
+    The fans are those of a group. Few channels are taken as they are on Hopper GPUs only.
+    """
+    unit = _UNIT // itemsize
     rank = len(windows.taps)
     # Of the padded image: the kernels count its entries in 32 bits.
     reaches = [
@@ -101,10 +119,15 @@ def form(windows: Windows, fan_in: int, fan_out: int) -> Form | None:
         or max(windows.strides) > _MAX_STRIDE
         or max(*reaches, *map(abs, windows.low), *windows.ins) >= _MAX_PIXELS
         or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
+        or ((groups > 1 or itemsize == 4) and min(fan_in, fan_out) < _LEAST_FAN)
+        or (groups > 1 and (fan_in % unit or fan_out % unit))
     ):
         return None
     are_few = (
-        fan_in <= _FEW_CHANNELS
+        takes_few
+        and itemsize == 2
+        and groups == 1
+        and fan_in <= _FEW_CHANNELS
         and set(windows.dilation) == {1}
         and math.prod(windows.taps[:-1]) <= _FEW_TAP_ROWS
         and windows.taps[-1] * fan_in <= _FEW_ROW_ENTRIES
@@ -112,15 +135,16 @@ def form(windows: Windows, fan_in: int, fan_out: int) -> Form | None:
     )
     return Form(
         windows=windows,
-        channels=fan_in if are_few else _up_to_units(fan_in),
-        outputs=_up_to_units(fan_out),
-        fan_in=fan_in,
-        fan_out=fan_out,
+        channels=fan_in if are_few else _up_to_units(groups * fan_in, unit),
+        outputs=_up_to_units(groups * fan_out, unit),
+        fan_in=groups * fan_in,
+        fan_out=groups * fan_out,
+        groups=groups,
     )
 
 
-def _up_to_units(channels: int) -> int:
-    return -(-channels // _UNIT) * _UNIT
+def _up_to_units(channels: int, unit: int) -> int:
+    return -(-channels // unit) * unit
 
 
 def find_form(
@@ -130,14 +154,21 @@ def find_form(
     dtypes = {images.dtype, other.dtype}
     if (
         platform != "cuda"
-        or options.groups != 1
         or len(dtypes) != 1
-        or not dtypes <= {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
+        or not dtypes <= {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32)}
+        or (images.dtype == np.float32 and not _may_be_tf32(options.precision))
         or (dtype not in dtypes and dtype != np.float32)
         or not _has_kernels()
     ):
         return None
-    found = form(options.windows, options.fan_in, options.fan_out)
+    found = form(
+        options.windows,
+        options.fan_in,
+        options.fan_out,
+        options.groups,
+        itemsize=images.dtype.itemsize,
+        takes_few=_are_hopper(),
+    )
     if found is None:
         return None
     pixels = max(math.prod(found.windows.ins), math.prod(found.windows.outs))
@@ -145,38 +176,87 @@ def find_form(
     return found if 0 < rows * pixels < _MAX_PIXELS else None
 
 
-def _has_kernels() -> bool:
-    """Whether the GPUs here are those of the kernels, and the kernels are compiled for them."""
+def find_kernel_grad_form(
+    options: Any, platform: str | None, dtype: Any, x: jax.Array, g: jax.Array
+) -> Form | None:
+    """The same of the gradient by the kernel.
+
+    Its sums of float32 are not those of `wgmma`, and slower than XLA's of patches that are no
+    larger than x.
+    """
+    windows = options.windows
+    if x.dtype == np.float32 and math.prod(windows.taps) <= math.prod(windows.strides):
+        return None
+    return find_form(options, platform, dtype, x, g)
+
+
+def _may_be_tf32(precision: Any) -> bool:
+    """Whether XLA, too, multiplies float32 as TF32 on GPUs that have it."""
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    try:
+        return all(lax.Precision(p) != lax.Precision.HIGHEST for p in parts if p is not None)
+    except ValueError:  # an algorithm of its own
+        return False
+
+
+def _are_hopper() -> bool:
+    """Whether the GPUs here are those of the kernels for Hopper, and these are compiled."""
     return "90a" in native.cuda_architectures() and compat.gpu_capabilities() == {"9.0"}
+
+
+def _has_kernels() -> bool:
+    """Whether all GPUs here have tensor cores, and kernels that are compiled for them."""
+    found = compat.gpu_capabilities()
+    return bool(found) and all(_has_code(*map(int, c.split("."))) for c in found)
+
+
+def _has_code(major: int, minor: int) -> bool:
+    architectures = native.cuda_architectures()
+    # Code runs on later GPUs of the same generation, unless it is for features of one only.
+    of_generation = [f"{major}{i}" for i in range(minor + 1)] + [f"{major}{minor}a"]
+    return major >= 8 and any(a in architectures for a in of_generation)
 
 
 def forward(x: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of x (..., *ins, fan_in) and kernel (*taps, fan_in, fan_out)."""
     result = _shape(x, form.windows.outs, form.outputs, dtype)
-    (y,) = _convolve(_FORWARD, [result], form, form.of_x(x), form.of_kernel(kernel))
+    (y,) = _convolve(_FORWARD, [result], form, form.of_x(x), _operand(form.of_kernel(kernel)))
     return form.of_y(y)
 
 
 def input_grad(g: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of g (..., *outs, fan_out)."""
     result = _shape(g, form.windows.ins, form.channels, dtype)
-    (dx,) = _convolve(_INPUT_GRAD, [result], form, form.of_g(g), form.of_kernel(kernel))
+    operands = form.of_g(g), _operand(form.of_kernel(kernel))
+    (dx,) = _convolve(_INPUT_GRAD, [result], form, *operands)
     return dx[..., : form.fan_in]
 
 
 def kernel_grad(x: jax.Array, g: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """The sum over all images: (*taps, fan_in, fan_out)."""
     x, g = form.of_x(x), form.of_g(g)
-    shape = (*form.windows.taps, form.channels, form.outputs)
-    needed = native.conv_kernel_grad_workspace(x.shape, shape, g.shape, *_placement(form.windows))
+    shape = (*form.windows.taps, form.channels // form.groups, form.outputs)
+    needed = native.conv_kernel_grad_workspace(
+        x.shape, shape, g.shape, *_placement(form.windows), x.dtype.itemsize
+    )
     results = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((needed,), np.uint8)]
     dkernel, _ = _convolve(_KERNEL_GRAD, results, form, x, g)
-    return dkernel[..., : form.fan_in, : form.fan_out]
+    return dkernel[..., : form.fan_in // form.groups, : form.fan_out]
+
+
+def _operand(kernel: jax.Array) -> jax.Array:
+    """The kernel as it is multiplied: products of TF32 leave out the lower bits of float32."""
+    return lax.reduce_precision(kernel, 8, 10) if kernel.dtype == np.float32 else kernel
 
 
 def _convolve(target: str, results, form: Form, *operands: jax.Array) -> list[jax.Array]:
     steps = zip(("strides", "dilation", "low"), _placement(form.windows), strict=True)
-    return jax.ffi.ffi_call(target, results)(
+    layouts = None
+    if target == _FORWARD and operands[1].dtype == np.float32:
+        # Products of TF32 want the entries that are summed over beside each other.
+        rank = len(form.windows.taps)
+        layouts = [None, (*range(rank), rank + 1, rank)]
+    return jax.ffi.ffi_call(target, results, input_layouts=layouts)(
         *operands, **{name: np.array(values, np.int64) for name, values in steps}
     )
 
