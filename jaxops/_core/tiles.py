@@ -26,7 +26,7 @@ _MAX_STRIDE = 8
 _MAX_PIXELS = 1 << 30
 # The bytes that are moved of an image at a time.
 _UNIT = 16
-# Groups, or images of float32, of fewer channels or outputs are multiplied faster as patches.
+# With fewer channels or outputs, groups and images of float32 would be filled up more than not.
 _LEAST_FAN = 8
 # Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
 _FEW_CHANNELS = 7
@@ -181,8 +181,7 @@ def find_kernel_grad_form(
 ) -> Form | None:
     """The same of the gradient by the kernel.
 
-    Its sums of float32 are not those of `wgmma`, and slower than XLA's of patches that are no
-    larger than x.
+    Its sums of float32 do without `wgmma`. Patches that are no larger than x are not worth that.
     """
     windows = options.windows
     if x.dtype == np.float32 and math.prod(windows.taps) <= math.prod(windows.strides):
