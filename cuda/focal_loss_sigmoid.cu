@@ -6,6 +6,9 @@
 // rows shorter than an access the terms of each element; rows of one element are read like the
 // elements. Batch entries that do not begin where an access may are taken element by element, and
 // so are gradients too small to give every thread of the device more than one.
+//
+// Long sums without weights are bound by instructions rather than memory. Where blocks can have
+// their shared memory filled for them, they wait for no logits and look up no rows (StreamedSum).
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -422,9 +425,10 @@ struct Turn {
 };
 #endif
 
-// The sum of a part of a batch entry whose rows have no weights, for class labels. Of a tile in
-// shared memory one warp takes out the targets, of which a row has at most one, and leaves there an
-// element without loss; the others need to know neither labels nor rows.
+// The sum of a part of a batch entry whose rows have no weights, for class labels. Tiles of it come
+// to shared memory by bulk copies. One warp takes the targets out of a tile, of which a row has at
+// most one, and leaves an element without loss in their places; the others evaluate what there is
+// and need to know neither labels nor rows.
 template <typename T, int kPower>
 __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     StreamedSum(const __grid_constant__ Params p) {
@@ -461,8 +465,10 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
         const uint32_t bytes = min(length - fetched, kTile) * sizeof(T) / kPackBytes * kPackBytes;
         ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
                                        full + stage, bytes);
-        ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, tile_of(stage),
-                           entry.logits + fetched, bytes, full + stage);
+        if (bytes > 0) {
+          ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, tile_of(stage),
+                             entry.logits + fetched, bytes, full + stage);
+        }
       }
       fetched += kTile;
     };
@@ -503,12 +509,10 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
       const int end = min(at + kTile, length);
       T* tile = tile_of(turn.stage);
       // Copies are of whole accesses, and so are the reads of the last tile.
-      constexpr int kMask = kPack - 1;
-      if (end < at + kTile && lane < kPack) {
-        const int i = (end & ~kMask) + lane;
-        if ((end & kMask) != 0) {
-          tile[i - at] = i < end ? entry.logits[i] : Narrow<T>(-INFINITY);
-        }
+      const int copied = end / kPack * kPack;
+      if (copied < end && lane < kPack) {
+        const int i = copied + lane;
+        tile[i - at] = i < end ? entry.logits[i] : Narrow<T>(-INFINITY);
       }
       __syncwarp();
       Wait(full + turn.stage, turn.parity);
@@ -648,7 +652,7 @@ cudaError_t LaunchHard(cudaStream_t stream, const Params& params, int64_t blocks
   return launch(std::integral_constant<int, kRunTime>());
 }
 
-// Whether a sum is made by StreamedSum. That depends on shapes alone, like the order of additions.
+// Whether a sum is made by StreamedSum: of one device, that depends on shapes alone.
 bool Streams(const Sigmoid& call, bool aligned) {
   const bool sum_alone = call.sum != nullptr && call.gradient == nullptr;
   const bool classes = call.classes >= kFewestStreamed && call.classes <= kMostStreamed;
@@ -700,19 +704,22 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
     const bool aligned = !few && (entries == 1 || size % kMany == 0);
     const int64_t stride = kThreads * (!aligned ? 1 : many || each ? kMany : kFew);
     const bool streamed = Streams(call, aligned);
-    if (streamed) {
+    // Enough work a thread to make up for what a block costs, once there are blocks for the whole
+    // device.
+    const auto fill = [&](int64_t elements, int64_t most) {
+      return CeilDiv(size, stride * std::clamp<int64_t>(elements / (stride * 1024), 1, most));
+    };
+    if (call.sum == nullptr) {
+      splits = fill(entries * size, few ? 1 : 4);
+    } else if (streamed) {
       // As many as the 132 multiprocessors of an H100 or H200 run at a time.
       splits = std::min<int64_t>(splits, 132 * kStreamingBlocks<T>);
-    } else if (call.sum != nullptr && call.gradient == nullptr) {
-      splits = std::min(splits, kSumBlocks);
+    } else if (call.gradient != nullptr && one_row && sizeof(T) == sizeof(float)) {
+      // Bound by memory, which short blocks keep busier to the end; the others by instructions. The
+      // order of additions must not depend on how many entries there are.
+      splits = std::min(splits, fill(size, 4));
     } else {
-      // Enough work a thread to make up for what a block costs, once there are blocks for the whole
-      // device. The order of a sum must not depend on how many entries there are.
-      const int64_t most = few ? 1 : 4;
-      const int64_t elements = call.sum == nullptr ? entries * size : size;
-      const int64_t wanted =
-          CeilDiv(size, stride * std::clamp<int64_t>(elements / (stride * 1024), 1, most));
-      splits = call.sum == nullptr ? wanted : std::min(splits, wanted);
+      splits = std::min(splits, kSumBlocks);
     }
     // Of a tile, blocks share accesses alone.
     const int64_t unit = streamed ? kMany : stride;

@@ -488,8 +488,8 @@ def _partial_sums(logits, *others, options):
     return [jax.ShapeDtypeStruct((entries, splits), dtype)]
 
 
-#: Elements that are worth a thread block, and the most blocks: they fill the largest devices twice.
-_SPLIT, _MAX_SPLITS = 2048, 2112
+#: Elements that are worth a thread block, and the most blocks; kernels of long sums use fewer.
+_SPLIT, _MAX_SPLITS = 2048, 16384
 
 
 def _batch_shapes(logits, labels, class_ids, scale, parameters, weight=None, *, options):
