@@ -35,9 +35,10 @@ constexpr int64_t kClusterBlocks = 8;
 // Blocks of a sum at the most: they fill the largest devices twice.
 constexpr int64_t kSumBlocks = 2112;
 
-// Sums of so many elements, in rows neither short nor enormous, go through shared memory.
+// Sums of so many elements go through shared memory, where rows are not enormous, nor so short that
+// the warp that takes out their targets falls behind those that evaluate.
 constexpr int64_t kStreamedElements = 1 << 24;
-constexpr int64_t kFewestStreamed = 16;
+constexpr int64_t kFewestStreamed = 40;
 constexpr int64_t kMostStreamed = 1 << 20;
 
 // Stands for an exponent that is known only at run time.

@@ -297,6 +297,31 @@ def test_shapes_and_options(data, platform):
         np.testing.assert_array_less(np.abs(g.astype(np.float64) - w), near + 1e-30)
 
 
+# Long enough sums go through shared memory on GPUs: many short rows in a tile, rows that begin in
+# one tile and end in the next, and rows longer than a tile, all with odd ends.
+@pytest.mark.parametrize("gamma", [2.0, 1.7])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "classes"), [(409_201, 41), (184_371, 91), (1_679, 10_007)])
+def test_a_long_sum_is_that_of_its_elements(rows, classes, dtype, gamma, platform):
+    rng = np.random.default_rng(classes)
+    logits = 4 * rng.standard_normal((rows, classes), np.float32)
+    labels = rng.integers(-classes, classes, rows).astype(np.int32)
+    # Without loss, where a target is told from what is not one.
+    logits[0] = -np.inf
+    labels[0] = -1
+    logits[1:8, 0] = np.inf
+    labels[1:8] = 0
+    logits = logits.astype(jnp.dtype(dtype))
+
+    def total(logits, reduction):
+        logits = logits if reduction == "sum" else logits.astype(jnp.float32)
+        return jaxops.sigmoid_focal_loss(logits, labels, gamma=gamma, reduction=reduction)
+
+    elements = run(lambda z: total(z, "none"), platform, logits)[0]
+    got = run(lambda z: total(z, "sum"), platform, logits)[0]
+    np.testing.assert_allclose(got, elements.sum(dtype=np.float64), rtol=3e-6)
+
+
 # What small cases do not meet of the CUDA kernels: rows of a few lanes, tiles of rows that follow
 # each other, a block a row, rows longer than shared memory, and shared memory that is nearly full.
 MANY = (
