@@ -20,6 +20,7 @@
 
 #include "common/fast_divide.h"
 #include "cuda/concatenate.h"
+#include "cuda/concatenate_launches.h"
 #include "cuda/launch.h"
 #include "cuda/numeric.cuh"
 
@@ -489,32 +490,21 @@ struct WordsTable {
 
 constexpr uint32_t kNowhere = UINT32_MAX;
 
-template <typename Word, int kMany, typename Table>
+template <typename Word, typename Table>
 __global__ void __launch_bounds__(kWordsThreads) MoveWords(const __grid_constant__ Table table) {
   const uint32_t d = table.FindDestination(blockIdx.x);
   const WordsDestination& destination = table.destinations[d];
-  const uint32_t first =
-      (blockIdx.x - table.first_blocks[d]) * (kMany * kWordsThreads) + threadIdx.x;
-  Word words[kMany];
-#pragma unroll
-  for (int w = 0; w < kMany; ++w) {
-    words[w] = Word{};
-    uint32_t row = first + w * kWordsThreads;
-    if (row >= destination.words) break;
-    const uint32_t column = destination.row_words.Peel(row);
-    const WordsPiece piece = table.FindPiece(d, column);
-    if (column < piece.end) {
-      const unsigned char* from = piece.column0 + uint64_t{row} * piece.stride;
-      words[w] = __ldcs(reinterpret_cast<const Word*>(from) + column);
-    }
+  const uint32_t index = (blockIdx.x - table.first_blocks[d]) * kWordsThreads + threadIdx.x;
+  if (index >= destination.words) return;
+  uint32_t row = index;
+  const uint32_t column = destination.row_words.Peel(row);
+  const WordsPiece piece = table.FindPiece(d, column);
+  Word word = {};
+  if (column < piece.end) {
+    const unsigned char* from = piece.column0 + uint64_t{row} * piece.stride;
+    word = __ldg(reinterpret_cast<const Word*>(from) + column);
   }
-#pragma unroll
-  for (int w = 0; w < kMany; ++w) {
-    const uint32_t index = first + w * kWordsThreads;
-    if (index < destination.words) {
-      __stcs(reinterpret_cast<Word*>(destination.data) + index, words[w]);
-    }
-  }
+  reinterpret_cast<Word*>(destination.data)[index] = word;
 }
 
 // --- launches ------------------------------------------------------------------------------------
@@ -663,7 +653,7 @@ cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t
   return Launch(MoveLong<kAligned, Table>, blocks, kThreads, table_bytes, stream, table);
 }
 
-template <typename Word, int kMany, int kPieces, int kDestinations>
+template <typename Word, int kPieces, int kDestinations>
 cudaError_t LaunchWordsOf(cudaStream_t stream, const Job& job) {
   using Table = WordsTable<kPieces, kDestinations>;
   Table table = {};
@@ -686,24 +676,24 @@ cudaError_t LaunchWordsOf(cudaStream_t stream, const Job& job) {
                                 static_cast<uint32_t>(piece.stride)};
       begin += piece.extent;
     }
-    blocks += CeilDiv(int64_t{all}, kMany * kWordsThreads);
+    blocks += CeilDiv(int64_t{all}, kWordsThreads);
   }
-  return Launch(MoveWords<Word, kMany, Table>, blocks, kWordsThreads, 0, stream, table);
+  return Launch(MoveWords<Word, Table>, blocks, kWordsThreads, 0, stream, table);
 }
 
-template <typename Word, int kMany>
+template <typename Word>
 cudaError_t LaunchWords(cudaStream_t stream, const Job& job) {
   if (job.destinations.size() == 1) {
-    return job.pieces.size() <= 2 ? LaunchWordsOf<Word, kMany, 2, 1>(stream, job)
-                                  : LaunchWordsOf<Word, kMany, kListedPieces, 1>(stream, job);
+    return job.pieces.size() <= 2 ? LaunchWordsOf<Word, 2, 1>(stream, job)
+                                  : LaunchWordsOf<Word, kListedPieces, 1>(stream, job);
   }
   return job.destinations.size() == 2
-             ? LaunchWordsOf<Word, kMany, 2, 2>(stream, job)
-             : LaunchWordsOf<Word, kMany, kListedPieces, kListedPieces>(stream, job);
+             ? LaunchWordsOf<Word, 2, 2>(stream, job)
+             : LaunchWordsOf<Word, kListedPieces, kListedPieces>(stream, job);
 }
 
-// Whether MoveWords can do it, whose numbers have 32 bits.
-bool HasFewArrays(const Job& job, int64_t unit) {
+// Whether the launch and the first access cost more than all the rest, and MoveWords can do it.
+bool IsSmall(const Job& job, int64_t unit) {
   const size_t destinations = job.destinations.size();
   int64_t words = 0, stride = 0;
   for (const Destination& d : job.destinations) {
@@ -711,7 +701,7 @@ bool HasFewArrays(const Job& job, int64_t unit) {
     if (destinations > 1 && d.piece_count != 1) return false;
   }
   for (const Piece& p : job.pieces) stride = std::max(stride, p.stride);
-  return !job.broadcasts && words < INT32_MAX && stride < UINT32_MAX &&
+  return !job.broadcasts && words <= kSmallWords && stride <= UINT32_MAX &&
          job.pieces.size() <= kListedPieces && destinations <= kListedPieces;
 }
 
@@ -750,29 +740,21 @@ cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
   for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
   if (job.rows == 0 || row_bytes == 0) return cudaSuccess;
   const int64_t unit = CommonUnit(job);
-  if (HasFewArrays(job, unit)) {
-    // Whether the launch and the first access cost more than all the rest. Where they do not, words
-    // of less than 16 bytes cost too much unless their piece is found by one comparison.
-    const bool small = job.rows * row_bytes / unit <= kSmallWords;
-    const bool found_at_once = pieces <= 2 || destinations > 1;
+  if (IsSmall(job, unit)) {
     switch (unit) {
       case 16:
-        return LaunchWords<uint4, 1>(stream, job);
+        return LaunchWords<uint4>(stream, job);
       case 8:
-        if (small) return LaunchWords<uint2, 1>(stream, job);
-        if (found_at_once) return LaunchWords<uint2, 2>(stream, job);
-        break;
+        return LaunchWords<uint2>(stream, job);
       case 4:
-        if (small) return LaunchWords<uint32_t, 1>(stream, job);
-        if (found_at_once) return LaunchWords<uint32_t, 4>(stream, job);
-        break;
+        return LaunchWords<uint32_t>(stream, job);
       case 2:
-        if (small) return LaunchWords<uint16_t, 1>(stream, job);
-        break;
+        return LaunchWords<uint16_t>(stream, job);
       default:
-        if (small) return LaunchWords<uint8_t, 1>(stream, job);
+        return LaunchWords<uint8_t>(stream, job);
     }
   }
+  if (MovesAsPacks(job, unit)) return LaunchPacks(stream, job, unit);
   if (pieces <= kListedPieces && destinations <= 8)
     return LaunchTable<kListedPieces, 8>(stream, job);
   if (pieces <= kMaxDestinations && destinations <= kMaxDestinations && destinations > 1) {

@@ -1,0 +1,17 @@
+// The ways in which LaunchMove moves bytes.
+#ifndef JAXOPS_CUDA_CONCATENATE_LAUNCHES_H_
+#define JAXOPS_CUDA_CONCATENATE_LAUNCHES_H_
+
+#include <cuda_runtime_api.h>
+
+#include "common/concatenate.h"
+
+namespace jaxops::concatenate::cuda {
+
+// Whether LaunchPacks can move this, whose sizes and addresses are all multiples of `unit` bytes.
+bool MovesAsPacks(const Job& job, int64_t unit);
+cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit);
+
+}  // namespace jaxops::concatenate::cuda
+
+#endif  // JAXOPS_CUDA_CONCATENATE_LAUNCHES_H_
