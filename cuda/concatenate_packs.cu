@@ -1,13 +1,13 @@
-// Concatenation and splitting at the speed of a copy: a thread owns 16 bytes of a destination,
-// loads the items that they are made of, and stores them together.
+// Concatenation and splitting at the speed of a copy: a thread moves 16 bytes.
 //
 // What a copy is limited by is the order in which addresses reach the memory: it is fastest with
 // one pack a thread, in blocks small enough that those which run at the same time make up a short
-// stretch of each array. More work for a thread, blocks that stay, copies by the bulk engine and
-// hints to the caches, which keep what is written longer than what is read, all cost a few percent.
+// stretch of each array. More work for a thread, blocks that stay, and copies by the bulk engine
+// all cost a few percent, because they have more of each array under way.
 //
-// Items of less than 16 bytes are loaded one by one, because neighbouring ones come from the L1
-// cache.
+// Whole packs (MoveWhole): threads walk along the array that all pieces are of or go to, so that no
+// stretch of it is met twice. Smaller items (Join, Cut): threads walk along destinations and gather
+// the items of a pack one by one; neighbouring ones come from the L1 cache.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -23,163 +23,219 @@ namespace {
 
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 
 constexpr int kThreads = 256;
-// Pieces of one destination whose places are compared one by one; more than a few whole packs go by
-// themselves.
+// Pieces whose places are compared one by one.
 constexpr int kFewPieces = 4;
 constexpr int kComparedPieces = 16;
+// Blocks that go round all destinations, at least.
 constexpr int kRoundBlocks = 64;
+constexpr int kRoundsPerPiece = 8;
 constexpr int64_t kMostItems = int64_t{1} << 30;
 
 template <typename Item>
 constexpr int kItems = kPackBytes / sizeof(Item);
 
 template <typename Item>
-__device__ __forceinline__ uint4 Pack(const Item (&items)[kItems<Item>]) {
-  if constexpr (sizeof(Item) == 16) {
-    return items[0];
-  } else if constexpr (sizeof(Item) == 8) {
-    return {items[0].x, items[0].y, items[1].x, items[1].y};
-  } else {
-    uint32_t words[4];
+__device__ __forceinline__ Item Load(const void* from) {
+  return __ldg(static_cast<const Item*>(from));
+}
+
+// Leaves the L1 cache to what is read.
+__device__ __forceinline__ void Store(void* to, uint4 pack) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack.x),
+               "r"(pack.y), "r"(pack.z), "r"(pack.w)
+               : "memory");
+}
+
+template <typename Item>
+constexpr auto kItemsOf = [](int64_t bytes) { return static_cast<uint32_t>(bytes / sizeof(Item)); };
+
+// --- whole packs ---------------------------------------------------------------------------------
+
+struct WholePiece {
+  unsigned char* column0;  // where the piece would be if it began with the row
+  uint32_t begin;          // in packs, as the end of what the source fills
+  uint32_t filled;
+  uint32_t stride;  // in bytes
+};
+
+constexpr uint32_t kNowhere = UINT32_MAX;
+
+// Pieces of the rows of one array, which is the destination of all or the source of all.
+template <int kPieces>
+struct Whole {
+  WholePiece pieces[kPieces];  // what is not there begins at kNowhere
+  unsigned char* whole;
+  uint64_t stride;  // in bytes
+  FastDivider row_packs;
+  FastDivider piece_packs;  // of more than kComparedPieces, which are equal
+  uint32_t packs;
+
+  __device__ __forceinline__ WholePiece Find(uint32_t column) const {
+    if constexpr (kPieces == 2) return column < pieces[1].begin ? pieces[0] : pieces[1];
+    if constexpr (kPieces > kComparedPieces) return pieces[piece_packs.Quotient(column)];
+    // All comparisons are with constants of the launch, of which none waits for another.
+    int found = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if constexpr (sizeof(Item) == 4) {
-        words[w] = items[w];
-      } else if constexpr (sizeof(Item) == 2) {
-        words[w] = __byte_perm(items[2 * w], items[2 * w + 1], 0x5410);
-      } else {
-        words[w] = __byte_perm(__byte_perm(items[4 * w], items[4 * w + 1], 0x0040),
-                               __byte_perm(items[4 * w + 2], items[4 * w + 3], 0x0040), 0x5410);
-      }
-    }
-    return {words[0], words[1], words[2], words[3]};
+    for (int i = 1; i < kPieces; ++i) found += pieces[i].begin <= column;
+    return pieces[found];
+  }
+};
+
+template <bool kSplits, int kPieces>
+__global__ void __launch_bounds__(kThreads)
+    MoveWhole(const __grid_constant__ Whole<kPieces> table) {
+  const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
+  if (index >= table.packs) return;
+  uint32_t row = index;
+  const uint32_t column = table.row_packs.Peel(row);
+  const WholePiece piece = table.Find(column);
+  unsigned char* whole = table.whole + row * table.stride + uint64_t{column} * kPackBytes;
+  unsigned char* part =
+      piece.column0 + uint64_t{row} * piece.stride + uint64_t{column} * kPackBytes;
+  if constexpr (kSplits) {
+    Store(part, Load<uint4>(whole));
+  } else {
+    Store(whole, column < piece.filled ? Load<uint4>(part) : uint4{});
   }
 }
 
-// Stores the next items of a walk, of which there are only so many.
-template <typename Item, typename Walk>
-__device__ __forceinline__ void StorePack(unsigned char* to, uint32_t left, Walk& walk) {
-  if (left < kItems<Item>) {
-#pragma unroll 1
-    for (uint32_t i = 0; i < left; ++i, walk.Advance()) {
-      reinterpret_cast<Item*>(to)[i] = walk.Load();
-    }
-    return;
+// --- items ---------------------------------------------------------------------------------------
+
+// Words of 4 bytes that smaller items make.
+template <typename Item>
+__device__ __forceinline__ uint32_t Word(const Item* items) {
+  if constexpr (sizeof(Item) == 4) {
+    return items[0];
+  } else if constexpr (sizeof(Item) == 2) {
+    return __byte_perm(items[0], items[1], 0x5410);
+  } else {
+    return __byte_perm(__byte_perm(items[0], items[1], 0x0040),
+                       __byte_perm(items[2], items[3], 0x0040), 0x5410);
   }
-  Item items[kItems<Item>];
+}
+
+// Stores items `first`, ... of `count` at `data`, a pack of them; `walk(i)` goes along the items
+// from number i on.
+template <typename Item, typename Walk>
+__device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, uint32_t count,
+                                           Walk&& walk) {
+  constexpr int kWordItems = sizeof(Item) < 4 ? 4 / sizeof(Item) : 1;
+  unsigned char* to = data + uint64_t{first} * sizeof(Item);
+  if constexpr (sizeof(Item) < 4) {
+    // A load of small items by packs would touch as many lines as one of packs. So lanes gather
+    // neighbouring words, and exchange them.
+    __shared__ uint4 shared[kThreads];
+    const uint32_t lane = threadIdx.x % kWarp;
+    const uint32_t begin = first - lane * kItems<Item>;
+    if (begin + kWarp * kItems<Item> <= count) {
+      uint4* packs = shared + (threadIdx.x - lane);
+      uint32_t words[4];
 #pragma unroll
-  for (int i = 0; i < kItems<Item>; ++i, walk.Advance()) items[i] = walk.Load();
-  *reinterpret_cast<uint4*>(to) = Pack(items);
+      for (int w = 0; w < 4; ++w) {
+        auto items_of_word = walk(begin + (w * kWarp + lane) * kWordItems);
+        Item items[kWordItems];
+#pragma unroll
+        for (int i = 0; i < kWordItems; ++i, items_of_word.Advance()) {
+          items[i] = items_of_word.Next();
+        }
+        words[w] = Word(items);
+      }
+#pragma unroll
+      for (int w = 0; w < 4; ++w) reinterpret_cast<uint32_t*>(packs)[w * kWarp + lane] = words[w];
+      __syncwarp();
+      Store(to, packs[lane]);
+      return;
+    }
+  }
+  if (first >= count) return;
+  auto rest = walk(first);
+  if constexpr (sizeof(Item) >= 4) {
+    if (first + kItems<Item> <= count) {
+      Item items[kItems<Item>];
+#pragma unroll
+      for (int i = 0; i < kItems<Item>; ++i, rest.Advance()) items[i] = rest.Next();
+      if constexpr (sizeof(Item) == 16) {
+        Store(to, items[0]);
+      } else if constexpr (sizeof(Item) == 8) {
+        Store(to, {items[0].x, items[0].y, items[1].x, items[1].y});
+      } else {
+        Store(to, {items[0], items[1], items[2], items[3]});
+      }
+      return;
+    }
+  }
+  const uint32_t end = min(count, first + kItems<Item>);
+#pragma unroll 1
+  for (uint32_t i = first; i < end; ++i, rest.Advance()) {
+    reinterpret_cast<Item*>(data)[i] = rest.Next();
+  }
 }
 
 // --- one destination -----------------------------------------------------------------------------
 
 struct JoinedPiece {
   const unsigned char* column0;  // where the piece would be read if it began with the row
-  uint32_t begin;                // in items, as what follows
-  uint32_t filled;               // where the source ends
-  uint32_t end;
-  uint32_t stride;  // in bytes
+  uint32_t begin;                // in items
+  uint32_t stride;               // in bytes
 };
-
-constexpr uint32_t kNowhere = UINT32_MAX;
 
 template <int kPieces>
 struct Joined {
   JoinedPiece pieces[kPieces];  // what is not there begins at kNowhere
   unsigned char* to;
   FastDivider row_items;
+  uint32_t filled;  // items of a row, before zeros
   uint32_t items;
 };
 
-// A walk along the items of a destination.
+// A walk along the items of the destination.
 template <typename Item, int kPieces>
 struct JoinedItems {
   const Joined<kPieces>& table;
   uint32_t row, column;
-  const unsigned char* from;
-  uint32_t filled, end;
+  const unsigned char* rows[kPieces];
 
   __device__ __forceinline__ JoinedItems(uint32_t index, const Joined<kPieces>& joined)
       : table(joined), row(index), column(table.row_items.Peel(row)) {
-    Enter();
-  }
-
-  __device__ __forceinline__ void Enter() {
-    // All comparisons are with constants of the launch, of which none waits for another.
-    int found = 0;
 #pragma unroll
-    for (int i = 1; i < kPieces; ++i) found += table.pieces[i].begin <= column;
-    const JoinedPiece& piece = table.pieces[found];
-    from = piece.column0 + uint64_t{row} * piece.stride + uint64_t{column} * sizeof(Item);
-    filled = piece.filled;
-    end = piece.end;
+    for (int p = 0; p < kPieces; ++p) {
+      rows[p] = table.pieces[p].column0 + uint64_t{row} * table.pieces[p].stride;
+    }
   }
 
-  __device__ __forceinline__ Item Load() const {
-    return column < filled ? __ldg(reinterpret_cast<const Item*>(from)) : Item{};
+  __device__ __forceinline__ Item Next() const {
+    const unsigned char* from = rows[0];
+#pragma unroll
+    for (int p = 1; p < kPieces; ++p) from = column < table.pieces[p].begin ? from : rows[p];
+    return column < table.filled ? Load<Item>(from + uint64_t{column} * sizeof(Item)) : Item{};
   }
 
   __device__ __forceinline__ void Advance() {
-    from += sizeof(Item);
-    if (++column != end) return;
-    if (column == table.row_items.divisor()) {
-      column = 0;
-      ++row;
-    }
-    Enter();
-  }
-};
-
-// The same for two pieces that sources fill: one of them is chosen as fast as its end is seen.
-template <typename Item>
-struct JoinedItems<Item, 2> {
-  const Joined<2>& table;
-  uint32_t row, column;
-  const unsigned char* rows[2];
-
-  __device__ __forceinline__ JoinedItems(uint32_t index, const Joined<2>& joined)
-      : table(joined), row(index), column(table.row_items.Peel(row)) {
+    if (++column < table.row_items.divisor()) return;
+    column = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      rows[i] = table.pieces[i].column0 + uint64_t{row} * table.pieces[i].stride;
-    }
-  }
-
-  __device__ __forceinline__ Item Load() const {
-    const unsigned char* from = column < table.pieces[1].begin ? rows[0] : rows[1];
-    return __ldg(reinterpret_cast<const Item*>(from) + column);
-  }
-
-  __device__ __forceinline__ void Advance() {
-    if (++column == table.row_items.divisor()) {
-      column = 0;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) rows[i] += table.pieces[i].stride;
-    }
+    for (int p = 0; p < kPieces; ++p) rows[p] += table.pieces[p].stride;
   }
 };
 
 template <typename Item, int kPieces>
 __global__ void __launch_bounds__(kThreads) Join(const __grid_constant__ Joined<kPieces> table) {
   const uint32_t first = (blockIdx.x * kThreads + threadIdx.x) * kItems<Item>;
-  if (first >= table.items) return;
-  JoinedItems<Item, kPieces> walk(first, table);
-  StorePack<Item>(table.to + uint64_t{first} * sizeof(Item), table.items - first, walk);
+  StoreItems<Item>(table.to, first, table.items,
+                   [&](uint32_t i) { return JoinedItems<Item, kPieces>(i, table); });
 }
 
-// --- pieces by themselves ------------------------------------------------------------------------
+// --- destinations of a piece each ----------------------------------------------------------------
 
-// A piece that is all of a destination, or of which every row is whole packs of one.
-struct MovedPiece {
+struct CutPiece {
   const unsigned char* source;
   unsigned char* to;
-  int64_t gap;         // bytes of the source from the end of a row to the next one
-  uint32_t stride;     // in bytes
-  uint32_t to_stride;  // in bytes
+  int64_t gap;      // bytes of the source from the end of a row to the next one
+  uint32_t stride;  // in bytes
   FastDivider row_items;
   uint32_t filled;  // items of a row that the source has
   uint32_t items;
@@ -187,10 +243,10 @@ struct MovedPiece {
   uint32_t blocks;       // there
 };
 
-// Blocks go round the pieces, so that those of neighbouring rows run at the same time.
+// Blocks go round the destinations, so that those of neighbouring rows run at the same time.
 template <int kPieces>
-struct Moved {
-  MovedPiece pieces[kPieces];
+struct Cuts {
+  CutPiece pieces[kPieces];
   int count;
   FastDivider round;  // blocks
 
@@ -205,79 +261,141 @@ struct Moved {
   }
 };
 
-// A walk along the items of a piece.
+// A walk along the items of a destination.
 template <typename Item>
-struct MovedItems {
-  const MovedPiece& piece;
+struct CutItems {
+  const CutPiece& piece;
   uint32_t row, column;
   const unsigned char* from;
 
-  __device__ __forceinline__ MovedItems(uint32_t index, const MovedPiece& moved)
-      : piece(moved),
+  __device__ __forceinline__ CutItems(uint32_t index, const CutPiece& cut)
+      : piece(cut),
         row(index),
         column(piece.row_items.Peel(row)),
         from(piece.source + uint64_t{row} * piece.stride + uint64_t{column} * sizeof(Item)) {}
 
-  __device__ __forceinline__ Item Load() const {
-    return column < piece.filled ? __ldg(reinterpret_cast<const Item*>(from)) : Item{};
+  __device__ __forceinline__ Item Next() const {
+    return column < piece.filled ? Load<Item>(from) : Item{};
   }
 
   __device__ __forceinline__ void Advance() {
     from += sizeof(Item);
-    if (++column == piece.row_items.divisor()) {
-      column = 0;
-      from += piece.gap;
-    }
+    if (++column < piece.row_items.divisor()) return;
+    column = 0;
+    from += piece.gap;
   }
 };
 
 template <typename Item, int kPieces>
-__global__ void __launch_bounds__(kThreads) Move(const __grid_constant__ Moved<kPieces> table) {
+__global__ void __launch_bounds__(kThreads) Cut(const __grid_constant__ Cuts<kPieces> table) {
   uint32_t round = blockIdx.x;
   const uint32_t block = table.round.Peel(round);
-  const MovedPiece& piece = table.pieces[table.Find(block)];
+  const CutPiece& piece = table.pieces[table.Find(block)];
   const uint32_t own_block = round * piece.blocks + block - piece.first_block;
   const uint32_t first = (own_block * kThreads + threadIdx.x) * kItems<Item>;
-  if (first >= piece.items) return;
-  MovedItems<Item> walk(first, piece);
-  if constexpr (sizeof(Item) == kPackBytes) {
-    unsigned char* to = piece.to + uint64_t{walk.row} * piece.to_stride;
-    *(reinterpret_cast<uint4*>(to) + walk.column) = walk.Load();
-  } else {
-    StorePack<Item>(piece.to + uint64_t{first} * sizeof(Item), piece.items - first, walk);
-  }
+  StoreItems<Item>(piece.to, first, piece.items,
+                   [&](uint32_t i) { return CutItems<Item>(i, piece); });
 }
 
 // --- launches ------------------------------------------------------------------------------------
 
+bool AreFull(const Job& job) {
+  return std::all_of(job.pieces.begin(), job.pieces.end(),
+                     [](const Piece& p) { return p.size == p.extent; });
+}
+
+bool AreEqual(const Job& job) {
+  return std::all_of(job.pieces.begin(), job.pieces.end(), [&](const Piece& p) {
+    return p.extent == job.pieces[0].extent && p.extent > 0;
+  });
+}
+
+// Whether all destinations are cut from neighbouring parts of the rows of one source.
+bool SplitsOne(const Job& job) {
+  const Piece& first = job.pieces[0];
+  const auto* next = static_cast<const unsigned char*>(first.source);
+  for (const Piece& p : job.pieces) {
+    if (p.source != next || p.end != first.end || p.stride != first.stride) return false;
+    next += p.size;
+  }
+  return AreFull(job);
+}
+
+// How many pieces before zeros fill the rest of the row; -1 where zeros come before a source.
+int FilledPieces(const Job& job) {
+  int filled = 0;
+  bool ended = false;
+  for (const Piece& p : job.pieces) {
+    if (p.extent == 0) continue;
+    if (ended && p.size > 0) return -1;
+    filled += p.size > 0;
+    ended = p.size < p.extent;
+  }
+  return filled;
+}
+
+template <bool kSplits, int kPieces>
+cudaError_t LaunchWhole(cudaStream_t stream, const Job& job) {
+  Whole<kPieces> table = {};
+  for (WholePiece& piece : table.pieces) piece.begin = kNowhere;
+  int64_t begin = 0;
+  int count = 0;
+  for (const Destination& destination : job.destinations) {
+    for (int64_t p = 0; p < destination.piece_count; ++p) {
+      const Piece& piece = job.pieces[destination.first_piece + p];
+      if (piece.extent == 0) continue;
+      const void* part = kSplits ? destination.data : piece.source;
+      table.pieces[count++] = {
+          const_cast<unsigned char*>(static_cast<const unsigned char*>(part)) - begin,
+          kItemsOf<uint4>(begin), kItemsOf<uint4>(begin + piece.size),
+          static_cast<uint32_t>(kSplits ? piece.extent : piece.stride)};
+      begin += piece.extent;
+    }
+  }
+  const void* whole = kSplits ? job.pieces[0].source : job.destinations[0].data;
+  table.whole = const_cast<unsigned char*>(static_cast<const unsigned char*>(whole));
+  table.stride = kSplits ? job.pieces[0].stride : begin;
+  table.row_packs = FastDivider(kItemsOf<uint4>(begin));
+  table.piece_packs = FastDivider(kItemsOf<uint4>(std::max<int64_t>(job.pieces[0].extent, 16)));
+  table.packs = kItemsOf<uint4>(job.rows * begin);
+  return Launch(MoveWhole<kSplits, kPieces>, CeilDiv(table.packs, kThreads), kThreads, 0, stream,
+                table);
+}
+
+template <bool kSplits>
+cudaError_t LaunchWholeOf(cudaStream_t stream, const Job& job) {
+  const size_t pieces = job.pieces.size();
+  if (pieces <= 2) return LaunchWhole<kSplits, 2>(stream, job);
+  if (pieces <= kFewPieces) return LaunchWhole<kSplits, kFewPieces>(stream, job);
+  if (!AreEqual(job)) return LaunchWhole<kSplits, kComparedPieces>(stream, job);
+  return pieces <= 64 ? LaunchWhole<kSplits, 64>(stream, job)
+                      : LaunchWhole<kSplits, kMaxPieces>(stream, job);
+}
+
 template <typename Item, int kPieces>
 cudaError_t LaunchJoin(cudaStream_t stream, const Job& job) {
-  const auto items = [](int64_t bytes) { return static_cast<uint32_t>(bytes / sizeof(Item)); };
   const Destination& destination = job.destinations[0];
   Joined<kPieces> table = {};
   for (JoinedPiece& piece : table.pieces) piece.begin = kNowhere;
   table.to = static_cast<unsigned char*>(destination.data);
-  table.row_items = FastDivider(items(destination.row_bytes));
-  table.items = items(job.rows * destination.row_bytes);
+  table.row_items = FastDivider(kItemsOf<Item>(destination.row_bytes));
+  table.items = kItemsOf<Item>(job.rows * destination.row_bytes);
   int64_t begin = 0;
   int count = 0;
-  for (int64_t p = 0; p < destination.piece_count; ++p) {
-    const Piece& piece = job.pieces[destination.first_piece + p];
-    if (piece.extent == 0) continue;
-    table.pieces[count++] = {static_cast<const unsigned char*>(piece.source) - begin, items(begin),
-                             items(begin + piece.size), items(begin + piece.extent),
-                             static_cast<uint32_t>(piece.stride)};
-    begin += piece.extent;
+  for (const Piece& piece : job.pieces) {
+    if (piece.size == 0) continue;
+    table.pieces[count++] = {static_cast<const unsigned char*>(piece.source) - begin,
+                             kItemsOf<Item>(begin), static_cast<uint32_t>(piece.stride)};
+    begin += piece.size;
   }
+  table.filled = kItemsOf<Item>(begin);
   return Launch(Join<Item, kPieces>, CeilDiv(table.items, kItems<Item> * kThreads), kThreads, 0,
                 stream, table);
 }
 
 template <typename Item, int kPieces>
-cudaError_t LaunchMoved(cudaStream_t stream, const Job& job) {
-  const auto items = [](int64_t bytes) { return static_cast<uint32_t>(bytes / sizeof(Item)); };
-  const auto pieces = static_cast<int>(job.pieces.size());
-  Moved<kPieces> table;
+cudaError_t LaunchCut(cudaStream_t stream, const Job& job) {
+  Cuts<kPieces> table;
   table.count = 0;
   int64_t common = 0, all = 0;
   for (const Piece& piece : job.pieces) {
@@ -285,70 +403,77 @@ cudaError_t LaunchMoved(cudaStream_t stream, const Job& job) {
     all += piece.extent;
   }
   // In the proportion of their sizes, so that all come to their ends together.
-  const double share = std::min(1.0 / common, std::max<double>(kRoundBlocks, 8 * pieces) / all);
+  const double most = std::max<double>(kRoundBlocks, kRoundsPerPiece * job.pieces.size());
+  const double share = std::min(1.0 / common, most / all);
   int64_t round = 0, rounds = 0;
   for (const Destination& destination : job.destinations) {
-    int64_t begin = 0;
-    for (int64_t p = 0; p < destination.piece_count; ++p) {
-      const Piece& piece = job.pieces[destination.first_piece + p];
-      if (piece.extent == 0) continue;
-      MovedPiece& moved = table.pieces[table.count++];
-      moved.source = static_cast<const unsigned char*>(piece.source);
-      moved.to = static_cast<unsigned char*>(destination.data) + begin;
-      moved.stride = static_cast<uint32_t>(piece.stride);
-      moved.to_stride = static_cast<uint32_t>(destination.row_bytes);
-      moved.row_items = FastDivider(items(piece.extent));
-      moved.filled = items(piece.size);
-      moved.items = items(job.rows * piece.extent);
-      moved.gap = piece.stride - piece.extent;
-      const auto blocks = std::max<int64_t>(1, std::llround(piece.extent * share));
-      moved.first_block = static_cast<uint32_t>(round);
-      moved.blocks = static_cast<uint32_t>(blocks);
-      rounds = std::max(rounds, CeilDiv(CeilDiv(moved.items, kItems<Item> * kThreads), blocks));
-      round += blocks;
-      begin += piece.extent;
-    }
+    const Piece& piece = job.pieces[destination.first_piece];
+    if (destination.row_bytes == 0) continue;
+    const auto blocks = std::max<int64_t>(1, std::llround(piece.extent * share));
+    const int64_t items = job.rows * piece.extent / sizeof(Item);
+    table.pieces[table.count++] = {static_cast<const unsigned char*>(piece.source),
+                                   static_cast<unsigned char*>(destination.data),
+                                   piece.stride - piece.extent,
+                                   static_cast<uint32_t>(piece.stride),
+                                   FastDivider(kItemsOf<Item>(piece.extent)),
+                                   kItemsOf<Item>(piece.size),
+                                   static_cast<uint32_t>(items),
+                                   static_cast<uint32_t>(round),
+                                   static_cast<uint32_t>(blocks)};
+    rounds = std::max(rounds, CeilDiv(CeilDiv(items, kItems<Item> * kThreads), blocks));
+    round += blocks;
   }
   table.round = FastDivider(round);
-  return Launch(Move<Item, kPieces>, round * rounds, kThreads, 0, stream, table);
+  return Launch(Cut<Item, kPieces>, round * rounds, kThreads, 0, stream, table);
 }
 
 template <typename Item>
 cudaError_t LaunchItems(cudaStream_t stream, const Job& job) {
   const size_t pieces = job.pieces.size();
-  if (job.destinations.size() == 1) {
-    const bool full = std::all_of(job.pieces.begin(), job.pieces.end(), [](const Piece& piece) {
-      return piece.size == piece.extent && piece.size > 0;
-    });
-    if (pieces == 2 && full) return LaunchJoin<Item, 2>(stream, job);
-    if (pieces > 1 && pieces <= kFewPieces) return LaunchJoin<Item, kFewPieces>(stream, job);
-    if (pieces > 1 && sizeof(Item) < kPackBytes)
-      return LaunchJoin<Item, kComparedPieces>(stream, job);
+  if (job.destinations.size() == 1 && pieces > 1) {
+    if (FilledPieces(job) <= 2) return LaunchJoin<Item, 2>(stream, job);
+    if constexpr (sizeof(Item) > 1) return LaunchJoin<Item, kFewPieces>(stream, job);
   }
-  if (pieces <= 2) return LaunchMoved<Item, 2>(stream, job);
-  if (pieces <= 16) return LaunchMoved<Item, 16>(stream, job);
-  if (pieces <= 64) return LaunchMoved<Item, 64>(stream, job);
-  return LaunchMoved<Item, kMaxPieces>(stream, job);
+  if (pieces <= 2) return LaunchCut<Item, 2>(stream, job);
+  if (pieces <= 16) return LaunchCut<Item, 16>(stream, job);
+  return LaunchCut<Item, kMaxDestinations>(stream, job);
+}
+
+bool IsWhole(const Job& job, int64_t unit) {
+  const size_t pieces = job.pieces.size();
+  return unit == kPackBytes && (job.destinations.size() == 1 || SplitsOne(job)) &&
+         (pieces <= kComparedPieces || (pieces <= kMaxPieces && AreEqual(job)));
 }
 
 }  // namespace
 
 bool MovesAsPacks(const Job& job, int64_t unit) {
-  if (job.broadcasts || static_cast<int64_t>(job.pieces.size()) > kMaxPieces) return false;
   const bool one = job.destinations.size() == 1;
-  if (one && unit < kPackBytes && job.pieces.size() > kComparedPieces) return false;
   for (const Destination& d : job.destinations) {
     if (!one && d.piece_count != 1) return false;
-    if (reinterpret_cast<uintptr_t>(d.data) % kPackBytes != 0) return false;
     // Counts of items have 32 bits, and rounds may reach beyond the last one.
-    if (job.rows * d.row_bytes / unit > kMostItems) return false;
-    if (d.row_bytes > UINT32_MAX) return false;
+    if (reinterpret_cast<uintptr_t>(d.data) % kPackBytes != 0 ||
+        job.rows * d.row_bytes / unit > kMostItems) {
+      return false;
+    }
   }
-  return std::all_of(job.pieces.begin(), job.pieces.end(),
-                     [](const Piece& piece) { return piece.stride <= UINT32_MAX; });
+  for (const Piece& p : job.pieces) {
+    // Nothing is multiplied by them where there is one row.
+    if (job.rows > 1 && std::max(p.stride, p.extent) > UINT32_MAX) return false;
+  }
+  if (job.broadcasts) return false;
+  if (IsWhole(job, unit)) return true;
+  if (!one) return job.destinations.size() <= kMaxDestinations;
+  if (job.pieces.size() == 1) return true;
+  const int filled = FilledPieces(job);
+  return unit < kPackBytes && filled > 0 && filled <= (unit == 1 ? 2 : kFewPieces);
 }
 
 cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit) {
+  if (IsWhole(job, unit)) {
+    return job.destinations.size() == 1 ? LaunchWholeOf<false>(stream, job)
+                                        : LaunchWholeOf<true>(stream, job);
+  }
   switch (unit) {
     case 16:
       return LaunchItems<uint4>(stream, job);
