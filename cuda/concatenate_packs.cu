@@ -38,9 +38,29 @@ constexpr int64_t kMostItems = int64_t{1} << 30;
 template <typename Item>
 constexpr int kItems = kPackBytes / sizeof(Item);
 
+// What is read is the last to leave the L2 cache, so that what is written goes to the memory soon
+// and in order. For items of less than a word this costs more than it brings.
 template <typename Item>
 __device__ __forceinline__ Item Load(const void* from) {
-  return __ldg(static_cast<const Item*>(from));
+  if constexpr (sizeof(Item) < 4) {
+    return __ldg(static_cast<const Item*>(from));
+  } else {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    Item item;
+    if constexpr (sizeof(Item) == 16) {
+      asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+          : "=r"(item.x), "=r"(item.y), "=r"(item.z), "=r"(item.w)
+          : "l"(from), "l"(policy));
+    } else if constexpr (sizeof(Item) == 8) {
+      asm("ld.global.nc.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+          : "=r"(item.x), "=r"(item.y)
+          : "l"(from), "l"(policy));
+    } else {
+      asm("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(item) : "l"(from), "l"(policy));
+    }
+    return item;
+  }
 }
 
 // Leaves the L1 cache to what is read.
@@ -432,7 +452,7 @@ cudaError_t LaunchItems(cudaStream_t stream, const Job& job) {
   const size_t pieces = job.pieces.size();
   if (job.destinations.size() == 1 && pieces > 1) {
     if (FilledPieces(job) <= 2) return LaunchJoin<Item, 2>(stream, job);
-    if constexpr (sizeof(Item) > 1) return LaunchJoin<Item, kFewPieces>(stream, job);
+    if constexpr (sizeof(Item) >= 4) return LaunchJoin<Item, kFewPieces>(stream, job);
   }
   if (pieces <= 2) return LaunchCut<Item, 2>(stream, job);
   if (pieces <= 16) return LaunchCut<Item, 16>(stream, job);
@@ -466,7 +486,7 @@ bool MovesAsPacks(const Job& job, int64_t unit) {
   if (!one) return job.destinations.size() <= kMaxDestinations;
   if (job.pieces.size() == 1) return true;
   const int filled = FilledPieces(job);
-  return unit < kPackBytes && filled > 0 && filled <= (unit == 1 ? 2 : kFewPieces);
+  return unit < kPackBytes && filled > 0 && filled <= (unit < 4 ? 2 : kFewPieces);
 }
 
 cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit) {
