@@ -754,6 +754,7 @@ cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
         return LaunchWords<uint8_t>(stream, job);
     }
   }
+  if (MovesAsTiles(job, unit)) return LaunchTiles(stream, job, unit);
   if (MovesAsPacks(job, unit)) return LaunchPacks(stream, job, unit);
   if (pieces <= kListedPieces && destinations <= 8)
     return LaunchTable<kListedPieces, 8>(stream, job);

@@ -12,6 +12,10 @@ namespace jaxops::concatenate::cuda {
 bool MovesAsPacks(const Job& job, int64_t unit);
 cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit);
 
+// Whether LaunchTiles can move this, and should.
+bool MovesAsTiles(const Job& job, int64_t unit);
+cudaError_t LaunchTiles(cudaStream_t stream, const Job& job, int64_t unit);
+
 }  // namespace jaxops::concatenate::cuda
 
 #endif  // JAXOPS_CUDA_CONCATENATE_LAUNCHES_H_
