@@ -1,8 +1,15 @@
 // Concatenation and splitting: bytes move from sources to destinations, see common/concatenate.h.
 //
 // The table of pieces travels with the launch, as a parameter of the kernel, so that any number of
-// arrays is one launch and a CUDA graph can keep it. Threads own words of a destination, neighbours
-// neighbouring words, and gather them.
+// arrays is one launch and a CUDA graph can keep it. There are five ways, the last two for all that
+// the others leave:
+//
+// Small arrays (MoveWords): a thread a word, as large as all sizes and addresses are multiples of,
+// by the shortest way from the launch to the store.
+//
+// Narrow pieces of bytes and of pairs of them (concatenate_tiles.cu): gathered in shared memory.
+//
+// Few arrays (concatenate_packs.cu): a thread 16 bytes, at the speed of a copy.
 //
 // Many rows (MoveRows): what a word is made of is the same in every row, or for items of 1 or 2
 // bytes in every 4 or 2 rows, which are whole words of every source. A thread works it out once, as
@@ -11,10 +18,6 @@
 //
 // Few rows (MoveLong): threads find the piece of each 16 bytes and shift them into place where
 // source and destination are misaligned to each other.
-//
-// Few arrays (MoveWords), of which all sizes and addresses are multiples of 4 bytes or more, or
-// which are small: a thread a word, as large as they are multiples of, or as many as make 16 bytes,
-// by the shortest way from the launch to the store.
 #include <algorithm>
 #include <type_traits>
 
@@ -33,8 +36,8 @@ using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 
 constexpr int kThreads = 256;
-// Of the kernel for few arrays: small blocks, one 16-byte word a thread, come nearest to a copy.
 constexpr int kWordsThreads = 128;
+// Up to so many words, the launch and the first access cost more than all the rest.
 constexpr int64_t kSmallWords = int64_t{1} << 16;
 // Packs of a thread that are under way together where rows are long.
 constexpr int kLongPacks = 4;
@@ -446,7 +449,7 @@ __global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Tab
   }
 }
 
-// --- few arrays ----------------------------------------------------------------------------------
+// --- small arrays --------------------------------------------------------------------------------
 
 struct WordsPiece {
   const unsigned char* column0;  // where the piece would be read if it began with the row
@@ -692,7 +695,7 @@ cudaError_t LaunchWords(cudaStream_t stream, const Job& job) {
              : LaunchWordsOf<Word, kListedPieces, kListedPieces>(stream, job);
 }
 
-// Whether the launch and the first access cost more than all the rest, and MoveWords can do it.
+// Whether there is little to move, and MoveWords can do it.
 bool IsSmall(const Job& job, int64_t unit) {
   const size_t destinations = job.destinations.size();
   int64_t words = 0, stride = 0;
@@ -754,6 +757,7 @@ cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
         return LaunchWords<uint8_t>(stream, job);
     }
   }
+  // Tiles first: packs can do most of what they can.
   if (MovesAsTiles(job, unit)) return LaunchTiles(stream, job, unit);
   if (MovesAsPacks(job, unit)) return LaunchPacks(stream, job, unit);
   if (pieces <= kListedPieces && destinations <= 8)
