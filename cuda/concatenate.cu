@@ -7,7 +7,8 @@
 // Small arrays (MoveWords): a thread a word, as large as all sizes and addresses are multiples of,
 // by the shortest way from the launch to the store.
 //
-// Narrow pieces of bytes and of pairs of them (concatenate_tiles.cu): gathered in shared memory.
+// Narrow pieces of bytes and of pairs of them, joined (concatenate_tiles.cu): gathered in shared
+// memory.
 //
 // Few arrays (concatenate_packs.cu): a thread 16 bytes, at the speed of a copy.
 //
