@@ -21,7 +21,7 @@ using jaxops::cuda::kPackBytes;
 using jaxops::cuda::Launch;
 
 constexpr int kThreads = 128;
-constexpr int kBlocks = 6;  // of a multiprocessor: more have too many addresses under way
+constexpr int kBlocks = 6;  // of a multiprocessor: enough to keep it busy while some wait
 constexpr int kMostPieces = 16;
 constexpr int kWordBytes = 4;
 constexpr int64_t kTileBytes = 8192;
