@@ -6,6 +6,13 @@
 // all taps, and an entry of a patch is an address; here ldmatrix transposes on the way. The
 // cotangent of the same pixels is the right operand as it lies in shared memory.
 //
+// Fragments for every tap are as much to read as the right operand, and both together bound the
+// product. Without strides, and with more than 32 channels, stages are runs: rows of the image one
+// after the other, and the cotangent in rows as wide, filled up with zeros. The windows of a tap
+// are then those of another some entries further, whatever row they are in, and are themselves the
+// right operand; the cotangent is the left one, of which a fragment serves all taps. The price is
+// the zeros, which are multiplied too.
+//
 // A block has 64 outputs, up to 64 channels and some of the taps, and a range of the pixels. There
 // are too few such blocks to fill a GPU unless pixels are split. The blocks of a cluster are splits
 // of the same sums, which they add up in each other's shared memory. Where a cluster is not enough,
@@ -31,9 +38,7 @@ constexpr int kHeadBytes = kBarrierBytes + kZeroBytes + kTableBytes;
 static_assert(kHeadBytes % 1024 == 0);
 constexpr int kStagesBytes = kSharedBytes - kHeadBytes - 1024;  // less what aligns the stages
 // The sums of a block lie where stages were.
-static_assert(kWarpgroups * kMaxUnits * 64 * kColumns * 4 <= kStagesBytes);
-
-constexpr int kMaxCluster = 8;
+static_assert(kWarpgroups * kMaxUnits * 64 * (kColumns + 8) * 4 <= kStagesBytes);
 
 struct Params : Layout {
   CUtensorMap image_map;
@@ -46,8 +51,16 @@ struct Params : Layout {
   int stages;                              // in all, and what one has of pixels:
   int stage_rows, stage_pixels, steps;     // rows of them, all of them, and steps of 16
   int image_stage, cotangent_stage, ring;  // bytes of the parts of a stage; stages held
+  int image_bytes, cotangent_bytes;        // of these parts, those that copies write
   bool is_wide;                            // the result is f32
-  Group set[kMaxTaps];                     // taps that a block sums for
+  bool has_runs;                           // stages are runs:
+  FastDivider runs;                        // those of a strip
+  int last_steps;                          // of the last of these
+  int run_rows, run_columns;               // entries of the image
+  const void* image;                       // for the sums that SumAgain makes
+  const void* cotangent;
+  int image_rows, image_columns, row_low, column_low, row_dilation, column_dilation, tap_columns;
+  Group set[kMaxTaps];    // taps that a block sums for
   int32_t tap[kMaxTaps];  // bytes from the entry of the set's least row and column, in a stage
 };
 
@@ -127,7 +140,7 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
     // Every lane releases what it wrote of the table.
     uint64_t* full = &barriers.full[ring.stage];
     if (lane == 0) {
-      Expect(full, rows.count * p.copy_bytes + p.stage_pixels * 2 * kColumns);
+      Expect(full, rows.count * p.copy_bytes + p.cotangent_bytes);
     } else {
       ptx::mbarrier_arrive(full);
     }
@@ -145,8 +158,42 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
   }
 }
 
+// Fills stages with runs: a stage is the rows of an image that the windows of some rows of a strip
+// touch, and the cotangent of these pixels with zeros beside them, so that rows of both are as
+// wide.
+__device__ void CopyRuns(const Params& p, const Item& item, Barriers& barriers, char* stages) {
+  if (threadIdx.x % 32 != 0) return;
+  Ring ring;
+  for (int at = item.begin; at < item.end; ++at) {
+    uint32_t strip = at;
+    const int row = p.runs.Peel(strip) * p.stage_rows;
+    uint32_t image = strip;
+    strip = p.strips.Peel(image);
+    Wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+    uint64_t* full = &barriers.full[ring.stage];
+    Expect(full, p.image_bytes + p.cotangent_bytes);
+    char* stage = stages + ring.stage * (p.image_stage + p.cotangent_stage);
+    const int column = strip * p.strip_width.divisor();
+    const int32_t of_image[4] = {item.channel, column + item.set.column, row + item.set.row,
+                                 static_cast<int32_t>(image)};
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage, &p.image_map, of_image,
+                              full);
+    const int32_t of_cotangent[5] = {item.column, 0, static_cast<int32_t>(strip), row,
+                                     static_cast<int32_t>(image)};
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + p.image_stage,
+                              &p.cotangent_map, of_cotangent, full);
+    ring.Advance(p.ring);
+  }
+}
+
 // Has the compiler keep a value in a register instead of computing it again for every use.
 __device__ inline void Keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+// Has a warp give a stage back that all of its lanes have read.
+__device__ inline void Release(uint64_t* empty) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty);
+}
 
 // a, or b where `sign` is negative: a selection that the compiler does not make a branch of.
 __device__ inline uint32_t SelectBySign(int32_t sign, uint32_t a, uint32_t b) {
@@ -155,10 +202,11 @@ __device__ inline uint32_t SelectBySign(int32_t sign, uint32_t a, uint32_t b) {
   return selected;
 }
 
-// Where a block leaves an entry of its sums. Columns are mixed so that neither the rows that a warp
-// writes at once nor those that it reads have the same banks.
+// Where a block leaves an entry of its sums, as far apart as keeps those that a warp writes at once
+// in banks of their own.
+template <bool kRuns>
 __device__ int SumBytes(int row, int column) {
-  return row * kColumns * 4 + (column * 4 ^ row % 4 * 32);
+  return row * (kColumns * 4 + (kRuns ? 16 : 32)) + column * 4;
 }
 
 // Sums kUnits blocks of 64 rows of the product from `first` on, by one of the warpgroups that have
@@ -193,16 +241,17 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   uint32_t fragments[2][kUnits][4];
   int step = 0;
   int done = -1;  // the stage before this one, if products under way still use it
+  int left = (item.end - item.begin) * p.steps;
   Ring ring;
   const int32_t* table = nullptr;
   uint64_t b = 0;
+  const auto enter = [&] {
+    Wait(&barriers.full[ring.stage], ring.parity);
+    table = tables + ring.stage * kPixels + lane_pixel;
+    b = At(descriptor,
+           first_stage + ring.stage * (p.image_stage + p.cotangent_stage) + p.image_stage);
+  };
   const auto multiply = [&](uint32_t (&a)[kUnits][4]) {
-    if (step == 0) {
-      Wait(&barriers.full[ring.stage], ring.parity);
-      table = tables + ring.stage * kPixels + lane_pixel;
-      b = At(descriptor,
-             first_stage + ring.stage * (p.image_stage + p.cotangent_stage) + p.image_stage);
-    }
     const int pixel = *table;
     table += 16;
 #pragma unroll
@@ -218,18 +267,22 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
     ProductsCommit();
     // Those of the step before are done.
     ProductsWait<1>();
-    if (step == 0 && done >= 0) ptx::mbarrier_arrive(&barriers.empty[done]);
+    if (done >= 0) Release(&barriers.empty[done]);
+    done = -1;
     b += 16 * 2 * kColumns >> 4;
+    --left;
     if (++step == p.steps) {
       step = 0;
       done = ring.stage;
       ring.Advance(p.ring);
+      if (left > 0) enter();  // while the last products are under way
     }
   };
+  if (left > 0) enter();
   // Fragments of a step are loaded while those of the step before are multiplied.
-  for (int left = (item.end - item.begin) * p.steps; left > 0; left -= 2) {
+  while (left > 0) {
     multiply(fragments[0]);
-    if (left == 1) break;
+    if (left == 0) break;
     multiply(fragments[1]);
   }
   ProductsWait<0>();
@@ -241,47 +294,202 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
     for (int i = 0; i < kColumns / 2; i += 2) {
       const int row = (first + u) * 64 + warp_row + i / 2 % 2 * 8 + lane / 4;
       const int column = i / 4 * 8 + lane % 4 * 2;
-      *reinterpret_cast<float2*>(stages + SumBytes(row, column)) = {sums[u][i], sums[u][i + 1]};
+      *reinterpret_cast<float2*>(stages + SumBytes<false>(row, column)) = {sums[u][i],
+                                                                           sums[u][i + 1]};
     }
   }
 }
 
-// Adds the sums of the blocks of a cluster, in the order of their ranks, and writes them: each
-// block does so for some of the rows.
+// One sum of a block, without the zeros beside its pixels.
 template <typename T>
+__device__ float SumAgain(const Params& p, const Item& item, int tap, int channel, int output) {
+  const int tap_row = tap / p.tap_columns * p.row_dilation - p.row_low;
+  const int tap_column = tap % p.tap_columns * p.column_dilation - p.column_low;
+  const int width = p.strip_width.divisor(), height = p.rows.divisor();
+  float sum = 0;
+  for (int at = item.begin; at < item.end && !isnan(sum); ++at) {
+    uint32_t strip = at;
+    const int first = p.runs.Peel(strip) * p.stage_rows;
+    uint32_t image = strip;
+    const int first_column = p.strips.Peel(image) * width;
+    const int pixels = min(p.stage_rows, height - first) * width;
+    for (int i = 0; i < pixels; ++i) {
+      const int64_t row = first + i / width, column = first_column + i % width;
+      const int64_t y = row + tap_row, x = column + tap_column;
+      float entry = 0;
+      if (y >= 0 && y < p.image_rows && x >= 0 && x < p.image_columns) {
+        entry = static_cast<float>(static_cast<const T*>(
+            p.image)[((image * int64_t{p.image_rows} + y) * p.image_columns + x) * p.channels +
+                     channel]);
+      }
+      sum += entry *
+             static_cast<float>(static_cast<const T*>(
+                 p.cotangent)[((image * int64_t{height} + row) * p.columns + column) * p.outputs +
+                              output]);
+    }
+  }
+  return sum;
+}
+
+// The same where stages are runs and a unit a tap. The product is transposed: the left operand, the
+// cotangent, serves all taps, whose windows are the right operand as they lie in shared memory, one
+// tap's some rows of it after another's.
+template <typename T, int kUnits>
+__device__ void MultiplyRuns(const Params& p, const Item& item, int first, int threads,
+                             Barriers& barriers, char* stages) {
+  const int lane = threadIdx.x % 32;
+  const int warp_output = threadIdx.x / 32 % 4 * 16;
+  const uint64_t descriptor = MatrixDescriptor(1024, 1024, 128);
+
+  // Lanes give the addresses of 8 pixels and 8 outputs each, outputs first.
+  const uint32_t lane_bytes =
+      (lane / 16 * 8 + lane % 8) * 2 * kColumns + warp_output * 2 + lane / 8 % 2 * 16;
+  const uint32_t first_stage = SharedAddress(stages);
+  uint32_t lane_cotangent = (lane_bytes ^ Swizzle{7}(lane_bytes)) + p.image_stage;
+  uint32_t stage_bytes = p.image_stage + p.cotangent_stage;
+  uint32_t steps = p.steps, last_steps = p.last_steps, runs = p.runs.divisor();
+  uint32_t tap[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    tap[u] = p.tap[item.set.begin + first + u] >> 4;
+    Keep(tap[u]);
+  }
+  Keep(lane_cotangent);
+  Keep(stage_bytes);
+  Keep(steps);
+  Keep(last_steps);
+  Keep(runs);
+
+  float sums[kUnits][kColumns / 2] = {};
+  uint32_t fragments[2][4];
+  const auto steps_before = [&](uint32_t stage) {
+    const uint32_t run = p.runs.Peel(stage);
+    return stage * ((runs - 1) * steps + last_steps) + run * steps;
+  };
+  int left = steps_before(item.end) - steps_before(item.begin);
+  uint32_t strip = item.begin;
+  uint32_t run = p.runs.Peel(strip);
+  uint32_t step = 0;  // left of the stage
+  int done = -1;      // the stage before this one, if products under way still use it
+  Ring ring;
+  uint32_t cotangent = 0, entries = 0;
+  const auto enter = [&] {
+    Wait(&barriers.full[ring.stage], ring.parity);
+    const uint32_t stage = first_stage + ring.stage * stage_bytes;
+    cotangent = stage + lane_cotangent;
+    entries = static_cast<uint32_t>(At(descriptor, stage));
+    const bool last = ++run == runs;
+    step = last ? last_steps : steps;
+    if (last) run = 0;
+  };
+  const auto multiply = [&](uint32_t (&a)[4]) {
+    LoadTransposed(a, cotangent);
+    cotangent += 16 * 2 * kColumns;
+    ProductsBegin();
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      // Addresses are in the lower half of a descriptor, without carries to the upper one.
+      const uint64_t b = (descriptor & 0xFFFFFFFF00000000) | (entries + tap[u]);
+      Multiply<T, kColumns, true>(sums[u], a, b, 1);
+    }
+    ProductsCommit();
+    // Those of the step before are done.
+    ProductsWait<1>();
+    if (done >= 0) Release(&barriers.empty[done]);
+    done = -1;
+    entries += 16 * 128 >> 4;
+    --left;
+    if (--step == 0) {
+      done = ring.stage;
+      ring.Advance(p.ring);
+      if (left > 0) enter();  // while the last products are under way
+    }
+  };
+  if (left > 0) enter();
+  // The fragment of a step is loaded while that of the step before is multiplied.
+  while (left > 0) {
+    multiply(fragments[0]);
+    if (left == 0) break;
+    multiply(fragments[1]);
+  }
+  ProductsWait<0>();
+
+  __barrier_sync_count(1, threads);  // no product of any warpgroup reads a stage any more
+  const auto row_of = [&](int u, int i) {
+    return (first + u) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2;
+  };
+  const auto column_of = [&](int i) { return warp_output + i / 2 % 2 * 8 + lane / 4; };
+  float spoiled = 0;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      *reinterpret_cast<float*>(stages + SumBytes<true>(row_of(u, i), column_of(i))) = sums[u][i];
+      spoiled += sums[u][i] * 0;
+    }
+  }
+  // A tap's zeros beside the pixels may have met a NaN or Inf that only other taps reach.
+  if (spoiled == 0) return;
+#pragma unroll 1
+  for (int k = 0; k < kUnits * kColumns / 2; ++k) {
+    const int row = row_of(k / (kColumns / 2), k % (kColumns / 2));
+    const int column = column_of(k % (kColumns / 2));
+    float& sum = *reinterpret_cast<float*>(stages + SumBytes<true>(row, column));
+    const int channel = item.channel + row % 64, output = item.column + column;
+    if (isfinite(sum) || channel >= p.channels || output >= p.outputs) continue;
+    sum = SumAgain<T>(p, item, item.set.begin + row / 64, channel, output);
+  }
+}
+
+// Adds the sums of the blocks of a cluster, which are 1, 2, 4 or 8, and writes them: each block
+// does so for some of the rows, in the order of the ranks from its own on, so that no two read from
+// one block at a time.
+template <typename T, bool kRuns>
 __device__ void AddCluster(const Params& p, const Item& item, int units, uint32_t sums) {
+  constexpr int kTogether = 4;  // rows of a thread whose entries are on the way at once
+  constexpr int kApart = 128 * kWarpgroups / (kColumns / 4);
   const int channels = p.row_bytes / 2;
-  const int share = units * 64 * (kColumns / 4) / p.cluster;
-  for (int i = threadIdx.x - 128; i < share; i += 128 * kWarpgroups) {
-    const int row = (item.rank * share + i) / (kColumns / 4);
-    const int column = i % (kColumns / 4) * 4;
-    const uint32_t at = sums + SumBytes(row, column);
-    float4 v[kMaxCluster];
+  const int thread = threadIdx.x - 128;
+  const int column = thread % (kColumns / 4) * 4;
+  const int output = item.column + column;
+  const int end = units * 64 * (item.rank + 1) / p.cluster;
+  for (int begin = units * 64 * item.rank / p.cluster + thread / (kColumns / 4); begin < end;
+       begin += kTogether * kApart) {
+    float4 sum[kTogether] = {};
+#pragma unroll 2
+    for (int k = 0; k < p.cluster; ++k) {
+      const int rank = (item.rank + k) & (p.cluster - 1);
 #pragma unroll
-    for (int k = 0; k < kMaxCluster; ++k) {
-      if (k < p.cluster) v[k] = LoadOfBlock(at, k);
+      for (int i = 0; i < kTogether; ++i) {
+        // Rows after the last repeat it, and are not stored.
+        const int row = min(begin + i * kApart, end - 1);
+        const float4 v = LoadOfBlock(sums + SumBytes<kRuns>(row, column), rank);
+        sum[i] = k == 0 ? v : Add(sum[i], v);
+      }
     }
 #pragma unroll
-    for (int k = 1; k < kMaxCluster; ++k) {
-      if (k < p.cluster) v[0] = Add(v[0], v[k]);
-    }
-    const int tap = item.set.begin + row / channels;
-    const int channel = item.channel + row % channels;
-    const int output = item.column + column;
-    if (tap >= item.set.end || channel >= p.channels || output >= p.outputs) continue;
-    const int64_t offset =
-        item.part * p.size + (int64_t{tap} * p.channels + channel) * p.outputs + output;
-    if (p.is_wide) {
-      Store(static_cast<float*>(p.result) + offset, v[0]);
-    } else {
-      Store(static_cast<T*>(p.result) + offset, v[0]);
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = begin + i * kApart;
+      const int tap = item.set.begin + row / channels;
+      const int channel = item.channel + row % channels;
+      if (row >= end || tap >= item.set.end || channel >= p.channels || output >= p.outputs)
+        continue;
+      const int64_t offset =
+          item.part * p.size + (int64_t{tap} * p.channels + channel) * p.outputs + output;
+      if (p.is_wide) {
+        Store(static_cast<float*>(p.result) + offset, sum[i]);
+      } else {
+        Store(static_cast<T*>(p.result) + offset, sum[i]);
+      }
     }
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
-    SumPixels(const __grid_constant__ Params p) {
+// A warp of the first warpgroup copies.
+constexpr int kThreads = 128 * (kWarpgroups + 1);
+
+template <typename T, bool kRuns>
+__global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__ Params p) {
 #if JAXOPS_HAS_WGMMA
   extern __shared__ char shared[];
   char* aligned = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
@@ -293,23 +501,25 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
   const int units = item.Units(p);
 
   if (threadIdx.x == 0) {
+    PrefetchMap(p.image_map);
+    PrefetchMap(p.cotangent_map);
     for (int i = 0; i < p.ring; ++i) {
-      ptx::mbarrier_init(barriers.full + i, 32);
-      ptx::mbarrier_init(barriers.empty + i, 128 * min(units, kWarpgroups));
+      ptx::mbarrier_init(barriers.full + i, kRuns ? 1 : 32);
+      ptx::mbarrier_init(barriers.empty + i, 4 * min(units, kWarpgroups));
     }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
-  // No copy writes the cotangents of the pixels that fill up the last step of a stage.
+  // No copy writes what fills up the last step of a stage, cotangents and, of runs, entries.
   const auto clear = [](char* from, int bytes) {
     for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(from + i) = {0, 0, 0, 0};
     }
   };
   clear(zeros, kZeroBytes);
-  const int copied = p.stage_pixels * 2 * kColumns;
   for (int i = 0; i < p.ring; ++i) {
-    clear(stages + i * (p.image_stage + p.cotangent_stage) + p.image_stage + copied,
-          p.cotangent_stage - copied);
+    char* stage = stages + i * (p.image_stage + p.cotangent_stage);
+    if constexpr (kRuns) clear(stage + p.image_bytes, p.image_stage - p.image_bytes);
+    clear(stage + p.image_stage + p.cotangent_bytes, p.cotangent_stage - p.cotangent_bytes);
   }
   // What was written is read by products.
   ptx::fence_proxy_async(ptx::space_shared);
@@ -317,7 +527,14 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 
   if (threadIdx.x < 128) {
     GiveRegisters<56>();
-    if (threadIdx.x / 32 == 0) CopyStages(p, item, barriers, tables, stages);
+    if (threadIdx.x / 32 == 0) {
+      if constexpr (kRuns) {
+        CopyRuns(p, item, barriers, stages);
+      } else {
+        CopyStages(p, item, barriers, tables, stages);
+      }
+      __syncwarp();
+    }
     // The barriers of a cluster count all threads.
     SyncCluster();
     SyncCluster();
@@ -328,8 +545,14 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     const int least = units / kWarpgroups, more = units % kWarpgroups;
     const int first = warpgroup * least + min(warpgroup, more);
     const auto multiply = [&](auto count) {
-      MultiplyUnits<T, decltype(count)::value>(p, item, first, 128 * min(units, kWarpgroups),
-                                               barriers, tables, SharedAddress(zeros), stages);
+      constexpr int kUnits = decltype(count)::value;
+      const int threads = 128 * min(units, kWarpgroups);
+      if constexpr (kRuns) {
+        MultiplyRuns<T, kUnits>(p, item, first, threads, barriers, stages);
+      } else {
+        MultiplyUnits<T, kUnits>(p, item, first, threads, barriers, tables, SharedAddress(zeros),
+                                 stages);
+      }
     };
     switch (least + (warpgroup < more)) {
       case 1:
@@ -345,7 +568,7 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
         break;
     }
     SyncCluster();
-    AddCluster<T>(p, item, units, SharedAddress(stages));
+    AddCluster<T, kRuns>(p, item, units, SharedAddress(stages));
     SyncCluster();  // no block leaves while others read its sums
   }
 #endif
@@ -353,21 +576,82 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 
 // --- what the host decides -----------------------------------------------------------------------
 
-// Fills in how the sum is cut up with this many rows of pixels in a stage; false where it does not
-// fit. The strips are known.
-bool Plan(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping, int stage_rows) {
+// Fills in the sets, as few as there can be, of about as many taps.
+void FillSets(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping) {
   const int block = p.row_bytes / 2;
-
-  // As few sets as there can be, of about as many taps.
   const int most = grouping == Grouping::kAll ? taps : grouping == Grouping::kRow ? row_taps : 1;
   const int64_t units = CeilDiv(most * block, 64);
   const int64_t parts = CeilDiv(units, kWarpgroups * kMaxUnits);
   const int64_t per_set = std::min<int64_t>(most, CeilDiv(units, parts) * (64 / block));
   p.sets = FillGroups(p.set, tap, taps, grouping, per_set);
+}
+
+// Of the set that has most.
+int64_t Units(const Params& p) {
+  int64_t units = 1;
+  for (int s = 0; s < p.sets; ++s) {
+    units = std::max(units, CeilDiv((p.set[s].end - p.set[s].begin) * (p.row_bytes / 2), 64));
+  }
+  return units;
+}
+
+// What clusters of a size take, measured on an H200.
+struct ClusterCost {
+  int size;
+  // Of the processors, how many of 11 they reach at once: of 132 clusters of 4 and 8 reach 120.
+  int reached;
+  int unit_cycles;  // to add what their blocks have of a unit, in each other's shared memory
+};
+constexpr ClusterCost kClusters[] = {{1, 11, 0}, {2, 11, 50}, {4, 10, 650}, {8, 10, 1200}};
+
+// Decides on the clusters and splits that are done first, and returns when: in estimated cycles, of
+// a stage and of what a block has to do besides, and for writing and adding the parts of several
+// clusters. The last stage of a strip's runs takes less.
+int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t last_less) {
+  constexpr int64_t kBlockCycles = 8000, kAddCycles = 4000, kAddedPerCycle = 500;
+  const int64_t items = int64_t{p.channel_blocks} * p.column_tiles * p.sets;
+  int64_t least = INT64_MAX;
+  for (const ClusterCost& cluster : kClusters) {
+    const int64_t blocks = std::max(1, processors * cluster.reached / 11);
+    const int64_t block_cycles = kBlockCycles + Units(p) * cluster.unit_cycles;
+    // As many splits as there is place for in some waves, or fewer that are done as soon.
+    for (int waves = 0; waves <= 4; ++waves) {
+      const int64_t most =
+          std::min<int64_t>(p.stages, std::max<int64_t>(1, blocks * waves / items));
+      if (most < cluster.size) continue;
+      const int64_t full = most / cluster.size * cluster.size;
+      const int64_t parts = CeilDiv(CeilDiv(p.stages, CeilDiv(p.stages, full)), cluster.size);
+      const int64_t splits = parts * cluster.size;
+      const int64_t stages = CeilDiv(p.stages, splits);
+      const int64_t sum_cycles = stages * stage_cycles - stages / p.runs.divisor() * last_less;
+      const int64_t cost = CeilDiv(items * splits, blocks) * (sum_cycles + block_cycles) +
+                           (parts > 1 ? kAddCycles + parts * p.size / kAddedPerCycle : 0);
+      if (cost < least) {
+        p.splits = static_cast<int>(splits);
+        p.cluster = cluster.size;
+        least = cost;
+      }
+    }
+  }
+  return least;
+}
+
+// Estimated cycles of a stage: of the products, or of bringing what they multiply.
+int64_t StageCycles(int64_t product_cycles, int64_t bytes) {
+  constexpr int64_t kStageCycles = 100, kBytesPerCycle = 26;
+  return kStageCycles + std::max(product_cycles, bytes / kBytesPerCycle);
+}
+
+// Fills in how the sum is cut up with this many rows of pixels in a stage; false where it does not
+// fit. The strips are known.
+bool LayRowStages(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping,
+                  int stage_rows) {
+  FillSets(p, tap, taps, row_taps, grouping);
   if (!p.LayRows(tap, p.set, p.sets)) return false;
   p.stage_rows = stage_rows;
   p.stage_pixels = stage_rows * p.strip_width.divisor();
   p.steps = static_cast<int>(CeilDiv(p.stage_pixels, 16));
+  p.cotangent_bytes = p.stage_pixels * 2 * kColumns;
   p.cotangent_stage = p.steps * 16 * 2 * kColumns;
   const int64_t image_stage = p.StageBytes(stage_rows, Touched(stage_rows, p.rows.divisor(), true));
   if (2 * (image_stage + p.cotangent_stage) > kStagesBytes) return false;
@@ -381,26 +665,13 @@ bool Plan(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping, 
   return true;
 }
 
-// Decides all but addresses, from sizes and the number of processors alone.
-bool Plan(Params& p, const Call& call, int processors) {
+// Plans stages of rows of pixels; false where these do not fit.
+bool PlanRows(Params& p, const Call& call, const Tap* tap, int taps) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  if (h.taps * w.taps > kMaxTaps || call.groups != 1 || call.channels % 8 || call.outputs % 8) {
-    return false;
-  }
-  if (call.images * h.out * w.out * h.taps * w.taps * call.channels * call.outputs == 0) {
-    return false;
-  }
-  p.channels = static_cast<int>(call.channels);
-  p.outputs = static_cast<int>(call.outputs);
-  p.size = h.taps * w.taps * call.channels * call.outputs;
   p.CutColumns(h.out, w.out, h.stride, w.stride);
   const int64_t pixel_rows = call.images * p.strips.divisor() * h.out;
   if (pixel_rows > INT32_MAX - 1024) return false;
-  const int block = ChannelBlock(call.channels);
-  p.row_bytes = 2 * block;
-  p.channel_blocks = static_cast<int>(CeilDiv(call.channels, block));
-  p.column_tiles = static_cast<int>(CeilDiv(call.outputs, kColumns));
 
   // The rows of a stage that waste least of its last step; of these as many as may be. Fewer are
   // better than taps apart, if they do not waste much more.
@@ -419,8 +690,6 @@ bool Plan(Params& p, const Call& call, int processors) {
     const int difference = a.rows * b.steps - b.rows * a.steps;
     return difference != 0 ? difference > 0 : a.rows > b.rows;
   });
-  Tap tap[kMaxTaps];
-  const int taps = FillTaps(tap, call);
   bool fits = false;
   for (const bool any : {false, true}) {
     for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
@@ -428,54 +697,164 @@ bool Plan(Params& p, const Call& call, int processors) {
         const bool wastes =
             4 * choices[i].rows * choices[0].steps < 3 * choices[0].rows * choices[i].steps;
         fits = (any || !wastes) &&
-               Plan(p, tap, taps, static_cast<int>(w.taps), grouping, choices[i].rows);
+               LayRowStages(p, tap, taps, static_cast<int>(w.taps), grouping, choices[i].rows);
       }
     }
   }
-  if (!fits) return false;
-  p.stages = static_cast<int>(CeilDiv(pixel_rows, p.stage_rows));
+  p.stages = static_cast<int>(CeilDiv(pixel_rows, std::max(1, p.stage_rows)));
+  return fits;
+}
 
-  // The clusters and splits that are done first, in estimated cycles: of a stage and of what a
-  // block has to do besides, and for writing and adding the parts of several clusters. A few splits
-  // are enough where there are many items. Clusters of 4 and 8 do not reach all processors: of an
-  // H200's 132, 120 at once.
-  constexpr int64_t kUnitCycles = 50, kBlockCycles = 8000, kAddCycles = 4000, kAddedPerCycle = 250;
-  const int64_t items = int64_t{p.channel_blocks} * p.column_tiles * p.sets;
-  if (items > INT32_MAX / 8) return false;
-  int64_t units = 1;
+// Fills in how the sum is cut up into runs of this many rows, of strips of this width; false where
+// these do not fit. The sets are known.
+bool LayRunStages(Params& p, const Call& call, const Tap* tap, int width, int stage_rows) {
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  // A row of a run is followed by the next one. An entry beside it and one before the next can be
+  // the same, if both are padding in any case.
+  const bool whole = width == w.out;
+  int64_t columns = width, row_span = 1, column_span = 1;
   for (int s = 0; s < p.sets; ++s) {
-    units = std::max(units, CeilDiv((p.set[s].end - p.set[s].begin) * block, 64));
+    const Group& set = p.set[s];
+    int64_t span = 1;
+    for (int t = set.begin; t < set.end; ++t) {
+      row_span = std::max(row_span, tap[t].row - set.row + 1);
+      span = std::max(span, tap[t].column - set.column + 1);
+    }
+    const int64_t before = std::max(0, -set.column);
+    const int64_t apart = width + span - 1;
+    columns =
+        std::max(columns, whole ? std::max(apart - before, std::min(apart, w.in + before)) : apart);
+    column_span = std::max(column_span, span);
   }
-  const int64_t stage_cycles = p.steps * units * kUnitCycles;
-  p.splits = 0;
-  int64_t least = 0;
-  for (int cluster = kMaxCluster; cluster >= 1; cluster /= 2) {
-    const int64_t blocks = cluster > 2 ? std::max(1, processors * 10 / 11) : processors;
-    for (int64_t splits = cluster;
-         splits <= p.stages && (splits == 1 || items * splits <= int64_t{4} * processors);
-         splits += cluster) {
-      const int64_t parts = splits / cluster;
-      const int64_t cost = CeilDiv(items * splits, blocks) *
-                               (CeilDiv(p.stages, splits) * stage_cycles + kBlockCycles) +
-                           (parts > 1 ? kAddCycles + parts * p.size / kAddedPerCycle : 0);
-      if (p.splits == 0 || cost < least) {
-        p.splits = static_cast<int>(splits);
-        p.cluster = cluster;
-        least = cost;
-      }
+  const int64_t rows = stage_rows + row_span - 1;
+  if (columns > kMaxBox || rows > kMaxBox) return false;
+  const int64_t steps = CeilDiv(stage_rows * columns, 16);
+  // The entries of zeros that windows of the last step may touch.
+  const int64_t after = steps * 16 - stage_rows * columns + column_span - 1;
+  const int64_t image_stage = CeilDiv((rows * columns + after) * p.row_bytes, 1024) * 1024;
+  const int64_t cotangent_stage = steps * 16 * 2 * kColumns;
+  if (2 * (image_stage + cotangent_stage) > kStagesBytes) return false;
+
+  p.rows = FastDivider(h.out);
+  p.columns = static_cast<int>(w.out);
+  p.image_rows = static_cast<int>(h.in);
+  p.image_columns = static_cast<int>(w.in);
+  p.row_low = static_cast<int>(h.low);
+  p.column_low = static_cast<int>(w.low);
+  p.row_dilation = static_cast<int>(h.dilation);
+  p.column_dilation = static_cast<int>(w.dilation);
+  p.tap_columns = static_cast<int>(w.taps);
+  p.strips = FastDivider(w.out / width);
+  p.strip_width = FastDivider(width);
+  p.runs = FastDivider(CeilDiv(h.out, stage_rows));
+  p.stage_rows = stage_rows;
+  p.run_columns = static_cast<int>(columns);
+  p.run_rows = static_cast<int>(rows);
+  p.steps = static_cast<int>(steps);
+  const int64_t last_rows = h.out - (int64_t{p.runs.divisor()} - 1) * stage_rows;
+  p.last_steps = static_cast<int>(CeilDiv(last_rows * columns, 16));
+  p.stages = static_cast<int>(call.images * p.strips.divisor() * p.runs.divisor());
+  p.image_bytes = static_cast<int>(rows * columns * p.row_bytes);
+  p.image_stage = static_cast<int>(image_stage);
+  p.cotangent_bytes = static_cast<int>(stage_rows * columns * 2 * kColumns);
+  p.cotangent_stage = static_cast<int>(cotangent_stage);
+  p.ring = std::min(kMaxStages, kStagesBytes / (p.image_stage + p.cotangent_stage));
+  for (int s = 0; s < p.sets; ++s) {
+    for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
+      p.tap[t] = static_cast<int32_t>(
+          ((tap[t].row - p.set[s].row) * columns + tap[t].column - p.set[s].column) * p.row_bytes);
     }
   }
   return true;
 }
 
+// Plans stages that are runs, and returns the estimated cycles; INT64_MAX where these do not fit.
+int64_t PlanRuns(Params& p, const Call& call, const Tap* tap, int taps, int processors) {
+  if (p.row_bytes != 128) return INT64_MAX;
+  for (const im2col::Window& d : call.dims) {
+    // Windows beside each other. All of what is copied must be in some window, because zeros are
+    // multiplied by it.
+    const int64_t end = d.out - 1 + (d.taps - 1) * d.dilation + 1 - d.low;
+    if ((d.out > 1 && d.stride > 1) || end < d.in) return INT64_MAX;
+    if (d.taps > 1 && d.out < d.dilation) return INT64_MAX;
+  }
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  if (call.images * h.out * w.out > INT32_MAX / 2) return INT64_MAX;
+  int64_t least = INT64_MAX;
+  Params q = p;
+  for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
+    FillSets(q, tap, taps, static_cast<int>(w.taps), grouping);
+    const int64_t units = Units(q);
+    for (int64_t strips = 1; strips <= w.out; ++strips) {
+      const int64_t width = w.out / strips;
+      if (strips > 1 && width < 16) break;
+      if (w.out % strips != 0 || width > kMaxBox || (w.taps > 1 && width < w.dilation)) continue;
+      for (int rows = 1; rows <= std::min<int64_t>(h.out, kMaxStageRows); ++rows) {
+        if (!LayRunStages(q, call, tap, static_cast<int>(width), rows)) break;
+        constexpr int64_t kUnitCycles = 33;
+        const int64_t cycles =
+            StageCycles(q.steps * units * kUnitCycles, q.image_bytes + q.cotangent_bytes);
+        const int64_t last_less = (q.steps - q.last_steps) * units * kUnitCycles;
+        const int64_t cost = Split(q, processors, cycles, last_less);
+        if (cost < least) {
+          least = cost;
+          p = q;
+        }
+      }
+    }
+    if (least != INT64_MAX) break;
+  }
+  return least;
+}
+
+// Decides all but addresses, from sizes and the number of processors alone.
+bool Plan(Params& p, const Call& call, int processors) {
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  if (h.taps * w.taps > kMaxTaps || call.groups != 1 || call.channels % 8 || call.outputs % 8) {
+    return false;
+  }
+  if (call.images * h.out * w.out * h.taps * w.taps * call.channels * call.outputs == 0) {
+    return false;
+  }
+  p.channels = static_cast<int>(call.channels);
+  p.outputs = static_cast<int>(call.outputs);
+  p.size = h.taps * w.taps * call.channels * call.outputs;
+  const int block = ChannelBlock(call.channels);
+  p.row_bytes = 2 * block;
+  const int64_t channel_blocks = CeilDiv(call.channels, block);
+  const int64_t column_tiles = CeilDiv(call.outputs, kColumns);
+  if (channel_blocks * column_tiles * h.taps * w.taps > INT32_MAX / 8) return false;
+  p.channel_blocks = static_cast<int>(channel_blocks);
+  p.column_tiles = static_cast<int>(column_tiles);
+
+  Tap tap[kMaxTaps];
+  const int taps = FillTaps(tap, call);
+  Params runs = p;
+  const int64_t runs_cost = PlanRuns(runs, call, tap, taps, processors);
+  runs.has_runs = true;
+  int64_t rows_cost = INT64_MAX;
+  if (PlanRows(p, call, tap, taps)) {
+    constexpr int64_t kUnitCycles = 50;
+    const int64_t cycles =
+        StageCycles(p.steps * Units(p) * kUnitCycles, p.image_stage + p.cotangent_bytes);
+    rows_cost = Split(p, processors, cycles, 0);
+  }
+  if (runs_cost < rows_cost) p = runs;
+  return std::min(runs_cost, rows_cost) != INT64_MAX;
+}
+
 template <typename T>
 cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
-  cudaError_t error = cudaFuncSetAttribute(
-      &SumPixels<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const auto kernel = p.has_runs ? &SumPixels<T, true> : &SumPixels<T, false>;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   const int64_t blocks = int64_t{p.channel_blocks} * p.column_tiles * p.sets * p.splits;
-  error = jaxops::cuda::LaunchClusters(&SumPixels<T>, blocks, p.cluster, 128 * (kWarpgroups + 1),
-                                       kSharedBytes, stream, p);
+  error =
+      jaxops::cuda::LaunchClusters(kernel, blocks, p.cluster, kThreads, kSharedBytes, stream, p);
   if (error != cudaSuccess || p.splits == p.cluster) return error;
   return LaunchAddParts(stream, p.result, call.result, call.result_dtype, p.size,
                         p.splits / p.cluster);
@@ -502,14 +881,28 @@ cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* worksp
   const bool one_part = p.splits == p.cluster;
   p.result = one_part ? call.result : workspace;
   p.is_wide = !one_part || call.result_dtype == DType::kF32;
+  p.image = call.image;
+  p.cotangent = call.cotangent;
 
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  error = MapRows(p.image_map, p, call.dtype, call.image, {call.channels, w.in, h.in, call.images});
-  if (error != cudaSuccess) return error;
-  error =
-      Map<4>(p.cotangent_map, call.dtype, call.cotangent, {call.outputs, w.out, h.out, call.images},
-             {kColumns, p.strip_width.divisor(), 1, 1}, {1, 1, 1, 1}, 2 * kColumns);
+  if (p.has_runs) {
+    error = Map<4>(p.image_map, call.dtype, call.image, {call.channels, w.in, h.in, call.images},
+                   {p.row_bytes / 2, p.run_columns, p.run_rows, 1}, {1, 1, 1, 1}, p.row_bytes);
+    if (error != cudaSuccess) return error;
+    // With a dimension for strips, what is beside one is outside of its row, and zeros.
+    const int64_t width = p.strip_width.divisor();
+    error = Map<5>(p.cotangent_map, call.dtype, call.cotangent,
+                   {call.outputs, width, w.out / width, h.out, call.images},
+                   {kColumns, p.run_columns, 1, p.stage_rows, 1}, {1, 1, 1, 1, 1}, 2 * kColumns);
+  } else {
+    error =
+        MapRows(p.image_map, p, call.dtype, call.image, {call.channels, w.in, h.in, call.images});
+    if (error != cudaSuccess) return error;
+    error = Map<4>(p.cotangent_map, call.dtype, call.cotangent,
+                   {call.outputs, w.out, h.out, call.images},
+                   {kColumns, p.strip_width.divisor(), 1, 1}, {1, 1, 1, 1}, 2 * kColumns);
+  }
   if (error != cudaSuccess) return error;
   return call.dtype == DType::kF16 ? Launch<__half>(stream, p, call)
                                    : Launch<__nv_bfloat16>(stream, p, call);

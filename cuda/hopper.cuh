@@ -3,6 +3,7 @@
 #ifndef JAXOPS_CUDA_HOPPER_CUH_
 #define JAXOPS_CUDA_HOPPER_CUH_
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -51,6 +52,11 @@ __device__ inline float4 LoadOfBlock(uint32_t address, uint32_t rank) {
       : "r"(address), "r"(rank)
       : "memory");
   return v;
+}
+
+// Has a map of bulk copies read before the first of them needs it.
+__device__ inline void PrefetchMap(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Gives registers of this warpgroup up, or takes some that others gave up.
