@@ -84,12 +84,10 @@ JAXOPS_HOST_DEVICE_INLINE void TermsToWeights(const Axis<A> (&axes)[kAxes],
   }
 }
 
-// The gradient by the point of sum_c weight_c * values[c], whose weights have these terms.
-// Overwrites values.
+// Replaces the values of the entries by their sums, with the slopes of the axes in the set m and
+// the factors of others in values[m].
 template <int kAxes, typename A>
-JAXOPS_HOST_DEVICE_INLINE void PointGradient(const Axis<A> (&axes)[kAxes],
-                                             const A (&terms)[1 << kAxes], A (&values)[1 << kAxes],
-                                             A (&gradient)[kAxes]) {
+JAXOPS_HOST_DEVICE_INLINE void Contract(const Axis<A> (&axes)[kAxes], A (&values)[1 << kAxes]) {
   JAXOPS_UNROLL
   for (int a = 0; a < kAxes; ++a) {
     JAXOPS_UNROLL
@@ -101,6 +99,24 @@ JAXOPS_HOST_DEVICE_INLINE void PointGradient(const Axis<A> (&axes)[kAxes],
       values[m | BitOf<kAxes>(a)] = upper - lower;
     }
   }
+}
+
+// The gradient by the point of sum_c weight_c * values[c], without derivative. Overwrites values.
+template <int kAxes, typename A>
+JAXOPS_HOST_DEVICE_INLINE void PlainPointGradient(const Axis<A> (&axes)[kAxes],
+                                                  A (&values)[1 << kAxes], A (&gradient)[kAxes]) {
+  Contract<kAxes>(axes, values);
+  JAXOPS_UNROLL
+  for (int a = 0; a < kAxes; ++a) gradient[a] = axes[a].slope * values[BitOf<kAxes>(a)];
+}
+
+// The gradient by the point of sum_c weight_c * values[c], whose weights have these terms.
+// Overwrites values.
+template <int kAxes, typename A>
+JAXOPS_HOST_DEVICE_INLINE void PointGradient(const Axis<A> (&axes)[kAxes],
+                                             const A (&terms)[1 << kAxes], A (&values)[1 << kAxes],
+                                             A (&gradient)[kAxes]) {
+  Contract<kAxes>(axes, values);
   JAXOPS_UNROLL
   for (int a = 0; a < kAxes; ++a) {
     A sum = 0;

@@ -1,14 +1,21 @@
 // Trilinear interpolation in cells and its gradients, see common/trilinear.h.
 //
-// All of it is bound by memory, and features are most of that. Two ways to move them:
+// All of it is bound by memory, and features are most of that. How they move depends on the bytes
+// of a row, which is what a corner has:
 //
-// Rows of features that are whole 32-byte sectors (the kernels of vectors): a thread takes 16 bytes
+// Rows of 64 bytes and more that vectors divide (the kernels of vectors): a thread takes 16 bytes
 // of each of the eight corners, straight from and to global memory.
 //
-// Others (the kernels of tiles): the eight corners of a cell are together still a multiple of 16
-// bytes, so a block copies the features of some cells to shared memory as they are, 16 bytes a
-// thread, and writes gradients in pieces of 16 bytes that may span corners. Weights are made once
-// a cell.
+// Shorter ones of a power of two (the kernels of rows): a warp has 32 cells. A lane makes the
+// weights or the gradient of a cell, but moves rows or parts of them as they follow each other in
+// memory, so that the accesses of a warp are whole lines. What a lane knows of a corner goes to the
+// other by shared memory.
+//
+// Other short ones (the kernels of images): the same, but rows are moved to and from shared memory
+// in pieces of 16 bytes, which may span corners.
+//
+// Other long ones (the kernels of tiles): a block copies the features of some cells to shared
+// memory as they are, 16 bytes a thread, and writes gradients in pieces of 16 bytes.
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -27,6 +34,8 @@ namespace {
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kPackElements;
+using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
@@ -41,7 +50,7 @@ constexpr int kThreads = 256;
 // registers for all of a thread's loads.
 template <typename T, bool kWrites>
 constexpr int kBlocksOf = kWrites || sizeof(T) == 8 ? 2 : 3;
-constexpr int kSectorBytes = 32;
+constexpr int kLongRowBytes = 64;
 constexpr int kBankLineBytes = 128;
 
 // The features of a tile fill about this much shared memory, which leaves room for several blocks.
@@ -53,16 +62,23 @@ constexpr int64_t kMaxTiledCellBytes = 48 * 1024;
 // a cell into different banks.
 constexpr int kWeightPadding = 4;
 
+template <typename A>
+using Coordinates = A[kAxes];
+
+template <typename A>
+__device__ __forceinline__ void LoadCoordinates(const Call& call, int64_t cell,
+                                                Coordinates<A>& coordinates) {
+  multilinear::cuda::LoadPoint<kAxes>(call.points, call.cells.Offset(cell, Call::kPoints),
+                                      call.point_dtype, coordinates);
+}
+
 // A cell's point, and what to do with it.
 template <typename A>
 struct Point {
   Axis<A> axes[kAxes];
   A terms[kCorners];
 
-  __device__ __forceinline__ Point(const Call& call, int64_t cell) {
-    A p[kAxes];
-    multilinear::cuda::LoadPoint<kAxes>(call.points, call.cells.Offset(cell, Call::kPoints),
-                                        call.point_dtype, p);
+  __device__ __forceinline__ Point(const Call& call, int64_t cell, const Coordinates<A>& p) {
 #pragma unroll
     for (int a = 0; a < kAxes; ++a) axes[a] = {(1 - p[a]) / 2, (1 + p[a]) / 2, A(0.5)};
     multilinear::NoDerivative<kAxes>(terms);
@@ -76,15 +92,25 @@ struct Point {
     }
   }
 
+  __device__ __forceinline__ Point(const Call& call, int64_t cell)
+      : Point(call, cell, Loaded(call, cell).coordinates) {}
+
   // To be called last: it replaces the terms.
-  __device__ __forceinline__ const A (&Weights(const Call& call)) [kCorners] {
-    if (call.order == 0) {
-      multilinear::PlainWeights<kAxes>(axes, terms);
-    } else {
-      multilinear::TermsToWeights<kAxes>(axes, terms);
+ __device__ __forceinline__ const A (&Weights(const Call& call)) [kCorners] {
+   if (call.order == 0) {
+     multilinear::PlainWeights<kAxes>(axes, terms);
+   } else {
+     multilinear::TermsToWeights<kAxes>(axes, terms);
+   }
+   return terms;
+ }
+
+ private : struct Loaded {
+    Coordinates<A> coordinates;
+    __device__ __forceinline__ Loaded(const Call& call, int64_t cell) {
+      LoadCoordinates<A>(call, cell, coordinates);
     }
-    return terms;
-  }
+  };
 };
 
 template <typename A>
@@ -94,6 +120,21 @@ __device__ __forceinline__ void StorePoint(const Call& call, int64_t cell,
   for (int a = 0; a < kAxes; ++a) {
     jaxops::cuda::StoreAs(call.dpoints, cell * kAxes + a, call.point_dtype, value[a]);
   }
+}
+
+// Stores the gradient by the point of a cell, made of the dot products of its corners, which it
+// overwrites.
+template <typename A>
+__device__ __forceinline__ void StoreGradient(const Call& call, int64_t cell,
+                                              const Coordinates<A>& p, A (&dots)[kCorners]) {
+  const Point<A> point(call, cell, p);
+  A gradient[kAxes];
+  if (call.order == 0) {
+    multilinear::PlainPointGradient<kAxes>(point.axes, dots, gradient);
+  } else {
+    multilinear::PointGradient<kAxes>(point.axes, point.terms, dots, gradient);
+  }
+  StorePoint(call, cell, gradient);
 }
 
 // --- vectors -------------------------------------------------------------------------------------
@@ -221,6 +262,371 @@ cudaError_t LaunchVectors(cudaStream_t stream, const Call& call) {
   const auto kernel =
       call.out != nullptr ? InterpolateVectors<T, kCount> : FeatureGradVectors<T, kCount>;
   return Launch(kernel, CeilDiv(params.vectors, kThreads), kThreads, 0, stream, params);
+}
+
+// --- rows ----------------------------------------------------------------------------------------
+
+// A warp has as many cells as lanes: so often a lane meets a corner.
+constexpr int kCornerRounds = kCorners;
+
+// Between the corners of two cells in shared memory: lanes that have a cell each meet no bank
+// twice.
+constexpr int kCornerPitch = 12;
+
+struct WarpParams {
+  Call call;
+  int64_t stride;  // between the features of two cells
+  bool nested;     // they have none
+};
+
+// Which cells a warp has, and where their features are.
+struct WarpCells {
+  int lane;
+  int64_t first;
+  int count;  // at most 32; negative: none
+  int own;    // the cell of this lane; the last has those of lanes that have none
+
+  __device__ __forceinline__ explicit WarpCells(const Call& call) {
+    lane = static_cast<int>(threadIdx.x % kWarp);
+    first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp * kWarp;
+    count = static_cast<int>(min(int64_t{kWarp}, call.cells.size() - first));
+    own = min(lane, count - 1);
+  }
+};
+
+// Where the features of a warp's cells are. All lanes ask, each for a cell.
+template <typename T>
+struct WarpFeatures {
+  const T* own;
+  int64_t stride;
+  bool nested;
+
+  __device__ __forceinline__ WarpFeatures(const WarpParams& params, const WarpCells& cells) {
+    nested = params.nested;
+    stride = params.stride;
+    own = static_cast<const T*>(params.call.features) +
+          params.call.cells.Offset(cells.first + (nested ? cells.own : 0), Call::kFeatures);
+  }
+
+  __device__ __forceinline__ const T* Of(int cell) const {
+    if (!nested) return own + cell * stride;
+    return reinterpret_cast<const T*>(
+        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(own), cell));
+  }
+};
+
+// What the lanes of a warp exchange of the corners of its cells.
+template <typename A>
+struct CornerValues {
+  alignas(16) A values[kWarp * kCornerPitch];
+
+  __device__ __forceinline__ A& At(int cell, int corner) {
+    return values[cell * kCornerPitch + corner];
+  }
+  __device__ __forceinline__ void Put(int cell, const A (&of)[kCorners]) {
+    constexpr int kCount = kPackElements<A>;
+#pragma unroll
+    for (int c = 0; c < kCorners; c += kCount) {
+      Pack<A, kCount> pack;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) pack.values[i] = of[c + i];
+      *reinterpret_cast<Pack<A, kCount>*>(&At(cell, c)) = pack;
+    }
+  }
+  __device__ __forceinline__ void Get(int cell, A (&of)[kCorners]) {
+    constexpr int kCount = kPackElements<A>;
+#pragma unroll
+    for (int c = 0; c < kCorners; c += kCount) {
+      const auto pack = LoadPack<kCount>(&At(cell, c));
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) of[c + i] = pack.values[i];
+    }
+  }
+};
+
+// Rows are of one element: a thread has a cell.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    InterpolateSingles(const __grid_constant__ WarpParams params) {
+  using A = Accumulator<T>;
+  constexpr int kCount = kPackElements<T>;
+  const Call& call = params.call;
+  const int64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (cell >= call.cells.size()) return;
+  Coordinates<A> p;
+  LoadCoordinates<A>(call, cell, p);
+  const T* features =
+      static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures);
+  Pack<T, kCount> packs[kCorners / kCount];
+#pragma unroll
+  for (int i = 0; i < kCorners / kCount; ++i) packs[i] = LoadPack<kCount>(features + i * kCount);
+  Point<A> point(call, cell, p);
+  const A(&weights)[kCorners] = point.Weights(call);
+  A sum = 0;
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) {
+    sum += weights[c] * Widen(packs[c / kCount].values[c % kCount]);
+  }
+  static_cast<T*>(call.out)[cell] = Narrow<T>(sum);
+}
+
+// Rows are kCount elements each, which is one access.
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    InterpolateRows(const __grid_constant__ WarpParams params) {
+  using A = Accumulator<T>;
+  __shared__ CornerValues<A> shared[kThreads / kWarp];
+  const Call& call = params.call;
+  const WarpCells cells(call);
+  if (cells.count <= 0) return;
+  const int corner = cells.lane % kCorners;
+  Coordinates<A> p;
+  LoadCoordinates<A>(call, cells.first + cells.own, p);
+  const WarpFeatures<T> features(params, cells);
+  Pack<T, kCount> rows[kCornerRounds];
+#pragma unroll
+  for (int j = 0; j < kCornerRounds; ++j) {
+    const int cell = min((j * kWarp + cells.lane) / kCorners, cells.count - 1);
+    rows[j] = LoadPack<kCount>(features.Of(cell) + corner * kCount);
+  }
+  CornerValues<A>& weights = shared[threadIdx.x / kWarp];
+  Point<A> point(call, cells.first + cells.own, p);
+  weights.Put(cells.lane, point.Weights(call));
+  __syncwarp();
+  A sums[kCornerRounds][kCount];
+#pragma unroll
+  for (int j = 0; j < kCornerRounds; ++j) {
+    const A weight = weights.At((j * kWarp + cells.lane) / kCorners, corner);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[j][i] = weight * Widen(rows[j].values[i]);
+  }
+  // Sums over the corners' lanes, of which each keeps half of the cells every time.
+#pragma unroll
+  for (int half = kCornerRounds / 2; half > 0; half /= 2) {
+    const bool upper = corner & half;
+#pragma unroll
+    for (int j = 0; j < half; ++j) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const A kept = upper ? sums[j + half][i] : sums[j][i];
+        const A given = upper ? sums[j][i] : sums[j + half][i];
+        sums[j][i] = kept + __shfl_xor_sync(~0u, given, half);
+      }
+    }
+  }
+  const int cell = corner * (kWarp / kCorners) + cells.lane / kCorners;
+  if (cell >= cells.count) return;
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[0][i]);
+  StorePack(static_cast<T*>(call.out) + (cells.first + cell) * kCount, out);
+}
+
+// The gradient by the features if kFeatures, by the point if kPoints. Rows are kPieces times kCount
+// elements; the pieces of a warp's rows are moved in order.
+template <typename T, int kCount, int kPieces, bool kFeatures, bool kPoints>
+__global__ void __launch_bounds__(kThreads)
+    BackwardRows(const __grid_constant__ WarpParams params) {
+  using A = Accumulator<T>;
+  constexpr int kWidth = kCount * kPieces;
+  constexpr int kRounds = kCornerRounds * kPieces;
+  __shared__ CornerValues<A> shared[kThreads / kWarp];
+  __shared__ Pack<T, kCount> cotangents[kThreads][kPieces];
+  const Call& call = params.call;
+  const WarpCells cells(call);
+  if (cells.count <= 0) return;
+  const auto cell_of = [&](int j) { return (j * kWarp + cells.lane) / (kCorners * kPieces); };
+  const int corner = cells.lane / kPieces % kCorners;
+  const int piece = cells.lane % kPieces;
+  // All loads come before whatever waits for one.
+  Coordinates<A> p;
+  LoadCoordinates<A>(call, cells.first + cells.own, p);
+  const T* cotangent = static_cast<const T*>(call.cotangent) +
+                       call.cells.Offset(cells.first + cells.own, Call::kCotangent);
+  Pack<T, kCount> own[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) own[i] = LoadPack<kCount>(cotangent + i * kCount);
+  [[maybe_unused]] Pack<T, kCount> rows[kPoints ? kRounds : 1];
+  if constexpr (kPoints) {
+    const WarpFeatures<T> features(params, cells);
+#pragma unroll
+    for (int j = 0; j < kRounds; ++j) {
+      rows[j] = LoadPack<kCount>(features.Of(min(cell_of(j), cells.count - 1)) + corner * kWidth +
+                                 piece * kCount);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) cotangents[threadIdx.x][i] = own[i];
+  const auto* of_warp = cotangents + threadIdx.x / kWarp * kWarp;
+  CornerValues<A>& corners = shared[threadIdx.x / kWarp];
+  if constexpr (kFeatures) {
+    Point<A> point(call, cells.first + cells.own, p);
+    corners.Put(cells.lane, point.Weights(call));
+  }
+  __syncwarp();
+  T* to = nullptr;
+  if constexpr (kFeatures) {
+    to = static_cast<T*>(call.dfeatures) + cells.first * kCorners * kWidth;
+  }
+#pragma unroll
+  for (int j = 0; j < kRounds; ++j) {
+    const int cell = cell_of(j);
+    const Pack<T, kCount> g = of_warp[cell][piece];
+    if constexpr (kFeatures) {
+      const A weight = corners.At(cell, corner);
+      Pack<T, kCount> out;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weight * Widen(g.values[i]));
+      if (cell < cells.count) StorePack(to + (j * kWarp + cells.lane) * kCount, out);
+    }
+    if constexpr (kPoints) {
+      A dot = 0;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) dot += Widen(rows[j].values[i]) * Widen(g.values[i]);
+#pragma unroll
+      for (int distance = 1; distance < kPieces; distance *= 2) {
+        dot += __shfl_xor_sync(~0u, dot, distance);
+      }
+      // Where the weight was, which other pieces may still have to read.
+      if constexpr (kFeatures && kPieces > 1) __syncwarp();
+      if (piece == 0) corners.At(cell, corner) = dot;
+    }
+  }
+  if constexpr (kPoints) {
+    __syncwarp();
+    A dots[kCorners];
+    corners.Get(cells.lane, dots);
+    if (cells.lane < cells.count) StoreGradient(call, cells.first + cells.lane, p, dots);
+  }
+}
+
+WarpParams ParamsOfWarps(const Call& call) {
+  return {call, call.cells.rank() == 1 ? call.cells.stride(0, Call::kFeatures) : 0,
+          call.cells.rank() > 1};
+}
+
+template <typename T, int kCount, int kPieces>
+cudaError_t LaunchRows(cudaStream_t stream, const Call& call) {
+  const auto kernel = call.dpoints == nullptr     ? BackwardRows<T, kCount, kPieces, true, false>
+                      : call.dfeatures == nullptr ? BackwardRows<T, kCount, kPieces, false, true>
+                                                  : BackwardRows<T, kCount, kPieces, true, true>;
+  return Launch(kernel, CeilDiv(call.cells.size(), kThreads), kThreads, 0, stream,
+                ParamsOfWarps(call));
+}
+
+// --- images --------------------------------------------------------------------------------------
+
+constexpr int kImageThreads = 128;
+constexpr int64_t kMaxImageCellBytes = 256;
+
+struct ImageParams {
+  WarpParams warp;
+  FastDivider pieces;   // of 16 bytes, of a cell's features
+  int64_t image_bytes;  // of a warp's features, and of what follows them
+  int64_t cotangent_bytes;
+};
+
+// The gradient by the features if kFeatures, by the point if kPoints. A lane has a corner of every
+// fourth cell.
+template <typename T, bool kFeatures, bool kPoints>
+__global__ void __launch_bounds__(kImageThreads)
+    BackwardImage(const __grid_constant__ ImageParams params) {
+  using A = Accumulator<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Call& call = params.warp.call;
+  const WarpCells cells(call);
+  if (cells.count <= 0) return;
+  const int64_t warp_bytes =
+      params.image_bytes + params.cotangent_bytes + static_cast<int64_t>(sizeof(CornerValues<A>));
+  unsigned char* memory = shared + threadIdx.x / kWarp * warp_bytes;
+  T* image = reinterpret_cast<T*>(memory);
+  A* cotangents = reinterpret_cast<A*>(memory + params.image_bytes);
+  auto& corners =
+      *reinterpret_cast<CornerValues<A>*>(memory + params.image_bytes + params.cotangent_bytes);
+  const int width = static_cast<int>(call.width);
+  const int pieces = params.pieces.divisor() * cells.count;
+  Coordinates<A> p;
+  LoadCoordinates<A>(call, cells.first + cells.own, p);
+  if constexpr (kPoints) {
+    const WarpFeatures<T> features(params.warp, cells);
+    for (int i = cells.lane; i < (pieces + kWarp - 1) / kWarp * kWarp; i += kWarp) {
+      uint32_t cell = min(i, pieces - 1);
+      const uint32_t piece = params.pieces.Peel(cell);
+      const T* from = features.Of(static_cast<int>(cell)) + piece * kPackElements<T>;
+      if (i < pieces) __pipeline_memcpy_async(image + i * kPackElements<T>, from, kPackBytes);
+    }
+    __pipeline_commit();
+  }
+  {
+    const T* cotangent = static_cast<const T*>(call.cotangent) +
+                         call.cells.Offset(cells.first + cells.own, Call::kCotangent);
+    for (int f = 0; f < width; ++f) cotangents[cells.lane * width + f] = Widen(cotangent[f]);
+  }
+  A weights[kCornerRounds];
+  const int corner = cells.lane % kCorners;
+  const int fourth = cells.lane / kCorners;
+  if constexpr (kFeatures) {
+    Point<A> point(call, cells.first + cells.own, p);
+    corners.Put(cells.lane, point.Weights(call));
+  }
+  if constexpr (kPoints) __pipeline_wait_prior(0);
+  __syncwarp();
+  if constexpr (kFeatures) {
+#pragma unroll
+    for (int j = 0; j < kCornerRounds; ++j) {
+      weights[j] = corners.At(j * (kWarp / kCorners) + fourth, corner);
+    }
+    __syncwarp();
+  }
+  A dots[kCornerRounds] = {};
+  T* row = image + cells.lane * width;
+  const A* g = cotangents + fourth * width;
+#pragma unroll 1
+  for (int f = 0; f < width; ++f) {
+#pragma unroll
+    for (int j = 0; j < kCornerRounds; ++j) {
+      const A factor = g[j * (kWarp / kCorners) * width + f];
+      T& value = row[j * kWarp * width + f];
+      if constexpr (kPoints) dots[j] += Widen(value) * factor;
+      if constexpr (kFeatures) value = Narrow<T>(weights[j] * factor);
+    }
+  }
+  if constexpr (kPoints) {
+#pragma unroll
+    for (int j = 0; j < kCornerRounds; ++j) {
+      corners.At(j * (kWarp / kCorners) + fourth, corner) = dots[j];
+    }
+  }
+  __syncwarp();
+  if constexpr (kPoints) {
+    A of_cell[kCorners];
+    corners.Get(cells.lane, of_cell);
+    if (cells.lane < cells.count) StoreGradient(call, cells.first + cells.lane, p, of_cell);
+  }
+  if constexpr (kFeatures) {
+    T* to = static_cast<T*>(call.dfeatures) + cells.first * kCorners * width;
+    for (int i = cells.lane; i < pieces; i += kWarp) {
+      StorePack(to + i * kPackElements<T>,
+                LoadPack<kPackElements<T>>(image + i * kPackElements<T>));
+    }
+  }
+}
+
+template <typename T>
+cudaError_t LaunchImages(cudaStream_t stream, const Call& call) {
+  using A = Accumulator<T>;
+  const int64_t cell_bytes = kCorners * call.width * sizeof(T);
+  const ImageParams params{ParamsOfWarps(call), FastDivider(cell_bytes / kPackBytes),
+                           kWarp * cell_bytes,
+                           kWarp * call.width * static_cast<int64_t>(sizeof(A))};
+  const auto kernel = call.dpoints == nullptr     ? BackwardImage<T, true, false>
+                      : call.dfeatures == nullptr ? BackwardImage<T, false, true>
+                                                  : BackwardImage<T, true, true>;
+  const int64_t bytes =
+      kImageThreads / kWarp *
+      (params.image_bytes + params.cotangent_bytes + static_cast<int64_t>(sizeof(CornerValues<A>)));
+  return Launch(kernel, CeilDiv(call.cells.size(), kImageThreads), kImageThreads, bytes, stream,
+                params);
 }
 
 // --- tiles ---------------------------------------------------------------------------------------
@@ -469,11 +875,32 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   const bool aligned = IsAligned(call.features) && IsAligned(call.cotangent) &&
                        IsAligned(call.out) && IsAligned(call.dfeatures);
   const int64_t row_bytes = call.width * sizeof(T);
-  if (aligned && call.width % kPack == 0 && row_bytes >= kSectorBytes) {
+  if (aligned && call.width % kPack == 0 && row_bytes >= kLongRowBytes) {
     return LaunchVectors<T, kPack>(stream, call);
   }
   if (!aligned || kCorners * row_bytes > kMaxTiledCellBytes) {
     return LaunchVectors<T, 1>(stream, call);
+  }
+  if (call.out != nullptr) {
+    if (call.width == 1) {
+      return Launch(InterpolateSingles<T>, CeilDiv(call.cells.size(), kThreads), kThreads, 0,
+                    stream, ParamsOfWarps(call));
+    }
+    if (call.width == 2) {
+      return Launch(InterpolateRows<T, 2>, CeilDiv(call.cells.size(), kThreads), kThreads, 0,
+                    stream, ParamsOfWarps(call));
+    }
+  } else {
+    if (call.width == 1) return LaunchRows<T, 1, 1>(stream, call);
+    if (call.width == 2) return LaunchRows<T, 2, 1>(stream, call);
+    if constexpr (kPack >= 4) {
+      if (call.width == 4) return LaunchRows<T, 4, 1>(stream, call);
+    }
+    if constexpr (kPack >= 8) {
+      if (call.width == 8) return LaunchRows<T, 8, 1>(stream, call);
+    }
+    if (call.width == 2 * kPack) return LaunchRows<T, kPack, 2>(stream, call);
+    if (kCorners * row_bytes <= kMaxImageCellBytes) return LaunchImages<T>(stream, call);
   }
   if (call.width % kPack == 0) return LaunchTiles<T, kPack>(stream, call);
   return LaunchTiles<T, 1>(stream, call);
