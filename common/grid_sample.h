@@ -82,6 +82,21 @@ JAXOPS_HOST_DEVICE_INLINE double Floor(double x) { return floor(x); }
 JAXOPS_HOST_DEVICE_INLINE float Round(float x) { return rintf(x); }
 JAXOPS_HOST_DEVICE_INLINE double Round(double x) { return rint(x); }
 
+// a b + c, on GPUs rounded as it is written here and not as the compiler likes: all kernels find a
+// coordinate in the same place.
+template <typename A>
+JAXOPS_HOST_DEVICE_INLINE A MultiplyAdd(A a, A b, A c) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(A) == sizeof(float)) {
+    return __fmaf_rn(a, b, c);
+  } else {
+    return __fma_rn(a, b, c);
+  }
+#else
+  return a * b + c;
+#endif
+}
+
 // Where a coordinate is along an axis.
 template <typename A>
 struct Place {
@@ -97,7 +112,7 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
   const A n = static_cast<A>(size);
   const A last = n - 1;
   A slope = geometry.align_corners ? last / 2 : n / 2;
-  A x = geometry.align_corners ? (p + 1) * slope : (p + 1) * slope - A(0.5);
+  A x = MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
   if (geometry.align_corners && size == 1) x = 0;
   if (geometry.padding == Padding::kZeros) {
     if (!(x > -1 && x < n)) return {-2, false, false, {0, 0, 0}};
@@ -108,7 +123,7 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
       const A distance = x < low ? low - x : x - low;
       // Infinite ones are clamped.
       if (span > 0 && distance - distance == 0) {
-        const A rest = distance - 2 * span * Floor(distance / (2 * span));
+        const A rest = MultiplyAdd(-2 * span, Floor(distance / (2 * span)), distance);
         const bool back = rest > span;
         if (back != (x < low)) slope = -slope;
         x = (back ? 2 * span - rest : rest) + low;

@@ -4,11 +4,16 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/fast_divide.h"
 #include "common/grid_sample.h"
+#include "cuda/grid_sample_order.cuh"
 #include "cuda/multilinear.cuh"
 #include "cuda/numeric.cuh"
+
+#define JAXOPS_RETURN_IF_ERROR(expression) \
+  if (const cudaError_t error = (expression); error != cudaSuccess) return error
 
 namespace jaxops::grid_sample::cuda {
 
@@ -28,7 +33,9 @@ struct Params {
   FastDivider row;            // the same
   FastDivider64 by_split;     // warps that share the rows of the same points
   int lanes;                  // that share a point, a power of two
-  const uint32_t* order;      // of the points, null for their own
+  int rounds = 1;             // in which a warp's lanes share its points
+  const Placed* order;        // of the points, null for their own
+  int64_t places;             // in the order
   void* sums;                 // dvolume in the arithmetic type
 
   Params(const Call& args, int64_t row_threads)
@@ -40,6 +47,7 @@ struct Params {
         by_split(std::clamp<int64_t>(kManyWarps / (points / 32 + 1), 1, row_threads)),
         lanes(multilinear::cuda::LanesFor(row_threads)),
         order(nullptr),
+        places(points),
         sums(args.dvolume) {
     int64_t stride = args.geometry.width;
     for (int a = args.geometry.axes - 1; a >= 0; --a) {
@@ -47,20 +55,45 @@ struct Params {
       stride *= args.geometry.sizes[a];
     }
   }
+};
 
-  // The index of the point whose turn is the i-th.
-  __device__ __forceinline__ int64_t PointAt(int64_t i) const {
-    return order == nullptr ? i : order[i];
+// A point of all.
+template <typename A, int kAxes>
+struct Sought {
+  int64_t entry;  // of the batch
+  int64_t point;  // within the batch entry
+  A coordinates[kAxes];
+
+  // Of the only entry of a batch.
+  __device__ __forceinline__ Sought(const Params& params, const Placed& placed)
+      : entry(0), point(placed.index) {
+    if constexpr (std::is_same_v<A, float>) {
+#pragma unroll
+      for (int a = 0; a < kAxes; ++a) coordinates[a] = placed.coordinates[a];
+    } else {
+      multilinear::cuda::LoadPoint<kAxes>(params.call.points, point * kAxes,
+                                          params.call.point_dtype, coordinates);
+    }
+  }
+
+  Sought() = default;
+  __device__ __forceinline__ Sought(const Params& params, int64_t index) {
+    uint64_t rest = index;
+    point = params.by_entry.Peel(rest);
+    entry = rest;
+    multilinear::cuda::LoadPoint<kAxes>(
+        params.call.points, params.call.batch.Offset(entry, Call::kPoints) + point * kAxes,
+        params.call.point_dtype, coordinates);
   }
 };
 
-// The entries around a point of all, and what their weights are made of.
+// The entries around a point, and what their weights are made of.
 template <typename A, int kAxes>
 struct Stencil {
   static constexpr int kCorners = 1 << kAxes;
 
-  int64_t entry;  // of the batch
-  int64_t point;  // within the batch entry
+  int64_t entry;
+  int64_t point;
   multilinear::Axis<A> axes[kAxes];
   A terms[kCorners];
   int32_t places[kAxes];  // of the lower entries
@@ -69,14 +102,13 @@ struct Stencil {
   unsigned upper = 0;
   bool lost = false;  // a coordinate is not a number
 
-  __device__ __forceinline__ Stencil(const Params& params, int64_t index) {
+  __device__ __forceinline__ Stencil(const Params& params, int64_t index)
+      : Stencil(params, Sought<A, kAxes>(params, index)) {}
+
+  __device__ __forceinline__ Stencil(const Params& params, const Sought<A, kAxes>& sought)
+      : entry(sought.entry), point(sought.point) {
+    const auto& p = sought.coordinates;
     const Call& call = params.call;
-    uint64_t rest = index;
-    point = params.by_entry.Peel(rest);
-    entry = rest;
-    A p[kAxes];
-    multilinear::cuda::LoadPoint<kAxes>(
-        call.points, call.batch.Offset(entry, Call::kPoints) + point * kAxes, call.point_dtype, p);
     low = 0;
 #pragma unroll
     for (int a = 0; a < kAxes; ++a) {
@@ -128,6 +160,27 @@ struct Stencil {
     return offset;
   }
 };
+
+// Adds to neighbouring sums, four at a time where the device can.
+template <int kCount, typename A>
+__device__ __forceinline__ void Add(A* to, const A (&values)[kCount]) {
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kFour = std::is_same_v<A, float> && kCount % 4 == 0;
+#else
+  constexpr bool kFour = false;
+#endif
+  if constexpr (kFour) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i),
+                   "f"(values[i]), "f"(values[i + 1]), "f"(values[i + 2]), "f"(values[i + 3])
+                   : "memory");
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) atomicAdd(to + i, values[i]);
+  }
+}
 
 }  // namespace jaxops::grid_sample::cuda
 

@@ -201,9 +201,6 @@ class Workspace {
   unsigned char* end_;
 };
 
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (const cudaError_t error = (expression); error != cudaSuccess) return error
-
 template <typename T, int kAxes>
 cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;

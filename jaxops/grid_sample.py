@@ -184,23 +184,42 @@ def _attributes(options):
 _CHUNK = 256
 
 
-#: Bytes of volumes that no cache holds, of which cuda/grid_sample.cu takes points slab by slab, and
-#: the points of a block there, with the bytes of its counts.
+#: Bytes of volumes that no cache holds, of which points are taken in an order.
 _LARGE = 1 << 25
-_ORDERED = 2048
-_COUNTS = 16 * 4
+#: Points that a block puts in a rough order, and the bytes that it writes; see
+#: cuda/grid_sample_order.cu.
+_ROUGH = 4096
+_ROUGH_BYTES = (4096 + 32 * 32) * 16
+#: The entries of a brick along each axis, by the number of axes, the points that a block sorts by
+#: groups of bricks, one more than its groups, and the points that a warp takes of a brick.
+_BRICKS = {2: (8, 16), 3: (4, 4, 8)}
+_SORTED = 8192
+_GROUPS = 512 + 1
+_SHARE = 1024
+#: Bytes to which it is aligned behind the sums of a gradient.
+_ALIGNED = 16
 #: Bytes of an entry from which on that pays when volumes are only read.
 _WIDE = 64
 
 
-def _order_bytes(batch, points, entry_bytes, options) -> int:
-    """What it takes to put the indices of the points in order, if they meet entries repeatedly."""
+def _order_bytes(batch, points, entry_bytes, options, sums) -> int:
+    """What it takes to put points in an order, if they meet entries repeatedly.
+
+    For a gradient by the volume (`sums`) that may be by bricks, of which each has 2^axes bins.
+    """
     count = _count(points, options)
     entries = math.prod(options.sizes)
     meets = count * 2**options.axes
     if math.prod(batch) != 1 or meets < 2 * entries or entries * entry_bytes < _LARGE:
         return 0
-    return 4 * count + -(-count // _ORDERED) * _COUNTS
+    rough = -(-count // _ROUGH) * _ROUGH_BYTES
+    if not sums:
+        return rough
+    bins = 2**options.axes * math.prod(
+        -(-n // edge) for n, edge in zip(options.sizes, _BRICKS[options.axes], strict=True)
+    )
+    numbers = 3 * count + 2 * bins + 2 * (meets // _SHARE) - (-count // _SORTED) * _GROUPS + 2
+    return max(rough, 4 * numbers)
 
 
 def _count(points, options) -> int:
@@ -216,7 +235,7 @@ def _sample_scratch(batch, volume, points, options):
     entry_bytes = volume.shape[-1] * volume.dtype.itemsize
     if entry_bytes < _WIDE:
         return []
-    return _bytes(_order_bytes(batch, points, entry_bytes, options))
+    return _bytes(_order_bytes(batch, points, entry_bytes, options, sums=False))
 
 
 def _scratch(batch, points, g, options, summed):
@@ -232,7 +251,8 @@ def _scratch(batch, points, g, options, summed):
     entry_bytes = g.shape[-1] * wide.itemsize
     if not options.deterministic:
         sums = 0 if wide == g.dtype else kept * math.prod(options.sizes) * entry_bytes
-        return _bytes(sums + _order_bytes(batch, points, entry_bytes, options))
+        order = _order_bytes(batch, points, entry_bytes, options, sums=True)
+        return _bytes(-(-sums // _ALIGNED) * _ALIGNED + order if order else sums)
     count = math.prod(batch) * _count(points, options)
     cells = kept * math.prod(n + 1 for n in options.sizes)
     sums = -(-count // _CHUNK) * 2**options.axes * entry_bytes
