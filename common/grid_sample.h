@@ -145,6 +145,26 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
   return {entry, entry >= 0 && entry < size, entry + 1 < size, {1 - fraction, fraction, slope}};
 }
 
+// The same with zeros around and the two entries around a coordinate, without branches, so that
+// those of several axes are found side by side.
+template <typename A>
+JAXOPS_HOST_DEVICE_INLINE Place<A> LocateInZeros(A p, int32_t size, const Geometry& geometry) {
+  const A n = static_cast<A>(size);
+  const A last = n - 1;
+  const A slope = geometry.align_corners ? last / 2 : n / 2;
+  A x = MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
+  x = geometry.align_corners && size == 1 ? A(0) : x;
+  const bool near = x > -1 && x < n;
+  x = near ? x : A(0);
+  const int32_t below = static_cast<int32_t>(Floor(x));
+  const int32_t entry = near ? below - (x == last && size > 1 ? 1 : 0) : -2;
+  const A fraction = near ? x - static_cast<A>(entry) : A(0);
+  return {entry,
+          entry >= 0 && entry < size,
+          near && entry + 1 < size,
+          {near ? 1 - fraction : A(0), fraction, near ? slope : A(0)}};
+}
+
 }  // namespace jaxops::grid_sample
 
 #endif  // JAXOPS_COMMON_GRID_SAMPLE_H_

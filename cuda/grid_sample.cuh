@@ -87,6 +87,19 @@ struct Sought {
   }
 };
 
+// Where a point is along every axis.
+template <typename A, int kAxes>
+__device__ __forceinline__ void LocateAll(const A (&p)[kAxes], const Geometry& geometry,
+                                          Place<A> (&found)[kAxes]) {
+  if (geometry.padding == Padding::kZeros && geometry.method == Method::kLinear) {
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) found[a] = LocateInZeros(p[a], geometry.sizes[a], geometry);
+  } else {
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) found[a] = Locate(p[a], geometry.sizes[a], geometry);
+  }
+}
+
 // The entries around a point, and what their weights are made of.
 template <typename A, int kAxes>
 struct Stencil {
@@ -109,16 +122,17 @@ struct Stencil {
       : entry(sought.entry), point(sought.point) {
     const auto& p = sought.coordinates;
     const Call& call = params.call;
+    Place<A> found[kAxes];
+    LocateAll(p, call.geometry, found);
     low = 0;
 #pragma unroll
     for (int a = 0; a < kAxes; ++a) {
-      const Place<A> place = Locate(p[a], call.geometry.sizes[a], call.geometry);
       lost = lost || p[a] != p[a];
-      axes[a] = place.axis;
-      places[a] = place.entry;
-      low += place.entry * params.strides[a];
-      lower |= place.lower ? 1u << a : 0;
-      upper |= place.upper ? 1u << a : 0;
+      axes[a] = found[a].axis;
+      places[a] = found[a].entry;
+      low += found[a].entry * params.strides[a];
+      lower |= found[a].lower ? 1u << a : 0;
+      upper |= found[a].upper ? 1u << a : 0;
     }
     multilinear::NoDerivative<kAxes>(terms);
 #pragma unroll 1

@@ -107,9 +107,11 @@ struct Found {
     for (int i = 0; i < kPoints; ++i) {
       uint32_t brick = 0, set = 0;
       bool meets = true;
+      Place<float> found[kAxes];
+      LocateAll(coordinates[i], geometry, found);
 #pragma unroll
       for (int a = 0; a < kAxes; ++a) {
-        const auto place = Locate(coordinates[i][a], geometry.sizes[a], geometry);
+        const Place<float>& place = found[a];
         meets = meets && (place.lower || place.upper);
         const int upper = max(0, min(place.entry + 1, geometry.sizes[a] - 1));
         brick = brick * params.bricks[a] + (upper >> BrickShift<kAxes>(a));
