@@ -249,6 +249,30 @@ def exercise_focal(device, dtype, classes):
     return compared, wrong
 
 
+# As many logits as long sums go through shared memory for, and some more; a row is cut by tiles.
+LONG_SUMS = ((209_731, 80), (46_091, 365))
+
+
+def exercise_long_sum(device, dtype, rows, classes):
+    """Like `exercise`, of a sum of so many losses, with targets or without."""
+    rng = np.random.default_rng(classes)
+    z = (2 * rng.normal(size=(rows, classes)).astype(np.float32)).astype(jnp.dtype(dtype))
+    labels = rng.integers(-1, classes + 1, rows).astype(np.int32)
+
+    @jax.jit
+    def program(z, labels):
+        return jaxops.sigmoid_focal_loss(z, labels, gamma=2.0, alpha=0.25, reduction="sum")
+
+    got = program(*jax.device_put((z, labels), device))
+    wide = z.astype(np.float64)
+    p = 1 / (1 + np.exp(-wide))
+    losses = 0.75 * p**2 * np.logaddexp(0, wide)
+    hit = (labels >= 0) & (labels < classes)
+    at = np.flatnonzero(hit), labels[hit]
+    losses[at] = 0.25 * (1 - p[at]) ** 2 * np.logaddexp(0, -wide[at])
+    return compared(f"{dtype}, ({rows}, {classes})", got, losses.sum(), "float32", 64)
+
+
 # --- concatenation and splitting -----------------------------------------------------------------
 
 # How many rows, and of how many bytes each array's are.
@@ -411,10 +435,12 @@ def interpolations(function, values, points, g):
     }
 
 
-def expected_interpolations(sums, values, points, g):
-    """The same, of sums(points) -> (weights, entries): of each corner, (count, corners)."""
+def expected_interpolations(sums, values, points, g, step=0.01):
+    """The same, of sums(points) -> (weights, entries): of each corner, (count, corners).
+
+    Two steps must reach over no kink.
+    """
     rows = values.reshape(-1, values.shape[-1])
-    step = 0.01  # reaches over no kink
 
     def value(points):
         weights, entries = sums(points)
@@ -478,19 +504,30 @@ def exercise_trilinear(device, dtype, width):
     return compared(f"{dtype}, F={width}", got, want, dtype, 64)
 
 
+# Entries of a volume above which it is a large one.
+LARGE = 1 << 16
+
+
 def exercise_grid_sample(device, dtype, sizes, deterministic):
     """Like `exercise`, of sampling at points of which many share a cell."""
     wrong, count = [], 0
-    for width, align_corners in itertools.product((1, 5, 16), (False, True)):
+    n = np.array(sizes)
+    # Volumes that no cache holds, and points enough to be put in an order.
+    is_large = n.prod() > LARGE
+    points_of = n.prod() // 2 if is_large else 600
+    widths = (32,) if is_large else (1, 5, 16)
+    for width, align_corners in itertools.product(widths, (False, True)):
         rng = np.random.default_rng(width)
-        n = np.array(sizes)
         volume = rng.normal(size=(*sizes, width)).astype(jnp.dtype(dtype))
         # In float32, away from kinks and from where float16 would put them.
-        x = rng.integers(0, n - 1, (600, n.size)) + rng.uniform(0.2, 0.8, (600, n.size))
-        x[:400] = n // 2 + rng.uniform(0.2, 0.8, (400, n.size))
+        shape = (points_of, n.size)
+        x = rng.integers(0, n - 1, shape) + rng.uniform(0.2, 0.8, shape)
+        # More than a warp takes of a brick.
+        shared = (4 * points_of // 6 if not is_large else 3000, n.size)
+        x[: shared[0]] = n // 2 + rng.uniform(0.2, 0.8, shared)
         points = (2 * x / (n - 1) if align_corners else (2 * x + 1) / n) - 1
         points = points.astype("float64" if dtype == "float64" else "float32")
-        g = rng.normal(size=(600, width)).astype(jnp.dtype(dtype))
+        g = rng.normal(size=(points_of, width)).astype(jnp.dtype(dtype))
         options = {"align_corners": align_corners, "deterministic": deterministic}
 
         def sums(points, n=n, align_corners=align_corners):
@@ -505,8 +542,9 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
         function = functools.partial(jaxops.grid_sample, **options)
         program = jax.jit(functools.partial(interpolations, function))
         got = program(*jax.device_put((volume, points, g), device))
-        want = expected_interpolations(sums, *(a.astype(np.float64) for a in (volume, points, g)))
-        found, bad = compared(f"{dtype}, {sizes}, F={width}, {options}", got, want, dtype, 600)
+        wide = [a.astype(np.float64) for a in (volume, points, g)]
+        want = expected_interpolations(sums, *wide, step=0.09 / n.max())
+        found, bad = compared(f"{dtype}, {sizes}, F={width}, {options}", got, want, dtype, 3000)
         count, wrong = count + found, wrong + bad
     return count, wrong
 
@@ -574,29 +612,32 @@ def exercise_patches(device, dtype, data_format, sizes, taps):
 
 # --- convolution ---------------------------------------------------------------------------------
 
-# (images, H, W), channels, outputs, taps, strides and dilation: tiles of every width and height,
-# ragged ones, rows in several strips, and taps of one group and of several.
+# (images, H, W), channels, outputs, taps, strides, dilation and groups: tiles of every width and
+# height, ragged ones, rows in several strips, and taps that come together and one by one.
 CONVOLUTIONS = (
-    ((3, 14, 14), 64, 136, 3, 1, 1),
-    ((2, 9, 67), 40, 24, 3, 1, 2),
-    ((2, 31, 33), 3, 64, 7, 2, 1),
-    ((2, 40, 48), 3, 64, 7, 2, 1),
-    ((2, 20, 140), 1, 72, 5, 1, 1),
-    ((2, 17, 30), 96, 72, 3, 2, 1),
-    ((1, 40, 40), 64, 64, 3, 1, 15),
+    ((3, 14, 14), 64, 136, 3, 1, 1, 1),
+    ((2, 9, 67), 40, 24, 3, 1, 2, 1),
+    ((2, 31, 33), 3, 64, 7, 2, 1, 1),
+    ((2, 40, 48), 3, 64, 7, 2, 1, 1),
+    ((2, 20, 140), 1, 72, 5, 1, 1, 1),
+    ((2, 17, 30), 96, 72, 3, 2, 1, 1),
+    ((1, 40, 40), 64, 64, 3, 1, 15, 1),
+    ((2, 13, 19), 48, 32, 3, 2, 1, 2),
 )
 
 
-def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, dilation):
+def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, dilation, groups):
     """Like `exercise`, of images: those for which there are kernels, elsewhere patches."""
     rng = np.random.default_rng(taps)
     reach = (taps - 1) * dilation
     low = reach // 2
     x = rng.normal(size=(*sizes, channels)).astype(jnp.dtype(dtype))
-    kernel = rng.normal(size=(taps, taps, channels, outputs)).astype(jnp.dtype(dtype))
+    shape = (taps, taps, channels // groups, outputs)
+    kernel = rng.normal(size=shape).astype(jnp.dtype(dtype))
+    options = {"strides": stride, "dilation": dilation, "padding": low, "groups": groups}
 
     def function(x, kernel):
-        return jaxops.conv2d(x, kernel, strides=stride, dilation=dilation, padding=low)
+        return jaxops.conv2d(x, kernel, **options)
 
     g = rng.normal(size=jax.eval_shape(function, x, kernel).shape).astype(jnp.dtype(dtype))
 
@@ -612,30 +653,45 @@ def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, 
     wide_x, wide_kernel, wide_g = (a.astype(np.float64) for a in (x, kernel, g))
     padded = np.pad(wide_x, ((0, 0), (low, low), (low, low), (0, 0)))
     y, d_padded, d_kernel = np.zeros(g.shape), np.zeros(padded.shape), np.zeros(kernel.shape)
+
+    def grouped(array):
+        return array.reshape(*array.shape[:-1], groups, -1)
+
     for i, j in itertools.product(range(taps), repeat=2):
         rows, columns = (
             slice(n * dilation, n * dilation + (out - 1) * stride + 1, stride)
             for n, out in zip((i, j), g.shape[1:3], strict=True)
         )
-        seen = padded[:, rows, columns]
-        y += seen @ wide_kernel[i, j]
-        d_padded[:, rows, columns] += wide_g @ wide_kernel[i, j].T
-        d_kernel[i, j] = np.tensordot(seen, wide_g, (range(3), range(3)))
+        seen, tap = grouped(padded[:, rows, columns]), grouped(wide_kernel[i, j])
+        of_g = grouped(wide_g)
+        y += np.einsum("nhwgi,igo->nhwgo", seen, tap).reshape(y.shape)
+        dx = np.einsum("nhwgo,igo->nhwgi", of_g, tap)
+        d_padded[:, rows, columns] += dx.reshape(*dx.shape[:3], channels)
+        d_kernel[i, j] = np.einsum("nhwgi,nhwgo->igo", seen, of_g).reshape(shape[2:])
     dx = d_padded[:, low : low + sizes[1], low : low + sizes[2]]
     want = {"y": y, "gradients": (dx, d_kernel), "vmap": y[None]}
-    return compared(f"{dtype}, {sizes}, {channels} to {outputs}", got, want, dtype, 64)
+    # Products of float32 may be those of TF32, which has as many bits as float16.
+    rounded = "float16" if dtype == "float32" else dtype
+    return compared(f"{dtype}, {sizes}, {channels} to {outputs}", got, want, rounded, 64)
 
 
 EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
     "conv2d": (
         exercise_convolution,
-        tuple((dtype, *case) for dtype in ("bfloat16", "float16") for case in CONVOLUTIONS),
+        tuple((dtype, *case) for dtype in DTYPES[:3] for case in CONVOLUTIONS),
     ),
     "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
+    "focal_loss_sum": (
+        exercise_long_sum,
+        tuple((dtype, *shape) for dtype in DTYPES[:3] for shape in LONG_SUMS),
+    ),
     "grid_sample": (
         exercise_grid_sample,
-        tuple(itertools.product(DTYPES, ((6, 5, 7), (9, 6)), (False, True))),
+        (
+            *itertools.product(DTYPES, ((6, 5, 7), (9, 6)), (False, True)),
+            *itertools.product(("bfloat16", "float32"), ((80, 64, 72), (700, 500)), (False,)),
+        ),
     ),
     "im2col": (
         exercise_patches,
