@@ -446,7 +446,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(full + i, 1);
       ptx::mbarrier_init(ready + i, kWarp);
-      ptx::mbarrier_init(empty + i, kEvaluators / kWarp);
+      ptx::mbarrier_init(empty + i, kEvaluators);
     }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
@@ -560,8 +560,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
         Pack<T, kPack> packs[kPacks];
 #pragma unroll
         for (int i = 0; i < kPacks; ++i) packs[i] = LoadPack<kPack>(own + i * kStride);
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(empty + turn.stage);
+        ptx::mbarrier_arrive(empty + turn.stage);
 #pragma unroll
         for (int i = 0; i < kPacks; ++i) add(packs[i]);
       } else {
