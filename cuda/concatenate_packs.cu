@@ -461,6 +461,9 @@ cudaError_t LaunchItems(cudaStream_t stream, const Job& job) {
 
 bool IsWhole(const Job& job, int64_t unit) {
   const size_t pieces = job.pieces.size();
+  int64_t row_bytes = 0;
+  for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
+  if (job.rows * row_bytes / kPackBytes > kMostItems) return false;
   return unit == kPackBytes && (job.destinations.size() == 1 || SplitsOne(job)) &&
          (pieces <= kComparedPieces || (pieces <= kMaxPieces && AreEqual(job)));
 }

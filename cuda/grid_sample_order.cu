@@ -357,8 +357,11 @@ cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, in
   const auto kernel = call.geometry.axes == 3 ? SortIntoGroups<3> : SortIntoGroups<2>;
   JAXOPS_RETURN_IF_ERROR(
       Launch(kernel, blocks, kOrderThreads, kBrickPoints * sizeof(Member), stream, params));
+  // Beside its static memory there is not the usual leave on every GPU.
+  constexpr int kMostBytes = (kStaged + kMaxBinsOfGroup) * static_cast<int>(sizeof(uint32_t));
   return Launch(SortIntoBins, params.groups, kOrderThreads,
-                (kStaged + (size_t{1} << params.shift)) * sizeof(uint32_t), stream, params);
+                (kStaged + (size_t{1} << params.shift)) * sizeof(uint32_t), stream, params,
+                kMostBytes);
 }
 
 }  // namespace jaxops::grid_sample::cuda

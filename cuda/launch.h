@@ -14,19 +14,19 @@ namespace jaxops::cuda {
 JAXOPS_HOST_DEVICE inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Up to so many bytes of dynamic shared memory a kernel needs no leave, whatever else it has of
-// shared memory; the leave is for more than any asks, and fits every GPU. It is always the same,
-// because another thread may be about to launch the same kernel.
+// shared memory; the leave is for more than any asks, and fits every GPU beside 11 KiB of static
+// memory. Of a kernel it is always the same, because another thread may be about to launch it too.
 inline constexpr size_t kSharedWithoutLeave = 32 * 1024;
 inline constexpr int kSharedLeave = 88 * 1024;
 
-// Lets a kernel use `bytes` of dynamic shared memory and launches it.
+// Lets a kernel use `bytes` of dynamic shared memory, at most `leave`, and launches it.
 template <typename Params>
 cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t bytes,
-                   cudaStream_t stream, const Params& params) {
+                   cudaStream_t stream, const Params& params, int leave = kSharedLeave) {
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   if (bytes > kSharedWithoutLeave) {
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLeave);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, leave);
     if (error != cudaSuccess) return error;
   }
   kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(params);
