@@ -787,10 +787,9 @@ int64_t PlanRuns(Params& p, const Call& call, const Tap* tap, int taps, int proc
   for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
     FillSets(q, tap, taps, static_cast<int>(w.taps), grouping);
     const int64_t units = Units(q);
-    for (int64_t strips = 1; strips <= w.out; ++strips) {
-      const int64_t width = w.out / strips;
-      if (strips > 1 && width < 16) break;
-      if (w.out % strips != 0 || width > kMaxBox || (w.taps > 1 && width < w.dilation)) continue;
+    for (int64_t width = std::min<int64_t>(w.out, kMaxBox); width >= 1; --width) {
+      if (width < std::min<int64_t>(w.out, 16)) break;
+      if (w.out % width != 0 || (w.taps > 1 && width < w.dilation)) continue;
       for (int rows = 1; rows <= std::min<int64_t>(h.out, kMaxStageRows); ++rows) {
         if (!LayRunStages(q, call, tap, static_cast<int>(width), rows)) break;
         constexpr int64_t kUnitCycles = 33;

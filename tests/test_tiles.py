@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops._core import compat, native, tiles
@@ -64,7 +66,7 @@ def fake_convolve(target, results, form, *operands):
         assert windows.dilation == (1,) * rank
         assert windows.taps[-1] * of_x[-1] <= 24
         assert rank == 1 or windows.taps[0] <= 8
-    x, kernel = jnp.zeros(of_x), jnp.zeros(of_kernel)
+    x, kernel = (jnp.zeros(shape, operands[0].dtype) for shape in (of_x, of_kernel))
     if target == "jaxops_conv":
         return [of_lax(*operands, windows, form.groups)]
     if target == "jaxops_conv_input_grad":
@@ -182,6 +184,49 @@ def test_what_units_channels_are_filled_up_to():
     assert sizes(1, 1, 8) is None
 
 
+@pytest.mark.parametrize("over", ["images", "channels", "outputs"])
+def test_shards_have_forms_of_their_own(over, monkeypatch):
+    """As on two GPUs: what a device has of the channels is what its kernels are handed."""
+    forms = []
+
+    def convolve(target, results, form, *operands):
+        forms.append((target, form.fan_in, form.fan_out))
+        return fake_convolve(target, results, form, *operands)
+
+    monkeypatch.setattr(tiles, "_convolve", convolve)
+    monkeypatch.setattr(tiles, "_has_kernels", lambda: True)
+    monkeypatch.setattr(tiles, "_are_hopper", lambda: True)
+    monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
+    find = tiles.find_form
+    monkeypatch.setattr(tiles, "find_form", lambda o, platform, *a: find(o, "cuda", *a))
+
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    specs = {
+        "images": (P("d"), P(), P("d")),
+        "channels": (P(None, None, None, "d"), P(None, None, "d"), P()),
+        "outputs": (P(), P(None, None, None, "d"), P(None, None, None, "d")),
+    }[over]
+    arrays = normal(0, (2, 8, 8, 16), (3, 3, 16, 32), (2, 8, 8, 32), dtype="float32")
+    x, kernel, g = (
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip(arrays, specs, strict=True)
+    )
+    got = jax.jit(vjp_of(lambda x, k: jaxops.conv2d(x, k), (0, 1)))((g,), x, kernel)
+
+    fans = (8 if over == "channels" else 16), (16 if over == "outputs" else 32)
+    assert {target for target, *_ in forms} == set(tiles.TARGETS)
+    assert {(fan_in, fan_out) for _, fan_in, fan_out in forms} == {fans}
+    x, kernel, g = arrays
+
+    def oracle(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS[2])
+
+    want = vjp_of(oracle, (0, 1))((g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # The kernel is rounded to TF32.
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=5e-2)
+
+
 @pytest.mark.parametrize(
     ("precision", "may"),
     [
@@ -225,6 +270,7 @@ def test_which_gpus_have_kernels(capabilities, architectures, has, monkeypatch):
         {"channels": 0},
         {"sizes": (0, 4)},
         {"taps": (2, 2, 2), "sizes": (4, 4, 4)},
+        {"groups": 1 << 16},
     ],
     ids=str,
 )
@@ -239,7 +285,7 @@ def test_what_has_no_form(changes):
         dilation=1,
         channels_last=True,
     )
-    assert tiles.form(windows, changes.get("channels", 8), 8) is None
+    assert tiles.form(windows, changes.get("channels", 8), 8, changes.get("groups", 1)) is None
 
 
 # --- on the GPUs that have the kernels -----------------------------------------------------------
@@ -386,9 +432,16 @@ def test_one_row_of_pixels(hopper):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(
-    ("channels", "taps", "strides"), [(40, (3, 2), 1), (3, (4, 3), 2), (3, (3, 5), 3)]
+    ("dtype", "channels", "taps", "strides", "groups"),
+    [
+        ("bfloat16", 40, (3, 2), 1, 1),
+        ("bfloat16", 3, (4, 3), 2, 1),
+        ("bfloat16", 3, (3, 5), 3, 1),
+        ("bfloat16", 48, (3, 2), 1, 3),
+        ("float32", 40, (3, 2), 1, 1),
+    ],
 )
-def test_a_nan_stays_in_its_windows(value, channels, taps, strides, hopper):
+def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, groups, hopper):
     """The kernel's gradient too has it only where a window covers the pixel; ragged tiles at that.
 
     Zeros that fill up channels, pixels and images must not meet it.
@@ -397,15 +450,18 @@ def test_a_nan_stays_in_its_windows(value, channels, taps, strides, hopper):
     windows = place(
         "test", sizes, taps, strides=strides, padding="VALID", dilation=1, channels_last=True
     )
-    shapes = (3, *sizes, channels), (*taps, channels, 24), (3, *windows.outs, 24)
-    x, kernel, g = normal(0, *shapes, dtype="bfloat16")
+    shapes = (3, *sizes, channels), (*taps, channels // groups, 24), (3, *windows.outs, 24)
+    x, kernel, g = normal(0, *shapes, dtype=dtype)
     x[2, 8, 66, channels - 1] = x[0, 4, 40, 0] = value
 
     def function(x, kernel):
-        return jaxops.conv2d(x, kernel, strides=strides, padding="VALID")
+        return jaxops.conv2d(x, kernel, strides=strides, padding="VALID", groups=groups)
+
+    def oracle(x, kernel):
+        return of_lax(x, kernel, windows, groups)
 
     got = run(vjp_of(function, (0, 1)), hopper, (g,), x, kernel)
-    want = on_reference(vjp_of(lambda x, k: of_lax(x, k, windows), (0, 1)), (g,), x, kernel)
+    want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(
             np.isfinite(np.asarray(a, np.float64)), np.isfinite(np.asarray(b, np.float64))

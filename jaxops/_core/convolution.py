@@ -219,7 +219,9 @@ def _tiled(options, platform, dtype, images, kernel):
     """The form in which kernels take images, if they do, and the kernel is one for all of them."""
     if math.prod(kernel.shape[: kernel.ndim - 2 - _rank(options)]) != 1:
         return None
-    return tiles.find_form(options, platform, dtype, images, kernel)
+    fan_in, outputs = kernel.shape[-2:]
+    fans = fan_in, outputs // options.groups
+    return tiles.find_form(options, platform, dtype, images, kernel, fans)
 
 
 def _alone(kernel: jax.Array, options: Options) -> jax.Array:

@@ -24,6 +24,7 @@ from jaxops._core.windows import Windows
 _MAX_TAPS = 128
 _MAX_STRIDE = 8
 _MAX_PIXELS = 1 << 30
+_MAX_GROUPS = (1 << 16) - 1
 # The bytes that are moved of an image at a time.
 _UNIT = 16
 # With fewer channels or outputs, groups and images of float32 would be filled up more than not.
@@ -119,6 +120,7 @@ def form(
         or max(windows.strides) > _MAX_STRIDE
         or max(*reaches, *map(abs, windows.low), *windows.ins) >= _MAX_PIXELS
         or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
+        or groups > _MAX_GROUPS
         or ((groups > 1 or itemsize == 4) and min(fan_in, fan_out) < _LEAST_FAN)
         or (groups > 1 and (fan_in % unit or fan_out % unit))
     ):
@@ -148,9 +150,17 @@ def _up_to_units(channels: int, unit: int) -> int:
 
 
 def find_form(
-    options: Any, platform: str | None, dtype: Any, images: jax.Array, other: jax.Array
+    options: Any,
+    platform: str | None,
+    dtype: Any,
+    images: jax.Array,
+    other: jax.Array,
+    fans: tuple[int, int],
 ) -> Form | None:
-    """The form in which the kernels compute something of these operands, if they can."""
+    """The form in which the kernels compute something of these operands, if they can.
+
+    The fans are those that the operands have, which may be shards of a device.
+    """
     dtypes = {images.dtype, other.dtype}
     if (
         platform != "cuda"
@@ -163,8 +173,7 @@ def find_form(
         return None
     found = form(
         options.windows,
-        options.fan_in,
-        options.fan_out,
+        *fans,
         options.groups,
         itemsize=images.dtype.itemsize,
         takes_few=_are_hopper(),
@@ -186,7 +195,10 @@ def find_kernel_grad_form(
     windows = options.windows
     if x.dtype == np.float32 and math.prod(windows.taps) <= math.prod(windows.strides):
         return None
-    return find_form(options, platform, dtype, x, g)
+    # Of several groups devices have all channels.
+    one = options.groups == 1
+    fans = (x.shape[-1], g.shape[-1]) if one else (options.fan_in, options.fan_out)
+    return find_form(options, platform, dtype, x, g, fans)
 
 
 def _may_be_tf32(precision: Any) -> bool:
