@@ -187,13 +187,7 @@ struct Gather : Layout {
   // Decides how rows lie in a stage that serves any of these groups of taps; false where they do
   // not fit in any.
   bool LayRows(const Tap* tap, const Group* group, int count) {
-    int64_t row_span = 1, column_span = 1;
-    for (int g = 0; g < count; ++g) {
-      for (int t = group[g].begin; t < group[g].end; ++t) {
-        row_span = std::max(row_span, tap[t].row - group[g].row + 1);
-        column_span = std::max(column_span, tap[t].column - group[g].column + 1);
-      }
-    }
+    const auto [row_span, column_span] = SpanOf(tap, group, count);
     // Rows and columns between those of a single tap are left out.
     const bool one_row = row_span == 1, one_column = column_span == 1;
     row_step = one_row ? 1 : stride_row;

@@ -31,6 +31,22 @@ struct Group {
   int16_t begin, end;
 };
 
+// The rows and columns that the taps of any group are within.
+struct Span {
+  int64_t rows = 1, columns = 1;
+};
+
+inline Span SpanOf(const Tap* tap, const Group* group, int groups) {
+  Span span;
+  for (int g = 0; g < groups; ++g) {
+    for (int t = group[g].begin; t < group[g].end; ++t) {
+      span.rows = std::max(span.rows, tap[t].row - group[g].row + 1);
+      span.columns = std::max(span.columns, tap[t].column - group[g].column + 1);
+    }
+  }
+  return span;
+}
+
 // Which taps a group may have: any, those of a row, or one.
 enum class Grouping { kAll, kRow, kTap };
 
@@ -79,13 +95,7 @@ struct Layout {
   // Decides how rows lie in a stage that serves any of these groups; false where no copy can bring
   // them.
   bool LayRows(const Tap* tap, const Group* group, int groups) {
-    int64_t row_span = 1, column_span = 1;
-    for (int g = 0; g < groups; ++g) {
-      for (int t = group[g].begin; t < group[g].end; ++t) {
-        row_span = std::max(row_span, tap[t].row - group[g].row + 1);
-        column_span = std::max(column_span, tap[t].column - group[g].column + 1);
-      }
-    }
+    const auto [row_span, column_span] = SpanOf(tap, group, groups);
     // Rows and columns between those of a single tap are left out.
     const bool one_row = row_span == 1, one_column = column_span == 1;
     row_step = one_row ? 1 : stride_row;

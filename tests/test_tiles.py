@@ -441,21 +441,22 @@ def test_one_row_of_pixels(hopper):
         ("float32", 40, (3, 2), 1, 1),
     ],
 )
-def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, groups, hopper):
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, groups, padding, hopper):
     """The kernel's gradient too has it only where a window covers the pixel; ragged tiles at that.
 
     Zeros that fill up channels, pixels and images must not meet it.
     """
     sizes = (9, 67)
     windows = place(
-        "test", sizes, taps, strides=strides, padding="VALID", dilation=1, channels_last=True
+        "test", sizes, taps, strides=strides, padding=padding, dilation=1, channels_last=True
     )
     shapes = (3, *sizes, channels), (*taps, channels // groups, 24), (3, *windows.outs, 24)
     x, kernel, g = normal(0, *shapes, dtype=dtype)
     x[2, 8, 66, channels - 1] = x[0, 4, 40, 0] = value
 
     def function(x, kernel):
-        return jaxops.conv2d(x, kernel, strides=strides, padding="VALID", groups=groups)
+        return jaxops.conv2d(x, kernel, strides=strides, padding=padding, groups=groups)
 
     def oracle(x, kernel):
         return of_lax(x, kernel, windows, groups)
