@@ -162,14 +162,16 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
 // touch, and the cotangent of these pixels with zeros beside them, so that rows of both are as
 // wide.
 __device__ void CopyRuns(const Params& p, const Item& item, Barriers& barriers, char* stages) {
-  if (threadIdx.x % 32 != 0) return;
+  const bool copies = threadIdx.x % 32 == 0;
   Ring ring;
-  for (int at = item.begin; at < item.end; ++at) {
+  // All lanes go along, so that the warp stays one.
+  for (int at = item.begin; at < item.end; ++at, ring.Advance(p.ring)) {
+    Wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+    if (!copies) continue;
     uint32_t strip = at;
     const int row = p.runs.Peel(strip) * p.stage_rows;
     uint32_t image = strip;
     strip = p.strips.Peel(image);
-    Wait(&barriers.empty[ring.stage], ring.parity ^ 1);
     uint64_t* full = &barriers.full[ring.stage];
     Expect(full, p.image_bytes + p.cotangent_bytes);
     char* stage = stages + ring.stage * (p.image_stage + p.cotangent_stage);
@@ -182,7 +184,6 @@ __device__ void CopyRuns(const Params& p, const Item& item, Barriers& barriers, 
                                      static_cast<int32_t>(image)};
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + p.image_stage,
                               &p.cotangent_map, of_cotangent, full);
-    ring.Advance(p.ring);
   }
 }
 
