@@ -56,8 +56,10 @@ struct Sigmoid {
   void* sum;                 // of the loss, a scalar of the arithmetic type; null: not wanted
 };
 
+// Scalars and weights are of the arithmetic type here too. Rows without a class, whose labels are
+// outside [0, classes), have loss and gradient zero, whatever their weights.
 struct Softmax {
-  enum Operand { kLogits, kLabels, kGamma, kCotangent, kResult, kOperands };
+  enum Operand { kLogits, kLabels, kScale, kGamma, kWeight, kResult, kSum, kOperands };
 
   int64_t rows;
   int64_t classes;
@@ -65,11 +67,13 @@ struct Softmax {
   DType dtype;  // of logits and gradient
   Power power;
   const void* logits;
-  const int32_t* labels;  // (rows,); outside [0, classes) a row has loss and gradient zero
+  const int32_t* labels;  // (rows,)
+  const void* scale;      // (), factor of all results; null: 1
   const void* gamma;      // ()
-  const void* cotangent;  // (rows,), factor of the gradient
+  const void* weight;     // (rows,), factor of each row's results; null: none
   void* loss;             // (rows,) of the arithmetic type; null: not wanted
   void* gradient;         // (rows, classes); null: not wanted
+  void* sum;              // of the loss, a scalar of the arithmetic type; null: not wanted
 };
 
 }  // namespace jaxops::focal_loss

@@ -218,22 +218,6 @@ __device__ __forceinline__ void WidenAll(Accumulator<T> (&wide)[kCount],
   }
 }
 
-// A thread's value summed over the block, by all of its threads; for the first one to use.
-template <int kBlockThreads = kThreads, typename A>
-__device__ __forceinline__ A SumOverBlock(A value) {
-  __shared__ A of_warp[kBlockThreads / kWarp];
-#pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-    value += __shfl_xor_sync(~0u, value, lanes);
-  }
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  A sum = 0;
-#pragma unroll
-  for (int warp = 0; warp < kBlockThreads / kWarp; ++warp) sum += of_warp[warp];
-  return sum;
-}
-
 template <typename Params>
 cudaError_t Launch(void (*kernel)(Params), int64_t blocks, cudaStream_t stream,
                    const Params& params) {

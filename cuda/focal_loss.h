@@ -15,7 +15,7 @@ namespace jaxops::focal_loss::cuda {
 // shapes alone. Without a sum neither is used.
 cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t splits, void* partials);
 
-cudaError_t LaunchSoftmax(cudaStream_t stream, const Softmax& call);
+cudaError_t LaunchSoftmax(cudaStream_t stream, const Softmax& call, int64_t splits, void* partials);
 
 }  // namespace jaxops::focal_loss::cuda
 

@@ -9,14 +9,13 @@
 //
 // Long sums without weights are bound by instructions rather than memory. Where blocks can have
 // their shared memory filled for them, they wait for no logits and look up no rows (StreamedSum).
-#include <cooperative_groups.h>
-
 #include <cstdint>
 #include <cuda/ptx>
 
 #include "common/fast_divide.h"
 #include "cuda/focal_loss.cuh"
 #include "cuda/focal_loss.h"
+#include "cuda/focal_loss_sum.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
@@ -27,10 +26,6 @@ constexpr int kShortRows = 4;
 
 // Results of so few elements in all are made by threads of one element each.
 constexpr int64_t kFewElements = 1 << 17;
-
-// A batch entry of so many blocks sums them up itself, where blocks share memory. More are summed
-// by a second kernel.
-constexpr int64_t kClusterBlocks = 8;
 
 // Blocks of a sum at the most: they fill the largest devices twice.
 constexpr int64_t kSumBlocks = 2112;
@@ -237,41 +232,6 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
       slope[k] = scaled[k] * ((1 - 2 * y[k]) * gamma * (share * Finite(entropy[k])) + by_entropy);
     }
   }
-}
-
-// The last of a loss's products is one instruction with the addition.
-template <typename A, int kCount>
-__device__ __forceinline__ A SumOf(const A (&values)[kCount]) {
-  A sum = values[0];
-#pragma unroll
-  for (int k = 1; k < kCount; ++k) sum += values[k];
-  return sum;
-}
-
-// Tells the other blocks of the cluster that this one has begun.
-__device__ __forceinline__ void ArriveInCluster() {
-#if __CUDA_ARCH__ >= 900
-  cooperative_groups::this_cluster().barrier_arrive();
-#endif
-}
-
-// Adds up what the first threads of the blocks of a cluster have, for that of the first block;
-// after ArriveInCluster. Returns whether this thread is that one.
-template <typename A>
-__device__ __forceinline__ bool SumOverCluster(A& sum) {
-#if __CUDA_ARCH__ >= 900
-  __shared__ A of_block[kClusterBlocks];
-  const auto cluster = cooperative_groups::this_cluster();
-  const unsigned rank = cluster.block_rank();
-  cluster.barrier_wait();
-  if (threadIdx.x == 0) cluster.map_shared_rank(of_block, 0)[rank] = sum;
-  cluster.sync();
-  if (rank > 0 || threadIdx.x > 0) return false;
-  for (unsigned block = 1; block < cluster.num_blocks(); ++block) sum += of_block[block];
-  return true;
-#else
-  return threadIdx.x == 0;
-#endif
 }
 
 template <typename T, typename L, int kCount, Rows kRows, Want kWant, int kPower>
@@ -578,29 +538,6 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
 #endif
 }
 
-// Adds up the partial sums of one batch entry a block.
-template <typename A>
-__global__ void __launch_bounds__(kThreads) CombineSums(const __grid_constant__ Params p) {
-  const uint32_t splits = p.splits.divisor();
-  const A* partials = static_cast<const A*>(p.partials) + int64_t{blockIdx.x} * splits;
-  A sum = 0;
-  // Reads that are under way together, as a loop with a condition for each does not have them.
-  constexpr uint32_t kAhead = 16;
-  for (uint32_t begin = threadIdx.x; begin < splits; begin += kAhead * kThreads) {
-    A ahead[kAhead];
-#pragma unroll
-    for (uint32_t k = 0; k < kAhead; ++k) {
-      const uint32_t i = begin + k * kThreads;
-      ahead[k] = i < splits ? partials[i] : A(0);
-    }
-    sum += SumOf(ahead);
-  }
-  sum = SumOverBlock(sum);
-  if (threadIdx.x == 0) {
-    static_cast<A*>(p.call.sum)[p.call.batch.AllOffsets(blockIdx.x)[Sigmoid::kSum]] = sum;
-  }
-}
-
 template <typename T, typename L, int kCount, Rows kRows, int kPower>
 cudaError_t LaunchElements(cudaStream_t stream, const Params& params, int64_t blocks) {
   const Sigmoid& call = params.call;
@@ -754,7 +691,7 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
     };
     const cudaError_t error = launch();
     if (error != cudaSuccess || call.sum == nullptr || clustered) return error;
-    return Launch(CombineSums<Accumulator<T>>, entries, stream, params);
+    return CombineSums<Accumulator<T>>(stream, call, splits, partials);
   });
 }
 

@@ -1,0 +1,108 @@
+// Sums of a loss: over the threads of a block, over the blocks of a cluster, and by a second kernel
+// over the blocks of longer ones. Their order is always the same.
+#ifndef JAXOPS_CUDA_FOCAL_LOSS_SUM_CUH_
+#define JAXOPS_CUDA_FOCAL_LOSS_SUM_CUH_
+
+#include <cooperative_groups.h>
+
+#include "cuda/focal_loss.cuh"
+
+namespace jaxops::focal_loss::cuda {
+
+// A batch entry of so many blocks sums them up itself, where blocks share memory. More are summed
+// by a second kernel.
+inline constexpr int64_t kClusterBlocks = 8;
+
+// The last of a loss's products is one instruction with the addition.
+template <typename A, int kCount>
+__device__ __forceinline__ A SumOf(const A (&values)[kCount]) {
+  A sum = values[0];
+#pragma unroll
+  for (int k = 1; k < kCount; ++k) sum += values[k];
+  return sum;
+}
+
+// A thread's value summed over the block, by all of its threads; for the first one to use.
+template <int kBlockThreads = kThreads, typename A>
+__device__ __forceinline__ A SumOverBlock(A value) {
+  __shared__ A of_warp[kBlockThreads / kWarp];
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  A sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < kBlockThreads / kWarp; ++warp) sum += of_warp[warp];
+  return sum;
+}
+
+// Tells the other blocks of the cluster that this one has begun.
+__device__ __forceinline__ void ArriveInCluster() {
+#if __CUDA_ARCH__ >= 900
+  cooperative_groups::this_cluster().barrier_arrive();
+#endif
+}
+
+// Adds up what the first threads of the blocks of a cluster have, for that of the first block;
+// after ArriveInCluster. Returns whether this thread is that one.
+template <typename A>
+__device__ __forceinline__ bool SumOverCluster(A& sum) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ A of_block[kClusterBlocks];
+  const auto cluster = cooperative_groups::this_cluster();
+  const unsigned rank = cluster.block_rank();
+  cluster.barrier_wait();
+  if (threadIdx.x == 0) cluster.map_shared_rank(of_block, 0)[rank] = sum;
+  cluster.sync();
+  if (rank > 0 || threadIdx.x > 0) return false;
+  for (unsigned block = 1; block < cluster.num_blocks(); ++block) sum += of_block[block];
+  return true;
+#else
+  return threadIdx.x == 0;
+#endif
+}
+
+template <typename Call>
+struct PartialSums {
+  Call call;
+  uint32_t splits;
+  const void* partials;
+};
+
+// Adds up the partial sums of one batch entry a block.
+template <typename A, typename Call>
+__global__ void __launch_bounds__(kThreads)
+    CombineSumsKernel(const __grid_constant__ PartialSums<Call> p) {
+  const A* partials = static_cast<const A*>(p.partials) + int64_t{blockIdx.x} * p.splits;
+  A sum = 0;
+  // Reads that are under way together, as a loop with a condition for each does not have them.
+  constexpr uint32_t kAhead = 16;
+  for (uint32_t begin = threadIdx.x; begin < p.splits; begin += kAhead * kThreads) {
+    A ahead[kAhead];
+#pragma unroll
+    for (uint32_t k = 0; k < kAhead; ++k) {
+      const uint32_t i = begin + k * kThreads;
+      ahead[k] = i < p.splits ? partials[i] : A(0);
+    }
+    sum += SumOf(ahead);
+  }
+  sum = SumOverBlock(sum);
+  if (threadIdx.x == 0) {
+    static_cast<A*>(p.call.sum)[p.call.batch.AllOffsets(blockIdx.x)[Call::kSum]] = sum;
+  }
+}
+
+// Makes the sum of a call of the partial sums of its blocks: (entries, splits), of which A is the
+// type.
+template <typename A, typename Call>
+cudaError_t CombineSums(cudaStream_t stream, const Call& call, int64_t splits,
+                        const void* partials) {
+  const PartialSums<Call> sums{call, static_cast<uint32_t>(splits), partials};
+  return Launch(CombineSumsKernel<A, Call>, call.batch.size(), stream, sums);
+}
+
+}  // namespace jaxops::focal_loss::cuda
+
+#endif  // JAXOPS_CUDA_FOCAL_LOSS_SUM_CUH_
