@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <numeric>
 #include <vector>
 
 #include "cpu/arrays.h"
@@ -35,6 +36,17 @@ void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<voi
     const GradualUnderflow exact;
     task(i);
   });
+}
+
+// Adds up the sums of the tasks of each batch entry, in their order; A is the arithmetic type.
+template <typename A, typename Call>
+void StoreSums(const Call& args, const std::vector<double>& sums, int64_t splits) {
+  if (args.sum == nullptr) return;
+  for (int64_t i = 0; i < args.batch.size(); ++i) {
+    const auto first = sums.begin() + i * splits;
+    const double total = std::accumulate(first, first + splits, 0.0);
+    static_cast<A*>(args.sum)[args.batch.Offset(i, Call::kSum)] = static_cast<A>(total);
+  }
 }
 
 // One batch entry; A is the arithmetic type.
@@ -172,12 +184,52 @@ void RunSigmoidAs(const Sigmoid& args, const ParallelFor& parallel_for) {
     const double sum = entry.Compute(BestKernels(), begin, std::min(size, begin + kTask));
     if (args.sum != nullptr) sums[task] = sum;
   });
-  if (args.sum == nullptr) return;
-  for (int64_t i = 0; i < entries; ++i) {
-    double total = 0;
-    for (int64_t split = 0; split < splits; ++split) total += sums[i * splits + split];
-    static_cast<A*>(args.sum)[args.batch.Offset(i, Sigmoid::kSum)] = static_cast<A>(total);
-  }
+  StoreSums<A>(args, sums, splits);
+}
+
+// A is the arithmetic type.
+template <typename A>
+void RunSoftmaxAs(const Softmax& args, const ParallelFor& parallel_for) {
+  const Kernels& kernels = BestKernels();
+  const int64_t entries = args.batch.size();
+  const int64_t task_rows =
+      std::max<int64_t>(kMaxLanes, kTask / std::max<int64_t>(1, args.classes));
+  const int64_t splits = CeilDiv(args.rows, task_rows);
+  std::vector<double> sums(args.sum == nullptr ? 0 : entries * splits);
+  Run(entries * splits, parallel_for, [&](int64_t task) {
+    const int64_t entry = task / splits;
+    const int64_t begin = task % splits * task_rows;
+    const auto at = [&](const void* base, Softmax::Operand operand, int64_t element = 0) {
+      return static_cast<const A*>(base) + args.batch.Offset(entry, operand) + element;
+    };
+    Rows rows = {};
+    rows.dtype = args.dtype;
+    rows.power = args.power;
+    rows.gamma = *at(args.gamma, Softmax::kGamma);
+    rows.rows = std::min(task_rows, args.rows - begin);
+    rows.classes = args.classes;
+    const int64_t logits = args.batch.Offset(entry, Softmax::kLogits) + begin * args.classes;
+    rows.logits = At(args.logits, logits, args.dtype);
+    rows.labels = args.labels + args.batch.Offset(entry, Softmax::kLabels) + begin;
+    std::vector<A> factor(rows.rows,
+                          args.scale == nullptr ? A(1) : *at(args.scale, Softmax::kScale));
+    if (args.weight != nullptr) {
+      const A* weight = at(args.weight, Softmax::kWeight, begin);
+      for (int64_t row = 0; row < rows.rows; ++row) factor[row] *= weight[row];
+    }
+    rows.factor = factor.data();
+    const int64_t result = args.batch.Offset(entry, Softmax::kResult);
+    rows.gradient = At(args.gradient, result + begin * args.classes, args.dtype);
+    std::vector<A> losses(args.sum == nullptr ? 0 : rows.rows);
+    if (args.sum != nullptr) {
+      rows.loss = losses.data();
+    } else if (args.loss != nullptr) {
+      rows.loss = static_cast<A*>(args.loss) + result + begin;
+    }
+    kernels.rows(rows);
+    if (args.sum != nullptr) sums[task] = std::accumulate(losses.begin(), losses.end(), 0.0);
+  });
+  StoreSums<A>(args, sums, splits);
 }
 
 }  // namespace
@@ -191,32 +243,11 @@ void RunSigmoid(const Sigmoid& args, const ParallelFor& parallel_for) {
 }
 
 void RunSoftmax(const Softmax& args, const ParallelFor& parallel_for) {
-  const Kernels& kernels = BestKernels();
-  const int64_t task_rows =
-      std::max<int64_t>(kMaxLanes, kTask / std::max<int64_t>(1, args.classes));
-  const int64_t splits = CeilDiv(args.rows, task_rows);
-  const DType arithmetic = args.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  Run(args.batch.size() * splits, parallel_for, [&](int64_t task) {
-    const int64_t entry = task / splits;
-    const int64_t begin = task % splits * task_rows;
-    const auto offset = [&](Softmax::Operand operand) { return args.batch.Offset(entry, operand); };
-    const void* gamma = At(args.gamma, offset(Softmax::kGamma), arithmetic);
-    Rows rows = {};
-    rows.dtype = args.dtype;
-    rows.power = args.power;
-    rows.gamma = arithmetic == DType::kF64 ? *static_cast<const double*>(gamma)
-                                           : *static_cast<const float*>(gamma);
-    rows.rows = std::min(task_rows, args.rows - begin);
-    rows.classes = args.classes;
-    rows.logits = At(args.logits, offset(Softmax::kLogits) + begin * args.classes, args.dtype);
-    rows.labels = args.labels + offset(Softmax::kLabels) + begin;
-    if (args.cotangent != nullptr) {
-      rows.cotangent = At(args.cotangent, offset(Softmax::kCotangent) + begin, arithmetic);
-    }
-    rows.loss = At(args.loss, offset(Softmax::kResult) + begin, arithmetic);
-    rows.gradient = At(args.gradient, offset(Softmax::kResult) + begin * args.classes, args.dtype);
-    kernels.rows(rows);
-  });
+  if (args.dtype == DType::kF64) {
+    RunSoftmaxAs<double>(args, parallel_for);
+  } else {
+    RunSoftmaxAs<float>(args, parallel_for);
+  }
 }
 
 }  // namespace jaxops::focal_loss::cpu

@@ -359,13 +359,12 @@ void EvaluateAcross(const Rows& args) {
       const int64_t row = first + g * kRows;
       const Focal<A> f = EvaluateGroup<A>(batch[g], args.power, static_cast<A>(args.gamma));
       const Int<A> known = (labels[g] >= 0) & (labels[g] < static_cast<Lane<A>>(classes));
+      const V factor = LoadUpTo(static_cast<const A*>(args.factor) + row, args.rows - row);
       if (args.loss != nullptr) {
-        StoreUpTo(known ? f.loss : V{}, static_cast<A*>(args.loss) + row, args.rows - row);
+        const V loss = known ? factor * f.loss : V{};
+        StoreUpTo(loss, static_cast<A*>(args.loss) + row, args.rows - row);
       }
-      if (args.gradient != nullptr) {
-        const A* cotangent = static_cast<const A*>(args.cotangent) + row;
-        slopes[g] = LoadUpTo(cotangent, args.rows - row) * f.slope;
-      }
+      slopes[g] = factor * f.slope;
     }
     if (args.gradient == nullptr) continue;
     for (int64_t g = 0; g < groups; ++g) {
@@ -439,7 +438,10 @@ void EvaluateAlong(const Rows& args) {
     for (int64_t r = 0; r < count; ++r) {
       const int64_t label = args.labels[first + r];
       const bool known = label >= 0 && label < args.classes;
-      if (args.loss != nullptr) static_cast<A*>(args.loss)[first + r] = known ? f.loss[r] : A(0);
+      const A factor = static_cast<const A*>(args.factor)[first + r];
+      if (args.loss != nullptr) {
+        static_cast<A*>(args.loss)[first + r] = known ? factor * f.loss[r] : A(0);
+      }
       if (args.gradient == nullptr) continue;
       const int64_t offset = (first + r) * args.classes;
       S* to = static_cast<S*>(args.gradient) + offset;
@@ -448,7 +450,7 @@ void EvaluateAlong(const Rows& args) {
         continue;
       }
       const S* row = static_cast<const S*>(args.logits) + offset;
-      const A slope = static_cast<const A*>(args.cotangent)[first + r] * f.slope[r];
+      const A slope = factor * f.slope[r];
       const A share = sums[r] == 0 ? A(0) : slope / sums[r];
       const auto gradients = [&](int64_t i) {
         if constexpr (kKeep) return share * Load(to + i);

@@ -39,9 +39,9 @@ struct Rows {
   int64_t classes;
   const void* logits;
   const int32_t* labels;
-  const void* cotangent;  // (rows,), when the gradient is wanted
-  void* loss;             // (rows,); null: not wanted
-  void* gradient;         // (rows, classes); null: not wanted
+  const void* factor;  // (rows,), of each row's results
+  void* loss;          // (rows,); null: not wanted
+  void* gradient;      // (rows, classes); null: not wanted
 };
 
 struct Widened {

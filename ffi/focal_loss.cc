@@ -123,33 +123,53 @@ xf::Error Decode(Sigmoid& call, const SigmoidAttributes& attributes,
   return fits ? xf::Error::Success() : TooManyBatchDims(kSigmoid);
 }
 
-xf::Error Decode(Softmax& call, int64_t rows, int32_t power, xf::AnyBuffer logits,
-                 xf::AnyBuffer labels, xf::AnyBuffer gamma, const xf::AnyBuffer* cotangent,
-                 xf::AnyBuffer result) {
+xf::Error Decode(Softmax& call, const SoftmaxAttributes& attributes,
+                 const SoftmaxBuffers& buffers) {
   size_t batch = 0;
-  JAXOPS_RETURN_IF_ERROR(SetShape(call, kSoftmax, rows, power, logits, batch));
-  const Dimensions all = CoreOf(logits, batch);
-  const Dimensions row = all.first(all.size() - 1);
+  JAXOPS_RETURN_IF_ERROR(
+      SetShape(call, kSoftmax, attributes.rows, attributes.power, buffers.logits, batch));
+  const Dimensions all = CoreOf(buffers.logits, batch);
+  const Dimensions rows = all.first(all.size() - 1);
+  const Dimensions none = all.first(0);
   const xf::DataType arithmetic = Arithmetic(call.dtype);
-  JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "labels", labels, row, batch, xf::DataType::S32));
-  JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "gamma", gamma, all.first(0), batch, arithmetic));
-  if (cotangent) {
-    JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "cotangent", *cotangent, row, batch, arithmetic));
+  JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "labels", buffers.labels, rows, batch, xf::DataType::S32));
+  JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "gamma", buffers.gamma, none, batch, arithmetic));
+  // What is not there takes the place of gamma, whose offsets it then never uses.
+  const BatchOperand gamma{buffers.gamma.dimensions(), 0};
+  BatchOperand scale = gamma, weight = gamma, result = gamma, sum = gamma;
+  call.scale = call.weight = nullptr;
+  call.loss = call.gradient = call.sum = nullptr;
+  if (buffers.scale) {
+    JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "scale", *buffers.scale, none, batch, arithmetic));
+    call.scale = buffers.scale->untyped_data();
+    scale = {buffers.scale->dimensions(), 0};
   }
-  call.logits = logits.untyped_data();
-  call.labels = static_cast<const int32_t*>(labels.untyped_data());
-  call.gamma = gamma.untyped_data();
-  call.cotangent = cotangent ? cotangent->untyped_data() : nullptr;
-  call.loss = cotangent ? nullptr : result.untyped_data();
-  call.gradient = cotangent ? result.untyped_data() : nullptr;
+  if (buffers.weight && buffers.weight->size() > 0) {
+    const xf::ErrorOr<xf::AnyBuffer> buffer = buffers.weight->get<xf::AnyBuffer>(0);
+    if (!buffer) return buffer.error();
+    JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "weights", *buffer, rows, batch, arithmetic));
+    call.weight = buffer->untyped_data();
+    weight = {buffer->dimensions(), rows.size()};
+  }
+  if (buffers.loss) {
+    call.loss = buffers.loss->untyped_data();
+    result = {buffers.loss->dimensions(), rows.size()};
+  }
+  if (buffers.gradient) {
+    call.gradient = buffers.gradient->untyped_data();
+    result = {buffers.gradient->dimensions(), all.size()};
+  }
+  if (buffers.sum) {
+    call.sum = buffers.sum->untyped_data();
+    sum = {buffers.sum->dimensions(), 0};
+  }
+  call.logits = buffers.logits.untyped_data();
+  call.labels = static_cast<const int32_t*>(buffers.labels.untyped_data());
+  call.gamma = buffers.gamma.untyped_data();
   const bool fits = BuildBatchMap<Softmax::kOperands>(
       call.batch,
-      {BatchOperand{logits.dimensions(), all.size()}, BatchOperand{labels.dimensions(), row.size()},
-       BatchOperand{gamma.dimensions(), 0},
-       // Where there is none, gamma stands in for its batch dimensions: nothing reads the offset.
-       cotangent ? BatchOperand{cotangent->dimensions(), row.size()}
-                 : BatchOperand{gamma.dimensions(), 0},
-       BatchOperand{result.dimensions(), cotangent ? all.size() : row.size()}},
+      {BatchOperand{buffers.logits.dimensions(), all.size()},
+       BatchOperand{buffers.labels.dimensions(), rows.size()}, scale, gamma, weight, result, sum},
       batch, [](size_t) { return true; });
   return fits ? xf::Error::Success() : TooManyBatchDims(kSoftmax);
 }

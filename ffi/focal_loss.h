@@ -56,10 +56,42 @@ auto BindAttributes(Binding&& binding) {
 xla::ffi::Error Decode(Sigmoid& call, const SigmoidAttributes& attributes,
                        const SigmoidBuffers& buffers);
 
-// `cotangent` is null where the result is the loss.
-xla::ffi::Error Decode(Softmax& call, int64_t rows, int32_t power, xla::ffi::AnyBuffer logits,
-                       xla::ffi::AnyBuffer labels, xla::ffi::AnyBuffer gamma,
-                       const xla::ffi::AnyBuffer* cotangent, xla::ffi::AnyBuffer result);
+struct SoftmaxAttributes {
+  int64_t rows;  // the number of dimensions of rows
+  int32_t power;
+};
+
+struct SoftmaxBuffers {
+  xla::ffi::AnyBuffer logits;
+  xla::ffi::AnyBuffer labels;
+  const xla::ffi::AnyBuffer* scale;  // null: results are not scaled
+  xla::ffi::AnyBuffer gamma;
+  const xla::ffi::RemainingArgs* weight;  // null: there are none
+  const xla::ffi::AnyBuffer* loss;        // of loss and gradient, one at the most
+  const xla::ffi::AnyBuffer* gradient;
+  const xla::ffi::AnyBuffer* sum;
+};
+
+// Adds the operands of a scaled result to a handler's binding.
+template <typename Binding>
+auto BindScaledRows(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<xla::ffi::AnyBuffer>()
+      .template Arg<xla::ffi::AnyBuffer>()
+      .template Arg<xla::ffi::AnyBuffer>()
+      .template Arg<xla::ffi::AnyBuffer>()
+      .RemainingArgs();
+}
+
+// Adds the attributes, in the order of `SoftmaxAttributes`, after operands and results.
+template <typename Binding>
+auto BindRowAttributes(Binding&& binding) {
+  return std::forward<Binding>(binding).template Attr<int64_t>("rows").template Attr<int32_t>(
+      "power");
+}
+
+xla::ffi::Error Decode(Softmax& call, const SoftmaxAttributes& attributes,
+                       const SoftmaxBuffers& buffers);
 
 }  // namespace jaxops::ffi::focal_loss
 

@@ -11,6 +11,8 @@ namespace {
 namespace xf = xla::ffi;
 using focal_loss::BindAttributes;
 using focal_loss::BindOperands;
+using focal_loss::BindRowAttributes;
+using focal_loss::BindScaledRows;
 using focal_loss::Decode;
 using focal_loss::SigmoidBuffers;
 
@@ -64,13 +66,12 @@ xf::Error RunValueAndGradient(xf::ThreadPool pool, xf::AnyBuffer logits, xf::Any
               &sum_buffer});
 }
 
-xf::Error RunSoftmax(xf::ThreadPool& pool, int64_t rows, int32_t power, xf::AnyBuffer logits,
-                     xf::AnyBuffer labels, xf::AnyBuffer gamma, const xf::AnyBuffer* cotangent,
-                     xf::AnyBuffer result) {
+xf::Error RunSoftmax(xf::ThreadPool& pool, const focal_loss::SoftmaxAttributes& attributes,
+                     const focal_loss::SoftmaxBuffers& buffers) {
   focal_loss::Softmax call;
-  xf::Error error = Decode(call, rows, power, logits, labels, gamma, cotangent, result);
-  if (error.failure()) return error;
-  ExpectWrites(result);
+  if (xf::Error error = Decode(call, attributes, buffers); error.failure()) return error;
+  if (buffers.loss != nullptr) ExpectWrites(*buffers.loss);
+  if (buffers.gradient != nullptr) ExpectWrites(*buffers.gradient);
   return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
     jaxops::focal_loss::cpu::RunSoftmax(call, parallel_for);
   });
@@ -79,23 +80,40 @@ xf::Error RunSoftmax(xf::ThreadPool& pool, int64_t rows, int32_t power, xf::AnyB
 xf::Error RunRowLoss(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
                      xf::AnyBuffer gamma, xf::Result<xf::AnyBuffer> loss, int64_t rows,
                      int32_t power) {
-  return RunSoftmax(pool, rows, power, logits, labels, gamma, nullptr, *loss);
+  const xf::AnyBuffer buffer = *loss;
+  return RunSoftmax(pool, {rows, power},
+                    {logits, labels, nullptr, gamma, nullptr, &buffer, nullptr, nullptr});
 }
 
 xf::Error RunRowGradient(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
-                         xf::AnyBuffer gamma, xf::AnyBuffer cotangent,
+                         xf::AnyBuffer scale, xf::AnyBuffer gamma, xf::RemainingArgs weight,
                          xf::Result<xf::AnyBuffer> gradient, int64_t rows, int32_t power) {
-  return RunSoftmax(pool, rows, power, logits, labels, gamma, &cotangent, *gradient);
+  const xf::AnyBuffer buffer = *gradient;
+  return RunSoftmax(pool, {rows, power},
+                    {logits, labels, &scale, gamma, &weight, nullptr, &buffer, nullptr});
+}
+
+xf::Error RunRowSum(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                    xf::AnyBuffer scale, xf::AnyBuffer gamma, xf::RemainingArgs weight,
+                    xf::Result<xf::AnyBuffer> sum, int64_t rows, int32_t power) {
+  const xf::AnyBuffer buffer = *sum;
+  return RunSoftmax(pool, {rows, power},
+                    {logits, labels, &scale, gamma, &weight, nullptr, nullptr, &buffer});
+}
+
+xf::Error RunRowValueAndGradient(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                                 xf::AnyBuffer scale, xf::AnyBuffer gamma, xf::RemainingArgs weight,
+                                 xf::Result<xf::AnyBuffer> sum, xf::Result<xf::AnyBuffer> gradient,
+                                 int64_t rows, int32_t power) {
+  const xf::AnyBuffer sum_buffer = *sum;
+  const xf::AnyBuffer gradient_buffer = *gradient;
+  return RunSoftmax(
+      pool, {rows, power},
+      {logits, labels, &scale, gamma, &weight, nullptr, &gradient_buffer, &sum_buffer});
 }
 
 auto Bind() { return BindOperands(xf::Ffi::Bind().Ctx<xf::ThreadPool>()); }
-auto BindRows() {
-  return xf::Ffi::Bind()
-      .Ctx<xf::ThreadPool>()
-      .Arg<xf::AnyBuffer>()
-      .Arg<xf::AnyBuffer>()
-      .Arg<xf::AnyBuffer>();
-}
+auto BindRows() { return BindScaledRows(xf::Ffi::Bind().Ctx<xf::ThreadPool>()); }
 
 }  // namespace
 
@@ -107,12 +125,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SigmoidFocalLossSumCpu, RunSum,
                               BindAttributes(Bind().Ret<xf::AnyBuffer>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCpu, RunValueAndGradient,
                               BindAttributes(Bind().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SoftmaxFocalLossCpu, RunRowLoss,
+                              BindRowAttributes(xf::Ffi::Bind()
+                                                    .Ctx<xf::ThreadPool>()
+                                                    .Arg<xf::AnyBuffer>()
+                                                    .Arg<xf::AnyBuffer>()
+                                                    .Arg<xf::AnyBuffer>()
+                                                    .Ret<xf::AnyBuffer>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCpu, RunRowGradient,
+                              BindRowAttributes(BindRows().Ret<xf::AnyBuffer>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SoftmaxFocalLossSumCpu, RunRowSum,
+                              BindRowAttributes(BindRows().Ret<xf::AnyBuffer>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    SoftmaxFocalLossCpu, RunRowLoss,
-    BindRows().Ret<xf::AnyBuffer>().Attr<int64_t>("rows").Attr<int32_t>("power"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    SoftmaxFocalLossGradientCpu, RunRowGradient,
-    BindRows().Arg<xf::AnyBuffer>().Ret<xf::AnyBuffer>().Attr<int64_t>("rows").Attr<int32_t>(
-        "power"));
+    SoftmaxFocalLossValueAndGradientCpu, RunRowValueAndGradient,
+    BindRowAttributes(BindRows().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()));
 
 }  // namespace jaxops::ffi

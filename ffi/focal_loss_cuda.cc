@@ -10,26 +10,39 @@ namespace {
 namespace xf = xla::ffi;
 using focal_loss::BindAttributes;
 using focal_loss::BindOperands;
+using focal_loss::BindRowAttributes;
+using focal_loss::BindScaledRows;
 using focal_loss::Decode;
 using focal_loss::SigmoidBuffers;
 
+// Space for the partial sums of a call, of which there are as many as Python found in its shapes.
+struct Partials {
+  int64_t splits = 0;
+  void* data = nullptr;
+};
+
+xf::Error FindPartials(Partials& partials, const char* name, int64_t entries,
+                       const xf::AnyBuffer* scratch) {
+  if (!scratch) return xf::Error::Success();
+  const Dimensions dims = scratch->dimensions();
+  if (dims.size() != 2 || dims[0] != entries || dims[1] < 1) {
+    return InvalidArgument(name, ": partial sums must be (", entries, ", splits), got ",
+                           ToString(dims));
+  }
+  partials = {dims[1], scratch->untyped_data()};
+  return xf::Error::Success();
+}
+
 xf::Error Run(cudaStream_t stream, const focal_loss::SigmoidAttributes& attributes,
               const SigmoidBuffers& buffers, const xf::AnyBuffer* scratch = nullptr) {
+  constexpr char kName[] = "sigmoid_focal_loss";
   focal_loss::Sigmoid call;
   if (xf::Error error = Decode(call, attributes, buffers); error.failure()) return error;
-  int64_t splits = 0;
-  void* partials = nullptr;
-  if (scratch) {
-    const Dimensions dims = scratch->dimensions();
-    if (dims.size() != 2 || dims[0] != call.batch.size() || dims[1] < 1) {
-      return InvalidArgument("sigmoid_focal_loss: partial sums must be (", call.batch.size(),
-                             ", splits), got ", ToString(dims));
-    }
-    splits = dims[1];
-    partials = scratch->untyped_data();
-  }
-  return ToError("sigmoid_focal_loss",
-                 jaxops::focal_loss::cuda::LaunchSigmoid(stream, call, splits, partials));
+  Partials partials;
+  xf::Error error = FindPartials(partials, kName, call.batch.size(), scratch);
+  if (error.failure()) return error;
+  return ToError(
+      kName, jaxops::focal_loss::cuda::LaunchSigmoid(stream, call, partials.splits, partials.data));
 }
 
 xf::Error RunLoss(cudaStream_t stream, xf::AnyBuffer logits, xf::AnyBuffer labels,
@@ -77,35 +90,59 @@ xf::Error RunValueAndGradient(cudaStream_t stream, xf::AnyBuffer logits, xf::Any
              &scratch);
 }
 
-xf::Error RunSoftmax(cudaStream_t stream, int64_t rows, int32_t power, xf::AnyBuffer logits,
-                     xf::AnyBuffer labels, xf::AnyBuffer gamma, const xf::AnyBuffer* cotangent,
-                     xf::AnyBuffer result) {
+xf::Error RunSoftmax(cudaStream_t stream, const focal_loss::SoftmaxAttributes& attributes,
+                     const focal_loss::SoftmaxBuffers& buffers,
+                     const xf::AnyBuffer* scratch = nullptr) {
+  constexpr char kName[] = "softmax_focal_loss";
   focal_loss::Softmax call;
-  xf::Error error = Decode(call, rows, power, logits, labels, gamma, cotangent, result);
+  if (xf::Error error = Decode(call, attributes, buffers); error.failure()) return error;
+  Partials partials;
+  xf::Error error = FindPartials(partials, kName, call.batch.size(), scratch);
   if (error.failure()) return error;
-  return ToError("softmax_focal_loss", jaxops::focal_loss::cuda::LaunchSoftmax(stream, call));
+  return ToError(
+      kName, jaxops::focal_loss::cuda::LaunchSoftmax(stream, call, partials.splits, partials.data));
 }
 
 xf::Error RunRowLoss(cudaStream_t stream, xf::AnyBuffer logits, xf::AnyBuffer labels,
                      xf::AnyBuffer gamma, xf::Result<xf::AnyBuffer> loss, int64_t rows,
                      int32_t power) {
-  return RunSoftmax(stream, rows, power, logits, labels, gamma, nullptr, *loss);
+  const xf::AnyBuffer buffer = *loss;
+  return RunSoftmax(stream, {rows, power},
+                    {logits, labels, nullptr, gamma, nullptr, &buffer, nullptr, nullptr});
 }
 
 xf::Error RunRowGradient(cudaStream_t stream, xf::AnyBuffer logits, xf::AnyBuffer labels,
-                         xf::AnyBuffer gamma, xf::AnyBuffer cotangent,
+                         xf::AnyBuffer scale, xf::AnyBuffer gamma, xf::RemainingArgs weight,
                          xf::Result<xf::AnyBuffer> gradient, int64_t rows, int32_t power) {
-  return RunSoftmax(stream, rows, power, logits, labels, gamma, &cotangent, *gradient);
+  const xf::AnyBuffer buffer = *gradient;
+  return RunSoftmax(stream, {rows, power},
+                    {logits, labels, &scale, gamma, &weight, nullptr, &buffer, nullptr});
+}
+
+xf::Error RunRowSum(cudaStream_t stream, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                    xf::AnyBuffer scale, xf::AnyBuffer gamma, xf::RemainingArgs weight,
+                    xf::Result<xf::AnyBuffer> sum, xf::Result<xf::AnyBuffer> partials, int64_t rows,
+                    int32_t power) {
+  const xf::AnyBuffer buffer = *sum;
+  const xf::AnyBuffer scratch = *partials;
+  return RunSoftmax(stream, {rows, power},
+                    {logits, labels, &scale, gamma, &weight, nullptr, nullptr, &buffer}, &scratch);
+}
+
+xf::Error RunRowValueAndGradient(cudaStream_t stream, xf::AnyBuffer logits, xf::AnyBuffer labels,
+                                 xf::AnyBuffer scale, xf::AnyBuffer gamma, xf::RemainingArgs weight,
+                                 xf::Result<xf::AnyBuffer> sum, xf::Result<xf::AnyBuffer> gradient,
+                                 xf::Result<xf::AnyBuffer> partials, int64_t rows, int32_t power) {
+  const xf::AnyBuffer sum_buffer = *sum;
+  const xf::AnyBuffer gradient_buffer = *gradient;
+  const xf::AnyBuffer scratch = *partials;
+  return RunSoftmax(
+      stream, {rows, power},
+      {logits, labels, &scale, gamma, &weight, nullptr, &gradient_buffer, &sum_buffer}, &scratch);
 }
 
 auto Bind() { return BindOperands(xf::Ffi::Bind().Ctx<xf::PlatformStream<cudaStream_t>>()); }
-auto BindRows() {
-  return xf::Ffi::Bind()
-      .Ctx<xf::PlatformStream<cudaStream_t>>()
-      .Arg<xf::AnyBuffer>()
-      .Arg<xf::AnyBuffer>()
-      .Arg<xf::AnyBuffer>();
-}
+auto BindRows() { return BindScaledRows(xf::Ffi::Bind().Ctx<xf::PlatformStream<cudaStream_t>>()); }
 
 }  // namespace
 
@@ -122,14 +159,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     SigmoidFocalLossValueAndGradientCuda, RunValueAndGradient,
     BindAttributes(Bind().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()),
     {xf::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SoftmaxFocalLossCuda, RunRowLoss,
+                              BindRowAttributes(xf::Ffi::Bind()
+                                                    .Ctx<xf::PlatformStream<cudaStream_t>>()
+                                                    .Arg<xf::AnyBuffer>()
+                                                    .Arg<xf::AnyBuffer>()
+                                                    .Arg<xf::AnyBuffer>()
+                                                    .Ret<xf::AnyBuffer>()),
+                              {xf::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCuda, RunRowGradient,
+                              BindRowAttributes(BindRows().Ret<xf::AnyBuffer>()),
+                              {xf::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    SoftmaxFocalLossCuda, RunRowLoss,
-    BindRows().Ret<xf::AnyBuffer>().Attr<int64_t>("rows").Attr<int32_t>("power"),
+    SoftmaxFocalLossSumCuda, RunRowSum,
+    BindRowAttributes(BindRows().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()),
     {xf::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    SoftmaxFocalLossGradientCuda, RunRowGradient,
-    BindRows().Arg<xf::AnyBuffer>().Ret<xf::AnyBuffer>().Attr<int64_t>("rows").Attr<int32_t>(
-        "power"),
+    SoftmaxFocalLossValueAndGradientCuda, RunRowValueAndGradient,
+    BindRowAttributes(BindRows().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()),
     {xf::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxops::ffi

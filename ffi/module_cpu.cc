@@ -28,6 +28,9 @@ nanobind::dict Registrations() {
       Encapsulate(SigmoidFocalLossValueAndGradientCpu);
   handlers["jaxops_softmax_focal_loss"] = Encapsulate(SoftmaxFocalLossCpu);
   handlers["jaxops_softmax_focal_loss_gradient"] = Encapsulate(SoftmaxFocalLossGradientCpu);
+  handlers["jaxops_softmax_focal_loss_sum"] = Encapsulate(SoftmaxFocalLossSumCpu);
+  handlers["jaxops_softmax_focal_loss_value_and_gradient"] =
+      Encapsulate(SoftmaxFocalLossValueAndGradientCpu);
   handlers["jaxops_trilinear_interpolate"] = Encapsulate(TrilinearInterpolateCpu);
   handlers["jaxops_trilinear_feature_grad"] = Encapsulate(TrilinearFeatureGradCpu);
   handlers["jaxops_trilinear_point_grad"] = Encapsulate(TrilinearPointGradCpu);

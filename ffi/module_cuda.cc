@@ -32,6 +32,9 @@ nanobind::dict Registrations() {
       Encapsulate(SigmoidFocalLossValueAndGradientCuda);
   handlers["jaxops_softmax_focal_loss"] = Encapsulate(SoftmaxFocalLossCuda);
   handlers["jaxops_softmax_focal_loss_gradient"] = Encapsulate(SoftmaxFocalLossGradientCuda);
+  handlers["jaxops_softmax_focal_loss_sum"] = Encapsulate(SoftmaxFocalLossSumCuda);
+  handlers["jaxops_softmax_focal_loss_value_and_gradient"] =
+      Encapsulate(SoftmaxFocalLossValueAndGradientCuda);
   handlers["jaxops_trilinear_interpolate"] = Encapsulate(TrilinearInterpolateCuda);
   handlers["jaxops_trilinear_feature_grad"] = Encapsulate(TrilinearFeatureGradCuda);
   handlers["jaxops_trilinear_point_grad"] = Encapsulate(TrilinearPointGradCuda);

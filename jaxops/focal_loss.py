@@ -1,20 +1,8 @@
 """Focal loss over sigmoid or softmax probabilities.
 
-The sigmoid family has four kernels, all of the same operands: `_loss`, elementwise; `_sum`, which
-reads the logits once and writes a scalar; `_gradient`, the derivative of that scalar; and
-`_value_and_gradient`, both in one pass. What ties the sum to its derivatives is
-
-    sum, gradient = value_and_gradient(logits, ...)
-    d sum         = <gradient, dlogits>              _tangent
-    dlogits       = gradient(logits, ...) * ct       its transpose
-
-A program decides what runs. Where the cotangent is known to be one when it is traced, as under
-`jax.value_and_grad` of a loss that nothing multiplies, the transpose is the gradient that came with
-the sum: two passes over memory. Otherwise the cotangent joins the scale of a `_gradient` of its
-own, nothing needs the one that came with the sum, and `_value_and_gradient` becomes `_sum`: three.
-
-The softmax family has `_row_loss`, one loss a row, and `_row_gradient`, whose cotangent is a factor
-of each row. Weights of rows are factors outside.
+The kernels of both families: the loss itself, of every element of a sigmoid (`_loss`) and of every
+row of a softmax (`_row_loss`), and those of its sum, which `summed_loss` ties together: the sum
+reads the logits once and writes a scalar, its gradient, and both in one pass.
 
 Second derivatives, and those by anything but logits, are those of the definition in jax.numpy.
 """
@@ -34,6 +22,7 @@ from jax.typing import ArrayLike
 
 from jaxops._core import checks, compat, rules
 from jaxops._core.primitive import Operator
+from jaxops._core.summed_loss import moves, summed_loss, without_logits
 from jaxops.reference import focal_loss as reference
 
 SIGMOID, SOFTMAX = "sigmoid_focal_loss", "softmax_focal_loss"
@@ -128,7 +117,7 @@ def sigmoid_focal_loss(
         ignored=call.ignored,
         weighted=weight is not None,
     )
-    operator = _sum_operator if call.reduced else _loss_operator
+    operator = _sums.sum if call.reduced else _loss_operator
     (loss,) = operator(*map(jnp.asarray, operands), options=options)
     return checkpoint_name(loss.astype(call.result_dtype), me)
 
@@ -195,27 +184,30 @@ def softmax_focal_loss(
     labels = call.labels
     if call.ignored is not None:
         labels = jnp.where(labels == call.ignored, -1, labels)
-    (loss,) = _row_loss_operator(
-        call.logits.astype(dtype) if dtype == jnp.float64 else call.logits,
-        labels,
-        jnp.asarray(gamma, dtype),
-        options=_RowOptions(rows=labels.ndim, power=_power(gamma)),
-    )
-    loss = checkpoint_name(loss, me)  # what the gradients by weights need
-    factor = call.row_weight(dtype)
-    if alpha is not None:
-        scale = _scalar(me, "alpha", alpha) if by_class is None else None
-        per_row = (
-            jnp.asarray(scale, dtype)
-            if by_class is None
-            else reference.gather_class(by_class.astype(dtype), labels, call.classes, 0)
-        )
-        factor = per_row if factor is None else factor * per_row
-    if factor is not None:
-        known = (labels >= 0) & (labels < call.classes)
-        loss = jnp.where(known, loss * factor, 0)  # whatever the weights of rows without a class
+    logits = call.logits.astype(dtype) if dtype == jnp.float64 else call.logits
+    gamma_array = jnp.asarray(gamma, dtype)
+    options = _RowOptions(rows=labels.ndim, power=_power(gamma))
+    weight, of_alpha = call.row_weight(dtype), None
+    if by_class is not None:
+        of_class = reference.gather_class(by_class.astype(dtype), labels, call.classes, 0)
+        weight = of_class if weight is None else weight * of_class
+    elif alpha is not None:
+        alpha = _scalar(me, "alpha", alpha)
+        of_alpha = np.asarray(alpha, dtype) if isinstance(alpha, float) else alpha.astype(dtype)
     if call.reduced:
-        loss = loss.sum() * call.scale(dtype)
+        scale = call.scale(dtype)
+        scale = scale if of_alpha is None else scale * of_alpha
+        operands = [logits, labels, scale, gamma_array, *([] if weight is None else [weight])]
+        options = dataclasses.replace(options, weighted=weight is not None)
+        (loss,) = _row_sums.sum(*map(jnp.asarray, operands), options=options)
+    else:
+        (loss,) = _row_loss_operator(logits, labels, gamma_array, options=options)
+        loss = checkpoint_name(loss, me)  # what the gradients by weights need
+        factors = [factor for factor in (of_alpha, weight) if factor is not None]
+        if factors:
+            known = (labels >= 0) & (labels < call.classes)
+            # Whatever the weights of rows without a class.
+            loss = jnp.where(known, loss * math.prod(factors), 0)
     return checkpoint_name(loss.astype(call.result_dtype), me)
 
 
@@ -478,35 +470,12 @@ def _sum_elements(elements, options):
     return elements.sum(tuple(range(-options.rows - 1, 0)))
 
 
-def _partial_sums(logits, *others, options):
-    """Work space of the CUDA sums: one for each thread block, as many as the shapes alone say."""
-    rank = options.rows + 1
-    entries = math.prod(np.broadcast_shapes(*_batch_shapes(logits, *others, options=options)))
-    size = math.prod(logits.shape[-rank:])
-    splits = max(1, min(_MAX_SPLITS, -(-size // _SPLIT)))
-    dtype = reference.accumulation_dtype(logits)
-    return [jax.ShapeDtypeStruct((entries, splits), dtype)]
-
-
-#: Elements that are worth a thread block, and the most blocks; kernels of long sums use fewer.
-_SPLIT, _MAX_SPLITS = 2048, 16384
-
-
 def _batch_shapes(logits, labels, class_ids, scale, parameters, weight=None, *, options):
     ranks = (options.rows + 1, options.rows + options.soft, 1, 0, 1, options.rows)
     operands = (logits, labels, class_ids, scale, parameters, weight)
     return [
         x.shape[: x.ndim - rank] for x, rank in zip(operands, ranks, strict=True) if x is not None
     ]
-
-
-def _without_logits(tangents):
-    """The tangents with a zero for that of the logits."""
-    return [compat.Zero(jax.typeof(0.0)), *tangents[1:]]
-
-
-def _moves(tangents) -> bool:
-    return any(t is not None for t in rules.live(tangents, 0))
 
 
 # --- sigmoid: the loss of every element ----------------------------------------------------------
@@ -517,7 +486,7 @@ def _loss_reference(*operands, options):
 
 
 _loss_operator = Operator(
-    "sigmoid_focal_loss",
+    SIGMOID,
     signature=lambda *, options: f"{options.operands} -> {options.row} classes",
     reference=_loss_reference,
     dtypes=lambda logits, *_, **__: [logits.dtype],
@@ -532,9 +501,9 @@ def _loss_jvp(primals, tangents, *, options):
     terms = []
     (dlogits,) = rules.live(tangents[:1], 1)
     if dlogits is not None:
-        terms.append(_gradient_operator(*primals, options=options)[0] * dlogits)
-    others = _without_logits(tangents)
-    if _moves(others):
+        terms.append(_sums.gradient(*primals, options=options)[0] * dlogits)
+    others = without_logits(tangents)
+    if moves(others):
         function = functools.partial(_loss_reference, options=options)
         terms += rules.jvp(function, primals, others)[1]
     return loss, [sum(terms)]
@@ -544,133 +513,29 @@ def _loss_jvp(primals, tangents, *, options):
 
 
 def _sum_reference(*operands, options):
-    return [_sum_elements(_elements(False, *operands, options=options), options)]
+    rows = tuple(range(-options.rows - 1, 0))
+    return [_elements(False, *operands, options=options).sum(rows)]
 
 
 def _gradient_reference(*operands, options):
     return [_elements(True, *operands, options=options).astype(operands[0].dtype)]
 
 
-def _both_reference(*operands, options):
-    return [
-        *_sum_reference(*operands, options=options),
-        *_gradient_reference(*operands, options=options),
-    ]
+def _sum_by_others(primals, tangents, *, options):
+    function = functools.partial(_sum_reference, options=options)
+    return rules.jvp(function, primals, tangents)[1][0]
 
 
-def _sum_dtype(*operands, **_):
-    return operands[4].dtype  # that of the parameters
-
-
-_sum_operator = Operator(
-    "sigmoid_focal_loss_sum",
-    signature=lambda *, options: f"{options.operands} -> ",
-    reference=_sum_reference,
-    dtypes=lambda *operands, **_: [_sum_dtype(*operands)],
-    attributes=_attributes,
-    scratch=_partial_sums,
-    replicated=("parameters",),
-)
-
-_gradient_operator = Operator(
-    "sigmoid_focal_loss_gradient",
-    signature=lambda *, options: f"{options.operands} -> {options.row} classes",
-    reference=_gradient_reference,
-    dtypes=lambda logits, *_, **__: [logits.dtype],
+_sums = summed_loss(
+    SIGMOID,
+    sum_reference=_sum_reference,
+    gradient_reference=_gradient_reference,
+    by_others=_sum_by_others,
+    batch_shapes=_batch_shapes,
     attributes=_attributes,
     replicated=("parameters",),
+    scale=3,
 )
-
-_value_and_gradient_operator = Operator(
-    "sigmoid_focal_loss_value_and_gradient",
-    signature=lambda *, options: f"{options.operands} -> , {options.row} classes",
-    reference=_both_reference,
-    dtypes=lambda *operands, **_: [_sum_dtype(*operands), operands[0].dtype],
-    attributes=_attributes,
-    scratch=_partial_sums,
-    replicated=("parameters",),
-)
-
-
-@_sum_operator.def_jvp
-def _sum_jvp(primals, tangents, *, options):
-    (dlogits,) = rules.live(tangents[:1], 1)
-    terms = []
-    if dlogits is None:
-        (value,) = _sum_operator(*primals, options=options)
-    else:
-        value, gradient = _value_and_gradient_operator(*primals, options=options)
-        terms += _tangent_operator(gradient, dlogits, *primals, options=options)
-    others = _without_logits(tangents)
-    if _moves(others):
-        function = functools.partial(_sum_reference, options=options)
-        terms += rules.jvp(function, primals, others)[1]
-    return [value], [sum(terms)]
-
-
-@_gradient_operator.def_jvp
-def _gradient_jvp(primals, tangents, *, options):
-    function = functools.partial(_gradient_reference, options=options)
-    _, tangent = rules.jvp(function, primals, tangents)
-    return _gradient_operator(*primals, options=options), tangent
-
-
-@_value_and_gradient_operator.def_jvp
-def _value_and_gradient_jvp(primals, tangents, *, options):
-    (value,), (dvalue,) = _sum_jvp(primals, tangents, options=options)
-    (gradient,), (dgradient,) = _gradient_jvp(primals, tangents, options=options)
-    return [value, gradient], [dvalue, dgradient]
-
-
-@_value_and_gradient_operator.def_dead_code
-def _value_and_gradient_dead_code(used, *operands, options):
-    operator = _sum_operator if used[0] else _gradient_operator
-    return operator, tuple(range(len(operands))), {"options": options}
-
-
-# --- sigmoid: the tangent of the sum -------------------------------------------------------------
-
-
-def _inner_product(gradient, dlogits, *operands, options):
-    dtype = _sum_dtype(*operands)
-    return [_sum_elements(gradient.astype(dtype) * dlogits.astype(dtype), options)]
-
-
-# Of gradient and dlogits; the operands behind the gradient are there for the transpose.
-_tangent_operator = Operator(
-    "sigmoid_focal_loss_tangent",
-    signature=lambda *, options: (
-        f"{options.row} classes, {options.row} classes, {options.operands} -> "
-    ),
-    composition=_inner_product,
-    dtypes=lambda _, __, *operands, **___: [_sum_dtype(*operands)],
-)
-
-
-@_tangent_operator.def_jvp
-def _tangent_jvp(primals, tangents, *, options):
-    gradient, dlogits, *operands = primals
-    dgradient, ddlogits = rules.live(tangents[:2], 2)
-    terms = []
-    if dgradient is not None:
-        terms += _inner_product(dgradient, dlogits, *operands, options=options)
-    if ddlogits is not None:
-        terms += _tangent_operator(gradient, ddlogits, *operands, options=options)
-    tangent = sum(terms) if terms else jnp.zeros((), _sum_dtype(*operands))
-    return _tangent_operator(*primals, options=options), [tangent]
-
-
-@_tangent_operator.def_transpose
-def _tangent_transpose(cotangents, gradient, dlogits, *operands, options):
-    (ct,) = cotangents
-    rest = [None] * len(operands)
-    if isinstance(ct, compat.Zero):
-        return [None, compat.Zero(dlogits.aval), *rest]
-    if compat.literal(ct) != 1:
-        logits, labels, class_ids, scale, *others = operands
-        scaled = [logits, labels, class_ids, scale * ct, *others]
-        (gradient,) = _gradient_operator(*scaled, options=options)
-    return [None, rules.fit(gradient, dlogits.aval, options.rows + 1), *rest]
 
 
 # --- softmax: the loss of every row --------------------------------------------------------------
@@ -678,14 +543,24 @@ def _tangent_transpose(cotangents, gradient, dlogits, *operands, options):
 
 @dataclasses.dataclass(frozen=True)
 class _RowOptions:
-    """What the primitives of the softmax family are told, beside shapes."""
+    """What the primitives of the softmax family are told, beside shapes.
+
+    The loss of rows is one of logits, labels and gamma. The operands of its sum and the gradient
+    are logits, labels, a scale of the results, gamma, and weights of the rows where `weighted`.
+    """
 
     rows: int  # the number of dimensions before that of classes
     power: float | None  # gamma, where it is one of _POWERS
+    weighted: bool = False
 
     @property
     def row(self) -> str:
         return _row(self.rows)
+
+    @property
+    def operands(self) -> str:
+        weight = f", {self.row}" if self.weighted else ""
+        return f"{self.row} classes, {self.row}, , {weight}"
 
 
 def _row_attributes(*, options):
@@ -698,7 +573,7 @@ def _row_loss_reference(logits, labels, gamma, *, options):
 
 
 _row_loss_operator = Operator(
-    "softmax_focal_loss",
+    SOFTMAX,
     signature=lambda *, options: f"{options.row} classes, {options.row},  -> {options.row}",
     reference=_row_loss_reference,
     dtypes=lambda logits, labels, gamma, **_: [gamma.dtype],
@@ -716,48 +591,24 @@ def _row_loss_jvp(primals, tangents, *, options):
         terms += _row_tangent_operator(*primals, dlogits, options=options)
     if dgamma is not None:
         function = functools.partial(_row_loss_reference, options=options)
-        terms += rules.jvp(function, primals, _without_logits(tangents))[1]
+        terms += rules.jvp(function, primals, without_logits(tangents))[1]
     return loss, [sum(terms)]
 
 
-def _row_gradient_reference(logits, labels, gamma, ct, *, options):
-    def loss(z):
-        return _row_loss_reference(z, labels, gamma, options=options)[0]
-
-    shape = (*np.broadcast_shapes(logits.shape[:-1], labels.shape, ct.shape), logits.shape[-1])
-    wide = jnp.broadcast_to(logits, shape).astype(gamma.dtype)
-    value, pull = jax.vjp(loss, wide)
-    return [pull(jnp.broadcast_to(ct, value.shape))[0].astype(logits.dtype)]
-
-
-_row_gradient_operator = Operator(
-    "softmax_focal_loss_gradient",
-    signature=lambda *, options: (
-        f"{options.row} classes, {options.row}, , {options.row} -> {options.row} classes"
-    ),
-    reference=_row_gradient_reference,
-    dtypes=lambda logits, *_, **__: [logits.dtype],
-    attributes=_row_attributes,
-    replicated=("classes",),
-)
-
-
-@_row_gradient_operator.def_jvp
-def _row_gradient_jvp(primals, tangents, *, options):
-    function = functools.partial(_row_gradient_reference, options=options)
-    _, tangent = rules.jvp(function, primals, tangents)
-    return _row_gradient_operator(*primals, options=options), tangent
+def _row_gradient(logits, labels, gamma, ct, options):
+    """The gradient where each row's loss has a cotangent of its own."""
+    options = dataclasses.replace(options, weighted=True)
+    return _row_sums.gradient(logits, labels, jnp.ones_like(gamma), gamma, ct, options=options)[0]
 
 
 def _row_inner_product(logits, labels, gamma, dlogits, *, options):
     shape = np.broadcast_shapes(logits.shape[:-1], labels.shape)
-    ones = jnp.ones(shape, gamma.dtype)
-    (gradient,) = _row_gradient_operator(logits, labels, gamma, ones, options=options)
+    gradient = _row_gradient(logits, labels, gamma, jnp.ones(shape, gamma.dtype), options)
     return [(gradient.astype(gamma.dtype) * dlogits.astype(gamma.dtype)).sum(-1)]
 
 
 _row_tangent_operator = Operator(
-    "softmax_focal_loss_tangent",
+    f"{SOFTMAX}_row_tangent",
     signature=lambda *, options: (
         f"{options.row} classes, {options.row}, , {options.row} classes -> {options.row}"
     ),
@@ -777,5 +628,78 @@ def _row_tangent_transpose(cotangents, logits, labels, gamma, dlogits, *, option
     (ct,) = cotangents
     if isinstance(ct, compat.Zero):
         return [None, None, None, compat.Zero(dlogits.aval)]
-    (gradient,) = _row_gradient_operator(logits, labels, gamma, ct, options=options)
+    gradient = _row_gradient(logits, labels, gamma, ct, options)
     return [None, None, None, rules.fit(gradient, dlogits.aval, options.rows + 1)]
+
+
+# --- softmax: its sum, and the derivative of that ------------------------------------------------
+
+
+def _weigh_rows(losses, logits, labels, scale, weight, options):
+    """The sum of weighted losses of rows, of which those without a class have none."""
+    known = (labels >= 0) & (labels < logits.shape[-1])
+    factor = _expand(scale, options.rows)
+    if weight is not None:
+        factor = factor * weight
+    return jnp.where(known, factor * losses, 0).sum(tuple(range(-options.rows, 0)))
+
+
+def _row_sum_reference(logits, labels, scale, gamma, weight=None, *, options):
+    (losses,) = _row_loss_reference(logits, labels, gamma, options=options)
+    return [_weigh_rows(losses, logits, labels, scale, weight, options)]
+
+
+def _row_gradient_reference(logits, labels, scale, gamma, weight=None, *, options):
+    def total(z):
+        others = (labels, scale, gamma, weight)
+        return _row_sum_reference(z, *others, options=options)[0].sum()
+
+    batch = np.broadcast_shapes(
+        *_row_batch_shapes(logits, labels, scale, gamma, weight, options=options)
+    )
+    core = logits.shape[logits.ndim - options.rows - 1 :]
+    wide = jnp.broadcast_to(logits, (*batch, *core)).astype(gamma.dtype)
+    return [jax.grad(total)(wide).astype(logits.dtype)]
+
+
+def _row_sum_by_others(primals, tangents, *, options):
+    logits, labels, _, gamma, *_ = primals
+    dscale, dgamma, dweight = rules.live(tangents[2:], 3)
+    terms = []
+    if dscale is not None or dweight is not None:
+        losses = _row_loss_operator(
+            logits, labels, gamma, options=dataclasses.replace(options, weighted=False)
+        )
+
+        def of_factors(scale, weight=None):
+            return _weigh_rows(losses[0], logits, labels, scale, weight, options)
+
+        factors = [primals[i] for i in (2, 4) if i < len(primals)]
+        moved = [tangents[i] for i in (2, 4) if i < len(primals)]
+        terms.append(rules.jvp(of_factors, factors, moved)[1])
+    if dgamma is not None:
+        by_gamma = [compat.Zero(jax.typeof(0.0))] * len(primals)
+        by_gamma[3] = dgamma
+        function = functools.partial(_row_sum_reference, options=options)
+        terms += rules.jvp(function, primals, by_gamma)[1]
+    return sum(terms)
+
+
+def _row_batch_shapes(logits, labels, scale, gamma, weight=None, *, options):
+    ranks = (options.rows + 1, options.rows, 0, 0, options.rows)
+    operands = (logits, labels, scale, gamma, weight)
+    return [
+        x.shape[: x.ndim - rank] for x, rank in zip(operands, ranks, strict=True) if x is not None
+    ]
+
+
+_row_sums = summed_loss(
+    SOFTMAX,
+    sum_reference=_row_sum_reference,
+    gradient_reference=_row_gradient_reference,
+    by_others=_row_sum_by_others,
+    batch_shapes=_row_batch_shapes,
+    attributes=_row_attributes,
+    replicated=("classes",),
+    scale=2,
+)

@@ -161,8 +161,10 @@ def focal_losses(gammas, z, labels, soft, weight):
             ignore_index=None if jnp.issubdtype(labels.dtype, jnp.floating) else 1,
         )
 
-    def softmax(z, labels, weight, gamma):
-        return jaxops.softmax_focal_loss(z, labels, gamma=gamma, sample_weight=weight)
+    def softmax(z, labels, weight, gamma, reduction="none"):
+        return jaxops.softmax_focal_loss(
+            z, labels, gamma=gamma, sample_weight=weight, reduction=reduction
+        )
 
     results = {}
     for gamma in gammas:
@@ -175,8 +177,15 @@ def focal_losses(gammas, z, labels, soft, weight):
                 "scaled gradient": scaled(z[0], y[0], weight[0]),
                 "vmap": jax.vmap(sigmoid_of, (0, 0, None))(z, y, weight[0]),
             }
-        value, pullback = jax.vjp(lambda z, g=gamma: softmax(z, labels[0], weight[0], g), z[0])
-        results[gamma, "softmax"] = {"loss": value, "gradient": pullback(jnp.ones_like(value))[0]}
+        softmax_of = functools.partial(softmax, gamma=gamma)
+        total = functools.partial(softmax_of, reduction="sum")
+        value, pullback = jax.vjp(lambda z, f=softmax_of: f(z, labels[0], weight[0]), z[0])
+        results[gamma, "softmax"] = {
+            "loss": value,
+            "gradient": pullback(jnp.ones_like(value))[0],
+            "both": jax.value_and_grad(total)(z[0], labels[0], weight[0]),
+            "vmap": jax.vmap(total, (0, 0, None))(z, labels, weight[0]),
+        }
     return results
 
 
@@ -210,14 +219,18 @@ def expected_focal_losses(gammas, z, labels, soft, weight):
                 "scaled gradient": 0.5 * slope[0],
                 "vmap": loss.sum(axis=(1, 2)),
             }
-        hit = (share[0] * one_hot[0]).sum(-1)
+        hit = (share * one_hot).sum(-1)
         known = (hit > 0) & (classes > 1)  # of one class the loss is zero
         py = np.where(known, hit, 0.5)
         factor = 0.25 * weight[0] * known
         by_log = (1 - py) ** gamma - gamma * py * np.log(py) * (1 - py) ** (gamma - 1)
+        loss = -factor * (1 - py) ** gamma * np.log(py)
+        gradient = (factor * by_log)[..., None] * (share - one_hot)
         results[gamma, "softmax"] = {
-            "loss": -factor * (1 - py) ** gamma * np.log(py),
-            "gradient": (factor * by_log)[:, None] * (share[0] - one_hot[0]),
+            "loss": loss[0],
+            "gradient": gradient[0],
+            "both": (loss[0].sum(), gradient[0]),
+            "vmap": loss.sum(axis=1),
         }
     return results
 

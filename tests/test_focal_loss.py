@@ -5,6 +5,8 @@ The oracle is `jaxops.reference`, whose formulas the accuracy test holds to exte
 
 from __future__ import annotations
 
+import functools
+
 import focal_accuracy
 import hypothesis
 import hypothesis.strategies as st
@@ -18,9 +20,6 @@ from jaxops.reference import focal_loss as reference
 from jaxops.testing.measure import compile_without_loops, custom_calls, on_reference, run
 
 OPERATORS = ("sigmoid_focal_loss", "softmax_focal_loss")
-SUM, GRADIENT, BOTH = (
-    f"jaxops_sigmoid_focal_loss_{name}" for name in ("sum", "gradient", "value_and_gradient")
-)
 
 
 # --- accuracy ------------------------------------------------------------------------------------
@@ -189,12 +188,16 @@ def handlers(function, *arguments):
     return custom_calls(compile_without_loops(function, *arguments))
 
 
-def test_value_and_gradient_are_one_pass_where_the_cotangent_is_one(platform):
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_value_and_gradient_are_one_pass_where_the_cotangent_is_one(operator, platform):
     logits, labels = jax.device_put(random_case(), platform.device)
     weight = jnp.ones(labels.shape)
+    total, gradient, both = (
+        f"jaxops_{operator}_{name}" for name in ("sum", "gradient", "value_and_gradient")
+    )
 
     def loss(logits, normalizer=7.0):
-        return jaxops.sigmoid_focal_loss(
+        return getattr(jaxops, operator)(
             logits, labels, sample_weight=weight, normalizer=normalizer
         )
 
@@ -204,48 +207,44 @@ def test_value_and_gradient_are_one_pass_where_the_cotangent_is_one(platform):
     def scaled(logits):
         return 0.5 * loss(logits)
 
-    assert handlers(loss, logits) == {SUM: 1}
-    assert handlers(jax.value_and_grad(loss), logits) == {BOTH: 1}
-    assert handlers(jax.value_and_grad(loss), logits, 3.0) == {BOTH: 1}
-    assert handlers(jax.value_and_grad(with_another), logits) == {BOTH: 1}
-    assert handlers(jax.grad(loss), logits) == {GRADIENT: 1}
+    assert handlers(loss, logits) == {total: 1}
+    assert handlers(jax.value_and_grad(loss), logits) == {both: 1}
+    assert handlers(jax.value_and_grad(loss), logits, 3.0) == {both: 1}
+    assert handlers(jax.value_and_grad(with_another), logits) == {both: 1}
+    assert handlers(jax.grad(loss), logits) == {gradient: 1}
     # Another cotangent joins the scale of a pass of its own, and the first one writes no gradient.
-    assert handlers(jax.value_and_grad(scaled), logits) == {SUM: 1, GRADIENT: 1}
+    assert handlers(jax.value_and_grad(scaled), logits) == {total: 1, gradient: 1}
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("with_gradient", [False, True])
-def test_a_reduced_loss_keeps_nothing_of_the_size_of_the_logits(with_gradient, platform):
+def test_a_reduced_loss_keeps_nothing_of_the_size_of_the_logits(operator, with_gradient, platform):
     logits, labels = jax.device_put(random_case(rows=1024, classes=80), platform.device)
 
     def mean(logits, labels):
-        return jaxops.sigmoid_focal_loss(logits, labels, reduction="mean")
+        return getattr(jaxops, operator)(logits, labels, reduction="mean")
 
     function = jax.value_and_grad(mean) if with_gradient else mean
     memory = compile_without_loops(function, logits, labels).memory_analysis()
     assert memory.temp_size_in_bytes < logits.nbytes / 4
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("scale", [1.0, 0.5, "traced"])
-def test_the_gradient_is_the_same_whichever_pass_makes_it(scale, platform):
+def test_the_gradient_is_the_same_whichever_pass_makes_it(operator, scale, platform):
     logits, labels = random_case()
 
-    def gradient(logits, factor):
+    def gradient(module, logits, factor):
         factor = factor if scale == "traced" else scale
-        return jax.grad(lambda z: factor * jaxops.sigmoid_focal_loss(z, labels, reduction="mean"))(
-            logits
-        )
-
-    def want(logits, factor):
-        factor = factor if scale == "traced" else scale
-        return jax.grad(
-            lambda z: factor * reference.sigmoid_focal_loss(z, labels, reduction="mean")
-        )(logits)
+        loss = getattr(module, operator)
+        return jax.grad(lambda z: factor * loss(z, labels, reduction="mean"))(logits)
 
     factor = np.float32(0.3)
-    got = run(gradient, platform, logits, factor)
-    np.testing.assert_allclose(got[0], on_reference(want, logits, factor)[0], rtol=3e-6)
+    got = run(functools.partial(gradient, jaxops), platform, logits, factor)
+    want = on_reference(functools.partial(gradient, reference), logits, factor)
+    np.testing.assert_allclose(got[0], want[0], rtol=3e-6, atol=1e-9)
     with jax.disable_jit():
-        eager = gradient(jnp.asarray(logits), factor)
+        eager = gradient(jaxops, jnp.asarray(logits), factor)
     np.testing.assert_allclose(eager, got[0], rtol=1e-6)
 
 
@@ -322,9 +321,16 @@ def test_a_long_sum_is_that_of_its_elements(rows, classes, dtype, gamma, platfor
     np.testing.assert_allclose(got, elements.sum(dtype=np.float64), rtol=3e-6)
 
 
-# What small cases do not meet of the CUDA kernels: rows of a few lanes, tiles of rows that follow
-# each other, a block a row, rows longer than shared memory, and shared memory that is nearly full.
+# What small cases do not meet of the CUDA kernels: rows of one lane, of a few, and of a warp, of
+# whole accesses and not; tiles of rows that follow each other; a block a row, and several; rows
+# longer than their shared memory, and shared memory that is nearly full.
 MANY = (
+    (300_007, 7, "float32"),
+    (100_003, 80, "bfloat16"),
+    (40_009, 1_000, "bfloat16"),
+    (20_011, 1_000, "float32"),
+    (1_037, 32_000, "float32"),
+    (7, 300_000, "float32"),
     (16_387, 190, "float32"),
     (16_387, 378, "float16"),
     (32_773, 260, "float32"),
@@ -340,16 +346,45 @@ def test_softmax_of_many_rows_or_classes(rows, classes, dtype, platform):
     rng = np.random.default_rng(classes)
     logits = (4 * rng.standard_normal((rows, classes), np.float32)).astype(jnp.dtype(dtype))
     labels = rng.integers(-1, classes, rows).astype(np.int32)
+    weight = rng.uniform(0.5, 2, rows).astype(np.float32)
+    weight[labels < 0] = np.nan  # counts for nothing
 
-    def both(module, logits):
-        value, pull = jax.vjp(lambda z: module.softmax_focal_loss(z, labels), logits)
-        return value, pull(jnp.ones_like(value))[0]
+    def results(module, logits):
+        loss, pull = jax.vjp(lambda z: module.softmax_focal_loss(z, labels), logits)
+        total = functools.partial(
+            module.softmax_focal_loss, labels=labels, sample_weight=weight, reduction="sum"
+        )
+        return [
+            loss,
+            pull(jnp.ones_like(loss))[0],
+            total(logits),
+            *jax.value_and_grad(total)(logits),
+        ]
 
-    got = run(lambda z: both(jaxops, z), platform, logits)
-    want = on_reference(lambda z: both(reference, z), logits)
-    rtol = max(2e-5, 2 * float(jnp.finfo(dtype).eps))
+    got = run(functools.partial(results, jaxops), platform, logits)
+    want = on_reference(functools.partial(results, reference), logits)
+    # The last is for what a sum of so many terms of a row rounds.
+    rtol = max(2e-5, 2 * float(jnp.finfo(dtype).eps), 2e-10 * classes)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g.astype(np.float64), w, rtol, 1e-6 * np.abs(w).max())
+    # With and without the gradient, sums are of the same losses.
+    np.testing.assert_allclose(got[2], got[3], rtol=3e-6)
+    np.testing.assert_allclose(got[2], want[2], rtol=3e-6)
+
+
+# As many rows as fill several blocks, a cluster of them, and only one.
+@pytest.mark.parametrize("rows", [3, 700, 5_000])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_sum_under_vmap_is_that_of_its_entry(operator, rows, platform):
+    """To the bit: the order of additions is that of one entry, however many there are."""
+    logits, labels = random_case(rows=3 * rows, classes=33)
+    logits, labels = logits.reshape(3, rows, 33), labels.reshape(3, rows)
+    function = jax.value_and_grad(functools.partial(getattr(jaxops, operator), reduction="sum"))
+    got = run(jax.vmap(function), platform, logits, labels)
+    for i in range(3):
+        alone = run(function, platform, logits[i], labels[i])
+        np.testing.assert_array_equal(got[0][i], alone[0])
+        np.testing.assert_array_equal(got[1][i], alone[1])
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
