@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import jaxops
 from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
+from jaxops._bench.training import training_directions, with_unit_gradient
 
 
 def focal(group, shape, dtypes, *, gamma=2.0, target=False, **options):
@@ -36,28 +37,6 @@ CASES = [
 # fmt: on
 for rows in (2**n for n in range(6, 21, 2)):
     CASES += focal("scaling", (rows, 80), "float32")
-
-
-class OfTraining(Direction):
-    """With a cotangent of one, as a training loss has: known when the program is compiled."""
-
-    def of(self, function):
-        if not self.wrt:
-            return function
-
-        def with_gradient(cotangent, *arguments):
-            del cotangent
-            value, gradients = jax.value_and_grad(function, argnums=self.wrt)(*arguments)
-            return (value, *gradients) if self.value else gradients
-
-        return with_gradient
-
-
-DIRECTIONS = (
-    OfTraining("forward", True, ()),
-    OfTraining("backward", False, (0,)),
-    OfTraining("value_and_grad", True, (0,)),
-)
 
 
 def arguments(case, key):
@@ -103,22 +82,6 @@ def by_optax(case):
         return loss.sum() / normalizer(case)
 
     return function
-
-
-def with_unit_gradient(function):
-    """A PyTorch loss whose cotangent is one, whatever the caller says."""
-    import torch
-
-    class One(torch.autograd.Function):
-        @staticmethod
-        def forward(context, loss):
-            return loss.clone()
-
-        @staticmethod
-        def backward(context, cotangent):
-            return torch.ones_like(cotangent)
-
-    return lambda *arguments: One.apply(function(*arguments))
 
 
 def torch_loss(case):
@@ -167,7 +130,7 @@ BENCHMARK = Benchmark(
     operator="sigmoid_focal_loss",
     shape="rows,classes",
     cases=CASES,
-    directions=DIRECTIONS,
+    directions=training_directions(0),
     arguments=arguments,
     function=ours,
     reference=by_iota,

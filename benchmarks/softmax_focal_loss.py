@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxops
-from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, directions, normal
+from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
+from jaxops._bench.training import training_directions, with_unit_gradient
 
 # fmt: off
 CASES = [
@@ -54,7 +55,7 @@ def torch_loss(case):
         entropy = torch.nn.functional.cross_entropy(z, labels.long(), reduction="none")
         return (0.25 * (1 - torch.exp(-entropy)) ** 2 * entropy).mean()
 
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    return with_unit_gradient(torch.compile(function, dynamic=False, fullgraph=True))
 
 
 def cost(case: Case, direction: Direction) -> Cost:
@@ -75,7 +76,7 @@ BENCHMARK = Benchmark(
     operator="softmax_focal_loss",
     shape="rows,classes",
     cases=CASES,
-    directions=directions(0),
+    directions=training_directions(0),
     arguments=arguments,
     function=ours,
     reference=by_log_softmax,

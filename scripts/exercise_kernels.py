@@ -286,6 +286,49 @@ def exercise_long_sum(device, dtype, rows, classes):
     return compared(f"{dtype}, ({rows}, {classes})", got, losses.sum(), "float32", 64)
 
 
+# Rows of a lane, of some lanes, of a warp and of blocks, whole accesses long and not; enough of
+# them that no single cluster of blocks sums them up.
+SOFTMAX_ROWS = (
+    (50_003, 7),
+    (17_003, 80),
+    (17_003, 91),
+    (4_099, 1_000),
+    (1_031, 1_203),
+    (67, 12_270),
+    (67, 32_000),
+    (5, 300_000),
+)
+
+
+def exercise_softmax_rows(device, dtype, rows, classes):
+    """Like `exercise`, of the sum of the softmax losses of so many rows, and its gradient."""
+    rng = np.random.default_rng(classes)
+    z = (2 * rng.normal(size=(rows, classes)).astype(np.float32)).astype(jnp.dtype(dtype))
+    labels = rng.integers(-1, classes, rows).astype(np.int32)
+
+    def total(z, labels):
+        return jaxops.softmax_focal_loss(z, labels, gamma=2.0, alpha=None, reduction="sum")
+
+    def results(z, labels):
+        return {
+            "sum": total(z, labels),
+            "both": jax.value_and_grad(total)(z, labels),
+            "gradient": jax.grad(lambda z: 0.5 * total(z, labels))(z),
+        }
+
+    got = jax.jit(results)(*jax.device_put((z, labels), device))
+    wide = z.astype(np.float64)
+    e = np.exp(wide - wide.max(-1, keepdims=True))
+    share = e / e.sum(-1, keepdims=True)
+    known = labels >= 0
+    py = np.where(known, share[np.arange(rows), labels], 0.5)
+    losses = -(1 - py) ** 2 * np.log(py) * known
+    slopes = known * ((1 - py) ** 2 - 2 * py * np.log(py) * (1 - py))
+    gradient = slopes[:, None] * (share - (labels[:, None] == np.arange(classes)))
+    want = {"sum": losses.sum(), "both": (losses.sum(), gradient), "gradient": gradient / 2}
+    return compared(f"{dtype}, ({rows}, {classes})", got, want, dtype, 64)
+
+
 # --- concatenation and splitting -----------------------------------------------------------------
 
 # How many rows, and of how many bytes each array's are.
@@ -699,6 +742,10 @@ EXERCISES = {
     "focal_loss_sum": (
         exercise_long_sum,
         tuple((dtype, *shape) for dtype in DTYPES[:3] for shape in LONG_SUMS),
+    ),
+    "focal_loss_rows": (
+        exercise_softmax_rows,
+        tuple((dtype, *shape) for dtype in DTYPES for shape in SOFTMAX_ROWS),
     ),
     "grid_sample": (
         exercise_grid_sample,

@@ -23,7 +23,6 @@ import numpy as np
 
 from jaxops._core import compat, rules
 from jaxops._core.primitive import Operator
-from jaxops.reference.focal_loss import accumulation_dtype
 
 #: Elements that are worth a thread block, and the most blocks; some kernels use fewer.
 _SPLIT, _MAX_SPLITS = 2048, 16384
@@ -76,12 +75,13 @@ def summed_loss(
     def sum_dtype(*operands):
         return operands[scale].dtype
 
-    def partial_sums(logits, *others, options):
+    def partial_sums(*operands, options):
         """Work space of the CUDA sums: one for each block, as many as the shapes alone say."""
-        entries = math.prod(np.broadcast_shapes(*batch_shapes(logits, *others, options=options)))
+        logits = operands[0]
+        entries = math.prod(np.broadcast_shapes(*batch_shapes(*operands, options=options)))
         size = math.prod(logits.shape[logits.ndim - options.rows - 1 :])
         splits = max(1, min(_MAX_SPLITS, -(-size // _SPLIT)))
-        return [jax.ShapeDtypeStruct((entries, splits), accumulation_dtype(logits))]
+        return [jax.ShapeDtypeStruct((entries, splits), sum_dtype(*operands))]
 
     sum_operator = Operator(
         f"{name}_sum",
