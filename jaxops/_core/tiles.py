@@ -223,9 +223,14 @@ def _has_kernels() -> bool:
 
 def _has_code(major: int, minor: int) -> bool:
     architectures = native.cuda_architectures()
-    # Code runs on later GPUs of the same generation, unless it is for features of one only.
+    # Code runs on later GPUs of the same generation, unless it is for features of one only; PTX,
+    # which an architecture may be called virtual for, on all later ones.
     of_generation = [f"{major}{i}" for i in range(minor + 1)] + [f"{major}{minor}a"]
-    return major >= 8 and any(a in architectures for a in of_generation)
+    virtual = [int(a.removesuffix("-virtual")) for a in architectures if a.endswith("-virtual")]
+    return major >= 8 and (
+        any(a in architectures for a in of_generation)
+        or any(v <= 10 * major + minor for v in virtual)
+    )
 
 
 def forward(x: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
