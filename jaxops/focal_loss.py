@@ -447,8 +447,10 @@ def _elements(slope, logits, labels, class_ids, scale, parameters, weight=None, 
     rank = options.rows + 1
     gamma, negative, positive = (_expand(parameters[..., i], rank) for i in range(3))
     factor = _expand(scale, rank)
+    counted = True if options.ignored is None else (labels != options.ignored)[..., None]
     if weight is not None:
-        factor = factor * weight[..., None]
+        # Whatever those of ignored rows: by zero, one that is not finite would still count.
+        factor = factor * jnp.where(counted, weight[..., None], 0)
     z = logits.astype(parameters.dtype)
     if options.soft:
         y = labels.astype(z.dtype)
@@ -458,16 +460,11 @@ def _elements(slope, logits, labels, class_ids, scale, parameters, weight=None, 
         class_ids, tuple(range(class_ids.ndim - 1, class_ids.ndim - 1 + rank - 1))
     )
     target = labels[..., None] == ids
-    counted = True if options.ignored is None else (labels != options.ignored)[..., None]
     z = jnp.where(counted, z, 0)
     function = reference.focal_slope if slope else reference.focal
     value = function(jnp.where(target, -z, z), gamma)
     sign = -1 if slope else 1
     return jnp.where(counted, factor * jnp.where(target, sign * positive, negative) * value, 0)
-
-
-def _sum_elements(elements, options):
-    return elements.sum(tuple(range(-options.rows - 1, 0)))
 
 
 def _batch_shapes(logits, labels, class_ids, scale, parameters, weight=None, *, options):
@@ -523,7 +520,7 @@ def _gradient_reference(*operands, options):
 
 def _sum_by_others(primals, tangents, *, options):
     function = functools.partial(_sum_reference, options=options)
-    return rules.jvp(function, primals, tangents)[1][0]
+    return None, rules.jvp(function, primals, tangents)[1][0]
 
 
 _sums = summed_loss(
@@ -640,7 +637,7 @@ def _weigh_rows(losses, logits, labels, scale, weight, options):
     known = (labels >= 0) & (labels < logits.shape[-1])
     factor = _expand(scale, options.rows)
     if weight is not None:
-        factor = factor * weight
+        factor = factor * jnp.where(known, weight, 0)
     return jnp.where(known, factor * losses, 0).sum(tuple(range(-options.rows, 0)))
 
 
@@ -665,24 +662,25 @@ def _row_gradient_reference(logits, labels, scale, gamma, weight=None, *, option
 def _row_sum_by_others(primals, tangents, *, options):
     logits, labels, _, gamma, *_ = primals
     dscale, dgamma, dweight = rules.live(tangents[2:], 3)
-    terms = []
+    value, terms = None, []
     if dscale is not None or dweight is not None:
-        losses = _row_loss_operator(
-            logits, labels, gamma, options=dataclasses.replace(options, weighted=False)
-        )
+        unweighted = dataclasses.replace(options, weighted=False)
+        (losses,) = _row_loss_operator(logits, labels, gamma, options=unweighted)
+        losses = checkpoint_name(losses, SOFTMAX)
 
         def of_factors(scale, weight=None):
-            return _weigh_rows(losses[0], logits, labels, scale, weight, options)
+            return _weigh_rows(losses, logits, labels, scale, weight, options)
 
         factors = [primals[i] for i in (2, 4) if i < len(primals)]
         moved = [tangents[i] for i in (2, 4) if i < len(primals)]
-        terms.append(rules.jvp(of_factors, factors, moved)[1])
+        value, tangent = rules.jvp(of_factors, factors, moved)
+        terms.append(tangent)
     if dgamma is not None:
         by_gamma = [compat.Zero(jax.typeof(0.0))] * len(primals)
         by_gamma[3] = dgamma
         function = functools.partial(_row_sum_reference, options=options)
         terms += rules.jvp(function, primals, by_gamma)[1]
-    return sum(terms)
+    return value, sum(terms)
 
 
 def _row_batch_shapes(logits, labels, scale, gamma, weight=None, *, options):

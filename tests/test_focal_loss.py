@@ -372,7 +372,67 @@ def test_softmax_of_many_rows_or_classes(rows, classes, dtype, platform):
     np.testing.assert_allclose(got[2], want[2], rtol=3e-6)
 
 
-# As many rows as fill several blocks, a cluster of them, and only one.
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_pass_is_one_on_explicit_meshes(operator, platform):
+    if len(platform.devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(
+        platform.devices[:2], ("n",), axis_types=(jax.sharding.AxisType.Explicit,)
+    )
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("n"))
+    logits, labels = (jax.device_put(a, rows) for a in random_case(rows=38))
+    mean = functools.partial(getattr(jaxops, operator), reduction="mean")
+    with jax.set_mesh(mesh):
+        assert handlers(jax.value_and_grad(mean), logits, labels) == {
+            f"jaxops_{operator}_value_and_gradient": 1
+        }
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_derivative_of_a_mean_of_float16_is_not_rounded_away(operator, platform):
+    rows = 100_003
+    logits, labels = random_case(rows=rows, classes=8, dtype=np.float16)
+    tangent = np.zeros_like(logits)
+    tangent[np.arange(rows), labels] = 1
+
+    def slope(module, logits):
+        mean = functools.partial(getattr(module, operator), labels=labels, reduction="mean")
+        return jax.jvp(mean, (logits,), (tangent.astype(logits.dtype),))[1]
+
+    got = run(functools.partial(slope, jaxops), platform, logits)[0]
+    want = on_reference(functools.partial(slope, reference), logits.astype(np.float64))[0]
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_weights_of_rows_without_a_class_do_not_matter(operator, platform):
+    """To no derivative by what they are multiplied by; a sigmoid has no such rows, but ignores."""
+    logits, labels = random_case(rows=6)
+    labels[[2, 4]] = -1
+    weights = np.linspace(1, 2, 6).astype(np.float32)
+    poisoned = np.where(labels < 0, np.nan, weights).astype(np.float32)
+
+    def derivatives(logits, alpha, normalizer, weight):
+        def loss(alpha, normalizer):
+            return getattr(jaxops, operator)(
+                logits,
+                labels,
+                alpha=alpha,
+                normalizer=normalizer,
+                sample_weight=weight,
+                ignore_index=-1,
+            )
+
+        return jax.value_and_grad(loss, (0, 1))(alpha, normalizer)
+
+    scalars = np.float32(0.3), np.float32(2)
+    got = run(derivatives, platform, logits, *scalars, poisoned)
+    want = run(derivatives, platform, logits, *scalars, weights)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+# As many rows as one block takes, a cluster of them, and more.
 @pytest.mark.parametrize("rows", [3, 700, 5_000])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_sum_under_vmap_is_that_of_its_entry(operator, rows, platform):

@@ -74,7 +74,12 @@ def reshard_like(array: jax.Array, like: ShapedArray) -> jax.Array:
 def literal(value):
     """The number that a traced scalar is known to be while it is traced, else None."""
     found = getattr(value, "val", None)
-    return found.val if isinstance(found, _core.Literal) else None
+    if isinstance(found, _core.Literal):
+        return found.val
+    # On explicit meshes it is given the sharding of what it is a cotangent of.
+    made_by = getattr(value, "parent", None)
+    resharded = made_by is not None and made_by.primitive.name == "reshard"
+    return literal(made_by.in_tracers[0]) if resharded else None
 
 
 def shard_like_last(vector, like: jax.Array):

@@ -58,8 +58,9 @@ def summed_loss(
     Args:
       name: of the loss.
       sum_reference, gradient_reference: the results in jax.numpy, each alone in a list.
-      by_others: by_others(primals, tangents, options=...), the tangent of the sum for tangents of
-        other operands than the logits, with symbolic zeros among them.
+      by_others: by_others(primals, tangents, options=...), for tangents of other operands than the
+        logits, with symbolic zeros among them: the sum, or None where it is not at hand, and its
+        tangent.
       batch_shapes: the batch dimensions of each of the operands.
       attributes: what handlers are told of the options.
       replicated: factors of the signatures that each device needs whole.
@@ -113,15 +114,17 @@ def summed_loss(
     @sum_operator.def_jvp
     def sum_jvp(primals, tangents, *, options):
         (dlogits,) = rules.live(tangents[:1], 1)
-        terms = []
-        if dlogits is None:
-            (value,) = sum_operator(*primals, options=options)
-        else:
-            value, gradient = value_and_gradient_operator(*primals, options=options)
-            terms += tangent_operator(gradient, dlogits, *primals, options=options)
+        value, terms = None, []
         others = without_logits(tangents)
         if moves(others):
-            terms.append(by_others(primals, others, options=options))
+            value, tangent = by_others(primals, others, options=options)
+            terms.append(tangent)
+        if dlogits is not None:
+            both, gradient = value_and_gradient_operator(*primals, options=options)
+            value = both if value is None else value
+            terms += tangent_operator(gradient, dlogits, *primals, options=options)
+        if value is None:
+            (value,) = sum_operator(*primals, options=options)
         return [value], [sum(terms)]
 
     @gradient_operator.def_jvp
@@ -147,12 +150,22 @@ def summed_loss(
         product = gradient.astype(dtype) * dlogits.astype(dtype)
         return [product.sum(tuple(range(-options.rows - 1, 0)))]
 
+    def exact_inner_product(gradient, dlogits, *operands, options):
+        if gradient.dtype != jnp.float16:
+            return inner_product(gradient, dlogits, *operands, options=options)
+        # That of a mean over many rows is too small for float16.
+        unscaled = [*operands]
+        unscaled[scale] = jnp.ones_like(operands[scale])
+        (gradient,) = gradient_operator(*unscaled, options=options)
+        (product,) = inner_product(gradient, dlogits, *operands, options=options)
+        return [operands[scale] * product]
+
     tangent_operator = Operator(
         f"{name}_tangent",
         signature=lambda *, options: (
             f"{options.row} classes, {options.row} classes, {options.operands} -> "
         ),
-        composition=inner_product,
+        composition=exact_inner_product,
         dtypes=lambda _, __, *operands, **___: [sum_dtype(*operands)],
     )
 

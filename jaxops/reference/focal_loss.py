@@ -284,7 +284,8 @@ def softmax_focal(logits, labels, gamma, dtype):
     classes = logits.shape[-1]
     known = (labels >= 0) & (labels < classes)
     if not classes:
-        return jnp.zeros(labels.shape, dtype)
+        shape = jnp.broadcast_shapes(logits.shape[:-1], labels.shape, jnp.shape(gamma))
+        return jnp.zeros(shape, dtype)
     z = jnp.where(known[..., None], logits, 0).astype(dtype)
     target = labels[..., None] == jnp.arange(classes)
     lead = _log_sum_exp_of(z, ~target) - jnp.where(target, z, 0).sum(-1)

@@ -193,6 +193,13 @@ def _softmax(module, logits, labels):
     return module.softmax_focal_loss(logits, labels)
 
 
+def _softmax_traced(module, logits, labels, x):
+    positive = 1.1 + 0.5 * jnp.sin(x)
+    return module.softmax_focal_loss(
+        logits, labels, gamma=positive, alpha=positive / 2, normalizer=positive
+    )
+
+
 def _softmax_mean(module, logits, labels, weight):
     return module.softmax_focal_loss(
         logits, labels, gamma=5, alpha=None, class_weight=weight, reduction="mean"
@@ -262,9 +269,23 @@ SPECS = (
         function=_softmax_mean,
         others=_labels_and_class_weights,
         calls=[f"{_SOFTMAX}_sum"],
-        vjp_calls=[f"{_SOFTMAX}_sum", _SOFTMAX, f"{_SOFTMAX}_gradient"],
+        vjp_calls=[_SOFTMAX, f"{_SOFTMAX}_gradient"],
         differentiable=(0, 2),
         reduced=True,
         extra=lambda row, column: (P(row), P(None)),
+    ),
+    _spec(
+        "traced gamma, alpha and normalizer",
+        operator=_SOFTMAX,
+        function=_softmax_traced,
+        others=lambda rng, rows, classes, dtype: (
+            *_labels(rng, rows, classes, dtype),
+            normal(rng, (), dtype),
+        ),
+        calls=[f"{_SOFTMAX}_sum"],
+        vjp_calls=[_SOFTMAX, f"{_SOFTMAX}_gradient"],
+        differentiable=(0, 2),
+        reduced=True,
+        extra=lambda row, column: (P(row), P()),
     ),
 )
