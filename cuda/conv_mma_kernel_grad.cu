@@ -233,8 +233,9 @@ __device__ void SumUnits(const Params& p, const Item& item, int first, Table* ta
   for (int stage = item.begin; stage < item.end; ++stage) {
     WaitCopies<kAhead - 1>();
     RoundStage<T>(p, tables[table], stages + slot * p.stage_bytes);
-    // All have copied this stage, and multiplied the one before it, whose place is next.
-    __syncthreads();
+    // All have copied this stage, and multiplied the one before it, whose place is next. Warps of
+    // other numbers of units wait in code of their own, which __syncthreads does not allow for.
+    __barrier_sync_count(1, kThreads);
     if (stage + kAhead < item.end) {
       CopyStage<T>(p, item, tables[(table + kAhead) % kTables],
                    stages + (slot + kAhead) % kStages * p.stage_bytes);
