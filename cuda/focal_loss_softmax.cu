@@ -61,7 +61,7 @@ struct RowTile {
   int64_t first;
   int rows;
   int label = -1;
-  A factor = 0;
+  A weight = 0;
 
   // Has the logits on their way to shared memory.
   __device__ __forceinline__ RowTile(const SoftmaxEntry<T>& entry, int64_t first, int64_t end,
@@ -73,7 +73,7 @@ struct RowTile {
     const int lane = threadIdx.x % kWarp;
     if (lane >= rows) return;
     label = entry.labels[first + lane];
-    factor = entry.Factor(first + lane);
+    weight = entry.Weight(first + lane);
   }
 };
 
@@ -137,13 +137,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(Accumulator<T>) == 8 ? 3 : 5)
       }
       A loss, slope;
       EvaluateRow(loss, slope, others, label_logit, call.power, entry.gamma);
-      loss = known ? loss * tile.factor : A(0);
+      const A factor = entry.scale * tile.weight;
+      loss = known ? loss * factor : A(0);
       total += loss;
       if (!kGradient && call.loss != nullptr && lane < tile.rows) {
         static_cast<A*>(call.loss)[entry.result + tile.first + lane] = loss;
       }
       if constexpr (kGradient) {
-        slope = known ? slope * tile.factor : A(0);
+        slope = known ? slope * factor : A(0);
         const A share = known ? ShareOf(slope, others) : A(0);
         if (lane < tile.rows) {
 #pragma unroll
@@ -207,6 +208,7 @@ cudaError_t LaunchSoftmax(cudaStream_t stream, const Softmax& call, int64_t spli
   }
   // Positions in a row, and what threads go beyond its end.
   if (call.classes > INT32_MAX - (1 << 20)) return cudaErrorInvalidValue;
+  if (AreFewRows(call)) return LaunchFewRows(stream, call);
   const PacksOfRow packs(call);
   if (call.classes <= kMostClasses && !packs.whole) {
     return LaunchShortRows(stream, call, splits, partials);
