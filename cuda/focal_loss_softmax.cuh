@@ -27,8 +27,8 @@ struct SoftmaxParams {
 };
 
 // One call in each way; `splits` and `partials` are those of LaunchSoftmax.
-bool AreFewRows(const Softmax& call);
-cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call);
+bool AreFewRows(const Softmax& call, int64_t splits);
+cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials);
 cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t splits,
                             void* partials);
 cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t splits,
@@ -48,6 +48,48 @@ struct PacksOfRow {
     count = call.classes / elements;
   }
 };
+
+// How the rows of an entry are shared out among blocks that take `step` rows at a time, and
+// `most_steps` times if there are so many rows, and of which `resident` are on a multiprocessor.
+struct RowSplits {
+  int64_t count;
+  int64_t steps;   // of a block
+  int64_t rows;    // of a block
+  bool clustered;  // the sum is that of one cluster
+
+  RowSplits(const Softmax& call, int64_t step, int64_t resident, int64_t most_steps,
+            int64_t most_splits) {
+    const bool sums = call.sum != nullptr;
+    // As many as the 132 multiprocessors of an H100 or H200 run at a time, or that many times over:
+    // a block costs time of its own. The order of additions must not depend on how many entries
+    // there are.
+    const int64_t all = CeilDiv(call.rows, step) * (sums ? 1 : call.batch.size());
+    steps = std::min<int64_t>(CeilDiv(all, 132 * resident), most_steps);
+    if (sums) {
+      steps = std::max(steps, CeilDiv(CeilDiv(call.rows, step), std::max<int64_t>(most_splits, 1)));
+    }
+    rows = steps * step;
+    count = CeilDiv(call.rows, rows);
+    clustered = sums && (count == 1 || (count <= kClusterBlocks && jaxops::cuda::HasClusters()));
+  }
+};
+
+// Launches a kernel for all splits, and what its partial sums need to become the sum.
+template <typename A>
+cudaError_t LaunchSplits(void (*kernel)(SoftmaxParams), int threads, const RowSplits& splits,
+                         cudaStream_t stream, SoftmaxParams params, void* partials) {
+  const Softmax& call = params.call;
+  params.splits = FastDivider(splits.count);
+  params.rows_per_split = splits.rows;
+  params.partials = splits.clustered ? nullptr : partials;
+  const int64_t blocks = call.batch.size() * splits.count;
+  const cudaError_t error =
+      splits.clustered && splits.count > 1
+          ? jaxops::cuda::LaunchClusters(kernel, blocks, splits.count, threads, 0, stream, params)
+          : jaxops::cuda::Launch(kernel, blocks, threads, 0, stream, params);
+  if (error != cudaSuccess || call.sum == nullptr || splits.clustered) return error;
+  return CombineSums<A>(stream, call, splits.count, partials);
+}
 
 // Elements by which an array misses the alignment of the widest access.
 template <typename T>
@@ -226,18 +268,25 @@ struct RegisterPack {
     jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), pack);
   }
 
-  // Replaces element `at` by that of the word.
-  __device__ __forceinline__ void Replace(int at, Word by) {
-    if constexpr (kPairs) {
-      const uint32_t bytes = at % 2 == 0 ? 0x3254 : 0x5410;
+  // Where an element is, from its distance to the first one.
+  struct Place {
+    int word;
+    uint32_t bytes;  // of a pair's word and its replacement, those that stay or come
+
+    __device__ __forceinline__ explicit Place(int element)
+        : word(kPairs ? element >> 1 : element), bytes(element % 2 == 0 ? 0x3254 : 0x5410) {}
+  };
+
+  // Replaces the element at that place, if it is in this pack, by that of the word.
+  __device__ __forceinline__ void Replace(const Place& place, Word by) {
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        words[w] = __byte_perm(words[w], by, w == at / 2 ? bytes : 0x3210);
-      }
-    } else {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        if (w == at) words[w] = by;
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (kPairs) {
+        asm("{\n.reg .pred here;\nsetp.eq.s32 here, %1, %2;\n@here prmt.b32 %0, %0, %3, %4;\n}"
+            : "+r"(words[w])
+            : "r"(place.word), "r"(w), "r"(by), "r"(place.bytes));
+      } else {
+        if (w == place.word) words[w] = by;
       }
     }
   }
@@ -368,11 +417,22 @@ struct RowPart {
     }
   }
 
-  // Whether this thread has a pack, and any thread does.
   __device__ __forceinline__ bool Has(int j) const {
     return thread * kCount + j * threads * kCount < shape.body;
   }
+  // Whether no thread has this pack, or a later one: asked where there may be many of those.
   __device__ __forceinline__ bool Skips(int j) const { return kPacks >= 8 && j >= count; }
+
+  using Place = typename RegisterPack<T>::Place;
+
+  // Replaces the element at a place relative to the thread's first one, if it is in pack j.
+  __device__ __forceinline__ void ReplaceIn(int j, RegisterPack<T>& pack, Place place, T by) const {
+    place.word -= j * threads * RegisterPack<T>::kWords;
+    // Where many threads share a row, most packs of a warp have no label.
+    if (threads < 16 || (place.word >= 0 && place.word < RegisterPack<T>::kWords)) {
+      pack.Replace(place, RegisterPack<T>::Repeat(by));
+    }
+  }
 
   // Takes the label out, or everything if there is no such class.
   __device__ __forceinline__ void TakeOut(int label, bool known) {
@@ -384,14 +444,11 @@ struct RowPart {
 #pragma unroll
       for (int i = 0; i < kEdges; ++i) edges[i] = -A(INFINITY);
     }
-    const int hit = label - shape.head - thread * kCount;
+    const Place hit(label - shape.head - thread * kCount);
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
       if (Skips(j)) break;
-      const int at = hit - j * threads * kCount;
-      if (at >= 0 && at < kCount) {
-        packs[j].Replace(at, RegisterPack<T>::Repeat(Narrow<T>(-A(INFINITY))));
-      }
+      ReplaceIn(j, packs[j], hit, Narrow<T>(-A(INFINITY)));
     }
     if (whole) return;
 #pragma unroll
@@ -449,7 +506,7 @@ struct RowPart {
   __device__ __forceinline__ void Store(T* gradient, bool alike, A share, A largest, A slope,
                                         int label) {
     T* body = gradient + shape.head + thread * kCount;
-    const int hit = label - shape.head - thread * kCount;
+    const Place hit(label - shape.head - thread * kCount);
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
       if (Skips(j)) break;
@@ -466,10 +523,7 @@ struct RowPart {
       }
       RegisterPack<T> values;
       values.Set(z);
-      const int at = hit - j * threads * kCount;
-      if (at >= 0 && at < kCount) {
-        values.Replace(at, RegisterPack<T>::Repeat(Narrow<T>(-slope)));
-      }
+      ReplaceIn(j, values, hit, Narrow<T>(-slope));
       if (!Has(j)) continue;
       T* to = body + j * threads * kCount;
       if (alike) {
@@ -492,9 +546,9 @@ struct RowPart {
 };
 
 // The sum of a block, which is a partial one or a part of that of its cluster.
-template <typename A>
+template <int kBlockThreads = kThreads, typename A>
 __device__ __forceinline__ void FinishSum(const SoftmaxParams& p, int64_t to, A total) {
-  A sum = SumOverBlock(total);
+  A sum = SumOverBlock<kBlockThreads>(total);
   if (p.partials != nullptr) {
     if (threadIdx.x == 0) static_cast<A*>(p.partials)[blockIdx.x] = sum;
   } else if (SumOverCluster(sum)) {

@@ -1,7 +1,7 @@
 // The softmax focal loss of few short rows, where nothing but latency counts.
 //
 // All is read at once, element by element whatever the number of classes, and by little code,
-// because a kernel this short waits for its instructions too. The sum is that of one cluster.
+// because a kernel this short waits for its instructions too.
 #include "cuda/focal_loss.h"
 #include "cuda/focal_loss_softmax.cuh"
 
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
   uint32_t block = blockIdx.x;
   const int64_t row = p.splits.Peel(block) * p.rows_per_split + threadIdx.x / kLanes;
   const bool sums = call.sum != nullptr;
-  if (sums) ArriveInCluster();
+  if (sums && p.partials == nullptr) ArriveInCluster();
   SoftmaxEntry<T> entry(call, block);
 
   // Nothing waits for anything here. Lanes without a row read what there is of the last one.
@@ -81,43 +81,38 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
   } else if (call.loss != nullptr && exists && lane == 0) {
     static_cast<A*>(call.loss)[entry.result + row] = loss;
   }
-  if (!sums) return;
-  A sum = SumOverBlock<kBlockThreads>(lane == 0 ? loss : A(0));
-  if (SumOverCluster(sum)) static_cast<A*>(call.sum)[entry.sum] = sum;
+  if (sums) FinishSum<kBlockThreads>(p, entry.sum, lane == 0 ? loss : A(0));
 }
 
 template <typename T, int kBlockThreads, int kLanes>
-cudaError_t Launch(cudaStream_t stream, const Softmax& call) {
-  constexpr int kRows = kBlockThreads / kLanes;
-  const int64_t splits = CeilDiv(call.rows, kRows);
-  const SoftmaxParams params{call, FastDivider(splits), kRows};
-  const int64_t blocks = call.batch.size() * splits;
+cudaError_t Launch(cudaStream_t stream, const Softmax& call, void* partials) {
+  // A block takes no more rows than that, however many blocks there are.
+  const RowSplits splits(call, kBlockThreads / kLanes, INT32_MAX, 1, INT32_MAX);
   return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
-    const auto kernel = FewRows<T, kBlockThreads, kLanes, gradient.value>;
-    return call.sum != nullptr && splits > 1
-               ? jaxops::cuda::LaunchClusters(kernel, blocks, splits, kBlockThreads, 0, stream,
-                                              params)
-               : jaxops::cuda::Launch(kernel, blocks, kBlockThreads, 0, stream, params);
+    return LaunchSplits<Accumulator<T>>(FewRows<T, kBlockThreads, kLanes, gradient.value>,
+                                        kBlockThreads, splits, stream, SoftmaxParams{call},
+                                        partials);
   });
 }
 
-// The rows of a cluster.
-constexpr int64_t ClusterRows(int lanes) { return kClusterBlocks * kThreads / lanes; }
-
 }  // namespace
 
-bool AreFewRows(const Softmax& call) {
+bool AreFewRows(const Softmax& call, int64_t splits) {
   if (call.classes > kMostClasses) return false;
-  if (call.sum == nullptr) return call.batch.size() * call.rows * call.classes <= kFewElements;
-  return call.rows <= ClusterRows(kFewLanes) && jaxops::cuda::HasClusters();
+  const int64_t elements = call.rows * call.classes;
+  if (call.sum == nullptr) return call.batch.size() * elements <= kFewElements;
+  return elements <= kFewElements && CeilDiv(call.rows, kThreads / kFewLanes) <= splits;
 }
 
-cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call) {
+cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials) {
   return DispatchFloat(call.dtype, [&](auto logit) {
     using T = decltype(logit);
-    if (call.sum == nullptr) return Launch<T, kSmallBlock, kWarp>(stream, call);
-    if (call.rows <= ClusterRows(kWarp)) return Launch<T, kThreads, kWarp>(stream, call);
-    return Launch<T, kThreads, kFewLanes>(stream, call);
+    if (call.sum == nullptr) return Launch<T, kSmallBlock, kWarp>(stream, call, partials);
+    // A warp a row, for one cluster.
+    if (call.rows <= kClusterBlocks * kThreads / kWarp && jaxops::cuda::HasClusters()) {
+      return Launch<T, kThreads, kWarp>(stream, call, partials);
+    }
+    return Launch<T, kThreads, kFewLanes>(stream, call, partials);
   });
 }
 

@@ -11,18 +11,23 @@ namespace {
 
 // Exponentials of 2-byte logits are kept where they take few registers.
 template <typename T, int kPacks>
-constexpr bool kKeepsExponentials = sizeof(T) > 2 || kPacks <= 6;
+constexpr bool kKeepsExponentials = sizeof(T) > 2 || kPacks <= 4;
+
+// Steps of a block, and of a warp before their rows are evaluated.
+constexpr int64_t kMostSteps = 8;
+// Rows for which two lanes each are enough threads.
+constexpr int64_t kManyRows = 1 << 17;
 
 // Blocks of a multiprocessor, by the registers that a row takes.
-template <typename T, int kPacks, bool kGradient>
-constexpr int kResident = sizeof(T) == 8 && kPacks >= 16                                ? 1
-                          : sizeof(T) == 8 || kPacks >= 16                              ? 2
-                          : kPacks >= 10 || (sizeof(T) == 2 && kGradient && kPacks > 4) ? 3
-                                                                                        : 4;
+template <typename T, int kPacks>
+constexpr int kResident = sizeof(T) == 8 && kPacks >= 16   ? 1
+                          : sizeof(T) == 8 || kPacks >= 16 ? 2
+                          : kPacks >= 10                   ? 3
+                                                           : 4;
 
 // kLanes lanes a row, up to kPacks accesses of each.
 template <typename T, int kLanes, int kPacks, bool kGradient>
-__global__ void __launch_bounds__(kThreads, kResident<T, kPacks, kGradient>)
+__global__ void __launch_bounds__(kThreads, kResident<T, kPacks>)
     LaneRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
   constexpr int kGroups = kWarp / kLanes;
@@ -45,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kPacks, kGradient>)
 
 #pragma unroll 1
   for (int64_t tile = begin + threadIdx.x / kWarp * tile_rows; tile < end;
-       tile += blockDim.x / kWarp * tile_rows) {
+       tile += kThreads / kWarp * tile_rows) {
     // The rows of a lane's group are neighbours of those of the other groups; it evaluates one.
     const int64_t own_row = tile + lane * kGroups + group;
     const bool has_row = lane < steps && own_row < end;
@@ -103,51 +108,22 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kPacks, kGradient>)
   if (sums) FinishSum(p, entry.sum, total);
 }
 
-// Steps of rows before they are evaluated: few for rows that keep a warp busy for long, as their
-// number is what warps differ in at the end.
-constexpr int64_t kMostSteps = 8;
-// Blocks for the whole device, before they take more rows.
-constexpr int64_t kEnoughBlocks = 1024;
-// Blocks of a sum that the blocks of one cluster do in turns, rather than need a second kernel.
-constexpr int64_t kMostTurns = 1;
-
 template <typename T, int kLanes, int kPacks>
 cudaError_t Launch(cudaStream_t stream, const Softmax& call, int64_t most_splits, void* partials) {
-  const bool sums = call.sum != nullptr;
-  const PacksOfRow packs(call);
-  int64_t rows = kThreads / kLanes;
-  int64_t splits = CeilDiv(call.rows, rows);
-  bool clustered = false;
-  if (sums) {
-    most_splits = std::max<int64_t>(most_splits, 1);
-    clustered =
-        splits == 1 || (splits <= kClusterBlocks * kMostTurns && jaxops::cuda::HasClusters());
-    if (clustered) most_splits = kClusterBlocks;
-  }
-  // A row each lane, where they are many.
-  const int64_t most_steps = call.gradient != nullptr ? 1 : std::min<int64_t>(kLanes, kMostSteps);
-  const int64_t steps = std::clamp<int64_t>(splits / kEnoughBlocks, 1, most_steps);
-  rows *= steps;
-  splits = CeilDiv(call.rows, rows);
-  if (sums && splits > most_splits) {
-    rows *= CeilDiv(splits, most_splits);
-    splits = CeilDiv(call.rows, rows);
-  }
-  const int64_t blocks = call.batch.size() * splits;
-  SoftmaxParams params{call, FastDivider(splits), rows, clustered ? nullptr : partials};
-  params.packs = static_cast<int32_t>(CeilDiv(packs.count, kLanes));
-  params.whole = packs.whole;
-  params.steps = static_cast<int32_t>(steps);
-  const auto launch = [&](auto kernel) {
-    return clustered && splits > 1
-               ? jaxops::cuda::LaunchClusters(kernel, blocks, splits, kThreads, 0, stream, params)
-               : jaxops::cuda::Launch(kernel, blocks, kThreads, 0, stream, params);
-  };
-  const cudaError_t error = DispatchBool(call.gradient != nullptr, [&](auto gradient) {
-    return launch(LaneRows<T, kLanes, kPacks, gradient.value>);
+  return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
+    const PacksOfRow packs(call);
+    // A gradient is written in order by blocks that take few rows.
+    const int64_t most_steps = !gradient.value ? kMostSteps : sizeof(T) == 2 ? 2 : 1;
+    const RowSplits splits(call, kThreads / kLanes, kResident<T, kPacks>, most_steps, most_splits);
+    SoftmaxParams params{call};
+    params.packs = static_cast<int32_t>(CeilDiv(packs.count, kLanes));
+    params.whole = packs.whole;
+    // The same number each time, and of rows at most one a lane.
+    params.steps = static_cast<int32_t>(
+        CeilDiv(splits.steps, CeilDiv(splits.steps, std::min<int64_t>(kLanes, kMostSteps))));
+    return LaunchSplits<Accumulator<T>>(LaneRows<T, kLanes, kPacks, gradient.value>, kThreads,
+                                        splits, stream, params, partials);
   });
-  if (error != cudaSuccess || !sums || clustered) return error;
-  return CombineSums<Accumulator<T>>(stream, call, splits, partials);
 }
 
 }  // namespace
@@ -173,7 +149,7 @@ cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t spl
     constexpr auto k32 = integral_constant<int, 32>();
     if (packs.count <= 2 && packs.whole) return launch(k1, k2);
     // Of 2-byte logits, as many rows a warp as have room for what they take when widened.
-    if (sizeof(T) == 2 && packs.count <= 10) return launch(k2, k5);
+    if (sizeof(T) == 2 && packs.count <= 10 && call.rows >= kManyRows) return launch(k2, k5);
     if (packs.count <= 8) return launch(k4, k2);
     if (packs.count <= 12) return launch(k4, k3);
     if (packs.count <= 20) return launch(k4, k5);
