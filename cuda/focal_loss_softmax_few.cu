@@ -9,11 +9,14 @@ namespace jaxops::focal_loss::cuda {
 namespace {
 
 constexpr int kMostClasses = 128;
-constexpr int64_t kFewElements = 1 << 17;
+// So few elements are few, and so few that there may be a warp for each row.
+constexpr int64_t kFewElements = 3 << 17;
+constexpr int64_t kVeryFewElements = 1 << 17;
 // Without a sum, small blocks for many multiprocessors.
 constexpr int kSmallBlock = 128;
-// Lanes of a row, where the blocks of one cluster have more rows than warps.
-constexpr int kFewLanes = 8;
+// Lanes of a row otherwise, the fewer for a sum because it has one cluster, or few partial sums.
+constexpr int kFewLanes = 16;
+constexpr int kSumLanes = 8;
 
 // kLanes lanes a row, of which they have elements kLanes apart.
 template <typename T, int kBlockThreads, int kLanes, bool kGradient>
@@ -101,18 +104,21 @@ bool AreFewRows(const Softmax& call, int64_t splits) {
   if (call.classes > kMostClasses) return false;
   const int64_t elements = call.rows * call.classes;
   if (call.sum == nullptr) return call.batch.size() * elements <= kFewElements;
-  return elements <= kFewElements && CeilDiv(call.rows, kThreads / kFewLanes) <= splits;
+  return elements <= kFewElements && CeilDiv(call.rows, kThreads / kSumLanes) <= splits;
 }
 
 cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials) {
   return DispatchFloat(call.dtype, [&](auto logit) {
     using T = decltype(logit);
-    if (call.sum == nullptr) return Launch<T, kSmallBlock, kWarp>(stream, call, partials);
-    // A warp a row, for one cluster.
+    if (call.sum == nullptr) {
+      return call.batch.size() * call.rows * call.classes <= kVeryFewElements
+                 ? Launch<T, kSmallBlock, kWarp>(stream, call, partials)
+                 : Launch<T, kSmallBlock, kFewLanes>(stream, call, partials);
+    }
     if (call.rows <= kClusterBlocks * kThreads / kWarp && jaxops::cuda::HasClusters()) {
       return Launch<T, kThreads, kWarp>(stream, call, partials);
     }
-    return Launch<T, kThreads, kFewLanes>(stream, call, partials);
+    return Launch<T, kThreads, kSumLanes>(stream, call, partials);
   });
 }
 
