@@ -12,6 +12,12 @@ namespace {
 
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kMostClasses = 8;
+// Steps of a block.
+constexpr int64_t kSumSteps = 8;
+constexpr int64_t kGradientSteps = 2;
+// Blocks of a multiprocessor.
+template <typename A>
+constexpr int kResident = sizeof(A) == 8 ? 3 : 5;
 // Rows of at most so many accesses are in the registers of a warp.
 constexpr int64_t kMostPacks = 512;
 
@@ -61,7 +67,7 @@ struct RowTile {
   int64_t first;
   int rows;
   int label = -1;
-  A factor = 0;
+  A weight = 0;
 
   // Has the logits on their way to shared memory.
   __device__ __forceinline__ RowTile(const SoftmaxEntry<T>& entry, int64_t first, int64_t end,
@@ -73,12 +79,12 @@ struct RowTile {
     const int lane = threadIdx.x % kWarp;
     if (lane >= rows) return;
     label = entry.labels[first + lane];
-    factor = entry.Factor(first + lane);
+    weight = entry.Weight(first + lane);
   }
 };
 
 template <typename T, bool kGradient>
-__global__ void __launch_bounds__(kThreads, sizeof(Accumulator<T>) == 8 ? 3 : 5)
+__global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
     ShortRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
   // And what the first row may be misaligned by.
@@ -137,13 +143,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(Accumulator<T>) == 8 ? 3 : 5)
       }
       A loss, slope;
       EvaluateRow(loss, slope, others, label_logit, call.power, entry.gamma);
-      loss = known ? loss * tile.factor : A(0);
+      const A factor = entry.scale * tile.weight;
+      loss = known ? loss * factor : A(0);
       total += loss;
       if (!kGradient && call.loss != nullptr && lane < tile.rows) {
         static_cast<A*>(call.loss)[entry.result + tile.first + lane] = loss;
       }
       if constexpr (kGradient) {
-        slope = known ? slope * tile.factor : A(0);
+        slope = known ? slope * factor : A(0);
         const A share = known ? ShareOf(slope, others) : A(0);
         if (lane < tile.rows) {
 #pragma unroll
@@ -169,25 +176,12 @@ cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t mo
                             void* partials) {
   return DispatchFloat(call.dtype, [&](auto logit) {
     using T = decltype(logit);
-    const bool sums = call.sum != nullptr;
-    int64_t rows = kThreads;
-    if (sums) {
-      rows *= CeilDiv(CeilDiv(call.rows, rows), std::max<int64_t>(most_splits, 1));
-    }
-    const int64_t splits = CeilDiv(call.rows, rows);
-    const bool clustered =
-        sums && (splits == 1 || (splits <= kClusterBlocks && jaxops::cuda::HasClusters()));
-    const SoftmaxParams params{
-        call, FastDivider(splits), rows, clustered ? nullptr : partials, 1, 1, 1};
-    const int64_t blocks = call.batch.size() * splits;
-    const cudaError_t error = DispatchBool(call.gradient != nullptr, [&](auto gradient) {
-      const auto kernel = ShortRows<T, gradient.value>;
-      return clustered && splits > 1
-                 ? jaxops::cuda::LaunchClusters(kernel, blocks, splits, kThreads, 0, stream, params)
-                 : Launch(kernel, blocks, stream, params);
+    return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
+      const RowSplits splits(call, kThreads, kResident<Accumulator<T>>,
+                             gradient.value ? kGradientSteps : kSumSteps, most_splits);
+      return LaunchSplits<Accumulator<T>>(ShortRows<T, gradient.value>, kThreads, splits, stream,
+                                          SoftmaxParams{call}, partials);
     });
-    if (error != cudaSuccess || !sums || clustered) return error;
-    return CombineSums<Accumulator<T>>(stream, call, splits, partials);
   });
 }
 
@@ -207,6 +201,7 @@ cudaError_t LaunchSoftmax(cudaStream_t stream, const Softmax& call, int64_t spli
   }
   // Positions in a row, and what threads go beyond its end.
   if (call.classes > INT32_MAX - (1 << 20)) return cudaErrorInvalidValue;
+  if (AreFewRows(call, splits)) return LaunchFewRows(stream, call, partials);
   const PacksOfRow packs(call);
   if (call.classes <= kMostClasses && !packs.whole) {
     return LaunchShortRows(stream, call, splits, partials);

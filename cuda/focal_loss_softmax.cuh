@@ -20,12 +20,15 @@ struct SoftmaxParams {
   FastDivider splits;
   int64_t rows_per_split;
   void* partials;  // null: no sum is wanted, or the blocks of an entry are a cluster
-  int32_t packs;   // that a thread has of a row
+  int32_t packs;   // that a thread has of a row at the most
+  bool whole;      // rows begin and end where the widest accesses do
   int32_t steps;   // of rows that are evaluated together
   int32_t blocks_per_row;
 };
 
 // One call in each way; `splits` and `partials` are those of LaunchSoftmax.
+bool AreFewRows(const Softmax& call, int64_t splits);
+cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials);
 cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t splits,
                             void* partials);
 cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t splits,
@@ -33,8 +36,7 @@ cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t spl
 cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t splits,
                             void* partials);
 
-// The widest accesses that the elements of a row may be parts of, and whether they always begin and
-// end where accesses do.
+// The widest accesses of a row, at the most, and whether there are no elements besides.
 struct PacksOfRow {
   int64_t count;
   bool whole;
@@ -43,15 +45,61 @@ struct PacksOfRow {
     const int64_t elements = kPackBytes / jaxops::cuda::SizeOf(call.dtype);
     whole =
         call.classes % elements == 0 && reinterpret_cast<uintptr_t>(call.logits) % kPackBytes == 0;
-    count = CeilDiv(call.classes + (whole ? 0 : elements - 1), elements);
+    count = call.classes / elements;
   }
 };
+
+// How the rows of an entry are shared out among blocks that take `step` rows at a time, and
+// `most_steps` times if there are so many rows, and of which `resident` are on a multiprocessor.
+struct RowSplits {
+  int64_t count;
+  int64_t steps;   // of a block
+  int64_t rows;    // of a block
+  bool clustered;  // the sum is that of one cluster
+
+  RowSplits(const Softmax& call, int64_t step, int64_t resident, int64_t most_steps,
+            int64_t most_splits) {
+    const bool sums = call.sum != nullptr;
+    // As many as the 132 multiprocessors of an H100 or H200 run at a time, or that many times over:
+    // a block costs time of its own. The order of additions must not depend on how many entries
+    // there are.
+    const int64_t all = CeilDiv(call.rows, step) * (sums ? 1 : call.batch.size());
+    steps = std::min<int64_t>(CeilDiv(all, 132 * resident), most_steps);
+    if (sums) {
+      steps = std::max(steps, CeilDiv(CeilDiv(call.rows, step), std::max<int64_t>(most_splits, 1)));
+    }
+    rows = steps * step;
+    count = CeilDiv(call.rows, rows);
+    clustered = sums && (count == 1 || (count <= kClusterBlocks && jaxops::cuda::HasClusters()));
+  }
+};
+
+// Launches a kernel for all splits, and what its partial sums need to become the sum.
+template <typename A>
+cudaError_t LaunchSplits(void (*kernel)(SoftmaxParams), int threads, const RowSplits& splits,
+                         cudaStream_t stream, SoftmaxParams params, void* partials) {
+  const Softmax& call = params.call;
+  params.splits = FastDivider(splits.count);
+  params.rows_per_split = splits.rows;
+  params.partials = splits.clustered ? nullptr : partials;
+  const int64_t blocks = call.batch.size() * splits.count;
+  const cudaError_t error =
+      splits.clustered && splits.count > 1
+          ? jaxops::cuda::LaunchClusters(kernel, blocks, splits.count, threads, 0, stream, params)
+          : jaxops::cuda::Launch(kernel, blocks, threads, 0, stream, params);
+  if (error != cudaSuccess || call.sum == nullptr || splits.clustered) return error;
+  return CombineSums<A>(stream, call, splits.count, partials);
+}
 
 // Elements by which an array misses the alignment of the widest access.
 template <typename T>
 __device__ __forceinline__ int Misaligned(const T* array) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(array) % kPackBytes / sizeof(T));
 }
+
+// Has a value read where it is asked for, rather than where it is needed.
+__device__ __forceinline__ void ReadNow(float& value) { asm volatile("" : "+f"(value)); }
+__device__ __forceinline__ void ReadNow(double& value) { asm volatile("" : "+d"(value)); }
 
 // The operands of a batch entry.
 template <typename T>
@@ -79,8 +127,9 @@ struct SoftmaxEntry {
     sum = offsets[Softmax::kSum];
   }
 
-  __device__ __forceinline__ A Factor(int64_t row) const {
-    return weight == nullptr ? scale : scale * weight[row];
+  // To be multiplied by the scale, but not before all that can be read is on its way.
+  __device__ __forceinline__ A Weight(int64_t row) const {
+    return weight == nullptr ? A(1) : weight[row];
   }
 };
 
@@ -159,6 +208,18 @@ struct Max {
   }
 };
 
+// The largest value of some lanes of a warp, or a NaN.
+template <int kLanes, typename A>
+__device__ __forceinline__ A LargestOfLanes(A value) {
+  if constexpr (kLanes == kWarp && std::is_same_v<A, float>) {
+    // As integers, which one instruction compares: those of negative numbers are in reverse.
+    const auto order = [](int bits) { return bits ^ (bits >> 31 & INT32_MAX); };
+    return __int_as_float(order(__reduce_max_sync(~0u, order(__float_as_int(value)))));
+  } else {
+    return OverLanes<kLanes>(value, Max());
+  }
+}
+
 struct Plus {
   template <typename A>
   __device__ __forceinline__ A operator()(A a, A b) const {
@@ -207,18 +268,25 @@ struct RegisterPack {
     jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), pack);
   }
 
-  // Replaces element `at` by that of the word.
-  __device__ __forceinline__ void Replace(int at, Word by) {
-    if constexpr (kPairs) {
-      const uint32_t bytes = at % 2 == 0 ? 0x3254 : 0x5410;
+  // Where an element is, from its distance to the first one.
+  struct Place {
+    int word;
+    uint32_t bytes;  // of a pair's word and its replacement, those that stay or come
+
+    __device__ __forceinline__ explicit Place(int element)
+        : word(kPairs ? element >> 1 : element), bytes(element % 2 == 0 ? 0x3254 : 0x5410) {}
+  };
+
+  // Replaces the element at that place, if it is in this pack, by that of the word.
+  __device__ __forceinline__ void Replace(const Place& place, Word by) {
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        words[w] = __byte_perm(words[w], by, w == at / 2 ? bytes : 0x3210);
-      }
-    } else {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        if (w == at) words[w] = by;
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (kPairs) {
+        asm("{\n.reg .pred here;\nsetp.eq.s32 here, %1, %2;\n@here prmt.b32 %0, %0, %3, %4;\n}"
+            : "+r"(words[w])
+            : "r"(place.word), "r"(w), "r"(by), "r"(place.bytes));
+      } else {
+        if (w == place.word) words[w] = by;
       }
     }
   }
@@ -264,6 +332,13 @@ struct RegisterPack {
     }
   }
 
+  // Has what was made of the elements made once more, rather than kept in registers.
+  __device__ __forceinline__ void Forget() {
+    static_assert(kPairs);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) asm volatile("" : "+r"(words[w]));
+  }
+
   // Takes the larger of each two elements.
   __device__ __forceinline__ void Max(const RegisterPack& other) {
 #pragma unroll
@@ -279,69 +354,114 @@ struct RegisterPack {
   }
 };
 
-// The packs that a thread has of a row, `stride` elements apart; the first begins `at` elements
-// from the row's begin, which need not be aligned: the pack may begin before it, and another end
-// after its end. Those elements, and what is beyond, read as negative infinity.
-template <typename T, int kPacks>
-struct RowPacks {
+// Where the elements of a row are that whole accesses do not reach, before and after its body.
+template <typename T>
+struct RowShape {
   static constexpr int kCount = kPackElements<T>;
+
+  int head = 0;
+  int body;
+
+  __device__ __forceinline__ RowShape(const T* row, int classes, bool whole) {
+    if (!whole) head = min(classes, (kCount - Misaligned(row)) % kCount);
+    body = (classes - head) / kCount * kCount;
+  }
+
+  // Where one of them is in the row.
+  __device__ __forceinline__ int Edge(int index) const {
+    return index < head ? index : index + body;
+  }
+};
+
+// What one of `threads` threads has of a row: kPacks accesses of its body at the most, of which
+// `count` may be there, and kEdges of the other elements, of which `whole` rows have none. What is
+// not there is negative infinity. Exponentials are kept for the gradient if kKeeps.
+template <typename T, int kPacks, int kEdges, bool kKeeps>
+struct RowPart {
   using A = Accumulator<T>;
+  static constexpr int kCount = kPackElements<T>;
+  static constexpr bool kInPlace = kKeeps && std::is_same_v<T, A>;
+  static constexpr bool kApart = kKeeps && !kInPlace;
 
   RegisterPack<T> packs[kPacks];
+  A edges[kEdges];
+  A kept[kApart ? kPacks : 1][kApart ? kCount : 1];
+  RowShape<T> shape;
+  int classes;
+  int thread;
+  int threads;
+  int count;
+  bool whole;
 
-  __device__ __forceinline__ void Clear() {
-#pragma unroll
-    for (int j = 0; j < kPacks; ++j) packs[j].Fill(-A(INFINITY));
-  }
-
-  static __device__ __forceinline__ bool IsWhole(int i, int classes) {
-    return i >= 0 && i + kCount <= classes;
-  }
-
-  // What can be read by whole accesses.
-  __device__ __forceinline__ void LoadWhole(const T* row, int classes, int at, int stride,
-                                            int count) {
-    Clear();
+  __device__ __forceinline__ RowPart(const T* row, int classes, int thread, int threads, int count,
+                                     bool whole)
+      : shape(row, classes, whole),
+        classes(classes),
+        thread(thread),
+        threads(threads),
+        count(count),
+        whole(whole) {
+    const T* body = row + shape.head + thread * kCount;
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
-      if (j >= count) break;
-      const int i = at + j * stride;
-      if (IsWhole(i, classes)) packs[j].Load(row + i);
+      packs[j].Fill(-A(INFINITY));
+      if (Has(j)) packs[j].Load(body + j * threads * kCount);
+    }
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) edges[i] = -A(INFINITY);
+    if (whole) return;
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) {
+      const int index = thread + i * threads;
+      if (index < classes - shape.body) edges[i] = Widen(row[shape.Edge(index)]);
     }
   }
 
-  // The rest, of which rows that begin and end where packs do have nothing.
-  __device__ __forceinline__ void LoadEdges(const T* row, int classes, int at, int stride,
-                                            int count) {
-#pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
-      if (j >= count) break;
-      const int i = at + j * stride;
-      if (i >= classes || IsWhole(i, classes)) continue;
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        if (i + k >= 0 && i + k < classes) packs[j].Replace(k, RegisterPack<T>::Repeat(row[i + k]));
-      }
+  __device__ __forceinline__ bool Has(int j) const {
+    return thread * kCount + j * threads * kCount < shape.body;
+  }
+  // Whether no thread has this pack, or a later one: asked where there may be many of those.
+  __device__ __forceinline__ bool Skips(int j) const { return kPacks >= 8 && j >= count; }
+
+  using Place = typename RegisterPack<T>::Place;
+
+  // Replaces the element at a place relative to the thread's first one, if it is in pack j.
+  __device__ __forceinline__ void ReplaceIn(int j, RegisterPack<T>& pack, Place place, T by) const {
+    place.word -= j * threads * RegisterPack<T>::kWords;
+    // Where many threads share a row, most packs of a warp have no label.
+    if (threads < 16 || (place.word >= 0 && place.word < RegisterPack<T>::kWords)) {
+      pack.Replace(place, RegisterPack<T>::Repeat(by));
     }
   }
 
   // Takes the label out, or everything if there is no such class.
-  __device__ __forceinline__ void TakeOut(int label, int classes, int at, int stride, int count) {
-    if (label < 0 || label >= classes) Clear();
+  __device__ __forceinline__ void TakeOut(int label, bool known) {
+    if (!known) {
+      // Rarely, and therefore not by selections, which every row would pay for.
+      asm volatile("");
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) packs[j].Fill(-A(INFINITY));
+#pragma unroll
+      for (int i = 0; i < kEdges; ++i) edges[i] = -A(INFINITY);
+    }
+    const Place hit(label - shape.head - thread * kCount);
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
-      if (j >= count) break;
-      const int hit = label - (at + j * stride);
-      if (hit >= 0 && hit < kCount)
-        packs[j].Replace(hit, RegisterPack<T>::Repeat(Narrow<T>(-A(INFINITY))));
+      if (Skips(j)) break;
+      ReplaceIn(j, packs[j], hit, Narrow<T>(-A(INFINITY)));
+    }
+    if (whole) return;
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) {
+      if (shape.Edge(thread + i * threads) == label) edges[i] = -A(INFINITY);
     }
   }
 
-  __device__ __forceinline__ A FindLargest(int count) const {
+  __device__ __forceinline__ A FindLargest() const {
     RegisterPack<T> most = packs[0];
 #pragma unroll
     for (int j = 1; j < kPacks; ++j) {
-      if (j >= count) break;
+      if (Skips(j)) break;
       most.Max(packs[j]);
     }
     A z[kCount];
@@ -349,63 +469,86 @@ struct RowPacks {
     A largest = z[0];
 #pragma unroll
     for (int k = 1; k < kCount; ++k) largest = max(largest, z[k]);
+    if (whole) return largest;
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) largest = max(largest, edges[i]);
     return largest;
   }
 
-  // The sum of the exponentials, which take the place of the logits if there is room for them.
-  static constexpr bool kKeeps = std::is_same_v<T, A>;
-  __device__ __forceinline__ A SumExponentials(A largest, int count) {
-    A sum = 0;
+  __device__ __forceinline__ A SumExponentials(A largest) {
+    A sums[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
-      if (j >= count) break;
+      if (Skips(j)) break;
       A z[kCount];
       packs[j].Widen(z);
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         z[k] = ExpOfDifference(z[k] - largest);
-        sum += z[k];
+        sums[k % 2] += z[k];
+        if constexpr (kApart) kept[j][k] = z[k];
       }
-      if constexpr (kKeeps) packs[j].Set(z);
+      if constexpr (kInPlace) packs[j].Set(z);
     }
-    return sum;
+    if (!whole) {
+#pragma unroll
+      for (int i = 0; i < kEdges; ++i) {
+        edges[i] = ExpOfDifference(edges[i] - largest);
+        sums[0] += edges[i];
+      }
+    }
+    return sums[0] + sums[1];
   }
 
-  // The gradient, from each other class's share of the slope; `gradient` is where that of the row
-  // begins, and takes whole accesses where the row does if `alike`.
+  // The gradient, from each other class's share of the slope, where exponentials relative to
+  // `largest` were kept or will be made. `gradient` is where that of the row begins, and takes
+  // whole accesses where the row does if `alike`.
   __device__ __forceinline__ void Store(T* gradient, bool alike, A share, A largest, A slope,
-                                        int label, int classes, int at, int stride,
-                                        int count) const {
+                                        int label) {
+    T* body = gradient + shape.head + thread * kCount;
+    const Place hit(label - shape.head - thread * kCount);
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
-      if (j >= count) break;
-      const int i = at + j * stride;
+      if (Skips(j)) break;
+      if constexpr (!kKeeps) packs[j].Forget();
       A z[kCount];
       packs[j].Widen(z);
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        z[k] = share * (kKeeps ? z[k] : ExpOfDifference(z[k] - largest));
+        if constexpr (kApart) {
+          z[k] = share * kept[j][k];
+        } else {
+          z[k] = share * (kInPlace ? z[k] : ExpOfDifference(z[k] - largest));
+        }
       }
       RegisterPack<T> values;
       values.Set(z);
-      const int hit = label - i;
-      if (hit >= 0 && hit < kCount) values.Replace(hit, RegisterPack<T>::Repeat(Narrow<T>(-slope)));
-      if (alike && IsWhole(i, classes)) {
-        values.Store(gradient + i);
-      } else if (i < classes) {
+      ReplaceIn(j, values, hit, Narrow<T>(-slope));
+      if (!Has(j)) continue;
+      T* to = body + j * threads * kCount;
+      if (alike) {
+        values.Store(to);
+      } else {
 #pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          if (i + k >= 0 && i + k < classes) gradient[i + k] = values.Get(k);
-        }
+        for (int k = 0; k < kCount; ++k) to[k] = values.Get(k);
+      }
+    }
+    if (whole) return;
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) {
+      const int at = shape.Edge(thread + i * threads);
+      const A value = share * edges[i];
+      if (thread + i * threads < classes - shape.body) {
+        gradient[at] = Narrow<T>(at == label ? -slope : value);
       }
     }
   }
 };
 
 // The sum of a block, which is a partial one or a part of that of its cluster.
-template <typename A>
+template <int kBlockThreads = kThreads, typename A>
 __device__ __forceinline__ void FinishSum(const SoftmaxParams& p, int64_t to, A total) {
-  A sum = SumOverBlock(total);
+  A sum = SumOverBlock<kBlockThreads>(total);
   if (p.partials != nullptr) {
     if (threadIdx.x == 0) static_cast<A*>(p.partials)[blockIdx.x] = sum;
   } else if (SumOverCluster(sum)) {

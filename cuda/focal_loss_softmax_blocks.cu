@@ -1,9 +1,8 @@
-// The softmax focal loss of rows that a block, or the blocks of a cluster, have in their registers,
-// and of still longer ones.
+// The softmax focal loss of rows that are too long for a warp.
 //
-// Blocks of a multiprocessor take turns: one waits for a row while others sum up or write theirs.
-// Rows too long for a cluster are read in one pass for the largest of the other logits and the sum
-// of exponentials beside it; for the gradient, a second one finds them in the L2.
+// For the gradient, with or without a sum, a block or the blocks of a cluster have a row in their
+// registers; those of a multiprocessor take turns: one waits for a row while others sum up or write
+// theirs. Rows too long for a cluster are read twice, as they are once for a sum alone.
 #include <cooperative_groups.h>
 
 #include "cuda/focal_loss.h"
@@ -15,12 +14,14 @@ namespace {
 // Accesses of a thread to a row.
 constexpr int kPacks = 8;
 // Threads of all the blocks of a multiprocessor.
-template <typename A>
-constexpr int kResidentThreads = sizeof(A) == 8 ? 512 : 1024;
+constexpr int kResidentThreads = 1024;
 // Threads that share a row too long for a cluster: for the gradient many, which keeps those rows
 // few that the L2 has to hold at a time.
 template <bool kGradient>
 constexpr int kStreamThreads = kGradient ? 1024 : 256;
+// Accesses of a thread that are under way at a time.
+template <bool kGradient>
+constexpr int kStreamAhead = kGradient ? 2 : 4;
 
 // What the threads of a row need to write its gradient.
 template <typename A>
@@ -54,11 +55,10 @@ __device__ __forceinline__ void FinishRows(const SoftmaxParams& p, int64_t to, u
 }
 
 // The blocks of a cluster share rows, which they have in their registers.
-template <typename T, int kBlockThreads, bool kGradient>
-__global__ void __launch_bounds__(kBlockThreads, kResidentThreads<Accumulator<T>> / kBlockThreads)
+template <typename T, int kBlockThreads>
+__global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThreads)
     BlockRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
-  constexpr int kCount = kPackElements<T>;
   constexpr int kWarps = kBlockThreads / kWarp;
   __shared__ SumOfExp<A> of_warp[kWarps];
   __shared__ SumOfExp<A> of_block[2][kClusterBlocks];
@@ -73,10 +73,10 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads<Accumulator<T>
   const int64_t begin = p.splits.Peel(index) * p.rows_per_split;
   const int64_t end = min(begin + p.rows_per_split, call.rows);
   const SoftmaxEntry<T> entry(call, index);
-  T* const gradient = kGradient ? static_cast<T*>(call.gradient) + entry.result : nullptr;
+  T* const gradient = static_cast<T*>(call.gradient) + entry.result;
   const bool alike = Misaligned(gradient) == Misaligned(entry.logits);
-  const int stride = blocks_per_row * kBlockThreads * kCount;
-  const int first = (rank * kBlockThreads + threadIdx.x) * kCount;
+  // A block has a run of a row.
+  const int thread = rank * kBlockThreads * kPacks + threadIdx.x;
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
   // Nobody writes to the memory of a block that has not begun.
@@ -88,22 +88,20 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads<Accumulator<T>
 #pragma unroll 1
   for (int64_t row = begin; row < end; ++row) {
     const T* logits = entry.logits + row * classes;
-    const int at = first - Misaligned(logits);
-    RowPacks<T, kPacks> packs;
-    packs.LoadWhole(logits, classes, at, stride, kPacks);
-    packs.LoadEdges(logits, classes, at, stride, kPacks);
+    RowPart<T, kPacks, 1, sizeof(T) != 2> part(logits, classes, thread, kBlockThreads, kPacks,
+                                               p.whole);
     const int label = entry.labels[row];
     const bool known = label >= 0 && label < classes;
-    A label_logit = 0, factor = 0;
+    A label_logit = 0, weight = 0;
     if (warp == 0) {
       if (known) label_logit = Widen(logits[label]);
-      factor = entry.Factor(row);
+      weight = entry.Weight(row);
     }
-    packs.TakeOut(label, classes, at, stride, kPacks);
+    part.TakeOut(label, known);
     SumOfExp<A> others;
-    others.StartFrom(OverLanes<kWarp>(packs.FindLargest(kPacks), Max()));
+    others.StartFrom(LargestOfLanes<kWarp>(part.FindLargest()));
     const A warp_largest = others.largest;
-    others.sum = OverLanes<kWarp>(packs.SumExponentials(warp_largest, kPacks), Plus());
+    others.sum = OverLanes<kWarp>(part.SumExponentials(warp_largest), Plus());
     if (lane == 0) of_warp[warp] = others;
     __syncthreads();
     if (warp == 0) {
@@ -116,8 +114,9 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads<Accumulator<T>
       begun = true;
       // Blocks read one row's sums while the next row's arrive.
       SumOfExp<A>* of_blocks = of_block[(row - begin) % 2];
-      if (warp == 0 && lane < blocks_per_row)
+      if (warp == 0 && lane < blocks_per_row) {
         cluster.map_shared_rank(of_blocks, lane)[rank] = others;
+      }
       cluster.sync();
       if (warp == 0) {
         others = of_blocks[lane % blocks_per_row];
@@ -133,24 +132,15 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads<Accumulator<T>
     if (warp == 0) {
       A loss, slope;
       EvaluateRow(loss, slope, others, label_logit, call.power, entry.gamma);
-      loss = known ? loss * factor : A(0);
+      const A factor = entry.scale * weight;
+      if (known) total += loss * factor;
       slope = known ? slope * factor : A(0);
-      if (rank == 0 && lane == 0) {
-        total += loss;
-        if (call.loss != nullptr) static_cast<A*>(call.loss)[entry.result + row] = loss;
-      }
-      if (kGradient && lane == 0) {
-        terms = {others.largest, known ? ShareOf(slope, others) : A(0), slope};
-      }
+      if (lane == 0) terms = {others.largest, known ? ShareOf(slope, others) : A(0), slope};
     }
     __syncthreads();
-    if constexpr (kGradient) {
-      // Exponentials that took the place of logits are relative to the largest of the warp.
-      const A share =
-          packs.kKeeps ? terms.share * ExpOfDifference(warp_largest - terms.largest) : terms.share;
-      packs.Store(gradient + row * classes, alike, share, terms.largest, terms.slope, label,
-                  classes, at, stride, kPacks);
-    }
+    // Exponentials are relative to the largest of the warp.
+    const A share = terms.share * ExpOfDifference(warp_largest - terms.largest);
+    part.Store(gradient + row * classes, alike, share, warp_largest, terms.slope, label);
   }
   if (rank == 0) FinishRows(p, entry.sum, blockIdx.x / blocks_per_row, total);
 }
@@ -174,86 +164,71 @@ template <typename T, bool kGradient>
 __global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof(T) < 8 ? 2 : 1)
     StreamedRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
-  constexpr int kAhead = 2;
+  constexpr int kAhead = kStreamAhead<kGradient>;
   constexpr int kThreads = kStreamThreads<kGradient>;
-  constexpr int kStride = kThreads * kPackElements<T>;
+  using Part = RowPart<T, kAhead, 1, kGradient>;
   const Softmax& call = p.call;
   const int classes = static_cast<int>(call.classes);
   uint32_t index = blockIdx.x;
   const int64_t begin = p.splits.Peel(index) * p.rows_per_split;
   const int64_t end = min(begin + p.rows_per_split, call.rows);
   const SoftmaxEntry<T> entry(call, index);
-  T* const gradient = kGradient ? static_cast<T*>(call.gradient) + entry.result : nullptr;
-  const bool alike = Misaligned(gradient) == Misaligned(entry.logits);
   A total = 0;
 
 #pragma unroll 1
   for (int64_t row = begin; row < end; ++row) {
     const T* logits = entry.logits + row * classes;
-    const int first = static_cast<int>(threadIdx.x) * kPackElements<T> - Misaligned(logits);
     const int label = entry.labels[row];
     const bool known = label >= 0 && label < classes;
-    RowPacks<T, kAhead> packs;
-    const auto load = [&](int at) {
-      packs.LoadWhole(logits, classes, at, kStride, kAhead);
-      packs.LoadEdges(logits, classes, at, kStride, kAhead);
-      packs.TakeOut(label, classes, at, kStride, kAhead);
+    const auto part_of = [&](int thread) {
+      Part part(logits, classes, thread, kThreads, kAhead, p.whole);
+      part.TakeOut(label, known);
+      return part;
     };
     SumOfExp<A> others;
-    for (int at = first; at < classes; at += kAhead * kStride) {
-      load(at);
+    for (int thread = threadIdx.x; thread <= classes / Part::kCount; thread += kAhead * kThreads) {
+      Part part = part_of(thread);
       const SumOfExp<A> before = others;
-      others.StartFrom(max(before.largest, packs.FindLargest(kAhead)));
+      others.StartFrom(max(before.largest, part.FindLargest()));
       others.sum = fma(before.sum, ExpOfDifference(before.largest - others.largest),
-                       packs.SumExponentials(others.largest, kAhead));
+                       part.SumExponentials(others.largest));
     }
     AddOverBlock<kThreads>(others);
 
     A loss, slope;
     EvaluateRow(loss, slope, others, known ? A(Widen(logits[label])) : A(0), call.power,
                 entry.gamma);
-    const A factor = entry.Factor(row);
+    const A factor = entry.scale * entry.Weight(row);
     loss = known ? loss * factor : A(0);
-    slope = known ? slope * factor : A(0);
     total += loss;
-    if (call.loss != nullptr && threadIdx.x == 0) {
-      static_cast<A*>(call.loss)[entry.result + row] = loss;
-    }
-    if constexpr (kGradient) {
+    if constexpr (!kGradient) {
+      if (call.loss != nullptr && threadIdx.x == 0) {
+        static_cast<A*>(call.loss)[entry.result + row] = loss;
+      }
+    } else {
+      slope = known ? slope * factor : A(0);
       const A share = known ? ShareOf(slope, others) : A(0);
-      for (int at = first; at < classes; at += kAhead * kStride) {
-        load(at);
-        if (packs.kKeeps) packs.SumExponentials(others.largest, kAhead);
-        packs.Store(gradient + row * classes, alike, share, others.largest, slope, label, classes,
-                    at, kStride, kAhead);
+      T* gradient = static_cast<T*>(call.gradient) + entry.result;
+      const bool alike = Misaligned(gradient) == Misaligned(entry.logits);
+      for (int thread = threadIdx.x; thread <= classes / Part::kCount;
+           thread += kAhead * kThreads) {
+        Part part = part_of(thread);
+        part.SumExponentials(others.largest);
+        part.Store(gradient + row * classes, alike, share, others.largest, slope, label);
       }
     }
   }
   FinishRows(p, entry.sum, blockIdx.x, total);
 }
 
-// Splits of the rows of an entry: as many as there may be.
-struct Splits {
-  int64_t count;
-  int64_t rows;  // of each
-};
-
-Splits SplitRows(const Softmax& call, int64_t most) {
-  if (call.sum == nullptr) return {call.rows, 1};
-  const int64_t rows = CeilDiv(call.rows, std::clamp<int64_t>(most, 1, call.rows));
-  return {CeilDiv(call.rows, rows), rows};
-}
-
 template <typename T, int kBlockThreads>
 cudaError_t LaunchBlocks(cudaStream_t stream, const SoftmaxParams& params, int64_t clusters) {
+  const auto kernel = BlockRows<T, kBlockThreads>;
   const int64_t blocks = clusters * params.blocks_per_row;
-  return DispatchBool(params.call.gradient != nullptr, [&](auto gradient) {
-    const auto kernel = BlockRows<T, kBlockThreads, gradient.value>;
-    return params.blocks_per_row > 1
-               ? jaxops::cuda::LaunchClusters(kernel, blocks, params.blocks_per_row, kBlockThreads,
-                                              0, stream, params)
-               : jaxops::cuda::Launch(kernel, blocks, kBlockThreads, 0, stream, params);
-  });
+  return params.blocks_per_row > 1
+             ? jaxops::cuda::LaunchClusters(kernel, blocks, params.blocks_per_row, kBlockThreads, 0,
+                                            stream, params)
+             : jaxops::cuda::Launch(kernel, blocks, kBlockThreads, 0, stream, params);
 }
 
 }  // namespace
@@ -262,25 +237,33 @@ cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t mo
                             void* partials) {
   return DispatchFloat(call.dtype, [&](auto logit) {
     using T = decltype(logit);
-    const int64_t packs = PacksOfRow(call).count;
-    const auto [splits, rows] = SplitRows(call, most_splits);
-    const int64_t clusters = call.batch.size() * splits;
-    const bool combines = call.sum != nullptr && splits > 1;
-    SoftmaxParams params{call, FastDivider(splits), rows, combines ? partials : nullptr, kPacks, 1,
-                         1};
+    const PacksOfRow packs(call);
+    const bool sums = call.sum != nullptr;
+    const int64_t rows =
+        sums ? CeilDiv(call.rows, std::clamp<int64_t>(most_splits, 1, call.rows)) : 1;
+    const int64_t splits = CeilDiv(call.rows, rows);
+    const int64_t count = call.batch.size() * splits;
+    const bool combines = sums && splits > 1;
+    SoftmaxParams params{call, FastDivider(splits), rows, combines ? partials : nullptr};
+    params.packs = kPacks;
+    params.whole = packs.whole;
+    params.blocks_per_row = 1;
     const auto launch = [&]() -> cudaError_t {
-      if (packs <= 128 * kPacks) return LaunchBlocks<T, 128>(stream, params, clusters);
-      if (packs <= 256 * kPacks) return LaunchBlocks<T, 256>(stream, params, clusters);
-      int64_t blocks = 1;
-      while (blocks * 512 * kPacks < packs) blocks *= 2;
-      if (blocks == 1 || (blocks <= kClusterBlocks && jaxops::cuda::HasClusters())) {
-        params.blocks_per_row = static_cast<int32_t>(blocks);
-        return LaunchBlocks<T, 512>(stream, params, clusters);
-      }
-      return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
-        return jaxops::cuda::Launch(StreamedRows<T, gradient.value>, clusters,
+      const auto stream_rows = [&](auto gradient) {
+        return jaxops::cuda::Launch(StreamedRows<T, gradient.value>, count,
                                     kStreamThreads<gradient.value>, 0, stream, params);
-      });
+      };
+      if (call.gradient == nullptr) return stream_rows(std::false_type());
+      if (packs.count <= 128 * kPacks) return LaunchBlocks<T, 128>(stream, params, count);
+      if (packs.count <= 256 * kPacks) return LaunchBlocks<T, 256>(stream, params, count);
+      if (packs.count <= 512 * kPacks) return LaunchBlocks<T, 512>(stream, params, count);
+      int blocks = 1;
+      while (int64_t{blocks} * 1024 * kPacks < packs.count) blocks *= 2;
+      if (blocks > 1 && (blocks > kClusterBlocks || !jaxops::cuda::HasClusters())) {
+        return stream_rows(std::true_type());
+      }
+      params.blocks_per_row = blocks;
+      return LaunchBlocks<T, 1024>(stream, params, count);
     };
     const cudaError_t error = launch();
     if (error != cudaSuccess || !combines) return error;
