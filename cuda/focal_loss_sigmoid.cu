@@ -4,8 +4,11 @@
 // Labels and weights belong to rows. Neighbours are of one row where their number divides that of
 // classes, as it usually does. Neighbours of two rows read the terms of both, and of
 // rows shorter than an access the terms of each element; rows of one element are read like the
-// elements. Batch entries that do not begin where an access may are taken element by element, and
-// so are gradients too small to give every thread of the device more than one.
+// elements. Batch entries that do not begin where an access may are taken element by element.
+//
+// Few rows have a target. Where neighbours share rows, they are all evaluated as if they were none,
+// for which fewer instructions do, and targets apart, by warps that have any (Hard). A call of few
+// elements is over before that would pay (FewElements).
 //
 // Long sums without weights are bound by instructions rather than memory. Where blocks can have
 // their shared memory filled for them, they wait for no logits and look up no rows (StreamedSum).
@@ -21,11 +24,21 @@ namespace jaxops::focal_loss::cuda {
 namespace {
 
 // Neighbours that a thread takes at a time, and those of which each may have a row of its own.
-constexpr int kInRow = 8;
+template <typename T>
+constexpr int kInRow = std::is_same_v<T, double> ? 4 : 8;
 constexpr int kShortRows = 4;
 
-// Results of so few elements in all are made by threads of one element each.
-constexpr int64_t kFewElements = 1 << 17;
+// Of FewElements: the most elements of a sum, or of results without one, the most threads of a
+// block, and the elements that are worth a block of a sum. So few that the instructions of a thread
+// last longer than those of all threads of a multiprocessor are taken by more threads.
+constexpr int64_t kFewSummed = 1 << 15;
+constexpr int64_t kFewAlone = 1 << 21;
+constexpr int64_t kFewest = 1 << 17;
+constexpr int kFewThreads = 1024;
+constexpr int64_t kFewABlock = 640;
+
+// From so many elements of 16 bits on, blocks last longer, because instructions bind them.
+constexpr int64_t kManyElements = 1 << 26;
 
 // Blocks of a sum at the most: they fill the largest devices twice.
 constexpr int64_t kSumBlocks = 2112;
@@ -39,7 +52,7 @@ constexpr int64_t kMostStreamed = 1 << 20;
 // Stands for an exponent that is known only at run time.
 constexpr int kRunTime = -1;
 
-enum class Want { kLoss, kSum, kGradient };
+enum class Want { kLoss, kSum, kGradient, kBoth };
 
 // The rows of a thread's neighbours: always one, up to two, any number of them, or one each.
 enum class Rows { kOne, kTwo, kAny, kEach };
@@ -114,13 +127,12 @@ class Entry {
 
   // The rows of neighbours that have one each, with the factor of what the element is.
   template <int kCount>
-  __device__ __forceinline__ void ReadRows(Row<A> (&rows)[kCount], int row, bool whole,
-                                           int64_t left) const {
-    const auto own = LoadSome<int32_t, kCount>(labels + row, whole, left);
+  __device__ __forceinline__ void ReadRows(Row<A> (&rows)[kCount], int row) const {
+    const auto own = LoadPack<kCount>(labels + row);
     Pack<A, kCount> weights;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) weights.values[k] = 1;
-    if (weight_ != nullptr) weights = LoadSome<A, kCount>(weight_ + row, whole, left);
+    if (weight_ != nullptr) weights = LoadPack<kCount>(weight_ + row);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       const A factor = weights.values[k] * (Position(own.values[k]) == 0 ? positive_ : negative_);
@@ -134,6 +146,7 @@ class Entry {
     return static_cast<uint32_t>(label) - static_cast<uint32_t>(first_class_);
   }
 
+  __device__ __forceinline__ bool weighted() const { return weight_ != nullptr; }
   // Factors of elements without weights.
   __device__ __forceinline__ A negative() const { return negative_; }
   __device__ __forceinline__ A positive() const { return positive_; }
@@ -153,18 +166,23 @@ class Entry {
 };
 
 template <typename T, int kCount>
-__device__ __forceinline__ void StoreSome(T* to, const Accumulator<T> (&values)[kCount], bool whole,
-                                          int64_t left) {
+__device__ __forceinline__ void StoreAll(T* to, const Accumulator<T> (&values)[kCount]) {
   Pack<T, kCount> pack;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) pack.values[k] = Narrow<T>(values[k]);
+  *reinterpret_cast<Pack<T, kCount>*>(to) = pack;
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void StoreSome(T* to, const Accumulator<T> (&values)[kCount], bool whole,
+                                          int64_t left) {
   if (whole) {
-    *reinterpret_cast<Pack<T, kCount>*>(to) = pack;
+    StoreAll<T, kCount>(to, values);
     return;
   }
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    if (k < left) to[k] = pack.values[k];
+    if (k < left) to[k] = Narrow<T>(values[k]);
   }
 }
 
@@ -173,9 +191,16 @@ __device__ __forceinline__ uint32_t BitBelow(uint32_t at, uint32_t end) {
   return at < end ? 1u << at : 0u;
 }
 
+// Whether x leads, by an instruction that is not one of f64; zero may or may not.
+__device__ __forceinline__ bool Leads(float x) { return x >= 0; }
+__device__ __forceinline__ bool Leads(double x) { return __double2hiint(x) >= 0; }
+
+__device__ __forceinline__ float Positive(float x, bool) { return max(x, 0.0f); }
+__device__ __forceinline__ double Positive(double x, bool leads) { return leads ? x : 0; }
+
 // Loss and slope of kCount elements for integer labels times their factors. Targets are among them
 // only if kTargets.
-template <bool kSlope, bool kTargets, typename A, int kCount>
+template <bool kSlope, bool kTargets, Digits kDigits = Digits::kFull, typename A, int kCount>
 __device__ __forceinline__ void EvaluateHard(A (&loss)[kCount], A (&slope)[kCount],
                                              const A (&z)[kCount], const bool (&target)[kCount],
                                              const A (&factor)[kCount], Power power, A gamma) {
@@ -185,12 +210,12 @@ __device__ __forceinline__ void EvaluateHard(A (&loss)[kCount], A (&slope)[kCoun
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
     x[k] = kTargets && target[k] ? -z[k] : z[k];
-    leads[k] = x[k] >= 0;
-    positive[k] = max(x[k], A(0));
+    leads[k] = Leads(x[k]);
+    positive[k] = Positive(x[k], leads[k]);
     negative[k] = min(x[k], A(0));
   }
-  ExpOfMagnitude(e, z, power);
-  Evaluate<kSlope>(loss, slope, e, leads, positive, negative, zeros, factor, power, gamma);
+  ExpOfMagnitude<kDigits>(e, z, power);
+  Evaluate<kSlope, kDigits>(loss, slope, e, leads, positive, negative, zeros, factor, power, gamma);
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
     slope[k] = kTargets && target[k] ? -slope[k] : slope[k];
@@ -234,125 +259,326 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
   }
 }
 
-template <typename T, typename L, int kCount, Rows kRows, Want kWant, int kPower>
-__global__ void __launch_bounds__(kThreads) Elementwise(const __grid_constant__ Params p) {
-  using A = Accumulator<T>;
-  constexpr bool kSlope = kWant == Want::kGradient;
-  constexpr bool kHard = std::is_same_v<L, int32_t>;
-  // One row takes whole accesses, or single elements.
-  constexpr bool kWhole = kRows == Rows::kOne;
-  const Power power = kPower == kRunTime ? p.call.power : static_cast<Power>(kPower);
+// Adds the sum of a block to those of its batch entry.
+template <typename A>
+__device__ __forceinline__ void Finish(const Params& p, uint32_t entry, bool clustered, A total) {
+  A sum = SumOverBlock(total);
+  if (!clustered) {
+    if (threadIdx.x == 0) static_cast<A*>(p.partials)[blockIdx.x] = sum;
+  } else if (SumOverCluster(sum)) {
+    static_cast<A*>(p.call.sum)[p.call.batch.AllOffsets(entry)[Sigmoid::kSum]] = sum;
+  }
+}
 
+// A sum has the digits of f32 whatever the logits have.
+template <typename T, Want kWant>
+constexpr Digits kDigitsOf = sizeof(T) > 2 || kWant == Want::kSum ? Digits::kFull
+                             : kWant == Want::kBoth               ? Digits::kHalfWithSum
+                                                                  : Digits::kHalf;
+
+template <typename T, Want kWant>
+__device__ __forceinline__ T* Elements(const Params& p, int64_t offset) {
+  return static_cast<T*>(kWant == Want::kLoss ? p.call.loss : p.call.gradient) + offset;
+}
+
+// Soft labels.
+template <typename T, typename L, int kCount, Rows kRows, Want kWant>
+__global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Params p) {
+  using A = Accumulator<T>;
+  constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
+  constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
   uint32_t block = blockIdx.x;
   const int64_t begin = p.splits.Peel(block) * p.per_block;
   const Entry<T, L> entry(p, block, begin);
   const int length = static_cast<int>(min(p.size - begin, p.per_block));
-  const bool clustered = kWant != Want::kLoss && p.call.sum != nullptr && p.partials == nullptr;
+  const bool clustered = kSums && p.partials == nullptr;
   if (clustered) ArriveInCluster();
   A total = 0;
 
 #pragma unroll 1
   for (int at = threadIdx.x * kCount; at < length; at += kThreads * kCount) {
     const int left = length - at;
-    const bool whole = kWhole || left >= kCount;
+    const bool whole = left >= kCount;
     const auto logits = LoadSome<T, kCount>(entry.logits + at, whole, left);
-    // The terms of each element, and which of them are targets.
+    const auto labels = LoadSome<L, kCount>(entry.labels + at, whole, left);
+    uint32_t row = entry.skipped + at;
+    const uint32_t position = p.classes.Peel(row);
+    Row<A> terms[kCount];
+    terms[0] = entry.ReadRow(row);
+    if constexpr (kRows == Rows::kAny) {
+#pragma unroll
+      for (int k = 1; k < kCount; ++k) {
+        terms[k] = entry.ReadRow(p.classes.Quotient(entry.skipped + min(at + k, length - 1)));
+      }
+    } else {
+      const int boundary = static_cast<int>(min(p.classes.divisor() - position, uint32_t{kCount}));
+      const Row<A> second = boundary < min(left, kCount) ? entry.ReadRow(row + 1) : terms[0];
+#pragma unroll
+      for (int k = 1; k < kCount; ++k) terms[k] = k < boundary ? terms[0] : second;
+    }
+    A z[kCount], loss[kCount], slope[kCount], factor[kCount], y[kCount];
+    WidenAll(z, logits);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      y[k] = static_cast<A>(Widen(labels.values[k]));
+      factor[k] = y[k] * terms[k].positive + (1 - y[k]) * terms[k].negative;
+    }
+    EvaluateSoft<kSlope>(loss, slope, z, y, factor, p.call.power, entry.gamma);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (k >= left) loss[k] = 0;
+    }
+    if constexpr (kWant != Want::kSum) {
+      StoreSome<T, kCount>(Elements<T, kWant>(p, entry.elements + at), kSlope ? slope : loss, whole,
+                           left);
+    }
+    if constexpr (kSums) total += SumOf(loss);
+  }
+  if constexpr (kSums) Finish(p, block, clustered, total);
+}
+
+// Of class labels, kCount elements from `at` on: writes their results, and returns the sum of their
+// losses if it is wanted.
+template <typename T, int kCount, Rows kRows, Want kWant>
+__device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const Params& p,
+                                                             const Entry<T, int32_t>& entry, int at,
+                                                             const Pack<T, kCount>& logits,
+                                                             Power power) {
+  using A = Accumulator<T>;
+  constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
+  constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
+  constexpr Digits kDigits = kDigitsOf<T, kWant>;
+  const bool has_ignored = p.call.has_ignored;
+  T* const to = kWant == Want::kSum ? nullptr : Elements<T, kWant>(p, entry.elements + at);
+  A z[kCount], loss[kCount], slope[kCount], factor[kCount];
+  if constexpr (kCount > 1 && (kRows == Rows::kOne || kRows == Rows::kTwo)) {
+    // The neighbours from the boundary on are of a second row.
+    uint32_t row = entry.skipped + at;
+    const uint32_t position = p.classes.Peel(row);
+    const uint32_t boundary =
+        kRows == Rows::kOne ? kCount : min(p.classes.divisor() - position, uint32_t{kCount});
+    const Row<A> first = entry.ReadRow(row);
+    const Row<A> second =
+        kRows == Rows::kOne ? first : entry.ReadRow(row + (boundary < kCount ? 1 : 0));
+    const bool first_ignored = has_ignored && first.label == p.call.ignored;
+    const bool second_ignored = has_ignored && second.label == p.call.ignored;
+    uint32_t target = first_ignored ? kCount : entry.Position(first.label) - position;
+    uint32_t second_target = second_ignored ? kCount : entry.Position(second.label);
+    const bool in_first = target < boundary;
+    const bool in_second = kRows == Rows::kTwo && second_target < kCount - boundary;
+    WidenAll(z, logits);
+    const bool any = __any_sync(__activemask(), in_first || in_second);
+    A total = 0;
+    A of_target[2];
+    if (any) {
+      const auto evaluate = [&](uint32_t k, A its_factor, A& its_slope) {
+        const A its_z[1] = {Widen(entry.logits[at + k])};
+        const A factors[1] = {its_factor};
+        const bool is_target[1] = {true};
+        A its_loss[1], its_slopes[1];
+        EvaluateHard<kSlope, true, kDigits>(its_loss, its_slopes, its_z, is_target, factors, power,
+                                            entry.gamma);
+        total += its_loss[0];
+        its_slope = kSlope ? its_slopes[0] : its_loss[0];
+        // Which has no loss.
+        if constexpr (kSums) {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) z[i] = i == k ? A(-INFINITY) : z[i];
+        }
+      };
+      if (in_first) evaluate(target, first.positive, of_target[0]);
+      second_target += boundary;
+      if (in_second) evaluate(second_target, second.positive, of_target[1]);
+    }
+    const auto evaluate = [&](auto&& factor_of) {
+      const bool none[kCount] = {};
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) factor[k] = factor_of(k);
+      EvaluateHard<kSlope, false, kDigits>(loss, slope, z, none, factor, power, entry.gamma);
+    };
+    if (kRows == Rows::kOne || !entry.weighted()) {
+      evaluate([&](int) { return first.negative; });
+    } else {
+      evaluate([&](int k) { return k < boundary ? first.negative : second.negative; });
+    }
+    if (has_ignored) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        const bool ignored = k < boundary ? first_ignored : second_ignored;
+        loss[k] = ignored ? A(0) : loss[k];
+        slope[k] = ignored ? A(0) : slope[k];
+      }
+    }
+    if constexpr (kWant != Want::kSum) {
+      StoreAll<T, kCount>(to, kSlope ? slope : loss);
+      if (any) {
+        if (in_first) to[target] = Narrow<T>(of_target[0]);
+        if (in_second) to[second_target] = Narrow<T>(of_target[1]);
+      }
+    }
+    return kSums ? total + SumOf(loss) : A(0);
+  } else {
     Row<A> terms[kCount];
     bool target[kCount];
-    bool has_target = true;
     if constexpr (kRows == Rows::kEach) {
-      entry.ReadRows(terms, at, whole, left);
+      entry.ReadRows(terms, at);
 #pragma unroll
       for (int k = 0; k < kCount; ++k) target[k] = entry.Position(terms[k].label) == 0;
     } else {
-      uint32_t row = entry.skipped + at;
-      const uint32_t position = p.classes.Peel(row);
-      const Row<A> first = entry.ReadRow(row);
-      if constexpr (kRows == Rows::kAny) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          uint32_t own_row = entry.skipped + min(at + k, length - 1);
-          const uint32_t own_position = k == 0 ? position : p.classes.Peel(own_row);
-          terms[k] = k == 0 ? first : entry.ReadRow(own_row);
-          target[k] = entry.Position(terms[k].label) == own_position;
-        }
-      } else {
-        // The neighbours from here on are of the next row, which the last ones may not have.
-        const uint32_t boundary =
-            kRows == Rows::kOne ? kCount : min(p.classes.divisor() - position, uint32_t{kCount});
-        Row<A> second = first;
-        uint32_t targets = BitBelow(entry.Position(first.label) - position, boundary);
-        if (kRows == Rows::kTwo && boundary < static_cast<uint32_t>(min(left, kCount))) {
-          second = entry.ReadRow(row + 1);
-          targets |= BitBelow(entry.Position(second.label), kCount - boundary) << boundary;
-        }
-        has_target = targets != 0;
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          terms[k] = k < boundary ? first : second;
-          target[k] = targets >> k & 1;
-        }
-      }
-    }
-    A z[kCount], loss[kCount], slope[kCount], factor[kCount];
-    WidenAll(z, logits);
-
-    if constexpr (kHard) {
-      const auto evaluate = [&](auto has_targets) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          factor[k] = has_targets.value && target[k] ? terms[k].positive : terms[k].negative;
-        }
-        EvaluateHard<kSlope, has_targets.value>(loss, slope, z, target, factor, power, entry.gamma);
-      };
-      // Most rows have no target, and the rows of a warp are few. Without one, the same results
-      // take fewer instructions.
-      constexpr bool kVote = kPower == static_cast<int>(Power::kTwo) && kCount == kInRow &&
-                             (kRows == Rows::kOne || kRows == Rows::kTwo);
-      if (!kVote || __any_sync(__activemask(), has_target)) {
-        evaluate(std::true_type());
-      } else {
-        evaluate(std::false_type());
-      }
-      if (p.call.has_ignored) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          const bool ignored = terms[k].label == p.call.ignored;
-          loss[k] = ignored ? A(0) : loss[k];
-          slope[k] = ignored ? A(0) : slope[k];
-        }
-      }
-    } else {
-      const auto labels = LoadSome<L, kCount>(entry.labels + at, whole, left);
-      A y[kCount];
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        y[k] = static_cast<A>(Widen(labels.values[k]));
-        factor[k] = y[k] * terms[k].positive + (1 - y[k]) * terms[k].negative;
+        uint32_t row = entry.skipped + at + k;
+        const uint32_t position = p.classes.Peel(row);
+        terms[k] = entry.ReadRow(row);
+        target[k] = entry.Position(terms[k].label) == position;
       }
-      EvaluateSoft<kSlope>(loss, slope, z, y, factor, power, entry.gamma);
     }
+    WidenAll(z, logits);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      if (!kWhole && k >= left) loss[k] = 0;
+      factor[k] = target[k] ? terms[k].positive : terms[k].negative;
     }
-    const int64_t to = entry.elements + at;
-    if constexpr (kWant == Want::kLoss) {
-      StoreSome<T, kCount>(static_cast<T*>(p.call.loss) + to, loss, whole, left);
+    EvaluateHard<kSlope, true, kDigits>(loss, slope, z, target, factor, power, entry.gamma);
+    if (has_ignored) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        const bool ignored = terms[k].label == p.call.ignored;
+        loss[k] = ignored ? A(0) : loss[k];
+        slope[k] = ignored ? A(0) : slope[k];
+      }
     }
-    if constexpr (kWant == Want::kGradient) {
-      StoreSome<T, kCount>(static_cast<T*>(p.call.gradient) + to, slope, whole, left);
-    }
-    if constexpr (kWant != Want::kLoss) total += SumOf(loss);
+    if constexpr (kWant != Want::kSum) StoreAll<T, kCount>(to, kSlope ? slope : loss);
+    return kSums ? SumOf(loss) : A(0);
   }
-  if constexpr (kWant != Want::kLoss) {
-    if (p.call.sum == nullptr) return;
-    A sum = SumOverBlock(total);
-    if (!clustered) {
-      if (threadIdx.x == 0) static_cast<A*>(p.partials)[blockIdx.x] = sum;
-    } else if (SumOverCluster(sum)) {
-      static_cast<A*>(p.call.sum)[p.call.batch.AllOffsets(block)[Sigmoid::kSum]] = sum;
+}
+
+// Class labels.
+template <typename T, int kCount, Rows kRows, Want kWant, int kPower>
+__global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Params p) {
+  using A = Accumulator<T>;
+  constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
+  const Power power = kPower == kRunTime ? p.call.power : static_cast<Power>(kPower);
+  uint32_t block = blockIdx.x;
+  const int64_t begin = p.splits.Peel(block) * p.per_block;
+  const Entry<T, int32_t> entry(p, block, begin);
+  const int length = static_cast<int>(min(p.size - begin, p.per_block));
+  const bool clustered = kSums && p.partials == nullptr;
+  if (clustered) ArriveInCluster();
+  A total = 0;
+  const int whole = length / kCount * kCount;
+#pragma unroll 1
+  for (int at = threadIdx.x * kCount; at < whole; at += kThreads * kCount) {
+    const auto logits = LoadPack<kCount>(entry.logits + at);
+    total += EvaluateNeighbours<T, kCount, kRows, kWant>(p, entry, at, logits, power);
+  }
+  // The elements of a batch entry need not be a multiple of kCount.
+  const int at = whole + static_cast<int>(threadIdx.x);
+  if (kRows != Rows::kOne && at < length) {
+    total += EvaluateNeighbours<T, 1, Rows::kAny, kWant>(p, entry, at,
+                                                         LoadPack<1>(entry.logits + at), power);
+  }
+  if constexpr (kSums) Finish(p, block, clustered, total);
+}
+
+// What FewElements is told of a call: its constants are few, because those of a kernel that lasts
+// no longer than a load take as long to arrive as its operands.
+struct FewParams {
+  const void* logits;
+  const int32_t* labels;
+  const int32_t* class_ids;
+  const void* scale;
+  const void* parameters;
+  void* elements;
+  void* sum;
+  uint32_t size;  // elements of a batch entry
+  uint32_t per_block;
+  FastDivider splits;
+  FastDivider classes;
+  Power power;
+  BatchMap<Sigmoid::kOperands> batch;
+};
+
+// Class labels, without weights, of so few elements that time passes waiting: nothing that is read
+// waits for anything else that is read. Neighbours are of up to two rows. The blocks of a batch
+// entry are a cluster where there is a sum.
+template <typename T, int kCount, Want kWant, int kPower, bool kBatched>
+__global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant__ FewParams p) {
+  using A = Accumulator<T>;
+  constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
+  constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
+  if constexpr (kSums) ArriveInCluster();
+  uint32_t entry = blockIdx.x;
+  uint32_t block = kBatched ? p.splits.Peel(entry) : blockIdx.x;
+  const T* logits = static_cast<const T*>(p.logits);
+  const int32_t* labels = p.labels;
+  const int32_t* class_ids = p.class_ids;
+  const A* scales = static_cast<const A*>(p.scale);
+  const A* parameters = static_cast<const A*>(p.parameters);
+  T* elements = static_cast<T*>(p.elements);
+  A* sum = static_cast<A*>(p.sum);
+  if constexpr (kBatched) {
+    const auto offsets = p.batch.AllOffsets(entry);
+    logits += offsets[Sigmoid::kLogits];
+    labels += offsets[Sigmoid::kLabels];
+    class_ids += offsets[Sigmoid::kClassIds];
+    scales += offsets[Sigmoid::kScale];
+    parameters += offsets[Sigmoid::kParameters];
+    elements += offsets[Sigmoid::kElements];
+    sum += offsets[Sigmoid::kSum];
+  }
+  const auto power = kPower == kRunTime ? p.power : static_cast<Power>(kPower);
+  struct Read {
+    Pack<T, kCount> logits;
+    uint32_t position;
+    uint32_t boundary;
+    int32_t first;
+    int32_t second;
+  };
+  // Threads beyond the end read what others do, which is sooner done than to ask.
+  const auto read = [&](uint32_t at) {
+    Read result;
+    uint32_t row = min(at, p.size - kCount);
+    result.logits = LoadPack<kCount>(logits + row);
+    result.position = p.classes.Peel(row);
+    result.boundary = min(p.classes.divisor() - result.position, uint32_t{kCount});
+    result.first = labels[row];
+    result.second = labels[row + (result.boundary < kCount ? 1 : 0)];
+    return result;
+  };
+  const uint32_t begin = block * p.per_block;
+  const uint32_t end = min(p.size, begin + p.per_block);
+  const uint32_t stride = blockDim.x * kCount;
+  uint32_t at = begin + threadIdx.x * kCount;
+  Read next = read(at);
+  const A gamma = parameters[0];
+  const A negative = scales[0] * parameters[1];
+  const A positive = scales[0] * parameters[2];
+  const auto first_class = static_cast<uint32_t>(class_ids[0]);
+  A total = 0;
+#pragma unroll 1
+  while (at < end) {
+    const Read own = next;
+    if (kSums && at + stride < end) next = read(at + stride);
+    const uint32_t boundary = own.boundary;
+    const uint32_t targets = BitBelow(own.first - first_class - own.position, boundary) |
+                             BitBelow(own.second - first_class, kCount - boundary) << boundary;
+    A z[kCount], loss[kCount], slope[kCount], factor[kCount];
+    bool target[kCount];
+    WidenAll(z, own.logits);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      target[k] = targets >> k & 1;
+      factor[k] = target[k] ? positive : negative;
     }
+    EvaluateHard<kSlope, true, kDigitsOf<T, kWant>>(loss, slope, z, target, factor, power, gamma);
+    if constexpr (kWant != Want::kSum) StoreAll<T, kCount>(elements + at, kSlope ? slope : loss);
+    if constexpr (!kSums) return;
+    total += SumOf(loss);
+    at += stride;
+  }
+  if constexpr (kSums) {
+    total = SumOverAnyBlock(total);
+    if (SumOverCluster(total)) *sum = total;
   }
 }
 
@@ -538,20 +764,31 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
 #endif
 }
 
-template <typename T, typename L, int kCount, Rows kRows, int kPower>
-cudaError_t LaunchElements(cudaStream_t stream, const Params& params, int64_t blocks) {
-  const Sigmoid& call = params.call;
-  const auto launch = [&](auto kernel) {
-    const uint32_t splits = params.splits.divisor();
-    return call.sum != nullptr && params.partials == nullptr && splits > 1
-               ? jaxops::cuda::LaunchClusters(kernel, blocks, splits, kThreads, 0, stream, params)
-               : Launch(kernel, blocks, stream, params);
-  };
+// Calls `function` with what the call wants as a constant.
+template <typename Function>
+cudaError_t DispatchWant(const Sigmoid& call, Function&& function) {
+  const auto with = [&](auto want) { return function(want); };
   if (call.gradient != nullptr) {
-    return launch(Elementwise<T, L, kCount, kRows, Want::kGradient, kPower>);
+    return call.sum != nullptr ? with(std::integral_constant<Want, Want::kBoth>())
+                               : with(std::integral_constant<Want, Want::kGradient>());
   }
-  if (call.sum != nullptr) return launch(Elementwise<T, L, kCount, kRows, Want::kSum, kPower>);
-  return launch(Elementwise<T, L, kCount, kRows, Want::kLoss, kPower>);
+  return call.sum != nullptr ? with(std::integral_constant<Want, Want::kSum>())
+                             : with(std::integral_constant<Want, Want::kLoss>());
+}
+
+cudaError_t LaunchBlocks(void (*kernel)(Params), cudaStream_t stream, const Params& params,
+                         int64_t blocks) {
+  const uint32_t splits = params.splits.divisor();
+  return params.call.sum != nullptr && params.partials == nullptr && splits > 1
+             ? jaxops::cuda::LaunchClusters(kernel, blocks, splits, kThreads, 0, stream, params)
+             : Launch(kernel, blocks, stream, params);
+}
+
+template <typename T, typename L, int kCount, Rows kRows>
+cudaError_t LaunchSoft(cudaStream_t stream, const Params& params, int64_t blocks) {
+  return DispatchWant(params.call, [&](auto want) {
+    return LaunchBlocks(Soft<T, L, kCount, kRows, want.value>, stream, params, blocks);
+  });
 }
 
 // Calls `function` with the code of the exponent as a constant.
@@ -576,17 +813,83 @@ cudaError_t DispatchPower(Power power, Function&& function) {
 }
 
 // Class labels: the exponent is known when the kernel is compiled, where several neighbours are of
-// one row any that needs no power, elsewhere only that of the paper.
+// one row any that needs no power, elsewhere and in f64 only that of the paper.
 template <typename T, int kCount, Rows kRows>
 cudaError_t LaunchHard(cudaStream_t stream, const Params& params, int64_t blocks) {
   const auto launch = [&](auto power) {
-    return LaunchElements<T, int32_t, kCount, kRows, power.value>(stream, params, blocks);
+    return DispatchWant(params.call, [&](auto want) {
+      return LaunchBlocks(Hard<T, kCount, kRows, want.value, power.value>, stream, params, blocks);
+    });
   };
-  if constexpr (kRows == Rows::kOne && kCount > 1) return DispatchPower(params.call.power, launch);
+  if constexpr (kRows == Rows::kOne && kCount > 1 && !std::is_same_v<T, double>) {
+    return DispatchPower(params.call.power, launch);
+  }
   if (params.call.power == Power::kTwo) {
     return launch(std::integral_constant<int, static_cast<int>(Power::kTwo)>());
   }
   return launch(std::integral_constant<int, kRunTime>());
+}
+
+// Whether a call is made by FewElements; where there is a sum, independent of the number of
+// entries.
+bool AreFew(const Sigmoid& call) {
+  const int64_t size = call.rows * call.classes;
+  const bool few = call.sum != nullptr ? size <= kFewSummed && jaxops::cuda::HasClusters()
+                                       : call.batch.size() == 1 && size <= kFewAlone;
+  return few && call.weight == nullptr && !call.has_ignored && call.classes >= kShortRows &&
+         size % kShortRows == 0;
+}
+
+template <typename T>
+cudaError_t LaunchFew(cudaStream_t stream, const Sigmoid& call) {
+  const int64_t size = call.rows * call.classes;
+  const bool fewest = call.sum == nullptr && size <= kFewest;
+  int64_t threads = fewest ? 256 : 128;
+  int64_t per_block = (fewest ? kShortRows / 2 : kShortRows) * threads;
+  int64_t splits = CeilDiv(size, per_block);
+  if (call.sum != nullptr) {
+    constexpr int64_t kUnit = kShortRows * kWarp;
+    splits = std::min(CeilDiv(size, kFewABlock), kClusterBlocks);
+    per_block = CeilDiv(CeilDiv(size, splits), kUnit) * kUnit;
+    threads = std::min<int64_t>(per_block / kShortRows, kFewThreads);
+  }
+  const FewParams params{call.logits,
+                         static_cast<const int32_t*>(call.labels),
+                         call.class_ids,
+                         call.scale,
+                         call.parameters,
+                         call.gradient != nullptr ? call.gradient : call.loss,
+                         call.sum,
+                         static_cast<uint32_t>(size),
+                         static_cast<uint32_t>(per_block),
+                         FastDivider(splits),
+                         FastDivider(call.classes),
+                         call.power,
+                         call.batch};
+  const auto launch = [&](auto count, auto want, auto power, auto batched) {
+    const auto kernel = FewElements<T, count.value, want.value, power.value, batched.value>;
+    const int64_t blocks = call.batch.size() * splits;
+    return call.sum != nullptr && splits > 1
+               ? jaxops::cuda::LaunchClusters(kernel, blocks, static_cast<unsigned>(splits),
+                                              static_cast<int>(threads), 0, stream, params)
+               : jaxops::cuda::Launch(kernel, blocks, static_cast<int>(threads), 0, stream, params);
+  };
+  const auto with_power = [&](auto power) {
+    return DispatchWant(call, [&](auto want) {
+      constexpr std::integral_constant<int, kShortRows> kAll;
+      constexpr std::integral_constant<int, kShortRows / 2> kHalf;
+      if constexpr (want.value == Want::kSum || want.value == Want::kBoth) {
+        return DispatchBool(call.batch.size() > 1,
+                            [&](auto batched) { return launch(kAll, want, power, batched); });
+      } else {
+        return fewest ? launch(kHalf, want, power, std::false_type())
+                      : launch(kAll, want, power, std::false_type());
+      }
+    });
+  };
+  return call.power == Power::kTwo
+             ? with_power(std::integral_constant<int, static_cast<int>(Power::kTwo)>())
+             : with_power(std::integral_constant<int, kRunTime>());
 }
 
 // Whether a sum is made by StreamedSum: of one device, that depends on shapes alone.
@@ -631,14 +934,16 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
   return DispatchTypes(call, [&](auto logit, auto label) {
     using T = decltype(logit);
     using L = decltype(label);
-    constexpr bool kHard = std::is_same_v<L, int32_t> && !std::is_same_v<T, double>;
-    constexpr int kMany = kHard ? kInRow : kPackElements<T>;
+    if constexpr (std::is_same_v<L, int32_t> && !std::is_same_v<T, double>) {
+      if (AreFew(call)) return LaunchFew<T>(stream, call);
+    }
+    constexpr bool kHard = std::is_same_v<L, int32_t>;
+    constexpr int kMany = kHard ? kInRow<T> : kPackElements<T>;
     constexpr int kFew = kHard ? kShortRows : kPackElements<T>;
     const bool many = call.classes >= kMany;
     const bool one_row = kHard && call.classes % kMany == 0;
-    const bool few = kHard && call.sum == nullptr && entries * size <= kFewElements;
     const bool each = kHard && call.classes == 1;
-    const bool aligned = !few && (entries == 1 || size % kMany == 0);
+    const bool aligned = entries == 1 || size % kMany == 0;
     const int64_t stride = kThreads * (!aligned ? 1 : many || each ? kMany : kFew);
     const bool streamed = Streams(call, aligned);
     // Enough work a thread to make up for what a block costs, once there are blocks for the whole
@@ -647,13 +952,17 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
       return CeilDiv(size, stride * std::clamp<int64_t>(elements / (stride * 1024), 1, most));
     };
     if (call.sum == nullptr) {
-      splits = fill(entries * size, few ? 1 : 4);
+      // Memory is kept busier to the end by short blocks, which cost instructions.
+      const bool by_memory = sizeof(T) == sizeof(float) && many && call.power != Power::kAny;
+      const bool by_instructions = sizeof(T) < sizeof(float) && entries * size >= kManyElements;
+      splits = fill(entries * size, by_memory ? 2 : by_instructions ? 8 : 4);
     } else if (streamed) {
       // As many as the 132 multiprocessors of an H100 or H200 run at a time.
       splits = std::min<int64_t>(splits, 132 * kStreamingBlocks<T>);
-    } else if (call.gradient != nullptr && one_row && sizeof(T) == sizeof(float)) {
-      // Bound by memory, which short blocks keep busier to the end; the others by instructions. The
-      // order of additions must not depend on how many entries there are.
+    } else if (sizeof(T) == sizeof(double) ||
+               (call.gradient != nullptr && one_row && sizeof(T) == sizeof(float))) {
+      // Bound by memory, or by instructions of which a block has many: short ones end more evenly.
+      // The order of additions must not depend on how many entries there are.
       splits = std::min(splits, fill(size, 4));
     } else {
       splits = std::min(splits, kSumBlocks);
@@ -678,15 +987,11 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
         if (aligned && each) return LaunchHard<T, kMany, Rows::kEach>(stream, params, blocks);
         if (aligned && many) return LaunchHard<T, kMany, Rows::kTwo>(stream, params, blocks);
         if (aligned) return LaunchHard<T, kFew, Rows::kAny>(stream, params, blocks);
-        return LaunchHard<T, 1, Rows::kOne>(stream, params, blocks);
+        return LaunchHard<T, 1, Rows::kAny>(stream, params, blocks);
       } else {
-        if (aligned && many) {
-          return LaunchElements<T, L, kMany, Rows::kTwo, kRunTime>(stream, params, blocks);
-        }
-        if (aligned) {
-          return LaunchElements<T, L, kFew, Rows::kAny, kRunTime>(stream, params, blocks);
-        }
-        return LaunchElements<T, L, 1, Rows::kOne, kRunTime>(stream, params, blocks);
+        if (aligned && many) return LaunchSoft<T, L, kMany, Rows::kTwo>(stream, params, blocks);
+        if (aligned) return LaunchSoft<T, L, kFew, Rows::kAny>(stream, params, blocks);
+        return LaunchSoft<T, L, 1, Rows::kAny>(stream, params, blocks);
       }
     };
     const cudaError_t error = launch();

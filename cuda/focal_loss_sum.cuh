@@ -5,6 +5,8 @@
 
 #include <cooperative_groups.h>
 
+#include <cuda/ptx>
+
 #include "cuda/focal_loss.cuh"
 
 namespace jaxops::focal_loss::cuda {
@@ -38,10 +40,46 @@ __device__ __forceinline__ A SumOverBlock(A value) {
   return sum;
 }
 
-// Tells the other blocks of the cluster that this one has begun.
+// The same for blocks of any number of warps.
+template <typename A>
+__device__ __forceinline__ A SumOverAnyBlock(A value) {
+  __shared__ A of_warp[kWarp];
+  const int warps = blockDim.x / kWarp;
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  if (warps == 1) return value;
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  if (threadIdx.x >= kWarp) return value;
+  A sum = threadIdx.x < warps ? of_warp[threadIdx.x] : A(0);
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    sum += __shfl_xor_sync(~0u, sum, lanes);
+  }
+  return sum;
+}
+
+#if __CUDA_ARCH__ >= 900
+// Of the first block of a cluster: told by the others that their sums are in its shared memory.
+__device__ __forceinline__ uint64_t* SumsArrived() {
+  __shared__ uint64_t arrived;
+  return &arrived;
+}
+#endif
+
+// Tells the other blocks of the cluster that this one has begun, and can be sent their sums.
 __device__ __forceinline__ void ArriveInCluster() {
 #if __CUDA_ARCH__ >= 900
-  cooperative_groups::this_cluster().barrier_arrive();
+  namespace ptx = ::cuda::ptx;
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(SumsArrived(), 1);
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+  }
+  // Nothing but the barrier has to be seen by others, which the fence has seen to: an arrival that
+  // released all that was written would wait for the memory of the device.
+  ptx::barrier_cluster_arrive(ptx::sem_relaxed);
 #endif
 }
 
@@ -50,13 +88,22 @@ __device__ __forceinline__ void ArriveInCluster() {
 template <typename A>
 __device__ __forceinline__ bool SumOverCluster(A& sum) {
 #if __CUDA_ARCH__ >= 900
+  namespace ptx = ::cuda::ptx;
   __shared__ A of_block[kClusterBlocks];
   const auto cluster = cooperative_groups::this_cluster();
   const unsigned rank = cluster.block_rank();
-  cluster.barrier_wait();
-  if (threadIdx.x == 0) cluster.map_shared_rank(of_block, 0)[rank] = sum;
-  cluster.sync();
-  if (rank > 0 || threadIdx.x > 0) return false;
+  // A block that was not launched in a cluster cannot send itself anything.
+  if (cluster.num_blocks() == 1) return threadIdx.x == 0;
+  ptx::barrier_cluster_wait(ptx::sem_acquire);
+  if (threadIdx.x > 0) return false;
+  ptx::st_async(cluster.map_shared_rank(of_block + rank, 0), sum,
+                cluster.map_shared_rank(SumsArrived(), 0));
+  if (rank > 0) return false;
+  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, SumsArrived(),
+                                 cluster.num_blocks() * sizeof(A));
+  while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, SumsArrived(), 0)) {
+  }
+  sum = of_block[0];
   for (unsigned block = 1; block < cluster.num_blocks(); ++block) sum += of_block[block];
   return true;
 #else
