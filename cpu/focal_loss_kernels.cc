@@ -215,11 +215,14 @@ struct Group {
 template <typename A>
 JAXOPS_ALWAYS_INLINE Focal<A> EvaluateGroup(const Group<A>& group, Power power, A gamma) {
   using V = Vec<A>;
-  // The label trails the largest by lead + rest, exactly. Infinite logits have no remainder.
+  // The label trails the largest by lead + rest, exactly. Infinite logits have no remainder, and
+  // where the label leads by so much that nothing is left of the loss, it would be all of the
+  // label.
   const V lead = group.largest - group.label;
   const V back = group.largest - lead;
   const V remainder = (group.largest - (lead + back)) + (back - group.label);
-  const V rest = lead - lead == 0 ? remainder : V{};
+  const Int<A> has_remainder = (lead > A(-kFar)) & (lead <= Limits<A>::kMax);
+  const V rest = has_remainder ? remainder : V{};
   const V tiny = V{} + Limits<A>::kTiny;
   const V low = rest + Log(group.sums < tiny ? tiny : group.sums);
   const V x = lead + low;

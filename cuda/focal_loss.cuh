@@ -47,7 +47,7 @@ __device__ __forceinline__ float Exp2(float x) {
   asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Of x in [1, 2^126].
+// Of x up to 2^126.
 __device__ __forceinline__ float Reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

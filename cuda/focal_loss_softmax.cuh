@@ -19,7 +19,7 @@ struct SoftmaxParams {
   Softmax call;
   FastDivider splits;
   int64_t rows_per_split;
-  void* partials;  // null: no sum is wanted, or the blocks of an entry are a cluster
+  void* partials;  // null: no sum is wanted, or an entry is one block or a cluster of them
   int32_t packs;   // that a thread has of a row at the most
   bool whole;      // rows begin and end where the widest accesses do
   int32_t steps;   // of rows that are evaluated together
@@ -162,8 +162,10 @@ __device__ __forceinline__ void EvaluateRow(A& loss, A& slope, const SumOfExp<A>
                                             Power power, A gamma) {
   const A lead = others.largest - label;
   const A back = others.largest - lead;
-  // What the subtraction lost; infinite logits have nothing to lose.
-  const A lost = lead - lead == 0 ? (others.largest - (lead + back)) + (back - label) : A(0);
+  // What the subtraction lost. Infinite logits have nothing to lose, and where the label leads by
+  // so much that nothing is left of the loss, it would lose all of the label.
+  const bool loses = lead > -kFar && lead <= Largest<A>();
+  const A lost = loses ? (others.largest - (lead + back)) + (back - label) : A(0);
   const A tiny = std::is_same_v<A, float> ? A(FLT_MIN) : A(DBL_MIN);
   const A low = lost + log(others.sum < tiny ? tiny : others.sum);
   const A x = lead + low;
@@ -172,7 +174,7 @@ __device__ __forceinline__ void EvaluateRow(A& loss, A& slope, const SumOfExp<A>
   // The others' sum exceeds 1 by so much that they lead, where no one of them does: a normal
   // number.
   const A e[1] = {leads[0] ? (lead >= 0 ? shrunk : Reciprocal(shrunk)) * (1 - lost) *
-                                 Reciprocal(others.sum)
+                                 Reciprocal(Finite(others.sum))
                            : shrunk * (1 + lost) * others.sum};
   const A positive[1] = {leads[0] ? x : A(0)};
   const A negative_high[1] = {leads[0] ? A(0) : lead};

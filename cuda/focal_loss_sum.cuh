@@ -15,7 +15,6 @@ namespace jaxops::focal_loss::cuda {
 // by a second kernel.
 inline constexpr int64_t kClusterBlocks = 8;
 
-// The last of a loss's products is one instruction with the addition.
 template <typename A, int kCount>
 __device__ __forceinline__ A SumOf(const A (&values)[kCount]) {
   A sum = values[0];
