@@ -6,7 +6,9 @@
 // Rows of 64 bytes and more that vectors divide (the kernels of vectors): a thread takes 16 bytes
 // of each of the eight corners, straight from and to global memory.
 //
-// Shorter ones of a power of two (the kernels of rows): a warp has 32 cells. A lane makes the
+// Those of one element (the kernels of singles): a lane has a cell.
+//
+// Other short ones of a power of two (the kernels of rows): a warp has 32 cells. A lane makes the
 // weights or the gradient of a cell, but moves rows or parts of them as they follow each other in
 // memory, so that the accesses of a warp are whole lines. What a lane knows of a corner goes to the
 // other by shared memory.
@@ -72,6 +74,12 @@ __device__ __forceinline__ void LoadCoordinates(const Call& call, int64_t cell,
                                       call.point_dtype, coordinates);
 }
 
+template <typename A>
+__device__ __forceinline__ void MakeAxes(const Coordinates<A>& p, Axis<A> (&axes)[kAxes]) {
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) axes[a] = {(1 - p[a]) / 2, (1 + p[a]) / 2, A(0.5)};
+}
+
 // A cell's point, and what to do with it.
 template <typename A>
 struct Point {
@@ -79,8 +87,7 @@ struct Point {
   A terms[kCorners];
 
   __device__ __forceinline__ Point(const Call& call, int64_t cell, const Coordinates<A>& p) {
-#pragma unroll
-    for (int a = 0; a < kAxes; ++a) axes[a] = {(1 - p[a]) / 2, (1 + p[a]) / 2, A(0.5)};
+    MakeAxes(p, axes);
     multilinear::NoDerivative<kAxes>(terms);
 #pragma unroll 1
     for (int d = 0; d < call.order; ++d) {
@@ -122,19 +129,36 @@ __device__ __forceinline__ void StorePoint(const Call& call, int64_t cell,
   }
 }
 
-// Stores the gradient by the point of a cell, made of the dot products of its corners, which it
-// overwrites.
-template <typename A>
-__device__ __forceinline__ void StoreGradient(const Call& call, int64_t cell,
-                                              const Coordinates<A>& p, A (&dots)[kCorners]) {
-  const Point<A> point(call, cell, p);
-  A gradient[kAxes];
-  if (call.order == 0) {
-    multilinear::PlainPointGradient<kAxes>(point.axes, dots, gradient);
+// Makes the gradient by the point of a cell of the dot products of its corners, which it
+// overwrites. kPlain says that the weights are no derivatives, which the compiler turns into fewer
+// registers.
+template <bool kPlain = false, typename A>
+__device__ __forceinline__ void MakeGradient(const Call& call, int64_t cell,
+                                             const Coordinates<A>& p, A (&dots)[kCorners],
+                                             A (&gradient)[kAxes]) {
+  if (kPlain || call.order == 0) {
+    Axis<A> axes[kAxes];
+    MakeAxes(p, axes);
+    multilinear::PlainPointGradient<kAxes>(axes, dots, gradient);
   } else {
+    const Point<A> point(call, cell, p);
     multilinear::PointGradient<kAxes>(point.axes, point.terms, dots, gradient);
   }
-  StorePoint(call, cell, gradient);
+}
+
+template <bool kPlain = false, typename A>
+__device__ __forceinline__ void MakeWeights(const Call& call, int64_t cell, const Coordinates<A>& p,
+                                            A (&weights)[kCorners]) {
+  if (kPlain || call.order == 0) {
+    Axis<A> axes[kAxes];
+    MakeAxes(p, axes);
+    multilinear::PlainWeights<kAxes>(axes, weights);
+  } else {
+    Point<A> point(call, cell, p);
+    multilinear::TermsToWeights<kAxes>(point.axes, point.terms);
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) weights[c] = point.terms[c];
+  }
 }
 
 // --- vectors -------------------------------------------------------------------------------------
@@ -344,30 +368,140 @@ struct CornerValues {
   }
 };
 
-// Rows are of one element: a thread has a cell.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    InterpolateSingles(const __grid_constant__ WarpParams params) {
+// Stores the gradients by the points of a warp's cells in the order of memory: three stores of
+// every third element would each cost all the sectors. `staged` has kAxes elements a lane. kPlain
+// says that points are of type T.
+template <bool kPlain, typename T, typename A>
+__device__ __forceinline__ void StorePoints(const Call& call, const WarpCells& cells,
+                                            const A (&gradient)[kAxes], A* staged) {
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) staged[cells.lane * kAxes + a] = gradient[a];
+  __syncwarp();
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) {
+    const int i = a * kWarp + cells.lane;
+    if (i >= cells.count * kAxes) continue;
+    if constexpr (kPlain) {
+      static_cast<T*>(call.dpoints)[cells.first * kAxes + i] = Narrow<T>(staged[i]);
+    } else {
+      jaxops::cuda::StoreAs(call.dpoints, cells.first * kAxes + i, call.point_dtype, staged[i]);
+    }
+  }
+}
+
+// Transposes the packs of groups of kPacks neighbouring lanes: lane i of a group gives its pack j
+// for pack i of lane j.
+template <typename T, int kCount, int kPacks>
+__device__ __forceinline__ void TransposePacks(int lane, Pack<T, kCount> (&packs)[kPacks]) {
+  constexpr int kWords = sizeof(Pack<T, kCount>) / sizeof(uint32_t);
+#pragma unroll
+  for (int step = 1; step < kPacks; step *= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (i & step) continue;
+      uint32_t low[kWords], high[kWords];
+      memcpy(low, &packs[i], sizeof(low));
+      memcpy(high, &packs[i | step], sizeof(high));
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const uint32_t got = __shfl_xor_sync(~0u, upper ? low[w] : high[w], step);
+        low[w] = upper ? got : low[w];
+        high[w] = upper ? high[w] : got;
+      }
+      memcpy(&packs[i], low, sizeof(low));
+      memcpy(&packs[i | step], high, sizeof(high));
+    }
+  }
+}
+
+struct SingleParams {
+  Call call;
+  int64_t strides[Call::kCotangent + 1];  // between cells that are not nested
+};
+
+// Rows are of one element: a lane has a cell. kPlain says that there is no derivative, that points
+// are of the features' dtype, and that cells are not nested: all the rest takes so many registers
+// that half of the warps would be left to wait for memory.
+template <typename T, bool kPlain, bool kOut, bool kFeatures, bool kPoints>
+__global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ SingleParams params) {
   using A = Accumulator<T>;
   constexpr int kCount = kPackElements<T>;
+  constexpr int kPacks = kCorners / kCount;
+  __shared__ A staged[kPoints ? kThreads * kAxes : 1];
   const Call& call = params.call;
-  const int64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (cell >= call.cells.size()) return;
+  const int64_t own = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  // Lanes of no cell go along, so that whole warps exchange.
+  const int64_t cell = min(own, call.cells.size() - 1);
+  const auto offset = [&](Call::Operand operand) {
+    return kPlain ? cell * params.strides[operand] : call.cells.Offset(cell, operand);
+  };
   Coordinates<A> p;
-  LoadCoordinates<A>(call, cell, p);
-  const T* features =
-      static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures);
-  Pack<T, kCount> packs[kCorners / kCount];
+  if constexpr (kPlain) {
+    const T* point = static_cast<const T*>(call.points) + offset(Call::kPoints);
 #pragma unroll
-  for (int i = 0; i < kCorners / kCount; ++i) packs[i] = LoadPack<kCount>(features + i * kCount);
-  Point<A> point(call, cell, p);
-  const A(&weights)[kCorners] = point.Weights(call);
-  A sum = 0;
-#pragma unroll
-  for (int c = 0; c < kCorners; ++c) {
-    sum += weights[c] * Widen(packs[c / kCount].values[c % kCount]);
+    for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
+  } else {
+    LoadCoordinates<A>(call, cell, p);
   }
-  static_cast<T*>(call.out)[cell] = Narrow<T>(sum);
+  [[maybe_unused]] T g;
+  if constexpr (!kOut) {
+    g = static_cast<const T*>(call.cotangent)[offset(Call::kCotangent)];
+  }
+  Pack<T, kCount> packs[kPacks];
+  if constexpr (kOut || kPoints) {
+    const T* features = static_cast<const T*>(call.features) + offset(Call::kFeatures);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) packs[i] = LoadPack<kCount>(features + i * kCount);
+  }
+  A weights[kCorners];
+  if constexpr (kOut || kFeatures) MakeWeights<kPlain>(call, cell, p, weights);
+  if constexpr (kOut) {
+    A sum = 0;
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      sum += weights[c] * Widen(packs[c / kCount].values[c % kCount]);
+    }
+    if (own == cell) static_cast<T*>(call.out)[cell] = Narrow<T>(sum);
+  }
+  if constexpr (kPoints) {
+    A dots[kCorners];
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      dots[c] = Widen(g) * Widen(packs[c / kCount].values[c % kCount]);
+    }
+    A gradient[kAxes];
+    MakeGradient<kPlain>(call, cell, p, dots, gradient);
+    StorePoints<kPlain, T>(call, WarpCells(call), gradient,
+                           staged + threadIdx.x / kWarp * kWarp * kAxes);
+  }
+  if constexpr (kFeatures) {
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      packs[c / kCount].values[c % kCount] = Narrow<T>(weights[c] * Widen(g));
+    }
+    // Neighbours write a cell together, because two stores of half a sector cost two whole ones.
+    TransposePacks(static_cast<int>(threadIdx.x), packs);
+    const int piece = static_cast<int>(threadIdx.x) % kPacks;
+    T* to = static_cast<T*>(call.dfeatures) + (own - piece) * kCorners + piece * kCount;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (own - piece + i < call.cells.size()) StorePack(to + i * kCorners, packs[i]);
+    }
+  }
+}
+
+template <typename T, bool kPlain>
+cudaError_t LaunchSingles(cudaStream_t stream, const Call& call) {
+  SingleParams params{call};
+  for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
+    params.strides[operand] = call.cells.rank() == 1 ? call.cells.stride(0, operand) : 0;
+  }
+  const auto kernel = call.out != nullptr         ? Singles<T, kPlain, true, false, false>
+                      : call.dpoints == nullptr   ? Singles<T, kPlain, false, true, false>
+                      : call.dfeatures == nullptr ? Singles<T, kPlain, false, false, true>
+                                                  : Singles<T, kPlain, false, true, true>;
+  return Launch(kernel, CeilDiv(call.cells.size(), kThreads), kThreads, 0, stream, params);
 }
 
 // Rows are kCount elements each, which is one access.
@@ -496,7 +630,10 @@ __global__ void __launch_bounds__(kThreads)
     __syncwarp();
     A dots[kCorners];
     corners.Get(cells.lane, dots);
-    if (cells.lane < cells.count) StoreGradient(call, cells.first + cells.lane, p, dots);
+    A gradient[kAxes];
+    MakeGradient(call, cells.first + cells.own, p, dots, gradient);
+    __syncwarp();
+    StorePoints<false, T>(call, cells, gradient, corners.values);
   }
 }
 
@@ -601,7 +738,10 @@ __global__ void __launch_bounds__(kImageThreads)
   if constexpr (kPoints) {
     A of_cell[kCorners];
     corners.Get(cells.lane, of_cell);
-    if (cells.lane < cells.count) StoreGradient(call, cells.first + cells.lane, p, of_cell);
+    A gradient[kAxes];
+    MakeGradient(call, cells.first + cells.own, p, of_cell, gradient);
+    __syncwarp();
+    StorePoints<false, T>(call, cells, gradient, corners.values);
   }
   if constexpr (kFeatures) {
     T* to = static_cast<T*>(call.dfeatures) + cells.first * kCorners * width;
@@ -881,17 +1021,16 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   if (!aligned || kCorners * row_bytes > kMaxTiledCellBytes) {
     return LaunchVectors<T, 1>(stream, call);
   }
+  if (call.width == 1) {
+    const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1;
+    return plain ? LaunchSingles<T, true>(stream, call) : LaunchSingles<T, false>(stream, call);
+  }
   if (call.out != nullptr) {
-    if (call.width == 1) {
-      return Launch(InterpolateSingles<T>, CeilDiv(call.cells.size(), kThreads), kThreads, 0,
-                    stream, ParamsOfWarps(call));
-    }
     if (call.width == 2) {
       return Launch(InterpolateRows<T, 2>, CeilDiv(call.cells.size(), kThreads), kThreads, 0,
                     stream, ParamsOfWarps(call));
     }
   } else {
-    if (call.width == 1) return LaunchRows<T, 1, 1>(stream, call);
     if (call.width == 2) return LaunchRows<T, 2, 1>(stream, call);
     if constexpr (kPack >= 4) {
       if (call.width == 4) return LaunchRows<T, 4, 1>(stream, call);
