@@ -16,8 +16,11 @@
 // Other short ones (the kernels of images): the same, but rows are moved to and from shared memory
 // in pieces of 16 bytes, which may span corners.
 //
-// Other long ones (the kernels of tiles): a block copies the features of some cells to shared
-// memory as they are, 16 bytes a thread, and writes gradients in pieces of 16 bytes.
+// Values of other long ones (the kernels of tiles): a block copies the features of some cells to
+// shared memory as they are, 16 bytes a thread.
+//
+// Gradients of those (the kernels of columns): lanes that share a cell read single elements of its
+// corners, and the block writes the gradients of its cells as one array.
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -654,7 +657,9 @@ cudaError_t LaunchRows(cudaStream_t stream, const Call& call) {
 // --- images --------------------------------------------------------------------------------------
 
 constexpr int kImageThreads = 128;
-constexpr int64_t kMaxImageCellBytes = 256;
+// What a cell has of features at most. It ends where the kernels of columns become faster.
+template <typename T>
+constexpr int64_t kMaxImageCellBytes = sizeof(T) == sizeof(float) ? 384 : 256;
 
 struct ImageParams {
   WarpParams warp;
@@ -774,11 +779,9 @@ cudaError_t LaunchImages(cudaStream_t stream, const Call& call) {
 struct TileParams {
   Call call;
   int tile_cells;
-  int lanes;               // that share a cell's dot products, a power of two
   FastDivider pieces;      // of 16 bytes, of a cell's features
   FastDivider width;       // of a corner
-  int64_t features_bytes;  // of a tile's copy, and of what follows it
-  int64_t cotangent_bytes;
+  int64_t features_bytes;  // of a tile's copy, which the weights follow
 };
 
 // What a block keeps in shared memory.
@@ -787,7 +790,6 @@ struct Tile {
   using A = Accumulator<T>;
 
   const T* features;
-  const A* cotangent;
   A* weights;
   int pitch;      // between the weights of two corners
   int64_t first;  // the first cell
@@ -795,8 +797,7 @@ struct Tile {
 
   __device__ __forceinline__ Tile(const TileParams& params, unsigned char* shared) {
     features = reinterpret_cast<const T*>(shared);
-    cotangent = reinterpret_cast<const A*>(shared + params.features_bytes);
-    weights = reinterpret_cast<A*>(shared + params.features_bytes + params.cotangent_bytes);
+    weights = reinterpret_cast<A*>(shared + params.features_bytes);
     pitch = params.tile_cells + kWeightPadding;
     first = int64_t{blockIdx.x} * params.tile_cells;
     cells = static_cast<int>(min(int64_t{params.tile_cells}, params.call.cells.size() - first));
@@ -818,17 +819,6 @@ struct Tile {
     __pipeline_commit();
   }
 
-  __device__ __forceinline__ void FetchCotangent(const TileParams& params) {
-    const Call& call = params.call;
-    const int count = cells * params.width.divisor();
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-      uint32_t cell = i;
-      const uint32_t f = params.width.Peel(cell);
-      const_cast<A*>(cotangent)[i] = Widen(static_cast<const T*>(
-          call.cotangent)[call.cells.Offset(first + cell, Call::kCotangent) + f]);
-    }
-  }
-
   __device__ __forceinline__ void MakeWeights(const Call& call) {
     for (int cell = threadIdx.x; cell < cells; cell += kThreads) {
       Point<A> point(call, first + cell);
@@ -841,32 +831,6 @@ struct Tile {
   // By which corner to begin, so that the threads of a warp read different banks.
   __device__ __forceinline__ int FirstCorner(int cell, int width) const {
     return static_cast<int>(cell * width * kCorners * sizeof(T) / kBankLineBytes);
-  }
-
-  __device__ __forceinline__ void WriteFeatures(const TileParams& params) const {
-    constexpr int kCount = kPackBytes / sizeof(T);
-    const int width = params.width.divisor();
-    const int pieces = cells * params.pieces.divisor();
-    T* to = static_cast<T*>(params.call.dfeatures) + first * kCorners * width;
-    for (int i = threadIdx.x; i < pieces; i += kThreads) {
-      uint32_t cell = i;
-      uint32_t corner = params.pieces.Peel(cell) * kCount;
-      int f = params.width.Peel(corner);
-      const A* weight = weights + corner * pitch + cell;
-      const A* g = cotangent + cell * width;
-      Pack<T, kCount> out;
-      A factor = *weight;
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        out.values[e] = Narrow<T>(factor * g[f]);
-        if (++f == width && e + 1 < kCount) {
-          f = 0;
-          weight += pitch;
-          factor = *weight;
-        }
-      }
-      StorePack(to + i * kCount, out);
-    }
   }
 };
 
@@ -904,80 +868,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    FeatureGradTile(const __grid_constant__ TileParams params) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  Tile<T> tile(params, shared);
-  tile.FetchCotangent(params);
-  tile.MakeWeights(params.call);
-  __syncthreads();
-  tile.WriteFeatures(params);
-}
-
-template <typename T, int kCount, bool kFeatures>
-__global__ void __launch_bounds__(kThreads)
-    BackwardTile(const __grid_constant__ TileParams params) {
-  using A = Accumulator<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  const Call& call = params.call;
-  Tile<T> tile(params, shared);
-  tile.FetchFeatures(params);
-  tile.FetchCotangent(params);
-  __pipeline_wait_prior(0);
-  __syncthreads();
-  const int width = params.width.divisor();
-  const int lane = static_cast<int>(threadIdx.x) & (params.lanes - 1);
-  const int step = kThreads / params.lanes;
-  const int rounds = (tile.cells + step - 1) / step;
-  for (int round = 0; round < rounds; ++round) {
-    int cell = round * step + static_cast<int>(threadIdx.x) / params.lanes;
-    // Lanes of no cell help the last one to sum, so that whole warps meet.
-    const bool real = cell < tile.cells;
-    if (!real) cell = tile.cells - 1;
-    const int begin = params.lanes == 1 ? tile.FirstCorner(cell, width) % kCorners : 0;
-    const T* features = tile.features + cell * width * kCorners;
-    A turned[kCorners] = {};  // of the corners from `begin` on
-    for (int f = lane * kCount; f < width; f += params.lanes * kCount) {
-      A g[kCount];
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) g[e] = tile.cotangent[cell * width + f + e];
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) {
-        const auto values = LoadPack<kCount>(features + (begin + c) % kCorners * width + f);
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) turned[c] += g[e] * Widen(values.values[e]);
-      }
-    }
-    // Turns them back by `begin`, in powers of two, because registers have no run-time index.
-#pragma unroll
-    for (int by = 1; by < kCorners; by *= 2) {
-      A old[kCorners];
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) old[c] = turned[c];
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) {
-        turned[c] = begin & by ? old[(c + kCorners - by) % kCorners] : old[c];
-      }
-    }
-    Point<A> point(call, tile.first + cell);
-    A gradient[kAxes];
-    multilinear::PointGradient<kAxes>(point.axes, point.terms, turned, gradient);
-    multilinear::cuda::SumOverLanes(gradient, params.lanes);
-    if (!real || lane != 0) continue;
-    StorePoint(call, tile.first + cell, gradient);
-    if constexpr (kFeatures) {
-      const A(&made)[kCorners] = point.Weights(call);
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) tile.weights[c * tile.pitch + cell] = made[c];
-    }
-  }
-  if constexpr (kFeatures) {
-    __syncthreads();
-    tile.WriteFeatures(params);
-  }
-}
-
 template <typename T, int kCount>
 cudaError_t LaunchTiles(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
@@ -987,20 +877,150 @@ cudaError_t LaunchTiles(cudaStream_t stream, const Call& call) {
       static_cast<int>(std::clamp<int64_t>(kTileBytes / cell_bytes, 1, kMaxTileCells));
   params.pieces = FastDivider(cell_bytes / kPackBytes);
   params.width = FastDivider(call.width);
-  params.lanes = multilinear::cuda::LanesFor(call.width / (8 * kCount));
-  const auto aligned = [](int64_t bytes) { return CeilDiv(bytes, kPackBytes) * kPackBytes; };
-  params.features_bytes = call.features == nullptr ? 0 : params.tile_cells * cell_bytes;
-  params.cotangent_bytes =
-      call.cotangent == nullptr ? 0 : aligned(params.tile_cells * call.width * sizeof(A));
-  const bool weights = call.out != nullptr || call.dfeatures != nullptr;
-  const int64_t bytes = params.features_bytes + params.cotangent_bytes +
-                        (weights ? kCorners * (params.tile_cells + kWeightPadding) * sizeof(A) : 0);
-  const auto kernel = call.out != nullptr         ? InterpolateTile<T, kCount>
-                      : call.dpoints == nullptr   ? FeatureGradTile<T>
-                      : call.dfeatures == nullptr ? BackwardTile<T, kCount, false>
-                                                  : BackwardTile<T, kCount, true>;
-  return Launch(kernel, CeilDiv(call.cells.size(), params.tile_cells), kThreads, bytes, stream,
-                params);
+  params.features_bytes = params.tile_cells * cell_bytes;
+  const int64_t bytes =
+      params.features_bytes + kCorners * (params.tile_cells + kWeightPadding) * sizeof(A);
+  return Launch(InterpolateTile<T, kCount>, CeilDiv(call.cells.size(), params.tile_cells), kThreads,
+                bytes, stream, params);
+}
+
+// --- columns -------------------------------------------------------------------------------------
+
+struct ColumnParams {
+  Call call;
+  int lanes;          // that share a cell, a power of two
+  FastDivider width;  // of a corner
+};
+
+// Elements of a row that a lane loads before it waits for one.
+template <typename T>
+constexpr int kSteps = std::is_same_v<T, double> ? 1 : 2;
+
+// The gradient by the features if kFeatures, by the point if kPoints, of kThreads / lanes cells.
+// All lanes have work however few cells a block has, and wait for several loads at once.
+template <typename T, bool kFeatures, bool kPoints>
+__global__ void __launch_bounds__(kThreads)
+    BackwardColumns(const __grid_constant__ ColumnParams params) {
+  using A = Accumulator<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ A sums[kThreads / kWarp][kAxes];
+  const Call& call = params.call;
+  const int width = static_cast<int>(call.width);
+  const int lanes = params.lanes;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int local = static_cast<int>(threadIdx.x) / lanes;
+  const int tile = kThreads / lanes;  // cells
+  const int64_t first = int64_t{blockIdx.x} * tile;
+  // Lanes of no cell help the last one to sum, so that whole warps meet.
+  const bool real = first + local < call.cells.size();
+  const int64_t cell = real ? first + local : call.cells.size() - 1;
+  // The cotangent and the weights of all cells, because stores do not follow columns: these would
+  // begin and end amid sectors.
+  A* staged = reinterpret_cast<A*>(shared);
+  A* weights = staged + tile * width;
+  Coordinates<A> p;
+  LoadCoordinates<A>(call, cell, p);
+  [[maybe_unused]] const T* features = nullptr;
+  if constexpr (kPoints) {
+    features = static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures);
+  }
+  const T* cotangent =
+      static_cast<const T*>(call.cotangent) + call.cells.Offset(cell, Call::kCotangent);
+  A dots[kCorners] = {};
+  for (int begin = lane; begin < width; begin += lanes * kSteps<T>) {
+    [[maybe_unused]] T rows[kSteps<T>][kCorners];
+    T g[kSteps<T>];
+#pragma unroll
+    for (int s = 0; s < kSteps<T>; ++s) {
+      const int f = begin + s * lanes;
+      const bool in = s == 0 || f < width;
+      g[s] = in ? cotangent[f] : Narrow<T>(A(0));
+      if constexpr (kPoints) {
+#pragma unroll
+        for (int c = 0; c < kCorners; ++c) {
+          rows[s][c] = in ? features[c * width + f] : Narrow<T>(A(0));
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps<T>; ++s) {
+      const int f = begin + s * lanes;
+      const bool in = s == 0 || f < width;
+      const A factor = Widen(g[s]);
+      if constexpr (kFeatures) {
+        if (in) staged[local * width + f] = factor;
+      }
+      if constexpr (kPoints) {
+#pragma unroll
+        for (int c = 0; c < kCorners; ++c) dots[c] += factor * Widen(rows[s][c]);
+      }
+    }
+  }
+  if constexpr (kPoints) {
+    A gradient[kAxes];
+    MakeGradient(call, cell, p, dots, gradient);
+    multilinear::cuda::SumOverLanes(gradient, min(lanes, kWarp));
+    if (lanes > kWarp) {
+      const int warp = static_cast<int>(threadIdx.x) / kWarp;
+      if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+        for (int a = 0; a < kAxes; ++a) sums[warp][a] = gradient[a];
+      }
+      __syncthreads();
+      if (lane == 0) {
+        for (int other = 1; other < lanes / kWarp; ++other) {
+#pragma unroll
+          for (int a = 0; a < kAxes; ++a) gradient[a] += sums[warp + other][a];
+        }
+      }
+    }
+    if (real && lane == 0) StorePoint(call, cell, gradient);
+  }
+  if constexpr (kFeatures) {
+    if (lane == 0) {
+      A made[kCorners];
+      MakeWeights(call, cell, p, made);
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) weights[local * kCorners + c] = made[c];
+    }
+    __syncthreads();
+    constexpr int kCount = 2;
+    const int cells = static_cast<int>(min(int64_t{tile}, call.cells.size() - first));
+    const int pieces = cells * (kCorners / kCount) * width;
+    T* to = static_cast<T*>(call.dfeatures) + first * kCorners * width;
+    for (int i = threadIdx.x; i < pieces; i += kThreads) {
+      // Rows of all the tile's cells follow each other.
+      uint32_t row = i * kCount;
+      const int f = params.width.Peel(row);
+      const A* g = staged + (row / kCorners) * width;
+      Pack<T, kCount> out;
+      out.values[0] = Narrow<T>(weights[row] * g[f]);
+      // Of an odd row's last element the next is the first of the next row, which is of the same
+      // cell, because a cell has an even number of elements.
+      const bool wraps = f + 1 == width;
+      out.values[1] = Narrow<T>(weights[wraps ? row + 1 : row] * g[wraps ? 0 : f + 1]);
+      if constexpr (sizeof(out) == sizeof(uint32_t)) {
+        uint32_t word;
+        memcpy(&word, &out, sizeof(word));
+        *reinterpret_cast<uint32_t*>(to + i * kCount) = word;
+      } else {
+        StorePack(to + i * kCount, out);
+      }
+    }
+  }
+}
+
+template <typename T>
+cudaError_t LaunchColumns(cudaStream_t stream, const Call& call) {
+  using A = Accumulator<T>;
+  ColumnParams params{call, 1, FastDivider(call.width)};
+  while (params.lanes < kThreads && 8 * params.lanes <= call.width) params.lanes *= 2;
+  const int64_t cells = kThreads / params.lanes;
+  const int64_t bytes = call.dfeatures == nullptr ? 0 : cells * (call.width + kCorners) * sizeof(A);
+  const auto kernel = call.dpoints == nullptr     ? BackwardColumns<T, true, false>
+                      : call.dfeatures == nullptr ? BackwardColumns<T, false, true>
+                                                  : BackwardColumns<T, true, true>;
+  return Launch(kernel, CeilDiv(call.cells.size(), cells), kThreads, bytes, stream, params);
 }
 
 // --- which ---------------------------------------------------------------------------------------
@@ -1039,7 +1059,8 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
       if (call.width == 8) return LaunchRows<T, 8, 1>(stream, call);
     }
     if (call.width == 2 * kPack) return LaunchRows<T, kPack, 2>(stream, call);
-    if (kCorners * row_bytes <= kMaxImageCellBytes) return LaunchImages<T>(stream, call);
+    if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
+    return LaunchColumns<T>(stream, call);
   }
   if (call.width % kPack == 0) return LaunchTiles<T, kPack>(stream, call);
   return LaunchTiles<T, 1>(stream, call);
