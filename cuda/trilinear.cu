@@ -16,11 +16,12 @@
 // Other short ones (the kernels of images): the same, but rows are moved to and from shared memory
 // in pieces of 16 bytes, which may span corners.
 //
-// Values of other long ones (the kernels of tiles): a block copies the features of some cells to
-// shared memory as they are, 16 bytes a thread.
+// Values of short ones (the kernels of tiles): a block copies the features of some cells to shared
+// memory as they are, 16 bytes a thread.
 //
-// Gradients of those (the kernels of columns): lanes that share a cell read single elements of its
-// corners, and the block writes the gradients of its cells as one array.
+// Other long ones (the kernels of columns): values the same, but lanes share a cell. For gradients
+// they read single elements of its corners, and the block writes the gradients of its cells as one
+// array.
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -61,7 +62,8 @@ constexpr int kBankLineBytes = 128;
 // The features of a tile fill about this much shared memory, which leaves room for several blocks.
 constexpr int64_t kTileBytes = 24 * 1024;
 constexpr int64_t kMaxTileCells = 512;
-constexpr int64_t kMaxTiledCellBytes = 48 * 1024;
+constexpr int64_t kMaxTiledRowBytes = 32;
+constexpr int64_t kMaxCellBytes = 48 * 1024;  // in shared memory
 
 // Between the weights of two corners in shared memory, beside one entry a cell: puts the corners of
 // a cell into different banks.
@@ -873,8 +875,7 @@ cudaError_t LaunchTiles(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
   const int64_t cell_bytes = kCorners * call.width * sizeof(T);
   TileParams params{call};
-  params.tile_cells =
-      static_cast<int>(std::clamp<int64_t>(kTileBytes / cell_bytes, 1, kMaxTileCells));
+  params.tile_cells = static_cast<int>(std::min(kTileBytes / cell_bytes, kMaxTileCells));
   params.pieces = FastDivider(cell_bytes / kPackBytes);
   params.width = FastDivider(call.width);
   params.features_bytes = params.tile_cells * cell_bytes;
@@ -885,6 +886,82 @@ cudaError_t LaunchTiles(cudaStream_t stream, const Call& call) {
 }
 
 // --- columns -------------------------------------------------------------------------------------
+
+struct InterpolateColumnsParams {
+  Call call;
+  int lanes;           // that share a cell, a power of two
+  int pitch;           // between the features of two cells, in bytes
+  FastDivider pieces;  // of 16 bytes, of a cell's features
+};
+
+// A block copies the features of kThreads / lanes cells to shared memory, in pieces of 16 bytes,
+// which may span corners. A lane takes kCount elements of all corners after each other, with
+// weights that it keeps.
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    InterpolateColumns(const __grid_constant__ InterpolateColumnsParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPiece = kPackElements<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Call& call = params.call;
+  const int width = static_cast<int>(call.width);
+  const int lanes = params.lanes;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int local = static_cast<int>(threadIdx.x) / lanes;
+  const int64_t first = int64_t{blockIdx.x} * (kThreads / lanes);
+  const int cells = static_cast<int>(min(int64_t{kThreads / lanes}, call.cells.size() - first));
+  const int pieces = cells * params.pieces.divisor();
+  for (int i = threadIdx.x; i < pieces; i += kThreads) {
+    uint32_t cell = i;
+    const uint32_t piece = params.pieces.Peel(cell);
+    const T* from = static_cast<const T*>(call.features) +
+                    call.cells.Offset(first + cell, Call::kFeatures) + piece * kPiece;
+    __pipeline_memcpy_async(shared + cell * params.pitch + piece * kPackBytes, from, kPackBytes);
+  }
+  __pipeline_commit();
+  const int64_t cell = first + min(local, cells - 1);
+  Coordinates<A> p;
+  LoadCoordinates<A>(call, cell, p);
+  A weights[kCorners];
+  MakeWeights(call, cell, p, weights);
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  if (local >= cells) return;
+  for (int f = lane * kCount; f < width; f += lanes * kCount) {
+    const T* column = reinterpret_cast<const T*>(shared + local * params.pitch) + f;
+    A sum[kCount] = {};
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      const auto row = LoadPack<kCount>(column + c * width);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sum[i] += weights[c] * Widen(row.values[i]);
+    }
+    Pack<T, kCount> out;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sum[i]);
+    StorePack(static_cast<T*>(call.out) + cell * width + f, out);
+  }
+}
+
+template <typename T, int kCount>
+cudaError_t LaunchInterpolateColumns(cudaStream_t stream, const Call& call) {
+  const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
+  // A lane alone would read single elements 16 bytes apart from the next lane's.
+  InterpolateColumnsParams params{call, kCount == 1 ? 4 : 1};
+  while (params.lanes < kThreads && kThreads / params.lanes * cell_bytes > kTileBytes) {
+    params.lanes *= 2;
+  }
+  // Cells are as far apart as their lanes read at once, beside whole lines of banks, so that all
+  // lanes of a warp read different banks.
+  const int64_t at_once =
+      std::clamp<int64_t>(params.lanes * kCount * sizeof(T), kPackBytes, kBankLineBytes);
+  params.pitch = static_cast<int>(
+      cell_bytes + ((at_once - cell_bytes) % kBankLineBytes + kBankLineBytes) % kBankLineBytes);
+  params.pieces = FastDivider(cell_bytes / kPackBytes);
+  const int64_t cells = kThreads / params.lanes;
+  return Launch(InterpolateColumns<T, kCount>, CeilDiv(call.cells.size(), cells), kThreads,
+                cells * params.pitch, stream, params);
+}
 
 struct ColumnParams {
   Call call;
@@ -1038,7 +1115,7 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   if (aligned && call.width % kPack == 0 && row_bytes >= kLongRowBytes) {
     return LaunchVectors<T, kPack>(stream, call);
   }
-  if (!aligned || kCorners * row_bytes > kMaxTiledCellBytes) {
+  if (!aligned || kCorners * row_bytes > kMaxCellBytes) {
     return LaunchVectors<T, 1>(stream, call);
   }
   if (call.width == 1) {
@@ -1062,8 +1139,12 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
     if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
     return LaunchColumns<T>(stream, call);
   }
-  if (call.width % kPack == 0) return LaunchTiles<T, kPack>(stream, call);
-  return LaunchTiles<T, 1>(stream, call);
+  if (row_bytes <= kMaxTiledRowBytes) {
+    if (call.width % kPack == 0) return LaunchTiles<T, kPack>(stream, call);
+    return LaunchTiles<T, 1>(stream, call);
+  }
+  if (call.width % kPack == 0) return LaunchInterpolateColumns<T, kPack>(stream, call);
+  return LaunchInterpolateColumns<T, 1>(stream, call);
 }
 
 }  // namespace
