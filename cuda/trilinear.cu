@@ -6,7 +6,9 @@
 // Rows of 64 bytes and more that vectors divide (the kernels of vectors): a thread takes 16 bytes
 // of each of the eight corners, straight from and to global memory.
 //
-// Shorter ones of a power of two (the kernels of rows): a warp has 32 cells. A lane makes the
+// Those of one element (the kernels of singles): a lane has a cell.
+//
+// Other short ones of a power of two (the kernels of rows): a warp has 32 cells. A lane makes the
 // weights or the gradient of a cell, but moves rows or parts of them as they follow each other in
 // memory, so that the accesses of a warp are whole lines. What a lane knows of a corner goes to the
 // other by shared memory.
@@ -14,8 +16,12 @@
 // Other short ones (the kernels of images): the same, but rows are moved to and from shared memory
 // in pieces of 16 bytes, which may span corners.
 //
-// Other long ones (the kernels of tiles): a block copies the features of some cells to shared
-// memory as they are, 16 bytes a thread, and writes gradients in pieces of 16 bytes.
+// Values of short ones (the kernels of tiles): a block copies the features of some cells to shared
+// memory as they are, 16 bytes a thread.
+//
+// Other long ones (the kernels of columns): values the same, but lanes share a cell. For gradients
+// they read single elements of its corners, and the block writes the gradients of its cells as one
+// array.
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -56,7 +62,8 @@ constexpr int kBankLineBytes = 128;
 // The features of a tile fill about this much shared memory, which leaves room for several blocks.
 constexpr int64_t kTileBytes = 24 * 1024;
 constexpr int64_t kMaxTileCells = 512;
-constexpr int64_t kMaxTiledCellBytes = 48 * 1024;
+constexpr int64_t kMaxTiledRowBytes = 32;
+constexpr int64_t kMaxCellBytes = 48 * 1024;  // in shared memory
 
 // Between the weights of two corners in shared memory, beside one entry a cell: puts the corners of
 // a cell into different banks.
@@ -72,6 +79,12 @@ __device__ __forceinline__ void LoadCoordinates(const Call& call, int64_t cell,
                                       call.point_dtype, coordinates);
 }
 
+template <typename A>
+__device__ __forceinline__ void MakeAxes(const Coordinates<A>& p, Axis<A> (&axes)[kAxes]) {
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) axes[a] = {(1 - p[a]) / 2, (1 + p[a]) / 2, A(0.5)};
+}
+
 // A cell's point, and what to do with it.
 template <typename A>
 struct Point {
@@ -79,8 +92,7 @@ struct Point {
   A terms[kCorners];
 
   __device__ __forceinline__ Point(const Call& call, int64_t cell, const Coordinates<A>& p) {
-#pragma unroll
-    for (int a = 0; a < kAxes; ++a) axes[a] = {(1 - p[a]) / 2, (1 + p[a]) / 2, A(0.5)};
+    MakeAxes(p, axes);
     multilinear::NoDerivative<kAxes>(terms);
 #pragma unroll 1
     for (int d = 0; d < call.order; ++d) {
@@ -122,19 +134,36 @@ __device__ __forceinline__ void StorePoint(const Call& call, int64_t cell,
   }
 }
 
-// Stores the gradient by the point of a cell, made of the dot products of its corners, which it
-// overwrites.
-template <typename A>
-__device__ __forceinline__ void StoreGradient(const Call& call, int64_t cell,
-                                              const Coordinates<A>& p, A (&dots)[kCorners]) {
-  const Point<A> point(call, cell, p);
-  A gradient[kAxes];
-  if (call.order == 0) {
-    multilinear::PlainPointGradient<kAxes>(point.axes, dots, gradient);
+// Makes the gradient by the point of a cell of the dot products of its corners, which it
+// overwrites. kPlain says that the weights are no derivatives, which the compiler turns into fewer
+// registers.
+template <bool kPlain = false, typename A>
+__device__ __forceinline__ void MakeGradient(const Call& call, int64_t cell,
+                                             const Coordinates<A>& p, A (&dots)[kCorners],
+                                             A (&gradient)[kAxes]) {
+  if (kPlain || call.order == 0) {
+    Axis<A> axes[kAxes];
+    MakeAxes(p, axes);
+    multilinear::PlainPointGradient<kAxes>(axes, dots, gradient);
   } else {
+    const Point<A> point(call, cell, p);
     multilinear::PointGradient<kAxes>(point.axes, point.terms, dots, gradient);
   }
-  StorePoint(call, cell, gradient);
+}
+
+template <bool kPlain = false, typename A>
+__device__ __forceinline__ void MakeWeights(const Call& call, int64_t cell, const Coordinates<A>& p,
+                                            A (&weights)[kCorners]) {
+  if (kPlain || call.order == 0) {
+    Axis<A> axes[kAxes];
+    MakeAxes(p, axes);
+    multilinear::PlainWeights<kAxes>(axes, weights);
+  } else {
+    Point<A> point(call, cell, p);
+    multilinear::TermsToWeights<kAxes>(point.axes, point.terms);
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) weights[c] = point.terms[c];
+  }
 }
 
 // --- vectors -------------------------------------------------------------------------------------
@@ -344,30 +373,140 @@ struct CornerValues {
   }
 };
 
-// Rows are of one element: a thread has a cell.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    InterpolateSingles(const __grid_constant__ WarpParams params) {
+// Stores the gradients by the points of a warp's cells in the order of memory: three stores of
+// every third element would each cost all the sectors. `staged` has kAxes elements a lane. kPlain
+// says that points are of type T.
+template <bool kPlain, typename T, typename A>
+__device__ __forceinline__ void StorePoints(const Call& call, const WarpCells& cells,
+                                            const A (&gradient)[kAxes], A* staged) {
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) staged[cells.lane * kAxes + a] = gradient[a];
+  __syncwarp();
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) {
+    const int i = a * kWarp + cells.lane;
+    if (i >= cells.count * kAxes) continue;
+    if constexpr (kPlain) {
+      static_cast<T*>(call.dpoints)[cells.first * kAxes + i] = Narrow<T>(staged[i]);
+    } else {
+      jaxops::cuda::StoreAs(call.dpoints, cells.first * kAxes + i, call.point_dtype, staged[i]);
+    }
+  }
+}
+
+// Transposes the packs of groups of kPacks neighbouring lanes: lane i of a group gives its pack j
+// for pack i of lane j.
+template <typename T, int kCount, int kPacks>
+__device__ __forceinline__ void TransposePacks(int lane, Pack<T, kCount> (&packs)[kPacks]) {
+  constexpr int kWords = sizeof(Pack<T, kCount>) / sizeof(uint32_t);
+#pragma unroll
+  for (int step = 1; step < kPacks; step *= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (i & step) continue;
+      uint32_t low[kWords], high[kWords];
+      memcpy(low, &packs[i], sizeof(low));
+      memcpy(high, &packs[i | step], sizeof(high));
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const uint32_t got = __shfl_xor_sync(~0u, upper ? low[w] : high[w], step);
+        low[w] = upper ? got : low[w];
+        high[w] = upper ? high[w] : got;
+      }
+      memcpy(&packs[i], low, sizeof(low));
+      memcpy(&packs[i | step], high, sizeof(high));
+    }
+  }
+}
+
+struct SingleParams {
+  Call call;
+  int64_t strides[Call::kCotangent + 1];  // between cells that are not nested
+};
+
+// Rows are of one element: a lane has a cell. kPlain says that there is no derivative, that points
+// are of the features' dtype, and that cells are not nested: all the rest takes so many registers
+// that half of the warps would be left to wait for memory.
+template <typename T, bool kPlain, bool kOut, bool kFeatures, bool kPoints>
+__global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ SingleParams params) {
   using A = Accumulator<T>;
   constexpr int kCount = kPackElements<T>;
+  constexpr int kPacks = kCorners / kCount;
+  __shared__ A staged[kPoints ? kThreads * kAxes : 1];
   const Call& call = params.call;
-  const int64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (cell >= call.cells.size()) return;
+  const int64_t own = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  // Lanes of no cell go along, so that whole warps exchange.
+  const int64_t cell = min(own, call.cells.size() - 1);
+  const auto offset = [&](Call::Operand operand) {
+    return kPlain ? cell * params.strides[operand] : call.cells.Offset(cell, operand);
+  };
   Coordinates<A> p;
-  LoadCoordinates<A>(call, cell, p);
-  const T* features =
-      static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures);
-  Pack<T, kCount> packs[kCorners / kCount];
+  if constexpr (kPlain) {
+    const T* point = static_cast<const T*>(call.points) + offset(Call::kPoints);
 #pragma unroll
-  for (int i = 0; i < kCorners / kCount; ++i) packs[i] = LoadPack<kCount>(features + i * kCount);
-  Point<A> point(call, cell, p);
-  const A(&weights)[kCorners] = point.Weights(call);
-  A sum = 0;
-#pragma unroll
-  for (int c = 0; c < kCorners; ++c) {
-    sum += weights[c] * Widen(packs[c / kCount].values[c % kCount]);
+    for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
+  } else {
+    LoadCoordinates<A>(call, cell, p);
   }
-  static_cast<T*>(call.out)[cell] = Narrow<T>(sum);
+  [[maybe_unused]] T g;
+  if constexpr (!kOut) {
+    g = static_cast<const T*>(call.cotangent)[offset(Call::kCotangent)];
+  }
+  Pack<T, kCount> packs[kPacks];
+  if constexpr (kOut || kPoints) {
+    const T* features = static_cast<const T*>(call.features) + offset(Call::kFeatures);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) packs[i] = LoadPack<kCount>(features + i * kCount);
+  }
+  A weights[kCorners];
+  if constexpr (kOut || kFeatures) MakeWeights<kPlain>(call, cell, p, weights);
+  if constexpr (kOut) {
+    A sum = 0;
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      sum += weights[c] * Widen(packs[c / kCount].values[c % kCount]);
+    }
+    if (own == cell) static_cast<T*>(call.out)[cell] = Narrow<T>(sum);
+  }
+  if constexpr (kPoints) {
+    A dots[kCorners];
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      dots[c] = Widen(g) * Widen(packs[c / kCount].values[c % kCount]);
+    }
+    A gradient[kAxes];
+    MakeGradient<kPlain>(call, cell, p, dots, gradient);
+    StorePoints<kPlain, T>(call, WarpCells(call), gradient,
+                           staged + threadIdx.x / kWarp * kWarp * kAxes);
+  }
+  if constexpr (kFeatures) {
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      packs[c / kCount].values[c % kCount] = Narrow<T>(weights[c] * Widen(g));
+    }
+    // Neighbours write a cell together, because two stores of half a sector cost two whole ones.
+    TransposePacks(static_cast<int>(threadIdx.x), packs);
+    const int piece = static_cast<int>(threadIdx.x) % kPacks;
+    T* to = static_cast<T*>(call.dfeatures) + (own - piece) * kCorners + piece * kCount;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (own - piece + i < call.cells.size()) StorePack(to + i * kCorners, packs[i]);
+    }
+  }
+}
+
+template <typename T, bool kPlain>
+cudaError_t LaunchSingles(cudaStream_t stream, const Call& call) {
+  SingleParams params{call};
+  for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
+    params.strides[operand] = call.cells.rank() == 1 ? call.cells.stride(0, operand) : 0;
+  }
+  const auto kernel = call.out != nullptr         ? Singles<T, kPlain, true, false, false>
+                      : call.dpoints == nullptr   ? Singles<T, kPlain, false, true, false>
+                      : call.dfeatures == nullptr ? Singles<T, kPlain, false, false, true>
+                                                  : Singles<T, kPlain, false, true, true>;
+  return Launch(kernel, CeilDiv(call.cells.size(), kThreads), kThreads, 0, stream, params);
 }
 
 // Rows are kCount elements each, which is one access.
@@ -496,7 +635,10 @@ __global__ void __launch_bounds__(kThreads)
     __syncwarp();
     A dots[kCorners];
     corners.Get(cells.lane, dots);
-    if (cells.lane < cells.count) StoreGradient(call, cells.first + cells.lane, p, dots);
+    A gradient[kAxes];
+    MakeGradient(call, cells.first + cells.own, p, dots, gradient);
+    __syncwarp();
+    StorePoints<false, T>(call, cells, gradient, corners.values);
   }
 }
 
@@ -517,7 +659,9 @@ cudaError_t LaunchRows(cudaStream_t stream, const Call& call) {
 // --- images --------------------------------------------------------------------------------------
 
 constexpr int kImageThreads = 128;
-constexpr int64_t kMaxImageCellBytes = 256;
+// What a cell has of features at most. It ends where the kernels of columns become faster.
+template <typename T>
+constexpr int64_t kMaxImageCellBytes = sizeof(T) == sizeof(float) ? 384 : 256;
 
 struct ImageParams {
   WarpParams warp;
@@ -601,7 +745,10 @@ __global__ void __launch_bounds__(kImageThreads)
   if constexpr (kPoints) {
     A of_cell[kCorners];
     corners.Get(cells.lane, of_cell);
-    if (cells.lane < cells.count) StoreGradient(call, cells.first + cells.lane, p, of_cell);
+    A gradient[kAxes];
+    MakeGradient(call, cells.first + cells.own, p, of_cell, gradient);
+    __syncwarp();
+    StorePoints<false, T>(call, cells, gradient, corners.values);
   }
   if constexpr (kFeatures) {
     T* to = static_cast<T*>(call.dfeatures) + cells.first * kCorners * width;
@@ -634,11 +781,9 @@ cudaError_t LaunchImages(cudaStream_t stream, const Call& call) {
 struct TileParams {
   Call call;
   int tile_cells;
-  int lanes;               // that share a cell's dot products, a power of two
   FastDivider pieces;      // of 16 bytes, of a cell's features
   FastDivider width;       // of a corner
-  int64_t features_bytes;  // of a tile's copy, and of what follows it
-  int64_t cotangent_bytes;
+  int64_t features_bytes;  // of a tile's copy, which the weights follow
 };
 
 // What a block keeps in shared memory.
@@ -647,7 +792,6 @@ struct Tile {
   using A = Accumulator<T>;
 
   const T* features;
-  const A* cotangent;
   A* weights;
   int pitch;      // between the weights of two corners
   int64_t first;  // the first cell
@@ -655,8 +799,7 @@ struct Tile {
 
   __device__ __forceinline__ Tile(const TileParams& params, unsigned char* shared) {
     features = reinterpret_cast<const T*>(shared);
-    cotangent = reinterpret_cast<const A*>(shared + params.features_bytes);
-    weights = reinterpret_cast<A*>(shared + params.features_bytes + params.cotangent_bytes);
+    weights = reinterpret_cast<A*>(shared + params.features_bytes);
     pitch = params.tile_cells + kWeightPadding;
     first = int64_t{blockIdx.x} * params.tile_cells;
     cells = static_cast<int>(min(int64_t{params.tile_cells}, params.call.cells.size() - first));
@@ -678,17 +821,6 @@ struct Tile {
     __pipeline_commit();
   }
 
-  __device__ __forceinline__ void FetchCotangent(const TileParams& params) {
-    const Call& call = params.call;
-    const int count = cells * params.width.divisor();
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-      uint32_t cell = i;
-      const uint32_t f = params.width.Peel(cell);
-      const_cast<A*>(cotangent)[i] = Widen(static_cast<const T*>(
-          call.cotangent)[call.cells.Offset(first + cell, Call::kCotangent) + f]);
-    }
-  }
-
   __device__ __forceinline__ void MakeWeights(const Call& call) {
     for (int cell = threadIdx.x; cell < cells; cell += kThreads) {
       Point<A> point(call, first + cell);
@@ -701,32 +833,6 @@ struct Tile {
   // By which corner to begin, so that the threads of a warp read different banks.
   __device__ __forceinline__ int FirstCorner(int cell, int width) const {
     return static_cast<int>(cell * width * kCorners * sizeof(T) / kBankLineBytes);
-  }
-
-  __device__ __forceinline__ void WriteFeatures(const TileParams& params) const {
-    constexpr int kCount = kPackBytes / sizeof(T);
-    const int width = params.width.divisor();
-    const int pieces = cells * params.pieces.divisor();
-    T* to = static_cast<T*>(params.call.dfeatures) + first * kCorners * width;
-    for (int i = threadIdx.x; i < pieces; i += kThreads) {
-      uint32_t cell = i;
-      uint32_t corner = params.pieces.Peel(cell) * kCount;
-      int f = params.width.Peel(corner);
-      const A* weight = weights + corner * pitch + cell;
-      const A* g = cotangent + cell * width;
-      Pack<T, kCount> out;
-      A factor = *weight;
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        out.values[e] = Narrow<T>(factor * g[f]);
-        if (++f == width && e + 1 < kCount) {
-          f = 0;
-          weight += pitch;
-          factor = *weight;
-        }
-      }
-      StorePack(to + i * kCount, out);
-    }
   }
 };
 
@@ -764,103 +870,234 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    FeatureGradTile(const __grid_constant__ TileParams params) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  Tile<T> tile(params, shared);
-  tile.FetchCotangent(params);
-  tile.MakeWeights(params.call);
-  __syncthreads();
-  tile.WriteFeatures(params);
-}
-
-template <typename T, int kCount, bool kFeatures>
-__global__ void __launch_bounds__(kThreads)
-    BackwardTile(const __grid_constant__ TileParams params) {
-  using A = Accumulator<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  const Call& call = params.call;
-  Tile<T> tile(params, shared);
-  tile.FetchFeatures(params);
-  tile.FetchCotangent(params);
-  __pipeline_wait_prior(0);
-  __syncthreads();
-  const int width = params.width.divisor();
-  const int lane = static_cast<int>(threadIdx.x) & (params.lanes - 1);
-  const int step = kThreads / params.lanes;
-  const int rounds = (tile.cells + step - 1) / step;
-  for (int round = 0; round < rounds; ++round) {
-    int cell = round * step + static_cast<int>(threadIdx.x) / params.lanes;
-    // Lanes of no cell help the last one to sum, so that whole warps meet.
-    const bool real = cell < tile.cells;
-    if (!real) cell = tile.cells - 1;
-    const int begin = params.lanes == 1 ? tile.FirstCorner(cell, width) % kCorners : 0;
-    const T* features = tile.features + cell * width * kCorners;
-    A turned[kCorners] = {};  // of the corners from `begin` on
-    for (int f = lane * kCount; f < width; f += params.lanes * kCount) {
-      A g[kCount];
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) g[e] = tile.cotangent[cell * width + f + e];
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) {
-        const auto values = LoadPack<kCount>(features + (begin + c) % kCorners * width + f);
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) turned[c] += g[e] * Widen(values.values[e]);
-      }
-    }
-    // Turns them back by `begin`, in powers of two, because registers have no run-time index.
-#pragma unroll
-    for (int by = 1; by < kCorners; by *= 2) {
-      A old[kCorners];
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) old[c] = turned[c];
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) {
-        turned[c] = begin & by ? old[(c + kCorners - by) % kCorners] : old[c];
-      }
-    }
-    Point<A> point(call, tile.first + cell);
-    A gradient[kAxes];
-    multilinear::PointGradient<kAxes>(point.axes, point.terms, turned, gradient);
-    multilinear::cuda::SumOverLanes(gradient, params.lanes);
-    if (!real || lane != 0) continue;
-    StorePoint(call, tile.first + cell, gradient);
-    if constexpr (kFeatures) {
-      const A(&made)[kCorners] = point.Weights(call);
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) tile.weights[c * tile.pitch + cell] = made[c];
-    }
-  }
-  if constexpr (kFeatures) {
-    __syncthreads();
-    tile.WriteFeatures(params);
-  }
-}
-
 template <typename T, int kCount>
 cudaError_t LaunchTiles(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
   const int64_t cell_bytes = kCorners * call.width * sizeof(T);
   TileParams params{call};
-  params.tile_cells =
-      static_cast<int>(std::clamp<int64_t>(kTileBytes / cell_bytes, 1, kMaxTileCells));
+  params.tile_cells = static_cast<int>(std::min(kTileBytes / cell_bytes, kMaxTileCells));
   params.pieces = FastDivider(cell_bytes / kPackBytes);
   params.width = FastDivider(call.width);
-  params.lanes = multilinear::cuda::LanesFor(call.width / (8 * kCount));
-  const auto aligned = [](int64_t bytes) { return CeilDiv(bytes, kPackBytes) * kPackBytes; };
-  params.features_bytes = call.features == nullptr ? 0 : params.tile_cells * cell_bytes;
-  params.cotangent_bytes =
-      call.cotangent == nullptr ? 0 : aligned(params.tile_cells * call.width * sizeof(A));
-  const bool weights = call.out != nullptr || call.dfeatures != nullptr;
-  const int64_t bytes = params.features_bytes + params.cotangent_bytes +
-                        (weights ? kCorners * (params.tile_cells + kWeightPadding) * sizeof(A) : 0);
-  const auto kernel = call.out != nullptr         ? InterpolateTile<T, kCount>
-                      : call.dpoints == nullptr   ? FeatureGradTile<T>
-                      : call.dfeatures == nullptr ? BackwardTile<T, kCount, false>
-                                                  : BackwardTile<T, kCount, true>;
-  return Launch(kernel, CeilDiv(call.cells.size(), params.tile_cells), kThreads, bytes, stream,
-                params);
+  params.features_bytes = params.tile_cells * cell_bytes;
+  const int64_t bytes =
+      params.features_bytes + kCorners * (params.tile_cells + kWeightPadding) * sizeof(A);
+  return Launch(InterpolateTile<T, kCount>, CeilDiv(call.cells.size(), params.tile_cells), kThreads,
+                bytes, stream, params);
+}
+
+// --- columns -------------------------------------------------------------------------------------
+
+struct InterpolateColumnsParams {
+  Call call;
+  int lanes;           // that share a cell, a power of two
+  int pitch;           // between the features of two cells, in bytes
+  FastDivider pieces;  // of 16 bytes, of a cell's features
+};
+
+// A block copies the features of kThreads / lanes cells to shared memory, in pieces of 16 bytes,
+// which may span corners. A lane takes kCount elements of all corners after each other, with
+// weights that it keeps.
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    InterpolateColumns(const __grid_constant__ InterpolateColumnsParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPiece = kPackElements<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Call& call = params.call;
+  const int width = static_cast<int>(call.width);
+  const int lanes = params.lanes;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int local = static_cast<int>(threadIdx.x) / lanes;
+  const int64_t first = int64_t{blockIdx.x} * (kThreads / lanes);
+  const int cells = static_cast<int>(min(int64_t{kThreads / lanes}, call.cells.size() - first));
+  const int pieces = cells * params.pieces.divisor();
+  for (int i = threadIdx.x; i < pieces; i += kThreads) {
+    uint32_t cell = i;
+    const uint32_t piece = params.pieces.Peel(cell);
+    const T* from = static_cast<const T*>(call.features) +
+                    call.cells.Offset(first + cell, Call::kFeatures) + piece * kPiece;
+    __pipeline_memcpy_async(shared + cell * params.pitch + piece * kPackBytes, from, kPackBytes);
+  }
+  __pipeline_commit();
+  const int64_t cell = first + min(local, cells - 1);
+  Coordinates<A> p;
+  LoadCoordinates<A>(call, cell, p);
+  A weights[kCorners];
+  MakeWeights(call, cell, p, weights);
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  if (local >= cells) return;
+  for (int f = lane * kCount; f < width; f += lanes * kCount) {
+    const T* column = reinterpret_cast<const T*>(shared + local * params.pitch) + f;
+    A sum[kCount] = {};
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      const auto row = LoadPack<kCount>(column + c * width);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sum[i] += weights[c] * Widen(row.values[i]);
+    }
+    Pack<T, kCount> out;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sum[i]);
+    StorePack(static_cast<T*>(call.out) + cell * width + f, out);
+  }
+}
+
+template <typename T, int kCount>
+cudaError_t LaunchInterpolateColumns(cudaStream_t stream, const Call& call) {
+  const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
+  // A lane alone would read single elements 16 bytes apart from the next lane's.
+  InterpolateColumnsParams params{call, kCount == 1 ? 4 : 1};
+  while (params.lanes < kThreads && kThreads / params.lanes * cell_bytes > kTileBytes) {
+    params.lanes *= 2;
+  }
+  // Cells are as far apart as their lanes read at once, beside whole lines of banks, so that all
+  // lanes of a warp read different banks.
+  const int64_t at_once =
+      std::clamp<int64_t>(params.lanes * kCount * sizeof(T), kPackBytes, kBankLineBytes);
+  params.pitch = static_cast<int>(
+      cell_bytes + ((at_once - cell_bytes) % kBankLineBytes + kBankLineBytes) % kBankLineBytes);
+  params.pieces = FastDivider(cell_bytes / kPackBytes);
+  const int64_t cells = kThreads / params.lanes;
+  return Launch(InterpolateColumns<T, kCount>, CeilDiv(call.cells.size(), cells), kThreads,
+                cells * params.pitch, stream, params);
+}
+
+struct ColumnParams {
+  Call call;
+  int lanes;          // that share a cell, a power of two
+  FastDivider width;  // of a corner
+};
+
+// Elements of a row that a lane loads before it waits for one.
+template <typename T>
+constexpr int kSteps = std::is_same_v<T, double> ? 1 : 2;
+
+// The gradient by the features if kFeatures, by the point if kPoints, of kThreads / lanes cells.
+// All lanes have work however few cells a block has, and wait for several loads at once.
+template <typename T, bool kFeatures, bool kPoints>
+__global__ void __launch_bounds__(kThreads)
+    BackwardColumns(const __grid_constant__ ColumnParams params) {
+  using A = Accumulator<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ A sums[kThreads / kWarp][kAxes];
+  const Call& call = params.call;
+  const int width = static_cast<int>(call.width);
+  const int lanes = params.lanes;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int local = static_cast<int>(threadIdx.x) / lanes;
+  const int tile = kThreads / lanes;  // cells
+  const int64_t first = int64_t{blockIdx.x} * tile;
+  // Lanes of no cell help the last one to sum, so that whole warps meet.
+  const bool real = first + local < call.cells.size();
+  const int64_t cell = real ? first + local : call.cells.size() - 1;
+  // The cotangent and the weights of all cells, because stores do not follow columns: these would
+  // begin and end amid sectors.
+  A* staged = reinterpret_cast<A*>(shared);
+  A* weights = staged + tile * width;
+  Coordinates<A> p;
+  LoadCoordinates<A>(call, cell, p);
+  [[maybe_unused]] const T* features = nullptr;
+  if constexpr (kPoints) {
+    features = static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures);
+  }
+  const T* cotangent =
+      static_cast<const T*>(call.cotangent) + call.cells.Offset(cell, Call::kCotangent);
+  A dots[kCorners] = {};
+  for (int begin = lane; begin < width; begin += lanes * kSteps<T>) {
+    [[maybe_unused]] T rows[kSteps<T>][kCorners];
+    T g[kSteps<T>];
+#pragma unroll
+    for (int s = 0; s < kSteps<T>; ++s) {
+      const int f = begin + s * lanes;
+      const bool in = s == 0 || f < width;
+      g[s] = in ? cotangent[f] : Narrow<T>(A(0));
+      if constexpr (kPoints) {
+#pragma unroll
+        for (int c = 0; c < kCorners; ++c) {
+          rows[s][c] = in ? features[c * width + f] : Narrow<T>(A(0));
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps<T>; ++s) {
+      const int f = begin + s * lanes;
+      const bool in = s == 0 || f < width;
+      const A factor = Widen(g[s]);
+      if constexpr (kFeatures) {
+        if (in) staged[local * width + f] = factor;
+      }
+      if constexpr (kPoints) {
+#pragma unroll
+        for (int c = 0; c < kCorners; ++c) dots[c] += factor * Widen(rows[s][c]);
+      }
+    }
+  }
+  if constexpr (kPoints) {
+    A gradient[kAxes];
+    MakeGradient(call, cell, p, dots, gradient);
+    multilinear::cuda::SumOverLanes(gradient, min(lanes, kWarp));
+    if (lanes > kWarp) {
+      const int warp = static_cast<int>(threadIdx.x) / kWarp;
+      if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+        for (int a = 0; a < kAxes; ++a) sums[warp][a] = gradient[a];
+      }
+      __syncthreads();
+      if (lane == 0) {
+        for (int other = 1; other < lanes / kWarp; ++other) {
+#pragma unroll
+          for (int a = 0; a < kAxes; ++a) gradient[a] += sums[warp + other][a];
+        }
+      }
+    }
+    if (real && lane == 0) StorePoint(call, cell, gradient);
+  }
+  if constexpr (kFeatures) {
+    if (lane == 0) {
+      A made[kCorners];
+      MakeWeights(call, cell, p, made);
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) weights[local * kCorners + c] = made[c];
+    }
+    __syncthreads();
+    constexpr int kCount = 2;
+    const int cells = static_cast<int>(min(int64_t{tile}, call.cells.size() - first));
+    const int pieces = cells * (kCorners / kCount) * width;
+    T* to = static_cast<T*>(call.dfeatures) + first * kCorners * width;
+    for (int i = threadIdx.x; i < pieces; i += kThreads) {
+      // Rows of all the tile's cells follow each other.
+      uint32_t row = i * kCount;
+      const int f = params.width.Peel(row);
+      const A* g = staged + (row / kCorners) * width;
+      Pack<T, kCount> out;
+      out.values[0] = Narrow<T>(weights[row] * g[f]);
+      // Of an odd row's last element the next is the first of the next row, which is of the same
+      // cell, because a cell has an even number of elements.
+      const bool wraps = f + 1 == width;
+      out.values[1] = Narrow<T>(weights[wraps ? row + 1 : row] * g[wraps ? 0 : f + 1]);
+      if constexpr (sizeof(out) == sizeof(uint32_t)) {
+        uint32_t word;
+        memcpy(&word, &out, sizeof(word));
+        *reinterpret_cast<uint32_t*>(to + i * kCount) = word;
+      } else {
+        StorePack(to + i * kCount, out);
+      }
+    }
+  }
+}
+
+template <typename T>
+cudaError_t LaunchColumns(cudaStream_t stream, const Call& call) {
+  using A = Accumulator<T>;
+  ColumnParams params{call, 1, FastDivider(call.width)};
+  while (params.lanes < kThreads && 8 * params.lanes <= call.width) params.lanes *= 2;
+  const int64_t cells = kThreads / params.lanes;
+  const int64_t bytes = call.dfeatures == nullptr ? 0 : cells * (call.width + kCorners) * sizeof(A);
+  const auto kernel = call.dpoints == nullptr     ? BackwardColumns<T, true, false>
+                      : call.dfeatures == nullptr ? BackwardColumns<T, false, true>
+                                                  : BackwardColumns<T, true, true>;
+  return Launch(kernel, CeilDiv(call.cells.size(), cells), kThreads, bytes, stream, params);
 }
 
 // --- which ---------------------------------------------------------------------------------------
@@ -878,20 +1115,19 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   if (aligned && call.width % kPack == 0 && row_bytes >= kLongRowBytes) {
     return LaunchVectors<T, kPack>(stream, call);
   }
-  if (!aligned || kCorners * row_bytes > kMaxTiledCellBytes) {
+  if (!aligned || kCorners * row_bytes > kMaxCellBytes) {
     return LaunchVectors<T, 1>(stream, call);
   }
+  if (call.width == 1) {
+    const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1;
+    return plain ? LaunchSingles<T, true>(stream, call) : LaunchSingles<T, false>(stream, call);
+  }
   if (call.out != nullptr) {
-    if (call.width == 1) {
-      return Launch(InterpolateSingles<T>, CeilDiv(call.cells.size(), kThreads), kThreads, 0,
-                    stream, ParamsOfWarps(call));
-    }
     if (call.width == 2) {
       return Launch(InterpolateRows<T, 2>, CeilDiv(call.cells.size(), kThreads), kThreads, 0,
                     stream, ParamsOfWarps(call));
     }
   } else {
-    if (call.width == 1) return LaunchRows<T, 1, 1>(stream, call);
     if (call.width == 2) return LaunchRows<T, 2, 1>(stream, call);
     if constexpr (kPack >= 4) {
       if (call.width == 4) return LaunchRows<T, 4, 1>(stream, call);
@@ -900,10 +1136,15 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
       if (call.width == 8) return LaunchRows<T, 8, 1>(stream, call);
     }
     if (call.width == 2 * kPack) return LaunchRows<T, kPack, 2>(stream, call);
-    if (kCorners * row_bytes <= kMaxImageCellBytes) return LaunchImages<T>(stream, call);
+    if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
+    return LaunchColumns<T>(stream, call);
   }
-  if (call.width % kPack == 0) return LaunchTiles<T, kPack>(stream, call);
-  return LaunchTiles<T, 1>(stream, call);
+  if (row_bytes <= kMaxTiledRowBytes) {
+    if (call.width % kPack == 0) return LaunchTiles<T, kPack>(stream, call);
+    return LaunchTiles<T, 1>(stream, call);
+  }
+  if (call.width % kPack == 0) return LaunchInterpolateColumns<T, kPack>(stream, call);
+  return LaunchInterpolateColumns<T, 1>(stream, call);
 }
 
 }  // namespace
