@@ -322,7 +322,7 @@ def exercise_softmax_rows(device, dtype, rows, classes):
     share = e / e.sum(-1, keepdims=True)
     known = labels >= 0
     py = np.where(known, share[np.arange(rows), labels], 0.5)
-    losses = -(1 - py) ** 2 * np.log(py) * known
+    losses = -((1 - py) ** 2) * np.log(py) * known
     slopes = known * ((1 - py) ** 2 - 2 * py * np.log(py) * (1 - py))
     gradient = slopes[:, None] * (share - (labels[:, None] == np.arange(classes)))
     want = {"sum": losses.sum(), "both": (losses.sum(), gradient), "gradient": gradient / 2}
