@@ -53,6 +53,41 @@ xf::Error SetShape(Call& call, const char* name, int64_t rows, int32_t power,
   return xf::Error::Success();
 }
 
+// Sets the weights of rows, and where they are in the batch, if there are any.
+template <typename Call>
+xf::Error SetWeight(Call& call, BatchOperand& operand, const char* name,
+                    const xf::RemainingArgs* weight, Dimensions rows, size_t batch_rank,
+                    xf::DataType type) {
+  call.weight = nullptr;
+  if (!weight || weight->size() == 0) return xf::Error::Success();
+  const xf::ErrorOr<xf::AnyBuffer> buffer = weight->get<xf::AnyBuffer>(0);
+  if (!buffer) return buffer.error();
+  JAXOPS_RETURN_IF_ERROR(Check(name, "weights", *buffer, rows, batch_rank, type));
+  call.weight = buffer->untyped_data();
+  operand = {buffer->dimensions(), rows.size()};
+  return xf::Error::Success();
+}
+
+// Sets the results that are wanted, and where they are in the batch: loss or gradient, of so many
+// dimensions each, and the sum.
+template <typename Call, typename Buffers>
+void SetResults(Call& call, BatchOperand& result, BatchOperand& sum, const Buffers& buffers,
+                size_t loss_rank, size_t gradient_rank) {
+  call.loss = call.gradient = call.sum = nullptr;
+  if (buffers.loss) {
+    call.loss = buffers.loss->untyped_data();
+    result = {buffers.loss->dimensions(), loss_rank};
+  }
+  if (buffers.gradient) {
+    call.gradient = buffers.gradient->untyped_data();
+    result = {buffers.gradient->dimensions(), gradient_rank};
+  }
+  if (buffers.sum) {
+    call.sum = buffers.sum->untyped_data();
+    sum = {buffers.sum->dimensions(), 0};
+  }
+}
+
 Dimensions CoreOf(const xf::AnyBuffer& buffer, size_t batch_rank) {
   return buffer.dimensions().last(buffer.dimensions().size() - batch_rank);
 }
@@ -85,27 +120,9 @@ xf::Error Decode(Sigmoid& call, const SigmoidAttributes& attributes,
       Check(kSigmoid, "parameters", buffers.parameters, Dimensions(three, 1), batch, arithmetic));
   // What is not there takes the place of the scale, whose offsets it then never uses.
   BatchOperand weight{buffers.scale.dimensions(), 0}, elements = weight, sum = weight;
-  call.weight = nullptr;
-  if (buffers.weight.size() > 0) {
-    const xf::ErrorOr<xf::AnyBuffer> buffer = buffers.weight.get<xf::AnyBuffer>(0);
-    if (!buffer) return buffer.error();
-    JAXOPS_RETURN_IF_ERROR(Check(kSigmoid, "weights", *buffer, rows, batch, arithmetic));
-    call.weight = buffer->untyped_data();
-    weight = {buffer->dimensions(), rows.size()};
-  }
-  call.loss = call.gradient = call.sum = nullptr;
-  if (buffers.loss) {
-    call.loss = buffers.loss->untyped_data();
-    elements = {buffers.loss->dimensions(), all.size()};
-  }
-  if (buffers.gradient) {
-    call.gradient = buffers.gradient->untyped_data();
-    elements = {buffers.gradient->dimensions(), all.size()};
-  }
-  if (buffers.sum) {
-    call.sum = buffers.sum->untyped_data();
-    sum = {buffers.sum->dimensions(), 0};
-  }
+  JAXOPS_RETURN_IF_ERROR(
+      SetWeight(call, weight, kSigmoid, &buffers.weight, rows, batch, arithmetic));
+  SetResults(call, elements, sum, buffers, all.size(), all.size());
   call.has_ignored = attributes.has_ignored && !call.soft;
   call.ignored = attributes.ignored;
   call.logits = buffers.logits.untyped_data();
@@ -137,32 +154,15 @@ xf::Error Decode(Softmax& call, const SoftmaxAttributes& attributes,
   // What is not there takes the place of gamma, whose offsets it then never uses.
   const BatchOperand gamma{buffers.gamma.dimensions(), 0};
   BatchOperand scale = gamma, weight = gamma, result = gamma, sum = gamma;
-  call.scale = call.weight = nullptr;
-  call.loss = call.gradient = call.sum = nullptr;
+  call.scale = nullptr;
   if (buffers.scale) {
     JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "scale", *buffers.scale, none, batch, arithmetic));
     call.scale = buffers.scale->untyped_data();
     scale = {buffers.scale->dimensions(), 0};
   }
-  if (buffers.weight && buffers.weight->size() > 0) {
-    const xf::ErrorOr<xf::AnyBuffer> buffer = buffers.weight->get<xf::AnyBuffer>(0);
-    if (!buffer) return buffer.error();
-    JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "weights", *buffer, rows, batch, arithmetic));
-    call.weight = buffer->untyped_data();
-    weight = {buffer->dimensions(), rows.size()};
-  }
-  if (buffers.loss) {
-    call.loss = buffers.loss->untyped_data();
-    result = {buffers.loss->dimensions(), rows.size()};
-  }
-  if (buffers.gradient) {
-    call.gradient = buffers.gradient->untyped_data();
-    result = {buffers.gradient->dimensions(), all.size()};
-  }
-  if (buffers.sum) {
-    call.sum = buffers.sum->untyped_data();
-    sum = {buffers.sum->dimensions(), 0};
-  }
+  JAXOPS_RETURN_IF_ERROR(
+      SetWeight(call, weight, kSoftmax, buffers.weight, rows, batch, arithmetic));
+  SetResults(call, result, sum, buffers, rows.size(), all.size());
   call.logits = buffers.logits.untyped_data();
   call.labels = static_cast<const int32_t*>(buffers.labels.untyped_data());
   call.gamma = buffers.gamma.untyped_data();

@@ -31,16 +31,22 @@ struct SigmoidBuffers {
   const xla::ffi::AnyBuffer* sum;
 };
 
-// Adds the operands, in the order of `SigmoidBuffers`, to a handler's binding.
+// Adds four operands and then optional ones to a handler's binding: those of a softmax whose
+// results are scaled, in the order of `SoftmaxBuffers`.
 template <typename Binding>
-auto BindOperands(Binding&& binding) {
+auto BindScaledRows(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Arg<xla::ffi::AnyBuffer>()
       .template Arg<xla::ffi::AnyBuffer>()
       .template Arg<xla::ffi::AnyBuffer>()
       .template Arg<xla::ffi::AnyBuffer>()
-      .template Arg<xla::ffi::AnyBuffer>()
       .RemainingArgs();
+}
+
+// One more, in the order of `SigmoidBuffers`.
+template <typename Binding>
+auto BindOperands(Binding&& binding) {
+  return BindScaledRows(std::forward<Binding>(binding).template Arg<xla::ffi::AnyBuffer>());
 }
 
 // Adds the attributes, in the order of `SigmoidAttributes`, after operands and results.
@@ -71,17 +77,6 @@ struct SoftmaxBuffers {
   const xla::ffi::AnyBuffer* gradient;
   const xla::ffi::AnyBuffer* sum;
 };
-
-// Adds the operands of a scaled result to a handler's binding.
-template <typename Binding>
-auto BindScaledRows(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Arg<xla::ffi::AnyBuffer>()
-      .template Arg<xla::ffi::AnyBuffer>()
-      .template Arg<xla::ffi::AnyBuffer>()
-      .template Arg<xla::ffi::AnyBuffer>()
-      .RemainingArgs();
-}
 
 // Adds the attributes, in the order of `SoftmaxAttributes`, after operands and results.
 template <typename Binding>

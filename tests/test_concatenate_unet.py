@@ -10,6 +10,6 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 def test_skip_connections_help_to_remove_noise(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    results = importlib.import_module("concatenate_unet").compare(steps=70)
-    assert results["U-Net"] > results["noisy"] + 2
-    assert results["U-Net"] > results["without skips"] + 1
+    results = importlib.import_module("concatenate_unet").compare(steps=120)
+    assert results["U-Net"] > results["noisy"] + 3
+    assert results["U-Net"] > results["without skips"] + 2

@@ -266,7 +266,9 @@ def test_the_gradient_is_the_same_whichever_pass_makes_it(operator, scale, platf
     factor = np.float32(0.3)
     got = run(functools.partial(gradient, jaxops), platform, logits, factor)
     want = on_reference(functools.partial(gradient, reference), logits, factor)
-    np.testing.assert_allclose(got[0], want[0], rtol=3e-6, atol=1e-9)
+    # A share of a softmax is the exponential of a difference, whose rounding small ones magnify.
+    atol = 1e-9 if operator == "softmax_focal_loss" else 0
+    np.testing.assert_allclose(got[0], want[0], rtol=3e-6, atol=atol)
     with jax.disable_jit():
         eager = gradient(jaxops, jnp.asarray(logits), factor)
     np.testing.assert_allclose(eager, got[0], rtol=3e-6)
