@@ -583,20 +583,13 @@ def test_other_files_are_refused(content, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_newest_skips_other_formats(tmp_path):
-    assert results.newest(tmp_path) is None
-    (tmp_path / "z.json").write_text('{"format": 1, "date": "2030-01-01"}')
-    for name, date in (("b", "2026-01-01"), ("a", "2026-02-01")):
-        results.save(document(date=date), tmp_path / f"{name}.json")
-    assert results.newest(tmp_path).date == "2026-02-01"
-
-
-def test_readme_agrees_with_the_newest_results():
+def test_readme_shows_the_newest_run_of_its_command():
     text = (ROOT / "README.md").read_text()
     start, end = map(re.escape, report.MARKERS)
     (shown,) = re.findall(f"{start}\n(.*?){end}", text, re.DOTALL)
-    newest = results.newest(ROOT / "benchmarks" / "results")
-    assert shown == ("" if newest is None else report.readme_section(newest))
+    kept = [results.load(file) for file in (ROOT / "benchmarks" / "results").glob("*.json")]
+    (source,) = [document for document in kept if report.readme_section(document) == shown]
+    assert source.date == max(d.date for d in kept if d.command == source.command)
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -152,9 +152,3 @@ def load(file: pathlib.Path) -> Document:
 
 def _format(content: Any) -> Any:
     return content.get("format", "unknown") if isinstance(content, dict) else "unknown"
-
-
-def newest(folder: pathlib.Path) -> Document | None:
-    """The latest of a folder's results of today's format, or None where there is none."""
-    files = [f for f in folder.glob("*.json") if _format(json.loads(f.read_text())) == FORMAT]
-    return max(map(load, files), key=lambda d: d.date, default=None)
