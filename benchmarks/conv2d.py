@@ -1,4 +1,7 @@
-"""conv2d against XLA and PyTorch. Shapes are (N, C, H, W, O, K): a K x K kernel of O outputs."""
+"""conv2d against XLA and PyTorch. Shapes are (N, C, H, W, O, K): a K x K kernel of O outputs.
+
+Cases with an activation have a bias as well.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ CASES = [
     *cases("typical", (32, 512, 7, 7, 512, 3), "bfloat16", layout=NHWC),
     *cases("typical", (32, 64, 56, 56, 256, 1), ["float32", "bfloat16"], layout=NHWC),
     *cases("typical", (32, 3, 224, 224, 64, 7), "float32", layout=NHWC, strides=2),
+    *cases("typical", (32, 64, 56, 56, 64, 3), "bfloat16", layout=NHWC, activation="relu"),
+    *cases("typical", (32, 128, 28, 28, 128, 3), "bfloat16", layout=NHWC, activation="gelu"),
     # Grouped and depthwise.
     *cases("typical", (32, 128, 28, 28, 128, 3), ["float32", "bfloat16"], layout=NHWC, groups=32),
     *cases("typical", (32, 96, 56, 56, 96, 7), ["float32", "bfloat16"], layout=NHWC, groups=96),
@@ -66,21 +71,33 @@ def windows(case):
 def arguments(case, key):
     n, c, h, w, o, k = case.shape
     fan_in = c // case.options.get("groups", 1)
-    of_x, of_kernel = jax.random.split(key)
+    of_x, of_kernel, of_bias = jax.random.split(key, 3)
     x = normal(of_x, (n, h, w, c), case.dtype)
     kernel = normal(of_kernel, (k, k, fan_in, o), case.dtype)
     if case.options["layout"] == NCHW:
         return x.transpose(0, 3, 1, 2), kernel.transpose(3, 2, 0, 1)
+    if "activation" in case.options:
+        return x, kernel, normal(of_bias, (o,), case.dtype)
     return x, kernel
 
 
 def ours(case):
-    return functools.partial(
-        jaxops.conv2d,
-        dimension_numbers=LAYOUTS[case.options["layout"]],
-        **{k: v for k, v in case.options.items() if k != "layout"},
-        precision=precision(case),
-    )
+    def function(x, kernel, bias=None):
+        return jaxops.conv2d(
+            x,
+            kernel,
+            bias=bias,
+            dimension_numbers=LAYOUTS[case.options["layout"]],
+            **{k: v for k, v in case.options.items() if k != "layout"},
+            precision=precision(case),
+        )
+
+    return function
+
+
+def finished(case, y, bias, activations):
+    """With bias and activation, where the case has them; images are (N, H, W, O) then."""
+    return y if bias is None else getattr(activations, case.options["activation"])(y + bias)
 
 
 def precision(case):
@@ -91,8 +108,8 @@ def precision(case):
 def convolution(case):
     placed = windows(case)
 
-    def function(x, kernel):
-        return jax.lax.conv_general_dilated(
+    def function(x, kernel, bias=None):
+        y = jax.lax.conv_general_dilated(
             x,
             kernel,
             placed.strides,
@@ -102,6 +119,7 @@ def convolution(case):
             feature_group_count=case.options.get("groups", 1),
             precision=precision(case),
         )
+        return finished(case, y, bias, jax.nn)
 
     return function
 
@@ -112,7 +130,7 @@ def patches_product(case):
     placed = windows(case)
     is_last = case.options["layout"] == NHWC
 
-    def function(x, kernel):
+    def function(x, kernel, bias=None):
         patches = jax.lax.conv_general_dilated_patches(
             x,
             (k, k),
@@ -125,7 +143,8 @@ def patches_product(case):
         # The channel is the slowest index of a patch.
         if is_last:
             matrix = kernel.transpose(2, 0, 1, 3).reshape(-1, kernel.shape[-1])
-            return jnp.einsum("nhwp,po->nhwo", patches, matrix, precision=precision(case))
+            y = jnp.einsum("nhwp,po->nhwo", patches, matrix, precision=precision(case))
+            return finished(case, y, bias, jax.nn)
         matrix = kernel.reshape(kernel.shape[0], -1)
         return jnp.einsum("nphw,op->nohw", patches, matrix, precision=precision(case))
 
@@ -138,12 +157,13 @@ def has_groups(case, direction, platform):
 
 def torch_convolution(case):
     import torch
+    from torch.nn.functional import gelu
 
     *_, k = case.shape
     placed = windows(case)
     is_last = case.options["layout"] == NHWC
 
-    def function(x, kernel):
+    def function(x, kernel, bias=None):
         if is_last:
             x, kernel = x.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1)
         pads = []
@@ -157,11 +177,15 @@ def torch_convolution(case):
         y = torch.nn.functional.conv2d(
             x,
             kernel,
+            bias,
             stride=placed.strides,
             padding=padding,
             dilation=placed.dilation,
             groups=case.options.get("groups", 1),
         )
+        if bias is not None:
+            activations = {"relu": torch.relu, "gelu": functools.partial(gelu, approximate="tanh")}
+            y = activations[case.options["activation"]](y)
         return y.permute(0, 2, 3, 1) if is_last else y
 
     return function
@@ -185,7 +209,8 @@ def sizes(case):
 
 def cost(case: Case, direction: Direction) -> Cost:
     x, kernel, y, products = sizes(case)
-    passes = direction.value + len(direction.wrt)
+    # The gradient of an activation needs what it was given.
+    passes = (direction.value or "activation" in case.options) + len(direction.wrt)
     # Both gradients read the cotangent, x or the kernel once, and write what they are.
     entries = x + kernel + y if passes == 1 else 2 * (x + kernel) + y
     depthwise = case.options.get("groups") == case.shape[1]

@@ -32,7 +32,11 @@ struct Call {
   const void* image;      // x; of the input gradient the cotangent of the result
   const void* kernel;     // not of the kernel gradient
   const void* cotangent;  // of the kernel gradient only
-  void* result;           // the result, or the gradient
+  // Of the forward product: what is added to the sums, an entry an output, or null, and what is
+  // then applied to them.
+  const float* bias = nullptr;
+  Activation activation = Activation::kNone;
+  void* result;  // the result, or the gradient
 };
 
 }  // namespace jaxops::conv

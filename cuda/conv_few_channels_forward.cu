@@ -23,6 +23,7 @@ struct ForwardParams : Tiling {
   int kernel_rows;
   int steps;  // of 8 pairs; even
   bool is_wide;
+  Epilogue epilogue;
 };
 
 // Where a lane finds the pairs of a step, and which bits of them. There is an entry for one step
@@ -126,6 +127,9 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
       }
       ProductsWait<0>();
 
+      const int left = p.outputs - column;
+      Finish<kColumns>(p.epilogue, sums[0], column, left);
+      Finish<kColumns>(p.epilogue, sums[1], column, left);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t row = begin + warp_row + 64 * (i / 2) + 8 * (i % 2) + lane / 4;
@@ -135,7 +139,6 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
         const int64_t pixel =
             (tile.image * p.out_rows + tile.row + row) * p.out_columns + tile.column + in_row;
         const int64_t offset = pixel * p.outputs + column;
-        const int left = p.outputs - column;
         if (p.is_wide) {
           StoreRow<kColumns>(sums[i / 2], i % 2,
                              exists ? static_cast<float*>(p.result) + offset : nullptr, left);
@@ -177,6 +180,7 @@ cudaError_t LaunchForwardFew(cudaStream_t stream, const Call& call) {
   p.outputs = static_cast<int>(call.outputs);
   p.kernel_rows = static_cast<int>(call.dims[0].taps);
   p.is_wide = call.result_dtype == DType::kF32;
+  p.epilogue = {call.bias, call.activation};
   const auto bytes = [](const ForwardParams& p) {
     return 1024 + p.steps * 16 * kMatrixRowBytes +
            (p.steps + 1) * 4 * static_cast<int>(sizeof(PairTable)) + 2 * p.stage_bytes();

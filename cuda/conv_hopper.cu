@@ -33,6 +33,7 @@ struct Params : Layout {
   int groups;
   bool has_taps;
   bool is_wide;  // the result is f32
+  Epilogue epilogue;
   Group group[kMaxTaps];
   int16_t matrix[kMaxTaps];  // of the kernel, by tap
   // From the entry of a group's first tap and channel to that of a step, in a stage. There is a
@@ -239,6 +240,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
 #pragma unroll
         for (float& sum : sums[b]) sum = 0;
       }
+      Finish<kColumns>(p.epilogue, sums[b], column, left);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int number = begin + warp_row + 64 * b + 8 * half + lane / 4;
@@ -455,6 +457,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
   best.result_row = sum.result_row;
   best.result_column = sum.result_column;
   best.is_wide = is_wide;
+  best.epilogue = {sum.bias, sum.activation};
 
   const int block = best.row_bytes / item;
   error = MapRows(best.image_map, best, dtype, sum.image,

@@ -37,6 +37,7 @@ struct Params : Gather {
   int groups_ahead, parts;         // of entries of images: groups under way, parts of one
   int stage_rows, stage_bytes;
   bool is_wide;  // the result is f32
+  Epilogue epilogue;
   Group group[kMaxTaps];
   int16_t matrix[kMaxTaps];  // of the kernel, by tap
   // From the entry of a group's first tap and channel to that of a step, in a stage.
@@ -278,6 +279,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) Convolve(const __grid_const
   const int left = p.outputs - column - warp_column;
 #pragma unroll
   for (int i = 0; i < Tile::kRowBlocks; ++i) {
+    Finish<Tile::kWarpColumns, std::is_same_v<T, float>>(
+        p.epilogue, sums[i], int64_t{blockIdx.y} * p.outputs + column + warp_column, left);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int number = begin + warp_row + 16 * i + 8 * half + lane / 4;
@@ -437,6 +440,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Call& call, int64_
   params.result_image = sum.result_image;
   params.result_row = sum.result_row;
   params.result_column = sum.result_column;
+  params.epilogue = {sum.bias, sum.activation};
   params.kernel_row = kernel_row;
   params.kernel_matrix = sum.groups * sum.channels * sum.outputs;
   params.kernel_group = kernel_group;

@@ -1,4 +1,4 @@
-// How the kernels of convolution on Hopper write what a warpgroup has summed, and add up parts.
+// How the kernels of convolution finish and write what they have summed, and add up parts.
 #ifndef JAXOPS_CUDA_CONV_RESULTS_CUH_
 #define JAXOPS_CUDA_CONV_RESULTS_CUH_
 
@@ -9,9 +9,37 @@
 #include <type_traits>
 
 #include "common/types.h"
+#include "cuda/activation.cuh"
 #include "cuda/launch.h"
 
 namespace jaxops::conv::cuda {
+
+// What becomes of sums before they are rounded.
+struct Epilogue {
+  const float* bias;  // of all outputs, or null
+  Activation activation;
+};
+
+// Has sums of two rows and kColumns columns go through it, of which each of four neighbouring lanes
+// has two columns in eight; where kDealt, those that StoreDealt writes.
+template <int kColumns, bool kDealt = false>
+__device__ void Finish(const Epilogue& epilogue, float (&sums)[kColumns / 2], int64_t output,
+                       int left) {
+  if (epilogue.bias) {
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = kDealt ? 8 * (j / 4 * 4 + lane) + 4 * i + j % 4 : 8 * j + 2 * lane + i;
+        const float bias = column < left ? epilogue.bias[output + column] : 0;
+        sums[4 * j + i] += bias;
+        sums[4 * j + 2 + i] += bias;
+      }
+    }
+  }
+  jaxops::cuda::Activate(sums, epilogue.activation);
+}
 
 template <typename T>
 __device__ uint32_t Pack(float a, float b) {

@@ -116,13 +116,27 @@ int64_t KernelGradWorkspace(const Call& call) {
                   call.dtype == DType::kF32 ? 0 : conv::cuda::KernelGradWorkspace(call));
 }
 
+xf::Error DecodeBias(Call& call, xf::RemainingArgs rest) {
+  if (rest.size() == 0) return xf::Error::Success();
+  const xf::ErrorOr<xf::Buffer<xf::F32>> bias = rest.get<xf::Buffer<xf::F32>>(0);
+  if (!bias) return bias.error();
+  if (rest.size() > 1 || bias->dimensions().size() != 1 || bias->dimensions()[0] != call.outputs) {
+    return InvalidArgument("conv: the bias must have shape (", call.outputs, "), got ",
+                           ToString(bias->dimensions()));
+  }
+  call.bias = bias->typed_data();
+  return xf::Error::Success();
+}
+
 xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
-                     xf::Result<xf::AnyBuffer> y, Integers strides, Integers dilation,
-                     Integers low) {
+                     xf::RemainingArgs rest, xf::Result<xf::AnyBuffer> y, Integers strides,
+                     Integers dilation, Integers low, int32_t activation) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), strides, dilation, low));
   JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, kernel, *y));
+  JAXOPS_RETURN_IF_ERROR(DecodeBias(call, rest));
+  call.activation = static_cast<Activation>(activation);
   call.image = x.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();
@@ -190,21 +204,24 @@ auto BindOperands() {
   return xf::Ffi::Bind()
       .Ctx<xf::PlatformStream<cudaStream_t>>()
       .Arg<xf::AnyBuffer>()
-      .Arg<xf::AnyBuffer>()
-      .Ret<xf::AnyBuffer>();
+      .Arg<xf::AnyBuffer>();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvCuda, RunForward, BindAttributes(BindOperands()),
-                              {xf::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ConvCuda, RunForward,
+    BindAttributes(BindOperands().RemainingArgs().Ret<xf::AnyBuffer>()).Attr<int32_t>("activation"),
+    {xf::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvInputGradCuda, RunInputGrad, BindAttributes(BindOperands()),
-                              {xf::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvKernelGradCuda, RunKernelGrad,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvInputGradCuda, RunInputGrad,
                               BindAttributes(BindOperands().Ret<xf::AnyBuffer>()),
                               {xf::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ConvKernelGradCuda, RunKernelGrad,
+    BindAttributes(BindOperands().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()),
+    {xf::Traits::kCmdBufferCompatible});
 
 int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                                 const std::vector<int64_t>& out,

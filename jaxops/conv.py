@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxops._core import checks, compat, convolution
+from jaxops._core import checks, convolution
 from jaxops._core.windows import Windows, place
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
@@ -133,15 +133,14 @@ def conv2d(
         rounds_cotangent=preferred_element_type is None,
     )
     # Bias and activation come before the rounding.
-    is_last = bias is None and activation is None
-    y = convolution.forward(x, kernel, options=options, dtype=result_dtype if is_last else wide)
-    if bias is not None:
-        y = y + compat.shard_like_last(bias, y).astype(y.dtype)
-    if activation is not None:
-        # Named as well: it is what the gradient needs, so that a policy which saves the operator's
-        # result spares the backward pass a second forward one.
-        y = ACTIVATIONS[activation](checkpoint_name(y, me))
-    y = y.astype(result_dtype)
+    y = convolution.forward(
+        x,
+        kernel,
+        None if bias is None else bias.astype(wide),
+        options=options,
+        dtype=result_dtype,
+        activation=activation,
+    )
     return checkpoint_name(y if channels_last else y.transpose(0, 3, 1, 2), me)
 
 

@@ -693,20 +693,22 @@ def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, 
     kernel = rng.normal(size=shape).astype(jnp.dtype(dtype))
     options = {"strides": stride, "dilation": dilation, "padding": low, "groups": groups}
 
-    def function(x, kernel):
-        return jaxops.conv2d(x, kernel, **options)
+    def function(x, kernel, **more):
+        return jaxops.conv2d(x, kernel, **options, **more)
 
     g = rng.normal(size=jax.eval_shape(function, x, kernel).shape).astype(jnp.dtype(dtype))
+    bias = rng.normal(size=outputs).astype(jnp.dtype(dtype))
 
-    def program(x, kernel, g):
+    def program(x, kernel, bias, g):
         y, pull = jax.vjp(function, x, kernel)
         return {
             "y": y,
+            "with bias and activation": function(x, kernel, bias=bias, activation="relu"),
             "gradients": pull(g),
             "vmap": jax.vmap(function, (0, None))(x[None], kernel),
         }
 
-    got = jax.jit(program)(*jax.device_put((x, kernel, g), device))
+    got = jax.jit(program)(*jax.device_put((x, kernel, bias, g), device))
     wide_x, wide_kernel, wide_g = (a.astype(np.float64) for a in (x, kernel, g))
     padded = np.pad(wide_x, ((0, 0), (low, low), (low, low), (0, 0)))
     y, d_padded, d_kernel = np.zeros(g.shape), np.zeros(padded.shape), np.zeros(kernel.shape)
@@ -726,7 +728,12 @@ def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, 
         d_padded[:, rows, columns] += dx.reshape(*dx.shape[:3], channels)
         d_kernel[i, j] = np.einsum("nhwgi,nhwgo->igo", seen, of_g).reshape(shape[2:])
     dx = d_padded[:, low : low + sizes[1], low : low + sizes[2]]
-    want = {"y": y, "gradients": (dx, d_kernel), "vmap": y[None]}
+    want = {
+        "y": y,
+        "with bias and activation": np.maximum(y + bias.astype(np.float64), 0),
+        "gradients": (dx, d_kernel),
+        "vmap": y[None],
+    }
     # Products of float32 may be those of TF32, which has as many bits as float16.
     rounded = "float16" if dtype == "float32" else dtype
     return compared(f"{dtype}, {sizes}, {channels} to {outputs}", got, want, rounded, 64)

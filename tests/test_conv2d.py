@@ -6,6 +6,7 @@ The oracle is `jax.lax.conv_general_dilated` in float64.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 
 import hypothesis
@@ -16,6 +17,9 @@ import numpy as np
 import onnx_nodes
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
 
 import jaxops
 import jaxops.conv
@@ -147,6 +151,81 @@ def test_bias_and_activation(activation, dtype, platform):
         return activate(y + bias)
 
     assert_same(ours, oracle, platform, (x, kernel, bias), dtype, 100, wrt=(0, 1, 2))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_derivatives_with_bias_and_activation(activation, platform):
+    x, kernel, bias = normal(0, (1, 4, 5, 2), (3, 3, 2, 3), (3,))
+
+    def function(x, kernel, bias):
+        return jaxops.conv2d(x, kernel, bias=bias, activation=activation)
+
+    arrays = jax.device_put((x, kernel, bias), platform.device)
+    check_grads(jax.jit(function), arrays, order=2, modes=("fwd", "rev"))
+
+
+@pytest.mark.parametrize("over", ["images", "channels", "outputs"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_shards_with_bias_and_activation(over, activation, platform):
+    """They come after sums of which devices have parts, as of sharded channels."""
+    devices = jax.devices(platform.name)[:2]
+    if len(devices) < 2:
+        pytest.skip("takes two devices")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
+    specs = {
+        "images": (P("d"), P(), P()),
+        "channels": (P(None, None, None, "d"), P(None, None, "d"), P()),
+        "outputs": (P(), P(None, None, None, "d"), P("d")),
+    }[over]
+    arrays = normal(0, (2, 5, 6, 4), (3, 3, 4, 6), (6,), dtype="float32")
+    (g,) = normal(1, (2, 5, 6, 6), dtype="float32")
+    shards = [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip(arrays, specs, strict=True)
+    ]
+
+    def function(x, kernel, bias):
+        return jaxops.conv2d(x, kernel, bias=bias, activation=activation, precision="highest")
+
+    derivatives = jax.jit(vjp_of(function, (0, 1, 2)))
+    got, want = derivatives((g,), *shards), run(derivatives, platform, (g,), *arrays)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert "all-gather" not in derivatives.lower((g,), *shards).compile().as_text()
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("batched", list(itertools.product([None, 0], repeat=3))[1:], ids=str)
+def test_vmap_with_bias(batched, activation, platform):
+    shapes = (2, 4, 5, 3), (3, 3, 3, 4), (4,)
+    arrays = [
+        array[0] if axis is None else array
+        for array, axis in zip(normal(0, *((2, *s) for s in shapes)), batched, strict=True)
+    ]
+
+    def function(x, kernel, bias):
+        return jaxops.conv2d(x, kernel, bias=bias, activation=activation)
+
+    def one_by_one(*arrays):
+        rows = [
+            function(
+                *(a if axis is None else a[i] for a, axis in zip(arrays, batched, strict=True))
+            )
+            for i in range(2)
+        ]
+        return jnp.stack(rows)
+
+    weigh = jnp.cos(jnp.arange(2 * 2 * 4 * 5 * 4.0).reshape(2, 2, 4, 5, 4))
+    results = [
+        run(
+            jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a) * weigh), argnums=(0, 1, 2)),
+            platform,
+            *arrays,
+        )
+        for f in (jax.vmap(function, batched), one_by_one)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_half_heads_get_the_right_rows(text, shapes, spec):
         # The first tap of each channel's filter, where the channel is in the result.
         rows = weight[:, :, :1]
         rows = rows.swapaxes(1, 2) if text == CONV else rows
-        return [jax.numpy.broadcast_to(rows, shards[0].shape)]
+        return [jax.numpy.broadcast_to(rows, shards[0].shape)], None
 
     run = jax.shard_map(
         partition.run_locally(plan, compute),
@@ -247,7 +247,7 @@ def test_half_heads_are_summed_from_their_channels():
 
     def compute(x, g, *, sizes):
         assert sizes["heads"] == 2
-        return [(x * g).sum(0)[:, None]]
+        return [(x * g).sum(0)[:, None]], None
 
     run = jax.shard_map(
         partition.run_locally(plan, compute),

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops._core import compat, native, tiles
 from jaxops._core.windows import Windows, place
+from jaxops.reference.lightweight_conv import ACTIVATIONS
 from jaxops.testing.measure import assert_close, on_reference, run, vjp_of
 
 NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
@@ -50,9 +51,9 @@ def of_lax(x, kernel, windows: Windows, groups: int = 1):
     )
 
 
-def fake_convolve(target, results, form, *operands):
+def fake_convolve(target, results, form, *operands, activation=0):
     """The kernels by `jax.lax`, which see no more than what the kernels are handed."""
-    shapes = [a.shape for a in (*operands, results[0])]
+    shapes = [a.shape for a in (*operands[:2], results[0])]
     order = {"jaxops_conv": (0, 1, 2), "jaxops_conv_input_grad": (2, 1, 0)}
     of_x, of_kernel, of_y = (shapes[i] for i in order.get(target, (0, 2, 1)))
     windows = form.windows
@@ -68,7 +69,11 @@ def fake_convolve(target, results, form, *operands):
         assert rank == 1 or windows.taps[0] <= 8
     x, kernel = (jnp.zeros(shape, operands[0].dtype) for shape in (of_x, of_kernel))
     if target == "jaxops_conv":
-        return [of_lax(*operands, windows, form.groups)]
+        y = of_lax(*operands[:2], windows, form.groups)
+        if len(operands) > 2:
+            assert operands[2].shape == of_y[-1:]
+            y = y + operands[2]
+        return [tuple(ACTIVATIONS.values())[activation](y)]
     if target == "jaxops_conv_input_grad":
         g, kernel = operands
         return list(jax.linear_transpose(lambda x: of_lax(x, kernel, windows, form.groups), x)(g))
@@ -109,17 +114,20 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
         (*windows.taps, fan_in, groups * fan_out),
         (2, *windows.outs, groups * fan_out),
     )
-    x, kernel, g = normal(0, *shapes)
+    x, kernel, g, bias = normal(0, *shapes, shapes[1][-1:])
+    activation = data.draw(st.sampled_from(list(ACTIVATIONS)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_convolve", fake_convolve)
         patch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
         y = tiles.forward(x, kernel, form, x.dtype)
+        finished = tiles.forward(x, kernel, form, x.dtype, bias, activation)
         dx = tiles.input_grad(g, kernel, form, x.dtype)
         dkernel = tiles.kernel_grad(x, g, form, x.dtype)
 
     want, pull = jax.vjp(lambda x, k: of_lax(x, k, windows, groups), x, kernel)
-    for got, wanted in zip((y, dx, dkernel), (want, *pull(g)), strict=True):
+    wants = (want, *pull(g), ACTIVATIONS[activation](want + bias))
+    for got, wanted in zip((y, dx, dkernel, finished), wants, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -189,9 +197,9 @@ def test_shards_have_forms_of_their_own(over, monkeypatch):
     """As on two GPUs: what a device has of the channels is what its kernels are handed."""
     forms = []
 
-    def convolve(target, results, form, *operands):
+    def convolve(target, results, form, *operands, **attributes):
         forms.append((target, form.fan_in, form.fan_out))
-        return fake_convolve(target, results, form, *operands)
+        return fake_convolve(target, results, form, *operands, **attributes)
 
     monkeypatch.setattr(tiles, "_convolve", convolve)
     monkeypatch.setattr(tiles, "_has_kernels", lambda: True)
@@ -414,6 +422,50 @@ def test_what_every_gpu_has(name, platform):
     again = run(derivatives, platform, (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "channels", "outputs", "groups"),
+    [
+        ("bfloat16", 64, 72, 1),
+        ("float16", 200, 328, 1),
+        ("bfloat16", 3, 41, 1),
+        ("float32", 40, 44, 1),
+        ("float16", 48, 24, 3),
+        ("float32", 64, 128, 8),
+    ],
+)
+def test_bias_and_activation_are_part_of_the_kernel(
+    dtype, channels, outputs, groups, activation, platform
+):
+    if platform.name != "cuda" or not tiles._has_kernels():
+        pytest.skip("the kernels are for GPUs with tensor cores")
+    shapes = (2, 13, 18, channels), (3, 3, channels // groups, outputs), (outputs,)
+    x, kernel, bias = normal(0, *shapes, dtype=dtype)
+
+    def function(x, kernel, bias):
+        return jaxops.conv2d(x, kernel, bias=bias, activation=activation, groups=groups)
+
+    def oracle(x, kernel, bias):
+        windows = place(
+            "test", (13, 18), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
+        )
+        return ACTIVATIONS[activation](of_lax(x, kernel, windows, groups) + bias)
+
+    (g,) = normal(1, (2, 13, 18, outputs), dtype=dtype)
+    got = run(vjp_of(function, (0, 1, 2)), platform, (g,), x, kernel, bias)
+    want = on_reference(vjp_of(oracle, (0, 1, 2)), (g,), x, kernel, bias)
+    precision = "float16" if dtype == "float32" else dtype
+    terms = max(9 * max(channels, outputs), 2 * 13 * 18)
+    assert_close(got, want, "value and gradients", dtype=precision, terms=8 * terms, roundings=4)
+
+    # What is left to XLA are copies of small arrays: nothing passes over the result again.
+    compiled = (
+        jax.jit(function).lower(*jax.device_put((x, kernel, bias), platform.device)).compile()
+    )
+    if outputs % 8 == channels % 8 == 0:
+        assert compiled.memory_analysis().temp_size_in_bytes < g.nbytes
 
 
 def test_one_row_of_pixels(hopper):

@@ -6,9 +6,10 @@ The family has three, each linear in each of its operands:
     conv_input_grad   g, kernel -> dx, its transpose in x
     conv_kernel_grad  x, g -> dkernel, its transpose in the kernel
 
-and every derivative of these is again one of these. Where there are kernels for them, see `tiles`,
-they take images as they are; elsewhere they are made of `im2col` and `col2im` and of a matrix
-product of XLA's. What a gradient needs is x, not its patches, which are made again.
+and every derivative of these is again one of these. The first may also add a bias and apply an
+activation, before it rounds. Where there are kernels for them, see `tiles`, they take images as
+they are; elsewhere they are made of `im2col` and `col2im` and of a matrix product of XLA's. What a
+gradient needs is x, not its patches, which are made again.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._core import compat, rules, tiles
 from jaxops._core.primitive import Operator
 from jaxops._core.windows import Windows, col2im_operator, im2col_operator
+from jaxops.reference.lightweight_conv import ACTIVATIONS
 
 # Patches of more bytes than these do not stay in the caches of a CPU until they are multiplied.
 # There they are made and used block by block; where XLA's own convolution, which never has more
@@ -101,6 +104,12 @@ class Options:
             return f"{taps} () channels"
         return f"{taps} fan={self.fan_in} outputs={self.groups * self.fan_out}"
 
+    @property
+    def bias(self) -> str:
+        if self.groups == 1:
+            return "cout"
+        return "channels" if self.is_depthwise else f"outputs={self.groups * self.fan_out}"
+
     def _image(self, sizes, dim, dense, grouped, fan):
         dims = " ".join(f"{dim}{i}={n}" for i, n in enumerate(sizes))
         if self.groups == 1:
@@ -113,10 +122,15 @@ class Options:
 _REPLICATED = ("in", "out", "tap", "fan", "inputs", "outputs")
 
 
-def _forward_local(x, kernel, *, options, dtype, platform):
+def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, platform, **_):
     form = _tiled(options, platform, dtype, x, kernel)
-    if form is not None:
-        return [tiles.forward(x, _alone(kernel, options), form, dtype)]
+    if form is not None and (bias is None or bias.size == bias.shape[-1]):
+        shared = None if bias is None else bias.reshape(-1)
+        return [tiles.forward(x, _alone(kernel, options), form, dtype, shared, activation)]
+    apart = _epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
+    if apart is not None:
+        operands, of_sums, finish = apart
+        return finish(*_forward_local(*operands, **of_sums, platform=platform))
     windows = options.windows
     axis = x.ndim - 2 - _rank(options)
     if options.is_depthwise:
@@ -126,8 +140,9 @@ def _forward_local(x, kernel, *, options, dtype, platform):
             return products.sum(_tap_axes(products, options))
     elif options.groups > 1:
         grouped = _to_groups(x, axis, options), _to_groups(kernel, axis, options)
-        y = _forward_local(*grouped, options=options.of_one_group(), dtype=dtype, platform=platform)
-        return [_from_groups(y[0], axis)]
+        one = options.of_one_group()
+        (y,) = _forward_local(*grouped, options=one, dtype=dtype, platform=platform)
+        return [_from_groups(y, axis)]
     else:
 
         def compute(x):
@@ -243,6 +258,16 @@ def _letters(options: Options) -> tuple[str, str]:
 
 def _wide(array: jax.Array) -> jax.Array:
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def _wide_dtype(x: jax.Array, kernel: jax.Array, dtype: Any) -> np.dtype:
+    """That of sums, and of a result that is not rounded yet."""
+    return jnp.result_type(jnp.float32, x.dtype, kernel.dtype, dtype)
+
+
+def _over_pixels(bias: jax.Array, options: Options) -> jax.Array:
+    """(..., C) -> (..., 1, 1..., C), as results lie."""
+    return jnp.expand_dims(bias, range(bias.ndim - 1, bias.ndim + _rank(options)))
 
 
 def _patches(x: jax.Array, windows: Windows, *, again: bool = False) -> jax.Array:
@@ -427,28 +452,61 @@ def _summed(function, axis, block, *arrays):
     return total + function(*rests) if rests[0].shape[axis] else total
 
 
-def _operator(name, signature, local):
+def _epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
+    """Bias, activation and rounding apart from the sums, see `Operator`."""
+    if bias is None and activation is None:
+        return None
+
+    def finish(y):
+        if bias is not None:
+            y = y + _over_pixels(bias, options)
+        return [ACTIVATIONS[activation](y).astype(dtype)]
+
+    of_sums = dict(
+        options=options,
+        dtype=_wide_dtype(x, kernel, dtype),
+        activation=None,
+        with_bias=False,
+    )
+    return (x, kernel), of_sums, finish
+
+
+def _operator(name, signature, local, **more):
     return Operator(
         name,
-        signature=lambda *, options, **_: signature(options),
+        signature=lambda *, options, **params: signature(options, **params),
         dtypes=lambda *_, dtype, **__: [dtype],
         local=local,
         replicated=_REPLICATED,
         summed_outputs=(0,) if local is _kernel_grad_local else (),
+        **more,
     )
 
 
-_forward_operator = _operator("conv", lambda o: f"{o.x}, {o.kernel} -> {o.y}", _forward_local)
+def _forward_signature(options, *, with_bias, **_):
+    operands = (options.x, options.kernel, *([options.bias] if with_bias else ()))
+    return f"{', '.join(operands)} -> {options.y}"
+
+
+_forward_operator = _operator("conv", _forward_signature, _forward_local, epilogue=_epilogue)
 _input_grad_operator = _operator(
-    "conv_input_grad", lambda o: f"{o.y}, {o.kernel} -> {o.x}", _input_grad_local
+    "conv_input_grad", lambda o, **_: f"{o.y}, {o.kernel} -> {o.x}", _input_grad_local
 )
 _kernel_grad_operator = _operator(
-    "conv_kernel_grad", lambda o: f"{o.x}, {o.y} -> {o.kernel}", _kernel_grad_local
+    "conv_kernel_grad", lambda o, **_: f"{o.x}, {o.y} -> {o.kernel}", _kernel_grad_local
 )
 
 
-def forward(x, kernel, *, options, dtype):
-    (y,) = _forward_operator(x, kernel, options=options, dtype=np.dtype(dtype))
+def forward(x, kernel, bias=None, *, options, dtype, activation=None):
+    """Of a bias in the dtype of the sums, if there is one."""
+    operands = (x, kernel) if bias is None else (x, kernel, bias)
+    (y,) = _forward_operator(
+        *operands,
+        options=options,
+        dtype=np.dtype(dtype),
+        activation=activation,
+        with_bias=bias is not None,
+    )
     return y
 
 
@@ -466,26 +524,59 @@ def kernel_grad(x, g, like, *, options):
     return dkernel
 
 
-def _def_jvp(operator: Operator) -> None:
-    """Of an operator that is linear in each of two operands."""
+def _tangent(operator: Operator, primals, tangents, **params) -> jax.Array | None:
+    """That of an operator which is linear in each of two operands."""
+    a, b = primals
+    da, db = tangents
+    terms = [(da, b)] if da is not None else []
+    terms += [(a, db)] if db is not None else []
+    results = [operator(*t, **params)[0] for t in terms]
+    return functools.reduce(jnp.add, results) if results else None
 
+
+def _def_jvp(operator: Operator) -> None:
     @operator.def_jvp
     def _jvp(primals, tangents, **params):
-        a, b = primals
-        da, db = rules.live(tangents, 2)
-        terms = [(da, b)] if da is not None else []
-        terms += [(a, db)] if db is not None else []
-        (value,) = operator(a, b, **params)
-        return [value], [functools.reduce(jnp.add, (operator(*t, **params)[0] for t in terms))]
+        (value,) = operator(*primals, **params)
+        return [value], [_tangent(operator, primals, rules.live(tangents, 2), **params)]
 
 
-_def_jvp(_forward_operator)
 _def_jvp(_input_grad_operator)
 _def_jvp(_kernel_grad_operator)
 
 
+@_forward_operator.def_jvp
+def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
+    if activation not in (None, "relu"):
+
+        def unfused(*operands):
+            wide = _wide_dtype(*operands[:2], dtype)
+            # Named as well: it is what the gradient needs, so that a policy which saves the
+            # operator's result spares the backward pass a second forward one.
+            y = checkpoint_name(forward(*operands, options=options, dtype=wide), "conv2d")
+            return ACTIVATIONS[activation](y).astype(dtype)
+
+        y, dy = rules.jvp(unfused, primals, tangents)
+        return [y], [dy]
+
+    y = forward(*primals, options=options, dtype=dtype, activation=activation)
+    *live, dbias = rules.live(tangents, 3)
+    plain = dict(options=options, activation=None, with_bias=False)
+    # What the bias adds to is rounded with it.
+    summed = dtype if dbias is None else _wide_dtype(*primals[:2], dtype)
+    dy = _tangent(_forward_operator, primals[:2], live, dtype=np.dtype(summed), **plain)
+    if dbias is not None:
+        spread = jnp.broadcast_to(_over_pixels(dbias, options), y.shape)
+        spread = compat.reshard_like(spread, jax.typeof(y)).astype(summed)
+        dy = spread if dy is None else dy + spread
+    dy = dy.astype(dtype)
+    # The result tells where it was positive, so that nothing else is kept for the gradient.
+    return [y], [dy if activation is None else jnp.where(y > 0, dy, jnp.zeros_like(dy))]
+
+
 @_forward_operator.def_transpose
-def _forward_transpose(cotangents, x, kernel, *, options, dtype):
+def _forward_transpose(cotangents, x, kernel, *, options, dtype, activation, with_bias):
+    del dtype, activation, with_bias  # what is linear has neither
     (g,) = cotangents
     if isinstance(g, compat.Zero):
         return rules.zeros((x, kernel))

@@ -83,6 +83,13 @@ class Plan:
     def sharding(self, term: Term) -> NamedSharding:
         return NamedSharding(self.mesh, P(*(self.dim_axes(dim) or None for dim in term)))
 
+    def summed_axes(self, term: Term) -> Axes:
+        """The mesh axes over which a result of these dimensions is summed."""
+        axes = {a for f in self.call.reduced(term) for a in self.axes.get(f, ())}
+        if self.refined and self.refined not in term:
+            axes |= set(self.refined_axes)
+        return tuple(a for a in self.mesh.axis_names if a in axes)
+
     def local_sizes(self) -> dict[str, int]:
         sizes = {f: n // self.size(self.axes.get(f, ())) for f, n in self.call.sizes.items()}
         if self.refined:
@@ -123,8 +130,11 @@ def _prefix(axes: Axes, count: int, size: Callable[[Axes], int]) -> int | None:
     return next((n for n in range(len(axes) + 1) if size(axes[:n]) == count), None)
 
 
-def run_locally(plan: Plan, compute: Callable[..., Sequence[jax.Array]]) -> Callable:
-    """The function of one device: `compute(*shards, sizes)` with refinement and sums around it."""
+def run_locally(plan: Plan, compute: Callable[..., tuple]) -> Callable:
+    """The function of one device, with refinement and sums around `compute(*shards, sizes)`.
+
+    That returns results and a function of these for after they have been summed, or None.
+    """
     signature, sizes = plan.call.signature, plan.call.sizes
     local = plan.local_sizes()
     major = plan.refined[0] if plan.refined else None
@@ -154,20 +164,14 @@ def run_locally(plan: Plan, compute: Callable[..., Sequence[jax.Array]]) -> Call
         return whole.reshape(split).sum(axis + 1)
 
     def sum_over_devices(shard, term):
-        reduced = plan.call.reduced(term)
-        axes = {a for f in reduced for a in plan.axes.get(f, ())}
-        if plan.refined and plan.refined not in term:
-            axes |= set(plan.refined_axes)
-        return (
-            jax.lax.psum(shard, tuple(a for a in plan.mesh.axis_names if a in axes))
-            if (axes)
-            else shard
-        )
+        axes = plan.summed_axes(term)
+        return jax.lax.psum(shard, axes) if axes else shard
 
     def lower(*shards):
         refined = [refine(s, t) for s, t in zip(shards, signature.operands, strict=True)]
-        results = compute(*refined, sizes=local)
+        results, finish = compute(*refined, sizes=local)
         coarse = [coarsen(r, t) for r, t in zip(results, signature.outputs, strict=True)]
-        return [sum_over_devices(r, t) for r, t in zip(coarse, signature.outputs, strict=True)]
+        summed = [sum_over_devices(r, t) for r, t in zip(coarse, signature.outputs, strict=True)]
+        return summed if finish is None else finish(*summed)
 
     return lower

@@ -45,6 +45,9 @@ class Operator:
       replicated: factors that each device needs whole; "part" stands for part0, part1, ... as well.
       summed_outputs: the results that are summed over the batch dimensions flagged in the
         parameter `summed`, which has one entry a batch dimension.
+      epilogue: of a call that ends in more than sums, what makes it of sums that devices have parts
+        of: called with the operands and params, it returns the operands and params of those sums
+        and a function of them, or None where there is nothing more.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Operator:
         scratch: Callable[..., Sequence[jax.ShapeDtypeStruct]] = lambda *_, **__: (),
         replicated: Sequence[str] = (),
         summed_outputs: Sequence[int] = (),
+        epilogue: Callable[..., tuple | None] = lambda *_, **__: None,
     ):
         self.name = name
         self.target = f"jaxops_{name}"
@@ -70,6 +74,7 @@ class Operator:
         self._scratch = scratch
         self._replicated = tuple(replicated)
         self._summed_outputs = tuple(summed_outputs)
+        self._epilogue = epilogue
         # The outer primitive is what JAX transforms see; the inner one is the call on one device.
         self.primitive = self._new_primitive(name)
         batching.primitive_batchers[self.primitive] = self._batch
@@ -224,7 +229,12 @@ class Operator:
 
             def compute(*shards, sizes):
                 local = {k: sizes.get(k, v) for k, v in params.items()}
-                return self._local.bind(*shards, **local)
+                has_parts = any(map(plan.summed_axes, call.signature.outputs))
+                apart = self._epilogue(*shards, **local) if has_parts else None
+                if apart is None:
+                    return self._local.bind(*shards, **local), None
+                operands, of_sums, finish = apart
+                return self._local.bind(*operands, **of_sums), finish
 
             return (
                 mesh,

@@ -19,7 +19,9 @@ from jax import lax
 
 from jaxops._core import compat, native
 from jaxops._core.windows import Windows
+from jaxops.reference.lightweight_conv import ACTIVATIONS
 
+_ACTIVATIONS = tuple(ACTIVATIONS)
 # Those of `cuda/conv.h`.
 _MAX_TAPS = 128
 _MAX_STRIDE = 8
@@ -233,10 +235,22 @@ def _has_code(major: int, minor: int) -> bool:
     )
 
 
-def forward(x: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
-    """Of x (..., *ins, fan_in) and kernel (*taps, fan_in, fan_out)."""
+def forward(
+    x: jax.Array,
+    kernel: jax.Array,
+    form: Form,
+    dtype: Any,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+) -> jax.Array:
+    """Of x (..., *ins, fan_in), kernel (*taps, fan_in, fan_out) and a float32 bias (fan_out,)."""
     result = _shape(x, form.windows.outs, form.outputs, dtype)
-    (y,) = _convolve(_FORWARD, [result], form, form.of_x(x), _operand(form.of_kernel(kernel)))
+    operands = [form.of_x(x), _operand(form.of_kernel(kernel))]
+    if bias is not None:
+        operands.append(form.of_g(bias))
+    (y,) = _convolve(
+        _FORWARD, [result], form, *operands, activation=np.int32(_ACTIVATIONS.index(activation))
+    )
     return form.of_y(y)
 
 
@@ -265,16 +279,17 @@ def _operand(kernel: jax.Array) -> jax.Array:
     return lax.reduce_precision(kernel, 8, 10) if kernel.dtype == np.float32 else kernel
 
 
-def _convolve(target: str, results, form: Form, *operands: jax.Array) -> list[jax.Array]:
+def _convolve(
+    target: str, results, form: Form, *operands: jax.Array, **attributes: Any
+) -> list[jax.Array]:
     steps = zip(("strides", "dilation", "low"), _placement(form.windows), strict=True)
     layouts = None
     if target == _FORWARD and operands[1].dtype == np.float32:
         # Products of TF32 want the entries that are summed over beside each other.
         rank = len(form.windows.taps)
-        layouts = [None, (*range(rank), rank + 1, rank)]
-    return jax.ffi.ffi_call(target, results, input_layouts=layouts)(
-        *operands, **{name: np.array(values, np.int64) for name, values in steps}
-    )
+        layouts = [None, (*range(rank), rank + 1, rank), *[None] * (len(operands) - 2)]
+    attributes |= {name: np.array(values, np.int64) for name, values in steps}
+    return jax.ffi.ffi_call(target, results, input_layouts=layouts)(*operands, **attributes)
 
 
 def _placement(windows: Windows) -> tuple[tuple[int, ...], ...]:
