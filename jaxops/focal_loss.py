@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from jaxops._core import checks, compat, rules
 from jaxops._core.primitive import Operator
+from jaxops._core.softmax_shards import sharded_rows
 from jaxops._core.summed_loss import moves, summed_loss, without_logits
 from jaxops.reference import focal_loss as reference
 
@@ -569,13 +570,18 @@ def _row_loss_reference(logits, labels, gamma, *, options):
     return [reference.softmax_focal(logits, labels, gamma, gamma.dtype)]
 
 
+def _row_loss_across(logits, labels, gamma, *, options, axes):
+    gamma = _expand(gamma, options.rows)
+    return [sharded_rows(logits, labels, gamma.dtype, axes).losses(gamma)]
+
+
 _row_loss_operator = Operator(
     SOFTMAX,
     signature=lambda *, options: f"{options.row} classes, {options.row},  -> {options.row}",
     reference=_row_loss_reference,
     dtypes=lambda logits, labels, gamma, **_: [gamma.dtype],
     attributes=_row_attributes,
-    replicated=("classes",),
+    across={"classes": _row_loss_across},
 )
 
 
@@ -632,18 +638,25 @@ def _row_tangent_transpose(cotangents, logits, labels, gamma, dlogits, *, option
 # --- softmax: its sum, and the derivative of that ------------------------------------------------
 
 
-def _weigh_rows(losses, logits, labels, scale, weight, options):
-    """The sum of weighted losses of rows, of which those without a class have none."""
-    known = (labels >= 0) & (labels < logits.shape[-1])
+def _row_factor(known, scale, weight, options):
+    """What the loss of each row is multiplied by, of those whose label is a class."""
     factor = _expand(scale, options.rows)
-    if weight is not None:
-        factor = factor * jnp.where(known, weight, 0)
+    return factor if weight is None else factor * jnp.where(known, weight, 0)
+
+
+def _weigh_rows(losses, known, scale, weight, options):
+    """The sum of weighted losses of rows, of which those without a class have none."""
+    factor = _row_factor(known, scale, weight, options)
     return jnp.where(known, factor * losses, 0).sum(tuple(range(-options.rows, 0)))
+
+
+def _are_known(logits, labels):
+    return (labels >= 0) & (labels < logits.shape[-1])
 
 
 def _row_sum_reference(logits, labels, scale, gamma, weight=None, *, options):
     (losses,) = _row_loss_reference(logits, labels, gamma, options=options)
-    return [_weigh_rows(losses, logits, labels, scale, weight, options)]
+    return [_weigh_rows(losses, _are_known(logits, labels), scale, weight, options)]
 
 
 def _row_gradient_reference(logits, labels, scale, gamma, weight=None, *, options):
@@ -659,6 +672,15 @@ def _row_gradient_reference(logits, labels, scale, gamma, weight=None, *, option
     return [jax.grad(total)(wide).astype(logits.dtype)]
 
 
+def _row_sum_across(logits, labels, scale, gamma, weight=None, *, options, axes):
+    """The sum and the gradient."""
+    gamma = _expand(gamma, options.rows)
+    rows = sharded_rows(logits, labels, gamma.dtype, axes)
+    factor = _row_factor(rows.known, scale, weight, options)
+    gradient = rows.gradient(gamma, factor).astype(logits.dtype)
+    return [_weigh_rows(rows.losses(gamma), rows.known, scale, weight, options), gradient]
+
+
 def _row_sum_by_others(primals, tangents, *, options):
     logits, labels, _, gamma, *_ = primals
     dscale, dgamma, dweight = rules.live(tangents[2:], 3)
@@ -669,7 +691,7 @@ def _row_sum_by_others(primals, tangents, *, options):
         losses = checkpoint_name(losses, SOFTMAX)
 
         def of_factors(scale, weight=None):
-            return _weigh_rows(losses, logits, labels, scale, weight, options)
+            return _weigh_rows(losses, _are_known(logits, labels), scale, weight, options)
 
         factors = [primals[i] for i in (2, 4) if i < len(primals)]
         moved = [tangents[i] for i in (2, 4) if i < len(primals)]
@@ -698,6 +720,7 @@ _row_sums = summed_loss(
     by_others=_row_sum_by_others,
     batch_shapes=_row_batch_shapes,
     attributes=_row_attributes,
-    replicated=("classes",),
+    replicated=(),
     scale=2,
+    across={"classes": _row_sum_across},
 )

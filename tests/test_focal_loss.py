@@ -417,6 +417,65 @@ def test_the_pass_is_one_on_explicit_meshes(operator, platform):
         }
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.5])
+@pytest.mark.parametrize("dtype", focal_accuracy.FLOATS)
+def test_softmax_of_classes_on_several_devices(dtype, gamma, platform):
+    """Every kind of row is what it is on one device, whichever of them has its label."""
+    if len(platform.devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(platform.devices[:2], ("c",))
+    low, high = float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
+    far = min(high / 2, 3e4)
+    extremes = [
+        [0, np.inf, 1, 2],
+        [0, 1, 2, np.inf],
+        [0, 1, np.nan, 2],
+        [-3000, -np.inf, -np.inf, -np.inf],
+        [-3000, low, low, low],
+        [low, -np.inf, low, -np.inf],
+        [far, far - 32, -far, far],
+        [-far, -far, -far, -far],
+        [np.inf, 0, 0, 0],
+    ]
+    near = 6 * np.random.default_rng(0).standard_normal((20, 4))
+    logits = np.concatenate([*[extremes] * 4, near]).astype(jnp.dtype(dtype))
+    labels = np.append(np.repeat([0, 1, 3, 9], len(extremes)), np.arange(20) % 6 - 1)
+    labels = labels.astype(np.int32)
+    ct = np.linspace(0.5, 2, len(labels)).astype(jnp.dtype(dtype))
+
+    def both(logits, labels, ct):
+        loss, pull = jax.vjp(
+            lambda z: jaxops.softmax_focal_loss(z, labels, gamma=gamma, alpha=0.3), logits
+        )
+        return loss, pull(ct)[0]
+
+    spec = jax.sharding.PartitionSpec(None, "c")
+    sharded = jax.device_put(logits, jax.sharding.NamedSharding(mesh, spec))
+    rest = jax.device_put(
+        (labels, ct), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )
+    got = jax.jit(both)(sharded, *rest)
+    assert got[1].sharding.spec == spec
+    want = run(both, platform, logits, labels, ct)
+    rtol = 2e-13 if dtype == "float64" else max(2e-6, 2 * float(jnp.finfo(dtype).eps))
+    for g, w in zip(got, want, strict=True):
+        # Beyond the smallest normal number there are fewer digits.
+        g, w = (np.asarray(a, np.float64) for a in (g, w))
+        np.testing.assert_allclose(g, w, rtol, 4 * float(jnp.finfo(dtype).tiny))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_arrays_without_a_sharding_in_a_program_of_a_mesh(operator, platform):
+    mesh = jax.sharding.Mesh(platform.devices, ("n",))
+    logits, labels = random_case()
+    mean = jax.value_and_grad(functools.partial(getattr(jaxops, operator), reduction="mean"))
+    want = run(mean, platform, logits, labels)
+    with jax.set_mesh(mesh):
+        got = jax.jit(mean)(logits, labels)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-6)
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_derivative_of_a_mean_of_float16_is_not_rounded_away(operator, platform):
     rows = 100_003

@@ -71,6 +71,7 @@ class Plan:
     axes: Mapping[str, Axes]
     refined: tuple[str, ...] | None = None  # a compound dimension, computed at its finest grain
     refined_axes: Axes = ()
+    across: str | None = None  # a factor over which results are whole without being summed
 
     def size(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[a] for a in axes)
@@ -85,7 +86,8 @@ class Plan:
 
     def summed_axes(self, term: Term) -> Axes:
         """The mesh axes over which a result of these dimensions is summed."""
-        axes = {a for f in self.call.reduced(term) for a in self.axes.get(f, ())}
+        reduced = self.call.reduced(term) - {self.across}
+        axes = {a for f in reduced for a in self.axes.get(f, ())}
         if self.refined and self.refined not in term:
             axes |= set(self.refined_axes)
         return tuple(a for a in self.mesh.axis_names if a in axes)

@@ -9,6 +9,7 @@ file through `def_jvp` and `def_transpose`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,6 +49,9 @@ class Operator:
       epilogue: of a call that ends in more than sums, what makes it of sums that devices have parts
         of: called with the operands and params, it returns the operands and params of those sums
         and a function of them, or None where there is nothing more.
+      across: by factor, what one device computes of its part of that, where results are no sums of
+        what devices compute alone: called as across[factor](*shards, axes=..., **params) with the
+        mesh axes of the parts, it returns results that are whole over these.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Operator:
         replicated: Sequence[str] = (),
         summed_outputs: Sequence[int] = (),
         epilogue: Callable[..., tuple | None] = lambda *_, **__: None,
+        across: Mapping[str, Callable[..., Sequence[jax.Array]]] | None = None,
     ):
         self.name = name
         self.target = f"jaxops_{name}"
@@ -75,6 +80,7 @@ class Operator:
         self._replicated = tuple(replicated)
         self._summed_outputs = tuple(summed_outputs)
         self._epilogue = epilogue
+        self._across = across or {}
         # The outer primitive is what JAX transforms see; the inner one is the call on one device.
         self.primitive = self._new_primitive(name)
         batching.primitive_batchers[self.primitive] = self._batch
@@ -202,6 +208,16 @@ class Operator:
         results = self(*moved, **params)
         return results, [at] * len(results)
 
+    def _spec_of(self, sharding) -> P:
+        if isinstance(sharding, NamedSharding):
+            return sharding.spec
+        # Arrays without a sharding of their own, in a program that a mesh is set for.
+        if sharding.is_fully_replicated:
+            return P()
+        raise NotImplementedError(
+            f"{self.name}: expected arrays sharded by jax.sharding.NamedSharding, got {sharding}"
+        )
+
     def _custom_partitioning(self):
         def run(params, *operands):
             return self._local.bind(*operands, **dict(params))
@@ -216,19 +232,19 @@ class Operator:
             call = self._call([x.shape for x in operands], params)
             terms = (*call.signature.operands, *call.signature.outputs)
             arrays = (*operands, *results)
-            for x in arrays:
-                if not isinstance(x.sharding, NamedSharding):
-                    raise NotImplementedError(
-                        f"{self.name}: expected arrays sharded by jax.sharding.NamedSharding, "
-                        f"got {x.sharding}"
-                    )
             # The largest array decides first: moving it between devices costs the most.
             order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
-            specs = [(terms[i], arrays[i].sharding.spec) for i in order]
+            specs = [(terms[i], self._spec_of(arrays[i].sharding)) for i in order]
             plan = partition.make_plan(call, mesh, specs, self._whole_factors(call))
+            spread = [f for f in self._across if plan.axes.get(f)]
+            if spread:
+                plan = dataclasses.replace(plan, across=spread[0])
 
             def compute(*shards, sizes):
                 local = {k: sizes.get(k, v) for k, v in params.items()}
+                if plan.across:
+                    axes = plan.axes[plan.across]
+                    return self._across[plan.across](*shards, axes=axes, **local), None
                 has_parts = any(map(plan.summed_axes, call.signature.outputs))
                 apart = self._epilogue(*shards, **local) if has_parts else None
                 if apart is None:

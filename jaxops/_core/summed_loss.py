@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ def summed_loss(
     attributes: Callable,
     replicated: Sequence[str],
     scale: int,
+    across: Mapping[str, Callable] | None = None,
 ) -> SummedLoss:
     """Defines the primitives of the sum of the loss `name`.
 
@@ -65,6 +66,7 @@ def summed_loss(
       attributes: what handlers are told of the options.
       replicated: factors of the signatures that each device needs whole.
       scale: which operand is a factor of the results, a scalar of the dtype of the sum.
+      across: as for an `Operator`, of the sum and the gradient together.
     """
 
     def both_reference(*operands, options):
@@ -84,6 +86,14 @@ def summed_loss(
         splits = max(1, min(_MAX_SPLITS, -(-size // _SPLIT)))
         return [jax.ShapeDtypeStruct((entries, splits), sum_dtype(*operands))]
 
+    def across_of(*results):
+        """What makes the results of these numbers; what the others need falls away."""
+
+        def some(function):
+            return lambda *operands, **params: [function(*operands, **params)[i] for i in results]
+
+        return {factor: some(function) for factor, function in (across or {}).items()}
+
     sum_operator = Operator(
         f"{name}_sum",
         signature=lambda *, options: f"{options.operands} -> ",
@@ -92,6 +102,7 @@ def summed_loss(
         attributes=attributes,
         scratch=partial_sums,
         replicated=replicated,
+        across=across_of(0),
     )
     gradient_operator = Operator(
         f"{name}_gradient",
@@ -100,6 +111,7 @@ def summed_loss(
         dtypes=lambda logits, *_, **__: [logits.dtype],
         attributes=attributes,
         replicated=replicated,
+        across=across_of(1),
     )
     value_and_gradient_operator = Operator(
         f"{name}_value_and_gradient",
@@ -109,6 +121,7 @@ def summed_loss(
         attributes=attributes,
         scratch=partial_sums,
         replicated=replicated,
+        across=across_of(0, 1),
     )
 
     @sum_operator.def_jvp

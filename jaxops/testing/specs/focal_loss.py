@@ -73,8 +73,19 @@ def _bad_inputs(operator):
     )
 
 
+def _collectives(operator, reduced):
+    """Those of a sum; a softmax reduces rows of sharded classes to a maximum, then to sums."""
+
+    def counts(row, column):
+        over_rows = reduced and (operator == _SIGMOID or row is not None)
+        over_classes = 2 if operator == _SOFTMAX and column is not None else 0
+        return {"all-reduce": over_rows + over_classes} if over_rows or over_classes else {}
+
+    return counts
+
+
 def _placements(operator, reduced, extra, backward):
-    """By row and, where classes are independent, by class and by both."""
+    """By row, by class and by both."""
 
     def placement(name, axes, row, column):
         return Placement(
@@ -82,17 +93,17 @@ def _placements(operator, reduced, extra, backward):
             axes=axes,
             arguments=(P(row, column), *extra(row, column)),
             results=(P() if reduced else P(row, column) if operator == _SIGMOID else P(row),),
-            forward={"all-reduce": 1} if reduced else {},
+            forward=_collectives(operator, reduced)(row, column),
             backward=backward(row, column),
             # A shard's sum is not the sum, and its labels are not those of its classes.
             manual=not reduced and column is None,
         )
 
-    by_row = placement("rows", ("n",), "n", None)
-    if operator == _SOFTMAX:
-        return (by_row,)
-    both = placement("rows and classes", ("n", "c"), "n", "c")
-    return (by_row, placement("classes", ("c",), None, "c"), both)
+    return (
+        placement("rows", ("n",), "n", None),
+        placement("classes", ("c",), None, "c"),
+        placement("rows and classes", ("n", "c"), "n", "c"),
+    )
 
 
 def _spec(
@@ -120,7 +131,7 @@ def _spec(
     def terms(logits, *_):
         return elements + (logits.size if reduced else logits.shape[-1])
 
-    backward = backward or (lambda row, column: {"all-reduce": 1} if reduced else {})
+    backward = backward or _collectives(operator, reduced)
     return OperatorSpec(
         operator=operator,
         variant=variant,
