@@ -1,0 +1,185 @@
+// What the kernels of convolution by multiply-adds have in common: those of float32 whose products
+// must not be rounded to TF32, and of float64.
+//
+// A block takes a tile of a matrix product, a warp a part of that as 8 by 4 lanes or 32 by 1, and a
+// lane some rows by some units of columns, of 16 bytes each: every access to shared memory is one
+// of 16 bytes.
+#ifndef JAXOPS_CUDA_CONV_FMA_CUH_
+#define JAXOPS_CUDA_CONV_FMA_CUH_
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+
+#include "common/fast_divide.h"
+#include "cuda/async_copy.cuh"
+#include "cuda/conv.h"
+#include "cuda/conv_sum.h"
+#include "cuda/launch.h"
+
+namespace jaxops::conv::cuda::fma {
+
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::CommitCopies;
+using jaxops::cuda::CopyAsync;
+using jaxops::cuda::WaitCopies;
+
+constexpr int kUnitBytes = 16;
+template <typename T>
+constexpr int kUnit = kUnitBytes / sizeof(T);
+
+template <typename T>
+struct alignas(kUnitBytes) Unit {
+  T entry[kUnit<T>];
+};
+
+// Entries of the sum that come to shared memory together.
+constexpr int kChunkBytes = 64;
+template <typename T>
+constexpr int kChunk = kChunkBytes / sizeof(T);
+constexpr int kAhead = 2;  // chunks under way while one is multiplied
+constexpr int kStages = kAhead + 1;
+
+// kBlocks of it share a multiprocessor. A product takes kPercent of what it would if there were
+// nothing but multiply-adds, with warps enough to hide what one waits for: an estimate from how
+// many instructions these are.
+template <typename T_, int kRowWarps_, int kColumnWarps_, int kLaneRows_, int kThreadRows_,
+          int kThreadUnits_, int kBlocks_, int kPercent_>
+struct Tile {
+  using T = T_;
+  static constexpr int kRowWarps = kRowWarps_, kWarps = kRowWarps * kColumnWarps_;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kLaneRows = kLaneRows_, kLaneColumns = 32 / kLaneRows;
+  static constexpr int kThreadRows = kThreadRows_, kThreadUnits = kThreadUnits_;
+  static constexpr int kWarpRows = kLaneRows * kThreadRows;
+  static constexpr int kWarpUnits = kLaneColumns * kThreadUnits;
+  static constexpr int kRows = kRowWarps * kWarpRows;
+  static constexpr int kUnits = kColumnWarps_ * kWarpUnits, kColumns = kUnits * kUnit<T>;
+  static constexpr int kBlocks = kBlocks_, kPercent = kPercent_;
+  // Of a row of columns in shared memory. Entries of eight rows that are written side by side have
+  // no banks in common.
+  static constexpr int kPitch = (kUnits + 1) * kUnitBytes;
+};
+
+// Where a thread is in its block's tile. Neighbouring lanes are such that the units of every
+// quarter of a warp are few, or without banks in common.
+template <typename Tile>
+struct Lane {
+  int warp_row, warp_unit, row, unit;
+
+  __device__ Lane() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    warp_row = warp % Tile::kRowWarps * Tile::kWarpRows;
+    warp_unit = warp / Tile::kRowWarps * Tile::kWarpUnits;
+    if constexpr (Tile::kLaneColumns == 1) {
+      row = lane;
+      unit = 0;
+    } else {
+      static_assert(Tile::kLaneColumns == 4);
+      row = lane / 2 % 8;
+      unit = lane % 2 + lane / 16 * 2;
+    }
+  }
+
+  // The unit of columns that is this thread's number j.
+  __device__ int Column(int j) const { return warp_unit + j * Tile::kLaneColumns + unit; }
+};
+
+// A part of where an entry of a patch is in the images. What a pixel has of it and what a tap and a
+// channel have are added, modulo 2^64 and 2^32.
+struct alignas(16) Place {
+  uint64_t byte;
+  uint32_t row, column;
+};
+
+// A row or column of a part of a place, with which no sum is in an image: rows and columns are less
+// than 2^30, those of taps greater than -2^30 and less than 2^31.
+constexpr uint32_t kNowhere = 1u << 31;
+
+// Images, and how they lie in memory.
+struct Images {
+  const char* data;
+  int64_t row_bytes, image_bytes;
+  int pixel_bytes;
+  uint32_t rows, columns;
+
+  __device__ bool Has(const Place& a, const Place& b) const {
+    return a.row + b.row < rows && a.column + b.column < columns;
+  }
+
+  Place Of(const Tap& tap) const {
+    return {static_cast<uint64_t>(tap.row) * row_bytes +
+                static_cast<uint64_t>(tap.column) * pixel_bytes,
+            static_cast<uint32_t>(tap.row), static_cast<uint32_t>(tap.column)};
+  }
+};
+
+// Pixels of all images, counted by images, rows and columns, and those entries of the images that
+// are multiplied by a tap at 0, 0.
+struct Pixels {
+  FastDivider rows, columns;
+  uint32_t stride_row, stride_column;
+  int count;
+
+  __device__ Place Of(const Images& images, int image, int row, int column) const {
+    const uint32_t in_row = row * stride_row, in_column = column * stride_column;
+    return {static_cast<uint64_t>(images.image_bytes) * image +
+                static_cast<uint64_t>(images.row_bytes) * in_row +
+                static_cast<uint64_t>(images.pixel_bytes) * in_column,
+            in_row, in_column};
+  }
+};
+
+// Calls act(i) for those of kCount numbers that are this thread's.
+template <int kCount, int kThreads, typename Act>
+__device__ __forceinline__ void ForOwn(Act&& act) {
+#pragma unroll 8
+  for (int pass = 0; pass < (kCount + kThreads - 1) / kThreads; ++pass) {
+    const int i = pass * kThreads + threadIdx.x;
+    if (kCount % kThreads == 0 || i < kCount) act(i);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ Unit<T> Load(const char* address) {
+  return *reinterpret_cast<const Unit<T>*>(address);
+}
+
+// Writes what is within `left` entries; if `is_wide` that is all of a unit or nothing.
+template <typename T>
+__device__ __forceinline__ void Store(T* to, const Unit<T>& unit, int left, bool is_wide) {
+  if (is_wide) {
+    if (left > 0) *reinterpret_cast<Unit<T>*>(to) = unit;
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < kUnit<T>; ++e) {
+    if (e < left) to[e] = unit.entry[e];
+  }
+}
+
+// --- what the host decides -----------------------------------------------------------------------
+
+// Whether rows of so many entries, one after the other, are whole units.
+template <typename T>
+bool AreUnits(const void* data, int64_t all_entries, int64_t entries) {
+  return reinterpret_cast<uintptr_t>(data) % kUnitBytes == 0 && all_entries % kUnit<T> == 0 &&
+         entries % kUnit<T> == 0;
+}
+
+// Estimated cycles that blocks take of which one processor has `load`, each with so many chunks.
+template <typename Tile>
+int64_t Cycles(int64_t load, int64_t chunks) {
+  using T = typename Tile::T;
+  constexpr int64_t kPerCycle = sizeof(T) == 8 ? 64 : 128;
+  constexpr int64_t kBlockCycles = 2000;  // before the first product and after the last
+  const int64_t warps = std::min<int64_t>(load, Tile::kBlocks) * Tile::kWarps;
+  const int64_t percent = Tile::kPercent + 400 / warps;
+  const int64_t products = int64_t{Tile::kRows} * Tile::kColumns * kChunk<T>;
+  return load * chunks * products / kPerCycle * percent / 100 +
+         CeilDiv(load, Tile::kBlocks) * kBlockCycles;
+}
+
+}  // namespace jaxops::conv::cuda::fma
+
+#endif  // JAXOPS_CUDA_CONV_FMA_CUH_
