@@ -6,15 +6,18 @@
 
 namespace jaxops::cuda {
 
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
 // Copies kBytes through the L1 cache, or as many zeros where there is nothing to copy: then `from`
 // may be any address. What is copied is not read before WaitCopies, so that the compiler may have
 // other accesses pass it.
 template <int kBytes>
-__device__ __forceinline__ void CopyAsync(void* to, const void* from, bool exists) {
+__device__ __forceinline__ void CopyAsync(uint32_t to, const void* from, bool exists) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "n"(kBytes), "r"(exists ? kBytes : 0));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
+               "r"(exists ? kBytes : 0));
 }
 
 // Ends a group of this thread's copies.

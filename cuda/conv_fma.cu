@@ -12,10 +12,6 @@ namespace jaxops::conv::cuda {
 namespace fma {
 namespace {
 
-// How the kernel is copied: by units of neighbouring outputs, or by entries of which neighbouring
-// lanes take neighbouring outputs or neighbouring channels.
-enum class KernelCopies { kUnits, kOutputs, kChannels };
-
 struct Params {
   Images images;
   Pixels pixels;
@@ -32,8 +28,8 @@ struct Params {
   // entries of a block in the L1 cache.
   FastDivider block, taps;
   int depth, chunks;
-  bool image_units, result_units;  // whether these are copied, and written, by units
-  KernelCopies kernel_copies;
+  // Whether these are copied, and written, by units, else by entries.
+  bool image_units, kernel_units, result_units;
   Place tap[kMaxTaps];
   int64_t matrix[kMaxTaps];  // bytes from the start of the kernel to the matrix of a tap
 };
@@ -44,8 +40,8 @@ struct alignas(128) Head {
   static constexpr int kSteps = kChunk<typename Tile::T>;
   Place pixels[Tile::kRows];
   int64_t results[Tile::kRows];  // bytes; negative where there is no pixel
-  // Those of two chunks: what is summed over, in the image and in the kernel, there negative after
-  // the end.
+  // Those of two chunks: what is summed over, in the image and in the kernel, there bytes to the
+  // tile's first output, negative after the end.
   Place steps[2][kSteps];
   int64_t matrix_rows[2][kSteps];
 };
@@ -72,6 +68,7 @@ __device__ void FindPixels(const Params& p, int first, Head<Tile>& head) {
     const int row = p.pixels.rows.Peel(image);
     const bool exists = number < p.pixels.count;
     head.pixels[i] = p.pixels.Of(p.images, image, row, column);
+    head.pixels[i].byte += blockIdx.y * p.image_group;
     if (!exists) head.pixels[i].row = kNowhere;
     head.results[i] =
         exists ? image * p.result_image + row * p.result_row + column * p.result_column : -1;
@@ -79,7 +76,7 @@ __device__ void FindPixels(const Params& p, int first, Head<Tile>& head) {
 }
 
 template <typename Tile>
-__device__ void FindSteps(const Params& p, int chunk, Head<Tile>& head) {
+__device__ void FindSteps(const Params& p, int first_column, int chunk, Head<Tile>& head) {
   using T = typename Tile::T;
   if (threadIdx.x >= kChunk<T>) return;
   const int step = chunk * kChunk<T> + threadIdx.x;
@@ -91,82 +88,72 @@ __device__ void FindSteps(const Params& p, int chunk, Head<Tile>& head) {
   place.byte += channel * sizeof(T);
   if (step >= p.depth) place.column = kNowhere;
   head.steps[chunk % 2][threadIdx.x] = place;
-  head.matrix_rows[chunk % 2][threadIdx.x] =
-      step < p.depth ? p.matrix[tap] + channel * p.kernel_channel : -1;
+  const int64_t row = p.matrix[tap] + blockIdx.y * p.kernel_group + channel * p.kernel_channel +
+                      first_column * p.kernel_output;
+  head.matrix_rows[chunk % 2][threadIdx.x] = step < p.depth ? row : -1;
 }
 
 // Copies kBytes of some steps of the pixels' rows, a unit or an entry.
 template <typename Tile, int kBytes>
-__device__ __forceinline__ void CopyImages(const Params& p, const char* images,
-                                           const Head<Tile>& head, int chunk, char* stage) {
+__device__ __forceinline__ void CopyImages(const Params& p, const Head<Tile>& head, int chunk,
+                                           uint32_t stage) {
   using T = typename Tile::T;
   constexpr int kCopies = kChunkBytes / kBytes, kEntries = kBytes / sizeof(T);
   static_assert(Tile::kThreads % kCopies == 0);
   const int copy = threadIdx.x % kCopies;
   const Place step = head.steps[chunk % 2][copy * kEntries];
-  const char* from = images + step.byte;
   ForOwn<Tile::kRows * kCopies, Tile::kThreads>([&](int i) {
     const int row = i / kCopies;
     const Place pixel = head.pixels[row];
-    char* to = stage + ImageUnit(row, copy * kBytes / kUnitBytes) + copy * kBytes % kUnitBytes;
-    CopyAsync<kBytes>(to, from + pixel.byte, p.images.Has(pixel, step));
+    const uint32_t to =
+        stage + ImageUnit(row, copy * kBytes / kUnitBytes) + copy * kBytes % kUnitBytes;
+    CopyAsync<kBytes>(to, p.images.data + (step.byte + pixel.byte), p.images.Has(pixel, step));
   });
 }
 
-template <typename Tile>
-__device__ __forceinline__ void CopyKernel(const Params& p, const char* kernel, int column,
-                                           const Head<Tile>& head, int chunk, char* stage) {
+// Copies kBytes of some rows of the kernel's matrices, a unit or an entry, of which there are
+// `outputs` from the tile's first one on.
+template <typename Tile, int kBytes>
+__device__ __forceinline__ void CopyKernel(const Params& p, int outputs, const Head<Tile>& head,
+                                           int chunk, uint32_t stage) {
   using T = typename Tile::T;
-  constexpr int kSteps = kChunk<T>;
-  const int64_t* rows = head.matrix_rows[chunk % 2];
-  if (p.kernel_copies == KernelCopies::kUnits) {
-    ForOwn<kSteps * Tile::kUnits, Tile::kThreads>([&](int i) {
-      const int step = i / Tile::kUnits, unit = i % Tile::kUnits;
-      const int output = column + unit * kUnit<T>;
-      CopyAsync<kUnitBytes>(stage + step * Tile::kPitch + unit * kUnitBytes,
-                            kernel + rows[step] + output * static_cast<int>(sizeof(T)),
-                            rows[step] >= 0 && output < p.outputs);
-    });
-    return;
-  }
-  const bool along_channels = p.kernel_copies == KernelCopies::kChannels;
-  ForOwn<kSteps * Tile::kColumns, Tile::kThreads>([&](int i) {
-    // Along channels eight at a time, with which writes have no banks in common.
-    const int step = along_channels ? i % 8 + i / (8 * Tile::kColumns) * 8 : i / Tile::kColumns;
-    const int in_tile = along_channels ? i / 8 % Tile::kColumns : i % Tile::kColumns;
-    const int output = column + in_tile;
-    CopyAsync<sizeof(T)>(stage + step * Tile::kPitch + in_tile * sizeof(T),
-                         kernel + rows[step] + output * p.kernel_output,
-                         rows[step] >= 0 && output < p.outputs);
+  constexpr int kSteps = kChunk<T>, kEntries = kBytes / sizeof(T);
+  constexpr int kCopies = Tile::kColumns / kEntries;
+  // Entries are beside each other in the kernel along outputs or, in the gradient, along channels.
+  // Of eight of these at a time writes have no banks in common.
+  constexpr int kBeside = kEntries > 1 ? 1 : 8;
+  ForOwn<kSteps * kCopies, Tile::kThreads>([&](int i) {
+    const int step = i % kBeside + i / (kBeside * kCopies) * kBeside;
+    const int copy = i / kBeside % kCopies;
+    const int64_t row = head.matrix_rows[chunk % 2][step];
+    const int64_t at = kEntries > 1 ? copy * kBytes : copy * p.kernel_output;
+    CopyAsync<kBytes>(stage + step * Tile::kPitch + copy * kBytes, p.kernel + (row + at),
+                      row >= 0 && copy * kEntries < outputs);
   });
 }
 
-template <typename Tile>
+template <typename Tile, bool kImageUnits, bool kKernelUnits>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     Convolve(const __grid_constant__ Params p) {
   using T = typename Tile::T;
   extern __shared__ __align__(128) char shared[];
   Head<Tile>& head = *reinterpret_cast<Head<Tile>*>(shared);
-  char* stages = shared + sizeof(Head<Tile>);
+  const char* stages = shared + sizeof(Head<Tile>);
+  const uint32_t stage_address = SharedAddress(stages);
 
   uint32_t row_tile = blockIdx.x;
   const int first_column = p.column_tiles.Peel(row_tile) * Tile::kColumns;
-  const char* images = p.images.data + blockIdx.y * p.image_group;
-  const char* kernel = p.kernel + blockIdx.y * p.kernel_group;
   FindPixels(p, row_tile * Tile::kRows, head);
   for (int i = 0; i < kAhead; ++i) {
-    if (i < p.chunks) FindSteps(p, i, head);
+    if (i < p.chunks) FindSteps(p, first_column, i, head);
   }
   __syncthreads();
 
   const auto copy = [&](int chunk, int stage) {
-    char* to = stages + stage * kStageBytes<Tile>;
-    if (p.image_units) {
-      CopyImages<Tile, kUnitBytes>(p, images, head, chunk, to);
-    } else {
-      CopyImages<Tile, sizeof(T)>(p, images, head, chunk, to);
-    }
-    CopyKernel(p, kernel, first_column, head, chunk, to + kImageBytes<Tile>);
+    const uint32_t to = stage_address + stage * kStageBytes<Tile>;
+    CopyImages<Tile, kImageUnits ? kUnitBytes : sizeof(T)>(p, head, chunk, to);
+    CopyKernel<Tile, kKernelUnits ? kUnitBytes : sizeof(T)>(p, p.outputs - first_column, head,
+                                                            chunk, to + kImageBytes<Tile>);
   };
   for (int i = 0; i < kAhead; ++i) {
     if (i < p.chunks) copy(i, i);
@@ -174,7 +161,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   }
   // The place of the first chunk's steps may be written again.
   __syncthreads();
-  if (kAhead < p.chunks) FindSteps(p, kAhead, head);
+  if (kAhead < p.chunks) FindSteps(p, first_column, kAhead, head);
 
   const Lane<Tile> lane;
   Unit<T> sums[Tile::kThreadRows][Tile::kThreadUnits] = {};
@@ -185,7 +172,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     __syncthreads();
     if (chunk + kAhead < p.chunks) {
       copy(chunk + kAhead, stage == 0 ? kAhead : stage - 1);
-      if (chunk + kAhead + 1 < p.chunks) FindSteps(p, chunk + kAhead + 1, head);
+      if (chunk + kAhead + 1 < p.chunks) FindSteps(p, first_column, chunk + kAhead + 1, head);
     }
     CommitCopies();
 
@@ -252,13 +239,18 @@ cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
   const int64_t tiles = CountTiles<Tile>(p);
   if (tiles > INT32_MAX || groups > UINT16_MAX) return cudaErrorNotSupported;
   p.column_tiles = FastDivider(CeilDiv(p.outputs, Tile::kColumns));
-  const auto kernel = &Convolve<Tile>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Tile>);
-  if (error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(groups));
-  kernel<<<grid, Tile::kThreads, kSharedBytes<Tile>, stream>>>(p);
-  return cudaGetLastError();
+  return DispatchBool(p.image_units, [&](auto image_units) {
+    return DispatchBool(p.kernel_units, [&](auto kernel_units) {
+      const auto kernel =
+          &Convolve<Tile, decltype(image_units)::value, decltype(kernel_units)::value>;
+      const cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Tile>);
+      if (error != cudaSuccess) return error;
+      kernel<<<grid, Tile::kThreads, kSharedBytes<Tile>, stream>>>(p);
+      return cudaGetLastError();
+    });
+  });
 }
 
 // Launches the tiles that are done first; ties go to what comes first.
@@ -323,9 +315,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, int64_t kernel_channel,
   p.kernel_channel = kernel_channel * kItem;
   p.kernel_output = kernel_output * kItem;
   p.kernel_group = kernel_group * kItem;
-  p.kernel_copies = kernel_output > 1                                   ? KernelCopies::kChannels
-                    : AreUnits<T>(sum.kernel, all_outputs, sum.outputs) ? KernelCopies::kUnits
-                                                                        : KernelCopies::kOutputs;
+  p.kernel_units = kernel_output == 1 && AreUnits<T>(sum.kernel, all_outputs, sum.outputs);
   // Tiles of 64 bytes of outputs or more, and of a single unit for results of few.
   return LaunchFirstDone<Tile<T, 2, 4, 8, 8, 2, 2, 115>, Tile<T, 2, 2, 8, 8, 2, 4, 120>,
                          Tile<T, 2, 2, 8, 4, 2, 5, 135>, Tile<T, 4, 1, 8, 4, 1, 6, 160>,

@@ -16,12 +16,15 @@
 #include "cuda/conv.h"
 #include "cuda/conv_sum.h"
 #include "cuda/launch.h"
+#include "cuda/numeric.cuh"
 
 namespace jaxops::conv::cuda::fma {
 
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::CommitCopies;
 using jaxops::cuda::CopyAsync;
+using jaxops::cuda::DispatchBool;
+using jaxops::cuda::SharedAddress;
 using jaxops::cuda::WaitCopies;
 
 constexpr int kUnitBytes = 16;
@@ -130,12 +133,23 @@ struct Pixels {
   }
 };
 
+// The number of this thread of so many, asked for anew: what follows from it is not kept over a
+// loop in registers that sums need.
+template <int kThreads>
+__device__ __forceinline__ int ThreadAnew() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  __builtin_assume(thread < kThreads);
+  return thread;
+}
+
 // Calls act(i) for those of kCount numbers that are this thread's.
 template <int kCount, int kThreads, typename Act>
 __device__ __forceinline__ void ForOwn(Act&& act) {
+  const int thread = ThreadAnew<kThreads>();
 #pragma unroll 8
   for (int pass = 0; pass < (kCount + kThreads - 1) / kThreads; ++pass) {
-    const int i = pass * kThreads + threadIdx.x;
+    const int i = pass * kThreads + thread;
     if (kCount % kThreads == 0 || i < kCount) act(i);
   }
 }

@@ -56,7 +56,7 @@ __device__ void FindRows(const Params& p, int first, Head<Tile>& head) {
     uint32_t tap = min(first + i, p.rows - 1);
     const int channel = p.channels.Peel(tap);
     head.rows[i] = p.tap[tap];
-    head.rows[i].byte += channel * sizeof(typename Tile::T);
+    head.rows[i].byte += blockIdx.y * p.image_group + channel * sizeof(typename Tile::T);
     if (first + i >= p.rows) head.rows[i].row = kNowhere;
   }
 }
@@ -76,39 +76,42 @@ __device__ void FindPixels(const Params& p, int chunk, Head<Tile>& head) {
 
 // Copies kBytes of some rows of the product, a unit or an entry, of all pixels.
 template <typename Tile, int kBytes>
-__device__ __forceinline__ void CopyImages(const Params& p, const char* images,
-                                           const Head<Tile>& head, int chunk, char* stage) {
+__device__ __forceinline__ void CopyImages(const Params& p, const Head<Tile>& head, int chunk,
+                                           uint32_t stage) {
   using T = typename Tile::T;
   constexpr int kEntries = kBytes / sizeof(T), kCopies = Tile::kRows / kEntries;
   ForOwn<kChunk<T> * kCopies, Tile::kThreads>([&](int i) {
-    const int copy = i % kCopies;
-    const Place row = head.rows[copy * kEntries], pixel = head.pixels[chunk % 2][i / kCopies];
-    CopyAsync<kBytes>(stage + i * kBytes, images + (row.byte + pixel.byte),
+    const Place row = head.rows[i % kCopies * kEntries],
+                pixel = head.pixels[chunk % 2][i / kCopies];
+    CopyAsync<kBytes>(stage + i * kBytes, p.images.data + (row.byte + pixel.byte),
                       p.images.Has(pixel, row));
   });
 }
 
+// Copies kBytes of the columns, a unit or an entry, of which there are `outputs` from `cotangent`
+// on.
 template <typename Tile, int kBytes>
-__device__ __forceinline__ void CopyCotangent(const Params& p, const char* cotangent, int column,
-                                              int chunk, char* stage) {
+__device__ __forceinline__ void CopyCotangent(const Params& p, const char* cotangent, int outputs,
+                                              int chunk, uint32_t stage) {
   using T = typename Tile::T;
   constexpr int kEntries = kBytes / sizeof(T), kCopies = Tile::kColumns / kEntries;
   ForOwn<kChunk<T> * kCopies, Tile::kThreads>([&](int i) {
     const int copy = i % kCopies, in_chunk = i / kCopies;
-    const int pixel = chunk * kChunk<T> + in_chunk, output = column + copy * kEntries;
+    const int pixel = chunk * kChunk<T> + in_chunk;
     CopyAsync<kBytes>(stage + in_chunk * Tile::kPitch + copy * kBytes,
-                      cotangent + pixel * p.cotangent_pixel + output * static_cast<int>(sizeof(T)),
-                      pixel < p.pixels.count && output < p.outputs);
+                      cotangent + (pixel * p.cotangent_pixel + copy * kBytes),
+                      pixel < p.pixels.count && copy * kEntries < outputs);
   });
 }
 
-template <typename Tile>
+template <typename Tile, bool kImageUnits, bool kOutputUnits>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     SumPixels(const __grid_constant__ Params p) {
   using T = typename Tile::T;
   extern __shared__ __align__(128) char shared[];
   Head<Tile>& head = *reinterpret_cast<Head<Tile>*>(shared);
-  char* stages = shared + sizeof(Head<Tile>);
+  const char* stages = shared + sizeof(Head<Tile>);
+  const uint32_t stage_address = SharedAddress(stages);
 
   // Neighbours share pixels, which they then find in the L2 cache.
   uint32_t split = blockIdx.x;
@@ -116,25 +119,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const int first_column = p.column_tiles.Peel(split) * Tile::kColumns;
   const int begin = static_cast<int>(int64_t{p.chunks} * split / p.splits);
   const int end = static_cast<int>(int64_t{p.chunks} * (split + 1) / p.splits);
-  const char* images = p.images.data + blockIdx.y * p.image_group;
-  const char* cotangent = p.cotangent + blockIdx.y * p.output_group;
+  const char* cotangent =
+      p.cotangent + blockIdx.y * p.output_group + first_column * static_cast<int>(sizeof(T));
   FindRows(p, first_row, head);
   for (int i = 0; i < kAhead; ++i) FindPixels(p, begin + i, head);
   __syncthreads();
 
   const auto copy = [&](int chunk, int stage) {
-    char* to = stages + stage * kStageBytes<Tile>;
-    if (p.image_units) {
-      CopyImages<Tile, kUnitBytes>(p, images, head, chunk, to);
-    } else {
-      CopyImages<Tile, sizeof(T)>(p, images, head, chunk, to);
-    }
-    to += kImageBytes<Tile>;
-    if (p.output_units) {
-      CopyCotangent<Tile, kUnitBytes>(p, cotangent, first_column, chunk, to);
-    } else {
-      CopyCotangent<Tile, sizeof(T)>(p, cotangent, first_column, chunk, to);
-    }
+    const uint32_t to = stage_address + stage * kStageBytes<Tile>;
+    CopyImages<Tile, kImageUnits ? kUnitBytes : sizeof(T)>(p, head, chunk, to);
+    CopyCotangent<Tile, kOutputUnits ? kUnitBytes : sizeof(T)>(
+        p, cotangent, p.outputs - first_column, chunk, to + kImageBytes<Tile>);
   };
   for (int i = 0; i < kAhead; ++i) {
     if (begin + i < end) copy(begin + i, i);
@@ -197,7 +192,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
     for (int j = 0; j < Tile::kThreadUnits; ++j) {
       const int column = first_column + lane.Column(j) * kUnit<T>;
-      Store(to + column, sums[i][j], p.outputs - column, p.output_units);
+      Store(to + column, sums[i][j], p.outputs - column, kOutputUnits);
     }
   }
 }
@@ -210,13 +205,18 @@ cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
   p.column_tiles = FastDivider(CeilDiv(p.outputs, Tile::kColumns));
   const int64_t blocks = int64_t{p.row_tiles.divisor()} * p.column_tiles.divisor() * p.splits;
   if (blocks > INT32_MAX || groups > UINT16_MAX) return cudaErrorNotSupported;
-  const auto kernel = &SumPixels<Tile>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Tile>);
-  if (error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups));
-  kernel<<<grid, Tile::kThreads, kSharedBytes<Tile>, stream>>>(p);
-  return cudaGetLastError();
+  return DispatchBool(p.image_units, [&](auto image_units) {
+    return DispatchBool(p.output_units, [&](auto output_units) {
+      const auto kernel =
+          &SumPixels<Tile, decltype(image_units)::value, decltype(output_units)::value>;
+      const cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Tile>);
+      if (error != cudaSuccess) return error;
+      kernel<<<grid, Tile::kThreads, kSharedBytes<Tile>, stream>>>(p);
+      return cudaGetLastError();
+    });
+  });
 }
 
 // How a call is cut up: tiles, and splits of the sum over pixels.
