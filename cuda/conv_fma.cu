@@ -163,7 +163,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   __syncthreads();
   if (kAhead < p.chunks) FindSteps(p, first_column, kAhead, head);
 
-  const Lane<Tile> lane;
   Unit<T> sums[Tile::kThreadRows][Tile::kThreadUnits] = {};
   int stage = 0;
   for (int chunk = 0; chunk < p.chunks; ++chunk) {
@@ -176,6 +175,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     }
     CommitCopies();
 
+    const Lane<Tile> lane;
     const char* left = stages + stage * kStageBytes<Tile>;
     const char* right = left + kImageBytes<Tile> + lane.Column(0) * kUnitBytes;
 #pragma unroll
@@ -209,6 +209,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     stage = stage == kAhead ? 0 : stage + 1;
   }
 
+  const Lane<Tile> lane;
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; ++i) {
     const int64_t offset = head.results[lane.warp_row + i * Tile::kLaneRows + lane.row];

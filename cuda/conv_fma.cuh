@@ -64,6 +64,16 @@ struct Tile {
   static constexpr int kPitch = (kUnits + 1) * kUnitBytes;
 };
 
+// The number of this thread of so many, asked for anew: what follows from it is not kept over a
+// loop in registers that sums need.
+template <int kThreads>
+__device__ __forceinline__ int ThreadAnew() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  __builtin_assume(thread < kThreads);
+  return thread;
+}
+
 // Where a thread is in its block's tile. Neighbouring lanes are such that the units of every
 // quarter of a warp are few, or without banks in common.
 template <typename Tile>
@@ -71,7 +81,8 @@ struct Lane {
   int warp_row, warp_unit, row, unit;
 
   __device__ Lane() {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int thread = ThreadAnew<Tile::kThreads>();
+    const int lane = thread % 32, warp = thread / 32;
     warp_row = warp % Tile::kRowWarps * Tile::kWarpRows;
     warp_unit = warp / Tile::kRowWarps * Tile::kWarpUnits;
     if constexpr (Tile::kLaneColumns == 1) {
@@ -132,16 +143,6 @@ struct Pixels {
             in_row, in_column};
   }
 };
-
-// The number of this thread of so many, asked for anew: what follows from it is not kept over a
-// loop in registers that sums need.
-template <int kThreads>
-__device__ __forceinline__ int ThreadAnew() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  __builtin_assume(thread < kThreads);
-  return thread;
-}
 
 // Calls act(i) for those of kCount numbers that are this thread's.
 template <int kCount, int kThreads, typename Act>
