@@ -177,30 +177,44 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
     const Lane<Tile> lane;
     const char* left = stages + stage * kStageBytes<Tile>;
-    const char* right = left + kImageBytes<Tile> + lane.Column(0) * kUnitBytes;
+    const char* right = left + kImageBytes<Tile>;
+    const auto load_row = [&](int i, int unit) {
+      return Load<T>(left + ImageUnit(lane.warp_row + lane.row, unit) +
+                     i * Tile::kLaneRows * kChunkBytes);
+    };
+    if constexpr (Tile::kOnTensorCores) {
+      MultiplyChunk(
+          lane, right,
+          [&](int i, double (&a)[4]) {
+            const Unit<T> first = load_row(2 * i, lane.unit / 2);
+            const Unit<T> second = load_row(2 * i + 1, lane.unit / 2);
+            a[0] = first.entry[0];
+            a[1] = second.entry[0];
+            a[2] = first.entry[1];
+            a[3] = second.entry[1];
+          },
+          sums);
+    } else {
 #pragma unroll
-    for (int u = 0; u < kChunkBytes / kUnitBytes; ++u) {
-      Unit<T> a[Tile::kThreadRows];
+      for (int u = 0; u < kChunkBytes / kUnitBytes; ++u) {
+        Unit<T> a[Tile::kThreadRows];
 #pragma unroll
-      for (int i = 0; i < Tile::kThreadRows; ++i) {
-        a[i] = Load<T>(left + ImageUnit(lane.warp_row + lane.row, u) +
-                       i * Tile::kLaneRows * kChunkBytes);
-      }
+        for (int i = 0; i < Tile::kThreadRows; ++i) a[i] = load_row(i, u);
 #pragma unroll
-      for (int e = 0; e < kUnit<T>; ++e) {
-        const char* row = right + (u * kUnit<T> + e) * Tile::kPitch;
-        Unit<T> b[Tile::kThreadUnits];
-#pragma unroll
-        for (int j = 0; j < Tile::kThreadUnits; ++j) {
-          b[j] = Load<T>(row + j * Tile::kLaneColumns * kUnitBytes);
-        }
-#pragma unroll
-        for (int i = 0; i < Tile::kThreadRows; ++i) {
+        for (int e = 0; e < kUnit<T>; ++e) {
+          Unit<T> b[Tile::kThreadUnits];
 #pragma unroll
           for (int j = 0; j < Tile::kThreadUnits; ++j) {
+            b[j] = Load<T>(right + (u * kUnit<T> + e) * Tile::kPitch + lane.Column(j) * kUnitBytes);
+          }
 #pragma unroll
-            for (int n = 0; n < kUnit<T>; ++n) {
-              sums[i][j].entry[n] += a[i].entry[e] * b[j].entry[n];
+          for (int i = 0; i < Tile::kThreadRows; ++i) {
+#pragma unroll
+            for (int j = 0; j < Tile::kThreadUnits; ++j) {
+#pragma unroll
+              for (int n = 0; n < kUnit<T>; ++n) {
+                sums[i][j].entry[n] += a[i].entry[e] * b[j].entry[n];
+              }
             }
           }
         }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <type_traits>
 
 #include "common/fast_divide.h"
 #include "cuda/async_copy.cuh"
@@ -59,6 +60,9 @@ struct Tile {
   static constexpr int kRows = kRowWarps * kWarpRows;
   static constexpr int kUnits = kColumnWarps_ * kWarpUnits, kColumns = kUnits * kUnit<T>;
   static constexpr int kBlocks = kBlocks_, kPercent = kPercent_;
+  // Tensor cores have multiply-adds of float64, and twice as many.
+  static constexpr bool kOnTensorCores =
+      std::is_same_v<T, double> && kThreadUnits == 2 && kLaneColumns == 4;
   // Of a row of columns in shared memory. Entries of eight rows that are written side by side have
   // no banks in common.
   static constexpr int kPitch = (kUnits + 1) * kUnitBytes;
@@ -74,8 +78,9 @@ __device__ __forceinline__ int ThreadAnew() {
   return thread;
 }
 
-// Where a thread is in its block's tile. Neighbouring lanes are such that the units of every
-// quarter of a warp are few, or without banks in common.
+// Where a thread is in its block's tile: the lane's rows, and its units of columns. Neighbouring
+// lanes are such that the units of every quarter of a warp are few, or without banks in common. On
+// tensor cores it is as these have it.
 template <typename Tile>
 struct Lane {
   int warp_row, warp_unit, row, unit;
@@ -85,7 +90,10 @@ struct Lane {
     const int lane = thread % 32, warp = thread / 32;
     warp_row = warp % Tile::kRowWarps * Tile::kWarpRows;
     warp_unit = warp / Tile::kRowWarps * Tile::kWarpUnits;
-    if constexpr (Tile::kLaneColumns == 1) {
+    if constexpr (Tile::kOnTensorCores) {
+      row = lane / 4;
+      unit = lane % 4 * 2;
+    } else if constexpr (Tile::kLaneColumns == 1) {
       row = lane;
       unit = 0;
     } else {
@@ -96,7 +104,9 @@ struct Lane {
   }
 
   // The unit of columns that is this thread's number j.
-  __device__ int Column(int j) const { return warp_unit + j * Tile::kLaneColumns + unit; }
+  __device__ int Column(int j) const {
+    return warp_unit + j * (Tile::kOnTensorCores ? 1 : Tile::kLaneColumns) + unit;
+  }
 };
 
 // A part of where an entry of a patch is in the images. What a pixel has of it and what a tap and a
@@ -160,6 +170,52 @@ __device__ __forceinline__ Unit<T> Load(const char* address) {
   return *reinterpret_cast<const Unit<T>*>(address);
 }
 
+// c += a b, of 16 rows, 8 columns and 8 entries of the sum, where `a` has a lane's rows of the
+// first four and then of the others, and `b` those entries of its column.
+__device__ __forceinline__ void MultiplyStep(double& c0, double& c1, double& c2, double& c3,
+                                             const double (&a)[4], double b0, double b1) {
+#if __CUDA_ARCH__ >= 900
+  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+d"(c0), "+d"(c1), "+d"(c2), "+d"(c3)
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+#else
+  const auto multiply = [](double& left, double& right, double a, double b) {
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+        : "+d"(left), "+d"(right)
+        : "d"(a), "d"(b));
+  };
+  multiply(c0, c1, a[0], b0);
+  multiply(c2, c3, a[1], b0);
+  multiply(c0, c1, a[2], b1);
+  multiply(c2, c3, a[3], b1);
+#endif
+}
+
+// A chunk on tensor cores. A product is of any four entries of the sum, if they are the same on
+// both sides: each lane has two neighbours, and two neighbouring columns. `load_rows` gives what it
+// has of 16 rows for each of the two products of a step.
+template <typename Tile, typename LoadRows>
+__device__ __forceinline__ void MultiplyChunk(const Lane<Tile>& lane, const char* columns,
+                                              LoadRows&& load_rows,
+                                              Unit<double> (&sums)[Tile::kThreadRows][2]) {
+  static_assert(kChunk<double> == 8);
+  columns += lane.unit * Tile::kPitch + (lane.warp_unit + lane.row) * kUnitBytes;
+  const Unit<double> b[2] = {Load<double>(columns), Load<double>(columns + Tile::kPitch)};
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows / 2; ++i) {
+    double a[4];
+    load_rows(i, a);
+    Unit<double>(&first)[2] = sums[2 * i];
+    Unit<double>(&second)[2] = sums[2 * i + 1];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      MultiplyStep(first[0].entry[n], first[1].entry[n], second[0].entry[n], second[1].entry[n], a,
+                   b[0].entry[n], b[1].entry[n]);
+    }
+  }
+}
+
 // Writes what is within `left` entries; if `is_wide` that is all of a unit or nothing.
 template <typename T>
 __device__ __forceinline__ void Store(T* to, const Unit<T>& unit, int left, bool is_wide) {
@@ -186,7 +242,7 @@ bool AreUnits(const void* data, int64_t all_entries, int64_t entries) {
 template <typename Tile>
 int64_t Cycles(int64_t load, int64_t chunks) {
   using T = typename Tile::T;
-  constexpr int64_t kPerCycle = sizeof(T) == 8 ? 64 : 128;
+  constexpr int64_t kPerCycle = sizeof(T) == 8 && !Tile::kOnTensorCores ? 64 : 128;
   constexpr int64_t kBlockCycles = 2000;  // before the first product and after the last
   const int64_t warps = std::min<int64_t>(load, Tile::kBlocks) * Tile::kWarps;
   const int64_t percent = Tile::kPercent + 400 / warps;

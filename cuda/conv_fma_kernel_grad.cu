@@ -42,7 +42,8 @@ struct alignas(128) Head {
 
 // A stage has the pixels of a chunk, of rows of the product each, and after them of columns.
 template <typename Tile>
-constexpr int kImagePitch = Tile::kRows * static_cast<int>(sizeof(typename Tile::T));
+// As far apart as those of columns, for the same reason.
+constexpr int kImagePitch = Tile::kRows * static_cast<int>(sizeof(typename Tile::T)) + kUnitBytes;
 template <typename Tile>
 constexpr int kImageBytes = kChunk<typename Tile::T> * kImagePitch<Tile>;
 template <typename Tile>
@@ -81,10 +82,10 @@ __device__ __forceinline__ void CopyImages(const Params& p, const Head<Tile>& he
   using T = typename Tile::T;
   constexpr int kEntries = kBytes / sizeof(T), kCopies = Tile::kRows / kEntries;
   ForOwn<kChunk<T> * kCopies, Tile::kThreads>([&](int i) {
-    const Place row = head.rows[i % kCopies * kEntries],
-                pixel = head.pixels[chunk % 2][i / kCopies];
-    CopyAsync<kBytes>(stage + i * kBytes, p.images.data + (row.byte + pixel.byte),
-                      p.images.Has(pixel, row));
+    const int copy = i % kCopies, in_chunk = i / kCopies;
+    const Place row = head.rows[copy * kEntries], pixel = head.pixels[chunk % 2][in_chunk];
+    CopyAsync<kBytes>(stage + in_chunk * kImagePitch<Tile> + copy * kBytes,
+                      p.images.data + (row.byte + pixel.byte), p.images.Has(pixel, row));
   });
 }
 
@@ -157,26 +158,39 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     CommitCopies();
 
     const char* left = stages + stage * kStageBytes<Tile>;
-    const char* right = left + kImageBytes<Tile> + lane.Column(0) * kUnitBytes;
-    left += unit_row(0) * sizeof(T);
+    const char* right = left + kImageBytes<Tile>;
+    const auto load_rows = [&](int i, int k) {
+      return Load<T>(left + k * kImagePitch<Tile> + unit_row(i) * static_cast<int>(sizeof(T)));
+    };
+    if constexpr (Tile::kOnTensorCores) {
+      MultiplyChunk(
+          lane, right,
+          [&](int i, double (&a)[4]) {
+            const Unit<T> first = load_rows(i, lane.unit), second = load_rows(i, lane.unit + 1);
+            a[0] = first.entry[0];
+            a[1] = first.entry[1];
+            a[2] = second.entry[0];
+            a[3] = second.entry[1];
+          },
+          sums);
+    } else {
 #pragma unroll
-    for (int k = 0; k < kChunk<T>; ++k) {
-      Unit<T> a[kRowUnits], b[Tile::kThreadUnits];
+      for (int k = 0; k < kChunk<T>; ++k) {
+        Unit<T> a[kRowUnits], b[Tile::kThreadUnits];
 #pragma unroll
-      for (int i = 0; i < kRowUnits; ++i) {
-        a[i] = Load<T>(left + k * kImagePitch<Tile> + i * Tile::kLaneRows * kUnitBytes);
-      }
-#pragma unroll
-      for (int j = 0; j < Tile::kThreadUnits; ++j) {
-        b[j] = Load<T>(right + k * Tile::kPitch + j * Tile::kLaneColumns * kUnitBytes);
-      }
-#pragma unroll
-      for (int i = 0; i < Tile::kThreadRows; ++i) {
-        const T entry = a[i / kUnit<T>].entry[i % kUnit<T>];
+        for (int i = 0; i < kRowUnits; ++i) a[i] = load_rows(i, k);
 #pragma unroll
         for (int j = 0; j < Tile::kThreadUnits; ++j) {
+          b[j] = Load<T>(right + k * Tile::kPitch + lane.Column(j) * kUnitBytes);
+        }
 #pragma unroll
-          for (int n = 0; n < kUnit<T>; ++n) sums[i][j].entry[n] += entry * b[j].entry[n];
+        for (int i = 0; i < Tile::kThreadRows; ++i) {
+          const T entry = a[i / kUnit<T>].entry[i % kUnit<T>];
+#pragma unroll
+          for (int j = 0; j < Tile::kThreadUnits; ++j) {
+#pragma unroll
+            for (int n = 0; n < kUnit<T>; ++n) sums[i][j].entry[n] += entry * b[j].entry[n];
+          }
         }
       }
     }
