@@ -1,5 +1,5 @@
-// What the kernels of convolution by multiply-adds have in common: those of float32 whose products
-// must not be rounded to TF32, and of float64.
+// What the kernels of convolution by multiply-adds have in common: those of float32 that must not
+// be rounded to TF32, and of float64.
 //
 // A block takes a tile of a matrix product, a warp a part of that as 8 by 4 lanes or 32 by 1, and a
 // lane some rows by some units of columns, of 16 bytes each: every access to shared memory is one

@@ -41,8 +41,8 @@ struct alignas(128) Head {
 };
 
 // A stage has the pixels of a chunk, of rows of the product each, and after them of columns.
+// Both kinds of rows are as far apart as is good for columns.
 template <typename Tile>
-// As far apart as those of columns, for the same reason.
 constexpr int kImagePitch = Tile::kRows * static_cast<int>(sizeof(typename Tile::T)) + kUnitBytes;
 template <typename Tile>
 constexpr int kImageBytes = kChunk<typename Tile::T> * kImagePitch<Tile>;

@@ -84,7 +84,7 @@ bool IsFew(const Call& call) {
          call.channels <= conv::cuda::kMostFewChannels;
 }
 
-// What tensor cores would round, or have no products of here.
+// What must not be rounded to TF32 has kernels of multiply-adds.
 bool IsFma(const Call& call) {
   return call.dtype == DType::kF64 || (call.dtype == DType::kF32 && !call.tf32);
 }

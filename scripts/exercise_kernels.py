@@ -680,12 +680,12 @@ CONVOLUTIONS = (
     ((2, 17, 30), 96, 72, 3, 2, 1, 1),
     ((1, 40, 40), 64, 64, 3, 1, 15, 1),
     ((2, 13, 19), 48, 32, 3, 2, 1, 2),
-    # Products without tensor cores: copies of entries, few outputs, and odd groups.
+    # What is taken as it is of true float32 and float64: odd channels, few outputs, odd groups.
     ((2, 9, 11), 37, 41, 3, 1, 1, 1),
     ((2, 9, 67), 24, 3, 3, 2, 1, 1),
     ((2, 13, 19), 27, 30, 3, 2, 1, 3),
 )
-# Dtypes and precisions: those that are multiplied by tensor cores, and those that are not.
+# Dtypes and precisions: float32 is rounded to TF32 or not.
 CONVOLVED = (*((dtype, None) for dtype in DTYPES), ("float32", "highest"))
 
 

@@ -204,7 +204,7 @@ def test_what_units_channels_are_filled_up_to():
     ],
     ids=str,
 )
-def test_what_does_without_tensor_cores(options, fma):
+def test_what_is_multiplied_as_it_is(options, fma):
     windows = place(
         "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
     )

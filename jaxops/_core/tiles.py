@@ -4,7 +4,7 @@ They take images in one or two dimensions. Those of 16-bit floats, and of float3
 as TF32, want channels and outputs in multiples of 16 bytes; on Hopper GPUs there are some for a few
 channels of 16-bit floats. Convolutions of one group are brought into that form by linear maps of x,
 kernel and result: missing channels and outputs are zeros. Float64, and float32 that is not
-multiplied as TF32, do without tensor cores, and are taken as they are.
+multiplied as TF32, are taken as they are, by kernels of multiply-adds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Form:
       fan_in: the channels of x.
       fan_out: those of y.
       groups: of channels; several have no missing ones.
-      fma: whether the kernels are those that do without tensor cores.
+      fma: whether the kernels are those of multiply-adds, with nothing rounded before.
     """
 
     windows: Windows
