@@ -39,6 +39,10 @@ CASES = [
     *cases("large", (64, 256, 14, 14, 1024, 1), "bfloat16", target=True, layout=NHWC),
     *cases("large", (64, 256, 28, 28, 256, 3), "bfloat16", target=True, layout=NHWC, dilation=2),
     *cases("large", (64, 256, 28, 28, 256, 3), "float32", layout=NHWC),
+    # As TF32, which is JAX's default.
+    *cases("typical", (32, 64, 56, 56, 64, 3), "float32", layout=NHWC, precision="default"),
+    *cases("typical", (32, 128, 28, 28, 128, 3), "float32", layout=NHWC, precision="default"),
+    *cases("large", (64, 256, 28, 28, 256, 3), "float32", layout=NHWC, precision="default"),
     *cases("odd", (17, 37, 29, 31, 41, 3), ["float32", "bfloat16"], layout=[NHWC, NCHW]),
     *cases("odd", (16, 100, 33, 35, 50, 5), "float16", layout=NHWC, strides=2),
     *cases("odd", (4, 64, 28, 28, 64, 3), "float64", layout=NHWC),
@@ -88,7 +92,7 @@ def ours(case):
             kernel,
             bias=bias,
             dimension_numbers=LAYOUTS[case.options["layout"]],
-            **{k: v for k, v in case.options.items() if k != "layout"},
+            **{k: v for k, v in case.options.items() if k not in ("layout", "precision")},
             precision=precision(case),
         )
 
@@ -101,8 +105,12 @@ def finished(case, y, bias, activations):
 
 
 def precision(case):
-    """Of float32 the true one, which both sides and the judge are given."""
-    return "highest" if case.dtype == "float32" else None
+    """Of float32 the true one if the case has none; both sides and the judge are given it."""
+    return case.options.get("precision", "highest" if case.dtype == "float32" else None)
+
+
+def is_tf32(case):
+    return case.dtype == "float32" and precision(case) == "default"
 
 
 def convolution(case):
@@ -153,6 +161,10 @@ def patches_product(case):
 
 def has_groups(case, direction, platform):
     return "groups are not one matrix product" if "groups" in case.options else None
+
+
+def is_set_to_float32(case, direction, platform):
+    return "torch is set to true float32" if is_tf32(case) else None
 
 
 def torch_convolution(case):
@@ -219,7 +231,7 @@ def cost(case: Case, direction: Direction) -> Cost:
     return Cost(
         bytes=entries * jnp.dtype(case.dtype).itemsize,
         flops=2 * passes * products,
-        unit=f"{unit} {dtype}",
+        unit=f"{unit} tf32" if is_tf32(case) else f"{unit} {dtype}",
     )
 
 
@@ -245,10 +257,12 @@ BENCHMARK = Benchmark(
     peers=(
         Peer("XLA conv", convolution),
         Peer("XLA patches", patches_product, declines=has_groups, costly=True),
-        Peer("torch conv2d", torch_convolution, torch=True),
-        Peer("torch.compile", torch_compiled, torch=True, costly=True),
+        Peer("torch conv2d", torch_convolution, torch=True, declines=is_set_to_float32),
+        Peer("torch.compile", torch_compiled, torch=True, declines=is_set_to_float32, costly=True),
     ),
     cost=cost,
     terms=terms,
+    # TF32 has the mantissa of float16.
+    rounding=lambda case: "float16" if is_tf32(case) else case.dtype,
     near_limit=False,
 )

@@ -20,15 +20,16 @@ inline constexpr int kDims = 2;
 
 // Images are (images, in..., channels) and (images, out..., outputs), contiguous; the kernel is
 // (taps..., channels / groups, outputs), but (taps..., outputs, channels / groups) of the forward
-// product of f32. Of f32 the kernel has been rounded to TF32.
+// product of TF32, to which the kernel has then been rounded.
 struct Call {
   im2col::Window dims[kDims];  // the slowest first; of one dimension the first is not used
   int64_t images;
   int64_t channels;  // of all groups, as the outputs are
   int64_t outputs;
   int64_t groups = 1;
-  DType dtype;            // of both operands: f16, bf16 or f32
-  DType result_dtype;     // that, or f32
+  DType dtype;            // of both operands
+  DType result_dtype;     // that, or of 16-bit types f32
+  bool tf32;              // whether f32 is multiplied as TF32
   const void* image;      // x; of the input gradient the cotangent of the result
   const void* kernel;     // not of the kernel gradient
   const void* cotangent;  // of the kernel gradient only

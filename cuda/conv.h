@@ -8,9 +8,9 @@
 
 namespace jaxops::conv::cuda {
 
-// All but those named Mma need a GPU of compute capability 9.0 and code for it, which the caller
-// checks, one group of channels, and outputs in multiples of 16 bytes. Nothing is of size zero.
-// What cannot be cut into tiles is cudaErrorNotSupported.
+// All but those named Mma or Fma need a GPU of compute capability 9.0 and code for it, which the
+// caller checks, one group of channels, and outputs in multiples of 16 bytes. Nothing is of size
+// zero. What cannot be cut into tiles is cudaErrorNotSupported.
 //
 // These have channels in multiples of 16 bytes, steps from column to column of the image of at most
 // 8, at most kMaxTaps taps, and fewer than 2^30 pixels, also of padding.
@@ -41,8 +41,19 @@ int64_t KernelGradMmaWorkspace(const Call& call, int processors = kProcessors);
 cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, void* workspace,
                                 int processors = kProcessors);
 
-// The same of few channels, in any number up to kMostFewChannels, and of windows without dilation,
-// of which a row has at most kMostFewRowEntries entries, channels counted.
+// Those of f64, and of f32 that is not multiplied as TF32, also need compute capability 8.0. They
+// take groups, channels and outputs in any number, and steps of any size.
+cudaError_t LaunchForwardFma(cudaStream_t stream, const Call& call);
+
+cudaError_t LaunchInputGradFma(cudaStream_t stream, const Call& call);
+
+int64_t KernelGradFmaWorkspace(const Call& call, int processors = kProcessors);
+
+cudaError_t LaunchKernelGradFma(cudaStream_t stream, const Call& call, void* workspace,
+                                int processors = kProcessors);
+
+// Those of few channels for Hopper, in any number up to kMostFewChannels, and of windows without
+// dilation, of which a row has at most kMostFewRowEntries entries, channels counted.
 inline constexpr int kMostFewChannels = 7;
 inline constexpr int kMostFewTapRows = 8;
 inline constexpr int kMostFewRowEntries = 24;

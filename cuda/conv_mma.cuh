@@ -7,9 +7,13 @@
 #ifndef JAXOPS_CUDA_CONV_MMA_CUH_
 #define JAXOPS_CUDA_CONV_MMA_CUH_
 
+#include "cuda/async_copy.cuh"
 #include "cuda/conv_tiles.cuh"
 
 namespace jaxops::conv::cuda {
+
+using jaxops::cuda::CommitCopies;
+using jaxops::cuda::WaitCopies;
 
 // What a block may have at most, on every GPU from compute capability 8.0 on.
 constexpr int kMmaSharedBytes = 99 * 1024;
@@ -21,14 +25,6 @@ constexpr int kMaxTableRows = 512;
 __device__ inline void CopyAsync(uint32_t to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0));
-}
-
-__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until all but the last kLeft groups of this thread's copies are there.
-template <int kLeft>
-__device__ inline void WaitCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 // Entries that are multiplied at once: a step is 32 bytes of a row.

@@ -96,6 +96,11 @@ __device__ inline float4 Add(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
+template <typename T>
+__device__ T Add(T a, T b) {
+  return a + b;
+}
+
 template <typename Out>
 __device__ void Store(Out* to, const float4& v) {
   if constexpr (std::is_same_v<Out, float>) {
@@ -105,17 +110,23 @@ __device__ void Store(Out* to, const float4& v) {
   }
 }
 
-// Adds parts of a result, four entries a thread, always in the same order. With many parts the
+template <typename T>
+__device__ void Store(T* to, T v) {
+  *to = v;
+}
+
+// Adds parts of a result, an entry or four a thread, always in the same order. With many parts the
 // threads of a column of the block share them, each adding every so many, and one adds what these
 // have.
 constexpr int kAddThreads = 256;
 
-template <typename Out>
+template <typename In, typename Out>
 __global__ void __launch_bounds__(kAddThreads)
-    AddParts(const float4* __restrict__ from, Out* __restrict__ to, int64_t count, int parts) {
-  __shared__ float4 sums[kAddThreads];
+    AddParts(const In* __restrict__ from, Out* __restrict__ to, int64_t count, int parts) {
+  constexpr int kEntries = std::is_same_v<In, float4> ? 4 : 1;
+  __shared__ In sums[kAddThreads];
   const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  float4 sum = {0, 0, 0, 0};
+  In sum{};
   if (at < count) {
 #pragma unroll 8
     for (int k = threadIdx.y; k < parts; k += blockDim.y) sum = Add(sum, from[k * count + at]);
@@ -126,29 +137,34 @@ __global__ void __launch_bounds__(kAddThreads)
     if (threadIdx.y > 0) return;
     for (int y = 1; y < blockDim.y; ++y) sum = Add(sum, sums[y * blockDim.x + threadIdx.x]);
   }
-  if (at < count) Store(to + 4 * at, sum);
+  if (at < count) Store(to + kEntries * at, sum);
 }
 
-// Of `parts` results of `size` entries each, a multiple of 4, one after the other.
+// Of `parts` results of `size` entries each, one after the other: of f64 for a result of that, else
+// of f32; those for 16-bit results are a multiple of 4.
 inline cudaError_t LaunchAddParts(cudaStream_t stream, const void* from, void* result, DType dtype,
                                   int64_t size, int parts) {
-  const int64_t count = size / 4;
   const int beside = parts >= 128 ? 8 : parts >= 16 ? 32 : kAddThreads;
   const dim3 threads(beside, kAddThreads / beside);
-  const int64_t blocks = jaxops::cuda::CeilDiv(count, threads.x);
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const auto launch = [&](auto* to) {
-    AddParts<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
-        static_cast<const float4*>(from), to, count, parts);
+  const auto launch = [&]<typename In>(const In* parts_from, auto* to, int64_t count) {
+    const int64_t blocks = jaxops::cuda::CeilDiv(count, threads.x);
+    if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+    AddParts<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(parts_from, to, count, parts);
     return cudaGetLastError();
   };
+  const auto fours = [&](auto* to) {
+    return launch(static_cast<const float4*>(from), to, size / 4);
+  };
   switch (dtype) {
+    case DType::kF64:
+      return launch(static_cast<const double*>(from), static_cast<double*>(result), size);
     case DType::kF32:
-      return launch(static_cast<float*>(result));
+      if (size % 4 == 0) return fours(static_cast<float*>(result));
+      return launch(static_cast<const float*>(from), static_cast<float*>(result), size);
     case DType::kF16:
-      return launch(static_cast<__half*>(result));
+      return fours(static_cast<__half*>(result));
     default:
-      return launch(static_cast<__nv_bfloat16*>(result));
+      return fours(static_cast<__nv_bfloat16*>(result));
   }
 }
 

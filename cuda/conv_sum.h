@@ -7,6 +7,7 @@
 
 #include "cuda/conv.h"
 #include "cuda/launch.h"
+#include "cuda/numeric.cuh"
 
 namespace jaxops::conv::cuda {
 
@@ -119,7 +120,7 @@ cudaError_t LaunchInputGradSums(const Call& call, Launch&& launch) {
       sum.kernel = call.kernel;
       const int64_t offset = (first_row * w.in + first_column) * call.channels;
       sum.result =
-          static_cast<char*>(call.result) + offset * (call.result_dtype == DType::kF32 ? 4 : 2);
+          static_cast<char*>(call.result) + offset * jaxops::cuda::SizeOf(call.result_dtype);
       if (sum.is_empty()) return cudaSuccess;
       const cudaError_t error = launch(sum);
       if (error != cudaSuccess) return error;

@@ -61,27 +61,36 @@ xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out, Int
   return xf::Error::Success();
 }
 
-// The type of both operands, and that of the result.
+bool HasTwoBytes(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
+
+// The type of both operands, that of the result, and how f32 is multiplied.
 xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b,
-                      const xf::AnyBuffer& result) {
+                      const xf::AnyBuffer& result, bool tf32) {
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "conv", "images", a));
   JAXOPS_RETURN_IF_ERROR(SetType(call.result_dtype, "conv", "result", result));
-  const bool fits = call.result_dtype == call.dtype || call.result_dtype == DType::kF32;
-  if (call.dtype == DType::kF64 || !fits || a.element_type() != b.element_type()) {
+  call.tf32 = tf32;
+  const bool fits = call.result_dtype == call.dtype ||
+                    (call.result_dtype == DType::kF32 && HasTwoBytes(call.dtype));
+  if (!fits || a.element_type() != b.element_type()) {
     return InvalidArgument(
-        "conv: operands must both be f16, bf16 or f32, and the result that or f32");
+        "conv: operands must be of one type, and the result of that or, of 16 bits, f32");
   }
   return xf::Error::Success();
 }
 
 // Images of few channels have kernels of their own.
 bool IsFew(const Call& call) {
-  return call.dtype != DType::kF32 && call.groups == 1 &&
+  return HasTwoBytes(call.dtype) && call.groups == 1 &&
          call.channels <= conv::cuda::kMostFewChannels;
 }
 
+// What must not be rounded to TF32 has kernels of multiply-adds.
+bool IsFma(const Call& call) {
+  return call.dtype == DType::kF64 || (call.dtype == DType::kF32 && !call.tf32);
+}
+
 // Those for Hopper, of few channels or any, and those for every GPU.
-enum class Kernels { kHopper, kFew, kMma };
+enum class Kernels { kHopper, kFew, kMma, kFma };
 
 // Chooses the kernels for a call by the device. Those for Hopper have code for one architecture.
 xf::Error Choose(Kernels& kernels, const Call& call) {
@@ -96,10 +105,11 @@ xf::Error Choose(Kernels& kernels, const Call& call) {
   if (status != cudaSuccess) return ToError("conv", status);
   const std::string_view compiled = JAXOPS_CUDA_ARCHITECTURES;
   const bool is_hopper = major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos;
-  kernels = is_hopper && IsFew(call)        ? Kernels::kFew
+  kernels = IsFma(call)                     ? Kernels::kFma
+            : is_hopper && IsFew(call)      ? Kernels::kFew
             : is_hopper && call.groups == 1 ? Kernels::kHopper
                                             : Kernels::kMma;
-  if (kernels != Kernels::kMma || (major >= 8 && !IsFew(call))) return xf::Error::Success();
+  if (is_hopper || (major >= 8 && !IsFew(call))) return xf::Error::Success();
   return xf::Error(
       xf::ErrorCode::kFailedPrecondition,
       "conv: this program was compiled for a GPU of compute capability " +
@@ -111,6 +121,7 @@ xf::Error Choose(Kernels& kernels, const Call& call) {
 
 // Enough on every device.
 int64_t KernelGradWorkspace(const Call& call) {
+  if (IsFma(call)) return conv::cuda::KernelGradFmaWorkspace(call);
   if (IsFew(call)) return conv::cuda::KernelGradFewWorkspace(call);
   return std::max(conv::cuda::KernelGradMmaWorkspace(call),
                   call.dtype == DType::kF32 ? 0 : conv::cuda::KernelGradWorkspace(call));
@@ -130,11 +141,11 @@ xf::Error DecodeBias(Call& call, xf::RemainingArgs rest) {
 
 xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
                      xf::RemainingArgs rest, xf::Result<xf::AnyBuffer> y, Integers strides,
-                     Integers dilation, Integers low, int32_t activation) {
+                     Integers dilation, Integers low, bool tf32, int32_t activation) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), strides, dilation, low));
-  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, kernel, *y));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, kernel, *y, tf32));
   JAXOPS_RETURN_IF_ERROR(DecodeBias(call, rest));
   call.activation = static_cast<Activation>(activation);
   call.image = x.untyped_data();
@@ -142,7 +153,8 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
   call.result = y->untyped_data();
   Kernels kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  const auto launch = kernels == Kernels::kFew      ? conv::cuda::LaunchForwardFew
+  const auto launch = kernels == Kernels::kFma      ? conv::cuda::LaunchForwardFma
+                      : kernels == Kernels::kFew    ? conv::cuda::LaunchForwardFew
                       : kernels == Kernels::kHopper ? conv::cuda::LaunchForward
                                                     : conv::cuda::LaunchForwardMma;
   return ToError("conv", launch(stream, call));
@@ -150,17 +162,18 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
 
 xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
                        xf::Result<xf::AnyBuffer> dx, Integers strides, Integers dilation,
-                       Integers low) {
+                       Integers low, bool tf32) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, dx->dimensions(), kernel.dimensions(), g.dimensions(), strides, dilation, low));
-  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, g, kernel, *dx));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, g, kernel, *dx, tf32));
   call.image = g.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = dx->untyped_data();
   Kernels kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  const auto launch = kernels == Kernels::kFew      ? conv::cuda::LaunchInputGradFew
+  const auto launch = kernels == Kernels::kFma      ? conv::cuda::LaunchInputGradFma
+                      : kernels == Kernels::kFew    ? conv::cuda::LaunchInputGradFew
                       : kernels == Kernels::kHopper ? conv::cuda::LaunchInputGrad
                                                     : conv::cuda::LaunchInputGradMma;
   return ToError("conv input gradient", launch(stream, call));
@@ -168,11 +181,11 @@ xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kerne
 
 xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
                         xf::Result<xf::AnyBuffer> dkernel, xf::Result<xf::AnyBuffer> workspace,
-                        Integers strides, Integers dilation, Integers low) {
+                        Integers strides, Integers dilation, Integers low, bool tf32) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), strides, dilation, low));
-  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, g, *dkernel));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, g, *dkernel, tf32));
   const int64_t needed = KernelGradWorkspace(call);
   if (static_cast<int64_t>(workspace->size_bytes()) < needed) {
     return InvalidArgument("conv kernel gradient: the workspace must have ", needed, " bytes, got ",
@@ -184,7 +197,8 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
   Kernels kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
   // There is none of f32 for Hopper: its products want pixels beside each other.
-  const auto launch = kernels == Kernels::kFew ? conv::cuda::LaunchKernelGradFew
+  const auto launch = kernels == Kernels::kFma   ? conv::cuda::LaunchKernelGradFma
+                      : kernels == Kernels::kFew ? conv::cuda::LaunchKernelGradFew
                       : kernels == Kernels::kHopper && call.dtype != DType::kF32
                           ? conv::cuda::LaunchKernelGrad
                           : conv::cuda::LaunchKernelGradMma;
@@ -197,7 +211,8 @@ auto BindAttributes(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Attr<Integers>("strides")
       .template Attr<Integers>("dilation")
-      .template Attr<Integers>("low");
+      .template Attr<Integers>("low")
+      .template Attr<bool>("tf32");
 }
 
 auto BindOperands() {
@@ -227,13 +242,14 @@ int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vecto
                                 const std::vector<int64_t>& out,
                                 const std::vector<int64_t>& strides,
                                 const std::vector<int64_t>& dilation,
-                                const std::vector<int64_t>& low, int item_bytes) {
+                                const std::vector<int64_t>& low, int item_bytes, bool tf32) {
   const auto span = [](const std::vector<int64_t>& v) { return Integers(v.data(), v.size()); };
   Call call = {};
   const xf::Error error =
       Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
   if (error.failure()) throw std::invalid_argument(error.message());
-  call.dtype = item_bytes == 4 ? DType::kF32 : DType::kF16;
+  call.dtype = item_bytes == 8 ? DType::kF64 : item_bytes == 4 ? DType::kF32 : DType::kF16;
+  call.tf32 = tf32;
   return KernelGradWorkspace(call);
 }
 

@@ -9,13 +9,13 @@ namespace jaxops::ffi {
 
 // The bytes that the handler of the kernel gradient needs as its second result, of images `in`
 // (rows..., in..., channels), a kernel `taps` (taps..., channels of a group, outputs) and
-// cotangents `out`, with entries of `item_bytes`. They are enough on every GPU. Throws
-// std::invalid_argument where the sizes do not fit.
+// cotangents `out`, with entries of `item_bytes`, f32 multiplied as TF32 or not. They are enough on
+// every GPU. Throws std::invalid_argument where the sizes do not fit.
 int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                                 const std::vector<int64_t>& out,
                                 const std::vector<int64_t>& strides,
                                 const std::vector<int64_t>& dilation,
-                                const std::vector<int64_t>& low, int item_bytes);
+                                const std::vector<int64_t>& low, int item_bytes, bool tf32);
 
 }  // namespace jaxops::ffi
 

@@ -680,10 +680,18 @@ CONVOLUTIONS = (
     ((2, 17, 30), 96, 72, 3, 2, 1, 1),
     ((1, 40, 40), 64, 64, 3, 1, 15, 1),
     ((2, 13, 19), 48, 32, 3, 2, 1, 2),
+    # What is taken as it is of true float32 and float64: odd channels, few outputs, odd groups.
+    ((2, 9, 11), 37, 41, 3, 1, 1, 1),
+    ((2, 9, 67), 24, 3, 3, 2, 1, 1),
+    ((2, 13, 19), 27, 30, 3, 2, 1, 3),
 )
+# Dtypes and precisions: float32 is rounded to TF32 or not.
+CONVOLVED = (*((dtype, None) for dtype in DTYPES), ("float32", "highest"))
 
 
-def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, dilation, groups):
+def exercise_convolution(
+    device, dtype, precision, sizes, channels, outputs, taps, stride, dilation, groups
+):
     """Like `exercise`, of images: those for which there are kernels, elsewhere patches."""
     rng = np.random.default_rng(taps)
     reach = (taps - 1) * dilation
@@ -694,7 +702,7 @@ def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, 
     options = {"strides": stride, "dilation": dilation, "padding": low, "groups": groups}
 
     def function(x, kernel, **more):
-        return jaxops.conv2d(x, kernel, **options, **more)
+        return jaxops.conv2d(x, kernel, precision=precision, **options, **more)
 
     g = rng.normal(size=jax.eval_shape(function, x, kernel).shape).astype(jnp.dtype(dtype))
     bias = rng.normal(size=outputs).astype(jnp.dtype(dtype))
@@ -735,7 +743,7 @@ def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, 
         "vmap": y[None],
     }
     # Products of float32 may be those of TF32, which has as many bits as float16.
-    rounded = "float16" if dtype == "float32" else dtype
+    rounded = "float16" if dtype == "float32" and precision is None else dtype
     return compared(f"{dtype}, {sizes}, {channels} to {outputs}", got, want, rounded, 64)
 
 
@@ -743,7 +751,7 @@ EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
     "conv2d": (
         exercise_convolution,
-        tuple((dtype, *case) for dtype in DTYPES[:3] for case in CONVOLUTIONS),
+        tuple((*kind, *case) for kind in CONVOLVED for case in CONVOLUTIONS),
     ),
     "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
     "focal_loss_sum": (

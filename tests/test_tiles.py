@@ -61,8 +61,11 @@ def fake_convolve(target, results, form, *operands, activation=0):
     assert (of_x[1:-1], of_y[1:-1]) == (windows.ins, windows.outs)
     assert of_kernel == (*windows.taps, of_x[-1] // form.groups, of_y[-1])
     assert (of_x[-1], of_y[-1]) == (form.channels, form.outputs)
-    assert of_y[-1] % 4 == 0
-    if of_x[-1] % 4:
+    if form.fma:
+        assert (form.channels, form.outputs) == (form.fan_in, form.fan_out)
+    else:
+        assert of_y[-1] % 4 == 0
+    if of_x[-1] % 4 and not form.fma:
         assert of_x[-1] < 8
         assert windows.dilation == (1,) * rank
         assert windows.taps[-1] * of_x[-1] <= 24
@@ -105,9 +108,10 @@ def random_windows(data, rank):
 def test_the_form_of_a_convolution_is_that_convolution(data):
     windows = random_windows(data, data.draw(st.integers(1, 2)))
     groups = data.draw(st.sampled_from([1, 1, 3]))
-    fans = st.sampled_from([8, 16]) if groups > 1 else st.integers(1, 17)
+    fans = st.sampled_from([8, 9, 16]) if groups > 1 else st.integers(1, 17)
     fan_in, fan_out = data.draw(fans), data.draw(fans)
-    form = tiles.form(windows, fan_in, fan_out, groups, itemsize=data.draw(st.sampled_from([2, 4])))
+    itemsize, tf32 = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.booleans())
+    form = tiles.form(windows, fan_in, fan_out, groups, itemsize=itemsize, tf32=tf32)
     hypothesis.assume(form is not None)
     shapes = (
         (2, *windows.ins, groups * fan_in),
@@ -186,10 +190,35 @@ def test_what_units_channels_are_filled_up_to():
     assert sizes(37, 41) == (40, 48)
     assert sizes(37, 41, itemsize=4) == (40, 44)
     assert sizes(3, 41, takes_few=False) == (8, 48)
-    assert sizes(3, 41, itemsize=4) is None
+    assert sizes(3, 41, itemsize=4) == (3, 41)
+    assert sizes(37, 41, itemsize=4, tf32=False) == (37, 41)
+    assert sizes(37, 41, itemsize=8) == (37, 41)
     assert sizes(12, 20, 3, itemsize=4) == (36, 60)
+    assert sizes(9, 20, 3, itemsize=4) == (27, 60)
+    assert sizes(9, 10, 3, itemsize=8) == (27, 30)
     assert sizes(12, 20, 3) is None
     assert sizes(1, 1, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "fma"),
+    [
+        ({"itemsize": 2}, False),
+        ({"itemsize": 4}, False),
+        ({"itemsize": 4, "tf32": False}, True),
+        ({"itemsize": 4, "fans": (3, 64)}, True),
+        ({"itemsize": 4, "fans": (9, 16), "groups": 2}, True),
+        ({"itemsize": 8}, True),
+    ],
+    ids=str,
+)
+def test_what_is_multiplied_as_it_is(options, fma):
+    windows = place(
+        "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
+    )
+    fans = options.get("fans", (8, 16))
+    given = {name: options[name] for name in ("itemsize", "tf32") if name in options}
+    assert tiles.form(windows, *fans, options.get("groups", 1), **given).fma == fma
 
 
 @pytest.mark.parametrize("over", ["images", "channels", "outputs"])
@@ -281,6 +310,10 @@ def test_which_gpus_have_kernels(capabilities, architectures, has, monkeypatch):
         {"sizes": (0, 4)},
         {"taps": (2, 2, 2), "sizes": (4, 4, 4)},
         {"groups": 1 << 16},
+        {"channels": 7, "groups": 2},
+        {"itemsize": 4, "channels": 7, "outputs": 7},
+        {"itemsize": 8, "channels": 7, "groups": 2},
+        {"itemsize": 8, "strides": 9, "sizes": (20, 20)},
     ],
     ids=str,
 )
@@ -295,7 +328,9 @@ def test_what_has_no_form(changes):
         dilation=1,
         channels_last=True,
     )
-    assert tiles.form(windows, changes.get("channels", 8), 8, changes.get("groups", 1)) is None
+    fans = changes.get("channels", 8), changes.get("outputs", 8)
+    options = {"itemsize": changes.get("itemsize", 2)}
+    assert tiles.form(windows, *fans, changes.get("groups", 1), **options) is None
 
 
 # --- on the GPUs that have the kernels -----------------------------------------------------------
@@ -373,7 +408,9 @@ def test_values_and_gradients(name, dtype, hopper):
         np.testing.assert_array_equal(a, b)
 
 
-# (images, H, W), channels, outputs, taps and options; TF32 has the mantissa of float16.
+# (images, H, W), channels, outputs, taps and options; TF32, which float32 is multiplied as unless
+# `precision` says otherwise, has the mantissa of float16.
+HIGHEST = {"precision": "highest"}
 OF_EVERY_GPU = {
     "f32": ((3, 14, 14), 64, 64, 3, {}, "float32"),
     "f32 of odd channels": ((2, 9, 11), 37, 41, 3, {}, "float32"),
@@ -385,6 +422,25 @@ OF_EVERY_GPU = {
     "f32 in small groups": ((2, 20, 20), 64, 128, 3, {"groups": 8, "strides": 2}, "float32"),
     "f16 in groups": ((2, 20, 20), 64, 128, 3, {"groups": 4}, "float16"),
     "bf16 in groups": ((2, 20, 21), 48, 24, 5, {"groups": 3, "strides": 3}, "bfloat16"),
+    "f32 of few channels": ((2, 20, 21), 3, 24, 3, {}, "float32"),
+    "f32 in odd groups": ((2, 20, 21), 27, 30, 3, {"groups": 3}, "float32"),
+    # Tiles of all sizes, whole and ragged, copies of 16 bytes and of entries.
+    "highest": ((3, 14, 14), 64, 64, 3, HIGHEST, "float32"),
+    "highest, many pixels": ((8, 56, 57), 16, 128, 3, HIGHEST, "float32"),
+    "highest, odd channels": ((2, 9, 11), 37, 41, 3, HIGHEST, "float32"),
+    "highest, many channels": ((2, 9, 11), 200, 332, 3, HIGHEST, "float32"),
+    "highest, stem": ((2, 31, 33), 3, 64, 7, {"strides": 2, **HIGHEST}, "float32"),
+    "highest, few outputs": ((2, 31, 33), 64, 3, 3, HIGHEST, "float32"),
+    "highest, strided": ((2, 17, 30), 64, 136, 3, {"strides": (2, 3), **HIGHEST}, "float32"),
+    "highest, strided 1x1": ((2, 17, 30), 96, 64, 1, {"strides": 2, **HIGHEST}, "float32"),
+    "highest, long strides": ((2, 17, 90), 16, 24, 2, {"strides": (1, 20), **HIGHEST}, "float32"),
+    "highest, dilated": ((2, 30, 31), 64, 64, 3, {"dilation": (7, 2), **HIGHEST}, "float32"),
+    "highest, in groups": ((2, 20, 20), 27, 48, 3, {"groups": 3, **HIGHEST}, "float32"),
+    "f64": ((3, 14, 14), 64, 64, 3, {}, "float64"),
+    "f64 of odd channels": ((2, 9, 11), 37, 41, 3, {}, "float64"),
+    "f64 of many channels": ((2, 9, 11), 200, 332, 3, {"padding": ((0, 5), (3, 1))}, "float64"),
+    "f64 stem": ((2, 31, 33), 3, 64, 7, {"strides": 2}, "float64"),
+    "f64 in groups": ((2, 20, 20), 32, 48, 3, {"groups": 4, "strides": 3}, "float64"),
 }
 
 
@@ -410,14 +466,15 @@ def test_what_every_gpu_has(name, platform):
 
     def oracle(x, kernel):
         steps = {"strides": 1, "padding": "SAME", "dilation": 1, **options}
-        steps.pop("groups", None)
+        for name in ("groups", "precision"):
+            steps.pop(name, None)
         windows = place("test", sizes, (taps, taps), **steps, channels_last=True)
         return of_lax(x, kernel, windows, groups)
 
     got = run(derivatives, platform, (g,), x, kernel)
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
     terms = max(taps * taps * max(channels, outputs), g.size // outputs)
-    precision = "float16" if dtype == "float32" else dtype
+    precision = "float16" if dtype == "float32" and "precision" not in options else dtype
     assert_close(got, want, "value and gradients", dtype=precision, terms=8 * terms, roundings=4)
     again = run(derivatives, platform, (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
@@ -493,6 +550,9 @@ def test_one_row_of_pixels(hopper):
         ("bfloat16", 3, (3, 5), 3, 1),
         ("bfloat16", 48, (3, 2), 1, 3),
         ("float32", 40, (3, 2), 1, 1),
+        ("float32", 3, (3, 5), 3, 1),
+        ("float64", 40, (3, 2), 1, 1),
+        ("float64", 27, (3, 2), 2, 3),
     ],
 )
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
@@ -523,21 +583,27 @@ def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, group
         )
 
 
-def test_no_patches_are_in_memory(hopper):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_no_patches_are_in_memory(dtype, hopper):
     shapes = (32, 56, 56, 64), (3, 3, 64, 64), (32, 56, 56, 64)
-    x, kernel, g = jax.device_put(normal(0, *shapes, dtype="bfloat16"), hopper.device)
-    compiled = jax.jit(vjp_of(jaxops.conv2d, (0, 1))).lower((g,), x, kernel).compile()
+    x, kernel, g = jax.device_put(normal(0, *shapes, dtype=dtype), hopper.device)
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, precision="highest")
+
+    compiled = jax.jit(vjp_of(function, (0, 1))).lower((g,), x, kernel).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 9 * x.nbytes / 4
 
 
-def test_more_entries_than_32_bits_count(hopper):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_more_entries_than_32_bits_count(dtype, hopper):
     sizes = (128, 128, 64)
     rows = 2**31 // (128 * 128 * 64) + 1
-    last, kernel, g_last = normal(0, (1, *sizes), (3, 3, 64, 64), (1, *sizes), dtype="bfloat16")
+    last, kernel, g_last = normal(0, (1, *sizes), (3, 3, 64, 64), (1, *sizes), dtype=dtype)
 
     def function(last, kernel, g_last):
         x, g = (jnp.zeros((rows, *sizes), a.dtype).at[-1:].set(a) for a in (last, g_last))
-        y, pull = jax.vjp(jaxops.conv2d, x, kernel)
+        y, pull = jax.vjp(lambda x, k: jaxops.conv2d(x, k, precision="highest"), x, kernel)
         dx, dkernel = pull(g)
         return y[-1:], dx[-1:], dkernel, jnp.any(y[:-1] != 0), jnp.any(dx[:-1] != 0)
 
@@ -554,4 +620,4 @@ def test_more_entries_than_32_bits_count(hopper):
         return y, *pull(g_last)
 
     want = on_reference(alone, last, kernel, g_last)
-    assert_close(got, want, "the last image", dtype="bfloat16", terms=8 * 128 * 128, roundings=4)
+    assert_close(got, want, "the last image", dtype=dtype, terms=8 * 128 * 128, roundings=4)

@@ -30,7 +30,7 @@ _FMA_DTYPES = ("float32", "float64")
 # On a GPU matrices of the wider dtypes are narrower by this factor: their products take longer.
 _MATMUL_DTYPES = {"float16": 1, "bfloat16": 1, "float32": 2, "float64": 2}
 #: How many ceilings there are.
-PROBES = 3 + len(_FMA_DTYPES) + len(_MATMUL_DTYPES)
+PROBES = 4 + len(_FMA_DTYPES) + len(_MATMUL_DTYPES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,8 @@ def _probes(platform: str, quick: bool, count: int) -> Iterator[_Probe]:
     for dtype, narrower in _MATMUL_DTYPES.items():
         n = 8192 // narrower if platform == "cuda" else 512 if quick else 1024
         yield _Probe(f"{MATMUL} {dtype}", [_product], [(n, n)] * 2, dtype, 2 * n**3)
+        if dtype == "float32":
+            yield _Probe(f"{MATMUL} tf32", [_tf32_product], [(n, n)] * 2, dtype, 2 * n**3)
 
 
 def _seconds(clock: Clock, program: contenders.Contender, arguments: Sequence[jax.Array]) -> float:
@@ -203,6 +205,11 @@ def _multiply_adds_in_ptx(x):
 def _product(a, b):
     # The highest precision is the one that the dtype promises: no TF32 for float32.
     return jnp.matmul(a, b, precision="highest")
+
+
+def _tf32_product(a, b):
+    # What other devices than GPUs make of it is the same as the highest precision.
+    return jnp.matmul(a, b, precision="default")
 
 
 def _empty_call() -> float:

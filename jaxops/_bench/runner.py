@@ -296,7 +296,10 @@ def _outcomes(
     machine: Machine,
 ) -> dict[str, Outcome]:
     outcomes, calls = {}, {}
-    allowed = contenders.tolerance(work.case.dtype, work.benchmark.terms(work.case, direction))
+    benchmark = work.benchmark
+    allowed = contenders.tolerance(
+        benchmark.rounding(work.case), benchmark.terms(work.case, direction)
+    )
     for name, contender in built.items():
         try:
             with machine.stopwatch(f"check {name}"):

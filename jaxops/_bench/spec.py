@@ -161,6 +161,8 @@ class Benchmark:
       peers: what it is timed against.
       cost: the least that a case must do in a direction.
       terms: the number of terms in the longest sum of a case in a direction.
+      rounding: the dtype that a case's results are rounded like, where products are narrower than
+        its own dtype.
       near_limit: whether the target of being near the machine's limit holds for this operator.
     """
 
@@ -174,6 +176,7 @@ class Benchmark:
     peers: tuple[Peer, ...]
     cost: Callable[[Case, Direction], Cost]
     terms: Callable[[Case, Direction], int]
+    rounding: Callable[[Case], str] = lambda case: case.dtype
     near_limit: bool = True
 
     def __post_init__(self) -> None:

@@ -129,7 +129,7 @@ def cuda_architectures() -> tuple[str, ...]:
     return tuple(module.ARCHITECTURES.split(", ")) if module is not None else ()
 
 
-def conv_kernel_grad_workspace(*sizes: Sequence[int] | int) -> int:
+def conv_kernel_grad_workspace(*sizes: Sequence[int] | int | bool) -> int:
     """The bytes of work space of a CUDA call; see `ffi/conv_cuda.h`."""
     return _modules["cuda"].conv_kernel_grad_workspace(*sizes)
 

@@ -1,9 +1,10 @@
 """Convolution whose patches are never in memory: kernels for GPUs with tensor cores.
 
-They take images in one or two dimensions, of 16-bit floats, or of float32 that is multiplied as
-TF32, with channels and outputs in multiples of 16 bytes; on Hopper GPUs also a few channels of
-16-bit floats. Convolutions of one group are brought into that form by linear maps of x, kernel and
-result: missing channels and outputs are zeros.
+They take images in one or two dimensions. Those of 16-bit floats, and of float32 that is multiplied
+as TF32, want channels and outputs in multiples of 16 bytes; on Hopper GPUs there are some for a few
+channels of 16-bit floats. Convolutions of one group are brought into that form by linear maps of x,
+kernel and result: missing channels and outputs are zeros. Float64, and float32 that is not
+multiplied as TF32, are taken as they are, by kernels of multiply-adds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxops._core import compat, native
+from jaxops._core import checks, compat, native
 from jaxops._core.windows import Windows
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
@@ -27,9 +28,11 @@ _MAX_TAPS = 128
 _MAX_STRIDE = 8
 _MAX_PIXELS = 1 << 30
 _MAX_GROUPS = (1 << 16) - 1
+_MAX_BYTES = 1 << 30
 # The bytes that are moved of an image at a time.
 _UNIT = 16
-# With fewer channels or outputs, groups and images of float32 would be filled up more than not.
+# With fewer channels or outputs, groups and images of TF32 would be filled up more than not. Where
+# both are fewer, there is little to multiply and patches are small.
 _LEAST_FAN = 8
 # Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
 _FEW_CHANNELS = 7
@@ -58,6 +61,7 @@ class Form:
       fan_in: the channels of x.
       fan_out: those of y.
       groups: of channels; several have no missing ones.
+      fma: whether the kernels are those of multiply-adds, with nothing rounded before.
     """
 
     windows: Windows
@@ -66,6 +70,7 @@ class Form:
     fan_in: int
     fan_out: int
     groups: int = 1
+    fma: bool = False
 
     def of_x(self, x: jax.Array) -> jax.Array:
         """The images that the kernels take."""
@@ -101,13 +106,29 @@ def form(
     *,
     itemsize: int = 2,
     takes_few: bool = True,
+    tf32: bool = True,
 ) -> Form | None:
     """The form of a convolution of entries of so many bytes, or None where it has none.
 
-    The fans are those of a group. Few channels are taken as they are on Hopper GPUs only.
+    The fans are those of a group. Few channels are taken as they are on Hopper GPUs only. `tf32`
+    says whether float32 may be multiplied as TF32.
     """
     unit = _UNIT // itemsize
     rank = len(windows.taps)
+    least, most = sorted((fan_in, fan_out))
+    are_units = fan_in % unit == 0 and fan_out % unit == 0
+    fills_units = least >= _LEAST_FAN and (groups == 1 or are_units)
+    fma = itemsize == 8 or (itemsize == 4 and not (tf32 and fills_units))
+    if fma:
+        unit = 1
+        # The gradient by x is a launch for each remainder by the strides.
+        fits = (
+            most >= _LEAST_FAN
+            and math.prod(windows.strides) <= _MAX_STRIDE**2
+            and math.prod(windows.taps) * groups * most * itemsize < _MAX_BYTES
+        )
+    else:
+        fits = max(windows.strides) <= _MAX_STRIDE and (groups == 1 or are_units)
     # Of the padded image: the kernels count its entries in 32 bits.
     reaches = [
         out * s + k * d
@@ -119,12 +140,11 @@ def form(
         rank > 2
         or windows.are_entries
         or math.prod(windows.taps) > _MAX_TAPS
-        or max(windows.strides) > _MAX_STRIDE
         or max(*reaches, *map(abs, windows.low), *windows.ins) >= _MAX_PIXELS
         or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
         or groups > _MAX_GROUPS
-        or ((groups > 1 or itemsize == 4) and min(fan_in, fan_out) < _LEAST_FAN)
-        or (groups > 1 and (fan_in % unit or fan_out % unit))
+        or (groups > 1 and least < _LEAST_FAN)
+        or not fits
     ):
         return None
     are_few = (
@@ -144,6 +164,7 @@ def form(
         fan_in=groups * fan_in,
         fan_out=groups * fan_out,
         groups=groups,
+        fma=fma,
     )
 
 
@@ -163,13 +184,12 @@ def find_form(
 
     The fans are those that the operands have, which may be shards of a device.
     """
-    dtypes = {images.dtype, other.dtype}
+    itemsize = images.dtype.itemsize
     if (
         platform != "cuda"
-        or len(dtypes) != 1
-        or not dtypes <= {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32)}
-        or (images.dtype == np.float32 and not _may_be_tf32(options.precision))
-        or (dtype not in dtypes and dtype != np.float32)
+        or images.dtype != other.dtype
+        or images.dtype not in checks.FLOATS
+        or (dtype != images.dtype and not (dtype == np.float32 and itemsize == 2))
         or not _has_kernels()
     ):
         return None
@@ -177,8 +197,9 @@ def find_form(
         options.windows,
         *fans,
         options.groups,
-        itemsize=images.dtype.itemsize,
+        itemsize=itemsize,
         takes_few=_are_hopper(),
+        tf32=_may_be_tf32(options.precision),
     )
     if found is None:
         return None
@@ -192,15 +213,17 @@ def find_kernel_grad_form(
 ) -> Form | None:
     """The same of the gradient by the kernel.
 
-    Its sums of float32 do without `wgmma`. Patches that are no larger than x are not worth that.
+    Its sums of TF32 do without `wgmma`. Patches that are no larger than x are not worth that.
     """
-    windows = options.windows
-    if x.dtype == np.float32 and math.prod(windows.taps) <= math.prod(windows.strides):
-        return None
     # Of several groups devices have all channels.
     one = options.groups == 1
     fans = (x.shape[-1], g.shape[-1]) if one else (options.fan_in, options.fan_out)
-    return find_form(options, platform, dtype, x, g, fans)
+    found = find_form(options, platform, dtype, x, g, fans)
+    windows = options.windows
+    are_few = math.prod(windows.taps) <= math.prod(windows.strides)
+    if found and are_few and x.dtype == np.float32 and not found.fma:
+        return None
+    return found
 
 
 def _may_be_tf32(precision: Any) -> bool:
@@ -245,7 +268,7 @@ def forward(
 ) -> jax.Array:
     """Of x (..., *ins, fan_in), kernel (*taps, fan_in, fan_out) and a float32 bias (fan_out,)."""
     result = _shape(x, form.windows.outs, form.outputs, dtype)
-    operands = [form.of_x(x), _operand(form.of_kernel(kernel))]
+    operands = [form.of_x(x), _operand(kernel, form)]
     if bias is not None:
         operands.append(form.of_g(bias))
     (y,) = _convolve(
@@ -257,8 +280,7 @@ def forward(
 def input_grad(g: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of g (..., *outs, fan_out)."""
     result = _shape(g, form.windows.ins, form.channels, dtype)
-    operands = form.of_g(g), _operand(form.of_kernel(kernel))
-    (dx,) = _convolve(_INPUT_GRAD, [result], form, *operands)
+    (dx,) = _convolve(_INPUT_GRAD, [result], form, form.of_g(g), _operand(kernel, form))
     return dx[..., : form.fan_in]
 
 
@@ -267,28 +289,35 @@ def kernel_grad(x: jax.Array, g: jax.Array, form: Form, dtype: Any) -> jax.Array
     x, g = form.of_x(x), form.of_g(g)
     shape = (*form.windows.taps, form.channels // form.groups, form.outputs)
     needed = native.conv_kernel_grad_workspace(
-        x.shape, shape, g.shape, *_placement(form.windows), x.dtype.itemsize
+        x.shape, shape, g.shape, *_placement(form.windows), x.dtype.itemsize, _is_tf32(x, form)
     )
     results = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((needed,), np.uint8)]
     dkernel, _ = _convolve(_KERNEL_GRAD, results, form, x, g)
     return dkernel[..., : form.fan_in // form.groups, : form.fan_out]
 
 
-def _operand(kernel: jax.Array) -> jax.Array:
+def _operand(kernel: jax.Array, form: Form) -> jax.Array:
     """The kernel as it is multiplied: products of TF32 leave out the lower bits of float32."""
-    return lax.reduce_precision(kernel, 8, 10) if kernel.dtype == np.float32 else kernel
+    kernel = form.of_kernel(kernel)
+    return lax.reduce_precision(kernel, 8, 10) if _is_tf32(kernel, form) else kernel
+
+
+def _is_tf32(operand: jax.Array, form: Form) -> bool:
+    return operand.dtype == np.float32 and not form.fma
 
 
 def _convolve(
     target: str, results, form: Form, *operands: jax.Array, **attributes: Any
 ) -> list[jax.Array]:
     steps = zip(("strides", "dilation", "low"), _placement(form.windows), strict=True)
+    tf32 = _is_tf32(operands[1], form)
     layouts = None
-    if target == _FORWARD and operands[1].dtype == np.float32:
+    if target == _FORWARD and tf32:
         # Products of TF32 want the entries that are summed over beside each other.
         rank = len(form.windows.taps)
         layouts = [None, (*range(rank), rank + 1, rank), *[None] * (len(operands) - 2)]
     attributes |= {name: np.array(values, np.int64) for name, values in steps}
+    attributes["tf32"] = np.bool_(tf32)
     return jax.ffi.ffi_call(target, results, input_layouts=layouts)(*operands, **attributes)
 
 

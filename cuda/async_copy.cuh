@@ -1,0 +1,36 @@
+// Asynchronous copies to shared memory (`cp.async`), of compute capability 8.0.
+#ifndef JAXOPS_CUDA_ASYNC_COPY_CUH_
+#define JAXOPS_CUDA_ASYNC_COPY_CUH_
+
+#include <cstdint>
+
+namespace jaxops::cuda {
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies kBytes through the L1 cache, or as many zeros where there is nothing to copy: then `from`
+// may be any address. What is copied is not read before WaitCopies, so that the compiler may have
+// other accesses pass it.
+template <int kBytes>
+__device__ __forceinline__ void CopyAsync(uint32_t to, const void* from, bool exists) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
+               "r"(exists ? kBytes : 0));
+}
+
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until all but the last kLeft groups of this thread's copies are there.
+template <int kLeft>
+__device__ __forceinline__ void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+}  // namespace jaxops::cuda
+
+#endif  // JAXOPS_CUDA_ASYNC_COPY_CUH_
