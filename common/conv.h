@@ -18,6 +18,12 @@ namespace jaxops::conv {
 
 inline constexpr int kDims = 2;
 
+// What becomes of sums before they are rounded.
+struct Epilogue {
+  const void* bias = nullptr;  // an entry an output, of the type of the sums; null where none is
+  Activation activation = Activation::kNone;
+};
+
 // Images are (images, in..., channels) and (images, out..., outputs), contiguous; the kernel is
 // (taps..., channels / groups, outputs), but (taps..., outputs, channels / groups) of the forward
 // product of TF32, to which the kernel has then been rounded.
@@ -33,11 +39,8 @@ struct Call {
   const void* image;      // x; of the input gradient the cotangent of the result
   const void* kernel;     // not of the kernel gradient
   const void* cotangent;  // of the kernel gradient only
-  // Of the forward product: what is added to the sums, an entry an output, or null, and what is
-  // then applied to them.
-  const float* bias = nullptr;
-  Activation activation = Activation::kNone;
-  void* result;  // the result, or the gradient
+  void* result;           // the result, or the gradient
+  Epilogue epilogue;      // of the forward product
 };
 
 }  // namespace jaxops::conv

@@ -180,7 +180,7 @@ cudaError_t LaunchForwardFew(cudaStream_t stream, const Call& call) {
   p.outputs = static_cast<int>(call.outputs);
   p.kernel_rows = static_cast<int>(call.dims[0].taps);
   p.is_wide = call.result_dtype == DType::kF32;
-  p.epilogue = {call.bias, call.activation};
+  p.epilogue = call.epilogue;
   const auto bytes = [](const ForwardParams& p) {
     return 1024 + p.steps * 16 * kMatrixRowBytes +
            (p.steps + 1) * 4 * static_cast<int>(sizeof(PairTable)) + 2 * p.stage_bytes();

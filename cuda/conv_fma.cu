@@ -6,6 +6,7 @@
 // bytes, those of patches straight from where they are in the image. For that every pixel has a
 // place and every entry of the sum another, and where an entry of a patch is, and whether it is in
 // the image at all, is a matter of adding the two.
+#include "cuda/activation.cuh"
 #include "cuda/conv_fma.cuh"
 
 namespace jaxops::conv::cuda {
@@ -30,6 +31,7 @@ struct Params {
   int depth, chunks;
   // Whether these are copied, and written, by units, else by entries.
   bool image_units, kernel_units, result_units;
+  Epilogue epilogue;
   Place tap[kMaxTaps];
   int64_t matrix[kMaxTaps];  // bytes from the start of the kernel to the matrix of a tap
 };
@@ -132,6 +134,19 @@ __device__ __forceinline__ void CopyKernel(const Params& p, int outputs, const H
   });
 }
 
+// Finishes the sums of a unit of a group's outputs.
+template <typename T>
+__device__ __forceinline__ void Finish(const Params& p, int column, Unit<T>& unit) {
+  if (p.epilogue.bias) {
+    const T* bias = static_cast<const T*>(p.epilogue.bias) + int64_t{blockIdx.y} * p.outputs;
+#pragma unroll
+    for (int e = 0; e < kUnit<T>; ++e) {
+      if (column + e < p.outputs) unit.entry[e] += bias[column + e];
+    }
+  }
+  jaxops::cuda::Activate(unit.entry, p.epilogue.activation);
+}
+
 template <typename Tile, bool kImageUnits, bool kKernelUnits>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     Convolve(const __grid_constant__ Params p) {
@@ -232,6 +247,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
     for (int j = 0; j < Tile::kThreadUnits; ++j) {
       const int column = first_column + lane.Column(j) * kUnit<T>;
+      Finish(p, column, sums[i][j]);
       Store(to + column, sums[i][j], p.outputs - column, p.result_units);
     }
   }
@@ -311,6 +327,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, int64_t kernel_channel,
 
   p.outputs = static_cast<int>(sum.outputs);
   p.result = static_cast<char*>(sum.result);
+  p.epilogue = sum.epilogue;
   p.result_group = sum.outputs * kItem;
   p.result_image = sum.result_image * kItem;
   p.result_row = sum.result_row * kItem;

@@ -457,7 +457,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
   best.result_row = sum.result_row;
   best.result_column = sum.result_column;
   best.is_wide = is_wide;
-  best.epilogue = {sum.bias, sum.activation};
+  best.epilogue = sum.epilogue;
 
   const int block = best.row_bytes / item;
   error = MapRows(best.image_map, best, dtype, sum.image,

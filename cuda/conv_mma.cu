@@ -440,7 +440,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Call& call, int64_
   params.result_image = sum.result_image;
   params.result_row = sum.result_row;
   params.result_column = sum.result_column;
-  params.epilogue = {sum.bias, sum.activation};
+  params.epilogue = sum.epilogue;
   params.kernel_row = kernel_row;
   params.kernel_matrix = sum.groups * sum.channels * sum.outputs;
   params.kernel_group = kernel_group;

@@ -8,17 +8,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/types.h"
+#include "common/conv.h"
 #include "cuda/activation.cuh"
 #include "cuda/launch.h"
 
 namespace jaxops::conv::cuda {
-
-// What becomes of sums before they are rounded.
-struct Epilogue {
-  const float* bias;  // of all outputs, or null
-  Activation activation;
-};
 
 // Has sums of two rows and kColumns columns go through it, of which each of four neighbouring lanes
 // has two columns in eight; where kDealt, those that StoreDealt writes.
@@ -26,13 +20,14 @@ template <int kColumns, bool kDealt = false>
 __device__ void Finish(const Epilogue& epilogue, float (&sums)[kColumns / 2], int64_t output,
                        int left) {
   if (epilogue.bias) {
+    const float* of_all = static_cast<const float*>(epilogue.bias);
     const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = kDealt ? 8 * (j / 4 * 4 + lane) + 4 * i + j % 4 : 8 * j + 2 * lane + i;
-        const float bias = column < left ? epilogue.bias[output + column] : 0;
+        const float bias = column < left ? of_all[output + column] : 0;
         sums[4 * j + i] += bias;
         sums[4 * j + 2 + i] += bias;
       }

@@ -30,9 +30,8 @@ struct Sum {
   int matrices;
   const void* image;
   const void* kernel;
-  const float* bias;  // null where there is none, as in the gradient
-  Activation activation;
   void* result;
+  Epilogue epilogue;
 
   bool is_empty() const { return images * rows * columns * outputs == 0; }
 };
@@ -74,9 +73,8 @@ cudaError_t LaunchForwardSum(const Call& call, Launch&& launch) {
   sum.matrices = sum.taps;
   sum.image = call.image;
   sum.kernel = call.kernel;
-  sum.bias = call.bias;
-  sum.activation = call.activation;
   sum.result = call.result;
+  sum.epilogue = call.epilogue;
   return sum.is_empty() ? cudaSuccess : launch(sum);
 }
 

@@ -127,15 +127,21 @@ int64_t KernelGradWorkspace(const Call& call) {
                   call.dtype == DType::kF32 ? 0 : conv::cuda::KernelGradWorkspace(call));
 }
 
-xf::Error DecodeBias(Call& call, xf::RemainingArgs rest) {
+// The bias is the last operand, if there is one, in the type of the sums.
+xf::Error DecodeEpilogue(Call& call, xf::RemainingArgs rest, int32_t activation) {
+  call.epilogue.activation = static_cast<Activation>(activation);
   if (rest.size() == 0) return xf::Error::Success();
-  const xf::ErrorOr<xf::Buffer<xf::F32>> bias = rest.get<xf::Buffer<xf::F32>>(0);
+  const xf::ErrorOr<xf::AnyBuffer> bias = rest.get<xf::AnyBuffer>(0);
   if (!bias) return bias.error();
-  if (rest.size() > 1 || bias->dimensions().size() != 1 || bias->dimensions()[0] != call.outputs) {
-    return InvalidArgument("conv: the bias must have shape (", call.outputs, "), got ",
-                           ToString(bias->dimensions()));
+  DType dtype;
+  JAXOPS_RETURN_IF_ERROR(SetType(dtype, "conv", "bias", *bias));
+  const Dimensions dims = bias->dimensions();
+  const DType wanted = call.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  if (rest.size() > 1 || dims.size() != 1 || dims[0] != call.outputs || dtype != wanted) {
+    return InvalidArgument("conv: the bias must be f32, or f64 with f64 operands, of shape (",
+                           call.outputs, "), got ", ToString(dims));
   }
-  call.bias = bias->typed_data();
+  call.epilogue.bias = bias->untyped_data();
   return xf::Error::Success();
 }
 
@@ -146,8 +152,7 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), strides, dilation, low));
   JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, kernel, *y, tf32));
-  JAXOPS_RETURN_IF_ERROR(DecodeBias(call, rest));
-  call.activation = static_cast<Activation>(activation);
+  JAXOPS_RETURN_IF_ERROR(DecodeEpilogue(call, rest, activation));
   call.image = x.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();

@@ -266,7 +266,7 @@ def forward(
     bias: jax.Array | None = None,
     activation: str | None = None,
 ) -> jax.Array:
-    """Of x (..., *ins, fan_in), kernel (*taps, fan_in, fan_out) and a float32 bias (fan_out,)."""
+    """Of x (..., *ins, fan_in), kernel (*taps, fan_in, fan_out) and a bias (fan_out,) like sums."""
     result = _shape(x, form.windows.outs, form.outputs, dtype)
     operands = [form.of_x(x), _operand(kernel, form)]
     if bias is not None:
