@@ -20,14 +20,14 @@ inline constexpr int kDims = 2;
 
 // Images are (images, in..., channels) and (images, out..., outputs), contiguous; the kernel is
 // (taps..., channels / groups, outputs), but (taps..., outputs, channels / groups) of the forward
-// product of f32. Of f32 the kernel has been rounded to TF32.
+// product of f32 by tensor cores. For these the kernel of f32 has been rounded to TF32.
 struct Call {
   im2col::Window dims[kDims];  // the slowest first; of one dimension the first is not used
   int64_t images;
   int64_t channels;  // of all groups, as the outputs are
   int64_t outputs;
   int64_t groups = 1;
-  DType dtype;            // of both operands: f16, bf16 or f32
+  DType dtype;            // of both operands; f64 of direct convolution only
   DType result_dtype;     // that, or f32
   const void* image;      // x; of the input gradient the cotangent of the result
   const void* kernel;     // not of the kernel gradient

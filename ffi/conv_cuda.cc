@@ -67,21 +67,23 @@ xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "conv", "images", a));
   JAXOPS_RETURN_IF_ERROR(SetType(call.result_dtype, "conv", "result", result));
   const bool fits = call.result_dtype == call.dtype || call.result_dtype == DType::kF32;
-  if (call.dtype == DType::kF64 || !fits || a.element_type() != b.element_type()) {
+  const bool is_taken = call.dtype != DType::kF64 || conv::cuda::IsDirect(call);
+  if (!is_taken || !fits || a.element_type() != b.element_type()) {
     return InvalidArgument(
-        "conv: operands must both be f16, bf16 or f32, and the result that or f32");
+        "conv: operands must both be f16, bf16 or f32, in small groups also f64, and the result "
+        "that or f32");
   }
   return xf::Error::Success();
 }
 
 // Images of few channels have kernels of their own.
 bool IsFew(const Call& call) {
-  return call.dtype != DType::kF32 && call.groups == 1 &&
+  return call.dtype != DType::kF32 && call.groups == 1 && !conv::cuda::IsDirect(call) &&
          call.channels <= conv::cuda::kMostFewChannels;
 }
 
 // Those for Hopper, of few channels or any, and those for every GPU.
-enum class Kernels { kHopper, kFew, kMma };
+enum class Kernels { kHopper, kFew, kMma, kDirect };
 
 // Chooses the kernels for a call by the device. Those for Hopper have code for one architecture.
 xf::Error Choose(Kernels& kernels, const Call& call) {
@@ -96,10 +98,12 @@ xf::Error Choose(Kernels& kernels, const Call& call) {
   if (status != cudaSuccess) return ToError("conv", status);
   const std::string_view compiled = JAXOPS_CUDA_ARCHITECTURES;
   const bool is_hopper = major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos;
-  kernels = is_hopper && IsFew(call)        ? Kernels::kFew
+  kernels = conv::cuda::IsDirect(call)      ? Kernels::kDirect
+            : is_hopper && IsFew(call)      ? Kernels::kFew
             : is_hopper && call.groups == 1 ? Kernels::kHopper
                                             : Kernels::kMma;
-  if (kernels != Kernels::kMma || (major >= 8 && !IsFew(call))) return xf::Error::Success();
+  const bool is_for_hopper = kernels == Kernels::kFew || kernels == Kernels::kHopper;
+  if (is_for_hopper || (major >= 8 && !IsFew(call))) return xf::Error::Success();
   return xf::Error(
       xf::ErrorCode::kFailedPrecondition,
       "conv: this program was compiled for a GPU of compute capability " +
@@ -111,6 +115,7 @@ xf::Error Choose(Kernels& kernels, const Call& call) {
 
 // Enough on every device.
 int64_t KernelGradWorkspace(const Call& call) {
+  if (conv::cuda::IsDirect(call)) return conv::cuda::KernelGradDirectWorkspace(call);
   if (IsFew(call)) return conv::cuda::KernelGradFewWorkspace(call);
   return std::max(conv::cuda::KernelGradMmaWorkspace(call),
                   call.dtype == DType::kF32 ? 0 : conv::cuda::KernelGradWorkspace(call));
@@ -128,7 +133,8 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
   call.result = y->untyped_data();
   Kernels kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  const auto launch = kernels == Kernels::kFew      ? conv::cuda::LaunchForwardFew
+  const auto launch = kernels == Kernels::kDirect   ? conv::cuda::LaunchForwardDirect
+                      : kernels == Kernels::kFew    ? conv::cuda::LaunchForwardFew
                       : kernels == Kernels::kHopper ? conv::cuda::LaunchForward
                                                     : conv::cuda::LaunchForwardMma;
   return ToError("conv", launch(stream, call));
@@ -146,7 +152,8 @@ xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kerne
   call.result = dx->untyped_data();
   Kernels kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  const auto launch = kernels == Kernels::kFew      ? conv::cuda::LaunchInputGradFew
+  const auto launch = kernels == Kernels::kDirect   ? conv::cuda::LaunchInputGradDirect
+                      : kernels == Kernels::kFew    ? conv::cuda::LaunchInputGradFew
                       : kernels == Kernels::kHopper ? conv::cuda::LaunchInputGrad
                                                     : conv::cuda::LaunchInputGradMma;
   return ToError("conv input gradient", launch(stream, call));
@@ -169,6 +176,10 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
   call.result = dkernel->untyped_data();
   Kernels kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
+  if (kernels == Kernels::kDirect) {
+    return ToError("conv kernel gradient", conv::cuda::LaunchKernelGradDirect(
+                                               stream, call, workspace->untyped_data()));
+  }
   // There is none of f32 for Hopper: its products want pixels beside each other.
   const auto launch = kernels == Kernels::kFew ? conv::cuda::LaunchKernelGradFew
                       : kernels == Kernels::kHopper && call.dtype != DType::kF32
@@ -216,7 +227,9 @@ int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vecto
   const xf::Error error =
       Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
   if (error.failure()) throw std::invalid_argument(error.message());
-  call.dtype = item_bytes == 4 ? DType::kF32 : DType::kF16;
+  call.dtype = item_bytes == 8   ? DType::kF64
+               : item_bytes == 4 ? DType::kF32
+                                 : DType::kF16;
   return KernelGradWorkspace(call);
 }
 

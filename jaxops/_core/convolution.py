@@ -220,8 +220,11 @@ def _tiled(options, platform, dtype, images, kernel):
     if math.prod(kernel.shape[: kernel.ndim - 2 - _rank(options)]) != 1:
         return None
     fan_in, outputs = kernel.shape[-2:]
-    fans = fan_in, outputs // options.groups
-    return tiles.find_form(options, platform, dtype, images, kernel, fans)
+    # A device's channels of a depthwise convolution, which may be a shard, are its groups.
+    groups = outputs if options.is_depthwise else options.groups
+    return tiles.find_form(
+        options, platform, dtype, images, kernel, (fan_in, outputs // groups), groups
+    )
 
 
 def _alone(kernel: jax.Array, options: Options) -> jax.Array:

@@ -3,7 +3,8 @@
 They take images in one or two dimensions, of 16-bit floats, or of float32 that is multiplied as
 TF32, with channels and outputs in multiples of 16 bytes; on Hopper GPUs also a few channels of
 16-bit floats. Convolutions of one group are brought into that form by linear maps of x, kernel and
-result: missing channels and outputs are zeros.
+result: missing channels and outputs are zeros. Small groups, depthwise ones above all, are no
+matrix products: direct kernels take these as they are, of every float dtype and without TF32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxops._core import compat, native
+from jaxops._core import checks, compat, native
 from jaxops._core.windows import Windows
 
 # Those of `cuda/conv.h`.
@@ -27,7 +28,8 @@ _MAX_PIXELS = 1 << 30
 _MAX_GROUPS = (1 << 16) - 1
 # The bytes that are moved of an image at a time.
 _UNIT = 16
-# With fewer channels or outputs, groups and images of float32 would be filled up more than not.
+# With fewer channels or outputs, images of float32 would be filled up more than not, and groups
+# have direct kernels.
 _LEAST_FAN = 8
 # Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
 _FEW_CHANNELS = 7
@@ -56,6 +58,7 @@ class Form:
       fan_in: the channels of x.
       fan_out: those of y.
       groups: of channels; several have no missing ones.
+      is_direct: whether direct kernels take it, whose products are of the dtype that they are given.
     """
 
     windows: Windows
@@ -64,6 +67,7 @@ class Form:
     fan_in: int
     fan_out: int
     groups: int = 1
+    is_direct: bool = False
 
     def of_x(self, x: jax.Array) -> jax.Array:
         """The images that the kernels take."""
@@ -120,8 +124,15 @@ def form(
         or max(windows.strides) > _MAX_STRIDE
         or max(*reaches, *map(abs, windows.low), *windows.ins) >= _MAX_PIXELS
         or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
-        or groups > _MAX_GROUPS
-        or ((groups > 1 or itemsize == 4) and min(fan_in, fan_out) < _LEAST_FAN)
+    ):
+        return None
+    if _is_direct(fan_in, fan_out, groups):
+        channels, outputs = groups * fan_in, groups * fan_out
+        return Form(windows, channels, outputs, channels, outputs, groups, is_direct=True)
+    if (
+        groups > _MAX_GROUPS
+        or itemsize > 4
+        or (itemsize == 4 and min(fan_in, fan_out) < _LEAST_FAN)
         or (groups > 1 and (fan_in % unit or fan_out % unit))
     ):
         return None
@@ -145,6 +156,11 @@ def form(
     )
 
 
+def _is_direct(fan_in: int, fan_out: int, groups: int) -> bool:
+    """Whether that is how kernels compute groups; like `IsDirect` in `cuda/conv.h`."""
+    return min(fan_in, fan_out) < _LEAST_FAN and (groups > 1 or fan_in == fan_out == 1)
+
+
 def _up_to_units(channels: int, unit: int) -> int:
     return -(-channels // unit) * unit
 
@@ -156,17 +172,17 @@ def find_form(
     images: jax.Array,
     other: jax.Array,
     fans: tuple[int, int],
+    groups: int,
 ) -> Form | None:
     """The form in which the kernels compute something of these operands, if they can.
 
-    The fans are those that the operands have, which may be shards of a device.
+    The fans and groups are those that the operands have, which may be shards of a device.
     """
     dtypes = {images.dtype, other.dtype}
     if (
         platform != "cuda"
         or len(dtypes) != 1
-        or not dtypes <= {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32)}
-        or (images.dtype == np.float32 and not _may_be_tf32(options.precision))
+        or not dtypes <= set(checks.FLOATS)
         or (dtype not in dtypes and dtype != np.float32)
         or not _has_kernels()
     ):
@@ -174,15 +190,19 @@ def find_form(
     found = form(
         options.windows,
         *fans,
-        options.groups,
+        groups,
         itemsize=images.dtype.itemsize,
         takes_few=_are_hopper(),
     )
     if found is None:
         return None
+    is_product_of_f32 = images.dtype == np.float32 and not found.is_direct
+    if is_product_of_f32 and not _may_be_tf32(options.precision):
+        return None
     pixels = max(math.prod(found.windows.ins), math.prod(found.windows.outs))
     rows = math.prod(images.shape[: images.ndim - 1 - len(found.windows.taps)])
-    return found if 0 < rows * pixels < _MAX_PIXELS else None
+    # The direct kernels count images in 64 bits.
+    return found if rows > 0 and (found.is_direct or rows * pixels < _MAX_PIXELS) else None
 
 
 def find_kernel_grad_form(
@@ -190,15 +210,21 @@ def find_kernel_grad_form(
 ) -> Form | None:
     """The same of the gradient by the kernel.
 
-    Its sums of float32 do without `wgmma`. Patches that are no larger than x are not worth that.
+    Its products of float32 do without `wgmma`. Patches that are no larger than x are not worth
+    that.
     """
+    # Of several groups devices have all channels, unless every channel is a group of its own.
+    fans, groups = (options.fan_in, options.fan_out), options.groups
+    if options.is_depthwise:
+        groups = x.shape[-1]
+    elif groups == 1:
+        fans = x.shape[-1], g.shape[-1]
+    found = find_form(options, platform, dtype, x, g, fans, groups)
     windows = options.windows
-    if x.dtype == np.float32 and math.prod(windows.taps) <= math.prod(windows.strides):
+    has_small_patches = math.prod(windows.taps) <= math.prod(windows.strides)
+    if found and not found.is_direct and x.dtype == np.float32 and has_small_patches:
         return None
-    # Of several groups devices have all channels.
-    one = options.groups == 1
-    fans = (x.shape[-1], g.shape[-1]) if one else (options.fan_in, options.fan_out)
-    return find_form(options, platform, dtype, x, g, fans)
+    return found
 
 
 def _may_be_tf32(precision: Any) -> bool:
@@ -236,14 +262,15 @@ def _has_code(major: int, minor: int) -> bool:
 def forward(x: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of x (..., *ins, fan_in) and kernel (*taps, fan_in, fan_out)."""
     result = _shape(x, form.windows.outs, form.outputs, dtype)
-    (y,) = _convolve(_FORWARD, [result], form, form.of_x(x), _operand(form.of_kernel(kernel)))
+    operands = form.of_x(x), _operand(form.of_kernel(kernel), form)
+    (y,) = _convolve(_FORWARD, [result], form, *operands)
     return form.of_y(y)
 
 
 def input_grad(g: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of g (..., *outs, fan_out)."""
     result = _shape(g, form.windows.ins, form.channels, dtype)
-    operands = form.of_g(g), _operand(form.of_kernel(kernel))
+    operands = form.of_g(g), _operand(form.of_kernel(kernel), form)
     (dx,) = _convolve(_INPUT_GRAD, [result], form, *operands)
     return dx[..., : form.fan_in]
 
@@ -260,15 +287,16 @@ def kernel_grad(x: jax.Array, g: jax.Array, form: Form, dtype: Any) -> jax.Array
     return dkernel[..., : form.fan_in // form.groups, : form.fan_out]
 
 
-def _operand(kernel: jax.Array) -> jax.Array:
+def _operand(kernel: jax.Array, form: Form) -> jax.Array:
     """The kernel as it is multiplied: products of TF32 leave out the lower bits of float32."""
-    return lax.reduce_precision(kernel, 8, 10) if kernel.dtype == np.float32 else kernel
+    is_tf32 = kernel.dtype == np.float32 and not form.is_direct
+    return lax.reduce_precision(kernel, 8, 10) if is_tf32 else kernel
 
 
 def _convolve(target: str, results, form: Form, *operands: jax.Array) -> list[jax.Array]:
     steps = zip(("strides", "dilation", "low"), _placement(form.windows), strict=True)
     layouts = None
-    if target == _FORWARD and operands[1].dtype == np.float32:
+    if target == _FORWARD and operands[1].dtype == np.float32 and not form.is_direct:
         # Products of TF32 want the entries that are summed over beside each other.
         rank = len(form.windows.taps)
         layouts = [None, (*range(rank), rank + 1, rank)]
