@@ -10,9 +10,9 @@
 
 namespace jaxops::conv::cuda {
 
-// All but those named Mma or Direct need a GPU of compute capability 9.0 and code for it, which the caller
-// checks, one group of channels, and outputs in multiples of 16 bytes. Nothing is of size zero.
-// What cannot be cut into tiles is cudaErrorNotSupported.
+// All but those named Mma or Direct need a GPU of compute capability 9.0 and code for it, which the
+// caller checks, one group of channels, and outputs in multiples of 16 bytes. Nothing is of size
+// zero. What cannot be cut into tiles is cudaErrorNotSupported.
 //
 // These have channels in multiples of 16 bytes, steps from column to column of the image of at most
 // 8, at most kMaxTaps taps, and fewer than 2^30 pixels, also of padding.

@@ -130,30 +130,55 @@ struct Weights {
   }
 };
 
-template <typename T, int kPixels, int kEntries>
-__device__ __forceinline__ void WidenRow(Accumulator<T> (&to)[kPixels][kEntries],
-                                         const jaxops::cuda::Pack<T, kEntries> (&row)[kPixels]) {
-#pragma unroll
-  for (int i = 0; i < kPixels; ++i) {
-#pragma unroll
-    for (int e = 0; e < kEntries; ++e) to[i][e] = Widen(row[i].values[e]);
-  }
-}
-
-// Stores the sums for a row of the result, from a column on that may be before its first.
+// A strip of the result, of which a thread stores row after row.
 template <typename T, typename W>
-__device__ __forceinline__ void StoreRow(const WalkParams& p, int64_t image, int64_t channel,
-                                         int row, int column,
-                                         const Accumulator<T> (&sums)[W::kColumns][W::kPack]) {
-  const int64_t at =
-      ((image * p.result_rows + row) * p.result_columns + column) * p.result_pixel + channel;
+class Result {
+ public:
+  using Sums = Accumulator<T>[W::kColumns][W::kPack];
+
+  // From a column on that may be before its first.
+  __device__ Result(const WalkParams& p, const Item& item, int row, int column)
+      : is_f32_(sizeof(T) == sizeof(float) || p.result_is_f32),
+        exist_(Existing<W::kColumns>(column, p.result_columns)) {
+    const int bytes = is_f32_ ? sizeof(float) : sizeof(T);
+    const int64_t pixels = (item.image * p.result_rows + row) * p.result_columns + column;
+    at_ = static_cast<char*>(p.result) + (pixels * p.result_pixel + item.channel) * bytes;
+    pixel_bytes_ = static_cast<int>(p.result_pixel * bytes);
+    row_bytes_ = p.result_columns * p.result_pixel * bytes;
+  }
+
+  __device__ __forceinline__ void StoreNext(bool exists, const Sums& sums) {
+    if (exists && is_f32_) StoreAs<float>(sums);
+    if (sizeof(T) != sizeof(float) && exists && !is_f32_) StoreAs<T>(sums);
+    at_ += row_bytes_;
+  }
+
+ private:
+  template <typename Out>
+  __device__ __forceinline__ void StoreAs(const Sums& sums) {
+    const auto store = [&](int c) {
+      jaxops::cuda::Pack<Out, W::kPack> pack;
 #pragma unroll
-  for (int c = 0; c < W::kColumns; ++c) {
-    if (static_cast<uint32_t>(column + c) < static_cast<uint32_t>(p.result_columns)) {
-      StoreSums<T>(p.result, at + c * p.result_pixel, p.result_is_f32, sums[c]);
+      for (int v = 0; v < W::kPack; ++v) pack.values[v] = Narrow<Out>(sums[c][v]);
+      StorePack(reinterpret_cast<Out*>(at_ + int64_t{c} * pixel_bytes_), pack);
+    };
+    if (exist_ == (1u << W::kColumns) - 1) {
+#pragma unroll
+      for (int c = 0; c < W::kColumns; ++c) store(c);
+    } else {
+#pragma unroll
+      for (int c = 0; c < W::kColumns; ++c) {
+        if (exist_ >> c & 1) store(c);
+      }
     }
   }
-}
+
+  char* at_;  // of the next row
+  int64_t row_bytes_;
+  int pixel_bytes_;
+  bool is_f32_;
+  uint32_t exist_;
+};
 
 // So many blocks of a multiprocessor as registers for the kernel and sums allow.
 template <typename W>
@@ -172,29 +197,29 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
   const bool needs_zeros = kSkips && !weights.AreFinite();
   const int column = item.strip * W::kColumns;
   const int begin = item.part * p.part_groups;
-  const int rows_left = min(p.part_groups, p.groups - begin);
-  int row = begin * W::kStride + p.first_row;
-  const Rows<T, kPixels, W::kEntries> image(
-      p.image,
-      item.image * p.image_rows * p.image_columns * p.image_pixel + weights.image_channel,
-      column * W::kStride + p.first_column,
-      min(p.image_rows, row + (rows_left - 1) * W::kStride + W::kTaps), p.image_columns,
-      p.image_pixel);
+  const int rows = min(p.part_groups, p.groups - begin);
+  const int first_row = begin * W::kStride + p.first_row;
+  Rows<T, kPixels, W::kEntries> image(
+      p.image, item.image * p.image_rows * p.image_columns * p.image_pixel + weights.image_channel,
+      first_row, min(p.image_rows, first_row + (rows - 1) * W::kStride + W::kTaps),
+      column * W::kStride + p.first_column, p.image_columns, p.image_pixel);
+  Result<T, W> result(p, item, begin, column);
 
   // sums[m] are those of the row of the result whose window began m steps ago.
   Acc sums[W::kRamp + 1][W::kColumns][W::kPack] = {};
   typename Rows<T, kPixels, W::kEntries>::Row next;
-  image.Load(next, row);
-  for (int step = 0; step < rows_left + W::kRamp; ++step) {
+  bool next_exists = image.LoadNext(next);
+  // A step of the walk: a row of the result has begun, and one is done. Products are added for
+  // those rows of the result for which they are needed.
+  const auto walk = [&](int step, auto is_needed) {
 #pragma unroll
-    for (int phase = 0; phase < W::kStride; ++phase, ++row) {
+    for (int phase = 0; phase < W::kStride; ++phase) {
       Acc x[kPixels][W::kEntries];
-      WidenRow<T>(x, next);
-      image.Load(next, row + 1);
-      const bool is_zero = kSkips && !image.Has(row) && !needs_zeros;
+      next.WidenTo(x);
+      const bool exists = next_exists;
+      next_exists = image.LoadNext(next);
 #pragma unroll
       for (int m = W::kRamp; m >= 0; --m) {
-        const int r = m * W::kStride + phase;
         if (phase == 0) {
 #pragma unroll
           for (int c = 0; c < W::kColumns; ++c) {
@@ -202,8 +227,8 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
             for (int v = 0; v < W::kPack; ++v) sums[m][c][v] = m > 0 ? sums[m - 1][c][v] : Acc{0};
           }
         }
-        if (r >= W::kTaps) continue;
-        if (kSkips && (is_zero || m > step || step - m >= rows_left)) continue;
+        const int r = m * W::kStride + phase;
+        if (r >= W::kTaps || !is_needed(m, exists)) continue;
 #pragma unroll
         for (int s = 0; s < W::kTaps; ++s) {
 #pragma unroll
@@ -219,8 +244,21 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
         }
       }
     }
-    if (step >= W::kRamp) {
-      StoreRow<T, W>(p, item.image, item.channel, begin + step - W::kRamp, column, sums[W::kRamp]);
+    if (step >= W::kRamp) result.StoreNext(true, sums[W::kRamp]);
+  };
+  const auto all = [](int, bool) { return true; };
+  for (int step = 0; step < rows + W::kRamp; ++step) {
+    if constexpr (!kSkips) {
+      walk(step, all);
+    } else {
+      // Steps of which all is needed have a loop of their own.
+      for (; step >= W::kRamp && step < rows && (next_exists || needs_zeros); ++step) {
+        walk(step, all);
+      }
+      if (step == rows + W::kRamp) break;
+      walk(step, [&](int m, bool exists) {
+        return (exists || needs_zeros) && m <= step && step - m < rows;
+      });
     }
   }
 }
@@ -234,24 +272,25 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
   const Item item(p, W());
   if (!item.exists) return;
   const Weights<T, W> weights(p, item.channel);
-  const int strip_column = item.strip * W::kColumns;
+  const int column = item.strip * W::kColumns;
   const int begin = item.part * p.part_groups;
-  const int groups_left = min(p.part_groups, p.groups - begin);
-  int row = begin + p.first_row;
-  const Rows<T, kPixels, W::kEntries> image(
-      p.image,
-      item.image * p.image_rows * p.image_columns * p.image_pixel + weights.image_channel,
-      strip_column / W::kStride + p.first_column,
-      min(p.image_rows, row + groups_left + W::kRamp), p.image_columns, p.image_pixel);
+  const int groups = min(p.part_groups, p.groups - begin);
+  const int first_row = begin + p.first_row;
+  Rows<T, kPixels, W::kEntries> image(
+      p.image, item.image * p.image_rows * p.image_columns * p.image_pixel + weights.image_channel,
+      first_row, min(p.image_rows, first_row + groups + W::kRamp),
+      column / W::kStride + p.first_column, p.image_columns, p.image_pixel);
+  int row = begin * W::kStride + p.row_shift;
+  Result<T, W> result(p, item, row, column + p.column_shift);
 
   // sums[r] are those of the row of the result that has tap r of the next row of the cotangent.
   Acc sums[W::kTaps][W::kColumns][W::kPack] = {};
   typename Rows<T, kPixels, W::kEntries>::Row next;
-  image.Load(next, row);
-  for (int step = 0; step < groups_left + W::kRamp; ++step, ++row) {
+  image.LoadNext(next);
+  for (int step = 0; step < groups + W::kRamp; ++step) {
     Acc g[kPixels][W::kEntries];
-    WidenRow<T>(g, next);
-    image.Load(next, row + 1);
+    next.WidenTo(g);
+    image.LoadNext(next);
 #pragma unroll
     for (int r = 0; r < W::kTaps; ++r) {
 #pragma unroll
@@ -262,20 +301,17 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
           for (int i = 0; i < W::kFan; ++i) {
 #pragma unroll
             for (int v = 0; v < W::kPack; ++v) {
-              sums[r][c][v] +=
-                  weights.of[r][s][i][v] * g[(c - s) / W::kStride + W::kRamp][i + v];
+              sums[r][c][v] += weights.of[r][s][i][v] * g[(c - s) / W::kStride + W::kRamp][i + v];
             }
           }
         }
       }
     }
+    if (step >= W::kRamp) {
 #pragma unroll
-    for (int r = 0; r < W::kStride; ++r) {
-      const int result_row = (begin + step - W::kRamp) * W::kStride + r + p.row_shift;
-      if (step >= W::kRamp &&
-          static_cast<uint32_t>(result_row) < static_cast<uint32_t>(p.result_rows)) {
-        StoreRow<T, W>(p, item.image, item.channel, result_row, strip_column + p.column_shift,
-                       sums[r]);
+      for (int r = 0; r < W::kStride; ++r, ++row) {
+        result.StoreNext(static_cast<uint32_t>(row) < static_cast<uint32_t>(p.result_rows),
+                         sums[r]);
       }
     }
 #pragma unroll
@@ -314,8 +350,7 @@ cudaError_t LaunchWalk(cudaStream_t stream, const Params& common, const Call& ca
   p.is_mirrored = is_grad && !kOfCotangents;
   p.slabs = Slabs(p.result_pixel / W::kPack);
   p.strips = FastDivider64(CeilDiv(p.result_columns - p.column_shift, W::kColumns));
-  p.groups = static_cast<int>(
-      CeilDiv(p.result_rows - p.row_shift, kOfCotangents ? W::kStride : 1));
+  p.groups = static_cast<int>(CeilDiv(p.result_rows - p.row_shift, kOfCotangents ? W::kStride : 1));
 
   const int64_t threads = p.images * p.strips.divisor() * p.slabs.threads();
   const int64_t busy = kBusyThreads * kProcessors / threads;
@@ -430,7 +465,8 @@ __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ Taps
             x = LoadPack<kPack>(pixels + (at + x_column * p.image_pixel + i));
           }
 #pragma unroll
-          for (int v = 0; v < kPack; ++v) sums[c][v] += Widen(weight.values[v]) * Widen(x.values[v]);
+          for (int v = 0; v < kPack; ++v)
+            sums[c][v] += Widen(weight.values[v]) * Widen(x.values[v]);
         }
       }
     }
@@ -486,14 +522,14 @@ cudaError_t LaunchOf(cudaStream_t stream, const Params& p, const Call& call, boo
       }
       return walk(Walk<kTaps, 2, kFan, kPack, kColumns / 2>());
     };
-    if (taps == 3 && stride <= 2) {
+    const bool walks = stride <= 2 && AreNear(std::max(call.channels, call.outputs));
+    if (taps == 3 && walks) {
       if (fan == 4) return with_stride(Walk<3, 1, 4, 1, 1>());
       if (has_pairs) return with_stride(Walk<3, 1, 1, kPair, 1>());
       if (fan == 1) return with_stride(Walk<3, 1, 1, 1, 1>());
     }
-    if (taps == 5 && stride <= 2 && fan == 1) return with_stride(Walk<5, 1, 1, 1, 1>());
-    // Images of networks are often multiples of 7 wide.
-    if (taps == 7 && stride == 1 && fan == 1) return walk(Walk<7, 1, 1, 1, 7>());
+    if (taps == 5 && walks && fan == 1) return with_stride(Walk<5, 1, 1, 1, 1>());
+    if (taps == 7 && walks && stride == 1 && fan == 1) return walk(Walk<7, 1, 1, 1, 8>());
   }
   return has_pairs ? LaunchTaps<T, 2>(stream, p, call, is_grad)
                    : LaunchTaps<T, 1>(stream, p, call, is_grad);
@@ -516,9 +552,8 @@ cudaError_t LaunchSum(cudaStream_t stream, const Call& call, bool is_grad) {
   p.images = call.images;
   p.channels = Channels(call, is_grad);
   p.result_is_f32 = call.result_dtype == DType::kF32;
-  return jaxops::cuda::DispatchFloat(call.dtype, [&](auto zero) {
-    return LaunchOf<decltype(zero)>(stream, p, call, is_grad);
-  });
+  return jaxops::cuda::DispatchFloat(
+      call.dtype, [&](auto zero) { return LaunchOf<decltype(zero)>(stream, p, call, is_grad); });
 }
 
 }  // namespace

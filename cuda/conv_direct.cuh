@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "common/fast_divide.h"
 #include "cuda/conv.h"
@@ -22,7 +24,7 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::LoadPack;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::SizeOf;
+using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
 // The channels of the result, in packs that a thread has each, as slabs of about equally many for
@@ -55,51 +57,107 @@ struct Walk {
   static_assert(kFan == 1 || kPack == 1);
 };
 
-// Neighbouring pixels in rows of an image, and some of their channels, as a thread reads them.
+// `kEntries` neighbouring entries as they come from memory, in one access.
+template <typename T, int kEntries>
+struct Raw {
+  static constexpr int kBytes = kEntries * sizeof(T);
+  static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16);
+  using Word = std::conditional_t<
+      kBytes == 2, uint16_t,
+      std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 8, uint2, uint4>>>;
+
+  Word word;
+
+  __device__ __forceinline__ void Load(const char* address) {
+    word = *reinterpret_cast<const Word*>(address);
+  }
+
+  __device__ __forceinline__ void WidenTo(Accumulator<T> (&to)[kEntries]) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      // The compiler would first take pairs apart.
+      if constexpr (kEntries == 1) {
+        to[0] = __uint_as_float(uint32_t{word} << 16);
+      } else {
+        uint32_t pairs[kEntries / 2];
+        memcpy(pairs, &word, kBytes);
+#pragma unroll
+        for (int i = 0; i < kEntries / 2; ++i) {
+          to[2 * i] = __uint_as_float(pairs[i] << 16);
+          to[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+        }
+      }
+    } else {
+      T entries[kEntries];
+      memcpy(entries, &word, kBytes);
+#pragma unroll
+      for (int i = 0; i < kEntries; ++i) to[i] = Widen(entries[i]);
+    }
+  }
+};
+
+// Which of `kCount` numbers from `first` on are in [0, size), as bits.
+template <int kCount>
+__device__ __forceinline__ uint32_t Existing(int first, int size) {
+  static_assert(kCount < 32);
+  uint32_t exist = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (static_cast<uint32_t>(first + i) < static_cast<uint32_t>(size)) exist |= 1u << i;
+  }
+  return exist;
+}
+
+// Pixels of a thread are so few bytes apart that 32 bits hold it.
+inline bool AreNear(int64_t pixel) { return pixel * sizeof(double) <= INT32_MAX; }
+
+// Neighbouring pixels of an image, and some of their channels, which a thread reads row by row.
 template <typename T, int kPixels, int kEntries>
 class Rows {
-  static_assert(kPixels <= 32);
-
  public:
-  using Row = jaxops::cuda::Pack<T, kEntries>[kPixels];
+  struct Row {
+    Raw<T, kEntries> pixels[kPixels];
 
-  // `first` is the entry of row 0 and column 0 of an image of so many columns. Those are read from
-  // `column` on, and of rows from `rows` on, which are not needed, none.
-  __device__ Rows(const void* image, int64_t first, int column, int rows, int columns,
+    __device__ __forceinline__ void WidenTo(Accumulator<T> (&to)[kPixels][kEntries]) const {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) pixels[i].WidenTo(to[i]);
+    }
+  };
+
+  // `first` is the entry of row 0 and column 0 of an image of so many columns. Those from `column`
+  // on are read, from `row` on. Rows from `end` on are not needed.
+  __device__ Rows(const void* image, int64_t first, int row, int end, int column, int columns,
                   int64_t pixel)
-      : image_(static_cast<const T*>(image)),
-        first_(first + column * pixel),
-        row_(columns * pixel),
-        pixel_(pixel),
-        rows_(max(rows, 0)) {
-#pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      exist_ |= static_cast<uint32_t>(static_cast<uint32_t>(column + i) <
-                                      static_cast<uint32_t>(columns))
-                << i;
-    }
-  }
+      : at_(static_cast<const char*>(image) +
+            (first + (int64_t{row} * columns + column) * pixel) * int64_t{sizeof(T)}),
+        row_bytes_(columns * pixel * int64_t{sizeof(T)}),
+        pixel_bytes_(static_cast<int>(pixel * sizeof(T))),
+        row_(row),
+        end_(max(end, 0)),
+        exist_(Existing<kPixels>(column, columns)) {}
 
-  __device__ bool Has(int row) const {
-    return static_cast<uint32_t>(row) < static_cast<uint32_t>(rows_);
-  }
-
-  // Entries outside of the image are zeros.
-  __device__ __forceinline__ void Load(Row& to, int row) const {
-    const uint32_t exist = Has(row) ? exist_ : 0;
-    const int64_t at = first_ + row * row_;
+  // Entries outside of the image are zeros. Returns whether the row is in it.
+  __device__ __forceinline__ bool LoadNext(Row& to) {
+    const bool exists = static_cast<uint32_t>(row_) < static_cast<uint32_t>(end_);
+    if (exists && exist_ == (1u << kPixels) - 1) {
 #pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      to[i] = {};
-      if (exist >> i & 1) to[i] = LoadPack<kEntries>(image_ + (at + i * pixel_));
+      for (int i = 0; i < kPixels; ++i) to.pixels[i].Load(at_ + int64_t{i} * pixel_bytes_);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) {
+        to.pixels[i] = {};
+        if (exists && (exist_ >> i & 1)) to.pixels[i].Load(at_ + int64_t{i} * pixel_bytes_);
+      }
     }
+    ++row_;
+    at_ += row_bytes_;
+    return exists;
   }
 
  private:
-  const T* image_;
-  int64_t first_, row_, pixel_;
-  int rows_;
-  uint32_t exist_ = 0;
+  const char* at_;  // of the next row
+  int64_t row_bytes_;
+  int pixel_bytes_, row_, end_;
+  uint32_t exist_;
 };
 
 // Stores a pack of sums in the type of the operands, or as f32.

@@ -107,8 +107,9 @@ __device__ void StoreBlockSums(const Params& p, const Threads& t, int64_t first,
 
 // --- walks ---------------------------------------------------------------------------------------
 
+// So many blocks of a multiprocessor as registers for sums and what is held allow.
 template <typename W>
-constexpr int kWalkBlocks = W::kTaps == 7 ? 3 : 4;
+constexpr int kWalkBlocks = W::kTaps == 3 && W::kFan == 1 ? 4 : 3;
 
 template <typename T, typename W>
 __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
@@ -125,64 +126,62 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
     const Item item(p, number);
     const int column = item.strip * W::kColumns;
     const int width = min(W::kColumns, p.columns - column);
-    int row = item.row * W::kStride - static_cast<int>(p.dims[0].low);
-    const Rows<T, kPixels, W::kEntries> image(
+    const int row = item.row * W::kStride - static_cast<int>(p.dims[0].low);
+    Rows<T, kPixels, W::kEntries> image(
         p.image,
         item.image * p.image_rows * p.image_columns * p.image_pixel +
             static_cast<int64_t>(group) * W::kFan,
-        column * W::kStride - static_cast<int>(p.dims[1].low),
-        min(p.image_rows, row + (item.rows - 1) * W::kStride + W::kTaps), p.image_columns,
-        p.image_pixel);
-    const Rows<T, W::kColumns, W::kPack> cotangent(
-        p.cotangent, item.image * p.rows * p.columns * p.pixel + output, column,
-        item.row + item.rows, p.columns, p.pixel);
+        row, min(p.image_rows, row + (item.rows - 1) * W::kStride + W::kTaps),
+        column * W::kStride - static_cast<int>(p.dims[1].low), p.image_columns, p.image_pixel);
+    Rows<T, W::kColumns, W::kPack> cotangent(
+        p.cotangent, item.image * p.rows * p.columns * p.pixel + output, item.row,
+        item.row + item.rows, column, p.columns, p.pixel);
 
     // The row of the cotangent of a step stays in held[step % kHeld].
     Acc held[kHeld][W::kColumns][W::kPack];
     typename Rows<T, kPixels, W::kEntries>::Row next;
     typename Rows<T, W::kColumns, W::kPack>::Row next_held;
-    image.Load(next, row);
-    cotangent.Load(next_held, item.row);
+    image.LoadNext(next);
+    cotangent.LoadNext(next_held);
     for (int first = 0; first < item.rows + W::kRamp; first += kHeld) {
 #pragma unroll
       for (int at = 0; at < kHeld; ++at) {
         const int step = first + at;
         if (step >= item.rows + W::kRamp) break;
+        next_held.WidenTo(held[at]);
+        cotangent.LoadNext(next_held);
 #pragma unroll
-        for (int c = 0; c < W::kColumns; ++c) {
-#pragma unroll
-          for (int v = 0; v < W::kPack; ++v) held[at][c][v] = Widen(next_held[c].values[v]);
-        }
-        cotangent.Load(next_held, item.row + step + 1);
-#pragma unroll
-        for (int phase = 0; phase < W::kStride; ++phase, ++row) {
+        for (int phase = 0; phase < W::kStride; ++phase) {
           Acc x[kPixels][W::kEntries];
+          next.WidenTo(x);
+          image.LoadNext(next);
+          const auto add = [&](auto is_needed) {
 #pragma unroll
-          for (int i = 0; i < kPixels; ++i) {
+            for (int m = 0; m < kHeld; ++m) {
+              const int r = m * W::kStride + phase;
+              if (r >= W::kTaps) continue;
 #pragma unroll
-            for (int e = 0; e < W::kEntries; ++e) x[i][e] = Widen(next[i].values[e]);
-          }
-          image.Load(next, row + 1);
+              for (int c = 0; c < W::kColumns; ++c) {
+                if (!is_needed(m, c)) continue;
 #pragma unroll
-          for (int m = 0; m < kHeld; ++m) {
-            const int r = m * W::kStride + phase;
-            // Not with zeros: what they would meet may be NaN.
-            if (r >= W::kTaps || m > step || step - m >= item.rows) continue;
+                for (int s = 0; s < W::kTaps; ++s) {
 #pragma unroll
-            for (int c = 0; c < W::kColumns; ++c) {
-              if (c >= width) continue;
+                  for (int i = 0; i < W::kFan; ++i) {
 #pragma unroll
-              for (int s = 0; s < W::kTaps; ++s) {
-#pragma unroll
-                for (int i = 0; i < W::kFan; ++i) {
-#pragma unroll
-                  for (int v = 0; v < W::kPack; ++v) {
-                    sums[r][s * W::kFan + i][v] +=
-                        held[(at + kHeld - m) % kHeld][c][v] * x[c * W::kStride + s][i + v];
+                    for (int v = 0; v < W::kPack; ++v) {
+                      sums[r][s * W::kFan + i][v] +=
+                          held[(at + kHeld - m) % kHeld][c][v] * x[c * W::kStride + s][i + v];
+                    }
                   }
                 }
               }
             }
+          };
+          if (width == W::kColumns && step >= W::kRamp && step < item.rows) {
+            add([](int, int) { return true; });
+          } else {
+            // Zeros do not take the place of what is not there: an entry of x may be NaN.
+            add([&](int m, int c) { return c < width && m <= step && step - m < item.rows; });
           }
         }
       }
@@ -325,8 +324,7 @@ void Cut(Params& p) {
     const int64_t parts = CeilDiv(p.rows, part_rows);
     const int64_t items = walks * parts;
     const int64_t splits = std::min(most_splits, CeilDiv(items, beside));
-    const int64_t cost =
-        CeilDiv(CeilDiv(items, splits), beside) * (part_rows + ramp + kRowsBefore);
+    const int64_t cost = CeilDiv(CeilDiv(items, splits), beside) * (part_rows + ramp + kRowsBefore);
     if (least != 0 && cost >= least) continue;
     least = cost;
     p.part_rows = static_cast<int>(part_rows);
@@ -379,19 +377,20 @@ auto WithPlan(const Call& call, Use&& use) {
       return use.template operator()<T, W>(p);
     };
     if constexpr (!std::is_same_v<T, double>) {
+      const bool walks = stride <= 2 && AreNear(std::max(call.channels, call.outputs));
       // Pairs of 16-bit entries are as wide as one of f32.
       constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
       const auto with_stride = [&]<int kTaps, int kFan, int kPack>(Walk<kTaps, 1, kFan, kPack, 4>) {
         return stride == 1 ? with(std::type_identity<Walk<kTaps, 1, kFan, kPack, 4>>())
                            : with(std::type_identity<Walk<kTaps, 2, kFan, kPack, 4>>());
       };
-      if (taps == 3 && stride <= 2) {
+      if (taps == 3 && walks) {
         if (p.fan_in == 4) return with_stride(Walk<3, 1, 4, 1, 4>());
         if (has_pairs) return with_stride(Walk<3, 1, 1, kPair, 4>());
         if (p.fan_in == 1) return with_stride(Walk<3, 1, 1, 1, 4>());
       }
-      if (taps == 5 && stride <= 2 && p.fan_in == 1) return with_stride(Walk<5, 1, 1, 1, 4>());
-      if (taps == 7 && stride == 1 && p.fan_in == 1) {
+      if (taps == 5 && walks && p.fan_in == 1) return with_stride(Walk<5, 1, 1, 1, 4>());
+      if (taps == 7 && walks && stride == 1 && p.fan_in == 1) {
         return with(std::type_identity<Walk<7, 1, 1, 1, 4>>());
       }
     }

@@ -177,8 +177,8 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
   Kernels kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
   if (kernels == Kernels::kDirect) {
-    return ToError("conv kernel gradient", conv::cuda::LaunchKernelGradDirect(
-                                               stream, call, workspace->untyped_data()));
+    return ToError("conv kernel gradient",
+                   conv::cuda::LaunchKernelGradDirect(stream, call, workspace->untyped_data()));
   }
   // There is none of f32 for Hopper: its products want pixels beside each other.
   const auto launch = kernels == Kernels::kFew ? conv::cuda::LaunchKernelGradFew
@@ -227,9 +227,7 @@ int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vecto
   const xf::Error error =
       Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
   if (error.failure()) throw std::invalid_argument(error.message());
-  call.dtype = item_bytes == 8   ? DType::kF64
-               : item_bytes == 4 ? DType::kF32
-                                 : DType::kF16;
+  call.dtype = item_bytes == 8 ? DType::kF64 : item_bytes == 4 ? DType::kF32 : DType::kF16;
   return KernelGradWorkspace(call);
 }
 
