@@ -681,6 +681,21 @@ CONVOLUTIONS = (
     ((1, 40, 40), 64, 64, 3, 1, 15, 1),
     ((2, 13, 19), 48, 32, 3, 2, 1, 2),
 )
+# Small groups, of which there are kernels of every dtype: walks with steps of one and two, ragged
+# strips of odd channels, and windows of all kinds.
+SMALL_GROUPS = (
+    ((3, 14, 14), 64, 64, 3, 1, 1, 64),
+    ((2, 13, 19), 37, 37, 3, 2, 1, 37),
+    ((2, 15, 18), 38, 38, 3, 2, 1, 38),
+    ((2, 19, 21), 40, 40, 5, 1, 1, 40),
+    ((2, 19, 21), 33, 33, 5, 2, 1, 33),
+    ((2, 28, 30), 36, 36, 7, 1, 1, 36),
+    ((2, 13, 19), 12, 36, 3, 1, 1, 12),
+    ((2, 13, 19), 32, 32, 3, 1, 1, 8),
+    ((2, 13, 19), 32, 32, 3, 2, 1, 8),
+    ((2, 13, 19), 15, 20, 3, 3, 2, 5),
+    ((2, 24, 24), 20, 20, 4, 1, 3, 20),
+)
 
 
 def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, dilation, groups):
@@ -728,7 +743,8 @@ def exercise_convolution(device, dtype, sizes, channels, outputs, taps, stride, 
     dx = d_padded[:, low : low + sizes[1], low : low + sizes[2]]
     want = {"y": y, "gradients": (dx, d_kernel), "vmap": y[None]}
     # Products of float32 may be those of TF32, which has as many bits as float16.
-    rounded = "float16" if dtype == "float32" else dtype
+    is_small = groups > 1 and min(channels, outputs) < 8 * groups
+    rounded = "float16" if dtype == "float32" and not is_small else dtype
     return compared(f"{dtype}, {sizes}, {channels} to {outputs}", got, want, rounded, 64)
 
 
@@ -736,7 +752,10 @@ EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
     "conv2d": (
         exercise_convolution,
-        tuple((dtype, *case) for dtype in DTYPES[:3] for case in CONVOLUTIONS),
+        (
+            *((dtype, *case) for dtype in DTYPES[:3] for case in CONVOLUTIONS),
+            *((dtype, *case) for dtype in DTYPES for case in SMALL_GROUPS),
+        ),
     ),
     "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
     "focal_loss_sum": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -13,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._core import compat, native, tiles
+from jaxops._core import compat, convolution, native, tiles
 from jaxops._core.windows import Windows, place
 from jaxops.testing.measure import assert_close, on_reference, run, vjp_of
 
@@ -52,26 +54,39 @@ def of_lax(x, kernel, windows: Windows, groups: int = 1):
 
 def fake_convolve(target, results, form, *operands):
     """The kernels by `jax.lax`, which see no more than what the kernels are handed."""
-    shapes = [a.shape for a in (*operands, results[0])]
-    order = {"jaxops_conv": (0, 1, 2), "jaxops_conv_input_grad": (2, 1, 0)}
-    of_x, of_kernel, of_y = (shapes[i] for i in order.get(target, (0, 2, 1)))
     windows = form.windows
     rank = len(windows.taps)
+
+    def flat(shape):
+        """Dimensions before those of the images count images."""
+        return (-1, *shape[-rank - 1 :]) if len(shape) > rank + 2 else shape
+
+    operands = [a.reshape(flat(a.shape)) for a in operands]
+    result = np.empty(results[0].shape).reshape(flat(results[0].shape))
+    shapes = [a.shape for a in (*operands, result)]
+    order = {"jaxops_conv": (0, 1, 2), "jaxops_conv_input_grad": (2, 1, 0)}
+    of_x, of_kernel, of_y = (shapes[i] for i in order.get(target, (0, 2, 1)))
     assert (of_x[1:-1], of_y[1:-1]) == (windows.ins, windows.outs)
     assert of_kernel == (*windows.taps, of_x[-1] // form.groups, of_y[-1])
     assert (of_x[-1], of_y[-1]) == (form.channels, form.outputs)
-    assert of_y[-1] % 4 == 0
-    if of_x[-1] % 4:
+    if form.is_direct:
+        fans = of_kernel[-2], of_y[-1] // form.groups
+        assert min(fans) < 8
+        assert form.groups > 1 or fans == (1, 1)
+    else:
+        assert of_y[-1] % 4 == 0
+    if of_x[-1] % 4 and not form.is_direct:
         assert of_x[-1] < 8
         assert windows.dilation == (1,) * rank
         assert windows.taps[-1] * of_x[-1] <= 24
         assert rank == 1 or windows.taps[0] <= 8
     x, kernel = (jnp.zeros(shape, operands[0].dtype) for shape in (of_x, of_kernel))
     if target == "jaxops_conv":
-        return [of_lax(*operands, windows, form.groups)]
+        return [of_lax(*operands, windows, form.groups).reshape(results[0].shape)]
     if target == "jaxops_conv_input_grad":
         g, kernel = operands
-        return list(jax.linear_transpose(lambda x: of_lax(x, kernel, windows, form.groups), x)(g))
+        (dx,) = jax.linear_transpose(lambda x: of_lax(x, kernel, windows, form.groups), x)(g)
+        return [dx.reshape(results[0].shape)]
     x, g = operands
     return [*jax.linear_transpose(lambda k: of_lax(x, k, windows, form.groups), kernel)(g), None]
 
@@ -95,14 +110,15 @@ def random_windows(data, rank):
     )
 
 
-@hypothesis.settings(deadline=None, max_examples=12)
+@hypothesis.settings(deadline=None, max_examples=20)
 @hypothesis.given(data=st.data())
 def test_the_form_of_a_convolution_is_that_convolution(data):
     windows = random_windows(data, data.draw(st.integers(1, 2)))
-    groups = data.draw(st.sampled_from([1, 1, 3]))
-    fans = st.sampled_from([8, 16]) if groups > 1 else st.integers(1, 17)
+    groups = data.draw(st.sampled_from([1, 1, 3, 5]))
+    fans = st.sampled_from([8, 16]) if groups == 3 else st.integers(1, 17 if groups == 1 else 7)
     fan_in, fan_out = data.draw(fans), data.draw(fans)
-    form = tiles.form(windows, fan_in, fan_out, groups, itemsize=data.draw(st.sampled_from([2, 4])))
+    itemsize = data.draw(st.sampled_from([2, 4, 8] if groups == 5 else [2, 4]))
+    form = tiles.form(windows, fan_in, fan_out, groups, itemsize=itemsize)
     hypothesis.assume(form is not None)
     shapes = (
         (2, *windows.ins, groups * fan_in),
@@ -181,16 +197,66 @@ def test_what_units_channels_are_filled_up_to():
     assert sizes(3, 41, itemsize=4) is None
     assert sizes(12, 20, 3, itemsize=4) == (36, 60)
     assert sizes(12, 20, 3) is None
-    assert sizes(1, 1, 8) is None
+    assert sizes(24, 24, itemsize=8) is None
 
 
-@pytest.mark.parametrize("over", ["images", "channels", "outputs"])
-def test_shards_have_forms_of_their_own(over, monkeypatch):
-    """As on two GPUs: what a device has of the channels is what its kernels are handed."""
-    forms = []
+@pytest.mark.parametrize(
+    ("fans", "groups", "want"),
+    [
+        ((1, 1), 37, (37, 37)),
+        ((1, 3), 5, (5, 15)),
+        ((4, 4), 32, (128, 128)),
+        ((7, 100), 3, (21, 300)),
+        ((1, 1), 1 << 16, (1 << 16, 1 << 16)),
+        ((1, 1), 1, (1, 1)),
+        ((8, 8), 3, None),
+        ((2, 1), 1, None),
+    ],
+)
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_which_groups_are_small(fans, groups, want, itemsize):
+    windows = place(
+        "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
+    )
+    form = tiles.form(windows, *fans, groups, itemsize=itemsize)
+    found = (form.channels, form.outputs) if form and form.is_direct else None
+    assert found == want
+
+
+def test_float64_and_true_float32_of_small_groups_alone(monkeypatch):
+    monkeypatch.setattr(tiles, "_has_kernels", lambda: True)
+    monkeypatch.setattr(tiles, "_are_hopper", lambda: True)
+
+    def finds(dtype, groups, result=None):
+        windows = place(
+            "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
+        )
+        fan = 48 // groups
+        options = convolution.Options(windows, groups, fan, fan, "highest", True)
+        x, kernel = (
+            jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 8, 8, 48), (3, 3, fan, 48))
+        )
+        form = tiles.find_form(
+            options, "cuda", np.dtype(result or dtype), x, kernel, (fan, fan), groups
+        )
+        return form is not None
+
+    for dtype in ("float32", "float64"):
+        assert finds(dtype, 48)
+        assert finds(dtype, 12)
+        assert not finds(dtype, 6)
+        assert not finds(dtype, 1)
+    assert finds("float64", 48, "float32")
+    assert not finds("float64", 48, "bfloat16")
+
+
+@pytest.fixture
+def faked(monkeypatch):
+    """What the kernels are called with, on the CPU, where `jax.lax` takes their place."""
+    calls = []
 
     def convolve(target, results, form, *operands):
-        forms.append((target, form.fan_in, form.fan_out))
+        calls.append((target, form))
         return fake_convolve(target, results, form, *operands)
 
     monkeypatch.setattr(tiles, "_convolve", convolve)
@@ -199,7 +265,84 @@ def test_shards_have_forms_of_their_own(over, monkeypatch):
     monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
     find = tiles.find_form
     monkeypatch.setattr(tiles, "find_form", lambda o, platform, *a: find(o, "cuda", *a))
+    return calls
 
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("over", ["channels", "images and channels"])
+def test_shards_of_a_depthwise_convolution_are_groups(over, count, faked):
+    """What a device has of the channels are its groups, if only one."""
+    mesh = jax.make_mesh(
+        (count,) if over == "channels" else (2, count // 2),
+        ("c",) if over == "channels" else ("n", "c"),
+        axis_types=(AxisType.Auto,) * (1 if over == "channels" else 2),
+        devices=jax.devices("cpu")[:count],
+    )
+    row = None if over == "channels" else "n"
+    specs = P(row, None, None, "c"), P(None, None, None, "c"), P(row, None, None, "c")
+    arrays = normal(0, (2, 8, 8, 16), (3, 3, 1, 16), (2, 8, 8, 16))
+    x, kernel, g = (
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip(arrays, specs, strict=True)
+    )
+    function = functools.partial(jaxops.conv2d, groups=16, precision="highest")
+    got = jax.jit(vjp_of(function, (0, 1)))((g,), x, kernel)
+
+    local = 16 // mesh.shape["c"]
+    assert {target for target, _ in faked} == set(tiles.TARGETS)
+    assert {(f.is_direct, f.groups, f.channels, f.outputs) for _, f in faked} == {
+        (True, local, local, local)
+    }
+    x, kernel, g = arrays
+
+    def oracle(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS[2], feature_group_count=16
+        )
+
+    want = vjp_of(oracle, (0, 1))((g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("groups", "fan_in", "fan_out"), [(6, 1, 1), (3, 1, 2), (2, 3, 2)])
+@pytest.mark.parametrize(
+    "axes",
+    [(0, None), (None, 0), (0, 0), ((0, 1), (None, 0)), ((1, None), (0, 2)), ((0, 0), (4, 1))],
+)
+def test_a_batch_of_kernels_is_more_groups(axes, groups, fan_in, fan_out, faked):
+    levels = [axes] if isinstance(axes[0], int | None) else list(zip(*axes, strict=True))
+    sizes = [2, 3][: len(levels)]
+    shapes = [[2, 5, 4, groups * fan_in], [3, 2, fan_in, groups * fan_out]]
+    for level, size in reversed(list(zip(levels, sizes, strict=True))):
+        for shape, axis in zip(shapes, level, strict=True):
+            if axis is not None:
+                shape.insert(axis, size)
+    x, kernel = normal(0, *map(tuple, shapes))
+    options = {"groups": groups, "strides": (1, 2)}
+
+    def nested(function):
+        for level in reversed(levels):
+            function = jax.vmap(function, level)
+        return function
+
+    def oracle(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (1, 2), "SAME", dimension_numbers=NUMBERS[2], feature_group_count=groups
+        )
+
+    function = nested(lambda x, kernel: jaxops.conv2d(x, kernel, **options))
+    (g,) = normal(1, jax.eval_shape(function, x, kernel).shape)
+    got = jax.jit(vjp_of(function, (0, 1)))((g,), x, kernel)
+    want = vjp_of(nested(oracle), (0, 1))((g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+
+
+@pytest.mark.parametrize("over", ["images", "channels", "outputs"])
+def test_shards_have_forms_of_their_own(over, faked):
+    """As on two GPUs: what a device has of the channels is what its kernels are handed."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     specs = {
         "images": (P("d"), P(), P("d")),
@@ -214,8 +357,8 @@ def test_shards_have_forms_of_their_own(over, monkeypatch):
     got = jax.jit(vjp_of(lambda x, k: jaxops.conv2d(x, k), (0, 1)))((g,), x, kernel)
 
     fans = (8 if over == "channels" else 16), (16 if over == "outputs" else 32)
-    assert {target for target, *_ in forms} == set(tiles.TARGETS)
-    assert {(fan_in, fan_out) for _, fan_in, fan_out in forms} == {fans}
+    assert {target for target, _ in faked} == set(tiles.TARGETS)
+    assert {(form.fan_in, form.fan_out) for _, form in faked} == {fans}
     x, kernel, g = arrays
 
     def oracle(x, kernel):
@@ -380,13 +523,45 @@ OF_EVERY_GPU = {
 }
 
 
-@pytest.mark.parametrize("name", OF_EVERY_GPU)
+# Of small groups: every walk, whole strips and ragged ones, parts of rows, and any window.
+SMALL_GROUPS = {
+    "3x3": ((3, 28, 28), 96, 96, 3, {"groups": 96}),
+    "3x3 strided": ((3, 29, 30), 96, 96, 3, {"groups": 96, "strides": 2}),
+    "3x3 of odd channels": ((2, 13, 11), 37, 37, 3, {"groups": 37}),
+    "3x3 of many images": ((70, 7, 7), 24, 24, 3, {"groups": 24}),
+    "5x5": ((2, 20, 21), 72, 72, 5, {"groups": 72}),
+    "5x5 strided": ((2, 20, 21), 72, 72, 5, {"groups": 72, "strides": 2}),
+    "7x7": ((4, 56, 56), 96, 96, 7, {"groups": 96}),
+    "7x7 of small images": ((5, 7, 7), 130, 130, 7, {"groups": 130}),
+    "7x7 asymmetric": ((2, 15, 40), 33, 33, 7, {"groups": 33, "padding": ((0, 9), (5, 1))}),
+    "7x7 strided": ((2, 20, 21), 24, 24, 7, {"groups": 24, "strides": 2}),
+    "dilated": ((2, 20, 21), 24, 24, 3, {"groups": 24, "dilation": (3, 2)}),
+    "of other strides": ((2, 20, 21), 24, 24, (4, 3), {"groups": 24, "strides": (3, 2)}),
+    "of a row": ((2, 1, 300), 40, 40, (1, 9), {"groups": 40}),
+    "of large windows": ((1, 30, 30), 20, 20, 11, {"groups": 20}),
+    "multiplied": ((2, 14, 15), 24, 72, 3, {"groups": 24}),
+    "multiplied 7x7": ((2, 14, 15), 24, 48, 7, {"groups": 24}),
+    "32 groups of 4": ((3, 28, 28), 128, 128, 3, {"groups": 32}),
+    "32 groups of 4 strided": ((3, 28, 27), 128, 128, 3, {"groups": 32, "strides": 2}),
+    "groups of 3 to 5": ((2, 14, 15), 21, 35, 3, {"groups": 7}),
+    "groups of 12 to 1": ((2, 14, 15), 48, 4, 5, {"groups": 4}),
+    "one channel": ((2, 40, 33), 1, 1, 5, {}),
+}
+DIRECT = {
+    f"{dtype} {name}": ((*case[:4], {**case[4], "precision": "highest"}, dtype))
+    for name, case in SMALL_GROUPS.items()
+    for dtype in ("float16", "bfloat16", "float32", "float64")
+}
+
+
+@pytest.mark.parametrize("name", [*OF_EVERY_GPU, *DIRECT])
 def test_what_every_gpu_has(name, platform):
     if platform.name != "cuda" or not tiles._has_kernels():
         pytest.skip("the kernels are for GPUs with tensor cores")
-    (rows, *sizes), channels, outputs, taps, options, dtype = OF_EVERY_GPU[name]
+    (rows, *sizes), channels, outputs, taps, options, dtype = {**OF_EVERY_GPU, **DIRECT}[name]
+    taps = taps if isinstance(taps, tuple) else (taps, taps)
     groups = options.get("groups", 1)
-    shapes = (rows, *sizes, channels), (taps, taps, channels // groups, outputs)
+    shapes = (rows, *sizes, channels), (*taps, channels // groups, outputs)
     x, kernel = normal(0, *shapes, dtype=dtype)
 
     def function(x, kernel):
@@ -402,14 +577,15 @@ def test_what_every_gpu_has(name, platform):
 
     def oracle(x, kernel):
         steps = {"strides": 1, "padding": "SAME", "dilation": 1, **options}
-        steps.pop("groups", None)
-        windows = place("test", sizes, (taps, taps), **steps, channels_last=True)
+        for other in ("groups", "precision"):
+            steps.pop(other, None)
+        windows = place("test", sizes, taps, **steps, channels_last=True)
         return of_lax(x, kernel, windows, groups)
 
     got = run(derivatives, platform, (g,), x, kernel)
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
-    terms = max(taps * taps * max(channels, outputs), g.size // outputs)
-    precision = "float16" if dtype == "float32" else dtype
+    terms = max(taps[0] * taps[1] * max(channels, outputs), g.size // outputs)
+    precision = "float16" if dtype == "float32" and name not in DIRECT else dtype
     assert_close(got, want, "value and gradients", dtype=precision, terms=8 * terms, roundings=4)
     again = run(derivatives, platform, (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
@@ -441,6 +617,13 @@ def test_one_row_of_pixels(hopper):
         ("bfloat16", 3, (3, 5), 3, 1),
         ("bfloat16", 48, (3, 2), 1, 3),
         ("float32", 40, (3, 2), 1, 1),
+        ("bfloat16", 24, (3, 3), 1, 24),
+        ("bfloat16", 24, (3, 3), 2, 24),
+        ("float32", 24, (5, 5), 2, 24),
+        ("float16", 24, (7, 7), 1, 24),
+        ("float32", 8, (7, 7), 1, 8),
+        ("float32", 24, (3, 3), 2, 6),
+        ("float64", 24, (3, 4), 3, 12),
     ],
 )
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
@@ -478,14 +661,16 @@ def test_no_patches_are_in_memory(hopper):
     assert compiled.memory_analysis().temp_size_in_bytes < 9 * x.nbytes / 4
 
 
-def test_more_entries_than_32_bits_count(hopper):
+@pytest.mark.parametrize(("groups", "taps"), [(1, 3), (64, 3), (64, 7), (64, 4), (16, 3)])
+def test_more_entries_than_32_bits_count(groups, taps, hopper):
     sizes = (128, 128, 64)
     rows = 2**31 // (128 * 128 * 64) + 1
-    last, kernel, g_last = normal(0, (1, *sizes), (3, 3, 64, 64), (1, *sizes), dtype="bfloat16")
+    shapes = (1, *sizes), (taps, taps, 64 // groups, 64), (1, *sizes)
+    last, kernel, g_last = normal(0, *shapes, dtype="bfloat16")
 
     def function(last, kernel, g_last):
         x, g = (jnp.zeros((rows, *sizes), a.dtype).at[-1:].set(a) for a in (last, g_last))
-        y, pull = jax.vjp(jaxops.conv2d, x, kernel)
+        y, pull = jax.vjp(functools.partial(jaxops.conv2d, groups=groups), x, kernel)
         dx, dkernel = pull(g)
         return y[-1:], dx[-1:], dkernel, jnp.any(y[:-1] != 0), jnp.any(dx[:-1] != 0)
 
@@ -494,11 +679,11 @@ def test_more_entries_than_32_bits_count(hopper):
     assert not dx_elsewhere
 
     windows = place(
-        "test", (128, 128), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
+        "test", (128, 128), (taps, taps), strides=1, padding="SAME", dilation=1, channels_last=True
     )
 
     def alone(last, kernel, g_last):
-        y, pull = jax.vjp(lambda x, k: of_lax(x, k, windows), last, kernel)
+        y, pull = jax.vjp(lambda x, k: of_lax(x, k, windows, groups), last, kernel)
         return y, *pull(g_last)
 
     want = on_reference(alone, last, kernel, g_last)

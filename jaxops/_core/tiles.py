@@ -58,7 +58,7 @@ class Form:
       fan_in: the channels of x.
       fan_out: those of y.
       groups: of channels; several have no missing ones.
-      is_direct: whether direct kernels take it, whose products are of the dtype that they are given.
+      is_direct: whether direct kernels take it, whose products are of the operands' own dtype.
     """
 
     windows: Windows
@@ -206,9 +206,9 @@ def find_form(
 
 
 def find_kernel_grad_form(
-    options: Any, platform: str | None, dtype: Any, x: jax.Array, g: jax.Array
+    options: Any, platform: str | None, dtype: Any, x: jax.Array, g: jax.Array, count: int
 ) -> Form | None:
-    """The same of the gradient by the kernel.
+    """The same of the gradient by the kernel, or by so many kernels, each of groups of its own.
 
     Its products of float32 do without `wgmma`. Patches that are no larger than x are not worth
     that.
@@ -219,7 +219,7 @@ def find_kernel_grad_form(
         groups = x.shape[-1]
     elif groups == 1:
         fans = x.shape[-1], g.shape[-1]
-    found = find_form(options, platform, dtype, x, g, fans, groups)
+    found = find_form(options, platform, dtype, x, g, fans, groups * count)
     windows = options.windows
     has_small_patches = math.prod(windows.taps) <= math.prod(windows.strides)
     if found and not found.is_direct and x.dtype == np.float32 and has_small_patches:
