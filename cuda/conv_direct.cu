@@ -442,27 +442,31 @@ __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ Taps
   const auto& of_column = p.columns.of[column_rest];
   const T* pixels = static_cast<const T*>(p.image);
   const T* kernel = static_cast<const T*>(p.kernel) + of_kernel;
+  // Packs are of channels that are groups of their own.
+  const int64_t fan = kPack > 1 ? 1 : p.channels.image_fan;
+  const int64_t apart = p.columns.image_step * p.image_pixel;
   Acc sums[kStripColumns][kPack] = {};
   for (int r = 0; r < of_row.taps; ++r) {
     const int image_row =
         static_cast<int>(row_cell) * p.rows.image_step + of_row.begin + r * p.rows.entry_step;
     const bool has_row = static_cast<uint32_t>(image_row) < static_cast<uint32_t>(p.image_rows);
     const int tap_row = (of_row.first_tap + r * p.rows.tap_step) * p.kernel_columns;
-    const int64_t at =
+    const int64_t of_image_row =
         (image * p.image_rows + image_row) * p.image_columns * p.image_pixel + image_channel;
     for (int s = 0; s < of_column.taps; ++s) {
       const int column =
           first_cell * p.columns.image_step + of_column.begin + s * p.columns.entry_step;
       const int64_t tap = tap_row + of_column.first_tap + s * p.columns.tap_step;
-      for (int64_t i = 0; i < p.channels.image_fan; ++i) {
-        const auto weight =
-            LoadPack<kPack>(kernel + (tap * p.channels.tap + i * p.channels.channel));
+      int64_t at = of_image_row + column * p.image_pixel;
+      int64_t of_tap = tap * p.channels.tap;
+      for (int64_t i = 0; i < fan; ++i, ++at, of_tap += p.channels.channel) {
+        const auto weight = LoadPack<kPack>(kernel + of_tap);
 #pragma unroll
         for (int c = 0; c < kStripColumns; ++c) {
-          const int x_column = column + c * p.columns.image_step;
           jaxops::cuda::Pack<T, kPack> x = {};
-          if (has_row && static_cast<uint32_t>(x_column) < static_cast<uint32_t>(p.image_columns)) {
-            x = LoadPack<kPack>(pixels + (at + x_column * p.image_pixel + i));
+          if (has_row && static_cast<uint32_t>(column + c * p.columns.image_step) <
+                             static_cast<uint32_t>(p.image_columns)) {
+            x = LoadPack<kPack>(pixels + (at + c * apart));
           }
 #pragma unroll
           for (int v = 0; v < kPack; ++v)

@@ -201,7 +201,7 @@ constexpr int kSums = 8;
 constexpr int kStripColumns = 32;
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) SumPixels(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, 4) SumPixels(const __grid_constant__ Params p) {
   using Acc = Accumulator<T>;
   const Threads t(p);
   const int64_t first = t.set * kSums;
@@ -231,20 +231,23 @@ __global__ void __launch_bounds__(kThreads) SumPixels(const __grid_constant__ Pa
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       const int row = static_cast<int>(item.row * p.dims[0].stride) + tap_row[i];
-      at[i] = (item.image * p.image_rows + row) * p.image_columns * p.image_pixel + channel[i];
+      at[i] =
+          ((item.image * p.image_rows + row) * p.image_columns + tap_column[i]) * p.image_pixel +
+          channel[i];
       if (static_cast<uint32_t>(row) < static_cast<uint32_t>(p.image_rows)) have_row |= 1u << i;
     }
     const int64_t row_begin = (item.image * p.rows + item.row) * p.columns * p.pixel + output;
     for (int c = begin; c < end; ++c) {
       const Acc of_g = Widen(g[row_begin + c * p.pixel]);
       const int x_begin = static_cast<int>(c * p.dims[1].stride);
+      const int64_t of_begin = x_begin * p.image_pixel;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
         const int column = x_begin + tap_column[i];
         Acc of_x = 0;
         if ((have_row >> i & 1) &&
             static_cast<uint32_t>(column) < static_cast<uint32_t>(p.image_columns)) {
-          of_x = Widen(x[at[i] + column * p.image_pixel]);
+          of_x = Widen(x[at[i] + of_begin]);
         }
         sums[i][0] += of_g * of_x;
       }
