@@ -420,6 +420,13 @@ struct TapsParams : Params {
 constexpr int kStripColumns = 4;
 
 template <typename T, int kPack>
+__device__ __forceinline__ void Load(Accumulator<T> (&to)[kPack], const T* address) {
+  Raw<T, kPack> raw;
+  raw.Load(reinterpret_cast<const char*>(address));
+  raw.WidenTo(to);
+}
+
+template <typename T, int kPack>
 __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ TapsParams p) {
   using Acc = Accumulator<T>;
   uint64_t left = uint64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -460,17 +467,17 @@ __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ Taps
       int64_t at = of_image_row + column * p.image_pixel;
       int64_t of_tap = tap * p.channels.tap;
       for (int64_t i = 0; i < fan; ++i, ++at, of_tap += p.channels.channel) {
-        const auto weight = LoadPack<kPack>(kernel + of_tap);
+        Acc weight[kPack];
+        Load(weight, kernel + of_tap);
 #pragma unroll
         for (int c = 0; c < kStripColumns; ++c) {
-          jaxops::cuda::Pack<T, kPack> x = {};
+          Acc x[kPack] = {};
           if (has_row && static_cast<uint32_t>(column + c * p.columns.image_step) <
                              static_cast<uint32_t>(p.image_columns)) {
-            x = LoadPack<kPack>(pixels + (at + c * apart));
+            Load(x, pixels + (at + c * apart));
           }
 #pragma unroll
-          for (int v = 0; v < kPack; ++v)
-            sums[c][v] += Widen(weight.values[v]) * Widen(x.values[v]);
+          for (int v = 0; v < kPack; ++v) sums[c][v] += weight[v] * x[v];
         }
       }
     }

@@ -201,7 +201,7 @@ constexpr int kSums = 8;
 constexpr int kStripColumns = 32;
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 4) SumPixels(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads) SumPixels(const __grid_constant__ Params p) {
   using Acc = Accumulator<T>;
   const Threads t(p);
   const int64_t first = t.set * kSums;
