@@ -33,6 +33,9 @@ CASES = [
     # Grouped and depthwise.
     *cases("typical", (32, 128, 28, 28, 128, 3), ["float32", "bfloat16"], layout=NHWC, groups=32),
     *cases("typical", (32, 96, 56, 56, 96, 7), ["float32", "bfloat16"], layout=NHWC, groups=96),
+    *cases("typical", (32, 192, 28, 28, 192, 3), "bfloat16", layout=NHWC, strides=2, groups=192),
+    *cases("typical", (32, 192, 28, 28, 192, 5), "bfloat16", layout=NHWC, groups=192),
+    *cases("large", (64, 384, 28, 28, 384, 7), "bfloat16", layout=NHWC, groups=384),
     *cases("large", (64, 3, 224, 224, 64, 7), "bfloat16", target=True, layout=NHWC, strides=2),
     *cases("large", (64, 64, 56, 56, 64, 3), "bfloat16", target=True, layout=NHWC),
     *cases("large", (64, 256, 14, 14, 256, 3), "bfloat16", target=True, layout=NHWC),

@@ -4,13 +4,15 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "common/conv.h"
 
 namespace jaxops::conv::cuda {
 
-// All but those named Mma or Fma need a GPU of compute capability 9.0 and code for it, which the
-// caller checks, one group of channels, and outputs in multiples of 16 bytes. Nothing is of size
-// zero. What cannot be cut into tiles is cudaErrorNotSupported.
+// All but those named Mma, Fma or Direct need a GPU of compute capability 9.0 and code for it,
+// which the caller checks, one group of channels, and outputs in multiples of 16 bytes. Nothing is
+// of size zero. What cannot be cut into tiles is cudaErrorNotSupported.
 //
 // These have channels in multiples of 16 bytes, steps from column to column of the image of at most
 // 8, at most kMaxTaps taps, and fewer than 2^30 pixels, also of padding.
@@ -68,6 +70,25 @@ int64_t KernelGradFewWorkspace(const Call& call, int processors = kProcessors);
 
 cudaError_t LaunchKernelGradFew(cudaStream_t stream, const Call& call, void* workspace,
                                 int processors = kProcessors);
+
+// These, for every GPU, have groups of any few channels and outputs, f64 as well, steps of at most
+// 8, and sums of f32 entries in f32.
+inline constexpr int kLeastFan = 8;
+
+// Whether a convolution is theirs: groups too small for a matrix product, or a single channel.
+inline bool IsDirect(const Call& call) {
+  const bool is_small = std::min(call.channels, call.outputs) < kLeastFan * call.groups;
+  return is_small && (call.groups > 1 || call.channels * call.outputs == 1);
+}
+
+cudaError_t LaunchForwardDirect(cudaStream_t stream, const Call& call);
+
+cudaError_t LaunchInputGradDirect(cudaStream_t stream, const Call& call);
+
+int64_t KernelGradDirectWorkspace(const Call& call, int processors = kProcessors);
+
+cudaError_t LaunchKernelGradDirect(cudaStream_t stream, const Call& call, void* workspace,
+                                   int processors = kProcessors);
 
 }  // namespace jaxops::conv::cuda
 

@@ -18,6 +18,7 @@ namespace jaxops::ffi {
 namespace {
 
 namespace xf = xla::ffi;
+namespace cu = jaxops::conv::cuda;
 using conv::Call;
 using conv::kDims;
 using Integers = xf::Span<const int64_t>;
@@ -80,8 +81,8 @@ xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b
 
 // Images of few channels have kernels of their own.
 bool IsFew(const Call& call) {
-  return HasTwoBytes(call.dtype) && call.groups == 1 &&
-         call.channels <= conv::cuda::kMostFewChannels;
+  return HasTwoBytes(call.dtype) && call.groups == 1 && !cu::IsDirect(call) &&
+         call.channels <= cu::kMostFewChannels;
 }
 
 // What must not be rounded to TF32 has kernels of multiply-adds.
@@ -89,11 +90,23 @@ bool IsFma(const Call& call) {
   return call.dtype == DType::kF64 || (call.dtype == DType::kF32 && !call.tf32);
 }
 
-// Those for Hopper, of few channels or any, and those for every GPU.
-enum class Kernels { kHopper, kFew, kMma, kFma };
+// The launchers of one kind of kernels.
+struct Kernels {
+  cudaError_t (*forward)(cudaStream_t, const Call&);
+  cudaError_t (*input_grad)(cudaStream_t, const Call&);
+  cudaError_t (*kernel_grad)(cudaStream_t, const Call&, void* workspace, int processors);
+};
+constexpr Kernels kHopper = {cu::LaunchForward, cu::LaunchInputGrad, cu::LaunchKernelGrad};
+// There is no kernel gradient of TF32 for Hopper: its products want pixels beside each other.
+constexpr Kernels kHopperTf32 = {cu::LaunchForward, cu::LaunchInputGrad, cu::LaunchKernelGradMma};
+constexpr Kernels kFew = {cu::LaunchForwardFew, cu::LaunchInputGradFew, cu::LaunchKernelGradFew};
+constexpr Kernels kMma = {cu::LaunchForwardMma, cu::LaunchInputGradMma, cu::LaunchKernelGradMma};
+constexpr Kernels kFma = {cu::LaunchForwardFma, cu::LaunchInputGradFma, cu::LaunchKernelGradFma};
+constexpr Kernels kDirect = {cu::LaunchForwardDirect, cu::LaunchInputGradDirect,
+                             cu::LaunchKernelGradDirect};
 
 // Chooses the kernels for a call by the device. Those for Hopper have code for one architecture.
-xf::Error Choose(Kernels& kernels, const Call& call) {
+xf::Error Choose(const Kernels*& kernels, const Call& call) {
   int device = 0, major = 0, minor = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) {
@@ -105,10 +118,11 @@ xf::Error Choose(Kernels& kernels, const Call& call) {
   if (status != cudaSuccess) return ToError("conv", status);
   const std::string_view compiled = JAXOPS_CUDA_ARCHITECTURES;
   const bool is_hopper = major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos;
-  kernels = IsFma(call)                     ? Kernels::kFma
-            : is_hopper && IsFew(call)      ? Kernels::kFew
-            : is_hopper && call.groups == 1 ? Kernels::kHopper
-                                            : Kernels::kMma;
+  kernels = cu::IsDirect(call)              ? &kDirect
+            : IsFma(call)                   ? &kFma
+            : is_hopper && IsFew(call)      ? &kFew
+            : is_hopper && call.groups == 1 ? (call.dtype == DType::kF32 ? &kHopperTf32 : &kHopper)
+                                            : &kMma;
   if (is_hopper || (major >= 8 && !IsFew(call))) return xf::Error::Success();
   return xf::Error(
       xf::ErrorCode::kFailedPrecondition,
@@ -121,10 +135,11 @@ xf::Error Choose(Kernels& kernels, const Call& call) {
 
 // Enough on every device.
 int64_t KernelGradWorkspace(const Call& call) {
-  if (IsFma(call)) return conv::cuda::KernelGradFmaWorkspace(call);
-  if (IsFew(call)) return conv::cuda::KernelGradFewWorkspace(call);
-  return std::max(conv::cuda::KernelGradMmaWorkspace(call),
-                  call.dtype == DType::kF32 ? 0 : conv::cuda::KernelGradWorkspace(call));
+  if (cu::IsDirect(call)) return cu::KernelGradDirectWorkspace(call);
+  if (IsFma(call)) return cu::KernelGradFmaWorkspace(call);
+  if (IsFew(call)) return cu::KernelGradFewWorkspace(call);
+  return std::max(cu::KernelGradMmaWorkspace(call),
+                  call.dtype == DType::kF32 ? 0 : cu::KernelGradWorkspace(call));
 }
 
 // The bias is the last operand, if there is one, in the type of the sums.
@@ -133,7 +148,7 @@ xf::Error DecodeEpilogue(Call& call, xf::RemainingArgs rest, int32_t activation)
   if (rest.size() == 0) return xf::Error::Success();
   const xf::ErrorOr<xf::AnyBuffer> bias = rest.get<xf::AnyBuffer>(0);
   if (!bias) return bias.error();
-  DType dtype;
+  DType dtype = DType::kF32;
   JAXOPS_RETURN_IF_ERROR(SetType(dtype, "conv", "bias", *bias));
   const Dimensions dims = bias->dimensions();
   const DType wanted = call.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
@@ -156,13 +171,9 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
   call.image = x.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();
-  Kernels kernels;
+  const Kernels* kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  const auto launch = kernels == Kernels::kFma      ? conv::cuda::LaunchForwardFma
-                      : kernels == Kernels::kFew    ? conv::cuda::LaunchForwardFew
-                      : kernels == Kernels::kHopper ? conv::cuda::LaunchForward
-                                                    : conv::cuda::LaunchForwardMma;
-  return ToError("conv", launch(stream, call));
+  return ToError("conv", kernels->forward(stream, call));
 }
 
 xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
@@ -175,13 +186,9 @@ xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kerne
   call.image = g.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = dx->untyped_data();
-  Kernels kernels;
+  const Kernels* kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  const auto launch = kernels == Kernels::kFma      ? conv::cuda::LaunchInputGradFma
-                      : kernels == Kernels::kFew    ? conv::cuda::LaunchInputGradFew
-                      : kernels == Kernels::kHopper ? conv::cuda::LaunchInputGrad
-                                                    : conv::cuda::LaunchInputGradMma;
-  return ToError("conv input gradient", launch(stream, call));
+  return ToError("conv input gradient", kernels->input_grad(stream, call));
 }
 
 xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
@@ -199,16 +206,10 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
   call.image = x.untyped_data();
   call.cotangent = g.untyped_data();
   call.result = dkernel->untyped_data();
-  Kernels kernels;
+  const Kernels* kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  // There is none of f32 for Hopper: its products want pixels beside each other.
-  const auto launch = kernels == Kernels::kFma   ? conv::cuda::LaunchKernelGradFma
-                      : kernels == Kernels::kFew ? conv::cuda::LaunchKernelGradFew
-                      : kernels == Kernels::kHopper && call.dtype != DType::kF32
-                          ? conv::cuda::LaunchKernelGrad
-                          : conv::cuda::LaunchKernelGradMma;
   return ToError("conv kernel gradient",
-                 launch(stream, call, workspace->untyped_data(), conv::cuda::kProcessors));
+                 kernels->kernel_grad(stream, call, workspace->untyped_data(), cu::kProcessors));
 }
 
 template <typename Binding>

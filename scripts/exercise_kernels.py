@@ -685,6 +685,21 @@ CONVOLUTIONS = (
     ((2, 9, 67), 24, 3, 3, 2, 1, 1),
     ((2, 13, 19), 27, 30, 3, 2, 1, 3),
 )
+# Small groups, of which there are kernels of every dtype: walks with steps of one and two, ragged
+# strips of odd channels, and windows of all kinds.
+SMALL_GROUPS = (
+    ((3, 14, 14), 64, 64, 3, 1, 1, 64),
+    ((2, 13, 19), 37, 37, 3, 2, 1, 37),
+    ((2, 15, 18), 38, 38, 3, 2, 1, 38),
+    ((2, 19, 21), 40, 40, 5, 1, 1, 40),
+    ((2, 19, 21), 33, 33, 5, 2, 1, 33),
+    ((2, 28, 30), 36, 36, 7, 1, 1, 36),
+    ((2, 13, 19), 12, 36, 3, 1, 1, 12),
+    ((2, 13, 19), 32, 32, 3, 1, 1, 8),
+    ((2, 13, 19), 32, 32, 3, 2, 1, 8),
+    ((2, 13, 19), 15, 20, 3, 3, 2, 5),
+    ((2, 24, 24), 20, 20, 4, 1, 3, 20),
+)
 # Dtypes and precisions: float32 is rounded to TF32 or not.
 CONVOLVED = (*((dtype, None) for dtype in DTYPES), ("float32", "highest"))
 
@@ -743,7 +758,9 @@ def exercise_convolution(
         "vmap": y[None],
     }
     # Products of float32 may be those of TF32, which has as many bits as float16.
-    rounded = "float16" if dtype == "float32" and precision is None else dtype
+    is_small = groups > 1 and min(channels, outputs) < 8 * groups
+    is_rounded = dtype == "float32" and precision is None and not is_small
+    rounded = "float16" if is_rounded else dtype
     return compared(f"{dtype}, {sizes}, {channels} to {outputs}", got, want, rounded, 64)
 
 
@@ -751,7 +768,10 @@ EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
     "conv2d": (
         exercise_convolution,
-        tuple((*kind, *case) for kind in CONVOLVED for case in CONVOLUTIONS),
+        (
+            *((*kind, *case) for kind in CONVOLVED for case in CONVOLUTIONS),
+            *((dtype, None, *case) for dtype in DTYPES for case in SMALL_GROUPS),
+        ),
     ),
     "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
     "focal_loss_sum": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -53,19 +55,29 @@ def of_lax(x, kernel, windows: Windows, groups: int = 1):
 
 def fake_convolve(target, results, form, *operands, activation=0):
     """The kernels by `jax.lax`, which see no more than what the kernels are handed."""
-    shapes = [a.shape for a in (*operands[:2], results[0])]
-    order = {"jaxops_conv": (0, 1, 2), "jaxops_conv_input_grad": (2, 1, 0)}
-    of_x, of_kernel, of_y = (shapes[i] for i in order.get(target, (0, 2, 1)))
     windows = form.windows
     rank = len(windows.taps)
+
+    def flat(shape):
+        """Dimensions before those of the images count images."""
+        return (-1, *shape[-rank - 1 :]) if len(shape) > rank + 2 else shape
+
+    operands = [a.reshape(flat(a.shape)) for a in operands]
+    result = np.empty(results[0].shape).reshape(flat(results[0].shape))
+    shapes = [a.shape for a in (*operands, result)]
+    order = {"jaxops_conv": (0, 1, 2), "jaxops_conv_input_grad": (2, 1, 0)}
+    of_x, of_kernel, of_y = (shapes[i] for i in order.get(target, (0, 2, 1)))
     assert (of_x[1:-1], of_y[1:-1]) == (windows.ins, windows.outs)
     assert of_kernel == (*windows.taps, of_x[-1] // form.groups, of_y[-1])
     assert (of_x[-1], of_y[-1]) == (form.channels, form.outputs)
-    if form.fma:
-        assert (form.channels, form.outputs) == (form.fan_in, form.fan_out)
-    else:
+    if form.kernels == "mma":
         assert of_y[-1] % 4 == 0
-    if of_x[-1] % 4 and not form.fma:
+    else:
+        assert (form.channels, form.outputs) == (form.fan_in, form.fan_out)
+    fans = of_kernel[-2], of_y[-1] // form.groups
+    is_small = min(fans) < 8 and (form.groups > 1 or fans == (1, 1))
+    assert is_small == (form.kernels == "direct")
+    if of_x[-1] % 4 and form.kernels == "mma":
         assert of_x[-1] < 8
         assert windows.dilation == (1,) * rank
         assert windows.taps[-1] * of_x[-1] <= 24
@@ -76,10 +88,11 @@ def fake_convolve(target, results, form, *operands, activation=0):
         if len(operands) > 2:
             assert operands[2].shape == of_y[-1:]
             y = y + operands[2]
-        return [tuple(ACTIVATIONS.values())[activation](y)]
+        return [tuple(ACTIVATIONS.values())[activation](y).reshape(results[0].shape)]
     if target == "jaxops_conv_input_grad":
         g, kernel = operands
-        return list(jax.linear_transpose(lambda x: of_lax(x, kernel, windows, form.groups), x)(g))
+        (dx,) = jax.linear_transpose(lambda x: of_lax(x, kernel, windows, form.groups), x)(g)
+        return [dx.reshape(results[0].shape)]
     x, g = operands
     return [*jax.linear_transpose(lambda k: of_lax(x, k, windows, form.groups), kernel)(g), None]
 
@@ -103,12 +116,12 @@ def random_windows(data, rank):
     )
 
 
-@hypothesis.settings(deadline=None, max_examples=12)
+@hypothesis.settings(deadline=None, max_examples=20)
 @hypothesis.given(data=st.data())
 def test_the_form_of_a_convolution_is_that_convolution(data):
     windows = random_windows(data, data.draw(st.integers(1, 2)))
-    groups = data.draw(st.sampled_from([1, 1, 3]))
-    fans = st.sampled_from([8, 9, 16]) if groups > 1 else st.integers(1, 17)
+    groups = data.draw(st.sampled_from([1, 1, 3, 5]))
+    fans = {1: st.integers(1, 17), 3: st.sampled_from([8, 9, 16]), 5: st.integers(1, 7)}[groups]
     fan_in, fan_out = data.draw(fans), data.draw(fans)
     itemsize, tf32 = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.booleans())
     form = tiles.form(windows, fan_in, fan_out, groups, itemsize=itemsize, tf32=tf32)
@@ -197,37 +210,61 @@ def test_what_units_channels_are_filled_up_to():
     assert sizes(9, 20, 3, itemsize=4) == (27, 60)
     assert sizes(9, 10, 3, itemsize=8) == (27, 30)
     assert sizes(12, 20, 3) is None
-    assert sizes(1, 1, 8) is None
+    assert sizes(24, 24, itemsize=8) is None
 
 
 @pytest.mark.parametrize(
-    ("options", "fma"),
+    ("options", "kernels"),
     [
-        ({"itemsize": 2}, False),
-        ({"itemsize": 4}, False),
-        ({"itemsize": 4, "tf32": False}, True),
-        ({"itemsize": 4, "fans": (3, 64)}, True),
-        ({"itemsize": 4, "fans": (9, 16), "groups": 2}, True),
-        ({"itemsize": 8}, True),
+        ({"itemsize": 2}, "mma"),
+        ({"itemsize": 4}, "mma"),
+        ({"itemsize": 4, "tf32": False}, "fma"),
+        ({"itemsize": 4, "fans": (3, 64)}, "fma"),
+        ({"itemsize": 4, "fans": (9, 16), "groups": 2}, "fma"),
+        ({"itemsize": 4, "fans": (4, 16), "groups": 2}, "direct"),
+        ({"itemsize": 8}, "fma"),
     ],
     ids=str,
 )
-def test_what_is_multiplied_as_it_is(options, fma):
+def test_which_kernels_there_are(options, kernels):
     windows = place(
         "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
     )
     fans = options.get("fans", (8, 16))
     given = {name: options[name] for name in ("itemsize", "tf32") if name in options}
-    assert tiles.form(windows, *fans, options.get("groups", 1), **given).fma == fma
+    assert tiles.form(windows, *fans, options.get("groups", 1), **given).kernels == kernels
 
 
-@pytest.mark.parametrize("over", ["images", "channels", "outputs"])
-def test_shards_have_forms_of_their_own(over, monkeypatch):
-    """As on two GPUs: what a device has of the channels is what its kernels are handed."""
-    forms = []
+@pytest.mark.parametrize(
+    ("fans", "groups", "want"),
+    [
+        ((1, 1), 37, (37, 37)),
+        ((1, 3), 5, (5, 15)),
+        ((4, 4), 32, (128, 128)),
+        ((7, 100), 3, (21, 300)),
+        ((1, 1), 1 << 16, (1 << 16, 1 << 16)),
+        ((1, 1), 1, (1, 1)),
+        ((8, 8), 3, None),
+        ((2, 1), 1, None),
+    ],
+)
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_which_groups_are_small(fans, groups, want, itemsize):
+    windows = place(
+        "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
+    )
+    form = tiles.form(windows, *fans, groups, itemsize=itemsize)
+    found = (form.channels, form.outputs) if form and form.kernels == "direct" else None
+    assert found == want
+
+
+@pytest.fixture
+def faked(monkeypatch):
+    """What the kernels are called with, on the CPU, where `jax.lax` takes their place."""
+    calls = []
 
     def convolve(target, results, form, *operands, **attributes):
-        forms.append((target, form.fan_in, form.fan_out))
+        calls.append((target, form))
         return fake_convolve(target, results, form, *operands, **attributes)
 
     monkeypatch.setattr(tiles, "_convolve", convolve)
@@ -236,7 +273,112 @@ def test_shards_have_forms_of_their_own(over, monkeypatch):
     monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
     find = tiles.find_form
     monkeypatch.setattr(tiles, "find_form", lambda o, platform, *a: find(o, "cuda", *a))
+    return calls
 
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("over", ["channels", "images and channels"])
+def test_shards_of_a_depthwise_convolution_are_groups(over, count, faked):
+    """What a device has of the channels are its groups, if only one."""
+    channels = 24 - 2 * count  # of eight devices one each
+    mesh = jax.make_mesh(
+        (count,) if over == "channels" else (2, count // 2),
+        ("c",) if over == "channels" else ("n", "c"),
+        axis_types=(AxisType.Auto,) * (1 if over == "channels" else 2),
+        devices=jax.devices("cpu")[:count],
+    )
+    row = None if over == "channels" else "n"
+    specs = P(row, None, None, "c"), P(None, None, None, "c"), P(row, None, None, "c")
+    arrays = normal(0, (2, 8, 8, channels), (3, 3, 1, channels), (2, 8, 8, channels))
+    x, kernel, g = (
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip(arrays, specs, strict=True)
+    )
+    function = functools.partial(jaxops.conv2d, groups=channels, precision="highest")
+    got = jax.jit(vjp_of(function, (0, 1)))((g,), x, kernel)
+
+    local = channels // mesh.shape["c"]
+    assert {target for target, _ in faked} == set(tiles.TARGETS)
+    assert {(f.kernels, f.groups, f.channels, f.outputs) for _, f in faked} == {
+        ("direct", local, local, local)
+    }
+    x, kernel, g = arrays
+
+    def oracle(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS[2], feature_group_count=channels
+        )
+
+    want = vjp_of(oracle, (0, 1))((g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("groups", "fan_in", "fan_out"), [(6, 1, 1), (3, 1, 2), (2, 3, 2)])
+@pytest.mark.parametrize(
+    "axes",
+    [(0, None), (None, 0), (0, 0), ((0, 1), (None, 0)), ((1, None), (0, 2)), ((0, 0), (4, 1))],
+)
+def test_a_batch_of_kernels_is_more_groups(axes, groups, fan_in, fan_out, faked):
+    levels = [axes] if isinstance(axes[0], int | None) else list(zip(*axes, strict=True))
+    sizes = [2, 3][: len(levels)]
+    shapes = [[2, 5, 4, groups * fan_in], [3, 2, fan_in, groups * fan_out]]
+    for level, size in reversed(list(zip(levels, sizes, strict=True))):
+        for shape, axis in zip(shapes, level, strict=True):
+            if axis is not None:
+                shape.insert(axis, size)
+    x, kernel = normal(0, *map(tuple, shapes))
+    options = {"groups": groups, "strides": (1, 2)}
+
+    def nested(function):
+        for level in reversed(levels):
+            function = jax.vmap(function, level)
+        return function
+
+    def oracle(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (1, 2), "SAME", dimension_numbers=NUMBERS[2], feature_group_count=groups
+        )
+
+    function = nested(lambda x, kernel: jaxops.conv2d(x, kernel, **options))
+    (g,) = normal(1, jax.eval_shape(function, x, kernel).shape)
+    got = jax.jit(vjp_of(function, (0, 1)))((g,), x, kernel)
+    want = vjp_of(nested(oracle), (0, 1))((g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+
+
+@pytest.mark.parametrize("axes", [(None, None, 0), (0, 0, 0), (0, None, 0), (None, 0, None)])
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_batch_of_biases(axes, activation, faked):
+    """Goes with the kernels of a batch; on its own it follows the sums."""
+    shapes = (2, 5, 4, 6), (3, 2, 1, 6), (6,)
+    x, kernel, bias = (
+        array if axis == 0 else array[0]
+        for array, axis in zip(normal(0, *((3, *s) for s in shapes)), axes, strict=True)
+    )
+
+    def function(x, kernel, bias):
+        return jaxops.conv2d(x, kernel, bias=bias, groups=6, activation=activation)
+
+    def oracle(x, kernel, bias):
+        y = lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS[2], feature_group_count=6
+        )
+        return ACTIVATIONS[activation](y + bias)
+
+    (g,) = normal(1, (3, 2, 5, 4, 6))
+    got = jax.jit(vjp_of(jax.vmap(function, axes), (0, 1, 2)))((g,), x, kernel, bias)
+    want = vjp_of(jax.vmap(oracle, axes), (0, 1, 2))((g,), x, kernel, bias)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+
+
+@pytest.mark.parametrize("over", ["images", "channels", "outputs"])
+def test_shards_have_forms_of_their_own(over, faked):
+    """As on two GPUs: what a device has of the channels is what its kernels are handed."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     specs = {
         "images": (P("d"), P(), P("d")),
@@ -251,8 +393,8 @@ def test_shards_have_forms_of_their_own(over, monkeypatch):
     got = jax.jit(vjp_of(lambda x, k: jaxops.conv2d(x, k), (0, 1)))((g,), x, kernel)
 
     fans = (8 if over == "channels" else 16), (16 if over == "outputs" else 32)
-    assert {target for target, *_ in forms} == set(tiles.TARGETS)
-    assert {(fan_in, fan_out) for _, fan_in, fan_out in forms} == {fans}
+    assert {target for target, _ in faked} == set(tiles.TARGETS)
+    assert {(form.fan_in, form.fan_out) for _, form in faked} == {fans}
     x, kernel, g = arrays
 
     def oracle(x, kernel):
@@ -444,13 +586,45 @@ OF_EVERY_GPU = {
 }
 
 
-@pytest.mark.parametrize("name", OF_EVERY_GPU)
+# Of small groups: every walk, whole strips and ragged ones, parts of rows, and any window.
+SMALL_GROUPS = {
+    "3x3": ((3, 28, 28), 96, 96, 3, {"groups": 96}),
+    "3x3 strided": ((3, 29, 30), 96, 96, 3, {"groups": 96, "strides": 2}),
+    "3x3 of odd channels": ((2, 13, 11), 37, 37, 3, {"groups": 37}),
+    "3x3 of many images": ((70, 7, 7), 24, 24, 3, {"groups": 24}),
+    "5x5": ((2, 20, 21), 72, 72, 5, {"groups": 72}),
+    "5x5 strided": ((2, 20, 21), 72, 72, 5, {"groups": 72, "strides": 2}),
+    "7x7": ((4, 56, 56), 96, 96, 7, {"groups": 96}),
+    "7x7 of small images": ((5, 7, 7), 130, 130, 7, {"groups": 130}),
+    "7x7 asymmetric": ((2, 15, 40), 33, 33, 7, {"groups": 33, "padding": ((0, 9), (5, 1))}),
+    "7x7 strided": ((2, 20, 21), 24, 24, 7, {"groups": 24, "strides": 2}),
+    "dilated": ((2, 20, 21), 24, 24, 3, {"groups": 24, "dilation": (3, 2)}),
+    "of other strides": ((2, 20, 21), 24, 24, (4, 3), {"groups": 24, "strides": (3, 2)}),
+    "of a row": ((2, 1, 300), 40, 40, (1, 9), {"groups": 40}),
+    "of large windows": ((1, 30, 30), 20, 20, 11, {"groups": 20}),
+    "multiplied": ((2, 14, 15), 24, 72, 3, {"groups": 24}),
+    "multiplied 7x7": ((2, 14, 15), 24, 48, 7, {"groups": 24}),
+    "32 groups of 4": ((3, 28, 28), 128, 128, 3, {"groups": 32}),
+    "32 groups of 4 strided": ((3, 28, 27), 128, 128, 3, {"groups": 32, "strides": 2}),
+    "groups of 3 to 5": ((2, 14, 15), 21, 35, 3, {"groups": 7}),
+    "groups of 12 to 1": ((2, 14, 15), 48, 4, 5, {"groups": 4}),
+    "one channel": ((2, 40, 33), 1, 1, 5, {}),
+}
+DIRECT = {
+    f"{dtype} {name}": ((*case[:4], {**case[4], "precision": "highest"}, dtype))
+    for name, case in SMALL_GROUPS.items()
+    for dtype in ("float16", "bfloat16", "float32", "float64")
+}
+
+
+@pytest.mark.parametrize("name", [*OF_EVERY_GPU, *DIRECT])
 def test_what_every_gpu_has(name, platform):
     if platform.name != "cuda" or not tiles._has_kernels():
         pytest.skip("the kernels are for GPUs with tensor cores")
-    (rows, *sizes), channels, outputs, taps, options, dtype = OF_EVERY_GPU[name]
+    (rows, *sizes), channels, outputs, taps, options, dtype = {**OF_EVERY_GPU, **DIRECT}[name]
+    taps = taps if isinstance(taps, tuple) else (taps, taps)
     groups = options.get("groups", 1)
-    shapes = (rows, *sizes, channels), (taps, taps, channels // groups, outputs)
+    shapes = (rows, *sizes, channels), (*taps, channels // groups, outputs)
     x, kernel = normal(0, *shapes, dtype=dtype)
 
     def function(x, kernel):
@@ -466,15 +640,16 @@ def test_what_every_gpu_has(name, platform):
 
     def oracle(x, kernel):
         steps = {"strides": 1, "padding": "SAME", "dilation": 1, **options}
-        for name in ("groups", "precision"):
-            steps.pop(name, None)
-        windows = place("test", sizes, (taps, taps), **steps, channels_last=True)
+        for other in ("groups", "precision"):
+            steps.pop(other, None)
+        windows = place("test", sizes, taps, **steps, channels_last=True)
         return of_lax(x, kernel, windows, groups)
 
     got = run(derivatives, platform, (g,), x, kernel)
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
-    terms = max(taps * taps * max(channels, outputs), g.size // outputs)
-    precision = "float16" if dtype == "float32" and "precision" not in options else dtype
+    terms = max(taps[0] * taps[1] * max(channels, outputs), g.size // outputs)
+    is_true = name in DIRECT or "precision" in options
+    precision = "float16" if dtype == "float32" and not is_true else dtype
     assert_close(got, want, "value and gradients", dtype=precision, terms=8 * terms, roundings=4)
     again = run(derivatives, platform, (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
@@ -491,6 +666,12 @@ def test_what_every_gpu_has(name, platform):
         ("float32", 40, 44, 1),
         ("float16", 48, 24, 3),
         ("float32", 64, 128, 8),
+        ("float32", 3, 41, 1),
+        ("float64", 37, 41, 1),
+        ("float64", 48, 24, 3),
+        ("bfloat16", 40, 40, 40),
+        ("float32", 32, 32, 8),
+        ("float64", 24, 48, 24),
     ],
 )
 def test_bias_and_activation_are_part_of_the_kernel(
@@ -553,6 +734,13 @@ def test_one_row_of_pixels(hopper):
         ("float32", 3, (3, 5), 3, 1),
         ("float64", 40, (3, 2), 1, 1),
         ("float64", 27, (3, 2), 2, 3),
+        ("bfloat16", 24, (3, 3), 1, 24),
+        ("bfloat16", 24, (3, 3), 2, 24),
+        ("float32", 24, (5, 5), 2, 24),
+        ("float16", 24, (7, 7), 1, 24),
+        ("float32", 8, (7, 7), 1, 8),
+        ("float32", 24, (3, 3), 2, 6),
+        ("float64", 24, (3, 4), 3, 12),
     ],
 )
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
@@ -595,15 +783,29 @@ def test_no_patches_are_in_memory(dtype, hopper):
     assert compiled.memory_analysis().temp_size_in_bytes < 9 * x.nbytes / 4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_more_entries_than_32_bits_count(dtype, hopper):
+@pytest.mark.parametrize(
+    ("dtype", "groups", "taps"),
+    [
+        ("bfloat16", 1, 3),
+        ("float32", 1, 3),
+        ("bfloat16", 64, 3),
+        ("bfloat16", 64, 7),
+        ("bfloat16", 64, 4),
+        ("bfloat16", 16, 3),
+    ],
+)
+def test_more_entries_than_32_bits_count(dtype, groups, taps, hopper):
     sizes = (128, 128, 64)
     rows = 2**31 // (128 * 128 * 64) + 1
-    last, kernel, g_last = normal(0, (1, *sizes), (3, 3, 64, 64), (1, *sizes), dtype=dtype)
+    shapes = (1, *sizes), (taps, taps, 64 // groups, 64), (1, *sizes)
+    last, kernel, g_last = normal(0, *shapes, dtype=dtype)
+
+    def convolution(x, kernel):
+        return jaxops.conv2d(x, kernel, groups=groups, precision="highest")
 
     def function(last, kernel, g_last):
         x, g = (jnp.zeros((rows, *sizes), a.dtype).at[-1:].set(a) for a in (last, g_last))
-        y, pull = jax.vjp(lambda x, k: jaxops.conv2d(x, k, precision="highest"), x, kernel)
+        y, pull = jax.vjp(convolution, x, kernel)
         dx, dkernel = pull(g)
         return y[-1:], dx[-1:], dkernel, jnp.any(y[:-1] != 0), jnp.any(dx[:-1] != 0)
 
@@ -612,11 +814,11 @@ def test_more_entries_than_32_bits_count(dtype, hopper):
     assert not dx_elsewhere
 
     windows = place(
-        "test", (128, 128), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
+        "test", (128, 128), (taps, taps), strides=1, padding="SAME", dilation=1, channels_last=True
     )
 
     def alone(last, kernel, g_last):
-        y, pull = jax.vjp(lambda x, k: of_lax(x, k, windows), last, kernel)
+        y, pull = jax.vjp(lambda x, k: of_lax(x, k, windows, groups), last, kernel)
         return y, *pull(g_last)
 
     want = on_reference(alone, last, kernel, g_last)

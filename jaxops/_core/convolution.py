@@ -123,16 +123,18 @@ _REPLICATED = ("in", "out", "tap", "fan", "inputs", "outputs")
 
 
 def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, platform, **_):
-    form = _tiled(options, platform, dtype, x, kernel)
-    if form is not None and (bias is None or bias.size == bias.shape[-1]):
-        shared = None if bias is None else bias.reshape(-1)
-        return [tiles.forward(x, _alone(kernel, options), form, dtype, shared, activation)]
+    windows = options.windows
+    axis = x.ndim - 2 - _rank(options)
+    batch = _Batch.of_kernels(kernel, axis)
+    form = _tiled(options, platform, dtype, x, kernel, batch)
+    if form is not None and (bias is None or batch.has(bias)):
+        operands = batch.to_groups(x), _alone(batch.to_groups(kernel), options)
+        shared = None if bias is None else batch.to_groups(bias).reshape(-1)
+        return [batch.from_groups(tiles.forward(*operands, form, dtype, shared, activation))]
     apart = _epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
     if apart is not None:
         operands, of_sums, finish = apart
         return finish(*_forward_local(*operands, **of_sums, platform=platform))
-    windows = options.windows
-    axis = x.ndim - 2 - _rank(options)
     if options.is_depthwise:
 
         def compute(x):
@@ -158,11 +160,13 @@ def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, pla
 
 
 def _input_grad_local(g, kernel, *, options, dtype, platform):
-    form = _tiled(options, platform, dtype, g, kernel)
-    if form is not None:
-        return [tiles.input_grad(g, _alone(kernel, options), form, dtype)]
     windows = options.windows
     axis = g.ndim - 2 - _rank(options)
+    batch = _Batch.of_kernels(kernel, axis)
+    form = _tiled(options, platform, dtype, g, kernel, batch)
+    if form is not None:
+        operands = batch.to_groups(g), _alone(batch.to_groups(kernel), options)
+        return [batch.from_groups(tiles.input_grad(*operands, form, dtype))]
     if options.is_depthwise:
 
         def patches(g):
@@ -191,14 +195,16 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
 
 def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
     axis = x.ndim - 2 - _rank(options)
-    form = tiles.find_kernel_grad_form(options, platform, dtype, x, g)
-    if (
-        form is not None
-        and x.shape[:axis] == g.shape[:axis]
-        and all(s or n == 1 for s, n in zip(summed, x.shape[:axis], strict=True))
+    shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
+    batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
+    form = tiles.find_kernel_grad_form(options, platform, dtype, x, g, batch.count)
+    if form is not None and (
+        _has_groups_for(batch, form, options)
+        and (form.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
     ):
-        dkernel = tiles.kernel_grad(x, g, form, dtype)
-        return [jnp.expand_dims(dkernel, range(axis))]
+        x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in (x, g))
+        dkernel = tiles.kernel_grad(batch.to_groups(x), batch.to_groups(g), form, dtype)
+        return [batch.from_groups(jnp.expand_dims(dkernel, range(axis - len(batch.sizes))))]
     windows = options.windows
     if options.groups > 1 and not options.is_depthwise:
         grouped = _to_groups(x, axis, options), _to_groups(g, axis, options)
@@ -230,13 +236,61 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
     return [_summed(compute, axis, block, x, g).astype(dtype)]
 
 
-def _tiled(options, platform, dtype, images, kernel):
-    """The form in which kernels take images, if they do, and the kernel is one for all of them."""
-    if math.prod(kernel.shape[: kernel.ndim - 2 - _rank(options)]) != 1:
-        return None
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Batch dimensions whose entries have kernels of their own: each is as good as more groups.
+
+    Attributes:
+      sizes: of these dimensions, by their number.
+    """
+
+    sizes: dict[int, int]
+
+    @staticmethod
+    def of_kernels(kernel: jax.Array, axis: int) -> _Batch:
+        return _Batch({i: n for i, n in enumerate(kernel.shape[:axis]) if n != 1})
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def has(self, bias: jax.Array) -> bool:
+        """Whether a bias (..., C) has entries of its own for no others than these."""
+        return all(n == 1 or i in self.sizes for i, n in enumerate(bias.shape[:-1]))
+
+    def to_groups(self, array: jax.Array) -> jax.Array:
+        """The entries of these dimensions as groups of the last one, in their place."""
+        if not self.sizes:
+            return array
+        shape = [self.sizes.get(i, n) for i, n in enumerate(array.shape)]
+        last = array.ndim - 1
+        moved = jnp.moveaxis(
+            jnp.broadcast_to(array, shape), tuple(self.sizes), range(last - len(self.sizes), last)
+        )
+        return moved.reshape(*moved.shape[: last - len(self.sizes)], self.count * shape[-1])
+
+    def from_groups(self, array: jax.Array) -> jax.Array:
+        """Undoes `to_groups`."""
+        if not self.sizes:
+            return array
+        *lead, channels = array.shape
+        split = array.reshape(*lead, *self.sizes.values(), channels // self.count)
+        return jnp.moveaxis(split, range(len(lead), split.ndim - 1), tuple(self.sizes))
+
+
+def _tiled(options, platform, dtype, images, kernel, batch):
+    """The form in which kernels take images, if they do, with a batch of kernels as groups."""
     fan_in, outputs = kernel.shape[-2:]
-    fans = fan_in, outputs // options.groups
-    return tiles.find_form(options, platform, dtype, images, kernel, fans)
+    # A device's channels of a depthwise convolution, which may be a shard, are its groups.
+    groups = outputs if options.is_depthwise else options.groups
+    fans = fan_in, outputs // groups
+    form = tiles.find_form(options, platform, dtype, images, kernel, fans, groups * batch.count)
+    return form if form is not None and _has_groups_for(batch, form, options) else None
+
+
+def _has_groups_for(batch: _Batch, form: tiles.Form, options: Options) -> bool:
+    """Whether the kernels of a batch may be groups: those of a matrix product are left alone."""
+    return not batch.sizes or (form.kernels == "direct" and options.groups > 1)
 
 
 def _alone(kernel: jax.Array, options: Options) -> jax.Array:

@@ -4,14 +4,16 @@ They take images in one or two dimensions. Those of 16-bit floats, and of float3
 as TF32, want channels and outputs in multiples of 16 bytes; on Hopper GPUs there are some for a few
 channels of 16-bit floats. Convolutions of one group are brought into that form by linear maps of x,
 kernel and result: missing channels and outputs are zeros. Float64, and float32 that is not
-multiplied as TF32, are taken as they are, by kernels of multiply-adds.
+multiplied as TF32, are taken as they are, by kernels of multiply-adds. So are small groups of every
+dtype, depthwise ones above all, which are no matrix products, by direct kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +33,9 @@ _MAX_GROUPS = (1 << 16) - 1
 _MAX_BYTES = 1 << 30
 # The bytes that are moved of an image at a time.
 _UNIT = 16
-# With fewer channels or outputs, groups and images of TF32 would be filled up more than not. Where
-# both are fewer, there is little to multiply and patches are small.
+# With fewer channels or outputs, images of TF32 would be filled up more than not, and groups have
+# direct kernels. Where both are fewer, in one group, there is little to multiply and patches are
+# small.
 _LEAST_FAN = 8
 # Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
 _FEW_CHANNELS = 7
@@ -61,7 +64,8 @@ class Form:
       fan_in: the channels of x.
       fan_out: those of y.
       groups: of channels; several have no missing ones.
-      fma: whether the kernels are those of multiply-adds, with nothing rounded before.
+      kernels: which take it: those of tensor cores, "mma", which round float32 to TF32, those of
+        multiply-adds, "fma", or for small groups "direct" ones.
     """
 
     windows: Windows
@@ -70,7 +74,7 @@ class Form:
     fan_in: int
     fan_out: int
     groups: int = 1
-    fma: bool = False
+    kernels: Literal["mma", "fma", "direct"] = "mma"
 
     def of_x(self, x: jax.Array) -> jax.Array:
         """The images that the kernels take."""
@@ -113,22 +117,7 @@ def form(
     The fans are those of a group. Few channels are taken as they are on Hopper GPUs only. `tf32`
     says whether float32 may be multiplied as TF32.
     """
-    unit = _UNIT // itemsize
     rank = len(windows.taps)
-    least, most = sorted((fan_in, fan_out))
-    are_units = fan_in % unit == 0 and fan_out % unit == 0
-    fills_units = least >= _LEAST_FAN and (groups == 1 or are_units)
-    fma = itemsize == 8 or (itemsize == 4 and not (tf32 and fills_units))
-    if fma:
-        unit = 1
-        # The gradient by x is a launch for each remainder by the strides.
-        fits = (
-            most >= _LEAST_FAN
-            and math.prod(windows.strides) <= _MAX_STRIDE**2
-            and math.prod(windows.taps) * groups * most * itemsize < _MAX_BYTES
-        )
-    else:
-        fits = max(windows.strides) <= _MAX_STRIDE and (groups == 1 or are_units)
     # Of the padded image: the kernels count its entries in 32 bits.
     reaches = [
         out * s + k * d
@@ -142,10 +131,27 @@ def form(
         or math.prod(windows.taps) > _MAX_TAPS
         or max(*reaches, *map(abs, windows.low), *windows.ins) >= _MAX_PIXELS
         or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
-        or groups > _MAX_GROUPS
-        or (groups > 1 and least < _LEAST_FAN)
-        or not fits
     ):
+        return None
+    channels, outputs = groups * fan_in, groups * fan_out
+    as_it_is = functools.partial(Form, windows, channels, outputs, channels, outputs, groups)
+    has_short_strides = max(windows.strides) <= _MAX_STRIDE
+    if _is_direct(fan_in, fan_out, groups):
+        return as_it_is("direct") if has_short_strides else None
+    unit = _UNIT // itemsize
+    least, most = sorted((fan_in, fan_out))
+    are_units = groups == 1 or (fan_in % unit == 0 and fan_out % unit == 0)
+    if groups > _MAX_GROUPS:
+        return None
+    if itemsize == 8 or (itemsize == 4 and not (tf32 and least >= _LEAST_FAN and are_units)):
+        # The gradient by x is a launch for each remainder by the strides.
+        fits = (
+            most >= _LEAST_FAN
+            and math.prod(windows.strides) <= _MAX_STRIDE**2
+            and math.prod(windows.taps) * groups * most * itemsize < _MAX_BYTES
+        )
+        return as_it_is("fma") if fits else None
+    if not (has_short_strides and are_units):
         return None
     are_few = (
         takes_few
@@ -159,13 +165,17 @@ def form(
     )
     return Form(
         windows=windows,
-        channels=fan_in if are_few else _up_to_units(groups * fan_in, unit),
-        outputs=_up_to_units(groups * fan_out, unit),
-        fan_in=groups * fan_in,
-        fan_out=groups * fan_out,
+        channels=channels if are_few else _up_to_units(channels, unit),
+        outputs=_up_to_units(outputs, unit),
+        fan_in=channels,
+        fan_out=outputs,
         groups=groups,
-        fma=fma,
     )
+
+
+def _is_direct(fan_in: int, fan_out: int, groups: int) -> bool:
+    """Whether that is how kernels compute groups; like `IsDirect` in `cuda/conv.h`."""
+    return min(fan_in, fan_out) < _LEAST_FAN and (groups > 1 or fan_in == fan_out == 1)
 
 
 def _up_to_units(channels: int, unit: int) -> int:
@@ -179,10 +189,11 @@ def find_form(
     images: jax.Array,
     other: jax.Array,
     fans: tuple[int, int],
+    groups: int,
 ) -> Form | None:
     """The form in which the kernels compute something of these operands, if they can.
 
-    The fans are those that the operands have, which may be shards of a device.
+    The fans and groups are those that the operands have, which may be shards of a device.
     """
     itemsize = images.dtype.itemsize
     if (
@@ -196,7 +207,7 @@ def find_form(
     found = form(
         options.windows,
         *fans,
-        options.groups,
+        groups,
         itemsize=itemsize,
         takes_few=_are_hopper(),
         tf32=_may_be_tf32(options.precision),
@@ -205,25 +216,28 @@ def find_form(
         return None
     pixels = max(math.prod(found.windows.ins), math.prod(found.windows.outs))
     rows = math.prod(images.shape[: images.ndim - 1 - len(found.windows.taps)])
-    return found if 0 < rows * pixels < _MAX_PIXELS else None
+    # The direct kernels count images in 64 bits.
+    has_many = rows * pixels >= _MAX_PIXELS and found.kernels != "direct"
+    return found if rows > 0 and not has_many else None
 
 
 def find_kernel_grad_form(
-    options: Any, platform: str | None, dtype: Any, x: jax.Array, g: jax.Array
+    options: Any, platform: str | None, dtype: Any, x: jax.Array, g: jax.Array, count: int
 ) -> Form | None:
-    """The same of the gradient by the kernel.
+    """The same of the gradient by the kernel, or by so many kernels, each of groups of its own.
 
     Its sums of TF32 do without `wgmma`. Patches that are no larger than x are not worth that.
     """
-    # Of several groups devices have all channels.
-    one = options.groups == 1
-    fans = (x.shape[-1], g.shape[-1]) if one else (options.fan_in, options.fan_out)
-    found = find_form(options, platform, dtype, x, g, fans)
+    # Of several groups devices have all channels, unless every channel is a group of its own.
+    fans, groups = (options.fan_in, options.fan_out), options.groups
+    if options.is_depthwise:
+        groups = x.shape[-1]
+    elif groups == 1:
+        fans = x.shape[-1], g.shape[-1]
+    found = find_form(options, platform, dtype, x, g, fans, groups * count)
     windows = options.windows
-    are_few = math.prod(windows.taps) <= math.prod(windows.strides)
-    if found and are_few and x.dtype == np.float32 and not found.fma:
-        return None
-    return found
+    has_small_patches = math.prod(windows.taps) <= math.prod(windows.strides)
+    return None if found and has_small_patches and _is_tf32(x, found) else found
 
 
 def _may_be_tf32(precision: Any) -> bool:
@@ -303,7 +317,7 @@ def _operand(kernel: jax.Array, form: Form) -> jax.Array:
 
 
 def _is_tf32(operand: jax.Array, form: Form) -> bool:
-    return operand.dtype == np.float32 and not form.fma
+    return operand.dtype == np.float32 and form.kernels == "mma"
 
 
 def _convolve(

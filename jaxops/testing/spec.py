@@ -15,6 +15,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Arrays = tuple[np.ndarray, ...]
 MakeArguments = Callable[[np.random.Generator, np.dtype], Arrays]
+Calls = Mapping[str, int] | Callable[[str], Mapping[str, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ class OperatorSpec:
       large: a case for several threads, blocks and devices; mesh axes of 2, 4 and 8 divide what
         `placements` shards.
       differentiable: positions of the arguments that have gradients.
-      calls: native handlers that one call runs, and how often.
+      calls: native handlers that one call runs, and how often; where that depends on the devices,
+        a function of the platform's name that returns it.
       vjp_calls: the same of the value together with the gradient by every differentiable argument.
       value_terms: the number of terms in the longest sum of a value, called with the arguments.
       vjp_terms: the same of a gradient.
@@ -95,8 +97,8 @@ class OperatorSpec:
     arguments: MakeArguments
     large: MakeArguments
     differentiable: tuple[int, ...]
-    calls: Mapping[str, int]
-    vjp_calls: Mapping[str, int]
+    calls: Calls
+    vjp_calls: Calls
     value_terms: Callable[..., int]
     vjp_terms: Callable[..., int]
     vjp_roundings: int = 0
@@ -112,6 +114,14 @@ class OperatorSpec:
 
     def __str__(self) -> str:
         return f"{self.operator}[{self.variant}]"
+
+    def calls_on(self, platform: str) -> Mapping[str, int]:
+        """The `calls` of a platform."""
+        return self.calls(platform) if callable(self.calls) else self.calls
+
+    def vjp_calls_on(self, platform: str) -> Mapping[str, int]:
+        """The `vjp_calls` of a platform."""
+        return self.vjp_calls(platform) if callable(self.vjp_calls) else self.vjp_calls
 
     def case(self, dtype: str = "float64", make: MakeArguments | None = None) -> Arrays:
         """Arguments, the same in every run; `make` is one of the spec's, `arguments` by default."""

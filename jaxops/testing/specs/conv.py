@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from jaxops._core import tiles
 from jaxops.reference import conv as reference
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
 
@@ -121,6 +122,16 @@ def _placements(*, depthwise):
     yield placement("images and output channels", ("n", "c"), "n", "c")
 
 
+def _calls(platform, *, depthwise, passes):
+    """Of a pass, or of value and gradients: patches, but of a depthwise one on a GPU.
+
+    True float32 has no other kernels.
+    """
+    if depthwise and platform == "cuda" and tiles._has_kernels():
+        return dict.fromkeys(tiles.TARGETS[:passes], 1)
+    return {"jaxops_im2col": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
+
+
 def _spec(variant, *, fans, large, strides, low, high, dilation):
     """`fans` are the channels of a group, input and output; there are three groups of one each."""
     ins, taps = (5, 4), (3, 2)
@@ -147,6 +158,13 @@ def _spec(variant, *, fans, large, strides, low, high, dilation):
         images = x.shape[0] * math.prod(outs)
         return max(images, math.prod(kernel.shape[:3]), math.prod(taps) * kernel.shape[3])
 
+    def reach(index, x, kernel):
+        """The zeros around the cotangent are multiplied by every tap of their channel."""
+        of_x = np.zeros(x.shape, bool)
+        of_x[..., index[-1]] = True
+        return False, of_x, False
+
+    calls = functools.partial(_calls, depthwise=depthwise)
     empty = {"no images": {"rows": 0}}
     if not depthwise:
         empty |= {"no input channels": {"fan_in": 0}, "no output channels": {"fan_out": 0}}
@@ -158,14 +176,15 @@ def _spec(variant, *, fans, large, strides, low, high, dilation):
         arguments=arguments,
         large=functools.partial(arguments, rows=8, **large),
         differentiable=(0, 1),
-        calls={"jaxops_im2col": 1},
-        vjp_calls={"jaxops_im2col": 2, "jaxops_col2im": 1},
+        calls=functools.partial(calls, passes=1),
+        vjp_calls=functools.partial(calls, passes=3),
         value_terms=lambda x, kernel: math.prod(kernel.shape[:-1]),
         vjp_terms=lambda *arguments: 4 * terms(*arguments),
         vjp_roundings=1,
         placements=tuple(_placements(depthwise=depthwise)),
         empty={name: functools.partial(arguments, **n) for name, n in empty.items()},
         bad_inputs=_BAD_INPUTS,
+        padded_reach={1: reach} if depthwise else {},
         vjp_bitwise=False,
         checkpoint_name="conv2d",
     )
