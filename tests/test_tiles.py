@@ -64,7 +64,7 @@ def fake_convolve(target, results, form, *operands, activation=0):
 
     operands = [a.reshape(flat(a.shape)) for a in operands]
     result = np.empty(results[0].shape).reshape(flat(results[0].shape))
-    shapes = [a.shape for a in (*operands, result)]
+    shapes = [a.shape for a in (*operands[:2], result)]
     order = {"jaxops_conv": (0, 1, 2), "jaxops_conv_input_grad": (2, 1, 0)}
     of_x, of_kernel, of_y = (shapes[i] for i in order.get(target, (0, 2, 1)))
     assert (of_x[1:-1], of_y[1:-1]) == (windows.ins, windows.outs)
@@ -210,7 +210,6 @@ def test_what_units_channels_are_filled_up_to():
     assert sizes(9, 20, 3, itemsize=4) == (27, 60)
     assert sizes(9, 10, 3, itemsize=8) == (27, 30)
     assert sizes(12, 20, 3) is None
-    assert sizes(24, 24, itemsize=8) is None
 
 
 @pytest.mark.parametrize(
@@ -452,9 +451,8 @@ def test_which_gpus_have_kernels(capabilities, architectures, has, monkeypatch):
         {"sizes": (0, 4)},
         {"taps": (2, 2, 2), "sizes": (4, 4, 4)},
         {"groups": 1 << 16},
-        {"channels": 7, "groups": 2},
+        {"channels": 7, "groups": 2, "strides": 9},
         {"itemsize": 4, "channels": 7, "outputs": 7},
-        {"itemsize": 8, "channels": 7, "groups": 2},
         {"itemsize": 8, "strides": 9, "sizes": (20, 20)},
     ],
     ids=str,
