@@ -39,13 +39,12 @@ struct Params {
 // What a block has in shared memory beside stages.
 template <typename Tile>
 struct alignas(128) Head {
-  static constexpr int kSteps = kChunk<typename Tile::T>;
   Place pixels[Tile::kRows];
   int64_t results[Tile::kRows];  // bytes; negative where there is no pixel
-  // Those of two chunks: what is summed over, in the image and in the kernel, there bytes to the
+  // Those of two sets: what is summed over, in the image and in the kernel, there bytes to the
   // tile's first output, negative after the end.
-  Place steps[2][kSteps];
-  int64_t matrix_rows[2][kSteps];
+  Place steps[2 * kSet];
+  int64_t matrix_rows[2 * kSet];
 };
 
 // A stage has the rows of pixels, of a chunk each, and after them those of the chunk, of columns.
@@ -78,21 +77,21 @@ __device__ void FindPixels(const Params& p, int first, Head<Tile>& head) {
 }
 
 template <typename Tile>
-__device__ void FindSteps(const Params& p, int first_column, int chunk, Head<Tile>& head) {
+__device__ void FindSteps(const Params& p, int first_column, int set, Head<Tile>& head) {
   using T = typename Tile::T;
-  if (threadIdx.x >= kChunk<T>) return;
-  const int step = chunk * kChunk<T> + threadIdx.x;
-  uint32_t block = min(step, p.depth - 1);
-  int channel = p.block.Peel(block);
-  const int tap = p.taps.Peel(block);
-  channel += block * p.block.divisor();
-  Place place = p.tap[tap];
-  place.byte += channel * sizeof(T);
-  if (step >= p.depth) place.column = kNowhere;
-  head.steps[chunk % 2][threadIdx.x] = place;
-  const int64_t row = p.matrix[tap] + blockIdx.y * p.kernel_group + channel * p.kernel_channel +
-                      first_column * p.kernel_output;
-  head.matrix_rows[chunk % 2][threadIdx.x] = step < p.depth ? row : -1;
+  FindSet<Tile>(set, [&](int step, int at) {
+    uint32_t block = min(step, p.depth - 1);
+    int channel = p.block.Peel(block);
+    const int tap = p.taps.Peel(block);
+    channel += block * p.block.divisor();
+    Place place = p.tap[tap];
+    place.byte += channel * sizeof(T);
+    if (step >= p.depth) place.column = kNowhere;
+    head.steps[at] = place;
+    const int64_t row = p.matrix[tap] + blockIdx.y * p.kernel_group + channel * p.kernel_channel +
+                        first_column * p.kernel_output;
+    head.matrix_rows[at] = step < p.depth ? row : -1;
+  });
 }
 
 // Copies kBytes of some steps of the pixels' rows, a unit or an entry.
@@ -103,7 +102,7 @@ __device__ __forceinline__ void CopyImages(const Params& p, const Head<Tile>& he
   constexpr int kCopies = kChunkBytes / kBytes, kEntries = kBytes / sizeof(T);
   static_assert(Tile::kThreads % kCopies == 0);
   const int copy = threadIdx.x % kCopies;
-  const Place step = head.steps[chunk % 2][copy * kEntries];
+  const Place step = head.steps[InSets<T>(chunk) + copy * kEntries];
   ForOwn<Tile::kRows * kCopies, Tile::kThreads>([&](int i) {
     const int row = i / kCopies;
     const Place pixel = head.pixels[row];
@@ -127,7 +126,7 @@ __device__ __forceinline__ void CopyKernel(const Params& p, int outputs, const H
   ForOwn<kSteps * kCopies, Tile::kThreads>([&](int i) {
     const int step = i % kBeside + i / (kBeside * kCopies) * kBeside;
     const int copy = i / kBeside % kCopies;
-    const int64_t row = head.matrix_rows[chunk % 2][step];
+    const int64_t row = head.matrix_rows[InSets<T>(chunk) + step];
     const int64_t at = kEntries > 1 ? copy * kBytes : copy * p.kernel_output;
     CopyAsync<kBytes>(stage + step * Tile::kPitch + copy * kBytes, p.kernel + (row + at),
                       row >= 0 && copy * kEntries < outputs);
@@ -159,9 +158,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   uint32_t row_tile = blockIdx.x;
   const int first_column = p.column_tiles.Peel(row_tile) * Tile::kColumns;
   FindPixels(p, row_tile * Tile::kRows, head);
-  for (int i = 0; i < kAhead; ++i) {
-    if (i < p.chunks) FindSteps(p, first_column, i, head);
-  }
+  const auto find = [&](int set) { FindSteps(p, first_column, set, head); };
+  if (p.chunks > 0) FindFirstSets<T>(0, find);
   __syncthreads();
 
   const auto copy = [&](int chunk, int stage) {
@@ -174,9 +172,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     if (i < p.chunks) copy(i, i);
     CommitCopies();
   }
-  // The place of the first chunk's steps may be written again.
-  __syncthreads();
-  if (kAhead < p.chunks) FindSteps(p, first_column, kAhead, head);
 
   Unit<T> sums[Tile::kThreadRows][Tile::kThreadUnits] = {};
   int stage = 0;
@@ -186,7 +181,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     __syncthreads();
     if (chunk + kAhead < p.chunks) {
       copy(chunk + kAhead, stage == 0 ? kAhead : stage - 1);
-      if (chunk + kAhead + 1 < p.chunks) FindSteps(p, first_column, chunk + kAhead + 1, head);
+      FindNextSet<T>(chunk, find);
     }
     CommitCopies();
 

@@ -43,6 +43,11 @@ template <typename T>
 constexpr int kChunk = kChunkBytes / sizeof(T);
 constexpr int kAhead = 2;  // chunks under way while one is multiplied
 constexpr int kStages = kAhead + 1;
+// The entries of so many chunks are looked for together, by the lanes of a warp, one warp after the
+// other, and those of two such sets are known.
+constexpr int kSet = 32;
+template <typename T>
+constexpr int kSetChunks = kSet / kChunk<T>;
 
 // kBlocks of it share a multiprocessor. A product takes kPercent of what it would if there were
 // nothing but multiply-adds, with warps enough to hide what one waits for: an estimate from how
@@ -153,6 +158,34 @@ struct Pixels {
             in_row, in_column};
   }
 };
+
+// Calls find(number, at) for this lane's entry of the sum in a set, and where it is among those of
+// two sets, if it is this warp's turn.
+template <typename Tile, typename Find>
+__device__ __forceinline__ void FindSet(int set, Find&& find) {
+  const int thread = ThreadAnew<Tile::kThreads>();
+  if (thread / 32 != set % Tile::kWarps) return;
+  find(set * kSet + thread % 32, set % 2 * kSet + thread % 32);
+}
+
+// Where the first entry of a chunk is among those of two sets.
+template <typename T>
+__device__ __forceinline__ int InSets(int chunk) {
+  return chunk % (2 * kSetChunks<T>)*kChunk<T>;
+}
+
+// Calls find(set) for those of the first chunks that are copied, and, while one is multiplied, for
+// the set that is needed next, whose place has been free since the last barrier.
+template <typename T, typename Find>
+__device__ __forceinline__ void FindFirstSets(int chunk, Find&& find) {
+  for (int set = chunk / kSetChunks<T>; set <= (chunk + kAhead) / kSetChunks<T>; ++set) find(set);
+}
+
+template <typename T, typename Find>
+__device__ __forceinline__ void FindNextSet(int chunk, Find&& find) {
+  const int next = chunk + kAhead + 1;
+  if (next % kSetChunks<T> == 0) find(next / kSetChunks<T>);
+}
 
 // Calls act(i) for those of kCount numbers that are this thread's.
 template <int kCount, int kThreads, typename Act>

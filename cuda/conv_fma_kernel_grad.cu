@@ -37,7 +37,7 @@ struct Params {
 template <typename Tile>
 struct alignas(128) Head {
   Place rows[Tile::kRows];
-  Place pixels[2][kChunk<typename Tile::T>];  // of two chunks
+  Place pixels[2 * kSet];  // of two sets
 };
 
 // A stage has the pixels of a chunk, of rows of the product each, and after them of columns.
@@ -63,16 +63,15 @@ __device__ void FindRows(const Params& p, int first, Head<Tile>& head) {
 }
 
 template <typename Tile>
-__device__ void FindPixels(const Params& p, int chunk, Head<Tile>& head) {
-  constexpr int kPixels = kChunk<typename Tile::T>;
-  if (threadIdx.x >= kPixels) return;
-  const int number = chunk * kPixels + threadIdx.x;
-  uint32_t image = min(number, p.pixels.count - 1);
-  const int column = p.pixels.columns.Peel(image);
-  const int row = p.pixels.rows.Peel(image);
-  Place place = p.pixels.Of(p.images, image, row, column);
-  if (number >= p.pixels.count) place.column = kNowhere;
-  head.pixels[chunk % 2][threadIdx.x] = place;
+__device__ void FindPixels(const Params& p, int set, Head<Tile>& head) {
+  FindSet<Tile>(set, [&](int number, int at) {
+    uint32_t image = min(number, p.pixels.count - 1);
+    const int column = p.pixels.columns.Peel(image);
+    const int row = p.pixels.rows.Peel(image);
+    Place place = p.pixels.Of(p.images, image, row, column);
+    if (number >= p.pixels.count) place.column = kNowhere;
+    head.pixels[at] = place;
+  });
 }
 
 // Copies kBytes of some rows of the product, a unit or an entry, of all pixels.
@@ -83,7 +82,7 @@ __device__ __forceinline__ void CopyImages(const Params& p, const Head<Tile>& he
   constexpr int kEntries = kBytes / sizeof(T), kCopies = Tile::kRows / kEntries;
   ForOwn<kChunk<T> * kCopies, Tile::kThreads>([&](int i) {
     const int copy = i % kCopies, in_chunk = i / kCopies;
-    const Place row = head.rows[copy * kEntries], pixel = head.pixels[chunk % 2][in_chunk];
+    const Place row = head.rows[copy * kEntries], pixel = head.pixels[InSets<T>(chunk) + in_chunk];
     CopyAsync<kBytes>(stage + in_chunk * kImagePitch<Tile> + copy * kBytes,
                       p.images.data + (row.byte + pixel.byte), p.images.Has(pixel, row));
   });
@@ -123,7 +122,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const char* cotangent =
       p.cotangent + blockIdx.y * p.output_group + first_column * static_cast<int>(sizeof(T));
   FindRows(p, first_row, head);
-  for (int i = 0; i < kAhead; ++i) FindPixels(p, begin + i, head);
+  const auto find = [&](int set) { FindPixels(p, set, head); };
+  FindFirstSets<T>(begin, find);
   __syncthreads();
 
   const auto copy = [&](int chunk, int stage) {
@@ -136,9 +136,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     if (begin + i < end) copy(begin + i, i);
     CommitCopies();
   }
-  // The place of the first chunk's pixels may be written again.
-  __syncthreads();
-  FindPixels(p, begin + kAhead, head);
 
   const Lane<Tile> lane;
   constexpr int kRowUnits = Tile::kThreadRows / kUnit<T>;  // of a thread
@@ -153,7 +150,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     __syncthreads();
     if (chunk + kAhead < end) {
       copy(chunk + kAhead, stage == 0 ? kAhead : stage - 1);
-      FindPixels(p, chunk + kAhead + 1, head);
+      FindNextSet<T>(chunk, find);
     }
     CommitCopies();
 
