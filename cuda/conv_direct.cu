@@ -347,9 +347,29 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
   }
 }
 
-// So many threads keep a multiprocessor busy; several times as many even out what each has to do,
-// unless parts get so short that most of what they read is read by others too.
-constexpr int64_t kBusyThreads = 384, kRounds = 4, kLongPart = 8;
+// So many blocks keep a multiprocessor busy. What a thread does before it walks, in rows.
+constexpr int64_t kBusyBlocks = 3, kRowsBefore = 3;
+// How many ways to cut rows there are to choose from.
+constexpr int64_t kTrials = 8;
+
+// Cuts `groups` of rows into parts that take the least time, if `threads` walk down each, a step
+// for every group and `ramp` more.
+int CutRows(int64_t groups, int64_t threads, int64_t ramp) {
+  const int64_t first =
+      std::clamp<int64_t>(kBusyBlocks * kThreads * kProcessors / threads, 1, groups);
+  int64_t best = groups, least = INT64_MAX;
+  for (int64_t parts = first; parts <= std::min(groups, first + kTrials); ++parts) {
+    const int64_t part = CeilDiv(groups, parts);
+    const int64_t blocks = CeilDiv(threads * CeilDiv(groups, part), kThreads);
+    const int64_t cost =
+        std::max(CeilDiv(blocks, kProcessors), kBusyBlocks) * (part + ramp + kRowsBefore);
+    if (cost < least) {
+      least = cost;
+      best = part;
+    }
+  }
+  return static_cast<int>(best);
+}
 
 template <typename T, typename W, bool kOfCotangents>
 cudaError_t LaunchWalk(cudaStream_t stream, const Params& common, const Call& call, bool is_grad) {
@@ -373,10 +393,7 @@ cudaError_t LaunchWalk(cudaStream_t stream, const Params& common, const Call& ca
   p.groups = static_cast<int>(CeilDiv(p.result_rows - p.row_shift, kOfCotangents ? W::kStride : 1));
 
   const int64_t threads = p.images * p.strips.divisor() * p.slabs.threads();
-  const int64_t busy = kBusyThreads * kProcessors / threads;
-  const int64_t even = std::min(kRounds * busy, p.groups / (kLongPart * std::max(1, W::kRamp)));
-  const int64_t parts = std::clamp<int64_t>(std::max(busy, even), 1, p.groups);
-  p.part_groups = static_cast<int>(CeilDiv(p.groups, parts));
+  p.part_groups = CutRows(p.groups, threads, W::kRamp);
   p.parts = FastDivider64(CeilDiv(p.groups, p.part_groups));
   const int64_t blocks = CeilDiv(threads * p.parts.divisor(), kThreads);
   if constexpr (kOfCotangents) {
