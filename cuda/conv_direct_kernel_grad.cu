@@ -7,10 +7,11 @@
 // windows cover it, which the thread keeps; of other windows, and f64, a few taps (SumPixels).
 //
 // The threads of a block that have the same output add up their sums, and blocks write theirs to a
-// workspace, from where a second kernel adds them (AddParts), always in the same order.
+// workspace, from where a second kernel adds them, always in the same order.
 #include <type_traits>
 
 #include "cuda/conv_direct.cuh"
+#include "cuda/conv_results.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {
@@ -256,38 +257,6 @@ __global__ void __launch_bounds__(kThreads) SumPixels(const __grid_constant__ Pa
   StoreBlockSums<T>(p, t, first, sums);
 }
 
-// --- the sum of the parts ------------------------------------------------------------------------
-
-constexpr int kAddLanes = 32, kAddRows = 8;
-
-struct AddParams {
-  const void* parts;
-  void* result;
-  int64_t size, count;
-  bool result_is_f32;
-};
-
-// Of threads for the same entry each adds every so many parts, and one adds what these have.
-template <typename T>
-__global__ void __launch_bounds__(kAddLanes* kAddRows)
-    AddParts(const __grid_constant__ AddParams p) {
-  using Acc = Accumulator<T>;
-  __shared__ Acc sums[kAddRows][kAddLanes];
-  const int lane = threadIdx.x % kAddLanes, row = threadIdx.x / kAddLanes;
-  const int64_t at = int64_t{blockIdx.x} * kAddLanes + lane;
-  const Acc* parts = static_cast<const Acc*>(p.parts);
-  Acc sum = 0;
-  if (at < p.size) {
-#pragma unroll 8
-    for (int64_t i = row; i < p.count; i += kAddRows) sum += parts[i * p.size + at];
-  }
-  sums[row][lane] = sum;
-  __syncthreads();
-  if (row > 0 || at >= p.size) return;
-  for (int i = 1; i < kAddRows; ++i) sum += sums[i][lane];
-  StoreSums<T, 1>(p.result, at, p.result_is_f32, {sum});
-}
-
 // --- what the host decides -----------------------------------------------------------------------
 
 // How many blocks of a multiprocessor there are where there are enough pixels for them.
@@ -348,9 +317,8 @@ cudaError_t Run(cudaStream_t stream, const Params& p, const Call& call) {
     error = jaxops::cuda::Launch(&WalkPixels<T, W>, blocks, kThreads, 0, stream, p);
   }
   if (error != cudaSuccess || !p.is_part) return error;
-  const AddParams add = {p.result, call.result, p.size, p.splits, p.result_is_f32};
-  return jaxops::cuda::Launch(&AddParts<T>, CeilDiv(p.size, kAddLanes), kAddLanes * kAddRows, 0,
-                              stream, add);
+  return LaunchAddParts(stream, p.result, call.result, call.result_dtype, p.size,
+                        static_cast<int>(p.splits));
 }
 
 // Calls `use` with all but addresses, and with the type of an entry and the walk as types.

@@ -11,6 +11,7 @@
 #include "common/conv.h"
 #include "cuda/activation.cuh"
 #include "cuda/launch.h"
+#include "cuda/numeric.cuh"
 
 namespace jaxops::conv::cuda {
 
@@ -105,9 +106,9 @@ __device__ void Store(Out* to, const float4& v) {
   }
 }
 
-template <typename T>
-__device__ void Store(T* to, T v) {
-  *to = v;
+template <typename Out>
+__device__ void Store(Out* to, jaxops::cuda::Accumulator<Out> v) {
+  *to = jaxops::cuda::Narrow<Out>(v);
 }
 
 // Adds parts of a result, an entry or four a thread, always in the same order. With many parts the
@@ -135,8 +136,8 @@ __global__ void __launch_bounds__(kAddThreads)
   if (at < count) Store(to + kEntries * at, sum);
 }
 
-// Of `parts` results of `size` entries each, one after the other: of f64 for a result of that, else
-// of f32; those for 16-bit results are a multiple of 4.
+// Of `parts` results of `size` entries each, one after the other, of the type that sums for such a
+// result have.
 inline cudaError_t LaunchAddParts(cudaStream_t stream, const void* from, void* result, DType dtype,
                                   int64_t size, int parts) {
   const int beside = parts >= 128 ? 8 : parts >= 16 ? 32 : kAddThreads;
@@ -147,20 +148,13 @@ inline cudaError_t LaunchAddParts(cudaStream_t stream, const void* from, void* r
     AddParts<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(parts_from, to, count, parts);
     return cudaGetLastError();
   };
-  const auto fours = [&](auto* to) {
-    return launch(static_cast<const float4*>(from), to, size / 4);
-  };
-  switch (dtype) {
-    case DType::kF64:
-      return launch(static_cast<const double*>(from), static_cast<double*>(result), size);
-    case DType::kF32:
-      if (size % 4 == 0) return fours(static_cast<float*>(result));
-      return launch(static_cast<const float*>(from), static_cast<float*>(result), size);
-    case DType::kF16:
-      return fours(static_cast<__half*>(result));
-    default:
-      return fours(static_cast<__nv_bfloat16*>(result));
-  }
+  return jaxops::cuda::DispatchFloat(dtype, [&]<typename Out>(Out) {
+    Out* to = static_cast<Out*>(result);
+    if constexpr (!std::is_same_v<Out, double>) {
+      if (size % 4 == 0) return launch(static_cast<const float4*>(from), to, size / 4);
+    }
+    return launch(static_cast<const jaxops::cuda::Accumulator<Out>*>(from), to, size);
+  });
 }
 
 }  // namespace jaxops::conv::cuda
