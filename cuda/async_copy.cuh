@@ -10,12 +10,15 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies kBytes through the L1 cache, or as many zeros where there is nothing to copy: then `from`
-// may be any address. What is copied is not read before WaitCopies, so that the compiler may have
+// Copies kBytes through the L1 cache from some bytes after `base`, or as many zeros where there is
+// nothing to copy: then `offset` may be any, because a copy of nothing, too, has to be from an
+// aligned address. What is copied is not read before WaitCopies, so that the compiler may have
 // other accesses pass it.
 template <int kBytes>
-__device__ __forceinline__ void CopyAsync(uint32_t to, const void* from, bool exists) {
+__device__ __forceinline__ void CopyAsync(uint32_t to, const char* base, int64_t offset,
+                                          bool exists) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  const char* from = base + (exists ? offset : 0);
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
                "r"(exists ? kBytes : 0));
 }

@@ -108,7 +108,7 @@ __device__ __forceinline__ void CopyImages(const Params& p, const Head<Tile>& he
     const Place pixel = head.pixels[row];
     const uint32_t to =
         stage + ImageUnit(row, copy * kBytes / kUnitBytes) + copy * kBytes % kUnitBytes;
-    CopyAsync<kBytes>(to, p.images.data + (step.byte + pixel.byte), p.images.Has(pixel, step));
+    CopyAsync<kBytes>(to, p.images.data, step.byte + pixel.byte, p.images.Has(pixel, step));
   });
 }
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ void CopyKernel(const Params& p, int outputs, const H
     const int copy = i / kBeside % kCopies;
     const int64_t row = head.matrix_rows[InSets<T>(chunk) + step];
     const int64_t at = kEntries > 1 ? copy * kBytes : copy * p.kernel_output;
-    CopyAsync<kBytes>(stage + step * Tile::kPitch + copy * kBytes, p.kernel + (row + at),
+    CopyAsync<kBytes>(stage + step * Tile::kPitch + copy * kBytes, p.kernel, row + at,
                       row >= 0 && copy * kEntries < outputs);
   });
 }

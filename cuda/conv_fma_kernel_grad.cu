@@ -83,8 +83,8 @@ __device__ __forceinline__ void CopyImages(const Params& p, const Head<Tile>& he
   ForOwn<kChunk<T> * kCopies, Tile::kThreads>([&](int i) {
     const int copy = i % kCopies, in_chunk = i / kCopies;
     const Place row = head.rows[copy * kEntries], pixel = head.pixels[InSets<T>(chunk) + in_chunk];
-    CopyAsync<kBytes>(stage + in_chunk * kImagePitch<Tile> + copy * kBytes,
-                      p.images.data + (row.byte + pixel.byte), p.images.Has(pixel, row));
+    CopyAsync<kBytes>(stage + in_chunk * kImagePitch<Tile> + copy * kBytes, p.images.data,
+                      row.byte + pixel.byte, p.images.Has(pixel, row));
   });
 }
 
@@ -98,8 +98,8 @@ __device__ __forceinline__ void CopyCotangent(const Params& p, const char* cotan
   ForOwn<kChunk<T> * kCopies, Tile::kThreads>([&](int i) {
     const int copy = i % kCopies, in_chunk = i / kCopies;
     const int pixel = chunk * kChunk<T> + in_chunk;
-    CopyAsync<kBytes>(stage + in_chunk * Tile::kPitch + copy * kBytes,
-                      cotangent + (pixel * p.cotangent_pixel + copy * kBytes),
+    CopyAsync<kBytes>(stage + in_chunk * Tile::kPitch + copy * kBytes, cotangent,
+                      pixel * p.cotangent_pixel + copy * kBytes,
                       pixel < p.pixels.count && copy * kEntries < outputs);
   });
 }

@@ -11,6 +11,8 @@
 #include <cuda/ptx>
 #include <type_traits>
 
+#include "cuda/async_copy.cuh"
+
 // Only code for sm_90a itself knows these instructions. Kernels are empty elsewhere, and not
 // launched there.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -22,13 +24,10 @@
 namespace jaxops::cuda::hopper {
 
 namespace ptx = ::cuda::ptx;
+using jaxops::cuda::SharedAddress;
 
 // All the shared memory that a block can have.
 constexpr int kSharedBytes = 227 * 1024;
-
-__device__ inline uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // Waits for the completion of the phase of a barrier that has this parity.
 __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {

@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxops._core import checks, convolution
+from jaxops._core import checks, compat, convolution
 from jaxops._core.windows import Windows, place
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
@@ -136,7 +136,7 @@ def conv2d(
     y = convolution.forward(
         x,
         kernel,
-        None if bias is None else bias.astype(wide),
+        None if bias is None else compat.shard_like_last(bias, kernel).astype(wide),
         options=options,
         dtype=result_dtype,
         activation=activation,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import warnings
 
 import hypothesis
@@ -168,10 +169,9 @@ def test_derivatives_with_bias_and_activation(activation, platform):
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
 def test_shards_with_bias_and_activation(over, activation, platform):
     """They come after sums of which devices have parts, as of sharded channels."""
-    devices = jax.devices(platform.name)[:2]
-    if len(devices) < 2:
-        pytest.skip("takes two devices")
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
+    if len(platform.devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(platform.devices[:2], ("d",))
     specs = {
         "images": (P("d"), P(), P()),
         "channels": (P(None, None, None, "d"), P(None, None, "d"), P()),
@@ -192,6 +192,47 @@ def test_shards_with_bias_and_activation(over, activation, platform):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert "all-gather" not in derivatives.lower((g,), *shards).compile().as_text()
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_a_policy_that_saves_the_result_spares_a_second_convolution(activation):
+    arrays = normal(0, (1, 4, 5, 2), (3, 3, 2, 3), (3,))
+
+    def total(x, kernel, bias):
+        return jaxops.conv2d(x, kernel, bias=bias, activation=activation).sum()
+
+    def convolutions(policy):
+        saved = jax.checkpoint(total, policy=policy)
+        text = str(jax.make_jaxpr(jax.grad(saved, (0, 1, 2)))(*arrays))
+        return len(re.findall(r"= conv\[", text))
+
+    assert convolutions(jax.checkpoint_policies.save_only_these_names("conv2d")) == 1
+    assert convolutions(jax.checkpoint_policies.nothing_saveable) == 2
+
+
+@pytest.mark.parametrize("wrt", [(0, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("of_x", [P("d"), P()], ids=str)
+def test_a_sharded_bias_on_explicit_meshes(of_x, activation, wrt, platform):
+    if len(platform.devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(platform.devices[:2], ("d",), axis_types=(AxisType.Explicit,))
+    arrays = normal(0, (2, 4, 5, 2), (3, 3, 2, 4), (4,))
+    specs = of_x, P(), P("d")
+
+    def total(x, kernel, bias):
+        return (jaxops.conv2d(x, kernel, bias=bias, activation=activation) ** 2).sum()
+
+    derivatives = jax.value_and_grad(total, wrt)
+    want = run(derivatives, platform, *arrays)
+    with jax.set_mesh(mesh):
+        shards = [
+            jax.device_put(array, NamedSharding(mesh, spec))
+            for array, spec in zip(arrays, specs, strict=True)
+        ]
+        got = jax.jit(derivatives)(*shards)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])

@@ -457,7 +457,9 @@ def test_softmax_of_classes_on_several_devices(dtype, gamma, platform):
     got = jax.jit(both)(sharded, *rest)
     assert got[1].sharding.spec == spec
     want = run(both, platform, logits, labels, ct)
-    rtol = 2e-13 if dtype == "float64" else max(2e-6, 2 * float(jnp.finfo(dtype).eps))
+    # A lead is rounded in two ways, and the power makes the more of it the farther it is.
+    wide = jnp.finfo(jnp.promote_types(dtype, "float32"))
+    rtol = max(2 * float(jnp.finfo(dtype).eps), 30 * (1 + gamma) * float(wide.eps))
     for g, w in zip(got, want, strict=True):
         # Beyond the smallest normal number there are fewer digits.
         g, w = (np.asarray(a, np.float64) for a in (g, w))

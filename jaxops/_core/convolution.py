@@ -199,7 +199,8 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
     form = tiles.find_kernel_grad_form(options, platform, dtype, x, g, batch.count)
     if form is not None and (
-        _has_groups_for(batch, form, options)
+        0 not in shape
+        and _has_groups_for(batch, form, options)
         and (form.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
     ):
         x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in (x, g))
@@ -614,6 +615,9 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
         return [y], [dy]
 
     y = forward(*primals, options=options, dtype=dtype, activation=activation)
+    if activation is not None:
+        # The result tells where it was positive, so that nothing else is kept for the gradient.
+        y = checkpoint_name(y, "conv2d")
     *live, dbias = rules.live(tangents, 3)
     plain = dict(options=options, activation=None, with_bias=False)
     # What the bias adds to is rounded with it.
@@ -622,9 +626,8 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     if dbias is not None:
         spread = jnp.broadcast_to(_over_pixels(dbias, options), y.shape)
         spread = compat.reshard_like(spread, jax.typeof(y)).astype(summed)
-        dy = spread if dy is None else dy + spread
-    dy = dy.astype(dtype)
-    # The result tells where it was positive, so that nothing else is kept for the gradient.
+        dy = spread if dy is None else compat.reshard_like(dy, jax.typeof(y)) + spread
+    dy = compat.reshard_like(dy.astype(dtype), jax.typeof(y))
     return [y], [dy if activation is None else jnp.where(y > 0, dy, jnp.zeros_like(dy))]
 
 

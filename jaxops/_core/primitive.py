@@ -236,7 +236,7 @@ class Operator:
             order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
             specs = [(terms[i], self._spec_of(arrays[i].sharding)) for i in order]
             plan = partition.make_plan(call, mesh, specs, self._whole_factors(call))
-            spread = [f for f in self._across if plan.axes.get(f)]
+            spread = [f for f in self._across if plan.size(plan.axes.get(f, ())) > 1]
             if spread:
                 plan = dataclasses.replace(plan, across=spread[0])
 

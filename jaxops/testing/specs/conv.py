@@ -125,7 +125,7 @@ def _placements(*, depthwise):
 def _calls(platform, *, depthwise, passes):
     """Of a pass, or of value and gradients: patches, but of a depthwise one on a GPU.
 
-    True float32 has no other kernels.
+    Images of so few channels have no other kernels.
     """
     if depthwise and platform == "cuda" and tiles._has_kernels():
         return dict.fromkeys(tiles.TARGETS[:passes], 1)
