@@ -6,8 +6,8 @@
 // which the thread has the sums. The gradient by the image without strides is such a walk with the
 // taps mirrored; with strides of 2 a row of the cotangent adds to the rows of its window
 // (WalkCotangents). All other windows, and f64, are summed tap by tap (SumTaps).
-#include "cuda/activation.cuh"
 #include "cuda/conv_direct.cuh"
+#include "cuda/conv_results.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {
@@ -55,18 +55,6 @@ struct Params {
   bool result_is_f32;
   Epilogue epilogue;
 };
-
-// Bias and activation of sums for a pack of channels from `channel` on.
-template <typename Acc, int kPack>
-__device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t channel,
-                                       Acc (&sums)[kPack]) {
-  if (epilogue.bias) {
-    const Acc* bias = static_cast<const Acc*>(epilogue.bias) + channel;
-#pragma unroll
-    for (int v = 0; v < kPack; ++v) sums[v] += bias[v];
-  }
-  jaxops::cuda::Activate(sums, epilogue.activation);
-}
 
 // --- walks ---------------------------------------------------------------------------------------
 
@@ -261,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
     if (step >= W::kRamp) {
 #pragma unroll
       for (int c = 0; c < W::kColumns; ++c) {
-        Finish(p.epilogue, item.channel, sums[W::kRamp][c]);
+        Finish(p.epilogue, item.channel, W::kPack, sums[W::kRamp][c]);
       }
       result.StoreNext(true, sums[W::kRamp]);
     }
@@ -524,7 +512,7 @@ __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ Taps
   for (int c = 0; c < kStripColumns; ++c) {
     const int column = first_column + c * column_step;
     if (column < p.result_columns) {
-      Finish(p.epilogue, channel, sums[c]);
+      Finish(p.epilogue, channel, kPack, sums[c]);
       StoreSums<T>(p.result, at + column * p.result_pixel, p.result_is_f32, sums[c]);
     }
   }

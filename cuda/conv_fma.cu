@@ -6,8 +6,8 @@
 // bytes, those of patches straight from where they are in the image. For that every pixel has a
 // place and every entry of the sum another, and where an entry of a patch is, and whether it is in
 // the image at all, is a matter of adding the two.
-#include "cuda/activation.cuh"
 #include "cuda/conv_fma.cuh"
+#include "cuda/conv_results.cuh"
 
 namespace jaxops::conv::cuda {
 namespace fma {
@@ -133,19 +133,6 @@ __device__ __forceinline__ void CopyKernel(const Params& p, int outputs, const H
   });
 }
 
-// Finishes the sums of a unit of a group's outputs.
-template <typename T>
-__device__ __forceinline__ void Finish(const Params& p, int column, Unit<T>& unit) {
-  if (p.epilogue.bias) {
-    const T* bias = static_cast<const T*>(p.epilogue.bias) + int64_t{blockIdx.y} * p.outputs;
-#pragma unroll
-    for (int e = 0; e < kUnit<T>; ++e) {
-      if (column + e < p.outputs) unit.entry[e] += bias[column + e];
-    }
-  }
-  jaxops::cuda::Activate(unit.entry, p.epilogue.activation);
-}
-
 template <typename Tile, bool kImageUnits, bool kKernelUnits>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     Convolve(const __grid_constant__ Params p) {
@@ -242,7 +229,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
     for (int j = 0; j < Tile::kThreadUnits; ++j) {
       const int column = first_column + lane.Column(j) * kUnit<T>;
-      Finish(p, column, sums[i][j]);
+      Finish(p.epilogue, int64_t{blockIdx.y} * p.outputs + column, p.outputs - column,
+             sums[i][j].entry);
       Store(to + column, sums[i][j], p.outputs - column, p.result_units);
     }
   }

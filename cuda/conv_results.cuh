@@ -37,6 +37,20 @@ __device__ void Finish(const Epilogue& epilogue, float (&sums)[kColumns / 2], in
   jaxops::cuda::Activate(sums, epilogue.activation);
 }
 
+// Has sums of neighbouring outputs, of which so many are left, go through it.
+template <typename Acc, int kCount>
+__device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output, int left,
+                                       Acc (&sums)[kCount]) {
+  if (epilogue.bias) {
+    const Acc* bias = static_cast<const Acc*>(epilogue.bias) + output;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < left) sums[i] += bias[i];
+    }
+  }
+  jaxops::cuda::Activate(sums, epilogue.activation);
+}
+
 template <typename T>
 __device__ uint32_t Pack(float a, float b) {
   if constexpr (std::is_same_v<T, __half>) {

@@ -466,6 +466,22 @@ def test_softmax_of_classes_on_several_devices(dtype, gamma, platform):
         np.testing.assert_allclose(g, w, rtol, 4 * float(jnp.finfo(dtype).tiny))
 
 
+def test_softmax_of_classes_on_a_mesh_axis_of_one_device(platform):
+    """Nobody else has any of them: the kernel takes the rows."""
+    if len(platform.devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(np.reshape(platform.devices[:2], (2, 1)), ("n", "c"))
+    logits, labels = random_case(rows=38)
+    sharded = [
+        jax.device_put(a, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+        for a, axes in ((logits, ("n", "c")), (labels, ("n",)))
+    ]
+    total = functools.partial(jaxops.softmax_focal_loss, reduction="sum")
+    compiled = jax.jit(total).lower(*sharded).compile()
+    assert custom_calls(compiled) == {"jaxops_softmax_focal_loss_sum": 1}
+    np.testing.assert_allclose(compiled(*sharded), run(total, platform, logits, labels), rtol=1e-6)
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_arrays_without_a_sharding_in_a_program_of_a_mesh(operator, platform):
     mesh = jax.sharding.Mesh(platform.devices, ("n",))
