@@ -61,7 +61,7 @@ if selected build; then
     "$python" -m pip install --no-build-isolation --no-deps .
 fi
 if selected test; then
-  stage test env JAXOPS_REQUIRE_PLATFORMS=cpu,cuda "$python" -m pytest -n 8 -q tests
+  stage test env JAXOPS_REQUIRE_PLATFORMS=cpu,cuda "$python" -m pytest -n 8 --dist loadgroup -q tests
 fi
 if selected check; then
   stage check "$python" -m jaxops check --platform cuda
@@ -69,10 +69,11 @@ fi
 if selected sanitize; then
   for tool in "${tools[@]}"; do
     # Every buffer its own allocation, so that the sanitizer sees where it ends; and launches one by
-    # one rather than as a graph, so that a report names its kernel.
+    # one rather than as a graph, so that a report names its kernel. Only this process: the tool takes
+    # down some that XLA starts to compile.
     stage "$tool" env XLA_PYTHON_CLIENT_ALLOCATOR=platform \
       XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
-      compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes all \
+      compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes application-only \
       "$python" scripts/exercise_kernels.py
   done
 fi

@@ -560,6 +560,7 @@ def test_compile_time_does_not_grow_as_xla_s_does(platform):
 # --- beyond 2**31 --------------------------------------------------------------------------------
 
 
+@pytest.mark.xdist_group("most of the memory")
 @pytest.mark.parametrize(
     ("dtype", "rows", "widths", "axis"),
     [

@@ -587,6 +587,7 @@ def test_options_are_by_keyword():
 # --- beyond 2**31 elements -----------------------------------------------------------------------
 
 
+@pytest.mark.xdist_group("most of the memory")
 @pytest.mark.parametrize("data_format", LAYOUTS)
 def test_more_than_2_to_the_31_elements(platform, data_format):
     """Value and gradients, looked at around the ends and on both sides of element 2**31."""
