@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ Taps
       }
     }
   }
+  Finish(p.epilogue, channel, kPack, sums);
   const int64_t at = (image * p.result_rows + row) * p.result_columns * p.result_pixel + channel;
 #pragma unroll
   for (int c = 0; c < kStripColumns; ++c) {
     const int column = first_column + c * column_step;
     if (column < p.result_columns) {
-      Finish(p.epilogue, channel, kPack, sums[c]);
       StoreSums<T>(p.result, at + column * p.result_pixel, p.result_is_f32, sums[c]);
     }
   }

@@ -205,10 +205,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
       }
     }
     if (step >= W::kRamp) {
-#pragma unroll
-      for (int c = 0; c < W::kColumns; ++c) {
-        Finish(p.epilogue, item.channel, W::kPack, sums[W::kRamp][c]);
-      }
+      Finish(p.epilogue, item.channel, W::kPack, sums[W::kRamp]);
       result.StoreNext(true, sums[W::kRamp]);
     }
   };

@@ -51,6 +51,15 @@ __device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output,
   jaxops::cuda::Activate(sums, epilogue.activation);
 }
 
+// The same of several pixels. Mostly there is nothing to do, which is asked once.
+template <typename Acc, int kPixels, int kCount>
+__device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output, int left,
+                                       Acc (&sums)[kPixels][kCount]) {
+  if (!epilogue.bias && epilogue.activation == Activation::kNone) return;
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) Finish(epilogue, output, left, sums[i]);
+}
+
 template <typename T>
 __device__ uint32_t Pack(float a, float b) {
   if constexpr (std::is_same_v<T, __half>) {
