@@ -78,8 +78,9 @@ struct Tiling {
   // Whether every other window begins within a pair.
   bool HasOdd() const { return pixel_entries % 2 != 0; }
 
-  // Decides on tiles of at most so many columns and of so many rows.
-  void Cut(const Call& call, int64_t most_columns, int rows) {
+  // Decides on tiles of at most so many columns and of so many rows. Strips but the last one of an
+  // image have a multiple of `multiple` columns, as `most_columns` has to be.
+  void Cut(const Call& call, int64_t most_columns, int rows, int64_t multiple = 1) {
     const im2col::Window& h = call.dims[0];
     const im2col::Window& w = call.dims[1];
     images = static_cast<const uint16_t*>(call.image);
@@ -93,7 +94,8 @@ struct Tiling {
     pixel_entries = static_cast<int>(w.stride * call.channels);
     low_entries = w.low * call.channels;
     const int64_t strip_count = CeilDiv(w.out, most_columns);
-    const int64_t width = CeilDiv(w.out, strip_count);
+    const int64_t even = CeilDiv(w.out, strip_count);
+    const int64_t width = strip_count > 1 ? CeilDiv(even, multiple) * multiple : even;
     tile_columns = FastDivider(width);
     tile_rows = static_cast<int>(std::min<int64_t>(rows, h.out));
     strips = FastDivider(CeilDiv(w.out, width));

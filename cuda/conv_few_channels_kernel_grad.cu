@@ -4,9 +4,10 @@
 // over are the pixels of all images. Two neighbouring entries of the window, of two neighbouring
 // pixels, are two registers of the left operand: a lane reads both pairs and takes the lower halves
 // for the one row and the upper halves for the other. The cotangent is the right operand as it lies
-// in memory. Blocks sum for some of the tiles each, and a second kernel adds what they have, always
-// in the same order.
+// in memory, from where bulk copies bring it. Blocks sum for some of the tiles each, and a second
+// kernel adds what they have, always in the same order.
 #include "cuda/conv_few_channels.cuh"
+#include "cuda/conv_tiles.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {
@@ -29,7 +30,7 @@ struct StepEntry {
 constexpr int kMostSteps = 64;
 
 struct Params : Tiling {
-  const uint16_t* cotangent;
+  CUtensorMap cotangent;
   void* result;  // of each block's part, one after the other
   int outputs;
   int kernel_rows;
@@ -39,28 +40,6 @@ struct Params : Tiling {
   int image_stage, stage;  // bytes
 };
 
-// Has the threads of a block bring a tile's cotangent, and zeros where it has no pixels or outputs.
-__device__ void CopyCotangent(const Params& p, const Tile& tile, int column, uint32_t stage) {
-  constexpr int kUnits = kColumns / kUnit;
-  static_assert(128 / kUnits % 8 == 0, "a thread's pixels are swizzled alike");
-  const int unit = threadIdx.x % kUnits, first = threadIdx.x / kUnits;
-  const int output = column + unit * kUnit;
-  const int left = output < p.outputs ? tile.columns : 0;
-  uint32_t to = stage + SwizzledUnit(first, unit);
-  const int64_t pixel = (tile.image * p.out_rows + tile.row) * p.out_columns + tile.column;
-  const uint16_t* row = p.cotangent + pixel * p.outputs + output;
-#pragma unroll 1
-  for (int i = 0; i < tile.rows; ++i) {
-    for (int at = first; at < p.row_pixels; at += blockDim.x / kUnits) {
-      const bool exists = at < left;
-      CopyAsync(to + (at - first) * kMatrixRowBytes,
-                exists ? row + int64_t{at} * p.outputs : p.cotangent, exists);
-    }
-    to += p.row_pixels * kMatrixRowBytes;
-    row += int64_t{p.out_columns} * p.outputs;
-  }
-}
-
 // kRagged: there are rows of a tile with no whole number of steps, or fewer than of others.
 template <typename T, int kWarpgroups, bool kOdd, bool kRagged>
 __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
@@ -68,15 +47,27 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
 #if JAXOPS_HAS_WGMMA
   extern __shared__ char shared[];
   __shared__ StepEntry table[kMostSteps + 1];
+  __shared__ uint64_t full[2];  // the cotangent has come
   char* stages = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
   const int lane = threadIdx.x % 32;
   const int column = blockIdx.y * kColumns;
   const auto copy = [&](int number, int buffer) {
     char* stage = stages + buffer * p.stage;
     const Tile tile = p.Find(number);
-    CopyCotangent(p, tile, column, SharedAddress(stage) + p.image_stage);
+    if (threadIdx.x == 0) {
+      // Zeros come where there are no pixels or outputs.
+      Expect(full + buffer, p.tile_rows * p.row_pixels * kMatrixRowBytes);
+      const int32_t from[] = {column, tile.column, tile.row, static_cast<int32_t>(tile.image)};
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + p.image_stage,
+                                &p.cotangent, from, full + buffer);
+    }
     CopyWindows(p, tile, stage);
   };
+  if (threadIdx.x == 0) {
+    PrefetchMap(p.cotangent);
+    for (uint64_t& barrier : full) ptx::mbarrier_init(&barrier, 1);
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+  }
   copy(blockIdx.x, 0);
   CopiesCommit();
 
@@ -97,13 +88,15 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
 
   float sums[kColumns / 2] = {};
   int buffer = 0;
+  uint32_t parity = 0;
 #pragma unroll 1
-  for (int number = blockIdx.x; number < p.tiles; number += gridDim.x, buffer ^= 1) {
+  for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
     const int next = number + gridDim.x;
     if (next < p.tiles) copy(next, buffer ^ 1);
     CopiesCommit();
     CopiesWait<1>();
     __syncthreads();
+    Wait(full + buffer, parity);
 
     const Tile tile = p.Find(number);
     const uint32_t stage = SharedAddress(stages) + buffer * p.stage;
@@ -143,6 +136,8 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
       ProductsWait<0>();
     }
     __syncthreads();
+    parity ^= buffer;
+    buffer ^= 1;
   }
 
   if (!has_pair) return;
@@ -184,7 +179,8 @@ bool Plan(Params& p, const Call& call, int processors) {
   int64_t least = INT64_MAX;
   for (int columns = kMostColumns; columns >= kStep; columns /= 2) {
     for (int rows = 1; rows <= kMostRows; ++rows) {
-      cut.Cut(call, columns, rows);
+      // The pixels that fill a step up have no cotangent: it may be infinite.
+      cut.Cut(call, columns, rows, kStep);
       cut.row_pixels = static_cast<int>(CeilDiv(cut.tile_columns.divisor(), kStep) * kStep);
       const int64_t steps = int64_t{cut.tile_rows} * cut.row_pixels / kStep;
       cut.image_stage = static_cast<int>(CeilDiv(cut.stage_bytes(), 1024) * 1024);
@@ -230,9 +226,12 @@ cudaError_t LaunchKernelGradFew(cudaStream_t stream, const Call& call, void* wor
                                 int processors) {
   Params p{};
   if (!Plan(p, call, processors)) return cudaErrorNotSupported;
-  p.cotangent = static_cast<const uint16_t*>(call.cotangent);
   p.result = workspace;
-  const cudaError_t error = DispatchShort(call.dtype, [&](auto type) {
+  cudaError_t error = Map<4>(
+      p.cotangent, call.dtype, call.cotangent, {p.outputs, p.out_columns, p.out_rows, call.images},
+      {kColumns, p.row_pixels, p.tile_rows, 1}, {1, 1, 1, 1}, kMatrixRowBytes);
+  if (error != cudaSuccess) return error;
+  error = DispatchShort(call.dtype, [&](auto type) {
     using T = decltype(type);
     switch (CeilDiv(p.kernel_rows * p.row_pairs, kGroupPairs)) {
       case 1:

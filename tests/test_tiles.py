@@ -771,6 +771,34 @@ def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, group
         )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "channels", "groups"),
+    [
+        ("bfloat16", 3, 1),
+        ("float16", 40, 1),
+        ("float32", 40, 1),
+        ("float64", 40, 1),
+        ("bfloat16", 24, 3),
+        ("bfloat16", 24, 24),
+    ],
+)
+def test_an_infinite_cotangent_meets_no_zeros(dtype, channels, groups, hopper):
+    """Its products with entries greater than 0 are infinite; with what fills tiles up, NaN."""
+    shapes = (1, 5, 403, channels), (3, 3, channels // groups, 24), (1, 3, 401, 24)
+    x, kernel, g = normal(0, *shapes, dtype=dtype)
+    x = np.abs(x) + np.ones_like(x)
+    g[0, 0, 105, 1] = g[0, 2, 400, 7] = np.inf
+
+    def function(kernel):
+        return jaxops.conv2d(x, kernel, padding="VALID", groups=groups)
+
+    dkernel = np.asarray(run(vjp_of(function, (0,)), hopper, (g,), kernel)[1], np.float64)
+    infinite = np.zeros(24, bool)
+    infinite[[1, 7]] = True
+    np.testing.assert_array_equal(np.isposinf(dkernel), np.broadcast_to(infinite, dkernel.shape))
+    assert not np.isnan(dkernel).any()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_no_patches_are_in_memory(dtype, hopper):
     shapes = (32, 56, 56, 64), (3, 3, 64, 64), (32, 56, 56, 64)
