@@ -290,22 +290,23 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
   }
 }
 
-// So many blocks keep a multiprocessor busy. What a thread does before it walks, in rows.
-constexpr int64_t kBusyBlocks = 3, kRowsBefore = 3;
-// How many ways to cut rows there are to choose from.
+// What a thread does before it walks, in rows.
+constexpr int64_t kRowsBefore = 3;
+// How many more and fewer ways to cut rows there are to choose from.
 constexpr int64_t kTrials = 8;
 
 // Cuts `groups` of rows into parts that take the least time, if `threads` walk down each, a step
-// for every group and `ramp` more.
-int CutRows(int64_t groups, int64_t threads, int64_t ramp) {
-  const int64_t first =
-      std::clamp<int64_t>(kBusyBlocks * kThreads * kProcessors / threads, 1, groups);
+// for every group and `ramp` more. Threads mostly wait for memory: as many blocks as
+// multiprocessors have at a time take as long as one.
+int CutRows(int64_t groups, int64_t threads, int64_t ramp, int64_t resident) {
+  const int64_t at_a_time = resident * kProcessors;
+  const int64_t middle = at_a_time * kThreads / threads;
+  const int64_t first = std::clamp<int64_t>(middle - kTrials, 1, groups);
   int64_t best = groups, least = INT64_MAX;
-  for (int64_t parts = first; parts <= std::min(groups, first + kTrials); ++parts) {
+  for (int64_t parts = first; parts <= std::min(groups, first + 2 * kTrials); ++parts) {
     const int64_t part = CeilDiv(groups, parts);
     const int64_t blocks = CeilDiv(threads * CeilDiv(groups, part), kThreads);
-    const int64_t cost =
-        std::max(CeilDiv(blocks, kProcessors), kBusyBlocks) * (part + ramp + kRowsBefore);
+    const int64_t cost = CeilDiv(blocks, at_a_time) * (part + ramp + kRowsBefore);
     if (cost < least) {
       least = cost;
       best = part;
@@ -337,7 +338,7 @@ cudaError_t LaunchWalk(cudaStream_t stream, const SumParams& common, const Call&
   p.groups = static_cast<int>(CeilDiv(p.result_rows - p.row_shift, kOfCotangents ? W::kStride : 1));
 
   const int64_t threads = p.images * p.strips.divisor() * p.slabs.threads();
-  p.part_groups = CutRows(p.groups, threads, W::kRamp);
+  p.part_groups = CutRows(p.groups, threads, W::kRamp, kWalkBlocks<W>);
   p.parts = FastDivider64(CeilDiv(p.groups, p.part_groups));
   const int64_t blocks = CeilDiv(threads * p.parts.divisor(), kThreads);
   if constexpr (kOfCotangents) {
