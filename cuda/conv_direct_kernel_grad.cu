@@ -110,7 +110,9 @@ __device__ void StoreBlockSums(const Params& p, const Threads& t, int64_t first,
 
 // So many blocks of a multiprocessor as registers for sums and what is held allow.
 template <typename W>
-constexpr int kWalkBlocks = W::kTaps == 3 && W::kFan == 1 ? 4 : 3;
+constexpr int kWalkBlocks = W::kTaps > 3 || W::kFan > 1 ? 3
+                            : W::kPack > 1              ? 4
+                                                        : 5;
 
 template <typename T, typename W>
 __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
@@ -138,52 +140,56 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
         p.cotangent, item.image * p.rows * p.columns * p.pixel + output, item.row,
         item.row + item.rows, column, p.columns, p.pixel);
 
-    // The row of the cotangent of a step stays in held[step % kHeld].
-    Acc held[kHeld][W::kColumns][W::kPack];
+    // held[m] is the row of the cotangent of m steps ago. It moves, because a loop that is unrolled
+    // until it is where it was is too much code of large windows.
+    Acc held[kHeld][W::kColumns][W::kPack] = {};
     typename Rows<T, kPixels, W::kEntries>::Row next;
     typename Rows<T, W::kColumns, W::kPack>::Row next_held;
     image.LoadNext(next);
     cotangent.LoadNext(next_held);
-    for (int first = 0; first < item.rows + W::kRamp; first += kHeld) {
+#pragma unroll 1
+    for (int step = 0; step < item.rows + W::kRamp; ++step) {
 #pragma unroll
-      for (int at = 0; at < kHeld; ++at) {
-        const int step = first + at;
-        if (step >= item.rows + W::kRamp) break;
-        next_held.WidenTo(held[at]);
-        cotangent.LoadNext(next_held);
+      for (int m = kHeld - 1; m > 0; --m) {
 #pragma unroll
-        for (int phase = 0; phase < W::kStride; ++phase) {
-          Acc x[kPixels][W::kEntries];
-          next.WidenTo(x);
-          image.LoadNext(next);
-          const auto add = [&](auto is_needed) {
+        for (int c = 0; c < W::kColumns; ++c) {
 #pragma unroll
-            for (int m = 0; m < kHeld; ++m) {
-              const int r = m * W::kStride + phase;
-              if (r >= W::kTaps) continue;
+          for (int v = 0; v < W::kPack; ++v) held[m][c][v] = held[m - 1][c][v];
+        }
+      }
+      next_held.WidenTo(held[0]);
+      cotangent.LoadNext(next_held);
 #pragma unroll
-              for (int c = 0; c < W::kColumns; ++c) {
-                if (!is_needed(m, c)) continue;
+      for (int phase = 0; phase < W::kStride; ++phase) {
+        Acc x[kPixels][W::kEntries];
+        next.WidenTo(x);
+        image.LoadNext(next);
+        const auto add = [&](auto is_needed) {
 #pragma unroll
-                for (int s = 0; s < W::kTaps; ++s) {
+          for (int m = 0; m < kHeld; ++m) {
+            const int r = m * W::kStride + phase;
+            if (r >= W::kTaps) continue;
 #pragma unroll
-                  for (int i = 0; i < W::kFan; ++i) {
+            for (int c = 0; c < W::kColumns; ++c) {
+              if (!is_needed(m, c)) continue;
 #pragma unroll
-                    for (int v = 0; v < W::kPack; ++v) {
-                      sums[r][s * W::kFan + i][v] +=
-                          held[(at + kHeld - m) % kHeld][c][v] * x[c * W::kStride + s][i + v];
-                    }
+              for (int s = 0; s < W::kTaps; ++s) {
+#pragma unroll
+                for (int i = 0; i < W::kFan; ++i) {
+#pragma unroll
+                  for (int v = 0; v < W::kPack; ++v) {
+                    sums[r][s * W::kFan + i][v] += held[m][c][v] * x[c * W::kStride + s][i + v];
                   }
                 }
               }
             }
-          };
-          if (width == W::kColumns && step >= W::kRamp && step < item.rows) {
-            add([](int, int) { return true; });
-          } else {
-            // Zeros do not take the place of what is not there: an entry of x may be NaN.
-            add([&](int m, int c) { return c < width && m <= step && step - m < item.rows; });
           }
+        };
+        if (width == W::kColumns && step >= W::kRamp && step < item.rows) {
+          add([](int, int) { return true; });
+        } else {
+          // Zeros do not take the place of what is not there: an entry of x may be NaN.
+          add([&](int m, int c) { return c < width && m <= step && step - m < item.rows; });
         }
       }
     }
