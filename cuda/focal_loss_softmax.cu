@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
       __syncwarp();
     }
   }
-  if (sums) FinishSum(p, entry.sum, total);
+  if (sums) FinishSum(p.partials, static_cast<A*>(call.sum) + entry.sum, total);
 }
 
 }  // namespace
@@ -179,8 +179,10 @@ cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t mo
     return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
       const RowSplits splits(call, kThreads, kResident<Accumulator<T>>,
                              gradient.value ? kGradientSteps : kSumSteps, most_splits);
+      SoftmaxParams params{call};
+      params.rows_per_split = splits.rows;
       return LaunchSplits<Accumulator<T>>(ShortRows<T, gradient.value>, kThreads, splits, stream,
-                                          SoftmaxParams{call}, partials);
+                                          call, params, partials);
     });
   });
 }
