@@ -8,7 +8,8 @@
 //
 // Few rows have a target. Where neighbours share rows, they are all evaluated as if they were none,
 // for which fewer instructions do, and targets apart, by warps that have any (Hard). A call of few
-// elements is over before that would pay (FewElements).
+// elements is over before that would pay (FewElements). Elementwise f32 results of the usual kinds
+// are bound by memory instead (SpreadElements).
 //
 // Long sums without weights are bound by instructions rather than memory. Where blocks can have
 // their shared memory filled for them, they wait for no logits and look up no rows (StreamedSum).
@@ -36,6 +37,12 @@ constexpr int64_t kFewAlone = 1 << 21;
 constexpr int64_t kFewest = 1 << 17;
 constexpr int kFewThreads = 1024;
 constexpr int64_t kFewABlock = 640;
+
+// Of SpreadElements: the threads of a block, and the accesses of a thread, for elements by the
+// million or by the hundred million.
+constexpr int kSpreadThreads = 128;
+constexpr int kSpreadPacks = 2;
+constexpr int kSpreadManyPacks = 4;
 
 // From so many elements of 16 bits on, blocks last longer, because instructions bind them.
 constexpr int64_t kManyElements = 1 << 26;
@@ -480,9 +487,14 @@ __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Params 
   if constexpr (kSums) Finish(p, block, clustered, total);
 }
 
-// What FewElements is told of a call: its constants are few, because those of a kernel that lasts
-// no longer than a load take as long to arrive as its operands.
+// What FewElements and SpreadElements are told of a call. Constants arrive by lines of 64 bytes, of
+// which the second begins with `scale`, and a kernel that lasts no longer than a few loads waits
+// for each: what is read first comes first.
 struct FewParams {
+  uint32_t size;  // elements of a batch entry
+  uint32_t per_block;
+  FastDivider classes;
+  Power power;
   const void* logits;
   const int32_t* labels;
   const int32_t* class_ids;
@@ -490,25 +502,42 @@ struct FewParams {
   const void* parameters;
   void* elements;
   void* sum;
-  uint32_t size;  // elements of a batch entry
-  uint32_t per_block;
+
+  FewParams(const Sigmoid& call, int64_t per_block)
+      : size(static_cast<uint32_t>(call.rows * call.classes)),
+        per_block(static_cast<uint32_t>(per_block)),
+        classes(call.classes),
+        power(call.power),
+        logits(call.logits),
+        labels(static_cast<const int32_t*>(call.labels)),
+        class_ids(call.class_ids),
+        scale(call.scale),
+        parameters(call.parameters),
+        elements(call.gradient != nullptr ? call.gradient : call.loss),
+        sum(call.sum) {}
+};
+
+// And of batches.
+struct FewBatchedParams : FewParams {
   FastDivider splits;
-  FastDivider classes;
-  Power power;
   BatchMap<Sigmoid::kOperands> batch;
+
+  FewBatchedParams(const Sigmoid& call, int64_t per_block, int64_t splits)
+      : FewParams(call, per_block), splits(splits), batch(call.batch) {}
 };
 
 // Class labels, without weights, of so few elements that time passes waiting: nothing that is read
 // waits for anything else that is read. Neighbours are of up to two rows. The blocks of a batch
 // entry are a cluster where there is a sum.
-template <typename T, int kCount, Want kWant, int kPower, bool kBatched>
-__global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant__ FewParams p) {
+template <typename T, int kCount, Want kWant, int kPower, typename Params>
+__global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant__ Params p) {
   using A = Accumulator<T>;
+  constexpr bool kBatched = std::is_same_v<Params, FewBatchedParams>;
   constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
   constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
   if constexpr (kSums) ArriveInCluster();
   uint32_t entry = blockIdx.x;
-  uint32_t block = kBatched ? p.splits.Peel(entry) : blockIdx.x;
+  uint32_t block = blockIdx.x;
   const T* logits = static_cast<const T*>(p.logits);
   const int32_t* labels = p.labels;
   const int32_t* class_ids = p.class_ids;
@@ -517,6 +546,7 @@ __global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant
   T* elements = static_cast<T*>(p.elements);
   A* sum = static_cast<A*>(p.sum);
   if constexpr (kBatched) {
+    block = p.splits.Peel(entry);
     const auto offsets = p.batch.AllOffsets(entry);
     logits += offsets[Sigmoid::kLogits];
     labels += offsets[Sigmoid::kLabels];
@@ -579,6 +609,96 @@ __global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant
   if constexpr (kSums) {
     total = SumOverAnyBlock(total);
     if (SumOverCluster(total)) *sum = total;
+  }
+}
+
+// Class labels, without weights: results of f32 without a sum, in one batch entry of many elements.
+// Memory bounds them, and is used best where each access of a warp is to neighbours: those of a
+// thread are apart, and all under way before anything is waited for.
+template <int kPacks, Rows kRows, Want kWant, int kPower>
+__global__ void __launch_bounds__(kSpreadThreads)
+    SpreadElements(const __grid_constant__ FewParams p) {
+  constexpr bool kSlope = kWant == Want::kGradient;
+  constexpr int kCount = kPackElements<float>;
+  constexpr uint32_t kStride = kSpreadThreads * kCount;
+  constexpr auto power = static_cast<Power>(kPower);
+  const float* logits = static_cast<const float*>(p.logits);
+  float* elements = static_cast<float*>(p.elements);
+  const uint32_t begin = blockIdx.x * (kPacks * kStride) + threadIdx.x * kCount;
+  Pack<float, kCount> packs[kPacks];
+  // The labels of the row that a pack begins in and of the next, or of each element.
+  Pack<int32_t, kRows == Rows::kEach ? kCount : 2> rows[kPacks];
+  uint32_t positions[kPacks];
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const uint32_t at = begin + i * kStride;
+    if (at >= p.size) break;
+    packs[i] = LoadPack<kCount>(logits + at);
+    if constexpr (kRows == Rows::kEach) {
+      rows[i] = LoadPack<kCount>(p.labels + at);
+    } else {
+      uint32_t row = at;
+      positions[i] = p.classes.Peel(row);
+      rows[i].values[0] = p.labels[row];
+      if constexpr (kRows == Rows::kTwo) {
+        const bool one = positions[i] + kCount <= p.classes.divisor();
+        rows[i].values[1] = p.labels[row + (one ? 0 : 1)];
+      }
+    }
+  }
+  const auto* parameters = static_cast<const float*>(p.parameters);
+  const float scale = *static_cast<const float*>(p.scale);
+  const float gamma = parameters[0];
+  const float negative = scale * parameters[1];
+  const float positive = scale * parameters[2];
+  const auto first_class = static_cast<uint32_t>(p.class_ids[0]);
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const uint32_t at = begin + i * kStride;
+    if (at >= p.size) break;
+    float z[kCount], loss[kCount], slope[kCount], factor[kCount];
+    WidenAll(z, packs[i]);
+    if constexpr (kRows == Rows::kEach) {
+      bool target[kCount];
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        target[k] = static_cast<uint32_t>(rows[i].values[k]) == first_class;
+        factor[k] = target[k] ? positive : negative;
+      }
+      EvaluateHard<kSlope, true>(loss, slope, z, target, factor, power, gamma);
+      StoreAll<float, kCount>(elements + at, kSlope ? slope : loss);
+    } else {
+      const uint32_t boundary =
+          kRows == Rows::kOne ? kCount : min(p.classes.divisor() - positions[i], uint32_t{kCount});
+      // Places of targets in the pack, if they are less than its size.
+      const uint32_t first = rows[i].values[0] - first_class - positions[i];
+      const uint32_t second = kRows == Rows::kTwo ? rows[i].values[1] - first_class : kCount;
+      const bool in_first = first < boundary;
+      const bool in_second = kRows == Rows::kTwo && second < kCount - boundary;
+      const bool any = __any_sync(__activemask(), in_first || in_second);
+      float of_target[2];
+      if (any) {
+        const auto evaluate = [&](uint32_t k) {
+          const float its_z[1] = {logits[at + k]};
+          const float factors[1] = {positive};
+          const bool is_target[1] = {true};
+          float its_loss[1], its_slope[1];
+          EvaluateHard<kSlope, true>(its_loss, its_slope, its_z, is_target, factors, power, gamma);
+          return kSlope ? its_slope[0] : its_loss[0];
+        };
+        if (in_first) of_target[0] = evaluate(first);
+        if (in_second) of_target[1] = evaluate(boundary + second);
+      }
+      const bool none[kCount] = {};
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) factor[k] = negative;
+      EvaluateHard<kSlope, false>(loss, slope, z, none, factor, power, gamma);
+      StoreAll<float, kCount>(elements + at, kSlope ? slope : loss);
+      if (any) {
+        if (in_first) elements[at + first] = of_target[0];
+        if (in_second) elements[at + boundary + second] = of_target[1];
+      }
+    }
   }
 }
 
@@ -853,43 +973,74 @@ cudaError_t LaunchFew(cudaStream_t stream, const Sigmoid& call) {
     per_block = CeilDiv(CeilDiv(size, splits), kUnit) * kUnit;
     threads = std::min<int64_t>(per_block / kShortRows, kFewThreads);
   }
-  const FewParams params{call.logits,
-                         static_cast<const int32_t*>(call.labels),
-                         call.class_ids,
-                         call.scale,
-                         call.parameters,
-                         call.gradient != nullptr ? call.gradient : call.loss,
-                         call.sum,
-                         static_cast<uint32_t>(size),
-                         static_cast<uint32_t>(per_block),
-                         FastDivider(splits),
-                         FastDivider(call.classes),
-                         call.power,
-                         call.batch};
-  const auto launch = [&](auto count, auto want, auto power, auto batched) {
-    const auto kernel = FewElements<T, count.value, want.value, power.value, batched.value>;
+  const auto launch = [&](auto count, auto want, auto power, const auto& params) {
+    const auto kernel =
+        FewElements<T, count.value, want.value, power.value, std::remove_cvref_t<decltype(params)>>;
     const int64_t blocks = call.batch.size() * splits;
     return call.sum != nullptr && splits > 1
                ? jaxops::cuda::LaunchClusters(kernel, blocks, static_cast<unsigned>(splits),
                                               static_cast<int>(threads), 0, stream, params)
                : jaxops::cuda::Launch(kernel, blocks, static_cast<int>(threads), 0, stream, params);
   };
+  const FewParams alone(call, per_block);
   const auto with_power = [&](auto power) {
     return DispatchWant(call, [&](auto want) {
       constexpr std::integral_constant<int, kShortRows> kAll;
       constexpr std::integral_constant<int, kShortRows / 2> kHalf;
       if constexpr (want.value == Want::kSum || want.value == Want::kBoth) {
-        return DispatchBool(call.batch.size() > 1,
-                            [&](auto batched) { return launch(kAll, want, power, batched); });
+        return call.batch.size() > 1
+                   ? launch(kAll, want, power, FewBatchedParams(call, per_block, splits))
+                   : launch(kAll, want, power, alone);
       } else {
-        return fewest ? launch(kHalf, want, power, std::false_type())
-                      : launch(kAll, want, power, std::false_type());
+        return fewest ? launch(kHalf, want, power, alone) : launch(kAll, want, power, alone);
       }
     });
   };
   return call.power == Power::kTwo
              ? with_power(std::integral_constant<int, static_cast<int>(Power::kTwo)>())
              : with_power(std::integral_constant<int, kRunTime>());
+}
+
+// Whether a call that is not of few elements is made by SpreadElements. An exponent that needs a
+// power of each element makes instructions count, of which neighbours of a thread take fewer.
+bool AreSpread(const Sigmoid& call) {
+  const int64_t size = call.rows * call.classes;
+  constexpr int kCount = kPackElements<float>;
+  return call.sum == nullptr && call.batch.size() == 1 && call.power != Power::kAny &&
+         call.weight == nullptr && !call.has_ignored && size % kCount == 0 &&
+         (call.classes >= kCount || call.classes == 1) && size < int64_t{1} << 31;
+}
+
+cudaError_t LaunchSpread(cudaStream_t stream, const Sigmoid& call) {
+  constexpr int kCount = kPackElements<float>;
+  const int64_t size = call.rows * call.classes;
+  const auto launch = [&](auto packs, auto rows, auto want, auto power) {
+    constexpr int64_t kPerBlock = packs.value * kSpreadThreads * kCount;
+    return jaxops::cuda::Launch(SpreadElements<packs.value, rows.value, want.value, power.value>,
+                                CeilDiv(size, kPerBlock), kSpreadThreads, 0, stream,
+                                FewParams(call, kPerBlock));
+  };
+  const auto with_rows = [&](auto rows, auto want, auto power) {
+    return size >= kManyElements
+               ? launch(std::integral_constant<int, kSpreadManyPacks>(), rows, want, power)
+               : launch(std::integral_constant<int, kSpreadPacks>(), rows, want, power);
+  };
+  return DispatchPower(call.power, [&](auto power) {
+    if constexpr (power.value == static_cast<int>(Power::kAny)) {
+      return cudaErrorInvalidValue;
+    } else {
+      return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
+        constexpr std::integral_constant<Want, gradient.value ? Want::kGradient : Want::kLoss>
+            kWanted;
+        if (call.classes == 1) {
+          return with_rows(std::integral_constant<Rows, Rows::kEach>(), kWanted, power);
+        }
+        return call.classes % kCount == 0
+                   ? with_rows(std::integral_constant<Rows, Rows::kOne>(), kWanted, power)
+                   : with_rows(std::integral_constant<Rows, Rows::kTwo>(), kWanted, power);
+      });
+    }
+  });
 }
 
 // Whether a sum is made by StreamedSum: of one device, that depends on shapes alone.
@@ -936,6 +1087,7 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
     using L = decltype(label);
     if constexpr (std::is_same_v<L, int32_t> && !std::is_same_v<T, double>) {
       if (AreFew(call)) return LaunchFew<T>(stream, call);
+      if (std::is_same_v<T, float> && AreSpread(call)) return LaunchSpread(stream, call);
     }
     constexpr bool kHard = std::is_same_v<L, int32_t>;
     constexpr int kMany = kHard ? kInRow<T> : kPackElements<T>;

@@ -18,8 +18,10 @@ constexpr int64_t kGradientSteps = 2;
 // Blocks of a multiprocessor.
 template <typename A>
 constexpr int kResident = sizeof(A) == 8 ? 3 : 5;
-// Rows of at most so many accesses are in the registers of a warp.
+// Rows of at most so many accesses are in the registers of a warp; where f32 gradients are wanted
+// alone, of fewer, because 16 rows of two warps each then keep the memory of a multiprocessor busy.
 constexpr int64_t kMostPacks = 512;
+constexpr int64_t kMostPacksOfGradient = 224;
 
 // Copies `count` elements from an array to shared memory, where they begin as far from a multiple
 // of 16 bytes as there. The copy is asynchronous.
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
       __syncwarp();
     }
   }
-  if (sums) FinishSum(p, entry.sum, total);
+  if (sums) FinishSum(p.partials, static_cast<A*>(call.sum) + entry.sum, total);
 }
 
 }  // namespace
@@ -179,8 +181,10 @@ cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t mo
     return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
       const RowSplits splits(call, kThreads, kResident<Accumulator<T>>,
                              gradient.value ? kGradientSteps : kSumSteps, most_splits);
+      SoftmaxParams params{call};
+      params.rows_per_split = splits.rows;
       return LaunchSplits<Accumulator<T>>(ShortRows<T, gradient.value>, kThreads, splits, stream,
-                                          SoftmaxParams{call}, partials);
+                                          call, params, partials);
     });
   });
 }
@@ -206,7 +210,10 @@ cudaError_t LaunchSoftmax(cudaStream_t stream, const Softmax& call, int64_t spli
   if (call.classes <= kMostClasses && !packs.whole) {
     return LaunchShortRows(stream, call, splits, partials);
   }
-  if (packs.count <= kMostPacks) return LaunchLaneRows(stream, call, splits, partials);
+  const bool gradient_alone = call.gradient != nullptr && call.sum == nullptr;
+  const int64_t most_packs =
+      gradient_alone && call.dtype == DType::kF32 ? kMostPacksOfGradient : kMostPacks;
+  if (packs.count <= most_packs) return LaunchLaneRows(stream, call, splits, partials);
   return LaunchBlockRows(stream, call, splits, partials);
 }
 

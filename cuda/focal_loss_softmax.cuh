@@ -75,12 +75,10 @@ struct RowSplits {
 };
 
 // Launches a kernel for all splits, and what its partial sums need to become the sum.
-template <typename A>
-cudaError_t LaunchSplits(void (*kernel)(SoftmaxParams), int threads, const RowSplits& splits,
-                         cudaStream_t stream, SoftmaxParams params, void* partials) {
-  const Softmax& call = params.call;
+template <typename A, typename Params>
+cudaError_t LaunchSplits(void (*kernel)(Params), int threads, const RowSplits& splits,
+                         cudaStream_t stream, const Softmax& call, Params params, void* partials) {
   params.splits = FastDivider(splits.count);
-  params.rows_per_split = splits.rows;
   params.partials = splits.clustered ? nullptr : partials;
   const int64_t blocks = call.batch.size() * splits.count;
   const cudaError_t error =
@@ -549,12 +547,12 @@ struct RowPart {
 
 // The sum of a block, which is a partial one or a part of that of its cluster.
 template <int kBlockThreads = kThreads, typename A>
-__device__ __forceinline__ void FinishSum(const SoftmaxParams& p, int64_t to, A total) {
+__device__ __forceinline__ void FinishSum(void* partials, A* to, A total) {
   A sum = SumOverBlock<kBlockThreads>(total);
-  if (p.partials != nullptr) {
-    if (threadIdx.x == 0) static_cast<A*>(p.partials)[blockIdx.x] = sum;
+  if (partials != nullptr) {
+    if (threadIdx.x == 0) static_cast<A*>(partials)[blockIdx.x] = sum;
   } else if (SumOverCluster(sum)) {
-    static_cast<A*>(p.call.sum)[to] = sum;
+    *to = sum;
   }
 }
 

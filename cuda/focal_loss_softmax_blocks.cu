@@ -1,4 +1,5 @@
-// The softmax focal loss of rows that are too long for a warp.
+// The softmax focal loss of rows that are too long for a warp, or, where f32 gradients are wanted
+// alone, so long that two warps or four are done with them sooner.
 //
 // For the gradient, with or without a sum, a block or the blocks of a cluster have a row in their
 // registers; those of a multiprocessor take turns: one waits for a row while others sum up or write
@@ -11,8 +12,8 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Accesses of a thread to a row.
-constexpr int kPacks = 8;
+// Accesses of a thread to a long row.
+constexpr int kManyPacks = 8;
 // Threads of all the blocks of a multiprocessor.
 constexpr int kResidentThreads = 1024;
 // Threads that share a row too long for a cluster: for the gradient many, which keeps those rows
@@ -55,7 +56,7 @@ __device__ __forceinline__ void FinishRows(const SoftmaxParams& p, int64_t to, u
 }
 
 // The blocks of a cluster share rows, which they have in their registers.
-template <typename T, int kBlockThreads>
+template <typename T, int kBlockThreads, int kPacks>
 __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThreads)
     BlockRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
@@ -221,9 +222,9 @@ __global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof
   FinishRows(p, entry.sum, blockIdx.x, total);
 }
 
-template <typename T, int kBlockThreads>
+template <typename T, int kBlockThreads, int kPacks = kManyPacks>
 cudaError_t LaunchBlocks(cudaStream_t stream, const SoftmaxParams& params, int64_t clusters) {
-  const auto kernel = BlockRows<T, kBlockThreads>;
+  const auto kernel = BlockRows<T, kBlockThreads, kPacks>;
   const int64_t blocks = clusters * params.blocks_per_row;
   return params.blocks_per_row > 1
              ? jaxops::cuda::LaunchClusters(kernel, blocks, params.blocks_per_row, kBlockThreads, 0,
@@ -245,7 +246,6 @@ cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t mo
     const int64_t count = call.batch.size() * splits;
     const bool combines = sums && splits > 1;
     SoftmaxParams params{call, FastDivider(splits), rows, combines ? partials : nullptr};
-    params.packs = kPacks;
     params.whole = packs.whole;
     params.blocks_per_row = 1;
     const auto launch = [&]() -> cudaError_t {
@@ -254,11 +254,16 @@ cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t mo
                                     kStreamThreads<gradient.value>, 0, stream, params);
       };
       if (call.gradient == nullptr) return stream_rows(std::false_type());
-      if (packs.count <= 128 * kPacks) return LaunchBlocks<T, 128>(stream, params, count);
-      if (packs.count <= 256 * kPacks) return LaunchBlocks<T, 256>(stream, params, count);
-      if (packs.count <= 512 * kPacks) return LaunchBlocks<T, 512>(stream, params, count);
+      if constexpr (std::is_same_v<T, float>) {
+        if (packs.count <= 64 * 4) return LaunchBlocks<T, 64, 4>(stream, params, count);
+        if (packs.count <= 64 * 6) return LaunchBlocks<T, 64, 6>(stream, params, count);
+        if (packs.count <= 128 * 4) return LaunchBlocks<T, 128, 4>(stream, params, count);
+      }
+      if (packs.count <= 128 * kManyPacks) return LaunchBlocks<T, 128>(stream, params, count);
+      if (packs.count <= 256 * kManyPacks) return LaunchBlocks<T, 256>(stream, params, count);
+      if (packs.count <= 512 * kManyPacks) return LaunchBlocks<T, 512>(stream, params, count);
       int blocks = 1;
-      while (int64_t{blocks} * 1024 * kPacks < packs.count) blocks *= 2;
+      while (int64_t{blocks} * 1024 * kManyPacks < packs.count) blocks *= 2;
       if (blocks > 1 && (blocks > kClusterBlocks || !jaxops::cuda::HasClusters())) {
         return stream_rows(std::true_type());
       }

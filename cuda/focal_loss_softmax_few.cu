@@ -18,35 +18,81 @@ constexpr int kSmallBlock = 128;
 constexpr int kFewLanes = 16;
 constexpr int kSumLanes = 8;
 
+// Stands for an exponent that is known only at run time.
+constexpr int kRunTime = -1;
+
+// What the kernel is told of a call without batch and sum. Constants arrive by lines of 64 bytes,
+// of which the second begins with `gradient`, and each is waited for: what is read first comes
+// first.
+struct FewRowsAlone {
+  int32_t rows;
+  int32_t classes;
+  const void* logits;
+  const int32_t* labels;
+  const void* scale;
+  const void* gamma;
+  const void* weight;
+  void* gradient;
+  void* loss;
+  Power power;
+};
+
+// And of others.
+struct FewRowsParams : FewRowsAlone {
+  FastDivider splits;
+  void* sum;
+  void* partials;
+  BatchMap<Softmax::kOperands> batch;
+};
+
 // kLanes lanes a row, of which they have elements kLanes apart.
-template <typename T, int kBlockThreads, int kLanes, bool kGradient>
-__global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__ SoftmaxParams p) {
+template <typename T, int kBlockThreads, int kLanes, bool kGradient, int kPower, typename Params>
+__global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__ Params p) {
+  constexpr bool kAlone = std::is_same_v<Params, FewRowsAlone>;
   using A = Accumulator<T>;
   constexpr int kSlots = kMostClasses / kLanes;
-  const Softmax& call = p.call;
-  const int classes = static_cast<int>(call.classes);
+  const int classes = p.classes;
   const int lane = threadIdx.x % kLanes;
-  uint32_t block = blockIdx.x;
-  const int64_t row = p.splits.Peel(block) * p.rows_per_split + threadIdx.x / kLanes;
-  const bool sums = call.sum != nullptr;
-  if (sums && p.partials == nullptr) ArriveInCluster();
-  SoftmaxEntry<T> entry(call, block);
+  uint32_t split = blockIdx.x;
+  const T* logits = static_cast<const T*>(p.logits);
+  const int32_t* labels = p.labels;
+  const A* scale_of = static_cast<const A*>(p.scale);
+  const A* gamma_of = static_cast<const A*>(p.gamma);
+  const A* weights = static_cast<const A*>(p.weight);
+  int64_t result = 0, sum = 0;
+  if constexpr (!kAlone) {
+    if (p.sum != nullptr && p.partials == nullptr) ArriveInCluster();
+    uint32_t block = blockIdx.x;
+    split = p.splits.Peel(block);
+    const auto offsets = p.batch.AllOffsets(block);
+    logits += offsets[Softmax::kLogits];
+    labels += offsets[Softmax::kLabels];
+    if (scale_of != nullptr) scale_of += offsets[Softmax::kScale];
+    gamma_of += offsets[Softmax::kGamma];
+    if (weights != nullptr) weights += offsets[Softmax::kWeight];
+    result = offsets[Softmax::kResult];
+    sum = offsets[Softmax::kSum];
+  }
 
   // Nothing waits for anything here. Lanes without a row read what there is of the last one.
-  const bool exists = row < call.rows;
-  const int64_t read_row = min(row, call.rows - 1);
-  const T* logits = entry.logits + read_row * classes;
-  const int label = entry.labels[read_row];
+  constexpr int kBlockRows = kBlockThreads / kLanes;
+  const int row = static_cast<int>(split) * kBlockRows + threadIdx.x / kLanes;
+  const bool exists = row < p.rows;
+  const int read_row = min(row, p.rows - 1);
+  const int label = labels[read_row];
+  const int first = read_row * classes + lane;
   A z[kSlots];
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) {
-    const int i = lane + s * kLanes;
-    z[s] = i < classes ? A(Widen(logits[i])) : -A(INFINITY);
+    const bool has = lane + s * kLanes < classes;
+    z[s] = has ? A(Widen(logits[first + s * kLanes])) : -A(INFINITY);
   }
-  A weight = entry.Weight(read_row);
+  A gamma = *gamma_of;
+  A scale = scale_of == nullptr ? A(1) : *scale_of;
+  A weight = weights == nullptr ? A(1) : weights[read_row];
   ReadNow(weight);
-  ReadNow(entry.scale);
-  ReadNow(entry.gamma);
+  ReadNow(scale);
+  ReadNow(gamma);
 
   const bool known = exists && label >= 0 && label < classes;
   A hit = 0;
@@ -68,33 +114,61 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
   }
   others.sum = OverLanes<kLanes>(others.sum, Plus());
   A loss, slope;
-  EvaluateRow(loss, slope, others, hit, call.power, entry.gamma);
-  const A factor = entry.scale * weight;
+  EvaluateRow(loss, slope, others, hit, kPower == kRunTime ? p.power : static_cast<Power>(kPower),
+              gamma);
+  const A factor = scale * weight;
   loss = known ? loss * factor : A(0);
   if constexpr (kGradient) {
     slope = known ? slope * factor : A(0);
     const A share = known ? ShareOf(slope, others) : A(0);
-    T* gradient = static_cast<T*>(call.gradient) + entry.result + read_row * classes;
+    T* gradient = static_cast<T*>(p.gradient) + result;
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
       const int i = lane + s * kLanes;
       const A value = i == label ? -slope : share * z[s];
-      if (exists && i < classes) gradient[i] = Narrow<T>(value);
+      if (exists && i < classes) gradient[first + s * kLanes] = Narrow<T>(value);
     }
-  } else if (call.loss != nullptr && exists && lane == 0) {
-    static_cast<A*>(call.loss)[entry.result + row] = loss;
+  } else if (p.loss != nullptr && exists && lane == 0) {
+    static_cast<A*>(p.loss)[result + row] = loss;
   }
-  if (sums) FinishSum<kBlockThreads>(p, entry.sum, lane == 0 ? loss : A(0));
+  if constexpr (!kAlone) {
+    if (p.sum != nullptr) {
+      FinishSum<kBlockThreads>(p.partials, static_cast<A*>(p.sum) + sum, lane == 0 ? loss : A(0));
+    }
+  }
 }
 
 template <typename T, int kBlockThreads, int kLanes>
 cudaError_t Launch(cudaStream_t stream, const Softmax& call, void* partials) {
   // A block takes no more rows than that, however many blocks there are.
   const RowSplits splits(call, kBlockThreads / kLanes, INT32_MAX, 1, INT32_MAX);
+  const FewRowsAlone alone{static_cast<int32_t>(call.rows),
+                           static_cast<int32_t>(call.classes),
+                           call.logits,
+                           call.labels,
+                           call.scale,
+                           call.gamma,
+                           call.weight,
+                           call.gradient,
+                           call.loss,
+                           call.power};
   return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
-    return LaunchSplits<Accumulator<T>>(FewRows<T, kBlockThreads, kLanes, gradient.value>,
-                                        kBlockThreads, splits, stream, SoftmaxParams{call},
-                                        partials);
+    if constexpr (kBlockThreads == kSmallBlock) {
+      if (call.batch.size() == 1) {
+        const auto launch = [&](auto power) {
+          return jaxops::cuda::Launch(
+              FewRows<T, kBlockThreads, kLanes, gradient.value, power.value, FewRowsAlone>,
+              splits.count, kBlockThreads, 0, stream, alone);
+        };
+        // The exponent of the paper needs less code.
+        return call.power == Power::kTwo
+                   ? launch(std::integral_constant<int, static_cast<int>(Power::kTwo)>())
+                   : launch(std::integral_constant<int, kRunTime>());
+      }
+    }
+    return LaunchSplits<Accumulator<T>>(
+        FewRows<T, kBlockThreads, kLanes, gradient.value, kRunTime, FewRowsParams>, kBlockThreads,
+        splits, stream, call, FewRowsParams{alone, {}, call.sum, nullptr, call.batch}, partials);
   });
 }
 

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kPacks>)
     }
     if (known) total += loss;
   }
-  if (sums) FinishSum(p, entry.sum, total);
+  if (sums) FinishSum(p.partials, static_cast<A*>(call.sum) + entry.sum, total);
 }
 
 template <typename T, int kLanes, int kPacks>
@@ -116,13 +116,14 @@ cudaError_t Launch(cudaStream_t stream, const Softmax& call, int64_t most_splits
     const int64_t most_steps = !gradient.value ? kMostSteps : sizeof(T) == 2 ? 2 : 1;
     const RowSplits splits(call, kThreads / kLanes, kResident<T, kPacks>, most_steps, most_splits);
     SoftmaxParams params{call};
+    params.rows_per_split = splits.rows;
     params.packs = static_cast<int32_t>(CeilDiv(packs.count, kLanes));
     params.whole = packs.whole;
     // The same number each time, and of rows at most one a lane.
     params.steps = static_cast<int32_t>(
         CeilDiv(splits.steps, CeilDiv(splits.steps, std::min<int64_t>(kLanes, kMostSteps))));
     return LaunchSplits<Accumulator<T>>(LaneRows<T, kLanes, kPacks, gradient.value>, kThreads,
-                                        splits, stream, params, partials);
+                                        splits, stream, call, params, partials);
   });
 }
 

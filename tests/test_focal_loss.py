@@ -347,6 +347,25 @@ def test_a_long_sum_is_that_of_its_elements(rows, classes, dtype, gamma, platfor
     np.testing.assert_allclose(got, elements.sum(dtype=np.float64), rtol=3e-6)
 
 
+# Results of so many elements are apart in a thread on GPUs: of rows of whole accesses, of others,
+# and of one class, in blocks of which the last is not full.
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("rows", "classes"), [(26_221, 80), (23_052, 91), (2_100_004, 1)])
+def test_sigmoid_of_many_elements(rows, classes, gamma, platform):
+    rng = np.random.default_rng(classes)
+    logits = 4 * rng.standard_normal((rows, classes), np.float32)
+    labels = rng.integers(-1, classes, rows).astype(np.int32)
+
+    def results(module, logits):
+        loss, pull = jax.vjp(lambda z: module.sigmoid_focal_loss(z, labels, gamma=gamma), logits)
+        return loss, pull(jnp.ones_like(loss))[0]
+
+    got = run(functools.partial(results, jaxops), platform, logits)
+    want = on_reference(functools.partial(results, reference), logits)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, 3e-6, 1e-30)
+
+
 # What small cases do not meet of the CUDA kernels: rows of one lane, of a few, and of a warp, of
 # whole accesses and not; tiles of rows that follow each other; a block a row, and several; rows
 # that do not fit in the registers of these.
