@@ -21,6 +21,8 @@
 // Values of short ones of 4 bytes an element (the kernels of tiles): a block copies the features of
 // some cells to shared memory as they are, 16 bytes a thread.
 //
+// Other gradients where they are faster: see trilinear_shifts.cu.
+//
 // Other long ones (the kernels of columns): values the same, but lanes share a cell. For gradients
 // they read single elements of its corners, and the block writes the gradients of its cells as one
 // array.
@@ -45,6 +47,8 @@ constexpr int kThreads = 256;
 template <typename T, bool kWrites>
 constexpr int kBlocksOf = kWrites || sizeof(T) == 8 ? 2 : 3;
 constexpr int kLongRowBytes = 64;
+constexpr int kSectorBytes = 32;
+constexpr int64_t kMaxHalvedRowBytes = 8 * 1024;
 constexpr int kBankLineBytes = 128;
 
 // The features of a tile fill about this much shared memory, which leaves room for several blocks.
@@ -1081,10 +1085,23 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
                : LaunchInterpolateColumns<T, 1>(stream, call);
 }
 
+// Whether the kernels of shifts are the fastest for gradients of rows that no other has; as
+// measured on an H200.
+template <typename T>
+bool HasFasterShifts(const Call& call) {
+  constexpr int kWidestNarrow = 16;
+  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
+  if (sizeof(T) == 8 || call.width <= kWidestNarrow || row_bytes > kMaxShiftRowBytes) return false;
+  if (call.dpoints == nullptr || kCorners * row_bytes > kMaxCellBytes) return true;
+  if (sizeof(T) == 2) return call.dfeatures != nullptr || call.width >= 31;
+  return call.dfeatures != nullptr && call.width >= 64 && call.width < 768;
+}
+
 template <typename T>
 cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
   constexpr int kPack = kPackElements<T>;
   const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
+  if (call.width == 2 * kPack) return LaunchRows<T, kPack, 2>(stream, call);
   if constexpr (sizeof(T) == 2) {
     if (call.width == 8) return LaunchRows<T, 8, 1>(stream, call);
     if (call.width == 3 * kPack && call.dfeatures == nullptr) {
@@ -1093,7 +1110,6 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
     if (call.width <= kMaxNarrowWidth) return LaunchNarrow(stream, call);
   } else {
     if (call.width == 2) return LaunchRows<T, 2, 1>(stream, call);
-    if (call.width == 2 * kPack) return LaunchRows<T, kPack, 2>(stream, call);
     if constexpr (kPack == 4) {
       if (call.width == 4) return LaunchRows<T, 4, 1>(stream, call);
     }
@@ -1102,6 +1118,7 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
     const bool image = call.dpoints != nullptr && kCorners * row_bytes <= kMaxPointImageBytes;
     if (call.width <= kMaxNarrowWidth && !image) return LaunchNarrow(stream, call);
   }
+  if (HasFasterShifts<T>(call)) return LaunchShifts(stream, call);
   if (kCorners * row_bytes > kMaxCellBytes) return LaunchVectors<T, 1>(stream, call);
   if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
   return LaunchColumns<T>(stream, call);
@@ -1113,8 +1130,12 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   const bool aligned = IsAligned(call.features) && IsAligned(call.cotangent) &&
                        IsAligned(call.out) && IsAligned(call.dfeatures);
   if (!aligned) return LaunchVectors<T, 1>(stream, call);
-  if (call.width % kPack == 0 && call.width * sizeof(T) >= kLongRowBytes) {
-    return LaunchVectors<T, kPack>(stream, call);
+  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
+  if (call.width % kPack == 0 && row_bytes >= kLongRowBytes) {
+    // Two stores of half a sector cost two whole ones.
+    const bool halves = sizeof(T) < 8 && call.dfeatures != nullptr && row_bytes % kSectorBytes != 0;
+    return halves && row_bytes <= kMaxHalvedRowBytes ? LaunchShifts(stream, call)
+                                                     : LaunchVectors<T, kPack>(stream, call);
   }
   if (call.width == 1) {
     const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1;

@@ -34,6 +34,10 @@ inline constexpr bool HasNarrowValues(int64_t width) {
 }
 cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call);
 
+// Gradients of rows of at least one vector and at most kMaxShiftRowBytes, see trilinear_shifts.cu.
+inline constexpr int64_t kMaxShiftRowBytes = 56 * 1024;
+cudaError_t LaunchShifts(cudaStream_t stream, const Call& call);
+
 template <typename A>
 using Coordinates = A[kAxes];
 
