@@ -13,15 +13,21 @@
 // memory, so that the accesses of a warp are whole lines. What a lane knows of a corner goes to the
 // other by shared memory.
 //
-// Other short ones (the kernels of images): the same, but rows are moved to and from shared memory
-// in pieces of 16 bytes, which may span corners.
+// Gradients by the points of other short ones of 4 bytes an element (the kernels of images): the
+// same, but rows are moved to and from shared memory in pieces of 16 bytes, which may span corners.
 //
-// Values of short ones (the kernels of tiles): a block copies the features of some cells to shared
-// memory as they are, 16 bytes a thread.
+// Other short ones: see trilinear_narrow.cu.
+//
+// Values of short ones of 4 bytes an element (the kernels of tiles): a block copies the features of
+// some cells to shared memory as they are, 16 bytes a thread.
+//
+// Other gradients where they are faster: see trilinear_shifts.cu.
 //
 // Other long ones (the kernels of columns): values the same, but lanes share a cell. For gradients
 // they read single elements of its corners, and the block writes the gradients of its cells as one
 // array.
+//
+// Values of 2 bytes an element (the kernels of words): the same, but a thread sums two neighbours.
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -29,26 +35,10 @@
 #include <type_traits>
 
 #include "common/fast_divide.h"
-#include "cuda/launch.h"
-#include "cuda/multilinear.cuh"
-#include "cuda/numeric.cuh"
-#include "cuda/trilinear.h"
+#include "cuda/trilinear.cuh"
 
 namespace jaxops::trilinear::cuda {
 namespace {
-
-using jaxops::cuda::Accumulator;
-using jaxops::cuda::CeilDiv;
-using jaxops::cuda::kPackBytes;
-using jaxops::cuda::kPackElements;
-using jaxops::cuda::kWarp;
-using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
-using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
-using jaxops::cuda::Widen;
-using multilinear::Axis;
 
 constexpr int kThreads = 256;
 
@@ -57,6 +47,8 @@ constexpr int kThreads = 256;
 template <typename T, bool kWrites>
 constexpr int kBlocksOf = kWrites || sizeof(T) == 8 ? 2 : 3;
 constexpr int kLongRowBytes = 64;
+constexpr int kSectorBytes = 32;
+constexpr int64_t kMaxHalvedRowBytes = 8 * 1024;
 constexpr int kBankLineBytes = 128;
 
 // The features of a tile fill about this much shared memory, which leaves room for several blocks.
@@ -68,103 +60,6 @@ constexpr int64_t kMaxCellBytes = 48 * 1024;  // in shared memory
 // Between the weights of two corners in shared memory, beside one entry a cell: puts the corners of
 // a cell into different banks.
 constexpr int kWeightPadding = 4;
-
-template <typename A>
-using Coordinates = A[kAxes];
-
-template <typename A>
-__device__ __forceinline__ void LoadCoordinates(const Call& call, int64_t cell,
-                                                Coordinates<A>& coordinates) {
-  multilinear::cuda::LoadPoint<kAxes>(call.points, call.cells.Offset(cell, Call::kPoints),
-                                      call.point_dtype, coordinates);
-}
-
-template <typename A>
-__device__ __forceinline__ void MakeAxes(const Coordinates<A>& p, Axis<A> (&axes)[kAxes]) {
-#pragma unroll
-  for (int a = 0; a < kAxes; ++a) axes[a] = {(1 - p[a]) / 2, (1 + p[a]) / 2, A(0.5)};
-}
-
-// A cell's point, and what to do with it.
-template <typename A>
-struct Point {
-  Axis<A> axes[kAxes];
-  A terms[kCorners];
-
-  __device__ __forceinline__ Point(const Call& call, int64_t cell, const Coordinates<A>& p) {
-    MakeAxes(p, axes);
-    multilinear::NoDerivative<kAxes>(terms);
-#pragma unroll 1
-    for (int d = 0; d < call.order; ++d) {
-      A direction[kAxes];
-      multilinear::cuda::LoadPoint<kAxes>(call.directions[d],
-                                          call.cells.Offset(cell, Call::kDirections + d),
-                                          call.point_dtype, direction);
-      multilinear::Differentiate<kAxes>(axes, direction, terms);
-    }
-  }
-
-  __device__ __forceinline__ Point(const Call& call, int64_t cell)
-      : Point(call, cell, Loaded(call, cell).coordinates) {}
-
-  // To be called last: it replaces the terms.
- __device__ __forceinline__ const A (&Weights(const Call& call)) [kCorners] {
-   if (call.order == 0) {
-     multilinear::PlainWeights<kAxes>(axes, terms);
-   } else {
-     multilinear::TermsToWeights<kAxes>(axes, terms);
-   }
-   return terms;
- }
-
- private : struct Loaded {
-    Coordinates<A> coordinates;
-    __device__ __forceinline__ Loaded(const Call& call, int64_t cell) {
-      LoadCoordinates<A>(call, cell, coordinates);
-    }
-  };
-};
-
-template <typename A>
-__device__ __forceinline__ void StorePoint(const Call& call, int64_t cell,
-                                           const A (&value)[kAxes]) {
-#pragma unroll
-  for (int a = 0; a < kAxes; ++a) {
-    jaxops::cuda::StoreAs(call.dpoints, cell * kAxes + a, call.point_dtype, value[a]);
-  }
-}
-
-// Makes the gradient by the point of a cell of the dot products of its corners, which it
-// overwrites. kPlain says that the weights are no derivatives, which the compiler turns into fewer
-// registers.
-template <bool kPlain = false, typename A>
-__device__ __forceinline__ void MakeGradient(const Call& call, int64_t cell,
-                                             const Coordinates<A>& p, A (&dots)[kCorners],
-                                             A (&gradient)[kAxes]) {
-  if (kPlain || call.order == 0) {
-    Axis<A> axes[kAxes];
-    MakeAxes(p, axes);
-    multilinear::PlainPointGradient<kAxes>(axes, dots, gradient);
-  } else {
-    const Point<A> point(call, cell, p);
-    multilinear::PointGradient<kAxes>(point.axes, point.terms, dots, gradient);
-  }
-}
-
-template <bool kPlain = false, typename A>
-__device__ __forceinline__ void MakeWeights(const Call& call, int64_t cell, const Coordinates<A>& p,
-                                            A (&weights)[kCorners]) {
-  if (kPlain || call.order == 0) {
-    Axis<A> axes[kAxes];
-    MakeAxes(p, axes);
-    multilinear::PlainWeights<kAxes>(axes, weights);
-  } else {
-    Point<A> point(call, cell, p);
-    multilinear::TermsToWeights<kAxes>(point.axes, point.terms);
-#pragma unroll
-    for (int c = 0; c < kCorners; ++c) weights[c] = point.terms[c];
-  }
-}
 
 // --- vectors -------------------------------------------------------------------------------------
 
@@ -302,48 +197,6 @@ constexpr int kCornerRounds = kCorners;
 // twice.
 constexpr int kCornerPitch = 12;
 
-struct WarpParams {
-  Call call;
-  int64_t stride;  // between the features of two cells
-  bool nested;     // they have none
-};
-
-// Which cells a warp has, and where their features are.
-struct WarpCells {
-  int lane;
-  int64_t first;
-  int count;  // at most 32; negative: none
-  int own;    // the cell of this lane; the last has those of lanes that have none
-
-  __device__ __forceinline__ explicit WarpCells(const Call& call) {
-    lane = static_cast<int>(threadIdx.x % kWarp);
-    first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp * kWarp;
-    count = static_cast<int>(min(int64_t{kWarp}, call.cells.size() - first));
-    own = min(lane, count - 1);
-  }
-};
-
-// Where the features of a warp's cells are. All lanes ask, each for a cell.
-template <typename T>
-struct WarpFeatures {
-  const T* own;
-  int64_t stride;
-  bool nested;
-
-  __device__ __forceinline__ WarpFeatures(const WarpParams& params, const WarpCells& cells) {
-    nested = params.nested;
-    stride = params.stride;
-    own = static_cast<const T*>(params.call.features) +
-          params.call.cells.Offset(cells.first + (nested ? cells.own : 0), Call::kFeatures);
-  }
-
-  __device__ __forceinline__ const T* Of(int cell) const {
-    if (!nested) return own + cell * stride;
-    return reinterpret_cast<const T*>(
-        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(own), cell));
-  }
-};
-
 // What the lanes of a warp exchange of the corners of its cells.
 template <typename A>
 struct CornerValues {
@@ -372,27 +225,6 @@ struct CornerValues {
     }
   }
 };
-
-// Stores the gradients by the points of a warp's cells in the order of memory: three stores of
-// every third element would each cost all the sectors. `staged` has kAxes elements a lane. kPlain
-// says that points are of type T.
-template <bool kPlain, typename T, typename A>
-__device__ __forceinline__ void StorePoints(const Call& call, const WarpCells& cells,
-                                            const A (&gradient)[kAxes], A* staged) {
-#pragma unroll
-  for (int a = 0; a < kAxes; ++a) staged[cells.lane * kAxes + a] = gradient[a];
-  __syncwarp();
-#pragma unroll
-  for (int a = 0; a < kAxes; ++a) {
-    const int i = a * kWarp + cells.lane;
-    if (i >= cells.count * kAxes) continue;
-    if constexpr (kPlain) {
-      static_cast<T*>(call.dpoints)[cells.first * kAxes + i] = Narrow<T>(staged[i]);
-    } else {
-      jaxops::cuda::StoreAs(call.dpoints, cells.first * kAxes + i, call.point_dtype, staged[i]);
-    }
-  }
-}
 
 // Transposes the packs of groups of kPacks neighbouring lanes: lane i of a group gives its pack j
 // for pack i of lane j.
@@ -642,11 +474,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-WarpParams ParamsOfWarps(const Call& call) {
-  return {call, call.cells.rank() == 1 ? call.cells.stride(0, Call::kFeatures) : 0,
-          call.cells.rank() > 1};
-}
-
 template <typename T, int kCount, int kPieces>
 cudaError_t LaunchRows(cudaStream_t stream, const Call& call) {
   const auto kernel = call.dpoints == nullptr     ? BackwardRows<T, kCount, kPieces, true, false>
@@ -662,6 +489,8 @@ constexpr int kImageThreads = 128;
 // What a cell has of features at most. It ends where the kernels of columns become faster.
 template <typename T>
 constexpr int64_t kMaxImageCellBytes = sizeof(T) == sizeof(float) ? 384 : 256;
+// Of 4 bytes an element, for gradients by the points: it ends where the narrow kernels are faster.
+constexpr int64_t kMaxPointImageBytes = 288;
 
 struct ImageParams {
   WarpParams warp;
@@ -1100,6 +929,136 @@ cudaError_t LaunchColumns(cudaStream_t stream, const Call& call) {
   return Launch(kernel, CeilDiv(call.cells.size(), cells), kThreads, bytes, stream, params);
 }
 
+// --- words ---------------------------------------------------------------------------------------
+
+constexpr int kWordThreads = 128;
+constexpr int64_t kWordTileBytes = 12 * 1024;
+constexpr int64_t kMaxWordTileCells = 128;
+constexpr int64_t kMaxWordCellBytes = 72 * 1024;  // in shared memory
+
+struct WordParams {
+  Call call;
+  FastDivider vectors;  // of 16 bytes, of a cell's features
+  FastDivider pairs;    // of a cell's values; the last may be half a one
+  int tile;             // cells of a block
+  bool dense;           // whether the features of all cells follow each other
+};
+
+// The lower or the upper half of a word.
+template <typename T>
+__device__ __forceinline__ float WidenHalf(uint32_t word, bool upper) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __uint_as_float(upper ? word & 0xffff0000u : word << 16);
+  } else {
+    return Widen(__ushort_as_half(static_cast<unsigned short>(upper ? word >> 16 : word)));
+  }
+}
+
+// Values of 16 bits. A block copies the features of some cells to shared memory, a thread sums two
+// values of a cell, and the block writes the values of its cells as one array. kOdd says that rows
+// have an odd number of elements: then two elements of every other row are of two words.
+template <typename T, bool kOdd>
+__global__ void __launch_bounds__(kWordThreads)
+    InterpolateWords(const __grid_constant__ WordParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPack = kPackElements<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Call& call = params.call;
+  const int width = static_cast<int>(call.width);
+  const int per_cell = static_cast<int>(params.vectors.divisor());
+  const int64_t first = int64_t{blockIdx.x} * params.tile;
+  const int cells = static_cast<int>(min(int64_t{params.tile}, call.cells.size() - first));
+  A* weights = reinterpret_cast<A*>(shared);
+  T* features = reinterpret_cast<T*>(weights + params.tile * kCorners);
+  // The last pair may read a little past the last row.
+  T* staged = features + (params.tile * per_cell + 1) * kPack;
+  const T* from = static_cast<const T*>(call.features);
+  if (params.dense) from += first * kCorners * width;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < cells * per_cell; i += kWordThreads) {
+    int64_t at = i * kPack;
+    if (!params.dense) {
+      uint32_t cell = i;
+      const uint32_t vector = params.vectors.Peel(cell);
+      at = call.cells.Offset(first + cell, Call::kFeatures) + vector * kPack;
+    }
+    __pipeline_memcpy_async(features + i * kPack, from + at, kPackBytes);
+  }
+  __pipeline_commit();
+  for (int cell = threadIdx.x; cell < cells; cell += kWordThreads) {
+    Coordinates<A> p;
+    LoadCoordinates<A>(call, first + cell, p);
+    A made[kCorners];
+    MakeWeights(call, first + cell, p, made);
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) weights[cell * kCorners + c] = made[c];
+  }
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  // Values are as far from a vector's begin as they will be in global memory.
+  const int skipped = static_cast<int>(first * width % kPack);
+  for (int i = threadIdx.x; i < cells * static_cast<int>(params.pairs.divisor());
+       i += kWordThreads) {
+    uint32_t cell = i;
+    const int pair = static_cast<int>(params.pairs.Peel(cell));
+    const auto* words =
+        reinterpret_cast<const uint32_t*>(features) + cell * (kCorners / 2) * width + pair;
+    A of[kCorners];
+#pragma unroll
+    for (int c = 0; c < kCorners; c += kPackElements<A>) {
+      const auto pack = LoadPack<kPackElements<A>>(weights + cell * kCorners + c);
+#pragma unroll
+      for (int k = 0; k < kPackElements<A>; ++k) of[c + k] = pack.values[k];
+    }
+    A sums[2] = {};
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      // Rounded down: odd corners of odd rows begin with the upper half of a word.
+      const uint32_t* row = words + c * width / 2;
+      const uint32_t word = row[0];
+      if (kOdd && c % 2 != 0) {
+        sums[0] += of[c] * WidenHalf<T>(word, true);
+        sums[1] += of[c] * WidenHalf<T>(row[1], false);
+      } else {
+        sums[0] += of[c] * WidenHalf<T>(word, false);
+        sums[1] += of[c] * WidenHalf<T>(word, true);
+      }
+    }
+    T* to = staged + skipped + cell * width + 2 * pair;
+    to[0] = Narrow<T>(sums[0]);
+    if (!kOdd || 2 * pair + 1 < width) to[1] = Narrow<T>(sums[1]);
+  }
+  __syncthreads();
+  T* to = static_cast<T*>(call.out) + first * width - skipped;
+  const int end = skipped + cells * width;
+  for (int i = threadIdx.x * kPack; i < end; i += kWordThreads * kPack) {
+    if (i >= skipped && i + kPack <= end) {
+      StorePack(to + i, LoadPack<kPack>(staged + i));
+    } else {
+      for (int e = max(i, skipped); e < min(i + kPack, end); ++e) to[e] = staged[e];
+    }
+  }
+}
+
+template <typename T>
+cudaError_t LaunchWords(cudaStream_t stream, const Call& call) {
+  using A = Accumulator<T>;
+  constexpr int kPack = kPackElements<T>;
+  const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
+  WordParams params{call, FastDivider(cell_bytes / kPackBytes),
+                    FastDivider(CeilDiv(call.width, 2))};
+  params.tile =
+      static_cast<int>(std::clamp<int64_t>(kWordTileBytes / cell_bytes, 1, kMaxWordTileCells));
+  params.dense = AreDense(call);
+  const int64_t weight_bytes = kCorners * static_cast<int64_t>(sizeof(A));
+  const int64_t value_vectors = CeilDiv(params.tile * call.width, kPack) + 1;
+  const int64_t bytes =
+      params.tile * (weight_bytes + cell_bytes) + (1 + value_vectors) * kPackBytes;
+  const auto kernel = call.width % 2 != 0 ? InterpolateWords<T, true> : InterpolateWords<T, false>;
+  return Launch(kernel, CeilDiv(call.cells.size(), params.tile), kWordThreads, bytes, stream,
+                params);
+}
+
 // --- which ---------------------------------------------------------------------------------------
 
 bool IsAligned(const void* pointer) {
@@ -1107,44 +1066,82 @@ bool IsAligned(const void* pointer) {
 }
 
 template <typename T>
+cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
+  constexpr int kPack = kPackElements<T>;
+  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
+  const bool whole = call.width % kPack == 0;
+  if constexpr (sizeof(T) == 2) {
+    if (HasNarrowValues(call.width)) return LaunchNarrow(stream, call);
+    if (!whole && kCorners * row_bytes <= kMaxWordCellBytes) return LaunchWords<T>(stream, call);
+  } else if (call.width == 2) {
+    return Launch(InterpolateRows<T, 2>, CeilDiv(call.cells.size(), kThreads), kThreads, 0, stream,
+                  ParamsOfWarps(call));
+  }
+  if (kCorners * row_bytes > kMaxCellBytes) return LaunchVectors<T, 1>(stream, call);
+  if (row_bytes <= kMaxTiledRowBytes) {
+    return whole ? LaunchTiles<T, kPack>(stream, call) : LaunchTiles<T, 1>(stream, call);
+  }
+  return whole ? LaunchInterpolateColumns<T, kPack>(stream, call)
+               : LaunchInterpolateColumns<T, 1>(stream, call);
+}
+
+// Whether the kernels of shifts are the fastest for gradients of rows that no other has; as
+// measured on an H200.
+template <typename T>
+bool HasFasterShifts(const Call& call) {
+  constexpr int kWidestNarrow = 16;
+  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
+  if (sizeof(T) == 8 || call.width <= kWidestNarrow || row_bytes > kMaxShiftRowBytes) return false;
+  if (call.dpoints == nullptr || kCorners * row_bytes > kMaxCellBytes) return true;
+  if (sizeof(T) == 2) return call.dfeatures != nullptr || call.width >= 31;
+  return call.dfeatures != nullptr && call.width >= 64 && call.width < 768;
+}
+
+template <typename T>
+cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
+  constexpr int kPack = kPackElements<T>;
+  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
+  if (call.width == 2 * kPack) return LaunchRows<T, kPack, 2>(stream, call);
+  if constexpr (sizeof(T) == 2) {
+    if (call.width == 8) return LaunchRows<T, 8, 1>(stream, call);
+    if (call.width == 3 * kPack && call.dfeatures == nullptr) {
+      return LaunchVectors<T, kPack>(stream, call);
+    }
+    if (call.width <= kMaxNarrowWidth) return LaunchNarrow(stream, call);
+  } else {
+    if (call.width == 2) return LaunchRows<T, 2, 1>(stream, call);
+    if constexpr (kPack == 4) {
+      if (call.width == 4) return LaunchRows<T, 4, 1>(stream, call);
+    }
+  }
+  if constexpr (sizeof(T) == 4) {
+    const bool image = call.dpoints != nullptr && kCorners * row_bytes <= kMaxPointImageBytes;
+    if (call.width <= kMaxNarrowWidth && !image) return LaunchNarrow(stream, call);
+  }
+  if (HasFasterShifts<T>(call)) return LaunchShifts(stream, call);
+  if (kCorners * row_bytes > kMaxCellBytes) return LaunchVectors<T, 1>(stream, call);
+  if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
+  return LaunchColumns<T>(stream, call);
+}
+
+template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
-  constexpr int kPack = kPackBytes / sizeof(T);
+  constexpr int kPack = kPackElements<T>;
   const bool aligned = IsAligned(call.features) && IsAligned(call.cotangent) &&
                        IsAligned(call.out) && IsAligned(call.dfeatures);
-  const int64_t row_bytes = call.width * sizeof(T);
-  if (aligned && call.width % kPack == 0 && row_bytes >= kLongRowBytes) {
-    return LaunchVectors<T, kPack>(stream, call);
-  }
-  if (!aligned || kCorners * row_bytes > kMaxCellBytes) {
-    return LaunchVectors<T, 1>(stream, call);
+  if (!aligned) return LaunchVectors<T, 1>(stream, call);
+  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
+  if (call.width % kPack == 0 && row_bytes >= kLongRowBytes) {
+    // Two stores of half a sector cost two whole ones.
+    const bool halves = sizeof(T) < 8 && call.dfeatures != nullptr && row_bytes % kSectorBytes != 0;
+    return halves && row_bytes <= kMaxHalvedRowBytes ? LaunchShifts(stream, call)
+                                                     : LaunchVectors<T, kPack>(stream, call);
   }
   if (call.width == 1) {
     const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1;
     return plain ? LaunchSingles<T, true>(stream, call) : LaunchSingles<T, false>(stream, call);
   }
-  if (call.out != nullptr) {
-    if (call.width == 2) {
-      return Launch(InterpolateRows<T, 2>, CeilDiv(call.cells.size(), kThreads), kThreads, 0,
-                    stream, ParamsOfWarps(call));
-    }
-  } else {
-    if (call.width == 2) return LaunchRows<T, 2, 1>(stream, call);
-    if constexpr (kPack >= 4) {
-      if (call.width == 4) return LaunchRows<T, 4, 1>(stream, call);
-    }
-    if constexpr (kPack >= 8) {
-      if (call.width == 8) return LaunchRows<T, 8, 1>(stream, call);
-    }
-    if (call.width == 2 * kPack) return LaunchRows<T, kPack, 2>(stream, call);
-    if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
-    return LaunchColumns<T>(stream, call);
-  }
-  if (row_bytes <= kMaxTiledRowBytes) {
-    if (call.width % kPack == 0) return LaunchTiles<T, kPack>(stream, call);
-    return LaunchTiles<T, 1>(stream, call);
-  }
-  if (call.width % kPack == 0) return LaunchInterpolateColumns<T, kPack>(stream, call);
-  return LaunchInterpolateColumns<T, 1>(stream, call);
+  return call.out != nullptr ? LaunchValues<T>(stream, call) : LaunchGradients<T>(stream, call);
 }
 
 }  // namespace

@@ -454,7 +454,7 @@ def exercise_moves(device, rows, widths):
 # --- interpolation -------------------------------------------------------------------------------
 
 # Rows of whole sectors, ones of 16 bytes and others, and more than a tile holds.
-WIDTHS = (1, 3, 4, 8, 16, 33, 64, 130)
+WIDTHS = (1, 3, 4, 8, 13, 16, 22, 24, 33, 64, 130)
 CELLS = 301
 
 

@@ -57,7 +57,7 @@ def test_a_linear_function_is_reproduced_inside_and_outside(platform):
 
 
 # Around what a 16-byte access holds, a sector, a warp, and what a tile in shared memory can take.
-WIDTHS = (*range(1, 20), 24, 31, 32, 33, 63, 66, 100, 129, 256, 1000, 1001, 3075, 4096)
+WIDTHS = (*range(1, 25), 31, 32, 33, 63, 66, 100, 129, 256, 1000, 1001, 3075, 4096)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,180 @@
+// Trilinear interpolation in cells of a few features, and its gradients.
+//
+// The number of features is known to the compiler, and a lane has a cell: it takes the elements of
+// all rows one after the other, each with its weight, and sums in registers. A warp copies the
+// features of its cells to shared memory and their gradients from there as they follow each other
+// in memory, in vectors that may span rows.
+#include <cuda_pipeline.h>
+
+#include <cstdint>
+
+#include "cuda/trilinear.cuh"
+
+namespace jaxops::trilinear::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+// The features of a warp's cells, or their gradients. Between two cells is an odd number of
+// vectors, so that lanes that have a cell each read different banks.
+template <typename T, int kWidth>
+struct Image {
+  static constexpr int kVectors = kCorners * kWidth / kPackElements<T>;
+  static constexpr int kPitch = kVectors | 1;
+
+  Pack<T, kPackElements<T>> vectors[kWarp * kPitch];
+
+  __device__ __forceinline__ auto& Of(int cell, int vector) {
+    return vectors[cell * kPitch + vector];
+  }
+};
+
+// kPlain says that there is no derivative and that points are of the features' dtype.
+template <typename T, int kWidth, bool kPlain, bool kOut, bool kFeatures, bool kPoints>
+__global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ WarpParams params) {
+  using A = Accumulator<T>;
+  using Image = Image<T, kWidth>;
+  constexpr int kPack = kPackElements<T>;
+  constexpr int kVectors = Image::kVectors;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Call& call = params.call;
+  const WarpCells cells(call);
+  if (cells.count <= 0) return;
+  Image& image = reinterpret_cast<Image*>(shared)[threadIdx.x / kWarp];
+  const int64_t own = cells.first + cells.own;
+  if constexpr (kOut || kPoints) {
+    const WarpFeatures<T> features(params, cells);
+    const int last = cells.count * kVectors - 1;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int i = j * kWarp + cells.lane;
+      const int cell = min(i, last) / kVectors;
+      const T* from = features.Of(cell) + i % kVectors * kPack;
+      if (i <= last) __pipeline_memcpy_async(&image.Of(cell, i % kVectors), from, kPackBytes);
+    }
+    __pipeline_commit();
+  }
+  Coordinates<A> p;
+  if constexpr (kPlain) {
+    const T* point = static_cast<const T*>(call.points) + call.cells.Offset(own, Call::kPoints);
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
+  } else {
+    LoadCoordinates<A>(call, own, p);
+  }
+  [[maybe_unused]] A g[kWidth];
+  if constexpr (!kOut) {
+    const T* cotangent =
+        static_cast<const T*>(call.cotangent) + call.cells.Offset(own, Call::kCotangent);
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) g[f] = Widen(cotangent[f]);
+  }
+  [[maybe_unused]] A weights[kCorners];
+  if constexpr (kOut || kFeatures) MakeWeights<kPlain>(call, own, p, weights);
+  if constexpr (kOut || kPoints) {
+    __pipeline_wait_prior(0);
+    __syncwarp();
+  }
+  [[maybe_unused]] A sums[kWidth] = {};
+  [[maybe_unused]] A dots[kCorners] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    [[maybe_unused]] Pack<T, kPack> read;
+    if constexpr (kOut || kPoints) read = image.Of(cells.lane, v);
+    [[maybe_unused]] Pack<T, kPack> made;
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      const int c = (v * kPack + e) / kWidth;
+      const int f = (v * kPack + e) % kWidth;
+      if constexpr (kOut) sums[f] += weights[c] * Widen(read.values[e]);
+      if constexpr (kPoints) dots[c] += Widen(read.values[e]) * g[f];
+      if constexpr (kFeatures) made.values[e] = Narrow<T>(weights[c] * g[f]);
+    }
+    if constexpr (kFeatures) image.Of(cells.lane, v) = made;
+  }
+  __syncwarp();
+  if constexpr (kOut) {
+    // The values follow each other in the memory of the features, which all lanes have read.
+    T* staged = reinterpret_cast<T*>(image.vectors);
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) staged[cells.lane * kWidth + f] = Narrow<T>(sums[f]);
+    __syncwarp();
+    T* to = static_cast<T*>(call.out) + cells.first * kWidth;
+    const int count = cells.count * kWidth;
+    for (int i = cells.lane * kPack; i < count; i += kWarp * kPack) {
+      if (i + kPack <= count) {
+        StorePack(to + i, image.vectors[i / kPack]);
+      } else {
+        for (int e = i; e < count; ++e) to[e] = staged[e];
+      }
+    }
+  }
+  if constexpr (kFeatures) {
+    T* to = static_cast<T*>(call.dfeatures) + cells.first * kCorners * kWidth;
+    const int count = cells.count * kVectors;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int i = j * kWarp + cells.lane;
+      if (i < count) StorePack(to + i * kPack, image.Of(i / kVectors, i % kVectors));
+    }
+  }
+  if constexpr (kPoints) {
+    A gradient[kAxes];
+    MakeGradient<kPlain>(call, own, p, dots, gradient);
+    __syncwarp();
+    StorePoints<kPlain, T>(call, cells, gradient, reinterpret_cast<A*>(image.vectors));
+  }
+}
+
+template <typename T, int kWidth>
+cudaError_t LaunchKernel(void (*kernel)(WarpParams), cudaStream_t stream, const Call& call) {
+  const int64_t bytes = kThreads / kWarp * static_cast<int64_t>(sizeof(Image<T, kWidth>));
+  return Launch(kernel, CeilDiv(call.cells.size(), kThreads), kThreads, bytes, stream,
+                ParamsOfWarps(call));
+}
+
+template <typename T, int kWidth, bool kPlain>
+cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
+  const auto kernel = call.dpoints == nullptr ? NarrowRows<T, kWidth, kPlain, false, true, false>
+                      : call.dfeatures == nullptr
+                          ? NarrowRows<T, kWidth, kPlain, false, false, true>
+                          : NarrowRows<T, kWidth, kPlain, false, true, true>;
+  return LaunchKernel<T, kWidth>(kernel, stream, call);
+}
+
+template <typename T, int kWidth = 2>
+cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
+  if constexpr (kWidth <= kMaxNarrowWidth) {
+    if (call.width != kWidth) return LaunchOf<T, kWidth + 1>(stream, call);
+    if (call.out != nullptr) {
+      // Plain cells would be no faster.
+      if constexpr (sizeof(T) == 2 && HasNarrowValues(kWidth)) {
+        return LaunchKernel<T, kWidth>(NarrowRows<T, kWidth, false, true, false, false>, stream,
+                                       call);
+      }
+    } else if constexpr (kCorners * kWidth % kPackElements<T> == 0 && kWidth != 8) {
+      return call.order == 0 && call.point_dtype == call.dtype
+                 ? LaunchGradients<T, kWidth, true>(stream, call)
+                 : LaunchGradients<T, kWidth, false>(stream, call);
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call) {
+  switch (call.dtype) {
+    case DType::kF16:
+      return LaunchOf<__half>(stream, call);
+    case DType::kBF16:
+      return LaunchOf<__nv_bfloat16>(stream, call);
+    case DType::kF32:
+      return LaunchOf<float>(stream, call);
+    case DType::kF64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jaxops::trilinear::cuda
