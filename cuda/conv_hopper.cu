@@ -18,6 +18,7 @@ namespace {
 // has several taps.
 constexpr int kSteps = 4;
 constexpr int kBarrierBytes = 1024;
+constexpr int kMostLogSplits = 3;                                  // clusters have at most 8 blocks
 constexpr int kStagesBytes = kSharedBytes - kBarrierBytes - 1024;  // less what aligns the stages
 
 struct Params : Layout {
@@ -29,6 +30,8 @@ struct Params : Layout {
   FastDivider column_tiles;
   int channel_blocks, last_steps;  // steps of a tap in the last block
   int chunk_taps;
+  FastDivider chunks;  // of a block of channels
+  int log_splits;      // of how many blocks of a cluster share the sum of a tile
   int image_stage, image_stages, kernel_stage, kernel_stages;  // bytes of a stage; stages
   int groups;
   bool has_taps;
@@ -39,6 +42,47 @@ struct Params : Layout {
   // From the entry of a group's first tap and channel to that of a step, in a stage. There is a
   // chunk for every tap, or for some of them.
   int4 step_bytes[kMaxTaps];
+  int16_t first_chunk[kMaxTaps + 1];  // of a group
+};
+
+// What a block has of the sum of a tile, in chunks of all blocks of channels. Where it is all of
+// it, nothing of this is left at run time.
+template <bool kSplit>
+struct Part {
+  int first, end;
+
+  __device__ explicit Part(const Params& p) {
+    const int chunks = p.channel_blocks * static_cast<int>(p.chunks.divisor());
+    const int rank = blockIdx.x & ((1 << p.log_splits) - 1);
+    first = chunks * rank >> p.log_splits;
+    end = chunks * (rank + 1) >> p.log_splits;
+  }
+
+  __device__ bool HasChunk(const Params& p, int block, int chunk) const {
+    const int number = block * static_cast<int>(p.chunks.divisor()) + chunk;
+    return !kSplit || (number >= first && number < end);
+  }
+
+  // The blocks of channels that it touches.
+  __device__ int FirstBlock(const Params& p) const { return kSplit ? p.chunks.Quotient(first) : 0; }
+  __device__ int EndBlock(const Params& p) const {
+    return kSplit ? p.chunks.Quotient(end - 1) + 1 : p.channel_blocks;
+  }
+
+  // Whether any chunk of the group is in it.
+  __device__ bool HasGroup(const Params& p, int block, int group) const {
+    const int before = block * static_cast<int>(p.chunks.divisor());
+    return !kSplit ||
+           (before + p.first_chunk[group + 1] > first && before + p.first_chunk[group] < end);
+  }
+
+  // The tiles of the block; those of a cluster have the same ones.
+  __device__ static int FirstTile(const Params& p) {
+    return kSplit ? blockIdx.x >> p.log_splits : blockIdx.x;
+  }
+  __device__ static int TileStep(const Params& p) {
+    return kSplit ? gridDim.x >> p.log_splits : gridDim.x;
+  }
 };
 
 // A pixel by what it is counted in.
@@ -58,17 +102,19 @@ struct Barriers {
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
 
-template <typename T, int kRows>
+template <typename T, int kRows, bool kSplit>
 __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
   constexpr int kItem = sizeof(T);
   const int lane = threadIdx.x % 32;
+  const Part<kSplit> part(p);
   Ring ring;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+  for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
     const int begin = p.column_tiles.Quotient(tile) * kRows;
     const int end = min(begin + kRows, p.pixels);
     const Rows rows(p, p.strip_width.Quotient(begin), p.strip_width.Quotient(end - 1));
-    for (int block = 0; block < p.channel_blocks; ++block) {
+    for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
       for (int g = 0; g < p.groups; ++g) {
+        if (!part.HasGroup(p, block, g)) continue;
         Wait(&barriers.image_empty[ring.stage], ring.parity ^ 1);
         uint64_t* full = &barriers.image_full[ring.stage];
         if (lane == 0) Expect(full, rows.count * p.copy_bytes);
@@ -85,19 +131,22 @@ __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
 template <int kColumns, bool kAcross>
 constexpr int kKernelColumns = kAcross && kColumns < 64 ? 64 : kColumns;
 
-template <typename T, int kColumns, bool kAcross>
+template <typename T, int kColumns, bool kAcross, bool kSplit>
 __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
   if (threadIdx.x % 32 != 0) return;
+  const Part<kSplit> part(p);
   Ring ring;
   const int tap_bytes = kKernelColumns<kColumns, kAcross> * p.row_bytes;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+  for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
     uint32_t column = tile;
     column = p.column_tiles.Peel(column) * kColumns;
-    for (int block = 0; block < p.channel_blocks; ++block) {
+    for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
       const int channel = block * (p.row_bytes / static_cast<int>(sizeof(T)));
+      int chunk = 0;
       for (int g = 0; g < p.groups; ++g) {
         const int end = p.group[g].end;
-        for (int begin = p.group[g].begin; begin < end; begin += p.chunk_taps) {
+        for (int begin = p.group[g].begin; begin < end; begin += p.chunk_taps, ++chunk) {
+          if (!part.HasChunk(p, block, chunk)) continue;
           const int taps = min(p.chunk_taps, end - begin);
           Wait(&barriers.kernel_empty[ring.stage], ring.parity ^ 1);
           uint64_t* full = &barriers.kernel_full[ring.stage];
@@ -107,8 +156,8 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
             constexpr int kParts = kAcross ? kKernelColumns<kColumns, kAcross> / 64 : 1;
 #pragma unroll
             for (int i = 0; i < kParts; ++i) {
-              const int part = column + 64 * i;
-              const int32_t at[3] = {kAcross ? part : channel, kAcross ? channel : part,
+              const int at_column = column + 64 * i;
+              const int32_t at[3] = {kAcross ? at_column : channel, kAcross ? channel : at_column,
                                      p.matrix[t]};
               ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &p.kernel_map,
                                         at, full);
@@ -122,9 +171,96 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
   }
 }
 
-template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross>
-__device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t image_stages,
-                              uint32_t kernel_stages) {
+// Finishes and writes what a warp has summed of 16 rows of a tile that begins at pixel `begin`.
+template <typename T, int kColumns>
+__device__ void StoreSums(const Params& p, float (&sums)[kColumns / 2], int begin, int row,
+                          int column) {
+  const int left = p.outputs - column;
+  Finish<kColumns>(p.epilogue, sums, column, left);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int number = begin + row + 8 * half + static_cast<int>(threadIdx.x % 32 / 4);
+    const Pixel pixel(p, number);
+    const int image_number = p.strips.Quotient(pixel.strip);
+    const int strip = pixel.strip - image_number * p.strips.divisor();
+    const int in_row = strip * p.strip_width.divisor() + pixel.column;
+    const bool exists = number < p.pixels && in_row < p.columns;
+    const int64_t offset = image_number * p.result_image + pixel.row * p.result_row +
+                           in_row * p.result_column + column;
+    if (std::is_same_v<T, float> || p.is_wide) {
+      StoreRow<kColumns>(sums, half, exists ? static_cast<float*>(p.result) + offset : nullptr,
+                         left);
+    } else if constexpr (!std::is_same_v<T, float>) {
+      StoreRow<T, kColumns>(sums, half, exists ? static_cast<T*>(p.result) + offset : nullptr,
+                            left);
+    }
+  }
+}
+
+// Adds what the blocks of a cluster have summed of a tile and writes it, each block its share. The
+// sums pass through the stages, which nothing is copied to any more.
+template <typename T, int kWarpgroups, int kBlocks, int kColumns>
+__device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumns / 2],
+                           char* stages, int begin, int column) {
+  constexpr int kWarps = 4 * kWarpgroups;
+  constexpr int kPieces = kBlocks * kColumns / 32;  // of a warp, of 32 columns each
+  static_assert(kWarps * kPieces * 2048 <= kStagesBytes);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
+  // Products of other warpgroups may still use the stages.
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * kWarps) : "memory");
+  float4* own = reinterpret_cast<float4*>(stages) + warp * kPieces * 128 + lane;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; ++i) {
+      const float* four = sums[b] + 4 * i;
+      own[(b * (kColumns / 8) + i) * 32] = {four[0], four[1], four[2], four[3]};
+    }
+  }
+  SyncCluster();
+  const auto add = [&](auto count) {
+    constexpr int kSplits = decltype(count)::value;
+    for (int piece = warp * kSplits + blockIdx.x % kSplits; piece < kWarps * kPieces;
+         piece += kWarps * kSplits) {
+      const uint32_t address = SharedAddress(stages) + piece * 2048 + lane * 16;
+      // All are under way at once, because other blocks' memory is far.
+      float4 parts[kSplits][4];
+#pragma unroll
+      for (int k = 0; k < 4 * kSplits; ++k) {
+        parts[k / 4][k % 4] = LoadOfBlock(address + k % 4 * 512, k / 4);
+      }
+      float all[16];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float4 sum = parts[0][i];
+#pragma unroll
+        for (int k = 1; k < kSplits; ++k) sum = Add(sum, parts[k][i]);
+        all[4 * i] = sum.x;
+        all[4 * i + 1] = sum.y;
+        all[4 * i + 2] = sum.z;
+        all[4 * i + 3] = sum.w;
+      }
+      const int of_warp = piece / kPieces, block = piece % kPieces / (kColumns / 32);
+      const int row = of_warp / 4 * 64 * kBlocks + 64 * block + of_warp % 4 * 16;
+      StoreSums<T, 32>(p, all, begin, row, column + piece % (kColumns / 32) * 32);
+    }
+  };
+  switch (p.log_splits) {
+    case 1:
+      add(std::integral_constant<int, 2>{});
+      break;
+    case 2:
+      add(std::integral_constant<int, 4>{});
+      break;
+    default:
+      add(std::integral_constant<int, 1 << kMostLogSplits>{});
+  }
+  SyncCluster();  // no block ends while others read its memory
+}
+
+template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit>
+__device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
+                              uint32_t image_stages, uint32_t kernel_stages) {
   constexpr int kRows = 64 * kWarpgroups * kBlocks;
   // The products of a chunk are issued in two halves, so that the fragments of one are loaded while
   // the other is multiplied: of the rows, or with one block of them of the steps.
@@ -143,8 +279,9 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
                      16;
   }
 
+  const Part<kSplit> part(p);
   Ring image, kernel;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+  for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
     uint32_t row_tile = tile;
     const int column = p.column_tiles.Peel(row_tile) * kColumns;
     const int begin = row_tile * kRows;
@@ -172,14 +309,19 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
       }
       done_image = done_kernel = -1;
     };
-    for (int block = 0; block < p.channel_blocks; ++block) {
+    for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
       const int block_steps = block + 1 == p.channel_blocks ? p.last_steps : tap_steps;
       int chunk = 0;
       for (int g = 0; g < p.groups; ++g) {
         const int taps_end = p.group[g].end;
+        if (!part.HasGroup(p, block, g)) {
+          chunk = p.first_chunk[g + 1];
+          continue;
+        }
         Wait(&barriers.image_full[image.stage], image.parity);
         const uint32_t image_stage = image_stages + image.stage * p.image_stage;
         for (int t = p.group[g].begin; t < taps_end; t += p.chunk_taps, ++chunk) {
+          if (!part.HasChunk(p, block, chunk)) continue;
           const int4 step_bytes = p.step_bytes[chunk];
           const int steps = min(p.chunk_taps, taps_end - t) * block_steps;
           Wait(&barriers.kernel_full[kernel.stage], kernel.parity);
@@ -233,44 +375,31 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, uint32_t imag
     ProductsWait<0>();
     release();
 
-    const int left = p.outputs - column;
+    if constexpr (kSplit) {
+      StoreSplit<T, kWarpgroups, kBlocks, kColumns>(p, sums, stages, begin, column);
+      return;  // a cluster has one tile
+    } else {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (!p.has_taps) {
+      for (int b = 0; b < kBlocks; ++b) {
+        if (!p.has_taps) {
 #pragma unroll
-        for (float& sum : sums[b]) sum = 0;
-      }
-      Finish<kColumns>(p.epilogue, sums[b], column, left);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int number = begin + warp_row + 64 * b + 8 * half + lane / 4;
-        const Pixel pixel(p, number);
-        const int image_number = p.strips.Quotient(pixel.strip);
-        const int strip = pixel.strip - image_number * p.strips.divisor();
-        const int in_row = strip * p.strip_width.divisor() + pixel.column;
-        const bool exists = number < end && in_row < p.columns;
-        const int64_t offset = image_number * p.result_image + pixel.row * p.result_row +
-                               in_row * p.result_column + column;
-        if (std::is_same_v<T, float> || p.is_wide) {
-          StoreRow<kColumns>(sums[b], half,
-                             exists ? static_cast<float*>(p.result) + offset : nullptr, left);
-        } else if constexpr (!std::is_same_v<T, float>) {
-          StoreRow<T, kColumns>(sums[b], half,
-                                exists ? static_cast<T*>(p.result) + offset : nullptr, left);
+          for (float& sum : sums[b]) sum = 0;
         }
+        StoreSums<T, kColumns>(p, sums[b], begin, warp_row + 64 * b, column);
       }
     }
   }
 }
 
-// The registers of a thread that copies and of one that multiplies; together those of the kernel.
+// The registers of a thread that copies and of one that multiplies; together those of the kernel. A
+// single warpgroup has enough.
 constexpr int kCopyingRegisters = 56;
 template <int kWarpgroups>
 constexpr int kMultiplyingRegisters = kWarpgroups == 4   ? 104
                                       : kWarpgroups == 3 ? 152
                                                          : 224;
 
-template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross>
+template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit>
 __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     Convolve(const __grid_constant__ Params p) {
 #if JAXOPS_HAS_WGMMA
@@ -293,16 +422,16 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    GiveRegisters<kCopyingRegisters>();
+    if constexpr (kWarpgroups > 1) GiveRegisters<kCopyingRegisters>();
     if (threadIdx.x / 32 == 0) {
-      CopyImages<T, 64 * kWarpgroups * kBlocks>(p, barriers, image_stages);
+      CopyImages<T, 64 * kWarpgroups * kBlocks, kSplit>(p, barriers, image_stages);
     } else if (threadIdx.x / 32 == 1) {
-      CopyKernels<T, kColumns, kAcross>(p, barriers, kernel_stages);
+      CopyKernels<T, kColumns, kAcross, kSplit>(p, barriers, kernel_stages);
     }
   } else {
-    TakeRegisters<kMultiplyingRegisters<kWarpgroups>>();
-    MultiplyTiles<T, kWarpgroups, kBlocks, kColumns, kAcross>(
-        p, barriers, SharedAddress(image_stages), SharedAddress(kernel_stages));
+    if constexpr (kWarpgroups > 1) TakeRegisters<kMultiplyingRegisters<kWarpgroups>>();
+    MultiplyTiles<T, kWarpgroups, kBlocks, kColumns, kAcross, kSplit>(
+        p, barriers, image_stages, SharedAddress(image_stages), SharedAddress(kernel_stages));
   }
 #endif
 }
@@ -321,6 +450,19 @@ constexpr Shape kShapes[] = {{2, 2, 128, 100}, {3, 1, 128, 100}, {2, 1, 128, 105
                              {4, 1, 64, 120},  {2, 1, 64, 145},  {4, 1, 32, 160}};
 // Cycles of a tile besides its products, measured too.
 constexpr int64_t kTileCycles = 5000;
+
+// Tiles whose sum the blocks of a cluster share, up to 8 of them, each at least so many chunks.
+constexpr Shape kSplitShapes[] = {{2, 1, 128, 105}, {2, 1, 64, 160}, {1, 1, 64, 290}};
+constexpr int kLeastChunks = 2;
+
+// Cycles that this adds to those of a tile, more for a large one; measured too.
+int64_t SplitCycles(const Shape& shape) { return 1400 + shape.rows() * shape.columns * 3 / 16; }
+
+// How many clusters of so many blocks run at once. One has its multiprocessors in one part of the
+// GPU, and parts differ in size: of larger ones, an eighth of the multiprocessors may be left over.
+int64_t ClustersAtOnce(int processors, int splits) {
+  return (splits > 2 ? processors * 7 / 8 : processors) / splits;
+}
 
 // Fills in how the sum is cut up with tiles of this shape; false where it does not fit.
 bool Plan(Params& p, const Sum& sum, int item, const Shape& shape, Grouping grouping) {
@@ -373,6 +515,7 @@ bool Plan(Params& p, const Sum& sum, int item, const Shape& shape, Grouping grou
   int chunk = 0;
   for (int g = 0; g < p.groups; ++g) {
     const Group& group = p.group[g];
+    p.first_chunk[g] = static_cast<int16_t>(chunk);
     for (int t = group.begin; t < group.end; t += p.chunk_taps, ++chunk) {
       int bytes[kSteps] = {};
       for (int i = 0; i < kSteps; ++i) {
@@ -383,19 +526,27 @@ bool Plan(Params& p, const Sum& sum, int item, const Shape& shape, Grouping grou
       p.step_bytes[chunk] = {bytes[0], bytes[1], bytes[2], bytes[3]};
     }
   }
+  p.first_chunk[p.groups] = static_cast<int16_t>(chunk);
+  p.chunks = FastDivider(std::max(1, chunk));
+  p.log_splits = 0;
   for (int t = 0; t < sum.taps; ++t) p.matrix[t] = static_cast<int16_t>(sum.tap[t].matrix);
   p.has_taps = sum.taps > 0;
   return true;
 }
 
-template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross>
+template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit = false>
 cudaError_t LaunchShape(cudaStream_t stream, const Params& params, int processors) {
-  auto* kernel = &Convolve<T, kWarpgroups, kBlocks, kColumns, kAcross>;
+  auto* kernel = &Convolve<T, kWarpgroups, kBlocks, kColumns, kAcross, kSplit>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<std::min(params.tiles, processors), 128 * (kWarpgroups + 1), kSharedBytes, stream>>>(
-      params);
+  constexpr int kThreads = 128 * (kWarpgroups + 1);
+  if constexpr (kSplit) {
+    return jaxops::cuda::LaunchClusters(kernel, int64_t{params.tiles} << params.log_splits,
+                                        1u << params.log_splits, kThreads, kSharedBytes, stream,
+                                        params);
+  }
+  kernel<<<std::min(params.tiles, processors), kThreads, kSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -405,6 +556,11 @@ cudaError_t LaunchShape(cudaStream_t stream, const Params& params, const Shape& 
   const auto is = [&](int warpgroups, int blocks, int columns) {
     return shape.warpgroups == warpgroups && shape.blocks == blocks && shape.columns == columns;
   };
+  if (params.log_splits > 0) {
+    if (is(2, 1, 128)) return LaunchShape<T, 2, 1, 128, kAcross, true>(stream, params, processors);
+    if (is(2, 1, 64)) return LaunchShape<T, 2, 1, 64, kAcross, true>(stream, params, processors);
+    return LaunchShape<T, 1, 1, 64, kAcross, true>(stream, params, processors);
+  }
   if (is(2, 2, 128)) return LaunchShape<T, 2, 2, 128, kAcross>(stream, params, processors);
   if (is(3, 1, 128)) return LaunchShape<T, 3, 1, 128, kAcross>(stream, params, processors);
   if (is(2, 1, 128)) return LaunchShape<T, 2, 1, 128, kAcross>(stream, params, processors);
@@ -429,26 +585,41 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
     return cudaErrorNotSupported;
   }
 
-  // The shape whose blocks are done first; ties go to large tiles, which read less.
+  // The shape whose blocks are done first; ties go to large tiles, which read less, and to sums
+  // that are not split.
   Params params, best;
   const Shape* chosen = nullptr;
   int64_t least = 0;
+  // A multiprocessor makes 2048 products a cycle, or 1024 of TF32.
+  const auto cycles = [&](const Shape& shape) {
+    const int64_t products =
+        int64_t{shape.rows()} * shape.columns * sum.taps * sum.channels * item / 2;
+    return products / 2048 * shape.percent / 100;
+  };
+  const auto plan = [&](const Shape& shape) {
+    return Plan(params, sum, item, shape, Grouping::kAll) ||
+           Plan(params, sum, item, shape, Grouping::kRow) ||
+           Plan(params, sum, item, shape, Grouping::kTap);
+  };
+  const auto consider = [&](const Shape& shape, int64_t cost) {
+    if (chosen && cost >= least) return;
+    chosen = &shape;
+    best = params;
+    least = cost;
+  };
   for (const Shape& shape : kShapes) {
     // No tile of which half has no columns.
-    if (shape.columns > 32 && sum.outputs <= shape.columns / 2) continue;
-    for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
-      if (!Plan(params, sum, item, shape, grouping)) continue;
-      // A multiprocessor makes 2048 products a cycle, or 1024 of TF32.
-      const int64_t products =
-          int64_t{shape.rows()} * shape.columns * sum.taps * sum.channels * item / 2;
-      const int64_t cycles = products / 2048 * shape.percent / 100 + kTileCycles;
-      const int64_t cost = CeilDiv(params.tiles, processors) * cycles;
-      if (!chosen || cost < least) {
-        chosen = &shape;
-        best = params;
-        least = cost;
-      }
-      break;
+    if ((shape.columns > 32 && sum.outputs <= shape.columns / 2) || !plan(shape)) continue;
+    consider(shape, CeilDiv(params.tiles, processors) * (cycles(shape) + kTileCycles));
+  }
+  for (const Shape& shape : kSplitShapes) {
+    if ((shape.columns > 64 && sum.outputs <= shape.columns / 2) || !plan(shape)) continue;
+    const int64_t chunks =
+        sum.taps > 0 ? int64_t{params.channel_blocks} * params.chunks.divisor() : 0;
+    for (int log = 1; log <= kMostLogSplits && chunks >> log >= kLeastChunks; ++log) {
+      params.log_splits = log;
+      consider(shape, CeilDiv(params.tiles, ClustersAtOnce(processors, 1 << log)) *
+                          ((cycles(shape) >> log) + kTileCycles + SplitCycles(shape)));
     }
   }
   if (!chosen) return cudaErrorNotSupported;

@@ -680,6 +680,9 @@ CONVOLUTIONS = (
     ((2, 17, 30), 96, 72, 3, 2, 1, 1),
     ((1, 40, 40), 64, 64, 3, 1, 15, 1),
     ((2, 13, 19), 48, 32, 3, 2, 1, 2),
+    # Long sums of few pixels, which clusters of blocks share.
+    ((1, 7, 7), 264, 136, 3, 1, 1, 1),
+    ((2, 7, 9), 512, 32, 1, 2, 1, 1),
     # What is taken as it is of true float32 and float64: odd channels, few outputs, odd groups.
     ((2, 9, 11), 37, 41, 3, 1, 1, 1),
     ((2, 9, 67), 24, 3, 3, 2, 1, 1),

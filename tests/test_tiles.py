@@ -501,6 +501,15 @@ CASES = {
     "far apart": ((1, 64, 64), 64, 64, 3, {"dilation": 25, "padding": 25}),
     "9x9": ((1, 30, 30), 64, 64, 9, {}),
     "asymmetric": ((2, 12, 13), 64, 64, 4, {"padding": ((0, 5), (3, 1))}),
+    # So few pixels and so long sums that clusters of blocks share them, of 2, 4 and 8 parts.
+    "shared": ((1, 7, 7), 512, 512, 3, {}),
+    "shared, of several tiles": ((9, 7, 7), 512, 320, 3, {}),
+    "shared, of ragged channels": ((2, 9, 11), 712, 136, 3, {}),
+    "shared, of few outputs": ((2, 9, 11), 640, 24, 3, {}),
+    "shared, strided": ((2, 13, 14), 384, 328, 3, {"strides": 2}),
+    "shared, strided 1x1": ((3, 14, 15), 1024, 256, 1, {"strides": 2}),
+    "shared, dilated": ((2, 15, 9), 320, 264, 3, {"dilation": (2, 3)}),
+    "shared, of large windows": ((1, 9, 10), 96, 256, 7, {}),
 }
 
 
@@ -563,6 +572,8 @@ OF_EVERY_GPU = {
     "f16 in groups": ((2, 20, 20), 64, 128, 3, {"groups": 4}, "float16"),
     "bf16 in groups": ((2, 20, 21), 48, 24, 5, {"groups": 3, "strides": 3}, "bfloat16"),
     "f32 of few channels": ((2, 20, 21), 3, 24, 3, {}, "float32"),
+    "f32 shared": ((1, 7, 7), 512, 256, 3, {}, "float32"),
+    "f32 shared, strided": ((2, 13, 14), 256, 328, 3, {"strides": 2}, "float32"),
     "f32 in odd groups": ((2, 20, 21), 27, 30, 3, {"groups": 3}, "float32"),
     # Tiles of all sizes, whole and ragged, copies of 16 bytes and of entries.
     "highest": ((3, 14, 14), 64, 64, 3, HIGHEST, "float32"),
