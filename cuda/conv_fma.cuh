@@ -226,15 +226,20 @@ __device__ __forceinline__ void MultiplyStep(double& c0, double& c1, double& c2,
 }
 
 // A chunk on tensor cores. A product is of any four entries of the sum, if they are the same on
-// both sides: each lane has two neighbours, and two neighbouring columns. `load_rows` gives what it
-// has of 16 rows for each of the two products of a step.
+// both sides: each lane has two neighbours, and two neighbouring columns. `b` is what it has of
+// each of the two products' columns, and `load_rows` gives what it has of 16 rows for both.
+template <typename Tile>
+__device__ __forceinline__ void LoadColumns(const Lane<Tile>& lane, const char* columns,
+                                            Unit<double> (&b)[2]) {
+  columns += lane.unit * Tile::kPitch + (lane.warp_unit + lane.row) * kUnitBytes;
+  b[0] = Load<double>(columns);
+  b[1] = Load<double>(columns + Tile::kPitch);
+}
+
 template <typename Tile, typename LoadRows>
-__device__ __forceinline__ void MultiplyChunk(const Lane<Tile>& lane, const char* columns,
-                                              LoadRows&& load_rows,
+__device__ __forceinline__ void MultiplyChunk(const Unit<double> (&b)[2], LoadRows&& load_rows,
                                               Unit<double> (&sums)[Tile::kThreadRows][2]) {
   static_assert(kChunk<double> == 8);
-  columns += lane.unit * Tile::kPitch + (lane.warp_unit + lane.row) * kUnitBytes;
-  const Unit<double> b[2] = {Load<double>(columns), Load<double>(columns + Tile::kPitch)};
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows / 2; ++i) {
     double a[4];

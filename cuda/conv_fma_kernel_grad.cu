@@ -160,8 +160,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       return Load<T>(left + k * kImagePitch<Tile> + unit_row(i) * static_cast<int>(sizeof(T)));
     };
     if constexpr (Tile::kOnTensorCores) {
-      MultiplyChunk(
-          lane, right,
+      Unit<T> columns[2];
+      LoadColumns(lane, right, columns);
+      MultiplyChunk<Tile>(
+          columns,
           [&](int i, double (&a)[4]) {
             const Unit<T> first = load_rows(i, lane.unit), second = load_rows(i, lane.unit + 1);
             a[0] = first.entry[0];
