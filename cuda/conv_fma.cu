@@ -272,6 +272,10 @@ __device__ __forceinline__ void AddParts(const Params& p, const Sums& sums, char
 #endif
 }
 
+// Whether sums are about half of the registers.
+template <typename Tile>
+constexpr bool kIsCrowded = Tile::kThreadRows * Tile::kThreadUnits >= 8 && Tile::kLaneColumns > 1;
+
 template <typename Tile, bool kImageUnits, KernelCopies kCopies>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     Convolve(const __grid_constant__ Params p) {
@@ -356,7 +360,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     } else {
       const int64_t* matrices =
           kCells ? Matrices(p, chunk) + first_column / kUnit<T> + lane.warp_unit : nullptr;
-#pragma unroll
+      // More of a loop than this moves entries from register to register, because sums and
+      // operands fill these.
+#pragma unroll(kIsCrowded<Tile>&& kCopies == KernelCopies::kSteps ? 1 : kChunkBytes / kUnitBytes)
       for (int u = 0; u < kChunkBytes / kUnitBytes; ++u) {
         Unit<T> a[Tile::kThreadRows];
 #pragma unroll
@@ -368,14 +374,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
               const int remainder = first_column / kUnit<T> + lane.warp_unit + j;
               if (remainder >= p.remainders || matrices[j] < 0) continue;
             }
+            Unit<T> b[kUnit<T>];
 #pragma unroll
             for (int n = 0; n < kUnit<T>; ++n) {
-              const Unit<T> b = Load<T>(right + ColumnOrder<Tile>::Unit(lane, j, n, u));
+              b[n] = Load<T>(right + ColumnOrder<Tile>::Unit(lane, j, n, u));
+            }
+#pragma unroll
+            for (int n = 0; n < kUnit<T>; ++n) {
 #pragma unroll
               for (int e = 0; e < kUnit<T>; ++e) {
 #pragma unroll
                 for (int i = 0; i < Tile::kThreadRows; ++i) {
-                  sums[i][j].entry[n] += a[i].entry[e] * b.entry[e];
+                  sums[i][j].entry[n] += a[i].entry[e] * b[n].entry[e];
                 }
               }
             }
@@ -443,7 +453,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
 // The tile of products of cells.
 template <typename T>
-using CellTile = Tile<T, 2, 1, 32, 2, 4, 7, 160>;
+using CellTile = Tile<T, 2, 1, 32, 2, 4, 7, 215>;
 template <typename Tile>
 constexpr bool kIsOfCells = std::is_same_v<Tile, CellTile<typename Tile::T>>;
 
@@ -466,37 +476,52 @@ cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
     kernel<<<grid, Tile::kThreads, kSharedBytes<Tile>, stream>>>(p);
     return cudaGetLastError();
   };
-  if constexpr (kIsOfCells<Tile>) return launch.template operator()<true, KernelCopies::kCells>();
-  if (p.kernel_copies == KernelCopies::kSteps) {
-    return launch.template operator()<true, KernelCopies::kSteps>();
+  if constexpr (kIsOfCells<Tile>) {
+    return launch.template operator()<true, KernelCopies::kCells>();
+  } else {
+    switch (p.kernel_copies) {
+      case KernelCopies::kSteps:
+        return launch.template operator()<true, KernelCopies::kSteps>();
+      case KernelCopies::kOutputs:
+        return p.image_units ? launch.template operator()<true, KernelCopies::kOutputs>()
+                             : launch.template operator()<false, KernelCopies::kOutputs>();
+      default:
+        return p.image_units ? launch.template operator()<true, KernelCopies::kEntries>()
+                             : launch.template operator()<false, KernelCopies::kEntries>();
+    }
   }
-  return DispatchBool(p.image_units, [&](auto image_units) {
-    return DispatchBool(p.kernel_copies == KernelCopies::kOutputs, [&](auto outputs) {
-      return launch.template
-      operator()<decltype(image_units)::value,
-                 decltype(outputs)::value ? KernelCopies::kOutputs : KernelCopies::kEntries>();
-    });
-  });
+}
+
+// Whether clusters can be launched: the code, too, may be for GPUs that have none.
+bool HasParts() {
+  cudaFuncAttributes attributes{};
+  const auto kernel = &Convolve<CellTile<float>, true, KernelCopies::kCells>;
+  return jaxops::cuda::HasClusters() && cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
+         attributes.ptxVersion >= 90;
 }
 
 // How a sum is cut up: tiles, and parts of each.
 struct Plan {
-  cudaError_t (*launch)(cudaStream_t, Params&, int64_t);
+  cudaError_t (*launch)(cudaStream_t, Params&, int64_t groups);
   int parts;
   int64_t cycles;  // estimated
 };
 
 // Replaces `plan` by the one with these tiles that is done first, if that is earlier.
 template <typename Tile>
-void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool has_clusters) {
-  constexpr int64_t kAddCycles = 2000;
+void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool has_parts) {
+  // Measured on an H200, like the percentages of tiles: of a chunk, however small, and of adding.
+  constexpr int64_t kChunkCycles = 600, kAddCycles = 1500;
+  constexpr Costs kCosts = {.few_warps_percent = 600, .block_cycles = 5600};
   const int64_t tiles =
       CeilDiv(p.pixels.count, Tile::kRows) * CeilDiv(p.columns, Tile::kColumns) * groups;
-  const int most = kHasParts<Tile> && has_clusters ? std::clamp(p.chunks, 1, kMostParts) : 1;
+  const int most = kHasParts<Tile> && has_parts ? std::clamp(p.chunks, 1, kMostParts) : 1;
   for (int parts = 1; parts <= most; ++parts) {
+    const int64_t load = CeilDiv(tiles * parts, processors), chunks = CeilDiv(p.chunks, parts);
+    const int64_t waits =
+        CeilDiv(load, Tile::kBlocks) * (chunks * kChunkCycles + kCosts.block_cycles);
     const int64_t cycles =
-        Cycles<Tile>(CeilDiv(tiles * parts, processors), CeilDiv(p.chunks, parts)) +
-        (parts > 1 ? kAddCycles : 0);
+        std::max(Cycles<Tile>(load, chunks, kCosts), waits) + (parts > 1 ? kAddCycles : 0);
     if (!plan.launch || cycles < plan.cycles) plan = {&LaunchTile<Tile>, parts, cycles};
   }
 }
@@ -504,19 +529,22 @@ void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool 
 // What comes first is preferred.
 template <typename... Tiles>
 Plan FirstDone(const Params& p, int64_t groups, int processors) {
-  const bool has_clusters = jaxops::cuda::HasClusters();
+  const bool has_parts = HasParts();
   Plan plan{};
-  (Consider<Tiles>(plan, p, groups, processors, has_clusters), ...);
+  (Consider<Tiles>(plan, p, groups, processors, has_parts), ...);
   return plan;
 }
 
-// Of at least 64 bytes of outputs, and of one unit or two for results of few.
+// Of at least 64 bytes of outputs, and of one unit or two for results of few. Those of the first
+// three of f64 are multiplied by tensor cores.
 template <typename T>
 Plan Decide(const Params& p, int64_t groups, int processors) {
-  return FirstDone<Tile<T, 2, 4, 8, 8, 2, 2, 115>, Tile<T, 2, 2, 8, 8, 2, 4, 120>,
-                   Tile<T, 2, 2, 8, 4, 2, 5, 135>, Tile<T, 2, 2, 8, 4, 1, 6, 160>,
-                   Tile<T, 4, 1, 8, 4, 1, 6, 160>, Tile<T, 2, 2, 8, 2, 1, 6, 200>,
-                   Tile<T, 2, 1, 32, 4, 2, 3, 160>, Tile<T, 2, 1, 32, 4, 1, 3, 200>>(p, groups,
+  constexpr bool kIsDouble = sizeof(T) == 8;
+  return FirstDone<Tile<T, 2, 4, 8, 8, 2, 2, kIsDouble ? 155 : 130>,
+                   Tile<T, 2, 2, 8, 8, 2, 4, kIsDouble ? 175 : 140>,
+                   Tile<T, 2, 2, 8, 4, 2, 5, kIsDouble ? 250 : 160>, Tile<T, 2, 2, 8, 4, 1, 6, 210>,
+                   Tile<T, 4, 1, 8, 4, 1, 6, 265>, Tile<T, 2, 2, 8, 2, 1, 6, 280>,
+                   Tile<T, 2, 1, 32, 4, 2, 3, 260>, Tile<T, 2, 1, 32, 4, 1, 3, 475>>(p, groups,
                                                                                      processors);
 }
 
@@ -593,7 +621,6 @@ void FillMatrices(Params& p, const Sum& sum) {
   for (int t = 0; t < sum.taps; ++t) p.matrix[t] = sum.tap[t].matrix * bytes;
 }
 
-template <typename T>
 cudaError_t LaunchPlan(cudaStream_t stream, Params& p, const Plan& plan, int64_t groups) {
   p.parts = plan.parts;
   return plan.launch(stream, p, groups);
@@ -607,7 +634,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, const KernelSteps& kerne
   Params p{};
   if (!Fill<T>(p, sum, kernel)) return cudaErrorNotSupported;
   FillMatrices<T>(p, sum);
-  return LaunchPlan<T>(stream, p, Decide<T>(p, sum.groups, processors), sum.groups);
+  return LaunchPlan(stream, p, Decide<T>(p, sum.groups, processors), sum.groups);
 }
 
 // The gradient of all pixels between strides, if each has few channels: LaunchInputGradSums has a
@@ -668,7 +695,7 @@ cudaError_t LaunchCells(cudaStream_t stream, const Call& call, const KernelSteps
   std::copy_n(matrix, cells.taps * count, p.matrix);
   std::copy_n(remainder, count, p.remainder);
   is_done = true;
-  return LaunchPlan<T>(stream, p, DecideCells<T>(p, call.groups, processors), call.groups);
+  return LaunchPlan(stream, p, DecideCells<T>(p, call.groups, processors), call.groups);
 }
 
 template <typename T>

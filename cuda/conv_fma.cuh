@@ -50,8 +50,7 @@ template <typename T>
 constexpr int kSetChunks = kSet / kChunk<T>;
 
 // kBlocks of it share a multiprocessor. A product takes kPercent of what it would if there were
-// nothing but multiply-adds, with warps enough to hide what one waits for: an estimate from how
-// many instructions these are.
+// nothing but multiply-adds, with warps enough to hide what one waits for.
 template <typename T_, int kRowWarps_, int kColumnWarps_, int kLaneRows_, int kThreadRows_,
           int kThreadUnits_, int kBlocks_, int kPercent_>
 struct Tile {
@@ -276,17 +275,22 @@ bool AreUnits(const void* data, int64_t all_entries, int64_t entries) {
          entries % kUnit<T> == 0;
 }
 
+// What is estimated beside a tile's products: the percentage that is added with a single warp, less
+// with more, and cycles before the first product and after the last.
+struct Costs {
+  int64_t few_warps_percent, block_cycles;
+};
+
 // Estimated cycles that blocks take of which one processor has `load`, each with so many chunks.
 template <typename Tile>
-int64_t Cycles(int64_t load, int64_t chunks) {
+int64_t Cycles(int64_t load, int64_t chunks, const Costs& costs) {
   using T = typename Tile::T;
   constexpr int64_t kPerCycle = sizeof(T) == 8 && !Tile::kOnTensorCores ? 64 : 128;
-  constexpr int64_t kBlockCycles = 2000;  // before the first product and after the last
   const int64_t warps = std::min<int64_t>(load, Tile::kBlocks) * Tile::kWarps;
-  const int64_t percent = Tile::kPercent + 400 / warps;
+  const int64_t percent = Tile::kPercent + costs.few_warps_percent / warps;
   const int64_t products = int64_t{Tile::kRows} * Tile::kColumns * kChunk<T>;
   return load * chunks * products / kPerCycle * percent / 100 +
-         CeilDiv(load, Tile::kBlocks) * kBlockCycles;
+         CeilDiv(load, Tile::kBlocks) * costs.block_cycles;
 }
 
 }  // namespace jaxops::conv::cuda::fma
