@@ -11,6 +11,8 @@
 // and these are added in the blocks' shared memories, always in the same order.
 #include <cooperative_groups.h>
 
+#include <cmath>
+
 #include "cuda/conv_fma.cuh"
 #include "cuda/conv_results.cuh"
 
@@ -272,9 +274,10 @@ __device__ __forceinline__ void AddParts(const Params& p, const Sums& sums, char
 #endif
 }
 
-// Whether sums are about half of the registers.
+// Whether threads are so many that sums and operands fill the registers of each.
 template <typename Tile>
-constexpr bool kIsCrowded = Tile::kThreadRows * Tile::kThreadUnits >= 8 && Tile::kLaneColumns > 1;
+constexpr bool kIsCrowded = Tile::kThreads * Tile::kBlocks >= 512 &&
+                            Tile::kThreadRows * Tile::kThreadUnits >= 8 && Tile::kLaneColumns > 1;
 
 template <typename Tile, bool kImageUnits, KernelCopies kCopies>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
@@ -453,7 +456,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
 // The tile of products of cells.
 template <typename T>
-using CellTile = Tile<T, 2, 1, 32, 2, 4, 7, 215>;
+using CellTile = Tile<T, 2, 1, 32, 2, 4, 7, 240>;
 template <typename Tile>
 constexpr bool kIsOfCells = std::is_same_v<Tile, CellTile<typename Tile::T>>;
 
@@ -510,18 +513,23 @@ struct Plan {
 // Replaces `plan` by the one with these tiles that is done first, if that is earlier.
 template <typename Tile>
 void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool has_parts) {
-  // Measured on an H200, like the percentages of tiles: of a chunk, however small, and of adding.
-  constexpr int64_t kChunkCycles = 600, kAddCycles = 1500;
-  constexpr Costs kCosts = {.few_warps_percent = 600, .block_cycles = 5600};
+  // Measured on an H200, like the percentages of tiles: before the first product and after the
+  // last, of a chunk, however small, and of adding parts, of which there are bytes in all blocks.
+  constexpr int64_t kBlockCycles = 6500, kChunkCycles = 330;
+  constexpr int64_t kAddCycles = 130, kAddedPerCycle = 18;
   const int64_t tiles =
       CeilDiv(p.pixels.count, Tile::kRows) * CeilDiv(p.columns, Tile::kColumns) * groups;
   const int most = kHasParts<Tile> && has_parts ? std::clamp(p.chunks, 1, kMostParts) : 1;
   for (int parts = 1; parts <= most; ++parts) {
     const int64_t load = CeilDiv(tiles * parts, processors), chunks = CeilDiv(p.chunks, parts);
-    const int64_t waits =
-        CeilDiv(load, Tile::kBlocks) * (chunks * kChunkCycles + kCosts.block_cycles);
-    const int64_t cycles =
-        std::max(Cycles<Tile>(load, chunks, kCosts), waits) + (parts > 1 ? kAddCycles : 0);
+    const int64_t turns = CeilDiv(load, Tile::kBlocks);
+    const double few_warps = 960 / std::pow(Warps<Tile>(load), 1.5);
+    const int64_t products =
+        ProductCycles<Tile>(load, chunks, Tile::kPercent + static_cast<int64_t>(few_warps));
+    const int64_t added = load * Tile::kRows * Tile::kUnits * kUnitBytes;
+    const int64_t cycles = std::max(products, turns * chunks * kChunkCycles) +
+                           turns * kBlockCycles +
+                           (parts > 1 ? kAddCycles + added / kAddedPerCycle : 0);
     if (!plan.launch || cycles < plan.cycles) plan = {&LaunchTile<Tile>, parts, cycles};
   }
 }
@@ -535,17 +543,23 @@ Plan FirstDone(const Params& p, int64_t groups, int processors) {
   return plan;
 }
 
-// Of at least 64 bytes of outputs, and of one unit or two for results of few. Those of the first
-// three of f64 are multiplied by tensor cores.
+// Of at least 64 bytes of outputs, and of one unit or two for results of few. Of f64 those of the
+// first three are multiplied by tensor cores.
 template <typename T>
 Plan Decide(const Params& p, int64_t groups, int processors) {
-  constexpr bool kIsDouble = sizeof(T) == 8;
-  return FirstDone<Tile<T, 2, 4, 8, 8, 2, 2, kIsDouble ? 155 : 130>,
-                   Tile<T, 2, 2, 8, 8, 2, 4, kIsDouble ? 175 : 140>,
-                   Tile<T, 2, 2, 8, 4, 2, 5, kIsDouble ? 250 : 160>, Tile<T, 2, 2, 8, 4, 1, 6, 210>,
-                   Tile<T, 4, 1, 8, 4, 1, 6, 265>, Tile<T, 2, 2, 8, 2, 1, 6, 280>,
-                   Tile<T, 2, 1, 32, 4, 2, 3, 260>, Tile<T, 2, 1, 32, 4, 1, 3, 475>>(p, groups,
-                                                                                     processors);
+  if constexpr (sizeof(T) == 8) {
+    return FirstDone<Tile<T, 2, 4, 8, 8, 2, 2, 175>, Tile<T, 2, 2, 8, 8, 2, 4, 190>,
+                     Tile<T, 2, 2, 8, 4, 2, 5, 200>, Tile<T, 2, 2, 8, 4, 1, 6, 210>,
+                     Tile<T, 4, 1, 8, 4, 1, 6, 270>, Tile<T, 2, 2, 8, 2, 1, 6, 285>,
+                     Tile<T, 4, 1, 32, 2, 2, 4, 300>, Tile<T, 2, 1, 32, 4, 1, 3, 750>>(p, groups,
+                                                                                       processors);
+  } else {
+    return FirstDone<Tile<T, 1, 8, 8, 16, 2, 1, 105>, Tile<T, 2, 4, 8, 8, 2, 2, 145>,
+                     Tile<T, 2, 2, 8, 8, 2, 4, 155>, Tile<T, 2, 2, 8, 4, 2, 5, 165>,
+                     Tile<T, 2, 2, 8, 4, 1, 6, 210>, Tile<T, 4, 1, 8, 4, 1, 6, 270>,
+                     Tile<T, 2, 2, 8, 2, 1, 6, 285>, Tile<T, 4, 1, 32, 2, 2, 4, 300>,
+                     Tile<T, 2, 1, 32, 4, 1, 3, 750>>(p, groups, processors);
+  }
 }
 
 template <typename T>

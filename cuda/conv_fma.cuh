@@ -275,22 +275,20 @@ bool AreUnits(const void* data, int64_t all_entries, int64_t entries) {
          entries % kUnit<T> == 0;
 }
 
-// What is estimated beside a tile's products: the percentage that is added with a single warp, less
-// with more, and cycles before the first product and after the last.
-struct Costs {
-  int64_t few_warps_percent, block_cycles;
-};
-
-// Estimated cycles that blocks take of which one processor has `load`, each with so many chunks.
+// The warps of a processor that is given `load` blocks.
 template <typename Tile>
-int64_t Cycles(int64_t load, int64_t chunks, const Costs& costs) {
+int64_t Warps(int64_t load) {
+  return std::min<int64_t>(load, Tile::kBlocks) * Tile::kWarps;
+}
+
+// Estimated cycles of the products of so many blocks on one processor, each of so many chunks, at a
+// percentage of what multiply-adds alone take.
+template <typename Tile>
+int64_t ProductCycles(int64_t load, int64_t chunks, int64_t percent) {
   using T = typename Tile::T;
   constexpr int64_t kPerCycle = sizeof(T) == 8 && !Tile::kOnTensorCores ? 64 : 128;
-  const int64_t warps = std::min<int64_t>(load, Tile::kBlocks) * Tile::kWarps;
-  const int64_t percent = Tile::kPercent + costs.few_warps_percent / warps;
   const int64_t products = int64_t{Tile::kRows} * Tile::kColumns * kChunk<T>;
-  return load * chunks * products / kPerCycle * percent / 100 +
-         CeilDiv(load, Tile::kBlocks) * costs.block_cycles;
+  return load * chunks * products / kPerCycle * percent / 100;
 }
 
 }  // namespace jaxops::conv::cuda::fma
