@@ -515,12 +515,13 @@ template <typename Tile>
 void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool has_parts) {
   // Measured on an H200, like the percentages of tiles: before the first product and after the
   // last, of a chunk, however small, and of adding parts, of which there are bytes in all blocks.
-  constexpr int64_t kBlockCycles = 6500, kChunkCycles = 330;
-  constexpr int64_t kAddCycles = 130, kAddedPerCycle = 18;
+  constexpr int64_t kBlockCycles = 6000, kChunkCycles = 560;
+  constexpr int64_t kAddedPerCycle = 9;
   const int64_t tiles =
       CeilDiv(p.pixels.count, Tile::kRows) * CeilDiv(p.columns, Tile::kColumns) * groups;
   const int most = kHasParts<Tile> && has_parts ? std::clamp(p.chunks, 1, kMostParts) : 1;
-  for (int parts = 1; parts <= most; ++parts) {
+  for (const int parts : {1, 2, 3, 4, 6, 8}) {
+    if (parts > most) break;
     const int64_t load = CeilDiv(tiles * parts, processors), chunks = CeilDiv(p.chunks, parts);
     const int64_t turns = CeilDiv(load, Tile::kBlocks);
     const double few_warps = 960 / std::pow(Warps<Tile>(load), 1.5);
@@ -528,8 +529,7 @@ void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool 
         ProductCycles<Tile>(load, chunks, Tile::kPercent + static_cast<int64_t>(few_warps));
     const int64_t added = load * Tile::kRows * Tile::kUnits * kUnitBytes;
     const int64_t cycles = std::max(products, turns * chunks * kChunkCycles) +
-                           turns * kBlockCycles +
-                           (parts > 1 ? kAddCycles + added / kAddedPerCycle : 0);
+                           turns * kBlockCycles + (parts > 1 ? added / kAddedPerCycle : 0);
     if (!plan.launch || cycles < plan.cycles) plan = {&LaunchTile<Tile>, parts, cycles};
   }
 }
@@ -548,17 +548,17 @@ Plan FirstDone(const Params& p, int64_t groups, int processors) {
 template <typename T>
 Plan Decide(const Params& p, int64_t groups, int processors) {
   if constexpr (sizeof(T) == 8) {
-    return FirstDone<Tile<T, 2, 4, 8, 8, 2, 2, 175>, Tile<T, 2, 2, 8, 8, 2, 4, 190>,
-                     Tile<T, 2, 2, 8, 4, 2, 5, 200>, Tile<T, 2, 2, 8, 4, 1, 6, 210>,
-                     Tile<T, 4, 1, 8, 4, 1, 6, 270>, Tile<T, 2, 2, 8, 2, 1, 6, 285>,
-                     Tile<T, 4, 1, 32, 2, 2, 4, 300>, Tile<T, 2, 1, 32, 4, 1, 3, 750>>(p, groups,
-                                                                                       processors);
+    return FirstDone<Tile<T, 2, 4, 8, 8, 2, 2, 185>, Tile<T, 2, 2, 8, 8, 2, 4, 200>,
+                     Tile<T, 2, 2, 8, 4, 2, 5, 230>, Tile<T, 2, 2, 8, 4, 1, 6, 230>,
+                     Tile<T, 4, 1, 8, 4, 1, 6, 275>, Tile<T, 2, 2, 8, 2, 1, 6, 265>,
+                     Tile<T, 4, 1, 32, 2, 2, 4, 300>, Tile<T, 2, 1, 32, 4, 1, 3, 1000>>(p, groups,
+                                                                                        processors);
   } else {
-    return FirstDone<Tile<T, 1, 8, 8, 16, 2, 1, 105>, Tile<T, 2, 4, 8, 8, 2, 2, 145>,
-                     Tile<T, 2, 2, 8, 8, 2, 4, 155>, Tile<T, 2, 2, 8, 4, 2, 5, 165>,
-                     Tile<T, 2, 2, 8, 4, 1, 6, 210>, Tile<T, 4, 1, 8, 4, 1, 6, 270>,
-                     Tile<T, 2, 2, 8, 2, 1, 6, 285>, Tile<T, 4, 1, 32, 2, 2, 4, 300>,
-                     Tile<T, 2, 1, 32, 4, 1, 3, 750>>(p, groups, processors);
+    return FirstDone<Tile<T, 1, 8, 8, 16, 2, 1, 115>, Tile<T, 2, 4, 8, 8, 2, 2, 155>,
+                     Tile<T, 2, 2, 8, 8, 2, 4, 150>, Tile<T, 2, 2, 8, 4, 2, 5, 165>,
+                     Tile<T, 2, 2, 8, 4, 1, 6, 230>, Tile<T, 4, 1, 8, 4, 1, 6, 275>,
+                     Tile<T, 2, 2, 8, 2, 1, 6, 265>, Tile<T, 4, 1, 32, 2, 2, 4, 300>,
+                     Tile<T, 2, 1, 32, 4, 1, 3, 1000>>(p, groups, processors);
   }
 }
 
