@@ -10,17 +10,22 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies kBytes through the L1 cache from some bytes after `base`, or as many zeros where there is
-// nothing to copy: then `offset` may be any, because a copy of nothing, too, has to be from an
-// aligned address. What is copied is not read before WaitCopies, so that the compiler may have
-// other accesses pass it.
+// Copies kBytes through the L1 cache, or as many zeros where there is nothing to copy: `from` is
+// aligned then, too, but may be anywhere. What is copied is not read before WaitCopies, so that the
+// compiler may have other accesses pass it.
+template <int kBytes>
+__device__ __forceinline__ void CopyAsync(uint32_t to, const char* from, bool exists) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
+               "r"(exists ? kBytes : 0));
+}
+
+// The same from some bytes after `base`, which is aligned; `offset` may be any where there is
+// nothing to copy.
 template <int kBytes>
 __device__ __forceinline__ void CopyAsync(uint32_t to, const char* base, int64_t offset,
                                           bool exists) {
-  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
-  const char* from = base + (exists ? offset : 0);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
-               "r"(exists ? kBytes : 0));
+  CopyAsync<kBytes>(to, base + (exists ? offset : 0), exists);
 }
 
 // Ends a group of this thread's copies.

@@ -50,8 +50,7 @@ template <typename T>
 constexpr int kSetChunks = kSet / kChunk<T>;
 
 // kBlocks of it share a multiprocessor. A product takes kPercent of what it would if there were
-// nothing but multiply-adds, with warps enough to hide what one waits for: an estimate from how
-// many instructions these are.
+// nothing but multiply-adds, with warps enough to hide what one waits for.
 template <typename T_, int kRowWarps_, int kColumnWarps_, int kLaneRows_, int kThreadRows_,
           int kThreadUnits_, int kBlocks_, int kPercent_>
 struct Tile {
@@ -226,15 +225,20 @@ __device__ __forceinline__ void MultiplyStep(double& c0, double& c1, double& c2,
 }
 
 // A chunk on tensor cores. A product is of any four entries of the sum, if they are the same on
-// both sides: each lane has two neighbours, and two neighbouring columns. `load_rows` gives what it
-// has of 16 rows for each of the two products of a step.
+// both sides: each lane has two neighbours, and two neighbouring columns. `b` is what it has of
+// each of the two products' columns, and `load_rows` gives what it has of 16 rows for both.
+template <typename Tile>
+__device__ __forceinline__ void LoadColumns(const Lane<Tile>& lane, const char* columns,
+                                            Unit<double> (&b)[2]) {
+  columns += lane.unit * Tile::kPitch + (lane.warp_unit + lane.row) * kUnitBytes;
+  b[0] = Load<double>(columns);
+  b[1] = Load<double>(columns + Tile::kPitch);
+}
+
 template <typename Tile, typename LoadRows>
-__device__ __forceinline__ void MultiplyChunk(const Lane<Tile>& lane, const char* columns,
-                                              LoadRows&& load_rows,
+__device__ __forceinline__ void MultiplyChunk(const Unit<double> (&b)[2], LoadRows&& load_rows,
                                               Unit<double> (&sums)[Tile::kThreadRows][2]) {
   static_assert(kChunk<double> == 8);
-  columns += lane.unit * Tile::kPitch + (lane.warp_unit + lane.row) * kUnitBytes;
-  const Unit<double> b[2] = {Load<double>(columns), Load<double>(columns + Tile::kPitch)};
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows / 2; ++i) {
     double a[4];
@@ -271,17 +275,20 @@ bool AreUnits(const void* data, int64_t all_entries, int64_t entries) {
          entries % kUnit<T> == 0;
 }
 
-// Estimated cycles that blocks take of which one processor has `load`, each with so many chunks.
+// The warps of a processor that is given `load` blocks.
 template <typename Tile>
-int64_t Cycles(int64_t load, int64_t chunks) {
+int64_t Warps(int64_t load) {
+  return std::min<int64_t>(load, Tile::kBlocks) * Tile::kWarps;
+}
+
+// Estimated cycles of the products of so many blocks on one processor, each of so many chunks, at a
+// percentage of what multiply-adds alone take.
+template <typename Tile>
+int64_t ProductCycles(int64_t load, int64_t chunks, int64_t percent) {
   using T = typename Tile::T;
   constexpr int64_t kPerCycle = sizeof(T) == 8 && !Tile::kOnTensorCores ? 64 : 128;
-  constexpr int64_t kBlockCycles = 2000;  // before the first product and after the last
-  const int64_t warps = std::min<int64_t>(load, Tile::kBlocks) * Tile::kWarps;
-  const int64_t percent = Tile::kPercent + 400 / warps;
   const int64_t products = int64_t{Tile::kRows} * Tile::kColumns * kChunk<T>;
-  return load * chunks * products / kPerCycle * percent / 100 +
-         CeilDiv(load, Tile::kBlocks) * kBlockCycles;
+  return load * chunks * products / kPerCycle * percent / 100;
 }
 
 }  // namespace jaxops::conv::cuda::fma

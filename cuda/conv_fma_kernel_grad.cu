@@ -160,8 +160,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       return Load<T>(left + k * kImagePitch<Tile> + unit_row(i) * static_cast<int>(sizeof(T)));
     };
     if constexpr (Tile::kOnTensorCores) {
-      MultiplyChunk(
-          lane, right,
+      Unit<T> columns[2];
+      LoadColumns(lane, right, columns);
+      MultiplyChunk<Tile>(
+          columns,
           [&](int i, double (&a)[4]) {
             const Unit<T> first = load_rows(i, lane.unit), second = load_rows(i, lane.unit + 1);
             a[0] = first.entry[0];
@@ -241,15 +243,18 @@ struct Plan {
 // split so that every processor has some blocks, and as few parts are added as that takes.
 template <typename Tile>
 void Consider(Plan& plan, const Params& p, int64_t groups, int64_t all_outputs, int processors) {
-  constexpr int64_t kMostBlocks = 4;                          // of a processor
+  constexpr int64_t kMostBlocks = 4;      // of a processor
+  constexpr int64_t kBlockCycles = 2000;  // before the first product and after the last
   constexpr int64_t kAddCycles = 4000, kAddedPerCycle = 600;  // bytes
   const int64_t tiles = CeilDiv(p.rows, Tile::kRows) * CeilDiv(p.outputs, Tile::kColumns) * groups;
   for (int64_t blocks = 1; blocks <= kMostBlocks; ++blocks) {
     const int64_t splits = std::clamp<int64_t>(blocks * processors / tiles, 1, p.chunks);
     const int64_t added = splits * p.rows * all_outputs * sizeof(typename Tile::T);
-    const int64_t cycles =
-        Cycles<Tile>(CeilDiv(tiles * splits, processors), CeilDiv(p.chunks, splits)) +
-        (splits > 1 ? kAddCycles + added / kAddedPerCycle : 0);
+    const int64_t load = CeilDiv(tiles * splits, processors);
+    const int64_t cycles = ProductCycles<Tile>(load, CeilDiv(p.chunks, splits),
+                                               Tile::kPercent + 400 / Warps<Tile>(load)) +
+                           CeilDiv(load, Tile::kBlocks) * kBlockCycles +
+                           (splits > 1 ? kAddCycles + added / kAddedPerCycle : 0);
     if (!plan.launch || cycles < plan.cycles) {
       plan = {&LaunchTile<Tile>, static_cast<int>(splits), cycles};
     }

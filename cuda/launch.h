@@ -51,20 +51,27 @@ inline bool HasClusters() {
 // Launches a kernel in clusters of so many blocks, at most 8, which have leave for `bytes` each of
 // dynamic shared memory.
 template <typename Params>
-cudaError_t LaunchClusters(void (*kernel)(Params), int64_t blocks, unsigned per_cluster,
-                           int threads, size_t bytes, cudaStream_t stream, const Params& params) {
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+cudaError_t LaunchClusters(void (*kernel)(Params), dim3 grid, unsigned per_cluster, int threads,
+                           size_t bytes, cudaStream_t stream, const Params& params) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {per_cluster, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(blocks);
+  config.gridDim = grid;
   config.blockDim = threads;
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+template <typename Params>
+cudaError_t LaunchClusters(void (*kernel)(Params), int64_t blocks, unsigned per_cluster,
+                           int threads, size_t bytes, cudaStream_t stream, const Params& params) {
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  return LaunchClusters(kernel, dim3(static_cast<unsigned>(blocks)), per_cluster, threads, bytes,
+                        stream, params);
 }
 
 }  // namespace jaxops::cuda

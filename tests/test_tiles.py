@@ -586,10 +586,17 @@ OF_EVERY_GPU = {
     "highest, strided 1x1": ((2, 17, 30), 96, 64, 1, {"strides": 2, **HIGHEST}, "float32"),
     "highest, long strides": ((2, 17, 90), 16, 24, 2, {"strides": (1, 20), **HIGHEST}, "float32"),
     "highest, dilated": ((2, 30, 31), 64, 64, 3, {"dilation": (7, 2), **HIGHEST}, "float32"),
+    # Sums in parts, and gradients by x of all pixels between strides at once.
+    "highest, deep": ((1, 7, 7), 256, 272, 3, HIGHEST, "float32"),
+    "highest, deep and odd": ((1, 5, 7), 203, 130, 3, HIGHEST, "float32"),
+    "highest, patches": ((2, 16, 24), 3, 96, 4, {"strides": 4, **HIGHEST}, "float32"),
+    "highest, few and strided": ((2, 15, 19), 2, 32, 5, {"strides": (3, 2), **HIGHEST}, "float32"),
     "highest, in groups": ((2, 20, 20), 27, 48, 3, {"groups": 3, **HIGHEST}, "float32"),
     "f64": ((3, 14, 14), 64, 64, 3, {}, "float64"),
     "f64 of odd channels": ((2, 9, 11), 37, 41, 3, {}, "float64"),
     "f64 of many channels": ((2, 9, 11), 200, 332, 3, {"padding": ((0, 5), (3, 1))}, "float64"),
+    "f64 deep": ((1, 7, 7), 136, 130, 3, {}, "float64"),
+    "f64 of one channel, strided": ((2, 21, 18), 1, 16, 5, {"strides": 2}, "float64"),
     "f64 stem": ((2, 31, 33), 3, 64, 7, {"strides": 2}, "float64"),
     "f64 in groups": ((2, 20, 20), 32, 48, 3, {"groups": 4, "strides": 3}, "float64"),
 }
