@@ -7,8 +7,8 @@
 // Small arrays (MoveWords): a thread a word, as large as all sizes and addresses are multiples of,
 // by the shortest way from the launch to the store.
 //
-// Narrow pieces of bytes and of pairs of them, joined (concatenate_tiles.cu): gathered in shared
-// memory.
+// Narrow pieces of bytes and of pairs of them, or very many joined (concatenate_tiles.cu): gathered
+// in shared memory.
 //
 // Few arrays (concatenate_packs.cu): a thread 16 bytes, at the speed of a copy.
 //
@@ -49,6 +49,8 @@ constexpr int kFewPatterns = 16;
 constexpr int64_t kLongestRow = 65536;
 constexpr int kFewPieces = 64;
 constexpr int kListedPieces = 8;
+// As many as fit the parameters of a kernel.
+constexpr int64_t kTableDestinations = 200;
 // Steps of a block: one piece of work after the other in the order of the addresses suits the
 // memory best, but recipes of two sources have to be made up for, and copying the table of many
 // pieces.
@@ -735,6 +737,26 @@ cudaError_t LaunchTable(cudaStream_t stream, const Job& job) {
   }
 }
 
+// Moves to as many destinations in a launch as a table has place for, where they have a piece each.
+cudaError_t LaunchParts(cudaStream_t stream, const Job& job) {
+  Job part = job;
+  for (size_t first = 0; first < job.destinations.size(); first += kTableDestinations) {
+    const size_t count = std::min<size_t>(kTableDestinations, job.destinations.size() - first);
+    part.destinations.clear();
+    part.pieces.clear();
+    for (size_t i = first; i < first + count; ++i) {
+      const Destination& destination = job.destinations[i];
+      if (destination.piece_count != 1) return cudaErrorInvalidValue;
+      part.pieces.push_back(job.pieces[destination.first_piece]);
+      part.destinations.push_back(destination);
+      part.destinations.back().first_piece = static_cast<int64_t>(i - first);
+    }
+    const cudaError_t error = LaunchMove(stream, part);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
 }  // namespace
 
 cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
@@ -763,8 +785,9 @@ cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
   if (MovesAsPacks(job, unit)) return LaunchPacks(stream, job, unit);
   if (pieces <= kListedPieces && destinations <= 8)
     return LaunchTable<kListedPieces, 8>(stream, job);
-  if (pieces <= kMaxDestinations && destinations <= kMaxDestinations && destinations > 1) {
-    return LaunchTable<kMaxDestinations, kMaxDestinations>(stream, job);
+  if (destinations > kTableDestinations) return LaunchParts(stream, job);
+  if (pieces <= kTableDestinations && destinations > 1) {
+    return LaunchTable<kTableDestinations, kTableDestinations>(stream, job);
   }
   if (pieces <= 64 && destinations == 1) return LaunchTable<64, 1>(stream, job);
   if (pieces <= kMaxPieces && destinations == 1) return LaunchTable<kMaxPieces, 1>(stream, job);

@@ -10,7 +10,7 @@ namespace jaxops::concatenate::cuda {
 
 // As many pieces of one destination, or destinations of a piece each, as fit a launch.
 inline constexpr int64_t kMaxPieces = 480;
-inline constexpr int64_t kMaxDestinations = 200;
+inline constexpr int64_t kMaxDestinations = 480;
 
 cudaError_t LaunchMove(cudaStream_t stream, const Job& job);
 

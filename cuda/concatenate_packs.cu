@@ -6,8 +6,11 @@
 // all cost a few percent, because they have more of each array under way.
 //
 // Whole packs (MoveWhole): threads walk along the array that all pieces are of or go to, so that no
-// stretch of it is met twice. Smaller items (Join, Cut): threads walk along destinations and gather
-// the items of a pack one by one; neighbouring ones come from the L1 cache.
+// stretch of it is met twice. Where many pieces are equal and narrow (MoveEqual), a number of rows
+// of one piece are for neighbouring threads, so that a warp meets few arrays and whole lines of
+// each. Smaller items (Join, Cut): threads walk along destinations and gather the items of a pack
+// one by one; neighbouring ones come from the L1 cache. A destination of few long stretches is as
+// many destinations, of which some begin within a pack.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -33,6 +36,13 @@ constexpr int kComparedPieces = 16;
 // Blocks that go round all destinations, at least.
 constexpr int kRoundBlocks = 64;
 constexpr int kRoundsPerPiece = 8;
+// Destinations of a launch, of which more are slower where they are cut byte by byte.
+constexpr int64_t kManyCuts = 200;
+// Bytes of rows of equal pieces that MoveEqual moves.
+constexpr int64_t kLongestJoined = 64;
+constexpr int64_t kLongestCut = 240;
+constexpr int64_t kFewRows = 16;
+constexpr int64_t kLongStretch = 32768;
 constexpr int64_t kMostItems = int64_t{1} << 30;
 
 template <typename Item>
@@ -123,6 +133,47 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// --- equal pieces of whole packs -----------------------------------------------------------------
+
+// Packs of one piece that are for neighbouring threads: a warp's where they are read from there, as
+// few as fill lines of the cache where they are written there.
+template <bool kSplits>
+constexpr int kPacksTogether = kSplits ? kWarp / 2 : kWarp;
+
+template <int kPieces>
+struct Equal {
+  unsigned char* pieces[kPieces];
+  unsigned char* whole;
+  uint64_t stride;  // in bytes
+  FastDivider together;
+  FastDivider count;
+  FastDivider piece_packs;
+  uint32_t rows;           // of all
+  uint32_t rows_together;  // of a piece
+};
+
+template <bool kSplits, int kPieces>
+__global__ void __launch_bounds__(kThreads)
+    MoveEqual(const __grid_constant__ Equal<kPieces> table) {
+  uint32_t group = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t place = table.together.Peel(group);
+  const uint32_t number = table.count.Peel(group);
+  uint32_t row = place;
+  const uint32_t column = table.piece_packs.Peel(row);
+  row += group * table.rows_together;
+  if (row >= table.rows) return;
+  // The rows of a piece follow each other in its array.
+  unsigned char* part =
+      table.pieces[number] + (uint64_t{group} * table.together.divisor() + place) * kPackBytes;
+  unsigned char* whole = table.whole + row * table.stride +
+                         (uint64_t{number} * table.piece_packs.divisor() + column) * kPackBytes;
+  if constexpr (kSplits) {
+    Store(part, Load<uint4>(whole));
+  } else {
+    Store(whole, Load<uint4>(part));
+  }
+}
+
 // --- items ---------------------------------------------------------------------------------------
 
 // Words of 4 bytes that smaller items make.
@@ -138,11 +189,11 @@ __device__ __forceinline__ uint32_t Word(const Item* items) {
   }
 }
 
-// Stores items `first`, ... of `count` at `data`, a pack of them; `walk(i)` goes along the items
-// from number i on.
+// Stores items `first`, ... of `count` at `data`, a pack of them, but none before number `head`;
+// `walk(i)` goes along the items from number i on.
 template <typename Item, typename Walk>
-__device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, uint32_t count,
-                                           Walk&& walk) {
+__device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, uint32_t head,
+                                           uint32_t count, Walk&& walk) {
   constexpr int kWordItems = sizeof(Item) < 4 ? 4 / sizeof(Item) : 1;
   unsigned char* to = data + uint64_t{first} * sizeof(Item);
   if constexpr (sizeof(Item) < 4) {
@@ -151,7 +202,7 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
     __shared__ uint4 shared[kThreads];
     const uint32_t lane = threadIdx.x % kWarp;
     const uint32_t begin = first - lane * kItems<Item>;
-    if (begin + kWarp * kItems<Item> <= count) {
+    if (begin >= head && begin + kWarp * kItems<Item> <= count) {
       uint4* packs = shared + (threadIdx.x - lane);
       uint32_t words[4];
 #pragma unroll
@@ -172,9 +223,9 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
     }
   }
   if (first >= count) return;
-  auto rest = walk(first);
+  auto rest = walk(max(first, head));
   if constexpr (sizeof(Item) >= 4) {
-    if (first + kItems<Item> <= count) {
+    if (first >= head && first + kItems<Item> <= count) {
       Item items[kItems<Item>];
 #pragma unroll
       for (int i = 0; i < kItems<Item>; ++i, rest.Advance()) items[i] = rest.Next();
@@ -190,7 +241,7 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
   }
   const uint32_t end = min(count, first + kItems<Item>);
 #pragma unroll 1
-  for (uint32_t i = first; i < end; ++i, rest.Advance()) {
+  for (uint32_t i = max(first, head); i < end; ++i, rest.Advance()) {
     reinterpret_cast<Item*>(data)[i] = rest.Next();
   }
 }
@@ -245,7 +296,7 @@ struct JoinedItems {
 template <typename Item, int kPieces>
 __global__ void __launch_bounds__(kThreads) Join(const __grid_constant__ Joined<kPieces> table) {
   const uint32_t first = (blockIdx.x * kThreads + threadIdx.x) * kItems<Item>;
-  StoreItems<Item>(table.to, first, table.items,
+  StoreItems<Item>(table.to, first, 0, table.items,
                    [&](uint32_t i) { return JoinedItems<Item, kPieces>(i, table); });
 }
 
@@ -257,8 +308,9 @@ struct CutPiece {
   int64_t gap;      // bytes of the source from the end of a row to the next one
   uint32_t stride;  // in bytes
   FastDivider row_items;
-  uint32_t filled;  // items of a row that the source has
-  uint32_t items;
+  uint32_t filled;       // items of a row that the source has
+  uint32_t head;         // items of the first pack that are not the destination's
+  uint32_t items;        // with these
   uint32_t first_block;  // in a round
   uint32_t blocks;       // there
 };
@@ -306,15 +358,17 @@ struct CutItems {
   }
 };
 
-template <typename Item, int kPieces>
+// kHeads: destinations may begin within a pack.
+template <typename Item, bool kHeads, int kPieces>
 __global__ void __launch_bounds__(kThreads) Cut(const __grid_constant__ Cuts<kPieces> table) {
   uint32_t round = blockIdx.x;
   const uint32_t block = table.round.Peel(round);
   const CutPiece& piece = table.pieces[table.Find(block)];
   const uint32_t own_block = round * piece.blocks + block - piece.first_block;
   const uint32_t first = (own_block * kThreads + threadIdx.x) * kItems<Item>;
-  StoreItems<Item>(piece.to, first, piece.items,
-                   [&](uint32_t i) { return CutItems<Item>(i, piece); });
+  const uint32_t head = kHeads ? piece.head : 0;
+  StoreItems<Item>(piece.to, first, head, piece.items,
+                   [&](uint32_t i) { return CutItems<Item>(i - head, piece); });
 }
 
 // --- launches ------------------------------------------------------------------------------------
@@ -339,6 +393,17 @@ bool SplitsOne(const Job& job) {
     next += p.size;
   }
   return AreFull(job);
+}
+
+// Whether all are several equal pieces, of rows that follow each other in their own arrays and are
+// so short that MoveEqual gains by it.
+template <bool kSplits>
+bool IsNarrow(const Job& job) {
+  const int64_t extent = job.pieces[0].extent;
+  return job.pieces.size() > kFewPieces && AreEqual(job) && AreFull(job) &&
+         extent <= (kSplits ? kLongestCut : kLongestJoined) &&
+         (kSplits || std::all_of(job.pieces.begin(), job.pieces.end(),
+                                 [&](const Piece& p) { return p.stride == extent; }));
 }
 
 // How many pieces before zeros fill the rest of the row; -1 where zeros come before a source.
@@ -382,9 +447,37 @@ cudaError_t LaunchWhole(cudaStream_t stream, const Job& job) {
                 table);
 }
 
+template <bool kSplits, int kPieces>
+cudaError_t LaunchEqual(cudaStream_t stream, const Job& job) {
+  Equal<kPieces> table = {};
+  const int64_t extent = job.pieces[0].extent;
+  const auto count = static_cast<int64_t>(job.pieces.size());
+  for (int64_t p = 0; p < count; ++p) {
+    const void* part = kSplits ? job.destinations[p].data : job.pieces[p].source;
+    table.pieces[p] = const_cast<unsigned char*>(static_cast<const unsigned char*>(part));
+  }
+  const void* whole = kSplits ? job.pieces[0].source : job.destinations[0].data;
+  table.whole = const_cast<unsigned char*>(static_cast<const unsigned char*>(whole));
+  table.stride = kSplits ? job.pieces[0].stride : count * extent;
+  const int64_t piece_packs = extent / kPackBytes;
+  const int64_t rows = std::max<int64_t>(1, kPacksTogether<kSplits> / piece_packs);
+  table.together = FastDivider(rows * piece_packs);
+  table.count = FastDivider(count);
+  table.piece_packs = FastDivider(piece_packs);
+  table.rows = static_cast<uint32_t>(job.rows);
+  table.rows_together = static_cast<uint32_t>(rows);
+  const int64_t packs = CeilDiv(job.rows, rows) * rows * count * piece_packs;
+  return Launch(MoveEqual<kSplits, kPieces>, CeilDiv(packs, kThreads), kThreads, 0, stream, table);
+}
+
 template <bool kSplits>
 cudaError_t LaunchWholeOf(cudaStream_t stream, const Job& job) {
   const size_t pieces = job.pieces.size();
+  if (IsNarrow<kSplits>(job)) {
+    if (pieces <= kComparedPieces) return LaunchEqual<kSplits, kComparedPieces>(stream, job);
+    return pieces <= 64 ? LaunchEqual<kSplits, 64>(stream, job)
+                        : LaunchEqual<kSplits, kMaxPieces>(stream, job);
+  }
   if (pieces <= 2) return LaunchWhole<kSplits, 2>(stream, job);
   if (pieces <= kFewPieces) return LaunchWhole<kSplits, kFewPieces>(stream, job);
   if (!AreEqual(job)) return LaunchWhole<kSplits, kComparedPieces>(stream, job);
@@ -413,7 +506,7 @@ cudaError_t LaunchJoin(cudaStream_t stream, const Job& job) {
                 stream, table);
 }
 
-template <typename Item, int kPieces>
+template <typename Item, bool kHeads, int kPieces>
 cudaError_t LaunchCut(cudaStream_t stream, const Job& job) {
   Cuts<kPieces> table;
   table.count = 0;
@@ -429,22 +522,27 @@ cudaError_t LaunchCut(cudaStream_t stream, const Job& job) {
   for (const Destination& destination : job.destinations) {
     const Piece& piece = job.pieces[destination.first_piece];
     if (destination.row_bytes == 0) continue;
-    const auto blocks = std::max<int64_t>(1, std::llround(piece.extent * share));
-    const int64_t items = job.rows * piece.extent / sizeof(Item);
+    const int64_t head = reinterpret_cast<uintptr_t>(destination.data) % kPackBytes;
+    const int64_t items = (head + job.rows * piece.extent) / sizeof(Item);
+    const int64_t all_blocks = CeilDiv(items, kItems<Item> * kThreads);
+    // A single row is one destination after the other.
+    const int64_t blocks =
+        job.rows == 1 ? all_blocks : std::max<int64_t>(1, std::llround(piece.extent * share));
     table.pieces[table.count++] = {static_cast<const unsigned char*>(piece.source),
-                                   static_cast<unsigned char*>(destination.data),
+                                   static_cast<unsigned char*>(destination.data) - head,
                                    piece.stride - piece.extent,
                                    static_cast<uint32_t>(piece.stride),
                                    FastDivider(kItemsOf<Item>(piece.extent)),
                                    kItemsOf<Item>(piece.size),
+                                   kItemsOf<Item>(head),
                                    static_cast<uint32_t>(items),
                                    static_cast<uint32_t>(round),
                                    static_cast<uint32_t>(blocks)};
-    rounds = std::max(rounds, CeilDiv(CeilDiv(items, kItems<Item> * kThreads), blocks));
+    rounds = std::max(rounds, CeilDiv(all_blocks, blocks));
     round += blocks;
   }
   table.round = FastDivider(round);
-  return Launch(Cut<Item, kPieces>, round * rounds, kThreads, 0, stream, table);
+  return Launch(Cut<Item, kHeads, kPieces>, round * rounds, kThreads, 0, stream, table);
 }
 
 template <typename Item>
@@ -454,9 +552,51 @@ cudaError_t LaunchItems(cudaStream_t stream, const Job& job) {
     if (FilledPieces(job) <= 2) return LaunchJoin<Item, 2>(stream, job);
     if constexpr (sizeof(Item) >= 4) return LaunchJoin<Item, kFewPieces>(stream, job);
   }
-  if (pieces <= 2) return LaunchCut<Item, 2>(stream, job);
-  if (pieces <= 16) return LaunchCut<Item, 16>(stream, job);
-  return LaunchCut<Item, kMaxDestinations>(stream, job);
+  if (std::any_of(job.destinations.begin(), job.destinations.end(), [](const Destination& d) {
+        return reinterpret_cast<uintptr_t>(d.data) % kPackBytes != 0;
+      })) {
+    return LaunchCut<Item, true, kMaxDestinations>(stream, job);
+  }
+  if (pieces <= 2) return LaunchCut<Item, false, 2>(stream, job);
+  if (pieces <= 16) return LaunchCut<Item, false, 16>(stream, job);
+  if (pieces <= kManyCuts) return LaunchCut<Item, false, kManyCuts>(stream, job);
+  return LaunchCut<Item, false, kMaxDestinations>(stream, job);
+}
+
+// Whether a destination is of so few and long stretches of a source that each can be a destination
+// of its own, wherever it begins.
+bool IsOfStretches(const Job& job) {
+  return job.destinations.size() == 1 && !job.broadcasts && job.rows < kFewRows &&
+         job.rows * static_cast<int64_t>(job.pieces.size()) <= kMaxDestinations &&
+         job.destinations[0].row_bytes >= kLongStretch * static_cast<int64_t>(job.pieces.size());
+}
+
+// A row of a piece of `joined` as a destination each.
+Job Stretches(const Job& joined) {
+  Job job;
+  job.rows = 1;
+  auto* to = static_cast<unsigned char*>(joined.destinations[0].data);
+  for (int64_t row = 0; row < joined.rows; ++row) {
+    for (const Piece& piece : joined.pieces) {
+      if (piece.extent == 0) continue;
+      job.destinations.push_back({to, piece.extent, static_cast<int64_t>(job.pieces.size()), 1});
+      Piece stretch = piece;
+      if (piece.size > 0) {
+        stretch.source = static_cast<const unsigned char*>(piece.source) + row * piece.stride;
+      }
+      // Nothing is multiplied by it.
+      stretch.stride = piece.extent;
+      job.pieces.push_back(stretch);
+      to += piece.extent;
+    }
+  }
+  return job;
+}
+
+// Whether Join can do it.
+bool JoinsFew(const Job& job, int64_t unit) {
+  const int filled = FilledPieces(job);
+  return unit < kPackBytes && filled > 0 && filled <= (unit < 4 ? 2 : kFewPieces);
 }
 
 bool IsWhole(const Job& job, int64_t unit) {
@@ -486,13 +626,16 @@ bool MovesAsPacks(const Job& job, int64_t unit) {
   }
   if (job.broadcasts) return false;
   if (IsWhole(job, unit)) return true;
-  if (!one) return job.destinations.size() <= kMaxDestinations;
+  if (!one) return job.destinations.size() <= (unit == 1 ? kManyCuts : kMaxDestinations);
   if (job.pieces.size() == 1) return true;
-  const int filled = FilledPieces(job);
-  return unit < kPackBytes && filled > 0 && filled <= (unit < 4 ? 2 : kFewPieces);
+  return JoinsFew(job, unit) || IsOfStretches(job);
 }
 
 cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit) {
+  if (job.destinations.size() == 1 && job.pieces.size() > 1 && !IsWhole(job, unit) &&
+      !JoinsFew(job, unit)) {
+    return LaunchPacks(stream, Stretches(job), unit);
+  }
   if (IsWhole(job, unit)) {
     return job.destinations.size() == 1 ? LaunchWholeOf<false>(stream, job)
                                         : LaunchWholeOf<true>(stream, job);

@@ -26,7 +26,7 @@ from jaxops._core.primitive import Operator
 
 # What one launch takes, see cuda/concatenate.h; more go through several.
 _MAX_PIECES = 480
-_MAX_PARTS = 200
+_MAX_PARTS = 480
 
 
 def concatenate(

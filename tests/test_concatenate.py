@@ -242,6 +242,31 @@ def test_widths(platform, widths, rows):
     check(platform, arrays, 1, sizes, sum(widths), padded_sizes)
 
 
+@pytest.mark.parametrize(
+    "widths",
+    [
+        *[(7,) * 300, (28,) * 300, (10,) * 64, (16,) * 24, (48,) * 12, (64,) * 16, (128,) * 64],
+        *[(300, 17, 4), (2, 4, 6, 8, 2, 2, 2, 10)],
+    ],
+    ids=lambda widths: f"{len(widths)} from {widths[0]}",
+)
+def test_many_rows_of_narrow_arrays(platform, widths):
+    """What is moved in tiles of whole rows, and rows that are left."""
+    rows = 10_000_000 // sum(widths) | 1
+    rng = np.random.default_rng(4)
+    arrays = [arbitrary(rng, (rows, n), "uint8") for n in widths]
+    check(platform, arrays, 1, widths, sum(widths) + 6)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_of_long_arrays(platform, rows):
+    rng = np.random.default_rng(5)
+    sizes = [100_003, 70_001, 50_000, 0, 90_002, 40_001, 33_333, 65_536]
+    for dtype in "uint8", "uint16", "float32", "float64":
+        arrays = [arbitrary(rng, (rows, n), dtype) for n in sizes]
+        check(platform, arrays, 1, [n - n // 9 for n in sizes], sum(sizes))
+
+
 def test_more_than_the_cache_holds(platform):
     """From where the host writes past its caches on; both arrays end within a cache line."""
     rng = np.random.default_rng(3)
