@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
     SumPixelsFew(const __grid_constant__ Params p) {
 #if JAXOPS_HAS_WGMMA
   extern __shared__ char shared[];
-  __shared__ StepEntry table[kMostSteps + 1];
+  __shared__ StepEntry table[kMostSteps];
   __shared__ uint64_t full[2];  // the cotangent has come
   char* stages = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
   const int lane = threadIdx.x % 32;
@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
   copy(blockIdx.x, 0);
   CopiesCommit();
 
-  // There is an entry for one step more, which is read, but multiplied by nothing.
-  for (int i = threadIdx.x; i <= kMostSteps; i += blockDim.x) {
+  for (int i = threadIdx.x; i < kMostSteps; i += blockDim.x) {
     const int row = i * kStep / p.row_pixels % p.tile_rows, in_row = i * kStep % p.row_pixels;
     table[i] = {p.WindowBytes(row, in_row), in_row};
   }
@@ -118,20 +117,24 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
       }
     };
     const int steps = tile.rows * p.row_pixels / kStep;
+    int step = 0;
 #pragma unroll 1
-    for (int step = 0; step < steps; step += 2) {
+    for (; step + 1 < steps; step += 2) {
       uint32_t fragments[2][4];
       load(table[step], fragments[0]);
       load(table[step + 1], fragments[1]);
-      const bool has_both = step + 1 < steps;
-      if (!has_both) {
-        // Nothing, times the same cotangent again.
-        for (uint32_t& v : fragments[1]) v = 0;
-      }
       const uint64_t b_step = b + step * kStepUnits;
       ProductsBegin();
       Multiply<T, kColumns, true>(sums, fragments[0], b_step, 1);
-      Multiply<T, kColumns, true>(sums, fragments[1], b_step + (has_both ? kStepUnits : 0), 1);
+      Multiply<T, kColumns, true>(sums, fragments[1], b_step + kStepUnits, 1);
+      ProductsCommit();
+      ProductsWait<0>();
+    }
+    if (step < steps) {
+      uint32_t fragments[4];
+      load(table[step], fragments);
+      ProductsBegin();
+      Multiply<T, kColumns, true>(sums, fragments, b + step * kStepUnits, 1);
       ProductsCommit();
       ProductsWait<0>();
     }
