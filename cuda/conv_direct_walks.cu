@@ -218,7 +218,6 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
       for (; step >= W::kRamp && step < rows && (next_exists || needs_zeros); ++step) {
         walk(step, all);
       }
-      if (step == rows + W::kRamp) break;
       walk(step, [&](int m, bool exists) {
         return (exists || needs_zeros) && m <= step && step - m < rows;
       });

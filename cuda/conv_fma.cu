@@ -519,7 +519,8 @@ void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool 
   constexpr int64_t kAddedPerCycle = 9;
   const int64_t tiles =
       CeilDiv(p.pixels.count, Tile::kRows) * CeilDiv(p.columns, Tile::kColumns) * groups;
-  const int most = kHasParts<Tile> && has_parts ? std::clamp(p.chunks, 1, kMostParts) : 1;
+  const int most =
+      kHasParts<Tile> && has_parts ? std::clamp(std::min(p.chunks, processors), 1, kMostParts) : 1;
   for (const int parts : {1, 2, 3, 4, 6, 8}) {
     if (parts > most) break;
     const int64_t load = CeilDiv(tiles * parts, processors), chunks = CeilDiv(p.chunks, parts);

@@ -255,7 +255,8 @@ __device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumn
     default:
       add(std::integral_constant<int, 1 << kMostLogSplits>{});
   }
-  SyncCluster();  // no block ends while others read its memory
+  // No block ends while others read its memory. What copied has ended: barriers do not wait for it.
+  SyncCluster();
 }
 
 template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit>
@@ -617,8 +618,10 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
     const int64_t chunks =
         sum.taps > 0 ? int64_t{params.channel_blocks} * params.chunks.divisor() : 0;
     for (int log = 1; log <= kMostLogSplits && chunks >> log >= kLeastChunks; ++log) {
+      const int64_t at_once = ClustersAtOnce(processors, 1 << log);
+      if (at_once == 0) break;
       params.log_splits = log;
-      consider(shape, CeilDiv(params.tiles, ClustersAtOnce(processors, 1 << log)) *
+      consider(shape, CeilDiv(params.tiles, at_once) *
                           ((cycles(shape) >> log) + kTileCycles + SplitCycles(shape)));
     }
   }

@@ -26,15 +26,19 @@ using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 using multilinear::Axis;
 
-// See trilinear_narrow.cu: gradients of rows of 2 to kMaxNarrowWidth elements of at most 4 bytes,
-// but 8, and values of those of 2 bytes that HasNarrowValues names.
+// See trilinear_narrow.cu: values of rows of 2 bytes an element, and gradients of those of at most
+// 4 bytes, of some widths up to kMaxNarrowWidth.
 inline constexpr int64_t kMaxNarrowWidth = 15;
+inline constexpr bool HasNarrowGradients(int64_t width, int64_t item_bytes) {
+  return width <= kMaxNarrowWidth && width != 8 && (item_bytes == 2 || (width != 2 && width != 4));
+}
 inline constexpr bool HasNarrowValues(int64_t width) {
   return width == 2 || width == 4 || (width <= kMaxNarrowWidth && width % 2 != 0);
 }
 cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call);
 
-// Gradients of rows of at least one vector and at most kMaxShiftRowBytes, see trilinear_shifts.cu.
+// Gradients of rows of at least one vector and at most kMaxShiftRowBytes, of at most 4 bytes an
+// element, see trilinear_shifts.cu.
 inline constexpr int64_t kMaxShiftRowBytes = 56 * 1024;
 cudaError_t LaunchShifts(cudaStream_t stream, const Call& call);
 

@@ -152,7 +152,7 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
         return LaunchKernel<T, kWidth>(NarrowRows<T, kWidth, false, true, false, false>, stream,
                                        call);
       }
-    } else if constexpr (kCorners * kWidth % kPackElements<T> == 0 && kWidth != 8) {
+    } else if constexpr (HasNarrowGradients(kWidth, sizeof(T))) {
       return call.order == 0 && call.point_dtype == call.dtype
                  ? LaunchGradients<T, kWidth, true>(stream, call)
                  : LaunchGradients<T, kWidth, false>(stream, call);

@@ -294,8 +294,17 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 }  // namespace
 
 cudaError_t LaunchShifts(cudaStream_t stream, const Call& call) {
-  return jaxops::cuda::DispatchFloat(call.dtype,
-                                     [&]<typename T>(T) { return LaunchOf<T>(stream, call); });
+  switch (call.dtype) {
+    case DType::kF16:
+      return LaunchOf<__half>(stream, call);
+    case DType::kBF16:
+      return LaunchOf<__nv_bfloat16>(stream, call);
+    case DType::kF32:
+      return LaunchOf<float>(stream, call);
+    case DType::kF64:
+      break;
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace jaxops::trilinear::cuda

@@ -366,6 +366,29 @@ def test_sigmoid_of_many_elements(rows, classes, gamma, platform):
         np.testing.assert_allclose(g, w, 3e-6, 1e-30)
 
 
+def test_sigmoid_of_very_many_elements(platform):
+    """More are apart in a thread: with class labels every one is what it is of its row alone."""
+    if platform.name == "cpu":
+        pytest.skip("the kernels of the host have no such limit; too slow here")
+    rows, classes = 838_865, 80
+    assert rows * classes > 2**26
+
+    def gradient(logits, labels):
+        return jax.grad(lambda z: jaxops.sigmoid_focal_loss(z, labels, reduction="sum"))(logits)
+
+    rng = np.random.default_rng(0)
+    few = 4 * rng.standard_normal((1003, classes), np.float32)
+    few_labels = rng.integers(-1, classes, 1003).astype(np.int32)
+
+    def program(few, few_labels):
+        rows_of = jnp.arange(rows) % 1003
+        return gradient(few[rows_of], few_labels[rows_of]).reshape(rows, classes)
+
+    (got,) = run(program, platform, few, few_labels)
+    (want,) = run(gradient, platform, few, few_labels)
+    np.testing.assert_allclose(got, want[np.arange(rows) % 1003], 3e-6, 1e-30)
+
+
 # What small cases do not meet of the CUDA kernels: rows of one lane, of a few, and of a warp, of
 # whole accesses and not; tiles of rows that follow each other; a block a row, and several; rows
 # that do not fit in the registers of these.
