@@ -69,8 +69,10 @@ __device__ void FillInputGrad(const InputGradParams& p, char* matrices) {
 
 // A lane's outputs of its two pixels of the cotangent: 16 neighbours of a slab, the left operand of
 // four steps.
-__device__ inline void LoadCotangent(uint32_t (&to)[2][8], const InputGradParams& p,
-                                     int64_t cotangent_row, int64_t column, int slab) {
+[[maybe_unused]] __device__ inline void LoadCotangent(uint32_t (&to)[2][8],
+                                                      const InputGradParams& p,
+                                                      int64_t cotangent_row, int64_t column,
+                                                      int slab) {
   const int lane = threadIdx.x % 32;
   const int output = slab * kSlab + lane % 4 * 16;
 #pragma unroll

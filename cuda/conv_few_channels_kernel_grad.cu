@@ -17,8 +17,9 @@ constexpr int kColumns = 64;  // outputs of a block
 constexpr int kGroupPairs = 32;
 constexpr int kMostWarpgroups = 3;
 static_assert(kMostFewTapRows * (kMostFewRowEntries / 2) <= kMostWarpgroups * kGroupPairs);
-constexpr int kStep = 16;                                 // pixels of a product
-constexpr int kStepUnits = kStep * kMatrixRowBytes / 16;  // of the cotangent, as descriptors count
+constexpr int kStep = 16;  // pixels of a product
+// Of the cotangent, as descriptors count.
+[[maybe_unused]] constexpr int kStepUnits = kStep * kMatrixRowBytes / 16;
 // Two blocks of a multiprocessor share its memory; copying of one hides behind the other.
 constexpr int kBlocks = 2;
 constexpr int kBytes = 111 * 1024;

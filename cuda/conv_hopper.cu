@@ -394,7 +394,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
 
 // The registers of a thread that copies and of one that multiplies; together those of the kernel. A
 // single warpgroup has enough.
-constexpr int kCopyingRegisters = 56;
+[[maybe_unused]] constexpr int kCopyingRegisters = 56;
 template <int kWarpgroups>
 constexpr int kMultiplyingRegisters = kWarpgroups == 4   ? 104
                                       : kWarpgroups == 3 ? 152

@@ -70,9 +70,10 @@ if selected sanitize; then
   for tool in "${tools[@]}"; do
     # Every buffer its own allocation, so that the sanitizer sees where it ends; and launches one by
     # one rather than as a graph, so that a report names its kernel. Only this process: the tool takes
-    # down some that XLA starts to compile.
+    # down some that XLA starts to compile. Without the trials by which XLA chooses its own kernels:
+    # their comparisons read what nobody has written.
     stage "$tool" env XLA_PYTHON_CLIENT_ALLOCATOR=platform \
-      XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
+      XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0" \
       compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes application-only \
       "$python" scripts/exercise_kernels.py
   done
