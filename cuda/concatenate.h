@@ -8,8 +8,8 @@
 
 namespace jaxops::concatenate::cuda {
 
-// As many pieces of one destination, or destinations of a piece each, as are given to LaunchMove. It
-// takes several launches for some of more than 200 destinations.
+// As many pieces of one destination, or destinations of a piece each, as are given to LaunchMove.
+// It takes several launches for some of more than 200 destinations.
 inline constexpr int64_t kMaxPieces = 480;
 inline constexpr int64_t kMaxDestinations = 480;
 
