@@ -972,19 +972,7 @@ __global__ void __launch_bounds__(kWordThreads)
   T* features = reinterpret_cast<T*>(weights + params.tile * kCorners);
   // The last pair may read a little past the last row.
   T* staged = features + (params.tile * per_cell + 1) * kPack;
-  const T* from = static_cast<const T*>(call.features);
-  if (params.dense) from += first * kCorners * width;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < cells * per_cell; i += kWordThreads) {
-    int64_t at = i * kPack;
-    if (!params.dense) {
-      uint32_t cell = i;
-      const uint32_t vector = params.vectors.Peel(cell);
-      at = call.cells.Offset(first + cell, Call::kFeatures) + vector * kPack;
-    }
-    __pipeline_memcpy_async(features + i * kPack, from + at, kPackBytes);
-  }
-  __pipeline_commit();
+  CopyFeatures(call, params.vectors, params.dense, first, cells, kWordThreads, features);
   for (int cell = threadIdx.x; cell < cells; cell += kWordThreads) {
     Coordinates<A> p;
     LoadCoordinates<A>(call, first + cell, p);

@@ -3,9 +3,12 @@
 #ifndef JAXOPS_CUDA_TRILINEAR_CUH_
 #define JAXOPS_CUDA_TRILINEAR_CUH_
 
+#include <cuda_pipeline.h>
+
 #include <algorithm>
 #include <cstdint>
 
+#include "common/fast_divide.h"
 #include "cuda/launch.h"
 #include "cuda/multilinear.cuh"
 #include "cuda/numeric.cuh"
@@ -211,6 +214,30 @@ __device__ __forceinline__ void StorePoints(const Call& call, const WarpCells& c
       jaxops::cuda::StoreAs(call.dpoints, cells.first * kAxes + i, call.point_dtype, staged[i]);
     }
   }
+}
+
+// Has the threads of a block start to copy the features of some cells to shared memory, in vectors
+// of 16 bytes of which a cell has `vectors`. They are dense where those of all cells follow each
+// other.
+template <typename T>
+__device__ __forceinline__ void CopyFeatures(const Call& call, const FastDivider& vectors,
+                                             bool dense, int64_t first, int cells, int threads,
+                                             T* to) {
+  constexpr int kPack = kPackElements<T>;
+  const int per_cell = static_cast<int>(vectors.divisor());
+  const T* from = static_cast<const T*>(call.features);
+  if (dense) from += first * kCorners * call.width;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < cells * per_cell; i += threads) {
+    int64_t at = i * kPack;
+    if (!dense) {
+      uint32_t cell = i;
+      const uint32_t vector = vectors.Peel(cell);
+      at = call.cells.Offset(first + cell, Call::kFeatures) + vector * kPack;
+    }
+    __pipeline_memcpy_async(to + i * kPack, from + at, kPackBytes);
+  }
+  __pipeline_commit();
 }
 
 }  // namespace jaxops::trilinear::cuda

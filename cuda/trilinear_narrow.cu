@@ -164,17 +164,13 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 }  // namespace
 
 cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call) {
-  switch (call.dtype) {
-    case DType::kF16:
-      return LaunchOf<__half>(stream, call);
-    case DType::kBF16:
-      return LaunchOf<__nv_bfloat16>(stream, call);
-    case DType::kF32:
-      return LaunchOf<float>(stream, call);
-    case DType::kF64:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
+    if constexpr (sizeof(T) == sizeof(double)) {
+      return cudaErrorInvalidValue;
+    } else {
+      return LaunchOf<T>(stream, call);
+    }
+  });
 }
 
 }  // namespace jaxops::trilinear::cuda

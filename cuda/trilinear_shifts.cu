@@ -163,19 +163,7 @@ __global__ void __launch_bounds__(kThreads, kImage ? kImageBlocks : kDirectBlock
   const int cells = static_cast<int>(min(int64_t{params.tile}, call.cells.size() - first));
   const int per_cell = static_cast<int>(params.vectors.divisor());
   if constexpr (kImage && kPoints) {
-    const T* from = static_cast<const T*>(call.features);
-    if (params.dense) from += first * kCorners * call.width;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < cells * per_cell; i += threads) {
-      int64_t at = i * kPack;
-      if (!params.dense) {
-        uint32_t cell = i;
-        const uint32_t vector = params.vectors.Peel(cell);
-        at = call.cells.Offset(first + cell, Call::kFeatures) + vector * kPack;
-      }
-      __pipeline_memcpy_async(image + i * kPack, from + at, kPackBytes);
-    }
-    __pipeline_commit();
+    CopyFeatures(call, params.vectors, params.dense, first, cells, threads, image);
     __pipeline_wait_prior(0);
     __syncthreads();
   }
@@ -253,9 +241,7 @@ cudaError_t LaunchOfRest(cudaStream_t stream, const Call& call) {
   constexpr int kOthers = kRest == 0 ? 0 : 2;
   params.steps = static_cast<int>(CeilDiv(call.width, kPackElements<T>));
   params.inner = FastDivider(std::max(params.steps - kOthers, 1));
-  params.dense =
-      call.cells.rank() == 0 ||
-      (call.cells.rank() == 1 && call.cells.stride(0, Call::kFeatures) == kCorners * call.width);
+  params.dense = AreDense(call);
   const bool small = sizeof(T) == 4 && call.dpoints == nullptr;
   const int64_t image_bytes = small ? kFeatureImageBytes : kImageBytes;
   const int64_t most = std::clamp<int64_t>(
@@ -294,17 +280,13 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 }  // namespace
 
 cudaError_t LaunchShifts(cudaStream_t stream, const Call& call) {
-  switch (call.dtype) {
-    case DType::kF16:
-      return LaunchOf<__half>(stream, call);
-    case DType::kBF16:
-      return LaunchOf<__nv_bfloat16>(stream, call);
-    case DType::kF32:
-      return LaunchOf<float>(stream, call);
-    case DType::kF64:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
+    if constexpr (sizeof(T) == sizeof(double)) {
+      return cudaErrorInvalidValue;
+    } else {
+      return LaunchOf<T>(stream, call);
+    }
+  });
 }
 
 }  // namespace jaxops::trilinear::cuda
