@@ -1,11 +1,12 @@
 """Two clocks: the time that a GPU was busy, from the profiler, and the time on the wall.
 
 A clock runs batches, calls queued one after another, and tells the seconds of each. All batches of
-one row of a table run under one clock, in the order in which the rounds interleave them.
+one case run under one clock, in the order in which the rounds interleave them.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import pathlib
 import tempfile
@@ -115,7 +116,8 @@ def busy(events: Sequence[Interval], window: Interval) -> float:
     margin = 0.5e9 * _PAUSE
     start, end = window[0] - margin, window[1] + margin
     total, covered = 0.0, start
-    inside = [event for event in events if start <= event[0] <= end]
+    first_inside = bisect.bisect_left(events, (start,))
+    inside = events[first_inside : bisect.bisect_right(events, (end, float("inf")))]
     if not inside:
         first, last = (events[0][0], events[-1][1]) if events else (float("nan"), float("nan"))
         raise ProfileError(

@@ -256,20 +256,29 @@ def _measure(
             reference.block(want)
     except Exception as error:
         want = f"nothing to compare with: {_message(error)}"
+    outcomes, timed = {}, {}
     for direction in work.directions:
-        report(f"timing {work.benchmark.operator} {work.case.name} {direction.name}")
+        report(f"checking {work.benchmark.operator} {work.case.name} {direction.name}")
         built = {
             name: programs[work.case.name, direction.name, name]
             for name in (OURS, *(peer.name for peer in work.peers))
         }
         if isinstance(want, str):
-            yield _row(work, direction, {name: Outcome(error=want) for name in built})
+            outcomes[direction.name] = {name: Outcome(error=want) for name in built}
             continue
         argument_sets = [_of_direction(inputs, direction) for inputs in input_sets]
         # Each direction's results are let go once they have been compared.
-        wanted = jax.tree.leaves(want.pop(direction.name))
-        outcomes = _outcomes(work, direction, built, argument_sets, wanted, machine)
-        yield _row(work, direction, outcomes)
+        wanted = [jax.tree.leaves(want.pop(direction.name))]
+        checked, calls = _checked(work, direction, built, argument_sets, wanted.pop(), machine)
+        outcomes[direction.name] = checked
+        timed |= {(direction.name, name): (built[name], calls[name]) for name in calls}
+    times = _time(timed, machine) if timed else {}
+    for direction in work.directions:
+        of_direction = {
+            name: dataclasses.replace(outcome, **times.get((direction.name, name), {}))
+            for name, outcome in outcomes[direction.name].items()
+        }
+        yield _row(work, direction, of_direction)
 
 
 def _input_sets(make: Contender, effort: Effort) -> list[tuple]:
@@ -287,33 +296,30 @@ def _input_sets(make: Contender, effort: Effort) -> list[tuple]:
     return sets
 
 
-def _outcomes(
+def _checked(
     work: Work,
     direction: Direction,
     built: dict[str, Contender | str],
     argument_sets: Sequence[tuple],
     want: list[jax.Array],
     machine: Machine,
-) -> dict[str, Outcome]:
+) -> tuple[dict[str, Outcome], dict[str, list[Call]]]:
+    """What there is to say of each contender but its times, and the calls of those to be timed."""
     outcomes, calls = {}, {}
     benchmark = work.benchmark
     allowed = contenders.tolerance(
         benchmark.rounding(work.case), benchmark.terms(work.case, direction)
     )
+    torch = {peer.name for peer in work.peers if peer.torch}
     for name, contender in built.items():
         try:
             with machine.stopwatch(f"check {name}"):
                 calls[name] = _checked_calls(contender, argument_sets, want, allowed)
-            outcomes[name] = Outcome(memory=contender.memory())
+            outcome = Outcome(memory=contender.memory())
         except Exception as error:
-            outcomes[name] = Outcome(error=_message(error))
-    want.clear()
-    torch = {peer.name for peer in work.peers if peer.torch}
-    timed = _time({name: (built[name], calls[name]) for name in calls}, machine)
-    return {
-        name: dataclasses.replace(outcome, torch=name in torch, **timed.get(name, {}))
-        for name, outcome in outcomes.items()
-    }
+            outcome = Outcome(error=_message(error))
+        outcomes[name] = dataclasses.replace(outcome, torch=name in torch)
+    return outcomes, calls
 
 
 def _checked_calls(
@@ -328,9 +334,13 @@ def _checked_calls(
 
 
 def _time(
-    timed: dict[str, tuple[Contender, list[Call]]], machine: Machine
-) -> dict[str, dict[str, Any]]:
-    """What an `Outcome` is told of every contender's times; rounds alternate between them."""
+    timed: dict[tuple[str, str], tuple[Contender, list[Call]]], machine: Machine
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """What an `Outcome` is told of the times of every contender in every direction.
+
+    Rounds alternate between all of them. They are under one clock, because to start and read a
+    profile takes several times what it measures.
+    """
     effort = machine.effort
     batches, rounds, call_us, found = {}, {}, {}, {}
     with machine.stopwatch("single calls"):

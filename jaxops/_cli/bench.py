@@ -155,7 +155,7 @@ def _measure(args: argparse.Namespace) -> Document:
     # Standard output is the report's: the progress goes where messages go.
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        # Every row is reported twice, when it is compiled and when it is timed.
+        # Every row is reported twice, when it is compiled and when its values are checked.
         task = progress.add_task("starting", total=ceilings.PROBES + 2 * planned)
 
         def advance(what: str) -> None:
