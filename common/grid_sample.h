@@ -56,7 +56,6 @@ struct Call {
   };
 
   Geometry geometry;
-  BatchMap<kOperands> batch;
   int64_t gradients;  // entries of dvolume
   DType dtype;        // of volume, cotangent, out and dvolume; f16 and bf16 compute in f32
   DType point_dtype;  // of points, directions and dpoints; f64 only if dtype is
@@ -73,6 +72,8 @@ struct Call {
   // Work space on CUDA devices: of the gradient by the volume, and of putting points in order.
   void* scratch;
   int64_t scratch_bytes;
+  // Last, so that all else, which kernels read, lies together in their parameters.
+  BatchMap<kOperands> batch;
 };
 
 JAXOPS_HOST_DEVICE_INLINE float Floor(float x) { return floorf(x); }

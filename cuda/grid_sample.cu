@@ -37,6 +37,10 @@ using jaxops::cuda::Widen;
 template <typename T, bool kAdds = false>
 constexpr int kReadingBlocks = sizeof(T) == 4 && !kAdds ? 4 : 2;
 
+// A sample of up to so many threads is done before lanes have told each other of their points.
+constexpr int kFewThreads = 128;
+constexpr int64_t kMostFew = int64_t{1} << 18;
+
 // What lanes of a warp that move channels are told of its 32 points, each of which one lane has
 // looked at.
 template <typename A, int kAxes>
@@ -149,6 +153,24 @@ __device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand o
   }
 }
 
+// The weighted sums of entries around a point, kCount channels of them.
+template <int kCount, typename A, typename T, int kCorners>
+__device__ __forceinline__ Pack<T, kCount> WeightedSums(const Pack<T, kCount> (&values)[kCorners],
+                                                        const A (&weights)[kCorners], bool is_nan) {
+  A sums[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i] = is_nan ? static_cast<A>(nanf("")) : A(0);
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] += weights[c] * Widen(values[c].values[i]);
+  }
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
+  return out;
+}
+
 template <typename T, int kCount, int kAxes>
 __global__ void __launch_bounds__(kThreads, kReadingBlocks<T>)
     Sample(const __grid_constant__ Params params) {
@@ -171,22 +193,40 @@ __global__ void __launch_bounds__(kThreads, kReadingBlocks<T>)
         }
         A weights[kCorners];
         points.Get(source, weights);
-        A sums[kCount];
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          sums[i] = there & points.kLost && marks ? static_cast<A>(nanf("")) : A(0);
-        }
-#pragma unroll
-        for (int c = 0; c < kCorners; ++c) {
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) sums[i] += weights[c] * Widen(values[c].values[i]);
-        }
-        Pack<T, kCount> out;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
         StorePack(static_cast<T*>(call.out) + points.indices[source] * call.geometry.width + f,
-                  out);
+                  WeightedSums<kCount>(values, weights, there & points.kLost && marks));
       });
+}
+
+// The same of few points: every thread looks at the point of its channels itself.
+template <typename T, int kCount, int kAxes>
+__global__ void __launch_bounds__(kFewThreads) SampleFew(const __grid_constant__ Params params) {
+  using A = Accumulator<T>;
+  constexpr int kCorners = 1 << kAxes;
+  const Call& call = params.call;
+  uint32_t index = blockIdx.x * kFewThreads + threadIdx.x;
+  const int64_t f = int64_t{params.row.Peel(index)} * kCount;
+  if (index >= params.points) return;
+  Stencil<A, kAxes> stencil(params, index);
+  const T* volume =
+      static_cast<const T*>(call.volume) + call.batch.Offset(stencil.entry, Call::kVolume) + f;
+  Pack<T, kCount> values[kCorners];
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) {
+    if (stencil.IsThere(c)) {
+      values[c] = LoadPack<kCount>(volume + stencil.OffsetOf(c, params));
+    } else {
+      values[c] = {};
+    }
+  }
+  stencil.MakeWeights(call);
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) {
+    if (!stencil.IsThere(c)) stencil.terms[c] = 0;
+  }
+  const bool is_nan = stencil.lost && call.geometry.method == Method::kLinear;
+  StorePack(static_cast<T*>(call.out) + index * call.geometry.width + f,
+            WeightedSums<kCount>(values, stencil.terms, is_nan));
 }
 
 template <typename T, int kCount, int kAxes>
@@ -439,6 +479,11 @@ cudaError_t LaunchWith(cudaStream_t stream, const Call& call, const RoughOrder& 
   }
   const bool adds = call.dvolume != nullptr && !call.deterministic;
   if (adds && !std::is_same_v<T, Accumulator<T>>) params.sums = call.scratch;
+  const int64_t threads = params.points * row_threads;
+  if (call.out != nullptr && order.points == nullptr && threads <= kMostFew) {
+    return Launch(SampleFew<T, kCount, kAxes>, CeilDiv(threads, kFewThreads), kFewThreads, 0,
+                  stream, params);
+  }
   if (call.dpoints == nullptr) {
     const int64_t warps = CeilDiv(params.places, 32) * params.by_split.divisor();
     const auto kernel =

@@ -25,7 +25,6 @@ inline constexpr int kThreads = 256;
 inline constexpr int64_t kManyWarps = 8192;
 
 struct Params {
-  Call call;
   int64_t strides[kMaxAxes];  // of the volume, in elements
   int64_t points;             // of all batch entries
   FastDivider64 by_entry;     // points of a batch entry
@@ -37,10 +36,10 @@ struct Params {
   const Placed* order;        // of the points, null for their own
   int64_t places;             // in the order
   void* sums;                 // dvolume in the arithmetic type
+  Call call;
 
   Params(const Call& args, int64_t row_threads)
-      : call(args),
-        points(args.batch.size() * args.geometry.points),
+      : points(args.batch.size() * args.geometry.points),
         by_entry(std::max<int64_t>(1, args.geometry.points)),
         by_row(row_threads),
         row(row_threads),
@@ -48,7 +47,8 @@ struct Params {
         lanes(multilinear::cuda::LanesFor(row_threads)),
         order(nullptr),
         places(points),
-        sums(args.dvolume) {
+        sums(args.dvolume),
+        call(args) {
     int64_t stride = args.geometry.width;
     for (int a = args.geometry.axes - 1; a >= 0; --a) {
       strides[a] = stride;

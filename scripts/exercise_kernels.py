@@ -570,9 +570,11 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
     n = np.array(sizes)
     # Volumes that no cache holds, and points enough to be put in an order.
     is_large = n.prod() > LARGE
-    points_of = n.prod() // 2 if is_large else 600
     widths = (32,) if is_large else (1, 5, 16)
     for width, align_corners in itertools.product(widths, (False, True)):
+        points_of = n.prod() // 2 if is_large else 600
+        if dtype == "float32" and width == 5 and not deterministic and not is_large:
+            points_of = 53_000  # more than are sampled by threads that look at them themselves
         rng = np.random.default_rng(width)
         volume = rng.normal(size=(*sizes, width)).astype(jnp.dtype(dtype))
         # In float32, away from kinks and from where float16 would put them.
@@ -600,7 +602,8 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
         got = program(*jax.device_put((volume, points, g), device))
         wide = [a.astype(np.float64) for a in (volume, points, g)]
         want = expected_interpolations(sums, *wide, step=0.09 / n.max())
-        name, terms = f"{dtype}, {sizes}, F={width}, {options}", max(600, of_one_cell)
+        name = f"{dtype}, {sizes}, F={width}, {options}"
+        terms = max(600, of_one_cell if is_large else points_of // 10)
         found, bad = compared(name, got, want, dtype, terms)
         count, wrong = count + found, wrong + bad
     return count, wrong

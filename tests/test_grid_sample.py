@@ -229,6 +229,25 @@ def test_many_points_of_a_large_volume(sizes, platform):
     assert_close([of_points], [alone], "point gradient of both", dtype="float32", terms=2048)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("width", [1, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_points_have_the_bits_of_many(dtype, width, method, platform):
+    """Kernels differ by how many threads there are for the points and their channels."""
+    volume, points = random_case((5, 4, 6), width, 270_001 if width == 1 else 140_001, dtype)
+    points[3] = np.nan
+    _, directions = random_case((5, 4, 6), width, len(points), dtype, seed=1)
+
+    def value_and_tangent(volume, points, directions):
+        sample = functools.partial(jaxops.grid_sample, volume, method=method)
+        return jax.jvp(sample, (points,), (directions,))
+
+    many = run(value_and_tangent, platform, volume, points, directions)
+    few = run(value_and_tangent, platform, volume, points[:1000], directions[:1000])
+    for of_few, of_many in zip(few, many, strict=True):
+        assert of_few.tobytes() == of_many[:1000].tobytes()
+
+
 def test_one_volume_for_all_points_of_any_shape(platform):
     volume, points = random_case(points=24)
     (flat,) = run(jaxops.grid_sample, platform, volume, points)
