@@ -780,6 +780,7 @@ cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
         return LaunchWords<uint8_t>(stream, job);
     }
   }
+  if (MovesAsStretches(job, unit)) return LaunchStretches(stream, job, unit);
   // Tiles first: packs can do most of what they can.
   if (MovesAsTiles(job, unit)) return LaunchTiles(stream, job, unit);
   if (MovesAsPacks(job, unit)) return LaunchPacks(stream, job, unit);

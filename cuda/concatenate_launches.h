@@ -12,6 +12,10 @@ namespace jaxops::concatenate::cuda {
 bool MovesAsPacks(const Job& job, int64_t unit);
 cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit);
 
+// Whether LaunchStretches can move this, and should: few and long rows of pieces.
+bool MovesAsStretches(const Job& job, int64_t unit);
+cudaError_t LaunchStretches(cudaStream_t stream, const Job& job, int64_t unit);
+
 // Whether LaunchTiles can move this, and should.
 bool MovesAsTiles(const Job& job, int64_t unit);
 cudaError_t LaunchTiles(cudaStream_t stream, const Job& job, int64_t unit);

@@ -9,11 +9,13 @@
 // stretch of it is met twice. Where many pieces are equal and narrow (MoveEqual), a number of rows
 // of one piece are for neighbouring threads, so that a warp meets few arrays and whole lines of
 // each. Smaller items (Join, Cut): threads walk along destinations and gather the items of a pack
-// one by one; neighbouring ones come from the L1 cache. A destination of few long stretches is as
-// many destinations, of which some begin within a pack.
+// one by one; neighbouring ones come from the L1 cache. Few and long stretches (MoveStretches) are
+// copies between addresses of any alignment: a thread shifts what it reads into the packs it
+// writes.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <vector>
 
 #include "common/fast_divide.h"
 #include "cuda/concatenate.h"
@@ -41,8 +43,9 @@ constexpr int64_t kManyCuts = 200;
 // Bytes of rows of equal pieces that MoveEqual moves.
 constexpr int64_t kLongestJoined = 64;
 constexpr int64_t kLongestCut = 240;
-constexpr int64_t kFewRows = 16;
 constexpr int64_t kLongStretch = 32768;
+// Packs of a thread of which each takes two loads.
+constexpr int kStretchPacks = 2;
 constexpr int64_t kMostItems = int64_t{1} << 30;
 
 template <typename Item>
@@ -189,11 +192,11 @@ __device__ __forceinline__ uint32_t Word(const Item* items) {
   }
 }
 
-// Stores items `first`, ... of `count` at `data`, a pack of them, but none before number `head`;
-// `walk(i)` goes along the items from number i on.
+// Stores items `first`, ... of `count` at `data`, a pack of them; `walk(i)` goes along the items
+// from number i on.
 template <typename Item, typename Walk>
-__device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, uint32_t head,
-                                           uint32_t count, Walk&& walk) {
+__device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, uint32_t count,
+                                           Walk&& walk) {
   constexpr int kWordItems = sizeof(Item) < 4 ? 4 / sizeof(Item) : 1;
   unsigned char* to = data + uint64_t{first} * sizeof(Item);
   if constexpr (sizeof(Item) < 4) {
@@ -202,7 +205,7 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
     __shared__ uint4 shared[kThreads];
     const uint32_t lane = threadIdx.x % kWarp;
     const uint32_t begin = first - lane * kItems<Item>;
-    if (begin >= head && begin + kWarp * kItems<Item> <= count) {
+    if (begin + kWarp * kItems<Item> <= count) {
       uint4* packs = shared + (threadIdx.x - lane);
       uint32_t words[4];
 #pragma unroll
@@ -223,9 +226,9 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
     }
   }
   if (first >= count) return;
-  auto rest = walk(max(first, head));
+  auto rest = walk(first);
   if constexpr (sizeof(Item) >= 4) {
-    if (first >= head && first + kItems<Item> <= count) {
+    if (first + kItems<Item> <= count) {
       Item items[kItems<Item>];
 #pragma unroll
       for (int i = 0; i < kItems<Item>; ++i, rest.Advance()) items[i] = rest.Next();
@@ -241,7 +244,7 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
   }
   const uint32_t end = min(count, first + kItems<Item>);
 #pragma unroll 1
-  for (uint32_t i = max(first, head); i < end; ++i, rest.Advance()) {
+  for (uint32_t i = first; i < end; ++i, rest.Advance()) {
     reinterpret_cast<Item*>(data)[i] = rest.Next();
   }
 }
@@ -296,7 +299,7 @@ struct JoinedItems {
 template <typename Item, int kPieces>
 __global__ void __launch_bounds__(kThreads) Join(const __grid_constant__ Joined<kPieces> table) {
   const uint32_t first = (blockIdx.x * kThreads + threadIdx.x) * kItems<Item>;
-  StoreItems<Item>(table.to, first, 0, table.items,
+  StoreItems<Item>(table.to, first, table.items,
                    [&](uint32_t i) { return JoinedItems<Item, kPieces>(i, table); });
 }
 
@@ -308,9 +311,8 @@ struct CutPiece {
   int64_t gap;      // bytes of the source from the end of a row to the next one
   uint32_t stride;  // in bytes
   FastDivider row_items;
-  uint32_t filled;       // items of a row that the source has
-  uint32_t head;         // items of the first pack that are not the destination's
-  uint32_t items;        // with these
+  uint32_t filled;  // items of a row that the source has
+  uint32_t items;
   uint32_t first_block;  // in a round
   uint32_t blocks;       // there
 };
@@ -358,17 +360,103 @@ struct CutItems {
   }
 };
 
-// kHeads: destinations may begin within a pack.
-template <typename Item, bool kHeads, int kPieces>
+template <typename Item, int kPieces>
 __global__ void __launch_bounds__(kThreads) Cut(const __grid_constant__ Cuts<kPieces> table) {
   uint32_t round = blockIdx.x;
   const uint32_t block = table.round.Peel(round);
   const CutPiece& piece = table.pieces[table.Find(block)];
   const uint32_t own_block = round * piece.blocks + block - piece.first_block;
   const uint32_t first = (own_block * kThreads + threadIdx.x) * kItems<Item>;
-  const uint32_t head = kHeads ? piece.head : 0;
-  StoreItems<Item>(piece.to, first, head, piece.items,
-                   [&](uint32_t i) { return CutItems<Item>(i - head, piece); });
+  StoreItems<Item>(piece.to, first, piece.items,
+                   [&](uint32_t i) { return CutItems<Item>(i, piece); });
+}
+
+// --- long stretches ------------------------------------------------------------------------------
+
+struct Stretch {
+  const unsigned char* from;  // null for zeros
+  unsigned char* to;
+  int64_t bytes;
+  uint32_t first_block;
+};
+
+// Copies of any lengths between any addresses, one after the other.
+template <int kStretches>
+struct Stretches {
+  Stretch stretches[kStretches];
+  int count;
+  bool equal;
+  FastDivider blocks;  // of each, where all have as many
+
+  __device__ __forceinline__ int Find(uint32_t block) const {
+    if (equal) return blocks.Quotient(block);
+    int low = 0;
+    for (int width = count; width > 1;) {
+      const int half = width / 2;
+      if (stretches[low + half].first_block <= block) low += half;
+      width -= half;
+    }
+    return low;
+  }
+};
+
+// The 16 bytes of `low` and `high`, one after the other, that begin at byte `first` of 16.
+__device__ __forceinline__ uint4 Shift(uint4 low, uint4 high, uint32_t first) {
+  uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (int i = 0; i < 6; ++i) words[i] = first & 8 ? words[i + 2] : words[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) words[i] = first & 4 ? words[i + 1] : words[i];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], 8 * (first & 3));
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// A thread makes each pack of the two that its bytes are in. Of these the second is the next
+// thread's first, and comes from the L1 cache. At the ends of a stretch, where not all of both is
+// of it, a thread moves items.
+template <typename Item, int kStretches>
+__global__ void __launch_bounds__(kThreads)
+    MoveStretches(const __grid_constant__ Stretches<kStretches> table) {
+  const Stretch& stretch = table.stretches[table.Find(blockIdx.x)];
+  const int64_t bytes = stretch.bytes;
+  const uint32_t head = reinterpret_cast<uintptr_t>(stretch.to) % kPackBytes;
+  const int64_t first =
+      int64_t{blockIdx.x - stretch.first_block} * (kThreads * kPackBytes * kStretchPacks) +
+      threadIdx.x * kPackBytes - head;
+  const unsigned char* from = stretch.from + first;
+  const auto shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) % kPackBytes);
+  uint4 low[kStretchPacks], high[kStretchPacks];
+#pragma unroll
+  for (int m = 0; m < kStretchPacks; ++m) {
+    const int64_t at = first + m * kThreads * kPackBytes;
+    const int64_t read = at - shift;
+    const bool whole = stretch.from != nullptr && read >= 0 && read + 2 * kPackBytes <= bytes;
+    low[m] = whole ? Load<uint4>(stretch.from + read) : uint4{};
+    high[m] = whole && shift != 0 ? Load<uint4>(stretch.from + read + kPackBytes) : uint4{};
+  }
+#pragma unroll
+  for (int m = 0; m < kStretchPacks; ++m) {
+    const int64_t at = first + m * kThreads * kPackBytes;
+    const int64_t read = at - shift;
+    const bool zeros = stretch.from == nullptr;
+    if (zeros ? at >= 0 && at + kPackBytes <= bytes : read >= 0 && read + 2 * kPackBytes <= bytes) {
+      Store(stretch.to + at, Shift(low[m], high[m], shift));
+      continue;
+    }
+    Item items[kItems<Item>];
+#pragma unroll
+    for (int i = 0; i < kItems<Item>; ++i) {
+      const int64_t item = at + i * static_cast<int>(sizeof(Item));
+      const bool there = item >= 0 && item < bytes;
+      items[i] = there && !zeros ? *reinterpret_cast<const Item*>(stretch.from + item) : Item{};
+    }
+#pragma unroll
+    for (int i = 0; i < kItems<Item>; ++i) {
+      const int64_t item = at + i * static_cast<int>(sizeof(Item));
+      if (item >= 0 && item < bytes) *reinterpret_cast<Item*>(stretch.to + item) = items[i];
+    }
+  }
 }
 
 // --- launches ------------------------------------------------------------------------------------
@@ -506,7 +594,7 @@ cudaError_t LaunchJoin(cudaStream_t stream, const Job& job) {
                 stream, table);
 }
 
-template <typename Item, bool kHeads, int kPieces>
+template <typename Item, int kPieces>
 cudaError_t LaunchCut(cudaStream_t stream, const Job& job) {
   Cuts<kPieces> table;
   table.count = 0;
@@ -522,19 +610,17 @@ cudaError_t LaunchCut(cudaStream_t stream, const Job& job) {
   for (const Destination& destination : job.destinations) {
     const Piece& piece = job.pieces[destination.first_piece];
     if (destination.row_bytes == 0) continue;
-    const int64_t head = reinterpret_cast<uintptr_t>(destination.data) % kPackBytes;
-    const int64_t items = (head + job.rows * piece.extent) / sizeof(Item);
+    const int64_t items = job.rows * piece.extent / sizeof(Item);
     const int64_t all_blocks = CeilDiv(items, kItems<Item> * kThreads);
     // A single row is one destination after the other.
     const int64_t blocks =
         job.rows == 1 ? all_blocks : std::max<int64_t>(1, std::llround(piece.extent * share));
     table.pieces[table.count++] = {static_cast<const unsigned char*>(piece.source),
-                                   static_cast<unsigned char*>(destination.data) - head,
+                                   static_cast<unsigned char*>(destination.data),
                                    piece.stride - piece.extent,
                                    static_cast<uint32_t>(piece.stride),
                                    FastDivider(kItemsOf<Item>(piece.extent)),
                                    kItemsOf<Item>(piece.size),
-                                   kItemsOf<Item>(head),
                                    static_cast<uint32_t>(items),
                                    static_cast<uint32_t>(round),
                                    static_cast<uint32_t>(blocks)};
@@ -542,7 +628,7 @@ cudaError_t LaunchCut(cudaStream_t stream, const Job& job) {
     round += blocks;
   }
   table.round = FastDivider(round);
-  return Launch(Cut<Item, kHeads, kPieces>, round * rounds, kThreads, 0, stream, table);
+  return Launch(Cut<Item, kPieces>, round * rounds, kThreads, 0, stream, table);
 }
 
 template <typename Item>
@@ -552,45 +638,63 @@ cudaError_t LaunchItems(cudaStream_t stream, const Job& job) {
     if (FilledPieces(job) <= 2) return LaunchJoin<Item, 2>(stream, job);
     if constexpr (sizeof(Item) >= 4) return LaunchJoin<Item, kFewPieces>(stream, job);
   }
-  if (std::any_of(job.destinations.begin(), job.destinations.end(), [](const Destination& d) {
-        return reinterpret_cast<uintptr_t>(d.data) % kPackBytes != 0;
-      })) {
-    return LaunchCut<Item, true, kMaxDestinations>(stream, job);
+  if (pieces <= 2) return LaunchCut<Item, 2>(stream, job);
+  if (pieces <= 16) return LaunchCut<Item, 16>(stream, job);
+  if (pieces <= kManyCuts) return LaunchCut<Item, kManyCuts>(stream, job);
+  return LaunchCut<Item, kMaxDestinations>(stream, job);
+}
+
+template <typename Item, int kStretches>
+cudaError_t LaunchStretchesOf(cudaStream_t stream, const std::vector<Stretch>& stretches) {
+  Stretches<kStretches> table = {};
+  int64_t blocks = 0, first = 0;
+  table.equal = true;
+  for (Stretch stretch : stretches) {
+    // As many whatever the address.
+    const int64_t of_it =
+        CeilDiv(stretch.bytes + kPackBytes - 1, int64_t{kThreads} * kPackBytes * kStretchPacks);
+    if (table.count == 0) first = of_it;
+    table.equal = table.equal && of_it == first;
+    stretch.first_block = static_cast<uint32_t>(blocks);
+    table.stretches[table.count++] = stretch;
+    blocks += of_it;
   }
-  if (pieces <= 2) return LaunchCut<Item, false, 2>(stream, job);
-  if (pieces <= 16) return LaunchCut<Item, false, 16>(stream, job);
-  if (pieces <= kManyCuts) return LaunchCut<Item, false, kManyCuts>(stream, job);
-  return LaunchCut<Item, false, kMaxDestinations>(stream, job);
+  table.blocks = FastDivider(first);
+  return Launch(MoveStretches<Item, kStretches>, blocks, kThreads, 0, stream, table);
 }
 
-// Whether a destination is of so few and long stretches of a source that each can be a destination
-// of its own, wherever it begins.
-bool IsOfStretches(const Job& job) {
-  return job.destinations.size() == 1 && !job.broadcasts && job.rows < kFewRows &&
-         job.rows * static_cast<int64_t>(job.pieces.size()) <= kMaxDestinations &&
-         job.destinations[0].row_bytes >= kLongStretch * static_cast<int64_t>(job.pieces.size());
+template <typename Item>
+cudaError_t LaunchStretches(cudaStream_t stream, const std::vector<Stretch>& stretches) {
+  return stretches.size() <= 64 ? LaunchStretchesOf<Item, 64>(stream, stretches)
+                                : LaunchStretchesOf<Item, kMaxDestinations>(stream, stretches);
 }
 
-// A row of a piece of `joined` as a destination each.
-Job Stretches(const Job& joined) {
-  Job job;
-  job.rows = 1;
-  auto* to = static_cast<unsigned char*>(joined.destinations[0].data);
-  for (int64_t row = 0; row < joined.rows; ++row) {
-    for (const Piece& piece : joined.pieces) {
-      if (piece.extent == 0) continue;
-      job.destinations.push_back({to, piece.extent, static_cast<int64_t>(job.pieces.size()), 1});
-      Piece stretch = piece;
-      if (piece.size > 0) {
-        stretch.source = static_cast<const unsigned char*>(piece.source) + row * piece.stride;
+// The rows of all pieces as stretches, if these are few and long; else none.
+std::vector<Stretch> FindStretches(const Job& job) {
+  std::vector<Stretch> stretches;
+  int64_t row_bytes = 0, bytes = 0;
+  for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
+  if (job.broadcasts || job.rows > kMaxDestinations || row_bytes < kLongStretch) return {};
+  for (const Destination& destination : job.destinations) {
+    auto* to = static_cast<unsigned char*>(destination.data);
+    for (int64_t row = 0; row < job.rows; ++row) {
+      for (int64_t p = 0; p < destination.piece_count; ++p) {
+        const Piece& piece = job.pieces[destination.first_piece + p];
+        if (piece.size > 0) {
+          stretches.push_back({static_cast<const unsigned char*>(piece.source) + row * piece.stride,
+                               to, piece.size, 0});
+        }
+        if (piece.size < piece.extent) {
+          stretches.push_back({nullptr, to + piece.size, piece.extent - piece.size, 0});
+        }
+        to += piece.extent;
+        bytes += piece.extent;
+        if (static_cast<int64_t>(stretches.size()) > kMaxDestinations) return {};
       }
-      // Nothing is multiplied by it.
-      stretch.stride = piece.extent;
-      job.pieces.push_back(stretch);
-      to += piece.extent;
     }
   }
-  return job;
+  if (bytes < kLongStretch * static_cast<int64_t>(stretches.size())) return {};
+  return stretches;
 }
 
 // Whether Join can do it.
@@ -610,6 +714,25 @@ bool IsWhole(const Job& job, int64_t unit) {
 
 }  // namespace
 
+bool MovesAsStretches(const Job& job, int64_t unit) {
+  return !IsWhole(job, unit) && !FindStretches(job).empty();
+}
+
+cudaError_t LaunchStretches(cudaStream_t stream, const Job& job, int64_t unit) {
+  const std::vector<Stretch> stretches = FindStretches(job);
+  switch (unit) {
+    case 16:
+    case 8:
+      return LaunchStretches<uint2>(stream, stretches);
+    case 4:
+      return LaunchStretches<uint32_t>(stream, stretches);
+    case 2:
+      return LaunchStretches<uint16_t>(stream, stretches);
+    default:
+      return LaunchStretches<uint8_t>(stream, stretches);
+  }
+}
+
 bool MovesAsPacks(const Job& job, int64_t unit) {
   const bool one = job.destinations.size() == 1;
   for (const Destination& d : job.destinations) {
@@ -628,14 +751,10 @@ bool MovesAsPacks(const Job& job, int64_t unit) {
   if (IsWhole(job, unit)) return true;
   if (!one) return job.destinations.size() <= (unit == 1 ? kManyCuts : kMaxDestinations);
   if (job.pieces.size() == 1) return true;
-  return JoinsFew(job, unit) || IsOfStretches(job);
+  return JoinsFew(job, unit);
 }
 
 cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit) {
-  if (job.destinations.size() == 1 && job.pieces.size() > 1 && !IsWhole(job, unit) &&
-      !JoinsFew(job, unit)) {
-    return LaunchPacks(stream, Stretches(job), unit);
-  }
   if (IsWhole(job, unit)) {
     return job.destinations.size() == 1 ? LaunchWholeOf<false>(stream, job)
                                         : LaunchWholeOf<true>(stream, job);

@@ -258,7 +258,19 @@ def test_many_rows_of_narrow_arrays(platform, widths):
     check(platform, arrays, 1, widths, sum(widths) + 6)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float32"])
+@pytest.mark.parametrize(("channels", "filled"), [(1, 4), (3, 4), (3, 8), (7, 16), (5, 21)])
+def test_few_channels_are_filled_up(platform, dtype, channels, filled):
+    """And cut again, where most of what is read may be left out."""
+    rng = np.random.default_rng(7)
+    x = arbitrary(rng, (70_003, channels), dtype)
+    g = arbitrary(rng, (70_003, filled), dtype)
+    function = vjp_of(lambda x: jaxops.concatenate([x], 1, padded_size=filled), (0,))
+    got = run(function, platform, (g,), x)
+    assert_bitwise(got, [padded(x, 1, filled), g[:, :channels]], f"{channels} of {filled} {dtype}")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
 def test_few_rows_of_long_arrays(platform, rows):
     rng = np.random.default_rng(5)
     sizes = [100_003, 70_001, 50_000, 0, 90_002, 40_001, 33_333, 65_536]
