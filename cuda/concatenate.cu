@@ -4,13 +4,14 @@
 // arrays is one launch and a CUDA graph can keep it. There are five ways, the last two for all that
 // the others leave:
 //
-// Small arrays (MoveWords): a thread a word, as large as all sizes and addresses are multiples of,
-// by the shortest way from the launch to the store.
+// Small arrays (JoinWords, MoveWords): a thread a word, as large as all sizes and addresses are
+// multiples of, by the shortest way from the launch to the store.
 //
-// Narrow pieces of bytes and of pairs of them, or very many joined (concatenate_tiles.cu): gathered
-// in shared memory.
+// Narrow pieces of bytes and of pairs of them, or very many (concatenate_tiles.cu): gathered in
+// shared memory.
 //
-// Few arrays (concatenate_packs.cu): a thread 16 bytes, at the speed of a copy.
+// Few arrays, or few long stretches of any (concatenate_packs.cu): a thread 16 bytes, at the speed
+// of a copy.
 //
 // Many rows (MoveRows): what a word is made of is the same in every row, or for items of 1 or 2
 // bytes in every 4 or 2 rows, which are whole words of every source. A thread works it out once, as
@@ -38,8 +39,10 @@ using jaxops::cuda::Launch;
 
 constexpr int kThreads = 256;
 constexpr int kWordsThreads = 128;
+constexpr int kJoinThreads = 256;
 // Up to so many words, the launch and the first access cost more than all the rest.
 constexpr int64_t kSmallWords = int64_t{1} << 16;
+constexpr int64_t kSmallJoinedWords = 2 * kSmallWords;
 // Packs of a thread that are under way together where rows are long.
 constexpr int kLongPacks = 4;
 // Blocks that keep a device busy: not before there are so many do threads get more work each.
@@ -454,6 +457,74 @@ __global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Tab
 
 // --- small arrays --------------------------------------------------------------------------------
 
+constexpr uint32_t kNowhere = UINT32_MAX;
+
+// What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
+// the first with 16 bytes of others: a kernel of one line waits once. The differences of pieces are
+// added up, because which constant to load would be known only when others have come.
+struct NextPiece {
+  int64_t from;     // bytes, as of the places where the pieces would be if they began with the row
+  uint32_t begin;   // in words, as the stride
+  uint32_t stride;  // modulo 2^32
+};
+
+template <int kPieces>
+struct Joined {
+  const unsigned char* first;
+  unsigned char* to;
+  FastDivider row_words;
+  uint32_t words;
+  uint32_t filled;  // words of a row, before zeros
+  uint32_t stride;  // of the first piece
+  NextPiece next[kPieces - 1];
+
+  __device__ __forceinline__ const unsigned char* Find(uint32_t row, uint32_t& column) const {
+    const unsigned char* from = first;
+    uint32_t of_rows = row * stride;
+#pragma unroll
+    for (int i = 0; i < kPieces - 1; ++i) {
+      const bool beyond = next[i].begin <= column;
+      from += beyond ? next[i].from : 0;
+      of_rows += row * (beyond ? next[i].stride : 0);
+    }
+    column += of_rows;
+    return from;
+  }
+};
+
+// Whose rows follow each other.
+template <>
+struct Joined<2> {
+  const unsigned char* first;
+  unsigned char* to;
+  int64_t difference;
+  FastDivider row_words;
+  uint32_t words;
+  uint32_t filled;
+  uint32_t begin;
+
+  __device__ __forceinline__ const unsigned char* Find(uint32_t row, uint32_t& column) const {
+    const bool beyond = begin <= column;
+    column += row * (beyond ? filled - begin : begin);
+    return first + (beyond ? difference : 0);
+  }
+};
+
+template <typename Word, int kPieces>
+__global__ void __launch_bounds__(kJoinThreads)
+    JoinWords(const __grid_constant__ Joined<kPieces> table) {
+  const uint32_t index = blockIdx.x * kJoinThreads + threadIdx.x;
+  uint32_t row = index;
+  uint32_t column = table.row_words.Peel(row);
+  // Without a branch before the loads, so that all constants are on their way together.
+  const bool there = index < table.words;
+  const bool reads = there && column < table.filled;
+  const unsigned char* from = table.Find(row, column);
+  Word word = {};
+  if (reads) word = __ldg(reinterpret_cast<const Word*>(from) + column);
+  if (there) reinterpret_cast<Word*>(table.to)[index] = word;
+}
+
 struct WordsPiece {
   const unsigned char* column0;  // where the piece would be read if it began with the row
   uint32_t begin;                // in words, as the end
@@ -486,15 +557,12 @@ struct WordsTable {
   // The piece of a destination that has the word `column` of its rows.
   __device__ __forceinline__ WordsPiece FindPiece(uint32_t destination, uint32_t column) const {
     if constexpr (kDestinations > 1) return pieces[destination];
-    if constexpr (kPieces == 2) return column < pieces[1].begin ? pieces[0] : pieces[1];
     int found = 0;
 #pragma unroll
     for (int i = 1; i < kPieces; ++i) found += pieces[i].begin <= column;
     return pieces[found];
   }
 };
-
-constexpr uint32_t kNowhere = UINT32_MAX;
 
 template <typename Word, typename Table>
 __global__ void __launch_bounds__(kWordsThreads) MoveWords(const __grid_constant__ Table table) {
@@ -687,12 +755,70 @@ cudaError_t LaunchWordsOf(cudaStream_t stream, const Job& job) {
   return Launch(MoveWords<Word, Table>, blocks, kWordsThreads, 0, stream, table);
 }
 
+// Whether JoinWords can do it: no zeros before a source, and words that 32 bits count.
+bool IsJoined(const Job& job, int64_t unit) {
+  bool ended = false;
+  for (const Piece& piece : job.pieces) {
+    if (ended && piece.size > 0) return false;
+    ended = ended || piece.size < piece.extent;
+    if (job.rows * piece.stride / unit > UINT32_MAX) return false;
+  }
+  return job.destinations.size() == 1;
+}
+
+template <typename Word, int kPieces>
+cudaError_t LaunchJoin(cudaStream_t stream, const Job& job) {
+  const Destination& destination = job.destinations[0];
+  const auto words = [](int64_t bytes) { return static_cast<uint32_t>(bytes / sizeof(Word)); };
+  Joined<kPieces> table = {};
+  table.to = static_cast<unsigned char*>(destination.data);
+  table.row_words = FastDivider(words(destination.row_bytes));
+  table.words = words(job.rows * destination.row_bytes);
+  if constexpr (kPieces == 2) {
+    table.begin = kNowhere;
+  } else {
+    for (NextPiece& piece : table.next) piece.begin = kNowhere;
+  }
+  int64_t begin = 0;
+  int64_t stride = 0;
+  const unsigned char* last = nullptr;
+  for (const Piece& piece : job.pieces) {
+    if (piece.size == 0) continue;
+    const unsigned char* from = static_cast<const unsigned char*>(piece.source) - begin;
+    if (begin == 0) {
+      table.first = from;
+      if constexpr (kPieces > 2) table.stride = words(piece.stride);
+    } else if constexpr (kPieces == 2) {
+      table.difference = from - last;
+      table.begin = words(begin);
+    } else {
+      NextPiece* next = table.next;
+      while (next->begin != kNowhere) ++next;
+      *next = {from - last, words(begin), words(piece.stride) - words(stride)};
+    }
+    last = from;
+    stride = piece.stride;
+    begin += piece.size;
+  }
+  table.filled = words(begin);
+  return Launch(JoinWords<Word, kPieces>, CeilDiv(int64_t{table.words}, kJoinThreads), kJoinThreads,
+                0, stream, table);
+}
+
 template <typename Word>
 cudaError_t LaunchWords(cudaStream_t stream, const Job& job) {
-  if (job.destinations.size() == 1) {
-    return job.pieces.size() <= 2 ? LaunchWordsOf<Word, 2, 1>(stream, job)
-                                  : LaunchWordsOf<Word, kListedPieces, 1>(stream, job);
+  if (IsJoined(job, sizeof(Word))) {
+    int64_t pieces = 0;
+    bool follow = true;  // rows of all pieces
+    for (const Piece& piece : job.pieces) {
+      pieces += piece.size > 0;
+      follow = follow && piece.stride == piece.size;
+    }
+    if (pieces == 2 && follow) return LaunchJoin<Word, 2>(stream, job);
+    return pieces <= 4 ? LaunchJoin<Word, 4>(stream, job)
+                       : LaunchJoin<Word, kListedPieces>(stream, job);
   }
+  if (job.destinations.size() == 1) return LaunchWordsOf<Word, kListedPieces, 1>(stream, job);
   return job.destinations.size() == 2
              ? LaunchWordsOf<Word, 2, 2>(stream, job)
              : LaunchWordsOf<Word, kListedPieces, kListedPieces>(stream, job);
@@ -707,7 +833,8 @@ bool IsSmall(const Job& job, int64_t unit) {
     if (destinations > 1 && d.piece_count != 1) return false;
   }
   for (const Piece& p : job.pieces) stride = std::max(stride, p.stride);
-  return !job.broadcasts && words <= kSmallWords && stride <= UINT32_MAX &&
+  const int64_t most = IsJoined(job, unit) ? kSmallJoinedWords : kSmallWords;
+  return !job.broadcasts && words <= most && stride <= UINT32_MAX &&
          job.pieces.size() <= kListedPieces && destinations <= kListedPieces;
 }
 
