@@ -1,13 +1,15 @@
 // Concatenation and splitting of narrow pieces: so many rows that they are whole packs of every
-// array are brought to shared memory, and gathered there.
+// array are brought to shared memory, and gathered there. Of many equal pieces a tile has only
+// some, and more rows, so that the run of each is long.
 //
 // Which bytes a word is made of is the same a number of rows further on, in a pattern, but for a
-// step. A thread works it out once, and walks down the patterns of the tile. A block has one tile:
-// blocks that stay for several and fetch the next one meanwhile have more of each array under way,
-// and were slower by up to a tenth.
+// step. A thread works it out once, while the copies are under way, and walks down the patterns of
+// the tile. A block has one tile: blocks that stay for several and fetch the next one meanwhile
+// have more of each array under way, and were slower by up to a tenth.
 #include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "common/fast_divide.h"
 #include "cuda/concatenate.h"
@@ -18,34 +20,40 @@
 namespace jaxops::concatenate::cuda {
 namespace {
 
+using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kPackBytes;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 
-constexpr int kThreads = 128;
-// For tiles that are large because rows of many pieces are long.
+constexpr int kFewThreads = 256;
 constexpr int kManyThreads = 512;
-constexpr int64_t kSmallTileBytes = 4096;
-constexpr int64_t kTileBytes = 8192;
-constexpr int64_t kLargeTileBytes = 2 * kTileBytes;
-constexpr int64_t kMostTileBytes = 65536 - 4 * kPackBytes;
+// Of whole rows of many pieces, and of parts of them.
+constexpr int64_t kRowsBytes = 24 * 1024;
+constexpr int64_t kPartsBytes = 16 * 1024;
+constexpr int64_t kSplitPartsBytes = 12 * 1024;
+constexpr int64_t kMostTileBytes = 64 * 1024;
 constexpr int kFewPieces = 4;
 constexpr int kWordBytes = 4;
 constexpr int kFewTiles = 256;
+// What is less of few pieces is faster without tiles.
+constexpr int64_t kFewBytes = int64_t{1} << 20;
 constexpr int kTogether = 4;  // words of a thread
-constexpr uint32_t kNowhere = UINT32_MAX;
+constexpr uint16_t kNowhere = UINT16_MAX;
 
-struct TilePiece {
+struct alignas(16) TilePiece {
   unsigned char* data;
-  uint32_t begin;  // in a row of the whole
-  uint32_t size;
+  uint16_t begin;  // in a row of the whole
+  uint16_t size;
+  uint32_t shared;  // where a tile's rows of the piece are, of what is joined
 };
 
-// Pieces of the rows of one array, which is the destination of all or the source of all.
+// Pieces of the rows of one array, which is the destination of all or the source of all. Of many
+// equal ones a tile has no more than `tile_pieces`, so that it has more rows.
 template <int kPieces>
 struct Tiles {
-  TilePiece pieces[kPieces];  // what is not there of few begins at kNowhere
-  int count;
+  TilePiece pieces[kPieces];
+  uint32_t begins[kFewPieces];  // of few; what is not there begins at kNowhere
+  uint32_t count;
   bool equal;
   unsigned char* whole;
   uint32_t row_bytes;
@@ -53,170 +61,327 @@ struct Tiles {
   // Of a tile, and of a pattern: powers of two.
   uint32_t rows, log_rows;
   uint32_t pattern_rows, log_pattern_rows;
+  // Parts of rows, of `tile_pieces` each.
+  uint32_t tile_pieces;
+  bool parted;
+  FastDivider parts;
+  FastDivider part_bytes;  // with zeros
+  // Of shared memory: between rows of what is split, and between pieces of what is joined. They
+  // keep these in different banks.
+  uint32_t stride;
+  FastDivider row_packs;  // where rows are parted, and split
+  uint32_t fetched;       // bytes of shared memory
+  int threads;
   FastDivider by_row;
   FastDivider by_size;  // of the first piece
   int64_t tiles;
   int64_t all_rows;
 };
 
-// The pieces, where threads may read different ones at once: few of them are compared one by one,
-// more are in shared memory. The kernel's constants hand out one address of a warp at a time, so a
-// warp copies one piece after the other.
-template <int kBlockThreads, int kPieces>
+// The pieces of a tile, where threads may need different ones at once. The kernel's constants hand
+// out one address of a warp at a time; as memory they are read like any other. Many are copied to
+// shared memory before they are needed.
+template <int kPieces>
 class PieceFinder {
  public:
   static constexpr bool kCopies = kPieces > kFewPieces;
 
-  __device__ __forceinline__ PieceFinder(const Tiles<kPieces>& tiles, unsigned char* shared)
-      : table_(tiles), copied_(reinterpret_cast<TilePiece*>(shared)) {
+  // To be followed by a barrier if kCopies.
+  __device__ __forceinline__ PieceFinder(const Tiles<kPieces>& tiles, unsigned char* shared,
+                                         uint32_t first, uint32_t count)
+      : table_(tiles), copied_(reinterpret_cast<TilePiece*>(shared)), count_(count) {
     if constexpr (kCopies) {
-      for (int i = threadIdx.x / kWarp; i < table_.count; i += kBlockThreads / kWarp) {
-        const TilePiece piece = table_.pieces[i];
-        if (threadIdx.x % kWarp == 0) copied_[i] = piece;
-      }
-      __syncthreads();
+      for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) copied_[i] = Read(first + i);
     }
   }
 
-  static size_t SharedBytes(const Tiles<kPieces>& tiles) {
-    return kCopies ? tiles.count * sizeof(TilePiece) : 0;
-  }
-
-  // The piece that has byte `column` of the rows of the whole.
+  // The piece that has byte `column` of the tile's part of the rows of the whole.
   __device__ __forceinline__ TilePiece Find(uint32_t column) const {
-    if constexpr (kCopies) {
+    if constexpr (!kCopies) {
+      uint32_t found = 0;
+#pragma unroll
+      for (int i = 1; i < kPieces; ++i) found += table_.begins[i] <= column;
+      return Read(found);
+    } else {
       if (table_.equal) return copied_[table_.by_size.Quotient(column)];
-      int low = 0;
-      for (int width = table_.count; width > 1;) {
-        const int half = width / 2;
+      uint32_t low = 0;
+      for (uint32_t width = count_; width > 1;) {
+        const uint32_t half = width / 2;
         if (copied_[low + half].begin <= column) low += half;
         width -= half;
       }
       return copied_[low];
-    } else {
-      TilePiece piece = table_.pieces[0];
-#pragma unroll
-      for (int i = 1; i < kPieces; ++i) {
-        if (table_.pieces[i].begin <= column) piece = table_.pieces[i];
-      }
-      return piece;
     }
   }
 
  private:
+  __device__ __forceinline__ TilePiece Read(uint32_t number) const {
+    uint4 words;
+    asm("ld.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+        : "l"(&table_.pieces[number]));
+    TilePiece piece;
+    memcpy(&piece, &words, sizeof(piece));
+    return piece;
+  }
+
   const Tiles<kPieces>& table_;
   TilePiece* copied_;
+  uint32_t count_;
 };
 
-template <typename Item, bool kSplits, int kBlockThreads, int kPieces>
-__global__ void __launch_bounds__(kBlockThreads)
-    MoveTiles(const __grid_constant__ Tiles<kPieces> table) {
-  constexpr int kItems = kWordBytes / sizeof(Item);
-  extern __shared__ __align__(16) unsigned char shared[];
-  // In a tile, as in a pattern, all rows of a piece are before those of the next.
-  const uint32_t fetched = table.rows * (kSplits ? table.row_bytes : table.filled);
-  const uint32_t zeros = fetched;  // where a word of them is
-  const PieceFinder<kBlockThreads, kPieces> finder(table, shared + fetched + kPackBytes);
-  const int64_t first_row = int64_t{blockIdx.x} * table.rows;
-  unsigned char* whole = table.whole + first_row * table.row_bytes;
+// A tile: some rows, and of these the pieces from `column` on that make `bytes`.
+struct Tile {
+  int64_t row;
+  uint32_t column, bytes;
+};
 
-  if (blockIdx.x == table.tiles) {
-    // The rows after the last tile, item by item.
-    const auto rest = static_cast<uint32_t>(table.all_rows - first_row) * table.row_bytes;
-    for (uint32_t at = threadIdx.x * sizeof(Item); at < rest; at += kBlockThreads * sizeof(Item)) {
+// What one thread writes again and again: where the items of a word are in shared memory.
+template <typename Item, bool kSplits, int kBytes>
+struct Recipe {
+  static constexpr int kItems = kBytes / sizeof(Item);
+  static constexpr int kSteps = kSplits ? 1 : kItems;
+
+  uint32_t offsets[kItems];
+  uint32_t steps[kSteps];
+  unsigned char* to;
+  int64_t advance;
+
+  // Works out the word at byte `at` of a pattern.
+  template <int kPieces>
+  __device__ __forceinline__ Recipe(uint32_t at, const Tiles<kPieces>& table,
+                                    const PieceFinder<kPieces>& finder, const Tile& tile) {
+    if constexpr (kSplits) {
+      const TilePiece piece = finder.Find(at >> table.log_pattern_rows);
+      const uint32_t begin = piece.begin - tile.column;
+      const uint32_t inside = at - begin * table.pattern_rows;
+      to = piece.data + tile.row * piece.size + inside;
+      advance = table.pattern_rows * piece.size;
+      steps[0] = table.pattern_rows * table.stride;
+      uint32_t row = table.equal ? table.by_size.Quotient(inside) : inside / piece.size;
+      uint32_t column = inside - row * piece.size;
+      // Where the row of the piece begins: parts of rows are brought as the packs they are in.
+      const auto row_begin = [&] {
+        const uint32_t place =
+            table.parted ? (row * table.row_bytes + tile.column) % kPackBytes : 0;
+        return row * table.stride + place + begin;
+      };
+      uint32_t offset = row_begin() + column;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        offsets[i] = offset;
+        column += sizeof(Item);
+        offset += sizeof(Item);
+        if (column == piece.size) {
+          column = 0;
+          ++row;
+          offset = row_begin();
+        }
+      }
+    } else {
       uint32_t row = at;
-      const uint32_t column = table.by_row.Peel(row);
-      auto* of_whole = reinterpret_cast<Item*>(whole + at);
-      if (column >= table.filled) {
-        if constexpr (!kSplits) *of_whole = 0;
-        continue;
-      }
-      const TilePiece piece = finder.Find(column);
-      auto* of_piece = reinterpret_cast<Item*>(piece.data + (first_row + row) * piece.size +
-                                               column - piece.begin);
-      if constexpr (kSplits) {
-        *of_piece = *of_whole;
+      uint32_t column = table.part_bytes.Peel(row);
+      to = table.whole + (tile.row + row) * table.row_bytes + tile.column + column;
+      advance = table.pattern_rows * table.row_bytes;
+      if (table.equal) {
+        const uint32_t size = table.by_size.divisor();
+        uint32_t inside = column;
+        uint32_t piece = 0;
+        if (size < table.filled) {
+          piece = column;
+          inside = table.by_size.Peel(piece);
+        }
+        uint32_t offset = piece * table.stride + row * size + inside;
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          const bool there = column < tile.bytes;
+          offsets[i] = there ? offset : table.fetched;
+          steps[i] = there ? table.pattern_rows * size : 0;
+          column += sizeof(Item);
+          offset += sizeof(Item);
+          inside += sizeof(Item);
+          if (inside == size) {
+            inside = 0;
+            offset += table.stride - size;
+          }
+          if (column == table.part_bytes.divisor()) {
+            column = inside = 0;
+            ++row;
+            offset = row * size;
+          }
+        }
       } else {
-        *of_whole = *of_piece;
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          offsets[i] = table.fetched;
+          steps[i] = 0;
+          if (column < tile.bytes) {
+            const TilePiece piece = finder.Find(column);
+            offsets[i] = piece.shared + row * piece.size + column - piece.begin;
+            steps[i] = table.pattern_rows * piece.size;
+          }
+          column += sizeof(Item);
+          if (column == table.row_bytes) column = 0, ++row;
+        }
       }
+    }
+  }
+
+  // Four bytes of the next word, from item `first` on.
+  __device__ __forceinline__ uint32_t Next(const unsigned char* shared, int first) {
+    constexpr int kWordItems = kWordBytes / sizeof(Item);
+    uint32_t items[kWordItems];
+#pragma unroll
+    for (int i = 0; i < kWordItems; ++i) {
+      items[i] = *reinterpret_cast<const Item*>(shared + offsets[first + i]);
+      offsets[first + i] += steps[(first + i) % kSteps];
+    }
+    if constexpr (kWordItems == 1) {
+      return items[0];
+    } else if constexpr (kWordItems == 2) {
+      return __byte_perm(items[0], items[1], 0x5410);
+    } else {
+      return __byte_perm(__byte_perm(items[0], items[1], 0x0040),
+                         __byte_perm(items[2], items[3], 0x0040), 0x5410);
+    }
+  }
+
+  // Writes the words of so many patterns.
+  __device__ __forceinline__ void Write(uint32_t patterns, const unsigned char* shared) {
+    if constexpr (kBytes == kPackBytes) {
+#pragma unroll 1
+      for (uint32_t pattern = 0; pattern < patterns; ++pattern, to += advance) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = Next(shared, i * kItems / 4);
+        *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+      }
+    } else {
+#pragma unroll 1
+      for (uint32_t pattern = 0; pattern < patterns; pattern += kTogether) {
+        uint32_t words[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) words[i] = Next(shared, 0);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i, to += advance) {
+          *reinterpret_cast<uint32_t*>(to) = words[i];
+        }
+      }
+    }
+  }
+};
+
+template <typename Item, bool kSplits, int kBytes, int kMostThreads, int kPieces>
+__global__ void __launch_bounds__(kMostThreads)
+    MoveTiles(const __grid_constant__ Tiles<kPieces> table) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  // Behind a word of zeros.
+  unsigned char* const copied = shared + table.fetched + kPackBytes;
+  uint32_t tile_row = blockIdx.x;
+  uint32_t part = 0;
+  if constexpr (kPieces > kFewPieces) part = table.parts.Peel(tile_row);
+
+  if (tile_row >= table.tiles) {
+    // The rows after the last tile, item by item.
+    const PieceFinder<kPieces> finder(table, copied, 0, table.count);
+    if (finder.kCopies) __syncthreads();
+    const int64_t first_row = table.tiles * table.rows;
+    const int64_t rest = (table.all_rows - first_row) * table.row_bytes;
+    const int64_t block = blockIdx.x - table.tiles * table.parts.divisor();
+    const int64_t place = (block * blockDim.x + threadIdx.x) * static_cast<int64_t>(sizeof(Item));
+    if (place >= rest) return;
+    auto row = static_cast<uint32_t>(place);
+    const uint32_t column = table.by_row.Peel(row);
+    auto* of_whole = reinterpret_cast<Item*>(table.whole + first_row * table.row_bytes + place);
+    if (column >= table.filled) {
+      if constexpr (!kSplits) *of_whole = 0;
+      return;
+    }
+    const TilePiece piece = finder.Find(column);
+    auto* of_piece =
+        reinterpret_cast<Item*>(piece.data + (first_row + row) * piece.size + column - piece.begin);
+    if constexpr (kSplits) {
+      *of_piece = *of_whole;
+    } else {
+      *of_whole = *of_piece;
     }
     return;
   }
 
-  for (uint32_t at = threadIdx.x * kPackBytes; at < fetched; at += kBlockThreads * kPackBytes) {
-    const unsigned char* from = whole + at;
-    if constexpr (!kSplits) {
-      const TilePiece piece = finder.Find(at >> table.log_rows);
-      from = piece.data + first_row * piece.size + (at - table.rows * piece.begin);
-    }
-    __pipeline_memcpy_async(shared + at, from, kPackBytes);
-  }
-  __pipeline_commit();
-  if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(shared + zeros) = 0;
-  __pipeline_wait_prior(0);
-  __syncthreads();
-
-  const uint32_t patterns = table.rows >> table.log_pattern_rows;
-  const uint32_t pattern_bytes = table.pattern_rows * (kSplits ? table.filled : table.row_bytes);
-  for (uint32_t at = threadIdx.x * kWordBytes; at < pattern_bytes;
-       at += kBlockThreads * kWordBytes) {
-    uint32_t offsets[kItems], steps[kItems];
-    unsigned char* to = whole + at;
-    uint32_t advance = pattern_bytes;
-    if constexpr (kSplits) {
-      const TilePiece piece = finder.Find(at >> table.log_pattern_rows);
-      const uint32_t inside = at - piece.begin * table.pattern_rows;
-      to = piece.data + first_row * piece.size + inside;
-      advance = table.pattern_rows * piece.size;
-      uint32_t row = table.equal ? table.by_size.Quotient(inside) : inside / piece.size;
-      uint32_t column = inside - row * piece.size;
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        offsets[i] = row * table.row_bytes + piece.begin + column;
-        steps[i] = table.pattern_rows * table.row_bytes;
-        column += sizeof(Item);
-        if (column == piece.size) column = 0, ++row;
+  // In a tile, as in a pattern, all rows of a piece are before those of the next.
+  const uint32_t first_piece = part * table.tile_pieces;
+  const uint32_t pieces = min(table.tile_pieces, table.count - first_piece);
+  const uint32_t size = table.by_size.divisor();
+  const Tile tile = {int64_t{tile_row} * table.rows, first_piece * size,
+                     table.parted ? pieces * size : table.filled};
+  const PieceFinder<kPieces> finder(table, copied, first_piece, pieces);
+  if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(shared + table.fetched) = 0;
+  if constexpr (kSplits) {
+    const unsigned char* whole = table.whole + tile.row * table.row_bytes;
+    if (table.parted) {
+      const uint32_t packs = table.rows * table.row_packs.divisor();
+      for (uint32_t i = threadIdx.x; i < packs; i += blockDim.x) {
+        uint32_t row = i;
+        const uint32_t pack = table.row_packs.Peel(row);
+        const uint32_t begin = row * table.row_bytes + tile.column;
+        const uint32_t at = begin / kPackBytes * kPackBytes + pack * kPackBytes;
+        if (at < begin + tile.bytes) {
+          __pipeline_memcpy_async(shared + row * table.stride + pack * kPackBytes, whole + at,
+                                  kPackBytes);
+        }
       }
     } else {
+      const uint32_t padding = table.stride - table.row_bytes;
+      for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * table.row_bytes;
+           at += blockDim.x * kPackBytes) {
+        const uint32_t skipped = padding == 0 ? 0 : table.by_row.Quotient(at) * padding;
+        __pipeline_memcpy_async(shared + at + skipped, whole + at, kPackBytes);
+      }
+    }
+    __pipeline_commit();
+    if (finder.kCopies) __syncthreads();
+  } else {
+    if constexpr (!finder.kCopies) {
+#pragma unroll 1
+      for (uint32_t p = 0; p < table.count; ++p) {
+        const TilePiece& piece = table.pieces[p];
+        const unsigned char* from = piece.data + tile.row * piece.size;
+        for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * piece.size;
+             at += blockDim.x * kPackBytes) {
+          __pipeline_memcpy_async(shared + piece.shared + at, from + at, kPackBytes);
+        }
+      }
+    } else {
+      __syncthreads();
+      for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * tile.bytes;
+           at += blockDim.x * kPackBytes) {
+        const TilePiece piece = finder.Find(at >> table.log_rows);
+        const uint32_t inside = at - table.rows * (piece.begin - tile.column);
+        __pipeline_memcpy_async(shared + piece.shared + inside,
+                                piece.data + tile.row * piece.size + inside, kPackBytes);
+      }
+    }
+    __pipeline_commit();
+  }
+
+  const uint32_t patterns = table.rows >> table.log_pattern_rows;
+  const uint32_t pattern_bytes =
+      table.pattern_rows * (kSplits ? tile.bytes : table.part_bytes.divisor());
+  const uint32_t step = blockDim.x * kBytes;
+  for (uint32_t at = threadIdx.x * kBytes, first = 0; first < pattern_bytes;
+       at += step, first += step) {
+    bool there = at < pattern_bytes;
+    Recipe<Item, kSplits, kBytes> recipe(there ? at : 0, table, finder, tile);
+    if (first == 0) {
+      __pipeline_wait_prior(0);
+      __syncthreads();
+    }
+    if (!kSplits && table.parted) {
+      // Of the last part of a row there may be less.
       uint32_t row = at;
-      uint32_t column = table.by_row.Peel(row);
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        offsets[i] = zeros;
-        steps[i] = 0;
-        if (column < table.filled) {
-          const TilePiece piece = finder.Find(column);
-          offsets[i] = piece.begin * table.rows + row * piece.size + column - piece.begin;
-          steps[i] = table.pattern_rows * piece.size;
-        }
-        column += sizeof(Item);
-        if (column == table.row_bytes) column = 0, ++row;
-      }
+      there = there && table.part_bytes.Peel(row) < tile.bytes;
     }
-    for (uint32_t pattern = 0; pattern < patterns; pattern += kTogether) {
-      uint32_t words[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        uint32_t items[kItems];
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          items[i] = *reinterpret_cast<const Item*>(shared + offsets[i]);
-          offsets[i] += steps[i];
-        }
-        if constexpr (kItems == 1) {
-          words[j] = items[0];
-        } else if constexpr (kItems == 2) {
-          words[j] = __byte_perm(items[0], items[1], 0x5410);
-        } else {
-          words[j] = __byte_perm(__byte_perm(items[0], items[1], 0x0040),
-                                 __byte_perm(items[2], items[3], 0x0040), 0x5410);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j, to += advance) {
-        *reinterpret_cast<uint32_t*>(to) = words[j];
-      }
-    }
+    if (there) recipe.Write(patterns, shared);
   }
 }
 
@@ -246,11 +411,13 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
   const void* whole = splits ? first.source : job.destinations[0].data;
   const int64_t row_bytes = splits ? first.stride : job.destinations[0].row_bytes;
   table.whole = static_cast<unsigned char*>(const_cast<void*>(whole));
-  if (!IsAligned(whole, kPackBytes) || row_bytes > kMostTileBytes) return false;
+  if (!IsAligned(whole, kPackBytes) || row_bytes * (kPackBytes / unit) > kMostTileBytes) {
+    return false;
+  }
   // Whole rows are read, which may begin with what other launches cut.
   if (splits && table.whole + job.rows * row_bytes > first.end) return false;
 
-  std::fill_n(table.pieces, kPieces, TilePiece{nullptr, kNowhere, 0});
+  std::fill_n(table.begins, kFewPieces, uint32_t{kNowhere});
   table.count = 0;
   table.equal = true;
   int64_t filled = 0;
@@ -275,84 +442,143 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
         return false;
       }
       table.equal = table.equal && piece.size == first.size;
+      if (table.count < kFewPieces) table.begins[table.count] = static_cast<uint32_t>(filled);
       table.pieces[table.count++] = {const_cast<unsigned char*>(part),
-                                     static_cast<uint32_t>(filled),
-                                     static_cast<uint32_t>(piece.size)};
+                                     static_cast<uint16_t>(filled),
+                                     static_cast<uint16_t>(piece.size), 0};
       filled += piece.size;
     }
   }
   // Little is read for nothing.
-  if (table.count == 0 || 2 * filled < row_bytes) return false;
+  if (table.count == 0 || (splits && 2 * filled < row_bytes)) return false;
 
-  // Rows that are whole packs of every array.
-  int64_t rows = kPackBytes / unit;
+  // Rows that are whole packs of every array, and whole words that are a pattern.
   const bool few = table.count <= kFewPieces;
-  if (row_bytes > (few ? kLargeTileBytes : kMostTileBytes) / rows) return false;
-  // Of more pieces it takes a thread longer to find its place, and it has more patterns for it.
-  const int64_t most = !few                            ? kLargeTileBytes
-                       : table.count <= 2 && unit == 2 ? kSmallTileBytes
-                                                       : kTileBytes;
-  while (2 * rows * row_bytes <= most) rows *= 2;
-  if (job.rows / rows < kFewTiles) return false;
-  // Threads have a word of the pattern each, if they can, and several patterns.
-  int64_t pattern_rows = kWordBytes / unit;
-  while (2 * kTogether * pattern_rows <= rows && row_bytes * pattern_rows < kThreads * kWordBytes) {
-    pattern_rows *= 2;
+  const int64_t size = table.pieces[0].size;
+  const int64_t pack_rows = kPackBytes / unit;
+  const int64_t word = few || !splits ? kWordBytes : kPackBytes;
+  int64_t rows = pack_rows;
+  int64_t part_bytes = splits ? filled : row_bytes;
+  int64_t pattern_rows = word / unit;
+  table.tile_pieces = table.count;
+  table.parted = false;
+  if (few) {
+    if (job.rows * row_bytes < kFewBytes) return false;
+    const int64_t most_words = splits ? 64 : 128;
+    // Mostly zeros cost little to write, and as much as others to work out.
+    const int64_t patterns = unit == 1 && 2 * filled < row_bytes ? 16 : 8;
+    while (2 * pattern_rows * part_bytes <= most_words * word) pattern_rows *= 2;
+    while (rows < patterns * pattern_rows && rows * row_bytes <= kPartsBytes) rows *= 2;
+    while (rows > pack_rows && job.rows / rows < 4 * kFewTiles) rows /= 2;
+    while (rows < kTogether * pattern_rows) pattern_rows /= 2;
+  } else {
+    if (table.equal && (splits || (filled == row_bytes && row_bytes % kWordBytes == 0))) {
+      // As many rows as make a long run of each piece, and as few pieces as fit then. Parts of rows
+      // of what is joined are whole words.
+      const int64_t run = splits && unit == kWordBytes ? 512 : 256;
+      while (rows * size < run) rows *= 2;
+      const int64_t most =
+          std::max<int64_t>(1, (splits ? kSplitPartsBytes : kPartsBytes) / (rows * size));
+      const int64_t parts = CeilDiv(table.count, most);
+      const int64_t pieces = CeilDiv(CeilDiv(table.count, parts), kWordBytes) * kWordBytes;
+      table.parted = pieces < table.count;
+      if (table.parted) {
+        table.tile_pieces = static_cast<uint32_t>(pieces);
+        part_bytes = pieces * size;
+        if (!splits) pattern_rows = 1;
+      } else {
+        rows = pack_rows;
+      }
+    }
+    if (!table.parted) {
+      while (2 * rows * row_bytes <= kRowsBytes) rows *= 2;
+    }
+    // Of bytes a thread has more to work out before the first word.
+    const int64_t patterns = splits && unit > 1 ? 2 : kTogether;
+    const int64_t most_words = splits ? 512 : 256;
+    while (2 * patterns * pattern_rows <= rows &&
+           2 * pattern_rows * part_bytes <= most_words * word) {
+      pattern_rows *= 2;
+    }
   }
+  const int64_t parts = CeilDiv(table.count, table.tile_pieces);
+  table.tiles = job.rows / rows;
+  if (table.tiles * parts < kFewTiles) return false;
+  const int64_t words = pattern_rows * part_bytes / word;
+  const int64_t most_threads = few ? kFewThreads : kManyThreads;
+  table.threads =
+      static_cast<int>(CeilDiv(CeilDiv(words, CeilDiv(words, most_threads)), kWarp) * kWarp);
+  // Strides of an odd number of packs, where these are whole packs.
+  const auto odd = [](int64_t bytes) {
+    return bytes % (2 * kPackBytes) == 0 ? bytes + kPackBytes : bytes;
+  };
+  if (splits) {
+    const int64_t row_packs = CeilDiv(part_bytes + kPackBytes - unit, kPackBytes);
+    table.row_packs = FastDivider(row_packs);
+    table.stride = static_cast<uint32_t>(table.parted ? odd(row_packs * kPackBytes)
+                                         : few        ? row_bytes
+                                                      : odd(row_bytes));
+    table.fetched = static_cast<uint32_t>(rows * table.stride);
+  } else {
+    table.stride = static_cast<uint32_t>(few ? rows * size : odd(rows * size));
+    for (uint32_t i = 0; i < table.count; ++i) {
+      table.pieces[i].shared = table.equal ? i % table.tile_pieces * table.stride
+                                           : static_cast<uint32_t>(rows * table.pieces[i].begin);
+    }
+    table.fetched =
+        table.equal ? table.tile_pieces * table.stride : static_cast<uint32_t>(rows * filled);
+  }
+  if (table.fetched > kMostTileBytes) return false;
   table.row_bytes = static_cast<uint32_t>(row_bytes);
   table.filled = static_cast<uint32_t>(filled);
   table.rows = static_cast<uint32_t>(rows);
   table.log_rows = Log(rows);
   table.pattern_rows = static_cast<uint32_t>(pattern_rows);
   table.log_pattern_rows = Log(pattern_rows);
+  table.parts = FastDivider(parts);
+  table.part_bytes = FastDivider(part_bytes);
   table.by_row = FastDivider(row_bytes);
-  table.by_size = FastDivider(table.pieces[0].size);
-  table.tiles = job.rows / rows;
+  table.by_size = FastDivider(size);
   table.all_rows = job.rows;
   return true;
 }
 
-template <typename Item, bool kSplits, int kBlockThreads, int kPieces>
+template <typename Item, bool kSplits, int kPieces>
 cudaError_t LaunchBlocks(cudaStream_t stream, const Tiles<kPieces>& table) {
-  const size_t bytes = table.rows * (kSplits ? table.row_bytes : table.filled) + kPackBytes +
-                       PieceFinder<kBlockThreads, kPieces>::SharedBytes(table);
-  return Launch(MoveTiles<Item, kSplits, kBlockThreads, kPieces>,
-                table.tiles + (table.all_rows > table.tiles * table.rows), kBlockThreads, bytes,
+  constexpr int kBytes = kPieces <= kFewPieces || !kSplits ? kWordBytes : kPackBytes;
+  constexpr int kThreads = kPieces <= kFewPieces ? kFewThreads : kManyThreads;
+  const size_t bytes = table.fetched + kPackBytes +
+                       (PieceFinder<kPieces>::kCopies ? table.count * sizeof(TilePiece) : 0);
+  const int64_t rest = (table.all_rows - table.tiles * table.rows) * table.row_bytes;
+  const int64_t blocks =
+      table.tiles * table.parts.divisor() + CeilDiv(rest, table.threads * int64_t{sizeof(Item)});
+  return Launch(MoveTiles<Item, kSplits, kBytes, kThreads, kPieces>, blocks, table.threads, bytes,
                 stream, table);
 }
 
-template <int kBlockThreads, bool kSplits, int kPieces>
+template <bool kSplits, int kPieces>
 cudaError_t LaunchUnit(cudaStream_t stream, const Tiles<kPieces>& table, int64_t unit) {
   switch (unit) {
     case 4:
-      return LaunchBlocks<uint32_t, kSplits, kBlockThreads>(stream, table);
+      return LaunchBlocks<uint32_t, kSplits>(stream, table);
     case 2:
-      return LaunchBlocks<uint16_t, kSplits, kBlockThreads>(stream, table);
+      return LaunchBlocks<uint16_t, kSplits>(stream, table);
     default:
-      return LaunchBlocks<uint8_t, kSplits, kBlockThreads>(stream, table);
+      return LaunchBlocks<uint8_t, kSplits>(stream, table);
   }
 }
 
 template <int kPieces>
 cudaError_t LaunchTable(cudaStream_t stream, const Tiles<kPieces>& table, int64_t unit,
                         bool splits) {
-  if constexpr (kPieces <= kFewPieces) {
-    return splits ? LaunchUnit<kThreads, true>(stream, table, unit)
-                  : LaunchUnit<kThreads, false>(stream, table, unit);
-  } else if (table.rows * table.row_bytes <= kLargeTileBytes) {
-    return splits ? LaunchUnit<2 * kThreads, true>(stream, table, unit)
-                  : LaunchUnit<2 * kThreads, false>(stream, table, unit);
-  } else {
-    return splits ? LaunchUnit<kManyThreads, true>(stream, table, unit)
-                  : LaunchUnit<kManyThreads, false>(stream, table, unit);
-  }
+  return splits ? LaunchUnit<true>(stream, table, unit) : LaunchUnit<false>(stream, table, unit);
 }
 
 }  // namespace
 
 bool MovesAsTiles(const Job& job, int64_t unit) {
-  // Few pieces of whole words are as fast without, and what is cut of many goes to memory in bits.
-  const bool words = unit == kWordBytes && job.pieces.size() > kFewPieces && !Splits(job);
+  // Few pieces of whole words are as fast without.
+  const bool words = unit == kWordBytes && job.pieces.size() > kFewPieces;
   Tiles<kMaxPieces> table;
   return (unit < kWordBytes || words) && Plan(table, job, unit);
 }
