@@ -38,6 +38,7 @@ constexpr int kFewTiles = 256;
 // What is less of few pieces is faster without tiles.
 constexpr int64_t kFewBytes = int64_t{1} << 20;
 constexpr int kTogether = 4;  // words of a thread
+constexpr int64_t kWideBytes = 64;
 constexpr uint16_t kNowhere = UINT16_MAX;
 
 struct alignas(16) TilePiece {
@@ -451,6 +452,8 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
   }
   // Little is read for nothing.
   if (table.count == 0 || (splits && 2 * filled < row_bytes)) return false;
+  // Wide pieces of words need no tiles to be cut in long runs.
+  if (splits && unit == kWordBytes && filled > kWideBytes * int64_t{table.count}) return false;
 
   // Rows that are whole packs of every array, and whole words that are a pattern.
   const bool few = table.count <= kFewPieces;
