@@ -47,7 +47,7 @@ struct Sigmoid {
   int32_t ignored;
   const void* logits;
   const void* labels;        // int32 (rows,), or soft (rows, classes)
-  const int32_t* class_ids;  // (classes,), consecutive: the class of each logit
+  const int32_t* class_ids;  // (classes,), consecutive: the class of each logit, plus 1
   const void* scale;         // (), factor of all results
   const void* parameters;    // (3,): gamma, factor of negative targets, of positive ones
   const void* weight;        // (rows,), null: none

@@ -110,7 +110,7 @@ class Entry {
     logits = static_cast<const T*>(p.call.logits) + offsets[Sigmoid::kLogits] + begin;
     labels = static_cast<const L*>(p.call.labels) + offsets[Sigmoid::kLabels];
     if constexpr (std::is_same_v<L, int32_t>) {
-      first_class_ = p.call.class_ids[offsets[Sigmoid::kClassIds]];
+      first_class_ = p.call.class_ids[offsets[Sigmoid::kClassIds]] - 1;
       labels += first_row;
     } else {
       labels += begin;
@@ -583,7 +583,7 @@ __global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant
   const A gamma = parameters[0];
   const A negative = scales[0] * parameters[1];
   const A positive = scales[0] * parameters[2];
-  const auto first_class = static_cast<uint32_t>(class_ids[0]);
+  const auto first_class = static_cast<uint32_t>(class_ids[0] - 1);
   A total = 0;
 #pragma unroll 1
   while (at < end) {
@@ -651,7 +651,7 @@ __global__ void __launch_bounds__(kSpreadThreads)
   const float gamma = parameters[0];
   const float negative = scale * parameters[1];
   const float positive = scale * parameters[2];
-  const auto first_class = static_cast<uint32_t>(p.class_ids[0]);
+  const auto first_class = static_cast<uint32_t>(p.class_ids[0] - 1);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const uint32_t at = begin + i * kStride;

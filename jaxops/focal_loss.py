@@ -106,7 +106,7 @@ def sigmoid_focal_loss(
     operands = [
         logits,
         labels,
-        compat.shard_like_last(np.arange(call.classes, dtype=np.int32), logits),
+        compat.shard_like_last(np.arange(1, call.classes + 1, dtype=np.int32), logits),
         call.scale(dtype),
         _stack((gamma, negative, positive), dtype),
         *([] if weight is None else [weight]),
@@ -406,6 +406,9 @@ class _Options:
     Their operands are logits, labels, the class that each entry of a row is for (so that a shard of
     classes knows which ones it has), the scale of the sum, parameters (gamma, and the factors of
     negative and positive targets), and the weights of rows where `weighted`.
+
+    Classes are counted from 1, because XLA keeps no constant that counts from 0: it would launch a
+    kernel that makes it anew for each call.
     """
 
     rows: int  # the number of dimensions before that of classes
@@ -460,7 +463,7 @@ def _elements(slope, logits, labels, class_ids, scale, parameters, weight=None, 
     ids = jnp.expand_dims(
         class_ids, tuple(range(class_ids.ndim - 1, class_ids.ndim - 1 + rank - 1))
     )
-    target = labels[..., None] == ids
+    target = labels[..., None] == ids - 1
     z = jnp.where(counted, z, 0)
     function = reference.focal_slope if slope else reference.focal
     value = function(jnp.where(target, -z, z), gamma)

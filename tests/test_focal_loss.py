@@ -596,6 +596,19 @@ def test_a_sum_under_vmap_is_that_of_its_entry(operator, rows, platform):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
+def test_a_gradient_is_nothing_but_one_kernel(operator, platform):
+    """Constants that XLA can compute, such as an iota, would cost a launch for each call."""
+
+    def mean(z, labels):
+        return getattr(jaxops, operator)(z, labels, reduction="mean")
+
+    arguments = np.zeros((16, 8), np.float32), np.zeros(16, np.int32)
+    program = jax.jit(jax.grad(mean)).lower(*jax.device_put(arguments, platform.device)).compile()
+    assert "custom-call(" in program.as_text()
+    assert "fusion(" not in program.as_text()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("classes", [3, 8])
 def test_ignored_rows_are_zero_whatever_their_logits(operator, classes, platform):
     logits, labels = random_case(rows=9, classes=classes)
