@@ -8,8 +8,9 @@
 //
 // Few rows have a target. Where neighbours share rows, they are all evaluated as if they were none,
 // for which fewer instructions do, and targets apart, by warps that have any (Hard). A call of few
-// elements is over before that would pay (FewElements). Elementwise f32 results of the usual kinds
-// are bound by memory instead (SpreadElements).
+// elements is over before that would pay (FewElements). Elementwise results without weights need
+// not even be looked up in rows: a block puts targets in their places when it is done with the rest
+// (TargetsLast). Those of f32 of the usual kinds are bound by memory instead (SpreadElements).
 //
 // Long sums without weights are bound by instructions rather than memory. Where blocks can have
 // their shared memory filled for them, they wait for no logits and look up no rows (StreamedSum).
@@ -37,6 +38,12 @@ constexpr int64_t kFewAlone = 1 << 21;
 constexpr int64_t kFewest = 1 << 17;
 constexpr int kFewThreads = 1024;
 constexpr int64_t kFewABlock = 640;
+
+// Of TargetsLast: the threads of a block, the accesses of a thread, and the shortest rows, of which
+// a block has fewer than threads.
+constexpr int kLastThreads = 128;
+constexpr int kLastPacks = 2;
+constexpr int64_t kLastClasses = 20;
 
 // Of SpreadElements: the threads of a block, and the accesses of a thread, for elements by the
 // million or by the hundred million.
@@ -91,6 +98,14 @@ __device__ __forceinline__ Pack<T, kCount> LoadSome(const T* from, bool whole, i
   return pack;
 }
 
+// Has an address of device memory indexed by one instruction, rather than made of its parts by four
+// each time.
+template <typename T>
+__device__ __forceinline__ void KeepAddress(T*& address) {
+  asm("" : "+l"(address));
+  __builtin_assume(__isGlobal(address));
+}
+
 // A part of a batch entry, from the row that the element `begin` is in; L is the type of labels,
 // int32_t for classes.
 template <typename T, typename L>
@@ -121,10 +136,11 @@ class Entry {
     elements = offsets[Sigmoid::kElements] + begin;
   }
 
+  template <bool kPlain = false>
   __device__ __forceinline__ Row<A> ReadRow(uint32_t row) const {
     Row<A> terms{0, negative_, positive_};
     if constexpr (std::is_same_v<L, int32_t>) terms.label = labels[row];
-    if (weight_ != nullptr) {
+    if (!kPlain && weight_ != nullptr) {
       const A weight = weight_[row];
       terms.negative *= weight;
       terms.positive *= weight;
@@ -344,19 +360,20 @@ __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Params 
   if constexpr (kSums) Finish(p, block, clustered, total);
 }
 
-// Of class labels, kCount elements from `at` on: writes their results, and returns the sum of their
-// losses if it is wanted.
-template <typename T, int kCount, Rows kRows, Want kWant>
+// Of class labels, kCount elements from `at` on: writes their results to `elements`, and returns
+// the sum of their losses if it is wanted. What is plain has no weights, and no ignored rows.
+template <typename T, int kCount, Rows kRows, Want kWant, bool kPlain = false>
 __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const Params& p,
-                                                             const Entry<T, int32_t>& entry, int at,
+                                                             const Entry<T, int32_t>& entry,
+                                                             T* elements, int at,
                                                              const Pack<T, kCount>& logits,
                                                              Power power) {
   using A = Accumulator<T>;
   constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
   constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
   constexpr Digits kDigits = kDigitsOf<T, kWant>;
-  const bool has_ignored = p.call.has_ignored;
-  T* const to = kWant == Want::kSum ? nullptr : Elements<T, kWant>(p, entry.elements + at);
+  const bool has_ignored = !kPlain && p.call.has_ignored;
+  T* const to = kWant == Want::kSum ? nullptr : elements + at;
   A z[kCount], loss[kCount], slope[kCount], factor[kCount];
   if constexpr (kCount > 1 && (kRows == Rows::kOne || kRows == Rows::kTwo)) {
     // The neighbours from the boundary on are of a second row.
@@ -364,9 +381,10 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const Params& p,
     const uint32_t position = p.classes.Peel(row);
     const uint32_t boundary =
         kRows == Rows::kOne ? kCount : min(p.classes.divisor() - position, uint32_t{kCount});
-    const Row<A> first = entry.ReadRow(row);
-    const Row<A> second =
-        kRows == Rows::kOne ? first : entry.ReadRow(row + (boundary < kCount ? 1 : 0));
+    const Row<A> first = entry.template ReadRow<kPlain>(row);
+    const Row<A> second = kRows == Rows::kOne
+                              ? first
+                              : entry.template ReadRow<kPlain>(row + (boundary < kCount ? 1 : 0));
     const bool first_ignored = has_ignored && first.label == p.call.ignored;
     const bool second_ignored = has_ignored && second.label == p.call.ignored;
     uint32_t target = first_ignored ? kCount : entry.Position(first.label) - position;
@@ -403,7 +421,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const Params& p,
       for (int k = 0; k < kCount; ++k) factor[k] = factor_of(k);
       EvaluateHard<kSlope, false, kDigits>(loss, slope, z, none, factor, power, entry.gamma);
     };
-    if (kRows == Rows::kOne || !entry.weighted()) {
+    if (kRows == Rows::kOne || kPlain || !entry.weighted()) {
       evaluate([&](int) { return first.negative; });
     } else {
       evaluate([&](int k) { return k < boundary ? first.negative : second.negative; });
@@ -464,32 +482,48 @@ template <typename T, int kCount, Rows kRows, Want kWant, int kPower>
 __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Params p) {
   using A = Accumulator<T>;
   constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
+  constexpr bool kByInstructions = sizeof(T) == 2 && kCount == kInRow<T> && kWant != Want::kSum;
   const Power power = kPower == kRunTime ? p.call.power : static_cast<Power>(kPower);
   uint32_t block = blockIdx.x;
   const int64_t begin = p.splits.Peel(block) * p.per_block;
-  const Entry<T, int32_t> entry(p, block, begin);
+  Entry<T, int32_t> entry(p, block, begin);
   const int length = static_cast<int>(min(p.size - begin, p.per_block));
   const bool clustered = kSums && p.partials == nullptr;
   if (clustered) ArriveInCluster();
   A total = 0;
+  T* elements = kWant == Want::kSum ? nullptr : Elements<T, kWant>(p, entry.elements);
+  if constexpr (kByInstructions) {
+    KeepAddress(elements);
+    KeepAddress(entry.logits);
+    KeepAddress(entry.labels);
+  }
   const int whole = length / kCount * kCount;
+  const auto walk = [&](auto plain) {
 #pragma unroll 1
-  for (int at = threadIdx.x * kCount; at < whole; at += kThreads * kCount) {
-    const auto logits = LoadPack<kCount>(entry.logits + at);
-    total += EvaluateNeighbours<T, kCount, kRows, kWant>(p, entry, at, logits, power);
+    for (int at = threadIdx.x * kCount; at < whole; at += kThreads * kCount) {
+      const auto logits = LoadPack<kCount>(entry.logits + at);
+      total += EvaluateNeighbours<T, kCount, kRows, kWant, plain.value>(p, entry, elements, at,
+                                                                        logits, power);
+    }
+  };
+  // Those of 16 bits are bound by instructions, of which weights and ignored rows take many.
+  if (kByInstructions && !entry.weighted() && !p.call.has_ignored) {
+    walk(std::true_type());
+  } else {
+    walk(std::false_type());
   }
   // The elements of a batch entry need not be a multiple of kCount.
   const int at = whole + static_cast<int>(threadIdx.x);
   if (kRows != Rows::kOne && at < length) {
-    total += EvaluateNeighbours<T, 1, Rows::kAny, kWant>(p, entry, at,
+    total += EvaluateNeighbours<T, 1, Rows::kAny, kWant>(p, entry, elements, at,
                                                          LoadPack<1>(entry.logits + at), power);
   }
   if constexpr (kSums) Finish(p, block, clustered, total);
 }
 
-// What FewElements and SpreadElements are told of a call. Constants arrive by lines of 64 bytes, of
-// which the second begins with `scale`, and a kernel that lasts no longer than a few loads waits
-// for each: what is read first comes first.
+// What FewElements, TargetsLast and SpreadElements are told of a call. Constants arrive by lines of
+// 64 bytes, of which the second begins with `scale`, and a kernel that lasts no longer than a few
+// loads waits for each: what is read first comes first.
 struct FewParams {
   uint32_t size;  // elements of a batch entry
   uint32_t per_block;
@@ -610,6 +644,63 @@ __global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant
     total = SumOverAnyBlock(total);
     if (SumOverCluster(total)) *sum = total;
   }
+}
+
+// Class labels, without weights: results without a sum, in one batch entry. All elements are
+// written as if they were no targets, without a look at rows; then each of the first threads has a
+// row, and writes its target if that is among the elements of the block.
+template <typename T, Want kWant, int kPower>
+__global__ void __launch_bounds__(kLastThreads) TargetsLast(const __grid_constant__ FewParams p) {
+  constexpr bool kSlope = kWant == Want::kGradient;
+  constexpr int kCount = kPackElements<T>;
+  constexpr uint32_t kStride = kLastThreads * kCount;
+  constexpr uint32_t kElements = kLastPacks * kStride;
+  static_assert(kElements / kLastClasses + 2 <= kLastThreads);
+  constexpr Digits kDigits = kDigitsOf<T, kWant>;
+  constexpr auto power = static_cast<Power>(kPower);
+  const uint32_t begin = blockIdx.x * kElements;
+  const uint32_t length = min(p.size - begin, kElements);
+  const T* logits = static_cast<const T*>(p.logits) + begin;
+  T* elements = static_cast<T*>(p.elements) + begin;
+  const uint32_t own = threadIdx.x * kCount;
+  Pack<T, kCount> packs[kLastPacks];
+#pragma unroll
+  for (int i = 0; i < kLastPacks; ++i) {
+    if (own + i * kStride < length) packs[i] = LoadPack<kCount>(logits + own + i * kStride);
+  }
+  uint32_t row = begin;
+  const uint32_t skipped = p.classes.Peel(row);
+  const uint32_t rows = p.classes.Quotient(begin + length - 1) - row + 1;
+  const bool has_row = threadIdx.x < rows;
+  const int32_t label = has_row ? p.labels[row + threadIdx.x] : 0;
+  const auto* parameters = static_cast<const float*>(p.parameters);
+  const float scale = *static_cast<const float*>(p.scale);
+  const float gamma = parameters[0];
+  const float negative = scale * parameters[1];
+  const float positive = scale * parameters[2];
+  const uint32_t position = label - static_cast<uint32_t>(p.class_ids[0] - 1);
+  // What is before the block wraps.
+  const uint32_t target = threadIdx.x * p.classes.divisor() - skipped + position;
+  const bool has_target = has_row && position < p.classes.divisor() && target < length;
+  const float its_z[1] = {has_target ? Widen(logits[target]) : 0.0f};
+#pragma unroll
+  for (int i = 0; i < kLastPacks; ++i) {
+    if (own + i * kStride >= length) break;
+    float z[kCount], loss[kCount], slope[kCount], factor[kCount];
+    const bool none[kCount] = {};
+    WidenAll(z, packs[i]);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) factor[k] = negative;
+    EvaluateHard<kSlope, false, kDigits>(loss, slope, z, none, factor, power, gamma);
+    StoreAll<T, kCount>(elements + own + i * kStride, kSlope ? slope : loss);
+  }
+  __syncthreads();
+  if (!has_target) return;
+  const bool is_target[1] = {true};
+  const float factors[1] = {positive};
+  float its_loss[1], its_slope[1];
+  EvaluateHard<kSlope, true, kDigits>(its_loss, its_slope, its_z, is_target, factors, power, gamma);
+  elements[target] = Narrow<T>(kSlope ? its_slope[0] : its_loss[0]);
 }
 
 // Class labels, without weights: results of f32 without a sum, in one batch entry of many elements.
@@ -1001,6 +1092,31 @@ cudaError_t LaunchFew(cudaStream_t stream, const Sigmoid& call) {
              : with_power(std::integral_constant<int, kRunTime>());
 }
 
+// Whether a call is made by TargetsLast: results of 16 bits, and those of f32 that SpreadElements
+// is no better for.
+template <typename T>
+bool AreTargetsLast(const Sigmoid& call) {
+  const int64_t size = call.rows * call.classes;
+  constexpr int kCount = kPackElements<T>;
+  const bool better = sizeof(T) == 2 || call.classes % kCount != 0 || call.power == Power::kAny;
+  return better && call.sum == nullptr && call.batch.size() == 1 && call.weight == nullptr &&
+         !call.has_ignored && size % kCount == 0 && call.classes >= kLastClasses &&
+         size < int64_t{1} << 31;
+}
+
+template <typename T>
+cudaError_t LaunchTargetsLast(cudaStream_t stream, const Sigmoid& call) {
+  constexpr int64_t kPerBlock = kLastThreads * kLastPacks * kPackElements<T>;
+  return DispatchPower(call.power, [&](auto power) {
+    return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
+      constexpr Want kWanted = gradient.value ? Want::kGradient : Want::kLoss;
+      return jaxops::cuda::Launch(TargetsLast<T, kWanted, power.value>,
+                                  CeilDiv(call.rows * call.classes, kPerBlock), kLastThreads, 0,
+                                  stream, FewParams(call, kPerBlock));
+    });
+  });
+}
+
 // Whether a call that is not of few elements is made by SpreadElements. An exponent that needs a
 // power of each element makes instructions count, of which neighbours of a thread take fewer.
 bool AreSpread(const Sigmoid& call) {
@@ -1087,6 +1203,7 @@ cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& call, int64_t spli
     using L = decltype(label);
     if constexpr (std::is_same_v<L, int32_t> && !std::is_same_v<T, double>) {
       if (AreFew(call)) return LaunchFew<T>(stream, call);
+      if (AreTargetsLast<T>(call)) return LaunchTargetsLast<T>(stream, call);
       if (std::is_same_v<T, float> && AreSpread(call)) return LaunchSpread(stream, call);
     }
     constexpr bool kHard = std::is_same_v<L, int32_t>;
