@@ -1,7 +1,9 @@
 // Trilinear interpolation in cells and its gradients, see common/trilinear.h.
 //
-// All of it is bound by memory, and features are most of that. How they move depends on the bytes
-// of a row, which is what a corner has:
+// Calls of a few cells, and most gradients by the points: see trilinear_plain.cu.
+//
+// All of the others are bound by memory, and features are most of that. How they move depends on
+// the bytes of a row, which is what a corner has:
 //
 // Rows of 64 bytes and more that vectors divide (the kernels of vectors): a thread takes 16 bytes
 // of each of the eight corners, straight from and to global memory.
@@ -23,9 +25,12 @@
 //
 // Other gradients where they are faster: see trilinear_shifts.cu.
 //
-// Other long ones (the kernels of columns): values the same, but lanes share a cell. For gradients
-// they read single elements of its corners, and the block writes the gradients of its cells as one
-// array.
+// Other long ones (the kernels of columns): values the same, but lanes share a cell, and so the
+// gradients by the points alone. For other gradients they read single elements of its corners, and
+// the block writes the gradients of its cells as one array.
+//
+// Gradients by the features alone of very long ones of 4 bytes an element (the kernels of slices):
+// a thread writes elements.
 //
 // Values of 2 bytes an element (the kernels of words): the same, but a thread sums two neighbours.
 #include <cuda_pipeline.h>
@@ -88,9 +93,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOf<T, false>)
   Pack<T, kCount> out;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    A sum = weights[0] * Widen(corners[0].values[i]);
+    // From zero and in this order, as in plain calls, so that these have the same bits.
+    A sum = 0;
 #pragma unroll
-    for (int c = 1; c < kCorners; ++c) sum += weights[c] * Widen(corners[c].values[i]);
+    for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(corners[c].values[i]);
     out.values[i] = Narrow<T>(sum);
   }
   StorePack(static_cast<T*>(call.out) + cell * call.width + f, out);
@@ -772,6 +778,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Between the features of two cells in shared memory, of each of which so many elements are read at
+// once: as far apart as these are, beside whole lines of banks, so that all lanes of a warp read
+// different banks.
+template <typename T>
+int PitchOf(int64_t cell_bytes, int elements) {
+  const int64_t at_once = std::clamp<int64_t>(elements * sizeof(T), kPackBytes, kBankLineBytes);
+  return static_cast<int>(cell_bytes + ((at_once - cell_bytes) % kBankLineBytes + kBankLineBytes) %
+                                           kBankLineBytes);
+}
+
 template <typename T, int kCount>
 cudaError_t LaunchInterpolateColumns(cudaStream_t stream, const Call& call) {
   const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
@@ -780,16 +796,123 @@ cudaError_t LaunchInterpolateColumns(cudaStream_t stream, const Call& call) {
   while (params.lanes < kThreads && kThreads / params.lanes * cell_bytes > kTileBytes) {
     params.lanes *= 2;
   }
-  // Cells are as far apart as their lanes read at once, beside whole lines of banks, so that all
-  // lanes of a warp read different banks.
-  const int64_t at_once =
-      std::clamp<int64_t>(params.lanes * kCount * sizeof(T), kPackBytes, kBankLineBytes);
-  params.pitch = static_cast<int>(
-      cell_bytes + ((at_once - cell_bytes) % kBankLineBytes + kBankLineBytes) % kBankLineBytes);
+  params.pitch = PitchOf<T>(cell_bytes, params.lanes * kCount);
   params.pieces = FastDivider(cell_bytes / kPackBytes);
   const int64_t cells = kThreads / params.lanes;
   return Launch(InterpolateColumns<T, kCount>, CeilDiv(call.cells.size(), cells), kThreads,
                 cells * params.pitch, stream, params);
+}
+
+// --- points of columns ---------------------------------------------------------------------------
+
+constexpr int kPointThreads = 128;
+// How many lanes share a cell at most: of longer rows direct loads are faster.
+constexpr int kMaxPointLanes = 16;
+// Elements of the cotangent that a lane loads before it waits for the features.
+constexpr int kAhead = 8;
+
+struct PointColumnParams {
+  Call call;
+  int64_t strides[Call::kCotangent + 1];  // between cells that are not nested
+  int lanes;                              // that share a cell, a power of two
+  int pitch;                              // between the features of two cells, in bytes
+  FastDivider pieces;                     // of 16 bytes, of a cell's features
+};
+
+// The gradient by the point. A block copies the features of kPointThreads / lanes cells to shared
+// memory, as for values. kPlain says that there is no derivative, that points are of the features'
+// dtype, and that the features of all cells follow each other.
+template <typename T, bool kPlain>
+__global__ void __launch_bounds__(kPointThreads)
+    PointColumns(const __grid_constant__ PointColumnParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPiece = kPackElements<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Call& call = params.call;
+  const int width = static_cast<int>(call.width);
+  const int lanes = params.lanes;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int local = static_cast<int>(threadIdx.x) / lanes;
+  const int64_t first = int64_t{blockIdx.x} * (kPointThreads / lanes);
+  const int cells =
+      static_cast<int>(min(int64_t{kPointThreads / lanes}, call.cells.size() - first));
+  const auto offset = [&](int64_t cell, Call::Operand operand) {
+    return kPlain ? cell * params.strides[operand] : call.cells.Offset(cell, operand);
+  };
+  const int pieces = cells * static_cast<int>(params.pieces.divisor());
+  const T* all = static_cast<const T*>(call.features);
+  if constexpr (kPlain) all += first * kCorners * width;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < pieces; i += kPointThreads) {
+    uint32_t local_cell = i;
+    const uint32_t piece = params.pieces.Peel(local_cell);
+    const T* from = all + i * kPiece;
+    if constexpr (!kPlain) {
+      from = all + call.cells.Offset(first + local_cell, Call::kFeatures) + piece * kPiece;
+    }
+    __pipeline_memcpy_async(shared + local_cell * params.pitch + piece * kPackBytes, from,
+                            kPackBytes);
+  }
+  __pipeline_commit();
+  // Lanes of no cell help the last one to sum, so that whole warps meet.
+  const int of = min(local, cells - 1);
+  const int64_t cell = first + of;
+  Coordinates<A> p;
+  if constexpr (kPlain) {
+    const T* point = static_cast<const T*>(call.points) + offset(cell, Call::kPoints);
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
+  } else {
+    LoadCoordinates<A>(call, cell, p);
+  }
+  const T* cotangent = static_cast<const T*>(call.cotangent) + offset(cell, Call::kCotangent);
+  T ahead[kAhead];
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    const int f = lane + k * lanes;
+    ahead[k] = f < width ? cotangent[f] : Narrow<T>(A(0));
+  }
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  const T* features = reinterpret_cast<const T*>(shared + of * params.pitch);
+  A dots[kCorners] = {};
+  const auto add = [&](int f, T g) {
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) dots[c] += Widen(g) * Widen(features[c * width + f]);
+  };
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    if (lane + k * lanes < width) add(lane + k * lanes, ahead[k]);
+  }
+  for (int f = lane + kAhead * lanes; f < width; f += lanes) add(f, cotangent[f]);
+  A gradient[kAxes];
+  MakeGradient<kPlain>(call, cell, p, dots, gradient);
+  multilinear::cuda::SumOverLanes(gradient, lanes);
+  if (local >= cells || lane != 0) return;
+  if constexpr (kPlain) {
+    T* to = static_cast<T*>(call.dpoints) + cell * kAxes;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) to[a] = Narrow<T>(gradient[a]);
+  } else {
+    StorePoint(call, cell, gradient);
+  }
+}
+
+template <typename T>
+cudaError_t LaunchPointColumns(cudaStream_t stream, const Call& call, int lanes) {
+  const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
+  PointColumnParams params{call};
+  const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1;
+  for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
+    params.strides[operand] = call.cells.rank() == 1 ? call.cells.stride(0, operand) : 0;
+  }
+  params.lanes = lanes;
+  params.pitch = PitchOf<T>(cell_bytes, lanes);
+  params.pieces = FastDivider(cell_bytes / kPackBytes);
+  const int64_t cells = kPointThreads / lanes;
+  return Launch(plain ? PointColumns<T, true> : PointColumns<T, false>,
+                CeilDiv(call.cells.size(), cells), kPointThreads, cells * params.pitch, stream,
+                params);
 }
 
 struct ColumnParams {
@@ -921,6 +1044,9 @@ cudaError_t LaunchColumns(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
   ColumnParams params{call, 1, FastDivider(call.width)};
   while (params.lanes < kThreads && 8 * params.lanes <= call.width) params.lanes *= 2;
+  if (call.dfeatures == nullptr && params.lanes <= kMaxPointLanes) {
+    return LaunchPointColumns<T>(stream, call, params.lanes);
+  }
   const int64_t cells = kThreads / params.lanes;
   const int64_t bytes = call.dfeatures == nullptr ? 0 : cells * (call.width + kCorners) * sizeof(A);
   const auto kernel = call.dpoints == nullptr     ? BackwardColumns<T, true, false>
@@ -1047,6 +1173,82 @@ cudaError_t LaunchWords(cudaStream_t stream, const Call& call) {
                 params);
 }
 
+// --- slices --------------------------------------------------------------------------------------
+
+constexpr int kSliceThreads = 512;
+constexpr int kSliceBlocks = 4;  // that a multiprocessor has at least, which are all of its threads
+constexpr int kSliceSteps = 8;   // elements that a thread loads before it waits for one
+// About how many elements a block has.
+constexpr int64_t kSliceElements = 8 * 1024;
+// The gradient of a shorter cell has a copy in shared memory, see trilinear_shifts.cu.
+constexpr int64_t kMinSlicedCellBytes = 64 * 1024;
+
+struct SliceParams {
+  Call call;
+  FastDivider slices;  // of a cell
+  FastDivider width;
+  uint32_t slice;  // elements of each but the last, a multiple of kSliceThreads
+};
+
+// The gradient by the features of long rows that vectors do not divide: a block writes a slice of a
+// cell's, as elements that follow each other in memory.
+template <typename T>
+__global__ void __launch_bounds__(kSliceThreads, kSliceBlocks)
+    FeatureGradSlices(const __grid_constant__ SliceParams params) {
+  using A = Accumulator<T>;
+  __shared__ A weights[kCorners];
+  const Call& call = params.call;
+  uint32_t cell = blockIdx.x;
+  const uint32_t begin = params.slices.Peel(cell) * params.slice;
+  if (threadIdx.x == 0) {
+    Coordinates<A> p;
+    LoadCoordinates<A>(call, cell, p);
+    A made[kCorners];
+    MakeWeights(call, cell, p, made);
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) weights[c] = made[c];
+  }
+  __syncthreads();
+  const T* cotangent =
+      static_cast<const T*>(call.cotangent) + call.cells.Offset(cell, Call::kCotangent);
+  T* to = static_cast<T*>(call.dfeatures) + cell * (kCorners * call.width);
+  const uint32_t width = params.width.divisor();
+  const uint32_t end = min(begin + params.slice, kCorners * width);
+  uint32_t element = begin + threadIdx.x;
+  uint32_t row = element;
+  uint32_t f = params.width.Peel(row);
+  const auto next = [&] {
+    const A value = Widen(cotangent[f]) * weights[row];
+    f += kSliceThreads;
+    if (f >= width) {
+      f -= width;
+      ++row;
+    }
+    return Narrow<T>(value);
+  };
+  for (; element + (kSliceSteps - 1) * kSliceThreads < end;
+       element += kSliceSteps * kSliceThreads) {
+    T values[kSliceSteps];
+#pragma unroll
+    for (int i = 0; i < kSliceSteps; ++i) values[i] = next();
+#pragma unroll
+    for (int i = 0; i < kSliceSteps; ++i) to[element + i * kSliceThreads] = values[i];
+  }
+  for (; element < end; element += kSliceThreads) to[element] = next();
+}
+
+template <typename T>
+cudaError_t LaunchSlices(cudaStream_t stream, const Call& call) {
+  const int64_t elements = kCorners * call.width;
+  const int64_t rounded = CeilDiv(elements, kSliceThreads);
+  const int64_t wanted = std::max<int64_t>((elements + kSliceElements / 2) / kSliceElements, 1);
+  const int64_t slice = CeilDiv(rounded, wanted) * kSliceThreads;
+  const int64_t slices = CeilDiv(elements, slice);
+  const SliceParams params{call, FastDivider(slices), FastDivider(call.width),
+                           static_cast<uint32_t>(slice)};
+  return Launch(FeatureGradSlices<T>, call.cells.size() * slices, kSliceThreads, 0, stream, params);
+}
+
 // --- which ---------------------------------------------------------------------------------------
 
 bool IsAligned(const void* pointer) {
@@ -1106,6 +1308,11 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
     const bool image = call.dpoints != nullptr && kCorners * row_bytes <= kMaxPointImageBytes;
     if (call.width <= kMaxNarrowWidth && !image) return LaunchNarrow(stream, call);
   }
+  if constexpr (sizeof(T) == 4) {
+    const bool sliced = call.dpoints == nullptr && kCorners * row_bytes > kMinSlicedCellBytes &&
+                        row_bytes <= kMaxShiftRowBytes;
+    if (sliced) return LaunchSlices<T>(stream, call);
+  }
   if (HasFasterShifts<T>(call)) return LaunchShifts(stream, call);
   if (kCorners * row_bytes > kMaxCellBytes) return LaunchVectors<T, 1>(stream, call);
   if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
@@ -1118,6 +1325,7 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   const bool aligned = IsAligned(call.features) && IsAligned(call.cotangent) &&
                        IsAligned(call.out) && IsAligned(call.dfeatures);
   if (!aligned) return LaunchVectors<T, 1>(stream, call);
+  if (HasFasterPlain(call)) return LaunchPlain(stream, call);
   const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
   if (call.width % kPack == 0 && row_bytes >= kLongRowBytes) {
     // Two stores of half a sector cost two whole ones.

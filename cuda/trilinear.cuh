@@ -45,6 +45,10 @@ cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call);
 inline constexpr int64_t kMaxShiftRowBytes = 56 * 1024;
 cudaError_t LaunchShifts(cudaStream_t stream, const Call& call);
 
+// Calls of operands and results that are aligned to vectors, see trilinear_plain.cu.
+bool HasFasterPlain(const Call& call);
+cudaError_t LaunchPlain(cudaStream_t stream, const Call& call);
+
 template <typename A>
 using Coordinates = A[kAxes];
 

@@ -58,44 +58,82 @@ def test_a_linear_function_is_reproduced_inside_and_outside(platform):
 
 # Around what a 16-byte access holds, a sector, a warp, and what a tile in shared memory can take.
 WIDTHS = (*range(1, 25), 31, 32, 33, 63, 66, 100, 129, 256, 1000, 1001, 3075, 4096)
+SUBSETS = ((0,), (1,), (0, 1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_width(dtype, platform):
-    cases = [random_case(7 if width > 500 else 67, width, dtype, seed=width) for width in WIDTHS]
-    cotangents = [f[:, 3] for f, _ in cases]
+def check_everything(platform, dtype, cases, cotangents, repeats=None, batched=lambda vjp: vjp):
+    """Checks the values and all gradients of cases whose cells repeat so often.
+
+    `batched` makes of the vjp of one case that of several.
+    """
+    repeats = repeats or [1] * len(cases)
 
     def everything(function, subsets):
         def compute(cases, cotangents):
             return [
-                vjp_of(function, wrt)((g,), f, p)
+                batched(vjp_of(function, wrt))((g,), f, p)
                 for wrt in subsets
                 for (f, p), g in zip(cases, cotangents, strict=True)
             ]
 
         return compute
 
-    subsets = ((0,), (1,), (0, 1))
-    got = run(everything(jaxops.trilinear_interpolate, subsets), platform, cases, cotangents)
+    def repeated(x, n):
+        return np.tile(x, (n, *[1] * (x.ndim - 1)))
+
+    got = run(
+        everything(jaxops.trilinear_interpolate, SUBSETS),
+        platform,
+        [[repeated(x, n) for x in case] for case, n in zip(cases, repeats, strict=True)],
+        [repeated(g, n) for g, n in zip(cotangents, repeats, strict=True)],
+    )
     # Of the reference every gradient is made once: it is the same whatever else is asked for.
     oracle = everything(reference.trilinear_interpolate, [(0, 1)])
     exact = iter(on_reference(oracle, cases, cotangents))
-    of_width = {width: list(itertools.islice(exact, 3)) for width in WIDTHS}
-    want = [
-        of_width[width][i]
-        for wrt in subsets
-        for width in WIDTHS
-        for i in (0, *(1 + argument for argument in wrt))
-    ]
-    names = [
-        f"width {width}, {what} of the vjp by {wrt}"
-        for wrt in subsets
-        for width in WIDTHS
-        for what in ("value", *(f"gradient {i}" for i in wrt))
-    ]
-    for name, g, w in zip(names, got, want, strict=True):
-        terms = 16 + 8 * int(name.split()[1].rstrip(","))
-        assert_close([g], [w], f"{dtype}, {name}", dtype=dtype, terms=terms)
+    of_case = [list(itertools.islice(exact, 3)) for _ in cases]
+    found = iter(got)
+    for wrt in SUBSETS:
+        for (features, _), wants, n in zip(cases, of_case, repeats, strict=True):
+            width = features.shape[-1]
+            for i in (0, *(1 + argument for argument in wrt)):
+                what = f"gradient {i - 1}" if i else "value"
+                name = f"{dtype}, width {width}, {what} of the vjp by {wrt}"
+                want = repeated(wants[i], n)
+                assert_close([next(found)], [want], name, dtype=dtype, terms=16 + 8 * width)
+    assert next(found, None) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_width(dtype, platform):
+    cases = [random_case(7 if width > 500 else 67, width, dtype, seed=width) for width in WIDTHS]
+    check_everything(platform, dtype, cases, [f[:, 3] for f, _ in cases])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_width_of_nested_cells(dtype, platform):
+    """Points that several sets of features share: such calls have kernels of their own."""
+    cases, cotangents = [], []
+    for width in WIDTHS:
+        features, points = random_case(6 if width > 500 else 66, width, dtype, seed=width)
+        features = features.reshape(3, -1, 8, width)
+        cases.append((features, points[: features.shape[1]]))
+        cotangents.append(features[0, :, 3])
+    check_everything(
+        platform, dtype, cases, cotangents, batched=lambda vjp: jax.vmap(vjp, (None, 0, None))
+    )
+
+
+# One of every kind of kernel that large calls have.
+MANY_WIDTHS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 17, 20, 33, 64, 129)
+MANY_BYTES = 9 * 2**20  # of features, which no small call has
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_cells(dtype, platform):
+    """They repeat a prime number of cells, so that these tell what all of the results are."""
+    cases = [random_case(67, width, dtype, seed=width) for width in MANY_WIDTHS]
+    repeats = [MANY_BYTES // f.nbytes + 1 for f, _ in cases]
+    check_everything(platform, dtype, cases, [f[:, 3] for f, _ in cases], repeats)
 
 
 @hypothesis.settings(deadline=None, max_examples=25)

@@ -1,0 +1,361 @@
+// Plain calls of trilinear interpolation and its gradients: no derivatives, points of the features'
+// dtype, cells that are not nested, offsets of 32 bits.
+//
+// Where a call does not fill the GPU, what takes time is how long one thread waits: for its
+// instructions and constants, which the first block of a multiprocessor has to fetch, and for one
+// load after another. So threads share nothing but sums and have little to do each: there are many
+// small blocks, few parameters, and no code for what plain calls do not have. For gradients by the
+// points of long rows that is the fastest of large calls too.
+#include <algorithm>
+#include <cstdint>
+
+#include "common/fast_divide.h"
+#include "cuda/trilinear.cuh"
+
+namespace jaxops::trilinear::cuda {
+namespace {
+
+// Of a result that is written in packs, one a thread. All of it lies in one line of the constant
+// cache, of which a kernel's parameters begin 16 bytes behind the start.
+struct PackParams {
+  const void* from;  // features or cotangent
+  const void* points;
+  void* to;
+  uint32_t packs;         // of the whole result
+  uint32_t stride;        // between the entries of two cells in `from`
+  uint32_t point_stride;  // between two points
+  FastDivider row;        // packs of a row, or its elements where packs span rows
+};
+
+template <typename T>
+__device__ __forceinline__ void LoadPlain(const void* points, uint32_t offset,
+                                          Coordinates<Accumulator<T>>& p) {
+  const T* point = static_cast<const T*>(points) + offset;
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
+}
+
+constexpr int kValueThreads = 128;
+
+// A thread has kCount values of a cell.
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kValueThreads)
+    InterpolatePlain(const __grid_constant__ PackParams params) {
+  using A = Accumulator<T>;
+  const uint32_t pack = blockIdx.x * kValueThreads + threadIdx.x;
+  if (pack >= params.packs) return;
+  uint32_t cell = pack;
+  const uint32_t f = params.row.Peel(cell) * kCount;
+  const uint32_t width = params.row.divisor() * kCount;
+  Coordinates<A> p;
+  LoadPlain<T>(params.points, cell * params.point_stride, p);
+  const T* features = static_cast<const T*>(params.from) + (cell * params.stride + f);
+  Pack<T, kCount> rows[kCorners];
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) rows[c] = LoadPack<kCount>(features + c * width);
+  Axis<A> axes[kAxes];
+  MakeAxes(p, axes);
+  A weights[kCorners];
+  multilinear::PlainWeights<kAxes>(axes, weights);
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    A sum = 0;
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(rows[c].values[i]);
+    out.values[i] = Narrow<T>(sum);
+  }
+  *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + pack * kCount) = out;
+}
+
+template <typename A>
+__device__ __forceinline__ A WeightOf(const Axis<A> (&axes)[kAxes], uint32_t corner) {
+  A product = 1;
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) {
+    product *= corner & multilinear::BitOf<kAxes>(a) ? axes[a].upper : axes[a].lower;
+  }
+  return product;
+}
+
+constexpr int kGradThreads = 256;
+
+// A thread has a pack of a cell's gradient by the features, which may span rows if kSpans.
+template <typename T, bool kSpans>
+__global__ void __launch_bounds__(kGradThreads)
+    FeatureGradPlain(const __grid_constant__ PackParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPack = kPackElements<T>;
+  const uint32_t pack = blockIdx.x * kGradThreads + threadIdx.x;
+  if (pack >= params.packs) return;
+  uint32_t row = kSpans ? pack * kPack : pack;
+  uint32_t f = params.row.Peel(row) * (kSpans ? 1 : kPack);
+  const uint32_t cell = row / kCorners;
+  Coordinates<A> p;
+  LoadPlain<T>(params.points, cell * params.point_stride, p);
+  const T* cotangent = static_cast<const T*>(params.from) + cell * params.stride;
+  Pack<T, kPack> g;
+  uint32_t rows[kPack];
+  if constexpr (kSpans) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      g.values[i] = cotangent[f];
+      rows[i] = row;
+      if (++f == params.row.divisor()) {
+        f = 0;
+        ++row;
+      }
+    }
+  } else {
+    g = LoadPack<kPack>(cotangent + f);
+  }
+  Axis<A> axes[kAxes];
+  MakeAxes(p, axes);
+  Pack<T, kPack> out;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    const A weight = WeightOf(axes, (kSpans ? rows[i] : row) % kCorners);
+    out.values[i] = Narrow<T>(weight * Widen(g.values[i]));
+  }
+  StorePack(static_cast<T*>(params.to) + pack * kPack, out);
+}
+
+struct PointParams {
+  const void* features;
+  const void* points;
+  const void* cotangent;
+  void* dfeatures;
+  void* dpoints;
+  uint32_t cells, width;
+  uint32_t strides[Call::kCotangent + 1];  // between the entries of two cells
+  uint32_t lanes;                          // that share a cell, a power of two
+};
+
+constexpr uint32_t kMaxLanes = 512;
+constexpr uint32_t kLeastThreads = 64;
+
+// The gradient by the point, and by the features if kFeatures. To ask for one block leaves
+// registers for all of a thread's loads.
+template <typename T, int kCount, bool kFeatures>
+__global__ void __launch_bounds__(kMaxLanes, 1)
+    BackwardPlain(const __grid_constant__ PointParams params) {
+  using A = Accumulator<T>;
+  __shared__ A sums[kMaxLanes / kWarp][kAxes];
+  const uint32_t lanes = params.lanes;
+  const uint32_t lane = threadIdx.x & (lanes - 1);
+  uint32_t cell = (blockIdx.x * blockDim.x + threadIdx.x) / lanes;
+  // Lanes of no cell help the last one to sum, so that whole warps meet.
+  const bool real = cell < params.cells;
+  if (!real) cell = params.cells - 1;
+  Coordinates<A> p;
+  LoadPlain<T>(params.points, cell * params.strides[Call::kPoints], p);
+  const T* features =
+      static_cast<const T*>(params.features) + cell * params.strides[Call::kFeatures];
+  const T* cotangent =
+      static_cast<const T*>(params.cotangent) + cell * params.strides[Call::kCotangent];
+  [[maybe_unused]] T* to = nullptr;
+  if constexpr (kFeatures) {
+    to = static_cast<T*>(params.dfeatures) + cell * (kCorners * params.width);
+  }
+  Axis<A> axes[kAxes];
+  A dots[kCorners] = {};
+#pragma unroll 1
+  for (uint32_t f = lane * kCount; f < params.width; f += lanes * kCount) {
+    const auto g = LoadPack<kCount>(cotangent + f);
+    Pack<T, kCount> rows[kCorners];
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) rows[c] = LoadPack<kCount>(features + c * params.width + f);
+    if constexpr (kFeatures) {
+      MakeAxes(p, axes);
+      A weights[kCorners];
+      multilinear::PlainWeights<kAxes>(axes, weights);
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) {
+        Pack<T, kCount> out;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
+        if (real) {
+          *reinterpret_cast<Pack<T, kCount>*>(to + c * params.width + f) = out;
+        }
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) dots[c] += Widen(rows[c].values[i]) * Widen(g.values[i]);
+    }
+  }
+  MakeAxes(p, axes);
+  A gradient[kAxes];
+  multilinear::PlainPointGradient<kAxes>(axes, dots, gradient);
+  multilinear::cuda::SumOverLanes(gradient, min(static_cast<int>(lanes), kWarp));
+  T* dpoint = static_cast<T*>(params.dpoints) + cell * kAxes;
+  if (lanes <= kWarp) {
+    if (real && lane == 0) {
+#pragma unroll
+      for (int a = 0; a < kAxes; ++a) dpoint[a] = Narrow<T>(gradient[a]);
+    }
+    return;
+  }
+  // All of the block has one cell.
+  if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) sums[threadIdx.x / kWarp][a] = gradient[a];
+  }
+  __syncthreads();
+  if (threadIdx.x < kAxes) {
+    A sum = 0;
+#pragma unroll
+    for (uint32_t warp = 0; warp < kMaxLanes / kWarp; ++warp) {
+      if (warp < lanes / kWarp) sum += sums[warp][threadIdx.x];
+    }
+    dpoint[threadIdx.x] = Narrow<T>(sum);
+  }
+}
+
+uint32_t StrideOf(const Call& call, Call::Operand operand) {
+  return call.cells.rank() == 0 ? 0 : static_cast<uint32_t>(call.cells.stride(0, operand));
+}
+
+template <typename T, int kCount>
+cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
+  const int64_t packs = call.cells.size() * call.width / kCount;
+  const PackParams params{call.features,
+                          call.points,
+                          call.out,
+                          static_cast<uint32_t>(packs),
+                          StrideOf(call, Call::kFeatures),
+                          StrideOf(call, Call::kPoints),
+                          FastDivider(call.width / kCount)};
+  return Launch(InterpolatePlain<T, kCount>, CeilDiv(packs, kValueThreads), kValueThreads, 0,
+                stream, params);
+}
+
+template <typename T>
+cudaError_t LaunchFeatureGrad(cudaStream_t stream, const Call& call) {
+  constexpr int kPack = kPackElements<T>;
+  const bool spans = call.width % kPack != 0;
+  const int64_t packs = call.cells.size() * kCorners * call.width / kPack;
+  const PackParams params{call.cotangent,
+                          call.points,
+                          call.dfeatures,
+                          static_cast<uint32_t>(packs),
+                          StrideOf(call, Call::kCotangent),
+                          StrideOf(call, Call::kPoints),
+                          FastDivider(spans ? call.width : call.width / kPack)};
+  return Launch(spans ? FeatureGradPlain<T, true> : FeatureGradPlain<T, false>,
+                CeilDiv(packs, kGradThreads), kGradThreads, 0, stream, params);
+}
+
+// How many lanes share a cell whose rows are so many packs. For gradients by the points alone more
+// than a warp are for calls that would not fill the GPU otherwise.
+uint32_t PointLanes(const Call& call, int64_t packs) {
+  constexpr int64_t kFilled = 64 * 1024;
+  uint32_t lanes = 1;
+  while (lanes < kMaxLanes && lanes < packs &&
+         (lanes < kWarp || call.dfeatures != nullptr || lanes * call.cells.size() < kFilled)) {
+    lanes *= 2;
+  }
+  return lanes;
+}
+
+template <typename T, int kCount>
+cudaError_t LaunchPoints(cudaStream_t stream, const Call& call) {
+  PointParams params{call.features,
+                     call.points,
+                     call.cotangent,
+                     call.dfeatures,
+                     call.dpoints,
+                     static_cast<uint32_t>(call.cells.size()),
+                     static_cast<uint32_t>(call.width),
+                     {},
+                     PointLanes(call, CeilDiv(call.width, kCount))};
+  for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
+    params.strides[operand] = StrideOf(call, operand);
+  }
+  const int threads = static_cast<int>(std::max(params.lanes, kLeastThreads));
+  const auto kernel =
+      call.dfeatures != nullptr ? BackwardPlain<T, kCount, true> : BackwardPlain<T, kCount, false>;
+  return Launch(kernel, CeilDiv(call.cells.size() * params.lanes, threads), threads, 0, stream,
+                params);
+}
+
+// Up to where these kernels are the fastest, as measured on an H200.
+constexpr int64_t kMaxSingleCells = 32 * 1024;  // of rows of one element
+constexpr int64_t kMaxValueBytes = 8 << 20;     // of features
+constexpr int64_t kMaxGradBytes = 4 << 20;      // of gradients by features
+constexpr int64_t kMaxSpanElements = 1 << 20;   // of these, where packs span rows
+constexpr int64_t kMaxPointThreads = 128 * 1024;
+constexpr int64_t kLongRowBytes = 48;
+
+// Elements that a lane loads at once for gradients by the points.
+template <typename T>
+int PointCount(int64_t width) {
+  constexpr int kPack = kPackElements<T>;
+  if (width % kPack == 0 && width * static_cast<int64_t>(sizeof(T)) >= kLongRowBytes) return kPack;
+  return width % (kPack / 2) == 0 ? kPack / 2 : 1;
+}
+
+template <typename T>
+bool IsFastest(const Call& call) {
+  constexpr int kPack = kPackElements<T>;
+  const int64_t cells = call.cells.size();
+  const int64_t elements = cells * kCorners * call.width;
+  const int64_t bytes = elements * static_cast<int64_t>(sizeof(T));
+  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
+  // Of rows of one sector these are the fastest for values and gradients by the points alone,
+  // however many cells there are.
+  const bool sector_rows = sizeof(T) == 2 && call.width == 16;
+  if (call.width == 1 && (call.dpoints != nullptr || cells > kMaxSingleCells)) return false;
+  if (call.out != nullptr) return bytes <= kMaxValueBytes || sector_rows;
+  if (call.dpoints == nullptr) {
+    if (bytes > kMaxGradBytes) return false;
+    return call.width % kPack == 0 ||
+           elements <= (call.width < 16 ? kMaxSpanElements / 2 : kMaxSpanElements);
+  }
+  const int count = PointCount<T>(call.width);
+  if (count == kPack) {
+    // Both gradients of rows of 12 elements of 4 bytes write whole sectors faster otherwise.
+    constexpr int64_t kMaxCells = 128 * 1024;
+    return sizeof(T) != 4 || row_bytes > kLongRowBytes || call.dfeatures == nullptr ||
+           cells <= kMaxCells;
+  }
+  if (sector_rows && call.dfeatures == nullptr) return true;
+  const int64_t max_cells = sizeof(T) == 2 && count == 1 ? 4 * 1024 : 8 * 1024;
+  return cells <= max_cells &&
+         cells * PointLanes(call, CeilDiv(call.width, count)) <= kMaxPointThreads;
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
+  constexpr int kPack = kPackElements<T>;
+  if (call.out != nullptr) {
+    // Words of 4 bytes, or more.
+    constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
+    return call.width % kPair == 0 ? LaunchValues<T, kPair>(stream, call)
+                                   : LaunchValues<T, 1>(stream, call);
+  }
+  if (call.dpoints == nullptr) return LaunchFeatureGrad<T>(stream, call);
+  const int count = PointCount<T>(call.width);
+  if (count == kPack) return LaunchPoints<T, kPack>(stream, call);
+  if constexpr (kPack > 2) {
+    if (count > 1) return LaunchPoints<T, kPack / 2>(stream, call);
+  }
+  return LaunchPoints<T, 1>(stream, call);
+}
+
+}  // namespace
+
+bool HasFasterPlain(const Call& call) {
+  const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1 &&
+                     call.cells.size() <= INT32_MAX / (kCorners * call.width);
+  return plain &&
+         jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) { return IsFastest<T>(call); });
+}
+
+cudaError_t LaunchPlain(cudaStream_t stream, const Call& call) {
+  return jaxops::cuda::DispatchFloat(call.dtype,
+                                     [&]<typename T>(T) { return LaunchOf<T>(stream, call); });
+}
+
+}  // namespace jaxops::trilinear::cuda
