@@ -29,9 +29,6 @@
 // gradients by the points alone. For other gradients they read single elements of its corners, and
 // the block writes the gradients of its cells as one array.
 //
-// Gradients by the features alone of very long ones of 4 bytes an element (the kernels of slices):
-// a thread writes elements.
-//
 // Values of 2 bytes an element (the kernels of words): the same, but a thread sums two neighbours.
 #include <cuda_pipeline.h>
 
@@ -1173,82 +1170,6 @@ cudaError_t LaunchWords(cudaStream_t stream, const Call& call) {
                 params);
 }
 
-// --- slices --------------------------------------------------------------------------------------
-
-constexpr int kSliceThreads = 512;
-constexpr int kSliceBlocks = 4;  // that a multiprocessor has at least, which are all of its threads
-constexpr int kSliceSteps = 8;   // elements that a thread loads before it waits for one
-// About how many elements a block has.
-constexpr int64_t kSliceElements = 8 * 1024;
-// The gradient of a shorter cell has a copy in shared memory, see trilinear_shifts.cu.
-constexpr int64_t kMinSlicedCellBytes = 64 * 1024;
-
-struct SliceParams {
-  Call call;
-  FastDivider slices;  // of a cell
-  FastDivider width;
-  uint32_t slice;  // elements of each but the last, a multiple of kSliceThreads
-};
-
-// The gradient by the features of long rows that vectors do not divide: a block writes a slice of a
-// cell's, as elements that follow each other in memory.
-template <typename T>
-__global__ void __launch_bounds__(kSliceThreads, kSliceBlocks)
-    FeatureGradSlices(const __grid_constant__ SliceParams params) {
-  using A = Accumulator<T>;
-  __shared__ A weights[kCorners];
-  const Call& call = params.call;
-  uint32_t cell = blockIdx.x;
-  const uint32_t begin = params.slices.Peel(cell) * params.slice;
-  if (threadIdx.x == 0) {
-    Coordinates<A> p;
-    LoadCoordinates<A>(call, cell, p);
-    A made[kCorners];
-    MakeWeights(call, cell, p, made);
-#pragma unroll
-    for (int c = 0; c < kCorners; ++c) weights[c] = made[c];
-  }
-  __syncthreads();
-  const T* cotangent =
-      static_cast<const T*>(call.cotangent) + call.cells.Offset(cell, Call::kCotangent);
-  T* to = static_cast<T*>(call.dfeatures) + cell * (kCorners * call.width);
-  const uint32_t width = params.width.divisor();
-  const uint32_t end = min(begin + params.slice, kCorners * width);
-  uint32_t element = begin + threadIdx.x;
-  uint32_t row = element;
-  uint32_t f = params.width.Peel(row);
-  const auto next = [&] {
-    const A value = Widen(cotangent[f]) * weights[row];
-    f += kSliceThreads;
-    if (f >= width) {
-      f -= width;
-      ++row;
-    }
-    return Narrow<T>(value);
-  };
-  for (; element + (kSliceSteps - 1) * kSliceThreads < end;
-       element += kSliceSteps * kSliceThreads) {
-    T values[kSliceSteps];
-#pragma unroll
-    for (int i = 0; i < kSliceSteps; ++i) values[i] = next();
-#pragma unroll
-    for (int i = 0; i < kSliceSteps; ++i) to[element + i * kSliceThreads] = values[i];
-  }
-  for (; element < end; element += kSliceThreads) to[element] = next();
-}
-
-template <typename T>
-cudaError_t LaunchSlices(cudaStream_t stream, const Call& call) {
-  const int64_t elements = kCorners * call.width;
-  const int64_t rounded = CeilDiv(elements, kSliceThreads);
-  const int64_t wanted = std::max<int64_t>((elements + kSliceElements / 2) / kSliceElements, 1);
-  const int64_t slice = CeilDiv(rounded, wanted) * kSliceThreads;
-  const int64_t slices = CeilDiv(elements, slice);
-  const SliceParams params{call, FastDivider(slices), FastDivider(call.width),
-                           static_cast<uint32_t>(slice)};
-  return Launch(FeatureGradSlices<T>, call.cells.size() * slices, kSliceThreads, 0, stream, params);
-}
-
 // --- which ---------------------------------------------------------------------------------------
 
 bool IsAligned(const void* pointer) {
@@ -1307,11 +1228,6 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
   if constexpr (sizeof(T) == 4) {
     const bool image = call.dpoints != nullptr && kCorners * row_bytes <= kMaxPointImageBytes;
     if (call.width <= kMaxNarrowWidth && !image) return LaunchNarrow(stream, call);
-  }
-  if constexpr (sizeof(T) == 4) {
-    const bool sliced = call.dpoints == nullptr && kCorners * row_bytes > kMinSlicedCellBytes &&
-                        row_bytes <= kMaxShiftRowBytes;
-    if (sliced) return LaunchSlices<T>(stream, call);
   }
   if (HasFasterShifts<T>(call)) return LaunchShifts(stream, call);
   if (kCorners * row_bytes > kMaxCellBytes) return LaunchVectors<T, 1>(stream, call);

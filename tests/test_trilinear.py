@@ -125,7 +125,7 @@ def test_every_width_of_nested_cells(dtype, platform):
 
 # One of every kind of kernel that large calls have.
 MANY_WIDTHS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 17, 20, 33, 64, 129)
-MANY_BYTES = 9 * 2**20  # of features, which no small call has
+MANY_BYTES = 9 * 2**20  # of features, which no call of few cells has
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
