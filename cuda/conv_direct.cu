@@ -1,7 +1,8 @@
 // Direct convolution of small groups of channels, and its gradient by the image.
 //
 // Both are sums over taps and the channels of a group, of an image that is x or the cotangent, and
-// one launch each. What conv_direct_walks.cu has no kernels for, and f64, is summed tap by tap.
+// one launch each. What conv_direct_groups.cu and conv_direct_walks.cu have no kernels for, and
+// f64, is summed tap by tap.
 #include <algorithm>
 #include <cstdint>
 
@@ -10,7 +11,6 @@
 namespace jaxops::conv::cuda {
 namespace {
 
-constexpr int kThreads = 128;
 constexpr int kMaxStride = 8;
 
 // One dimension of a sum. Results are numbered cells of each remainder by `result_step`. Entry t of
@@ -175,6 +175,7 @@ cudaError_t LaunchSum(cudaStream_t stream, const Call& call, bool is_grad) {
   p.channels = Channels(call, is_grad);
   p.result_is_f32 = call.result_dtype == DType::kF32;
   p.epilogue = call.epilogue;
+  if (const auto launched = LaunchGroups(stream, p, call, is_grad)) return *launched;
   if (const auto walked = LaunchWalks(stream, p, call, is_grad)) return *walked;
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     return HasPairs(p, call) ? LaunchTaps<T, 2>(stream, p, call, is_grad)

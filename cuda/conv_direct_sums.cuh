@@ -2,6 +2,7 @@
 #ifndef JAXOPS_CUDA_CONV_DIRECT_SUMS_CUH_
 #define JAXOPS_CUDA_CONV_DIRECT_SUMS_CUH_
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -58,9 +59,40 @@ inline bool HasPairs(const SumParams& p, const Call& call) {
          call.channels % 2 == 0;
 }
 
+constexpr int kThreads = 128;
+
+// What a thread does before it walks, in rows.
+constexpr int64_t kRowsBefore = 3;
+// How many more and fewer ways to cut rows there are to choose from.
+constexpr int64_t kTrials = 8;
+
+// Cuts `groups` of rows into parts that take the least time, if `threads` walk down each, a step
+// for every group and `ramp` more. Threads mostly wait for memory: as many blocks as
+// multiprocessors have at a time take as long as one.
+inline int CutRows(int64_t groups, int64_t threads, int64_t ramp, int64_t resident) {
+  const int64_t at_a_time = resident * kProcessors;
+  const int64_t middle = at_a_time * kThreads / threads;
+  const int64_t first = std::clamp<int64_t>(middle - kTrials, 1, groups);
+  int64_t best = groups, least = INT64_MAX;
+  for (int64_t parts = first; parts <= std::min(groups, first + 2 * kTrials); ++parts) {
+    const int64_t part = CeilDiv(groups, parts);
+    const int64_t blocks = CeilDiv(threads * CeilDiv(groups, part), kThreads);
+    const int64_t cost = CeilDiv(blocks, at_a_time) * (part + ramp + kRowsBefore);
+    if (cost < least) {
+      least = cost;
+      best = part;
+    }
+  }
+  return static_cast<int>(best);
+}
+
 // Launches a walk, if there is one for such windows and groups.
 std::optional<cudaError_t> LaunchWalks(cudaStream_t stream, const SumParams& p, const Call& call,
                                        bool is_grad);
+
+// The same on tensor cores.
+std::optional<cudaError_t> LaunchGroups(cudaStream_t stream, const SumParams& p, const Call& call,
+                                        bool is_grad);
 
 }  // namespace jaxops::conv::cuda
 

@@ -622,6 +622,7 @@ SMALL_GROUPS = {
     "multiplied 7x7": ((2, 14, 15), 24, 48, 7, {"groups": 24}),
     "32 groups of 4": ((3, 28, 28), 128, 128, 3, {"groups": 32}),
     "32 groups of 4 strided": ((3, 28, 27), 128, 128, 3, {"groups": 32, "strides": 2}),
+    "12 groups of 4": ((2, 5, 37), 48, 48, 3, {"groups": 12, "padding": ((2, 2), (2, 3))}),
     "groups of 3 to 5": ((2, 14, 15), 21, 35, 3, {"groups": 7}),
     "groups of 12 to 1": ((2, 14, 15), 48, 4, 5, {"groups": 4}),
     "one channel": ((2, 40, 33), 1, 1, 5, {}),
@@ -757,6 +758,7 @@ def test_one_row_of_pixels(hopper):
         ("float32", 24, (5, 5), 2, 24),
         ("float16", 24, (7, 7), 1, 24),
         ("float32", 8, (7, 7), 1, 8),
+        ("bfloat16", 32, (3, 3), 1, 8),
         ("float32", 24, (3, 3), 2, 6),
         ("float64", 24, (3, 4), 3, 12),
     ],
@@ -771,7 +773,9 @@ def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, group
     windows = place(
         "test", sizes, taps, strides=strides, padding=padding, dilation=1, channels_last=True
     )
-    shapes = (3, *sizes, channels), (*taps, channels // groups, 24), (3, *windows.outs, 24)
+    outputs = 32 if channels == 32 else 24
+    kernel_shape = *taps, channels // groups, outputs
+    shapes = (3, *sizes, channels), kernel_shape, (3, *windows.outs, outputs)
     x, kernel, g = normal(0, *shapes, dtype=dtype)
     x[2, 8, 66, channels - 1] = x[0, 4, 40, 0] = value
 
