@@ -28,6 +28,12 @@ __device__ __forceinline__ void CopyAsync(uint32_t to, const char* base, int64_t
   CopyAsync<kBytes>(to, base + (exists ? offset : 0), exists);
 }
 
+// Copies 16 bytes, or zeros, past the L1 cache, which has no use for what is read once.
+__device__ __forceinline__ void CopyAsyncPast(uint32_t to, const char* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(exists ? 16 : 0));
+}
+
 // Ends a group of this thread's copies.
 __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -6,10 +6,14 @@
 // strips of columns (WalkPixels), where an entry of x meets those entries of the cotangent whose
 // windows cover it, which the thread keeps; of other windows, and f64, a few taps (SumPixels).
 //
+// Depthwise convolution of 16-bit entries has products of large windows
+// (conv_depthwise_kernel_grad.cu).
+//
 // The threads of a block that have the same output add up their sums, and blocks write theirs to a
 // workspace, from where a second kernel adds them, always in the same order.
 #include <type_traits>
 
+#include "cuda/conv_depthwise.h"
 #include "cuda/conv_direct.cuh"
 #include "cuda/conv_results.cuh"
 
@@ -378,6 +382,7 @@ auto WithPlan(const Call& call, int processors, Use&& use) {
 }  // namespace
 
 int64_t KernelGradDirectWorkspace(const Call& call, int processors) {
+  if (IsDepthwise(call)) return KernelGradDepthwiseWorkspace(call, processors);
   return WithPlan(call, processors, [&]<typename T, typename W>(const Params& p) -> int64_t {
     return p.is_part ? p.splits * p.size * sizeof(Accumulator<T>) : 0;
   });
@@ -386,6 +391,7 @@ int64_t KernelGradDirectWorkspace(const Call& call, int processors) {
 cudaError_t LaunchKernelGradDirect(cudaStream_t stream, const Call& call, void* workspace,
                                    int processors) {
   if (call.dims[0].taps * call.dims[1].taps > kMaxTaps) return cudaErrorNotSupported;
+  if (IsDepthwise(call)) return LaunchKernelGradDepthwise(stream, call, workspace, processors);
   return WithPlan(call, processors, [&]<typename T, typename W>(Params& p) {
     p.image = call.image;
     p.cotangent = call.cotangent;

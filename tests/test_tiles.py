@@ -612,6 +612,8 @@ SMALL_GROUPS = {
     "5x5 strided": ((2, 20, 21), 72, 72, 5, {"groups": 72, "strides": 2}),
     "7x7": ((4, 56, 56), 96, 96, 7, {"groups": 96}),
     "7x7 of small images": ((5, 7, 7), 130, 130, 7, {"groups": 130}),
+    "7x7 of wide rows": ((3, 15, 70), 40, 40, 7, {"groups": 40, "padding": ((0, 9), (5, 1))}),
+    "5x5 without padding": ((40, 9, 33), 8, 8, 5, {"groups": 8, "padding": "VALID"}),
     "7x7 asymmetric": ((2, 15, 40), 33, 33, 7, {"groups": 33, "padding": ((0, 9), (5, 1))}),
     "7x7 strided": ((2, 20, 21), 24, 24, 7, {"groups": 24, "strides": 2}),
     "dilated": ((2, 20, 21), 24, 24, 3, {"groups": 24, "dilation": (3, 2)}),
@@ -756,6 +758,7 @@ def test_one_row_of_pixels(hopper):
         ("bfloat16", 24, (3, 3), 1, 24),
         ("bfloat16", 24, (3, 3), 2, 24),
         ("float32", 24, (5, 5), 2, 24),
+        ("bfloat16", 24, (5, 5), 1, 24),
         ("float16", 24, (7, 7), 1, 24),
         ("float32", 8, (7, 7), 1, 8),
         ("bfloat16", 32, (3, 3), 1, 8),
@@ -794,19 +797,22 @@ def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, group
 
 
 @pytest.mark.parametrize(
-    ("dtype", "channels", "groups"),
+    ("dtype", "channels", "groups", "taps"),
     [
-        ("bfloat16", 3, 1),
-        ("float16", 40, 1),
-        ("float32", 40, 1),
-        ("float64", 40, 1),
-        ("bfloat16", 24, 3),
-        ("bfloat16", 24, 24),
+        ("bfloat16", 3, 1, 3),
+        ("float16", 40, 1, 3),
+        ("float32", 40, 1, 3),
+        ("float64", 40, 1, 3),
+        ("bfloat16", 24, 3, 3),
+        ("bfloat16", 24, 24, 3),
+        ("bfloat16", 24, 24, 5),
+        ("float16", 24, 24, 7),
     ],
 )
-def test_an_infinite_cotangent_meets_no_zeros(dtype, channels, groups, hopper):
+def test_an_infinite_cotangent_meets_no_zeros(dtype, channels, groups, taps, hopper):
     """Its products with entries greater than 0 are infinite; with what fills tiles up, NaN."""
-    shapes = (1, 5, 403, channels), (3, 3, channels // groups, 24), (1, 3, 401, 24)
+    sizes = taps + 2, taps + 400
+    shapes = (1, *sizes, channels), (taps, taps, channels // groups, 24), (1, 3, 401, 24)
     x, kernel, g = normal(0, *shapes, dtype=dtype)
     x = np.abs(x) + np.ones_like(x)
     g[0, 0, 105, 1] = g[0, 2, 400, 7] = np.inf
