@@ -22,9 +22,10 @@ cudaError_t LaunchForward(cudaStream_t stream, const Call& call);
 
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call);
 
-// The kernel gradient, not of f32, splits the sum over pixels by sizes and a number of processors,
-// which its workspace of so many bytes depends on: both must be given the same one. Any is correct,
-// the device's own is fast.
+// The kernel gradient splits the sum over pixels by sizes and a number of processors, which its
+// workspace of so many bytes depends on: both must be given the same one. Any is correct, the
+// device's own is fast. Of f32 what cannot be cut into tiles goes to LaunchKernelGradMma, whose
+// workspace is needed as well.
 inline constexpr int kProcessors = 132;
 
 int64_t KernelGradWorkspace(const Call& call, int processors = kProcessors);

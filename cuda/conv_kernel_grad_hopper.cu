@@ -11,7 +11,12 @@
 // after the other, and the cotangent in rows as wide, filled up with zeros. The windows of a tap
 // are then those of another some entries further, whatever row they are in, and are themselves the
 // right operand; the cotangent is the left one, of which a fragment serves all taps. The price is
-// the zeros, which are multiplied too.
+// the zeros, which are multiplied too. With strides the entries of the image that are whole strides
+// apart are an image without strides, a phase: a stage has a run of each, and a tap one phase.
+//
+// Float32 is multiplied as TF32, of which the right operand must have pixels beside each other. A
+// few warps transpose the cotangents of a stage in shared memory. The left operand may come from
+// registers: a lane loads the entries of the image that it multiplies.
 //
 // A block has 64 outputs, up to 64 channels and some of the taps, and a range of the pixels. There
 // are too few such blocks to fill a GPU unless pixels are split. The blocks of a cluster are splits
@@ -27,6 +32,14 @@ constexpr int kWarpgroups = 3;  // that multiply
 // of 1, 2 or 4 taps, so that a warp always has one tap.
 constexpr int kMaxUnits = 3;
 constexpr int kColumns = 64;  // outputs of a block
+// Rows of a stage have at most 128 bytes; more channels or outputs are in a plane of their own.
+constexpr int kRowBytes = 128;
+template <typename T>
+constexpr int kColumnPlanes = kColumns * sizeof(T) / kRowBytes;
+template <typename T>
+constexpr int kStepPixels = 32 / sizeof(T);  // that an instruction sums over
+// Warps that transpose cotangents of f32.
+constexpr int kTransposers = 3;
 // Pixels of a stage, and rows of them: one lane of the warp that copies looks after each row.
 constexpr int kPixels = 128;
 constexpr int kMaxStageRows = 32;
@@ -40,12 +53,23 @@ constexpr int kStagesBytes = kSharedBytes - kHeadBytes - 1024;  // less what ali
 // The sums of a block lie where stages were.
 static_assert(kWarpgroups * kMaxUnits * 64 * (kColumns + 8) * 4 <= kStagesBytes);
 
+// Of runs with strides: the entries of the image that are whole strides apart from each other, an
+// image without strides. A tap finds all of its entries in one such phase.
+struct Phase {
+  int32_t in_row, in_column;  // the first entry of the image
+  int32_t row, column;        // of the phase, from those of the set: where a stage of it begins
+  int32_t rows;               // of a stage
+  int32_t begin, bytes;       // in a stage; those that are copied
+};
+constexpr int kMaxPhases = 4;
+
 struct Params : Layout {
-  CUtensorMap image_map;
+  CUtensorMap image_map[kMaxPhases];
   CUtensorMap cotangent_map;
   void* result;  // of each cluster's part, one after the other, or of all
   int channels, outputs;
-  int64_t size;  // entries of the result
+  int block, planes, plane_bytes;  // channels of a block; planes of them in a stage
+  int64_t size;                    // entries of the result
   int channel_blocks, column_tiles, sets;
   int splits, cluster;                     // of an item; those of a cluster
   int stages;                              // in all, and what one has of pixels:
@@ -56,8 +80,10 @@ struct Params : Layout {
   bool has_runs;                           // stages are runs:
   FastDivider runs;                        // those of a strip
   int last_steps;                          // of the last of these
-  int run_rows, run_columns;               // entries of the image
-  const void* image;                       // for the sums that SumAgain makes
+  int run_columns;                         // entries of a row of a stage
+  int phases;
+  Phase phase[kMaxPhases];
+  const void* image;  // for the sums that SumAgain makes
   const void* cotangent;
   int image_rows, image_columns, row_low, column_low, row_dilation, column_dilation, tap_columns;
   Group set[kMaxTaps];    // taps that a block sums for
@@ -81,7 +107,7 @@ struct Item {
     const int split = part * p.cluster + rank;
     set = p.set[item % p.sets];
     item /= p.sets;
-    channel = item % p.channel_blocks * (p.row_bytes / 2);
+    channel = item % p.channel_blocks * p.block;
     column = item / p.channel_blocks * kColumns;
     begin = static_cast<int>(int64_t{p.stages} * split / p.splits);
     end = static_cast<int>(int64_t{p.stages} * (split + 1) / p.splits);
@@ -89,17 +115,19 @@ struct Item {
 
   // Blocks of 64 rows of the product.
   __device__ int Units(const Params& p) const {
-    return ((set.end - set.begin) * (p.row_bytes / 2) + 63) / 64;
+    return ((set.end - set.begin) * p.block + 63) / 64;
   }
 };
 
 struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
+  uint64_t transposed[kMaxStages];  // of f32
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
 
 // Fills stages, and for each a table of the addresses where the windows of its pixels begin: -1
 // where there is no pixel, beside the last column of the last strip and after the last row.
+template <typename T>
 __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers, int32_t* tables,
                            char* stages) {
   const int lane = threadIdx.x % 32;
@@ -140,20 +168,27 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
     // Every lane releases what it wrote of the table.
     uint64_t* full = &barriers.full[ring.stage];
     if (lane == 0) {
-      Expect(full, rows.count * p.copy_bytes + p.cotangent_bytes);
+      Expect(full, p.planes * rows.count * p.copy_bytes + p.cotangent_bytes);
     } else {
       ptx::mbarrier_arrive(full);
     }
     __syncwarp();
 
     if (lane < p.stage_rows) {
-      const int32_t from[4] = {item.column, pixel_column, pixel_row,
-                               static_cast<int32_t>(pixel_image)};
-      const int to = p.image_stage + lane * p.strip_width.divisor() * 2 * kColumns;
-      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, image_stage + to,
-                                &p.cotangent_map, from, full);
+#pragma unroll
+      for (int i = 0; i < kColumnPlanes<T>; ++i) {
+        const int32_t from[4] = {item.column + i * kColumns / kColumnPlanes<T>, pixel_column,
+                                 pixel_row, static_cast<int32_t>(pixel_image)};
+        const int pixel = i * p.steps * kStepPixels<T> + lane * p.strip_width.divisor();
+        ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global,
+                                  image_stage + p.image_stage + pixel * kRowBytes, &p.cotangent_map,
+                                  from, full);
+      }
     }
-    CopyRows(p, p.image_map, rows, item.set, item.channel, image_stage, full);
+    for (int i = 0; i < p.planes; ++i) {
+      CopyRows(p, p.image_map[0], rows, item.set, item.channel + i * p.row_bytes / sizeof(T),
+               image_stage + i * p.plane_bytes, full);
+    }
     ring.Advance(p.ring);
   }
 }
@@ -176,10 +211,13 @@ __device__ void CopyRuns(const Params& p, const Item& item, Barriers& barriers, 
     Expect(full, p.image_bytes + p.cotangent_bytes);
     char* stage = stages + ring.stage * (p.image_stage + p.cotangent_stage);
     const int column = strip * p.strip_width.divisor();
-    const int32_t of_image[4] = {item.channel, column + item.set.column, row + item.set.row,
-                                 static_cast<int32_t>(image)};
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage, &p.image_map, of_image,
-                              full);
+    for (int i = 0; i < p.phases; ++i) {
+      const Phase& phase = p.phase[i];
+      const int32_t of_image[4] = {item.channel, column + item.set.column + phase.column,
+                                   row + item.set.row + phase.row, static_cast<int32_t>(image)};
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + phase.begin,
+                                p.image_map + i, of_image, full);
+    }
     const int32_t of_cotangent[5] = {item.column, 0, static_cast<int32_t>(strip), row,
                                      static_cast<int32_t>(image)};
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + p.image_stage,
@@ -187,8 +225,48 @@ __device__ void CopyRuns(const Params& p, const Item& item, Barriers& barriers, 
   }
 }
 
+// Products of TF32 take cotangents with the pixels of an output beside each other, of each step
+// those at even places first: rows of 128 bytes, 32 pixels, are swizzled as bulk copies do it.
+__device__ void TransposeStages(const Params& p, const Item& item, Barriers& barriers,
+                                char* stages) {
+  const int lane = threadIdx.x % 32;
+  constexpr int kLanePlanes = kColumnPlanes<float>;
+  Ring ring;
+  for (int at = item.begin; at < item.end; ++at) {
+    Wait(&barriers.full[ring.stage], ring.parity);
+    const char* from = stages + ring.stage * (p.image_stage + p.cotangent_stage) + p.image_stage;
+    char* to = const_cast<char*>(from) + kLanePlanes * p.steps * kStepPixels<float> * kRowBytes;
+    const int count = p.steps * 2 * kLanePlanes;
+#pragma unroll 2
+    for (int k = threadIdx.x / 32 - 1; k < count; k += kTransposers) {
+      const int plane = k % kLanePlanes;
+      const int quarter = k / kLanePlanes;  // four pixels
+      const int first = plane * p.steps * 8 + quarter / 2 * 8 + quarter % 2;
+      uint4 v;
+      uint32_t* entries = &v.x;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int pixel = first + 2 * i;
+        const int swizzled = pixel * kRowBytes + ((lane / 4) ^ (pixel % 8)) * 16 + lane % 4 * 4;
+        entries[i] = Operand<float>(*reinterpret_cast<const uint32_t*>(from + swizzled));
+      }
+      const int output = plane * 32 + lane;
+      *reinterpret_cast<uint4*>(to + (quarter / 8 * kColumns + output) * kRowBytes +
+                                ((quarter % 8) ^ (output % 8)) * 16) = v;
+    }
+    ptx::fence_proxy_async(ptx::space_shared);
+    ptx::mbarrier_arrive(&barriers.transposed[ring.stage]);
+    ring.Advance(p.ring);
+  }
+}
+
 // Has the compiler keep a value in a register instead of computing it again for every use.
 __device__ inline void Keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+// Two entries of 4 bytes.
+__device__ inline void LoadPair(uint32_t address, uint32_t* to) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address));
+}
 
 // Has a warp give a stage back that all of its lanes have read.
 __device__ inline void Release(uint64_t* empty) {
@@ -218,20 +296,24 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
                               char* stages) {
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 % 4 * 16;
-  const int channels = p.row_bytes / 2;
+  constexpr bool kIsFloat = std::is_same_v<T, float>;
+  const int channels = p.block;
   // An exclusive or of these bits of an address, shifted, swizzles it: stages are aligned.
   uint32_t swizzle = Swizzle::OfRows(p.row_bytes).mask << 4;
-  const uint64_t descriptor = MatrixDescriptor(1024, 1024, 128);
+  const uint64_t descriptor = MatrixDescriptor(kIsFloat ? 16 : 1024, 1024, kRowBytes);
 
   // Lanes give the addresses of 8 pixels and 8 channels each, in the order of the four matrices:
-  // channels first.
-  const int lane_pixel = lane / 16 * 8 + lane % 8;
+  // channels first. Of f32 a lane loads two channels of two pixels itself.
+  const int lane_pixel = kIsFloat ? lane % 4 * 2 : lane / 16 * 8 + lane % 8;
+  const int lane_bytes = kIsFloat ? lane / 4 * 8 : lane / 8 % 2 * 16;
   uint32_t tap[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     // Rows after the last tap repeat it, and are not stored.
     const int at = item.set.begin + ((first + u) * 64 + warp_row) / channels;
-    tap[u] = p.tap[min(at, item.set.end - 1)] + warp_row % channels * 2 + lane / 8 % 2 * 16;
+    const int bytes = warp_row % channels * static_cast<int>(sizeof(T));
+    tap[u] = p.tap[min(at, item.set.end - 1)] + bytes / kRowBytes * p.plane_bytes +
+             bytes % kRowBytes + lane_bytes;
     Keep(tap[u]);
   }
   Keep(swizzle);
@@ -248,31 +330,58 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   uint64_t b = 0;
   const auto enter = [&] {
     Wait(&barriers.full[ring.stage], ring.parity);
+    uint32_t cotangents =
+        first_stage + ring.stage * (p.image_stage + p.cotangent_stage) + p.image_stage;
+    if constexpr (kIsFloat) {
+      Wait(&barriers.transposed[ring.stage], ring.parity);
+      cotangents += kColumnPlanes<T> * p.steps * kStepPixels<T> * kRowBytes;
+    }
     table = tables + ring.stage * kPixels + lane_pixel;
-    b = At(descriptor,
-           first_stage + ring.stage * (p.image_stage + p.cotangent_stage) + p.image_stage);
+    b = At(descriptor, cotangents);
   };
   const auto multiply = [&](uint32_t (&a)[kUnits][4]) {
-    const int pixel = *table;
-    table += 16;
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      // Pixels that do not exist are zeros. Their cotangents are too, but what is in a stage in
-      // their place need not be finite.
+    // Pixels that do not exist are zeros. Their cotangents are too, but what is in a stage in their
+    // place need not be finite.
+    const auto address = [&](int pixel, int u) {
       const uint32_t entry = pixel + tap[u];
-      LoadTransposed(a[u], SelectBySign(pixel, entry ^ (entry >> 3 & swizzle), zeros));
+      return SelectBySign(pixel, entry ^ (entry >> 3 & swizzle), zeros);
+    };
+    if constexpr (kIsFloat) {
+      const int2 pixels = *reinterpret_cast<const int2*>(table);
+      uint32_t loaded[kUnits][4];
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        LoadPair(address(pixels.x, u), &loaded[u][0]);
+        LoadPair(address(pixels.y, u), &loaded[u][2]);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[u][i] = Operand<T>(loaded[u][i]);
+      }
+    } else {
+      const int pixel = *table;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) LoadTransposed(a[u], address(pixel, u));
     }
+    table += kStepPixels<T>;
     ProductsBegin();
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) Multiply<T, kColumns, true>(sums[u], a[u], b, 1);
+    for (int u = 0; u < kUnits; ++u) Multiply<T, kColumns, !kIsFloat>(sums[u], a[u], b, 1);
     ProductsCommit();
     // Those of the step before are done.
     ProductsWait<1>();
     if (done >= 0) Release(&barriers.empty[done]);
     done = -1;
-    b += 16 * 2 * kColumns >> 4;
+    ++step;
+    if constexpr (kIsFloat) {
+      // A row has four steps.
+      b += (step % 4 == 0 ? kColumns * kRowBytes - 3 * 32 : 32) >> 4;
+    } else {
+      b += 16 * 2 * kColumns >> 4;
+    }
     --left;
-    if (++step == p.steps) {
+    if (step == p.steps) {
       step = 0;
       done = ring.stage;
       ring.Advance(p.ring);
@@ -293,7 +402,8 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i += 2) {
-      const int row = (first + u) * 64 + warp_row + i / 2 % 2 * 8 + lane / 4;
+      const int row = (first + u) * 64 + warp_row +
+                      (kIsFloat ? lane / 4 * 2 + i / 2 % 2 : i / 2 % 2 * 8 + lane / 4);
       const int column = i / 4 * 8 + lane % 4 * 2;
       *reinterpret_cast<float2*>(stages + SumBytes<false>(row, column)) = {sums[u][i],
                                                                            sums[u][i + 1]};
@@ -316,7 +426,7 @@ __device__ float SumAgain(const Params& p, const Item& item, int tap, int channe
     const int pixels = min(p.stage_rows, height - first) * width;
     for (int i = 0; i < pixels; ++i) {
       const int64_t row = first + i / width, column = first_column + i % width;
-      const int64_t y = row + tap_row, x = column + tap_column;
+      const int64_t y = row * p.stride_row + tap_row, x = column * p.stride_column + tap_column;
       float entry = 0;
       if (y >= 0 && y < p.image_rows && x >= 0 && x < p.image_columns) {
         entry = static_cast<float>(static_cast<const T*>(
@@ -446,26 +556,32 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
 // does so for some of the rows, in the order of the ranks from its own on, so that no two read from
 // one block at a time.
 template <typename T, bool kRuns>
-__device__ void AddCluster(const Params& p, const Item& item, int units, uint32_t sums) {
+__device__ void AddCluster(const Params& p, const Item& item, int units, const char* sums) {
+  const uint32_t address = SharedAddress(sums);
   constexpr int kTogether = 4;  // rows of a thread whose entries are on the way at once
   constexpr int kApart = 128 * kWarpgroups / (kColumns / 4);
-  const int channels = p.row_bytes / 2;
+  const int channels = p.block;
   const int thread = threadIdx.x - 128;
   const int column = thread % (kColumns / 4) * 4;
   const int output = item.column + column;
   const int end = units * 64 * (item.rank + 1) / p.cluster;
   for (int begin = units * 64 * item.rank / p.cluster + thread / (kColumns / 4); begin < end;
        begin += kTogether * kApart) {
-    float4 sum[kTogether] = {};
+    // A block's own sums come faster by addresses of its own.
+    float4 sum[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      // Rows after the last repeat it, and are not stored.
+      const int row = min(begin + i * kApart, end - 1);
+      sum[i] = *reinterpret_cast<const float4*>(sums + SumBytes<kRuns>(row, column));
+    }
 #pragma unroll 2
-    for (int k = 0; k < p.cluster; ++k) {
+    for (int k = 1; k < p.cluster; ++k) {
       const int rank = (item.rank + k) & (p.cluster - 1);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        // Rows after the last repeat it, and are not stored.
         const int row = min(begin + i * kApart, end - 1);
-        const float4 v = LoadOfBlock(sums + SumBytes<kRuns>(row, column), rank);
-        sum[i] = k == 0 ? v : Add(sum[i], v);
+        sum[i] = Add(sum[i], LoadOfBlock(address + SumBytes<kRuns>(row, column), rank));
       }
     }
 #pragma unroll
@@ -501,39 +617,61 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
   const Item item(p);
   const int units = item.Units(p);
 
-  if (threadIdx.x == 0) {
-    PrefetchMap(p.image_map);
-    PrefetchMap(p.cotangent_map);
-    for (int i = 0; i < p.ring; ++i) {
-      ptx::mbarrier_init(barriers.full + i, kRuns ? 1 : 32);
-      ptx::mbarrier_init(barriers.empty + i, 4 * min(units, kWarpgroups));
+  // The first warp copies, and does not wait for the others, which clear what it does not write.
+  constexpr int kReady = 2;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == 0) {
+    if (lane < p.ring) {
+      ptx::mbarrier_init(barriers.full + lane, kRuns ? 1 : 32);
+      ptx::mbarrier_init(barriers.empty + lane, 4 * min(units, kWarpgroups));
+      ptx::mbarrier_init(barriers.transposed + lane, 32 * kTransposers);
     }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-  }
-  // No copy writes what fills up the last step of a stage, cotangents and, of runs, entries.
-  const auto clear = [](char* from, int bytes) {
-    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) {
-      *reinterpret_cast<uint4*>(from + i) = {0, 0, 0, 0};
+    ptx::fence_proxy_async(ptx::space_shared);
+    __syncwarp();
+    asm volatile("barrier.cta.arrive %0, %1;" ::"n"(kReady), "n"(kThreads) : "memory");
+  } else {
+    // No copy writes what fills up the last step of a stage, cotangents and, of runs, entries.
+    const auto clear = [&](char* from, int bytes) {
+      for (int i = lane * 16; i < bytes; i += 32 * 16) {
+        *reinterpret_cast<uint4*>(from + i) = {0, 0, 0, 0};
+      }
+    };
+    if (warp == kThreads / 32 - 1) clear(zeros, kZeroBytes);
+    for (int i = warp - 1; i < p.ring; i += kThreads / 32 - 1) {
+      char* stage = stages + i * (p.image_stage + p.cotangent_stage);
+      if constexpr (kRuns) {
+        for (int k = 0; k < p.phases; ++k) {
+          const int from = p.phase[k].begin + p.phase[k].bytes;
+          clear(stage + from, (k + 1 < p.phases ? p.phase[k + 1].begin : p.image_stage) - from);
+        }
+      }
+      if constexpr (std::is_same_v<T, float>) {
+        const int plane = p.steps * kStepPixels<T> * kRowBytes;
+        const int copied = p.stage_pixels * kRowBytes;
+        for (int k = 0; k < kColumnPlanes<T>; ++k) {
+          clear(stage + p.image_stage + k * plane + copied, plane - copied);
+        }
+      } else {
+        clear(stage + p.image_stage + p.cotangent_bytes, p.cotangent_stage - p.cotangent_bytes);
+      }
     }
-  };
-  clear(zeros, kZeroBytes);
-  for (int i = 0; i < p.ring; ++i) {
-    char* stage = stages + i * (p.image_stage + p.cotangent_stage);
-    if constexpr (kRuns) clear(stage + p.image_bytes, p.image_stage - p.image_bytes);
-    clear(stage + p.image_stage + p.cotangent_bytes, p.cotangent_stage - p.cotangent_bytes);
+    // What was written is read by products.
+    ptx::fence_proxy_async(ptx::space_shared);
+    __barrier_sync_count(kReady, kThreads);
   }
-  // What was written is read by products.
-  ptx::fence_proxy_async(ptx::space_shared);
-  __syncthreads();
 
   if (threadIdx.x < 128) {
     GiveRegisters<56>();
-    if (threadIdx.x / 32 == 0) {
+    if (warp == 0) {
       if constexpr (kRuns) {
         CopyRuns(p, item, barriers, stages);
       } else {
-        CopyStages(p, item, barriers, tables, stages);
+        CopyStages<T>(p, item, barriers, tables, stages);
       }
+      __syncwarp();
+    } else if constexpr (std::is_same_v<T, float>) {
+      TransposeStages(p, item, barriers, stages);
       __syncwarp();
     }
     // The barriers of a cluster count all threads.
@@ -569,7 +707,7 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
         break;
     }
     SyncCluster();
-    AddCluster<T, kRuns>(p, item, units, SharedAddress(stages));
+    AddCluster<T, kRuns>(p, item, units, stages);
     SyncCluster();  // no block leaves while others read its sums
   }
 #endif
@@ -579,7 +717,7 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
 
 // Fills in the sets, as few as there can be, of about as many taps.
 void FillSets(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping) {
-  const int block = p.row_bytes / 2;
+  const int block = p.block;
   const int most = grouping == Grouping::kAll ? taps : grouping == Grouping::kRow ? row_taps : 1;
   const int64_t units = CeilDiv(most * block, 64);
   const int64_t parts = CeilDiv(units, kWarpgroups * kMaxUnits);
@@ -591,7 +729,7 @@ void FillSets(Params& p, const Tap* tap, int taps, int row_taps, Grouping groupi
 int64_t Units(const Params& p) {
   int64_t units = 1;
   for (int s = 0; s < p.sets; ++s) {
-    units = std::max(units, CeilDiv((p.set[s].end - p.set[s].begin) * (p.row_bytes / 2), 64));
+    units = std::max(units, CeilDiv((p.set[s].end - p.set[s].begin) * p.block, 64));
   }
   return units;
 }
@@ -609,12 +747,15 @@ constexpr ClusterCost kClusters[] = {{1, 11, 0}, {2, 11, 50}, {4, 10, 650}, {8, 
 // a stage and of what a block has to do besides, and for writing and adding the parts of several
 // clusters. The last stage of a strip's runs takes less.
 int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t last_less) {
-  constexpr int64_t kBlockCycles = 8000, kAddCycles = 4000, kAddedPerCycle = 500;
+  constexpr int64_t kBlockCycles = 6000, kFirstBytesPerCycle = 24, kAddCycles = 4000,
+                    kAddedPerCycle = 500;
   const int64_t items = int64_t{p.channel_blocks} * p.column_tiles * p.sets;
   int64_t least = INT64_MAX;
   for (const ClusterCost& cluster : kClusters) {
     const int64_t blocks = std::max(1, processors * cluster.reached / 11);
-    const int64_t block_cycles = kBlockCycles + Units(p) * cluster.unit_cycles;
+    const int64_t block_cycles = kBlockCycles +
+                                 (p.image_bytes + p.cotangent_bytes) / kFirstBytesPerCycle +
+                                 Units(p) * cluster.unit_cycles;
     // As many splits as there is place for in some waves, or fewer that are done as soon.
     for (int waves = 0; waves <= 4; ++waves) {
       const int64_t most =
@@ -637,26 +778,35 @@ int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t last_less
   return least;
 }
 
-// Estimated cycles of a stage: of the products, or of bringing what they multiply.
-int64_t StageCycles(int64_t product_cycles, int64_t bytes) {
-  constexpr int64_t kStageCycles = 100, kBytesPerCycle = 26;
-  return kStageCycles + std::max(product_cycles, bytes / kBytesPerCycle);
+// Estimated cycles of a stage: of the products, or of bringing what they multiply, which is there
+// after a while and under way while at most all stages but one are.
+int64_t StageCycles(int64_t product_cycles, int64_t bytes, int ring) {
+  constexpr int64_t kStageCycles = 150, kBytesPerCycle = 26, kLatency = 1500;
+  const int64_t copy_cycles = bytes / kBytesPerCycle;
+  return kStageCycles +
+         std::max({product_cycles, copy_cycles, (kLatency + copy_cycles) / (ring - 1)});
 }
 
 // Fills in how the sum is cut up with this many rows of pixels in a stage; false where it does not
 // fit. The strips are known.
-bool LayRowStages(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping,
+bool LayRowStages(Params& p, DType dtype, const Tap* tap, int taps, int row_taps, Grouping grouping,
                   int stage_rows) {
+  const int item = ItemBytes(dtype);
   FillSets(p, tap, taps, row_taps, grouping);
   if (!p.LayRows(tap, p.set, p.sets)) return false;
   p.stage_rows = stage_rows;
   p.stage_pixels = stage_rows * p.strip_width.divisor();
-  p.steps = static_cast<int>(CeilDiv(p.stage_pixels, 16));
-  p.cotangent_bytes = p.stage_pixels * 2 * kColumns;
-  p.cotangent_stage = p.steps * 16 * 2 * kColumns;
-  const int64_t image_stage = p.StageBytes(stage_rows, Touched(stage_rows, p.rows.divisor(), true));
+  p.steps = static_cast<int>(CeilDiv(p.stage_pixels * item, 32));
+  p.cotangent_bytes = p.stage_pixels * item * kColumns;
+  // Of f32 there is a second one, transposed, in rows of four steps.
+  p.cotangent_stage = p.steps * 32 * kColumns;
+  if (dtype == DType::kF32) p.cotangent_stage += (p.steps + 3) / 4 * kRowBytes * kColumns;
+  const int64_t plane = p.StageBytes(stage_rows, Touched(stage_rows, p.rows.divisor(), true));
+  const int64_t image_stage = p.planes * plane;
   if (2 * (image_stage + p.cotangent_stage) > kStagesBytes) return false;
+  p.plane_bytes = static_cast<int>(plane);
   p.image_stage = static_cast<int>(image_stage);
+  p.image_bytes = p.image_stage;
   p.ring = std::min(kMaxStages, kStagesBytes / (p.image_stage + p.cotangent_stage));
   for (int s = 0; s < p.sets; ++s) {
     for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
@@ -685,7 +835,8 @@ bool PlanRows(Params& p, const Call& call, const Tap* tap, int taps) {
   for (int rows = 1;
        rows <= std::min<int64_t>(kMaxStageRows, pixel_rows) && rows * strip_width <= kPixels;
        ++rows) {
-    choices[count++] = {rows, static_cast<int>(CeilDiv(rows * strip_width, 16))};
+    const int steps = static_cast<int>(CeilDiv(rows * strip_width * ItemBytes(call.dtype), 32));
+    choices[count++] = {rows, steps};
   }
   std::sort(choices, choices + count, [](const Choice& a, const Choice& b) {
     const int difference = a.rows * b.steps - b.rows * a.steps;
@@ -697,8 +848,8 @@ bool PlanRows(Params& p, const Call& call, const Tap* tap, int taps) {
       for (int i = 0; i < count && !fits; ++i) {
         const bool wastes =
             4 * choices[i].rows * choices[0].steps < 3 * choices[0].rows * choices[i].steps;
-        fits = (any || !wastes) &&
-               LayRowStages(p, tap, taps, static_cast<int>(w.taps), grouping, choices[i].rows);
+        fits = (any || !wastes) && LayRowStages(p, call.dtype, tap, taps, static_cast<int>(w.taps),
+                                                grouping, choices[i].rows);
       }
     }
   }
@@ -706,34 +857,59 @@ bool PlanRows(Params& p, const Call& call, const Tap* tap, int taps) {
   return fits;
 }
 
+// The rows and columns of a phase that the taps of a set that it has are within.
+Span SpanOf(const Params& p, const Tap* tap, const int* phase_of, int phase, int set) {
+  Span span;
+  for (int t = p.set[set].begin; t < p.set[set].end; ++t) {
+    if (phase_of[t] != phase) continue;
+    span.rows = std::max(span.rows, tap[t].row - p.set[set].row - p.phase[phase].row + 1);
+    span.columns =
+        std::max(span.columns, tap[t].column - p.set[set].column - p.phase[phase].column + 1);
+  }
+  return span;
+}
+
 // Fills in how the sum is cut up into runs of this many rows, of strips of this width; false where
-// these do not fit. The sets are known.
-bool LayRunStages(Params& p, const Call& call, const Tap* tap, int width, int stage_rows) {
+// these do not fit. The sets and phases are known, and taps in them.
+bool LayRunStages(Params& p, const Call& call, const Tap* tap, const int* phase_of, int width,
+                  int stage_rows) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   // A row of a run is followed by the next one. An entry beside it and one before the next can be
   // the same, if both are padding in any case.
   const bool whole = width == w.out;
-  int64_t columns = width, row_span = 1, column_span = 1;
-  for (int s = 0; s < p.sets; ++s) {
-    const Group& set = p.set[s];
-    int64_t span = 1;
-    for (int t = set.begin; t < set.end; ++t) {
-      row_span = std::max(row_span, tap[t].row - set.row + 1);
-      span = std::max(span, tap[t].column - set.column + 1);
+  int64_t columns = width;
+  for (int i = 0; i < p.phases; ++i) {
+    const int64_t in = CeilDiv(w.in - p.phase[i].in_column, p.stride_column);
+    for (int k = 0; k < p.sets; ++k) {
+      const int64_t span = SpanOf(p, tap, phase_of, i, k).columns;
+      const int64_t before = std::max(0, -p.set[k].column - p.phase[i].column);
+      const int64_t apart = width + span - 1;
+      columns =
+          std::max(columns, whole ? std::max(apart - before, std::min(apart, in + before)) : apart);
     }
-    const int64_t before = std::max(0, -set.column);
-    const int64_t apart = width + span - 1;
-    columns =
-        std::max(columns, whole ? std::max(apart - before, std::min(apart, w.in + before)) : apart);
-    column_span = std::max(column_span, span);
   }
-  const int64_t rows = stage_rows + row_span - 1;
-  if (columns > kMaxBox || rows > kMaxBox) return false;
+  if (columns > kMaxBox) return false;
   const int64_t steps = CeilDiv(stage_rows * columns, 16);
-  // The entries of zeros that windows of the last step may touch.
-  const int64_t after = steps * 16 - stage_rows * columns + column_span - 1;
-  const int64_t image_stage = CeilDiv((rows * columns + after) * p.row_bytes, 1024) * 1024;
+  int64_t image_stage = 0, image_bytes = 0;
+  for (int i = 0; i < p.phases; ++i) {
+    Span span;
+    for (int k = 0; k < p.sets; ++k) {
+      const Span of_set = SpanOf(p, tap, phase_of, i, k);
+      span.rows = std::max(span.rows, of_set.rows);
+      span.columns = std::max(span.columns, of_set.columns);
+    }
+    const int64_t rows = stage_rows + span.rows - 1;
+    if (rows > kMaxBox) return false;
+    // The entries of zeros that windows of the last step may touch.
+    const int64_t after = steps * 16 - stage_rows * columns + span.columns - 1;
+    p.phase[i].rows = static_cast<int>(rows);
+    p.phase[i].begin = static_cast<int>(image_stage);
+    p.phase[i].bytes = static_cast<int>(rows * columns * p.row_bytes);
+    image_bytes += p.phase[i].bytes;
+    image_stage += CeilDiv((rows * columns + after) * p.row_bytes, 1024) * 1024;
+    if (image_stage > kStagesBytes) return false;
+  }
   const int64_t cotangent_stage = steps * 16 * 2 * kColumns;
   if (2 * (image_stage + cotangent_stage) > kStagesBytes) return false;
 
@@ -751,51 +927,113 @@ bool LayRunStages(Params& p, const Call& call, const Tap* tap, int width, int st
   p.runs = FastDivider(CeilDiv(h.out, stage_rows));
   p.stage_rows = stage_rows;
   p.run_columns = static_cast<int>(columns);
-  p.run_rows = static_cast<int>(rows);
   p.steps = static_cast<int>(steps);
   const int64_t last_rows = h.out - (int64_t{p.runs.divisor()} - 1) * stage_rows;
   p.last_steps = static_cast<int>(CeilDiv(last_rows * columns, 16));
   p.stages = static_cast<int>(call.images * p.strips.divisor() * p.runs.divisor());
-  p.image_bytes = static_cast<int>(rows * columns * p.row_bytes);
+  p.image_bytes = static_cast<int>(image_bytes);
   p.image_stage = static_cast<int>(image_stage);
   p.cotangent_bytes = static_cast<int>(stage_rows * columns * 2 * kColumns);
   p.cotangent_stage = static_cast<int>(cotangent_stage);
   p.ring = std::min(kMaxStages, kStagesBytes / (p.image_stage + p.cotangent_stage));
   for (int s = 0; s < p.sets; ++s) {
     for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
-      p.tap[t] = static_cast<int32_t>(
-          ((tap[t].row - p.set[s].row) * columns + tap[t].column - p.set[s].column) * p.row_bytes);
+      const Phase& phase = p.phase[phase_of[t]];
+      const int64_t row = tap[t].row - p.set[s].row - phase.row;
+      const int64_t column = tap[t].column - p.set[s].column - phase.column;
+      p.tap[t] = static_cast<int32_t>(phase.begin + (row * columns + column) * p.row_bytes);
     }
   }
   return true;
 }
 
-// Plans stages that are runs, and returns the estimated cycles; INT64_MAX where these do not fit.
-int64_t PlanRuns(Params& p, const Call& call, const Tap* tap, int taps, int processors) {
-  if (p.row_bytes != 128) return INT64_MAX;
-  for (const im2col::Window& d : call.dims) {
-    // Windows beside each other. All of what is copied must be in some window, because zeros are
-    // multiplied by it.
-    const int64_t end = d.out - 1 + (d.taps - 1) * d.dilation + 1 - d.low;
-    if ((d.out > 1 && d.stride > 1) || end < d.in) return INT64_MAX;
-    if (d.taps > 1 && d.out < d.dilation) return INT64_MAX;
+// Finds the phases, and the taps and the phase of each in entries of it; false where runs do not
+// do.
+bool FillPhases(Params& p, const Call& call, const Tap* all_taps, int taps, Tap* tap,
+                int* phase_of) {
+  if (p.stride_row * p.stride_column > kMaxPhases) return false;
+  const int strides[kDims] = {p.stride_row, p.stride_column};
+  for (int d = 0; d < kDims; ++d) {
+    const im2col::Window& window = call.dims[d];
+    if (window.taps > 1 && window.out < window.dilation) return false;
+    if (strides[d] > 1 && window.dilation > 1) return false;
   }
+  p.phases = 0;
+  for (int t = 0; t < taps; ++t) {
+    const int64_t in_row = (all_taps[t].row % p.stride_row + p.stride_row) % p.stride_row;
+    const int64_t in_column =
+        (all_taps[t].column % p.stride_column + p.stride_column) % p.stride_column;
+    if (in_row >= call.dims[0].in || in_column >= call.dims[1].in) return false;
+    int i = 0;
+    while (i < p.phases && (p.phase[i].in_row != in_row || p.phase[i].in_column != in_column)) ++i;
+    if (i == p.phases) {
+      p.phase[p.phases++] = {static_cast<int32_t>(in_row), static_cast<int32_t>(in_column)};
+    }
+    phase_of[t] = i;
+    tap[t] = {(all_taps[t].row - in_row) / p.stride_row,
+              (all_taps[t].column - in_column) / p.stride_column, all_taps[t].matrix};
+  }
+  // All of what is copied must be in some window, because zeros are multiplied by it.
+  for (int i = 0; i < p.phases; ++i) {
+    int64_t row = INT32_MIN, column = INT32_MIN;
+    for (int t = 0; t < taps; ++t) {
+      if (phase_of[t] != i) continue;
+      row = std::max(row, tap[t].row);
+      column = std::max(column, tap[t].column);
+    }
+    const im2col::Window& h = call.dims[0];
+    const im2col::Window& w = call.dims[1];
+    if (h.out + row < CeilDiv(h.in - p.phase[i].in_row, p.stride_row) ||
+        w.out + column < CeilDiv(w.in - p.phase[i].in_column, p.stride_column)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Finds where stages of phases begin: of several, which have one set, at the first of their taps.
+void PlacePhases(Params& p, const Tap* tap, int taps, const int* phase_of) {
+  for (int i = 0; i < p.phases; ++i) {
+    Phase& phase = p.phase[i];
+    phase.row = phase.column = 0;
+    if (p.phases == 1) return;
+    phase.row = phase.column = INT32_MAX;
+    for (int t = 0; t < taps; ++t) {
+      if (phase_of[t] != i) continue;
+      phase.row = std::min<int>(phase.row, tap[t].row - p.set[0].row);
+      phase.column = std::min<int>(phase.column, tap[t].column - p.set[0].column);
+    }
+  }
+}
+
+// Plans stages that are runs, and returns the estimated cycles; INT64_MAX where these do not fit.
+int64_t PlanRuns(Params& p, const Call& call, const Tap* all_taps, int taps, int processors) {
+  if (call.dtype == DType::kF32 || p.row_bytes != kRowBytes) return INT64_MAX;
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   if (call.images * h.out * w.out > INT32_MAX / 2) return INT64_MAX;
-  int64_t least = INT64_MAX;
   Params q = p;
+  // A single row or column has no neighbours.
+  q.stride_row = static_cast<int>(h.out > 1 ? std::min<int64_t>(h.stride, kMaxPhases + 1) : 1);
+  q.stride_column = static_cast<int>(w.out > 1 ? std::min<int64_t>(w.stride, kMaxPhases + 1) : 1);
+  Tap tap[kMaxTaps];
+  int phase_of[kMaxTaps];
+  if (!FillPhases(q, call, all_taps, taps, tap, phase_of)) return INT64_MAX;
+  const bool has_strides = q.stride_row > 1 || q.stride_column > 1;
+  int64_t least = INT64_MAX;
   for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
     FillSets(q, tap, taps, static_cast<int>(w.taps), grouping);
+    if (has_strides && q.sets > 1) break;
+    PlacePhases(q, tap, taps, phase_of);
     const int64_t units = Units(q);
     for (int64_t width = std::min<int64_t>(w.out, kMaxBox); width >= 1; --width) {
       if (width < std::min<int64_t>(w.out, 16)) break;
       if (w.out % width != 0 || (w.taps > 1 && width < w.dilation)) continue;
       for (int rows = 1; rows <= std::min<int64_t>(h.out, kMaxStageRows); ++rows) {
-        if (!LayRunStages(q, call, tap, static_cast<int>(width), rows)) break;
+        if (!LayRunStages(q, call, tap, phase_of, static_cast<int>(width), rows)) break;
         constexpr int64_t kUnitCycles = 33;
         const int64_t cycles =
-            StageCycles(q.steps * units * kUnitCycles, q.image_bytes + q.cotangent_bytes);
+            StageCycles(q.steps * units * kUnitCycles, q.image_bytes + q.cotangent_bytes, q.ring);
         const int64_t last_less = (q.steps - q.last_steps) * units * kUnitCycles;
         const int64_t cost = Split(q, processors, cycles, last_less);
         if (cost < least) {
@@ -813,7 +1051,12 @@ int64_t PlanRuns(Params& p, const Call& call, const Tap* tap, int taps, int proc
 bool Plan(Params& p, const Call& call, int processors) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  if (h.taps * w.taps > kMaxTaps || call.groups != 1 || call.channels % 8 || call.outputs % 8) {
+  const int item = ItemBytes(call.dtype);
+  const int entries = 16 / item;
+  // Of few channels of f32 other kernels are faster.
+  if (call.dtype == DType::kF32 && call.channels <= 16) return false;
+  if (h.taps * w.taps > kMaxTaps || call.groups != 1 || call.channels % entries ||
+      call.outputs % entries) {
     return false;
   }
   if (call.images * h.out * w.out * h.taps * w.taps * call.channels * call.outputs == 0) {
@@ -822,9 +1065,10 @@ bool Plan(Params& p, const Call& call, int processors) {
   p.channels = static_cast<int>(call.channels);
   p.outputs = static_cast<int>(call.outputs);
   p.size = h.taps * w.taps * call.channels * call.outputs;
-  const int block = ChannelBlock(call.channels);
-  p.row_bytes = 2 * block;
-  const int64_t channel_blocks = CeilDiv(call.channels, block);
+  p.block = ChannelBlock(call.channels);
+  p.row_bytes = std::min(kRowBytes, item * p.block);
+  p.planes = item * p.block / p.row_bytes;
+  const int64_t channel_blocks = CeilDiv(call.channels, p.block);
   const int64_t column_tiles = CeilDiv(call.outputs, kColumns);
   if (channel_blocks * column_tiles * h.taps * w.taps > INT32_MAX / 8) return false;
   p.channel_blocks = static_cast<int>(channel_blocks);
@@ -839,7 +1083,7 @@ bool Plan(Params& p, const Call& call, int processors) {
   if (PlanRows(p, call, tap, taps)) {
     constexpr int64_t kUnitCycles = 50;
     const int64_t cycles =
-        StageCycles(p.steps * Units(p) * kUnitCycles, p.image_stage + p.cotangent_bytes);
+        StageCycles(p.steps * Units(p) * kUnitCycles, p.image_stage + p.cotangent_bytes, p.ring);
     rows_cost = Split(p, processors, cycles, 0);
   }
   if (runs_cost < rows_cost) p = runs;
@@ -848,7 +1092,10 @@ bool Plan(Params& p, const Call& call, int processors) {
 
 template <typename T>
 cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
-  const auto kernel = p.has_runs ? &SumPixels<T, true> : &SumPixels<T, false>;
+  auto* kernel = &SumPixels<T, false>;
+  if constexpr (!std::is_same_v<T, float>) {
+    if (p.has_runs) kernel = &SumPixels<T, true>;
+  }
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
@@ -877,7 +1124,11 @@ cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* worksp
   }
   if (error != cudaSuccess) return error;
   Params p{};
-  if (major != 9 || !Plan(p, call, processors)) return cudaErrorNotSupported;
+  if (major != 9) return cudaErrorNotSupported;
+  if (!Plan(p, call, processors)) {
+    return call.dtype == DType::kF32 ? LaunchKernelGradMma(stream, call, workspace, processors)
+                                     : cudaErrorNotSupported;
+  }
   const bool one_part = p.splits == p.cluster;
   p.result = one_part ? call.result : workspace;
   p.is_wide = !one_part || call.result_dtype == DType::kF32;
@@ -887,25 +1138,40 @@ cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* worksp
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   if (p.has_runs) {
-    error = Map<4>(p.image_map, call.dtype, call.image, {call.channels, w.in, h.in, call.images},
-                   {p.row_bytes / 2, p.run_columns, p.run_rows, 1}, {1, 1, 1, 1}, p.row_bytes);
-    if (error != cudaSuccess) return error;
+    for (int i = 0; i < p.phases; ++i) {
+      const Phase& phase = p.phase[i];
+      const int64_t first = (phase.in_row * w.in + phase.in_column) * call.channels;
+      const int64_t pitch = w.in * call.channels;
+      error = Map<4>(p.image_map[i], call.dtype, static_cast<const char*>(call.image) + 2 * first,
+                     {call.channels, CeilDiv(w.in - phase.in_column, p.stride_column),
+                      CeilDiv(h.in - phase.in_row, p.stride_row), call.images},
+                     {p.row_bytes / 2, p.run_columns, phase.rows, 1}, {1, 1, 1, 1}, p.row_bytes,
+                     {p.stride_column * call.channels, p.stride_row * pitch, h.in * pitch});
+      if (error != cudaSuccess) return error;
+    }
     // With a dimension for strips, what is beside one is outside of its row, and zeros.
     const int64_t width = p.strip_width.divisor();
     error = Map<5>(p.cotangent_map, call.dtype, call.cotangent,
                    {call.outputs, width, w.out / width, h.out, call.images},
                    {kColumns, p.run_columns, 1, p.stage_rows, 1}, {1, 1, 1, 1, 1}, 2 * kColumns);
   } else {
-    error =
-        MapRows(p.image_map, p, call.dtype, call.image, {call.channels, w.in, h.in, call.images});
+    error = MapRows(p.image_map[0], p, call.dtype, call.image,
+                    {call.channels, w.in, h.in, call.images});
     if (error != cudaSuccess) return error;
     error = Map<4>(p.cotangent_map, call.dtype, call.cotangent,
                    {call.outputs, w.out, h.out, call.images},
-                   {kColumns, p.strip_width.divisor(), 1, 1}, {1, 1, 1, 1}, 2 * kColumns);
+                   {kRowBytes / ItemBytes(call.dtype), p.strip_width.divisor(), 1, 1}, {1, 1, 1, 1},
+                   kRowBytes);
   }
   if (error != cudaSuccess) return error;
-  return call.dtype == DType::kF16 ? Launch<__half>(stream, p, call)
-                                   : Launch<__nv_bfloat16>(stream, p, call);
+  switch (call.dtype) {
+    case DType::kF16:
+      return Launch<__half>(stream, p, call);
+    case DType::kF32:
+      return Launch<float>(stream, p, call);
+    default:
+      return Launch<__nv_bfloat16>(stream, p, call);
+  }
 }
 
 }  // namespace jaxops::conv::cuda

@@ -252,19 +252,19 @@ inline Encode EncodeTiled() {
 
 inline int ItemBytes(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
-// Rows of entries, the fastest dimension first; `steps` leaves entries of the box out.
+// Rows of entries, the fastest dimension first, whose neighbours in the others are `pitches`
+// entries apart; `steps` leaves entries of the box out.
 template <int kRank>
 cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (&sizes)[kRank],
-                const int64_t (&box)[kRank], const int64_t (&steps)[kRank], int row_bytes) {
+                const int64_t (&box)[kRank], const int64_t (&steps)[kRank], int row_bytes,
+                const int64_t (&pitches)[kRank - 1]) {
   const Encode encode = EncodeTiled();
   if (!encode) return cudaErrorNotSupported;
   cuuint64_t dims[kRank], strides[kRank];
   cuuint32_t boxes[kRank], traversal[kRank];
-  int64_t stride = ItemBytes(dtype);
   for (int i = 0; i < kRank; ++i) {
     dims[i] = sizes[i];
-    stride *= sizes[i];
-    strides[i] = stride;
+    if (i + 1 < kRank) strides[i] = pitches[i] * ItemBytes(dtype);
     boxes[i] = static_cast<cuuint32_t>(box[i]);
     traversal[i] = static_cast<cuuint32_t>(steps[i]);
   }
@@ -280,6 +280,15 @@ cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (
                                : CU_TENSOR_MAP_SWIZZLE_32B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The same of rows one after the other.
+template <int kRank>
+cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (&sizes)[kRank],
+                const int64_t (&box)[kRank], const int64_t (&steps)[kRank], int row_bytes) {
+  int64_t pitches[kRank - 1];
+  for (int i = 0; i < kRank - 1; ++i) pitches[i] = sizes[i] * (i > 0 ? pitches[i - 1] : 1);
+  return Map<kRank>(map, dtype, data, sizes, box, steps, row_bytes, pitches);
 }
 
 // The map that CopyRows takes, of images whose sizes come fastest first.

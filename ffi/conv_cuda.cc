@@ -97,8 +97,6 @@ struct Kernels {
   cudaError_t (*kernel_grad)(cudaStream_t, const Call&, void* workspace, int processors);
 };
 constexpr Kernels kHopper = {cu::LaunchForward, cu::LaunchInputGrad, cu::LaunchKernelGrad};
-// There is no kernel gradient of TF32 for Hopper: its products want pixels beside each other.
-constexpr Kernels kHopperTf32 = {cu::LaunchForward, cu::LaunchInputGrad, cu::LaunchKernelGradMma};
 constexpr Kernels kFew = {cu::LaunchForwardFew, cu::LaunchInputGradFew, cu::LaunchKernelGradFew};
 constexpr Kernels kMma = {cu::LaunchForwardMma, cu::LaunchInputGradMma, cu::LaunchKernelGradMma};
 constexpr Kernels kFma = {cu::LaunchForwardFma, cu::LaunchInputGradFma, cu::LaunchKernelGradFma};
@@ -121,7 +119,7 @@ xf::Error Choose(const Kernels*& kernels, const Call& call) {
   kernels = cu::IsDirect(call)              ? &kDirect
             : IsFma(call)                   ? &kFma
             : is_hopper && IsFew(call)      ? &kFew
-            : is_hopper && call.groups == 1 ? (call.dtype == DType::kF32 ? &kHopperTf32 : &kHopper)
+            : is_hopper && call.groups == 1 ? &kHopper
                                             : &kMma;
   if (is_hopper || (major >= 8 && !IsFew(call))) return xf::Error::Success();
   return xf::Error(
@@ -138,8 +136,7 @@ int64_t KernelGradWorkspace(const Call& call) {
   if (cu::IsDirect(call)) return cu::KernelGradDirectWorkspace(call);
   if (IsFma(call)) return cu::KernelGradFmaWorkspace(call);
   if (IsFew(call)) return cu::KernelGradFewWorkspace(call);
-  return std::max(cu::KernelGradMmaWorkspace(call),
-                  call.dtype == DType::kF32 ? 0 : cu::KernelGradWorkspace(call));
+  return std::max(cu::KernelGradMmaWorkspace(call), cu::KernelGradWorkspace(call));
 }
 
 // The bias is the last operand, if there is one, in the type of the sums.
