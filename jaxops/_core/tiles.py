@@ -226,7 +226,7 @@ def find_kernel_grad_form(
 ) -> Form | None:
     """The same of the gradient by the kernel, or by so many kernels, each of groups of its own.
 
-    Its sums of TF32 do without `wgmma`. Patches that are no larger than x are not worth that.
+    TF32's are not worth while where patches are no larger than x, which XLA multiplies as well.
     """
     # Of several groups devices have all channels, unless every channel is a group of its own.
     fans, groups = (options.fan_in, options.fan_out), options.groups
