@@ -824,7 +824,7 @@ cudaError_t LaunchWords(cudaStream_t stream, const Job& job) {
              : LaunchWordsOf<Word, kListedPieces, kListedPieces>(stream, job);
 }
 
-// Whether there is little to move, and MoveWords can do it.
+// Whether there is little to move, and JoinWords or MoveWords can do it.
 bool IsSmall(const Job& job, int64_t unit) {
   const size_t destinations = job.destinations.size();
   int64_t words = 0, stride = 0;

@@ -7,12 +7,13 @@
 // cotangent of the same pixels is the right operand as it lies in shared memory.
 //
 // Fragments for every tap are as much to read as the right operand, and both together bound the
-// product. Without strides, and with more than 32 channels, stages are runs: rows of the image one
-// after the other, and the cotangent in rows as wide, filled up with zeros. The windows of a tap
-// are then those of another some entries further, whatever row they are in, and are themselves the
-// right operand; the cotangent is the left one, of which a fragment serves all taps. The price is
-// the zeros, which are multiplied too. With strides the entries of the image that are whole strides
-// apart are an image without strides, a phase: a stage has a run of each, and a tap one phase.
+// product. Of 16-bit types, without strides and with more than 32 channels, stages are runs: rows
+// of the image one after the other, and the cotangent in rows as wide, filled up with zeros. The
+// windows of a tap are then those of another some entries further, whatever row they are in, and
+// are themselves the right operand; the cotangent is the left one, of which a fragment serves all
+// taps. The price is the zeros, which are multiplied too. With strides the entries of the image
+// that are whole strides apart are an image without strides, a phase: a stage has a run of each,
+// and a tap one phase.
 //
 // Float32 is multiplied as TF32, of which the right operand must have pixels beside each other. A
 // few warps transpose the cotangents of a stage in shared memory. The left operand may come from
@@ -73,7 +74,7 @@ struct Params : Layout {
   int channel_blocks, column_tiles, sets;
   int splits, cluster;                     // of an item; those of a cluster
   int stages;                              // in all, and what one has of pixels:
-  int stage_rows, stage_pixels, steps;     // rows of them, all of them, and steps of 16
+  int stage_rows, stage_pixels, steps;     // rows of them, all of them, and steps
   int image_stage, cotangent_stage, ring;  // bytes of the parts of a stage; stages held
   int image_bytes, cotangent_bytes;        // of these parts, those that copies write
   bool is_wide;                            // the result is f32

@@ -899,7 +899,7 @@ template <typename T>
 cudaError_t LaunchPointColumns(cudaStream_t stream, const Call& call, int lanes) {
   const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
   PointColumnParams params{call};
-  const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1;
+  const bool plain = call.order == 0 && call.point_dtype == call.dtype && AreDense(call);
   for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
     params.strides[operand] = call.cells.rank() == 1 ? call.cells.stride(0, operand) : 0;
   }

@@ -500,6 +500,7 @@ CASES = {
     "strided by 2": ((3, 30, 31), 72, 136, 3, {"strides": 2}),
     "of strided rows": ((2, 31, 20), 64, 64, 3, {"strides": (4, 1)}),
     "of strided columns": ((2, 17, 132), 64, 64, 3, {"strides": (1, 2), "padding": 3}),
+    "of strided columns, odd": ((2, 17, 131), 64, 64, 3, {"strides": (1, 2), "padding": 3}),
     "dilated": ((2, 30, 31), 64, 64, 3, {"dilation": (7, 2)}),
     "far apart": ((1, 64, 64), 64, 64, 3, {"dilation": 25, "padding": 25}),
     "9x9": ((1, 30, 30), 64, 64, 9, {}),

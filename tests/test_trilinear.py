@@ -123,16 +123,16 @@ def test_every_width_of_nested_cells(dtype, platform):
     )
 
 
-# One of every kind of kernel that large calls have.
+# Of the kinds of kernels that large calls have.
 MANY_WIDTHS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 17, 20, 33, 64, 129)
-MANY_BYTES = 9 * 2**20  # of features, which no call of few cells has
+MANY_BYTES, MANY_CELLS = 9 * 2**20, 9000  # more than kernels of small calls take
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_cells(dtype, platform):
     """They repeat a prime number of cells, so that these tell what all of the results are."""
     cases = [random_case(67, width, dtype, seed=width) for width in MANY_WIDTHS]
-    repeats = [MANY_BYTES // f.nbytes + 1 for f, _ in cases]
+    repeats = [max(MANY_BYTES // f.nbytes, MANY_CELLS // len(f)) + 1 for f, _ in cases]
     check_everything(platform, dtype, cases, [f[:, 3] for f, _ in cases], repeats)
 
 
@@ -265,6 +265,22 @@ def test_cells_share_what_vmap_does_not_batch(platform):
     got = run(total(jaxops.trilinear_interpolate), platform, features, many)
     want = on_reference(total(reference.trilinear_interpolate), features, many)
     assert_close(got, want, "shared features", dtype="float64", terms=200)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 5, 13, 17, 33])
+def test_many_points_of_one_cell(width, dtype, platform):
+    features, _ = random_case(1, width, dtype)
+    _, many = random_case(20_000, 1, dtype, seed=1)
+    features, g = features[0], np.broadcast_to(features[0, 3], (len(many), width))
+
+    def gradients(function):
+        pull = vjp_of(function, (1,))
+        return lambda g, f, points: jax.vmap(pull, (0, None, 0))((g,), f, points)
+
+    got = run(gradients(jaxops.trilinear_interpolate), platform, g, features, many)
+    want = on_reference(gradients(reference.trilinear_interpolate), g, features, many)
+    assert_close(got, want, f"F={width}", dtype=dtype, terms=8 * width)
 
 
 def test_nan_and_inf_stay_in_their_cell(platform):
