@@ -437,7 +437,7 @@ def test_operators_may_have_peers_of_the_same_name():
         dataclasses.replace(TWICE, operator=name, peers=(spec.Peer("XLA", function),))
         for name, function in (("mine", _twice), ("other", _thrice))
     )
-    asked = types.SimpleNamespace(peers=None, cases="small", quick=False)
+    asked = types.SimpleNamespace(peers=None, cases=["small"], without=None, quick=False)
     works, absent = bench._works([mine, other], asked, "cpu")
     assert [work.peers for work in works] == [mine.peers, other.peers]
     assert not absent
@@ -642,6 +642,16 @@ def test_everything_that_is_made(only_twice, tmp_path, capsys):
     assert "0 rows faster, 0 slower" in capsys.readouterr().out
 
 
+def test_cases_are_chosen_and_left_out(only_twice, tmp_path):
+    kept = tmp_path / "r.json"
+    asked = ["--cases", "small", "--cases", "scaling", "--without", "(8)", "--rounds", "1"]
+    assert on_cpu(*asked, "--json", str(kept)) == 0
+    found = results.load(kept)
+    assert {row.group for row in found.rows} == {"small", "scaling"}
+    assert {row.case for row in found.rows} == {"(100) f32", "(80) f32"}
+    assert "--cases small --cases scaling --without '(8)'" in found.command
+
+
 def test_quick_leaves_out_what_is_slow_to_compile(only_twice, tmp_path):
     kept = tmp_path / "r.json"
     for asked, there in (([], False), (["--peers", "slow*"], True)):
@@ -699,6 +709,8 @@ def test_readme_is_written_between_its_markers(tmp_path):
     [
         (["thrice"], "there is no benchmark of 'thrice'; there are twice"),
         (["--cases", "huge"], "no case of twice matches 'huge'"),
+        (["--without", "*"], "no case of twice matches '*' and not '*'"),
+        (["--from", "r.json", "--without", "odd"], "--from measures nothing, so it goes without"),
         (["--peers", "nobody"], "no peer is called 'nobody'; there are XLA product, wrong"),
         (["--from", "r.json", "--quick"], "--from measures nothing, so it goes without quick"),
         (["--compare", "none.json"], "none.json cannot be read"),

@@ -50,9 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     measuring.add_argument(
         "--cases",
+        action="append",
         metavar="PATTERN",
         help="only cases in whose group and name this shell pattern occurs, such as 'large*bf16'; "
-        f"{TARGET_TAG} stands for the cases that targets were set on",
+        f"{TARGET_TAG} stands for the cases that targets were set on; may be given several times",
+    )
+    measuring.add_argument(
+        "--without",
+        action="append",
+        metavar="PATTERN",
+        help="no cases in which this pattern occurs, such as those that a peer takes minutes to "
+        "compile; may be given several times",
     )
     measuring.add_argument(
         "--peers",
@@ -130,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> Document:
-    measuring = ("operators", "platform", "quick", "cases", "peers", "rounds")
+    measuring = ("operators", "platform", "quick", "cases", "without", "peers", "rounds")
     given = [name for name in measuring if getattr(args, name)]
     if given:
         raise UsageError(f"--from measures nothing, so it goes without {', '.join(given)}")
@@ -232,7 +240,12 @@ def _works(
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in absent.items()))
     works = []
     for benchmark in benchmarks:
-        cases = [c for c in benchmark.cases if args.cases is None or c.matches(args.cases)]
+        cases = [
+            case
+            for case in benchmark.cases
+            if (args.cases is None or any(map(case.matches, args.cases)))
+            and not any(map(case.matches, args.without or ()))
+        ]
         for case in cases[:1] if args.quick else cases:
             peers = tuple(
                 p
@@ -244,7 +257,9 @@ def _works(
             works.append(runner.Work(benchmark, case, peers))
     if not works:
         names = ", ".join(benchmark.operator for benchmark in benchmarks)
-        raise UsageError(f"no case of {names} matches {args.cases!r}")
+        chosen = " or ".join(map(repr, args.cases or ["*"]))
+        left_out = "".join(f" and not {pattern!r}" for pattern in args.without or ())
+        raise UsageError(f"no case of {names} matches {chosen}{left_out}")
     return works, absent
 
 
@@ -263,9 +278,11 @@ def _versions(works: Sequence[runner.Work]) -> dict[str, str]:
 def _command(args: argparse.Namespace) -> str:
     """The command that measures the same again."""
     words = ["python", "-m", "jaxops", "bench", *args.operators]
-    for option in ("platform", "cases", "peers", "rounds"):
+    for option in ("platform", "cases", "without", "peers", "rounds"):
         value = getattr(args, option)
-        words += [] if value is None else [f"--{option}", str(value)]
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        for each in values:
+            words += [f"--{option}", str(each)]
     return shlex.join(words + (["--quick"] if args.quick else []))
 
 
