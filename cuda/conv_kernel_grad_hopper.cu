@@ -114,10 +114,12 @@ struct Item {
     end = static_cast<int>(int64_t{p.stages} * (split + 1) / p.splits);
   }
 
+#if JAXOPS_HAS_WGMMA
   // Blocks of 64 rows of the product.
   __device__ int Units(const Params& p) const {
     return ((set.end - set.begin) * p.block + 63) / 64;
   }
+#endif
 };
 
 struct Barriers {
@@ -197,7 +199,8 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
 // Fills stages with runs: a stage is the rows of an image that the windows of some rows of a strip
 // touch, and the cotangent of these pixels with zeros beside them, so that rows of both are as
 // wide.
-__device__ void CopyRuns(const Params& p, const Item& item, Barriers& barriers, char* stages) {
+[[maybe_unused]] __device__ void CopyRuns(const Params& p, const Item& item, Barriers& barriers,
+                                          char* stages) {
   const bool copies = threadIdx.x % 32 == 0;
   Ring ring;
   // All lanes go along, so that the warp stays one.
@@ -228,8 +231,8 @@ __device__ void CopyRuns(const Params& p, const Item& item, Barriers& barriers, 
 
 // Products of TF32 take cotangents with the pixels of an output beside each other, of each step
 // those at even places first: rows of 128 bytes, 32 pixels, are swizzled as bulk copies do it.
-__device__ void TransposeStages(const Params& p, const Item& item, Barriers& barriers,
-                                char* stages) {
+[[maybe_unused]] __device__ void TransposeStages(const Params& p, const Item& item,
+                                                 Barriers& barriers, char* stages) {
   const int lane = threadIdx.x % 32;
   constexpr int kLanePlanes = kColumnPlanes<float>;
   Ring ring;
@@ -262,21 +265,21 @@ __device__ void TransposeStages(const Params& p, const Item& item, Barriers& bar
 }
 
 // Has the compiler keep a value in a register instead of computing it again for every use.
-__device__ inline void Keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+[[maybe_unused]] __device__ inline void Keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 // Two entries of 4 bytes.
-__device__ inline void LoadPair(uint32_t address, uint32_t* to) {
+[[maybe_unused]] __device__ inline void LoadPair(uint32_t address, uint32_t* to) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address));
 }
 
 // Has a warp give a stage back that all of its lanes have read.
-__device__ inline void Release(uint64_t* empty) {
+[[maybe_unused]] __device__ inline void Release(uint64_t* empty) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty);
 }
 
 // a, or b where `sign` is negative: a selection that the compiler does not make a branch of.
-__device__ inline uint32_t SelectBySign(int32_t sign, uint32_t a, uint32_t b) {
+[[maybe_unused]] __device__ inline uint32_t SelectBySign(int32_t sign, uint32_t a, uint32_t b) {
   uint32_t selected;
   asm("slct.b32.s32 %0, %1, %2, %3;" : "=r"(selected) : "r"(a), "r"(b), "r"(sign));
   return selected;
