@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 import warnings
 
@@ -27,6 +28,7 @@ import jaxops.conv
 from jaxops._core import convolution
 from jaxops.testing.measure import (
     assert_close,
+    collectives,
     compile_without_loops,
     custom_calls,
     on_reference,
@@ -567,17 +569,99 @@ def test_a_layer_of_nnx(platform):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_spatially_sharded_images_are_right(platform):
-    if len(platform.devices) < 2:
-        pytest.skip("one device")
-    mesh = jax.make_mesh(
-        (len(platform.devices),),
-        ("h",),
-        axis_types=(jax.sharding.AxisType.Auto,),
-        devices=platform.devices,
+SPREAD = {
+    "one neighbour": ((1, 16, 4, 3), (3, 3, 3, 2), {}, ("h", None)),
+    "rows and columns": ((2, 16, 8, 3), (5, 3, 3, 2), {}, ("h", "w")),
+    "several neighbours": ((1, 16, 4, 3), (7, 3, 3, 2), {"dilation": 2}, ("h", None)),
+    "strides": ((2, 32, 16, 3), (7, 5, 3, 2), {"strides": 2}, ("h", "w")),
+    "strides beyond the window": ((2, 48, 8, 3), (2, 1, 3, 4), {"strides": (3, 1)}, ("h", "w")),
+    "padding on one side": (
+        (2, 16, 8, 3),
+        (3, 4, 3, 2),
+        {"padding": ((2, 0), (0, 3))},
+        ("h", "w"),
+    ),
+    "groups": ((2, 16, 8, 4), (3, 3, 2, 6), {"groups": 2}, ("h", "w")),
+    "depthwise": ((2, 16, 8, 4), (3, 3, 1, 4), {"groups": 4}, ("h", "w")),
+    "one tap": ((2, 16, 8, 4), (1, 1, 4, 3), {}, ("h", "w")),
+}
+
+
+def spread(platform, shape):
+    if len(platform.devices) < math.prod(shape):
+        pytest.skip(f"{len(platform.devices)} devices")
+    return jax.make_mesh(
+        shape,
+        ("h", "w"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=platform.devices[: math.prod(shape)],
     )
+
+
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("devices", [(2, 1), (8, 1), (4, 2)], ids=str)
+def test_images_whose_sizes_are_sharded(name, devices, platform):
+    """No device has more of an image than its part and what windows reach beyond it."""
+    size, taps, options, axes = SPREAD[name]
+    options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 1), "groups": 1} | options
+    options |= {k: (v, v) for k, v in options.items() if k != "groups" and isinstance(v, int)}
+
+    def ours(x, kernel, bias):
+        return jaxops.conv2d(x, kernel, bias=bias, activation="silu", **options)
+
+    def expected(x, kernel, bias):
+        return jax.nn.silu(of_lax(x, kernel, **options) + bias)
+
+    check_spread(ours, expected, normal(0, size, taps, taps[-1:]), axes, devices, platform)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_strides": (1, 1), "padding": ((-1, 3), (2, -2))},
+        {"window_strides": (1, 1), "padding": ((2, 1), (1, 1)), "lhs_dilation": (2, 1)},
+    ],
+    ids=["negative padding", "transposed"],
+)
+def test_images_whose_sizes_are_sharded_as_jax_lax_has_them(options, platform):
+    def ours(x, kernel):
+        return jaxops.conv_general_dilated(x, kernel, **options, dimension_numbers=NHWC)
+
+    def expected(x, kernel):
+        return lax.conv_general_dilated(x, kernel, **options, dimension_numbers=NHWC)
+
+    arguments = normal(0, (2, 16, 8, 3), (3, 1 if "lhs_dilation" not in options else 3, 3, 2))
+    check_spread(ours, expected, arguments, ("h", "w"), (4, 2), platform)
+
+
+def check_spread(ours, expected, arguments, axes, devices, platform):
+    mesh = spread(platform, devices)
+
+    def value_and_gradients(function):
+        def both(g, *arguments):
+            y, pull = jax.vjp(function, *arguments)
+            return y, pull(g)
+
+        return both
+
+    (g,) = normal(1, jax.eval_shape(expected, *arguments).shape)
+    of_image, whole = NamedSharding(mesh, P(None, *axes)), NamedSharding(mesh, P())
+    places = (of_image, of_image, *[whole] * (len(arguments) - 1))
+    placed = [jax.device_put(a, to) for a, to in zip((g, *arguments), places, strict=True)]
+    program = jax.jit(value_and_gradients(ours)).lower(*placed).compile()
+    assert not set(collectives(program)) & {"all-gather", "all-to-all"}
+    got, want = program(*placed), value_and_gradients(expected)(g, *arguments)
+    assert got[0].sharding.is_equivalent_to(of_image, 4)
+    assert got[1][0].sharding.is_equivalent_to(of_image, 4)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_sharded_images_without_parts_for_windows_are_right(platform):
+    """Of 16 rows there are 14 windows: no devices could have as many of both."""
+    mesh = spread(platform, (2, 1))
     x, kernel = normal(0, (1, 16, 4, 3), (3, 3, 3, 2))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "h"))
-    got = jax.jit(jaxops.conv2d)(jax.device_put(x, sharding), kernel)
-    want = of_lax(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
+    placed = jax.device_put(x, NamedSharding(mesh, P(None, "h")))
+    got = jax.jit(functools.partial(jaxops.conv2d, padding="VALID"))(placed, kernel)
+    want = of_lax(x, kernel, strides=(1, 1), padding="VALID", dilation=(1, 1), groups=1)
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)

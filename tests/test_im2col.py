@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import onnx_nodes
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops.testing.measure import compile_without_loops, custom_calls, run, vjp_of
+from jaxops.testing.measure import collectives, compile_without_loops, custom_calls, run, vjp_of
 
 FORMATS = ("NWC", "NHWC", "NDHWC", "NCW", "NCHW", "NCDHW")
 
@@ -217,3 +219,38 @@ def test_patches_are_one_call_and_no_loop(platform):
     x = jax.device_put(np.zeros((2, 3, 8, 8, 4), np.float32), platform.device)
     program = compile_without_loops(jax.vmap(lambda x: jaxops.im2col(x, 3, padding="SAME")), x)
     assert custom_calls(program) == {"jaxops_im2col": 1}
+
+
+@pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("devices", [(2, 1), (4, 2)], ids=str)
+def test_images_whose_sizes_are_sharded(data_format, devices, platform):
+    """Devices exchange what windows reach beyond their parts, and have no more of an image."""
+    if len(platform.devices) < devices[0] * devices[1]:
+        pytest.skip(f"{len(platform.devices)} devices")
+    mesh = jax.make_mesh(
+        devices,
+        ("h", "w"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=platform.devices[: devices[0] * devices[1]],
+    )
+    options = {"strides": (2, 1), "padding": ((3, 2), (1, 1)), "data_format": data_format}
+    last = data_format == "NHWC"
+    x = random_image(np.random.default_rng(0), data_format, 2, 3, (16, 8), "float32")
+
+    def value_and_gradient(x, g):
+        y, pull = jax.vjp(lambda x: jaxops.im2col(x, (7, 3), **options), x)
+        return y, *pull(g)
+
+    shape = jax.eval_shape(lambda x: jaxops.im2col(x, (7, 3), **options), x).shape
+    g = np.random.default_rng(1).integers(0, 9, shape).astype(np.float32)
+    want_y, want_dx = run(value_and_gradient, platform, x, g)
+    spread = P(None, "h", "w") if last else P(None, None, "h", "w")
+    of_patches = P(None, "h", "w") if last else P(None, None, None, None, "h", "w")
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, spread), (g, of_patches))]
+    program = jax.jit(value_and_gradient).lower(*placed).compile()
+    assert not set(collectives(program)) & {"all-gather", "all-to-all"}
+    y, dx = program(*placed)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, of_patches), y.ndim)
+    assert dx.sharding.is_equivalent_to(NamedSharding(mesh, spread), dx.ndim)
+    np.testing.assert_array_equal(y, want_y)
+    np.testing.assert_array_equal(dx, want_dx)

@@ -74,13 +74,12 @@ class Options:
         This one has no strides, that one those by which the entries of lhs are apart.
         """
         windows = self.windows
-        reaches = [(k - 1) * d for k, d in zip(windows.taps, windows.dilation, strict=True)]
         mirrored = dataclasses.replace(
             windows,
             ins=windows.outs,
             outs=windows.ins,
             strides=tuple(strides),
-            low=tuple(r - low for r, low in zip(reaches, windows.low, strict=True)),
+            low=tuple(r - low for r, low in zip(windows.reach, windows.low, strict=True)),
         )
         return dataclasses.replace(self, windows=mirrored, fan_in=self.fan_out, fan_out=self.fan_in)
 
@@ -89,15 +88,15 @@ class Options:
 
     @property
     def x(self) -> str:
-        return self._image(self.windows.ins, "in", "cin", "inputs", self.fan_in)
+        return self._image(self.windows.in_dims, "cin", "inputs", self.fan_in)
 
     @property
     def y(self) -> str:
-        return self._image(self.windows.outs, "out", "cout", "outputs", self.fan_out)
+        return self._image(self.windows.out_dims, "cout", "outputs", self.fan_out)
 
     @property
     def kernel(self) -> str:
-        taps = " ".join(f"tap{i}={n}" for i, n in enumerate(self.windows.taps))
+        taps = self.windows.tap_dims
         if self.groups == 1:
             return f"{taps} cin cout"
         if self.is_depthwise:
@@ -110,16 +109,15 @@ class Options:
             return "cout"
         return "channels" if self.is_depthwise else f"outputs={self.groups * self.fan_out}"
 
-    def _image(self, sizes, dim, dense, grouped, fan):
-        dims = " ".join(f"{dim}{i}={n}" for i, n in enumerate(sizes))
+    def _image(self, dims, dense, grouped, fan):
         if self.groups == 1:
-            return f"rows {dims} {dense}"
-        return f"rows {dims} " + (
-            "channels" if self.is_depthwise else f"{grouped}={self.groups * fan}"
-        )
+            channels = dense
+        else:
+            channels = "channels" if self.is_depthwise else f"{grouped}={self.groups * fan}"
+        return f"rows {dims} {channels}"
 
 
-_REPLICATED = ("in", "out", "tap", "fan", "inputs", "outputs")
+_REPLICATED = ("in", "out", "step", "tap", "fan", "inputs", "outputs")
 
 
 def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, platform, **_):
@@ -532,7 +530,14 @@ def _epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
     return (x, kernel), of_sums, finish
 
 
+def _with_neighbours(image, *others, axes, options, of_windows, **params):
+    first = image.ndim - 1 - _rank(options)
+    image, part = options.windows.of_part(image, first, axes, of_windows=of_windows)
+    return (image, *others), {"options": dataclasses.replace(options, windows=part), **params}
+
+
 def _operator(name, signature, local, **more):
+    of_windows = local is _input_grad_local
     return Operator(
         name,
         signature=lambda *, options, **params: signature(options, **params),
@@ -540,6 +545,7 @@ def _operator(name, signature, local, **more):
         local=local,
         replicated=_REPLICATED,
         summed_outputs=(0,) if local is _kernel_grad_local else (),
+        neighbours=functools.partial(_with_neighbours, of_windows=of_windows),
         **more,
     )
 

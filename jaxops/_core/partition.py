@@ -29,12 +29,16 @@ Axes = tuple[str, ...]  # mesh axes, major first
 def shardy_rule(call: Call, devices: int, replicated: Sequence[str]) -> tuple[str, dict]:
     """The call as a Shardy rule: `custom_partitioning`'s string form and its keyword arguments."""
     ones = 0
+    whole = set(replicated)
 
     def visible(dim):
         if len(dim) > 1 and call.sizes[dim[0]] % devices:
             # Were the major factor a factor of the rule, Shardy would split it by a part of a mesh
             # axis, which has no NamedSharding. The plan below aligns the operands instead.
-            return ("_".join(dim),)
+            joined = "_".join(dim)
+            if whole.intersection(dim):
+                whole.add(joined)
+            return (joined,)
         return tuple(f for f in dim if call.sizes[f] != 1)
 
     def dim_text(dim):
@@ -56,8 +60,8 @@ def shardy_rule(call: Call, devices: int, replicated: Sequence[str]) -> tuple[st
     # Shardy wants special factors in order of appearance.
     order = dict.fromkeys(f for term in (*operands, *outputs) for f in flat(term))
     return f"{side(operands)} -> {side(outputs)}", {
-        "need_replication_factors": tuple(f for f in order if f in replicated),
-        "reduction_factors": tuple(f for f in order if f in read - written and f not in replicated),
+        "need_replication_factors": tuple(f for f in order if f in whole),
+        "reduction_factors": tuple(f for f in order if f in read - written - whole),
         **{f: call.sizes[f] for f in order if f not in alone},
     }
 
@@ -110,10 +114,10 @@ def make_plan(call: Call, mesh, specs: Sequence[tuple[Term, P]], replicated: Seq
         for dim, entry in zip(term, spec, strict=False):
             proposed = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
             proposed = tuple(a for a in proposed if a not in used)
-            taken = set(dim) & (set(axes) | set(replicated) | set(plan.refined or ()))
-            if not proposed or not dim or taken:
+            taken = set(dim) & (set(axes) | set(plan.refined or ()))
+            if not proposed or not dim or taken or dim[0] in replicated:
                 continue
-            major, minor = dim[0], dim[1:]
+            major, minor = dim[0], tuple(f for f in dim[1:] if f not in replicated)
             heads = call.sizes[major]
             if heads % plan.size(proposed) == 0:
                 axes[major] = proposed

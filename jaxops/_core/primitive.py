@@ -52,6 +52,9 @@ class Operator:
       across: by factor, what one device computes of its part of that, where results are no sums of
         what devices compute alone: called as across[factor](*shards, axes=..., **params) with the
         mesh axes of the parts, it returns results that are whole over these.
+      neighbours: what a device's results depend on beyond its own shards: called as
+        neighbours(*shards, axes=..., **params) with the mesh axes of every factor, it returns
+        the operands and params of the call that a device makes.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Operator:
         summed_outputs: Sequence[int] = (),
         epilogue: Callable[..., tuple | None] = lambda *_, **__: None,
         across: Mapping[str, Callable[..., Sequence[jax.Array]]] | None = None,
+        neighbours: Callable[..., tuple] = lambda *shards, axes, **params: (shards, params),
     ):
         self.name = name
         self.target = f"jaxops_{name}"
@@ -81,6 +85,7 @@ class Operator:
         self._summed_outputs = tuple(summed_outputs)
         self._epilogue = epilogue
         self._across = across or {}
+        self._neighbours = neighbours
         # The outer primitive is what JAX transforms see; the inner one is the call on one device.
         self.primitive = self._new_primitive(name)
         batching.primitive_batchers[self.primitive] = self._batch
@@ -242,6 +247,7 @@ class Operator:
 
             def compute(*shards, sizes):
                 local = {k: sizes.get(k, v) for k, v in params.items()}
+                shards, local = self._neighbours(*shards, axes=plan.axes, **local)
                 if plan.across:
                     axes = plan.axes[plan.across]
                     return self._across[plan.across](*shards, axes=axes, **local), None

@@ -9,12 +9,16 @@ Each is the other's transpose, so that these two are closed under differentiatio
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 
-from jaxops._core import checks, compat, rules
+from jaxops._core import checks, compat, halo, rules
 from jaxops._core.primitive import Operator
 from jaxops.reference import im2col as reference
 
@@ -55,23 +59,83 @@ class Windows:
         """The same windows over images whose channels are last."""
         return dataclasses.replace(self, channels_last=True)
 
+    def is_even(self, i: int) -> bool:
+        """Whether along dimension i there are `strides` entries of the image a window.
+
+        Windows and image may then be split into parts that belong to each other.
+        """
+        return self.ins[i] == self.outs[i] * self.strides[i] > 0
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """How far the last tap is from the first."""
+        return tuple((k - 1) * d for k, d in zip(self.taps, self.dilation, strict=True))
+
+    # The dimensions in signatures. Where windows are even devices may have parts of images:
+    # along0 of image and windows, each with step0 entries of the image.
+
+    @property
+    def in_dims(self) -> str:
+        return " ".join(map(self._in_dim, range(len(self.ins))))
+
+    @property
+    def out_dims(self) -> str:
+        return " ".join(
+            f"{'along' if self.is_even(i) else 'out'}{i}={size}" for i, size in enumerate(self.outs)
+        )
+
+    @property
+    def tap_dims(self) -> str:
+        return " ".join(f"tap{i}={size}" for i, size in enumerate(self.taps))
+
+    def _in_dim(self, i):
+        if not self.is_even(i):
+            return f"in{i}={self.ins[i]}"
+        along, step = f"along{i}={self.outs[i]}", self.strides[i]
+        return along if step == 1 else f"({along} step{i}={step})"
+
     @property
     def image(self) -> str:
-        """The dimensions of an image in a signature."""
-        return self._with_channels(_dims("in", self.ins))
+        """The dimensions of an image."""
+        return self._with_channels(self.in_dims)
 
     @property
     def patches(self) -> str:
         """The dimensions of patches."""
-        outs, taps = _dims("out", self.outs), _dims("tap", self.taps)
+        outs, taps = self.out_dims, self.tap_dims
         return self._with_channels(f"{outs} {taps}" if self.channels_last else f"{taps} {outs}")
 
     def _with_channels(self, dims: str) -> str:
         return f"rows {dims} channels" if self.channels_last else f"rows channels {dims}"
 
+    def of_part(
+        self, array: jax.Array, first: int, axes: Mapping[str, Sequence[str]], *, of_windows: bool
+    ) -> tuple[jax.Array, Windows]:
+        """What a device that has a part of every image computes of, and its windows.
 
-def _dims(name: str, sizes: Sequence[int]) -> str:
-    return " ".join(f"{name}{i}={size}" for i, size in enumerate(sizes))
+        `array` is its part of the image, or of what there is for every window, and `first` the
+        first of the array's dimensions that windows slide over. Entries that results of this part
+        depend on are copied from the devices that have them; beyond the ends they are zeros, as in
+        the padding. `axes` are the mesh axes of factors.
+        """
+        ins, outs, low = list(self.ins), list(self.outs), list(self.low)
+        for i, (reach, stride) in enumerate(zip(self.reach, self.strides, strict=True)):
+            spread = axes.get(f"along{i}", ())
+            parts = math.prod(lax.axis_size(a) for a in spread)
+            if parts == 1:
+                continue
+            ins[i], outs[i] = ins[i] // parts, outs[i] // parts
+            if of_windows:
+                before, after = max(0, (reach - low[i]) // stride), max(0, -(-low[i] // stride))
+                outs[i] += before + after
+                low[i] += before * stride
+            else:
+                before, after = max(0, low[i]), max(0, reach - low[i] - stride + 1)
+                ins[i] += before + after
+                low[i] -= before
+            array = halo.extended(array, first + i, before, after, spread)
+        part = dataclasses.replace(self, ins=tuple(ins), outs=tuple(outs), low=tuple(low))
+        return array, part
 
 
 def _attributes(*, windows: Windows) -> dict[str, Any]:
@@ -88,6 +152,15 @@ def _options(windows: Windows, *names: str) -> dict[str, Any]:
     return {name: getattr(windows, name) for name in names}
 
 
+def _with_neighbours(array, *, axes, windows, of_windows, **params):
+    rank = len(windows.ins)
+    after = windows.channels_last * (1 + of_windows * rank)
+    array, part = windows.of_part(array, array.ndim - after - rank, axes, of_windows=of_windows)
+    return (array,), {"windows": part, **params}
+
+
+_REPLICATED = ("in", "out", "step", "tap")
+
 # `again` tells patches from the same ones that have been made before. XLA would make both at once,
 # and keep those of a whole forward pass for the backward pass.
 im2col_operator = Operator(
@@ -98,7 +171,8 @@ im2col_operator = Operator(
         reference.im2col(x, **_options(windows, "taps", "outs"))
     ],
     attributes=lambda *, windows, again: {**_attributes(windows=windows), "again": np.bool_(again)},
-    replicated=("in", "out", "tap"),
+    replicated=_REPLICATED,
+    neighbours=functools.partial(_with_neighbours, of_windows=False),
 )
 
 col2im_operator = Operator(
@@ -107,7 +181,8 @@ col2im_operator = Operator(
     dtypes=lambda patches, **_: [patches.dtype],
     reference=lambda patches, *, windows: [reference.col2im(patches, **_options(windows, "ins"))],
     attributes=_attributes,
-    replicated=("in", "out", "tap"),
+    replicated=_REPLICATED,
+    neighbours=functools.partial(_with_neighbours, of_windows=True),
 )
 
 
