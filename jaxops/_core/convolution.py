@@ -185,7 +185,8 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
             return _product(names, g, kernel, options, dtype=rounded)
 
     block = _block(options, platform, g, kernel)
-    if set(windows.strides) == {1} and _is_faster_by_xla(options, platform, block, g, kernel):
+    by_xla = set(windows.strides) == {1} and _is_faster_by_xla(options, platform, block, g, kernel)
+    if by_xla or _is_faster_by_cudnn(options, platform, dtype, g, kernel):
         mirrored = options.transposed((1,) * _rank(options))
         return [_convolution(g, transposed_kernel(kernel, 1), mirrored).astype(dtype)]
     return [_joined(lambda g: _image(patches(g), windows).astype(dtype), axis, block, g)]
@@ -437,6 +438,22 @@ def _is_faster_by_xla(options: Options, platform: str | None, block: int, images
         and block < images.shape[0]
         and images.dtype == kernel.dtype == jnp.float32
         and not options.is_depthwise
+    )
+
+
+def _is_faster_by_cudnn(options: Options, platform: str | None, dtype: Any, g, kernel):
+    """Whether the gradient by x of windows of one entry is a convolution instead of a product.
+
+    XLA has cuDNN convolve, which was measured to be up to 1.9 times faster than its products by a
+    transposed kernel, and never slower by more than a tenth. Forward that is the other way round.
+    """
+    return (
+        platform == "cuda"
+        and options.windows.are_entries
+        and options.groups == 1
+        and g.ndim == kernel.ndim == _rank(options) + 2
+        and g.dtype == kernel.dtype == dtype
+        and dtype.itemsize == 2
     )
 
 
