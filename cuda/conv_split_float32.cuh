@@ -1,0 +1,50 @@
+// True float32 by tensor cores: what kernels that multiply it as TF32 have in common.
+//
+// An entry is the sum of two of TF32, a high and a low one, and a product of entries that of three
+// of their products: high by high, high by low, and low by high. What is left out is no more than
+// float32 rounds. Tensor cores cut off what a sum has no bits for, always towards zero: they sum
+// few products, from zero and small ones first, and these sums are added in float32, rounded.
+//
+// An entry that is not finite has no low part, and one near the largest float32 no high one. Both
+// make sums that are not finite, of which every kernel leaves a note in a flag; what comes after it
+// on the stream makes the results anew, by multiply-adds, if the flag is set, and else leaves.
+#ifndef JAXOPS_CUDA_CONV_SPLIT_FLOAT32_CUH_
+#define JAXOPS_CUDA_CONV_SPLIT_FLOAT32_CUH_
+
+#include <cfloat>
+#include <cstdint>
+
+namespace jaxops::conv::cuda {
+
+// The flag is the first entry of a workspace, and what else is there begins after so many bytes.
+inline constexpr int kFlagBytes = 256;
+
+// Two of TF32, in the bits of float32, that add up to an entry. Of the low one the bits that TF32
+// does not have are left to products, which leave them out: that is at most the entry's last bit.
+struct SplitEntry {
+  uint32_t high, low;
+};
+
+__device__ __forceinline__ SplitEntry SplitFloat32(uint32_t bits) {
+  SplitEntry split;
+  const float entry = __uint_as_float(bits);
+  asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(split.high) : "f"(entry));
+  split.low = __float_as_uint(entry - __uint_as_float(split.high));
+  return split;
+}
+
+// Whether all of these sums are finite, for which they must have met no entry that is not.
+template <int kCount>
+__device__ __forceinline__ bool AreFinite(const float (&sums)[kCount]) {
+  bool are_finite = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) are_finite = are_finite && fabsf(sums[i]) <= FLT_MAX;
+  return are_finite;
+}
+
+// Whether a kernel that makes results anew has anything to do. Without a flag it always has.
+__device__ __forceinline__ bool IsNeeded(const int* flag) { return !flag || *flag != 0; }
+
+}  // namespace jaxops::conv::cuda
+
+#endif  // JAXOPS_CUDA_CONV_SPLIT_FLOAT32_CUH_
