@@ -25,12 +25,11 @@ struct SplitEntry {
   uint32_t high, low;
 };
 
+// The high one is the nearest, ties away from zero. That of a NaN may be any number, but the low one
+// of what is not finite is NaN.
 __device__ __forceinline__ SplitEntry SplitFloat32(uint32_t bits) {
-  SplitEntry split;
-  const float entry = __uint_as_float(bits);
-  asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(split.high) : "f"(entry));
-  split.low = __float_as_uint(entry - __uint_as_float(split.high));
-  return split;
+  const uint32_t high = (bits + 0x1000) & 0xFFFFE000;
+  return {high, __float_as_uint(__uint_as_float(bits) - __uint_as_float(high))};
 }
 
 // Whether all of these sums are finite, for which they must have met no entry that is not.
@@ -38,7 +37,7 @@ template <int kCount>
 __device__ __forceinline__ bool AreFinite(const float (&sums)[kCount]) {
   bool are_finite = true;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) are_finite = are_finite && fabsf(sums[i]) <= FLT_MAX;
+  for (int i = 0; i < kCount; ++i) are_finite &= fabsf(sums[i]) <= FLT_MAX;
   return are_finite;
 }
 
