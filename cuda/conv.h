@@ -33,6 +33,17 @@ int64_t KernelGradWorkspace(const Call& call, int processors = kProcessors);
 cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* workspace,
                              int processors = kProcessors);
 
+// These multiply f32 on tensor cores, as the sum of several products of TF32, with a workspace.
+// What is not their own goes to those named Fma, whose results theirs are as exact as. Whether they
+// are faster is an estimate.
+bool IsFasterSplit(const Call& call, bool is_input_grad);
+
+int64_t SplitWorkspace(const Call& call);
+
+cudaError_t LaunchForwardSplit(cudaStream_t stream, const Call& call, void* workspace);
+
+cudaError_t LaunchInputGradSplit(cudaStream_t stream, const Call& call, void* workspace);
+
 // These need compute capability 8.0 and take several groups, of which each has channels and outputs
 // in multiples of 16 bytes, and steps of any size. All three take f32, multiplied as TF32.
 cudaError_t LaunchForwardMma(cudaStream_t stream, const Call& call);
@@ -46,9 +57,10 @@ cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, void* wor
 
 // Those of f64, and of f32 that is not multiplied as TF32, also need compute capability 8.0. They
 // take groups, channels and outputs in any number, and steps of any size.
-cudaError_t LaunchForwardFma(cudaStream_t stream, const Call& call);
+// With `needed` they compute nothing where that is 0 in the device's memory when they run.
+cudaError_t LaunchForwardFma(cudaStream_t stream, const Call& call, const int* needed = nullptr);
 
-cudaError_t LaunchInputGradFma(cudaStream_t stream, const Call& call);
+cudaError_t LaunchInputGradFma(cudaStream_t stream, const Call& call, const int* needed = nullptr);
 
 int64_t KernelGradFmaWorkspace(const Call& call, int processors = kProcessors);
 

@@ -15,6 +15,7 @@
 
 #include "cuda/conv_fma.cuh"
 #include "cuda/conv_results.cuh"
+#include "cuda/conv_split_float32.cuh"
 
 namespace jaxops::conv::cuda {
 namespace fma {
@@ -59,6 +60,7 @@ struct Params {
   bool image_units, result_units;
   KernelCopies kernel_copies;
   Epilogue epilogue;
+  const int* needed;  // see IsNeeded
   Place tap[kMaxTaps];
   // Bytes from the start of the kernel to the matrix of a tap or, with cells, of taps and, the
   // fastest, remainders, negative where these do not have that tap.
@@ -285,6 +287,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   using T = typename Tile::T;
   constexpr bool kCells = kCopies == KernelCopies::kCells;
   constexpr bool kColumnUnits = kCells || kCopies == KernelCopies::kSteps;
+  if (!IsNeeded(p.needed)) return;
   extern __shared__ __align__(128) char shared[];
   Head<Tile>& head = *reinterpret_cast<Head<Tile>*>(shared);
   char* const stages = shared + sizeof(Head<Tile>);
@@ -537,8 +540,7 @@ void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool 
 
 // What comes first is preferred.
 template <typename... Tiles>
-Plan FirstDone(const Params& p, int64_t groups, int processors) {
-  const bool has_parts = HasParts();
+Plan FirstDone(const Params& p, int64_t groups, int processors, bool has_parts) {
   Plan plan{};
   (Consider<Tiles>(plan, p, groups, processors, has_parts), ...);
   return plan;
@@ -547,25 +549,25 @@ Plan FirstDone(const Params& p, int64_t groups, int processors) {
 // Of at least 64 bytes of outputs, and of one unit or two for results of few. Of f64 those of the
 // first three are multiplied by tensor cores.
 template <typename T>
-Plan Decide(const Params& p, int64_t groups, int processors) {
+Plan Decide(const Params& p, int64_t groups, int processors, bool has_parts) {
   if constexpr (sizeof(T) == 8) {
     return FirstDone<Tile<T, 2, 4, 8, 8, 2, 2, 185>, Tile<T, 2, 2, 8, 8, 2, 4, 200>,
                      Tile<T, 2, 2, 8, 4, 2, 5, 230>, Tile<T, 2, 2, 8, 4, 1, 6, 230>,
                      Tile<T, 4, 1, 8, 4, 1, 6, 275>, Tile<T, 2, 2, 8, 2, 1, 6, 265>,
-                     Tile<T, 4, 1, 32, 2, 2, 4, 300>, Tile<T, 2, 1, 32, 4, 1, 3, 1000>>(p, groups,
-                                                                                        processors);
+                     Tile<T, 4, 1, 32, 2, 2, 4, 300>, Tile<T, 2, 1, 32, 4, 1, 3, 1000>>(
+        p, groups, processors, has_parts);
   } else {
     return FirstDone<Tile<T, 1, 8, 8, 16, 2, 1, 115>, Tile<T, 2, 4, 8, 8, 2, 2, 155>,
                      Tile<T, 2, 2, 8, 8, 2, 4, 150>, Tile<T, 2, 2, 8, 4, 2, 5, 165>,
                      Tile<T, 2, 2, 8, 4, 1, 6, 230>, Tile<T, 4, 1, 8, 4, 1, 6, 275>,
                      Tile<T, 2, 2, 8, 2, 1, 6, 265>, Tile<T, 4, 1, 32, 2, 2, 4, 300>,
-                     Tile<T, 2, 1, 32, 4, 1, 3, 1000>>(p, groups, processors);
+                     Tile<T, 2, 1, 32, 4, 1, 3, 1000>>(p, groups, processors, has_parts);
   }
 }
 
 template <typename T>
 Plan DecideCells(const Params& p, int64_t groups, int processors) {
-  return FirstDone<CellTile<T>>(p, groups, processors);
+  return FirstDone<CellTile<T>>(p, groups, processors, HasParts());
 }
 
 // How the matrices of a kernel lie in memory: so many entries apart.
@@ -642,14 +644,16 @@ cudaError_t LaunchPlan(cudaStream_t stream, Params& p, const Plan& plan, int64_t
 }
 
 template <typename T>
-cudaError_t Launch(cudaStream_t stream, const Sum& sum, const KernelSteps& kernel) {
+cudaError_t Launch(cudaStream_t stream, const Sum& sum, const KernelSteps& kernel,
+                   const int* needed) {
   int processors = 0;
   const cudaError_t error = jaxops::cuda::CountProcessors(&processors);
   if (error != cudaSuccess) return error;
   Params p{};
   if (!Fill<T>(p, sum, kernel)) return cudaErrorNotSupported;
   FillMatrices<T>(p, sum);
-  return LaunchPlan(stream, p, Decide<T>(p, sum.groups, processors), sum.groups);
+  p.needed = needed;
+  return LaunchPlan(stream, p, Decide<T>(p, sum.groups, processors, HasParts()), sum.groups);
 }
 
 // The gradient of all pixels between strides, if each has few channels: LaunchInputGradSums has a
@@ -657,7 +661,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, const KernelSteps& kerne
 // all that one of them has. Units of columns pass over the taps they do not have.
 template <typename T>
 cudaError_t LaunchCells(cudaStream_t stream, const Call& call, const KernelSteps& kernel,
-                        bool& is_done) {
+                        const int* needed, bool& is_done) {
   constexpr int64_t kItem = sizeof(T);
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
@@ -704,6 +708,7 @@ cudaError_t LaunchCells(cudaStream_t stream, const Call& call, const KernelSteps
   const cudaError_t counted = jaxops::cuda::CountProcessors(&processors);
   if (counted != cudaSuccess) return counted;
   if (!Fill<T>(p, cells, kernel) || !p.image_units) return cudaSuccess;
+  p.needed = needed;
   p.remainders = count;
   p.columns = count * kUnit<T>;
   p.kernel_copies = KernelCopies::kCells;
@@ -714,31 +719,41 @@ cudaError_t LaunchCells(cudaStream_t stream, const Call& call, const KernelSteps
 }
 
 template <typename T>
-cudaError_t LaunchForward(cudaStream_t stream, const Call& call) {
-  return LaunchForwardSum(
-      call, [&](const Sum& sum) { return Launch<T>(stream, sum, {call.outputs, 1, sum.outputs}); });
+cudaError_t LaunchForward(cudaStream_t stream, const Call& call, const int* needed) {
+  return LaunchForwardSum(call, [&](const Sum& sum) {
+    return Launch<T>(stream, sum, {call.outputs, 1, sum.outputs}, needed);
+  });
 }
 
 template <typename T>
-cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call) {
+cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call, const int* needed) {
   const KernelSteps kernel = {1, call.outputs, call.outputs / call.groups};
   bool is_done = false;
-  const cudaError_t error = LaunchCells<T>(stream, call, kernel, is_done);
+  const cudaError_t error = LaunchCells<T>(stream, call, kernel, needed, is_done);
   if (error != cudaSuccess || is_done) return error;
-  return LaunchInputGradSums(call, [&](const Sum& sum) { return Launch<T>(stream, sum, kernel); });
+  return LaunchInputGradSums(
+      call, [&](const Sum& sum) { return Launch<T>(stream, sum, kernel, needed); });
 }
 
 }  // namespace
 }  // namespace fma
 
-cudaError_t LaunchForwardFma(cudaStream_t stream, const Call& call) {
-  return call.dtype == DType::kF64 ? fma::LaunchForward<double>(stream, call)
-                                   : fma::LaunchForward<float>(stream, call);
+int64_t FmaCycles(const Sum& sum, bool is_input_grad, int processors) {
+  const fma::KernelSteps kernel = is_input_grad ? fma::KernelSteps{1, sum.channels, sum.channels}
+                                                : fma::KernelSteps{sum.outputs, 1, sum.outputs};
+  fma::Params p{};
+  if (!fma::Fill<float>(p, sum, kernel)) return 0;
+  return fma::Decide<float>(p, sum.groups, processors, true).cycles;
 }
 
-cudaError_t LaunchInputGradFma(cudaStream_t stream, const Call& call) {
-  return call.dtype == DType::kF64 ? fma::LaunchInputGrad<double>(stream, call)
-                                   : fma::LaunchInputGrad<float>(stream, call);
+cudaError_t LaunchForwardFma(cudaStream_t stream, const Call& call, const int* needed) {
+  return call.dtype == DType::kF64 ? fma::LaunchForward<double>(stream, call, needed)
+                                   : fma::LaunchForward<float>(stream, call, needed);
+}
+
+cudaError_t LaunchInputGradFma(cudaStream_t stream, const Call& call, const int* needed) {
+  return call.dtype == DType::kF64 ? fma::LaunchInputGrad<double>(stream, call, needed)
+                                   : fma::LaunchInputGrad<float>(stream, call, needed);
 }
 
 }  // namespace jaxops::conv::cuda

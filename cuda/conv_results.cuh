@@ -111,6 +111,26 @@ __device__ void StoreRow(const float (&sums)[kColumns / 2], int half, float* to,
   }
 }
 
+// The same by whole accesses: neighbouring lanes exchange, so that each has four columns of
+// every 16.
+template <int kColumns>
+__device__ void StoreQuads(const float (&sums)[kColumns / 2], int half, float* to, int left) {
+  const bool is_odd = threadIdx.x % 2;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j += 2) {
+    const float* first = sums + 4 * j + 2 * half;
+    const float* second = first + 4;
+    const float2 given = {__shfl_xor_sync(~0u, is_odd ? first[0] : second[0], 1),
+                          __shfl_xor_sync(~0u, is_odd ? first[1] : second[1], 1)};
+    const int column = 8 * (j + is_odd) + 4 * (threadIdx.x % 4 / 2);
+    if (to && column < left) {
+      *reinterpret_cast<float4*>(to + column) = {
+          is_odd ? given.x : first[0], is_odd ? given.y : first[1], is_odd ? second[0] : given.x,
+          is_odd ? second[1] : given.y};
+    }
+  }
+}
+
 __device__ inline float4 Add(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }

@@ -25,8 +25,8 @@ struct SplitEntry {
   uint32_t high, low;
 };
 
-// The high one is the nearest, ties away from zero. That of a NaN may be any number, but the low one
-// of what is not finite is NaN.
+// The high one is the nearest, ties away from zero. That of a NaN may be any number, but the low
+// one of what is not finite is NaN.
 __device__ __forceinline__ SplitEntry SplitFloat32(uint32_t bits) {
   const uint32_t high = (bits + 0x1000) & 0xFFFFE000;
   return {high, __float_as_uint(__uint_as_float(bits) - __uint_as_float(high))};

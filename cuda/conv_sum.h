@@ -127,6 +127,10 @@ cudaError_t LaunchInputGradSums(const Call& call, Launch&& launch) {
   return cudaSuccess;
 }
 
+// The cycles that the kernels of multiply-adds are estimated to take for a sum of f32 and of one
+// group, on a GPU that has clusters and so many multiprocessors; 0 where they do not take it.
+int64_t FmaCycles(const Sum& sum, bool is_input_grad, int processors);
+
 }  // namespace jaxops::conv::cuda
 
 #endif  // JAXOPS_CUDA_CONV_SUM_H_
