@@ -92,19 +92,40 @@ bool IsFma(const Call& call) {
 
 // The launchers of one kind of kernels.
 struct Kernels {
-  cudaError_t (*forward)(cudaStream_t, const Call&);
-  cudaError_t (*input_grad)(cudaStream_t, const Call&);
+  cudaError_t (*forward)(cudaStream_t, const Call&, void* workspace);
+  cudaError_t (*input_grad)(cudaStream_t, const Call&, void* workspace);
   cudaError_t (*kernel_grad)(cudaStream_t, const Call&, void* workspace, int processors);
 };
-constexpr Kernels kHopper = {cu::LaunchForward, cu::LaunchInputGrad, cu::LaunchKernelGrad};
-constexpr Kernels kFew = {cu::LaunchForwardFew, cu::LaunchInputGradFew, cu::LaunchKernelGradFew};
-constexpr Kernels kMma = {cu::LaunchForwardMma, cu::LaunchInputGradMma, cu::LaunchKernelGradMma};
-constexpr Kernels kFma = {cu::LaunchForwardFma, cu::LaunchInputGradFma, cu::LaunchKernelGradFma};
-constexpr Kernels kDirect = {cu::LaunchForwardDirect, cu::LaunchInputGradDirect,
+
+// One that needs no workspace.
+template <cudaError_t (*kLaunch)(cudaStream_t, const Call&)>
+cudaError_t Alone(cudaStream_t stream, const Call& call, void*) {
+  return kLaunch(stream, call);
+}
+
+// One that computes in any case.
+template <cudaError_t (*kLaunch)(cudaStream_t, const Call&, const int* needed)>
+cudaError_t Always(cudaStream_t stream, const Call& call, void*) {
+  return kLaunch(stream, call, nullptr);
+}
+
+constexpr Kernels kHopper = {Alone<cu::LaunchForward>, Alone<cu::LaunchInputGrad>,
+                             cu::LaunchKernelGrad};
+constexpr Kernels kFew = {Alone<cu::LaunchForwardFew>, Alone<cu::LaunchInputGradFew>,
+                          cu::LaunchKernelGradFew};
+constexpr Kernels kMma = {Alone<cu::LaunchForwardMma>, Alone<cu::LaunchInputGradMma>,
+                          cu::LaunchKernelGradMma};
+constexpr Kernels kFma = {Always<cu::LaunchForwardFma>, Always<cu::LaunchInputGradFma>,
+                          cu::LaunchKernelGradFma};
+constexpr Kernels kSplit = {cu::LaunchForwardSplit, cu::LaunchInputGradSplit,
+                            cu::LaunchKernelGradFma};
+constexpr Kernels kDirect = {Alone<cu::LaunchForwardDirect>, Alone<cu::LaunchInputGradDirect>,
                              cu::LaunchKernelGradDirect};
 
 // Chooses the kernels for a call by the device. Those for Hopper have code for one architecture.
-xf::Error Choose(const Kernels*& kernels, const Call& call) {
+// Whether there is a workspace for those that split float32 was decided when the program was
+// compiled.
+xf::Error Choose(const Kernels*& kernels, const Call& call, bool has_workspace = false) {
   int device = 0, major = 0, minor = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) {
@@ -117,7 +138,7 @@ xf::Error Choose(const Kernels*& kernels, const Call& call) {
   const std::string_view compiled = JAXOPS_CUDA_ARCHITECTURES;
   const bool is_hopper = major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos;
   kernels = cu::IsDirect(call)              ? &kDirect
-            : IsFma(call)                   ? &kFma
+            : IsFma(call)                   ? (is_hopper && has_workspace ? &kSplit : &kFma)
             : is_hopper && IsFew(call)      ? &kFew
             : is_hopper && call.groups == 1 ? &kHopper
                                             : &kMma;
@@ -157,9 +178,24 @@ xf::Error DecodeEpilogue(Call& call, xf::RemainingArgs rest, int32_t activation)
   return xf::Error::Success();
 }
 
+// The second result, if there is one, is the workspace of a call that may have some.
+xf::Error DecodeWorkspace(void*& workspace, const Call& call, xf::RemainingRets rest) {
+  if (rest.size() == 0) return xf::Error::Success();
+  xf::ErrorOr<xf::Result<xf::AnyBuffer>> buffer = rest.get<xf::AnyBuffer>(0);
+  if (!buffer) return buffer.error();
+  const int64_t needed = cu::SplitWorkspace(call);
+  const int64_t has = static_cast<int64_t>((*buffer)->size_bytes());
+  if (rest.size() > 1 || has < needed) {
+    return InvalidArgument("conv: the workspace must have ", needed, " bytes, got ", has);
+  }
+  workspace = (*buffer)->untyped_data();
+  return xf::Error::Success();
+}
+
 xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
-                     xf::RemainingArgs rest, xf::Result<xf::AnyBuffer> y, Integers strides,
-                     Integers dilation, Integers low, bool tf32, int32_t activation) {
+                     xf::RemainingArgs rest, xf::Result<xf::AnyBuffer> y,
+                     xf::RemainingRets rest_of_results, Integers strides, Integers dilation,
+                     Integers low, bool tf32, int32_t activation) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), strides, dilation, low));
@@ -168,14 +204,16 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
   call.image = x.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();
+  void* workspace = nullptr;
+  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, rest_of_results));
   const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  return ToError("conv", kernels->forward(stream, call));
+  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call, workspace != nullptr));
+  return ToError("conv", kernels->forward(stream, call, workspace));
 }
 
 xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
-                       xf::Result<xf::AnyBuffer> dx, Integers strides, Integers dilation,
-                       Integers low, bool tf32) {
+                       xf::Result<xf::AnyBuffer> dx, xf::RemainingRets rest_of_results,
+                       Integers strides, Integers dilation, Integers low, bool tf32) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, dx->dimensions(), kernel.dimensions(), g.dimensions(), strides, dilation, low));
@@ -183,9 +221,11 @@ xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kerne
   call.image = g.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = dx->untyped_data();
+  void* workspace = nullptr;
+  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, rest_of_results));
   const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  return ToError("conv input gradient", kernels->input_grad(stream, call));
+  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call, workspace != nullptr));
+  return ToError("conv input gradient", kernels->input_grad(stream, call, workspace));
 }
 
 xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
@@ -209,6 +249,19 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
                  kernels->kernel_grad(stream, call, workspace->untyped_data(), cu::kProcessors));
 }
 
+// Throws where the sizes do not fit. The dtype is f32.
+Call DecodeSizes(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
+                 const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
+                 const std::vector<int64_t>& dilation, const std::vector<int64_t>& low) {
+  const auto span = [](const std::vector<int64_t>& v) { return Integers(v.data(), v.size()); };
+  Call call = {};
+  call.dtype = DType::kF32;
+  const xf::Error error =
+      Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
+  if (error.failure()) throw std::invalid_argument(error.message());
+  return call;
+}
+
 template <typename Binding>
 auto BindAttributes(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -229,11 +282,12 @@ auto BindOperands() {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ConvCuda, RunForward,
-    BindAttributes(BindOperands().RemainingArgs().Ret<xf::AnyBuffer>()).Attr<int32_t>("activation"),
+    BindAttributes(BindOperands().RemainingArgs().Ret<xf::AnyBuffer>().RemainingRets())
+        .Attr<int32_t>("activation"),
     {xf::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvInputGradCuda, RunInputGrad,
-                              BindAttributes(BindOperands().Ret<xf::AnyBuffer>()),
+                              BindAttributes(BindOperands().Ret<xf::AnyBuffer>().RemainingRets()),
                               {xf::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -241,16 +295,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     BindAttributes(BindOperands().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()),
     {xf::Traits::kCmdBufferCompatible});
 
+int64_t ConvSplitWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
+                           const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
+                           const std::vector<int64_t>& dilation, const std::vector<int64_t>& low,
+                           bool is_input_grad) {
+  const Call call = DecodeSizes(in, taps, out, strides, dilation, low);
+  return cu::IsFasterSplit(call, is_input_grad) ? cu::SplitWorkspace(call) : 0;
+}
+
 int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                                 const std::vector<int64_t>& out,
                                 const std::vector<int64_t>& strides,
                                 const std::vector<int64_t>& dilation,
                                 const std::vector<int64_t>& low, int item_bytes, bool tf32) {
-  const auto span = [](const std::vector<int64_t>& v) { return Integers(v.data(), v.size()); };
-  Call call = {};
-  const xf::Error error =
-      Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
-  if (error.failure()) throw std::invalid_argument(error.message());
+  Call call = DecodeSizes(in, taps, out, strides, dilation, low);
   call.dtype = item_bytes == 8 ? DType::kF64 : item_bytes == 4 ? DType::kF32 : DType::kF16;
   call.tf32 = tf32;
   return KernelGradWorkspace(call);

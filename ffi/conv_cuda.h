@@ -7,6 +7,16 @@
 
 namespace jaxops::ffi {
 
+// The bytes that the handler of the value or, if is_input_grad, of the input gradient needs as its
+// second result, of images `in` (rows..., in..., channels), a kernel `taps` (taps..., channels of a
+// group, outputs) and results `out`, for f32 that is not multiplied as TF32 to be multiplied on
+// tensor cores: 0, and no such result, where that is not faster. Throws std::invalid_argument where
+// the sizes do not fit.
+int64_t ConvSplitWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
+                           const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
+                           const std::vector<int64_t>& dilation, const std::vector<int64_t>& low,
+                           bool is_input_grad);
+
 // The bytes that the handler of the kernel gradient needs as its second result, of images `in`
 // (rows..., in..., channels), a kernel `taps` (taps..., channels of a group, outputs) and
 // cotangents `out`, with entries of `item_bytes`, f32 multiplied as TF32 or not. They are enough on

@@ -50,6 +50,7 @@ NB_MODULE(_cuda, module) {
                             JAXOPS_CUDA_ARCHITECTURES);
   module.attr("ARCHITECTURES") = JAXOPS_CUDA_ARCHITECTURES;
   module.def("registrations", &Registrations);
+  module.def("conv_split_workspace", &ConvSplitWorkspace);
   module.def("conv_kernel_grad_workspace", &ConvKernelGradWorkspace);
 }
 

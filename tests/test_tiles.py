@@ -72,8 +72,9 @@ def fake_convolve(target, results, form, *operands, activation=0):
     assert (of_x[-1], of_y[-1]) == (form.channels, form.outputs)
     if form.kernels == "mma":
         assert of_y[-1] % 4 == 0
-    else:
-        assert (form.channels, form.outputs) == (form.fan_in, form.fan_out)
+    elif (form.channels, form.outputs) != (form.fan_in, form.fan_out):
+        assert form.kernels == "fma"
+        assert form.channels % 4 == form.outputs % 4 == 0
     fans = of_kernel[-2], of_y[-1] // form.groups
     is_small = min(fans) < 8 and (form.groups > 1 or fans == (1, 1))
     assert is_small == (form.kernels == "direct")
@@ -136,6 +137,7 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_convolve", fake_convolve)
+        patch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
         patch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
         y = tiles.forward(x, kernel, form, x.dtype)
         finished = tiles.forward(x, kernel, form, x.dtype, bias, activation)
@@ -269,6 +271,7 @@ def faked(monkeypatch):
     monkeypatch.setattr(tiles, "_convolve", convolve)
     monkeypatch.setattr(tiles, "_has_kernels", lambda: True)
     monkeypatch.setattr(tiles, "_are_hopper", lambda: True)
+    monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
     monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
     find = tiles.find_form
     monkeypatch.setattr(tiles, "find_form", lambda o, platform, *a: find(o, "cuda", *a))
@@ -403,6 +406,70 @@ def test_shards_have_forms_of_their_own(over, faked):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # The kernel is rounded to TF32.
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "groups", "are_hopper", "has"),
+    [
+        ("float32", "highest", 1, True, True),
+        ("float32", "highest", 1, False, False),
+        ("float32", "highest", 16, True, False),
+        ("float32", "default", 1, True, False),
+        ("float64", "highest", 1, True, False),
+        ("bfloat16", "highest", 1, True, False),
+    ],
+)
+def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, monkeypatch):
+    """True float32 in one group, of the sizes that the module says."""
+    asked, given = [], []
+
+    def workspace(*sizes):
+        asked.append(sizes[:3])
+        return 768
+
+    convolve = tiles._convolve
+    monkeypatch.setattr(
+        tiles, "_convolve", lambda t, r, *a, **k: given.append((t, r)) or convolve(t, r, *a, **k)
+    )
+    monkeypatch.setattr(tiles, "_are_hopper", lambda: are_hopper)
+    monkeypatch.setattr(native, "conv_split_workspace", workspace)
+    x, kernel = normal(0, (2, 8, 9, 16), (3, 3, 16 // groups, 32), dtype=dtype)
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, groups=groups, strides=(1, 2), precision=precision)
+
+    jax.jit(vjp_of(function, (0,)))((np.zeros((2, 8, 5, 32), kernel.dtype),), x, kernel)
+    assert [t for t, _ in given] == [tiles.TARGETS[0], tiles.TARGETS[1]]
+    images, results = (2, 8, 9, 16), (2, 8, 5, 32)
+    assert asked == [(images, kernel.shape, results)] * (2 if has else 0)
+    for (_, shapes), first in zip(given, (results, images), strict=True):
+        assert [a.shape for a in shapes] == [first, *([(768,)] if has else [])]
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "sizes"),
+    [(37, 41, (40, 44)), (24, 26, (24, 28)), (37, 23, (37, 23)), (12, 16, (12, 16))],
+)
+def test_true_float32_is_filled_up_for_tensor_cores(channels, outputs, sizes, faked, monkeypatch):
+    monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 256)
+    shapes = (2, 6, 7, channels), (3, 2, channels, outputs), (2, 6, 4, outputs)
+    x, kernel, g = normal(0, *shapes, dtype="float32")
+    bias = np.arange(outputs, dtype=np.float32)
+
+    def ours(x, kernel):
+        return jaxops.conv2d(x, kernel, strides=(1, 2), bias=bias, precision="highest")
+
+    def oracle(x, kernel):
+        return (
+            lax.conv_general_dilated(x, kernel, (1, 2), "SAME", dimension_numbers=NUMBERS[2]) + bias
+        )
+
+    got = jax.jit(vjp_of(ours, (0, 1)))((g,), x, kernel)
+    want = vjp_of(oracle, (0, 1))((g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    found = {target: (form.channels, form.outputs) for target, form in faked}
+    assert [found[t] for t in tiles.TARGETS] == [sizes, sizes, (channels, outputs)]
 
 
 @pytest.mark.parametrize(
@@ -559,6 +626,123 @@ def test_values_and_gradients(name, dtype, hopper):
     again = run(derivatives, hopper, (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# True float32 that has enough products for tensor cores: tiles of all sizes, ragged channels and
+# outputs, several taps at a time, sums that clusters share.
+SPLIT = {
+    "3x3": ((8, 28, 28), 64, 64, 3, {}),
+    "of many outputs": ((4, 28, 28), 64, 272, 3, {}),
+    "of ragged channels": ((4, 20, 21), 100, 132, 3, {}),
+    "of few outputs": ((8, 28, 28), 256, 20, 3, {}),
+    "of 8 channels": ((9, 56, 57), 8, 64, 3, {}),
+    "of 16 channels": ((9, 56, 57), 16, 24, 5, {}),
+    "of odd channels": ((17, 29, 31), 37, 41, 3, {}),
+    "of wide rows": ((2, 40, 150), 48, 64, 3, {"padding": ((0, 5), (3, 1))}),
+    "strided": ((9, 30, 31), 72, 136, 3, {"strides": 2}),
+    "strided 1x1": ((9, 60, 62), 256, 128, 1, {"strides": 2}),
+    "dilated": ((8, 30, 31), 64, 64, 3, {"dilation": (7, 2)}),
+    "far apart": ((2, 64, 64), 64, 64, 3, {"dilation": 25, "padding": 25}),
+    "shared": ((2, 7, 7), 512, 512, 3, {}),
+    "shared, of several tiles": ((3, 14, 14), 512, 72, 3, {}),
+    "shared, strided": ((5, 13, 14), 384, 328, 3, {"strides": 2}),
+}
+
+
+@pytest.mark.parametrize("are_positive", [False, True], ids=["of any sign", "positive"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_float32_of_tensor_cores(name, are_positive, hopper):
+    """As exact as sums of multiply-adds: what is cut off does not add up where all is positive."""
+    (rows, *sizes), channels, outputs, taps, options = SPLIT[name]
+    shapes = (rows, *sizes, channels), (taps, taps, channels, outputs)
+    windows = place(
+        "test",
+        sizes,
+        (taps, taps),
+        **{"strides": 1, "padding": "SAME", "dilation": 1, **options},
+        channels_last=True,
+    )
+    x, kernel, g = normal(0, *shapes, (rows, *windows.outs, outputs), dtype="float32")
+    if are_positive:
+        x, kernel, g = (np.abs(a) for a in (x, kernel, g))
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, precision="highest", **options)
+
+    derivatives = vjp_of(function, (0,))
+    lowered = jax.jit(derivatives).lower(*jax.device_put(((g,), x, kernel), hopper.device))
+    assert lowered.as_text().count("xui8>") >= 2  # work space of both calls
+    got = run(derivatives, hopper, (g,), x, kernel)
+    want = on_reference(vjp_of(lambda x, k: of_lax(x, k, windows), (0,)), (g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        error, size = a - b, np.sqrt(np.mean(b**2))
+        assert np.sqrt(np.mean(error**2)) < 6e-7 * size
+        assert np.abs(error).max() < 8e-6 * size
+    again = run(derivatives, hopper, (g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_float32_of_tensor_cores_multiplies_integers_exactly(hopper):
+    rng = np.random.default_rng(0)
+    x, g = (rng.integers(-4000, 4001, (8, 28, 28, 64)).astype(np.float32) for _ in range(2))
+    kernel = rng.integers(-7, 8, (3, 3, 64, 64)).astype(np.float32)
+    function = functools.partial(jaxops.conv2d, precision="highest")
+    got = run(vjp_of(function, (0,)), hopper, (g,), x, kernel)
+
+    def oracle(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS[2])
+
+    want = on_reference(vjp_of(oracle, (0,)), (g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("value", "of_kernel"),
+    [
+        (np.nan, False),
+        (np.inf, False),
+        (-np.inf, False),
+        (3e38, False),
+        (np.finfo(np.float32).max, False),
+        (np.nan, True),
+        (np.inf, True),
+        (np.finfo(np.float32).max, True),
+    ],
+)
+@pytest.mark.parametrize(("channels", "outputs", "strides"), [(64, 64, 1), (512, 64, 2)])
+def test_float32_of_tensor_cores_that_is_not_finite(
+    value, of_kernel, channels, outputs, strides, hopper
+):
+    """An Inf is no NaN, and the largest numbers, which TF32 does not have, no Inf."""
+    windows = place(
+        "test", (28, 29), (3, 3), strides=strides, padding="SAME", dilation=1, channels_last=True
+    )
+    shapes = (8, 28, 29, channels), (3, 3, channels, outputs), (8, *windows.outs, outputs)
+    x, kernel, g = (a / 16 for a in normal(0, *shapes, dtype="float32"))
+    bias = np.full(outputs, 1e3, np.float32)
+    if of_kernel and strides > 1:
+        pytest.skip("in its gradient by x lax multiplies zeros between the cotangents")
+    if of_kernel:
+        kernel[1, 2, 5, 7] = value
+    else:
+        x[7, 27, 28, channels - 1] = x[0, 5, 9, 0] = g[3, 2, 1, 0] = value
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, bias=bias, strides=strides, precision="highest")
+
+    def oracle(x, kernel):
+        return of_lax(x, kernel, windows) + bias
+
+    got = run(vjp_of(function, (0,)), hopper, (g,), x, kernel)
+    want = on_reference(vjp_of(oracle, (0,)), (g,), x, kernel)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        np.testing.assert_array_equal(np.isposinf(a), np.isposinf(b))
+        np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b))
+        finite = np.isfinite(b)
+        np.testing.assert_allclose(a[finite], b[finite], rtol=1e-5, atol=1e-3)
 
 
 # (images, H, W), channels, outputs, taps and options; TF32, which float32 is multiplied as unless

@@ -129,6 +129,11 @@ def cuda_architectures() -> tuple[str, ...]:
     return tuple(module.ARCHITECTURES.split(", ")) if module is not None else ()
 
 
+def conv_split_workspace(*sizes: Sequence[int] | bool) -> int:
+    """The bytes of work space of a CUDA call; see `ffi/conv_cuda.h`."""
+    return _modules["cuda"].conv_split_workspace(*sizes)
+
+
 def conv_kernel_grad_workspace(*sizes: Sequence[int] | int | bool) -> int:
     """The bytes of work space of a CUDA call; see `ffi/conv_cuda.h`."""
     return _modules["cuda"].conv_kernel_grad_workspace(*sizes)

@@ -37,6 +37,8 @@ _UNIT = 16
 # direct kernels. Where both are fewer, in one group, there is little to multiply and patches are
 # small.
 _LEAST_FAN = 8
+# With more channels and outputs than these, filling them up costs little.
+_LEAST_WIDENED = 24
 # Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
 _FEW_CHANNELS = 7
 _FEW_TAP_ROWS = 8
@@ -281,20 +283,22 @@ def forward(
     activation: str | None = None,
 ) -> jax.Array:
     """Of x (..., *ins, fan_in), kernel (*taps, fan_in, fan_out) and a bias (fan_out,) like sums."""
-    result = _shape(x, form.windows.outs, form.outputs, dtype)
+    form, workspace = _split(_FORWARD, x, kernel, form)
+    results = [_shape(x, form.windows.outs, form.outputs, dtype), *workspace]
     operands = [form.of_x(x), _operand(kernel, form)]
     if bias is not None:
         operands.append(form.of_g(bias))
-    (y,) = _convolve(
-        _FORWARD, [result], form, *operands, activation=np.int32(_ACTIVATIONS.index(activation))
+    y, *_ = _convolve(
+        _FORWARD, results, form, *operands, activation=np.int32(_ACTIVATIONS.index(activation))
     )
     return form.of_y(y)
 
 
 def input_grad(g: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """Of g (..., *outs, fan_out)."""
-    result = _shape(g, form.windows.ins, form.channels, dtype)
-    (dx,) = _convolve(_INPUT_GRAD, [result], form, form.of_g(g), _operand(kernel, form))
+    form, workspace = _split(_INPUT_GRAD, g, kernel, form)
+    results = [_shape(g, form.windows.ins, form.channels, dtype), *workspace]
+    dx, *_ = _convolve(_INPUT_GRAD, results, form, form.of_g(g), _operand(kernel, form))
     return dx[..., : form.fan_in]
 
 
@@ -308,6 +312,36 @@ def kernel_grad(x: jax.Array, g: jax.Array, form: Form, dtype: Any) -> jax.Array
     results = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((needed,), np.uint8)]
     dkernel, _ = _convolve(_KERNEL_GRAD, results, form, x, g)
     return dkernel[..., : form.fan_in // form.groups, : form.fan_out]
+
+
+def _split(
+    target: str, images: jax.Array, kernel: jax.Array, form: Form
+) -> tuple[Form, list[jax.ShapeDtypeStruct]]:
+    """The form of float32 that is split for tensor cores and its work space, where that is faster.
+
+    It has channels and outputs in units. Otherwise it is the form that is given, and nothing.
+    `images` are those of either side: what counts of them is how many there are.
+    """
+    if form.kernels != "fma" or form.groups > 1 or kernel.dtype != np.float32 or not _are_hopper():
+        return form, []
+    unit = _UNIT // 4
+    channels, outputs = (_up_to_units(n, unit) for n in (form.channels, form.outputs))
+    is_whole = (channels, outputs) == (form.channels, form.outputs)
+    if not is_whole and min(form.channels, form.outputs) < _LEAST_WIDENED:
+        return form, []
+    windows = form.windows
+    lead = images.shape[: images.ndim - 1 - len(windows.taps)]
+    needed = native.conv_split_workspace(
+        (*lead, *windows.ins, channels),
+        (*windows.taps, channels, outputs),
+        (*lead, *windows.outs, outputs),
+        *_placement(windows),
+        target == _INPUT_GRAD,
+    )
+    if needed == 0:
+        return form, []
+    wide = dataclasses.replace(form, channels=channels, outputs=outputs)
+    return wide, [jax.ShapeDtypeStruct((needed,), np.uint8)]
 
 
 def _operand(kernel: jax.Array, form: Form) -> jax.Array:
