@@ -34,8 +34,8 @@ cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* worksp
                              int processors = kProcessors);
 
 // These multiply f32 on tensor cores, as the sum of several products of TF32, with a workspace.
-// What is not their own goes to those named Fma, whose results theirs are as exact as. Whether they
-// are faster is an estimate.
+// What is not their own, or has none, goes to those named Fma, whose results are no more exact.
+// Whether they are faster is an estimate.
 bool IsFasterSplit(const Call& call, bool is_input_grad);
 
 int64_t SplitWorkspace(const Call& call);

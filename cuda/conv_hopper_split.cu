@@ -168,7 +168,7 @@ int64_t SplitWorkspace(const Call& call) {
 }
 
 cudaError_t LaunchForwardSplit(cudaStream_t stream, const Call& call, void* data) {
-  if (!IsSplit(call)) return LaunchForwardFma(stream, call);
+  if (!data || !IsSplit(call)) return LaunchForwardFma(stream, call);
   const Workspace workspace(call, data);
   cudaError_t error = Split(stream, call, workspace, true);
   if (error != cudaSuccess) return error;
@@ -178,7 +178,7 @@ cudaError_t LaunchForwardSplit(cudaStream_t stream, const Call& call, void* data
 }
 
 cudaError_t LaunchInputGradSplit(cudaStream_t stream, const Call& call, void* data) {
-  if (!IsSplit(call)) return LaunchInputGradFma(stream, call);
+  if (!data || !IsSplit(call)) return LaunchInputGradFma(stream, call);
   const Workspace workspace(call, data);
   cudaError_t error = Split(stream, call, workspace, false);
   if (error != cudaSuccess) return error;

@@ -117,15 +117,14 @@ constexpr Kernels kMma = {Alone<cu::LaunchForwardMma>, Alone<cu::LaunchInputGrad
                           cu::LaunchKernelGradMma};
 constexpr Kernels kFma = {Always<cu::LaunchForwardFma>, Always<cu::LaunchInputGradFma>,
                           cu::LaunchKernelGradFma};
+// The same of f32, which may be split for tensor cores.
 constexpr Kernels kSplit = {cu::LaunchForwardSplit, cu::LaunchInputGradSplit,
                             cu::LaunchKernelGradFma};
 constexpr Kernels kDirect = {Alone<cu::LaunchForwardDirect>, Alone<cu::LaunchInputGradDirect>,
                              cu::LaunchKernelGradDirect};
 
 // Chooses the kernels for a call by the device. Those for Hopper have code for one architecture.
-// Whether there is a workspace for those that split float32 was decided when the program was
-// compiled.
-xf::Error Choose(const Kernels*& kernels, const Call& call, bool has_workspace = false) {
+xf::Error Choose(const Kernels*& kernels, const Call& call) {
   int device = 0, major = 0, minor = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) {
@@ -137,9 +136,9 @@ xf::Error Choose(const Kernels*& kernels, const Call& call, bool has_workspace =
   if (status != cudaSuccess) return ToError("conv", status);
   const std::string_view compiled = JAXOPS_CUDA_ARCHITECTURES;
   const bool is_hopper = major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos;
-  kernels = cu::IsDirect(call)              ? &kDirect
-            : IsFma(call)                   ? (is_hopper && has_workspace ? &kSplit : &kFma)
-            : is_hopper && IsFew(call)      ? &kFew
+  kernels = cu::IsDirect(call)         ? &kDirect
+            : IsFma(call)              ? (is_hopper && call.dtype == DType::kF32 ? &kSplit : &kFma)
+            : is_hopper && IsFew(call) ? &kFew
             : is_hopper && call.groups == 1 ? &kHopper
                                             : &kMma;
   if (is_hopper || (major >= 8 && !IsFew(call))) return xf::Error::Success();
@@ -178,7 +177,7 @@ xf::Error DecodeEpilogue(Call& call, xf::RemainingArgs rest, int32_t activation)
   return xf::Error::Success();
 }
 
-// The second result, if there is one, is the workspace of a call that may have some.
+// The second result, if there is one, is the workspace in which a kernel is split.
 xf::Error DecodeWorkspace(void*& workspace, const Call& call, xf::RemainingRets rest) {
   if (rest.size() == 0) return xf::Error::Success();
   xf::ErrorOr<xf::Result<xf::AnyBuffer>> buffer = rest.get<xf::AnyBuffer>(0);
@@ -207,7 +206,7 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
   void* workspace = nullptr;
   JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, rest_of_results));
   const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call, workspace != nullptr));
+  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
   return ToError("conv", kernels->forward(stream, call, workspace));
 }
 
@@ -224,7 +223,7 @@ xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kerne
   void* workspace = nullptr;
   JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, rest_of_results));
   const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call, workspace != nullptr));
+  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
   return ToError("conv input gradient", kernels->input_grad(stream, call, workspace));
 }
 
