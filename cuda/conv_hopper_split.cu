@@ -13,10 +13,10 @@ constexpr Shape kShapes[] = {{2, 2, 64, 114}, {3, 1, 64, 122}, {2, 1, 64, 130}, 
 // Those of tiles whose sum the blocks of a cluster share.
 constexpr Shape kSharedShapes[] = {{2, 1, 64, 160}, {1, 1, 64, 260}};
 
-// Cycles of what is done beside the products: to split the kernel and to begin, for every launch of
-// multiply-adds that leaves at once, and bytes of the kernel that are split in one. Measured on an
+// Cycles of what is done beside the products: to split the kernel, of which so many bytes are split
+// in one, and for every sum to begin and to launch multiply-adds that leave at once. Measured on an
 // H200.
-constexpr int64_t kSplitCycles = 5600, kGuardCycles = 2600, kSplitPerCycle = 600;
+constexpr int64_t kSplitCycles = 3600, kSplitPerCycle = 600, kSumCycles = 4600;
 
 constexpr int kSplitThreads = 256;
 
@@ -154,7 +154,7 @@ bool IsFasterSplit(const Call& call, bool is_input_grad) {
     if (!Decide<2>(params, cycles, sum, sizeof(float), kProcessors, kShapes, kSharedShapes)) {
       return cudaErrorNotSupported;
     }
-    split += cycles + kGuardCycles;
+    split += cycles + kSumCycles;
     fma += FmaCycles(sum, is_input_grad, kProcessors);
     return cudaSuccess;
   };
