@@ -4,8 +4,10 @@ They take images in one or two dimensions. Those of 16-bit floats, and of float3
 as TF32, want channels and outputs in multiples of 16 bytes; on Hopper GPUs there are some for a few
 channels of 16-bit floats. Convolutions of one group are brought into that form by linear maps of x,
 kernel and result: missing channels and outputs are zeros. Float64, and float32 that is not
-multiplied as TF32, are taken as they are, by kernels of multiply-adds. So are small groups of every
-dtype, depthwise ones above all, which are no matrix products, by direct kernels.
+multiplied as TF32, are taken as they are, by kernels of multiply-adds; on Hopper GPUs large
+convolutions of such float32 are sums of products of TF32, as exact, of channels and outputs in
+multiples of 16 bytes. Small groups of every dtype, depthwise ones above all, which are no matrix
+products, are taken as they are by direct kernels.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Form:
       fan_out: those of y.
       groups: of channels; several have no missing ones.
       kernels: which take it: those of tensor cores, "mma", which round float32 to TF32, those of
-        multiply-adds, "fma", or for small groups "direct" ones.
+        multiply-adds, or as exact, "fma", or for small groups "direct" ones.
     """
 
     windows: Windows
