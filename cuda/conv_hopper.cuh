@@ -335,13 +335,15 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
     uint32_t fragments[2][kHalf][kEntryParts<T>][4];
     int add = 0;
     // Of split entries tensor cores sum what a half of a chunk has, and that is added to the sums
-    // while the other half is multiplied.
-    float of_half[2][kIsPaired<T> ? kColumns / 2 : 1];
-    bool has_second = false;
-    const auto add_half = [&](int half) {
+    // while the other half is multiplied. Of many columns, whose halves do not fit in registers, it
+    // is a chunk, added while other warpgroups multiply.
+    constexpr bool kHasHalves = kColumns < 128;
+    float parts[kHasHalves ? 2 : 1][kIsPaired<T> ? kColumns / 2 : 1];
+    bool has_part = false;  // the last one, of a chunk before
+    const auto add_part = [&](int half) {
 #pragma unroll
       for (int i = 0; i < (kIsPaired<T> ? kColumns / 2 : 0); ++i) {
-        sums[kBlocks == 2 ? half : 0][i] += of_half[half][i];
+        sums[kBlocks == 2 ? half : 0][i] += parts[kHasHalves ? half : 0][i];
       }
     };
     if constexpr (kIsPaired<T>) {
@@ -394,37 +396,48 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
                 }
               }
               if constexpr (kIsPaired<T>) {
-#pragma unroll
-                for (int i = 0; i < kHalf; ++i) {
-#pragma unroll
-                  for (int e = 0; e < 4; ++e) {
-                    const SplitEntry split = SplitFloat32(fragments[half][i][0][e]);
-                    fragments[half][i][0][e] = split.high;
-                    fragments[half][i][1][e] = split.low;
-                  }
-                }
+                if (!kHasHalves && half == 0) continue;
+                const int first_half = kHasHalves ? half : 0;
                 // What is under way between chunks is waited for before it is added: the compiler
                 // would otherwise have every product waited for.
-                if (half == 0) ProductsWait<0>();
+                if (first_half == 0) ProductsWait<0>();
+                if (!kHasHalves && has_part) add_part(0);
+#pragma unroll
+                for (int h = first_half; h <= half; ++h) {
+#pragma unroll
+                  for (int i = 0; i < kHalf; ++i) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                      const SplitEntry split = SplitFloat32(fragments[h][i][0][e]);
+                      fragments[h][i][0][e] = split.high;
+                      fragments[h][i][1][e] = split.low;
+                    }
+                  }
+                }
                 ProductsBegin();
                 // Small products first.
 #pragma unroll
                 for (int k = 0; k < 3; ++k) {
 #pragma unroll
-                  for (int i = 0; i < kHalf; ++i) {
-                    const uint64_t low = k == 1 ? p.kernel_stage / kEntryParts<T> / 16 : 0;
-                    Multiply<float, kColumns, kAcross>(of_half[half], fragments[half][i][k == 0],
-                                                       b + matrix_step[first + i] + low, k | i);
+                  for (int h = first_half; h <= half; ++h) {
+#pragma unroll
+                    for (int i = 0; i < kHalf; ++i) {
+                      const int step = kBlocks == 2 ? i : h * kHalf + i;
+                      const uint64_t low = k == 1 ? p.kernel_stage / kEntryParts<T> / 16 : 0;
+                      Multiply<float, kColumns, kAcross>(
+                          parts[kHasHalves ? half : 0], fragments[h][i][k == 0],
+                          b + matrix_step[step] + low, k | (h - first_half) | i);
+                    }
                   }
                 }
                 ProductsCommit();
-                if (half == 1) {
+                if (kHasHalves && half == 1) {
                   ProductsWait<1>();
-                  add_half(0);
-                } else if (has_second) {
-                  add_half(1);
+                  add_part(0);
+                } else if (kHasHalves && has_part) {
+                  add_part(1);
                 }
-                has_second = true;
+                has_part = true;
               } else {
 #pragma unroll
                 for (int i = 0; i < kHalf; ++i) {
@@ -442,7 +455,8 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
                 ProductsCommit();
                 ProductsWait<1>();
               }
-              if (half == 0) release();  // the products of the chunk before are done
+              // The products of the chunk before are done.
+              if (half == 0 || (kIsPaired<T> && !kHasHalves)) release();
             }
           };
           if (kIsPaired<T> || steps == kSteps) {
@@ -461,7 +475,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
     ProductsWait<0>();
     release();
     if constexpr (kIsPaired<T>) {
-      if (has_second) add_half(1);
+      if (has_part) add_part(1);
     }
 
     if constexpr (kSplit) {
@@ -537,10 +551,12 @@ struct Shape {
 };
 
 // Cycles of a tile besides its products, measured too.
-constexpr int64_t kTileCycles = 5000;
+inline constexpr int64_t kTileCycles = 5000;
+// Those of the copy of a row of pixels, where entries are split. Measured on an H200.
+inline constexpr int64_t kCopyCycles = 130;
 
 // Tiles whose sum the blocks of a cluster share have at least so many chunks each.
-constexpr int kLeastChunks = 2;
+inline constexpr int kLeastChunks = 2;
 
 // Cycles that sharing adds to those of a tile, more for a large one; measured too.
 inline int64_t SplitCycles(const Shape& shape) {
@@ -664,11 +680,16 @@ const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int 
   const Shape* chosen = nullptr;
   // A multiprocessor makes 2048 products a cycle, or 1024 of TF32.
   const auto cycles = [&](const Shape& shape) {
-    const int64_t chunks =
-        sum.taps > 0 ? int64_t{params.channel_blocks} * params.chunks.divisor() : 0;
-    const int64_t depth =
-        kEntryParts == 2 ? 3 * 16 * kSteps * chunks : sum.taps * sum.channels * item / 2;
-    return shape.rows() * shape.columns * depth / 2048 * shape.percent / 100;
+    if (kEntryParts == 1) {
+      const int64_t depth = sum.taps * sum.channels * item / 2;
+      return shape.rows() * shape.columns * depth / 2048 * shape.percent / 100;
+    }
+    if (sum.taps == 0) return int64_t{0};
+    const int64_t depth = int64_t{params.channel_blocks} * params.chunks.divisor() * 16 * kSteps;
+    const int64_t products = shape.rows() * shape.columns * depth / 2048 * 3 * shape.percent / 100;
+    const int64_t copies =
+        int64_t{params.channel_blocks} * params.groups * (params.image_stage / params.pitch);
+    return std::max(products, copies * kCopyCycles);
   };
   const auto plan = [&](const Shape& shape) {
     return Plan(params, sum, item, kEntryParts, shape, Grouping::kAll) ||

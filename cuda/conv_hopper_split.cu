@@ -9,7 +9,8 @@ namespace {
 
 using namespace tiled;  // NOLINT: this is what it is made for
 
-constexpr Shape kShapes[] = {{2, 2, 64, 114}, {3, 1, 64, 122}, {2, 1, 64, 130}, {4, 1, 32, 162}};
+constexpr Shape kShapes[] = {
+    {2, 1, 128, 105}, {2, 2, 64, 112}, {3, 1, 64, 122}, {2, 1, 64, 130}, {4, 1, 32, 162}};
 // Those of tiles whose sum the blocks of a cluster share.
 constexpr Shape kSharedShapes[] = {{2, 1, 64, 160}, {1, 1, 64, 260}};
 
@@ -17,6 +18,9 @@ constexpr Shape kSharedShapes[] = {{2, 1, 64, 160}, {1, 1, 64, 260}};
 // in one, and for every sum to begin and to launch multiply-adds that leave at once. Measured on an
 // H200.
 constexpr int64_t kSplitCycles = 3600, kSplitPerCycle = 600, kSumCycles = 4600;
+
+// Sums of fewer entries are left to multiply-adds, which round them less.
+constexpr int64_t kLeastDepth = 64;
 
 constexpr int kSplitThreads = 256;
 
@@ -113,6 +117,7 @@ cudaError_t LaunchShape(cudaStream_t stream, const Params& params, const Shape& 
     return is(2, 1, 64) ? LaunchTiles<FloatPair, 2, 1, 64, false, true>(stream, params, processors)
                         : LaunchTiles<FloatPair, 1, 1, 64, false, true>(stream, params, processors);
   }
+  if (is(2, 1, 128)) return LaunchTiles<FloatPair, 2, 1, 128, false>(stream, params, processors);
   if (is(2, 2, 64)) return LaunchTiles<FloatPair, 2, 2, 64, false>(stream, params, processors);
   if (is(3, 1, 64)) return LaunchTiles<FloatPair, 3, 1, 64, false>(stream, params, processors);
   if (is(2, 1, 64)) return LaunchTiles<FloatPair, 2, 1, 64, false>(stream, params, processors);
@@ -151,6 +156,7 @@ bool IsFasterSplit(const Call& call, bool is_input_grad) {
   const auto add = [&](const Sum& sum) {
     Params params;
     int64_t cycles;
+    if (sum.taps > 0 && sum.taps * sum.channels < kLeastDepth) return cudaErrorNotSupported;
     if (!Decide<2>(params, cycles, sum, sizeof(float), kProcessors, kShapes, kSharedShapes)) {
       return cudaErrorNotSupported;
     }
