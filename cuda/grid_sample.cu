@@ -8,6 +8,9 @@
 // in a fixed order. Where a sample has few points and channels, nothing is told: each thread looks
 // at the point of its own channels (SampleFew).
 //
+// The kernels here know every option. Plain values and gradients by points have smaller ones, see
+// cuda/grid_sample_plain.h.
+//
 // Points at random places of a volume larger than the L2 would fetch entries from memory as often
 // as they are met. They are then taken in an order, see cuda/grid_sample_order.cuh; what that takes
 // is a small part of what it saves.
@@ -18,6 +21,7 @@
 #include "cuda/grid_sample.cuh"
 #include "cuda/grid_sample.h"
 #include "cuda/grid_sample_order.cuh"
+#include "cuda/grid_sample_plain.h"
 #include "cuda/launch.h"
 
 namespace jaxops::grid_sample::cuda {
@@ -473,13 +477,16 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, int kCount, int kAxes>
 cudaError_t LaunchWith(cudaStream_t stream, const Call& call, const RoughOrder& order) {
+  const bool adds = call.dvolume != nullptr && !call.deterministic;
+  if (!adds && IsFasterPlain(call, order, kCount > 1)) {
+    return LaunchPlain(stream, call, order, kCount > 1);
+  }
   const int64_t row_threads = call.geometry.width / kCount;
   Params params(call, row_threads);
   if (order.points != nullptr) {
     params.order = order.points;
     params.places = order.size;
   }
-  const bool adds = call.dvolume != nullptr && !call.deterministic;
   if (adds && !std::is_same_v<T, Accumulator<T>>) params.sums = call.scratch;
   const int64_t threads = params.points * row_threads;
   if (call.out != nullptr && order.points == nullptr && threads <= kMostFew) {
@@ -516,6 +523,15 @@ bool IsAligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
 }
 
+// Whether the gradients by the volume and by the points are faster by two kernels than by one. A
+// plain one by the points is, where the one by the volume is added element by element, but for few
+// elements and the shortest rows. Measured on an H200.
+bool IsFasterApart(const Call& call, bool packs) {
+  const int64_t width = call.geometry.width;
+  const int64_t elements = call.batch.size() * call.geometry.points * width;
+  return !packs && width > 2 && (width > 32 || elements > int64_t{1} << 18) && IsPlain(call);
+}
+
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   constexpr int kPack = kPackBytes / sizeof(T);
@@ -544,13 +560,13 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   if (!added) JAXOPS_RETURN_IF_ERROR(cudaMemsetAsync(sums, 0, size * sizeof(A), stream));
   const bool aligned = IsAligned(call.volume) && IsAligned(call.cotangent) && IsAligned(call.out) &&
                        IsAligned(call.dvolume) && IsAligned(call.scratch);
-  const auto launch =
-      aligned && call.geometry.width % kPack == 0 ? LaunchAxes<T, kPack> : LaunchAxes<T, 1>;
+  const bool packs = aligned && call.geometry.width % kPack == 0;
+  const auto launch = packs ? LaunchAxes<T, kPack> : LaunchAxes<T, 1>;
   if (any && (call.out != nullptr || !added)) {
     RoughOrder order;
     JAXOPS_RETURN_IF_ERROR(OrderRoughly(stream, call, order_space, order_bytes, &order));
-    if (order.points != nullptr && call.dpoints != nullptr) {
-      // The gradient by points takes them as they come, so that cotangents are read in their order.
+    // The gradient by points takes them as they come, so that cotangents are read in their order.
+    if (call.dpoints != nullptr && (order.points != nullptr || IsFasterApart(call, packs))) {
       Call first = call;
       first.dpoints = nullptr;
       JAXOPS_RETURN_IF_ERROR(launch(stream, first, order));
