@@ -198,8 +198,11 @@ _GROUPS = 512 + 1
 _SHARE = 1024
 #: Bytes to which it is aligned behind the sums of a gradient.
 _ALIGNED = 16
-#: Bytes of an entry from which on that pays when volumes are only read.
+#: When volumes are only read, that pays from so many bytes on, if entries have so many each and are
+#: whole sectors of memory.
+_LARGE_READ = 3 << 24
 _WIDE = 64
+_SECTOR = 32
 
 
 def _order_bytes(batch, points, entry_bytes, options, sums) -> int:
@@ -233,7 +236,9 @@ def _bytes(size: int) -> list[jax.ShapeDtypeStruct]:
 
 def _sample_scratch(batch, volume, points, options):
     entry_bytes = volume.shape[-1] * volume.dtype.itemsize
-    if entry_bytes < _WIDE:
+    if entry_bytes < _WIDE or entry_bytes % _SECTOR:
+        return []
+    if math.prod(options.sizes) * entry_bytes < _LARGE_READ:
         return []
     return _bytes(_order_bytes(batch, points, entry_bytes, options, sums=False))
 

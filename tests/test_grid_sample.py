@@ -248,6 +248,34 @@ def test_few_points_have_the_bits_of_many(dtype, width, method, platform):
         assert of_few.tobytes() == of_many[:1000].tobytes()
 
 
+@pytest.mark.parametrize("width", [3, 33, 64, 97])
+@pytest.mark.parametrize("sizes", [(9, 8), (5, 4, 6)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_few_and_of_many_points(dtype, sizes, width, platform):
+    """How many lanes share a point depends on its channels and on how many points there are."""
+    volume, points = random_case(sizes, width, 20_001, dtype)
+    points = points.astype(jnp.promote_types(points.dtype, "float32"))
+    g = np.random.default_rng(1).standard_normal((len(points), width)).astype(volume.dtype)
+
+    def compute(sample, volume, points, g):
+        value, pull = jax.vjp(functools.partial(sample, volume), points)
+        return value, *pull(g)
+
+    ours = functools.partial(compute, jaxops.grid_sample)
+    several = slice(300)
+    want = on_reference(
+        functools.partial(compute, reference.grid_sample), volume, points[several], g[several]
+    )
+    few = run(ours, platform, volume, points[several], g[several])
+    many = [result[several] for result in run(ours, platform, volume, points, g)]
+    assert few[0].tobytes() == many[0].tobytes()
+    for got in few, many:
+        assert_close(got[:1], want[:1], "value", dtype=dtype, terms=512)
+        assert_close(
+            got[1:], want[1:], "point gradient", dtype=points.dtype.name, terms=512 * width
+        )
+
+
 def test_one_volume_for_all_points_of_any_shape(platform):
     volume, points = random_case(points=24)
     (flat,) = run(jaxops.grid_sample, platform, volume, points)
