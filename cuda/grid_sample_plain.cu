@@ -41,36 +41,37 @@ struct AxisParams {
 
 template <typename A, int kAxes>
 struct PlainParams {
+  // In the order of their use, because small calls wait for every line of parameters.
   const A* points;
-  const Placed* order;  // of the points, null for their own
   const void* volume;
-  const void* cotangent;
   void* out;
   uint32_t count;   // of the points of all batch entries, or of the places in their order
   FastDivider row;  // threads to a row of channels
   A shift;
-  AxisParams<A> axes[kAxes];
-  FastDivider by_entry;    // points of a batch entry
   uint32_t volume_stride;  // of the batch, in elements
+  AxisParams<A> axes[kAxes];
   uint32_t width;
   int lane_shift;  // of a gradient: 2^this many lanes share a point
+  const void* cotangent;
+  FastDivider by_entry;  // points of a batch entry
+  const Placed* order;   // of the points, null for their own
 
   PlainParams(const Call& call, const RoughOrder& rough, int64_t row_threads, int shift_of_lanes)
       : points(static_cast<const A*>(call.points)),
-        order(rough.points),
         volume(call.volume),
-        cotangent(call.cotangent),
         out(call.out != nullptr ? call.out : call.dpoints),
         count(static_cast<uint32_t>(
             rough.points != nullptr ? rough.size : call.batch.size() * call.geometry.points)),
         row(row_threads),
         shift(call.geometry.align_corners ? A(0) : A(-0.5)),
-        by_entry(call.geometry.points),
         volume_stride(call.batch.rank() == 0
                           ? 0
                           : static_cast<uint32_t>(call.batch.stride(0, Call::kVolume))),
         width(static_cast<uint32_t>(call.geometry.width)),
-        lane_shift(shift_of_lanes) {
+        lane_shift(shift_of_lanes),
+        cotangent(call.cotangent),
+        by_entry(call.geometry.points),
+        order(rough.points) {
     int64_t stride = call.geometry.width;
     for (int a = kAxes - 1; a >= 0; --a) {
       const int32_t size = call.geometry.sizes[a];
