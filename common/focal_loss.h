@@ -21,6 +21,9 @@ namespace jaxops::focal_loss {
 // Exponents that need no exponential, by the codes that Python sends.
 enum class Power : int32_t { kAny, kZero, kHalf, kOne, kTwo };
 
+// The id of class 0. Programs that Python lowered say from where theirs count.
+inline constexpr int32_t kFirstClassId = 1;
+
 // Each batch entry has `rows` rows of `classes` logits. Scalars and weights are of the arithmetic
 // type, f64 for f64 logits and f32 for the others.
 struct Sigmoid {
@@ -47,7 +50,7 @@ struct Sigmoid {
   int32_t ignored;
   const void* logits;
   const void* labels;        // int32 (rows,), or soft (rows, classes)
-  const int32_t* class_ids;  // (classes,), consecutive: the class of each logit, plus 1
+  const int32_t* class_ids;  // (classes,), consecutive: the class of each logit, plus kFirstClassId
   const void* scale;         // (), factor of all results
   const void* parameters;    // (3,): gamma, factor of negative targets, of positive ones
   const void* weight;        // (rows,), null: none

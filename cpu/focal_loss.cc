@@ -62,7 +62,7 @@ class SigmoidEntry {
       weight_ = static_cast<const A*>(args.weight) + args.batch.Offset(entry, Sigmoid::kWeight);
     }
     if (args.classes > 0) {
-      first_class_ = args.class_ids[args.batch.Offset(entry, Sigmoid::kClassIds)] - 1;
+      first_class_ = args.class_ids[args.batch.Offset(entry, Sigmoid::kClassIds)] - kFirstClassId;
     }
     scale_ = static_cast<const A*>(args.scale)[args.batch.Offset(entry, Sigmoid::kScale)];
     parameters_ =

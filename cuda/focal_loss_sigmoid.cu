@@ -125,7 +125,7 @@ class Entry {
     logits = static_cast<const T*>(p.call.logits) + offsets[Sigmoid::kLogits] + begin;
     labels = static_cast<const L*>(p.call.labels) + offsets[Sigmoid::kLabels];
     if constexpr (std::is_same_v<L, int32_t>) {
-      first_class_ = p.call.class_ids[offsets[Sigmoid::kClassIds]] - 1;
+      first_class_ = p.call.class_ids[offsets[Sigmoid::kClassIds]] - kFirstClassId;
       labels += first_row;
     } else {
       labels += begin;
@@ -617,7 +617,7 @@ __global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant
   const A gamma = parameters[0];
   const A negative = scales[0] * parameters[1];
   const A positive = scales[0] * parameters[2];
-  const auto first_class = static_cast<uint32_t>(class_ids[0] - 1);
+  const auto first_class = static_cast<uint32_t>(class_ids[0] - kFirstClassId);
   A total = 0;
 #pragma unroll 1
   while (at < end) {
@@ -678,7 +678,7 @@ __global__ void __launch_bounds__(kLastThreads) TargetsLast(const __grid_constan
   const float gamma = parameters[0];
   const float negative = scale * parameters[1];
   const float positive = scale * parameters[2];
-  const uint32_t position = label - static_cast<uint32_t>(p.class_ids[0] - 1);
+  const uint32_t position = label - static_cast<uint32_t>(p.class_ids[0] - kFirstClassId);
   // What is before the block wraps.
   const uint32_t target = threadIdx.x * p.classes.divisor() - skipped + position;
   const bool has_target = has_row && position < p.classes.divisor() && target < length;
@@ -742,7 +742,7 @@ __global__ void __launch_bounds__(kSpreadThreads)
   const float gamma = parameters[0];
   const float negative = scale * parameters[1];
   const float positive = scale * parameters[2];
-  const auto first_class = static_cast<uint32_t>(p.class_ids[0] - 1);
+  const auto first_class = static_cast<uint32_t>(p.class_ids[0] - kFirstClassId);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const uint32_t at = begin + i * kStride;

@@ -92,10 +92,39 @@ Dimensions CoreOf(const xf::AnyBuffer& buffer, size_t batch_rank) {
   return buffer.dimensions().last(buffer.dimensions().size() - batch_rank);
 }
 
+struct SigmoidAttributes {
+  int64_t rows;  // the number of dimensions of rows
+  int32_t power;
+  bool has_ignored;
+  int32_t ignored;
+  int32_t first_class_id = 0;  // programs that have no such attribute count from 0
+};
+
+template <typename T>
+xf::Error Read(T& out, const xf::Dictionary& attributes, const char* name) {
+  const xf::ErrorOr<T> value = attributes.get<T>(name);
+  if (!value) {
+    return InvalidArgument(kSigmoid, ": attribute ", name, ": ", value.error().message());
+  }
+  out = *value;
+  return xf::Error::Success();
+}
+
+xf::Error Read(SigmoidAttributes& out, const xf::Dictionary& attributes) {
+  constexpr char kIds[] = "first_class_id";
+  JAXOPS_RETURN_IF_ERROR(Read(out.rows, attributes, "rows"));
+  JAXOPS_RETURN_IF_ERROR(Read(out.power, attributes, "power"));
+  JAXOPS_RETURN_IF_ERROR(Read(out.has_ignored, attributes, "has_ignored"));
+  JAXOPS_RETURN_IF_ERROR(Read(out.ignored, attributes, "ignored"));
+  return attributes.contains(kIds) ? Read(out.first_class_id, attributes, kIds)
+                                   : xf::Error::Success();
+}
+
 }  // namespace
 
-xf::Error Decode(Sigmoid& call, const SigmoidAttributes& attributes,
-                 const SigmoidBuffers& buffers) {
+xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidBuffers& buffers) {
+  SigmoidAttributes attributes;
+  JAXOPS_RETURN_IF_ERROR(Read(attributes, dictionary));
   size_t batch = 0;
   JAXOPS_RETURN_IF_ERROR(
       SetShape(call, kSigmoid, attributes.rows, attributes.power, buffers.logits, batch));
@@ -113,6 +142,13 @@ xf::Error Decode(Sigmoid& call, const SigmoidAttributes& attributes,
                                                                    : arithmetic;
   JAXOPS_RETURN_IF_ERROR(
       Check(kSigmoid, "labels", buffers.labels, call.soft ? all : rows, batch, label_type));
+  // Soft labels are right whatever the ids, which they do not need.
+  if (!call.soft && attributes.first_class_id != jaxops::focal_loss::kFirstClassId) {
+    return InvalidArgument(kSigmoid, ": class ids of this program count from ",
+                           attributes.first_class_id, ", those of this version of jaxops from ",
+                           jaxops::focal_loss::kFirstClassId,
+                           ": export the program once more with the version that runs it");
+  }
   JAXOPS_RETURN_IF_ERROR(
       Check(kSigmoid, "class ids", buffers.class_ids, classes, batch, xf::DataType::S32));
   JAXOPS_RETURN_IF_ERROR(Check(kSigmoid, "scale", buffers.scale, none, batch, arithmetic));

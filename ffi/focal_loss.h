@@ -12,13 +12,6 @@ namespace jaxops::ffi::focal_loss {
 using jaxops::focal_loss::Sigmoid;
 using jaxops::focal_loss::Softmax;
 
-struct SigmoidAttributes {
-  int64_t rows;  // the number of dimensions of rows
-  int32_t power;
-  bool has_ignored;
-  int32_t ignored;
-};
-
 struct SigmoidBuffers {
   xla::ffi::AnyBuffer logits;
   xla::ffi::AnyBuffer labels;
@@ -49,17 +42,14 @@ auto BindOperands(Binding&& binding) {
   return BindScaledRows(std::forward<Binding>(binding).template Arg<xla::ffi::AnyBuffer>());
 }
 
-// Adds the attributes, in the order of `SigmoidAttributes`, after operands and results.
+// Adds all attributes, after operands and results. They are looked up by their names, because a
+// program that was exported before there was one of them is told what to do about it.
 template <typename Binding>
 auto BindAttributes(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Attr<int64_t>("rows")
-      .template Attr<int32_t>("power")
-      .template Attr<bool>("has_ignored")
-      .template Attr<int32_t>("ignored");
+  return std::forward<Binding>(binding).Attrs();
 }
 
-xla::ffi::Error Decode(Sigmoid& call, const SigmoidAttributes& attributes,
+xla::ffi::Error Decode(Sigmoid& call, const xla::ffi::Dictionary& attributes,
                        const SigmoidBuffers& buffers);
 
 struct SoftmaxAttributes {

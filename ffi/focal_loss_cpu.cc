@@ -16,7 +16,7 @@ using focal_loss::BindScaledRows;
 using focal_loss::Decode;
 using focal_loss::SigmoidBuffers;
 
-xf::Error Run(xf::ThreadPool& pool, const focal_loss::SigmoidAttributes& attributes,
+xf::Error Run(xf::ThreadPool& pool, const xf::Dictionary& attributes,
               const SigmoidBuffers& buffers) {
   focal_loss::Sigmoid call;
   if (xf::Error error = Decode(call, attributes, buffers); error.failure()) return error;
@@ -29,28 +29,28 @@ xf::Error Run(xf::ThreadPool& pool, const focal_loss::SigmoidAttributes& attribu
 
 xf::Error RunLoss(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
                   xf::AnyBuffer class_ids, xf::AnyBuffer scale, xf::AnyBuffer parameters,
-                  xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> loss, int64_t rows,
-                  int32_t power, bool has_ignored, int32_t ignored) {
+                  xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> loss,
+                  xf::Dictionary attributes) {
   const xf::AnyBuffer buffer = *loss;
-  return Run(pool, {rows, power, has_ignored, ignored},
+  return Run(pool, attributes,
              {logits, labels, class_ids, scale, parameters, weight, &buffer, nullptr, nullptr});
 }
 
 xf::Error RunGradient(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
                       xf::AnyBuffer class_ids, xf::AnyBuffer scale, xf::AnyBuffer parameters,
-                      xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> gradient, int64_t rows,
-                      int32_t power, bool has_ignored, int32_t ignored) {
+                      xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> gradient,
+                      xf::Dictionary attributes) {
   const xf::AnyBuffer buffer = *gradient;
-  return Run(pool, {rows, power, has_ignored, ignored},
+  return Run(pool, attributes,
              {logits, labels, class_ids, scale, parameters, weight, nullptr, &buffer, nullptr});
 }
 
 xf::Error RunSum(xf::ThreadPool pool, xf::AnyBuffer logits, xf::AnyBuffer labels,
                  xf::AnyBuffer class_ids, xf::AnyBuffer scale, xf::AnyBuffer parameters,
-                 xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> sum, int64_t rows,
-                 int32_t power, bool has_ignored, int32_t ignored) {
+                 xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> sum,
+                 xf::Dictionary attributes) {
   const xf::AnyBuffer buffer = *sum;
-  return Run(pool, {rows, power, has_ignored, ignored},
+  return Run(pool, attributes,
              {logits, labels, class_ids, scale, parameters, weight, nullptr, nullptr, &buffer});
 }
 
@@ -58,10 +58,10 @@ xf::Error RunValueAndGradient(xf::ThreadPool pool, xf::AnyBuffer logits, xf::Any
                               xf::AnyBuffer class_ids, xf::AnyBuffer scale,
                               xf::AnyBuffer parameters, xf::RemainingArgs weight,
                               xf::Result<xf::AnyBuffer> sum, xf::Result<xf::AnyBuffer> gradient,
-                              int64_t rows, int32_t power, bool has_ignored, int32_t ignored) {
+                              xf::Dictionary attributes) {
   const xf::AnyBuffer sum_buffer = *sum;
   const xf::AnyBuffer gradient_buffer = *gradient;
-  return Run(pool, {rows, power, has_ignored, ignored},
+  return Run(pool, attributes,
              {logits, labels, class_ids, scale, parameters, weight, nullptr, &gradient_buffer,
               &sum_buffer});
 }

@@ -33,8 +33,8 @@ xf::Error FindPartials(Partials& partials, const char* name, int64_t entries,
   return xf::Error::Success();
 }
 
-xf::Error Run(cudaStream_t stream, const focal_loss::SigmoidAttributes& attributes,
-              const SigmoidBuffers& buffers, const xf::AnyBuffer* scratch = nullptr) {
+xf::Error Run(cudaStream_t stream, const xf::Dictionary& attributes, const SigmoidBuffers& buffers,
+              const xf::AnyBuffer* scratch = nullptr) {
   constexpr char kName[] = "sigmoid_focal_loss";
   focal_loss::Sigmoid call;
   if (xf::Error error = Decode(call, attributes, buffers); error.failure()) return error;
@@ -47,30 +47,29 @@ xf::Error Run(cudaStream_t stream, const focal_loss::SigmoidAttributes& attribut
 
 xf::Error RunLoss(cudaStream_t stream, xf::AnyBuffer logits, xf::AnyBuffer labels,
                   xf::AnyBuffer class_ids, xf::AnyBuffer scale, xf::AnyBuffer parameters,
-                  xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> loss, int64_t rows,
-                  int32_t power, bool has_ignored, int32_t ignored) {
+                  xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> loss,
+                  xf::Dictionary attributes) {
   const xf::AnyBuffer buffer = *loss;
-  return Run(stream, {rows, power, has_ignored, ignored},
+  return Run(stream, attributes,
              {logits, labels, class_ids, scale, parameters, weight, &buffer, nullptr, nullptr});
 }
 
 xf::Error RunGradient(cudaStream_t stream, xf::AnyBuffer logits, xf::AnyBuffer labels,
                       xf::AnyBuffer class_ids, xf::AnyBuffer scale, xf::AnyBuffer parameters,
-                      xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> gradient, int64_t rows,
-                      int32_t power, bool has_ignored, int32_t ignored) {
+                      xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> gradient,
+                      xf::Dictionary attributes) {
   const xf::AnyBuffer buffer = *gradient;
-  return Run(stream, {rows, power, has_ignored, ignored},
+  return Run(stream, attributes,
              {logits, labels, class_ids, scale, parameters, weight, nullptr, &buffer, nullptr});
 }
 
 xf::Error RunSum(cudaStream_t stream, xf::AnyBuffer logits, xf::AnyBuffer labels,
                  xf::AnyBuffer class_ids, xf::AnyBuffer scale, xf::AnyBuffer parameters,
                  xf::RemainingArgs weight, xf::Result<xf::AnyBuffer> sum,
-                 xf::Result<xf::AnyBuffer> partials, int64_t rows, int32_t power, bool has_ignored,
-                 int32_t ignored) {
+                 xf::Result<xf::AnyBuffer> partials, xf::Dictionary attributes) {
   const xf::AnyBuffer buffer = *sum;
   const xf::AnyBuffer scratch = *partials;
-  return Run(stream, {rows, power, has_ignored, ignored},
+  return Run(stream, attributes,
              {logits, labels, class_ids, scale, parameters, weight, nullptr, nullptr, &buffer},
              &scratch);
 }
@@ -79,12 +78,11 @@ xf::Error RunValueAndGradient(cudaStream_t stream, xf::AnyBuffer logits, xf::Any
                               xf::AnyBuffer class_ids, xf::AnyBuffer scale,
                               xf::AnyBuffer parameters, xf::RemainingArgs weight,
                               xf::Result<xf::AnyBuffer> sum, xf::Result<xf::AnyBuffer> gradient,
-                              xf::Result<xf::AnyBuffer> partials, int64_t rows, int32_t power,
-                              bool has_ignored, int32_t ignored) {
+                              xf::Result<xf::AnyBuffer> partials, xf::Dictionary attributes) {
   const xf::AnyBuffer sum_buffer = *sum;
   const xf::AnyBuffer gradient_buffer = *gradient;
   const xf::AnyBuffer scratch = *partials;
-  return Run(stream, {rows, power, has_ignored, ignored},
+  return Run(stream, attributes,
              {logits, labels, class_ids, scale, parameters, weight, nullptr, &gradient_buffer,
               &sum_buffer},
              &scratch);

@@ -106,7 +106,7 @@ def sigmoid_focal_loss(
     operands = [
         logits,
         labels,
-        compat.shard_like_last(np.arange(1, call.classes + 1, dtype=np.int32), logits),
+        compat.shard_like_last(_class_ids(call.classes), logits),
         call.scale(dtype),
         _stack((gamma, negative, positive), dtype),
         *([] if weight is None else [weight]),
@@ -398,6 +398,14 @@ def _power(gamma: float | jax.Array) -> float | None:
 
 # --- sigmoid: what all its primitives are told ---------------------------------------------------
 
+#: Class ids count from 1, because XLA keeps no constant that counts from 0: it would launch a
+#: kernel that makes it anew for each call. Handlers refuse programs whose ids count otherwise.
+_FIRST_CLASS_ID = 1
+
+
+def _class_ids(classes: int) -> np.ndarray:
+    return np.arange(_FIRST_CLASS_ID, _FIRST_CLASS_ID + classes, dtype=np.int32)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
@@ -407,8 +415,7 @@ class _Options:
     classes knows which ones it has), the scale of the sum, parameters (gamma, and the factors of
     negative and positive targets), and the weights of rows where `weighted`.
 
-    Classes are counted from 1, because XLA keeps no constant that counts from 0: it would launch a
-    kernel that makes it anew for each call.
+    Classes are counted from `_FIRST_CLASS_ID`.
     """
 
     rows: int  # the number of dimensions before that of classes
@@ -438,6 +445,7 @@ def _attributes(*, options):
         "power": np.int32(_POWERS.index(options.power)),
         "has_ignored": np.bool_(options.ignored is not None),
         "ignored": np.int32(options.ignored or 0),
+        "first_class_id": np.int32(_FIRST_CLASS_ID),
     }
 
 
@@ -463,7 +471,7 @@ def _elements(slope, logits, labels, class_ids, scale, parameters, weight=None, 
     ids = jnp.expand_dims(
         class_ids, tuple(range(class_ids.ndim - 1, class_ids.ndim - 1 + rank - 1))
     )
-    target = labels[..., None] == ids - 1
+    target = labels[..., None] == ids - _FIRST_CLASS_ID
     z = jnp.where(counted, z, 0)
     function = reference.focal_slope if slope else reference.focal
     value = function(jnp.where(target, -z, z), gamma)
