@@ -210,6 +210,7 @@ cudaError_t LaunchSoftmax(cudaStream_t stream, const Softmax& call, int64_t spli
   if (call.classes <= kMostClasses && !packs.whole) {
     return LaunchShortRows(stream, call, splits, partials);
   }
+  if (AreWholeRows(call)) return LaunchWholeRows(stream, call, splits, partials);
   const bool gradient_alone = call.gradient != nullptr && call.sum == nullptr;
   const int64_t most_packs =
       gradient_alone && call.dtype == DType::kF32 ? kMostPacksOfGradient : kMostPacks;

@@ -31,6 +31,9 @@ bool AreFewRows(const Softmax& call, int64_t splits);
 cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials);
 cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t splits,
                             void* partials);
+bool AreWholeRows(const Softmax& call);
+cudaError_t LaunchWholeRows(cudaStream_t stream, const Softmax& call, int64_t splits,
+                            void* partials);
 cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t splits,
                            void* partials);
 cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t splits,
@@ -87,6 +90,39 @@ cudaError_t LaunchSplits(void (*kernel)(Params), int threads, const RowSplits& s
           : jaxops::cuda::Launch(kernel, blocks, threads, 0, stream, params);
   if (error != cudaSuccess || call.sum == nullptr || splits.clustered) return error;
   return CombineSums<A>(stream, call, splits.count, partials);
+}
+
+// Rows for which two lanes each are enough threads.
+inline constexpr int64_t kManyRows = 1 << 17;
+
+// Calls `function` with the number of lanes that share a row, and the most accesses of each.
+template <typename T, typename Function>
+cudaError_t DispatchLanes(const Softmax& call, Function&& function) {
+  const PacksOfRow packs(call);
+  using std::integral_constant;
+  constexpr auto k1 = integral_constant<int, 1>();
+  constexpr auto k2 = integral_constant<int, 2>();
+  constexpr auto k3 = integral_constant<int, 3>();
+  constexpr auto k4 = integral_constant<int, 4>();
+  constexpr auto k5 = integral_constant<int, 5>();
+  constexpr auto k6 = integral_constant<int, 6>();
+  constexpr auto k8 = integral_constant<int, 8>();
+  constexpr auto k10 = integral_constant<int, 10>();
+  constexpr auto k16 = integral_constant<int, 16>();
+  constexpr auto k32 = integral_constant<int, 32>();
+  if (packs.count <= 2 && packs.whole) return function(k1, k2);
+  // Of 2-byte logits, as many rows a warp as have room for what they take when widened.
+  if (sizeof(T) == 2 && packs.count <= 10 && call.rows >= kManyRows) return function(k2, k5);
+  if (packs.count <= 8) return function(k4, k2);
+  if (packs.count <= 12) return function(k4, k3);
+  if (packs.count <= 20) return function(k4, k5);
+  if (packs.count <= 24) return function(k4, k6);
+  if (packs.count <= 48) return function(k8, k6);
+  if (packs.count <= 64) return function(k16, k4);
+  if (packs.count <= 128) return function(k32, k4);
+  if (packs.count <= 256) return function(k32, k8);
+  if (packs.count <= 320) return function(k32, k10);
+  return function(k32, k16);
 }
 
 // Elements by which an array misses the alignment of the widest access.
@@ -268,6 +304,14 @@ struct RegisterPack {
     jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), pack);
   }
 
+  // The same to shared memory.
+  __device__ __forceinline__ void Stage(T* to) const {
+    Pack<Word, kWords> pack;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) pack.values[w] = words[w];
+    *reinterpret_cast<Pack<Word, kWords>*>(to) = pack;
+  }
+
   // Where an element is, from its distance to the first one.
   struct Place {
     int word;
@@ -289,6 +333,19 @@ struct RegisterPack {
         if (w == place.word) words[w] = by;
       }
     }
+  }
+
+  // What element k was, which becomes negative infinity.
+  __device__ __forceinline__ A TakeOut(int k) {
+    static_assert(kPairs);
+    const Place place(k);
+    RegisterPack was;
+    uint32_t pair = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) pair = w == place.word ? words[w] : pair;
+    Replace(place, Repeat(Narrow<T>(-A(INFINITY))));
+    was.words[0] = k % 2 == 0 ? pair : pair >> 16;
+    return jaxops::cuda::Widen(was.Get(0));
   }
 
   __device__ __forceinline__ T Get(int k) const {

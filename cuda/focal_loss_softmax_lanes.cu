@@ -15,8 +15,6 @@ constexpr bool kKeepsExponentials = sizeof(T) > 2 || kPacks <= 4;
 
 // Steps of a block, and of a warp before their rows are evaluated.
 constexpr int64_t kMostSteps = 8;
-// Rows for which two lanes each are enough threads.
-constexpr int64_t kManyRows = 1 << 17;
 
 // Blocks of a multiprocessor, by the registers that a row takes.
 template <typename T, int kPacks>
@@ -133,34 +131,9 @@ cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t spl
                            void* partials) {
   return DispatchFloat(call.dtype, [&](auto logit) {
     using T = decltype(logit);
-    const PacksOfRow packs(call);
-    const auto launch = [&](auto lanes, auto most) {
+    return DispatchLanes<T>(call, [&](auto lanes, auto most) {
       return Launch<T, lanes.value, most.value>(stream, call, splits, partials);
-    };
-    using std::integral_constant;
-    constexpr auto k1 = integral_constant<int, 1>();
-    constexpr auto k2 = integral_constant<int, 2>();
-    constexpr auto k3 = integral_constant<int, 3>();
-    constexpr auto k4 = integral_constant<int, 4>();
-    constexpr auto k5 = integral_constant<int, 5>();
-    constexpr auto k6 = integral_constant<int, 6>();
-    constexpr auto k8 = integral_constant<int, 8>();
-    constexpr auto k10 = integral_constant<int, 10>();
-    constexpr auto k16 = integral_constant<int, 16>();
-    constexpr auto k32 = integral_constant<int, 32>();
-    if (packs.count <= 2 && packs.whole) return launch(k1, k2);
-    // Of 2-byte logits, as many rows a warp as have room for what they take when widened.
-    if (sizeof(T) == 2 && packs.count <= 10 && call.rows >= kManyRows) return launch(k2, k5);
-    if (packs.count <= 8) return launch(k4, k2);
-    if (packs.count <= 12) return launch(k4, k3);
-    if (packs.count <= 20) return launch(k4, k5);
-    if (packs.count <= 24) return launch(k4, k6);
-    if (packs.count <= 48) return launch(k8, k6);
-    if (packs.count <= 64) return launch(k16, k4);
-    if (packs.count <= 128) return launch(k32, k4);
-    if (packs.count <= 256) return launch(k32, k8);
-    if (packs.count <= 320) return launch(k32, k10);
-    return launch(k32, k16);
+    });
   });
 }
 

@@ -117,24 +117,28 @@ struct PartialSums {
   const void* partials;
 };
 
+// Partial sums that a thread reads at a time, and the threads of a block where they are many.
+inline constexpr uint32_t kCombinedAhead = 16;
+inline constexpr int kManyCombining = 1024;
+
 // Adds up the partial sums of one batch entry a block.
-template <typename A, typename Call>
-__global__ void __launch_bounds__(kThreads)
+template <typename A, int kBlockThreads, typename Call>
+__global__ void __launch_bounds__(kBlockThreads)
     CombineSumsKernel(const __grid_constant__ PartialSums<Call> p) {
   const A* partials = static_cast<const A*>(p.partials) + int64_t{blockIdx.x} * p.splits;
   A sum = 0;
   // Reads that are under way together, as a loop with a condition for each does not have them.
-  constexpr uint32_t kAhead = 16;
-  for (uint32_t begin = threadIdx.x; begin < p.splits; begin += kAhead * kThreads) {
+  constexpr uint32_t kAhead = kCombinedAhead;
+  for (uint32_t begin = threadIdx.x; begin < p.splits; begin += kAhead * kBlockThreads) {
     A ahead[kAhead];
 #pragma unroll
     for (uint32_t k = 0; k < kAhead; ++k) {
-      const uint32_t i = begin + k * kThreads;
+      const uint32_t i = begin + k * kBlockThreads;
       ahead[k] = i < p.splits ? partials[i] : A(0);
     }
     sum += SumOf(ahead);
   }
-  sum = SumOverBlock(sum);
+  sum = SumOverBlock<kBlockThreads>(sum);
   if (threadIdx.x == 0) {
     static_cast<A*>(p.call.sum)[p.call.batch.AllOffsets(blockIdx.x)[Call::kSum]] = sum;
   }
@@ -146,7 +150,13 @@ template <typename A, typename Call>
 cudaError_t CombineSums(cudaStream_t stream, const Call& call, int64_t splits,
                         const void* partials) {
   const PartialSums<Call> sums{call, static_cast<uint32_t>(splits), partials};
-  return Launch(CombineSumsKernel<A, Call>, call.batch.size(), stream, sums);
+  const auto launch = [&](auto threads) {
+    return jaxops::cuda::Launch(CombineSumsKernel<A, threads.value, Call>, call.batch.size(),
+                                threads.value, 0, stream, sums);
+  };
+  return splits > int64_t{kCombinedAhead} * kThreads
+             ? launch(std::integral_constant<int, kManyCombining>())
+             : launch(std::integral_constant<int, kThreads>());
 }
 
 }  // namespace jaxops::focal_loss::cuda

@@ -287,12 +287,14 @@ def exercise_long_sum(device, dtype, rows, classes):
 
 
 # Rows of a lane, of some lanes, of a warp and of blocks, whole accesses long and not; enough of
-# them that no single cluster of blocks sums them up.
+# them that no single cluster of blocks sums them up, and of two kinds so many that those of 16 bits
+# have kernels of their own.
 SOFTMAX_ROWS = (
     (50_003, 7),
     (17_003, 80),
     (17_003, 91),
-    (4_099, 1_000),
+    (52_501, 80),
+    (4_211, 1_000),
     (1_031, 1_203),
     (67, 12_270),
     (67, 32_000),

@@ -401,6 +401,10 @@ MANY = (
     (9, 100_003, "float64"),
     (100_003, 80, "bfloat16"),
     (20_021, 1_000, "bfloat16"),
+    (131_077, 80, "float16"),
+    (50_003, 88, "bfloat16"),
+    (14_003, 304, "float16"),
+    (4_099, 2_048, "bfloat16"),
     (20_011, 1_000, "float32"),
     (1_037, 32_000, "float32"),
     (7, 300_000, "float32"),
@@ -582,12 +586,15 @@ def test_weights_of_rows_without_a_class_do_not_matter(operator, platform):
         np.testing.assert_array_equal(g, w)
 
 
-# As many rows as one block takes, a cluster of them, and more.
-@pytest.mark.parametrize("rows", [3, 700, 5_000])
+# As many rows as one block takes, a cluster of them, and more; and those of 16 bits that are many.
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [(3, "float32"), (700, "float32"), (5_000, "float32"), (131_077, "bfloat16")],
+)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_sum_under_vmap_is_that_of_its_entry(operator, rows, platform):
+def test_a_sum_under_vmap_is_that_of_its_entry(operator, rows, dtype, platform):
     """To the bit, of entries of whole accesses: the order of additions is that of one alone."""
-    logits, labels = random_case(rows=3 * rows, classes=32)
+    logits, labels = random_case(rows=3 * rows, classes=32, dtype=jnp.dtype(dtype))
     logits, labels = logits.reshape(3, rows, 32), labels.reshape(3, rows)
     function = jax.value_and_grad(functools.partial(getattr(jaxops, operator), reduction="sum"))
     got = run(jax.vmap(function), platform, logits, labels)
