@@ -20,21 +20,16 @@
 //
 // Other short ones: see trilinear_narrow.cu.
 //
-// Values of short ones of 4 bytes an element (the kernels of tiles): a block copies the features of
-// some cells to shared memory as they are, 16 bytes a thread.
+// Values of others of 4 and 8 bytes an element: a block copies the features of some cells to shared
+// memory, 16 bytes a thread. A thread sums an element or a vector there (the kernels of tiles), or
+// lanes share a cell, where rows are long (the kernels of columns).
 //
-// Other gradients where they are faster: see trilinear_shifts.cu.
-//
-// Other long ones (the kernels of columns): values the same, but lanes share a cell, and so the
-// gradients by the points alone. For other gradients they read single elements of its corners, and
-// the block writes the gradients of its cells as one array.
-//
-// Values of 2 bytes an element (the kernels of words): the same, but a thread sums two neighbours.
+// Other gradients, and other values of 2 bytes an element: see trilinear_groups.cu, and
+// trilinear_shifts.cu for rows that are too long for these.
 #include <cuda_pipeline.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/fast_divide.h"
 #include "cuda/trilinear.cuh"
@@ -800,376 +795,6 @@ cudaError_t LaunchInterpolateColumns(cudaStream_t stream, const Call& call) {
                 cells * params.pitch, stream, params);
 }
 
-// --- points of columns ---------------------------------------------------------------------------
-
-constexpr int kPointThreads = 128;
-// How many lanes share a cell at most: of longer rows direct loads are faster.
-constexpr int kMaxPointLanes = 16;
-// Elements of the cotangent that a lane loads before it waits for the features.
-constexpr int kAhead = 8;
-
-struct PointColumnParams {
-  Call call;
-  int64_t strides[Call::kCotangent + 1];  // between cells that are not nested
-  int lanes;                              // that share a cell, a power of two
-  int pitch;                              // between the features of two cells, in bytes
-  FastDivider pieces;                     // of 16 bytes, of a cell's features
-};
-
-// The gradient by the point. A block copies the features of kPointThreads / lanes cells to shared
-// memory, as for values. kPlain says that there is no derivative, that points are of the features'
-// dtype, and that the features of all cells follow each other.
-template <typename T, bool kPlain>
-__global__ void __launch_bounds__(kPointThreads)
-    PointColumns(const __grid_constant__ PointColumnParams params) {
-  using A = Accumulator<T>;
-  constexpr int kPiece = kPackElements<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  const Call& call = params.call;
-  const int width = static_cast<int>(call.width);
-  const int lanes = params.lanes;
-  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int local = static_cast<int>(threadIdx.x) / lanes;
-  const int64_t first = int64_t{blockIdx.x} * (kPointThreads / lanes);
-  const int cells =
-      static_cast<int>(min(int64_t{kPointThreads / lanes}, call.cells.size() - first));
-  const auto offset = [&](int64_t cell, Call::Operand operand) {
-    return kPlain ? cell * params.strides[operand] : call.cells.Offset(cell, operand);
-  };
-  const int pieces = cells * static_cast<int>(params.pieces.divisor());
-  const T* all = static_cast<const T*>(call.features);
-  if constexpr (kPlain) all += first * kCorners * width;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < pieces; i += kPointThreads) {
-    uint32_t local_cell = i;
-    const uint32_t piece = params.pieces.Peel(local_cell);
-    const T* from = all + i * kPiece;
-    if constexpr (!kPlain) {
-      from = all + call.cells.Offset(first + local_cell, Call::kFeatures) + piece * kPiece;
-    }
-    __pipeline_memcpy_async(shared + local_cell * params.pitch + piece * kPackBytes, from,
-                            kPackBytes);
-  }
-  __pipeline_commit();
-  // Lanes of no cell help the last one to sum, so that whole warps meet.
-  const int of = min(local, cells - 1);
-  const int64_t cell = first + of;
-  Coordinates<A> p;
-  if constexpr (kPlain) {
-    const T* point = static_cast<const T*>(call.points) + offset(cell, Call::kPoints);
-#pragma unroll
-    for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
-  } else {
-    LoadCoordinates<A>(call, cell, p);
-  }
-  const T* cotangent = static_cast<const T*>(call.cotangent) + offset(cell, Call::kCotangent);
-  T ahead[kAhead];
-#pragma unroll
-  for (int k = 0; k < kAhead; ++k) {
-    const int f = lane + k * lanes;
-    ahead[k] = f < width ? cotangent[f] : Narrow<T>(A(0));
-  }
-  __pipeline_wait_prior(0);
-  __syncthreads();
-  const T* features = reinterpret_cast<const T*>(shared + of * params.pitch);
-  A dots[kCorners] = {};
-  const auto add = [&](int f, T g) {
-#pragma unroll
-    for (int c = 0; c < kCorners; ++c) dots[c] += Widen(g) * Widen(features[c * width + f]);
-  };
-#pragma unroll
-  for (int k = 0; k < kAhead; ++k) {
-    if (lane + k * lanes < width) add(lane + k * lanes, ahead[k]);
-  }
-  for (int f = lane + kAhead * lanes; f < width; f += lanes) add(f, cotangent[f]);
-  A gradient[kAxes];
-  MakeGradient<kPlain>(call, cell, p, dots, gradient);
-  multilinear::cuda::SumOverLanes(gradient, lanes);
-  if (local >= cells || lane != 0) return;
-  if constexpr (kPlain) {
-    T* to = static_cast<T*>(call.dpoints) + cell * kAxes;
-#pragma unroll
-    for (int a = 0; a < kAxes; ++a) to[a] = Narrow<T>(gradient[a]);
-  } else {
-    StorePoint(call, cell, gradient);
-  }
-}
-
-template <typename T>
-cudaError_t LaunchPointColumns(cudaStream_t stream, const Call& call, int lanes) {
-  const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
-  PointColumnParams params{call};
-  const bool plain = call.order == 0 && call.point_dtype == call.dtype && AreDense(call);
-  for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
-    params.strides[operand] = call.cells.rank() == 1 ? call.cells.stride(0, operand) : 0;
-  }
-  params.lanes = lanes;
-  params.pitch = PitchOf<T>(cell_bytes, lanes);
-  params.pieces = FastDivider(cell_bytes / kPackBytes);
-  const int64_t cells = kPointThreads / lanes;
-  return Launch(plain ? PointColumns<T, true> : PointColumns<T, false>,
-                CeilDiv(call.cells.size(), cells), kPointThreads, cells * params.pitch, stream,
-                params);
-}
-
-struct ColumnParams {
-  Call call;
-  int lanes;          // that share a cell, a power of two
-  FastDivider width;  // of a corner
-};
-
-// Elements of a row that a lane loads before it waits for one.
-template <typename T>
-constexpr int kSteps = std::is_same_v<T, double> ? 1 : 2;
-
-// The gradient by the features if kFeatures, by the point if kPoints, of kThreads / lanes cells.
-// All lanes have work however few cells a block has, and wait for several loads at once.
-template <typename T, bool kFeatures, bool kPoints>
-__global__ void __launch_bounds__(kThreads)
-    BackwardColumns(const __grid_constant__ ColumnParams params) {
-  using A = Accumulator<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ A sums[kThreads / kWarp][kAxes];
-  const Call& call = params.call;
-  const int width = static_cast<int>(call.width);
-  const int lanes = params.lanes;
-  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int local = static_cast<int>(threadIdx.x) / lanes;
-  const int tile = kThreads / lanes;  // cells
-  const int64_t first = int64_t{blockIdx.x} * tile;
-  // Lanes of no cell help the last one to sum, so that whole warps meet.
-  const bool real = first + local < call.cells.size();
-  const int64_t cell = real ? first + local : call.cells.size() - 1;
-  // The cotangent and the weights of all cells, because stores do not follow columns: these would
-  // begin and end amid sectors.
-  A* staged = reinterpret_cast<A*>(shared);
-  A* weights = staged + tile * width;
-  Coordinates<A> p;
-  LoadCoordinates<A>(call, cell, p);
-  [[maybe_unused]] const T* features = nullptr;
-  if constexpr (kPoints) {
-    features = static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures);
-  }
-  const T* cotangent =
-      static_cast<const T*>(call.cotangent) + call.cells.Offset(cell, Call::kCotangent);
-  A dots[kCorners] = {};
-  for (int begin = lane; begin < width; begin += lanes * kSteps<T>) {
-    [[maybe_unused]] T rows[kSteps<T>][kCorners];
-    T g[kSteps<T>];
-#pragma unroll
-    for (int s = 0; s < kSteps<T>; ++s) {
-      const int f = begin + s * lanes;
-      const bool in = s == 0 || f < width;
-      g[s] = in ? cotangent[f] : Narrow<T>(A(0));
-      if constexpr (kPoints) {
-#pragma unroll
-        for (int c = 0; c < kCorners; ++c) {
-          rows[s][c] = in ? features[c * width + f] : Narrow<T>(A(0));
-        }
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < kSteps<T>; ++s) {
-      const int f = begin + s * lanes;
-      const bool in = s == 0 || f < width;
-      const A factor = Widen(g[s]);
-      if constexpr (kFeatures) {
-        if (in) staged[local * width + f] = factor;
-      }
-      if constexpr (kPoints) {
-#pragma unroll
-        for (int c = 0; c < kCorners; ++c) dots[c] += factor * Widen(rows[s][c]);
-      }
-    }
-  }
-  if constexpr (kPoints) {
-    A gradient[kAxes];
-    MakeGradient(call, cell, p, dots, gradient);
-    multilinear::cuda::SumOverLanes(gradient, min(lanes, kWarp));
-    if (lanes > kWarp) {
-      const int warp = static_cast<int>(threadIdx.x) / kWarp;
-      if (threadIdx.x % kWarp == 0) {
-#pragma unroll
-        for (int a = 0; a < kAxes; ++a) sums[warp][a] = gradient[a];
-      }
-      __syncthreads();
-      if (lane == 0) {
-        for (int other = 1; other < lanes / kWarp; ++other) {
-#pragma unroll
-          for (int a = 0; a < kAxes; ++a) gradient[a] += sums[warp + other][a];
-        }
-      }
-    }
-    if (real && lane == 0) StorePoint(call, cell, gradient);
-  }
-  if constexpr (kFeatures) {
-    if (lane == 0) {
-      A made[kCorners];
-      MakeWeights(call, cell, p, made);
-#pragma unroll
-      for (int c = 0; c < kCorners; ++c) weights[local * kCorners + c] = made[c];
-    }
-    __syncthreads();
-    constexpr int kCount = 2;
-    const int cells = static_cast<int>(min(int64_t{tile}, call.cells.size() - first));
-    const int pieces = cells * (kCorners / kCount) * width;
-    T* to = static_cast<T*>(call.dfeatures) + first * kCorners * width;
-    for (int i = threadIdx.x; i < pieces; i += kThreads) {
-      // Rows of all the tile's cells follow each other.
-      uint32_t row = i * kCount;
-      const int f = params.width.Peel(row);
-      const A* g = staged + (row / kCorners) * width;
-      Pack<T, kCount> out;
-      out.values[0] = Narrow<T>(weights[row] * g[f]);
-      // Of an odd row's last element the next is the first of the next row, which is of the same
-      // cell, because a cell has an even number of elements.
-      const bool wraps = f + 1 == width;
-      out.values[1] = Narrow<T>(weights[wraps ? row + 1 : row] * g[wraps ? 0 : f + 1]);
-      if constexpr (sizeof(out) == sizeof(uint32_t)) {
-        uint32_t word;
-        memcpy(&word, &out, sizeof(word));
-        *reinterpret_cast<uint32_t*>(to + i * kCount) = word;
-      } else {
-        StorePack(to + i * kCount, out);
-      }
-    }
-  }
-}
-
-template <typename T>
-cudaError_t LaunchColumns(cudaStream_t stream, const Call& call) {
-  using A = Accumulator<T>;
-  ColumnParams params{call, 1, FastDivider(call.width)};
-  while (params.lanes < kThreads && 8 * params.lanes <= call.width) params.lanes *= 2;
-  if (call.dfeatures == nullptr && params.lanes <= kMaxPointLanes) {
-    return LaunchPointColumns<T>(stream, call, params.lanes);
-  }
-  const int64_t cells = kThreads / params.lanes;
-  const int64_t bytes = call.dfeatures == nullptr ? 0 : cells * (call.width + kCorners) * sizeof(A);
-  const auto kernel = call.dpoints == nullptr     ? BackwardColumns<T, true, false>
-                      : call.dfeatures == nullptr ? BackwardColumns<T, false, true>
-                                                  : BackwardColumns<T, true, true>;
-  return Launch(kernel, CeilDiv(call.cells.size(), cells), kThreads, bytes, stream, params);
-}
-
-// --- words ---------------------------------------------------------------------------------------
-
-constexpr int kWordThreads = 128;
-constexpr int64_t kWordTileBytes = 12 * 1024;
-constexpr int64_t kMaxWordTileCells = 128;
-constexpr int64_t kMaxWordCellBytes = 72 * 1024;  // in shared memory
-
-struct WordParams {
-  Call call;
-  FastDivider vectors;  // of 16 bytes, of a cell's features
-  FastDivider pairs;    // of a cell's values; the last may be half a one
-  int tile;             // cells of a block
-  bool dense;           // whether the features of all cells follow each other
-};
-
-// The lower or the upper half of a word.
-template <typename T>
-__device__ __forceinline__ float WidenHalf(uint32_t word, bool upper) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __uint_as_float(upper ? word & 0xffff0000u : word << 16);
-  } else {
-    return Widen(__ushort_as_half(static_cast<unsigned short>(upper ? word >> 16 : word)));
-  }
-}
-
-// Values of 16 bits. A block copies the features of some cells to shared memory, a thread sums two
-// values of a cell, and the block writes the values of its cells as one array. kOdd says that rows
-// have an odd number of elements: then two elements of every other row are of two words.
-template <typename T, bool kOdd>
-__global__ void __launch_bounds__(kWordThreads)
-    InterpolateWords(const __grid_constant__ WordParams params) {
-  using A = Accumulator<T>;
-  constexpr int kPack = kPackElements<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  const Call& call = params.call;
-  const int width = static_cast<int>(call.width);
-  const int per_cell = static_cast<int>(params.vectors.divisor());
-  const int64_t first = int64_t{blockIdx.x} * params.tile;
-  const int cells = static_cast<int>(min(int64_t{params.tile}, call.cells.size() - first));
-  A* weights = reinterpret_cast<A*>(shared);
-  T* features = reinterpret_cast<T*>(weights + params.tile * kCorners);
-  // The last pair may read a little past the last row.
-  T* staged = features + (params.tile * per_cell + 1) * kPack;
-  CopyFeatures(call, params.vectors, params.dense, first, cells, kWordThreads, features);
-  for (int cell = threadIdx.x; cell < cells; cell += kWordThreads) {
-    Coordinates<A> p;
-    LoadCoordinates<A>(call, first + cell, p);
-    A made[kCorners];
-    MakeWeights(call, first + cell, p, made);
-#pragma unroll
-    for (int c = 0; c < kCorners; ++c) weights[cell * kCorners + c] = made[c];
-  }
-  __pipeline_wait_prior(0);
-  __syncthreads();
-  // Values are as far from a vector's begin as they will be in global memory.
-  const int skipped = static_cast<int>(first * width % kPack);
-  for (int i = threadIdx.x; i < cells * static_cast<int>(params.pairs.divisor());
-       i += kWordThreads) {
-    uint32_t cell = i;
-    const int pair = static_cast<int>(params.pairs.Peel(cell));
-    const auto* words =
-        reinterpret_cast<const uint32_t*>(features) + cell * (kCorners / 2) * width + pair;
-    A of[kCorners];
-#pragma unroll
-    for (int c = 0; c < kCorners; c += kPackElements<A>) {
-      const auto pack = LoadPack<kPackElements<A>>(weights + cell * kCorners + c);
-#pragma unroll
-      for (int k = 0; k < kPackElements<A>; ++k) of[c + k] = pack.values[k];
-    }
-    A sums[2] = {};
-#pragma unroll
-    for (int c = 0; c < kCorners; ++c) {
-      // Rounded down: odd corners of odd rows begin with the upper half of a word.
-      const uint32_t* row = words + c * width / 2;
-      const uint32_t word = row[0];
-      if (kOdd && c % 2 != 0) {
-        sums[0] += of[c] * WidenHalf<T>(word, true);
-        sums[1] += of[c] * WidenHalf<T>(row[1], false);
-      } else {
-        sums[0] += of[c] * WidenHalf<T>(word, false);
-        sums[1] += of[c] * WidenHalf<T>(word, true);
-      }
-    }
-    T* to = staged + skipped + cell * width + 2 * pair;
-    to[0] = Narrow<T>(sums[0]);
-    if (!kOdd || 2 * pair + 1 < width) to[1] = Narrow<T>(sums[1]);
-  }
-  __syncthreads();
-  T* to = static_cast<T*>(call.out) + first * width - skipped;
-  const int end = skipped + cells * width;
-  for (int i = threadIdx.x * kPack; i < end; i += kWordThreads * kPack) {
-    if (i >= skipped && i + kPack <= end) {
-      StorePack(to + i, LoadPack<kPack>(staged + i));
-    } else {
-      for (int e = max(i, skipped); e < min(i + kPack, end); ++e) to[e] = staged[e];
-    }
-  }
-}
-
-template <typename T>
-cudaError_t LaunchWords(cudaStream_t stream, const Call& call) {
-  using A = Accumulator<T>;
-  constexpr int kPack = kPackElements<T>;
-  const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
-  WordParams params{call, FastDivider(cell_bytes / kPackBytes),
-                    FastDivider(CeilDiv(call.width, 2))};
-  params.tile =
-      static_cast<int>(std::clamp<int64_t>(kWordTileBytes / cell_bytes, 1, kMaxWordTileCells));
-  params.dense = AreDense(call);
-  const int64_t weight_bytes = kCorners * static_cast<int64_t>(sizeof(A));
-  const int64_t value_vectors = CeilDiv(params.tile * call.width, kPack) + 1;
-  const int64_t bytes =
-      params.tile * (weight_bytes + cell_bytes) + (1 + value_vectors) * kPackBytes;
-  const auto kernel = call.width % 2 != 0 ? InterpolateWords<T, true> : InterpolateWords<T, false>;
-  return Launch(kernel, CeilDiv(call.cells.size(), params.tile), kWordThreads, bytes, stream,
-                params);
-}
-
 // --- which ---------------------------------------------------------------------------------------
 
 bool IsAligned(const void* pointer) {
@@ -1182,11 +807,16 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
   const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
   const bool whole = call.width % kPack == 0;
   if constexpr (sizeof(T) == 2) {
-    if (HasNarrowValues(call.width)) return LaunchNarrow(stream, call);
-    if (!whole && kCorners * row_bytes <= kMaxWordCellBytes) return LaunchWords<T>(stream, call);
-  } else if (call.width == 2) {
-    return Launch(InterpolateRows<T, 2>, CeilDiv(call.cells.size(), kThreads), kThreads, 0, stream,
-                  ParamsOfWarps(call));
+    if (HasNarrowValues(call.width, sizeof(T))) return LaunchNarrow(stream, call);
+    if (!whole && kCorners * row_bytes <= kMaxGroupCellBytes) return LaunchGroups(stream, call);
+  } else {
+    if (call.width == 2) {
+      return Launch(InterpolateRows<T, 2>, CeilDiv(call.cells.size(), kThreads), kThreads, 0,
+                    stream, ParamsOfWarps(call));
+    }
+    if (sizeof(T) == 4 && HasNarrowValues(call.width, sizeof(T))) {
+      return LaunchNarrow(stream, call);
+    }
   }
   if (kCorners * row_bytes > kMaxCellBytes) return LaunchVectors<T, 1>(stream, call);
   if (row_bytes <= kMaxTiledRowBytes) {
@@ -1194,18 +824,6 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
   }
   return whole ? LaunchInterpolateColumns<T, kPack>(stream, call)
                : LaunchInterpolateColumns<T, 1>(stream, call);
-}
-
-// Whether the kernels of shifts are the fastest for gradients of rows that no other has; as
-// measured on an H200.
-template <typename T>
-bool HasFasterShifts(const Call& call) {
-  constexpr int kWidestNarrow = 16;
-  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
-  if (sizeof(T) == 8 || call.width <= kWidestNarrow || row_bytes > kMaxShiftRowBytes) return false;
-  if (call.dpoints == nullptr || kCorners * row_bytes > kMaxCellBytes) return true;
-  if (sizeof(T) == 2) return call.dfeatures != nullptr || call.width >= 31;
-  return call.dfeatures != nullptr && call.width >= 64 && call.width < 768;
 }
 
 template <typename T>
@@ -1229,10 +847,12 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
     const bool image = call.dpoints != nullptr && kCorners * row_bytes <= kMaxPointImageBytes;
     if (call.width <= kMaxNarrowWidth && !image) return LaunchNarrow(stream, call);
   }
-  if (HasFasterShifts<T>(call)) return LaunchShifts(stream, call);
-  if (kCorners * row_bytes > kMaxCellBytes) return LaunchVectors<T, 1>(stream, call);
-  if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
-  return LaunchColumns<T>(stream, call);
+  if constexpr (sizeof(T) > 2) {
+    if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
+  }
+  if (kCorners * row_bytes <= kMaxGroupCellBytes) return LaunchGroups(stream, call);
+  return sizeof(T) < 8 && row_bytes <= kMaxShiftRowBytes ? LaunchShifts(stream, call)
+                                                         : LaunchVectors<T, 1>(stream, call);
 }
 
 template <typename T>
@@ -1246,7 +866,7 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   if (call.width % kPack == 0 && row_bytes >= kLongRowBytes) {
     // Two stores of half a sector cost two whole ones.
     const bool halves = sizeof(T) < 8 && call.dfeatures != nullptr && row_bytes % kSectorBytes != 0;
-    return halves && row_bytes <= kMaxHalvedRowBytes ? LaunchShifts(stream, call)
+    return halves && row_bytes <= kMaxHalvedRowBytes ? LaunchGroups(stream, call)
                                                      : LaunchVectors<T, kPack>(stream, call);
   }
   if (call.width == 1) {

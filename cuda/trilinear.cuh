@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cuda/ptx>
+#include <type_traits>
 
 #include "common/fast_divide.h"
 #include "cuda/launch.h"
@@ -15,6 +17,8 @@
 #include "cuda/trilinear.h"
 
 namespace jaxops::trilinear::cuda {
+
+namespace ptx = ::cuda::ptx;
 
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
@@ -29,16 +33,22 @@ using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 using multilinear::Axis;
 
-// See trilinear_narrow.cu: values of rows of 2 bytes an element, and gradients of those of at most
-// 4 bytes, of some widths up to kMaxNarrowWidth.
+// See trilinear_narrow.cu: rows of at most 4 bytes an element, of some widths up to
+// kMaxNarrowWidth.
 inline constexpr int64_t kMaxNarrowWidth = 15;
 inline constexpr bool HasNarrowGradients(int64_t width, int64_t item_bytes) {
   return width <= kMaxNarrowWidth && width != 8 && (item_bytes == 2 || (width != 2 && width != 4));
 }
-inline constexpr bool HasNarrowValues(int64_t width) {
-  return width == 2 || width == 4 || (width <= kMaxNarrowWidth && width % 2 != 0);
+inline constexpr bool HasNarrowValues(int64_t width, int64_t item_bytes) {
+  if (width % 2 != 0) return width <= kMaxNarrowWidth;
+  return item_bytes == 2 && (width == 2 || width == 4);
 }
 cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call);
+
+// Gradients, and values of 2 bytes an element, of cells of at most so many bytes, see
+// trilinear_groups.cu.
+inline constexpr int64_t kMaxGroupCellBytes = 72 * 1024;
+cudaError_t LaunchGroups(cudaStream_t stream, const Call& call);
 
 // Gradients of rows of at least one vector and at most kMaxShiftRowBytes, of at most 4 bytes an
 // element, see trilinear_shifts.cu.
@@ -146,6 +156,16 @@ __device__ __forceinline__ void MakeWeights(const Call& call, int64_t cell, cons
   }
 }
 
+// The lower or the upper half of a word.
+template <typename T>
+__device__ __forceinline__ float WidenHalf(uint32_t word, bool upper) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __uint_as_float(upper ? word & 0xffff0000u : word << 16);
+  } else {
+    return Widen(__ushort_as_half(static_cast<unsigned short>(upper ? word >> 16 : word)));
+  }
+}
+
 // Whether the features of all cells follow each other.
 inline bool AreDense(const Call& call) {
   return call.cells.rank() == 0 ||
@@ -220,29 +240,122 @@ __device__ __forceinline__ void StorePoints(const Call& call, const WarpCells& c
   }
 }
 
-// Has the threads of a block start to copy the features of some cells to shared memory, in vectors
-// of 16 bytes of which a cell has `vectors`. They are dense where those of all cells follow each
-// other.
-template <typename T>
-__device__ __forceinline__ void CopyFeatures(const Call& call, const FastDivider& vectors,
-                                             bool dense, int64_t first, int cells, int threads,
-                                             T* to) {
-  constexpr int kPack = kPackElements<T>;
-  const int per_cell = static_cast<int>(vectors.divisor());
-  const T* from = static_cast<const T*>(call.features);
-  if (dense) from += first * kCorners * call.width;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < cells * per_cell; i += threads) {
-    int64_t at = i * kPack;
-    if (!dense) {
-      uint32_t cell = i;
-      const uint32_t vector = vectors.Peel(cell);
-      at = call.cells.Offset(first + cell, Call::kFeatures) + vector * kPack;
-    }
-    __pipeline_memcpy_async(to + i * kPack, from + at, kPackBytes);
-  }
-  __pipeline_commit();
+// Bulk copies are the fastest where both ends are as far from the begin of a line.
+inline constexpr int kLineBytes = 128;
+__device__ __forceinline__ int PlaceInLine(const void* address) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % kLineBytes);
 }
+
+// The cells of a block, and where their features are in shared memory.
+struct ImageCells {
+  int64_t first;
+  int cells;
+  int pitch;  // between two of them, in bytes
+  // Which of them a thread copies, and whether it does, where one copy is not enough for all.
+  int own = 0;
+  bool copies = false;
+};
+
+// The features of the cells of a block in shared memory. A block has one of these, in shared memory
+// too; all of its threads call all of the functions, of which Fetch and Await may be left out, or
+// Store and AwaitStore. Where the GPU has bulk copies, one of these is enough for all cells if they
+// follow each other on both sides.
+class FeatureImage {
+ public:
+  // Starts to copy them there. They are dense where those of all cells follow each other.
+  template <bool kDense, typename T>
+  __device__ __forceinline__ void Fetch(const Call& call, const ImageCells& of, void* to) {
+    const int cell_bytes = kCorners * static_cast<int>(call.width * sizeof(T));
+    const auto* features = static_cast<const T*>(call.features);
+    const auto features_of = [&](int cell) {
+      return features + (kDense ? (of.first + cell) * kCorners * call.width
+                                : call.cells.Offset(of.first + cell, Call::kFeatures));
+    };
+    const bool whole = kDense && of.pitch == cell_bytes;
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(&arrived_, 1);
+      ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &arrived_,
+                                     of.cells * cell_bytes);
+      if (whole) {
+        ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, features_of(0),
+                           of.cells * cell_bytes, &arrived_);
+      }
+    }
+    if (whole) return;
+    __syncthreads();
+    if (of.copies) {
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global,
+                         static_cast<unsigned char*>(to) + of.own * of.pitch, features_of(of.own),
+                         cell_bytes, &arrived_);
+    }
+#else
+    const int vectors = cell_bytes / kPackBytes;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < of.cells * vectors; i += blockDim.x) {
+      const int cell = whole ? 0 : i / vectors;
+      const int vector = i - cell * vectors;
+      __pipeline_memcpy_async(
+          static_cast<unsigned char*>(to) + cell * of.pitch + vector * kPackBytes,
+          features_of(cell) + vector * kPackElements<T>, kPackBytes);
+    }
+    __pipeline_commit();
+#endif
+  }
+
+  // Waits until they are there.
+  __device__ __forceinline__ void Await() {
+#if __CUDA_ARCH__ >= 900
+    __syncthreads();
+    while (!ptx::mbarrier_try_wait_parity(&arrived_, 0)) {
+    }
+#else
+    __pipeline_wait_prior(0);
+    __syncthreads();
+#endif
+  }
+
+  // Starts to copy what the threads have put in their place to the gradients of all cells.
+  template <typename T>
+  __device__ __forceinline__ void Store(const Call& call, const ImageCells& of, const void* from) {
+    const int cell_bytes = kCorners * static_cast<int>(call.width * sizeof(T));
+    auto* to = static_cast<unsigned char*>(call.dfeatures) + of.first * cell_bytes;
+    const auto* image = static_cast<const unsigned char*>(from);
+    const bool whole = of.pitch == cell_bytes;
+#if __CUDA_ARCH__ >= 900
+    ptx::fence_proxy_async(ptx::space_shared);
+    __syncthreads();
+    if (whole ? threadIdx.x == 0 : of.copies) {
+      const int cell = whole ? 0 : of.own;
+      ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, to + cell * cell_bytes,
+                         image + cell * of.pitch, whole ? of.cells * cell_bytes : cell_bytes);
+    }
+    ptx::cp_async_bulk_commit_group();
+#else
+    constexpr int kPack = kPackElements<T>;
+    const int vectors = cell_bytes / kPackBytes;
+    __syncthreads();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < of.cells * vectors; i += blockDim.x) {
+      const int cell = whole ? 0 : i / vectors;
+      const auto* vector = image + cell * of.pitch + (i - cell * vectors) * kPackBytes;
+      StorePack(reinterpret_cast<T*>(to + i * kPackBytes),
+                LoadPack<kPack>(reinterpret_cast<const T*>(vector)));
+    }
+#endif
+  }
+
+  // Shared memory has to stay until it has been read.
+  __device__ __forceinline__ void AwaitStore() {
+#if __CUDA_ARCH__ >= 900
+    ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
+#endif
+  }
+
+ private:
+  uint64_t arrived_;
+};
 
 }  // namespace jaxops::trilinear::cuda
 

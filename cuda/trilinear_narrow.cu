@@ -16,11 +16,13 @@ namespace {
 constexpr int kThreads = 128;
 
 // The features of a warp's cells, or their gradients. Between two cells is an odd number of
-// vectors, so that lanes that have a cell each read different banks.
-template <typename T, int kWidth>
+// vectors, so that lanes that have a cell each read different banks; or as many as a cell has,
+// where bulk copies gain more than pairs of lanes lose that read the same banks.
+template <typename T, int kWidth, bool kPlain>
 struct Image {
   static constexpr int kVectors = kCorners * kWidth / kPackElements<T>;
-  static constexpr int kPitch = kVectors | 1;
+  static constexpr bool kBulk = kPlain && kVectors % 4 != 0;
+  static constexpr int kPitch = kBulk ? kVectors : kVectors | 1;
 
   Pack<T, kPackElements<T>> vectors[kWarp * kPitch];
 
@@ -29,20 +31,28 @@ struct Image {
   }
 };
 
-// kPlain says that there is no derivative and that points are of the features' dtype.
+// kPlain says that there is no derivative, that points are of the features' dtype, and that the
+// features of all cells follow each other.
 template <typename T, int kWidth, bool kPlain, bool kOut, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ WarpParams params) {
   using A = Accumulator<T>;
-  using Image = Image<T, kWidth>;
+  using Image = Image<T, kWidth, kPlain>;
   constexpr int kPack = kPackElements<T>;
   constexpr int kVectors = Image::kVectors;
-  extern __shared__ __align__(16) unsigned char shared[];
+  constexpr bool kBulk = Image::kBulk && (kOut || kPoints);
+  extern __shared__ __align__(kLineBytes) unsigned char shared[];
+  [[maybe_unused]] __shared__ FeatureImage of_block;
   const Call& call = params.call;
   const WarpCells cells(call);
-  if (cells.count <= 0) return;
+  if constexpr (kBulk) {
+    const int64_t first = int64_t{blockIdx.x} * kThreads;
+    const int count = static_cast<int>(min(int64_t{kThreads}, call.cells.size() - first));
+    of_block.Fetch<true, T>(call, {first, count, kVectors * kPackBytes}, shared);
+  }
+  if (!kBulk && cells.count <= 0) return;
   Image& image = reinterpret_cast<Image*>(shared)[threadIdx.x / kWarp];
   const int64_t own = cells.first + cells.own;
-  if constexpr (kOut || kPoints) {
+  if constexpr (!kBulk && (kOut || kPoints)) {
     const WarpFeatures<T> features(params, cells);
     const int last = cells.count * kVectors - 1;
 #pragma unroll
@@ -71,7 +81,9 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
   }
   [[maybe_unused]] A weights[kCorners];
   if constexpr (kOut || kFeatures) MakeWeights<kPlain>(call, own, p, weights);
-  if constexpr (kOut || kPoints) {
+  if constexpr (kBulk) {
+    of_block.Await();
+  } else if constexpr (kOut || kPoints) {
     __pipeline_wait_prior(0);
     __syncwarp();
   }
@@ -126,9 +138,9 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
   }
 }
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kPlain>
 cudaError_t LaunchKernel(void (*kernel)(WarpParams), cudaStream_t stream, const Call& call) {
-  const int64_t bytes = kThreads / kWarp * static_cast<int64_t>(sizeof(Image<T, kWidth>));
+  const int64_t bytes = kThreads / kWarp * static_cast<int64_t>(sizeof(Image<T, kWidth, kPlain>));
   return Launch(kernel, CeilDiv(call.cells.size(), kThreads), kThreads, bytes, stream,
                 ParamsOfWarps(call));
 }
@@ -139,23 +151,29 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
                       : call.dfeatures == nullptr
                           ? NarrowRows<T, kWidth, kPlain, false, false, true>
                           : NarrowRows<T, kWidth, kPlain, false, true, true>;
-  return LaunchKernel<T, kWidth>(kernel, stream, call);
+  return LaunchKernel<T, kWidth, kPlain>(kernel, stream, call);
+}
+
+template <typename T, int kWidth, bool kPlain>
+cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
+  return LaunchKernel<T, kWidth, kPlain>(NarrowRows<T, kWidth, kPlain, true, false, false>, stream,
+                                         call);
 }
 
 template <typename T, int kWidth = 2>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   if constexpr (kWidth <= kMaxNarrowWidth) {
     if (call.width != kWidth) return LaunchOf<T, kWidth + 1>(stream, call);
+    const bool plain = call.order == 0 && call.point_dtype == call.dtype &&
+                       (call.features == nullptr || AreDense(call));
     if (call.out != nullptr) {
-      // Plain cells would be no faster.
-      if constexpr (sizeof(T) == 2 && HasNarrowValues(kWidth)) {
-        return LaunchKernel<T, kWidth>(NarrowRows<T, kWidth, false, true, false, false>, stream,
-                                       call);
+      if constexpr (HasNarrowValues(kWidth, sizeof(T))) {
+        return plain ? LaunchValues<T, kWidth, true>(stream, call)
+                     : LaunchValues<T, kWidth, false>(stream, call);
       }
     } else if constexpr (HasNarrowGradients(kWidth, sizeof(T))) {
-      return call.order == 0 && call.point_dtype == call.dtype
-                 ? LaunchGradients<T, kWidth, true>(stream, call)
-                 : LaunchGradients<T, kWidth, false>(stream, call);
+      return plain ? LaunchGradients<T, kWidth, true>(stream, call)
+                   : LaunchGradients<T, kWidth, false>(stream, call);
     }
   }
   return cudaErrorInvalidValue;

@@ -68,6 +68,61 @@ __global__ void __launch_bounds__(kValueThreads)
   *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + pack * kCount) = out;
 }
 
+struct SharedValueParams {
+  const void* features;
+  const void* points;
+  void* out;
+  uint32_t last;          // cell
+  uint32_t stride;        // between the features of two cells
+  uint32_t point_stride;  // between two points
+};
+
+// Rows are of kWidth elements, so that a warp has whole cells. It loads their features in the order
+// of memory and shares them: every load of one row of each cell would touch a line of each.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kValueThreads)
+    InterpolateShared(const __grid_constant__ SharedValueParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPack = kPackElements<T>;
+  constexpr int kPacks = kCorners * kWidth / kPack;  // of a cell
+  constexpr int kCells = kWarp / kWidth;             // of a warp
+  constexpr int kLoads = kCells * kPacks / kWarp;
+  // Between two cells is a row more, which puts them in different banks.
+  constexpr int kPitch = kPacks + kWidth / kPack;
+  __shared__ Pack<T, kPack> shared[kValueThreads / kWarp][kCells * kPitch];
+  const uint32_t lane = threadIdx.x % kWarp;
+  const uint32_t first = (blockIdx.x * kValueThreads + threadIdx.x) / kWarp * kCells;
+  const T* features = static_cast<const T*>(params.features);
+  Pack<T, kPack> loaded[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const uint32_t pack = i * kWarp + lane;
+    const uint32_t cell = min(first + pack / kPacks, params.last);
+    loaded[i] = LoadPack<kPack>(features + cell * params.stride + pack % kPacks * kPack);
+  }
+  const uint32_t local = lane / kWidth;
+  const uint32_t f = lane % kWidth;
+  const uint32_t cell = first + local;
+  Coordinates<A> p;
+  LoadPlain<T>(params.points, min(cell, params.last) * params.point_stride, p);
+  Axis<A> axes[kAxes];
+  MakeAxes(p, axes);
+  A weights[kCorners];
+  multilinear::PlainWeights<kAxes>(axes, weights);
+  Pack<T, kPack>* of_warp = shared[threadIdx.x / kWarp];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const uint32_t pack = i * kWarp + lane;
+    of_warp[pack / kPacks * kPitch + pack % kPacks] = loaded[i];
+  }
+  __syncwarp();
+  const T* rows = reinterpret_cast<const T*>(of_warp + local * kPitch) + f;
+  A sum = 0;
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(rows[c * kWidth]);
+  if (cell <= params.last) static_cast<T*>(params.out)[cell * kWidth + f] = Narrow<T>(sum);
+}
+
 template <typename A>
 __device__ __forceinline__ A WeightOf(const Axis<A> (&axes)[kAxes], uint32_t corner) {
   A product = 1;
@@ -231,6 +286,18 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
                 stream, params);
 }
 
+template <typename T, int kWidth>
+cudaError_t LaunchSharedValues(cudaStream_t stream, const Call& call) {
+  const SharedValueParams params{call.features,
+                                 call.points,
+                                 call.out,
+                                 static_cast<uint32_t>(call.cells.size() - 1),
+                                 StrideOf(call, Call::kFeatures),
+                                 StrideOf(call, Call::kPoints)};
+  return Launch(InterpolateShared<T, kWidth>, CeilDiv(call.cells.size() * kWidth, kValueThreads),
+                kValueThreads, 0, stream, params);
+}
+
 template <typename T>
 cudaError_t LaunchFeatureGrad(cudaStream_t stream, const Call& call) {
   constexpr int kPack = kPackElements<T>;
@@ -330,6 +397,11 @@ template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   constexpr int kPack = kPackElements<T>;
   if (call.out != nullptr) {
+    if constexpr (sizeof(T) == 4) {
+      if (call.width == 4) return LaunchSharedValues<T, 4>(stream, call);
+      if (call.width == 8) return LaunchSharedValues<T, 8>(stream, call);
+      if (call.width == 16) return LaunchSharedValues<T, 16>(stream, call);
+    }
     // Words of 4 bytes, or more.
     constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
     return call.width % kPair == 0 ? LaunchValues<T, kPair>(stream, call)
