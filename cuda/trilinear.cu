@@ -15,10 +15,8 @@
 // memory, so that the accesses of a warp are whole lines. What a lane knows of a corner goes to the
 // other by shared memory.
 //
-// Gradients by the points of other short ones of 4 bytes an element (the kernels of images): the
-// same, but rows are moved to and from shared memory in pieces of 16 bytes, which may span corners.
-//
-// Other short ones: see trilinear_narrow.cu.
+// Other short ones of at most 4 bytes an element: see trilinear_narrow.cu. Gradients of those of 8
+// bytes (the kernels of images) are made likewise, but with a corner a lane.
 //
 // Values of others of 4 and 8 bytes an element: a block copies the features of some cells to shared
 // memory, 16 bytes a thread. A thread sums an element or a vector there (the kernels of tiles), or
@@ -484,11 +482,8 @@ cudaError_t LaunchRows(cudaStream_t stream, const Call& call) {
 // --- images --------------------------------------------------------------------------------------
 
 constexpr int kImageThreads = 128;
-// What a cell has of features at most. It ends where the kernels of columns become faster.
-template <typename T>
-constexpr int64_t kMaxImageCellBytes = sizeof(T) == sizeof(float) ? 384 : 256;
-// Of 4 bytes an element, for gradients by the points: it ends where the narrow kernels are faster.
-constexpr int64_t kMaxPointImageBytes = 288;
+// What a cell has of features at most. It ends where the kernels of groups become faster.
+constexpr int64_t kMaxImageCellBytes = 256;
 
 struct ImageParams {
   WarpParams warp;
@@ -841,14 +836,10 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
     if (call.width == 2) return LaunchRows<T, 2, 1>(stream, call);
     if constexpr (kPack == 4) {
       if (call.width == 4) return LaunchRows<T, 4, 1>(stream, call);
+      if (call.width <= kMaxNarrowWidth) return LaunchNarrow(stream, call);
+    } else {
+      if (kCorners * row_bytes <= kMaxImageCellBytes) return LaunchImages<T>(stream, call);
     }
-  }
-  if constexpr (sizeof(T) == 4) {
-    const bool image = call.dpoints != nullptr && kCorners * row_bytes <= kMaxPointImageBytes;
-    if (call.width <= kMaxNarrowWidth && !image) return LaunchNarrow(stream, call);
-  }
-  if constexpr (sizeof(T) > 2) {
-    if (kCorners * row_bytes <= kMaxImageCellBytes<T>) return LaunchImages<T>(stream, call);
   }
   if (kCorners * row_bytes <= kMaxGroupCellBytes) return LaunchGroups(stream, call);
   return sizeof(T) < 8 && row_bytes <= kMaxShiftRowBytes ? LaunchShifts(stream, call)

@@ -383,8 +383,8 @@ cudaError_t LaunchOfKind(cudaStream_t stream, const Call& call) {
   }
   params.tile = threads / params.lanes;
   params.pitch = static_cast<int>(cell_bytes);
-  // Conflicts of two lanes are better than several copies.
-  if (2 * params.lanes < least) {
+  // Conflicts of four lanes are better than several copies.
+  if (4 * params.lanes < least) {
     while (LeastLanes<T>(params.pitch) != params.lanes) params.pitch += kPackBytes;
   }
   params.image_bytes = params.tile * params.pitch + kLineBytes;
