@@ -3,7 +3,7 @@
 //
 // Where a call does not fill the GPU, what takes time is how long one thread waits: for its
 // instructions and constants, which the first block of a multiprocessor has to fetch, and for one
-// load after another. So threads share nothing but sums and have little to do each: there are many
+// load after another. So threads share little but sums and have little to do each: there are many
 // small blocks, few parameters, and no code for what plain calls do not have. For gradients by the
 // points of long rows that is the fastest of large calls too.
 #include <algorithm>

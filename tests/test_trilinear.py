@@ -124,7 +124,7 @@ def test_every_width_of_nested_cells(dtype, platform):
 
 
 # Of the kinds of kernels that large calls have.
-MANY_WIDTHS = (1, 2, 3, 4, 5, 7, 8, 10, 12, 13, 16, 17, 18, 20, 33, 36, 64, 66, 129, 257)
+MANY_WIDTHS = (1, 2, 3, 4, 5, 7, 8, 10, 12, 13, 16, 17, 18, 20, 24, 33, 36, 64, 66, 129, 257)
 # More than kernels of small calls take.
 MANY_BYTES = 9 * 2**20
 
