@@ -856,7 +856,7 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
   if (call.width % kPack == 0 && row_bytes >= kLongRowBytes) {
     // Two stores of half a sector cost two whole ones.
-    const bool halves = sizeof(T) < 8 && call.dfeatures != nullptr && row_bytes % kSectorBytes != 0;
+    const bool halves = call.dfeatures != nullptr && row_bytes % kSectorBytes != 0;
     return halves && row_bytes <= kMaxHalvedRowBytes ? LaunchGroups(stream, call)
                                                      : LaunchVectors<T, kPack>(stream, call);
   }

@@ -353,6 +353,8 @@ constexpr int64_t kMaxValueBytes = 8 << 20;     // of features
 constexpr int64_t kMaxGradBytes = 4 << 20;      // of gradients by features
 constexpr int64_t kMaxSpanElements = 1 << 20;   // of these, where packs span rows
 constexpr int64_t kMaxPointThreads = 128 * 1024;
+constexpr int64_t kMaxHalvedBytes = 48 << 20;  // of features of rows that are not whole sectors
+constexpr int64_t kSectorBytes = 32;
 constexpr int64_t kLongRowBytes = 48;
 
 // Elements that a lane loads at once for gradients by the points.
@@ -382,10 +384,8 @@ bool IsFastest(const Call& call) {
   }
   const int count = PointCount<T>(call.width);
   if (count == kPack) {
-    // Both gradients of rows of 12 elements of 4 bytes write whole sectors faster otherwise.
-    constexpr int64_t kMaxCells = 128 * 1024;
-    return sizeof(T) != 4 || row_bytes > kLongRowBytes || call.dfeatures == nullptr ||
-           cells <= kMaxCells;
+    // Both gradients of rows that end amid a sector of memory are written faster otherwise.
+    return call.dfeatures == nullptr || row_bytes % kSectorBytes == 0 || bytes <= kMaxHalvedBytes;
   }
   if (sector_rows && call.dfeatures == nullptr) return true;
   const int64_t max_cells = sizeof(T) == 2 && count == 1 ? 4 * 1024 : 8 * 1024;
