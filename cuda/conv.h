@@ -67,6 +67,21 @@ int64_t KernelGradFmaWorkspace(const Call& call, int processors = kProcessors);
 cudaError_t LaunchKernelGradFma(cudaStream_t stream, const Call& call, void* workspace,
                                 int processors = kProcessors);
 
+// The same of f32, but only if any of the flags on the device is set, and without adding the parts
+// that it leaves in the workspace; `parts` tells how many these are. A single one is the result.
+cudaError_t LaunchKernelGradFmaParts(cudaStream_t stream, const Call& call, void* workspace,
+                                     int processors, const int* flags, int flag_count, int* parts);
+
+// The estimated cycles of that.
+int64_t KernelGradFmaCycles(const Call& call, int processors);
+
+// This one, for Hopper, multiplies f32 on tensor cores, as the sum of several products. What is not
+// its own, or not faster there, goes to LaunchKernelGradFma.
+int64_t KernelGradSplitWorkspace(const Call& call, int processors = kProcessors);
+
+cudaError_t LaunchKernelGradSplit(cudaStream_t stream, const Call& call, void* workspace,
+                                  int processors = kProcessors);
+
 // Those of few channels for Hopper, in any number up to kMostFewChannels, and of windows without
 // dilation, of which a row has at most kMostFewRowEntries entries, channels counted.
 inline constexpr int kMostFewChannels = 7;

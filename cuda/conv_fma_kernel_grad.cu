@@ -30,6 +30,8 @@ struct Params {
   int rows, outputs;  // of the product
   int chunks, splits;
   bool image_units, output_units;  // whether these are copied, and outputs written, by units
+  const int* flags;                // there is nothing to do unless one of these is set
+  int flag_count;                  // none: there always is
   Place tap[kMaxTaps];
 };
 
@@ -108,6 +110,7 @@ template <typename Tile, bool kImageUnits, bool kOutputUnits>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     SumPixels(const __grid_constant__ Params p) {
   using T = typename Tile::T;
+  if (p.flag_count > 0 && !AnyIsSet(p.flags, p.flag_count)) return;
   extern __shared__ __align__(128) char shared[];
   Head<Tile>& head = *reinterpret_cast<Head<Tile>*>(shared);
   const char* stages = shared + sizeof(Head<Tile>);
@@ -313,11 +316,16 @@ Plan Decide(Params& p, const Call& call, int processors) {
   return plan;
 }
 
+// Launches all but what adds the parts, of which there are `parts`.
 template <typename T>
-cudaError_t Launch(cudaStream_t stream, const Call& call, void* workspace, int processors) {
+cudaError_t LaunchParts(cudaStream_t stream, const Call& call, void* workspace, int processors,
+                        const int* flags, int flag_count, int* parts) {
   Params p{};
   const Plan plan = Decide<T>(p, call, processors);
   if (!plan.launch) return cudaErrorNotSupported;
+  p.flags = flags;
+  p.flag_count = flag_count;
+  *parts = p.splits;
   void* result = p.splits == 1 ? call.result : workspace;
   p.images.data = static_cast<const char*>(call.image);
   p.cotangent = static_cast<const char*>(call.cotangent);
@@ -326,10 +334,17 @@ cudaError_t Launch(cudaStream_t stream, const Call& call, void* workspace, int p
   p.image_units = AreUnits<T>(call.image, call.channels, channels);
   p.output_units = AreUnits<T>(call.cotangent, call.outputs, p.outputs) &&
                    AreUnits<T>(result, call.outputs, p.outputs);
-  const cudaError_t error = plan.launch(stream, p, call.groups);
-  if (error != cudaSuccess || p.splits == 1) return error;
-  return LaunchAddParts(stream, workspace, call.result, call.result_dtype,
-                        p.result_bytes / static_cast<int64_t>(sizeof(T)), p.splits);
+  return plan.launch(stream, p, call.groups);
+}
+
+template <typename T>
+cudaError_t Launch(cudaStream_t stream, const Call& call, void* workspace, int processors) {
+  int parts = 0;
+  const cudaError_t error = LaunchParts<T>(stream, call, workspace, processors, nullptr, 0, &parts);
+  if (error != cudaSuccess || parts == 1) return error;
+  const int64_t size =
+      call.dims[0].taps * call.dims[1].taps * (call.channels / call.groups) * call.outputs;
+  return LaunchAddParts(stream, workspace, call.result, call.result_dtype, size, parts);
 }
 
 template <typename T>
@@ -345,6 +360,17 @@ int64_t Workspace(const Call& call, int processors) {
 int64_t KernelGradFmaWorkspace(const Call& call, int processors) {
   return call.dtype == DType::kF64 ? fma::Workspace<double>(call, processors)
                                    : fma::Workspace<float>(call, processors);
+}
+
+int64_t KernelGradFmaCycles(const Call& call, int processors) {
+  fma::Params p{};
+  const fma::Plan plan = fma::Decide<float>(p, call, processors);
+  return plan.launch ? plan.cycles : INT64_MAX;
+}
+
+cudaError_t LaunchKernelGradFmaParts(cudaStream_t stream, const Call& call, void* workspace,
+                                     int processors, const int* flags, int flag_count, int* parts) {
+  return fma::LaunchParts<float>(stream, call, workspace, processors, flags, flag_count, parts);
 }
 
 cudaError_t LaunchKernelGradFma(cudaStream_t stream, const Call& call, void* workspace,

@@ -159,12 +159,11 @@ __device__ void Store(Out* to, jaxops::cuda::Accumulator<Out> v) {
 // have.
 constexpr int kAddThreads = 256;
 
-template <typename In, typename Out>
-__global__ void __launch_bounds__(kAddThreads)
-    AddParts(const In* __restrict__ from, Out* __restrict__ to, int64_t count, int parts) {
-  constexpr int kEntries = std::is_same_v<In, float4> ? 4 : 1;
+// What the thread in the first row of a column of the block has to write at `at`.
+template <typename In>
+__device__ __forceinline__ In SumOfParts(const In* __restrict__ from, int64_t at, int64_t count,
+                                         int parts) {
   __shared__ In sums[kAddThreads];
-  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   In sum{};
   if (at < count) {
 #pragma unroll 8
@@ -173,10 +172,27 @@ __global__ void __launch_bounds__(kAddThreads)
   if (blockDim.y > 1) {
     sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.y > 0) return;
+    if (threadIdx.y > 0) return sum;
     for (int y = 1; y < blockDim.y; ++y) sum = Add(sum, sums[y * blockDim.x + threadIdx.x]);
   }
-  if (at < count) Store(to + kEntries * at, sum);
+  return sum;
+}
+
+template <typename In, typename Out>
+__global__ void __launch_bounds__(kAddThreads)
+    AddParts(const In* __restrict__ from, Out* __restrict__ to, int64_t count, int parts) {
+  constexpr int kEntries = std::is_same_v<In, float4> ? 4 : 1;
+  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const In sum = SumOfParts(from, at, count, parts);
+  if (at < count && threadIdx.y == 0) Store(to + kEntries * at, sum);
+}
+
+// Whether any of these flags is set: all threads of a block ask, and get the same answer.
+__device__ __forceinline__ bool AnyIsSet(const int* flags, int count) {
+  const int threads = blockDim.x * blockDim.y;
+  int any = 0;
+  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < count; i += threads) any |= flags[i];
+  return __syncthreads_or(any);
 }
 
 // Of `parts` results of `size` entries each, one after the other, of the type that sums for such a

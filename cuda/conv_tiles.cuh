@@ -275,9 +275,10 @@ cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (
                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
              kRank, const_cast<void*>(data), dims, strides, boxes, traversal,
              CU_TENSOR_MAP_INTERLEAVE_NONE,
-             row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-             : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                               : CU_TENSOR_MAP_SWIZZLE_32B,
+             row_bytes > 128    ? CU_TENSOR_MAP_SWIZZLE_NONE
+             : row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+             : row_bytes == 64  ? CU_TENSOR_MAP_SWIZZLE_64B
+                                : CU_TENSOR_MAP_SWIZZLE_32B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

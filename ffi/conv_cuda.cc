@@ -119,7 +119,7 @@ constexpr Kernels kFma = {Always<cu::LaunchForwardFma>, Always<cu::LaunchInputGr
                           cu::LaunchKernelGradFma};
 // The same of f32, which may be split for tensor cores.
 constexpr Kernels kSplit = {cu::LaunchForwardSplit, cu::LaunchInputGradSplit,
-                            cu::LaunchKernelGradFma};
+                            cu::LaunchKernelGradSplit};
 constexpr Kernels kDirect = {Alone<cu::LaunchForwardDirect>, Alone<cu::LaunchInputGradDirect>,
                              cu::LaunchKernelGradDirect};
 
@@ -154,7 +154,10 @@ xf::Error Choose(const Kernels*& kernels, const Call& call) {
 // Enough on every device.
 int64_t KernelGradWorkspace(const Call& call) {
   if (cu::IsDirect(call)) return cu::KernelGradDirectWorkspace(call);
-  if (IsFma(call)) return cu::KernelGradFmaWorkspace(call);
+  if (IsFma(call)) {
+    return call.dtype == DType::kF32 ? cu::KernelGradSplitWorkspace(call)
+                                     : cu::KernelGradFmaWorkspace(call);
+  }
   if (IsFew(call)) return cu::KernelGradFewWorkspace(call);
   return std::max(cu::KernelGradMmaWorkspace(call), cu::KernelGradWorkspace(call));
 }

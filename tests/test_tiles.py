@@ -919,6 +919,85 @@ def test_bias_and_activation_are_part_of_the_kernel(
         assert compiled.memory_analysis().temp_size_in_bytes < g.nbytes
 
 
+# Gradients by kernels in true float32 that are large enough for tensor cores.
+SPLIT_KERNEL_GRADS = {
+    "3x3": ((8, 28, 28), 64, 64, 3, {}),
+    "of ragged channels": ((8, 29, 31), 100, 132, 3, {}),
+    "of some channels": ((16, 56, 57), 36, 64, 3, {}),
+    "of one image": ((1, 61, 60), 128, 256, 3, {}),
+    "of wide rows": ((2, 30, 301), 64, 68, 3, {}),
+    "of strips": ((2, 31, 512), 128, 64, 3, {}),
+    "of part of the images": ((8, 30, 31), 64, 128, 3, {"padding": "VALID"}),
+    "of much padding": ((8, 26, 25), 64, 128, 3, {"padding": ((3, 5), (4, 2))}),
+    "5x5": ((4, 24, 20), 128, 96, 5, {}),
+    "strided": ((16, 30, 31), 136, 128, 3, {"strides": 2}),
+    "strided columns": ((8, 30, 57), 64, 128, 3, {"strides": (1, 3)}),
+    "dilated": ((8, 30, 31), 64, 128, 3, {"dilation": (7, 2)}),
+    "of many channels": ((8, 7, 7), 512, 512, 3, {}),
+}
+
+
+@pytest.mark.parametrize("are_positive", [False, True], ids=["of any sign", "positive"])
+@pytest.mark.parametrize("name", SPLIT_KERNEL_GRADS)
+def test_kernel_gradients_of_float32_on_tensor_cores(name, are_positive, hopper):
+    """As exact as sums of multiply-adds: what is cut off does not add up where all is positive."""
+    (rows, *sizes), channels, outputs, taps, options = SPLIT_KERNEL_GRADS[name]
+    windows = place(
+        "test",
+        sizes,
+        (taps, taps),
+        **{"strides": 1, "padding": "SAME", "dilation": 1, **options},
+        channels_last=True,
+    )
+    shapes = (rows, *sizes, channels), (taps, taps, channels, outputs)
+    x, kernel, g = normal(0, *shapes, (rows, *windows.outs, outputs), dtype="float32")
+    if are_positive:
+        x, g = np.abs(x), np.abs(g)
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, precision="highest", **options)
+
+    derivatives = vjp_of(function, (1,))
+    _, got = run(derivatives, hopper, (g,), x, kernel)
+    _, want = on_reference(vjp_of(lambda x, k: of_lax(x, k, windows), (1,)), (g,), x, kernel)
+    error, size = got - want, np.sqrt(np.mean(want**2))
+    assert np.sqrt(np.mean(error**2)) < 1e-6 * size
+    assert np.abs(error).max() < 8e-6 * size
+    _, again = run(derivatives, hopper, (g,), x, kernel)
+    np.testing.assert_array_equal(got, again)
+
+
+@pytest.mark.parametrize("of_x", [False, True], ids=["of g", "of x"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
+@pytest.mark.parametrize("strides", [1, 2])
+def test_kernel_gradients_of_float32_that_is_not_finite(value, of_x, strides, hopper):
+    """It stays with the entries it belongs to, though parts of entries meet zeros as NaN."""
+    channels, outputs = 64, 128
+    windows = place(
+        "test", (28, 29), (3, 3), strides=strides, padding="SAME", dilation=1, channels_last=True
+    )
+    shapes = (8, 28, 29, channels), (3, 3, channels, outputs), (8, *windows.outs, outputs)
+    x, kernel, g = (a / 16 for a in normal(0, *shapes, dtype="float32"))
+    # In a corner, where some taps find padding.
+    if of_x:
+        x[3, 0, 0, 5] = value
+    else:
+        g[3, 0, 0, 7] = value
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, strides=strides, precision="highest")
+
+    _, got = run(vjp_of(function, (1,)), hopper, (g,), x, kernel)
+    _, want = on_reference(vjp_of(lambda x, k: of_lax(x, k, windows), (1,)), (g,), x, kernel)
+    spoiled = got[:, :, 5] if of_x else got[..., 7]
+    assert np.isfinite(got).sum() >= got.size - spoiled.size
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_array_equal(np.isposinf(got), np.isposinf(want))
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    finite = np.isfinite(want)
+    np.testing.assert_allclose(got[finite], want[finite], rtol=1e-5, atol=1e-3)
+
+
 def test_one_row_of_pixels(hopper):
     x, kernel = normal(0, (2, 301, 64), (5, 64, 72), dtype="bfloat16")
     numbers = NUMBERS[1]
