@@ -31,7 +31,7 @@ static_assert(kMultipliers * kMostOwn >= kBlockUnits);
 constexpr int kThreads = 128 * (kMultipliers + 1);
 
 // A slot is always one warp's, which can tell its fillings apart only if it waits for all of them.
-constexpr int kLeastSlots = 2 * kSplitters, kMaxSlots = 5 * kSplitters;
+constexpr int kLeastSlots = kSplitters, kMaxSlots = 5 * kSplitters;
 constexpr int kMostPiece = 32;  // entries of a slot
 
 struct Barriers {
