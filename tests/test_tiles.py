@@ -921,7 +921,7 @@ def test_bias_and_activation_are_part_of_the_kernel(
 
 # Gradients by kernels in true float32 that are large enough for tensor cores.
 SPLIT_KERNEL_GRADS = {
-    "3x3": ((8, 28, 28), 64, 64, 3, {}),
+    "3x3": ((16, 28, 28), 64, 64, 3, {}),
     "of ragged channels": ((8, 29, 31), 100, 132, 3, {}),
     "of some channels": ((16, 56, 57), 36, 64, 3, {}),
     "of one image": ((1, 61, 60), 128, 256, 3, {}),
@@ -976,7 +976,7 @@ def test_kernel_gradients_of_float32_that_is_not_finite(value, of_x, strides, ho
     windows = place(
         "test", (28, 29), (3, 3), strides=strides, padding="SAME", dilation=1, channels_last=True
     )
-    shapes = (8, 28, 29, channels), (3, 3, channels, outputs), (8, *windows.outs, outputs)
+    shapes = (32, 28, 29, channels), (3, 3, channels, outputs), (32, *windows.outs, outputs)
     x, kernel, g = (a / 16 for a in normal(0, *shapes, dtype="float32"))
     # In a corner, where some taps find padding.
     if of_x:
