@@ -4,7 +4,7 @@
 // arrays is one launch and a CUDA graph can keep it. There are five ways, the last two for all that
 // the others leave:
 //
-// Small arrays (JoinWords, MoveWords): a thread a word, as large as all sizes and addresses are
+// Small arrays (JoinWords, MoveRuns): a thread a word, as large as all sizes and addresses are
 // multiples of, by the shortest way from the launch to the store.
 //
 // Narrow pieces of bytes and of pairs of them, or very many (concatenate_tiles.cu): gathered in
@@ -38,11 +38,13 @@ using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 
 constexpr int kThreads = 256;
-constexpr int kWordsThreads = 128;
-constexpr int kJoinThreads = 256;
+constexpr int kSmallThreads = 256;
 // Up to so many words, the launch and the first access cost more than all the rest.
 constexpr int64_t kSmallWords = int64_t{1} << 16;
 constexpr int64_t kSmallJoinedWords = 2 * kSmallWords;
+constexpr int64_t kSmallBlocks = 1024;
+constexpr int kFewRuns = 4;
+constexpr int kMostRuns = 16;
 // Packs of a thread that are under way together where rows are long.
 constexpr int kLongPacks = 4;
 // Blocks that keep a device busy: not before there are so many do threads get more work each.
@@ -457,128 +459,71 @@ __global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Tab
 
 // --- small arrays --------------------------------------------------------------------------------
 
-constexpr uint32_t kNowhere = UINT32_MAX;
-
 // What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
-// the first with 16 bytes of others: a kernel of one line waits once. The differences of pieces are
-// added up, because which constant to load would be known only when others have come.
-struct NextPiece {
-  int64_t from;     // bytes, as of the places where the pieces would be if they began with the row
-  uint32_t begin;   // in words, as the stride
-  uint32_t stride;  // modulo 2^32
-};
+// the first with 16 bytes of others.
 
-template <int kPieces>
+// Two pieces whose rows follow each other. All is in the first line.
 struct Joined {
   const unsigned char* first;
   unsigned char* to;
+  int64_t difference;  // bytes, as of the places where the pieces would be if they began with a row
   FastDivider row_words;
   uint32_t words;
   uint32_t filled;  // words of a row, before zeros
-  uint32_t stride;  // of the first piece
-  NextPiece next[kPieces - 1];
-
-  __device__ __forceinline__ const unsigned char* Find(uint32_t row, uint32_t& column) const {
-    const unsigned char* from = first;
-    uint32_t of_rows = row * stride;
-#pragma unroll
-    for (int i = 0; i < kPieces - 1; ++i) {
-      const bool beyond = next[i].begin <= column;
-      from += beyond ? next[i].from : 0;
-      of_rows += row * (beyond ? next[i].stride : 0);
-    }
-    column += of_rows;
-    return from;
-  }
+  uint32_t begin;   // of the second piece
 };
 
-// Whose rows follow each other.
-template <>
-struct Joined<2> {
-  const unsigned char* first;
-  unsigned char* to;
-  int64_t difference;
-  FastDivider row_words;
-  uint32_t words;
-  uint32_t filled;
-  uint32_t begin;
-
-  __device__ __forceinline__ const unsigned char* Find(uint32_t row, uint32_t& column) const {
-    const bool beyond = begin <= column;
-    column += row * (beyond ? filled - begin : begin);
-    return first + (beyond ? difference : 0);
-  }
-};
-
-template <typename Word, int kPieces>
-__global__ void __launch_bounds__(kJoinThreads)
-    JoinWords(const __grid_constant__ Joined<kPieces> table) {
-  const uint32_t index = blockIdx.x * kJoinThreads + threadIdx.x;
+template <typename Word>
+__global__ void __launch_bounds__(kSmallThreads) JoinWords(const __grid_constant__ Joined table) {
+  const uint32_t index = blockIdx.x * kSmallThreads + threadIdx.x;
   uint32_t row = index;
   uint32_t column = table.row_words.Peel(row);
   // Without a branch before the loads, so that all constants are on their way together.
   const bool there = index < table.words;
   const bool reads = there && column < table.filled;
-  const unsigned char* from = table.Find(row, column);
+  const bool beyond = table.begin <= column;
+  column += row * (beyond ? table.filled - table.begin : table.begin);
+  const unsigned char* from = table.first + (beyond ? table.difference : 0);
   Word word = {};
   if (reads) word = __ldg(reinterpret_cast<const Word*>(from) + column);
   if (there) reinterpret_cast<Word*>(table.to)[index] = word;
 }
 
-struct WordsPiece {
-  const unsigned char* column0;  // where the piece would be read if it began with the row
-  uint32_t begin;                // in words, as the end
-  uint32_t end;
-  uint32_t stride;  // in bytes
+// A piece of all rows, or zeros there. Counts and strides are of words.
+struct Run {
+  const unsigned char* from;  // null for zeros
+  unsigned char* to;
+  uint32_t from_stride;
+  uint32_t to_stride;
+  uint32_t words;  // of a row
+  uint32_t rows;
 };
 
-struct WordsDestination {
-  unsigned char* data;
-  FastDivider row_words;
-  uint32_t words;
+// None is in two lines of constants.
+template <int kRuns>
+struct Runs {
+  uint32_t first_line[4];
+  Run runs[kRuns];
 };
 
-// The pieces of one destination, or a piece for each of several. What is not there has the place
-// kNowhere.
-template <int kPieces, int kDestinations>
-struct WordsTable {
-  WordsPiece pieces[kPieces];
-  uint32_t first_blocks[kDestinations];
-  WordsDestination destinations[kDestinations];
-
-  // All comparisons are with constants of the launch, of which none waits for another.
-  __device__ __forceinline__ uint32_t FindDestination(uint32_t block) const {
-    uint32_t found = 0;
-#pragma unroll
-    for (int i = 1; i < kDestinations; ++i) found += block >= first_blocks[i];
-    return found;
-  }
-
-  // The piece of a destination that has the word `column` of its rows.
-  __device__ __forceinline__ WordsPiece FindPiece(uint32_t destination, uint32_t column) const {
-    if constexpr (kDestinations > 1) return pieces[destination];
-    int found = 0;
-#pragma unroll
-    for (int i = 1; i < kPieces; ++i) found += pieces[i].begin <= column;
-    return pieces[found];
-  }
-};
-
-template <typename Word, typename Table>
-__global__ void __launch_bounds__(kWordsThreads) MoveWords(const __grid_constant__ Table table) {
-  const uint32_t d = table.FindDestination(blockIdx.x);
-  const WordsDestination& destination = table.destinations[d];
-  const uint32_t index = (blockIdx.x - table.first_blocks[d]) * kWordsThreads + threadIdx.x;
-  if (index >= destination.words) return;
-  uint32_t row = index;
-  const uint32_t column = destination.row_words.Peel(row);
-  const WordsPiece piece = table.FindPiece(d, column);
+// A block has some rows and columns of one piece, so that all that a thread has to know comes with
+// one line, and nothing is divided.
+template <typename Word, int kRuns>
+__global__ void __launch_bounds__(kSmallThreads)
+    MoveRuns(const __grid_constant__ Runs<kRuns> table) {
+  Run run = table.runs[blockIdx.x];
+  // All are on their way before the first is needed.
+  asm volatile(""
+               : "+l"(run.from), "+r"(run.from_stride), "+r"(run.to_stride), "+r"(run.words),
+                 "+r"(run.rows));
+  const uint32_t row = blockIdx.y * blockDim.y + threadIdx.y;
+  const uint32_t column = blockIdx.z * blockDim.x + threadIdx.x;
+  const bool there = column < run.words && row < run.rows;
   Word word = {};
-  if (column < piece.end) {
-    const unsigned char* from = piece.column0 + uint64_t{row} * piece.stride;
-    word = __ldg(reinterpret_cast<const Word*>(from) + column);
+  if (there && run.from != nullptr) {
+    word = __ldg(reinterpret_cast<const Word*>(run.from) + row * run.from_stride + column);
   }
-  reinterpret_cast<Word*>(destination.data)[index] = word;
+  if (there) reinterpret_cast<Word*>(run.to)[row * run.to_stride + column] = word;
 }
 
 // --- launches ------------------------------------------------------------------------------------
@@ -727,115 +672,115 @@ cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t
   return Launch(MoveLong<kAligned, Table>, blocks, kThreads, table_bytes, stream, table);
 }
 
-template <typename Word, int kPieces, int kDestinations>
-cudaError_t LaunchWordsOf(cudaStream_t stream, const Job& job) {
-  using Table = WordsTable<kPieces, kDestinations>;
-  Table table = {};
-  for (WordsPiece& piece : table.pieces) piece.begin = kNowhere;
-  std::fill_n(table.first_blocks, kDestinations, kNowhere);
-  const auto words = [](int64_t bytes) { return static_cast<uint32_t>(bytes / sizeof(Word)); };
-  uint32_t blocks = 0, destinations = 0, pieces = 0;
-  for (const Destination& destination : job.destinations) {
-    if (destination.row_bytes == 0) continue;
-    const uint32_t all = words(job.rows * destination.row_bytes);
-    table.first_blocks[destinations] = blocks;
-    table.destinations[destinations++] = {static_cast<unsigned char*>(destination.data),
-                                          FastDivider(words(destination.row_bytes)), all};
-    int64_t begin = 0;
-    for (int64_t p = 0; p < destination.piece_count; ++p) {
-      const Piece& piece = job.pieces[destination.first_piece + p];
-      if (piece.extent == 0) continue;
-      table.pieces[pieces++] = {static_cast<const unsigned char*>(piece.source) - begin,
-                                words(begin), words(begin + piece.size),
-                                static_cast<uint32_t>(piece.stride)};
-      begin += piece.extent;
-    }
-    blocks += CeilDiv(int64_t{all}, kWordsThreads);
-  }
-  return Launch(MoveWords<Word, Table>, blocks, kWordsThreads, 0, stream, table);
+template <typename Word>
+uint32_t WordsOf(int64_t bytes) {
+  return static_cast<uint32_t>(bytes / sizeof(Word));
 }
 
-// Whether JoinWords can do it: no zeros before a source, and words that 32 bits count.
-bool IsJoined(const Job& job, int64_t unit) {
+// Whether JoinWords can do it: two pieces, whose rows follow each other, before zeros.
+bool JoinsTwo(const Job& job) {
+  int sources = 0;
   bool ended = false;
   for (const Piece& piece : job.pieces) {
-    if (ended && piece.size > 0) return false;
+    if (piece.size > 0 && (ended || piece.stride != piece.size)) return false;
+    sources += piece.size > 0;
     ended = ended || piece.size < piece.extent;
-    if (job.rows * piece.stride / unit > UINT32_MAX) return false;
   }
-  return job.destinations.size() == 1;
+  return job.destinations.size() == 1 && sources == 2;
 }
 
-template <typename Word, int kPieces>
+template <typename Word>
 cudaError_t LaunchJoin(cudaStream_t stream, const Job& job) {
   const Destination& destination = job.destinations[0];
-  const auto words = [](int64_t bytes) { return static_cast<uint32_t>(bytes / sizeof(Word)); };
-  Joined<kPieces> table = {};
+  Joined table = {};
   table.to = static_cast<unsigned char*>(destination.data);
-  table.row_words = FastDivider(words(destination.row_bytes));
-  table.words = words(job.rows * destination.row_bytes);
-  if constexpr (kPieces == 2) {
-    table.begin = kNowhere;
-  } else {
-    for (NextPiece& piece : table.next) piece.begin = kNowhere;
-  }
+  table.row_words = FastDivider(WordsOf<Word>(destination.row_bytes));
+  table.words = WordsOf<Word>(job.rows * destination.row_bytes);
   int64_t begin = 0;
-  int64_t stride = 0;
-  const unsigned char* last = nullptr;
   for (const Piece& piece : job.pieces) {
     if (piece.size == 0) continue;
     const unsigned char* from = static_cast<const unsigned char*>(piece.source) - begin;
     if (begin == 0) {
       table.first = from;
-      if constexpr (kPieces > 2) table.stride = words(piece.stride);
-    } else if constexpr (kPieces == 2) {
-      table.difference = from - last;
-      table.begin = words(begin);
     } else {
-      NextPiece* next = table.next;
-      while (next->begin != kNowhere) ++next;
-      *next = {from - last, words(begin), words(piece.stride) - words(stride)};
+      table.difference = from - table.first;
+      table.begin = WordsOf<Word>(begin);
     }
-    last = from;
-    stride = piece.stride;
     begin += piece.size;
   }
-  table.filled = words(begin);
-  return Launch(JoinWords<Word, kPieces>, CeilDiv(int64_t{table.words}, kJoinThreads), kJoinThreads,
-                0, stream, table);
+  table.filled = WordsOf<Word>(begin);
+  return Launch(JoinWords<Word>, CeilDiv(int64_t{table.words}, kSmallThreads), kSmallThreads, 0,
+                stream, table);
+}
+
+// How many runs there are, the words of the longest, and how they are cut into blocks.
+struct RunBlocks {
+  int runs = 0;
+  int64_t longest = 0;
+  dim3 threads, grid;
+
+  RunBlocks(const Job& job, int64_t unit) {
+    for (const Piece& piece : job.pieces) {
+      runs += (piece.size > 0) + (piece.size < piece.extent);
+      longest = std::max({longest, piece.size / unit, (piece.extent - piece.size) / unit});
+    }
+    const int64_t beside = CeilDiv(longest, kSmallThreads);
+    const int64_t width =
+        beside == 1 ? longest : CeilDiv(CeilDiv(longest, beside), int64_t{kWarp}) * kWarp;
+    const int64_t height = std::min(kSmallThreads / width, job.rows);
+    threads = dim3(static_cast<unsigned>(width), static_cast<unsigned>(height));
+    grid =
+        dim3(runs, static_cast<unsigned>(CeilDiv(job.rows, height)), static_cast<unsigned>(beside));
+  }
+  int64_t blocks() const { return int64_t{grid.x} * grid.y * grid.z; }
+};
+
+template <typename Word, int kRuns>
+cudaError_t LaunchRuns(cudaStream_t stream, const Job& job) {
+  const RunBlocks blocks(job, sizeof(Word));
+  Runs<kRuns> table = {};
+  Run* next = table.runs;
+  for (const Destination& destination : job.destinations) {
+    auto* to = static_cast<unsigned char*>(destination.data);
+    const auto add = [&](const void* from, int64_t stride, int64_t bytes) {
+      if (bytes == 0) return;
+      next->from = static_cast<const unsigned char*>(from);
+      next->to = to;
+      next->from_stride = WordsOf<Word>(stride);
+      next->to_stride = WordsOf<Word>(destination.row_bytes);
+      next->words = WordsOf<Word>(bytes);
+      next->rows = static_cast<uint32_t>(job.rows);
+      ++next;
+      to += bytes;
+    };
+    for (int64_t p = 0; p < destination.piece_count; ++p) {
+      const Piece& piece = job.pieces[destination.first_piece + p];
+      add(piece.source, piece.stride, piece.size);
+      add(nullptr, 0, piece.extent - piece.size);
+    }
+  }
+  MoveRuns<Word><<<blocks.grid, blocks.threads, 0, stream>>>(table);
+  return cudaGetLastError();
 }
 
 template <typename Word>
 cudaError_t LaunchWords(cudaStream_t stream, const Job& job) {
-  if (IsJoined(job, sizeof(Word))) {
-    int64_t pieces = 0;
-    bool follow = true;  // rows of all pieces
-    for (const Piece& piece : job.pieces) {
-      pieces += piece.size > 0;
-      follow = follow && piece.stride == piece.size;
-    }
-    if (pieces == 2 && follow) return LaunchJoin<Word, 2>(stream, job);
-    return pieces <= 4 ? LaunchJoin<Word, 4>(stream, job)
-                       : LaunchJoin<Word, kListedPieces>(stream, job);
-  }
-  if (job.destinations.size() == 1) return LaunchWordsOf<Word, kListedPieces, 1>(stream, job);
-  return job.destinations.size() == 2
-             ? LaunchWordsOf<Word, 2, 2>(stream, job)
-             : LaunchWordsOf<Word, kListedPieces, kListedPieces>(stream, job);
+  if (JoinsTwo(job)) return LaunchJoin<Word>(stream, job);
+  return RunBlocks(job, sizeof(Word)).runs <= kFewRuns ? LaunchRuns<Word, kFewRuns>(stream, job)
+                                                       : LaunchRuns<Word, kMostRuns>(stream, job);
 }
 
-// Whether there is little to move, and JoinWords or MoveWords can do it.
+// Whether there is little to move, and JoinWords or MoveRuns can do it.
 bool IsSmall(const Job& job, int64_t unit) {
-  const size_t destinations = job.destinations.size();
-  int64_t words = 0, stride = 0;
-  for (const Destination& d : job.destinations) {
-    words += job.rows * d.row_bytes / unit;
-    if (destinations > 1 && d.piece_count != 1) return false;
-  }
-  for (const Piece& p : job.pieces) stride = std::max(stride, p.stride);
-  const int64_t most = IsJoined(job, unit) ? kSmallJoinedWords : kSmallWords;
-  return !job.broadcasts && words <= most && stride <= UINT32_MAX &&
-         job.pieces.size() <= kListedPieces && destinations <= kListedPieces;
+  int64_t words = 0, reach = 0;
+  for (const Destination& d : job.destinations) words += job.rows * d.row_bytes / unit;
+  for (const Piece& p : job.pieces) reach = std::max(reach, job.rows * p.stride / unit);
+  if (job.broadcasts || words > kSmallJoinedWords || reach > UINT32_MAX) return false;
+  if (JoinsTwo(job)) return true;
+  const RunBlocks blocks(job, unit);
+  // Pieces of very different sizes leave many blocks with nothing to do.
+  return (job.destinations.size() == 1 || words <= kSmallWords) && blocks.runs <= kMostRuns &&
+         blocks.blocks() <= kSmallBlocks;
 }
 
 template <int kPieces, int kDestinations>
