@@ -4,12 +4,15 @@
 //
 // Which bytes a word is made of is the same a number of rows further on, in a pattern, but for a
 // step. A thread works it out once, while the copies are under way, and walks down the patterns of
-// the tile. A block has one tile: blocks that stay for several and fetch the next one meanwhile
-// have more of each array under way, and were slower by up to a tenth.
+// the tile. What it reads has strides in shared memory with which fewest lanes of a warp meet in a
+// bank. A block has one tile: blocks that stay for several and fetch the next one meanwhile have
+// more of each array under way, and were slower by up to a tenth. So were bulk copies of the
+// pieces, and tiles of bytes that are put in order in shared memory before they are written.
 #include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "common/fast_divide.h"
 #include "cuda/concatenate.h"
@@ -27,25 +30,40 @@ using jaxops::cuda::Launch;
 
 constexpr int kFewThreads = 256;
 constexpr int kManyThreads = 512;
-// Of whole rows of many pieces, and of parts of them.
+constexpr int64_t kFewTileBytes = 16 * 1024;
+// Of whole rows of many pieces, and of parts of them; and of one piece in a part.
 constexpr int64_t kRowsBytes = 24 * 1024;
 constexpr int64_t kPartsBytes = 16 * 1024;
+constexpr int64_t kRunBytes = 192;
 constexpr int64_t kSplitPartsBytes = 12 * 1024;
+constexpr int64_t kSplitRunBytes = 256;
 constexpr int64_t kMostTileBytes = 64 * 1024;
+constexpr int64_t kMostRowBytes = int64_t{1} << 24;
+constexpr int64_t kLongRow = int64_t{1} << 16;
+constexpr int64_t kRowsOfRest = 8;  // for each row of long ones that is left
 constexpr int kFewPieces = 4;
 constexpr int kWordBytes = 4;
+// Of less, tiles of few pieces are slower than what there is without, and tiles of many are
+// smaller.
 constexpr int kFewTiles = 256;
-// What is less of few pieces is faster without tiles.
+constexpr int kLeastTiles = 8;
 constexpr int64_t kFewBytes = int64_t{1} << 20;
 constexpr int kTogether = 4;  // words of a thread
+constexpr int kBankBytes = 128;
+// Between pieces that would be in the same banks.
+constexpr int64_t kFewPadding = 32;
+// Loads of a pack, or of a word of it, that are worth fetching words one by one.
+constexpr int64_t kLoadsOfSplit = 8;
+constexpr int64_t kLoadsOfJoin = 4;
+constexpr int64_t kNarrowBytes = 6;
 constexpr int64_t kWideBytes = 64;
-constexpr uint16_t kNowhere = UINT16_MAX;
+constexpr uint32_t kNowhere = UINT32_MAX;
 
 struct alignas(16) TilePiece {
   unsigned char* data;
-  uint16_t begin;  // in a row of the whole
+  uint32_t begin;  // in a row of the whole
   uint16_t size;
-  uint32_t shared;  // where a tile's rows of the piece are, of what is joined
+  uint16_t shared;  // the word at which a tile's rows of the piece begin, of what is joined
 };
 
 // Pieces of the rows of one array, which is the destination of all or the source of all. Of many
@@ -71,7 +89,10 @@ struct Tiles {
   // keep these in different banks.
   uint32_t stride;
   FastDivider row_packs;  // where rows are parted, and split
-  uint32_t fetched;       // bytes of shared memory
+  // Words are fetched one by one: what is split is skewed then, and what is joined has strides of
+  // any number of words.
+  bool by_words;
+  uint32_t fetched;  // bytes of shared memory
   int threads;
   FastDivider by_row;
   FastDivider by_size;  // of the first piece
@@ -131,6 +152,10 @@ class PieceFinder {
   uint32_t count_;
 };
 
+// Where a byte is in shared memory, if a word is left out after each that all banks have: rows of
+// powers of two of bytes are in different banks then.
+JAXOPS_HOST_DEVICE inline uint32_t Skew(uint32_t at) { return at + at / kBankBytes * kWordBytes; }
+
 // A tile: some rows, and of these the pieces from `column` on that make `bytes`.
 struct Tile {
   int64_t row;
@@ -158,7 +183,8 @@ struct Recipe {
       const uint32_t inside = at - begin * table.pattern_rows;
       to = piece.data + tile.row * piece.size + inside;
       advance = table.pattern_rows * piece.size;
-      steps[0] = table.pattern_rows * table.stride;
+      const uint32_t step = table.pattern_rows * table.stride;
+      steps[0] = table.by_words ? Skew(step) : step;
       uint32_t row = table.equal ? table.by_size.Quotient(inside) : inside / piece.size;
       uint32_t column = inside - row * piece.size;
       // Where the row of the piece begins: parts of rows are brought as the packs they are in.
@@ -170,7 +196,7 @@ struct Recipe {
       uint32_t offset = row_begin() + column;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        offsets[i] = offset;
+        offsets[i] = table.by_words ? Skew(offset) : offset;
         column += sizeof(Item);
         offset += sizeof(Item);
         if (column == piece.size) {
@@ -218,7 +244,7 @@ struct Recipe {
           steps[i] = 0;
           if (column < tile.bytes) {
             const TilePiece piece = finder.Find(column);
-            offsets[i] = piece.shared + row * piece.size + column - piece.begin;
+            offsets[i] = piece.shared * kWordBytes + row * piece.size + column - piece.begin;
             steps[i] = table.pattern_rows * piece.size;
           }
           column += sizeof(Item);
@@ -331,6 +357,11 @@ __global__ void __launch_bounds__(kMostThreads)
                                   kPackBytes);
         }
       }
+    } else if (table.by_words) {
+      for (uint32_t at = threadIdx.x * kWordBytes; at < table.rows * table.row_bytes;
+           at += blockDim.x * kWordBytes) {
+        __pipeline_memcpy_async(shared + Skew(at), whole + at, kWordBytes);
+      }
     } else {
       const uint32_t padding = table.stride - table.row_bytes;
       for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * table.row_bytes;
@@ -349,17 +380,25 @@ __global__ void __launch_bounds__(kMostThreads)
         const unsigned char* from = piece.data + tile.row * piece.size;
         for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * piece.size;
              at += blockDim.x * kPackBytes) {
-          __pipeline_memcpy_async(shared + piece.shared + at, from + at, kPackBytes);
+          __pipeline_memcpy_async(shared + piece.shared * kWordBytes + at, from + at, kPackBytes);
         }
       }
     } else {
       __syncthreads();
-      for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * tile.bytes;
-           at += blockDim.x * kPackBytes) {
-        const TilePiece piece = finder.Find(at >> table.log_rows);
-        const uint32_t inside = at - table.rows * (piece.begin - tile.column);
-        __pipeline_memcpy_async(shared + piece.shared + inside,
-                                piece.data + tile.row * piece.size + inside, kPackBytes);
+      const auto fetch = [&](auto width) {
+        constexpr uint32_t bytes = decltype(width)::value;
+        for (uint32_t at = threadIdx.x * bytes; at < table.rows * tile.bytes;
+             at += blockDim.x * bytes) {
+          const TilePiece piece = finder.Find(at >> table.log_rows);
+          const uint32_t inside = at - table.rows * (piece.begin - tile.column);
+          __pipeline_memcpy_async(shared + piece.shared * kWordBytes + inside,
+                                  piece.data + tile.row * piece.size + inside, bytes);
+        }
+      };
+      if (table.by_words) {
+        fetch(std::integral_constant<uint32_t, kWordBytes>());
+      } else {
+        fetch(std::integral_constant<uint32_t, kPackBytes>());
       }
     }
     __pipeline_commit();
@@ -396,6 +435,45 @@ uint32_t Log(int64_t power) {
   return log;
 }
 
+// Where in shared memory the lanes of a warp read the first item of what they write: so many
+// strides and bytes from the beginning.
+struct Lanes {
+  uint32_t strides[kWarp];
+  uint32_t bytes[kWarp];
+};
+
+// How many lanes meet in the same bank.
+int Conflicts(const Lanes& lanes, uint32_t stride, bool skewed) {
+  uint32_t last[kWarp] = {};  // word that a bank was asked for
+  int count[kWarp] = {};
+  int most = 0;
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const uint32_t at = lanes.strides[lane] * stride + lanes.bytes[lane];
+    const uint32_t word = (skewed ? Skew(at) : at) / kWordBytes;
+    const uint32_t bank = word % kWarp;
+    // Lanes that share a word are neighbours.
+    if (count[bank] == 0 || last[bank] != word) most = std::max(most, ++count[bank]);
+    last[bank] = word;
+  }
+  return most;
+}
+
+// Chooses a stride from `least` on, in steps of so many bytes, where fewest lanes meet; returns how
+// many do. Of equals it is the first after an odd number of packs, which other items like best.
+int ChooseStride(uint32_t& stride, const Lanes& lanes, int64_t least, int64_t step) {
+  const int64_t odd = least % (2 * kPackBytes) == 0 ? kPackBytes : 0;
+  int fewest = kWarp + 1;
+  for (int64_t i = 0; i < kBankBytes && fewest > 1; i += step) {
+    const auto tried = static_cast<uint32_t>(least + (odd + i) % kBankBytes);
+    const int found = Conflicts(lanes, tried, false);
+    if (found < fewest) {
+      fewest = found;
+      stride = tried;
+    }
+  }
+  return fewest;
+}
+
 // Whether one array is cut, if only to leave the rest of its rows out.
 bool Splits(const Job& job) {
   return job.destinations.size() > 1 ||
@@ -412,13 +490,11 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
   const void* whole = splits ? first.source : job.destinations[0].data;
   const int64_t row_bytes = splits ? first.stride : job.destinations[0].row_bytes;
   table.whole = static_cast<unsigned char*>(const_cast<void*>(whole));
-  if (!IsAligned(whole, kPackBytes) || row_bytes * (kPackBytes / unit) > kMostTileBytes) {
-    return false;
-  }
+  if (!IsAligned(whole, kPackBytes) || row_bytes > kMostRowBytes) return false;
   // Whole rows are read, which may begin with what other launches cut.
   if (splits && table.whole + job.rows * row_bytes > first.end) return false;
 
-  std::fill_n(table.begins, kFewPieces, uint32_t{kNowhere});
+  std::fill_n(table.begins, kFewPieces, kNowhere);
   table.count = 0;
   table.equal = true;
   int64_t filled = 0;
@@ -438,14 +514,14 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
       const bool follows = splits
                                ? piece.stride == row_bytes && piece.source == table.whole + filled
                                : piece.stride == piece.size;
-      if (ended || table.count == kPieces || piece.size != piece.extent || !follows ||
-          !IsAligned(part, kPackBytes)) {
+      if (ended || table.count == kPieces || piece.size > UINT16_MAX ||
+          piece.size != piece.extent || !follows || !IsAligned(part, kPackBytes)) {
         return false;
       }
       table.equal = table.equal && piece.size == first.size;
       if (table.count < kFewPieces) table.begins[table.count] = static_cast<uint32_t>(filled);
       table.pieces[table.count++] = {const_cast<unsigned char*>(part),
-                                     static_cast<uint16_t>(filled),
+                                     static_cast<uint32_t>(filled),
                                      static_cast<uint16_t>(piece.size), 0};
       filled += piece.size;
     }
@@ -453,7 +529,8 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
   // Little is read for nothing.
   if (table.count == 0 || (splits && 2 * filled < row_bytes)) return false;
   // Wide pieces of words need no tiles to be cut in long runs.
-  if (splits && unit == kWordBytes && filled > kWideBytes * int64_t{table.count}) return false;
+  const bool wide = filled > kWideBytes * int64_t{table.count};
+  if (splits && unit == kWordBytes && (wide || job.rows * row_bytes < kFewBytes)) return false;
 
   // Rows that are whole packs of every array, and whole words that are a pattern.
   const bool few = table.count <= kFewPieces;
@@ -471,17 +548,22 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
     // Mostly zeros cost little to write, and as much as others to work out.
     const int64_t patterns = unit == 1 && 2 * filled < row_bytes ? 16 : 8;
     while (2 * pattern_rows * part_bytes <= most_words * word) pattern_rows *= 2;
-    while (rows < patterns * pattern_rows && rows * row_bytes <= kPartsBytes) rows *= 2;
+    while (rows < patterns * pattern_rows && rows * row_bytes <= kFewTileBytes) rows *= 2;
     while (rows > pack_rows && job.rows / rows < 4 * kFewTiles) rows /= 2;
     while (rows < kTogether * pattern_rows) pattern_rows /= 2;
   } else {
     if (table.equal && (splits || (filled == row_bytes && row_bytes % kWordBytes == 0))) {
       // As many rows as make a long run of each piece, and as few pieces as fit then. Parts of rows
       // of what is joined are whole words.
-      const int64_t run = splits && unit == kWordBytes ? 512 : 256;
+      const int64_t run = !splits              ? kRunBytes
+                          : unit == kWordBytes ? 2 * kSplitRunBytes
+                                               : kSplitRunBytes;
       while (rows * size < run) rows *= 2;
+      // Very narrow pieces, and wide ones, want larger parts than others.
+      const int64_t joined_bytes =
+          size < kNarrowBytes || size >= 2 * kWideBytes ? kPartsBytes : kPartsBytes / 2;
       const int64_t most =
-          std::max<int64_t>(1, (splits ? kSplitPartsBytes : kPartsBytes) / (rows * size));
+          std::max<int64_t>(1, (splits ? kSplitPartsBytes : joined_bytes) / (rows * size));
       const int64_t parts = CeilDiv(table.count, most);
       const int64_t pieces = CeilDiv(CeilDiv(table.count, parts), kWordBytes) * kWordBytes;
       table.parted = pieces < table.count;
@@ -496,6 +578,9 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
     if (!table.parted) {
       while (2 * rows * row_bytes <= kRowsBytes) rows *= 2;
     }
+    // Of little, small tiles for all multiprocessors.
+    const int64_t parts = CeilDiv(table.count, table.tile_pieces);
+    while (rows > pack_rows && job.rows / rows * parts < kFewTiles) rows /= 2;
     // Of bytes a thread has more to work out before the first word.
     const int64_t patterns = splits && unit > 1 ? 2 : kTogether;
     const int64_t most_words = splits ? 512 : 256;
@@ -504,32 +589,65 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
       pattern_rows *= 2;
     }
   }
+  // The rows after the last tile are moved item by item.
+  if (row_bytes > kLongRow && job.rows % rows * kRowsOfRest > job.rows) return false;
   const int64_t parts = CeilDiv(table.count, table.tile_pieces);
   table.tiles = job.rows / rows;
-  if (table.tiles * parts < kFewTiles) return false;
+  if (table.tiles * parts < (few ? kFewTiles : kLeastTiles)) return false;
   const int64_t words = pattern_rows * part_bytes / word;
   const int64_t most_threads = few ? kFewThreads : kManyThreads;
   table.threads =
       static_cast<int>(CeilDiv(CeilDiv(words, CeilDiv(words, most_threads)), kWarp) * kWarp);
-  // Strides of an odd number of packs, where these are whole packs.
-  const auto odd = [](int64_t bytes) {
-    return bytes % (2 * kPackBytes) == 0 ? bytes + kPackBytes : bytes;
-  };
+  const int64_t run = pattern_rows * size;
+  Lanes lanes;
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int64_t at = lane * word;
+    const int64_t of_stride = splits ? at % run : at;
+    lanes.strides[lane] = static_cast<uint32_t>(of_stride / size);
+    lanes.bytes[lane] = static_cast<uint32_t>(of_stride % size + (splits ? at / run * size : 0));
+  }
+  table.by_words = false;
   if (splits) {
     const int64_t row_packs = CeilDiv(part_bytes + kPackBytes - unit, kPackBytes);
     table.row_packs = FastDivider(row_packs);
-    table.stride = static_cast<uint32_t>(table.parted ? odd(row_packs * kPackBytes)
-                                         : few        ? row_bytes
-                                                      : odd(row_bytes));
-    table.fetched = static_cast<uint32_t>(rows * table.stride);
-  } else {
-    table.stride = static_cast<uint32_t>(few ? rows * size : odd(rows * size));
-    for (uint32_t i = 0; i < table.count; ++i) {
-      table.pieces[i].shared = table.equal ? i % table.tile_pieces * table.stride
-                                           : static_cast<uint32_t>(rows * table.pieces[i].begin);
+    table.stride = static_cast<uint32_t>(table.parted ? row_packs * kPackBytes : row_bytes);
+    if (!few && table.stride % kPackBytes == 0) {
+      if (table.equal && unit > 1) {
+        ChooseStride(table.stride, lanes, table.stride, kPackBytes);
+      } else if (table.stride % (2 * kPackBytes) == 0) {
+        table.stride += kPackBytes;
+      }
     }
-    table.fetched =
-        table.equal ? table.tile_pieces * table.stride : static_cast<uint32_t>(rows * filled);
+    if (!few && table.equal && !table.parted && pattern_rows * row_bytes % kBankBytes == 0) {
+      const int now = Conflicts(lanes, table.stride, false);
+      const int skewed = Conflicts(lanes, static_cast<uint32_t>(row_bytes), true);
+      table.by_words = (now - skewed) * pack_rows > kLoadsOfSplit;
+      if (table.by_words) table.stride = static_cast<uint32_t>(row_bytes);
+    }
+    table.fetched = static_cast<uint32_t>(rows * table.stride);
+    if (table.by_words) table.fetched += table.fetched / kBankBytes * kPackBytes;
+  } else {
+    table.stride = static_cast<uint32_t>(rows * size);
+    if (few) {
+      table.stride += kFewPadding;
+    } else if (table.equal) {
+      // Words of few pieces are slower to fetch than conflicts are to read.
+      const bool many = table.count > kWarp;
+      const int now = ChooseStride(table.stride, lanes, rows * size, kPackBytes);
+      uint32_t stride;
+      const int words = ChooseStride(stride, lanes, rows * size, kWordBytes);
+      table.by_words = many && (now - words) * (kWordBytes / unit) > kLoadsOfJoin;
+      if (table.by_words) table.stride = stride;
+    }
+    for (uint32_t i = 0; i < table.count; ++i) {
+      const int64_t shared =
+          table.equal ? i % table.tile_pieces * table.stride : rows * table.pieces[i].begin;
+      if (shared > kMostTileBytes) return false;
+      table.pieces[i].shared = static_cast<uint16_t>(shared / kWordBytes);
+    }
+    const int64_t fetched = table.equal ? int64_t{table.tile_pieces} * table.stride : rows * filled;
+    table.fetched = static_cast<uint32_t>(CeilDiv(fetched, kPackBytes) * kPackBytes);
+    if (fetched > kMostTileBytes) return false;
   }
   if (table.fetched > kMostTileBytes) return false;
   table.row_bytes = static_cast<uint32_t>(row_bytes);
@@ -580,18 +698,19 @@ cudaError_t LaunchTable(cudaStream_t stream, const Tiles<kPieces>& table, int64_
 }  // namespace
 
 bool MovesAsTiles(const Job& job, int64_t unit) {
-  // Few pieces of whole words are as fast without.
-  const bool words = unit == kWordBytes && job.pieces.size() > kFewPieces;
+  // Few pieces of whole words are as fast without, and packs never need tiles.
+  const bool words = unit < kPackBytes && job.pieces.size() > kFewPieces;
   Tiles<kMaxPieces> table;
-  return (unit < kWordBytes || words) && Plan(table, job, unit);
+  return (unit < kWordBytes || words) && Plan(table, job, std::min<int64_t>(unit, kWordBytes));
 }
 
 cudaError_t LaunchTiles(cudaStream_t stream, const Job& job, int64_t unit) {
+  const int64_t item = std::min<int64_t>(unit, kWordBytes);
   Tiles<kFewPieces> few;
-  if (Plan(few, job, unit)) return LaunchTable(stream, few, unit, Splits(job));
+  if (Plan(few, job, item)) return LaunchTable(stream, few, item, Splits(job));
   Tiles<kMaxPieces> many;
-  if (!Plan(many, job, unit)) return cudaErrorInvalidValue;
-  return LaunchTable(stream, many, unit, Splits(job));
+  if (!Plan(many, job, item)) return cudaErrorInvalidValue;
+  return LaunchTable(stream, many, item, Splits(job));
 }
 
 }  // namespace jaxops::concatenate::cuda

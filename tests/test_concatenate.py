@@ -247,14 +247,17 @@ def test_widths(platform, widths, rows):
     [
         *[(7,) * 300, (28,) * 300, (10,) * 64, (16,) * 24, (48,) * 12, (64,) * 16, (128,) * 64],
         *[(3,) * 12, (18,) * 8, (20,) * 9, (12,) * 203, (260,) * 32, (1,) * 80],
+        *[(1,) * 8, (3,) * 8, (2,) * 16, (4,) * 8, (1,) * 10, (24,) * 33],
+        *[(24,) * 480, (33,) * 300, (26,) * 480, (9,) * 480, (1000,) * 128, (500,) * 300],
         *[(300, 17, 4), (2, 4, 6, 8, 2, 2, 2, 10), (4, 12, 40, 8) * 16],
         *[(3, 1), (1, 1, 1), (2, 2, 6, 5)],
     ],
     ids=lambda widths: f"{len(widths)} from {widths[0]}",
 )
-def test_many_rows_of_narrow_arrays(platform, widths):
+@pytest.mark.parametrize("size", [400_000, 10_000_000])
+def test_many_rows_of_narrow_arrays(platform, widths, size):
     """What is moved in tiles of rows or of parts of them, and rows that are left."""
-    rows = 10_000_000 // sum(widths) | 1
+    rows = size // sum(widths) | 1
     rng = np.random.default_rng(4)
     arrays = [arbitrary(rng, (rows, n), "uint8") for n in widths]
     check(platform, arrays, 1, widths, sum(widths) + 6)
