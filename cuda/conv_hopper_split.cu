@@ -22,6 +22,8 @@ constexpr int64_t kSplitCycles = 3600, kSplitPerCycle = 600, kSumCycles = 4600;
 // Sums of fewer entries are left to multiply-adds, which round them less.
 constexpr int64_t kLeastDepth = 64;
 
+// The y of a grid that splits kernels counts 32 channels.
+constexpr int64_t kMostChannels = 32 * 65535;
 constexpr int kSplitThreads = 256;
 
 __device__ void StoreSplitEntries(const uint4& entries, uint4* high, uint4* low) {
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kSplitThreads)
 // Whether these kernels take it.
 bool IsSplit(const Call& call) {
   return call.dtype == DType::kF32 && call.groups == 1 && !IsDirect(call) &&
-         call.channels % 4 == 0 && call.outputs % 4 == 0 &&
+         call.channels % 4 == 0 && call.outputs % 4 == 0 && call.channels <= kMostChannels &&
          std::min(call.channels, call.outputs) >= kLeastFan;
 }
 

@@ -1,8 +1,9 @@
 // True float32 by tensor cores: what kernels that multiply it as TF32 have in common.
 //
 // An entry is the sum of two of TF32, a high and a low one, and a product of entries that of three
-// of their products: high by high, high by low, and low by high. What is left out is no more than
-// float32 rounds. Tensor cores cut off what a sum has no bits for, always towards zero: they sum
+// of their products: high by high, high by low, and low by high. What is left out of a product is a
+// few times float32's last bit at most, of either sign, which long sums of rounded multiply-adds
+// exceed. Tensor cores cut off what a sum has no bits for, always towards zero: they sum
 // few products, from zero and small ones first, and these sums are added in float32, rounded.
 //
 // An entry that is not finite has no low part, and one near the largest float32 no high one. Both

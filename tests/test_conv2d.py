@@ -584,6 +584,8 @@ SPREAD = {
     "groups": ((2, 16, 8, 4), (3, 3, 2, 6), {"groups": 2}, ("h", "w")),
     "depthwise": ((2, 16, 8, 4), (3, 3, 1, 4), {"groups": 4}, ("h", "w")),
     "one tap": ((2, 16, 8, 4), (1, 1, 4, 3), {}, ("h", "w")),
+    "two axes": ((2, 16, 5, 3), (5, 3, 3, 2), {}, (("h", "w"), None)),
+    "two axes in another order": ((2, 32, 5, 3), (5, 3, 3, 2), {"strides": (2, 1)}, (("w", "h"),)),
 }
 
 
@@ -665,3 +667,21 @@ def test_sharded_images_without_parts_for_windows_are_right(platform):
     got = jax.jit(functools.partial(jaxops.conv2d, padding="VALID"))(placed, kernel)
     want = of_lax(x, kernel, strides=(1, 1), padding="VALID", dilation=(1, 1), groups=1)
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_sharded_sizes_on_a_mesh_of_explicit_axes(platform):
+    """Types follow the rows, with strides too; of one axis a result has one dimension."""
+    if len(platform.devices) < 2:
+        pytest.skip("one device")
+    mesh = jax.sharding.Mesh(platform.devices[:2], ("h",), axis_types=(AxisType.Explicit,))
+    x, kernel = normal(0, (1, 16, 4, 3), (3, 3, 3, 2))
+    rows = P(None, "h", None, None)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, rows)
+        for strides in (1, 2):
+            of_rows = jax.jit(functools.partial(jaxops.conv2d, strides=strides))
+            for of_kernel in (P(), P(None, None, None, "h")):
+                got = of_rows(placed, jax.device_put(kernel, of_kernel))
+                assert jax.typeof(got).sharding.spec == rows
+                want = jaxops.conv2d(x, kernel, strides=strides)
+                np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)

@@ -547,9 +547,9 @@ def _epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
     return (x, kernel), of_sums, finish
 
 
-def _with_neighbours(image, *others, axes, options, of_windows, **params):
+def _with_neighbours(image, *others, plan, options, of_windows, **params):
     first = image.ndim - 1 - _rank(options)
-    image, part = options.windows.of_part(image, first, axes, of_windows=of_windows)
+    image, part = options.windows.of_part(image, first, plan, of_windows=of_windows)
     return (image, *others), {"options": dataclasses.replace(options, windows=part), **params}
 
 

@@ -7,17 +7,25 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
-def extended(part: jax.Array, dim: int, before: int, after: int, axes: Sequence[str]) -> jax.Array:
+def extended(
+    part: jax.Array, dim: int, before: int, after: int, axes: Sequence[str], mesh
+) -> jax.Array:
     """One device's part of an array, with entries before and after it along a dimension.
 
-    The parts lie in order over these mesh axes. Only the entries asked for are communicated, from
-    as many devices as have them; beyond the ends of the array they are zeros.
+    The parts lie in order over these axes of the mesh, the first one major. Only the entries asked
+    for are communicated, from as many devices as have them; beyond the ends of the array they are
+    zeros.
     """
     size = part.shape[dim]
-    devices = math.prod(lax.axis_size(a) for a in axes)
+    # ppermute numbers devices in the order of the mesh, whatever that of its axes.
+    ordered = [a for a in mesh.axis_names if a in axes]
+    numbers = np.arange(math.prod(mesh.shape[a] for a in axes))
+    numbers = numbers.reshape([mesh.shape[a] for a in ordered])
+    numbers = numbers.transpose([ordered.index(a) for a in axes]).ravel().tolist()
 
     def border(count, step):
         """So many entries of the parts that follow, at step 1, or precede, at step -1."""
@@ -26,12 +34,9 @@ def extended(part: jax.Array, dim: int, before: int, after: int, axes: Sequence[
             there = min(size, count - (distance - 1) * size)
             start = 0 if step == 1 else size - there
             entries = lax.slice_in_dim(part, start, start + there, axis=dim)
-            ways = [
-                (source, source - step * distance)
-                for source in range(devices)
-                if 0 <= source - step * distance < devices
-            ]
-            found.append(lax.ppermute(entries, tuple(axes), ways))
+            near, far = numbers[: max(0, len(numbers) - distance)], numbers[distance:]
+            ways = zip(far, near, strict=True) if step == 1 else zip(near, far, strict=True)
+            found.append(lax.ppermute(entries, tuple(ordered), list(ways)))
         return found[::step]
 
     return jnp.concatenate([*border(before, -1), part, *border(after, 1)], axis=dim)

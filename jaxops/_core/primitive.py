@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,8 +54,8 @@ class Operator:
         what devices compute alone: called as across[factor](*shards, axes=..., **params) with the
         mesh axes of the parts, it returns results that are whole over these.
       neighbours: what a device's results depend on beyond its own shards: called as
-        neighbours(*shards, axes=..., **params) with the mesh axes of every factor, it returns
-        the operands and params of the call that a device makes.
+        neighbours(*shards, plan=..., **params) with the `Plan` of the call, it returns the operands
+        and params of the call that a device makes.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Operator:
         summed_outputs: Sequence[int] = (),
         epilogue: Callable[..., tuple | None] = lambda *_, **__: None,
         across: Mapping[str, Callable[..., Sequence[jax.Array]]] | None = None,
-        neighbours: Callable[..., tuple] = lambda *shards, axes, **params: (shards, params),
+        neighbours: Callable[..., tuple] = lambda *shards, plan, **params: (shards, params),
     ):
         self.name = name
         self.target = f"jaxops_{name}"
@@ -166,8 +167,15 @@ class Operator:
         summed = params.get("summed", (False,) * rank)
         return signature.apply(parsed, shapes, params, summed, self._summed_outputs)
 
+    def _is_whole(self, factor):
+        return factor.rstrip("0123456789") in self._replicated
+
     def _whole_factors(self, call):
-        return [f for f in call.signature.factors() if f.rstrip("0123456789") in self._replicated]
+        return [f for f in call.signature.factors() if self._is_whole(f)]
+
+    def _shared(self, dim):
+        """The factors of a dimension of which devices may have parts, if there are any."""
+        return tuple(f for f in dim if not self._is_whole(f)) or dim
 
     def _abstract_eval(self, *operands, **params):
         call = self._call([x.shape for x in operands], params)
@@ -183,13 +191,25 @@ class Operator:
         for x, term in zip(operands, call.signature.operands, strict=True):
             for dim, entry in zip(term, x.sharding.spec, strict=False):
                 if entry is not None and dim:
-                    axes.setdefault(dim, entry)
+                    axes.setdefault(self._shared(dim), entry)
+
+        def spec(term):
+            # What two operands have over the same axes, a result may have in two dimensions.
+            found, used = [], set()
+            for dim, size in zip(term, call.shape(term), strict=True):
+                entry = axes.get(self._shared(dim))
+                names = (entry,) if isinstance(entry, str) else entry or ()
+                parts = math.prod(mesh.shape[a] for a in names)
+                found.append(entry if size % parts == 0 and not used & set(names) else None)
+                used |= set(names) if found[-1] else set()
+            return P(*found)
+
         return [
             operands[0].update(
                 shape=call.shape(term),
                 dtype=np.dtype(dtype),
                 weak_type=False,
-                sharding=NamedSharding(mesh, P(*(axes.get(dim) for dim in term))),
+                sharding=NamedSharding(mesh, spec(term)),
             )
             for term, dtype in zip(call.signature.outputs, dtypes, strict=True)
         ]
@@ -247,7 +267,7 @@ class Operator:
 
             def compute(*shards, sizes):
                 local = {k: sizes.get(k, v) for k, v in params.items()}
-                shards, local = self._neighbours(*shards, axes=plan.axes, **local)
+                shards, local = self._neighbours(*shards, plan=plan, **local)
                 if plan.across:
                     axes = plan.axes[plan.across]
                     return self._across[plan.across](*shards, axes=axes, **local), None

@@ -39,7 +39,7 @@ _UNIT = 16
 # direct kernels. Where both are fewer, in one group, there is little to multiply and patches are
 # small.
 _LEAST_FAN = 8
-# With more channels and outputs than these, filling them up costs little.
+# With so many channels and outputs or more, filling them up costs little.
 _LEAST_WIDENED = 24
 # Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
 _FEW_CHANNELS = 7

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from jaxops._core import checks, compat, halo, rules
+from jaxops._core.partition import Plan
 from jaxops._core.primitive import Operator
 from jaxops.reference import im2col as reference
 
@@ -109,19 +108,19 @@ class Windows:
         return f"rows {dims} channels" if self.channels_last else f"rows channels {dims}"
 
     def of_part(
-        self, array: jax.Array, first: int, axes: Mapping[str, Sequence[str]], *, of_windows: bool
+        self, array: jax.Array, first: int, plan: Plan, *, of_windows: bool
     ) -> tuple[jax.Array, Windows]:
         """What a device that has a part of every image computes of, and its windows.
 
         `array` is its part of the image, or of what there is for every window, and `first` the
         first of the array's dimensions that windows slide over. Entries that results of this part
         depend on are copied from the devices that have them; beyond the ends they are zeros, as in
-        the padding. `axes` are the mesh axes of factors.
+        the padding.
         """
         ins, outs, low = list(self.ins), list(self.outs), list(self.low)
         for i, (reach, stride) in enumerate(zip(self.reach, self.strides, strict=True)):
-            spread = axes.get(f"along{i}", ())
-            parts = math.prod(lax.axis_size(a) for a in spread)
+            axes = plan.axes.get(f"along{i}", ())
+            parts = plan.size(axes)
             if parts == 1:
                 continue
             ins[i], outs[i] = ins[i] // parts, outs[i] // parts
@@ -133,7 +132,7 @@ class Windows:
                 before, after = max(0, low[i]), max(0, reach - low[i] - stride + 1)
                 ins[i] += before + after
                 low[i] -= before
-            array = halo.extended(array, first + i, before, after, spread)
+            array = halo.extended(array, first + i, before, after, axes, plan.mesh)
         part = dataclasses.replace(self, ins=tuple(ins), outs=tuple(outs), low=tuple(low))
         return array, part
 
@@ -152,10 +151,10 @@ def _options(windows: Windows, *names: str) -> dict[str, Any]:
     return {name: getattr(windows, name) for name in names}
 
 
-def _with_neighbours(array, *, axes, windows, of_windows, **params):
+def _with_neighbours(array, *, plan, windows, of_windows, **params):
     rank = len(windows.ins)
     after = windows.channels_last * (1 + of_windows * rank)
-    array, part = windows.of_part(array, array.ndim - after - rank, axes, of_windows=of_windows)
+    array, part = windows.of_part(array, array.ndim - after - rank, plan, of_windows=of_windows)
     return (array,), {"windows": part, **params}
 
 
