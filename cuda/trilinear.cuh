@@ -276,6 +276,10 @@ class FeatureImage {
     if (threadIdx.x == 0) {
       ptx::mbarrier_init(&arrived_, 1);
       ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    // One thread does both, but racecheck takes what the compiler makes of it for several.
+    __syncwarp();
+    if (threadIdx.x == 0) {
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &arrived_,
                                      of.cells * cell_bytes);
       if (whole) {
