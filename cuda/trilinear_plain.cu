@@ -401,6 +401,7 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
       if (call.width == 4) return LaunchSharedValues<T, 4>(stream, call);
       if (call.width == 8) return LaunchSharedValues<T, 8>(stream, call);
       if (call.width == 16) return LaunchSharedValues<T, 16>(stream, call);
+      if (call.width == 32) return LaunchSharedValues<T, 32>(stream, call);
     }
     // Words of 4 bytes, or more.
     constexpr int kPair = sizeof(T) == 2 ? 2 : 1;

@@ -507,9 +507,10 @@ def _check_program(spec, case: _Spread, function, with_gradient, expected, what)
     inputs = (case.cotangents, *case.placed) if with_gradient else case.placed
     program = compile_without_loops(function, *inputs)
     found = collectives(program)
-    assert found == expected, (
-        f"{what}: the compiled program has the collectives {found}, expected {expected}"
-    )
+    # XLA merges some of them, on GPUs others than on CPUs.
+    counts = f"{what}: the compiled program has the collectives {found}, expected {expected}"
+    assert found.keys() == expected.keys(), counts
+    assert all(found[kind] <= most for kind, most in expected.items()), f"{counts} at most"
     results = leaves(program(*inputs))
     assert_right, want = (assert_vjp, case.vjp) if with_gradient else (assert_value, case.value)
     assert_right(spec, host(results), want, case.arguments, what, _widest(spec))

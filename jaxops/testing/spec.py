@@ -27,7 +27,8 @@ class Placement:
       axes: the names of the mesh axes, one or two. All devices are on the mesh.
       arguments: a spec an argument.
       results: a spec a result.
-      forward: the collectives of the compiled function, by HLO name.
+      forward: how many collectives the compiled function has at most, by HLO name, and of each at
+        least one.
       backward: those of the compiled value and gradient together.
       manual: whether the function of the shards makes the shards of the result, as `shard_map`
         needs.
