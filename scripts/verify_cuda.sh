@@ -71,10 +71,16 @@ if selected sanitize; then
     # Every buffer its own allocation, so that the sanitizer sees where it ends; and launches one by
     # one rather than as a graph, so that a report names its kernel. Only this process: the tool takes
     # down some that XLA starts to compile. Without the trials by which XLA chooses its own kernels:
-    # their comparisons read what nobody has written.
+    # their comparisons read what nobody has written. initcheck does not see all that bulk copies
+    # write, and would miss it in results that the host copies; what kernels read it checks.
+    options=()
+    if [[ $tool == initcheck ]]; then
+      options=(--check-api-memory-access no)
+    fi
     stage "$tool" env XLA_PYTHON_CLIENT_ALLOCATOR=platform \
       XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0" \
-      compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes application-only \
+      compute-sanitizer --tool "$tool" "${options[@]}" --error-exitcode 1 \
+      --target-processes application-only \
       "$python" scripts/exercise_kernels.py
   done
 fi
