@@ -505,28 +505,42 @@ def test_supported_takes_structures_and_says_no_to_nonsense_as_lax_does():
 # --- Flax ----------------------------------------------------------------------------------------
 
 
-def residual_network(nn, convolution):
-    """A stem and a block of a ResNet: strides, groups, a 1x1 shortcut, normalisation."""
+def resnet18(nn, convolution):
+    """ResNet-18 of few channels: a stem and eight blocks of two convolutions, some with strides."""
     conv = functools.partial(nn.Conv, use_bias=False, conv_general_dilated=convolution)
+
+    class Block(nn.Module):
+        features: int
+        strides: int
+
+        @nn.compact
+        def __call__(self, x):
+            strides = (self.strides, self.strides)
+            y = nn.relu(nn.GroupNorm(2)(conv(self.features, (3, 3), strides)(x)))
+            y = nn.GroupNorm(2)(conv(self.features, (3, 3))(y))
+            if x.shape != y.shape:
+                x = conv(self.features, (1, 1), strides)(x)
+            return nn.relu(x + y)
 
     class Network(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.relu(conv(4, (5, 5), (2, 2))(x))
-            y = nn.relu(nn.GroupNorm(2)(conv(8, (3, 3), (2, 2))(x)))
-            y = conv(8, (3, 3), feature_group_count=2)(y)
-            x = nn.relu(conv(8, (1, 1), (2, 2))(x) + y)
+            x = nn.relu(nn.GroupNorm(2)(conv(4, (7, 7), (2, 2))(x)))
+            x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+            for features, first in ((4, 1), (8, 2), (12, 2), (16, 2)):
+                x = Block(features, first)(x)
+                x = Block(features, 1)(x)
             return nn.Dense(10)(x.mean((1, 2)))
 
     return Network()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_residual_network_of_linen(dtype, platform):
-    """Outputs and gradients are those with jax.lax in float64, to the rounding of the dtype."""
+def test_a_resnet18_of_linen(dtype, platform):
+    """Outputs and gradients are as near to those in float64 as they are with jax.lax."""
     nn = pytest.importorskip("flax.linen")
-    x = normal(0, (2, 16, 16, 3), dtype=dtype)[0]
-    shapes = jax.eval_shape(residual_network(nn, None).init, jax.random.key(0), x)
+    x = normal(0, (2, 64, 64, 3), dtype=dtype)[0]
+    shapes = jax.eval_shape(resnet18(nn, None).init, jax.random.key(0), x)
     rng = np.random.default_rng(1)
 
     # By NumPy, as XLA takes seconds to compile random numbers.
@@ -537,7 +551,7 @@ def test_a_residual_network_of_linen(dtype, platform):
     params = jax.tree.map(parameter, shapes)
 
     def outputs(convolution):
-        network = residual_network(nn, convolution)
+        network = resnet18(nn, convolution)
 
         def loss(params, x):
             y = network.apply(params, x)
@@ -548,10 +562,12 @@ def test_a_residual_network_of_linen(dtype, platform):
     # Otherwise the layers of Flax may multiply in TF32.
     with jax.default_matmul_precision("highest"):
         got = run(outputs(jaxops.conv_general_dilated), platform, params, x)
+        by_lax = run(outputs(lax.conv_general_dilated), platform, params, x)
         want = on_reference(outputs(None), params, x)
-    for g, w in zip(got, want, strict=True):
-        error = np.linalg.norm(g.astype(np.float64) - w)
-        assert error <= 16 * float(jnp.finfo(dtype).eps) * np.linalg.norm(w)
+    for g, other, w in zip(got, by_lax, want, strict=True):
+        error, usual = (np.linalg.norm(a.astype(np.float64) - w) for a in (g, other))
+        # Roundings of 18 layers grow in the same way, but are not the same.
+        assert error <= 3 * usual + 16 * float(jnp.finfo(dtype).eps) * np.linalg.norm(w)
 
 
 def test_a_layer_of_nnx(platform):
