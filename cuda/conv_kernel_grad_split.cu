@@ -392,6 +392,8 @@ bool LayPieces(SplitParams& p, const Call& call, const Tap* tap, const int* phas
   p.rows = FastDivider(h.out);
   p.columns = static_cast<int>(w.out);
   p.strips = FastDivider(w.out / width);
+  // Columns of a strip are counted in 32 bits.
+  if (h.out * columns > INT32_MAX / 2) return false;
   p.strip_width = FastDivider(width);
   p.columns_of_row = FastDivider(columns);
   p.run_columns = static_cast<int>(columns);
@@ -452,8 +454,9 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
     if (q.phases > 1 && q.sets > 1) break;
     PlacePhases(q, tap, taps, phase_of);
     const int64_t units = Units(q);
-    for (int64_t width = w.out; width >= std::min<int64_t>(w.out, 16); --width) {
-      if (w.out % width != 0 || (w.taps > 1 && width < w.dilation)) continue;
+    for (int64_t strips = 1; w.out / strips >= std::min<int64_t>(w.out, 16); ++strips) {
+      const int64_t width = w.out / strips;
+      if (w.out % strips != 0 || (w.taps > 1 && width < w.dilation)) continue;
       for (int steps = 1; LayPieces(q, call, tap, phase_of, static_cast<int>(width), steps);
            ++steps) {
         // Measured: most of what six products of a unit take, more where a warpgroup has to wait

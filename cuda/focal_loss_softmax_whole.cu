@@ -138,6 +138,8 @@ struct WholeRow {
       if (known) logit = Widen(own[label]);
       __syncwarp();
       if (HasLabel(label, known)) own[label] = Narrow<T>(-INFINITY);
+      // The packs below are of another type, which must not be read before.
+      asm volatile("" ::: "memory");
 #pragma unroll
       for (int j = 0; j < kPacks; ++j) {
         packs[j].Fill(-INFINITY);
@@ -254,6 +256,8 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
         if (exists && Row::At(j) < classes) values.Store(to + Row::At(j));
       }
     }
+    // The packs above are of another type, which must not be written after.
+    asm volatile("" ::: "memory");
     if (Row::HasLabel(label, known)) to[label] = Narrow<T>(-slope);
     if constexpr (Row::kExchanges) {
       const int run = Row::Run(row, p.rows, classes);
