@@ -175,24 +175,33 @@ int64_t SplitWorkspace(const Call& call) {
   return kFlagBytes + 2 * Entries(call) * static_cast<int64_t>(sizeof(float));
 }
 
-cudaError_t LaunchForwardSplit(cudaStream_t stream, const Call& call, void* data) {
-  if (!data || !IsSplit(call)) return LaunchForwardFma(stream, call);
+namespace {
+
+// Splits the kernel, launches the sums, and then what makes the result anew if they are not finite.
+// Calls of which a sum is none for these kernels are left to that alone.
+template <typename Sums>
+cudaError_t LaunchSplit(cudaStream_t stream, const Call& call, void* data, bool transposed,
+                        Sums&& launch_sums,
+                        cudaError_t (*launch_fma)(cudaStream_t, const Call&, const int* needed)) {
+  if (!data || !IsSplit(call)) return launch_fma(stream, call, nullptr);
   const Workspace workspace(call, data);
-  cudaError_t error = Split(stream, call, workspace, true);
+  cudaError_t error = Split(stream, call, workspace, transposed);
   if (error != cudaSuccess) return error;
-  error = LaunchForwardSum(call, [&](const Sum& sum) { return Launch(stream, sum, workspace); });
-  if (error == cudaErrorNotSupported) return LaunchForwardFma(stream, call);
-  return error == cudaSuccess ? LaunchForwardFma(stream, call, workspace.flag) : error;
+  error = launch_sums([&](const Sum& sum) { return Launch(stream, sum, workspace); });
+  if (error == cudaErrorNotSupported) return launch_fma(stream, call, nullptr);
+  return error == cudaSuccess ? launch_fma(stream, call, workspace.flag) : error;
+}
+
+}  // namespace
+
+cudaError_t LaunchForwardSplit(cudaStream_t stream, const Call& call, void* data) {
+  const auto sums = [&](auto&& launch) { return LaunchForwardSum(call, launch); };
+  return LaunchSplit(stream, call, data, true, sums, LaunchForwardFma);
 }
 
 cudaError_t LaunchInputGradSplit(cudaStream_t stream, const Call& call, void* data) {
-  if (!data || !IsSplit(call)) return LaunchInputGradFma(stream, call);
-  const Workspace workspace(call, data);
-  cudaError_t error = Split(stream, call, workspace, false);
-  if (error != cudaSuccess) return error;
-  error = LaunchInputGradSums(call, [&](const Sum& sum) { return Launch(stream, sum, workspace); });
-  if (error == cudaErrorNotSupported) return LaunchInputGradFma(stream, call);
-  return error == cudaSuccess ? LaunchInputGradFma(stream, call, workspace.flag) : error;
+  const auto sums = [&](auto&& launch) { return LaunchInputGradSums(call, launch); };
+  return LaunchSplit(stream, call, data, false, sums, LaunchInputGradFma);
 }
 
 }  // namespace jaxops::conv::cuda

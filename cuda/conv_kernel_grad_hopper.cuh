@@ -252,6 +252,26 @@ inline Span SpanOf(const Params& p, const Tap* tap, const int* phase_of, int pha
   return span;
 }
 
+// From a row of a run to the next one, in entries of strips of this width. An entry beside a row
+// and one before the next can be the same, if both are padding in any case.
+inline int64_t RunColumns(const Params& p, const Call& call, const Tap* tap, const int* phase_of,
+                          int width) {
+  const im2col::Window& w = call.dims[1];
+  const bool whole = width == w.out;
+  int64_t columns = width;
+  for (int i = 0; i < p.phases; ++i) {
+    const int64_t in = CeilDiv(w.in - p.phase[i].in_column, p.stride_column);
+    for (int k = 0; k < p.sets; ++k) {
+      const int64_t span = SpanOf(p, tap, phase_of, i, k).columns;
+      const int64_t before = std::max(0, -p.set[k].column - p.phase[i].column);
+      const int64_t apart = width + span - 1;
+      columns =
+          std::max(columns, whole ? std::max(apart - before, std::min(apart, in + before)) : apart);
+    }
+  }
+  return columns;
+}
+
 // Finds the phases, and the taps and the phase of each in entries of it; false where runs do not
 // do.
 inline bool FillPhases(Params& p, const Call& call, const Tap* all_taps, int taps, Tap* tap,

@@ -345,20 +345,7 @@ bool LayPieces(SplitParams& p, const Call& call, const Tap* tap, const int* phas
                int steps) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  // A row of a run is followed by the next one. An entry beside it and one before the next can be
-  // the same, if both are padding in any case.
-  const bool whole = width == w.out;
-  int64_t columns = width;
-  for (int i = 0; i < p.phases; ++i) {
-    const int64_t in = CeilDiv(w.in - p.phase[i].in_column, p.stride_column);
-    for (int k = 0; k < p.sets; ++k) {
-      const int64_t span = SpanOf(p, tap, phase_of, i, k).columns;
-      const int64_t before = std::max(0, -p.set[k].column - p.phase[i].column);
-      const int64_t apart = width + span - 1;
-      columns =
-          std::max(columns, whole ? std::max(apart - before, std::min(apart, in + before)) : apart);
-    }
-  }
+  const int64_t columns = RunColumns(p, call, tap, phase_of, width);
   int64_t image_stage = 0, entries = 0;
   for (int i = 0; i < p.phases; ++i) {
     int64_t after = 0;
