@@ -27,9 +27,9 @@ class Placement:
       axes: the names of the mesh axes, one or two. All devices are on the mesh.
       arguments: a spec an argument.
       results: a spec a result.
-      forward: how many collectives the compiled function has at most, by HLO name, and of each at
-        least one.
-      backward: those of the compiled value and gradient together.
+      forward: the collectives of the compiled function, by HLO name: so many on CPUs, on GPUs some
+        of each and no more.
+      backward: those of the compiled value and gradient together, on GPUs at most twice as many.
       manual: whether the function of the shards makes the shards of the result, as `shard_map`
         needs.
     """

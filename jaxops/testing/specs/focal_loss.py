@@ -298,9 +298,5 @@ SPECS = (
         differentiable=(0, 2),
         reduced=True,
         extra=lambda row, column: (P(row), P()),
-        # The losses of rows and the gradient each reduce rows, unless XLA sees that it is the same.
-        backward=lambda row, column: {
-            "all-reduce": (row is not None) + (4 if column is not None else 0)
-        },
     ),
 )
