@@ -318,8 +318,10 @@ class Slept:
 
 def test_a_profile_without_a_gpu_says_so():
     # The annotations are there; what a device did is not.
-    batch = clock.Batch(Slept(), [lambda: None])
-    readings = clock.device_seconds([batch, batch])
+    contender = Slept()
+    batches = [clock.Batch(contender, [lambda i=i: i]) for i in range(2)]
+    readings = clock.device_seconds(batches)
+    assert contender.ran == [0, 0, 1, 1]  # each once before it is timed
     assert len(readings) == 2
     for reading in readings:
         assert isinstance(reading, clock.ProfileError)
