@@ -64,8 +64,9 @@ def device_seconds(batches: Sequence[Batch]) -> list[float | ProfileError]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for i, batch in enumerate(batches):
-                # Not timed: arguments that fit the caches would be found there or not, as the
-                # batch before left them.
+                # Not timed, and a pause away from what is: arguments that fit the caches would be
+                # found there or not, as the batch before left them.
+                time.sleep(_PAUSE)
                 _run_queued(batch)
                 time.sleep(_PAUSE)
                 with jax.profiler.TraceAnnotation(f"{_WINDOW}{i}"):
