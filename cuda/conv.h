@@ -77,6 +77,8 @@ int64_t KernelGradFmaCycles(const Call& call, int processors);
 
 // This one, for Hopper, multiplies f32 on tensor cores, as the sum of several products. What is not
 // its own, or not faster there, goes to LaunchKernelGradFma.
+bool IsFasterKernelGradSplit(const Call& call, int processors = kProcessors);
+
 int64_t KernelGradSplitWorkspace(const Call& call, int processors = kProcessors);
 
 cudaError_t LaunchKernelGradSplit(cudaStream_t stream, const Call& call, void* workspace,

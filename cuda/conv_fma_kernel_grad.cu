@@ -245,17 +245,20 @@ struct Plan {
 // Replaces `plan` by the one with these tiles that is done first, if that is earlier. Pixels are
 // split so that every processor has some blocks, and as few parts are added as that takes.
 template <typename Tile>
-void Consider(Plan& plan, const Params& p, int64_t groups, int64_t all_outputs, int processors) {
+void Consider(Plan& plan, const Params& p, int64_t groups, int64_t all_outputs, bool in_units,
+              int processors) {
   constexpr int64_t kMostBlocks = 4;      // of a processor
   constexpr int64_t kBlockCycles = 2000;  // before the first product and after the last
   constexpr int64_t kAddCycles = 4000, kAddedPerCycle = 600;  // bytes
+  constexpr int64_t kEntryPercent = 130;                      // where entries are copied one by one
   const int64_t tiles = CeilDiv(p.rows, Tile::kRows) * CeilDiv(p.outputs, Tile::kColumns) * groups;
   for (int64_t blocks = 1; blocks <= kMostBlocks; ++blocks) {
     const int64_t splits = std::clamp<int64_t>(blocks * processors / tiles, 1, p.chunks);
     const int64_t added = splits * p.rows * all_outputs * sizeof(typename Tile::T);
     const int64_t load = CeilDiv(tiles * splits, processors);
+    const int64_t percent = Tile::kPercent + 400 / Warps<Tile>(load);
     const int64_t cycles = ProductCycles<Tile>(load, CeilDiv(p.chunks, splits),
-                                               Tile::kPercent + 400 / Warps<Tile>(load)) +
+                                               in_units ? percent : percent * kEntryPercent / 100) +
                            CeilDiv(load, Tile::kBlocks) * kBlockCycles +
                            (splits > 1 ? kAddCycles + added / kAddedPerCycle : 0);
     if (!plan.launch || cycles < plan.cycles) {
@@ -265,9 +268,10 @@ void Consider(Plan& plan, const Params& p, int64_t groups, int64_t all_outputs, 
 }
 
 template <typename... Tiles>
-Plan FirstDone(const Params& p, int64_t groups, int64_t all_outputs, int processors) {
+Plan FirstDone(const Params& p, int64_t groups, int64_t all_outputs, bool in_units,
+               int processors) {
   Plan plan{};
-  (Consider<Tiles>(plan, p, groups, all_outputs, processors), ...);
+  (Consider<Tiles>(plan, p, groups, all_outputs, in_units, processors), ...);
   return plan;
 }
 
@@ -309,9 +313,11 @@ Plan Decide(Params& p, const Call& call, int processors) {
   Tap tap[kMaxTaps];
   FillTaps(tap, call);
   for (int t = 0; t < taps; ++t) p.tap[t] = p.images.Of(tap[t]);
+  const bool in_units = channels % kUnit<T> == 0 && outputs % kUnit<T> == 0;
   const Plan plan = FirstDone<Tile<T, 2, 4, 8, 8, 2, 2, 115>, Tile<T, 2, 2, 8, 8, 2, 4, 120>,
-                              Tile<T, 2, 2, 8, 4, 2, 5, 135>, Tile<T, 4, 1, 8, 4, 1, 6, 160>>(
-      p, call.groups, call.outputs, processors);
+                              Tile<T, 2, 2, 8, 4, 2, 5, 135>,
+                              Tile<T, 4, 1, 8, 4, 1, 6, std::is_same_v<T, float> ? 295 : 160>>(
+      p, call.groups, call.outputs, in_units, processors);
   p.splits = plan.splits;
   return plan;
 }

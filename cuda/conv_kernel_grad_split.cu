@@ -498,6 +498,11 @@ cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& ca
 }  // namespace
 }  // namespace kernel_grad
 
+bool IsFasterKernelGradSplit(const Call& call, int processors) {
+  kernel_grad::SplitParams p{};
+  return kernel_grad::Plan(p, call, processors) != INT64_MAX;
+}
+
 int64_t KernelGradSplitWorkspace(const Call& call, int processors) {
   kernel_grad::SplitParams p{};
   if (kernel_grad::Plan(p, call, processors) == INT64_MAX) {

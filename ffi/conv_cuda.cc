@@ -305,6 +305,12 @@ int64_t ConvSplitWorkspace(const std::vector<int64_t>& in, const std::vector<int
   return cu::IsFasterSplit(call, is_input_grad) ? cu::SplitWorkspace(call) : 0;
 }
 
+bool ConvIsKernelGradSplit(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
+                           const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
+                           const std::vector<int64_t>& dilation, const std::vector<int64_t>& low) {
+  return cu::IsFasterKernelGradSplit(DecodeSizes(in, taps, out, strides, dilation, low));
+}
+
 int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                                 const std::vector<int64_t>& out,
                                 const std::vector<int64_t>& strides,

@@ -17,6 +17,12 @@ int64_t ConvSplitWorkspace(const std::vector<int64_t>& in, const std::vector<int
                            const std::vector<int64_t>& dilation, const std::vector<int64_t>& low,
                            bool is_input_grad);
 
+// Whether the handler of the kernel gradient of f32, which must not be rounded to TF32, multiplies
+// it on tensor cores on Hopper GPUs, of sizes as below.
+bool ConvIsKernelGradSplit(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
+                           const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
+                           const std::vector<int64_t>& dilation, const std::vector<int64_t>& low);
+
 // The bytes that the handler of the kernel gradient needs as its second result, of images `in`
 // (rows..., in..., channels), a kernel `taps` (taps..., channels of a group, outputs) and
 // cotangents `out`, with entries of `item_bytes`, f32 multiplied as TF32 or not. They are enough on

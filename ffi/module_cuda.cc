@@ -51,6 +51,7 @@ NB_MODULE(_cuda, module) {
   module.attr("ARCHITECTURES") = JAXOPS_CUDA_ARCHITECTURES;
   module.def("registrations", &Registrations);
   module.def("conv_split_workspace", &ConvSplitWorkspace);
+  module.def("conv_is_kernel_grad_split", &ConvIsKernelGradSplit);
   module.def("conv_kernel_grad_workspace", &ConvKernelGradWorkspace);
 }
 

@@ -138,6 +138,7 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_convolve", fake_convolve)
         patch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
+        patch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
         patch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
         y = tiles.forward(x, kernel, form, x.dtype)
         finished = tiles.forward(x, kernel, form, x.dtype, bias, activation)
@@ -272,6 +273,7 @@ def faked(monkeypatch):
     monkeypatch.setattr(tiles, "_has_kernels", lambda: True)
     monkeypatch.setattr(tiles, "_are_hopper", lambda: True)
     monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
+    monkeypatch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
     monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
     find = tiles.find_form
     monkeypatch.setattr(tiles, "find_form", lambda o, platform, *a: find(o, "cuda", *a))
@@ -451,7 +453,14 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
     [(37, 41, (40, 44)), (24, 26, (24, 28)), (37, 23, (37, 23)), (12, 16, (12, 16))],
 )
 def test_true_float32_is_filled_up_for_tensor_cores(channels, outputs, sizes, faked, monkeypatch):
+    asked = []
+
+    def is_split(*sizes):
+        asked.append(sizes[:3])
+        return True
+
     monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 256)
+    monkeypatch.setattr(native, "conv_is_kernel_grad_split", is_split)
     shapes = (2, 6, 7, channels), (3, 2, channels, outputs), (2, 6, 4, outputs)
     x, kernel, g = normal(0, *shapes, dtype="float32")
     bias = np.arange(outputs, dtype=np.float32)
@@ -471,7 +480,10 @@ def test_true_float32_is_filled_up_for_tensor_cores(channels, outputs, sizes, fa
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     found = {target: (form.channels, form.outputs) for target, form in faked}
-    assert [found[t] for t in tiles.TARGETS] == [sizes, sizes, (channels, outputs)]
+    assert [found[t] for t in tiles.TARGETS] == [sizes] * 3
+    channels, outputs = sizes
+    placed = (2, 6, 7, channels), (3, 2, channels, outputs), (2, 6, 4, outputs)
+    assert asked == ([placed] if channels % 4 == 0 else [])
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,11 @@ def conv_split_workspace(*sizes: Sequence[int] | bool) -> int:
     return _modules["cuda"].conv_split_workspace(*sizes)
 
 
+def conv_is_kernel_grad_split(*sizes: Sequence[int]) -> bool:
+    """Whether float32 of a CUDA call is split for tensor cores; see `ffi/conv_cuda.h`."""
+    return _modules["cuda"].conv_is_kernel_grad_split(*sizes)
+
+
 def conv_kernel_grad_workspace(*sizes: Sequence[int] | int | bool) -> int:
     """The bytes of work space of a CUDA call; see `ffi/conv_cuda.h`."""
     return _modules["cuda"].conv_kernel_grad_workspace(*sizes)

@@ -306,6 +306,9 @@ def input_grad(g: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.A
 
 def kernel_grad(x: jax.Array, g: jax.Array, form: Form, dtype: Any) -> jax.Array:
     """The sum over all images: (*taps, fan_in, fan_out)."""
+    wide = _in_units(form) if x.dtype == np.float32 else None
+    if wide and native.conv_is_kernel_grad_split(*_sizes(x, wide), *_placement(form.windows)):
+        form = wide
     x, g = form.of_x(x), form.of_g(g)
     shape = (*form.windows.taps, form.channels // form.groups, form.outputs)
     needed = native.conv_kernel_grad_workspace(
@@ -324,26 +327,35 @@ def _split(
     It has channels and outputs in units. Otherwise it is the form that is given, and nothing.
     `images` are those of either side: what counts of them is how many there are.
     """
-    if form.kernels != "fma" or form.groups > 1 or kernel.dtype != np.float32 or not _are_hopper():
+    wide = _in_units(form)
+    if wide is None or kernel.dtype != np.float32:
         return form, []
+    needed = native.conv_split_workspace(
+        *_sizes(images, wide), *_placement(form.windows), target == _INPUT_GRAD
+    )
+    return (wide, [jax.ShapeDtypeStruct((needed,), np.uint8)]) if needed else (form, [])
+
+
+def _in_units(form: Form) -> Form | None:
+    """The form of float32 with channels and outputs as it can be split for tensor cores, if any."""
+    if form.kernels != "fma" or form.groups > 1 or not _are_hopper():
+        return None
     unit = _UNIT // 4
     channels, outputs = (_up_to_units(n, unit) for n in (form.channels, form.outputs))
-    is_whole = (channels, outputs) == (form.channels, form.outputs)
-    if not is_whole and min(form.channels, form.outputs) < _LEAST_WIDENED:
-        return form, []
+    wide = dataclasses.replace(form, channels=channels, outputs=outputs)
+    is_worthwhile = wide == form or min(form.channels, form.outputs) >= _LEAST_WIDENED
+    return wide if is_worthwhile else None
+
+
+def _sizes(images: jax.Array, form: Form) -> tuple[tuple[int, ...], ...]:
+    """Those of x, the kernel and the result, as many images as there are of either side."""
     windows = form.windows
     lead = images.shape[: images.ndim - 1 - len(windows.taps)]
-    needed = native.conv_split_workspace(
-        (*lead, *windows.ins, channels),
-        (*windows.taps, channels, outputs),
-        (*lead, *windows.outs, outputs),
-        *_placement(windows),
-        target == _INPUT_GRAD,
+    return (
+        (*lead, *windows.ins, form.channels),
+        (*windows.taps, form.channels, form.outputs),
+        (*lead, *windows.outs, form.outputs),
     )
-    if needed == 0:
-        return form, []
-    wide = dataclasses.replace(form, channels=channels, outputs=outputs)
-    return wide, [jax.ShapeDtypeStruct((needed,), np.uint8)]
 
 
 def _operand(kernel: jax.Array, form: Form) -> jax.Array:
