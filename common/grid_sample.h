@@ -116,7 +116,7 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
   A x = MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
   if (geometry.align_corners && size == 1) x = 0;
   if (geometry.padding == Padding::kZeros) {
-    if (!(x > -1 && x < n)) return {-2, false, false, {0, 0, 0}};
+    if (!(x > -1 && (x < n || x == last))) return {-2, false, false, {0, 0, 0}};
   } else {
     if (geometry.padding == Padding::kReflection && !(x >= 0 && x <= last)) {
       const A low = geometry.align_corners ? A(0) : A(-0.5);
@@ -136,7 +136,9 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
     }
   }
   if (geometry.method == Method::kNearest) {
-    const auto nearest = static_cast<int32_t>(Round(x));
+    auto nearest = static_cast<int32_t>(Round(x));
+    // The last of more entries than A counts one by one is rounded to the one after it.
+    if (x == last) nearest = size - 1;
     return {nearest, nearest >= 0 && nearest < size, false, {1, 0, 0}};
   }
   auto entry = static_cast<int32_t>(Floor(x));
@@ -155,7 +157,7 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> LocateInZeros(A p, int32_t size, const Geomet
   const A slope = geometry.align_corners ? last / 2 : n / 2;
   A x = MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
   x = geometry.align_corners && size == 1 ? A(0) : x;
-  const bool near = x > -1 && x < n;
+  const bool near = x > -1 && (x < n || x == last);
   x = near ? x : A(0);
   const int32_t below = static_cast<int32_t>(Floor(x));
   const int32_t entry = near ? below - (x == last && size > 1 ? 1 : 0) : -2;

@@ -27,6 +27,7 @@ from jaxops._core.primitive import Operator
 # What one launch takes, see cuda/concatenate.h; more go through several.
 _MAX_PIECES = 480
 _MAX_PARTS = 480
+_MAX_SIZE = np.iinfo(np.int64).max
 
 
 def concatenate(
@@ -59,9 +60,11 @@ def concatenate(
       ValueError: no arrays, or shapes, sizes or the axis do not fit each other.
     """
     me = "concatenate"
-    if isinstance(arrays, (jax.Array, np.ndarray)):
-        arrays = list(arrays)
-    if not isinstance(arrays, Sequence) or not len(arrays):
+    if checks.is_array(arrays):
+        arrays = list(_array(me, "arrays", arrays))
+    if not isinstance(arrays, Sequence):
+        raise TypeError(f"{me}: arrays must be a sequence of arrays, got {type(arrays).__name__}")
+    if not len(arrays):
         raise ValueError(f"{me}: arrays must be one or more arrays, got {arrays!r}")
     arrays = [_array(me, f"arrays[{i}]", a) for i, a in enumerate(arrays)]
     if axis is None:
@@ -72,17 +75,17 @@ def concatenate(
     for i, array in enumerate(arrays):
         if array.ndim != rank or _without(array.shape, axis) != around:
             raise ValueError(
-                f"{me}: arrays[{i}] must have the shape of arrays[0] but along axis {axis}, "
+                f"{me}: arrays[{i}] must have the shape of arrays[0] except along axis {axis}, "
                 f"{arrays[0].shape}, got {array.shape}"
             )
     extents = [a.shape[axis] for a in arrays]
     sizes = extents if sizes is None else _sizes(me, "sizes", sizes, of="arrays", most=extents)
     total = sum(sizes)
     if padded_size is not None:
-        padded_size = checks.integer(me, "padded_size", padded_size, total)
+        padded_size = checks.integer(me, "padded_size", padded_size, total, _MAX_SIZE)
     dtype = arrays[0].dtype
     if any(a.dtype != dtype for a in arrays):
-        dtype = jnp.result_type(*arrays)
+        dtype = _promoted(me, arrays)
     arrays = [a if a.dtype == dtype else a.astype(dtype) for a in arrays]
     pieces = list(zip(arrays, sizes, strict=True))
     if padded_size is not None and padded_size > total:
@@ -140,11 +143,22 @@ def split(
 
 
 def _array(function: str, argument: str, value: Any) -> jax.Array:
-    if not isinstance(value, (jax.Array, np.ndarray)):
+    if not checks.is_array(value):
         raise TypeError(f"{function}: {argument} must be an array, got {type(value).__name__}")
-    if value.ndim == 0:
+    array = checks.as_array(function, argument, value)
+    if array.ndim == 0:
         raise ValueError(f"{function}: {argument} must have one dimension or more, got a scalar")
-    return jnp.asarray(value)
+    return array
+
+
+def _promoted(function: str, arrays: Sequence[jax.Array]) -> Any:
+    try:
+        return jnp.result_type(*arrays)
+    except (TypeError, ValueError) as error:
+        dtypes = ", ".join(dict.fromkeys(str(a.dtype) for a in arrays))
+        raise TypeError(
+            f"{function}: arrays must have dtypes that promote to one as in jax.numpy, got {dtypes}"
+        ) from error
 
 
 def _axis(function: str, axis: Any, rank: int) -> int:
@@ -165,7 +179,8 @@ def _sizes(
     most: Sequence[int] | None = None,
 ) -> list[int]:
     """Static sizes; with bounds, one for each entry of the argument `of`."""
-    if not isinstance(sizes, (Sequence, np.ndarray)) or isinstance(sizes, str):
+    is_sequence = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+    if not is_sequence and not (isinstance(sizes, (np.ndarray, jax.Array)) and sizes.ndim == 1):
         raise TypeError(f"{function}: {name} must be a sequence of integers, got {sizes!r}")
     least = [0] * len(sizes if most is None else most) if least is None else least
     most = [None] * len(least) if most is None else most

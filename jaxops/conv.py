@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxops._core import checks, compat, convolution
+from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.windows import Windows, place
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
@@ -121,7 +122,7 @@ def conv2d(
         bias = checks.float_array(me, "bias", bias, 1, "(O,)")
         checks.shape(me, "bias", bias, (outputs,), "(O,), one entry an output channel of kernel")
         arrays.append(bias)
-    wide = jnp.result_type(jnp.float32, result_dtype, *(a.dtype for a in arrays))
+    wide = accumulation_dtype(result_dtype, *arrays)
     if x.dtype != kernel.dtype or wide == jnp.float64:
         x, kernel = x.astype(wide), kernel.astype(wide)
     options = convolution.Options(

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks, compat, rules
+from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops._core.softmax_shards import sharded_rows
 from jaxops._core.summed_loss import moves, summed_loss, without_logits
@@ -308,14 +309,12 @@ class _Arguments:
 
     @property
     def result_dtype(self):
-        return (
-            jnp.promote_types(self.logits.dtype, jnp.float32) if self.reduced else self.logits.dtype
-        )
+        return accumulation_dtype(self.logits) if self.reduced else self.logits.dtype
 
     def dtype(self, *others) -> jnp.dtype:
         """What the arithmetic is done in."""
         arrays = [jnp.asarray(a) for a in others if a is not None]
-        return reference.accumulation_dtype(self.logits, *arrays)
+        return accumulation_dtype(self.logits, *arrays)
 
     def row_weight(self, dtype):
         """The factor of each row, None where there are no weights."""

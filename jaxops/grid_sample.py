@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks, multilinear
+from jaxops._core.dtypes import accumulation_dtype
 from jaxops.reference import grid_sample as reference
 
 _NAME = "grid_sample"
@@ -43,7 +44,7 @@ def grid_sample(
     over the 4 or 8 entries around x, with w the product of (1 − r) or r of each axis, r being the
     fraction of x; or the nearest entry, where halves round to even. Derivatives by the volume and,
     for "linear", by the points, of any order and mixed, run kernels of their own. At a kink they
-    are one of the two one-sided derivatives: that from above, but at the last entry from below.
+    are one of the two one-sided derivatives.
 
     Args:
       volume: (D, H, W, F), or (H, W, F) with points in the plane, of a float dtype; with any number
@@ -251,7 +252,7 @@ def _scratch(batch, points, g, options, summed):
     for each point, the first and the last point of every cell, the sums of chunks of points, and
     what the sort itself wants.
     """
-    wide = np.dtype(jnp.result_type(jnp.float32, g.dtype))
+    wide = accumulation_dtype(g)
     kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
     entry_bytes = g.shape[-1] * wide.itemsize
     if not options.deterministic:

@@ -64,7 +64,7 @@ def im2col(
     x = checks.array(me, "x", x, _shape(data_format))
     if not _has_whole_bytes(x.dtype):
         raise TypeError(f"{me}: x must have a dtype of whole bytes, got {x.dtype}")
-    x = jnp.asarray(x)
+    x = checks.as_array(me, "x", x)
     _check_rank(me, "x", x, rank + 2, data_format)
     taps = windows.per_dimension(me, "kernel_size", kernel_size, rank, 1)
     placed = windows.place(

@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks, compat, rules
+from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops.reference import lightweight_conv as reference
 
@@ -191,7 +192,7 @@ def _conv_jvp(primals, tangents, *, options, flip, activation, with_bias):
             # Named as well: it is what the gradient needs, so that a policy which saves the
             # operator's result spares the backward pass a second forward one.
             y = checkpoint_name(_conv(x, weight, bias, options=options, flip=flip), NAME)
-            wide = y.astype(reference.accumulation_dtype(y))
+            wide = y.astype(accumulation_dtype(y))
             return reference.ACTIVATIONS[activation](wide).astype(y.dtype)
 
         y, dy = rules.jvp(unfused, primals, tangents)
@@ -301,7 +302,7 @@ def _spread_over_time(bias, like, options):
 
 
 def _sum_over_time(g, dtype, options):
-    wide = g.astype(reference.accumulation_dtype(g))
+    wide = g.astype(accumulation_dtype(g))
     return jnp.sum(wide, axis=options.time_axis).astype(dtype)
 
 
@@ -411,7 +412,7 @@ def _backward_reference(x, weight, g, *, options, summed, bias_dtype):
     dx = jnp.broadcast_to(dx, (*_batch_shape(x, weight, g), *dx.shape[-2:]))
     results = [dx, dweight.sum(axes, keepdims=True).astype(weight.dtype)]
     if bias_dtype is not None:
-        wide = g.astype(reference.accumulation_dtype(g))
+        wide = g.astype(accumulation_dtype(g))
         dbias = jnp.sum(wide, axis=options.time_axis).sum(axes, keepdims=True)
         results.append(dbias.astype(bias_dtype))
     return results
@@ -488,5 +489,5 @@ def _partial_sums(x, batch, *, options, taps, summed):
         channel_blocks, tile = -(-channels * row_threads // 128), pack * row_threads
         wanted = 1024 if taps <= 8 else 512
     splits = max(1, min(-(-wanted // max(1, kept * channel_blocks)), steps // (4 * tile)))
-    dtype = reference.accumulation_dtype(x)
+    dtype = accumulation_dtype(x)
     return [jax.ShapeDtypeStruct((kept, splits, taps + 1, channels), dtype)]

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops.testing import registry
+from jaxops.testing import measure, registry
 from jaxops.testing.capabilities import CAPABILITIES, NotApplicable
 from jaxops.testing.platforms import Platform
 
@@ -28,6 +28,75 @@ def test_capability(spec, capability, platform):
         capability.check(spec, platform)
     except NotApplicable as reason:
         pytest.skip(str(reason))
+
+
+LINEAR = {
+    "concatenate": (lambda x: jaxops.concatenate([x, x[:1]], padded_size=5), (3, 2)),
+    "split": (lambda x: jaxops.split(x, (1, 2), padded_sizes=(2, 2)), (3, 2)),
+    "trilinear_interpolate": (
+        lambda x: jaxops.trilinear_interpolate(x, np.full((2, 3), 0.3, np.float32)),
+        (2, 8, 3),
+    ),
+    "grid_sample": (
+        lambda x: jaxops.grid_sample(x, np.array([[0.1, -0.4], [1, 1]], np.float32)),
+        (3, 4, 2),
+    ),
+    "conv2d": (lambda x: jaxops.conv2d(x, np.ones((3, 3, 2, 4), np.float32)), (1, 5, 6, 2)),
+    "im2col": (lambda x: jaxops.im2col(x, 3, padding=1), (1, 4, 5, 2)),
+    "col2im": (lambda x: jaxops.col2im(x, (1, 4, 5, 2)), (1, 2, 3, 3, 3, 2)),
+    "lightweight_conv": (
+        lambda x: jaxops.lightweight_conv(x, np.ones((2, 3), np.float32)),
+        (1, 5, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_transpose(name):
+    function, shape = LINEAR[name]
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    y, pull = jax.vjp(function, x)
+    transpose = jax.jit(lambda y: jax.linear_transpose(function, x)(y))
+    for got, want in zip(jax.tree.leaves(transpose(y)), jax.tree.leaves(pull(y)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_shard_map_over_some_axes_of_a_mesh(name):
+    """What the other axes shard is gathered."""
+    function, shape = LINEAR[name]
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("of_map", "other"), axis_types=auto, devices=CPU.devices[:4])
+    x = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    axis = next((i for i, n in enumerate(shape) if n % 2 == 0), None)
+    spec = P(None, *("other" if i == axis else None for i in range(len(shape))))
+    placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+    def of_shard(x):
+        return jax.tree.map(lambda y: y[None], function(x[0]))
+
+    mapped = jax.shard_map(
+        of_shard, mesh=mesh, in_specs=P("of_map"), out_specs=P("of_map"), axis_names={"of_map"}
+    )
+    with jax.default_device(CPU.devices[0]):
+        wants = jax.tree.leaves(jax.vmap(function)(x))
+    for got, want in zip(jax.tree.leaves(jax.jit(mapped)(placed)), wants, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_strict_promotion(spec, target):
+    """A user's setting of how dtypes promote is none of the operators' business."""
+    arguments = spec.case("bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0])
+    function = measure.vjp_of(spec.function, spec.differentiable)
+    cotangents = measure.cotangents_for(spec, arguments)
+    with jax.numpy_dtype_promotion("strict"):
+        jax.export.export(
+            jax.jit(function),
+            platforms=[target],
+            disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
+        )(cotangents, *arguments)
 
 
 def test_every_public_operator_is_declared():

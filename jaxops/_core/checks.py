@@ -16,11 +16,29 @@ FLOATS = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float
 def array(function: str, argument: str, value: Any, shape: str) -> jax.Array | np.ndarray:
     """`value` as an array, left to NumPy where it is not JAX's."""
     _check_kind(function, argument, value, shape)
-    return value if isinstance(value, jax.Array) else np.asarray(value)
+    if is_array(value) and not isinstance(value, np.ndarray):
+        return as_array(function, argument, value)
+    return np.asarray(value)
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is one, or like the parameters of Flax's modules stands for one."""
+    return isinstance(value, (jax.Array, np.ndarray)) or hasattr(value, "__jax_array__")
+
+
+def as_array(function: str, argument: str, value: Any) -> jax.Array:
+    """`value` as an array of JAX."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(
+            f"{function}: {argument} must be an array of numbers that JAX has, got {kind}"
+        ) from error
 
 
 def _check_kind(function, argument, value, shape):
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic, float, int, list, tuple)):
+    if not (is_array(value) or isinstance(value, (np.generic, float, int, list, tuple))):
         raise TypeError(
             f"{function}: {argument} must be an array of shape {shape}, got {type(value).__name__}"
         )
@@ -31,7 +49,7 @@ def float_array(
 ) -> jax.Array:
     """`value` as an array of `rank` dimensions, None for any, and one of the four float dtypes."""
     _check_kind(function, argument, value, shape)
-    array = jnp.asarray(value)
+    array = as_array(function, argument, value)
     if array.dtype not in FLOATS:
         raise TypeError(
             f"{function}: {argument} must have dtype float16, bfloat16, float32 or float64, "

@@ -7,6 +7,7 @@ Nothing else in jaxops imports from `jax._src`, `jax.interpreters`, `jax.extend`
 from __future__ import annotations
 
 import jax
+from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src.interpreters import mlir as _mlir
@@ -18,6 +19,10 @@ from jax.interpreters import partial_eval as pe
 ShapedArray = _core.ShapedArray
 Zero = ad.Zero
 is_undefined_primal = ad.is_undefined_primal
+
+# `checkpoint_name`, in which results are wrapped, is linear, but JAX (0.10 to 0.12) has no rule for
+# its transpose: without one `jax.linear_transpose` and linear solvers would stop at it.
+ad.primitive_transposes.setdefault(_ad_checkpoint.name_p, lambda ct, x, *, name: [ct])
 
 __all__ = [
     "Primitive",

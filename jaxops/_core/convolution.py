@@ -28,6 +28,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._core import compat, rules, tiles
+from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops._core.windows import Windows, col2im_operator, im2col_operator
 from jaxops.reference.lightweight_conv import ACTIVATIONS
@@ -317,12 +318,12 @@ def _letters(options: Options) -> tuple[str, str]:
 
 
 def _wide(array: jax.Array) -> jax.Array:
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    return array.astype(accumulation_dtype(array))
 
 
 def _wide_dtype(x: jax.Array, kernel: jax.Array, dtype: Any) -> np.dtype:
     """That of sums, and of a result that is not rounded yet."""
-    return jnp.result_type(jnp.float32, x.dtype, kernel.dtype, dtype)
+    return accumulation_dtype(x, kernel, dtype)
 
 
 def _over_pixels(bias: jax.Array, options: Options) -> jax.Array:
@@ -376,7 +377,7 @@ def _product_dtype(platform: str | None, dtype: Any, *arrays: jax.Array) -> Any:
     """
     if platform == "cuda" and all(a.dtype == dtype for a in arrays):
         return dtype
-    return jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
+    return accumulation_dtype(*arrays)
 
 
 def _product(names, a, b, options, summed=None, dtype=None):
@@ -401,7 +402,7 @@ def _product(names, a, b, options, summed=None, dtype=None):
         varies = sizes != (1, 1) and not (summed and summed[i])
         texts[2] += letter if varies else ""
         shape.append(max(sizes) if varies and 0 not in sizes else int(not varies))
-    wide = jnp.result_type(jnp.float32, a.dtype, b.dtype)
+    wide = accumulation_dtype(a, b)
     if a.dtype != b.dtype:
         a, b = a.astype(wide), b.astype(wide)
     result = jnp.einsum(

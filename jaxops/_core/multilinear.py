@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._core import compat, rules
+from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 
 
@@ -429,7 +430,7 @@ def _widen(options, values, points, g, along):
     """The operands in the dtype of the arithmetic and with all of the batch dimensions."""
     present = _batch_dims(options, values, points, g, along)
     batch = np.broadcast_shapes(*(x.shape[:rank] for x, rank in present))
-    dtype = jnp.result_type(jnp.float32, *(x.dtype for x, _ in present))
+    dtype = accumulation_dtype(*(x for x, _ in present))
     wide = iter(
         [jnp.broadcast_to(x.astype(dtype), (*batch, *x.shape[rank:])) for x, rank in present]
     )

@@ -27,6 +27,24 @@ from jaxops._core.compat import ad, batching, mlir
 Params = Mapping[str, Any]
 
 
+def _spec_of(sharding) -> P:
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    # Without a mesh there are no names: of arrays that are whole, and under a shard_map over some
+    # of a mesh's axes of those that the others shard. These are gathered.
+    return P()
+
+
+def _lower_fun(function: Callable) -> Callable:
+    """The lowering of what returns several results; how dtypes promote is the caller's business."""
+
+    def run(*operands, **params):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*operands, **params)
+
+    return mlir.lower_fun(run, True)
+
+
 class Operator:
     """A primitive whose every operand and result may carry leading batch dimensions.
 
@@ -92,7 +110,7 @@ class Operator:
         batching.primitive_batchers[self.primitive] = self._batch
         compat.needs_devices_to_lower(self.primitive)
         if composition is not None:
-            mlir.register_lowering(self.primitive, mlir.lower_fun(composition, True))
+            mlir.register_lowering(self.primitive, _lower_fun(composition))
             return
         mlir.register_lowering(self.primitive, self._lower)
         self._partitioned = self._custom_partitioning()
@@ -100,10 +118,10 @@ class Operator:
         if local is not None:
             for platform in (None, *native.PLATFORMS):
                 run = functools.partial(local, platform=platform)
-                mlir.register_lowering(self._local, mlir.lower_fun(run, True), platform=platform)
+                mlir.register_lowering(self._local, _lower_fun(run), platform=platform)
             return
         native.TARGETS.append(self.target)
-        mlir.register_lowering(self._local, mlir.lower_fun(self._run_reference, True))
+        mlir.register_lowering(self._local, _lower_fun(self._run_reference))
         for platform in native.PLATFORMS:
             lower = functools.partial(self._lower_native, platform=platform)
             mlir.register_lowering(self._local, lower, platform=platform)
@@ -233,16 +251,6 @@ class Operator:
         results = self(*moved, **params)
         return results, [at] * len(results)
 
-    def _spec_of(self, sharding) -> P:
-        if isinstance(sharding, NamedSharding):
-            return sharding.spec
-        # Arrays without a sharding of their own, in a program that a mesh is set for.
-        if sharding.is_fully_replicated:
-            return P()
-        raise NotImplementedError(
-            f"{self.name}: expected arrays sharded by jax.sharding.NamedSharding, got {sharding}"
-        )
-
     def _custom_partitioning(self):
         def run(params, *operands):
             return self._local.bind(*operands, **dict(params))
@@ -250,7 +258,7 @@ class Operator:
         def rule(params, mesh, operand_types, result_types):
             del result_types
             call = self._call([tuple(t.shape) for t in operand_types], dict(params))
-            return partition.shardy_rule(call, mesh.size, self._whole_factors(call))
+            return partition.shardy_rule(call, max(1, mesh.size), self._whole_factors(call))
 
         def partition_call(params, mesh, operands, results):
             params = dict(params)
@@ -259,7 +267,7 @@ class Operator:
             arrays = (*operands, *results)
             # The largest array decides first: moving it between devices costs the most.
             order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
-            specs = [(terms[i], self._spec_of(arrays[i].sharding)) for i in order]
+            specs = [(terms[i], _spec_of(arrays[i].sharding)) for i in order]
             plan = partition.make_plan(call, mesh, specs, self._whole_factors(call))
             spread = [f for f in self._across if plan.size(plan.axes.get(f, ())) > 1]
             if spread:
@@ -296,7 +304,7 @@ class Operator:
                 "it calls back into this process. Wrap the computation in jax.shard_map, or export "
                 "it for one device."
             )
-        lower = mlir.lower_fun(lambda *xs: self._partitioned(tuple(params.items()), *xs), True)
+        lower = _lower_fun(lambda *xs: self._partitioned(tuple(params.items()), *xs))
         return compat.with_output_sharding(ctx, lower(ctx, *values))
 
     def _run_reference(self, *operands, **params):
@@ -312,4 +320,4 @@ class Operator:
     def _lower_native(self, ctx, *values, platform, **params):
         native.require(platform, ctx)
         run = functools.partial(self._run_native, platform=platform)
-        return mlir.lower_fun(run, True)(ctx, *values, **params)
+        return _lower_fun(run)(ctx, *values, **params)

@@ -26,7 +26,9 @@ def jvp(function: Callable, primals: Sequence, tangents: Sequence):
             operands[i] = operand
         return function(*operands)
 
-    return jax.jvp(of_live, [primals[i] for i in at], [tangents[i] for i in at])
+    # How dtypes promote is the caller's business.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.jvp(of_live, [primals[i] for i in at], [tangents[i] for i in at])
 
 
 def zeros(operands: Sequence) -> list:

@@ -12,6 +12,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 import jaxops
+from jaxops._core.dtypes import accumulation_dtype
 
 # A tap sees one channel of one position, so the K taps of a filter are its fan-in.
 default_kernel_init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
@@ -117,14 +118,14 @@ def convolve(
     """What both layers compute; `layer` has their attributes, `drop` is DropConnect or None."""
     x, _, bias = promote_dtype(x, kernel, bias, dtype=layer.dtype)
     # Half-precision taps would not sum to one, and the operator takes a weight wider than x.
-    weight = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))
+    weight = kernel.astype(accumulation_dtype(kernel))
     if layer.normalize:
         weight = jax.nn.softmax(weight, axis=-1)
     if drop is not None:
         weight = drop(weight)
     return jaxops.lightweight_conv(
         x,
-        weight.astype(jnp.promote_types(x.dtype, jnp.float32)),
+        weight.astype(accumulation_dtype(x)),
         padding=layer.padding,
         dilation=layer.dilation,
         bias=bias,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxops._core.dtypes import accumulation_dtype
 from jaxops.reference.im2col import im2col
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
@@ -34,7 +35,7 @@ def conv(
     )
     rows = patches.reshape(x.shape[0], *outs, math.prod(taps), groups, fan_in)
     matrix = kernel.reshape(math.prod(taps), fan_in, groups, outputs // groups)
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = accumulation_dtype(x)
     y = jnp.einsum("...tgi,tigo->...go", rows.astype(dtype), matrix.astype(dtype))
     y = y.reshape(x.shape[0], *outs, outputs)
     if bias is not None:

@@ -13,6 +13,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxops._core.dtypes import accumulation_dtype
+
 
 def sigmoid_focal_loss(
     logits,
@@ -74,11 +76,6 @@ def _is_float(array) -> bool:
     return array is not None and jnp.issubdtype(jnp.result_type(array), jnp.floating)
 
 
-def accumulation_dtype(*arrays) -> jnp.dtype:
-    """float64 when any array is float64, else float32."""
-    return jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
-
-
 def _counted(labels, ignore_index):
     """Which rows are not ignored."""
     if _is_float(labels):
@@ -94,7 +91,7 @@ def _reduce(loss, logits, counted, reduction, normalizer):
         total = total / jnp.maximum(counted.sum(), 1)
     if normalizer is not None:
         total = total / jnp.asarray(normalizer, loss.dtype)
-    return total.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return total.astype(accumulation_dtype(logits))
 
 
 def gather_class(values, labels, classes, background):
@@ -117,7 +114,8 @@ def _pick(values, index):
 @_pick.defjvp
 def _pick_jvp(primals, tangents):
     values, index = primals
-    chosen = index[..., None] == jnp.arange(values.shape[-1])
+    classes = jnp.arange(values.shape[-1], dtype=jnp.int32)
+    chosen = index[..., None].astype(jnp.int32) == classes
     return _pick(values, index), jnp.sum(jnp.where(chosen, tangents[0], 0), -1)
 
 

@@ -8,6 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxops._core.dtypes import accumulation_dtype
+
 
 def grid_sample(
     volume: jax.Array,
@@ -26,7 +28,7 @@ def grid_sample(
     axes = points.shape[-1]
     batch = points.shape[: points.ndim - 1 - point_rank]
     sizes, width = volume.shape[len(batch) : -1], volume.shape[-1]
-    dtype = jnp.result_type(jnp.float32, volume.dtype, points.dtype)
+    dtype = accumulation_dtype(volume, points)
     p = points.astype(dtype)
     # A coordinate that is not a number has no place: it is put outside here and marked at the end.
     lost = jnp.isnan(p).any(-1)
@@ -34,27 +36,31 @@ def grid_sample(
         _positions(jnp.where(lost, -2, p[..., a]), sizes[a], padding_mode, align_corners)
         for a in range(axes)
     ]
-    if method == "nearest":
-        places = [(x, inside & ~lost, (jnp.round(x),), (1.0,)) for x, inside in at]
-    else:
-        places = []
-        for (x, inside), n in zip(at, sizes, strict=True):
+    places = []
+    for (x, inside), n in zip(at, sizes, strict=True):
+        # Of more entries than are counted one by one in this dtype the last is rounded.
+        is_last = x == n - 1
+        if method == "nearest":
+            entries = (jnp.where(is_last, n - 1, _whole(jnp.round(x))),)
+            factors = (1.0,)
+        else:
             # The last entry belongs to the interval before it, where there is one.
-            lower = jnp.floor(x) if n < 2 else jnp.where(x == n - 1, n - 2, jnp.floor(x))
-            fraction = x - jax.lax.stop_gradient(lower)
-            places.append((x, inside & ~lost, (lower, lower + 1), (1 - fraction, fraction)))
+            lower = _whole(jnp.floor(x)) - (is_last & (n > 1))
+            fraction = x - lower.astype(dtype)
+            entries, factors = (lower, lower + 1), (1 - fraction, fraction)
+        places.append((inside & ~lost, entries, factors))
 
     shape = (math.prod(batch), *points.shape[len(batch) : -1], width)
     rows = volume.astype(dtype).reshape(shape[0], math.prod(sizes), width)
     total = jnp.zeros((*points.shape[:-1], width), dtype)
     if not total.size or not rows.size:
         return _mark(total, p, lost, method).astype(volume.dtype)
-    for corner in itertools.product(range(len(places[0][2])), repeat=axes):
+    for corner in itertools.product(range(len(places[0][1])), repeat=axes):
         index, weight, valid = 0, 1, True
-        for c, n, (_, inside, entries, factors) in zip(corner, sizes, places, strict=True):
-            entry = jnp.where(inside, jax.lax.stop_gradient(entries[c]), -1)
+        for c, n, (inside, entries, factors) in zip(corner, sizes, places, strict=True):
+            entry = jnp.where(inside, entries[c], -1)
             valid = valid & (entry >= 0) & (entry < n)
-            index = index * n + jnp.clip(entry, 0, n - 1).astype(jnp.int32)
+            index = index * n + jnp.clip(entry, 0, n - 1)
             weight = weight * factors[c]
         index = index.reshape(shape[0], -1, 1)
         values = jnp.take_along_axis(rows, index, axis=1, mode="clip").reshape(total.shape)
@@ -62,6 +68,10 @@ def grid_sample(
         weight = jnp.where(valid, weight, 0)
         total = total + weight[..., None] * values
     return _mark(total, p, lost, method).astype(volume.dtype)
+
+
+def _whole(x):
+    return jax.lax.stop_gradient(x).astype(jnp.int32)
 
 
 def _mark(total, p, lost, method):
@@ -80,7 +90,7 @@ def _positions(p, n: int, padding_mode: str, align_corners: bool):
         x = jnp.zeros_like(p)
     last = n - 1
     if padding_mode == "zeros":
-        inside = (x > -1) & (x < n)
+        inside = (x > -1) & ((x < n) | (x == last))
         return jnp.where(inside, x, -1), inside
     if padding_mode == "reflection":
         low, span = (0, n - 1) if align_corners else (-0.5, n)

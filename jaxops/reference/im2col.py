@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxops._core.dtypes import accumulation_dtype
+
 
 def im2col(
     x: jax.Array,
@@ -62,7 +64,7 @@ def col2im(
     of_outs = first if channels_last else first + rank
     taps, outs = (patches.shape[i : i + rank] for i in (of_taps, of_outs))
     shape = (*patches.shape[:first], *ins, *patches.shape[first + 2 * rank :])
-    dtype = jnp.promote_types(patches.dtype, jnp.float32)
+    dtype = accumulation_dtype(patches)
     image = jnp.zeros(shape, dtype)
     if 0 in outs:
         return image.astype(patches.dtype)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxops._core.dtypes import accumulation_dtype
+
 ACTIVATIONS = {
     None: lambda x: x,
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
 }
-
-
-def accumulation_dtype(*arrays: jax.Array) -> jnp.dtype:
-    """float64 when any array is float64, else float32."""
-    return jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
 
 
 def lightweight_conv(

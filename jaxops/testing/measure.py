@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxops._core.dtypes import accumulation_dtype
 from jaxops.testing.platforms import Platform
-from jaxops.testing.spec import Arrays, OperatorSpec, accumulation_dtype, normal
+from jaxops.testing.spec import Arrays, OperatorSpec, normal
 
 
 @functools.cache

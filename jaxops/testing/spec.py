@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -136,9 +135,3 @@ _SEED = 20190129
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Independent standard normal numbers, rounded to dtype."""
     return rng.standard_normal(shape).astype(dtype)
-
-
-@functools.cache
-def accumulation_dtype(dtype: str) -> np.dtype:
-    """What sums are made in: float64 for float64, float32 for the rest."""
-    return np.dtype(jnp.result_type(jnp.float32, jnp.dtype(dtype)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -72,6 +73,42 @@ _CONCATENATE_BAD_INPUTS = tuple(
         functools.partial(_bad, "concatenate"),
         (
             ("no arrays", lambda *_: jaxops.concatenate([]), ValueError, "arrays", "got []"),
+            (
+                "no sequence",
+                lambda *_: jaxops.concatenate(None),
+                TypeError,
+                "arrays must be a sequence of arrays, got NoneType",
+            ),
+            (
+                "a scalar for all arrays",
+                lambda *_: jaxops.concatenate(np.zeros(())),
+                ValueError,
+                "arrays must have one dimension or more, got a scalar",
+            ),
+            (
+                "what is no number",
+                lambda *_: jaxops.concatenate([np.array(["a"])]),
+                TypeError,
+                "arrays[0] must be an array of numbers that JAX has, got <U1",
+            ),
+            (
+                "dtypes that have none in common",
+                lambda *_: jaxops.concatenate([jax.random.key(0)[None], np.zeros(1)]),
+                TypeError,
+                "arrays must have dtypes that promote to one as in jax.numpy, got key<",
+            ),
+            (
+                "a size for all arrays",
+                lambda *_: jaxops.concatenate([np.zeros(2)] * 2, sizes=np.array(2)),
+                TypeError,
+                "sizes must be a sequence of integers, got array(2)",
+            ),
+            (
+                "a padded size that is no number of entries",
+                lambda *_: jaxops.concatenate([np.zeros(2)], padded_size=2**63),
+                ValueError,
+                "padded_size must be in [2, 9223372036854775807], got 9223372036854775808",
+            ),
             (
                 "something that is no array",
                 lambda x, *_: jaxops.concatenate([x, "text"]),
