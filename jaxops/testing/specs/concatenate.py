@@ -125,13 +125,13 @@ _CONCATENATE_BAD_INPUTS = tuple(
                 "arrays of two ranks",
                 lambda x, *_: jaxops.concatenate([x, x[None]]),
                 ValueError,
-                "arrays[1] must have the shape of arrays[0] but along axis 0",
+                "arrays[1] must have the shape of arrays[0] except along axis 0",
             ),
             (
                 "shapes that do not fit",
                 lambda *_: jaxops.concatenate([np.zeros((2, 3)), np.zeros((2, 4))]),
                 ValueError,
-                "arrays[1] must have the shape of arrays[0] but along axis 0, (2, 3), got (2, 4)",
+                "arrays[1] must have the shape of arrays[0] except along axis 0, (2, 3), got (2, 4)",
             ),
             (
                 "an axis beyond the rank",
