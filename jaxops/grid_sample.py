@@ -180,9 +180,10 @@ def _attributes(options):
     }
 
 
-#: Sorted points of one cell that are summed together before all else is, as
-#: cuda/grid_sample_sorted.cu does.
-_CHUNK = 256
+#: Sorted points of one cell that are summed together before all else is, and how many groups of
+#: groups of so many there are, as in cuda/grid_sample_sorted.cu.
+_GROUP = 32
+_LEVELS = 3
 
 
 #: Bytes of volumes that no cache holds, of which points are taken in an order.
@@ -244,25 +245,38 @@ def _sample_scratch(batch, volume, points, options):
     return _bytes(_order_bytes(batch, points, entry_bytes, options, sums=False))
 
 
-def _scratch(batch, points, g, options, summed):
+def _scratch(batch, points, g, options, order, summed):
     """Work space of the CUDA gradient by the volume.
 
     Sums in the accumulation's dtype where the volume's is shorter, then the order of the points.
-    Of a deterministic gradient what sorting them takes: twice a key of 8 bytes and an index of 4
-    for each point, the first and the last point of every cell, the sums of chunks of points, and
-    what the sort itself wants.
     """
     wide = accumulation_dtype(g)
     kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
     entry_bytes = g.shape[-1] * wide.itemsize
-    if not options.deterministic:
-        sums = 0 if wide == g.dtype else kept * math.prod(options.sizes) * entry_bytes
-        order = _order_bytes(batch, points, entry_bytes, options, sums=True)
-        return _bytes(-(-sums // _ALIGNED) * _ALIGNED + order if order else sums)
-    count = math.prod(batch) * _count(points, options)
-    cells = kept * math.prod(n + 1 for n in options.sizes)
-    sums = -(-count // _CHUNK) * 2**options.axes * entry_bytes
-    return _bytes(2 * count * (8 + 4) + cells * 2 * 4 + sums + count + (1 << 22))
+    if options.deterministic:
+        count = math.prod(batch) * _count(points, options)
+        return _bytes(_sort_bytes(count, kept, entry_bytes, wide.itemsize, options, order))
+    sums = 0 if wide == g.dtype else kept * math.prod(options.sizes) * entry_bytes
+    placing = _order_bytes(batch, points, entry_bytes, options, sums=True)
+    return _bytes(-(-sums // _ALIGNED) * _ALIGNED + placing if placing else sums)
+
+
+def _sort_bytes(count, volumes, entry_bytes, itemsize, options, order) -> int:
+    """What the sums in a fixed order take.
+
+    Twice a key and an index for each point, and what the sort itself wants; then the first and the
+    last point of every cell, a record of each point and, of a derivative, its weights; and the sums
+    of groups of points.
+    """
+    corners = 2**options.axes
+    cells = volumes * math.prod(n + 1 for n in options.sizes)
+    key_bytes = 4 if cells < 2**32 else 8
+    point_bytes = 2 * (key_bytes + 4) + 4 * itemsize
+    if order > 0:
+        point_bytes += corners * itemsize
+    groups = sum(count // _GROUP ** (level + 1) for level in range(_LEVELS))
+    sort = count + (1 << 22)
+    return count * point_bytes + cells * 2 * 4 + groups * corners * entry_bytes + sort
 
 
 _family = multilinear.Family(

@@ -59,7 +59,7 @@ class Family:
         values do not have.
       sample_scratch: work space of CUDA, called with the batch shape, values, points and options.
       scratch: the same of the gradients by the values, called with the batch shape, points, the
-        cotangent, options and which batch dimensions are summed.
+        cotangent, options, the order of the derivative and which batch dimensions are summed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Family:
             dtypes=lambda points, g, *_, **__: [g.dtype],
             reference=self._values_grad_reference,
             scratch=lambda points, g, *along, options, order, summed: scratch(
-                _batch_shape(options, None, points, g, along), points, g, options, summed
+                _batch_shape(options, None, points, g, along), points, g, options, order, summed
             ),
             summed_outputs=(0,),
             **handled,
@@ -124,7 +124,7 @@ class Family:
             dtypes=lambda values, points, *_, **__: [values.dtype, points.dtype],
             reference=self._backward_reference,
             scratch=lambda values, points, g, *along, options, order, summed: scratch(
-                _batch_shape(options, values, points, g, along), points, g, options, summed
+                _batch_shape(options, values, points, g, along), points, g, options, order, summed
             ),
             summed_outputs=(0,),
             **handled,
