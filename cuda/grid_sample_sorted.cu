@@ -8,10 +8,8 @@
 // around it add, cell by cell and point by point. Where many points share a cell, groups of the
 // sorted points, and groups of those groups, are summed first, all at once, and an entry adds up
 // those sums.
-#include <algorithm>
 #include <cstdint>
 #include <cub/device/device_radix_sort.cuh>
-#include <type_traits>
 
 #include "cuda/grid_sample.cuh"
 #include "cuda/grid_sample.h"
@@ -31,7 +29,8 @@ using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
 // Points of a group, groups of a group of groups, and so on; jaxops/grid_sample.py knows it too.
-constexpr uint32_t kGroup = 32;
+constexpr int kGroupShift = 5;
+constexpr uint32_t kGroup = 1 << kGroupShift;
 static_assert(kGroup == kWarp);
 constexpr int kLevels = 3;
 constexpr uint32_t kSecond = kGroup * kGroup;  // points of a group of the second level
@@ -77,6 +76,7 @@ struct SortedParams {
   int shifts[kMaxAxes];  // of a tile
   int tile_shift;        // the sum of these
   FastDivider tiles[kMaxAxes];
+  FastDivider64 tiles_of_gradient;
   int lanes;  // that have the channels of a point when groups are summed, a power of two
   int64_t gather_threads;
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ A WeightOf(const SortedParams& params, const Record<A
   return product;
 }
 
-// Adds up kGroup sums, `width` elements apart.
+// Adds up kGroup sums, so many elements apart.
 template <typename A>
 __device__ __forceinline__ A SumOfGroup(const A* sums, int64_t pitch) {
   A sum = 0;
@@ -394,7 +394,7 @@ class Gatherer {
     }
     const int64_t width = params_.common.call.geometry.width;
     const A* sums = static_cast<const A*>(params_.sums[level - 1]) +
-                    ((int64_t{i >> 5 * level} << kAxes) + corner) * width + f_;
+                    ((int64_t{i >> kGroupShift * level} << kAxes) + corner) * width + f_;
 #pragma unroll 4
     for (; count > 0; --count, sums += width << kAxes) {
 #pragma unroll
@@ -408,18 +408,19 @@ class Gatherer {
     int64_t i = range.begin;
     const int64_t end = range.end;
     const auto round_up = [](int64_t n, int level) {
-      const int64_t size = int64_t{1} << 5 * level;
+      const int64_t size = int64_t{1} << kGroupShift * level;
       return (n + size - 1) & -size;
     };
     int top = 0;
-    while (top < kLevels && round_up(i, top + 1) + (int64_t{1} << 5 * (top + 1)) <= end) ++top;
+    while (top < kLevels && round_up(i, top + 1) + (int64_t{1} << kGroupShift * (top + 1)) <= end)
+      ++top;
 #pragma unroll 1
     for (int step = 0; step <= 2 * top; ++step) {
       const int level = step <= top ? step : 2 * top - step;
       const int64_t until = step < top ? round_up(i, level + 1) : end;
-      const int64_t count = (until - i) >> 5 * level;
+      const int64_t count = (until - i) >> kGroupShift * level;
       AddGroups(level, static_cast<uint32_t>(i), static_cast<uint32_t>(count), corner);
-      i += count << 5 * level;
+      i += count << kGroupShift * level;
     }
   }
 
@@ -437,7 +438,13 @@ __global__ void __launch_bounds__(kGatherThreads)
   if (rest >= params.gather_threads) return;
   const int64_t f = static_cast<int64_t>(params.common.by_row.Peel(rest)) * kCount;
   uint32_t within = static_cast<uint32_t>(rest) & ((1u << params.tile_shift) - 1);
-  auto tile = static_cast<uint32_t>(rest >> params.tile_shift);
+  rest >>= params.tile_shift;
+  uint32_t tile = static_cast<uint32_t>(rest);
+  int64_t gradient = 0;
+  if (call.gradients > 1) {
+    tile = static_cast<uint32_t>(params.tiles_of_gradient.Peel(rest));
+    gradient = rest;
+  }
   int32_t places[kAxes];
 #pragma unroll
   for (int a = kAxes - 1; a >= 0; --a) {
@@ -448,7 +455,7 @@ __global__ void __launch_bounds__(kGatherThreads)
     if (place >= call.geometry.sizes[a]) return;
     places[a] = static_cast<int32_t>(place);
   }
-  int64_t row = tile, low = tile;  // the gradient
+  int64_t row = gradient, low = gradient;
   int64_t strides[kAxes];
 #pragma unroll
   for (int a = 0; a < kAxes; ++a) {
@@ -543,7 +550,7 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
     if (best < 0) break;
     ++params.shifts[best];
   }
-  int64_t tiles = call.gradients;
+  int64_t tiles = 1;  // of a gradient
   for (int a = 0; a < kAxes; ++a) {
     params.cell_keys *= int64_t{geometry.sizes[a]} + 1;
     const int64_t along = CeilDiv(geometry.sizes[a], int64_t{1} << params.shifts[a]);
@@ -551,7 +558,9 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
     tiles *= along;
   }
   if (tiles > INT32_MAX) return cudaErrorInvalidValue;
-  params.gather_threads = (tiles << params.tile_shift) * params.common.by_row.divisor();
+  params.tiles_of_gradient = FastDivider64(tiles);
+  params.gather_threads =
+      (call.gradients * tiles << params.tile_shift) * params.common.by_row.divisor();
 
   Workspace space(call.scratch, call.scratch_bytes);
   params.wide = params.cell_keys > UINT32_MAX;
