@@ -11,7 +11,7 @@
 // shared memory.
 //
 // Few arrays, or few long stretches of any (concatenate_packs.cu): a thread 16 bytes, at the speed
-// of a copy.
+// of a copy; and equal pieces of packs, or of little.
 //
 // Many rows (MoveRows): what a word is made of is the same in every row, or for items of 1 or 2
 // bytes in every 4 or 2 rows, which are whole words of every source. A thread works it out once, as
@@ -853,6 +853,7 @@ cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
     }
   }
   if (MovesAsStretches(job, unit)) return LaunchStretches(stream, job, unit);
+  if (MovesAsEqual(job, unit)) return LaunchEqual(stream, job, unit);
   // Tiles first: packs can do most of what they can.
   if (MovesAsTiles(job, unit)) return LaunchTiles(stream, job, unit);
   if (MovesAsPacks(job, unit)) return LaunchPacks(stream, job, unit);

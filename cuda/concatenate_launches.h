@@ -16,6 +16,10 @@ cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit);
 bool MovesAsStretches(const Job& job, int64_t unit);
 cudaError_t LaunchStretches(cudaStream_t stream, const Job& job, int64_t unit);
 
+// Whether LaunchEqual can move this, and should: equal pieces, little of them or whole sectors.
+bool MovesAsEqual(const Job& job, int64_t unit);
+cudaError_t LaunchEqual(cudaStream_t stream, const Job& job, int64_t unit);
+
 // Whether LaunchTiles can move this, and should.
 bool MovesAsTiles(const Job& job, int64_t unit);
 cudaError_t LaunchTiles(cudaStream_t stream, const Job& job, int64_t unit);

@@ -6,9 +6,10 @@
 // all cost a few percent, because they have more of each array under way.
 //
 // Whole packs (MoveWhole): threads walk along the array that all pieces are of or go to, so that no
-// stretch of it is met twice. Where many pieces are equal and narrow (MoveEqual), a number of rows
-// of one piece are for neighbouring threads, so that a warp meets few arrays and whole lines of
-// each. Smaller items (Join, Cut): threads walk along destinations and gather the items of a pack
+// stretch of it is met twice. Where many pieces are equal, and narrow or little in all (MoveEqual),
+// a number of rows of one piece are for neighbouring threads, so that a warp meets few arrays and
+// whole lines of each; little is moved by items, which need no shared memory. Smaller items (Join,
+// Cut): threads walk along destinations and gather the items of a pack
 // one by one; neighbouring ones come from the L1 cache. Few and long stretches (MoveStretches) are
 // copies between addresses of any alignment: a thread shifts what it reads into the packs it
 // writes.
@@ -40,9 +41,15 @@ constexpr int kRoundBlocks = 64;
 constexpr int kRoundsPerPiece = 8;
 // Destinations of a launch, of which more are slower where they are cut byte by byte.
 constexpr int64_t kManyCuts = 200;
-// Bytes of rows of equal pieces that MoveEqual moves.
+// Bytes of rows of equal pieces of packs that MoveEqual moves.
 constexpr int64_t kLongestJoined = 64;
 constexpr int64_t kLongestCut = 240;
+// And the words of little that it moves of any size, bytes, and those of rows of pieces that are
+// cut.
+constexpr int64_t kEqualWords = 3 << 16;
+constexpr int64_t kEqualBytes = 1 << 17;
+constexpr int64_t kWideCut = 512;
+constexpr int64_t kSectorBytes = 32;  // of the memory
 constexpr int64_t kLongStretch = 32768;
 // Packs of a thread of which each takes two loads.
 constexpr int kStretchPacks = 2;
@@ -136,12 +143,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// --- equal pieces of whole packs -----------------------------------------------------------------
+// --- equal pieces of words -----------------------------------------------------------------------
 
-// Packs of one piece that are for neighbouring threads: a warp's where they are read from there, as
+// Words of one piece that are for neighbouring threads: a warp's where they are read from there, as
 // few as fill lines of the cache where they are written there.
-template <bool kSplits>
-constexpr int kPacksTogether = kSplits ? kWarp / 2 : kWarp;
+template <typename Word, bool kSplits>
+constexpr int kWordsTogether = kSplits && sizeof(Word) == kPackBytes ? kWarp / 2 : kWarp;
 
 template <int kPieces>
 struct Equal {
@@ -150,30 +157,32 @@ struct Equal {
   uint64_t stride;  // in bytes
   FastDivider together;
   FastDivider count;
-  FastDivider piece_packs;
+  FastDivider piece_words;
   uint32_t rows;           // of all
   uint32_t rows_together;  // of a piece
 };
 
-template <bool kSplits, int kPieces>
+template <typename Word, bool kSplits, int kPieces>
 __global__ void __launch_bounds__(kThreads)
     MoveEqual(const __grid_constant__ Equal<kPieces> table) {
   uint32_t group = blockIdx.x * kThreads + threadIdx.x;
   const uint32_t place = table.together.Peel(group);
   const uint32_t number = table.count.Peel(group);
   uint32_t row = place;
-  const uint32_t column = table.piece_packs.Peel(row);
+  const uint32_t column = table.piece_words.Peel(row);
   row += group * table.rows_together;
   if (row >= table.rows) return;
   // The rows of a piece follow each other in its array.
   unsigned char* part =
-      table.pieces[number] + (uint64_t{group} * table.together.divisor() + place) * kPackBytes;
+      table.pieces[number] + (uint64_t{group} * table.together.divisor() + place) * sizeof(Word);
   unsigned char* whole = table.whole + row * table.stride +
-                         (uint64_t{number} * table.piece_packs.divisor() + column) * kPackBytes;
-  if constexpr (kSplits) {
-    Store(part, Load<uint4>(whole));
+                         (uint64_t{number} * table.piece_words.divisor() + column) * sizeof(Word);
+  const Word word = Load<Word>(kSplits ? whole : part);
+  unsigned char* to = kSplits ? part : whole;
+  if constexpr (sizeof(Word) == kPackBytes) {
+    Store(to, word);
   } else {
-    Store(whole, Load<uint4>(part));
+    *reinterpret_cast<Word*>(to) = word;
   }
 }
 
@@ -483,17 +492,6 @@ bool SplitsOne(const Job& job) {
   return AreFull(job);
 }
 
-// Whether all are several equal pieces, of rows that follow each other in their own arrays and are
-// so short that MoveEqual gains by it.
-template <bool kSplits>
-bool IsNarrow(const Job& job) {
-  const int64_t extent = job.pieces[0].extent;
-  return job.pieces.size() > kFewPieces && AreEqual(job) && AreFull(job) &&
-         extent <= (kSplits ? kLongestCut : kLongestJoined) &&
-         (kSplits || std::all_of(job.pieces.begin(), job.pieces.end(),
-                                 [&](const Piece& p) { return p.stride == extent; }));
-}
-
 // How many pieces before zeros fill the rest of the row; -1 where zeros come before a source.
 int FilledPieces(const Job& job) {
   int filled = 0;
@@ -535,7 +533,7 @@ cudaError_t LaunchWhole(cudaStream_t stream, const Job& job) {
                 table);
 }
 
-template <bool kSplits, int kPieces>
+template <typename Word, bool kSplits, int kPieces>
 cudaError_t LaunchEqual(cudaStream_t stream, const Job& job) {
   Equal<kPieces> table = {};
   const int64_t extent = job.pieces[0].extent;
@@ -547,25 +545,32 @@ cudaError_t LaunchEqual(cudaStream_t stream, const Job& job) {
   const void* whole = kSplits ? job.pieces[0].source : job.destinations[0].data;
   table.whole = const_cast<unsigned char*>(static_cast<const unsigned char*>(whole));
   table.stride = kSplits ? job.pieces[0].stride : count * extent;
-  const int64_t piece_packs = extent / kPackBytes;
-  const int64_t rows = std::max<int64_t>(1, kPacksTogether<kSplits> / piece_packs);
-  table.together = FastDivider(rows * piece_packs);
+  const int64_t piece_words = extent / static_cast<int64_t>(sizeof(Word));
+  const int64_t rows = std::max<int64_t>(1, kWordsTogether<Word, kSplits> / piece_words);
+  table.together = FastDivider(rows * piece_words);
   table.count = FastDivider(count);
-  table.piece_packs = FastDivider(piece_packs);
+  table.piece_words = FastDivider(piece_words);
   table.rows = static_cast<uint32_t>(job.rows);
   table.rows_together = static_cast<uint32_t>(rows);
-  const int64_t packs = CeilDiv(job.rows, rows) * rows * count * piece_packs;
-  return Launch(MoveEqual<kSplits, kPieces>, CeilDiv(packs, kThreads), kThreads, 0, stream, table);
+  const int64_t words = CeilDiv(job.rows, rows) * rows * count * piece_words;
+  return Launch(MoveEqual<Word, kSplits, kPieces>, CeilDiv(words, kThreads), kThreads, 0, stream,
+                table);
+}
+
+template <typename Word>
+cudaError_t LaunchEqual(cudaStream_t stream, const Job& job) {
+  const bool few = job.pieces.size() <= 64;
+  if (job.destinations.size() > 1) {
+    return few ? LaunchEqual<Word, true, 64>(stream, job)
+               : LaunchEqual<Word, true, kMaxPieces>(stream, job);
+  }
+  return few ? LaunchEqual<Word, false, 64>(stream, job)
+             : LaunchEqual<Word, false, kMaxPieces>(stream, job);
 }
 
 template <bool kSplits>
 cudaError_t LaunchWholeOf(cudaStream_t stream, const Job& job) {
   const size_t pieces = job.pieces.size();
-  if (IsNarrow<kSplits>(job)) {
-    if (pieces <= kComparedPieces) return LaunchEqual<kSplits, kComparedPieces>(stream, job);
-    return pieces <= 64 ? LaunchEqual<kSplits, 64>(stream, job)
-                        : LaunchEqual<kSplits, kMaxPieces>(stream, job);
-  }
   if (pieces <= 2) return LaunchWhole<kSplits, 2>(stream, job);
   if (pieces <= kFewPieces) return LaunchWhole<kSplits, kFewPieces>(stream, job);
   if (!AreEqual(job)) return LaunchWhole<kSplits, kComparedPieces>(stream, job);
@@ -713,6 +718,46 @@ bool IsWhole(const Job& job, int64_t unit) {
 }
 
 }  // namespace
+
+bool MovesAsEqual(const Job& job, int64_t unit) {
+  const auto count = static_cast<int64_t>(job.pieces.size());
+  const bool splits = job.destinations.size() > 1;
+  if (job.broadcasts || count <= kFewPieces || count > kMaxPieces || !AreEqual(job) ||
+      !AreFull(job)) {
+    return false;
+  }
+  const int64_t extent = job.pieces[0].extent;
+  if (splits) {
+    const auto destinations = static_cast<int64_t>(job.destinations.size());
+    if (destinations != count || !SplitsOne(job)) return false;
+  } else {
+    for (const Piece& p : job.pieces) {
+      if (p.stride != extent) return false;
+    }
+  }
+  const int64_t words = job.rows * count * extent / unit;
+  if (words <= (unit == 1 ? kEqualBytes : kEqualWords) && !(splits && extent > kWideCut)) {
+    return true;
+  }
+  // What neighbouring threads write of large ones is whole sectors.
+  const int64_t rows =
+      splits ? std::max<int64_t>(1, kWordsTogether<uint4, true> * kPackBytes / extent) : 1;
+  return IsWhole(job, unit) && extent <= (splits ? kLongestCut : kLongestJoined) &&
+         rows * extent % kSectorBytes == 0;
+}
+
+cudaError_t LaunchEqual(cudaStream_t stream, const Job& job, int64_t unit) {
+  switch (unit) {
+    case 16:
+      return LaunchEqual<uint4>(stream, job);
+    case 2:
+      return LaunchEqual<uint16_t>(stream, job);
+    case 1:
+      return LaunchEqual<uint8_t>(stream, job);
+    default:
+      return LaunchEqual<uint32_t>(stream, job);
+  }
+}
 
 bool MovesAsStretches(const Job& job, int64_t unit) {
   return !IsWhole(job, unit) && !FindStretches(job).empty();

@@ -4,14 +4,17 @@
 //
 // Which bytes a word is made of is the same a number of rows further on, in a pattern, but for a
 // step. A thread works it out once, while the copies are under way, and walks down the patterns of
-// the tile. What it reads has strides in shared memory with which fewest lanes of a warp meet in a
-// bank. A block has one tile: blocks that stay for several and fetch the next one meanwhile have
-// more of each array under way, and were slower by up to a tenth. So were bulk copies of the
-// pieces, and tiles of bytes that are put in order in shared memory before they are written.
+// the tile. That is worth it after a few patterns only. What it reads has strides in shared memory
+// with which fewest lanes of a warp meet in a bank. What warps write, and blocks, are whole sectors
+// of the memory where rows allow it: those of two writers cost up to a tenth. A block has one tile:
+// blocks that stay for several and fetch the next one meanwhile have more of each array under way,
+// and were slower by up to a tenth. So were bulk copies of the pieces, and tiles of bytes that are
+// put in order in shared memory before they are written.
 #include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
 #include "common/fast_divide.h"
@@ -34,7 +37,7 @@ constexpr int64_t kFewTileBytes = 16 * 1024;
 // Of whole rows of many pieces, and of parts of them; and of one piece in a part.
 constexpr int64_t kRowsBytes = 24 * 1024;
 constexpr int64_t kPartsBytes = 16 * 1024;
-constexpr int64_t kRunBytes = 192;
+constexpr int64_t kRunBytes = 384;
 constexpr int64_t kSplitPartsBytes = 12 * 1024;
 constexpr int64_t kSplitRunBytes = 256;
 constexpr int64_t kMostTileBytes = 64 * 1024;
@@ -50,6 +53,8 @@ constexpr int kLeastTiles = 8;
 constexpr int64_t kFewBytes = int64_t{1} << 20;
 constexpr int kTogether = 4;  // words of a thread
 constexpr int kBankBytes = 128;
+constexpr int64_t kSectorBytes = 32;         // of the memory
+constexpr int64_t kMostPatternBytes = 4096;  // of what is joined
 // Between pieces that would be in the same banks.
 constexpr int64_t kFewPadding = 32;
 // Loads of a pack, or of a word of it, that are worth fetching words one by one.
@@ -57,6 +62,11 @@ constexpr int64_t kLoadsOfSplit = 8;
 constexpr int64_t kLoadsOfJoin = 4;
 constexpr int64_t kNarrowBytes = 6;
 constexpr int64_t kWideBytes = 64;
+// Words of wider pieces are as fast to cut without, and packs of them to move.
+constexpr int64_t kWideWords = 512;
+constexpr int64_t kManyCuts = 200;  // of which more are slower without
+constexpr int64_t kWidePacksOfSplit = 240;
+constexpr int64_t kWidePacksOfJoin = 64;
 constexpr uint32_t kNowhere = UINT32_MAX;
 
 struct alignas(16) TilePiece {
@@ -84,11 +94,15 @@ struct Tiles {
   uint32_t tile_pieces;
   bool parted;
   FastDivider parts;
-  FastDivider part_bytes;  // with zeros
+  // With zeros; where rows are parted, and joined, those of threads, of which some have no word.
+  FastDivider part_bytes;
+  // Parts of what is joined end where as many bytes of the memory do, and need some more pieces.
+  uint32_t aligned, more_pieces;
   // Of shared memory: between rows of what is split, and between pieces of what is joined. They
   // keep these in different banks.
   uint32_t stride;
   FastDivider row_packs;  // where rows are parted, and split
+  FastDivider run_packs;  // or words, of a piece in a tile, of equal ones that are joined
   // Words are fetched one by one: what is split is skewed then, and what is joined has strides of
   // any number of words.
   bool by_words;
@@ -107,6 +121,10 @@ template <int kPieces>
 class PieceFinder {
  public:
   static constexpr bool kCopies = kPieces > kFewPieces;
+
+  __device__ __forceinline__ unsigned char* data(uint32_t number) const {
+    return copied_[number].data;
+  }
 
   // To be followed by a barrier if kCopies.
   __device__ __forceinline__ PieceFinder(const Tiles<kPieces>& tiles, unsigned char* shared,
@@ -156,10 +174,44 @@ class PieceFinder {
 // powers of two of bytes are in different banks then.
 JAXOPS_HOST_DEVICE inline uint32_t Skew(uint32_t at) { return at + at / kBankBytes * kWordBytes; }
 
-// A tile: some rows, and of these the pieces from `column` on that make `bytes`.
+// Pairs of numbers, of which the inner ones are below a divisor, for the threads of a block in
+// turn: without a division for each.
+struct PairWalk {
+  uint32_t outer = threadIdx.x;
+  uint32_t inner, outer_step = blockDim.x, inner_step, count;
+
+  __device__ __forceinline__ explicit PairWalk(const FastDivider& by)
+      : inner(by.Peel(outer)), inner_step(by.Peel(outer_step)), count(by.divisor()) {}
+
+  __device__ __forceinline__ void Advance() {
+    outer += outer_step;
+    inner += inner_step;
+    if (inner >= count) inner -= count, ++outer;
+  }
+};
+
+// A tile: some rows, and of these the pieces from `column` on that make `bytes`, of which `own` are
+// of the part.
 struct Tile {
   int64_t row;
-  uint32_t column, bytes;
+  uint32_t column, own, bytes;
+
+  // Bytes from byte `at` of the part in a row of what is joined to the next that is aligned.
+  template <int kPieces>
+  __device__ __forceinline__ uint32_t ToAligned(uint32_t row, uint32_t at,
+                                                const Tiles<kPieces>& table) const {
+    return (0 - (row * table.row_bytes + column + at)) & (table.aligned - 1);
+  }
+
+  // What the part's threads write of such a row.
+  template <int kPieces>
+  __device__ __forceinline__ uint32_t Begin(uint32_t row, const Tiles<kPieces>& table) const {
+    return column == 0 ? 0 : ToAligned(row, 0, table);
+  }
+  template <int kPieces>
+  __device__ __forceinline__ uint32_t End(uint32_t row, const Tiles<kPieces>& table) const {
+    return min(own + ToAligned(row, own, table), bytes);
+  }
 };
 
 // What one thread writes again and again: where the items of a word are in shared memory.
@@ -208,6 +260,7 @@ struct Recipe {
     } else {
       uint32_t row = at;
       uint32_t column = table.part_bytes.Peel(row);
+      if (table.parted) column += tile.Begin(row, table);
       to = table.whole + (tile.row + row) * table.row_bytes + tile.column + column;
       advance = table.pattern_rows * table.row_bytes;
       if (table.equal) {
@@ -231,7 +284,7 @@ struct Recipe {
             inside = 0;
             offset += table.stride - size;
           }
-          if (column == table.part_bytes.divisor()) {
+          if (column == table.row_bytes) {
             column = inside = 0;
             ++row;
             offset = row * size;
@@ -337,23 +390,23 @@ __global__ void __launch_bounds__(kMostThreads)
 
   // In a tile, as in a pattern, all rows of a piece are before those of the next.
   const uint32_t first_piece = part * table.tile_pieces;
-  const uint32_t pieces = min(table.tile_pieces, table.count - first_piece);
+  const uint32_t own = min(table.tile_pieces, table.count - first_piece);
+  const uint32_t pieces = min(own + table.more_pieces, table.count - first_piece);
   const uint32_t size = table.by_size.divisor();
   const Tile tile = {int64_t{tile_row} * table.rows, first_piece * size,
+                     table.parted ? own * size : table.filled,
                      table.parted ? pieces * size : table.filled};
   const PieceFinder<kPieces> finder(table, copied, first_piece, pieces);
   if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(shared + table.fetched) = 0;
   if constexpr (kSplits) {
     const unsigned char* whole = table.whole + tile.row * table.row_bytes;
     if (table.parted) {
-      const uint32_t packs = table.rows * table.row_packs.divisor();
-      for (uint32_t i = threadIdx.x; i < packs; i += blockDim.x) {
-        uint32_t row = i;
-        const uint32_t pack = table.row_packs.Peel(row);
-        const uint32_t begin = row * table.row_bytes + tile.column;
-        const uint32_t at = begin / kPackBytes * kPackBytes + pack * kPackBytes;
+      for (PairWalk walk(table.row_packs); walk.outer < table.rows; walk.Advance()) {
+        const uint32_t begin = walk.outer * table.row_bytes + tile.column;
+        const uint32_t place = walk.inner * kPackBytes;
+        const uint32_t at = begin / kPackBytes * kPackBytes + place;
         if (at < begin + tile.bytes) {
-          __pipeline_memcpy_async(shared + row * table.stride + pack * kPackBytes, whole + at,
+          __pipeline_memcpy_async(shared + walk.outer * table.stride + place, whole + at,
                                   kPackBytes);
         }
       }
@@ -387,6 +440,14 @@ __global__ void __launch_bounds__(kMostThreads)
       __syncthreads();
       const auto fetch = [&](auto width) {
         constexpr uint32_t bytes = decltype(width)::value;
+        if (table.equal && size < kWideBytes) {
+          for (PairWalk walk(table.run_packs); walk.outer < pieces; walk.Advance()) {
+            const uint32_t at = walk.inner * bytes;
+            __pipeline_memcpy_async(shared + walk.outer * table.stride + at,
+                                    finder.data(walk.outer) + tile.row * size + at, bytes);
+          }
+          return;
+        }
         for (uint32_t at = threadIdx.x * bytes; at < table.rows * tile.bytes;
              at += blockDim.x * bytes) {
           const TilePiece piece = finder.Find(at >> table.log_rows);
@@ -417,9 +478,9 @@ __global__ void __launch_bounds__(kMostThreads)
       __syncthreads();
     }
     if (!kSplits && table.parted) {
-      // Of the last part of a row there may be less.
       uint32_t row = at;
-      there = there && table.part_bytes.Peel(row) < tile.bytes;
+      const uint32_t column = table.part_bytes.Peel(row);
+      there = there && column + tile.Begin(row, table) < tile.End(row, table);
     }
     if (there) recipe.Write(patterns, shared);
   }
@@ -528,12 +589,13 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
   }
   // Little is read for nothing.
   if (table.count == 0 || (splits && 2 * filled < row_bytes)) return false;
-  // Wide pieces of words need no tiles to be cut in long runs.
-  const bool wide = filled > kWideBytes * int64_t{table.count};
-  if (splits && unit == kWordBytes && (wide || job.rows * row_bytes < kFewBytes)) return false;
+  const bool few = table.count <= kFewPieces;
+  if (splits && unit == kWordBytes) {
+    const int64_t widest = (few ? kWideBytes : kWideWords) * table.count;
+    if (filled > widest || job.rows * row_bytes < kFewBytes) return false;
+  }
 
   // Rows that are whole packs of every array, and whole words that are a pattern.
-  const bool few = table.count <= kFewPieces;
   const int64_t size = table.pieces[0].size;
   const int64_t pack_rows = kPackBytes / unit;
   const int64_t word = few || !splits ? kWordBytes : kPackBytes;
@@ -542,6 +604,8 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
   int64_t pattern_rows = word / unit;
   table.tile_pieces = table.count;
   table.parted = false;
+  table.aligned = kWordBytes;
+  table.more_pieces = 0;
   if (few) {
     if (job.rows * row_bytes < kFewBytes) return false;
     const int64_t most_words = splits ? 64 : 128;
@@ -559,17 +623,24 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
                           : unit == kWordBytes ? 2 * kSplitRunBytes
                                                : kSplitRunBytes;
       while (rows * size < run) rows *= 2;
-      // Very narrow pieces, and wide ones, want larger parts than others.
-      const int64_t joined_bytes =
-          size < kNarrowBytes || size >= 2 * kWideBytes ? kPartsBytes : kPartsBytes / 2;
-      const int64_t most =
-          std::max<int64_t>(1, (splits ? kSplitPartsBytes : joined_bytes) / (rows * size));
-      const int64_t parts = CeilDiv(table.count, most);
-      const int64_t pieces = CeilDiv(CeilDiv(table.count, parts), kWordBytes) * kWordBytes;
-      table.parted = pieces < table.count;
+      const auto pieces_of_part = [&] {
+        // Very narrow pieces want larger parts than others.
+        const int64_t bytes = splits                ? kSplitPartsBytes
+                              : size < kNarrowBytes ? 2 * kPartsBytes
+                                                    : kPartsBytes;
+        const int64_t most = std::max<int64_t>(1, bytes / (rows * size));
+        const int64_t pieces = CeilDiv(table.count, CeilDiv(table.count, most));
+        return splits ? pieces : CeilDiv(pieces, kWordBytes) * kWordBytes;
+      };
+      table.parted = pieces_of_part() < table.count;
       if (table.parted) {
-        table.tile_pieces = static_cast<uint32_t>(pieces);
-        part_bytes = pieces * size;
+        while (splits && rows < kTogether * pattern_rows && 2 * rows * size <= kRowsBytes) {
+          rows *= 2;
+        }
+        // Without enough patterns, items are faster one by one.
+        if (splits && rows < kTogether * pattern_rows && table.count <= kManyCuts) return false;
+        table.tile_pieces = static_cast<uint32_t>(pieces_of_part());
+        part_bytes = table.tile_pieces * size;
         if (!splits) pattern_rows = 1;
       } else {
         rows = pack_rows;
@@ -587,6 +658,18 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
     while (2 * patterns * pattern_rows <= rows &&
            2 * pattern_rows * part_bytes <= most_words * word) {
       pattern_rows *= 2;
+    }
+    // Whole sectors are a pattern, and a part of what is joined, where that leaves enough patterns,
+    // and takes few pieces more. Bytes of unequal pieces take too long to work out.
+    const int64_t sector_rows = kSectorBytes / std::gcd(kSectorBytes, row_bytes);
+    if (!splits && (table.equal || unit > 1) && 2 * kTogether * sector_rows <= rows &&
+        sector_rows * part_bytes <= kMostPatternBytes) {
+      pattern_rows = std::max(pattern_rows, sector_rows);
+      if (table.parted && size <= kSectorBytes) {
+        table.aligned = kSectorBytes;
+        table.more_pieces = static_cast<uint32_t>(CeilDiv(kSectorBytes - kWordBytes, size));
+        part_bytes = CeilDiv(part_bytes + kSectorBytes - kWordBytes, kSectorBytes) * kSectorBytes;
+      }
     }
   }
   // The rows after the last tile are moved item by item.
@@ -645,7 +728,10 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
       if (shared > kMostTileBytes) return false;
       table.pieces[i].shared = static_cast<uint16_t>(shared / kWordBytes);
     }
-    const int64_t fetched = table.equal ? int64_t{table.tile_pieces} * table.stride : rows * filled;
+    const int64_t fetched = table.equal
+                                ? (table.tile_pieces + table.more_pieces) * int64_t{table.stride}
+                                : rows * filled;
+    table.run_packs = FastDivider(rows * size / (table.by_words ? kWordBytes : kPackBytes));
     table.fetched = static_cast<uint32_t>(CeilDiv(fetched, kPackBytes) * kPackBytes);
     if (fetched > kMostTileBytes) return false;
   }
@@ -698,10 +784,16 @@ cudaError_t LaunchTable(cudaStream_t stream, const Tiles<kPieces>& table, int64_
 }  // namespace
 
 bool MovesAsTiles(const Job& job, int64_t unit) {
-  // Few pieces of whole words are as fast without, and packs never need tiles.
-  const bool words = unit < kPackBytes && job.pieces.size() > kFewPieces;
+  // To join few pieces of whole words is as fast without, and so is one. Of packs only narrow ones
+  // need tiles.
+  const bool splits = Splits(job);
+  const int64_t widest = splits ? kWidePacksOfSplit : kWidePacksOfJoin;
+  const bool packs = unit == kPackBytes;
+  const size_t fewest = unit < kWordBytes ? 1 : splits && !packs ? 2 : kFewPieces + 1;
+  if (job.pieces.size() < fewest) return false;
   Tiles<kMaxPieces> table;
-  return (unit < kWordBytes || words) && Plan(table, job, std::min<int64_t>(unit, kWordBytes));
+  return Plan(table, job, std::min<int64_t>(unit, kWordBytes)) &&
+         (!packs || (table.equal && table.pieces[0].size <= widest));
 }
 
 cudaError_t LaunchTiles(cudaStream_t stream, const Job& job, int64_t unit) {

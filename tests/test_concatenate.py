@@ -251,12 +251,13 @@ def test_widths(platform, widths, rows):
         *[(24,) * 480, (33,) * 300, (26,) * 480, (9,) * 480, (1000,) * 128, (500,) * 300],
         *[(300, 17, 4), (2, 4, 6, 8, 2, 2, 2, 10), (4, 12, 40, 8) * 16],
         *[(3, 1), (1, 1, 1), (2, 2, 6, 5)],
+        *[(250,) * 7, (602,) * 30, (80,) * 9, (12, 4), (13,) * 10, (37,) * 70],
     ],
     ids=lambda widths: f"{len(widths)} from {widths[0]}",
 )
-@pytest.mark.parametrize("size", [400_000, 10_000_000])
+@pytest.mark.parametrize("size", [60_000, 400_000, 10_000_000])
 def test_many_rows_of_narrow_arrays(platform, widths, size):
-    """What is moved in tiles of rows or of parts of them, and rows that are left."""
+    """What is moved in tiles of rows or of parts of them, rows that are left, and a few rows."""
     rows = size // sum(widths) | 1
     rng = np.random.default_rng(4)
     arrays = [arbitrary(rng, (rows, n), "uint8") for n in widths]
