@@ -96,8 +96,8 @@ struct Tiles {
   FastDivider parts;
   // With zeros; where rows are parted, and joined, those of threads, of which some have no word.
   FastDivider part_bytes;
-  // Parts of what is joined end where as many bytes of the memory do, and need some more pieces.
-  uint32_t aligned, more_pieces;
+  // That parts of what is joined need to end where sectors do; none where they end with a piece.
+  uint32_t more_pieces;
   // Of shared memory: between rows of what is split, and between pieces of what is joined. They
   // keep these in different banks.
   uint32_t stride;
@@ -196,21 +196,21 @@ struct Tile {
   int64_t row;
   uint32_t column, own, bytes;
 
-  // Bytes from byte `at` of the part in a row of what is joined to the next that is aligned.
-  template <int kPieces>
-  __device__ __forceinline__ uint32_t ToAligned(uint32_t row, uint32_t at,
-                                                const Tiles<kPieces>& table) const {
-    return (0 - (row * table.row_bytes + column + at)) & (table.aligned - 1);
-  }
-
-  // What the part's threads write of such a row.
+  // What the part's threads write of a row of what is joined.
   template <int kPieces>
   __device__ __forceinline__ uint32_t Begin(uint32_t row, const Tiles<kPieces>& table) const {
-    return column == 0 ? 0 : ToAligned(row, 0, table);
+    return table.more_pieces == 0 || column == 0 ? 0 : ToSector(row * table.row_bytes + column);
   }
   template <int kPieces>
   __device__ __forceinline__ uint32_t End(uint32_t row, const Tiles<kPieces>& table) const {
-    return min(own + ToAligned(row, own, table), bytes);
+    if (table.more_pieces == 0) return own;
+    return min(own + ToSector(row * table.row_bytes + column + own), bytes);
+  }
+
+ private:
+  // Bytes from byte `at` of the tile's rows to the next sector.
+  static __device__ __forceinline__ uint32_t ToSector(uint32_t at) {
+    return (0 - at) % static_cast<uint32_t>(kSectorBytes);
   }
 };
 
@@ -604,7 +604,6 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
   int64_t pattern_rows = word / unit;
   table.tile_pieces = table.count;
   table.parted = false;
-  table.aligned = kWordBytes;
   table.more_pieces = 0;
   if (few) {
     if (job.rows * row_bytes < kFewBytes) return false;
@@ -623,14 +622,23 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
                           : unit == kWordBytes ? 2 * kSplitRunBytes
                                                : kSplitRunBytes;
       while (rows * size < run) rows *= 2;
+      // Of wide pieces that are cut any number, as rows are few then; parts of what is joined are
+      // whole sectors if rows are.
+      int64_t multiple = kWordBytes;
+      if (size > kSectorBytes && splits) {
+        multiple = 1;
+      } else if (size > kSectorBytes && row_bytes % kSectorBytes == 0) {
+        const int64_t whole = std::lcm(multiple, kSectorBytes / std::gcd(kSectorBytes, size));
+        if (whole * rows * size <= kPartsBytes) multiple = whole;
+      }
       const auto pieces_of_part = [&] {
-        // Very narrow pieces want larger parts than others.
-        const int64_t bytes = splits                ? kSplitPartsBytes
-                              : size < kNarrowBytes ? 2 * kPartsBytes
-                                                    : kPartsBytes;
+        // Very narrow pieces want larger parts than others, and rather wide ones smaller.
+        const int64_t bytes = splits                                        ? kSplitPartsBytes
+                              : size < kNarrowBytes                         ? 2 * kPartsBytes
+                              : size >= kWideBytes && size < 2 * kWideBytes ? kPartsBytes / 2
+                                                                            : kPartsBytes;
         const int64_t most = std::max<int64_t>(1, bytes / (rows * size));
-        const int64_t pieces = CeilDiv(table.count, CeilDiv(table.count, most));
-        return splits ? pieces : CeilDiv(pieces, kWordBytes) * kWordBytes;
+        return CeilDiv(CeilDiv(table.count, CeilDiv(table.count, most)), multiple) * multiple;
       };
       table.parted = pieces_of_part() < table.count;
       if (table.parted) {
@@ -666,7 +674,6 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
         sector_rows * part_bytes <= kMostPatternBytes) {
       pattern_rows = std::max(pattern_rows, sector_rows);
       if (table.parted && size <= kSectorBytes) {
-        table.aligned = kSectorBytes;
         table.more_pieces = static_cast<uint32_t>(CeilDiv(kSectorBytes - kWordBytes, size));
         part_bytes = CeilDiv(part_bytes + kSectorBytes - kWordBytes, kSectorBytes) * kSectorBytes;
       }
