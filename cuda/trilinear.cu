@@ -1,6 +1,7 @@
 // Trilinear interpolation in cells and its gradients, see common/trilinear.h.
 //
-// Calls of a few cells, and most gradients by the points: see trilinear_plain.cu.
+// Calls of a few cells, plain values of long rows, and most gradients by the points: see
+// trilinear_plain.cu.
 //
 // All of the others are bound by memory, and features are most of that. How they move depends on
 // the bytes of a row, which is what a corner has:
@@ -18,12 +19,12 @@
 // Other short ones of at most 4 bytes an element: see trilinear_narrow.cu. Gradients of those of 8
 // bytes (the kernels of images) are made likewise, but with a corner a lane.
 //
-// Values of others of 4 and 8 bytes an element: a block copies the features of some cells to shared
-// memory, 16 bytes a thread. A thread sums an element or a vector there (the kernels of tiles), or
-// lanes share a cell, where rows are long (the kernels of columns).
+// Values of others that vectors divide: a block copies the features of some cells to shared memory,
+// 16 bytes a thread. A thread sums a vector there (the kernel of tiles), or lanes share a cell,
+// where rows are of 48 bytes (the kernel of columns).
 //
-// Other gradients, and other values of 2 bytes an element: see trilinear_groups.cu, and
-// trilinear_shifts.cu for rows that are too long for these.
+// Others: see trilinear_groups.cu, and trilinear_shifts.cu for gradients of rows that are too long
+// for these.
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -50,7 +51,6 @@ constexpr int kBankLineBytes = 128;
 constexpr int64_t kTileBytes = 24 * 1024;
 constexpr int64_t kMaxTileCells = 512;
 constexpr int64_t kMaxTiledRowBytes = 32;
-constexpr int64_t kMaxCellBytes = 48 * 1024;  // in shared memory
 
 // Between the weights of two corners in shared memory, beside one entry a cell: puts the corners of
 // a cell into different banks.
@@ -658,10 +658,11 @@ struct Tile {
   }
 };
 
-template <typename T, int kCount>
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
     InterpolateTile(const __grid_constant__ TileParams params) {
   using A = Accumulator<T>;
+  constexpr int kCount = kPackElements<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   Tile<T> tile(params, shared);
   tile.FetchFeatures(params);
@@ -692,7 +693,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T, int kCount>
+template <typename T>
 cudaError_t LaunchTiles(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
   const int64_t cell_bytes = kCorners * call.width * sizeof(T);
@@ -703,8 +704,8 @@ cudaError_t LaunchTiles(cudaStream_t stream, const Call& call) {
   params.features_bytes = params.tile_cells * cell_bytes;
   const int64_t bytes =
       params.features_bytes + kCorners * (params.tile_cells + kWeightPadding) * sizeof(A);
-  return Launch(InterpolateTile<T, kCount>, CeilDiv(call.cells.size(), params.tile_cells), kThreads,
-                bytes, stream, params);
+  return Launch(InterpolateTile<T>, CeilDiv(call.cells.size(), params.tile_cells), kThreads, bytes,
+                stream, params);
 }
 
 // --- columns -------------------------------------------------------------------------------------
@@ -719,11 +720,11 @@ struct InterpolateColumnsParams {
 // A block copies the features of kThreads / lanes cells to shared memory, in pieces of 16 bytes,
 // which may span corners. A lane takes kCount elements of all corners after each other, with
 // weights that it keeps.
-template <typename T, int kCount>
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
     InterpolateColumns(const __grid_constant__ InterpolateColumnsParams params) {
   using A = Accumulator<T>;
-  constexpr int kPiece = kPackElements<T>;
+  constexpr int kCount = kPackElements<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   const Call& call = params.call;
   const int width = static_cast<int>(call.width);
@@ -737,7 +738,7 @@ __global__ void __launch_bounds__(kThreads)
     uint32_t cell = i;
     const uint32_t piece = params.pieces.Peel(cell);
     const T* from = static_cast<const T*>(call.features) +
-                    call.cells.Offset(first + cell, Call::kFeatures) + piece * kPiece;
+                    call.cells.Offset(first + cell, Call::kFeatures) + piece * kCount;
     __pipeline_memcpy_async(shared + cell * params.pitch + piece * kPackBytes, from, kPackBytes);
   }
   __pipeline_commit();
@@ -775,18 +776,17 @@ int PitchOf(int64_t cell_bytes, int elements) {
                                            kBankLineBytes);
 }
 
-template <typename T, int kCount>
+template <typename T>
 cudaError_t LaunchInterpolateColumns(cudaStream_t stream, const Call& call) {
   const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
-  // A lane alone would read single elements 16 bytes apart from the next lane's.
-  InterpolateColumnsParams params{call, kCount == 1 ? 4 : 1};
+  InterpolateColumnsParams params{call, 1};
   while (params.lanes < kThreads && kThreads / params.lanes * cell_bytes > kTileBytes) {
     params.lanes *= 2;
   }
-  params.pitch = PitchOf<T>(cell_bytes, params.lanes * kCount);
+  params.pitch = PitchOf<T>(cell_bytes, params.lanes * kPackElements<T>);
   params.pieces = FastDivider(cell_bytes / kPackBytes);
   const int64_t cells = kThreads / params.lanes;
-  return Launch(InterpolateColumns<T, kCount>, CeilDiv(call.cells.size(), cells), kThreads,
+  return Launch(InterpolateColumns<T>, CeilDiv(call.cells.size(), cells), kThreads,
                 cells * params.pitch, stream, params);
 }
 
@@ -803,7 +803,6 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
   const bool whole = call.width % kPack == 0;
   if constexpr (sizeof(T) == 2) {
     if (HasNarrowValues(call.width, sizeof(T))) return LaunchNarrow(stream, call);
-    if (!whole && kCorners * row_bytes <= kMaxGroupCellBytes) return LaunchGroups(stream, call);
   } else {
     if (call.width == 2) {
       return Launch(InterpolateRows<T, 2>, CeilDiv(call.cells.size(), kThreads), kThreads, 0,
@@ -813,12 +812,12 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
       return LaunchNarrow(stream, call);
     }
   }
-  if (kCorners * row_bytes > kMaxCellBytes) return LaunchVectors<T, 1>(stream, call);
-  if (row_bytes <= kMaxTiledRowBytes) {
-    return whole ? LaunchTiles<T, kPack>(stream, call) : LaunchTiles<T, 1>(stream, call);
+  if (!whole) {
+    return kCorners * row_bytes <= kMaxGroupCellBytes ? LaunchGroups(stream, call)
+                                                      : LaunchVectors<T, 1>(stream, call);
   }
-  return whole ? LaunchInterpolateColumns<T, kPack>(stream, call)
-               : LaunchInterpolateColumns<T, 1>(stream, call);
+  return row_bytes <= kMaxTiledRowBytes ? LaunchTiles<T>(stream, call)
+                                        : LaunchInterpolateColumns<T>(stream, call);
 }
 
 template <typename T>

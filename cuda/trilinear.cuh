@@ -45,8 +45,7 @@ inline constexpr bool HasNarrowValues(int64_t width, int64_t item_bytes) {
 }
 cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call);
 
-// Gradients, and values of 2 bytes an element, of cells of at most so many bytes, see
-// trilinear_groups.cu.
+// Cells of at most so many bytes, see trilinear_groups.cu.
 inline constexpr int64_t kMaxGroupCellBytes = 72 * 1024;
 cudaError_t LaunchGroups(cudaStream_t stream, const Call& call);
 

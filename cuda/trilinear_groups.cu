@@ -33,7 +33,8 @@ template <typename T, bool kReads>
 constexpr int kBlocks = sizeof(T) == 8 && kReads ? 2 : 4;
 
 // What the features of a block's cells take of shared memory where a group need not have more than
-// one of them: of elements of 4 bytes whose gradients are stored, and of others.
+// one of them: of elements of 4 bytes but for gradients by the
+// points alone, and of others.
 constexpr int64_t kSmallImageBytes = 12 * 1024;
 constexpr int64_t kImageBytes = 18 * 1024;
 
@@ -287,7 +288,7 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, kPoints>)
   if constexpr (kFeatures) image.AwaitStore();
 }
 
-// Values of 2 bytes an element. All corners of a value are summed by one lane, in the order of all
+// All corners of a value are summed by one lane, in the order of all
 // other kernels: of shifted rows it reads both words that a pair has parts of.
 template <typename T, Columns kColumns, bool kPlain>
 __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
   __shared__ FeatureImage image;
   const Call& call = params.call;
   const int width = static_cast<int>(call.width);
-  const int columns = width / 2;
+  const int columns = kColumns == Columns::kSingles ? width : width / 2;
   const Group group(params);
   unsigned char* memory = ImageIn<T>(shared, call.features, group, call.width);
   image.Fetch<kPlain, T>(call, group, memory);
@@ -313,32 +314,40 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
   // Values are as far from a vector's begin as they will be in global memory.
   const int skipped = static_cast<int>(group.first * width % kPack);
   if (group.real) {
-    const auto* words = reinterpret_cast<const uint32_t*>(memory + group.own * params.pitch);
+    const auto* words = reinterpret_cast<const Word<T>*>(memory + group.own * params.pitch);
     T* to = staged + skipped + group.own * width;
 #pragma unroll 4
     for (int column = group.lane; column < columns; column += group.lanes) {
-      A sum[2] = {};
+      A sum[kColumns == Columns::kSingles ? 1 : 2] = {};
 #pragma unroll
       for (int c = 0; c < kCorners; ++c) {
-        const uint32_t* at = words + c * width / 2 + column;
-        const bool amid = kShifted && c % 2 != 0;
-        sum[0] += weights[c] * WidenHalf<T>(at[0], amid);
-        sum[1] += weights[c] * WidenHalf<T>(at[amid], !amid);
+        if constexpr (kColumns == Columns::kSingles) {
+          sum[0] += weights[c] * words[c * width + column];
+        } else {
+          const uint32_t* at = words + c * width / 2 + column;
+          const bool amid = kShifted && c % 2 != 0;
+          sum[0] += weights[c] * WidenHalf<T>(at[0], amid);
+          sum[1] += weights[c] * WidenHalf<T>(at[amid], !amid);
+        }
       }
-      if constexpr (kShifted) {
+      if constexpr (kColumns == Columns::kSingles) {
+        to[column] = sum[0];
+      } else if constexpr (kShifted) {
         to[2 * column] = Narrow<T>(sum[0]);
         to[2 * column + 1] = Narrow<T>(sum[1]);
       } else {
         reinterpret_cast<uint32_t*>(to)[column] = MakePair<T>(sum[0], sum[1]);
       }
     }
-    if (kShifted && group.lane == group.lanes - 1) {
-      A sum = 0;
+    if constexpr (kShifted) {
+      if (group.lane == group.lanes - 1) {
+        A sum = 0;
 #pragma unroll
-      for (int c = 0; c < kCorners; ++c) {
-        sum += weights[c] * WidenHalf<T>(words[c * width / 2 + columns], c % 2 != 0);
+        for (int c = 0; c < kCorners; ++c) {
+          sum += weights[c] * WidenHalf<T>(words[c * width / 2 + columns], c % 2 != 0);
+        }
+        to[width - 1] = Narrow<T>(sum);
       }
-      to[width - 1] = Narrow<T>(sum);
     }
   }
   __syncthreads();
@@ -369,8 +378,9 @@ cudaError_t LaunchOfKind(cudaStream_t stream, const Call& call) {
   for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
     params.strides[operand] = call.cells.rank() == 1 ? call.cells.stride(0, operand) : 0;
   }
-  const int64_t image_bytes =
-      item_bytes == 4 && call.dfeatures != nullptr ? kSmallImageBytes : kImageBytes;
+  const int64_t image_bytes = item_bytes == 4 && (call.dfeatures != nullptr || call.out != nullptr)
+                                  ? kSmallImageBytes
+                                  : kImageBytes;
   const int threads = cell_bytes < kLongCellBytes ? kThreads : kLongThreads;
   // One copy of all cells is better than one a cell with something between them, and that is better
   // than many lanes that have no column.
@@ -389,19 +399,14 @@ cudaError_t LaunchOfKind(cudaStream_t stream, const Call& call) {
   }
   params.image_bytes = params.tile * params.pitch + kLineBytes;
   int64_t bytes = params.image_bytes;
-  void (*kernel)(GroupParams) = nullptr;
-  if constexpr (kColumns != Columns::kSingles) {
-    if (call.out != nullptr) {
-      kernel = InterpolateGroups<T, kColumns, kPlain>;
-      bytes += (CeilDiv(params.tile * call.width, kPackElements<T>) + 1) * kPackBytes;
-    }
-  }
-  if (call.out == nullptr) {
+  auto* kernel = InterpolateGroups<T, kColumns, kPlain>;
+  if (call.out != nullptr) {
+    bytes += (CeilDiv(params.tile * call.width, kPackElements<T>) + 1) * kPackBytes;
+  } else {
     kernel = call.dpoints == nullptr     ? BackwardGroups<T, kColumns, kPlain, true, false>
              : call.dfeatures == nullptr ? BackwardGroups<T, kColumns, kPlain, false, true>
                                          : BackwardGroups<T, kColumns, kPlain, true, true>;
   }
-  if (kernel == nullptr) return cudaErrorInvalidValue;
   return Launch(kernel, CeilDiv(call.cells.size(), params.tile), threads, bytes, stream, params);
 }
 
