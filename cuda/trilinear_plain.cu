@@ -175,19 +175,25 @@ __global__ void __launch_bounds__(kGradThreads)
   StorePack(static_cast<T*>(params.to) + pack * kPack, out);
 }
 
+// The results, which are needed last, are what does not lie in the first line.
 struct PointParams {
   const void* features;
   const void* points;
   const void* cotangent;
-  void* dfeatures;
-  void* dpoints;
+  uint32_t lanes;  // that share a cell, a power of two
   uint32_t cells, width;
   uint32_t strides[Call::kCotangent + 1];  // between the entries of two cells
-  uint32_t lanes;                          // that share a cell, a power of two
+  void* dfeatures;
+  void* dpoints;
 };
 
 constexpr uint32_t kMaxLanes = 512;
 constexpr uint32_t kLeastThreads = 64;
+
+// Threads of a block. They do not ask blockDim, which is in another line of the constant cache.
+JAXOPS_HOST_DEVICE constexpr uint32_t PointThreads(uint32_t lanes) {
+  return lanes < kLeastThreads ? kLeastThreads : lanes;
+}
 
 // The gradient by the point, and by the features if kFeatures. To ask for one block leaves
 // registers for all of a thread's loads.
@@ -198,7 +204,7 @@ __global__ void __launch_bounds__(kMaxLanes, 1)
   __shared__ A sums[kMaxLanes / kWarp][kAxes];
   const uint32_t lanes = params.lanes;
   const uint32_t lane = threadIdx.x & (lanes - 1);
-  uint32_t cell = (blockIdx.x * blockDim.x + threadIdx.x) / lanes;
+  uint32_t cell = (blockIdx.x * PointThreads(lanes) + threadIdx.x) / lanes;
   // Lanes of no cell help the last one to sum, so that whole warps meet.
   const bool real = cell < params.cells;
   if (!real) cell = params.cells - 1;
@@ -331,16 +337,16 @@ cudaError_t LaunchPoints(cudaStream_t stream, const Call& call) {
   PointParams params{call.features,
                      call.points,
                      call.cotangent,
-                     call.dfeatures,
-                     call.dpoints,
+                     PointLanes(call, CeilDiv(call.width, kCount)),
                      static_cast<uint32_t>(call.cells.size()),
                      static_cast<uint32_t>(call.width),
                      {},
-                     PointLanes(call, CeilDiv(call.width, kCount))};
+                     call.dfeatures,
+                     call.dpoints};
   for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
     params.strides[operand] = StrideOf(call, operand);
   }
-  const int threads = static_cast<int>(std::max(params.lanes, kLeastThreads));
+  const int threads = static_cast<int>(PointThreads(params.lanes));
   const auto kernel =
       call.dfeatures != nullptr ? BackwardPlain<T, kCount, true> : BackwardPlain<T, kCount, false>;
   return Launch(kernel, CeilDiv(call.cells.size() * params.lanes, threads), threads, 0, stream,
