@@ -4,8 +4,8 @@
 // Where a call does not fill the GPU, what takes time is how long one thread waits: for its
 // instructions and constants, which the first block of a multiprocessor has to fetch, and for one
 // load after another. So threads share little but sums and have little to do each: there are many
-// small blocks, few parameters, and no code for what plain calls do not have. For gradients by the
-// points of long rows that is the fastest of large calls too.
+// small blocks, few parameters, and no code for what plain calls do not have. For values and
+// gradients by the points of long rows that is the fastest of large calls too.
 #include <algorithm>
 #include <cstdint>
 
@@ -35,24 +35,25 @@ __device__ __forceinline__ void LoadPlain(const void* points, uint32_t offset,
   for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
 }
 
-constexpr int kValueThreads = 128;
-
-// A thread has kCount values of a cell.
-template <typename T, int kCount>
-__global__ void __launch_bounds__(kValueThreads)
+// A thread has kCount values of a cell. Threads behind the last pack make that too and do not store
+// it: to leave would put off what all others load until they know that they stay. The sizes of
+// blocks are constants, because blockDim is in another line of the constant cache. To ask for one
+// block leaves registers for all of a thread's loads.
+template <typename T, int kCount, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
     InterpolatePlain(const __grid_constant__ PackParams params) {
   using A = Accumulator<T>;
-  const uint32_t pack = blockIdx.x * kValueThreads + threadIdx.x;
-  if (pack >= params.packs) return;
+  const uint32_t own = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t pack = min(own, params.packs - 1);
   uint32_t cell = pack;
   const uint32_t f = params.row.Peel(cell) * kCount;
   const uint32_t width = params.row.divisor() * kCount;
-  Coordinates<A> p;
-  LoadPlain<T>(params.points, cell * params.point_stride, p);
   const T* features = static_cast<const T*>(params.from) + (cell * params.stride + f);
   Pack<T, kCount> rows[kCorners];
 #pragma unroll
   for (int c = 0; c < kCorners; ++c) rows[c] = LoadPack<kCount>(features + c * width);
+  Coordinates<A> p;
+  LoadPlain<T>(params.points, cell * params.point_stride, p);
   Axis<A> axes[kAxes];
   MakeAxes(p, axes);
   A weights[kCorners];
@@ -65,7 +66,9 @@ __global__ void __launch_bounds__(kValueThreads)
     for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(rows[c].values[i]);
     out.values[i] = Narrow<T>(sum);
   }
-  *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + pack * kCount) = out;
+  if (own == pack) {
+    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + pack * kCount) = out;
+  }
 }
 
 struct SharedValueParams {
@@ -77,10 +80,12 @@ struct SharedValueParams {
   uint32_t point_stride;  // between two points
 };
 
+constexpr int kSharedThreads = 128;
+
 // Rows are of kWidth elements, so that a warp has whole cells. It loads their features in the order
 // of memory and shares them: every load of one row of each cell would touch a line of each.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kValueThreads)
+__global__ void __launch_bounds__(kSharedThreads)
     InterpolateShared(const __grid_constant__ SharedValueParams params) {
   using A = Accumulator<T>;
   constexpr int kPack = kPackElements<T>;
@@ -89,9 +94,9 @@ __global__ void __launch_bounds__(kValueThreads)
   constexpr int kLoads = kCells * kPacks / kWarp;
   // Between two cells is a row more, which puts them in different banks.
   constexpr int kPitch = kPacks + kWidth / kPack;
-  __shared__ Pack<T, kPack> shared[kValueThreads / kWarp][kCells * kPitch];
+  __shared__ Pack<T, kPack> shared[kSharedThreads / kWarp][kCells * kPitch];
   const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t first = (blockIdx.x * kValueThreads + threadIdx.x) / kWarp * kCells;
+  const uint32_t first = (blockIdx.x * kSharedThreads + threadIdx.x) / kWarp * kCells;
   const T* features = static_cast<const T*>(params.features);
   Pack<T, kPack> loaded[kLoads];
 #pragma unroll
@@ -190,7 +195,7 @@ struct PointParams {
 constexpr uint32_t kMaxLanes = 512;
 constexpr uint32_t kLeastThreads = 64;
 
-// Threads of a block. They do not ask blockDim, which is in another line of the constant cache.
+// Threads of a block, which do not ask blockDim for it either.
 JAXOPS_HOST_DEVICE constexpr uint32_t PointThreads(uint32_t lanes) {
   return lanes < kLeastThreads ? kLeastThreads : lanes;
 }
@@ -278,8 +283,8 @@ uint32_t StrideOf(const Call& call, Call::Operand operand) {
   return call.cells.rank() == 0 ? 0 : static_cast<uint32_t>(call.cells.stride(0, operand));
 }
 
-template <typename T, int kCount>
-cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
+template <typename T, int kCount, int kThreads>
+cudaError_t LaunchValuesOf(cudaStream_t stream, const Call& call) {
   const int64_t packs = call.cells.size() * call.width / kCount;
   const PackParams params{call.features,
                           call.points,
@@ -288,7 +293,7 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
                           StrideOf(call, Call::kFeatures),
                           StrideOf(call, Call::kPoints),
                           FastDivider(call.width / kCount)};
-  return Launch(InterpolatePlain<T, kCount>, CeilDiv(packs, kValueThreads), kValueThreads, 0,
+  return Launch(InterpolatePlain<T, kCount, kThreads>, CeilDiv(packs, kThreads), kThreads, 0,
                 stream, params);
 }
 
@@ -300,8 +305,48 @@ cudaError_t LaunchSharedValues(cudaStream_t stream, const Call& call) {
                                  static_cast<uint32_t>(call.cells.size() - 1),
                                  StrideOf(call, Call::kFeatures),
                                  StrideOf(call, Call::kPoints)};
-  return Launch(InterpolateShared<T, kWidth>, CeilDiv(call.cells.size() * kWidth, kValueThreads),
-                kValueThreads, 0, stream, params);
+  return Launch(InterpolateShared<T, kWidth>, CeilDiv(call.cells.size() * kWidth, kSharedThreads),
+                kSharedThreads, 0, stream, params);
+}
+
+// Rows of which a thread can have several values, however many cells there are.
+template <typename T>
+constexpr int kLongCount = sizeof(T) == 8 ? 2 : 4;
+constexpr int64_t kLongRowBytes = 64;
+template <typename T>
+bool HasLongRows(const Call& call) {
+  return call.width % kLongCount<T> == 0 &&
+         call.width * static_cast<int64_t>(sizeof(T)) >= kLongRowBytes;
+}
+
+// Which kernel is the fastest for so many values, as measured on an H200: threads have several of
+// them where enough threads are left, and otherwise blocks are larger rather than many. Blocks of
+// pairs of 2 bytes are small where loads of a warp touch many lines.
+constexpr int64_t kLeastLongThreads = 7 * 1024;
+constexpr int64_t kManyLongThreads = 32 * 1024;
+constexpr int64_t kMostBlocks = 96;
+
+template <typename T>
+cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
+  const int64_t values = call.cells.size() * call.width;
+  if (HasLongRows<T>(call) && values >= kLeastLongThreads * kLongCount<T>) {
+    return values > kManyLongThreads * kLongCount<T>
+               ? LaunchValuesOf<T, kLongCount<T>, 128>(stream, call)
+               : LaunchValuesOf<T, kLongCount<T>, 64>(stream, call);
+  }
+  if constexpr (sizeof(T) < 8) {
+    if (call.width == 8) return LaunchSharedValues<T, 8>(stream, call);
+  }
+  if constexpr (sizeof(T) == 4) {
+    if (call.width == 4) return LaunchSharedValues<T, 4>(stream, call);
+  }
+  if constexpr (sizeof(T) == 2) {
+    if (call.width == 4) return LaunchValuesOf<T, 2, 64>(stream, call);
+    if (call.width % 2 == 0) return LaunchValuesOf<T, 2, 128>(stream, call);
+  }
+  if (values <= kMostBlocks * 64) return LaunchValuesOf<T, 1, 64>(stream, call);
+  if (values <= kMostBlocks * 128) return LaunchValuesOf<T, 1, 128>(stream, call);
+  return LaunchValuesOf<T, 1, 256>(stream, call);
 }
 
 template <typename T>
@@ -361,13 +406,14 @@ constexpr int64_t kMaxSpanElements = 1 << 20;   // of these, where packs span ro
 constexpr int64_t kMaxPointThreads = 128 * 1024;
 constexpr int64_t kMaxHalvedBytes = 48 << 20;  // of features of rows that are not whole sectors
 constexpr int64_t kSectorBytes = 32;
-constexpr int64_t kLongRowBytes = 48;
+constexpr int64_t kLongGradRowBytes = 48;
 
 // Elements that a lane loads at once for gradients by the points.
 template <typename T>
 int PointCount(int64_t width) {
   constexpr int kPack = kPackElements<T>;
-  if (width % kPack == 0 && width * static_cast<int64_t>(sizeof(T)) >= kLongRowBytes) return kPack;
+  if (width % kPack == 0 && width * static_cast<int64_t>(sizeof(T)) >= kLongGradRowBytes)
+    return kPack;
   return width % (kPack / 2) == 0 ? kPack / 2 : 1;
 }
 
@@ -382,7 +428,9 @@ bool IsFastest(const Call& call) {
   // however many cells there are.
   const bool sector_rows = sizeof(T) == 2 && call.width == 16;
   if (call.width == 1 && (call.dpoints != nullptr || cells > kMaxSingleCells)) return false;
-  if (call.out != nullptr) return bytes <= kMaxValueBytes || sector_rows;
+  if (call.out != nullptr) {
+    return bytes <= kMaxValueBytes || sector_rows || HasLongRows<T>(call);
+  }
   if (call.dpoints == nullptr) {
     if (bytes > kMaxGradBytes) return false;
     return call.width % kPack == 0 ||
@@ -402,18 +450,7 @@ bool IsFastest(const Call& call) {
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   constexpr int kPack = kPackElements<T>;
-  if (call.out != nullptr) {
-    if constexpr (sizeof(T) == 4) {
-      if (call.width == 4) return LaunchSharedValues<T, 4>(stream, call);
-      if (call.width == 8) return LaunchSharedValues<T, 8>(stream, call);
-      if (call.width == 16) return LaunchSharedValues<T, 16>(stream, call);
-      if (call.width == 32) return LaunchSharedValues<T, 32>(stream, call);
-    }
-    // Words of 4 bytes, or more.
-    constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
-    return call.width % kPair == 0 ? LaunchValues<T, kPair>(stream, call)
-                                   : LaunchValues<T, 1>(stream, call);
-  }
+  if (call.out != nullptr) return LaunchValues<T>(stream, call);
   if (call.dpoints == nullptr) return LaunchFeatureGrad<T>(stream, call);
   const int count = PointCount<T>(call.width);
   if (count == kPack) return LaunchPoints<T, kPack>(stream, call);
