@@ -4,7 +4,7 @@
 // arrays is one launch and a CUDA graph can keep it. There are five ways, the last two for all that
 // the others leave:
 //
-// Small arrays (JoinWords, MoveRuns): a thread a word, as large as all sizes and addresses are
+// Small arrays (MoveAlike, JoinWords, MoveRuns): words as large as all sizes and addresses are
 // multiples of, by the shortest way from the launch to the store.
 //
 // Narrow pieces of bytes and of pairs of them, or very many (concatenate_tiles.cu): gathered in
@@ -38,11 +38,24 @@ using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 
 constexpr int kThreads = 256;
-constexpr int kSmallThreads = 256;
+constexpr int kRunThreads = 256;
+// Threads of a block that has few words to move, and of one of more, so that there are not too many
+// blocks. They are known when kernels are compiled, because the size of a block is a constant of
+// the launch that is waited for on its own.
+constexpr int kJoinThreads = 256;
+constexpr int kMoreJoinThreads = 384;
+template <typename Word, int kPieces>
+constexpr int kAlikeThreads = kPieces * sizeof(Word) > 32 ? 64 : 128;
+template <typename Word, int kPieces>
+constexpr int kMoreAlikeThreads = kPieces * sizeof(Word) > 32 ? 128 : 192;
+// Up to so many words.
+constexpr int64_t kFewJoined = 24576;
+constexpr int64_t kFewAlike = 12288;
 // Up to so many words, the launch and the first access cost more than all the rest.
 constexpr int64_t kSmallWords = int64_t{1} << 16;
 constexpr int64_t kSmallJoinedWords = 2 * kSmallWords;
-constexpr int64_t kSmallBlocks = 1024;
+constexpr int64_t kMostRunBlocks = 1024;
+constexpr int kMostAlike = 4;
 constexpr int kFewRuns = 4;
 constexpr int kMostRuns = 16;
 // Packs of a thread that are under way together where rows are long.
@@ -462,31 +475,63 @@ __global__ void __launch_bounds__(kThreads) MoveLong(const __grid_constant__ Tab
 // What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
 // the first with 16 bytes of others.
 
+// Equal pieces of the rows of one array, whose own rows follow each other. All is in the first
+// line.
+template <int kPieces>
+struct Alike {
+  unsigned char* pieces[kPieces];
+  unsigned char* whole;
+  uint16_t last;        // word of a piece in all rows
+  uint16_t size;        // words of a row of a piece
+  uint32_t multiplier;  // of the number of a word, counted from 1; the upper half is its row
+};
+
+// A thread has the same word of each piece, whose place there is known before the row is. Threads
+// beyond the last word move that word again, as a branch would be met before the first access.
+template <typename Word, bool kSplits, int kOfBlock, int kPieces>
+__global__ void __launch_bounds__(kOfBlock)
+    MoveAlike(const __grid_constant__ Alike<kPieces> table) {
+  const uint32_t index = min(blockIdx.x * kOfBlock + threadIdx.x, uint32_t{table.last});
+  const uint32_t size = table.size;
+  const uint32_t row = __umulhi(index + 1, table.multiplier);
+  const uint32_t in_whole = index + row * (kPieces - 1) * size;
+  Word* const whole = reinterpret_cast<Word*>(table.whole);
+  Word words[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const Word* piece = reinterpret_cast<const Word*>(table.pieces[i]);
+    words[i] = __ldg(kSplits ? whole + in_whole + i * size : piece + index);
+  }
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    Word* piece = reinterpret_cast<Word*>(table.pieces[i]);
+    *(kSplits ? piece + index : whole + in_whole + i * size) = words[i];
+  }
+}
+
 // Two pieces whose rows follow each other. All is in the first line.
 struct Joined {
   const unsigned char* first;
   unsigned char* to;
   int64_t difference;  // bytes, as of the places where the pieces would be if they began with a row
   FastDivider row_words;
-  uint32_t words;
+  uint32_t last;    // word of all rows
   uint32_t filled;  // words of a row, before zeros
   uint32_t begin;   // of the second piece
 };
 
-template <typename Word>
-__global__ void __launch_bounds__(kSmallThreads) JoinWords(const __grid_constant__ Joined table) {
-  const uint32_t index = blockIdx.x * kSmallThreads + threadIdx.x;
+template <typename Word, int kOfBlock>
+__global__ void __launch_bounds__(kOfBlock) JoinWords(const __grid_constant__ Joined table) {
+  const uint32_t index = min(blockIdx.x * kOfBlock + threadIdx.x, table.last);
   uint32_t row = index;
-  uint32_t column = table.row_words.Peel(row);
-  // Without a branch before the loads, so that all constants are on their way together.
-  const bool there = index < table.words;
-  const bool reads = there && column < table.filled;
+  const uint32_t column = table.row_words.Peel(row);
   const bool beyond = table.begin <= column;
-  column += row * (beyond ? table.filled - table.begin : table.begin);
+  // Zeros are read too, as the last word before them.
+  const uint32_t at =
+      min(column, table.filled - 1) + row * (beyond ? table.filled - table.begin : table.begin);
   const unsigned char* from = table.first + (beyond ? table.difference : 0);
-  Word word = {};
-  if (reads) word = __ldg(reinterpret_cast<const Word*>(from) + column);
-  if (there) reinterpret_cast<Word*>(table.to)[index] = word;
+  const Word word = __ldg(reinterpret_cast<const Word*>(from) + at);
+  reinterpret_cast<Word*>(table.to)[index] = column < table.filled ? word : Word{};
 }
 
 // A piece of all rows, or zeros there. Counts and strides are of words.
@@ -509,8 +554,7 @@ struct Runs {
 // A block has some rows and columns of one piece, so that all that a thread has to know comes with
 // one line, and nothing is divided.
 template <typename Word, int kRuns>
-__global__ void __launch_bounds__(kSmallThreads)
-    MoveRuns(const __grid_constant__ Runs<kRuns> table) {
+__global__ void __launch_bounds__(kRunThreads) MoveRuns(const __grid_constant__ Runs<kRuns> table) {
   Run run = table.runs[blockIdx.x];
   // All are on their way before the first is needed.
   asm volatile(""
@@ -518,12 +562,15 @@ __global__ void __launch_bounds__(kSmallThreads)
                  "+r"(run.rows));
   const uint32_t row = blockIdx.y * blockDim.y + threadIdx.y;
   const uint32_t column = blockIdx.z * blockDim.x + threadIdx.x;
-  const bool there = column < run.words && row < run.rows;
   Word word = {};
-  if (there && run.from != nullptr) {
-    word = __ldg(reinterpret_cast<const Word*>(run.from) + row * run.from_stride + column);
+  if (run.from != nullptr) {
+    // Without a branch before the load threads beyond the piece read its last word.
+    const uint32_t at = min(row, run.rows - 1) * run.from_stride + min(column, run.words - 1);
+    word = __ldg(reinterpret_cast<const Word*>(run.from) + at);
   }
-  if (there) reinterpret_cast<Word*>(run.to)[row * run.to_stride + column] = word;
+  if (column < run.words && row < run.rows) {
+    reinterpret_cast<Word*>(run.to)[row * run.to_stride + column] = word;
+  }
 }
 
 // --- launches ------------------------------------------------------------------------------------
@@ -677,6 +724,70 @@ uint32_t WordsOf(int64_t bytes) {
   return static_cast<uint32_t>(bytes / sizeof(Word));
 }
 
+// Whether MoveAlike can do it: a few equal pieces of one array, and nothing but them.
+bool AreAlike(const Job& job, int64_t unit) {
+  const Piece& first = job.pieces[0];
+  const auto pieces = static_cast<int64_t>(job.pieces.size());
+  const bool joins = job.destinations.size() == 1;
+  if (pieces < 2 || pieces > kMostAlike || (!joins && job.destinations.size() != job.pieces.size()))
+    return false;
+  const auto* next = static_cast<const unsigned char*>(first.source);
+  for (const Piece& piece : job.pieces) {
+    if (piece.size != first.size || piece.extent != first.size) return false;
+    if (piece.stride != (joins ? first.size : pieces * first.size)) return false;
+    if (!joins && piece.source != next) return false;
+    next += piece.size;
+  }
+  for (const Destination& destination : job.destinations) {
+    if (!joins && destination.piece_count != 1) return false;
+  }
+  const int64_t size = first.size / unit;
+  return size > 0 && size <= UINT16_MAX && job.rows * size - 1 <= UINT16_MAX;
+}
+
+template <typename Word, bool kSplits, int kPieces>
+cudaError_t LaunchAlike(cudaStream_t stream, const Job& job) {
+  Alike<kPieces> table = {};
+  for (int i = 0; i < kPieces; ++i) {
+    const void* piece = kSplits ? job.destinations[i].data : job.pieces[i].source;
+    table.pieces[i] = static_cast<unsigned char*>(const_cast<void*>(piece));
+  }
+  const void* whole = kSplits ? job.pieces[0].source : job.destinations[0].data;
+  table.whole = static_cast<unsigned char*>(const_cast<void*>(whole));
+  const uint32_t size = WordsOf<Word>(job.pieces[0].size);
+  const int64_t words = job.rows * size;
+  table.last = static_cast<uint16_t>(words - 1);
+  table.size = static_cast<uint16_t>(size);
+  // Less than 1 / size by at most 2^-32, which 2^16 words do not add up to a word of a row.
+  table.multiplier = UINT32_MAX / size;
+  const auto launch = [&](auto threads) {
+    constexpr int kOfBlock = decltype(threads)::value;
+    return Launch(MoveAlike<Word, kSplits, kOfBlock, kPieces>, CeilDiv(words, kOfBlock), kOfBlock,
+                  0, stream, table);
+  };
+  return words <= kFewAlike
+             ? launch(std::integral_constant<int, kAlikeThreads<Word, kPieces>>())
+             : launch(std::integral_constant<int, kMoreAlikeThreads<Word, kPieces>>());
+}
+
+template <typename Word, bool kSplits>
+cudaError_t LaunchAlikeOf(cudaStream_t stream, const Job& job) {
+  switch (job.pieces.size()) {
+    case 2:
+      return LaunchAlike<Word, kSplits, 2>(stream, job);
+    case 3:
+      return LaunchAlike<Word, kSplits, 3>(stream, job);
+    default:
+      return LaunchAlike<Word, kSplits, kMostAlike>(stream, job);
+  }
+}
+
+template <typename Word>
+cudaError_t LaunchAlike(cudaStream_t stream, const Job& job) {
+  return job.destinations.size() == 1 ? LaunchAlikeOf<Word, false>(stream, job)
+                                      : LaunchAlikeOf<Word, true>(stream, job);
+}
+
 // Whether JoinWords can do it: two pieces, whose rows follow each other, before zeros.
 bool JoinsTwo(const Job& job) {
   int sources = 0;
@@ -695,7 +806,8 @@ cudaError_t LaunchJoin(cudaStream_t stream, const Job& job) {
   Joined table = {};
   table.to = static_cast<unsigned char*>(destination.data);
   table.row_words = FastDivider(WordsOf<Word>(destination.row_bytes));
-  table.words = WordsOf<Word>(job.rows * destination.row_bytes);
+  const int64_t words = WordsOf<Word>(job.rows * destination.row_bytes);
+  table.last = static_cast<uint32_t>(words - 1);
   int64_t begin = 0;
   for (const Piece& piece : job.pieces) {
     if (piece.size == 0) continue;
@@ -709,8 +821,12 @@ cudaError_t LaunchJoin(cudaStream_t stream, const Job& job) {
     begin += piece.size;
   }
   table.filled = WordsOf<Word>(begin);
-  return Launch(JoinWords<Word>, CeilDiv(int64_t{table.words}, kSmallThreads), kSmallThreads, 0,
-                stream, table);
+  const auto launch = [&](auto threads) {
+    constexpr int kOfBlock = decltype(threads)::value;
+    return Launch(JoinWords<Word, kOfBlock>, CeilDiv(words, kOfBlock), kOfBlock, 0, stream, table);
+  };
+  return words <= kFewJoined ? launch(std::integral_constant<int, kJoinThreads>())
+                             : launch(std::integral_constant<int, kMoreJoinThreads>());
 }
 
 // How many runs there are, the words of the longest, and how they are cut into blocks.
@@ -724,10 +840,10 @@ struct RunBlocks {
       runs += (piece.size > 0) + (piece.size < piece.extent);
       longest = std::max({longest, piece.size / unit, (piece.extent - piece.size) / unit});
     }
-    const int64_t beside = CeilDiv(longest, kSmallThreads);
+    const int64_t beside = CeilDiv(longest, kRunThreads);
     const int64_t width =
         beside == 1 ? longest : CeilDiv(CeilDiv(longest, beside), int64_t{kWarp}) * kWarp;
-    const int64_t height = std::min(kSmallThreads / width, job.rows);
+    const int64_t height = std::min(kRunThreads / width, job.rows);
     threads = dim3(static_cast<unsigned>(width), static_cast<unsigned>(height));
     grid =
         dim3(runs, static_cast<unsigned>(CeilDiv(job.rows, height)), static_cast<unsigned>(beside));
@@ -765,22 +881,31 @@ cudaError_t LaunchRuns(cudaStream_t stream, const Job& job) {
 
 template <typename Word>
 cudaError_t LaunchWords(cudaStream_t stream, const Job& job) {
+  if (AreAlike(job, sizeof(Word))) {
+    if constexpr (sizeof(Word) == kPackBytes) {
+      // Lanes that have each a row of a piece are far apart in the whole.
+      if (job.pieces[0].size == kPackBytes && AreAlike(job, sizeof(uint2))) {
+        return LaunchAlike<uint2>(stream, job);
+      }
+    }
+    return LaunchAlike<Word>(stream, job);
+  }
   if (JoinsTwo(job)) return LaunchJoin<Word>(stream, job);
   return RunBlocks(job, sizeof(Word)).runs <= kFewRuns ? LaunchRuns<Word, kFewRuns>(stream, job)
                                                        : LaunchRuns<Word, kMostRuns>(stream, job);
 }
 
-// Whether there is little to move, and JoinWords or MoveRuns can do it.
+// Whether there is little to move, and MoveAlike, JoinWords or MoveRuns can do it.
 bool IsSmall(const Job& job, int64_t unit) {
   int64_t words = 0, reach = 0;
   for (const Destination& d : job.destinations) words += job.rows * d.row_bytes / unit;
   for (const Piece& p : job.pieces) reach = std::max(reach, job.rows * p.stride / unit);
   if (job.broadcasts || words > kSmallJoinedWords || reach > UINT32_MAX) return false;
-  if (JoinsTwo(job)) return true;
+  if (AreAlike(job, unit) || JoinsTwo(job)) return true;
   const RunBlocks blocks(job, unit);
   // Pieces of very different sizes leave many blocks with nothing to do.
   return (job.destinations.size() == 1 || words <= kSmallWords) && blocks.runs <= kMostRuns &&
-         blocks.blocks() <= kSmallBlocks;
+         blocks.blocks() <= kMostRunBlocks;
 }
 
 template <int kPieces, int kDestinations>
@@ -854,6 +979,7 @@ cudaError_t LaunchMove(cudaStream_t stream, const Job& job) {
   }
   if (MovesAsStretches(job, unit)) return LaunchStretches(stream, job, unit);
   if (MovesAsEqual(job, unit)) return LaunchEqual(stream, job, unit);
+  if (MovesAsNarrow(job, unit)) return LaunchNarrow(stream, job, unit);
   // Tiles first: packs can do most of what they can.
   if (MovesAsTiles(job, unit)) return LaunchTiles(stream, job, unit);
   if (MovesAsPacks(job, unit)) return LaunchPacks(stream, job, unit);

@@ -20,6 +20,10 @@ cudaError_t LaunchStretches(cudaStream_t stream, const Job& job, int64_t unit);
 bool MovesAsEqual(const Job& job, int64_t unit);
 cudaError_t LaunchEqual(cudaStream_t stream, const Job& job, int64_t unit);
 
+// Whether LaunchNarrow can move this, and should: few pieces of rows of few bytes.
+bool MovesAsNarrow(const Job& job, int64_t unit);
+cudaError_t LaunchNarrow(cudaStream_t stream, const Job& job, int64_t unit);
+
 // Whether LaunchTiles can move this, and should.
 bool MovesAsTiles(const Job& job, int64_t unit);
 cudaError_t LaunchTiles(cudaStream_t stream, const Job& job, int64_t unit);

@@ -51,7 +51,8 @@ constexpr int kWordBytes = 4;
 constexpr int kFewTiles = 256;
 constexpr int kLeastTiles = 8;
 constexpr int64_t kFewBytes = int64_t{1} << 20;
-constexpr int kTogether = 4;  // words of a thread
+constexpr int64_t kFewWordBytes = int64_t{1} << 22;  // of rows of few pieces of words
+constexpr int kTogether = 4;                         // words of a thread
 constexpr int kBankBytes = 128;
 constexpr int64_t kSectorBytes = 32;         // of the memory
 constexpr int64_t kMostPatternBytes = 4096;  // of what is joined
@@ -541,6 +542,11 @@ bool Splits(const Job& job) {
          (job.pieces.size() == 1 && job.pieces[0].stride != job.pieces[0].size);
 }
 
+// Whether the memory gives whole rows with each of several pieces of them.
+bool AreGiven(const Job& job) {
+  return job.destinations.size() > 1 && job.pieces[0].stride <= kSectorBytes;
+}
+
 // Fills in what does not depend on the items. False where the arrays are not made of whole rows, or
 // there are too few of them.
 template <int kPieces>
@@ -588,7 +594,7 @@ bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
     }
   }
   // Little is read for nothing.
-  if (table.count == 0 || (splits && 2 * filled < row_bytes)) return false;
+  if (table.count == 0 || (splits && 2 * filled < row_bytes && !AreGiven(job))) return false;
   const bool few = table.count <= kFewPieces;
   if (splits && unit == kWordBytes) {
     const int64_t widest = (few ? kWideBytes : kWideWords) * table.count;
@@ -791,12 +797,15 @@ cudaError_t LaunchTable(cudaStream_t stream, const Tiles<kPieces>& table, int64_
 }  // namespace
 
 bool MovesAsTiles(const Job& job, int64_t unit) {
-  // To join few pieces of whole words is as fast without, and so is one. Of packs only narrow ones
-  // need tiles.
+  // To join few pieces of whole words is as fast without, and so is one, unless rows are narrow and
+  // many. Of packs only narrow ones need tiles.
   const bool splits = Splits(job);
   const int64_t widest = splits ? kWidePacksOfSplit : kWidePacksOfJoin;
   const bool packs = unit == kPackBytes;
-  const size_t fewest = unit < kWordBytes ? 1 : splits && !packs ? 2 : kFewPieces + 1;
+  const bool given = AreGiven(job) && job.rows * job.pieces[0].stride >= kFewWordBytes;
+  const size_t fewest = unit < kWordBytes || (given && !packs) ? 1
+                        : splits && !packs                     ? 2
+                                                               : kFewPieces + 1;
   if (job.pieces.size() < fewest) return false;
   Tiles<kMaxPieces> table;
   return Plan(table, job, std::min<int64_t>(unit, kWordBytes)) &&

@@ -243,6 +243,17 @@ def test_widths(platform, widths, rows):
 
 
 @pytest.mark.parametrize(
+    "widths", [(5, 5), (12,) * 3, (2,) * 4, (16,) * 4, (48, 48), (8, 24), (6, 10), (4, 8, 12, 4)]
+)
+@pytest.mark.parametrize("rows", [1, 7, 1200, 2500])
+def test_small_arrays(platform, widths, rows):
+    """Equal arrays and others, of all units, alone and before zeros; blocks that are not full."""
+    rng = np.random.default_rng(6)
+    arrays = [arbitrary(rng, (rows, n), "uint8") for n in widths]
+    check(platform, arrays, 1, widths, sum(widths) + 2 * widths[0], [n + 1 for n in widths])
+
+
+@pytest.mark.parametrize(
     "widths",
     [
         *[(7,) * 300, (28,) * 300, (10,) * 64, (16,) * 24, (48,) * 12, (64,) * 16, (128,) * 64],
@@ -274,6 +285,30 @@ def test_few_channels_are_filled_up(platform, dtype, channels, filled):
     function = vjp_of(lambda x: jaxops.concatenate([x], 1, padded_size=filled), (0,))
     got = run(function, platform, (g,), x)
     assert_bitwise(got, [padded(x, 1, filled), g[:, :channels]], f"{channels} of {filled} {dtype}")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("channels", "all_channels"),
+    [
+        *[((1, 1), 4), ((1, 1, 1), 8), ((3,), 8), ((2, 1), 8), ((1, 0, 2), 16), ((3, 5), 16)],
+        *[((3, 3, 3), 32), ((1, 1), 2), ((1, 2), 9), ((1, 1, 1, 1, 1), 16), ((3, 4), 7)],
+    ],
+)
+@pytest.mark.parametrize("rows", [33, 150_003])
+def test_few_channels_are_cut(platform, dtype, channels, all_channels, rows):
+    """The gradient of several arrays and zeros: rows of which little is read, and several parts."""
+    rng = np.random.default_rng(8)
+    g = arbitrary(rng, (rows, all_channels), dtype)
+    arrays = [np.zeros((rows, n), dtype) for n in channels]
+    function = vjp_of(
+        lambda *arrays: jaxops.concatenate(arrays, 1, padded_size=all_channels),
+        tuple(range(len(channels))),
+    )
+    got = run(function, platform, (g,), *arrays)
+    want = [padded(np.concatenate(arrays, 1), 1, all_channels)]
+    want += parted(g[:, : sum(channels)], channels, 1)
+    assert_bitwise(got, want, f"{channels} of {all_channels} {dtype}")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
