@@ -1,7 +1,7 @@
 // Trilinear interpolation in cells and its gradients, see common/trilinear.h.
 //
-// Calls of a few cells, plain values of long rows, and most gradients by the points: see
-// trilinear_plain.cu.
+// Calls of a few cells, values of long rows and of short ones of a power of two elements, and most
+// gradients by the points, unless they are derivatives or of nested cells: see trilinear_plain.cu.
 //
 // All of the others are bound by memory, and features are most of that. How they move depends on
 // the bytes of a row, which is what a corner has:

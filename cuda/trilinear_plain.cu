@@ -4,8 +4,9 @@
 // Where a call does not fill the GPU, what takes time is how long one thread waits: for its
 // instructions and constants, which the first block of a multiprocessor has to fetch, and for one
 // load after another. So threads share little but sums and have little to do each: there are many
-// small blocks, few parameters, and no code for what plain calls do not have. For values and
-// gradients by the points of long rows that is the fastest of large calls too.
+// small blocks, few parameters, and no code for what plain calls do not have. For gradients by the
+// points of long rows, and for values of these and of some short ones, that is the fastest of large
+// calls too.
 #include <algorithm>
 #include <cstdint>
 
@@ -82,6 +83,10 @@ struct SharedValueParams {
 
 constexpr int kSharedThreads = 128;
 
+// Elements of a value that a lane has: words of 4 bytes, or more.
+template <typename T>
+constexpr int kWordElements = sizeof(T) == 2 ? 2 : 1;
+
 // Rows are of kWidth elements, so that a warp has whole cells. It loads their features in the order
 // of memory and shares them: every load of one row of each cell would touch a line of each.
 template <typename T, int kWidth>
@@ -89,11 +94,13 @@ __global__ void __launch_bounds__(kSharedThreads)
     InterpolateShared(const __grid_constant__ SharedValueParams params) {
   using A = Accumulator<T>;
   constexpr int kPack = kPackElements<T>;
+  constexpr int kCount = kWordElements<T>;
+  constexpr int kLanes = kWidth / kCount;            // of a cell
+  constexpr int kCells = kWarp / kLanes;             // of a warp
   constexpr int kPacks = kCorners * kWidth / kPack;  // of a cell
-  constexpr int kCells = kWarp / kWidth;             // of a warp
   constexpr int kLoads = kCells * kPacks / kWarp;
   // Between two cells is a row more, which puts them in different banks.
-  constexpr int kPitch = kPacks + kWidth / kPack;
+  constexpr int kPitch = kPacks + (kWidth + kPack - 1) / kPack;
   __shared__ Pack<T, kPack> shared[kSharedThreads / kWarp][kCells * kPitch];
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t first = (blockIdx.x * kSharedThreads + threadIdx.x) / kWarp * kCells;
@@ -105,8 +112,8 @@ __global__ void __launch_bounds__(kSharedThreads)
     const uint32_t cell = min(first + pack / kPacks, params.last);
     loaded[i] = LoadPack<kPack>(features + cell * params.stride + pack % kPacks * kPack);
   }
-  const uint32_t local = lane / kWidth;
-  const uint32_t f = lane % kWidth;
+  const uint32_t local = lane / kLanes;
+  const uint32_t f = lane % kLanes * kCount;
   const uint32_t cell = first + local;
   Coordinates<A> p;
   LoadPlain<T>(params.points, min(cell, params.last) * params.point_stride, p);
@@ -122,10 +129,19 @@ __global__ void __launch_bounds__(kSharedThreads)
   }
   __syncwarp();
   const T* rows = reinterpret_cast<const T*>(of_warp + local * kPitch) + f;
-  A sum = 0;
+  A sums[kCount] = {};
 #pragma unroll
-  for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(rows[c * kWidth]);
-  if (cell <= params.last) static_cast<T*>(params.out)[cell * kWidth + f] = Narrow<T>(sum);
+  for (int c = 0; c < kCorners; ++c) {
+    const auto row = LoadPack<kCount>(rows + c * kWidth);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] += weights[c] * Widen(row.values[i]);
+  }
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
+  if (cell <= params.last) {
+    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.out) + cell * kWidth + f) = out;
+  }
 }
 
 template <typename A>
@@ -297,15 +313,30 @@ cudaError_t LaunchValuesOf(cudaStream_t stream, const Call& call) {
                 stream, params);
 }
 
-template <typename T, int kWidth>
+// Whose values are made of shared rows: those of a power of two elements, up to 32 bytes, or 64 of
+// 2 bytes an element.
+constexpr int kLeastSharedWidth = 2;
+template <typename T>
+constexpr int kMostSharedWidth = sizeof(T) == 2 ? 32 : 32 / sizeof(T);
+
+template <typename T>
+bool HasSharedValues(int64_t width) {
+  return width >= kLeastSharedWidth && width <= kMostSharedWidth<T> && (width & (width - 1)) == 0;
+}
+
+template <typename T, int kWidth = kLeastSharedWidth>
 cudaError_t LaunchSharedValues(cudaStream_t stream, const Call& call) {
+  if constexpr (kWidth < kMostSharedWidth<T>) {
+    if (call.width != kWidth) return LaunchSharedValues<T, 2 * kWidth>(stream, call);
+  }
   const SharedValueParams params{call.features,
                                  call.points,
                                  call.out,
                                  static_cast<uint32_t>(call.cells.size() - 1),
                                  StrideOf(call, Call::kFeatures),
                                  StrideOf(call, Call::kPoints)};
-  return Launch(InterpolateShared<T, kWidth>, CeilDiv(call.cells.size() * kWidth, kSharedThreads),
+  return Launch(InterpolateShared<T, kWidth>,
+                CeilDiv(call.cells.size() * (kWidth / kWordElements<T>), kSharedThreads),
                 kSharedThreads, 0, stream, params);
 }
 
@@ -320,8 +351,7 @@ bool HasLongRows(const Call& call) {
 }
 
 // Which kernel is the fastest for so many values, as measured on an H200: threads have several of
-// them where enough threads are left, and otherwise blocks are larger rather than many. Blocks of
-// pairs of 2 bytes are small where loads of a warp touch many lines.
+// them where enough threads are left, and otherwise blocks are larger rather than many.
 constexpr int64_t kLeastLongThreads = 7 * 1024;
 constexpr int64_t kManyLongThreads = 32 * 1024;
 constexpr int64_t kMostBlocks = 96;
@@ -329,19 +359,14 @@ constexpr int64_t kMostBlocks = 96;
 template <typename T>
 cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
   const int64_t values = call.cells.size() * call.width;
+  if (HasLongRows<T>(call) && values > kManyLongThreads * kLongCount<T>) {
+    return LaunchValuesOf<T, kLongCount<T>, 128>(stream, call);
+  }
+  if (HasSharedValues<T>(call.width)) return LaunchSharedValues<T>(stream, call);
   if (HasLongRows<T>(call) && values >= kLeastLongThreads * kLongCount<T>) {
-    return values > kManyLongThreads * kLongCount<T>
-               ? LaunchValuesOf<T, kLongCount<T>, 128>(stream, call)
-               : LaunchValuesOf<T, kLongCount<T>, 64>(stream, call);
-  }
-  if constexpr (sizeof(T) < 8) {
-    if (call.width == 8) return LaunchSharedValues<T, 8>(stream, call);
-  }
-  if constexpr (sizeof(T) == 4) {
-    if (call.width == 4) return LaunchSharedValues<T, 4>(stream, call);
+    return LaunchValuesOf<T, kLongCount<T>, 64>(stream, call);
   }
   if constexpr (sizeof(T) == 2) {
-    if (call.width == 4) return LaunchValuesOf<T, 2, 64>(stream, call);
     if (call.width % 2 == 0) return LaunchValuesOf<T, 2, 128>(stream, call);
   }
   if (values <= kMostBlocks * 64) return LaunchValuesOf<T, 1, 64>(stream, call);
@@ -365,15 +390,27 @@ cudaError_t LaunchFeatureGrad(cudaStream_t stream, const Call& call) {
                 CeilDiv(packs, kGradThreads), kGradThreads, 0, stream, params);
 }
 
-// How many lanes share a cell whose rows are so many packs. For gradients by the points alone more
-// than a warp are for calls that would not fill the GPU otherwise.
-uint32_t PointLanes(const Call& call, int64_t packs) {
+// How many lanes share a cell whose rows are so many packs, of 16 bytes if they are whole. Calls
+// that would not fill the GPU otherwise have as many as there are packs.
+uint32_t PointLanes(const Call& call, int64_t packs, bool whole) {
   constexpr int64_t kFilled = 64 * 1024;
+  const auto gains = [&](uint32_t lanes) {
+    if (lanes < kWarp || lanes * call.cells.size() < kFilled) return true;
+    if (call.dfeatures != nullptr) {
+      if (!whole) return true;
+      // A block of the most lanes leaves room for no other on a multiprocessor, which then waits
+      // for memory wherever that block does, unless its lanes have several packs each.
+      if (lanes == kMaxLanes / 2) return packs >= 2 * kMaxLanes;
+      // A few lanes that go round once more are better than nearly half of them without a pack,
+      // above all where a lane has so many registers as of 16 bits an element.
+      return (jaxops::cuda::SizeOf(call.dtype) == 2 ? 6 : 5) * lanes <= 4 * packs;
+    }
+    // One and a half to three packs a lane: with fewer, blocks do little but begin and end, and
+    // with more the last of all take long.
+    return whole && lanes < kMaxLanes / 2 && 3 * lanes <= packs;
+  };
   uint32_t lanes = 1;
-  while (lanes < kMaxLanes && lanes < packs &&
-         (lanes < kWarp || call.dfeatures != nullptr || lanes * call.cells.size() < kFilled)) {
-    lanes *= 2;
-  }
+  while (lanes < kMaxLanes && lanes < packs && gains(lanes)) lanes *= 2;
   return lanes;
 }
 
@@ -382,7 +419,7 @@ cudaError_t LaunchPoints(cudaStream_t stream, const Call& call) {
   PointParams params{call.features,
                      call.points,
                      call.cotangent,
-                     PointLanes(call, CeilDiv(call.width, kCount)),
+                     PointLanes(call, CeilDiv(call.width, kCount), kCount == kPackElements<T>),
                      static_cast<uint32_t>(call.cells.size()),
                      static_cast<uint32_t>(call.width),
                      {},
@@ -424,12 +461,9 @@ bool IsFastest(const Call& call) {
   const int64_t elements = cells * kCorners * call.width;
   const int64_t bytes = elements * static_cast<int64_t>(sizeof(T));
   const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
-  // Of rows of one sector these are the fastest for values and gradients by the points alone,
-  // however many cells there are.
-  const bool sector_rows = sizeof(T) == 2 && call.width == 16;
   if (call.width == 1 && (call.dpoints != nullptr || cells > kMaxSingleCells)) return false;
   if (call.out != nullptr) {
-    return bytes <= kMaxValueBytes || sector_rows || HasLongRows<T>(call);
+    return bytes <= kMaxValueBytes || HasSharedValues<T>(call.width) || HasLongRows<T>(call);
   }
   if (call.dpoints == nullptr) {
     if (bytes > kMaxGradBytes) return false;
@@ -441,10 +475,11 @@ bool IsFastest(const Call& call) {
     // Both gradients of rows that end amid a sector of memory are written faster otherwise.
     return call.dfeatures == nullptr || row_bytes % kSectorBytes == 0 || bytes <= kMaxHalvedBytes;
   }
-  if (sector_rows && call.dfeatures == nullptr) return true;
+  // Rows of one sector, however many cells there are.
+  if (sizeof(T) == 2 && call.width == 16 && call.dfeatures == nullptr) return true;
   const int64_t max_cells = sizeof(T) == 2 && count == 1 ? 4 * 1024 : 8 * 1024;
   return cells <= max_cells &&
-         cells * PointLanes(call, CeilDiv(call.width, count)) <= kMaxPointThreads;
+         cells * PointLanes(call, CeilDiv(call.width, count), false) <= kMaxPointThreads;
 }
 
 template <typename T>
