@@ -138,6 +138,125 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
   }
 }
 
+// --- tiles ---------------------------------------------------------------------------------------
+
+// Gradients by the points of so few features of 2 bytes that the cotangent and the points count
+// beside them: these come by bulk copies too, where a lane would load 2 bytes at a time.
+constexpr int kMaxTileWidth = 5;
+
+struct TileParams {
+  const void* features;
+  const void* points;
+  const void* cotangent;
+  void* dpoints;
+  int64_t cells;
+};
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    PointGradTile(const __grid_constant__ TileParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPack = kPackElements<T>;
+  constexpr int kWarpElements = kWarp * kAxes;
+  __shared__ __align__(kLineBytes) T features[kThreads * kCorners * kWidth];
+  __shared__ __align__(kLineBytes) T cotangent[kThreads * kWidth];
+  __shared__ __align__(kLineBytes) T points[kThreads * kAxes];
+  const int64_t first = int64_t{blockIdx.x} * kThreads;
+  const int count = static_cast<int>(min(int64_t{kThreads}, params.cells - first));
+  const T* from_features = static_cast<const T*>(params.features) + first * kCorners * kWidth;
+  const T* from_cotangent = static_cast<const T*>(params.cotangent) + first * kWidth;
+  const T* from_points = static_cast<const T*>(params.points) + first * kAxes;
+  const int thread = static_cast<int>(threadIdx.x);
+  bool whole = false;
+#if __CUDA_ARCH__ >= 900
+  __shared__ uint64_t arrived;
+  whole = count == kThreads;
+  if (whole) {
+    if (thread == 0) {
+      ptx::mbarrier_init(&arrived, 1);
+      ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    // See FeatureImage.
+    __syncwarp();
+    if (thread == 0) {
+      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &arrived,
+                                     sizeof(features) + sizeof(cotangent) + sizeof(points));
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, features, from_features,
+                         sizeof(features), &arrived);
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, cotangent, from_cotangent,
+                         sizeof(cotangent), &arrived);
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, points, from_points, sizeof(points),
+                         &arrived);
+    }
+    __syncthreads();
+    while (!ptx::mbarrier_try_wait_parity(&arrived, 0)) {
+    }
+  }
+#endif
+  if (!whole) {
+    const auto copy = [&](T* to, const T* from, int each) {
+      for (int i = thread; i < count * each; i += kThreads) to[i] = from[i];
+    };
+    copy(features, from_features, kCorners * kWidth);
+    copy(cotangent, from_cotangent, kWidth);
+    copy(points, from_points, kAxes);
+    __syncthreads();
+  }
+  T* own = points + thread * kAxes;
+  if (thread < count) {
+    Coordinates<A> p;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) p[a] = Widen(own[a]);
+    A g[kWidth];
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) g[f] = Widen(cotangent[thread * kWidth + f]);
+    A dots[kCorners] = {};
+#pragma unroll
+    for (int i = 0; i < kCorners * kWidth; i += kPack) {
+      const auto pack = LoadPack<kPack>(features + thread * kCorners * kWidth + i);
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) {
+        dots[(i + e) / kWidth] += Widen(pack.values[e]) * g[(i + e) % kWidth];
+      }
+    }
+    Axis<A> axes[kAxes];
+    MakeAxes(p, axes);
+    A gradient[kAxes];
+    multilinear::PlainPointGradient<kAxes>(axes, dots, gradient);
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) own[a] = Narrow<T>(gradient[a]);
+  }
+  __syncwarp();
+  T* to = static_cast<T*>(params.dpoints) + first * kAxes;
+  const int begin = thread / kWarp * kWarpElements;
+  const int end = min(begin + kWarpElements, count * kAxes);
+  const int lane = thread % kWarp;
+  for (int i = begin + lane * kPack; i < end; i += kWarp * kPack) {
+    if (i + kPack <= end) {
+      StorePack(to + i, LoadPack<kPack>(points + i));
+    } else {
+      for (int e = i; e < end; ++e) to[e] = points[e];
+    }
+  }
+}
+
+// Whether tiles make a plain call: one that asks for nothing else, of operands that are dense.
+template <int kWidth>
+bool HasTiles(const Call& call) {
+  if (call.dpoints == nullptr || call.dfeatures != nullptr || call.cells.rank() > 1) return false;
+  const auto is_dense = [&](Call::Operand operand, int64_t width) {
+    return call.cells.rank() == 0 || call.cells.stride(0, operand) == width;
+  };
+  const auto is_aligned = [](const void* pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
+  };
+  return is_dense(Call::kFeatures, kCorners * kWidth) && is_dense(Call::kCotangent, kWidth) &&
+         is_dense(Call::kPoints, kAxes) && is_aligned(call.points) && is_aligned(call.dpoints) &&
+         jaxops::cuda::HasClusters();  // and so bulk copies
+}
+
+// --- which ---------------------------------------------------------------------------------------
+
 template <typename T, int kWidth, bool kPlain>
 cudaError_t LaunchKernel(void (*kernel)(WarpParams), cudaStream_t stream, const Call& call) {
   const int64_t bytes = kThreads / kWarp * static_cast<int64_t>(sizeof(Image<T, kWidth, kPlain>));
@@ -147,6 +266,13 @@ cudaError_t LaunchKernel(void (*kernel)(WarpParams), cudaStream_t stream, const 
 
 template <typename T, int kWidth, bool kPlain>
 cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
+  if constexpr (kPlain && sizeof(T) == 2 && kWidth <= kMaxTileWidth) {
+    if (HasTiles<kWidth>(call)) {
+      return Launch(
+          PointGradTile<T, kWidth>, CeilDiv(call.cells.size(), kThreads), kThreads, 0, stream,
+          TileParams{call.features, call.points, call.cotangent, call.dpoints, call.cells.size()});
+    }
+  }
   const auto kernel = call.dpoints == nullptr ? NarrowRows<T, kWidth, kPlain, false, true, false>
                       : call.dfeatures == nullptr
                           ? NarrowRows<T, kWidth, kPlain, false, false, true>

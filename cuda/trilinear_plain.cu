@@ -401,9 +401,9 @@ uint32_t PointLanes(const Call& call, int64_t packs, bool whole) {
       // A block of the most lanes leaves room for no other on a multiprocessor, which then waits
       // for memory wherever that block does, unless its lanes have several packs each.
       if (lanes == kMaxLanes / 2) return packs >= 2 * kMaxLanes;
-      // A few lanes that go round once more are better than nearly half of them without a pack,
-      // above all where a lane has so many registers as of 16 bits an element.
-      return (jaxops::cuda::SizeOf(call.dtype) == 2 ? 6 : 5) * lanes <= 4 * packs;
+      // A few lanes that go round once more are better than many of them without a pack, above all
+      // where a lane has as many registers as those of other types than float32.
+      return (jaxops::cuda::SizeOf(call.dtype) == 4 ? 5 : 7) * lanes <= 4 * packs;
     }
     // One and a half to three packs a lane: with fewer, blocks do little but begin and end, and
     // with more the last of all take long.
