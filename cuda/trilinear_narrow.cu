@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
 
 // Gradients by the points of so few features of 2 bytes that the cotangent and the points count
 // beside them: these come by bulk copies too, where a lane would load 2 bytes at a time.
-constexpr int kMaxTileWidth = 5;
+constexpr int kMaxTileWidth = 3;
 
 struct TileParams {
   const void* features;
