@@ -16,8 +16,9 @@
 // memory, so that the accesses of a warp are whole lines. What a lane knows of a corner goes to the
 // other by shared memory.
 //
-// Other short ones of at most 4 bytes an element: see trilinear_narrow.cu. Gradients of those of 8
-// bytes (the kernels of images) are made likewise, but with a corner a lane.
+// Other short ones of at most 4 bytes an element: see trilinear_narrow.cu, but for some gradients
+// that the kernels of groups make faster. Gradients of those of 8 bytes (the kernels of images) are
+// made likewise, but with a corner a lane.
 //
 // Values of others that vectors divide: a block copies the features of some cells to shared memory,
 // 16 bytes a thread. A thread sums a vector there (the kernel of tiles), or lanes share a cell,
@@ -820,6 +821,16 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
                                         : LaunchInterpolateColumns<T>(stream, call);
 }
 
+// Whether the kernels of groups make a gradient of narrow rows faster: plain ones of both operands
+// of the widest of these, and by the points of those whose cells would come in pieces of 16 bytes.
+bool GroupsAreFaster(const Call& call, int64_t item_bytes) {
+  const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.dpoints != nullptr &&
+                     AreDense(call);
+  if (!plain || call.width > kMaxNarrowWidth) return false;
+  if (call.dfeatures != nullptr) return call.width >= (item_bytes == 2 ? 14 : 9);
+  return item_bytes == 4 && (call.width == 10 || call.width == 14);
+}
+
 template <typename T>
 cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
   constexpr int kPack = kPackElements<T>;
@@ -830,11 +841,13 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
     if (call.width == 3 * kPack && call.dfeatures == nullptr) {
       return LaunchVectors<T, kPack>(stream, call);
     }
+    if (GroupsAreFaster(call, sizeof(T))) return LaunchGroups(stream, call);
     if (call.width <= kMaxNarrowWidth) return LaunchNarrow(stream, call);
   } else {
     if (call.width == 2) return LaunchRows<T, 2, 1>(stream, call);
     if constexpr (kPack == 4) {
       if (call.width == 4) return LaunchRows<T, 4, 1>(stream, call);
+      if (GroupsAreFaster(call, sizeof(T))) return LaunchGroups(stream, call);
       if (call.width <= kMaxNarrowWidth) return LaunchNarrow(stream, call);
     } else {
       if (kCorners * row_bytes <= kMaxImageCellBytes) return LaunchImages<T>(stream, call);
