@@ -360,6 +360,12 @@ MOVES = (
     # Rows that are read whole for all parts.
     (50_001, (4, 4)),
     (50_001, (4, 12, 8, 8)),
+    # Equal pieces, little of them and more.
+    (40, (7,) * 9),
+    (40, (28,) * 9),
+    (40, (16,) * 9),
+    (20_011, (12,) * 5),
+    (3_001, (33,) * 33),
     # Whole packs of several widths, and of one.
     (10_007, (32, 16, 48, 16, 80)),
     (1_009, (16,) * 40),
@@ -459,10 +465,10 @@ def exercise_moves(device, rows, widths):
 # --- interpolation -------------------------------------------------------------------------------
 
 # Rows of whole sectors, ones of 16 bytes and others, and more than a tile holds.
-WIDTHS = (1, 3, 4, 8, 13, 16, 22, 24, 33, 64, 130)
+WIDTHS = (1, 2, 3, 4, 8, 13, 14, 16, 22, 24, 32, 33, 64, 130)
 CELLS = 301
 # Of some widths more than the kernels of small calls take.
-CELLS_OF = {1: 33_001, 13: 9_001, 33: 9_001}
+CELLS_OF = {1: 33_001, 3: 33_001, 13: 9_001, 14: 9_001, 33: 9_001}
 
 
 def compared(name, got, want, dtype, terms):
