@@ -110,6 +110,7 @@ struct Place {
 // A coordinate that is not a number is far outside; the caller looks for it.
 template <typename A>
 JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geometry) {
+  // Of more entries than A counts one by one both are rounded, and may be the same.
   const A n = static_cast<A>(size);
   const A last = n - 1;
   A slope = geometry.align_corners ? last / 2 : n / 2;
@@ -136,15 +137,13 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
     }
   }
   if (geometry.method == Method::kNearest) {
-    auto nearest = static_cast<int32_t>(Round(x));
-    // The last of more entries than A counts one by one is rounded to the one after it.
-    if (x == last) nearest = size - 1;
+    const int32_t nearest = x == last ? size - 1 : static_cast<int32_t>(Round(x));
     return {nearest, nearest >= 0 && nearest < size, false, {1, 0, 0}};
   }
-  auto entry = static_cast<int32_t>(Floor(x));
   // The last entry belongs to the interval before it, where there is one.
-  if (x == last && size > 1) --entry;
-  const A fraction = x - static_cast<A>(entry);
+  const bool ends = x == last && size > 1;
+  const int32_t entry = ends ? size - 2 : static_cast<int32_t>(Floor(x));
+  const A fraction = ends ? A(1) : x - static_cast<A>(entry);
   return {entry, entry >= 0 && entry < size, entry + 1 < size, {1 - fraction, fraction, slope}};
 }
 
@@ -159,9 +158,9 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> LocateInZeros(A p, int32_t size, const Geomet
   x = geometry.align_corners && size == 1 ? A(0) : x;
   const bool near = x > -1 && (x < n || x == last);
   x = near ? x : A(0);
-  const int32_t below = static_cast<int32_t>(Floor(x));
-  const int32_t entry = near ? below - (x == last && size > 1 ? 1 : 0) : -2;
-  const A fraction = near ? x - static_cast<A>(entry) : A(0);
+  const bool ends = x == last && size > 1;
+  const int32_t entry = !near ? -2 : ends ? size - 2 : static_cast<int32_t>(Floor(x));
+  const A fraction = !near ? A(0) : ends ? A(1) : x - static_cast<A>(entry);
   return {entry,
           entry >= 0 && entry < size,
           near && entry + 1 < size,

@@ -7,11 +7,11 @@
 // Small arrays (MoveAlike, JoinWords, MoveRuns): words as large as all sizes and addresses are
 // multiples of, by the shortest way from the launch to the store.
 //
-// Narrow pieces of bytes and of pairs of them, or very many (concatenate_tiles.cu): gathered in
-// shared memory.
+// Narrow pieces of bytes and of pairs of them, or very many, and words that are split
+// (concatenate_tiles.cu): gathered in shared memory.
 //
 // Few arrays, or few long stretches of any (concatenate_packs.cu): a thread 16 bytes, at the speed
-// of a copy; and equal pieces of packs, or of little.
+// of a copy; and equal pieces of packs, or of little, and narrow rows that are read whole.
 //
 // Many rows (MoveRows): what a word is made of is the same in every row, or for items of 1 or 2
 // bytes in every 4 or 2 rows, which are whole words of every source. A thread works it out once, as

@@ -8,6 +8,8 @@
 
 namespace jaxops::concatenate::cuda {
 
+inline constexpr int64_t kSectorBytes = 32;  // of the memory
+
 // Whether LaunchPacks can move this, whose sizes and addresses are all multiples of `unit` bytes.
 bool MovesAsPacks(const Job& job, int64_t unit);
 cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit);

@@ -1,4 +1,4 @@
-// Concatenation and splitting at the speed of a copy: a thread moves 16 bytes.
+// Concatenation and splitting at the speed of a copy: a thread moves 16 bytes, or few more or less.
 //
 // What a copy is limited by is the order in which addresses reach the memory: it is fastest with
 // one pack a thread, in blocks small enough that those which run at the same time make up a short
@@ -50,7 +50,6 @@ constexpr int64_t kLongestCut = 240;
 constexpr int64_t kEqualWords = 3 << 16;
 constexpr int64_t kEqualBytes = 1 << 17;
 constexpr int64_t kWideCut = 512;
-constexpr int64_t kSectorBytes = 32;  // of the memory
 // Packs that a thread reads of narrow rows, whose bytes are given whole by the memory.
 constexpr int kNarrowPacks = 2;
 constexpr int64_t kNarrowBytes = kSectorBytes;

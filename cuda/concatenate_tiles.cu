@@ -51,10 +51,8 @@ constexpr int kWordBytes = 4;
 constexpr int kFewTiles = 256;
 constexpr int kLeastTiles = 8;
 constexpr int64_t kFewBytes = int64_t{1} << 20;
-constexpr int64_t kFewWordBytes = int64_t{1} << 22;  // of rows of few pieces of words
-constexpr int kTogether = 4;                         // words of a thread
+constexpr int kTogether = 4;  // words of a thread
 constexpr int kBankBytes = 128;
-constexpr int64_t kSectorBytes = 32;         // of the memory
 constexpr int64_t kMostPatternBytes = 4096;  // of what is joined
 // Between pieces that would be in the same banks.
 constexpr int64_t kFewPadding = 32;
@@ -797,15 +795,12 @@ cudaError_t LaunchTable(cudaStream_t stream, const Tiles<kPieces>& table, int64_
 }  // namespace
 
 bool MovesAsTiles(const Job& job, int64_t unit) {
-  // To join few pieces of whole words is as fast without, and so is one, unless rows are narrow and
-  // many. Of packs only narrow ones need tiles.
+  // To join few pieces of whole words is as fast without, and so is one. Of packs only narrow ones
+  // need tiles.
   const bool splits = Splits(job);
   const int64_t widest = splits ? kWidePacksOfSplit : kWidePacksOfJoin;
   const bool packs = unit == kPackBytes;
-  const bool given = AreGiven(job) && job.rows * job.pieces[0].stride >= kFewWordBytes;
-  const size_t fewest = unit < kWordBytes || (given && !packs) ? 1
-                        : splits && !packs                     ? 2
-                                                               : kFewPieces + 1;
+  const size_t fewest = unit < kWordBytes ? 1 : splits && !packs ? 2 : kFewPieces + 1;
   if (job.pieces.size() < fewest) return false;
   Tiles<kMaxPieces> table;
   return Plan(table, job, std::min<int64_t>(unit, kWordBytes)) &&

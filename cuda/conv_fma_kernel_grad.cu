@@ -8,6 +8,8 @@
 //
 // There are too few blocks to fill a GPU unless pixels are split. Each then writes its part to a
 // workspace and a second kernel adds these, always in the same order.
+#include <type_traits>
+
 #include "cuda/conv_fma.cuh"
 #include "cuda/conv_results.cuh"
 

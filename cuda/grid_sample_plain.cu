@@ -103,10 +103,11 @@ struct PlainStencil {
       const AxisParams<A>& axis = params.axes[a];
       lost = lost || point[a] != point[a];
       const A x = MultiplyAdd(point[a] + 1, axis.slope, params.shift);
-      const bool near = x > -1 && x < axis.end;
+      const bool ends = x == axis.last;
+      const bool near = x > -1 && (x < axis.end || ends);
       // Where it is not near, conversion saturates, and nothing is there.
-      const int32_t entry = static_cast<int32_t>(Floor(x)) - (x == axis.last ? 1 : 0);
-      const A fraction = near ? x - static_cast<A>(entry) : A(0);
+      const int32_t entry = ends ? axis.size - 2 : static_cast<int32_t>(Floor(x));
+      const A fraction = !near ? A(0) : ends ? A(1) : x - static_cast<A>(entry);
       axes[a] = {1 - fraction, fraction, axis.slope};
       has[a][0] = near && entry >= 0;
       has[a][1] = near && entry < axis.size - 1;

@@ -576,6 +576,7 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
     groups /= kGroup;
     sums = space.Take(groups * kCorners * geometry.width * sizeof(A));
   }
+  if (!space.holds()) return cudaErrorInvalidValue;
   JAXOPS_RETURN_IF_ERROR(
       cudaMemsetAsync(params.ranges, 0, params.cell_keys * sizeof(Range), stream));
   if (points > 0) {

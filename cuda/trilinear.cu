@@ -821,14 +821,10 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
                                         : LaunchInterpolateColumns<T>(stream, call);
 }
 
-// Whether the kernels of groups make a gradient of narrow rows faster: plain ones of both operands
-// of the widest of these, and by the points of those whose cells would come in pieces of 16 bytes.
 bool GroupsAreFaster(const Call& call, int64_t item_bytes) {
-  const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.dpoints != nullptr &&
-                     AreDense(call);
-  if (!plain || call.width > kMaxNarrowWidth) return false;
-  if (call.dfeatures != nullptr) return call.width >= (item_bytes == 2 ? 14 : 9);
-  return item_bytes == 4 && (call.width == 10 || call.width == 14);
+  const bool plain = call.order == 0 && call.point_dtype == call.dtype && AreDense(call);
+  return plain && call.dpoints != nullptr && call.width <= kMaxNarrowWidth &&
+         GroupsAreFaster(call.width, item_bytes, call.dfeatures != nullptr);
 }
 
 template <typename T>

@@ -36,6 +36,14 @@ using multilinear::Axis;
 // See trilinear_narrow.cu: rows of at most 4 bytes an element, of some widths up to
 // kMaxNarrowWidth.
 inline constexpr int64_t kMaxNarrowWidth = 15;
+
+// Whether the kernels of groups make a plain gradient by the points of such rows faster: together
+// with that by the features those of the widest, and alone of those whose cells would come in
+// pieces of 16 bytes.
+constexpr bool GroupsAreFaster(int64_t width, int64_t item_bytes, bool both) {
+  if (both) return width >= (item_bytes == 2 ? 14 : 9);
+  return item_bytes == 4 && (width == 10 || width == 14);
+}
 inline constexpr bool HasNarrowGradients(int64_t width, int64_t item_bytes) {
   return width <= kMaxNarrowWidth && width != 8 && (item_bytes == 2 || (width != 2 && width != 4));
 }

@@ -33,8 +33,7 @@ template <typename T, bool kReads>
 constexpr int kBlocks = sizeof(T) == 8 && kReads ? 2 : 4;
 
 // What the features of a block's cells take of shared memory where a group need not have more than
-// one of them: of elements of 4 bytes but for gradients by the
-// points alone, and of others.
+// one of them: of elements of 4 bytes but for gradients by the points alone, and of others.
 constexpr int64_t kSmallImageBytes = 12 * 1024;
 constexpr int64_t kImageBytes = 18 * 1024;
 
@@ -288,8 +287,8 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, kPoints>)
   if constexpr (kFeatures) image.AwaitStore();
 }
 
-// All corners of a value are summed by one lane, in the order of all
-// other kernels: of shifted rows it reads both words that a pair has parts of.
+// All corners of a value are summed by one lane, in the order of the kernels of vectors and of
+// plain calls: of shifted rows it reads both words that a pair has parts of.
 template <typename T, Columns kColumns, bool kPlain>
 __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
     InterpolateGroups(const __grid_constant__ GroupParams params) {

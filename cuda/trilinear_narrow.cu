@@ -273,10 +273,17 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
           TileParams{call.features, call.points, call.cotangent, call.dpoints, call.cells.size()});
     }
   }
-  const auto kernel = call.dpoints == nullptr ? NarrowRows<T, kWidth, kPlain, false, true, false>
-                      : call.dfeatures == nullptr
-                          ? NarrowRows<T, kWidth, kPlain, false, false, true>
-                          : NarrowRows<T, kWidth, kPlain, false, true, true>;
+  void (*kernel)(WarpParams) = nullptr;
+  if (call.dpoints == nullptr) {
+    kernel = NarrowRows<T, kWidth, kPlain, false, true, false>;
+  } else if (call.dfeatures == nullptr) {
+    if constexpr (!kPlain || !GroupsAreFaster(kWidth, sizeof(T), false)) {
+      kernel = NarrowRows<T, kWidth, kPlain, false, false, true>;
+    }
+  } else if constexpr (!kPlain || !GroupsAreFaster(kWidth, sizeof(T), true)) {
+    kernel = NarrowRows<T, kWidth, kPlain, false, true, true>;
+  }
+  if (kernel == nullptr) return cudaErrorInvalidValue;
   return LaunchKernel<T, kWidth, kPlain>(kernel, stream, call);
 }
 

@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(kSharedThreads)
   constexpr int kCells = kWarp / kLanes;             // of a warp
   constexpr int kPacks = kCorners * kWidth / kPack;  // of a cell
   constexpr int kLoads = kCells * kPacks / kWarp;
-  // Between two cells is a row more, which puts them in different banks.
+  // Between two cells is a row more, or a pack where that is longer, which puts them in different
+  // banks.
   constexpr int kPitch = kPacks + (kWidth + kPack - 1) / kPack;
   __shared__ Pack<T, kPack> shared[kSharedThreads / kWarp][kCells * kPitch];
   const uint32_t lane = threadIdx.x % kWarp;

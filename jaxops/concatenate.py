@@ -82,7 +82,9 @@ def concatenate(
     sizes = extents if sizes is None else _sizes(me, "sizes", sizes, of="arrays", most=extents)
     total = sum(sizes)
     if padded_size is not None:
-        padded_size = checks.integer(me, "padded_size", padded_size, total, _MAX_SIZE)
+        padded_size = checks.integer(me, "padded_size", padded_size, total)
+        if padded_size > _MAX_SIZE:
+            raise ValueError(f"{me}: padded_size must be at most {_MAX_SIZE}, got {padded_size}")
     dtype = arrays[0].dtype
     if any(a.dtype != dtype for a in arrays):
         dtype = _promoted(me, arrays)

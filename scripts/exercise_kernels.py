@@ -360,10 +360,16 @@ MOVES = (
     # Rows that are read whole for all parts.
     (50_001, (4, 4)),
     (50_001, (4, 12, 8, 8)),
-    # Equal pieces, little of them and more.
-    (40, (7,) * 9),
-    (40, (28,) * 9),
-    (40, (16,) * 9),
+    (200_001, (6, 10)),
+    (200_001, (3, 5)),
+    # A few equal pieces of every unit, many with little in each, and with more.
+    (40, (2,) * 4),
+    (40, (8,) * 3),
+    (40, (16,) * 4),
+    (40, (48, 48)),
+    (40, (7,) * 33),
+    (40, (14,) * 33),
+    (40, (28,) * 33),
     (20_011, (12,) * 5),
     (3_001, (33,) * 33),
     # Whole packs of several widths, and of one.
@@ -417,6 +423,7 @@ def moves(widths, arrays, wholes, columns):
         "split": split(wholes[0]),
         "padded split": padded_split(wholes[0]),
         "vmap of split": jax.vmap(split)(wholes),
+        "the first": jaxops.concatenate([wholes[0]], 1, sizes=widths[:1]),
     }
 
 
@@ -443,6 +450,7 @@ def expected_moves(widths, arrays):
         "split": tuple(first),
         "padded split": tuple(np.concatenate([a, zeros], 1) for a in first),
         "vmap of split": tuple(arrays),
+        "the first": first[0],
     }
 
 

@@ -692,7 +692,7 @@ def test_more_than_2_to_the_31_elements(platform, dtype, rows, widths, axis):
     [
         (([],), ValueError, r"arrays must be one or more arrays, got \[\]"),
         ((np.zeros((0, 3)),), ValueError, r"arrays must be one or more arrays, got \[\]"),
-        ((3.0,), ValueError, "arrays must be one or more arrays, got 3.0"),
+        ((3.0,), TypeError, "arrays must be a sequence of arrays, got float"),
         (([1.0, 2.0],), TypeError, r"arrays\[0\] must be an array, got float"),
         (([np.zeros(2), [1.0]],), TypeError, r"arrays\[1\] must be an array, got list"),
         (([np.zeros(()), np.zeros(())],), ValueError, r"arrays\[0\] must have one dimension"),

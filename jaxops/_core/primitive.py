@@ -35,14 +35,20 @@ def _spec_of(sharding) -> P:
     return P()
 
 
-def _lower_fun(function: Callable) -> Callable:
-    """The lowering of what returns several results; how dtypes promote is the caller's business."""
+def _promoting(function: Callable) -> Callable:
+    """The function, which promotes dtypes as it always does: the setting is for its callers."""
 
+    @functools.wraps(function)
     def run(*operands, **params):
         with jax.numpy_dtype_promotion("standard"):
             return function(*operands, **params)
 
-    return mlir.lower_fun(run, True)
+    return run
+
+
+def _lower_fun(function: Callable) -> Callable:
+    """The lowering of what returns several results."""
+    return mlir.lower_fun(_promoting(function), True)
 
 
 class Operator:
@@ -288,7 +294,7 @@ class Operator:
 
             return (
                 mesh,
-                compat.without_mesh(partition.run_locally(plan, compute)),
+                compat.without_mesh(_promoting(partition.run_locally(plan, compute))),
                 [plan.sharding(term) for term in call.signature.outputs],
                 tuple(plan.sharding(term) for term in call.signature.operands),
             )

@@ -38,15 +38,17 @@ def grid_sample(
     ]
     places = []
     for (x, inside), n in zip(at, sizes, strict=True):
-        # Of more entries than are counted one by one in this dtype the last is rounded.
+        # Where there are more entries than this dtype counts one by one, that is rounded.
         is_last = x == n - 1
         if method == "nearest":
             entries = (jnp.where(is_last, n - 1, _whole(jnp.round(x))),)
             factors = (1.0,)
         else:
             # The last entry belongs to the interval before it, where there is one.
-            lower = _whole(jnp.floor(x)) - (is_last & (n > 1))
-            fraction = x - lower.astype(dtype)
+            ends = is_last & (n > 1)
+            lower = jnp.where(ends, n - 2, _whole(jnp.floor(x)))
+            of_end = 1 + (x - jax.lax.stop_gradient(x))
+            fraction = jnp.where(ends, of_end, x - lower.astype(dtype))
             entries, factors = (lower, lower + 1), (1 - fraction, fraction)
         places.append((inside & ~lost, entries, factors))
 
