@@ -821,7 +821,8 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
                                         : LaunchInterpolateColumns<T>(stream, call);
 }
 
-bool GroupsAreFaster(const Call& call, int64_t item_bytes) {
+// Whether that is one for the kernels of groups, where rows are narrow.
+bool HasFasterGroups(const Call& call, int64_t item_bytes) {
   const bool plain = call.order == 0 && call.point_dtype == call.dtype && AreDense(call);
   return plain && call.dpoints != nullptr && call.width <= kMaxNarrowWidth &&
          GroupsAreFaster(call.width, item_bytes, call.dfeatures != nullptr);
@@ -837,13 +838,13 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
     if (call.width == 3 * kPack && call.dfeatures == nullptr) {
       return LaunchVectors<T, kPack>(stream, call);
     }
-    if (GroupsAreFaster(call, sizeof(T))) return LaunchGroups(stream, call);
+    if (HasFasterGroups(call, sizeof(T))) return LaunchGroups(stream, call);
     if (call.width <= kMaxNarrowWidth) return LaunchNarrow(stream, call);
   } else {
     if (call.width == 2) return LaunchRows<T, 2, 1>(stream, call);
     if constexpr (kPack == 4) {
       if (call.width == 4) return LaunchRows<T, 4, 1>(stream, call);
-      if (GroupsAreFaster(call, sizeof(T))) return LaunchGroups(stream, call);
+      if (HasFasterGroups(call, sizeof(T))) return LaunchGroups(stream, call);
       if (call.width <= kMaxNarrowWidth) return LaunchNarrow(stream, call);
     } else {
       if (kCorners * row_bytes <= kMaxImageCellBytes) return LaunchImages<T>(stream, call);
