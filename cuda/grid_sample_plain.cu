@@ -103,11 +103,10 @@ struct PlainStencil {
       const AxisParams<A>& axis = params.axes[a];
       lost = lost || point[a] != point[a];
       const A x = MultiplyAdd(point[a] + 1, axis.slope, params.shift);
-      const bool ends = x == axis.last;
-      const bool near = x > -1 && (x < axis.end || ends);
+      const bool near = x > -1 && x < axis.end;
       // Where it is not near, conversion saturates, and nothing is there.
-      const int32_t entry = ends ? axis.size - 2 : static_cast<int32_t>(Floor(x));
-      const A fraction = !near ? A(0) : ends ? A(1) : x - static_cast<A>(entry);
+      const int32_t entry = static_cast<int32_t>(Floor(x)) - (x == axis.last ? 1 : 0);
+      const A fraction = near ? x - static_cast<A>(entry) : A(0);
       axes[a] = {1 - fraction, fraction, axis.slope};
       has[a][0] = near && entry >= 0;
       has[a][1] = near && entry < axis.size - 1;
@@ -400,9 +399,12 @@ bool IsPlain(const Call& call) {
     return false;
   }
   if (call.point_dtype != (call.dtype == DType::kF64 ? DType::kF64 : DType::kF32)) return false;
+  // More entries of an axis have positions in float32 that are rounded, which takes some care.
+  constexpr int32_t kMostExact = 1 << 24;
   for (int a = 0; a < geometry.axes; ++a) {
     // With align_corners every coordinate is on the only entry of an axis.
     if (geometry.sizes[a] < (geometry.align_corners ? 2 : 1)) return false;
+    if (call.point_dtype == DType::kF32 && geometry.sizes[a] > kMostExact) return false;
   }
   int64_t volumes = 1;
   if (call.batch.rank() > 0) {

@@ -10,7 +10,8 @@
 namespace jaxops::grid_sample::cuda {
 
 // Whether the value or the gradient by the points is plain: linear, with zeros around, without
-// derivatives, the points in the arithmetic type and one after another, and all counted in 32 bits.
+// derivatives, the points in the arithmetic type and one after another, and all counted in 32 bits,
+// the entries of an axis also exactly in the arithmetic type.
 bool IsPlain(const Call& call);
 
 // Whether it is, and is made faster by LaunchPlain than by the kernels that know every option; a

@@ -398,6 +398,22 @@ def test_volume_gradients_are_summed_in_single_precision(dtype, deterministic, p
     np.testing.assert_array_equal(of_volume.astype(np.float64), want)
 
 
+@pytest.mark.parametrize("size", [(1 << 24) + 2, (1 << 24) + 3])
+@pytest.mark.parametrize("method", ["linear", "nearest"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_the_last_of_more_entries_than_float32_counts(size, method, padding, platform):
+    """The position of the last one is rounded, to one that may be behind it."""
+    volume = jnp.zeros((size, 2, 1), jnp.float16).at[-1].set(1).at[-2].set(3)
+    volume, point = jax.device_put((volume, np.array([[1.0, 0.5]], np.float32)), platform.device)
+    options = {"method": method, "padding_mode": padding}
+    assert reference.grid_sample(volume, point, **options).tolist() == [[1.0]]
+    ours = functools.partial(jaxops.grid_sample, **options)
+    assert ours(volume, point).tolist() == [[1.0]]
+    gradient = jax.grad(lambda v: ours(v, point).sum())(volume)
+    assert gradient[-1].sum() == 1
+    assert not gradient[:-1].any()
+
+
 @pytest.mark.parametrize(("axes", "width"), [(2, 5), (3, 5), (3, 8)])
 @pytest.mark.parametrize("crowd", ["everywhere", "in one cell", "in some cells"])
 def test_deterministic_is_the_same_bit_for_bit(crowd, axes, width, platform):
