@@ -61,9 +61,11 @@ def test_linear_transpose(name):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("entered", [False, True])
 @pytest.mark.parametrize("name", LINEAR)
-def test_shard_map_over_some_axes_of_a_mesh(name):
-    """What the other axes shard is gathered."""
+def test_shard_map_over_some_axes_of_a_mesh(name, entered):
+    """What the other axes shard is gathered, also in a program that the mesh is entered for."""
     function, shape = LINEAR[name]
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("of_map", "other"), axis_types=auto, devices=CPU.devices[:4])
@@ -80,7 +82,9 @@ def test_shard_map_over_some_axes_of_a_mesh(name):
     )
     with jax.default_device(CPU.devices[0]):
         wants = jax.tree.leaves(jax.vmap(function)(x))
-    for got, want in zip(jax.tree.leaves(jax.jit(mapped)(placed)), wants, strict=True):
+    with mesh if entered else contextlib.nullcontext():
+        gots = jax.tree.leaves(jax.jit(mapped)(placed))
+    for got, want in zip(gots, wants, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 

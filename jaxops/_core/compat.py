@@ -34,6 +34,7 @@ __all__ = [
     "def_dead_code",
     "exporting",
     "gpu_capabilities",
+    "is_manual",
     "is_undefined_primal",
     "literal",
     "make_varying",
@@ -113,6 +114,11 @@ def partitions(ctx) -> bool:
     """Whether what is being lowered runs on several devices without `shard_map` around it."""
     context = ctx.module_context.axis_context
     return isinstance(context, mlir.ShardingContext) and context.num_devices > 1
+
+
+def is_manual(aval: ShapedArray) -> bool:
+    """Whether it is a shard of a `shard_map`, over all axes of a mesh or some."""
+    return jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types
 
 
 def varying_axes(aval: ShapedArray) -> frozenset:

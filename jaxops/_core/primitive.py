@@ -27,12 +27,13 @@ from jaxops._core.compat import ad, batching, mlir
 Params = Mapping[str, Any]
 
 
-def _spec_of(sharding) -> P:
-    if isinstance(sharding, NamedSharding):
-        return sharding.spec
-    # Without a mesh there are no names: of arrays that are whole, and under a shard_map over some
-    # of a mesh's axes of those that the others shard. These are gathered.
-    return P()
+def _spec_of(sharding, is_manual: bool) -> P:
+    """The spec of an array, which is gathered if that names no axes of a mesh.
+
+    Under a shard_map over some axes what the others shard has no names that XLA would know, and
+    outside of one no array that is whole.
+    """
+    return sharding.spec if isinstance(sharding, NamedSharding) and not is_manual else P()
 
 
 def _promoting(function: Callable) -> Callable:
@@ -258,22 +259,24 @@ class Operator:
         return results, [at] * len(results)
 
     def _custom_partitioning(self):
-        def run(params, *operands):
+        def run(static, *operands):
+            params, _ = static
             return self._local.bind(*operands, **dict(params))
 
-        def rule(params, mesh, operand_types, result_types):
+        def rule(static, mesh, operand_types, result_types):
             del result_types
+            params, _ = static
             call = self._call([tuple(t.shape) for t in operand_types], dict(params))
             return partition.shardy_rule(call, max(1, mesh.size), self._whole_factors(call))
 
-        def partition_call(params, mesh, operands, results):
-            params = dict(params)
+        def partition_call(static, mesh, operands, results):
+            params, is_manual = dict(static[0]), static[1]
             call = self._call([x.shape for x in operands], params)
             terms = (*call.signature.operands, *call.signature.outputs)
             arrays = (*operands, *results)
             # The largest array decides first: moving it between devices costs the most.
             order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
-            specs = [(terms[i], _spec_of(arrays[i].sharding)) for i in order]
+            specs = [(terms[i], _spec_of(arrays[i].sharding, is_manual)) for i in order]
             plan = partition.make_plan(call, mesh, specs, self._whole_factors(call))
             spread = [f for f in self._across if plan.size(plan.axes.get(f, ())) > 1]
             if spread:
@@ -310,7 +313,8 @@ class Operator:
                 "it calls back into this process. Wrap the computation in jax.shard_map, or export "
                 "it for one device."
             )
-        lower = _lower_fun(lambda *xs: self._partitioned(tuple(params.items()), *xs))
+        static = tuple(params.items()), any(map(compat.is_manual, ctx.avals_in))
+        lower = _lower_fun(lambda *xs: self._partitioned(static, *xs))
         return compat.with_output_sharding(ctx, lower(ctx, *values))
 
     def _run_reference(self, *operands, **params):
