@@ -10,6 +10,13 @@ namespace jaxops::concatenate::cuda {
 
 inline constexpr int64_t kSectorBytes = 32;  // of the memory
 
+// Destinations of a launch, of which more are slower where they are cut byte by byte.
+inline constexpr int64_t kManyCuts = 200;
+
+// Bytes of rows of equal pieces of packs up to which LaunchEqual and LaunchTiles move large ones.
+inline constexpr int64_t kLongestJoined = 64;
+inline constexpr int64_t kLongestCut = 240;
+
 // Whether LaunchPacks can move this, whose sizes and addresses are all multiples of `unit` bytes.
 bool MovesAsPacks(const Job& job, int64_t unit);
 cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit);

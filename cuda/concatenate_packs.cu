@@ -40,11 +40,6 @@ constexpr int kComparedPieces = 16;
 // Blocks that go round all destinations, at least.
 constexpr int kRoundBlocks = 64;
 constexpr int kRoundsPerPiece = 8;
-// Destinations of a launch, of which more are slower where they are cut byte by byte.
-constexpr int64_t kManyCuts = 200;
-// Bytes of rows of equal pieces of packs that MoveEqual moves.
-constexpr int64_t kLongestJoined = 64;
-constexpr int64_t kLongestCut = 240;
 // And the words of little that it moves of any size, bytes, and those of rows of pieces that are
 // cut.
 constexpr int64_t kEqualWords = 3 << 16;

@@ -63,9 +63,6 @@ constexpr int64_t kNarrowBytes = 6;
 constexpr int64_t kWideBytes = 64;
 // Words of wider pieces are as fast to cut without, and packs of them to move.
 constexpr int64_t kWideWords = 512;
-constexpr int64_t kManyCuts = 200;  // of which more are slower without
-constexpr int64_t kWidePacksOfSplit = 240;
-constexpr int64_t kWidePacksOfJoin = 64;
 constexpr uint32_t kNowhere = UINT32_MAX;
 
 struct alignas(16) TilePiece {
@@ -798,7 +795,7 @@ bool MovesAsTiles(const Job& job, int64_t unit) {
   // To join few pieces of whole words is as fast without, and so is one. Of packs only narrow ones
   // need tiles.
   const bool splits = Splits(job);
-  const int64_t widest = splits ? kWidePacksOfSplit : kWidePacksOfJoin;
+  const int64_t widest = splits ? kLongestCut : kLongestJoined;
   const bool packs = unit == kPackBytes;
   const size_t fewest = unit < kWordBytes ? 1 : splits && !packs ? 2 : kFewPieces + 1;
   if (job.pieces.size() < fewest) return false;

@@ -51,6 +51,28 @@ LINEAR = {
 }
 
 
+class Parameter:
+    """What stands for an array, as those of Flax's modules do."""
+
+    def __init__(self, array):
+        self._array = jnp.asarray(array)
+
+    def __jax_array__(self):
+        return self._array
+
+
+@pytest.mark.parametrize("name", ["concatenate", "split", "grid_sample", "conv2d", "im2col"])
+def test_what_stands_for_an_array(name):
+    function = {
+        "concatenate": lambda x: jaxops.concatenate([x, np.ones((2, 2), np.float32)]),
+        "split": lambda x: jaxops.split(x, jnp.array([1, 2])),
+    }.get(name, LINEAR[name][0])
+    x = np.random.default_rng(0).standard_normal(LINEAR[name][1]).astype(np.float32)
+    got, want = jax.tree.leaves(function(Parameter(x))), jax.tree.leaves(function(x))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_transpose(name):
     function, shape = LINEAR[name]
