@@ -40,8 +40,8 @@ constexpr int kComparedPieces = 16;
 // Blocks that go round all destinations, at least.
 constexpr int kRoundBlocks = 64;
 constexpr int kRoundsPerPiece = 8;
-// And the words of little that it moves of any size, bytes, and those of rows of pieces that are
-// cut.
+// What MoveEqual moves whatever its rows are: so many words, or bytes, and where pieces are cut
+// rows of so many bytes.
 constexpr int64_t kEqualWords = 3 << 16;
 constexpr int64_t kEqualBytes = 1 << 17;
 constexpr int64_t kWideCut = 512;
