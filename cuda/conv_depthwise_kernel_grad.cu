@@ -18,7 +18,7 @@
 #include "common/fast_divide.h"
 #include "cuda/async_copy.cuh"
 #include "cuda/conv_depthwise.h"
-#include "cuda/conv_mma_step.cuh"
+#include "cuda/warp_matrix.cuh"
 #include "cuda/conv_results.cuh"
 
 namespace jaxops::conv::cuda {
@@ -28,6 +28,7 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::CommitCopies;
 using jaxops::cuda::CopyAsyncPast;
 using jaxops::cuda::kWarp;
+using jaxops::cuda::MultiplyStep;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::SharedAddress;
 using jaxops::cuda::WaitCopies;

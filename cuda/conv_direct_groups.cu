@@ -14,10 +14,12 @@
 #include <type_traits>
 
 #include "cuda/conv_direct_sums.cuh"
-#include "cuda/conv_mma_step.cuh"
+#include "cuda/warp_matrix.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {
+
+using jaxops::cuda::MultiplyStep;
 
 constexpr int kTaps = 3;
 constexpr int kRamp = kTaps - 1;

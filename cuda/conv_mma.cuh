@@ -8,12 +8,13 @@
 #define JAXOPS_CUDA_CONV_MMA_CUH_
 
 #include "cuda/async_copy.cuh"
-#include "cuda/conv_mma_step.cuh"
+#include "cuda/warp_matrix.cuh"
 #include "cuda/conv_tiles.cuh"
 
 namespace jaxops::conv::cuda {
 
 using jaxops::cuda::CommitCopies;
+using jaxops::cuda::MultiplyStep;
 using jaxops::cuda::WaitCopies;
 
 // What a block may have at most, on every GPU from compute capability 8.0 on.

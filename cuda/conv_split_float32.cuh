@@ -12,35 +12,18 @@
 #ifndef JAXOPS_CUDA_CONV_SPLIT_FLOAT32_CUH_
 #define JAXOPS_CUDA_CONV_SPLIT_FLOAT32_CUH_
 
-#include <cfloat>
 #include <cstdint>
+
+#include "cuda/warp_matrix.cuh"
 
 namespace jaxops::conv::cuda {
 
+using jaxops::cuda::AreFinite;
+using jaxops::cuda::SplitEntry;
+using jaxops::cuda::SplitFloat32;
+
 // The flag is the first entry of a workspace, and what else is there begins after so many bytes.
 inline constexpr int kFlagBytes = 256;
-
-// Two of TF32, in the bits of float32, that add up to an entry. Of the low one the bits that TF32
-// does not have are left to products, which leave them out: that is at most the entry's last bit.
-struct SplitEntry {
-  uint32_t high, low;
-};
-
-// The high one is the nearest, ties away from zero. That of a NaN may be any number, but the low
-// one of what is not finite is NaN.
-__device__ __forceinline__ SplitEntry SplitFloat32(uint32_t bits) {
-  const uint32_t high = (bits + 0x1000) & 0xFFFFE000;
-  return {high, __float_as_uint(__uint_as_float(bits) - __uint_as_float(high))};
-}
-
-// Whether all of these sums are finite, for which they must have met no entry that is not.
-template <int kCount>
-__device__ __forceinline__ bool AreFinite(const float (&sums)[kCount]) {
-  bool are_finite = true;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) are_finite &= fabsf(sums[i]) <= FLT_MAX;
-  return are_finite;
-}
 
 // Whether a kernel that makes results anew has anything to do. Without a flag it always has.
 __device__ __forceinline__ bool IsNeeded(const int* flag) { return !flag || *flag != 0; }

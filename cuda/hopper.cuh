@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "cuda/async_copy.cuh"
+#include "cuda/warp_matrix.cuh"
 
 // Only code for sm_90a itself knows these instructions. Kernels are empty elsewhere, and not
 // launched there.
@@ -24,6 +25,8 @@
 namespace jaxops::cuda::hopper {
 
 namespace ptx = ::cuda::ptx;
+using jaxops::cuda::LoadMatrices;
+using jaxops::cuda::LoadTransposed;
 using jaxops::cuda::SharedAddress;
 
 // All the shared memory that a block can have.
@@ -84,20 +87,6 @@ struct Swizzle {
     return ((row_address >> 7) & mask) << 4;
   }
 };
-
-// Four 8 x 8 matrices of 2-byte entries, a row from the address of each lane.
-__device__ inline void LoadMatrices(uint32_t (&to)[4], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(row_address));
-}
-
-// The same, each matrix transposed.
-__device__ inline void LoadTransposed(uint32_t (&to)[4], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(row_address));
-}
 
 // --- products of a warpgroup ---------------------------------------------------------------------
 
