@@ -217,10 +217,15 @@ def cost(case: Case, direction: Direction) -> Cost:
     sequences = {"forward": 2, "backward": 3, "value_and_grad": 4}[direction.name]
     filters = 1 if direction.name == "forward" else 2
     products = {"forward": 1, "backward": 2, "value_and_grad": 3}[direction.name]
+    if itemsize == 2 and C > H:
+        # Taps that channels share make matrices, which tensor cores multiply.
+        unit = f"matmul {case.dtype}"
+    else:
+        unit = "fma float64" if case.dtype == "float64" else "fma float32"
     return Cost(
         bytes=(sequences * B * C * T + filters * H * K) * itemsize,
         flops=2 * products * B * C * T * K,
-        unit="fma float64" if case.dtype == "float64" else "fma float32",
+        unit=unit,
     )
 
 

@@ -18,6 +18,15 @@ cudaError_t LaunchForward(cudaStream_t stream, const Forward& call);
 cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t splits,
                            void* partials);
 
+// Long filters on tensor cores, of calls that they take.
+bool TakesMma(const Forward& call);
+cudaError_t LaunchForwardMma(cudaStream_t stream, const Forward& call);
+bool TakesMma(const Backward& call);
+// Whether LaunchBackwardMma makes dx, too.
+bool MmaMakesInputGrad(const Backward& call);
+cudaError_t LaunchBackwardMma(cudaStream_t stream, const Backward& call, int64_t splits,
+                              void* partials);
+
 }  // namespace jaxops::lightweight_conv::cuda
 
 #endif  // JAXOPS_CUDA_LIGHTWEIGHT_CONV_H_

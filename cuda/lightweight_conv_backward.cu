@@ -969,6 +969,13 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
     return cudaMemsetAsync(call.dbias, 0, biases, stream);
   }
   if (!FitsKernels(g)) return cudaErrorInvalidValue;
+  if (TakesMma(call)) {
+    if (call.dx != nullptr && !MmaMakesInputGrad(call)) {
+      const cudaError_t error = LaunchInputGrad(stream, call);
+      if (error != cudaSuccess) return error;
+    }
+    return LaunchBackwardMma(stream, call, splits, partials);
+  }
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     if (call.dx != nullptr && !SharesKernel<T>(call)) {

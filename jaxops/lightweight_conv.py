@@ -489,5 +489,7 @@ def _partial_sums(x, batch, *, options, taps, summed):
         channel_blocks, tile = -(-channels * row_threads // 128), pack * row_threads
         wanted = 1024 if taps <= 8 else 512
     splits = max(1, min(-(-wanted // max(1, kept * channel_blocks)), steps // (4 * tile)))
+    if taps > 8:
+        splits = max(2, splits)  # room for more splits of the smaller sums of tensor cores
     dtype = accumulation_dtype(x)
     return [jax.ShapeDtypeStruct((kept, splits, taps + 1, channels), dtype)]

@@ -393,6 +393,67 @@ def test_agrees_with_grouped_convolution(
     assert_close([np.asarray(direct).sum(0)], want[2:], "filter_grad", dtype="float64", terms=terms)
 
 
+# Heads of whole fragments and more than 8 taps, which tensor cores multiply: blocks of 16 steps and
+# 16 channels, tiles of 64 and 128 steps, and taps that fill two, three, five, nine and more blocks.
+DEEP_HEADS = [
+    {"shape": (2, 128, 64), "heads": 4, "taps": 9},
+    {"shape": (3, 72, 48), "heads": 3, "taps": 15, "padding": "same", "bias": True},
+    {"shape": (2, 200, 96), "heads": 2, "taps": 31},
+    {"shape": (1, 64, 80), "heads": 5, "taps": 33, "padding": 3, "activation": "silu"},
+    {"shape": (2, 264, 32), "heads": 1, "taps": 50, "padding": "same"},
+    {"shape": (1, 8, 16), "heads": 1, "taps": 63, "padding": 30, "bias": True},
+    {"shape": (2, 136, 64), "heads": 2, "taps": 127, "padding": "same", "bias": True},
+    {"shape": (1, 328, 16), "heads": 1, "taps": 140},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("case", DEEP_HEADS, ids=case_id)
+def test_long_filters_of_deep_heads(platform, case, data_format, dtype):
+    check(platform, **case, data_format=data_format, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dilation": 3},
+        {"dilation": 40, "padding": "same"},
+        {"dilation": 2, "padding": 7, "bias": True},
+        {"bias_dtype": "float32", "bias": True, "activation": "gelu"},
+        {"weight_dtype": "float32"},
+        {"shape": (2, 77, 48)},
+    ],
+    ids=case_id,
+)
+@pytest.mark.parametrize("data_format", LAYOUTS)
+def test_options_of_long_filters_of_deep_heads(platform, options, data_format):
+    given = {"shape": (2, 112, 48), "heads": 3, "taps": 17, "dtype": "bfloat16", **options}
+    check(platform, **given, data_format=data_format)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("data_format", LAYOUTS)
+def test_batched_filters_of_deep_heads(platform, data_format, dtype):
+    """As many filters as calls under vmap, some of which the steps of one block share."""
+    rng = np.random.default_rng(3)
+    shape = (2, 40, 32) if data_format == "NTC" else (2, 32, 40)
+    g, x = (normal(rng, (3, *shape), jnp.dtype(dtype)) for _ in range(2))
+    weight = normal(rng, (3, 2, 11), jnp.dtype(dtype))
+    function = functools.partial(jaxops.lightweight_conv, data_format=data_format)
+    pulled = vjp_of(function, (0, 1))
+
+    def batched(g, x, weight):
+        return jax.vmap(lambda g, x, weight: pulled((g,), x, weight))(g, x, weight)
+
+    got = run(batched, platform, g, x, weight)
+    options = {"padding": "causal", "dilation": 1, "activation": None, "data_format": data_format}
+    want = [oracle(*one, None, **options)[0] for one in zip(g, x, weight, strict=True)]
+    for i, (result, terms) in enumerate(zip(got, (12, 12, 2 * 40 * 16), strict=True)):
+        exact = np.stack([w[i] for w in want])
+        assert_close([result], [exact], f"result {i}", dtype=dtype, terms=terms)
+
+
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=60)
 @hypothesis.given(data=st.data())
 def test_any_shape(platform, data):
@@ -482,6 +543,35 @@ def test_nan_reaches_only_its_window(platform, step, dtype, data_format):
         np.testing.assert_array_equal(np.isnan(b), mask, err_msg=name)
         np.testing.assert_array_equal(b[~mask], a[~mask], err_msg=name)
     np.testing.assert_array_equal(got[1], clean[1], err_msg="dx does not depend on x")
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("step", [0, 70, 135])
+def test_what_is_not_finite_in_deep_heads(platform, step, value, dtype, data_format):
+    """Zeros of the matrices that tensor cores multiply must not meet it."""
+    batch, time, channels, heads, taps, padding = 2, 136, 48, 3, 17, 5
+    shape = (batch, time, channels) if data_format == "NTC" else (batch, channels, time)
+    rng = np.random.default_rng(0)
+    g, x = normal(rng, shape, jnp.dtype(dtype)), normal(rng, shape, jnp.dtype(dtype))
+    weight = normal(rng, (heads, taps), jnp.dtype(dtype))
+    x[(1, step, 33) if data_format == "NTC" else (1, 33, step)] = value
+    g[(0, 70, 12) if data_format == "NTC" else (0, 12, 70)] = value
+    options = {"padding": padding, "dilation": 1, "data_format": data_format}
+    function = functools.partial(jaxops.lightweight_conv, **options)
+    got = run(vjp_of(function, (0, 1)), platform, (g,), x, weight)
+    with np.errstate(invalid="ignore"):
+        want, _ = oracle(g, x, weight, None, activation=None, **options)
+    terms = (taps + 1, taps + 1, batch * time * channels // heads)
+    for i, (a, w) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(w), err_msg=f"result {i}")
+        np.testing.assert_array_equal(np.isposinf(a), np.isposinf(w), err_msg=f"result {i}")
+        np.testing.assert_array_equal(np.isneginf(a), np.isneginf(w), err_msg=f"result {i}")
+        finite = np.isfinite(w)
+        assert finite.mean() > 0.3
+        a, w = np.where(finite, a, 0).astype(a.dtype), np.where(finite, w, 0)
+        assert_close([a], [w], f"result {i}", dtype=dtype, terms=terms[i])
 
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -589,7 +679,8 @@ def test_options_are_by_keyword():
 
 @pytest.mark.xdist_group("most of the memory")
 @pytest.mark.parametrize("data_format", LAYOUTS)
-def test_more_than_2_to_the_31_elements(platform, data_format):
+@pytest.mark.parametrize(("depth", "taps"), [(2, 4), (16, 9)])
+def test_more_than_2_to_the_31_elements(platform, depth, taps, data_format):
     """Value and gradients, looked at around the ends and on both sides of element 2**31."""
     if platform.name == "cpu":
         pytest.skip("the index arithmetic of the host is 64-bit throughout; too slow here")
@@ -600,7 +691,7 @@ def test_more_than_2_to_the_31_elements(platform, data_format):
     needed = 6 * 2 * elements
     if limit < needed:
         pytest.skip(f"needs {needed >> 30} GiB of device memory, there are {limit >> 30}")
-    heads, taps = channels // 2, 4
+    heads = channels // depth
     shape = (batch, time, channels) if data_format == "NTC" else (batch, channels, time)
 
     @jax.jit
@@ -628,7 +719,7 @@ def test_more_than_2_to_the_31_elements(platform, data_format):
         for b, t, c in probes:
             b, t, c = int(b), int(t), int(c)
             at = (b, t, c) if data_format == "NTC" else (b, c, t)
-            w = [int(v) for v in weight[c // 2]]
+            w = [int(v) for v in weight[c // depth]]
             value = sum(w[k] * x_at(b, t + k - taps + 1, c) for k in range(taps))
             assert float(y[at]) == value, (b, t, c)
         dx, dweight = pull(x)
@@ -636,14 +727,15 @@ def test_more_than_2_to_the_31_elements(platform, data_format):
         for b, t, c in probes:
             b, t, c = int(b), int(t), int(c)
             at = (b, t, c) if data_format == "NTC" else (b, c, t)
-            w = [int(v) for v in weight[c // 2]]
+            w = [int(v) for v in weight[c // depth]]
             slope = sum(w[k] * x_at(b, t - k + taps - 1, c) for k in range(taps))
             assert float(dx[at]) == slope, (b, t, c)
         # A head of the last channels, whose sums take all steps of all batch entries.
         steps = np.arange(time)
         for head in (0, heads - 1):
             exact = np.zeros(taps)
-            for b, c in itertools.product(range(batch), (2 * head, 2 * head + 1)):
+            of_head = range(depth * head, depth * (head + 1))
+            for b, c in itertools.product(range(batch), of_head):
                 row = ((steps * 7 + c * 3 + b * 5) % 11 - 5).astype(np.float64)
                 for k in range(taps):
                     shift = taps - 1 - k
@@ -653,7 +745,7 @@ def test_more_than_2_to_the_31_elements(platform, data_format):
                 [exact],
                 f"dweight of head {head}",
                 dtype="bfloat16",
-                terms=2 * batch * time,
+                terms=depth * batch * time,
             )
 
 
