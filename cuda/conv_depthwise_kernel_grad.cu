@@ -18,8 +18,8 @@
 #include "common/fast_divide.h"
 #include "cuda/async_copy.cuh"
 #include "cuda/conv_depthwise.h"
-#include "cuda/warp_matrix.cuh"
 #include "cuda/conv_results.cuh"
+#include "cuda/warp_matrix.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {

@@ -8,8 +8,8 @@
 #define JAXOPS_CUDA_CONV_MMA_CUH_
 
 #include "cuda/async_copy.cuh"
-#include "cuda/warp_matrix.cuh"
 #include "cuda/conv_tiles.cuh"
+#include "cuda/warp_matrix.cuh"
 
 namespace jaxops::conv::cuda {
 

@@ -18,7 +18,8 @@ cudaError_t LaunchForward(cudaStream_t stream, const Forward& call);
 cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t splits,
                            void* partials);
 
-// Long filters on tensor cores, of calls that they take.
+// Long filters on tensor cores, of calls that they take. Their partial sums are smaller, of which
+// there are as many as the space for `splits` has room for.
 bool TakesMma(const Forward& call);
 cudaError_t LaunchForwardMma(cudaStream_t stream, const Forward& call);
 bool TakesMma(const Backward& call);

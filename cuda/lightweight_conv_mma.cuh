@@ -10,8 +10,10 @@
 // of an array remains the fastest ("minor"): channels in NTC, steps in NCT.
 //
 // float32 is split into two of TF32, and a product into three of theirs (`warp_matrix.cuh`).
-// A zero of the matrix times what is not finite is NaN, so a warp whose sums are not finite makes
-// them again tap by tap.
+//
+// A zero of the matrix times what is not finite is NaN, so a warp that meets it makes what it has
+// of the tile again, tap by tap: other sums of these steps and channels may then end in another
+// last bit.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_CUH_
 
@@ -38,6 +40,10 @@ inline constexpr int kThreads = kWarps * kWarp;
 // Channels and steps of a fragment, and the channels of a warp.
 inline constexpr int kEdge = 16;
 inline constexpr int kLineBytes = 128;
+// Blocks of 16 of a window that shared memory has room for in any shape of a tile.
+inline constexpr int kLongWindow = 5;
+// Of a large GPU.
+inline constexpr int64_t kProcessors = 132;
 
 // --- fragments -----------------------------------------------------------------------------------
 
@@ -334,7 +340,9 @@ struct TileShape {
   static TileShape Of(int64_t time, int warp_steps, int blocks) {
     TileShape shape;
     shape.warp_steps = warp_steps;
-    shape.time_bits = kNct || sizeof(T) == 2 ? 0 : 1;
+    // Two in float32: in NTC it has half as many channels in a line, and in NCT long windows of
+    // many channels would not fit shared memory.
+    shape.time_bits = sizeof(T) == 4 && (!kNct || blocks > kLongWindow) ? 1 : 0;
     while (kNct && (1 << shape.time_bits) < kWarps &&
            (int64_t{warp_steps} << shape.time_bits) < time) {
       ++shape.time_bits;
@@ -426,6 +434,31 @@ __device__ __forceinline__ void Stage(uint32_t shared, int pitch, const T* array
   }
 }
 
+// A tile of one phase of one batch entry.
+struct Item {
+  int first_step, phase;
+  int64_t entry;
+
+  template <typename Params>
+  __device__ Item(const Params& p, uint32_t index) {
+    first_step = p.tiles.Peel(index) * p.shape.steps;
+    phase = p.phases.Peel(index);
+    entry = index;
+  }
+};
+
+// Whether all sums are finite; it may deny that where they are very large.
+template <int kParts>
+__device__ __forceinline__ bool AreFinite(const float (&sums)[kParts][4]) {
+  float total = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total += sums[part][i];
+  }
+  return fabsf(total) <= FLT_MAX;
+}
+
 // Sums of 16 steps of a warp's channels, in the places where products leave them. In NTC the rows
 // are steps and the columns channels, in NCT the other way round.
 struct Sums {
@@ -434,14 +467,6 @@ struct Sums {
   __device__ static int Row(int i) { return Tile<float, false>::Row() + i / 2 * 8; }
   __device__ static int Column(int right, int i) {
     return right * 8 + Tile<float, false>::Column() * 2 + i % 2;
-  }
-
-  // Whether all sums are finite; it may deny that where they are very large.
-  __device__ __forceinline__ bool AreFinite() const {
-    float total = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total += values[0][i] + values[1][i];
-    return fabsf(total) <= FLT_MAX;
   }
 
   // Makes them tap by tap, of what is really in reach of each.
@@ -538,16 +563,10 @@ inline int64_t TapBlocks(const Geometry& g, int64_t padding) {
   return CeilDiv(g.taps + kEdge - 1 + WindowLead(g, padding), kEdge);
 }
 
-// The longest filters there are kernels for: their fragments leave no registers in float32, and
-// their windows no shared memory.
-inline constexpr int kMostBlocks = 9;
-
-// Whether there is a kernel. Heads of fewer channels, or of half fragments, and rows that are no
-// whole packs are left to others.
-inline bool Takes(const Geometry& g, int64_t padding, DType dtype, DType weight_dtype) {
+// Whether filters are long, their heads of whole fragments, and rows of whole packs.
+inline bool Takes(const Geometry& g, DType dtype) {
   const bool is_nct = g.data_format == DataFormat::kNCT;
-  return g.taps > kShortTaps && TapBlocks(g, padding) <= kMostBlocks && dtype != DType::kF64 &&
-         weight_dtype == dtype && g.channels / g.heads % kEdge == 0 &&
+  return g.taps > kShortTaps && dtype != DType::kF64 && g.channels / g.heads % kEdge == 0 &&
          (!is_nct || (g.dilation == 1 && RowsAligned(g.time, dtype, kPackBytes)));
 }
 

@@ -24,7 +24,6 @@ constexpr int kWarpSteps = 64;
 // Blocks of a multiprocessor, as shared memory and registers allow, and of a large GPU.
 template <typename T>
 constexpr int kResident = sizeof(T) == 4 ? 3 : 4;
-constexpr int64_t kProcessors = 132;
 
 struct BackwardParams {
   Backward call;
@@ -55,35 +54,14 @@ struct PairSums {
       for (int i = 0; i < 4; ++i) values[part][i] += other.values[part][i];
     }
   }
-  // Whether all sums are finite; it may deny that where they are very large.
-  __device__ __forceinline__ bool AreFinite() const {
-    float total = 0;
-#pragma unroll
-    for (int part = 0; part < 2 * kBlocks; ++part) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) total += values[part][i];
-    }
-    return fabsf(total) <= FLT_MAX;
-  }
 };
 
-// Diagonals of a group's pairs, and what threads keep them apart with in shared memory.
+// Diagonals of a group's pairs.
 template <int kBlocks>
 inline constexpr int kDiagonals = kBlocks * kEdge + kEdge - 1;
+// Floats of a row of pairs in shared memory, odd, so that diagonals are in different banks.
 template <int kBlocks>
 inline constexpr int kPairPitch = kBlocks * kEdge + 1;
-
-// One tile of one phase of one summed batch entry.
-struct Item {
-  int first_step, phase;
-  int64_t summed;
-
-  __device__ Item(const BackwardParams& p, uint32_t index) {
-    first_step = p.tiles.Peel(index) * p.shape.steps;
-    phase = p.phases.Peel(index);
-    summed = index;
-  }
-};
 
 // A block keeps its channels and group of taps; while it works on a tile, the next one is on its
 // way.
@@ -125,10 +103,10 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
       const Item item(p, index);
       const uint32_t base = SharedAddress(shared) + buffer * stage_bytes;
       const int first = item.phase + item.first_step * p.dilation;
-      Stage<T, kNct>(base, p.shape.own_pitch, x + p.call.summed.Offset(item.summed, Backward::kX),
+      Stage<T, kNct>(base, p.shape.own_pitch, x + p.call.summed.Offset(item.entry, Backward::kX),
                      first, p.dilation, p.shape.steps, p.shape, p.time, p.channels, first_channel);
       Stage<T, kNct>(base + own_bytes, p.shape.window_pitch,
-                     g + p.call.summed.Offset(item.summed, Backward::kG), first + to_window,
+                     g + p.call.summed.Offset(item.entry, Backward::kG), first + to_window,
                      p.dilation, p.shape.window_steps, p.shape, p.time, p.channels, first_channel);
     }
     CommitCopies();
@@ -149,16 +127,17 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
     const int count = has_channels ? min(kWarpSteps, steps - step) : 0;
     const auto output = [&] {
       return Output<T, kNct>(static_cast<T*>(p.call.dx) + p.call.kept.Offset(kept, Backward::kDx) +
-                                 p.call.summed.Offset(item.summed, Backward::kDx),
+                                 p.call.summed.Offset(item.entry, Backward::kDx),
                              step, channel, item.phase, p.dilation, steps, p.time, p.channels);
     };
     if (wants_dbias) {
       for (int own = threadIdx.x / kEdge % 2; own < count; own += 2) {
         dbias += window.At(own + p.own, threadIdx.x % kEdge);
       }
+      __syncwarp();
     }
 
-    Probe<T> probe;
+    Probe<T> of_x, of_g;
     PairSums<kBlocks> pairs;
     // Pair by pair, from a step to another.
     const auto add_pairs = [&](int from, int to) {
@@ -181,19 +160,20 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
           }
         }
       }
+      __syncwarp();
     };
     Output<T, kNct> out = output();
     bool are_finite = true;
 #pragma unroll 1
     for (int own = 0; own < count; own += kEdge) {
       const Left<T> left = own_tile.template LoadLeft<Over::kChannels>(own);
-      Meet(probe, left);
+      Meet(of_x, left);
       Sums sums;
       if constexpr (sizeof(T) == 4) pairs = {};
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
         const Rights<T> rights = window.template LoadRights<Over::kChannels>(own + j * kEdge);
-        if (own == 0 || j == kBlocks - 1) Meet(probe, rights);
+        if (own == 0 || j == kBlocks - 1) Meet(of_g, rights);
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
           Multiply<T>(pairs.values[2 * j + right], left, rights, right);
@@ -213,15 +193,16 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
         }
       }
       if constexpr (sizeof(T) == 4) {
-        if (__any_sync(0xffffffff, !pairs.AreFinite())) add_pairs(own, own + kEdge);
+        if (__any_sync(0xffffffff, !AreFinite(pairs.values))) add_pairs(own, own + kEdge);
         dweight.Add(pairs);
-        if constexpr (kDx) are_finite &= sums.AreFinite();
+        if constexpr (kDx) are_finite &= AreFinite(sums.values);
       }
       if constexpr (kDx) out.Write(sums);
     }
-    const bool is_clear = !__any_sync(0xffffffff, !probe.IsClear() || !are_finite);
+    // dx does not depend on x, nor on what it meets.
+    const bool is_clear = !__any_sync(0xffffffff, !of_g.IsClear() || !are_finite);
     if constexpr (sizeof(T) == 2) {
-      if (!is_clear) add_pairs(0, count);
+      if (__any_sync(0xffffffff, !of_x.IsClear()) || !is_clear) add_pairs(0, count);
       dweight.Add(pairs);
     }
     if constexpr (kDx) {
@@ -311,7 +292,7 @@ __global__ void __launch_bounds__(kAddThreads)
     kept = blockIdx.x / tap_blocks / geometry.heads;
     const int groups = p.tap_groups.divisor();
     const int place = tap + p.lead + kEdge - 1;  // the diagonal, in the first group
-    const int last_group = min(place / (kBlocks * kEdge), groups - 1);
+    const int last_group = place / (kBlocks * kEdge);
     const int first_group =
         place < kDiagonals<kBlocks> ? 0 : CeilDiv(place - kDiagonals<kBlocks> + 1, kBlocks * kEdge);
     if (tap < p.taps) {
@@ -389,7 +370,8 @@ cudaError_t Launch(cudaStream_t stream, const Backward& call, int64_t splits, vo
       g.channels / kEdge * groups * kDiagonals<kBlocks> + (call.dbias ? g.channels : 0);
   const int64_t wanted =
       std::max<int64_t>(1, kProcessors * kResident<T> / (kept * channel_blocks * groups));
-  const int64_t room = std::max<int64_t>(1, splits * (g.taps + 1) * g.channels / split_sums);
+  const int64_t room = splits * (g.taps + 1) * g.channels / split_sums;
+  if (room < 1) return cudaErrorInvalidValue;
   const int64_t used = CeilDiv(items, CeilDiv(items, std::min({wanted, room, items})));
   params.items = static_cast<uint32_t>(items);
   params.tiles = FastDivider(tiles);
@@ -419,7 +401,7 @@ cudaError_t Launch(cudaStream_t stream, const Backward& call, int64_t splits, vo
 bool TakesMma(const Backward& call) {
   const Geometry& g = call.geometry;
   const int64_t mirrored = mma::Mirrored(g);
-  if (!mma::Takes(g, mirrored, call.dtype, call.weight_dtype)) return false;
+  if (!mma::Takes(g, call.dtype)) return false;
   if (call.dbias == nullptr) return true;
   // A step's own g has to be in the window of the first group.
   return mirrored % g.dilation == 0 &&
@@ -428,7 +410,8 @@ bool TakesMma(const Backward& call) {
 }
 
 bool MmaMakesInputGrad(const Backward& call) {
-  return mma::TapBlocks(call.geometry, mma::Mirrored(call.geometry)) <= mma::kFusedBlocks;
+  return call.weight_dtype == call.dtype &&
+         mma::TapBlocks(call.geometry, mma::Mirrored(call.geometry)) <= mma::kFusedBlocks;
 }
 
 cudaError_t LaunchBackwardMma(cudaStream_t stream, const Backward& call, int64_t splits,

@@ -14,10 +14,13 @@ using jaxops::cuda::Activate;
 template <typename T>
 constexpr int kWarpSteps = 256 / sizeof(T);
 
+// The longest filters, whose fragments leave no registers in float32 and whose windows no shared
+// memory.
+constexpr int kMostBlocks = 9;
+
 // Blocks of a multiprocessor, as shared memory and registers allow, and of a large GPU.
 template <typename T, int kBlocks>
-constexpr int kResident = (sizeof(T) == 4 ? 4 : 5) - (kBlocks > 3) - (kBlocks > 5);
-constexpr int64_t kProcessors = 132;
+constexpr int kResident = (sizeof(T) == 4 ? 4 : 5) - (kBlocks > 3) - (kBlocks > kLongWindow);
 
 struct ForwardParams {
   Forward call;
@@ -26,18 +29,6 @@ struct ForwardParams {
   FastDivider tiles, channel_blocks, phases;
   FastDivider depth;  // channels of a head
   TileShape shape;
-};
-
-// A tile of one phase of one batch entry.
-struct Item {
-  int first_step, phase;
-  int64_t batch;
-
-  __device__ Item(const ForwardParams& p, uint32_t index) {
-    first_step = p.tiles.Peel(index) * p.shape.steps;
-    phase = p.phases.Peel(index);
-    batch = index;
-  }
 };
 
 // A block keeps its channels; while it works on a tile, the next one is on its way.
@@ -52,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
     if (index < p.items) {
       const Item item(p, index);
       Stage<T, kNct>(SharedAddress(shared) + buffer * p.shape.window_bytes, p.shape.window_pitch,
-                     static_cast<const T*>(p.call.x) + p.call.batch.Offset(item.batch, Forward::kX),
+                     static_cast<const T*>(p.call.x) + p.call.batch.Offset(item.entry, Forward::kX),
                      item.phase + item.first_step * p.dilation - p.padding - p.lead, p.dilation,
                      p.shape.window_steps, p.shape, p.time, p.channels, first_channel);
     }
@@ -71,26 +62,28 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
   Toeplitz<T, kBlocks> filter;
   // Of the sums' rows in NCT, and of their columns in NTC.
   float biases[2][2] = {};
+  int64_t bias_offset = -1;
   int buffer = 0;
 #pragma unroll 1
   for (uint32_t index = first_item; index < p.items; index += stride, buffer ^= 1) {
     stage(index + stride, buffer ^ 1);
     const Item item(p, index);
     // Read anew only where batch entries have filters of their own.
-    const T* const of_item = filters + p.call.batch.Offset(item.batch, Forward::kWeight);
+    const T* const of_item = filters + p.call.batch.Offset(item.entry, Forward::kWeight);
     if (of_item != weights) {
       weights = of_item;
       filter.Read(p.taps, p.lead, tap);
     }
-    if (p.call.bias != nullptr) {
-      const int64_t base = p.call.batch.Offset(item.batch, Forward::kBias) + channel;
-      WithElements(p.call.bias, p.call.bias_dtype, [&](const auto* bias) {
+    const int64_t bias = p.call.batch.Offset(item.entry, Forward::kBias) + channel;
+    if (p.call.bias != nullptr && bias != bias_offset) {
+      bias_offset = bias;
+      WithElements(p.call.bias, p.call.bias_dtype, [&](const auto* elements) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int at = kNct ? Sums::Row(2 * i) : Sums::Column(i, j);
-            biases[i][j] = static_cast<float>(Widen(bias[base + at]));
+            biases[i][j] = static_cast<float>(Widen(elements[bias + at]));
           }
         }
       });
@@ -105,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
     const int count = has_channels ? min(kWarpSteps<T>, steps - step) : 0;
     const auto output = [&] {
       return Output<T, kNct>(
-          static_cast<T*>(p.call.y) + p.call.batch.Offset(item.batch, Forward::kY), step, channel,
+          static_cast<T*>(p.call.y) + p.call.batch.Offset(item.entry, Forward::kY), step, channel,
           item.phase, p.dilation, steps, p.time, p.channels);
     };
     const auto finish = [&](Sums& sums, Output<T, kNct>& out) {
@@ -173,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
             }
           }
         }
-        if constexpr (sizeof(T) == 4) are_finite &= sums.AreFinite();
+        if constexpr (sizeof(T) == 4) are_finite &= AreFinite(sums.values);
         finish(sums, out);
       }
     }
@@ -223,7 +216,9 @@ cudaError_t Launch(cudaStream_t stream, const Forward& call) {
 }  // namespace mma
 
 bool TakesMma(const Forward& call) {
-  return mma::Takes(call.geometry, call.geometry.padding, call.dtype, call.weight_dtype);
+  // Filters of another type are of float32 mostly, and not to be rounded.
+  return mma::Takes(call.geometry, call.dtype) && call.weight_dtype == call.dtype &&
+         mma::TapBlocks(call.geometry, call.geometry.padding) <= mma::kMostBlocks;
 }
 
 cudaError_t LaunchForwardMma(cudaStream_t stream, const Forward& call) {

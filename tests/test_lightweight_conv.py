@@ -404,6 +404,7 @@ DEEP_HEADS = [
     {"shape": (1, 8, 16), "heads": 1, "taps": 63, "padding": 30, "bias": True},
     {"shape": (2, 136, 64), "heads": 2, "taps": 127, "padding": "same", "bias": True},
     {"shape": (1, 328, 16), "heads": 1, "taps": 140},
+    {"shape": (1, 64, 16), "heads": 1, "taps": 70},
 ]
 
 
@@ -572,6 +573,9 @@ def test_what_is_not_finite_in_deep_heads(platform, step, value, dtype, data_for
         assert finite.mean() > 0.3
         a, w = np.where(finite, a, 0).astype(a.dtype), np.where(finite, w, 0)
         assert_close([a], [w], f"result {i}", dtype=dtype, terms=terms[i])
+    # dx does not depend on x, to the last bit.
+    clean = run(vjp_of(function, (0, 1)), platform, (g,), np.where(np.isfinite(x), x, 0), weight)
+    np.testing.assert_array_equal(got[1], clean[1])
 
 
 # --- arguments -----------------------------------------------------------------------------------
