@@ -575,7 +575,7 @@ def test_what_is_not_finite_in_deep_heads(platform, step, value, dtype, data_for
         assert_close([a], [w], f"result {i}", dtype=dtype, terms=terms[i])
     # dx does not depend on x, to the last bit.
     clean = run(vjp_of(function, (0, 1)), platform, (g,), np.where(np.isfinite(x), x, 0), weight)
-    np.testing.assert_array_equal(got[1], clean[1])
+    np.testing.assert_array_equal(got[1].astype(np.float64), clean[1].astype(np.float64))
 
 
 # --- arguments -----------------------------------------------------------------------------------
