@@ -11,9 +11,9 @@
 // Short filters (up to kShortTaps) are bound by memory: what their kernels work on next is under
 // way while they work, in registers or in a ring of each warp's own in shared memory, and the block
 // never synchronises. Long filters are bound by arithmetic: `lightweight_conv_mma.cuh` has those of
-// whole fragments of channels; the others stage a tile in shared memory and slide a window of registers
-// over it. The NCT backward, which has two products to make of each window, keeps it whole in registers
-// for long filters too.
+// whole fragments of channels; the others stage a tile in shared memory and slide a window of
+// registers over it. The NCT backward, which has two products to make of each window, keeps it
+// whole in registers for long filters too.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 
