@@ -257,62 +257,78 @@ __device__ __forceinline__ void Meet(Probe<T>& probe, const Operand& operand) {
 }
 
 // The taps as a Toeplitz matrix of kBlocks blocks of 16 columns: entry (row, column) is tap
-// column - row - shift, zero outside the filter.
-template <typename T, int kBlocks>
+// column - row - shift, zero outside the filter. Filters of float32 of bfloat16 entries are the sum
+// of three matrices of bfloat16, which hold all of their bits.
+template <typename T, typename W, int kBlocks>
 class Toeplitz {
  public:
+  static constexpr int kTerms = std::is_same_v<T, W> ? 1 : 3;
+
   // tap(k) is tap k of the filter, 0 <= k < taps.
   template <typename Tap>
   __device__ __forceinline__ void Read(int taps, int shift, Tap&& tap) {
     const auto read = [&](int k) {
       return static_cast<unsigned>(k) < static_cast<unsigned>(taps) ? tap(k) : 0.0f;
     };
-    const int row = Tile<T, false>::Row() + shift, column = Tile<T, false>::Column();
+    const int row = Lane::Row() + shift, column = Lane::Column();
+    is_finite_ = true;
 #pragma unroll
     for (int i = 0; i <= 2 * kBlocks; ++i) {
       const int first = 8 * (i - 1) - row;
       if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          entries_[i][half] = SplitFloat32(__float_as_uint(read(first + column + half * 4)));
+          entries_[0][i][half] = SplitFloat32(__float_as_uint(read(first + column + half * 4)));
         }
       } else {
-        const Pack<T, 2> pair = {Narrow<T>(read(first + 2 * column)),
-                                 Narrow<T>(read(first + 2 * column + 1))};
-        memcpy(&entries_[i], &pair, sizeof(pair));
+        float taps[2] = {read(first + 2 * column), read(first + 2 * column + 1)};
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          Pack<T, 2> pair;
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            pair.values[e] = Narrow<T>(taps[e]);
+            taps[e] -= Widen(pair.values[e]);
+            if (kTerms > 1) is_finite_ &= fabsf(taps[e]) <= FLT_MAX;
+          }
+          memcpy(&entries_[term][i], &pair, sizeof(pair));
+        }
       }
     }
   }
 
+  // Whether all terms of this lane's taps are, of which those of an infinity are not.
+  __device__ __forceinline__ bool IsFinite() const { return is_finite_; }
+
   // Block `block` of the matrix: 16 rows along its diagonals are 8 and 8 that differ by a shift.
-  __device__ __forceinline__ Left<T> AsLeft(int block) const {
+  __device__ __forceinline__ Left<T> AsLeft(int block, int term) const {
     Left<T> left;
     if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          left.entries[half][i] = entries_[2 * block + half + 1 - i % 2][i / 2];
+          left.entries[half][i] = entries_[term][2 * block + half + 1 - i % 2][i / 2];
         }
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) left.entries[i] = entries_[2 * block + 1 - i % 2 + i / 2];
+      for (int i = 0; i < 4; ++i) left.entries[i] = entries_[term][2 * block + 1 - i % 2 + i / 2];
     }
     return left;
   }
   // The transposed block: column n of it is row n of the matrix.
-  __device__ __forceinline__ Rights<T> AsRights(int block) const {
+  __device__ __forceinline__ Rights<T> AsRights(int block, int term) const {
     Rights<T> rights;
 #pragma unroll
     for (int right = 0; right < 2; ++right) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if constexpr (std::is_same_v<T, float>) {
-          rights.entries[right][0][i] = entries_[2 * block + 1 - right][i];
-          rights.entries[right][1][i] = entries_[2 * block + 2 - right][i];
+          rights.entries[right][0][i] = entries_[term][2 * block + 1 - right][i];
+          rights.entries[right][1][i] = entries_[term][2 * block + 2 - right][i];
         } else {
-          rights.entries[right][i] = entries_[2 * block + 1 - right + i];
+          rights.entries[right][i] = entries_[term][2 * block + 1 - right + i];
         }
       }
     }
@@ -320,9 +336,43 @@ class Toeplitz {
   }
 
  private:
+  using Lane = Tile<T, false>;
   using Entry = std::conditional_t<std::is_same_v<T, float>, SplitEntry[2], uint32_t>;
-  Entry entries_[2 * kBlocks + 1];
+  Entry entries_[kTerms][2 * kBlocks + 1];
+  bool is_finite_;
 };
+
+// sums += the product of what a window has of a block and the taps, in the order of the layout.
+template <typename T, typename W, bool kNct, int kBlocks, typename Operand>
+__device__ __forceinline__ void MultiplyTaps(float (&sums)[2][4],
+                                             const Toeplitz<T, W, kBlocks>& filter, int block,
+                                             const Operand& operand) {
+#pragma unroll
+  for (int term = Toeplitz<T, W, kBlocks>::kTerms - 1; term >= 0; --term) {
+#pragma unroll
+    for (int right = 0; right < 2; ++right) {
+      if constexpr (kNct) {
+        MultiplyAdd<T>(sums[right], operand, filter.AsRights(block, term), right);
+      } else {
+        MultiplyAdd<T>(sums[right], filter.AsLeft(block, term), operand, right);
+      }
+    }
+  }
+}
+
+// What the window of a sum over its steps is to a product.
+template <typename T, bool kNct>
+using WindowOperand = std::conditional_t<kNct, Left<T>, Rights<T>>;
+
+template <typename T, bool kNct>
+__device__ __forceinline__ WindowOperand<T, kNct> LoadWindow(const Tile<T, kNct>& window,
+                                                             int step) {
+  if constexpr (kNct) {
+    return window.template LoadLeft<Over::kSteps>(step);
+  } else {
+    return window.template LoadRights<Over::kSteps>(step);
+  }
+}
 
 // --- a warp's share ------------------------------------------------------------------------------
 
@@ -570,24 +620,37 @@ inline bool Takes(const Geometry& g, DType dtype) {
          (!is_nct || (g.dilation == 1 && RowsAligned(g.time, dtype, kPackBytes)));
 }
 
-// Calls function(element, is_nct, blocks) with the least number of blocks there are kernels for, or
-// with kMost.
+// Whether there are matrices of filters of this type: f16 cannot hold the small parts of float32.
+inline bool HasMatrix(DType dtype, DType weight_dtype) {
+  return weight_dtype == dtype || (dtype == DType::kBF16 && weight_dtype == DType::kF32);
+}
+
+// Calls function(element, weight, is_nct, blocks) with the least number of blocks there are kernels
+// for, or with kMost.
 template <int kMost, typename Function>
-cudaError_t Dispatch(const Geometry& g, int64_t padding, DType dtype, Function&& function) {
+cudaError_t Dispatch(const Geometry& g, int64_t padding, DType dtype, DType weight_dtype,
+                     Function&& function) {
+  const int64_t blocks = TapBlocks(g, padding);
   return DispatchBool(g.data_format == DataFormat::kNCT, [&](auto is_nct) {
-    return DispatchFloat(dtype, [&](auto element) {
-      if constexpr (std::is_same_v<decltype(element), double>) {
-        return cudaErrorInvalidValue;
-      } else {
-        const int64_t blocks = TapBlocks(g, padding);
-        if (blocks <= 2) return function(element, is_nct, std::integral_constant<int, 2>{});
-        if constexpr (kMost > 3) {
-          if (blocks <= 3) return function(element, is_nct, std::integral_constant<int, 3>{});
-          if (blocks <= 5) return function(element, is_nct, std::integral_constant<int, 5>{});
-        }
-        return function(element, is_nct, std::integral_constant<int, kMost>{});
+    const auto of_types = [&](auto element, auto weight) {
+      if (blocks <= 2) return function(element, weight, is_nct, std::integral_constant<int, 2>{});
+      if constexpr (kMost > 3) {
+        if (blocks <= 3) return function(element, weight, is_nct, std::integral_constant<int, 3>{});
+        if (blocks <= 5) return function(element, weight, is_nct, std::integral_constant<int, 5>{});
       }
-    });
+      return function(element, weight, is_nct, std::integral_constant<int, kMost>{});
+    };
+    switch (dtype) {
+      case DType::kF16:
+        return of_types(__half{}, __half{});
+      case DType::kBF16:
+        if (weight_dtype == DType::kF32) return of_types(__nv_bfloat16{}, float{});
+        return of_types(__nv_bfloat16{}, __nv_bfloat16{});
+      case DType::kF32:
+        return of_types(float{}, float{});
+      default:
+        return cudaErrorInvalidValue;
+    }
   });
 }
 

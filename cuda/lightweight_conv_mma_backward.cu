@@ -65,7 +65,7 @@ inline constexpr int kPairPitch = kBlocks * kEdge + 1;
 
 // A block keeps its channels and group of taps; while it works on a tile, the next one is on its
 // way.
-template <typename T, bool kNct, int kBlocks, bool kDx>
+template <typename T, typename W, bool kNct, int kBlocks, bool kDx>
 __global__ void __launch_bounds__(kThreads, kResident<T>)
     BackwardKernel(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -89,11 +89,11 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
   // From the time step of a step to that of its first tap.
   const int to_window = group_step * p.dilation - p.mirrored - p.lead;
 
-  const T* const weights = static_cast<const T*>(p.call.weight) +
+  const W* const weights = static_cast<const W*>(p.call.weight) +
                            p.call.kept.Offset(kept, Backward::kWeight) +
                            int64_t{p.depth.Quotient(channel)} * p.taps;
   const auto tap = [&](int j) { return Widen(weights[p.taps - 1 - j]); };
-  Toeplitz<T, kBlocks> filter;
+  Toeplitz<T, W, kBlocks> filter;
   if constexpr (kDx) filter.Read(p.taps, p.lead, tap);
 
   PairSums<kBlocks> dweight;
@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
     };
     Output<T, kNct> out = output();
     bool are_finite = true;
+    if constexpr (kDx) are_finite = filter.IsFinite();
 #pragma unroll 1
     for (int own = 0; own < count; own += kEdge) {
       const Left<T> left = own_tile.template LoadLeft<Over::kChannels>(own);
@@ -179,17 +180,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
           Multiply<T>(pairs.values[2 * j + right], left, rights, right);
         }
         if constexpr (kDx) {
-#pragma unroll
-          for (int right = 0; right < 2; ++right) {
-            if constexpr (kNct) {
-              MultiplyAdd<T>(sums.values[right],
-                             window.template LoadLeft<Over::kSteps>(own + j * kEdge),
-                             filter.AsRights(j), right);
-            } else {
-              MultiplyAdd<T>(sums.values[right], filter.AsLeft(j),
-                             window.template LoadRights<Over::kSteps>(own + j * kEdge), right);
-            }
-          }
+          MultiplyTaps<T, W, kNct>(sums.values, filter, j, LoadWindow(window, own + j * kEdge));
         }
       }
       if constexpr (sizeof(T) == 4) {
@@ -344,7 +335,7 @@ int64_t GroupBlocks(const Geometry& g) {
   return std::min<int64_t>(TapBlocks(g, Mirrored(g)), kFusedBlocks);
 }
 
-template <typename T, bool kNct, int kBlocks, bool kDx>
+template <typename T, typename W, bool kNct, int kBlocks, bool kDx>
 cudaError_t Launch(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
   const Geometry& g = call.geometry;
   BackwardParams params;
@@ -386,7 +377,7 @@ cudaError_t Launch(cudaStream_t stream, const Backward& call, int64_t splits, vo
       params.partials + kept * used * (g.channels / kEdge) * groups * kDiagonals<kBlocks>;
   const int tile_bytes = 2 * (params.shape.own_bytes + params.shape.window_bytes);
   const int pair_bytes = kWarps * kEdge * (kPairPitch<kBlocks> + 1) * sizeof(float);
-  const cudaError_t error = jaxops::cuda::Launch(BackwardKernel<T, kNct, kBlocks, kDx>,
+  const cudaError_t error = jaxops::cuda::Launch(BackwardKernel<T, W, kNct, kBlocks, kDx>,
                                                  kept * used * channel_blocks * groups, kThreads,
                                                  std::max(tile_bytes, pair_bytes), stream, params);
   if (error != cudaSuccess) return error;
@@ -410,19 +401,25 @@ bool TakesMma(const Backward& call) {
 }
 
 bool MmaMakesInputGrad(const Backward& call) {
-  return call.weight_dtype == call.dtype &&
+  return mma::HasMatrix(call.dtype, call.weight_dtype) &&
          mma::TapBlocks(call.geometry, mma::Mirrored(call.geometry)) <= mma::kFusedBlocks;
 }
 
 cudaError_t LaunchBackwardMma(cudaStream_t stream, const Backward& call, int64_t splits,
                               void* partials) {
   const Geometry& g = call.geometry;
+  const bool makes_dx = call.dx != nullptr && MmaMakesInputGrad(call);
+  // The gradient by filters alone does not depend on their type.
   return mma::Dispatch<mma::kFusedBlocks>(
-      g, mma::Mirrored(g), call.dtype, [&](auto element, auto is_nct, auto blocks) {
-        return DispatchBool(call.dx != nullptr && MmaMakesInputGrad(call), [&](auto with_dx) {
-          return mma::Launch<decltype(element), is_nct.value, blocks.value, with_dx.value>(
-              stream, call, splits, partials);
-        });
+      g, mma::Mirrored(g), call.dtype, makes_dx ? call.weight_dtype : call.dtype,
+      [&](auto element, auto weight, auto is_nct, auto blocks) {
+        using T = decltype(element);
+        using W = decltype(weight);
+        if (makes_dx) {
+          return mma::Launch<T, W, is_nct.value, blocks.value, true>(stream, call, splits,
+                                                                     partials);
+        }
+        return mma::Launch<T, T, is_nct.value, blocks.value, false>(stream, call, splits, partials);
       });
 }
 

@@ -32,7 +32,7 @@ struct ForwardParams {
 };
 
 // A block keeps its channels; while it works on a tile, the next one is on its way.
-template <typename T, bool kNct, int kBlocks>
+template <typename T, typename W, bool kNct, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
     ForwardKernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
   const bool has_channels = first_channel + place.channel < p.channels;
   const int channel = min(first_channel + place.channel, p.channels - kEdge);
   const bool is_plain = p.call.bias == nullptr && p.call.activation == Activation::kNone;
-  const T* const filters =
-      static_cast<const T*>(p.call.weight) + int64_t{p.depth.Quotient(channel)} * p.taps;
-  const T* weights = nullptr;
+  const W* const filters =
+      static_cast<const W*>(p.call.weight) + int64_t{p.depth.Quotient(channel)} * p.taps;
+  const W* weights = nullptr;
   const auto tap = [&](int k) { return Widen(weights[p.call.flip_taps ? p.taps - 1 - k : k]); };
-  Toeplitz<T, kBlocks> filter;
+  Toeplitz<T, W, kBlocks> filter;
   // Of the sums' rows in NCT, and of their columns in NTC.
   float biases[2][2] = {};
   int64_t bias_offset = -1;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
     stage(index + stride, buffer ^ 1);
     const Item item(p, index);
     // Read anew only where batch entries have filters of their own.
-    const T* const of_item = filters + p.call.batch.Offset(item.entry, Forward::kWeight);
+    const W* const of_item = filters + p.call.batch.Offset(item.entry, Forward::kWeight);
     if (of_item != weights) {
       weights = of_item;
       filter.Read(p.taps, p.lead, tap);
@@ -114,25 +114,18 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
       }
       out.Write(sums);
     };
-    using Operand = std::conditional_t<kNct, Left<T>, Rights<T>>;
+    using Operand = WindowOperand<T, kNct>;
     Probe<T> probe;
-    const auto load = [&](int own) -> Operand {
-      if constexpr (kNct) {
-        return window.template LoadLeft<Over::kSteps>(own);
-      } else {
-        return window.template LoadRights<Over::kSteps>(own);
-      }
-    };
     // What neighbouring steps share of their windows is kept where registers allow, in a ring.
     constexpr bool kKeeps = kBlocks <= 3;
     constexpr int kRing = kKeeps ? kBlocks : 1;
     Operand kept[kRing];
     Output<T, kNct> out = output();
-    bool are_finite = true;
+    bool are_finite = filter.IsFinite();
     if constexpr (kKeeps) {
 #pragma unroll
       for (int j = 0; j < kBlocks - 1; ++j) {
-        kept[j] = load(j * kEdge);
+        kept[j] = LoadWindow(window, j * kEdge);
         Meet(probe, kept[j]);
       }
     }
@@ -145,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
         Sums sums;
         if constexpr (kKeeps) {
           Operand& next = kept[(i + kBlocks - 1) % kBlocks];
-          next = load(own + (kBlocks - 1) * kEdge);
+          next = LoadWindow(window, own + (kBlocks - 1) * kEdge);
           Meet(probe, next);
         }
 #pragma unroll
@@ -154,17 +147,10 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
           if constexpr (kKeeps) {
             operand = kept[(i + j) % kBlocks];
           } else {
-            operand = load(own + j * kEdge);
+            operand = LoadWindow(window, own + j * kEdge);
             if (own == 0 || j == kBlocks - 1) Meet(probe, operand);
           }
-#pragma unroll
-          for (int right = 0; right < 2; ++right) {
-            if constexpr (kNct) {
-              MultiplyAdd<T>(sums.values[right], operand, filter.AsRights(j), right);
-            } else {
-              MultiplyAdd<T>(sums.values[right], filter.AsLeft(j), operand, right);
-            }
-          }
+          MultiplyTaps<T, W, kNct>(sums.values, filter, j, operand);
         }
         if constexpr (sizeof(T) == 4) are_finite &= AreFinite(sums.values);
         finish(sums, out);
@@ -183,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
   }
 }
 
-template <typename T, bool kNct, int kBlocks>
+template <typename T, typename W, bool kNct, int kBlocks>
 cudaError_t Launch(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   ForwardParams params;
@@ -208,7 +194,7 @@ cudaError_t Launch(cudaStream_t stream, const Forward& call) {
   // Every block has as many items as the next, or one fewer.
   const int64_t most = std::max<int64_t>(1, kProcessors * kResident<T, kBlocks> / channel_blocks);
   const int64_t walks = CeilDiv(items, CeilDiv(items, most));
-  return jaxops::cuda::Launch(ForwardKernel<T, kNct, kBlocks>, walks * channel_blocks, kThreads,
+  return jaxops::cuda::Launch(ForwardKernel<T, W, kNct, kBlocks>, walks * channel_blocks, kThreads,
                               2 * params.shape.window_bytes, stream, params);
 }
 
@@ -216,16 +202,17 @@ cudaError_t Launch(cudaStream_t stream, const Forward& call) {
 }  // namespace mma
 
 bool TakesMma(const Forward& call) {
-  // Filters of another type are of float32 mostly, and not to be rounded.
-  return mma::Takes(call.geometry, call.dtype) && call.weight_dtype == call.dtype &&
+  return mma::Takes(call.geometry, call.dtype) && mma::HasMatrix(call.dtype, call.weight_dtype) &&
          mma::TapBlocks(call.geometry, call.geometry.padding) <= mma::kMostBlocks;
 }
 
 cudaError_t LaunchForwardMma(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   return mma::Dispatch<mma::kMostBlocks>(
-      g, g.padding, call.dtype, [&](auto element, auto is_nct, auto blocks) {
-        return mma::Launch<decltype(element), is_nct.value, blocks.value>(stream, call);
+      g, g.padding, call.dtype, call.weight_dtype,
+      [&](auto element, auto weight, auto is_nct, auto blocks) {
+        return mma::Launch<decltype(element), decltype(weight), is_nct.value, blocks.value>(stream,
+                                                                                            call);
       });
 }
 

@@ -423,6 +423,10 @@ def test_long_filters_of_deep_heads(platform, case, data_format, dtype):
         {"dilation": 2, "padding": 7, "bias": True},
         {"bias_dtype": "float32", "bias": True, "activation": "gelu"},
         {"weight_dtype": "float32"},
+        {"weight_dtype": "float32", "taps": 40, "bias": True},
+        {"weight_dtype": "float32", "taps": 100},
+        {"weight_dtype": "float32", "dtype": "float16"},
+        {"weight_dtype": "bfloat16", "dtype": "float32"},
         {"shape": (2, 77, 48)},
     ],
     ids=case_id,
@@ -576,6 +580,28 @@ def test_what_is_not_finite_in_deep_heads(platform, step, value, dtype, data_for
     # dx does not depend on x, to the last bit.
     clean = run(vjp_of(function, (0, 1)), platform, (g,), np.where(np.isfinite(x), x, 0), weight)
     np.testing.assert_array_equal(got[1].astype(np.float64), clean[1].astype(np.float64))
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "float32"])
+def test_infinite_filters_of_deep_heads(platform, weight_dtype, dtype, data_format):
+    batch, time, channels, heads, taps = 1, 72, 48, 3, 17
+    rng = np.random.default_rng(0)
+    x = normal(rng, (batch, time, channels), jnp.dtype(dtype))
+    weight = normal(rng, (heads, taps), jnp.dtype(weight_dtype))
+    weight[1, 4] = np.inf
+    function = functools.partial(jaxops.lightweight_conv, data_format=data_format)
+    laid_out = x if data_format == "NTC" else x.swapaxes(1, 2)
+    (y,) = run(function, platform, laid_out, weight)
+    y = (y if data_format == "NTC" else y.swapaxes(1, 2)).astype(np.float64)
+    assert np.isfinite(y[..., :16]).all()
+    assert np.isfinite(y[..., 32:]).all()
+    # Tap 4 of 17 is 12 steps back; before the sequence it meets zeros.
+    of_head = slice(16, 32)
+    assert np.isnan(y[:, :12, of_head]).all()
+    signs = np.sign(x[:, :-12, of_head].astype(np.float64))
+    np.testing.assert_array_equal(y[:, 12:, of_head], np.where(signs == 0, np.nan, signs * np.inf))
 
 
 # --- arguments -----------------------------------------------------------------------------------
