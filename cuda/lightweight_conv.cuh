@@ -276,6 +276,65 @@ __device__ __forceinline__ void StageColumns(Accumulator<T>* shared, int pitch, 
   }
 }
 
+// Adds kCount values of each of 2 * kDistance neighbouring lanes, a power of two of both. Lanes
+// give each other half of their values at every step, so that a step costs half of the one before;
+// the sums of the values from `first` on, kFolded of them, are this lane's in the end.
+template <int kCount, int kDistance>
+inline constexpr int kFolded = std::max(1, kCount / (2 * kDistance));
+
+template <int kCount, int kDistance, typename Acc, int kSize>
+__device__ __forceinline__ void FoldLanes(Acc (&values)[kSize], int& first) {
+  const bool upper = threadIdx.x & kDistance;
+  if constexpr (kCount > 1) {
+    constexpr int kKept = kCount / 2;
+    if (upper) first += kKept;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const Acc kept = upper ? values[i + kKept] : values[i];
+      const Acc given = upper ? values[i] : values[i + kKept];
+      values[i] = kept + __shfl_xor_sync(0xffffffff, given, kDistance);
+    }
+    if constexpr (kDistance > 1) FoldLanes<kKept, kDistance / 2>(values, first);
+  } else {
+    values[0] += __shfl_xor_sync(0xffffffff, values[0], kDistance);
+    if constexpr (kDistance > 1) FoldLanes<1, kDistance / 2>(values, first);
+  }
+}
+
+// Sums each thread's values over the 2^row_bits threads of a row, in an order that only their
+// number decides; total(i, row, sum) takes each sum.
+template <int kCount, typename Acc, typename Total>
+__device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1], int row_bits,
+                                           Total&& total) {
+  constexpr int kHalf = kWarp / 2;
+  static_assert(kHalf == kNctMinRowThreads);
+  const int row_threads = 1 << row_bits;
+  __shared__ Acc shared[kNctMaxRows * kCount];
+  Acc values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = thread_values[i][0];
+  int first = 0;
+  FoldLanes<kCount, kHalf / 2>(values, first);
+  // Half a warp is a row, or both halves belong to one.
+  const bool whole = row_threads >= kWarp;
+  const int part = threadIdx.x / (whole ? kWarp : kHalf);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kFolded<kCount, kHalf / 2>; ++i) {
+    const Acc other = __shfl_xor_sync(0xffffffff, values[i], kHalf);
+    shared[part * kCount + first + i] = whole ? values[i] + other : values[i];
+  }
+  __syncthreads();
+  const int parts = CeilDiv(row_threads, kWarp);
+  for (int i = threadIdx.x; i < kCount * (kNctThreads >> row_bits); i += kNctThreads) {
+    const int row = i / kCount;
+    const int value = i % kCount;
+    Acc sum = 0;
+    for (int p = 0; p < parts; ++p) sum += shared[(row * parts + p) * kCount + value];
+    total(value, row, sum);
+  }
+}
+
 // --- host ----------------------------------------------------------------------------------------
 
 // Whether runs of the array's fastest dimension can be read `bytes` bytes at a time.
@@ -290,6 +349,16 @@ int WindowShift(int64_t time, DType dtype, int64_t padding) {
   if (!RowsAligned(time, dtype, 16)) return kUnaligned;
   constexpr int kPack = kPackElements<T>;
   return static_cast<int>((kPack - padding % kPack) % kPack);
+}
+
+// Whether weight and bias are the same for all batch entries.
+inline bool SharesFilters(const Forward& call) {
+  for (int d = 0; d < call.batch.rank(); ++d) {
+    if (call.batch.stride(d, Forward::kWeight) != 0 || call.batch.stride(d, Forward::kBias) != 0) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // Calls `function` with a shift as a constant.
@@ -313,6 +382,18 @@ inline bool FitsKernels(const Geometry& g) {
   return g.time < limit && g.channels < limit && g.taps < limit && g.dilation <= limit / 256 &&
          (g.taps - 1) * g.dilation < limit;
 }
+
+// Dilated filters and small problems in the NCT layout have kernels of their own, in
+// lightweight_conv_nct.cu, where it says that it serves a call.
+bool ServesNct(const Forward& call);
+bool ServesNct(const Backward& call);
+cudaError_t LaunchServedNct(cudaStream_t stream, const Forward& call);
+
+// Uses as many of the splits as it likes and leaves their number: none where the sums need no
+// adding. Makes dx only if MakesInputGradNct.
+cudaError_t LaunchServedNct(cudaStream_t stream, const Backward& call, int64_t* splits,
+                            void* partials);
+bool MakesInputGradNct(const Backward& call);
 
 }  // namespace jaxops::lightweight_conv::cuda
 

@@ -529,6 +529,7 @@ cudaError_t LaunchForward(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   if (call.batch.size() == 0 || g.time == 0 || g.channels == 0) return cudaSuccess;
   if (!FitsKernels(g)) return cudaErrorInvalidValue;
+  if (g.data_format == DataFormat::kNCT && ServesNct(call)) return LaunchServedNct(stream, call);
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     return g.data_format == DataFormat::kNCT ? LaunchNct<T>(stream, call)
