@@ -335,6 +335,9 @@ __device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1]
   }
 }
 
+// Blocks that keep the devices of today busy; results depend on this number, so it is one for all.
+inline constexpr int64_t kBusyBlocks = 480;
+
 // --- host ----------------------------------------------------------------------------------------
 
 // Whether runs of the array's fastest dimension can be read `bytes` bytes at a time.

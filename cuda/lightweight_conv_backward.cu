@@ -491,8 +491,9 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
   const T* x = arrays.x + row;
   const T* g = arrays.g + row;
   const bool wants_dx = p.call.dx != nullptr && p.tap_groups.divisor() == 1;
-  const bool wants_dbias = p.call.dbias != nullptr && share.first_tap == 0;
   const int before = p.mirrored + p.lead - share.first_tap;  // from a step to its window
+  // The tap at which a step meets its own g belongs to one group.
+  const bool wants_dbias = p.call.dbias != nullptr && before >= 0 && before < kTaps;
   const auto first_step = [&](const Item& item) {
     return (item.tile * p.nct.threads_per_row() + row_lane) * kCount;
   };
@@ -554,11 +555,13 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
                                                 time);
     }
     if (wants_dbias) {
-      // A step's own g need not be in the window; the cache still has it.
-      Window<T, kCount, kShift == kUnaligned ? kUnaligned : 0> g_run;
-      g_run.Load(item.At(p, g, Backward::kG), t, time);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) dbias[0][0] += g_run[i];
+      for (int j = 0; j < kTaps; ++j) {
+        if (j == before) {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) dbias[0][0] += window[i + j];
+        }
+      }
     }
   }
   Acc* partials = share.PartialSums<T>(p);
@@ -678,7 +681,8 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ B
   }
 }
 
-// Dilated: neighbouring threads take neighbouring steps and read g through the cache.
+// Dilated too far for tiles in shared memory: neighbouring threads take neighbouring steps and read
+// g through the cache.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads)
     DilatedNct(const __grid_constant__ BackwardParams p) {
@@ -828,11 +832,9 @@ cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, int64_t* 
                             void* partials) {
   const Geometry& g = call.geometry;
   const NctTile tile(g.time, kPackElements<T>);
-  // With a channel to itself, and the device busy, a block needs nobody to add its sums.
-  constexpr int64_t kBusyBlocks = 512;
-  if (g.channels == g.heads && call.kept.size() * CeilDiv(g.channels, tile.rows()) >= kBusyBlocks) {
-    *splits = 1;
-  }
+  // Channels that keep the device busy need not be split, and then, each with a filter of its own,
+  // nobody to add their sums.
+  if (call.kept.size() * CeilDiv(g.channels, tile.rows()) >= kBusyBlocks) *splits = 1;
   BackwardParams params(call, *splits, partials, 1, kPackElements<T>);
   params.lead = Lead<T>(call);
   params.whole = *splits == 1 && g.channels == g.heads;

@@ -388,7 +388,8 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
   WriteRun<T, kRun, kAligned>(y, sums, first_step + lane * kRun, p.time);
 }
 
-// Dilated: neighbouring threads take neighbouring steps and read every tap through the cache.
+// Dilated too far for tiles in shared memory: neighbouring threads take neighbouring steps and read
+// every tap through the cache.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads) DilatedNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;

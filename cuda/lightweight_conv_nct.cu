@@ -250,6 +250,7 @@ struct BackwardRuns {
   Backward call;
   int time, channels, taps, dilation;
   int mirrored;              // padding of the flipped taps
+  int own_tap;               // at which a step meets its own g, or none: -1
   uint32_t items;            // tiles of every summed batch entry
   int fetched_x, fetched_g;  // elements of shared memory for what a tile reads
   FastDivider tiles;
@@ -431,7 +432,15 @@ __global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>
             if (t < extent.end) dx_row[t] = Narrow<T>(sums[i]);
           }
         }
-        if (wants_dbias) {
+        if (wants_dbias && p.own_tap >= 0 && start + (kCount - 1) * p.dilation < extent.end) {
+#pragma unroll
+          for (int j = 0; j < kTaps; ++j) {
+            if (j == p.own_tap) {
+#pragma unroll
+              for (int i = 0; i < kCount; ++i) dbias[0][0] += window[i + j];
+            }
+          }
+        } else if (wants_dbias) {
           // All taps reach every step's own g, those of a group need not.
           const T* own_g = p.tap_groups.divisor() == 1
                                ? g_row
@@ -583,9 +592,7 @@ __global__ void __launch_bounds__(kNctThreads, 8)
       WriteRun<T, kPack, true>(dx + p.call.summed.Offset(summed, Backward::kDx), sums, t, time);
     }
     if (wants_dbias) {
-      // A step's own g need not be in reach; the cache still has it.
-      const Pack<T, kPack> pack =
-          LoadPack<kPack>(g + p.call.summed.Offset(summed, Backward::kG) + t);
+      const Pack<T, kPack> pack = own_pack[kWarp + p.mirrored / kPack];
 #pragma unroll
       for (int i = 0; i < kPack; ++i) dbias[0][0] += Widen(pack.values[i]);
     }
@@ -1078,9 +1085,6 @@ bool SuitsPacks(const Backward& call) {
          g.dilation % kPack == 0 && g.padding % kPack == 0 && PacksBytes<T>(g) <= kSharedLeave;
 }
 
-// So many blocks keep every GPU busy with a whole channel each.
-constexpr int64_t kWholeBlocks = 512;
-
 template <typename T, int kTaps>
 cudaError_t LaunchRunsForward(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
@@ -1111,6 +1115,7 @@ cudaError_t LaunchRunsBackward(cudaStream_t stream, const Backward& call, int64_
                  .taps = static_cast<int>(g.taps),
                  .dilation = static_cast<int>(g.dilation),
                  .mirrored = static_cast<int>((g.taps - 1) * g.dilation - g.padding),
+                 .own_tap = -1,
                  .depth = FastDivider(g.channels / g.heads),
                  .phases = FastDivider(g.dilation),
                  .tile = TileOf<T>(g),
@@ -1119,9 +1124,8 @@ cudaError_t LaunchRunsBackward(cudaStream_t stream, const Backward& call, int64_
   const int64_t groups = CeilDiv(g.taps, kTaps);
   const int64_t items = call.summed.size() * p.tile.tiles;
   int64_t split_count = std::min(*splits, items);
-  if (g.channels == g.heads && call.kept.size() * channel_blocks * groups >= kWholeBlocks) {
-    split_count = 1;
-  }
+  if (call.kept.size() * channel_blocks * groups >= kBusyBlocks) split_count = 1;
+  if (groups == 1 && p.mirrored % p.dilation == 0) p.own_tap = p.mirrored / p.dilation;
   p.whole = split_count == 1 && g.channels == g.heads;
   p.items = static_cast<uint32_t>(items);
   p.fetched_x = TileElements<T>(p.tile, g);
@@ -1158,7 +1162,7 @@ cudaError_t LaunchPacksBackward(cudaStream_t stream, const Backward& call, int64
   const int64_t channel_blocks = CeilDiv(g.channels, p.rows());
   const int64_t items = call.summed.size() * tiles;
   int64_t split_count = std::min(*splits, items);
-  if (g.channels == g.heads && call.kept.size() * channel_blocks >= kWholeBlocks) split_count = 1;
+  if (call.kept.size() * channel_blocks >= kBusyBlocks) split_count = 1;
   p.whole = split_count == 1 && g.channels == g.heads;
   p.items = static_cast<uint32_t>(items);
   p.tiles = FastDivider(tiles);
