@@ -176,17 +176,17 @@ struct NctTile {
   __host__ __device__ int rows() const { return kNctThreads >> row_bits; }
 };
 
-// Marks rows that do not start at multiples of 16 bytes, where ReadWindow knows a shift otherwise.
+// Marks rows that do not start at multiples of 16 bytes, where a shift is known otherwise.
 inline constexpr int kUnaligned = -1;
 
-// Steps first to first + kCount of a row, zero outside [0, time), kept as they were loaded. Aligned
-// rows are read in whole packs; the shift, first modulo the size of a pack, is the same for all
-// threads and known when the kernel is compiled.
+// Steps first to first + kCount of a row of whole packs, zero outside [0, time), kept as they were
+// loaded. The shift, first modulo the size of a pack, is the same for all threads and known when
+// the kernel is compiled.
 template <typename T, int kCount, int kShift>
 class Window {
  public:
   __device__ __forceinline__ void Load(const T* row, int first, int time) {
-    const int base = kShift == kUnaligned ? first : first - kShift;
+    const int base = first - kShift;
     if (base >= 0 && base + kPacks * kPack <= time) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) packs_[p] = LoadPack<kPack>(row + base + p * kPack);
@@ -201,14 +201,12 @@ class Window {
   }
 
   __device__ __forceinline__ Accumulator<T> operator[](int i) const {
-    constexpr int kSkip = kShift == kUnaligned ? 0 : kShift;
-    return Widen(packs_[(i + kSkip) / kPack].values[(i + kSkip) % kPack]);
+    return Widen(packs_[(i + kShift) / kPack].values[(i + kShift) % kPack]);
   }
 
  private:
-  static constexpr int kPack = kShift == kUnaligned ? 1 : kPackElements<T>;
-  static constexpr int kPacks =
-      kShift == kUnaligned ? kCount : (kShift + kCount + kPack - 1) / kPack;
+  static constexpr int kPack = kPackElements<T>;
+  static constexpr int kPacks = (kShift + kCount + kPack - 1) / kPack;
   Pack<T, kPack> packs_[kPacks];
 };
 
@@ -364,10 +362,9 @@ inline bool SharesFilters(const Forward& call) {
   return true;
 }
 
-// Calls `function` with a shift as a constant.
+// Calls `function` with the shift of rows of whole packs as a constant.
 template <typename T, typename Function>
 cudaError_t DispatchShift(int shift, Function&& function) {
-  if (shift == kUnaligned) return function(std::integral_constant<int, kUnaligned>{});
   cudaError_t error = cudaErrorInvalidValue;
   const auto call_if = [&](auto candidate) {
     if (shift == candidate.value) error = function(candidate);

@@ -396,6 +396,19 @@ class NctRing {
     }
   }
 
+  // The window's steps from `first` on, which in aligned rows begin with a pack.
+  __device__ __forceinline__ void ReadRun(int stage, int first, T (&run)[kPack]) const {
+    const T* from = storage_.g[stage][g_pack_].values + first + kSkip;
+    if constexpr (kShift != kUnaligned) {
+      const auto pack = LoadPack<kPack>(from);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) run[i] = pack.values[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) run[i] = from[i];
+    }
+  }
+
  private:
   static constexpr int kSkip = kShift == kUnaligned ? 0 : kShift;
   // Packs of a window after its first.
@@ -535,6 +548,7 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
     Acc window[Ring::kWindow], own[kCount];
     ring.Read(stage, window, own);
     fetch((stage + Ring::kStages - 1) % Ring::kStages);
+    const int held = stage;
     stage = (stage + 1) % Ring::kStages;
 
     const Item item(p, index);
@@ -555,13 +569,10 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
                                                 time);
     }
     if (wants_dbias) {
+      T g_run[kCount];
+      ring.ReadRun(held, before, g_run);
 #pragma unroll
-      for (int j = 0; j < kTaps; ++j) {
-        if (j == before) {
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) dbias[0][0] += window[i + j];
-        }
-      }
+      for (int i = 0; i < kCount; ++i) dbias[0][0] += Widen(g_run[i]);
     }
   }
   Acc* partials = share.PartialSums<T>(p);

@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
   }
 }
 
+// For rows of whole packs.
 template <typename T, int kTaps, int kShift>
 __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
         }
       }
       Activate(sums, p.call.activation);
-      WriteRun<T, kSteps, kShift != kUnaligned>(y, sums, t + f * ahead, p.time);
+      WriteRun<T, kSteps, true>(y, sums, t + f * ahead, p.time);
     }
   }
 }

@@ -1,11 +1,14 @@
 // Lightweight convolution in the NCT layout where the kernels of both directions' own files do not
 // serve: dilated filters, and short filters of small problems or of rows that packs do not fit.
 //
-// Dilated filters: a tile is a stretch of one row, or several whole rows where they are short. Rows
+// Runs: a tile is a stretch of one row, or several whole rows where they are short. Rows
 // follow each other in memory, so that a tile and what its taps reach are one stretch of it, which
 // is copied to shared memory and from there in aligned packs whatever the length of a row. A thread
 // makes runs of steps that are `dilation` apart: their inputs are as far apart and are read once
-// for all taps. Where taps are whole packs apart and few, the input gradient's kernel reads packs.
+// for all taps.
+//
+// Packs, for the gradients of few taps that are whole packs apart: a thread owns a pack of steps,
+// and its taps meet packs.
 //
 // Small problems: a thread owns single steps, and everything it reads is on its way at once.
 #include "cuda/activation.cuh"
@@ -1059,15 +1062,23 @@ bool FillsRuns(const Geometry& g, int64_t most) {
   return int64_t{tile.runs} * tile.tiles * kRunSteps<T> <= most * g.time;
 }
 
+bool IsShortUnaligned(const Geometry& g, DType dtype) {
+  return g.dilation == 1 && g.taps <= kShortTaps && !RowsAligned(g.time, dtype, 16);
+}
+
 template <typename T>
 bool SuitsRuns(const Forward& call) {
   const Geometry& g = call.geometry;
-  return g.dilation > 1 && FillsRuns<T>(g, 2) && RunsForwardBytes<T>(g) <= kSharedLeave;
+  // Of wide elements, a pack is hardly more than what its taps reach, and better read once.
+  const bool wide = g.dilation == 1 && g.taps <= 4 && sizeof(T) >= 4 && g.time >= 1024;
+  if (wide || IsShortUnaligned(g, call.dtype)) return true;
+  return g.dilation > 1 && FillsRuns<T>(g, 3) && RunsForwardBytes<T>(g) <= kSharedLeave;
 }
 
 template <typename T>
 bool SuitsRuns(const Backward& call) {
   const Geometry& g = call.geometry;
+  if (IsShortUnaligned(g, call.dtype)) return true;
   return g.dilation > 1 && FillsRuns<T>(g, 6) && RunsBackwardBytes<T>(g) <= kSharedLeave;
 }
 
