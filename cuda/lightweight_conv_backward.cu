@@ -396,19 +396,6 @@ class NctRing {
     }
   }
 
-  // The window's steps from `first` on, which in aligned rows begin with a pack.
-  __device__ __forceinline__ void ReadRun(int stage, int first, T (&run)[kPack]) const {
-    const T* from = storage_.g[stage][g_pack_].values + first + kSkip;
-    if constexpr (kShift != kUnaligned) {
-      const auto pack = LoadPack<kPack>(from);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) run[i] = pack.values[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) run[i] = from[i];
-    }
-  }
-
  private:
   static constexpr int kSkip = kShift == kUnaligned ? 0 : kShift;
   // Packs of a window after its first.
@@ -548,12 +535,20 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
     Acc window[Ring::kWindow], own[kCount];
     ring.Read(stage, window, own);
     fetch((stage + Ring::kStages - 1) % Ring::kStages);
-    const int held = stage;
     stage = (stage + 1) % Ring::kStages;
 
     const Item item(p, index);
     const int t = first_step(item);
     if (t >= time) continue;
+    if (wants_dbias) {
+#pragma unroll
+      for (int j = 0; j < kTaps; ++j) {
+        if (j == before) {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) dbias[0][0] += window[i + j];
+        }
+      }
+    }
     const auto own_at = [&](int i, int) { return own[i]; };
     const auto window_at = [&](int i, int) { return window[i]; };
     Correlate<kCount>(dweight, own_at, window_at, taps, Inside(time - t, t - before, 1, time));
@@ -567,12 +562,6 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
       });
       WriteRun<T, kCount, kShift != kUnaligned>(item.At(p, arrays.dx, Backward::kDx) + row, sums, t,
                                                 time);
-    }
-    if (wants_dbias) {
-      T g_run[kCount];
-      ring.ReadRun(held, before, g_run);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) dbias[0][0] += Widen(g_run[i]);
     }
   }
   Acc* partials = share.PartialSums<T>(p);
@@ -844,8 +833,9 @@ cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, int64_t* 
   const Geometry& g = call.geometry;
   const NctTile tile(g.time, kPackElements<T>);
   // Channels that keep the device busy need not be split, and then, each with a filter of its own,
-  // nobody to add their sums.
-  if (call.kept.size() * CeilDiv(g.channels, tile.rows()) >= kBusyBlocks) *splits = 1;
+  // nobody to add their sums. With more taps fewer blocks run at once, and more of them even out.
+  const int64_t busy = call.kept.size() * CeilDiv(g.channels, tile.rows());
+  if (kTaps <= 4 && busy >= kBusyBlocks) *splits = 1;
   BackwardParams params(call, *splits, partials, 1, kPackElements<T>);
   params.lead = Lead<T>(call);
   params.whole = *splits == 1 && g.channels == g.heads;
