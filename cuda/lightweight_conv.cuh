@@ -177,17 +177,17 @@ struct NctTile {
   __host__ __device__ int rows() const { return kNctThreads >> row_bits; }
 };
 
-// Marks rows that do not start at multiples of 16 bytes, where ReadWindow knows a shift otherwise.
+// Marks rows that do not start at multiples of 16 bytes, where a shift is known otherwise.
 inline constexpr int kUnaligned = -1;
 
-// Steps first to first + kCount of a row, zero outside [0, time), kept as they were loaded. Aligned
-// rows are read in whole packs; the shift, first modulo the size of a pack, is the same for all
-// threads and known when the kernel is compiled.
+// Steps first to first + kCount of a row of whole packs, zero outside [0, time), kept as they were
+// loaded. The shift, first modulo the size of a pack, is the same for all threads and known when
+// the kernel is compiled.
 template <typename T, int kCount, int kShift>
 class Window {
  public:
   __device__ __forceinline__ void Load(const T* row, int first, int time) {
-    const int base = kShift == kUnaligned ? first : first - kShift;
+    const int base = first - kShift;
     if (base >= 0 && base + kPacks * kPack <= time) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) packs_[p] = LoadPack<kPack>(row + base + p * kPack);
@@ -202,14 +202,12 @@ class Window {
   }
 
   __device__ __forceinline__ Accumulator<T> operator[](int i) const {
-    constexpr int kSkip = kShift == kUnaligned ? 0 : kShift;
-    return Widen(packs_[(i + kSkip) / kPack].values[(i + kSkip) % kPack]);
+    return Widen(packs_[(i + kShift) / kPack].values[(i + kShift) % kPack]);
   }
 
  private:
-  static constexpr int kPack = kShift == kUnaligned ? 1 : kPackElements<T>;
-  static constexpr int kPacks =
-      kShift == kUnaligned ? kCount : (kShift + kCount + kPack - 1) / kPack;
+  static constexpr int kPack = kPackElements<T>;
+  static constexpr int kPacks = (kShift + kCount + kPack - 1) / kPack;
   Pack<T, kPack> packs_[kPacks];
 };
 
@@ -277,6 +275,68 @@ __device__ __forceinline__ void StageColumns(Accumulator<T>* shared, int pitch, 
   }
 }
 
+// Adds kCount values of each of 2 * kDistance neighbouring lanes, a power of two of both. Lanes
+// give each other half of their values at every step, so that a step costs half of the one before;
+// the sums of the values from `first` on, kFolded of them, are this lane's in the end.
+template <int kCount, int kDistance>
+inline constexpr int kFolded = std::max(1, kCount / (2 * kDistance));
+
+template <int kCount, int kDistance, typename Acc, int kSize>
+__device__ __forceinline__ void FoldLanes(Acc (&values)[kSize], int& first) {
+  const bool upper = threadIdx.x & kDistance;
+  if constexpr (kCount > 1) {
+    constexpr int kKept = kCount / 2;
+    if (upper) first += kKept;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const Acc kept = upper ? values[i + kKept] : values[i];
+      const Acc given = upper ? values[i] : values[i + kKept];
+      values[i] = kept + __shfl_xor_sync(0xffffffff, given, kDistance);
+    }
+    if constexpr (kDistance > 1) FoldLanes<kKept, kDistance / 2>(values, first);
+  } else {
+    values[0] += __shfl_xor_sync(0xffffffff, values[0], kDistance);
+    if constexpr (kDistance > 1) FoldLanes<1, kDistance / 2>(values, first);
+  }
+}
+
+// Sums each thread's values over the 2^row_bits threads of a row, in an order that only their
+// number decides; total(i, row, sum) takes each sum.
+template <int kCount, typename Acc, typename Total>
+__device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1], int row_bits,
+                                           Total&& total) {
+  constexpr int kHalf = kWarp / 2;
+  static_assert(kHalf == kNctMinRowThreads);
+  const int row_threads = 1 << row_bits;
+  __shared__ Acc shared[kNctMaxRows * kCount];
+  Acc values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = thread_values[i][0];
+  int first = 0;
+  FoldLanes<kCount, kHalf / 2>(values, first);
+  // Half a warp is a row, or both halves belong to one.
+  const bool whole = row_threads >= kWarp;
+  const int part = threadIdx.x / (whole ? kWarp : kHalf);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kFolded<kCount, kHalf / 2>; ++i) {
+    const Acc other = __shfl_xor_sync(0xffffffff, values[i], kHalf);
+    shared[part * kCount + first + i] = whole ? values[i] + other : values[i];
+  }
+  __syncthreads();
+  const int parts = CeilDiv(row_threads, kWarp);
+  for (int i = threadIdx.x; i < kCount * (kNctThreads >> row_bits); i += kNctThreads) {
+    const int row = i / kCount;
+    const int value = i % kCount;
+    Acc sum = 0;
+    for (int p = 0; p < parts; ++p) sum += shared[(row * parts + p) * kCount + value];
+    total(value, row, sum);
+  }
+}
+
+// Blocks that keep the devices of today busy; results depend on this number, so it is one for all.
+inline constexpr int64_t kBusyBlocks = 480;
+
 // --- host ----------------------------------------------------------------------------------------
 
 // Whether runs of the array's fastest dimension can be read `bytes` bytes at a time.
@@ -293,10 +353,19 @@ int WindowShift(int64_t time, DType dtype, int64_t padding) {
   return static_cast<int>((kPack - padding % kPack) % kPack);
 }
 
-// Calls `function` with a shift as a constant.
+// Whether weight and bias are the same for all batch entries.
+inline bool SharesFilters(const Forward& call) {
+  for (int d = 0; d < call.batch.rank(); ++d) {
+    if (call.batch.stride(d, Forward::kWeight) != 0 || call.batch.stride(d, Forward::kBias) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Calls `function` with the shift of rows of whole packs as a constant.
 template <typename T, typename Function>
 cudaError_t DispatchShift(int shift, Function&& function) {
-  if (shift == kUnaligned) return function(std::integral_constant<int, kUnaligned>{});
   cudaError_t error = cudaErrorInvalidValue;
   const auto call_if = [&](auto candidate) {
     if (shift == candidate.value) error = function(candidate);
@@ -314,6 +383,18 @@ inline bool FitsKernels(const Geometry& g) {
   return g.time < limit && g.channels < limit && g.taps < limit && g.dilation <= limit / 256 &&
          (g.taps - 1) * g.dilation < limit;
 }
+
+// Dilated filters and small problems in the NCT layout have kernels of their own, in
+// lightweight_conv_nct.cu, where it says that it serves a call.
+bool ServesNct(const Forward& call);
+bool ServesNct(const Backward& call);
+cudaError_t LaunchServedNct(cudaStream_t stream, const Forward& call);
+
+// Uses as many of the splits as it likes and leaves their number: none where the sums need no
+// adding. Makes dx only if MakesInputGradNct.
+cudaError_t LaunchServedNct(cudaStream_t stream, const Backward& call, int64_t* splits,
+                            void* partials);
+bool MakesInputGradNct(const Backward& call);
 
 }  // namespace jaxops::lightweight_conv::cuda
 

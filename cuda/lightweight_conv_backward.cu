@@ -67,6 +67,7 @@ struct BackwardParams {
   FastDivider tap_groups;
   FastDivider depth;  // channels of a head
   int lead;           // taps left out at the front so that windows begin at whole packs (NCT)
+  bool whole;         // a block makes all of a filter's sum, and no partial ones (NCT)
   ShortNtcTile ntc;
   NctTile nct;
   void* partials;  // (kept, splits, taps + 1, channels)
@@ -82,6 +83,7 @@ struct BackwardParams {
         splits(split_count),
         depth(backward.geometry.channels / backward.geometry.heads),
         lead(0),
+        whole(false),
         ntc(backward.geometry.channels, ntc_channels),
         nct(backward.geometry.time, nct_steps),
         partials(partial_sums) {}
@@ -256,64 +258,6 @@ __device__ __forceinline__ void ReduceGroups(Acc* shared, const Acc (&values)[kC
 #pragma unroll 4
     for (int other = 0; other < kNtcThreads; other += stride) sum += own[other];
     total(value / kV, value % kV, lane, sum);
-  }
-}
-
-// Adds kCount values of each of 2 * kDistance neighbouring lanes, a power of two of both. Lanes
-// give each other half of their values at every step, so that a step costs half of the one before;
-// the sums of the values from `first` on, kFolded of them, are this lane's in the end.
-template <int kCount, int kDistance>
-inline constexpr int kFolded = std::max(1, kCount / (2 * kDistance));
-
-template <int kCount, int kDistance, typename Acc, int kSize>
-__device__ __forceinline__ void FoldLanes(Acc (&values)[kSize], int& first) {
-  const bool upper = threadIdx.x & kDistance;
-  if constexpr (kCount > 1) {
-    constexpr int kKept = kCount / 2;
-    if (upper) first += kKept;
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      const Acc kept = upper ? values[i + kKept] : values[i];
-      const Acc given = upper ? values[i] : values[i + kKept];
-      values[i] = kept + __shfl_xor_sync(0xffffffff, given, kDistance);
-    }
-    if constexpr (kDistance > 1) FoldLanes<kKept, kDistance / 2>(values, first);
-  } else {
-    values[0] += __shfl_xor_sync(0xffffffff, values[0], kDistance);
-    if constexpr (kDistance > 1) FoldLanes<1, kDistance / 2>(values, first);
-  }
-}
-
-// Sums each thread's values over the threads of a row, in an order that only the tile decides;
-// total(i, row, sum) takes each sum.
-template <int kCount, typename Acc, typename Total>
-__device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1],
-                                           const NctTile& tile, Total&& total) {
-  constexpr int kHalf = kWarp / 2;
-  static_assert(kHalf == kNctMinRowThreads);
-  __shared__ Acc shared[kNctMaxRows * kCount];
-  Acc values[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) values[i] = thread_values[i][0];
-  int first = 0;
-  FoldLanes<kCount, kHalf / 2>(values, first);
-  // Half a warp is a row, or both halves belong to one.
-  const bool whole = tile.threads_per_row() >= kWarp;
-  const int part = threadIdx.x / (whole ? kWarp : kHalf);
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kFolded<kCount, kHalf / 2>; ++i) {
-    const Acc other = __shfl_xor_sync(0xffffffff, values[i], kHalf);
-    shared[part * kCount + first + i] = whole ? values[i] + other : values[i];
-  }
-  __syncthreads();
-  const int parts = CeilDiv(tile.threads_per_row(), kWarp);
-  for (int i = threadIdx.x; i < kCount * tile.rows(); i += kNctThreads) {
-    const int row = i / kCount;
-    const int value = i % kCount;
-    Acc sum = 0;
-    for (int p = 0; p < parts; ++p) sum += shared[(row * parts + p) * kCount + value];
-    total(value, row, sum);
   }
 }
 
@@ -547,8 +491,9 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
   const T* x = arrays.x + row;
   const T* g = arrays.g + row;
   const bool wants_dx = p.call.dx != nullptr && p.tap_groups.divisor() == 1;
-  const bool wants_dbias = p.call.dbias != nullptr && share.first_tap == 0;
   const int before = p.mirrored + p.lead - share.first_tap;  // from a step to its window
+  // The tap at which a step meets its own g belongs to one group.
+  const bool wants_dbias = p.call.dbias != nullptr && before >= 0 && before < kTaps;
   const auto first_step = [&](const Item& item) {
     return (item.tile * p.nct.threads_per_row() + row_lane) * kCount;
   };
@@ -595,6 +540,15 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
     const Item item(p, index);
     const int t = first_step(item);
     if (t >= time) continue;
+    if (wants_dbias) {
+#pragma unroll
+      for (int j = 0; j < kTaps; ++j) {
+        if (j == before) {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) dbias[0][0] += window[i + j];
+        }
+      }
+    }
     const auto own_at = [&](int i, int) { return own[i]; };
     const auto window_at = [&](int i, int) { return window[i]; };
     Correlate<kCount>(dweight, own_at, window_at, taps, Inside(time - t, t - before, 1, time));
@@ -609,25 +563,27 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
       WriteRun<T, kCount, kShift != kUnaligned>(item.At(p, arrays.dx, Backward::kDx) + row, sums, t,
                                                 time);
     }
-    if (wants_dbias) {
-      // A step's own g need not be in the window; the cache still has it.
-      Window<T, kCount, kShift == kUnaligned ? kUnaligned : 0> g_run;
-      g_run.Load(item.At(p, g, Backward::kG), t, time);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) dbias[0][0] += g_run[i];
-    }
   }
   Acc* partials = share.PartialSums<T>(p);
-  ReduceRows(dweight, p.nct, [&](int j, int row, Acc sum) {
-    if (taps.Has(j) && first_channel + row < p.channels) {
-      const int tap = p.taps - 1 - (share.first_tap + j - p.lead);
-      partials[int64_t{tap} * p.channels + first_channel + row] = sum;
+  ReduceRows(dweight, p.nct.row_bits, [&](int j, int row, Acc sum) {
+    const int channel = first_channel + row;
+    if (!taps.Has(j) || channel >= p.channels) return;
+    const int tap = p.taps - 1 - (share.first_tap + j - p.lead);
+    if (p.whole) {
+      StoreAs(p.call.dweight, (share.kept * p.channels + channel) * p.taps + tap,
+              p.call.weight_dtype, sum);
+    } else {
+      partials[int64_t{tap} * p.channels + channel] = sum;
     }
   });
   if (wants_dbias) {
-    ReduceRows(dbias, p.nct, [&](int, int row, Acc sum) {
-      if (first_channel + row < p.channels) {
-        partials[int64_t{p.taps} * p.channels + first_channel + row] = sum;
+    ReduceRows(dbias, p.nct.row_bits, [&](int, int row, Acc sum) {
+      const int channel = first_channel + row;
+      if (channel >= p.channels) return;
+      if (p.whole) {
+        StoreAs(p.call.dbias, share.kept * p.channels + channel, p.call.bias_dtype, sum);
+      } else {
+        partials[int64_t{p.taps} * p.channels + channel] = sum;
       }
     });
   }
@@ -725,7 +681,8 @@ __global__ void __launch_bounds__(kNtcThreads) LongNtc(const __grid_constant__ B
   }
 }
 
-// Dilated: neighbouring threads take neighbouring steps and read g through the cache.
+// Dilated too far for tiles in shared memory: neighbouring threads take neighbouring steps and read
+// g through the cache.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads)
     DilatedNct(const __grid_constant__ BackwardParams p) {
@@ -763,13 +720,13 @@ __global__ void __launch_bounds__(kNctThreads)
     }
   }
   Acc* partials = share.PartialSums<T>(p);
-  ReduceRows(dweight, p.nct, [&](int j, int row, Acc sum) {
+  ReduceRows(dweight, p.nct.row_bits, [&](int j, int row, Acc sum) {
     if (j < taps && first_channel + row < p.channels) {
       partials[int64_t{p.taps - 1 - share.first_tap - j} * p.channels + first_channel + row] = sum;
     }
   });
   if (wants_dbias) {
-    ReduceRows(dbias, p.nct, [&](int, int row, Acc sum) {
+    ReduceRows(dbias, p.nct.row_bits, [&](int, int row, Acc sum) {
       if (first_channel + row < p.channels) {
         partials[int64_t{p.taps} * p.channels + first_channel + row] = sum;
       }
@@ -871,10 +828,18 @@ int Lead(const Backward& call) {
 }
 
 template <typename T, int kTaps>
-cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, int64_t splits,
+cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, int64_t* splits,
                             void* partials) {
-  BackwardParams params(call, splits, partials, 1, kPackElements<T>);
+  const Geometry& g = call.geometry;
+  const NctTile tile(g.time, kPackElements<T>);
+  // Channels that keep the device busy need not be split, and then, each with a filter of its own,
+  // nobody to add their sums. With more taps fewer blocks run at once, and more of them even out.
+  const int64_t busy = call.kept.size() * CeilDiv(g.channels, tile.rows());
+  if (kTaps <= 4 && busy >= kBusyBlocks) *splits = 1;
+  BackwardParams params(call, *splits, partials, 1, kPackElements<T>);
   params.lead = Lead<T>(call);
+  params.whole = *splits == 1 && g.channels == g.heads;
+  if (params.whole) *splits = 0;
   const int64_t blocks =
       params.Cut(params.time, 1, int64_t{kPackElements<T>} * params.nct.threads_per_row(),
                  params.nct.rows(), kTaps);
@@ -900,9 +865,10 @@ cudaError_t LaunchDilatedNct(cudaStream_t stream, const Backward& call, int64_t 
 }
 
 template <typename T>
-cudaError_t LaunchNct(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
+cudaError_t LaunchNct(cudaStream_t stream, const Backward& call, int64_t* splits, void* partials) {
   const Geometry& g = call.geometry;
-  if (g.dilation > 1) return LaunchDilatedNct<T>(stream, call, splits, partials);
+  if (ServesNct(call)) return LaunchServedNct(stream, call, splits, partials);
+  if (g.dilation > 1) return LaunchDilatedNct<T>(stream, call, *splits, partials);
   if (g.taps <= 4) return LaunchWindowNct<T, 4>(stream, call, splits, partials);
   if (g.taps <= kShortTaps) return LaunchWindowNct<T, kShortTaps>(stream, call, splits, partials);
   if (Lead<T>(call) + g.taps <= 16) return LaunchWindowNct<T, 16>(stream, call, splits, partials);
@@ -914,6 +880,7 @@ template <typename T>
 bool SharesKernel(const Backward& call) {
   const Geometry& g = call.geometry;
   if (g.data_format == DataFormat::kNTC) return g.taps <= kShortTaps;
+  if (ServesNct(call)) return MakesInputGradNct(call);
   return g.dilation == 1 && Lead<T>(call) + g.taps <= kWindowTaps<T>;
 }
 
@@ -983,9 +950,11 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
       if (error != cudaSuccess) return error;
     }
     const cudaError_t error = g.data_format == DataFormat::kNCT
-                                  ? LaunchNct<T>(stream, call, splits, partials)
+                                  ? LaunchNct<T>(stream, call, &splits, partials)
                                   : LaunchNtc<T>(stream, call, splits, partials);
-    return error != cudaSuccess ? error : LaunchAddPartials<T>(stream, call, splits, partials);
+    return error != cudaSuccess || splits == 0
+               ? error
+               : LaunchAddPartials<T>(stream, call, splits, partials);
   });
 }
 

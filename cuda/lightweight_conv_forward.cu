@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
   }
 }
 
+// For rows of whole packs.
 template <typename T, int kTaps, int kShift>
 __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
         }
       }
       Activate(sums, p.call.activation);
-      WriteRun<T, kSteps, kShift != kUnaligned>(y, sums, t + f * ahead, p.time);
+      WriteRun<T, kSteps, true>(y, sums, t + f * ahead, p.time);
     }
   }
 }
@@ -388,7 +389,8 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
   WriteRun<T, kRun, kAligned>(y, sums, first_step + lane * kRun, p.time);
 }
 
-// Dilated: neighbouring threads take neighbouring steps and read every tap through the cache.
+// Dilated too far for tiles in shared memory: neighbouring threads take neighbouring steps and read
+// every tap through the cache.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads) DilatedNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
@@ -530,6 +532,7 @@ cudaError_t LaunchForward(cudaStream_t stream, const Forward& call) {
   if (call.batch.size() == 0 || g.time == 0 || g.channels == 0) return cudaSuccess;
   if (!FitsKernels(g)) return cudaErrorInvalidValue;
   if (TakesMma(call)) return LaunchForwardMma(stream, call);
+  if (g.data_format == DataFormat::kNCT && ServesNct(call)) return LaunchServedNct(stream, call);
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     return g.data_format == DataFormat::kNCT ? LaunchNct<T>(stream, call)

@@ -476,7 +476,7 @@ def _partial_sums(x, batch, *, options, taps, summed):
 
     The sum over the summed batch entries and over time is cut into `splits`, whose number depends
     on shapes alone, so that results do not depend on the device: enough thread blocks to fill one,
-    each with a few tiles to work on. The last row is for the bias.
+    each with a few tiles to work on; kernels may need fewer. The last row is for the bias.
     """
     time, channels = x.shape[options.time_axis], x.shape[-3 - options.time_axis]
     kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
@@ -487,7 +487,7 @@ def _partial_sums(x, batch, *, options, taps, summed):
         pack = 16 // x.dtype.itemsize
         row_threads = next(n for n in (16, 32, 64, 128) if n * pack >= time or n == 128)
         channel_blocks, tile = -(-channels * row_threads // 128), pack * row_threads
-        wanted = 1024 if taps <= 8 else 512
+        wanted = 1024 if taps <= 8 or options.dilation > 1 else 512
     splits = max(1, min(-(-wanted // max(1, kept * channel_blocks)), steps // (4 * tile)))
     if taps > 8:
         splits = max(2, splits)  # room for more splits of the smaller sums of tensor cores

@@ -260,6 +260,28 @@ def test_dilation_up_to_beyond_the_sequence(platform, dilation, data_format):
     check(platform, shape=(2, 10, 6), heads=3, taps=3, dtype="float64", **options)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("shape", "heads", "taps", "dilation"),
+    [
+        ((2, 4096, 3), 3, 3, 8),  # taps whole packs apart
+        ((2, 4096, 4), 2, 3, 6),  # and not
+        ((2, 4099, 3), 3, 5, 4),  # rows that packs do not fit
+        ((1, 9000, 2), 2, 4, 512),
+        ((1, 9000, 2), 1, 3, 4096),
+        ((2, 2048, 3), 3, 19, 2),
+        ((2, 304, 600), 600, 3, 8),  # a block a channel
+        ((2, 304, 600), 600, 4, 3),
+        ((1, 60_000, 3), 1, 2, 1),
+        ((40, 65, 10), 2, 3, 1),
+        ((3, 65, 24), 3, 5, 1),  # a block a head
+    ],
+)
+def test_long_and_short_rows(platform, shape, heads, taps, dilation, dtype):
+    options = {"padding": "causal", "dilation": dilation, "data_format": "NCT"}
+    check(platform, shape=shape, heads=heads, taps=taps, dtype=dtype, bias=True, **options)
+
+
 def test_every_int_padding(platform):
     for padding in range(9):
         check(platform, shape=(2, 11, 4), heads=2, taps=5, dilation=2, padding=padding)
