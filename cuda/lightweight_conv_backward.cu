@@ -797,6 +797,7 @@ struct AddParams {
 // over taps and last the bias, and over kept entries.
 template <typename Acc, bool kDeep>
 __global__ void __launch_bounds__(kNtcThreads) AddPartials(const __grid_constant__ AddParams p) {
+  constexpr int kBatch = 8;  // loads of a thread that are in flight together
   __shared__ Acc shared[kNtcThreads];
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;
@@ -815,17 +816,29 @@ __global__ void __launch_bounds__(kNtcThreads) AddPartials(const __grid_constant
       Acc total = 0;
       if (deep) {
         const uint32_t count = static_cast<uint32_t>(row) * p.splits;
-#pragma unroll 4
-        for (uint32_t i = threadIdx.x; i < count; i += kNtcThreads) {
-          uint32_t split = i;
-          const int at = p.row_divider.Peel(split);
-          total += first[split * split_size + at];
+        for (uint32_t i = threadIdx.x; i < count; i += kBatch * kNtcThreads) {
+          Acc values[kBatch];
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b) {
+            uint32_t split = i + b * kNtcThreads;
+            const bool exists = split < count;
+            const int at = p.row_divider.Peel(split);
+            values[b] = exists ? first[split * split_size + at] : Acc(0);
+          }
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b) total += values[b];
         }
       } else if (column < width) {
         for (int i = 0; i < row; ++i) {
-#pragma unroll 8
-          for (int split = warp; split < p.splits; split += kNtcWarps) {
-            total += first[split * split_size + i];
+          for (int split = warp; split < p.splits; split += kBatch * kNtcWarps) {
+            Acc values[kBatch];
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+              const int other = split + b * kNtcWarps;
+              values[b] = other < p.splits ? first[other * split_size + i] : Acc(0);
+            }
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) total += values[b];
           }
         }
       }

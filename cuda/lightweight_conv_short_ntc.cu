@@ -19,14 +19,15 @@ constexpr int kThreads = 128;
 // Rows that a thread takes at a time, and sets of as many in its ring.
 constexpr int kRows = 4;
 constexpr int kStages = 3;
-// Steps of a walk. Shorter ones would read the rows of their first window for too few steps. With
-// longer ones, what the blocks read at a time lies further apart, and the last block ends later;
-// backward, where every further block makes sums to add, a thread takes several walks instead.
-constexpr int64_t kLeastForwardRun = 16;
-constexpr int64_t kLeastBackwardRun = 8;
-constexpr int64_t kMostRun = 32;
+// Steps of a walk, and bytes that it reads of an array. Shorter ones would read the rows of their
+// first window for too few steps. With longer ones, what the blocks read at a time lies further
+// apart, and the last block ends later; backward, where every further block makes sums to add, a
+// thread takes several walks instead.
+constexpr int64_t kLeastRun = 8;
+constexpr int64_t kForwardRunBytes = 256;
+constexpr int64_t kMostBackwardRun = 32;
 // Threads of a forward call that are worth shorter walks.
-constexpr int64_t kForwardThreads = int64_t{1} << 17;
+constexpr int64_t kForwardThreads = int64_t{1} << 16;
 // Elements up to which a thread a step is the faster, forward.
 constexpr int64_t kMostStepElements = int64_t{1} << 19;
 // Those up to which it makes a single one of them.
@@ -610,8 +611,8 @@ cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call) {
   const int64_t phases = walks.phases.divisor();
   const int64_t sequences = batch * phases * CeilDiv(g.channels, kV);
   // As many runs as a block has groups at the least.
-  walks.Cut(std::max(kForwardThreads / sequences, CeilDiv(groups, phases)), kLeastForwardRun,
-            kMostRun);
+  walks.Cut(std::max(kForwardThreads / sequences, CeilDiv(groups, phases)), kLeastRun,
+            kForwardRunBytes / static_cast<int64_t>(kV * sizeof(T)));
   const int64_t runs = walks.runs.divisor() * phases;
   if (runs > INT32_MAX) return cudaErrorInvalidConfiguration;
   const int64_t tiles = CeilDiv(runs, groups);
@@ -636,8 +637,8 @@ cudaError_t LaunchWalks(cudaStream_t stream, const Backward& call, PartialSums& 
   BackwardWalks params{Walks(g, mirrored, kV)};
   Walks& walks = params.walks;
   const int64_t phases = call.summed.size() * walks.phases.divisor();
-  walks.Cut(partials.splits * walks.groups() / phases, kLeastBackwardRun,
-            call.dx == nullptr ? g.time + kLeastBackwardRun : kMostRun);
+  walks.Cut(partials.splits * walks.groups() / phases, kLeastRun,
+            call.dx == nullptr ? g.time + kLeastRun : kMostBackwardRun);
   const int64_t items = phases * walks.runs.divisor();
   if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
   partials.splits = std::min(partials.splits, CeilDiv(items, walks.groups()));
