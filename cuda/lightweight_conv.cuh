@@ -158,6 +158,24 @@ __device__ __forceinline__ void ReadRow(Accumulator<T> (&values)[kLaneChannels<T
   for (int v = 0; v < kLaneChannels<T>; ++v) values[v] = Widen(pack.values[v]);
 }
 
+// Short filters of rows that packs of channels fit have kernels of their own.
+bool TakesShortNtc(const Forward& call);
+bool TakesShortNtc(const Backward& call);
+
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call);
+
+// The sums over time that the blocks of a backward kernel leave: (kept, splits, taps + 1,
+// channels), last the bias's. Where packs of neighbouring channels are summed together, the row of
+// a tap is the shorter for it, and ends early.
+struct PartialSums {
+  void* sums;
+  int64_t splits;
+  int channels = 1;  // of a sum
+};
+
+// Uses as many splits as it wants of those that `partials` has room for, and says so there.
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
+
 // --- NCT -----------------------------------------------------------------------------------------
 
 inline constexpr int kNctThreads = 128;

@@ -12,9 +12,9 @@ namespace jaxops::lightweight_conv::cuda {
 
 cudaError_t LaunchForward(cudaStream_t stream, const Forward& call);
 
-// Sums over time and over the summed batch entries are cut into `splits` partial sums, held in
-// `partials`: (kept, splits, taps + 1, channels) of the accumulation type. Their number decides the
-// order of additions, so the caller derives it from shapes alone.
+// Sums over time and over the summed batch entries are cut into up to `splits` partial sums, held
+// in `partials`: (kept, splits, taps + 1, channels) of the accumulation type. Their number decides
+// the order of additions, so the caller derives it from shapes alone.
 cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t splits,
                            void* partials);
 

@@ -263,10 +263,13 @@ __device__ __forceinline__ void ReduceGroups(Acc* shared, const Acc (&values)[kC
 
 // --- short filters -------------------------------------------------------------------------------
 
-template <typename T, int kV, int kTaps>
+// NTC, of channels that packs do not fit.
+template <typename T>
 __global__ void __launch_bounds__(kNtcThreads, 2)
-    ShortNtc(const __grid_constant__ BackwardParams p) {
+    UnpackedNtc(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
+  constexpr int kV = 1;
+  constexpr int kTaps = kShortTaps;
   constexpr int kWindow = kSteps + kTaps - 1;
   __shared__ Acc shared[kTaps * kV * kNtcThreads];
   const Share share(p, kTaps);
@@ -736,76 +739,106 @@ __global__ void __launch_bounds__(kNctThreads)
 
 // --- the sum of the partial sums -----------------------------------------------------------------
 
-// One thread an entry of dweight for shallow heads, one warp for deep ones; dbias after them.
-template <typename Acc, bool kWarpPerEntry>
-__global__ void __launch_bounds__(kNtcThreads)
-    AddPartials(const __grid_constant__ BackwardParams p) {
-  const Geometry& geometry = p.call.geometry;
-  const Acc* partials = static_cast<const Acc*>(p.partials);
-  const int64_t weights = p.call.kept.size() * geometry.taps * geometry.heads;
-  const int64_t biases = p.call.dbias == nullptr ? 0 : p.call.kept.size() * geometry.channels;
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t entry = kWarpPerEntry ? thread / kWarp : thread;
-  const int lane = kWarpPerEntry ? threadIdx.x % kWarp : 0;
-  constexpr int kStride = kWarpPerEntry ? kWarp : 1;
-  if (entry >= weights + biases) return;
+struct AddParams {
+  const void* partials;
+  void *dweight, *dbias;
+  int splits, taps, heads, channels;
+  int row;  // sums of a head that are side by side
+  DType weight_dtype, bias_dtype;
+  FastDivider row_divider;
+  int64_t kept;
+};
 
-  const bool is_weight = entry < weights;
-  // Heads, or channels for dbias, vary fastest so that threads read neighbouring sums.
-  const int64_t width = is_weight ? geometry.heads : geometry.channels;
-  const int64_t rest = is_weight ? entry : entry - weights;
-  const int64_t column = rest % width;
-  const int64_t tap = is_weight ? rest / width % geometry.taps : geometry.taps;
-  const int64_t kept = rest / width / (is_weight ? geometry.taps : 1);
-  const int count = is_weight ? p.depth.divisor() : 1;
-  const int splits = p.splits.divisor();
-  const int64_t split_size = (geometry.taps + 1) * geometry.channels;
-  const Acc* first =
-      partials + kept * splits * split_size + tap * geometry.channels + column * count;
-  Acc total = 0;
-  for (int split = 0; split < splits; ++split) {
-    for (int i = lane; i < count; i += kStride) total += first[split * split_size + i];
-  }
-  if constexpr (kWarpPerEntry) {
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      total += __shfl_down_sync(0xffffffff, total, distance);
+// Adds kWarp neighbouring entries of dweight for one tap, or of dbias, whose splits a block's warps
+// share out; if kDeep is set, one entry of dweight, which has many sums. The grid is over columns,
+// over taps and last the bias, and over kept entries.
+template <typename Acc, bool kDeep>
+__global__ void __launch_bounds__(kNtcThreads) AddPartials(const __grid_constant__ AddParams p) {
+  constexpr int kBatch = 8;  // loads of a thread that are in flight together
+  __shared__ Acc shared[kNtcThreads];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int64_t split_size = int64_t{p.taps + 1} * p.channels;
+  for (int64_t kept = blockIdx.z; kept < p.kept; kept += gridDim.z) {
+    for (int tap = blockIdx.y; tap < p.taps + (p.dbias != nullptr); tap += gridDim.y) {
+      const bool is_weight = tap < p.taps;
+      const bool deep = kDeep && is_weight;
+      const int width = is_weight ? p.heads : p.channels;
+      const int row = is_weight ? p.row : 1;
+      const int first_column = deep ? blockIdx.x : blockIdx.x * kWarp;
+      if (first_column >= width) continue;
+      const int column = deep ? first_column : first_column + lane;
+      const Acc* first = static_cast<const Acc*>(p.partials) + kept * p.splits * split_size +
+                         int64_t{tap} * p.channels + int64_t{column} * row;
+      Acc total = 0;
+      if (deep) {
+        const uint32_t count = static_cast<uint32_t>(row) * p.splits;
+        for (uint32_t i = threadIdx.x; i < count; i += kBatch * kNtcThreads) {
+          Acc values[kBatch];
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b) {
+            uint32_t split = i + b * kNtcThreads;
+            const bool exists = split < count;
+            const int at = p.row_divider.Peel(split);
+            values[b] = exists ? first[split * split_size + at] : Acc(0);
+          }
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b) total += values[b];
+        }
+      } else if (column < width) {
+        for (int i = 0; i < row; ++i) {
+          for (int split = warp; split < p.splits; split += kBatch * kNtcWarps) {
+            Acc values[kBatch];
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+              const int other = split + b * kNtcWarps;
+              values[b] = other < p.splits ? first[other * split_size + i] : Acc(0);
+            }
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) total += values[b];
+          }
+        }
+      }
+      __syncthreads();
+      shared[threadIdx.x] = total;
+      __syncthreads();
+      if (warp > 0) continue;
+      total = 0;
+#pragma unroll
+      for (int w = 0; w < kNtcWarps; ++w) total += shared[w * kWarp + lane];
+      if (deep) {
+#pragma unroll
+        for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+          total += __shfl_xor_sync(0xffffffff, total, distance);
+        }
+        if (lane > 0) continue;
+      }
+      if (column >= width) continue;
+      if (is_weight) {
+        StoreAs(p.dweight, (kept * p.heads + column) * p.taps + tap, p.weight_dtype, total);
+      } else {
+        StoreAs(p.dbias, kept * p.channels + column, p.bias_dtype, total);
+      }
     }
-  }
-  if (lane != 0) return;
-  if (is_weight) {
-    StoreAs(p.call.dweight, (kept * geometry.heads + column) * geometry.taps + tap,
-            p.call.weight_dtype, total);
-  } else {
-    StoreAs(p.call.dbias, kept * geometry.channels + column, p.call.bias_dtype, total);
   }
 }
 
 // --- launches ------------------------------------------------------------------------------------
 
-template <typename T, int kV, int kTaps>
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, int64_t splits,
-                           void* partials) {
-  BackwardParams params(call, splits, partials, kV, 1);
+template <typename T>
+cudaError_t LaunchUnpackedNtc(cudaStream_t stream, const Backward& call, int64_t splits,
+                              void* partials) {
+  BackwardParams params(call, splits, partials, 1, 1);
   const int64_t blocks = params.Cut(
       PhaseSteps(params.time, params.dilation, 0), std::min(params.dilation, params.time),
-      int64_t{kSteps} * params.ntc.groups(), int64_t{kV} * params.ntc.lanes(), kTaps);
-  return Launch(ShortNtc<T, kV, kTaps>, blocks, kNtcThreads, 0, stream, params);
+      int64_t{kSteps} * params.ntc.groups(), params.ntc.lanes(), kShortTaps);
+  return Launch(UnpackedNtc<T>, blocks, kNtcThreads, 0, stream, params);
 }
 
 template <typename T>
 cudaError_t LaunchNtc(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
   const Geometry& g = call.geometry;
-  if (g.taps <= kShortTaps) {
-    // Channels of a thread: as many as leave its window and sums in registers.
-    constexpr int kFew = sizeof(T) == 2 ? 2 : 1;
-    if (g.taps <= 4 && RowsAligned(g.channels, call.dtype, 8)) {
-      return LaunchShortNtc<T, 8 / sizeof(T), 4>(stream, call, splits, partials);
-    }
-    if (RowsAligned(g.channels, call.dtype, kFew * sizeof(T))) {
-      return LaunchShortNtc<T, kFew, kShortTaps>(stream, call, splits, partials);
-    }
-    return LaunchShortNtc<T, 1, kShortTaps>(stream, call, splits, partials);
-  }
+  if (g.taps <= kShortTaps) return LaunchUnpackedNtc<T>(stream, call, splits, partials);
   BackwardParams params(call, splits, partials, 1, 1);
   constexpr int kTileSteps = kNtcWarps * kSteps;
   const int64_t blocks = params.Cut(PhaseSteps(params.time, params.dilation, 0),
@@ -885,16 +918,34 @@ bool SharesKernel(const Backward& call) {
 }
 
 template <typename T>
-cudaError_t LaunchAddPartials(cudaStream_t stream, const Backward& call, int64_t splits,
-                              void* partials) {
-  const BackwardParams params(call, splits, partials, 1, 1);
+cudaError_t LaunchAddPartials(cudaStream_t stream, const Backward& call,
+                              const PartialSums& partials) {
   const Geometry& g = call.geometry;
-  const int64_t entries = call.kept.size() * (g.taps * g.heads + (call.dbias ? g.channels : 0));
-  return DispatchBool(g.channels / g.heads >= kWarp, [&](auto warp_per_entry) {
-    const int64_t threads = entries * (warp_per_entry.value ? kWarp : 1);
-    return Launch(AddPartials<Accumulator<T>, warp_per_entry.value>, CeilDiv(threads, kNtcThreads),
-                  kNtcThreads, 0, stream, params);
-  });
+  AddParams params{};
+  params.partials = partials.sums;
+  params.dweight = call.dweight;
+  params.dbias = call.dbias;
+  params.splits = static_cast<int>(partials.splits);
+  params.taps = static_cast<int>(g.taps);
+  params.heads = static_cast<int>(g.heads);
+  params.channels = static_cast<int>(g.channels);
+  params.row = static_cast<int>(g.channels / g.heads / partials.channels);
+  params.row_divider = FastDivider(params.row);
+  params.weight_dtype = call.weight_dtype;
+  params.bias_dtype = call.bias_dtype;
+  params.kept = call.kept.size();
+  const bool deep = params.row >= 8 && params.row * partials.splits <= INT32_MAX;
+  const int64_t biases = call.dbias == nullptr ? 0 : CeilDiv(g.channels, kWarp);
+  constexpr int64_t kMost = 65535;  // blocks of a grid but along x
+  const dim3 grid(static_cast<unsigned>(std::max(deep ? g.heads : CeilDiv(g.heads, kWarp), biases)),
+                  static_cast<unsigned>(std::min(kMost, g.taps + (call.dbias != nullptr))),
+                  static_cast<unsigned>(std::min(kMost, params.kept)));
+  if (deep) {
+    AddPartials<Accumulator<T>, true><<<grid, kNtcThreads, 0, stream>>>(params);
+  } else {
+    AddPartials<Accumulator<T>, false><<<grid, kNtcThreads, 0, stream>>>(params);
+  }
+  return cudaGetLastError();
 }
 
 // The input gradient as a forward convolution of g over every batch entry.
@@ -949,12 +1000,13 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
       const cudaError_t error = LaunchInputGrad(stream, call);
       if (error != cudaSuccess) return error;
     }
+    PartialSums sums = {partials, splits};
     const cudaError_t error = g.data_format == DataFormat::kNCT
-                                  ? LaunchNct<T>(stream, call, &splits, partials)
-                                  : LaunchNtc<T>(stream, call, splits, partials);
-    return error != cudaSuccess || splits == 0
-               ? error
-               : LaunchAddPartials<T>(stream, call, splits, partials);
+                                  ? LaunchNct<T>(stream, call, &sums.splits, partials)
+                              : TakesShortNtc(call) ? LaunchShortNtc(stream, call, sums)
+                                                    : LaunchNtc<T>(stream, call, splits, partials);
+    return error != cudaSuccess || sums.splits == 0 ? error
+                                                    : LaunchAddPartials<T>(stream, call, sums);
   });
 }
 

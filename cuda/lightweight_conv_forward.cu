@@ -72,11 +72,14 @@ struct ForwardParams {
 
 // --- short filters -------------------------------------------------------------------------------
 
-// A window of kSteps + kTaps - 1 rows moves down a thread's channels, kSteps rows at a time.
-template <typename T, int kV, int kTaps>
+// NTC, of channels that packs do not fit: a window of kSteps + kTaps - 1 rows moves down a thread's
+// channel, kSteps rows at a time.
+template <typename T>
 __global__ void __launch_bounds__(kNtcThreads, 2)
-    ShortNtc(const __grid_constant__ ForwardParams p) {
+    UnpackedNtc(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
+  constexpr int kV = 1;
+  constexpr int kTaps = kShortTaps;
   constexpr int kSteps = 8;
   constexpr int kCarried = kTaps - 1;
   uint32_t block = blockIdx.x;
@@ -434,35 +437,26 @@ int ShortChunks(int64_t threads, int most) {
   return static_cast<int>(std::clamp<int64_t>(threads / (int64_t{1} << 17), 1, most));
 }
 
-template <typename T, int kV, int kTaps>
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call) {
-  ForwardParams params(call, kV, 1);
+template <typename T>
+cudaError_t LaunchUnpackedNtc(cudaStream_t stream, const Forward& call) {
+  ForwardParams params(call, 1, 1);
   const int64_t steps = PhaseSteps(params.time, params.dilation, 0);
   const int64_t phases = params.phases.divisor();
   const int64_t batch = call.batch.size();
-  params.chunks = ShortChunks(batch * phases * CeilDiv(steps, 8) * CeilDiv(params.channels, kV), 8);
+  params.chunks = ShortChunks(batch * phases * CeilDiv(steps, 8) * params.channels, 8);
   const int64_t tiles = CeilDiv(steps, int64_t{8} * params.chunks * params.ntc.groups());
-  const int64_t channel_blocks = CeilDiv(params.channels, int64_t{kV} * params.ntc.lanes());
+  const int64_t channel_blocks = CeilDiv(params.channels, params.ntc.lanes());
   params.tiles = FastDivider(tiles);
   params.channel_blocks = FastDivider(channel_blocks);
-  return Launch(ShortNtc<T, kV, kTaps>, batch * phases * tiles * channel_blocks, kNtcThreads, 0,
-                stream, params);
+  return Launch(UnpackedNtc<T>, batch * phases * tiles * channel_blocks, kNtcThreads, 0, stream,
+                params);
 }
 
 template <typename T>
 cudaError_t LaunchNtc(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   if (g.taps <= kShortTaps) {
-    // Channels of a thread: as many as leave its window in registers.
-    constexpr int kMany = std::min<int>(4, 16 / sizeof(T));
-    constexpr int kFew = kMany / 2;
-    if (g.taps <= 4 && RowsAligned(g.channels, call.dtype, kMany * sizeof(T))) {
-      return LaunchShortNtc<T, kMany, 4>(stream, call);
-    }
-    if (RowsAligned(g.channels, call.dtype, kFew * sizeof(T))) {
-      return LaunchShortNtc<T, kFew, kShortTaps>(stream, call);
-    }
-    return LaunchShortNtc<T, 1, kShortTaps>(stream, call);
+    return TakesShortNtc(call) ? LaunchShortNtc(stream, call) : LaunchUnpackedNtc<T>(stream, call);
   }
   constexpr int kChannels = kBlockChannels<T>;
   constexpr int kTileSteps = kNtcWarps * 16;

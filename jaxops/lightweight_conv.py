@@ -481,14 +481,21 @@ def _partial_sums(x, batch, *, options, taps, summed):
     time, channels = x.shape[options.time_axis], x.shape[-3 - options.time_axis]
     kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
     steps = math.prod(n for n, s in zip(batch, summed, strict=True) if s) * time
-    if options.data_format == "NTC":
-        channel_blocks, wanted, tile = -(-channels // 64), 1024, 64
+    if options.data_format == "NTC" and taps <= 8:
+        # Threads are side by side in channels, up to 32 packs of them, and above each other in
+        # time, where each walks down some steps.
+        many, few = {2: (4, 2), 4: (4, 1), 8: (2, 1)}[x.dtype.itemsize]
+        packs = -(-channels // (few if channels % many else many))
+        lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= packs or n == 32)
+        channel_blocks, wanted, least = -(-packs // lanes), 384, 4 * 128 // lanes
+    elif options.data_format == "NTC":
+        channel_blocks, wanted, least = -(-channels // 64), 1024, 4 * 64
     else:
         pack = 16 // x.dtype.itemsize
         row_threads = next(n for n in (16, 32, 64, 128) if n * pack >= time or n == 128)
-        channel_blocks, tile = -(-channels * row_threads // 128), pack * row_threads
+        channel_blocks, least = -(-channels * row_threads // 128), 4 * pack * row_threads
         wanted = 1024 if taps <= 8 or options.dilation > 1 else 512
-    splits = max(1, min(-(-wanted // max(1, kept * channel_blocks)), steps // (4 * tile)))
+    splits = max(1, min(-(-wanted // max(1, kept * channel_blocks)), steps // least))
     if taps > 8:
         splits = max(2, splits)  # room for more splits of the smaller sums of tensor cores
     dtype = accumulation_dtype(x)
