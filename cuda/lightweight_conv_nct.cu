@@ -84,17 +84,22 @@ __device__ __forceinline__ int Misalignment(const T* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
 }
 
-// Starts to copy `count` elements; the first arrives at shared[Misalignment(array)].
+// Starts to copy `count` elements of an array that ends at `array_end`; the first arrives at
+// shared[Misalignment(array)]. Neighbours come along in the first and the last 16 bytes, but
+// nothing beyond the end.
 template <typename T>
-__device__ __forceinline__ void FetchStretch(T* shared, const T* array, int count) {
+__device__ __forceinline__ void FetchStretch(T* shared, const T* array, int count,
+                                             const T* array_end) {
   constexpr int kPack = kPackElements<T>;
   const int before = Misalignment(array);
   const T* aligned = array - before;
   const int end = before + count;
   for (int at = threadIdx.x * kPack; at < end; at += kNctThreads * kPack) {
-    const int bytes = min(kPack, end - at) * static_cast<int>(sizeof(T));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(shared + at)),
-                 "l"(aligned + at), "r"(bytes));
+    if (aligned + at + kPack <= array_end) {
+      CopyAsyncPast(SharedAddress(shared + at), reinterpret_cast<const char*>(aligned + at), true);
+    } else {
+      for (int e = at; e < end; ++e) shared[e] = aligned[e];
+    }
   }
 }
 
@@ -131,8 +136,16 @@ __device__ __forceinline__ void ReadTaps(Acc (&weight)[kTaps], const void* weigh
 
 // --- runs, forward -------------------------------------------------------------------------------
 
+// Elements of the array of `operand`, whose entries of a batch have `entry` each.
+template <int kOperands>
+int64_t ArrayElements(const BatchMap<kOperands>& batch, int operand, int64_t entry) {
+  for (int d = 0; d < batch.rank(); ++d) entry += (batch.size(d) - 1) * batch.stride(d, operand);
+  return entry;
+}
+
 struct ForwardRuns {
   Forward call;
+  int64_t elements_x;  // of the array
   int time, channels, taps, padding, dilation;
   int fetched;  // elements of shared memory for what a tile reads
   FastDivider tiles;
@@ -162,7 +175,8 @@ __global__ void __launch_bounds__(kNctThreads) RunsForward(const __grid_constant
   const int64_t row_offset = int64_t{first_row} * p.time;
   const T* x = static_cast<const T*>(p.call.x) + offsets[Forward::kX] + row_offset + low;
   T* y = static_cast<T*>(p.call.y) + offsets[Forward::kY] + row_offset + first_step;
-  FetchStretch(fetched, x, (rows - 1) * p.time + high - low);
+  FetchStretch(fetched, x, (rows - 1) * p.time + high - low,
+               static_cast<const T*>(p.call.x) + p.elements_x);
   CommitCopies();
 
   const int row = p.tile.row();
@@ -251,6 +265,7 @@ __device__ __forceinline__ void WriteRowSum(const Params& p, Acc* partials, int6
 
 struct BackwardRuns {
   Backward call;
+  int64_t elements_x, elements_g;  // of the arrays
   int time, channels, taps, dilation;
   int mirrored;              // padding of the flipped taps
   int own_tap;               // at which a step meets its own g, or none: -1
@@ -329,9 +344,11 @@ __global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>
       const Extent extent = extent_of(ahead);
       const int between = (rows - 1) * p.time;
       T* to = stages + stage * stage_elements;
-      FetchStretch(to, x_of(extent), between + extent.end - extent.first);
+      FetchStretch(to, x_of(extent), between + extent.end - extent.first,
+                   static_cast<const T*>(p.call.x) + p.elements_x);
       if (extent.high > extent.low) {
-        FetchStretch(to + p.fetched_x, g_of(extent), between + extent.high - extent.low);
+        FetchStretch(to + p.fetched_x, g_of(extent), between + extent.high - extent.low,
+                     static_cast<const T*>(p.call.g) + p.elements_g);
       }
     }
     CommitCopies();
@@ -1100,6 +1117,7 @@ template <typename T, int kTaps>
 cudaError_t LaunchRunsForward(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   ForwardRuns p{.call = call,
+                .elements_x = ArrayElements(call.batch, Forward::kX, g.channels * g.time),
                 .time = static_cast<int>(g.time),
                 .channels = static_cast<int>(g.channels),
                 .taps = static_cast<int>(g.taps),
@@ -1120,7 +1138,13 @@ template <typename T, int kTaps>
 cudaError_t LaunchRunsBackward(cudaStream_t stream, const Backward& call, int64_t* splits,
                                void* partials) {
   const Geometry& g = call.geometry;
+  const auto elements = [&](int operand) {
+    return ArrayElements(call.summed, operand,
+                         ArrayElements(call.kept, operand, g.channels * g.time));
+  };
   BackwardRuns p{.call = call,
+                 .elements_x = elements(Backward::kX),
+                 .elements_g = elements(Backward::kG),
                  .time = static_cast<int>(g.time),
                  .channels = static_cast<int>(g.channels),
                  .taps = static_cast<int>(g.taps),
