@@ -9,11 +9,16 @@
 // NCT: a thread owns neighbouring time steps of one channel, a row of threads one channel.
 //
 // Short filters (up to kShortTaps) are bound by memory: what their kernels work on next is under
-// way while they work, in registers or in a ring of each warp's own in shared memory, and the block
-// never synchronises. Long filters are bound by arithmetic: `lightweight_conv_mma.cuh` has those of
-// whole fragments of channels; the others stage a tile in shared memory and slide a window of
-// registers over it. The NCT backward, which has two products to make of each window, keeps it
-// whole in registers for long filters too.
+// way while they work, in registers or in a ring in shared memory. Long filters are bound by
+// arithmetic, unless tensor cores multiply them. Who takes what, in the order in which they are
+// asked:
+//
+//   lightweight_conv_mma*.cu       long filters of heads of 16 n channels, but for float64
+//   lightweight_conv_nct.cu        NCT: dilated filters, small problems, rows that packs do not fit
+//   lightweight_conv_short_ntc.cu  NTC: short filters of rows that packs fit, and small problems
+//   lightweight_conv_forward.cu    all others; long filters stage a tile in shared memory and slide
+//   lightweight_conv_backward.cu   a window of registers over it, and the NCT backward, which has
+//                                  two products to make of each window, keeps it in registers
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_CUH_
 
