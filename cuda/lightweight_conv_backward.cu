@@ -263,7 +263,7 @@ __device__ __forceinline__ void ReduceGroups(Acc* shared, const Acc (&values)[kC
 
 // --- short filters -------------------------------------------------------------------------------
 
-// NTC, of channels that packs do not fit.
+// NTC, of an odd number of channels of 2 bytes.
 template <typename T>
 __global__ void __launch_bounds__(kNtcThreads, 2)
     UnpackedNtc(const __grid_constant__ BackwardParams p) {
@@ -838,7 +838,11 @@ cudaError_t LaunchUnpackedNtc(cudaStream_t stream, const Backward& call, int64_t
 template <typename T>
 cudaError_t LaunchNtc(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
   const Geometry& g = call.geometry;
-  if (g.taps <= kShortTaps) return LaunchUnpackedNtc<T>(stream, call, splits, partials);
+  if (g.taps <= kShortTaps) {
+    // Packs of 4 bytes fit all others.
+    if constexpr (sizeof(T) == 2) return LaunchUnpackedNtc<T>(stream, call, splits, partials);
+    return cudaErrorInvalidValue;
+  }
   BackwardParams params(call, splits, partials, 1, 1);
   constexpr int kTileSteps = kNtcWarps * kSteps;
   const int64_t blocks = params.Cut(PhaseSteps(params.time, params.dilation, 0),

@@ -903,15 +903,19 @@ constexpr int64_t kFewBytes = 1 << 20;
 constexpr int64_t kManyBytes = 8 << 20;
 
 bool HasSteps(const Geometry& g, int64_t batch) {
-  return g.taps <= kShortTaps && batch * g.channels * g.time <= INT32_MAX;
+  return g.taps <= kShortTaps && batch * g.channels * g.time <= int64_t{1} << 30;
 }
 
 bool HasSteps(const Forward& call) {
   return call.batch.rank() <= 1 && HasSteps(call.geometry, call.batch.size());
 }
 
+// Steps of a row that the warps of a block, which are few, are worth walking down: splits share
+// batch entries, never a row.
+constexpr int64_t kMostStepTime = 2048;
+
 bool HasSteps(const Backward& call) {
-  return call.kept.rank() <= 1 && call.summed.rank() <= 1 &&
+  return call.geometry.time <= kMostStepTime && call.kept.rank() <= 1 && call.summed.rank() <= 1 &&
          HasSteps(call.geometry, call.kept.size() * call.summed.size());
 }
 

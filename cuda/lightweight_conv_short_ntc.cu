@@ -7,6 +7,7 @@
 // shared memory: registers do not limit how much is in flight, and as no thread reads what another
 // copied, the walk never synchronises.
 #include "cuda/activation.cuh"
+#include "cuda/async_copy.cuh"
 #include "cuda/lightweight_conv.cuh"
 
 namespace jaxops::lightweight_conv::cuda {
@@ -14,6 +15,7 @@ namespace {
 
 using jaxops::cuda::Activate;
 using jaxops::cuda::StorePack;
+using jaxops::cuda::WaitCopies;
 
 constexpr int kThreads = 128;
 // Rows that a thread takes at a time, and sets of as many in its ring.
@@ -122,7 +124,7 @@ class RowRing {
 
   // Waits for the oldest rows, reads them, and sends for others in place of those read before.
   __device__ __forceinline__ void Take(Row (&window)[kRows], Row (&own)[kOwn ? kRows : 1]) {
-    __pipeline_wait_prior(kStages - 2);
+    WaitCopies<kStages - 2>();  // and the compiler: no barrier follows
     const Row* from = slots_ + taken_;
     taken_ = Next(taken_);
 #pragma unroll
