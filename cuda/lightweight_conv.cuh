@@ -407,14 +407,14 @@ inline bool FitsKernels(const Geometry& g) {
          (g.taps - 1) * g.dilation < limit;
 }
 
-// Dilated filters and small problems in the NCT layout have kernels of their own, in
-// lightweight_conv_nct.cu, where it says that it serves a call.
+// Dilated filters, small problems and rows that packs do not fit have kernels of their own in the
+// NCT layout, in lightweight_conv_nct.cu, where it says that it serves a call.
 bool ServesNct(const Forward& call);
 bool ServesNct(const Backward& call);
 cudaError_t LaunchServedNct(cudaStream_t stream, const Forward& call);
 
 // Uses as many of the splits as it likes and leaves their number: none where the sums need no
-// adding. Makes dx only if MakesInputGradNct.
+// adding. Of calls that it serves, it makes dx only if MakesInputGradNct.
 cudaError_t LaunchServedNct(cudaStream_t stream, const Backward& call, int64_t* splits,
                             void* partials);
 bool MakesInputGradNct(const Backward& call);

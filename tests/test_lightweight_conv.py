@@ -284,7 +284,28 @@ def test_long_and_short_rows(platform, shape, heads, taps, dilation, dtype):
 
 def test_every_int_padding(platform):
     for padding in range(9):
-        check(platform, shape=(2, 11, 4), heads=2, taps=5, dilation=2, padding=padding)
+        check(platform, shape=(2, 11, 4), heads=2, taps=5, dilation=2, padding=padding, bias=True)
+
+
+# Filters of another dtype than x do not go to the CUDA kernels of small calls, nor do rows of many
+# steps.
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"shape": (2, 33, 132), "heads": 33, "taps": 5, "weight_dtype": "float32"},
+        {"shape": (1, 257, 64), "heads": 8, "taps": 8, "weight_dtype": "float32", "bias": True},
+        {"shape": (3, 5, 64), "heads": 64, "taps": 1, "weight_dtype": "float32"},
+        {"shape": (2, 70, 6), "heads": 6, "taps": 8, "dilation": 3, "weight_dtype": "float32"},
+        {"shape": (2, 1, 128), "heads": 1, "taps": 4, "weight_dtype": "float32", "bias": True},
+        {"shape": (1, 9001, 2), "heads": 2, "taps": 3, "bias": True},
+        {"shape": (2, 4096, 1), "heads": 1, "taps": 7, "dilation": 2},
+        {"shape": (1, 9000, 1), "heads": 1, "taps": 3, "dilation": 2500, "bias": True},
+    ],
+    ids=case_id,
+)
+@pytest.mark.parametrize("data_format", LAYOUTS)
+def test_short_filters_beyond_small_calls(platform, case, data_format):
+    check(platform, **case, dtype="bfloat16", data_format=data_format)
 
 
 @pytest.mark.parametrize("data_format", LAYOUTS)
