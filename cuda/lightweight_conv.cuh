@@ -399,6 +399,12 @@ cudaError_t DispatchShift(int shift, Function&& function) {
   return error;
 }
 
+// The padding of the flipped taps, with which the input gradient is a convolution.
+inline int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - g.padding; }
+
+// Blocks of a grid but along x.
+inline constexpr int64_t kMostGridBlocks = 65535;
+
 // One time step, channel or tap is counted in 32 bits inside the kernels, also those of a tile of
 // up to 256 steps beyond the end; arrays may be larger.
 inline bool FitsKernels(const Geometry& g) {

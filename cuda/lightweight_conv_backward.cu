@@ -52,9 +52,6 @@ struct TapRange {
   }
 };
 
-// The padding of the flipped taps.
-int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - g.padding; }
-
 struct BackwardParams {
   Backward call;
   int time, channels, taps, dilation;
@@ -940,10 +937,10 @@ cudaError_t LaunchAddPartials(cudaStream_t stream, const Backward& call,
   params.kept = call.kept.size();
   const bool deep = params.row >= 8 && params.row * partials.splits <= INT32_MAX;
   const int64_t biases = call.dbias == nullptr ? 0 : CeilDiv(g.channels, kWarp);
-  constexpr int64_t kMost = 65535;  // blocks of a grid but along x
-  const dim3 grid(static_cast<unsigned>(std::max(deep ? g.heads : CeilDiv(g.heads, kWarp), biases)),
-                  static_cast<unsigned>(std::min(kMost, g.taps + (call.dbias != nullptr))),
-                  static_cast<unsigned>(std::min(kMost, params.kept)));
+  const dim3 grid(
+      static_cast<unsigned>(std::max(deep ? g.heads : CeilDiv(g.heads, kWarp), biases)),
+      static_cast<unsigned>(std::min(kMostGridBlocks, g.taps + (call.dbias != nullptr))),
+      static_cast<unsigned>(std::min(kMostGridBlocks, params.kept)));
   if (deep) {
     AddPartials<Accumulator<T>, true><<<grid, kNtcThreads, 0, stream>>>(params);
   } else {

@@ -328,8 +328,6 @@ __global__ void __launch_bounds__(kAddThreads)
 
 // --- launches ------------------------------------------------------------------------------------
 
-int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - g.padding; }
-
 // Blocks of one tap group.
 int64_t GroupBlocks(const Geometry& g) {
   return std::min<int64_t>(TapBlocks(g, Mirrored(g)), kFusedBlocks);
@@ -391,7 +389,7 @@ cudaError_t Launch(cudaStream_t stream, const Backward& call, int64_t splits, vo
 
 bool TakesMma(const Backward& call) {
   const Geometry& g = call.geometry;
-  const int64_t mirrored = mma::Mirrored(g);
+  const int64_t mirrored = Mirrored(g);
   if (!mma::Takes(g, call.dtype)) return false;
   if (call.dbias == nullptr) return true;
   // A step's own g has to be in the window of the first group.
@@ -402,7 +400,7 @@ bool TakesMma(const Backward& call) {
 
 bool MmaMakesInputGrad(const Backward& call) {
   return mma::HasMatrix(call.dtype, call.weight_dtype) &&
-         mma::TapBlocks(call.geometry, mma::Mirrored(call.geometry)) <= mma::kFusedBlocks;
+         mma::TapBlocks(call.geometry, Mirrored(call.geometry)) <= mma::kFusedBlocks;
 }
 
 cudaError_t LaunchBackwardMma(cudaStream_t stream, const Backward& call, int64_t splits,
@@ -411,7 +409,7 @@ cudaError_t LaunchBackwardMma(cudaStream_t stream, const Backward& call, int64_t
   const bool makes_dx = call.dx != nullptr && MmaMakesInputGrad(call);
   // The gradient by filters alone does not depend on their type.
   return mma::Dispatch<mma::kFusedBlocks>(
-      g, mma::Mirrored(g), call.dtype, makes_dx ? call.weight_dtype : call.dtype,
+      g, Mirrored(g), call.dtype, makes_dx ? call.weight_dtype : call.dtype,
       [&](auto element, auto weight, auto is_nct, auto blocks) {
         using T = decltype(element);
         using W = decltype(weight);

@@ -1013,7 +1013,7 @@ cudaError_t LaunchStepBackward(cudaStream_t stream, const Backward& call, int64_
   p.time = static_cast<int>(g.time);
   p.channels = static_cast<int>(g.channels);
   p.taps = static_cast<int>(g.taps);
-  p.mirrored = static_cast<int>((g.taps - 1) * g.dilation - g.padding);
+  p.mirrored = static_cast<int>(Mirrored(g));
   p.dilation = static_cast<int>(g.dilation);
   p.block_channels = heads ? static_cast<int>(depth) : 1;
   p.whole = split_count == 1 && p.block_channels == depth;
@@ -1153,7 +1153,7 @@ cudaError_t LaunchRunsBackward(cudaStream_t stream, const Backward& call, int64_
                  .channels = static_cast<int>(g.channels),
                  .taps = static_cast<int>(g.taps),
                  .dilation = static_cast<int>(g.dilation),
-                 .mirrored = static_cast<int>((g.taps - 1) * g.dilation - g.padding),
+                 .mirrored = static_cast<int>(Mirrored(g)),
                  .own_tap = -1,
                  .depth = FastDivider(g.channels / g.heads),
                  .phases = FastDivider(g.dilation),
@@ -1190,7 +1190,7 @@ cudaError_t LaunchPacksBackward(cudaStream_t stream, const Backward& call, int64
                   .time = static_cast<int>(g.time),
                   .channels = static_cast<int>(g.channels),
                   .taps = static_cast<int>(g.taps),
-                  .mirrored = static_cast<int>((g.taps - 1) * g.dilation - g.padding),
+                  .mirrored = static_cast<int>(Mirrored(g)),
                   .dilation = static_cast<int>(g.dilation),
                   .beyond = static_cast<int>((g.taps - 1) * g.dilation / kPack),
                   .depth = FastDivider(g.channels / g.heads),

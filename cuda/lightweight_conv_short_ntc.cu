@@ -34,8 +34,6 @@ constexpr int64_t kForwardThreads = int64_t{1} << 16;
 constexpr int64_t kMostStepElements = int64_t{1} << 19;
 // Those up to which it makes a single one of them.
 constexpr int64_t kMostSingleElements = int64_t{1} << 15;
-// Blocks of a grid but along x.
-constexpr int64_t kMostBlocks = 65535;
 
 // What both directions know of the walks.
 struct Walks {
@@ -635,7 +633,7 @@ cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call) {
 template <typename T, int kV, int kTaps, bool kOneHead>
 cudaError_t LaunchWalks(cudaStream_t stream, const Backward& call, PartialSums& partials) {
   const Geometry& g = call.geometry;
-  const int64_t mirrored = (g.taps - 1) * g.dilation - g.padding;
+  const int64_t mirrored = Mirrored(g);
   BackwardWalks params{Walks(g, mirrored, kV)};
   Walks& walks = params.walks;
   const int64_t phases = call.summed.size() * walks.phases.divisor();
@@ -670,11 +668,12 @@ bool TakesSteps(const Forward& call) {
   const int64_t plane = g.time * g.channels;
   const bool plain_batch =
       batch.size() == 1 ||
-      (batch.rank() == 1 && batch.size() <= kMostBlocks && batch.stride(0, Forward::kX) == plane &&
-       batch.stride(0, Forward::kY) == plane && batch.stride(0, Forward::kWeight) == 0 &&
+      (batch.rank() == 1 && batch.size() <= kMostGridBlocks &&
+       batch.stride(0, Forward::kX) == plane && batch.stride(0, Forward::kY) == plane &&
+       batch.stride(0, Forward::kWeight) == 0 &&
        (call.bias == nullptr || batch.stride(0, Forward::kBias) == 0));
   return plain_batch && batch.size() * plane <= kMostStepElements &&
-         g.time <= kMostBlocks * kStepRows && call.weight_dtype == call.dtype &&
+         g.time <= kMostGridBlocks * kStepRows && call.weight_dtype == call.dtype &&
          (call.bias == nullptr || call.bias_dtype == call.dtype);
 }
 
@@ -682,7 +681,7 @@ template <typename T, int kV>
 cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   // Flipped taps are met from the last row of the window to the first.
-  const int64_t first = call.flip_taps ? (g.taps - 1) * g.dilation - g.padding : -g.padding;
+  const int64_t first = call.flip_taps ? Mirrored(g) : -g.padding;
   const int64_t next = call.flip_taps ? -g.dilation : g.dilation;
   Steps params{};
   params.x = call.x;
