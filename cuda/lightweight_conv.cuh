@@ -14,7 +14,7 @@
 // asked:
 //
 //   lightweight_conv_mma*.cu       long filters of heads of 16 n channels, but for float64
-//   lightweight_conv_nct.cu        NCT: dilated filters, small problems, rows that packs do not fit
+//   lightweight_conv_nct*.cu       NCT: dilated filters, small problems, rows that packs do not fit
 //   lightweight_conv_short_ntc.cu  NTC: short filters of rows that packs fit, and small problems
 //   lightweight_conv_forward.cu    all others; long filters stage a tile in shared memory and slide
 //   lightweight_conv_backward.cu   a window of registers over it, and the NCT backward, which has
@@ -424,6 +424,14 @@ cudaError_t LaunchServedNct(cudaStream_t stream, const Forward& call);
 cudaError_t LaunchServedNct(cudaStream_t stream, const Backward& call, int64_t* splits,
                             void* partials);
 bool MakesInputGradNct(const Backward& call);
+
+// The kernels of small problems in the NCT layout, in lightweight_conv_nct_steps.cu: whether they
+// can take a call, whether it is small enough for them to be the fastest, and their launchers.
+bool HasSteps(const Backward& call);
+bool SuitsSteps(const Forward& call);
+bool SuitsSteps(const Backward& call);
+cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call);
+cudaError_t LaunchSteps(cudaStream_t stream, const Backward& call, int64_t* splits, void* partials);
 
 }  // namespace jaxops::lightweight_conv::cuda
 
