@@ -6,12 +6,16 @@ Nothing else in jaxops imports from `jax._src`, `jax.interpreters`, `jax.extend`
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import mesh as _mesh_lib
 from jax._src.interpreters import mlir as _mlir
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -26,6 +30,7 @@ ad.primitive_transposes.setdefault(_ad_checkpoint.name_p, lambda ct, x, *, name:
 
 __all__ = [
     "Primitive",
+    "Settings",
     "ShapedArray",
     "Zero",
     "ad",
@@ -38,6 +43,7 @@ __all__ = [
     "is_undefined_primal",
     "literal",
     "make_varying",
+    "mesh_shapes",
     "mlir",
     "needs_devices_to_lower",
     "partitions",
@@ -45,6 +51,7 @@ __all__ = [
     "run_eagerly",
     "shard_like_last",
     "varying_axes",
+    "with_metadata",
     "with_output_sharding",
     "without_mesh",
 ]
@@ -97,6 +104,49 @@ def shard_like_last(vector, like: jax.Array):
     return jax.sharding.reshard(vector, jax.sharding.NamedSharding(sharding.mesh, last))
 
 
+def with_metadata(function, **entries: str):
+    """`function`, whose operations carry these entries as attributes when they are lowered."""
+
+    def run(*arrays):
+        with set_xla_metadata(**entries):
+            return function(*arrays)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The user's settings that decide what a function is traced to.
+
+    They belong to a thread, and XLA calls the function that partitions in a thread of its own.
+    """
+
+    x64: bool
+    matmul_precision: str | None
+
+    @classmethod
+    def current(cls) -> Settings:
+        """Those of this thread."""
+        return cls(jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+
+    def applied(self, function):
+        """`function`, which runs under these settings."""
+
+        def run(*arguments):
+            with jax.enable_x64(self.x64), jax.default_matmul_precision(self.matmul_precision):
+                return function(*arguments)
+
+        return run
+
+
+def mesh_shapes(ctx) -> tuple:
+    """The axes of the meshes that a partitioned call may refer to, with their sizes."""
+    context = ctx.module_context.axis_context
+    meshes = [getattr(context, "abstract_mesh", None), getattr(context, "mesh", None)]
+    meshes.append(_mesh_lib.thread_resources.env.physical_mesh)
+    return tuple(None if mesh is None else tuple(mesh.shape.items()) for mesh in meshes)
+
+
 def gpu_capabilities() -> set[str]:
     """The compute capabilities of the NVIDIA GPUs here, such as "9.0"."""
     try:
@@ -111,8 +161,13 @@ def exporting(ctx) -> bool:
 
 
 def partitions(ctx) -> bool:
-    """Whether what is being lowered runs on several devices without `shard_map` around it."""
+    """Whether XLA partitions what is being lowered: not on one device, nor within `shard_map`.
+
+    Within a `shard_map` over some axes of a mesh it partitions over the others.
+    """
     context = ctx.module_context.axis_context
+    if isinstance(context, mlir.SPMDAxisContext):
+        return set(context.manual_axes) != set(context.mesh.axis_names)
     return isinstance(context, mlir.ShardingContext) and context.num_devices > 1
 
 

@@ -123,6 +123,11 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
     )
 
 
+def builds() -> tuple[tuple[str, str | None], ...]:
+    """What the modules of the platforms were built of and for."""
+    return tuple((status.platform, status.build) for status in _statuses.values())
+
+
 def cuda_architectures() -> tuple[str, ...]:
     """The GPU architectures that the CUDA kernels are compiled for, such as "90a"."""
     module = _modules.get("cuda")

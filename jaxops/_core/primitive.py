@@ -21,10 +21,19 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxops._core import compat, native, partition, signature
+from jaxops._core import cache_key, compat, native, partition, signature
 from jaxops._core.compat import ad, batching, mlir
 
 Params = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is known of a call before it is partitioned, in another thread."""
+
+    params: tuple[tuple[str, Any], ...]
+    is_manual: bool
+    settings: compat.Settings
 
 
 def _spec_of(sharding, is_manual: bool) -> P:
@@ -260,23 +269,21 @@ class Operator:
 
     def _custom_partitioning(self):
         def run(static, *operands):
-            params, _ = static
-            return self._local.bind(*operands, **dict(params))
+            return self._local.bind(*operands, **dict(static.params))
 
         def rule(static, mesh, operand_types, result_types):
             del result_types
-            params, _ = static
-            call = self._call([tuple(t.shape) for t in operand_types], dict(params))
+            call = self._call([tuple(t.shape) for t in operand_types], dict(static.params))
             return partition.shardy_rule(call, max(1, mesh.size), self._whole_factors(call))
 
         def partition_call(static, mesh, operands, results):
-            params, is_manual = dict(static[0]), static[1]
+            params = dict(static.params)
             call = self._call([x.shape for x in operands], params)
             terms = (*call.signature.operands, *call.signature.outputs)
             arrays = (*operands, *results)
             # The largest array decides first: moving it between devices costs the most.
             order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
-            specs = [(terms[i], _spec_of(arrays[i].sharding, is_manual)) for i in order]
+            specs = [(terms[i], _spec_of(arrays[i].sharding, static.is_manual)) for i in order]
             plan = partition.make_plan(call, mesh, specs, self._whole_factors(call))
             spread = [f for f in self._across if plan.size(plan.axes.get(f, ())) > 1]
             if spread:
@@ -297,7 +304,9 @@ class Operator:
 
             return (
                 mesh,
-                compat.without_mesh(_promoting(partition.run_locally(plan, compute))),
+                static.settings.applied(
+                    compat.without_mesh(_promoting(partition.run_locally(plan, compute)))
+                ),
                 [plan.sharding(term) for term in call.signature.outputs],
                 tuple(plan.sharding(term) for term in call.signature.operands),
             )
@@ -313,9 +322,16 @@ class Operator:
                 "it calls back into this process. Wrap the computation in jax.shard_map, or export "
                 "it for one device."
             )
-        static = tuple(params.items()), any(map(compat.is_manual, ctx.avals_in))
-        lower = _lower_fun(lambda *xs: self._partitioned(static, *xs))
-        return compat.with_output_sharding(ctx, lower(ctx, *values))
+        static = _Static(
+            tuple(params.items()),
+            any(map(compat.is_manual, ctx.avals_in)),
+            compat.Settings.current(),
+        )
+        call = functools.partial(self._partitioned, static)
+        if compat.partitions(ctx):
+            digest = cache_key.digest(self.name, static, compat.mesh_shapes(ctx))
+            call = compat.with_metadata(call, jaxops_digest=digest)
+        return compat.with_output_sharding(ctx, _lower_fun(call)(ctx, *values))
 
     def _run_reference(self, *operands, **params):
         return list(self._reference(*operands, **params))
