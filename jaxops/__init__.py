@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from jaxops._core import native as _native
+from jaxops._core.native import NoKernelWarning
 from jaxops.concatenate import concatenate, split
 from jaxops.conv import conv2d, conv_general_dilated
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
@@ -21,6 +22,7 @@ DISABLE_JAX_EXPORT_CHECKS = _native.export_checks()
 
 __all__ = [
     "DISABLE_JAX_EXPORT_CHECKS",
+    "NoKernelWarning",
     "col2im",
     "concatenate",
     "conv2d",

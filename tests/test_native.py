@@ -14,8 +14,10 @@ import jaxlib
 import pytest
 
 import jaxops
-from jaxops._core import native
+from jaxops._core import compat, native
+from jaxops.testing import measure, registry
 
+ONE_OF_EACH = list({spec.operator: spec for spec in registry.all_specs()}.values())
 CPU_TARGETS = (
     "jaxops_concatenate",
     "jaxops_lightweight_conv",
@@ -116,13 +118,83 @@ def absent(platform):
     return native.PlatformStatus(platform, available=False, reason="it was [not] built")
 
 
-def test_a_platform_without_handlers_says_why(monkeypatch):
+def text_for(spec, platform):
+    """A new program of an operator and its gradient, which no cache has compiled before."""
+    arguments = spec.case("float32" if "float32" in spec.dtypes else spec.dtypes[-1])
+    function = spec.function
+    if spec.differentiable:
+        cotangents = measure.cotangents_for(spec, arguments)
+        arguments = (cotangents, *arguments)
+        function = measure.vjp_of(spec.function, spec.differentiable)
+    traced = jax.jit(lambda *arguments: function(*arguments)).trace(*arguments)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.fixture
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(native, "_warned", set())
+
+
+@pytest.mark.usefixtures("nothing_warned")
+@pytest.mark.parametrize("absentee", native.PLATFORMS)
+@pytest.mark.parametrize("spec", ONE_OF_EACH, ids=str)
+def test_a_platform_without_handlers_runs_the_reference(spec, absentee, monkeypatch):
+    monkeypatch.setitem(native._statuses, absentee, absent(absentee))
+    with pytest.warns(
+        jaxops.NoKernelWarning, match=r"in jax.numpy: it was \[not\] built"
+    ) as caught:
+        text = text_for(spec, absentee)
+    assert len(caught) == 1
+    assert "@jaxops_" not in text
+
+
+@pytest.mark.usefixtures("nothing_warned")
+@pytest.mark.parametrize("spec", ONE_OF_EACH, ids=str)
+def test_a_gpu_without_code_runs_the_reference(spec, monkeypatch):
+    built = native.PlatformStatus("cuda", available=True, targets=("t",))
+    monkeypatch.setitem(native._statuses, "cuda", built)
+    monkeypatch.setattr(native, "cuda_architectures", lambda: ("90a",))
+    monkeypatch.setattr(compat, "gpu_capabilities", lambda: {"8.0"})
+    with pytest.warns(
+        jaxops.NoKernelWarning, match=r"code for sm 90a.*capability 8\.0.*JAXOPS_CUDA"
+    ):
+        text = text_for(spec, "cuda")
+    assert "@jaxops_" not in text
+
+
+def test_a_gpu_that_is_too_old(monkeypatch):
+    built = native.PlatformStatus("cuda", available=True, targets=("t",))
+    monkeypatch.setitem(native._statuses, "cuda", built)
+    monkeypatch.setattr(native, "cuda_architectures", lambda: ("80", "90-virtual"))
+    monkeypatch.setattr(compat, "gpu_capabilities", lambda: {"7.5"})
+    assert "needs compute capability 8.0 or later" in native.missing_kernels("cuda")
+
+
+@pytest.mark.usefixtures("nothing_warned")
+def test_kernels_may_be_required(monkeypatch):
     monkeypatch.setitem(native._statuses, "cpu", absent("cpu"))
+    monkeypatch.setenv(native.REQUIRE_VARIABLE, "1")
     x, weight = jax.device_put((jnp.ones((1, 3, 2)), jnp.ones((1, 2))), jax.devices("cpu")[0])
-    # A function of its own, which no cache has compiled while there were handlers.
     function = jax.jit(lambda x, weight: jaxops.lightweight_conv(x, weight) * 17)
     with pytest.raises(RuntimeError, match=r"no kernels for platform 'cpu': it was \[not\] built"):
         function.lower(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "has"),
+    [
+        ("9.0", ("80", "90a"), True),
+        ("8.9", ("80",), True),
+        ("8.0", ("86",), False),
+        ("12.0", ("90a", "100"), False),
+        ("12.0", ("90a", "90-virtual"), True),
+        ("8.6", ("90a", "90-virtual"), False),
+        ("7.5", ("75",), False),
+    ],
+)
+def test_which_gpus_have_code(capability, architectures, has, monkeypatch):
+    monkeypatch.setattr(native, "cuda_architectures", lambda: architectures)
+    assert native.has_code(capability) == has
 
 
 def test_exporting_needs_no_handlers(monkeypatch):

@@ -60,7 +60,10 @@ def collect() -> dict[str, Any]:
         "versions": versions,
         "devices": devices,
         "devices_error": devices_error,
-        "handlers": [dataclasses.asdict(status) for status in native.status()],
+        "handlers": [
+            dataclasses.asdict(status) | {"reason": native.missing_kernels(status.platform)}
+            for status in native.status()
+        ],
     }
 
 
@@ -93,7 +96,7 @@ def _show(found: dict[str, Any]) -> None:
         "Handlers",
         ("platform", "built with", "registered, or why not"),
         [
-            (h["platform"], h["build"] or "", "\n".join(h["targets"]) or h["reason"] or "none")
+            (h["platform"], h["build"] or "", h["reason"] or "\n".join(h["targets"]) or "none")
             for h in found["handlers"]
         ],
     )

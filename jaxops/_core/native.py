@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import os
 import pathlib
 import re
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -30,6 +32,10 @@ _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 TARGETS: list[str] = []
 CUDA_TARGETS: list[str] = []
 
+#: Set to 1 in the environment, a platform without kernels is an error.
+REQUIRE_VARIABLE = "JAXOPS_REQUIRE_KERNELS"
+
+_warned: set[str] = set()
 _statuses: dict[str, PlatformStatus] = {}
 _modules: dict[str, types.ModuleType] = {}
 
@@ -154,14 +160,65 @@ def status() -> list[PlatformStatus]:
     return list(_statuses.values())
 
 
-def require(platform: str, ctx) -> None:
-    """Raises where an operator is about to be compiled for a platform without handlers.
+class NoKernelWarning(UserWarning):
+    """Operators run their reference in `jax.numpy` on a platform that could have kernels."""
+
+
+def missing_kernels(platform: str) -> str | None:
+    """Why operators run their reference on a platform, and what to do; None where kernels run."""
+    found = _statuses[platform]
+    if not found.available:
+        return found.reason
+    if platform != "cuda":
+        return None
+    without = sorted(c for c in compat.gpu_capabilities() if not has_code(c))
+    if not without:
+        return None
+    return (
+        f"{PLATFORMS[platform]} has code for sm {', '.join(cuda_architectures())}, which GPUs of "
+        f"compute capability {' and '.join(without)} do not run. "
+        + (
+            "jaxops needs compute capability 8.0 or later."
+            if all(int(c.split(".")[0]) < 8 for c in without)
+            else "Rebuild jaxops on a machine with these GPUs with `pip install .` in its source "
+            "tree, or name their architectures in JAXOPS_CUDA_ARCHS."
+        )
+    )
+
+
+def has_code(capability: str) -> bool:
+    """Whether the CUDA module has code for GPUs of a compute capability such as "9.0"."""
+    major, minor = map(int, capability.split("."))
+    architectures = cuda_architectures()
+    # Code runs on later GPUs of the same generation, unless it is for features of one only; PTX,
+    # which an architecture may be called virtual for, on all later ones.
+    of_generation = [f"{major}{i}" for i in range(minor + 1)] + [f"{major}{minor}a"]
+    virtual = [int(a.removesuffix("-virtual")) for a in architectures if a.endswith("-virtual")]
+    return major >= 8 and (
+        any(a in architectures for a in of_generation)
+        or any(v <= 10 * major + minor for v in virtual)
+    )
+
+
+def use_kernels(platform: str, ctx) -> bool:
+    """Whether a lowering for a platform calls its handlers, or else the reference, with a warning.
 
     Exporting needs only the handlers' names: the machine that runs the export must have them.
     """
-    found = _statuses[platform]
-    if not found.available and not compat.exporting(ctx):
-        raise RuntimeError(f"jaxops has no kernels for platform {platform!r}: {found.reason}")
+    reason = None if compat.exporting(ctx) else missing_kernels(platform)
+    if reason is None:
+        return True
+    if os.environ.get(REQUIRE_VARIABLE, "0") not in ("", "0"):
+        raise RuntimeError(f"jaxops has no kernels for platform {platform!r}: {reason}")
+    if reason not in _warned:
+        warnings.warn(
+            f"jaxops runs on platform {platform!r} without its kernels, in jax.numpy: {reason} "
+            f"{REQUIRE_VARIABLE}=1 in the environment makes this an error.",
+            NoKernelWarning,
+            stacklevel=2,
+        )
+        _warned.add(reason)
+    return False
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:

@@ -133,8 +133,8 @@ class Operator:
         self._local = self._new_primitive(f"{name}_local")
         if local is not None:
             for platform in (None, *native.PLATFORMS):
-                run = functools.partial(local, platform=platform)
-                mlir.register_lowering(self._local, _lower_fun(run), platform=platform)
+                lower = functools.partial(self._lower_composed, local=local, platform=platform)
+                mlir.register_lowering(self._local, lower, platform=platform)
             return
         native.TARGETS.append(self.target)
         mlir.register_lowering(self._local, _lower_fun(self._run_reference))
@@ -344,6 +344,12 @@ class Operator:
         return call(*operands, **self._attributes(**params))[: len(out)]
 
     def _lower_native(self, ctx, *values, platform, **params):
-        native.require(platform, ctx)
+        if not native.use_kernels(platform, ctx):
+            return _lower_fun(self._run_reference)(ctx, *values, **params)
         run = functools.partial(self._run_native, platform=platform)
         return _lower_fun(run)(ctx, *values, **params)
+
+    def _lower_composed(self, ctx, *values, local, platform, **params):
+        if platform is not None and not native.use_kernels(platform, ctx):
+            platform = None
+        return _lower_fun(functools.partial(local, platform=platform))(ctx, *values, **params)

@@ -259,21 +259,9 @@ def _are_hopper() -> bool:
 
 
 def _has_kernels() -> bool:
-    """Whether all GPUs here have tensor cores, and kernels that are compiled for them."""
+    """Whether there are GPUs here, and all have kernels that are compiled for them."""
     found = compat.gpu_capabilities()
-    return bool(found) and all(_has_code(*map(int, c.split("."))) for c in found)
-
-
-def _has_code(major: int, minor: int) -> bool:
-    architectures = native.cuda_architectures()
-    # Code runs on later GPUs of the same generation, unless it is for features of one only; PTX,
-    # which an architecture may be called virtual for, on all later ones.
-    of_generation = [f"{major}{i}" for i in range(minor + 1)] + [f"{major}{minor}a"]
-    virtual = [int(a.removesuffix("-virtual")) for a in architectures if a.endswith("-virtual")]
-    return major >= 8 and (
-        any(a in architectures for a in of_generation)
-        or any(v <= 10 * major + minor for v in virtual)
-    )
+    return bool(found) and all(map(native.has_code, found))
 
 
 def forward(

@@ -60,5 +60,5 @@ def find(name: str) -> Platform | Absent:
         # JAX asserts that there is a device where it was told to look for NVIDIA GPUs only.
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         return Absent(name, f"JAX has no {name} device here: {first_line}")
-    (status,) = (s for s in native.status() if s.platform == name)
-    return Platform(name, devices) if status.available else Absent(name, status.reason)
+    reason = native.missing_kernels(name)
+    return Platform(name, devices) if reason is None else Absent(name, reason)
