@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
@@ -271,7 +272,7 @@ def _concatenate_signature(*, rank, inner, sizes, sources):
 
 def _concatenate_reference(*arrays, inner, sizes, sources, **_):
     axis = -1 - inner
-    batch = np.broadcast_shapes(*(_without(a.shape, a.ndim + axis) for a in arrays))
+    batch = lax.broadcast_shapes(*(_without(a.shape, a.ndim + axis) for a in arrays))
 
     def piece(source, size):
         first = arrays[0] if source < 0 else arrays[source]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
+import processes
 import pytest
 
-import jaxops
 from jaxops._core import cache_key
 from jaxops._core.windows import Windows
 
@@ -21,13 +18,8 @@ PROGRAMS = pathlib.Path(__file__).with_name("cache_programs.py")
 
 def run_programs(directory, *, pointer_in_key, rounds=1, count=1000):
     """A list of pairs: whether a program's values were right, and how often it was in the cache."""
-    command = [sys.executable, PROGRAMS, directory, str(pointer_in_key), str(rounds), str(count)]
-    # The package under test, wherever it was imported from.
-    path = [str(pathlib.Path(jaxops.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    arguments = (PROGRAMS, directory, pointer_in_key, rounds, count)
+    return json.loads(processes.run_python(arguments))
 
 
 def test_programs_that_differ_never_share_an_entry_and_equal_ones_do(tmp_path):

@@ -13,7 +13,9 @@ from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import mesh as _mesh_lib
+from jax._src.custom_partitioning import _ShardingCallbackInfo
 from jax._src.interpreters import mlir as _mlir
+from jax.experimental import jet
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
@@ -25,8 +27,10 @@ Zero = ad.Zero
 is_undefined_primal = ad.is_undefined_primal
 
 # `checkpoint_name`, in which results are wrapped, is linear, but JAX (0.10 to 0.12) has no rule for
-# its transpose: without one `jax.linear_transpose` and linear solvers would stop at it.
+# its transpose: without one `jax.linear_transpose` and linear solvers would stop at it. Neither has
+# it one for Taylor series, which pass through it.
 ad.primitive_transposes.setdefault(_ad_checkpoint.name_p, lambda ct, x, *, name: [ct])
+jet.jet_rules.setdefault(_ad_checkpoint.name_p, lambda x, series, *, name: (x[0], series[0]))
 
 __all__ = [
     "Primitive",
@@ -37,10 +41,13 @@ __all__ = [
     "batching",
     "custom_partitioning",
     "def_dead_code",
+    "def_jet",
     "exporting",
     "gpu_capabilities",
+    "has_symbolic_shape",
     "is_manual",
     "is_undefined_primal",
+    "let_pickle",
     "literal",
     "make_varying",
     "mesh_shapes",
@@ -75,6 +82,34 @@ def def_dead_code(primitive: Primitive, rule) -> None:
     pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
 
+def def_jet(primitive: Primitive, rule) -> None:
+    """Registers rule(primals, series, **params) of `jax.experimental.jet`.
+
+    A series has the Taylor coefficients of an operand, from the first order on.
+    """
+    jet.jet_rules[primitive] = rule
+
+
+class _KeptAlive:
+    """What XLA's callbacks refer to while a program is compiled; pickled, it is nothing.
+
+    JAX pickles whatever it keeps alive with an executable where that is serialised, and partition
+    functions hold MLIR's context, which has no pickle. A compiled program needs them no more.
+    """
+
+    def __init__(self, kept=None):
+        self.kept = kept
+
+    def __reduce__(self):
+        return _KeptAlive, ()
+
+
+def let_pickle(ctx) -> None:
+    """Lets executables of what is being lowered be serialised in spite of partition functions."""
+    kept = ctx.module_context.keepalives
+    kept[:] = [_KeptAlive(k) if isinstance(k, _ShardingCallbackInfo) else k for k in kept]
+
+
 def reshard_like(array: jax.Array, like: ShapedArray) -> jax.Array:
     """On explicit meshes, moves `array` to the sharding that the type `like` promises."""
     if like.sharding.mesh.empty or jax.typeof(array).sharding == like.sharding:
@@ -82,6 +117,11 @@ def reshard_like(array: jax.Array, like: ShapedArray) -> jax.Array:
     if not any(t == jax.sharding.AxisType.Explicit for t in like.sharding.mesh.axis_types):
         return array
     return jax.sharding.reshard(array, like.sharding)
+
+
+def has_symbolic_shape(value) -> bool:
+    """Whether a dimension of an array or its type is an expression of `jax.export`."""
+    return not _core.is_constant_shape(getattr(value, "shape", ()))
 
 
 def literal(value):

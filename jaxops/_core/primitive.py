@@ -9,10 +9,11 @@ file through `def_jvp` and `def_transpose`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxops._core import cache_key, compat, native, partition, signature
+from jaxops._core import cache_key, compat, native, partition, rules, signature
 from jaxops._core.compat import ad, batching, mlir
 
 Params = Mapping[str, Any]
@@ -45,6 +46,10 @@ def _spec_of(sharding, is_manual: bool) -> P:
     return sharding.spec if isinstance(sharding, NamedSharding) and not is_manual else P()
 
 
+def _taylor(primitive, primals, series, **params):
+    return rules.taylor(functools.partial(primitive.bind, **params), primals, series)
+
+
 def _promoting(function: Callable) -> Callable:
     """The function, which promotes dtypes as it always does: the setting is for its callers."""
 
@@ -54,6 +59,23 @@ def _promoting(function: Callable) -> Callable:
             return function(*operands, **params)
 
     return run
+
+
+@contextlib.contextmanager
+def _refusing_symbolic(name: str, operands: Sequence[Any]) -> Iterator[None]:
+    """Says which operator it was, where symbolic shapes reach what must know its sizes."""
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        if not any(map(compat.has_symbolic_shape, operands)):
+            raise
+        shapes = ", ".join(f"({', '.join(map(str, x.shape))})" for x in operands)
+        raise NotImplementedError(
+            f"{name}: operands of symbolic shapes {shapes} are not supported here. Export it with "
+            "sizes that are numbers."
+        ) from error
 
 
 def _lower_fun(function: Callable) -> Callable:
@@ -126,7 +148,8 @@ class Operator:
         batching.primitive_batchers[self.primitive] = self._batch
         compat.needs_devices_to_lower(self.primitive)
         if composition is not None:
-            mlir.register_lowering(self.primitive, _lower_fun(composition))
+            scope = jax.named_scope(f"jaxops.{name}")
+            mlir.register_lowering(self.primitive, _lower_fun(scope(composition)))
             return
         mlir.register_lowering(self.primitive, self._lower)
         self._partitioned = self._custom_partitioning()
@@ -147,6 +170,7 @@ class Operator:
         primitive.multiple_results = True
         primitive.def_abstract_eval(self._abstract_eval)
         compat.run_eagerly(primitive)
+        compat.def_jet(primitive, functools.partial(_taylor, primitive))
         return primitive
 
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -212,6 +236,10 @@ class Operator:
         return tuple(f for f in dim if not self._is_whole(f)) or dim
 
     def _abstract_eval(self, *operands, **params):
+        with _refusing_symbolic(self.name, operands):
+            return self._types(*operands, **params)
+
+    def _types(self, *operands, **params):
         call = self._call([x.shape for x in operands], params)
         dtypes = self._dtypes(*operands, **params)
         varying = {compat.varying_axes(x) for x in operands}
@@ -322,6 +350,12 @@ class Operator:
                 "it calls back into this process. Wrap the computation in jax.shard_map, or export "
                 "it for one device."
             )
+        if compat.partitions(ctx) and not jax.config.jax_use_shardy_partitioner:
+            raise NotImplementedError(
+                f"{self.name}: arrays on several devices need the Shardy partitioner, which "
+                "jax_use_shardy_partitioner=False turns off. Leave it on, or wrap the computation "
+                "in jax.shard_map."
+            )
         static = _Static(
             tuple(params.items()),
             any(map(compat.is_manual, ctx.avals_in)),
@@ -331,13 +365,15 @@ class Operator:
         if compat.partitions(ctx):
             digest = cache_key.digest(self.name, static, compat.mesh_shapes(ctx))
             call = compat.with_metadata(call, jaxops_digest=digest)
-        return compat.with_output_sharding(ctx, _lower_fun(call)(ctx, *values))
+        results = _lower_fun(jax.named_scope(f"jaxops.{self.name}")(call))(ctx, *values)
+        compat.let_pickle(ctx)
+        return compat.with_output_sharding(ctx, results)
 
     def _run_reference(self, *operands, **params):
         return list(self._reference(*operands, **params))
 
     def _run_native(self, *operands, platform, **params):
-        results = self._abstract_eval(*map(jax.typeof, operands), **params)
+        results = self._types(*map(jax.typeof, operands), **params)
         scratch = self._scratch(*operands, **params) if platform == "cuda" else ()
         out = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
         call = jax.ffi.ffi_call(self.target, [*out, *scratch])
@@ -347,9 +383,12 @@ class Operator:
         if not native.use_kernels(platform, ctx):
             return _lower_fun(self._run_reference)(ctx, *values, **params)
         run = functools.partial(self._run_native, platform=platform)
-        return _lower_fun(run)(ctx, *values, **params)
+        with _refusing_symbolic(self.name, ctx.avals_in):
+            return _lower_fun(run)(ctx, *values, **params)
 
     def _lower_composed(self, ctx, *values, local, platform, **params):
         if platform is not None and not native.use_kernels(platform, ctx):
             platform = None
-        return _lower_fun(functools.partial(local, platform=platform))(ctx, *values, **params)
+        run = functools.partial(local, platform=platform)
+        with _refusing_symbolic(self.name, ctx.avals_in):
+            return _lower_fun(run)(ctx, *values, **params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -48,3 +50,32 @@ def fit(array: jax.Array, like, core_rank: int = 2) -> jax.Array:
     if summed.shape != like.shape:
         summed = jnp.broadcast_to(summed, like.shape)
     return compat.reshard_like(summed, like)
+
+
+def taylor(function: Callable, primals: Sequence, series: Sequence) -> tuple[list, list]:
+    """The results of `function` along curves, and the Taylor coefficients of each.
+
+    The curves are those of the operands: x + series[0] t + series[1] t^2 + ... The derivatives
+    with respect to t are those of `function` itself, to any order.
+    """
+
+    def along(t):
+        def point(x, terms):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return x
+            polynomial = functools.reduce(
+                lambda sum, term: sum * t.astype(x.dtype) + term, terms[::-1]
+            )
+            return x + polynomial * t.astype(x.dtype)
+
+        return function(*map(point, primals, series))
+
+    def derivative(function):
+        return lambda t: jax.jvp(function, (t,), (jnp.ones_like(t),))[1]
+
+    start = jnp.zeros((), jnp.float32)
+    values, terms = along(start), []
+    for order in range(1, len(series[0]) + 1):
+        along = derivative(along)
+        terms.append([d / math.factorial(order) for d in along(start)])
+    return values, [list(of_result) for of_result in zip(*terms, strict=True)]

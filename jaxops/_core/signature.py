@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-import numpy as np
+from jax import lax
 
 Dim = tuple[str, ...]  # the factors of one dimension, major first; () is a dimension of size 1
 Term = tuple[Dim, ...]  # the dimensions of one array
@@ -90,7 +90,7 @@ def apply(
     is summed over in the outputs numbered in `summed_outputs`.
     """
     rank = len(shapes[0]) - len(signature.operands[0])
-    batch = np.broadcast_shapes(*(shape[:rank] for shape in shapes))
+    batch = lax.broadcast_shapes(*(tuple(shape[:rank]) for shape in shapes))
     sizes = {f"batch{i}": size for i, size in enumerate(batch)}
     sizes |= signature.given
     sizes |= {f: known[f] for f in signature.factors() if f in known}

@@ -1,0 +1,21 @@
+"""Python in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import jaxops
+
+
+def run_python(arguments: Sequence[object], environment: Mapping[str, str] | None = None) -> str:
+    """What Python, which imports the package under test, prints; it must end well."""
+    path = [str(pathlib.Path(jaxops.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    found = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=found)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,173 @@
+"""Operators within programs: several devices, settings of threads, profiles, symbolic shapes."""
+
+from __future__ import annotations
+
+import jax
+import jax.export
+import numpy as np
+import processes
+import pytest
+from jax.experimental import jet, serialize_executable
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops.testing import registry
+
+# Linear in one operand, in two, in none; with several results.
+IN_SERIES = [
+    next(spec for spec in registry.all_specs() if spec.operator == name)
+    for name in ("concatenate", "lightweight_conv", "sigmoid_focal_loss", "split")
+]
+
+
+def normal(*shape, dtype=np.float32):
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def batch_sharding(count=4):
+    devices = jax.devices("cpu")[:count]
+    mesh = jax.make_mesh((count,), ("batch",), axis_types=(AxisType.Auto,), devices=devices)
+    return NamedSharding(mesh, P("batch"))
+
+
+def test_sharded_64_bit_arrays_that_only_a_context_allows():
+    """XLA partitions in a thread of its own, which does not have the setting."""
+    jax.config.update("jax_enable_x64", False)
+    try:
+        with jax.enable_x64(True):
+            x, weight = normal(8, 5, 4, dtype=np.float64), normal(2, 3, dtype=np.float64)
+            placed = jax.device_put(x, batch_sharding())
+            got = jax.jit(jaxops.lightweight_conv)(placed, weight)
+            want = jax.jit(jaxops.lightweight_conv)(x, weight)
+    finally:
+        jax.config.update("jax_enable_x64", True)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+WITHOUT_SHARDY = """
+import jax, numpy as np, jaxops
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+jax.config.update("jax_use_shardy_partitioner", False)
+mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+x = jax.device_put(np.ones((4, 5, 4), np.float32), NamedSharding(mesh, P("a")))
+jax.jit(jaxops.lightweight_conv)(np.ones((4, 5, 4), np.float32), np.ones((2, 3), np.float32))
+try:
+    jax.jit(jaxops.lightweight_conv)(x, np.ones((2, 3), np.float32))
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def test_without_shardy_several_devices_are_refused():
+    """In a process of its own, which it used to end."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    said = processes.run_python(["-W", "ignore", "-c", WITHOUT_SHARDY], flags)
+    assert "lightweight_conv: arrays on several devices need the Shardy partitioner" in said
+
+
+@pytest.mark.parametrize("spec", IN_SERIES, ids=str)
+def test_taylor_series(spec):
+    arguments = spec.case("float64")
+    moving = spec.differentiable[0]
+    series = [0.1 * normal(*arguments[moving].shape, dtype=np.float64) * k for k in (1, 2)]
+
+    def function(x):
+        return spec.function(*arguments[:moving], x, *arguments[moving + 1 :])
+
+    def along(t):
+        return function(arguments[moving] + series[0] * t + series[1] * t**2 / 2)
+
+    def derivative(function):
+        return lambda t: jax.jvp(function, (t,), (1.0,))[1]
+
+    value, terms = jet.jet(function, (arguments[moving],), (series,))
+    by_result = [terms] if isinstance(value, jax.Array) else terms
+    for order, curve in enumerate((derivative(along), derivative(derivative(along)))):
+        for got, want in zip(by_result, jax.tree.leaves(curve(0.0)), strict=True):
+            np.testing.assert_allclose(got[order], want, rtol=1e-10, atol=1e-10)
+
+
+def test_an_executable_of_several_devices_is_serialised():
+    x, weight = normal(8, 5, 4), normal(2, 3)
+    placed = jax.device_put(x, batch_sharding())
+    gradients = jax.jit(jax.grad(lambda x, w: jaxops.lightweight_conv(x, w).sum(), (0, 1)))
+    compiled = gradients.lower(placed, weight).compile()
+    loaded = serialize_executable.deserialize_and_load(
+        *serialize_executable.serialize(compiled),
+        execution_devices=jax.devices("cpu")[:4],
+    )
+    placed = jax.device_put((placed, weight), compiled.input_shardings[0])
+    for got, want in zip(loaded(*placed), compiled(*placed), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_profiles_name_the_operator(devices):
+    x = jax.device_put(normal(8, 5, 4), batch_sharding(devices))
+    function = jax.jit(jax.value_and_grad(lambda w, x: jaxops.lightweight_conv(x, w).sum()))
+    text = function.lower(normal(2, 3), x).compile().as_text()
+    for name in ("lightweight_conv", "lightweight_conv_filter_grad"):
+        assert f"/jaxops.{name}/" in text
+
+
+# Programs of a batch whose size is the symbol b, and whether value and gradient can be exported.
+SYMBOLIC = {
+    "lightweight_conv": (
+        lambda x, w, bias: jaxops.lightweight_conv(x, w, bias=bias, activation="silu"),
+        [("b", 16, 8), (2, 3), (8,)],
+        (True, False),
+    ),
+    "concatenate": (
+        lambda x, y: jaxops.concatenate([x, y], -1),
+        [("b", 3), ("b", 4)],
+        (True, True),
+    ),
+    "concatenate along it": (
+        lambda x, y: jaxops.concatenate([x, y]),
+        [("b", 3), ("b", 3)],
+        (False, False),
+    ),
+    "split": (lambda x: jaxops.split(x, (3, 5), -1), [("b", 8)], (True, True)),
+    "conv2d": (lambda x, k: jaxops.conv2d(x, k), [("b", 8, 8, 3), (3, 3, 3, 4)], (False, False)),
+    "im2col": (lambda x: jaxops.im2col(x, 3), [("b", 8, 8, 3)], (True, True)),
+    "sigmoid_focal_loss": (
+        lambda x: jaxops.sigmoid_focal_loss(x, jax.nn.sigmoid(x)),
+        [("b", 5)],
+        (True, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_batch(name, with_gradient):
+    function, shapes, supported = SYMBOLIC[name]
+    (symbol,) = jax.export.symbolic_shape("b")
+    types = [
+        jax.ShapeDtypeStruct([symbol if n == "b" else n for n in shape], np.float32)
+        for shape in shapes
+    ]
+
+    def both(*arrays):
+        value, pull = jax.vjp(function, *arrays)
+        return value, pull(value)
+
+    program = jax.jit(both if with_gradient else function)
+    export = jax.export.export(
+        program,
+        platforms=("cpu", "cuda", "tpu"),
+        disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
+    )
+    if not supported[with_gradient]:
+        with pytest.raises(NotImplementedError, match=rf"{name[:4]}.*symbolic shapes \(b"):
+            export(*types)
+        return
+    exported = export(*types)
+    for size in (1, 5):
+        arrays = [normal(*(size if n == "b" else n for n in shape)) for shape in shapes]
+        placed = jax.device_put(arrays, jax.devices("cpu")[0])
+        got, want = exported.call(*placed), program(*placed)
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
