@@ -78,11 +78,11 @@ def conv2d(
       ValueError: shapes do not fit each other, or an option is out of what is listed above.
     """
     me = "conv2d"
-    layout = tuple(dimension_numbers) if isinstance(dimension_numbers, (tuple, list)) else None
-    if layout not in _LAYOUTS:
+    layout = tuple(dimension_numbers) if isinstance(dimension_numbers, (tuple, list)) else ()
+    if not all(isinstance(names, str) for names in layout) or layout not in _LAYOUTS:
         raise ValueError(
             f"{me}: dimension_numbers must be one of {', '.join(map(str, _LAYOUTS))}, got "
-            f"{dimension_numbers!r}"
+            f"{checks.describe(dimension_numbers)}"
         )
     checks.choice(me, "activation", activation, ACTIVATIONS)
     channels_last = layout == _LAYOUTS[0]
@@ -364,13 +364,20 @@ class _LaxCase:
 def _float_dtype(function: str, argument: str, value: Any, default: Any) -> np.dtype:
     if value is None:
         return np.dtype(default)
-    # Without 64 bits, float64 is float32, as everywhere in JAX.
-    dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(value))
-    if dtype not in checks.FLOATS:
-        raise TypeError(
-            f"{function}: {argument} must be float16, bfloat16, float32 or float64, got {dtype}"
-        )
-    return dtype
+    got = checks.describe(value)
+    if not checks.is_array(value):  # NumPy takes an array for its dtype
+        try:
+            # Without 64 bits, float64 is float32, as everywhere in JAX.
+            dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(value))
+        except (TypeError, ValueError):
+            pass
+        else:
+            if dtype in checks.FLOATS:
+                return dtype
+            got = str(dtype)
+    raise TypeError(
+        f"{function}: {argument} must be float16, bfloat16, float32 or float64, got {got}"
+    )
 
 
 def _precision(function: str, precision: Any) -> Any:
@@ -382,8 +389,9 @@ def _precision(function: str, precision: Any) -> Any:
     struct = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(functools.partial(lax.dot, precision=precision), struct, struct)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError):
         raise ValueError(
-            f"{function}: precision must be one that jax.lax knows, got {precision!r}"
-        ) from error
+            f"{function}: precision must be one that jax.lax knows, got "
+            f"{checks.describe(precision)}"
+        ) from None
     return precision
