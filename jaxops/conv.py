@@ -194,7 +194,8 @@ def conv_general_dilated(
     Raises:
       TypeError, ValueError: those of `jax.lax.conv_general_dilated`.
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    me = "conv_general_dilated"
+    lhs, rhs = checks.as_array(me, "lhs", lhs), checks.as_array(me, "rhs", rhs)
     options = {
         "window_strides": window_strides,
         "padding": padding,
@@ -210,7 +211,7 @@ def conv_general_dilated(
     if case.missing is not None:
         case.warn()
         return lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
-    y = checkpoint_name(case.compute(lhs, rhs), "conv_general_dilated")
+    y = checkpoint_name(case.compute(lhs, rhs), me)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
@@ -257,20 +258,21 @@ class _LaxCase:
         precision,
         preferred_element_type,
     ):
-        like = functools.partial(
-            lax.conv_general_dilated,
-            window_strides=window_strides,
-            padding=padding,
-            lhs_dilation=lhs_dilation,
-            rhs_dilation=rhs_dilation,
-            dimension_numbers=dimension_numbers,
-            feature_group_count=feature_group_count,
-            batch_group_count=batch_group_count,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-        )
+        options = {
+            "window_strides": window_strides,
+            "padding": padding,
+            "lhs_dilation": lhs_dilation,
+            "rhs_dilation": rhs_dilation,
+            "dimension_numbers": dimension_numbers,
+            "feature_group_count": feature_group_count,
+            "batch_group_count": batch_group_count,
+            "precision": precision,
+            "preferred_element_type": preferred_element_type,
+        }
+        like = functools.partial(lax.conv_general_dilated, **options)
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
-        self._result = jax.eval_shape(like, *structs)
+        with checks.without_arrays("conv_general_dilated", options):
+            self._result = jax.eval_shape(like, *structs)
         self._numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
         self._ins, self._taps, self._outs = (
             tuple(shape[d] for d in spec[2:])

@@ -15,6 +15,7 @@ from jaxops._core import checks
 SENTINEL = 123456.78
 X = np.zeros((2, 4, 6), np.float32)
 IMAGE = np.zeros((1, 5, 5, 4), np.float32)
+KERNEL = np.zeros((3, 3, 4, 2), np.float32)
 
 # Of every public function: arguments that it takes.
 CALLS = {
@@ -31,7 +32,7 @@ CALLS = {
     "split": {"array": X, "sizes": (1, 3), "axis": 1, "padded_sizes": (1, 4)},
     "conv2d": {
         "x": IMAGE,
-        "kernel": np.zeros((3, 3, 4, 2), np.float32),
+        "kernel": KERNEL,
         "strides": 1,
         "padding": "SAME",
         "dilation": 1,
@@ -103,6 +104,18 @@ BAD = {
 }
 LISTS = ("list", "short list")
 
+LAX_OPTIONS = {
+    "window_strides": (1, 1),
+    "padding": "SAME",
+    "lhs_dilation": None,
+    "rhs_dilation": None,
+    "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+    "feature_group_count": 1,
+    "batch_group_count": 1,
+    "precision": None,
+    "preferred_element_type": None,
+}
+
 
 def messages(error):
     """Its own and those that a traceback would show with it."""
@@ -129,6 +142,27 @@ def test_errors_have_no_arrays(function, argument):
         assert len(own) < 300
         shown = sum(message.count("123456") for message in (own, *others))
         assert shown <= (kind in LISTS)  # the entry that is at fault, which is a number of Python
+
+
+@pytest.mark.parametrize("argument", LAX_OPTIONS)
+def test_errors_of_lax_have_no_arrays(argument):
+    call = functools.partial(jaxops.conv_general_dilated, IMAGE, KERNEL, **LAX_OPTIONS)
+    for kind, make in BAD.items():
+        bad = make()
+        given = [bad] if "traced" in kind else []
+        with pytest.raises(TypeError) as caught:
+            jax.eval_shape(lambda value=bad: call(**{argument: value}), *given)
+        (own,) = messages(caught.value)
+        assert own.startswith(f"conv_general_dilated: {argument} must be static and short, got ")
+        assert len(own) < 300
+        assert "123456" not in own
+
+
+@pytest.mark.parametrize("argument", ["lhs", "rhs"])
+def test_operands_of_lax(argument):
+    operands = {"lhs": IMAGE, "rhs": KERNEL, argument: BAD["array of objects"]()}
+    with pytest.raises(TypeError, match=rf"^conv_general_dilated: {argument} .* dtype object$"):
+        jaxops.conv_general_dilated(**operands, **LAX_OPTIONS)
 
 
 def test_calls_are_complete():

@@ -5,8 +5,9 @@ What came is told by `describe`: an error is read in a terminal or a log, and ha
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +42,22 @@ def _is_short(value):
         )
     is_scalar = isinstance(value, (float, complex)) and not isinstance(value, np.generic)
     return value is None or is_scalar
+
+
+@contextlib.contextmanager
+def without_arrays(function: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Around checks by JAX, whose errors may have all of an option in them."""
+    try:
+        yield
+    except Exception:
+        for name, value in options.items():
+            has_entries = is_array(value) or isinstance(value, (str, list, tuple, dict))
+            entries = value.tolist() if isinstance(value, np.ndarray) else value
+            if has_entries and not _is_short(entries):
+                raise TypeError(
+                    f"{function}: {name} must be static and short, got {describe(value)}"
+                ) from None
+        raise
 
 
 def array(function: str, argument: str, value: Any, shape: str) -> jax.Array | np.ndarray:
