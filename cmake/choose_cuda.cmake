@@ -4,8 +4,8 @@
 #   JAXOPS_NVCC               the compiler
 #   JAXOPS_NVCC_VERSION       its version
 #   CMAKE_CUDA_ARCHITECTURES  what it compiles for
-# Tests run it as a script, and set JAXOPS_NVCC, JAXOPS_NVIDIA_SMI and JAXOPS_GPU_DEVICES to stand for
-# another machine.
+# Tests run it as a script, and set JAXOPS_NVCC, JAXOPS_NVIDIA_SMI and JAXOPS_GPU_DEVICES to stand
+# for another machine.
 
 set(needed_gpu "the kernels need compute capability 8.0 or newer")
 # The first with all of cuda::ptx that the kernels include.
@@ -46,8 +46,10 @@ if(NOT CMAKE_CUDA_ARCHITECTURES)
   set(capabilities "")
   if(JAXOPS_NVIDIA_SMI)
     execute_process(COMMAND "${JAXOPS_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
-      OUTPUT_VARIABLE capabilities ERROR_QUIET)
-    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
+      OUTPUT_VARIABLE output RESULT_VARIABLE failed ERROR_QUIET TIMEOUT 60)
+    if(failed EQUAL 0)
+      string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${output}")
+    endif()
     list(REMOVE_DUPLICATES capabilities)
     list(SORT capabilities COMPARE NATURAL)
   endif()
@@ -103,8 +105,8 @@ execute_process(COMMAND "${JAXOPS_NVCC}" --version OUTPUT_VARIABLE nvcc_output E
 string(REGEX MATCH "V([0-9]+\\.[0-9]+\\.[0-9]+)" matched "${nvcc_output}")
 set(JAXOPS_NVCC_VERSION "${CMAKE_MATCH_1}")
 if(NOT matched OR JAXOPS_NVCC_VERSION VERSION_LESS oldest_nvcc)
-  message(FATAL_ERROR "${JAXOPS_NVCC} is of version ${JAXOPS_NVCC_VERSION}, and the CUDA module needs "
-    "CUDA ${oldest_nvcc} or newer; JAXOPS_CUDA=off builds for the CPU only.")
+  message(FATAL_ERROR "${JAXOPS_NVCC} is of version ${JAXOPS_NVCC_VERSION}, and the CUDA module "
+    "needs CUDA ${oldest_nvcc} or newer; JAXOPS_CUDA=off builds for the CPU only.")
 endif()
 execute_process(COMMAND "${JAXOPS_NVCC}" --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
 foreach(architecture IN LISTS CMAKE_CUDA_ARCHITECTURES)

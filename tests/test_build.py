@@ -7,8 +7,12 @@ import pathlib
 import shutil
 import stat
 import subprocess
+import sys
+import types
 
 import pytest
+
+from jaxops._core import native
 
 ROOT = pathlib.Path(__file__).parents[1]
 CHOICE = ROOT / "cmake" / "choose_cuda.cmake"
@@ -17,17 +21,10 @@ CHOICE = ROOT / "cmake" / "choose_cuda.cmake"
 KNOWN = "75 80 86 87 88 89 90 100 103 110 120 121"
 
 
-def _find_cmake():
-    """The one of the test extra, which need not be on the path, or another."""
-    try:
-        import cmake
-    except ImportError:
-        return shutil.which("cmake")
-    return shutil.which("cmake", path=cmake.CMAKE_BIN_DIR)
-
-
-CMAKE = _find_cmake()
-pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no CMake; pip install cmake")
+# The one of the test extra need not be on the path.
+PLACES = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+CMAKE = shutil.which("cmake", path=PLACES)
+needs_cmake = pytest.mark.skipif(CMAKE is None, reason="there is no CMake; pip install cmake")
 
 
 @pytest.fixture
@@ -91,6 +88,7 @@ H100 = {"gpus": "9.0"}
 NVCC = {"nvcc": "13.0.88"}
 
 
+@needs_cmake
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
@@ -106,6 +104,7 @@ NVCC = {"nvcc": "13.0.88"}
         # A driver that does not answer, and a container without nvidia-smi.
         (NVCC | {"gpus": "'No devices were found'"}, ("cpu", "no GPU was found")),
         (NVCC | {"devices": "/dev/nvidia3"}, ("cuda", "80-real;90a-real;90-virtual")),
+        (NVCC | {"gpus": "'NVML library version: 535.129'; exit 18"}, ("cpu", "no GPU was found")),
         # GPUs that are too old are left out.
         (NVCC | {"gpus": "8.6 7.5"}, ("cuda", "86-real;90-virtual")),
         (
@@ -131,6 +130,7 @@ def test_what_is_built(choose, machine, expected):
     assert choose(**machine) == expected
 
 
+@needs_cmake
 @pytest.mark.parametrize(
     ("machine", "parts"),
     [
@@ -159,3 +159,18 @@ def test_what_is_refused(choose, machine, parts):
     for part in parts:
         assert part in message
     assert message.count(". ") <= 1  # one sentence, and what to do
+
+
+@pytest.mark.parametrize(
+    ("cpu_only", "said"),
+    [
+        ("no GPU was found", "built into this installation, because no GPU was found. Rebuild"),
+        ("", "built into this installation. Rebuild"),  # it was built, and is gone
+    ],
+)
+def test_an_installation_knows_why(cpu_only, said, monkeypatch):
+    cpu = types.ModuleType("jaxops_cpu")
+    cpu.CPU_ONLY = cpu_only
+    monkeypatch.setitem(native._modules, "cpu", cpu)
+    monkeypatch.setitem(sys.modules, "jaxops._no_such", None)
+    assert said in native._register("cuda", "jaxops._no_such").reason
