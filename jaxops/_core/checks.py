@@ -19,8 +19,8 @@ FLOATS = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float
 
 def describe(value: Any) -> str:
     """A few words about an argument: scalars and short static ones as they are, never an array."""
-    if _is_short(value):
-        return repr(value)
+    if _is_short(value) and len(text := repr(value)) <= 100:
+        return text
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         kind = "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
         return f"{kind} of shape {value.shape} and dtype {value.dtype}"
@@ -88,17 +88,17 @@ def as_array(function: str, argument: str, value: Any) -> jax.Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError):
+        kind = getattr(value, "dtype", type(value).__name__)
         # Errors of NumPy and JAX may have all of the array in them.
         raise TypeError(
-            f"{function}: {argument} must be an array of numbers that JAX has, got "
-            f"{describe(value)}"
+            f"{function}: {argument} must be an array of numbers that JAX has, got {kind}"
         ) from None
 
 
 def _check_kind(function, argument, value, shape):
     if not (is_array(value) or isinstance(value, (np.generic, float, int, list, tuple))):
         raise TypeError(
-            f"{function}: {argument} must be an array of shape {shape}, got {describe(value)}"
+            f"{function}: {argument} must be an array of shape {shape}, got {type(value).__name__}"
         )
 
 
