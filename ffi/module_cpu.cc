@@ -50,6 +50,7 @@ void DivideInPlace(nanobind::ndarray<UInt, nanobind::shape<-1>, nanobind::c_cont
 
 NB_MODULE(_cpu, module) {
   DescribeBuild(module, "C++ for " JAXOPS_CPU_ISAS);
+  module.attr("CPU_ONLY") = JAXOPS_CPU_ONLY;
   module.def("registrations", &Registrations);
   // A converted array would be a copy, whose quotients nobody sees.
   const auto numbers = nanobind::arg("numbers").noconvert();

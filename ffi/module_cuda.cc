@@ -1,5 +1,4 @@
 // The Python module jaxops._cuda.
-#include <cuda_runtime_api.h>
 #include <nanobind/stl/vector.h>
 
 #include "ffi/conv_cuda.h"
@@ -45,9 +44,7 @@ nanobind::dict Registrations() {
 }  // namespace
 
 NB_MODULE(_cuda, module) {
-  DescribeBuild(module, "CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
-                            std::to_string(CUDART_VERSION % 1000 / 10) + " for sm " +
-                            JAXOPS_CUDA_ARCHITECTURES);
+  DescribeBuild(module, "CUDA " JAXOPS_NVCC_VERSION " for sm " JAXOPS_CUDA_ARCHITECTURES);
   module.attr("ARCHITECTURES") = JAXOPS_CUDA_ARCHITECTURES;
   module.def("registrations", &Registrations);
   module.def("conv_split_workspace", &ConvSplitWorkspace);

@@ -62,11 +62,16 @@ def concatenate(
     """
     me = "concatenate"
     if checks.is_array(arrays):
+        if getattr(axis, "ndim", 0):
+            raise TypeError(
+                f"{me}: axis must be a static integer, got {checks.describe(axis)}; did you forget "
+                "the list around the arrays?"
+            )
         arrays = list(_array(me, "arrays", arrays))
     if not isinstance(arrays, Sequence):
         raise TypeError(f"{me}: arrays must be a sequence of arrays, got {type(arrays).__name__}")
     if not len(arrays):
-        raise ValueError(f"{me}: arrays must be one or more arrays, got {arrays!r}")
+        raise ValueError(f"{me}: arrays must be one or more arrays, got {checks.describe(arrays)}")
     arrays = [_array(me, f"arrays[{i}]", a) for i, a in enumerate(arrays)]
     if axis is None:
         arrays, axis = [a.ravel() for a in arrays], 0
@@ -85,7 +90,9 @@ def concatenate(
     if padded_size is not None:
         padded_size = checks.integer(me, "padded_size", padded_size, total)
         if padded_size > _MAX_SIZE:
-            raise ValueError(f"{me}: padded_size must be at most {_MAX_SIZE}, got {padded_size}")
+            raise ValueError(
+                f"{me}: padded_size must be at most {_MAX_SIZE}, got {checks.describe(padded_size)}"
+            )
     dtype = arrays[0].dtype
     if any(a.dtype != dtype for a in arrays):
         dtype = _promoted(me, arrays)
@@ -132,7 +139,8 @@ def split(
     if sum(sizes) != array.shape[axis]:
         raise ValueError(
             f"{me}: sizes must sum to {array.shape[axis]}, the extent of array {array.shape} along "
-            f"axis {axis}, got {tuple(sizes)}, which sum to {sum(sizes)}"
+            f"axis {axis}, got {checks.describe(tuple(sizes))}, whose sum is "
+            f"{checks.describe(sum(sizes))}"
         )
     extents = sizes
     if padded_sizes is not None:
@@ -182,9 +190,10 @@ def _sizes(
     most: Sequence[int] | None = None,
 ) -> list[int]:
     """Static sizes; with bounds, one for each entry of the argument `of`."""
-    is_sequence = isinstance(sizes, Sequence) and not isinstance(sizes, str)
-    if not is_sequence and not (isinstance(sizes, (np.ndarray, jax.Array)) and sizes.ndim == 1):
-        raise TypeError(f"{function}: {name} must be a sequence of integers, got {sizes!r}")
+    if not (checks.is_sequence(sizes) or (isinstance(sizes, jax.Array) and sizes.ndim == 1)):
+        raise TypeError(
+            f"{function}: {name} must be a sequence of integers, got {checks.describe(sizes)}"
+        )
     least = [0] * len(sizes if most is None else most) if least is None else least
     most = [None] * len(least) if most is None else most
     if len(sizes) != len(least):

@@ -78,11 +78,11 @@ def conv2d(
       ValueError: shapes do not fit each other, or an option is out of what is listed above.
     """
     me = "conv2d"
-    layout = tuple(dimension_numbers) if isinstance(dimension_numbers, (tuple, list)) else None
-    if layout not in _LAYOUTS:
+    layout = tuple(dimension_numbers) if isinstance(dimension_numbers, (tuple, list)) else ()
+    if not all(isinstance(names, str) for names in layout) or layout not in _LAYOUTS:
         raise ValueError(
             f"{me}: dimension_numbers must be one of {', '.join(map(str, _LAYOUTS))}, got "
-            f"{dimension_numbers!r}"
+            f"{checks.describe(dimension_numbers)}"
         )
     checks.choice(me, "activation", activation, ACTIVATIONS)
     channels_last = layout == _LAYOUTS[0]
@@ -194,7 +194,8 @@ def conv_general_dilated(
     Raises:
       TypeError, ValueError: those of `jax.lax.conv_general_dilated`.
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    me = "conv_general_dilated"
+    lhs, rhs = checks.as_array(me, "lhs", lhs), checks.as_array(me, "rhs", rhs)
     options = {
         "window_strides": window_strides,
         "padding": padding,
@@ -210,7 +211,7 @@ def conv_general_dilated(
     if case.missing is not None:
         case.warn()
         return lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
-    y = checkpoint_name(case.compute(lhs, rhs), "conv_general_dilated")
+    y = checkpoint_name(case.compute(lhs, rhs), me)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
@@ -257,20 +258,21 @@ class _LaxCase:
         precision,
         preferred_element_type,
     ):
-        like = functools.partial(
-            lax.conv_general_dilated,
-            window_strides=window_strides,
-            padding=padding,
-            lhs_dilation=lhs_dilation,
-            rhs_dilation=rhs_dilation,
-            dimension_numbers=dimension_numbers,
-            feature_group_count=feature_group_count,
-            batch_group_count=batch_group_count,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-        )
+        options = {
+            "window_strides": window_strides,
+            "padding": padding,
+            "lhs_dilation": lhs_dilation,
+            "rhs_dilation": rhs_dilation,
+            "dimension_numbers": dimension_numbers,
+            "feature_group_count": feature_group_count,
+            "batch_group_count": batch_group_count,
+            "precision": precision,
+            "preferred_element_type": preferred_element_type,
+        }
+        like = functools.partial(lax.conv_general_dilated, **options)
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
-        self._result = jax.eval_shape(like, *structs)
+        with checks.without_arrays("conv_general_dilated", options):
+            self._result = jax.eval_shape(like, *structs)
         self._numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
         self._ins, self._taps, self._outs = (
             tuple(shape[d] for d in spec[2:])
@@ -364,13 +366,20 @@ class _LaxCase:
 def _float_dtype(function: str, argument: str, value: Any, default: Any) -> np.dtype:
     if value is None:
         return np.dtype(default)
-    # Without 64 bits, float64 is float32, as everywhere in JAX.
-    dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(value))
-    if dtype not in checks.FLOATS:
-        raise TypeError(
-            f"{function}: {argument} must be float16, bfloat16, float32 or float64, got {dtype}"
-        )
-    return dtype
+    got = checks.describe(value)
+    if not checks.is_array(value):  # NumPy takes an array for its dtype
+        try:
+            # Without 64 bits, float64 is float32, as everywhere in JAX.
+            dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(value))
+        except (TypeError, ValueError):
+            pass
+        else:
+            if dtype in checks.FLOATS:
+                return dtype
+            got = str(dtype)
+    raise TypeError(
+        f"{function}: {argument} must be float16, bfloat16, float32 or float64, got {got}"
+    )
 
 
 def _precision(function: str, precision: Any) -> Any:
@@ -382,8 +391,9 @@ def _precision(function: str, precision: Any) -> Any:
     struct = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(functools.partial(lax.dot, precision=precision), struct, struct)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError):
         raise ValueError(
-            f"{function}: precision must be one that jax.lax knows, got {precision!r}"
-        ) from error
+            f"{function}: precision must be one that jax.lax knows, got "
+            f"{checks.describe(precision)}"
+        ) from None
     return precision

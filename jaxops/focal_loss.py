@@ -179,7 +179,7 @@ def softmax_focal_loss(
     )
     gamma = _gamma(me, gamma)
     by_class = None
-    if alpha is not None and jnp.ndim(alpha):
+    if isinstance(alpha, (list, tuple)) or (checks.is_array(alpha) and jnp.ndim(alpha)):
         by_class = checks.float_array(me, "alpha", alpha, 1, "() or (C,)")
         checks.shape(me, "alpha", by_class, (call.classes,), "(C,), one entry a class")
     dtype = call.dtype(class_weight, sample_weight, by_class)

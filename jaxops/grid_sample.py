@@ -119,7 +119,7 @@ def grid_sample(
 
 def _flag(argument: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{_NAME}: {argument} must be a bool, got {value!r}")
+        raise TypeError(f"{_NAME}: {argument} must be a bool, got {checks.describe(value)}")
     return bool(value)
 
 

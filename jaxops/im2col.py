@@ -133,8 +133,10 @@ def col2im(
     rank, channels_last = windows.data_format(me, data_format)
     patches = checks.float_array(me, "patches", patches, None, _patches_shape(data_format))
     _check_rank(me, "patches", patches, 2 * rank + 2, data_format, _patches_shape(data_format))
-    if not isinstance(input_shape, (Sequence, np.ndarray)) or len(input_shape) != rank + 2:
-        raise ValueError(f"{me}: input_shape must be {_shape(data_format)}, got {input_shape!r}")
+    if not checks.is_sequence(input_shape) or len(input_shape) != rank + 2:
+        raise ValueError(
+            f"{me}: input_shape must be {_shape(data_format)}, got {checks.describe(input_shape)}"
+        )
     shape = windows.per_dimension(me, "input_shape", input_shape, rank + 2, 0)
     at = 1 + rank if channels_last else 2
     taps = patches.shape[at : at + rank]

@@ -218,6 +218,12 @@ def test_bad_sizes(sizes, options, message):
         )
 
 
+@pytest.mark.parametrize("sizes", [(np.ones(2), 5), (3, np.ones(5))])
+def test_sizes_that_are_arrays(sizes):
+    with pytest.raises(TypeError, match=r"LightweightConv: .* integer, got an array of shape"):
+        jaxops_nnx.LightweightConv(FEATURES, *sizes, rngs=nnx.Rngs(0))
+
+
 def test_nnx_refuses_other_channels():
     layer = jaxops_nnx.LightweightConv(FEATURES, HEADS, TAPS, rngs=nnx.Rngs(0))
     with pytest.raises(

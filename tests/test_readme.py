@@ -40,7 +40,7 @@ def test_example(capsys):
 def test_commands(name, extra, main):
     venv, install, run = command(name).split(" && ")
     assert shlex.split(venv) == ["python", "-m", "venv", ".venv"]
-    assert shlex.split(install) == [".venv/bin/pip", "install", f".[{extra}]"]
+    assert shlex.split(install) == [".venv/bin/pip", "install", "-v", f".[{extra}]"]
     assert run == f".venv/bin/python {main}"
 
 

@@ -1,9 +1,13 @@
-"""Argument checks that every operator shares; each error names operator, argument, want and got."""
+"""Argument checks that every operator shares; each error names operator, argument, want and got.
+
+What came is told by `describe`: an error is read in a terminal or a log, and has no array in it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +17,58 @@ import numpy as np
 FLOATS = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 
 
+def describe(value: Any) -> str:
+    """A few words about an argument: scalars and short static ones as they are, never an array."""
+    if _is_short(value) and len(text := repr(value)) <= 100:
+        return text
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        kind = "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
+        return f"{kind} of shape {value.shape} and dtype {value.dtype}"
+    kind = type(value).__name__
+    if isinstance(value, int):
+        return f"{kind} of {value.bit_length()} bits"
+    return f"{kind} of length {len(value)}" if isinstance(value, (str, list, tuple)) else kind
+
+
+def _is_short(value):
+    if isinstance(value, str):
+        return len(value) <= 40
+    if isinstance(value, int):
+        return abs(value) < 10**20
+    if isinstance(value, (list, tuple)):
+        # Numbers that are no integers may be the entries of an array.
+        return len(value) <= 8 and all(
+            not isinstance(v, (float, complex)) and _is_short(v) for v in value
+        )
+    is_scalar = isinstance(value, (float, complex)) and not isinstance(value, np.generic)
+    return value is None or is_scalar
+
+
+@contextlib.contextmanager
+def without_arrays(function: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Around checks by JAX, whose errors may have all of an option in them."""
+    try:
+        yield
+    except Exception:
+        for name, value in options.items():
+            has_entries = is_array(value) or isinstance(value, (str, list, tuple, dict))
+            entries = value.tolist() if isinstance(value, np.ndarray) else value
+            if has_entries and not _is_short(entries):
+                raise TypeError(
+                    f"{function}: {name} must be static and short, got {describe(value)}"
+                ) from None
+        raise
+
+
 def array(function: str, argument: str, value: Any, shape: str) -> jax.Array | np.ndarray:
     """`value` as an array, left to NumPy where it is not JAX's."""
     _check_kind(function, argument, value, shape)
     if is_array(value) and not isinstance(value, np.ndarray):
         return as_array(function, argument, value)
-    return np.asarray(value)
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, OverflowError):  # such as of a list of traced arrays
+        return as_array(function, argument, value)
 
 
 def is_array(value: Any) -> bool:
@@ -26,15 +76,23 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray)) or hasattr(value, "__jax_array__")
 
 
+def is_sequence(value: Any) -> bool:
+    """Whether it may be a list of integers, which an option has one a dimension or one a part."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and np.issubdtype(value.dtype, np.integer)
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def as_array(function: str, argument: str, value: Any) -> jax.Array:
     """`value` as an array of JAX."""
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError):
         kind = getattr(value, "dtype", type(value).__name__)
+        # Errors of NumPy and JAX may have all of the array in them.
         raise TypeError(
             f"{function}: {argument} must be an array of numbers that JAX has, got {kind}"
-        ) from error
+        ) from None
 
 
 def _check_kind(function, argument, value, shape):
@@ -67,7 +125,8 @@ def choice(function: str, argument: str, value: Any, choices: Collection[Any]) -
     """`value` if it is one of `choices`."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         raise ValueError(
-            f"{function}: {argument} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+            f"{function}: {argument} must be one of {', '.join(map(repr, choices))}, got "
+            f"{describe(value)}"
         )
     return value
 
@@ -77,14 +136,14 @@ def integer(
 ) -> int:
     """`value` as an int in [low, high]; None is no bound."""
     try:
-        number = operator.index(value)
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
-        raise TypeError(f"{function}: {argument} must be a static integer, got {value!r}") from None
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{function}: {argument} must be a static integer, got {value!r}")
+        number = None
+    if number is None:
+        raise TypeError(f"{function}: {argument} must be a static integer, got {describe(value)}")
     if (low is not None and number < low) or (high is not None and number > high):
         bound = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{function}: {argument} must be {bound}, got {number}")
+        raise ValueError(f"{function}: {argument} must be {bound}, got {describe(number)}")
     return number
 
 

@@ -105,11 +105,15 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
     except ModuleNotFoundError as error:
         if error.name != module_name:
             raise
-        how = "JAXOPS_CUDA=on pip install ." if platform == "cuda" else "pip install ."
+        how, why = "pip install .", ""
+        if platform == "cuda":
+            how = f"JAXOPS_CUDA=on {how}"
+            cpu = _modules.get("cpu")
+            why = f", because {cpu.CPU_ONLY}" if cpu is not None and cpu.CPU_ONLY else ""
         return PlatformStatus(
             platform,
             available=False,
-            reason=f"{module_name} was not built into this installation. Rebuild jaxops with "
+            reason=f"{module_name} was not built into this installation{why}. Rebuild jaxops with "
             f"`{how}` in its source tree.",
         )
     except ImportError as error:

@@ -219,11 +219,11 @@ _tie(col2im_operator, _col2im, _im2col)
 
 def per_dimension(function: str, argument: str, value: Any, rank: int, low: int) -> tuple[int, ...]:
     """An int for all dimensions, or one for each, every one at least `low`."""
-    if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str):
+    if checks.is_sequence(value):
         if len(value) != rank:
             raise ValueError(
                 f"{function}: {argument} must be an integer or {rank} of them, one a dimension, "
-                f"got {value!r}"
+                f"got {checks.describe(value)}"
             )
         return tuple(
             checks.integer(function, f"{argument}[{i}]", v, low) for i, v in enumerate(value)
@@ -274,17 +274,17 @@ def _padding(function, padding, ins, reaches, strides):
             for n, reach, stride in zip(ins, reaches, strides, strict=True)
         ]
         return [(total // 2, total - total // 2) for total in totals]
-    if not isinstance(padding, (Sequence, np.ndarray)):
+    if not checks.is_sequence(padding):
         return [(n, n) for n in per_dimension(function, "padding", padding, rank, 0)]
     if len(padding) != rank:
         raise ValueError(
             f"{function}: padding must be 'SAME', 'VALID', an integer, or {rank} integers or "
-            f"(low, high) pairs, one a dimension, got {padding!r}"
+            f"(low, high) pairs, one a dimension, got {checks.describe(padding)}"
         )
     pads = []
     for i, entry in enumerate(padding):
         name = f"padding[{i}]"
-        if isinstance(entry, (Sequence, np.ndarray)) and not isinstance(entry, str):
+        if checks.is_sequence(entry):
             pads.append(per_dimension(function, name, entry, 2, 0))
         else:
             pads.append((checks.integer(function, name, entry, 0),) * 2)

@@ -12,6 +12,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 import jaxops
+from jaxops._core import checks
 from jaxops._core.dtypes import accumulation_dtype
 
 # A tap sees one channel of one position, so the K taps of a filter are its fan-in.
@@ -95,7 +96,9 @@ class LightweightConv(nn.Module):
 
 
 def check(features: int, heads: int, kernel_size: int, drop_connect: float) -> None:
-    """Raises the ValueErrors of both layers, before any parameter takes a senseless shape."""
+    """Raises the errors of both layers, before any parameter takes a senseless shape."""
+    for name, value in (("heads", heads), ("kernel_size", kernel_size)):
+        checks.integer("LightweightConv", name, value)
     if heads < 1 or features % heads:
         raise ValueError(
             f"LightweightConv: heads must divide the {features} channels, got heads={heads}"
@@ -104,7 +107,8 @@ def check(features: int, heads: int, kernel_size: int, drop_connect: float) -> N
         raise ValueError(f"LightweightConv: kernel_size must be at least 1, got {kernel_size}")
     if not 0 <= drop_connect <= 1:
         raise ValueError(
-            f"LightweightConv: drop_connect is a probability in [0, 1], got {drop_connect}"
+            "LightweightConv: drop_connect is a probability in [0, 1], got "
+            f"{checks.describe(drop_connect)}"
         )
 
 

@@ -101,7 +101,7 @@ _CONCATENATE_BAD_INPUTS = tuple(
                 "a size for all arrays",
                 lambda *_: jaxops.concatenate([np.zeros(2)] * 2, sizes=np.array(2)),
                 TypeError,
-                "sizes must be a sequence of integers, got array(2)",
+                "sizes must be a sequence of integers, got an array of shape () and dtype int64",
             ),
             (
                 "a padded size that is no number of entries",

@@ -1,0 +1,176 @@
+"""What `pip install` builds: the choice that CMake makes, for machines that are made up here."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import stat
+import subprocess
+import sys
+import types
+
+import pytest
+
+from jaxops._core import native
+
+ROOT = pathlib.Path(__file__).parents[1]
+CHOICE = ROOT / "cmake" / "choose_cuda.cmake"
+
+# What nvcc 13.0 lists.
+KNOWN = "75 80 86 87 88 89 90 100 103 110 120 121"
+
+
+# The one of the test extra need not be on the path.
+PLACES = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+CMAKE = shutil.which("cmake", path=PLACES)
+needs_cmake = pytest.mark.skipif(CMAKE is None, reason="there is no CMake; pip install cmake")
+
+
+@pytest.fixture
+def choose(tmp_path):
+    """Runs the choice on a machine with these GPUs, this nvcc and these variables."""
+
+    def program(name, output):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{output}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    def run(gpus=None, devices="", nvcc=None, known=KNOWN, cuda=None, archs=None):
+        smi = "" if gpus is None else program("nvidia-smi", f"printf '%s\\n' {gpus}")
+        compiler = ""
+        if nvcc is not None:
+            listed = " ".join(f"compute_{k}" for k in known.split())
+            compiler = program(
+                "nvcc",
+                f"[ $1 = --version ] && echo 'Cuda compilation tools, release, V{nvcc}' ||"
+                f" printf '%s\\n' {listed}",
+            )
+        script = tmp_path / "script.cmake"
+        script.write_text(
+            f"include({CHOICE})\n"
+            'execute_process(COMMAND "${CMAKE_COMMAND}" -E echo "${JAXOPS_CPU_ONLY}|${JAXOPS_NVCC}|'
+            '${JAXOPS_NVCC_VERSION}|${CMAKE_CUDA_ARCHITECTURES}")\n'
+        )
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("JAXOPS_CUDA")}
+        environment |= {} if cuda is None else {"JAXOPS_CUDA": cuda}
+        environment |= {} if archs is None else {"JAXOPS_CUDA_ARCHS": archs}
+        done = subprocess.run(
+            [
+                CMAKE,
+                f"-DJAXOPS_NVIDIA_SMI={smi}",
+                f"-DJAXOPS_GPU_DEVICES={devices}",
+                f"-DJAXOPS_NVCC={compiler}",
+                "-P",
+                script,
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            # CMake breaks the lines, and tells where it is.
+            message = done.stderr.split("Call Stack")[0].split("(message):", 1)[1]
+            return "error", " ".join(message.split())
+        assert not done.stderr
+        cpu_only, found, version, architectures = done.stdout.strip().split("|")
+        if cpu_only:
+            return "cpu", cpu_only
+        assert (found, version) == (str(compiler), nvcc)
+        return "cuda", architectures
+
+    return run
+
+
+H100 = {"gpus": "9.0"}
+NVCC = {"nvcc": "13.0.88"}
+
+
+@needs_cmake
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        # Without variables.
+        ({}, ("cpu", "no GPU was found")),
+        (NVCC, ("cpu", "no GPU was found")),
+        (H100, ("cpu", "no nvcc was found")),
+        (H100 | NVCC, ("cuda", "90a-real;90-virtual")),
+        (NVCC | {"gpus": "8.6"}, ("cuda", "86-real;90-virtual")),
+        (NVCC | {"gpus": "9.0 8.0 9.0"}, ("cuda", "80-real;90a-real;90-virtual")),
+        (NVCC | {"gpus": "10.0"}, ("cuda", "100-real;100-virtual")),
+        (NVCC | {"gpus": "12.0 8.9"}, ("cuda", "89-real;120-real;120-virtual")),
+        # A driver that does not answer, and a container without nvidia-smi.
+        (NVCC | {"gpus": "'No devices were found'"}, ("cpu", "no GPU was found")),
+        (NVCC | {"devices": "/dev/nvidia3"}, ("cuda", "80-real;90a-real;90-virtual")),
+        (NVCC | {"gpus": "'NVML library version: 535.129'; exit 18"}, ("cpu", "no GPU was found")),
+        # GPUs that are too old are left out.
+        (NVCC | {"gpus": "8.6 7.5"}, ("cuda", "86-real;90-virtual")),
+        (
+            NVCC | {"gpus": "7.5 6.1"},
+            (
+                "cpu",
+                "the GPUs here have 6.1, 7.5, and the kernels need compute capability 8.0 or newer",
+            ),
+        ),
+        # With variables.
+        (H100 | NVCC | {"cuda": "off"}, ("cpu", "JAXOPS_CUDA was off")),
+        (H100 | NVCC | {"cuda": "on"}, ("cuda", "90a-real;90-virtual")),
+        (NVCC | {"cuda": "on"}, ("cuda", "80-real;90a-real;90-virtual")),
+        (NVCC | {"cuda": "on", "archs": "90a"}, ("cuda", "90a-real")),
+        (NVCC | {"archs": "80;90a"}, ("cuda", "80-real;90a-real")),
+        (H100 | NVCC | {"archs": "80-real;90-virtual"}, ("cuda", "80-real;90-virtual")),
+        ({"archs": "90a"}, ("cpu", "no nvcc was found")),
+        ({"cuda": "auto", "archs": ""}, ("cpu", "no GPU was found")),
+    ],
+    ids=str,
+)
+def test_what_is_built(choose, machine, expected):
+    assert choose(**machine) == expected
+
+
+@needs_cmake
+@pytest.mark.parametrize(
+    ("machine", "parts"),
+    [
+        ({"cuda": "yes"}, ["JAXOPS_CUDA must be on, off or auto, got 'yes'"]),
+        ({"cuda": "on"}, ["JAXOPS_CUDA=on, but no nvcc was found", "CUDA_HOME"]),
+        (NVCC | {"cuda": "on", "gpus": "7.5"}, ["JAXOPS_CUDA=on", "have 7.5", "8.0 or newer"]),
+        (NVCC | {"archs": "75"}, ["JAXOPS_CUDA_ARCHS has 75", "8.0 or newer"]),
+        (NVCC | {"archs": "75-virtual"}, ["JAXOPS_CUDA_ARCHS has 75-virtual", "8.0 or newer"]),
+        (NVCC | {"archs": "80-virtual"}, ["JAXOPS_CUDA_ARCHS has 80-virtual", "90-virtual"]),
+        (NVCC | {"archs": "90a-virtual"}, ["JAXOPS_CUDA_ARCHS has 90a-virtual", "90-virtual"]),
+        (NVCC | {"archs": "80,90a"}, ["JAXOPS_CUDA_ARCHS has '80,90a'", "80;90a"]),
+        (NVCC | {"archs": "native"}, ["JAXOPS_CUDA_ARCHS has 'native'"]),
+        (NVCC | {"archs": "130"}, ["nvcc 13.0.88 cannot compile for 130"]),
+        (H100 | {"nvcc": "12.4.131"}, ["12.4.131", "12.5 or newer", "JAXOPS_CUDA=off"]),
+        (H100 | {"nvcc": "of a broken toolkit"}, ["nvcc", "12.5 or newer"]),
+        (
+            {"gpus": "10.0", "nvcc": "12.6.20", "known": "80 86 87 89 90"},
+            ["nvcc 12.6.20 cannot compile for 100", "install"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_refused(choose, machine, parts):
+    kind, message = choose(**machine)
+    assert kind == "error"
+    for part in parts:
+        assert part in message
+    assert message.count(". ") <= 1  # one sentence, and what to do
+
+
+@pytest.mark.parametrize(
+    ("cpu_only", "said"),
+    [
+        ("no GPU was found", "built into this installation, because no GPU was found. Rebuild"),
+        ("", "built into this installation. Rebuild"),  # it was built, and is gone
+    ],
+)
+def test_an_installation_knows_why(cpu_only, said, monkeypatch):
+    cpu = types.ModuleType("jaxops_cpu")
+    cpu.CPU_ONLY = cpu_only
+    monkeypatch.setitem(native._modules, "cpu", cpu)
+    monkeypatch.setitem(sys.modules, "jaxops._no_such", None)
+    assert said in native._register("cuda", "jaxops._no_such").reason
