@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -135,6 +136,11 @@ def integer(
     function: str, argument: str, value: Any, low: int | None = None, high: int | None = None
 ) -> int:
     """`value` as an int in [low, high]; None is no bound."""
+    if jax.export.is_symbolic_dim(value):
+        raise NotImplementedError(
+            f"{function}: {argument} must be a static integer, symbolic shapes such as {value} are "
+            "not supported here"
+        )
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
