@@ -31,6 +31,7 @@ from jaxops.testing.measure import (
     collectives,
     compile_without_loops,
     custom_calls,
+    hasty_options,
     on_reference,
     run,
     vjp_of,
@@ -235,6 +236,27 @@ def test_a_sharded_bias_on_explicit_meshes(of_x, activation, wrt, platform):
         got = jax.jit(derivatives)(*shards)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_second_derivatives_of_a_batch_gather_nothing_on_explicit_meshes(activation, platform):
+    if len(platform.devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(platform.devices[:2], ("d",), axis_types=(AxisType.Explicit,))
+    x, kernel, bias = normal(0, (3, 2, 4, 5, 2), (3, 3, 2, 4), (4,))
+
+    def total(*arrays):
+        convolve = functools.partial(jaxops.conv2d, activation=activation)
+        of_batch = jax.vmap(lambda x, k, b: convolve(x, k, bias=b), (0, None, None))
+        return (of_batch(*arrays) ** 2).sum()
+
+    def of_gradients(*arrays):
+        return sum((g**2).sum() for g in jax.grad(total, (0, 1, 2))(*arrays))
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, P(None, "d")), jax.device_put(kernel), jax.device_put(bias)
+        program = jax.jit(jax.grad(of_gradients, (0, 1, 2))).lower(*placed)
+        assert set(collectives(program.compile(hasty_options(platform)))) == {"all-reduce"}
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])

@@ -654,8 +654,7 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     summed = dtype if dbias is None else _wide_dtype(*primals[:2], dtype)
     dy = _tangent(_forward_operator, primals[:2], live, dtype=np.dtype(summed), **plain)
     if dbias is not None:
-        spread = jnp.broadcast_to(_over_pixels(dbias, options), y.shape)
-        spread = compat.reshard_like(spread, jax.typeof(y)).astype(summed)
+        spread = rules.broadcast_like(_over_pixels(dbias, options), jax.typeof(y)).astype(summed)
         dy = spread if dy is None else compat.reshard_like(dy, jax.typeof(y)) + spread
     dy = compat.reshard_like(dy.astype(dtype), jax.typeof(y))
     return [y], [dy if activation is None else jnp.where(y > 0, dy, jnp.zeros_like(dy))]

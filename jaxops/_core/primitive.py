@@ -213,20 +213,30 @@ class Operator:
             )
         mesh = operands[0].sharding.mesh
         axes: dict[str, Any] = {}
+
+        def names(entry):
+            return (entry,) if isinstance(entry, str) else entry or ()
+
+        def parts(entry):
+            return math.prod(mesh.shape[a] for a in names(entry))
+
         for x, term in zip(operands, call.signature.operands, strict=True):
             for dim, entry in zip(term, x.sharding.spec, strict=False):
                 if entry is not None and dim:
-                    axes.setdefault(self._shared(dim), entry)
+                    shared = self._shared(dim)
+                    axes.setdefault(shared, entry)
+                    # Contiguous parts of (heads depth) are whole heads where they divide these.
+                    if call.sizes[shared[0]] % parts(entry) == 0:
+                        axes.setdefault(shared[:1], entry)
 
         def spec(term):
             # What two operands have over the same axes, a result may have in two dimensions.
             found, used = [], set()
             for dim, size in zip(term, call.shape(term), strict=True):
                 entry = axes.get(self._shared(dim))
-                names = (entry,) if isinstance(entry, str) else entry or ()
-                parts = math.prod(mesh.shape[a] for a in names)
-                found.append(entry if size % parts == 0 and not used & set(names) else None)
-                used |= set(names) if found[-1] else set()
+                is_free = size % parts(entry) == 0 and not used & set(names(entry))
+                found.append(entry if is_free else None)
+                used |= set(names(entry)) if is_free else set()
             return P(*found)
 
         return [
