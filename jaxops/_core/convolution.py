@@ -125,11 +125,13 @@ def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, pla
     windows = options.windows
     axis = x.ndim - 2 - _rank(options)
     batch = _Batch.of_kernels(kernel, axis)
-    form = _tiled(options, platform, dtype, x, kernel, batch)
+    *operands, sums = tiles.operands(platform, dtype, x, kernel)
+    form = _tiled(options, platform, sums, *operands, batch)
     if form is not None and (bias is None or batch.has(bias)):
-        operands = batch.to_groups(x), _alone(batch.to_groups(kernel), options)
+        images, kernels = map(batch.to_groups, operands)
         shared = None if bias is None else batch.to_groups(bias).reshape(-1)
-        return [batch.from_groups(tiles.forward(*operands, form, dtype, shared, activation))]
+        y = tiles.forward(images, _alone(kernels, options), form, sums, shared, activation)
+        return [batch.from_groups(y).astype(dtype)]
     apart = _epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
     if apart is not None:
         operands, of_sums, finish = apart
@@ -162,10 +164,12 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
     windows = options.windows
     axis = g.ndim - 2 - _rank(options)
     batch = _Batch.of_kernels(kernel, axis)
-    form = _tiled(options, platform, dtype, g, kernel, batch)
+    *operands, sums = tiles.operands(platform, dtype, g, kernel)
+    form = _tiled(options, platform, sums, *operands, batch)
     if form is not None:
-        operands = batch.to_groups(g), _alone(batch.to_groups(kernel), options)
-        return [batch.from_groups(tiles.input_grad(*operands, form, dtype))]
+        images, kernels = map(batch.to_groups, operands)
+        dx = tiles.input_grad(images, _alone(kernels, options), form, sums)
+        return [batch.from_groups(dx).astype(dtype)]
     if options.is_depthwise:
 
         def patches(g):
@@ -197,15 +201,17 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
     axis = x.ndim - 2 - _rank(options)
     shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
-    form = tiles.find_kernel_grad_form(options, platform, dtype, x, g, batch.count)
+    *operands, sums = tiles.operands(platform, dtype, x, g)
+    form = tiles.find_kernel_grad_form(options, platform, sums, *operands, batch.count)
     if form is not None and (
         0 not in shape
         and _has_groups_for(batch, form, options)
         and (form.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
     ):
-        x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in (x, g))
-        dkernel = tiles.kernel_grad(batch.to_groups(x), batch.to_groups(g), form, dtype)
-        return [batch.from_groups(jnp.expand_dims(dkernel, range(axis - len(batch.sizes))))]
+        x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in operands)
+        dkernel = tiles.kernel_grad(batch.to_groups(x), batch.to_groups(g), form, sums)
+        alone = jnp.expand_dims(dkernel, range(axis - len(batch.sizes)))
+        return [batch.from_groups(alone).astype(dtype)]
     windows = options.windows
     if options.groups > 1 and not options.is_depthwise:
         grouped = _to_groups(x, axis, options), _to_groups(g, axis, options)
