@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -392,33 +391,54 @@ def _product(names, a, b, options, summed=None, dtype=None):
     If a `dtype` is given the result is rounded to that.
 
     A batch dimension may be 1 in either array, which then does not vary along it. Those flagged in
-    `summed` are summed over; their size in the result is 1.
+    `summed` are summed over; their size in the result is 1. The dimensions of `names` are those of
+    the result in the order of the arrays.
     """
     of_a, of_b, of_out = names
     rank = a.ndim - len(of_a)
-    texts, shape = ["", "", ""], []
-    squeezed: list[list[int]] = [[], []]
-    for i, letter in zip(range(rank), string.ascii_uppercase, strict=False):
-        sizes = (a.shape[i], b.shape[i])
-        for n, size in enumerate(sizes):
-            if size == 1:
-                squeezed[n].append(i)
-            else:
-                texts[n] += letter
-        varies = sizes != (1, 1) and not (summed and summed[i])
-        texts[2] += letter if varies else ""
-        shape.append(max(sizes) if varies and 0 not in sizes else int(not varies))
+    batch = np.broadcast_shapes(a.shape[:rank], b.shape[:rank])
+    varies = [n != 1 and not (summed and summed[i]) for i, n in enumerate(batch)]
+    out = [i for i in range(rank) if varies[i]] + [*of_out]
     wide = accumulation_dtype(a, b)
+    (a, in_a), (b, in_b) = (
+        _without_ones(array, rank, letters) for array, letters in ((a, of_a), (b, of_b))
+    )
+    # What only one of them varies along is summed over before.
+    a, in_a = _sum_over([d for d in in_a if d not in in_b and d not in out], a, in_a)
+    b, in_b = _sum_over([d for d in in_b if d not in in_a and d not in out], b, in_b)
     if a.dtype != b.dtype:
         a, b = a.astype(wide), b.astype(wide)
-    result = jnp.einsum(
-        f"{texts[0]}{of_a},{texts[1]}{of_b}->{texts[2]}{of_out}",
-        jnp.squeeze(a, squeezed[0]),
-        jnp.squeeze(b, squeezed[1]),
+    shared = [d for d in in_a if d in in_b]
+    contracted, common = [d for d in shared if d not in out], [d for d in shared if d in out]
+    result = lax.dot_general(
+        a,
+        b,
+        tuple(
+            tuple([in_x.index(d) for d in dims] for in_x in (in_a, in_b))
+            for dims in (contracted, common)
+        ),
         precision=options.precision,
         preferred_element_type=dtype or wide,
     )
-    return result.reshape(*shape, *result.shape[result.ndim - len(of_out) :])
+    order = common + [d for d in in_a if d not in shared] + [d for d in in_b if d not in shared]
+    if order != out:
+        result = result.transpose([order.index(d) for d in out])
+    ones = [i for i in range(rank) if not varies[i]]
+    return lax.expand_dims(result, ones) if ones else result
+
+
+def _without_ones(array, rank, letters):
+    """The array without batch dimensions of size 1, and the names of the others."""
+    ones = [i for i in range(rank) if array.shape[i] == 1]
+    names = [i for i in range(rank) if array.shape[i] != 1] + [*letters]
+    return lax.squeeze(array, ones) if ones else array, names
+
+
+def _sum_over(dims, array, names):
+    if not dims:
+        return array, names
+    total = _wide(array).sum([names.index(d) for d in dims])
+    return total, [name for name in names if name not in dims]
 
 
 def _block(options: Options, platform: str | None, *arrays: jax.Array) -> int:
