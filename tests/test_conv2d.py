@@ -524,6 +524,52 @@ def test_supported_takes_structures_and_says_no_to_nonsense_as_lax_does():
         jaxops.conv_general_dilated.supported(x, kernel, (1, 1), "SAME", feature_group_count=2)
 
 
+def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
+    """By `jax.lax`, in all forms that it takes; an eager call is one program."""
+    lhs, rhs = normal(0, (1, 3, 9, 7), (2, 3, 3, 2), dtype="float32")
+    checked = []
+    of_lax = lax.conv_general_dilated
+
+    def count(*arguments, **options):
+        checked.append(arguments)
+        return of_lax(*arguments, **options)
+
+    monkeypatch.setattr(jaxops.conv.lax, "conv_general_dilated", count)
+    forms = (
+        {"window_strides": (2, 1), "padding": ((1, 0), (0, 1))},
+        {"window_strides": [2, 1], "padding": [[1, 0], [0, 1]]},
+        {"window_strides": np.array([2, 1]), "padding": np.array([[1, 0], [0, 1]])},
+    )
+    results = [jaxops.conv_general_dilated(lhs, rhs, **form) for form in forms]
+    assert len(checked) == 1
+    for result in results:
+        np.testing.assert_allclose(result, of_lax(lhs, rhs, **forms[0]), rtol=1e-5, atol=1e-5)
+    # What the case depends on besides: 64 bits and the precision of the moment.
+    wide = {**forms[0], "preferred_element_type": "float64"}
+    for enable, dtype in ((True, np.float64), (False, np.float32), (True, np.float64)):
+        with jax.enable_x64(enable), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of jax.lax, that it is float32
+            assert jaxops.conv_general_dilated(lhs, rhs, **wide).dtype == dtype
+    case = jaxops.conv._find_case(jnp.asarray(lhs), jnp.asarray(rhs), OPTIONS | forms[0])
+    for precision in ("highest", "default"):
+        with jax.default_matmul_precision(precision):
+            text = case.compiled.lower(lhs, rhs).as_text()
+            assert f"[{precision.upper()}, {precision.upper()}]" in text
+
+
+OPTIONS = {
+    "window_strides": (1, 1),
+    "padding": "SAME",
+    "lhs_dilation": None,
+    "rhs_dilation": None,
+    "dimension_numbers": None,
+    "feature_group_count": 1,
+    "batch_group_count": 1,
+    "precision": None,
+    "preferred_element_type": None,
+}
+
+
 # --- Flax ----------------------------------------------------------------------------------------
 
 
