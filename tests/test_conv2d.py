@@ -14,6 +14,7 @@ import warnings
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import onnx_nodes
@@ -383,6 +384,87 @@ def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatc
         in_tiles = dtype == "float32" and groups == 1
         assert ("stablehlo.convolution" in text) == in_tiles
         assert ("stablehlo.while" in text) != in_tiles
+
+
+BOUNDED = {
+    "rows": ((400,), (50,), {"window_strides": (2,), "padding": ((3, 1),)}, 1, "float64"),
+    "columns": (
+        (7, 60),
+        (3, 4),
+        {"padding": ((1, 1), (-1, 7)), "rhs_dilation": (2, 1)},
+        1,
+        "float64",
+    ),
+    "cubes": ((11, 9, 10), (3, 3, 2), {"padding": "VALID"}, 1, "bfloat16"),
+    "cubes with strides": ((13, 12, 9), (3, 2, 3), {"window_strides": (2, 3, 1)}, 2, "float64"),
+    "depthwise cubes": ((6, 9, 10), (3, 3, 3), {}, 8, "float64"),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
+    """They are made by slabs of windows, in which a NaN reaches what it does in all of them."""
+    if platform.name != "cpu":
+        pytest.skip("the bound is that of CPUs")
+    sizes, taps, options, groups, dtype = BOUNDED[name]
+    names = "DHW"[3 - len(sizes) :]
+    options = {
+        "window_strides": (1,) * len(sizes),
+        "padding": "SAME",
+        "dimension_numbers": (f"N{names}C", f"{names}IO", f"N{names}C"),
+        "feature_group_count": groups,
+        **options,
+    }
+    ours = functools.partial(jaxops.conv_general_dilated, **options)
+    oracle = functools.partial(lax.conv_general_dilated, **options)
+    x, kernel = normal(0, (2, *sizes, 8), (*taps, 8 // groups, 8), dtype=dtype)
+    (g,) = normal(1, jax.eval_shape(oracle, x, kernel).shape, dtype=dtype)
+    whole = jax.jit(vjp_of(ours, (0, 1))).lower((g,), x, kernel).compile()
+    x[1, *(n // 2 for n in sizes), 3] = np.nan
+    reached = [np.isnan(a) for a in jax.tree.leaves(whole((g,), x, kernel))]
+
+    bound = 1 << 14
+    monkeypatch.setattr(convolution, "_BLOCK_BYTES", bound)
+    jax.clear_caches()
+    program = jax.jit(vjp_of(ours, (0, 1))).lower((g,), x, kernel).compile()
+    for a, nans in zip(jax.tree.leaves(program((g,), x, kernel)), reached, strict=True):
+        np.testing.assert_array_equal(np.isnan(a), nans)
+    x[np.isnan(x)] = 1
+    got = jax.tree.leaves(program((g,), x, kernel))
+    want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
+    assert_close(got, want, "value and gradients", dtype=dtype, terms=x.size, roundings=4)
+    # Besides there are padded copies of images and their sums, and XLA casts blocks of 16 bits.
+    needed, before = (p.memory_analysis().temp_size_in_bytes for p in (program, whole))
+    image_bytes = max(x.size, g.size) * max(4, x.itemsize)
+    assert needed < 4 * bound + 6 * image_bytes < before
+
+
+@pytest.mark.parametrize(("groups", "by_xla"), [(1, True), (2, False)])
+def test_what_devices_do_with_too_many_patches_of_one_image(groups, by_xla, monkeypatch):
+    """As compiled for a GPU: XLA's convolution of one group, and slabs of several."""
+    monkeypatch.setattr(convolution, "_DEVICE_BLOCK_BYTES", 1 << 14)
+    options = {
+        "window_strides": (1, 1, 1),
+        "padding": "SAME",
+        "dimension_numbers": ("NDHWC", "DHWIO", "NDHWC"),
+        "feature_group_count": groups,
+    }
+    shapes = (2, 8, 8, 8, 4), (3, 3, 3, 4 // groups, 4)
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def gradient(x, kernel):
+        convolve = functools.partial(jaxops.conv_general_dilated, rhs=kernel, **options)
+        y, pull = jax.vjp(convolve, x)
+        return pull(y)
+
+    exported = jax.export.export(
+        jax.jit(gradient),
+        platforms=("cuda",),
+        disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
+    )(*structs)
+    text = exported.mlir_module()
+    assert text.count("stablehlo.convolution") == (2 if by_xla else 0)
+    assert ("stablehlo.while" in text) != by_xla
 
 
 def test_a_1x1_kernel_needs_no_patches(platform):

@@ -29,6 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxops._core import compat, rules, tiles
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
+from jaxops._core.slabs import Slabs
 from jaxops._core.windows import Windows, col2im_operator, im2col_operator
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
@@ -137,9 +138,9 @@ def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, pla
         return finish(*_forward_local(*operands, **of_sums, platform=platform))
     if options.is_depthwise:
 
-        def compute(x):
+        def compute(x, windows):
             products = _wide(_patches(x, windows)) * _over_images(kernel, options)
-            return products.sum(_tap_axes(products, options))
+            return products.sum(_tap_axes(products, options)).astype(dtype)
     elif options.groups > 1:
         grouped = _to_groups(x, axis, options), _to_groups(kernel, axis, options)
         one = options.of_one_group()
@@ -147,16 +148,21 @@ def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, pla
         return [_from_groups(y, axis)]
     else:
 
-        def compute(x):
+        def compute(x, windows):
             outs, taps = _letters(options)
             names = (f"n{outs}{taps}i", f"{taps}ij", f"n{outs}j")
             rounded = _product_dtype(platform, dtype, x, kernel)
-            return _product(names, _patches(x, windows), kernel, options, dtype=rounded)
+            y = _product(names, _patches(x, windows), kernel, options, dtype=rounded)
+            return y.astype(dtype)
 
-    block = _block(options, platform, x, kernel)
-    if _is_faster_by_xla(options, platform, block, x, kernel):
+    block, slabs = _block(options, platform, x, kernel)
+    if _is_faster_by_xla(options, platform, block, dtype, x, kernel):
         return [_convolution(x, kernel, options).astype(dtype)]
-    return [_joined(lambda x: compute(x).astype(dtype), axis, block, x)]
+
+    def images(x):
+        return slabs.joined(compute, x) if slabs else compute(x, windows)
+
+    return [_joined(images, axis, block, x)]
 
 
 def _input_grad_local(g, kernel, *, options, dtype, platform):
@@ -188,12 +194,21 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
             rounded = _product_dtype(platform, dtype, g, kernel) if windows.are_entries else None
             return _product(names, g, kernel, options, dtype=rounded)
 
-    block = _block(options, platform, g, kernel)
-    by_xla = set(windows.strides) == {1} and _is_faster_by_xla(options, platform, block, g, kernel)
+    block, slabs = _block(options, platform, g, kernel, dtype=_wide_dtype(g, kernel, dtype))
+    by_xla = set(windows.strides) == {1} and _is_faster_by_xla(
+        options, platform, block, dtype, g, kernel
+    )
     if by_xla or _is_faster_by_cudnn(options, platform, dtype, g, kernel):
         mirrored = options.transposed((1,) * _rank(options))
         return [_convolution(g, transposed_kernel(kernel, 1), mirrored).astype(dtype)]
-    return [_joined(lambda g: _image(patches(g), windows).astype(dtype), axis, block, g)]
+
+    def compute(g, windows):
+        return _image(patches(g), windows)
+
+    def images(g):
+        return (slabs.spread(compute, g) if slabs else compute(g, windows)).astype(dtype)
+
+    return [_joined(images, axis, block, g)]
 
 
 def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
@@ -223,11 +238,11 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
         )
         return [_from_groups(dkernel, axis)]
 
-    block = _block(options, platform, x, g)
+    block, slabs = _block(options, platform, x, g)
     # Of one block the sum is the result; several are added before they are rounded.
     rounded = _product_dtype(platform, dtype, x, g) if block >= x.shape[axis] else None
 
-    def compute(x, g):
+    def compute(x, g, windows):
         patches = _patches(x, windows, again=True)
         if options.is_depthwise:
             taps = range(g.ndim - 1, g.ndim - 1 + _rank(options))
@@ -245,7 +260,10 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
         transposed = _product(names, g, patches, options, summed, dtype=rounded)
         return jnp.moveaxis(transposed, axis, -1)
 
-    return [_summed(compute, axis, block, x, g).astype(dtype)]
+    def images(x, g):
+        return slabs.summed(compute, x, g) if slabs else compute(x, g, windows)
+
+    return [_summed(images, axis, block, x, g).astype(dtype)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -441,30 +459,48 @@ def _sum_over(dims, array, names):
     return total, [name for name in names if name not in dims]
 
 
-def _block(options: Options, platform: str | None, *arrays: jax.Array) -> int:
-    """How many images' patches may be made at a time; 0 where one's are too many."""
+def _block(
+    options: Options, platform: str | None, *arrays: jax.Array, dtype: Any = None
+) -> tuple[int, Slabs | None]:
+    """How many images' patches may be made at a time; with 0, what of one image's may be.
+
+    The `dtype` is that of the patches, if it is wider than that of all arrays.
+    """
     images = arrays[0]
-    rank = _rank(options)
-    axis = images.ndim - 2 - rank
+    axis = images.ndim - 2 - _rank(options)
     rows = images.shape[axis]
     batch = np.broadcast_shapes(*(a.shape[:axis] for a in arrays))
     windows = options.windows
-    entries = math.prod((*batch, *windows.outs, *windows.taps))
     channels = options.fan_in * (images.shape[-1] if options.is_depthwise else 1)
-    image_bytes = entries * channels * max(a.dtype.itemsize for a in arrays)
+    itemsize = max(d.itemsize for d in (*(a.dtype for a in arrays), dtype or arrays[0].dtype))
+    window_bytes = math.prod((*batch, *windows.taps)) * channels * itemsize
+    image_bytes = window_bytes * math.prod(windows.outs)
     most = _BLOCK_BYTES if platform == "cpu" else _DEVICE_BLOCK_BYTES
-    return rows if image_bytes == 0 else most // image_bytes
+    if image_bytes == 0:
+        return rows, None
+    # The patches of single entries are the image.
+    fits = image_bytes <= most or windows.are_entries
+    return most // image_bytes, None if fits else Slabs.of(windows, most // window_bytes)
 
 
-def _is_faster_by_xla(options: Options, platform: str | None, block: int, images, kernel):
-    """Whether XLA's convolution takes the place of patches: of float32, and too many of them."""
-    rank = _rank(options)
+def _is_faster_by_xla(
+    options: Options, platform: str | None, block: int, dtype: Any, images, kernel
+):
+    """Whether XLA's convolution takes the place of patches, of which there are too many.
+
+    On CPUs that is so of float32. On other devices, which have more memory, it is so where the
+    patches of one image are too many: in three dimensions it was measured to be faster on GPUs.
+    """
+    if images.ndim != _rank(options) + 2 or kernel.ndim != images.ndim or options.is_depthwise:
+        return False
+    if platform == "cpu":
+        return block < images.shape[0] and images.dtype == kernel.dtype == jnp.float32
     return (
-        platform == "cpu"
-        and images.ndim == kernel.ndim == rank + 2
-        and block < images.shape[0]
-        and images.dtype == kernel.dtype == jnp.float32
-        and not options.is_depthwise
+        block == 0
+        and images.shape[0] > 0
+        and not options.windows.are_entries
+        and images.dtype == kernel.dtype == dtype
+        and dtype != jnp.float64
     )
 
 
