@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -20,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxops._core import checks, compat, convolution
 from jaxops._core.dtypes import accumulation_dtype
+from jaxops._core.native import NoKernelWarning
 from jaxops._core.windows import Windows, place
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
@@ -92,7 +93,7 @@ def conv2d(
     result_dtype = _float_dtype(me, "preferred_element_type", preferred_element_type, x.dtype)
     precision = _precision(me, precision)
     if not channels_last:
-        x, kernel = x.transpose(0, 2, 3, 1), kernel.transpose(2, 3, 1, 0)
+        x, kernel = lax.transpose(x, (0, 2, 3, 1)), lax.transpose(kernel, (2, 3, 1, 0))
     *taps, fan_in, outputs = kernel.shape
     groups = checks.integer(me, "groups", groups, 1)
     if x.shape[-1] % groups:
@@ -142,11 +143,7 @@ def conv2d(
         dtype=result_dtype,
         activation=activation,
     )
-    return checkpoint_name(y if channels_last else y.transpose(0, 3, 1, 2), me)
-
-
-class NoKernelWarning(UserWarning):
-    """`conv_general_dilated` has left a case to `jax.lax`. There is one a case and process."""
+    return checkpoint_name(y if channels_last else lax.transpose(y, (0, 3, 1, 2)), me)
 
 
 def conv_general_dilated(
@@ -207,11 +204,14 @@ def conv_general_dilated(
         "precision": precision,
         "preferred_element_type": preferred_element_type,
     }
-    case = _LaxCase(lhs, rhs, **options)
+    case = _find_case(lhs, rhs, options)
     if case.missing is not None:
         case.warn()
         return lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
-    y = checkpoint_name(case.compute(lhs, rhs), me)
+    if isinstance(lhs, jax.core.Tracer) or isinstance(rhs, jax.core.Tracer):
+        y = checkpoint_name(case.compute(lhs, rhs), me)
+    else:
+        y = case.compiled(lhs, rhs)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
@@ -227,11 +227,37 @@ def _supported(*arguments: Any, **options: Any) -> bool:
     for name in ("lhs", "rhs"):
         if not isinstance(bound.arguments[name], jax.ShapeDtypeStruct):
             bound.arguments[name] = jnp.asarray(bound.arguments[name])
-    return _LaxCase(**bound.arguments).missing is None
+    lhs, rhs = (bound.arguments.pop(name) for name in ("lhs", "rhs"))
+    return _find_case(lhs, rhs, bound.arguments).missing is None
 
 
 _SIGNATURE = inspect.signature(conv_general_dilated)
 conv_general_dilated.supported = _supported
+
+
+def _find_case(lhs: Any, rhs: Any, options: dict[str, Any]) -> _LaxCase:
+    """The case of these arguments, which is made once for all of the same types and options."""
+    frozen = tuple((name, _freeze(value)) for name, value in options.items())
+    # Without 64 bits a result of float64 is float32; 1 and 1.0 are equal, and only one is a stride.
+    setting = jax.config.jax_enable_x64, repr(frozen)
+    static = lhs.shape, lhs.dtype, rhs.shape, rhs.dtype, frozen, setting
+    has_numbers = all(type(n) is int for n in (*lhs.shape, *rhs.shape))
+    return (_LaxCase.cached if has_numbers and _is_hashable(static) else _LaxCase)(*static)
+
+
+def _freeze(value: Any) -> Any:
+    """Lists and arrays as tuples, which have a hash."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return tuple(map(_freeze, value)) if type(value) in (list, tuple) else value
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 class _LaxCase:
@@ -244,52 +270,42 @@ class _LaxCase:
     # What has been left to `jax.lax` and said so.
     _warned: ClassVar[set[str]] = set()
 
-    def __init__(
-        self,
-        lhs,
-        rhs,
-        window_strides,
-        padding,
-        lhs_dilation,
-        rhs_dilation,
-        dimension_numbers,
-        feature_group_count,
-        batch_group_count,
-        precision,
-        preferred_element_type,
-    ):
-        options = {
-            "window_strides": window_strides,
-            "padding": padding,
-            "lhs_dilation": lhs_dilation,
-            "rhs_dilation": rhs_dilation,
-            "dimension_numbers": dimension_numbers,
-            "feature_group_count": feature_group_count,
-            "batch_group_count": batch_group_count,
-            "precision": precision,
-            "preferred_element_type": preferred_element_type,
-        }
+    def __init__(self, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, options, _):
+        options = dict(options)
         like = functools.partial(lax.conv_general_dilated, **options)
-        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
+        structs = (
+            jax.ShapeDtypeStruct(lhs_shape, lhs_dtype),
+            jax.ShapeDtypeStruct(rhs_shape, rhs_dtype),
+        )
         with checks.without_arrays("conv_general_dilated", options):
             self._result = jax.eval_shape(like, *structs)
-        self._numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+        numbers = lax.conv_dimension_numbers(lhs_shape, rhs_shape, options["dimension_numbers"])
+        self._numbers = numbers
         self._ins, self._taps, self._outs = (
             tuple(shape[d] for d in spec[2:])
-            for shape, spec in zip(
-                (lhs.shape, rhs.shape, self._result.shape), self._numbers, strict=True
-            )
+            for shape, spec in zip((lhs_shape, rhs_shape, self._result.shape), numbers, strict=True)
         )
         ones = (1,) * len(self._ins)
-        self._strides = tuple(window_strides)
-        self._zeros = ones if lhs_dilation is None else tuple(lhs_dilation)
-        self._dilation = ones if rhs_dilation is None else tuple(rhs_dilation)
-        self._padding = padding
-        self._groups = feature_group_count
-        self._precision = precision
-        self._preferred = preferred_element_type
-        self._dtypes = (lhs.dtype, rhs.dtype)
-        self.missing = self._find_missing(batch_group_count)
+        self._strides = tuple(options["window_strides"])
+        self._zeros = tuple(options["lhs_dilation"] or ones)
+        self._dilation = tuple(options["rhs_dilation"] or ones)
+        self._padding = options["padding"]
+        self._groups = options["feature_group_count"]
+        self._precision = options["precision"]
+        self._preferred = options["preferred_element_type"]
+        self._dtypes = (lhs_dtype, rhs_dtype)
+        self.missing = self._find_missing(options["batch_group_count"])
+
+    @classmethod
+    @functools.lru_cache(4096)
+    def cached(cls, *static: Any) -> _LaxCase:
+        """The one case of these arguments."""
+        return cls(*static)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """`compute` as one program, for calls outside of `jit`."""
+        return jax.jit(self.compute)
 
     def _find_missing(self, batch_groups: int) -> str | None:
         wanted = (*self._dtypes, self._result.dtype)
@@ -322,7 +338,7 @@ class _LaxCase:
     def compute(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """The convolution of arrays of the shapes of this case."""
         (n, c, *space), (o, i, *of_taps), out_spec = self._numbers
-        x, kernel = lhs.transpose(n, *space, c), rhs.transpose(*of_taps, i, o)
+        x, kernel = _permute(lhs, (n, *space, c)), _permute(rhs, (*of_taps, i, o))
         if self._result.dtype == jnp.float64:
             x, kernel = x.astype(jnp.float64), kernel.astype(jnp.float64)
         fan_in, outputs = kernel.shape[-2:]
@@ -351,7 +367,8 @@ class _LaxCase:
                 convolution.transposed_kernel(kernel, groups),
             )
             y = convolution.input_grad(x, flipped, options=mirrored, dtype=self._result.dtype)
-        return jnp.moveaxis(y, range(y.ndim), (out_spec[0], *out_spec[2:], out_spec[1]))
+        order = out_spec[0], *out_spec[2:], out_spec[1]
+        return _permute(y, tuple(map(order.index, range(y.ndim))))
 
     def _low(self) -> tuple[int, ...]:
         if not isinstance(self._padding, str):
@@ -361,6 +378,10 @@ class _LaxCase:
         ]
         pads = lax.padtype_to_pads(self._ins, reaches, self._strides, self._padding)
         return tuple(int(low) for low, _ in pads)
+
+
+def _permute(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    return array if order == tuple(range(array.ndim)) else lax.transpose(array, order)
 
 
 def _float_dtype(function: str, argument: str, value: Any, default: Any) -> np.dtype:
@@ -386,14 +407,18 @@ def _precision(function: str, precision: Any) -> Any:
     """What `jax.lax` takes as a precision, hashable; None is JAX's default at this moment."""
     if precision is None:
         return jax.config.jax_default_matmul_precision
-    if isinstance(precision, list):
-        precision = tuple(precision)
-    struct = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    precision = _freeze(precision)
     try:
-        jax.eval_shape(functools.partial(lax.dot, precision=precision), struct, struct)
+        _check_precision(precision)
     except (TypeError, ValueError):
         raise ValueError(
             f"{function}: precision must be one that jax.lax knows, got "
             f"{checks.describe(precision)}"
         ) from None
     return precision
+
+
+@functools.cache
+def _check_precision(precision: Any) -> None:
+    struct = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    jax.eval_shape(functools.partial(lax.dot, precision=precision), struct, struct)

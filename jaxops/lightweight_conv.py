@@ -298,7 +298,8 @@ def _pullback(g, x, weight, wanted, *, options, flip):
 
 def _spread_over_time(bias, like, options):
     """A per-channel vector at every time step of an array like `like`."""
-    return jnp.broadcast_to(jnp.expand_dims(bias, options.time_axis), like.shape).astype(like.dtype)
+    spread = rules.broadcast_like(jnp.expand_dims(bias, options.time_axis), jax.typeof(like))
+    return spread.astype(like.dtype)
 
 
 def _sum_over_time(g, dtype, options):

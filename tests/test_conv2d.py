@@ -14,6 +14,7 @@ import warnings
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import onnx_nodes
@@ -31,6 +32,7 @@ from jaxops.testing.measure import (
     collectives,
     compile_without_loops,
     custom_calls,
+    hasty_options,
     on_reference,
     run,
     vjp_of,
@@ -237,6 +239,27 @@ def test_a_sharded_bias_on_explicit_meshes(of_x, activation, wrt, platform):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_second_derivatives_of_a_batch_gather_nothing_on_explicit_meshes(activation, platform):
+    if len(platform.devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(platform.devices[:2], ("d",), axis_types=(AxisType.Explicit,))
+    x, kernel, bias = normal(0, (3, 2, 4, 5, 2), (3, 3, 2, 4), (4,))
+
+    def total(*arrays):
+        convolve = functools.partial(jaxops.conv2d, activation=activation)
+        of_batch = jax.vmap(lambda x, k, b: convolve(x, k, bias=b), (0, None, None))
+        return (of_batch(*arrays) ** 2).sum()
+
+    def of_gradients(*arrays):
+        return sum((g**2).sum() for g in jax.grad(total, (0, 1, 2))(*arrays))
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, P(None, "d")), jax.device_put(kernel), jax.device_put(bias)
+        program = jax.jit(jax.grad(of_gradients, (0, 1, 2))).lower(*placed)
+        assert set(collectives(program.compile(hasty_options(platform)))) == {"all-reduce"}
+
+
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("batched", list(itertools.product([None, 0], repeat=3))[1:], ids=str)
 def test_vmap_with_bias(batched, activation, platform):
@@ -361,6 +384,87 @@ def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatc
         in_tiles = dtype == "float32" and groups == 1
         assert ("stablehlo.convolution" in text) == in_tiles
         assert ("stablehlo.while" in text) != in_tiles
+
+
+BOUNDED = {
+    "rows": ((400,), (50,), {"window_strides": (2,), "padding": ((3, 1),)}, 1, "float64"),
+    "columns": (
+        (7, 60),
+        (3, 4),
+        {"padding": ((1, 1), (-1, 7)), "rhs_dilation": (2, 1)},
+        1,
+        "float64",
+    ),
+    "cubes": ((11, 9, 10), (3, 3, 2), {"padding": "VALID"}, 1, "bfloat16"),
+    "cubes with strides": ((13, 12, 9), (3, 2, 3), {"window_strides": (2, 3, 1)}, 2, "float64"),
+    "depthwise cubes": ((6, 9, 10), (3, 3, 3), {}, 8, "float64"),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
+    """They are made by slabs of windows, in which a NaN reaches what it does in all of them."""
+    if platform.name != "cpu":
+        pytest.skip("the bound is that of CPUs")
+    sizes, taps, options, groups, dtype = BOUNDED[name]
+    names = "DHW"[3 - len(sizes) :]
+    options = {
+        "window_strides": (1,) * len(sizes),
+        "padding": "SAME",
+        "dimension_numbers": (f"N{names}C", f"{names}IO", f"N{names}C"),
+        "feature_group_count": groups,
+        **options,
+    }
+    ours = functools.partial(jaxops.conv_general_dilated, **options)
+    oracle = functools.partial(lax.conv_general_dilated, **options)
+    x, kernel = normal(0, (2, *sizes, 8), (*taps, 8 // groups, 8), dtype=dtype)
+    (g,) = normal(1, jax.eval_shape(oracle, x, kernel).shape, dtype=dtype)
+    whole = jax.jit(vjp_of(ours, (0, 1))).lower((g,), x, kernel).compile()
+    x[1, *(n // 2 for n in sizes), 3] = np.nan
+    reached = [np.isnan(a) for a in jax.tree.leaves(whole((g,), x, kernel))]
+
+    bound = 1 << 14
+    monkeypatch.setattr(convolution, "_BLOCK_BYTES", bound)
+    jax.clear_caches()
+    program = jax.jit(vjp_of(ours, (0, 1))).lower((g,), x, kernel).compile()
+    for a, nans in zip(jax.tree.leaves(program((g,), x, kernel)), reached, strict=True):
+        np.testing.assert_array_equal(np.isnan(a), nans)
+    x[np.isnan(x)] = 1
+    got = jax.tree.leaves(program((g,), x, kernel))
+    want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
+    assert_close(got, want, "value and gradients", dtype=dtype, terms=x.size, roundings=4)
+    # Besides there are padded copies of images and their sums, and XLA casts blocks of 16 bits.
+    needed, before = (p.memory_analysis().temp_size_in_bytes for p in (program, whole))
+    image_bytes = max(x.size, g.size) * max(4, x.itemsize)
+    assert needed < 4 * bound + 6 * image_bytes < before
+
+
+@pytest.mark.parametrize(("groups", "by_xla"), [(1, True), (2, False)])
+def test_what_devices_do_with_too_many_patches_of_one_image(groups, by_xla, monkeypatch):
+    """As compiled for a GPU: XLA's convolution of one group, and slabs of several."""
+    monkeypatch.setattr(convolution, "_DEVICE_BLOCK_BYTES", 1 << 14)
+    options = {
+        "window_strides": (1, 1, 1),
+        "padding": "SAME",
+        "dimension_numbers": ("NDHWC", "DHWIO", "NDHWC"),
+        "feature_group_count": groups,
+    }
+    shapes = (2, 8, 8, 8, 4), (3, 3, 3, 4 // groups, 4)
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def gradient(x, kernel):
+        convolve = functools.partial(jaxops.conv_general_dilated, rhs=kernel, **options)
+        y, pull = jax.vjp(convolve, x)
+        return pull(y)
+
+    exported = jax.export.export(
+        jax.jit(gradient),
+        platforms=("cuda",),
+        disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
+    )(*structs)
+    text = exported.mlir_module()
+    assert text.count("stablehlo.convolution") == (2 if by_xla else 0)
+    assert ("stablehlo.while" in text) != by_xla
 
 
 def test_a_1x1_kernel_needs_no_patches(platform):
@@ -500,6 +604,52 @@ def test_supported_takes_structures_and_says_no_to_nonsense_as_lax_does():
     )
     with pytest.raises(ValueError, match="feature_group_count"):
         jaxops.conv_general_dilated.supported(x, kernel, (1, 1), "SAME", feature_group_count=2)
+
+
+def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
+    """By `jax.lax`, in all forms that it takes; an eager call is one program."""
+    lhs, rhs = normal(0, (1, 3, 9, 7), (2, 3, 3, 2), dtype="float32")
+    checked = []
+    of_lax = lax.conv_general_dilated
+
+    def count(*arguments, **options):
+        checked.append(arguments)
+        return of_lax(*arguments, **options)
+
+    monkeypatch.setattr(jaxops.conv.lax, "conv_general_dilated", count)
+    forms = (
+        {"window_strides": (2, 1), "padding": ((1, 0), (0, 1))},
+        {"window_strides": [2, 1], "padding": [[1, 0], [0, 1]]},
+        {"window_strides": np.array([2, 1]), "padding": np.array([[1, 0], [0, 1]])},
+    )
+    results = [jaxops.conv_general_dilated(lhs, rhs, **form) for form in forms]
+    assert len(checked) == 1
+    for result in results:
+        np.testing.assert_allclose(result, of_lax(lhs, rhs, **forms[0]), rtol=1e-5, atol=1e-5)
+    # What the case depends on besides: 64 bits and the precision of the moment.
+    wide = {**forms[0], "preferred_element_type": "float64"}
+    for enable, dtype in ((True, np.float64), (False, np.float32), (True, np.float64)):
+        with jax.enable_x64(enable), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of jax.lax, that it is float32
+            assert jaxops.conv_general_dilated(lhs, rhs, **wide).dtype == dtype
+    case = jaxops.conv._find_case(jnp.asarray(lhs), jnp.asarray(rhs), OPTIONS | forms[0])
+    for precision in ("highest", "default"):
+        with jax.default_matmul_precision(precision):
+            text = case.compiled.lower(lhs, rhs).as_text()
+            assert f"[{precision.upper()}, {precision.upper()}]" in text
+
+
+OPTIONS = {
+    "window_strides": (1, 1),
+    "padding": "SAME",
+    "lhs_dilation": None,
+    "rhs_dilation": None,
+    "dimension_numbers": None,
+    "feature_group_count": 1,
+    "batch_group_count": 1,
+    "precision": None,
+    "preferred_element_type": None,
+}
 
 
 # --- Flax ----------------------------------------------------------------------------------------

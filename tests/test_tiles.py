@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -261,6 +263,16 @@ def test_which_groups_are_small(fans, groups, want, itemsize):
     assert found == want
 
 
+MIXED = [
+    (("bfloat16", "bfloat16"), "float32"),
+    (("bfloat16", "bfloat16"), "float16"),
+    (("float16", "float32"), None),
+    (("float32", "float32"), "bfloat16"),
+    (("float32", "float32"), "float64"),
+    (("float64", "float16"), "float32"),
+]
+
+
 @pytest.fixture
 def faked(monkeypatch):
     """What the kernels are called with, on the CPU, where `jax.lax` takes their place."""
@@ -276,9 +288,56 @@ def faked(monkeypatch):
     monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
     monkeypatch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
     monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
-    find = tiles.find_form
+    find, operands = tiles.find_form, tiles.operands
     monkeypatch.setattr(tiles, "find_form", lambda o, platform, *a: find(o, "cuda", *a))
+    monkeypatch.setattr(tiles, "operands", lambda platform, *a: operands("cuda", *a))
     return calls
+
+
+@pytest.mark.parametrize(("dtypes", "preferred"), MIXED, ids=str)
+def test_operands_that_are_cast_for_kernels(dtypes, preferred, faked):
+    shapes = (2, 5, 6, 8), (3, 3, 8, 8)
+    x, kernel = (normal(i, shapes[i], dtype=dtypes[i])[0] for i in range(2))
+    (g,) = normal(2, (2, 5, 6, 8), dtype=preferred or dtypes[0])
+    ours = functools.partial(jaxops.conv2d, preferred_element_type=preferred)
+    got = jax.jit(vjp_of(ours, (0, 1)))((g,), x, kernel)
+
+    def oracle(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS[2])
+
+    want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
+    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+    # The kernel is rounded to TF32, which has as many digits as float16.
+    for a, b in zip(jax.tree.leaves(got), want, strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, rtol=2e-2, atol=0.1)
+
+
+@pytest.mark.parametrize(("dtypes", "preferred"), MIXED, ids=str)
+@pytest.mark.parametrize("groups", [1, 16])
+def test_kernels_take_any_dtypes(dtypes, preferred, groups, monkeypatch):
+    """As compiled for a GPU: operands of two dtypes, or of others than the result's, are cast."""
+    monkeypatch.setattr(compat, "gpu_capabilities", lambda: {"9.0"})
+    monkeypatch.setattr(native, "cuda_architectures", lambda: ("90a",))
+    monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
+    monkeypatch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
+    monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
+    shapes = (2, 8, 9, 16), (3, 3, 16 // groups, 16)
+    x, kernel = (jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True))
+    result = jnp.dtype(preferred or dtypes[0])
+    g = jax.ShapeDtypeStruct((2, 8, 9, 16), result)
+
+    def function(x, kernel):
+        return jaxops.conv2d(x, kernel, groups=groups, preferred_element_type=preferred)
+
+    derivatives = vjp_of(function, (0, 1))
+    exported = jax.export.export(
+        jax.jit(derivatives),
+        platforms=("cuda",),
+        disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
+    )((g,), x, kernel)
+    targets = re.findall(r"custom_call @(jaxops_\w+)", exported.mlir_module())
+    assert sorted(targets) == sorted(tiles.TARGETS)
+    assert [a.dtype for a in exported.out_avals] == [result, *map(jnp.dtype, dtypes)]
 
 
 @pytest.mark.parametrize("count", [2, 8])

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxops._core import compat, rules, tiles
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
+from jaxops._core.slabs import Slabs
 from jaxops._core.windows import Windows, col2im_operator, im2col_operator
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
@@ -125,20 +125,22 @@ def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, pla
     windows = options.windows
     axis = x.ndim - 2 - _rank(options)
     batch = _Batch.of_kernels(kernel, axis)
-    form = _tiled(options, platform, dtype, x, kernel, batch)
+    *operands, sums = tiles.operands(platform, dtype, x, kernel)
+    form = _tiled(options, platform, sums, *operands, batch)
     if form is not None and (bias is None or batch.has(bias)):
-        operands = batch.to_groups(x), _alone(batch.to_groups(kernel), options)
+        images, kernels = map(batch.to_groups, operands)
         shared = None if bias is None else batch.to_groups(bias).reshape(-1)
-        return [batch.from_groups(tiles.forward(*operands, form, dtype, shared, activation))]
+        y = tiles.forward(images, _alone(kernels, options), form, sums, shared, activation)
+        return [batch.from_groups(y).astype(dtype)]
     apart = _epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
     if apart is not None:
         operands, of_sums, finish = apart
         return finish(*_forward_local(*operands, **of_sums, platform=platform))
     if options.is_depthwise:
 
-        def compute(x):
+        def compute(x, windows):
             products = _wide(_patches(x, windows)) * _over_images(kernel, options)
-            return products.sum(_tap_axes(products, options))
+            return products.sum(_tap_axes(products, options)).astype(dtype)
     elif options.groups > 1:
         grouped = _to_groups(x, axis, options), _to_groups(kernel, axis, options)
         one = options.of_one_group()
@@ -146,26 +148,33 @@ def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, pla
         return [_from_groups(y, axis)]
     else:
 
-        def compute(x):
+        def compute(x, windows):
             outs, taps = _letters(options)
             names = (f"n{outs}{taps}i", f"{taps}ij", f"n{outs}j")
             rounded = _product_dtype(platform, dtype, x, kernel)
-            return _product(names, _patches(x, windows), kernel, options, dtype=rounded)
+            y = _product(names, _patches(x, windows), kernel, options, dtype=rounded)
+            return y.astype(dtype)
 
-    block = _block(options, platform, x, kernel)
-    if _is_faster_by_xla(options, platform, block, x, kernel):
+    block, slabs = _block(options, platform, x, kernel)
+    if _is_faster_by_xla(options, platform, block, dtype, x, kernel):
         return [_convolution(x, kernel, options).astype(dtype)]
-    return [_joined(lambda x: compute(x).astype(dtype), axis, block, x)]
+
+    def images(x):
+        return slabs.joined(compute, x) if slabs else compute(x, windows)
+
+    return [_joined(images, axis, block, x)]
 
 
 def _input_grad_local(g, kernel, *, options, dtype, platform):
     windows = options.windows
     axis = g.ndim - 2 - _rank(options)
     batch = _Batch.of_kernels(kernel, axis)
-    form = _tiled(options, platform, dtype, g, kernel, batch)
+    *operands, sums = tiles.operands(platform, dtype, g, kernel)
+    form = _tiled(options, platform, sums, *operands, batch)
     if form is not None:
-        operands = batch.to_groups(g), _alone(batch.to_groups(kernel), options)
-        return [batch.from_groups(tiles.input_grad(*operands, form, dtype))]
+        images, kernels = map(batch.to_groups, operands)
+        dx = tiles.input_grad(images, _alone(kernels, options), form, sums)
+        return [batch.from_groups(dx).astype(dtype)]
     if options.is_depthwise:
 
         def patches(g):
@@ -185,27 +194,38 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
             rounded = _product_dtype(platform, dtype, g, kernel) if windows.are_entries else None
             return _product(names, g, kernel, options, dtype=rounded)
 
-    block = _block(options, platform, g, kernel)
-    by_xla = set(windows.strides) == {1} and _is_faster_by_xla(options, platform, block, g, kernel)
+    block, slabs = _block(options, platform, g, kernel, dtype=_wide_dtype(g, kernel, dtype))
+    by_xla = set(windows.strides) == {1} and _is_faster_by_xla(
+        options, platform, block, dtype, g, kernel
+    )
     if by_xla or _is_faster_by_cudnn(options, platform, dtype, g, kernel):
         mirrored = options.transposed((1,) * _rank(options))
         return [_convolution(g, transposed_kernel(kernel, 1), mirrored).astype(dtype)]
-    return [_joined(lambda g: _image(patches(g), windows).astype(dtype), axis, block, g)]
+
+    def compute(g, windows):
+        return _image(patches(g), windows)
+
+    def images(g):
+        return (slabs.spread(compute, g) if slabs else compute(g, windows)).astype(dtype)
+
+    return [_joined(images, axis, block, g)]
 
 
 def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
     axis = x.ndim - 2 - _rank(options)
     shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
-    form = tiles.find_kernel_grad_form(options, platform, dtype, x, g, batch.count)
+    *operands, sums = tiles.operands(platform, dtype, x, g)
+    form = tiles.find_kernel_grad_form(options, platform, sums, *operands, batch.count)
     if form is not None and (
         0 not in shape
         and _has_groups_for(batch, form, options)
         and (form.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
     ):
-        x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in (x, g))
-        dkernel = tiles.kernel_grad(batch.to_groups(x), batch.to_groups(g), form, dtype)
-        return [batch.from_groups(jnp.expand_dims(dkernel, range(axis - len(batch.sizes))))]
+        x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in operands)
+        dkernel = tiles.kernel_grad(batch.to_groups(x), batch.to_groups(g), form, sums)
+        alone = jnp.expand_dims(dkernel, range(axis - len(batch.sizes)))
+        return [batch.from_groups(alone).astype(dtype)]
     windows = options.windows
     if options.groups > 1 and not options.is_depthwise:
         grouped = _to_groups(x, axis, options), _to_groups(g, axis, options)
@@ -218,11 +238,11 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
         )
         return [_from_groups(dkernel, axis)]
 
-    block = _block(options, platform, x, g)
+    block, slabs = _block(options, platform, x, g)
     # Of one block the sum is the result; several are added before they are rounded.
     rounded = _product_dtype(platform, dtype, x, g) if block >= x.shape[axis] else None
 
-    def compute(x, g):
+    def compute(x, g, windows):
         patches = _patches(x, windows, again=True)
         if options.is_depthwise:
             taps = range(g.ndim - 1, g.ndim - 1 + _rank(options))
@@ -240,7 +260,10 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
         transposed = _product(names, g, patches, options, summed, dtype=rounded)
         return jnp.moveaxis(transposed, axis, -1)
 
-    return [_summed(compute, axis, block, x, g).astype(dtype)]
+    def images(x, g):
+        return slabs.summed(compute, x, g) if slabs else compute(x, g, windows)
+
+    return [_summed(images, axis, block, x, g).astype(dtype)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,59 +409,98 @@ def _product(names, a, b, options, summed=None, dtype=None):
     If a `dtype` is given the result is rounded to that.
 
     A batch dimension may be 1 in either array, which then does not vary along it. Those flagged in
-    `summed` are summed over; their size in the result is 1.
+    `summed` are summed over; their size in the result is 1. The dimensions of `names` are those of
+    the result in the order of the arrays.
     """
     of_a, of_b, of_out = names
     rank = a.ndim - len(of_a)
-    texts, shape = ["", "", ""], []
-    squeezed: list[list[int]] = [[], []]
-    for i, letter in zip(range(rank), string.ascii_uppercase, strict=False):
-        sizes = (a.shape[i], b.shape[i])
-        for n, size in enumerate(sizes):
-            if size == 1:
-                squeezed[n].append(i)
-            else:
-                texts[n] += letter
-        varies = sizes != (1, 1) and not (summed and summed[i])
-        texts[2] += letter if varies else ""
-        shape.append(max(sizes) if varies and 0 not in sizes else int(not varies))
+    batch = np.broadcast_shapes(a.shape[:rank], b.shape[:rank])
+    varies = [n != 1 and not (summed and summed[i]) for i, n in enumerate(batch)]
+    out = [i for i in range(rank) if varies[i]] + [*of_out]
     wide = accumulation_dtype(a, b)
+    (a, in_a), (b, in_b) = (
+        _without_ones(array, rank, letters) for array, letters in ((a, of_a), (b, of_b))
+    )
+    # What only one of them varies along is summed over before.
+    a, in_a = _sum_over([d for d in in_a if d not in in_b and d not in out], a, in_a)
+    b, in_b = _sum_over([d for d in in_b if d not in in_a and d not in out], b, in_b)
     if a.dtype != b.dtype:
         a, b = a.astype(wide), b.astype(wide)
-    result = jnp.einsum(
-        f"{texts[0]}{of_a},{texts[1]}{of_b}->{texts[2]}{of_out}",
-        jnp.squeeze(a, squeezed[0]),
-        jnp.squeeze(b, squeezed[1]),
+    shared = [d for d in in_a if d in in_b]
+    contracted, common = [d for d in shared if d not in out], [d for d in shared if d in out]
+    result = lax.dot_general(
+        a,
+        b,
+        tuple(
+            tuple([in_x.index(d) for d in dims] for in_x in (in_a, in_b))
+            for dims in (contracted, common)
+        ),
         precision=options.precision,
         preferred_element_type=dtype or wide,
     )
-    return result.reshape(*shape, *result.shape[result.ndim - len(of_out) :])
+    order = common + [d for d in in_a if d not in shared] + [d for d in in_b if d not in shared]
+    if order != out:
+        result = result.transpose([order.index(d) for d in out])
+    ones = [i for i in range(rank) if not varies[i]]
+    return lax.expand_dims(result, ones) if ones else result
 
 
-def _block(options: Options, platform: str | None, *arrays: jax.Array) -> int:
-    """How many images' patches may be made at a time; 0 where one's are too many."""
+def _without_ones(array, rank, letters):
+    """The array without batch dimensions of size 1, and the names of the others."""
+    ones = [i for i in range(rank) if array.shape[i] == 1]
+    names = [i for i in range(rank) if array.shape[i] != 1] + [*letters]
+    return lax.squeeze(array, ones) if ones else array, names
+
+
+def _sum_over(dims, array, names):
+    if not dims:
+        return array, names
+    total = _wide(array).sum([names.index(d) for d in dims])
+    return total, [name for name in names if name not in dims]
+
+
+def _block(
+    options: Options, platform: str | None, *arrays: jax.Array, dtype: Any = None
+) -> tuple[int, Slabs | None]:
+    """How many images' patches may be made at a time; with 0, what of one image's may be.
+
+    The `dtype` is that of the patches, if it is wider than that of all arrays.
+    """
     images = arrays[0]
-    rank = _rank(options)
-    axis = images.ndim - 2 - rank
+    axis = images.ndim - 2 - _rank(options)
     rows = images.shape[axis]
     batch = np.broadcast_shapes(*(a.shape[:axis] for a in arrays))
     windows = options.windows
-    entries = math.prod((*batch, *windows.outs, *windows.taps))
     channels = options.fan_in * (images.shape[-1] if options.is_depthwise else 1)
-    image_bytes = entries * channels * max(a.dtype.itemsize for a in arrays)
+    itemsize = max(d.itemsize for d in (*(a.dtype for a in arrays), dtype or arrays[0].dtype))
+    window_bytes = math.prod((*batch, *windows.taps)) * channels * itemsize
+    image_bytes = window_bytes * math.prod(windows.outs)
     most = _BLOCK_BYTES if platform == "cpu" else _DEVICE_BLOCK_BYTES
-    return rows if image_bytes == 0 else most // image_bytes
+    if image_bytes == 0:
+        return rows, None
+    # The patches of single entries are the image.
+    fits = image_bytes <= most or windows.are_entries
+    return most // image_bytes, None if fits else Slabs.of(windows, most // window_bytes)
 
 
-def _is_faster_by_xla(options: Options, platform: str | None, block: int, images, kernel):
-    """Whether XLA's convolution takes the place of patches: of float32, and too many of them."""
-    rank = _rank(options)
+def _is_faster_by_xla(
+    options: Options, platform: str | None, block: int, dtype: Any, images, kernel
+):
+    """Whether XLA's convolution takes the place of patches, of which there are too many.
+
+    On CPUs that is so of float32. On other devices, which have more memory, it is so where the
+    patches of one image are too many: in three dimensions it was measured to be faster on GPUs.
+    """
+    if images.ndim != _rank(options) + 2 or kernel.ndim != images.ndim or options.is_depthwise:
+        return False
+    if platform == "cpu":
+        return block < images.shape[0] and images.dtype == kernel.dtype == jnp.float32
     return (
-        platform == "cpu"
-        and images.ndim == kernel.ndim == rank + 2
-        and block < images.shape[0]
-        and images.dtype == kernel.dtype == jnp.float32
-        and not options.is_depthwise
+        block == 0
+        and images.shape[0] > 0
+        and not options.windows.are_entries
+        and images.dtype == kernel.dtype == dtype
+        and dtype != jnp.float64
     )
 
 
@@ -654,8 +716,7 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     summed = dtype if dbias is None else _wide_dtype(*primals[:2], dtype)
     dy = _tangent(_forward_operator, primals[:2], live, dtype=np.dtype(summed), **plain)
     if dbias is not None:
-        spread = jnp.broadcast_to(_over_pixels(dbias, options), y.shape)
-        spread = compat.reshard_like(spread, jax.typeof(y)).astype(summed)
+        spread = rules.broadcast_like(_over_pixels(dbias, options), jax.typeof(y)).astype(summed)
         dy = spread if dy is None else compat.reshard_like(dy, jax.typeof(y)) + spread
     dy = compat.reshard_like(dy.astype(dtype), jax.typeof(y))
     return [y], [dy if activation is None else jnp.where(y > 0, dy, jnp.zeros_like(dy))]

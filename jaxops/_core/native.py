@@ -165,7 +165,7 @@ def status() -> list[PlatformStatus]:
 
 
 class NoKernelWarning(UserWarning):
-    """Operators run their reference in `jax.numpy` on a platform that could have kernels."""
+    """A call that has no kernel here runs in plain JAX."""
 
 
 def missing_kernels(platform: str) -> str | None:

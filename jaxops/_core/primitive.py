@@ -250,20 +250,30 @@ class Operator:
             )
         mesh = operands[0].sharding.mesh
         axes: dict[str, Any] = {}
+
+        def names(entry):
+            return (entry,) if isinstance(entry, str) else entry or ()
+
+        def parts(entry):
+            return math.prod(mesh.shape[a] for a in names(entry))
+
         for x, term in zip(operands, call.signature.operands, strict=True):
             for dim, entry in zip(term, x.sharding.spec, strict=False):
                 if entry is not None and dim:
-                    axes.setdefault(self._shared(dim), entry)
+                    shared = self._shared(dim)
+                    axes.setdefault(shared, entry)
+                    # Contiguous parts of (heads depth) are whole heads where they divide these.
+                    if call.sizes[shared[0]] % parts(entry) == 0:
+                        axes.setdefault(shared[:1], entry)
 
         def spec(term):
             # What two operands have over the same axes, a result may have in two dimensions.
             found, used = [], set()
             for dim, size in zip(term, call.shape(term), strict=True):
                 entry = axes.get(self._shared(dim))
-                names = (entry,) if isinstance(entry, str) else entry or ()
-                parts = math.prod(mesh.shape[a] for a in names)
-                found.append(entry if size % parts == 0 and not used & set(names) else None)
-                used |= set(names) if found[-1] else set()
+                is_free = size % parts(entry) == 0 and not used & set(names(entry))
+                found.append(entry if is_free else None)
+                used |= set(names(entry)) if is_free else set()
             return P(*found)
 
         return [
@@ -344,30 +354,32 @@ class Operator:
         return partitioned
 
     def _lower(self, ctx, *values, **params):
-        if compat.exporting(ctx) and compat.partitions(ctx):
+        if compat.partitions(ctx):
+            call = self._partitioned_call(ctx, params)
+        else:
+            call = functools.partial(self._local.bind, **params)
+        results = _lower_fun(jax.named_scope(f"jaxops.{self.name}")(call))(ctx, *values)
+        compat.let_pickle(ctx)
+        return compat.with_output_sharding(ctx, results)
+
+    def _partitioned_call(self, ctx, params):
+        if compat.exporting(ctx):
             raise NotImplementedError(
                 f"{self.name}: a jit over several devices cannot be exported, because partitioning "
                 "it calls back into this process. Wrap the computation in jax.shard_map, or export "
                 "it for one device."
             )
-        if compat.partitions(ctx) and not jax.config.jax_use_shardy_partitioner:
+        if not jax.config.jax_use_shardy_partitioner:
             raise NotImplementedError(
                 f"{self.name}: arrays on several devices need the Shardy partitioner, which "
                 "jax_use_shardy_partitioner=False turns off. Leave it on, or wrap the computation "
                 "in jax.shard_map."
             )
-        static = _Static(
-            tuple(params.items()),
-            any(map(compat.is_manual, ctx.avals_in)),
-            compat.Settings.current(),
-        )
+        is_manual = any(map(compat.is_manual, ctx.avals_in))
+        static = _Static(tuple(params.items()), is_manual, compat.Settings.current())
+        digest = cache_key.digest(self.name, static, compat.mesh_shapes(ctx))
         call = functools.partial(self._partitioned, static)
-        if compat.partitions(ctx):
-            digest = cache_key.digest(self.name, static, compat.mesh_shapes(ctx))
-            call = compat.with_metadata(call, jaxops_digest=digest)
-        results = _lower_fun(jax.named_scope(f"jaxops.{self.name}")(call))(ctx, *values)
-        compat.let_pickle(ctx)
-        return compat.with_output_sharding(ctx, results)
+        return compat.with_metadata(call, jaxops_digest=digest)
 
     def _run_reference(self, *operands, **params):
         return list(self._reference(*operands, **params))

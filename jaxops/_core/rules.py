@@ -44,11 +44,21 @@ def unbroadcast(array: jax.Array, batch: Sequence[int]) -> jax.Array:
     return array.sum(axes, keepdims=True) if axes else array
 
 
+def broadcast_like(array: jax.Array, like) -> jax.Array:
+    """`array` with the shape of the type `like`, and on explicit meshes with its sharding.
+
+    An array that is broadcast first and moved then has a cotangent that is moved, which gathers
+    all of it, before it is summed.
+    """
+    is_explicit = jax.sharding.AxisType.Explicit in like.sharding.mesh.axis_types
+    return jnp.broadcast_to(array, like.shape, out_sharding=like.sharding if is_explicit else None)
+
+
 def fit(array: jax.Array, like, core_rank: int = 2) -> jax.Array:
     """A cotangent of the type `like`: batch dimensions summed or broadcast, resharded, cast."""
     summed = unbroadcast(array, like.shape[: like.ndim - core_rank]).astype(like.dtype)
     if summed.shape != like.shape:
-        summed = jnp.broadcast_to(summed, like.shape)
+        return broadcast_like(summed, like)
     return compat.reshard_like(summed, like)
 
 

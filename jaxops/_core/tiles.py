@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from jaxops._core import checks, compat, native
+from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.windows import Windows
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
@@ -184,6 +185,21 @@ def _is_direct(fan_in: int, fan_out: int, groups: int) -> bool:
 
 def _up_to_units(channels: int, unit: int) -> int:
     return -(-channels // unit) * unit
+
+
+def operands(
+    platform: str | None, dtype: Any, a: jax.Array, b: jax.Array
+) -> tuple[jax.Array, jax.Array, np.dtype]:
+    """Operands of a result of `dtype` as there are kernels for them, and the dtype of their result.
+
+    Kernels take operands of one dtype; results have that too, or float32 where it has 16 bits.
+    """
+    if platform != "cuda":
+        return a, b, dtype
+    wide = accumulation_dtype(a, b, dtype)
+    if a.dtype != b.dtype or wide == np.float64:
+        a, b = a.astype(wide), b.astype(wide)
+    return a, b, dtype if dtype == a.dtype else wide
 
 
 def find_form(

@@ -502,10 +502,12 @@ def _spread(spec, placement, platform, kind: AxisType) -> _Spread:
     )
 
 
-def _check_program(spec, case: _Spread, function, with_gradient, expected, what) -> list:
+def _check_program(
+    spec, case: _Spread, function, with_gradient, expected, what, options=None
+) -> list:
     """Compiles, counts the collectives and compares; returns the results on their devices."""
     inputs = (case.cotangents, *case.placed) if with_gradient else case.placed
-    program = compile_without_loops(function, *inputs)
+    program = compile_without_loops(function, *inputs, options=options)
     found = collectives(program)
     counts = f"{what}: the compiled program has the collectives {found}, expected {expected}"
     if case.mesh.devices.flat[0].platform == "cpu":
@@ -584,8 +586,9 @@ def shard_map(spec: OperatorSpec, platform: Platform) -> None:
 
 @_capability("explicit mesh")
 def explicit_mesh(spec: OperatorSpec, platform: Platform) -> None:
-    """On a mesh of explicit axes, results and gradients are typed with the arguments' sharding."""
+    """On a mesh of explicit axes, types follow the arguments, collectives are those declared."""
     dtype = _widest(spec)
+    options = hasty_options(platform)
 
     def assert_typed(arrays, specs, what):
         for array, expected in zip(arrays, specs, strict=True):
@@ -596,19 +599,32 @@ def explicit_mesh(spec: OperatorSpec, platform: Platform) -> None:
         case = _spread(spec, placement, platform, AxisType.Explicit)
         what = f"explicitly sharded by {placement.name}"
         with _arguments_decide_devices(), jax.set_mesh(case.mesh):
-            for name, function in (("eager", spec.function), ("jit", jax.jit(spec.function))):
+            compiled = jax.jit(spec.function, compiler_options=options)
+            for name, function in (("eager", spec.function), ("jit", compiled)):
                 results = leaves(function(*case.placed))
                 assert_typed(results, placement.results, f"{what}, the {name} result")
                 where = f"{what}, {name}"
                 assert_value(spec, host(results), case.value, case.arguments, where, dtype)
             if not spec.differentiable:
                 continue
-            function = jax.jit(vjp_of(spec.function, spec.differentiable))
-            results, gradients = function(case.cotangents, *case.placed)
-            expected = [placement.arguments[i] for i in spec.differentiable]
-            assert_typed(gradients, expected, f"{what}, the gradient")
-            got = host((results, gradients))
-            assert_vjp(spec, got, case.vjp, case.arguments, f"{what}, gradient", dtype)
+            whole = vjp_of(spec.function, spec.differentiable)
+            arrays = _check_program(
+                spec, case, whole, True, placement.backward, f"{what}, value and gradient", options
+            )
+            expected = (*placement.results, *(placement.arguments[i] for i in spec.differentiable))
+            assert_typed(arrays, expected, f"{what}, the result or gradient")
+
+            # The rules for one argument alone may be others than those for all of them.
+            def one_by_one(cotangents, *arguments):
+                moving = [vjp_of(spec.function, (i,)) for i in spec.differentiable]
+                return [function(cotangents, *arguments)[1] for function in moving]
+
+            inputs = case.cotangents, *case.placed
+            found = collectives(compile_without_loops(one_by_one, *inputs, options=options))
+            assert found.keys() <= placement.backward.keys(), (
+                f"{what}, gradients by one argument: the compiled program has the collectives "
+                f"{found}, expected none but {list(placement.backward)}"
+            )
 
 
 def _arguments_decide_devices() -> contextlib.AbstractContextManager:

@@ -100,19 +100,18 @@ _BAD_INPUTS = (
 )
 
 
-def _placements(*, depthwise):
+def _placements(*, depthwise, bias):
     """By images, by output channels, and by both."""
 
     def placement(name, axes, row, channel):
-        # Every device has a part of the images, or of what an image's gradient is the sum of.
+        # Every device has a part of the images, or of what an image's gradient is the sum of. XLA
+        # joins the sums over images of the gradients by kernel and bias.
         sums = (row is not None) + (channel is not None and not depthwise)
+        shared = (P(None, None, None, channel), *([P(channel)] if bias else []))
         return Placement(
             name=name,
             axes=axes,
-            arguments=(
-                P(row, None, None, channel if depthwise else None),
-                P(None, None, None, channel),
-            ),
+            arguments=(P(row, None, None, channel if depthwise else None), *shared),
             results=(P(row, None, None, channel),),
             backward={"all-reduce": sums} if sums else {},
         )
@@ -132,7 +131,7 @@ def _calls(platform, *, depthwise, passes):
     return {"jaxops_im2col": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
 
 
-def _spec(variant, *, fans, large, strides, low, high, dilation):
+def _spec(variant, *, fans, large, strides, low, high, dilation, bias=False, activation=None):
     """`fans` are the channels of a group, input and output; there are three groups of one each."""
     ins, taps = (5, 4), (3, 2)
     outs = tuple(
@@ -143,18 +142,26 @@ def _spec(variant, *, fans, large, strides, low, high, dilation):
 
     def arguments(rng, dtype, rows=2, fan_in=fans[0], fan_out=fans[1], groups=None):
         groups = groups or (3 if depthwise else 1)
-        x = normal(rng, (rows, *ins, groups * fan_in), dtype)
-        return x, normal(rng, (*taps, fan_in, groups * fan_out), dtype)
+        shapes = [(rows, *ins, groups * fan_in), (*taps, fan_in, groups * fan_out)]
+        shapes += [(groups * fan_out,)] if bias else []
+        return tuple(normal(rng, shape, dtype) for shape in shapes)
 
     def options(x):
         groups = x.shape[-1] if depthwise else 1
         return {"strides": strides, "dilation": dilation, "groups": groups}
 
-    def function(x, kernel):
+    def function(x, kernel, bias=None):
+        finish = {"bias": bias, "activation": activation}
         padding = tuple(zip(low, high, strict=True))
-        return jaxops.conv2d(x, kernel, padding=padding, precision="highest", **options(x))
+        return jaxops.conv2d(
+            x, kernel, padding=padding, precision="highest", **finish, **options(x)
+        )
 
-    def terms(x, kernel):
+    def of_reference(x, kernel, bias=None):
+        finish = {"bias": bias, "activation": activation}
+        return reference.conv(x, kernel, outs=outs, low=low, **finish, **options(x))
+
+    def terms(x, kernel, *_):
         images = x.shape[0] * math.prod(outs)
         return max(images, math.prod(kernel.shape[:3]), math.prod(taps) * kernel.shape[3])
 
@@ -172,16 +179,16 @@ def _spec(variant, *, fans, large, strides, low, high, dilation):
         operator="conv2d",
         variant=variant,
         function=function,
-        reference=lambda x, kernel: reference.conv(x, kernel, outs=outs, low=low, **options(x)),
+        reference=of_reference,
         arguments=arguments,
         large=functools.partial(arguments, rows=8, **large),
-        differentiable=(0, 1),
+        differentiable=(0, 1, 2) if bias else (0, 1),
         calls=functools.partial(calls, passes=1),
         vjp_calls=functools.partial(calls, passes=3),
-        value_terms=lambda x, kernel: math.prod(kernel.shape[:-1]),
+        value_terms=lambda x, kernel, *_: math.prod(kernel.shape[:-1]) + bias,
         vjp_terms=lambda *arguments: 4 * terms(*arguments),
         vjp_roundings=1,
-        placements=tuple(_placements(depthwise=depthwise)),
+        placements=tuple(_placements(depthwise=depthwise, bias=bias)),
         empty={name: functools.partial(arguments, **n) for name, n in empty.items()},
         bad_inputs=_BAD_INPUTS,
         padded_reach={1: reach} if depthwise else {},
@@ -279,13 +286,15 @@ def _transposed_spec():
 
 SPECS = (
     _spec(
-        "strides",
+        "strides, bias, relu",
         fans=(3, 2),
         large={"fan_in": 8, "fan_out": 16},
         strides=(2, 1),
         low=(1, 0),
         high=(1, 1),
         dilation=(1, 1),
+        bias=True,
+        activation="relu",
     ),
     _spec(
         "depthwise, dilated",
