@@ -169,7 +169,7 @@ def assert_derivatives(function, y, z, gammas, every, dtype, device):
             if abs(want) > float(info.max):
                 assert np.isinf(got), case
             else:
-                near = 400 * float(info.eps) * abs(want) + 1000 * float(info.tiny) + 1e-55
+                near = 1000 * float(info.eps) * abs(want) + 1000 * float(info.tiny) + 1e-55
                 assert abs(got - want) <= near, case
 
 
