@@ -33,6 +33,9 @@ CASES = [
     *focal("odd", (100_003, 365), ["float32", "bfloat16"]),
     *focal("odd", (50_001, 1_203), "float32"),
     *focal("odd", (191_772, 80), "float64"),
+    *focal("odd", (191_772, 80), "float32", gamma=[1.5, 2.0], labels="soft"),
+    *focal("odd", (191_772, 80), "float64", gamma=1.5, labels="soft"),
+    *focal("odd", (191_772, 80), "float32", labels="bool"),
 ]
 # fmt: on
 for rows in (2**n for n in range(6, 21, 2)):
@@ -42,9 +45,14 @@ for rows in (2**n for n in range(6, 21, 2)):
 def arguments(case, key):
     rows, classes = case.shape
     of_logits, of_labels = jax.random.split(key)
+    logits = normal(of_logits, (rows, classes), case.dtype)
+    if case.options.get("labels") == "soft":
+        return logits, jax.random.uniform(of_labels, logits.shape).astype(logits.dtype)
+    if case.options.get("labels") == "bool":
+        return logits, jax.random.bernoulli(of_labels, 0.01, logits.shape)
     # As in detection, most rows are background.
     labels = jax.random.randint(of_labels, (rows,), -9 * classes, classes)
-    return normal(of_logits, (rows, classes), case.dtype), jnp.maximum(labels, -1)
+    return logits, jnp.maximum(labels, -1)
 
 
 def normalizer(case: Case) -> float:
@@ -57,8 +65,24 @@ def ours(case):
     return functools.partial(jaxops.sigmoid_focal_loss, gamma=case.options["gamma"], **options)
 
 
+def by_targets(case):
+    gamma = case.options["gamma"]
+
+    def function(logits, labels):
+        z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        y = labels.astype(z.dtype)
+        p = jax.nn.sigmoid(z)
+        wrong = y * (1 - p) + (1 - y) * p
+        entropy = y * jax.nn.softplus(-z) + (1 - y) * jax.nn.softplus(z)
+        return jnp.sum((0.25 * y + 0.75 * (1 - y)) * wrong**gamma * entropy) / normalizer(case)
+
+    return function
+
+
 def by_iota(case):
     """Labels are compared with an iota, so that XLA makes no one-hot array."""
+    if "labels" in case.options:
+        return by_targets(case)
     gamma = case.options["gamma"]
 
     def function(logits, labels):
@@ -77,7 +101,9 @@ def by_optax(case):
 
     def function(logits, labels):
         z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        one_hot = jax.nn.one_hot(labels, z.shape[1], dtype=z.dtype)
+        has_targets = labels.ndim == 2
+        one_hot = labels if has_targets else jax.nn.one_hot(labels, z.shape[1], dtype=z.dtype)
+        one_hot = one_hot.astype(z.dtype)
         loss = optax.losses.sigmoid_focal_loss(z, one_hot, alpha=0.25, gamma=case.options["gamma"])
         return loss.sum() / normalizer(case)
 
@@ -91,8 +117,9 @@ def torch_loss(case):
 
     def function(logits, labels):
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        target = labels[:, None] == torch.arange(z.shape[1], device=z.device)
-        target = target.to(z.dtype)
+        has_targets = labels.ndim == 2
+        ids = torch.arange(z.shape[1], device=z.device)
+        target = (labels if has_targets else labels[:, None] == ids).to(z.dtype)
         entropy = torch.nn.functional.binary_cross_entropy_with_logits(z, target, reduction="none")
         p = torch.sigmoid(z)
         wrong = p * (1 - target) + (1 - p) * target
@@ -115,8 +142,10 @@ def torch_compiled(case):
 def cost(case: Case, direction: Direction) -> Cost:
     rows, classes = case.shape
     passes = 1 if direction.name == "forward" else 2
+    itemsize = jnp.dtype(case.dtype).itemsize
+    label_bytes = {"soft": itemsize * classes, "bool": classes}.get(case.options.get("labels"), 4)
     return Cost(
-        bytes=passes * rows * classes * jnp.dtype(case.dtype).itemsize + 4 * rows,
+        bytes=passes * rows * classes * itemsize + label_bytes * rows,
         special=2 * rows * classes,
     )
 

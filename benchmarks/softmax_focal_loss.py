@@ -1,4 +1,7 @@
-"""softmax_focal_loss, a mean over rows, against XLA and PyTorch. Shapes are (rows, classes)."""
+"""softmax_focal_loss, a mean over rows, against XLA and PyTorch. Shapes are (rows, classes).
+
+With the option `entries`, the rows are those of so many means of equal length, made by vmap.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ CASES = [
     *cases("large", (8_192, 32_000), ["float32", "bfloat16"]),
     *cases("odd", (1_000_003, 7), "float32"),
     *cases("odd", (50_001, 1_203), "float32"),
+    *cases("odd", (300_000, 10), "float32", entries=300_000),
+    *cases("odd", (1_200_000, 10), "float32", entries=300_000),
 ]
 # fmt: on
 for rows in (2**n for n in range(6, 21, 2)):
@@ -31,20 +36,34 @@ def arguments(case, key):
     return normal(of_logits, (rows, classes), case.dtype), labels
 
 
+def by_entries(case, mean):
+    """The mean of every row, or the sum over entries of the means of their rows."""
+    entries = case.options.get("entries")
+    if entries is None:
+        return mean
+
+    def function(logits, labels):
+        shape = (entries, len(labels) // entries)
+        means = jax.vmap(mean)(logits.reshape(*shape, -1), labels.reshape(shape))
+        return jnp.sum(means)
+
+    return function
+
+
 def ours(case):
-    del case
-    return lambda logits, labels: jaxops.softmax_focal_loss(logits, labels, reduction="mean")
+    def mean(logits, labels):
+        return jaxops.softmax_focal_loss(logits, labels, reduction="mean")
+
+    return by_entries(case, mean)
 
 
 def by_log_softmax(case):
-    del case
-
     def function(logits, labels):
         z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         log_p = jnp.take_along_axis(jax.nn.log_softmax(z), labels[:, None], axis=1)
         return jnp.mean(-0.25 * jnp.square(1 - jnp.exp(log_p)) * log_p)
 
-    return function
+    return by_entries(case, function)
 
 
 def torch_loss(case):
@@ -53,7 +72,9 @@ def torch_loss(case):
     def function(logits, labels):
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         entropy = torch.nn.functional.cross_entropy(z, labels.long(), reduction="none")
-        return (0.25 * (1 - torch.exp(-entropy)) ** 2 * entropy).mean()
+        # The sum of the means of entries that are equally long.
+        total = (0.25 * (1 - torch.exp(-entropy)) ** 2 * entropy).mean()
+        return total * case.options.get("entries", 1)
 
     return with_unit_gradient(torch.compile(function, dynamic=False, fullgraph=True))
 

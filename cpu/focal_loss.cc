@@ -42,6 +42,7 @@ void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<voi
 template <typename A, typename Call>
 void StoreSums(const Call& args, const std::vector<double>& sums, int64_t splits) {
   if (args.sum == nullptr) return;
+  const GradualUnderflow exact;
   for (int64_t i = 0; i < args.batch.size(); ++i) {
     const auto first = sums.begin() + i * splits;
     const double total = std::accumulate(first, first + splits, 0.0);
@@ -172,62 +173,127 @@ class SigmoidEntry {
   const A* parameters_;
 };
 
+// Short entries of a batch that make a task together; `splits` tasks make one that is long.
+int64_t EntriesPerTask(int64_t splits, int64_t task_size, int64_t entry_size) {
+  return splits == 1 ? std::max<int64_t>(1, task_size / entry_size) : 1;
+}
+
 template <typename A>
 void RunSigmoidAs(const Sigmoid& args, const ParallelFor& parallel_for) {
   const int64_t entries = args.batch.size();
   const int64_t size = args.rows * args.classes;
   const int64_t splits = CeilDiv(size, kTask);
+  const int64_t task_entries = EntriesPerTask(splits, kTask, size);
   std::vector<double> sums(args.sum == nullptr ? 0 : entries * splits);
-  Run(entries * splits, parallel_for, [&](int64_t task) {
+  Run(CeilDiv(entries, task_entries) * splits, parallel_for, [&](int64_t task) {
     const int64_t begin = task % splits * kTask;
-    const SigmoidEntry<A> entry(args, task / splits);
-    const double sum = entry.Compute(BestKernels(), begin, std::min(size, begin + kTask));
-    if (args.sum != nullptr) sums[task] = sum;
+    const int64_t first = task / splits * task_entries;
+    for (int64_t i = first; i < std::min(entries, first + task_entries); ++i) {
+      const SigmoidEntry<A> entry(args, i);
+      const double sum = entry.Compute(BestKernels(), begin, std::min(size, begin + kTask));
+      if (args.sum != nullptr) sums[i * splits + task % splits] = sum;
+    }
   });
   StoreSums<A>(args, sums, splits);
 }
 
-// A is the arithmetic type.
+// The rows of a softmax's task: some of one batch entry, or all of several. A is the arithmetic
+// type.
+template <typename A>
+class SoftmaxTask {
+ public:
+  // Rows [begin, begin + rows) of each of at most `entries` entries.
+  SoftmaxTask(const Softmax& args, int64_t begin, int64_t rows, int64_t entries)
+      : args_(args), begin_(begin), rows_(rows), factor_(entries * rows) {
+    if (args.sum != nullptr) losses_.resize(entries * rows);
+  }
+
+  // Computes entries [first, last); sums[i * stride] becomes the sum of entry i.
+  void Compute(int64_t first, int64_t last, double* sums, int64_t stride) {
+    while (first < last) {
+      int64_t end = first + 1;
+      while (end < last && Follows(end)) ++end;
+      ComputeTogether(first, end);
+      if (args_.sum != nullptr) {
+        for (auto loss = losses_.begin(); first < end; ++first, loss += rows_) {
+          sums[first * stride] = std::accumulate(loss, loss + rows_, 0.0);
+        }
+      }
+      first = end;
+    }
+  }
+
+ private:
+  const A* ArrayOf(const void* base, Softmax::Operand operand, int64_t entry) const {
+    return static_cast<const A*>(base) + args_.batch.Offset(entry, operand);
+  }
+  A Gamma(int64_t entry) const { return *ArrayOf(args_.gamma, Softmax::kGamma, entry); }
+
+  // Whether the rows of an entry are next to those of the entry before, with the same exponent.
+  bool Follows(int64_t entry) const {
+    const auto step = [&](Softmax::Operand operand) {
+      return args_.batch.Offset(entry, operand) - args_.batch.Offset(entry - 1, operand);
+    };
+    const int64_t size = rows_ * args_.classes;
+    return step(Softmax::kLogits) == size && step(Softmax::kLabels) == rows_ &&
+           (args_.gradient == nullptr || step(Softmax::kResult) == size) &&
+           (args_.loss == nullptr || step(Softmax::kResult) == rows_) &&
+           Gamma(entry) == Gamma(entry - 1);
+  }
+
+  // Computes entries that follow each other.
+  void ComputeTogether(int64_t first, int64_t last) {
+    A* factor = factor_.data();
+    for (int64_t entry = first; entry < last; ++entry, factor += rows_) {
+      const A scale = args_.scale == nullptr ? A(1) : *ArrayOf(args_.scale, Softmax::kScale, entry);
+      std::fill_n(factor, rows_, scale);
+      if (args_.weight == nullptr) continue;
+      const A* weight = ArrayOf(args_.weight, Softmax::kWeight, entry) + begin_;
+      for (int64_t row = 0; row < rows_; ++row) factor[row] *= weight[row];
+    }
+    Rows rows = {};
+    rows.dtype = args_.dtype;
+    rows.power = args_.power;
+    rows.gamma = Gamma(first);
+    rows.rows = (last - first) * rows_;
+    rows.classes = args_.classes;
+    const int64_t skipped = begin_ * args_.classes;
+    const int64_t logits = args_.batch.Offset(first, Softmax::kLogits) + skipped;
+    rows.logits = At(args_.logits, logits, args_.dtype);
+    rows.labels = args_.labels + args_.batch.Offset(first, Softmax::kLabels) + begin_;
+    rows.factor = factor_.data();
+    const int64_t result = args_.batch.Offset(first, Softmax::kResult);
+    rows.gradient = At(args_.gradient, result + skipped, args_.dtype);
+    if (args_.sum != nullptr) {
+      rows.loss = losses_.data();
+    } else if (args_.loss != nullptr) {
+      rows.loss = static_cast<A*>(args_.loss) + result + begin_;
+    }
+    BestKernels().rows(rows);
+  }
+
+  const Softmax& args_;
+  int64_t begin_;
+  int64_t rows_;
+  std::vector<A> factor_;
+  std::vector<A> losses_;  // where only their sum is wanted
+};
+
 template <typename A>
 void RunSoftmaxAs(const Softmax& args, const ParallelFor& parallel_for) {
-  const Kernels& kernels = BestKernels();
   const int64_t entries = args.batch.size();
   const int64_t task_rows =
       std::max<int64_t>(kMaxLanes, kTask / std::max<int64_t>(1, args.classes));
   const int64_t splits = CeilDiv(args.rows, task_rows);
+  const int64_t task_entries = EntriesPerTask(splits, task_rows, args.rows);
   std::vector<double> sums(args.sum == nullptr ? 0 : entries * splits);
-  Run(entries * splits, parallel_for, [&](int64_t task) {
-    const int64_t entry = task / splits;
-    const int64_t begin = task % splits * task_rows;
-    const auto at = [&](const void* base, Softmax::Operand operand, int64_t element = 0) {
-      return static_cast<const A*>(base) + args.batch.Offset(entry, operand) + element;
-    };
-    Rows rows = {};
-    rows.dtype = args.dtype;
-    rows.power = args.power;
-    rows.gamma = *at(args.gamma, Softmax::kGamma);
-    rows.rows = std::min(task_rows, args.rows - begin);
-    rows.classes = args.classes;
-    const int64_t logits = args.batch.Offset(entry, Softmax::kLogits) + begin * args.classes;
-    rows.logits = At(args.logits, logits, args.dtype);
-    rows.labels = args.labels + args.batch.Offset(entry, Softmax::kLabels) + begin;
-    std::vector<A> factor(rows.rows,
-                          args.scale == nullptr ? A(1) : *at(args.scale, Softmax::kScale));
-    if (args.weight != nullptr) {
-      const A* weight = at(args.weight, Softmax::kWeight, begin);
-      for (int64_t row = 0; row < rows.rows; ++row) factor[row] *= weight[row];
-    }
-    rows.factor = factor.data();
-    const int64_t result = args.batch.Offset(entry, Softmax::kResult);
-    rows.gradient = At(args.gradient, result + begin * args.classes, args.dtype);
-    std::vector<A> losses(args.sum == nullptr ? 0 : rows.rows);
-    if (args.sum != nullptr) {
-      rows.loss = losses.data();
-    } else if (args.loss != nullptr) {
-      rows.loss = static_cast<A*>(args.loss) + result + begin;
-    }
-    kernels.rows(rows);
-    if (args.sum != nullptr) sums[task] = std::accumulate(losses.begin(), losses.end(), 0.0);
+  Run(CeilDiv(entries, task_entries) * splits, parallel_for, [&](int64_t task) {
+    const int64_t split = task % splits;
+    const int64_t begin = split * task_rows;
+    const int64_t first = task / splits * task_entries;
+    const int64_t last = std::min(entries, first + task_entries);
+    SoftmaxTask<A> rows(args, begin, std::min(task_rows, args.rows - begin), last - first);
+    rows.Compute(first, last, args.sum == nullptr ? nullptr : &sums[split], splits);
   });
   StoreSums<A>(args, sums, splits);
 }

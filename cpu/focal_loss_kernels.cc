@@ -63,7 +63,8 @@ JAXOPS_ALWAYS_INLINE Vec<A> ExpOfProduct(Vec<A> gamma, Vec<A> log_high, Vec<A> l
   const V back = sum - high;
   const V rest = (high - (sum - back)) + (low - back);
   const V power = Exp(sum);
-  return power + power * rest;
+  // The rest of an exponent of -infinity is not a number.
+  return power == 0 ? power : power + power * rest;
 }
 
 // `base` to the power gamma; log_high + log_low is its logarithm, for exponents that need it.
@@ -117,17 +118,18 @@ JAXOPS_ALWAYS_INLINE Focal<A> EvaluateLogit(Vec<A> x, Power power, A gamma) {
   return Evaluate<A>(Exp(-Abs(x)), x >= 0, positive, negative, V{}, power, gamma);
 }
 
-// Logarithms lane by lane, to twice the precision.
-JAXOPS_ALWAYS_INLINE void LongLog(Vec<float> x, Vec<float>& high, Vec<float>& low) {
-  for (int i = 0; i < kLanes<float>; ++i) {
-    const double log = __builtin_log(static_cast<double>(x[i]));
-    high[i] = static_cast<float>(log);
-    low[i] = static_cast<float>(log - high[i]);
-  }
-}
-JAXOPS_ALWAYS_INLINE void LongLog(Vec<double> x, Vec<double>& high, Vec<double>& low) {
-  for (int i = 0; i < kLanes<double>; ++i) high[i] = __builtin_log(x[i]);
-  low = Vec<double>{};
+// log(x) for 0 < x <= 1 as high + low, where low is about what high has rounded away.
+template <typename A>
+JAXOPS_ALWAYS_INLINE void LongLog(Vec<A> x, Vec<A>& high, Vec<A>& low) {
+  using V = Vec<A>;
+  constexpr int kLift = 64;  // makes subnormal numbers normal
+  const Int<A> is_tiny = x < Limits<A>::kTiny;
+  V exact, rest;
+  LogInParts(is_tiny ? x * A(0x1p64) : x, exact, rest);
+  exact -= is_tiny ? V{} + A(kLift) * Simd<A>::kLog2High : V{};
+  rest -= is_tiny ? V{} + A(kLift) * Simd<A>::kLog2Low : V{};
+  high = exact + rest;
+  low = rest - (high - exact);
 }
 
 // Of a logit z whose target y is between 0 and 1; `small` and `big` are the parts of y and 1 - y
@@ -148,7 +150,7 @@ JAXOPS_ALWAYS_INLINE Focal<A> EvaluateSoft(Vec<A> z, Vec<A> y, Power power, A ga
   const V entropy = log1p + (hard ? V{} : big * Abs(z));
   V log_high{}, log_low{};
   if (power == Power::kAny) {
-    LongLog(sum, log_high, log_low);
+    LongLog<A>(sum, log_high, log_low);
     log_high = hard ? -Abs(z) : log_high;
     log_low = hard ? V{} : log_low;
   }

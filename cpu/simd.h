@@ -301,9 +301,10 @@ JAXOPS_ALWAYS_INLINE V Log1p(V x) {
   return TwiceAtanh<V>(x / (x + A(2)));
 }
 
-// log(x) for x > 0 that is not subnormal, infinity and NaN among it.
+// log(x) for x > 0 that is not subnormal, as exact + rest: the first is a multiple of the high part
+// of log(2), and has no rounding.
 template <typename V>
-JAXOPS_ALWAYS_INLINE V Log(V x) {
+JAXOPS_ALWAYS_INLINE void LogInParts(V x, V& exact, V& rest) {
   using A = decltype(x[0] + 0);
   using T = Simd<A>;
   using Int = typename T::Int;
@@ -313,8 +314,16 @@ JAXOPS_ALWAYS_INLINE V Log(V x) {
   const V fraction = BitCast<V>(BitCast<Int>(x) - (power << T::kMantissaBits));
   const V exponent = __builtin_convertvector(power, V);
   const V log = TwiceAtanh<V>((fraction - A(1)) / (fraction + A(1)));
-  const V sum = exponent * T::kLog2High + (exponent * T::kLog2Low + log);
-  return x - x == 0 ? sum : x;
+  exact = exponent * T::kLog2High;
+  rest = exponent * T::kLog2Low + log;
+}
+
+// log(x) for x > 0 that is not subnormal, infinity and NaN among it.
+template <typename V>
+JAXOPS_ALWAYS_INLINE V Log(V x) {
+  V exact, rest;
+  LogInParts(x, exact, rest);
+  return x - x == 0 ? exact + rest : x;
 }
 
 // Rounds to a float so that rounding once more, to fewer bits, is as good as rounding once.

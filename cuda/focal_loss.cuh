@@ -159,7 +159,7 @@ __device__ __forceinline__ double ExpOfProduct(double gamma, double log_high, do
   const double back = sum - high;
   const double rest = (high - (sum - back)) + (low - back);
   const double power = ExpOfMagnitude<true>(sum);
-  return fma(power, rest, power);
+  return power == 0 ? power : fma(power, rest, power);
 }
 
 __device__ __forceinline__ float SquareRoot(float x) {

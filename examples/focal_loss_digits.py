@@ -42,14 +42,14 @@ class Classifier(nn.Module):
 
 
 def imbalanced_digits(seed: int):
-    """Training and held-out images with their labels: 0 for a nine, -1 for background."""
+    """Training and held-out images, and for each whether it is a nine, as (N, 1)."""
     images, digits = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     order = np.random.default_rng(seed).permutation(len(images))
     held_out, training = order[:600], order[600:]
     rare = training[digits[training] == RARE][:KEPT]
     training = np.concatenate([training[digits[training] != RARE], rare])
-    labels = np.where(digits == RARE, 0, -1).astype(np.int32)
+    labels = (digits == RARE)[:, None]  # the shape of the logits
     return (images[training], labels[training]), (images[held_out], labels[held_out])
 
 
@@ -79,7 +79,7 @@ def train(options, images, labels, steps: int, seed: int):
 def evaluate(params, images, labels) -> dict[str, float]:
     """The metrics of the rare class."""
     logits = np.asarray(Classifier().apply(params, images))[:, 0]
-    truth = labels == 0
+    truth = labels[:, 0]
     return {
         "average precision": float(average_precision_score(truth, logits)),
         "recall": float(recall_score(truth, logits > 0)),

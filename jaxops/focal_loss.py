@@ -45,6 +45,10 @@ def sigmoid_focal_loss(
 ) -> jax.Array:
     """Focal loss of independent classes: cross-entropy in which easy examples count less.
 
+    Targets 0 and 1 have the shape of logits, (..., C). Integers of shape (...,) are class ids, also
+    where there is one class: with logits (N, 1) and labels (N,), 0 is the class, and any other
+    label is background.
+
     With z a logit, y its target and ``p = sigmoid(z)``, an element's loss is
 
         ``-a (1 - p_t)^gamma (y log p + (1 - y) log(1 - p))``
@@ -54,16 +58,17 @@ def sigmoid_focal_loss(
 
     Args:
       logits: (..., C), float16, bfloat16, float32 or float64.
-      labels: integers (...,), the class of each row; a value outside [0, C) is background, which
-        has no class. Or floats (..., C), soft targets in [0, 1].
+      labels: (..., C), the target of each logit: floats in [0, 1], booleans, or integers 0 and 1
+        (with others the result is undefined). Or integers (...,), the class of each row; a value
+        outside [0, C) is background, which has no class.
       gamma: focusing parameter >= 0, a number or a scalar array, which may be traced. 0, 1/2, 1
         and 2, given as numbers, are the cheapest.
       alpha: weight of positive targets in [0, 1], a number or a scalar array; None weighs all by 1.
       class_weight: (C,), a factor of the rows of each class, or (C + 1,) with that of background
-        last, which is otherwise 1. Needs integer labels.
+        last, which is otherwise 1. Needs class ids as labels.
       sample_weight: (...,), a factor of each row.
       ignore_index: rows of this label have loss and gradient zero, whatever their logits, and do
-        not count in a mean. Needs integer labels.
+        not count in a mean. Needs class ids as labels.
       reduction: "none", "sum", or "mean": the sum divided by the number of rows not ignored (not
         that of elements), and 0 where there is no such row.
       normalizer: a number or scalar array, which may be traced. The result is the sum divided by
@@ -93,17 +98,19 @@ def sigmoid_focal_loss(
         normalizer,
         soft=True,
     )
-    gamma = _gamma(me, gamma)
+    gamma = _scalar(me, "gamma", gamma)
     alpha = None if alpha is None else _scalar(me, "alpha", alpha)
     if isinstance(alpha, float) and not 0 <= alpha <= 1:
         raise ValueError(f"{me}: alpha must be in [0, 1] or None, got {alpha}")
     dtype = call.dtype(call.labels if call.soft else None, class_weight, sample_weight)
+    _check_gamma(me, gamma, dtype)
     negative, positive = (1.0, 1.0) if alpha is None else (1.0 - alpha, alpha)
     weight = call.row_weight(dtype)
     logits = call.logits.astype(dtype) if dtype == jnp.float64 else call.logits
     labels = call.labels
     if call.soft and labels.dtype != logits.dtype:
-        labels = labels.astype(dtype)
+        # Integers and booleans are 0 or 1, in any dtype.
+        labels = labels.astype(dtype if labels.dtype in checks.FLOATS else logits.dtype)
     operands = [
         logits,
         labels,
@@ -177,12 +184,13 @@ def softmax_focal_loss(
         normalizer,
         soft=False,
     )
-    gamma = _gamma(me, gamma)
+    gamma = _scalar(me, "gamma", gamma)
     by_class = None
     if isinstance(alpha, (list, tuple)) or (checks.is_array(alpha) and jnp.ndim(alpha)):
         by_class = checks.float_array(me, "alpha", alpha, 1, "() or (C,)")
         checks.shape(me, "alpha", by_class, (call.classes,), "(C,), one entry a class")
     dtype = call.dtype(class_weight, sample_weight, by_class)
+    _check_gamma(me, gamma, dtype)
     labels = call.labels
     if call.ignored is not None:
         labels = jnp.where(labels == call.ignored, -1, labels)
@@ -251,24 +259,16 @@ class _Arguments:
             raise ValueError(f"{me}: logits must have shape (..., C), got shape ()")
         classes = logits.shape[-1]
         labels = checks.array(me, "labels", labels, "(...,)")
-        is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
-        if not is_integer and not (soft and labels.dtype in checks.FLOATS):
-            kinds = "integers, or floats of the shape of logits" if soft else "integers"
-            raise TypeError(f"{me}: labels must be {kinds}, got dtype {labels.dtype}")
-        expected, why = (
-            (logits.shape[:-1], "(...,), one class a row of logits")
-            if is_integer
-            else (logits.shape, "(..., C), soft targets of the shape of logits")
-        )
-        checks.shape(me, "labels", labels, expected, why)
-        if not is_integer:
+        is_target = _check_labels(me, labels, logits.shape, soft)
+        ignored = None
+        if is_target:
             for name, value in (("class_weight", class_weight), ("ignore_index", ignore_index)):
                 if value is not None:
                     raise ValueError(
-                        f"{me}: {name} needs integer labels, got labels of dtype {labels.dtype}"
+                        f"{me}: {name} needs class ids as labels, integers of shape (...,), got "
+                        f"targets of the shape of logits, of dtype {labels.dtype}"
                     )
-        ignored = None
-        if is_integer:
+        else:
             if ignore_index is not None:
                 ignore_index = checks.integer(me, "ignore_index", ignore_index)
             labels, ignored = _as_int32(labels, classes, ignore_index)
@@ -291,7 +291,7 @@ class _Arguments:
         return cls(
             logits,
             jnp.asarray(labels),
-            not is_integer,
+            is_target,
             ignored,
             class_weight,
             sample_weight,
@@ -340,12 +340,39 @@ class _Arguments:
         return 1 / jnp.maximum(counted, 1).astype(dtype)
 
 
+def _check_labels(me: str, labels, logits_shape: tuple[int, ...], soft: bool) -> bool:
+    """Whether labels are targets of each logit rather than class ids.
+
+    They are told apart by their shapes, of which one has a dimension more than the other.
+    """
+    is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
+    is_bool = labels.dtype == np.bool_
+    ids = "integers of shape (...,), class ids"
+    kinds = f"{ids}, or targets of the shape of logits" if soft else ids
+    known = is_integer or (soft and (is_bool or labels.dtype in checks.FLOATS))
+    misfit = labels.shape == (logits_shape[:-1] if is_bool else logits_shape)
+    if not known or (misfit and (is_bool or not soft)):
+        raise TypeError(
+            f"{me}: labels must be {kinds}, got dtype {labels.dtype} and shape {labels.shape}"
+        )
+    if soft and labels.shape == logits_shape:
+        return True
+    if not is_integer:
+        why = "(..., C), targets of the shape of logits"
+        checks.shape(me, "labels", labels, logits_shape, why)
+    why = "(...,), one class a row of logits"
+    if soft:
+        why += f"; or {logits_shape}, (..., C), targets 0 and 1"
+    checks.shape(me, "labels", labels, logits_shape[:-1], why)
+    return False
+
+
 def _as_int32(labels, classes: int, ignore_index: int | None):
     """Integer labels as int32, and which of them is ignored.
 
-    What int32 cannot hold is background, or the ignored label.
+    Those that are no class may all become the same one: they are background, or the ignored label.
     """
-    held = np.iinfo(labels.dtype)
+    held = jnp.iinfo(labels.dtype)
     if ignore_index is not None and not held.min <= ignore_index <= held.max:
         ignore_index = None
     int32 = np.iinfo(np.int32)
@@ -356,7 +383,9 @@ def _as_int32(labels, classes: int, ignore_index: int | None):
     narrow = library.where(known, labels.astype(np.int32), np.int32(-1))
     if ignore_index is None:
         return narrow, None
-    return library.where(labels == ignore_index, np.int32(-2), narrow), -2
+    # As an array: JAX takes a number for an int32.
+    is_ignored = labels == np.asarray(ignore_index, labels.dtype)
+    return library.where(is_ignored, np.int32(-2), narrow), -2
 
 
 def _scalar(me: str, argument: str, value: Any, integers: bool = False) -> float | jax.Array:
@@ -366,19 +395,18 @@ def _scalar(me: str, argument: str, value: Any, integers: bool = False) -> float
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
         return float(value)
     kinds = (jnp.floating, jnp.integer) if integers else (jnp.floating,)
-    if not isinstance(value, jax.Array) or not any(jnp.issubdtype(value.dtype, k) for k in kinds):
-        got = value.dtype if isinstance(value, (jax.Array, np.ndarray)) else type(value).__name__
+    is_array = isinstance(value, (jax.Array, np.ndarray))
+    if not is_array or not any(jnp.issubdtype(value.dtype, k) for k in kinds):
+        got = value.dtype if is_array else type(value).__name__
         raise TypeError(f"{me}: {argument} must be a number or a float scalar array, got {got}")
     if value.ndim:
         raise ValueError(f"{me}: {argument} must be a scalar, got shape {value.shape}")
     return value
 
 
-def _gamma(me: str, value: Any) -> float | jax.Array:
-    gamma = _scalar(me, "gamma", value)
-    if isinstance(gamma, float) and not (gamma >= 0 and math.isfinite(gamma)):
-        raise ValueError(f"{me}: gamma must be finite and >= 0, got {gamma}")
-    return gamma
+def _check_gamma(me: str, gamma: float | jax.Array, dtype: jnp.dtype):
+    if isinstance(gamma, float) and not 0 <= gamma <= float(jnp.finfo(dtype).max):
+        raise ValueError(f"{me}: gamma must be finite in {dtype} and >= 0, got {gamma}")
 
 
 def _stack(scalars, dtype):

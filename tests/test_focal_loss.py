@@ -6,6 +6,8 @@ The oracle is `jaxops.reference`, whose formulas the accuracy test holds to exte
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 
 import focal_accuracy
 import hypothesis
@@ -13,6 +15,7 @@ import hypothesis.strategies as st
 import jax
 import jax.export
 import jax.numpy as jnp
+import mpmath
 import numpy as np
 import pytest
 
@@ -106,6 +109,168 @@ def test_a_row_of_one_infinite_or_very_small_logit(dtype, gamma, platform):
         got = run(both, platform, np.array([row]).astype(jnp.dtype(dtype)))
         for g in got:
             np.testing.assert_array_equal(g, np.zeros_like(g))
+
+
+# --- derivatives of every order ------------------------------------------------------------------
+
+
+_STEP = mpmath.mpf(10) ** -60
+
+
+@functools.cache
+def exact_loss(z, y, gamma, steps):
+    """The loss of an element whose logit, target and gamma are so many steps from these."""
+    with mpmath.workdps(460):
+        z, y, gamma = (mpmath.mpf(x) + n * _STEP for x, n in zip((z, y, gamma), steps, strict=True))
+        e = mpmath.exp(z)
+        return ((y + (1 - y) * e) / (1 + e)) ** gamma * (mpmath.log1p(e) - y * z)
+
+
+def exact(z, y, gamma, orders):
+    """The derivative of these orders by z, y and gamma, by differences."""
+    total = mpmath.mpf(0)
+    with mpmath.workdps(460):
+        for steps in itertools.product(*(range(n + 1) for n in orders)):
+            ways = math.prod(map(math.comb, orders, steps)) * (-1) ** (sum(orders) - sum(steps))
+            total += ways * exact_loss(z, y, gamma, steps)
+        return total / _STEP ** sum(orders)
+
+
+def differentiate(function, orders):
+    """The same derivative of a function of arrays whose elements do not depend on each other."""
+
+    def along(function, argument):
+        def derivative(*arguments):
+            def of_one(x):
+                return function(*arguments[:argument], x, *arguments[argument + 1 :])
+
+            x = arguments[argument]
+            return jax.jvp(of_one, (x,), (jnp.ones_like(x),))[1]
+
+        return derivative
+
+    for argument, order in enumerate(orders):
+        for _ in range(order):
+            function = along(function, argument)
+    return function
+
+
+def assert_derivatives(function, y, z, gammas, every, dtype, device):
+    """For all pairs of y and z, to some roundings and what is lost where a part is subnormal."""
+    info = np.finfo(dtype)
+    y, z = (np.array(a, dtype) for a in zip(*itertools.product(y, z), strict=True))
+    vary = [jax.vmap(differentiate(function, orders), (None, None, 0)) for orders in every]
+    arguments = jax.device_put((z, y, np.array(gammas, dtype)), device)
+    found = jax.jit(lambda *arguments: [f(*arguments) for f in vary])(*arguments)
+    for orders, values in zip(every, map(np.asarray, found), strict=True):
+        for (i, gamma), j in itertools.product(enumerate(gammas), range(len(z))):
+            got, want = float(values[i, j]), exact(float(z[j]), float(y[j]), gamma, orders)
+            case = f"{orders}, z={z[j]}, y={y[j]}, gamma={gamma}: got {got}, wanted {float(want)}"
+            if abs(want) > float(info.max):
+                assert np.isinf(got), case
+            else:
+                near = 1000 * float(info.eps) * abs(want) + 1000 * float(info.tiny) + 1e-55
+                assert abs(got - want) <= near, case
+
+
+def by_soft_labels(z, y, gamma):
+    return jaxops.sigmoid_focal_loss(z[:, None], y[:, None], gamma=gamma, alpha=None)[:, 0]
+
+
+def soft_targets(dtype):
+    # XLA takes subnormal numbers for zero on CPUs, exponentials of logits in float32 among them.
+    tiny = 0 if dtype == "float64" else 1e-30
+    return [0.0, 1.0, np.nextafter(tiny, 1, dtype=dtype), np.nextafter(1, 0, dtype=dtype), 0.3]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_soft_labels_have_every_derivative_by_logits(dtype, platform):
+    z = [0.0, float(np.finfo(dtype).tiny), 1, -1, 40, -40, 100, -100, 350, -400]
+    orders = [(n, 0, 0) for n in (1, 2, 3, 4)]
+    gammas, device = [0.0, 0.5, 1.0, 1.5, 3.0], platform.device
+    assert_derivatives(by_soft_labels, soft_targets(dtype), z, gammas, orders, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_soft_labels_have_mixed_derivatives(dtype, platform):
+    z = [0.0, 1, -40, 80, -80]
+    orders = [(0, 1, 0), (1, 1, 0), (0, 2, 0), (2, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)]
+    gammas, device = [0.5, 1.0, 2.0], platform.device
+    assert_derivatives(by_soft_labels, soft_targets(dtype), z, gammas, orders, dtype, device)
+
+
+@pytest.mark.parametrize(
+    ("operator", "dtype"), [("sigmoid", "float32"), ("sigmoid", "float64"), ("softmax", "float64")]
+)
+def test_class_ids_have_every_derivative(operator, dtype, platform):
+    z = [0.0, float(np.finfo(dtype).tiny), 1, -1, -40, 100]
+    orders = [(3, 0, 0), (4, 0, 0)]
+    if operator == "sigmoid":
+        orders += [(2, 0, 0), (0, 0, 1), (2, 0, 1), (0, 0, 2)]
+    gammas = [0.0, 0.5, 1.0, 1.5, 3.0]
+
+    def loss(z, y, gamma):
+        del y
+        return getattr(focal_accuracy, operator)(z, np.arange(len(z)) >= len(z) // 2, gamma, "none")
+
+    assert_derivatives(loss, [0.0, 1.0], z, gammas, orders, dtype, platform.device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("soft", "float32"), ("soft", "float64"), ("sigmoid", "float32"), ("softmax", "float32")],
+)
+def test_derivatives_at_the_largest_logits_are_finite(kind, dtype, platform):
+    largest = float(np.finfo(dtype).max)
+    z = np.array([largest, -largest] * 4, dtype)
+    y = np.repeat(np.array([0, 0.3, 0.9, 1], dtype), 2)
+
+    def loss(z, gamma, alpha):
+        if kind == "soft":
+            return jaxops.sigmoid_focal_loss(z[:, None], y[:, None], gamma=gamma, alpha=alpha)
+        function = getattr(focal_accuracy, kind)
+        return alpha * function(z, y > 0.5, gamma, "none")
+
+    @jax.jit
+    def derivatives(*arguments):
+        every = [(1, 0, 0), (3, 0, 0), (1, 1, 0), (1, 0, 1), (0, 2, 0), (0, 1, 1)]
+        return {orders: differentiate(loss, orders)(*arguments) for orders in every}
+
+    arguments = jax.device_put((z, *np.array([1.5, 0.25], dtype)), platform.device)
+    for orders, found in jax.device_get(derivatives(*arguments)).items():
+        assert np.isfinite(found).all(), orders
+
+    def scaled(*arguments):
+        return (2.0**-20 * loss(*arguments)).sum()
+
+    backwards = jax.jit(jax.jacrev(jax.grad(scaled, (0, 1, 2)), (1, 2)))(*arguments)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(backwards))
+
+
+@pytest.mark.parametrize("kind", ["soft", "sigmoid", "softmax"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_very_large_gamma(kind, dtype, platform):
+    """Only logits as large as its logarithm have a loss that is not zero."""
+    info = np.finfo(dtype)
+    gammas = np.array([1e30, 2e35, info.max if dtype == "float32" else 1e305], dtype)
+    z = np.linspace(-800, 800, 401).astype(dtype)
+
+    @jax.jit
+    def every_order(gamma):
+        def loss(z):
+            if kind == "soft":
+                return by_soft_labels(z, jnp.zeros_like(z), gamma)
+            return getattr(focal_accuracy, kind)(z, np.zeros(z.shape, bool), gamma, "none")
+
+        slope = jax.grad(lambda z: loss(z).sum())
+        return loss(z), *jax.jvp(slope, (z,), (jnp.ones_like(z),))
+
+    for gamma in gammas:
+        got = [np.asarray(x) for x in every_order(jax.device_put(gamma, platform.device))]
+        assert all(np.isfinite(x).all() for x in got)
+        wide = z.astype(np.longdouble)
+        want = np.exp(-gamma * np.log1p(np.exp(-wide))) * np.logaddexp(0, wide)
+        np.testing.assert_allclose(got[0], want, rtol=3e-4, atol=1e-30)
 
 
 # --- published values ----------------------------------------------------------------------------
@@ -701,10 +866,12 @@ def test_a_mean_over_no_rows_is_zero(operator, platform):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize(
+    "dtype", ["int4", "uint4", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"]
+)
 def test_labels_at_the_ends_of_their_dtype_are_background(operator, dtype, x64, platform):
-    info = np.iinfo(dtype)
-    labels = np.array([info.min, info.max, 0, 2, 1, info.max // 2 + 1], dtype)
+    info = jnp.iinfo(dtype)
+    labels = np.array([info.min, info.max, 0, 2, 1, info.max // 2 + 1], jnp.dtype(dtype))
     # Of these only 0 to 2 are classes; 2**32 would be one if it were cut to 32 bits.
     if info.bits == 64:
         labels[5] = 2**32
@@ -715,7 +882,8 @@ def test_labels_at_the_ends_of_their_dtype_are_background(operator, dtype, x64, 
         got = function(logits, labels)
         want = function(logits, np.array(known, np.int32))
         np.testing.assert_array_equal(got, want)
-        for ignored in (info.min, info.max, 1, -1):
+        # The next above int32 are in a uint32, and JAX takes them for an int32.
+        for ignored in (int(info.min), int(info.max), 1, -1, 2**31, 2**31 + 5):
             got = function(logits, labels, ignore_index=ignored, reduction="mean")
             rows = np.asarray(function(logits, np.array(known, np.int32))).reshape(6, -1).sum(-1)
             counted = np.array([n != ignored for n in labels.tolist()])
@@ -759,20 +927,156 @@ def test_softmax_alpha_by_class(platform):
 
 SOFT = np.full((2, 3), 0.5, np.float32)
 BAD = (
-    (ValueError, "class_weight needs integer labels", {"class_weight": np.ones(3, np.float32)}),
-    (ValueError, "ignore_index needs integer labels", {"ignore_index": 1}),
+    (ValueError, "class_weight needs class ids as labels", {"class_weight": np.ones(3, "f")}),
+    (ValueError, "ignore_index needs class ids as labels", {"ignore_index": 1}),
     (ValueError, r"alpha must be in \[0, 1\] or None, got -1.0", {"alpha": -1}),
     (TypeError, "alpha must be a number or a float scalar array, got str", {"alpha": "no"}),
     (ValueError, r"normalizer must be a scalar, got shape \(2,\)", {"normalizer": jnp.ones(2)}),
+    (ValueError, r"normalizer must be a scalar, got shape \(1,\)", {"normalizer": np.ones((1,))}),
+    (ValueError, r"gamma must be a scalar, got shape \(1, 1\)", {"gamma": np.ones((1, 1))}),
+    (ValueError, "gamma must be finite in float32 and >= 0, got 1e\\+39", {"gamma": 1e39}),
 )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
 @pytest.mark.parametrize(("error", "message", "options"), BAD)
-def test_bad_options_of_soft_labels(error, message, options):
+def test_bad_options_of_targets(error, message, options, dtype):
     with pytest.raises(error, match=f"sigmoid_focal_loss: {message}"):
-        jaxops.sigmoid_focal_loss(np.zeros((2, 3), np.float32), SOFT, **options)
+        jaxops.sigmoid_focal_loss(np.zeros((2, 3), np.float32), SOFT.astype(dtype), **options)
 
 
-def test_softmax_refuses_soft_labels():
-    with pytest.raises(TypeError, match="softmax_focal_loss: labels must be integers"):
-        jaxops.softmax_focal_loss(np.zeros((2, 3), np.float32), SOFT)
+@pytest.mark.parametrize(
+    ("operator", "shape", "dtype", "error"),
+    [
+        ("sigmoid_focal_loss", (2,), bool, TypeError),
+        ("sigmoid_focal_loss", (2,), np.float32, ValueError),
+        ("sigmoid_focal_loss", (2, 1), np.int32, ValueError),
+        ("sigmoid_focal_loss", (2, 3), np.complex64, TypeError),
+        ("softmax_focal_loss", (2,), bool, TypeError),
+        ("softmax_focal_loss", (2, 3), bool, TypeError),
+        ("softmax_focal_loss", (2, 3), np.int32, TypeError),
+        ("softmax_focal_loss", (2, 3), np.float32, TypeError),
+        ("softmax_focal_loss", (3,), np.int32, ValueError),
+    ],
+)
+def test_bad_labels(operator, shape, dtype, error):
+    with pytest.raises(error, match=f"{operator}: labels must"):
+        getattr(jaxops, operator)(np.zeros((2, 3), np.float32), np.zeros(shape, dtype))
+
+
+# --- targets 0 and 1 -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bool", "int8", "uint4", "int32", "uint64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_integers_of_the_shape_of_logits_are_targets(kind, dtype, platform):
+    """As floats of the same values are, and as the class ids of one class that say the same."""
+    rng = np.random.default_rng(0)
+    logits = (3 * rng.standard_normal((7, 1))).astype(jnp.dtype(dtype))
+    targets = np.array([0, 1, 1, 0, 1, 0, 0])[:, None]
+    weight = np.linspace(1, 2, 7, dtype=np.float32)
+
+    def both(logits, labels):
+        def total(z):
+            return jaxops.sigmoid_focal_loss(z, labels, sample_weight=weight, reduction="sum")
+
+        return (
+            *jax.value_and_grad(total)(logits),
+            jax.vmap(lambda z, y: jaxops.sigmoid_focal_loss(z, y, gamma=1.5))(logits, labels),
+        )
+
+    got = run(both, platform, logits, targets.astype(jnp.dtype(kind)))
+    floats = run(both, platform, logits, targets.astype(logits.dtype))
+    ids = run(both, platform, logits, np.where(targets[:, 0], 0, -1))
+    eps = float(jnp.finfo(dtype).eps)
+    for g, f, i in zip(got, floats, ids, strict=True):
+        np.testing.assert_array_equal(g, f)
+        np.testing.assert_allclose(g.astype(float), i.astype(float), rtol=16 * eps)
+    reference_loss = reference.sigmoid_focal_loss(jnp.asarray(logits), jnp.asarray(targets))
+    plain = run(jaxops.sigmoid_focal_loss, platform, logits, targets)[0]
+    np.testing.assert_allclose(plain.astype(float), reference_loss.astype(float), rtol=16 * eps)
+
+
+# --- settings of JAX, and of its threads ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["soft", *OPERATORS])
+def test_no_derivative_promotes_ranks(kind, platform):
+    soft = kind == "soft"
+    function = jaxops.sigmoid_focal_loss if soft else getattr(jaxops, kind)
+    logits, labels = random_case(rows=4, classes=3)
+    labels = SOFT[0, 0] * np.ones_like(logits) if soft else labels
+    weight = {} if soft else {"class_weight": np.ones(4, np.float32)}
+
+    def loss(z, gamma, alpha, normalizer, sample_weight, weight, reduction):
+        value = function(
+            z,
+            labels,
+            gamma=gamma,
+            alpha=alpha,
+            sample_weight=sample_weight,
+            normalizer=normalizer if reduction == "sum" else None,
+            reduction=reduction,
+            **weight,
+        )
+        return value.sum()
+
+    by = (0, 1, 2, 3, 4, 5)
+    arguments = logits, *np.float32([1.5, 0.3, 2]), np.ones(4, np.float32), weight
+    arguments = jax.device_put(jax.tree.map(jnp.asarray, arguments), platform.device)
+    with jax.numpy_rank_promotion("raise"), jax.default_device(platform.device):
+        for reduction in ("none", "sum", "mean"):
+            total = functools.partial(loss, reduction=reduction)
+            jax.jit(jax.hessian(total, by)).lower(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["soft", *OPERATORS])
+def test_a_sum_of_subnormal_losses_is_not_zero(kind, platform):
+    z = np.full((3, 1), -50, np.float32)  # 3 e^(-2 * 50), which is subnormal
+
+    def losses(reduction):
+        if kind == "softmax_focal_loss":
+            function, logits, labels = jaxops.softmax_focal_loss, np.hstack([z * 0, z]), np.zeros(3)
+        else:
+            function, logits, labels = jaxops.sigmoid_focal_loss, z, np.full(3, -1)
+        labels = np.zeros_like(z) if kind == "soft" else labels.astype(np.int32)
+        options = {"gamma": 1.0, "alpha": None, "reduction": reduction}
+        value = run(lambda z: function(z, labels, **options), platform, logits)[0]
+        return value, run(
+            jax.vmap(lambda z: function(z, labels, **options)), platform, np.stack([logits] * 2)
+        )[0]
+
+    with np.errstate(under="ignore"):
+        (none, many), (total, totals) = losses("none"), losses("sum")
+        assert none.all()
+        assert many.all()
+        np.testing.assert_allclose(np.float64(total), none.sum(dtype=np.float64), rtol=1e-4)
+        np.testing.assert_array_equal(totals, [total] * 2)
+
+
+# Entries that a task of the host takes several of: next to each other, and not; with an exponent
+# for all, and one for each.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_many_small_sums(operator, dtype, platform):
+    rng = np.random.default_rng(0)
+    entries, rows, classes = 700, 3, 5
+    logits = rng.standard_normal((entries, rows, classes)).astype(jnp.dtype(dtype))
+    labels = rng.integers(-1, classes, (entries, rows)).astype(np.int32)
+    gammas = np.repeat(np.array([1.5, 2.5], np.float32), [400, 300])
+    weights = rng.uniform(1, 2, (entries, rows)).astype(np.float32)
+
+    def both(z, labels, gamma, weight):
+        function = functools.partial(
+            getattr(jaxops, operator), labels=labels, gamma=gamma, sample_weight=weight
+        )
+        return *jax.value_and_grad(functools.partial(function, reduction="sum"))(z), function(z)
+
+    arguments = logits, labels, gammas, weights
+    for axes in ((0, 0, 0, 0), (0, 0, None, None), (None, 0, None, 0), (0, None, 0, None)):
+        given = [x if a == 0 else x[0] for x, a in zip(arguments, axes, strict=True)]
+        got = run(jax.vmap(both, axes), platform, *given)
+        for i in (0, 1, 399, 400, 699):
+            one = [x[i] if a == 0 else x for x, a in zip(given, axes, strict=True)]
+            for g, w in zip(got, run(both, platform, *one), strict=True):
+                np.testing.assert_array_equal(g[i], w)

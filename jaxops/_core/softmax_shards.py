@@ -50,7 +50,7 @@ def sharded_rows(
     classes = logits.shape[-1]
     known = (labels >= 0) & (labels < classes * jax.lax.psum(1, axes))
     first = jax.lax.axis_index(axes) * classes
-    target = labels[..., None] - first == jnp.arange(classes)
+    target = labels[..., None] - first == reference.class_ids(classes, labels.ndim + 1)
     z = jnp.where(known[..., None], logits, 0).astype(dtype)
     largest = jnp.max(z, axis=-1, where=~target, initial=-jnp.inf)
     largest = jax.lax.pmax(largest, axes)

@@ -8,7 +8,10 @@ they are exact to rounding over the whole range of the logits.
 
 from __future__ import annotations
 
+import collections
+import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +32,8 @@ def sigmoid_focal_loss(
     normalizer=None,
 ):
     """-a (1 - p_t)^gamma (y log p + (1 - y) log(1 - p)), a = alpha y + (1 - alpha)(1 - y)."""
+    if labels.ndim == logits.ndim and not _is_float(labels):
+        labels = labels.astype(logits.dtype)
     arrays = (class_weight, sample_weight, labels)
     dtype = accumulation_dtype(logits, *(a for a in arrays if _is_float(a)))
     negative, positive = (1.0, 1.0) if alpha is None else (1.0 - alpha, alpha)
@@ -38,7 +43,7 @@ def sigmoid_focal_loss(
         loss = (y * positive + (1 - y) * negative) * soft_focal(z, y, jnp.asarray(gamma, dtype))
     else:
         z = jnp.where(counted[..., None], logits, 0).astype(dtype)
-        target = labels[..., None] == jnp.arange(logits.shape[-1])
+        target = labels[..., None] == class_ids(logits.shape[-1], logits.ndim)
         loss = focal(jnp.where(target, -z, z), jnp.asarray(gamma, dtype))
         loss = loss * jnp.where(target, positive, negative)
     weight = row_weight(labels, logits.shape[-1], class_weight, sample_weight, dtype)
@@ -94,6 +99,11 @@ def _reduce(loss, logits, counted, reduction, normalizer):
     return total.astype(accumulation_dtype(logits))
 
 
+def class_ids(classes, rank):
+    """0, 1, ..., classes - 1 along the last of `rank` dimensions."""
+    return jnp.arange(classes, dtype=jnp.int32).reshape((1,) * (rank - 1) + (classes,))
+
+
 def gather_class(values, labels, classes, background):
     """values[..., label], and `background` where the label is outside [0, classes)."""
     known = (labels >= 0) & (labels < classes)
@@ -114,9 +124,9 @@ def _pick(values, index):
 @_pick.defjvp
 def _pick_jvp(primals, tangents):
     values, index = primals
-    classes = jnp.arange(values.shape[-1], dtype=jnp.int32)
-    chosen = index[..., None].astype(jnp.int32) == classes
-    return _pick(values, index), jnp.sum(jnp.where(chosen, tangents[0], 0), -1)
+    chosen = index[..., None].astype(jnp.int32) == class_ids(values.shape[-1], index.ndim + 1)
+    tangent = jnp.expand_dims(tangents[0], tuple(range(index.ndim)))
+    return _pick(values, index), jnp.sum(jnp.where(chosen, tangent, 0), -1)
 
 
 def row_weight(labels, classes, class_weight, sample_weight, dtype):
@@ -158,6 +168,7 @@ def _softplus_jvp(primals, tangents):
     return softplus(x), sigmoid(x) * dx
 
 
+@jax.custom_jvp
 def _times_right(value, x):
     """value sigmoid(-x), also where the second underflows and the first makes up for it."""
     far = x >= 32
@@ -166,36 +177,71 @@ def _times_right(value, x):
     return jnp.where(x >= 0, tail * sigmoid(x), value * sigmoid(-x))
 
 
+@_times_right.defjvp
+def _times_right_jvp(primals, tangents):
+    (value, x), (dvalue, dx) = primals, tangents
+    by_x = -_times_right(value * sigmoid(x), x)
+    return _times_right(value, x), _times_right(dvalue, x) + by_x * dx
+
+
+# Where softplus(x) is multiplied by sigmoid(-x), or log(sigmoid(x)) by sigmoid(x), the product has
+# long been zero beyond this bound, whose powers are finite.
+_BOUND = 1e5
+
+
+@jax.custom_jvp
 def _capped_softplus(x):
-    """softplus up to where sigmoid(-x), which it is multiplied by, has long been zero."""
-    return jnp.minimum(softplus(x), 1e5)
+    """softplus(x), which is multiplied by sigmoid(-x)."""
+    return jnp.minimum(softplus(x), _BOUND)
 
 
-def _finite(x):
-    """x with the largest finite number for infinity: what is multiplied by it is zero there."""
-    return jnp.minimum(x, jnp.finfo(x.dtype).max)
+@_capped_softplus.defjvp
+def _capped_softplus_jvp(primals, tangents):
+    return _capped_softplus(*primals), sigmoid(*primals) * tangents[0]
 
 
 def _log_sigmoid(x):
-    return -_finite(softplus(-x))
+    """log(sigmoid(x)), which is multiplied by sigmoid(x) or softplus(x)."""
+    return -_capped_softplus(-x)
 
 
-def _power(x, gamma):
-    """sigmoid(x)^gamma, exact to a few roundings though the exponent may be long."""
+def _exp_of_product(gamma, log_high, log_low, gamma_low=0.0):
+    """exp((gamma + gamma_low) (log_high + log_low)), exact to a few roundings.
+
+    It is so though the exponent may be long. The second terms are small: gamma_low to gamma, and
+    log_low to log_high or to one.
+    """
+    bits = jnp.finfo(gamma.dtype)
 
     def high(value):
-        bits = jnp.finfo(value.dtype)
-        return jax.lax.reduce_precision(value, bits.nexp, (bits.nmant - 1) // 2)
+        short = jax.lax.reduce_precision(value, bits.nexp, (bits.nmant - 1) // 2)
+        return jnp.clip(short, bits.min, bits.max)
 
-    # The loss has underflowed long before the bound, which keeps 0 * inf away.
-    log_high, log_low = jnp.clip(x, -2000, 0), -jnp.log1p(jnp.exp(-jnp.abs(x)))
+    log_high = jnp.maximum(log_high, bits.min)
+    exponent = gamma * log_high
     product = high(gamma) * high(log_high)
     rest = (gamma - high(gamma)) * high(log_high) + gamma * (log_high - high(log_high))
-    rest = rest + gamma * log_low
+    rest = rest + gamma * log_low + gamma_low * (log_high + log_low)
     total = product + rest
     back = total - product
     power = jnp.exp(total)
-    return power + power * ((product - (total - back)) + (rest - back))
+    power = power + power * ((product - (total - back)) + (rest - back))
+    # Where the exponent is out of every range its parts may be inf - inf.
+    power = jnp.where(total < -2000, 0, power)
+    return jnp.where(exponent < -2000, 0, jnp.where(exponent > 2000, jnp.inf, power))
+
+
+@jax.custom_jvp
+def _power(x, gamma):
+    """sigmoid(x)^gamma."""
+    return _exp_of_product(gamma, jnp.minimum(x, 0), -jnp.log1p(jnp.exp(-jnp.abs(x))))
+
+
+@_power.defjvp
+def _power_jvp(primals, tangents):
+    (x, gamma), (dx, dgamma) = primals, tangents
+    power = _power(x, gamma)
+    return power, _times_right(gamma * power, x) * dx + _log_sigmoid(x) * power * dgamma
 
 
 @jax.custom_jvp
@@ -229,49 +275,177 @@ def _focal_slope_jvp(primals, tangents):
 def focal_curvature(x, gamma):
     """The second derivative of `focal` by x."""
     wrong, right = sigmoid(x), sigmoid(-x)
-    term = gamma * (gamma * right - wrong) * _capped_softplus(x) + (2 * gamma + 1) * wrong
-    return _times_right(_power(x, gamma) * term, x)
+    # The power is zero where this would be too large, and a very large gamma is scaled, so that no
+    # product overflows.
+    by_power = jnp.minimum(gamma * right - wrong, 1e4)
+    scale = jnp.where(gamma > 1e20, 2.0**-40, 1.0).astype(x.dtype)
+    small = scale * gamma
+    term = small * by_power * _capped_softplus(x) + (2 * small + scale) * wrong
+    return _times_right(_power(x, gamma) * term, x) / scale
 
 
-def _soft_terms(z, y):
-    """The probability of the wrong answer and the cross-entropy for a target y in [0, 1]."""
+# --- functions of a logit and its soft target ----------------------------------------------------
+#
+# With W = y sigmoid(-z) + (1 - y) sigmoid(z), the probability of the wrong answer, and H the
+# cross-entropy, a derivative of any order of W^gamma H is W^gamma times a polynomial in
+#
+#   gamma,  v = 1 - 2 y,  d = sigmoid(-z) - sigmoid(z),  z,  a = sigmoid(z) sigmoid(-z) / W,
+#   h = H,  b = dH/dz,  l = log W,  and w = W, whose exponent may be negative,
+#
+# because the derivatives of all of these are such polynomials. W may underflow, and its inverse
+# overflow: the powers of it are therefore one function of log W.
 
-    def weigh(weight, value):  # 0 * inf is 0
-        return weight * jnp.where(jnp.isinf(value) & (weight == 0), 0, value)
-
-    wrong = y * sigmoid(-z) + (1 - y) * sigmoid(z)
-    return wrong, weigh(y, softplus(-z)) + weigh(1 - y, softplus(z))
+_VARIABLES = "gvdzahblw"
 
 
-def _log(wrong):
-    # Where `wrong` underflows what is multiplied by the power underflows as well.
-    return jnp.log(jnp.maximum(wrong, jnp.finfo(wrong.dtype).tiny))
+def _monomial(text):
+    """The exponents of a product of variables; a variable after "/" divides."""
+    over, _, under = text.partition("/")
+    return tuple(over.count(x) - under.count(x) for x in _VARIABLES)
 
 
-@jax.custom_jvp
+def _polynomial(**terms):
+    return {x: [(n, _monomial(m)) for n, m in of] for x, of in terms.items()}
+
+
+#: By z, by y and by gamma: the derivatives of the variables, and that of gamma log W as `power`.
+_DERIVATIVES = (
+    _polynomial(
+        d=[(-2, "aw")],
+        z=[(1, "")],
+        a=[(1, "ad"), (-1, "vaa")],
+        h=[(1, "b")],
+        b=[(1, "aw")],
+        l=[(1, "va")],
+        w=[(1, "vaw")],
+        power=[(1, "gva")],
+    ),
+    _polynomial(
+        v=[(-2, "")],
+        a=[(-1, "ad/w")],
+        h=[(-1, "z")],
+        b=[(-1, "")],
+        l=[(1, "d/w")],
+        w=[(1, "d")],
+        power=[(1, "gd/w")],
+    ),
+    _polynomial(g=[(1, "")], power=[(1, "l")]),
+)
+
+
+def _derive(terms, rules):
+    """The derivative of the product of W^gamma and a polynomial, as a polynomial like `terms`."""
+    found = collections.Counter()
+    for exponents, factor in terms:
+        products = [(factor, exponents, rules["power"])]
+        for i, name in enumerate(_VARIABLES):
+            if exponents[i]:
+                rest = (*exponents[:i], exponents[i] - 1, *exponents[i + 1 :])
+                products.append((factor * exponents[i], rest, rules.get(name, ())))
+        for number, rest, rule in products:
+            for n, more in rule:
+                found[tuple(map(operator.add, rest, more))] += number * n
+    return tuple((exponents, n) for exponents, n in sorted(found.items()) if n)
+
+
+_LOSS = ((_monomial("h"), 1),)
+_SLOPE = _derive(_LOSS, _DERIVATIVES[0])
+
+
 def soft_focal(z, y, gamma):
     """(1 - p_t)^gamma times the cross-entropy of logit z for a target y in [0, 1]."""
-    wrong, cross_entropy = _soft_terms(z, y)
-    return jnp.exp(gamma * _log(wrong)) * cross_entropy
-
-
-@soft_focal.defjvp
-def _soft_focal_jvp(primals, tangents):
-    (z, y, gamma), (dz, dy, dgamma) = primals, tangents
-    wrong, cross_entropy = _soft_terms(z, y)
-    loss = soft_focal(z, y, gamma)
-    ratio = _finite(cross_entropy) / jnp.maximum(wrong, jnp.finfo(wrong.dtype).tiny)
-    by_target = jnp.exp(gamma * _log(wrong)) * (gamma * (sigmoid(-z) - sigmoid(z)) * ratio - z)
-    return loss, soft_focal_slope(z, y, gamma) * dz + by_target * dy + _log(wrong) * loss * dgamma
+    return _soft(_LOSS, z, y, gamma)
 
 
 def soft_focal_slope(z, y, gamma):
     """The derivative of `soft_focal` by z."""
-    wrong, cross_entropy = _soft_terms(z, y)
-    p, q = sigmoid(z), sigmoid(-z)
-    share = p * q / jnp.maximum(wrong, jnp.finfo(wrong.dtype).tiny)
-    term = (1 - 2 * y) * gamma * (share * _finite(cross_entropy))
-    return jnp.exp(gamma * _log(wrong)) * (term + ((1 - y) * p - y * q))
+    return _soft(_SLOPE, z, y, gamma)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _soft(terms, z, y, gamma):
+    """W^gamma times the polynomial `terms`."""
+    leads = z >= 0
+    e = jnp.exp(-jnp.abs(z))
+    inverse, log1p = 1 / (1 + e), jnp.log1p(e)
+    # The parts of y and 1 - y that weigh the less and the more probable of the two answers.
+    small, big = jnp.where(leads, y, 1 - y), jnp.where(leads, 1 - y, y)
+    hard = big == 0
+    # W / inverse, which of a hard target is e, though that may underflow.
+    total = jnp.where(hard, 1, small * e + big)
+    entropy = log1p + jnp.where(hard, 0, big * jnp.abs(z))
+    sign = jnp.where(leads, 1.0, -1.0)
+    by_entropy = jnp.where(hard, -e, big - small * e) * sign
+    log_high, log_low = _log(total)
+    log_high = jnp.where(hard, -jnp.abs(z), log_high)
+    log_low = log_low - log1p
+    right = inverse * (e * big + small)  # 1 - W, for the logarithm of what is nearly one
+    # One over W is part of these where W is in the denominator.
+    entropy_over = jnp.where(hard, jnp.where(e == 0, 1, log1p / e), entropy / total) / inverse
+    values = {
+        "a": jnp.where(hard, inverse, inverse * e / total),
+        "g": gamma,
+        "v": 1 - 2 * y,
+        "d": sign * jnp.expm1(-jnp.abs(z)) * inverse,
+        "b": by_entropy * inverse,
+        "l": jnp.where(right < 0.25, jnp.log1p(-right), log_high + log_low),
+        "h": entropy,
+        "z": z,
+        "b/w": jnp.where(hard, -sign, by_entropy / total),
+        "h/w": entropy_over,
+    }
+    powers = {}
+    result = 0
+    for exponents, factor in terms:
+        degree = dict(zip(_VARIABLES, exponents, strict=True))
+        over = next((x for x in "hb" if degree[x] and degree["w"] < 0), None)
+        if over:
+            degree |= {over: 0, f"{over}/w": 1, "w": degree["w"] + 1}
+        exponent = degree.pop("w")
+        if exponent not in powers:
+            total_exponent = gamma + exponent
+            back = total_exponent - gamma
+            lost = (gamma - (total_exponent - back)) + (exponent - back)
+            powers[exponent] = _exp_of_product(total_exponent, log_high, log_low, lost)
+        term = factor * powers[exponent]
+        # One of each at a time: gamma^2 may overflow where (gamma a)^2 does not.
+        for i in range(max(degree.values())):
+            for name, value in values.items():
+                if degree.get(name, 0) > i:
+                    # Some are infinite where others, or the power, vanish.
+                    term = jnp.where(term == 0, 0, term * value)
+        result = result + term
+    return result
+
+
+def _soft_jvp(terms, primals, tangents):
+    moving = [
+        _soft(_derive(terms, rules), *primals) * tangent
+        for rules, tangent in zip(_DERIVATIVES, tangents, strict=True)
+        if not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+    ]
+    value = _soft(terms, *primals)
+    return value, sum(moving) if moving else jnp.zeros_like(value)
+
+
+_soft.defjvp(_soft_jvp, symbolic_zeros=True)
+
+
+def _log(x):
+    """log(x) of a normal number as a sum of two, of which the second is what the first rounded."""
+    # log(2) in two parts, the first so short that its product with an exponent is exact.
+    high, low = {
+        "float32": ("0x1.62ep-1", "0x1.0bfbe8p-15"),
+        "float64": ("0x1.62e42fefap-1", "0x1.cf79abc9e3b3ap-40"),
+    }[x.dtype.name]
+    fraction, exponent = jnp.frexp(x)
+    is_small = fraction < 0.75
+    fraction = jnp.where(is_small, 2 * fraction, fraction)
+    exponent = jnp.where(is_small, exponent - 1, exponent).astype(x.dtype)
+    first = exponent * float.fromhex(high)
+    rest = exponent * float.fromhex(low) + jnp.log1p(fraction - 1)
+    total = first + rest
+    return total, rest - (total - first)
 
 
 # --- functions of a row --------------------------------------------------------------------------
@@ -285,7 +459,7 @@ def softmax_focal(logits, labels, gamma, dtype):
         shape = jnp.broadcast_shapes(logits.shape[:-1], labels.shape, jnp.shape(gamma))
         return jnp.zeros(shape, dtype)
     z = jnp.where(known[..., None], logits, 0).astype(dtype)
-    target = labels[..., None] == jnp.arange(classes)
+    target = labels[..., None] == class_ids(classes, labels.ndim + 1)
     lead = _log_sum_exp_of(z, ~target) - jnp.where(target, z, 0).sum(-1)
     return jnp.where(known, focal(lead, gamma), 0)
 

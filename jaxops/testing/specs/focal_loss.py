@@ -55,7 +55,7 @@ def _bad_inputs(operator):
             fragments=(f"{operator}: logits must have shape (..., C)",),
         ),
         bad_labels("too few", ValueError, ("(...,)",), lambda z: np.zeros(z.shape[0] - 1, int)),
-        bad_labels("booleans", TypeError, ("got dtype bool",), lambda z: np.zeros(z.shape, bool)),
+        bad_labels("booleans", TypeError, ("dtype bool",), lambda z: np.zeros(z.shape[:-1], bool)),
         bad("negative gamma", ValueError, ("gamma must be", ">= 0", "-1.0"), gamma=-1),
         bad("integer gamma", TypeError, ("gamma must be", "int32"), gamma=np.ones((), np.int32)),
         bad("a gamma for each row", ValueError, ("gamma must be", "(2,)"), gamma=np.ones(2)),
@@ -192,6 +192,10 @@ def _soft_mean(module, logits, x):
     return module.sigmoid_focal_loss(logits, jax.nn.sigmoid(x), gamma=1, reduction="mean")
 
 
+def _targets_mean(module, logits, targets):
+    return module.sigmoid_focal_loss(logits, targets, gamma=1.5, reduction="mean")
+
+
 def _traced(module, logits, labels, x):
     # Any x makes a gamma and a normalizer that are positive and no multiple of 1/2.
     positive = 1.1 + 0.5 * jnp.sin(x)
@@ -247,6 +251,18 @@ SPECS = (
         calls=[_SUM],
         vjp_calls=[_SUM, _GRADIENT],
         differentiable=(0, 1),
+        reduced=True,
+        extra=lambda row, column: (P(row, column),),
+    ),
+    _spec(
+        "mean, gamma = 3/2, integer targets",
+        function=_targets_mean,
+        others=lambda rng, rows, classes, dtype: (
+            rng.integers(0, 2, (rows, classes)).astype(np.int8),
+        ),
+        calls=[_SUM],
+        vjp_calls=[_SUM, _GRADIENT],
+        differentiable=(0,),
         reduced=True,
         extra=lambda row, column: (P(row, column),),
     ),
