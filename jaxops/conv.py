@@ -237,7 +237,11 @@ conv_general_dilated.supported = _supported
 
 def _find_case(lhs: Any, rhs: Any, options: dict[str, Any]) -> _LaxCase:
     """The case of these arguments, which is made once for all of the same types and options."""
-    frozen = tuple((name, _freeze(value)) for name, value in options.items())
+    # A list is no dtype, but NumPy takes some tuples for one.
+    frozen = tuple(
+        (name, value if name == "preferred_element_type" else _freeze(value))
+        for name, value in options.items()
+    )
     # Without 64 bits a result of float64 is float32; 1 and 1.0 are equal, and only one is a stride.
     setting = jax.config.jax_enable_x64, repr(frozen)
     static = lhs.shape, lhs.dtype, rhs.shape, rhs.dtype, frozen, setting
