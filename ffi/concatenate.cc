@@ -115,8 +115,8 @@ xf::Error DecodeConcatenate(Job& job, xf::RemainingArgs arrays, xf::Result<xf::A
     }
     const int64_t extent = sizes[i] * whole.entry_bytes;
     total += sizes[i];
-    if (source < 0) {
-      job.pieces.push_back({nullptr, nullptr, 0, 0, extent, 0});
+    if (source < 0 || extent == 0) {
+      job.pieces.push_back({whole.data, whole.data, 0, 0, extent, 0});
     } else {
       const Rows& input = inputs[source];
       job.pieces.push_back(
@@ -153,8 +153,11 @@ xf::Error DecodeSplit(Job& job, xf::AnyBuffer x, xf::RemainingRets parts, int64_
                       starts[i] <= whole.extent() - sizes[i];
     if (!good) return Mismatch(kName, "part", part.dims, whole.dims);
     job.destinations.push_back({part.data, part.row_bytes(), static_cast<int64_t>(i), 1});
-    job.pieces.push_back({whole.data + starts[i] * whole.entry_bytes, whole.end(),
-                          whole.row_bytes(), sizes[i] * whole.entry_bytes, part.row_bytes(), 0});
+    // An array without elements may have no address to add to.
+    const char* source =
+        whole.end() == whole.data ? part.data : whole.data + starts[i] * whole.entry_bytes;
+    job.pieces.push_back({source, whole.end(), whole.row_bytes(), sizes[i] * whole.entry_bytes,
+                          part.row_bytes(), 0});
   }
   return xf::Error::Success();
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import pathlib
 import subprocess
 import sys
 import types
@@ -110,6 +112,16 @@ def test_a_newer_module_registers_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxops_newer", newer)
     with pytest.raises(ImportError, match=r"jaxlib 99\.0"):
         native._register("cuda", "jaxops_newer")
+
+
+def test_wrong_calls_of_handlers_are_errors():
+    """In a process of its own, because a handler that does not check would end it."""
+    program = pathlib.Path(__file__).with_name("wrong_calls.py")
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(jaxops.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, program], env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def absent(platform):
