@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxops._core import compat, native, partition, signature
+from jaxops._core import batch, compat, native, partition, signature
 from jaxops._core.compat import ad, batching, mlir
 
 Params = Mapping[str, Any]
@@ -321,6 +321,11 @@ class Operator:
         return list(self._reference(*operands, **params))
 
     def _run_native(self, *operands, platform, **params):
+        call = functools.partial(self._call_native, platform=platform)
+        rank = operands[0].ndim - len(signature.parse(self._signature(**params)).operands[0])
+        return batch.call_grouped(call, rank, operands, params)
+
+    def _call_native(self, *operands, platform, **params):
         results = self._abstract_eval(*map(jax.typeof, operands), **params)
         scratch = self._scratch(*operands, **params) if platform == "cuda" else ()
         out = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
