@@ -73,6 +73,7 @@ nanobind::capsule Encapsulate() {
 inline void DescribeBuild(nanobind::module_& module, const std::string& build) {
   module.attr("FFI_VERSION") = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.attr("JAXLIB_VERSION") = JAXOPS_JAXLIB_VERSION;
+  module.attr("INTERFACE") = JAXOPS_INTERFACE;
   module.attr("BUILD") = nanobind::str(build.c_str());
 }
 
