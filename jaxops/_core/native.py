@@ -131,7 +131,7 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
         )
     check_version(module.FFI_VERSION, module.JAXLIB_VERSION, running_ffi_version())
     root = pathlib.Path(__file__).parents[2]
-    if interface(platform, root) not in (None, module.INTERFACE):
+    if interface(platform, root) not in (None, getattr(module, "INTERFACE", "")):
         return PlatformStatus(
             platform,
             available=False,
