@@ -271,6 +271,10 @@ def main() -> None:
     types = (((1000, 8, 64), jnp.dtype("f2")), ((1000, 3), jnp.dtype("f4")))
     small = ((1, 64), jnp.dtype("f2"))
     wrong = [("result", Call("jaxops_trilinear_interpolate", types, (small,), ()))]
+    # Kernels have no items of 16 bytes: complex numbers come as two images.
+    wide = [[((2, 6, 5, 3), jnp.dtype("c16"))], [((2, 6, 2, 2, 4, 2), jnp.dtype("c16"))]]
+    narrow = [c for c in valid if c.target == "jaxops_im2col"][-1]
+    wrong += [("dtype", dataclasses.replace(narrow, operands=wide[0], results=wide[1]))]
     wrong += [fault for call in valid for fault in single_faults(call)]
     wrong += [(None, call) for call in several_faults(valid, 300)]
     assert run(valid) == [None] * len(valid)
