@@ -16,7 +16,7 @@ inline constexpr int kMaxRowDims = 8;
 
 // A piece of every row of a destination: `size` bytes of a source, then zeros up to `extent`.
 struct Piece {
-  const void* source;   // where the piece of row 0 is read; null where size is 0
+  const void* source;   // where the piece of row 0 is read; where size is 0, some other address
   const void* end;      // of the array that it is in
   int64_t stride;       // bytes between neighbouring rows of the source
   int64_t size;         // bytes

@@ -341,7 +341,7 @@ void Weave(const Pattern& pattern, char* out, int64_t first, int64_t last) {
   char* to = out + first * pattern.bytes;
   size_t begin = 0;
   for (const size_t end : pattern.ends) {
-    kWeave[end - begin](&pattern.loads[begin], to, pattern.bytes, first, last - first);
+    kWeave[end - begin](pattern.loads.data() + begin, to, pattern.bytes, first, last - first);
     begin = end;
     to += kLanes;
   }

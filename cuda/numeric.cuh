@@ -41,9 +41,10 @@ inline constexpr int kPackBytes = 16;
 template <typename T>
 inline constexpr int kPackElements = kPackBytes / sizeof(T);
 
-// `kCount` elements that move as one access; the address must be aligned to the whole.
+// `kCount` elements that move as one access, or as several of kPackBytes: no address is known to be
+// aligned to more, and GPUs that have wider accesses would fault. It must be aligned to that.
 template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Pack {
+struct alignas(sizeof(T) * kCount < kPackBytes ? sizeof(T) * kCount : kPackBytes) Pack {
   T values[kCount];
 };
 

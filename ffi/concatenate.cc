@@ -106,13 +106,17 @@ xf::Error DecodeConcatenate(Job& job, xf::RemainingArgs arrays, xf::Result<xf::A
   int64_t total = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     const int64_t source = sources[i];
-    const bool good = sizes[i] >= 0 && source < static_cast<int64_t>(inputs.size()) &&
+    const bool good = sizes[i] >= 0 && sizes[i] <= whole.extent() - total && source >= -1 &&
+                      source < static_cast<int64_t>(inputs.size()) &&
                       (source < 0 || sizes[i] <= inputs[source].extent());
-    if (!good) return InvalidArgument(kName, ": piece ", i, " has no array of ", sizes[i]);
+    if (!good) {
+      return InvalidArgument(kName, ": piece ", i, " of ", sizes[i], " from array ", source,
+                             " does not fit ", ToString(whole.dims));
+    }
     const int64_t extent = sizes[i] * whole.entry_bytes;
     total += sizes[i];
-    if (source < 0) {
-      job.pieces.push_back({nullptr, nullptr, 0, 0, extent, 0});
+    if (source < 0 || extent == 0) {
+      job.pieces.push_back({whole.data, whole.data, 0, 0, extent, 0});
     } else {
       const Rows& input = inputs[source];
       job.pieces.push_back(
@@ -146,11 +150,14 @@ xf::Error DecodeSplit(Job& job, xf::AnyBuffer x, xf::RemainingRets parts, int64_
     const Rows part(array, inner);
     const bool good = Fits(part, whole, false) && array.element_type() == x.element_type() &&
                       starts[i] >= 0 && sizes[i] >= 0 && sizes[i] <= part.extent() &&
-                      starts[i] + sizes[i] <= whole.extent();
+                      starts[i] <= whole.extent() - sizes[i];
     if (!good) return Mismatch(kName, "part", part.dims, whole.dims);
     job.destinations.push_back({part.data, part.row_bytes(), static_cast<int64_t>(i), 1});
-    job.pieces.push_back({whole.data + starts[i] * whole.entry_bytes, whole.end(),
-                          whole.row_bytes(), sizes[i] * whole.entry_bytes, part.row_bytes(), 0});
+    // An array without elements may have no address to add to.
+    const char* source =
+        whole.end() == whole.data ? part.data : whole.data + starts[i] * whole.entry_bytes;
+    job.pieces.push_back({source, whole.end(), whole.row_bytes(), sizes[i] * whole.entry_bytes,
+                          part.row_bytes(), 0});
   }
   return xf::Error::Success();
 }

@@ -2,9 +2,12 @@
 #ifndef JAXOPS_FFI_DECODE_H_
 #define JAXOPS_FFI_DECODE_H_
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -70,10 +73,61 @@ inline xla::ffi::Error SetType(DType& out, const char* operator_name, const char
   return xla::ffi::Error::Success();
 }
 
-// One operand of a BatchMap: its dimensions, of which the last `core` belong to the operator.
+// A buffer must end with the dimensions `core` after `batch_rank` others, and be of `type`.
+inline xla::ffi::Error CheckBuffer(const char* operator_name, const char* what,
+                                   const xla::ffi::AnyBuffer& buffer, size_t batch_rank,
+                                   Dimensions core, xla::ffi::DataType type) {
+  const Dimensions dims = buffer.dimensions();
+  if (dims.size() != batch_rank + core.size() ||
+      !std::equal(core.begin(), core.end(), dims.begin() + batch_rank)) {
+    return InvalidArgument(operator_name, ": ", what, " must have ", batch_rank,
+                           " batch dimensions and then ", ToString(core), ", got ", ToString(dims));
+  }
+  if (buffer.element_type() != type) {
+    return InvalidArgument(operator_name, ": ", what, " must have type ", static_cast<int>(type),
+                           ", got ", static_cast<int>(buffer.element_type()));
+  }
+  return xla::ffi::Error::Success();
+}
+
+inline xla::ffi::Error CheckBuffer(const char* operator_name, const char* what,
+                                   const xla::ffi::AnyBuffer& buffer, size_t batch_rank,
+                                   std::initializer_list<int64_t> core, xla::ffi::DataType type) {
+  return CheckBuffer(operator_name, what, buffer, batch_rank, Dimensions(core.begin(), core.size()),
+                     type);
+}
+
+// Reads an attribute that stands for one of the values up to `last`.
+template <typename Enum>
+xla::ffi::Error SetEnum(Enum& out, const char* operator_name, const char* attribute, int32_t value,
+                        Enum last) {
+  if (value < 0 || value > static_cast<int32_t>(last)) {
+    return InvalidArgument(operator_name, ": ", attribute, " must be in [0, ",
+                           static_cast<int32_t>(last), "], got ", value);
+  }
+  out = static_cast<Enum>(value);
+  return xla::ffi::Error::Success();
+}
+
+// Whether a * b is one of the numbers that attributes and sizes may lead to. They leave room for
+// sums of a few of them.
+inline bool IsBounded(int64_t a, int64_t b = 1) {
+  int64_t product;
+  constexpr int64_t kLimit = int64_t{1} << 60;
+  return !__builtin_mul_overflow(a, b, &product) && -kLimit <= product && product <= kLimit;
+}
+
+// A buffer whose dimensions but for the last `core` are batch dimensions.
 struct BatchOperand {
+  enum Kind {
+    kRead,     // an operand: its batch dimensions have the size of the batch or 1
+    kWritten,  // a result: they have the size of the batch
+    kSummed,   // a result that is summed over those of size 1
+  };
+
   Dimensions dims;
   size_t core;
+  Kind kind = kRead;
 
   int64_t CoreSize() const {
     int64_t size = 1;
@@ -89,11 +143,43 @@ struct BatchOperand {
   }
 };
 
-// Builds a map over those batch dimensions of `sizes` that `include` selects. Returns false when
-// the operands alternate between batched and not more often than the map can hold.
+// Buffers must have `rank` batch dimensions each, which fit those of the operands.
+inline xla::ffi::Error CheckBatch(const char* operator_name, std::span<const BatchOperand> buffers,
+                                  size_t rank) {
+  for (const BatchOperand& buffer : buffers) {
+    if (buffer.dims.size() != rank + buffer.core) {
+      return InvalidArgument(operator_name, ": ", ToString(buffer.dims), " must have ", rank,
+                             " batch dimensions and ", buffer.core, " more");
+    }
+  }
+  int64_t entries = 1;
+  for (size_t dim = 0; dim < rank; ++dim) {
+    int64_t size = 1;
+    for (const BatchOperand& buffer : buffers) {
+      if (buffer.kind == BatchOperand::kRead && buffer.dims[dim] != 1) size = buffer.dims[dim];
+    }
+    for (const BatchOperand& buffer : buffers) {
+      const int64_t got = buffer.dims[dim];
+      if (got == size || (got == 1 && buffer.kind != BatchOperand::kWritten)) continue;
+      return InvalidArgument(operator_name, ": batch dimension ", dim, " of ",
+                             ToString(buffer.dims), " must be ", size);
+    }
+    if (size == 0) continue;
+    if (!IsBounded(entries, size)) {
+      return InvalidArgument(operator_name, ": a batch has too many entries");
+    }
+    entries *= size;
+  }
+  return xla::ffi::Error::Success();
+}
+
+// Builds a map over those batch dimensions that `include` selects, of operands that CheckBatch has
+// found to fit. It is an error when they alternate between batched and not more often than the map
+// can hold.
 template <int kOperands, typename Include>
-bool BuildBatchMap(BatchMap<kOperands>& map, const std::array<BatchOperand, kOperands>& operands,
-                   size_t rank, Include&& include) {
+xla::ffi::Error BuildBatchMap(const char* operator_name, BatchMap<kOperands>& map,
+                              const std::array<BatchOperand, kOperands>& operands, size_t rank,
+                              Include&& include) {
   for (size_t dim = 0; dim < rank; ++dim) {
     if (!include(dim)) continue;
     int64_t size = 1;
@@ -102,9 +188,20 @@ bool BuildBatchMap(BatchMap<kOperands>& map, const std::array<BatchOperand, kOpe
       strides[i] = operands[i].Stride(dim);
       if (operands[i].dims[dim] != 1) size = operands[i].dims[dim];
     }
-    if (!map.Append(size, strides)) return false;
+    if (!map.Append(size, strides)) {
+      return InvalidArgument(operator_name, ": more than ", kMaxBatchDims,
+                             " alternations of batched and unbatched dimensions in nested vmaps");
+    }
   }
-  return true;
+  return xla::ffi::Error::Success();
+}
+
+// Checks and maps the batch of operands that are all that there is.
+template <int kOperands>
+xla::ffi::Error SetBatch(const char* operator_name, BatchMap<kOperands>& map,
+                         const std::array<BatchOperand, kOperands>& operands, size_t rank) {
+  JAXOPS_RETURN_IF_ERROR(CheckBatch(operator_name, operands, rank));
+  return BuildBatchMap<kOperands>(operator_name, map, operands, rank, [](size_t) { return true; });
 }
 
 }  // namespace jaxops::ffi

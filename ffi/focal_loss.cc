@@ -14,38 +14,18 @@ xf::DataType Arithmetic(DType dtype) {
   return dtype == DType::kF64 ? xf::DataType::F64 : xf::DataType::F32;
 }
 
-// `buffer` must end with the dimensions `core` after as many batch dimensions as the logits have.
-xf::Error Check(const char* name, const char* what, const xf::AnyBuffer& buffer, Dimensions core,
-                size_t batch_rank, xf::DataType type) {
-  const Dimensions dims = buffer.dimensions();
-  if (dims.size() != batch_rank + core.size() ||
-      !std::equal(core.begin(), core.end(), dims.begin() + batch_rank)) {
-    return InvalidArgument(name, ": ", what, " must have ", batch_rank,
-                           " batch dimensions and then ", ToString(core), ", got ", ToString(dims));
-  }
-  if (buffer.element_type() != type) {
-    return InvalidArgument(name, ": ", what, " must have type ", static_cast<int>(type), ", got ",
-                           static_cast<int>(buffer.element_type()));
-  }
-  return xf::Error::Success();
-}
-
-xf::Error TooManyBatchDims(const char* name) {
-  return InvalidArgument(name, ": more than ", kMaxBatchDims,
-                         " alternations of batched and unbatched dimensions in nested vmaps");
-}
-
 // Sets what the logits say of the call, and how many batch dimensions there are.
 template <typename Call>
 xf::Error SetShape(Call& call, const char* name, int64_t rows, int32_t power,
                    const xf::AnyBuffer& logits, size_t& batch_rank) {
   const Dimensions dims = logits.dimensions();
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, name, "logits", logits));
-  if (rows < 0 || dims.size() < static_cast<size_t>(rows) + 1) {
-    return InvalidArgument(name, ": logits must have at least ", rows + 1, " dimensions, got ",
+  if (rows < 0 || static_cast<uint64_t>(rows) >= dims.size()) {
+    return InvalidArgument(name, ": logits must have more than ", rows, " dimensions, got ",
                            ToString(dims));
   }
-  call.power = static_cast<jaxops::focal_loss::Power>(power);
+  JAXOPS_RETURN_IF_ERROR(
+      SetEnum(call.power, name, "power", power, jaxops::focal_loss::Power::kTwo));
   batch_rank = dims.size() - rows - 1;
   call.rows = 1;
   for (size_t i = batch_rank; i + 1 < dims.size(); ++i) call.rows *= dims[i];
@@ -60,32 +40,42 @@ xf::Error SetWeight(Call& call, BatchOperand& operand, const char* name,
                     xf::DataType type) {
   call.weight = nullptr;
   if (!weight || weight->size() == 0) return xf::Error::Success();
+  if (weight->size() > 1) return InvalidArgument(name, ": more operands than weights");
   const xf::ErrorOr<xf::AnyBuffer> buffer = weight->get<xf::AnyBuffer>(0);
   if (!buffer) return buffer.error();
-  JAXOPS_RETURN_IF_ERROR(Check(name, "weights", *buffer, rows, batch_rank, type));
+  JAXOPS_RETURN_IF_ERROR(CheckBuffer(name, "weights", *buffer, batch_rank, rows, type));
   call.weight = buffer->untyped_data();
   operand = {buffer->dimensions(), rows.size()};
   return xf::Error::Success();
 }
 
-// Sets the results that are wanted, and where they are in the batch: loss or gradient, of so many
-// dimensions each, and the sum.
+// Sets the results that are wanted, and where they are in the batch: loss or gradient, of these
+// dimensions and types each, and the sum.
 template <typename Call, typename Buffers>
-void SetResults(Call& call, BatchOperand& result, BatchOperand& sum, const Buffers& buffers,
-                size_t loss_rank, size_t gradient_rank) {
+xf::Error SetResults(Call& call, BatchOperand& result, BatchOperand& sum, const char* name,
+                     const Buffers& buffers, size_t batch_rank, Dimensions loss_core,
+                     xf::DataType loss_type, Dimensions gradient_core) {
+  const xf::DataType type = buffers.logits.element_type();
   call.loss = call.gradient = call.sum = nullptr;
   if (buffers.loss) {
+    JAXOPS_RETURN_IF_ERROR(
+        CheckBuffer(name, "loss", *buffers.loss, batch_rank, loss_core, loss_type));
     call.loss = buffers.loss->untyped_data();
-    result = {buffers.loss->dimensions(), loss_rank};
+    result = {buffers.loss->dimensions(), loss_core.size(), BatchOperand::kWritten};
   }
   if (buffers.gradient) {
+    JAXOPS_RETURN_IF_ERROR(
+        CheckBuffer(name, "gradient", *buffers.gradient, batch_rank, gradient_core, type));
     call.gradient = buffers.gradient->untyped_data();
-    result = {buffers.gradient->dimensions(), gradient_rank};
+    result = {buffers.gradient->dimensions(), gradient_core.size(), BatchOperand::kWritten};
   }
   if (buffers.sum) {
+    JAXOPS_RETURN_IF_ERROR(
+        CheckBuffer(name, "sum", *buffers.sum, batch_rank, {}, Arithmetic(call.dtype)));
     call.sum = buffers.sum->untyped_data();
-    sum = {buffers.sum->dimensions(), 0};
+    sum = {buffers.sum->dimensions(), 0, BatchOperand::kWritten};
   }
+  return xf::Error::Success();
 }
 
 Dimensions CoreOf(const xf::AnyBuffer& buffer, size_t batch_rank) {
@@ -131,8 +121,6 @@ xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidB
   const Dimensions all = CoreOf(buffers.logits, batch);
   const Dimensions rows = all.first(all.size() - 1);
   const Dimensions classes = all.last(1);
-  const Dimensions none = all.first(0);
-  const int64_t three[] = {3};
   const xf::DataType arithmetic = Arithmetic(call.dtype);
 
   call.soft = buffers.labels.element_type() != xf::DataType::S32;
@@ -141,7 +129,7 @@ xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidB
                                   : call.label_dtype == call.dtype ? buffers.logits.element_type()
                                                                    : arithmetic;
   JAXOPS_RETURN_IF_ERROR(
-      Check(kSigmoid, "labels", buffers.labels, call.soft ? all : rows, batch, label_type));
+      CheckBuffer(kSigmoid, "labels", buffers.labels, batch, call.soft ? all : rows, label_type));
   // Soft labels are right whatever the ids, which they do not need.
   if (!call.soft && attributes.first_class_id != jaxops::focal_loss::kFirstClassId) {
     return InvalidArgument(kSigmoid, ": class ids of this program count from ",
@@ -150,15 +138,16 @@ xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidB
                            ": export the program once more with the version that runs it");
   }
   JAXOPS_RETURN_IF_ERROR(
-      Check(kSigmoid, "class ids", buffers.class_ids, classes, batch, xf::DataType::S32));
-  JAXOPS_RETURN_IF_ERROR(Check(kSigmoid, "scale", buffers.scale, none, batch, arithmetic));
+      CheckBuffer(kSigmoid, "class ids", buffers.class_ids, batch, classes, xf::DataType::S32));
+  JAXOPS_RETURN_IF_ERROR(CheckBuffer(kSigmoid, "scale", buffers.scale, batch, {}, arithmetic));
   JAXOPS_RETURN_IF_ERROR(
-      Check(kSigmoid, "parameters", buffers.parameters, Dimensions(three, 1), batch, arithmetic));
+      CheckBuffer(kSigmoid, "parameters", buffers.parameters, batch, {3}, arithmetic));
   // What is not there takes the place of the scale, whose offsets it then never uses.
   BatchOperand weight{buffers.scale.dimensions(), 0}, elements = weight, sum = weight;
   JAXOPS_RETURN_IF_ERROR(
       SetWeight(call, weight, kSigmoid, &buffers.weight, rows, batch, arithmetic));
-  SetResults(call, elements, sum, buffers, all.size(), all.size());
+  JAXOPS_RETURN_IF_ERROR(SetResults(call, elements, sum, kSigmoid, buffers, batch, all,
+                                    buffers.logits.element_type(), all));
   call.has_ignored = attributes.has_ignored && !call.soft;
   call.ignored = attributes.ignored;
   call.logits = buffers.logits.untyped_data();
@@ -166,14 +155,13 @@ xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidB
   call.class_ids = static_cast<const int32_t*>(buffers.class_ids.untyped_data());
   call.scale = buffers.scale.untyped_data();
   call.parameters = buffers.parameters.untyped_data();
-  const bool fits = BuildBatchMap<Sigmoid::kOperands>(
-      call.batch,
+  return SetBatch<Sigmoid::kOperands>(
+      kSigmoid, call.batch,
       {BatchOperand{buffers.logits.dimensions(), all.size()},
        BatchOperand{buffers.labels.dimensions(), call.soft ? all.size() : rows.size()},
        BatchOperand{buffers.class_ids.dimensions(), 1}, BatchOperand{buffers.scale.dimensions(), 0},
        BatchOperand{buffers.parameters.dimensions(), 1}, weight, elements, sum},
-      batch, [](size_t) { return true; });
-  return fits ? xf::Error::Success() : TooManyBatchDims(kSigmoid);
+      batch);
 }
 
 xf::Error Decode(Softmax& call, const SoftmaxAttributes& attributes,
@@ -183,31 +171,31 @@ xf::Error Decode(Softmax& call, const SoftmaxAttributes& attributes,
       SetShape(call, kSoftmax, attributes.rows, attributes.power, buffers.logits, batch));
   const Dimensions all = CoreOf(buffers.logits, batch);
   const Dimensions rows = all.first(all.size() - 1);
-  const Dimensions none = all.first(0);
   const xf::DataType arithmetic = Arithmetic(call.dtype);
-  JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "labels", buffers.labels, rows, batch, xf::DataType::S32));
-  JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "gamma", buffers.gamma, none, batch, arithmetic));
+  JAXOPS_RETURN_IF_ERROR(
+      CheckBuffer(kSoftmax, "labels", buffers.labels, batch, rows, xf::DataType::S32));
+  JAXOPS_RETURN_IF_ERROR(CheckBuffer(kSoftmax, "gamma", buffers.gamma, batch, {}, arithmetic));
   // What is not there takes the place of gamma, whose offsets it then never uses.
   const BatchOperand gamma{buffers.gamma.dimensions(), 0};
   BatchOperand scale = gamma, weight = gamma, result = gamma, sum = gamma;
   call.scale = nullptr;
   if (buffers.scale) {
-    JAXOPS_RETURN_IF_ERROR(Check(kSoftmax, "scale", *buffers.scale, none, batch, arithmetic));
+    JAXOPS_RETURN_IF_ERROR(CheckBuffer(kSoftmax, "scale", *buffers.scale, batch, {}, arithmetic));
     call.scale = buffers.scale->untyped_data();
     scale = {buffers.scale->dimensions(), 0};
   }
   JAXOPS_RETURN_IF_ERROR(
       SetWeight(call, weight, kSoftmax, buffers.weight, rows, batch, arithmetic));
-  SetResults(call, result, sum, buffers, rows.size(), all.size());
+  JAXOPS_RETURN_IF_ERROR(
+      SetResults(call, result, sum, kSoftmax, buffers, batch, rows, arithmetic, all));
   call.logits = buffers.logits.untyped_data();
   call.labels = static_cast<const int32_t*>(buffers.labels.untyped_data());
   call.gamma = buffers.gamma.untyped_data();
-  const bool fits = BuildBatchMap<Softmax::kOperands>(
-      call.batch,
+  return SetBatch<Softmax::kOperands>(
+      kSoftmax, call.batch,
       {BatchOperand{buffers.logits.dimensions(), all.size()},
        BatchOperand{buffers.labels.dimensions(), rows.size()}, scale, gamma, weight, result, sum},
-      batch, [](size_t) { return true; });
-  return fits ? xf::Error::Success() : TooManyBatchDims(kSoftmax);
+      batch);
 }
 
 }  // namespace jaxops::ffi::focal_loss

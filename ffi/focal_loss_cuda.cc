@@ -21,13 +21,16 @@ struct Partials {
   void* data = nullptr;
 };
 
-xf::Error FindPartials(Partials& partials, const char* name, int64_t entries,
+xf::Error FindPartials(Partials& partials, const char* name, int64_t entries, DType dtype,
                        const xf::AnyBuffer* scratch) {
   if (!scratch) return xf::Error::Success();
   const Dimensions dims = scratch->dimensions();
-  if (dims.size() != 2 || dims[0] != entries || dims[1] < 1) {
-    return InvalidArgument(name, ": partial sums must be (", entries, ", splits), got ",
-                           ToString(dims));
+  const xf::DataType type = dtype == DType::kF64 ? xf::DataType::F64 : xf::DataType::F32;
+  if (scratch->element_type() != type || dims.size() != 2 || dims[0] != entries || dims[1] < 1 ||
+      dims[1] > INT32_MAX) {
+    return InvalidArgument(name, ": partial sums must be (", entries, ", splits) of type ",
+                           static_cast<int>(type), ", got ", ToString(dims), " of type ",
+                           static_cast<int>(scratch->element_type()));
   }
   partials = {dims[1], scratch->untyped_data()};
   return xf::Error::Success();
@@ -39,7 +42,7 @@ xf::Error Run(cudaStream_t stream, const xf::Dictionary& attributes, const Sigmo
   focal_loss::Sigmoid call;
   if (xf::Error error = Decode(call, attributes, buffers); error.failure()) return error;
   Partials partials;
-  xf::Error error = FindPartials(partials, kName, call.batch.size(), scratch);
+  xf::Error error = FindPartials(partials, kName, call.batch.size(), call.dtype, scratch);
   if (error.failure()) return error;
   return ToError(
       kName, jaxops::focal_loss::cuda::LaunchSigmoid(stream, call, partials.splits, partials.data));
@@ -95,7 +98,7 @@ xf::Error RunSoftmax(cudaStream_t stream, const focal_loss::SoftmaxAttributes& a
   focal_loss::Softmax call;
   if (xf::Error error = Decode(call, attributes, buffers); error.failure()) return error;
   Partials partials;
-  xf::Error error = FindPartials(partials, kName, call.batch.size(), scratch);
+  xf::Error error = FindPartials(partials, kName, call.batch.size(), call.dtype, scratch);
   if (error.failure()) return error;
   return ToError(
       kName, jaxops::focal_loss::cuda::LaunchSoftmax(stream, call, partials.splits, partials.data));

@@ -1,6 +1,8 @@
 #include "ffi/grid_sample.h"
 
+#include <algorithm>
 #include <array>
+#include <vector>
 
 namespace jaxops::ffi::grid_sample {
 namespace {
@@ -14,69 +16,81 @@ using jaxops::grid_sample::Padding;
 
 constexpr char kName[] = "grid_sample";
 
-xf::Error Misfit(const char* what, const xf::AnyBuffer& points, const xf::AnyBuffer& other) {
-  return InvalidArgument(kName, ": ", what, " does not fit: points are ",
-                         ToString(points.dimensions()), ", got ", ToString(other.dimensions()));
-}
-
-// Whether two buffers agree in their dimensions from `begin` on, but for so many at the end.
-bool Agree(const xf::AnyBuffer& a, const xf::AnyBuffer& b, size_t begin, size_t without) {
-  if (a.dimensions().size() != b.dimensions().size()) return false;
-  for (size_t i = begin; i + without < a.dimensions().size(); ++i) {
-    if (a.dimensions()[i] != b.dimensions()[i]) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffers,
                  xf::RemainingArgs directions, const xf::RemainingRets* scratch) {
   const xf::AnyBuffer& points = *buffers.points;
-  // Whatever there is of the shapes (..., points, channels) and (..., grid, channels).
-  const xf::AnyBuffer& row = buffers.out ? *buffers.out : *buffers.cotangent;
   const xf::AnyBuffer& volume = buffers.volume ? *buffers.volume : *buffers.dvolume;
-  const size_t point_rank = attributes.point_rank;
-  if (points.dimensions().size() < point_rank + 1) {
+  const Dimensions point_dims = points.dimensions();
+  const int64_t most = static_cast<int64_t>(point_dims.size()) - 1;
+  if (attributes.point_rank < 0 || attributes.point_rank > most) {
     return InvalidArgument(kName, ": points must have ", attributes.point_rank,
-                           " dimensions and one of coordinates, got ",
-                           ToString(points.dimensions()));
+                           " dimensions and one of coordinates, got ", ToString(point_dims));
   }
-  const size_t rank = points.dimensions().size() - 1 - point_rank;
+  const size_t point_rank = attributes.point_rank;
+  const size_t rank = most - point_rank;
   Geometry& geometry = call.geometry;
-  geometry.axes = static_cast<int>(points.dimensions().back());
-  if (geometry.axes < 2 || geometry.axes > kMaxAxes) return Misfit("points", points, points);
-  if (volume.dimensions().size() != rank + geometry.axes + 1) {
-    return Misfit("volume", points, volume);
+  if (point_dims.back() < 2 || point_dims.back() > kMaxAxes) {
+    return InvalidArgument(kName, ": points must have 2 to ", kMaxAxes, " coordinates, got ",
+                           ToString(point_dims));
   }
+  geometry.axes = static_cast<int>(point_dims.back());
+  const size_t grid_rank = geometry.axes + 1;
+  if (volume.dimensions().size() != rank + grid_rank) {
+    return InvalidArgument(kName, ": volume ", ToString(volume.dimensions()),
+                           " does not fit points ", ToString(point_dims));
+  }
+  const Dimensions grid = volume.dimensions().last(grid_rank);
   for (int a = 0; a < geometry.axes; ++a) {
-    const int64_t size = volume.dimensions()[rank + a];
-    if (size > kMaxSize)
+    if (grid[a] > kMaxSize) {
       return InvalidArgument(kName, ": an axis has at most ", kMaxSize, " entries");
-    geometry.sizes[a] = static_cast<int32_t>(size);
+    }
+    geometry.sizes[a] = static_cast<int32_t>(grid[a]);
   }
-  geometry.width = volume.dimensions().back();
+  geometry.width = grid.back();
   geometry.points = 1;
-  for (size_t i = 0; i < point_rank; ++i) geometry.points *= points.dimensions()[rank + i];
-  geometry.method = static_cast<Method>(attributes.method);
-  geometry.padding = static_cast<Padding>(attributes.padding_mode);
+  for (size_t i = 0; i < point_rank; ++i) geometry.points *= point_dims[rank + i];
+  JAXOPS_RETURN_IF_ERROR(
+      SetEnum(geometry.method, kName, "method", attributes.method, Method::kNearest));
+  JAXOPS_RETURN_IF_ERROR(SetEnum(geometry.padding, kName, "padding_mode", attributes.padding_mode,
+                                 Padding::kReflection));
   geometry.align_corners = attributes.align_corners;
-  if (!Agree(points, row, rank, 1) || row.dimensions().back() != geometry.width) {
-    return Misfit("the value or its cotangent", points, row);
-  }
-  if (buffers.dvolume && !Agree(volume, *buffers.dvolume, rank, 0)) {
-    return Misfit("the gradient by volume", points, *buffers.dvolume);
-  }
-  if (buffers.dpoints && !Agree(points, *buffers.dpoints, rank, 0)) {
-    return Misfit("the gradient by points", points, *buffers.dpoints);
+  if (directions.size() > multilinear::kMaxDirections) {
+    return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",
+                           directions.size());
   }
   call.order = static_cast<int>(directions.size());
-  if (call.order > multilinear::kMaxDirections) {
-    return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",
-                           call.order);
-  }
+  const xf::DataType type = volume.element_type();
+  const xf::DataType point_type = points.element_type();
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, kName, "volume", volume));
   JAXOPS_RETURN_IF_ERROR(SetType(call.point_dtype, kName, "points", points));
+  if (call.point_dtype == DType::kF64 && call.dtype != DType::kF64) {
+    return InvalidArgument(kName, ": points are f64, which the volume then must be too");
+  }
+
+  // Operands and results that are not there take the place of the points, whose offsets they then
+  // never use.
+  std::array<BatchOperand, Call::kOperands + 2> batch;
+  batch.fill({point_dims, point_rank + 1});
+  const auto set = [&](size_t place, const char* what, const xf::AnyBuffer* buffer, Dimensions core,
+                       xf::DataType expected, BatchOperand::Kind kind) {
+    if (buffer == nullptr) return xf::Error::Success();
+    batch[place] = {buffer->dimensions(), core.size(), kind};
+    return CheckBuffer(kName, what, *buffer, rank, core, expected);
+  };
+  const Dimensions coordinates = point_dims.last(point_rank + 1);
+  std::vector<int64_t> row(coordinates.begin(), coordinates.end());
+  row.back() = geometry.width;
+  constexpr auto kRead = BatchOperand::kRead, kWritten = BatchOperand::kWritten;
+  constexpr size_t kResults = Call::kOperands;
+  JAXOPS_RETURN_IF_ERROR(set(Call::kVolume, "volume", buffers.volume, grid, type, kRead));
+  JAXOPS_RETURN_IF_ERROR(set(Call::kCotangent, "cotangent", buffers.cotangent, row, type, kRead));
+  JAXOPS_RETURN_IF_ERROR(set(Call::kGradient, "volume's gradient", buffers.dvolume, grid, type,
+                             BatchOperand::kSummed));
+  JAXOPS_RETURN_IF_ERROR(set(kResults, "result", buffers.out, row, type, kWritten));
+  JAXOPS_RETURN_IF_ERROR(
+      set(kResults + 1, "points' gradient", buffers.dpoints, coordinates, point_type, kWritten));
   call.deterministic = attributes.deterministic;
   const auto data = [](const xf::AnyBuffer* buffer) {
     return buffer == nullptr ? nullptr : buffer->untyped_data();
@@ -88,6 +102,7 @@ xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffer
   call.dvolume = data(buffers.dvolume);
   call.dpoints = data(buffers.dpoints);
   if (scratch != nullptr && scratch->size() > 0) {
+    if (scratch->size() > 1) return InvalidArgument(kName, ": more results than a work space");
     xf::ErrorOr<xf::Result<xf::AnyBuffer>> buffer = scratch->get<xf::AnyBuffer>(0);
     if (!buffer) return buffer.error();
     const xf::AnyBuffer space = **buffer;
@@ -95,35 +110,22 @@ xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffer
     call.scratch_bytes = space.size_bytes();
   }
 
-  // Operands that are not there take the place of the points, whose offsets they then never use.
-  std::array<BatchOperand, Call::kOperands> operands;
-  operands.fill({points.dimensions(), point_rank + 1});
-  const size_t grid_rank = geometry.axes + 1;
-  if (buffers.volume) operands[Call::kVolume] = {buffers.volume->dimensions(), grid_rank};
-  if (buffers.cotangent) {
-    operands[Call::kCotangent] = {buffers.cotangent->dimensions(), point_rank + 1};
-  }
   call.gradients = 1;
   if (buffers.dvolume) {
-    operands[Call::kGradient] = {buffers.dvolume->dimensions(), grid_rank};
     for (size_t i = 0; i < rank; ++i) call.gradients *= buffers.dvolume->dimensions()[i];
   }
   for (int i = 0; i < call.order; ++i) {
     const xf::ErrorOr<xf::AnyBuffer> direction = directions.get<xf::AnyBuffer>(i);
     if (!direction) return direction.error();
-    if (!Agree(points, *direction, rank, 0) || direction->element_type() != points.element_type()) {
-      return Misfit("a direction", points, *direction);
-    }
+    JAXOPS_RETURN_IF_ERROR(
+        set(Call::kDirections + i, "direction", &*direction, coordinates, point_type, kRead));
     call.directions[i] = direction->untyped_data();
-    operands[Call::kDirections + i] = {direction->dimensions(), point_rank + 1};
   }
-  const bool held =
-      BuildBatchMap<Call::kOperands>(call.batch, operands, rank, [](size_t) { return true; });
-  if (!held) {
-    return InvalidArgument(kName, ": more than ", kMaxBatchDims,
-                           " alternations of batched and unbatched dimensions in nested vmaps");
-  }
-  return xf::Error::Success();
+  JAXOPS_RETURN_IF_ERROR(CheckBatch(kName, batch, rank));
+  std::array<BatchOperand, Call::kOperands> operands;
+  std::copy_n(batch.begin(), operands.size(), operands.begin());
+  return BuildBatchMap<Call::kOperands>(kName, call.batch, operands, rank,
+                                        [](size_t) { return true; });
 }
 
 }  // namespace jaxops::ffi::grid_sample

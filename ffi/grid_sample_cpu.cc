@@ -14,9 +14,9 @@ using grid_sample::Buffers;
 using grid_sample::Call;
 
 xf::Error Run(xf::ThreadPool& pool, const Attributes& attributes, const Buffers& buffers,
-              xf::RemainingArgs directions, const xf::RemainingRets* scratch = nullptr) {
+              xf::RemainingArgs directions) {
   Call call = {};
-  xf::Error error = Decode(call, attributes, buffers, directions, scratch);
+  xf::Error error = Decode(call, attributes, buffers, directions, nullptr);
   if (error.failure()) return error;
   return RunOnHost(pool, [&](const cpu::ParallelFor& parallel_for) {
     jaxops::grid_sample::cpu::Run(call, parallel_for);
@@ -33,12 +33,11 @@ xf::Error RunSample(xf::ThreadPool pool, xf::AnyBuffer volume, xf::AnyBuffer poi
 
 xf::Error RunVolumeGrad(xf::ThreadPool pool, xf::AnyBuffer points, xf::AnyBuffer cotangent,
                         xf::RemainingArgs directions, xf::Result<xf::AnyBuffer> dvolume,
-                        xf::RemainingRets scratch, int64_t point_rank, int32_t method,
-                        int32_t padding_mode, bool align_corners, bool deterministic) {
+                        int64_t point_rank, int32_t method, int32_t padding_mode,
+                        bool align_corners, bool deterministic) {
   const xf::AnyBuffer dvolume_buffer = *dvolume;
   return Run(pool, {point_rank, method, padding_mode, align_corners, deterministic},
-             {nullptr, &points, &cotangent, nullptr, &dvolume_buffer, nullptr}, directions,
-             &scratch);
+             {nullptr, &points, &cotangent, nullptr, &dvolume_buffer, nullptr}, directions);
 }
 
 xf::Error RunPointGrad(xf::ThreadPool pool, xf::AnyBuffer volume, xf::AnyBuffer points,
@@ -53,13 +52,12 @@ xf::Error RunPointGrad(xf::ThreadPool pool, xf::AnyBuffer volume, xf::AnyBuffer 
 xf::Error RunBackward(xf::ThreadPool pool, xf::AnyBuffer volume, xf::AnyBuffer points,
                       xf::AnyBuffer cotangent, xf::RemainingArgs directions,
                       xf::Result<xf::AnyBuffer> dvolume, xf::Result<xf::AnyBuffer> dpoints,
-                      xf::RemainingRets scratch, int64_t point_rank, int32_t method,
-                      int32_t padding_mode, bool align_corners, bool deterministic) {
+                      int64_t point_rank, int32_t method, int32_t padding_mode, bool align_corners,
+                      bool deterministic) {
   const xf::AnyBuffer dvolume_buffer = *dvolume;
   const xf::AnyBuffer dpoints_buffer = *dpoints;
   return Run(pool, {point_rank, method, padding_mode, align_corners, deterministic},
-             {&volume, &points, &cotangent, nullptr, &dvolume_buffer, &dpoints_buffer}, directions,
-             &scratch);
+             {&volume, &points, &cotangent, nullptr, &dvolume_buffer, &dpoints_buffer}, directions);
 }
 
 }  // namespace
@@ -78,8 +76,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GridSampleVolumeGradCpu, RunVolumeGrad,
                                                  .Arg<xf::AnyBuffer>()
                                                  .Arg<xf::AnyBuffer>()
                                                  .RemainingArgs()
-                                                 .Ret<xf::AnyBuffer>()
-                                                 .RemainingRets()));
+                                                 .Ret<xf::AnyBuffer>()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GridSamplePointGradCpu, RunPointGrad,
                               BindAttributes(xf::Ffi::Bind()
@@ -98,7 +95,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GridSampleBackwardCpu, RunBackward,
                                                  .Arg<xf::AnyBuffer>()
                                                  .RemainingArgs()
                                                  .Ret<xf::AnyBuffer>()
-                                                 .Ret<xf::AnyBuffer>()
-                                                 .RemainingRets()));
+                                                 .Ret<xf::AnyBuffer>()));
 
 }  // namespace jaxops::ffi

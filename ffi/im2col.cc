@@ -41,11 +41,20 @@ xf::Error DecodeWindow(const char* name, Call& call, const xf::AnyBuffer& image,
       return InvalidArgument(name, ": strides and dilations must be >= 1, got ", strides[i],
                              " and ", dilation[i]);
     }
+    if (!IsBounded(in[leading + i]) || !IsBounded(out[outs + i], strides[i]) ||
+        !IsBounded(out[taps + i], dilation[i]) || !IsBounded(low[i])) {
+      return InvalidArgument(name, ": strides, dilations and paddings are out of range, got ",
+                             strides[i], ", ", dilation[i], " and ", low[i]);
+    }
     call.dims[kMaxDims - count + i] = {in[leading + i], out[outs + i], out[taps + i],
                                        strides[i],      dilation[i],   low[i]};
   }
   call.channels_last = channels_last;
   call.item_bytes = static_cast<int>(xf::ByteWidth(image.element_type()));
+  // Complex numbers come as two images.
+  if (call.item_bytes < 1 || call.item_bytes > 8) {
+    return InvalidArgument(name, ": items must have 1 to 8 bytes, got ", call.item_bytes);
+  }
   return xf::Error::Success();
 }
 

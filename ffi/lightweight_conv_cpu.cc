@@ -53,6 +53,9 @@ xf::Error RunBackward(xf::ThreadPool pool, xf::AnyBuffer x, xf::AnyBuffer weight
   if (rest.size() == 0) {
     return RunSums(pool, {x, g, *dweight, &weight, &dx_buffer, nullptr}, attributes);
   }
+  if (rest.size() > 1) {
+    return InvalidArgument("lightweight_conv gradient: more results than dx, dweight and dbias");
+  }
   xf::ErrorOr<xf::Result<xf::AnyBuffer>> result = rest.get<xf::AnyBuffer>(0);
   if (!result) return result.error();
   const xf::AnyBuffer dbias = **result;

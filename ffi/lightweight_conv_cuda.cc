@@ -29,12 +29,15 @@ xf::Error RunSums(cudaStream_t stream, const BackwardBuffers& buffers,
   lightweight_conv::Backward backward;
   if (xf::Error error = Decode(backward, attributes, buffers); error.failure()) return error;
   const Dimensions sums = partials.dimensions();
+  const xf::DataType type = backward.dtype == DType::kF64 ? xf::DataType::F64 : xf::DataType::F32;
   const auto& geometry = backward.geometry;
-  if (sums.size() != 4 || sums[0] != backward.kept.size() || sums[1] < 1 ||
-      sums[2] != geometry.taps + 1 || sums[3] != geometry.channels) {
+  if (partials.element_type() != type || sums.size() != 4 || sums[0] != backward.kept.size() ||
+      sums[1] < 1 || sums[1] > INT32_MAX || sums[2] != geometry.taps + 1 ||
+      sums[3] != geometry.channels) {
     return InvalidArgument("lightweight_conv gradient: partial sums must be (",
                            backward.kept.size(), ", splits, ", geometry.taps + 1, ", ",
-                           geometry.channels, "), got ", ToString(sums));
+                           geometry.channels, ") of type ", static_cast<int>(type), ", got ",
+                           ToString(sums), " of type ", static_cast<int>(partials.element_type()));
   }
   const int64_t splits = sums[1];
   return ToError("lightweight_conv gradient",
@@ -55,6 +58,10 @@ xf::Error RunBackward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer weight
                       xf::Result<xf::AnyBuffer> dx, xf::Result<xf::AnyBuffer> dweight,
                       xf::RemainingRets rest, int64_t padding, int64_t dilation,
                       int32_t data_format, int32_t activation, bool flip_taps) {
+  if (rest.size() < 1 || rest.size() > 2) {
+    return InvalidArgument("lightweight_conv gradient: there must be 3 or 4 results, got ",
+                           rest.size() + 2);
+  }
   xf::ErrorOr<xf::Result<xf::AnyBuffer>> first = rest.get<xf::AnyBuffer>(0);
   xf::ErrorOr<xf::Result<xf::AnyBuffer>> last = rest.get<xf::AnyBuffer>(rest.size() - 1);
   if (!first) return first.error();

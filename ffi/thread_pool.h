@@ -6,10 +6,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <new>
 
 #include "cpu/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
@@ -26,21 +26,23 @@ inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
       return;
     }
     struct State {
-      std::atomic<bool> out_of_memory{false};
       std::atomic<int64_t> next{0};
       std::atomic<int64_t> done{0};
       std::mutex mutex;
       std::condition_variable all_done;
+      std::exception_ptr exception;  // the first one that a task threw
     };
     auto state = std::make_shared<State>();
-    // `task` outlives every call of it: this function returns only when all have returned.
-    const auto work = [state, count, &task] {
+    // `task` outlives every call of it: from here on nothing throws, and this function waits until
+    // all calls have returned. Helpers that start later find nothing left to call it for.
+    const auto work = [state, count, &task]() noexcept {
       int64_t finished = 0;
       for (int64_t i = state->next++; i < count; i = state->next++, ++finished) {
         try {
           task(i);
-        } catch (const std::bad_alloc&) {  // would end the process on a thread of the pool
-          state->out_of_memory = true;
+        } catch (...) {  // would end the process on a thread of the pool
+          const std::lock_guard<std::mutex> lock(state->mutex);
+          if (!state->exception) state->exception = std::current_exception();
         }
       }
       if (finished > 0 && (state->done += finished) == count) {
@@ -48,23 +50,22 @@ inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
         state->all_done.notify_all();
       }
     };
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::function<void()>(work));
+    try {
+      for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::function<void()>(work));
+    } catch (...) {
+      // There is no memory for a helper; those that there are do its work.
+    }
     work();
     std::unique_lock<std::mutex> lock(state->mutex);
     state->all_done.wait(lock, [&] { return state->done == count; });
-    if (state->out_of_memory) throw std::bad_alloc();
+    if (state->exception) std::rethrow_exception(state->exception);
   };
 }
 
-// Runs the host kernels of one call; running out of work space is an error, not an exception.
+// Runs the host kernels of one call. What they throw becomes an error in `module.h`.
 template <typename Kernels>
 xla::ffi::Error RunOnHost(xla::ffi::ThreadPool& pool, Kernels&& kernels) {
-  try {
-    kernels(ParallelForOn(pool));
-  } catch (const std::bad_alloc&) {
-    return xla::ffi::Error(xla::ffi::ErrorCode::kResourceExhausted,
-                           "out of host memory for the work space of an operator");
-  }
+  kernels(ParallelForOn(pool));
   return xla::ffi::Error::Success();
 }
 

@@ -1,6 +1,8 @@
 #include "ffi/trilinear.h"
 
+#include <algorithm>
 #include <array>
+#include <initializer_list>
 
 namespace jaxops::ffi::trilinear {
 namespace {
@@ -10,18 +12,6 @@ using jaxops::trilinear::kAxes;
 using jaxops::trilinear::kCorners;
 
 constexpr char kName[] = "trilinear_interpolate";
-
-// Whether a buffer has so many batch dimensions, and the core dimensions after them.
-bool Fits(const xf::AnyBuffer* buffer, size_t rank, std::initializer_list<int64_t> core) {
-  if (buffer == nullptr) return true;
-  const Dimensions dims = buffer->dimensions();
-  if (dims.size() != rank + core.size()) return false;
-  size_t i = rank;
-  for (int64_t n : core) {
-    if (dims[i++] != n) return false;
-  }
-  return true;
-}
 
 }  // namespace
 
@@ -34,23 +24,41 @@ xf::Error Decode(Call& call, const Buffers& buffers, xf::RemainingArgs direction
   }
   const size_t rank = points.dimensions().size() - 1;
   call.width = row.dimensions().back();
-  call.order = static_cast<int>(directions.size());
-  if (call.order > multilinear::kMaxDirections) {
-    return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",
-                           call.order);
-  }
-  const bool fits = Fits(buffers.features, rank, {kCorners, call.width}) &&
-                    Fits(&points, rank, {kAxes}) && Fits(&row, rank, {call.width}) &&
-                    Fits(buffers.dfeatures, rank, {kCorners, call.width}) &&
-                    Fits(buffers.dpoints, rank, {kAxes});
-  if (!fits) {
-    return InvalidArgument(
-        kName, ": shapes do not fit: points are ", ToString(points.dimensions()), ", got ",
-        ToString(row.dimensions()),
-        buffers.features ? " and " + ToString(buffers.features->dimensions()) : std::string());
-  }
+  const xf::DataType type = row.element_type();
+  const xf::DataType point_type = points.element_type();
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, kName, "features", row));
   JAXOPS_RETURN_IF_ERROR(SetType(call.point_dtype, kName, "points", points));
+  if (call.point_dtype == DType::kF64 && call.dtype != DType::kF64) {
+    return InvalidArgument(kName, ": points are f64, which features then must be too");
+  }
+  if (directions.size() > multilinear::kMaxDirections) {
+    return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",
+                           directions.size());
+  }
+  call.order = static_cast<int>(directions.size());
+  // Operands and results that are not there take the place of the points, whose offsets they then
+  // never use.
+  std::array<BatchOperand, Call::kOperands + 3> batch;
+  batch.fill({points.dimensions(), 1});
+  const auto set = [&](size_t place, const char* what, const xf::AnyBuffer* buffer,
+                       std::initializer_list<int64_t> core, xf::DataType expected,
+                       BatchOperand::Kind kind) {
+    if (buffer == nullptr) return xf::Error::Success();
+    batch[place] = {buffer->dimensions(), core.size(), kind};
+    return CheckBuffer(kName, what, *buffer, rank, core, expected);
+  };
+  constexpr auto kRead = BatchOperand::kRead, kWritten = BatchOperand::kWritten;
+  constexpr size_t kResults = Call::kOperands;
+  JAXOPS_RETURN_IF_ERROR(set(Call::kPoints, "points", &points, {kAxes}, point_type, kRead));
+  JAXOPS_RETURN_IF_ERROR(
+      set(Call::kFeatures, "features", buffers.features, {kCorners, call.width}, type, kRead));
+  JAXOPS_RETURN_IF_ERROR(
+      set(Call::kCotangent, "cotangent", buffers.cotangent, {call.width}, type, kRead));
+  JAXOPS_RETURN_IF_ERROR(set(kResults, "result", buffers.out, {call.width}, type, kWritten));
+  JAXOPS_RETURN_IF_ERROR(set(kResults + 1, "features' gradient", buffers.dfeatures,
+                             {kCorners, call.width}, type, kWritten));
+  JAXOPS_RETURN_IF_ERROR(
+      set(kResults + 2, "points' gradient", buffers.dpoints, {kAxes}, point_type, kWritten));
   const auto data = [](const xf::AnyBuffer* buffer) {
     return buffer == nullptr ? nullptr : buffer->untyped_data();
   };
@@ -61,29 +69,18 @@ xf::Error Decode(Call& call, const Buffers& buffers, xf::RemainingArgs direction
   call.dfeatures = data(buffers.dfeatures);
   call.dpoints = data(buffers.dpoints);
 
-  // Operands that are not there take the place of the points, whose offsets they then never use.
-  std::array<BatchOperand, Call::kOperands> operands;
-  operands.fill({points.dimensions(), 1});
-  if (buffers.features) operands[Call::kFeatures] = {buffers.features->dimensions(), 2};
-  if (buffers.cotangent) operands[Call::kCotangent] = {buffers.cotangent->dimensions(), 1};
   for (int i = 0; i < call.order; ++i) {
     const xf::ErrorOr<xf::AnyBuffer> direction = directions.get<xf::AnyBuffer>(i);
     if (!direction) return direction.error();
-    if (!Fits(&*direction, rank, {kAxes}) || direction->element_type() != points.element_type()) {
-      return InvalidArgument(kName, ": a direction must be like points, ",
-                             ToString(points.dimensions()), ", got ",
-                             ToString(direction->dimensions()));
-    }
+    JAXOPS_RETURN_IF_ERROR(
+        set(Call::kDirections + i, "direction", &*direction, {kAxes}, point_type, kRead));
     call.directions[i] = direction->untyped_data();
-    operands[Call::kDirections + i] = {direction->dimensions(), 1};
   }
-  const bool held =
-      BuildBatchMap<Call::kOperands>(call.cells, operands, rank, [](size_t) { return true; });
-  if (!held) {
-    return InvalidArgument(kName, ": more than ", kMaxBatchDims,
-                           " alternations of batched and unbatched dimensions in nested vmaps");
-  }
-  return xf::Error::Success();
+  JAXOPS_RETURN_IF_ERROR(CheckBatch(kName, batch, rank));
+  std::array<BatchOperand, Call::kOperands> operands;
+  std::copy_n(batch.begin(), operands.size(), operands.begin());
+  return BuildBatchMap<Call::kOperands>(kName, call.cells, operands, rank,
+                                        [](size_t) { return true; });
 }
 
 }  // namespace jaxops::ffi::trilinear

@@ -92,6 +92,8 @@ def lightweight_conv(
         )
     dilation = checks.integer(me, "dilation", dilation, 1)
     padding = _resolve_padding(me, padding, (taps - 1) * dilation)
+    time = x.shape[1] if data_format == "NTC" else x.shape[2]
+    padding, dilation = _bounded(padding, dilation, taps, time)
     arrays = [x, weight[None]]  # weight and bias do not vary over the batch dimension of x
     if bias is not None:
         bias = checks.float_array(me, "bias", bias, 1, "(C,)")
@@ -115,6 +117,24 @@ def _resolve_padding(function: str, padding: str | int, reach: int) -> int:
         checks.choice(function, "padding", padding, named)
         return named[padding]
     return checks.integer(function, "padding", padding, 0, reach)
+
+
+def _bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, int]:
+    """A padding and a dilation with the same terms, of which the dilation is at most 2 * time.
+
+    Of taps further apart than that, one at the most is within the sequence for any step, and always
+    the same one. A single tap has no distance to another.
+    """
+    if taps == 1:
+        return 0, 1
+    far = max(1, 2 * time)
+    if dilation <= far:
+        return padding, dilation
+    tap, back = divmod(padding, dilation)
+    if back < time:
+        return tap * far + back, far
+    ahead = dilation - back
+    return (tap + 1) * far - min(ahead, time), far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,30 +206,36 @@ def _conv(x, weight, bias=None, *, options, flip=False, activation=None):
 @_conv_operator.def_jvp
 def _conv_jvp(primals, tangents, *, options, flip, activation, with_bias):
     del with_bias
-    if activation is not None:
+    x = primals[0]
+    if activation is None:
+        y = _conv(*primals, options=options, flip=flip)
+        return [y], [_conv_tangent(primals, tangents, y, options=options, flip=flip)]
 
-        def unfused(x, weight, bias=None):
-            # Named as well: it is what the gradient needs, so that a policy which saves the
-            # operator's result spares the backward pass a second forward one.
-            y = checkpoint_name(_conv(x, weight, bias, options=options, flip=flip), NAME)
-            wide = y.astype(accumulation_dtype(y))
-            return reference.ACTIVATIONS[activation](wide).astype(y.dtype)
+    # Named as well: they are what the gradient needs, so that a policy which saves the operator's
+    # result spares the backward pass a second forward one.
+    sums = checkpoint_name(_conv(*primals, options=options, flip=flip), NAME)
+    dsums = _conv_tangent(primals, tangents, sums, options=options, flip=flip)
+    wide = accumulation_dtype(x)
+    activate = reference.ACTIVATIONS[activation]
+    y, dy = rules.jvp(activate, [sums.astype(wide)], [dsums.astype(wide)])
+    if wide != x.dtype and activation != "relu":
+        # An activation of sums that are already rounded would round twice. The derivative may take
+        # them: made of wider sums, which no kernel returns, it would cost two more passes.
+        y = _conv(*primals, options=options, flip=flip, activation=activation)
+    return [y.astype(x.dtype)], [dy.astype(x.dtype)]
 
-        y, dy = rules.jvp(unfused, primals, tangents)
-        return [y], [dy]
 
+def _conv_tangent(primals, tangents, y, *, options, flip):
+    """The tangent of the convolution without activation, whose result has the shape of y."""
     x, weight = primals[:2]
     dx, dweight, dbias = rules.live(tangents, 3)
-    y = _conv(*primals, options=options, flip=flip)
     if dx is not None and dweight is not None:
-        dy = _tangent(x, weight, dx, dweight, dbias, options=options, flip=flip)
-    elif dx is not None:
-        dy = _conv(dx, weight, dbias, options=options, flip=flip)
-    elif dweight is not None:
-        dy = _conv(x, dweight, dbias, options=options, flip=flip)
-    else:
-        dy = _spread_over_time(dbias, y, options)
-    return [y], [dy]
+        return _tangent(x, weight, dx, dweight, dbias, options=options, flip=flip)
+    if dx is not None:
+        return _conv(dx, weight, dbias, options=options, flip=flip)
+    if dweight is not None:
+        return _conv(x, dweight, dbias, options=options, flip=flip)
+    return _spread_over_time(dbias, y, options).astype(x.dtype)
 
 
 @_conv_operator.def_transpose

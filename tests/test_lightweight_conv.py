@@ -260,6 +260,30 @@ def test_dilation_up_to_beyond_the_sequence(platform, dilation, data_format):
     check(platform, shape=(2, 10, 6), heads=3, taps=3, dtype="float64", **options)
 
 
+@pytest.mark.parametrize(
+    ("taps", "dilation", "padding"),
+    [
+        (1, 2**23, "causal"),
+        (1, 2**61, 0),
+        (2, 2**61, "causal"),
+        (3, 2**61, "same"),
+        (5, 2**70, 2**70 - 2),
+        (5, 2**31, 2**32 + 3),
+        (2, 2**62 + 1, 2**61),
+        (3, 21, 40),
+        (3, 21, 23),
+    ],
+)
+def test_dilation_without_bound(platform, taps, dilation, padding):
+    options = {"padding": padding, "dilation": dilation, "bias": True}
+    check(platform, shape=(2, 10, 6), heads=3, taps=taps, dtype="float64", **options)
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(2, 10, 6)), rng.normal(size=(3, taps))
+    options = {"padding": resolve(padding, taps, dilation), "dilation": dilation}
+    want = correlate(x, weight, **options)
+    np.testing.assert_allclose(reference.lightweight_conv(x, weight, **options), want, atol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("shape", "heads", "taps", "dilation"),
@@ -344,6 +368,38 @@ def test_mixed_dtypes(platform, dtype, weight_dtype, bias_dtype, activation):
             activation=activation,
             data_format=data_format,
         )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
+def test_values_under_derivatives_are_rounded_once(platform, activation, data_format, dtype):
+    rng = np.random.default_rng(0)
+    x, weight, bias = rng.normal(size=(2, 50, 50)), rng.normal(size=(5, 3)), rng.normal(size=50)
+    arguments = [jnp.asarray(a, dtype) for a in (x, weight, bias)]
+
+    def function(x, weight, bias):
+        options = {"activation": activation, "data_format": data_format}
+        return jaxops.lightweight_conv(x, weight, bias=bias, **options)
+
+    def values(*arguments):
+        of_jvp, _ = jax.jvp(function, arguments, arguments)
+        return function(*arguments), of_jvp, jax.vjp(function, *arguments)[0]
+
+    exact = np.asarray(function(*(a.astype("float64") for a in arguments)))
+    allowed = 0.6 * float(jnp.finfo(dtype).eps) * np.abs(exact)
+    for value in run(values, platform, *arguments):
+        # What is smaller, float16 rounds to subnormals.
+        wrong = (np.abs(value.astype("float64") - exact) > allowed) & (np.abs(exact) > 2**-13)
+        assert not wrong.any()
+
+    # The derivative takes rounded sums: its error is that of a sum, times the second derivative.
+    gradient = jax.grad(lambda *xs: function(*xs).sum())
+    want = np.asarray(gradient(*(a.astype("float64") for a in arguments)))
+    (got,) = run(lambda *xs: [gradient(*xs)], platform, *arguments)
+    slack = 8 * float(jnp.finfo(dtype).eps) * np.abs(np.asarray(weight)).max()
+    if activation != "relu":  # whose derivative has a step
+        np.testing.assert_allclose(got.astype("float64"), want, rtol=slack, atol=slack)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

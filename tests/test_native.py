@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import pathlib
+import shutil
 import subprocess
 import sys
 import types
@@ -112,6 +115,57 @@ def test_a_newer_module_registers_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxops_newer", newer)
     with pytest.raises(ImportError, match=r"jaxlib 99\.0"):
         native._register("cuda", "jaxops_newer")
+
+
+ROOT = pathlib.Path(native.__file__).parents[2]
+is_source_tree = pytest.mark.skipif(
+    native.interface("cpu", ROOT) is None, reason="needs the sources of the handlers"
+)
+
+
+@is_source_tree
+@pytest.mark.parametrize("name", native.PLATFORMS)
+def test_a_module_of_other_sources_is_refused(monkeypatch, name):
+    def registrations():
+        raise AssertionError("asked for handlers of other sources")
+
+    older = types.ModuleType("jaxops_older")
+    older.FFI_VERSION, older.JAXLIB_VERSION = (0, 3), "0.10.0"
+    older.__file__, older.registrations = "/somewhere/else.so", registrations
+    monkeypatch.setitem(sys.modules, "jaxops_older", older)
+    how = {"cpu": "`pip install .`", "cuda": "`JAXOPS_CUDA=on pip install .`"}[name]
+    for interface in (None, "0" * 64):  # the oldest modules have none
+        if interface:
+            older.INTERFACE = interface
+        status = native._register(name, "jaxops_older")
+        assert not status.available
+        for part in ("/somewhere/else.so was built from other sources", str(ROOT), how):
+            assert part in status.reason
+
+
+@is_source_tree
+def test_the_interface_is_that_of_the_sources(tmp_path):
+    from jaxops import _cpu
+
+    assert native.interface("cpu", ROOT) == _cpu.INTERFACE
+    assert native.interface("cpu", tmp_path) is None
+    for folder in ("common", "ffi"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    assert native.interface("cpu", tmp_path) == _cpu.INTERFACE
+    (tmp_path / "ffi" / "conv_cuda.cc").write_text("// of the other platform")
+    assert native.interface("cpu", tmp_path) == _cpu.INTERFACE
+    (tmp_path / "ffi" / "decode.h").write_text("// changed")
+    assert native.interface("cpu", tmp_path) not in (None, _cpu.INTERFACE)
+
+
+def test_wrong_calls_of_handlers_are_errors():
+    """In a process of its own, because a handler that does not check would end it."""
+    program = pathlib.Path(__file__).with_name("wrong_calls.py")
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(jaxops.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, program], env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def absent(platform):

@@ -7,6 +7,7 @@ running jaxlib's would make JAX's whole backend fail to initialise.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.metadata
 import os
@@ -74,6 +75,24 @@ def check_version(built: tuple[int, int], built_jaxlib: str, running: tuple[int,
     )
 
 
+def interface(platform: str, root: pathlib.Path) -> str | None:
+    """The INTERFACE of a module built from the source tree `root`: None if it is no source tree.
+
+    A digest of what is compiled into the handlers of a platform, as `CMakeLists.txt` makes it. An
+    installed package has no such sources beside it, and brought its modules along.
+    """
+    if not (root / "ffi" / "module.h").is_file():
+        return None
+    other = {"cpu": "_cuda", "cuda": "_cpu"}[platform]
+    files = [*root.glob("common/*.h"), *root.glob("ffi/*.h"), *root.glob("ffi/*.cc")]
+    lines = sorted(
+        f"{f.parent.name}/{f.name} {hashlib.sha256(f.read_bytes()).hexdigest()}\n"
+        for f in files
+        if not f.stem.endswith(other)
+    )
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def register() -> None:
     """Loads and registers the handlers of every platform; called once, by `import jaxops`."""
     _search_installed_copy()
@@ -100,16 +119,14 @@ def _search_installed_copy() -> None:
 
 
 def _register(platform: str, module_name: str) -> PlatformStatus:
+    how = "JAXOPS_CUDA=on pip install ." if platform == "cuda" else "pip install ."
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name != module_name:
             raise
-        how, why = "pip install .", ""
-        if platform == "cuda":
-            how = f"JAXOPS_CUDA=on {how}"
-            cpu = _modules.get("cpu")
-            why = f", because {cpu.CPU_ONLY}" if cpu is not None and cpu.CPU_ONLY else ""
+        cpu = _modules.get("cpu") if platform == "cuda" else None
+        why = f", because {cpu.CPU_ONLY}" if cpu is not None and cpu.CPU_ONLY else ""
         return PlatformStatus(
             platform,
             available=False,
@@ -121,6 +138,14 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
             platform, available=False, reason=f"{module_name} could not be loaded: {error}"
         )
     check_version(module.FFI_VERSION, module.JAXLIB_VERSION, running_ffi_version())
+    root = pathlib.Path(__file__).parents[2]
+    if interface(platform, root) not in (None, getattr(module, "INTERFACE", "")):
+        return PlatformStatus(
+            platform,
+            available=False,
+            reason=f"{module.__file__} was built from other sources than those in {root}. Rebuild "
+            f"jaxops with `{how}` there.",
+        )
     _modules[platform] = module
     handlers = module.registrations()
     for name, handler in handlers.items():

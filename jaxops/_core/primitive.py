@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxops._core import cache_key, compat, native, partition, rules, signature
+from jaxops._core import batch, cache_key, compat, native, partition, rules, signature
 from jaxops._core.compat import ad, batching, mlir
 
 Params = Mapping[str, Any]
@@ -385,6 +385,11 @@ class Operator:
         return list(self._reference(*operands, **params))
 
     def _run_native(self, *operands, platform, **params):
+        call = functools.partial(self._call_native, platform=platform)
+        rank = operands[0].ndim - len(signature.parse(self._signature(**params)).operands[0])
+        return batch.call_grouped(call, rank, operands, params)
+
+    def _call_native(self, *operands, platform, **params):
         results = self._types(*map(jax.typeof, operands), **params)
         scratch = self._scratch(*operands, **params) if platform == "cuda" else ()
         out = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from jaxops._core.dtypes import accumulation_dtype
 
+
+def gelu(x: jax.Array) -> jax.Array:
+    """`jax.nn.gelu` in its default form, with nothing that cancels where x is negative."""
+    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
+
+
 ACTIVATIONS = {
     None: lambda x: x,
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
+    "gelu": gelu,
 }
 
 
@@ -36,23 +44,36 @@ def lightweight_conv(
     time, channels = x.shape[-2:]
     heads, taps = weight.shape[-2:]
     weight = jnp.repeat(weight.astype(dtype), channels // heads, axis=-2)
-    reach = (taps - 1) * dilation
     batch = jnp.broadcast_shapes(x.shape[:-2], weight.shape[:-2])
-    rows = jnp.pad(x.astype(dtype), [(0, 0)] * (x.ndim - 2) + [(padding, reach - padding), (0, 0)])
+    rows, starts = _pad(x.astype(dtype), taps, padding, dilation)
 
-    def add_tap(total, tap):
-        shifted = jax.lax.dynamic_slice_in_dim(rows, tap * dilation, time, axis=-2)
+    def add_tap(total, tap_and_start):
+        tap, start = tap_and_start
+        shifted = jax.lax.dynamic_slice_in_dim(rows, start, time, axis=-2)
         taken = jax.lax.dynamic_index_in_dim(weight, tap, axis=-1, keepdims=False)
         return total + taken[..., None, :] * shifted, None
 
     total = jnp.zeros((*batch, time, channels), dtype)
     if total.size:
         # Unrolled, XLA fuses the taps into one pass over x; very long filters stay a loop.
-        total, _ = jax.lax.scan(add_tap, total, jnp.arange(taps), unroll=taps if taps <= 64 else 1)
+        unroll = taps if taps <= 64 else 1
+        total, _ = jax.lax.scan(add_tap, total, (jnp.arange(taps), starts), unroll=unroll)
     if bias is not None:
         total = total + bias.astype(dtype)[..., None, :]
     y = ACTIVATIONS[activation](total).astype(x.dtype)
     return jnp.swapaxes(y, -1, -2) if data_format == "NCT" else y
+
+
+def _pad(x: jax.Array, taps: int, padding: int, dilation: int) -> tuple[jax.Array, jax.Array]:
+    """x (..., T, C) with zeros around it, and where in that the steps of each tap begin.
+
+    Taps that reach beyond the sequence all read the same zeros, however far they reach.
+    """
+    time = x.shape[-2]
+    before, after = (min(time, p) for p in (padding, (taps - 1) * dilation - padding))
+    starts = [max(-before, min(after, k * dilation - padding)) + before for k in range(taps)]
+    pads = [(0, 0)] * (x.ndim - 2) + [(before, after), (0, 0)]
+    return jnp.pad(x, pads), jnp.asarray(starts)
 
 
 def lightweight_conv_filter_grad(
@@ -70,17 +91,16 @@ def lightweight_conv_filter_grad(
         x, g = jnp.swapaxes(x, -1, -2), jnp.swapaxes(g, -1, -2)
     dtype = accumulation_dtype(x, g)
     time, channels = x.shape[-2:]
-    reach = (taps - 1) * dilation
-    rows = jnp.pad(x.astype(dtype), [(0, 0)] * (x.ndim - 2) + [(padding, reach - padding), (0, 0)])
+    rows, starts = _pad(x.astype(dtype), taps, padding, dilation)
     g = g.astype(dtype)
 
-    def correlate(_, tap):
-        shifted = jax.lax.dynamic_slice_in_dim(rows, tap * dilation, time, axis=-2)
+    def correlate(_, start):
+        shifted = jax.lax.dynamic_slice_in_dim(rows, start, time, axis=-2)
         return None, jnp.sum(shifted * g, axis=-2)
 
     batch = jnp.broadcast_shapes(x.shape[:-2], g.shape[:-2])
     if 0 in (*batch, time, channels):
         return jnp.zeros((*batch, heads, taps), dtype)
-    _, by_channel = jax.lax.scan(correlate, None, jnp.arange(taps))
+    _, by_channel = jax.lax.scan(correlate, None, starts)
     by_head = by_channel.reshape(*by_channel.shape[:-1], heads, channels // heads).sum(axis=-1)
     return jnp.moveaxis(by_head, 0, -1)

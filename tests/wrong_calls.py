@@ -1,0 +1,292 @@
+"""Wrong calls of the CPU handlers, which must end in errors: a program of its own.
+
+The handlers' calls are recorded as the library makes them. Every change of one thing must be
+refused, but for those in `_FREE`, of which a handler cannot know that they are wrong. Several
+changes at a time, at random, must not end the process either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxops
+from jaxops._core import native
+
+Type = tuple[tuple[int, ...], np.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    target: str
+    operands: tuple[Type, ...]
+    results: tuple[Type, ...]
+    attributes: tuple[tuple[str, object], ...]
+
+
+def run(calls: Sequence[Call]) -> list[str | None]:
+    """What each call raises, or None. One program has them all, of which an execution makes one."""
+    types = list(dict.fromkeys(o for c in calls for o in c.operands))
+
+    def branch(call):
+        results = [jax.ShapeDtypeStruct(*r) for r in call.results]
+        make = jax.ffi.ffi_call(call.target, results, has_side_effect=True)
+        numbers = [types.index(o) for o in call.operands]
+
+        def make_call(*arrays):
+            make(*(arrays[n] for n in numbers), **dict(call.attributes))
+            return 0
+
+        return make_call
+
+    program = jax.jit(lambda i, *arrays: jax.lax.switch(i, [branch(c) for c in calls], *arrays))
+    arrays = [jax.device_put(_values(*t)) for t in types]
+    program = program.lower(0, *arrays).compile()
+    errors = []
+    for i in range(len(calls)):
+        try:
+            program(i, *arrays).block_until_ready()
+            errors.append(None)
+        except jax.errors.JaxRuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def _values(shape, dtype):
+    values = np.random.default_rng(0).integers(-3, 4, shape)
+    return values.astype(dtype) / dtype.type(2) if dtype.kind == "f" else values.astype(dtype)
+
+
+def _type(x) -> Type:
+    return tuple(x.shape), np.dtype(x.dtype)
+
+
+def valid_calls() -> list[Call]:
+    """At least one call of every CPU handler, with operands that vmap batches in some of them."""
+    calls = {}
+
+    def record(target, results, **_):
+        def call(*operands, **attributes):
+            made = Call(
+                target,
+                tuple(map(_type, operands)),
+                tuple(map(_type, results)),
+                tuple(
+                    (k, tuple(v.tolist()) if getattr(v, "ndim", 0) else v)
+                    for k, v in attributes.items()
+                ),
+            )
+            calls.setdefault(repr(made), (made, attributes))
+            return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+        return call
+
+    def of(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def gradients(function, *numbers):
+        return jax.grad(lambda *xs: function(*xs).astype(jnp.float32).sum(), numbers or 0)
+
+    def conv(x, weight, bias, **options):
+        return jaxops.lightweight_conv(x, weight, bias=bias, **options)
+
+    def conv_without_bias(x, weight):
+        return jaxops.lightweight_conv(x, weight, padding="same", data_format="NCT")
+
+    def grid(volume, points):
+        return jaxops.grid_sample(volume, points, padding_mode="border")
+
+    def hard(logits, labels):
+        return jaxops.sigmoid_focal_loss(logits, labels)
+
+    def hard_sum(logits, labels, weight):
+        return jaxops.sigmoid_focal_loss(logits, labels, reduction="sum", sample_weight=weight)
+
+    def soft(logits, labels):
+        return jaxops.softmax_focal_loss(logits, labels)
+
+    def soft_sum(logits, labels, weight):
+        return jaxops.softmax_focal_loss(logits, labels, reduction="sum", sample_weight=weight)
+
+    x, weight, bias = of(2, 9, 4, dtype=jnp.float16), of(2, 3), of(4)
+    volume, points = of(3, 4, 5, 2), of(6, 3)
+    cells, places = of(6, 8, 5, dtype=jnp.float16), of(6, 3)
+    logits, labels = of(7, 4), of(7, dtype=jnp.int32)
+    rows = of(7)
+    image = of(2, 6, 5, 3)
+    window = dict(strides=(2, 1), padding=1, dilation=(1, 2))
+    patches = jax.eval_shape(lambda x: jaxops.im2col(x, (3, 2), **window), image)
+    parts = [of(3, 2, 4), of(3, 5, 4), of(3, 1, 4)]
+    functions = [
+        (conv, x, weight, bias),
+        (functools.partial(conv, dilation=2, activation="silu"), x, weight, bias),
+        (gradients(conv, 0, 1, 2), x, weight, bias),
+        (gradients(conv_without_bias, 0, 1), of(2, 4, 9), weight),
+        (gradients(conv_without_bias, 1), of(2, 4, 9), weight),
+        (jax.vmap(gradients(conv, 0, 1, 2), (0, None, 0)), of(5, *x.shape), weight, of(5, 4)),
+        (grid, volume, points),
+        (gradients(grid, 0), volume, points),
+        (gradients(grid, 1), volume, points),
+        (gradients(grid, 0, 1), volume, points),
+        (jax.vmap(gradients(grid, 0, 1), (None, 0)), volume, of(5, 6, 3)),
+        (grid, of(4, 5, 2), of(2, 3, 2)),
+        (lambda v, p: jax.jvp(lambda p: grid(v, p), (p,), (p,))[1], volume, points),
+        (jaxops.trilinear_interpolate, cells, places),
+        (gradients(jaxops.trilinear_interpolate, 0), cells, places),
+        (gradients(jaxops.trilinear_interpolate, 1), cells, places),
+        (gradients(jaxops.trilinear_interpolate, 0, 1), cells, places),
+        (jax.vmap(jaxops.trilinear_interpolate, (0, None)), of(4, 6, 8, 5), places),
+        (hard, logits, labels),
+        (hard, logits, of(7, 4)),
+        (gradients(hard), logits, labels),
+        (hard_sum, logits, labels, rows),
+        (jax.value_and_grad(hard_sum), logits, labels, rows),
+        (jax.vmap(jax.value_and_grad(hard_sum), (0, None, 0)), of(3, 7, 4), labels, of(3, 7)),
+        (soft, logits, labels),
+        (gradients(soft), logits, labels),
+        (soft_sum, logits, labels, rows),
+        (jax.value_and_grad(soft_sum), logits, labels, rows),
+        (lambda x: jaxops.im2col(x, (3, 2), **window), image),
+        (lambda x: jaxops.im2col(x, 2, data_format="NCHW"), image),
+        (lambda p: jaxops.col2im(p, image.shape, **window), patches),
+        (lambda *xs: jaxops.concatenate(xs, 1, padded_size=9), *parts),
+        (jax.vmap(lambda *xs: jaxops.concatenate(xs, 1), (None, 0)), parts[0], of(5, 3, 1, 4)),
+        (lambda x: jaxops.split(x, (2, 5, 1), 1, padded_sizes=(2, 6, 4)), of(3, 8, 4)),
+    ]
+    with mock.patch.object(jax.ffi, "ffi_call", record):
+        for function, *arguments in functions:
+            jax.jit(function).lower(*arguments)
+    return [dataclasses.replace(c, attributes=tuple(a.items())) for c, a in calls.values()]
+
+
+_DTYPES = [jnp.dtype(n) for n in ("f2", "f4", "f8", "i4", "?", "c16")]
+_INTEGERS = (-(2**63), -2, 0, 5, 2**33, 2**61, 2**63 - 1)
+
+
+def _other_types(type_: Type) -> Iterator[tuple[str, Type]]:
+    shape, dtype = type_
+    for i, n in enumerate(shape):
+        for other in sorted({0, 1, n + 1} - {n}):
+            yield f"size {i}", ((*shape[:i], other, *shape[i + 1 :]), dtype)
+    for other in ((1, *shape), (2, *shape), shape[1:] if shape else (1, 1)):
+        yield "rank", (other, dtype)
+    for other in _DTYPES:
+        if other != dtype:
+            yield "dtype", (shape, other)
+
+
+def _other_values(value: object) -> Iterator[object]:
+    if isinstance(value, np.bool_):
+        yield ~value
+    elif isinstance(value, np.ndarray):
+        yield value[1:]
+        yield np.append(value, value[-1:])
+        for i in range(value.size):
+            for integer in (-2, 2**61, 2**63 - 1):
+                other = value.copy()
+                other[i] = integer
+                yield other
+    else:
+        bounds = np.iinfo(value.dtype)
+        yield from (value.dtype.type(np.clip(i, bounds.min, bounds.max)) for i in _INTEGERS)
+
+
+def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
+    """What is changed, and the call with that change."""
+    for kind in ("operands", "results"):
+        types = getattr(call, kind)
+        for i, type_ in enumerate(types):
+            for what, other in _other_types(type_):
+                changed = (*types[:i], other, *types[i + 1 :])
+                yield f"{kind[:-1]} {i} {what}", dataclasses.replace(call, **{kind: changed})
+            without = (*types[:i], *types[i + 1 :])
+            yield f"{kind} less {i}", dataclasses.replace(call, **{kind: without})
+        yield f"{kind} more", dataclasses.replace(call, **{kind: (*types, types[-1])})
+    for i, (name, value) in enumerate(call.attributes):
+        rest = call.attributes[:i], call.attributes[i + 1 :]
+        yield name, dataclasses.replace(call, attributes=(*rest[0], *rest[1]))
+        for other in _other_values(value):
+            if not np.array_equal(other, value):
+                changed = (*rest[0], (name, other), *rest[1])
+                yield name, dataclasses.replace(call, attributes=changed)
+
+
+# By target, what a call may have instead and be a right call of other arrays.
+_FREE = {
+    "lightweight_conv": "operand 1 .*|operand 2 (size 0|dtype)|operands less 2|padding|dilation"
+    "|activation|flip_taps",
+    "lightweight_conv_backward": "operand . size [01]|result 1 size 0|result 2 dtype"
+    "|results less 2|padding|dilation",
+    "lightweight_conv_filter_grad": "operand . size 0|result 0 (size .|dtype)|padding|dilation",
+    "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|method"
+    "|padding_mode|align_corners|deterministic",
+    "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|method|padding_mode"
+    "|align_corners|deterministic",
+    "grid_sample_point_grad": "operand 0 size [012]|method|padding_mode|align_corners"
+    "|deterministic",
+    "grid_sample_backward": "result 0 size 0|method|padding_mode|align_corners|deterministic",
+    "trilinear_interpolate": "operand . size [01]|operand 1 dtype|operands more",
+    "trilinear_feature_grad": "operand . size 0|operand 0 dtype",
+    "trilinear_point_grad": "operand . size 0",
+    "trilinear_backward": "operand . size 0",
+    "sigmoid_focal_loss": "power|has_ignored|ignored|first_class_id",
+    "sigmoid_focal_loss_gradient": "power|has_ignored|ignored",
+    "sigmoid_focal_loss_sum": "operand 0 dtype|operands less 5|power|has_ignored|ignored",
+    "sigmoid_focal_loss_value_and_gradient": "operand [05] size 0|operands less 5|power"
+    "|has_ignored|ignored",
+    "softmax_focal_loss": "operand 0 (size 1|dtype)|power",
+    "softmax_focal_loss_gradient": "operands less 4|power",
+    "softmax_focal_loss_sum": "operand 0 (size 1|dtype)|operands less 4|power",
+    "softmax_focal_loss_value_and_gradient": "operands less 4|power",
+    "im2col": "operand 0 size [123]|result 0 size [12345]|strides|dilation|low|again",
+    "col2im": "operand 0 size [1234]|result 0 size [12]|strides|dilation|low",
+    "concatenate": "operand . size [012]|operands more|sources",
+    "split": "operand 0 size 1|result . size 1|starts|sizes",
+}
+
+
+def several_faults(calls: Sequence[Call], count: int) -> Iterator[Call]:
+    random = np.random.default_rng(7)
+    for _ in range(count):
+        call = calls[random.integers(len(calls))]
+        for _ in range(random.integers(2, 5)):
+            changed = [c for _, c in single_faults(call)]
+            call = changed[random.integers(len(changed))]
+            if not call.results or not call.operands:
+                break
+        yield call
+
+
+def main() -> None:
+    jax.config.update("jax_enable_x64", True)
+    valid = valid_calls()
+    assert {c.target for c in valid} == set(native.TARGETS)
+    types = (((1000, 8, 64), jnp.dtype("f2")), ((1000, 3), jnp.dtype("f4")))
+    small = ((1, 64), jnp.dtype("f2"))
+    wrong = [("result", Call("jaxops_trilinear_interpolate", types, (small,), ()))]
+    # Kernels have no items of 16 bytes: complex numbers come as two images.
+    wide = [[((2, 6, 5, 3), jnp.dtype("c16"))], [((2, 6, 2, 2, 4, 2), jnp.dtype("c16"))]]
+    narrow = [c for c in valid if c.target == "jaxops_im2col"][-1]
+    wrong += [("dtype", dataclasses.replace(narrow, operands=wide[0], results=wide[1]))]
+    wrong += [fault for call in valid for fault in single_faults(call)]
+    wrong += [(None, call) for call in several_faults(valid, 300)]
+    assert run(valid) == [None] * len(valid)
+    for i in range(0, len(wrong), 64):
+        part = wrong[i : i + 64]
+        for (what, call), error in zip(part, run([call for _, call in part]), strict=True):
+            if what is None or error is not None:
+                continue
+            free = _FREE[call.target.removeprefix("jaxops_")]
+            assert re.fullmatch(free, what), f"not refused, a wrong {what}: {call}"
+    print(len(wrong), "wrong calls")
+
+
+if __name__ == "__main__":
+    main()
