@@ -318,12 +318,18 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   }
 }
 
-// The bits of all threads that come to a barrier together. It counts whole warps.
+// Brings warps to a barrier, each with all of its threads at once.
+[[maybe_unused]] __device__ inline void SyncWarps(int barrier, int threads) {
+  __syncwarp();
+  __barrier_sync_count(barrier, threads);
+}
+
+// The bits of all threads that come to a barrier. A reduction by the barrier itself would do, but
+// tools that check barriers expect all of a block at it.
 [[maybe_unused]] __device__ inline uint32_t Vote(uint32_t& votes, uint32_t bits, int barrier,
                                                  int threads) {
   if (bits != 0) atomicOr(&votes, bits);
-  __syncwarp();
-  __barrier_sync_count(barrier, threads);
+  SyncWarps(barrier, threads);
   return *const_cast<const volatile uint32_t*>(&votes);
 }
 
@@ -429,14 +435,14 @@ __device__ __forceinline__ uint32_t MeetNotFinite(const Params& p, const Item& i
       if (word != 0) list[atomicAdd(&places, 1)] = word | (phase.begin / kRowBytes + k);
     }
   }
-  __barrier_sync_count(kDone, threads);
+  SyncWarps(kDone, threads);
 
   const int channel = item.channel + thread % 8 * 8;  // 8 threads have an entry
   if (channel >= p.channels) return 0;
   const T* image = static_cast<const T*>(p.image) + channel;
   const uint32_t count = *const_cast<const volatile uint32_t*>(&places);
   const uint32_t end = count * (item.end - item.begin);
-  constexpr int kTogether = 4;  // entries that are on the way at once
+  constexpr int kTogether = 8;  // entries that are on the way at once
   const int groups = threads / 8;
   uint32_t found = 0;
 #pragma unroll 1
@@ -488,7 +494,7 @@ __device__ __forceinline__ void MultiplyPixels(const Params& p, const Item& item
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) tap[u] = p.tap[item.set.begin + unit[u]] + lane_channel * 2;
   // The fragments of a step are loaded while that before is multiplied, if there are registers.
-  constexpr bool kAhead = kUnits < kMaxUnits;
+  constexpr bool kAhead = kUnits == 1;
   uint32_t fragments[kAhead ? 2 : 1][kUnits][4];
 #pragma unroll 1
   for (int at = begin; at < end; ++at, ring.Advance(p.ring)) {
@@ -549,7 +555,7 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
                                          Barriers& barriers, Ring ring, uint32_t* list,
                                          uint32_t zeros, char* stages) {
   // All warps of a warpgroup have seen a unit's NaNs. This is the same for all threads.
-  __barrier_sync_count(kDone, threads);
+  SyncWarps(kDone, threads);
   uint32_t candidates = 0;
 #pragma unroll
   for (int i = 0; i < kWarpgroups; ++i) {
@@ -587,11 +593,11 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
       sums[u][i] = u < count ? 0 : *reinterpret_cast<const float*>(left);
     }
   }
-  __barrier_sync_count(kDone, threads);
+  SyncWarps(kDone, threads);
   // Sums were where no copy writes. Windows of pixels touch entries there that are padding.
   ClearStages<T, true>(p, threadIdx.x / 32 - 4, threads / 32, stages);
   ptx::fence_proxy_async(ptx::space_shared);
-  __barrier_sync_count(kVote, threads + 32);
+  SyncWarps(kVote, threads + 32);
 
   int begin = item.begin, end = item.begin + 1;
 #pragma unroll 1
@@ -635,7 +641,7 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
     begin = end;
     end = item.end;
   }
-  __barrier_sync_count(kDone, threads);  // no product of any warpgroup reads a stage any more
+  SyncWarps(kDone, threads);  // no product of any warpgroup reads a stage any more
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
@@ -821,7 +827,7 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
         // Sums that are NaN may have to be made again, if not all of them are NaN at once.
         const int threads = 128 * min(units, kWarpgroups) + 32;
         if (Vote(barriers.are_nan, 0, kVote, threads) && Vote(barriers.again, 0, kVote, threads)) {
-          __barrier_sync_count(kVote, threads);
+          SyncWarps(kVote, threads);
           CopyRuns(p, item, item.begin, item.begin + 1, barriers, ring, stages);
           if (Vote(barriers.open, 0, kVote, threads)) {
             CopyRuns(p, item, item.begin + 1, item.end, barriers, ring, stages);
