@@ -16,8 +16,9 @@
 // and a tap one phase.
 //
 // A NaN or Inf of the image is NaN times the zeros between pixels, in the sums of taps that it does
-// not belong to. A block whose sums are NaN looks for one next to these zeros, and if there is one
-// makes the sums of such taps again, with entries in registers that are zeros where no pixel is.
+// not belong to, and for all outputs of a block. A block that has such sums looks for a NaN or Inf
+// next to these zeros, and if there is one makes the sums of the taps that meet it again, with
+// entries in registers that are zeros where no pixel is.
 //
 // Float32 is multiplied as TF32, of which the right operand must have pixels beside each other. A
 // few warps transpose the cotangents of a stage in shared memory. The left operand may come from
@@ -36,12 +37,16 @@ namespace {
 struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
   uint64_t transposed[kMaxStages];  // of f32
+  // The rest is for sums of runs that are not finite. Nothing is voted on twice.
+  uint32_t are_nan, again, open;
+  uint32_t whole[4 * kWarpgroups];  // of a warp: units that have a channel of NaNs alone
+  uint32_t places;                  // in the list that MeetNotFinite makes
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
 
-// Barriers of a block: of the warps that multiply; of all; of the first and the one that copies;
-// and of the first warpgroup that multiplies.
-[[maybe_unused]] constexpr int kDone = 1, kReady = 2, kVote = 3, kOfWarpgroup = 4;
+// Barriers of a block: of the warps that multiply; of all warps; and of those that multiply and the
+// one that copies.
+[[maybe_unused]] constexpr int kDone = 1, kReady = 2, kVote = 3;
 
 // Fills stages, and for each a table of the addresses where the windows of its pixels begin: -1
 // where there is no pixel, beside the last column of the last strip and after the last row.
@@ -313,29 +318,63 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   }
 }
 
-// Whether any of the threads that come to a barrier says so.
-[[maybe_unused]] __device__ inline bool AnyOf(int barrier, int threads, bool says) {
-  int any;
-  asm volatile(
-      "{\n.reg .pred says, any;\nsetp.ne.b32 says, %3, 0;\n"
-      "barrier.cta.red.or.pred any, %1, %2, says;\nselp.b32 %0, 1, 0, any;\n}\n"
-      : "=r"(any)
-      : "r"(barrier), "r"(threads), "r"(static_cast<int>(says))
-      : "memory");
-  return any != 0;
+// Brings warps to a barrier, each with all of its threads at once.
+[[maybe_unused]] __device__ inline void SyncWarps(int barrier, int threads) {
+  __syncwarp();
+  __barrier_sync_count(barrier, threads);
+}
+
+// The bits of all threads that come to a barrier. A reduction by the barrier itself would do, but
+// tools that check barriers expect all of a block at it.
+[[maybe_unused]] __device__ inline uint32_t Vote(uint32_t& votes, uint32_t bits, int barrier,
+                                                 int threads) {
+  if (bits != 0) atomicOr(&votes, bits);
+  SyncWarps(barrier, threads);
+  return *const_cast<const volatile uint32_t*>(&votes);
+}
+
+// Clears what no copy writes in stages, with the warps from number `warp` on, `warps` apart: what
+// fills up the last step, cotangents and, of runs, entries.
+template <typename T, bool kRuns>
+__device__ inline void ClearStages(const Params& p, int warp, int warps, char* stages) {
+  const auto clear = [&](char* from, int bytes) {
+    for (int i = threadIdx.x % 32 * 16; i < bytes; i += 32 * 16) {
+      *reinterpret_cast<uint4*>(from + i) = {0, 0, 0, 0};
+    }
+  };
+  for (int i = warp; i < p.ring; i += warps) {
+    char* stage = stages + i * (p.image_stage + p.cotangent_stage);
+    if constexpr (kRuns) {
+      for (int k = 0; k < p.phases; ++k) {
+        const int from = p.phase[k].begin + p.phase[k].bytes;
+        clear(stage + from, (k + 1 < p.phases ? p.phase[k + 1].begin : p.image_stage) - from);
+      }
+    }
+    if constexpr (std::is_same_v<T, float>) {
+      const int plane = p.steps * kStepPixels<T> * kRowBytes;
+      const int copied = p.stage_pixels * kRowBytes;
+      for (int k = 0; k < kColumnPlanes<T>; ++k) {
+        clear(stage + p.image_stage + k * plane + copied, plane - copied);
+      }
+    } else {
+      clear(stage + p.image_stage + p.cotangent_bytes, p.cotangent_stage - p.cotangent_bytes);
+    }
+  }
 }
 
 // A run, and what it has of pixels.
 struct Run {
   int image, column, row;  // of the first pixel
   int rows, steps;
+  bool is_last;  // of its strip
 
   __device__ Run(const Params& p, int number) {
     uint32_t strip = number;
     row = p.runs.Peel(strip) * p.stage_rows;
     const int left = p.rows.divisor() - row;
     rows = min(p.stage_rows, left);
-    steps = left <= p.stage_rows ? p.last_steps : p.steps;
+    is_last = left <= p.stage_rows;
+    steps = is_last ? p.last_steps : p.steps;
     uint32_t of_images = strip;
     column = p.strips.Peel(of_images) * p.strip_width.divisor();
     image = of_images;
@@ -355,41 +394,88 @@ __device__ inline bool HasNotFinite(const uint4& entries) {
   return has;
 }
 
-// Whether some thread of a warpgroup finds an entry that is not finite where a tap of a block meets
-// the zeros between the pixels of its runs.
+// Which units of a block have a tap that meets an entry that is not finite with the zeros between
+// the pixels of its runs, as far as this thread finds out. All warps that multiply come here, with
+// the same `candidates`, and make a list of the entries that these meet so in any run.
 template <typename T>
-__device__ bool MeetsNotFinite(const Params& p, const Item& item, int tap) {
-  constexpr int kGroups = 128 / 8;  // of threads, of which each has 8 channels of one entry
-  const int channel = item.channel + threadIdx.x % 8 * 8;
-  if (channel >= p.channels) return false;
-  int i = 0;
-  while (i + 1 < p.phases && p.phase[i + 1].begin <= p.tap[tap]) ++i;
-  const Phase& phase = p.phase[i];
-  const int columns = p.run_columns, width = p.strip_width.divisor();
-  const int beside = columns - width;
-  const int tap_entry = (p.tap[tap] - phase.begin) / kRowBytes;
-  const T* channels = static_cast<const T*>(p.image) + channel;
-  // Places of a run without a pixel: beside its rows, and after them.
-  const int most = p.stage_rows * beside + 15;
-  bool found = false;
-#pragma unroll 4
-  for (int k = threadIdx.x % 128 / 8; k < (item.end - item.begin) * most; k += kGroups) {
-    const Run run(p, item.begin + k / most);
-    const int number = k % most, after = number - run.rows * beside;
-    const int place = after < 0 ? number / beside * columns + width + number % beside
-                                : run.rows * columns + after;
-    const int entry = place + tap_entry;
-    const int row = run.row + item.set.row + phase.row + entry / columns;
-    const int column = run.column + item.set.column + phase.column + entry % columns;
-    const int y = row * p.stride_row + phase.in_row;
-    const int x = column * p.stride_column + phase.in_column;
-    if (place < run.steps * 16 && entry < phase.bytes / kRowBytes && row >= 0 && y < p.image_rows &&
-        column >= 0 && x < p.image_columns) {
-      const int64_t pixel = (run.image * int64_t{p.image_rows} + y) * p.image_columns + x;
-      found |= HasNotFinite<T>(*reinterpret_cast<const uint4*>(channels + pixel * p.channels));
+__device__ __forceinline__ uint32_t MeetNotFinite(const Params& p, const Item& item,
+                                                  uint32_t candidates, int threads,
+                                                  uint32_t& places, uint32_t* list) {
+  // A word of the list is the number of an entry in a stage, and a bit of each unit that meets it:
+  // one of the runs that are the last of their strips, one of the others.
+  constexpr int kEntryBits = 10;
+  static_assert(kStagesBytes / 2 / kRowBytes <= 1 << kEntryBits);
+  static_assert(sizeof(uint32_t) << kEntryBits <= kTableBytes);
+  static_assert(kEntryBits + 2 * kBlockUnits <= 32);
+  const int thread = threadIdx.x - 128;
+  const FastDivider& columns = p.columns_of_row;
+  const int width = p.strip_width.divisor(), runs = p.runs.divisor();
+  const int last_rows = p.rows.divisor() - (runs - 1) * p.stage_rows;
+#pragma unroll 1
+  for (int i = 0; i < p.phases; ++i) {
+    const Phase& phase = p.phase[i];
+#pragma unroll 1
+    for (int k = thread; k < phase.bytes / kRowBytes; k += threads) {
+      uint32_t word = 0;
+#pragma unroll 1
+      for (int t = 0; t < item.set.end - item.set.begin; ++t) {
+        const int from = p.tap[item.set.begin + t] - phase.begin;
+        const int place = k - from / kRowBytes;
+        if (!(candidates >> t & 1) || from < 0 || from >= phase.bytes || place < 0) continue;
+        uint32_t row = place;
+        const bool is_beside = columns.Peel(row) >= width;
+        const int of_row = row;
+        if (place < p.last_steps * 16 && (is_beside || of_row >= last_rows)) {
+          word |= 1u << (kEntryBits + t);
+        }
+        if (runs > 1 && place < p.steps * 16 && (is_beside || of_row >= p.stage_rows)) {
+          word |= 1u << (kEntryBits + kBlockUnits + t);
+        }
+      }
+      if (word != 0) list[atomicAdd(&places, 1)] = word | (phase.begin / kRowBytes + k);
     }
   }
-  return found;
+  SyncWarps(kDone, threads);
+
+  const int channel = item.channel + thread % 8 * 8;  // 8 threads have an entry
+  if (channel >= p.channels) return 0;
+  const T* image = static_cast<const T*>(p.image) + channel;
+  const uint32_t count = *const_cast<const volatile uint32_t*>(&places);
+  const uint32_t end = count * (item.end - item.begin);
+  constexpr int kTogether = 8;  // entries that are on the way at once
+  const int groups = threads / 8;
+  uint32_t found = 0;
+#pragma unroll 1
+  for (uint32_t begin = thread / 8; begin < end; begin += kTogether * groups) {
+    uint32_t units[kTogether];
+    uint4 entries[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      // Numbers after the last repeat it.
+      const uint32_t number = min(begin + j * groups, end - 1);
+      const Run run(p, item.begin + number / count);
+      const uint32_t word = list[number % count];
+      const int entry = word & ((1 << kEntryBits) - 1);
+      int i = 0;
+      while (i + 1 < p.phases && p.phase[i + 1].begin <= entry * kRowBytes) ++i;
+      const Phase& phase = p.phase[i];
+      uint32_t row = entry - phase.begin / kRowBytes;
+      const int column = columns.Peel(row);
+      const int y = (run.row + item.set.row + phase.row + static_cast<int>(row)) * p.stride_row +
+                    phase.in_row;
+      const int x = (run.column + item.set.column + phase.column + column) * p.stride_column +
+                    phase.in_column;
+      const bool exists = y >= 0 && y < p.image_rows && x >= 0 && x < p.image_columns;
+      units[j] = exists ? word >> (run.is_last ? kEntryBits : kEntryBits + kBlockUnits) : 0;
+      // The first entry stands for those that do not exist.
+      const int64_t pixel =
+          exists ? (run.image * int64_t{p.image_rows} + y) * p.image_columns + x : 0;
+      entries[j] = *reinterpret_cast<const uint4*>(image + pixel * p.channels);
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) found |= HasNotFinite<T>(entries[j]) ? units[j] : 0;
+  }
+  return found & ((1 << kBlockUnits) - 1);
 }
 
 // Adds the products of some stages to the sums of some taps of a block, of which a row is a channel
@@ -403,32 +489,51 @@ __device__ __forceinline__ void MultiplyPixels(const Params& p, const Item& item
   const int lane_pixel = lane / 16 * 8 + lane % 8;
   const int lane_channel = threadIdx.x / 32 % 4 * 16 + lane / 8 % 2 * 8;
   const uint64_t descriptor = MatrixDescriptor(1024, 1024, kRowBytes);
-  const int columns = p.run_columns;
+  const int width = p.strip_width.divisor();
   uint32_t tap[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) tap[u] = p.tap[item.set.begin + unit[u]] + lane_channel * 2;
+  // The fragments of a step are loaded while that before is multiplied, if there are registers.
+  constexpr bool kAhead = kUnits == 1;
+  uint32_t fragments[kAhead ? 2 : 1][kUnits][4];
 #pragma unroll 1
   for (int at = begin; at < end; ++at, ring.Advance(p.ring)) {
     const Run run(p, at);
     Wait(&barriers.full[ring.stage], ring.parity);
     const uint32_t stage = first_stage + ring.stage * (p.image_stage + p.cotangent_stage);
     uint64_t b = At(descriptor, stage + p.image_stage);
-#pragma unroll 1
-    for (int step = 0; step < run.steps; ++step) {
-      const int place = step * 16 + lane_pixel;
-      const bool exists = place / columns < run.rows && place % columns < p.strip_width.divisor();
-      uint32_t a[kUnits][4];
+    int place = lane_pixel;
+    const auto load = [&](uint32_t (&a)[kUnits][4]) {
+      uint32_t row = place;
+      const bool is_within = p.columns_of_row.Peel(row) < width;
+      const bool exists = is_within && static_cast<int>(row) < run.rows;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         const uint32_t entry = stage + tap[u] + place * kRowBytes;
         LoadTransposed(a[u], exists ? entry ^ Swizzle{7}(entry) : zeros);
       }
+      place += 16;
+    };
+    const auto multiply = [&](uint32_t (&a)[kUnits][4], uint32_t (&next)[kUnits][4]) {
       ProductsBegin();
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) Multiply<T, kColumns, true>(sums[u], a[u], b, 1);
       ProductsCommit();
+      if constexpr (kAhead) load(next);  // after the last step too: no pixel is there
       ProductsWait<0>();
       b += 16 * kRowBytes >> 4;
+    };
+    if constexpr (kAhead) load(fragments[0]);
+#pragma unroll 1
+    for (int step = 0; step < run.steps; ++step) {
+      if constexpr (kAhead) {
+        multiply(fragments[0], fragments[1]);
+        if (++step == run.steps) break;
+        multiply(fragments[1], fragments[0]);
+      } else {
+        load(fragments[0]);
+        multiply(fragments[0], fragments[0]);
+      }
     }
     Release(&barriers.empty[ring.stage]);
   }
@@ -443,26 +548,38 @@ __device__ __forceinline__ void MultiplyPixels(const Params& p, const Item& item
 }
 
 // Makes those sums of a warpgroup's units anew that may be NaN only because zeros between pixels
-// met an entry that is not finite. A bit of `spoiled` tells of each unit whether one of its sums is
-// NaN. All warps that multiply are here, and the one that copies brings the stages again.
+// met an entry that is not finite: those of which a bit of `candidates` tells, if such an entry is
+// found. All warps that multiply are here, and the one that copies brings the stages again.
 template <typename T, int kUnits>
-__device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int first,
-                                         uint32_t spoiled, int threads, Barriers& barriers,
-                                         Ring ring, uint32_t zeros, char* stages) {
-  const int own = kOfWarpgroup + threadIdx.x / 128 - 1;
+__device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int first, int threads,
+                                         Barriers& barriers, Ring ring, uint32_t* list,
+                                         uint32_t zeros, char* stages) {
+  // All warps of a warpgroup have seen a unit's NaNs. This is the same for all threads.
+  SyncWarps(kDone, threads);
+  uint32_t candidates = 0;
+#pragma unroll
+  for (int i = 0; i < kWarpgroups; ++i) {
+    const volatile uint32_t* whole = barriers.whole + 4 * i;
+    candidates |= whole[0] & whole[1] & whole[2] & whole[3];
+  }
+  uint32_t found = 0;
+  if (candidates != 0) {
+    found = MeetNotFinite<T>(p, item, candidates, threads, barriers.places, list);
+  }
+  found = Vote(barriers.again, found, kVote, threads + 32);
+  if (found == 0) return;
+
   // Units, four bits each: those that are made again come first.
   uint32_t again = 0, others = 0;
   int count = 0, kept = 0;
-#pragma unroll 1
+#pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    if (AnyOf(own, 128, spoiled >> u & 1) &&
-        AnyOf(own, 128, MeetsNotFinite<T>(p, item, item.set.begin + first + u))) {
+    if (found >> (first + u) & 1) {
       again |= u << 4 * count++;
     } else {
       others |= u << 4 * kept++;
     }
   }
-  if (!AnyOf(kVote, threads + 32, count > 0)) return;
   again |= others << 4 * count;
 
   int unit[kUnits];
@@ -476,16 +593,11 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
       sums[u][i] = u < count ? 0 : *reinterpret_cast<const float*>(left);
     }
   }
-  __barrier_sync_count(kDone, threads);
-  // Sums were where zeros fill up the last step of a stage.
-  for (int i = threadIdx.x - 128; i < p.ring * 16 * kRowBytes / 16; i += threads) {
-    const int stage = i / kRowBytes, byte = p.cotangent_bytes + i % kRowBytes * 16;
-    if (byte >= p.cotangent_stage) continue;
-    *reinterpret_cast<uint4*>(stages + stage * (p.image_stage + p.cotangent_stage) + p.image_stage +
-                              byte) = {0, 0, 0, 0};
-  }
+  SyncWarps(kDone, threads);
+  // Sums were where no copy writes. Windows of pixels touch entries there that are padding.
+  ClearStages<T, true>(p, threadIdx.x / 32 - 4, threads / 32, stages);
   ptx::fence_proxy_async(ptx::space_shared);
-  __barrier_sync_count(kVote, threads + 32);
+  SyncWarps(kVote, threads + 32);
 
   int begin = item.begin, end = item.begin + 1;
 #pragma unroll 1
@@ -525,11 +637,11 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
                 output + i / 4 * 8 + i % 2 < p.outputs;
       }
     }
-    if (!AnyOf(kVote, threads + 32, open)) break;
+    if (!Vote(barriers.open, open, kVote, threads + 32)) break;
     begin = end;
     end = item.end;
   }
-  __barrier_sync_count(kDone, threads);  // no product of any warpgroup reads a stage any more
+  SyncWarps(kDone, threads);  // no product of any warpgroup reads a stage any more
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
@@ -547,7 +659,7 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
 // tap's some rows of it after another's.
 template <typename T, int kUnits>
 __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int threads,
-                             Barriers& barriers, uint32_t zeros, char* stages) {
+                             Barriers& barriers, uint32_t* list, uint32_t zeros, char* stages) {
   const int lane = threadIdx.x % 32;
   const int warp_output = threadIdx.x / 32 % 4 * 16;
   const uint64_t descriptor = MatrixDescriptor(1024, 1024, 128);
@@ -627,16 +739,16 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
 
   // A tap's zeros between the pixels may have met a NaN or Inf that only other taps reach. Its sums
   // are then NaN, and so is the sum of these.
-  uint32_t spoiled = 0;  // a bit of each unit
+  bool has_nan = false;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     float total = 0;
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) total += sums[u][i];
-    spoiled |= isnan(total) ? 1 << u : 0;
+    has_nan |= isnan(total);
   }
   // No product of any warpgroup reads a stage any more.
-  const bool are_spoiled = AnyOf(kVote, threads + 32, spoiled != 0);
+  const bool any_nan = Vote(barriers.are_nan, has_nan, kVote, threads + 32) != 0;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
@@ -645,9 +757,24 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
       *reinterpret_cast<float*>(stages + SumBytes<true>(row, ColumnOfRuns(i))) = sums[u][i];
     }
   }
-  if (!are_spoiled) return;
+  if (!any_nan) return;
   Release(&barriers.empty[done]);
-  SumAgain<T, kUnits>(p, item, first, spoiled, threads, barriers, ring, zeros, stages);
+  // A zero that meets a NaN or Inf is NaN for all outputs. One of the cotangent is NaN for its own.
+  uint32_t whole = 0;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    uint32_t channels = 0;  // a bit of each
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; i += 4) {
+      channels |= (isnan(sums[u][i]) && isnan(sums[u][i + 2]) ? 1 : 0) << i / 2;
+      channels |= (isnan(sums[u][i + 1]) && isnan(sums[u][i + 3]) ? 2 : 0) << i / 2;
+    }
+    // Lanes four apart have other outputs of the same channels.
+    for (int apart = 4; apart < 32; apart *= 2) channels &= __shfl_xor_sync(~0u, channels, apart);
+    if (__any_sync(~0u, channels != 0)) whole |= 1u << (first + u);
+  }
+  if (lane == 0) barriers.whole[threadIdx.x / 32 - 4] = whole;
+  SumAgain<T, kUnits>(p, item, first, threads, barriers, ring, list, zeros, stages);
 }
 
 // A warp of the first warpgroup copies.
@@ -673,36 +800,19 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
       ptx::mbarrier_init(barriers.empty + lane, 4 * min(units, kWarpgroups));
       ptx::mbarrier_init(barriers.transposed + lane, 32 * kTransposers);
     }
+    if constexpr (kRuns) {
+      if (lane < 4 * kWarpgroups) barriers.whole[lane] = 0;
+      if (lane == 0) barriers.are_nan = barriers.again = barriers.open = barriers.places = 0;
+    }
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     ptx::fence_proxy_async(ptx::space_shared);
     __syncwarp();
     asm volatile("barrier.cta.arrive %0, %1;" ::"n"(kReady), "n"(kThreads) : "memory");
   } else {
-    // No copy writes what fills up the last step of a stage, cotangents and, of runs, entries.
-    const auto clear = [&](char* from, int bytes) {
-      for (int i = lane * 16; i < bytes; i += 32 * 16) {
-        *reinterpret_cast<uint4*>(from + i) = {0, 0, 0, 0};
-      }
-    };
-    if (warp == kThreads / 32 - 1) clear(zeros, kZeroBytes);
-    for (int i = warp - 1; i < p.ring; i += kThreads / 32 - 1) {
-      char* stage = stages + i * (p.image_stage + p.cotangent_stage);
-      if constexpr (kRuns) {
-        for (int k = 0; k < p.phases; ++k) {
-          const int from = p.phase[k].begin + p.phase[k].bytes;
-          clear(stage + from, (k + 1 < p.phases ? p.phase[k + 1].begin : p.image_stage) - from);
-        }
-      }
-      if constexpr (std::is_same_v<T, float>) {
-        const int plane = p.steps * kStepPixels<T> * kRowBytes;
-        const int copied = p.stage_pixels * kRowBytes;
-        for (int k = 0; k < kColumnPlanes<T>; ++k) {
-          clear(stage + p.image_stage + k * plane + copied, plane - copied);
-        }
-      } else {
-        clear(stage + p.image_stage + p.cotangent_bytes, p.cotangent_stage - p.cotangent_bytes);
-      }
+    if (warp == kThreads / 32 - 1 && lane < kZeroBytes / 16) {
+      reinterpret_cast<uint4*>(zeros)[lane] = {0, 0, 0, 0};
     }
+    ClearStages<T, kRuns>(p, warp - 1, kThreads / 32 - 1, stages);
     // What was written is read by products.
     ptx::fence_proxy_async(ptx::space_shared);
     __barrier_sync_count(kReady, kThreads);
@@ -716,10 +826,10 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
         CopyRuns(p, item, item.begin, item.end, barriers, ring, stages);
         // Sums that are NaN may have to be made again, if not all of them are NaN at once.
         const int threads = 128 * min(units, kWarpgroups) + 32;
-        if (AnyOf(kVote, threads, false) && AnyOf(kVote, threads, false)) {
-          __barrier_sync_count(kVote, threads);
+        if (Vote(barriers.are_nan, 0, kVote, threads) && Vote(barriers.again, 0, kVote, threads)) {
+          SyncWarps(kVote, threads);
           CopyRuns(p, item, item.begin, item.begin + 1, barriers, ring, stages);
-          if (AnyOf(kVote, threads, false)) {
+          if (Vote(barriers.open, 0, kVote, threads)) {
             CopyRuns(p, item, item.begin + 1, item.end, barriers, ring, stages);
           }
         }
@@ -744,7 +854,8 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
       constexpr int kUnits = decltype(count)::value;
       const int threads = 128 * min(units, kWarpgroups);
       if constexpr (kRuns) {
-        MultiplyRuns<T, kUnits>(p, item, first, threads, barriers, SharedAddress(zeros), stages);
+        MultiplyRuns<T, kUnits>(p, item, first, threads, barriers,
+                                reinterpret_cast<uint32_t*>(tables), SharedAddress(zeros), stages);
       } else {
         MultiplyUnits<T, kUnits>(p, item, first, threads, barriers, tables, SharedAddress(zeros),
                                  stages);
@@ -891,6 +1002,7 @@ bool LayRunStages(Params& p, const Call& call, const Tap* tap, const int* phase_
   p.runs = FastDivider(CeilDiv(h.out, stage_rows));
   p.stage_rows = stage_rows;
   p.run_columns = static_cast<int>(columns);
+  p.columns_of_row = FastDivider(columns);
   p.steps = static_cast<int>(steps);
   const int64_t last_rows = h.out - (int64_t{p.runs.divisor()} - 1) * stage_rows;
   p.last_steps = static_cast<int>(CeilDiv(last_rows * columns, 16));

@@ -64,6 +64,7 @@ struct Params : Layout {
   FastDivider runs;                        // those of a strip
   int last_steps;                          // of the last of these
   int run_columns;                         // entries of a row of a stage
+  FastDivider columns_of_row;              // the same, to divide by
   int phases;
   Phase phase[kMaxPhases];
   const void* image;  // for runs, which look for what is not finite

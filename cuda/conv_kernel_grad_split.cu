@@ -48,9 +48,8 @@ struct SplitParams : Params {
   int slots, slot_bytes;  // slots held
   int piece;              // entries of a slot, at most: of a row, or so many rows
   int piece_rows;
-  FastDivider columns_of_row;  // of a run
-  int after[kMaxPhases];       // entries of a stage more than pixels
-  int* flags;                  // of each block, whether any of its sums is not finite
+  int after[kMaxPhases];  // entries of a stage more than pixels
+  int* flags;             // of each block, whether any of its sums is not finite
 };
 
 // Calls `take` for every piece of f32 that a stage needs, of a row or of several short ones: of

@@ -1079,7 +1079,7 @@ KERNEL_GRADS = {
     "3x3 of bfloat16": ("bfloat16", (4, 28, 28), 72, 64, 3, {}),
     "ragged": ("bfloat16", (3, 29, 31), 136, 72, 3, {}),
     "of small images": ("float16", (9, 7, 7), 128, 64, 3, {}),
-    "of strips": ("bfloat16", (2, 30, 192), 64, 64, 3, {}),
+    "of strips": ("bfloat16", (3, 30, 192), 64, 64, 3, {}),
     "5x4": ("float16", (3, 20, 24), 64, 64, (5, 4), {}),
     "strided": ("float16", (4, 30, 31), 128, 64, 3, {"strides": 2}),
     "dilated": ("bfloat16", (4, 30, 31), 64, 64, 3, {"dilation": (2, 3)}),
