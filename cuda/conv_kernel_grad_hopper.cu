@@ -15,6 +15,10 @@
 // that are whole strides apart are an image without strides, a phase: a stage has a run of each,
 // and a tap one phase.
 //
+// A NaN or Inf of the image is NaN times the zeros between pixels, in the sums of taps that it does
+// not belong to. A block whose sums are NaN looks for one next to these zeros, and if there is one
+// makes the sums of such taps again, with entries in registers that are zeros where no pixel is.
+//
 // Float32 is multiplied as TF32, of which the right operand must have pixels beside each other. A
 // few warps transpose the cotangents of a stage in shared memory. The left operand may come from
 // registers: a lane loads the entries of the image that it multiplies.
@@ -34,6 +38,10 @@ struct Barriers {
   uint64_t transposed[kMaxStages];  // of f32
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
+
+// Barriers of a block: of the warps that multiply; of all; of the first and the one that copies;
+// and of the first warpgroup that multiplies.
+[[maybe_unused]] constexpr int kDone = 1, kReady = 2, kVote = 3, kOfWarpgroup = 4;
 
 // Fills stages, and for each a table of the addresses where the windows of its pixels begin: -1
 // where there is no pixel, beside the last column of the last strip and after the last row.
@@ -106,12 +114,11 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
 // Fills stages with runs: a stage is the rows of an image that the windows of some rows of a strip
 // touch, and the cotangent of these pixels with zeros beside them, so that rows of both are as
 // wide.
-[[maybe_unused]] __device__ void CopyRuns(const Params& p, const Item& item, Barriers& barriers,
-                                          char* stages) {
+[[maybe_unused]] __device__ void CopyRuns(const Params& p, const Item& item, int begin, int end,
+                                          Barriers& barriers, Ring& ring, char* stages) {
   const bool copies = threadIdx.x % 32 == 0;
-  Ring ring;
   // All lanes go along, so that the warp stays one.
-  for (int at = item.begin; at < item.end; ++at, ring.Advance(p.ring)) {
+  for (int at = begin; at < end; ++at, ring.Advance(p.ring)) {
     Wait(&barriers.empty[ring.stage], ring.parity ^ 1);
     if (!copies) continue;
     uint32_t strip = at;
@@ -292,7 +299,7 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   }
   ProductsWait<0>();
 
-  __barrier_sync_count(1, threads);  // no product of any warpgroup reads a stage any more
+  __barrier_sync_count(kDone, threads);  // no product of any warpgroup reads a stage any more
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
@@ -306,35 +313,233 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   }
 }
 
-// One sum of a block, without the zeros beside its pixels.
+// Whether any of the threads that come to a barrier says so.
+[[maybe_unused]] __device__ inline bool AnyOf(int barrier, int threads, bool says) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred says, any;\nsetp.ne.b32 says, %3, 0;\n"
+      "barrier.cta.red.or.pred any, %1, %2, says;\nselp.b32 %0, 1, 0, any;\n}\n"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(static_cast<int>(says))
+      : "memory");
+  return any != 0;
+}
+
+// A run, and what it has of pixels.
+struct Run {
+  int image, column, row;  // of the first pixel
+  int rows, steps;
+
+  __device__ Run(const Params& p, int number) {
+    uint32_t strip = number;
+    row = p.runs.Peel(strip) * p.stage_rows;
+    const int left = p.rows.divisor() - row;
+    rows = min(p.stage_rows, left);
+    steps = left <= p.stage_rows ? p.last_steps : p.steps;
+    uint32_t of_images = strip;
+    column = p.strips.Peel(of_images) * p.strip_width.divisor();
+    image = of_images;
+  }
+};
+
+// Whether any of 16 bytes of entries is NaN or Inf.
 template <typename T>
-__device__ float SumAgain(const Params& p, const Item& item, int tap, int channel, int output) {
-  const int tap_row = tap / p.tap_columns * p.row_dilation - p.row_low;
-  const int tap_column = tap % p.tap_columns * p.column_dilation - p.column_low;
-  const int width = p.strip_width.divisor(), height = p.rows.divisor();
-  float sum = 0;
-  for (int at = item.begin; at < item.end && !isnan(sum); ++at) {
-    uint32_t strip = at;
-    const int first = p.runs.Peel(strip) * p.stage_rows;
-    uint32_t image = strip;
-    const int first_column = p.strips.Peel(image) * width;
-    const int pixels = min(p.stage_rows, height - first) * width;
-    for (int i = 0; i < pixels; ++i) {
-      const int64_t row = first + i / width, column = first_column + i % width;
-      const int64_t y = row * p.stride_row + tap_row, x = column * p.stride_column + tap_column;
-      float entry = 0;
-      if (y >= 0 && y < p.image_rows && x >= 0 && x < p.image_columns) {
-        entry = static_cast<float>(static_cast<const T*>(
-            p.image)[((image * int64_t{p.image_rows} + y) * p.image_columns + x) * p.channels +
-                     channel]);
-      }
-      sum += entry *
-             static_cast<float>(static_cast<const T*>(
-                 p.cotangent)[((image * int64_t{height} + row) * p.columns + column) * p.outputs +
-                              output]);
+__device__ inline bool HasNotFinite(const uint4& entries) {
+  constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
+  const uint32_t pairs[] = {entries.x, entries.y, entries.z, entries.w};
+  bool has = false;
+#pragma unroll
+  for (const uint32_t pair : pairs) {
+    has |= (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
+  }
+  return has;
+}
+
+// Whether some thread of a warpgroup finds an entry that is not finite where a tap of a block meets
+// the zeros between the pixels of its runs.
+template <typename T>
+__device__ bool MeetsNotFinite(const Params& p, const Item& item, int tap) {
+  constexpr int kGroups = 128 / 8;  // of threads, of which each has 8 channels of one entry
+  const int channel = item.channel + threadIdx.x % 8 * 8;
+  if (channel >= p.channels) return false;
+  int i = 0;
+  while (i + 1 < p.phases && p.phase[i + 1].begin <= p.tap[tap]) ++i;
+  const Phase& phase = p.phase[i];
+  const int columns = p.run_columns, width = p.strip_width.divisor();
+  const int beside = columns - width;
+  const int tap_entry = (p.tap[tap] - phase.begin) / kRowBytes;
+  const T* channels = static_cast<const T*>(p.image) + channel;
+  // Places of a run without a pixel: beside its rows, and after them.
+  const int most = p.stage_rows * beside + 15;
+  bool found = false;
+#pragma unroll 4
+  for (int k = threadIdx.x % 128 / 8; k < (item.end - item.begin) * most; k += kGroups) {
+    const Run run(p, item.begin + k / most);
+    const int number = k % most, after = number - run.rows * beside;
+    const int place = after < 0 ? number / beside * columns + width + number % beside
+                                : run.rows * columns + after;
+    const int entry = place + tap_entry;
+    const int row = run.row + item.set.row + phase.row + entry / columns;
+    const int column = run.column + item.set.column + phase.column + entry % columns;
+    const int y = row * p.stride_row + phase.in_row;
+    const int x = column * p.stride_column + phase.in_column;
+    if (place < run.steps * 16 && entry < phase.bytes / kRowBytes && row >= 0 && y < p.image_rows &&
+        column >= 0 && x < p.image_columns) {
+      const int64_t pixel = (run.image * int64_t{p.image_rows} + y) * p.image_columns + x;
+      found |= HasNotFinite<T>(*reinterpret_cast<const uint4*>(channels + pixel * p.channels));
     }
   }
-  return sum;
+  return found;
+}
+
+// Adds the products of some stages to the sums of some taps of a block, of which a row is a channel
+// and a column an output, with zeros in place of the entries that meet no pixel.
+template <typename T, int kUnits>
+__device__ __forceinline__ void MultiplyPixels(const Params& p, const Item& item, const int* unit,
+                                               int begin, int end, Barriers& barriers,
+                                               uint32_t zeros, uint32_t first_stage, Ring& ring,
+                                               float (*sums)[kColumns / 2]) {
+  const int lane = threadIdx.x % 32;
+  const int lane_pixel = lane / 16 * 8 + lane % 8;
+  const int lane_channel = threadIdx.x / 32 % 4 * 16 + lane / 8 % 2 * 8;
+  const uint64_t descriptor = MatrixDescriptor(1024, 1024, kRowBytes);
+  const int columns = p.run_columns;
+  uint32_t tap[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) tap[u] = p.tap[item.set.begin + unit[u]] + lane_channel * 2;
+#pragma unroll 1
+  for (int at = begin; at < end; ++at, ring.Advance(p.ring)) {
+    const Run run(p, at);
+    Wait(&barriers.full[ring.stage], ring.parity);
+    const uint32_t stage = first_stage + ring.stage * (p.image_stage + p.cotangent_stage);
+    uint64_t b = At(descriptor, stage + p.image_stage);
+#pragma unroll 1
+    for (int step = 0; step < run.steps; ++step) {
+      const int place = step * 16 + lane_pixel;
+      const bool exists = place / columns < run.rows && place % columns < p.strip_width.divisor();
+      uint32_t a[kUnits][4];
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        const uint32_t entry = stage + tap[u] + place * kRowBytes;
+        LoadTransposed(a[u], exists ? entry ^ Swizzle{7}(entry) : zeros);
+      }
+      ProductsBegin();
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) Multiply<T, kColumns, true>(sums[u], a[u], b, 1);
+      ProductsCommit();
+      ProductsWait<0>();
+      b += 16 * kRowBytes >> 4;
+    }
+    Release(&barriers.empty[ring.stage]);
+  }
+}
+
+// Where MultiplyRuns leaves a sum of this lane: the row of a unit and the column.
+[[maybe_unused]] __device__ inline int RowOfRuns(int i) {
+  return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+}
+[[maybe_unused]] __device__ inline int ColumnOfRuns(int i) {
+  return threadIdx.x / 32 % 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 32 / 4;
+}
+
+// Makes those sums of a warpgroup's units anew that may be NaN only because zeros between pixels
+// met an entry that is not finite. A bit of `spoiled` tells of each unit whether one of its sums is
+// NaN. All warps that multiply are here, and the one that copies brings the stages again.
+template <typename T, int kUnits>
+__device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int first,
+                                         uint32_t spoiled, int threads, Barriers& barriers,
+                                         Ring ring, uint32_t zeros, char* stages) {
+  const int own = kOfWarpgroup + threadIdx.x / 128 - 1;
+  // Units, four bits each: those that are made again come first.
+  uint32_t again = 0, others = 0;
+  int count = 0, kept = 0;
+#pragma unroll 1
+  for (int u = 0; u < kUnits; ++u) {
+    if (AnyOf(own, 128, spoiled >> u & 1) &&
+        AnyOf(own, 128, MeetsNotFinite<T>(p, item, item.set.begin + first + u))) {
+      again |= u << 4 * count++;
+    } else {
+      others |= u << 4 * kept++;
+    }
+  }
+  if (!AnyOf(kVote, threads + 32, count > 0)) return;
+  again |= others << 4 * count;
+
+  int unit[kUnits];
+  float sums[kUnits][kColumns / 2];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    unit[u] = first + (again >> 4 * u & 15);
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      const char* left = stages + SumBytes<true>(unit[u] * 64 + RowOfRuns(i), ColumnOfRuns(i));
+      sums[u][i] = u < count ? 0 : *reinterpret_cast<const float*>(left);
+    }
+  }
+  __barrier_sync_count(kDone, threads);
+  // Sums were where zeros fill up the last step of a stage.
+  for (int i = threadIdx.x - 128; i < p.ring * 16 * kRowBytes / 16; i += threads) {
+    const int stage = i / kRowBytes, byte = p.cotangent_bytes + i % kRowBytes * 16;
+    if (byte >= p.cotangent_stage) continue;
+    *reinterpret_cast<uint4*>(stages + stage * (p.image_stage + p.cotangent_stage) + p.image_stage +
+                              byte) = {0, 0, 0, 0};
+  }
+  ptx::fence_proxy_async(ptx::space_shared);
+  __barrier_sync_count(kVote, threads + 32);
+
+  int begin = item.begin, end = item.begin + 1;
+#pragma unroll 1
+  while (true) {
+    const auto multiply = [&](auto units) {
+      MultiplyPixels<T, decltype(units)::value>(p, item, unit, begin, end, barriers, zeros,
+                                                SharedAddress(stages), ring, sums);
+    };
+    switch (count) {
+      case 1:
+        multiply(std::integral_constant<int, 1>());
+        break;
+      case 2:
+        multiply(std::integral_constant < int, kUnits<2 ? kUnits : 2>());
+        break;
+      case 3:
+        multiply(std::integral_constant<int, kUnits>());
+        break;
+      default:
+        for (int at = begin; at < end; ++at, ring.Advance(p.ring)) {
+          Wait(&barriers.full[ring.stage], ring.parity);
+          Release(&barriers.empty[ring.stage]);
+        }
+        break;
+    }
+    if (begin > item.begin) break;
+    // Where all are NaN after the first stage, they remain so: of a cotangent of NaN above all.
+    const int lane = threadIdx.x % 32;
+    const int channel = item.channel + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int output = item.column + lane % 4 * 2;
+    bool open = false;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) {
+        open |= u < count && !isnan(sums[u][i]) && channel + i / 2 % 2 * 8 < p.channels &&
+                output + i / 4 * 8 + i % 2 < p.outputs;
+      }
+    }
+    if (!AnyOf(kVote, threads + 32, open)) break;
+    begin = end;
+    end = item.end;
+  }
+  __barrier_sync_count(kDone, threads);  // no product of any warpgroup reads a stage any more
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      // Rows and columns are the other way round in those that were made again.
+      const int row = u < count ? ColumnOfRuns(i) : RowOfRuns(i);
+      const int column = u < count ? RowOfRuns(i) : ColumnOfRuns(i);
+      *reinterpret_cast<float*>(stages + SumBytes<true>(unit[u] * 64 + row, column)) = sums[u][i];
+    }
+  }
 }
 
 // The same where stages are runs and a unit a tap. The product is transposed: the left operand, the
@@ -342,7 +547,7 @@ __device__ float SumAgain(const Params& p, const Item& item, int tap, int channe
 // tap's some rows of it after another's.
 template <typename T, int kUnits>
 __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int threads,
-                             Barriers& barriers, char* stages) {
+                             Barriers& barriers, uint32_t zeros, char* stages) {
   const int lane = threadIdx.x % 32;
   const int warp_output = threadIdx.x / 32 % 4 * 16;
   const uint64_t descriptor = MatrixDescriptor(1024, 1024, 128);
@@ -420,31 +625,29 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
   }
   ProductsWait<0>();
 
-  __barrier_sync_count(1, threads);  // no product of any warpgroup reads a stage any more
-  const auto row_of = [&](int u, int i) {
-    return (first + u) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2;
-  };
-  const auto column_of = [&](int i) { return warp_output + i / 2 % 2 * 8 + lane / 4; };
-  float spoiled = 0;
+  // A tap's zeros between the pixels may have met a NaN or Inf that only other taps reach. Its sums
+  // are then NaN, and so is the sum of these.
+  uint32_t spoiled = 0;  // a bit of each unit
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    float total = 0;
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) total += sums[u][i];
+    spoiled |= isnan(total) ? 1 << u : 0;
+  }
+  // No product of any warpgroup reads a stage any more.
+  const bool are_spoiled = AnyOf(kVote, threads + 32, spoiled != 0);
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
-      *reinterpret_cast<float*>(stages + SumBytes<true>(row_of(u, i), column_of(i))) = sums[u][i];
-      spoiled += sums[u][i] * 0;
+      const int row = (first + u) * 64 + RowOfRuns(i);
+      *reinterpret_cast<float*>(stages + SumBytes<true>(row, ColumnOfRuns(i))) = sums[u][i];
     }
   }
-  // A tap's zeros beside the pixels may have met a NaN or Inf that only other taps reach.
-  if (spoiled == 0) return;
-#pragma unroll 1
-  for (int k = 0; k < kUnits * kColumns / 2; ++k) {
-    const int row = row_of(k / (kColumns / 2), k % (kColumns / 2));
-    const int column = column_of(k % (kColumns / 2));
-    float& sum = *reinterpret_cast<float*>(stages + SumBytes<true>(row, column));
-    const int channel = item.channel + row % 64, output = item.column + column;
-    if (isfinite(sum) || channel >= p.channels || output >= p.outputs) continue;
-    sum = SumAgain<T>(p, item, item.set.begin + row / 64, channel, output);
-  }
+  if (!are_spoiled) return;
+  Release(&barriers.empty[done]);
+  SumAgain<T, kUnits>(p, item, first, spoiled, threads, barriers, ring, zeros, stages);
 }
 
 // A warp of the first warpgroup copies.
@@ -463,7 +666,6 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
   const int units = item.Units(p);
 
   // The first warp copies, and does not wait for the others, which clear what it does not write.
-  constexpr int kReady = 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp == 0) {
     if (lane < p.ring) {
@@ -510,7 +712,17 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
     GiveRegisters<56>();
     if (warp == 0) {
       if constexpr (kRuns) {
-        CopyRuns(p, item, barriers, stages);
+        Ring ring;
+        CopyRuns(p, item, item.begin, item.end, barriers, ring, stages);
+        // Sums that are NaN may have to be made again, if not all of them are NaN at once.
+        const int threads = 128 * min(units, kWarpgroups) + 32;
+        if (AnyOf(kVote, threads, false) && AnyOf(kVote, threads, false)) {
+          __barrier_sync_count(kVote, threads);
+          CopyRuns(p, item, item.begin, item.begin + 1, barriers, ring, stages);
+          if (AnyOf(kVote, threads, false)) {
+            CopyRuns(p, item, item.begin + 1, item.end, barriers, ring, stages);
+          }
+        }
       } else {
         CopyStages<T>(p, item, barriers, tables, stages);
       }
@@ -532,7 +744,7 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
       constexpr int kUnits = decltype(count)::value;
       const int threads = 128 * min(units, kWarpgroups);
       if constexpr (kRuns) {
-        MultiplyRuns<T, kUnits>(p, item, first, threads, barriers, stages);
+        MultiplyRuns<T, kUnits>(p, item, first, threads, barriers, SharedAddress(zeros), stages);
       } else {
         MultiplyUnits<T, kUnits>(p, item, first, threads, barriers, tables, SharedAddress(zeros),
                                  stages);
@@ -674,11 +886,6 @@ bool LayRunStages(Params& p, const Call& call, const Tap* tap, const int* phase_
   p.columns = static_cast<int>(w.out);
   p.image_rows = static_cast<int>(h.in);
   p.image_columns = static_cast<int>(w.in);
-  p.row_low = static_cast<int>(h.low);
-  p.column_low = static_cast<int>(w.low);
-  p.row_dilation = static_cast<int>(h.dilation);
-  p.column_dilation = static_cast<int>(w.dilation);
-  p.tap_columns = static_cast<int>(w.taps);
   p.strips = FastDivider(w.out / width);
   p.strip_width = FastDivider(width);
   p.runs = FastDivider(CeilDiv(h.out, stage_rows));
@@ -833,7 +1040,6 @@ cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* worksp
   p.result = one_part ? call.result : workspace;
   p.is_wide = !one_part || call.result_dtype == DType::kF32;
   p.image = call.image;
-  p.cotangent = call.cotangent;
 
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];

@@ -66,9 +66,8 @@ struct Params : Layout {
   int run_columns;                         // entries of a row of a stage
   int phases;
   Phase phase[kMaxPhases];
-  const void* image;  // for the sums that SumAgain makes
-  const void* cotangent;
-  int image_rows, image_columns, row_low, column_low, row_dilation, column_dilation, tap_columns;
+  const void* image;  // for runs, which look for what is not finite
+  int image_rows, image_columns;
   Group set[kMaxTaps];    // taps that a block sums for
   int32_t tap[kMaxTaps];  // bytes from the entry of the set's least row and column, in a stage
 };

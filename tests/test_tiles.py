@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import hypothesis
 import hypothesis.strategies as st
@@ -1010,6 +1011,103 @@ def test_kernel_gradients_of_float32_that_is_not_finite(value, of_x, strides, ho
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
     finite = np.isfinite(want)
     np.testing.assert_allclose(got[finite], want[finite], rtol=1e-5, atol=1e-3)
+
+
+# Of all kernels that compute gradients by kernels; of 16-bit floats the first ones cut rows into
+# strips, have several stages for an image, or several phases.
+KERNEL_GRADS = {
+    "3x3": ("float16", (4, 28, 28), 64, 72, 3, {}),
+    "3x3 of bfloat16": ("bfloat16", (4, 28, 28), 72, 64, 3, {}),
+    "ragged": ("bfloat16", (3, 29, 31), 136, 72, 3, {}),
+    "of small images": ("float16", (9, 7, 7), 128, 64, 3, {}),
+    "of strips": ("bfloat16", (2, 30, 192), 64, 64, 3, {}),
+    "5x4": ("float16", (3, 20, 24), 64, 64, (5, 4), {}),
+    "strided": ("float16", (4, 30, 31), 128, 64, 3, {"strides": 2}),
+    "dilated": ("bfloat16", (4, 30, 31), 64, 64, 3, {"dilation": (2, 3)}),
+    "VALID": ("float16", (4, 30, 31), 64, 64, 3, {"padding": "VALID"}),
+    "much padding": ("bfloat16", (4, 26, 25), 64, 64, 3, {"padding": ((3, 5), (4, 2))}),
+    "1x1": ("float16", (4, 15, 13), 64, 128, 1, {}),
+    "of part of the image": ("float16", (4, 31, 32), 64, 64, 1, {"strides": 2}),
+    "of few channels": ("bfloat16", (4, 28, 28), 24, 64, 3, {}),
+    "of 3 channels": ("float16", (4, 30, 31), 3, 64, 7, {"strides": 2}),
+    "grouped": ("bfloat16", (4, 28, 28), 64, 64, 3, {"groups": 4}),
+    "depthwise": ("float16", (4, 28, 28), 64, 64, 3, {"groups": 64}),
+    "of small groups": ("bfloat16", (4, 28, 28), 64, 32, 3, {"groups": 16}),
+    "of TF32": ("float32", (4, 28, 28), 64, 72, 3, {}),
+}
+
+
+def patch_sums(x, g, windows, groups):
+    """The gradient by the kernel in float64: of patches, with zeros for padding, and cotangents."""
+    x, g = (np.asarray(a, np.float64) for a in (x, g))
+    steps = list(
+        zip(windows.low, windows.outs, windows.strides, windows.taps, windows.dilation, strict=True)
+    )
+    ends = [(out - 1) * s + (k - 1) * d + 1 for _, out, s, k, d in steps]
+    pads = [
+        (low, max(0, end - low - n))
+        for low, end, n in zip(windows.low, ends, windows.ins, strict=True)
+    ]
+    padded = np.pad(x, [(0, 0), *pads, (0, 0)])
+    columns = g.reshape(-1, groups, g.shape[-1] // groups).swapaxes(0, 1)
+    sums = np.empty((*windows.taps, x.shape[-1] // groups, g.shape[-1]))
+    for tap in np.ndindex(*windows.taps):
+        starts = [t * d for t, (*_, d) in zip(tap, steps, strict=True)]
+        within = [
+            slice(start, start + (out - 1) * s + 1, s)
+            for start, (_, out, s, _, _) in zip(starts, steps, strict=True)
+        ]
+        entries = padded[:, *within].reshape(-1, groups, x.shape[-1] // groups)
+        with np.errstate(invalid="ignore"):
+            sums[tap] = np.concatenate(list(entries.transpose(1, 2, 0) @ columns), axis=-1)
+    return sums
+
+
+@pytest.mark.parametrize("name", KERNEL_GRADS)
+def test_kernel_gradients_of_what_is_not_finite(name, hopper):
+    """A NaN or Inf is where its products are, and an Inf no NaN, wherever it is and how many."""
+    dtype, (rows, *sizes), channels, outputs, taps, given = KERNEL_GRADS[name]
+    taps = tuple(np.broadcast_to(taps, 2).tolist())
+    options = {"strides": 1, "padding": "SAME", "dilation": 1, **given}
+    groups = options.pop("groups", 1)
+    windows = place("test", sizes, taps, **options, channels_last=True)
+    shapes = (rows, *sizes, channels), (rows, *windows.outs, outputs)
+    x, g = normal(0, *shapes, dtype=dtype)
+    kernel = jnp.zeros((*taps, channels // groups, outputs), dtype)
+
+    @jax.jit
+    def gradient(x, g):
+        _, pull = jax.vjp(lambda k: jaxops.conv2d(x, k, groups=groups, **options), kernel)
+        return pull(g)[0]
+
+    def check(of_x, of_g=(), make=np.array):
+        arrays = make(x), make(g)
+        for array, changes in zip(arrays, (of_x, of_g), strict=True):
+            for at, value in changes:
+                array[at] = value
+        got = np.asarray(gradient(*jax.device_put(arrays, hopper.device)), np.float64)
+        want = patch_sums(*arrays, windows, groups)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        np.testing.assert_array_equal(np.isposinf(got), np.isposinf(want))
+        np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+        finite = np.isfinite(want)
+        atol = 0.02 * math.sqrt(rows * math.prod(windows.outs))
+        np.testing.assert_allclose(got[finite], want[finite], rtol=0.01, atol=atol)
+
+    check([])
+    for value in (np.inf, np.nan):
+        for at in ((0, 0, 0, 1), (1, -1, -1, -1), (2, 3, 0, 0), (1, 2, -1, 2)):
+            check([(at, value)])
+        check([((1, sizes[0] // 2, sizes[1] // 2, -1), value)])
+        check([], [((0, 0, 0, 1), value), ((1, -1, -1, -1), value)])
+        check([((1, 2, 0, 1), value)], [((1, 2, 0, 1), value)])
+        check([((0, slice(None), 0), value)])
+        check([(..., value)])
+        check([], [(..., value)])
+    check([((1, 2, 0, 1), np.inf), ((1, 4, 0, 1), -np.inf)])
+    check([((slice(None), slice(None), 0), np.inf)], make=np.abs)
+    check([(..., np.inf)], make=np.abs)
+    check([(..., np.inf)], [(..., np.inf)])
 
 
 def test_one_row_of_pixels(hopper):
