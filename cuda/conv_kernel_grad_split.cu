@@ -339,20 +339,15 @@ __global__ void __launch_bounds__(kAddThreads)
 
 // --- what the host decides -----------------------------------------------------------------------
 
-// Fills in how the sum is cut up into runs of this many steps, of strips of this width; false where
-// these do not fit. The sets and phases are known, and taps in them.
-bool LayPieces(SplitParams& p, const Call& call, const Tap* tap, const int* phase_of, int width,
-               int steps) {
+// Fills in how the sum is cut up into runs of this many steps, of strips of this width, but for
+// where taps are; false where these do not fit. The sets and phases are known.
+bool LayPieces(SplitParams& p, const Call& call, const RunSpans& spans, int width, int steps) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  const int64_t columns = RunColumns(p, call, tap, phase_of, width);
+  const int64_t columns = RunColumns(spans, call, width);
   int64_t image_stage = 0, entries = 0;
   for (int i = 0; i < p.phases; ++i) {
-    int64_t after = 0;
-    for (int k = 0; k < p.sets; ++k) {
-      const Span span = SpanOf(p, tap, phase_of, i, k);
-      after = std::max(after, (span.rows - 1) * columns + span.columns - 1);
-    }
+    const int64_t after = (spans.most[i].rows - 1) * columns + spans.most[i].columns - 1;
     if (after > kSplitStages) return false;
     p.after[i] = static_cast<int>(after);
     p.phase[i].begin = static_cast<int>(image_stage);
@@ -393,14 +388,6 @@ bool LayPieces(SplitParams& p, const Call& call, const Tap* tap, const int* phas
   p.cotangent_stage = static_cast<int>(cotangent_stage);
   p.image_bytes = static_cast<int>(entries * 4 * kColumns);
   p.cotangent_bytes = steps * 16 * 4 * kColumns;
-  for (int s = 0; s < p.sets; ++s) {
-    for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
-      const Phase& phase = p.phase[phase_of[t]];
-      const int64_t row = tap[t].row - p.set[s].row - phase.row;
-      const int64_t column = tap[t].column - p.set[s].column - phase.column;
-      p.tap[t] = static_cast<int32_t>(phase.begin + (row * columns + column) * kRowBytes);
-    }
-  }
   return true;
 }
 
@@ -434,34 +421,45 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
   int phase_of[kMaxTaps];
   const int taps = FillTaps(all_taps, call);
   if (!FillPhases(q, call, all_taps, taps, tap, phase_of)) return INT64_MAX;
-  int64_t least = INT64_MAX;
+  constexpr int64_t kRestCycles = 14000;  // measured: of what comes before and after
+  const int64_t limit = KernelGradFmaCycles(call, processors) - kRestCycles;
+  int64_t least = limit;
   for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
     FillSets(q, tap, taps, static_cast<int>(w.taps), grouping);
     // Of several phases all taps are one set.
     if (q.phases > 1 && q.sets > 1) break;
     PlacePhases(q, tap, taps, phase_of);
+    const RunSpans spans = RunSpansOf(q, call, tap, phase_of);
     const int64_t units = Units(q);
-    for (int64_t strips = 1; w.out / strips >= std::min<int64_t>(w.out, 16); ++strips) {
-      const int64_t width = w.out / strips;
-      if (w.out % strips != 0 || (w.taps > 1 && width < w.dilation)) continue;
-      for (int steps = 1; LayPieces(q, call, tap, phase_of, static_cast<int>(width), steps);
-           ++steps) {
+    const auto consider = [&](int64_t width) {
+      if (w.out % width != 0 || (w.taps > 1 && width < w.dilation)) return;
+      for (int steps = 1; LayPieces(q, call, spans, static_cast<int>(width), steps); ++steps) {
         // Measured: most of what six products of a unit take, more where a warpgroup has to wait
         // for them, and what entries take to split, which tensor cores do not hide.
         const int64_t step_cycles =
             std::max<int64_t>(132 * units, CeilDiv(units, kMultipliers) * 200);
         const int64_t cycles =
             200 + steps * step_cycles + (q.image_bytes + q.cotangent_bytes) * 28 / (4 * kColumns);
-        const int64_t cost = Split(q, processors, cycles, (q.steps - q.last_steps) * step_cycles);
+        const int64_t last_less = (q.steps - q.last_steps) * step_cycles;
+        const int64_t cost = Split(q, processors, cycles, last_less, least);
         if (cost < least) {
           least = cost;
           p = q;
         }
       }
+    };
+    // Rows of more pixels than both numbers allow for are cut into few strips or narrow ones.
+    constexpr int64_t kMostStrips = 64, kMostNarrow = 256;
+    const int64_t narrowest = std::min<int64_t>(w.out, 16);
+    for (int64_t strips = 1; strips <= kMostStrips && w.out / strips >= narrowest; ++strips) {
+      if (w.out % strips == 0) consider(w.out / strips);
     }
+    int64_t width = std::min(kMostNarrow, CeilDiv(w.out, kMostStrips) - 1);
+    for (; width >= narrowest; --width) consider(width);
   }
-  constexpr int64_t kRestCycles = 14000;  // measured: of what comes before and after
-  return least < KernelGradFmaCycles(call, processors) - kRestCycles ? least : INT64_MAX;
+  if (least == limit) return INT64_MAX;
+  PlaceTaps(p, tap, phase_of);
+  return least;
 }
 
 int Blocks(const SplitParams& p) { return p.channel_blocks * p.column_tiles * p.sets * p.splits; }
