@@ -983,6 +983,11 @@ bool Plan(Params& p, const Call& call, int processors) {
   return std::min(runs_cost, rows_cost) != INT64_MAX;
 }
 
+int64_t PartBytes(const Params& p) {
+  const int64_t parts = p.splits / p.cluster;
+  return parts > 1 ? parts * p.size * 4 : 0;
+}
+
 template <typename T>
 cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
   auto* kernel = &SumPixels<T, false>;
@@ -1005,11 +1010,10 @@ cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
 
 int64_t KernelGradWorkspace(const Call& call, int processors) {
   kernel_grad::Params p{};
-  if (!kernel_grad::Plan(p, call, processors) || p.splits == p.cluster) return 0;
-  return p.splits / p.cluster * p.size * 4;
+  return kernel_grad::Plan(p, call, processors) ? kernel_grad::PartBytes(p) : 0;
 }
 
-cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, Space workspace,
                              int processors) {
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -1024,8 +1028,9 @@ cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* worksp
     return call.dtype == DType::kF32 ? LaunchKernelGradMma(stream, call, workspace, processors)
                                      : cudaErrorNotSupported;
   }
+  if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
   const bool one_part = p.splits == p.cluster;
-  p.result = one_part ? call.result : workspace;
+  p.result = one_part ? call.result : workspace.data;
   p.is_wide = !one_part || call.result_dtype == DType::kF32;
   p.image = call.image;
 

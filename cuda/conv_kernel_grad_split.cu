@@ -464,6 +464,8 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
 
 int Blocks(const SplitParams& p) { return p.channel_blocks * p.column_tiles * p.sets * p.splits; }
 
+int64_t FlagBytes(const SplitParams& p) { return 4 * int64_t{Blocks(p)}; }
+
 // Of the parts that are yet to be added, of any kernel. What says whether sums are finite is after
 // these.
 int64_t PartBytes(const SplitParams& p, const Call& call, int processors) {
@@ -472,11 +474,11 @@ int64_t PartBytes(const SplitParams& p, const Call& call, int processors) {
 }
 
 // Launches what makes the result anew if it is not finite, and what adds parts.
-cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& call, void* workspace,
+cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& call, Space workspace,
                        int processors) {
   const int parts = p.splits == p.cluster ? 0 : p.splits / p.cluster;
   Call anew = call;
-  if (parts > 0) anew.result = workspace;  // if it has no parts
+  if (parts > 0) anew.result = workspace.data;  // if it has no parts
   int parts_anew = 0;
   const cudaError_t error = LaunchKernelGradFmaParts(stream, anew, workspace, processors, p.flags,
                                                      Blocks(p), &parts_anew);
@@ -488,7 +490,7 @@ cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& ca
   const int64_t blocks = CeilDiv(count, beside);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   AddEither<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
-      static_cast<const float4*>(workspace), static_cast<float*>(call.result), count, parts,
+      static_cast<const float4*>(workspace.data), static_cast<float*>(call.result), count, parts,
       parts_anew, p.flags, Blocks(p));
   return cudaGetLastError();
 }
@@ -506,18 +508,20 @@ int64_t KernelGradSplitWorkspace(const Call& call, int processors) {
   if (kernel_grad::Plan(p, call, processors) == INT64_MAX) {
     return KernelGradFmaWorkspace(call, processors);
   }
-  return kernel_grad::PartBytes(p, call, processors) + 4 * kernel_grad::Blocks(p);
+  return kernel_grad::PartBytes(p, call, processors) + kernel_grad::FlagBytes(p);
 }
 
-cudaError_t LaunchKernelGradSplit(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradSplit(cudaStream_t stream, const Call& call, Space workspace,
                                   int processors) {
   using namespace kernel_grad;  // NOLINT: it is what this file is about
   SplitParams p{};
   if (Plan(p, call, processors) == INT64_MAX) {
     return LaunchKernelGradFma(stream, call, workspace, processors);
   }
-  p.flags = reinterpret_cast<int*>(static_cast<char*>(workspace) + PartBytes(p, call, processors));
-  p.result = p.splits == p.cluster ? call.result : workspace;
+  const int64_t part_bytes = PartBytes(p, call, processors);
+  if (workspace.bytes < part_bytes + FlagBytes(p)) return cudaErrorInvalidValue;
+  p.flags = reinterpret_cast<int*>(static_cast<char*>(workspace.data) + part_bytes);
+  p.result = p.splits == p.cluster ? call.result : workspace.data;
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   cudaError_t error = cudaSuccess;

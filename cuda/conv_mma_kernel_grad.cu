@@ -500,6 +500,8 @@ bool Plan(Params& p, const Call& call, int processors) {
   return items / call.groups * p.splits <= INT32_MAX;
 }
 
+int64_t PartBytes(const Params& p) { return p.splits > 1 ? p.splits * p.size * 4 : 0; }
+
 template <typename T>
 cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
   cudaError_t error = cudaFuncSetAttribute(
@@ -517,17 +519,17 @@ cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
 
 int64_t KernelGradMmaWorkspace(const Call& call, int processors) {
   Params p{};
-  if (!Plan(p, call, processors) || p.splits == 1) return 0;
-  return p.splits * p.size * 4;
+  return Plan(p, call, processors) ? PartBytes(p) : 0;
 }
 
-cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, Space workspace,
                                 int processors) {
   Params p{};
   if (!Plan(p, call, processors)) return cudaErrorNotSupported;
+  if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
   p.image = static_cast<const char*>(call.image);
   p.cotangent = static_cast<const char*>(call.cotangent);
-  p.result = static_cast<char*>(p.splits == 1 ? call.result : workspace);
+  p.result = static_cast<char*>(p.splits == 1 ? call.result : workspace.data);
   p.is_wide = p.splits > 1 || call.result_dtype == DType::kF32;
   switch (call.dtype) {
     case DType::kF16:
