@@ -477,12 +477,20 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
     }
   }
   __barrier_sync_count(kDone, threads);
-  // Sums were where zeros fill up the last step of a stage.
-  for (int i = threadIdx.x - 128; i < p.ring * 16 * kRowBytes / 16; i += threads) {
-    const int stage = i / kRowBytes, byte = p.cotangent_bytes + i % kRowBytes * 16;
-    if (byte >= p.cotangent_stage) continue;
-    *reinterpret_cast<uint4*>(stages + stage * (p.image_stage + p.cotangent_stage) + p.image_stage +
-                              byte) = {0, 0, 0, 0};
+  // Sums were where no copy writes, and zeros are to be.
+  const auto clear = [&](char* from, int bytes) {
+    for (int i = (threadIdx.x - 128) * 16; i < bytes; i += threads * 16) {
+      *reinterpret_cast<uint4*>(from + i) = {0, 0, 0, 0};
+    }
+  };
+#pragma unroll 1
+  for (int i = 0; i < p.ring; ++i) {
+    char* stage = stages + i * (p.image_stage + p.cotangent_stage);
+    for (int k = 0; k < p.phases; ++k) {
+      const int from = p.phase[k].begin + p.phase[k].bytes;
+      clear(stage + from, (k + 1 < p.phases ? p.phase[k + 1].begin : p.image_stage) - from);
+    }
+    clear(stage + p.image_stage + p.cotangent_bytes, p.cotangent_stage - p.cotangent_bytes);
   }
   ptx::fence_proxy_async(ptx::space_shared);
   __barrier_sync_count(kVote, threads + 32);
