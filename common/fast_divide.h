@@ -3,7 +3,9 @@
 #ifndef JAXOPS_COMMON_FAST_DIVIDE_H_
 #define JAXOPS_COMMON_FAST_DIVIDE_H_
 
+#include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/host_device.h"
 
@@ -18,8 +20,9 @@ class FastDividerOf {
  public:
   FastDividerOf() = default;
   explicit FastDividerOf(int64_t divisor) : divisor_(static_cast<UInt>(divisor)) {
-    using Wide = unsigned __int128;
-    while ((Wide{1} << shift_) < divisor_) ++shift_;
+    // The launchers' planners make many: the products of 32 bits need no more than 64.
+    using Wide = std::conditional_t<kBits == 32, uint64_t, unsigned __int128>;
+    shift_ = std::bit_width(divisor_ - 1);
     // 2^bits * 2^shift / divisor rounded up is 2^bits plus this.
     multiplier_ =
         static_cast<UInt>((Wide{1} << kBits) * ((Wide{1} << shift_) - divisor_) / divisor_ + 1);

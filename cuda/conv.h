@@ -25,12 +25,18 @@ cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call);
 // The kernel gradient splits the sum over pixels by sizes and a number of processors, which its
 // workspace of so many bytes depends on: both must be given the same one. Any is correct, the
 // device's own is fast. Of f32 what cannot be cut into tiles goes to LaunchKernelGradMma, whose
-// workspace is needed as well.
+// workspace is needed as well. A workspace that is too small is cudaErrorInvalidValue.
 inline constexpr int kProcessors = 132;
+
+// Memory of the device that a launcher may write.
+struct Space {
+  void* data;
+  int64_t bytes;
+};
 
 int64_t KernelGradWorkspace(const Call& call, int processors = kProcessors);
 
-cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, Space workspace,
                              int processors = kProcessors);
 
 // These multiply f32 on tensor cores, as the sum of several products of TF32, with a workspace.
@@ -52,7 +58,7 @@ cudaError_t LaunchInputGradMma(cudaStream_t stream, const Call& call);
 
 int64_t KernelGradMmaWorkspace(const Call& call, int processors = kProcessors);
 
-cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, Space workspace,
                                 int processors = kProcessors);
 
 // Those of f64, and of f32 that is not multiplied as TF32, also need compute capability 8.0. They
@@ -64,12 +70,12 @@ cudaError_t LaunchInputGradFma(cudaStream_t stream, const Call& call, const int*
 
 int64_t KernelGradFmaWorkspace(const Call& call, int processors = kProcessors);
 
-cudaError_t LaunchKernelGradFma(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradFma(cudaStream_t stream, const Call& call, Space workspace,
                                 int processors = kProcessors);
 
 // The same of f32, but only if any of the flags on the device is set, and without adding the parts
 // that it leaves in the workspace; `parts` tells how many these are. A single one is the result.
-cudaError_t LaunchKernelGradFmaParts(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradFmaParts(cudaStream_t stream, const Call& call, Space workspace,
                                      int processors, const int* flags, int flag_count, int* parts);
 
 // The estimated cycles of that.
@@ -81,7 +87,7 @@ bool IsFasterKernelGradSplit(const Call& call, int processors = kProcessors);
 
 int64_t KernelGradSplitWorkspace(const Call& call, int processors = kProcessors);
 
-cudaError_t LaunchKernelGradSplit(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradSplit(cudaStream_t stream, const Call& call, Space workspace,
                                   int processors = kProcessors);
 
 // Those of few channels for Hopper, in any number up to kMostFewChannels, and of windows without
@@ -98,7 +104,7 @@ cudaError_t LaunchInputGradFew(cudaStream_t stream, const Call& call);
 
 int64_t KernelGradFewWorkspace(const Call& call, int processors = kProcessors);
 
-cudaError_t LaunchKernelGradFew(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradFew(cudaStream_t stream, const Call& call, Space workspace,
                                 int processors = kProcessors);
 
 // These, for every GPU, have groups of any few channels and outputs, f64 as well, steps of at most
@@ -117,7 +123,7 @@ cudaError_t LaunchInputGradDirect(cudaStream_t stream, const Call& call);
 
 int64_t KernelGradDirectWorkspace(const Call& call, int processors = kProcessors);
 
-cudaError_t LaunchKernelGradDirect(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradDirect(cudaStream_t stream, const Call& call, Space workspace,
                                    int processors = kProcessors);
 
 }  // namespace jaxops::conv::cuda

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "common/conv.h"
+#include "cuda/conv.h"
 
 namespace jaxops::conv::cuda {
 
@@ -17,7 +17,7 @@ bool IsDepthwise(const Call& call);
 
 int64_t KernelGradDepthwiseWorkspace(const Call& call, int processors);
 
-cudaError_t LaunchKernelGradDepthwise(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradDepthwise(cudaStream_t stream, const Call& call, Space workspace,
                                       int processors);
 
 }  // namespace jaxops::conv::cuda

@@ -396,6 +396,8 @@ Params Cut(const Call& call, int processors) {
   return p;
 }
 
+int64_t PartBytes(const Params& p) { return p.is_part ? p.splits * p.size * sizeof(float) : 0; }
+
 template <typename T, int kTaps>
 cudaError_t Run(cudaStream_t stream, const Params& p, const Call& call) {
   const int64_t blocks = p.splits * p.groups.divisor();
@@ -418,16 +420,16 @@ bool IsDepthwise(const Call& call) {
 }
 
 int64_t KernelGradDepthwiseWorkspace(const Call& call, int processors) {
-  const Params p = Cut(call, processors);
-  return p.is_part ? p.splits * p.size * sizeof(float) : 0;
+  return PartBytes(Cut(call, processors));
 }
 
-cudaError_t LaunchKernelGradDepthwise(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradDepthwise(cudaStream_t stream, const Call& call, Space workspace,
                                       int processors) {
   Params p = Cut(call, processors);
+  if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
   p.image = call.image;
   p.cotangent = call.cotangent;
-  p.result = p.is_part ? workspace : call.result;
+  p.result = p.is_part ? workspace.data : call.result;
   const auto run = [&]<typename T>(T) {
     return call.dims[1].taps == 5 ? Run<T, 5>(stream, p, call) : Run<T, 7>(stream, p, call);
   };

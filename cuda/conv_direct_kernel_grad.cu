@@ -317,6 +317,11 @@ void Cut(Params& p, int processors) {
   p.is_part = p.splits > 1;
 }
 
+template <typename T>
+int64_t PartBytes(const Params& p) {
+  return p.is_part ? p.splits * p.size * sizeof(Accumulator<T>) : 0;
+}
+
 template <typename T, typename W>
 cudaError_t Run(cudaStream_t stream, const Params& p, const Call& call) {
   const int64_t blocks = p.splits * p.slabs.slabs.divisor() * p.sets.divisor();
@@ -384,18 +389,19 @@ auto WithPlan(const Call& call, int processors, Use&& use) {
 int64_t KernelGradDirectWorkspace(const Call& call, int processors) {
   if (IsDepthwise(call)) return KernelGradDepthwiseWorkspace(call, processors);
   return WithPlan(call, processors, [&]<typename T, typename W>(const Params& p) -> int64_t {
-    return p.is_part ? p.splits * p.size * sizeof(Accumulator<T>) : 0;
+    return PartBytes<T>(p);
   });
 }
 
-cudaError_t LaunchKernelGradDirect(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradDirect(cudaStream_t stream, const Call& call, Space workspace,
                                    int processors) {
   if (call.dims[0].taps * call.dims[1].taps > kMaxTaps) return cudaErrorNotSupported;
   if (IsDepthwise(call)) return LaunchKernelGradDepthwise(stream, call, workspace, processors);
   return WithPlan(call, processors, [&]<typename T, typename W>(Params& p) {
+    if (workspace.bytes < PartBytes<T>(p)) return cudaErrorInvalidValue;
     p.image = call.image;
     p.cotangent = call.cotangent;
-    p.result = p.is_part ? workspace : call.result;
+    p.result = p.is_part ? workspace.data : call.result;
     return Run<T, W>(stream, p, call);
   });
 }

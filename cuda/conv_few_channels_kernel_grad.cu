@@ -204,6 +204,8 @@ bool Plan(Params& p, const Call& call, int processors) {
   return least < INT64_MAX;
 }
 
+int64_t PartBytes(const Params& p) { return p.parts * p.size * 4; }
+
 template <typename T, int kWarpgroups>
 cudaError_t Launch(cudaStream_t stream, const Params& p) {
   const bool is_ragged = p.out_columns != static_cast<int>(p.strips.divisor()) * p.row_pixels;
@@ -223,14 +225,15 @@ cudaError_t Launch(cudaStream_t stream, const Params& p) {
 
 int64_t KernelGradFewWorkspace(const Call& call, int processors) {
   Params p{};
-  return Plan(p, call, processors) ? p.parts * p.size * 4 : 0;
+  return Plan(p, call, processors) ? PartBytes(p) : 0;
 }
 
-cudaError_t LaunchKernelGradFew(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradFew(cudaStream_t stream, const Call& call, Space workspace,
                                 int processors) {
   Params p{};
   if (!Plan(p, call, processors)) return cudaErrorNotSupported;
-  p.result = workspace;
+  if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
+  p.result = workspace.data;
   cudaError_t error = Map<4>(
       p.cotangent, call.dtype, call.cotangent, {p.outputs, p.out_columns, p.out_rows, call.images},
       {kColumns, p.row_pixels, p.tile_rows, 1}, {1, 1, 1, 1}, kMatrixRowBytes);
@@ -247,7 +250,7 @@ cudaError_t LaunchKernelGradFew(cudaStream_t stream, const Call& call, void* wor
     }
   });
   if (error != cudaSuccess) return error;
-  return LaunchAddParts(stream, workspace, call.result, call.result_dtype, p.size, p.parts);
+  return LaunchAddParts(stream, workspace.data, call.result, call.result_dtype, p.size, p.parts);
 }
 
 }  // namespace jaxops::conv::cuda

@@ -324,17 +324,20 @@ Plan Decide(Params& p, const Call& call, int processors) {
   return plan;
 }
 
+int64_t PartBytes(const Params& p) { return p.splits > 1 ? p.splits * p.result_bytes : 0; }
+
 // Launches all but what adds the parts, of which there are `parts`.
 template <typename T>
-cudaError_t LaunchParts(cudaStream_t stream, const Call& call, void* workspace, int processors,
+cudaError_t LaunchParts(cudaStream_t stream, const Call& call, Space workspace, int processors,
                         const int* flags, int flag_count, int* parts) {
   Params p{};
   const Plan plan = Decide<T>(p, call, processors);
   if (!plan.launch) return cudaErrorNotSupported;
+  if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
   p.flags = flags;
   p.flag_count = flag_count;
   *parts = p.splits;
-  void* result = p.splits == 1 ? call.result : workspace;
+  void* result = p.splits == 1 ? call.result : workspace.data;
   p.images.data = static_cast<const char*>(call.image);
   p.cotangent = static_cast<const char*>(call.cotangent);
   p.result = static_cast<char*>(result);
@@ -346,20 +349,20 @@ cudaError_t LaunchParts(cudaStream_t stream, const Call& call, void* workspace, 
 }
 
 template <typename T>
-cudaError_t Launch(cudaStream_t stream, const Call& call, void* workspace, int processors) {
+cudaError_t Launch(cudaStream_t stream, const Call& call, Space workspace, int processors) {
   int parts = 0;
   const cudaError_t error = LaunchParts<T>(stream, call, workspace, processors, nullptr, 0, &parts);
   if (error != cudaSuccess || parts == 1) return error;
   const int64_t size =
       call.dims[0].taps * call.dims[1].taps * (call.channels / call.groups) * call.outputs;
-  return LaunchAddParts(stream, workspace, call.result, call.result_dtype, size, parts);
+  return LaunchAddParts(stream, workspace.data, call.result, call.result_dtype, size, parts);
 }
 
 template <typename T>
 int64_t Workspace(const Call& call, int processors) {
   Params p{};
   const Plan plan = Decide<T>(p, call, processors);
-  return plan.launch && p.splits > 1 ? p.splits * p.result_bytes : 0;
+  return plan.launch ? PartBytes(p) : 0;
 }
 
 }  // namespace
@@ -376,12 +379,12 @@ int64_t KernelGradFmaCycles(const Call& call, int processors) {
   return plan.launch ? plan.cycles : INT64_MAX;
 }
 
-cudaError_t LaunchKernelGradFmaParts(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradFmaParts(cudaStream_t stream, const Call& call, Space workspace,
                                      int processors, const int* flags, int flag_count, int* parts) {
   return fma::LaunchParts<float>(stream, call, workspace, processors, flags, flag_count, parts);
 }
 
-cudaError_t LaunchKernelGradFma(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradFma(cudaStream_t stream, const Call& call, Space workspace,
                                 int processors) {
   return call.dtype == DType::kF64 ? fma::Launch<double>(stream, call, workspace, processors)
                                    : fma::Launch<float>(stream, call, workspace, processors);

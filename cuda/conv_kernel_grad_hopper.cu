@@ -962,23 +962,17 @@ bool PlanRows(Params& p, const Call& call, const Tap* tap, int taps) {
   return fits;
 }
 
-// Fills in how the sum is cut up into runs of this many rows, of strips of this width; false where
-// these do not fit. The sets and phases are known, and taps in them.
-bool LayRunStages(Params& p, const Call& call, const Tap* tap, const int* phase_of, int width,
-                  int stage_rows) {
+// Fills in how the sum is cut up into runs of this many rows, of strips of this width, but for
+// where taps are; false where these do not fit. The sets and phases are known.
+bool LayRunStages(Params& p, const Call& call, const RunSpans& spans, int width, int stage_rows) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  const int64_t columns = RunColumns(p, call, tap, phase_of, width);
+  const int64_t columns = RunColumns(spans, call, width);
   if (columns > kMaxBox) return false;
   const int64_t steps = CeilDiv(stage_rows * columns, 16);
   int64_t image_stage = 0, image_bytes = 0;
   for (int i = 0; i < p.phases; ++i) {
-    Span span;
-    for (int k = 0; k < p.sets; ++k) {
-      const Span of_set = SpanOf(p, tap, phase_of, i, k);
-      span.rows = std::max(span.rows, of_set.rows);
-      span.columns = std::max(span.columns, of_set.columns);
-    }
+    const Span& span = spans.most[i];
     const int64_t rows = stage_rows + span.rows - 1;
     if (rows > kMaxBox) return false;
     // The entries of zeros that windows of the last step may touch.
@@ -1012,14 +1006,6 @@ bool LayRunStages(Params& p, const Call& call, const Tap* tap, const int* phase_
   p.cotangent_bytes = static_cast<int>(stage_rows * columns * 2 * kColumns);
   p.cotangent_stage = static_cast<int>(cotangent_stage);
   p.ring = std::min(kMaxStages, kStagesBytes / (p.image_stage + p.cotangent_stage));
-  for (int s = 0; s < p.sets; ++s) {
-    for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
-      const Phase& phase = p.phase[phase_of[t]];
-      const int64_t row = tap[t].row - p.set[s].row - phase.row;
-      const int64_t column = tap[t].column - p.set[s].column - phase.column;
-      p.tap[t] = static_cast<int32_t>(phase.begin + (row * columns + column) * p.row_bytes);
-    }
-  }
   return true;
 }
 
@@ -1042,17 +1028,18 @@ int64_t PlanRuns(Params& p, const Call& call, const Tap* all_taps, int taps, int
     FillSets(q, tap, taps, static_cast<int>(w.taps), grouping);
     if (has_strides && q.sets > 1) break;
     PlacePhases(q, tap, taps, phase_of);
+    const RunSpans spans = RunSpansOf(q, call, tap, phase_of);
     const int64_t units = Units(q);
     for (int64_t width = std::min<int64_t>(w.out, kMaxBox); width >= 1; --width) {
       if (width < std::min<int64_t>(w.out, 16)) break;
       if (w.out % width != 0 || (w.taps > 1 && width < w.dilation)) continue;
       for (int rows = 1; rows <= std::min<int64_t>(h.out, kMaxStageRows); ++rows) {
-        if (!LayRunStages(q, call, tap, phase_of, static_cast<int>(width), rows)) break;
+        if (!LayRunStages(q, call, spans, static_cast<int>(width), rows)) break;
         constexpr int64_t kUnitCycles = 33;
         const int64_t cycles =
             StageCycles(q.steps * units * kUnitCycles, q.image_bytes + q.cotangent_bytes, q.ring);
         const int64_t last_less = (q.steps - q.last_steps) * units * kUnitCycles;
-        const int64_t cost = Split(q, processors, cycles, last_less);
+        const int64_t cost = Split(q, processors, cycles, last_less, least);
         if (cost < least) {
           least = cost;
           p = q;
@@ -1061,6 +1048,7 @@ int64_t PlanRuns(Params& p, const Call& call, const Tap* all_taps, int taps, int
     }
     if (least != INT64_MAX) break;
   }
+  if (least != INT64_MAX) PlaceTaps(p, tap, phase_of);
   return least;
 }
 
@@ -1101,10 +1089,15 @@ bool Plan(Params& p, const Call& call, int processors) {
     constexpr int64_t kUnitCycles = 50;
     const int64_t cycles =
         StageCycles(p.steps * Units(p) * kUnitCycles, p.image_stage + p.cotangent_bytes, p.ring);
-    rows_cost = Split(p, processors, cycles, 0);
+    rows_cost = Split(p, processors, cycles, 0, INT64_MAX);
   }
   if (runs_cost < rows_cost) p = runs;
   return std::min(runs_cost, rows_cost) != INT64_MAX;
+}
+
+int64_t PartBytes(const Params& p) {
+  const int64_t parts = p.splits / p.cluster;
+  return parts > 1 ? parts * p.size * 4 : 0;
 }
 
 template <typename T>
@@ -1129,11 +1122,10 @@ cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
 
 int64_t KernelGradWorkspace(const Call& call, int processors) {
   kernel_grad::Params p{};
-  if (!kernel_grad::Plan(p, call, processors) || p.splits == p.cluster) return 0;
-  return p.splits / p.cluster * p.size * 4;
+  return kernel_grad::Plan(p, call, processors) ? kernel_grad::PartBytes(p) : 0;
 }
 
-cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, Space workspace,
                              int processors) {
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -1148,8 +1140,9 @@ cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, void* worksp
     return call.dtype == DType::kF32 ? LaunchKernelGradMma(stream, call, workspace, processors)
                                      : cudaErrorNotSupported;
   }
+  if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
   const bool one_part = p.splits == p.cluster;
-  p.result = one_part ? call.result : workspace;
+  p.result = one_part ? call.result : workspace.data;
   p.is_wide = !one_part || call.result_dtype == DType::kF32;
   p.image = call.image;
 

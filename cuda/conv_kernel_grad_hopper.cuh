@@ -207,22 +207,33 @@ constexpr ClusterCost kClusters[] = {{1, 11, 0}, {2, 11, 50}, {4, 10, 650}, {8, 
 
 // Decides on the clusters and splits that are done first, and returns when: in estimated cycles, of
 // a stage and of what a block has to do besides, and for writing and adding the parts of several
-// clusters. The last stage of a strip's runs takes less.
-inline int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t last_less) {
+// clusters. The last stage of a strip's runs takes less. Where none is done before `limit`, which
+// is mostly known without a search, it returns INT64_MAX.
+inline int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t last_less,
+                     int64_t limit) {
   constexpr int64_t kBlockCycles = 6000, kFirstBytesPerCycle = 24, kAddCycles = 4000,
                     kAddedPerCycle = 500;
   const int64_t items = int64_t{p.channel_blocks} * p.column_tiles * p.sets;
-  int64_t least = INT64_MAX;
+  const int64_t units = Units(p);
+  const int64_t first_cycles =
+      kBlockCycles + (p.image_bytes + p.cotangent_bytes) / kFirstBytesPerCycle;
+  // Of all stages, if no processor waited for others.
+  const double all_cycles =
+      static_cast<double>(p.stages * stage_cycles - p.stages / p.runs.divisor() * last_less);
+  if (items * all_cycles / processors + first_cycles >= static_cast<double>(limit)) {
+    return INT64_MAX;
+  }
+  int64_t least = limit;
   for (const ClusterCost& cluster : kClusters) {
     const int64_t blocks = std::max(1, processors * cluster.reached / 11);
-    const int64_t block_cycles = kBlockCycles +
-                                 (p.image_bytes + p.cotangent_bytes) / kFirstBytesPerCycle +
-                                 Units(p) * cluster.unit_cycles;
+    const int64_t block_cycles = first_cycles + units * cluster.unit_cycles;
     // As many splits as there is place for in some waves, or fewer that are done as soon.
+    int64_t last = 0;
     for (int waves = 0; waves <= 4; ++waves) {
       const int64_t most =
           std::min<int64_t>(p.stages, std::max<int64_t>(1, blocks * waves / items));
-      if (most < cluster.size) continue;
+      if (most < cluster.size || most == last) continue;
+      last = most;
       const int64_t full = most / cluster.size * cluster.size;
       const int64_t parts = CeilDiv(CeilDiv(p.stages, CeilDiv(p.stages, full)), cluster.size);
       const int64_t splits = parts * cluster.size;
@@ -237,7 +248,7 @@ inline int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t la
       }
     }
   }
-  return least;
+  return least < limit ? least : INT64_MAX;
 }
 
 // The rows and columns of a phase that the taps of a set that it has are within.
@@ -252,24 +263,49 @@ inline Span SpanOf(const Params& p, const Tap* tap, const int* phase_of, int pha
   return span;
 }
 
-// From a row of a run to the next one, in entries of strips of this width. An entry beside a row
-// and one before the next can be the same, if both are padding in any case.
-inline int64_t RunColumns(const Params& p, const Call& call, const Tap* tap, const int* phase_of,
-                          int width) {
+// What the runs of any set have in common.
+struct RunSpans {
+  Span most[kMaxPhases];  // the most rows, and the most columns
+  int64_t columns = 1;    // of any phase
+  int64_t of_whole_rows;  // from a row to the next one where a strip is a whole row
+};
+
+// An entry beside a row and one before the next can be the same, if both are padding in any case.
+inline RunSpans RunSpansOf(const Params& p, const Call& call, const Tap* tap, const int* phase_of) {
   const im2col::Window& w = call.dims[1];
-  const bool whole = width == w.out;
-  int64_t columns = width;
+  RunSpans spans;
+  spans.of_whole_rows = w.out;
   for (int i = 0; i < p.phases; ++i) {
     const int64_t in = CeilDiv(w.in - p.phase[i].in_column, p.stride_column);
+    Span& most = spans.most[i];
     for (int k = 0; k < p.sets; ++k) {
-      const int64_t span = SpanOf(p, tap, phase_of, i, k).columns;
+      const Span span = SpanOf(p, tap, phase_of, i, k);
       const int64_t before = std::max(0, -p.set[k].column - p.phase[i].column);
-      const int64_t apart = width + span - 1;
-      columns =
-          std::max(columns, whole ? std::max(apart - before, std::min(apart, in + before)) : apart);
+      const int64_t apart = w.out + span.columns - 1;
+      spans.of_whole_rows =
+          std::max({spans.of_whole_rows, apart - before, std::min(apart, in + before)});
+      most = {std::max(most.rows, span.rows), std::max(most.columns, span.columns)};
+    }
+    spans.columns = std::max(spans.columns, most.columns);
+  }
+  return spans;
+}
+
+// From a row of a run to the next one, in entries of strips of this width.
+inline int64_t RunColumns(const RunSpans& spans, const Call& call, int64_t width) {
+  return width == call.dims[1].out ? spans.of_whole_rows : width + spans.columns - 1;
+}
+
+// Fills in where the entries of each tap begin in a stage of runs.
+inline void PlaceTaps(Params& p, const Tap* tap, const int* phase_of) {
+  for (int s = 0; s < p.sets; ++s) {
+    for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
+      const Phase& phase = p.phase[phase_of[t]];
+      const int64_t row = tap[t].row - p.set[s].row - phase.row;
+      const int64_t column = tap[t].column - p.set[s].column - phase.column;
+      p.tap[t] = static_cast<int32_t>(phase.begin + (row * p.run_columns + column) * kRowBytes);
     }
   }
-  return columns;
 }
 
 // Finds the phases, and the taps and the phase of each in entries of it; false where runs do not

@@ -338,20 +338,15 @@ __global__ void __launch_bounds__(kAddThreads)
 
 // --- what the host decides -----------------------------------------------------------------------
 
-// Fills in how the sum is cut up into runs of this many steps, of strips of this width; false where
-// these do not fit. The sets and phases are known, and taps in them.
-bool LayPieces(SplitParams& p, const Call& call, const Tap* tap, const int* phase_of, int width,
-               int steps) {
+// Fills in how the sum is cut up into runs of this many steps, of strips of this width, but for
+// where taps are; false where these do not fit. The sets and phases are known.
+bool LayPieces(SplitParams& p, const Call& call, const RunSpans& spans, int width, int steps) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  const int64_t columns = RunColumns(p, call, tap, phase_of, width);
+  const int64_t columns = RunColumns(spans, call, width);
   int64_t image_stage = 0, entries = 0;
   for (int i = 0; i < p.phases; ++i) {
-    int64_t after = 0;
-    for (int k = 0; k < p.sets; ++k) {
-      const Span span = SpanOf(p, tap, phase_of, i, k);
-      after = std::max(after, (span.rows - 1) * columns + span.columns - 1);
-    }
+    const int64_t after = (spans.most[i].rows - 1) * columns + spans.most[i].columns - 1;
     if (after > kSplitStages) return false;
     p.after[i] = static_cast<int>(after);
     p.phase[i].begin = static_cast<int>(image_stage);
@@ -392,14 +387,6 @@ bool LayPieces(SplitParams& p, const Call& call, const Tap* tap, const int* phas
   p.cotangent_stage = static_cast<int>(cotangent_stage);
   p.image_bytes = static_cast<int>(entries * 4 * kColumns);
   p.cotangent_bytes = steps * 16 * 4 * kColumns;
-  for (int s = 0; s < p.sets; ++s) {
-    for (int t = p.set[s].begin; t < p.set[s].end; ++t) {
-      const Phase& phase = p.phase[phase_of[t]];
-      const int64_t row = tap[t].row - p.set[s].row - phase.row;
-      const int64_t column = tap[t].column - p.set[s].column - phase.column;
-      p.tap[t] = static_cast<int32_t>(phase.begin + (row * columns + column) * kRowBytes);
-    }
-  }
   return true;
 }
 
@@ -433,37 +420,50 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
   int phase_of[kMaxTaps];
   const int taps = FillTaps(all_taps, call);
   if (!FillPhases(q, call, all_taps, taps, tap, phase_of)) return INT64_MAX;
-  int64_t least = INT64_MAX;
+  constexpr int64_t kRestCycles = 14000;  // measured: of what comes before and after
+  const int64_t limit = KernelGradFmaCycles(call, processors) - kRestCycles;
+  int64_t least = limit;
   for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
     FillSets(q, tap, taps, static_cast<int>(w.taps), grouping);
     // Of several phases all taps are one set.
     if (q.phases > 1 && q.sets > 1) break;
     PlacePhases(q, tap, taps, phase_of);
+    const RunSpans spans = RunSpansOf(q, call, tap, phase_of);
     const int64_t units = Units(q);
-    for (int64_t strips = 1; w.out / strips >= std::min<int64_t>(w.out, 16); ++strips) {
-      const int64_t width = w.out / strips;
-      if (w.out % strips != 0 || (w.taps > 1 && width < w.dilation)) continue;
-      for (int steps = 1; LayPieces(q, call, tap, phase_of, static_cast<int>(width), steps);
-           ++steps) {
+    const auto consider = [&](int64_t width) {
+      if (w.out % width != 0 || (w.taps > 1 && width < w.dilation)) return;
+      for (int steps = 1; LayPieces(q, call, spans, static_cast<int>(width), steps); ++steps) {
         // Measured: most of what six products of a unit take, more where a warpgroup has to wait
         // for them, and what entries take to split, which tensor cores do not hide.
         const int64_t step_cycles =
             std::max<int64_t>(132 * units, CeilDiv(units, kMultipliers) * 200);
         const int64_t cycles =
             200 + steps * step_cycles + (q.image_bytes + q.cotangent_bytes) * 28 / (4 * kColumns);
-        const int64_t cost = Split(q, processors, cycles, (q.steps - q.last_steps) * step_cycles);
+        const int64_t last_less = (q.steps - q.last_steps) * step_cycles;
+        const int64_t cost = Split(q, processors, cycles, last_less, least);
         if (cost < least) {
           least = cost;
           p = q;
         }
       }
+    };
+    // Rows of more pixels than both numbers allow for are cut into few strips or narrow ones.
+    constexpr int64_t kMostStrips = 64, kMostNarrow = 256;
+    const int64_t narrowest = std::min<int64_t>(w.out, 16);
+    for (int64_t strips = 1; strips <= kMostStrips && w.out / strips >= narrowest; ++strips) {
+      if (w.out % strips == 0) consider(w.out / strips);
     }
+    int64_t width = std::min(kMostNarrow, CeilDiv(w.out, kMostStrips) - 1);
+    for (; width >= narrowest; --width) consider(width);
   }
-  constexpr int64_t kRestCycles = 14000;  // measured: of what comes before and after
-  return least < KernelGradFmaCycles(call, processors) - kRestCycles ? least : INT64_MAX;
+  if (least == limit) return INT64_MAX;
+  PlaceTaps(p, tap, phase_of);
+  return least;
 }
 
 int Blocks(const SplitParams& p) { return p.channel_blocks * p.column_tiles * p.sets * p.splits; }
+
+int64_t FlagBytes(const SplitParams& p) { return 4 * int64_t{Blocks(p)}; }
 
 // Of the parts that are yet to be added, of any kernel. What says whether sums are finite is after
 // these.
@@ -473,11 +473,11 @@ int64_t PartBytes(const SplitParams& p, const Call& call, int processors) {
 }
 
 // Launches what makes the result anew if it is not finite, and what adds parts.
-cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& call, void* workspace,
+cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& call, Space workspace,
                        int processors) {
   const int parts = p.splits == p.cluster ? 0 : p.splits / p.cluster;
   Call anew = call;
-  if (parts > 0) anew.result = workspace;  // if it has no parts
+  if (parts > 0) anew.result = workspace.data;  // if it has no parts
   int parts_anew = 0;
   const cudaError_t error = LaunchKernelGradFmaParts(stream, anew, workspace, processors, p.flags,
                                                      Blocks(p), &parts_anew);
@@ -489,7 +489,7 @@ cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& ca
   const int64_t blocks = CeilDiv(count, beside);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   AddEither<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
-      static_cast<const float4*>(workspace), static_cast<float*>(call.result), count, parts,
+      static_cast<const float4*>(workspace.data), static_cast<float*>(call.result), count, parts,
       parts_anew, p.flags, Blocks(p));
   return cudaGetLastError();
 }
@@ -507,18 +507,20 @@ int64_t KernelGradSplitWorkspace(const Call& call, int processors) {
   if (kernel_grad::Plan(p, call, processors) == INT64_MAX) {
     return KernelGradFmaWorkspace(call, processors);
   }
-  return kernel_grad::PartBytes(p, call, processors) + 4 * kernel_grad::Blocks(p);
+  return kernel_grad::PartBytes(p, call, processors) + kernel_grad::FlagBytes(p);
 }
 
-cudaError_t LaunchKernelGradSplit(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradSplit(cudaStream_t stream, const Call& call, Space workspace,
                                   int processors) {
   using namespace kernel_grad;  // NOLINT: it is what this file is about
   SplitParams p{};
   if (Plan(p, call, processors) == INT64_MAX) {
     return LaunchKernelGradFma(stream, call, workspace, processors);
   }
-  p.flags = reinterpret_cast<int*>(static_cast<char*>(workspace) + PartBytes(p, call, processors));
-  p.result = p.splits == p.cluster ? call.result : workspace;
+  const int64_t part_bytes = PartBytes(p, call, processors);
+  if (workspace.bytes < part_bytes + FlagBytes(p)) return cudaErrorInvalidValue;
+  p.flags = reinterpret_cast<int*>(static_cast<char*>(workspace.data) + part_bytes);
+  p.result = p.splits == p.cluster ? call.result : workspace.data;
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   cudaError_t error = cudaSuccess;

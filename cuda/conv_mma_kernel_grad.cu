@@ -376,16 +376,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks) SumPixels(const __grid_cons
 // columns of a block: estimates.
 constexpr int64_t kBytesPerCycle = 24, kUnitCycles = 30;
 
-// Fills in how the sum is cut up with these sets of taps, strips of about so many pixels and so
-// many rows of them in a stage; returns the estimated cycles of the stages of a block on a
-// multiprocessor of its own, or 0 where it does not fit.
-int64_t Plan(Params& p, const Call& call, const Tap* tap, int taps, int item, Grouping grouping,
-             int64_t width, int stage_rows) {
+// Fills in the sets of taps that blocks have, and strips of about so many pixels; false where these
+// do not fit. `copies` are those of a block.
+bool LayStrips(Params& p, const Call& call, const Tap* tap, int taps, int item, Grouping grouping,
+               int64_t width, int64_t* copies) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   p.CutColumns(h.out, w.out, h.stride, w.stride, width);
-  const int strip_width = p.strip_width.divisor();
-  if (stage_rows * strip_width > kPixels) return 0;
 
   // As few sets as there can be, of about as many taps; then as many slabs.
   const int unit_copies = 2 * item;
@@ -400,9 +397,16 @@ int64_t Plan(Params& p, const Call& call, const Tap* tap, int taps, int item, Gr
   p.slabs = static_cast<int>(CeilDiv(all_slabs, slab_sets));
   p.slab_sets = static_cast<int>(CeilDiv(all_slabs, p.slabs));
   p.copies = FastDivider(p.slabs * p.slab_copies);
+  *copies = per_set * p.copies.divisor();
+  return p.LayRows(tap, p.set, p.tap_sets);
+}
 
-  if (!p.LayRows(tap, p.set, p.tap_sets)) return 0;
-  const int64_t pixel_rows = call.images * p.strips.divisor() * h.out;
+// The same of stages of so many rows of strips, which are known, but for where taps are; returns
+// the estimated cycles of the stages of a block on a multiprocessor of its own, or 0 where these do
+// not fit.
+int64_t LayStages(Params& p, const Call& call, int item, int64_t copies, int stage_rows) {
+  const int strip_width = p.strip_width.divisor();
+  const int64_t pixel_rows = call.images * p.strips.divisor() * call.dims[0].out;
   if (pixel_rows * strip_width > INT32_MAX - 1024) return 0;
   p.stage_rows = stage_rows;
   p.stage_pixels = stage_rows * strip_width;
@@ -416,10 +420,7 @@ int64_t Plan(Params& p, const Call& call, const Tap* tap, int taps, int item, Gr
   if (kHeadBytes + kStages * stage > kMmaSharedBytes) return 0;
   p.plane_bytes = static_cast<int>(plane);
   p.stage_bytes = static_cast<int>(stage);
-  for (int s = 0; s < p.tap_sets; ++s) {
-    for (int t = p.set[s].begin; t < p.set[s].end; ++t) p.tap[t] = p.TapBytes(tap[t], p.set[s]);
-  }
-  const int64_t units = CeilDiv(per_set * p.copies.divisor(), unit_copies);
+  const int64_t units = CeilDiv(copies, 2 * item);
   const int64_t unit_rounds = CeilDiv(units, kRowWarps) * kRowWarps;
   const int64_t bytes = p.slabs * rows * p.copied.divisor() * p.slab_copies * 16 + cotangents;
   return p.stages * std::max(p.steps * unit_rounds * kUnitCycles, bytes / kBytesPerCycle);
@@ -461,8 +462,10 @@ bool Plan(Params& p, const Call& call, int processors) {
   for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
     for (const int64_t width : {64, 32, 16, 8}) {
       if (width < 64 && w.out <= width) continue;
-      for (int rows = 1; rows <= kPixels; ++rows) {
-        const int64_t cycles = Plan(trial, call, tap, taps, item, grouping, width, rows);
+      int64_t copies;
+      if (!LayStrips(trial, call, tap, taps, item, grouping, width, &copies)) continue;
+      for (int rows = 1; rows * static_cast<int>(trial.strip_width.divisor()) <= kPixels; ++rows) {
+        const int64_t cycles = LayStages(trial, call, item, copies, rows);
         if (cycles == 0) continue;
         const int64_t cost = cycles * trial.tap_sets * trial.slab_sets;
         if (least == 0 || cost < least) {
@@ -473,6 +476,9 @@ bool Plan(Params& p, const Call& call, int processors) {
     }
   }
   if (least == 0) return false;
+  for (int s = 0; s < p.tap_sets; ++s) {
+    for (int t = p.set[s].begin; t < p.set[s].end; ++t) p.tap[t] = p.TapBytes(tap[t], p.set[s]);
+  }
 
   // The splits that are done first, in estimated cycles: of stages, of what a block has to do
   // besides, and for writing and adding the parts. A few are enough where there are many blocks.
@@ -494,6 +500,8 @@ bool Plan(Params& p, const Call& call, int processors) {
   return items / call.groups * p.splits <= INT32_MAX;
 }
 
+int64_t PartBytes(const Params& p) { return p.splits > 1 ? p.splits * p.size * 4 : 0; }
+
 template <typename T>
 cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
   cudaError_t error = cudaFuncSetAttribute(
@@ -511,17 +519,17 @@ cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
 
 int64_t KernelGradMmaWorkspace(const Call& call, int processors) {
   Params p{};
-  if (!Plan(p, call, processors) || p.splits == 1) return 0;
-  return p.splits * p.size * 4;
+  return Plan(p, call, processors) ? PartBytes(p) : 0;
 }
 
-cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, void* workspace,
+cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, Space workspace,
                                 int processors) {
   Params p{};
   if (!Plan(p, call, processors)) return cudaErrorNotSupported;
+  if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
   p.image = static_cast<const char*>(call.image);
   p.cotangent = static_cast<const char*>(call.cotangent);
-  p.result = static_cast<char*>(p.splits == 1 ? call.result : workspace);
+  p.result = static_cast<char*>(p.splits == 1 ? call.result : workspace.data);
   p.is_wide = p.splits > 1 || call.result_dtype == DType::kF32;
   switch (call.dtype) {
     case DType::kF16:

@@ -94,7 +94,7 @@ bool IsFma(const Call& call) {
 struct Kernels {
   cudaError_t (*forward)(cudaStream_t, const Call&, void* workspace);
   cudaError_t (*input_grad)(cudaStream_t, const Call&, void* workspace);
-  cudaError_t (*kernel_grad)(cudaStream_t, const Call&, void* workspace, int processors);
+  cudaError_t (*kernel_grad)(cudaStream_t, const Call&, cu::Space workspace, int processors);
 };
 
 // One that needs no workspace.
@@ -237,18 +237,20 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), strides, dilation, low));
   JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, g, *dkernel, tf32));
-  const int64_t needed = KernelGradWorkspace(call);
-  if (static_cast<int64_t>(workspace->size_bytes()) < needed) {
-    return InvalidArgument("conv kernel gradient: the workspace must have ", needed, " bytes, got ",
-                           workspace->size_bytes());
-  }
   call.image = x.untyped_data();
   call.cotangent = g.untyped_data();
   call.result = dkernel->untyped_data();
   const Kernels* kernels;
   JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  return ToError("conv kernel gradient",
-                 kernels->kernel_grad(stream, call, workspace->untyped_data(), cu::kProcessors));
+  const cu::Space space = {workspace->untyped_data(),
+                           static_cast<int64_t>(workspace->size_bytes())};
+  const cudaError_t status = kernels->kernel_grad(stream, call, space, cu::kProcessors);
+  // Launchers check the size themselves, because it takes a plan to know it.
+  if (status == cudaErrorInvalidValue && space.bytes < KernelGradWorkspace(call)) {
+    return InvalidArgument("conv kernel gradient: the workspace must have ",
+                           KernelGradWorkspace(call), " bytes, got ", space.bytes);
+  }
+  return ToError("conv kernel gradient", status);
 }
 
 // Throws where the sizes do not fit. The dtype is f32.

@@ -546,6 +546,43 @@ def test_true_float32_is_filled_up_for_tensor_cores(channels, outputs, sizes, fa
     assert asked == ([placed] if channels % 4 == 0 else [])
 
 
+PLANNED = {
+    "3x3": ((32, 56, 56, 64), (3, 3, 64, 64), 1),
+    "1x1": ((32, 28, 28, 256), (1, 1, 256, 512), 1),
+    "7x7 of 3 channels": ((32, 224, 224, 3), (7, 7, 3, 64), 2),
+    "11x11": ((8, 240, 240, 64), (11, 11, 64, 64), 1),
+    "grouped": ((32, 28, 28, 256), (3, 3, 32, 256), 1),
+    "depthwise": ((32, 28, 28, 96), (7, 7, 1, 96), 1),
+    "of many columns": ((1, 32, 720720, 64), (3, 3, 64, 64), 1),
+    "of one wide row": ((1, 1, 48_000_000, 64), (1, 3, 64, 64), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "true float32", "float64"])
+@pytest.mark.parametrize("name", PLANNED)
+def test_kernel_gradients_are_planned_in_no_time(name, dtype):
+    """A call plans on the host, for kernels of some 30 microseconds; most plans take 2 to 15."""
+    module = pytest.importorskip("jaxops._cuda")
+    x, kernel, strides = PLANNED[name]
+    windows = place(
+        "test", x[1:3], kernel[:2], strides=strides, padding="SAME", dilation=1, channels_last=True
+    )
+    sizes = x, kernel, (x[0], *windows.outs, kernel[-1]), windows.strides, (1, 1), windows.low
+    itemsize = {"float16": 2, "float64": 8}.get(dtype, 4)
+    tf32 = dtype == "float32"
+
+    def plan():
+        begin = time.thread_time()
+        module.conv_kernel_grad_workspace(*sizes, itemsize, tf32)
+        if dtype == "true float32":
+            module.conv_is_kernel_grad_split(*sizes)
+            module.conv_split_workspace(*sizes, False)
+            module.conv_split_workspace(*sizes, True)
+        return time.thread_time() - begin
+
+    assert min(plan() for _ in range(5)) < 0.5e-3
+
+
 @pytest.mark.parametrize(
     ("precision", "may"),
     [
