@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import time
 
 import hypothesis
 import hypothesis.strategies as st
