@@ -502,6 +502,32 @@ def test_deterministic_is_the_same_bit_for_bit(crowd, axes, width, platform):
     assert_close([first], [want[0]], crowd, dtype="float32", terms=count)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "padding_mode"),
+    [("bfloat16", "zeros"), ("float32", "reflection"), ("float64", "zeros")],
+)
+def test_slabs_of_a_volume_have_the_bits_of_all_of_it(dtype, padding_mode):
+    """On a CPU, threads share the gradient by a large volume, but none that is a few channels'."""
+    volume, points = random_case((75, 40, 30), 32, 12_000, dtype, reach=1.2)
+    points = points.astype(np.float32).reshape(3, 4000, 3)
+    points[0, 5] = np.nan
+    g = np.random.default_rng(1).standard_normal((3, 4000, 32)).astype(volume.dtype)
+    sample = functools.partial(jaxops.grid_sample, padding_mode=padding_mode)
+
+    @jax.jit
+    def gradient(volume, g):
+        of_shared = jax.vjp(lambda v: jax.vmap(sample, (None, 0))(v, points), volume)[1](g)[0]
+        several = jnp.broadcast_to(volume, (3, *volume.shape))
+        return of_shared, jax.vjp(lambda v: sample(v, points), several)[1](g)[0]
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        whole = gradient(volume, g)
+        few = gradient(volume[..., 24:28], g[..., 24:28])
+    for of_whole, of_few in zip(whole, few, strict=True):
+        assert np.asarray(of_few).any()
+        assert np.asarray(of_whole[..., 24:28]).tobytes() == np.asarray(of_few).tobytes()
+
+
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_vmap_sums_the_gradient_of_a_shared_volume_in_one_call(deterministic, platform):
     """Without a volume for every entry of the batch."""
