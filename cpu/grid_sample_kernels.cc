@@ -415,7 +415,11 @@ void EvaluatePointGradients(const Gather& args) {
       }
     }
     WithStorage(args.points.point_dtype, args.dpoints, first * kAxes, [&]<typename P>(const P* to) {
-      Narrow(gradients, block.count * kAxes, const_cast<P*>(to));
+      if constexpr (sizeof(Arithmetic<P>) == sizeof(A)) {
+        StoreRounded(gradients, int64_t{block.count} * kAxes, const_cast<P*>(to));
+      } else {
+        Narrow(gradients, block.count * kAxes, const_cast<P*>(to));
+      }
     });
   }
 }

@@ -123,6 +123,22 @@ struct Rows {
   }
 };
 
+// The only feature of all corners, of as many cells: these fill vectors, where a row would not.
+template <typename S, typename A>
+JAXOPS_ALWAYS_INLINE void ReadCorners(const S* features, int64_t stride, int count,
+                                      A (&corners)[kCorners][kBlock]) {
+  const auto read = [&](auto cell) {
+    for (int i = 0; i < count; ++i) {
+      for (int c = 0; c < kCorners; ++c) corners[c][i] = LoadScalar<A>(features + cell(i) + c);
+    }
+  };
+  if (stride == kCorners) {
+    read([](int i) { return i * kCorners; });
+  } else {
+    read([&](int i) { return i * stride; });
+  }
+}
+
 template <typename S, int kWidth>
 void Interpolate(const Cells& args, int64_t first, int count,
                  const Weights<Arithmetic<S>>& weights) {
@@ -130,13 +146,8 @@ void Interpolate(const Cells& args, int64_t first, int count,
   const S* features = static_cast<const S*>(args.features) + first * args.features_stride;
   S* out = static_cast<S*>(args.out) + first * args.width;
   if constexpr (kWidth == 1) {
-    // Cell by cell in the lanes of vectors, because a row of one feature would fill no other.
     A corners[kCorners][kBlock];
-    for (int i = 0; i < count; ++i) {
-      for (int c = 0; c < kCorners; ++c) {
-        corners[c][i] = LoadScalar<A>(features + i * args.features_stride + c);
-      }
-    }
+    ReadCorners(features, args.features_stride, count, corners);
     Rows<S, 1> rows;
     A* to = rows.For(out);
     for (int i = 0; i < count; ++i) {
@@ -158,14 +169,28 @@ void Interpolate(const Cells& args, int64_t first, int count,
     rows.Finish(count, out);
   } else {
     const int64_t width = args.width;
+    constexpr int kTogether = 2;  // vectors of a row, so that memory is read in order
     for (int i = 0; i < count; ++i, features += args.features_stride, out += width) {
-      Cover<S>(width, [&](int64_t f, auto load, auto store) {
-        Vec<A> sum = weights.of[0][i] * load(features + f);
+      int64_t done = 0;
+      for (; done + kTogether * kLanes<A> <= width; done += kTogether * kLanes<A>) {
+        Vec<A> sums[kTogether] = {};
+        JAXOPS_UNROLL
+        for (int c = 0; c < kCorners; ++c) {
+          JAXOPS_UNROLL
+          for (int j = 0; j < kTogether; ++j) {
+            sums[j] += weights.of[c][i] * Load(features + c * width + done + j * kLanes<A>);
+          }
+        }
+        JAXOPS_UNROLL
+        for (int j = 0; j < kTogether; ++j) Store(sums[j], out + done + j * kLanes<A>);
+      }
+      Cover<S>(width - done, [&](int64_t f, auto load, auto store) {
+        Vec<A> sum = weights.of[0][i] * load(features + done + f);
         JAXOPS_UNROLL
         for (int c = 1; c < kCorners; ++c) {
-          sum += weights.of[c][i] * load(features + c * width + f);
+          sum += weights.of[c][i] * load(features + c * width + done + f);
         }
-        store(sum, out + f);
+        store(sum, out + done + f);
       });
     }
   }
@@ -204,41 +229,75 @@ template <typename S, int kWidth>
 void PointGradients(const Cells& args, int64_t first, int count,
                     const Weights<Arithmetic<S>>& weights) {
   using A = Arithmetic<S>;
+  using V = Vec<A>;
   const S* features = static_cast<const S*>(args.features) + first * args.features_stride;
   const S* g = static_cast<const S*>(args.cotangent) + first * args.cotangent_stride;
-  A gradients[kBlock * kAxes];
-  for (int i = 0; i < count; ++i, features += args.features_stride, g += args.cotangent_stride) {
-    A dots[kCorners];
-    if constexpr (kWidth > 0) {
-      using R = Row<A, kWidth>;
-      const auto row = R::Read(g);
-      JAXOPS_UNROLL
-      for (int c = 0; c < kCorners; ++c) dots[c] = R::Sum(row * R::Read(features + c * kWidth));
-    } else {
-      const int64_t width = args.width;
-      Vec<A> sums[kCorners] = {};
-      Cover<S>(width, [&](int64_t f, auto load, auto) {
-        const Vec<A> row = load(g + f);
+  A dots[kCorners][kBlock] = {};
+  if constexpr (kWidth == 1) {
+    ReadCorners(features, args.features_stride, count, dots);
+    for (int i = 0; i < count; ++i, g += args.cotangent_stride) {
+      for (int c = 0; c < kCorners; ++c) dots[c][i] *= LoadScalar<A>(g);
+    }
+  } else {
+    for (int i = 0; i < count; ++i, features += args.features_stride, g += args.cotangent_stride) {
+      if constexpr (kWidth > 0) {
+        using R = Row<A, kWidth>;
+        const auto row = R::Read(g);
         JAXOPS_UNROLL
-        for (int c = 0; c < kCorners; ++c) sums[c] += row * load(features + c * width + f);
-      });
+        for (int c = 0; c < kCorners; ++c) {
+          dots[c][i] = R::Sum(row * R::Read(features + c * kWidth));
+        }
+      } else {
+        const int64_t width = args.width;
+        V sums[kCorners] = {};
+        Cover<S>(width, [&](int64_t f, auto load, auto) {
+          const V row = load(g + f);
+          JAXOPS_UNROLL
+          for (int c = 0; c < kCorners; ++c) sums[c] += row * load(features + c * width + f);
+        });
+        JAXOPS_UNROLL
+        for (int c = 0; c < kCorners; ++c) dots[c][i] = SumLanes<A>(sums[c]);
+      }
+    }
+  }
+  A gradients[kBlock * kAxes];
+  if (args.order == 0) {
+    A along[kAxes][kBlock];
+    for (int i = 0; i < count; i += kLanes<A>) {
+      multilinear::Axis<V> axes[kAxes];
       JAXOPS_UNROLL
-      for (int c = 0; c < kCorners; ++c) dots[c] = SumLanes<A>(sums[c]);
+      for (int a = 0; a < kAxes; ++a) {
+        axes[a] = {Load(weights.lower[a] + i), Load(weights.upper[a] + i), V{} + A(0.5)};
+      }
+      V values[kCorners], gradient[kAxes];
+      JAXOPS_UNROLL
+      for (int c = 0; c < kCorners; ++c) values[c] = Load(dots[c] + i);
+      multilinear::PlainPointGradient<kAxes>(axes, values, gradient);
+      JAXOPS_UNROLL
+      for (int a = 0; a < kAxes; ++a) Store(gradient[a], along[a] + i);
     }
-    multilinear::Axis<A> axes[kAxes];
-    weights.Factors(i, axes);
-    A gradient[kAxes];
-    if (args.order == 0) {
-      multilinear::PlainPointGradient<kAxes>(axes, dots, gradient);
-    } else {
-      A terms[kCorners];
-      for (int c = 0; c < kCorners; ++c) terms[c] = weights.terms[c][i];
-      multilinear::PointGradient<kAxes>(axes, terms, dots, gradient);
+    for (int i = 0; i < count; ++i) {
+      for (int a = 0; a < kAxes; ++a) gradients[i * kAxes + a] = along[a][i];
     }
-    for (int a = 0; a < kAxes; ++a) gradients[i * kAxes + a] = gradient[a];
+  } else {
+    for (int i = 0; i < count; ++i) {
+      multilinear::Axis<A> axes[kAxes];
+      weights.Factors(i, axes);
+      A terms[kCorners], values[kCorners], gradient[kAxes];
+      for (int c = 0; c < kCorners; ++c) {
+        terms[c] = weights.terms[c][i];
+        values[c] = dots[c][i];
+      }
+      multilinear::PointGradient<kAxes>(axes, terms, values, gradient);
+      for (int a = 0; a < kAxes; ++a) gradients[i * kAxes + a] = gradient[a];
+    }
   }
   WithStorage(args.point_dtype, args.dpoints, first * kAxes, [&]<typename P>(const P* to) {
-    Narrow(gradients, count * kAxes, const_cast<P*>(to));
+    if constexpr (sizeof(Arithmetic<P>) == sizeof(A)) {
+      StoreRounded(gradients, int64_t{count} * kAxes, const_cast<P*>(to));
+    } else {
+      Narrow(gradients, count * kAxes, const_cast<P*>(to));
+    }
   });
 }
 
