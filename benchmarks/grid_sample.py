@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxops
 from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
@@ -37,6 +38,16 @@ CASES = [
     *cases("odd", (262_144, 8, 64, 64, 64), "float64", where="random"),
 ]
 # fmt: on
+# Volumes that caches hold, of few and of many channels: distortions and feature fields on a CPU.
+for sizes in ((64, 64), (32, 32, 32)):
+    CASES += cases("small", (1000, 2, *sizes), "float32", where="random")
+    for channels in (1, 2, 3, 4, 8, 16, 32):
+        CASES += cases("typical", (100_000, channels, *sizes), "float32", where="random")
+    for channels in (1, 4, 32):
+        CASES += cases("typical", (100_000, channels, *sizes), "bfloat16", where="random")
+    CASES += cases(
+        "typical", (100_000, 2, *sizes), "float32", where="random", padding=["border", "reflection"]
+    )
 for points in (2**n for n in range(8, 23, 2)):
     CASES += cases("scaling", (points, 8, 16, 16, 16), "float32", where="random")
 
@@ -62,7 +73,8 @@ def arguments(case, key):
         across = jnp.repeat(rays, SAMPLES, axis=0)[:count]
         points = jnp.concatenate([t[:, None].astype(wide), across + 0.05 * t[:, None]], -1)
     else:
-        points = jax.random.uniform(of_points, (count, axes), wide, -1, 1)
+        reach = 1.25 if "padding" in case.options else 1
+        points = jax.random.uniform(of_points, (count, axes), wide, -reach, reach)
     return volume, off_the_grid(points, sizes)
 
 
@@ -74,20 +86,38 @@ def off_the_grid(points, sizes):
     return (cell + jnp.clip(x - cell, 0.01, 0.99)) / scale - 1
 
 
+def padding_of(case):
+    return case.options.get("padding", "zeros")
+
+
 def ours(case):
     deterministic = case.options.get("sums") == "deterministic"
-    return lambda volume, points: jaxops.grid_sample(volume, points, deterministic=deterministic)
+    return lambda volume, points: jaxops.grid_sample(
+        volume, points, padding_mode=padding_of(case), deterministic=deterministic
+    )
+
+
+def positions(case, points):
+    """Where points are, in entries."""
+    last = jnp.array(case.shape[2:], points.dtype) - 1
+    x = (points + 1) * last / 2
+    if padding_of(case) == "border":
+        return jnp.clip(x, 0, last)
+    if padding_of(case) == "reflection":
+        x = jnp.abs(x) % (2 * last)
+        return jnp.minimum(x, 2 * last - x)
+    return x
 
 
 def by_gathers(case):
-    """The rows of all corners, gathered and weighted, which XLA fuses."""
+    """The rows of all corners, gathered and weighted, which XLA fuses; its gradient scatters."""
     sizes = case.shape[2:]
     axes = len(sizes)
 
     def function(volume, points):
         wide = jnp.promote_types(volume.dtype, jnp.float32)
         rows = volume.reshape(-1, volume.shape[-1])
-        x = (points.astype(wide) + 1) * (jnp.array(sizes, wide) - 1) / 2
+        x = positions(case, points.astype(wide))
         lower = jnp.floor(x)
         fraction = x - lower
         index = lower.astype(jnp.int32)
@@ -106,6 +136,22 @@ def by_gathers(case):
     return function
 
 
+def by_map_coordinates(case):
+    """JAX's own interpolation of one channel, for all of them."""
+    mode = {"zeros": "constant", "border": "nearest", "reflection": "mirror"}[padding_of(case)]
+    last = np.array(case.shape[2:]) - 1
+
+    def function(volume, points):
+        x = list((points.T + 1) * (last[:, None] / 2).astype(points.dtype))
+
+        def one(channel):
+            return jax.scipy.ndimage.map_coordinates(channel, x, order=1, mode=mode)
+
+        return jax.vmap(one, -1, -1)(volume)
+
+    return function
+
+
 def by_torch(case):
     import torch
 
@@ -116,7 +162,7 @@ def by_torch(case):
         image = volume.movedim(-1, 0)[None]
         grid = points.flip(-1).reshape(1, -1, *[1] * (len(sizes) - 1), len(sizes))
         found = torch.nn.functional.grid_sample(
-            image, grid.to(volume.dtype), padding_mode="zeros", align_corners=True
+            image, grid.to(volume.dtype), padding_mode=padding_of(case), align_corners=True
         )
         return found.reshape(volume.shape[-1], -1).T
 
@@ -166,6 +212,7 @@ BENCHMARK = Benchmark(
     reference=by_gathers,
     peers=(
         Peer("XLA gathers", by_gathers),
+        Peer("XLA map_coordinates", by_map_coordinates),
         Peer("torch grid_sample", by_torch, torch=True, declines=not_in_half),
     ),
     cost=cost,

@@ -14,6 +14,8 @@ CASES = [
     *cases("small", (1024, 32), ["float32", "bfloat16"]),
     # The grids of radiance fields: few features, many samples; and wide ones of networks.
     *cases("typical", (262_144, 16), ["float32", "bfloat16", "float16"]),
+    *cases("typical", (200_000, 4), "float32"),
+    *cases("typical", (50_000, 32), "float32"),
     *cases("typical", (65_536, 64), ["float32", "bfloat16"]),
     *cases("typical", (1_048_576, 2), ["float32", "bfloat16"]),
     *cases("large", (65_536, 256), "float32", target=True),
@@ -23,6 +25,10 @@ CASES = [
     *cases("large", (65_536, 512), "bfloat16"),
     *cases("large", (8192, 2048), "float32"),
     *cases("odd", (1_000_003, 3), ["float32", "bfloat16"]),
+    *cases("odd", (262_147, 5), ["float32", "bfloat16"]),
+    *cases("odd", (262_147, 7), "float32"),
+    *cases("odd", (131_101, 9), "float32"),
+    *cases("odd", (131_101, 15), "float32"),
     *cases("odd", (262_147, 33), ["float32", "bfloat16"]),
     *cases("odd", (65_537, 129), ["float32", "float16"]),
     *cases("odd", (16_385, 1_023), ["float32", "bfloat16"]),
@@ -83,6 +89,20 @@ def batched_product(case):
     return function
 
 
+def plain_sum(case):
+    """The formula as one writes it, with the corners in a dimension that is summed."""
+
+    def function(features, points):
+        wide = jnp.promote_types(features.dtype, jnp.float32)
+        upper = (points.astype(wide) + 1) / 2
+        u, v, w = (jnp.stack([1 - upper[:, i], upper[:, i]], -1) for i in range(3))
+        weights = (u[:, :, None, None] * v[:, None, :, None] * w[:, None, None, :]).reshape(-1, 8)
+        total = (weights[:, :, None] * features.astype(wide)).sum(1)
+        return total.astype(features.dtype)
+
+    return function
+
+
 def torch_sum(case):
     import torch
 
@@ -138,6 +158,7 @@ BENCHMARK = Benchmark(
     reference=weighted_sum,
     peers=(
         Peer("XLA weighted sum", weighted_sum),
+        Peer("XLA plain sum", plain_sum),
         Peer("XLA product", batched_product),
         Peer("torch", torch_sum, torch=True),
         Peer("torch.compile", torch_compiled, torch=True, costly=True),

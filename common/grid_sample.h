@@ -131,7 +131,8 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
         x = (back ? 2 * span - rest : rest) + low;
       }
     }
-    if (!(x >= 0 && x <= last)) {
+    // Along an axis of one entry nothing changes, not even where x is on it.
+    if (!(x >= 0 && x <= last) || size == 1) {
       slope = 0;
       x = x > last ? last : A(0);
     }

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -23,13 +25,19 @@ using jaxops::cpu::SizeOf;
 
 // Channels of all the entries around points that make a task long beside what it costs to hand it
 // to a thread.
-constexpr int64_t kTask = int64_t{1} << 16;
+constexpr int64_t kTask = int64_t{1} << 18;
 
 // What a point costs beside them, in channels.
-constexpr int64_t kPointCost = 64;
+constexpr int64_t kPointCost = 20;
 
-// Every slab of a volume looks at every point, so that more slabs are more work.
-constexpr int64_t kMaxSlabs = 16;
+// The same of a slab of a volume that is long beside sorting the points by slabs, which costs more
+// than adding few channels does.
+constexpr int64_t kSlabCost = int64_t{1} << 25;
+
+// Bytes of sums that a core's own caches hold, and of those from which on slabs of so many pay for
+// themselves, where points meet entries repeatedly.
+constexpr int64_t kSlabBytes = int64_t{1} << 20;
+constexpr int64_t kLargeBytes = int64_t{1} << 23;
 
 JAXOPS_DEFINE_BEST_KERNELS();
 
@@ -86,21 +94,49 @@ void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& pa
   };
   std::stable_sort(entries.begin(), entries.end(),
                    [&](int64_t a, int64_t b) { return gradient(a) < gradient(b); });
-  const int64_t work =
-      static_cast<int64_t>(entries.size()) / call.gradients * geometry.points * Cost(geometry);
+  const int64_t points = static_cast<int64_t>(entries.size()) / call.gradients * geometry.points;
   const int64_t length = geometry.sizes[0];
-  const int64_t slabs =
-      std::clamp<int64_t>((work + size) / (4 * kTask), 1, std::min(kMaxSlabs, length));
-  const int64_t thickness = CeilDiv(length, slabs);
+  const int64_t sum_bytes = size * (call.dtype == DType::kF64 ? 8 : 4);
+  const bool is_large = sum_bytes >= kLargeBytes && (points << geometry.axes) >= geometry.grid();
+  const int64_t wanted = std::clamp<int64_t>(
+      std::max((points * Cost(geometry) + size) / kSlabCost, is_large ? sum_bytes / kSlabBytes : 0),
+      1, std::min<int64_t>(kMaxSlabs, length));
+  int shift = 0;
+  while (CeilDiv(length, int64_t{1} << shift) > wanted) ++shift;
+  const int64_t thickness = int64_t{1} << shift;
+  const int64_t slabs = CeilDiv(length, thickness);
+
+  // Points are put in the order of slabs once, a chunk at a time.
+  const int64_t per_entry = slabs == 1 ? 1 : CeilDiv(geometry.points, kMaxChunk);
+  const int64_t per_chunk = slabs == 1 ? geometry.points : std::min(geometry.points, kMaxChunk);
+  const auto points_of = [&](int64_t chunk) {
+    const int64_t begin = chunk % per_entry * per_chunk;
+    return Slice(call, entries[chunk / per_entry], begin,
+                 std::min(geometry.points, begin + per_chunk));
+  };
+  const int64_t chunks = slabs == 1 ? 0 : static_cast<int64_t>(entries.size()) * per_entry;
+  const std::unique_ptr<uint16_t[]> lists(new uint16_t[chunks * 2 * per_chunk]);
+  const std::unique_ptr<uint32_t[]> starts(new uint32_t[chunks * (slabs + 1)]);
+  const auto bins_of = [&](int64_t chunk) {
+    Bins bins = {};
+    bins.points = points_of(chunk);
+    bins.slabs = static_cast<int>(slabs);
+    bins.shift = shift;
+    bins.lists = lists.get() + chunk * 2 * per_chunk;
+    bins.starts = starts.get() + chunk * (slabs + 1);
+    return bins;
+  };
+  RunTasks(chunks, parallel_for, [&](int64_t chunk) { kernels.bins(bins_of(chunk)); });
+
   const int64_t slice = size / length;
   const bool narrow = SizeOf(call.dtype) == 2;
   RunTasks(call.gradients * slabs, parallel_for, [&](int64_t i) {
     const int64_t which = i / slabs;
+    const int64_t slab = i % slabs;
     Scatter scatter = {};
-    scatter.begin = std::min(length, i % slabs * thickness);
-    scatter.end = std::min(length, scatter.begin + thickness);
+    scatter.begin = static_cast<int32_t>(slab * thickness);
+    scatter.end = static_cast<int32_t>(std::min(length, (slab + 1) * thickness));
     const int64_t count = (scatter.end - scatter.begin) * slice;
-    if (count == 0) return;
     void* to = At(call.dvolume, which * size + scatter.begin * slice, call.dtype);
     std::vector<float> sums(narrow ? count : 0);
     scatter.sums = narrow ? sums.data() : to;
@@ -108,8 +144,16 @@ void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& pa
     const auto begin = std::partition_point(entries.begin(), entries.end(),
                                             [&](int64_t e) { return gradient(e) < which; });
     for (auto e = begin; e != entries.end() && gradient(*e) == which; ++e) {
-      scatter.points = Slice(call, *e, 0, geometry.points);
-      kernels.scatter(scatter);
+      for (int64_t c = 0; c < per_entry; ++c) {
+        const int64_t chunk = (e - entries.begin()) * per_entry + c;
+        scatter.points = points_of(chunk);
+        if (slabs > 1) {
+          const Bins bins = bins_of(chunk);
+          scatter.points.chosen = bins.lists + bins.starts[slab];
+          scatter.points.count = bins.starts[slab + 1] - bins.starts[slab];
+        }
+        kernels.scatter(scatter);
+      }
     }
     if (narrow) kernels.store_sums({call.dtype, count, sums.data(), to});
   });

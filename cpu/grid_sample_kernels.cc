@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/multilinear.h"
+#include "cpu/rows.h"
 #include "cpu/simd.h"
 
 namespace jaxops::grid_sample::cpu::JAXOPS_ISA {
@@ -10,300 +11,564 @@ namespace {
 
 using namespace jaxops::cpu::JAXOPS_ISA;
 
-// Points that are converted at a time.
-constexpr int64_t kBlock = 32;
+// Points that are found at a time, a multiple of all vectors' lanes.
+constexpr int kBlock = 64;
 
-// So few channels are taken one by one where they need no conversion.
-constexpr int kFewChannels = 4;
+// --- where points are ----------------------------------------------------------------------------
 
-template <int kValue>
-struct Constant {};
-
+// Rounds to integers: down, or to the nearest one and halves to even.
+template <bool kDown, typename V>
+JAXOPS_ALWAYS_INLINE V ToIntegral(V x) {
+  using A = decltype(x[0] + 0);
 #if defined(__AVX2__)
-// All bits of the first `count` lanes.
+  constexpr int kMode = (kDown ? _MM_FROUND_TO_NEG_INF : _MM_FROUND_TO_NEAREST_INT) | 8;
+#endif
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 8) return _mm512_maskz_roundscale_pd(0xff, x, kMode);
+  if constexpr (sizeof(A) == 4) return _mm512_maskz_roundscale_ps(0xffff, x, kMode);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(A) == 8) return _mm256_round_pd(x, kMode);
+  if constexpr (sizeof(A) == 4) return _mm256_round_ps(x, kMode);
+#else
+  using Int = typename Simd<A>::Int;
+  // Added to what is less, it leaves no bits for a fraction.
+  constexpr A kWhole = A(int64_t{1} << Simd<A>::kMantissaBits);
+  const Int sign = BitCast<Int>(x) & BitCast<Int>(-V{});
+  const V magnitude = BitCast<V>(BitCast<Int>(x) ^ sign);
+  const V rounded = magnitude < kWhole ? (magnitude + kWhole) - kWhole : magnitude;
+  const V nearest = BitCast<V>(BitCast<Int>(rounded) | sign);
+  if constexpr (!kDown) return nearest;
+  return nearest > x ? nearest - 1 : nearest;
+#endif
+}
+
+// The integers that these numbers are.
+JAXOPS_ALWAYS_INLINE Simd<float>::Int ToInt(Vec<float> x) {
+  return __builtin_convertvector(x, Simd<float>::Int);
+}
+JAXOPS_ALWAYS_INLINE Simd<double>::Int ToInt(Vec<double> x) {
+  // Instructions that convert to 64 bits are rare; this leaves the integer in the low bits.
+  constexpr double kRounder = 3 * (int64_t{1} << (Simd<double>::kMantissaBits - 1));
+  using Int = Simd<double>::Int;
+  return BitCast<Int>(x + kRounder) - BitCast<Int>(Vec<double>{} + kRounder);
+}
+
+// Whether a coordinate counts along an axis, and where it is: Locate of common/grid_sample.h for
+// many at a time.
 template <typename A>
-JAXOPS_ALWAYS_INLINE __m256i FirstLanes(int64_t count) {
-  if constexpr (sizeof(A) == 8) {
-    return _mm256_cmpgt_epi64(_mm256_set1_epi64x(count), _mm256_setr_epi64x(0, 1, 2, 3));
-  } else {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)),
-                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-  }
-}
-#endif
+struct AxisOf {
+  using V = Vec<A>;
+  using Int = typename Simd<A>::Int;
 
-// The first `count` lanes, or all.
-template <typename S>
-JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadSome(const S* from, int64_t count) {
-  if (count >= kLanes<Arithmetic<S>>) return Load(from);
-#if defined(__AVX512F__)
-  const uint32_t mask = (1u << count) - 1;
-  if constexpr (sizeof(S) == 8) {
-    return _mm512_maskz_loadu_pd(mask, from);
-  } else if constexpr (sizeof(S) == 4) {
-    return _mm512_maskz_loadu_ps(mask, from);
-  } else {
-    const __m256i lanes = _mm256_maskz_loadu_epi16(mask, from);
-    return Load(reinterpret_cast<const S*>(&lanes));
+  int32_t size;
+  int32_t begin;  // of the entries that count
+  int32_t end;
+  Padding padding;
+  bool nearest;
+  bool single;  // all coordinates are on the only entry
+  A last;
+  A slope;
+  A shift;
+  A low;  // what is reflected about
+  A span;
+
+  struct Found {
+    Int entry;      // the lower of the two around a coordinate
+    Int has_lower;  // all bits where it counts
+    Int has_upper;
+    V lower;  // the factors
+    V upper;
+    V slope;
+  };
+
+  AxisOf() = default;
+  JAXOPS_ALWAYS_INLINE AxisOf(const Geometry& geometry, int axis)
+      : size(geometry.sizes[axis]),
+        begin(0),
+        end(size),
+        padding(geometry.padding),
+        nearest(geometry.method == Method::kNearest),
+        single(size == 1 && (geometry.align_corners || padding != Padding::kZeros)),
+        last(static_cast<A>(size) - 1) {
+    const bool align = geometry.align_corners;
+    const A n = static_cast<A>(size);
+    slope = single ? A(0) : align ? last / 2 : n / 2;
+    shift = align ? A(0) : A(-0.5);
+    low = shift;
+    span = align ? last : n;
   }
-#else
-#if defined(__AVX2__)
-  if constexpr (sizeof(S) == 8) return _mm256_maskload_pd(from, FirstLanes<double>(count));
-  if constexpr (sizeof(S) == 4) return _mm256_maskload_ps(from, FirstLanes<float>(count));
-#endif
-  return LoadPartial(from, count);
-#endif
+
+  JAXOPS_ALWAYS_INLINE Found Find(V p) const {
+    const V zero = {};
+    V x = single ? zero : (p + 1) * slope + shift;
+    V along = zero + slope;
+    Int inside = x == x;
+    if (padding == Padding::kZeros) {
+      // Of more entries than A counts one by one the last is rounded, to the number of all.
+      inside = (x > -1) & ((x < last + 1) | (x == last));
+      x = inside ? x : zero;
+      along = inside ? along : zero;
+    } else {
+      if (padding == Padding::kReflection && !single) {
+        const V distance = x < low ? low - x : x - low;
+        // Infinite ones are clamped.
+        const Int beyond = ~((x >= 0) & (x <= last)) & (distance - distance == 0);
+        const V rest = ToIntegral<true>(distance / (2 * span)) * (-2 * span) + distance;
+        const Int back = rest > span;
+        const V reflected = (back ? 2 * span - rest : rest) + low;
+        along = (back != (x < low)) & beyond ? -along : along;
+        x = beyond ? reflected : x;
+      }
+      const Int within = (x >= 0) & (x <= last);
+      along = within ? along : zero;
+      x = within ? x : x > last ? zero + last : zero;
+    }
+    const Int is_last = x == last;
+    if (nearest) {
+      const Int entry = is_last ? Int{} + (size - 1) : ToInt(ToIntegral<false>(x));
+      return {entry, inside & Counts(entry), Int{}, zero + 1, zero, zero};
+    }
+    // The last entry belongs to the interval before it, where there is one.
+    const Int ends = size > 1 ? is_last : Int{};
+    const V floor = ToIntegral<true>(x);
+    const Int entry = ends ? Int{} + (size - 2) : ToInt(floor);
+    const V fraction = ends ? zero + 1 : x - floor;
+    return {entry, inside & Counts(entry), inside & Counts(entry + 1), 1 - fraction, fraction,
+            along};
+  }
+
+  JAXOPS_ALWAYS_INLINE Int Counts(Int entry) const { return (entry >= begin) & (entry < end); }
+};
+
+// The entries around a point that are in a set: c is in it if its bit is the lower or the upper one
+// of an axis.
+template <int kAxes>
+constexpr int CornersOf(int axis, bool upper) {
+  int corners = 0;
+  for (int c = 0; c < 1 << kAxes; ++c) {
+    if (((c & multilinear::BitOf<kAxes>(axis)) != 0) == upper) corners |= 1 << c;
+  }
+  return corners;
 }
 
-template <typename S>
-JAXOPS_ALWAYS_INLINE void StoreSome(Vec<Arithmetic<S>> v, S* to, int64_t count) {
-  if (count >= kLanes<Arithmetic<S>>) return Store(v, to);
-#if defined(__AVX512F__)
-  const uint32_t mask = (1u << count) - 1;
-  if constexpr (sizeof(S) == 8) {
-    _mm512_mask_storeu_pd(to, mask, v);
-  } else if constexpr (sizeof(S) == 4) {
-    _mm512_mask_storeu_ps(to, mask, v);
-  } else {
-    __m256i lanes;
-    Store(v, reinterpret_cast<S*>(&lanes));
-    _mm256_mask_storeu_epi16(to, mask, lanes);
-  }
-#else
-#if defined(__AVX2__)
-  if constexpr (sizeof(S) == 8) return _mm256_maskstore_pd(to, FirstLanes<double>(count), v);
-  if constexpr (sizeof(S) == 4) return _mm256_maskstore_ps(to, FirstLanes<float>(count), v);
-#endif
-  StorePartial(v, to, count);
-#endif
-}
-
-// The entries around a point that are there, and their weights.
+// A block of points: the entries around them and their weights.
 template <typename A, int kAxes>
-struct Stencil {
+struct Stencils {
+  static constexpr int kCorners = 1 << kAxes;
+  static constexpr uint32_t kAll = (1u << kCorners) - 1;
+  using Integer = decltype(typename Simd<A>::Int{}[0] + 0);
+
+  int count;
+  int64_t low[kBlock];      // the lowest entry, which need not be there
+  Integer corners[kBlock];  // a bit for every entry that is there
+  Integer lost[kBlock];     // not 0 where a coordinate is not a number
+  A weights[kCorners][kBlock];
+  // What derivatives need.
+  A lower[kAxes][kBlock];
+  A upper[kAxes][kBlock];
+  A slope[kAxes][kBlock];
+  A terms[kCorners][kBlock];  // of derivatives along directions
+
+  JAXOPS_ALWAYS_INLINE uint32_t At(int i) const { return static_cast<uint32_t>(corners[i]); }
+};
+
+// Calls with_corner(c) for every one of a set.
+template <typename WithCorner>
+JAXOPS_ALWAYS_INLINE void ForEachCorner(uint32_t corners, WithCorner with_corner) {
+  for (; corners != 0; corners &= corners - 1) with_corner(__builtin_ctz(corners));
+}
+
+// Points or directions [first, first + count) of those that are wanted, axis by axis.
+template <typename A, int kAxes>
+JAXOPS_ALWAYS_INLINE void ReadPoints(const Points& args, const void* points, int64_t first,
+                                     int count, A (&to)[kAxes][kBlock]) {
+  WithStorage(args.point_dtype, points, 0, [&]<typename P>(const P* from) {
+    P gathered[kBlock * kAxes];
+    const P* next = from + first * kAxes;
+    if (args.chosen != nullptr) {
+      for (int i = 0; i < count; ++i) {
+        __builtin_memcpy(gathered + i * kAxes, from + args.chosen[first + i] * kAxes,
+                         kAxes * sizeof(P));
+      }
+      next = gathered;
+    }
+    for (int i = 0; i < count; ++i) {
+      for (int a = 0; a < kAxes; ++a) to[a][i] = LoadScalar<A>(next + i * kAxes + a);
+    }
+  });
+}
+
+// Finds the points from `first` on, as many as fit.
+template <typename A, int kAxes>
+__attribute__((noinline)) void Find(const Points& args, const AxisOf<A> (&axes)[kAxes],
+                                    int64_t first, Stencils<A, kAxes>& found) {
+  using V = Vec<A>;
+  using Int = typename Simd<A>::Int;
+  constexpr int kCorners = 1 << kAxes;
+  const int64_t rest = args.count - first;
+  const int count = rest < kBlock ? static_cast<int>(rest) : kBlock;
+  found.count = count;
+  A points[kAxes][kBlock];
+  typename Stencils<A, kAxes>::Integer entries[kAxes][kBlock];
+  ReadPoints(args, args.points, first, count, points);
+  for (int i = count; i % kLanes<A> != 0; ++i) {
+    for (int a = 0; a < kAxes; ++a) points[a][i] = 0;
+  }
+  for (int i = 0; i < count; i += kLanes<A>) {
+    Int corners = Int{} + Stencils<A, kAxes>::kAll;
+    Int lost = {};
+    V weights[kCorners] = {V{} + 1};
+    JAXOPS_UNROLL
+    for (int a = 0; a < kAxes; ++a) {
+      const V p = Load(points[a] + i);
+      const auto at = axes[a].Find(p);
+      lost |= p != p;
+      corners &=
+          (at.has_lower & CornersOf<kAxes>(a, false)) | (at.has_upper & CornersOf<kAxes>(a, true));
+      MultiplyWeights(a, at.lower, at.upper, weights);
+      Store(at.lower, found.lower[a] + i);
+      Store(at.upper, found.upper[a] + i);
+      Store(at.slope, found.slope[a] + i);
+      __builtin_memcpy(entries[a] + i, &at.entry, sizeof(Int));
+    }
+    corners &= ~lost;
+    __builtin_memcpy(found.corners + i, &corners, sizeof(Int));
+    __builtin_memcpy(found.lost + i, &lost, sizeof(Int));
+    JAXOPS_UNROLL
+    for (int c = 0; c < kCorners; ++c) Store(weights[c], found.weights[c] + i);
+  }
+  for (int i = 0; i < count; ++i) {
+    int64_t low = entries[0][i];
+    for (int a = 1; a < kAxes; ++a) low = low * axes[a].size + entries[a][i];
+    found.low[i] = low;
+  }
+  if (args.order == 0) return;
+  A directions[multilinear::kMaxDirections][kAxes][kBlock];
+  for (int d = 0; d < args.order; ++d) {
+    ReadPoints(args, args.directions[d], first, count, directions[d]);
+  }
+  for (int i = 0; i < count; ++i) {
+    multilinear::Axis<A> factors[kAxes];
+    for (int a = 0; a < kAxes; ++a) {
+      factors[a] = {found.lower[a][i], found.upper[a][i], found.slope[a][i]};
+    }
+    A terms[kCorners];
+    multilinear::NoDerivative<kAxes>(terms);
+    for (int d = 0; d < args.order; ++d) {
+      A direction[kAxes];
+      for (int a = 0; a < kAxes; ++a) direction[a] = directions[d][a][i];
+      multilinear::Differentiate<kAxes>(factors, direction, terms);
+    }
+    for (int c = 0; c < kCorners; ++c) found.terms[c][i] = terms[c];
+    multilinear::TermsToWeights<kAxes>(factors, terms);
+    for (int c = 0; c < kCorners; ++c) found.weights[c][i] = terms[c];
+  }
+}
+
+// The rows of a volume around points.
+template <typename S, int kAxes>
+struct Grid {
   static constexpr int kCorners = 1 << kAxes;
 
-  multilinear::Axis<A> axes[kAxes];
-  A terms[kCorners];  // what the point gradient is made with; later the weights
-  int64_t entries[kCorners];
-  bool there[kCorners];
-  bool lost = false;  // a coordinate is not a number
+  int64_t width;
+  int64_t offsets[kCorners];  // of the entries around a point from the lowest one, in elements
 
-  JAXOPS_ALWAYS_INLINE Stencil(const Geometry& geometry, const A* point) {
-    int64_t low = 0;
-    int64_t strides[kAxes];
-    bool lower[kAxes], upper[kAxes];
-    int64_t stride = 1;
-    for (int a = kAxes - 1; a >= 0; --a) {
-      const Place<A> place = Locate(point[a], geometry.sizes[a], geometry);
-      lost = lost || point[a] != point[a];
-      axes[a] = place.axis;
-      lower[a] = place.lower;
-      upper[a] = place.upper;
-      low += place.entry * stride;
-      strides[a] = stride;
-      stride *= geometry.sizes[a];
-    }
-    JAXOPS_UNROLL
+  JAXOPS_ALWAYS_INLINE Grid(const Geometry& geometry, int64_t width_) : width(width_) {
     for (int c = 0; c < kCorners; ++c) {
-      entries[c] = low;
-      there[c] = true;
-      JAXOPS_UNROLL
+      offsets[c] = 0;
       for (int a = 0; a < kAxes; ++a) {
-        const bool up = c & multilinear::BitOf<kAxes>(a);
-        entries[c] += up ? strides[a] : 0;
-        there[c] = there[c] && (up ? upper[a] : lower[a]);
+        offsets[c] = offsets[c] * geometry.sizes[a] + (c & multilinear::BitOf<kAxes>(a) ? 1 : 0);
       }
-    }
-  }
-
-  // `directions` are those of this point.
-  JAXOPS_ALWAYS_INLINE void MakeTerms(int order, const A* const* directions) {
-    multilinear::NoDerivative<kAxes>(terms);
-    for (int d = 0; d < order; ++d) {
-      A direction[kAxes];
-      for (int a = 0; a < kAxes; ++a) direction[a] = directions[d][a];
-      multilinear::Differentiate<kAxes>(axes, direction, terms);
-    }
-  }
-
-  JAXOPS_ALWAYS_INLINE void MakeWeights(int order) {
-    if (order == 0) {
-      multilinear::PlainWeights<kAxes>(axes, terms);
-    } else {
-      multilinear::TermsToWeights<kAxes>(axes, terms);
+      offsets[c] *= width;
     }
   }
 };
 
-// Calls with_point(index, stencil) for every point, the terms of its stencil made, where
-// `wanted(point)` says so.
-template <typename A, int kAxes, typename Wanted, typename WithPoint>
-JAXOPS_ALWAYS_INLINE void ForEachPoint(const Points& args, Wanted wanted, WithPoint with_point) {
-  A points[kBlock * kAxes], directions[multilinear::kMaxDirections][kBlock * kAxes];
-  for (int64_t first = 0; first < args.count; first += kBlock) {
-    const int64_t count = args.count - first < kBlock ? args.count - first : kBlock;
-    const auto read = [&](const void* from, A* to) {
-      WithStorage(args.point_dtype, from, first * kAxes,
-                  [&](auto source) { Widen(source, count * kAxes, to); });
-    };
-    read(args.points, points);
-    for (int d = 0; d < args.order; ++d) read(args.directions[d], directions[d]);
-    for (int64_t i = 0; i < count; ++i) {
-      if (!wanted(points + i * kAxes)) continue;
-      Stencil<A, kAxes> stencil(args.geometry, points + i * kAxes);
-      const A* along[multilinear::kMaxDirections];
-      for (int d = 0; d < args.order; ++d) along[d] = directions[d] + i * kAxes;
-      stencil.MakeTerms(args.order, along);
-      with_point(first + i, stencil);
-    }
-  }
-}
+// --- kernels -------------------------------------------------------------------------------------
 
-// kWidth is the number of channels where they are few and of the arithmetic type, otherwise 0.
+// kWidth is the number of channels where it has a kernel of its own, otherwise 0.
 template <typename S, int kAxes, int kWidth>
-void EvaluateGather(const Gather& args) {
+void EvaluateValues(const Gather& args) {
   using A = Arithmetic<S>;
-  using V = Vec<A>;
+  using Block = Stencils<A, kAxes>;
   constexpr int kCorners = 1 << kAxes;
-  constexpr int64_t kStep = kLanes<A>;
+  constexpr bool kNarrow = sizeof(S) < sizeof(A);
   const Geometry& geometry = args.points.geometry;
   const int64_t width = kWidth > 0 ? kWidth : geometry.width;
+  AxisOf<A> axes[kAxes];
+  for (int a = 0; a < kAxes; ++a) axes[a] = AxisOf<A>(geometry, a);
+  const Grid<S, kAxes> grid(geometry, width);
   const auto* volume = static_cast<const S*>(args.volume);
-  const bool lost_is_nan = geometry.method == Method::kLinear;
-  const auto any = [](const A*) { return true; };
-
-  if (args.out != nullptr) {
-    ForEachPoint<A, kAxes>(args.points, any, [&](int64_t p, Stencil<A, kAxes>& stencil) {
-      S* out = static_cast<S*>(args.out) + p * width;
-      const S* rows[kCorners];
-      A weights[kCorners];
-      int count = 0;
-      stencil.MakeWeights(args.points.order);
-      for (int c = 0; c < kCorners && !stencil.lost; ++c) {
-        if (!stencil.there[c]) continue;
-        rows[count] = volume + stencil.entries[c] * width;
-        weights[count++] = stencil.terms[c];
+  const A lost = geometry.method == Method::kLinear ? A(__builtin_nan("")) : A(0);
+  Block block;
+  for (int64_t first = 0; first < args.points.count; first += kBlock) {
+    Find(args.points, axes, first, block);
+    S* out = static_cast<S*>(args.out) + first * width;
+    if constexpr (kWidth > 0) {
+      using R = Row<A, kWidth>;
+      using V = typename R::V;
+      A wide[kNarrow ? kBlock * kWidth : 1];
+      A* to = kNarrow ? wide : reinterpret_cast<A*>(out);
+      for (int i = 0; i < block.count; ++i) {
+        const S* base = volume + block.low[i] * kWidth;
+        V sum;
+        if (block.At(i) == Block::kAll) {
+          sum = block.weights[0][i] * R::Read(base);
+          JAXOPS_UNROLL
+          for (int c = 1; c < kCorners; ++c) {
+            sum += block.weights[c][i] * R::Read(base + grid.offsets[c]);
+          }
+        } else {
+          sum = V{} + (block.lost[i] ? lost : A(0));
+          ForEachCorner(block.At(i), [&](int c) {
+            sum += block.weights[c][i] * R::Read(base + grid.offsets[c]);
+          });
+        }
+        R::Write(sum, to + i * kWidth);
       }
-      const A start = stencil.lost && lost_is_nan ? A(__builtin_nan("")) : A(0);
+      if constexpr (kNarrow) StoreRounded(wide, block.count * kWidth, out);
+    } else {
+      using V = Vec<A>;
+      for (int i = 0; i < block.count; ++i, out += width) {
+        const S* base = volume + block.low[i] * width;
+        const auto evaluate = [&](auto add_up) {
+          int64_t f = 0;
+          for (; f + kLanes<A> <= width; f += kLanes<A>) {
+            Store(add_up([&](int c) { return Load(base + grid.offsets[c] + f); }), out + f);
+          }
+          if (f < width) {
+            const int64_t count = width - f;
+            const V sum =
+                add_up([&](int c) { return LoadFirst(base + grid.offsets[c] + f, count); });
+            StoreFirst(sum, out + f, count);
+          }
+        };
+        if (block.At(i) == Block::kAll) {
+          evaluate([&](auto read) {
+            V sum = block.weights[0][i] * read(0);
+            JAXOPS_UNROLL
+            for (int c = 1; c < kCorners; ++c) sum += block.weights[c][i] * read(c);
+            return sum;
+          });
+        } else {
+          evaluate([&](auto read) {
+            V sum = V{} + (block.lost[i] ? lost : A(0));
+            ForEachCorner(block.At(i), [&](int c) { sum += block.weights[c][i] * read(c); });
+            return sum;
+          });
+        }
+      }
+    }
+  }
+}
+
+template <typename S, int kAxes, int kWidth>
+void EvaluatePointGradients(const Gather& args) {
+  using A = Arithmetic<S>;
+  using Block = Stencils<A, kAxes>;
+  constexpr int kCorners = 1 << kAxes;
+  const Geometry& geometry = args.points.geometry;
+  const int64_t width = kWidth > 0 ? kWidth : geometry.width;
+  AxisOf<A> axes[kAxes];
+  for (int a = 0; a < kAxes; ++a) axes[a] = AxisOf<A>(geometry, a);
+  const Grid<S, kAxes> grid(geometry, width);
+  const auto* volume = static_cast<const S*>(args.volume);
+  const A lost = geometry.method == Method::kLinear ? A(__builtin_nan("")) : A(0);
+  Block block;
+  for (int64_t first = 0; first < args.points.count; first += kBlock) {
+    Find(args.points, axes, first, block);
+    const S* g = static_cast<const S*>(args.points.cotangent) + first * width;
+    A gradients[kBlock * kAxes];
+    for (int i = 0; i < block.count; ++i, g += width) {
+      const S* base = volume + block.low[i] * width;
+      A dots[kCorners] = {};
       if constexpr (kWidth > 0) {
-        A sums[kWidth];
-        for (A& sum : sums) sum = start;
-        for (int c = 0; c < count; ++c) {
-          for (int f = 0; f < kWidth; ++f) sums[f] += weights[c] * rows[c][f];
-        }
-        for (int f = 0; f < kWidth; ++f) out[f] = sums[f];
+        using R = Row<A, kWidth>;
+        const auto row = R::Read(g);
+        ForEachCorner(block.At(i),
+                      [&](int c) { dots[c] = R::Sum(row * R::Read(base + grid.offsets[c])); });
       } else {
-        for (int64_t f = 0; f < width; f += kStep) {
-          V sum = V{} + start;
-          for (int c = 0; c < count; ++c) sum += weights[c] * LoadSome(rows[c] + f, width - f);
-          StoreSome(sum, out + f, width - f);
-        }
+        using V = Vec<A>;
+        ForEachCorner(block.At(i), [&](int c) {
+          const S* row = base + grid.offsets[c];
+          V sum = {};
+          int64_t f = 0;
+          for (; f + kLanes<A> <= width; f += kLanes<A>) sum += Load(row + f) * Load(g + f);
+          if (f < width) sum += LoadFirst(row + f, width - f) * LoadFirst(g + f, width - f);
+          dots[c] = SumLanes<A>(sum);
+        });
+      }
+      multilinear::Axis<A> factors[kAxes];
+      for (int a = 0; a < kAxes; ++a) {
+        factors[a] = {block.lower[a][i], block.upper[a][i], block.slope[a][i]};
+      }
+      A gradient[kAxes];
+      if (args.points.order == 0) {
+        multilinear::PlainPointGradient<kAxes>(factors, dots, gradient);
+      } else {
+        A terms[kCorners];
+        for (int c = 0; c < kCorners; ++c) terms[c] = block.terms[c][i];
+        multilinear::PointGradient<kAxes>(factors, terms, dots, gradient);
+      }
+      for (int a = 0; a < kAxes; ++a) {
+        gradients[i * kAxes + a] = block.lost[i] ? lost : gradient[a];
+      }
+    }
+    WithStorage(args.points.point_dtype, args.dpoints, first * kAxes, [&]<typename P>(const P* to) {
+      if constexpr (sizeof(Arithmetic<P>) == sizeof(A)) {
+        StoreRounded(gradients, int64_t{block.count} * kAxes, const_cast<P*>(to));
+      } else {
+        Narrow(gradients, block.count * kAxes, const_cast<P*>(to));
       }
     });
-    return;
   }
-
-  const auto* cotangent = static_cast<const S*>(args.points.cotangent);
-  ForEachPoint<A, kAxes>(args.points, any, [&](int64_t p, Stencil<A, kAxes>& stencil) {
-    const S* g = cotangent + p * width;
-    A dots[kCorners];
-    for (int c = 0; c < kCorners; ++c) {
-      dots[c] = 0;
-      if (!stencil.there[c] || stencil.lost) continue;
-      const S* row = volume + stencil.entries[c] * width;
-      if constexpr (kWidth > 0) {
-        for (int f = 0; f < kWidth; ++f) dots[c] += row[f] * g[f];
-      } else {
-        V sum = {};
-        for (int64_t f = 0; f < width; f += kStep) {
-          sum += LoadSome(row + f, width - f) * LoadSome(g + f, width - f);
-        }
-        for (int i = 0; i < kStep; ++i) dots[c] += sum[i];
-      }
-    }
-    A gradient[kAxes];
-    multilinear::PointGradient<kAxes>(stencil.axes, stencil.terms, dots, gradient);
-    for (int a = 0; a < kAxes; ++a) {
-      if (stencil.lost) gradient[a] = lost_is_nan ? A(__builtin_nan("")) : A(0);
-    }
-    WithStorage(args.points.point_dtype, args.dpoints, p * kAxes,
-                [&]<typename P>(const P* to) { Narrow(gradient, kAxes, const_cast<P*>(to)); });
-  });
 }
+
+// How many points before its own a row is asked for that no hardware foresees.
+constexpr int kAhead = 16;
 
 template <typename S, int kAxes, int kWidth>
 void EvaluateScatter(const Scatter& args) {
   using A = Arithmetic<S>;
+  using Block = Stencils<A, kAxes>;
   constexpr int kCorners = 1 << kAxes;
-  constexpr int64_t kStep = kLanes<A>;
   const Geometry& geometry = args.points.geometry;
   const int64_t width = kWidth > 0 ? kWidth : geometry.width;
-  int64_t slice = 1;  // entries of one index of the first axis
+  AxisOf<A> axes[kAxes];
+  for (int a = 0; a < kAxes; ++a) axes[a] = AxisOf<A>(geometry, a);
+  axes[0].begin = args.begin;
+  axes[0].end = args.end;
+  const Grid<S, kAxes> grid(geometry, width);
+  int64_t slice = width;  // of one index of the first axis
   for (int a = 1; a < kAxes; ++a) slice *= geometry.sizes[a];
-  const int64_t first = args.begin * slice;
-  const int64_t last = args.end * slice;
-  A* sums = static_cast<A*>(args.sums) - first * width;
+  A* sums = static_cast<A*>(args.sums) - args.begin * slice;
   const auto* cotangent = static_cast<const S*>(args.points.cotangent);
-  const auto in_slab = [&](const A* point) {
-    const Place<A> place = Locate(point[0], geometry.sizes[0], geometry);
-    return place.entry + 1 >= args.begin && place.entry < args.end;
-  };
-  ForEachPoint<A, kAxes>(args.points, in_slab, [&](int64_t p, Stencil<A, kAxes>& stencil) {
-    if (stencil.lost) return;
-    stencil.MakeWeights(args.points.order);
-    const S* g = cotangent + p * width;
-    for (int c = 0; c < kCorners; ++c) {
-      if (!stencil.there[c]) continue;
-      if (stencil.entries[c] < first || stencil.entries[c] >= last) continue;
-      A* sum = sums + stencil.entries[c] * width;
-      const A weight = stencil.terms[c];
+  Block block;
+  for (int64_t first = 0; first < args.points.count; first += kBlock) {
+    Find(args.points, axes, first, block);
+    for (int i = 0; i < block.count; ++i) {
+      if (args.points.chosen != nullptr && first + i + kAhead < args.points.count) {
+        __builtin_prefetch(cotangent + args.points.chosen[first + i + kAhead] * width);
+      }
+      const uint32_t corners = block.At(i);
+      A* base = sums + block.low[i] * width;
+      const int64_t p = args.points.chosen ? args.points.chosen[first + i] : first + i;
+      const S* g = cotangent + p * width;
       if constexpr (kWidth > 0) {
-        for (int f = 0; f < kWidth; ++f) sum[f] += weight * g[f];
-      } else {
-        for (int64_t f = 0; f < width; f += kStep) {
-          const int64_t rest = width - f;
-          StoreSome(LoadSome(sum + f, rest) + weight * LoadSome(g + f, rest), sum + f, rest);
+        using R = Row<A, kWidth>;
+        const typename R::V row = R::Read(g);
+        const auto add = [&](int c) {
+          A* to = base + grid.offsets[c];
+          R::Write(R::Read(to) + block.weights[c][i] * row, to);
+        };
+        if (corners == Block::kAll) {
+          JAXOPS_UNROLL
+          for (int c = 0; c < kCorners; ++c) add(c);
+        } else {
+          ForEachCorner(corners, add);
         }
+      } else {
+        const auto add = [&](int c) {
+          A* to = base + grid.offsets[c];
+          const A weight = block.weights[c][i];
+          int64_t f = 0;
+          for (; f + kLanes<A> <= width; f += kLanes<A>) {
+            Store(Load(to + f) + weight * Load(g + f), to + f);
+          }
+          if (f < width) {
+            const int64_t count = width - f;
+            StoreFirst(LoadFirst(to + f, count) + weight * LoadFirst(g + f, count), to + f, count);
+          }
+        };
+        ForEachCorner(corners, add);
       }
     }
-  });
+  }
 }
 
-// Calls run with a pointer of the storage type, the number of axes, and few channels or 0.
+// The slabs of points by where they are along the first axis.
+template <typename A, int kAxes>
+void EvaluateBins(const Bins& args) {
+  using Int = typename Simd<A>::Int;
+  const Points& points = args.points;
+  const AxisOf<A> axis(points.geometry, 0);
+  const int32_t none = args.slabs;
+  uint8_t slabs[2][kMaxChunk];  // of the lower and of the upper entry
+  uint32_t counts[kMaxSlabs + 1] = {};
+  for (int64_t first = 0; first < points.count; first += kBlock) {
+    const int64_t rest = points.count - first;
+    const int count = rest < kBlock ? static_cast<int>(rest) : kBlock;
+    A coordinates[kAxes][kBlock];
+    decltype(Int{}[0] + 0) found[2][kBlock];
+    ReadPoints(points, points.points, first, count, coordinates);
+    for (int i = count; i % kLanes<A> != 0; ++i) coordinates[0][i] = 0;
+    for (int i = 0; i < count; i += kLanes<A>) {
+      const auto at = axis.Find(Load(coordinates[0] + i));
+      const Int lower = at.has_lower ? at.entry >> args.shift : Int{} + none;
+      const Int upper = at.has_upper ? (at.entry + 1) >> args.shift : Int{} + none;
+      __builtin_memcpy(found[0] + i, &lower, sizeof(Int));
+      __builtin_memcpy(found[1] + i, &upper, sizeof(Int));
+    }
+    for (int i = 0; i < count; ++i) {
+      const int lower = found[0][i], upper = found[1][i];
+      slabs[0][first + i] = lower;
+      slabs[1][first + i] = upper;
+      ++counts[lower];
+      if (upper != lower) ++counts[upper];
+    }
+  }
+  uint32_t next[kMaxSlabs + 1];
+  uint32_t total = 0;
+  for (int s = 0; s <= args.slabs; ++s) {
+    args.starts[s] = next[s] = total;
+    total += counts[s];
+  }
+  for (int64_t i = 0; i < points.count; ++i) {
+    const int lower = slabs[0][i], upper = slabs[1][i];
+    args.lists[next[lower]++] = i;
+    if (upper != lower) args.lists[next[upper]++] = i;
+  }
+}
+
+// Calls run with a pointer of the storage type, the number of axes, and that of channels where it
+// has a kernel of its own or 0.
 template <typename Run>
 void Dispatch(const Points& points, Run run) {
   WithStorage(points.dtype, nullptr, 0, [&]<typename S>(const S* storage) {
-    const auto with_axes = [&](auto width) {
+    WithWidth<Arithmetic<S>>(points.geometry.width, [&](auto width) {
       if (points.geometry.axes == 3) {
         run(storage, Constant<3>(), width);
       } else {
         run(storage, Constant<2>(), width);
       }
-    };
-    if constexpr (sizeof(S) == sizeof(Arithmetic<S>)) {
-      switch (points.geometry.width) {
-        case 1:
-          return with_axes(Constant<1>());
-        case 2:
-          return with_axes(Constant<2>());
-        case 3:
-          return with_axes(Constant<3>());
-        case kFewChannels:
-          return with_axes(Constant<kFewChannels>());
-        default:
-          break;
-      }
-    }
-    with_axes(Constant<0>());
+    });
   });
 }
 
 void RunGather(const Gather& args) {
   Dispatch(args.points,
            [&]<typename S, int kAxes, int kWidth>(const S*, Constant<kAxes>, Constant<kWidth>) {
-             EvaluateGather<S, kAxes, kWidth>(args);
+             if (args.out != nullptr) {
+               EvaluateValues<S, kAxes, kWidth>(args);
+             } else {
+               EvaluatePointGradients<S, kAxes, kWidth>(args);
+             }
            });
+}
+
+void RunBins(const Bins& args) {
+  const auto with_axes = [&]<int kAxes>(Constant<kAxes>) {
+    if (args.points.dtype == DType::kF64) {
+      EvaluateBins<double, kAxes>(args);
+    } else {
+      EvaluateBins<float, kAxes>(args);
+    }
+  };
+  if (args.points.geometry.axes == 3) {
+    with_axes(Constant<3>());
+  } else {
+    with_axes(Constant<2>());
+  }
 }
 
 void RunScatter(const Scatter& args) {
@@ -315,12 +580,12 @@ void RunScatter(const Scatter& args) {
 
 void RunStoreSums(const StoreSums& args) {
   WithStorage(args.dtype, args.to, 0, [&]<typename S>(const S* to) {
-    Narrow(static_cast<const Arithmetic<S>*>(args.sums), args.count, const_cast<S*>(to));
+    StoreRounded(static_cast<const Arithmetic<S>*>(args.sums), args.count, const_cast<S*>(to));
   });
 }
 
 }  // namespace
 
-const Kernels kKernels = {RunGather, RunScatter, RunStoreSums};
+const Kernels kKernels = {RunGather, RunBins, RunScatter, RunStoreSums};
 
 }  // namespace jaxops::grid_sample::cpu::JAXOPS_ISA

@@ -9,13 +9,14 @@
 
 namespace jaxops::grid_sample::cpu {
 
-// `count` neighbouring points of a batch entry, and what belongs to them.
+// Points of a batch entry and what belongs to them: `count` neighbours, or those `chosen`.
 struct Points {
   Geometry geometry;
   DType dtype;
   DType point_dtype;
   int order;
   int64_t count;
+  const uint16_t* chosen;
   const void* points;
   const void* cotangent;  // null with out
   const void* directions[multilinear::kMaxDirections];
@@ -29,11 +30,25 @@ struct Gather {
   void* dpoints;  // null where out is not
 };
 
+inline constexpr int64_t kMaxChunk = 8192;
+inline constexpr int kMaxSlabs = 16;
+
+// Sorts neighbouring points, of which there are up to kMaxChunk, by the slab of the volume that
+// they add to, in which they stay in order: 2^shift indices of the first axis make one. A point
+// between two slabs is in both.
+struct Bins {
+  Points points;
+  int slabs;
+  int shift;
+  uint16_t* lists;   // two for each point
+  uint32_t* starts;  // of each slab's list, and the end of the last
+};
+
 // Adds to the gradient by the entries whose index along the first axis is in [begin, end).
 struct Scatter {
   Points points;
-  int64_t begin;
-  int64_t end;
+  int32_t begin;
+  int32_t end;
   void* sums;  // of the arithmetic type
 };
 
@@ -47,6 +62,7 @@ struct StoreSums {
 
 struct Kernels {
   void (*gather)(const Gather&);
+  void (*bins)(const Bins&);
   void (*scatter)(const Scatter&);
   void (*store_sums)(const StoreSums&);
 };

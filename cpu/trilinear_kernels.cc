@@ -3,256 +3,317 @@
 #include <cstdint>
 
 #include "common/multilinear.h"
+#include "cpu/rows.h"
 #include "cpu/simd.h"
 
 namespace jaxops::trilinear::cpu::JAXOPS_ISA {
 namespace {
 
 using namespace jaxops::cpu::JAXOPS_ISA;
-using multilinear::Axis;
 
 constexpr int kAxes = 3;
 constexpr int kCorners = 8;
 
-// Cells whose points are converted at a time.
-constexpr int64_t kBlock = 32;
+// Cells whose weights are made at a time, a multiple of all vectors' lanes.
+constexpr int kBlock = 64;
 
-// Features of a cell whose number is not known here: whole vectors, the last one overlapping the
-// one before it.
-template <typename S>
-struct Many {
-  using A = Arithmetic<S>;
-  using V = Vec<A>;
-  static constexpr int64_t kStep = kLanes<A>;
-
-  int64_t width;
-
-  JAXOPS_ALWAYS_INLINE static V LoadSome(const S* from, int64_t count) {
-    return count >= kStep ? Load(from) : LoadPartial(from, count);
-  }
-  JAXOPS_ALWAYS_INLINE static void StoreSome(V v, S* to, int64_t count) {
-    if (count >= kStep) {
-      Store(v, to);
-    } else {
-      StorePartial(v, to, count);
-    }
-  }
-
-  // Calls step(f, count) so that [f, f + count) cover the features.
-  template <typename Step>
-  JAXOPS_ALWAYS_INLINE void Cover(Step step) const {
-    int64_t f = 0;
-    for (; f + kStep <= width; f += kStep) step(f, kStep);
-    if (f < width) {
-      if (width >= kStep) {
-        step(width - kStep, kStep);
-      } else {
-        step(0, width);
-      }
-    }
-  }
-
-  JAXOPS_ALWAYS_INLINE void Interpolate(const A (&weights)[kCorners], const S* features,
-                                        S* out) const {
-    Cover([&](int64_t f, int64_t count) {
-      V sum = weights[0] * LoadSome(features + f, count);
-      JAXOPS_UNROLL
-      for (int c = 1; c < kCorners; ++c) {
-        sum += weights[c] * LoadSome(features + c * width + f, count);
-      }
-      StoreSome(sum, out + f, count);
-    });
-  }
-
-  JAXOPS_ALWAYS_INLINE void Spread(const A (&weights)[kCorners], const S* cotangent,
-                                   S* dfeatures) const {
-    Cover([&](int64_t f, int64_t count) {
-      const V g = LoadSome(cotangent + f, count);
-      JAXOPS_UNROLL
-      for (int c = 0; c < kCorners; ++c) {
-        StoreSome(weights[c] * g, dfeatures + c * width + f, count);
-      }
-    });
-  }
-
-  JAXOPS_ALWAYS_INLINE void Dot(const S* features, const S* cotangent, A (&dots)[kCorners]) const {
-    V sums[kCorners] = {};
-    int64_t f = 0;
-    for (; f + kStep <= width; f += kStep) {
-      const V g = Load(cotangent + f);
-      JAXOPS_UNROLL
-      for (int c = 0; c < kCorners; ++c) sums[c] += g * Load(features + c * width + f);
-    }
-    if (f < width) {
-      const int64_t rest = width - f;
-      const V g = LoadPartial(cotangent + f, rest);
-      JAXOPS_UNROLL
-      for (int c = 0; c < kCorners; ++c) {
-        sums[c] += g * LoadPartial(features + c * width + f, rest);
-      }
-    }
-    JAXOPS_UNROLL
-    for (int c = 0; c < kCorners; ++c) {
-      A sum = 0;
-      for (int i = 0; i < kLanes<A>; ++i) sum += sums[c][i];
-      dots[c] = sum;
-    }
-  }
-};
-
-// A few features, of a number known here: all corners are converted together.
-template <typename S, int kWidth>
-struct Few {
-  using A = Arithmetic<S>;
-  static constexpr int64_t kStep = kLanes<A>;
-  static constexpr int64_t kPadded(int64_t count) { return (count + kStep - 1) / kStep * kStep; }
-
-  template <int64_t kCount>
-  JAXOPS_ALWAYS_INLINE static void Read(const S* from, A (&to)[kPadded(kCount)]) {
-    JAXOPS_UNROLL
-    for (int64_t i = 0; i < kCount; i += kStep) {
-      Store(i + kStep <= kCount ? Load(from + i) : LoadPartial(from + i, kCount - i), to + i);
-    }
-  }
-
-  template <int64_t kCount>
-  JAXOPS_ALWAYS_INLINE static void Write(const A (&from)[kPadded(kCount)], S* to) {
-    JAXOPS_UNROLL
-    for (int64_t i = 0; i < kCount; i += kStep) {
-      if (i + kStep <= kCount) {
-        Store(Load(from + i), to + i);
-      } else {
-        StorePartial<S>(Load(from + i), to + i, kCount - i);
-      }
-    }
-  }
-
-  JAXOPS_ALWAYS_INLINE void Interpolate(const A (&weights)[kCorners], const S* features,
-                                        S* out) const {
-    A corners[kPadded(kCorners * kWidth)];
-    Read<kCorners * kWidth>(features, corners);
-    A sums[kPadded(kWidth)] = {};
-    JAXOPS_UNROLL
-    for (int c = 0; c < kCorners; ++c) {
-      JAXOPS_UNROLL
-      for (int f = 0; f < kWidth; ++f) sums[f] += weights[c] * corners[c * kWidth + f];
-    }
-    Write<kWidth>(sums, out);
-  }
-
-  JAXOPS_ALWAYS_INLINE void Spread(const A (&weights)[kCorners], const S* cotangent,
-                                   S* dfeatures) const {
-    A g[kPadded(kWidth)];
-    Read<kWidth>(cotangent, g);
-    A corners[kPadded(kCorners * kWidth)] = {};
-    JAXOPS_UNROLL
-    for (int c = 0; c < kCorners; ++c) {
-      JAXOPS_UNROLL
-      for (int f = 0; f < kWidth; ++f) corners[c * kWidth + f] = weights[c] * g[f];
-    }
-    Write<kCorners * kWidth>(corners, dfeatures);
-  }
-
-  JAXOPS_ALWAYS_INLINE void Dot(const S* features, const S* cotangent, A (&dots)[kCorners]) const {
-    A corners[kPadded(kCorners * kWidth)];
-    Read<kCorners * kWidth>(features, corners);
-    A g[kPadded(kWidth)];
-    Read<kWidth>(cotangent, g);
-    JAXOPS_UNROLL
-    for (int c = 0; c < kCorners; ++c) {
-      dots[c] = 0;
-      JAXOPS_UNROLL
-      for (int f = 0; f < kWidth; ++f) dots[c] += corners[c * kWidth + f] * g[f];
-    }
-  }
-};
-
-// Points or directions of `count` cells in the arithmetic type.
 template <typename A>
-void ReadPoints(DType dtype, const void* points, int64_t first, int64_t stride, int64_t count,
-                A* to) {
-  WithStorage(dtype, points, first * stride, [&](auto from) {
+struct Weights {
+  A lower[kAxes][kBlock];  // the factors
+  A upper[kAxes][kBlock];
+  A terms[kCorners][kBlock];  // of derivatives along directions
+  A of[kCorners][kBlock];
+
+  JAXOPS_ALWAYS_INLINE void Factors(int i, multilinear::Axis<A> (&axes)[kAxes]) const {
+    for (int a = 0; a < kAxes; ++a) axes[a] = {lower[a][i], upper[a][i], A(0.5)};
+  }
+};
+
+// Points or directions of `count` cells, axis by axis.
+template <typename A>
+JAXOPS_ALWAYS_INLINE void ReadPoints(DType dtype, const void* points, int64_t first, int64_t stride,
+                                     int count, A (&to)[kAxes][kBlock]) {
+  WithStorage(dtype, points, first * stride, [&](const auto* from) {
+    const auto read = [&](auto cell) {
+      for (int i = 0; i < count; ++i) {
+        for (int a = 0; a < kAxes; ++a) to[a][i] = LoadScalar<A>(from + cell(i) + a);
+      }
+    };
     if (stride == kAxes) {
-      Widen(from, count * kAxes, to);
+      read([](int i) { return i * kAxes; });
     } else {
-      for (int64_t i = 0; i < count; ++i) Widen(from + i * stride, kAxes, to + i * kAxes);
+      read([&](int i) { return i * stride; });
     }
   });
 }
 
-template <typename S, typename Features>
-void Evaluate(const Cells& args, const Features& inner) {
-  using A = Arithmetic<S>;
-  const auto* features = static_cast<const S*>(args.features);
-  const auto* cotangent = static_cast<const S*>(args.cotangent);
-  auto* out = static_cast<S*>(args.out);
-  auto* dfeatures = static_cast<S*>(args.dfeatures);
-  A points[kBlock * kAxes], directions[multilinear::kMaxDirections][kBlock * kAxes];
-  A gradients[kBlock * kAxes];
-  for (int64_t first = 0; first < args.count; first += kBlock) {
-    const int64_t count = args.count - first < kBlock ? args.count - first : kBlock;
-    ReadPoints(args.point_dtype, args.points, first, args.points_stride, count, points);
+// Makes the weights of the cells from `first` on.
+template <typename A>
+__attribute__((noinline)) void MakeWeights(const Cells& args, int64_t first, int count,
+                                           Weights<A>& weights) {
+  using V = Vec<A>;
+  A points[kAxes][kBlock];
+  ReadPoints(args.point_dtype, args.points, first, args.points_stride, count, points);
+  for (int i = count; i % kLanes<A> != 0; ++i) {
+    for (int a = 0; a < kAxes; ++a) points[a][i] = 0;
+  }
+  for (int i = 0; i < count; i += kLanes<A>) {
+    V products[kCorners] = {V{} + 1};
+    JAXOPS_UNROLL
+    for (int a = 0; a < kAxes; ++a) {
+      const V p = Load(points[a] + i);
+      const V lower = (1 - p) * A(0.5), upper = (1 + p) * A(0.5);
+      Store(lower, weights.lower[a] + i);
+      Store(upper, weights.upper[a] + i);
+      MultiplyWeights(a, lower, upper, products);
+    }
+    JAXOPS_UNROLL
+    for (int c = 0; c < kCorners; ++c) Store(products[c], weights.of[c] + i);
+  }
+  if (args.order == 0) return;
+  A directions[multilinear::kMaxDirections][kAxes][kBlock];
+  for (int d = 0; d < args.order; ++d) {
+    ReadPoints(args.point_dtype, args.directions[d], first, args.direction_strides[d], count,
+               directions[d]);
+  }
+  for (int i = 0; i < count; ++i) {
+    multilinear::Axis<A> axes[kAxes];
+    weights.Factors(i, axes);
+    A terms[kCorners];
+    multilinear::NoDerivative<kAxes>(terms);
     for (int d = 0; d < args.order; ++d) {
-      ReadPoints(args.point_dtype, args.directions[d], first, args.direction_strides[d], count,
-                 directions[d]);
+      const A direction[kAxes] = {directions[d][0][i], directions[d][1][i], directions[d][2][i]};
+      multilinear::Differentiate<kAxes>(axes, direction, terms);
     }
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t cell = first + i;
-      Axis<A> axes[kAxes];
-      for (int a = 0; a < kAxes; ++a) {
-        const A p = points[i * kAxes + a];
-        axes[a] = {(1 - p) / 2, (1 + p) / 2, A(0.5)};
-      }
-      A terms[kCorners];
-      multilinear::NoDerivative<kAxes>(terms);
-      for (int d = 0; d < args.order; ++d) {
-        const A* t = directions[d] + i * kAxes;
-        const A direction[kAxes] = {t[0], t[1], t[2]};
-        multilinear::Differentiate<kAxes>(axes, direction, terms);
-      }
-      if (args.dpoints != nullptr) {
-        A dots[kCorners], gradient[kAxes];
-        inner.Dot(features + cell * args.features_stride, cotangent + cell * args.cotangent_stride,
-                  dots);
-        multilinear::PointGradient<kAxes>(axes, terms, dots, gradient);
-        for (int a = 0; a < kAxes; ++a) gradients[i * kAxes + a] = gradient[a];
-      }
-      if (args.order == 0) {
-        multilinear::PlainWeights<kAxes>(axes, terms);
-      } else {
-        multilinear::TermsToWeights<kAxes>(axes, terms);
-      }
-      if (out != nullptr) {
-        inner.Interpolate(terms, features + cell * args.features_stride, out + cell * args.width);
-      } else if (dfeatures != nullptr) {
-        inner.Spread(terms, cotangent + cell * args.cotangent_stride,
-                     dfeatures + cell * kCorners * args.width);
-      }
+    for (int c = 0; c < kCorners; ++c) weights.terms[c][i] = terms[c];
+    multilinear::TermsToWeights<kAxes>(axes, terms);
+    for (int c = 0; c < kCorners; ++c) weights.of[c][i] = terms[c];
+  }
+}
+
+// Calls step(f, load, store) for the features from f on, as many as there are lanes, and for the
+// last few; load and store are of so many.
+template <typename S, typename Step>
+JAXOPS_ALWAYS_INLINE void Cover(int64_t width, Step step) {
+  using A = Arithmetic<S>;
+  int64_t f = 0;
+  for (; f + kLanes<A> <= width; f += kLanes<A>) {
+    step(f, [](const S* from) { return Load(from); }, [](Vec<A> v, S* to) { Store(v, to); });
+  }
+  if (f < width) {
+    const int64_t count = width - f;
+    step(
+        f, [&](const S* from) { return LoadFirst(from, count); },
+        [&](Vec<A> v, S* to) { StoreFirst(v, to, count); });
+  }
+}
+
+// Where kWidth features of each of many cells are written in the arithmetic type: at their place,
+// or where they wait to be rounded together.
+template <typename S, int kSize>
+struct Rows {
+  using A = Arithmetic<S>;
+  static constexpr bool kNarrow = sizeof(S) < sizeof(A);
+
+  A wide[kNarrow ? kBlock * kSize : 1];
+
+  JAXOPS_ALWAYS_INLINE A* For(S* to) { return kNarrow ? wide : reinterpret_cast<A*>(to); }
+  JAXOPS_ALWAYS_INLINE void Finish(int count, S* to) {
+    if constexpr (kNarrow) StoreRounded(wide, int64_t{count} * kSize, to);
+  }
+};
+
+// The only feature of all corners, of as many cells: these fill vectors, where a row would not.
+template <typename S, typename A>
+JAXOPS_ALWAYS_INLINE void ReadCorners(const S* features, int64_t stride, int count,
+                                      A (&corners)[kCorners][kBlock]) {
+  const auto read = [&](auto cell) {
+    for (int i = 0; i < count; ++i) {
+      for (int c = 0; c < kCorners; ++c) corners[c][i] = LoadScalar<A>(features + cell(i) + c);
     }
-    if (args.dpoints != nullptr) {
-      WithStorage(args.point_dtype, args.dpoints, first * kAxes, [&]<typename P>(const P* to) {
-        Narrow(gradients, count * kAxes, const_cast<P*>(to));
+  };
+  if (stride == kCorners) {
+    read([](int i) { return i * kCorners; });
+  } else {
+    read([&](int i) { return i * stride; });
+  }
+}
+
+template <typename S, int kWidth>
+void Interpolate(const Cells& args, int64_t first, int count,
+                 const Weights<Arithmetic<S>>& weights) {
+  using A = Arithmetic<S>;
+  const S* features = static_cast<const S*>(args.features) + first * args.features_stride;
+  S* out = static_cast<S*>(args.out) + first * args.width;
+  if constexpr (kWidth == 1) {
+    A corners[kCorners][kBlock];
+    ReadCorners(features, args.features_stride, count, corners);
+    Rows<S, 1> rows;
+    A* to = rows.For(out);
+    for (int i = 0; i < count; ++i) {
+      A sum = weights.of[0][i] * corners[0][i];
+      for (int c = 1; c < kCorners; ++c) sum += weights.of[c][i] * corners[c][i];
+      to[i] = sum;
+    }
+    rows.Finish(count, out);
+  } else if constexpr (kWidth > 0) {
+    using R = Row<A, kWidth>;
+    Rows<S, kWidth> rows;
+    A* to = rows.For(out);
+    for (int i = 0; i < count; ++i, features += args.features_stride) {
+      auto sum = weights.of[0][i] * R::Read(features);
+      JAXOPS_UNROLL
+      for (int c = 1; c < kCorners; ++c) sum += weights.of[c][i] * R::Read(features + c * kWidth);
+      R::Write(sum, to + i * kWidth);
+    }
+    rows.Finish(count, out);
+  } else {
+    const int64_t width = args.width;
+    constexpr int kTogether = 2;  // vectors of a row, so that memory is read in order
+    for (int i = 0; i < count; ++i, features += args.features_stride, out += width) {
+      int64_t done = 0;
+      for (; done + kTogether * kLanes<A> <= width; done += kTogether * kLanes<A>) {
+        Vec<A> sums[kTogether] = {};
+        JAXOPS_UNROLL
+        for (int c = 0; c < kCorners; ++c) {
+          JAXOPS_UNROLL
+          for (int j = 0; j < kTogether; ++j) {
+            sums[j] += weights.of[c][i] * Load(features + c * width + done + j * kLanes<A>);
+          }
+        }
+        JAXOPS_UNROLL
+        for (int j = 0; j < kTogether; ++j) Store(sums[j], out + done + j * kLanes<A>);
+      }
+      Cover<S>(width - done, [&](int64_t f, auto load, auto store) {
+        Vec<A> sum = weights.of[0][i] * load(features + done + f);
+        JAXOPS_UNROLL
+        for (int c = 1; c < kCorners; ++c) {
+          sum += weights.of[c][i] * load(features + c * width + done + f);
+        }
+        store(sum, out + done + f);
       });
     }
   }
 }
 
+template <typename S, int kWidth>
+void Spread(const Cells& args, int64_t first, int count, const Weights<Arithmetic<S>>& weights) {
+  using A = Arithmetic<S>;
+  const S* g = static_cast<const S*>(args.cotangent) + first * args.cotangent_stride;
+  S* dfeatures = static_cast<S*>(args.dfeatures) + first * kCorners * args.width;
+  if constexpr (kWidth > 0) {
+    using R = Row<A, kWidth>;
+    Rows<S, kCorners * kWidth> rows;
+    A* to = rows.For(dfeatures);
+    for (int i = 0; i < count; ++i, g += args.cotangent_stride, to += kCorners * kWidth) {
+      const auto row = R::Read(g);
+      JAXOPS_UNROLL
+      for (int c = 0; c < kCorners; ++c) R::Write(weights.of[c][i] * row, to + c * kWidth);
+    }
+    rows.Finish(count, dfeatures);
+  } else {
+    const int64_t width = args.width;
+    for (int i = 0; i < count; ++i, g += args.cotangent_stride, dfeatures += kCorners * width) {
+      Cover<S>(width, [&](int64_t f, auto load, auto store) {
+        const Vec<A> row = load(g + f);
+        JAXOPS_UNROLL
+        for (int c = 0; c < kCorners; ++c) {
+          store(weights.of[c][i] * row, dfeatures + c * width + f);
+        }
+      });
+    }
+  }
+}
+
+template <typename S, int kWidth>
+void PointGradients(const Cells& args, int64_t first, int count,
+                    const Weights<Arithmetic<S>>& weights) {
+  using A = Arithmetic<S>;
+  using V = Vec<A>;
+  const S* features = static_cast<const S*>(args.features) + first * args.features_stride;
+  const S* g = static_cast<const S*>(args.cotangent) + first * args.cotangent_stride;
+  A dots[kCorners][kBlock] = {};
+  if constexpr (kWidth == 1) {
+    ReadCorners(features, args.features_stride, count, dots);
+    for (int i = 0; i < count; ++i, g += args.cotangent_stride) {
+      for (int c = 0; c < kCorners; ++c) dots[c][i] *= LoadScalar<A>(g);
+    }
+  } else {
+    for (int i = 0; i < count; ++i, features += args.features_stride, g += args.cotangent_stride) {
+      if constexpr (kWidth > 0) {
+        using R = Row<A, kWidth>;
+        const auto row = R::Read(g);
+        JAXOPS_UNROLL
+        for (int c = 0; c < kCorners; ++c) {
+          dots[c][i] = R::Sum(row * R::Read(features + c * kWidth));
+        }
+      } else {
+        const int64_t width = args.width;
+        V sums[kCorners] = {};
+        Cover<S>(width, [&](int64_t f, auto load, auto) {
+          const V row = load(g + f);
+          JAXOPS_UNROLL
+          for (int c = 0; c < kCorners; ++c) sums[c] += row * load(features + c * width + f);
+        });
+        JAXOPS_UNROLL
+        for (int c = 0; c < kCorners; ++c) dots[c][i] = SumLanes<A>(sums[c]);
+      }
+    }
+  }
+  A gradients[kBlock * kAxes];
+  if (args.order == 0) {
+    A along[kAxes][kBlock];
+    for (int i = 0; i < count; i += kLanes<A>) {
+      multilinear::Axis<V> axes[kAxes];
+      JAXOPS_UNROLL
+      for (int a = 0; a < kAxes; ++a) {
+        axes[a] = {Load(weights.lower[a] + i), Load(weights.upper[a] + i), V{} + A(0.5)};
+      }
+      V values[kCorners], gradient[kAxes];
+      JAXOPS_UNROLL
+      for (int c = 0; c < kCorners; ++c) values[c] = Load(dots[c] + i);
+      multilinear::PlainPointGradient<kAxes>(axes, values, gradient);
+      JAXOPS_UNROLL
+      for (int a = 0; a < kAxes; ++a) Store(gradient[a], along[a] + i);
+    }
+    for (int i = 0; i < count; ++i) {
+      for (int a = 0; a < kAxes; ++a) gradients[i * kAxes + a] = along[a][i];
+    }
+  } else {
+    for (int i = 0; i < count; ++i) {
+      multilinear::Axis<A> axes[kAxes];
+      weights.Factors(i, axes);
+      A terms[kCorners], values[kCorners], gradient[kAxes];
+      for (int c = 0; c < kCorners; ++c) {
+        terms[c] = weights.terms[c][i];
+        values[c] = dots[c][i];
+      }
+      multilinear::PointGradient<kAxes>(axes, terms, values, gradient);
+      for (int a = 0; a < kAxes; ++a) gradients[i * kAxes + a] = gradient[a];
+    }
+  }
+  WithStorage(args.point_dtype, args.dpoints, first * kAxes, [&]<typename P>(const P* to) {
+    if constexpr (sizeof(Arithmetic<P>) == sizeof(A)) {
+      StoreRounded(gradients, int64_t{count} * kAxes, const_cast<P*>(to));
+    } else {
+      Narrow(gradients, count * kAxes, const_cast<P*>(to));
+    }
+  });
+}
+
 void RunCells(const Cells& args) {
   WithStorage(args.dtype, nullptr, 0, [&]<typename S>(const S*) {
-    switch (args.width) {
-      case 1:
-        return Evaluate<S>(args, Few<S, 1>());
-      case 2:
-        return Evaluate<S>(args, Few<S, 2>());
-      case 3:
-        return Evaluate<S>(args, Few<S, 3>());
-      case 4:
-        return Evaluate<S>(args, Few<S, 4>());
-      case 8:
-        return Evaluate<S>(args, Few<S, 8>());
-      default:
-        return Evaluate<S>(args, Many<S>{args.width});
-    }
+    WithWidth<Arithmetic<S>>(args.width, [&]<int kWidth>(Constant<kWidth>) {
+      Weights<Arithmetic<S>> weights;
+      for (int64_t first = 0; first < args.count; first += kBlock) {
+        const int64_t rest = args.count - first;
+        const int count = rest < kBlock ? static_cast<int>(rest) : kBlock;
+        MakeWeights(args, first, count, weights);
+        if (args.out != nullptr) Interpolate<S, kWidth>(args, first, count, weights);
+        if (args.dpoints != nullptr) PointGradients<S, kWidth>(args, first, count, weights);
+        if (args.dfeatures != nullptr) Spread<S, kWidth>(args, first, count, weights);
+      }
+    });
   });
 }
 

@@ -6,6 +6,7 @@ The oracle is `jaxops.reference` in float64, which tests below hold against SciP
 from __future__ import annotations
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -373,6 +374,66 @@ def test_point_gradients_at_entries_are_one_sided(align_corners, padding_mode, p
     np.testing.assert_allclose(slopes[:, 0], scale * np.array([2, 1, 5, 5]), rtol=1e-9)
 
 
+def special_coordinates(size, align_corners):
+    """Those of entries and of the middles between them, inside, at both borders and beyond."""
+    index = np.arange(-2 * size - 1, 4 * size) / 2
+    if align_corners:
+        return index * (2 / max(size - 1, 1)) - 1
+    return (2 * index + 1) / size - 1
+
+
+@pytest.mark.parametrize("align_corners", BOTH)
+@pytest.mark.parametrize("padding_mode", PADDINGS)
+@pytest.mark.parametrize("sizes", [(1, 3), (1, 2, 1)], ids=str)
+def test_derivatives_at_kinks_are_one_sided(sizes, padding_mode, align_corners, platform):
+    """First and second ones, also of points that are on kinks of several axes."""
+    axes = len(sizes)
+    volume, _ = random_case(sizes, width=1)
+    lines = [special_coordinates(n, align_corners) for n in sizes]
+    points = np.stack(np.meshgrid(*lines, indexing="ij"), axis=-1).reshape(-1, axes)
+    options = {"padding_mode": padding_mode, "align_corners": align_corners}
+
+    def derivatives(sample, points):
+        def slopes(points):
+            return jax.grad(lambda p: sample(volume, p, **options).sum())(points)
+
+        along = jnp.broadcast_to(jnp.eye(axes)[:, None], (axes, *points.shape))
+        columns = jax.vmap(lambda t: jax.jvp(slopes, (points,), (t,))[1])(along)
+        return slopes(points), columns
+
+    # Every piece is multilinear, and so much longer than the step that differences are exact.
+    step = 2.0**-16
+    moves = np.array(list(itertools.product((-1, 0, 1), repeat=axes)))
+    (moved,) = on_reference(
+        functools.partial(reference.grid_sample, volume, point_rank=2, **options),
+        points + step * moves[:, None],
+    )
+    value = {tuple(m): v[:, 0] for m, v in zip(moves, moved, strict=True)}
+
+    def difference(move, a, side):
+        there = tuple(side if i == a else m for i, m in enumerate(move))
+        return (value[there] - value[move]) * side / step
+
+    def mixed(a, b, side_a, side_b):
+        there = tuple(side_b if i == b else 0 for i in range(axes))
+        origin = difference((0,) * axes, a, side_a)
+        return (difference(there, a, side_a) - origin) * side_b / step
+
+    for found in (
+        on_reference(functools.partial(derivatives, reference.grid_sample), points),
+        run(functools.partial(derivatives, jaxops.grid_sample), platform, points),
+    ):
+        slopes, columns = found
+        for a in range(axes):
+            sides = [difference((0,) * axes, a, side) for side in (-1, 1)]
+            assert np.abs(sides - slopes[:, a]).min(0).max() < 1e-9
+            np.testing.assert_array_equal(columns[a][:, a], 0)
+            for b in range(a):
+                sides = [mixed(a, b, *s) for s in itertools.product((-1, 1), repeat=2)]
+                assert np.abs(sides - columns[a][:, b]).min(0).max() < 1e-5
+                np.testing.assert_allclose(columns[b][:, a], columns[a][:, b], rtol=1e-12)
+
+
 def test_entries_outside_count_as_zero_each_on_its_own(platform):
     """A NaN inside does not leak to points whose other entries are outside, nor zeros in."""
     image = np.ones((3, 3, 1), np.float32)
@@ -439,6 +500,32 @@ def test_deterministic_is_the_same_bit_for_bit(crowd, axes, width, platform):
     assert first.tobytes() == again.tobytes()
     want = on_reference(gradients(reference.grid_sample), volume, points, g)
     assert_close([first], [want[0]], crowd, dtype="float32", terms=count)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "padding_mode"),
+    [("bfloat16", "zeros"), ("float32", "reflection"), ("float64", "zeros")],
+)
+def test_slabs_of_a_volume_have_the_bits_of_all_of_it(dtype, padding_mode):
+    """On a CPU, threads share the gradient by a large volume, but none that is a few channels'."""
+    volume, points = random_case((75, 40, 30), 32, 12_000, dtype, reach=1.2)
+    points = points.astype(np.float32).reshape(3, 4000, 3)
+    points[0, 5] = np.nan
+    g = np.random.default_rng(1).standard_normal((3, 4000, 32)).astype(volume.dtype)
+    sample = functools.partial(jaxops.grid_sample, padding_mode=padding_mode)
+
+    @jax.jit
+    def gradient(volume, g):
+        of_shared = jax.vjp(lambda v: jax.vmap(sample, (None, 0))(v, points), volume)[1](g)[0]
+        several = jnp.broadcast_to(volume, (3, *volume.shape))
+        return of_shared, jax.vjp(lambda v: sample(v, points), several)[1](g)[0]
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        whole = gradient(volume, g)
+        few = gradient(volume[..., 24:28], g[..., 24:28])
+    for of_whole, of_few in zip(whole, few, strict=True):
+        assert np.asarray(of_few).any()
+        assert np.asarray(of_whole[..., 24:28]).tobytes() == np.asarray(of_few).tobytes()
 
 
 @pytest.mark.parametrize("deterministic", BOTH)

@@ -88,8 +88,8 @@ def _mark(total, p, lost, method):
 def _positions(p, n: int, padding_mode: str, align_corners: bool):
     """Where coordinates are along an axis of n entries, in entries; and whether that counts."""
     x = (p + 1) * ((n - 1) / 2) if align_corners else (p + 1) * (n / 2) - 0.5
-    if align_corners and n == 1:
-        x = jnp.zeros_like(p)
+    if n == 1 and (align_corners or padding_mode != "zeros"):
+        x = jnp.zeros_like(p)  # every place is the only entry's, so that derivatives are zero
     last = n - 1
     if padding_mode == "zeros":
         inside = (x > -1) & ((x < n) | (x == last))
