@@ -64,13 +64,14 @@ struct Params : Layout {
   FastDivider runs;                        // those of a strip
   int last_steps;                          // of the last of these
   int run_columns;                         // entries of a row of a stage
-  FastDivider columns_of_row;              // the same, to divide by
   int phases;
   Phase phase[kMaxPhases];
   const void* image;  // for runs, which look for what is not finite
-  int image_rows, image_columns;
-  Group set[kMaxTaps];    // taps that a block sums for
-  int32_t tap[kMaxTaps];  // bytes from the entry of the set's least row and column, in a stage
+  const void* cotangent;
+  int image_rows, image_columns, row_low, column_low, row_dilation, column_dilation, tap_columns;
+  Group set[kMaxTaps];         // taps that a block sums for
+  int32_t tap[kMaxTaps];       // bytes from the entry of the set's least row and column, in a stage
+  FastDivider columns_of_row;  // run_columns, to divide by
 };
 
 // What one block sums.
