@@ -167,7 +167,7 @@ def conv_general_dilated(
     negative too, strides, dilation and groups, and transposed ones, which are those with
     `lhs_dilation` and without strides. What else there is goes to `jax.lax`, with a
     `NoKernelWarning`, once a case:
-    ``warnings.simplefilter("error", jaxops.conv.NoKernelWarning)`` makes that an error, and
+    ``warnings.simplefilter("error", jaxops.NoKernelWarning)`` makes that an error, and
     ``jaxops.conv_general_dilated.supported(...)``, which takes the same arguments and structures of
     shape and dtype as well, tells beforehand and runs nothing.
 

@@ -288,6 +288,12 @@ class _Arguments:
             if reduction == "mean":
                 raise ValueError(f'{me}: reduction must not be "mean" where normalizer is given')
             normalizer = _scalar(me, "normalizer", normalizer, integers=True)
+        if (reduction != "none" or normalizer is not None) and compat.has_symbolic_shape(logits):
+            raise NotImplementedError(
+                f"{me}: a reduced loss of logits of symbolic shape "
+                f"({', '.join(map(str, logits.shape))}) is not supported; export it with "
+                'reduction="none"'
+            )
         return cls(
             logits,
             jnp.asarray(labels),

@@ -122,7 +122,7 @@ def test_info_tables(capsys):
 
 
 def test_info_reports_that_there_is_no_device(monkeypatch, capsys):
-    def devices():
+    def devices(*_):
         raise RuntimeError("nothing to run on")
 
     monkeypatch.setattr(jax, "devices", devices)
