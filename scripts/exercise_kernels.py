@@ -795,6 +795,65 @@ def exercise_convolution(
     return compared(f"{dtype}, {sizes}, {channels} to {outputs}", got, want, rounded, 64)
 
 
+# (images, H, W), channels, outputs, taps, strides and dilation of kernel gradients: of whole rows
+# and of strips of them, with several phases, of few channels.
+SPOILED = (
+    ((3, 9, 11), 64, 72, 3, 1, 1),
+    ((9, 7, 7), 128, 64, 3, 1, 1),
+    ((3, 30, 192), 64, 64, 3, 1, 1),
+    ((3, 17, 9), 64, 64, 3, 2, 1),
+    ((3, 30, 31), 64, 64, 3, 1, 2),
+    ((3, 13, 16), 3, 64, 7, 2, 1),
+)
+# Where x and the cotangent are not finite.
+SPOILS = {
+    "nowhere": ([], []),
+    "x in a corner": ([(0, 0, 0, 1)], []),
+    "x at a border": ([(2, 3, 0, 0), (1, -1, -1, -1)], []),
+    "x everywhere": ([...], []),
+    "the cotangent": ([], [(0, 1, 2, 3)]),
+}
+
+
+def exercise_not_finite(device, dtype, sizes, channels, outputs, taps, stride, dilation):
+    """Gradients by the kernel of images and cotangents with a NaN or Inf, or many."""
+    rng = np.random.default_rng(taps)
+    low = (taps - 1) * dilation // 2
+    options = {"strides": stride, "dilation": dilation, "padding": low}
+    kernel = jnp.zeros((taps, taps, channels, outputs), dtype)
+    x = rng.normal(size=(*sizes, channels)).astype(jnp.dtype(dtype))
+    shape = jax.eval_shape(lambda *a: jaxops.conv2d(*a, **options), x, kernel).shape
+    g = rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+    @jax.jit
+    def gradient(x, g):
+        return jax.vjp(lambda kernel: jaxops.conv2d(x, kernel, **options), kernel)[1](g)[0]
+
+    count, wrong = 0, []
+    for (name, places), value in itertools.product(SPOILS.items(), (np.inf, np.nan)):
+        arrays = x.copy(), g.copy()
+        for array, found in zip(arrays, places, strict=True):
+            for place in found:
+                array[place] = value
+        got = np.asarray(gradient(*jax.device_put(arrays, device)), np.float64)
+        padded = np.pad(arrays[0].astype(np.float64), ((0, 0), (low, low), (low, low), (0, 0)))
+        columns = arrays[1].astype(np.float64).reshape(-1, outputs)
+        want = np.empty(got.shape)
+        for i, j in itertools.product(range(taps), repeat=2):
+            rows, steps = (
+                slice(n * dilation, n * dilation + (out - 1) * stride + 1, stride)
+                for n, out in zip((i, j), shape[1:3], strict=True)
+            )
+            with np.errstate(invalid="ignore"):
+                want[i, j] = padded[:, rows, steps].reshape(-1, channels).T @ columns
+        finite = np.isfinite(want)
+        near = np.allclose(got[finite], want[finite], rtol=0.01, atol=0.02 * len(columns) ** 0.5)
+        count += 1
+        if not near or not np.array_equal(got[~finite], want[~finite], equal_nan=True):
+            wrong.append(f"{dtype}, {sizes}, {channels} to {outputs}, {value} in {name}: differs")
+    return count, wrong
+
+
 EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
     "conv2d": (
@@ -803,6 +862,10 @@ EXERCISES = {
             *((*kind, *case) for kind in CONVOLVED for case in CONVOLUTIONS),
             *((dtype, None, *case) for dtype in DTYPES for case in SMALL_GROUPS),
         ),
+    ),
+    "conv2d_not_finite": (
+        exercise_not_finite,
+        tuple((dtype, *case) for dtype in ("bfloat16", "float16") for case in SPOILED),
     ),
     "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
     "focal_loss_sum": (
