@@ -18,6 +18,7 @@ import functools
 import math
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
@@ -127,6 +128,8 @@ def _bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, in
     """
     if taps == 1:
         return 0, 1
+    if jax.export.is_symbolic_dim(time):
+        return padding, dilation
     far = max(1, 2 * time)
     if dilation <= far:
         return padding, dilation
@@ -306,7 +309,8 @@ def _pullback(g, x, weight, wanted, *, options, flip):
             g,
             options=options,
             summed=tuple(n == 1 for n in weight.shape[:batch_rank]),
-            bias_dtype=dbias_like.dtype if fuse_bias else None,
+            # Its name: NumPy finds None equal to float64, and JAX's caches compare parameters.
+            bias_dtype=dbias_like.dtype.name if fuse_bias else None,
         )
         dbias = fused[0] if fused else None
     elif dx_like is not None:
@@ -456,7 +460,7 @@ _backward_operator = Operator(
     signature=_backward_signature,
     reference=_backward_reference,
     dtypes=lambda x, weight, g, *, bias_dtype, **_: (
-        [x.dtype, weight.dtype] + ([] if bias_dtype is None else [bias_dtype])
+        [x.dtype, weight.dtype] + ([] if bias_dtype is None else [np.dtype(bias_dtype)])
     ),
     attributes=_attributes,
     scratch=_backward_scratch,

@@ -158,6 +158,17 @@ def test_errors_of_lax_have_no_arrays(argument):
         assert "123456" not in own
 
 
+def test_short_options_of_lax_are_not_blamed():
+    """For an error that has to do with others: here, of channels."""
+    short = {
+        "window_strides": (np.int64(1), np.int64(1)),
+        "precision": (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST),
+    }
+    kernel = jnp.ones((3, 3, IMAGE.shape[-1] + 3, 2))
+    with pytest.raises(ValueError, match="feature"):
+        jaxops.conv_general_dilated(IMAGE, kernel, **{**LAX_OPTIONS, **short})
+
+
 @pytest.mark.parametrize("argument", ["lhs", "rhs"])
 def test_operands_of_lax(argument):
     operands = {"lhs": IMAGE, "rhs": KERNEL, argument: BAD["array of objects"]()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
@@ -87,6 +88,55 @@ def test_taylor_series(spec):
     for order, curve in enumerate((derivative(along), derivative(derivative(along)))):
         for got, want in zip(by_result, jax.tree.leaves(curve(0.0)), strict=True):
             np.testing.assert_allclose(got[order], want, rtol=1e-10, atol=1e-10)
+
+
+def test_taylor_series_of_complex_and_of_integer_arrays():
+    x, dx = jnp.array([1 + 2j], jnp.complex64), jnp.array([3 + 1j], jnp.complex64)
+    _, series = jet.jet(lambda x: jaxops.concatenate([x, x]), (x,), ([dx],))
+    np.testing.assert_array_equal(series[0], [3 + 1j, 3 + 1j])
+
+    def rounded(x):
+        return jaxops.concatenate([jnp.round(x).astype(jnp.int32)] * 2).astype(jnp.float32)
+
+    _, series = jet.jet(rounded, (x.real,), ([dx.real],))
+    np.testing.assert_array_equal(series[0], [0, 0])
+
+
+def test_no_parameter_is_none_or_a_dtype():
+    """NumPy finds None equal to float64, and JAX's caches compare parameters by ==."""
+    assert np.dtype("float64") == None  # noqa: E711 - that is the point
+
+    def gradients(with_bias):
+        def loss(x, weight, *bias):
+            return jaxops.lightweight_conv(x, weight, bias=bias[0] if bias else None).sum()
+
+        arrays = normal(2, 50, 4), normal(1, 3), normal(4)
+        arrays = [a.astype(np.float64) for a in arrays[: 2 + with_bias]]
+        return jax.make_jaxpr(jax.grad(loss, tuple(range(len(arrays)))))(*arrays)
+
+    calls = [
+        next(e for e in gradients(b).eqns if e.primitive.name == "lightweight_conv_backward")
+        for b in (False, True)
+    ]
+    assert [len(e.outvars) for e in calls] == [2, 3]
+    without, with_bias = (e.params for e in calls)
+    assert all(without[name] != with_bias[name] for name in without if without[name] is None)
+
+
+def test_export_of_a_map_over_some_axes_of_a_mesh_of_one_device():
+    auto = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=auto, devices=jax.devices("cpu")[:1])
+    mapped = jax.shard_map(
+        jaxops.lightweight_conv,
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P("a"),
+        axis_names={"a"},
+    )
+    export = jax.export.export(
+        jax.jit(mapped), disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS, platforms=("cpu",)
+    )
+    assert "jaxops_lightweight_conv" in export(normal(2, 5, 4), normal(1, 3)).mlir_module()
 
 
 def test_an_executable_of_several_devices_is_serialised():

@@ -6,6 +6,7 @@ What came is told by `describe`: an error is read in a terminal or a log, and ha
 from __future__ import annotations
 
 import contextlib
+import enum
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,8 +35,10 @@ def describe(value: Any) -> str:
 def _is_short(value):
     if isinstance(value, str):
         return len(value) <= 40
-    if isinstance(value, int):
-        return abs(value) < 10**20
+    if isinstance(value, enum.Enum):
+        return True
+    if isinstance(value, (int, np.integer)):
+        return abs(int(value)) < 10**20
     if isinstance(value, (list, tuple)):
         # Numbers that are no integers may be the entries of an array.
         return len(value) <= 8 and all(

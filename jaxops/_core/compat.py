@@ -207,7 +207,7 @@ def partitions(ctx) -> bool:
     """
     context = ctx.module_context.axis_context
     if isinstance(context, mlir.SPMDAxisContext):
-        return set(context.manual_axes) != set(context.mesh.axis_names)
+        return context.mesh.size > 1 and set(context.manual_axes) != set(context.mesh.axis_names)
     return isinstance(context, mlir.ShardingContext) and context.num_devices > 1
 
 

@@ -160,7 +160,7 @@ class Operator:
                 mlir.register_lowering(self._local, lower, platform=platform)
             return
         native.TARGETS.append(self.target)
-        mlir.register_lowering(self._local, _lower_fun(self._run_reference))
+        mlir.register_lowering(self._local, self._lower_reference)
         for platform in native.PLATFORMS:
             lower = functools.partial(self._lower_native, platform=platform)
             mlir.register_lowering(self._local, lower, platform=platform)
@@ -381,6 +381,10 @@ class Operator:
         call = functools.partial(self._partitioned, static)
         return compat.with_metadata(call, jaxops_digest=digest)
 
+    def _lower_reference(self, ctx, *values, **params):
+        with _refusing_symbolic(self.name, ctx.avals_in):
+            return _lower_fun(self._run_reference)(ctx, *values, **params)
+
     def _run_reference(self, *operands, **params):
         return list(self._reference(*operands, **params))
 
@@ -398,7 +402,7 @@ class Operator:
 
     def _lower_native(self, ctx, *values, platform, **params):
         if not native.use_kernels(platform, ctx):
-            return _lower_fun(self._run_reference)(ctx, *values, **params)
+            return self._lower_reference(ctx, *values, **params)
         run = functools.partial(self._run_native, platform=platform)
         with _refusing_symbolic(self.name, ctx.avals_in):
             return _lower_fun(run)(ctx, *values, **params)

@@ -71,7 +71,7 @@ def taylor(function: Callable, primals: Sequence, series: Sequence) -> tuple[lis
 
     def along(t):
         def point(x, terms):
-            if not jnp.issubdtype(x.dtype, jnp.floating):
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x
             polynomial = functools.reduce(
                 lambda sum, term: sum * t.astype(x.dtype) + term, terms[::-1]
@@ -87,5 +87,10 @@ def taylor(function: Callable, primals: Sequence, series: Sequence) -> tuple[lis
     values, terms = along(start), []
     for order in range(1, len(series[0]) + 1):
         along = derivative(along)
-        terms.append([d / math.factorial(order) for d in along(start)])
+        terms.append(
+            [
+                d / math.factorial(order) if d.dtype == y.dtype else jnp.zeros_like(y)
+                for d, y in zip(along(start), values, strict=True)  # integers have no derivatives
+            ]
+        )
     return values, [list(of_result) for of_result in zip(*terms, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from jaxops._core.dtypes import accumulation_dtype
@@ -70,6 +71,8 @@ def _pad(x: jax.Array, taps: int, padding: int, dilation: int) -> tuple[jax.Arra
     Taps that reach beyond the sequence all read the same zeros, however far they reach.
     """
     time = x.shape[-2]
+    if jax.export.is_symbolic_dim(time):
+        time = (taps - 1) * dilation
     before, after = (min(time, p) for p in (padding, (taps - 1) * dilation - padding))
     starts = [max(-before, min(after, k * dilation - padding)) + before for k in range(taps)]
     pads = [(0, 0)] * (x.ndim - 2) + [(before, after), (0, 0)]
