@@ -152,7 +152,7 @@ void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& pa
           scatter.points.chosen = bins.lists + bins.starts[slab];
           scatter.points.count = bins.starts[slab + 1] - bins.starts[slab];
         }
-        kernels.scatter(scatter);
+        if (scatter.points.count > 0) kernels.scatter(scatter);
       }
     }
     if (narrow) kernels.store_sums({call.dtype, count, sums.data(), to});
