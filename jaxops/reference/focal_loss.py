@@ -15,6 +15,8 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxops._core.dtypes import accumulation_dtype
 
@@ -438,13 +440,19 @@ def _log(x):
         "float32": ("0x1.62ep-1", "0x1.0bfbe8p-15"),
         "float64": ("0x1.62e42fefap-1", "0x1.cf79abc9e3b3ap-40"),
     }[x.dtype.name]
-    fraction, exponent = jnp.frexp(x)
+    # What jnp.frexp does, whose exponent loses its sharding on meshes of explicit axes (jax 0.12).
+    integers, digits, bias = {"float32": (np.int32, 23, 126), "float64": (np.int64, 52, 1022)}[
+        x.dtype.name
+    ]
+    bits = lax.bitcast_convert_type(x, integers)
+    exponent = (bits >> digits) - bias
+    fraction = lax.bitcast_convert_type(bits - (exponent << digits), x.dtype)
     is_small = fraction < 0.75
     fraction = jnp.where(is_small, 2 * fraction, fraction)
     exponent = jnp.where(is_small, exponent - 1, exponent).astype(x.dtype)
     first = exponent * float.fromhex(high)
     rest = exponent * float.fromhex(low) + jnp.log1p(fraction - 1)
-    total = first + rest
+    total = jnp.where((x > 0) & (x < jnp.inf), first + rest, jnp.log(x))
     return total, rest - (total - first)
 
 
