@@ -202,7 +202,7 @@ void RunSigmoidAs(const Sigmoid& args, const ParallelFor& parallel_for) {
 template <typename A>
 class SoftmaxTask {
  public:
-  // Rows [begin, begin + rows) of each of at most `entries` entries.
+  // Takes rows [begin, begin + rows) of batch entries, at most `entries` of them.
   SoftmaxTask(const Softmax& args, int64_t begin, int64_t rows, int64_t entries)
       : args_(args), begin_(begin), rows_(rows), factor_(entries * rows) {
     if (args.sum != nullptr) losses_.resize(entries * rows);

@@ -34,8 +34,8 @@ constexpr int64_t kPointCost = 20;
 // than adding few channels does.
 constexpr int64_t kSlabCost = int64_t{1} << 25;
 
-// Bytes of sums that a core's own caches hold, and of those from which on slabs of so many pay for
-// themselves, where points meet entries repeatedly.
+// Bytes of sums of a slab that a core's own caches hold, and bytes of sums of a volume from which
+// such slabs are used, where points meet entries repeatedly.
 constexpr int64_t kSlabBytes = int64_t{1} << 20;
 constexpr int64_t kLargeBytes = int64_t{1} << 23;
 

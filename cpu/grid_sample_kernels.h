@@ -41,7 +41,7 @@ struct Bins {
   int slabs;
   int shift;
   uint16_t* lists;   // two for each point
-  uint32_t* starts;  // of each slab's list, and the end of the last
+  uint32_t* starts;  // where each slab's list begins, and where the last one ends
 };
 
 // Adds to the gradient by the entries whose index along the first axis is in [begin, end).

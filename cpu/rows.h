@@ -203,8 +203,7 @@ constexpr Constant<(kWidth <= kLanes<A> ? kWidth : 0)> IfHeld() {
   return {};
 }
 
-// Calls run with the number of channels, or with 0 where rows of so many have no kernel of their
-// own.
+// Calls run with the number of channels, or with 0 where no kernel has that number as a constant.
 template <typename A, typename Run>
 JAXOPS_ALWAYS_INLINE void WithWidth(int64_t width, Run run) {
   switch (width) {

@@ -91,8 +91,8 @@ __attribute__((noinline)) void MakeWeights(const Cells& args, int64_t first, int
   }
 }
 
-// Calls step(f, load, store) for the features from f on, as many as there are lanes, and for the
-// last few; load and store are of so many.
+// Calls step(f, load, store) for each vector of features, which begins with feature f; load and
+// store leave out the lanes of the last vector that have no feature.
 template <typename S, typename Step>
 JAXOPS_ALWAYS_INLINE void Cover(int64_t width, Step step) {
   using A = Arithmetic<S>;
@@ -108,8 +108,8 @@ JAXOPS_ALWAYS_INLINE void Cover(int64_t width, Step step) {
   }
 }
 
-// Where kWidth features of each of many cells are written in the arithmetic type: at their place,
-// or where they wait to be rounded together.
+// Rows of features in the arithmetic type: in the result itself, or in a buffer from which they are
+// rounded together.
 template <typename S, int kSize>
 struct Rows {
   using A = Arithmetic<S>;

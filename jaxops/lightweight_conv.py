@@ -123,8 +123,8 @@ def _resolve_padding(function: str, padding: str | int, reach: int) -> int:
 def _bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, int]:
     """A padding and a dilation with the same terms, of which the dilation is at most 2 * time.
 
-    Of taps further apart than that, one at the most is within the sequence for any step, and always
-    the same one. A single tap has no distance to another.
+    If taps are further apart than that, at most one is within the sequence at any step, and it is
+    always the same one. A single tap has no distance to another.
     """
     if taps == 1:
         return 0, 1
