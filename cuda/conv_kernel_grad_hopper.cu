@@ -49,8 +49,8 @@ static_assert(sizeof(Barriers) <= kBarrierBytes);
 [[maybe_unused]] constexpr int kDone = 1, kReady = 2, kVote = 3;
 
 // How sums of runs that a NaN or Inf has spoiled are made again: by one thread each, from the
-// device's memory, or by tensor cores. The latter has not run on a GPU in this form; on an H200 the
-// former took 29.8 ms where a finite gradient takes 0.07, and an earlier form of the latter 0.17.
+// device's memory, or by tensor cores. The latter has not run on a GPU in this form; an earlier
+// form is in benchmarks/results/h200-2026-11-23-not-finite.json.
 enum class Repair { kByThreads, kByProducts };
 
 // Fills stages, and for each a table of the addresses where the windows of its pixels begin: -1
