@@ -376,7 +376,7 @@ def _check_labels(me: str, labels, logits_shape: tuple[int, ...], soft: bool) ->
 def _as_int32(labels, classes: int, ignore_index: int | None):
     """Integer labels as int32, and which of them is ignored.
 
-    Those that are no class may all become the same one: they are background, or the ignored label.
+    Labels that are no class may all become the same one: they are background, or the ignored label.
     """
     held = jnp.iinfo(labels.dtype)
     if ignore_index is not None and not held.min <= ignore_index <= held.max:

@@ -33,7 +33,7 @@ def digest(*parts: Any) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """The SHA-256 of the sources that operators are made of."""
+    """The SHA-256 of the Python files of the operators."""
     found = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         name = path.relative_to(_PACKAGE)

@@ -1,6 +1,6 @@
 """Argument checks that every operator shares; each error names operator, argument, want and got.
 
-What came is told by `describe`: an error is read in a terminal or a log, and has no array in it.
+`describe` tells what came: an error is read in a terminal or a log, and has no array in it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Loops over slabs of windows, for images of which one alone has more patches than a buffer holds.
+"""Loops over slabs of windows, for an image whose patches alone are larger than a buffer.
 
-Slabs are whole rows of windows where these fit, so that of the leading dimensions a slab has one
-window, of the next one several, and of those that follow all. The last slab along a dimension ends
+Slabs are whole rows of windows where these fit: a slab has one window along the leading dimensions,
+several along the next one, and all along those that follow. The last slab along a dimension ends
 where the windows end, and so may begin with windows that the one before has, too: results of these
 are written twice, but in sums they are left out.
 """
@@ -35,7 +35,7 @@ class Slabs:
 
     @staticmethod
     def of(windows: Windows, most: int) -> Slabs:
-        """Slabs of at most `most` windows, but of one."""
+        """Slabs of at most `most` windows, and of at least one."""
         blocks: list[int] = []
         for out in reversed(windows.outs):
             blocks.insert(0, min(out, max(1, most)))
@@ -114,7 +114,7 @@ class Slabs:
 
     @functools.cached_property
     def _part(self) -> Windows:
-        """Those of a slab, over the entries that they cover."""
+        """The windows of a slab, over the entries that they cover."""
         windows, split = self.windows, self._are_split
         extents = self._extents(self.blocks)
         return dataclasses.replace(
@@ -125,7 +125,7 @@ class Slabs:
         )
 
     def _numbers(self, n):
-        """That of slab n along every dimension."""
+        """The number of slab n along every dimension."""
         numbers = []
         for count in reversed(self._counts):
             numbers.insert(0, n % count)
