@@ -48,11 +48,6 @@ static_assert(sizeof(Barriers) <= kBarrierBytes);
 // one that copies.
 [[maybe_unused]] constexpr int kDone = 1, kReady = 2, kVote = 3;
 
-// How sums of runs that a NaN or Inf has spoiled are made again: by one thread each, from the
-// device's memory, or by tensor cores. The latter has not run on a GPU in this form; an earlier
-// form is in benchmarks/results/h200-2026-11-23-not-finite.json.
-enum class Repair { kByThreads, kByProducts };
-
 // Fills stages, and for each a table of the addresses where the windows of its pixels begin: -1
 // where there is no pixel, beside the last column of the last strip and after the last row.
 template <typename T>
@@ -662,41 +657,10 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
   }
 }
 
-// One sum of a block, without the zeros beside its pixels.
-template <typename T>
-__device__ float SumOfThread(const Params& p, const Item& item, int tap, int channel, int output) {
-  const int tap_row = tap / p.tap_columns * p.row_dilation - p.row_low;
-  const int tap_column = tap % p.tap_columns * p.column_dilation - p.column_low;
-  const int width = p.strip_width.divisor(), height = p.rows.divisor();
-  float sum = 0;
-  for (int at = item.begin; at < item.end && !isnan(sum); ++at) {
-    uint32_t strip = at;
-    const int first = p.runs.Peel(strip) * p.stage_rows;
-    uint32_t image = strip;
-    const int first_column = p.strips.Peel(image) * width;
-    const int pixels = min(p.stage_rows, height - first) * width;
-    for (int i = 0; i < pixels; ++i) {
-      const int64_t row = first + i / width, column = first_column + i % width;
-      const int64_t y = row * p.stride_row + tap_row, x = column * p.stride_column + tap_column;
-      float entry = 0;
-      if (y >= 0 && y < p.image_rows && x >= 0 && x < p.image_columns) {
-        entry = static_cast<float>(static_cast<const T*>(
-            p.image)[((image * int64_t{p.image_rows} + y) * p.image_columns + x) * p.channels +
-                     channel]);
-      }
-      sum += entry *
-             static_cast<float>(static_cast<const T*>(
-                 p.cotangent)[((image * int64_t{height} + row) * p.columns + column) * p.outputs +
-                              output]);
-    }
-  }
-  return sum;
-}
-
 // The same where stages are runs and a unit a tap. The product is transposed: the left operand, the
 // cotangent, serves all taps, whose windows are the right operand as they lie in shared memory, one
 // tap's some rows of it after another's.
-template <typename T, int kUnits, Repair kRepair>
+template <typename T, int kUnits>
 __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int threads,
                              Barriers& barriers, uint32_t* list, uint32_t zeros, char* stages) {
   const int lane = threadIdx.x % 32;
@@ -776,34 +740,6 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
   }
   ProductsWait<0>();
 
-  if constexpr (kRepair == Repair::kByThreads) {
-    __barrier_sync_count(kDone, threads);  // no product of any warpgroup reads a stage any more
-    const auto row_of = [&](int u, int i) {
-      return (first + u) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2;
-    };
-    const auto column_of = [&](int i) { return warp_output + i / 2 % 2 * 8 + lane / 4; };
-    float spoiled = 0;
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) {
-        *reinterpret_cast<float*>(stages + SumBytes<true>(row_of(u, i), column_of(i))) = sums[u][i];
-        spoiled += sums[u][i] * 0;
-      }
-    }
-    // A tap's zeros beside the pixels may have met a NaN or Inf that only other taps reach.
-    if (spoiled == 0) return;
-#pragma unroll 1
-    for (int k = 0; k < kUnits * kColumns / 2; ++k) {
-      const int row = row_of(k / (kColumns / 2), k % (kColumns / 2));
-      const int column = column_of(k % (kColumns / 2));
-      float& sum = *reinterpret_cast<float*>(stages + SumBytes<true>(row, column));
-      const int channel = item.channel + row % 64, output = item.column + column;
-      if (isfinite(sum) || channel >= p.channels || output >= p.outputs) continue;
-      sum = SumOfThread<T>(p, item, item.set.begin + row / 64, channel, output);
-    }
-    return;
-  }
   // A tap's zeros between the pixels may have met a NaN or Inf that only other taps reach. Its sums
   // are then NaN, and so is the sum of these.
   bool has_nan = false;
@@ -847,7 +783,7 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
 // A warp of the first warpgroup copies.
 constexpr int kThreads = 128 * (kWarpgroups + 1);
 
-template <typename T, bool kRuns, Repair kRepair = Repair::kByThreads>
+template <typename T, bool kRuns>
 __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__ Params p) {
 #if JAXOPS_HAS_WGMMA
   extern __shared__ char shared[];
@@ -867,7 +803,7 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
       ptx::mbarrier_init(barriers.empty + lane, 4 * min(units, kWarpgroups));
       ptx::mbarrier_init(barriers.transposed + lane, 32 * kTransposers);
     }
-    if constexpr (kRuns && kRepair == Repair::kByProducts) {
+    if constexpr (kRuns) {
       if (lane < 4 * kWarpgroups) barriers.whole[lane] = 0;
       if (lane == 0) barriers.are_nan = barriers.again = barriers.open = barriers.places = 0;
     }
@@ -889,16 +825,13 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
       if constexpr (kRuns) {
         Ring ring;
         CopyRuns(p, item, item.begin, item.end, barriers, ring, stages);
-        if constexpr (kRepair == Repair::kByProducts) {
-          // Sums that are NaN may have to be made again, if not all of them are NaN at once.
-          const int threads = 128 * min(units, kWarpgroups) + 32;
-          if (Vote(barriers.are_nan, 0, kVote, threads) &&
-              Vote(barriers.again, 0, kVote, threads)) {
-            SyncWarps(kVote, threads);
-            CopyRuns(p, item, item.begin, item.begin + 1, barriers, ring, stages);
-            if (Vote(barriers.open, 0, kVote, threads)) {
-              CopyRuns(p, item, item.begin + 1, item.end, barriers, ring, stages);
-            }
+        // Sums that are NaN may have to be made again, if not all of them are NaN at once.
+        const int threads = 128 * min(units, kWarpgroups) + 32;
+        if (Vote(barriers.are_nan, 0, kVote, threads) && Vote(barriers.again, 0, kVote, threads)) {
+          SyncWarps(kVote, threads);
+          CopyRuns(p, item, item.begin, item.begin + 1, barriers, ring, stages);
+          if (Vote(barriers.open, 0, kVote, threads)) {
+            CopyRuns(p, item, item.begin + 1, item.end, barriers, ring, stages);
           }
         }
       } else {
@@ -922,9 +855,8 @@ __global__ void __launch_bounds__(kThreads, 1) SumPixels(const __grid_constant__
       constexpr int kUnits = decltype(count)::value;
       const int threads = 128 * min(units, kWarpgroups);
       if constexpr (kRuns) {
-        MultiplyRuns<T, kUnits, kRepair>(p, item, first, threads, barriers,
-                                         reinterpret_cast<uint32_t*>(tables), SharedAddress(zeros),
-                                         stages);
+        MultiplyRuns<T, kUnits>(p, item, first, threads, barriers,
+                                reinterpret_cast<uint32_t*>(tables), SharedAddress(zeros), stages);
       } else {
         MultiplyUnits<T, kUnits>(p, item, first, threads, barriers, tables, SharedAddress(zeros),
                                  stages);
@@ -1178,10 +1110,7 @@ template <typename T>
 cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
   auto* kernel = &SumPixels<T, false>;
   if constexpr (!std::is_same_v<T, float>) {
-    if (p.has_runs) {
-      kernel = jaxops::cuda::UsesUnprovenKernels() ? &SumPixels<T, true, Repair::kByProducts>
-                                                   : &SumPixels<T, true>;
-    }
+    if (p.has_runs) kernel = &SumPixels<T, true>;
   }
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);

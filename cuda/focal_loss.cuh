@@ -138,10 +138,12 @@ __device__ __forceinline__ double Log1p(double x, double, double plus) {
   return fma(-s, fma(-square, Polynomial(kTerms, square), x), x + plus);
 }
 
-// exp(gamma (log_high + log_low)), exact to a few roundings however long the product is.
+// exp(gamma (log_high + log_low)), exact to a few roundings however long the product is. An
+// infinite product has no rest, and would make NaN of it.
 __device__ __forceinline__ float ExpOfProduct(float gamma, float log_high, float log_low) {
   log_high = log_high < -kFar ? -kFar : log_high;
-  const float high = gamma * log_high;
+  float high;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(high) : "f"(gamma * log_high), "f"(-FLT_MAX));
   const float low = fmaf(gamma, log_low, fmaf(gamma, log_high, -high));
   const float sum = high + low;
   const float back = sum - high;
@@ -153,7 +155,8 @@ __device__ __forceinline__ float ExpOfProduct(float gamma, float log_high, float
 }
 __device__ __forceinline__ double ExpOfProduct(double gamma, double log_high, double log_low) {
   log_high = log_high < -kFar ? -kFar : log_high;
-  const double high = gamma * log_high;
+  const double product = gamma * log_high;
+  const double high = product < -DBL_MAX ? -DBL_MAX : product;
   const double low = fma(gamma, log_low, fma(gamma, log_high, -high));
   const double sum = high + low;
   const double back = sum - high;

@@ -6,8 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
 
 #include "common/host_device.h"
 
@@ -33,16 +31,6 @@ cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t b
   }
   kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(params);
   return cudaGetLastError();
-}
-
-// Whether kernels that have not run on a GPU yet take the place of those that have:
-// JAXOPS_UNPROVEN_KERNELS=1 in the environment.
-inline bool UsesUnprovenKernels() {
-  static const bool uses = [] {
-    const char* value = std::getenv("JAXOPS_UNPROVEN_KERNELS");
-    return value != nullptr && std::strcmp(value, "1") == 0;
-  }();
-  return uses;
 }
 
 // How many multiprocessors the current device has.

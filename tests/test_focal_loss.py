@@ -1079,4 +1079,7 @@ def test_many_small_sums(operator, dtype, platform):
         for i in (0, 1, 399, 400, 699):
             one = [x[i] if a == 0 else x for x, a in zip(given, axes, strict=True)]
             for g, w in zip(got, run(both, platform, *one), strict=True):
-                np.testing.assert_array_equal(g[i], w)
+                if platform.name == "cpu":
+                    np.testing.assert_array_equal(g[i], w)
+                else:  # one entry is aligned to vectors, and is added up in another order
+                    np.testing.assert_allclose(g[i], w, rtol=8 * jnp.finfo(w.dtype).eps)

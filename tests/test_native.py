@@ -161,7 +161,8 @@ def test_the_interface_is_that_of_the_sources(tmp_path):
 def test_wrong_calls_of_handlers_are_errors():
     """In a process of its own, because a handler that does not check would end it."""
     program = pathlib.Path(__file__).with_name("wrong_calls.py")
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(jaxops.__file__).parents[1])}
+    package = str(pathlib.Path(jaxops.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": package, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, program], env=environment, check=False, capture_output=True, text=True
     )

@@ -146,6 +146,7 @@ def test_an_executable_of_several_devices_is_serialised():
     compiled = gradients.lower(placed, weight).compile()
     loaded = serialize_executable.deserialize_and_load(
         *serialize_executable.serialize(compiled),
+        backend="cpu",
         execution_devices=jax.devices("cpu")[:4],
     )
     placed = jax.device_put((placed, weight), compiled.input_shardings[0])
