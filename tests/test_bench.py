@@ -816,6 +816,10 @@ def test_the_installed_package_has_the_benchmarks():
     assert not any("results" in name for name in installed if name.startswith("jaxops/benchmarks"))
 
 
+def test_the_installed_package_says_that_it_has_types():
+    assert "jaxops/py.typed" in {str(file) for file in importlib.metadata.files("jaxops")}
+
+
 def test_quick_run_of_the_real_thing(tmp_path, capsys):
     file = tmp_path / "r.json"
     arguments = ["--quick", "--rounds", "1", "--peers", "XLA shift-and-add"]
