@@ -1,0 +1,66 @@
+"""`.ci/run`, the hooks of pre-commit and the hosted workflow say the same."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+import jaxops
+
+ROOT = pathlib.Path(__file__).parents[1]
+RUN = ROOT / ".ci" / "run"
+
+pytestmark = pytest.mark.skipif(not RUN.exists(), reason="only a clone has .ci")
+
+
+def run(*arguments):
+    return subprocess.run([RUN, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def sections():
+    listed = run("--list")
+    assert listed.returncode == 0
+    return [line.split()[0] for line in listed.stdout.splitlines()]
+
+
+def test_every_section_has_its_code(sections):
+    assert "lint" in sections
+    assert re.findall(r"^run_(\w+)\(\)", RUN.read_text(), re.MULTILINE) == sections
+
+
+@pytest.mark.parametrize("name", ["no_such", "lint,oldest", ""])
+def test_unknown_sections_are_refused(name, sections):
+    refused = run("lint", name)
+    assert refused.returncode == 1
+    assert f"there is no section '{name}'; there are: {' '.join(sections)}" in refused.stderr
+
+
+def test_hosted_ci_runs_every_section_once(sections):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    jobs = workflow["jobs"].values()
+    assert all(job["steps"][-1] == {"run": ".ci/run ${{ matrix.section }}"} for job in jobs)
+    named = " ".join(entry for job in jobs for entry in job["strategy"]["matrix"]["section"])
+    assert sorted(named.split()) == sorted(sections)
+
+
+def test_types_are_those_of_the_oldest_jax():
+    (oldest,) = re.findall(r"^OLDEST_JAX=(.+)$", RUN.read_text(), re.MULTILINE)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    tools = next(hook for hook in hooks if hook["id"] == "pyright")["additional_dependencies"]
+    assert {f"jax=={oldest}", f"jaxlib=={oldest}"} <= set(tools)
+    assert all("==" in tool for tool in tools)
+    # Every version stands there alone.
+    for tool in ("ruff", "clang-format", "pyright"):
+        assert f"{tool}==" not in RUN.read_text()
+
+
+def test_the_version_is_that_of_the_project_and_of_the_newest_changes():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    newest = re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert jaxops.__version__ == project["version"] == newest.group(1)
