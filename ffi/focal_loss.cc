@@ -87,7 +87,6 @@ struct SigmoidAttributes {
   int32_t power;
   bool has_ignored;
   int32_t ignored;
-  int32_t first_class_id = 0;  // programs that have no such attribute count from 0
 };
 
 template <typename T>
@@ -101,13 +100,10 @@ xf::Error Read(T& out, const xf::Dictionary& attributes, const char* name) {
 }
 
 xf::Error Read(SigmoidAttributes& out, const xf::Dictionary& attributes) {
-  constexpr char kIds[] = "first_class_id";
   JAXOPS_RETURN_IF_ERROR(Read(out.rows, attributes, "rows"));
   JAXOPS_RETURN_IF_ERROR(Read(out.power, attributes, "power"));
   JAXOPS_RETURN_IF_ERROR(Read(out.has_ignored, attributes, "has_ignored"));
-  JAXOPS_RETURN_IF_ERROR(Read(out.ignored, attributes, "ignored"));
-  return attributes.contains(kIds) ? Read(out.first_class_id, attributes, kIds)
-                                   : xf::Error::Success();
+  return Read(out.ignored, attributes, "ignored");
 }
 
 }  // namespace
@@ -130,13 +126,6 @@ xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidB
                                                                    : arithmetic;
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kSigmoid, "labels", buffers.labels, batch, call.soft ? all : rows, label_type));
-  // Soft labels are right whatever the ids, which they do not need.
-  if (!call.soft && attributes.first_class_id != jaxops::focal_loss::kFirstClassId) {
-    return InvalidArgument(kSigmoid, ": class ids of this program count from ",
-                           attributes.first_class_id, ", those of this version of jaxops from ",
-                           jaxops::focal_loss::kFirstClassId,
-                           ": export the program once more with the version that runs it");
-  }
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kSigmoid, "class ids", buffers.class_ids, batch, classes, xf::DataType::S32));
   JAXOPS_RETURN_IF_ERROR(CheckBuffer(kSigmoid, "scale", buffers.scale, batch, {}, arithmetic));

@@ -97,7 +97,7 @@ def concatenate(
     if any(a.dtype != dtype for a in arrays):
         dtype = _promoted(me, arrays)
     arrays = [a if a.dtype == dtype else a.astype(dtype) for a in arrays]
-    pieces = list(zip(arrays, sizes, strict=True))
+    pieces: list[tuple[jax.Array | None, int]] = list(zip(arrays, sizes, strict=True))
     if padded_size is not None and padded_size > total:
         pieces.append((None, padded_size - total))
     storage = _Storage(arrays[0])
@@ -194,16 +194,16 @@ def _sizes(
         raise TypeError(
             f"{function}: {name} must be a sequence of integers, got {checks.describe(sizes)}"
         )
-    least = [0] * len(sizes if most is None else most) if least is None else least
-    most = [None] * len(least) if most is None else most
-    if len(sizes) != len(least):
+    lows = [0] * len(sizes if most is None else most) if least is None else least
+    highs = [None] * len(lows) if most is None else most
+    if len(sizes) != len(lows):
         raise ValueError(
-            f"{function}: {name} must have one entry for each of the {len(least)} {of}, got "
+            f"{function}: {name} must have one entry for each of the {len(lows)} {of}, got "
             f"{len(sizes)}"
         )
     return [
         checks.integer(function, f"{name}[{i}]", size, low, high)
-        for i, (size, low, high) in enumerate(zip(sizes, least, most, strict=True))
+        for i, (size, low, high) in enumerate(zip(sizes, lows, highs, strict=True))
     ]
 
 
@@ -215,7 +215,7 @@ class _Storage:
         self._key_impl = None
         self._bytes = None  # a dtype of whole bytes that holds every value
         self.extra_dims = 0
-        if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             # The words of a key are dimensions after its own.
             self._key_impl = jax.random.key_impl(array)
             self.extra_dims = jax.eval_shape(jax.random.key_data, array).ndim - array.ndim

@@ -89,7 +89,7 @@ def _patches(x: jax.Array, placed: windows.Windows) -> jax.Array:
 
 
 def _has_whole_bytes(dtype: np.dtype) -> bool:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits >= 8

@@ -236,7 +236,7 @@ _FREE = {
     "trilinear_feature_grad": "operand . size 0|operand 0 dtype",
     "trilinear_point_grad": "operand . size 0",
     "trilinear_backward": "operand . size 0",
-    "sigmoid_focal_loss": "power|has_ignored|ignored|first_class_id",
+    "sigmoid_focal_loss": "power|has_ignored|ignored",
     "sigmoid_focal_loss_gradient": "power|has_ignored|ignored",
     "sigmoid_focal_loss_sum": "operand 0 dtype|operands less 5|power|has_ignored|ignored",
     "sigmoid_focal_loss_value_and_gradient": "operand [05] size 0|operands less 5|power"

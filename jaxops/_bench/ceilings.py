@@ -124,10 +124,11 @@ def _probes(platform: str, quick: bool, count: int) -> Iterator[_Probe]:
 def _seconds(clock: Clock, program: contenders.Contender, arguments: Sequence[jax.Array]) -> float:
     calls = program.calls([tuple(arguments)])
     program.block(calls[0]())
-    readings = clock([Batch(program, calls * 2)] * _ROUNDS)
-    for reading in readings:
+    readings = []
+    for reading in clock([Batch(program, calls * 2)] * _ROUNDS):
         if isinstance(reading, ProfileError):
             raise reading
+        readings.append(reading)
     return min(readings) / 2
 
 
@@ -238,5 +239,5 @@ def limit(
         seconds[unit] = flops / ceilings[unit]
     if special:
         seconds[f"{SPECIAL} float32"] = special / ceilings[f"{SPECIAL} float32"]
-    name = max(seconds, key=seconds.get)
+    name = max(seconds, key=seconds.__getitem__)
     return seconds[name], name

@@ -37,7 +37,7 @@ class ProfileError(Exception):
 
 Interval = tuple[float, float]
 #: Gives the seconds of each batch, or why it has none.
-Clock = Callable[[Sequence[Batch]], "list[float | ProfileError]"]
+Clock = Callable[[Sequence[Batch]], "Sequence[float | ProfileError]"]
 
 
 def wall_seconds(batches: Sequence[Batch]) -> list[float]:
@@ -89,6 +89,7 @@ def _seconds(events: Sequence[Interval], window: Interval | None) -> float | Pro
 
 
 def _run_queued(batch: Batch) -> None:
+    result = None
     for call in batch.calls:
         result = call()
     batch.contender.block(result)

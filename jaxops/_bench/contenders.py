@@ -4,6 +4,9 @@ Both are prepared from the same JAX arrays and hand out calls without arguments,
 times them need not know which is which.
 """
 
+# CI checks types without PyTorch.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import functools
@@ -25,12 +28,14 @@ class Contender(Protocol):
 
     def calls(self, argument_sets: Sequence[tuple[jax.Array, ...]]) -> list[Call]:
         """A call for each of the argument sets; with a gradient, the cotangent comes first."""
+        ...
 
     def block(self, result: Any) -> None:
         """Waits until the call that returned `result`, and all before it, have finished."""
 
     def arrays(self, result: Any) -> list[jax.Array]:
         """The results of a call, on the device of the arguments."""
+        ...
 
     def memory(self) -> int | None:
         """Bytes of arguments, results and temporaries of a call, where it is known beforehand."""
@@ -57,6 +62,8 @@ class JaxContender:
     def memory(self):
         """See `Contender`."""
         stats = self._compiled.memory_analysis()
+        if stats is None:
+            return None
         return (
             stats.argument_size_in_bytes
             + stats.output_size_in_bytes

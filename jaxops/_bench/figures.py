@@ -22,11 +22,13 @@ def limit(document: Document, row: Row) -> tuple[float, str]:
 
 def gigabytes_per_second(row: Row, outcome: Outcome) -> float:
     """The bytes that must be moved, over the time that was taken."""
+    assert outcome.us is not None
     return row.bytes / outcome.us / 1e3
 
 
 def teraflops(row: Row, outcome: Outcome) -> float:
     """The FLOPs that must be done, over the time that was taken."""
+    assert outcome.us is not None
     return row.flops / outcome.us / 1e6
 
 
@@ -61,7 +63,7 @@ def best_peer(row: Row, torch: bool) -> str | None:
         for name, outcome in row.outcomes.items()
         if row.is_peer(name) and outcome.torch == torch and outcome.us is not None
     }
-    return min(timed, key=timed.get, default=None)
+    return min(timed, key=timed.__getitem__, default=None)
 
 
 def misses(document: Document, row: Row) -> list[str]:
@@ -73,6 +75,7 @@ def misses(document: Document, row: Row) -> list[str]:
     """
     if row.ours.us is None:
         return [f"not timed: {row.ours.error}"]
+    assert row.ours.spread is not None
     found = []
     least, name = limit(document, row)
     if (
@@ -92,6 +95,10 @@ def misses(document: Document, row: Row) -> list[str]:
 
 def beyond_spread(fast: Outcome, slow: Outcome) -> bool:
     """Whether `slow` took longer than `fast` by more than the spreads of both together."""
+    assert slow.us is not None
+    assert slow.spread is not None
+    assert fast.us is not None
+    assert fast.spread is not None
     return slow.us - fast.us > slow.spread + fast.spread
 
 
@@ -106,6 +113,8 @@ class Change:
     @property
     def ratio(self) -> float:
         """The new time over the old one."""
+        assert self.new.us is not None
+        assert self.old.us is not None
         return self.new.us / self.old.us
 
     @property

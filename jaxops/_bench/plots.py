@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from jaxops._bench.results import OURS, Document, ResultsError, Row
 
 FORMATS = ("svg", "png")
 # The same results give the same bytes.
-_STYLE = {"svg.hashsalt": "jaxops", "font.size": 8}
+_STYLE: dict[Any, Any] = {"svg.hashsalt": "jaxops", "font.size": 8}
 _METADATA = {"svg": {"Date": None}, "png": {"Software": None}}
 
 
@@ -129,7 +130,9 @@ def _scaling(document: Document, operator: str, rows: list[Row]) -> Figure:
             for row in rows
             if name in row.outcomes and row.outcomes[name].us is not None
         ]
-        style = {"linewidth": 2, "color": "black"} if name == OURS else {"linewidth": 1}
+        style: dict[str, Any] = {"linewidth": 1}
+        if name == OURS:
+            style = {"linewidth": 2, "color": "black"}
         axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name, **style)
     limits = [(row.bytes, figures.limit(document, row)[0]) for row in rows]
     axes.plot(*zip(*limits, strict=True), "--", color="grey", label="limit")

@@ -25,6 +25,8 @@ def load(operator: str) -> Benchmark:
     """The `BENCHMARK` of an operator's file."""
     name = f"jaxops.benchmarks.{operator}"
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{operator}.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

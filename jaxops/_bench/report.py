@@ -90,7 +90,7 @@ def _times(document: Document, operator: str, rows: list[Row]) -> Grid:
                 _of(ours, lambda o, row=row: number(figures.gigabytes_per_second(row, o))),
                 _of(ours, lambda o, row=row: number(figures.teraflops(row, o))),
                 number(least),
-                _of(ours, lambda o, least=least: f"{least / o.us:.0%}"),
+                number(None) if ours.us is None else f"{least / ours.us:.0%}",
                 *(ratio(figures.speedup(row, peer)) for peer in peers),
             )
         )

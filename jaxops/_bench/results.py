@@ -111,7 +111,7 @@ def save(document: Document, file: pathlib.Path) -> None:
     Raises:
       ResultsError: the file cannot be written.
     """
-    content = {"format": FORMAT, **dataclasses.asdict(document)}
+    content: dict[str, Any] = {"format": FORMAT, **dataclasses.asdict(document)}
     rows = content.pop("rows")
     head = json.dumps(content, indent=1)[:-2]
     lines = ",\n".join("  " + json.dumps(row) for row in rows)

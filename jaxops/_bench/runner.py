@@ -9,7 +9,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,7 +53,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = collections.defaultdict(float)
 
     @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Generator[None]:
         """Adds what the block takes to a phase."""
         start = time.perf_counter()
         try:
@@ -77,7 +77,7 @@ class Machine:
         return device_seconds if self.platform == "cuda" else wall_seconds
 
     @contextlib.contextmanager
-    def settings(self, dtype: str) -> Iterator[None]:
+    def settings(self, dtype: str) -> Generator[None]:
         """JAX as a case of this dtype needs it, in the thread that asks."""
         # Float64 is switched on for float64 alone: it would widen the integers of other cases.
         with jax.default_device(self.device), jax.enable_x64(dtype == "float64"):
@@ -157,10 +157,10 @@ def _contender(
         if name == _INPUTS:
             return JaxContender(make_inputs, [_KEY])
         inputs = jax.eval_shape(make_inputs, _KEY)
-        if name == OURS:
+        if direction is not None and name == OURS:
             function = direction.of(benchmark.function(case))
             return JaxContender(function, _of_direction(inputs, direction))
-        if name != _REFERENCE:
+        if direction is not None:
             (peer,) = (p for p in work.peers if p.name == name)
             declined = peer.declines(case, direction, machine.platform)
             if declined:
@@ -315,7 +315,7 @@ def _checked(
         try:
             with machine.stopwatch(f"check {name}"):
                 calls[name] = _checked_calls(contender, argument_sets, want, allowed)
-            outcome = Outcome(memory=contender.memory())
+            outcome = Outcome(memory=_ready(contender).memory())
         except Exception as error:
             outcome = Outcome(error=_message(error))
         outcomes[name] = dataclasses.replace(outcome, torch=name in torch)
@@ -326,7 +326,8 @@ def _checked_calls(
     contender: Contender | str, argument_sets: Sequence, want: Sequence, allowed: float
 ) -> list[Call]:
     """The calls of a contender, once the first has returned what is wanted."""
-    calls = _ready(contender).calls(argument_sets)
+    contender = _ready(contender)
+    calls = contender.calls(argument_sets)
     error = contenders.error(contender.arrays(calls[0]()), want)
     if not error <= allowed:  # a NaN is wrong too
         raise _RefusedError(f"wrong values: relative error {error:.2g}, allowed {allowed:.2g}")
@@ -365,7 +366,7 @@ def _time(
         if unseen:
             found[name] = {"error": str(unseen[0])}
             continue
-        us = [1e6 * seconds / len(batch.calls) for seconds in of_one]
+        us = [1e6 * r / len(batch.calls) for r in of_one if not isinstance(r, ProfileError)]
         found[name] = {"call_us": call_us.get(name), **_statistics(us)}
     return found
 

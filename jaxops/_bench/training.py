@@ -3,6 +3,9 @@
 JAX and compilers for PyTorch know so when the program is made, and multiply nothing by it.
 """
 
+# CI checks types without PyTorch.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

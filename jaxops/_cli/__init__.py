@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
     for name in wanted:
         module = importlib.import_module(f"jaxops._cli.{name}")
-        summary = module.__doc__.strip()
+        summary = (module.__doc__ or "").strip()
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         command.set_defaults(run=module.run)

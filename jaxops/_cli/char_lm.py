@@ -76,7 +76,7 @@ class CharLM(nn.Module):
 @functools.partial(jax.jit, static_argnums=0)
 def mean_bits(config: Config, params: Any, windows: jax.Array) -> jax.Array:
     """Bits per character of windows[:, 1:], each given what precedes it in its window."""
-    logits = CharLM(config).apply(params, windows[:, :-1])
+    logits: Any = CharLM(config).apply(params, windows[:, :-1])
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:].astype(jnp.int32))
     return nats.mean() / math.log(2)
 
@@ -155,7 +155,8 @@ def generate(config: Config, params: Any, seed: int) -> str:
 @functools.partial(jax.jit, static_argnums=0)
 def _sample(config: Config, params: Any, window: jax.Array, key: jax.Array) -> jax.Array:
     def sample_one(window, key):
-        logits = CharLM(config).apply(params, window[None])[0, -1]
+        logits: Any = CharLM(config).apply(params, window[None])
+        logits = logits[0, -1]
         symbol = jax.random.categorical(key, logits / config.temperature).astype(window.dtype)
         return jnp.append(window[1:], symbol), symbol
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from jaxops.testing import platforms, registry
 from jaxops.testing.capabilities import CAPABILITIES, Capability, NotApplicable
-from jaxops.testing.platforms import Platform
+from jaxops.testing.platforms import Absent, Platform
 from jaxops.testing.spec import OperatorSpec
 
 PASS, FAIL, NOT_APPLICABLE = "pass", "fail", "not applicable"
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     present = [p for p in found.values() if isinstance(p, Platform)]
     if not present:
         for absent in found.values():
+            assert isinstance(absent, Absent)
             print(f"jaxops check: {absent.name}: {absent.reason}", file=sys.stderr)
         return 2
     specs = _select(args.operators, args.quick)

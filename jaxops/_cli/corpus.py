@@ -39,7 +39,8 @@ def standard_library(directory: Path | None = None) -> tuple[np.ndarray, np.ndar
         raise FileNotFoundError(f"{directory} has {len(files)} *.py files, too few to train on")
     held_out = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     trained = [file for file in files if file not in held_out]
-    return tuple(encode(b"".join(f.read_bytes() for f in part)) for part in (trained, held_out))
+    train, test = (encode(b"".join(f.read_bytes() for f in part)) for part in (trained, held_out))
+    return train, test
 
 
 def spaced_windows(text: np.ndarray, count: int, length: int) -> np.ndarray:

@@ -41,7 +41,7 @@ def collect() -> dict[str, Any]:
 
     "devices_error" says why JAX has no device, and is None when it has one.
     """
-    versions = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

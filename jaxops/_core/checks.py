@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.export
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,7 @@ def _is_short(value):
 
 
 @contextlib.contextmanager
-def without_arrays(function: str, options: Mapping[str, Any]) -> Iterator[None]:
+def without_arrays(function: str, options: Mapping[str, Any]) -> Generator[None]:
     """Around checks by JAX, whose errors may have all of an option in them."""
     try:
         yield

@@ -7,13 +7,16 @@ Nothing else in jaxops imports from `jax._src`, `jax.interpreters`, `jax.extend`
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import mesh as _mesh_lib
-from jax._src.custom_partitioning import _ShardingCallbackInfo
+from jax._src.custom_partitioning import (
+    _ShardingCallbackInfo,  # pyright: ignore[reportPrivateUsage]: what JAX has no public name for
+)
 from jax._src.interpreters import mlir as _mlir
 from jax.experimental import jet
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -131,8 +134,9 @@ def literal(value):
         return found.val
     # On explicit meshes it is given the sharding of what it is a cotangent of.
     made_by = getattr(value, "parent", None)
-    resharded = made_by is not None and made_by.primitive.name == "reshard"
-    return literal(made_by.in_tracers[0]) if resharded else None
+    if made_by is None or made_by.primitive.name != "reshard":
+        return None
+    return literal(made_by.in_tracers[0])
 
 
 def shard_like_last(vector, like: jax.Array):
@@ -154,6 +158,11 @@ def with_metadata(function, **entries: str):
     return run
 
 
+def setting(name: str) -> Any:
+    """A setting of `jax.config`, whose attributes are made when JAX is imported."""
+    return getattr(jax.config, name)
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The user's settings that decide what a function is traced to.
@@ -167,7 +176,7 @@ class Settings:
     @classmethod
     def current(cls) -> Settings:
         """Those of this thread."""
-        return cls(jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+        return cls(setting("jax_enable_x64"), setting("jax_default_matmul_precision"))
 
     def applied(self, function):
         """`function`, which runs under these settings."""

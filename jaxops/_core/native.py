@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.export
-import jaxlib
+import jaxlib.version
 
 from jaxops._core import compat
 
@@ -55,11 +55,8 @@ class PlatformStatus:
 def running_ffi_version() -> tuple[int, int]:
     """The version of the XLA FFI that the running jaxlib speaks, read from its own headers."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-    major, minor = (
-        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header).group(1))
-        for part in ("MAJOR", "MINOR")
-    )
-    return major, minor
+    versions = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    return int(versions["MAJOR"]), int(versions["MINOR"])
 
 
 def check_version(built: tuple[int, int], built_jaxlib: str, running: tuple[int, int]) -> None:
@@ -68,7 +65,7 @@ def check_version(built: tuple[int, int], built_jaxlib: str, running: tuple[int,
         return
     raise ImportError(
         f"jaxops was built against jaxlib {built_jaxlib}, whose XLA FFI is version "
-        f"{built[0]}.{built[1]}, but the running jaxlib {jaxlib.__version__} has version "
+        f"{built[0]}.{built[1]}, but the running jaxlib {jaxlib.version.__version__} has version "
         f"{running[0]}.{running[1]}. Upgrade JAX (pip install -U 'jaxlib>={built_jaxlib}'), or "
         "build jaxops against the jaxlib you have: pip install --no-build-isolation . in its "
         "source tree."
@@ -139,7 +136,7 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
         )
     check_version(module.FFI_VERSION, module.JAXLIB_VERSION, running_ffi_version())
     root = pathlib.Path(__file__).parents[2]
-    if interface(platform, root) not in (None, getattr(module, "INTERFACE", "")):
+    if interface(platform, root) not in (None, module.INTERFACE):
         return PlatformStatus(
             platform,
             available=False,

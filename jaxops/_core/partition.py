@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxops._core.signature import Call, Term, flat
@@ -71,7 +71,7 @@ class Plan:
     """Which mesh axes split which factor, and which compound dimension is split unevenly."""
 
     call: Call
-    mesh: object
+    mesh: Mesh | AbstractMesh
     axes: Mapping[str, Axes]
     refined: tuple[str, ...] | None = None  # a compound dimension, computed at its finest grain
     refined_axes: Axes = ()
@@ -143,7 +143,7 @@ def run_locally(plan: Plan, compute: Callable[..., tuple]) -> Callable:
     """
     signature, sizes = plan.call.signature, plan.call.sizes
     local = plan.local_sizes()
-    major = plan.refined[0] if plan.refined else None
+    major = plan.refined[0] if plan.refined else ""
     depth = math.prod(sizes[f] for f in plan.refined[1:]) if plan.refined else 1
 
     def per_head_axis(term):

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ def _promoting(function: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _refusing_symbolic(name: str, operands: Sequence[Any]) -> Iterator[None]:
+def _refusing_symbolic(name: str, operands: Sequence[Any]) -> Generator[None]:
     """Says which operator it was, where symbolic shapes reach what must know its sizes."""
     try:
         yield
@@ -249,7 +249,7 @@ class Operator:
                 "through its Operator, which casts them"
             )
         mesh = operands[0].sharding.mesh
-        axes: dict[str, Any] = {}
+        axes: dict[tuple[str, ...], Any] = {}
 
         def names(entry):
             return (entry,) if isinstance(entry, str) else entry or ()
@@ -369,7 +369,7 @@ class Operator:
                 "it calls back into this process. Wrap the computation in jax.shard_map, or export "
                 "it for one device."
             )
-        if not jax.config.jax_use_shardy_partitioner:
+        if not compat.setting("jax_use_shardy_partitioner"):
             raise NotImplementedError(
                 f"{self.name}: arrays on several devices need the Shardy partitioner, which "
                 "jax_use_shardy_partitioner=False turns off. Leave it on, or wrap the computation "
@@ -386,6 +386,7 @@ class Operator:
             return _lower_fun(self._run_reference)(ctx, *values, **params)
 
     def _run_reference(self, *operands, **params):
+        assert self._reference is not None
         return list(self._reference(*operands, **params))
 
     def _run_native(self, *operands, platform, **params):
@@ -398,6 +399,7 @@ class Operator:
         scratch = self._scratch(*operands, **params) if platform == "cuda" else ()
         out = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
         call = jax.ffi.ffi_call(self.target, [*out, *scratch])
+        assert self._attributes is not None
         return call(*operands, **self._attributes(**params))[: len(out)]
 
     def _lower_native(self, ctx, *values, platform, **params):

@@ -36,7 +36,7 @@ class Signature:
         return list(dict.fromkeys(f for t in (*self.operands, *self.outputs) for f in flat(t)))
 
 
-def flat(term: Term) -> list[str]:
+def flat(term: Sequence[Dim]) -> list[str]:
     return [factor for dim in term for factor in dim]
 
 

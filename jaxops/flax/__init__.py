@@ -1,7 +1,7 @@
 """Flax layers over the operators of jaxops: `jaxops.flax.linen` and `jaxops.flax.nnx`."""
 
 try:
-    import flax  # noqa: F401
+    import flax as _  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise

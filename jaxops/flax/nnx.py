@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -113,8 +115,8 @@ class LightweightConv(nnx.Module):
                 f"got x of shape {jnp.shape(x)}"
             )
 
-        def drop(weight: jax.Array) -> jax.Array:
-            return self.drop(weight, deterministic=deterministic, rngs=rngs)
-
+        drop = None
+        if self.drop is not None:
+            drop = functools.partial(self.drop, deterministic=deterministic, rngs=rngs)
         bias = None if self.bias is None else self.bias[...]
-        return convolve(self, x, self.kernel[...], bias, drop if self.drop is not None else None)
+        return convolve(self, x, self.kernel[...], bias, drop)

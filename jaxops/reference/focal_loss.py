@@ -12,6 +12,7 @@ import collections
 import functools
 import math
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def sigmoid_focal_loss(
     labels,
     *,
     gamma=2.0,
-    alpha=0.25,
+    alpha: Any = 0.25,
     class_weight=None,
     sample_weight=None,
     ignore_index=None,
@@ -58,7 +59,7 @@ def softmax_focal_loss(
     labels,
     *,
     gamma=2.0,
-    alpha=0.25,
+    alpha: Any = 0.25,
     class_weight=None,
     sample_weight=None,
     ignore_index=None,
@@ -67,7 +68,9 @@ def softmax_focal_loss(
 ):
     """-a_y (1 - p_y)^gamma log p_y over softmax(logits); zero where the label is no class."""
     arrays = (alpha, class_weight, sample_weight)
-    dtype = accumulation_dtype(logits, *(a for a in arrays if _is_float(a) and jnp.ndim(a)))
+    dtype = accumulation_dtype(
+        logits, *(a for a in arrays if a is not None and _is_float(a) and jnp.ndim(a))
+    )
     counted = _counted(labels, ignore_index)
     classes = logits.shape[-1]
     loss = softmax_focal(logits, jnp.where(counted, labels, -1), jnp.asarray(gamma, dtype), dtype)
@@ -79,7 +82,7 @@ def softmax_focal_loss(
     return _reduce(jnp.where(valid, loss * weight, 0), logits, counted, reduction, normalizer)
 
 
-def _is_float(array) -> bool:
+def _is_float(array: Any) -> bool:
     return array is not None and jnp.issubdtype(jnp.result_type(array), jnp.floating)
 
 

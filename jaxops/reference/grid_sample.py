@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,9 @@ def grid_sample(
     if not total.size or not rows.size:
         return _mark(total, p, lost, method).astype(volume.dtype)
     for corner in itertools.product(range(len(places[0][1])), repeat=axes):
-        index, weight, valid = 0, 1, True
+        index: Any = 0
+        weight: Any = 1
+        valid: Any = True
         for c, n, (inside, entries, factors) in zip(corner, sizes, places, strict=True):
             entry = jnp.where(inside, entries[c], -1)
             valid = valid & (entry >= 0) & (entry < n)

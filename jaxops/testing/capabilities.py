@@ -847,16 +847,11 @@ def command_buffers(spec: OperatorSpec, platform: Platform) -> None:
     cotangents = cotangents_for(spec, arguments)
     function = vjp_of(spec.function, spec.differentiable)
     placed = jax.device_put((cotangents, *arguments), platform.device)
-    program = (
-        jax.jit(function)
-        .lower(*placed)
-        .compile(
-            compiler_options={
-                "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
-                "xla_gpu_graph_min_graph_size": 1,
-            }
-        )
-    )
+    options: dict[str, Any] = {
+        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
+        "xla_gpu_graph_min_graph_size": 1,
+    }
+    program = jax.jit(function).lower(*placed).compile(compiler_options=options)
     for scale in (1, 2, -1, 1):
         changed = [a * scale if is_floating(a) else a for a in arguments]
         want = run(function, platform, cotangents, *changed)

@@ -90,9 +90,12 @@ def hasty_options(platform: Platform) -> dict[str, bool | int]:
 
 
 @functools.cache
-def _hasty() -> dict[str, bool | int]:
+def _hasty() -> dict[str, Any]:
     # Not every release of XLA has both emitters of fusions.
-    wanted = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    wanted: dict[str, Any] = {
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_use_fusion_emitters": False,
+    }
     trivial = jax.jit(lambda: 0).lower()
     options = {}
     for name, value in wanted.items():
@@ -197,13 +200,13 @@ def assert_bitwise(got: Sequence[np.ndarray], want: Sequence[np.ndarray], what: 
 
 def custom_calls(compiled: jax.stages.Compiled) -> dict[str, int]:
     """How often a compiled program calls each of our handlers."""
-    found = re.findall(r'custom_call_target="(jaxops_\w+)"', compiled.as_text())
+    found = re.findall(r'custom_call_target="(jaxops_\w+)"', compiled.as_text() or "")
     return dict(collections.Counter(found))
 
 
 def lowered_calls(lowered: jax.stages.Lowered) -> list[str]:
     """Our handlers in the order of their calls, before XLA finds that two calls are the same."""
-    return re.findall(r"custom_call @(jaxops_\w+)", lowered.as_text())
+    return re.findall(r"custom_call @(jaxops_\w+)", lowered.as_text() or "")
 
 
 _COLLECTIVES = (
@@ -219,7 +222,7 @@ _COLLECTIVES = (
 
 def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
     """How often a compiled program communicates in each way."""
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     counts = {k: len(re.findall(rf"\s{k}(?:-start)?\(", text)) for k in _COLLECTIVES}
     return {k: n for k, n in counts.items() if n}
 

@@ -7,7 +7,7 @@ import os
 
 import jax
 
-from jaxops._core import native
+from jaxops._core import compat, native
 
 NAMES = tuple(native.PLATFORMS)
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
@@ -22,7 +22,7 @@ def prepare() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if _HOST_DEVICES not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_HOST_DEVICES}=8".strip()
-    chosen = jax.config.jax_platforms
+    chosen = compat.setting("jax_platforms")
     if chosen and "cpu" not in chosen.split(","):
         # The references run there.
         jax.config.update("jax_platforms", f"{chosen},cpu")
