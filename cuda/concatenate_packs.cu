@@ -959,7 +959,7 @@ bool MovesAsPacks(const Job& job, int64_t unit) {
   }
   if (job.broadcasts) return false;
   if (IsWhole(job, unit)) return true;
-  if (!one) return job.destinations.size() <= (unit == 1 ? kManyCuts : kMaxDestinations);
+  if (!one) return std::ssize(job.destinations) <= (unit == 1 ? kManyCuts : kMaxDestinations);
   if (job.pieces.size() == 1) return true;
   return JoinsFew(job, unit);
 }

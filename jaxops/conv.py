@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -232,7 +233,8 @@ def _supported(*arguments: Any, **options: Any) -> bool:
 
 
 _SIGNATURE = inspect.signature(conv_general_dilated)
-conv_general_dilated.supported = _supported
+# An attribute that a checker does not know functions to have.
+setattr(conv_general_dilated, "supported", _supported)  # noqa: B010
 
 
 def _find_case(lhs: Any, rhs: Any, options: dict[str, Any]) -> _LaxCase:
@@ -243,7 +245,7 @@ def _find_case(lhs: Any, rhs: Any, options: dict[str, Any]) -> _LaxCase:
         for name, value in options.items()
     )
     # Without 64 bits a result of float64 is float32; 1 and 1.0 are equal, and only one is a stride.
-    setting = jax.config.jax_enable_x64, repr(frozen)
+    setting = compat.setting("jax_enable_x64"), repr(frozen)
     static = lhs.shape, lhs.dtype, rhs.shape, rhs.dtype, frozen, setting
     has_numbers = all(type(n) is int for n in (*lhs.shape, *rhs.shape))
     return (_LaxCase.cached if has_numbers and _is_hashable(static) else _LaxCase)(*static)
@@ -330,7 +332,7 @@ class _LaxCase:
 
     def warn(self) -> None:
         """Says once that `jax.lax` computes this case."""
-        if self.missing in self._warned:
+        if self.missing is None or self.missing in self._warned:
             return
         warnings.warn(
             f"conv_general_dilated: jaxops has no kernel for {self.missing}; jax.lax computes it",
@@ -410,7 +412,7 @@ def _float_dtype(function: str, argument: str, value: Any, default: Any) -> np.d
 def _precision(function: str, precision: Any) -> Any:
     """What `jax.lax` takes as a precision, hashable; None is JAX's default at this moment."""
     if precision is None:
-        return jax.config.jax_default_matmul_precision
+        return compat.setting("jax_default_matmul_precision")
     precision = _freeze(precision)
     try:
         _check_precision(precision)

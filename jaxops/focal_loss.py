@@ -186,7 +186,9 @@ def softmax_focal_loss(
     )
     gamma = _scalar(me, "gamma", gamma)
     by_class = None
-    if isinstance(alpha, (list, tuple)) or (checks.is_array(alpha) and jnp.ndim(alpha)):
+    if isinstance(alpha, (list, tuple)) or (
+        alpha is not None and checks.is_array(alpha) and jnp.ndim(alpha)
+    ):
         by_class = checks.float_array(me, "alpha", alpha, 1, "() or (C,)")
         checks.shape(me, "alpha", by_class, (call.classes,), "(C,), one entry a class")
     dtype = call.dtype(class_weight, sample_weight, by_class)
@@ -203,7 +205,9 @@ def softmax_focal_loss(
         weight = of_class if weight is None else weight * of_class
     elif alpha is not None:
         alpha = _scalar(me, "alpha", alpha)
-        of_alpha = np.asarray(alpha, dtype) if isinstance(alpha, float) else alpha.astype(dtype)
+        of_alpha = (
+            np.asarray(alpha, dtype) if isinstance(alpha, (int, float)) else alpha.astype(dtype)
+        )
     if call.reduced:
         scale = call.scale(dtype)
         scale = scale if of_alpha is None else scale * of_alpha
@@ -394,23 +398,24 @@ def _as_int32(labels, classes: int, ignore_index: int | None):
     return library.where(is_ignored, np.int32(-2), narrow), -2
 
 
-def _scalar(me: str, argument: str, value: Any, integers: bool = False) -> float | jax.Array:
+def _scalar(me: str, argument: str, value: Any, integers: bool = False) -> _Scalar:
     """A number as a float, a scalar array as it is."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
         return float(value)
     kinds = (jnp.floating, jnp.integer) if integers else (jnp.floating,)
-    is_array = isinstance(value, (jax.Array, np.ndarray))
-    if not is_array or not any(jnp.issubdtype(value.dtype, k) for k in kinds):
-        got = value.dtype if is_array else type(value).__name__
+    got = value.dtype if isinstance(value, (jax.Array, np.ndarray)) else type(value).__name__
+    if not isinstance(value, (jax.Array, np.ndarray)) or not any(
+        jnp.issubdtype(value.dtype, k) for k in kinds
+    ):
         raise TypeError(f"{me}: {argument} must be a number or a float scalar array, got {got}")
     if value.ndim:
         raise ValueError(f"{me}: {argument} must be a scalar, got shape {value.shape}")
     return value
 
 
-def _check_gamma(me: str, gamma: float | jax.Array, dtype: jnp.dtype):
+def _check_gamma(me: str, gamma: _Scalar, dtype: jnp.dtype):
     if isinstance(gamma, float) and not 0 <= gamma <= float(jnp.finfo(dtype).max):
         raise ValueError(f"{me}: gamma must be finite in {dtype} and >= 0, got {gamma}")
 
@@ -425,14 +430,14 @@ def _stack(scalars, dtype):
 _POWERS = (None, 0.0, 0.5, 1.0, 2.0)
 
 
-def _power(gamma: float | jax.Array) -> float | None:
+def _power(gamma: _Scalar) -> float | None:
     return gamma if isinstance(gamma, float) and gamma in _POWERS else None
 
 
 # --- sigmoid: what all its primitives are told ---------------------------------------------------
 
 #: Class ids count from 1, because XLA keeps no constant that counts from 0: it would launch a
-#: kernel that makes it anew for each call. Handlers refuse programs whose ids count otherwise.
+#: kernel that makes it anew for each call.
 _FIRST_CLASS_ID = 1
 
 
@@ -478,7 +483,6 @@ def _attributes(*, options):
         "power": np.int32(_POWERS.index(options.power)),
         "has_ignored": np.bool_(options.ignored is not None),
         "ignored": np.int32(options.ignored or 0),
-        "first_class_id": np.int32(_FIRST_CLASS_ID),
     }
 
 
@@ -742,7 +746,7 @@ def _row_sum_by_others(primals, tangents, *, options):
         value, tangent = rules.jvp(of_factors, factors, moved)
         terms.append(tangent)
     if dgamma is not None:
-        by_gamma = [compat.Zero(jax.typeof(0.0))] * len(primals)
+        by_gamma: list[Any] = [compat.Zero(jax.typeof(0.0))] * len(primals)
         by_gamma[3] = dgamma
         function = functools.partial(_row_sum_reference, options=options)
         terms += rules.jvp(function, primals, by_gamma)[1]

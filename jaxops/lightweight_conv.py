@@ -310,7 +310,7 @@ def _pullback(g, x, weight, wanted, *, options, flip):
             options=options,
             summed=tuple(n == 1 for n in weight.shape[:batch_rank]),
             # Its name: NumPy finds None equal to float64, and JAX's caches compare parameters.
-            bias_dtype=dbias_like.dtype.name if fuse_bias else None,
+            bias_dtype=dbias_like.dtype.name if dbias_like is not None and fuse_bias else None,
         )
         dbias = fused[0] if fused else None
     elif dx_like is not None:
@@ -321,7 +321,7 @@ def _pullback(g, x, weight, wanted, *, options, flip):
     if dbias_like is not None and dbias is None:
         dbias = _sum_over_time(g, dbias_like.dtype, options)
     return [
-        None if like is None else rules.fit(ct, like, like.ndim - batch_rank)
+        None if like is None or ct is None else rules.fit(ct, like, like.ndim - batch_rank)
         for ct, like in zip((dx, dweight, dbias), (dx_like, dweight_like, dbias_like), strict=True)
     ][:count]
 

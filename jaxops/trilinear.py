@@ -6,7 +6,6 @@ The primitives and their rules are those of every interpolation, see `_core/mult
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -64,11 +63,11 @@ def trilinear_interpolate(features: ArrayLike, points: ArrayLike) -> jax.Array:
 class _Cells:
     """Leading dimensions are batch dimensions: every cell has its own features and point."""
 
-    values: ClassVar[str] = "corners=8 features"
-    points: ClassVar[str] = "axes=3"
-    result: ClassVar[str] = "features"
-    entries: ClassVar[tuple[int, ...]] = (8,)
-    axes: ClassVar[int] = 3
+    values: str = "corners=8 features"
+    points: str = "axes=3"
+    result: str = "features"
+    entries: tuple[int, ...] = (8,)
+    axes: int = 3
 
 
 _family = multilinear.Family(

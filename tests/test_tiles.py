@@ -284,7 +284,7 @@ def faked(monkeypatch):
         return fake_convolve(target, results, form, *operands, **attributes)
 
     monkeypatch.setattr(tiles, "_convolve", convolve)
-    monkeypatch.setattr(tiles, "_has_kernels", lambda: True)
+    monkeypatch.setattr(tiles, "has_kernels", lambda: True)
     monkeypatch.setattr(tiles, "_are_hopper", lambda: True)
     monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
     monkeypatch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
@@ -612,7 +612,7 @@ def test_what_may_be_multiplied_as_tf32(precision, may):
 def test_which_gpus_have_kernels(capabilities, architectures, has, monkeypatch):
     monkeypatch.setattr(compat, "gpu_capabilities", lambda: capabilities)
     monkeypatch.setattr(native, "cuda_architectures", lambda: architectures)
-    assert tiles._has_kernels() == has
+    assert tiles.has_kernels() == has
 
 
 @pytest.mark.parametrize(
@@ -937,7 +937,7 @@ DIRECT = {
 
 @pytest.mark.parametrize("name", [*OF_EVERY_GPU, *DIRECT])
 def test_what_every_gpu_has(name, platform):
-    if platform.name != "cuda" or not tiles._has_kernels():
+    if platform.name != "cuda" or not tiles.has_kernels():
         pytest.skip("the kernels are for GPUs with tensor cores")
     (rows, *sizes), channels, outputs, taps, options, dtype = {**OF_EVERY_GPU, **DIRECT}[name]
     taps = taps if isinstance(taps, tuple) else (taps, taps)
@@ -995,7 +995,7 @@ def test_what_every_gpu_has(name, platform):
 def test_bias_and_activation_are_part_of_the_kernel(
     dtype, channels, outputs, groups, activation, platform
 ):
-    if platform.name != "cuda" or not tiles._has_kernels():
+    if platform.name != "cuda" or not tiles.has_kernels():
         pytest.skip("the kernels are for GPUs with tensor cores")
     shapes = (2, 13, 18, channels), (3, 3, channels // groups, outputs), (outputs,)
     # TF32 leaves bfloat16 as it is; rounding would move sums across the zero of relu.

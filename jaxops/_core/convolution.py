@@ -125,12 +125,12 @@ def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, pla
     windows = options.windows
     axis = x.ndim - 2 - _rank(options)
     batch = _Batch.of_kernels(kernel, axis)
-    *operands, sums = tiles.operands(platform, dtype, x, kernel)
-    form = _tiled(options, platform, sums, *operands, batch)
+    a, b, sums = tiles.operands(platform, dtype, x, kernel)
+    form = _tiled(options, platform, sums, a, b, batch)
     if form is not None and (bias is None or batch.has(bias)):
-        images, kernels = map(batch.to_groups, operands)
+        of_groups, kernels = batch.to_groups(a), batch.to_groups(b)
         shared = None if bias is None else batch.to_groups(bias).reshape(-1)
-        y = tiles.forward(images, _alone(kernels, options), form, sums, shared, activation)
+        y = tiles.forward(of_groups, _alone(kernels, options), form, sums, shared, activation)
         return [batch.from_groups(y).astype(dtype)]
     apart = _epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
     if apart is not None:
@@ -169,11 +169,11 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
     windows = options.windows
     axis = g.ndim - 2 - _rank(options)
     batch = _Batch.of_kernels(kernel, axis)
-    *operands, sums = tiles.operands(platform, dtype, g, kernel)
-    form = _tiled(options, platform, sums, *operands, batch)
+    a, b, sums = tiles.operands(platform, dtype, g, kernel)
+    form = _tiled(options, platform, sums, a, b, batch)
     if form is not None:
-        images, kernels = map(batch.to_groups, operands)
-        dx = tiles.input_grad(images, _alone(kernels, options), form, sums)
+        of_groups, kernels = batch.to_groups(a), batch.to_groups(b)
+        dx = tiles.input_grad(of_groups, _alone(kernels, options), form, sums)
         return [batch.from_groups(dx).astype(dtype)]
     if options.is_depthwise:
 
@@ -215,14 +215,14 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
     axis = x.ndim - 2 - _rank(options)
     shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
-    *operands, sums = tiles.operands(platform, dtype, x, g)
-    form = tiles.find_kernel_grad_form(options, platform, sums, *operands, batch.count)
+    a, b, sums = tiles.operands(platform, dtype, x, g)
+    form = tiles.find_kernel_grad_form(options, platform, sums, a, b, batch.count)
     if form is not None and (
         0 not in shape
         and _has_groups_for(batch, form, options)
         and (form.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
     ):
-        x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in operands)
+        x, g = (jnp.broadcast_to(t, shape + t.shape[axis:]) for t in (a, b))
         dkernel = tiles.kernel_grad(batch.to_groups(x), batch.to_groups(g), form, sums)
         alone = jnp.expand_dims(dkernel, range(axis - len(batch.sizes)))
         return [batch.from_groups(alone).astype(dtype)]
@@ -431,9 +431,9 @@ def _product(names, a, b, options, summed=None, dtype=None):
     result = lax.dot_general(
         a,
         b,
-        tuple(
-            tuple([in_x.index(d) for d in dims] for in_x in (in_a, in_b))
-            for dims in (contracted, common)
+        (
+            ([in_a.index(d) for d in contracted], [in_b.index(d) for d in contracted]),
+            ([in_a.index(d) for d in common], [in_b.index(d) for d in common]),
         ),
         precision=options.precision,
         preferred_element_type=dtype or wide,
@@ -697,7 +697,7 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     if activation not in (None, "relu"):
 
         def unfused(*operands):
-            wide = _wide_dtype(*operands[:2], dtype)
+            wide = _wide_dtype(operands[0], operands[1], dtype)
             # Named as well: it is what the gradient needs, so that a policy which saves the
             # operator's result spares the backward pass a second forward one.
             y = checkpoint_name(forward(*operands, options=options, dtype=wide), "conv2d")
@@ -713,11 +713,12 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     *live, dbias = rules.live(tangents, 3)
     plain = dict(options=options, activation=None, with_bias=False)
     # What the bias adds to is rounded with it.
-    summed = dtype if dbias is None else _wide_dtype(*primals[:2], dtype)
+    summed = dtype if dbias is None else _wide_dtype(primals[0], primals[1], dtype)
     dy = _tangent(_forward_operator, primals[:2], live, dtype=np.dtype(summed), **plain)
     if dbias is not None:
         spread = rules.broadcast_like(_over_pixels(dbias, options), jax.typeof(y)).astype(summed)
         dy = spread if dy is None else compat.reshard_like(dy, jax.typeof(y)) + spread
+    assert dy is not None
     dy = compat.reshard_like(dy.astype(dtype), jax.typeof(y))
     return [y], [dy if activation is None else jnp.where(y > 0, dy, jnp.zeros_like(dy))]
 

@@ -39,11 +39,16 @@ class Options(Protocol):
       axes: the number of axes.
     """
 
-    values: str
-    points: str
-    result: str
-    entries: tuple[int, ...]
-    axes: int
+    @property
+    def values(self) -> str: ...
+    @property
+    def points(self) -> str: ...
+    @property
+    def result(self) -> str: ...
+    @property
+    def entries(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> int: ...
 
 
 class Family:
@@ -77,7 +82,7 @@ class Family:
     ):
         self._reference = reference
         self._sums_batches = sums_batches
-        common = {"replicated": tuple(replicated)}
+        common: dict[str, Any] = {"replicated": tuple(replicated)}
         handled = {**common, "attributes": lambda *, options, **_: attributes(options)}
         prefix = prefix or name
         self._sample = Operator(
@@ -198,7 +203,9 @@ class Family:
             *self._points_grad_reference(values, points, g, *along, **params),
         ]
 
-    def _tangent_unfused(self, values, points, dvalues, dpoints, *along, options, order):
+    def _tangent_unfused(
+        self, values, points, dvalues, dpoints, *along, options, order
+    ) -> list[Any]:
         del order
         terms = self._samples(dvalues, points, along, options)
         terms += self._samples(values, points, (*along, dpoints), options)
@@ -426,7 +433,7 @@ def _batch_shape(options, values, points, g, along):
     return np.broadcast_shapes(*(x.shape[:rank] for x, rank in dims))
 
 
-def _widen(options, values, points, g, along):
+def _widen(options, values, points, g, along) -> tuple[Any, Any, tuple]:
     """The operands in the dtype of the arithmetic and with all of the batch dimensions."""
     present = _batch_dims(options, values, points, g, along)
     batch = np.broadcast_shapes(*(x.shape[:rank] for x, rank in present))
@@ -447,7 +454,7 @@ def _replaced(along, dalong):
             yield (*along[:i], tangent, *along[i + 1 :])
 
 
-def _total(terms, like):
+def _total(terms, like) -> Any:
     return sum(terms) if terms else compat.Zero(jax.typeof(like))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def broadcast_like(array: jax.Array, like) -> jax.Array:
     return jnp.broadcast_to(array, like.shape, out_sharding=like.sharding if is_explicit else None)
 
 
-def fit(array: jax.Array, like, core_rank: int = 2) -> jax.Array:
+def fit(array: Any, like, core_rank: int = 2) -> jax.Array:
     """A cotangent of the type `like`: batch dimensions summed or broadcast, resharded, cast."""
     summed = unbroadcast(array, like.shape[: like.ndim - core_rank]).astype(like.dtype)
     if summed.shape != like.shape:

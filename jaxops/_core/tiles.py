@@ -221,7 +221,7 @@ def find_form(
         or images.dtype != other.dtype
         or images.dtype not in checks.FLOATS
         or (dtype != images.dtype and not (dtype == np.float32 and itemsize == 2))
-        or not _has_kernels()
+        or not has_kernels()
     ):
         return None
     found = form(
@@ -274,7 +274,7 @@ def _are_hopper() -> bool:
     return "90a" in native.cuda_architectures() and compat.gpu_capabilities() == {"9.0"}
 
 
-def _has_kernels() -> bool:
+def has_kernels() -> bool:
     """Whether there are GPUs here, and all have kernels that are compiled for them."""
     found = compat.gpu_capabilities()
     return bool(found) and all(map(native.has_code, found))

@@ -126,7 +126,7 @@ def _calls(platform, *, depthwise, passes):
 
     Images of so few channels have no other kernels.
     """
-    if depthwise and platform == "cuda" and tiles._has_kernels():
+    if depthwise and platform == "cuda" and tiles.has_kernels():
         return dict.fromkeys(tiles.TARGETS[:passes], 1)
     return {"jaxops_im2col": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
 
