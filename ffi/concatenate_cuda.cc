@@ -1,5 +1,5 @@
 // XLA FFI handlers of concatenation and splitting on CUDA devices.
-#include "cuda/concatenate.h"
+#include "cuda/concatenate/launch.h"
 #include "ffi/concatenate.h"
 #include "ffi/cuda_status.h"
 #include "ffi/handlers_cuda.h"

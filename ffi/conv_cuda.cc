@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/conv.h"
+#include "cuda/conv/launch.h"
 #include "ffi/cuda_status.h"
 #include "ffi/decode.h"
 #include "ffi/handlers_cuda.h"

@@ -1,5 +1,5 @@
 // XLA FFI handlers of the focal losses on CUDA devices.
-#include "cuda/focal_loss.h"
+#include "cuda/focal_loss/launch.h"
 #include "ffi/cuda_status.h"
 #include "ffi/focal_loss.h"
 #include "ffi/handlers_cuda.h"

@@ -1,5 +1,5 @@
 // XLA FFI handlers that sample volumes at points on CUDA devices.
-#include "cuda/grid_sample.h"
+#include "cuda/grid_sample/launch.h"
 #include "ffi/cuda_status.h"
 #include "ffi/grid_sample.h"
 #include "ffi/handlers_cuda.h"

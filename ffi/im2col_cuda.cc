@@ -1,5 +1,5 @@
 // XLA FFI handlers of im2col and col2im on CUDA devices.
-#include "cuda/im2col.h"
+#include "cuda/im2col/launch.h"
 #include "ffi/cuda_status.h"
 #include "ffi/handlers_cuda.h"
 #include "ffi/im2col.h"

@@ -1,5 +1,5 @@
 // XLA FFI handlers of the lightweight convolution on CUDA devices.
-#include "cuda/lightweight_conv.h"
+#include "cuda/lightweight_conv/launch.h"
 #include "ffi/cuda_status.h"
 #include "ffi/handlers_cuda.h"
 #include "ffi/lightweight_conv.h"

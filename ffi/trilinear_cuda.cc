@@ -1,5 +1,5 @@
 // XLA FFI handlers of trilinear interpolation in cells on CUDA devices.
-#include "cuda/trilinear.h"
+#include "cuda/trilinear/launch.h"
 #include "ffi/cuda_status.h"
 #include "ffi/handlers_cuda.h"
 #include "ffi/trilinear.h"

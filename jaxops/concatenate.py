@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from jaxops._core import checks, compat, rules
 from jaxops._core.primitive import Operator
 
-# What one launch takes, see cuda/concatenate.h; more go through several.
+# What one launch takes, see cuda/concatenate/launch.h; more go through several.
 _MAX_PIECES = 480
 _MAX_PARTS = 480
 _MAX_SIZE = np.iinfo(np.int64).max

@@ -181,7 +181,7 @@ def _attributes(options):
 
 
 #: Sorted points of one cell that are summed together before all else is, and how many groups of
-#: groups of so many there are, as in cuda/grid_sample_sorted.cu.
+#: groups of so many there are, as in cuda/grid_sample/sorted.cu.
 _GROUP = 32
 _LEVELS = 3
 
@@ -189,7 +189,7 @@ _LEVELS = 3
 #: Bytes of volumes that no cache holds, of which points are taken in an order.
 _LARGE = 1 << 25
 #: Points that a block puts in a rough order, and the bytes that it writes; see
-#: cuda/grid_sample_order.cu.
+#: cuda/grid_sample/order.cu.
 _ROUGH = 4096
 _ROUGH_BYTES = (4096 + 32 * 32) * 16
 #: The entries of a brick along each axis, by the number of axes, the points that a block sorts by
