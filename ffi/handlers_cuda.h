@@ -1,4 +1,4 @@
-// Every handler of the _cuda module.
+// The handlers of the convolution, which are bound by hand.
 #ifndef JAXOPS_FFI_HANDLERS_CUDA_H_
 #define JAXOPS_FFI_HANDLERS_CUDA_H_
 
@@ -6,32 +6,9 @@
 
 namespace jaxops::ffi {
 
-XLA_FFI_DECLARE_HANDLER_SYMBOL(Col2ImCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(ConcatenateCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ConvCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ConvInputGradCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ConvKernelGradCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleBackwardCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSamplePointGradCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(GridSampleVolumeGradCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(Im2ColCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvFilterGradCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(LightweightConvBackwardCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossGradientCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossSumCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SigmoidFocalLossValueAndGradientCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossGradientCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossSumCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SoftmaxFocalLossValueAndGradientCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SplitCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearBackwardCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearFeatureGradCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearInterpolateCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(TrilinearPointGradCuda);
 
 }  // namespace jaxops::ffi
 

@@ -421,7 +421,7 @@ def _stack(scalars, dtype):
     return jnp.stack([jnp.asarray(s, dtype) for s in scalars])
 
 
-#: Exponents that need no exponential, in the order of their codes in common/focal_loss.h.
+#: Exponents that need no exponential, as handlers know them by their names.
 _POWERS = (None, 0.0, 0.5, 1.0, 2.0)
 
 
@@ -429,10 +429,14 @@ def _power(gamma: float | jax.Array) -> float | None:
     return gamma if isinstance(gamma, float) and gamma in _POWERS else None
 
 
+def _power_name(power: float | None) -> str:
+    return "any" if power is None else f"{power:g}"
+
+
 # --- sigmoid: what all its primitives are told ---------------------------------------------------
 
 #: Class ids count from 1, because XLA keeps no constant that counts from 0: it would launch a
-#: kernel that makes it anew for each call. Handlers refuse programs whose ids count otherwise.
+#: kernel that makes it anew for each call. They are kFirstClassId in common/focal_loss.h, too.
 _FIRST_CLASS_ID = 1
 
 
@@ -475,10 +479,9 @@ def _row(rows: int) -> str:
 def _attributes(*, options):
     return {
         "rows": np.int64(options.rows),
-        "power": np.int32(_POWERS.index(options.power)),
+        "power": _power_name(options.power),
         "has_ignored": np.bool_(options.ignored is not None),
         "ignored": np.int32(options.ignored or 0),
-        "first_class_id": np.int32(_FIRST_CLASS_ID),
     }
 
 
@@ -606,7 +609,7 @@ class _RowOptions:
 
 
 def _row_attributes(*, options):
-    return {"rows": np.int64(options.rows), "power": np.int32(_POWERS.index(options.power))}
+    return {"rows": np.int64(options.rows), "power": _power_name(options.power)}
 
 
 def _row_loss_reference(logits, labels, gamma, *, options):

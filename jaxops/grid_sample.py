@@ -173,8 +173,8 @@ def _sample_reference(volume, points, options):
 def _attributes(options):
     return {
         "point_rank": np.int64(options.point_rank),
-        "method": np.int32(_METHODS.index(options.method)),
-        "padding_mode": np.int32(_PADDING_MODES.index(options.padding_mode)),
+        "method": options.method,
+        "padding_mode": options.padding_mode,
         "align_corners": np.bool_(options.align_corners),
         "deterministic": np.bool_(options.deterministic),
     }

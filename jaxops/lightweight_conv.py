@@ -161,13 +161,11 @@ class _Options:
         return -2 if self.data_format == "NTC" else -1
 
 
-def _attributes(*, options, flip=False, activation=None, **_):
+def _attributes(*, options, **_):
     return {
         "padding": np.int64(options.padding),
         "dilation": np.int64(options.dilation),
-        "data_format": np.int32(_DATA_FORMATS.index(options.data_format)),
-        "activation": np.int32(_ACTIVATIONS.index(activation)),
-        "flip_taps": np.bool_(flip),
+        "data_format": options.data_format,
     }
 
 
@@ -193,7 +191,10 @@ _conv_operator = Operator(
     signature=_conv_signature,
     reference=_conv_reference,
     dtypes=lambda x, *_, **__: [x.dtype],
-    attributes=_attributes,
+    attributes=lambda *, options, flip, activation, **_: (
+        _attributes(options=options)
+        | {"activation": activation or "none", "flip_taps": np.bool_(flip)}
+    ),
     replicated=("time", "taps"),
 )
 
