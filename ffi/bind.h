@@ -48,9 +48,22 @@ struct EnumName {
 template <typename Enum>
 inline constexpr std::nullptr_t kEnumNames = nullptr;
 
+// Whether a text is `known`. The compiler sees the size of that, and calls no function.
+inline bool IsText(const XLA_FFI_ByteSpan& text, std::string_view known) {
+  return text.len == known.size() && __builtin_memcmp(text.ptr, known.data(), known.size()) == 0;
+}
+
+// Calls function(std::integral_constant<size_t, i>) for i = 0, 1, ... until one returns true, which
+// it then does, too.
+template <size_t kCount>
+bool AnyOf(auto&& function) {
+  return [&]<size_t... kI>(std::index_sequence<kI...>) {
+    return (function(std::integral_constant<size_t, kI>()) || ...);
+  }(std::make_index_sequence<kCount>());
+}
+
 template <Attributes T>
-class AttributeNames {
- public:
+struct AttributeNames {
   static constexpr size_t kCount = std::tuple_size_v<decltype(std::declval<T&>().Members())>;
 
   // In the order of the struct.
@@ -72,15 +85,6 @@ class AttributeNames {
     }
     return places;
   }();
-
-  static bool AreThoseOf(const XLA_FFI_Attrs& attributes) {
-    if (attributes.size != kCount) return false;
-    for (size_t i = 0; i < kCount; ++i) {
-      const XLA_FFI_ByteSpan& name = *attributes.names[kPlaces[i]];
-      if (std::string_view(name.ptr, name.len) != kNames[i]) return false;
-    }
-    return true;
-  }
 };
 
 // The binding with one more parameter, of type T.
@@ -230,26 +234,24 @@ struct AttrDecoding<T> {
   static std::optional<T> Decode(XLA_FFI_AttrType, void* dictionary, DiagnosticEngine& diagnostic) {
     using Names = jaxops::ffi::AttributeNames<T>;
     const auto& attributes = *static_cast<const XLA_FFI_Attrs*>(dictionary);
-    if (!Names::AreThoseOf(attributes)) {
+    const auto is_other = [&](auto i) {
+      return !jaxops::ffi::IsText(*attributes.names[Names::kPlaces[i]], Names::kNames[i]);
+    };
+    if (attributes.size != Names::kCount || jaxops::ffi::AnyOf<Names::kCount>(is_other)) {
       return diagnostic.Emit("Attributes must be ") << T::kMembers;
     }
-    T decoded;
-    const auto decode = [&]<typename Member>(size_t i, Member& member) {
-      const size_t place = Names::kPlaces[i];
-      const std::optional<Member> value = AttrDecoding<Member>::Decode(
-          attributes.types[place], attributes.attrs[place], diagnostic);
-      if (value) {
-        member = *value;
-      } else {
-        diagnostic.Emit(" of attribute ") << Names::kNames[i];
-      }
-      return value.has_value();
+    std::optional<T> decoded(std::in_place);
+    const auto is_wrong = [&](auto i) {
+      auto& member = std::get<i>(decoded->Members());
+      constexpr size_t kPlace = Names::kPlaces[i];
+      const auto value = AttrDecoding<std::remove_reference_t<decltype(member)>>::Decode(
+          attributes.types[kPlace], attributes.attrs[kPlace], diagnostic);
+      if (!value) diagnostic.Emit(" of attribute ") << Names::kNames[i];
+      if (value) member = *value;
+      return !value;
     };
-    const auto decode_all = [&](auto&... members) {
-      size_t i = 0;
-      return (decode(i++, members) && ...);
-    };
-    return std::apply(decode_all, decoded.Members()) ? std::optional<T>(decoded) : std::nullopt;
+    if (jaxops::ffi::AnyOf<Names::kCount>(is_wrong)) decoded.reset();
+    return decoded;
   }
 };
 
@@ -260,12 +262,18 @@ struct AttrDecoding<Enum> {
 
   static std::optional<Enum> Decode(XLA_FFI_AttrType type, void* attribute,
                                     DiagnosticEngine& diagnostic) {
-    const auto name = AttrDecoding<std::string_view>::Decode(type, attribute, diagnostic);
-    if (!name) return std::nullopt;
-    for (const auto& [known, value] : jaxops::ffi::kEnumNames<Enum>) {
-      if (*name == known) return value;
+    if (type != XLA_FFI_AttrType_STRING) {
+      return diagnostic.Emit("Wrong attribute type: expected string but got ") << type;
     }
-    return diagnostic.Emit("Unknown name \"") << *name << "\"";
+    const auto& name = *static_cast<const XLA_FFI_ByteSpan*>(attribute);
+    constexpr const auto& kNames = jaxops::ffi::kEnumNames<Enum>;
+    Enum value = {};
+    const auto is_name = [&](auto i) {
+      value = kNames[i].value;
+      return jaxops::ffi::IsText(name, kNames[i].name);
+    };
+    if (jaxops::ffi::AnyOf<kNames.size()>(is_name)) return value;
+    return diagnostic.Emit("Unknown name ") << std::string_view(name.ptr, name.len);
   }
 };
 
