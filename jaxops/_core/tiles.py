@@ -28,7 +28,7 @@ from jaxops._core.windows import Windows
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
 _ACTIVATIONS = tuple(ACTIVATIONS)
-# Those of `cuda/conv/launch.h`.
+# Those of `cuda/conv/families.h`.
 _MAX_TAPS = 128
 _MAX_STRIDE = 8
 _MAX_PIXELS = 1 << 30
@@ -179,7 +179,7 @@ def form(
 
 
 def _is_direct(fan_in: int, fan_out: int, groups: int) -> bool:
-    """Whether that is how kernels compute groups; like `IsDirect` in `cuda/conv/launch.h`."""
+    """Whether that is how kernels compute groups; like `IsDirect` in `cuda/conv/families.h`."""
     return min(fan_in, fan_out) < _LEAST_FAN and (groups > 1 or fan_in == fan_out == 1)
 
 
