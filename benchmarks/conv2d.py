@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import jaxops
 from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
-from jaxops._core.windows import place
+from jaxops._families.windows import place
 
 NHWC, NCHW = "NHWC", "NCHW"
 LAYOUTS = {NHWC: (NHWC, "HWIO", NHWC), NCHW: (NCHW, "OIHW", NCHW)}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jaxops
 from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, directions, normal
-from jaxops._core.windows import place
+from jaxops._families.windows import place
 
 NHWC, NCHW = "NHWC", "NCHW"
 

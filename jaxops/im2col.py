@@ -1,6 +1,6 @@
 """The patches of an image as a copy, and its transpose.
 
-The primitives and their rules are those of every window, see `_core/windows.py`.
+The primitives and their rules are those of every window, see `_families/windows.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jaxops._core import checks, windows
-from jaxops._core.windows import col2im_operator, im2col_operator
+from jaxops._core import checks
+from jaxops._families import windows
+from jaxops._families.windows import col2im_operator, im2col_operator
 
 
 def im2col(

@@ -25,8 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxops
-import jaxops.conv
-from jaxops._core import convolution
+from jaxops.conv import primitives, public
 from jaxops.testing.measure import (
     assert_close,
     collectives,
@@ -371,7 +370,7 @@ def test_groups_that_do_not_divide_the_channels():
 def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatch):
     """On the CPU they are made block by block, the last one shorter, or by XLA in float32."""
     x, kernel = normal(0, (rows, 6, 5, 3), (3, 2, 3 // groups, 3), dtype=dtype)
-    monkeypatch.setattr(convolution, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
+    monkeypatch.setattr(primitives, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
     options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 2), "groups": groups}
 
     def ours(x, kernel):
@@ -429,7 +428,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
     reached = [np.isnan(a) for a in jax.tree.leaves(whole((g,), x, kernel))]
 
     bound = 1 << 14
-    monkeypatch.setattr(convolution, "_BLOCK_BYTES", bound)
+    monkeypatch.setattr(primitives, "_BLOCK_BYTES", bound)
     jax.clear_caches()
     program = compiled()
     for a, nans in zip(jax.tree.leaves(program((g,), x, kernel)), reached, strict=True):
@@ -447,7 +446,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
 @pytest.mark.parametrize(("groups", "by_xla"), [(1, True), (2, False)])
 def test_what_devices_do_with_too_many_patches_of_one_image(groups, by_xla, monkeypatch):
     """As compiled for a GPU: XLA's convolution of one group, and slabs of several."""
-    monkeypatch.setattr(convolution, "_DEVICE_BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(primitives, "_DEVICE_BLOCK_BYTES", 1 << 14)
     options = {
         "window_strides": (1, 1, 1),
         "padding": "SAME",
@@ -582,7 +581,7 @@ def test_what_is_left_to_lax(reason, monkeypatch):
     On the CPU, because cuDNN does not have all of it.
     """
     cpu = jax.devices("cpu")[0]
-    monkeypatch.setattr(jaxops.conv._LaxCase, "_warned", set())
+    monkeypatch.setattr(public._LaxCase, "_warned", set())
     options = {"window_strides": (1, 1), "padding": "VALID", "dtype": "float32"}
     options |= UNSUPPORTED[reason]
     dtype = jnp.dtype(options.pop("dtype"))
@@ -591,11 +590,11 @@ def test_what_is_left_to_lax(reason, monkeypatch):
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
     assert jaxops.conv_general_dilated.supported(*structs, **options) is False
     with warnings.catch_warnings():
-        warnings.simplefilter("error", jaxops.conv.NoKernelWarning)
+        warnings.simplefilter("error", jaxops.NoKernelWarning)
         for _ in range(2):
-            with pytest.raises(jaxops.conv.NoKernelWarning, match=reason):
+            with pytest.raises(jaxops.NoKernelWarning, match=reason):
                 jaxops.conv_general_dilated(lhs, rhs, **options)
-    with pytest.warns(jaxops.conv.NoKernelWarning, match=reason):
+    with pytest.warns(jaxops.NoKernelWarning, match=reason):
         got = jaxops.conv_general_dilated(lhs, rhs, **options)
     np.testing.assert_array_equal(got, lax.conv_general_dilated(lhs, rhs, **options))
     jaxops.conv_general_dilated(lhs, rhs, **options)  # without a word
@@ -621,7 +620,7 @@ def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
         checked.append(arguments)
         return of_lax(*arguments, **options)
 
-    monkeypatch.setattr(jaxops.conv.lax, "conv_general_dilated", count)
+    monkeypatch.setattr(public.lax, "conv_general_dilated", count)
     forms = (
         {"window_strides": (2, 1), "padding": ((1, 0), (0, 1))},
         {"window_strides": [2, 1], "padding": [[1, 0], [0, 1]]},
@@ -639,7 +638,7 @@ def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
         with jax.enable_x64(enable), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of jax.lax, that it is float32
             assert jaxops.conv_general_dilated(lhs, rhs, **wide).dtype == dtype
-    case = jaxops.conv._find_case(jnp.asarray(lhs), jnp.asarray(rhs), OPTIONS | forms[0])
+    case = public._find_case(jnp.asarray(lhs), jnp.asarray(rhs), OPTIONS | forms[0])
     for precision in ("highest", "default"):
         with jax.default_matmul_precision(precision):
             text = case.compiled.lower(lhs, rhs).as_text()

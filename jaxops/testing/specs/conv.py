@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._core import tiles
+from jaxops.conv import cuda_kernels
 from jaxops.reference import conv as reference
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
 
@@ -126,8 +126,8 @@ def _calls(platform, *, depthwise, passes):
 
     Images of so few channels have no other kernels.
     """
-    if depthwise and platform == "cuda" and tiles._has_kernels():
-        return dict.fromkeys(tiles.TARGETS[:passes], 1)
+    if depthwise and platform == "cuda" and cuda_kernels._has_kernels():
+        return dict.fromkeys(cuda_kernels.TARGETS[:passes], 1)
     return {"jaxops_im2col": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
 
 

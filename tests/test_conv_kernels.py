@@ -19,8 +19,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._core import compat, native, tiles
-from jaxops._core.windows import Windows, place
+from jaxops._core import compat, native
+from jaxops._families.windows import Windows, place
+from jaxops.conv import cuda_kernels
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 from jaxops.testing.measure import assert_close, on_reference, run, vjp_of
 
@@ -129,7 +130,7 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
     fans = {1: st.integers(1, 17), 3: st.sampled_from([8, 9, 16]), 5: st.integers(1, 7)}[groups]
     fan_in, fan_out = data.draw(fans), data.draw(fans)
     itemsize, tf32 = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.booleans())
-    form = tiles.form(windows, fan_in, fan_out, groups, itemsize=itemsize, tf32=tf32)
+    form = cuda_kernels.form(windows, fan_in, fan_out, groups, itemsize=itemsize, tf32=tf32)
     hypothesis.assume(form is not None)
     shapes = (
         (2, *windows.ins, groups * fan_in),
@@ -140,14 +141,14 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
     activation = data.draw(st.sampled_from(list(ACTIVATIONS)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_convolve", fake_convolve)
+        patch.setattr(cuda_kernels, "_convolve", fake_convolve)
         patch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
         patch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
         patch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
-        y = tiles.forward(x, kernel, form, x.dtype)
-        finished = tiles.forward(x, kernel, form, x.dtype, bias, activation)
-        dx = tiles.input_grad(g, kernel, form, x.dtype)
-        dkernel = tiles.kernel_grad(x, g, form, x.dtype)
+        y = cuda_kernels.forward(x, kernel, form, x.dtype)
+        finished = cuda_kernels.forward(x, kernel, form, x.dtype, bias, activation)
+        dx = cuda_kernels.input_grad(g, kernel, form, x.dtype)
+        dkernel = cuda_kernels.kernel_grad(x, g, form, x.dtype)
 
     want, pull = jax.vjp(lambda x, k: of_lax(x, k, windows, groups), x, kernel)
     wants = (want, *pull(g), ACTIVATIONS[activation](want + bias))
@@ -161,14 +162,14 @@ def test_what_fills_a_form_up_meets_no_nan(value, taps):
     windows = place(
         "test", (9, 8), taps, strides=2, padding="VALID", dilation=1, channels_last=True
     )
-    form = tiles.form(windows, 3, 5)
+    form = cuda_kernels.form(windows, 3, 5)
     x, kernel, g = normal(0, (1, 9, 8, 3), (*taps, 3, 5), (1, *windows.outs, 5))
     x[0, 3, 2, 1] = g[0, 1, 1, 2] = value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_convolve", fake_convolve)
-        y = tiles.forward(x, kernel, form, x.dtype)
-        dx = tiles.input_grad(g, kernel, form, x.dtype)
+        patch.setattr(cuda_kernels, "_convolve", fake_convolve)
+        y = cuda_kernels.forward(x, kernel, form, x.dtype)
+        dx = cuda_kernels.input_grad(g, kernel, form, x.dtype)
 
     want, pull = jax.vjp(lambda x: of_lax(x, kernel, windows), x)
     np.testing.assert_array_equal(np.isfinite(y), np.isfinite(want))
@@ -192,7 +193,7 @@ def test_few_channels_are_filled_up_only_for_large_windows(taps, channels, want)
         windows = place(
             "test", (40, 40), taps, padding="SAME", strides=2, channels_last=True, **options
         )
-        return tiles.form(windows, channels, 64)
+        return cuda_kernels.form(windows, channels, 64)
 
     assert form(dilation=1).channels == want
     assert form(dilation=2).channels == max(8, want)
@@ -204,7 +205,7 @@ def test_what_units_channels_are_filled_up_to():
     )
 
     def sizes(*fans, **options):
-        found = tiles.form(windows, *fans, **options)
+        found = cuda_kernels.form(windows, *fans, **options)
         return found and (found.channels, found.outputs)
 
     assert sizes(37, 41) == (40, 48)
@@ -238,7 +239,7 @@ def test_which_kernels_there_are(options, kernels):
     )
     fans = options.get("fans", (8, 16))
     given = {name: options[name] for name in ("itemsize", "tf32") if name in options}
-    assert tiles.form(windows, *fans, options.get("groups", 1), **given).kernels == kernels
+    assert cuda_kernels.form(windows, *fans, options.get("groups", 1), **given).kernels == kernels
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_which_groups_are_small(fans, groups, want, itemsize):
     windows = place(
         "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
     )
-    form = tiles.form(windows, *fans, groups, itemsize=itemsize)
+    form = cuda_kernels.form(windows, *fans, groups, itemsize=itemsize)
     found = (form.channels, form.outputs) if form and form.kernels == "direct" else None
     assert found == want
 
@@ -283,15 +284,15 @@ def faked(monkeypatch):
         calls.append((target, form))
         return fake_convolve(target, results, form, *operands, **attributes)
 
-    monkeypatch.setattr(tiles, "_convolve", convolve)
-    monkeypatch.setattr(tiles, "_has_kernels", lambda: True)
-    monkeypatch.setattr(tiles, "_are_hopper", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "_convolve", convolve)
+    monkeypatch.setattr(cuda_kernels, "_has_kernels", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "_are_hopper", lambda: True)
     monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
     monkeypatch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
     monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
-    find, operands = tiles.find_form, tiles.operands
-    monkeypatch.setattr(tiles, "find_form", lambda o, platform, *a: find(o, "cuda", *a))
-    monkeypatch.setattr(tiles, "operands", lambda platform, *a: operands("cuda", *a))
+    find, operands = cuda_kernels.find_form, cuda_kernels.operands
+    monkeypatch.setattr(cuda_kernels, "find_form", lambda o, platform, *a: find(o, "cuda", *a))
+    monkeypatch.setattr(cuda_kernels, "operands", lambda platform, *a: operands("cuda", *a))
     return calls
 
 
@@ -307,7 +308,7 @@ def test_operands_that_are_cast_for_kernels(dtypes, preferred, faked):
         return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS[2])
 
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
-    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+    assert sorted(target for target, _ in faked) == sorted(cuda_kernels.TARGETS)
     # The kernel is rounded to TF32, which has as many digits as float16.
     for a, b in zip(jax.tree.leaves(got), want, strict=True):
         np.testing.assert_allclose(a.astype(np.float64), b, rtol=2e-2, atol=0.1)
@@ -337,7 +338,7 @@ def test_kernels_take_any_dtypes(dtypes, preferred, groups, monkeypatch):
         disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
     )((g,), x, kernel)
     targets = re.findall(r"custom_call @(jaxops_\w+)", exported.mlir_module())
-    assert sorted(targets) == sorted(tiles.TARGETS)
+    assert sorted(targets) == sorted(cuda_kernels.TARGETS)
     assert [a.dtype for a in exported.out_avals] == [result, *map(jnp.dtype, dtypes)]
 
 
@@ -363,7 +364,7 @@ def test_shards_of_a_depthwise_convolution_are_groups(over, count, faked):
     got = jax.jit(vjp_of(function, (0, 1)))((g,), x, kernel)
 
     local = channels // mesh.shape["c"]
-    assert {target for target, _ in faked} == set(tiles.TARGETS)
+    assert {target for target, _ in faked} == set(cuda_kernels.TARGETS)
     assert {(f.kernels, f.groups, f.channels, f.outputs) for _, f in faked} == {
         ("direct", local, local, local)
     }
@@ -411,7 +412,7 @@ def test_a_batch_of_kernels_is_more_groups(axes, groups, fan_in, fan_out, faked)
     want = vjp_of(nested(oracle), (0, 1))((g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
-    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+    assert sorted(target for target, _ in faked) == sorted(cuda_kernels.TARGETS)
 
 
 @pytest.mark.parametrize("axes", [(None, None, 0), (0, 0, 0), (0, None, 0), (None, 0, None)])
@@ -438,7 +439,7 @@ def test_a_batch_of_biases(axes, activation, faked):
     want = vjp_of(jax.vmap(oracle, axes), (0, 1, 2))((g,), x, kernel, bias)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
-    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+    assert sorted(target for target, _ in faked) == sorted(cuda_kernels.TARGETS)
 
 
 @pytest.mark.parametrize("over", ["images", "channels", "outputs"])
@@ -458,7 +459,7 @@ def test_shards_have_forms_of_their_own(over, faked):
     got = jax.jit(vjp_of(lambda x, k: jaxops.conv2d(x, k), (0, 1)))((g,), x, kernel)
 
     fans = (8 if over == "channels" else 16), (16 if over == "outputs" else 32)
-    assert {target for target, _ in faked} == set(tiles.TARGETS)
+    assert {target for target, _ in faked} == set(cuda_kernels.TARGETS)
     assert {(form.fan_in, form.fan_out) for _, form in faked} == {fans}
     x, kernel, g = arrays
 
@@ -490,11 +491,13 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
         asked.append(sizes[:3])
         return 768
 
-    convolve = tiles._convolve
+    convolve = cuda_kernels._convolve
     monkeypatch.setattr(
-        tiles, "_convolve", lambda t, r, *a, **k: given.append((t, r)) or convolve(t, r, *a, **k)
+        cuda_kernels,
+        "_convolve",
+        lambda t, r, *a, **k: given.append((t, r)) or convolve(t, r, *a, **k),
     )
-    monkeypatch.setattr(tiles, "_are_hopper", lambda: are_hopper)
+    monkeypatch.setattr(cuda_kernels, "_are_hopper", lambda: are_hopper)
     monkeypatch.setattr(native, "conv_split_workspace", workspace)
     x, kernel = normal(0, (2, 8, 9, 16), (3, 3, 16 // groups, 32), dtype=dtype)
 
@@ -502,7 +505,7 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
         return jaxops.conv2d(x, kernel, groups=groups, strides=(1, 2), precision=precision)
 
     jax.jit(vjp_of(function, (0,)))((np.zeros((2, 8, 5, 32), kernel.dtype),), x, kernel)
-    assert [t for t, _ in given] == [tiles.TARGETS[0], tiles.TARGETS[1]]
+    assert [t for t, _ in given] == [cuda_kernels.TARGETS[0], cuda_kernels.TARGETS[1]]
     images, results = (2, 8, 9, 16), (2, 8, 5, 32)
     assert asked == [(images, kernel.shape, results)] * (2 if has else 0)
     for (_, shapes), first in zip(given, (results, images), strict=True):
@@ -541,7 +544,7 @@ def test_true_float32_is_filled_up_for_tensor_cores(channels, outputs, sizes, fa
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     found = {target: (form.channels, form.outputs) for target, form in faked}
-    assert [found[t] for t in tiles.TARGETS] == [sizes] * 3
+    assert [found[t] for t in cuda_kernels.TARGETS] == [sizes] * 3
     channels, outputs = sizes
     placed = (2, 6, 7, channels), (3, 2, channels, outputs), (2, 6, 4, outputs)
     assert asked == ([placed] if channels % 4 == 0 else [])
@@ -597,7 +600,7 @@ def test_kernel_gradients_are_planned_in_no_time(name, dtype):
     ],
 )
 def test_what_may_be_multiplied_as_tf32(precision, may):
-    assert tiles._may_be_tf32(precision) == may
+    assert cuda_kernels._may_be_tf32(precision) == may
 
 
 @pytest.mark.parametrize(
@@ -612,7 +615,7 @@ def test_what_may_be_multiplied_as_tf32(precision, may):
 def test_which_gpus_have_kernels(capabilities, architectures, has, monkeypatch):
     monkeypatch.setattr(compat, "gpu_capabilities", lambda: capabilities)
     monkeypatch.setattr(native, "cuda_architectures", lambda: architectures)
-    assert tiles._has_kernels() == has
+    assert cuda_kernels._has_kernels() == has
 
 
 @pytest.mark.parametrize(
@@ -644,7 +647,7 @@ def test_what_has_no_form(changes):
     )
     fans = changes.get("channels", 8), changes.get("outputs", 8)
     options = {"itemsize": changes.get("itemsize", 2)}
-    assert tiles.form(windows, *fans, changes.get("groups", 1), **options) is None
+    assert cuda_kernels.form(windows, *fans, changes.get("groups", 1), **options) is None
 
 
 # --- on the GPUs that have the kernels -----------------------------------------------------------
@@ -713,7 +716,7 @@ def test_values_and_gradients(name, dtype, hopper):
     (g,) = normal(1, y.shape, dtype=dtype)
     derivatives = vjp_of(function, (0, 1))
     text = jax.jit(derivatives).lower(*jax.device_put(((g,), x, kernel), hopper.device)).as_text()
-    assert all(f"@{target}(" in text for target in tiles.TARGETS[:3])
+    assert all(f"@{target}(" in text for target in cuda_kernels.TARGETS[:3])
     assert "jaxops_im2col" not in text
 
     def oracle(x, kernel):
@@ -937,7 +940,7 @@ DIRECT = {
 
 @pytest.mark.parametrize("name", [*OF_EVERY_GPU, *DIRECT])
 def test_what_every_gpu_has(name, platform):
-    if platform.name != "cuda" or not tiles._has_kernels():
+    if platform.name != "cuda" or not cuda_kernels._has_kernels():
         pytest.skip("the kernels are for GPUs with tensor cores")
     (rows, *sizes), channels, outputs, taps, options, dtype = {**OF_EVERY_GPU, **DIRECT}[name]
     taps = taps if isinstance(taps, tuple) else (taps, taps)
@@ -953,7 +956,7 @@ def test_what_every_gpu_has(name, platform):
     derivatives = vjp_of(function, (0, 1))
     operands = jax.device_put(((g,), x, kernel), platform.device)
     text = jax.jit(derivatives).lower(*operands).as_text()
-    assert all(f"@{target}(" in text for target in tiles.TARGETS)
+    assert all(f"@{target}(" in text for target in cuda_kernels.TARGETS)
     assert "jaxops_im2col" not in text
 
     def oracle(x, kernel):
@@ -995,7 +998,7 @@ def test_what_every_gpu_has(name, platform):
 def test_bias_and_activation_are_part_of_the_kernel(
     dtype, channels, outputs, groups, activation, platform
 ):
-    if platform.name != "cuda" or not tiles._has_kernels():
+    if platform.name != "cuda" or not cuda_kernels._has_kernels():
         pytest.skip("the kernels are for GPUs with tensor cores")
     shapes = (2, 13, 18, channels), (3, 3, channels // groups, outputs), (outputs,)
     # TF32 leaves bfloat16 as it is; rounding would move sums across the zero of relu.

@@ -7,9 +7,9 @@ The family has three, each linear in each of its operands:
     conv_kernel_grad  x, g -> dkernel, its transpose in the kernel
 
 and every derivative of these is again one of these. The first may also add a bias and apply an
-activation, before it rounds. Where there are kernels for them, see `tiles`, they take images as
-they are; elsewhere they are made of `im2col` and `col2im` and of a matrix product of XLA's. What a
-gradient needs is x, not its patches, which are made again.
+activation, before it rounds. Where there are kernels for them, see `cuda_kernels`, they take images
+as they are; elsewhere they are made of `im2col` and `col2im` and of a matrix product of XLA's. What
+a gradient needs is x, not its patches, which are made again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._core import compat, rules, tiles
+from jaxops._core import compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
-from jaxops._core.slabs import Slabs
-from jaxops._core.windows import Windows, col2im_operator, im2col_operator
+from jaxops._families.windows import Windows, col2im_operator, im2col_operator
+from jaxops.conv import cuda_kernels
+from jaxops.conv.slabs import Slabs
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
 # Patches of more bytes than these do not stay in the caches of a CPU until they are multiplied.
@@ -64,9 +65,11 @@ class Options:
 
     @property
     def is_depthwise(self) -> bool:
+        """Whether every channel is a group of its own, with one output."""
         return self.groups > 1 and self.fan_in == 1 and self.fan_out == 1
 
     def of_one_group(self) -> Options:
+        """The options of each of the groups."""
         return dataclasses.replace(self, groups=1)
 
     def transposed(self, strides: Sequence[int]) -> Options:
@@ -89,14 +92,17 @@ class Options:
 
     @property
     def x(self) -> str:
+        """The dimensions of the images."""
         return self._image(self.windows.in_dims, "cin", "inputs", self.fan_in)
 
     @property
     def y(self) -> str:
+        """The dimensions of the result."""
         return self._image(self.windows.out_dims, "cout", "outputs", self.fan_out)
 
     @property
     def kernel(self) -> str:
+        """The dimensions of the kernel."""
         taps = self.windows.tap_dims
         if self.groups == 1:
             return f"{taps} cin cout"
@@ -106,6 +112,7 @@ class Options:
 
     @property
     def bias(self) -> str:
+        """The dimension of the bias."""
         if self.groups == 1:
             return "cout"
         return "channels" if self.is_depthwise else f"outputs={self.groups * self.fan_out}"
@@ -125,12 +132,12 @@ def _forward_local(x, kernel, bias=None, *, options, dtype, activation=None, pla
     windows = options.windows
     axis = x.ndim - 2 - _rank(options)
     batch = _Batch.of_kernels(kernel, axis)
-    *operands, sums = tiles.operands(platform, dtype, x, kernel)
+    *operands, sums = cuda_kernels.operands(platform, dtype, x, kernel)
     form = _tiled(options, platform, sums, *operands, batch)
     if form is not None and (bias is None or batch.has(bias)):
         images, kernels = map(batch.to_groups, operands)
         shared = None if bias is None else batch.to_groups(bias).reshape(-1)
-        y = tiles.forward(images, _alone(kernels, options), form, sums, shared, activation)
+        y = cuda_kernels.forward(images, _alone(kernels, options), form, sums, shared, activation)
         return [batch.from_groups(y).astype(dtype)]
     apart = _epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
     if apart is not None:
@@ -169,11 +176,11 @@ def _input_grad_local(g, kernel, *, options, dtype, platform):
     windows = options.windows
     axis = g.ndim - 2 - _rank(options)
     batch = _Batch.of_kernels(kernel, axis)
-    *operands, sums = tiles.operands(platform, dtype, g, kernel)
+    *operands, sums = cuda_kernels.operands(platform, dtype, g, kernel)
     form = _tiled(options, platform, sums, *operands, batch)
     if form is not None:
         images, kernels = map(batch.to_groups, operands)
-        dx = tiles.input_grad(images, _alone(kernels, options), form, sums)
+        dx = cuda_kernels.input_grad(images, _alone(kernels, options), form, sums)
         return [batch.from_groups(dx).astype(dtype)]
     if options.is_depthwise:
 
@@ -215,15 +222,15 @@ def _kernel_grad_local(x, g, *, options, dtype, summed, platform):
     axis = x.ndim - 2 - _rank(options)
     shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
-    *operands, sums = tiles.operands(platform, dtype, x, g)
-    form = tiles.find_kernel_grad_form(options, platform, sums, *operands, batch.count)
+    *operands, sums = cuda_kernels.operands(platform, dtype, x, g)
+    form = cuda_kernels.find_kernel_grad_form(options, platform, sums, *operands, batch.count)
     if form is not None and (
         0 not in shape
         and _has_groups_for(batch, form, options)
         and (form.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
     ):
         x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in operands)
-        dkernel = tiles.kernel_grad(batch.to_groups(x), batch.to_groups(g), form, sums)
+        dkernel = cuda_kernels.kernel_grad(batch.to_groups(x), batch.to_groups(g), form, sums)
         alone = jnp.expand_dims(dkernel, range(axis - len(batch.sizes)))
         return [batch.from_groups(alone).astype(dtype)]
     windows = options.windows
@@ -314,11 +321,13 @@ def _tiled(options, platform, dtype, images, kernel, batch):
     # A device's channels of a depthwise convolution, which may be a shard, are its groups.
     groups = outputs if options.is_depthwise else options.groups
     fans = fan_in, outputs // groups
-    form = tiles.find_form(options, platform, dtype, images, kernel, fans, groups * batch.count)
+    form = cuda_kernels.find_form(
+        options, platform, dtype, images, kernel, fans, groups * batch.count
+    )
     return form if form is not None and _has_groups_for(batch, form, options) else None
 
 
-def _has_groups_for(batch: _Batch, form: tiles.Form, options: Options) -> bool:
+def _has_groups_for(batch: _Batch, form: cuda_kernels.Form, options: Options) -> bool:
     """Whether the kernels of a batch may be groups: those of a matrix product are left alone."""
     return not batch.sizes or (form.kernels == "direct" and options.groups > 1)
 
@@ -658,6 +667,7 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None):
 
 
 def input_grad(g, kernel, *, options, dtype):
+    """The gradient with respect to x, of the dtype given."""
     (dx,) = _input_grad_operator(g, kernel, options=options, dtype=np.dtype(dtype))
     return dx
 

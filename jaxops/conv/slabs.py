@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._core import compat
-from jaxops._core.windows import Windows
+from jaxops._families.windows import Windows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,8 @@ from jax.typing import ArrayLike
 from jaxops._core import checks, compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
-from jaxops._core.softmax_shards import sharded_rows
-from jaxops._core.summed_loss import moves, summed_loss, without_logits
+from jaxops.focal_loss.softmax_shards import sharded_rows
+from jaxops.focal_loss.summed_loss import moves, summed_loss, without_logits
 from jaxops.reference import focal_loss as reference
 
 SIGMOID, SOFTMAX = "sigmoid_focal_loss", "softmax_focal_loss"

@@ -1,6 +1,6 @@
 """Convolution in one to three dimensions: the patches of an image times a matrix.
 
-The primitives and their rules are in `jaxops/_core/convolution.py`.
+The primitives and their rules are in `jaxops/conv/primitives.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxops._core import checks, compat, convolution
+from jaxops._core import checks, compat
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.native import NoKernelWarning
-from jaxops._core.windows import Windows, place
+from jaxops._families.windows import Windows, place
+from jaxops.conv import primitives
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
 _LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
@@ -126,7 +127,7 @@ def conv2d(
     wide = accumulation_dtype(result_dtype, *arrays)
     if x.dtype != kernel.dtype or wide == jnp.float64:
         x, kernel = x.astype(wide), kernel.astype(wide)
-    options = convolution.Options(
+    options = primitives.Options(
         windows=windows,
         groups=groups,
         fan_in=fan_in,
@@ -135,7 +136,7 @@ def conv2d(
         rounds_cotangent=preferred_element_type is None,
     )
     # Bias and activation come before the rounding.
-    y = convolution.forward(
+    y = primitives.forward(
         x,
         kernel,
         None if bias is None else compat.shard_like_last(bias, kernel).astype(wide),
@@ -347,7 +348,7 @@ class _LaxCase:
             x, kernel = x.astype(jnp.float64), kernel.astype(jnp.float64)
         fan_in, outputs = kernel.shape[-2:]
         groups = self._groups
-        options = convolution.Options(
+        options = primitives.Options(
             windows=Windows(
                 ins=self._ins,
                 outs=self._outs,
@@ -364,13 +365,13 @@ class _LaxCase:
             rounds_cotangent=self._preferred is None,
         )
         if set(self._zeros) == {1}:
-            y = convolution.forward(x, kernel, options=options, dtype=self._result.dtype)
+            y = primitives.forward(x, kernel, options=options, dtype=self._result.dtype)
         else:
             mirrored, flipped = (
                 options.transposed(self._zeros),
-                convolution.transposed_kernel(kernel, groups),
+                primitives.transposed_kernel(kernel, groups),
             )
-            y = convolution.input_grad(x, flipped, options=mirrored, dtype=self._result.dtype)
+            y = primitives.input_grad(x, flipped, options=mirrored, dtype=self._result.dtype)
         order = out_spec[0], *out_spec[2:], out_spec[1]
         return _permute(y, tuple(map(order.index, range(y.ndim))))
 

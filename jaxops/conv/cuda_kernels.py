@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxops._core import checks, compat, native
 from jaxops._core.dtypes import accumulation_dtype
-from jaxops._core.windows import Windows
+from jaxops._families.windows import Windows
 from jaxops.reference.lightweight_conv import ACTIVATIONS
 
 _ACTIVATIONS = tuple(ACTIVATIONS)
