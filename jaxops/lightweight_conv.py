@@ -27,11 +27,11 @@ from jax.typing import ArrayLike
 from jaxops._core import checks, compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
+from jaxops.activations import ACTIVATIONS, activation_code
 from jaxops.reference import lightweight_conv as reference
 
 NAME = "lightweight_conv"
 _DATA_FORMATS = ("NTC", "NCT")
-_ACTIVATIONS = tuple(reference.ACTIVATIONS)
 
 
 def lightweight_conv(
@@ -76,7 +76,7 @@ def lightweight_conv(
     """
     me = NAME
     data_format = checks.choice(me, "data_format", data_format, _DATA_FORMATS)
-    activation = checks.choice(me, "activation", activation, _ACTIVATIONS)
+    activation = checks.choice(me, "activation", activation, ACTIVATIONS)
     x_shape = "(B, T, C)" if data_format == "NTC" else "(B, C, T)"
     x = checks.float_array(me, "x", x, 3, x_shape)
     weight = checks.float_array(me, "weight", weight, 2, "(H, K)")
@@ -166,7 +166,7 @@ def _attributes(*, options, flip=False, activation=None, **_):
         "padding": np.int64(options.padding),
         "dilation": np.int64(options.dilation),
         "data_format": np.int32(_DATA_FORMATS.index(options.data_format)),
-        "activation": np.int32(_ACTIVATIONS.index(activation)),
+        "activation": activation_code(activation),
         "flip_taps": np.bool_(flip),
     }
 
@@ -219,7 +219,7 @@ def _conv_jvp(primals, tangents, *, options, flip, activation, with_bias):
     sums = checkpoint_name(_conv(*primals, options=options, flip=flip), NAME)
     dsums = _conv_tangent(primals, tangents, sums, options=options, flip=flip)
     wide = accumulation_dtype(x)
-    activate = reference.ACTIVATIONS[activation]
+    activate = ACTIVATIONS[activation]
     y, dy = rules.jvp(activate, [sums.astype(wide)], [dsums.astype(wide)])
     if wide != x.dtype and activation != "relu":
         # An activation of sums that are already rounded would round twice. The derivative may take

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops._core import compat, native
 from jaxops._families.windows import Windows, place
+from jaxops.activations import ACTIVATIONS
 from jaxops.conv import cuda_kernels
-from jaxops.reference.lightweight_conv import ACTIVATIONS
 from jaxops.testing.measure import assert_close, on_reference, run, vjp_of
 
 NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}

@@ -25,9 +25,8 @@ from jax import lax
 from jaxops._core import checks, compat, native
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._families.windows import Windows
-from jaxops.reference.lightweight_conv import ACTIVATIONS
+from jaxops.activations import activation_code
 
-_ACTIVATIONS = tuple(ACTIVATIONS)
 # Those of `cuda/conv.h`.
 _MAX_TAPS = 128
 _MAX_STRIDE = 8
@@ -294,9 +293,7 @@ def forward(
     operands = [form.of_x(x), _operand(kernel, form)]
     if bias is not None:
         operands.append(form.of_g(bias))
-    y, *_ = _convolve(
-        _FORWARD, results, form, *operands, activation=np.int32(_ACTIVATIONS.index(activation))
-    )
+    y, *_ = _convolve(_FORWARD, results, form, *operands, activation=activation_code(activation))
     return form.of_y(y)
 
 

@@ -30,9 +30,9 @@ from jaxops._core import compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops._families.windows import Windows, col2im_operator, im2col_operator
+from jaxops.activations import ACTIVATIONS
 from jaxops.conv import cuda_kernels
 from jaxops.conv.slabs import Slabs
-from jaxops.reference.lightweight_conv import ACTIVATIONS
 
 # Patches of more bytes than these do not stay in the caches of a CPU until they are multiplied.
 # There they are made and used block by block; where XLA's own convolution, which never has more

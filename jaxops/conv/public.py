@@ -22,8 +22,8 @@ from jaxops._core import checks, compat
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.native import NoKernelWarning
 from jaxops._families.windows import Windows, place
+from jaxops.activations import ACTIVATIONS
 from jaxops.conv import primitives
-from jaxops.reference.lightweight_conv import ACTIVATIONS
 
 _LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
 
