@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.focal_loss import public
+from jaxops.focal_loss import sigmoid
 from jaxops.reference import focal_loss as reference
 from jaxops.testing.measure import compile_without_loops, custom_calls, on_reference, run
 
@@ -787,10 +787,10 @@ def test_a_gradient_is_nothing_but_one_kernel(operator, platform):
 def test_a_program_whose_class_ids_count_otherwise_is_refused(wanted, first, platform, monkeypatch):
     """As of the first versions, which had no attribute for it: it would be one class off."""
     members = {
-        "loss": public._loss_operator,
-        "sum": public._sums.sum,
-        "gradient": public._sums.gradient,
-        "value_and_gradient": public._sums.value_and_gradient,
+        "loss": sigmoid.loss_operator,
+        "sum": sigmoid.sums.sum,
+        "gradient": sigmoid.sums.gradient,
+        "value_and_gradient": sigmoid.sums.value_and_gradient,
     }
     operator = members[wanted]
     now = operator._attributes
