@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxops
-from jaxops.conv import primitives, public
+from jaxops.conv import patches, public
 from jaxops.testing.measure import (
     assert_close,
     collectives,
@@ -370,7 +370,7 @@ def test_groups_that_do_not_divide_the_channels():
 def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatch):
     """On the CPU they are made block by block, the last one shorter, or by XLA in float32."""
     x, kernel = normal(0, (rows, 6, 5, 3), (3, 2, 3 // groups, 3), dtype=dtype)
-    monkeypatch.setattr(primitives, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
+    monkeypatch.setattr(patches, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
     options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 2), "groups": groups}
 
     def ours(x, kernel):
@@ -428,7 +428,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
     reached = [np.isnan(a) for a in jax.tree.leaves(whole((g,), x, kernel))]
 
     bound = 1 << 14
-    monkeypatch.setattr(primitives, "_BLOCK_BYTES", bound)
+    monkeypatch.setattr(patches, "_BLOCK_BYTES", bound)
     jax.clear_caches()
     program = compiled()
     for a, nans in zip(jax.tree.leaves(program((g,), x, kernel)), reached, strict=True):
@@ -446,7 +446,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
 @pytest.mark.parametrize(("groups", "by_xla"), [(1, True), (2, False)])
 def test_what_devices_do_with_too_many_patches_of_one_image(groups, by_xla, monkeypatch):
     """As compiled for a GPU: XLA's convolution of one group, and slabs of several."""
-    monkeypatch.setattr(primitives, "_DEVICE_BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(patches, "_DEVICE_BLOCK_BYTES", 1 << 14)
     options = {
         "window_strides": (1, 1, 1),
         "padding": "SAME",

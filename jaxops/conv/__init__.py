@@ -1,7 +1,8 @@
 """Convolution in one to three dimensions: the patches of an image times a matrix.
 
-`public` has the functions, `primitives` what they bind, with its rules. What one device computes is
-made by `cuda_kernels` where there are some, elsewhere of patches, of an image or of its `slabs`.
+`public` has the functions, and `primitives` what they call, with its rules. `local` is what one
+device computes: by `cuda_kernels` where these take a call, elsewhere of `patches`, in `slabs` of an
+image whose patches are too many at once.
 """
 
 from jaxops.conv.public import conv2d, conv_general_dilated

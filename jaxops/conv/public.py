@@ -24,6 +24,7 @@ from jaxops._core.native import NoKernelWarning
 from jaxops._families.windows import Windows, place
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import primitives
+from jaxops.conv.options import Options, transposed_kernel
 
 _LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
 
@@ -127,7 +128,7 @@ def conv2d(
     wide = accumulation_dtype(result_dtype, *arrays)
     if x.dtype != kernel.dtype or wide == jnp.float64:
         x, kernel = x.astype(wide), kernel.astype(wide)
-    options = primitives.Options(
+    options = Options(
         windows=windows,
         groups=groups,
         fan_in=fan_in,
@@ -348,7 +349,7 @@ class _LaxCase:
             x, kernel = x.astype(jnp.float64), kernel.astype(jnp.float64)
         fan_in, outputs = kernel.shape[-2:]
         groups = self._groups
-        options = primitives.Options(
+        options = Options(
             windows=Windows(
                 ins=self._ins,
                 outs=self._outs,
@@ -369,7 +370,7 @@ class _LaxCase:
         else:
             mirrored, flipped = (
                 options.transposed(self._zeros),
-                primitives.transposed_kernel(kernel, groups),
+                transposed_kernel(kernel, groups),
             )
             y = primitives.input_grad(x, flipped, options=mirrored, dtype=self._result.dtype)
         order = out_spec[0], *out_spec[2:], out_spec[1]
