@@ -47,7 +47,7 @@ def normal(seed, *shapes, dtype="float64"):
     return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def of_lax(x, kernel, *, strides, padding, dilation, groups, numbers=NHWC):
+def lax_conv(x, kernel, *, strides, padding, dilation, groups, numbers=NHWC):
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -94,7 +94,7 @@ def test_any_convolution(platform, data):
         if 0 in (*x.shape, *kernel.shape):
             shape = jax.eval_shape(ours, x, kernel).shape
             return jnp.zeros(shape, x.dtype) + 0 * (x.sum() + kernel.sum())
-        return of_lax(x, kernel, numbers=numbers, **options)
+        return lax_conv(x, kernel, numbers=numbers, **options)
 
     assert_same(ours, oracle, platform, (x, kernel), dtype, terms=max(x.size, kernel.size))
 
@@ -151,7 +151,7 @@ def test_bias_and_activation(activation, dtype, platform):
         return jaxops.conv2d(x, kernel, **options)
 
     def oracle(x, kernel, bias):
-        y = of_lax(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
+        y = lax_conv(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
         return activate(y + bias)
 
     assert_same(ours, oracle, platform, (x, kernel, bias), dtype, 100, wrt=(0, 1, 2))
@@ -250,12 +250,12 @@ def test_second_derivatives_of_a_batch_gather_nothing_on_explicit_meshes(activat
         of_batch = jax.vmap(lambda x, k, b: convolve(x, k, bias=b), (0, None, None))
         return (of_batch(*arrays) ** 2).sum()
 
-    def of_gradients(*arrays):
+    def sum_gradients(*arrays):
         return sum((g**2).sum() for g in jax.grad(total, (0, 1, 2))(*arrays))
 
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, P(None, "d")), jax.device_put(kernel), jax.device_put(bias)
-        program = jax.jit(jax.grad(of_gradients, (0, 1, 2))).lower(*placed)
+        program = jax.jit(jax.grad(sum_gradients, (0, 1, 2))).lower(*placed)
         assert set(collectives(program.compile(hasty_options(platform)))) == {"all-reduce"}
 
 
@@ -314,7 +314,7 @@ def test_mixed_dtypes(dtypes, preferred, result, platform):
         return jaxops.conv2d(x, kernel, **options)
 
     def oracle(x, kernel, bias):
-        y = of_lax(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
+        y = lax_conv(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
         return y + bias
 
     (g,) = normal(1, (2, 5, 5, 2), dtype=result)
@@ -333,7 +333,7 @@ def test_vmap_of_everything(groups, platform):
     options = {"groups": groups, "strides": (1, 2)}
     ours = functools.partial(jaxops.conv2d, precision="highest", **options)
     oracle = functools.partial(
-        of_lax, strides=(1, 2), padding="SAME", dilation=(1, 1), groups=groups
+        lax_conv, strides=(1, 2), padding="SAME", dilation=(1, 1), groups=groups
     )
     for axes in ((0, None), (None, 0), (0, 0)):
         arrays = [a if axis == 0 else a[0] for a, axis in zip((x, kernel), axes, strict=True)]
@@ -376,7 +376,7 @@ def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatc
     def ours(x, kernel):
         return jaxops.conv2d(x, kernel, precision="highest", **options)
 
-    oracle = functools.partial(of_lax, **options)
+    oracle = functools.partial(lax_conv, **options)
     assert_same(ours, oracle, platform, (x, kernel), dtype, x.size)
     if platform.name == "cpu":
         text = jax.jit(ours).lower(*jax.device_put((x, kernel), platform.device)).as_text()
@@ -614,11 +614,11 @@ def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
     """By `jax.lax`, in all forms that it takes; an eager call is one program."""
     lhs, rhs = normal(0, (1, 3, 9, 7), (2, 3, 3, 2), dtype="float32")
     checked = []
-    of_lax = lax.conv_general_dilated
+    original = lax.conv_general_dilated
 
     def count(*arguments, **options):
         checked.append(arguments)
-        return of_lax(*arguments, **options)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(public.lax, "conv_general_dilated", count)
     forms = (
@@ -630,7 +630,7 @@ def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
     assert len(checked) == 1
     tolerance = 1e-5 if jax.default_backend() == "cpu" else 1e-2  # GPUs multiply in TF32
     for result in results:
-        want = of_lax(lhs, rhs, **forms[0])
+        want = original(lhs, rhs, **forms[0])
         np.testing.assert_allclose(result, want, rtol=tolerance, atol=tolerance)
     # What the case depends on besides: 64 bits and the precision of the moment.
     wide = {**forms[0], "preferred_element_type": "float64"}
@@ -784,7 +784,7 @@ def test_images_whose_sizes_are_sharded(name, devices, platform):
         return jaxops.conv2d(x, kernel, bias=bias, activation="silu", **options)
 
     def expected(x, kernel, bias):
-        return jax.nn.silu(of_lax(x, kernel, **options) + bias)
+        return jax.nn.silu(lax_conv(x, kernel, **options) + bias)
 
     check_spread(ours, expected, normal(0, size, taps, taps[-1:]), axes, devices, platform)
 
@@ -837,7 +837,7 @@ def test_sharded_images_without_parts_for_windows_are_right(platform):
     x, kernel = normal(0, (1, 16, 4, 3), (3, 3, 3, 2))
     placed = jax.device_put(x, NamedSharding(mesh, P(None, "h")))
     got = jax.jit(functools.partial(jaxops.conv2d, padding="VALID"))(placed, kernel)
-    want = of_lax(x, kernel, strides=(1, 1), padding="VALID", dilation=(1, 1), groups=1)
+    want = lax_conv(x, kernel, strides=(1, 1), padding="VALID", dilation=(1, 1), groups=1)
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 

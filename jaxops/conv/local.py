@@ -38,13 +38,13 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
     """The convolution, with bias and activation."""
     windows = options.windows
     axis = x.ndim - 2 - options.rank
-    batch = _Batch.of_kernels(kernel, axis)
+    batch = _Batch.from_kernels(kernel, axis)
     *operands, sums = cuda_kernels.operands(platform, dtype, x, kernel)
-    form = _tiled(options, platform, sums, *operands, batch)
-    if form is not None and (bias is None or batch.has(bias)):
+    call = _find_call(options, platform, sums, *operands, batch)
+    if call is not None and (bias is None or batch.has(bias)):
         images, kernels = map(batch.to_groups, operands)
         shared = None if bias is None else batch.to_groups(bias).reshape(-1)
-        y = cuda_kernels.forward(images, _alone(kernels, options), form, sums, shared, activation)
+        y = cuda_kernels.forward(images, _alone(kernels, options), call, sums, shared, activation)
         return [batch.from_groups(y).astype(dtype)]
     apart = epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
     if apart is not None:
@@ -57,7 +57,7 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
             return products.sum(tap_axes(products, options)).astype(dtype)
     elif options.groups > 1:
         grouped = _to_groups(x, axis, options), _to_groups(kernel, axis, options)
-        one = options.of_one_group()
+        one = options.take_one_group()
         (y,) = forward(*grouped, options=one, dtype=dtype, platform=platform)
         return [_from_groups(y, axis)]
     else:
@@ -83,12 +83,12 @@ def input_grad(g, kernel, *, options, dtype, platform):
     """Its transpose in x."""
     windows = options.windows
     axis = g.ndim - 2 - options.rank
-    batch = _Batch.of_kernels(kernel, axis)
+    batch = _Batch.from_kernels(kernel, axis)
     *operands, sums = cuda_kernels.operands(platform, dtype, g, kernel)
-    form = _tiled(options, platform, sums, *operands, batch)
-    if form is not None:
+    call = _find_call(options, platform, sums, *operands, batch)
+    if call is not None:
         images, kernels = map(batch.to_groups, operands)
-        dx = cuda_kernels.input_grad(images, _alone(kernels, options), form, sums)
+        dx = cuda_kernels.input_grad(images, _alone(kernels, options), call, sums)
         return [batch.from_groups(dx).astype(dtype)]
     if options.is_depthwise:
 
@@ -97,7 +97,7 @@ def input_grad(g, kernel, *, options, dtype, platform):
             return widen(jnp.expand_dims(g, taps)) * over_images(kernel, options)
     elif options.groups > 1:
         grouped = _to_groups(g, axis, options), _to_groups(kernel, axis, options)
-        one = options.of_one_group()
+        one = options.take_one_group()
         dx = input_grad(*grouped, options=one, dtype=dtype, platform=platform)
         return [_from_groups(dx[0], axis)]
     else:
@@ -132,14 +132,14 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
     shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
     *operands, sums = cuda_kernels.operands(platform, dtype, x, g)
-    form = cuda_kernels.find_kernel_grad_form(options, platform, sums, *operands, batch.count)
-    if form is not None and (
+    call = cuda_kernels.find_kernel_grad_call(options, platform, sums, *operands, batch.count)
+    if call is not None and (
         0 not in shape
-        and _has_groups_for(batch, form, options)
-        and (form.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
+        and _has_groups_for(batch, call, options)
+        and (call.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
     ):
         x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in operands)
-        dkernel = cuda_kernels.kernel_grad(batch.to_groups(x), batch.to_groups(g), form, sums)
+        dkernel = cuda_kernels.kernel_grad(batch.to_groups(x), batch.to_groups(g), call, sums)
         alone = jnp.expand_dims(dkernel, range(axis - len(batch.sizes)))
         return [batch.from_groups(alone).astype(dtype)]
     windows = options.windows
@@ -147,7 +147,7 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
         grouped = _to_groups(x, axis, options), _to_groups(g, axis, options)
         (dkernel,) = kernel_grad(
             *grouped,
-            options=options.of_one_group(),
+            options=options.take_one_group(),
             dtype=dtype,
             summed=(*summed, False),
             platform=platform,
@@ -212,7 +212,7 @@ class _Batch:
     sizes: dict[int, int]
 
     @staticmethod
-    def of_kernels(kernel: jax.Array, axis: int) -> _Batch:
+    def from_kernels(kernel: jax.Array, axis: int) -> _Batch:
         return _Batch({i: n for i, n in enumerate(kernel.shape[:axis]) if n != 1})
 
     @property
@@ -243,21 +243,21 @@ class _Batch:
         return jnp.moveaxis(split, range(len(lead), split.ndim - 1), tuple(self.sizes))
 
 
-def _tiled(options, platform, dtype, images, kernel, batch):
-    """The form in which kernels take images, if they do, with a batch of kernels as groups."""
+def _find_call(options, platform, dtype, images, kernel, batch):
+    """The call by which kernels take images, if they do, with a batch of kernels as groups."""
     fan_in, outputs = kernel.shape[-2:]
     # A device's channels of a depthwise convolution, which may be a shard, are its groups.
     groups = outputs if options.is_depthwise else options.groups
     fans = fan_in, outputs // groups
-    form = cuda_kernels.find_form(
+    call = cuda_kernels.find_call(
         options, platform, dtype, images, kernel, fans, groups * batch.count
     )
-    return form if form is not None and _has_groups_for(batch, form, options) else None
+    return call if call is not None and _has_groups_for(batch, call, options) else None
 
 
-def _has_groups_for(batch: _Batch, form: cuda_kernels.Form, options: Options) -> bool:
+def _has_groups_for(batch: _Batch, call: cuda_kernels.KernelCall, options: Options) -> bool:
     """Whether the kernels of a batch may be groups: those of a matrix product are left alone."""
-    return not batch.sizes or (form.kernels == "direct" and options.groups > 1)
+    return not batch.sizes or (call.kernels == "direct" and options.groups > 1)
 
 
 def _alone(kernel: jax.Array, options: Options) -> jax.Array:

@@ -45,7 +45,7 @@ class Options:
         """Whether every channel is a group of its own, with one output."""
         return self.groups > 1 and self.fan_in == 1 and self.fan_out == 1
 
-    def of_one_group(self) -> Options:
+    def take_one_group(self) -> Options:
         """The options of each of the groups."""
         return dataclasses.replace(self, groups=1)
 

@@ -155,7 +155,7 @@ def block_size(
         return rows, None
     # The patches of single entries are the image.
     fits = image_bytes <= most or windows.are_entries
-    return most // image_bytes, None if fits else Slabs.of(windows, most // window_bytes)
+    return most // image_bytes, None if fits else Slabs.cut(windows, most // window_bytes)
 
 
 def map_blocks(function, axis, block, array):

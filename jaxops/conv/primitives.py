@@ -32,7 +32,7 @@ _REPLICATED = ("in", "out", "step", "tap", "fan", "inputs", "outputs")
 
 def _with_neighbours(image, *others, plan, options, of_windows, **params):
     first = image.ndim - 1 - options.rank
-    image, part = options.windows.of_part(image, first, plan, of_windows=of_windows)
+    image, part = options.windows.exchange_halo(image, first, plan, of_windows=of_windows)
     return (image, *others), {"options": dataclasses.replace(options, windows=part), **params}
 
 
@@ -106,7 +106,7 @@ def _def_jvp(operator: Operator) -> None:
     @operator.def_jvp
     def _jvp(primals, tangents, **params):
         (value,) = operator(*primals, **params)
-        return [value], [_tangent(operator, primals, rules.live(tangents, 2), **params)]
+        return [value], [_tangent(operator, primals, rules.nonzero(tangents, 2), **params)]
 
 
 _def_jvp(_input_grad_operator)
@@ -131,11 +131,11 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     if activation is not None:
         # The result tells where it was positive, so that nothing else is kept for the gradient.
         y = checkpoint_name(y, "conv2d")
-    *live, dbias = rules.live(tangents, 3)
+    *moving, dbias = rules.nonzero(tangents, 3)
     plain = dict(options=options, activation=None, with_bias=False)
     # What the bias adds to is rounded with it.
     summed = dtype if dbias is None else sum_dtype(*primals[:2], dtype)
-    dy = _tangent(_forward_operator, primals[:2], live, dtype=np.dtype(summed), **plain)
+    dy = _tangent(_forward_operator, primals[:2], moving, dtype=np.dtype(summed), **plain)
     if dbias is not None:
         spread = rules.broadcast_like(over_pixels(dbias, options), jax.typeof(y)).astype(summed)
         dy = spread if dy is None else compat.reshard_like(dy, jax.typeof(y)) + spread
@@ -154,9 +154,9 @@ def _forward_transpose(cotangents, x, kernel, *, options, dtype, activation, wit
         g = g.astype(like.dtype)
     if compat.is_undefined_primal(x):
         dx = input_grad(g, kernel, options=options, dtype=like.dtype)
-        return [rules.fit(dx, like, options.rank + 2), None]
+        return [rules.match_type(dx, like, options.rank + 2), None]
     dkernel = kernel_grad(x, g, like, options=options)
-    return [None, rules.fit(dkernel, like, options.rank + 2)]
+    return [None, rules.match_type(dkernel, like, options.rank + 2)]
 
 
 @_input_grad_operator.def_transpose
@@ -166,9 +166,9 @@ def _input_grad_transpose(cotangents, g, kernel, *, options, dtype):
         return rules.zeros((g, kernel))
     if compat.is_undefined_primal(g):
         y = forward(dx, kernel, options=options, dtype=g.aval.dtype)
-        return [rules.fit(y, g.aval, options.rank + 2), None]
+        return [rules.match_type(y, g.aval, options.rank + 2), None]
     dkernel = kernel_grad(dx, g, kernel.aval, options=options)
-    return [None, rules.fit(dkernel, kernel.aval, options.rank + 2)]
+    return [None, rules.match_type(dkernel, kernel.aval, options.rank + 2)]
 
 
 @_kernel_grad_operator.def_transpose
@@ -178,6 +178,6 @@ def _kernel_grad_transpose(cotangents, x, g, *, options, dtype, summed):
         return rules.zeros((x, g))
     if compat.is_undefined_primal(x):
         dx = input_grad(g, dkernel, options=options, dtype=x.aval.dtype)
-        return [rules.fit(dx, x.aval, options.rank + 2), None]
+        return [rules.match_type(dx, x.aval, options.rank + 2), None]
     y = forward(x, dkernel, options=options, dtype=g.aval.dtype)
-    return [None, rules.fit(y, g.aval, options.rank + 2)]
+    return [None, rules.match_type(y, g.aval, options.rank + 2)]

@@ -36,7 +36,7 @@ class Arguments:
     @classmethod
     def check(
         cls,
-        me,
+        name,
         logits,
         labels,
         class_weight,
@@ -47,44 +47,44 @@ class Arguments:
         *,
         soft,
     ):
-        """Those of the function `me`; `soft` says whether labels may be targets of each logit."""
-        logits = checks.float_array(me, "logits", logits, None, "(..., C)")
+        """Those of the function `name`; `soft` says whether labels may be targets of each logit."""
+        logits = checks.float_array(name, "logits", logits, None, "(..., C)")
         if logits.ndim == 0:
-            raise ValueError(f"{me}: logits must have shape (..., C), got shape ()")
+            raise ValueError(f"{name}: logits must have shape (..., C), got shape ()")
         classes = logits.shape[-1]
-        labels = checks.array(me, "labels", labels, "(...,)")
-        is_target = _check_labels(me, labels, logits.shape, soft)
+        labels = checks.array(name, "labels", labels, "(...,)")
+        is_target = _check_labels(name, labels, logits.shape, soft)
         ignored = None
         if is_target:
-            for name, value in (("class_weight", class_weight), ("ignore_index", ignore_index)):
+            for argument, value in (("class_weight", class_weight), ("ignore_index", ignore_index)):
                 if value is not None:
                     raise ValueError(
-                        f"{me}: {name} needs class ids as labels, integers of shape (...,), got "
-                        f"targets of the shape of logits, of dtype {labels.dtype}"
+                        f"{name}: {argument} needs class ids as labels, integers of shape (...,), "
+                        f"got targets of the shape of logits, of dtype {labels.dtype}"
                     )
         else:
             if ignore_index is not None:
-                ignore_index = checks.integer(me, "ignore_index", ignore_index)
+                ignore_index = checks.integer(name, "ignore_index", ignore_index)
             labels, ignored = _as_int32(labels, classes, ignore_index)
         if class_weight is not None:
-            class_weight = checks.float_array(me, "class_weight", class_weight, 1, "(C,)")
+            class_weight = checks.float_array(name, "class_weight", class_weight, 1, "(C,)")
             if class_weight.shape[0] not in (classes, classes + 1):
                 raise ValueError(
-                    f"{me}: class_weight must have shape ({classes},) or, with background, "
+                    f"{name}: class_weight must have shape ({classes},) or, with background, "
                     f"({classes + 1},), got {class_weight.shape}"
                 )
         if sample_weight is not None:
-            sample_weight = checks.float_array(me, "sample_weight", sample_weight, None, "(...,)")
+            sample_weight = checks.float_array(name, "sample_weight", sample_weight, None, "(...,)")
             why = "(...,), one entry a row of logits"
-            checks.shape(me, "sample_weight", sample_weight, logits.shape[:-1], why)
-        reduction = checks.choice(me, "reduction", reduction, _REDUCTIONS)
+            checks.shape(name, "sample_weight", sample_weight, logits.shape[:-1], why)
+        reduction = checks.choice(name, "reduction", reduction, _REDUCTIONS)
         if normalizer is not None:
             if reduction == "mean":
-                raise ValueError(f'{me}: reduction must not be "mean" where normalizer is given')
-            normalizer = scalar(me, "normalizer", normalizer, integers=True)
+                raise ValueError(f'{name}: reduction must not be "mean" where normalizer is given')
+            normalizer = scalar(name, "normalizer", normalizer, integers=True)
         if (reduction != "none" or normalizer is not None) and compat.has_symbolic_shape(logits):
             raise NotImplementedError(
-                f"{me}: a reduced loss of logits of symbolic shape "
+                f"{name}: a reduced loss of logits of symbolic shape "
                 f"({', '.join(map(str, logits.shape))}) is not supported; export it with "
                 'reduction="none"'
             )
@@ -143,7 +143,7 @@ class Arguments:
         return 1 / jnp.maximum(counted, 1).astype(dtype)
 
 
-def _check_labels(me: str, labels, logits_shape: tuple[int, ...], soft: bool) -> bool:
+def _check_labels(name: str, labels, logits_shape: tuple[int, ...], soft: bool) -> bool:
     """Whether labels are targets of each logit rather than class ids.
 
     They are told apart by their shapes, of which one has a dimension more than the other.
@@ -156,17 +156,17 @@ def _check_labels(me: str, labels, logits_shape: tuple[int, ...], soft: bool) ->
     misfit = labels.shape == (logits_shape[:-1] if is_bool else logits_shape)
     if not known or (misfit and (is_bool or not soft)):
         raise TypeError(
-            f"{me}: labels must be {kinds}, got dtype {labels.dtype} and shape {labels.shape}"
+            f"{name}: labels must be {kinds}, got dtype {labels.dtype} and shape {labels.shape}"
         )
     if soft and labels.shape == logits_shape:
         return True
     if not is_integer:
         why = "(..., C), targets of the shape of logits"
-        checks.shape(me, "labels", labels, logits_shape, why)
+        checks.shape(name, "labels", labels, logits_shape, why)
     why = "(...,), one class a row of logits"
     if soft:
         why += f"; or {logits_shape}, (..., C), targets 0 and 1"
-    checks.shape(me, "labels", labels, logits_shape[:-1], why)
+    checks.shape(name, "labels", labels, logits_shape[:-1], why)
     return False
 
 
@@ -191,7 +191,7 @@ def _as_int32(labels, classes: int, ignore_index: int | None):
     return library.where(is_ignored, np.int32(-2), narrow), -2
 
 
-def scalar(me: str, argument: str, value: Any, integers: bool = False) -> float | jax.Array:
+def scalar(name: str, argument: str, value: Any, integers: bool = False) -> float | jax.Array:
     """A number as a float, a scalar array as it is."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
@@ -201,13 +201,13 @@ def scalar(me: str, argument: str, value: Any, integers: bool = False) -> float 
     is_array = isinstance(value, (jax.Array, np.ndarray))
     if not is_array or not any(jnp.issubdtype(value.dtype, k) for k in kinds):
         got = value.dtype if is_array else type(value).__name__
-        raise TypeError(f"{me}: {argument} must be a number or a float scalar array, got {got}")
+        raise TypeError(f"{name}: {argument} must be a number or a float scalar array, got {got}")
     if value.ndim:
-        raise ValueError(f"{me}: {argument} must be a scalar, got shape {value.shape}")
+        raise ValueError(f"{name}: {argument} must be a scalar, got shape {value.shape}")
     return value
 
 
-def check_gamma(me: str, gamma: float | jax.Array, dtype: jnp.dtype):
+def check_gamma(name: str, gamma: float | jax.Array, dtype: jnp.dtype):
     """Refuses a number that is negative, or not finite in the dtype of the arithmetic."""
     if isinstance(gamma, float) and not 0 <= gamma <= float(jnp.finfo(dtype).max):
-        raise ValueError(f"{me}: gamma must be finite in {dtype} and >= 0, got {gamma}")
+        raise ValueError(f"{name}: gamma must be finite in {dtype} and >= 0, got {gamma}")

@@ -73,9 +73,9 @@ def sigmoid_focal_loss(
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection",
     https://arxiv.org/abs/1708.02002.
     """
-    me = sigmoid.NAME
+    name = sigmoid.NAME
     call = Arguments.check(
-        me,
+        name,
         logits,
         labels,
         class_weight,
@@ -85,12 +85,12 @@ def sigmoid_focal_loss(
         normalizer,
         soft=True,
     )
-    gamma = scalar(me, "gamma", gamma)
-    alpha = None if alpha is None else scalar(me, "alpha", alpha)
+    gamma = scalar(name, "gamma", gamma)
+    alpha = None if alpha is None else scalar(name, "alpha", alpha)
     if isinstance(alpha, float) and not 0 <= alpha <= 1:
-        raise ValueError(f"{me}: alpha must be in [0, 1] or None, got {alpha}")
+        raise ValueError(f"{name}: alpha must be in [0, 1] or None, got {alpha}")
     dtype = call.dtype(call.labels if call.soft else None, class_weight, sample_weight)
-    check_gamma(me, gamma, dtype)
+    check_gamma(name, gamma, dtype)
     negative, positive = (1.0, 1.0) if alpha is None else (1.0 - alpha, alpha)
     weight = call.row_weight(dtype)
     logits = call.logits.astype(dtype) if dtype == jnp.float64 else call.logits
@@ -115,7 +115,7 @@ def sigmoid_focal_loss(
     )
     operator = sigmoid.sums.sum if call.reduced else sigmoid.loss_operator
     (loss,) = operator(*map(jnp.asarray, operands), options=options)
-    return checkpoint_name(loss.astype(call.result_dtype), me)
+    return checkpoint_name(loss.astype(call.result_dtype), name)
 
 
 def softmax_focal_loss(
@@ -159,9 +159,9 @@ def softmax_focal_loss(
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection",
     https://arxiv.org/abs/1708.02002, with the softmax in place of the sigmoid.
     """
-    me = softmax.NAME
+    name = softmax.NAME
     call = Arguments.check(
-        me,
+        name,
         logits,
         labels,
         class_weight,
@@ -171,13 +171,13 @@ def softmax_focal_loss(
         normalizer,
         soft=False,
     )
-    gamma = scalar(me, "gamma", gamma)
+    gamma = scalar(name, "gamma", gamma)
     by_class = None
     if isinstance(alpha, (list, tuple)) or (checks.is_array(alpha) and jnp.ndim(alpha)):
-        by_class = checks.float_array(me, "alpha", alpha, 1, "() or (C,)")
-        checks.shape(me, "alpha", by_class, (call.classes,), "(C,), one entry a class")
+        by_class = checks.float_array(name, "alpha", alpha, 1, "() or (C,)")
+        checks.shape(name, "alpha", by_class, (call.classes,), "(C,), one entry a class")
     dtype = call.dtype(class_weight, sample_weight, by_class)
-    check_gamma(me, gamma, dtype)
+    check_gamma(name, gamma, dtype)
     labels = call.labels
     if call.ignored is not None:
         labels = jnp.where(labels == call.ignored, -1, labels)
@@ -189,7 +189,7 @@ def softmax_focal_loss(
         of_class = reference.gather_class(by_class.astype(dtype), labels, call.classes, 0)
         weight = of_class if weight is None else weight * of_class
     elif alpha is not None:
-        alpha = scalar(me, "alpha", alpha)
+        alpha = scalar(name, "alpha", alpha)
         of_alpha = np.asarray(alpha, dtype) if isinstance(alpha, float) else alpha.astype(dtype)
     if call.reduced:
         scale = call.scale(dtype)
@@ -199,13 +199,13 @@ def softmax_focal_loss(
         (loss,) = softmax.sums.sum(*map(jnp.asarray, operands), options=options)
     else:
         (loss,) = softmax.loss_operator(logits, labels, gamma_array, options=options)
-        loss = checkpoint_name(loss, me)  # what the gradients by weights need
+        loss = checkpoint_name(loss, name)  # what the gradients by weights need
         factors = [factor for factor in (of_alpha, weight) if factor is not None]
         if factors:
             known = (labels >= 0) & (labels < call.classes)
             # Whatever the weights of rows without a class.
             loss = jnp.where(known, loss * math.prod(factors), 0)
-    return checkpoint_name(loss.astype(call.result_dtype), me)
+    return checkpoint_name(loss.astype(call.result_dtype), name)
 
 
 def _stack(scalars, dtype):

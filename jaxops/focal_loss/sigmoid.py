@@ -120,7 +120,7 @@ loss_operator = Operator(
 def _loss_jvp(primals, tangents, *, options):
     loss = loss_operator(*primals, options=options)
     terms = []
-    (dlogits,) = rules.live(tangents[:1], 1)
+    (dlogits,) = rules.nonzero(tangents[:1], 1)
     if dlogits is not None:
         terms.append(sums.gradient(*primals, options=options)[0] * dlogits)
     others = without_logits(tangents)

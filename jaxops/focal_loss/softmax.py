@@ -70,7 +70,7 @@ loss_operator = Operator(
 
 @loss_operator.def_jvp
 def _loss_jvp(primals, tangents, *, options):
-    dlogits, _, dgamma = rules.live(tangents, 3)
+    dlogits, _, dgamma = rules.nonzero(tangents, 3)
     loss = loss_operator(*primals, options=options)
     terms = []
     if dlogits is not None:
@@ -115,7 +115,7 @@ def _tangent_transpose(cotangents, logits, labels, gamma, dlogits, *, options):
     if isinstance(ct, compat.Zero):
         return [None, None, None, compat.Zero(dlogits.aval)]
     gradient = _gradient(logits, labels, gamma, ct, options)
-    return [None, None, None, rules.fit(gradient, dlogits.aval, options.rows + 1)]
+    return [None, None, None, rules.match_type(gradient, dlogits.aval, options.rows + 1)]
 
 
 # --- its sum, and the derivative of that ----------------------------------------------------------
@@ -166,19 +166,19 @@ def _sum_across(logits, labels, scale, gamma, weight=None, *, options, axes):
 
 def _sum_by_others(primals, tangents, *, options):
     logits, labels, _, gamma, *_ = primals
-    dscale, dgamma, dweight = rules.live(tangents[2:], 3)
+    dscale, dgamma, dweight = rules.nonzero(tangents[2:], 3)
     value, terms = None, []
     if dscale is not None or dweight is not None:
         unweighted = dataclasses.replace(options, weighted=False)
         (losses,) = loss_operator(logits, labels, gamma, options=unweighted)
         losses = checkpoint_name(losses, NAME)
 
-        def of_factors(scale, weight=None):
+        def weigh(scale, weight=None):
             return _weigh_rows(losses, _are_known(logits, labels), scale, weight, options)
 
         factors = [primals[i] for i in (2, 4) if i < len(primals)]
         moved = [tangents[i] for i in (2, 4) if i < len(primals)]
-        value, tangent = rules.jvp(of_factors, factors, moved)
+        value, tangent = rules.jvp(weigh, factors, moved)
         terms.append(tangent)
     if dgamma is not None:
         by_gamma = [compat.Zero(jax.typeof(0.0))] * len(primals)
