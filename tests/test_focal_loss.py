@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops import focal_loss
+from jaxops.focal_loss import sigmoid
 from jaxops.reference import focal_loss as reference
 from jaxops.testing.measure import compile_without_loops, custom_calls, on_reference, run
 
@@ -141,11 +141,11 @@ def differentiate(function, orders):
 
     def along(function, argument):
         def derivative(*arguments):
-            def of_one(x):
+            def vary(x):
                 return function(*arguments[:argument], x, *arguments[argument + 1 :])
 
             x = arguments[argument]
-            return jax.jvp(of_one, (x,), (jnp.ones_like(x),))[1]
+            return jax.jvp(vary, (x,), (jnp.ones_like(x),))[1]
 
         return derivative
 
@@ -787,10 +787,10 @@ def test_a_gradient_is_nothing_but_one_kernel(operator, platform):
 def test_a_program_whose_class_ids_count_otherwise_is_refused(wanted, first, platform, monkeypatch):
     """As of the first versions, which had no attribute for it: it would be one class off."""
     members = {
-        "loss": focal_loss._loss_operator,
-        "sum": focal_loss._sums.sum,
-        "gradient": focal_loss._sums.gradient,
-        "value_and_gradient": focal_loss._sums.value_and_gradient,
+        "loss": sigmoid.loss_operator,
+        "sum": sigmoid.sums.sum,
+        "gradient": sigmoid.sums.gradient,
+        "value_and_gradient": sigmoid.sums.value_and_gradient,
     }
     operator = members[wanted]
     now = operator._attributes
