@@ -1,15 +1,13 @@
 // XLA FFI handlers of convolution on CUDA devices.
 #include "ffi/conv_cuda.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "cuda/conv/launch.h"
+#include "cuda/conv/dispatch.h"
 #include "ffi/cuda_status.h"
 #include "ffi/decode.h"
 #include "ffi/handlers_cuda.h"
@@ -21,6 +19,7 @@ namespace xf = xla::ffi;
 namespace cu = jaxops::conv::cuda;
 using conv::Call;
 using conv::kDims;
+using cu::Direction;
 using Integers = xf::Span<const int64_t>;
 
 // Fills `call` from the sizes of images (rows..., in..., channels), kernel (taps..., channels of a
@@ -79,87 +78,27 @@ xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b
   return xf::Error::Success();
 }
 
-// Images of few channels have kernels of their own.
-bool IsFew(const Call& call) {
-  return HasTwoBytes(call.dtype) && call.groups == 1 && !cu::IsDirect(call) &&
-         call.channels <= cu::kMostFewChannels;
-}
-
-// What must not be rounded to TF32 has kernels of multiply-adds.
-bool IsFma(const Call& call) {
-  return call.dtype == DType::kF64 || (call.dtype == DType::kF32 && !call.tf32);
-}
-
-// The launchers of one kind of kernels.
-struct Kernels {
-  cudaError_t (*forward)(cudaStream_t, const Call&, void* workspace);
-  cudaError_t (*input_grad)(cudaStream_t, const Call&, void* workspace);
-  cudaError_t (*kernel_grad)(cudaStream_t, const Call&, cu::Space workspace, int processors);
-};
-
-// One that needs no workspace.
-template <cudaError_t (*kLaunch)(cudaStream_t, const Call&)>
-cudaError_t Alone(cudaStream_t stream, const Call& call, void*) {
-  return kLaunch(stream, call);
-}
-
-// One that computes in any case.
-template <cudaError_t (*kLaunch)(cudaStream_t, const Call&, const int* needed)>
-cudaError_t Always(cudaStream_t stream, const Call& call, void*) {
-  return kLaunch(stream, call, nullptr);
-}
-
-constexpr Kernels kHopper = {Alone<cu::LaunchForward>, Alone<cu::LaunchInputGrad>,
-                             cu::LaunchKernelGrad};
-constexpr Kernels kFew = {Alone<cu::LaunchForwardFew>, Alone<cu::LaunchInputGradFew>,
-                          cu::LaunchKernelGradFew};
-constexpr Kernels kMma = {Alone<cu::LaunchForwardMma>, Alone<cu::LaunchInputGradMma>,
-                          cu::LaunchKernelGradMma};
-constexpr Kernels kFma = {Always<cu::LaunchForwardFma>, Always<cu::LaunchInputGradFma>,
-                          cu::LaunchKernelGradFma};
-// The same of f32, which may be split for tensor cores.
-constexpr Kernels kSplit = {cu::LaunchForwardSplit, cu::LaunchInputGradSplit,
-                            cu::LaunchKernelGradSplit};
-constexpr Kernels kDirect = {Alone<cu::LaunchForwardDirect>, Alone<cu::LaunchInputGradDirect>,
-                             cu::LaunchKernelGradDirect};
-
-// Chooses the kernels for a call by the device. Those for Hopper have code for one architecture.
-xf::Error Choose(const Kernels*& kernels, const Call& call) {
-  int device = 0, major = 0, minor = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+// Launches a call, and explains why it could not be launched.
+xf::Error Run(const char* operation, cudaStream_t stream, const Call& call, Direction direction,
+              cu::Space workspace) {
+  const cudaError_t status = cu::Launch(stream, call, direction, workspace);
+  cu::Device device = {};
+  if (status == cudaErrorNoKernelImageForDevice && cu::DescribeCurrent(device) == cudaSuccess) {
+    return xf::Error(xf::ErrorCode::kFailedPrecondition,
+                     std::string(operation) +
+                         ": this program was compiled for another kind of GPU. It runs on one of "
+                         "compute capability " +
+                         std::to_string(device.major) + "." + std::to_string(device.minor) +
+                         " with kernels for sm " JAXOPS_CUDA_ARCHITECTURES
+                         ". Compile or export it where it is to run.");
   }
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  // Launchers check the size themselves, because it takes a plan to know it.
+  if (status == cudaErrorInvalidValue && direction == Direction::kKernelGrad &&
+      workspace.bytes < cu::KernelGradWorkspace(call)) {
+    return InvalidArgument(operation, ": the workspace must have ", cu::KernelGradWorkspace(call),
+                           " bytes, got ", workspace.bytes);
   }
-  if (status != cudaSuccess) return ToError("conv", status);
-  const std::string_view compiled = JAXOPS_CUDA_ARCHITECTURES;
-  const bool is_hopper = major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos;
-  kernels = cu::IsDirect(call)         ? &kDirect
-            : IsFma(call)              ? (is_hopper && call.dtype == DType::kF32 ? &kSplit : &kFma)
-            : is_hopper && IsFew(call) ? &kFew
-            : is_hopper && call.groups == 1 ? &kHopper
-                                            : &kMma;
-  if (is_hopper || (major >= 8 && !IsFew(call))) return xf::Error::Success();
-  return xf::Error(
-      xf::ErrorCode::kFailedPrecondition,
-      "conv: this program was compiled for a GPU of compute capability " +
-          std::string(IsFew(call) ? "9.0 and a jaxops with kernels for sm 90a" : "8.0 or later") +
-          ". It runs on one of capability " + std::to_string(major) + "." + std::to_string(minor) +
-          " with kernels for sm " + std::string(compiled) +
-          ". Compile or export it where it is to run.");
-}
-
-// Enough on every device.
-int64_t KernelGradWorkspace(const Call& call) {
-  if (cu::IsDirect(call)) return cu::KernelGradDirectWorkspace(call);
-  if (IsFma(call)) {
-    return call.dtype == DType::kF32 ? cu::KernelGradSplitWorkspace(call)
-                                     : cu::KernelGradFmaWorkspace(call);
-  }
-  if (IsFew(call)) return cu::KernelGradFewWorkspace(call);
-  return std::max(cu::KernelGradMmaWorkspace(call), cu::KernelGradWorkspace(call));
+  return ToError(operation, status);
 }
 
 // The bias is the last operand, if there is one, in the type of the sums.
@@ -180,17 +119,18 @@ xf::Error DecodeEpilogue(Call& call, xf::RemainingArgs rest, int32_t activation)
   return xf::Error::Success();
 }
 
-// The second result, if there is one, is the workspace in which a kernel is split.
-xf::Error DecodeWorkspace(void*& workspace, const Call& call, xf::RemainingRets rest) {
+// The second result, if there is one, is the workspace of products that are not rounded.
+xf::Error DecodeWorkspace(cu::Space& workspace, const Call& call, Direction direction,
+                          xf::RemainingRets rest) {
   if (rest.size() == 0) return xf::Error::Success();
   xf::ErrorOr<xf::Result<xf::AnyBuffer>> buffer = rest.get<xf::AnyBuffer>(0);
   if (!buffer) return buffer.error();
-  const int64_t needed = cu::SplitWorkspace(call);
+  const int64_t needed = cu::SumWorkspace(call, direction);
   const int64_t has = static_cast<int64_t>((*buffer)->size_bytes());
   if (rest.size() > 1 || has < needed) {
     return InvalidArgument("conv: the workspace must have ", needed, " bytes, got ", has);
   }
-  workspace = (*buffer)->untyped_data();
+  workspace = {(*buffer)->untyped_data(), has};
   return xf::Error::Success();
 }
 
@@ -206,11 +146,9 @@ xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
   call.image = x.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();
-  void* workspace = nullptr;
-  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, rest_of_results));
-  const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  return ToError("conv", kernels->forward(stream, call, workspace));
+  cu::Space workspace;
+  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kForward, rest_of_results));
+  return Run("conv", stream, call, Direction::kForward, workspace);
 }
 
 xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
@@ -223,11 +161,9 @@ xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kerne
   call.image = g.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = dx->untyped_data();
-  void* workspace = nullptr;
-  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, rest_of_results));
-  const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  return ToError("conv input gradient", kernels->input_grad(stream, call, workspace));
+  cu::Space workspace;
+  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kInputGrad, rest_of_results));
+  return Run("conv input gradient", stream, call, Direction::kInputGrad, workspace);
 }
 
 xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
@@ -240,17 +176,8 @@ xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
   call.image = x.untyped_data();
   call.cotangent = g.untyped_data();
   call.result = dkernel->untyped_data();
-  const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  const cu::Space space = {workspace->untyped_data(),
-                           static_cast<int64_t>(workspace->size_bytes())};
-  const cudaError_t status = kernels->kernel_grad(stream, call, space, cu::kProcessors);
-  // Launchers check the size themselves, because it takes a plan to know it.
-  if (status == cudaErrorInvalidValue && space.bytes < KernelGradWorkspace(call)) {
-    return InvalidArgument("conv kernel gradient: the workspace must have ",
-                           KernelGradWorkspace(call), " bytes, got ", space.bytes);
-  }
-  return ToError("conv kernel gradient", status);
+  return Run("conv kernel gradient", stream, call, Direction::kKernelGrad,
+             {workspace->untyped_data(), static_cast<int64_t>(workspace->size_bytes())});
 }
 
 // Throws where the sizes do not fit. The dtype is f32.
@@ -303,14 +230,14 @@ int64_t ConvSplitWorkspace(const std::vector<int64_t>& in, const std::vector<int
                            const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
                            const std::vector<int64_t>& dilation, const std::vector<int64_t>& low,
                            bool is_input_grad) {
-  const Call call = DecodeSizes(in, taps, out, strides, dilation, low);
-  return cu::IsFasterSplit(call, is_input_grad) ? cu::SplitWorkspace(call) : 0;
+  return cu::SumWorkspace(DecodeSizes(in, taps, out, strides, dilation, low),
+                          is_input_grad ? Direction::kInputGrad : Direction::kForward);
 }
 
 bool ConvIsKernelGradSplit(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                            const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
                            const std::vector<int64_t>& dilation, const std::vector<int64_t>& low) {
-  return cu::IsFasterKernelGradSplit(DecodeSizes(in, taps, out, strides, dilation, low));
+  return cu::IsKernelGradTf32x3(DecodeSizes(in, taps, out, strides, dilation, low));
 }
 
 int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
@@ -321,7 +248,7 @@ int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vecto
   Call call = DecodeSizes(in, taps, out, strides, dilation, low);
   call.dtype = item_bytes == 8 ? DType::kF64 : item_bytes == 4 ? DType::kF32 : DType::kF16;
   call.tf32 = tf32;
-  return KernelGradWorkspace(call);
+  return cu::KernelGradWorkspace(call);
 }
 
 }  // namespace jaxops::ffi

@@ -140,7 +140,7 @@ class Family:
             composition=self._tangent_unfused,
             **common,
         )
-        self._tie()
+        self._register_rules()
 
     def __call__(self, values: jax.Array, points: jax.Array, options: Options) -> jax.Array:
         """The operator itself."""
@@ -154,10 +154,10 @@ class Family:
             return self._reference(values, points, options)
         *others, last = directions
 
-        def of_points(points):
+        def at(points):
             return self._directional(values, points, others, options)
 
-        return jax.jvp(of_points, (points,), (last,))[1]
+        return jax.jvp(at, (points,), (last,))[1]
 
     def _sample_reference(self, values, points, *along, options, order):
         del order
@@ -182,10 +182,10 @@ class Family:
         dtype = points.dtype
         g, values, (points, *along) = _widen(options, values, points, g, along)
 
-        def of_points(points):
+        def at(points):
             return self._directional(values, points, along, options)
 
-        return [jax.vjp(of_points, points)[1](g)[0].astype(dtype)]
+        return [jax.vjp(at, points)[1](g)[0].astype(dtype)]
 
     def _backward_reference(self, values, points, g, *along, options, order, summed):
         # The gradient by values has every batch dimension that is not summed, those of the values
@@ -238,7 +238,7 @@ class Family:
 
     # --- derivatives -----------------------------------------------------------------------------
 
-    def _tie(self):
+    def _register_rules(self):
         self._sample.def_jvp(self._sample_jvp)
         self._sample.def_transpose(self._sample_transpose)
         self._values_grad.def_jvp(self._values_grad_jvp)
@@ -253,7 +253,7 @@ class Family:
 
     def _sample_jvp(self, primals, tangents, *, options, order):
         values, points, *along = primals
-        dvalues, dpoints, *dalong = rules.live(tangents, len(primals))
+        dvalues, dpoints, *dalong = rules.nonzero(tangents, len(primals))
         (result,) = self._sample(*primals, options=options, order=order)
         terms = []
         if dvalues is not None and dpoints is not None and order < options.axes:
@@ -277,14 +277,14 @@ class Family:
         if compat.is_undefined_primal(values):
             summed = self._summed(values.aval, options)
             pulled = self._values_grads(points, g, along, options, summed)
-            return [_fit(pulled, values.aval, options.values), None, *(None for _ in along)]
+            return [_match_type(pulled, values.aval, options.values), None, *(None for _ in along)]
         others, like = _take_undefined(along)
         pulled = self._points_grads(values, points, g, others, options)
-        return [None, None, *_at_undefined(along, _fit(pulled, like, options.points))]
+        return [None, None, *_at_undefined(along, _match_type(pulled, like, options.points))]
 
     def _values_grad_jvp(self, primals, tangents, *, options, order, summed):
         points, g, *along = primals
-        dpoints, dg, *dalong = rules.live(tangents, len(primals))
+        dpoints, dg, *dalong = rules.nonzero(tangents, len(primals))
         (result,) = self._values_grad(*primals, options=options, order=order, summed=summed)
         terms = []
         if dg is not None:
@@ -302,14 +302,14 @@ class Family:
             return rules.zeros((points, g, *along))
         if compat.is_undefined_primal(g):
             pulled = self._samples(ct, points, along, options)
-            return [None, _fit(pulled, g.aval, options.result), *(None for _ in along)]
+            return [None, _match_type(pulled, g.aval, options.result), *(None for _ in along)]
         others, like = _take_undefined(along)
         pulled = self._points_grads(ct, points, g, others, options)
-        return [None, None, *_at_undefined(along, _fit(pulled, like, options.points))]
+        return [None, None, *_at_undefined(along, _match_type(pulled, like, options.points))]
 
     def _points_grad_jvp(self, primals, tangents, *, options, order):
         values, points, g, *along = primals
-        dvalues, dpoints, dg, *dalong = rules.live(tangents, len(primals))
+        dvalues, dpoints, dg, *dalong = rules.nonzero(tangents, len(primals))
         (result,) = self._points_grad(*primals, options=options, order=order)
         terms = []
         if dvalues is not None:
@@ -331,13 +331,13 @@ class Family:
         if compat.is_undefined_primal(values):
             summed = self._summed(values.aval, options)
             pulled = self._values_grads(points, g, (*along, ct), options, summed)
-            return [_fit(pulled, values.aval, options.values), None, None, *rest]
+            return [_match_type(pulled, values.aval, options.values), None, None, *rest]
         if compat.is_undefined_primal(g):
             pulled = self._samples(values, points, (*along, ct), options)
-            return [None, None, _fit(pulled, g.aval, options.result), *rest]
+            return [None, None, _match_type(pulled, g.aval, options.result), *rest]
         others, like = _take_undefined(along)
         pulled = self._points_grads(values, points, g, (*others, ct), options)
-        return [None, None, None, *_at_undefined(along, _fit(pulled, like, options.points))]
+        return [None, None, None, *_at_undefined(along, _match_type(pulled, like, options.points))]
 
     def _tangent_jvp(self, primals, tangents, **params):
         return rules.jvp(functools.partial(self._tangent_unfused, **params), primals, tangents)
@@ -367,8 +367,8 @@ class Family:
         return [
             None,
             None,
-            _fit(pulled_values, dvalues.aval, options.values) if of_values else None,
-            _fit(pulled_points, dpoints.aval, options.points) if of_points else None,
+            _match_type(pulled_values, dvalues.aval, options.values) if of_values else None,
+            _match_type(pulled_points, dpoints.aval, options.points) if of_points else None,
             *rest,
         ]
 
@@ -380,7 +380,7 @@ class Family:
     def _backward_transpose(self, cotangents, values, points, g, *along, options, order, summed):
         """The transpose in g of the transpose of the tangent: the tangent."""
         del summed
-        of_values, of_points = rules.live(cotangents, 2)
+        of_values, of_points = rules.nonzero(cotangents, 2)
         terms = []
         if of_values is not None and of_points is not None:
             shape = np.broadcast_shapes(of_values.shape, values.shape)
@@ -393,7 +393,7 @@ class Family:
         elif of_points is not None:
             terms += self._samples(values, points, (*along, of_points), options)
         rest = [None for _ in along]
-        return [None, None, _fit(terms, g.aval, options.result), *rest]
+        return [None, None, _match_type(terms, g.aval, options.result), *rest]
 
     def _backward_dead_code(self, used, values, points, g, *along, options, order, summed):
         """With one gradient unused, the other's own primitive serves."""
@@ -451,10 +451,10 @@ def _total(terms, like):
     return sum(terms) if terms else compat.Zero(jax.typeof(like))
 
 
-def _fit(terms, like, term: str):
+def _match_type(terms, like, term: str):
     if not terms:
         return compat.Zero(like)
-    return rules.fit(sum(terms), like, _rank(term))
+    return rules.match_type(sum(terms), like, _rank(term))
 
 
 def _take_undefined(along):

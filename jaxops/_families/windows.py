@@ -107,7 +107,7 @@ class Windows:
     def _with_channels(self, dims: str) -> str:
         return f"rows {dims} channels" if self.channels_last else f"rows channels {dims}"
 
-    def of_part(
+    def exchange_halo(
         self, array: jax.Array, first: int, plan: Plan, *, of_windows: bool
     ) -> tuple[jax.Array, Windows]:
         """What a device that has a part of every image computes of, and its windows.
@@ -154,7 +154,9 @@ def _options(windows: Windows, *names: str) -> dict[str, Any]:
 def _with_neighbours(array, *, plan, windows, of_windows, **params):
     rank = len(windows.ins)
     after = windows.channels_last * (1 + of_windows * rank)
-    array, part = windows.of_part(array, array.ndim - after - rank, plan, of_windows=of_windows)
+    array, part = windows.exchange_halo(
+        array, array.ndim - after - rank, plan, of_windows=of_windows
+    )
     return (array,), {"windows": part, **params}
 
 
@@ -196,7 +198,7 @@ def _col2im(patches, windows):
     return [image.astype(patches.dtype)]
 
 
-def _tie(operator: Operator, call: Callable, transpose: Callable) -> None:
+def _register_rules(operator: Operator, call: Callable, transpose: Callable) -> None:
     @operator.def_jvp
     def _jvp(primals, tangents, *, windows, **_):
         return call(*primals, windows), call(*tangents, windows)
@@ -210,8 +212,8 @@ def _tie(operator: Operator, call: Callable, transpose: Callable) -> None:
         return [compat.reshard_like(pulled, operand.aval)]
 
 
-_tie(im2col_operator, _im2col, _col2im)
-_tie(col2im_operator, _col2im, _im2col)
+_register_rules(im2col_operator, _im2col, _col2im)
+_register_rules(col2im_operator, _col2im, _im2col)
 
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def per_dimension(function: str, argument: str, value: Any, rank: int, low: int)
     return (checks.integer(function, argument, value, low),) * rank
 
 
-def place(
+def make_windows(
     function: str,
     ins: Sequence[int],
     taps: Sequence[int],

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._core import compat
-from jaxops._core.windows import Windows
+from jaxops._families.windows import Windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Slabs:
     blocks: tuple[int, ...]
 
     @staticmethod
-    def of(windows: Windows, most: int) -> Slabs:
+    def cut(windows: Windows, most: int) -> Slabs:
         """Slabs of at most `most` windows, and of at least one."""
         blocks: list[int] = []
         for out in reversed(windows.outs):
@@ -47,7 +47,7 @@ class Slabs:
         padded = self._padded(x)
 
         def slab(n):
-            return function(self._of_image(padded, n), self._part)
+            return function(self._slice_image(padded, n), self._part)
 
         def write(n, y):
             return lax.dynamic_update_slice(y, slab(n), self._at(y, self._starts(n)))
@@ -60,7 +60,7 @@ class Slabs:
         padded = self._padded(x)
 
         def term(n):
-            return function(self._of_image(padded, n), self._of_windows(g, n), self._part)
+            return function(self._slice_image(padded, n), self._slice_windows(g, n), self._part)
 
         return self._loop(lambda n, total: total + term(n), jax.eval_shape(term, 0), x, g)
 
@@ -68,7 +68,7 @@ class Slabs:
         """function(g, windows), an image of sums of what each window adds to its entries."""
 
         def piece(n):
-            return function(self._of_windows(g, n), self._part)
+            return function(self._slice_windows(g, n), self._part)
 
         def add(n, total):
             starts = self._at(total, self._entries(n))
@@ -165,11 +165,11 @@ class Slabs:
     def _padded(self, x):
         return self._pad(x, self._pads)
 
-    def _of_image(self, padded, n):
+    def _slice_image(self, padded, n):
         shape = self._resized(padded, self._part.ins).shape
         return lax.dynamic_slice(padded, self._at(padded, self._entries(n)), shape)
 
-    def _of_windows(self, g, n):
+    def _slice_windows(self, g, n):
         """Entries of slab n; zeros for windows that a slab before has as well."""
         first, starts = self._first(g), self._starts(n)
         part = lax.dynamic_slice(g, self._at(g, starts), self._resized(g, self.blocks).shape)

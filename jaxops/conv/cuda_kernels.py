@@ -2,12 +2,11 @@
 
 They take images in one or two dimensions. Those of 16-bit floats, and of float32 that is multiplied
 as TF32, want channels and outputs in multiples of 16 bytes; on Hopper GPUs there are some for a few
-channels of 16-bit floats. Convolutions of one group are brought into that form by linear maps of x,
-kernel and result: missing channels and outputs are zeros. Float64, and float32 that is not
-multiplied as TF32, are taken as they are, by kernels of multiply-adds; on Hopper GPUs large
-convolutions of such float32 are sums of products of TF32, as exact, of channels and outputs in
-multiples of 16 bytes. Small groups of every dtype, depthwise ones above all, which are no matrix
-products, are taken as they are by direct kernels.
+channels of 16-bit floats. Convolutions of one group are filled up to these: missing channels and
+outputs are zeros. Float64, and float32 that is not multiplied as TF32, are taken as they are, by
+kernels of multiply-adds; on Hopper GPUs large convolutions of such float32 are sums of products of
+TF32, as exact, of channels and outputs in multiples of 16 bytes. Small groups of every dtype,
+depthwise ones above all, which are no matrix products, are taken as they are by direct kernels.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from jax import lax
 
 from jaxops._core import checks, compat, native
 from jaxops._core.dtypes import accumulation_dtype
-from jaxops._core.windows import Windows
-from jaxops.reference.lightweight_conv import ACTIVATIONS
+from jaxops._families.windows import Windows
+from jaxops.activations import activation_name
 
-_ACTIVATIONS = tuple(ACTIVATIONS)
-# Those of `cuda/conv/launch.h`.
+# Those of `cuda/conv/families.h`.
 _MAX_TAPS = 128
 _MAX_STRIDE = 8
 _MAX_PIXELS = 1 << 30
@@ -57,15 +55,15 @@ native.CUDA_TARGETS.extend(TARGETS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class KernelCall:
     """A convolution as the kernels take it.
 
-    The convolution is `of_y` of that of `of_x(x)` with `of_kernel(kernel)`. All three are linear.
+    The convolution is `crop_y` of that of `pad_x(x)` with `pad_kernel(kernel)`. These are linear.
 
     Attributes:
-      windows: over of_x(x).
-      channels: of of_x(x).
-      outputs: of the result that of_y is given.
+      windows: over pad_x(x).
+      channels: of pad_x(x).
+      outputs: of the result that crop_y is given.
       fan_in: the channels of x.
       fan_out: those of y.
       groups: of channels; several have no missing ones.
@@ -81,24 +79,24 @@ class Form:
     groups: int = 1
     kernels: Literal["mma", "fma", "direct"] = "mma"
 
-    def of_x(self, x: jax.Array) -> jax.Array:
+    def pad_x(self, x: jax.Array) -> jax.Array:
         """The images that the kernels take."""
-        return _widened(x, -1, self.channels)
+        return _pad_axis(x, -1, self.channels)
 
-    def of_kernel(self, kernel: jax.Array) -> jax.Array:
+    def pad_kernel(self, kernel: jax.Array) -> jax.Array:
         """The kernel that the kernels take."""
-        return _widened(_widened(kernel, -2, self.channels // self.groups), -1, self.outputs)
+        return _pad_axis(_pad_axis(kernel, -2, self.channels // self.groups), -1, self.outputs)
 
-    def of_y(self, y: jax.Array) -> jax.Array:
+    def crop_y(self, y: jax.Array) -> jax.Array:
         """The result without the outputs that fill it up."""
         return y[..., : self.fan_out]
 
-    def of_g(self, g: jax.Array) -> jax.Array:
-        """The transpose of `of_y`."""
-        return _widened(g, -1, self.outputs)
+    def pad_g(self, g: jax.Array) -> jax.Array:
+        """The transpose of `crop_y`."""
+        return _pad_axis(g, -1, self.outputs)
 
 
-def _widened(array: jax.Array, axis: int, size: int) -> jax.Array:
+def _pad_axis(array: jax.Array, axis: int, size: int) -> jax.Array:
     missing = size - array.shape[axis]
     if missing == 0:
         return array
@@ -107,7 +105,7 @@ def _widened(array: jax.Array, axis: int, size: int) -> jax.Array:
     return jnp.pad(array, pads)
 
 
-def form(
+def make_call(
     windows: Windows,
     fan_in: int,
     fan_out: int,
@@ -116,8 +114,8 @@ def form(
     itemsize: int = 2,
     takes_few: bool = True,
     tf32: bool = True,
-) -> Form | None:
-    """The form of a convolution of entries of so many bytes, or None where it has none.
+) -> KernelCall | None:
+    """The call for a convolution of entries of so many bytes, or None where kernels have none.
 
     The fans are those of a group. Few channels are taken as they are on Hopper GPUs only. `tf32`
     says whether float32 may be multiplied as TF32.
@@ -139,7 +137,7 @@ def form(
     ):
         return None
     channels, outputs = groups * fan_in, groups * fan_out
-    as_it_is = functools.partial(Form, windows, channels, outputs, channels, outputs, groups)
+    as_it_is = functools.partial(KernelCall, windows, channels, outputs, channels, outputs, groups)
     has_short_strides = max(windows.strides) <= _MAX_STRIDE
     if _is_direct(fan_in, fan_out, groups):
         return as_it_is("direct") if has_short_strides else None
@@ -168,7 +166,7 @@ def form(
         and windows.taps[-1] * fan_in <= _FEW_ROW_ENTRIES
         and fan_out <= _FEW_OUTPUTS
     )
-    return Form(
+    return KernelCall(
         windows=windows,
         channels=channels if are_few else _up_to_units(channels, unit),
         outputs=_up_to_units(outputs, unit),
@@ -179,7 +177,7 @@ def form(
 
 
 def _is_direct(fan_in: int, fan_out: int, groups: int) -> bool:
-    """Whether that is how kernels compute groups; like `IsDirect` in `cuda/conv/launch.h`."""
+    """Whether that is how kernels compute groups; like `IsDirect` in `cuda/conv/families.h`."""
     return min(fan_in, fan_out) < _LEAST_FAN and (groups > 1 or fan_in == fan_out == 1)
 
 
@@ -202,7 +200,7 @@ def operands(
     return a, b, dtype if dtype == a.dtype else wide
 
 
-def find_form(
+def find_call(
     options: Any,
     platform: str | None,
     dtype: Any,
@@ -210,8 +208,8 @@ def find_form(
     other: jax.Array,
     fans: tuple[int, int],
     groups: int,
-) -> Form | None:
-    """The form in which the kernels compute something of these operands, if they can.
+) -> KernelCall | None:
+    """The call by which kernels compute something of these operands, if they can.
 
     The fans and groups are those that the operands have, which may be shards of a device.
     """
@@ -224,7 +222,7 @@ def find_form(
         or not _has_kernels()
     ):
         return None
-    found = form(
+    found = make_call(
         options.windows,
         *fans,
         groups,
@@ -241,9 +239,9 @@ def find_form(
     return found if rows > 0 and not has_many else None
 
 
-def find_kernel_grad_form(
+def find_kernel_grad_call(
     options: Any, platform: str | None, dtype: Any, x: jax.Array, g: jax.Array, count: int
-) -> Form | None:
+) -> KernelCall | None:
     """The same of the gradient by the kernel, or by so many kernels, each of groups of its own.
 
     TF32's are not worth while where patches are no larger than x, which XLA multiplies as well.
@@ -254,7 +252,7 @@ def find_kernel_grad_form(
         groups = x.shape[-1]
     elif groups == 1:
         fans = x.shape[-1], g.shape[-1]
-    found = find_form(options, platform, dtype, x, g, fans, groups * count)
+    found = find_call(options, platform, dtype, x, g, fans, groups * count)
     windows = options.windows
     has_small_patches = math.prod(windows.taps) <= math.prod(windows.strides)
     return None if found and has_small_patches and _is_tf32(x, found) else found
@@ -283,104 +281,102 @@ def _has_kernels() -> bool:
 def forward(
     x: jax.Array,
     kernel: jax.Array,
-    form: Form,
+    call: KernelCall,
     dtype: Any,
     bias: jax.Array | None = None,
     activation: str | None = None,
 ) -> jax.Array:
     """Of x (..., *ins, fan_in), kernel (*taps, fan_in, fan_out) and a bias (fan_out,) like sums."""
-    form, workspace = _split(_FORWARD, x, kernel, form)
-    results = [_shape(x, form.windows.outs, form.outputs, dtype), *workspace]
-    operands = [form.of_x(x), _operand(kernel, form)]
+    call, workspace = _split(_FORWARD, x, kernel, call)
+    results = [_shape(x, call.windows.outs, call.outputs, dtype), *workspace]
+    operands = [call.pad_x(x), _operand(kernel, call)]
     if bias is not None:
-        operands.append(form.of_g(bias))
-    y, *_ = _convolve(
-        _FORWARD, results, form, *operands, activation=np.int32(_ACTIVATIONS.index(activation))
-    )
-    return form.of_y(y)
+        operands.append(call.pad_g(bias))
+    y, *_ = _convolve(_FORWARD, results, call, *operands, activation=activation_name(activation))
+    return call.crop_y(y)
 
 
-def input_grad(g: jax.Array, kernel: jax.Array, form: Form, dtype: Any) -> jax.Array:
+def input_grad(g: jax.Array, kernel: jax.Array, call: KernelCall, dtype: Any) -> jax.Array:
     """Of g (..., *outs, fan_out)."""
-    form, workspace = _split(_INPUT_GRAD, g, kernel, form)
-    results = [_shape(g, form.windows.ins, form.channels, dtype), *workspace]
-    dx, *_ = _convolve(_INPUT_GRAD, results, form, form.of_g(g), _operand(kernel, form))
-    return dx[..., : form.fan_in]
+    call, workspace = _split(_INPUT_GRAD, g, kernel, call)
+    results = [_shape(g, call.windows.ins, call.channels, dtype), *workspace]
+    dx, *_ = _convolve(_INPUT_GRAD, results, call, call.pad_g(g), _operand(kernel, call))
+    return dx[..., : call.fan_in]
 
 
-def kernel_grad(x: jax.Array, g: jax.Array, form: Form, dtype: Any) -> jax.Array:
+def kernel_grad(x: jax.Array, g: jax.Array, call: KernelCall, dtype: Any) -> jax.Array:
     """The sum over all images: (*taps, fan_in, fan_out)."""
-    wide = _in_units(form) if x.dtype == np.float32 else None
-    if wide and native.conv_is_kernel_grad_split(*_sizes(x, wide), *_placement(form.windows)):
-        form = wide
-    x, g = form.of_x(x), form.of_g(g)
-    shape = (*form.windows.taps, form.channels // form.groups, form.outputs)
+    wide = _in_units(call) if x.dtype == np.float32 else None
+    if wide and native.conv_is_kernel_grad_split(*_sizes(x, wide), *_placement(call.windows)):
+        call = wide
+    x, g = call.pad_x(x), call.pad_g(g)
+    shape = (*call.windows.taps, call.channels // call.groups, call.outputs)
     needed = native.conv_kernel_grad_workspace(
-        x.shape, shape, g.shape, *_placement(form.windows), x.dtype.itemsize, _is_tf32(x, form)
+        x.shape, shape, g.shape, *_placement(call.windows), x.dtype.itemsize, _is_tf32(x, call)
     )
     results = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((needed,), np.uint8)]
-    dkernel, _ = _convolve(_KERNEL_GRAD, results, form, x, g)
-    return dkernel[..., : form.fan_in // form.groups, : form.fan_out]
+    dkernel, _ = _convolve(_KERNEL_GRAD, results, call, x, g)
+    return dkernel[..., : call.fan_in // call.groups, : call.fan_out]
 
 
 def _split(
-    target: str, images: jax.Array, kernel: jax.Array, form: Form
-) -> tuple[Form, list[jax.ShapeDtypeStruct]]:
-    """The form of float32 that is split for tensor cores and its work space, where that is faster.
+    target: str, images: jax.Array, kernel: jax.Array, call: KernelCall
+) -> tuple[KernelCall, list[jax.ShapeDtypeStruct]]:
+    """The call of float32 that is split for tensor cores and its work space, where that is faster.
 
-    It has channels and outputs in units. Otherwise it is the form that is given, and nothing.
+    It has channels and outputs in units. Otherwise it is the call that is given, and nothing.
     `images` are those of either side: what counts of them is how many there are.
     """
-    wide = _in_units(form)
+    wide = _in_units(call)
     if wide is None or kernel.dtype != np.float32:
-        return form, []
+        return call, []
     needed = native.conv_split_workspace(
-        *_sizes(images, wide), *_placement(form.windows), target == _INPUT_GRAD
+        *_sizes(images, wide), *_placement(call.windows), target == _INPUT_GRAD
     )
-    return (wide, [jax.ShapeDtypeStruct((needed,), np.uint8)]) if needed else (form, [])
+    return (wide, [jax.ShapeDtypeStruct((needed,), np.uint8)]) if needed else (call, [])
 
 
-def _in_units(form: Form) -> Form | None:
-    """The form of float32 with channels and outputs as it can be split for tensor cores, if any."""
-    if form.kernels != "fma" or form.groups > 1 or not _are_hopper():
+def _in_units(call: KernelCall) -> KernelCall | None:
+    """The call of float32 with channels and outputs as it can be split for tensor cores, if any."""
+    if call.kernels != "fma" or call.groups > 1 or not _are_hopper():
         return None
     unit = _UNIT // 4
-    channels, outputs = (_up_to_units(n, unit) for n in (form.channels, form.outputs))
-    wide = dataclasses.replace(form, channels=channels, outputs=outputs)
-    is_worthwhile = wide == form or min(form.channels, form.outputs) >= _LEAST_WIDENED
+    channels, outputs = (_up_to_units(n, unit) for n in (call.channels, call.outputs))
+    wide = dataclasses.replace(call, channels=channels, outputs=outputs)
+    is_worthwhile = wide == call or min(call.channels, call.outputs) >= _LEAST_WIDENED
     return wide if is_worthwhile else None
 
 
-def _sizes(images: jax.Array, form: Form) -> tuple[tuple[int, ...], ...]:
+def _sizes(images: jax.Array, call: KernelCall) -> tuple[tuple[int, ...], ...]:
     """Those of x, the kernel and the result, as many images as there are of either side."""
-    windows = form.windows
+    windows = call.windows
     lead = images.shape[: images.ndim - 1 - len(windows.taps)]
     return (
-        (*lead, *windows.ins, form.channels),
-        (*windows.taps, form.channels, form.outputs),
-        (*lead, *windows.outs, form.outputs),
+        (*lead, *windows.ins, call.channels),
+        (*windows.taps, call.channels, call.outputs),
+        (*lead, *windows.outs, call.outputs),
     )
 
 
-def _operand(kernel: jax.Array, form: Form) -> jax.Array:
+def _operand(kernel: jax.Array, call: KernelCall) -> jax.Array:
     """The kernel as it is multiplied: products of TF32 leave out the lower bits of float32."""
-    kernel = form.of_kernel(kernel)
-    return lax.reduce_precision(kernel, 8, 10) if _is_tf32(kernel, form) else kernel
+    kernel = call.pad_kernel(kernel)
+    return lax.reduce_precision(kernel, 8, 10) if _is_tf32(kernel, call) else kernel
 
 
-def _is_tf32(operand: jax.Array, form: Form) -> bool:
-    return operand.dtype == np.float32 and form.kernels == "mma"
+def _is_tf32(operand: jax.Array, call: KernelCall) -> bool:
+    return operand.dtype == np.float32 and call.kernels == "mma"
 
 
 def _convolve(
-    target: str, results, form: Form, *operands: jax.Array, **attributes: Any
+    target: str, results, call: KernelCall, *operands: jax.Array, **attributes: Any
 ) -> list[jax.Array]:
-    steps = zip(("strides", "dilation", "low"), _placement(form.windows), strict=True)
-    tf32 = _is_tf32(operands[1], form)
+    steps = zip(("strides", "dilation", "low"), _placement(call.windows), strict=True)
+    tf32 = _is_tf32(operands[1], call)
     layouts = None
     if target == _FORWARD and tf32:
         # Products of TF32 want the entries that are summed over beside each other.
-        rank = len(form.windows.taps)
+        rank = len(call.windows.taps)
         layouts = [None, (*range(rank), rank + 1, rank), *[None] * (len(operands) - 2)]
     attributes |= {name: np.array(values, np.int64) for name, values in steps}
     attributes["tf32"] = np.bool_(tf32)

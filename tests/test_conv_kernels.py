@@ -19,9 +19,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._core import compat, native, tiles
-from jaxops._core.windows import Windows, place
-from jaxops.reference.lightweight_conv import ACTIVATIONS
+from jaxops._core import compat, native
+from jaxops._families.windows import Windows, make_windows
+from jaxops.activations import ACTIVATIONS
+from jaxops.conv import cuda_kernels
 from jaxops.testing.measure import assert_close, on_reference, run, vjp_of
 
 NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
@@ -32,7 +33,7 @@ def normal(seed, *shapes, dtype="float64"):
     return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def of_lax(x, kernel, windows: Windows, groups: int = 1):
+def lax_conv(x, kernel, windows: Windows, groups: int = 1):
     """The convolution, as windows describe it."""
     padding = [
         (low, (out - 1) * s + (k - 1) * d + 1 - low - n)
@@ -57,9 +58,9 @@ def of_lax(x, kernel, windows: Windows, groups: int = 1):
     )
 
 
-def fake_convolve(target, results, form, *operands, activation=0):
+def fake_convolve(target, results, call, *operands, activation=0):
     """The kernels by `jax.lax`, which see no more than what the kernels are handed."""
-    windows = form.windows
+    windows = call.windows
     rank = len(windows.taps)
 
     def flat(shape):
@@ -70,36 +71,36 @@ def fake_convolve(target, results, form, *operands, activation=0):
     result = np.empty(results[0].shape).reshape(flat(results[0].shape))
     shapes = [a.shape for a in (*operands[:2], result)]
     order = {"jaxops_conv": (0, 1, 2), "jaxops_conv_input_grad": (2, 1, 0)}
-    of_x, of_kernel, of_y = (shapes[i] for i in order.get(target, (0, 2, 1)))
-    assert (of_x[1:-1], of_y[1:-1]) == (windows.ins, windows.outs)
-    assert of_kernel == (*windows.taps, of_x[-1] // form.groups, of_y[-1])
-    assert (of_x[-1], of_y[-1]) == (form.channels, form.outputs)
-    if form.kernels == "mma":
-        assert of_y[-1] % 4 == 0
-    elif (form.channels, form.outputs) != (form.fan_in, form.fan_out):
-        assert form.kernels == "fma"
-        assert form.channels % 4 == form.outputs % 4 == 0
-    fans = of_kernel[-2], of_y[-1] // form.groups
-    is_small = min(fans) < 8 and (form.groups > 1 or fans == (1, 1))
-    assert is_small == (form.kernels == "direct")
-    if of_x[-1] % 4 and form.kernels == "mma":
-        assert of_x[-1] < 8
+    x_shape, kernel_shape, y_shape = (shapes[i] for i in order.get(target, (0, 2, 1)))
+    assert (x_shape[1:-1], y_shape[1:-1]) == (windows.ins, windows.outs)
+    assert kernel_shape == (*windows.taps, x_shape[-1] // call.groups, y_shape[-1])
+    assert (x_shape[-1], y_shape[-1]) == (call.channels, call.outputs)
+    if call.kernels == "mma":
+        assert y_shape[-1] % 4 == 0
+    elif (call.channels, call.outputs) != (call.fan_in, call.fan_out):
+        assert call.kernels == "fma"
+        assert call.channels % 4 == call.outputs % 4 == 0
+    fans = kernel_shape[-2], y_shape[-1] // call.groups
+    is_small = min(fans) < 8 and (call.groups > 1 or fans == (1, 1))
+    assert is_small == (call.kernels == "direct")
+    if x_shape[-1] % 4 and call.kernels == "mma":
+        assert x_shape[-1] < 8
         assert windows.dilation == (1,) * rank
-        assert windows.taps[-1] * of_x[-1] <= 24
+        assert windows.taps[-1] * x_shape[-1] <= 24
         assert rank == 1 or windows.taps[0] <= 8
-    x, kernel = (jnp.zeros(shape, operands[0].dtype) for shape in (of_x, of_kernel))
+    x, kernel = (jnp.zeros(shape, operands[0].dtype) for shape in (x_shape, kernel_shape))
     if target == "jaxops_conv":
-        y = of_lax(*operands[:2], windows, form.groups)
+        y = lax_conv(*operands[:2], windows, call.groups)
         if len(operands) > 2:
-            assert operands[2].shape == of_y[-1:]
+            assert operands[2].shape == y_shape[-1:]
             y = y + operands[2]
         return [tuple(ACTIVATIONS.values())[activation](y).reshape(results[0].shape)]
     if target == "jaxops_conv_input_grad":
         g, kernel = operands
-        (dx,) = jax.linear_transpose(lambda x: of_lax(x, kernel, windows, form.groups), x)(g)
+        (dx,) = jax.linear_transpose(lambda x: lax_conv(x, kernel, windows, call.groups), x)(g)
         return [dx.reshape(results[0].shape)]
     x, g = operands
-    return [*jax.linear_transpose(lambda k: of_lax(x, k, windows, form.groups), kernel)(g), None]
+    return [*jax.linear_transpose(lambda k: lax_conv(x, k, windows, call.groups), kernel)(g), None]
 
 
 def random_windows(data, rank):
@@ -110,7 +111,7 @@ def random_windows(data, rank):
         st.sampled_from(["SAME", "VALID", tuple(zip(each(0, 3), each(0, 3), strict=True))])
     )
     ins, taps = each(1, 9), each(1, 5)
-    return place(
+    return make_windows(
         "test",
         ins,
         taps,
@@ -129,8 +130,8 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
     fans = {1: st.integers(1, 17), 3: st.sampled_from([8, 9, 16]), 5: st.integers(1, 7)}[groups]
     fan_in, fan_out = data.draw(fans), data.draw(fans)
     itemsize, tf32 = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.booleans())
-    form = tiles.form(windows, fan_in, fan_out, groups, itemsize=itemsize, tf32=tf32)
-    hypothesis.assume(form is not None)
+    call = cuda_kernels.make_call(windows, fan_in, fan_out, groups, itemsize=itemsize, tf32=tf32)
+    hypothesis.assume(call is not None)
     shapes = (
         (2, *windows.ins, groups * fan_in),
         (*windows.taps, fan_in, groups * fan_out),
@@ -140,16 +141,16 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
     activation = data.draw(st.sampled_from(list(ACTIVATIONS)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_convolve", fake_convolve)
+        patch.setattr(cuda_kernels, "_convolve", fake_convolve)
         patch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
         patch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
         patch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
-        y = tiles.forward(x, kernel, form, x.dtype)
-        finished = tiles.forward(x, kernel, form, x.dtype, bias, activation)
-        dx = tiles.input_grad(g, kernel, form, x.dtype)
-        dkernel = tiles.kernel_grad(x, g, form, x.dtype)
+        y = cuda_kernels.forward(x, kernel, call, x.dtype)
+        finished = cuda_kernels.forward(x, kernel, call, x.dtype, bias, activation)
+        dx = cuda_kernels.input_grad(g, kernel, call, x.dtype)
+        dkernel = cuda_kernels.kernel_grad(x, g, call, x.dtype)
 
-    want, pull = jax.vjp(lambda x, k: of_lax(x, k, windows, groups), x, kernel)
+    want, pull = jax.vjp(lambda x, k: lax_conv(x, k, windows, groups), x, kernel)
     wants = (want, *pull(g), ACTIVATIONS[activation](want + bias))
     for got, wanted in zip((y, dx, dkernel, finished), wants, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
@@ -158,19 +159,19 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
 @pytest.mark.parametrize("taps", [(2, 4), (3, 3), (1, 3)])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_fills_a_form_up_meets_no_nan(value, taps):
-    windows = place(
+    windows = make_windows(
         "test", (9, 8), taps, strides=2, padding="VALID", dilation=1, channels_last=True
     )
-    form = tiles.form(windows, 3, 5)
+    call = cuda_kernels.make_call(windows, 3, 5)
     x, kernel, g = normal(0, (1, 9, 8, 3), (*taps, 3, 5), (1, *windows.outs, 5))
     x[0, 3, 2, 1] = g[0, 1, 1, 2] = value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_convolve", fake_convolve)
-        y = tiles.forward(x, kernel, form, x.dtype)
-        dx = tiles.input_grad(g, kernel, form, x.dtype)
+        patch.setattr(cuda_kernels, "_convolve", fake_convolve)
+        y = cuda_kernels.forward(x, kernel, call, x.dtype)
+        dx = cuda_kernels.input_grad(g, kernel, call, x.dtype)
 
-    want, pull = jax.vjp(lambda x: of_lax(x, kernel, windows), x)
+    want, pull = jax.vjp(lambda x: lax_conv(x, kernel, windows), x)
     np.testing.assert_array_equal(np.isfinite(y), np.isfinite(want))
     np.testing.assert_array_equal(np.isfinite(dx), np.isfinite(pull(g)[0]))
 
@@ -188,23 +189,23 @@ def test_what_fills_a_form_up_meets_no_nan(value, taps):
     ],
 )
 def test_few_channels_are_filled_up_only_for_large_windows(taps, channels, want):
-    def form(**options):
-        windows = place(
+    def make_call(**options):
+        windows = make_windows(
             "test", (40, 40), taps, padding="SAME", strides=2, channels_last=True, **options
         )
-        return tiles.form(windows, channels, 64)
+        return cuda_kernels.make_call(windows, channels, 64)
 
-    assert form(dilation=1).channels == want
-    assert form(dilation=2).channels == max(8, want)
+    assert make_call(dilation=1).channels == want
+    assert make_call(dilation=2).channels == max(8, want)
 
 
 def test_what_units_channels_are_filled_up_to():
-    windows = place(
+    windows = make_windows(
         "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
     )
 
     def sizes(*fans, **options):
-        found = tiles.form(windows, *fans, **options)
+        found = cuda_kernels.make_call(windows, *fans, **options)
         return found and (found.channels, found.outputs)
 
     assert sizes(37, 41) == (40, 48)
@@ -233,12 +234,14 @@ def test_what_units_channels_are_filled_up_to():
     ids=str,
 )
 def test_which_kernels_there_are(options, kernels):
-    windows = place(
+    windows = make_windows(
         "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
     )
     fans = options.get("fans", (8, 16))
     given = {name: options[name] for name in ("itemsize", "tf32") if name in options}
-    assert tiles.form(windows, *fans, options.get("groups", 1), **given).kernels == kernels
+    assert (
+        cuda_kernels.make_call(windows, *fans, options.get("groups", 1), **given).kernels == kernels
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,11 +259,11 @@ def test_which_kernels_there_are(options, kernels):
 )
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_which_groups_are_small(fans, groups, want, itemsize):
-    windows = place(
+    windows = make_windows(
         "test", (8, 8), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
     )
-    form = tiles.form(windows, *fans, groups, itemsize=itemsize)
-    found = (form.channels, form.outputs) if form and form.kernels == "direct" else None
+    call = cuda_kernels.make_call(windows, *fans, groups, itemsize=itemsize)
+    found = (call.channels, call.outputs) if call and call.kernels == "direct" else None
     assert found == want
 
 
@@ -279,19 +282,19 @@ def faked(monkeypatch):
     """What the kernels are called with, on the CPU, where `jax.lax` takes their place."""
     calls = []
 
-    def convolve(target, results, form, *operands, **attributes):
-        calls.append((target, form))
-        return fake_convolve(target, results, form, *operands, **attributes)
+    def convolve(target, results, call, *operands, **attributes):
+        calls.append((target, call))
+        return fake_convolve(target, results, call, *operands, **attributes)
 
-    monkeypatch.setattr(tiles, "_convolve", convolve)
-    monkeypatch.setattr(tiles, "_has_kernels", lambda: True)
-    monkeypatch.setattr(tiles, "_are_hopper", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "_convolve", convolve)
+    monkeypatch.setattr(cuda_kernels, "_has_kernels", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "_are_hopper", lambda: True)
     monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
     monkeypatch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
     monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
-    find, operands = tiles.find_form, tiles.operands
-    monkeypatch.setattr(tiles, "find_form", lambda o, platform, *a: find(o, "cuda", *a))
-    monkeypatch.setattr(tiles, "operands", lambda platform, *a: operands("cuda", *a))
+    find, operands = cuda_kernels.find_call, cuda_kernels.operands
+    monkeypatch.setattr(cuda_kernels, "find_call", lambda o, platform, *a: find(o, "cuda", *a))
+    monkeypatch.setattr(cuda_kernels, "operands", lambda platform, *a: operands("cuda", *a))
     return calls
 
 
@@ -307,7 +310,7 @@ def test_operands_that_are_cast_for_kernels(dtypes, preferred, faked):
         return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS[2])
 
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
-    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+    assert sorted(target for target, _ in faked) == sorted(cuda_kernels.TARGETS)
     # The kernel is rounded to TF32, which has as many digits as float16.
     for a, b in zip(jax.tree.leaves(got), want, strict=True):
         np.testing.assert_allclose(a.astype(np.float64), b, rtol=2e-2, atol=0.1)
@@ -337,7 +340,7 @@ def test_kernels_take_any_dtypes(dtypes, preferred, groups, monkeypatch):
         disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
     )((g,), x, kernel)
     targets = re.findall(r"custom_call @(jaxops_\w+)", exported.mlir_module())
-    assert sorted(targets) == sorted(tiles.TARGETS)
+    assert sorted(targets) == sorted(cuda_kernels.TARGETS)
     assert [a.dtype for a in exported.out_avals] == [result, *map(jnp.dtype, dtypes)]
 
 
@@ -363,7 +366,7 @@ def test_shards_of_a_depthwise_convolution_are_groups(over, count, faked):
     got = jax.jit(vjp_of(function, (0, 1)))((g,), x, kernel)
 
     local = channels // mesh.shape["c"]
-    assert {target for target, _ in faked} == set(tiles.TARGETS)
+    assert {target for target, _ in faked} == set(cuda_kernels.TARGETS)
     assert {(f.kernels, f.groups, f.channels, f.outputs) for _, f in faked} == {
         ("direct", local, local, local)
     }
@@ -411,7 +414,7 @@ def test_a_batch_of_kernels_is_more_groups(axes, groups, fan_in, fan_out, faked)
     want = vjp_of(nested(oracle), (0, 1))((g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
-    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+    assert sorted(target for target, _ in faked) == sorted(cuda_kernels.TARGETS)
 
 
 @pytest.mark.parametrize("axes", [(None, None, 0), (0, 0, 0), (0, None, 0), (None, 0, None)])
@@ -438,7 +441,7 @@ def test_a_batch_of_biases(axes, activation, faked):
     want = vjp_of(jax.vmap(oracle, axes), (0, 1, 2))((g,), x, kernel, bias)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
-    assert sorted(target for target, _ in faked) == sorted(tiles.TARGETS)
+    assert sorted(target for target, _ in faked) == sorted(cuda_kernels.TARGETS)
 
 
 @pytest.mark.parametrize("over", ["images", "channels", "outputs"])
@@ -458,8 +461,8 @@ def test_shards_have_forms_of_their_own(over, faked):
     got = jax.jit(vjp_of(lambda x, k: jaxops.conv2d(x, k), (0, 1)))((g,), x, kernel)
 
     fans = (8 if over == "channels" else 16), (16 if over == "outputs" else 32)
-    assert {target for target, _ in faked} == set(tiles.TARGETS)
-    assert {(form.fan_in, form.fan_out) for _, form in faked} == {fans}
+    assert {target for target, _ in faked} == set(cuda_kernels.TARGETS)
+    assert {(call.fan_in, call.fan_out) for _, call in faked} == {fans}
     x, kernel, g = arrays
 
     def oracle(x, kernel):
@@ -490,11 +493,13 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
         asked.append(sizes[:3])
         return 768
 
-    convolve = tiles._convolve
+    convolve = cuda_kernels._convolve
     monkeypatch.setattr(
-        tiles, "_convolve", lambda t, r, *a, **k: given.append((t, r)) or convolve(t, r, *a, **k)
+        cuda_kernels,
+        "_convolve",
+        lambda t, r, *a, **k: given.append((t, r)) or convolve(t, r, *a, **k),
     )
-    monkeypatch.setattr(tiles, "_are_hopper", lambda: are_hopper)
+    monkeypatch.setattr(cuda_kernels, "_are_hopper", lambda: are_hopper)
     monkeypatch.setattr(native, "conv_split_workspace", workspace)
     x, kernel = normal(0, (2, 8, 9, 16), (3, 3, 16 // groups, 32), dtype=dtype)
 
@@ -502,7 +507,7 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
         return jaxops.conv2d(x, kernel, groups=groups, strides=(1, 2), precision=precision)
 
     jax.jit(vjp_of(function, (0,)))((np.zeros((2, 8, 5, 32), kernel.dtype),), x, kernel)
-    assert [t for t, _ in given] == [tiles.TARGETS[0], tiles.TARGETS[1]]
+    assert [t for t, _ in given] == [cuda_kernels.TARGETS[0], cuda_kernels.TARGETS[1]]
     images, results = (2, 8, 9, 16), (2, 8, 5, 32)
     assert asked == [(images, kernel.shape, results)] * (2 if has else 0)
     for (_, shapes), first in zip(given, (results, images), strict=True):
@@ -540,8 +545,8 @@ def test_true_float32_is_filled_up_for_tensor_cores(channels, outputs, sizes, fa
         want = vjp_of(oracle, (0, 1))((g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    found = {target: (form.channels, form.outputs) for target, form in faked}
-    assert [found[t] for t in tiles.TARGETS] == [sizes] * 3
+    found = {target: (call.channels, call.outputs) for target, call in faked}
+    assert [found[t] for t in cuda_kernels.TARGETS] == [sizes] * 3
     channels, outputs = sizes
     placed = (2, 6, 7, channels), (3, 2, channels, outputs), (2, 6, 4, outputs)
     assert asked == ([placed] if channels % 4 == 0 else [])
@@ -565,7 +570,7 @@ def test_kernel_gradients_are_planned_in_no_time(name, dtype):
     """A call plans on the host, for kernels of some 30 microseconds; most plans take 2 to 15."""
     module = pytest.importorskip("jaxops._cuda")
     x, kernel, strides = PLANNED[name]
-    windows = place(
+    windows = make_windows(
         "test", x[1:3], kernel[:2], strides=strides, padding="SAME", dilation=1, channels_last=True
     )
     sizes = x, kernel, (x[0], *windows.outs, kernel[-1]), windows.strides, (1, 1), windows.low
@@ -597,7 +602,7 @@ def test_kernel_gradients_are_planned_in_no_time(name, dtype):
     ],
 )
 def test_what_may_be_multiplied_as_tf32(precision, may):
-    assert tiles._may_be_tf32(precision) == may
+    assert cuda_kernels._may_be_tf32(precision) == may
 
 
 @pytest.mark.parametrize(
@@ -612,7 +617,7 @@ def test_what_may_be_multiplied_as_tf32(precision, may):
 def test_which_gpus_have_kernels(capabilities, architectures, has, monkeypatch):
     monkeypatch.setattr(compat, "gpu_capabilities", lambda: capabilities)
     monkeypatch.setattr(native, "cuda_architectures", lambda: architectures)
-    assert tiles._has_kernels() == has
+    assert cuda_kernels._has_kernels() == has
 
 
 @pytest.mark.parametrize(
@@ -633,7 +638,7 @@ def test_which_gpus_have_kernels(capabilities, architectures, has, monkeypatch):
 )
 def test_what_has_no_form(changes):
     sizes, taps = changes.get("sizes", (8, 8)), changes.get("taps", (3, 3))
-    windows = place(
+    windows = make_windows(
         "test",
         sizes,
         taps,
@@ -644,7 +649,7 @@ def test_what_has_no_form(changes):
     )
     fans = changes.get("channels", 8), changes.get("outputs", 8)
     options = {"itemsize": changes.get("itemsize", 2)}
-    assert tiles.form(windows, *fans, changes.get("groups", 1), **options) is None
+    assert cuda_kernels.make_call(windows, *fans, changes.get("groups", 1), **options) is None
 
 
 # --- on the GPUs that have the kernels -----------------------------------------------------------
@@ -713,18 +718,18 @@ def test_values_and_gradients(name, dtype, hopper):
     (g,) = normal(1, y.shape, dtype=dtype)
     derivatives = vjp_of(function, (0, 1))
     text = jax.jit(derivatives).lower(*jax.device_put(((g,), x, kernel), hopper.device)).as_text()
-    assert all(f"@{target}(" in text for target in tiles.TARGETS[:3])
+    assert all(f"@{target}(" in text for target in cuda_kernels.TARGETS[:3])
     assert "jaxops_im2col" not in text
 
     def oracle(x, kernel):
-        windows = place(
+        windows = make_windows(
             "test",
             sizes,
             (taps, taps),
             **{"strides": 1, "padding": "SAME", "dilation": 1, **options},
             channels_last=True,
         )
-        return of_lax(x, kernel, windows)
+        return lax_conv(x, kernel, windows)
 
     got = run(derivatives, hopper, (g,), x, kernel)
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
@@ -764,7 +769,7 @@ def test_float32_of_tensor_cores(name, are_positive, hopper):
     """As exact as sums of multiply-adds: what is cut off does not add up where all is positive."""
     (rows, *sizes), channels, outputs, taps, options = SPLIT[name]
     shapes = (rows, *sizes, channels), (taps, taps, channels, outputs)
-    windows = place(
+    windows = make_windows(
         "test",
         sizes,
         (taps, taps),
@@ -782,7 +787,7 @@ def test_float32_of_tensor_cores(name, are_positive, hopper):
     lowered = jax.jit(derivatives).lower(*jax.device_put(((g,), x, kernel), hopper.device))
     assert lowered.as_text().count("xui8>") >= 2  # work space of both calls
     got = run(derivatives, hopper, (g,), x, kernel)
-    want = on_reference(vjp_of(lambda x, k: of_lax(x, k, windows), (0,)), (g,), x, kernel)
+    want = on_reference(vjp_of(lambda x, k: lax_conv(x, k, windows), (0,)), (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         error, size = a - b, np.sqrt(np.mean(b**2))
         assert np.sqrt(np.mean(error**2)) < 6e-7 * size
@@ -827,7 +832,7 @@ def test_float32_of_tensor_cores_that_is_not_finite(
     value, of_kernel, channels, outputs, strides, hopper
 ):
     """An Inf is no NaN, and the largest numbers, which TF32 does not have, no Inf."""
-    windows = place(
+    windows = make_windows(
         "test", (28, 29), (3, 3), strides=strides, padding="SAME", dilation=1, channels_last=True
     )
     shapes = (8, 28, 29, channels), (3, 3, channels, outputs), (8, *windows.outs, outputs)
@@ -844,7 +849,7 @@ def test_float32_of_tensor_cores_that_is_not_finite(
         return jaxops.conv2d(x, kernel, bias=bias, strides=strides, precision="highest")
 
     def oracle(x, kernel):
-        return of_lax(x, kernel, windows) + bias
+        return lax_conv(x, kernel, windows) + bias
 
     got = run(vjp_of(function, (0,)), hopper, (g,), x, kernel)
     want = on_reference(vjp_of(oracle, (0,)), (g,), x, kernel)
@@ -937,7 +942,7 @@ DIRECT = {
 
 @pytest.mark.parametrize("name", [*OF_EVERY_GPU, *DIRECT])
 def test_what_every_gpu_has(name, platform):
-    if platform.name != "cuda" or not tiles._has_kernels():
+    if platform.name != "cuda" or not cuda_kernels._has_kernels():
         pytest.skip("the kernels are for GPUs with tensor cores")
     (rows, *sizes), channels, outputs, taps, options, dtype = {**OF_EVERY_GPU, **DIRECT}[name]
     taps = taps if isinstance(taps, tuple) else (taps, taps)
@@ -953,15 +958,15 @@ def test_what_every_gpu_has(name, platform):
     derivatives = vjp_of(function, (0, 1))
     operands = jax.device_put(((g,), x, kernel), platform.device)
     text = jax.jit(derivatives).lower(*operands).as_text()
-    assert all(f"@{target}(" in text for target in tiles.TARGETS)
+    assert all(f"@{target}(" in text for target in cuda_kernels.TARGETS)
     assert "jaxops_im2col" not in text
 
     def oracle(x, kernel):
         steps = {"strides": 1, "padding": "SAME", "dilation": 1, **options}
         for other in ("groups", "precision"):
             steps.pop(other, None)
-        windows = place("test", sizes, taps, **steps, channels_last=True)
-        return of_lax(x, kernel, windows, groups)
+        windows = make_windows("test", sizes, taps, **steps, channels_last=True)
+        return lax_conv(x, kernel, windows, groups)
 
     got = run(derivatives, platform, (g,), x, kernel)
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
@@ -995,7 +1000,7 @@ def test_what_every_gpu_has(name, platform):
 def test_bias_and_activation_are_part_of_the_kernel(
     dtype, channels, outputs, groups, activation, platform
 ):
-    if platform.name != "cuda" or not tiles._has_kernels():
+    if platform.name != "cuda" or not cuda_kernels._has_kernels():
         pytest.skip("the kernels are for GPUs with tensor cores")
     shapes = (2, 13, 18, channels), (3, 3, channels // groups, outputs), (outputs,)
     # TF32 leaves bfloat16 as it is; rounding would move sums across the zero of relu.
@@ -1006,10 +1011,10 @@ def test_bias_and_activation_are_part_of_the_kernel(
         return jaxops.conv2d(x, kernel, bias=bias, activation=activation, groups=groups)
 
     def oracle(x, kernel, bias):
-        windows = place(
+        windows = make_windows(
             "test", (13, 18), (3, 3), strides=1, padding="SAME", dilation=1, channels_last=True
         )
-        return ACTIVATIONS[activation](of_lax(x, kernel, windows, groups) + bias)
+        return ACTIVATIONS[activation](lax_conv(x, kernel, windows, groups) + bias)
 
     (g,) = (a.astype(dtype) for a in normal(1, (2, 13, 18, outputs), dtype=exact))
     got = run(vjp_of(function, (0, 1, 2)), platform, (g,), x, kernel, bias)
@@ -1049,7 +1054,7 @@ SPLIT_KERNEL_GRADS = {
 def test_kernel_gradients_of_float32_on_tensor_cores(name, are_positive, hopper):
     """As exact as sums of multiply-adds: what is cut off does not add up where all is positive."""
     (rows, *sizes), channels, outputs, taps, options = SPLIT_KERNEL_GRADS[name]
-    windows = place(
+    windows = make_windows(
         "test",
         sizes,
         (taps, taps),
@@ -1066,7 +1071,7 @@ def test_kernel_gradients_of_float32_on_tensor_cores(name, are_positive, hopper)
 
     derivatives = vjp_of(function, (1,))
     _, got = run(derivatives, hopper, (g,), x, kernel)
-    _, want = on_reference(vjp_of(lambda x, k: of_lax(x, k, windows), (1,)), (g,), x, kernel)
+    _, want = on_reference(vjp_of(lambda x, k: lax_conv(x, k, windows), (1,)), (g,), x, kernel)
     error, size = got - want, np.sqrt(np.mean(want**2))
     assert np.sqrt(np.mean(error**2)) < 1e-6 * size
     assert np.abs(error).max() < 8e-6 * size
@@ -1080,7 +1085,7 @@ def test_kernel_gradients_of_float32_on_tensor_cores(name, are_positive, hopper)
 def test_kernel_gradients_of_float32_that_is_not_finite(value, of_x, strides, hopper):
     """It stays with the entries it belongs to, though parts of entries meet zeros as NaN."""
     channels, outputs = 64, 128
-    windows = place(
+    windows = make_windows(
         "test", (28, 29), (3, 3), strides=strides, padding="SAME", dilation=1, channels_last=True
     )
     shapes = (32, 28, 29, channels), (3, 3, channels, outputs), (32, *windows.outs, outputs)
@@ -1095,7 +1100,7 @@ def test_kernel_gradients_of_float32_that_is_not_finite(value, of_x, strides, ho
         return jaxops.conv2d(x, kernel, strides=strides, precision="highest")
 
     _, got = run(vjp_of(function, (1,)), hopper, (g,), x, kernel)
-    _, want = on_reference(vjp_of(lambda x, k: of_lax(x, k, windows), (1,)), (g,), x, kernel)
+    _, want = on_reference(vjp_of(lambda x, k: lax_conv(x, k, windows), (1,)), (g,), x, kernel)
     spoiled = got[:, :, 5] if of_x else got[..., 7]
     assert np.isfinite(got).sum() >= got.size - spoiled.size
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
@@ -1162,7 +1167,7 @@ def test_kernel_gradients_of_what_is_not_finite(name, hopper):
     taps = tuple(np.broadcast_to(taps, 2).tolist())
     options = {"strides": 1, "padding": "SAME", "dilation": 1, **given}
     groups = options.pop("groups", 1)
-    windows = place("test", sizes, taps, **options, channels_last=True)
+    windows = make_windows("test", sizes, taps, **options, channels_last=True)
     shapes = (rows, *sizes, channels), (rows, *windows.outs, outputs)
     x, g = normal(0, *shapes, dtype=dtype)
     kernel = jnp.zeros((*taps, channels // groups, outputs), dtype)
@@ -1250,7 +1255,7 @@ def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, group
     Zeros that fill up channels, pixels and images must not meet it.
     """
     sizes = (9, 67)
-    windows = place(
+    windows = make_windows(
         "test", sizes, taps, strides=strides, padding=padding, dilation=1, channels_last=True
     )
     outputs = 32 if channels == 32 else 24
@@ -1263,7 +1268,7 @@ def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, group
         return jaxops.conv2d(x, kernel, strides=strides, padding=padding, groups=groups)
 
     def oracle(x, kernel):
-        return of_lax(x, kernel, windows, groups)
+        return lax_conv(x, kernel, windows, groups)
 
     got = run(vjp_of(function, (0, 1)), hopper, (g,), x, kernel)
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
@@ -1347,12 +1352,12 @@ def test_more_entries_than_32_bits_count(dtype, groups, taps, hopper):
     assert not y_elsewhere
     assert not dx_elsewhere
 
-    windows = place(
+    windows = make_windows(
         "test", (128, 128), (taps, taps), strides=1, padding="SAME", dilation=1, channels_last=True
     )
 
     def alone(last, kernel, g_last):
-        y, pull = jax.vjp(lambda x, k: of_lax(x, k, windows, groups), last, kernel)
+        y, pull = jax.vjp(lambda x, k: lax_conv(x, k, windows, groups), last, kernel)
         return y, *pull(g_last)
 
     want = on_reference(alone, last, kernel, g_last)

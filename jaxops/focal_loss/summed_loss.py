@@ -126,7 +126,7 @@ def summed_loss(
 
     @sum_operator.def_jvp
     def sum_jvp(primals, tangents, *, options):
-        (dlogits,) = rules.live(tangents[:1], 1)
+        (dlogits,) = rules.nonzero(tangents[:1], 1)
         value, terms = None, []
         others = without_logits(tangents)
         if moves(others):
@@ -185,7 +185,7 @@ def summed_loss(
     @tangent_operator.def_jvp
     def tangent_jvp(primals, tangents, *, options):
         gradient, dlogits, *operands = primals
-        dgradient, ddlogits = rules.live(tangents[:2], 2)
+        dgradient, ddlogits = rules.nonzero(tangents[:2], 2)
         terms = []
         if dgradient is not None:
             terms += inner_product(dgradient, dlogits, *operands, options=options)
@@ -203,7 +203,7 @@ def summed_loss(
         if compat.literal(ct) != 1:
             scaled = [*operands[:scale], operands[scale] * ct, *operands[scale + 1 :]]
             (gradient,) = gradient_operator(*scaled, options=options)
-        return [None, rules.fit(gradient, dlogits.aval, options.rows + 1), *rest]
+        return [None, rules.match_type(gradient, dlogits.aval, options.rows + 1), *rest]
 
     return SummedLoss(
         sum_operator, gradient_operator, value_and_gradient_operator, tangent_operator
@@ -217,4 +217,4 @@ def without_logits(tangents):
 
 def moves(tangents) -> bool:
     """Whether any tangent is not a symbolic zero."""
-    return any(t is not None for t in rules.live(tangents, 0))
+    return any(t is not None for t in rules.nonzero(tangents, 0))

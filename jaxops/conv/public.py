@@ -1,6 +1,6 @@
 """Convolution in one to three dimensions: the patches of an image times a matrix.
 
-The primitives and their rules are in `jaxops/_core/convolution.py`.
+The primitives and their rules are in `jaxops/conv/primitives.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxops._core import checks, compat, convolution
+from jaxops._core import checks, compat
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.native import NoKernelWarning
-from jaxops._core.windows import Windows, place
-from jaxops.reference.lightweight_conv import ACTIVATIONS
+from jaxops._families.windows import Windows, make_windows
+from jaxops.activations import ACTIVATIONS
+from jaxops.conv import primitives
+from jaxops.conv.options import Options, transposed_kernel
 
 _LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
 
@@ -78,39 +80,41 @@ def conv2d(
       TypeError: an argument is not of a float dtype, or an option not a static integer.
       ValueError: shapes do not fit each other, or an option is out of what is listed above.
     """
-    me = "conv2d"
+    name = "conv2d"
     layout = tuple(dimension_numbers) if isinstance(dimension_numbers, (tuple, list)) else ()
     if not all(isinstance(names, str) for names in layout) or layout not in _LAYOUTS:
         raise ValueError(
-            f"{me}: dimension_numbers must be one of {', '.join(map(str, _LAYOUTS))}, got "
+            f"{name}: dimension_numbers must be one of {', '.join(map(str, _LAYOUTS))}, got "
             f"{checks.describe(dimension_numbers)}"
         )
-    checks.choice(me, "activation", activation, ACTIVATIONS)
+    checks.choice(name, "activation", activation, ACTIVATIONS)
     channels_last = layout == _LAYOUTS[0]
-    x = checks.float_array(me, "x", x, 4, "(N, H, W, C)" if channels_last else "(N, C, H, W)")
+    x = checks.float_array(name, "x", x, 4, "(N, H, W, C)" if channels_last else "(N, C, H, W)")
     kernel_shape = "(KH, KW, C // groups, O)" if channels_last else "(O, C // groups, KH, KW)"
-    kernel = checks.float_array(me, "kernel", kernel, 4, kernel_shape)
-    result_dtype = _float_dtype(me, "preferred_element_type", preferred_element_type, x.dtype)
-    precision = _precision(me, precision)
+    kernel = checks.float_array(name, "kernel", kernel, 4, kernel_shape)
+    result_dtype = _float_dtype(name, "preferred_element_type", preferred_element_type, x.dtype)
+    precision = _precision(name, precision)
     if not channels_last:
         x, kernel = lax.transpose(x, (0, 2, 3, 1)), lax.transpose(kernel, (2, 3, 1, 0))
     *taps, fan_in, outputs = kernel.shape
-    groups = checks.integer(me, "groups", groups, 1)
+    groups = checks.integer(name, "groups", groups, 1)
     if x.shape[-1] % groups:
-        raise ValueError(f"{me}: groups = {groups} must divide the {x.shape[-1]} channels of x")
+        raise ValueError(f"{name}: groups = {groups} must divide the {x.shape[-1]} channels of x")
     if fan_in * groups != x.shape[-1]:
         raise ValueError(
-            f"{me}: kernel must have shape {kernel_shape}, and {groups} groups of its {fan_in} "
+            f"{name}: kernel must have shape {kernel_shape}, and {groups} groups of its {fan_in} "
             f"input channels do not make the {x.shape[-1]} channels of x"
         )
     if outputs % groups:
         raise ValueError(
-            f"{me}: groups = {groups} must divide the {outputs} output channels of kernel"
+            f"{name}: groups = {groups} must divide the {outputs} output channels of kernel"
         )
     if 0 in taps:
-        raise ValueError(f"{me}: kernel must have KH >= 1 and KW >= 1, got {taps[0]} and {taps[1]}")
-    windows = place(
-        me,
+        raise ValueError(
+            f"{name}: kernel must have KH >= 1 and KW >= 1, got {taps[0]} and {taps[1]}"
+        )
+    windows = make_windows(
+        name,
         x.shape[1:-1],
         taps,
         strides=strides,
@@ -120,13 +124,13 @@ def conv2d(
     )
     arrays = [x, kernel]
     if bias is not None:
-        bias = checks.float_array(me, "bias", bias, 1, "(O,)")
-        checks.shape(me, "bias", bias, (outputs,), "(O,), one entry an output channel of kernel")
+        bias = checks.float_array(name, "bias", bias, 1, "(O,)")
+        checks.shape(name, "bias", bias, (outputs,), "(O,), one entry an output channel of kernel")
         arrays.append(bias)
     wide = accumulation_dtype(result_dtype, *arrays)
     if x.dtype != kernel.dtype or wide == jnp.float64:
         x, kernel = x.astype(wide), kernel.astype(wide)
-    options = convolution.Options(
+    options = Options(
         windows=windows,
         groups=groups,
         fan_in=fan_in,
@@ -135,7 +139,7 @@ def conv2d(
         rounds_cotangent=preferred_element_type is None,
     )
     # Bias and activation come before the rounding.
-    y = convolution.forward(
+    y = primitives.forward(
         x,
         kernel,
         None if bias is None else compat.shard_like_last(bias, kernel).astype(wide),
@@ -143,7 +147,7 @@ def conv2d(
         dtype=result_dtype,
         activation=activation,
     )
-    return checkpoint_name(y if channels_last else lax.transpose(y, (0, 3, 1, 2)), me)
+    return checkpoint_name(y if channels_last else lax.transpose(y, (0, 3, 1, 2)), name)
 
 
 def conv_general_dilated(
@@ -191,8 +195,8 @@ def conv_general_dilated(
     Raises:
       TypeError, ValueError: those of `jax.lax.conv_general_dilated`.
     """
-    me = "conv_general_dilated"
-    lhs, rhs = checks.as_array(me, "lhs", lhs), checks.as_array(me, "rhs", rhs)
+    name = "conv_general_dilated"
+    lhs, rhs = checks.as_array(name, "lhs", lhs), checks.as_array(name, "rhs", rhs)
     options = {
         "window_strides": window_strides,
         "padding": padding,
@@ -209,7 +213,7 @@ def conv_general_dilated(
         case.warn()
         return lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
     if isinstance(lhs, jax.core.Tracer) or isinstance(rhs, jax.core.Tracer):
-        y = checkpoint_name(case.compute(lhs, rhs), me)
+        y = checkpoint_name(case.compute(lhs, rhs), name)
     else:
         y = case.compiled(lhs, rhs)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
@@ -347,7 +351,7 @@ class _LaxCase:
             x, kernel = x.astype(jnp.float64), kernel.astype(jnp.float64)
         fan_in, outputs = kernel.shape[-2:]
         groups = self._groups
-        options = convolution.Options(
+        options = Options(
             windows=Windows(
                 ins=self._ins,
                 outs=self._outs,
@@ -364,13 +368,13 @@ class _LaxCase:
             rounds_cotangent=self._preferred is None,
         )
         if set(self._zeros) == {1}:
-            y = convolution.forward(x, kernel, options=options, dtype=self._result.dtype)
+            y = primitives.forward(x, kernel, options=options, dtype=self._result.dtype)
         else:
             mirrored, flipped = (
                 options.transposed(self._zeros),
-                convolution.transposed_kernel(kernel, groups),
+                transposed_kernel(kernel, groups),
             )
-            y = convolution.input_grad(x, flipped, options=mirrored, dtype=self._result.dtype)
+            y = primitives.input_grad(x, flipped, options=mirrored, dtype=self._result.dtype)
         order = out_spec[0], *out_spec[2:], out_spec[1]
         return _permute(y, tuple(map(order.index, range(y.ndim))))
 
