@@ -2,15 +2,15 @@
 #include "ffi/conv_cuda.h"
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "cuda/conv/dispatch.h"
+#include "ffi/bind.h"
 #include "ffi/cuda_status.h"
 #include "ffi/decode.h"
-#include "ffi/handlers_cuda.h"
 
 namespace jaxops::ffi {
 namespace {
@@ -20,13 +20,25 @@ namespace cu = jaxops::conv::cuda;
 using conv::Call;
 using conv::kDims;
 using cu::Direction;
-using Integers = xf::Span<const int64_t>;
+
+// There is an entry of `strides`, `dilation` and `low` for each of the one or two dimensions.
+struct ConvAttributes {
+  Integers strides, dilation, low;
+  bool tf32;
+  JAXOPS_ATTRIBUTES(strides, dilation, low, tf32);
+};
+
+struct ForwardAttributes : ConvAttributes {
+  Activation activation;
+  JAXOPS_ATTRIBUTES(strides, dilation, low, tf32, activation);
+};
 
 // Fills `call` from the sizes of images (rows..., in..., channels), kernel (taps..., channels of a
-// group, outputs) and results (rows..., out..., outputs). There is an entry of `strides`,
-// `dilation` and `low` for each of the one or two dimensions.
-xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out, Integers strides,
-                 Integers dilation, Integers low) {
+// group, outputs) and results (rows..., out..., outputs).
+xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out,
+                 const ConvAttributes& attributes) {
+  const auto& [strides, dilation, low, tf32] = attributes;
+  call.tf32 = tf32;
   const size_t count = strides.size();
   const auto mismatch = [&] {
     return InvalidArgument("conv: images ", ToString(in), ", kernel ", ToString(taps),
@@ -63,12 +75,10 @@ xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out, Int
 
 bool HasTwoBytes(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
 
-// The type of both operands, that of the result, and how f32 is multiplied.
-xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b,
-                      const xf::AnyBuffer& result, bool tf32) {
+// The type of both operands, and that of the result.
+xf::Error DecodeTypes(Call& call, const Buffer& a, const Buffer& b, const Buffer& result) {
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "conv", "images", a));
   JAXOPS_RETURN_IF_ERROR(SetType(call.result_dtype, "conv", "result", result));
-  call.tf32 = tf32;
   const bool fits = call.result_dtype == call.dtype ||
                     (call.result_dtype == DType::kF32 && HasTwoBytes(call.dtype));
   if (!fits || a.element_type() != b.element_type()) {
@@ -101,17 +111,15 @@ xf::Error Run(const char* operation, cudaStream_t stream, const Call& call, Dire
   return ToError(operation, status);
 }
 
-// The bias is the last operand, if there is one, in the type of the sums.
-xf::Error DecodeEpilogue(Call& call, xf::RemainingArgs rest, int32_t activation) {
-  call.epilogue.activation = static_cast<Activation>(activation);
-  if (rest.size() == 0) return xf::Error::Success();
-  const xf::ErrorOr<xf::AnyBuffer> bias = rest.get<xf::AnyBuffer>(0);
-  if (!bias) return bias.error();
+// The bias is in the type of the sums.
+xf::Error DecodeEpilogue(Call& call, const std::optional<Buffer>& bias, Activation activation) {
+  call.epilogue.activation = activation;
+  if (!bias) return xf::Error::Success();
   DType dtype = DType::kF32;
   JAXOPS_RETURN_IF_ERROR(SetType(dtype, "conv", "bias", *bias));
   const Dimensions dims = bias->dimensions();
   const DType wanted = call.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  if (rest.size() > 1 || dims.size() != 1 || dims[0] != call.outputs || dtype != wanted) {
+  if (dims.size() != 1 || dims[0] != call.outputs || dtype != wanted) {
     return InvalidArgument("conv: the bias must be f32, or f64 with f64 operands, of shape (",
                            call.outputs, "), got ", ToString(dims));
   }
@@ -119,60 +127,54 @@ xf::Error DecodeEpilogue(Call& call, xf::RemainingArgs rest, int32_t activation)
   return xf::Error::Success();
 }
 
-// The second result, if there is one, is the workspace of products that are not rounded.
+// The workspace, if there is one, is that of products that are not rounded.
 xf::Error DecodeWorkspace(cu::Space& workspace, const Call& call, Direction direction,
-                          xf::RemainingRets rest) {
-  if (rest.size() == 0) return xf::Error::Success();
-  xf::ErrorOr<xf::Result<xf::AnyBuffer>> buffer = rest.get<xf::AnyBuffer>(0);
-  if (!buffer) return buffer.error();
+                          WorkSpace result) {
+  if (!result) return xf::Error::Success();
   const int64_t needed = cu::SumWorkspace(call, direction);
-  const int64_t has = static_cast<int64_t>((*buffer)->size_bytes());
-  if (rest.size() > 1 || has < needed) {
+  const int64_t has = static_cast<int64_t>((*result)->size_bytes());
+  if (has < needed) {
     return InvalidArgument("conv: the workspace must have ", needed, " bytes, got ", has);
   }
-  workspace = {(*buffer)->untyped_data(), has};
+  workspace = {(*result)->untyped_data(), has};
   return xf::Error::Success();
 }
 
-xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
-                     xf::RemainingArgs rest, xf::Result<xf::AnyBuffer> y,
-                     xf::RemainingRets rest_of_results, Integers strides, Integers dilation,
-                     Integers low, bool tf32, int32_t activation) {
+xf::Error RunForward(Context stream, Buffer x, Buffer kernel, std::optional<Buffer> bias, Result y,
+                     WorkSpace result, const ForwardAttributes& attributes) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
-      Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), strides, dilation, low));
-  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, kernel, *y, tf32));
-  JAXOPS_RETURN_IF_ERROR(DecodeEpilogue(call, rest, activation));
+      Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), attributes));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, kernel, *y));
+  JAXOPS_RETURN_IF_ERROR(DecodeEpilogue(call, bias, attributes.activation));
   call.image = x.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();
   cu::Space workspace;
-  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kForward, rest_of_results));
+  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kForward, result));
   return Run("conv", stream, call, Direction::kForward, workspace);
 }
 
-xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
-                       xf::Result<xf::AnyBuffer> dx, xf::RemainingRets rest_of_results,
-                       Integers strides, Integers dilation, Integers low, bool tf32) {
+xf::Error RunInputGrad(Context stream, Buffer g, Buffer kernel, Result dx, WorkSpace result,
+                       const ConvAttributes& attributes) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
-      Decode(call, dx->dimensions(), kernel.dimensions(), g.dimensions(), strides, dilation, low));
-  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, g, kernel, *dx, tf32));
+      Decode(call, dx->dimensions(), kernel.dimensions(), g.dimensions(), attributes));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, g, kernel, *dx));
   call.image = g.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = dx->untyped_data();
   cu::Space workspace;
-  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kInputGrad, rest_of_results));
+  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kInputGrad, result));
   return Run("conv input gradient", stream, call, Direction::kInputGrad, workspace);
 }
 
-xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
-                        xf::Result<xf::AnyBuffer> dkernel, xf::Result<xf::AnyBuffer> workspace,
-                        Integers strides, Integers dilation, Integers low, bool tf32) {
+xf::Error RunKernelGrad(Context stream, Buffer x, Buffer g, Result dkernel, Result workspace,
+                        const ConvAttributes& attributes) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
-      Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), strides, dilation, low));
-  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, g, *dkernel, tf32));
+      Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), attributes));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, g, *dkernel));
   call.image = x.untyped_data();
   call.cotangent = g.untyped_data();
   call.result = dkernel->untyped_data();
@@ -187,44 +189,17 @@ Call DecodeSizes(const std::vector<int64_t>& in, const std::vector<int64_t>& tap
   const auto span = [](const std::vector<int64_t>& v) { return Integers(v.data(), v.size()); };
   Call call = {};
   call.dtype = DType::kF32;
-  const xf::Error error =
-      Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
+  const xf::Error error = Decode(call, span(in), span(taps), span(out),
+                                 {span(strides), span(dilation), span(low), /*tf32=*/false});
   if (error.failure()) throw std::invalid_argument(error.message());
   return call;
 }
 
-template <typename Binding>
-auto BindAttributes(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Attr<Integers>("strides")
-      .template Attr<Integers>("dilation")
-      .template Attr<Integers>("low")
-      .template Attr<bool>("tf32");
-}
-
-auto BindOperands() {
-  return xf::Ffi::Bind()
-      .Ctx<xf::PlatformStream<cudaStream_t>>()
-      .Arg<xf::AnyBuffer>()
-      .Arg<xf::AnyBuffer>();
-}
+const Registration kForward("jaxops_conv", kHandler<RunForward>);
+const Registration kInputGrad("jaxops_conv_input_grad", kHandler<RunInputGrad>);
+const Registration kKernelGrad("jaxops_conv_kernel_grad", kHandler<RunKernelGrad>);
 
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ConvCuda, RunForward,
-    BindAttributes(BindOperands().RemainingArgs().Ret<xf::AnyBuffer>().RemainingRets())
-        .Attr<int32_t>("activation"),
-    {xf::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvInputGradCuda, RunInputGrad,
-                              BindAttributes(BindOperands().Ret<xf::AnyBuffer>().RemainingRets()),
-                              {xf::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ConvKernelGradCuda, RunKernelGrad,
-    BindAttributes(BindOperands().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()),
-    {xf::Traits::kCmdBufferCompatible});
 
 int64_t ConvSplitWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                            const std::vector<int64_t>& out, const std::vector<int64_t>& strides,

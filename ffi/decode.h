@@ -21,6 +21,13 @@ namespace jaxops::ffi {
 
 using Dimensions = xla::ffi::Span<const int64_t>;
 
+template <>
+inline constexpr auto kEnumNames<Activation> =
+    std::to_array<EnumName<Activation>>({{"none", Activation::kNone},
+                                         {"relu", Activation::kRelu},
+                                         {"silu", Activation::kSilu},
+                                         {"gelu", Activation::kGelu}});
+
 // Strings and integers one after the other. No streams: their locales are state that all C++
 // libraries of a process share, whatever they were compiled with.
 template <typename... Parts>

@@ -20,13 +20,6 @@ template <>
 inline constexpr auto kEnumNames<DataFormat> =
     std::to_array<EnumName<DataFormat>>({{"NTC", DataFormat::kNTC}, {"NCT", DataFormat::kNCT}});
 
-template <>
-inline constexpr auto kEnumNames<Activation> =
-    std::to_array<EnumName<Activation>>({{"none", Activation::kNone},
-                                         {"relu", Activation::kRelu},
-                                         {"silu", Activation::kSilu},
-                                         {"gelu", Activation::kGelu}});
-
 namespace lightweight_conv {
 namespace {
 

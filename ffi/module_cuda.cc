@@ -2,18 +2,9 @@
 #include <nanobind/stl/vector.h>
 
 #include "ffi/conv_cuda.h"
-#include "ffi/handlers_cuda.h"
 #include "ffi/module.h"
 
 namespace jaxops::ffi {
-namespace {
-
-const Registration kConv("jaxops_conv", &Guard<ConvCuda>);
-const Registration kConvInputGrad("jaxops_conv_input_grad", &Guard<ConvInputGradCuda>);
-const Registration kConvKernelGrad("jaxops_conv_kernel_grad", &Guard<ConvKernelGradCuda>);
-
-}  // namespace
-
 NB_MODULE(_cuda, module) {
   DefineCommon(module, "CUDA " JAXOPS_NVCC_VERSION " for sm " JAXOPS_CUDA_ARCHITECTURES);
   module.attr("ARCHITECTURES") = JAXOPS_CUDA_ARCHITECTURES;
