@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
+import re
 import shutil
 import stat
 import subprocess
@@ -174,3 +176,20 @@ def test_an_installation_knows_why(cpu_only, said, monkeypatch):
     monkeypatch.setitem(native._modules, "cpu", cpu)
     monkeypatch.setitem(sys.modules, "jaxops._no_such", None)
     assert said in native._register("cuda", "jaxops._no_such").reason
+
+
+# --- what a trace shows --------------------------------------------------------------------------
+
+
+def test_a_kernel_has_a_name_of_its_own():
+    """A profiler's trace tells kernels apart by names without namespaces and folders."""
+    bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
+    kernel = re.compile(rf"__global__\s+void\s+(?:{bounds}\s*)?(\w+)\s*\(")
+    names = collections.Counter()
+    for file in sorted((ROOT / "cuda").rglob("*.cu*")):
+        text = file.read_text()
+        found = kernel.findall(text)
+        assert len(found) == text.count("__global__ "), file
+        names.update(found)
+    assert len(names) > 90
+    assert [name for name, count in names.items() if count > 1] == []

@@ -140,11 +140,11 @@ def differentiate(function, orders):
 
     def along(function, argument):
         def derivative(*arguments):
-            def of_one(x):
+            def vary(x):
                 return function(*arguments[:argument], x, *arguments[argument + 1 :])
 
             x = arguments[argument]
-            return jax.jvp(of_one, (x,), (jnp.ones_like(x),))[1]
+            return jax.jvp(vary, (x,), (jnp.ones_like(x),))[1]
 
         return derivative
 

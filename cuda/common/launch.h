@@ -1,0 +1,79 @@
+// How every launcher of kernels starts them.
+#ifndef JAXOPS_CUDA_COMMON_LAUNCH_H_
+#define JAXOPS_CUDA_COMMON_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace jaxops::cuda {
+
+JAXOPS_HOST_DEVICE inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Up to so many bytes of dynamic shared memory a kernel needs no leave, whatever else it has of
+// shared memory; the leave is for more than any asks, and fits every GPU beside 11 KiB of static
+// memory. Of a kernel it is always the same, because another thread may be about to launch it too.
+inline constexpr size_t kSharedWithoutLeave = 32 * 1024;
+inline constexpr int kSharedLeave = 88 * 1024;
+
+// Lets a kernel use `bytes` of dynamic shared memory, at most `leave`, and launches it.
+template <typename Params>
+cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t bytes,
+                   cudaStream_t stream, const Params& params, int leave = kSharedLeave) {
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  if (bytes > kSharedWithoutLeave) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, leave);
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+// How many multiprocessors the current device has.
+inline cudaError_t CountProcessors(int* count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
+// Whether the current device runs neighbouring blocks as clusters, which share their memories.
+inline bool HasClusters() {
+  int device = 0, has = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&has, cudaDevAttrClusterLaunch, device) == cudaSuccess && has;
+}
+
+// Launches a kernel in clusters of so many blocks, at most 8, which have leave for `bytes` each of
+// dynamic shared memory.
+template <typename Params>
+cudaError_t LaunchClusters(void (*kernel)(Params), dim3 grid, unsigned per_cluster, int threads,
+                           size_t bytes, cudaStream_t stream, const Params& params) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {per_cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+template <typename Params>
+cudaError_t LaunchClusters(void (*kernel)(Params), int64_t blocks, unsigned per_cluster,
+                           int threads, size_t bytes, cudaStream_t stream, const Params& params) {
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  return LaunchClusters(kernel, dim3(static_cast<unsigned>(blocks)), per_cluster, threads, bytes,
+                        stream, params);
+}
+
+}  // namespace jaxops::cuda
+
+#endif  // JAXOPS_CUDA_COMMON_LAUNCH_H_

@@ -1,0 +1,137 @@
+// Element types: how each is accumulated, loaded and stored.
+#ifndef JAXOPS_CUDA_COMMON_NUMERIC_CUH_
+#define JAXOPS_CUDA_COMMON_NUMERIC_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "common/types.h"
+
+namespace jaxops::cuda {
+
+// f16 and bf16 accumulate in f32, f64 in f64.
+template <typename T>
+using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ __forceinline__ float Widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float Widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float Widen(float x) { return x; }
+__device__ __forceinline__ double Widen(double x) { return x; }
+
+template <typename T>
+__device__ __forceinline__ T Narrow(Accumulator<T> x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
+
+inline constexpr int kWarp = 32;
+
+// The widest access, and the elements of one.
+inline constexpr int kPackBytes = 16;
+template <typename T>
+inline constexpr int kPackElements = kPackBytes / sizeof(T);
+
+// `kCount` elements that move as one access, or as several of kPackBytes: no address is known to be
+// aligned to more, and GPUs that have wider accesses would fault. It must be aligned to that.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount < kPackBytes ? sizeof(T) * kCount : kPackBytes) Pack {
+  T values[kCount];
+};
+
+template <int kCount, typename T>
+__device__ __forceinline__ Pack<T, kCount> LoadPack(const T* address) {
+  return *reinterpret_cast<const Pack<T, kCount>*>(address);
+}
+
+// Stores a Pack to global memory as one access, where the compiler might make one of each element.
+template <typename T, int kCount>
+__device__ __forceinline__ void StorePack(T* address, const Pack<T, kCount>& pack) {
+  if constexpr (sizeof(pack) == sizeof(uint4)) {
+    uint4 words;
+    memcpy(&words, &pack, sizeof(pack));
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+  } else if constexpr (sizeof(pack) == sizeof(uint2)) {
+    uint2 words;
+    memcpy(&words, &pack, sizeof(pack));
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(words.x), "r"(words.y)
+                 : "memory");
+  } else {
+    *reinterpret_cast<Pack<T, kCount>*>(address) = pack;
+  }
+}
+
+// Calls `read` with `base` as a pointer to its element type, known only at run time: for small
+// operands such as filters. The choice is made once for all of the caller's reads, so that they are
+// in flight together.
+template <typename Read>
+__device__ __forceinline__ void WithElements(const void* base, DType dtype, Read&& read) {
+  switch (dtype) {
+    case DType::kF16:
+      return read(static_cast<const __half*>(base));
+    case DType::kBF16:
+      return read(static_cast<const __nv_bfloat16*>(base));
+    case DType::kF32:
+      return read(static_cast<const float*>(base));
+    case DType::kF64:
+      return read(static_cast<const double*>(base));
+  }
+}
+
+template <typename Acc>
+__device__ __forceinline__ void StoreAs(void* base, int64_t index, DType dtype, Acc value) {
+  switch (dtype) {
+    case DType::kF16:
+      static_cast<__half*>(base)[index] = __float2half_rn(static_cast<float>(value));
+      break;
+    case DType::kBF16:
+      static_cast<__nv_bfloat16*>(base)[index] = __float2bfloat16_rn(static_cast<float>(value));
+      break;
+    case DType::kF32:
+      static_cast<float*>(base)[index] = static_cast<float>(value);
+      break;
+    case DType::kF64:
+      static_cast<double*>(base)[index] = static_cast<double>(value);
+      break;
+  }
+}
+
+inline constexpr int64_t SizeOf(DType dtype) {
+  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+}
+
+// Calls `function` with a value of the element type: the one step from run time to templates.
+template <typename Function>
+auto DispatchFloat(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::kF16:
+      return function(__half{});
+    case DType::kBF16:
+      return function(__nv_bfloat16{});
+    case DType::kF64:
+      return function(double{});
+    case DType::kF32:
+      break;
+  }
+  return function(float{});
+}
+
+template <typename Function>
+auto DispatchBool(bool value, Function&& function) {
+  return value ? function(std::true_type{}) : function(std::false_type{});
+}
+
+}  // namespace jaxops::cuda
+
+#endif  // JAXOPS_CUDA_COMMON_NUMERIC_CUH_

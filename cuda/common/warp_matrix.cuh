@@ -1,0 +1,70 @@
+// Products of matrices by one warp on tensor cores, and what goes into them.
+#ifndef JAXOPS_CUDA_COMMON_WARP_MATRIX_CUH_
+#define JAXOPS_CUDA_COMMON_WARP_MATRIX_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cfloat>
+#include <cstdint>
+#include <type_traits>
+
+namespace jaxops::cuda {
+
+// Four 8 x 8 matrices of 2-byte entries, a row from the address of each lane.
+__device__ inline void LoadMatrices(uint32_t (&to)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row_address));
+}
+
+// The same, each matrix transposed.
+__device__ inline void LoadTransposed(uint32_t (&to)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row_address));
+}
+
+// sums += a b, of 16 rows and 8 columns, over 32 bytes of a row of each.
+template <typename T>
+__device__ inline void MultiplyStep(float* sums, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#define JAXOPS_MMA(shape, type)                                              \
+  asm("mma.sync.aligned." shape ".row.col.f32." type "." type                \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])           \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (std::is_same_v<T, float>) {
+    JAXOPS_MMA("m16n8k8", "tf32");
+  } else if constexpr (std::is_same_v<T, __half>) {
+    JAXOPS_MMA("m16n8k16", "f16");
+  } else {
+    JAXOPS_MMA("m16n8k16", "bf16");
+  }
+#undef JAXOPS_MMA
+}
+
+// Two of TF32, in the bits of float32, that add up to an entry. Of the low one the bits that TF32
+// does not have are left to products, which leave them out: that is at most the entry's last bit.
+struct SplitEntry {
+  uint32_t high, low;
+};
+
+// The high one is the nearest, ties away from zero. That of a NaN may be any number, but the low
+// one of what is not finite is NaN.
+__device__ __forceinline__ SplitEntry SplitFloat32(uint32_t bits) {
+  const uint32_t high = (bits + 0x1000) & 0xFFFFE000;
+  return {high, __float_as_uint(__uint_as_float(bits) - __uint_as_float(high))};
+}
+
+// Whether all of these sums are finite, for which they must have met no entry that is not.
+template <int kCount>
+__device__ __forceinline__ bool AreFinite(const float (&sums)[kCount]) {
+  bool are_finite = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) are_finite &= fabsf(sums[i]) <= FLT_MAX;
+  return are_finite;
+}
+
+}  // namespace jaxops::cuda
+
+#endif  // JAXOPS_CUDA_COMMON_WARP_MATRIX_CUH_

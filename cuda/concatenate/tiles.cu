@@ -1,0 +1,816 @@
+// Concatenation and splitting of narrow pieces: so many rows that they are whole packs of every
+// array are brought to shared memory, and gathered there. Of many equal pieces a tile has only
+// some, and more rows, so that the run of each is long.
+//
+// Which bytes a word is made of is the same a number of rows further on, in a pattern, but for a
+// step. A thread works it out once, while the copies are under way, and walks down the patterns of
+// the tile. That is worth it after a few patterns only. What it reads has strides in shared memory
+// with which fewest lanes of a warp meet in a bank. What warps write, and blocks, are whole sectors
+// of the memory where rows allow it: those of two writers cost up to a tenth. A block has one tile:
+// blocks that stay for several and fetch the next one meanwhile have more of each array under way,
+// and were slower by up to a tenth. So were bulk copies of the pieces, and tiles of bytes that are
+// put in order in shared memory before they are written.
+#include <cuda_pipeline_primitives.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <type_traits>
+
+#include "common/fast_divide.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/numeric.cuh"
+#include "cuda/concatenate/families.h"
+#include "cuda/concatenate/launch.h"
+
+namespace jaxops::concatenate::cuda {
+namespace {
+
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kWarp;
+using jaxops::cuda::Launch;
+
+constexpr int kFewThreads = 256;
+constexpr int kManyThreads = 512;
+constexpr int64_t kFewTileBytes = 16 * 1024;
+// Of whole rows of many pieces, and of parts of them; and of one piece in a part.
+constexpr int64_t kRowsBytes = 24 * 1024;
+constexpr int64_t kPartsBytes = 16 * 1024;
+constexpr int64_t kRunBytes = 384;
+constexpr int64_t kSplitPartsBytes = 12 * 1024;
+constexpr int64_t kSplitRunBytes = 256;
+constexpr int64_t kMostTileBytes = 64 * 1024;
+constexpr int64_t kMostRowBytes = int64_t{1} << 24;
+constexpr int64_t kLongRow = int64_t{1} << 16;
+constexpr int64_t kRowsOfRest = 8;  // for each row of long ones that is left
+constexpr int kFewPieces = 4;
+constexpr int kWordBytes = 4;
+// Of less, tiles of few pieces are slower than what there is without, and tiles of many are
+// smaller.
+constexpr int kFewTiles = 256;
+constexpr int kLeastTiles = 8;
+constexpr int64_t kFewBytes = int64_t{1} << 20;
+constexpr int kTogether = 4;  // words of a thread
+constexpr int kBankBytes = 128;
+constexpr int64_t kMostPatternBytes = 4096;  // of what is joined
+// Between pieces that would be in the same banks.
+constexpr int64_t kFewPadding = 32;
+// Loads of a pack, or of a word of it, that are worth fetching words one by one.
+constexpr int64_t kLoadsOfSplit = 8;
+constexpr int64_t kLoadsOfJoin = 4;
+constexpr int64_t kNarrowBytes = 6;
+constexpr int64_t kWideBytes = 64;
+// Words of wider pieces are as fast to cut without, and packs of them to move.
+constexpr int64_t kWideWords = 512;
+constexpr uint32_t kNowhere = UINT32_MAX;
+
+struct alignas(16) TilePiece {
+  unsigned char* data;
+  uint32_t begin;  // in a row of the whole
+  uint16_t size;
+  uint16_t shared;  // the word at which a tile's rows of the piece begin, of what is joined
+};
+
+// Pieces of the rows of one array, which is the destination of all or the source of all. Of many
+// equal ones a tile has no more than `tile_pieces`, so that it has more rows.
+template <int kPieces>
+struct Tiles {
+  TilePiece pieces[kPieces];
+  uint32_t begins[kFewPieces];  // of few; what is not there begins at kNowhere
+  uint32_t count;
+  bool equal;
+  unsigned char* whole;
+  uint32_t row_bytes;
+  uint32_t filled;  // bytes of a row that are of pieces
+  // Of a tile, and of a pattern: powers of two.
+  uint32_t rows, log_rows;
+  uint32_t pattern_rows, log_pattern_rows;
+  // Parts of rows, of `tile_pieces` each.
+  uint32_t tile_pieces;
+  bool parted;
+  FastDivider parts;
+  // With zeros; where rows are parted, and joined, those of threads, of which some have no word.
+  FastDivider part_bytes;
+  // That parts of what is joined need to end where sectors do; none where they end with a piece.
+  uint32_t more_pieces;
+  // Of shared memory: between rows of what is split, and between pieces of what is joined. They
+  // keep these in different banks.
+  uint32_t stride;
+  FastDivider row_packs;  // where rows are parted, and split
+  FastDivider run_packs;  // or words, of a piece in a tile, of equal ones that are joined
+  // Words are fetched one by one: what is split is skewed then, and what is joined has strides of
+  // any number of words.
+  bool by_words;
+  uint32_t fetched;  // bytes of shared memory
+  int threads;
+  FastDivider by_row;
+  FastDivider by_size;  // of the first piece
+  int64_t tiles;
+  int64_t all_rows;
+};
+
+// The pieces of a tile, where threads may need different ones at once. The kernel's constants hand
+// out one address of a warp at a time; as memory they are read like any other. Many are copied to
+// shared memory before they are needed.
+template <int kPieces>
+class PieceFinder {
+ public:
+  static constexpr bool kCopies = kPieces > kFewPieces;
+
+  __device__ __forceinline__ unsigned char* data(uint32_t number) const {
+    return copied_[number].data;
+  }
+
+  // To be followed by a barrier if kCopies.
+  __device__ __forceinline__ PieceFinder(const Tiles<kPieces>& tiles, unsigned char* shared,
+                                         uint32_t first, uint32_t count)
+      : table_(tiles), copied_(reinterpret_cast<TilePiece*>(shared)), count_(count) {
+    if constexpr (kCopies) {
+      for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) copied_[i] = Read(first + i);
+    }
+  }
+
+  // The piece that has byte `column` of the tile's part of the rows of the whole.
+  __device__ __forceinline__ TilePiece Find(uint32_t column) const {
+    if constexpr (!kCopies) {
+      uint32_t found = 0;
+#pragma unroll
+      for (int i = 1; i < kPieces; ++i) found += table_.begins[i] <= column;
+      return Read(found);
+    } else {
+      if (table_.equal) return copied_[table_.by_size.Quotient(column)];
+      uint32_t low = 0;
+      for (uint32_t width = count_; width > 1;) {
+        const uint32_t half = width / 2;
+        if (copied_[low + half].begin <= column) low += half;
+        width -= half;
+      }
+      return copied_[low];
+    }
+  }
+
+ private:
+  __device__ __forceinline__ TilePiece Read(uint32_t number) const {
+    uint4 words;
+    asm("ld.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+        : "l"(&table_.pieces[number]));
+    TilePiece piece;
+    memcpy(&piece, &words, sizeof(piece));
+    return piece;
+  }
+
+  const Tiles<kPieces>& table_;
+  TilePiece* copied_;
+  uint32_t count_;
+};
+
+// Where a byte is in shared memory, if a word is left out after each that all banks have: rows of
+// powers of two of bytes are in different banks then.
+JAXOPS_HOST_DEVICE inline uint32_t Skew(uint32_t at) { return at + at / kBankBytes * kWordBytes; }
+
+// Pairs of numbers, of which the inner ones are below a divisor, for the threads of a block in
+// turn: without a division for each.
+struct PairWalk {
+  uint32_t outer = threadIdx.x;
+  uint32_t inner, outer_step = blockDim.x, inner_step, count;
+
+  __device__ __forceinline__ explicit PairWalk(const FastDivider& by)
+      : inner(by.Peel(outer)), inner_step(by.Peel(outer_step)), count(by.divisor()) {}
+
+  __device__ __forceinline__ void Advance() {
+    outer += outer_step;
+    inner += inner_step;
+    if (inner >= count) inner -= count, ++outer;
+  }
+};
+
+// A tile: some rows, and of these the pieces from `column` on that make `bytes`, of which `own` are
+// of the part.
+struct Tile {
+  int64_t row;
+  uint32_t column, own, bytes;
+
+  // What the part's threads write of a row of what is joined.
+  template <int kPieces>
+  __device__ __forceinline__ uint32_t Begin(uint32_t row, const Tiles<kPieces>& table) const {
+    return table.more_pieces == 0 || column == 0 ? 0 : ToSector(row * table.row_bytes + column);
+  }
+  template <int kPieces>
+  __device__ __forceinline__ uint32_t End(uint32_t row, const Tiles<kPieces>& table) const {
+    if (table.more_pieces == 0) return own;
+    return min(own + ToSector(row * table.row_bytes + column + own), bytes);
+  }
+
+ private:
+  // Bytes from byte `at` of the tile's rows to the next sector.
+  static __device__ __forceinline__ uint32_t ToSector(uint32_t at) {
+    return (0 - at) % static_cast<uint32_t>(kSectorBytes);
+  }
+};
+
+// What one thread writes again and again: where the items of a word are in shared memory.
+template <typename Item, bool kSplits, int kBytes>
+struct Recipe {
+  static constexpr int kItems = kBytes / sizeof(Item);
+  static constexpr int kSteps = kSplits ? 1 : kItems;
+
+  uint32_t offsets[kItems];
+  uint32_t steps[kSteps];
+  unsigned char* to;
+  int64_t advance;
+
+  // Works out the word at byte `at` of a pattern.
+  template <int kPieces>
+  __device__ __forceinline__ Recipe(uint32_t at, const Tiles<kPieces>& table,
+                                    const PieceFinder<kPieces>& finder, const Tile& tile) {
+    if constexpr (kSplits) {
+      const TilePiece piece = finder.Find(at >> table.log_pattern_rows);
+      const uint32_t begin = piece.begin - tile.column;
+      const uint32_t inside = at - begin * table.pattern_rows;
+      to = piece.data + tile.row * piece.size + inside;
+      advance = table.pattern_rows * piece.size;
+      const uint32_t step = table.pattern_rows * table.stride;
+      steps[0] = table.by_words ? Skew(step) : step;
+      uint32_t row = table.equal ? table.by_size.Quotient(inside) : inside / piece.size;
+      uint32_t column = inside - row * piece.size;
+      // Where the row of the piece begins: parts of rows are brought as the packs they are in.
+      const auto row_begin = [&] {
+        const uint32_t place =
+            table.parted ? (row * table.row_bytes + tile.column) % kPackBytes : 0;
+        return row * table.stride + place + begin;
+      };
+      uint32_t offset = row_begin() + column;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        offsets[i] = table.by_words ? Skew(offset) : offset;
+        column += sizeof(Item);
+        offset += sizeof(Item);
+        if (column == piece.size) {
+          column = 0;
+          ++row;
+          offset = row_begin();
+        }
+      }
+    } else {
+      uint32_t row = at;
+      uint32_t column = table.part_bytes.Peel(row);
+      if (table.parted) column += tile.Begin(row, table);
+      to = table.whole + (tile.row + row) * table.row_bytes + tile.column + column;
+      advance = table.pattern_rows * table.row_bytes;
+      if (table.equal) {
+        const uint32_t size = table.by_size.divisor();
+        uint32_t inside = column;
+        uint32_t piece = 0;
+        if (size < table.filled) {
+          piece = column;
+          inside = table.by_size.Peel(piece);
+        }
+        uint32_t offset = piece * table.stride + row * size + inside;
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          const bool there = column < tile.bytes;
+          offsets[i] = there ? offset : table.fetched;
+          steps[i] = there ? table.pattern_rows * size : 0;
+          column += sizeof(Item);
+          offset += sizeof(Item);
+          inside += sizeof(Item);
+          if (inside == size) {
+            inside = 0;
+            offset += table.stride - size;
+          }
+          if (column == table.row_bytes) {
+            column = inside = 0;
+            ++row;
+            offset = row * size;
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          offsets[i] = table.fetched;
+          steps[i] = 0;
+          if (column < tile.bytes) {
+            const TilePiece piece = finder.Find(column);
+            offsets[i] = piece.shared * kWordBytes + row * piece.size + column - piece.begin;
+            steps[i] = table.pattern_rows * piece.size;
+          }
+          column += sizeof(Item);
+          if (column == table.row_bytes) column = 0, ++row;
+        }
+      }
+    }
+  }
+
+  // Four bytes of the next word, from item `first` on.
+  __device__ __forceinline__ uint32_t Next(const unsigned char* shared, int first) {
+    constexpr int kWordItems = kWordBytes / sizeof(Item);
+    uint32_t items[kWordItems];
+#pragma unroll
+    for (int i = 0; i < kWordItems; ++i) {
+      items[i] = *reinterpret_cast<const Item*>(shared + offsets[first + i]);
+      offsets[first + i] += steps[(first + i) % kSteps];
+    }
+    if constexpr (kWordItems == 1) {
+      return items[0];
+    } else if constexpr (kWordItems == 2) {
+      return __byte_perm(items[0], items[1], 0x5410);
+    } else {
+      return __byte_perm(__byte_perm(items[0], items[1], 0x0040),
+                         __byte_perm(items[2], items[3], 0x0040), 0x5410);
+    }
+  }
+
+  // Writes the words of so many patterns.
+  __device__ __forceinline__ void Write(uint32_t patterns, const unsigned char* shared) {
+    if constexpr (kBytes == kPackBytes) {
+#pragma unroll 1
+      for (uint32_t pattern = 0; pattern < patterns; ++pattern, to += advance) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = Next(shared, i * kItems / 4);
+        *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+      }
+    } else {
+#pragma unroll 1
+      for (uint32_t pattern = 0; pattern < patterns; pattern += kTogether) {
+        uint32_t words[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) words[i] = Next(shared, 0);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i, to += advance) {
+          *reinterpret_cast<uint32_t*>(to) = words[i];
+        }
+      }
+    }
+  }
+};
+
+template <typename Item, bool kSplits, int kBytes, int kMostThreads, int kPieces>
+__global__ void __launch_bounds__(kMostThreads)
+    MoveTiles(const __grid_constant__ Tiles<kPieces> table) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  // Behind a word of zeros.
+  unsigned char* const copied = shared + table.fetched + kPackBytes;
+  uint32_t tile_row = blockIdx.x;
+  uint32_t part = 0;
+  if constexpr (kPieces > kFewPieces) part = table.parts.Peel(tile_row);
+
+  if (tile_row >= table.tiles) {
+    // The rows after the last tile, item by item.
+    const PieceFinder<kPieces> finder(table, copied, 0, table.count);
+    if (finder.kCopies) __syncthreads();
+    const int64_t first_row = table.tiles * table.rows;
+    const int64_t rest = (table.all_rows - first_row) * table.row_bytes;
+    const int64_t block = blockIdx.x - table.tiles * table.parts.divisor();
+    const int64_t place = (block * blockDim.x + threadIdx.x) * static_cast<int64_t>(sizeof(Item));
+    if (place >= rest) return;
+    auto row = static_cast<uint32_t>(place);
+    const uint32_t column = table.by_row.Peel(row);
+    auto* of_whole = reinterpret_cast<Item*>(table.whole + first_row * table.row_bytes + place);
+    if (column >= table.filled) {
+      if constexpr (!kSplits) *of_whole = 0;
+      return;
+    }
+    const TilePiece piece = finder.Find(column);
+    auto* of_piece =
+        reinterpret_cast<Item*>(piece.data + (first_row + row) * piece.size + column - piece.begin);
+    if constexpr (kSplits) {
+      *of_piece = *of_whole;
+    } else {
+      *of_whole = *of_piece;
+    }
+    return;
+  }
+
+  // In a tile, as in a pattern, all rows of a piece are before those of the next.
+  const uint32_t first_piece = part * table.tile_pieces;
+  const uint32_t own = min(table.tile_pieces, table.count - first_piece);
+  const uint32_t pieces = min(own + table.more_pieces, table.count - first_piece);
+  const uint32_t size = table.by_size.divisor();
+  const Tile tile = {int64_t{tile_row} * table.rows, first_piece * size,
+                     table.parted ? own * size : table.filled,
+                     table.parted ? pieces * size : table.filled};
+  const PieceFinder<kPieces> finder(table, copied, first_piece, pieces);
+  if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(shared + table.fetched) = 0;
+  if constexpr (kSplits) {
+    const unsigned char* whole = table.whole + tile.row * table.row_bytes;
+    if (table.parted) {
+      for (PairWalk walk(table.row_packs); walk.outer < table.rows; walk.Advance()) {
+        const uint32_t begin = walk.outer * table.row_bytes + tile.column;
+        const uint32_t place = walk.inner * kPackBytes;
+        const uint32_t at = begin / kPackBytes * kPackBytes + place;
+        if (at < begin + tile.bytes) {
+          __pipeline_memcpy_async(shared + walk.outer * table.stride + place, whole + at,
+                                  kPackBytes);
+        }
+      }
+    } else if (table.by_words) {
+      for (uint32_t at = threadIdx.x * kWordBytes; at < table.rows * table.row_bytes;
+           at += blockDim.x * kWordBytes) {
+        __pipeline_memcpy_async(shared + Skew(at), whole + at, kWordBytes);
+      }
+    } else {
+      const uint32_t padding = table.stride - table.row_bytes;
+      for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * table.row_bytes;
+           at += blockDim.x * kPackBytes) {
+        const uint32_t skipped = padding == 0 ? 0 : table.by_row.Quotient(at) * padding;
+        __pipeline_memcpy_async(shared + at + skipped, whole + at, kPackBytes);
+      }
+    }
+    __pipeline_commit();
+    if (finder.kCopies) __syncthreads();
+  } else {
+    if constexpr (!finder.kCopies) {
+#pragma unroll 1
+      for (uint32_t p = 0; p < table.count; ++p) {
+        const TilePiece& piece = table.pieces[p];
+        const unsigned char* from = piece.data + tile.row * piece.size;
+        for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * piece.size;
+             at += blockDim.x * kPackBytes) {
+          __pipeline_memcpy_async(shared + piece.shared * kWordBytes + at, from + at, kPackBytes);
+        }
+      }
+    } else {
+      __syncthreads();
+      const auto fetch = [&](auto width) {
+        constexpr uint32_t bytes = decltype(width)::value;
+        if (table.equal && size < kWideBytes) {
+          for (PairWalk walk(table.run_packs); walk.outer < pieces; walk.Advance()) {
+            const uint32_t at = walk.inner * bytes;
+            __pipeline_memcpy_async(shared + walk.outer * table.stride + at,
+                                    finder.data(walk.outer) + tile.row * size + at, bytes);
+          }
+          return;
+        }
+        for (uint32_t at = threadIdx.x * bytes; at < table.rows * tile.bytes;
+             at += blockDim.x * bytes) {
+          const TilePiece piece = finder.Find(at >> table.log_rows);
+          const uint32_t inside = at - table.rows * (piece.begin - tile.column);
+          __pipeline_memcpy_async(shared + piece.shared * kWordBytes + inside,
+                                  piece.data + tile.row * piece.size + inside, bytes);
+        }
+      };
+      if (table.by_words) {
+        fetch(std::integral_constant<uint32_t, kWordBytes>());
+      } else {
+        fetch(std::integral_constant<uint32_t, kPackBytes>());
+      }
+    }
+    __pipeline_commit();
+  }
+
+  const uint32_t patterns = table.rows >> table.log_pattern_rows;
+  const uint32_t pattern_bytes =
+      table.pattern_rows * (kSplits ? tile.bytes : table.part_bytes.divisor());
+  const uint32_t step = blockDim.x * kBytes;
+  for (uint32_t at = threadIdx.x * kBytes, first = 0; first < pattern_bytes;
+       at += step, first += step) {
+    bool there = at < pattern_bytes;
+    Recipe<Item, kSplits, kBytes> recipe(there ? at : 0, table, finder, tile);
+    if (first == 0) {
+      __pipeline_wait_prior(0);
+      __syncthreads();
+    }
+    if (!kSplits && table.parted) {
+      uint32_t row = at;
+      const uint32_t column = table.part_bytes.Peel(row);
+      there = there && column + tile.Begin(row, table) < tile.End(row, table);
+    }
+    if (there) recipe.Write(patterns, shared);
+  }
+}
+
+bool IsAligned(const void* pointer, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+uint32_t Log(int64_t power) {
+  uint32_t log = 0;
+  while (int64_t{1} << log < power) ++log;
+  return log;
+}
+
+// Where in shared memory the lanes of a warp read the first item of what they write: so many
+// strides and bytes from the beginning.
+struct Lanes {
+  uint32_t strides[kWarp];
+  uint32_t bytes[kWarp];
+};
+
+// How many lanes meet in the same bank.
+int Conflicts(const Lanes& lanes, uint32_t stride, bool skewed) {
+  uint32_t last[kWarp] = {};  // word that a bank was asked for
+  int count[kWarp] = {};
+  int most = 0;
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const uint32_t at = lanes.strides[lane] * stride + lanes.bytes[lane];
+    const uint32_t word = (skewed ? Skew(at) : at) / kWordBytes;
+    const uint32_t bank = word % kWarp;
+    // Lanes that share a word are neighbours.
+    if (count[bank] == 0 || last[bank] != word) most = std::max(most, ++count[bank]);
+    last[bank] = word;
+  }
+  return most;
+}
+
+// Chooses a stride from `least` on, in steps of so many bytes, where fewest lanes meet; returns how
+// many do. Of equals it is the first after an odd number of packs, which other items like best.
+int ChooseStride(uint32_t& stride, const Lanes& lanes, int64_t least, int64_t step) {
+  const int64_t odd = least % (2 * kPackBytes) == 0 ? kPackBytes : 0;
+  int fewest = kWarp + 1;
+  for (int64_t i = 0; i < kBankBytes && fewest > 1; i += step) {
+    const auto tried = static_cast<uint32_t>(least + (odd + i) % kBankBytes);
+    const int found = Conflicts(lanes, tried, false);
+    if (found < fewest) {
+      fewest = found;
+      stride = tried;
+    }
+  }
+  return fewest;
+}
+
+// Whether one array is cut, if only to leave the rest of its rows out.
+bool Splits(const Job& job) {
+  return job.destinations.size() > 1 ||
+         (job.pieces.size() == 1 && job.pieces[0].stride != job.pieces[0].size);
+}
+
+// Whether the memory gives whole rows with each of several pieces of them.
+bool AreGiven(const Job& job) {
+  return job.destinations.size() > 1 && job.pieces[0].stride <= kSectorBytes;
+}
+
+// Fills in what does not depend on the items. False where the arrays are not made of whole rows, or
+// there are too few of them.
+template <int kPieces>
+bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
+  const bool splits = Splits(job);
+  const Piece& first = job.pieces[0];
+  if (job.broadcasts) return false;
+  const void* whole = splits ? first.source : job.destinations[0].data;
+  const int64_t row_bytes = splits ? first.stride : job.destinations[0].row_bytes;
+  table.whole = static_cast<unsigned char*>(const_cast<void*>(whole));
+  if (!IsAligned(whole, kPackBytes) || row_bytes > kMostRowBytes) return false;
+  // Whole rows are read, which may begin with what other launches cut.
+  if (splits && table.whole + job.rows * row_bytes > first.end) return false;
+
+  std::fill_n(table.begins, kFewPieces, kNowhere);
+  table.count = 0;
+  table.equal = true;
+  int64_t filled = 0;
+  bool ended = false;
+  for (const Destination& destination : job.destinations) {
+    if (splits && destination.piece_count != 1) return false;
+    for (int64_t p = 0; p < destination.piece_count; ++p) {
+      const Piece& piece = job.pieces[destination.first_piece + p];
+      if (piece.extent == 0) continue;
+      if (!splits && piece.size == 0) {
+        ended = true;
+        continue;
+      }
+      const auto* part =
+          static_cast<const unsigned char*>(splits ? destination.data : piece.source);
+      // Parts of a row follow each other, and rows too.
+      const bool follows = splits
+                               ? piece.stride == row_bytes && piece.source == table.whole + filled
+                               : piece.stride == piece.size;
+      if (ended || table.count == kPieces || piece.size > UINT16_MAX ||
+          piece.size != piece.extent || !follows || !IsAligned(part, kPackBytes)) {
+        return false;
+      }
+      table.equal = table.equal && piece.size == first.size;
+      if (table.count < kFewPieces) table.begins[table.count] = static_cast<uint32_t>(filled);
+      table.pieces[table.count++] = {const_cast<unsigned char*>(part),
+                                     static_cast<uint32_t>(filled),
+                                     static_cast<uint16_t>(piece.size), 0};
+      filled += piece.size;
+    }
+  }
+  // Little is read for nothing.
+  if (table.count == 0 || (splits && 2 * filled < row_bytes && !AreGiven(job))) return false;
+  const bool few = table.count <= kFewPieces;
+  if (splits && unit == kWordBytes) {
+    const int64_t widest = (few ? kWideBytes : kWideWords) * table.count;
+    if (filled > widest || job.rows * row_bytes < kFewBytes) return false;
+  }
+
+  // Rows that are whole packs of every array, and whole words that are a pattern.
+  const int64_t size = table.pieces[0].size;
+  const int64_t pack_rows = kPackBytes / unit;
+  const int64_t word = few || !splits ? kWordBytes : kPackBytes;
+  int64_t rows = pack_rows;
+  int64_t part_bytes = splits ? filled : row_bytes;
+  int64_t pattern_rows = word / unit;
+  table.tile_pieces = table.count;
+  table.parted = false;
+  table.more_pieces = 0;
+  if (few) {
+    if (job.rows * row_bytes < kFewBytes) return false;
+    const int64_t most_words = splits ? 64 : 128;
+    // Mostly zeros cost little to write, and as much as others to work out.
+    const int64_t patterns = unit == 1 && 2 * filled < row_bytes ? 16 : 8;
+    while (2 * pattern_rows * part_bytes <= most_words * word) pattern_rows *= 2;
+    while (rows < patterns * pattern_rows && rows * row_bytes <= kFewTileBytes) rows *= 2;
+    while (rows > pack_rows && job.rows / rows < 4 * kFewTiles) rows /= 2;
+    while (rows < kTogether * pattern_rows) pattern_rows /= 2;
+  } else {
+    if (table.equal && (splits || (filled == row_bytes && row_bytes % kWordBytes == 0))) {
+      // As many rows as make a long run of each piece, and as few pieces as fit then. Parts of rows
+      // of what is joined are whole words.
+      const int64_t run = !splits              ? kRunBytes
+                          : unit == kWordBytes ? 2 * kSplitRunBytes
+                                               : kSplitRunBytes;
+      while (rows * size < run) rows *= 2;
+      // Of wide pieces that are cut any number, as rows are few then; parts of what is joined are
+      // whole sectors if rows are.
+      int64_t multiple = kWordBytes;
+      if (size > kSectorBytes && splits) {
+        multiple = 1;
+      } else if (size > kSectorBytes && row_bytes % kSectorBytes == 0) {
+        const int64_t whole = std::lcm(multiple, kSectorBytes / std::gcd(kSectorBytes, size));
+        if (whole * rows * size <= kPartsBytes) multiple = whole;
+      }
+      const auto pieces_of_part = [&] {
+        // Very narrow pieces want larger parts than others, and rather wide ones smaller.
+        const int64_t bytes = splits                                        ? kSplitPartsBytes
+                              : size < kNarrowBytes                         ? 2 * kPartsBytes
+                              : size >= kWideBytes && size < 2 * kWideBytes ? kPartsBytes / 2
+                                                                            : kPartsBytes;
+        const int64_t most = std::max<int64_t>(1, bytes / (rows * size));
+        return CeilDiv(CeilDiv(table.count, CeilDiv(table.count, most)), multiple) * multiple;
+      };
+      table.parted = pieces_of_part() < table.count;
+      if (table.parted) {
+        while (splits && rows < kTogether * pattern_rows && 2 * rows * size <= kRowsBytes) {
+          rows *= 2;
+        }
+        // Without enough patterns, items are faster one by one.
+        if (splits && rows < kTogether * pattern_rows && table.count <= kManyCuts) return false;
+        table.tile_pieces = static_cast<uint32_t>(pieces_of_part());
+        part_bytes = table.tile_pieces * size;
+        if (!splits) pattern_rows = 1;
+      } else {
+        rows = pack_rows;
+      }
+    }
+    if (!table.parted) {
+      while (2 * rows * row_bytes <= kRowsBytes) rows *= 2;
+    }
+    // Of little, small tiles for all multiprocessors.
+    const int64_t parts = CeilDiv(table.count, table.tile_pieces);
+    while (rows > pack_rows && job.rows / rows * parts < kFewTiles) rows /= 2;
+    // Of bytes a thread has more to work out before the first word.
+    const int64_t patterns = splits && unit > 1 ? 2 : kTogether;
+    const int64_t most_words = splits ? 512 : 256;
+    while (2 * patterns * pattern_rows <= rows &&
+           2 * pattern_rows * part_bytes <= most_words * word) {
+      pattern_rows *= 2;
+    }
+    // Whole sectors are a pattern, and a part of what is joined, where that leaves enough patterns,
+    // and takes few pieces more. Bytes of unequal pieces take too long to work out.
+    const int64_t sector_rows = kSectorBytes / std::gcd(kSectorBytes, row_bytes);
+    if (!splits && (table.equal || unit > 1) && 2 * kTogether * sector_rows <= rows &&
+        sector_rows * part_bytes <= kMostPatternBytes) {
+      pattern_rows = std::max(pattern_rows, sector_rows);
+      if (table.parted && size <= kSectorBytes) {
+        table.more_pieces = static_cast<uint32_t>(CeilDiv(kSectorBytes - kWordBytes, size));
+        part_bytes = CeilDiv(part_bytes + kSectorBytes - kWordBytes, kSectorBytes) * kSectorBytes;
+      }
+    }
+  }
+  // The rows after the last tile are moved item by item.
+  if (row_bytes > kLongRow && job.rows % rows * kRowsOfRest > job.rows) return false;
+  const int64_t parts = CeilDiv(table.count, table.tile_pieces);
+  table.tiles = job.rows / rows;
+  if (table.tiles * parts < (few ? kFewTiles : kLeastTiles)) return false;
+  const int64_t words = pattern_rows * part_bytes / word;
+  const int64_t most_threads = few ? kFewThreads : kManyThreads;
+  table.threads =
+      static_cast<int>(CeilDiv(CeilDiv(words, CeilDiv(words, most_threads)), kWarp) * kWarp);
+  const int64_t run = pattern_rows * size;
+  Lanes lanes;
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int64_t at = lane * word;
+    const int64_t of_stride = splits ? at % run : at;
+    lanes.strides[lane] = static_cast<uint32_t>(of_stride / size);
+    lanes.bytes[lane] = static_cast<uint32_t>(of_stride % size + (splits ? at / run * size : 0));
+  }
+  table.by_words = false;
+  if (splits) {
+    const int64_t row_packs = CeilDiv(part_bytes + kPackBytes - unit, kPackBytes);
+    table.row_packs = FastDivider(row_packs);
+    table.stride = static_cast<uint32_t>(table.parted ? row_packs * kPackBytes : row_bytes);
+    if (!few && table.stride % kPackBytes == 0) {
+      if (table.equal && unit > 1) {
+        ChooseStride(table.stride, lanes, table.stride, kPackBytes);
+      } else if (table.stride % (2 * kPackBytes) == 0) {
+        table.stride += kPackBytes;
+      }
+    }
+    if (!few && table.equal && !table.parted && pattern_rows * row_bytes % kBankBytes == 0) {
+      const int now = Conflicts(lanes, table.stride, false);
+      const int skewed = Conflicts(lanes, static_cast<uint32_t>(row_bytes), true);
+      table.by_words = (now - skewed) * pack_rows > kLoadsOfSplit;
+      if (table.by_words) table.stride = static_cast<uint32_t>(row_bytes);
+    }
+    table.fetched = static_cast<uint32_t>(rows * table.stride);
+    if (table.by_words) table.fetched += table.fetched / kBankBytes * kPackBytes;
+  } else {
+    table.stride = static_cast<uint32_t>(rows * size);
+    if (few) {
+      table.stride += kFewPadding;
+    } else if (table.equal) {
+      // Words of few pieces are slower to fetch than conflicts are to read.
+      const bool many = table.count > kWarp;
+      const int now = ChooseStride(table.stride, lanes, rows * size, kPackBytes);
+      uint32_t stride;
+      const int words = ChooseStride(stride, lanes, rows * size, kWordBytes);
+      table.by_words = many && (now - words) * (kWordBytes / unit) > kLoadsOfJoin;
+      if (table.by_words) table.stride = stride;
+    }
+    for (uint32_t i = 0; i < table.count; ++i) {
+      const int64_t shared =
+          table.equal ? i % table.tile_pieces * table.stride : rows * table.pieces[i].begin;
+      if (shared > kMostTileBytes) return false;
+      table.pieces[i].shared = static_cast<uint16_t>(shared / kWordBytes);
+    }
+    const int64_t fetched = table.equal
+                                ? (table.tile_pieces + table.more_pieces) * int64_t{table.stride}
+                                : rows * filled;
+    table.run_packs = FastDivider(rows * size / (table.by_words ? kWordBytes : kPackBytes));
+    table.fetched = static_cast<uint32_t>(CeilDiv(fetched, kPackBytes) * kPackBytes);
+    if (fetched > kMostTileBytes) return false;
+  }
+  if (table.fetched > kMostTileBytes) return false;
+  table.row_bytes = static_cast<uint32_t>(row_bytes);
+  table.filled = static_cast<uint32_t>(filled);
+  table.rows = static_cast<uint32_t>(rows);
+  table.log_rows = Log(rows);
+  table.pattern_rows = static_cast<uint32_t>(pattern_rows);
+  table.log_pattern_rows = Log(pattern_rows);
+  table.parts = FastDivider(parts);
+  table.part_bytes = FastDivider(part_bytes);
+  table.by_row = FastDivider(row_bytes);
+  table.by_size = FastDivider(size);
+  table.all_rows = job.rows;
+  return true;
+}
+
+template <typename Item, bool kSplits, int kPieces>
+cudaError_t LaunchBlocks(cudaStream_t stream, const Tiles<kPieces>& table) {
+  constexpr int kBytes = kPieces <= kFewPieces || !kSplits ? kWordBytes : kPackBytes;
+  constexpr int kThreads = kPieces <= kFewPieces ? kFewThreads : kManyThreads;
+  const size_t bytes = table.fetched + kPackBytes +
+                       (PieceFinder<kPieces>::kCopies ? table.count * sizeof(TilePiece) : 0);
+  const int64_t rest = (table.all_rows - table.tiles * table.rows) * table.row_bytes;
+  const int64_t blocks =
+      table.tiles * table.parts.divisor() + CeilDiv(rest, table.threads * int64_t{sizeof(Item)});
+  return Launch(MoveTiles<Item, kSplits, kBytes, kThreads, kPieces>, blocks, table.threads, bytes,
+                stream, table);
+}
+
+template <bool kSplits, int kPieces>
+cudaError_t LaunchUnit(cudaStream_t stream, const Tiles<kPieces>& table, int64_t unit) {
+  switch (unit) {
+    case 4:
+      return LaunchBlocks<uint32_t, kSplits>(stream, table);
+    case 2:
+      return LaunchBlocks<uint16_t, kSplits>(stream, table);
+    default:
+      return LaunchBlocks<uint8_t, kSplits>(stream, table);
+  }
+}
+
+template <int kPieces>
+cudaError_t LaunchTable(cudaStream_t stream, const Tiles<kPieces>& table, int64_t unit,
+                        bool splits) {
+  return splits ? LaunchUnit<true>(stream, table, unit) : LaunchUnit<false>(stream, table, unit);
+}
+
+}  // namespace
+
+bool MovesAsTiles(const Job& job, int64_t unit) {
+  // To join few pieces of whole words is as fast without, and so is one. Of packs only narrow ones
+  // need tiles.
+  const bool splits = Splits(job);
+  const int64_t widest = splits ? kLongestCut : kLongestJoined;
+  const bool packs = unit == kPackBytes;
+  const size_t fewest = unit < kWordBytes ? 1 : splits && !packs ? 2 : kFewPieces + 1;
+  if (job.pieces.size() < fewest) return false;
+  Tiles<kMaxPieces> table;
+  return Plan(table, job, std::min<int64_t>(unit, kWordBytes)) &&
+         (!packs || (table.equal && table.pieces[0].size <= widest));
+}
+
+cudaError_t LaunchTiles(cudaStream_t stream, const Job& job, int64_t unit) {
+  const int64_t item = std::min<int64_t>(unit, kWordBytes);
+  Tiles<kFewPieces> few;
+  if (Plan(few, job, item)) return LaunchTable(stream, few, item, Splits(job));
+  Tiles<kMaxPieces> many;
+  if (!Plan(many, job, item)) return cudaErrorInvalidValue;
+  return LaunchTable(stream, many, item, Splits(job));
+}
+
+}  // namespace jaxops::concatenate::cuda

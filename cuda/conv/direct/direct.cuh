@@ -1,0 +1,197 @@
+// What the kernels of direct convolution share: how they take channels and rows of an image.
+//
+// Of a few channels a group there is no matrix product. Neighbouring threads have neighbouring
+// channels of the result, each of them the columns of a strip, of which it keeps the sums in
+// registers. The kernels for the windows of most networks keep the kernel there as well and walk
+// down the rows of the image, of which every entry is then read once.
+#ifndef JAXOPS_CUDA_CONV_DIRECT_DIRECT_CUH_
+#define JAXOPS_CUDA_CONV_DIRECT_DIRECT_CUH_
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "common/fast_divide.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/numeric.cuh"
+#include "cuda/conv/families.h"
+
+namespace jaxops::conv::cuda {
+
+using jaxops::cuda::Accumulator;
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::kWarp;
+using jaxops::cuda::LoadPack;
+using jaxops::cuda::Narrow;
+using jaxops::cuda::StorePack;
+using jaxops::cuda::Widen;
+
+// The channels of the result, in packs that a thread has each, as slabs of about equally many for
+// the neighbouring threads of a warp: so are other pixels for a block, which share what they read.
+struct Slabs {
+  FastDivider64 lanes;
+  FastDivider64 slabs;
+  int64_t packs;
+
+  Slabs() = default;
+  explicit Slabs(int64_t packs) : lanes(CeilDiv(packs, CeilDiv(packs, kWarp))), packs(packs) {
+    slabs = FastDivider64(CeilDiv(packs, lanes.divisor()));
+  }
+  int64_t threads() const { return lanes.divisor() * slabs.divisor(); }
+};
+
+// A window whose taps, a square of them, and steps are known when it is compiled, and what a thread
+// has of it: packs of so many channels of the result, each of so many channels of the image, of a
+// strip of columns.
+template <int kTaps_, int kStride_, int kFan_, int kPack_, int kColumns_>
+struct Walk {
+  static constexpr int kTaps = kTaps_;
+  static constexpr int kStride = kStride_;
+  static constexpr int kFan = kFan_;
+  static constexpr int kPack = kPack_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kEntries = kFan * kPack;  // of a pixel of the image
+  // The rows of windows that cover a row of the image, but for the one that begins there.
+  static constexpr int kRamp = (kTaps - 1) / kStride;
+  static_assert(kFan == 1 || kPack == 1);
+};
+
+// `kEntries` neighbouring entries as they come from memory, in one access.
+template <typename T, int kEntries>
+struct Raw {
+  static constexpr int kBytes = kEntries * sizeof(T);
+  static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16);
+  using Word = std::conditional_t<
+      kBytes == 2, uint16_t,
+      std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 8, uint2, uint4>>>;
+
+  Word word;
+
+  __device__ __forceinline__ void Load(const char* address) {
+    word = *reinterpret_cast<const Word*>(address);
+  }
+
+  __device__ __forceinline__ void WidenTo(Accumulator<T> (&to)[kEntries]) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      // The compiler would first take pairs apart.
+      if constexpr (kEntries == 1) {
+        to[0] = __uint_as_float(uint32_t{word} << 16);
+      } else {
+        uint32_t pairs[kEntries / 2];
+        memcpy(pairs, &word, kBytes);
+#pragma unroll
+        for (int i = 0; i < kEntries / 2; ++i) {
+          to[2 * i] = __uint_as_float(pairs[i] << 16);
+          to[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+        }
+      }
+    } else {
+      T entries[kEntries];
+      memcpy(entries, &word, kBytes);
+#pragma unroll
+      for (int i = 0; i < kEntries; ++i) to[i] = Widen(entries[i]);
+    }
+  }
+};
+
+// Which of `kCount` numbers from `first` on are in [0, size), as bits.
+template <int kCount>
+__device__ __forceinline__ uint32_t Existing(int first, int size) {
+  static_assert(kCount < 32);
+  uint32_t exist = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (static_cast<uint32_t>(first + i) < static_cast<uint32_t>(size)) exist |= 1u << i;
+  }
+  return exist;
+}
+
+// Pixels of a thread are so few bytes apart that 32 bits hold it.
+inline bool AreNear(int64_t pixel) { return pixel * sizeof(double) <= INT32_MAX; }
+
+// Neighbouring pixels of an image, and some of their channels, which a thread reads row by row.
+template <typename T, int kPixels, int kEntries>
+class Rows {
+ public:
+  struct Row {
+    Raw<T, kEntries> pixels[kPixels];
+
+    __device__ __forceinline__ void WidenTo(Accumulator<T> (&to)[kPixels][kEntries]) const {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) pixels[i].WidenTo(to[i]);
+    }
+  };
+
+  // `first` is the entry of row 0 and column 0 of an image of so many columns. Those from `column`
+  // on are read, from `row` on. Rows from `end` on are not needed.
+  __device__ Rows(const void* image, int64_t first, int row, int end, int column, int columns,
+                  int64_t pixel)
+      : at_(static_cast<const char*>(image) +
+            (first + (int64_t{row} * columns + column) * pixel) * int64_t{sizeof(T)}),
+        row_bytes_(columns * pixel * int64_t{sizeof(T)}),
+        pixel_bytes_(static_cast<int>(pixel * sizeof(T))),
+        row_(row),
+        end_(max(end, 0)),
+        exist_(Existing<kPixels>(column, columns)) {}
+
+  // Entries outside of the image are zeros. Returns whether the row is in it.
+  __device__ __forceinline__ bool LoadNext(Row& to) {
+    const bool exists = static_cast<uint32_t>(row_) < static_cast<uint32_t>(end_);
+    if (exists && exist_ == (1u << kPixels) - 1) {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) to.pixels[i].Load(at_ + int64_t{i} * pixel_bytes_);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) {
+        to.pixels[i] = {};
+        if (exists && (exist_ >> i & 1)) to.pixels[i].Load(at_ + int64_t{i} * pixel_bytes_);
+      }
+    }
+    ++row_;
+    at_ += row_bytes_;
+    return exists;
+  }
+
+ private:
+  const char* at_;  // of the next row
+  int64_t row_bytes_;
+  int pixel_bytes_, row_, end_;
+  uint32_t exist_;
+};
+
+// Stores a pack of sums in the type of the operands, or as f32.
+template <typename T, int kPack>
+__device__ __forceinline__ void StoreSums(void* result, int64_t index, bool is_f32,
+                                          const Accumulator<T> (&sums)[kPack]) {
+  const auto store = [&]<typename Out>(Out* to) {
+    jaxops::cuda::Pack<Out, kPack> pack;
+#pragma unroll
+    for (int v = 0; v < kPack; ++v) {
+      if constexpr (std::is_same_v<Out, float>) {
+        pack.values[v] = static_cast<float>(sums[v]);
+      } else {
+        pack.values[v] = Narrow<Out>(sums[v]);
+      }
+    }
+    *reinterpret_cast<jaxops::cuda::Pack<Out, kPack>*>(to + index) = pack;
+  };
+  if (is_f32) {
+    store(static_cast<float*>(result));
+  } else {
+    store(static_cast<T*>(result));
+  }
+}
+
+// The taps of windows that are the same in both directions and have no dilation, which those that
+// are compiled have; 0 of others.
+inline int64_t SquareTaps(const Call& call) {
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  const bool is_square = h.taps == w.taps && h.stride == w.stride;
+  return is_square && h.dilation == 1 && w.dilation == 1 ? h.taps : 0;
+}
+
+}  // namespace jaxops::conv::cuda
+
+#endif  // JAXOPS_CUDA_CONV_DIRECT_DIRECT_CUH_

@@ -1,0 +1,407 @@
+// The gradient of a direct convolution of small groups of channels by its kernel.
+//
+// A sum over the pixels of all images for every tap, channel of a group and output. Threads have an
+// output, neighbours neighbouring ones, and keep its sums in registers while they go through their
+// part of the pixels. Of windows of 3, 5 and 7 taps they have all sums of an output and walk down
+// strips of columns (WalkPixels), where an entry of x meets those entries of the cotangent whose
+// windows cover it, which the thread keeps; of other windows, and f64, a few taps
+// (KernelGradDirect).
+//
+// Depthwise convolution of 16-bit entries has products of large windows
+// (direct/depthwise_kernel_grad.cu).
+//
+// The threads of a block that have the same output add up their sums, and blocks write theirs to a
+// workspace, from where a second kernel adds them, always in the same order.
+#include <type_traits>
+
+#include "cuda/conv/direct/direct.cuh"
+#include "cuda/conv/results.cuh"
+
+namespace jaxops::conv::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+// What all kernels are told.
+struct Params {
+  const void* image;
+  const void* cotangent;
+  void* result;  // of each split, one after the other, or of all
+  im2col::Window dims[kDims];
+  int image_rows, image_columns, rows, columns;
+  int64_t image_pixel, pixel;  // entries between pixels of x, and of the cotangent
+  FastDivider64 fan_out;
+  int64_t fan_in;
+  Slabs slabs;
+  FastDivider64 sets;           // of taps and channels of a group, in blocks of their own
+  FastDivider64 strips, parts;  // of columns and rows
+  int part_rows;
+  int64_t images, items;  // items are strips of parts of images
+  int64_t splits;
+  int64_t entries, size;  // of the result: for an output, and in all
+  bool is_part, result_is_f32;
+};
+
+// Which outputs and items a thread has.
+struct Threads {
+  int lanes, beside;  // of a block: of outputs, and for the same ones
+  int lane, number;
+  int64_t slab, pack, set, split, begin, end;
+
+  __device__ explicit Threads(const Params& p) {
+    lanes = static_cast<int>(p.slabs.lanes.divisor());
+    beside = kThreads / lanes;
+    lane = threadIdx.x % lanes;
+    number = threadIdx.x / lanes;
+    uint64_t left = blockIdx.x;
+    // Blocks for the same pixels are beside each other.
+    set = p.sets.Peel(left);
+    slab = p.slabs.slabs.Peel(left);
+    pack = slab * lanes + lane;
+    split = left;
+    begin = p.items * split / p.splits + number;
+    end = number < beside && pack < p.slabs.packs ? p.items * (split + 1) / p.splits : 0;
+  }
+};
+
+struct Item {
+  int64_t image;
+  int strip, row, rows;  // the first row of the cotangent, and how many
+
+  __device__ Item(const Params& p, uint64_t number) {
+    strip = static_cast<int>(p.strips.Peel(number));
+    row = static_cast<int>(p.parts.Peel(number)) * p.part_rows;
+    rows = min(p.part_rows, p.rows - row);
+    image = number;
+  }
+};
+
+// Adds up kCount sums of kPack outputs each of the threads of a block for these outputs, in their
+// order, and stores them: sum i is that for entry `first` + i of the result's taps and channels.
+template <typename T, int kCount, int kPack>
+__device__ void StoreBlockSums(const Params& p, const Threads& t, int64_t first,
+                               const Accumulator<T> (&sums)[kCount][kPack]) {
+  using Acc = Accumulator<T>;
+  __shared__ Acc all[kCount * kPack * kThreads];
+  const int width = t.lanes * kPack;
+  __syncthreads();
+  if (t.number < t.beside) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int v = 0; v < kPack; ++v) {
+        all[(i * t.beside + t.number) * width + t.lane * kPack + v] = sums[i][v];
+      }
+    }
+  }
+  __syncthreads();
+  for (int j = threadIdx.x; j < kCount * width; j += kThreads) {
+    const int i = j / width, output = j % width;
+    const int64_t column = t.slab * width + output;
+    if (column >= p.pixel || first + i >= p.entries) continue;
+    Acc sum = 0;
+    for (int k = 0; k < t.beside; ++k) sum += all[(i * t.beside + k) * width + output];
+    const int64_t at = (first + i) * p.pixel + column;
+    if (p.is_part) {
+      static_cast<Acc*>(p.result)[t.split * p.size + at] = sum;
+    } else {
+      StoreSums<T, 1>(p.result, at, p.result_is_f32, {sum});
+    }
+  }
+}
+
+// --- walks ---------------------------------------------------------------------------------------
+
+// So many blocks of a multiprocessor as registers for sums and what is held allow.
+template <typename W>
+constexpr int kWalkBlocks = W::kTaps > 3 || W::kFan > 1 ? 3
+                            : W::kPack > 1              ? 4
+                                                        : 5;
+
+template <typename T, typename W>
+__global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
+    WalkPixels(const __grid_constant__ Params p) {
+  using Acc = Accumulator<T>;
+  constexpr int kPixels = (W::kColumns - 1) * W::kStride + W::kTaps;
+  constexpr int kHeld = W::kRamp + 1;  // rows of the cotangent that a row of x meets
+  const Threads t(p);
+  const int64_t output = t.pack * W::kPack;
+  uint64_t group = output;
+  p.fan_out.Peel(group);
+  Acc sums[W::kTaps][W::kTaps * W::kFan][W::kPack] = {};
+  for (int64_t number = t.begin; number < t.end; number += t.beside) {
+    const Item item(p, number);
+    const int column = item.strip * W::kColumns;
+    const int width = min(W::kColumns, p.columns - column);
+    const int row = item.row * W::kStride - static_cast<int>(p.dims[0].low);
+    Rows<T, kPixels, W::kEntries> image(
+        p.image,
+        item.image * p.image_rows * p.image_columns * p.image_pixel +
+            static_cast<int64_t>(group) * W::kFan,
+        row, min(p.image_rows, row + (item.rows - 1) * W::kStride + W::kTaps),
+        column * W::kStride - static_cast<int>(p.dims[1].low), p.image_columns, p.image_pixel);
+    Rows<T, W::kColumns, W::kPack> cotangent(
+        p.cotangent, item.image * p.rows * p.columns * p.pixel + output, item.row,
+        item.row + item.rows, column, p.columns, p.pixel);
+
+    // held[m] is the row of the cotangent of m steps ago. It moves, because a loop that is unrolled
+    // until it is where it was is too much code of large windows.
+    Acc held[kHeld][W::kColumns][W::kPack] = {};
+    typename Rows<T, kPixels, W::kEntries>::Row next;
+    typename Rows<T, W::kColumns, W::kPack>::Row next_held;
+    image.LoadNext(next);
+    cotangent.LoadNext(next_held);
+#pragma unroll 1
+    for (int step = 0; step < item.rows + W::kRamp; ++step) {
+#pragma unroll
+      for (int m = kHeld - 1; m > 0; --m) {
+#pragma unroll
+        for (int c = 0; c < W::kColumns; ++c) {
+#pragma unroll
+          for (int v = 0; v < W::kPack; ++v) held[m][c][v] = held[m - 1][c][v];
+        }
+      }
+      next_held.WidenTo(held[0]);
+      cotangent.LoadNext(next_held);
+#pragma unroll
+      for (int phase = 0; phase < W::kStride; ++phase) {
+        Acc x[kPixels][W::kEntries];
+        next.WidenTo(x);
+        image.LoadNext(next);
+        const auto add = [&](auto is_needed) {
+#pragma unroll
+          for (int m = 0; m < kHeld; ++m) {
+            const int r = m * W::kStride + phase;
+            if (r >= W::kTaps) continue;
+#pragma unroll
+            for (int c = 0; c < W::kColumns; ++c) {
+              if (!is_needed(m, c)) continue;
+#pragma unroll
+              for (int s = 0; s < W::kTaps; ++s) {
+#pragma unroll
+                for (int i = 0; i < W::kFan; ++i) {
+#pragma unroll
+                  for (int v = 0; v < W::kPack; ++v) {
+                    sums[r][s * W::kFan + i][v] += held[m][c][v] * x[c * W::kStride + s][i + v];
+                  }
+                }
+              }
+            }
+          }
+        };
+        if (width == W::kColumns && step >= W::kRamp && step < item.rows) {
+          add([](int, int) { return true; });
+        } else {
+          // Zeros do not take the place of what is not there: an entry of x may be NaN.
+          add([&](int m, int c) { return c < width && m <= step && step - m < item.rows; });
+        }
+      }
+    }
+  }
+  constexpr int kRowSums = W::kTaps * W::kFan;
+#pragma unroll
+  for (int r = 0; r < W::kTaps; ++r) {
+    StoreBlockSums<T>(p, t, r * kRowSums, sums[r]);
+  }
+}
+
+// --- any window ----------------------------------------------------------------------------------
+
+// A tap and channel of a group of those that a thread sums for.
+constexpr int kSums = 8;
+constexpr int kStripColumns = 32;
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) KernelGradDirect(const __grid_constant__ Params p) {
+  using Acc = Accumulator<T>;
+  const Threads t(p);
+  const int64_t first = t.set * kSums;
+  const int64_t output = t.pack;
+  uint64_t group = output;
+  p.fan_out.Peel(group);
+  const T* x = static_cast<const T*>(p.image);
+  const T* g = static_cast<const T*>(p.cotangent);
+  int tap_row[kSums], tap_column[kSums];
+  int64_t channel[kSums];
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    // Entries after the last repeat it, and are not stored.
+    const int64_t entry = min(first + i, p.entries - 1);
+    const int tap = static_cast<int>(entry / p.fan_in), taps = static_cast<int>(p.dims[1].taps);
+    channel[i] = static_cast<int64_t>(group) * p.fan_in + entry % p.fan_in;
+    tap_row[i] = static_cast<int>(tap / taps * p.dims[0].dilation - p.dims[0].low);
+    tap_column[i] = static_cast<int>(tap % taps * p.dims[1].dilation - p.dims[1].low);
+  }
+  Acc sums[kSums][1] = {};
+  for (int64_t number = t.begin; number < t.end; number += t.beside) {
+    const Item item(p, number);
+    const int begin = item.strip * kStripColumns;
+    const int end = min(begin + kStripColumns, p.columns);
+    int64_t at[kSums];
+    uint32_t have_row = 0;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const int row = static_cast<int>(item.row * p.dims[0].stride) + tap_row[i];
+      at[i] =
+          ((item.image * p.image_rows + row) * p.image_columns + tap_column[i]) * p.image_pixel +
+          channel[i];
+      if (static_cast<uint32_t>(row) < static_cast<uint32_t>(p.image_rows)) have_row |= 1u << i;
+    }
+    const int64_t row_begin = (item.image * p.rows + item.row) * p.columns * p.pixel + output;
+    for (int c = begin; c < end; ++c) {
+      const Acc of_g = Widen(g[row_begin + c * p.pixel]);
+      const int x_begin = static_cast<int>(c * p.dims[1].stride);
+      const int64_t of_begin = x_begin * p.image_pixel;
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        const int column = x_begin + tap_column[i];
+        Acc of_x = 0;
+        if ((have_row >> i & 1) &&
+            static_cast<uint32_t>(column) < static_cast<uint32_t>(p.image_columns)) {
+          of_x = Widen(x[at[i] + of_begin]);
+        }
+        sums[i][0] += of_g * of_x;
+      }
+    }
+  }
+  StoreBlockSums<T>(p, t, first, sums);
+}
+
+// --- what the host decides -----------------------------------------------------------------------
+
+// How many blocks of a multiprocessor there are where there are enough pixels for them.
+constexpr int kTapsBlocks = 8;
+// What a thread does before it walks, in rows.
+constexpr int64_t kRowsBefore = 3;
+constexpr int64_t kMostParts = 64;
+
+// Cuts up the sum for a walk, or where W is void for any window. Which it is, and how many splits
+// there are, depends on sizes alone.
+template <typename W>
+void Cut(Params& p, int processors) {
+  int64_t blocks, columns, sets, most_parts = p.rows, least_parts = p.rows, ramp = 0, pack = 1;
+  if constexpr (std::is_void_v<W>) {
+    blocks = kTapsBlocks;
+    columns = kStripColumns;
+    sets = CeilDiv(p.entries, kSums);
+  } else {
+    blocks = kWalkBlocks<W>;
+    columns = W::kColumns;
+    sets = 1;
+    most_parts = std::min<int64_t>(p.rows, kMostParts);
+    least_parts = 1;
+    ramp = W::kRamp;
+    pack = W::kPack;
+  }
+  p.slabs = Slabs(p.pixel / pack);
+  p.sets = FastDivider64(sets);
+  p.strips = FastDivider64(CeilDiv(p.columns, columns));
+  const int64_t walks = p.images * p.strips.divisor();
+  const int64_t beside = kThreads / p.slabs.lanes.divisor();
+  const int64_t most_splits = std::max<int64_t>(
+      1, blocks * processors / static_cast<int64_t>(p.slabs.slabs.divisor() * sets));
+  int64_t least = 0;
+  for (int64_t wanted = least_parts; wanted <= most_parts; ++wanted) {
+    const int64_t part_rows = CeilDiv(p.rows, wanted);
+    const int64_t parts = CeilDiv(p.rows, part_rows);
+    const int64_t items = walks * parts;
+    const int64_t splits = std::min(most_splits, CeilDiv(items, beside));
+    const int64_t cost = CeilDiv(CeilDiv(items, splits), beside) * (part_rows + ramp + kRowsBefore);
+    if (least != 0 && cost >= least) continue;
+    least = cost;
+    p.part_rows = static_cast<int>(part_rows);
+    p.parts = FastDivider64(parts);
+    p.items = items;
+    p.splits = splits;
+  }
+  p.is_part = p.splits > 1;
+}
+
+template <typename T>
+int64_t PartBytes(const Params& p) {
+  return p.is_part ? p.splits * p.size * sizeof(Accumulator<T>) : 0;
+}
+
+template <typename T, typename W>
+cudaError_t Run(cudaStream_t stream, const Params& p, const Call& call) {
+  const int64_t blocks = p.splits * p.slabs.slabs.divisor() * p.sets.divisor();
+  cudaError_t error;
+  if constexpr (std::is_void_v<W>) {
+    error = jaxops::cuda::Launch(&KernelGradDirect<T>, blocks, kThreads, 0, stream, p);
+  } else {
+    error = jaxops::cuda::Launch(&WalkPixels<T, W>, blocks, kThreads, 0, stream, p);
+  }
+  if (error != cudaSuccess || !p.is_part) return error;
+  return LaunchAddParts(stream, p.result, call.result, call.result_dtype, p.size,
+                        static_cast<int>(p.splits));
+}
+
+// Calls `use` with all but addresses, and with the type of an entry and the walk as types.
+template <typename Use>
+auto WithPlan(const Call& call, int processors, Use&& use) {
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  Params p{};
+  std::copy_n(call.dims, kDims, p.dims);
+  p.image_rows = static_cast<int>(h.in);
+  p.image_columns = static_cast<int>(w.in);
+  p.rows = static_cast<int>(h.out);
+  p.columns = static_cast<int>(w.out);
+  p.image_pixel = call.channels;
+  p.pixel = call.outputs;
+  p.fan_in = call.channels / call.groups;
+  p.fan_out = FastDivider64(call.outputs / call.groups);
+  p.entries = h.taps * w.taps * p.fan_in;
+  p.size = p.entries * call.outputs;
+  p.images = call.images;
+  p.result_is_f32 = call.result_dtype == DType::kF32;
+  const int64_t taps = SquareTaps(call), stride = w.stride;
+  const bool has_pairs = p.fan_in == 1 && call.groups == call.outputs && call.channels % 2 == 0;
+  return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
+    const auto with = [&]<typename W>(std::type_identity<W>) {
+      Cut<W>(p, processors);
+      return use.template operator()<T, W>(p);
+    };
+    if constexpr (!std::is_same_v<T, double>) {
+      const bool walks = stride <= 2 && AreNear(std::max(call.channels, call.outputs));
+      // Pairs of 16-bit entries are as wide as one of f32.
+      constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
+      const auto with_stride = [&]<int kTaps, int kFan, int kPack>(Walk<kTaps, 1, kFan, kPack, 4>) {
+        return stride == 1 ? with(std::type_identity<Walk<kTaps, 1, kFan, kPack, 4>>())
+                           : with(std::type_identity<Walk<kTaps, 2, kFan, kPack, 4>>());
+      };
+      if (taps == 3 && walks) {
+        if (p.fan_in == 4) return with_stride(Walk<3, 1, 4, 1, 4>());
+        if (has_pairs) return with_stride(Walk<3, 1, 1, kPair, 4>());
+        if (p.fan_in == 1) return with_stride(Walk<3, 1, 1, 1, 4>());
+      }
+      if (taps == 5 && walks && p.fan_in == 1) return with_stride(Walk<5, 1, 1, 1, 4>());
+      if (taps == 7 && walks && stride == 1 && p.fan_in == 1) {
+        return with(std::type_identity<Walk<7, 1, 1, 1, 4>>());
+      }
+    }
+    return with(std::type_identity<void>());
+  });
+}
+
+}  // namespace
+
+int64_t KernelGradDirectWorkspace(const Call& call, int processors) {
+  return WithPlan(call, processors, [&]<typename T, typename W>(const Params& p) -> int64_t {
+    return PartBytes<T>(p);
+  });
+}
+
+cudaError_t LaunchKernelGradDirect(cudaStream_t stream, const Call& call, Space workspace,
+                                   int processors) {
+  if (call.dims[0].taps * call.dims[1].taps > kMaxTaps) return cudaErrorNotSupported;
+  return WithPlan(call, processors, [&]<typename T, typename W>(Params& p) {
+    if (workspace.bytes < PartBytes<T>(p)) return cudaErrorInvalidValue;
+    p.image = call.image;
+    p.cotangent = call.cotangent;
+    p.result = p.is_part ? workspace.data : call.result;
+    return Run<T, W>(stream, p, call);
+  });
+}
+
+}  // namespace jaxops::conv::cuda

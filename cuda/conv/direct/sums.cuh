@@ -1,0 +1,99 @@
+// What the direct kernels of the forward product and of the gradient by the image share.
+#ifndef JAXOPS_CUDA_CONV_DIRECT_SUMS_CUH_
+#define JAXOPS_CUDA_CONV_DIRECT_SUMS_CUH_
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "cuda/conv/direct/direct.cuh"
+#include "cuda/conv/results.cuh"
+
+namespace jaxops::conv::cuda {
+
+// The channels of image and kernel that a channel of the result is summed of. In the kernel
+// neighbours of each kind are so many entries apart.
+struct Channels {
+  FastDivider64 result_fan;  // of a group
+  int64_t image_fan;
+  int64_t tap, group, member, channel;
+
+  Channels() = default;
+  Channels(const Call& call, bool is_grad) {
+    const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
+    result_fan = FastDivider64(is_grad ? fan_in : fan_out);
+    image_fan = is_grad ? fan_out : fan_in;
+    tap = fan_in * call.outputs;
+    group = fan_out;
+    member = is_grad ? call.outputs : 1;
+    channel = is_grad ? 1 : call.outputs;
+  }
+
+  // The first channel of the image for one of the result, and the first entry of the kernel.
+  __device__ __forceinline__ void Find(uint64_t of_result, int64_t& of_image,
+                                       int64_t& of_kernel) const {
+    const int64_t in_group = result_fan.Peel(of_result);
+    of_image = of_result * image_fan;
+    of_kernel = of_result * group + in_group * member;
+  }
+};
+
+// What the kernels of sums are told, of the forward product and the gradient by the image.
+struct SumParams {
+  const void* image;
+  const void* kernel;
+  void* result;
+  int image_rows, image_columns, result_rows, result_columns;
+  int64_t image_pixel, result_pixel;  // entries between pixels, which are channels
+  int64_t images;
+  Channels channels;
+  Slabs slabs;
+  FastDivider64 strips;
+  bool result_is_f32;
+  Epilogue epilogue;
+};
+
+// Whether channels are groups of their own, which neighbours can be taken together of.
+inline bool HasPairs(const SumParams& p, const Call& call) {
+  return p.channels.image_fan == 1 && p.channels.result_fan.divisor() == 1 &&
+         call.channels % 2 == 0;
+}
+
+constexpr int kThreads = 128;
+
+// What a thread does before it walks, in rows.
+constexpr int64_t kRowsBefore = 3;
+// How many more and fewer ways to cut rows there are to choose from.
+constexpr int64_t kTrials = 8;
+
+// Cuts `groups` of rows into parts that take the least time, if `threads` walk down each, a step
+// for every group and `ramp` more. Threads mostly wait for memory: as many blocks as
+// multiprocessors have at a time take as long as one.
+inline int CutRows(int64_t groups, int64_t threads, int64_t ramp, int64_t resident) {
+  const int64_t at_a_time = resident * kProcessors;
+  const int64_t middle = at_a_time * kThreads / threads;
+  const int64_t first = std::clamp<int64_t>(middle - kTrials, 1, groups);
+  int64_t best = groups, least = INT64_MAX;
+  for (int64_t parts = first; parts <= std::min(groups, first + 2 * kTrials); ++parts) {
+    const int64_t part = CeilDiv(groups, parts);
+    const int64_t blocks = CeilDiv(threads * CeilDiv(groups, part), kThreads);
+    const int64_t cost = CeilDiv(blocks, at_a_time) * (part + ramp + kRowsBefore);
+    if (cost < least) {
+      least = cost;
+      best = part;
+    }
+  }
+  return static_cast<int>(best);
+}
+
+// Launches a walk, if there is one for such windows and groups.
+std::optional<cudaError_t> LaunchWalks(cudaStream_t stream, const SumParams& p, const Call& call,
+                                       bool is_grad);
+
+// The same on tensor cores.
+std::optional<cudaError_t> LaunchGroups(cudaStream_t stream, const SumParams& p, const Call& call,
+                                        bool is_grad);
+
+}  // namespace jaxops::conv::cuda
+
+#endif  // JAXOPS_CUDA_CONV_DIRECT_SUMS_CUH_

@@ -1,0 +1,264 @@
+// The gradient of a convolution of few channels by its kernel on Hopper.
+//
+// A row of the matrix product is an entry of the window, a column an output, and what is summed
+// over are the pixels of all images. Two neighbouring entries of the window, of two neighbouring
+// pixels, are two registers of the left operand: a lane reads both pairs and takes the lower halves
+// for the one row and the upper halves for the other. The cotangent is the right operand as it lies
+// in memory, from where bulk copies bring it. Blocks sum for some of the tiles each, and a second
+// kernel adds what they have, always in the same order.
+#include "cuda/conv/few_channels/few_channels.cuh"
+#include "cuda/conv/plan.h"
+#include "cuda/conv/tiles.cuh"
+
+namespace jaxops::conv::cuda {
+namespace {
+
+constexpr int kColumns = 64;  // outputs of a block
+// Pairs of entries that a warpgroup sums for, and warpgroups that the largest window needs.
+constexpr int kGroupPairs = 32;
+constexpr int kMostWarpgroups = 3;
+static_assert(kMostFewTapRows * (kMostFewRowEntries / 2) <= kMostWarpgroups * kGroupPairs);
+constexpr int kStep = 16;  // pixels of a product
+// Of the cotangent, as descriptors count.
+[[maybe_unused]] constexpr int kStepUnits = kStep * kMatrixRowBytes / 16;
+// Two blocks of a multiprocessor share its memory; copying of one hides behind the other.
+constexpr int kBlocks = 2;
+constexpr int kBytes = 111 * 1024;
+
+// Where the windows of a step's pixels begin in a stage, and which pixel of a row is the first.
+struct StepEntry {
+  int window, column;
+};
+constexpr int kMostSteps = 64;
+
+struct Params : Tiling {
+  CUtensorMap cotangent;
+  void* result;  // of each block's part, one after the other
+  int outputs;
+  int kernel_rows;
+  int64_t size;  // entries of the result
+  int parts;
+  int row_pixels;          // of a tile's row, with those that fill the last step up
+  int image_stage, stage;  // bytes
+};
+
+// kRagged: there are rows of a tile with no whole number of steps, or fewer than of others.
+template <typename T, int kWarpgroups, bool kOdd, bool kRagged>
+__global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
+    SumPixelsFew(const __grid_constant__ Params p) {
+#if JAXOPS_HAS_WGMMA
+  extern __shared__ char shared[];
+  __shared__ StepEntry table[kMostSteps];
+  __shared__ uint64_t full[2];  // the cotangent has come
+  char* stages = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
+  const int lane = threadIdx.x % 32;
+  const int column = blockIdx.y * kColumns;
+  const auto copy = [&](int number, int buffer) {
+    char* stage = stages + buffer * p.stage;
+    const Tile tile = p.Find(number);
+    if (threadIdx.x == 0) {
+      // Zeros come where there are no pixels or outputs.
+      Expect(full + buffer, p.tile_rows * p.row_pixels * kMatrixRowBytes);
+      const int32_t from[] = {column, tile.column, tile.row, static_cast<int32_t>(tile.image)};
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + p.image_stage,
+                                &p.cotangent, from, full + buffer);
+    }
+    CopyWindows(p, tile, stage);
+  };
+  if (threadIdx.x == 0) {
+    PrefetchMap(p.cotangent);
+    for (uint64_t& barrier : full) ptx::mbarrier_init(&barrier, 1);
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+  }
+  copy(blockIdx.x, 0);
+  CopiesCommit();
+
+  for (int i = threadIdx.x; i < kMostSteps; i += blockDim.x) {
+    const int row = i * kStep / p.row_pixels % p.tile_rows, in_row = i * kStep % p.row_pixels;
+    table[i] = {p.WindowBytes(row, in_row), in_row};
+  }
+
+  // The pair of entries of this lane. What pairs after the last would sum is not used.
+  const int pair = threadIdx.x / 32 * 8 + lane / 4;
+  const int kernel_row = pair / p.row_pairs;
+  const bool has_pair = kernel_row < p.kernel_rows;
+  const int pair_bytes = has_pair ? kernel_row * p.pitch + pair % p.row_pairs * 4 : 0;
+  const int pixel_bytes = 2 * p.pixel_entries;
+  const int lane_bytes = pair_bytes + lane % 4 * 2 * pixel_bytes;
+  const int pixel_at[4] = {0, pixel_bytes, 8 * pixel_bytes, 9 * pixel_bytes};
+
+  float sums[kColumns / 2] = {};
+  int buffer = 0;
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int number = blockIdx.x; number < p.tiles; number += gridDim.x) {
+    const int next = number + gridDim.x;
+    if (next < p.tiles) copy(next, buffer ^ 1);
+    CopiesCommit();
+    CopiesWait<1>();
+    __syncthreads();
+    Wait(full + buffer, parity);
+
+    const Tile tile = p.Find(number);
+    const uint32_t stage = SharedAddress(stages) + buffer * p.stage;
+    const uint64_t b = At(MatrixDescriptor(0, 1024, kMatrixRowBytes), stage + p.image_stage);
+    const auto load = [&](const StepEntry& step, uint32_t (&to)[4]) {
+      uint32_t pairs[4];
+      const uint32_t window = stage + lane_bytes + step.window;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Beside the last pixel there may be a NaN, and the cotangent's zeros would not hide it.
+        const int pixel = step.column + lane % 4 * 2 + i % 2 + i / 2 * 8;
+        const bool exists = !kRagged || pixel < tile.columns;
+        pairs[i] = exists ? LoadPair<kOdd>(window + pixel_at[i]) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        to[2 * i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x5410);
+        to[2 * i + 1] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x7632);
+      }
+    };
+    const int steps = tile.rows * p.row_pixels / kStep;
+    int step = 0;
+#pragma unroll 1
+    for (; step + 1 < steps; step += 2) {
+      uint32_t fragments[2][4];
+      load(table[step], fragments[0]);
+      load(table[step + 1], fragments[1]);
+      const uint64_t b_step = b + step * kStepUnits;
+      ProductsBegin();
+      Multiply<T, kColumns, true>(sums, fragments[0], b_step, 1);
+      Multiply<T, kColumns, true>(sums, fragments[1], b_step + kStepUnits, 1);
+      ProductsCommit();
+      ProductsWait<0>();
+    }
+    if (step < steps) {
+      uint32_t fragments[4];
+      load(table[step], fragments);
+      ProductsBegin();
+      Multiply<T, kColumns, true>(sums, fragments, b + step * kStepUnits, 1);
+      ProductsCommit();
+      ProductsWait<0>();
+    }
+    __syncthreads();
+    parity ^= buffer;
+    buffer ^= 1;
+  }
+
+  if (!has_pair) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int entry = pair % p.row_pairs * 2 - p.lead + half;
+    if (entry < 0 || entry >= p.row_entries) continue;
+    float* to = static_cast<float*>(p.result) + blockIdx.x * p.size +
+                int64_t{kernel_row * p.row_entries + entry} * p.outputs;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const int output = column + 8 * j + lane % 4 * 2;
+      if (output < p.outputs) {
+        *reinterpret_cast<float2*>(to + output) = {sums[4 * j + 2 * half],
+                                                   sums[4 * j + 2 * half + 1]};
+      }
+    }
+  }
+#endif
+}
+
+// --- what the host decides -----------------------------------------------------------------------
+
+// Decides all but addresses, from sizes and the number of processors alone.
+bool Plan(Params& p, const Call& call, int processors) {
+  if (!HasFewChannels(call) || call.outputs % kUnit) return false;
+  const im2col::Window& h = call.dims[0];
+  const im2col::Window& w = call.dims[1];
+  p.outputs = static_cast<int>(call.outputs);
+  p.kernel_rows = static_cast<int>(h.taps);
+  p.size = h.taps * w.taps * call.channels * call.outputs;
+  const int beside = static_cast<int>(CeilDiv(call.outputs, kColumns));
+  const int blocks = std::max(1, kBlocks * processors / beside);
+
+  // The tiles that are done first, in estimated cycles: of products and of what is copied.
+  constexpr int kMostColumns = 128, kMostRows = 8;
+  constexpr int64_t kStepCycles = 110, kUnitCycles = 2, kTileCycles = 1000;
+  Params cut = p;
+  int64_t least = INT64_MAX;
+  for (int columns = kMostColumns; columns >= kStep; columns /= 2) {
+    for (int rows = 1; rows <= kMostRows; ++rows) {
+      // The pixels that fill a step up have no cotangent: it may be infinite.
+      cut.Cut(call, columns, rows, kStep);
+      cut.row_pixels = static_cast<int>(CeilDiv(cut.tile_columns.divisor(), kStep) * kStep);
+      const int64_t steps = int64_t{cut.tile_rows} * cut.row_pixels / kStep;
+      cut.image_stage = static_cast<int>(CeilDiv(cut.stage_bytes(), 1024) * 1024);
+      cut.stage = cut.image_stage + static_cast<int>(steps * kStep * kMatrixRowBytes);
+      const bool fits = steps <= kMostSteps && 1024 + 2 * cut.stage <= kBytes;
+      if (!fits || cut.tiles == INT32_MAX) break;
+      const int64_t cycles =
+          steps * kStepCycles + cut.stage / kUnitBytes * kUnitCycles + kTileCycles;
+      const int64_t cost = CeilDiv(cut.tiles, blocks) * cycles;
+      if (cost < least) {
+        least = cost;
+        p = cut;
+      }
+    }
+  }
+  p.parts = std::min(p.tiles, blocks);
+  return least < INT64_MAX;
+}
+
+auto PlanOf(const Call& call, int processors) {
+  return KeptParams<Params>(PlanKey(call, processors),
+                            [&](Params& p) { return Plan(p, call, processors); });
+}
+
+int64_t PartBytes(const Params& p) { return p.parts * p.size * 4; }
+
+template <typename T, int kWarpgroups>
+cudaError_t Launch(cudaStream_t stream, const Params& p) {
+  const bool is_ragged = p.out_columns != static_cast<int>(p.strips.divisor()) * p.row_pixels;
+  auto* kernel = is_ragged    ? p.HasOdd() ? &SumPixelsFew<T, kWarpgroups, true, true>
+                                           : &SumPixelsFew<T, kWarpgroups, false, true>
+                 : p.HasOdd() ? &SumPixelsFew<T, kWarpgroups, true, false>
+                              : &SumPixelsFew<T, kWarpgroups, false, false>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(p.parts, static_cast<unsigned>(CeilDiv(p.outputs, kColumns)));
+  kernel<<<grid, 128 * kWarpgroups, 1024 + 2 * p.stage, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int64_t KernelGradFewChannelsWorkspace(const Call& call, int processors) {
+  const auto plan = PlanOf(call, processors);
+  return plan->has_value() ? PartBytes(**plan) : 0;
+}
+
+cudaError_t LaunchKernelGradFewChannels(cudaStream_t stream, const Call& call, Space workspace,
+                                        int processors) {
+  const auto plan = PlanOf(call, processors);
+  if (!plan->has_value()) return cudaErrorNotSupported;
+  Params p = **plan;
+  if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
+  p.images = static_cast<const uint16_t*>(call.image);
+  p.result = workspace.data;
+  cudaError_t error = Map<4>(
+      p.cotangent, call.dtype, call.cotangent, {p.outputs, p.out_columns, p.out_rows, call.images},
+      {kColumns, p.row_pixels, p.tile_rows, 1}, {1, 1, 1, 1}, kMatrixRowBytes);
+  if (error != cudaSuccess) return error;
+  error = DispatchShort(call.dtype, [&](auto type) {
+    using T = decltype(type);
+    switch (CeilDiv(p.kernel_rows * p.row_pairs, kGroupPairs)) {
+      case 1:
+        return Launch<T, 1>(stream, p);
+      case 2:
+        return Launch<T, 2>(stream, p);
+      default:
+        return Launch<T, kMostWarpgroups>(stream, p);
+    }
+  });
+  if (error != cudaSuccess) return error;
+  return LaunchAddParts(stream, workspace.data, call.result, call.result_dtype, p.size, p.parts);
+}
+
+}  // namespace jaxops::conv::cuda

@@ -1,0 +1,221 @@
+// How the kernels of convolution finish and write what they have summed, and add up parts.
+#ifndef JAXOPS_CUDA_CONV_RESULTS_CUH_
+#define JAXOPS_CUDA_CONV_RESULTS_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/conv.h"
+#include "cuda/common/activation.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/common/numeric.cuh"
+
+namespace jaxops::conv::cuda {
+
+// Has sums of two rows and kColumns columns go through it, of which each of four neighbouring lanes
+// has two columns in eight; where kDealt, those that StoreDealt writes.
+template <int kColumns, bool kDealt = false>
+__device__ void Finish(const Epilogue& epilogue, float (&sums)[kColumns / 2], int64_t output,
+                       int left) {
+  if (epilogue.bias) {
+    const float* of_all = static_cast<const float*>(epilogue.bias);
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = kDealt ? 8 * (j / 4 * 4 + lane) + 4 * i + j % 4 : 8 * j + 2 * lane + i;
+        const float bias = column < left ? of_all[output + column] : 0;
+        sums[4 * j + i] += bias;
+        sums[4 * j + 2 + i] += bias;
+      }
+    }
+  }
+  jaxops::cuda::Activate(sums, epilogue.activation);
+}
+
+// Has sums of neighbouring outputs, of which so many are left, go through it.
+template <typename Acc, int kCount>
+__device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output, int left,
+                                       Acc (&sums)[kCount]) {
+  if (epilogue.bias) {
+    const Acc* bias = static_cast<const Acc*>(epilogue.bias) + output;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < left) sums[i] += bias[i];
+    }
+  }
+  jaxops::cuda::Activate(sums, epilogue.activation);
+}
+
+// The same of several pixels. Mostly there is nothing to do, which is asked once.
+template <typename Acc, int kPixels, int kCount>
+__device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output, int left,
+                                       Acc (&sums)[kPixels][kCount]) {
+  if (!epilogue.bias && epilogue.activation == Activation::kNone) return;
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) Finish(epilogue, output, left, sums[i]);
+}
+
+template <typename T>
+__device__ uint32_t Pack(float a, float b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// Writes a row of sums of which each of four neighbouring lanes has two columns in eight. For whole
+// accesses these lanes first exchange, so that each has eight columns of every 32.
+template <typename T, int kColumns>
+__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, T* to, int left) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j += 4) {
+    uint32_t v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = Pack<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t given = __shfl_xor_sync(~0u, lane & 1 ? v[i] : v[i + 1], 1);
+      (lane & 1 ? v[i] : v[i + 1]) = given;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t given = __shfl_xor_sync(~0u, lane & 2 ? v[i] : v[i + 2], 2);
+      (lane & 2 ? v[i] : v[i + 2]) = given;
+    }
+    const int column = 8 * (j + lane);
+    if (to && column < left) *reinterpret_cast<uint4*>(to + column) = {v[0], v[1], v[2], v[3]};
+  }
+}
+
+template <int kColumns>
+__device__ void StoreRow(const float (&sums)[kColumns / 2], int half, float* to, int left) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const int column = 8 * j + 2 * lane;
+    if (to && column < left) {
+      *reinterpret_cast<float2*>(to + column) = {sums[4 * j + 2 * half],
+                                                 sums[4 * j + 2 * half + 1]};
+    }
+  }
+}
+
+// The same by whole accesses: neighbouring lanes exchange, so that each has four columns of
+// every 16.
+template <int kColumns>
+__device__ void StoreQuads(const float (&sums)[kColumns / 2], int half, float* to, int left) {
+  const bool is_odd = threadIdx.x % 2;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j += 2) {
+    const float* first = sums + 4 * j + 2 * half;
+    const float* second = first + 4;
+    const float2 given = {__shfl_xor_sync(~0u, is_odd ? first[0] : second[0], 1),
+                          __shfl_xor_sync(~0u, is_odd ? first[1] : second[1], 1)};
+    const int column = 8 * (j + is_odd) + 4 * (threadIdx.x % 4 / 2);
+    if (to && column < left) {
+      *reinterpret_cast<float4*>(to + column) = {
+          is_odd ? given.x : first[0], is_odd ? given.y : first[1], is_odd ? second[0] : given.x,
+          is_odd ? second[1] : given.y};
+    }
+  }
+}
+
+__device__ inline float4 Add(const float4& a, const float4& b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+template <typename T>
+__device__ T Add(T a, T b) {
+  return a + b;
+}
+
+template <typename Out>
+__device__ void Store(Out* to, const float4& v) {
+  if constexpr (std::is_same_v<Out, float>) {
+    *reinterpret_cast<float4*>(to) = v;
+  } else {
+    *reinterpret_cast<uint2*>(to) = {Pack<Out>(v.x, v.y), Pack<Out>(v.z, v.w)};
+  }
+}
+
+template <typename Out>
+__device__ void Store(Out* to, jaxops::cuda::Accumulator<Out> v) {
+  *to = jaxops::cuda::Narrow<Out>(v);
+}
+
+// Adds parts of a result, an entry or four a thread, always in the same order. With many parts the
+// threads of a column of the block share them, each adding every so many, and one adds what these
+// have.
+constexpr int kAddThreads = 256;
+
+// What the thread in the first row of a column of the block has to write at `at`.
+template <typename In>
+__device__ __forceinline__ In SumOfParts(const In* __restrict__ from, int64_t at, int64_t count,
+                                         int parts) {
+  __shared__ In sums[kAddThreads];
+  In sum{};
+  if (at < count) {
+#pragma unroll 8
+    for (int k = threadIdx.y; k < parts; k += blockDim.y) sum = Add(sum, from[k * count + at]);
+  }
+  if (blockDim.y > 1) {
+    sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0) return sum;
+    for (int y = 1; y < blockDim.y; ++y) sum = Add(sum, sums[y * blockDim.x + threadIdx.x]);
+  }
+  return sum;
+}
+
+template <typename In, typename Out>
+__global__ void __launch_bounds__(kAddThreads)
+    AddParts(const In* __restrict__ from, Out* __restrict__ to, int64_t count, int parts) {
+  constexpr int kEntries = std::is_same_v<In, float4> ? 4 : 1;
+  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const In sum = SumOfParts(from, at, count, parts);
+  if (at < count && threadIdx.y == 0) Store(to + kEntries * at, sum);
+}
+
+// Whether any of these flags is set: all threads of a block ask, and get the same answer.
+__device__ __forceinline__ bool AnyIsSet(const int* flags, int count) {
+  const int threads = blockDim.x * blockDim.y;
+  int any = 0;
+  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < count; i += threads) any |= flags[i];
+  return __syncthreads_or(any);
+}
+
+// Of `parts` results of `size` entries each, one after the other, of the type that sums for such a
+// result have.
+inline cudaError_t LaunchAddParts(cudaStream_t stream, const void* from, void* result, DType dtype,
+                                  int64_t size, int parts) {
+  const int beside = parts >= 128 ? 8 : parts >= 16 ? 32 : kAddThreads;
+  const dim3 threads(beside, kAddThreads / beside);
+  const auto launch = [&]<typename In>(const In* parts_from, auto* to, int64_t count) {
+    const int64_t blocks = jaxops::cuda::CeilDiv(count, threads.x);
+    if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+    AddParts<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(parts_from, to, count, parts);
+    return cudaGetLastError();
+  };
+  return jaxops::cuda::DispatchFloat(dtype, [&]<typename Out>(Out) {
+    Out* to = static_cast<Out*>(result);
+    if constexpr (!std::is_same_v<Out, double>) {
+      if (size % 4 == 0) return launch(static_cast<const float4*>(from), to, size / 4);
+    }
+    return launch(static_cast<const jaxops::cuda::Accumulator<Out>*>(from), to, size);
+  });
+}
+
+}  // namespace jaxops::conv::cuda
+
+#endif  // JAXOPS_CUDA_CONV_RESULTS_CUH_

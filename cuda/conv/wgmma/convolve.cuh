@@ -1,0 +1,748 @@
+// Convolution on Hopper as a matrix product whose left operand, the patches, is never made.
+//
+// A block takes tiles of kRows pixels by kColumns outputs. For 16 to 64 channels at a time a bulk
+// copy brings the rows of the image that the windows of all its pixels touch, once for all taps:
+// an entry of a patch is then an address, and ldmatrix takes the fragments of the left operand from
+// wherever the pixels of a tap lie. The kernel's part for a tap and these channels comes by another
+// bulk copy, and is the right operand as it lies in shared memory. Two warps do nothing but copy,
+// ahead of the warpgroups that multiply, through two rings of stages.
+//
+// The gradient by the image is the same sum over the cotangent with taps mirrored and the kernel
+// transposed, or several such sums, each a launch.
+#ifndef JAXOPS_CUDA_CONV_WGMMA_CONVOLVE_CUH_
+#define JAXOPS_CUDA_CONV_WGMMA_CONVOLVE_CUH_
+
+#include "cuda/conv/tf32x3.cuh"
+#include "cuda/conv/tiles.cuh"
+
+namespace jaxops::conv::cuda {
+namespace tiled {
+
+// Entries of float32 of which every one is two of TF32. Those of the kernel were split beforehand,
+// and its matrices of low ones come after all those of high ones.
+struct FloatPair {
+  float entry;
+};
+template <typename T>
+inline constexpr bool kIsPaired = std::is_same_v<T, FloatPair>;
+// How many of an operand there are for each entry.
+template <typename T>
+inline constexpr int kEntryParts = kIsPaired<T> ? 2 : 1;
+
+// Chunks of a group have so many steps: a step is 16 channels of a tap. With few channels a chunk
+// has several taps.
+inline constexpr int kSteps = 4;
+inline constexpr int kBarrierBytes = 1024;
+inline constexpr int kMostLogSplits = 3;  // clusters have at most 8 blocks
+inline constexpr int kStagesBytes =
+    kSharedBytes - kBarrierBytes - 1024;  // less what aligns the stages
+
+struct Params : Layout {
+  CUtensorMap image_map;
+  CUtensorMap kernel_map;
+  void* result;
+  int64_t result_image, result_row, result_column;  // entries between neighbours of the result
+  int outputs, pixels, tiles;
+  FastDivider column_tiles;
+  int channel_blocks, last_steps;  // steps of a tap in the last block
+  int chunk_taps;
+  FastDivider chunks;  // of a block of channels
+  int log_splits;      // of how many blocks of a cluster share the sum of a tile
+  int image_stage, image_stages, kernel_stage, kernel_stages;  // bytes of a stage; stages
+  int groups;
+  bool has_taps;
+  bool is_wide;  // the result is f32
+  // Of split entries: how far behind a matrix of the kernel its low part is, in matrices; what is
+  // set where a sum is not finite.
+  int low_matrices;
+  int* flag;
+  Epilogue epilogue;
+  Group group[kMaxTaps];
+  int16_t matrix[kMaxTaps];  // of the kernel, by tap
+  // From the entry of a group's first tap and channel to that of a step, in a stage. There is a
+  // chunk for every tap, or for some of them.
+  int4 step_bytes[kMaxTaps];
+  int16_t first_chunk[kMaxTaps + 1];  // of a group
+};
+
+// What a block has of the sum of a tile, in chunks of all blocks of channels. Where it is all of
+// it, nothing of this is left at run time.
+template <bool kSplit>
+struct Part {
+  int first, end;
+
+  __device__ explicit Part(const Params& p) {
+    const int chunks = p.channel_blocks * static_cast<int>(p.chunks.divisor());
+    const int rank = blockIdx.x & ((1 << p.log_splits) - 1);
+    first = chunks * rank >> p.log_splits;
+    end = chunks * (rank + 1) >> p.log_splits;
+  }
+
+  __device__ bool HasChunk(const Params& p, int block, int chunk) const {
+    const int number = block * static_cast<int>(p.chunks.divisor()) + chunk;
+    return !kSplit || (number >= first && number < end);
+  }
+
+  // The blocks of channels that it touches.
+  __device__ int FirstBlock(const Params& p) const { return kSplit ? p.chunks.Quotient(first) : 0; }
+  __device__ int EndBlock(const Params& p) const {
+    return kSplit ? p.chunks.Quotient(end - 1) + 1 : p.channel_blocks;
+  }
+
+  // Whether any chunk of the group is in it.
+  __device__ bool HasGroup(const Params& p, int block, int group) const {
+    const int before = block * static_cast<int>(p.chunks.divisor());
+    return !kSplit ||
+           (before + p.first_chunk[group + 1] > first && before + p.first_chunk[group] < end);
+  }
+
+  // The tiles of the block; those of a cluster have the same ones.
+  __device__ static int FirstTile(const Params& p) {
+    return kSplit ? blockIdx.x >> p.log_splits : blockIdx.x;
+  }
+  __device__ static int TileStep(const Params& p) {
+    return kSplit ? gridDim.x >> p.log_splits : gridDim.x;
+  }
+};
+
+// A pixel by what it is counted in.
+struct Pixel {
+  uint32_t strip, row, column;
+
+  __device__ Pixel(const Params& p, uint32_t number) {
+    column = p.strip_width.Peel(number);
+    row = p.rows.Peel(number);
+    strip = number;
+  }
+};
+
+struct Barriers {
+  uint64_t image_full[kMaxStages], image_empty[kMaxStages];
+  uint64_t kernel_full[kMaxStages], kernel_empty[kMaxStages];
+};
+static_assert(sizeof(Barriers) <= kBarrierBytes);
+
+template <typename T, int kRows, bool kSplit>
+__device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
+  constexpr int kItem = sizeof(T);
+  const int lane = threadIdx.x % 32;
+  const Part<kSplit> part(p);
+  Ring ring;
+  for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
+    const int begin = p.column_tiles.Quotient(tile) * kRows;
+    const int end = min(begin + kRows, p.pixels);
+    const Rows rows(p, p.strip_width.Quotient(begin), p.strip_width.Quotient(end - 1));
+    for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
+      for (int g = 0; g < p.groups; ++g) {
+        if (!part.HasGroup(p, block, g)) continue;
+        Wait(&barriers.image_empty[ring.stage], ring.parity ^ 1);
+        uint64_t* full = &barriers.image_full[ring.stage];
+        if (lane == 0) Expect(full, rows.count * p.copy_bytes);
+        __syncwarp();
+        char* stage = stages + ring.stage * p.image_stage;
+        CopyRows(p, p.image_map, rows, p.group[g], block * (p.row_bytes / kItem), stage, full);
+        ring.Advance(p.image_stages);
+      }
+    }
+  }
+}
+
+// The columns of the kernel's part in a stage. Across the sum a row of a swizzled matrix has 64.
+template <int kColumns, bool kAcross>
+inline constexpr int kKernelColumns = kAcross && kColumns < 64 ? 64 : kColumns;
+
+template <typename T, int kColumns, bool kAcross, bool kSplit>
+__device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
+  if (threadIdx.x % 32 != 0) return;
+  const Part<kSplit> part(p);
+  Ring ring;
+  const int tap_bytes = kKernelColumns<kColumns, kAcross> * p.row_bytes;
+  constexpr int kEntryParts = tiled::kEntryParts<T>;
+  for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
+    uint32_t column = tile;
+    column = p.column_tiles.Peel(column) * kColumns;
+    for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
+      const int channel = block * (p.row_bytes / static_cast<int>(sizeof(T)));
+      int chunk = 0;
+      for (int g = 0; g < p.groups; ++g) {
+        const int end = p.group[g].end;
+        for (int begin = p.group[g].begin; begin < end; begin += p.chunk_taps, ++chunk) {
+          if (!part.HasChunk(p, block, chunk)) continue;
+          const int taps = min(p.chunk_taps, end - begin);
+          Wait(&barriers.kernel_empty[ring.stage], ring.parity ^ 1);
+          uint64_t* full = &barriers.kernel_full[ring.stage];
+          // Those of split entries are always whole: zeros are there for taps that are not.
+          const int copied = kIsPaired<T> ? p.chunk_taps : taps;
+          Expect(full, kEntryParts * copied * tap_bytes);
+#pragma unroll
+          for (int k = 0; k < kEntryParts; ++k) {
+            char* to = stages + ring.stage * p.kernel_stage + k * (p.kernel_stage / kEntryParts);
+            for (int t = begin; t < begin + copied; ++t) {
+              const int matrix =
+                  kIsPaired<T> && t >= end ? 2 * p.low_matrices : p.matrix[t] + k * p.low_matrices;
+              constexpr int kParts = kAcross ? kKernelColumns<kColumns, kAcross> / 64 : 1;
+#pragma unroll
+              for (int i = 0; i < kParts; ++i) {
+                const int at_column = column + 64 * i;
+                const int32_t at[3] = {kAcross ? at_column : channel, kAcross ? channel : at_column,
+                                       matrix};
+                ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &p.kernel_map,
+                                          at, full);
+                to += tap_bytes / kParts;
+              }
+            }
+          }
+          ring.Advance(p.kernel_stages);
+        }
+      }
+    }
+  }
+}
+
+// Finishes and writes what a warp has summed of 16 rows of a tile that begins at pixel `begin`.
+template <typename T, int kColumns>
+__device__ void StoreSums(const Params& p, float (&sums)[kColumns / 2], int begin, int row,
+                          int column) {
+  const int left = p.outputs - column;
+  if constexpr (kIsPaired<T>) {
+    if (!AreFinite(sums)) *p.flag = 1;
+  }
+  Finish<kColumns>(p.epilogue, sums, column, left);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int number = begin + row + 8 * half + static_cast<int>(threadIdx.x % 32 / 4);
+    const Pixel pixel(p, number);
+    const int image_number = p.strips.Quotient(pixel.strip);
+    const int strip = pixel.strip - image_number * p.strips.divisor();
+    const int in_row = strip * p.strip_width.divisor() + pixel.column;
+    const bool exists = number < p.pixels && in_row < p.columns;
+    const int64_t offset = image_number * p.result_image + pixel.row * p.result_row +
+                           in_row * p.result_column + column;
+    if constexpr (kIsPaired<T>) {
+      StoreQuads<kColumns>(sums, half, exists ? static_cast<float*>(p.result) + offset : nullptr,
+                           left);
+    } else if (std::is_same_v<T, float> || p.is_wide) {
+      StoreRow<kColumns>(sums, half, exists ? static_cast<float*>(p.result) + offset : nullptr,
+                         left);
+    } else if constexpr (!std::is_same_v<T, float>) {
+      StoreRow<T, kColumns>(sums, half, exists ? static_cast<T*>(p.result) + offset : nullptr,
+                            left);
+    }
+  }
+}
+
+// Adds what the blocks of a cluster have summed of a tile and writes it, each block its share. The
+// sums pass through the stages, which nothing is copied to any more.
+template <typename T, int kWarpgroups, int kBlocks, int kColumns>
+__device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumns / 2],
+                           char* stages, int begin, int column) {
+  constexpr int kWarps = 4 * kWarpgroups;
+  constexpr int kPieces = kBlocks * kColumns / 32;  // of a warp, of 32 columns each
+  static_assert(kWarps * kPieces * 2048 <= kStagesBytes);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
+  // Products of other warpgroups may still use the stages.
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * kWarps) : "memory");
+  float4* own = reinterpret_cast<float4*>(stages) + warp * kPieces * 128 + lane;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; ++i) {
+      const float* four = sums[b] + 4 * i;
+      own[(b * (kColumns / 8) + i) * 32] = {four[0], four[1], four[2], four[3]};
+    }
+  }
+  SyncCluster();
+  const auto add = [&](auto count) {
+    constexpr int kSplits = decltype(count)::value;
+    for (int piece = warp * kSplits + blockIdx.x % kSplits; piece < kWarps * kPieces;
+         piece += kWarps * kSplits) {
+      const uint32_t address = SharedAddress(stages) + piece * 2048 + lane * 16;
+      // All are under way at once, because other blocks' memory is far.
+      float4 parts[kSplits][4];
+#pragma unroll
+      for (int k = 0; k < 4 * kSplits; ++k) {
+        parts[k / 4][k % 4] = LoadOfBlock(address + k % 4 * 512, k / 4);
+      }
+      float all[16];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float4 sum = parts[0][i];
+#pragma unroll
+        for (int k = 1; k < kSplits; ++k) sum = Add(sum, parts[k][i]);
+        all[4 * i] = sum.x;
+        all[4 * i + 1] = sum.y;
+        all[4 * i + 2] = sum.z;
+        all[4 * i + 3] = sum.w;
+      }
+      const int of_warp = piece / kPieces, block = piece % kPieces / (kColumns / 32);
+      const int row = of_warp / 4 * 64 * kBlocks + 64 * block + of_warp % 4 * 16;
+      StoreSums<T, 32>(p, all, begin, row, column + piece % (kColumns / 32) * 32);
+    }
+  };
+  switch (p.log_splits) {
+    case 1:
+      add(std::integral_constant<int, 2>{});
+      break;
+    case 2:
+      add(std::integral_constant<int, 4>{});
+      break;
+    default:
+      add(std::integral_constant<int, 1 << kMostLogSplits>{});
+  }
+  // No block ends while others read its memory. What copied has ended: barriers do not wait for it.
+  SyncCluster();
+}
+
+template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit>
+__device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
+                              uint32_t image_stages, uint32_t kernel_stages) {
+  constexpr int kRows = 64 * kWarpgroups * kBlocks;
+  // The products of a chunk are issued in two halves, so that the fragments of one are loaded while
+  // the other is multiplied: of the rows, or with one block of them of the steps.
+  constexpr int kHalf = kBlocks == 2 ? kSteps : kSteps / 2;
+  const int lane = threadIdx.x % 32;
+  const int warp_row = (threadIdx.x / 128 - 1) * 64 * kBlocks + threadIdx.x / 32 % 4 * 16;
+  const Swizzle swizzle = Swizzle::OfRows(p.row_bytes);
+  const uint64_t descriptor = kAcross ? MatrixDescriptor(64 * p.row_bytes, 1024, 128)
+                                      : MatrixDescriptor(16, 8 * p.row_bytes, p.row_bytes);
+  const int tap_steps = p.row_bytes / 32;
+  uint32_t matrix_step[kSteps];  // in units of descriptors, 16 bytes
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    matrix_step[i] = (i / tap_steps * kKernelColumns<kColumns, kAcross> * p.row_bytes +
+                      i % tap_steps * (kAcross ? 16 * 128 : 32)) /
+                     16;
+  }
+
+  const Part<kSplit> part(p);
+  Ring image, kernel;
+  for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
+    uint32_t row_tile = tile;
+    const int column = p.column_tiles.Peel(row_tile) * kColumns;
+    const int begin = row_tile * kRows;
+    const int end = min(begin + kRows, p.pixels);
+    const Rows rows(p, p.strip_width.Quotient(begin), p.strip_width.Quotient(end - 1));
+    uint32_t base[kBlocks];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      // Rows after the last pixel repeat it, and are not stored.
+      const Pixel pixel(p, min(begin + warp_row + 64 * b + lane % 16, end - 1));
+      base[b] = rows.Of(p, pixel.strip, pixel.row) * p.pitch + pixel.column * p.column_bytes +
+                lane / 16 * 16;
+    }
+
+    float sums[kBlocks][kColumns / 2];
+    uint32_t fragments[2][kHalf][kEntryParts<T>][4];
+    int add = 0;
+    // Of split entries tensor cores sum what a half of a chunk has, and that is added to the sums
+    // while the other half is multiplied. Of many columns, whose halves do not fit in registers, it
+    // is a chunk, added while other warpgroups multiply.
+    constexpr bool kHasHalves = kColumns < 128;
+    float parts[kHasHalves ? 2 : 1][kIsPaired<T> ? kColumns / 2 : 1];
+    bool has_part = false;  // the last one, of a chunk before
+    const auto add_part = [&](int half) {
+#pragma unroll
+      for (int i = 0; i < (kIsPaired<T> ? kColumns / 2 : 0); ++i) {
+        sums[kBlocks == 2 ? half : 0][i] += parts[kHasHalves ? half : 0][i];
+      }
+    };
+    if constexpr (kIsPaired<T>) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (float& sum : sums[b]) sum = 0;
+      }
+    }
+    int done_image = -1, done_kernel = -1;  // stages that products under way still use
+    // One lane does for its warp: products, which are of the whole warp, have used what others
+    // read.
+    const auto release = [&] {
+      if (lane == 0) {
+        if (done_image >= 0) ptx::mbarrier_arrive(&barriers.image_empty[done_image]);
+        if (done_kernel >= 0) ptx::mbarrier_arrive(&barriers.kernel_empty[done_kernel]);
+      }
+      done_image = done_kernel = -1;
+    };
+    for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
+      const int block_steps = block + 1 == p.channel_blocks ? p.last_steps : tap_steps;
+      int chunk = 0;
+      for (int g = 0; g < p.groups; ++g) {
+        const int taps_end = p.group[g].end;
+        if (!part.HasGroup(p, block, g)) {
+          chunk = p.first_chunk[g + 1];
+          continue;
+        }
+        Wait(&barriers.image_full[image.stage], image.parity);
+        const uint32_t image_stage = image_stages + image.stage * p.image_stage;
+        for (int t = p.group[g].begin; t < taps_end; t += p.chunk_taps, ++chunk) {
+          if (!part.HasChunk(p, block, chunk)) continue;
+          const int4 step_bytes = p.step_bytes[chunk];
+          const int steps = min(p.chunk_taps, taps_end - t) * block_steps;
+          Wait(&barriers.kernel_full[kernel.stage], kernel.parity);
+          const uint64_t b = At(descriptor, kernel_stages + kernel.stage * p.kernel_stage);
+          // All steps of a whole chunk are one run of instructions.
+          const auto multiply = [&](auto whole) {
+            constexpr bool kWhole = decltype(whole)::value;
+            const int at[kSteps] = {step_bytes.x, step_bytes.y, step_bytes.z, step_bytes.w};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const int row_block = kBlocks == 2 ? half : 0;
+              const int first = kBlocks == 2 ? 0 : half * kHalf;
+#pragma unroll
+              for (int i = 0; i < kHalf; ++i) {
+                if (kWhole || first + i < steps) {
+                  const uint32_t entry = base[row_block] + at[first + i];
+                  LoadMatrices(fragments[half][i][0], image_stage + (entry ^ swizzle(entry)));
+                }
+              }
+              if constexpr (kIsPaired<T>) {
+                if (!kHasHalves && half == 0) continue;
+                const int first_half = kHasHalves ? half : 0;
+                // What is under way between chunks is waited for before it is added: the compiler
+                // would otherwise have every product waited for.
+                if (first_half == 0) ProductsWait<0>();
+                if (!kHasHalves && has_part) add_part(0);
+#pragma unroll
+                for (int h = first_half; h <= half; ++h) {
+#pragma unroll
+                  for (int i = 0; i < kHalf; ++i) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                      const SplitEntry split = SplitFloat32(fragments[h][i][0][e]);
+                      fragments[h][i][0][e] = split.high;
+                      fragments[h][i][1][e] = split.low;
+                    }
+                  }
+                }
+                ProductsBegin();
+                // Small products first.
+#pragma unroll
+                for (int k = 0; k < 3; ++k) {
+#pragma unroll
+                  for (int h = first_half; h <= half; ++h) {
+#pragma unroll
+                    for (int i = 0; i < kHalf; ++i) {
+                      const int step = kBlocks == 2 ? i : h * kHalf + i;
+                      const uint64_t low = k == 1 ? p.kernel_stage / kEntryParts<T> / 16 : 0;
+                      Multiply<float, kColumns, kAcross>(
+                          parts[kHasHalves ? half : 0], fragments[h][i][k == 0],
+                          b + matrix_step[step] + low, k | (h - first_half) | i);
+                    }
+                  }
+                }
+                ProductsCommit();
+                if (kHasHalves && half == 1) {
+                  ProductsWait<1>();
+                  add_part(0);
+                } else if (kHasHalves && has_part) {
+                  add_part(1);
+                }
+                has_part = true;
+              } else {
+#pragma unroll
+                for (int i = 0; i < kHalf; ++i) {
+#pragma unroll
+                  for (uint32_t& entry : fragments[half][i][0]) entry = Operand<T>(entry);
+                }
+                ProductsBegin();
+#pragma unroll
+                for (int i = 0; i < kHalf; ++i) {
+                  if (kWhole || first + i < steps) {
+                    Multiply<T, kColumns, kAcross>(sums[row_block], fragments[half][i][0],
+                                                   b + matrix_step[first + i], add | (first + i));
+                  }
+                }
+                ProductsCommit();
+                ProductsWait<1>();
+              }
+              // The products of the chunk before are done.
+              if (half == 0 || (kIsPaired<T> && !kHasHalves)) release();
+            }
+          };
+          if (kIsPaired<T> || steps == kSteps) {
+            multiply(std::true_type{});
+          } else if constexpr (!kIsPaired<T>) {
+            multiply(std::false_type{});
+          }
+          add = 1;
+          done_kernel = kernel.stage;
+          kernel.Advance(p.kernel_stages);
+        }
+        done_image = image.stage;
+        image.Advance(p.image_stages);
+      }
+    }
+    ProductsWait<0>();
+    release();
+    if constexpr (kIsPaired<T>) {
+      if (has_part) add_part(1);
+    }
+
+    if constexpr (kSplit) {
+      StoreSplit<T, kWarpgroups, kBlocks, kColumns>(p, sums, stages, begin, column);
+      return;  // a cluster has one tile
+    } else {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        if (!p.has_taps) {
+#pragma unroll
+          for (float& sum : sums[b]) sum = 0;
+        }
+        StoreSums<T, kColumns>(p, sums[b], begin, warp_row + 64 * b, column);
+      }
+    }
+  }
+}
+
+// The registers of a thread that copies and of one that multiplies; together those of the kernel. A
+// single warpgroup has enough.
+[[maybe_unused]] constexpr int kCopyingRegisters = 56;
+template <int kWarpgroups>
+inline constexpr int kMultiplyingRegisters = kWarpgroups == 4   ? 104
+                                             : kWarpgroups == 3 ? 152
+                                                                : 224;
+
+template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit>
+__global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
+    ConvolveWgmma(const __grid_constant__ Params p) {
+#if JAXOPS_HAS_WGMMA
+  extern __shared__ char shared[];
+  char* aligned = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
+  Barriers& barriers = *reinterpret_cast<Barriers*>(aligned);
+  char* image_stages = aligned + kBarrierBytes;
+  char* kernel_stages = image_stages + p.image_stages * p.image_stage;
+  if (threadIdx.x == 0) {
+    const auto init = [](uint64_t* full, uint64_t* empty, int count) {
+      for (int i = 0; i < count; ++i) {
+        ptx::mbarrier_init(full + i, 1);
+        ptx::mbarrier_init(empty + i, 4 * kWarpgroups);
+      }
+    };
+    init(barriers.image_full, barriers.image_empty, p.image_stages);
+    init(barriers.kernel_full, barriers.kernel_empty, p.kernel_stages);
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    ptx::fence_proxy_async(ptx::space_shared);
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    if constexpr (kWarpgroups > 1) GiveRegisters<kCopyingRegisters>();
+    if (threadIdx.x / 32 == 0) {
+      CopyImages<T, 64 * kWarpgroups * kBlocks, kSplit>(p, barriers, image_stages);
+    } else if (threadIdx.x / 32 == 1) {
+      CopyKernels<T, kColumns, kAcross, kSplit>(p, barriers, kernel_stages);
+    }
+  } else {
+    if constexpr (kWarpgroups > 1) TakeRegisters<kMultiplyingRegisters<kWarpgroups>>();
+    MultiplyTiles<T, kWarpgroups, kBlocks, kColumns, kAcross, kSplit>(
+        p, barriers, image_stages, SharedAddress(image_stages), SharedAddress(kernel_stages));
+  }
+#endif
+}
+
+// --- what the host decides -----------------------------------------------------------------------
+
+// Sizes of tiles, in warpgroups, blocks of 64 rows of one, and columns.
+struct Shape {
+  int warpgroups, blocks, columns;
+  // What a product takes in percent of what it takes the tensor cores: narrow tiles are bound by
+  // shared memory, small ones by what is done for each. Measured on an H200.
+  int percent;
+  int rows() const { return 64 * warpgroups * blocks; }
+};
+
+// Cycles of a tile besides its products, measured too.
+inline constexpr int64_t kTileCycles = 5000;
+// Those of the copy of a row of pixels, where entries are split. Measured on an H200.
+inline constexpr int64_t kCopyCycles = 130;
+
+// Tiles whose sum the blocks of a cluster share have at least so many chunks each.
+inline constexpr int kLeastChunks = 2;
+
+// Cycles that sharing adds to those of a tile, more for a large one; measured too.
+inline int64_t SplitCycles(const Shape& shape) {
+  return 1400 + shape.rows() * shape.columns * 3 / 16;
+}
+
+// How many clusters of so many blocks run at once. One has its multiprocessors in one part of the
+// GPU, and parts differ in size: of larger ones, an eighth of the multiprocessors may be left over.
+inline int64_t ClustersAtOnce(int processors, int splits) {
+  return (splits > 2 ? processors * 7 / 8 : processors) / splits;
+}
+
+// Fills in how the sum is cut up with tiles of this shape; false where it does not fit.
+inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Shape& shape,
+                 Grouping grouping) {
+  p.CutColumns(sum.rows, sum.columns, sum.stride_row, sum.stride_column);
+  const int strip_width = p.strip_width.divisor(), rows = p.rows.divisor();
+  p.outputs = static_cast<int>(sum.outputs);
+  const int64_t pixels = sum.images * p.strips.divisor() * rows * strip_width;
+  if (pixels > INT32_MAX - 1024) return false;
+  p.pixels = static_cast<int>(pixels);
+  const int64_t column_tiles = CeilDiv(sum.outputs, shape.columns);
+  p.column_tiles = FastDivider(column_tiles);
+  const int64_t tiles = CeilDiv(pixels, shape.rows()) * column_tiles;
+  if (tiles > INT32_MAX) return false;
+  p.tiles = static_cast<int>(tiles);
+
+  p.groups = FillGroups(p.group, sum.tap, sum.taps, grouping);
+
+  // Counted in 2 bytes, of which two make a channel of float32.
+  const int64_t channels = sum.channels * item / 2;
+  int block = ChannelBlock(channels);
+  if (entry_parts > 1 && sum.taps > 0) {
+    // Chunks are whole here: smaller blocks, of which copies are slower, where they save some.
+    const auto chunks = [&](int size) {
+      int64_t count = 0;
+      for (int g = 0; g < p.groups; ++g) {
+        count += CeilDiv(p.group[g].end - p.group[g].begin, 64 / size);
+      }
+      return count * CeilDiv(channels, size);
+    };
+    for (const int size : {32, 16}) {
+      if (size < block && 8 * chunks(size) <= 7 * chunks(block)) block = size;
+    }
+  }
+  p.channel_blocks = static_cast<int>(CeilDiv(channels, block));
+  p.last_steps = static_cast<int>(CeilDiv(channels - (p.channel_blocks - 1) * block, 16));
+  p.row_bytes = 2 * block;
+  p.chunk_taps = 64 / block;
+
+  if (!p.LayRows(sum.tap, p.group, p.groups)) return false;
+
+  const bool aligned = shape.rows() % strip_width == 0;
+  const int pixel_rows = Touched(shape.rows(), strip_width, true);
+  const int64_t image_stage = p.StageBytes(pixel_rows, Touched(pixel_rows, rows, aligned));
+  p.kernel_stage = entry_parts * std::max(64, shape.columns) * 128;
+  if (2 * image_stage + 3 * p.kernel_stage > kStagesBytes) return false;
+  p.image_stage = static_cast<int>(image_stage);
+  // A stage of the image lasts for the chunks of a group, each of which has a stage of the kernel.
+  p.image_stages = 2;
+  p.kernel_stages = 3;
+  const int per_image = static_cast<int>(CeilDiv(sum.taps, std::max(1, p.groups * p.chunk_taps)));
+  while (true) {
+    const int free =
+        kStagesBytes - p.image_stages * p.image_stage - p.kernel_stages * p.kernel_stage;
+    if (p.image_stages * per_image < p.kernel_stages && p.image_stage <= free &&
+        p.image_stages < kMaxStages) {
+      ++p.image_stages;
+    } else if (p.kernel_stage <= free && p.kernel_stages < kMaxStages) {
+      ++p.kernel_stages;
+    } else {
+      break;
+    }
+  }
+
+  int chunk = 0;
+  for (int g = 0; g < p.groups; ++g) {
+    const Group& group = p.group[g];
+    p.first_chunk[g] = static_cast<int16_t>(chunk);
+    for (int t = group.begin; t < group.end; t += p.chunk_taps, ++chunk) {
+      int bytes[kSteps] = {};
+      for (int i = 0; i < kSteps; ++i) {
+        const int tap_steps = kSteps / p.chunk_taps;
+        if (t + i / tap_steps >= group.end) break;
+        bytes[i] = p.TapBytes(sum.tap[t + i / tap_steps], group) + i % tap_steps * 32;
+      }
+      p.step_bytes[chunk] = {bytes[0], bytes[1], bytes[2], bytes[3]};
+    }
+  }
+  p.first_chunk[p.groups] = static_cast<int16_t>(chunk);
+  p.chunks = FastDivider(std::max(1, chunk));
+  p.log_splits = 0;
+  for (int t = 0; t < sum.taps; ++t) p.matrix[t] = static_cast<int16_t>(sum.tap[t].matrix);
+  p.has_taps = sum.taps > 0;
+  return true;
+}
+
+template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit = false>
+cudaError_t LaunchTiles(cudaStream_t stream, const Params& params, int processors) {
+  auto* kernel = &ConvolveWgmma<T, kWarpgroups, kBlocks, kColumns, kAcross, kSplit>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  constexpr int kThreads = 128 * (kWarpgroups + 1);
+  if constexpr (kSplit) {
+    return jaxops::cuda::LaunchClusters(kernel, int64_t{params.tiles} << params.log_splits,
+                                        1u << params.log_splits, kThreads, kSharedBytes, stream,
+                                        params);
+  }
+  kernel<<<std::min(params.tiles, processors), kThreads, kSharedBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+// The shape whose blocks are done first, and the sum cut up so; ties go to large tiles, which read
+// less, and to sums that clusters do not share. Null where no shape fits. `least` are the estimated
+// cycles.
+template <int kEntryParts, size_t kShapes, size_t kSharedShapes>
+const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int processors,
+                    const Shape (&shapes)[kShapes], const Shape (&shared_shapes)[kSharedShapes]) {
+  Params params;
+  const Shape* chosen = nullptr;
+  // A multiprocessor makes 2048 products a cycle, or 1024 of TF32.
+  const auto cycles = [&](const Shape& shape) {
+    if (kEntryParts == 1) {
+      const int64_t depth = sum.taps * sum.channels * item / 2;
+      return shape.rows() * shape.columns * depth / 2048 * shape.percent / 100;
+    }
+    if (sum.taps == 0) return int64_t{0};
+    const int64_t depth = int64_t{params.channel_blocks} * params.chunks.divisor() * 16 * kSteps;
+    const int64_t products = shape.rows() * shape.columns * depth / 2048 * 3 * shape.percent / 100;
+    const int64_t copies =
+        int64_t{params.channel_blocks} * params.groups * (params.image_stage / params.pitch);
+    return std::max(products, copies * kCopyCycles);
+  };
+  const auto plan = [&](const Shape& shape) {
+    return Plan(params, sum, item, kEntryParts, shape, Grouping::kAll) ||
+           Plan(params, sum, item, kEntryParts, shape, Grouping::kRow) ||
+           Plan(params, sum, item, kEntryParts, shape, Grouping::kTap);
+  };
+  const auto consider = [&](const Shape& shape, int64_t cost) {
+    if (chosen && cost >= least) return;
+    chosen = &shape;
+    best = params;
+    least = cost;
+  };
+  for (const Shape& shape : shapes) {
+    // No tile of which half has no columns.
+    if ((shape.columns > 32 && sum.outputs <= shape.columns / 2) || !plan(shape)) continue;
+    consider(shape, CeilDiv(params.tiles, processors) * (cycles(shape) + kTileCycles));
+  }
+  for (const Shape& shape : shared_shapes) {
+    if ((shape.columns > 64 && sum.outputs <= shape.columns / 2) || !plan(shape)) continue;
+    const int64_t chunks =
+        sum.taps > 0 ? int64_t{params.channel_blocks} * params.chunks.divisor() : 0;
+    for (int log = 1; log <= kMostLogSplits && chunks >> log >= kLeastChunks; ++log) {
+      const int64_t at_once = ClustersAtOnce(processors, 1 << log);
+      if (at_once == 0) break;
+      params.log_splits = log;
+      consider(shape, CeilDiv(params.tiles, at_once) *
+                          ((cycles(shape) >> log) + kTileCycles + SplitCycles(shape)));
+    }
+  }
+  if (!chosen) return nullptr;
+  best.result_image = sum.result_image;
+  best.result_row = sum.result_row;
+  best.result_column = sum.result_column;
+  return chosen;
+}
+
+// How a sum is cut up, all but addresses; no shape where none fits.
+struct SumPlan {
+  const Shape* shape;
+  int64_t cycles;
+  Params params;
+};
+
+template <int kEntryParts, size_t kShapes, size_t kSharedShapes>
+SumPlan MakePlan(const Sum& sum, int item, int processors, const Shape (&shapes)[kShapes],
+                 const Shape (&shared_shapes)[kSharedShapes]) {
+  SumPlan plan{};
+  plan.shape =
+      Decide<kEntryParts>(plan.params, plan.cycles, sum, item, processors, shapes, shared_shapes);
+  return plan;
+}
+
+}  // namespace tiled
+}  // namespace jaxops::conv::cuda
+
+#endif  // JAXOPS_CUDA_CONV_WGMMA_CONVOLVE_CUH_

@@ -1,0 +1,199 @@
+// The softmax focal loss of few short rows, where nothing but latency counts.
+//
+// All is read at once, element by element whatever the number of classes, and by little code,
+// because a kernel this short waits for its instructions too.
+#include "cuda/focal_loss/launch.h"
+#include "cuda/focal_loss/softmax/rows.cuh"
+
+namespace jaxops::focal_loss::cuda {
+namespace {
+
+constexpr int kMostClasses = 128;
+// So few elements are few, and so few that there may be a warp for each row.
+constexpr int64_t kFewElements = 3 << 17;
+constexpr int64_t kVeryFewElements = 1 << 17;
+// Without a sum, small blocks for many multiprocessors.
+constexpr int kSmallBlock = 128;
+// Lanes of a row otherwise, the fewer for a sum because it has one cluster, or few partial sums.
+constexpr int kFewLanes = 16;
+constexpr int kSumLanes = 8;
+
+// Stands for an exponent that is known only at run time.
+constexpr int kRunTime = -1;
+
+// What the kernel is told of a call without batch and sum. Constants arrive by lines of 64 bytes,
+// of which the second begins with `gradient`, and each is waited for: what is read first comes
+// first.
+struct FewRowsAlone {
+  int32_t rows;
+  int32_t classes;
+  const void* logits;
+  const int32_t* labels;
+  const void* scale;
+  const void* gamma;
+  const void* weight;
+  void* gradient;
+  void* loss;
+  Power power;
+};
+
+// And of others.
+struct FewRowsParams : FewRowsAlone {
+  FastDivider splits;
+  void* sum;
+  void* partials;
+  BatchMap<Softmax::kOperands> batch;
+};
+
+// kLanes lanes a row, of which they have elements kLanes apart.
+template <typename T, int kBlockThreads, int kLanes, bool kGradient, int kPower, typename Params>
+__global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__ Params p) {
+  constexpr bool kAlone = std::is_same_v<Params, FewRowsAlone>;
+  using A = Accumulator<T>;
+  constexpr int kSlots = kMostClasses / kLanes;
+  const int classes = p.classes;
+  const int lane = threadIdx.x % kLanes;
+  uint32_t split = blockIdx.x;
+  const T* logits = static_cast<const T*>(p.logits);
+  const int32_t* labels = p.labels;
+  const A* scale_of = static_cast<const A*>(p.scale);
+  const A* gamma_of = static_cast<const A*>(p.gamma);
+  const A* weights = static_cast<const A*>(p.weight);
+  int64_t result = 0, sum = 0;
+  if constexpr (!kAlone) {
+    if (p.sum != nullptr && p.partials == nullptr) ArriveInCluster();
+    uint32_t block = blockIdx.x;
+    split = p.splits.Peel(block);
+    const auto offsets = p.batch.AllOffsets(block);
+    logits += offsets[Softmax::kLogits];
+    labels += offsets[Softmax::kLabels];
+    if (scale_of != nullptr) scale_of += offsets[Softmax::kScale];
+    gamma_of += offsets[Softmax::kGamma];
+    if (weights != nullptr) weights += offsets[Softmax::kWeight];
+    result = offsets[Softmax::kResult];
+    sum = offsets[Softmax::kSum];
+  }
+
+  // Nothing waits for anything here. Lanes without a row read what there is of the last one.
+  constexpr int kBlockRows = kBlockThreads / kLanes;
+  const int row = static_cast<int>(split) * kBlockRows + threadIdx.x / kLanes;
+  const bool exists = row < p.rows;
+  const int read_row = min(row, p.rows - 1);
+  const int label = labels[read_row];
+  const int first = read_row * classes + lane;
+  A z[kSlots];
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    const bool has = lane + s * kLanes < classes;
+    z[s] = has ? A(Widen(logits[first + s * kLanes])) : -A(INFINITY);
+  }
+  A gamma = *gamma_of;
+  A scale = scale_of == nullptr ? A(1) : *scale_of;
+  A weight = weights == nullptr ? A(1) : weights[read_row];
+  ReadNow(weight);
+  ReadNow(scale);
+  ReadNow(gamma);
+
+  const bool known = exists && label >= 0 && label < classes;
+  A hit = 0;
+  A largest = -A(INFINITY);
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    const bool is_label = lane + s * kLanes == label;
+    hit = is_label ? z[s] : hit;
+    z[s] = is_label || !known ? -A(INFINITY) : z[s];
+    largest = max(largest, z[s]);
+  }
+  hit = __shfl_sync(~0u, hit, label % kLanes, kLanes);
+  SumOfExp<A> others;
+  others.StartFrom(LargestOfLanes<kLanes>(largest));
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    z[s] = ExpOfDifference(z[s] - others.largest);
+    others.sum += z[s];
+  }
+  others.sum = OverLanes<kLanes>(others.sum, Plus());
+  A loss, slope;
+  EvaluateRow(loss, slope, others, hit, kPower == kRunTime ? p.power : static_cast<Power>(kPower),
+              gamma);
+  const A factor = scale * weight;
+  loss = known ? loss * factor : A(0);
+  if constexpr (kGradient) {
+    slope = known ? slope * factor : A(0);
+    const A share = known ? ShareOf(slope, others) : A(0);
+    T* gradient = static_cast<T*>(p.gradient) + result;
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const int i = lane + s * kLanes;
+      const A value = i == label ? -slope : share * z[s];
+      if (exists && i < classes) gradient[first + s * kLanes] = Narrow<T>(value);
+    }
+  } else if (p.loss != nullptr && exists && lane == 0) {
+    static_cast<A*>(p.loss)[result + row] = loss;
+  }
+  if constexpr (!kAlone) {
+    if (p.sum != nullptr) {
+      FinishSum<kBlockThreads>(p.partials, static_cast<A*>(p.sum) + sum, lane == 0 ? loss : A(0));
+    }
+  }
+}
+
+template <typename T, int kBlockThreads, int kLanes>
+cudaError_t Launch(cudaStream_t stream, const Softmax& call, void* partials) {
+  // A block takes no more rows than that, however many blocks there are.
+  const RowSplits splits(call, kBlockThreads / kLanes, INT32_MAX, 1, INT32_MAX);
+  const FewRowsAlone alone{static_cast<int32_t>(call.rows),
+                           static_cast<int32_t>(call.classes),
+                           call.logits,
+                           call.labels,
+                           call.scale,
+                           call.gamma,
+                           call.weight,
+                           call.gradient,
+                           call.loss,
+                           call.power};
+  return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
+    if constexpr (kBlockThreads == kSmallBlock) {
+      if (call.batch.size() == 1) {
+        const auto launch = [&](auto power) {
+          return jaxops::cuda::Launch(
+              FewRows<T, kBlockThreads, kLanes, gradient.value, power.value, FewRowsAlone>,
+              splits.count, kBlockThreads, 0, stream, alone);
+        };
+        // The exponent of the paper needs less code.
+        return call.power == Power::kTwo
+                   ? launch(std::integral_constant<int, static_cast<int>(Power::kTwo)>())
+                   : launch(std::integral_constant<int, kRunTime>());
+      }
+    }
+    return LaunchSplits<Accumulator<T>>(
+        FewRows<T, kBlockThreads, kLanes, gradient.value, kRunTime, FewRowsParams>, kBlockThreads,
+        splits, stream, call, FewRowsParams{alone, {}, call.sum, nullptr, call.batch}, partials);
+  });
+}
+
+}  // namespace
+
+bool AreFewRows(const Softmax& call, int64_t splits) {
+  if (call.classes > kMostClasses) return false;
+  const int64_t elements = call.rows * call.classes;
+  if (call.sum == nullptr) return call.batch.size() * elements <= kFewElements;
+  return elements <= kFewElements && CeilDiv(call.rows, kThreads / kSumLanes) <= splits;
+}
+
+cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials) {
+  return DispatchFloat(call.dtype, [&](auto logit) {
+    using T = decltype(logit);
+    if (call.sum == nullptr) {
+      return call.batch.size() * call.rows * call.classes <= kVeryFewElements
+                 ? Launch<T, kSmallBlock, kWarp>(stream, call, partials)
+                 : Launch<T, kSmallBlock, kFewLanes>(stream, call, partials);
+    }
+    if (call.rows <= kClusterBlocks * kThreads / kWarp && jaxops::cuda::HasClusters()) {
+      return Launch<T, kThreads, kWarp>(stream, call, partials);
+    }
+    return Launch<T, kThreads, kSumLanes>(stream, call, partials);
+  });
+}
+
+}  // namespace jaxops::focal_loss::cuda

@@ -1,0 +1,140 @@
+// The softmax focal loss of rows that a warp, or a part of one, has in its registers.
+//
+// Lanes read the logits of their rows once, by wide accesses straight from memory, and wait for no
+// other warp. To evaluate a row takes more than a hundred instructions; each lane does it for a row
+// of its own, of the several that the lanes of a row have in turns.
+#include "cuda/focal_loss/launch.h"
+#include "cuda/focal_loss/softmax/rows.cuh"
+
+namespace jaxops::focal_loss::cuda {
+namespace {
+
+// Exponentials of 2-byte logits are kept where they take few registers.
+template <typename T, int kPacks>
+constexpr bool kKeepsExponentials = sizeof(T) > 2 || kPacks <= 4;
+
+// Steps of a block, and of a warp before their rows are evaluated.
+constexpr int64_t kMostSteps = 8;
+
+// Blocks of a multiprocessor, by the registers that a row takes.
+template <typename T, int kPacks>
+constexpr int kResident = sizeof(T) == 8 && kPacks >= 16   ? 1
+                          : sizeof(T) == 8 || kPacks >= 16 ? 2
+                          : kPacks >= 10                   ? 3
+                                                           : 4;
+
+// kLanes lanes a row, up to kPacks accesses of each.
+template <typename T, int kLanes, int kPacks, bool kGradient>
+__global__ void __launch_bounds__(kThreads, kResident<T, kPacks>)
+    LaneRows(const __grid_constant__ SoftmaxParams p) {
+  using A = Accumulator<T>;
+  constexpr int kGroups = kWarp / kLanes;
+  constexpr int kEdges = (2 * kPackElements<T> - 2 + kLanes - 1) / kLanes;
+  using Row = RowPart<T, kPacks, kEdges, kGradient && kKeepsExponentials<T, kPacks>>;
+  const Softmax& call = p.call;
+  const int classes = static_cast<int>(call.classes);
+  const int lane = threadIdx.x % kLanes;
+  const int group = threadIdx.x % kWarp / kLanes;
+  const int steps = kGradient ? 1 : p.steps;
+  const int tile_rows = kGroups * steps;
+
+  uint32_t block = blockIdx.x;
+  const int64_t begin = p.splits.Peel(block) * p.rows_per_split;
+  const int64_t end = min(begin + p.rows_per_split, call.rows);
+  const bool sums = call.sum != nullptr;
+  if (sums && p.partials == nullptr) ArriveInCluster();
+  const SoftmaxEntry<T> entry(call, block);
+  A total = 0;
+
+#pragma unroll 1
+  for (int64_t tile = begin + threadIdx.x / kWarp * tile_rows; tile < end;
+       tile += kThreads / kWarp * tile_rows) {
+    // The rows of a lane's group are neighbours of those of the other groups; it evaluates one.
+    const int64_t own_row = tile + lane * kGroups + group;
+    const bool has_row = lane < steps && own_row < end;
+    int own_label = -1;
+    A weight = 0;
+    if (has_row) {
+      own_label = entry.labels[own_row];
+      weight = entry.Weight(own_row);
+    }
+    const bool known = own_label >= 0 && own_label < classes;
+    A label_logit = 0;
+    SumOfExp<A> own;
+    const auto sum_up = [&](Row& row, int step) {
+      if (step == 0 && known) label_logit = Widen(entry.logits[own_row * classes + own_label]);
+      const int label = __shfl_sync(~0u, own_label, step, kLanes);
+      row.TakeOut(label, label >= 0 && label < classes);
+      SumOfExp<A> others;
+      others.StartFrom(LargestOfLanes<kLanes>(row.FindLargest()));
+      others.sum = OverLanes<kLanes>(row.SumExponentials(others.largest), Plus());
+      if (lane == step) own = others;
+    };
+    const auto row_of = [&](int64_t row) {
+      return Row(entry.logits + row * classes, row < end ? classes : 0, lane, kLanes, p.packs,
+                 p.whole);
+    };
+    A loss, slope;
+    if constexpr (!kGradient) {
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        Row row = row_of(tile + step * kGroups + group);
+        sum_up(row, step);
+      }
+      EvaluateRow(loss, slope, own, label_logit, call.power, entry.gamma);
+      loss *= entry.scale * weight;
+      if (call.loss != nullptr && has_row) {
+        static_cast<A*>(call.loss)[entry.result + own_row] = known ? loss : A(0);
+      }
+    } else {
+      const int64_t first = tile + group;
+      Row row = row_of(first);
+      sum_up(row, 0);
+      EvaluateRow(loss, slope, own, label_logit, call.power, entry.gamma);
+      const A factor = entry.scale * weight;
+      loss *= factor;
+      slope = known ? slope * factor : A(0);
+      const A share = known ? ShareOf(slope, own) : A(0);
+      T* gradient = static_cast<T*>(call.gradient) + entry.result;
+      const bool alike = Misaligned(gradient) == Misaligned(entry.logits);
+      row.Store(gradient + first * classes, alike, __shfl_sync(~0u, share, 0, kLanes),
+                __shfl_sync(~0u, own.largest, 0, kLanes), __shfl_sync(~0u, slope, 0, kLanes),
+                __shfl_sync(~0u, own_label, 0, kLanes));
+    }
+    if (known) total += loss;
+  }
+  if (sums) FinishSum(p.partials, static_cast<A*>(call.sum) + entry.sum, total);
+}
+
+template <typename T, int kLanes, int kPacks>
+cudaError_t Launch(cudaStream_t stream, const Softmax& call, int64_t most_splits, void* partials) {
+  return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
+    const PacksOfRow packs(call);
+    // A gradient is written in order by blocks that take few rows.
+    const int64_t most_steps = !gradient.value ? kMostSteps : sizeof(T) == 2 ? 2 : 1;
+    const RowSplits splits(call, kThreads / kLanes, kResident<T, kPacks>, most_steps, most_splits);
+    SoftmaxParams params{call};
+    params.rows_per_split = splits.rows;
+    params.packs = static_cast<int32_t>(CeilDiv(packs.count, kLanes));
+    params.whole = packs.whole;
+    // The same number each time, and of rows at most one a lane.
+    params.steps = static_cast<int32_t>(
+        CeilDiv(splits.steps, CeilDiv(splits.steps, std::min<int64_t>(kLanes, kMostSteps))));
+    return LaunchSplits<Accumulator<T>>(LaneRows<T, kLanes, kPacks, gradient.value>, kThreads,
+                                        splits, stream, call, params, partials);
+  });
+}
+
+}  // namespace
+
+cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t splits,
+                           void* partials) {
+  return DispatchFloat(call.dtype, [&](auto logit) {
+    using T = decltype(logit);
+    return DispatchLanes<T>(call, [&](auto lanes, auto most) {
+      return Launch<T, lanes.value, most.value>(stream, call, splits, partials);
+    });
+  });
+}
+
+}  // namespace jaxops::focal_loss::cuda

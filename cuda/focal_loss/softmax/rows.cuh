@@ -1,0 +1,618 @@
+// What the kernels of the softmax focal loss share.
+//
+// With x the log-sum-exp of all logits but that of the label, minus that of the label, the loss is
+// the function of one number that the sigmoid's is.
+#ifndef JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_ROWS_CUH_
+#define JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_ROWS_CUH_
+
+#include <cstdint>
+
+#include "common/fast_divide.h"
+#include "cuda/focal_loss/math.cuh"
+#include "cuda/focal_loss/sum.cuh"
+
+namespace jaxops::focal_loss::cuda {
+
+// The rows of a batch entry are cut into splits of neighbours, each for a block, or for the blocks
+// that share its rows.
+struct SoftmaxParams {
+  Softmax call;
+  FastDivider splits;
+  int64_t rows_per_split;
+  void* partials;  // null: no sum is wanted, or an entry is one block or a cluster of them
+  int32_t packs;   // that a thread has of a row at the most
+  bool whole;      // rows begin and end where the widest accesses do
+  int32_t steps;   // of rows that are evaluated together
+  int32_t blocks_per_row;
+};
+
+// One call in each way; `splits` and `partials` are those of LaunchSoftmax.
+bool AreFewRows(const Softmax& call, int64_t splits);
+cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials);
+cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t splits,
+                            void* partials);
+bool AreWholeRows(const Softmax& call);
+cudaError_t LaunchWholeRows(cudaStream_t stream, const Softmax& call, int64_t splits,
+                            void* partials);
+cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t splits,
+                           void* partials);
+cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t splits,
+                            void* partials);
+
+// The widest accesses of a row, at the most, and whether there are no elements besides.
+struct PacksOfRow {
+  int64_t count;
+  bool whole;
+
+  explicit PacksOfRow(const Softmax& call) {
+    const int64_t elements = kPackBytes / jaxops::cuda::SizeOf(call.dtype);
+    whole =
+        call.classes % elements == 0 && reinterpret_cast<uintptr_t>(call.logits) % kPackBytes == 0;
+    count = call.classes / elements;
+  }
+};
+
+// How the rows of an entry are shared out among blocks that take `step` rows at a time, and
+// `most_steps` times if there are so many rows, and of which `resident` are on a multiprocessor.
+struct RowSplits {
+  int64_t count;
+  int64_t steps;   // of a block
+  int64_t rows;    // of a block
+  bool clustered;  // the sum is that of one cluster
+
+  RowSplits(const Softmax& call, int64_t step, int64_t resident, int64_t most_steps,
+            int64_t most_splits) {
+    const bool sums = call.sum != nullptr;
+    // As many as the 132 multiprocessors of an H100 or H200 run at a time, or that many times over:
+    // a block costs time of its own. The order of additions must not depend on how many entries
+    // there are.
+    const int64_t all = CeilDiv(call.rows, step) * (sums ? 1 : call.batch.size());
+    steps = std::min<int64_t>(CeilDiv(all, 132 * resident), most_steps);
+    if (sums) {
+      steps = std::max(steps, CeilDiv(CeilDiv(call.rows, step), std::max<int64_t>(most_splits, 1)));
+    }
+    rows = steps * step;
+    count = CeilDiv(call.rows, rows);
+    clustered = sums && (count == 1 || (count <= kClusterBlocks && jaxops::cuda::HasClusters()));
+  }
+};
+
+// Launches a kernel for all splits, and what its partial sums need to become the sum.
+template <typename A, typename Params>
+cudaError_t LaunchSplits(void (*kernel)(Params), int threads, const RowSplits& splits,
+                         cudaStream_t stream, const Softmax& call, Params params, void* partials) {
+  params.splits = FastDivider(splits.count);
+  params.partials = splits.clustered ? nullptr : partials;
+  const int64_t blocks = call.batch.size() * splits.count;
+  const cudaError_t error =
+      splits.clustered && splits.count > 1
+          ? jaxops::cuda::LaunchClusters(kernel, blocks, splits.count, threads, 0, stream, params)
+          : jaxops::cuda::Launch(kernel, blocks, threads, 0, stream, params);
+  if (error != cudaSuccess || call.sum == nullptr || splits.clustered) return error;
+  return CombineSums<A>(stream, call, splits.count, partials);
+}
+
+// Rows for which two lanes each are enough threads.
+inline constexpr int64_t kManyRows = 1 << 17;
+
+// Calls `function` with the number of lanes that share a row, and the most accesses of each.
+template <typename T, typename Function>
+cudaError_t DispatchLanes(const Softmax& call, Function&& function) {
+  const PacksOfRow packs(call);
+  using std::integral_constant;
+  constexpr auto k1 = integral_constant<int, 1>();
+  constexpr auto k2 = integral_constant<int, 2>();
+  constexpr auto k3 = integral_constant<int, 3>();
+  constexpr auto k4 = integral_constant<int, 4>();
+  constexpr auto k5 = integral_constant<int, 5>();
+  constexpr auto k6 = integral_constant<int, 6>();
+  constexpr auto k8 = integral_constant<int, 8>();
+  constexpr auto k10 = integral_constant<int, 10>();
+  constexpr auto k16 = integral_constant<int, 16>();
+  constexpr auto k32 = integral_constant<int, 32>();
+  if (packs.count <= 2 && packs.whole) return function(k1, k2);
+  // Of 2-byte logits, as many rows a warp as have room for what they take when widened.
+  if (sizeof(T) == 2 && packs.count <= 10 && call.rows >= kManyRows) return function(k2, k5);
+  if (packs.count <= 8) return function(k4, k2);
+  if (packs.count <= 12) return function(k4, k3);
+  if (packs.count <= 20) return function(k4, k5);
+  if (packs.count <= 24) return function(k4, k6);
+  if (packs.count <= 48) return function(k8, k6);
+  if (packs.count <= 64) return function(k16, k4);
+  if (packs.count <= 128) return function(k32, k4);
+  if (packs.count <= 256) return function(k32, k8);
+  if (packs.count <= 320) return function(k32, k10);
+  return function(k32, k16);
+}
+
+// Elements by which an array misses the alignment of the widest access.
+template <typename T>
+__device__ __forceinline__ int Misaligned(const T* array) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(array) % kPackBytes / sizeof(T));
+}
+
+// Has a value read where it is asked for, rather than where it is needed.
+__device__ __forceinline__ void ReadNow(float& value) { asm volatile("" : "+f"(value)); }
+__device__ __forceinline__ void ReadNow(double& value) { asm volatile("" : "+d"(value)); }
+
+// The operands of a batch entry.
+template <typename T>
+struct SoftmaxEntry {
+  using A = Accumulator<T>;
+
+  const T* logits;
+  const int32_t* labels;
+  const A* weight;
+  A scale = 1;
+  A gamma;
+  int64_t result;
+  int64_t sum;
+
+  __device__ __forceinline__ SoftmaxEntry(const Softmax& call, uint32_t entry) {
+    const auto offsets = call.batch.AllOffsets(entry);
+    logits = static_cast<const T*>(call.logits) + offsets[Softmax::kLogits];
+    labels = call.labels + offsets[Softmax::kLabels];
+    weight = call.weight == nullptr
+                 ? nullptr
+                 : static_cast<const A*>(call.weight) + offsets[Softmax::kWeight];
+    if (call.scale != nullptr) scale = static_cast<const A*>(call.scale)[offsets[Softmax::kScale]];
+    gamma = static_cast<const A*>(call.gamma)[offsets[Softmax::kGamma]];
+    result = offsets[Softmax::kResult];
+    sum = offsets[Softmax::kSum];
+  }
+
+  // To be multiplied by the scale, but not before all that can be read is on its way.
+  __device__ __forceinline__ A Weight(int64_t row) const {
+    return weight == nullptr ? A(1) : weight[row];
+  }
+};
+
+// exp(x) for x <= 0 where it is a term of a sum beside one of 1, or a share of it.
+__device__ __forceinline__ float ExpOfDifference(float x) { return Exp2Flushed(x * kLog2E); }
+__device__ __forceinline__ double ExpOfDifference(double x) { return exp(x); }
+
+// A running sum of exponentials, relative to the largest exponent.
+template <typename A>
+struct SumOfExp {
+  A largest = -Largest<A>();
+  A sum = 0;
+
+  __device__ __forceinline__ void Add(const SumOfExp& other) {
+    const A most = max(largest, other.largest);
+    sum = sum * ExpOfDifference(largest - most) + other.sum * ExpOfDifference(other.largest - most);
+    largest = most;
+  }
+
+  // Where a sum may start from, given the largest exponent: an infinite logit leads by a finite
+  // number and has an infinite exponential.
+  __device__ __forceinline__ void StartFrom(A most) {
+    largest = min(max(most, -Largest<A>()), Largest<A>());
+  }
+};
+
+// Loss and slope of a row from what the label trails the others by.
+template <typename A>
+__device__ __forceinline__ void EvaluateRow(A& loss, A& slope, const SumOfExp<A>& others, A label,
+                                            Power power, A gamma) {
+  const A lead = others.largest - label;
+  const A back = others.largest - lead;
+  // What the subtraction lost. Infinite logits have nothing to lose, and where the label leads by
+  // so much that nothing is left of the loss, it would lose all of the label.
+  const bool loses = lead > -kFar && lead <= Largest<A>();
+  const A lost = loses ? (others.largest - (lead + back)) + (back - label) : A(0);
+  const A tiny = std::is_same_v<A, float> ? A(FLT_MIN) : A(DBL_MIN);
+  const A low = lost + log(others.sum < tiny ? tiny : others.sum);
+  const A x = lead + low;
+  const bool leads[1] = {x >= 0};
+  const A shrunk = ExpOfMagnitude<true>(lead);
+  // The others' sum exceeds 1 by so much that they lead, where no one of them does: a normal
+  // number.
+  const A e[1] = {leads[0] ? (lead >= 0 ? shrunk : Reciprocal(shrunk)) * (1 - lost) *
+                                 Reciprocal(Finite(others.sum))
+                           : shrunk * (1 + lost) * others.sum};
+  const A positive[1] = {leads[0] ? x : A(0)};
+  const A negative_high[1] = {leads[0] ? A(0) : lead};
+  const A negative_low[1] = {leads[0] ? A(0) : low};
+  const A factor[1] = {1};
+  A losses[1], slopes[1];
+  Evaluate<true>(losses, slopes, e, leads, positive, negative_high, negative_low, factor, power,
+                 gamma);
+  loss = losses[0];
+  slope = slopes[0];
+}
+
+// The slope divided among the others, times the exponential of each.
+template <typename A>
+__device__ __forceinline__ A ShareOf(A slope, const SumOfExp<A>& others) {
+  return others.sum == 0 ? A(0) : slope / others.sum;
+}
+
+// Combines the values of kLanes neighbouring threads of a warp, for all of them.
+template <int kLanes, typename A, typename Combine>
+__device__ __forceinline__ A OverLanes(A value, Combine&& combine) {
+#pragma unroll
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+    value = combine(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+struct Max {
+  template <typename A>
+  __device__ __forceinline__ A operator()(A a, A b) const {
+    return max(a, b);
+  }
+};
+
+// The largest value of some lanes of a warp, or a NaN.
+template <int kLanes, typename A>
+__device__ __forceinline__ A LargestOfLanes(A value) {
+  if constexpr (kLanes == kWarp && std::is_same_v<A, float>) {
+    // As integers, which one instruction compares: those of negative numbers are in reverse.
+    const auto order = [](int bits) { return bits ^ (bits >> 31 & INT32_MAX); };
+    return __int_as_float(order(__reduce_max_sync(~0u, order(__float_as_int(value)))));
+  } else {
+    return OverLanes<kLanes>(value, Max());
+  }
+}
+
+struct Plus {
+  template <typename A>
+  __device__ __forceinline__ A operator()(A a, A b) const {
+    return a + b;
+  }
+};
+
+// As many elements as one access takes, in registers: those of 2 bytes in pairs, as the compiler
+// would put arrays of them into memory.
+template <typename T>
+struct RegisterPack {
+  using A = Accumulator<T>;
+  using Word = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
+  static constexpr bool kPairs = sizeof(T) == 2;
+  static constexpr int kCount = kPackElements<T>;
+  static constexpr int kWords = kPackBytes / sizeof(Word);
+
+  Word words[kWords];
+
+  // One element for each of a word.
+  static __device__ __forceinline__ Word Repeat(T value) {
+    if constexpr (kPairs) {
+      uint16_t bits;
+      memcpy(&bits, &value, sizeof(bits));
+      return bits * 0x10001u;
+    } else {
+      return value;
+    }
+  }
+
+  __device__ __forceinline__ void Fill(A value) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = Repeat(Narrow<T>(value));
+  }
+
+  __device__ __forceinline__ void Load(const T* from) {
+    const auto pack = *reinterpret_cast<const Pack<Word, kWords>*>(from);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = pack.values[w];
+  }
+
+  __device__ __forceinline__ void Store(T* to) const {
+    Pack<Word, kWords> pack;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) pack.values[w] = words[w];
+    jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), pack);
+  }
+
+  // The same to shared memory.
+  __device__ __forceinline__ void Stage(T* to) const {
+    Pack<Word, kWords> pack;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) pack.values[w] = words[w];
+    *reinterpret_cast<Pack<Word, kWords>*>(to) = pack;
+  }
+
+  // Where an element is, from its distance to the first one.
+  struct Place {
+    int word;
+    uint32_t bytes;  // of a pair's word and its replacement, those that stay or come
+
+    __device__ __forceinline__ explicit Place(int element)
+        : word(kPairs ? element >> 1 : element), bytes(element % 2 == 0 ? 0x3254 : 0x5410) {}
+  };
+
+  // Replaces the element at that place, if it is in this pack, by that of the word.
+  __device__ __forceinline__ void Replace(const Place& place, Word by) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (kPairs) {
+        asm("{\n.reg .pred here;\nsetp.eq.s32 here, %1, %2;\n@here prmt.b32 %0, %0, %3, %4;\n}"
+            : "+r"(words[w])
+            : "r"(place.word), "r"(w), "r"(by), "r"(place.bytes));
+      } else {
+        if (w == place.word) words[w] = by;
+      }
+    }
+  }
+
+  // What element k was, which becomes negative infinity.
+  __device__ __forceinline__ A TakeOut(int k) {
+    static_assert(kPairs);
+    const Place place(k);
+    RegisterPack was;
+    uint32_t pair = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) pair = w == place.word ? words[w] : pair;
+    Replace(place, Repeat(Narrow<T>(-A(INFINITY))));
+    was.words[0] = k % 2 == 0 ? pair : pair >> 16;
+    return jaxops::cuda::Widen(was.Get(0));
+  }
+
+  __device__ __forceinline__ T Get(int k) const {
+    if constexpr (kPairs) {
+      const auto bits = static_cast<uint16_t>(words[k / 2] >> (k % 2 * 16));
+      T value;
+      memcpy(&value, &bits, sizeof(bits));
+      return value;
+    } else {
+      return words[k];
+    }
+  }
+
+  __device__ __forceinline__ void Widen(A (&wide)[kCount]) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        wide[2 * w] = __uint_as_float(words[w] << 16);
+        wide[2 * w + 1] = __uint_as_float(words[w] & 0xffff0000);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) wide[k] = jaxops::cuda::Widen(Get(k));
+    }
+  }
+
+  __device__ __forceinline__ void Set(const A (&wide)[kCount]) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+            : "=r"(words[w])
+            : "f"(wide[2 * w + 1]), "f"(wide[2 * w]));
+      } else if constexpr (kPairs) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;"
+            : "=r"(words[w])
+            : "f"(wide[2 * w + 1]), "f"(wide[2 * w]));
+      } else {
+        words[w] = wide[w];
+      }
+    }
+  }
+
+  // Has what was made of the elements made once more, rather than kept in registers.
+  __device__ __forceinline__ void Forget() {
+    static_assert(kPairs);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) asm volatile("" : "+r"(words[w]));
+  }
+
+  // Takes the larger of each two elements.
+  __device__ __forceinline__ void Max(const RegisterPack& other) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        asm("max.bf16x2 %0, %0, %1;" : "+r"(words[w]) : "r"(other.words[w]));
+      } else if constexpr (kPairs) {
+        asm("max.f16x2 %0, %0, %1;" : "+r"(words[w]) : "r"(other.words[w]));
+      } else {
+        words[w] = max(words[w], other.words[w]);
+      }
+    }
+  }
+};
+
+// Where the elements of a row are that whole accesses do not reach, before and after its body.
+template <typename T>
+struct RowShape {
+  static constexpr int kCount = kPackElements<T>;
+
+  int head = 0;
+  int body;
+
+  __device__ __forceinline__ RowShape(const T* row, int classes, bool whole) {
+    if (!whole) head = min(classes, (kCount - Misaligned(row)) % kCount);
+    body = (classes - head) / kCount * kCount;
+  }
+
+  // Where one of them is in the row.
+  __device__ __forceinline__ int Edge(int index) const {
+    return index < head ? index : index + body;
+  }
+};
+
+// What one of `threads` threads has of a row: kPacks accesses of its body at the most, of which
+// `count` may be there, and kEdges of the other elements, of which `whole` rows have none. What is
+// not there is negative infinity. Exponentials are kept for the gradient if kKeeps.
+template <typename T, int kPacks, int kEdges, bool kKeeps>
+struct RowPart {
+  using A = Accumulator<T>;
+  static constexpr int kCount = kPackElements<T>;
+  static constexpr bool kInPlace = kKeeps && std::is_same_v<T, A>;
+  static constexpr bool kApart = kKeeps && !kInPlace;
+
+  RegisterPack<T> packs[kPacks];
+  A edges[kEdges];
+  A kept[kApart ? kPacks : 1][kApart ? kCount : 1];
+  RowShape<T> shape;
+  int classes;
+  int thread;
+  int threads;
+  int count;
+  bool whole;
+
+  __device__ __forceinline__ RowPart(const T* row, int classes, int thread, int threads, int count,
+                                     bool whole)
+      : shape(row, classes, whole),
+        classes(classes),
+        thread(thread),
+        threads(threads),
+        count(count),
+        whole(whole) {
+    const T* body = row + shape.head + thread * kCount;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      packs[j].Fill(-A(INFINITY));
+      if (Has(j)) packs[j].Load(body + j * threads * kCount);
+    }
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) edges[i] = -A(INFINITY);
+    if (whole) return;
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) {
+      const int index = thread + i * threads;
+      if (index < classes - shape.body) edges[i] = Widen(row[shape.Edge(index)]);
+    }
+  }
+
+  __device__ __forceinline__ bool Has(int j) const {
+    return thread * kCount + j * threads * kCount < shape.body;
+  }
+  // Whether no thread has this pack, or a later one: asked where there may be many of those.
+  __device__ __forceinline__ bool Skips(int j) const { return kPacks >= 8 && j >= count; }
+
+  using Place = typename RegisterPack<T>::Place;
+
+  // Replaces the element at a place relative to the thread's first one, if it is in pack j.
+  __device__ __forceinline__ void ReplaceIn(int j, RegisterPack<T>& pack, Place place, T by) const {
+    place.word -= j * threads * RegisterPack<T>::kWords;
+    // Where many threads share a row, most packs of a warp have no label.
+    if (threads < 16 || (place.word >= 0 && place.word < RegisterPack<T>::kWords)) {
+      pack.Replace(place, RegisterPack<T>::Repeat(by));
+    }
+  }
+
+  // Takes the label out, or everything if there is no such class.
+  __device__ __forceinline__ void TakeOut(int label, bool known) {
+    if (!known) {
+      // Rarely, and therefore not by selections, which every row would pay for.
+      asm volatile("");
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) packs[j].Fill(-A(INFINITY));
+#pragma unroll
+      for (int i = 0; i < kEdges; ++i) edges[i] = -A(INFINITY);
+    }
+    const Place hit(label - shape.head - thread * kCount);
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      if (Skips(j)) break;
+      ReplaceIn(j, packs[j], hit, Narrow<T>(-A(INFINITY)));
+    }
+    if (whole) return;
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) {
+      if (shape.Edge(thread + i * threads) == label) edges[i] = -A(INFINITY);
+    }
+  }
+
+  __device__ __forceinline__ A FindLargest() const {
+    RegisterPack<T> most = packs[0];
+#pragma unroll
+    for (int j = 1; j < kPacks; ++j) {
+      if (Skips(j)) break;
+      most.Max(packs[j]);
+    }
+    A z[kCount];
+    most.Widen(z);
+    A largest = z[0];
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) largest = max(largest, z[k]);
+    if (whole) return largest;
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) largest = max(largest, edges[i]);
+    return largest;
+  }
+
+  __device__ __forceinline__ A SumExponentials(A largest) {
+    A sums[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      if (Skips(j)) break;
+      A z[kCount];
+      packs[j].Widen(z);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        z[k] = ExpOfDifference(z[k] - largest);
+        sums[k % 2] += z[k];
+        if constexpr (kApart) kept[j][k] = z[k];
+      }
+      if constexpr (kInPlace) packs[j].Set(z);
+    }
+    if (!whole) {
+#pragma unroll
+      for (int i = 0; i < kEdges; ++i) {
+        edges[i] = ExpOfDifference(edges[i] - largest);
+        sums[0] += edges[i];
+      }
+    }
+    return sums[0] + sums[1];
+  }
+
+  // The gradient, from each other class's share of the slope, where exponentials relative to
+  // `largest` were kept or will be made. `gradient` is where that of the row begins, and takes
+  // whole accesses where the row does if `alike`.
+  __device__ __forceinline__ void Store(T* gradient, bool alike, A share, A largest, A slope,
+                                        int label) {
+    T* body = gradient + shape.head + thread * kCount;
+    const Place hit(label - shape.head - thread * kCount);
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      if (Skips(j)) break;
+      if constexpr (!kKeeps) packs[j].Forget();
+      A z[kCount];
+      packs[j].Widen(z);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        if constexpr (kApart) {
+          z[k] = share * kept[j][k];
+        } else {
+          z[k] = share * (kInPlace ? z[k] : ExpOfDifference(z[k] - largest));
+        }
+      }
+      RegisterPack<T> values;
+      values.Set(z);
+      ReplaceIn(j, values, hit, Narrow<T>(-slope));
+      if (!Has(j)) continue;
+      T* to = body + j * threads * kCount;
+      if (alike) {
+        values.Store(to);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) to[k] = values.Get(k);
+      }
+    }
+    if (whole) return;
+#pragma unroll
+    for (int i = 0; i < kEdges; ++i) {
+      const int at = shape.Edge(thread + i * threads);
+      const A value = share * edges[i];
+      if (thread + i * threads < classes - shape.body) {
+        gradient[at] = Narrow<T>(at == label ? -slope : value);
+      }
+    }
+  }
+};
+
+// The sum of a block, which is a partial one or a part of that of its cluster.
+template <int kBlockThreads = kThreads, typename A>
+__device__ __forceinline__ void FinishSum(void* partials, A* to, A total) {
+  A sum = SumOverBlock<kBlockThreads>(total);
+  if (partials != nullptr) {
+    if (threadIdx.x == 0) static_cast<A*>(partials)[blockIdx.x] = sum;
+  } else if (SumOverCluster(sum)) {
+    *to = sum;
+  }
+}
+
+}  // namespace jaxops::focal_loss::cuda
+
+#endif  // JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_ROWS_CUH_

@@ -1,0 +1,434 @@
+// The softmax focal loss of many rows of 2-byte logits that begin and end where the widest accesses
+// do.
+//
+// Memory bounds it, if nothing else takes long. A warp reads all that it needs of a row at once,
+// the label's logit with the others, and is told no more than a call without batch needs. A
+// gradient is made by short blocks, which read and write in order; for a loss, a block reads rows
+// ahead. Where few lanes share a row, whose accesses would be far apart, those of a warp are to
+// neighbours, and rows are exchanged through shared memory.
+//
+// The lanes of a row are those of LaneRows and add up its terms in the same order: the gradient and
+// the loss of a row are the same, bit for bit.
+#include "cuda/focal_loss/launch.h"
+#include "cuda/focal_loss/softmax/rows.cuh"
+
+namespace jaxops::focal_loss::cuda {
+namespace {
+
+// The least elements of a batch entry, and the most accesses of a row.
+constexpr int64_t kManyElements = 1 << 22;
+constexpr int64_t kMostPacks = 256;
+
+// A sum has a partial sum of each block, which are the fewer the larger those are.
+template <bool kSums>
+constexpr int kBlockThreads = kSums ? 256 : 64;
+// Threads of all the blocks of a multiprocessor.
+constexpr int kResidentThreads = 1024;
+// Steps of a block that makes no gradient.
+constexpr int64_t kLossSteps = 8;
+
+// Rows of so many lanes are exchanged.
+constexpr int kMostExchanged = 4;
+
+// What a kernel is told of a call without batch.
+struct WholeRowsAlone {
+  int32_t rows;
+  int32_t classes;
+  const void* logits;
+  const int32_t* labels;
+  const void* scale;
+  const void* gamma;
+  const void* weight;
+  void* gradient;
+  void* loss;
+  void* partials;  // of a sum
+  Power power;
+  int32_t steps;  // of a block
+};
+
+// And of others.
+struct WholeRowsBatch : WholeRowsAlone {
+  FastDivider splits;
+  BatchMap<Softmax::kOperands> batch;
+};
+
+// The operands of a batch entry, and the number of the block in it.
+template <typename T>
+struct WholeEntry {
+  const T* logits;
+  const int32_t* labels;
+  const float* scale;  // null: 1
+  const float* gamma;
+  const float* weight;  // null: 1
+  int64_t result = 0;
+  uint32_t split = blockIdx.x;
+
+  template <typename Params>
+  __device__ __forceinline__ explicit WholeEntry(const Params& p)
+      : logits(static_cast<const T*>(p.logits)),
+        labels(p.labels),
+        scale(static_cast<const float*>(p.scale)),
+        gamma(static_cast<const float*>(p.gamma)),
+        weight(static_cast<const float*>(p.weight)) {
+    if constexpr (std::is_same_v<Params, WholeRowsBatch>) {
+      uint32_t entry = blockIdx.x;
+      split = p.splits.Peel(entry);
+      const auto offsets = p.batch.AllOffsets(entry);
+      logits += offsets[Softmax::kLogits];
+      labels += offsets[Softmax::kLabels];
+      gamma += offsets[Softmax::kGamma];
+      if (scale != nullptr) scale += offsets[Softmax::kScale];
+      if (weight != nullptr) weight += offsets[Softmax::kWeight];
+      result = offsets[Softmax::kResult];
+    }
+  }
+
+  __device__ __forceinline__ float Factor(int row) const {
+    return (scale == nullptr ? 1.0f : *scale) * (weight == nullptr ? 1.0f : weight[row]);
+  }
+};
+
+// What a thread has of a row that kLanes threads share, up to kPacks accesses.
+template <typename T, int kLanes, int kPacks>
+struct WholeRow {
+  static constexpr int kCount = kPackElements<T>;
+  static constexpr int kGroups = kWarp / kLanes;
+  static constexpr bool kExchanges = kLanes <= kMostExchanged;
+  // Elements of a warp's shared memory.
+  static constexpr int kTile = kExchanges ? kWarp * kPacks * kCount : 0;
+
+  RegisterPack<T> packs[kPacks];
+
+  static __device__ __forceinline__ int Lane() { return threadIdx.x % kLanes; }
+  static __device__ __forceinline__ int WarpLane() { return threadIdx.x % kWarp; }
+  static __device__ __forceinline__ int Group() { return WarpLane() / kLanes; }
+  // Where in its row the thread's pack j is, and where in the rows of the warp if they are
+  // exchanged.
+  static __device__ __forceinline__ int At(int j) { return (Lane() + j * kLanes) * kCount; }
+  static __device__ __forceinline__ int InRun(int j) { return (WarpLane() + j * kWarp) * kCount; }
+  // Elements of the rows of the warp, of which this thread's one is `row`, of so many.
+  static __device__ __forceinline__ int Run(int row, int rows, int classes) {
+    return min(rows - (row - Group()), kGroups) * classes;
+  }
+
+  // Reads row `row` or, without such a row, nothing.
+  __device__ __forceinline__ void Read(const T* logits, int row, int rows, int classes) {
+    const int run = Run(row, rows, classes);
+    logits += int64_t{kExchanges ? row - Group() : row} * classes;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      packs[j].Fill(-INFINITY);
+      if constexpr (kExchanges) {
+        if (InRun(j) < run) packs[j].Load(logits + InRun(j));
+      } else {
+        if (row < rows && At(j) < classes) packs[j].Load(logits + At(j));
+      }
+    }
+  }
+
+  // Exchanges rows where that is to be done, takes the label out, and returns its logit. Without
+  // such a class, everything is taken out.
+  __device__ __forceinline__ float TakeOut(T* tile, int label, bool known, int classes) {
+    float logit = 0;
+    if constexpr (kExchanges) {
+      T* const own = tile + Group() * classes;
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) packs[j].Stage(tile + InRun(j));
+      __syncwarp();
+      if (known) logit = Widen(own[label]);
+      __syncwarp();
+      if (HasLabel(label, known)) own[label] = Narrow<T>(-INFINITY);
+      // The packs below are of another type, which must not be read before.
+      asm volatile("" ::: "memory");
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) {
+        packs[j].Fill(-INFINITY);
+        if (At(j) < classes) packs[j].Load(own + At(j));
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) {
+        // Most packs of a warp have no label.
+        const int k = label - At(j);
+        if (known && k >= 0 && k < kCount) logit = packs[j].TakeOut(k);
+      }
+      logit = __shfl_sync(~0u, logit, label / kCount % kLanes, kLanes);
+    }
+    if (!known) {
+      // Rarely, and therefore not by selections, which every row would pay for.
+      asm volatile("");
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) packs[j].Fill(-INFINITY);
+    }
+    return logit;
+  }
+
+  static __device__ __forceinline__ bool HasLabel(int label, bool known) {
+    return known && label / kCount % kLanes == Lane();
+  }
+
+  // Where the sum of the row may start from.
+  __device__ __forceinline__ SumOfExp<float> FindLargest() const {
+    RegisterPack<T> most = packs[0];
+#pragma unroll
+    for (int j = 1; j < kPacks; ++j) most.Max(packs[j]);
+    float z[kCount];
+    most.Widen(z);
+    float largest = z[0];
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) largest = max(largest, z[k]);
+    SumOfExp<float> others;
+    others.StartFrom(LargestOfLanes<kLanes>(largest));
+    return others;
+  }
+
+  __device__ __forceinline__ void MakeExponentials(float (&z)[kCount], int j, float largest) const {
+    packs[j].Widen(z);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) z[k] = ExpOfDifference(z[k] - largest);
+  }
+};
+
+template <typename T, int kLanes, int kPacks, bool kSums, typename Params>
+__global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBlockThreads<kSums>)
+    WholeGradients(const __grid_constant__ Params p) {
+  using Row = WholeRow<T, kLanes, kPacks>;
+  constexpr int kThreads = kBlockThreads<kSums>;
+  constexpr int kCount = Row::kCount;
+  // Exponentials that take few registers.
+  constexpr bool kKeeps = kPacks <= 4;
+  __shared__ __align__(kPackBytes) T shared[kThreads / kWarp * Row::kTile + kCount];
+  T* const tile = shared + threadIdx.x / kWarp * Row::kTile;
+  const int classes = p.classes;
+  const WholeEntry<T> entry(p);
+  // Blocks of a batch have several steps where there would be too many partial sums.
+  const int steps = std::is_same_v<Params, WholeRowsBatch> ? p.steps : 1;
+  constexpr int kRows = kThreads / kLanes;
+  int row = static_cast<int>(entry.split) * steps * kRows + static_cast<int>(threadIdx.x) / kLanes;
+  float total = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, row += kRows) {
+    const bool exists = row < p.rows;
+    const int read_row = min(row, p.rows - 1);
+    // The label last, or its first use is put before the other reads.
+    Row own;
+    own.Read(entry.logits, row, p.rows, classes);
+    const int label = entry.labels[read_row];
+    const float gamma = *entry.gamma;
+    const float factor = entry.Factor(read_row);
+
+    const bool known = exists && label >= 0 && label < classes;
+    const float label_logit = own.TakeOut(tile, label, known, classes);
+    SumOfExp<float> others = own.FindLargest();
+    float kept[kKeeps ? kPacks : 1][kCount];
+    float sums[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      float (&z)[kCount] = kept[kKeeps ? j : 0];
+      own.MakeExponentials(z, j, others.largest);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) sums[k % 2] += z[k];
+    }
+    others.sum = OverLanes<kLanes>(sums[0] + sums[1], Plus());
+    float loss, slope;
+    EvaluateRow(loss, slope, others, label_logit, p.power, gamma);
+    if (kSums && known && Row::Lane() == 0) total += loss * factor;
+    slope = known ? slope * factor : 0.0f;
+    const float share = known ? ShareOf(slope, others) : 0.0f;
+
+    T* const gradient = static_cast<T*>(p.gradient) + entry.result +
+                        int64_t{Row::kExchanges ? row - Row::Group() : row} * classes;
+    T* const to = Row::kExchanges ? tile + Row::Group() * classes : gradient;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      float (&z)[kCount] = kept[kKeeps ? j : 0];
+      if constexpr (!kKeeps) {
+        own.packs[j].Forget();
+        own.MakeExponentials(z, j, others.largest);
+      }
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) z[k] *= share;
+      RegisterPack<T> values;
+      values.Set(z);
+      if constexpr (Row::kExchanges) {
+        if (Row::At(j) < classes) values.Stage(to + Row::At(j));
+      } else {
+        if (exists && Row::At(j) < classes) values.Store(to + Row::At(j));
+      }
+    }
+    // The packs above are of another type, which must not be written after.
+    asm volatile("" ::: "memory");
+    if (Row::HasLabel(label, known)) to[label] = Narrow<T>(-slope);
+    if constexpr (Row::kExchanges) {
+      const int run = Row::Run(row, p.rows, classes);
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) {
+        if (Row::InRun(j) >= run) break;
+        RegisterPack<T> values;
+        values.Load(tile + Row::InRun(j));
+        values.Store(gradient + Row::InRun(j));
+      }
+      // The next rows take the place of these.
+      if (steps > 1) __syncwarp();
+    }
+  }
+  if constexpr (kSums) {
+    total = SumOverBlock<kThreads>(total);
+    if (threadIdx.x == 0) static_cast<float*>(p.partials)[blockIdx.x] = total;
+  }
+}
+
+// The losses of rows, or their sum. Each lane of a row evaluates another one of those that the
+// lanes have in turns.
+template <typename T, int kLanes, int kPacks, typename Params>
+__global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlockThreads<true>)
+    WholeLosses(const __grid_constant__ Params p) {
+  using Row = WholeRow<T, kLanes, kPacks>;
+  constexpr int kThreads = kBlockThreads<true>;
+  constexpr int kCount = Row::kCount;
+  constexpr int kTurns = kLanes < kLossSteps ? kLanes : kLossSteps;
+  __shared__ __align__(kPackBytes) T shared[kThreads / kWarp * Row::kTile + kCount];
+  T* const tile = shared + threadIdx.x / kWarp * Row::kTile;
+  const int classes = p.classes;
+  const WholeEntry<T> entry(p);
+  constexpr int kRows = kThreads / kLanes;
+  int row =
+      static_cast<int>(entry.split) * p.steps * kRows + static_cast<int>(threadIdx.x) / kLanes;
+  // Rows of few accesses are read while those before them are summed up.
+  constexpr bool kReadsAhead = kPacks <= 5;
+  Row next;
+  int next_label;
+  const auto read = [&](int next_row) {
+    next.Read(entry.logits, next_row, p.rows, classes);
+    next_label = entry.labels[min(next_row, p.rows - 1)];
+  };
+  read(row);
+  const float gamma = *entry.gamma;
+  float total = 0;
+  SumOfExp<float> others;
+  float label_logit = 0;
+  int own_row = p.rows;
+  bool own_known = false;
+  int turn = 0;
+#pragma unroll 1
+  for (int step = 0; step < p.steps; ++step, row += kRows) {
+    Row copy;
+    if constexpr (kReadsAhead) copy = next;
+    Row& own = kReadsAhead ? copy : next;
+    const int label = next_label;
+    const bool known = row < p.rows && label >= 0 && label < classes;
+    const float logit = own.TakeOut(tile, label, known, classes);
+    SumOfExp<float> sum = own.FindLargest();
+    // The next rows take the place of these.
+    if constexpr (Row::kExchanges) __syncwarp();
+    if (kReadsAhead && step + 1 < p.steps) read(row + kRows);
+    float sums[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      float z[kCount];
+      own.MakeExponentials(z, j, sum.largest);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) sums[k % 2] += z[k];
+    }
+    sum.sum = OverLanes<kLanes>(sums[0] + sums[1], Plus());
+    if (!kReadsAhead && step + 1 < p.steps) read(row + kRows);
+    if (Row::Lane() == turn) {
+      others = sum;
+      label_logit = logit;
+      own_row = row;
+      own_known = known;
+    }
+    if (++turn < kTurns && step + 1 < p.steps) continue;
+    turn = 0;
+    if (own_row < p.rows) {
+      float loss, slope;
+      EvaluateRow(loss, slope, others, label_logit, p.power, gamma);
+      loss = own_known ? loss * entry.Factor(own_row) : 0.0f;
+      total += loss;
+      if (p.loss != nullptr) static_cast<float*>(p.loss)[entry.result + own_row] = loss;
+      own_row = p.rows;
+    }
+  }
+  if (p.partials == nullptr) return;
+  total = SumOverBlock<kThreads>(total);
+  if (threadIdx.x == 0) static_cast<float*>(p.partials)[blockIdx.x] = total;
+}
+
+template <typename T, int kLanes, int kPacks>
+cudaError_t Launch(cudaStream_t stream, const Softmax& call, int64_t most_splits, void* partials) {
+  const bool sums = call.sum != nullptr;
+  const auto launch = [&](auto gradient, auto summed) {
+    constexpr int kThreads = kBlockThreads<summed.value>;
+    // A block that makes a gradient takes no more rows at a time than it must.
+    const RowSplits splits(call, kThreads / kLanes,
+                           gradient.value ? INT32_MAX : kResidentThreads / kThreads,
+                           gradient.value ? 1 : kLossSteps, most_splits);
+    const WholeRowsAlone alone{static_cast<int32_t>(call.rows),
+                               static_cast<int32_t>(call.classes),
+                               call.logits,
+                               call.labels,
+                               call.scale,
+                               call.gamma,
+                               call.weight,
+                               call.gradient,
+                               call.loss,
+                               sums ? partials : nullptr,
+                               call.power,
+                               static_cast<int32_t>(splits.steps)};
+    const auto with = [&](const auto& params) {
+      using Params = std::remove_cvref_t<decltype(params)>;
+      const int64_t blocks = call.batch.size() * splits.count;
+      if constexpr (gradient.value) {
+        return jaxops::cuda::Launch(WholeGradients<T, kLanes, kPacks, summed.value, Params>, blocks,
+                                    kThreads, 0, stream, params);
+      } else {
+        return jaxops::cuda::Launch(WholeLosses<T, kLanes, kPacks, Params>, blocks, kThreads, 0,
+                                    stream, params);
+      }
+    };
+    const bool is_alone = call.batch.size() == 1 && (!gradient.value || splits.steps == 1);
+    const cudaError_t error = [&] {
+      if constexpr (gradient.value && !summed.value) {
+        return with(alone);
+      } else {
+        return is_alone ? with(alone)
+                        : with(WholeRowsBatch{alone, FastDivider(splits.count), call.batch});
+      }
+    }();
+    return error != cudaSuccess || !sums ? error
+                                         : CombineSums<float>(stream, call, splits.count, partials);
+  };
+  constexpr std::true_type kYes;
+  constexpr std::false_type kNo;
+  if (call.gradient == nullptr) return launch(kNo, kYes);
+  return sums ? launch(kYes, kYes) : launch(kYes, kNo);
+}
+
+}  // namespace
+
+bool AreWholeRows(const Softmax& call) {
+  const PacksOfRow packs(call);
+  // Of a batch without a sum, other kernels make the same results.
+  return jaxops::cuda::SizeOf(call.dtype) == 2 && (call.sum != nullptr || call.batch.size() == 1) &&
+         packs.whole && reinterpret_cast<uintptr_t>(call.gradient) % kPackBytes == 0 &&
+         packs.count > 2 && packs.count <= kMostPacks && call.rows < int64_t{1} << 30 &&
+         call.rows * call.classes >= kManyElements;
+}
+
+cudaError_t LaunchWholeRows(cudaStream_t stream, const Softmax& call, int64_t splits,
+                            void* partials) {
+  const auto launch = [&](auto logit) {
+    using T = decltype(logit);
+    return DispatchLanes<T>(call, [&](auto lanes, auto packs) -> cudaError_t {
+      if constexpr (lanes.value >= 2 && lanes.value * packs.value <= kMostPacks) {
+        return Launch<T, lanes.value, packs.value>(stream, call, splits, partials);
+      } else {
+        return cudaErrorInvalidValue;
+      }
+    });
+  };
+  return call.dtype == DType::kBF16 ? launch(__nv_bfloat16{}) : launch(__half{});
+}
+
+}  // namespace jaxops::focal_loss::cuda

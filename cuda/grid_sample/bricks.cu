@@ -1,0 +1,335 @@
+// The gradient by a volume, summed brick by brick of it, see cuda/grid_sample/order.cuh.
+//
+// A warp has the sums of a brick in shared memory, goes through all points that touch it and writes
+// it once, so that the volume's gradient is neither cleared nor added to in memory. At a time it
+// adds what one point gives, which is for different entries, a few lanes for each. Where many
+// points are in one brick it takes the first of them only; a second kernel takes others as warps
+// are free, each so many points of a brick, and adds its sums in memory.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/common/launch.h"
+#include "cuda/grid_sample/launch.h"
+#include "cuda/grid_sample/order.cuh"
+#include "cuda/grid_sample/samples.cuh"
+
+namespace jaxops::grid_sample::cuda {
+namespace {
+
+using jaxops::cuda::Accumulator;
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::kWarp;
+using jaxops::cuda::Launch;
+using jaxops::cuda::LoadPack;
+using jaxops::cuda::Pack;
+using jaxops::cuda::StorePack;
+using jaxops::cuda::Widen;
+
+constexpr int64_t kMostSharingBlocks = 2048;
+
+// Points whose updates are read ahead of adding them.
+constexpr int kAhead = 4;
+
+struct BrickParams {
+  Params common;
+  BrickOrder order;
+  FastDivider chunks;           // of channels, of which a warp has one
+  FastDivider along[kMaxAxes];  // bricks along an axis
+};
+
+// What a point adds to an entry.
+struct alignas(8) Update {
+  int32_t place;  // of the entry in the brick; negative: it is not there
+  float weight;
+};
+
+template <int kAxes>
+constexpr int kSets = kAxes == 3 ? 27 : 9;
+
+// The points that touch a brick: those of 3^axes bins, of which each lane knows one.
+template <int kAxes>
+class PointsOf {
+ public:
+  __device__ __forceinline__ PointsOf(const BrickOrder& order, const uint32_t (&brick)[kAxes]) {
+    const int lane = threadIdx.x % kWarp;
+    uint32_t at = 0, set = 0;
+    bool there = lane < kSets<kAxes>;
+    int digits = lane;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) {
+      const int digit = digits % 3;  // within the set or not; 2: in the brick after, and within
+      digits /= 3;
+      const uint32_t place = brick[a] + (digit == 2 ? 1 : 0);
+      there = there && place < order.bricks[a];
+      at = at * order.bricks[a] + place;
+      set |= digit != 0 ? multilinear::BitOf<kAxes>(a) : 0;
+    }
+    const uint32_t bin = (at << kAxes) + set;
+    const uint32_t count = there ? order.counts[bin] : 0;
+    begin_ = there ? order.begins[bin] : 0;
+    uint32_t sum = count;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    before_ = sum - count;
+    size_ = __shfl_sync(~0u, sum, kWarp - 1);
+  }
+
+  __device__ __forceinline__ uint32_t size() const { return size_; }
+
+  // The index of the i-th in the order.
+  __device__ __forceinline__ uint32_t At(uint32_t i) const {
+    int bin = 0;
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      if (__shfl_sync(~0u, before_, bin + step) <= i) bin += step;
+    }
+    return __shfl_sync(~0u, begin_, bin) + i - __shfl_sync(~0u, before_, bin);
+  }
+
+ private:
+  uint32_t begin_;   // of the lane's bin
+  uint32_t before_;  // how many are in the bins of the lanes before
+  uint32_t size_;
+};
+
+// The sums of a warp and what it adds to them next.
+template <int kCount, int kAxes>
+struct Memory {
+  static constexpr int kCorners = 1 << kAxes;
+  static constexpr int kLanes = kWarp / kCorners;  // that share a corner
+  static constexpr int kChannels = kLanes * kCount;
+
+  alignas(16) float sums[kBrickEntries * kChannels];
+  alignas(16) float cotangents[kWarp * kChannels];
+  Update updates[kWarp * (kCorners + 1)];  // one more a point: puts points into different banks
+};
+
+// Adds the points from `begin` to `end` of those that touch a brick.
+template <typename T, int kCount, int kAxes>
+__device__ __forceinline__ void AddPoints(Memory<kCount, kAxes>& memory, const BrickParams& params,
+                                          const uint32_t (&brick)[kAxes],
+                                          const PointsOf<kAxes>& points, uint32_t begin,
+                                          uint32_t end, int64_t channel) {
+  using M = Memory<kCount, kAxes>;
+  constexpr int kRounds = M::kLanes;  // to load the rows of a warp's points
+  const Call& call = params.common.call;
+  const int64_t width = call.geometry.width;
+  const int lane = threadIdx.x % kWarp;
+  const int corner = lane / M::kLanes;
+  const int within = lane % M::kLanes * kCount;
+  const auto index_at = [&](uint32_t i) { return params.order.points[points.At(min(i, end - 1))]; };
+  // What belongs to a warp's points is loaded while those before are added.
+  Sought<float, kAxes> sought;  // in the only entry of the batch
+  sought.entry = 0;
+  Pack<T, kCount> rows[kRounds];
+  const auto load = [&](uint32_t index) {
+    sought.point = index;
+    multilinear::cuda::LoadPoint<kAxes>(call.points, int64_t{index} * kAxes, call.point_dtype,
+                                        sought.coordinates);
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      const uint32_t of = __shfl_sync(~0u, index, round * M::kCorners + corner);
+      const T* row = static_cast<const T*>(call.cotangent) + of * width + channel + within;
+      rows[round] = channel + within < width ? LoadPack<kCount>(row) : Pack<T, kCount>{};
+    }
+  };
+  uint32_t index = begin < end ? index_at(begin + lane) : 0;
+  uint32_t next = begin < end ? index_at(begin + kWarp + lane) : 0;
+  if (begin < end) load(index);
+#pragma unroll 1
+  for (uint32_t first = begin; first < end; first += kWarp) {
+    const bool real = first + lane < end;
+    Stencil<float, kAxes> stencil(params.common, sought);
+    int places[kAxes];
+    bool inside[kAxes][2];
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) {
+      places[a] = stencil.places[a] - static_cast<int>(brick[a] << BrickShift<kAxes>(a));
+#pragma unroll
+      for (int up = 0; up < 2; ++up) {
+        inside[a][up] = static_cast<uint32_t>(places[a] + up) < 1u << BrickShift<kAxes>(a);
+      }
+    }
+    stencil.MakeWeights(call);
+    __syncwarp();
+#pragma unroll
+    for (int c = 0; c < M::kCorners; ++c) {
+      bool there = real && stencil.IsThere(c);
+      int place = 0;
+#pragma unroll
+      for (int a = 0; a < kAxes; ++a) {
+        const int up = c & multilinear::BitOf<kAxes>(a) ? 1 : 0;
+        there = there && inside[a][up];
+        place = (place << BrickShift<kAxes>(a)) + places[a] + up;
+      }
+      memory.updates[lane * (M::kCorners + 1) + c] = {there ? place * M::kChannels : -1,
+                                                      stencil.terms[c]};
+    }
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      Pack<float, kCount> row;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) row.values[i] = Widen(rows[round].values[i]);
+      *reinterpret_cast<Pack<float, kCount>*>(
+          memory.cotangents + (round * M::kCorners + corner) * M::kChannels + within) = row;
+    }
+    __syncwarp();
+    index = next;
+    if (first + kWarp < end) {
+      load(index);
+      next = index_at(first + 2 * kWarp + lane);
+    }
+    const int count = static_cast<int>(min(static_cast<uint32_t>(kWarp), end - first));
+#pragma unroll 1
+    for (int p = 0; p < count; p += kAhead) {
+      Update updates[kAhead];
+      Pack<float, kCount> values[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        updates[i] = memory.updates[(p + i) * (M::kCorners + 1) + corner];
+        values[i] = LoadPack<kCount>(memory.cotangents + (p + i) * M::kChannels + within);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (updates[i].place >= 0) {
+          auto* sums =
+              reinterpret_cast<Pack<float, kCount>*>(memory.sums + updates[i].place + within);
+          Pack<float, kCount> sum = *sums;
+#pragma unroll
+          for (int e = 0; e < kCount; ++e) sum.values[e] += updates[i].weight * values[i].values[e];
+          *sums = sum;
+        }
+        // Another lane may add to the same entry next.
+        __syncwarp();
+      }
+    }
+  }
+}
+
+template <typename T, int kCount, int kAxes, bool kRest>
+__global__ void __launch_bounds__(kWarp) SumInBricks(const __grid_constant__ BrickParams params) {
+  using M = Memory<kCount, kAxes>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  M& memory = *reinterpret_cast<M*>(shared);
+  const Geometry& geometry = params.common.call.geometry;
+  const int lane = threadIdx.x;
+  const uint32_t items = kRest ? *params.order.left * params.chunks.divisor() : gridDim.x;
+  for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
+    uint32_t rest = item;
+    const uint32_t chunk = params.chunks.Peel(rest);
+    const int64_t channel = int64_t{chunk} * M::kChannels;
+    uint32_t begin = 0;
+    if constexpr (kRest) {
+      begin = params.order.shares[2 * rest + 1] * kShare;
+      rest = params.order.shares[2 * rest];
+    }
+    uint32_t brick[kAxes];
+#pragma unroll
+    for (int a = kAxes - 1; a > 0; --a) brick[a] = params.along[a].Peel(rest);
+    brick[0] = rest;
+    const PointsOf<kAxes> points(params.order, brick);
+    const uint32_t end = min(points.size(), begin + kShare);
+    if (!kRest && chunk == 0 && end < points.size()) {
+      const uint32_t more = (points.size() - 1) / kShare;
+      uint32_t at = 0;
+      if (lane == 0) at = atomicAdd(params.order.left, more);
+      at = __shfl_sync(~0u, at, 0);
+      for (uint32_t i = lane; i < more; i += kWarp) {
+        params.order.shares[2 * (at + i)] = item / params.chunks.divisor();
+        params.order.shares[2 * (at + i) + 1] = i + 1;
+      }
+    }
+    for (int i = lane * 4; i < kBrickEntries * M::kChannels; i += kWarp * 4) {
+      *reinterpret_cast<float4*>(memory.sums + i) = float4{};
+    }
+    __syncwarp();
+    AddPoints<T>(memory, params, brick, points, begin, end, channel);
+    for (int i = lane; i < kBrickEntries * M::kLanes; i += kWarp) {
+      const int64_t f = channel + i % M::kLanes * kCount;
+      int place = i / M::kLanes;
+      int64_t offset = f;
+      bool there = f < geometry.width;
+#pragma unroll
+      for (int a = kAxes - 1; a >= 0; --a) {
+        const int64_t entry =
+            (brick[a] << BrickShift<kAxes>(a)) + place % (1 << BrickShift<kAxes>(a));
+        place >>= BrickShift<kAxes>(a);
+        there = there && entry < geometry.sizes[a];
+        offset += entry * params.common.strides[a];
+      }
+      if (!there) continue;
+      const auto sums = LoadPack<kCount>(memory.sums + i * kCount);
+      float* to = static_cast<float*>(params.common.sums) + offset;
+      if constexpr (kRest) {
+        Add(to, sums.values);
+      } else {
+        StorePack(to, sums);
+      }
+    }
+    if constexpr (kRest) __syncwarp();
+  }
+}
+
+template <typename T, int kCount, int kAxes>
+cudaError_t LaunchAxes(cudaStream_t stream, const Call& call, const BrickOrder& order,
+                       float* sums) {
+  using M = Memory<kCount, kAxes>;
+  BrickParams params{
+      Params(call, 1), order, FastDivider(CeilDiv(call.geometry.width, M::kChannels)), {}};
+  params.common.sums = sums;
+  for (int a = 0; a < kAxes; ++a) params.along[a] = FastDivider(order.bricks[a]);
+  const int64_t blocks = int64_t{order.bins >> kAxes} * params.chunks.divisor();
+  const cudaError_t error =
+      Launch(SumInBricks<T, kCount, kAxes, false>, blocks, kWarp, sizeof(M), stream, params);
+  if (error != cudaSuccess) return error;
+  return Launch(SumInBricks<T, kCount, kAxes, true>, std::min(blocks, kMostSharingBlocks), kWarp,
+                sizeof(M), stream, params);
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const Call& call, const BrickOrder& order, float* sums) {
+  const auto with = [&]<int kAxes>(std::integral_constant<int, kAxes>) {
+    // As many channels a lane as fill the lanes.
+    constexpr int kLanes = kWarp >> kAxes;
+    const int64_t width = call.geometry.width;
+    const bool aligned =
+        (reinterpret_cast<uintptr_t>(call.cotangent) | reinterpret_cast<uintptr_t>(sums)) %
+            kPackBytes ==
+        0;
+    if (aligned && width % (4 * kLanes) == 0) {
+      return LaunchAxes<T, 4, kAxes>(stream, call, order, sums);
+    }
+    if (aligned && width % (2 * kLanes) == 0) {
+      return LaunchAxes<T, 2, kAxes>(stream, call, order, sums);
+    }
+    return LaunchAxes<T, 1, kAxes>(stream, call, order, sums);
+  };
+  return call.geometry.axes == 3 ? with(std::integral_constant<int, 3>{})
+                                 : with(std::integral_constant<int, 2>{});
+}
+
+}  // namespace
+
+bool HasBricks(const Call& call) {
+  return call.dtype != DType::kF64 && 2 * call.geometry.width >= kWarp >> call.geometry.axes;
+}
+
+cudaError_t LaunchBrickVolumeGrad(cudaStream_t stream, const Call& call, const BrickOrder& order,
+                                  float* sums) {
+  switch (call.dtype) {
+    case DType::kF16:
+      return LaunchOf<__half>(stream, call, order, sums);
+    case DType::kBF16:
+      return LaunchOf<__nv_bfloat16>(stream, call, order, sums);
+    case DType::kF32:
+      return LaunchOf<float>(stream, call, order, sums);
+    case DType::kF64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jaxops::grid_sample::cuda

@@ -1,0 +1,18 @@
+// Launchers that sample volumes at points on CUDA devices.
+#ifndef JAXOPS_CUDA_GRID_SAMPLE_LAUNCH_H_
+#define JAXOPS_CUDA_GRID_SAMPLE_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include "common/grid_sample.h"
+
+namespace jaxops::grid_sample::cuda {
+
+cudaError_t LaunchSample(cudaStream_t stream, const Call& call);
+
+// The gradient by the volume, its sums in the order of the points. For LaunchSample to call.
+cudaError_t LaunchSortedVolumeGrad(cudaStream_t stream, const Call& call);
+
+}  // namespace jaxops::grid_sample::cuda
+
+#endif  // JAXOPS_CUDA_GRID_SAMPLE_LAUNCH_H_

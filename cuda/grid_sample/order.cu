@@ -1,0 +1,367 @@
+// Orders points, see cuda/grid_sample/order.cuh. Blocks sort points by groups of neighbouring bins
+// in shared memory, each its own. For a rough order that is all: the first tiles of all blocks come
+// first, then the second ones, and so on. For the order by bricks, a block for each group then
+// gathers its points from all blocks and sorts them by bins.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/common/launch.h"
+#include "cuda/grid_sample/order.cuh"
+#include "cuda/grid_sample/samples.cuh"
+
+namespace jaxops::grid_sample::cuda {
+namespace {
+
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::kWarp;
+using jaxops::cuda::Launch;
+
+constexpr int kOrderThreads = 1024;
+static_assert(kOrderThreads == kWarp * kWarp);
+
+// Of a block that makes a part of a rough order.
+constexpr int kRoughGroups = 32;
+constexpr int kRoughPoints = 4 * kOrderThreads;
+constexpr int kTiles = kRoughPoints / kWarp + kRoughGroups;
+
+// Of a block that sorts by groups of bricks.
+constexpr int kBrickGroups = 512;
+constexpr int kBrickPoints = 8 * kOrderThreads;
+constexpr int kMaxBinsOfGroup = 8192;
+
+// A group's points that are put in order in shared memory.
+constexpr uint32_t kStaged = 8192;
+
+// A point and its bin.
+struct alignas(8) Member {
+  uint32_t index;
+  uint32_t bin;
+};
+
+struct OrderParams {
+  Call call;
+  int64_t points;
+  uint32_t bricks[kMaxAxes];
+  uint32_t bins;
+  int shift;  // 2^shift bins are a group
+  uint32_t groups;
+  RoughOrder rough;
+  BrickOrder by_bricks;
+  uint32_t blocks;   // that sort
+  Member* members;   // block by block, kBrickPoints each, group by group
+  uint32_t* begins;  // of the groups in a block's members, and the end: groups + 1 a block
+  uint32_t* taken;   // places in the order
+};
+
+// The sum of the values of the threads up to this one, and of all.
+__device__ __forceinline__ uint32_t SumTo(uint32_t value, uint32_t* total) {
+  __shared__ uint32_t warps[kWarp];
+  const int lane = threadIdx.x % kWarp;
+  const auto sum_to = [lane](uint32_t sum) {
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    return sum;
+  };
+  const uint32_t sum = sum_to(value);
+  if (lane == kWarp - 1) warps[threadIdx.x / kWarp] = sum;
+  __syncthreads();
+  const uint32_t of_warps = sum_to(warps[lane]);
+  __syncthreads();
+  *total = __shfl_sync(~0u, of_warps, kWarp - 1);
+  const int warp = threadIdx.x / kWarp;
+  const uint32_t before = __shfl_sync(~0u, of_warps, max(0, warp - 1));
+  return sum + (warp == 0 ? 0 : before);
+}
+
+// Counts one more at a place for each thread that is `real` and returns how many were before.
+__device__ __forceinline__ uint32_t Count(uint32_t* counts, uint32_t place, bool real) {
+  // Points that come in an order are often all of one place.
+  const uint32_t first = __shfl_sync(~0u, place, 0);
+  if (__all_sync(~0u, real && place == first)) {
+    const int lane = threadIdx.x % kWarp;
+    uint32_t rank = 0;
+    if (lane == 0) rank = atomicAdd(counts + place, kWarp);
+    return __shfl_sync(~0u, rank, 0) + lane;
+  }
+  return real ? atomicAdd(counts + place, 1) : 0;
+}
+
+// The points of this thread and their bins. Those beyond the last are the last.
+template <int kPoints, int kAxes>
+struct Found {
+  float coordinates[kPoints][kAxes];
+  uint32_t bins[kPoints];
+
+  __device__ __forceinline__ Found(const OrderParams& params, int64_t first) {
+    const Geometry& geometry = params.call.geometry;
+#pragma unroll
+    for (int i = 0; i < kPoints; ++i) {
+      const int64_t index = min(first + i * kOrderThreads, params.points - 1);
+      multilinear::cuda::LoadPoint<kAxes>(params.call.points, index * kAxes,
+                                          params.call.point_dtype, coordinates[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kPoints; ++i) {
+      uint32_t brick = 0, set = 0;
+      bool meets = true;
+      Place<float> found[kAxes];
+      LocateAll(coordinates[i], geometry, found);
+#pragma unroll
+      for (int a = 0; a < kAxes; ++a) {
+        const Place<float>& place = found[a];
+        meets = meets && (place.lower || place.upper);
+        const int upper = max(0, min(place.entry + 1, geometry.sizes[a] - 1));
+        brick = brick * params.bricks[a] + (upper >> BrickShift<kAxes>(a));
+        const bool first_entry = upper % (1 << BrickShift<kAxes>(a)) == 0;
+        set |= first_entry ? multilinear::BitOf<kAxes>(a) : 0;
+      }
+      // Points that meet no entry may be anywhere, and are not to be all in one place.
+      bins[i] = meets ? (brick << kAxes) + set
+                      : static_cast<uint32_t>(first + i * kOrderThreads) % params.bins;
+    }
+  }
+};
+
+template <int kAxes>
+__global__ void __launch_bounds__(kOrderThreads)
+    SortIntoTiles(const __grid_constant__ OrderParams params) {
+  constexpr int kPoints = kRoughPoints / kOrderThreads;
+  __shared__ uint32_t counts[kRoughGroups];
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* sorted = reinterpret_cast<Placed*>(shared);
+  if (threadIdx.x < kRoughGroups) counts[threadIdx.x] = 0;
+  for (int i = threadIdx.x; i < kTiles * kWarp; i += kOrderThreads) {
+    sorted[i].index = Placed::kNone;
+  }
+  const int64_t first = int64_t{blockIdx.x} * kRoughPoints + threadIdx.x;
+  const Found<kPoints, kAxes> found(params, first);
+  __syncthreads();
+  uint32_t ranks[kPoints];
+#pragma unroll
+  for (int i = 0; i < kPoints; ++i) {
+    const bool real = first + i * kOrderThreads < params.points;
+    ranks[i] = Count(counts, found.bins[i] >> params.shift, real);
+  }
+  __syncthreads();
+  // Every group begins with a tile.
+  uint32_t tiles, group_tiles = 0;
+  if (threadIdx.x < kRoughGroups) group_tiles = (counts[threadIdx.x] + kWarp - 1) / kWarp;
+  const uint32_t begin = SumTo(group_tiles, &tiles) - group_tiles;
+  if (threadIdx.x < kRoughGroups) counts[threadIdx.x] = begin * kWarp;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kPoints; ++i) {
+    const int64_t index = first + i * kOrderThreads;
+    if (index >= params.points) continue;
+    Placed placed{{}, static_cast<uint32_t>(index)};
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) placed.coordinates[a] = found.coordinates[i][a];
+    sorted[counts[found.bins[i] >> params.shift] + ranks[i]] = placed;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kTiles * kWarp; i += kOrderThreads) {
+    const int64_t tile = int64_t{i / kWarp} * gridDim.x + blockIdx.x;
+    params.rough.points[tile * kWarp + i % kWarp] = sorted[i];
+  }
+}
+
+template <int kAxes>
+__global__ void __launch_bounds__(kOrderThreads)
+    SortIntoGroups(const __grid_constant__ OrderParams params) {
+  constexpr int kPoints = kBrickPoints / kOrderThreads;
+  __shared__ uint32_t counts[kBrickGroups];
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* sorted = reinterpret_cast<Member*>(shared);
+  if (threadIdx.x < kBrickGroups) counts[threadIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *params.taken = *params.by_bricks.left = 0;
+  const int64_t first = int64_t{blockIdx.x} * kBrickPoints + threadIdx.x;
+  const Found<kPoints, kAxes> found(params, first);
+  __syncthreads();
+  uint32_t ranks[kPoints];
+#pragma unroll
+  for (int i = 0; i < kPoints; ++i) {
+    const bool real = first + i * kOrderThreads < params.points;
+    ranks[i] = Count(counts, found.bins[i] >> params.shift, real);
+  }
+  __syncthreads();
+  const uint32_t count = threadIdx.x < kBrickGroups ? counts[threadIdx.x] : 0;
+  uint32_t size;
+  const uint32_t begin = SumTo(count, &size) - count;
+  if (threadIdx.x < kBrickGroups) counts[threadIdx.x] = begin;
+  if (threadIdx.x <= params.groups) {
+    params.begins[int64_t{blockIdx.x} * (params.groups + 1) + threadIdx.x] = begin;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kPoints; ++i) {
+    const int64_t index = first + i * kOrderThreads;
+    if (index >= params.points) continue;
+    sorted[counts[found.bins[i] >> params.shift] + ranks[i]] = {static_cast<uint32_t>(index),
+                                                                found.bins[i]};
+  }
+  __syncthreads();
+  Member* to = params.members + int64_t{blockIdx.x} * kBrickPoints;
+  for (uint32_t i = threadIdx.x; i < size; i += kOrderThreads) to[i] = sorted[i];
+}
+
+// A block gathers a group and sorts it by bins.
+__global__ void __launch_bounds__(kOrderThreads)
+    SortIntoBins(const __grid_constant__ OrderParams params) {
+  __shared__ uint32_t runs_before[kOrderThreads + 1];  // members in the blocks before
+  __shared__ int64_t runs_shift[kOrderThreads];        // from there to the members
+  __shared__ uint32_t base;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* staged = reinterpret_cast<uint32_t*>(shared);
+  uint32_t* places = staged + kStaged;  // counts of the bins, then the next place of each
+  const uint32_t group = blockIdx.x;
+  const uint32_t first_bin = group << params.shift;
+  const uint32_t bins = min(1u << params.shift, params.bins - first_bin);
+
+  // Calls visit(member, real) for all members, by whole warps.
+  const auto for_members = [&](auto&& visit) {
+    uint32_t all = 0;
+    for (uint32_t block = 0; block < params.blocks; block += kOrderThreads) {
+      const uint32_t of = block + threadIdx.x;
+      uint32_t begin = 0, end = 0;
+      if (of < params.blocks) {
+        const uint32_t* begins = params.begins + int64_t{of} * (params.groups + 1) + group;
+        begin = begins[0];
+        end = begins[1];
+      }
+      uint32_t size;
+      const uint32_t before = SumTo(end - begin, &size) - (end - begin);
+      runs_before[threadIdx.x] = before;
+      runs_shift[threadIdx.x] = int64_t{of} * kBrickPoints + begin - before;
+      if (threadIdx.x == 0) runs_before[kOrderThreads] = size;
+      __syncthreads();
+      const uint32_t rounded = (size + kWarp - 1) / kWarp * kWarp;
+      for (uint32_t i = threadIdx.x; i < rounded; i += kOrderThreads) {
+        uint32_t run = 0;
+#pragma unroll
+        for (int step = kOrderThreads / 2; step > 0; step /= 2) {
+          if (runs_before[run + step] <= i) run += step;
+        }
+        const bool real = i < size;
+        visit(real ? params.members[runs_shift[run] + i] : Member{0, first_bin}, real);
+      }
+      __syncthreads();
+      all += size;
+    }
+    return all;
+  };
+
+  for (uint32_t i = threadIdx.x; i < bins; i += kOrderThreads) places[i] = 0;
+  const uint32_t size =
+      for_members([&](Member member, bool real) { Count(places, member.bin - first_bin, real); });
+  if (threadIdx.x == 0) base = atomicAdd(params.taken, size);
+  __syncthreads();
+  uint32_t next = 0;
+  for (uint32_t from = 0; from < bins; from += kOrderThreads) {
+    const uint32_t bin = from + threadIdx.x;
+    const uint32_t count = bin < bins ? places[bin] : 0;
+    uint32_t of_all;
+    const uint32_t place = next + SumTo(count, &of_all) - count;
+    next += of_all;
+    if (bin < bins) {
+      places[bin] = place;
+      params.by_bricks.counts[first_bin + bin] = count;
+      params.by_bricks.begins[first_bin + bin] = base + place;
+    }
+  }
+  __syncthreads();
+  uint32_t* to = params.by_bricks.points + base;
+  const bool stages = size <= kStaged;
+  for_members([&](Member member, bool real) {
+    const uint32_t place = Count(places, member.bin - first_bin, real);
+    if (real) (stages ? staged : to)[place] = member.index;
+  });
+  if (!stages) return;
+  for (uint32_t i = threadIdx.x; i < size; i += kOrderThreads) to[i] = staged[i];
+}
+
+// Fills what both orders take; false: the points have none.
+bool FindBricks(const Call& call, int groups, int64_t max_bins, OrderParams* params) {
+  const Geometry& geometry = call.geometry;
+  if (call.batch.size() != 1 || geometry.points == 0 || geometry.points >= Placed::kNone) {
+    return false;
+  }
+  params->call = call;
+  params->points = geometry.points;
+  int64_t bins = int64_t{1} << geometry.axes;
+  for (int a = 0; a < geometry.axes; ++a) {
+    const int shift = geometry.axes == 3 ? BrickShift<3>(a) : BrickShift<2>(a);
+    params->bricks[a] = static_cast<uint32_t>(CeilDiv(geometry.sizes[a], int64_t{1} << shift));
+    bins *= params->bricks[a];
+    if (bins == 0 || bins > max_bins) return false;
+  }
+  params->bins = static_cast<uint32_t>(bins);
+  params->shift = 0;
+  while (CeilDiv(bins, int64_t{1} << params->shift) > groups) ++params->shift;
+  params->groups = static_cast<uint32_t>(CeilDiv(bins, int64_t{1} << params->shift));
+  return true;
+}
+
+}  // namespace
+
+cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, int64_t space_bytes,
+                         RoughOrder* order) {
+  *order = {};
+  OrderParams params{};
+  const int64_t blocks = CeilDiv(call.geometry.points, kRoughPoints);
+  const int64_t size = blocks * kTiles * kWarp;
+  if (space_bytes < size * static_cast<int64_t>(sizeof(Placed)) ||
+      !FindBricks(call, kRoughGroups, INT32_MAX, &params)) {
+    return cudaSuccess;
+  }
+  *order = {size, static_cast<Placed*>(space)};
+  params.rough = *order;
+  const auto kernel = call.geometry.axes == 3 ? SortIntoTiles<3> : SortIntoTiles<2>;
+  return Launch(kernel, blocks, kOrderThreads, kTiles * kWarp * sizeof(Placed), stream, params);
+}
+
+cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, int64_t space_bytes,
+                          BrickOrder* order) {
+  *order = {};
+  OrderParams params{};
+  if (!FindBricks(call, kBrickGroups, int64_t{kBrickGroups} * kMaxBinsOfGroup, &params)) {
+    return cudaSuccess;
+  }
+  const int64_t points = params.points, bins = params.bins;
+  const int64_t blocks = CeilDiv(points, kBrickPoints);
+  const int64_t shares = (points << call.geometry.axes) / kShare;
+  auto* next = static_cast<uint32_t*>(space);
+  const auto take = [&next](int64_t count) {
+    next += count;
+    return next - count;
+  };
+  params.members = reinterpret_cast<Member*>(take(2 * points));
+  std::copy_n(params.bricks, kMaxAxes, order->bricks);
+  order->bins = params.bins;
+  order->counts = take(bins);
+  order->begins = take(bins);
+  order->left = take(1);
+  order->shares = take(2 * shares);
+  params.taken = take(1);
+  params.begins = take(blocks * (params.groups + 1));
+  uint32_t* sorted = take(points);
+  if ((next - static_cast<uint32_t*>(space)) * static_cast<int64_t>(sizeof(uint32_t)) >
+      space_bytes) {
+    return cudaSuccess;
+  }
+  order->points = sorted;
+  params.by_bricks = *order;
+  params.blocks = static_cast<uint32_t>(blocks);
+  const auto kernel = call.geometry.axes == 3 ? SortIntoGroups<3> : SortIntoGroups<2>;
+  JAXOPS_RETURN_IF_ERROR(
+      Launch(kernel, blocks, kOrderThreads, kBrickPoints * sizeof(Member), stream, params));
+  // Beside its static memory there is not the usual leave on every GPU.
+  constexpr int kMostBytes = (kStaged + kMaxBinsOfGroup) * static_cast<int>(sizeof(uint32_t));
+  return Launch(SortIntoBins, params.groups, kOrderThreads,
+                (kStaged + (size_t{1} << params.shift)) * sizeof(uint32_t), stream, params,
+                kMostBytes);
+}
+
+}  // namespace jaxops::grid_sample::cuda

@@ -1,0 +1,452 @@
+// Plain samples of volumes and their gradients by points, see cuda/grid_sample/plain.h.
+//
+// Each thread looks at the point of its own channels: so little work without options that lanes do
+// it over again for the same point rather than wait to be told. The kernels are a fraction of the
+// size of those that know every option, whose instructions a small call waits for.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "common/fast_divide.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/multilinear.cuh"
+#include "cuda/common/numeric.cuh"
+#include "cuda/grid_sample/plain.h"
+
+namespace jaxops::grid_sample::cuda {
+namespace {
+
+using jaxops::cuda::Accumulator;
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::kPackElements;
+using jaxops::cuda::kWarp;
+using jaxops::cuda::Launch;
+using jaxops::cuda::Narrow;
+using jaxops::cuda::Pack;
+using jaxops::cuda::StorePack;
+using jaxops::cuda::Widen;
+
+constexpr int kSampleThreads = 128;
+constexpr int kLanesThreads = 256;
+
+template <typename A>
+struct AxisParams {
+  A slope;  // entries a unit of the coordinate
+  A end;    // the number of entries
+  A last;   // the last entry if there is one before it, and else what is none
+  int32_t size;
+  uint32_t stride;  // in elements
+};
+
+template <typename A, int kAxes>
+struct PlainParams {
+  // In the order of their use, because small calls wait for every line of parameters.
+  const A* points;
+  const void* volume;
+  void* out;
+  uint32_t count;   // of the points of all batch entries, or of the places in their order
+  FastDivider row;  // threads to a row of channels
+  A shift;
+  uint32_t volume_stride;  // of the batch, in elements
+  AxisParams<A> axes[kAxes];
+  uint32_t width;
+  int lane_shift;  // of a gradient: 2^this many lanes share a point
+  const void* cotangent;
+  FastDivider by_entry;  // points of a batch entry
+  const Placed* order;   // of the points, null for their own
+
+  PlainParams(const Call& call, const RoughOrder& rough, int64_t row_threads, int shift_of_lanes)
+      : points(static_cast<const A*>(call.points)),
+        volume(call.volume),
+        out(call.out != nullptr ? call.out : call.dpoints),
+        count(static_cast<uint32_t>(
+            rough.points != nullptr ? rough.size : call.batch.size() * call.geometry.points)),
+        row(row_threads),
+        shift(call.geometry.align_corners ? A(0) : A(-0.5)),
+        volume_stride(call.batch.rank() == 0
+                          ? 0
+                          : static_cast<uint32_t>(call.batch.stride(0, Call::kVolume))),
+        width(static_cast<uint32_t>(call.geometry.width)),
+        lane_shift(shift_of_lanes),
+        cotangent(call.cotangent),
+        by_entry(call.geometry.points),
+        order(rough.points) {
+    int64_t stride = call.geometry.width;
+    for (int a = kAxes - 1; a >= 0; --a) {
+      const int32_t size = call.geometry.sizes[a];
+      const A n = static_cast<A>(size);
+      axes[a] = {(call.geometry.align_corners ? n - 1 : n) / 2, n, size > 1 ? n - 1 : A(-2), size,
+                 static_cast<uint32_t>(stride)};
+      stride *= size;
+    }
+  }
+};
+
+// The entries around a point, found as LocateInZeros does.
+template <typename A, int kAxes>
+struct PlainStencil {
+  static constexpr int kCorners = 1 << kAxes;
+
+  multilinear::Axis<A> axes[kAxes];
+  uint32_t offsets[kCorners];  // of channel `first` of the entries
+  bool there[kCorners];
+  bool lost = false;  // a coordinate is not a number
+
+  __device__ __forceinline__ PlainStencil(const PlainParams<A, kAxes>& params, uint32_t index,
+                                          const A (&point)[kAxes], uint32_t first) {
+    bool has[kAxes][2];
+    uint32_t low = first;
+    if (params.volume_stride > 0) low += params.by_entry.Quotient(index) * params.volume_stride;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) {
+      const AxisParams<A>& axis = params.axes[a];
+      lost = lost || point[a] != point[a];
+      const A x = MultiplyAdd(point[a] + 1, axis.slope, params.shift);
+      const bool near = x > -1 && x < axis.end;
+      // Where it is not near, conversion saturates, and nothing is there.
+      const int32_t entry = static_cast<int32_t>(Floor(x)) - (x == axis.last ? 1 : 0);
+      const A fraction = near ? x - static_cast<A>(entry) : A(0);
+      axes[a] = {1 - fraction, fraction, axis.slope};
+      has[a][0] = near && entry >= 0;
+      has[a][1] = near && entry < axis.size - 1;
+      low += static_cast<uint32_t>(entry) * axis.stride;
+    }
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      there[c] = true;
+      offsets[c] = low;
+#pragma unroll
+      for (int a = 0; a < kAxes; ++a) {
+        const bool up = c & multilinear::BitOf<kAxes>(a);
+        there[c] = there[c] && has[a][up];
+        if (up) offsets[c] += params.axes[a].stride;
+      }
+    }
+  }
+};
+
+template <int kAxes, typename A>
+__device__ __forceinline__ void LoadPoint(const PlainParams<A, kAxes>& params, uint32_t index,
+                                          A (&point)[kAxes]) {
+  const A* from = params.points + index * kAxes;
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) point[a] = from[a];
+}
+
+// Replaces a place in the order of the points by the index of the point there, and loads it. False
+// if there is none.
+template <bool kOrdered, int kAxes, typename A>
+__device__ __forceinline__ bool FindPoint(const PlainParams<A, kAxes>& params, uint32_t& index,
+                                          A (&point)[kAxes]) {
+  if (index >= params.count) return false;
+  if constexpr (kOrdered) {
+    const Placed placed = params.order[index];
+    if (placed.index == Placed::kNone) return false;
+    index = placed.index;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) point[a] = placed.coordinates[a];
+  } else {
+    LoadPoint(params, index, point);
+  }
+  return true;
+}
+
+// kCount elements as they are loaded: what is 2 bytes long in pairs, which are not taken apart
+// until they are needed.
+template <typename T, int kCount>
+using Loaded =
+    std::conditional_t<sizeof(T) * kCount % sizeof(uint32_t) == 0 && sizeof(T) < sizeof(uint32_t),
+                       Pack<uint32_t, (kCount + 1) / 2>, Pack<T, kCount>>;
+
+template <typename T, int kCount>
+__device__ __forceinline__ Loaded<T, kCount> LoadIf(bool there, const T* address) {
+  if (there) return *reinterpret_cast<const Loaded<T, kCount>*>(address);
+  return {};
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void WidenAll(const Loaded<T, kCount>& loaded,
+                                         Accumulator<T> (&wide)[kCount]) {
+  if constexpr (std::is_same_v<Loaded<T, kCount>, Pack<T, kCount>>) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) wide[i] = Widen(loaded.values[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const uint32_t word = loaded.values[i];
+      if constexpr (std::is_same_v<T, __half>) {
+        __half2 pair;
+        memcpy(&pair, &word, sizeof(pair));
+        const float2 both = __half22float2(pair);
+        wide[2 * i] = both.x;
+        wide[2 * i + 1] = both.y;
+      } else {
+        wide[2 * i] = __uint_as_float(word << 16);
+        wide[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
+      }
+    }
+  }
+}
+
+// The weighted sums of entries around a point, kCount channels of them.
+template <int kCount, typename T, int kAxes>
+__device__ __forceinline__ Pack<T, kCount> Interpolate(
+    const PlainStencil<Accumulator<T>, kAxes>& stencil,
+    const Loaded<T, kCount> (&values)[1 << kAxes]) {
+  using A = Accumulator<T>;
+  A weights[1 << kAxes], sums[kCount];
+  multilinear::PlainWeights<kAxes>(stencil.axes, weights);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i] = stencil.lost ? static_cast<A>(nanf("")) : A(0);
+#pragma unroll
+  for (int c = 0; c < 1 << kAxes; ++c) {
+    A wide[kCount];
+    WidenAll<T, kCount>(values[c], wide);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] += weights[c] * wide[i];
+  }
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
+  return out;
+}
+
+// Threads share a point, so that each has kTimes times kCount of its channels.
+template <typename T, int kCount, int kTimes, int kAxes, bool kOrdered>
+__global__ void __launch_bounds__(kSampleThreads, 1)
+    SamplePlain(const __grid_constant__ PlainParams<Accumulator<T>, kAxes> params) {
+  using A = Accumulator<T>;
+  constexpr int kCorners = 1 << kAxes;
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  uint32_t index = thread;
+  const uint32_t f = params.row.Peel(index) * kCount;
+  A point[kAxes];
+  if (!FindPoint<kOrdered>(params, index, point)) return;
+  const PlainStencil<A, kAxes> stencil(params, index, point, f);
+  const T* volume = static_cast<const T*>(params.volume);
+  const uint32_t step = params.row.divisor() * kCount;
+  Loaded<T, kCount> values[kTimes][kCorners];
+#pragma unroll
+  for (int t = 0; t < kTimes; ++t) {
+    const bool real = kTimes == 1 || f + t * step < params.width;
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      values[t][c] =
+          LoadIf<T, kCount>(real && stencil.there[c], volume + (stencil.offsets[c] + t * step));
+    }
+  }
+  const uint64_t at =
+      !kOrdered && kTimes == 1 ? uint64_t{thread} * kCount : uint64_t{index} * params.width + f;
+  T* out = static_cast<T*>(params.out) + at;
+#pragma unroll
+  for (int t = 0; t < kTimes; ++t) {
+    if (kTimes > 1 && f + t * step >= params.width) break;
+    StorePack(out + t * step, Interpolate<kCount, T>(stencil, values[t]));
+  }
+}
+
+// 2^params.lane_shift neighbouring lanes share a point, so that each has kCount of its channels,
+// kTimes at once, for as long as there are more.
+template <typename T, int kCount, int kTimes, int kAxes>
+__global__ void __launch_bounds__(kLanesThreads, kCount > 1 ? 4 : 1)
+    PointGradPlain(const __grid_constant__ PlainParams<Accumulator<T>, kAxes> params) {
+  using A = Accumulator<T>;
+  constexpr int kCorners = 1 << kAxes;
+  const uint32_t thread = blockIdx.x * kLanesThreads + threadIdx.x;
+  const uint32_t lanes = 1u << params.lane_shift;
+  const uint32_t lane = threadIdx.x & (lanes - 1);
+  const uint32_t sought = thread >> params.lane_shift;
+  // Lanes without a point do as others, because all of a warp sum together.
+  const uint32_t index = min(sought, params.count - 1);
+  A point[kAxes];
+  LoadPoint(params, index, point);
+  // Those of the cotangent do not wait for the point.
+  const T* row = static_cast<const T*>(params.cotangent) + uint64_t{index} * params.width;
+  const uint32_t step = lanes * kCount;
+  Loaded<T, kCount> rows[kTimes];
+  const auto load_rows = [&](uint32_t f) {
+#pragma unroll
+    for (int t = 0; t < kTimes; ++t) {
+      rows[t] = LoadIf<T, kCount>(f + t * step < params.width, row + f + t * step);
+    }
+  };
+  uint32_t f = lane * kCount;
+  load_rows(f);
+  const PlainStencil<A, kAxes> stencil(params, index, point, 0);
+  const T* volume = static_cast<const T*>(params.volume);
+  A dots[kCorners] = {};
+#pragma unroll 1
+  while (true) {
+    Loaded<T, kCount> values[kTimes][kCorners];
+#pragma unroll
+    for (int t = 0; t < kTimes; ++t) {
+      const uint32_t at = f + t * step;
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) {
+        values[t][c] = LoadIf<T, kCount>(stencil.there[c] && at < params.width,
+                                         volume + (stencil.offsets[c] + at));
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTimes; ++t) {
+      A g[kCount];
+      WidenAll<T, kCount>(rows[t], g);
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) {
+        A wide[kCount];
+        WidenAll<T, kCount>(values[t][c], wide);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) dots[c] += g[i] * wide[i];
+      }
+    }
+    f += kTimes * step;
+    if (f >= params.width) break;
+    load_rows(f);
+  }
+  A gradient[kAxes];
+  multilinear::PlainPointGradient<kAxes>(stencil.axes, dots, gradient);
+  multilinear::cuda::SumOverLanes<kAxes>(gradient, lanes);
+  if (lane == 0 && sought < params.count) {
+    A* out = static_cast<A*>(params.out) + index * kAxes;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) out[a] = stencil.lost ? static_cast<A>(nanf("")) : gradient[a];
+  }
+}
+
+// --- launches ------------------------------------------------------------------------------------
+
+// All choices below were measured on an H200.
+
+// Threads that keep it busy.
+constexpr int64_t kManyThreads = int64_t{1} << 18;
+
+// Of rows that are not loaded in packs: up to how many elements a thread of a value has one, where
+// there are many threads, and from how many it has three instead of two.
+template <int kAxes>
+constexpr int64_t kShortRow = kAxes == 2 ? 12 : 24;
+template <typename T>
+constexpr int64_t kLongRow = sizeof(T) == 2 ? 33 : 96;
+
+// And up to how many elements a lane of a gradient has one at a time instead of three.
+constexpr int64_t kShortGradRow = 4;
+
+template <typename T, int kCount, int kTimes, int kAxes>
+cudaError_t LaunchPointGrad(cudaStream_t stream, const Call& call, int lane_shift) {
+  const PlainParams<Accumulator<T>, kAxes> params(call, {}, 1, lane_shift);
+  return Launch(PointGradPlain<T, kCount, kTimes, kAxes>,
+                CeilDiv(int64_t{params.count} << lane_shift, kLanesThreads), kLanesThreads, 0,
+                stream, params);
+}
+
+// Whether an L2 holds the volume.
+bool IsCached(const Call& call) {
+  const int64_t entry_bytes = call.geometry.width * jaxops::cuda::SizeOf(call.dtype);
+  return call.geometry.grid() * entry_bytes < int64_t{3} << 24;
+}
+
+template <typename T, int kCount, int kAxes>
+cudaError_t LaunchPointGrad(cudaStream_t stream, const Call& call) {
+  const int64_t width = call.geometry.width;
+  const bool three = kCount == 1 && width > kShortGradRow;
+  // With more lanes each has less to do one thing after another, with fewer they do less over
+  // again. Memory is read best by lines.
+  const int64_t lanes = CeilDiv(width, kCount * (three ? 3 : 1));
+  int shift = three ? 2 : 0;
+  while (shift < 5 && 1 << shift < lanes) ++shift;
+  const bool many = call.batch.size() * call.geometry.points << shift > kManyThreads;
+  const int least = kCount > 1 && IsCached(call) ? 2 : 3;
+  if (many && shift > least) shift = std::min(shift - 1, kCount > 1 ? 3 : 4);
+  if constexpr (kCount == 1) {
+    if (three && !(many && sizeof(T) == 2)) {
+      return LaunchPointGrad<T, 1, 3, kAxes>(stream, call, shift);
+    }
+  }
+  return LaunchPointGrad<T, kCount, 1, kAxes>(stream, call, shift);
+}
+
+template <typename T, int kCount, int kTimes, int kAxes>
+cudaError_t LaunchValue(cudaStream_t stream, const Call& call, const RoughOrder& order) {
+  const int64_t row_threads = CeilDiv(call.geometry.width, kCount * kTimes);
+  const PlainParams<Accumulator<T>, kAxes> params(call, order, row_threads, 0);
+  const int64_t threads = params.count * row_threads;
+  // Few of them are in small blocks, for more multiprocessors.
+  const int block = threads > 4096 ? kSampleThreads : kSampleThreads / 2;
+  auto kernel = SamplePlain<T, kCount, kTimes, kAxes, false>;
+  if constexpr (sizeof(T) < sizeof(double) && kCount > 1) {
+    if (order.points != nullptr) kernel = SamplePlain<T, kCount, kTimes, kAxes, true>;
+  }
+  return Launch(kernel, CeilDiv(threads, block), block, 0, stream, params);
+}
+
+template <typename T, int kCount, int kAxes>
+cudaError_t LaunchWith(cudaStream_t stream, const Call& call, const RoughOrder& order) {
+  if (call.dpoints != nullptr) return LaunchPointGrad<T, kCount, kAxes>(stream, call);
+  if constexpr (kCount == 1) {
+    const int64_t width = call.geometry.width;
+    const bool many = call.batch.size() * call.geometry.points * width > kManyThreads;
+    if (many && width >= kLongRow<T>) return LaunchValue<T, 1, 3, kAxes>(stream, call, order);
+    if (many && width > kShortRow<kAxes>) return LaunchValue<T, 1, 2, kAxes>(stream, call, order);
+  }
+  return LaunchValue<T, kCount, 1, kAxes>(stream, call, order);
+}
+
+}  // namespace
+
+bool IsPlain(const Call& call) {
+  const Geometry& geometry = call.geometry;
+  if (call.order > 0 || geometry.method != Method::kLinear || geometry.padding != Padding::kZeros) {
+    return false;
+  }
+  if (call.point_dtype != (call.dtype == DType::kF64 ? DType::kF64 : DType::kF32)) return false;
+  // More entries of an axis have positions in float32 that are rounded, which takes some care.
+  constexpr int32_t kMostExact = 1 << 24;
+  for (int a = 0; a < geometry.axes; ++a) {
+    // With align_corners every coordinate is on the only entry of an axis.
+    if (geometry.sizes[a] < (geometry.align_corners ? 2 : 1)) return false;
+    if (call.point_dtype == DType::kF32 && geometry.sizes[a] > kMostExact) return false;
+  }
+  int64_t volumes = 1;
+  if (call.batch.rank() > 0) {
+    const auto is_dense = [&](Call::Operand operand, int64_t row) {
+      return call.batch.stride(0, operand) == geometry.points * row;
+    };
+    if (call.batch.rank() > 1 || !is_dense(Call::kPoints, geometry.axes)) return false;
+    if (call.cotangent != nullptr && !is_dense(Call::kCotangent, geometry.width)) return false;
+    if (call.batch.stride(0, Call::kVolume) > 0) volumes = call.batch.size();
+  }
+  // An order has more places than points.
+  constexpr int64_t kMostThreads = int64_t{1} << 30;
+  const int64_t points = call.batch.size() * geometry.points;
+  return volumes * geometry.grid() * geometry.width <= UINT32_MAX &&
+         points * std::max<int64_t>(geometry.width, kWarp) <= kMostThreads;
+}
+
+bool IsFasterPlain(const Call& call, const RoughOrder& order, bool packs) {
+  if (!IsPlain(call)) return false;
+  const Geometry& geometry = call.geometry;
+  const bool single = call.dtype == DType::kF32;
+  // Kernels whose warps go through 32 points each find more in the L1, where points are many and in
+  // an order, or where rows are loaded element by element. They also have less under way, which
+  // suits gradients of one channel in a large volume.
+  if (order.points != nullptr) {
+    return packs && call.dtype != DType::kF64 && !(single && geometry.points > kManyThreads * 2);
+  }
+  if (call.dpoints != nullptr) return geometry.width > 1 || IsCached(call);
+  const bool middle = geometry.width > 24 && geometry.width < 64;
+  return !(single && !packs && geometry.axes == 3 && middle && geometry.points > kManyThreads / 2);
+}
+
+cudaError_t LaunchPlain(cudaStream_t stream, const Call& call, const RoughOrder& order,
+                        bool packs) {
+  return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
+    const auto launch = [&]<int kCount>(std::integral_constant<int, kCount>) {
+      return call.geometry.axes == 3 ? LaunchWith<T, kCount, 3>(stream, call, order)
+                                     : LaunchWith<T, kCount, 2>(stream, call, order);
+    };
+    return packs ? launch(std::integral_constant<int, kPackElements<T>>{})
+                 : launch(std::integral_constant<int, 1>{});
+  });
+}
+
+}  // namespace jaxops::grid_sample::cuda

@@ -1,0 +1,438 @@
+// What the forward and the backward kernels of the lightweight convolution share: who owns what,
+// and how a stretch of the sequence reaches registers or shared memory in either data format.
+//
+// NTC: neighbouring threads own neighbouring channels and each a run of time steps, so that rows
+// are read and written whole. With dilation d the sequence falls apart into d interleaved phases
+// that never meet; a tile holds steps of one phase, which makes dilation a row stride and nothing
+// else.
+//
+// NCT: a thread owns neighbouring time steps of one channel, a row of threads one channel.
+//
+// Short filters (up to kShortTaps) are bound by memory: what their kernels work on next is under
+// way while they work, in registers or in a ring in shared memory. Long filters are bound by
+// arithmetic, unless tensor cores multiply them. Kernel families, in the order in which they are
+// asked:
+//
+//   mma/*.cu                 long filters of heads of 16 n channels, but for float64
+//   nct/*.cu                 NCT: dilated filters, small problems, rows that vectors do not divide
+//   ntc/short.cu             NTC: short filters of rows that vectors divide, and small problems
+//   forward.cu, backward.cu  all others; long filters stage a tile in shared memory and slide a
+//                            window of registers over it, and the NCT backward, which has two
+//                            products to make of each window, keeps it in registers
+#ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_FILTERS_CUH_
+#define JAXOPS_CUDA_LIGHTWEIGHT_CONV_FILTERS_CUH_
+
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+
+#include "common/fast_divide.h"
+#include "common/lightweight_conv.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/numeric.cuh"
+
+namespace jaxops::lightweight_conv::cuda {
+
+using jaxops::cuda::Accumulator;
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::DispatchBool;
+using jaxops::cuda::DispatchFloat;
+using jaxops::cuda::kPackElements;
+using jaxops::cuda::kWarp;
+using jaxops::cuda::Launch;
+using jaxops::cuda::LoadPack;
+using jaxops::cuda::Narrow;
+using jaxops::cuda::Pack;
+using jaxops::cuda::StoreAs;
+using jaxops::cuda::Widen;
+using jaxops::cuda::WithElements;
+
+inline constexpr int kShortTaps = 8;
+
+// --- NTC -----------------------------------------------------------------------------------------
+
+inline constexpr int kNtcThreads = 256;
+
+// Divides by a dilation, which is nearly always 1, rounding up.
+__host__ __device__ inline int DivideByDilation(int n, int dilation) {
+  return dilation == 1 ? n : (n + dilation - 1) / dilation;
+}
+
+// The number of steps t < time with t % dilation == phase.
+__host__ __device__ inline int PhaseSteps(int time, int dilation, int phase) {
+  return DivideByDilation(time - phase, dilation);
+}
+
+// A pack from `address` if `inside`, else zeros. The load itself is unconditional, from an address
+// that is always good, so that neighbouring loads do not wait for each other's branches.
+template <int kCount, typename T>
+__device__ __forceinline__ Pack<T, kCount> LoadIf(bool inside, const T* address, const T* good) {
+  const Pack<T, kCount> pack = LoadPack<kCount>(inside ? address : good);
+  return inside ? pack : Pack<T, kCount>{};
+}
+
+// One thread's kV channels at the time steps first, first + stride, ..., of which the first `count`
+// are wanted: zero outside [0, time). Steps that are all inside, as nearly all are, skip the
+// checks.
+template <int kCount, int kV, typename T>
+__device__ __forceinline__ void ReadSteps(Pack<T, kV> (&steps)[kCount], const T* column, int first,
+                                          int stride, int count, int time, int64_t channels) {
+  if (first >= 0 && first + (kCount - 1) * stride < time) {
+    const T* address = column + first * channels;
+    const int64_t advance = stride * channels;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      steps[i] = LoadPack<kV>(address);
+      address += advance;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int t = first + i * stride;
+      const bool inside = i < count && static_cast<unsigned>(t) < static_cast<unsigned>(time);
+      steps[i] = LoadIf<kV>(inside, column + t * channels, column);
+    }
+  }
+}
+
+template <int kV, typename T>
+__device__ __forceinline__ void WriteStep(T* column, const Accumulator<T> (&values)[kV], int t,
+                                          int64_t channels) {
+  Pack<T, kV> pack;
+#pragma unroll
+  for (int v = 0; v < kV; ++v) pack.values[v] = Narrow<T>(values[v]);
+  *reinterpret_cast<Pack<T, kV>*>(column + t * channels) = pack;
+}
+
+// How the threads of a short filter's block are dealt out: lanes over channels, groups over time.
+struct ShortNtcTile {
+  int lane_bits;  // log2 of the threads side by side in channels
+
+  ShortNtcTile(int64_t channels, int per_thread) : lane_bits(0) {
+    while (lane_bits < 5 && (int64_t{per_thread} << lane_bits) < channels) ++lane_bits;
+  }
+  __host__ __device__ int lanes() const { return 1 << lane_bits; }
+  __host__ __device__ int groups() const { return kNtcThreads >> lane_bits; }
+};
+
+// Long filters: a warp is 32 neighbouring channels, pairs of them for 2-byte types.
+inline constexpr int kNtcWarps = kNtcThreads / kWarp;
+
+template <typename T>
+inline constexpr int kLaneChannels = sizeof(T) == 2 ? 2 : 1;
+
+template <typename T>
+inline constexpr int kBlockChannels = kWarp * kLaneChannels<T>;
+
+// Copies `rows` rows of kBlockChannels channels of a (time, channels) array into shared memory. Row
+// i is time step first + i * stride, zero outside [0, time). The copy is asynchronous: commit it.
+template <typename T, bool kAligned>
+__device__ __forceinline__ void StageRows(T* shared, const T* array, int first, int stride,
+                                          int rows, int time, int channels, int first_channel) {
+  constexpr int kChannels = kBlockChannels<T>;
+  if constexpr (kAligned) {
+    constexpr int kPacks = kChannels / kPackElements<T>;
+    const int channel = threadIdx.x % kPacks * kPackElements<T>;
+    const bool wanted = first_channel + channel < channels;
+    const T* column = array + first_channel + channel;
+    for (int row = threadIdx.x / kPacks; row < rows; row += kNtcThreads / kPacks) {
+      const int t = first + row * stride;
+      const bool inside = wanted && static_cast<unsigned>(t) < static_cast<unsigned>(time);
+      __pipeline_memcpy_async(shared + row * kChannels + channel,
+                              inside ? column + int64_t{t} * channels : array, 16, inside ? 0 : 16);
+    }
+  } else {
+    const int channel = threadIdx.x % kChannels;
+    const bool wanted = first_channel + channel < channels;
+    const T* column = array + first_channel + channel;
+    for (int row = threadIdx.x / kChannels; row < rows; row += kNtcThreads / kChannels) {
+      const int t = first + row * stride;
+      const bool inside = wanted && static_cast<unsigned>(t) < static_cast<unsigned>(time);
+      shared[row * kChannels + channel] = inside ? column[int64_t{t} * channels] : T{};
+    }
+  }
+}
+
+// One thread's channels of a staged row.
+template <typename T>
+__device__ __forceinline__ void ReadRow(Accumulator<T> (&values)[kLaneChannels<T>], const T* shared,
+                                        int row) {
+  const auto pack = LoadPack<kLaneChannels<T>>(shared + row * kBlockChannels<T> +
+                                               (threadIdx.x % kWarp) * kLaneChannels<T>);
+#pragma unroll
+  for (int v = 0; v < kLaneChannels<T>; ++v) values[v] = Widen(pack.values[v]);
+}
+
+// Short filters of rows that packs of channels fit have kernels of their own.
+bool TakesShortNtc(const Forward& call);
+bool TakesShortNtc(const Backward& call);
+
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call);
+
+// The sums over time that the blocks of a backward kernel leave: (kept, splits, taps + 1,
+// channels), last the bias's. Where packs of neighbouring channels are summed together, the row of
+// a tap is the shorter for it, and ends early.
+struct PartialSums {
+  void* sums;
+  int64_t splits;
+  int channels = 1;  // of a sum
+};
+
+// Uses as many splits as it wants of those that `partials` has room for, and says so there.
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
+
+// --- NCT -----------------------------------------------------------------------------------------
+
+inline constexpr int kNctThreads = 128;
+
+inline constexpr int kNctMinRowThreads = 16;
+inline constexpr int kNctMaxRows = kNctThreads / kNctMinRowThreads;
+
+// How the threads of a block are dealt out over channels and time.
+struct NctTile {
+  int row_bits;  // log2 of the threads that share a channel
+
+  NctTile(int64_t time, int per_thread) : row_bits(4) {
+    static_assert(kNctMinRowThreads == 1 << 4);
+    while ((1 << row_bits) < kNctThreads && (int64_t{per_thread} << row_bits) < time) ++row_bits;
+  }
+  __host__ __device__ int threads_per_row() const { return 1 << row_bits; }
+  __host__ __device__ int rows() const { return kNctThreads >> row_bits; }
+};
+
+// Marks rows that do not start at multiples of 16 bytes, where a shift is known otherwise.
+inline constexpr int kUnaligned = -1;
+
+// Steps first to first + kCount of a row of whole packs, zero outside [0, time), kept as they were
+// loaded. The shift, first modulo the size of a pack, is the same for all threads and known when
+// the kernel is compiled.
+template <typename T, int kCount, int kShift>
+class Window {
+ public:
+  __device__ __forceinline__ void Load(const T* row, int first, int time) {
+    const int base = first - kShift;
+    if (base >= 0 && base + kPacks * kPack <= time) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) packs_[p] = LoadPack<kPack>(row + base + p * kPack);
+    } else {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int t = base + p * kPack;
+        const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
+        packs_[p] = LoadIf<kPack>(inside, row + t, row);
+      }
+    }
+  }
+
+  __device__ __forceinline__ Accumulator<T> operator[](int i) const {
+    return Widen(packs_[(i + kShift) / kPack].values[(i + kShift) % kPack]);
+  }
+
+ private:
+  static constexpr int kPack = kPackElements<T>;
+  static constexpr int kPacks = (kShift + kCount + kPack - 1) / kPack;
+  Pack<T, kPack> packs_[kPacks];
+};
+
+// Runs of a short filter's thread that are in flight together.
+inline constexpr int kFlight = 2;
+
+// Writes kCount steps from t on, a multiple of a pack; those beyond the end are left out.
+template <typename T, int kCount, bool kAligned>
+__device__ __forceinline__ void WriteRun(T* row, const Accumulator<T> (&values)[kCount], int t,
+                                         int time) {
+  if constexpr (kAligned) {
+    constexpr int kPack = kPackElements<T>;
+#pragma unroll
+    for (int p = 0; p < kCount; p += kPack) {
+      if (t + p >= time) return;
+      Pack<T, kPack> pack;
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) pack.values[e] = Narrow<T>(values[p + e]);
+      *reinterpret_cast<Pack<T, kPack>*>(row + t + p) = pack;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (t + i < time) row[t + i] = Narrow<T>(values[i]);
+    }
+  }
+}
+
+// Long filters: a thread owns a run of kRun steps. Shared memory holds the accumulation type, each
+// element converted once though read by many taps, and is skewed by one word in every kRun, so that
+// threads kRun words apart hit different banks.
+inline constexpr int kRun = 8;
+
+__host__ __device__ constexpr int Skew(int position) { return position + position / kRun; }
+
+// Copies `length` steps from `first` on of each of the block's channels, zero outside [0, time).
+template <typename T, bool kAligned>
+__device__ __forceinline__ void StageColumns(Accumulator<T>* shared, int pitch, const T* array,
+                                             int first, int length, const NctTile& tile, int time,
+                                             int channels, int first_channel) {
+  constexpr int kPack = kAligned ? kPackElements<T> : 1;
+  const int row = threadIdx.x >> tile.row_bits;
+  const int lane = threadIdx.x & (tile.threads_per_row() - 1);
+  const int channel = first_channel + row;
+  const T* source = array + int64_t{channel} * time;
+  Accumulator<T>* out = shared + row * pitch;
+  // Packs start at multiples of their size in the array, so the first may begin before `first`.
+  const int before = first & (kPack - 1);
+  for (int start = lane * kPack - before; start < length; start += tile.threads_per_row() * kPack) {
+    const int t = first + start;
+    Pack<T, kPack> pack = {};
+    if (channel < channels && static_cast<unsigned>(t) < static_cast<unsigned>(time)) {
+      pack = LoadPack<kPack>(source + t);
+    }
+    if (start >= 0 && start + kPack <= length) {
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) out[Skew(start + e)] = Widen(pack.values[e]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) {
+        const int position = start + e;
+        if (position >= 0 && position < length) out[Skew(position)] = Widen(pack.values[e]);
+      }
+    }
+  }
+}
+
+// Adds kCount values of each of 2 * kDistance neighbouring lanes, a power of two of both. Lanes
+// give each other half of their values at every step, so that a step costs half of the one before;
+// the sums of the values from `first` on, kFolded of them, are this lane's in the end.
+template <int kCount, int kDistance>
+inline constexpr int kFolded = std::max(1, kCount / (2 * kDistance));
+
+template <int kCount, int kDistance, typename Acc, int kSize>
+__device__ __forceinline__ void FoldLanes(Acc (&values)[kSize], int& first) {
+  const bool upper = threadIdx.x & kDistance;
+  if constexpr (kCount > 1) {
+    constexpr int kKept = kCount / 2;
+    if (upper) first += kKept;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const Acc kept = upper ? values[i + kKept] : values[i];
+      const Acc given = upper ? values[i] : values[i + kKept];
+      values[i] = kept + __shfl_xor_sync(0xffffffff, given, kDistance);
+    }
+    if constexpr (kDistance > 1) FoldLanes<kKept, kDistance / 2>(values, first);
+  } else {
+    values[0] += __shfl_xor_sync(0xffffffff, values[0], kDistance);
+    if constexpr (kDistance > 1) FoldLanes<1, kDistance / 2>(values, first);
+  }
+}
+
+// Sums each thread's values over the 2^row_bits threads of a row, in an order that only their
+// number decides; total(i, row, sum) takes each sum.
+template <int kCount, typename Acc, typename Total>
+__device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1], int row_bits,
+                                           Total&& total) {
+  constexpr int kHalf = kWarp / 2;
+  static_assert(kHalf == kNctMinRowThreads);
+  const int row_threads = 1 << row_bits;
+  __shared__ Acc shared[kNctMaxRows * kCount];
+  Acc values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = thread_values[i][0];
+  int first = 0;
+  FoldLanes<kCount, kHalf / 2>(values, first);
+  // Half a warp is a row, or both halves belong to one.
+  const bool whole = row_threads >= kWarp;
+  const int part = threadIdx.x / (whole ? kWarp : kHalf);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kFolded<kCount, kHalf / 2>; ++i) {
+    const Acc other = __shfl_xor_sync(0xffffffff, values[i], kHalf);
+    shared[part * kCount + first + i] = whole ? values[i] + other : values[i];
+  }
+  __syncthreads();
+  const int parts = CeilDiv(row_threads, kWarp);
+  for (int i = threadIdx.x; i < kCount * (kNctThreads >> row_bits); i += kNctThreads) {
+    const int row = i / kCount;
+    const int value = i % kCount;
+    Acc sum = 0;
+    for (int p = 0; p < parts; ++p) sum += shared[(row * parts + p) * kCount + value];
+    total(value, row, sum);
+  }
+}
+
+// Blocks that keep the devices of today busy; results depend on this number, so it is one for all.
+inline constexpr int64_t kBusyBlocks = 480;
+
+// --- host ----------------------------------------------------------------------------------------
+
+// Whether runs of the array's fastest dimension can be read `bytes` bytes at a time.
+inline bool RowsAligned(int64_t row_elements, DType dtype, int64_t bytes) {
+  return row_elements * jaxops::cuda::SizeOf(dtype) % bytes == 0;
+}
+
+// The shift at which windows that begin `padding` steps before a pack start within one, or
+// kUnaligned for rows that packs do not fit.
+template <typename T>
+int WindowShift(int64_t time, DType dtype, int64_t padding) {
+  if (!RowsAligned(time, dtype, 16)) return kUnaligned;
+  constexpr int kPack = kPackElements<T>;
+  return static_cast<int>((kPack - padding % kPack) % kPack);
+}
+
+// Whether weight and bias are the same for all batch entries.
+inline bool SharesFilters(const Forward& call) {
+  for (int d = 0; d < call.batch.rank(); ++d) {
+    if (call.batch.stride(d, Forward::kWeight) != 0 || call.batch.stride(d, Forward::kBias) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Calls `function` with the shift of rows of whole packs as a constant.
+template <typename T, typename Function>
+cudaError_t DispatchShift(int shift, Function&& function) {
+  cudaError_t error = cudaErrorInvalidValue;
+  const auto call_if = [&](auto candidate) {
+    if (shift == candidate.value) error = function(candidate);
+  };
+  [&]<int... kShifts>(std::integer_sequence<int, kShifts...>) {
+    (call_if(std::integral_constant<int, kShifts>{}), ...);
+  }(std::make_integer_sequence<int, kPackElements<T>>{});
+  return error;
+}
+
+// The padding of the flipped taps, with which the input gradient is a convolution.
+inline int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - g.padding; }
+
+// Blocks of a grid but along x.
+inline constexpr int64_t kMostGridBlocks = 65535;
+
+// One time step, channel or tap is counted in 32 bits inside the kernels, also those of a tile of
+// up to 256 steps beyond the end; arrays may be larger.
+inline bool FitsKernels(const Geometry& g) {
+  const int64_t limit = int64_t{1} << 30;
+  return g.time < limit && g.channels < limit && g.taps < limit && g.dilation <= limit / 256 &&
+         (g.taps - 1) * g.dilation < limit;
+}
+
+// Dilated filters, small problems and rows that packs do not fit have kernels of their own in the
+// NCT layout, in nct/vectors.cu, where it says that it serves a call.
+bool ServesNct(const Forward& call);
+bool ServesNct(const Backward& call);
+cudaError_t LaunchServedNct(cudaStream_t stream, const Forward& call);
+
+// Uses as many of the splits as it likes and leaves their number: none where the sums need no
+// adding. Of calls that it serves, it makes dx only if MakesInputGradNct.
+cudaError_t LaunchServedNct(cudaStream_t stream, const Backward& call, int64_t* splits,
+                            void* partials);
+bool MakesInputGradNct(const Backward& call);
+
+// The kernels of small problems in the NCT layout, in nct/steps.cu: whether they
+// can take a call, whether it is small enough for them to be the fastest, and their launchers.
+bool HasSteps(const Backward& call);
+bool SuitsSteps(const Forward& call);
+bool SuitsSteps(const Backward& call);
+cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call);
+cudaError_t LaunchSteps(cudaStream_t stream, const Backward& call, int64_t* splits, void* partials);
+
+}  // namespace jaxops::lightweight_conv::cuda
+
+#endif  // JAXOPS_CUDA_LIGHTWEIGHT_CONV_FILTERS_CUH_

@@ -1,0 +1,33 @@
+// Launchers of the lightweight convolution on CUDA devices.
+#ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_LAUNCH_H_
+#define JAXOPS_CUDA_LIGHTWEIGHT_CONV_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/lightweight_conv.h"
+
+namespace jaxops::lightweight_conv::cuda {
+
+cudaError_t LaunchForward(cudaStream_t stream, const Forward& call);
+
+// Sums over time and over the summed batch entries are cut into up to `splits` partial sums, held
+// in `partials`: (kept, splits, taps + 1, channels) of the accumulation type. Their number decides
+// the order of additions, so the caller derives it from shapes alone.
+cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t splits,
+                           void* partials);
+
+// Long filters on tensor cores, of calls that they take. Their partial sums are smaller, of which
+// there are as many as the space for `splits` has room for.
+bool TakesMma(const Forward& call);
+cudaError_t LaunchForwardMma(cudaStream_t stream, const Forward& call);
+bool TakesMma(const Backward& call);
+// Whether LaunchBackwardMma makes dx, too.
+bool MmaMakesInputGrad(const Backward& call);
+cudaError_t LaunchBackwardMma(cudaStream_t stream, const Backward& call, int64_t splits,
+                              void* partials);
+
+}  // namespace jaxops::lightweight_conv::cuda
+
+#endif  // JAXOPS_CUDA_LIGHTWEIGHT_CONV_LAUNCH_H_

@@ -1,0 +1,424 @@
+// Lightweight convolution of long filters on tensor cores, backward.
+//
+// As in `backward.cu` both gradients read g through the window of the flipped
+// taps. Filters of up to kFusedBlocks blocks get both in one pass over x and g. Longer ones are cut
+// into groups of so many, whose sums are independent, and their input gradient is a forward
+// convolution.
+//
+// The sums of a few steps start from zero and are added in float32, rounded: tensor cores cut off
+// what a sum has no bits for. If one of them is not finite, they are made again, pair by pair:
+// where an array ends, zeros in shared memory have met what is not finite but is nobody's pair, and
+// float32 has no low part of an infinity.
+#include "cuda/lightweight_conv/launch.h"
+#include "cuda/lightweight_conv/mma/mma.cuh"
+
+namespace jaxops::lightweight_conv::cuda {
+namespace mma {
+namespace {
+
+constexpr int kFusedBlocks = 3;
+
+// Steps of a warp in a tile.
+constexpr int kWarpSteps = 64;
+
+// Blocks of a multiprocessor, as shared memory and registers allow, and of a large GPU.
+template <typename T>
+constexpr int kResident = sizeof(T) == 4 ? 3 : 4;
+
+struct BackwardParams {
+  Backward call;
+  int time, channels, taps, dilation;
+  int mirrored, lead;
+  int own;         // the window's step of a step's own g, for dbias
+  uint32_t items;  // tiles of every phase of every summed batch entry
+  FastDivider tiles, phases, tap_groups, channel_blocks, splits;
+  FastDivider depth;       // channels of a head
+  FastDivider head_edges;  // the same in units of kEdge
+  TileShape shape;
+  float* partials;       // (kept, splits, channels / kEdge, tap groups, diagonals)
+  float* bias_partials;  // (kept, splits, channels)
+};
+
+// The sums of 16 steps and 16 kBlocks of a window: row is the step, column the window's.
+template <int kBlocks>
+struct PairSums {
+  float values[2 * kBlocks][4] = {};
+
+  __device__ static int Row(int i) { return Sums::Row(i); }
+  __device__ static int Column(int part, int i) { return part * 8 + Sums::Column(0, i); }
+
+  __device__ __forceinline__ void Add(const PairSums& other) {
+#pragma unroll
+    for (int part = 0; part < 2 * kBlocks; ++part) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[part][i] += other.values[part][i];
+    }
+  }
+};
+
+// Diagonals of a group's pairs.
+template <int kBlocks>
+inline constexpr int kDiagonals = kBlocks * kEdge + kEdge - 1;
+// Floats of a row of pairs in shared memory, odd, so that diagonals are in different banks.
+template <int kBlocks>
+inline constexpr int kPairPitch = kBlocks * kEdge + 1;
+
+// A block keeps its channels and group of taps; while it works on a tile, the next one is on its
+// way.
+template <typename T, typename W, bool kNct, int kBlocks, bool kDx>
+__global__ void __launch_bounds__(kThreads, kResident<T>)
+    BackwardMma(const __grid_constant__ BackwardParams p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  // Groups of taps vary fastest: the blocks that read the same data run together.
+  uint32_t block = blockIdx.x;
+  const int tap_group = p.tap_groups.Peel(block);
+  const int channel_block = p.channel_blocks.Peel(block);
+  const uint32_t split = p.splits.Peel(block);
+  const int64_t kept = block;
+  const int first_channel = channel_block * p.shape.channels;
+  const WarpPlace place(p.shape);
+  const bool has_channels = first_channel + place.channel < p.channels;
+  const int channel = min(first_channel + place.channel, p.channels - kEdge);
+  const int group_step = tap_group * kBlocks * kEdge;
+  const bool wants_dbias = p.call.dbias != nullptr && tap_group == 0;
+
+  const T* const x = static_cast<const T*>(p.call.x) + p.call.kept.Offset(kept, Backward::kX);
+  const T* const g = static_cast<const T*>(p.call.g) + p.call.kept.Offset(kept, Backward::kG);
+  const int own_bytes = p.shape.own_bytes;
+  const int stage_bytes = own_bytes + p.shape.window_bytes;
+  // From the time step of a step to that of its first tap.
+  const int to_window = group_step * p.dilation - p.mirrored - p.lead;
+
+  const W* const weights = static_cast<const W*>(p.call.weight) +
+                           p.call.kept.Offset(kept, Backward::kWeight) +
+                           int64_t{p.depth.Quotient(channel)} * p.taps;
+  const auto tap = [&](int j) { return Widen(weights[p.taps - 1 - j]); };
+  Toeplitz<T, W, kBlocks> filter;
+  if constexpr (kDx) filter.Read(p.taps, p.lead, tap);
+
+  PairSums<kBlocks> dweight;
+  float dbias = 0;  // half a warp has its channels, and every other step
+  const auto stage = [&](uint32_t index, int buffer) {
+    if (index < p.items) {
+      const Item item(p, index);
+      const uint32_t base = SharedAddress(shared) + buffer * stage_bytes;
+      const int first = item.phase + item.first_step * p.dilation;
+      Stage<T, kNct>(base, p.shape.own_pitch, x + p.call.summed.Offset(item.entry, Backward::kX),
+                     first, p.dilation, p.shape.steps, p.shape, p.time, p.channels, first_channel);
+      Stage<T, kNct>(base + own_bytes, p.shape.window_pitch,
+                     g + p.call.summed.Offset(item.entry, Backward::kG), first + to_window,
+                     p.dilation, p.shape.window_steps, p.shape, p.time, p.channels, first_channel);
+    }
+    CommitCopies();
+  };
+  stage(split, 0);
+  int buffer = 0;
+#pragma unroll 1
+  for (uint32_t index = split; index < p.items; index += p.splits.divisor(), buffer ^= 1) {
+    stage(index + p.splits.divisor(), buffer ^ 1);
+    WaitCopies<1>();
+    __syncthreads();
+    const Item item(p, index);
+    const uint32_t base = SharedAddress(shared) + buffer * stage_bytes;
+    const Tile<T, kNct> own_tile(base, p.shape.own_pitch, place.step, place.channel);
+    const Tile<T, kNct> window(base + own_bytes, p.shape.window_pitch, place.step, place.channel);
+    const int steps = PhaseSteps(p.time, p.dilation, item.phase);
+    const int step = item.first_step + place.step;
+    const int count = has_channels ? min(kWarpSteps, steps - step) : 0;
+    const auto output = [&] {
+      return Output<T, kNct>(static_cast<T*>(p.call.dx) + p.call.kept.Offset(kept, Backward::kDx) +
+                                 p.call.summed.Offset(item.entry, Backward::kDx),
+                             step, channel, item.phase, p.dilation, steps, p.time, p.channels);
+    };
+    if (wants_dbias) {
+      for (int own = threadIdx.x / kEdge % 2; own < count; own += 2) {
+        dbias += window.At(own + p.own, threadIdx.x % kEdge);
+      }
+      __syncwarp();
+    }
+
+    Probe<T> of_x, of_g;
+    PairSums<kBlocks> pairs;
+    // Pair by pair, from a step to another.
+    const auto add_pairs = [&](int from, int to) {
+      pairs = {};
+#pragma unroll 1
+      for (int own = from; own < to; own += kEdge) {
+#pragma unroll
+        for (int part = 0; part < 2 * kBlocks; ++part) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = own + PairSums<kBlocks>::Row(i);
+            const int column = own + PairSums<kBlocks>::Column(part, i);
+            const int t = item.phase + (step + column) * p.dilation + to_window;
+            if (row < count && static_cast<unsigned>(t) < static_cast<unsigned>(p.time)) {
+#pragma unroll 1
+              for (int c = 0; c < kEdge; ++c) {
+                pairs.values[part][i] += own_tile.At(row, c) * window.At(column, c);
+              }
+            }
+          }
+        }
+      }
+      __syncwarp();
+    };
+    Output<T, kNct> out = output();
+    bool are_finite = true;
+    if constexpr (kDx) are_finite = filter.IsFinite();
+#pragma unroll 1
+    for (int own = 0; own < count; own += kEdge) {
+      const Left<T> left = own_tile.template LoadLeft<Over::kChannels>(own);
+      Meet(of_x, left);
+      Sums sums;
+      if constexpr (sizeof(T) == 4) pairs = {};
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        const Rights<T> rights = window.template LoadRights<Over::kChannels>(own + j * kEdge);
+        if (own == 0 || j == kBlocks - 1) Meet(of_g, rights);
+#pragma unroll
+        for (int right = 0; right < 2; ++right) {
+          Multiply<T>(pairs.values[2 * j + right], left, rights, right);
+        }
+        if constexpr (kDx) {
+          MultiplyTaps<T, W, kNct>(sums.values, filter, j, LoadWindow(window, own + j * kEdge));
+        }
+      }
+      if constexpr (sizeof(T) == 4) {
+        if (__any_sync(0xffffffff, !AreFinite(pairs.values))) add_pairs(own, own + kEdge);
+        dweight.Add(pairs);
+        if constexpr (kDx) are_finite &= AreFinite(sums.values);
+      }
+      if constexpr (kDx) out.Write(sums);
+    }
+    // dx does not depend on x, nor on what it meets.
+    const bool is_clear = !__any_sync(0xffffffff, !of_g.IsClear() || !are_finite);
+    if constexpr (sizeof(T) == 2) {
+      if (__any_sync(0xffffffff, !of_x.IsClear()) || !is_clear) add_pairs(0, count);
+      dweight.Add(pairs);
+    }
+    if constexpr (kDx) {
+      if (!is_clear) {
+        Output<T, kNct> again = output();
+#pragma unroll 1
+        for (int own = 0; own < count; own += kEdge) {
+          Sums sums;
+          sums.AddTaps(window, own, p.taps, p.lead, tap);
+          again.Write(sums);
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // The sums along the diagonals, of all warps of the same channels.
+  WaitCopies<0>();
+  float* const pairs = reinterpret_cast<float*>(shared);
+  constexpr int kPitch = kPairPitch<kBlocks>;
+#pragma unroll
+  for (int part = 0; part < 2 * kBlocks; ++part) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = threadIdx.x / kWarp * kEdge + PairSums<kBlocks>::Row(i);
+      pairs[row * kPitch + PairSums<kBlocks>::Column(part, i)] = dweight.values[part][i];
+    }
+  }
+  float* const biases = pairs + kWarps * kEdge * kPitch;
+  dbias += __shfl_xor_sync(0xffffffff, dbias, kEdge);
+  if (threadIdx.x % kWarp < kEdge) {
+    biases[threadIdx.x / kWarp * kEdge + threadIdx.x % kEdge] = dbias;
+  }
+  __syncthreads();
+  const int64_t slot = kept * p.splits.divisor() + split;
+  const int time_warps = 1 << p.shape.time_bits;
+  const int block_channels = min(p.shape.channels, p.channels - first_channel);
+  for (int i = threadIdx.x; i < block_channels / kEdge * kDiagonals<kBlocks>; i += kThreads) {
+    const int of_channels = i / kDiagonals<kBlocks>;
+    const int diagonal = i % kDiagonals<kBlocks>;
+    float sum = 0;
+    for (int row = 0; row < time_warps * kEdge; ++row) {
+      const int column = diagonal - (kEdge - 1) + row % kEdge;
+      if (static_cast<unsigned>(column) < kBlocks * kEdge) {
+        sum += pairs[(of_channels * time_warps * kEdge + row) * kPitch + column];
+      }
+    }
+    const int64_t edge = slot * (p.channels / kEdge) + first_channel / kEdge + of_channels;
+    p.partials[(edge * p.tap_groups.divisor() + tap_group) * kDiagonals<kBlocks> + diagonal] = sum;
+  }
+  if (wants_dbias) {
+    for (int c = threadIdx.x; c < block_channels; c += kThreads) {
+      float sum = 0;
+      for (int warp = 0; warp < time_warps; ++warp) {
+        sum += biases[((c / kEdge) * time_warps + warp) * kEdge + c % kEdge];
+      }
+      p.bias_partials[slot * p.channels + first_channel + c] = sum;
+    }
+  }
+}
+
+// --- the sum of the partial sums -----------------------------------------------------------------
+
+constexpr int kAddThreads = 512;
+
+// A block makes the gradient of 32 taps of a head, one a lane; the warps share the partial sums.
+// Blocks after those make dbias of 32 channels each.
+template <int kBlocks>
+__global__ void __launch_bounds__(kAddThreads)
+    AddPartialsMma(const __grid_constant__ BackwardParams p) {
+  constexpr int kAddWarps = kAddThreads / kWarp;
+  __shared__ float sums[kAddWarps][kWarp];
+  const Geometry& geometry = p.call.geometry;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int splits = p.splits.divisor();
+  const int edges = p.channels / kEdge;
+  const uint32_t head_edges = p.head_edges.divisor();
+  const int tap_blocks = CeilDiv(p.taps, kWarp);
+  const int64_t weight_blocks = p.call.kept.size() * geometry.heads * tap_blocks;
+  const bool is_weight = blockIdx.x < weight_blocks;
+  float total = 0;
+  int64_t kept, column;
+  int tap;
+  if (is_weight) {
+    tap = static_cast<int>(blockIdx.x % tap_blocks) * kWarp + lane;
+    column = blockIdx.x / tap_blocks % geometry.heads;
+    kept = blockIdx.x / tap_blocks / geometry.heads;
+    const int groups = p.tap_groups.divisor();
+    const int place = tap + p.lead + kEdge - 1;  // the diagonal, in the first group
+    const int last_group = place / (kBlocks * kEdge);
+    const int first_group =
+        place < kDiagonals<kBlocks> ? 0 : CeilDiv(place - kDiagonals<kBlocks> + 1, kBlocks * kEdge);
+    if (tap < p.taps) {
+#pragma unroll 4
+      for (uint32_t i = warp; i < splits * head_edges; i += kAddWarps) {
+        uint32_t split = i;
+        const int64_t of_head = p.head_edges.Peel(split);
+        const int64_t edge = (kept * splits + split) * edges + column * head_edges + of_head;
+        for (int group = first_group; group <= last_group; ++group) {
+          total += p.partials[(edge * groups + group) * kDiagonals<kBlocks> + place -
+                              group * kBlocks * kEdge];
+        }
+      }
+    }
+  } else {
+    const int64_t entry = (blockIdx.x - weight_blocks) * kWarp + lane;
+    kept = entry / p.channels;
+    column = entry % p.channels;
+    tap = 0;
+    if (kept < p.call.kept.size()) {
+#pragma unroll 4
+      for (int split = warp; split < splits; split += kAddWarps) {
+        total += p.bias_partials[(kept * splits + split) * p.channels + column];
+      }
+    }
+  }
+  sums[warp][lane] = total;
+  __syncthreads();
+  if (warp != 0) return;
+  total = 0;
+#pragma unroll
+  for (int i = 0; i < kAddWarps; ++i) total += sums[i][lane];
+  if (is_weight) {
+    if (tap < p.taps) {
+      StoreAs(p.call.dweight, (kept * geometry.heads + column) * p.taps + p.taps - 1 - tap,
+              p.call.weight_dtype, total);
+    }
+  } else if (kept < p.call.kept.size()) {
+    StoreAs(p.call.dbias, kept * geometry.channels + column, p.call.bias_dtype, total);
+  }
+}
+
+// --- launches ------------------------------------------------------------------------------------
+
+// Blocks of one tap group.
+int64_t GroupBlocks(const Geometry& g) {
+  return std::min<int64_t>(TapBlocks(g, Mirrored(g)), kFusedBlocks);
+}
+
+template <typename T, typename W, bool kNct, int kBlocks, bool kDx>
+cudaError_t Launch(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
+  const Geometry& g = call.geometry;
+  BackwardParams params;
+  params.call = call;
+  params.time = static_cast<int>(g.time);
+  params.channels = static_cast<int>(g.channels);
+  params.taps = static_cast<int>(g.taps);
+  params.dilation = static_cast<int>(g.dilation);
+  params.mirrored = static_cast<int>(Mirrored(g));
+  params.lead = WindowLead(g, Mirrored(g));
+  params.own = params.mirrored / params.dilation + params.lead;
+  params.shape = TileShape::Of<T, kNct>(g.time, kWarpSteps, kBlocks);
+  const int64_t kept = call.kept.size();
+  const int64_t phases = std::min(g.dilation, g.time);
+  const int64_t tiles = CeilDiv(PhaseSteps(params.time, params.dilation, 0), params.shape.steps);
+  const int64_t channel_blocks = CeilDiv(g.channels, params.shape.channels);
+  const int64_t groups = CeilDiv(TapBlocks(g, Mirrored(g)), kBlocks);
+  const int64_t items = call.summed.size() * phases * tiles;
+  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
+  // As many splits as the GPU holds and the caller's space has room for, of as many items each as
+  // the next, or one fewer.
+  const int64_t split_sums =
+      g.channels / kEdge * groups * kDiagonals<kBlocks> + (call.dbias ? g.channels : 0);
+  const int64_t wanted =
+      std::max<int64_t>(1, kProcessors * kResident<T> / (kept * channel_blocks * groups));
+  const int64_t room = splits * (g.taps + 1) * g.channels / split_sums;
+  if (room < 1) return cudaErrorInvalidValue;
+  const int64_t used = CeilDiv(items, CeilDiv(items, std::min({wanted, room, items})));
+  params.items = static_cast<uint32_t>(items);
+  params.tiles = FastDivider(tiles);
+  params.phases = FastDivider(phases);
+  params.tap_groups = FastDivider(groups);
+  params.channel_blocks = FastDivider(channel_blocks);
+  params.splits = FastDivider(used);
+  params.depth = FastDivider(g.channels / g.heads);
+  params.head_edges = FastDivider(g.channels / g.heads / kEdge);
+  params.partials = static_cast<float*>(partials);
+  params.bias_partials =
+      params.partials + kept * used * (g.channels / kEdge) * groups * kDiagonals<kBlocks>;
+  const int tile_bytes = 2 * (params.shape.own_bytes + params.shape.window_bytes);
+  const int pair_bytes = kWarps * kEdge * (kPairPitch<kBlocks> + 1) * sizeof(float);
+  const cudaError_t error = jaxops::cuda::Launch(BackwardMma<T, W, kNct, kBlocks, kDx>,
+                                                 kept * used * channel_blocks * groups, kThreads,
+                                                 std::max(tile_bytes, pair_bytes), stream, params);
+  if (error != cudaSuccess) return error;
+  const int64_t add_blocks = kept * g.heads * CeilDiv(g.taps, kWarp) +
+                             (call.dbias ? CeilDiv(kept * g.channels, kWarp) : 0);
+  return jaxops::cuda::Launch(AddPartialsMma<kBlocks>, add_blocks, kAddThreads, 0, stream, params);
+}
+
+}  // namespace
+}  // namespace mma
+
+bool TakesMma(const Backward& call) {
+  const Geometry& g = call.geometry;
+  const int64_t mirrored = Mirrored(g);
+  if (!mma::Takes(g, call.dtype)) return false;
+  if (call.dbias == nullptr) return true;
+  // A step's own g has to be in the window of the first group.
+  return mirrored % g.dilation == 0 &&
+         mirrored / g.dilation + mma::WindowLead(g, mirrored) + mma::kEdge <=
+             mma::GroupBlocks(g) * mma::kEdge;
+}
+
+bool MmaMakesInputGrad(const Backward& call) {
+  return mma::HasMatrix(call.dtype, call.weight_dtype) &&
+         mma::TapBlocks(call.geometry, Mirrored(call.geometry)) <= mma::kFusedBlocks;
+}
+
+cudaError_t LaunchBackwardMma(cudaStream_t stream, const Backward& call, int64_t splits,
+                              void* partials) {
+  const Geometry& g = call.geometry;
+  const bool makes_dx = call.dx != nullptr && MmaMakesInputGrad(call);
+  // The gradient by filters alone does not depend on their type.
+  return mma::Dispatch<mma::kFusedBlocks>(
+      g, Mirrored(g), call.dtype, makes_dx ? call.weight_dtype : call.dtype,
+      [&](auto element, auto weight, auto is_nct, auto blocks) {
+        using T = decltype(element);
+        using W = decltype(weight);
+        if (makes_dx) {
+          return mma::Launch<T, W, is_nct.value, blocks.value, true>(stream, call, splits,
+                                                                     partials);
+        }
+        return mma::Launch<T, T, is_nct.value, blocks.value, false>(stream, call, splits, partials);
+      });
+}
+
+}  // namespace jaxops::lightweight_conv::cuda

@@ -1,0 +1,219 @@
+// Lightweight convolution of long filters on tensor cores, forward. With flipped taps and mirrored
+// padding the same kernels make the input gradient.
+#include "cuda/common/activation.cuh"
+#include "cuda/lightweight_conv/launch.h"
+#include "cuda/lightweight_conv/mma/mma.cuh"
+
+namespace jaxops::lightweight_conv::cuda {
+namespace mma {
+namespace {
+
+using jaxops::cuda::Activate;
+
+// Steps of a warp in a tile.
+template <typename T>
+constexpr int kWarpSteps = 256 / sizeof(T);
+
+// The longest filters, whose fragments leave no registers in float32 and whose windows no shared
+// memory.
+constexpr int kMostBlocks = 9;
+
+// Blocks of a multiprocessor, as shared memory and registers allow, and of a large GPU.
+template <typename T, int kBlocks>
+constexpr int kResident = (sizeof(T) == 4 ? 4 : 5) - (kBlocks > 3) - (kBlocks > kLongWindow);
+
+struct ForwardParams {
+  Forward call;
+  int time, channels, taps, padding, dilation, lead;
+  uint32_t items;  // tiles of every phase of every batch entry
+  FastDivider tiles, channel_blocks, phases;
+  FastDivider depth;  // channels of a head
+  TileShape shape;
+};
+
+// A block keeps its channels; while it works on a tile, the next one is on its way.
+template <typename T, typename W, bool kNct, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
+    ForwardMma(const __grid_constant__ ForwardParams p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  uint32_t first_item = blockIdx.x;
+  const int first_channel = p.channel_blocks.Peel(first_item) * p.shape.channels;
+  const uint32_t stride = gridDim.x / p.channel_blocks.divisor();
+  const auto stage = [&](uint32_t index, int buffer) {
+    if (index < p.items) {
+      const Item item(p, index);
+      Stage<T, kNct>(SharedAddress(shared) + buffer * p.shape.window_bytes, p.shape.window_pitch,
+                     static_cast<const T*>(p.call.x) + p.call.batch.Offset(item.entry, Forward::kX),
+                     item.phase + item.first_step * p.dilation - p.padding - p.lead, p.dilation,
+                     p.shape.window_steps, p.shape, p.time, p.channels, first_channel);
+    }
+    CommitCopies();
+  };
+  stage(first_item, 0);
+
+  const WarpPlace place(p.shape);
+  const bool has_channels = first_channel + place.channel < p.channels;
+  const int channel = min(first_channel + place.channel, p.channels - kEdge);
+  const bool is_plain = p.call.bias == nullptr && p.call.activation == Activation::kNone;
+  const W* const filters =
+      static_cast<const W*>(p.call.weight) + int64_t{p.depth.Quotient(channel)} * p.taps;
+  const W* weights = nullptr;
+  const auto tap = [&](int k) { return Widen(weights[p.call.flip_taps ? p.taps - 1 - k : k]); };
+  Toeplitz<T, W, kBlocks> filter;
+  // Of the sums' rows in NCT, and of their columns in NTC.
+  float biases[2][2] = {};
+  int64_t bias_offset = -1;
+  int buffer = 0;
+#pragma unroll 1
+  for (uint32_t index = first_item; index < p.items; index += stride, buffer ^= 1) {
+    stage(index + stride, buffer ^ 1);
+    const Item item(p, index);
+    // Read anew only where batch entries have filters of their own.
+    const W* const of_item = filters + p.call.batch.Offset(item.entry, Forward::kWeight);
+    if (of_item != weights) {
+      weights = of_item;
+      filter.Read(p.taps, p.lead, tap);
+    }
+    const int64_t bias = p.call.batch.Offset(item.entry, Forward::kBias) + channel;
+    if (p.call.bias != nullptr && bias != bias_offset) {
+      bias_offset = bias;
+      WithElements(p.call.bias, p.call.bias_dtype, [&](const auto* elements) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int at = kNct ? Sums::Row(2 * i) : Sums::Column(i, j);
+            biases[i][j] = static_cast<float>(Widen(elements[bias + at]));
+          }
+        }
+      });
+    }
+    WaitCopies<1>();
+    __syncthreads();
+
+    const Tile<T, kNct> window(SharedAddress(shared) + buffer * p.shape.window_bytes,
+                               p.shape.window_pitch, place.step, place.channel);
+    const int steps = kNct ? p.time : PhaseSteps(p.time, p.dilation, item.phase);
+    const int step = item.first_step + place.step;
+    const int count = has_channels ? min(kWarpSteps<T>, steps - step) : 0;
+    const auto output = [&] {
+      return Output<T, kNct>(
+          static_cast<T*>(p.call.y) + p.call.batch.Offset(item.entry, Forward::kY), step, channel,
+          item.phase, p.dilation, steps, p.time, p.channels);
+    };
+    const auto finish = [&](Sums& sums, Output<T, kNct>& out) {
+      if (!is_plain) {
+#pragma unroll
+        for (int right = 0; right < 2; ++right) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            sums.values[right][i] += kNct ? biases[i / 2][0] : biases[right][i % 2];
+          }
+          Activate(sums.values[right], p.call.activation);
+        }
+      }
+      out.Write(sums);
+    };
+    using Operand = WindowOperand<T, kNct>;
+    Probe<T> probe;
+    // What neighbouring steps share of their windows is kept where registers allow, in a ring.
+    constexpr bool kKeeps = kBlocks <= 3;
+    constexpr int kRing = kKeeps ? kBlocks : 1;
+    Operand kept[kRing];
+    Output<T, kNct> out = output();
+    bool are_finite = filter.IsFinite();
+    if constexpr (kKeeps) {
+#pragma unroll
+      for (int j = 0; j < kBlocks - 1; ++j) {
+        kept[j] = LoadWindow(window, j * kEdge);
+        Meet(probe, kept[j]);
+      }
+    }
+#pragma unroll 1
+    for (int first = 0; first < count; first += kRing * kEdge) {
+#pragma unroll
+      for (int i = 0; i < kRing; ++i) {
+        const int own = first + i * kEdge;
+        if (own >= count) break;
+        Sums sums;
+        if constexpr (kKeeps) {
+          Operand& next = kept[(i + kBlocks - 1) % kBlocks];
+          next = LoadWindow(window, own + (kBlocks - 1) * kEdge);
+          Meet(probe, next);
+        }
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+          Operand operand;
+          if constexpr (kKeeps) {
+            operand = kept[(i + j) % kBlocks];
+          } else {
+            operand = LoadWindow(window, own + j * kEdge);
+            if (own == 0 || j == kBlocks - 1) Meet(probe, operand);
+          }
+          MultiplyTaps<T, W, kNct>(sums.values, filter, j, operand);
+        }
+        if constexpr (sizeof(T) == 4) are_finite &= AreFinite(sums.values);
+        finish(sums, out);
+      }
+    }
+    if (__any_sync(0xffffffff, !probe.IsClear() || !are_finite)) {
+      Output<T, kNct> again = output();
+#pragma unroll 1
+      for (int own = 0; own < count; own += kEdge) {
+        Sums sums;
+        sums.AddTaps(window, own, p.taps, p.lead, tap);
+        finish(sums, again);
+      }
+    }
+    __syncthreads();
+  }
+}
+
+template <typename T, typename W, bool kNct, int kBlocks>
+cudaError_t Launch(cudaStream_t stream, const Forward& call) {
+  const Geometry& g = call.geometry;
+  ForwardParams params;
+  params.call = call;
+  params.time = static_cast<int>(g.time);
+  params.channels = static_cast<int>(g.channels);
+  params.taps = static_cast<int>(g.taps);
+  params.padding = static_cast<int>(g.padding);
+  params.dilation = static_cast<int>(g.dilation);
+  params.lead = WindowLead(g, g.padding);
+  params.shape = TileShape::Of<T, kNct>(g.time, kWarpSteps<T>, kBlocks);
+  const int64_t phases = std::min(g.dilation, g.time);
+  const int64_t tiles = CeilDiv(PhaseSteps(params.time, params.dilation, 0), params.shape.steps);
+  const int64_t channel_blocks = CeilDiv(g.channels, params.shape.channels);
+  params.tiles = FastDivider(tiles);
+  params.channel_blocks = FastDivider(channel_blocks);
+  params.phases = FastDivider(phases);
+  params.depth = FastDivider(g.channels / g.heads);
+  const int64_t items = call.batch.size() * phases * tiles;
+  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
+  params.items = static_cast<uint32_t>(items);
+  // Every block has as many items as the next, or one fewer.
+  const int64_t most = std::max<int64_t>(1, kProcessors * kResident<T, kBlocks> / channel_blocks);
+  const int64_t walks = CeilDiv(items, CeilDiv(items, most));
+  return jaxops::cuda::Launch(ForwardMma<T, W, kNct, kBlocks>, walks * channel_blocks, kThreads,
+                              2 * params.shape.window_bytes, stream, params);
+}
+
+}  // namespace
+}  // namespace mma
+
+bool TakesMma(const Forward& call) {
+  return mma::Takes(call.geometry, call.dtype) && mma::HasMatrix(call.dtype, call.weight_dtype) &&
+         mma::TapBlocks(call.geometry, call.geometry.padding) <= mma::kMostBlocks;
+}
+
+cudaError_t LaunchForwardMma(cudaStream_t stream, const Forward& call) {
+  const Geometry& g = call.geometry;
+  return mma::Dispatch<mma::kMostBlocks>(
+      g, g.padding, call.dtype, call.weight_dtype,
+      [&](auto element, auto weight, auto is_nct, auto blocks) {
+        return mma::Launch<decltype(element), decltype(weight), is_nct.value, blocks.value>(stream,
+                                                                                            call);
+      });
+}
+
+}  // namespace jaxops::lightweight_conv::cuda

@@ -1,0 +1,323 @@
+// Long filters as products of matrices on tensor cores: what forward and backward share.
+//
+// 16 steps of a head's channels are the product of 16 x 16 n taps, laid out as a Toeplitz matrix
+// whose row i has the filter from column i on, and 16 n steps of a window. Its fragments depend on
+// column - row alone, so that of n blocks a lane keeps 2 n + 1 registers and no shared memory.
+// The filter's gradient is the other way round a product of 16 steps of one array and the window of
+// the other, summed over channels; the sums along its diagonals are the gradient of one tap each.
+//
+// A warp owns 16 channels of one head and walks along time. In shared memory the fastest dimension
+// of an array remains the fastest ("minor"): channels in NTC, steps in NCT.
+//
+// `mma/toeplitz.cuh` has the operands of these products. float32 is split into two of
+// TF32, and a product into three of theirs (`common/warp_matrix.cuh`).
+//
+// A zero of the matrix times what is not finite is NaN, so a warp that meets it makes what it has
+// of the tile again, tap by tap: other sums of these steps and channels may then end in another
+// last bit.
+#ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_MMA_CUH_
+#define JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_MMA_CUH_
+
+#include "cuda/common/async_copy.cuh"
+#include "cuda/lightweight_conv/filters.cuh"
+#include "cuda/lightweight_conv/mma/toeplitz.cuh"
+
+namespace jaxops::lightweight_conv::cuda::mma {
+
+using jaxops::cuda::CommitCopies;
+using jaxops::cuda::CopyAsyncPast;
+using jaxops::cuda::kPackBytes;
+using jaxops::cuda::SharedAddress;
+using jaxops::cuda::StorePack;
+using jaxops::cuda::WaitCopies;
+
+inline constexpr int kWarps = 4;
+inline constexpr int kThreads = kWarps * kWarp;
+// Blocks of 16 of a window that shared memory has room for in any shape of a tile.
+inline constexpr int kLongWindow = 5;
+// Of a large GPU.
+inline constexpr int64_t kProcessors = 132;
+
+// --- a warp's share ------------------------------------------------------------------------------
+
+// The shape of a block's tile: its warps are dealt out over channels and time. In NTC a row is a
+// line of 128 bytes; in NCT short sequences leave none without work.
+struct TileShape {
+  int warp_steps;               // multiple of kEdge
+  int time_bits;                // log2 of the warps one after the other in time
+  int steps, channels;          // of a block
+  int window_steps;             // what a block's filters reach
+  int own_pitch, window_pitch;  // bytes of a row in shared memory
+  int own_bytes, window_bytes;
+
+  template <typename T, bool kNct>
+  static TileShape Of(int64_t time, int warp_steps, int blocks) {
+    TileShape shape;
+    shape.warp_steps = warp_steps;
+    // Two in float32: in NTC it has half as many channels in a line, and in NCT long windows of
+    // many channels would not fit shared memory.
+    shape.time_bits = sizeof(T) == 4 && (!kNct || blocks > kLongWindow) ? 1 : 0;
+    while (kNct && (1 << shape.time_bits) < kWarps &&
+           (int64_t{warp_steps} << shape.time_bits) < time) {
+      ++shape.time_bits;
+    }
+    shape.steps = warp_steps << shape.time_bits;
+    shape.channels = kWarps * kEdge >> shape.time_bits;
+    shape.window_steps = shape.steps + (blocks - 1) * kEdge;
+    // An odd number of 16 bytes: steps are a multiple of 16 entries.
+    const int size = static_cast<int>(sizeof(T));
+    shape.own_pitch = kNct ? shape.steps * size + 16 : kLineBytes;
+    shape.window_pitch = kNct ? shape.window_steps * size + 16 : kLineBytes;
+    shape.own_bytes = shape.own_pitch * (kNct ? shape.channels : shape.steps);
+    shape.window_bytes = shape.window_pitch * (kNct ? shape.channels : shape.window_steps);
+    return shape;
+  }
+};
+
+// Where a warp is in its block's tile.
+struct WarpPlace {
+  int channel, step;
+
+  __device__ explicit WarpPlace(const TileShape& shape) {
+    const int warp = threadIdx.x / kWarp;
+    channel = (warp >> shape.time_bits) * kEdge;
+    step = (warp & ((1 << shape.time_bits) - 1)) * shape.warp_steps;
+  }
+};
+
+// Copies a tile of `steps` steps, of which step i is time step first + i * stride, and the block's
+// channels from an array; zeros where it has none. What packs hold is inside or outside as a whole:
+// in NCT the first step is a multiple of a pack. Tiles that are all inside, as nearly all are, skip
+// the checks.
+template <typename T, bool kNct>
+__device__ __forceinline__ void Stage(uint32_t shared, int pitch, const T* array, int first,
+                                      int stride, int steps, const TileShape& shape, int time,
+                                      int channels, int first_channel) {
+  constexpr int kPack = kPackElements<T>;
+  constexpr int kLanes = kLineBytes / kPackBytes;  // side by side, on whole lines
+  constexpr int kRows = kThreads / kLanes;
+  const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes;
+  const bool inside = first >= 0 && first + (steps - 1) * stride < time &&
+                      first_channel + shape.channels <= channels;
+  if constexpr (kNct) {
+    const int packs = steps / kPack;
+    for (int r = row; r < shape.channels; r += kRows) {
+      const int channel = first_channel + r;
+      const T* from = array + int64_t{channel} * time + first + lane * kPack;
+      uint32_t to = shared + r * pitch + lane * kPackBytes;
+      if (inside) {
+#pragma unroll 4
+        for (int pack = lane; pack < packs; pack += kLanes) {
+          CopyAsyncPast(to, reinterpret_cast<const char*>(from), true);
+          from += kLanes * kPack;
+          to += kLineBytes;
+        }
+      } else {
+        for (int pack = lane; pack < packs; pack += kLanes) {
+          const int t = first + pack * kPack;
+          const bool exists =
+              channel < channels && static_cast<unsigned>(t) < static_cast<unsigned>(time);
+          CopyAsyncPast(to, reinterpret_cast<const char*>(exists ? from : array), exists);
+          from += kLanes * kPack;
+          to += kLineBytes;
+        }
+      }
+    }
+  } else {
+    const int channel = first_channel + lane * kPack;
+    const T* from = array + int64_t{first + row * stride} * channels + channel;
+    const int64_t advance = int64_t{kRows} * stride * channels;
+    uint32_t to = shared + row * kLineBytes + (lane * kPackBytes ^ Tile<T, kNct>::Swizzle(row));
+    if (inside) {
+#pragma unroll 4
+      for (int r = row; r < steps; r += kRows) {
+        CopyAsyncPast(to, reinterpret_cast<const char*>(from), true);
+        from += advance;
+        to += kRows * kLineBytes;
+      }
+    } else {
+      for (int r = row; r < steps; r += kRows) {
+        const int t = first + r * stride;
+        const bool exists =
+            channel < channels && static_cast<unsigned>(t) < static_cast<unsigned>(time);
+        CopyAsyncPast(to, reinterpret_cast<const char*>(exists ? from : array), exists);
+        from += advance;
+        to += kRows * kLineBytes;
+      }
+    }
+  }
+}
+
+// A tile of one phase of one batch entry.
+struct Item {
+  int first_step, phase;
+  int64_t entry;
+
+  template <typename Params>
+  __device__ Item(const Params& p, uint32_t index) {
+    first_step = p.tiles.Peel(index) * p.shape.steps;
+    phase = p.phases.Peel(index);
+    entry = index;
+  }
+};
+
+// Whether all sums are finite; it may deny that where they are very large.
+template <int kParts>
+__device__ __forceinline__ bool AreFinite(const float (&sums)[kParts][4]) {
+  float total = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total += sums[part][i];
+  }
+  return fabsf(total) <= FLT_MAX;
+}
+
+// Sums of 16 steps of a warp's channels, in the places where products leave them. In NTC the rows
+// are steps and the columns channels, in NCT the other way round.
+struct Sums {
+  float values[2][4] = {};
+
+  __device__ static int Row(int i) { return Tile<float, false>::Row() + i / 2 * 8; }
+  __device__ static int Column(int right, int i) {
+    return right * 8 + Tile<float, false>::Column() * 2 + i % 2;
+  }
+
+  // Makes them tap by tap, of what is really in reach of each.
+  template <typename T, bool kNct, typename Tap>
+  __device__ __forceinline__ void AddTaps(const Tile<T, kNct>& window, int own, int taps, int lead,
+                                          Tap&& tap) {
+#pragma unroll
+    for (int right = 0; right < 2; ++right) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = Row(i), column = Column(right, i);
+        float sum = 0;
+        for (int k = 0; k < taps; ++k) {
+          sum += tap(k) * window.At(own + lead + k + (kNct ? column : row), kNct ? row : column);
+        }
+        values[right][i] = sum;
+      }
+    }
+  }
+};
+
+// Where a warp writes its sums: those of 16 steps and then those of the next. Neighbouring lanes
+// exchange what leaves 8 bytes to each.
+template <typename T, bool kNct>
+class Output {
+ public:
+  // The steps of a phase from `step` on, of which there are `steps`, of the array of a batch entry.
+  __device__ Output(T* array, int step, int channel, int phase, int dilation, int steps, int time,
+                    int channels)
+      : left_(steps - step - (kNct ? LaneColumn() : Sums::Row(0))) {
+    const int row = Sums::Row(0);
+    if constexpr (kNct) {
+      first_ = array + int64_t{channel + row} * time + step + LaneColumn();
+      eight_rows_ = int64_t{8} * time;
+    } else {
+      first_ = array + int64_t{phase + (step + row) * dilation} * channels + channel + LaneColumn();
+      eight_rows_ = int64_t{8} * dilation * channels;
+    }
+  }
+
+  // What is beyond the last step is left out: in NCT packs are inside or outside as a whole.
+  __device__ __forceinline__ void Write(const Sums& sums) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      T* const to = first_ + half * eight_rows_;
+      if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int right = 0; right < 2; ++right) {
+          const Pack<T, 2> pack = {sums.values[right][2 * half], sums.values[right][2 * half + 1]};
+          if (left_ > 8 * (kNct ? right : half)) StorePack(to + 8 * right, pack);
+        }
+      } else {
+        uint32_t words[2];
+#pragma unroll
+        for (int right = 0; right < 2; ++right) {
+          const Pack<T, 2> pair = {Narrow<T>(sums.values[right][2 * half]),
+                                   Narrow<T>(sums.values[right][2 * half + 1])};
+          memcpy(&words[right], &pair, sizeof(pair));
+        }
+        const bool odd = threadIdx.x & 1;
+        const uint32_t got = __shfl_xor_sync(0xffffffff, odd ? words[0] : words[1], 1);
+        const uint2 both = odd ? make_uint2(got, words[1]) : make_uint2(words[0], got);
+        Pack<T, 4> pack;
+        memcpy(&pack, &both, sizeof(pack));
+        if (left_ > (kNct ? 0 : 8 * half)) StorePack(to, pack);
+      }
+    }
+    first_ += kNct ? int64_t{kEdge} : 2 * eight_rows_;
+    left_ -= kEdge;
+  }
+
+ private:
+  // The first column that a lane writes: odd ones have what belongs to the second product.
+  __device__ static int LaneColumn() {
+    const int column = Sums::Column(0, 0);
+    return sizeof(T) == 4 ? column : threadIdx.x & 1 ? column + 6 : column;
+  }
+
+  T* first_;
+  int64_t eight_rows_;
+  int left_;  // steps from this lane's first one on
+};
+
+// --- host ----------------------------------------------------------------------------------------
+
+// Steps that windows begin before those that their filters need, so that rows of steps begin at
+// whole packs: 8 entries, whatever their size.
+inline int WindowLead(const Geometry& g, int64_t padding) {
+  return g.data_format == DataFormat::kNCT ? static_cast<int>((8 - padding % 8) % 8) : 0;
+}
+
+// Blocks of 16 that the taps of 16 steps spread over.
+inline int64_t TapBlocks(const Geometry& g, int64_t padding) {
+  return CeilDiv(g.taps + kEdge - 1 + WindowLead(g, padding), kEdge);
+}
+
+// Whether filters are long, their heads of whole fragments, and rows of whole packs.
+inline bool Takes(const Geometry& g, DType dtype) {
+  const bool is_nct = g.data_format == DataFormat::kNCT;
+  return g.taps > kShortTaps && dtype != DType::kF64 && g.channels / g.heads % kEdge == 0 &&
+         (!is_nct || (g.dilation == 1 && RowsAligned(g.time, dtype, kPackBytes)));
+}
+
+// Whether there are matrices of filters of this type: f16 cannot hold the small parts of float32.
+inline bool HasMatrix(DType dtype, DType weight_dtype) {
+  return weight_dtype == dtype || (dtype == DType::kBF16 && weight_dtype == DType::kF32);
+}
+
+// Calls function(element, weight, is_nct, blocks) with the least number of blocks there are kernels
+// for, or with kMost.
+template <int kMost, typename Function>
+cudaError_t Dispatch(const Geometry& g, int64_t padding, DType dtype, DType weight_dtype,
+                     Function&& function) {
+  const int64_t blocks = TapBlocks(g, padding);
+  return DispatchBool(g.data_format == DataFormat::kNCT, [&](auto is_nct) {
+    const auto of_types = [&](auto element, auto weight) {
+      if (blocks <= 2) return function(element, weight, is_nct, std::integral_constant<int, 2>{});
+      if constexpr (kMost > 3) {
+        if (blocks <= 3) return function(element, weight, is_nct, std::integral_constant<int, 3>{});
+        if (blocks <= 5) return function(element, weight, is_nct, std::integral_constant<int, 5>{});
+      }
+      return function(element, weight, is_nct, std::integral_constant<int, kMost>{});
+    };
+    switch (dtype) {
+      case DType::kF16:
+        return of_types(__half{}, __half{});
+      case DType::kBF16:
+        if (weight_dtype == DType::kF32) return of_types(__nv_bfloat16{}, float{});
+        return of_types(__nv_bfloat16{}, __nv_bfloat16{});
+      case DType::kF32:
+        return of_types(float{}, float{});
+      default:
+        return cudaErrorInvalidValue;
+    }
+  });
+}
+
+}  // namespace jaxops::lightweight_conv::cuda::mma
+
+#endif  // JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_MMA_CUH_

@@ -1,0 +1,454 @@
+// Lightweight convolution in the NCT layout, short filters of small problems: a thread owns single
+// steps, and everything it reads is on its way at once.
+#include "cuda/common/activation.cuh"
+#include "cuda/lightweight_conv/filters.cuh"
+
+namespace jaxops::lightweight_conv::cuda {
+namespace {
+
+using jaxops::cuda::Activate;
+
+template <typename T>
+constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kF16
+                           : std::is_same_v<T, __nv_bfloat16> ? DType::kBF16
+                           : std::is_same_v<T, float>         ? DType::kF32
+                                                              : DType::kF64;
+
+// WithElements for an operand that is nearly always of the type of the others: a small kernel waits
+// for the jump through a table.
+template <typename T, typename Read>
+__device__ __forceinline__ void WithOwnElements(const void* base, DType dtype, Read&& read) {
+  if (dtype == kDTypeOf<T>) {
+    read(static_cast<const T*>(base));
+  } else {
+    WithElements(base, dtype, read);
+  }
+}
+
+// --- forward -------------------------------------------------------------------------------------
+
+// Less than a Forward, because a small kernel waits for its parameters.
+struct StepForwardParams {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  void* y;
+  int64_t x_stride, weight_stride, bias_stride, y_stride;  // from one batch entry to the next
+  int time, taps, padding, dilation;
+  int first_tap, tap_step;  // where taps are in the filter
+  uint32_t threads, batch;
+  FastDivider row_threads, channels, depth;
+  DType weight_dtype, bias_dtype;
+  Activation activation;
+};
+
+// A thread owns kSteps neighbouring steps of kEntries neighbouring batch entries.
+template <typename T, int kTaps, int kSteps, int kEntries>
+__global__ void __launch_bounds__(kNctThreads)
+    StepForwardNct(const __grid_constant__ StepForwardParams p) {
+  using Acc = Accumulator<T>;
+  uint32_t index = blockIdx.x * kNctThreads + threadIdx.x;
+  if (index >= p.threads) return;
+  const int t = p.row_threads.Peel(index) * kSteps;
+  const int channel = p.channels.Peel(index);
+  const uint32_t entry = index * kEntries;
+  const int64_t row = int64_t{channel} * p.time + t;
+  T values[kEntries][kTaps][kSteps];
+#pragma unroll
+  for (int e = 0; e < kEntries; ++e) {
+    const bool there = kEntries == 1 || entry + e < p.batch;
+    const T* x = static_cast<const T*>(p.x) + (entry + e) * p.x_stride + row - p.padding;
+    int step = t - p.padding;
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const bool inside =
+            there && k < p.taps && static_cast<unsigned>(step + i) < static_cast<unsigned>(p.time);
+        values[e][k][i] = inside ? x[i] : T{};
+      }
+      x += p.dilation;
+      step += p.dilation;
+    }
+  }
+  Acc weight[kTaps], bias = 0;
+  WithOwnElements<T>(p.weight, p.weight_dtype, [&](const auto* weights) {
+    const auto* filter = weights + entry * p.weight_stride +
+                         int64_t{p.depth.Quotient(channel)} * p.taps + p.first_tap;
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) {
+      weight[k] = k < p.taps ? static_cast<Acc>(Widen(*filter)) : Acc(0);
+      filter += p.tap_step;
+    }
+  });
+  if (p.bias != nullptr) {
+    WithElements(p.bias, p.bias_dtype, [&](const auto* biases) {
+      bias = static_cast<Acc>(Widen(biases[entry * p.bias_stride + channel]));
+    });
+  }
+  T* y = static_cast<T*>(p.y) + entry * p.y_stride + row;
+#pragma unroll
+  for (int e = 0; e < kEntries; ++e) {
+    if (kEntries > 1 && entry + e >= p.batch) return;
+    Acc sums[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) sums[i] = bias;
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) {
+      if (k < p.taps) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) sums[i] += weight[k] * Widen(values[e][k][i]);
+      }
+    }
+    Activate(sums, p.activation);
+    Pack<T, kSteps> pack;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) pack.values[i] = Narrow<T>(sums[i]);
+    *reinterpret_cast<Pack<T, kSteps>*>(y + e * p.y_stride) = pack;
+  }
+}
+
+// --- backward ------------------------------------------------------------------------------------
+
+struct StepBackwardParams {
+  const void* x;
+  const void* weight;
+  const void* g;
+  void* dx;
+  void* dweight;
+  void* dbias;
+  void* partials;
+  int64_t kept_x, kept_weight, kept_g, kept_dx;  // from one batch entry to the next
+  int64_t summed_x, summed_g, summed_dx;
+  int time, channels, taps, mirrored, dilation;
+  int block_channels;  // a head's, or one
+  int entries;         // summed batch entries
+  int per_split;       // of them
+  int entry_groups;    // of a channel's warps: each has every so manieth batch entry
+  FastDivider channel_blocks, splits, depth, channel_warps, row_warps;
+  DType weight_dtype, bias_dtype;
+  bool whole;  // a block makes all of a filter's sum
+};
+
+// More warps than most problems give a block, and few enough to leave each its registers.
+template <typename T>
+constexpr int kStepWarps = sizeof(T) == 8 ? 16 : 24;
+
+// Where a block has one channel, fewer, so that several blocks run at once.
+constexpr int kStepChannelWarps = 8;
+
+// A thread owns single steps of one channel, of kAtOnce batch entries at a time.
+template <typename T, int kTaps, int kAtOnce>
+__global__ void __launch_bounds__(kStepWarps<T>* kWarp)
+    StepBackwardNct(const __grid_constant__ StepBackwardParams p) {
+  using Acc = Accumulator<T>;
+  __shared__ Acc tap_sums[kStepWarps<T> * kTaps];
+  __shared__ Acc bias_sums[kStepWarps<T>];
+  uint32_t block = blockIdx.x;
+  const int first_channel = p.channel_blocks.Peel(block) * p.block_channels;
+  const int split = p.splits.Peel(block);
+  const uint32_t kept = block;
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int warps = blockDim.x / kWarp;
+  const int channel_warps = p.channel_warps.divisor();
+  uint32_t rest = warp;
+  const uint32_t channel_warp = p.channel_warps.Peel(rest);
+  const int channel_group = rest;
+  const int channel_groups = p.channel_warps.Quotient(warps);
+  const int entry_group = p.row_warps.Quotient(channel_warp);
+  const int first_t = (channel_warp - entry_group * p.row_warps.divisor()) * kWarp + lane;
+  const int first_entry = split * p.per_split + entry_group;
+  const int end_entry = min(p.entries, (split + 1) * p.per_split);
+  const bool wants_dx = p.dx != nullptr;
+  const bool wants_dbias = p.dbias != nullptr;
+
+  Acc weight[kTaps] = {};
+  Acc dweight[kTaps] = {};
+  Acc dbias = 0;
+  bool needs_weights = wants_dx;
+#pragma unroll 1
+  for (int c = channel_group; c < p.block_channels; c += channel_groups) {
+    dbias = 0;
+#pragma unroll 1
+    for (int t = first_t; t < p.time; t += p.row_warps.divisor() * kWarp) {
+      const int64_t at = int64_t{first_channel + c} * p.time + t;
+      const T* x = static_cast<const T*>(p.x) + kept * p.kept_x + at;
+      const T* g = static_cast<const T*>(p.g) + kept * p.kept_g + at;
+      T* dx = static_cast<T*>(p.dx) + kept * p.kept_dx + at;
+      const int origin = t - p.mirrored;
+      bool inside[kTaps];
+#pragma unroll
+      for (int j = 0; j < kTaps; ++j) {
+        inside[j] = j < p.taps &&
+                    static_cast<unsigned>(origin + j * p.dilation) < static_cast<unsigned>(p.time);
+      }
+#pragma unroll 1
+      for (int first = first_entry; first < end_entry; first += p.entry_groups * kAtOnce) {
+        T own[kAtOnce], own_g[kAtOnce], window[kAtOnce][kTaps];
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) {
+          const int entry = first + u * p.entry_groups;
+          const bool there = entry < end_entry;
+          const T* g_at = g + entry * p.summed_g;
+          own[u] = there ? x[entry * p.summed_x] : T{};
+          own_g[u] = there && wants_dbias ? *g_at : T{};
+          g_at -= p.mirrored;
+#pragma unroll
+          for (int j = 0; j < kTaps; ++j) {
+            window[u][j] = there && inside[j] ? *g_at : T{};
+            g_at += p.dilation;
+          }
+        }
+        if (needs_weights) {
+          needs_weights = false;
+          WithOwnElements<T>(p.weight, p.weight_dtype, [&](const auto* weights) {
+            const auto* filter = weights + kept * p.kept_weight +
+                                 int64_t{p.depth.Quotient(first_channel)} * p.taps + p.taps - 1;
+#pragma unroll
+            for (int j = 0; j < kTaps; ++j) {
+              if (j < p.taps) weight[j] = static_cast<Acc>(Widen(filter[-j]));
+            }
+          });
+        }
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) {
+          const int entry = first + u * p.entry_groups;
+          if (entry >= end_entry) break;
+          Acc sum = 0;
+#pragma unroll
+          for (int j = 0; j < kTaps; ++j) {
+            if (j < p.taps) {
+              const Acc value = Widen(window[u][j]);
+              sum += weight[j] * value;
+              // A NaN in x must not reach taps that never met it.
+              if (inside[j]) dweight[j] += Widen(own[u]) * value;
+            }
+          }
+          if (wants_dx) dx[entry * p.summed_dx] = Narrow<T>(sum);
+          dbias += Widen(own_g[u]);
+        }
+      }
+    }
+    if (wants_dbias) {
+#pragma unroll
+      for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+        dbias += __shfl_xor_sync(0xffffffff, dbias, distance);
+      }
+      // Where a channel has several warps, no warp has several channels.
+      if (channel_warps > 1 || !p.whole) {
+        if (lane == 0) bias_sums[warp] = dbias;
+      } else if (lane == 0) {
+        StoreAs(p.dbias, int64_t{kept} * p.channels + first_channel + c, p.bias_dtype, dbias);
+      }
+    }
+  }
+  int value = 0;
+  FoldLanes<kTaps, kWarp / 2>(dweight, value);
+  if (lane % (kWarp / kTaps) == 0) tap_sums[warp * kTaps + value] = dweight[0];
+  __syncthreads();
+  Acc* partials = static_cast<Acc*>(p.partials) +
+                  (int64_t{kept} * p.splits.divisor() + split) * (p.taps + 1) * p.channels +
+                  first_channel;
+  if (threadIdx.x < p.taps) {
+    const int tap = p.taps - 1 - threadIdx.x;
+    Acc total = 0;
+#pragma unroll 8
+    for (int w = 0; w < warps; ++w) total += tap_sums[w * kTaps + threadIdx.x];
+    if (p.whole) {
+      const int64_t head =
+          int64_t{kept} * p.channel_blocks.divisor() + p.depth.Quotient(first_channel);
+      StoreAs(p.dweight, head * p.taps + tap, p.weight_dtype, total);
+    } else {
+      partials[int64_t{tap} * p.channels] = total;
+    }
+  }
+  const int c = static_cast<int>(threadIdx.x) - kTaps;
+  if (wants_dbias && (channel_warps > 1 || !p.whole) && c >= 0 && c < p.block_channels) {
+    Acc total = 0;
+    for (int w = 0; w < channel_warps; ++w) total += bias_sums[c * channel_warps + w];
+    if (p.whole) {
+      StoreAs(p.dbias, int64_t{kept} * p.channels + first_channel + c, p.bias_dtype, total);
+    } else {
+      partials[int64_t{p.taps} * p.channels + c] = total;
+    }
+  }
+}
+
+// --- launches ------------------------------------------------------------------------------------
+
+int64_t Bytes(const Geometry& g, DType dtype, int64_t batch) {
+  return batch * g.channels * g.time * jaxops::cuda::SizeOf(dtype);
+}
+
+// Problems up to so many bytes of x wait for memory rather than keep it busy: beyond kFewBytes rows
+// of whole packs are read in packs, and others stay with these kernels up to kManyBytes.
+constexpr int64_t kFewBytes = 1 << 20;
+constexpr int64_t kManyBytes = 8 << 20;
+
+bool HasSteps(const Geometry& g, int64_t batch) {
+  return g.taps <= kShortTaps && batch * g.channels * g.time <= int64_t{1} << 30;
+}
+
+bool HasSteps(const Forward& call) {
+  return call.batch.rank() <= 1 && HasSteps(call.geometry, call.batch.size());
+}
+
+// Steps of a row that the warps of a block, which are few, are worth walking down: splits share
+// batch entries, never a row.
+constexpr int64_t kMostStepTime = 2048;
+
+bool IsSmall(const Geometry& g, DType dtype, int64_t batch) {
+  return Bytes(g, dtype, batch) <= (RowsAligned(g.time, dtype, 16) ? kFewBytes : kManyBytes);
+}
+
+template <typename T, int kTaps, int kSteps, int kEntries>
+cudaError_t LaunchStepForward(cudaStream_t stream, const Forward& call) {
+  const Geometry& g = call.geometry;
+  StepForwardParams p{};
+  p.x = call.x;
+  p.weight = call.weight;
+  p.bias = call.bias;
+  p.y = call.y;
+  p.x_stride = call.batch.stride(0, Forward::kX);
+  p.weight_stride = call.batch.stride(0, Forward::kWeight);
+  p.bias_stride = call.batch.stride(0, Forward::kBias);
+  p.y_stride = call.batch.stride(0, Forward::kY);
+  p.time = static_cast<int>(g.time);
+  p.taps = static_cast<int>(g.taps);
+  p.padding = static_cast<int>(g.padding);
+  p.dilation = static_cast<int>(g.dilation);
+  p.first_tap = call.flip_taps ? p.taps - 1 : 0;
+  p.tap_step = call.flip_taps ? -1 : 1;
+  p.batch = static_cast<uint32_t>(call.batch.size());
+  p.row_threads = FastDivider(g.time / kSteps);
+  p.channels = FastDivider(g.channels);
+  p.depth = FastDivider(g.channels / g.heads);
+  p.weight_dtype = call.weight_dtype;
+  p.bias_dtype = call.bias_dtype;
+  p.activation = call.activation;
+  const int64_t threads = CeilDiv(call.batch.size(), kEntries) * g.channels * (g.time / kSteps);
+  p.threads = static_cast<uint32_t>(threads);
+  return Launch(StepForwardNct<T, kTaps, kSteps, kEntries>, CeilDiv(threads, kNctThreads),
+                kNctThreads, 0, stream, p);
+}
+
+template <typename T, int kTaps>
+cudaError_t LaunchStepForward(cudaStream_t stream, const Forward& call) {
+  // Several batch entries a thread where that leaves threads enough and filters are theirs all.
+  constexpr int64_t kFewElements = 1 << 17;
+  const Geometry& g = call.geometry;
+  const int64_t batch = call.batch.size();
+  if (batch * g.channels * g.time <= kFewElements || batch == 1 || !SharesFilters(call)) {
+    return LaunchStepForward<T, kTaps, 1, 1>(stream, call);
+  }
+  if constexpr (sizeof(T) == 2) {
+    if (g.time % 2 == 0) return LaunchStepForward<T, kTaps, 2, 2>(stream, call);
+  }
+  return LaunchStepForward<T, kTaps, 1, 4>(stream, call);
+}
+
+template <typename T, int kTaps, int kAtOnce>
+cudaError_t LaunchStepBackward(cudaStream_t stream, const Backward& call, int64_t* splits,
+                               void* partials) {
+  const Geometry& g = call.geometry;
+  const int64_t depth = g.channels / g.heads;
+  const int64_t entries = call.summed.size();
+  // One block for all of a head where that is little work; else one for a channel, and so many
+  // that they all run at once.
+  constexpr int64_t kHeadElements = 2048;
+  constexpr int64_t kChannelElements = 4096;
+  constexpr int64_t kManyBlocks = 512;
+  const bool heads = depth > 1 && depth * entries * g.time <= kHeadElements;
+  const bool whole = heads || (depth == 1 && entries * g.time <= kChannelElements);
+  const int64_t fewer = std::max<int64_t>(1, kManyBlocks / (call.kept.size() * g.channels));
+  const int64_t split_count = whole ? 1 : std::min({*splits, fewer, entries});
+  const int64_t most_warps = heads ? kStepWarps<T> : kStepChannelWarps;
+
+  StepBackwardParams p{};
+  p.x = call.x;
+  p.weight = call.weight;
+  p.g = call.g;
+  p.dx = call.dx;
+  p.dweight = call.dweight;
+  p.dbias = call.dbias;
+  p.partials = partials;
+  p.kept_x = call.kept.stride(0, Backward::kX);
+  p.kept_weight = call.kept.stride(0, Backward::kWeight);
+  p.kept_g = call.kept.stride(0, Backward::kG);
+  p.kept_dx = call.kept.stride(0, Backward::kDx);
+  p.summed_x = call.summed.stride(0, Backward::kX);
+  p.summed_g = call.summed.stride(0, Backward::kG);
+  p.summed_dx = call.summed.stride(0, Backward::kDx);
+  p.time = static_cast<int>(g.time);
+  p.channels = static_cast<int>(g.channels);
+  p.taps = static_cast<int>(g.taps);
+  p.mirrored = static_cast<int>(Mirrored(g));
+  p.dilation = static_cast<int>(g.dilation);
+  p.block_channels = heads ? static_cast<int>(depth) : 1;
+  p.whole = split_count == 1 && p.block_channels == depth;
+  const int64_t per_split = CeilDiv(entries, split_count);
+  p.entries = static_cast<int>(entries);
+  p.per_split = static_cast<int>(per_split);
+  // Warps that share a channel: along the row, and so many times that as kAtOnce leaves entries.
+  const int64_t most = std::max<int64_t>(1, most_warps / p.block_channels);
+  const int64_t row_warps = std::min(CeilDiv(g.time, kWarp), most);
+  const int64_t entry_groups = std::min(CeilDiv(per_split, kAtOnce), most / row_warps);
+  const int64_t channel_warps = row_warps * entry_groups;
+  const int64_t groups = std::min<int64_t>(p.block_channels, most_warps / channel_warps);
+  p.entry_groups = static_cast<int>(entry_groups);
+  p.row_warps = FastDivider(row_warps);
+  p.channel_blocks = FastDivider(g.channels / p.block_channels);
+  p.splits = FastDivider(split_count);
+  p.depth = FastDivider(depth);
+  p.channel_warps = FastDivider(channel_warps);
+  p.weight_dtype = call.weight_dtype;
+  p.bias_dtype = call.bias_dtype;
+  *splits = p.whole ? 0 : split_count;
+  return Launch(StepBackwardNct<T, kTaps, kAtOnce>,
+                call.kept.size() * split_count * (g.channels / p.block_channels),
+                static_cast<int>(groups * channel_warps) * kWarp, 0, stream, p);
+}
+
+template <typename T, int kTaps>
+cudaError_t LaunchStepBackward(cudaStream_t stream, const Backward& call, int64_t* splits,
+                               void* partials) {
+  return call.summed.size() < 4 ? LaunchStepBackward<T, kTaps, 2>(stream, call, splits, partials)
+                                : LaunchStepBackward<T, kTaps, 4>(stream, call, splits, partials);
+}
+
+}  // namespace
+
+bool HasSteps(const Backward& call) {
+  return call.geometry.time <= kMostStepTime && call.kept.rank() <= 1 && call.summed.rank() <= 1 &&
+         HasSteps(call.geometry, call.kept.size() * call.summed.size());
+}
+
+bool SuitsSteps(const Forward& call) {
+  return HasSteps(call) && IsSmall(call.geometry, call.dtype, call.batch.size());
+}
+
+bool SuitsSteps(const Backward& call) {
+  return HasSteps(call) &&
+         IsSmall(call.geometry, call.dtype, call.kept.size() * call.summed.size());
+}
+
+cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call) {
+  return DispatchFloat(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    return call.geometry.taps <= 4 ? LaunchStepForward<T, 4>(stream, call)
+                                   : LaunchStepForward<T, kShortTaps>(stream, call);
+  });
+}
+
+cudaError_t LaunchSteps(cudaStream_t stream, const Backward& call, int64_t* splits,
+                        void* partials) {
+  return DispatchFloat(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    return call.geometry.taps <= 4
+               ? LaunchStepBackward<T, 4>(stream, call, splits, partials)
+               : LaunchStepBackward<T, kShortTaps>(stream, call, splits, partials);
+  });
+}
+
+}  // namespace jaxops::lightweight_conv::cuda

@@ -1,0 +1,764 @@
+// Lightweight convolution with short filters of rows that packs of channels fit, in the NTC layout:
+// forward, and all gradients in one pass over x and g.
+//
+// These are bound by memory. A thread owns a pack of channels and walks down a run of time steps
+// with the window of its filter in registers, so that every row is read once, but for the few that
+// neighbouring runs share. The rows that it needs next are on their way to a ring of its own in
+// shared memory: registers do not limit how much is in flight, and as no thread reads what another
+// copied, the walk never synchronises.
+#include "cuda/common/activation.cuh"
+#include "cuda/common/async_copy.cuh"
+#include "cuda/lightweight_conv/filters.cuh"
+
+namespace jaxops::lightweight_conv::cuda {
+namespace {
+
+using jaxops::cuda::Activate;
+using jaxops::cuda::StorePack;
+using jaxops::cuda::WaitCopies;
+
+constexpr int kThreads = 128;
+// Rows that a thread takes at a time, and sets of as many in its ring.
+constexpr int kRows = 4;
+constexpr int kStages = 3;
+// Steps of a walk, and bytes that it reads of an array. Shorter ones would read the rows of their
+// first window for too few steps. With longer ones, what the blocks read at a time lies further
+// apart, and the last block ends later; backward, where every further block makes sums to add, a
+// thread takes several walks instead.
+constexpr int64_t kLeastRun = 8;
+constexpr int64_t kForwardRunBytes = 256;
+constexpr int64_t kMostBackwardRun = 32;
+// Threads of a forward call that are worth shorter walks.
+constexpr int64_t kForwardThreads = int64_t{1} << 16;
+// Elements up to which a thread a step is the faster, forward.
+constexpr int64_t kMostStepElements = int64_t{1} << 19;
+// Those up to which it makes a single one of them.
+constexpr int64_t kMostSingleElements = int64_t{1} << 15;
+
+// What both directions know of the walks.
+struct Walks {
+  int time, channels, taps, dilation;
+  int padding;  // from a step's row back to the first row of its window
+  int run;      // steps of one walk
+  ShortNtcTile tile;
+  FastDivider channel_blocks;
+  FastDivider runs;  // of one phase
+  FastDivider phases;
+  FastDivider depth;  // channels of a head
+
+  Walks(const Geometry& g, int64_t first_padding, int pack)
+      : time(static_cast<int>(g.time)),
+        channels(static_cast<int>(g.channels)),
+        taps(static_cast<int>(g.taps)),
+        dilation(static_cast<int>(g.dilation)),
+        padding(static_cast<int>(first_padding)),
+        run(0),
+        tile(g.channels, pack),
+        channel_blocks(CeilDiv(g.channels, int64_t{pack} * tile.lanes())),
+        phases(std::min(g.dilation, g.time)),
+        depth(g.channels / g.heads) {}
+
+  // Walks of a block that are side by side in time.
+  __host__ __device__ int groups() const { return kThreads >> tile.lane_bits; }
+
+  // Cuts every phase into `wanted` runs, or as many as are from `least` to `most` steps long.
+  void Cut(int64_t wanted, int64_t least, int64_t most) {
+    const int64_t steps = PhaseSteps(time, dilation, 0);
+    const int64_t fair = CeilDiv(steps, std::max<int64_t>(1, wanted));
+    run = static_cast<int>(CeilDiv(std::clamp(fair, least, most), kRows) * kRows);
+    runs = FastDivider(CeilDiv(steps, run));
+  }
+};
+
+// One walk: steps first, first + dilation, ... of one phase. Step i meets rows i to i + taps - 1 of
+// its window array, where row e is time step origin + e * dilation and only rows [low, high) are
+// inside the sequence.
+struct Run {
+  int first, count, origin, low, high;
+
+  __device__ Run(const Walks& walks, int step, int phase)
+      : first(phase + step * walks.dilation),
+        count(min(PhaseSteps(walks.time, walks.dilation, phase) - step, walks.run)),
+        origin(first - walks.padding),
+        low(origin >= 0 ? 0 : DivideByDilation(-origin, walks.dilation)),
+        high(origin >= walks.time ? 0 : DivideByDilation(walks.time - origin, walks.dilation)) {}
+
+  __device__ bool HasRow(int row) const { return row >= low && row < high; }
+};
+
+// Numbers from `first` on, `size` of them or none.
+struct Interval {
+  int first;
+  unsigned size;
+
+  __device__ Interval(int begin, int end)
+      : first(begin), size(static_cast<unsigned>(max(0, end - begin))) {}
+  __device__ bool Has(int i) const { return static_cast<unsigned>(i - first) < size; }
+};
+
+// A thread's rows on their way: those of the window array from kTaps - 1 on, and if kOwn is set the
+// steps' own rows of another array. Rows outside the sequence arrive as zeros.
+template <typename T, int kV, int kTaps, bool kOwn>
+class RowRing {
+ public:
+  using Row = Pack<T, kV>;
+  static constexpr size_t kBytes =
+      size_t{kStages} * (kOwn ? 2 : 1) * kRows * kThreads * sizeof(Row);
+
+  // `window` and `own` are the thread's columns of the arrays.
+  __device__ __forceinline__ RowRing(void* storage, const Walks& walks, const Run& run,
+                                     const T* window, const T* own)
+      : slots_(static_cast<Row*>(storage) + threadIdx.x),
+        good_(window),
+        window_(window + int64_t{run.origin + kCarried * walks.dilation} * walks.channels),
+        own_(kOwn ? own + int64_t{run.first} * walks.channels : nullptr),
+        advance_(int64_t{walks.dilation} * walks.channels),
+        run_(run),
+        plain_(run.low - kCarried,
+               min(kOwn ? run.count : run.high - kCarried, run.high - kCarried) - kRows + 1) {
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) Fetch();
+  }
+
+  // Waits for the oldest rows, reads them, and sends for others in place of those read before.
+  __device__ __forceinline__ void Take(Row (&window)[kRows], Row (&own)[kOwn ? kRows : 1]) {
+    WaitCopies<kStages - 2>();  // and the compiler: no barrier follows
+    const Row* from = slots_ + taken_;
+    taken_ = Next(taken_);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      window[i] = from[i * kThreads];
+      if constexpr (kOwn) own[i] = from[(kRows + i) * kThreads];
+    }
+    Fetch();
+  }
+
+ private:
+  static constexpr int kCarried = kTaps - 1;
+  static constexpr int kStageRows = (kOwn ? 2 : 1) * kRows * kThreads;
+
+  __device__ static int Next(int stage) {
+    return stage == (kStages - 1) * kStageRows ? 0 : stage + kStageRows;
+  }
+
+  __device__ __forceinline__ void Fetch() {
+    if (fetched_ < run_.count) {
+      Row* to = slots_ + filled_;
+      if (plain_.Has(fetched_)) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) Copy(to + i * kThreads, true, true);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < kRows; ++i) {
+          Copy(to + i * kThreads, run_.HasRow(fetched_ + i + kCarried), fetched_ + i < run_.count);
+        }
+      }
+    }
+    __pipeline_commit();
+    fetched_ += kRows;
+    filled_ = Next(filled_);
+  }
+
+  __device__ __forceinline__ void Copy(Row* to, bool has_window, bool has_own) {
+    __pipeline_memcpy_async(to, has_window ? window_ : good_, sizeof(Row),
+                            has_window ? 0 : sizeof(Row));
+    window_ += advance_;
+    if constexpr (kOwn) {
+      __pipeline_memcpy_async(to + kRows * kThreads, has_own ? own_ : good_, sizeof(Row),
+                              has_own ? 0 : sizeof(Row));
+      own_ += advance_;
+    }
+  }
+
+  Row* slots_;
+  const T* good_;  // an address that may be read
+  const T* window_;
+  const T* own_;
+  int64_t advance_;
+  Run run_;
+  Interval plain_;  // steps from which on kRows rows of each array can be copied without checks
+  int fetched_ = 0;
+  int filled_ = 0, taken_ = 0;  // where the next stage is to be filled and to be taken
+};
+
+template <typename T, typename Acc, int kV>
+__device__ __forceinline__ void WidenRow(Acc (&values)[kV], const Pack<T, kV>& row) {
+#pragma unroll
+  for (int v = 0; v < kV; ++v) values[v] = Widen(row.values[v]);
+}
+
+template <typename T, int kV>
+__device__ __forceinline__ void StoreRow(T* address, const Accumulator<T> (&values)[kV]) {
+  Pack<T, kV> row;
+#pragma unroll
+  for (int v = 0; v < kV; ++v) row.values[v] = Narrow<T>(values[v]);
+  StorePack(address, row);
+}
+
+// The rows of a walk's first window but for the kRows last, zero outside the sequence.
+template <int kTaps, typename T, typename Acc, int kV, int kWindow>
+__device__ __forceinline__ void ReadCarried(Acc (&window)[kWindow][kV], const Walks& walks,
+                                            const Run& run, const T* column) {
+  Pack<T, kV> rows[kTaps - 1];
+#pragma unroll
+  for (int i = 0; i < kTaps - 1; ++i) {
+    const int t = run.origin + i * walks.dilation;
+    rows[i] = LoadIf<kV>(run.HasRow(i), column + int64_t{t} * walks.channels, column);
+  }
+#pragma unroll
+  for (int i = 0; i < kTaps - 1; ++i) WidenRow(window[i], rows[i]);
+}
+
+// Moves on by kRows rows.
+template <typename Acc, int kV, int kWindow>
+__device__ __forceinline__ void Carry(Acc (&window)[kWindow][kV]) {
+#pragma unroll
+  for (int i = 0; i < kWindow - kRows; ++i) {
+#pragma unroll
+    for (int v = 0; v < kV; ++v) window[i][v] = window[kRows + i][v];
+  }
+}
+
+// The taps of a block's channels in shared memory: read once a block, and as packs. A pack of
+// channels that are always of one head shares its taps.
+template <typename Acc, int kTaps, int kV, bool kOneHead>
+class StagedTaps {
+ public:
+  static constexpr int kWidth = kOneHead ? 1 : kV;  // filters of a thread
+
+  // The block has to synchronise after this.
+  __device__ __forceinline__ void Stage(const Walks& walks, int first_channel, const void* weights,
+                                        DType dtype, int64_t offset, bool reversed) {
+    WithElements(weights, dtype, [&](const auto* elements) {
+      for (int i = threadIdx.x; i < kWidth * walks.tile.lanes(); i += kThreads) {
+        const int channel = min(first_channel + i * (kV / kWidth), walks.channels - 1);
+        const auto* filter =
+            elements + offset + int64_t{walks.depth.Quotient(channel)} * walks.taps;
+#pragma unroll
+        for (int k = 0; k < kTaps; ++k) {
+          if (k < walks.taps) {
+            taps_[k][i] = static_cast<Acc>(Widen(filter[reversed ? walks.taps - 1 - k : k]));
+          }
+        }
+      }
+    });
+  }
+
+  __device__ __forceinline__ void Read(Acc (&weight)[kWidth], int tap, int lane) const {
+    constexpr int kMost = 16 / sizeof(Acc);
+    constexpr int kPack = kWidth < kMost ? kWidth : kMost;
+#pragma unroll
+    for (int v = 0; v < kWidth; v += kPack) {
+      const auto pack = LoadPack<kPack>(&taps_[tap][lane * kWidth + v]);
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) weight[v + e] = pack.values[e];
+    }
+  }
+
+ private:
+  alignas(16) Acc taps_[kTaps][kWarp * kWidth];
+};
+
+// --- forward -------------------------------------------------------------------------------------
+
+struct ForwardWalks {
+  Walks walks;
+  const void *x, *weight, *bias;
+  void* y;
+  DType weight_dtype, bias_dtype;
+  Activation activation;
+  bool flip_taps;
+  FastDivider tiles;  // runs of one batch entry, as many at a time as a block has groups
+  BatchMap<Forward::kOperands> batch;
+};
+
+template <typename T, int kV, int kTaps, bool kOneHead>
+__global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
+    WalkForward(const __grid_constant__ ForwardWalks p) {
+  using Acc = Accumulator<T>;
+  using Ring = RowRing<T, kV, kTaps, false>;
+  using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Taps staged;
+  const Walks& walks = p.walks;
+  const int lane = threadIdx.x & (walks.tile.lanes() - 1);
+  const int group = threadIdx.x >> walks.tile.lane_bits;
+  uint32_t block = blockIdx.x;
+  const int first_channel = walks.channel_blocks.Peel(block) * walks.tile.lanes() * kV;
+  const int channel = first_channel + lane * kV;
+  uint32_t index = p.tiles.Peel(block) * walks.groups() + group;
+  const auto batch = p.batch.AllOffsets(block);
+  // Phases vary fastest: neighbouring groups read neighbouring rows.
+  const int phase = walks.phases.Peel(index);
+  const bool exists = index < walks.runs.divisor() && channel < walks.channels;
+  Run run(walks, exists ? index * walks.run : 0, phase);
+  if (!exists) run.count = 0;
+  const T* x = static_cast<const T*>(p.x) + batch[Forward::kX] + channel;
+  Ring ring(shared, walks, run, x, nullptr);
+  staged.Stage(walks, first_channel, p.weight, p.weight_dtype, batch[Forward::kWeight],
+               p.flip_taps);
+  __syncthreads();
+  if (run.count <= 0) return;
+
+  Acc weight[kTaps][Taps::kWidth];
+#pragma unroll
+  for (int k = 0; k < kTaps; ++k) staged.Read(weight[k], k, lane);
+  Acc bias[kV] = {};
+  if (p.bias != nullptr) {
+    WithElements(p.bias, p.bias_dtype, [&](const auto* biases) {
+#pragma unroll
+      for (int v = 0; v < kV; ++v) {
+        bias[v] = static_cast<Acc>(Widen(biases[batch[Forward::kBias] + channel + v]));
+      }
+    });
+  }
+  const int64_t advance = int64_t{walks.dilation} * walks.channels;
+  T* y = static_cast<T*>(p.y) + batch[Forward::kY] + channel + int64_t{run.first} * walks.channels;
+  Acc window[kTaps - 1 + kRows][kV];
+  ReadCarried<kTaps>(window, walks, run, x);
+#pragma unroll 1
+  for (int done = 0; done < run.count; done += kRows) {
+    Pack<T, kV> rows[kRows], none[1];
+    ring.Take(rows, none);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) WidenRow(window[kTaps - 1 + i], rows[i]);
+    Acc sums[kRows][kV];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int v = 0; v < kV; ++v) sums[i][v] = bias[v];
+    }
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) {
+      if (k < walks.taps) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+          for (int v = 0; v < kV; ++v) {
+            sums[i][v] += weight[k][v % Taps::kWidth] * window[i + k][v];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (done + i < run.count) {
+        Activate(sums[i], p.activation);
+        StoreRow(y, sums[i]);
+      }
+      y += advance;
+    }
+    Carry(window);
+  }
+}
+
+// --- forward, small calls ------------------------------------------------------------------------
+
+// A small call takes little longer than the way from its launch to its first result. A thread makes
+// one step of a channel or of a pair of them, knows the number of taps, and finds its place without
+// a division; all that it is told comes through few lines of the cache of parameters.
+struct Steps {
+  const void *x, *weight;
+  int64_t plane;    // elements of a batch entry
+  int64_t before;   // from a step to the row of its first tap
+  int64_t advance;  // from there to that of the next one
+  int channels, time;
+  int first, next;  // from a step to that of its first tap, and from one tap's to the next one's
+  bool one_head;    // pairs of channels are always of one head
+  Activation activation;
+  FastDivider depth;
+  const void* bias;
+  void* y;
+};
+
+constexpr int kStepThreads = 256;
+constexpr int kStepRows = kStepThreads / kWarp;
+
+template <typename T, int kV, int kTaps>
+__global__ void __launch_bounds__(kStepThreads) StepForwardNtc(const __grid_constant__ Steps p) {
+  const int channel = (blockIdx.x * kWarp + threadIdx.x % kWarp) * kV;
+  const int step = blockIdx.y * kStepRows + threadIdx.x / kWarp;
+  if (channel >= p.channels || step >= p.time) return;
+  T weight[kTaps][kV];
+  const auto read_taps = [&](int v) {
+    const T* filter = static_cast<const T*>(p.weight) + p.depth.Quotient(channel + v) * kTaps;
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) weight[k][v] = filter[k];
+  };
+  read_taps(0);
+  const int64_t at = blockIdx.z * p.plane + (int64_t{step} * p.channels + channel);
+  const T* x = static_cast<const T*>(p.x) + at + p.before;
+  int t = step + p.first;
+  Pack<T, kV> rows[kTaps] = {};
+#pragma unroll
+  for (int k = 0; k < kTaps; ++k) {
+    if (static_cast<unsigned>(t) < static_cast<unsigned>(p.time)) rows[k] = LoadPack<kV>(x);
+    x += p.advance;
+    t += p.next;
+  }
+  if constexpr (kV > 1) {
+    if (p.one_head) {
+#pragma unroll
+      for (int k = 0; k < kTaps; ++k) weight[k][1] = weight[k][0];
+    } else {
+      read_taps(1);
+    }
+  }
+  Accumulator<T> sums[kV] = {};
+  if (p.bias != nullptr) {
+    WidenRow(sums, LoadPack<kV>(static_cast<const T*>(p.bias) + channel));
+  }
+#pragma unroll
+  for (int k = 0; k < kTaps; ++k) {
+#pragma unroll
+    for (int v = 0; v < kV; ++v) sums[v] += Widen(weight[k][v]) * Widen(rows[k].values[v]);
+  }
+  Activate(sums, p.activation);
+  StoreRow(static_cast<T*>(p.y) + at, sums);
+}
+
+// --- backward ------------------------------------------------------------------------------------
+
+struct BackwardWalks {
+  Walks walks;
+  const void *x, *weight, *g;
+  void *dx, *dbias;
+  void* partials;
+  DType weight_dtype;
+  int bias_tap;        // the flipped tap that meets a step's own g, or none
+  uint32_t items;      // runs of all phases of all summed batch entries
+  FastDivider splits;  // blocks that share the sum of one set of channels
+  BatchMap<Backward::kOperands> kept, summed;
+};
+
+// Sums each thread's values over the block's threads that own the same channels, in order;
+// total(i, column, sum) takes the sum of value i of each of the block's columns, kWidth a thread.
+template <int kCount, int kWidth, typename Acc, typename Total>
+__device__ __forceinline__ void SumGroups(Acc* shared, const Acc (&values)[kCount][kWidth],
+                                          int count, int lanes, Total&& total) {
+  // Neighbouring threads read neighbouring columns: kWidth rows that start in different banks.
+  constexpr int kPitch = kThreads + kWarp / kWidth;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int v = 0; v < kWidth; ++v) {
+      shared[(i * kWidth + v) * kPitch + threadIdx.x] = values[i][v];
+    }
+  }
+  __syncthreads();
+  const int columns = lanes * kWidth;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < count * columns; n += kThreads) {
+    const int i = n / columns;
+    const int column = n - i * columns;
+    const Acc* own = shared + (i * kWidth + column % kWidth) * kPitch + column / kWidth;
+    Acc sum = 0;
+#pragma unroll 4
+    for (int other = 0; other < kThreads; other += lanes) sum += own[other];
+    total(i, column, sum);
+  }
+}
+
+template <typename T, int kV, int kTaps, bool kOneHead>
+__global__ void __launch_bounds__(kThreads, 3)
+    WalkBackward(const __grid_constant__ BackwardWalks p) {
+  using Acc = Accumulator<T>;
+  using Ring = RowRing<T, kV, kTaps, true>;
+  using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
+  constexpr int kWidth = Taps::kWidth;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Taps staged;
+  const Walks& walks = p.walks;
+  const int lanes = walks.tile.lanes();
+  const int lane = threadIdx.x & (lanes - 1);
+  const int group = threadIdx.x >> walks.tile.lane_bits;
+  uint32_t block = blockIdx.x;
+  const int first_channel = walks.channel_blocks.Peel(block) * lanes * kV;
+  const int channel = first_channel + lane * kV;
+  const uint32_t split = p.splits.Peel(block);
+  const int64_t kept_entry = block;
+  const auto kept = p.kept.AllOffsets(block);
+  const int64_t advance = int64_t{walks.dilation} * walks.channels;
+  const bool wants_dx = p.dx != nullptr;
+  const bool wants_dbias = p.dbias != nullptr;
+
+  if (wants_dx) {
+    staged.Stage(walks, first_channel, p.weight, p.weight_dtype, kept[Backward::kWeight], true);
+    __syncthreads();
+  }
+  Acc dweight[kTaps][kWidth] = {};
+  Acc dbias[1][kV] = {};
+  const uint32_t walkers = p.splits.divisor() * walks.groups();
+  uint32_t index = split * walks.groups() + group;
+  if (channel >= walks.channels) index = p.items;
+#pragma unroll 1
+  for (; index < p.items; index += walkers) {
+    uint32_t item = index;
+    const int phase = walks.phases.Peel(item);
+    const int step = walks.runs.Peel(item) * walks.run;
+    const Run run(walks, step, phase);
+    if (run.count <= 0) continue;
+    const auto summed = p.summed.AllOffsets(item);
+    const auto column = [&](const void* array, int operand) {
+      return static_cast<const T*>(array) + kept[operand] + summed[operand] + channel;
+    };
+    const T* g = column(p.g, Backward::kG);
+    Ring ring(shared, walks, run, g, column(p.x, Backward::kX));
+    T* dx = const_cast<T*>(column(p.dx, Backward::kDx)) + int64_t{run.first} * walks.channels;
+    Acc window[kTaps - 1 + kRows][kV];
+    ReadCarried<kTaps>(window, walks, run, g);
+    // Steps from which on all pairs of kRows steps and the taps take part.
+    const Interval whole(run.low, min(run.count, run.high - walks.taps + 1) - kRows + 1);
+#pragma unroll 1
+    for (int done = 0; done < run.count; done += kRows) {
+      Pack<T, kV> rows[kRows], own_rows[kRows];
+      ring.Take(rows, own_rows);
+      Acc own[kRows][kV];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        WidenRow(window[kTaps - 1 + i], rows[i]);
+        WidenRow(own[i], own_rows[i]);
+      }
+      Acc sums[kRows][kV] = {};
+      const auto work = [&](auto all) {
+#pragma unroll
+        for (int j = 0; j < kTaps; ++j) {
+          if (j < walks.taps) {
+            Acc weight[kWidth];
+            staged.Read(weight, j, lane);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              if (all.value || (done + i < run.count && run.HasRow(done + i + j))) {
+#pragma unroll
+                for (int v = 0; v < kV; ++v) {
+                  dweight[j][v % kWidth] += own[i][v] * window[i + j][v];
+                }
+              }
+#pragma unroll
+              for (int v = 0; v < kV; ++v) sums[i][v] += weight[v % kWidth] * window[i + j][v];
+            }
+          }
+        }
+      };
+      if (whole.Has(done)) {
+        work(std::true_type{});
+      } else {
+        work(std::false_type{});
+      }
+      if (wants_dx) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (done + i < run.count) StoreRow(dx, sums[i]);
+          dx += advance;
+        }
+      }
+      if (wants_dbias) {
+        if (p.bias_tap >= 0) {
+#pragma unroll
+          for (int j = 0; j < kTaps; ++j) {
+            if (j == p.bias_tap) {
+#pragma unroll
+              for (int i = 0; i < kRows; ++i) {
+                if (done + i < run.count) {
+#pragma unroll
+                  for (int v = 0; v < kV; ++v) dbias[0][v] += window[i + j][v];
+                }
+              }
+            }
+          }
+        } else {
+          // Under dilation a step's own g need not be in the window; the cache still has it.
+          for (int i = 0; i < min(kRows, run.count - done); ++i) {
+            const int t = run.first + (done + i) * walks.dilation;
+            const auto row = LoadPack<kV>(g + int64_t{t} * walks.channels);
+#pragma unroll
+            for (int v = 0; v < kV; ++v) dbias[0][v] += Widen(row.values[v]);
+          }
+        }
+      }
+      Carry(window);
+    }
+  }
+
+  Acc* sums = reinterpret_cast<Acc*>(shared);
+  const int64_t first_row = (kept_entry * p.splits.divisor() + split) * (walks.taps + 1);
+  Acc* partials = static_cast<Acc*>(p.partials) + first_row * walks.channels;
+  const int first_column = first_channel / (kV / kWidth);
+  SumGroups(sums, dweight, walks.taps, lanes, [&](int j, int i, Acc sum) {
+    if (first_channel + i * (kV / kWidth) < walks.channels) {
+      partials[int64_t{walks.taps - 1 - j} * walks.channels + first_column + i] = sum;
+    }
+  });
+  if (wants_dbias) {
+    SumGroups(sums, dbias, 1, lanes, [&](int, int i, Acc sum) {
+      if (first_channel + i < walks.channels) {
+        partials[int64_t{walks.taps} * walks.channels + first_channel + i] = sum;
+      }
+    });
+  }
+}
+
+// --- launches ------------------------------------------------------------------------------------
+
+template <typename T, int kV, int kTaps, bool kOneHead>
+cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call) {
+  const Geometry& g = call.geometry;
+  const int64_t batch = call.batch.size();
+  ForwardWalks params{Walks(g, g.padding, kV)};
+  Walks& walks = params.walks;
+  const int64_t groups = walks.groups();
+  const int64_t phases = walks.phases.divisor();
+  const int64_t sequences = batch * phases * CeilDiv(g.channels, kV);
+  // As many runs as a block has groups at the least.
+  walks.Cut(std::max(kForwardThreads / sequences, CeilDiv(groups, phases)), kLeastRun,
+            kForwardRunBytes / static_cast<int64_t>(kV * sizeof(T)));
+  const int64_t runs = walks.runs.divisor() * phases;
+  if (runs > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const int64_t tiles = CeilDiv(runs, groups);
+  params.x = call.x;
+  params.weight = call.weight;
+  params.bias = call.bias;
+  params.y = call.y;
+  params.weight_dtype = call.weight_dtype;
+  params.bias_dtype = call.bias_dtype;
+  params.activation = call.activation;
+  params.flip_taps = call.flip_taps;
+  params.tiles = FastDivider(tiles);
+  params.batch = call.batch;
+  return Launch(WalkForward<T, kV, kTaps, kOneHead>, batch * tiles * walks.channel_blocks.divisor(),
+                kThreads, RowRing<T, kV, kTaps, false>::kBytes, stream, params);
+}
+
+template <typename T, int kV, int kTaps, bool kOneHead>
+cudaError_t LaunchWalks(cudaStream_t stream, const Backward& call, PartialSums& partials) {
+  const Geometry& g = call.geometry;
+  const int64_t mirrored = Mirrored(g);
+  BackwardWalks params{Walks(g, mirrored, kV)};
+  Walks& walks = params.walks;
+  const int64_t phases = call.summed.size() * walks.phases.divisor();
+  walks.Cut(partials.splits * walks.groups() / phases, kLeastRun,
+            call.dx == nullptr ? g.time + kLeastRun : kMostBackwardRun);
+  const int64_t items = phases * walks.runs.divisor();
+  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
+  partials.splits = std::min(partials.splits, CeilDiv(items, walks.groups()));
+  partials.channels = kOneHead ? kV : 1;
+  params.x = call.x;
+  params.weight = call.weight;
+  params.g = call.g;
+  params.dx = call.dx;
+  params.dbias = call.dbias;
+  params.partials = partials.sums;
+  params.weight_dtype = call.weight_dtype;
+  params.bias_tap = mirrored % g.dilation == 0 ? static_cast<int>(mirrored / g.dilation) : -1;
+  params.items = static_cast<uint32_t>(items);
+  params.splits = FastDivider(partials.splits);
+  params.kept = call.kept;
+  params.summed = call.summed;
+  constexpr size_t kSums = size_t{kTaps} * (kThreads + kWarp) * kV * sizeof(Accumulator<T>);
+  return Launch(WalkBackward<T, kV, kTaps, kOneHead>,
+                call.kept.size() * partials.splits * walks.channel_blocks.divisor(), kThreads,
+                std::max(RowRing<T, kV, kTaps, true>::kBytes, kSums), stream, params);
+}
+
+// Whether StepForwardNtc can take the call and is the faster.
+bool TakesSteps(const Forward& call) {
+  const Geometry& g = call.geometry;
+  const auto& batch = call.batch;
+  const int64_t plane = g.time * g.channels;
+  const bool plain_batch =
+      batch.size() == 1 ||
+      (batch.rank() == 1 && batch.size() <= kMostGridBlocks &&
+       batch.stride(0, Forward::kX) == plane && batch.stride(0, Forward::kY) == plane &&
+       batch.stride(0, Forward::kWeight) == 0 &&
+       (call.bias == nullptr || batch.stride(0, Forward::kBias) == 0));
+  return plain_batch && batch.size() * plane <= kMostStepElements &&
+         g.time <= kMostGridBlocks * kStepRows && call.weight_dtype == call.dtype &&
+         (call.bias == nullptr || call.bias_dtype == call.dtype);
+}
+
+template <typename T, int kV>
+cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call) {
+  const Geometry& g = call.geometry;
+  // Flipped taps are met from the last row of the window to the first.
+  const int64_t first = call.flip_taps ? Mirrored(g) : -g.padding;
+  const int64_t next = call.flip_taps ? -g.dilation : g.dilation;
+  Steps params{};
+  params.x = call.x;
+  params.weight = call.weight;
+  params.plane = g.time * g.channels;
+  params.before = first * g.channels;
+  params.channels = static_cast<int>(g.channels);
+  params.time = static_cast<int>(g.time);
+  params.first = static_cast<int>(first);
+  params.next = static_cast<int>(next);
+  params.advance = next * g.channels;
+  params.one_head = g.channels / g.heads % kV == 0;
+  params.activation = call.activation;
+  params.depth = FastDivider(g.channels / g.heads);
+  params.bias = call.bias;
+  params.y = call.y;
+  const dim3 grid(static_cast<unsigned>(CeilDiv(g.channels, kV * kWarp)),
+                  static_cast<unsigned>(CeilDiv(g.time, kStepRows)),
+                  static_cast<unsigned>(call.batch.size()));
+  [&]<int... kFewer>(std::integer_sequence<int, kFewer...>) {
+    ((g.taps == kFewer + 1
+          ? StepForwardNtc<T, kV, kFewer + 1><<<grid, kStepThreads, 0, stream>>>(params)
+          : void()),
+     ...);
+  }(std::make_integer_sequence<int, kShortTaps>{});
+  return cudaGetLastError();
+}
+
+// Calls `launch` with the channels of a thread, the number of taps that it has registers for and
+// whether its channels are always of one head. A thread has as many channels as leave the window,
+// and backward the sums, in registers, or kFew in rows that packs of so many do not fit.
+template <typename T, int kFew, typename Function>
+cudaError_t DispatchWalks(const Geometry& g, Function&& launch) {
+  constexpr std::integral_constant<int, sizeof(T) == 8 ? 2 : 4> many;
+  constexpr std::integral_constant<int, kFew> few;
+  constexpr std::integral_constant<int, 4> few_taps;
+  constexpr std::integral_constant<int, kShortTaps> all_taps;
+  if (g.channels % many.value != 0) return launch(few, all_taps, std::false_type{});
+  if (g.taps <= few_taps.value) return launch(many, few_taps, std::false_type{});
+  return DispatchBool(g.channels / g.heads % many.value == 0,
+                      [&](auto one_head) { return launch(many, all_taps, one_head); });
+}
+
+}  // namespace
+
+// A thread of one channel reads words of 2 bytes, which cannot be copied on their own, or is slower
+// forward than one that keeps the rows on their way in registers.
+bool TakesShortNtc(const Forward& call) {
+  return call.geometry.taps <= kShortTaps && (call.geometry.channels % 2 == 0 || TakesSteps(call));
+}
+bool TakesShortNtc(const Backward& call) {
+  return call.geometry.taps <= kShortTaps && RowsAligned(call.geometry.channels, call.dtype, 4);
+}
+
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call) {
+  return DispatchFloat(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    if (TakesSteps(call)) {
+      const Geometry& g = call.geometry;
+      const bool single =
+          g.channels % 2 != 0 || call.batch.size() * g.time * g.channels <= kMostSingleElements;
+      return single ? LaunchSteps<T, 1>(stream, call) : LaunchSteps<T, 2>(stream, call);
+    }
+    return DispatchWalks<T, 2>(call.geometry, [&](auto pack, auto taps, auto one_head) {
+      return LaunchWalks<T, pack.value, taps.value, one_head.value>(stream, call);
+    });
+  });
+}
+
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, PartialSums& partials) {
+  return DispatchFloat(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    constexpr int kFew = sizeof(T) == 2 ? 2 : 1;
+    return DispatchWalks<T, kFew>(call.geometry, [&](auto pack, auto taps, auto one_head) {
+      return LaunchWalks<T, pack.value, taps.value, one_head.value>(stream, call, partials);
+    });
+  });
+}
+
+}  // namespace jaxops::lightweight_conv::cuda

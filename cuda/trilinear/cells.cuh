@@ -1,0 +1,373 @@
+// What the kernels of trilinear interpolation in cells share: what they make of a cell's point, and
+// which cells a warp has.
+#ifndef JAXOPS_CUDA_TRILINEAR_CELLS_CUH_
+#define JAXOPS_CUDA_TRILINEAR_CELLS_CUH_
+
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cuda/ptx>
+#include <type_traits>
+
+#include "common/fast_divide.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/multilinear.cuh"
+#include "cuda/common/numeric.cuh"
+#include "cuda/trilinear/launch.h"
+
+namespace jaxops::trilinear::cuda {
+
+namespace ptx = ::cuda::ptx;
+
+using jaxops::cuda::Accumulator;
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kPackElements;
+using jaxops::cuda::kWarp;
+using jaxops::cuda::Launch;
+using jaxops::cuda::LoadPack;
+using jaxops::cuda::Narrow;
+using jaxops::cuda::Pack;
+using jaxops::cuda::StorePack;
+using jaxops::cuda::Widen;
+using multilinear::Axis;
+
+// See narrow.cu: rows of at most 4 bytes an element, of some widths up to
+// kMaxNarrowWidth.
+inline constexpr int64_t kMaxNarrowWidth = 15;
+
+// Whether the kernels of groups make a plain gradient by the points of such rows faster: together
+// with that by the features those of the widest, and alone of those whose cells would come in
+// pieces of 16 bytes.
+constexpr bool GroupsAreFaster(int64_t width, int64_t item_bytes, bool both) {
+  if (both) return width >= (item_bytes == 2 ? 14 : 9);
+  return item_bytes == 4 && (width == 10 || width == 14);
+}
+inline constexpr bool HasNarrowGradients(int64_t width, int64_t item_bytes) {
+  return width <= kMaxNarrowWidth && width != 8 && (item_bytes == 2 || (width != 2 && width != 4));
+}
+inline constexpr bool HasNarrowValues(int64_t width, int64_t item_bytes) {
+  if (width % 2 != 0) return width <= kMaxNarrowWidth;
+  return item_bytes == 2 && (width == 2 || width == 4);
+}
+cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call);
+
+// Cells of at most so many bytes, see groups.cu.
+inline constexpr int64_t kMaxGroupCellBytes = 72 * 1024;
+cudaError_t LaunchGroups(cudaStream_t stream, const Call& call);
+
+// Gradients of rows of at least one vector and at most kMaxShiftRowBytes, of at most 4 bytes an
+// element, see shifts.cu.
+inline constexpr int64_t kMaxShiftRowBytes = 56 * 1024;
+cudaError_t LaunchShifts(cudaStream_t stream, const Call& call);
+
+// Calls of operands and results that are aligned to vectors, see plain.cu.
+bool HasFasterPlain(const Call& call);
+cudaError_t LaunchPlain(cudaStream_t stream, const Call& call);
+
+template <typename A>
+using Coordinates = A[kAxes];
+
+template <typename A>
+__device__ __forceinline__ void LoadCoordinates(const Call& call, int64_t cell,
+                                                Coordinates<A>& coordinates) {
+  multilinear::cuda::LoadPoint<kAxes>(call.points, call.cells.Offset(cell, Call::kPoints),
+                                      call.point_dtype, coordinates);
+}
+
+template <typename A>
+__device__ __forceinline__ void MakeAxes(const Coordinates<A>& p, Axis<A> (&axes)[kAxes]) {
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) axes[a] = {(1 - p[a]) / 2, (1 + p[a]) / 2, A(0.5)};
+}
+
+// A cell's point, and what to do with it.
+template <typename A>
+struct Point {
+  Axis<A> axes[kAxes];
+  A terms[kCorners];
+
+  __device__ __forceinline__ Point(const Call& call, int64_t cell, const Coordinates<A>& p) {
+    MakeAxes(p, axes);
+    multilinear::NoDerivative<kAxes>(terms);
+#pragma unroll 1
+    for (int d = 0; d < call.order; ++d) {
+      A direction[kAxes];
+      multilinear::cuda::LoadPoint<kAxes>(call.directions[d],
+                                          call.cells.Offset(cell, Call::kDirections + d),
+                                          call.point_dtype, direction);
+      multilinear::Differentiate<kAxes>(axes, direction, terms);
+    }
+  }
+
+  __device__ __forceinline__ Point(const Call& call, int64_t cell)
+      : Point(call, cell, Loaded(call, cell).coordinates) {}
+
+  // To be called last: it replaces the terms.
+ __device__ __forceinline__ const A (&Weights(const Call& call)) [kCorners] {
+   if (call.order == 0) {
+     multilinear::PlainWeights<kAxes>(axes, terms);
+   } else {
+     multilinear::TermsToWeights<kAxes>(axes, terms);
+   }
+   return terms;
+ }
+
+ private : struct Loaded {
+    Coordinates<A> coordinates;
+    __device__ __forceinline__ Loaded(const Call& call, int64_t cell) {
+      LoadCoordinates<A>(call, cell, coordinates);
+    }
+  };
+};
+
+template <typename A>
+__device__ __forceinline__ void StorePoint(const Call& call, int64_t cell,
+                                           const A (&value)[kAxes]) {
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) {
+    jaxops::cuda::StoreAs(call.dpoints, cell * kAxes + a, call.point_dtype, value[a]);
+  }
+}
+
+// Makes the gradient by the point of a cell of the dot products of its corners, which it
+// overwrites. kPlain says that the weights are no derivatives, which the compiler turns into fewer
+// registers.
+template <bool kPlain = false, typename A>
+__device__ __forceinline__ void MakeGradient(const Call& call, int64_t cell,
+                                             const Coordinates<A>& p, A (&dots)[kCorners],
+                                             A (&gradient)[kAxes]) {
+  if (kPlain || call.order == 0) {
+    Axis<A> axes[kAxes];
+    MakeAxes(p, axes);
+    multilinear::PlainPointGradient<kAxes>(axes, dots, gradient);
+  } else {
+    const Point<A> point(call, cell, p);
+    multilinear::PointGradient<kAxes>(point.axes, point.terms, dots, gradient);
+  }
+}
+
+template <bool kPlain = false, typename A>
+__device__ __forceinline__ void MakeWeights(const Call& call, int64_t cell, const Coordinates<A>& p,
+                                            A (&weights)[kCorners]) {
+  if (kPlain || call.order == 0) {
+    Axis<A> axes[kAxes];
+    MakeAxes(p, axes);
+    multilinear::PlainWeights<kAxes>(axes, weights);
+  } else {
+    Point<A> point(call, cell, p);
+    multilinear::TermsToWeights<kAxes>(point.axes, point.terms);
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) weights[c] = point.terms[c];
+  }
+}
+
+// The lower or the upper half of a word.
+template <typename T>
+__device__ __forceinline__ float WidenHalf(uint32_t word, bool upper) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __uint_as_float(upper ? word & 0xffff0000u : word << 16);
+  } else {
+    return Widen(__ushort_as_half(static_cast<unsigned short>(upper ? word >> 16 : word)));
+  }
+}
+
+// Whether the features of all cells follow each other.
+inline bool AreDense(const Call& call) {
+  return call.cells.rank() == 0 ||
+         (call.cells.rank() == 1 && call.cells.stride(0, Call::kFeatures) == kCorners * call.width);
+}
+
+struct WarpParams {
+  Call call;
+  int64_t stride;  // between the features of two cells
+  bool nested;     // they have none
+};
+
+// Which cells a warp has, and where their features are.
+struct WarpCells {
+  int lane;
+  int64_t first;
+  int count;  // at most 32; negative: none
+  int own;    // the cell of this lane; the last has those of lanes that have none
+
+  __device__ __forceinline__ explicit WarpCells(const Call& call) {
+    lane = static_cast<int>(threadIdx.x % kWarp);
+    first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp * kWarp;
+    count = static_cast<int>(min(int64_t{kWarp}, call.cells.size() - first));
+    own = min(lane, count - 1);
+  }
+};
+
+// Where the features of a warp's cells are. All lanes ask, each for a cell.
+template <typename T>
+struct WarpFeatures {
+  const T* own;
+  int64_t stride;
+  bool nested;
+
+  __device__ __forceinline__ WarpFeatures(const WarpParams& params, const WarpCells& cells) {
+    nested = params.nested;
+    stride = params.stride;
+    own = static_cast<const T*>(params.call.features) +
+          params.call.cells.Offset(cells.first + (nested ? cells.own : 0), Call::kFeatures);
+  }
+
+  __device__ __forceinline__ const T* Of(int cell) const {
+    if (!nested) return own + cell * stride;
+    return reinterpret_cast<const T*>(
+        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(own), cell));
+  }
+};
+
+inline WarpParams ParamsOfWarps(const Call& call) {
+  return {call, call.cells.rank() == 1 ? call.cells.stride(0, Call::kFeatures) : 0,
+          call.cells.rank() > 1};
+}
+
+// Stores the gradients by the points of a warp's cells in the order of memory: three stores of
+// every third element would each cost all the sectors. `staged` has kAxes elements a lane. kPlain
+// says that points are of type T.
+template <bool kPlain, typename T, typename A>
+__device__ __forceinline__ void StorePoints(const Call& call, const WarpCells& cells,
+                                            const A (&gradient)[kAxes], A* staged) {
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) staged[cells.lane * kAxes + a] = gradient[a];
+  __syncwarp();
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) {
+    const int i = a * kWarp + cells.lane;
+    if (i >= cells.count * kAxes) continue;
+    if constexpr (kPlain) {
+      static_cast<T*>(call.dpoints)[cells.first * kAxes + i] = Narrow<T>(staged[i]);
+    } else {
+      jaxops::cuda::StoreAs(call.dpoints, cells.first * kAxes + i, call.point_dtype, staged[i]);
+    }
+  }
+}
+
+// Bulk copies are the fastest where both ends are as far from the begin of a line.
+inline constexpr int kLineBytes = 128;
+__device__ __forceinline__ int PlaceInLine(const void* address) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % kLineBytes);
+}
+
+// The cells of a block, and where their features are in shared memory.
+struct ImageCells {
+  int64_t first;
+  int cells;
+  int pitch;  // between two of them, in bytes
+  // Which of them a thread copies, and whether it does, where one copy is not enough for all.
+  int own = 0;
+  bool copies = false;
+};
+
+// The features of the cells of a block in shared memory. A block has one of these, in shared memory
+// too; all of its threads call all of the functions, of which Fetch and Await may be left out, or
+// Store and AwaitStore. Where the GPU has bulk copies, one of these is enough for all cells if they
+// follow each other on both sides.
+class FeatureImage {
+ public:
+  // Starts to copy them there. They are dense where those of all cells follow each other.
+  template <bool kDense, typename T>
+  __device__ __forceinline__ void Fetch(const Call& call, const ImageCells& of, void* to) {
+    const int cell_bytes = kCorners * static_cast<int>(call.width * sizeof(T));
+    const auto* features = static_cast<const T*>(call.features);
+    const auto features_of = [&](int cell) {
+      return features + (kDense ? (of.first + cell) * kCorners * call.width
+                                : call.cells.Offset(of.first + cell, Call::kFeatures));
+    };
+    const bool whole = kDense && of.pitch == cell_bytes;
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(&arrived_, 1);
+      ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    // One thread does both, but racecheck takes what the compiler makes of it for several.
+    __syncwarp();
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &arrived_,
+                                     of.cells * cell_bytes);
+      if (whole) {
+        ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, features_of(0),
+                           of.cells * cell_bytes, &arrived_);
+      }
+    }
+    if (whole) return;
+    __syncthreads();
+    if (of.copies) {
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global,
+                         static_cast<unsigned char*>(to) + of.own * of.pitch, features_of(of.own),
+                         cell_bytes, &arrived_);
+    }
+#else
+    const int vectors = cell_bytes / kPackBytes;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < of.cells * vectors; i += blockDim.x) {
+      const int cell = whole ? 0 : i / vectors;
+      const int vector = i - cell * vectors;
+      __pipeline_memcpy_async(
+          static_cast<unsigned char*>(to) + cell * of.pitch + vector * kPackBytes,
+          features_of(cell) + vector * kPackElements<T>, kPackBytes);
+    }
+    __pipeline_commit();
+#endif
+  }
+
+  // Waits until they are there.
+  __device__ __forceinline__ void Await() {
+#if __CUDA_ARCH__ >= 900
+    __syncthreads();
+    while (!ptx::mbarrier_try_wait_parity(&arrived_, 0)) {
+    }
+#else
+    __pipeline_wait_prior(0);
+    __syncthreads();
+#endif
+  }
+
+  // Starts to copy what the threads have put in their place to the gradients of all cells.
+  template <typename T>
+  __device__ __forceinline__ void Store(const Call& call, const ImageCells& of, const void* from) {
+    const int cell_bytes = kCorners * static_cast<int>(call.width * sizeof(T));
+    auto* to = static_cast<unsigned char*>(call.dfeatures) + of.first * cell_bytes;
+    const auto* image = static_cast<const unsigned char*>(from);
+    const bool whole = of.pitch == cell_bytes;
+#if __CUDA_ARCH__ >= 900
+    ptx::fence_proxy_async(ptx::space_shared);
+    __syncthreads();
+    if (whole ? threadIdx.x == 0 : of.copies) {
+      const int cell = whole ? 0 : of.own;
+      ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, to + cell * cell_bytes,
+                         image + cell * of.pitch, whole ? of.cells * cell_bytes : cell_bytes);
+    }
+    ptx::cp_async_bulk_commit_group();
+#else
+    constexpr int kPack = kPackElements<T>;
+    const int vectors = cell_bytes / kPackBytes;
+    __syncthreads();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < of.cells * vectors; i += blockDim.x) {
+      const int cell = whole ? 0 : i / vectors;
+      const auto* vector = image + cell * of.pitch + (i - cell * vectors) * kPackBytes;
+      StorePack(reinterpret_cast<T*>(to + i * kPackBytes),
+                LoadPack<kPack>(reinterpret_cast<const T*>(vector)));
+    }
+#endif
+  }
+
+  // Shared memory has to stay until it has been read.
+  __device__ __forceinline__ void AwaitStore() {
+#if __CUDA_ARCH__ >= 900
+    ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
+#endif
+  }
+
+ private:
+  uint64_t arrived_;
+};
+
+}  // namespace jaxops::trilinear::cuda
+
+#endif  // JAXOPS_CUDA_TRILINEAR_CELLS_CUH_

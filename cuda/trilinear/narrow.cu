@@ -1,0 +1,327 @@
+// Trilinear interpolation in cells of a few features, and its gradients.
+//
+// The number of features is known to the compiler, and a lane has a cell: it takes the elements of
+// all rows one after the other, each with its weight, and sums in registers. A warp copies the
+// features of its cells to shared memory and their gradients from there as they follow each other
+// in memory, in vectors that may span rows.
+#include <cuda_pipeline.h>
+
+#include <cstdint>
+
+#include "cuda/trilinear/cells.cuh"
+
+namespace jaxops::trilinear::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+// The features of a warp's cells, or their gradients. Between two cells is an odd number of
+// vectors, so that lanes that have a cell each read different banks; or as many as a cell has,
+// where bulk copies gain more than pairs of lanes lose that read the same banks.
+template <typename T, int kWidth, bool kPlain>
+struct Image {
+  static constexpr int kVectors = kCorners * kWidth / kPackElements<T>;
+  static constexpr bool kBulk = kPlain && kVectors % 4 != 0;
+  static constexpr int kPitch = kBulk ? kVectors : kVectors | 1;
+
+  Pack<T, kPackElements<T>> vectors[kWarp * kPitch];
+
+  __device__ __forceinline__ auto& Of(int cell, int vector) {
+    return vectors[cell * kPitch + vector];
+  }
+};
+
+// kPlain says that there is no derivative, that points are of the features' dtype, and that the
+// features of all cells follow each other.
+template <typename T, int kWidth, bool kPlain, bool kOut, bool kFeatures, bool kPoints>
+__global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ WarpParams params) {
+  using A = Accumulator<T>;
+  using Image = Image<T, kWidth, kPlain>;
+  constexpr int kPack = kPackElements<T>;
+  constexpr int kVectors = Image::kVectors;
+  constexpr bool kBulk = Image::kBulk && (kOut || kPoints);
+  extern __shared__ __align__(kLineBytes) unsigned char shared[];
+  [[maybe_unused]] __shared__ FeatureImage of_block;
+  const Call& call = params.call;
+  const WarpCells cells(call);
+  if constexpr (kBulk) {
+    const int64_t first = int64_t{blockIdx.x} * kThreads;
+    const int count = static_cast<int>(min(int64_t{kThreads}, call.cells.size() - first));
+    of_block.Fetch<true, T>(call, {first, count, kVectors * kPackBytes}, shared);
+  }
+  if (!kBulk && cells.count <= 0) return;
+  Image& image = reinterpret_cast<Image*>(shared)[threadIdx.x / kWarp];
+  const int64_t own = cells.first + cells.own;
+  if constexpr (!kBulk && (kOut || kPoints)) {
+    const WarpFeatures<T> features(params, cells);
+    const int last = cells.count * kVectors - 1;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int i = j * kWarp + cells.lane;
+      const int cell = min(i, last) / kVectors;
+      const T* from = features.Of(cell) + i % kVectors * kPack;
+      if (i <= last) __pipeline_memcpy_async(&image.Of(cell, i % kVectors), from, kPackBytes);
+    }
+    __pipeline_commit();
+  }
+  Coordinates<A> p;
+  if constexpr (kPlain) {
+    const T* point = static_cast<const T*>(call.points) + call.cells.Offset(own, Call::kPoints);
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
+  } else {
+    LoadCoordinates<A>(call, own, p);
+  }
+  [[maybe_unused]] A g[kWidth];
+  if constexpr (!kOut) {
+    const T* cotangent =
+        static_cast<const T*>(call.cotangent) + call.cells.Offset(own, Call::kCotangent);
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) g[f] = Widen(cotangent[f]);
+  }
+  [[maybe_unused]] A weights[kCorners];
+  if constexpr (kOut || kFeatures) MakeWeights<kPlain>(call, own, p, weights);
+  if constexpr (kBulk) {
+    of_block.Await();
+  } else if constexpr (kOut || kPoints) {
+    __pipeline_wait_prior(0);
+    __syncwarp();
+  }
+  [[maybe_unused]] A sums[kWidth] = {};
+  [[maybe_unused]] A dots[kCorners] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    [[maybe_unused]] Pack<T, kPack> read;
+    if constexpr (kOut || kPoints) read = image.Of(cells.lane, v);
+    [[maybe_unused]] Pack<T, kPack> made;
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      const int c = (v * kPack + e) / kWidth;
+      const int f = (v * kPack + e) % kWidth;
+      if constexpr (kOut) sums[f] += weights[c] * Widen(read.values[e]);
+      if constexpr (kPoints) dots[c] += Widen(read.values[e]) * g[f];
+      if constexpr (kFeatures) made.values[e] = Narrow<T>(weights[c] * g[f]);
+    }
+    if constexpr (kFeatures) image.Of(cells.lane, v) = made;
+  }
+  __syncwarp();
+  if constexpr (kOut) {
+    // The values follow each other in the memory of the features, which all lanes have read.
+    T* staged = reinterpret_cast<T*>(image.vectors);
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) staged[cells.lane * kWidth + f] = Narrow<T>(sums[f]);
+    __syncwarp();
+    T* to = static_cast<T*>(call.out) + cells.first * kWidth;
+    const int count = cells.count * kWidth;
+    for (int i = cells.lane * kPack; i < count; i += kWarp * kPack) {
+      if (i + kPack <= count) {
+        StorePack(to + i, image.vectors[i / kPack]);
+      } else {
+        for (int e = i; e < count; ++e) to[e] = staged[e];
+      }
+    }
+  }
+  if constexpr (kFeatures) {
+    T* to = static_cast<T*>(call.dfeatures) + cells.first * kCorners * kWidth;
+    const int count = cells.count * kVectors;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int i = j * kWarp + cells.lane;
+      if (i < count) StorePack(to + i * kPack, image.Of(i / kVectors, i % kVectors));
+    }
+  }
+  if constexpr (kPoints) {
+    A gradient[kAxes];
+    MakeGradient<kPlain>(call, own, p, dots, gradient);
+    __syncwarp();
+    StorePoints<kPlain, T>(call, cells, gradient, reinterpret_cast<A*>(image.vectors));
+  }
+}
+
+// --- tiles ---------------------------------------------------------------------------------------
+
+// Gradients by the points of so few features of 2 bytes that the cotangent and the points count
+// beside them: these come by bulk copies too, where a lane would load 2 bytes at a time.
+constexpr int kMaxTileWidth = 3;
+
+struct TileParams {
+  const void* features;
+  const void* points;
+  const void* cotangent;
+  void* dpoints;
+  int64_t cells;
+};
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    PointGradTile(const __grid_constant__ TileParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPack = kPackElements<T>;
+  constexpr int kWarpElements = kWarp * kAxes;
+  __shared__ __align__(kLineBytes) T features[kThreads * kCorners * kWidth];
+  __shared__ __align__(kLineBytes) T cotangent[kThreads * kWidth];
+  __shared__ __align__(kLineBytes) T points[kThreads * kAxes];
+  const int64_t first = int64_t{blockIdx.x} * kThreads;
+  const int count = static_cast<int>(min(int64_t{kThreads}, params.cells - first));
+  const T* from_features = static_cast<const T*>(params.features) + first * kCorners * kWidth;
+  const T* from_cotangent = static_cast<const T*>(params.cotangent) + first * kWidth;
+  const T* from_points = static_cast<const T*>(params.points) + first * kAxes;
+  const int thread = static_cast<int>(threadIdx.x);
+  bool whole = false;
+#if __CUDA_ARCH__ >= 900
+  __shared__ uint64_t arrived;
+  whole = count == kThreads;
+  if (whole) {
+    if (thread == 0) {
+      ptx::mbarrier_init(&arrived, 1);
+      ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    // See FeatureImage.
+    __syncwarp();
+    if (thread == 0) {
+      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &arrived,
+                                     sizeof(features) + sizeof(cotangent) + sizeof(points));
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, features, from_features,
+                         sizeof(features), &arrived);
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, cotangent, from_cotangent,
+                         sizeof(cotangent), &arrived);
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, points, from_points, sizeof(points),
+                         &arrived);
+    }
+    __syncthreads();
+    while (!ptx::mbarrier_try_wait_parity(&arrived, 0)) {
+    }
+  }
+#endif
+  if (!whole) {
+    const auto copy = [&](T* to, const T* from, int each) {
+      for (int i = thread; i < count * each; i += kThreads) to[i] = from[i];
+    };
+    copy(features, from_features, kCorners * kWidth);
+    copy(cotangent, from_cotangent, kWidth);
+    copy(points, from_points, kAxes);
+    __syncthreads();
+  }
+  T* own = points + thread * kAxes;
+  if (thread < count) {
+    Coordinates<A> p;
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) p[a] = Widen(own[a]);
+    A g[kWidth];
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) g[f] = Widen(cotangent[thread * kWidth + f]);
+    A dots[kCorners] = {};
+#pragma unroll
+    for (int i = 0; i < kCorners * kWidth; i += kPack) {
+      const auto pack = LoadPack<kPack>(features + thread * kCorners * kWidth + i);
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) {
+        dots[(i + e) / kWidth] += Widen(pack.values[e]) * g[(i + e) % kWidth];
+      }
+    }
+    Axis<A> axes[kAxes];
+    MakeAxes(p, axes);
+    A gradient[kAxes];
+    multilinear::PlainPointGradient<kAxes>(axes, dots, gradient);
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) own[a] = Narrow<T>(gradient[a]);
+  }
+  __syncwarp();
+  T* to = static_cast<T*>(params.dpoints) + first * kAxes;
+  const int begin = thread / kWarp * kWarpElements;
+  const int end = min(begin + kWarpElements, count * kAxes);
+  const int lane = thread % kWarp;
+  for (int i = begin + lane * kPack; i < end; i += kWarp * kPack) {
+    if (i + kPack <= end) {
+      StorePack(to + i, LoadPack<kPack>(points + i));
+    } else {
+      for (int e = i; e < end; ++e) to[e] = points[e];
+    }
+  }
+}
+
+// Whether tiles make a plain call: one that asks for nothing else, of operands that are dense.
+template <int kWidth>
+bool HasTiles(const Call& call) {
+  if (call.dpoints == nullptr || call.dfeatures != nullptr || call.cells.rank() > 1) return false;
+  const auto is_dense = [&](Call::Operand operand, int64_t width) {
+    return call.cells.rank() == 0 || call.cells.stride(0, operand) == width;
+  };
+  const auto is_aligned = [](const void* pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
+  };
+  return is_dense(Call::kFeatures, kCorners * kWidth) && is_dense(Call::kCotangent, kWidth) &&
+         is_dense(Call::kPoints, kAxes) && is_aligned(call.points) && is_aligned(call.dpoints) &&
+         jaxops::cuda::HasClusters();  // and so bulk copies
+}
+
+// --- which ---------------------------------------------------------------------------------------
+
+template <typename T, int kWidth, bool kPlain>
+cudaError_t LaunchKernel(void (*kernel)(WarpParams), cudaStream_t stream, const Call& call) {
+  const int64_t bytes = kThreads / kWarp * static_cast<int64_t>(sizeof(Image<T, kWidth, kPlain>));
+  return Launch(kernel, CeilDiv(call.cells.size(), kThreads), kThreads, bytes, stream,
+                ParamsOfWarps(call));
+}
+
+template <typename T, int kWidth, bool kPlain>
+cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
+  if constexpr (kPlain && sizeof(T) == 2 && kWidth <= kMaxTileWidth) {
+    if (HasTiles<kWidth>(call)) {
+      return Launch(
+          PointGradTile<T, kWidth>, CeilDiv(call.cells.size(), kThreads), kThreads, 0, stream,
+          TileParams{call.features, call.points, call.cotangent, call.dpoints, call.cells.size()});
+    }
+  }
+  void (*kernel)(WarpParams) = nullptr;
+  if (call.dpoints == nullptr) {
+    kernel = NarrowRows<T, kWidth, kPlain, false, true, false>;
+  } else if (call.dfeatures == nullptr) {
+    if constexpr (!kPlain || !GroupsAreFaster(kWidth, sizeof(T), false)) {
+      kernel = NarrowRows<T, kWidth, kPlain, false, false, true>;
+    }
+  } else if constexpr (!kPlain || !GroupsAreFaster(kWidth, sizeof(T), true)) {
+    kernel = NarrowRows<T, kWidth, kPlain, false, true, true>;
+  }
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  return LaunchKernel<T, kWidth, kPlain>(kernel, stream, call);
+}
+
+template <typename T, int kWidth, bool kPlain>
+cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
+  return LaunchKernel<T, kWidth, kPlain>(NarrowRows<T, kWidth, kPlain, true, false, false>, stream,
+                                         call);
+}
+
+template <typename T, int kWidth = 2>
+cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
+  if constexpr (kWidth <= kMaxNarrowWidth) {
+    if (call.width != kWidth) return LaunchOf<T, kWidth + 1>(stream, call);
+    const bool plain = call.order == 0 && call.point_dtype == call.dtype &&
+                       (call.features == nullptr || AreDense(call));
+    if (call.out != nullptr) {
+      if constexpr (HasNarrowValues(kWidth, sizeof(T))) {
+        return plain ? LaunchValues<T, kWidth, true>(stream, call)
+                     : LaunchValues<T, kWidth, false>(stream, call);
+      }
+    } else if constexpr (HasNarrowGradients(kWidth, sizeof(T))) {
+      return plain ? LaunchGradients<T, kWidth, true>(stream, call)
+                   : LaunchGradients<T, kWidth, false>(stream, call);
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call) {
+  return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
+    if constexpr (sizeof(T) == sizeof(double)) {
+      return cudaErrorInvalidValue;
+    } else {
+      return LaunchOf<T>(stream, call);
+    }
+  });
+}
+
+}  // namespace jaxops::trilinear::cuda

@@ -1,0 +1,513 @@
+// Plain calls of trilinear interpolation and its gradients: no derivatives, points of the features'
+// dtype, cells that are not nested, offsets of 32 bits.
+//
+// Where a call does not fill the GPU, what takes time is how long one thread waits: for its
+// instructions and constants, which the first block of a multiprocessor has to fetch, and for one
+// load after another. So threads share little but sums and have little to do each: there are many
+// small blocks, few parameters, and no code for what plain calls do not have. For gradients by the
+// points of long rows, and for values of these and of some short ones, that is the fastest of large
+// calls too.
+#include <algorithm>
+#include <cstdint>
+
+#include "common/fast_divide.h"
+#include "cuda/trilinear/cells.cuh"
+
+namespace jaxops::trilinear::cuda {
+namespace {
+
+// Of a result that is written in packs, one a thread. All of it lies in one line of the constant
+// cache, of which a kernel's parameters begin 16 bytes behind the start.
+struct PackParams {
+  const void* from;  // features or cotangent
+  const void* points;
+  void* to;
+  uint32_t packs;         // of the whole result
+  uint32_t stride;        // between the entries of two cells in `from`
+  uint32_t point_stride;  // between two points
+  FastDivider row;        // packs of a row, or its elements where packs span rows
+};
+
+template <typename T>
+__device__ __forceinline__ void LoadPlain(const void* points, uint32_t offset,
+                                          Coordinates<Accumulator<T>>& p) {
+  const T* point = static_cast<const T*>(points) + offset;
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
+}
+
+// A thread has kCount values of a cell. Threads behind the last pack make that too and do not store
+// it: to leave would put off what all others load until they know that they stay. The sizes of
+// blocks are constants, because blockDim is in another line of the constant cache. To ask for one
+// block leaves registers for all of a thread's loads.
+template <typename T, int kCount, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
+    InterpolatePlain(const __grid_constant__ PackParams params) {
+  using A = Accumulator<T>;
+  const uint32_t own = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t pack = min(own, params.packs - 1);
+  uint32_t cell = pack;
+  const uint32_t f = params.row.Peel(cell) * kCount;
+  const uint32_t width = params.row.divisor() * kCount;
+  const T* features = static_cast<const T*>(params.from) + (cell * params.stride + f);
+  Pack<T, kCount> rows[kCorners];
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) rows[c] = LoadPack<kCount>(features + c * width);
+  Coordinates<A> p;
+  LoadPlain<T>(params.points, cell * params.point_stride, p);
+  Axis<A> axes[kAxes];
+  MakeAxes(p, axes);
+  A weights[kCorners];
+  multilinear::PlainWeights<kAxes>(axes, weights);
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    A sum = 0;
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(rows[c].values[i]);
+    out.values[i] = Narrow<T>(sum);
+  }
+  if (own == pack) {
+    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + pack * kCount) = out;
+  }
+}
+
+struct SharedValueParams {
+  const void* features;
+  const void* points;
+  void* out;
+  uint32_t last;          // cell
+  uint32_t stride;        // between the features of two cells
+  uint32_t point_stride;  // between two points
+};
+
+constexpr int kSharedThreads = 128;
+
+// Elements of a value that a lane has: words of 4 bytes, or more.
+template <typename T>
+constexpr int kWordElements = sizeof(T) == 2 ? 2 : 1;
+
+// Rows are of kWidth elements, so that a warp has whole cells. It loads their features in the order
+// of memory and shares them: every load of one row of each cell would touch a line of each.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kSharedThreads)
+    InterpolateShared(const __grid_constant__ SharedValueParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPack = kPackElements<T>;
+  constexpr int kCount = kWordElements<T>;
+  constexpr int kLanes = kWidth / kCount;            // of a cell
+  constexpr int kCells = kWarp / kLanes;             // of a warp
+  constexpr int kPacks = kCorners * kWidth / kPack;  // of a cell
+  constexpr int kLoads = kCells * kPacks / kWarp;
+  // Between two cells is a row more, or a pack where that is longer, which puts them in different
+  // banks.
+  constexpr int kPitch = kPacks + (kWidth + kPack - 1) / kPack;
+  __shared__ Pack<T, kPack> shared[kSharedThreads / kWarp][kCells * kPitch];
+  const uint32_t lane = threadIdx.x % kWarp;
+  const uint32_t first = (blockIdx.x * kSharedThreads + threadIdx.x) / kWarp * kCells;
+  const T* features = static_cast<const T*>(params.features);
+  Pack<T, kPack> loaded[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const uint32_t pack = i * kWarp + lane;
+    const uint32_t cell = min(first + pack / kPacks, params.last);
+    loaded[i] = LoadPack<kPack>(features + cell * params.stride + pack % kPacks * kPack);
+  }
+  const uint32_t local = lane / kLanes;
+  const uint32_t f = lane % kLanes * kCount;
+  const uint32_t cell = first + local;
+  Coordinates<A> p;
+  LoadPlain<T>(params.points, min(cell, params.last) * params.point_stride, p);
+  Axis<A> axes[kAxes];
+  MakeAxes(p, axes);
+  A weights[kCorners];
+  multilinear::PlainWeights<kAxes>(axes, weights);
+  Pack<T, kPack>* of_warp = shared[threadIdx.x / kWarp];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const uint32_t pack = i * kWarp + lane;
+    of_warp[pack / kPacks * kPitch + pack % kPacks] = loaded[i];
+  }
+  __syncwarp();
+  const T* rows = reinterpret_cast<const T*>(of_warp + local * kPitch) + f;
+  A sums[kCount] = {};
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) {
+    const auto row = LoadPack<kCount>(rows + c * kWidth);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] += weights[c] * Widen(row.values[i]);
+  }
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
+  if (cell <= params.last) {
+    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.out) + cell * kWidth + f) = out;
+  }
+}
+
+template <typename A>
+__device__ __forceinline__ A WeightOf(const Axis<A> (&axes)[kAxes], uint32_t corner) {
+  A product = 1;
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) {
+    product *= corner & multilinear::BitOf<kAxes>(a) ? axes[a].upper : axes[a].lower;
+  }
+  return product;
+}
+
+constexpr int kGradThreads = 256;
+
+// A thread has a pack of a cell's gradient by the features, which may span rows if kSpans.
+template <typename T, bool kSpans>
+__global__ void __launch_bounds__(kGradThreads)
+    FeatureGradPlain(const __grid_constant__ PackParams params) {
+  using A = Accumulator<T>;
+  constexpr int kPack = kPackElements<T>;
+  const uint32_t pack = blockIdx.x * kGradThreads + threadIdx.x;
+  if (pack >= params.packs) return;
+  uint32_t row = kSpans ? pack * kPack : pack;
+  uint32_t f = params.row.Peel(row) * (kSpans ? 1 : kPack);
+  const uint32_t cell = row / kCorners;
+  Coordinates<A> p;
+  LoadPlain<T>(params.points, cell * params.point_stride, p);
+  const T* cotangent = static_cast<const T*>(params.from) + cell * params.stride;
+  Pack<T, kPack> g;
+  uint32_t rows[kPack];
+  if constexpr (kSpans) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      g.values[i] = cotangent[f];
+      rows[i] = row;
+      if (++f == params.row.divisor()) {
+        f = 0;
+        ++row;
+      }
+    }
+  } else {
+    g = LoadPack<kPack>(cotangent + f);
+  }
+  Axis<A> axes[kAxes];
+  MakeAxes(p, axes);
+  Pack<T, kPack> out;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    const A weight = WeightOf(axes, (kSpans ? rows[i] : row) % kCorners);
+    out.values[i] = Narrow<T>(weight * Widen(g.values[i]));
+  }
+  StorePack(static_cast<T*>(params.to) + pack * kPack, out);
+}
+
+// The results, which are needed last, are what does not lie in the first line.
+struct PointParams {
+  const void* features;
+  const void* points;
+  const void* cotangent;
+  uint32_t lanes;  // that share a cell, a power of two
+  uint32_t cells, width;
+  uint32_t strides[Call::kCotangent + 1];  // between the entries of two cells
+  void* dfeatures;
+  void* dpoints;
+};
+
+constexpr uint32_t kMaxLanes = 512;
+constexpr uint32_t kLeastThreads = 64;
+
+// Threads of a block, which do not ask blockDim for it either.
+JAXOPS_HOST_DEVICE constexpr uint32_t PointThreads(uint32_t lanes) {
+  return lanes < kLeastThreads ? kLeastThreads : lanes;
+}
+
+// The gradient by the point, and by the features if kFeatures. To ask for one block leaves
+// registers for all of a thread's loads.
+template <typename T, int kCount, bool kFeatures>
+__global__ void __launch_bounds__(kMaxLanes, 1)
+    BackwardPlain(const __grid_constant__ PointParams params) {
+  using A = Accumulator<T>;
+  __shared__ A sums[kMaxLanes / kWarp][kAxes];
+  const uint32_t lanes = params.lanes;
+  const uint32_t lane = threadIdx.x & (lanes - 1);
+  uint32_t cell = (blockIdx.x * PointThreads(lanes) + threadIdx.x) / lanes;
+  // Lanes of no cell help the last one to sum, so that whole warps meet.
+  const bool real = cell < params.cells;
+  if (!real) cell = params.cells - 1;
+  Coordinates<A> p;
+  LoadPlain<T>(params.points, cell * params.strides[Call::kPoints], p);
+  const T* features =
+      static_cast<const T*>(params.features) + cell * params.strides[Call::kFeatures];
+  const T* cotangent =
+      static_cast<const T*>(params.cotangent) + cell * params.strides[Call::kCotangent];
+  [[maybe_unused]] T* to = nullptr;
+  if constexpr (kFeatures) {
+    to = static_cast<T*>(params.dfeatures) + cell * (kCorners * params.width);
+  }
+  Axis<A> axes[kAxes];
+  A dots[kCorners] = {};
+#pragma unroll 1
+  for (uint32_t f = lane * kCount; f < params.width; f += lanes * kCount) {
+    const auto g = LoadPack<kCount>(cotangent + f);
+    Pack<T, kCount> rows[kCorners];
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) rows[c] = LoadPack<kCount>(features + c * params.width + f);
+    if constexpr (kFeatures) {
+      MakeAxes(p, axes);
+      A weights[kCorners];
+      multilinear::PlainWeights<kAxes>(axes, weights);
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) {
+        Pack<T, kCount> out;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
+        if (real) {
+          *reinterpret_cast<Pack<T, kCount>*>(to + c * params.width + f) = out;
+        }
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) dots[c] += Widen(rows[c].values[i]) * Widen(g.values[i]);
+    }
+  }
+  MakeAxes(p, axes);
+  A gradient[kAxes];
+  multilinear::PlainPointGradient<kAxes>(axes, dots, gradient);
+  multilinear::cuda::SumOverLanes(gradient, min(static_cast<int>(lanes), kWarp));
+  T* dpoint = static_cast<T*>(params.dpoints) + cell * kAxes;
+  if (lanes <= kWarp) {
+    if (real && lane == 0) {
+#pragma unroll
+      for (int a = 0; a < kAxes; ++a) dpoint[a] = Narrow<T>(gradient[a]);
+    }
+    return;
+  }
+  // All of the block has one cell.
+  if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+    for (int a = 0; a < kAxes; ++a) sums[threadIdx.x / kWarp][a] = gradient[a];
+  }
+  __syncthreads();
+  if (threadIdx.x < kAxes) {
+    A sum = 0;
+#pragma unroll
+    for (uint32_t warp = 0; warp < kMaxLanes / kWarp; ++warp) {
+      if (warp < lanes / kWarp) sum += sums[warp][threadIdx.x];
+    }
+    dpoint[threadIdx.x] = Narrow<T>(sum);
+  }
+}
+
+uint32_t StrideOf(const Call& call, Call::Operand operand) {
+  return call.cells.rank() == 0 ? 0 : static_cast<uint32_t>(call.cells.stride(0, operand));
+}
+
+template <typename T, int kCount, int kThreads>
+cudaError_t LaunchValuesOf(cudaStream_t stream, const Call& call) {
+  const int64_t packs = call.cells.size() * call.width / kCount;
+  const PackParams params{call.features,
+                          call.points,
+                          call.out,
+                          static_cast<uint32_t>(packs),
+                          StrideOf(call, Call::kFeatures),
+                          StrideOf(call, Call::kPoints),
+                          FastDivider(call.width / kCount)};
+  return Launch(InterpolatePlain<T, kCount, kThreads>, CeilDiv(packs, kThreads), kThreads, 0,
+                stream, params);
+}
+
+// Whose values are made of shared rows: those of a power of two elements, up to 32 bytes, or 64 of
+// 2 bytes an element.
+constexpr int kLeastSharedWidth = 2;
+template <typename T>
+constexpr int kMostSharedWidth = sizeof(T) == 2 ? 32 : 32 / sizeof(T);
+
+template <typename T>
+bool HasSharedValues(int64_t width) {
+  return width >= kLeastSharedWidth && width <= kMostSharedWidth<T> && (width & (width - 1)) == 0;
+}
+
+template <typename T, int kWidth = kLeastSharedWidth>
+cudaError_t LaunchSharedValues(cudaStream_t stream, const Call& call) {
+  if constexpr (kWidth < kMostSharedWidth<T>) {
+    if (call.width != kWidth) return LaunchSharedValues<T, 2 * kWidth>(stream, call);
+  }
+  const SharedValueParams params{call.features,
+                                 call.points,
+                                 call.out,
+                                 static_cast<uint32_t>(call.cells.size() - 1),
+                                 StrideOf(call, Call::kFeatures),
+                                 StrideOf(call, Call::kPoints)};
+  return Launch(InterpolateShared<T, kWidth>,
+                CeilDiv(call.cells.size() * (kWidth / kWordElements<T>), kSharedThreads),
+                kSharedThreads, 0, stream, params);
+}
+
+// Rows of which a thread can have several values, however many cells there are.
+template <typename T>
+constexpr int kLongCount = sizeof(T) == 8 ? 2 : 4;
+constexpr int64_t kLongRowBytes = 64;
+template <typename T>
+bool HasLongRows(const Call& call) {
+  return call.width % kLongCount<T> == 0 &&
+         call.width * static_cast<int64_t>(sizeof(T)) >= kLongRowBytes;
+}
+
+// Which kernel is the fastest for so many values, as measured on an H200: threads have several of
+// them where enough threads are left, and otherwise blocks are larger rather than many.
+constexpr int64_t kLeastLongThreads = 7 * 1024;
+constexpr int64_t kManyLongThreads = 32 * 1024;
+constexpr int64_t kMostBlocks = 96;
+
+template <typename T>
+cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
+  const int64_t values = call.cells.size() * call.width;
+  if (HasLongRows<T>(call) && values > kManyLongThreads * kLongCount<T>) {
+    return LaunchValuesOf<T, kLongCount<T>, 128>(stream, call);
+  }
+  if (HasSharedValues<T>(call.width)) return LaunchSharedValues<T>(stream, call);
+  if (HasLongRows<T>(call) && values >= kLeastLongThreads * kLongCount<T>) {
+    return LaunchValuesOf<T, kLongCount<T>, 64>(stream, call);
+  }
+  if constexpr (sizeof(T) == 2) {
+    if (call.width % 2 == 0) return LaunchValuesOf<T, 2, 128>(stream, call);
+  }
+  if (values <= kMostBlocks * 64) return LaunchValuesOf<T, 1, 64>(stream, call);
+  if (values <= kMostBlocks * 128) return LaunchValuesOf<T, 1, 128>(stream, call);
+  return LaunchValuesOf<T, 1, 256>(stream, call);
+}
+
+template <typename T>
+cudaError_t LaunchFeatureGrad(cudaStream_t stream, const Call& call) {
+  constexpr int kPack = kPackElements<T>;
+  const bool spans = call.width % kPack != 0;
+  const int64_t packs = call.cells.size() * kCorners * call.width / kPack;
+  const PackParams params{call.cotangent,
+                          call.points,
+                          call.dfeatures,
+                          static_cast<uint32_t>(packs),
+                          StrideOf(call, Call::kCotangent),
+                          StrideOf(call, Call::kPoints),
+                          FastDivider(spans ? call.width : call.width / kPack)};
+  return Launch(spans ? FeatureGradPlain<T, true> : FeatureGradPlain<T, false>,
+                CeilDiv(packs, kGradThreads), kGradThreads, 0, stream, params);
+}
+
+// How many lanes share a cell whose rows are so many packs, of 16 bytes if they are whole. Calls
+// that would not fill the GPU otherwise have as many as there are packs.
+uint32_t PointLanes(const Call& call, int64_t packs, bool whole) {
+  constexpr int64_t kFilled = 64 * 1024;
+  const auto gains = [&](uint32_t lanes) {
+    if (lanes < kWarp || lanes * call.cells.size() < kFilled) return true;
+    if (call.dfeatures != nullptr) {
+      if (!whole) return true;
+      // A block of the most lanes leaves room for no other on a multiprocessor, which then waits
+      // for memory wherever that block does, unless its lanes have several packs each.
+      if (lanes == kMaxLanes / 2) return packs >= 2 * kMaxLanes;
+      // A few lanes that go round once more are better than many of them without a pack, above all
+      // where a lane has as many registers as those of other types than float32.
+      return (jaxops::cuda::SizeOf(call.dtype) == 4 ? 5 : 7) * lanes <= 4 * packs;
+    }
+    // One and a half to three packs a lane: with fewer, blocks do little but begin and end, and
+    // with more the last of all take long.
+    return whole && lanes < kMaxLanes / 2 && 3 * lanes <= packs;
+  };
+  uint32_t lanes = 1;
+  while (lanes < kMaxLanes && lanes < packs && gains(lanes)) lanes *= 2;
+  return lanes;
+}
+
+template <typename T, int kCount>
+cudaError_t LaunchPoints(cudaStream_t stream, const Call& call) {
+  PointParams params{call.features,
+                     call.points,
+                     call.cotangent,
+                     PointLanes(call, CeilDiv(call.width, kCount), kCount == kPackElements<T>),
+                     static_cast<uint32_t>(call.cells.size()),
+                     static_cast<uint32_t>(call.width),
+                     {},
+                     call.dfeatures,
+                     call.dpoints};
+  for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
+    params.strides[operand] = StrideOf(call, operand);
+  }
+  const int threads = static_cast<int>(PointThreads(params.lanes));
+  const auto kernel =
+      call.dfeatures != nullptr ? BackwardPlain<T, kCount, true> : BackwardPlain<T, kCount, false>;
+  return Launch(kernel, CeilDiv(call.cells.size() * params.lanes, threads), threads, 0, stream,
+                params);
+}
+
+// Up to where these kernels are the fastest, as measured on an H200.
+constexpr int64_t kMaxSingleCells = 32 * 1024;  // of rows of one element
+constexpr int64_t kMaxValueBytes = 8 << 20;     // of features
+constexpr int64_t kMaxGradBytes = 4 << 20;      // of gradients by features
+constexpr int64_t kMaxSpanElements = 1 << 20;   // of these, where packs span rows
+constexpr int64_t kMaxPointThreads = 128 * 1024;
+constexpr int64_t kMaxHalvedBytes = 48 << 20;  // of features of rows that are not whole sectors
+constexpr int64_t kSectorBytes = 32;
+constexpr int64_t kLongGradRowBytes = 48;
+
+// Elements that a lane loads at once for gradients by the points.
+template <typename T>
+int PointCount(int64_t width) {
+  constexpr int kPack = kPackElements<T>;
+  if (width % kPack == 0 && width * static_cast<int64_t>(sizeof(T)) >= kLongGradRowBytes)
+    return kPack;
+  return width % (kPack / 2) == 0 ? kPack / 2 : 1;
+}
+
+template <typename T>
+bool IsFastest(const Call& call) {
+  constexpr int kPack = kPackElements<T>;
+  const int64_t cells = call.cells.size();
+  const int64_t elements = cells * kCorners * call.width;
+  const int64_t bytes = elements * static_cast<int64_t>(sizeof(T));
+  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
+  if (call.width == 1 && (call.dpoints != nullptr || cells > kMaxSingleCells)) return false;
+  if (call.out != nullptr) {
+    return bytes <= kMaxValueBytes || HasSharedValues<T>(call.width) || HasLongRows<T>(call);
+  }
+  if (call.dpoints == nullptr) {
+    if (bytes > kMaxGradBytes) return false;
+    return call.width % kPack == 0 ||
+           elements <= (call.width < 16 ? kMaxSpanElements / 2 : kMaxSpanElements);
+  }
+  const int count = PointCount<T>(call.width);
+  if (count == kPack) {
+    // Both gradients of rows that end amid a sector of memory are written faster otherwise.
+    return call.dfeatures == nullptr || row_bytes % kSectorBytes == 0 || bytes <= kMaxHalvedBytes;
+  }
+  // Rows of one sector, however many cells there are.
+  if (sizeof(T) == 2 && call.width == 16 && call.dfeatures == nullptr) return true;
+  const int64_t max_cells = sizeof(T) == 2 && count == 1 ? 4 * 1024 : 8 * 1024;
+  return cells <= max_cells &&
+         cells * PointLanes(call, CeilDiv(call.width, count), false) <= kMaxPointThreads;
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
+  constexpr int kPack = kPackElements<T>;
+  if (call.out != nullptr) return LaunchValues<T>(stream, call);
+  if (call.dpoints == nullptr) return LaunchFeatureGrad<T>(stream, call);
+  const int count = PointCount<T>(call.width);
+  if (count == kPack) return LaunchPoints<T, kPack>(stream, call);
+  if constexpr (kPack > 2) {
+    if (count > 1) return LaunchPoints<T, kPack / 2>(stream, call);
+  }
+  return LaunchPoints<T, 1>(stream, call);
+}
+
+}  // namespace
+
+bool HasFasterPlain(const Call& call) {
+  const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1 &&
+                     call.cells.size() <= INT32_MAX / (kCorners * call.width);
+  return plain &&
+         jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) { return IsFastest<T>(call); });
+}
+
+cudaError_t LaunchPlain(cudaStream_t stream, const Call& call) {
+  return jaxops::cuda::DispatchFloat(call.dtype,
+                                     [&]<typename T>(T) { return LaunchOf<T>(stream, call); });
+}
+
+}  // namespace jaxops::trilinear::cuda
