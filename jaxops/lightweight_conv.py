@@ -311,7 +311,7 @@ def _pullback(g, x, weight, wanted, *, options, flip):
             options=options,
             summed=tuple(n == 1 for n in weight.shape[:batch_rank]),
             # Its name: NumPy finds None equal to float64, and JAX's caches compare parameters.
-            bias_dtype=dbias_like.dtype.name if fuse_bias else None,
+            bias_dtype=dbias_like.dtype.name if dbias_like is not None and fuse_bias else None,
         )
         dbias = fused[0] if fused else None
     elif dx_like is not None:

@@ -39,12 +39,14 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
     windows = options.windows
     axis = x.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
-    *operands, sums = cuda_kernels.operands(platform, dtype, x, kernel)
-    call = _find_call(options, platform, sums, *operands, batch)
+    a, b, sums = cuda_kernels.operands(platform, dtype, x, kernel)
+    call = _find_call(options, platform, sums, a, b, batch)
     if call is not None and (bias is None or batch.has(bias)):
-        images, kernels = map(batch.to_groups, operands)
+        in_groups, kernels = batch.to_groups(a), batch.to_groups(b)
         shared = None if bias is None else batch.to_groups(bias).reshape(-1)
-        y = cuda_kernels.forward(images, _alone(kernels, options), call, sums, shared, activation)
+        y = cuda_kernels.forward(
+            in_groups, _alone(kernels, options), call, sums, shared, activation
+        )
         return [batch.from_groups(y).astype(dtype)]
     apart = epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
     if apart is not None:
@@ -84,11 +86,11 @@ def input_grad(g, kernel, *, options, dtype, platform):
     windows = options.windows
     axis = g.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
-    *operands, sums = cuda_kernels.operands(platform, dtype, g, kernel)
-    call = _find_call(options, platform, sums, *operands, batch)
+    a, b, sums = cuda_kernels.operands(platform, dtype, g, kernel)
+    call = _find_call(options, platform, sums, a, b, batch)
     if call is not None:
-        images, kernels = map(batch.to_groups, operands)
-        dx = cuda_kernels.input_grad(images, _alone(kernels, options), call, sums)
+        in_groups, kernels = batch.to_groups(a), batch.to_groups(b)
+        dx = cuda_kernels.input_grad(in_groups, _alone(kernels, options), call, sums)
         return [batch.from_groups(dx).astype(dtype)]
     if options.is_depthwise:
 
@@ -131,14 +133,14 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
     axis = x.ndim - 2 - options.rank
     shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
-    *operands, sums = cuda_kernels.operands(platform, dtype, x, g)
-    call = cuda_kernels.find_kernel_grad_call(options, platform, sums, *operands, batch.count)
+    a, b, sums = cuda_kernels.operands(platform, dtype, x, g)
+    call = cuda_kernels.find_kernel_grad_call(options, platform, sums, a, b, batch.count)
     if call is not None and (
         0 not in shape
         and _has_groups_for(batch, call, options)
         and (call.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
     ):
-        x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in operands)
+        x, g = (jnp.broadcast_to(t, shape + t.shape[axis:]) for t in (a, b))
         dkernel = cuda_kernels.kernel_grad(batch.to_groups(x), batch.to_groups(g), call, sums)
         alone = jnp.expand_dims(dkernel, range(axis - len(batch.sizes)))
         return [batch.from_groups(alone).astype(dtype)]

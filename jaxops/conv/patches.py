@@ -106,9 +106,9 @@ def product(names, a, b, options, summed=None, dtype=None):
     result = lax.dot_general(
         a,
         b,
-        tuple(
-            tuple([in_x.index(d) for d in dims] for in_x in (in_a, in_b))
-            for dims in (contracted, common)
+        (
+            ([in_a.index(d) for d in contracted], [in_b.index(d) for d in contracted]),
+            ([in_a.index(d) for d in common], [in_b.index(d) for d in common]),
         ),
         precision=options.precision,
         preferred_element_type=dtype or wide,

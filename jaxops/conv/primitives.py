@@ -118,7 +118,7 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     if activation not in (None, "relu"):
 
         def unfused(*operands):
-            wide = sum_dtype(*operands[:2], dtype)
+            wide = sum_dtype(operands[0], operands[1], dtype)
             # Named as well: it is what the gradient needs, so that a policy which saves the
             # operator's result spares the backward pass a second forward one.
             y = checkpoint_name(forward(*operands, options=options, dtype=wide), "conv2d")
@@ -134,11 +134,12 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     *moving, dbias = rules.nonzero(tangents, 3)
     plain = dict(options=options, activation=None, with_bias=False)
     # What the bias adds to is rounded with it.
-    summed = dtype if dbias is None else sum_dtype(*primals[:2], dtype)
+    summed = dtype if dbias is None else sum_dtype(primals[0], primals[1], dtype)
     dy = _tangent(_forward_operator, primals[:2], moving, dtype=np.dtype(summed), **plain)
     if dbias is not None:
         spread = rules.broadcast_like(over_pixels(dbias, options), jax.typeof(y)).astype(summed)
         dy = spread if dy is None else compat.reshard_like(dy, jax.typeof(y)) + spread
+    assert dy is not None  # a rule is called where one tangent is not zero
     dy = compat.reshard_like(dy.astype(dtype), jax.typeof(y))
     return [y], [dy if activation is None else jnp.where(y > 0, dy, jnp.zeros_like(dy))]
 

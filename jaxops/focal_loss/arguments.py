@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxops._core import checks, compat
 from jaxops._core.dtypes import accumulation_dtype
+from jaxops.focal_loss.options import Scalar
 from jaxops.reference import focal_loss as reference
 
 _REDUCTIONS = ("none", "sum", "mean")
@@ -191,23 +192,24 @@ def _as_int32(labels, classes: int, ignore_index: int | None):
     return library.where(is_ignored, np.int32(-2), narrow), -2
 
 
-def scalar(name: str, argument: str, value: Any, integers: bool = False) -> float | jax.Array:
+def scalar(name: str, argument: str, value: Any, integers: bool = False) -> Scalar:
     """A number as a float, a scalar array as it is."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
         return float(value)
     kinds = (jnp.floating, jnp.integer) if integers else (jnp.floating,)
-    is_array = isinstance(value, (jax.Array, np.ndarray))
-    if not is_array or not any(jnp.issubdtype(value.dtype, k) for k in kinds):
-        got = value.dtype if is_array else type(value).__name__
+    got = value.dtype if isinstance(value, (jax.Array, np.ndarray)) else type(value).__name__
+    if not isinstance(value, (jax.Array, np.ndarray)) or not any(
+        jnp.issubdtype(value.dtype, k) for k in kinds
+    ):
         raise TypeError(f"{name}: {argument} must be a number or a float scalar array, got {got}")
     if value.ndim:
         raise ValueError(f"{name}: {argument} must be a scalar, got shape {value.shape}")
     return value
 
 
-def check_gamma(name: str, gamma: float | jax.Array, dtype: jnp.dtype):
+def check_gamma(name: str, gamma: Scalar, dtype: jnp.dtype):
     """Refuses a number that is negative, or not finite in the dtype of the arithmetic."""
     if isinstance(gamma, float) and not 0 <= gamma <= float(jnp.finfo(dtype).max):
         raise ValueError(f"{name}: gamma must be finite in {dtype} and >= 0, got {gamma}")

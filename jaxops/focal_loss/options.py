@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+#: A number, or an array without dimensions.
+Scalar = float | jax.Array | np.ndarray
 
 #: Exponents that need no exponential.
 POWERS = (None, 0.0, 0.5, 1.0, 2.0)
 
 
-def power(gamma: float | jax.Array) -> float | None:
+def power(gamma: Scalar) -> float | None:
     """gamma, if it is one of `POWERS`; what is traced is none."""
     return gamma if isinstance(gamma, float) and gamma in POWERS else None
 

@@ -173,7 +173,9 @@ def softmax_focal_loss(
     )
     gamma = scalar(name, "gamma", gamma)
     by_class = None
-    if isinstance(alpha, (list, tuple)) or (checks.is_array(alpha) and jnp.ndim(alpha)):
+    if isinstance(alpha, (list, tuple)) or (
+        alpha is not None and checks.is_array(alpha) and jnp.ndim(alpha)
+    ):
         by_class = checks.float_array(name, "alpha", alpha, 1, "() or (C,)")
         checks.shape(name, "alpha", by_class, (call.classes,), "(C,), one entry a class")
     dtype = call.dtype(class_weight, sample_weight, by_class)
@@ -190,7 +192,9 @@ def softmax_focal_loss(
         weight = of_class if weight is None else weight * of_class
     elif alpha is not None:
         alpha = scalar(name, "alpha", alpha)
-        of_alpha = np.asarray(alpha, dtype) if isinstance(alpha, float) else alpha.astype(dtype)
+        of_alpha = (
+            np.asarray(alpha, dtype) if isinstance(alpha, (int, float)) else alpha.astype(dtype)
+        )
     if call.reduced:
         scale = call.scale(dtype)
         scale = scale if of_alpha is None else scale * of_alpha

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +182,7 @@ def _sum_by_others(primals, tangents, *, options):
         value, tangent = rules.jvp(weigh, factors, moved)
         terms.append(tangent)
     if dgamma is not None:
-        by_gamma = [compat.Zero(jax.typeof(0.0))] * len(primals)
+        by_gamma: list[Any] = [compat.Zero(jax.typeof(0.0))] * len(primals)
         by_gamma[3] = dgamma
         function = functools.partial(_sum_reference, options=options)
         terms += rules.jvp(function, primals, by_gamma)[1]
