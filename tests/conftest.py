@@ -15,6 +15,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 FOUND = {name: platforms.find(name) for name in platforms.NAMES}
 PRESENT = [p for p in FOUND.values() if isinstance(p, platforms.Platform)]
+#: Files of another tree, see `test_recipe.py`.
+collect_ignore = ["toy_operator"]
 REQUIRED_VARIABLE = "JAXOPS_REQUIRE_PLATFORMS"
 
 

@@ -1,5 +1,7 @@
 """Wrong calls of the CPU handlers, which must end in errors: a program of its own.
 
+    python tests/wrong_calls.py [operator...]
+
 The handlers' calls are recorded as the library makes them. Every change of one thing must be
 refused, but for those in `_FREE`, of which a handler cannot know that they are wrong. Several
 changes at a time, at random, must not end the process either.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -280,10 +283,11 @@ def several_faults(calls: Sequence[Call], count: int) -> Iterator[Call]:
         yield call
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
     jax.config.update("jax_enable_x64", True)
     valid = valid_calls()
     assert {c.target for c in valid} == set(native.TARGETS)
+    wanted = {f"jaxops_{name}" for name in names} or set(native.TARGETS)
     types = (((1000, 8, 64), jnp.dtype("f2")), ((1000, 3), jnp.dtype("f4")))
     small = ((1, 64), jnp.dtype("f2"))
     wrong = [("result", Call("jaxops_trilinear_interpolate", types, (small,), ()))]
@@ -291,6 +295,8 @@ def main() -> None:
     wide = [[((2, 6, 5, 3), jnp.dtype("c16"))], [((2, 6, 2, 2, 4, 2), jnp.dtype("c16"))]]
     narrow = [c for c in valid if c.target == "jaxops_im2col"][-1]
     wrong += [("dtype", dataclasses.replace(narrow, operands=wide[0], results=wide[1]))]
+    wrong = [fault for fault in wrong if fault[1].target in wanted]
+    valid = [call for call in valid if call.target in wanted]
     wrong += [fault for call in valid for fault in single_faults(call)]
     wrong += [(None, call) for call in several_faults(valid, 300)]
     assert run(valid) == [None] * len(valid)
@@ -305,4 +311,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
