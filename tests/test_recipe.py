@@ -25,6 +25,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 TOY = ROOT / "tests" / "toy_operator"
 NEW = sorted(str(f.relative_to(TOY)) for f in TOY.rglob("*.*") if f.suffix != ".pyc")
 
+EXERCISE = '''\
+def exercise_product(device, dtype, width):
+    """Like `exercise`, of the scaled product."""
+    a, b = np.random.default_rng(width).normal(size=(2, 50, width)).astype(jnp.dtype(dtype))
+    program = jax.jit(lambda a, b: {"value": jaxops.scaled_product(a, b, scale=2.0)})
+    want = {"value": 2 * a.astype(np.float64) * b}
+    return compared(f"{dtype}, N={width}", program(*jax.device_put((a, b), device)), want, dtype, 1)
+
+
+'''
+
 # By file, the lines that are added, each before the line that begins with the other text, or at the
 # end where that is empty.
 EDITS = {
@@ -42,6 +53,13 @@ EDITS = {
             "        (hard,",
         ),
         ('    "scaled_product": "operand . size [012]",', '    "sigmoid_focal_loss": '),
+    ],
+    "scripts/exercise_kernels.py": [
+        (EXERCISE, "# Entries of a volume"),
+        (
+            '    "scaled_product": (exercise_product, (("float32", 1), ("float64", 300))),',
+            '    "tri',
+        ),
     ],
     "README.md": [("[`jaxops.scaled_product`](docs/scaled_product.md)", "")],
     "CHANGELOG.md": [("- `scaled_product` is new.", "")],
@@ -83,8 +101,8 @@ def test_an_operator_is_built_and_tested_by_the_recipe(tree, tmp_path):
     pytest.importorskip("nanobind")
     places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     cmake = shutil.which("cmake", path=places)
-    if cmake is None or shutil.which("c++") is None:
-        pytest.skip("there is no CMake or no C++ compiler")
+    if None in (cmake, shutil.which("make"), shutil.which("c++")):
+        pytest.skip("there is no CMake, no make or no C++ compiler")
     build = tmp_path / "build"
     this = f"-DPython_EXECUTABLE={sys.executable}"
     run(cmake, "-S", tree, "-B", build, this, cwd=tree, JAXOPS_CUDA="off")
@@ -108,6 +126,8 @@ def test_an_operator_is_built_and_tested_by_the_recipe(tree, tmp_path):
     assert int(re.search(r"(\d+) passed", report).group(1)) > 30
     faults = run_python("tests/wrong_calls.py", "scaled_product")
     assert int(faults.split()[0]) > 300
+    program = "scripts/exercise_kernels.py"
+    assert "2 of 2 results" in run_python(program, "scaled_product", "--platform", "cpu")
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
@@ -131,6 +151,9 @@ REPEATS = re.compile(
 
 def test_an_operator_costs_few_files_and_few_lines_without_information():
     assert len([*NEW, *EDITS]) <= 18
+    recipe = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in (*NEW, *EDITS):
+        assert f"`{name.replace('scaled_product', '<name>')}`" in recipe
     found = []
     for name in NEW:
         if name.endswith((".h", ".cc", ".cu")):
