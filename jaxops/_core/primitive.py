@@ -397,7 +397,7 @@ class Operator:
         results = self._types(*map(jax.typeof, operands), **params)
         scratch = self._scratch(*operands, **params) if platform == "cuda" else ()
         out = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
-        call = jax.ffi.ffi_call(self.target, [*out, *scratch])
+        call = native.ffi_call(self.target, [*out, *scratch])
         return call(*operands, **self._attributes(**params))[: len(out)]
 
     def _lower_native(self, ctx, *values, platform, **params):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxops._core import checks, compat, native
+from jaxops._core import checks, native
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._families.windows import Windows
 from jaxops.activations import activation_name
@@ -269,12 +269,12 @@ def _may_be_tf32(precision: Any) -> bool:
 
 def _are_hopper() -> bool:
     """Whether the GPUs here are those of the kernels for Hopper, and these are compiled."""
-    return "90a" in native.cuda_architectures() and compat.gpu_capabilities() == {"9.0"}
+    return "90a" in native.cuda_architectures() and native.gpu_capabilities() == {"9.0"}
 
 
 def _has_kernels() -> bool:
     """Whether there are GPUs here, and all have kernels that are compiled for them."""
-    found = compat.gpu_capabilities()
+    found = native.gpu_capabilities()
     return bool(found) and all(map(native.has_code, found))
 
 
@@ -380,7 +380,7 @@ def _convolve(
         layouts = [None, (*range(rank), rank + 1, rank), *[None] * (len(operands) - 2)]
     attributes |= {name: np.array(values, np.int64) for name, values in steps}
     attributes["tf32"] = np.bool_(tf32)
-    return jax.ffi.ffi_call(target, results, input_layouts=layouts)(*operands, **attributes)
+    return native.ffi_call(target, results, input_layouts=layouts)(*operands, **attributes)
 
 
 def _placement(windows: Windows) -> tuple[tuple[int, ...], ...]:
