@@ -1,4 +1,4 @@
-"""Shows a results file: as tables on a terminal, as Markdown, and as the README's table."""
+"""Shows a results file: as tables on a terminal, as Markdown, and on docs/results.md."""
 
 from __future__ import annotations
 
@@ -286,13 +286,13 @@ def markdown(shown: Iterable[Block]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# --- the README ----------------------------------------------------------------------------------
+# --- the page of results -------------------------------------------------------------------------
 
 MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
 
 
-def readme_section(document: Document) -> str:
-    """What the README shows: the rows with targets, and how far all rows are from each peer."""
+def results_section(document: Document) -> str:
+    """The rows with targets, and how far all rows are from each peer."""
     versions = ", ".join(
         f"{name} {document.versions[name]}"
         for name in ("jax", "jaxops", "torch")
@@ -340,8 +340,8 @@ def _best(row: Row, torch: bool) -> str:
     return number(None) if peer is None else f"{number(row.outcomes[peer].us)} ({peer})"
 
 
-def update_readme(document: Document, file: pathlib.Path) -> None:
-    """Replaces what is between the markers of a README.
+def update_results(document: Document, file: pathlib.Path) -> None:
+    """Replaces the lines between the markers of a page.
 
     Raises:
       ResultsError: the file is not there, or lacks the markers.
@@ -354,4 +354,4 @@ def update_readme(document: Document, file: pathlib.Path) -> None:
     _, end, after = rest.partition(MARKERS[1])
     if not (start and end):
         raise ResultsError(f"{file} lacks the lines {' and '.join(MARKERS)}")
-    file.write_text(f"{before}{start}\n{readme_section(document)}{end}{after}")
+    file.write_text(f"{before}{start}\n{results_section(document)}{end}{after}")
