@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import jaxops
 from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
-from jaxops._core.windows import place
+from jaxops._families.windows import make_windows
 
 NHWC, NCHW = "NHWC", "NCHW"
 LAYOUTS = {NHWC: (NHWC, "HWIO", NHWC), NCHW: (NCHW, "OIHW", NCHW)}
@@ -64,7 +64,7 @@ DIRECTIONS = (
 
 def windows(case):
     *_, h, w, _, k = case.shape
-    return place(
+    return make_windows(
         "conv2d",
         (h, w),
         (k, k),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jaxops
 from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, directions, normal
-from jaxops._core.windows import place
+from jaxops._families.windows import make_windows
 
 NHWC, NCHW = "NHWC", "NCHW"
 
@@ -58,7 +58,7 @@ def ours(case):
 
 def windows(case):
     *_, h, w, k = case.shape
-    return place("im2col", (h, w), (k, k), dilation=1, channels_last=True, **options(case))
+    return make_windows("im2col", (h, w), (k, k), dilation=1, channels_last=True, **options(case))
 
 
 def slices(case):

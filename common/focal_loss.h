@@ -18,10 +18,10 @@
 
 namespace jaxops::focal_loss {
 
-// Exponents that need no exponential, by the codes that Python sends.
+// Exponents that need no exponential.
 enum class Power : int32_t { kAny, kZero, kHalf, kOne, kTwo };
 
-// The id of class 0. Programs that Python lowered say from where theirs count.
+// The id of class 0.
 inline constexpr int32_t kFirstClassId = 1;
 
 // Each batch entry has `rows` rows of `classes` logits. Scalars and weights are of the arithmetic

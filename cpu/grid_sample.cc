@@ -161,7 +161,7 @@ void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& pa
 
 }  // namespace
 
-void Run(const Call& call, const ParallelFor& parallel_for) {
+void RunSample(const Call& call, const ParallelFor& parallel_for) {
   const Kernels& kernels = BestKernels();
   if (call.out != nullptr || call.dpoints != nullptr) RunGathers(kernels, call, parallel_for);
   if (call.dvolume != nullptr) RunScatters(kernels, call, parallel_for);

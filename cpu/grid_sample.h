@@ -8,7 +8,7 @@
 namespace jaxops::grid_sample::cpu {
 
 // Sums are always in the order of the points.
-void Run(const Call& call, const jaxops::cpu::ParallelFor& parallel_for);
+void RunSample(const Call& call, const jaxops::cpu::ParallelFor& parallel_for);
 
 }  // namespace jaxops::grid_sample::cpu
 

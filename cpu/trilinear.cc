@@ -53,7 +53,7 @@ void RunStretch(const Kernels& kernels, const Call& call, int64_t begin, int64_t
 
 }  // namespace
 
-void Run(const Call& call, const ParallelFor& parallel_for) {
+void RunCells(const Call& call, const ParallelFor& parallel_for) {
   const int64_t count = call.cells.size();
   if (count == 0) return;
   const Kernels& kernels = BestKernels();

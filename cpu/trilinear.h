@@ -7,7 +7,7 @@
 
 namespace jaxops::trilinear::cpu {
 
-void Run(const Call& call, const jaxops::cpu::ParallelFor& parallel_for);
+void RunCells(const Call& call, const jaxops::cpu::ParallelFor& parallel_for);
 
 }  // namespace jaxops::trilinear::cpu
 

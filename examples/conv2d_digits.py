@@ -21,7 +21,6 @@ import optax
 from sklearn.datasets import load_digits
 
 import jaxops
-import jaxops.conv
 
 
 class Classifier(nn.Module):
@@ -74,7 +73,7 @@ def classify(steps: int) -> dict[str, float]:
     """The share of held-out digits that are told, and how far `jax.lax`'s logits are from ours."""
     training, (images, labels) = split_digits()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", jaxops.conv.NoKernelWarning)
+        warnings.simplefilter("error", jaxops.NoKernelWarning)
         params = train(*training, steps)
         # GPUs would otherwise round the operands of products to TF32.
         with jax.default_matmul_precision("highest"):

@@ -1,12 +1,36 @@
-#include "ffi/concatenate.h"
+// Handlers of concatenation and splitting.
+#include "common/concatenate.h"
+
+#ifdef JAXOPS_PLATFORM_CUDA
+#include "cuda/concatenate/launch.h"
+#else
+#include "cpu/concatenate.h"
+#endif
+#include "ffi/bind.h"
+#include "ffi/decode.h"
 
 namespace jaxops::ffi::concatenate {
 namespace {
 
 namespace xf = xla::ffi;
-using jaxops::concatenate::Destination;
+using jaxops::concatenate::Job;
 using jaxops::concatenate::kMaxRowDims;
-using jaxops::concatenate::Piece;
+
+// The axis is followed by `inner` dimensions. Piece i of the result has `sizes[i]` entries along
+// it, the first ones of array `sources[i]`, or zeros where that is -1.
+struct ConcatenateAttributes {
+  int64_t inner;
+  Integers sizes, sources;
+  JAXOPS_ATTRIBUTES(inner, sizes, sources);
+};
+
+// Part i begins with the `sizes[i]` entries of the operand from `starts[i]` on; the rest of it is
+// zero.
+struct SplitAttributes {
+  int64_t inner;
+  Integers starts, sizes;
+  JAXOPS_ATTRIBUTES(inner, starts, sizes);
+};
 
 // An array as rows: the dimensions before the axis, and the bytes of one entry along it.
 struct Rows {
@@ -15,7 +39,7 @@ struct Rows {
   int64_t entry_bytes;
   char* data;
 
-  Rows(const xf::AnyBuffer& array, int64_t inner)
+  Rows(const Buffer& array, int64_t inner)
       : dims(array.dimensions()),
         axis(dims.size() - 1 - inner),
         entry_bytes(xf::ByteWidth(array.element_type())),
@@ -48,15 +72,22 @@ xf::Error Mismatch(const char* operation, const char* what, Dimensions got, Dime
                          ToString(whole));
 }
 
-bool HasAxis(const xf::AnyBuffer& array, int64_t inner) {
+bool HasAxis(const Buffer& array, int64_t inner) {
   return inner >= 0 && static_cast<int64_t>(array.dimensions().size()) > inner;
 }
 
-}  // namespace
+xf::Error RunMove(Context context, const Job& job) {
+  for (const auto& destination : job.destinations) {
+    ExpectWrites(destination.data, job.rows * destination.row_bytes);
+  }
+  return Run(context, "concatenate", JAXOPS_KERNEL(concatenate, Move), job);
+}
 
-xf::Error DecodeConcatenate(Job& job, xf::RemainingArgs arrays, xf::Result<xf::AnyBuffer> y,
-                            int64_t inner, Integers sizes, Integers sources) {
+xf::Error Concatenate(Context context, xf::RemainingArgs arrays, Result y,
+                      const ConcatenateAttributes& attributes) {
   constexpr char kName[] = "concatenate";
+  const auto& [inner, sizes, sources] = attributes;
+  Job job;
   if (!HasAxis(*y, inner) || sizes.size() != sources.size()) {
     return InvalidArgument(kName, ": ", sizes.size(), " sizes, ", sources.size(), " sources and ",
                            inner, " dimensions after the axis of ", ToString(y->dimensions()));
@@ -65,7 +96,7 @@ xf::Error DecodeConcatenate(Job& job, xf::RemainingArgs arrays, xf::Result<xf::A
   std::vector<Rows> inputs;
   inputs.reserve(arrays.size());
   for (size_t i = 0; i < arrays.size(); ++i) {
-    const xf::ErrorOr<xf::AnyBuffer> array = arrays.get<xf::AnyBuffer>(i);
+    const xf::ErrorOr<Buffer> array = arrays.get<Buffer>(i);
     if (!array) return array.error();
     if (!HasAxis(*array, inner)) {
       return Mismatch(kName, "array", array->dimensions(), whole.dims);
@@ -127,12 +158,14 @@ xf::Error DecodeConcatenate(Job& job, xf::RemainingArgs arrays, xf::Result<xf::A
     return InvalidArgument(kName, ": pieces of ", total, " entries make ", ToString(whole.dims));
   }
   job.destinations = {{whole.data, whole.row_bytes(), 0, static_cast<int64_t>(sizes.size())}};
-  return xf::Error::Success();
+  return RunMove(context, job);
 }
 
-xf::Error DecodeSplit(Job& job, xf::AnyBuffer x, xf::RemainingRets parts, int64_t inner,
-                      Integers starts, Integers sizes) {
+xf::Error Split(Context context, Buffer x, xf::RemainingRets parts,
+                const SplitAttributes& attributes) {
   constexpr char kName[] = "split";
+  const auto& [inner, starts, sizes] = attributes;
+  Job job;
   if (!HasAxis(x, inner) || sizes.size() != starts.size() || parts.size() != sizes.size()) {
     return InvalidArgument(kName, ": ", sizes.size(), " sizes, ", starts.size(), " starts and ",
                            inner, " dimensions after the axis of ", ToString(x.dimensions()),
@@ -143,9 +176,9 @@ xf::Error DecodeSplit(Job& job, xf::AnyBuffer x, xf::RemainingRets parts, int64_
   job.pieces.reserve(sizes.size());
   job.destinations.reserve(sizes.size());
   for (size_t i = 0; i < sizes.size(); ++i) {
-    const xf::ErrorOr<xf::Result<xf::AnyBuffer>> result = parts.get<xf::AnyBuffer>(i);
+    const xf::ErrorOr<Result> result = parts.get<Buffer>(i);
     if (!result) return result.error();
-    const xf::AnyBuffer array = *xf::Result<xf::AnyBuffer>(*result);
+    const Buffer array = *Result(*result);
     if (!HasAxis(array, inner)) return Mismatch(kName, "part", array.dimensions(), whole.dims);
     const Rows part(array, inner);
     const bool good = Fits(part, whole, false) && array.element_type() == x.element_type() &&
@@ -159,7 +192,11 @@ xf::Error DecodeSplit(Job& job, xf::AnyBuffer x, xf::RemainingRets parts, int64_
     job.pieces.push_back({source, whole.end(), whole.row_bytes(), sizes[i] * whole.entry_bytes,
                           part.row_bytes(), 0});
   }
-  return xf::Error::Success();
+  return RunMove(context, job);
 }
 
+const Registration kConcatenate("jaxops_concatenate", kHandler<Concatenate>);
+const Registration kSplit("jaxops_split", kHandler<Split>);
+
+}  // namespace
 }  // namespace jaxops::ffi::concatenate

@@ -1,18 +1,16 @@
 // XLA FFI handlers of convolution on CUDA devices.
 #include "ffi/conv_cuda.h"
 
-#include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
-#include <string_view>
-#include <utility>
 #include <vector>
 
-#include "cuda/conv/launch.h"
+#include "cuda/conv/dispatch.h"
+#include "ffi/bind.h"
 #include "ffi/cuda_status.h"
 #include "ffi/decode.h"
-#include "ffi/handlers_cuda.h"
 
 namespace jaxops::ffi {
 namespace {
@@ -21,13 +19,26 @@ namespace xf = xla::ffi;
 namespace cu = jaxops::conv::cuda;
 using conv::Call;
 using conv::kDims;
-using Integers = xf::Span<const int64_t>;
+using cu::Direction;
+
+// There is an entry of `strides`, `dilation` and `low` for each of the one or two dimensions.
+struct ConvAttributes {
+  Integers strides, dilation, low;
+  bool tf32;
+  JAXOPS_ATTRIBUTES(strides, dilation, low, tf32);
+};
+
+struct ForwardAttributes : ConvAttributes {
+  Activation activation;
+  JAXOPS_ATTRIBUTES(strides, dilation, low, tf32, activation);
+};
 
 // Fills `call` from the sizes of images (rows..., in..., channels), kernel (taps..., channels of a
-// group, outputs) and results (rows..., out..., outputs). There is an entry of `strides`,
-// `dilation` and `low` for each of the one or two dimensions.
-xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out, Integers strides,
-                 Integers dilation, Integers low) {
+// group, outputs) and results (rows..., out..., outputs).
+xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out,
+                 const ConvAttributes& attributes) {
+  const auto& [strides, dilation, low, tf32] = attributes;
+  call.tf32 = tf32;
   const size_t count = strides.size();
   const auto mismatch = [&] {
     return InvalidArgument("conv: images ", ToString(in), ", kernel ", ToString(taps),
@@ -64,12 +75,10 @@ xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out, Int
 
 bool HasTwoBytes(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
 
-// The type of both operands, that of the result, and how f32 is multiplied.
-xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b,
-                      const xf::AnyBuffer& result, bool tf32) {
+// The type of both operands, and that of the result.
+xf::Error DecodeTypes(Call& call, const Buffer& a, const Buffer& b, const Buffer& result) {
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "conv", "images", a));
   JAXOPS_RETURN_IF_ERROR(SetType(call.result_dtype, "conv", "result", result));
-  call.tf32 = tf32;
   const bool fits = call.result_dtype == call.dtype ||
                     (call.result_dtype == DType::kF32 && HasTwoBytes(call.dtype));
   if (!fits || a.element_type() != b.element_type()) {
@@ -79,100 +88,38 @@ xf::Error DecodeTypes(Call& call, const xf::AnyBuffer& a, const xf::AnyBuffer& b
   return xf::Error::Success();
 }
 
-// Images of few channels have kernels of their own.
-bool IsFew(const Call& call) {
-  return HasTwoBytes(call.dtype) && call.groups == 1 && !cu::IsDirect(call) &&
-         call.channels <= cu::kMostFewChannels;
-}
-
-// What must not be rounded to TF32 has kernels of multiply-adds.
-bool IsFma(const Call& call) {
-  return call.dtype == DType::kF64 || (call.dtype == DType::kF32 && !call.tf32);
-}
-
-// The launchers of one kind of kernels.
-struct Kernels {
-  cudaError_t (*forward)(cudaStream_t, const Call&, void* workspace);
-  cudaError_t (*input_grad)(cudaStream_t, const Call&, void* workspace);
-  cudaError_t (*kernel_grad)(cudaStream_t, const Call&, cu::Space workspace, int processors);
-};
-
-// One that needs no workspace.
-template <cudaError_t (*kLaunch)(cudaStream_t, const Call&)>
-cudaError_t Alone(cudaStream_t stream, const Call& call, void*) {
-  return kLaunch(stream, call);
-}
-
-// One that computes in any case.
-template <cudaError_t (*kLaunch)(cudaStream_t, const Call&, const int* needed)>
-cudaError_t Always(cudaStream_t stream, const Call& call, void*) {
-  return kLaunch(stream, call, nullptr);
-}
-
-constexpr Kernels kHopper = {Alone<cu::LaunchForward>, Alone<cu::LaunchInputGrad>,
-                             cu::LaunchKernelGrad};
-constexpr Kernels kFew = {Alone<cu::LaunchForwardFew>, Alone<cu::LaunchInputGradFew>,
-                          cu::LaunchKernelGradFew};
-constexpr Kernels kMma = {Alone<cu::LaunchForwardMma>, Alone<cu::LaunchInputGradMma>,
-                          cu::LaunchKernelGradMma};
-constexpr Kernels kFma = {Always<cu::LaunchForwardFma>, Always<cu::LaunchInputGradFma>,
-                          cu::LaunchKernelGradFma};
-// The same of f32, which may be split for tensor cores.
-constexpr Kernels kSplit = {cu::LaunchForwardSplit, cu::LaunchInputGradSplit,
-                            cu::LaunchKernelGradSplit};
-constexpr Kernels kDirect = {Alone<cu::LaunchForwardDirect>, Alone<cu::LaunchInputGradDirect>,
-                             cu::LaunchKernelGradDirect};
-
-// Chooses the kernels for a call by the device. Those for Hopper have code for one architecture.
-xf::Error Choose(const Kernels*& kernels, const Call& call) {
-  int device = 0, major = 0, minor = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+// Launches a call, and explains why it could not be launched.
+xf::Error Run(const char* operation, cudaStream_t stream, const Call& call, Direction direction,
+              cu::Space workspace) {
+  const cudaError_t status = cu::Launch(stream, call, direction, workspace);
+  cu::Device device = {};
+  if (status == cudaErrorNoKernelImageForDevice && cu::DescribeCurrent(device) == cudaSuccess) {
+    return xf::Error(xf::ErrorCode::kFailedPrecondition,
+                     std::string(operation) +
+                         ": this program was compiled for another kind of GPU. It runs on one of "
+                         "compute capability " +
+                         std::to_string(device.major) + "." + std::to_string(device.minor) +
+                         " with kernels for sm " JAXOPS_CUDA_ARCHITECTURES
+                         ". Compile or export it where it is to run.");
   }
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  // Launchers check the size themselves, because it takes a plan to know it.
+  if (status == cudaErrorInvalidValue && direction == Direction::kKernelGrad &&
+      workspace.bytes < cu::KernelGradWorkspace(call)) {
+    return InvalidArgument(operation, ": the workspace must have ", cu::KernelGradWorkspace(call),
+                           " bytes, got ", workspace.bytes);
   }
-  if (status != cudaSuccess) return ToError("conv", status);
-  const std::string_view compiled = JAXOPS_CUDA_ARCHITECTURES;
-  const bool is_hopper = major == 9 && minor == 0 && compiled.find("90a") != std::string_view::npos;
-  kernels = cu::IsDirect(call)         ? &kDirect
-            : IsFma(call)              ? (is_hopper && call.dtype == DType::kF32 ? &kSplit : &kFma)
-            : is_hopper && IsFew(call) ? &kFew
-            : is_hopper && call.groups == 1 ? &kHopper
-                                            : &kMma;
-  if (is_hopper || (major >= 8 && !IsFew(call))) return xf::Error::Success();
-  return xf::Error(
-      xf::ErrorCode::kFailedPrecondition,
-      "conv: this program was compiled for a GPU of compute capability " +
-          std::string(IsFew(call) ? "9.0 and a jaxops with kernels for sm 90a" : "8.0 or later") +
-          ". It runs on one of capability " + std::to_string(major) + "." + std::to_string(minor) +
-          " with kernels for sm " + std::string(compiled) +
-          ". Compile or export it where it is to run.");
+  return ToError(operation, status);
 }
 
-// Enough on every device.
-int64_t KernelGradWorkspace(const Call& call) {
-  if (cu::IsDirect(call)) return cu::KernelGradDirectWorkspace(call);
-  if (IsFma(call)) {
-    return call.dtype == DType::kF32 ? cu::KernelGradSplitWorkspace(call)
-                                     : cu::KernelGradFmaWorkspace(call);
-  }
-  if (IsFew(call)) return cu::KernelGradFewWorkspace(call);
-  return std::max(cu::KernelGradMmaWorkspace(call), cu::KernelGradWorkspace(call));
-}
-
-// The bias is the last operand, if there is one, in the type of the sums.
-xf::Error DecodeEpilogue(Call& call, xf::RemainingArgs rest, int32_t activation) {
-  call.epilogue.activation = static_cast<Activation>(activation);
-  if (rest.size() == 0) return xf::Error::Success();
-  const xf::ErrorOr<xf::AnyBuffer> bias = rest.get<xf::AnyBuffer>(0);
-  if (!bias) return bias.error();
+// The bias is in the type of the sums.
+xf::Error DecodeEpilogue(Call& call, const std::optional<Buffer>& bias, Activation activation) {
+  call.epilogue.activation = activation;
+  if (!bias) return xf::Error::Success();
   DType dtype = DType::kF32;
   JAXOPS_RETURN_IF_ERROR(SetType(dtype, "conv", "bias", *bias));
   const Dimensions dims = bias->dimensions();
   const DType wanted = call.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  if (rest.size() > 1 || dims.size() != 1 || dims[0] != call.outputs || dtype != wanted) {
+  if (dims.size() != 1 || dims[0] != call.outputs || dtype != wanted) {
     return InvalidArgument("conv: the bias must be f32, or f64 with f64 operands, of shape (",
                            call.outputs, "), got ", ToString(dims));
   }
@@ -180,77 +127,59 @@ xf::Error DecodeEpilogue(Call& call, xf::RemainingArgs rest, int32_t activation)
   return xf::Error::Success();
 }
 
-// The second result, if there is one, is the workspace in which a kernel is split.
-xf::Error DecodeWorkspace(void*& workspace, const Call& call, xf::RemainingRets rest) {
-  if (rest.size() == 0) return xf::Error::Success();
-  xf::ErrorOr<xf::Result<xf::AnyBuffer>> buffer = rest.get<xf::AnyBuffer>(0);
-  if (!buffer) return buffer.error();
-  const int64_t needed = cu::SplitWorkspace(call);
-  const int64_t has = static_cast<int64_t>((*buffer)->size_bytes());
-  if (rest.size() > 1 || has < needed) {
+// The workspace, if there is one, is that of products that are not rounded.
+xf::Error DecodeWorkspace(cu::Space& workspace, const Call& call, Direction direction,
+                          WorkSpace result) {
+  if (!result) return xf::Error::Success();
+  const int64_t needed = cu::SumWorkspace(call, direction);
+  const int64_t has = static_cast<int64_t>((*result)->size_bytes());
+  if (has < needed) {
     return InvalidArgument("conv: the workspace must have ", needed, " bytes, got ", has);
   }
-  workspace = (*buffer)->untyped_data();
+  workspace = {(*result)->untyped_data(), has};
   return xf::Error::Success();
 }
 
-xf::Error RunForward(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer kernel,
-                     xf::RemainingArgs rest, xf::Result<xf::AnyBuffer> y,
-                     xf::RemainingRets rest_of_results, Integers strides, Integers dilation,
-                     Integers low, bool tf32, int32_t activation) {
+xf::Error RunForward(Context stream, Buffer x, Buffer kernel, std::optional<Buffer> bias, Result y,
+                     WorkSpace result, const ForwardAttributes& attributes) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
-      Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), strides, dilation, low));
-  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, kernel, *y, tf32));
-  JAXOPS_RETURN_IF_ERROR(DecodeEpilogue(call, rest, activation));
+      Decode(call, x.dimensions(), kernel.dimensions(), y->dimensions(), attributes));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, kernel, *y));
+  JAXOPS_RETURN_IF_ERROR(DecodeEpilogue(call, bias, attributes.activation));
   call.image = x.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();
-  void* workspace = nullptr;
-  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, rest_of_results));
-  const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  return ToError("conv", kernels->forward(stream, call, workspace));
+  cu::Space workspace;
+  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kForward, result));
+  return Run("conv", stream, call, Direction::kForward, workspace);
 }
 
-xf::Error RunInputGrad(cudaStream_t stream, xf::AnyBuffer g, xf::AnyBuffer kernel,
-                       xf::Result<xf::AnyBuffer> dx, xf::RemainingRets rest_of_results,
-                       Integers strides, Integers dilation, Integers low, bool tf32) {
+xf::Error RunInputGrad(Context stream, Buffer g, Buffer kernel, Result dx, WorkSpace result,
+                       const ConvAttributes& attributes) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
-      Decode(call, dx->dimensions(), kernel.dimensions(), g.dimensions(), strides, dilation, low));
-  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, g, kernel, *dx, tf32));
+      Decode(call, dx->dimensions(), kernel.dimensions(), g.dimensions(), attributes));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, g, kernel, *dx));
   call.image = g.untyped_data();
   call.kernel = kernel.untyped_data();
   call.result = dx->untyped_data();
-  void* workspace = nullptr;
-  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, rest_of_results));
-  const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  return ToError("conv input gradient", kernels->input_grad(stream, call, workspace));
+  cu::Space workspace;
+  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kInputGrad, result));
+  return Run("conv input gradient", stream, call, Direction::kInputGrad, workspace);
 }
 
-xf::Error RunKernelGrad(cudaStream_t stream, xf::AnyBuffer x, xf::AnyBuffer g,
-                        xf::Result<xf::AnyBuffer> dkernel, xf::Result<xf::AnyBuffer> workspace,
-                        Integers strides, Integers dilation, Integers low, bool tf32) {
+xf::Error RunKernelGrad(Context stream, Buffer x, Buffer g, Result dkernel, Result workspace,
+                        const ConvAttributes& attributes) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
-      Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), strides, dilation, low));
-  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, g, *dkernel, tf32));
+      Decode(call, x.dimensions(), dkernel->dimensions(), g.dimensions(), attributes));
+  JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, x, g, *dkernel));
   call.image = x.untyped_data();
   call.cotangent = g.untyped_data();
   call.result = dkernel->untyped_data();
-  const Kernels* kernels;
-  JAXOPS_RETURN_IF_ERROR(Choose(kernels, call));
-  const cu::Space space = {workspace->untyped_data(),
-                           static_cast<int64_t>(workspace->size_bytes())};
-  const cudaError_t status = kernels->kernel_grad(stream, call, space, cu::kProcessors);
-  // Launchers check the size themselves, because it takes a plan to know it.
-  if (status == cudaErrorInvalidValue && space.bytes < KernelGradWorkspace(call)) {
-    return InvalidArgument("conv kernel gradient: the workspace must have ",
-                           KernelGradWorkspace(call), " bytes, got ", space.bytes);
-  }
-  return ToError("conv kernel gradient", status);
+  return Run("conv kernel gradient", stream, call, Direction::kKernelGrad,
+             {workspace->untyped_data(), static_cast<int64_t>(workspace->size_bytes())});
 }
 
 // Throws where the sizes do not fit. The dtype is f32.
@@ -260,57 +189,30 @@ Call DecodeSizes(const std::vector<int64_t>& in, const std::vector<int64_t>& tap
   const auto span = [](const std::vector<int64_t>& v) { return Integers(v.data(), v.size()); };
   Call call = {};
   call.dtype = DType::kF32;
-  const xf::Error error =
-      Decode(call, span(in), span(taps), span(out), span(strides), span(dilation), span(low));
+  const xf::Error error = Decode(call, span(in), span(taps), span(out),
+                                 {span(strides), span(dilation), span(low), /*tf32=*/false});
   if (error.failure()) throw std::invalid_argument(error.message());
   return call;
 }
 
-template <typename Binding>
-auto BindAttributes(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Attr<Integers>("strides")
-      .template Attr<Integers>("dilation")
-      .template Attr<Integers>("low")
-      .template Attr<bool>("tf32");
-}
-
-auto BindOperands() {
-  return xf::Ffi::Bind()
-      .Ctx<xf::PlatformStream<cudaStream_t>>()
-      .Arg<xf::AnyBuffer>()
-      .Arg<xf::AnyBuffer>();
-}
+const Registration kForward("jaxops_conv", kHandler<RunForward>);
+const Registration kInputGrad("jaxops_conv_input_grad", kHandler<RunInputGrad>);
+const Registration kKernelGrad("jaxops_conv_kernel_grad", kHandler<RunKernelGrad>);
 
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ConvCuda, RunForward,
-    BindAttributes(BindOperands().RemainingArgs().Ret<xf::AnyBuffer>().RemainingRets())
-        .Attr<int32_t>("activation"),
-    {xf::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvInputGradCuda, RunInputGrad,
-                              BindAttributes(BindOperands().Ret<xf::AnyBuffer>().RemainingRets()),
-                              {xf::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ConvKernelGradCuda, RunKernelGrad,
-    BindAttributes(BindOperands().Ret<xf::AnyBuffer>().Ret<xf::AnyBuffer>()),
-    {xf::Traits::kCmdBufferCompatible});
 
 int64_t ConvSplitWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                            const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
                            const std::vector<int64_t>& dilation, const std::vector<int64_t>& low,
                            bool is_input_grad) {
-  const Call call = DecodeSizes(in, taps, out, strides, dilation, low);
-  return cu::IsFasterSplit(call, is_input_grad) ? cu::SplitWorkspace(call) : 0;
+  return cu::SumWorkspace(DecodeSizes(in, taps, out, strides, dilation, low),
+                          is_input_grad ? Direction::kInputGrad : Direction::kForward);
 }
 
 bool ConvIsKernelGradSplit(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                            const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
                            const std::vector<int64_t>& dilation, const std::vector<int64_t>& low) {
-  return cu::IsFasterKernelGradSplit(DecodeSizes(in, taps, out, strides, dilation, low));
+  return cu::IsKernelGradTf32x3(DecodeSizes(in, taps, out, strides, dilation, low));
 }
 
 int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
@@ -321,7 +223,7 @@ int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vecto
   Call call = DecodeSizes(in, taps, out, strides, dilation, low);
   call.dtype = item_bytes == 8 ? DType::kF64 : item_bytes == 4 ? DType::kF32 : DType::kF16;
   call.tf32 = tf32;
-  return KernelGradWorkspace(call);
+  return cu::KernelGradWorkspace(call);
 }
 
 }  // namespace jaxops::ffi

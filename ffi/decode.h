@@ -14,11 +14,19 @@
 
 #include "common/batch.h"
 #include "common/types.h"
+#include "ffi/bind.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxops::ffi {
 
 using Dimensions = xla::ffi::Span<const int64_t>;
+
+template <>
+inline constexpr auto kEnumNames<Activation> =
+    std::to_array<EnumName<Activation>>({{"none", Activation::kNone},
+                                         {"relu", Activation::kRelu},
+                                         {"silu", Activation::kSilu},
+                                         {"gelu", Activation::kGelu}});
 
 // Strings and integers one after the other. No streams: their locales are state that all C++
 // libraries of a process share, whatever they were compiled with.
@@ -73,6 +81,16 @@ inline xla::ffi::Error SetType(DType& out, const char* operator_name, const char
   return xla::ffi::Error::Success();
 }
 
+// The type that sums and scalars of a call have.
+inline xla::ffi::DataType ArithmeticType(DType dtype) {
+  return dtype == DType::kF64 ? xla::ffi::DataType::F64 : xla::ffi::DataType::F32;
+}
+
+// The memory of a buffer that may not be there.
+inline void* DataOf(const std::optional<Buffer>& buffer) {
+  return buffer ? buffer->untyped_data() : nullptr;
+}
+
 // A buffer must end with the dimensions `core` after `batch_rank` others, and be of `type`.
 inline xla::ffi::Error CheckBuffer(const char* operator_name, const char* what,
                                    const xla::ffi::AnyBuffer& buffer, size_t batch_rank,
@@ -95,18 +113,6 @@ inline xla::ffi::Error CheckBuffer(const char* operator_name, const char* what,
                                    std::initializer_list<int64_t> core, xla::ffi::DataType type) {
   return CheckBuffer(operator_name, what, buffer, batch_rank, Dimensions(core.begin(), core.size()),
                      type);
-}
-
-// Reads an attribute that stands for one of the values up to `last`.
-template <typename Enum>
-xla::ffi::Error SetEnum(Enum& out, const char* operator_name, const char* attribute, int32_t value,
-                        Enum last) {
-  if (value < 0 || value > static_cast<int32_t>(last)) {
-    return InvalidArgument(operator_name, ": ", attribute, " must be in [0, ",
-                           static_cast<int32_t>(last), "], got ", value);
-  }
-  out = static_cast<Enum>(value);
-  return xla::ffi::Error::Success();
 }
 
 // Whether a * b is one of the numbers that attributes and sizes may lead to. They leave room for
@@ -202,6 +208,28 @@ xla::ffi::Error SetBatch(const char* operator_name, BatchMap<kOperands>& map,
                          const std::array<BatchOperand, kOperands>& operands, size_t rank) {
   JAXOPS_RETURN_IF_ERROR(CheckBatch(operator_name, operands, rank));
   return BuildBatchMap<kOperands>(operator_name, map, operands, rank, [](size_t) { return true; });
+}
+
+// Space on CUDA devices for the partial sums of a call, as many as Python found in its shapes.
+struct PartialSums {
+  int64_t splits = 0;
+  void* data = nullptr;
+};
+
+// The work space, where there may be one, must be (entries, splits) sums of `core` each.
+inline xla::ffi::Error SetPartialSums(PartialSums& out, const char* operator_name,
+                                      WorkSpace work_space, DType dtype, int64_t entries,
+                                      std::initializer_list<int64_t> core) {
+  if (!kHasWorkSpace) return xla::ffi::Error::Success();
+  if (!work_space) return InvalidArgument(operator_name, ": there must be partial sums");
+  const Buffer buffer = **work_space;
+  const Dimensions dims = buffer.dimensions();
+  if (dims.size() < 2 || dims[0] != entries || dims[1] < 1 || dims[1] > INT32_MAX) {
+    return InvalidArgument(operator_name, ": partial sums must be (", entries,
+                           ", splits, ...), got ", ToString(dims));
+  }
+  out = {dims[1], buffer.untyped_data()};
+  return CheckBuffer(operator_name, "partial sums", buffer, 2, core, ArithmeticType(dtype));
 }
 
 }  // namespace jaxops::ffi

@@ -1,31 +1,68 @@
-#include "ffi/focal_loss.h"
+// Handlers of the focal losses.
+#include "common/focal_loss.h"
 
-#include <algorithm>
+#include <array>
+#include <optional>
 
-namespace jaxops::ffi::focal_loss {
+#ifdef JAXOPS_PLATFORM_CUDA
+#include "cuda/focal_loss/launch.h"
+#else
+#include "cpu/focal_loss.h"
+#endif
+#include "ffi/bind.h"
+#include "ffi/decode.h"
+
+namespace jaxops::ffi {
+
+using focal_loss::Power;
+
+template <>
+inline constexpr auto kEnumNames<Power> = std::to_array<EnumName<Power>>({{"any", Power::kAny},
+                                                                          {"0", Power::kZero},
+                                                                          {"0.5", Power::kHalf},
+                                                                          {"1", Power::kOne},
+                                                                          {"2", Power::kTwo}});
+
+namespace focal_loss {
 namespace {
 
 namespace xf = xla::ffi;
+using jaxops::focal_loss::Sigmoid;
+using jaxops::focal_loss::Softmax;
 
 constexpr char kSigmoid[] = "sigmoid_focal_loss";
 constexpr char kSoftmax[] = "softmax_focal_loss";
 
-xf::DataType Arithmetic(DType dtype) {
-  return dtype == DType::kF64 ? xf::DataType::F64 : xf::DataType::F32;
-}
+struct SigmoidAttributes {
+  int64_t rows;  // the number of dimensions of rows
+  Power power;
+  bool has_ignored;
+  int32_t ignored;
+  JAXOPS_ATTRIBUTES(rows, power, has_ignored, ignored);
+};
+
+struct SoftmaxAttributes {
+  int64_t rows;  // the number of dimensions of rows
+  Power power;
+  JAXOPS_ATTRIBUTES(rows, power);
+};
+
+// What is wanted of a call: of loss and gradient, one at the most.
+struct Results {
+  std::optional<Buffer> loss = {}, gradient = {}, sum = {};
+};
 
 // Sets what the logits say of the call, and how many batch dimensions there are.
 template <typename Call>
-xf::Error SetShape(Call& call, const char* name, int64_t rows, int32_t power,
-                   const xf::AnyBuffer& logits, size_t& batch_rank) {
+xf::Error SetShape(Call& call, const char* name, int64_t rows, Power power, const Buffer& logits,
+                   size_t& batch_rank) {
   const Dimensions dims = logits.dimensions();
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, name, "logits", logits));
   if (rows < 0 || static_cast<uint64_t>(rows) >= dims.size()) {
     return InvalidArgument(name, ": logits must have more than ", rows, " dimensions, got ",
                            ToString(dims));
   }
-  JAXOPS_RETURN_IF_ERROR(
-      SetEnum(call.power, name, "power", power, jaxops::focal_loss::Power::kTwo));
+  call.power = power;
   batch_rank = dims.size() - rows - 1;
   call.rows = 1;
   for (size_t i = batch_rank; i + 1 < dims.size(); ++i) call.rows *= dims[i];
@@ -36,92 +73,72 @@ xf::Error SetShape(Call& call, const char* name, int64_t rows, int32_t power,
 // Sets the weights of rows, and where they are in the batch, if there are any.
 template <typename Call>
 xf::Error SetWeight(Call& call, BatchOperand& operand, const char* name,
-                    const xf::RemainingArgs* weight, Dimensions rows, size_t batch_rank,
+                    const std::optional<Buffer>& weight, Dimensions rows, size_t batch_rank,
                     xf::DataType type) {
-  call.weight = nullptr;
-  if (!weight || weight->size() == 0) return xf::Error::Success();
-  if (weight->size() > 1) return InvalidArgument(name, ": more operands than weights");
-  const xf::ErrorOr<xf::AnyBuffer> buffer = weight->get<xf::AnyBuffer>(0);
-  if (!buffer) return buffer.error();
-  JAXOPS_RETURN_IF_ERROR(CheckBuffer(name, "weights", *buffer, batch_rank, rows, type));
-  call.weight = buffer->untyped_data();
-  operand = {buffer->dimensions(), rows.size()};
-  return xf::Error::Success();
+  call.weight = DataOf(weight);
+  if (!weight) return xf::Error::Success();
+  operand = {weight->dimensions(), rows.size()};
+  return CheckBuffer(name, "weights", *weight, batch_rank, rows, type);
 }
 
 // Sets the results that are wanted, and where they are in the batch: loss or gradient, of these
 // dimensions and types each, and the sum.
-template <typename Call, typename Buffers>
+template <typename Call>
 xf::Error SetResults(Call& call, BatchOperand& result, BatchOperand& sum, const char* name,
-                     const Buffers& buffers, size_t batch_rank, Dimensions loss_core,
-                     xf::DataType loss_type, Dimensions gradient_core) {
-  const xf::DataType type = buffers.logits.element_type();
-  call.loss = call.gradient = call.sum = nullptr;
-  if (buffers.loss) {
+                     const Results& results, size_t batch_rank, Dimensions loss_core,
+                     xf::DataType loss_type, Dimensions gradient_core, xf::DataType type) {
+  call.loss = DataOf(results.loss);
+  call.gradient = DataOf(results.gradient);
+  call.sum = DataOf(results.sum);
+  if (results.loss) {
     JAXOPS_RETURN_IF_ERROR(
-        CheckBuffer(name, "loss", *buffers.loss, batch_rank, loss_core, loss_type));
-    call.loss = buffers.loss->untyped_data();
-    result = {buffers.loss->dimensions(), loss_core.size(), BatchOperand::kWritten};
+        CheckBuffer(name, "loss", *results.loss, batch_rank, loss_core, loss_type));
+    result = {results.loss->dimensions(), loss_core.size(), BatchOperand::kWritten};
+    ExpectWrites(*results.loss);
   }
-  if (buffers.gradient) {
+  if (results.gradient) {
     JAXOPS_RETURN_IF_ERROR(
-        CheckBuffer(name, "gradient", *buffers.gradient, batch_rank, gradient_core, type));
-    call.gradient = buffers.gradient->untyped_data();
-    result = {buffers.gradient->dimensions(), gradient_core.size(), BatchOperand::kWritten};
+        CheckBuffer(name, "gradient", *results.gradient, batch_rank, gradient_core, type));
+    result = {results.gradient->dimensions(), gradient_core.size(), BatchOperand::kWritten};
+    ExpectWrites(*results.gradient);
   }
-  if (buffers.sum) {
+  if (results.sum) {
     JAXOPS_RETURN_IF_ERROR(
-        CheckBuffer(name, "sum", *buffers.sum, batch_rank, {}, Arithmetic(call.dtype)));
-    call.sum = buffers.sum->untyped_data();
-    sum = {buffers.sum->dimensions(), 0, BatchOperand::kWritten};
+        CheckBuffer(name, "sum", *results.sum, batch_rank, {}, ArithmeticType(call.dtype)));
+    sum = {results.sum->dimensions(), 0, BatchOperand::kWritten};
   }
   return xf::Error::Success();
 }
 
-Dimensions CoreOf(const xf::AnyBuffer& buffer, size_t batch_rank) {
+Dimensions CoreOf(const Buffer& buffer, size_t batch_rank) {
   return buffer.dimensions().last(buffer.dimensions().size() - batch_rank);
 }
 
-struct SigmoidAttributes {
-  int64_t rows;  // the number of dimensions of rows
-  int32_t power;
-  bool has_ignored;
-  int32_t ignored;
-  int32_t first_class_id = 0;  // programs that have no such attribute count from 0
+// Sets the space for the partial sums of a call whose sum is wanted.
+template <typename Call>
+xf::Error SetPartials(PartialSums& partials, const char* name, const Call& call,
+                      WorkSpace work_space) {
+  if (!call.sum) {
+    return work_space ? InvalidArgument(name, ": a result too many") : xf::Error::Success();
+  }
+  return SetPartialSums(partials, name, work_space, call.dtype, call.batch.size(), {});
+}
+
+struct SigmoidOperands {
+  Buffer logits, labels, class_ids, scale, parameters;
+  std::optional<Buffer> weight;
 };
 
-template <typename T>
-xf::Error Read(T& out, const xf::Dictionary& attributes, const char* name) {
-  const xf::ErrorOr<T> value = attributes.get<T>(name);
-  if (!value) {
-    return InvalidArgument(kSigmoid, ": attribute ", name, ": ", value.error().message());
-  }
-  out = *value;
-  return xf::Error::Success();
-}
-
-xf::Error Read(SigmoidAttributes& out, const xf::Dictionary& attributes) {
-  constexpr char kIds[] = "first_class_id";
-  JAXOPS_RETURN_IF_ERROR(Read(out.rows, attributes, "rows"));
-  JAXOPS_RETURN_IF_ERROR(Read(out.power, attributes, "power"));
-  JAXOPS_RETURN_IF_ERROR(Read(out.has_ignored, attributes, "has_ignored"));
-  JAXOPS_RETURN_IF_ERROR(Read(out.ignored, attributes, "ignored"));
-  return attributes.contains(kIds) ? Read(out.first_class_id, attributes, kIds)
-                                   : xf::Error::Success();
-}
-
-}  // namespace
-
-xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidBuffers& buffers) {
-  SigmoidAttributes attributes;
-  JAXOPS_RETURN_IF_ERROR(Read(attributes, dictionary));
+xf::Error RunSigmoid(Context context, const SigmoidAttributes& attributes,
+                     const SigmoidOperands& buffers, const Results& results, WorkSpace work_space) {
+  Sigmoid call;
   size_t batch = 0;
   JAXOPS_RETURN_IF_ERROR(
       SetShape(call, kSigmoid, attributes.rows, attributes.power, buffers.logits, batch));
   const Dimensions all = CoreOf(buffers.logits, batch);
   const Dimensions rows = all.first(all.size() - 1);
   const Dimensions classes = all.last(1);
-  const xf::DataType arithmetic = Arithmetic(call.dtype);
+  const xf::DataType arithmetic = ArithmeticType(call.dtype);
 
   call.soft = buffers.labels.element_type() != xf::DataType::S32;
   call.label_dtype = ToDType(buffers.labels.element_type()).value_or(call.dtype);
@@ -130,13 +147,6 @@ xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidB
                                                                    : arithmetic;
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kSigmoid, "labels", buffers.labels, batch, call.soft ? all : rows, label_type));
-  // Soft labels are right whatever the ids, which they do not need.
-  if (!call.soft && attributes.first_class_id != jaxops::focal_loss::kFirstClassId) {
-    return InvalidArgument(kSigmoid, ": class ids of this program count from ",
-                           attributes.first_class_id, ", those of this version of jaxops from ",
-                           jaxops::focal_loss::kFirstClassId,
-                           ": export the program once more with the version that runs it");
-  }
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kSigmoid, "class ids", buffers.class_ids, batch, classes, xf::DataType::S32));
   JAXOPS_RETURN_IF_ERROR(CheckBuffer(kSigmoid, "scale", buffers.scale, batch, {}, arithmetic));
@@ -145,9 +155,10 @@ xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidB
   // What is not there takes the place of the scale, whose offsets it then never uses.
   BatchOperand weight{buffers.scale.dimensions(), 0}, elements = weight, sum = weight;
   JAXOPS_RETURN_IF_ERROR(
-      SetWeight(call, weight, kSigmoid, &buffers.weight, rows, batch, arithmetic));
-  JAXOPS_RETURN_IF_ERROR(SetResults(call, elements, sum, kSigmoid, buffers, batch, all,
-                                    buffers.logits.element_type(), all));
+      SetWeight(call, weight, kSigmoid, buffers.weight, rows, batch, arithmetic));
+  JAXOPS_RETURN_IF_ERROR(SetResults(call, elements, sum, kSigmoid, results, batch, all,
+                                    buffers.logits.element_type(), all,
+                                    buffers.logits.element_type()));
   call.has_ignored = attributes.has_ignored && !call.soft;
   call.ignored = attributes.ignored;
   call.logits = buffers.logits.untyped_data();
@@ -155,47 +166,106 @@ xf::Error Decode(Sigmoid& call, const xf::Dictionary& dictionary, const SigmoidB
   call.class_ids = static_cast<const int32_t*>(buffers.class_ids.untyped_data());
   call.scale = buffers.scale.untyped_data();
   call.parameters = buffers.parameters.untyped_data();
-  return SetBatch<Sigmoid::kOperands>(
+  JAXOPS_RETURN_IF_ERROR(SetBatch<Sigmoid::kOperands>(
       kSigmoid, call.batch,
       {BatchOperand{buffers.logits.dimensions(), all.size()},
        BatchOperand{buffers.labels.dimensions(), call.soft ? all.size() : rows.size()},
        BatchOperand{buffers.class_ids.dimensions(), 1}, BatchOperand{buffers.scale.dimensions(), 0},
        BatchOperand{buffers.parameters.dimensions(), 1}, weight, elements, sum},
-      batch);
+      batch));
+  PartialSums partials;
+  JAXOPS_RETURN_IF_ERROR(SetPartials(partials, kSigmoid, call, work_space));
+  return Run(context, kSigmoid, JAXOPS_KERNEL(focal_loss, Sigmoid), call, partials.splits,
+             partials.data);
 }
 
-xf::Error Decode(Softmax& call, const SoftmaxAttributes& attributes,
-                 const SoftmaxBuffers& buffers) {
+struct SoftmaxOperands {
+  Buffer logits, labels, gamma;
+  std::optional<Buffer> scale = {}, weight = {};
+};
+
+xf::Error RunSoftmax(Context context, const SoftmaxAttributes& attributes,
+                     const SoftmaxOperands& buffers, const Results& results, WorkSpace work_space) {
+  Softmax call;
   size_t batch = 0;
   JAXOPS_RETURN_IF_ERROR(
       SetShape(call, kSoftmax, attributes.rows, attributes.power, buffers.logits, batch));
   const Dimensions all = CoreOf(buffers.logits, batch);
   const Dimensions rows = all.first(all.size() - 1);
-  const xf::DataType arithmetic = Arithmetic(call.dtype);
+  const xf::DataType arithmetic = ArithmeticType(call.dtype);
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kSoftmax, "labels", buffers.labels, batch, rows, xf::DataType::S32));
   JAXOPS_RETURN_IF_ERROR(CheckBuffer(kSoftmax, "gamma", buffers.gamma, batch, {}, arithmetic));
   // What is not there takes the place of gamma, whose offsets it then never uses.
   const BatchOperand gamma{buffers.gamma.dimensions(), 0};
   BatchOperand scale = gamma, weight = gamma, result = gamma, sum = gamma;
-  call.scale = nullptr;
+  call.scale = DataOf(buffers.scale);
   if (buffers.scale) {
     JAXOPS_RETURN_IF_ERROR(CheckBuffer(kSoftmax, "scale", *buffers.scale, batch, {}, arithmetic));
-    call.scale = buffers.scale->untyped_data();
     scale = {buffers.scale->dimensions(), 0};
   }
   JAXOPS_RETURN_IF_ERROR(
       SetWeight(call, weight, kSoftmax, buffers.weight, rows, batch, arithmetic));
-  JAXOPS_RETURN_IF_ERROR(
-      SetResults(call, result, sum, kSoftmax, buffers, batch, rows, arithmetic, all));
+  JAXOPS_RETURN_IF_ERROR(SetResults(call, result, sum, kSoftmax, results, batch, rows, arithmetic,
+                                    all, buffers.logits.element_type()));
   call.logits = buffers.logits.untyped_data();
   call.labels = static_cast<const int32_t*>(buffers.labels.untyped_data());
   call.gamma = buffers.gamma.untyped_data();
-  return SetBatch<Softmax::kOperands>(
+  JAXOPS_RETURN_IF_ERROR(SetBatch<Softmax::kOperands>(
       kSoftmax, call.batch,
       {BatchOperand{buffers.logits.dimensions(), all.size()},
        BatchOperand{buffers.labels.dimensions(), rows.size()}, scale, gamma, weight, result, sum},
-      batch);
+      batch));
+  PartialSums partials;
+  JAXOPS_RETURN_IF_ERROR(SetPartials(partials, kSoftmax, call, work_space));
+  return Run(context, kSoftmax, JAXOPS_KERNEL(focal_loss, Softmax), call, partials.splits,
+             partials.data);
 }
 
-}  // namespace jaxops::ffi::focal_loss
+template <auto>
+using ResultFor = Result;
+
+// The handlers, of the wanted members of Results.
+template <std::optional<Buffer> Results::*... kWanted>
+xf::Error SigmoidLoss(Context context, Buffer logits, Buffer labels, Buffer class_ids, Buffer scale,
+                      Buffer parameters, std::optional<Buffer> weight, ResultFor<kWanted>... wanted,
+                      WorkSpace work_space, const SigmoidAttributes& attributes) {
+  Results results;
+  ((results.*kWanted = *wanted), ...);
+  return RunSigmoid(context, attributes, {logits, labels, class_ids, scale, parameters, weight},
+                    results, work_space);
+}
+
+template <std::optional<Buffer> Results::*... kWanted>
+xf::Error SoftmaxLoss(Context context, Buffer logits, Buffer labels, Buffer scale, Buffer gamma,
+                      std::optional<Buffer> weight, ResultFor<kWanted>... wanted,
+                      WorkSpace work_space, const SoftmaxAttributes& attributes) {
+  Results results;
+  ((results.*kWanted = *wanted), ...);
+  return RunSoftmax(context, attributes, {logits, labels, gamma, scale, weight}, results,
+                    work_space);
+}
+
+xf::Error SoftmaxLossOfRows(Context context, Buffer logits, Buffer labels, Buffer gamma,
+                            Result loss, const SoftmaxAttributes& attributes) {
+  return RunSoftmax(context, attributes, {logits, labels, gamma}, {.loss = *loss}, {});
+}
+
+constexpr auto kLoss = &Results::loss, kGradient = &Results::gradient, kSum = &Results::sum;
+
+const Registration kSigmoidLoss("jaxops_sigmoid_focal_loss", kHandler<SigmoidLoss<kLoss>>);
+const Registration kSigmoidGradient("jaxops_sigmoid_focal_loss_gradient",
+                                    kHandler<SigmoidLoss<kGradient>>);
+const Registration kSigmoidSum("jaxops_sigmoid_focal_loss_sum", kHandler<SigmoidLoss<kSum>>);
+const Registration kSigmoidBoth("jaxops_sigmoid_focal_loss_value_and_gradient",
+                                kHandler<SigmoidLoss<kSum, kGradient>>);
+const Registration kSoftmaxLoss("jaxops_softmax_focal_loss", kHandler<SoftmaxLossOfRows>);
+const Registration kSoftmaxGradient("jaxops_softmax_focal_loss_gradient",
+                                    kHandler<SoftmaxLoss<kGradient>>);
+const Registration kSoftmaxSum("jaxops_softmax_focal_loss_sum", kHandler<SoftmaxLoss<kSum>>);
+const Registration kSoftmaxBoth("jaxops_softmax_focal_loss_value_and_gradient",
+                                kHandler<SoftmaxLoss<kSum, kGradient>>);
+
+}  // namespace
+}  // namespace focal_loss
+}  // namespace jaxops::ffi

@@ -1,27 +1,66 @@
-#include "ffi/grid_sample.h"
+// Handlers that sample volumes at points.
+#include "common/grid_sample.h"
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <vector>
 
-namespace jaxops::ffi::grid_sample {
+#ifdef JAXOPS_PLATFORM_CUDA
+#include "cuda/grid_sample/launch.h"
+#else
+#include "cpu/grid_sample.h"
+#endif
+#include "ffi/bind.h"
+#include "ffi/decode.h"
+
+namespace jaxops::ffi {
+
+using grid_sample::Method;
+using grid_sample::Padding;
+
+template <>
+inline constexpr auto kEnumNames<Method> =
+    std::to_array<EnumName<Method>>({{"linear", Method::kLinear}, {"nearest", Method::kNearest}});
+
+template <>
+inline constexpr auto kEnumNames<Padding> =
+    std::to_array<EnumName<Padding>>({{"zeros", Padding::kZeros},
+                                      {"border", Padding::kBorder},
+                                      {"reflection", Padding::kReflection}});
+
+namespace grid_sample {
 namespace {
 
 namespace xf = xla::ffi;
+using jaxops::grid_sample::Call;
 using jaxops::grid_sample::Geometry;
 using jaxops::grid_sample::kMaxAxes;
 using jaxops::grid_sample::kMaxSize;
-using jaxops::grid_sample::Method;
-using jaxops::grid_sample::Padding;
 
 constexpr char kName[] = "grid_sample";
 
-}  // namespace
+struct SampleAttributes {
+  int64_t point_rank;
+  Method method;
+  Padding padding_mode;
+  bool align_corners;
+  bool deterministic;
+  JAXOPS_ATTRIBUTES(point_rank, method, padding_mode, align_corners, deterministic);
+};
 
-xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffers,
-                 xf::RemainingArgs directions, const xf::RemainingRets* scratch) {
-  const xf::AnyBuffer& points = *buffers.points;
-  const xf::AnyBuffer& volume = buffers.volume ? *buffers.volume : *buffers.dvolume;
+// The buffers of a call, which has a volume or its gradient.
+struct Buffers {
+  Buffer points;
+  std::optional<Buffer> volume = {}, cotangent = {}, out = {}, dvolume = {}, dpoints = {};
+};
+
+// Runs a call, whose derivative is along `directions`.
+xf::Error RunSample(Context context, const SampleAttributes& attributes, const Buffers& buffers,
+                    xf::RemainingArgs directions, WorkSpace work_space = {}) {
+  Call call = {};
+  const Buffer& points = buffers.points;
+  const Buffer& volume = buffers.volume ? *buffers.volume : *buffers.dvolume;
   const Dimensions point_dims = points.dimensions();
   const int64_t most = static_cast<int64_t>(point_dims.size()) - 1;
   if (attributes.point_rank < 0 || attributes.point_rank > most) {
@@ -51,10 +90,8 @@ xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffer
   geometry.width = grid.back();
   geometry.points = 1;
   for (size_t i = 0; i < point_rank; ++i) geometry.points *= point_dims[rank + i];
-  JAXOPS_RETURN_IF_ERROR(
-      SetEnum(geometry.method, kName, "method", attributes.method, Method::kNearest));
-  JAXOPS_RETURN_IF_ERROR(SetEnum(geometry.padding, kName, "padding_mode", attributes.padding_mode,
-                                 Padding::kReflection));
+  geometry.method = attributes.method;
+  geometry.padding = attributes.padding_mode;
   geometry.align_corners = attributes.align_corners;
   if (directions.size() > multilinear::kMaxDirections) {
     return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",
@@ -73,9 +110,9 @@ xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffer
   // never use.
   std::array<BatchOperand, Call::kOperands + 2> batch;
   batch.fill({point_dims, point_rank + 1});
-  const auto set = [&](size_t place, const char* what, const xf::AnyBuffer* buffer, Dimensions core,
-                       xf::DataType expected, BatchOperand::Kind kind) {
-    if (buffer == nullptr) return xf::Error::Success();
+  const auto set = [&](size_t place, const char* what, const std::optional<Buffer>& buffer,
+                       Dimensions core, xf::DataType expected, BatchOperand::Kind kind) {
+    if (!buffer) return xf::Error::Success();
     batch[place] = {buffer->dimensions(), core.size(), kind};
     return CheckBuffer(kName, what, *buffer, rank, core, expected);
   };
@@ -92,22 +129,15 @@ xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffer
   JAXOPS_RETURN_IF_ERROR(
       set(kResults + 1, "points' gradient", buffers.dpoints, coordinates, point_type, kWritten));
   call.deterministic = attributes.deterministic;
-  const auto data = [](const xf::AnyBuffer* buffer) {
-    return buffer == nullptr ? nullptr : buffer->untyped_data();
-  };
-  call.volume = data(buffers.volume);
+  call.volume = DataOf(buffers.volume);
   call.points = points.untyped_data();
-  call.cotangent = data(buffers.cotangent);
-  call.out = data(buffers.out);
-  call.dvolume = data(buffers.dvolume);
-  call.dpoints = data(buffers.dpoints);
-  if (scratch != nullptr && scratch->size() > 0) {
-    if (scratch->size() > 1) return InvalidArgument(kName, ": more results than a work space");
-    xf::ErrorOr<xf::Result<xf::AnyBuffer>> buffer = scratch->get<xf::AnyBuffer>(0);
-    if (!buffer) return buffer.error();
-    const xf::AnyBuffer space = **buffer;
-    call.scratch = space.untyped_data();
-    call.scratch_bytes = space.size_bytes();
+  call.cotangent = DataOf(buffers.cotangent);
+  call.out = DataOf(buffers.out);
+  call.dvolume = DataOf(buffers.dvolume);
+  call.dpoints = DataOf(buffers.dpoints);
+  if (work_space) {
+    call.scratch = (*work_space)->untyped_data();
+    call.scratch_bytes = (*work_space)->size_bytes();
   }
 
   call.gradients = 1;
@@ -115,17 +145,59 @@ xf::Error Decode(Call& call, const Attributes& attributes, const Buffers& buffer
     for (size_t i = 0; i < rank; ++i) call.gradients *= buffers.dvolume->dimensions()[i];
   }
   for (int i = 0; i < call.order; ++i) {
-    const xf::ErrorOr<xf::AnyBuffer> direction = directions.get<xf::AnyBuffer>(i);
+    const xf::ErrorOr<Buffer> direction = directions.get<Buffer>(i);
     if (!direction) return direction.error();
     JAXOPS_RETURN_IF_ERROR(
-        set(Call::kDirections + i, "direction", &*direction, coordinates, point_type, kRead));
+        set(Call::kDirections + i, "direction", *direction, coordinates, point_type, kRead));
     call.directions[i] = direction->untyped_data();
   }
   JAXOPS_RETURN_IF_ERROR(CheckBatch(kName, batch, rank));
   std::array<BatchOperand, Call::kOperands> operands;
   std::copy_n(batch.begin(), operands.size(), operands.begin());
-  return BuildBatchMap<Call::kOperands>(kName, call.batch, operands, rank,
-                                        [](size_t) { return true; });
+  JAXOPS_RETURN_IF_ERROR(BuildBatchMap<Call::kOperands>(kName, call.batch, operands, rank,
+                                                        [](size_t) { return true; }));
+  return Run(context, kName, JAXOPS_KERNEL(grid_sample, Sample), call);
 }
 
-}  // namespace jaxops::ffi::grid_sample
+xf::Error Sample(Context context, Buffer volume, Buffer points, xf::RemainingArgs directions,
+                 Result out, WorkSpace work_space, const SampleAttributes& attributes) {
+  return RunSample(context, attributes, {.points = points, .volume = volume, .out = *out},
+                   directions, work_space);
+}
+
+xf::Error VolumeGrad(Context context, Buffer points, Buffer cotangent, xf::RemainingArgs directions,
+                     Result dvolume, WorkSpace work_space, const SampleAttributes& attributes) {
+  return RunSample(context, attributes,
+                   {.points = points, .cotangent = cotangent, .dvolume = *dvolume}, directions,
+                   work_space);
+}
+
+xf::Error PointGrad(Context context, Buffer volume, Buffer points, Buffer cotangent,
+                    xf::RemainingArgs directions, Result dpoints,
+                    const SampleAttributes& attributes) {
+  return RunSample(
+      context, attributes,
+      {.points = points, .volume = volume, .cotangent = cotangent, .dpoints = *dpoints},
+      directions);
+}
+
+xf::Error Backward(Context context, Buffer volume, Buffer points, Buffer cotangent,
+                   xf::RemainingArgs directions, Result dvolume, Result dpoints,
+                   WorkSpace work_space, const SampleAttributes& attributes) {
+  return RunSample(context, attributes,
+                   {.points = points,
+                    .volume = volume,
+                    .cotangent = cotangent,
+                    .dvolume = *dvolume,
+                    .dpoints = *dpoints},
+                   directions, work_space);
+}
+
+const Registration kSample("jaxops_grid_sample", kHandler<Sample>);
+const Registration kVolumeGrad("jaxops_grid_sample_volume_grad", kHandler<VolumeGrad>);
+const Registration kPointGrad("jaxops_grid_sample_point_grad", kHandler<PointGrad>);
+const Registration kBackward("jaxops_grid_sample_backward", kHandler<Backward>);
+
+}  // namespace
+}  // namespace grid_sample
+}  // namespace jaxops::ffi

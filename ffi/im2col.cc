@@ -1,17 +1,39 @@
-#include "ffi/im2col.h"
+// Handlers of im2col and col2im.
+#include "common/im2col.h"
+
+#ifdef JAXOPS_PLATFORM_CUDA
+#include "cuda/im2col/launch.h"
+#else
+#include "cpu/im2col.h"
+#endif
+#include "ffi/bind.h"
+#include "ffi/decode.h"
 
 namespace jaxops::ffi::im2col {
 namespace {
 
 namespace xf = xla::ffi;
+using jaxops::im2col::Call;
 using jaxops::im2col::kMaxDims;
 using jaxops::im2col::Window;
 
+// There is one entry of `strides`, `dilation` and `low` for each dimension of the window.
+struct Col2ImAttributes {
+  Integers strides, dilation, low;
+  bool channels_last;
+  JAXOPS_ATTRIBUTES(strides, dilation, low, channels_last);
+};
+
+struct Im2ColAttributes : Col2ImAttributes {
+  bool again;  // tells XLA apart what it would otherwise compute once
+  JAXOPS_ATTRIBUTES(strides, dilation, low, channels_last, again);
+};
+
 // The dimensions of image and patches, and what the window is. Its own dimensions are last, with
 // the channels after them if `channels_last`, and before them otherwise.
-xf::Error DecodeWindow(const char* name, Call& call, const xf::AnyBuffer& image,
-                       const xf::AnyBuffer& patches, Integers strides, Integers dilation,
-                       Integers low, bool channels_last) {
+xf::Error DecodeWindow(const char* name, Call& call, const Buffer& image, const Buffer& patches,
+                       const Col2ImAttributes& attributes) {
+  const auto& [strides, dilation, low, channels_last] = attributes;
   const size_t count = strides.size();
   if (count < 1 || count > kMaxDims || dilation.size() != count || low.size() != count) {
     return InvalidArgument(name, ": a window has 1 to ", kMaxDims, " dimensions, got ", count,
@@ -58,25 +80,29 @@ xf::Error DecodeWindow(const char* name, Call& call, const xf::AnyBuffer& image,
   return xf::Error::Success();
 }
 
-}  // namespace
-
-xf::Error DecodeIm2Col(Call& call, const xf::AnyBuffer& image, const xf::AnyBuffer& patches,
-                       Integers strides, Integers dilation, Integers low, bool channels_last) {
-  JAXOPS_RETURN_IF_ERROR(
-      DecodeWindow("im2col", call, image, patches, strides, dilation, low, channels_last));
+xf::Error Im2Col(Context context, Buffer image, Result patches,
+                 const Im2ColAttributes& attributes) {
+  Call call = {};
+  JAXOPS_RETURN_IF_ERROR(DecodeWindow("im2col", call, image, *patches, attributes));
   call.from = image.untyped_data();
-  call.to = patches.untyped_data();
-  return xf::Error::Success();
+  call.to = patches->untyped_data();
+  ExpectWrites(*patches);
+  return Run(context, "im2col", JAXOPS_KERNEL(im2col, Im2Col), call);
 }
 
-xf::Error DecodeCol2Im(Call& call, const xf::AnyBuffer& patches, const xf::AnyBuffer& image,
-                       Integers strides, Integers dilation, Integers low, bool channels_last) {
-  JAXOPS_RETURN_IF_ERROR(
-      DecodeWindow("col2im", call, image, patches, strides, dilation, low, channels_last));
+xf::Error Col2Im(Context context, Buffer patches, Result image,
+                 const Col2ImAttributes& attributes) {
+  Call call = {};
+  JAXOPS_RETURN_IF_ERROR(DecodeWindow("col2im", call, *image, patches, attributes));
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "col2im", "patches", patches));
   call.from = patches.untyped_data();
-  call.to = image.untyped_data();
-  return xf::Error::Success();
+  call.to = image->untyped_data();
+  ExpectWrites(*image);
+  return Run(context, "col2im", JAXOPS_KERNEL(im2col, Col2Im), call);
 }
 
+const Registration kIm2Col("jaxops_im2col", kHandler<Im2Col>);
+const Registration kCol2Im("jaxops_col2im", kHandler<Col2Im>);
+
+}  // namespace
 }  // namespace jaxops::ffi::im2col

@@ -1,31 +1,64 @@
-#include "ffi/lightweight_conv.h"
+// Handlers of the lightweight convolution.
+#include "common/lightweight_conv.h"
 
 #include <algorithm>
 #include <array>
+#include <optional>
+#include <utility>
 
-namespace jaxops::ffi::lightweight_conv {
+#ifdef JAXOPS_PLATFORM_CUDA
+#include "cuda/lightweight_conv/launch.h"
+#else
+#include "cpu/lightweight_conv.h"
+#endif
+#include "ffi/bind.h"
+#include "ffi/decode.h"
+
+namespace jaxops::ffi {
+
+template <>
+inline constexpr auto kEnumNames<DataFormat> =
+    std::to_array<EnumName<DataFormat>>({{"NTC", DataFormat::kNTC}, {"NCT", DataFormat::kNCT}});
+
+namespace lightweight_conv {
 namespace {
 
 namespace xf = xla::ffi;
+using jaxops::lightweight_conv::Backward;
+using jaxops::lightweight_conv::Forward;
+using jaxops::lightweight_conv::Geometry;
 
 constexpr char kName[] = "lightweight_conv";
 
-xf::Error Check(bool good, const char* what, const xf::AnyBuffer& x, const xf::AnyBuffer& other) {
+// Both gradients have these.
+struct GradAttributes {
+  int64_t padding;
+  int64_t dilation;
+  DataFormat data_format;
+  JAXOPS_ATTRIBUTES(padding, dilation, data_format);
+};
+
+struct ForwardAttributes : GradAttributes {
+  Activation activation;
+  bool flip_taps;
+  JAXOPS_ATTRIBUTES(padding, dilation, data_format, activation, flip_taps);
+};
+
+xf::Error Check(bool good, const char* what, const Buffer& x, const Buffer& other) {
   if (good) return xf::Error::Success();
   return InvalidArgument(kName, ": ", what, " does not fit: x is ", ToString(x.dimensions()),
                          ", got ", ToString(other.dimensions()));
 }
 
 // `weight` is anything shaped (..., heads, taps).
-xf::Error SetGeometry(Geometry& geometry, const Attributes& attributes, const xf::AnyBuffer& x,
-                      const xf::AnyBuffer& weight) {
+xf::Error SetGeometry(Geometry& geometry, const GradAttributes& attributes, const Buffer& x,
+                      const Buffer& weight) {
   const Dimensions dims = x.dimensions();
   const Dimensions filter = weight.dimensions();
   if (dims.size() < 2 || filter.size() != dims.size()) {
     return Check(false, "rank of weight", x, weight);
   }
-  JAXOPS_RETURN_IF_ERROR(SetEnum(geometry.data_format, kName, "data_format", attributes.data_format,
-                                 DataFormat::kNCT));
+  geometry.data_format = attributes.data_format;
   const bool ntc = geometry.data_format == DataFormat::kNTC;
   geometry.time = dims[dims.size() - (ntc ? 2 : 1)];
   geometry.channels = dims[dims.size() - (ntc ? 1 : 2)];
@@ -51,7 +84,7 @@ xf::Error SetGeometry(Geometry& geometry, const Attributes& attributes, const xf
 }
 
 // The type of a weight or a bias, or of a gradient, of sequences of type `dtype`.
-xf::Error SetParameterType(DType& out, const char* what, const xf::AnyBuffer& buffer, DType dtype) {
+xf::Error SetParameterType(DType& out, const char* what, const Buffer& buffer, DType dtype) {
   JAXOPS_RETURN_IF_ERROR(SetType(out, kName, what, buffer));
   if (out == DType::kF64 && dtype != DType::kF64) {
     return InvalidArgument(kName, ": ", what, " is f64, which x then must be too");
@@ -59,15 +92,13 @@ xf::Error SetParameterType(DType& out, const char* what, const xf::AnyBuffer& bu
   return xf::Error::Success();
 }
 
-}  // namespace
-
-xf::Error Decode(Forward& forward, const Attributes& attributes, xf::AnyBuffer x,
-                 xf::AnyBuffer weight, xf::RemainingArgs bias, xf::Result<xf::AnyBuffer> y) {
+xf::Error Convolve(Context context, Buffer x, Buffer weight, std::optional<Buffer> bias, Result y,
+                   const ForwardAttributes& attributes) {
+  Forward forward;
   JAXOPS_RETURN_IF_ERROR(SetGeometry(forward.geometry, attributes, x, weight));
   JAXOPS_RETURN_IF_ERROR(SetType(forward.dtype, kName, "x", x));
   JAXOPS_RETURN_IF_ERROR(SetParameterType(forward.weight_dtype, "weight", weight, forward.dtype));
-  JAXOPS_RETURN_IF_ERROR(
-      SetEnum(forward.activation, kName, "activation", attributes.activation, Activation::kGelu));
+  forward.activation = attributes.activation;
   forward.flip_taps = attributes.flip_taps;
   forward.x = x.untyped_data();
   forward.weight = weight.untyped_data();
@@ -79,31 +110,35 @@ xf::Error Decode(Forward& forward, const Attributes& attributes, xf::AnyBuffer x
       CheckBuffer(kName, "result", *y, rank, x.dimensions().last(2), x.element_type()));
   // Without bias, weight stands in for its batch dimensions: nothing reads the offset.
   BatchOperand bias_operand{weight.dimensions(), 2};
-  if (bias.size() > 1) return InvalidArgument(kName, ": more operands than x, weight and bias");
-  if (bias.size() == 1) {
-    const xf::ErrorOr<xf::AnyBuffer> buffer = bias.get<xf::AnyBuffer>(0);
-    if (!buffer) return buffer.error();
-    JAXOPS_RETURN_IF_ERROR(SetParameterType(forward.bias_dtype, "bias", *buffer, forward.dtype));
-    JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "bias", *buffer, rank, {forward.geometry.channels},
-                                       buffer->element_type()));
-    forward.bias = buffer->untyped_data();
-    bias_operand = {buffer->dimensions(), 1};
+  if (bias) {
+    JAXOPS_RETURN_IF_ERROR(SetParameterType(forward.bias_dtype, "bias", *bias, forward.dtype));
+    JAXOPS_RETURN_IF_ERROR(
+        CheckBuffer(kName, "bias", *bias, rank, {forward.geometry.channels}, bias->element_type()));
+    forward.bias = bias->untyped_data();
+    bias_operand = {bias->dimensions(), 1};
   }
-  return SetBatch<Forward::kOperands>(
+  JAXOPS_RETURN_IF_ERROR(SetBatch<Forward::kOperands>(
       kName, forward.batch,
       {BatchOperand{x.dimensions(), 2}, BatchOperand{weight.dimensions(), 2}, bias_operand,
        BatchOperand{y->dimensions(), 2, BatchOperand::kWritten}},
-      rank);
+      rank));
+  ExpectWrites(*y);
+  return Run(context, kName, JAXOPS_KERNEL(lightweight_conv, Forward), forward);
 }
 
-xf::Error Decode(Backward& backward, const Attributes& attributes, const BackwardBuffers& buffers) {
-  const xf::AnyBuffer& x = buffers.x;
-  const xf::AnyBuffer& g = buffers.g;
-  const xf::AnyBuffer& dweight = buffers.dweight;
+// The buffers of a gradient; some of them may not be there.
+struct GradBuffers {
+  Buffer x, g, dweight;
+  std::optional<Buffer> weight = {}, dx = {}, dbias = {};
+};
+
+xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradBuffers& buffers,
+                  WorkSpace work_space) {
+  Backward backward;
+  const Buffer& x = buffers.x;
+  const Buffer& g = buffers.g;
+  const Buffer& dweight = buffers.dweight;
   JAXOPS_RETURN_IF_ERROR(SetGeometry(backward.geometry, attributes, x, dweight));
-  if (attributes.flip_taps || attributes.activation != static_cast<int32_t>(Activation::kNone)) {
-    return InvalidArgument(kName, ": gradients have neither flipped taps nor an activation");
-  }
   JAXOPS_RETURN_IF_ERROR(SetType(backward.dtype, kName, "x", x));
   JAXOPS_RETURN_IF_ERROR(
       SetParameterType(backward.weight_dtype, "weight", dweight, backward.dtype));
@@ -119,7 +154,7 @@ xf::Error Decode(Backward& backward, const Attributes& attributes, const Backwar
   if (buffers.dx) JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "dx", *buffers.dx, rank, step, type));
   backward.bias_dtype = backward.weight_dtype;
   if (buffers.dbias) {
-    const xf::AnyBuffer& dbias = *buffers.dbias;
+    const Buffer& dbias = *buffers.dbias;
     JAXOPS_RETURN_IF_ERROR(SetParameterType(backward.bias_dtype, "bias", dbias, backward.dtype));
     JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "dbias", dbias, rank, {backward.geometry.channels},
                                        dbias.element_type()));
@@ -129,10 +164,10 @@ xf::Error Decode(Backward& backward, const Attributes& attributes, const Backwar
   }
   backward.x = x.untyped_data();
   backward.g = g.untyped_data();
-  backward.weight = buffers.weight ? buffers.weight->untyped_data() : nullptr;
-  backward.dx = buffers.dx ? buffers.dx->untyped_data() : nullptr;
+  backward.weight = DataOf(buffers.weight);
+  backward.dx = DataOf(buffers.dx);
   backward.dweight = dweight.untyped_data();
-  backward.dbias = buffers.dbias ? buffers.dbias->untyped_data() : nullptr;
+  backward.dbias = DataOf(buffers.dbias);
 
   // Operands that are not there take the place of g, whose offsets they then never use.
   const BatchOperand own_g{g.dimensions(), 2};
@@ -148,8 +183,38 @@ xf::Error Decode(Backward& backward, const Attributes& attributes, const Backwar
   const auto kept = [&](size_t dim) { return dweight.dimensions()[dim] != 1; };
   JAXOPS_RETURN_IF_ERROR(
       BuildBatchMap<Backward::kOperands>(kName, backward.kept, operands, rank, kept));
-  return BuildBatchMap<Backward::kOperands>(kName, backward.summed, operands, rank,
-                                            [&](size_t dim) { return !kept(dim); });
+  JAXOPS_RETURN_IF_ERROR(BuildBatchMap<Backward::kOperands>(
+      kName, backward.summed, operands, rank, [&](size_t dim) { return !kept(dim); }));
+  PartialSums partials;
+  const auto& geometry = backward.geometry;
+  JAXOPS_RETURN_IF_ERROR(SetPartialSums(partials, kName, work_space, backward.dtype,
+                                        backward.kept.size(),
+                                        {geometry.taps + 1, geometry.channels}));
+  if (buffers.dx) ExpectWrites(*buffers.dx);
+  return Run(context, "lightweight_conv gradient", JAXOPS_KERNEL(lightweight_conv, Backward),
+             backward, partials.splits, partials.data);
 }
 
-}  // namespace jaxops::ffi::lightweight_conv
+xf::Error FilterGrad(Context context, Buffer x, Buffer g, Result dweight, WorkSpace work_space,
+                     const GradAttributes& attributes) {
+  return RunGrad(context, attributes, {x, g, *dweight}, work_space);
+}
+
+xf::Error Grad(Context context, Buffer x, Buffer weight, Buffer g, Result dx, Result dweight,
+               std::optional<Result> dbias, WorkSpace work_space,
+               const GradAttributes& attributes) {
+  // The work space is the last result, with dbias or without.
+  if (kHasWorkSpace && !work_space) std::swap<std::optional<Result>>(dbias, work_space);
+  return RunGrad(
+      context, attributes,
+      {x, g, *dweight, weight, *dx, dbias ? std::optional<Buffer>(**dbias) : std::nullopt},
+      work_space);
+}
+
+const Registration kConvolve("jaxops_lightweight_conv", kHandler<Convolve>);
+const Registration kFilterGrad("jaxops_lightweight_conv_filter_grad", kHandler<FilterGrad>);
+const Registration kGrad("jaxops_lightweight_conv_backward", kHandler<Grad>);
+
+}  // namespace
+}  // namespace lightweight_conv
+}  // namespace jaxops::ffi

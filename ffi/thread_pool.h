@@ -62,13 +62,6 @@ inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
   };
 }
 
-// Runs the host kernels of one call. What they throw becomes an error in `module.h`.
-template <typename Kernels>
-xla::ffi::Error RunOnHost(xla::ffi::ThreadPool& pool, Kernels&& kernels) {
-  kernels(ParallelForOn(pool));
-  return xla::ffi::Error::Success();
-}
-
 }  // namespace jaxops::ffi
 
 #endif  // JAXOPS_FFI_THREAD_POOL_H_

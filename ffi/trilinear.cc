@@ -1,24 +1,41 @@
-#include "ffi/trilinear.h"
+// Handlers of trilinear interpolation in cells.
+#include "common/trilinear.h"
 
 #include <algorithm>
 #include <array>
 #include <initializer_list>
+#include <optional>
+
+#ifdef JAXOPS_PLATFORM_CUDA
+#include "cuda/trilinear/launch.h"
+#else
+#include "cpu/trilinear.h"
+#endif
+#include "ffi/bind.h"
+#include "ffi/decode.h"
 
 namespace jaxops::ffi::trilinear {
 namespace {
 
 namespace xf = xla::ffi;
+using jaxops::trilinear::Call;
 using jaxops::trilinear::kAxes;
 using jaxops::trilinear::kCorners;
 
 constexpr char kName[] = "trilinear_interpolate";
 
-}  // namespace
+// The buffers of a call, which has either a result or a cotangent.
+struct Buffers {
+  Buffer points;
+  std::optional<Buffer> features = {}, cotangent = {}, out = {}, dfeatures = {}, dpoints = {};
+};
 
-xf::Error Decode(Call& call, const Buffers& buffers, xf::RemainingArgs directions) {
-  const xf::AnyBuffer& points = *buffers.points;
+// Runs a call, whose derivative is along `directions`.
+xf::Error RunCells(Context context, const Buffers& buffers, xf::RemainingArgs directions) {
+  Call call = {};
+  const Buffer& points = buffers.points;
   // Whatever there is of the shape (..., features).
-  const xf::AnyBuffer& row = buffers.out ? *buffers.out : *buffers.cotangent;
+  const Buffer& row = buffers.out ? *buffers.out : *buffers.cotangent;
   if (points.dimensions().size() == 0 || row.dimensions().size() == 0) {
     return InvalidArgument(kName, ": points and results must have a dimension");
   }
@@ -40,16 +57,16 @@ xf::Error Decode(Call& call, const Buffers& buffers, xf::RemainingArgs direction
   // never use.
   std::array<BatchOperand, Call::kOperands + 3> batch;
   batch.fill({points.dimensions(), 1});
-  const auto set = [&](size_t place, const char* what, const xf::AnyBuffer* buffer,
+  const auto set = [&](size_t place, const char* what, const std::optional<Buffer>& buffer,
                        std::initializer_list<int64_t> core, xf::DataType expected,
                        BatchOperand::Kind kind) {
-    if (buffer == nullptr) return xf::Error::Success();
+    if (!buffer) return xf::Error::Success();
     batch[place] = {buffer->dimensions(), core.size(), kind};
     return CheckBuffer(kName, what, *buffer, rank, core, expected);
   };
   constexpr auto kRead = BatchOperand::kRead, kWritten = BatchOperand::kWritten;
   constexpr size_t kResults = Call::kOperands;
-  JAXOPS_RETURN_IF_ERROR(set(Call::kPoints, "points", &points, {kAxes}, point_type, kRead));
+  JAXOPS_RETURN_IF_ERROR(set(Call::kPoints, "points", points, {kAxes}, point_type, kRead));
   JAXOPS_RETURN_IF_ERROR(
       set(Call::kFeatures, "features", buffers.features, {kCorners, call.width}, type, kRead));
   JAXOPS_RETURN_IF_ERROR(
@@ -59,28 +76,62 @@ xf::Error Decode(Call& call, const Buffers& buffers, xf::RemainingArgs direction
                              {kCorners, call.width}, type, kWritten));
   JAXOPS_RETURN_IF_ERROR(
       set(kResults + 2, "points' gradient", buffers.dpoints, {kAxes}, point_type, kWritten));
-  const auto data = [](const xf::AnyBuffer* buffer) {
-    return buffer == nullptr ? nullptr : buffer->untyped_data();
-  };
-  call.features = data(buffers.features);
+  call.features = DataOf(buffers.features);
   call.points = points.untyped_data();
-  call.cotangent = data(buffers.cotangent);
-  call.out = data(buffers.out);
-  call.dfeatures = data(buffers.dfeatures);
-  call.dpoints = data(buffers.dpoints);
+  call.cotangent = DataOf(buffers.cotangent);
+  call.out = DataOf(buffers.out);
+  call.dfeatures = DataOf(buffers.dfeatures);
+  call.dpoints = DataOf(buffers.dpoints);
 
   for (int i = 0; i < call.order; ++i) {
-    const xf::ErrorOr<xf::AnyBuffer> direction = directions.get<xf::AnyBuffer>(i);
+    const xf::ErrorOr<Buffer> direction = directions.get<Buffer>(i);
     if (!direction) return direction.error();
     JAXOPS_RETURN_IF_ERROR(
-        set(Call::kDirections + i, "direction", &*direction, {kAxes}, point_type, kRead));
+        set(Call::kDirections + i, "direction", *direction, {kAxes}, point_type, kRead));
     call.directions[i] = direction->untyped_data();
   }
   JAXOPS_RETURN_IF_ERROR(CheckBatch(kName, batch, rank));
   std::array<BatchOperand, Call::kOperands> operands;
   std::copy_n(batch.begin(), operands.size(), operands.begin());
-  return BuildBatchMap<Call::kOperands>(kName, call.cells, operands, rank,
-                                        [](size_t) { return true; });
+  JAXOPS_RETURN_IF_ERROR(BuildBatchMap<Call::kOperands>(kName, call.cells, operands, rank,
+                                                        [](size_t) { return true; }));
+  return Run(context, kName, JAXOPS_KERNEL(trilinear, Cells), call);
 }
 
+xf::Error Interpolate(Context context, Buffer features, Buffer points, xf::RemainingArgs directions,
+                      Result out) {
+  return RunCells(context, {.points = points, .features = features, .out = *out}, directions);
+}
+
+xf::Error FeatureGrad(Context context, Buffer points, Buffer cotangent,
+                      xf::RemainingArgs directions, Result dfeatures) {
+  return RunCells(context, {.points = points, .cotangent = cotangent, .dfeatures = *dfeatures},
+                  directions);
+}
+
+xf::Error PointGrad(Context context, Buffer features, Buffer points, Buffer cotangent,
+                    xf::RemainingArgs directions, Result dpoints) {
+  return RunCells(
+      context,
+      {.points = points, .features = features, .cotangent = cotangent, .dpoints = *dpoints},
+      directions);
+}
+
+xf::Error Backward(Context context, Buffer features, Buffer points, Buffer cotangent,
+                   xf::RemainingArgs directions, Result dfeatures, Result dpoints) {
+  return RunCells(context,
+                  {.points = points,
+                   .features = features,
+                   .cotangent = cotangent,
+                   .dfeatures = *dfeatures,
+                   .dpoints = *dpoints},
+                  directions);
+}
+
+const Registration kInterpolate("jaxops_trilinear_interpolate", kHandler<Interpolate>);
+const Registration kFeatureGrad("jaxops_trilinear_feature_grad", kHandler<FeatureGrad>);
+const Registration kPointGrad("jaxops_trilinear_point_grad", kHandler<PointGrad>);
+const Registration kBackward("jaxops_trilinear_backward", kHandler<Backward>);
+
+}  // namespace
 }  // namespace jaxops::ffi::trilinear

@@ -60,42 +60,45 @@ def concatenate(
       TypeError: something is not an array, or a size not a static integer.
       ValueError: no arrays, or shapes, sizes or the axis do not fit each other.
     """
-    me = "concatenate"
+    name = "concatenate"
     if checks.is_array(arrays):
         if getattr(axis, "ndim", 0):
             raise TypeError(
-                f"{me}: axis must be a static integer, got {checks.describe(axis)}; did you forget "
-                "the list around the arrays?"
+                f"{name}: axis must be a static integer, got {checks.describe(axis)}; did you "
+                "forget the list around the arrays?"
             )
-        arrays = list(_array(me, "arrays", arrays))
+        arrays = list(_array(name, "arrays", arrays))
     if not isinstance(arrays, Sequence):
-        raise TypeError(f"{me}: arrays must be a sequence of arrays, got {type(arrays).__name__}")
+        raise TypeError(f"{name}: arrays must be a sequence of arrays, got {type(arrays).__name__}")
     if not len(arrays):
-        raise ValueError(f"{me}: arrays must be one or more arrays, got {checks.describe(arrays)}")
-    arrays = [_array(me, f"arrays[{i}]", a) for i, a in enumerate(arrays)]
+        raise ValueError(
+            f"{name}: arrays must be one or more arrays, got {checks.describe(arrays)}"
+        )
+    arrays = [_array(name, f"arrays[{i}]", a) for i, a in enumerate(arrays)]
     if axis is None:
         arrays, axis = [a.ravel() for a in arrays], 0
     rank = arrays[0].ndim
-    axis = _axis(me, axis, rank)
+    axis = _axis(name, axis, rank)
     around = _without(arrays[0].shape, axis)
     for i, array in enumerate(arrays):
         if array.ndim != rank or _without(array.shape, axis) != around:
             raise ValueError(
-                f"{me}: arrays[{i}] must have the shape of arrays[0] except along axis {axis}, "
+                f"{name}: arrays[{i}] must have the shape of arrays[0] except along axis {axis}, "
                 f"{arrays[0].shape}, got {array.shape}"
             )
     extents = [a.shape[axis] for a in arrays]
-    sizes = extents if sizes is None else _sizes(me, "sizes", sizes, of="arrays", most=extents)
+    sizes = extents if sizes is None else _sizes(name, "sizes", sizes, of="arrays", most=extents)
     total = sum(sizes)
     if padded_size is not None:
-        padded_size = checks.integer(me, "padded_size", padded_size, total)
+        padded_size = checks.integer(name, "padded_size", padded_size, total)
         if padded_size > _MAX_SIZE:
             raise ValueError(
-                f"{me}: padded_size must be at most {_MAX_SIZE}, got {checks.describe(padded_size)}"
+                f"{name}: padded_size must be at most {_MAX_SIZE}, got "
+                f"{checks.describe(padded_size)}"
             )
     dtype = arrays[0].dtype
     if any(a.dtype != dtype for a in arrays):
-        dtype = _promoted(me, arrays)
+        dtype = _promoted(name, arrays)
     arrays = [a if a.dtype == dtype else a.astype(dtype) for a in arrays]
     pieces = list(zip(arrays, sizes, strict=True))
     if padded_size is not None and padded_size > total:
@@ -104,7 +107,7 @@ def concatenate(
     pieces = [(None if a is None else storage.store(a), size) for a, size in pieces]
     inner = rank - 1 - axis
     whole = _join(pieces, inner + storage.extra_dims, rank + storage.extra_dims)
-    return checkpoint_name(storage.restore(whole), me)
+    return checkpoint_name(storage.restore(whole), name)
 
 
 def split(
@@ -132,25 +135,25 @@ def split(
       TypeError: something is not an array, or a size not a static integer.
       ValueError: the sizes do not sum to the array's extent, or do not fit the padded ones.
     """
-    me = "split"
-    array = _array(me, "array", array)
-    axis = _axis(me, axis, array.ndim)
-    sizes = _sizes(me, "sizes", sizes)
+    name = "split"
+    array = _array(name, "array", array)
+    axis = _axis(name, axis, array.ndim)
+    sizes = _sizes(name, "sizes", sizes)
     if sum(sizes) != array.shape[axis]:
         raise ValueError(
-            f"{me}: sizes must sum to {array.shape[axis]}, the extent of array {array.shape} along "
-            f"axis {axis}, got {checks.describe(tuple(sizes))}, whose sum is "
+            f"{name}: sizes must sum to {array.shape[axis]}, the extent of array {array.shape} "
+            f"along axis {axis}, got {checks.describe(tuple(sizes))}, whose sum is "
             f"{checks.describe(sum(sizes))}"
         )
     extents = sizes
     if padded_sizes is not None:
-        extents = _sizes(me, "padded_sizes", padded_sizes, of="sizes", least=sizes)
+        extents = _sizes(name, "padded_sizes", padded_sizes, of="sizes", least=sizes)
     starts = itertools.accumulate(sizes[:-1], initial=0)
     parts = tuple(zip(starts, sizes, extents, strict=True)) if sizes else ()
     storage = _Storage(array)
     rank = array.ndim + storage.extra_dims
     results = _cut(storage.store(array), parts, rank - 1 - axis, rank)
-    return tuple(checkpoint_name(storage.restore(r), me) for r in results)
+    return tuple(checkpoint_name(storage.restore(r), name) for r in results)
 
 
 def _array(function: str, argument: str, value: Any) -> jax.Array:
@@ -311,13 +314,13 @@ _concatenate_operator = Operator(
 @_concatenate_operator.def_jvp
 def _concatenate_jvp(primals, tangents, *, rank, inner, sizes, sources):
     (whole,) = _concatenate_operator(*primals, rank=rank, inner=inner, sizes=sizes, sources=sources)
-    tangents = rules.live(tangents, len(primals))
+    tangents = rules.nonzero(tangents, len(primals))
     pieces = [
         (None if source < 0 else tangents[source], size)
         for source, size in zip(sources, sizes, strict=True)
     ]
     # Arrays without tangent may be all that varies along a batch dimension.
-    return [whole], [rules.fit(_join(pieces, inner, rank), jax.typeof(whole), rank)]
+    return [whole], [rules.match_type(_join(pieces, inner, rank), jax.typeof(whole), rank)]
 
 
 @_concatenate_operator.def_transpose
@@ -333,7 +336,7 @@ def _concatenate_transpose(cotangents, *arrays, rank, inner, sizes, sources):
         if source >= 0
     ]
     return [
-        rules.fit(part, array.aval, rank)
+        rules.match_type(part, array.aval, rank)
         for part, array in zip(_cut(whole, parts, inner, rank), arrays, strict=True)
     ]
 
@@ -395,7 +398,7 @@ def _split_jvp(primals, tangents, **params):
 
 @_split_operator.def_transpose
 def _split_transpose(cotangents, whole, *, rank, inner, parts):
-    found = rules.live(cotangents, len(parts))
+    found = rules.nonzero(cotangents, len(parts))
     pieces: list[_Piece] = []
     end = 0
     for (start, size, _), cotangent in zip(parts, found, strict=True):
@@ -410,7 +413,7 @@ def _split_transpose(cotangents, whole, *, rank, inner, parts):
     extent = whole.aval.shape[whole.aval.ndim - 1 - inner]
     if extent > end:
         pieces.append((None, extent - end))
-    return [rules.fit(_join(pieces, inner, rank), whole.aval, rank)]
+    return [rules.match_type(_join(pieces, inner, rank), whole.aval, rank)]
 
 
 @_split_operator.def_dead_code

@@ -1,6 +1,6 @@
 """Sampling of volumes and images at points.
 
-The primitives and their rules are those of every interpolation, see `_core/multilinear.py`.
+The primitives and their rules are those of every interpolation, see `_families/multilinear.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jaxops._core import checks, multilinear
+from jaxops._core import checks
 from jaxops._core.dtypes import accumulation_dtype
+from jaxops._families import multilinear
 from jaxops.reference import grid_sample as reference
 
 _NAME = "grid_sample"
@@ -173,8 +174,8 @@ def _sample_reference(volume, points, options):
 def _attributes(options):
     return {
         "point_rank": np.int64(options.point_rank),
-        "method": np.int32(_METHODS.index(options.method)),
-        "padding_mode": np.int32(_PADDING_MODES.index(options.padding_mode)),
+        "method": options.method,
+        "padding_mode": options.padding_mode,
         "align_corners": np.bool_(options.align_corners),
         "deterministic": np.bool_(options.deterministic),
     }

@@ -1,6 +1,6 @@
 """The patches of an image as a copy, and its transpose.
 
-The primitives and their rules are those of every window, see `_core/windows.py`.
+The primitives and their rules are those of every window, see `_families/windows.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jaxops._core import checks, windows
-from jaxops._core.windows import col2im_operator, im2col_operator
+from jaxops._core import checks
+from jaxops._families import windows
+from jaxops._families.windows import col2im_operator, im2col_operator
 
 
 def im2col(
@@ -59,16 +60,16 @@ def im2col(
         integer.
       ValueError: the rank of x or an option is out of what is listed above.
     """
-    me = "im2col"
-    rank, channels_last = windows.data_format(me, data_format)
-    x = checks.array(me, "x", x, _shape(data_format))
+    name = "im2col"
+    rank, channels_last = windows.data_format(name, data_format)
+    x = checks.array(name, "x", x, _shape(data_format))
     if not _has_whole_bytes(x.dtype):
-        raise TypeError(f"{me}: x must have a dtype of whole bytes, got {x.dtype}")
-    x = checks.as_array(me, "x", x)
-    _check_rank(me, "x", x, rank + 2, data_format)
-    taps = windows.per_dimension(me, "kernel_size", kernel_size, rank, 1)
-    placed = windows.place(
-        me,
+        raise TypeError(f"{name}: x must have a dtype of whole bytes, got {x.dtype}")
+    x = checks.as_array(name, "x", x)
+    _check_rank(name, "x", x, rank + 2, data_format)
+    taps = windows.per_dimension(name, "kernel_size", kernel_size, rank, 1)
+    placed = windows.make_windows(
+        name,
         x.shape[1:-1] if channels_last else x.shape[2:],
         taps,
         strides=strides,
@@ -80,7 +81,7 @@ def im2col(
         patches = jax.lax.complex(_patches(x.real, placed), _patches(x.imag, placed))
     else:
         patches = _patches(x, placed)
-    return checkpoint_name(patches, me)
+    return checkpoint_name(patches, name)
 
 
 def _patches(x: jax.Array, placed: windows.Windows) -> jax.Array:
@@ -129,24 +130,24 @@ def col2im(
         option is not a static integer.
       ValueError: the shapes do not fit each other, or an option is out of what `im2col` lists.
     """
-    me = "col2im"
-    rank, channels_last = windows.data_format(me, data_format)
-    patches = checks.float_array(me, "patches", patches, None, _patches_shape(data_format))
-    _check_rank(me, "patches", patches, 2 * rank + 2, data_format, _patches_shape(data_format))
+    name = "col2im"
+    rank, channels_last = windows.data_format(name, data_format)
+    patches = checks.float_array(name, "patches", patches, None, _patches_shape(data_format))
+    _check_rank(name, "patches", patches, 2 * rank + 2, data_format, _patches_shape(data_format))
     if not checks.is_sequence(input_shape) or len(input_shape) != rank + 2:
         raise ValueError(
-            f"{me}: input_shape must be {_shape(data_format)}, got {checks.describe(input_shape)}"
+            f"{name}: input_shape must be {_shape(data_format)}, got {checks.describe(input_shape)}"
         )
-    shape = windows.per_dimension(me, "input_shape", input_shape, rank + 2, 0)
+    shape = windows.per_dimension(name, "input_shape", input_shape, rank + 2, 0)
     at = 1 + rank if channels_last else 2
     taps = patches.shape[at : at + rank]
     if 0 in taps:
         raise ValueError(
-            f"{me}: patches must have shape {_patches_shape(data_format)} with a window of one "
+            f"{name}: patches must have shape {_patches_shape(data_format)} with a window of one "
             f"entry or more, got {patches.shape}"
         )
-    placed = windows.place(
-        me,
+    placed = windows.make_windows(
+        name,
         shape[1:-1] if channels_last else shape[2:],
         taps,
         strides=strides,
@@ -158,9 +159,9 @@ def col2im(
         expected = (shape[0], *placed.outs, *taps, shape[-1])
     else:
         expected = (*shape[:2], *taps, *placed.outs)
-    checks.shape(me, "patches", patches, expected, f"for input_shape {shape}")
+    checks.shape(name, "patches", patches, expected, f"for input_shape {shape}")
     (image,) = col2im_operator(patches, windows=placed)
-    return checkpoint_name(image, me)
+    return checkpoint_name(image, name)
 
 
 def _shape(data_format: str) -> str:

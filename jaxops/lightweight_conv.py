@@ -27,11 +27,11 @@ from jax.typing import ArrayLike
 from jaxops._core import checks, compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
+from jaxops.activations import ACTIVATIONS, activation_name
 from jaxops.reference import lightweight_conv as reference
 
 NAME = "lightweight_conv"
 _DATA_FORMATS = ("NTC", "NCT")
-_ACTIVATIONS = tuple(reference.ACTIVATIONS)
 
 
 def lightweight_conv(
@@ -74,31 +74,31 @@ def lightweight_conv(
     Source: Wu et al. 2019, "Pay Less Attention with Lightweight and Dynamic Convolutions",
     https://arxiv.org/abs/1901.10430.
     """
-    me = NAME
-    data_format = checks.choice(me, "data_format", data_format, _DATA_FORMATS)
-    activation = checks.choice(me, "activation", activation, _ACTIVATIONS)
+    name = NAME
+    data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
+    activation = checks.choice(name, "activation", activation, ACTIVATIONS)
     x_shape = "(B, T, C)" if data_format == "NTC" else "(B, C, T)"
-    x = checks.float_array(me, "x", x, 3, x_shape)
-    weight = checks.float_array(me, "weight", weight, 2, "(H, K)")
+    x = checks.float_array(name, "x", x, 3, x_shape)
+    weight = checks.float_array(name, "weight", weight, 2, "(H, K)")
     channels = x.shape[2] if data_format == "NTC" else x.shape[1]
     heads, taps = weight.shape
     if heads < 1 or taps < 1:
         raise ValueError(
-            f"{me}: weight must have shape (H, K) with H >= 1 and K >= 1, got {weight.shape}"
+            f"{name}: weight must have shape (H, K) with H >= 1 and K >= 1, got {weight.shape}"
         )
     if channels % heads:
         raise ValueError(
-            f"{me}: the H = {heads} rows of weight must divide the C = {channels} channels of x "
+            f"{name}: the H = {heads} rows of weight must divide the C = {channels} channels of x "
             f"{x.shape} ({data_format})"
         )
-    dilation = checks.integer(me, "dilation", dilation, 1)
-    padding = _resolve_padding(me, padding, (taps - 1) * dilation)
+    dilation = checks.integer(name, "dilation", dilation, 1)
+    padding = _resolve_padding(name, padding, (taps - 1) * dilation)
     time = x.shape[1] if data_format == "NTC" else x.shape[2]
     padding, dilation = _bounded(padding, dilation, taps, time)
     arrays = [x, weight[None]]  # weight and bias do not vary over the batch dimension of x
     if bias is not None:
-        bias = checks.float_array(me, "bias", bias, 1, "(C,)")
-        checks.shape(me, "bias", bias, (channels,), "(C,), one entry a channel of x")
+        bias = checks.float_array(name, "bias", bias, 1, "(C,)")
+        checks.shape(name, "bias", bias, (channels,), "(C,), one entry a channel of x")
         arrays.append(bias[None])
     result_dtype = x.dtype
     if any(a.dtype == jnp.float64 for a in arrays):
@@ -109,7 +109,7 @@ def lightweight_conv(
         flip=False,
         activation=activation,
     )
-    return checkpoint_name(y.astype(result_dtype), me)
+    return checkpoint_name(y.astype(result_dtype), name)
 
 
 def _resolve_padding(function: str, padding: str | int, reach: int) -> int:
@@ -161,13 +161,11 @@ class _Options:
         return -2 if self.data_format == "NTC" else -1
 
 
-def _attributes(*, options, flip=False, activation=None, **_):
+def _attributes(*, options, **_):
     return {
         "padding": np.int64(options.padding),
         "dilation": np.int64(options.dilation),
-        "data_format": np.int32(_DATA_FORMATS.index(options.data_format)),
-        "activation": np.int32(_ACTIVATIONS.index(activation)),
-        "flip_taps": np.bool_(flip),
+        "data_format": options.data_format,
     }
 
 
@@ -193,7 +191,10 @@ _conv_operator = Operator(
     signature=_conv_signature,
     reference=_conv_reference,
     dtypes=lambda x, *_, **__: [x.dtype],
-    attributes=_attributes,
+    attributes=lambda *, options, flip, activation, **_: (
+        _attributes(options=options)
+        | {"activation": activation_name(activation), "flip_taps": np.bool_(flip)}
+    ),
     replicated=("time", "taps"),
 )
 
@@ -219,7 +220,7 @@ def _conv_jvp(primals, tangents, *, options, flip, activation, with_bias):
     sums = checkpoint_name(_conv(*primals, options=options, flip=flip), NAME)
     dsums = _conv_tangent(primals, tangents, sums, options=options, flip=flip)
     wide = accumulation_dtype(x)
-    activate = reference.ACTIVATIONS[activation]
+    activate = ACTIVATIONS[activation]
     y, dy = rules.jvp(activate, [sums.astype(wide)], [dsums.astype(wide)])
     if wide != x.dtype and activation != "relu":
         # An activation of sums that are already rounded would round twice. The derivative may take
@@ -231,7 +232,7 @@ def _conv_jvp(primals, tangents, *, options, flip, activation, with_bias):
 def _conv_tangent(primals, tangents, y, *, options, flip):
     """The tangent of the convolution without activation, whose result has the shape of y."""
     x, weight = primals[:2]
-    dx, dweight, dbias = rules.live(tangents, 3)
+    dx, dweight, dbias = rules.nonzero(tangents, 3)
     if dx is not None and dweight is not None:
         return _tangent(x, weight, dx, dweight, dbias, options=options, flip=flip)
     if dx is not None:
@@ -321,7 +322,7 @@ def _pullback(g, x, weight, wanted, *, options, flip):
     if dbias_like is not None and dbias is None:
         dbias = _sum_over_time(g, dbias_like.dtype, options)
     return [
-        None if like is None else rules.fit(ct, like, like.ndim - batch_rank)
+        None if like is None else rules.match_type(ct, like, like.ndim - batch_rank)
         for ct, like in zip((dx, dweight, dbias), (dx_like, dweight_like, dbias_like), strict=True)
     ][:count]
 
@@ -385,7 +386,7 @@ def _filter_grad(x, g, like, *, options, flip=False):
 @_filter_grad_operator.def_jvp
 def _filter_grad_jvp(primals, tangents, **params):
     x, g = primals
-    dx, dg = rules.live(tangents, 2)
+    dx, dg = rules.nonzero(tangents, 2)
     terms = [(dx, g)] if dx is not None else []
     terms += [(x, dg)] if dg is not None else []
     (dweight,) = _filter_grad_operator(x, g, **params)
@@ -399,8 +400,8 @@ def _filter_grad_transpose(cotangents, x, g, *, options, taps, **_):
         return rules.zeros((x, g))
     if compat.is_undefined_primal(x):
         ct = _conv(g, dweight, options=options.mirrored(taps), flip=True)
-        return [rules.fit(ct, x.aval), None]
-    return [None, rules.fit(_conv(x, dweight, options=options), g.aval)]
+        return [rules.match_type(ct, x.aval), None]
+    return [None, rules.match_type(_conv(x, dweight, options=options), g.aval)]
 
 
 # --- fused backward: x, weight, g -> dx, dweight, dbias ------------------------------------------
@@ -478,14 +479,14 @@ def _backward_jvp(primals, tangents, **params):
 def _backward_transpose(cotangents, x, weight, g, *, options, **_):
     """The transpose in g of the transpose of the tangent: the tangent."""
     terms = []
-    dx, dweight, dbias = rules.live(cotangents, 3)
+    dx, dweight, dbias = rules.nonzero(cotangents, 3)
     if dx is not None:
         terms.append(_conv(dx, weight, options=options))
     if dweight is not None:
         terms.append(_conv(x, dweight, options=options))
     if dbias is not None:
         terms.append(_spread_over_time(dbias, g.aval, options))
-    return [None, None, rules.fit(sum(terms), g.aval) if terms else rules.zeros((g,))[0]]
+    return [None, None, rules.match_type(sum(terms), g.aval) if terms else rules.zeros((g,))[0]]
 
 
 @_backward_operator.def_dead_code

@@ -1,6 +1,6 @@
 """Trilinear interpolation between the eight corners of cells.
 
-The primitives and their rules are those of every interpolation, see `_core/multilinear.py`.
+The primitives and their rules are those of every interpolation, see `_families/multilinear.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jaxops._core import checks, multilinear
+from jaxops._core import checks
+from jaxops._families import multilinear
 from jaxops.reference import trilinear as reference
 
 _NAME = "trilinear_interpolate"

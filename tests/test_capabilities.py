@@ -97,11 +97,11 @@ def test_shard_map_over_some_axes_of_a_mesh(name, entered):
     spec = P(None, *("other" if i == axis else None for i in range(len(shape))))
     placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
 
-    def of_shard(x):
+    def compute_shard(x):
         return jax.tree.map(lambda y: y[None], function(x[0]))
 
     mapped = jax.shard_map(
-        of_shard, mesh=mesh, in_specs=P("of_map"), out_specs=P("of_map"), axis_names={"of_map"}
+        compute_shard, mesh=mesh, in_specs=P("of_map"), out_specs=P("of_map"), axis_names={"of_map"}
     )
     with jax.default_device(CPU.devices[0]):
         wants = jax.tree.leaves(jax.vmap(function)(x))

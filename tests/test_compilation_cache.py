@@ -11,7 +11,7 @@ import processes
 import pytest
 
 from jaxops._core import cache_key
-from jaxops._core.windows import Windows
+from jaxops._families.windows import Windows
 
 PROGRAMS = pathlib.Path(__file__).with_name("cache_programs.py")
 

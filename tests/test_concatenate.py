@@ -596,7 +596,7 @@ PIECES, PARTS = IN_ONE_LAUNCH._MAX_PIECES, IN_ONE_LAUNCH._MAX_PARTS
 
 
 def test_limits_are_those_of_the_kernel():
-    header = (pathlib.Path(__file__).parents[1] / "cuda" / "concatenate.h").read_text()
+    header = (pathlib.Path(__file__).parents[1] / "cuda" / "concatenate" / "launch.h").read_text()
     limits = {name: int(n) for name, n in re.findall(r"(kMax\w+) = (\d+);", header)}
     assert limits == {"kMaxPieces": PIECES, "kMaxDestinations": PARTS}
 

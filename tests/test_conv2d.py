@@ -25,8 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxops
-import jaxops.conv
-from jaxops._core import convolution
+from jaxops.conv import patches, public
 from jaxops.testing.measure import (
     assert_close,
     collectives,
@@ -48,7 +47,7 @@ def normal(seed, *shapes, dtype="float64"):
     return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def of_lax(x, kernel, *, strides, padding, dilation, groups, numbers=NHWC):
+def lax_conv(x, kernel, *, strides, padding, dilation, groups, numbers=NHWC):
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -95,7 +94,7 @@ def test_any_convolution(platform, data):
         if 0 in (*x.shape, *kernel.shape):
             shape = jax.eval_shape(ours, x, kernel).shape
             return jnp.zeros(shape, x.dtype) + 0 * (x.sum() + kernel.sum())
-        return of_lax(x, kernel, numbers=numbers, **options)
+        return lax_conv(x, kernel, numbers=numbers, **options)
 
     assert_same(ours, oracle, platform, (x, kernel), dtype, terms=max(x.size, kernel.size))
 
@@ -152,7 +151,7 @@ def test_bias_and_activation(activation, dtype, platform):
         return jaxops.conv2d(x, kernel, **options)
 
     def oracle(x, kernel, bias):
-        y = of_lax(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
+        y = lax_conv(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
         return activate(y + bias)
 
     assert_same(ours, oracle, platform, (x, kernel, bias), dtype, 100, wrt=(0, 1, 2))
@@ -251,12 +250,12 @@ def test_second_derivatives_of_a_batch_gather_nothing_on_explicit_meshes(activat
         of_batch = jax.vmap(lambda x, k, b: convolve(x, k, bias=b), (0, None, None))
         return (of_batch(*arrays) ** 2).sum()
 
-    def of_gradients(*arrays):
+    def sum_gradients(*arrays):
         return sum((g**2).sum() for g in jax.grad(total, (0, 1, 2))(*arrays))
 
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, P(None, "d")), jax.device_put(kernel), jax.device_put(bias)
-        program = jax.jit(jax.grad(of_gradients, (0, 1, 2))).lower(*placed)
+        program = jax.jit(jax.grad(sum_gradients, (0, 1, 2))).lower(*placed)
         assert set(collectives(program.compile(hasty_options(platform)))) == {"all-reduce"}
 
 
@@ -315,7 +314,7 @@ def test_mixed_dtypes(dtypes, preferred, result, platform):
         return jaxops.conv2d(x, kernel, **options)
 
     def oracle(x, kernel, bias):
-        y = of_lax(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
+        y = lax_conv(x, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), groups=1)
         return y + bias
 
     (g,) = normal(1, (2, 5, 5, 2), dtype=result)
@@ -334,7 +333,7 @@ def test_vmap_of_everything(groups, platform):
     options = {"groups": groups, "strides": (1, 2)}
     ours = functools.partial(jaxops.conv2d, precision="highest", **options)
     oracle = functools.partial(
-        of_lax, strides=(1, 2), padding="SAME", dilation=(1, 1), groups=groups
+        lax_conv, strides=(1, 2), padding="SAME", dilation=(1, 1), groups=groups
     )
     for axes in ((0, None), (None, 0), (0, 0)):
         arrays = [a if axis == 0 else a[0] for a, axis in zip((x, kernel), axes, strict=True)]
@@ -371,13 +370,13 @@ def test_groups_that_do_not_divide_the_channels():
 def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatch):
     """On the CPU they are made block by block, the last one shorter, or by XLA in float32."""
     x, kernel = normal(0, (rows, 6, 5, 3), (3, 2, 3 // groups, 3), dtype=dtype)
-    monkeypatch.setattr(convolution, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
+    monkeypatch.setattr(patches, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
     options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 2), "groups": groups}
 
     def ours(x, kernel):
         return jaxops.conv2d(x, kernel, precision="highest", **options)
 
-    oracle = functools.partial(of_lax, **options)
+    oracle = functools.partial(lax_conv, **options)
     assert_same(ours, oracle, platform, (x, kernel), dtype, x.size)
     if platform.name == "cpu":
         text = jax.jit(ours).lower(*jax.device_put((x, kernel), platform.device)).as_text()
@@ -429,7 +428,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
     reached = [np.isnan(a) for a in jax.tree.leaves(whole((g,), x, kernel))]
 
     bound = 1 << 14
-    monkeypatch.setattr(convolution, "_BLOCK_BYTES", bound)
+    monkeypatch.setattr(patches, "_BLOCK_BYTES", bound)
     jax.clear_caches()
     program = compiled()
     for a, nans in zip(jax.tree.leaves(program((g,), x, kernel)), reached, strict=True):
@@ -447,7 +446,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
 @pytest.mark.parametrize(("groups", "by_xla"), [(1, True), (2, False)])
 def test_what_devices_do_with_too_many_patches_of_one_image(groups, by_xla, monkeypatch):
     """As compiled for a GPU: XLA's convolution of one group, and slabs of several."""
-    monkeypatch.setattr(convolution, "_DEVICE_BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(patches, "_DEVICE_BLOCK_BYTES", 1 << 14)
     options = {
         "window_strides": (1, 1, 1),
         "padding": "SAME",
@@ -582,7 +581,7 @@ def test_what_is_left_to_lax(reason, monkeypatch):
     On the CPU, because cuDNN does not have all of it.
     """
     cpu = jax.devices("cpu")[0]
-    monkeypatch.setattr(jaxops.conv._LaxCase, "_warned", set())
+    monkeypatch.setattr(public._LaxCase, "_warned", set())
     options = {"window_strides": (1, 1), "padding": "VALID", "dtype": "float32"}
     options |= UNSUPPORTED[reason]
     dtype = jnp.dtype(options.pop("dtype"))
@@ -591,11 +590,11 @@ def test_what_is_left_to_lax(reason, monkeypatch):
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
     assert jaxops.conv_general_dilated.supported(*structs, **options) is False
     with warnings.catch_warnings():
-        warnings.simplefilter("error", jaxops.conv.NoKernelWarning)
+        warnings.simplefilter("error", jaxops.NoKernelWarning)
         for _ in range(2):
-            with pytest.raises(jaxops.conv.NoKernelWarning, match=reason):
+            with pytest.raises(jaxops.NoKernelWarning, match=reason):
                 jaxops.conv_general_dilated(lhs, rhs, **options)
-    with pytest.warns(jaxops.conv.NoKernelWarning, match=reason):
+    with pytest.warns(jaxops.NoKernelWarning, match=reason):
         got = jaxops.conv_general_dilated(lhs, rhs, **options)
     np.testing.assert_array_equal(got, lax.conv_general_dilated(lhs, rhs, **options))
     jaxops.conv_general_dilated(lhs, rhs, **options)  # without a word
@@ -615,13 +614,13 @@ def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
     """By `jax.lax`, in all forms that it takes; an eager call is one program."""
     lhs, rhs = normal(0, (1, 3, 9, 7), (2, 3, 3, 2), dtype="float32")
     checked = []
-    of_lax = lax.conv_general_dilated
+    original = lax.conv_general_dilated
 
     def count(*arguments, **options):
         checked.append(arguments)
-        return of_lax(*arguments, **options)
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(jaxops.conv.lax, "conv_general_dilated", count)
+    monkeypatch.setattr(public.lax, "conv_general_dilated", count)
     forms = (
         {"window_strides": (2, 1), "padding": ((1, 0), (0, 1))},
         {"window_strides": [2, 1], "padding": [[1, 0], [0, 1]]},
@@ -631,7 +630,7 @@ def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
     assert len(checked) == 1
     tolerance = 1e-5 if jax.default_backend() == "cpu" else 1e-2  # GPUs multiply in TF32
     for result in results:
-        want = of_lax(lhs, rhs, **forms[0])
+        want = original(lhs, rhs, **forms[0])
         np.testing.assert_allclose(result, want, rtol=tolerance, atol=tolerance)
     # What the case depends on besides: 64 bits and the precision of the moment.
     wide = {**forms[0], "preferred_element_type": "float64"}
@@ -639,7 +638,7 @@ def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
         with jax.enable_x64(enable), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of jax.lax, that it is float32
             assert jaxops.conv_general_dilated(lhs, rhs, **wide).dtype == dtype
-    case = jaxops.conv._find_case(jnp.asarray(lhs), jnp.asarray(rhs), OPTIONS | forms[0])
+    case = public._find_case(jnp.asarray(lhs), jnp.asarray(rhs), OPTIONS | forms[0])
     for precision in ("highest", "default"):
         with jax.default_matmul_precision(precision):
             text = case.compiled.lower(lhs, rhs).as_text()
@@ -785,7 +784,7 @@ def test_images_whose_sizes_are_sharded(name, devices, platform):
         return jaxops.conv2d(x, kernel, bias=bias, activation="silu", **options)
 
     def expected(x, kernel, bias):
-        return jax.nn.silu(of_lax(x, kernel, **options) + bias)
+        return jax.nn.silu(lax_conv(x, kernel, **options) + bias)
 
     check_spread(ours, expected, normal(0, size, taps, taps[-1:]), axes, devices, platform)
 
@@ -838,7 +837,7 @@ def test_sharded_images_without_parts_for_windows_are_right(platform):
     x, kernel = normal(0, (1, 16, 4, 3), (3, 3, 3, 2))
     placed = jax.device_put(x, NamedSharding(mesh, P(None, "h")))
     got = jax.jit(functools.partial(jaxops.conv2d, padding="VALID"))(placed, kernel)
-    want = of_lax(x, kernel, strides=(1, 1), padding="VALID", dilation=(1, 1), groups=1)
+    want = lax_conv(x, kernel, strides=(1, 1), padding="VALID", dilation=(1, 1), groups=1)
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 

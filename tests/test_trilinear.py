@@ -185,11 +185,11 @@ def test_derivatives_of_every_order(order, platform):
             value_and_gradients = derivative(whole, directions)(points)
 
             # Reverse over the forward derivatives.
-            def of_value(features, points, last):
+            def move(features, points, last):
                 moved = functools.partial(function, features)
                 return derivative(moved, [*directions[:-1], last])(points)
 
-            pulled = jax.vjp(of_value, features, points, directions[-1])[1](g)
+            pulled = jax.vjp(move, features, points, directions[-1])[1](g)
             return value_and_gradients, pulled
 
         return compute

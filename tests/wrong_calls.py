@@ -183,9 +183,11 @@ def _other_types(type_: Type) -> Iterator[tuple[str, Type]]:
 
 
 def _other_values(value: object) -> Iterator[object]:
-    if isinstance(value, np.bool_):
+    if isinstance(value, str):
+        yield from ("", value[:-1], value + "s", value.swapcase())
+    elif isinstance(value, np.bool_):
         yield ~value
-    elif isinstance(value, np.ndarray):
+    elif value.dtype == np.int64 and value.ndim:
         yield value[1:]
         yield np.append(value, value[-1:])
         for i in range(value.size):
@@ -193,9 +195,19 @@ def _other_values(value: object) -> Iterator[object]:
                 other = value.copy()
                 other[i] = integer
                 yield other
-    else:
+    elif value.dtype.kind == "i" and not value.ndim:
         bounds = np.iinfo(value.dtype)
         yield from (value.dtype.type(np.clip(i, bounds.min, bounds.max)) for i in _INTEGERS)
+
+
+def _of_other_types(value: object) -> Iterator[object]:
+    """The value as an attribute of other types."""
+    dtype = None if isinstance(value, str) or value.ndim else value.dtype
+    yield from (np.dtype(name).type(0) for name in ("?", "i4", "i8", "f8") if name != dtype)
+    dtype = value.dtype if isinstance(value, np.ndarray) else None
+    yield from (np.zeros(2, name) for name in ("i4", "i8", "f8") if name != dtype)
+    if not isinstance(value, str):
+        yield "0"
 
 
 def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
@@ -211,40 +223,44 @@ def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
         yield f"{kind} more", dataclasses.replace(call, **{kind: (*types, types[-1])})
     for i, (name, value) in enumerate(call.attributes):
         rest = call.attributes[:i], call.attributes[i + 1 :]
-        yield name, dataclasses.replace(call, attributes=(*rest[0], *rest[1]))
+        others = [("less", ()), ("named otherwise", ((name + "s", value),))]
+        others += [("of another type", ((name, other),)) for other in _of_other_types(value)]
+        for what, instead in others:
+            changed = (*rest[0], *instead, *rest[1])
+            yield f"attributes {what}", dataclasses.replace(call, attributes=changed)
         for other in _other_values(value):
             if not np.array_equal(other, value):
                 changed = (*rest[0], (name, other), *rest[1])
                 yield name, dataclasses.replace(call, attributes=changed)
+    more = (*call.attributes, ("zzz", np.int64(0)))
+    yield "attributes more", dataclasses.replace(call, attributes=more)
 
 
 # By target, what a call may have instead and be a right call of other arrays.
 _FREE = {
     "lightweight_conv": "operand 1 .*|operand 2 (size 0|dtype)|operands less 2|padding|dilation"
-    "|activation|flip_taps",
+    "|flip_taps",
     "lightweight_conv_backward": "operand . size [01]|result 1 size 0|result 2 dtype"
     "|results less 2|padding|dilation",
     "lightweight_conv_filter_grad": "operand . size 0|result 0 (size .|dtype)|padding|dilation",
-    "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|method"
-    "|padding_mode|align_corners|deterministic",
-    "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|method|padding_mode"
-    "|align_corners|deterministic",
-    "grid_sample_point_grad": "operand 0 size [012]|method|padding_mode|align_corners"
+    "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|align_corners"
     "|deterministic",
-    "grid_sample_backward": "result 0 size 0|method|padding_mode|align_corners|deterministic",
+    "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|align_corners|deterministic",
+    "grid_sample_point_grad": "operand 0 size [012]|align_corners|deterministic",
+    "grid_sample_backward": "result 0 size 0|align_corners|deterministic",
     "trilinear_interpolate": "operand . size [01]|operand 1 dtype|operands more",
     "trilinear_feature_grad": "operand . size 0|operand 0 dtype",
     "trilinear_point_grad": "operand . size 0",
     "trilinear_backward": "operand . size 0",
-    "sigmoid_focal_loss": "power|has_ignored|ignored|first_class_id",
-    "sigmoid_focal_loss_gradient": "power|has_ignored|ignored",
-    "sigmoid_focal_loss_sum": "operand 0 dtype|operands less 5|power|has_ignored|ignored",
-    "sigmoid_focal_loss_value_and_gradient": "operand [05] size 0|operands less 5|power"
+    "sigmoid_focal_loss": "has_ignored|ignored",
+    "sigmoid_focal_loss_gradient": "has_ignored|ignored",
+    "sigmoid_focal_loss_sum": "operand 0 dtype|operands less 5|has_ignored|ignored",
+    "sigmoid_focal_loss_value_and_gradient": "operand [05] size 0|operands less 5"
     "|has_ignored|ignored",
-    "softmax_focal_loss": "operand 0 (size 1|dtype)|power",
-    "softmax_focal_loss_gradient": "operands less 4|power",
-    "softmax_focal_loss_sum": "operand 0 (size 1|dtype)|operands less 4|power",
-    "softmax_focal_loss_value_and_gradient": "operands less 4|power",
+    "softmax_focal_loss": "operand 0 (size 1|dtype)",
+    "softmax_focal_loss_gradient": "operands less 4",
+    "softmax_focal_loss_sum": "operand 0 (size 1|dtype)|operands less 4",
+    "softmax_focal_loss_value_and_gradient": "operands less 4",
     "im2col": "operand 0 size [123]|result 0 size [12345]|strides|dilation|low|again",
     "col2im": "operand 0 size [1234]|result 0 size [12]|strides|dilation|low",
     "concatenate": "operand . size [012]|operands more|sources",

@@ -7,7 +7,8 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/common/numeric.cuh"
-#include "cuda/conv/launch.h"
+#include "cuda/conv/families.h"
+#include "cuda/conv/plan.h"
 
 namespace jaxops::conv::cuda {
 
@@ -22,6 +23,7 @@ struct Tap {
 struct Sum {
   Tap tap[kMaxTaps];
   int taps;
+  int number;  // of the sums that a call is cut into
   int64_t groups;
   int64_t images, image_rows, image_columns, channels;
   int64_t rows, columns, outputs;
@@ -86,11 +88,13 @@ cudaError_t LaunchInputGradSums(const Call& call, Launch&& launch) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   if (h.taps * w.taps > kMaxTaps) return cudaErrorNotSupported;
+  int number = 0;
   for (int64_t first_row = 0; first_row < std::min(h.stride, h.in); ++first_row) {
     for (int64_t first_column = 0; first_column < std::min(w.stride, w.in); ++first_column) {
       // x[first + cell * stride] is entry `tap` of the patch cell + (first + low - tap * dilation)
       // / stride, for the taps for which that is an integer.
       Sum sum{};
+      sum.number = number++;
       for (int64_t r = h.taps; r-- > 0;) {
         const int64_t row = first_row + h.low - r * h.dilation;
         if (row % h.stride) continue;

@@ -10,7 +10,7 @@
 #include "common/fast_divide.h"
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.h"
-#include "cuda/conv/launch.h"
+#include "cuda/conv/families.h"
 #include "cuda/conv/results.cuh"
 #include "cuda/conv/sum.h"
 

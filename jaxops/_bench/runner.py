@@ -159,7 +159,7 @@ def _contender(
         inputs = jax.eval_shape(make_inputs, _KEY)
         if name == OURS:
             function = direction.of(benchmark.function(case))
-            return JaxContender(function, _of_direction(inputs, direction))
+            return JaxContender(function, _select_inputs(inputs, direction))
         if name != _REFERENCE:
             (peer,) = (p for p in work.peers if p.name == name)
             declined = peer.declines(case, direction, machine.platform)
@@ -168,10 +168,10 @@ def _contender(
             if peer.torch:
                 return TorchContender(peer.function(case), direction)
             function = direction.of(peer.function(case))
-            return JaxContender(function, _of_direction(inputs, direction))
+            return JaxContender(function, _select_inputs(inputs, direction))
     with machine.settings("float64"):
         function = contenders.in_float64(_everything(work, benchmark.reference(case)))
-        return JaxContender(function, _of_direction(inputs, work.everything))
+        return JaxContender(function, _select_inputs(inputs, work.everything))
 
 
 def _everything(work: Work, function: Callable) -> Callable:
@@ -208,7 +208,7 @@ def _make_inputs(benchmark: Benchmark, case: Case) -> Callable:
     return make
 
 
-def _of_direction(inputs: tuple, direction: Direction) -> tuple:
+def _select_inputs(inputs: tuple, direction: Direction) -> tuple:
     cotangent, arguments = inputs
     return (cotangent, *arguments) if direction.wrt else tuple(arguments)
 
@@ -251,7 +251,7 @@ def _measure(
     try:
         with machine.stopwatch("check reference"):
             reference = _ready(programs[work.case.name, "", _REFERENCE])
-            (call,) = reference.calls([_of_direction(input_sets[0], work.everything)])
+            (call,) = reference.calls([_select_inputs(input_sets[0], work.everything)])
             want = call()
             reference.block(want)
     except Exception as error:
@@ -266,7 +266,7 @@ def _measure(
         if isinstance(want, str):
             outcomes[direction.name] = {name: Outcome(error=want) for name in built}
             continue
-        argument_sets = [_of_direction(inputs, direction) for inputs in input_sets]
+        argument_sets = [_select_inputs(inputs, direction) for inputs in input_sets]
         # Each direction's results are let go once they have been compared.
         wanted = [jax.tree.leaves(want.pop(direction.name))]
         checked, calls = _checked(work, direction, built, argument_sets, wanted.pop(), machine)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxops._core import compat
 
 
-def live(tangents: Sequence, count: int) -> list[jax.Array | None]:
+def nonzero(tangents: Sequence, count: int) -> list[jax.Array | None]:
     """Tangents or cotangents with None for symbolic zeros, padded with None to `count`."""
     found = [None if isinstance(t, compat.Zero) else t for t in tangents]
     return found + [None] * (count - len(found))
@@ -22,7 +22,7 @@ def jvp(function: Callable, primals: Sequence, tangents: Sequence):
     """`jax.jvp` that spends nothing on operands whose tangent is a symbolic zero."""
     at = [i for i, t in enumerate(tangents) if not isinstance(t, compat.Zero)]
 
-    def of_live(*moving):
+    def apply(*moving):
         operands = list(primals)
         for i, operand in zip(at, moving, strict=True):
             operands[i] = operand
@@ -30,7 +30,7 @@ def jvp(function: Callable, primals: Sequence, tangents: Sequence):
 
     # How dtypes promote is the caller's business.
     with jax.numpy_dtype_promotion("standard"):
-        return jax.jvp(of_live, [primals[i] for i in at], [tangents[i] for i in at])
+        return jax.jvp(apply, [primals[i] for i in at], [tangents[i] for i in at])
 
 
 def zeros(operands: Sequence) -> list:
@@ -54,7 +54,7 @@ def broadcast_like(array: jax.Array, like) -> jax.Array:
     return jnp.broadcast_to(array, like.shape, out_sharding=like.sharding if is_explicit else None)
 
 
-def fit(array: jax.Array, like, core_rank: int = 2) -> jax.Array:
+def match_type(array: jax.Array, like, core_rank: int = 2) -> jax.Array:
     """A cotangent of the type `like`: batch dimensions summed or broadcast, resharded, cast."""
     summed = unbroadcast(array, like.shape[: like.ndim - core_rank]).astype(like.dtype)
     if summed.shape != like.shape:

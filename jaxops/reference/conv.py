@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._core.dtypes import accumulation_dtype
+from jaxops.activations import ACTIVATIONS
 from jaxops.reference.im2col import im2col
-from jaxops.reference.lightweight_conv import ACTIVATIONS
 
 
 def conv(

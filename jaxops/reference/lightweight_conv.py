@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.export
 import jax.numpy as jnp
 
 from jaxops._core.dtypes import accumulation_dtype
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """`jax.nn.gelu` in its default form, with nothing that cancels where x is negative."""
-    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
-
-
-ACTIVATIONS = {
-    None: lambda x: x,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "gelu": gelu,
-}
+from jaxops.activations import ACTIVATIONS
 
 
 def lightweight_conv(

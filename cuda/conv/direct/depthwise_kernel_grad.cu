@@ -18,7 +18,7 @@
 #include "common/fast_divide.h"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/warp_matrix.cuh"
-#include "cuda/conv/direct/depthwise.h"
+#include "cuda/conv/families.h"
 #include "cuda/conv/results.cuh"
 
 namespace jaxops::conv::cuda {
@@ -410,7 +410,7 @@ cudaError_t Run(cudaStream_t stream, const Params& p, const Call& call) {
 
 }  // namespace
 
-bool IsDepthwise(const Call& call) {
+bool CanRunKernelGradDepthwise(const Call& call) {
   const auto is_plain = [](const im2col::Window& w) { return w.stride == 1 && w.dilation == 1; };
   const int64_t taps = call.dims[1].taps;
   const bool is_square = call.dims[0].taps == taps && (taps == 5 || taps == 7);

@@ -15,7 +15,7 @@
 #include "common/fast_divide.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/numeric.cuh"
-#include "cuda/conv/launch.h"
+#include "cuda/conv/families.h"
 
 namespace jaxops::conv::cuda {
 

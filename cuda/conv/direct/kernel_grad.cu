@@ -14,7 +14,6 @@
 // workspace, from where a second kernel adds them, always in the same order.
 #include <type_traits>
 
-#include "cuda/conv/direct/depthwise.h"
 #include "cuda/conv/direct/direct.cuh"
 #include "cuda/conv/results.cuh"
 
@@ -388,7 +387,6 @@ auto WithPlan(const Call& call, int processors, Use&& use) {
 }  // namespace
 
 int64_t KernelGradDirectWorkspace(const Call& call, int processors) {
-  if (IsDepthwise(call)) return KernelGradDepthwiseWorkspace(call, processors);
   return WithPlan(call, processors, [&]<typename T, typename W>(const Params& p) -> int64_t {
     return PartBytes<T>(p);
   });
@@ -397,7 +395,6 @@ int64_t KernelGradDirectWorkspace(const Call& call, int processors) {
 cudaError_t LaunchKernelGradDirect(cudaStream_t stream, const Call& call, Space workspace,
                                    int processors) {
   if (call.dims[0].taps * call.dims[1].taps > kMaxTaps) return cudaErrorNotSupported;
-  if (IsDepthwise(call)) return LaunchKernelGradDepthwise(stream, call, workspace, processors);
   return WithPlan(call, processors, [&]<typename T, typename W>(Params& p) {
     if (workspace.bytes < PartBytes<T>(p)) return cudaErrorInvalidValue;
     p.image = call.image;

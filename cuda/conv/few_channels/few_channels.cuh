@@ -15,7 +15,7 @@
 #include "common/fast_divide.h"
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.h"
-#include "cuda/conv/launch.h"
+#include "cuda/conv/families.h"
 #include "cuda/conv/results.cuh"
 
 namespace jaxops::conv::cuda {
@@ -83,7 +83,6 @@ struct Tiling {
   void Cut(const Call& call, int64_t most_columns, int rows, int64_t multiple = 1) {
     const im2col::Window& h = call.dims[0];
     const im2col::Window& w = call.dims[1];
-    images = static_cast<const uint16_t*>(call.image);
     in_rows = h.in;
     in_entries = w.in * call.channels;
     entries = call.images * in_rows * in_entries;

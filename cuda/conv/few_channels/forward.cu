@@ -4,6 +4,7 @@
 // of entries of its window, row after row: 77 of 7 x 7 taps of RGB, of 80 that are multiplied. The
 // kernel lies in shared memory in that order as long as a block lives.
 #include "cuda/conv/few_channels/few_channels.cuh"
+#include "cuda/conv/plan.h"
 
 namespace jaxops::conv::cuda {
 namespace {
@@ -153,9 +154,15 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
 #endif
 }
 
+// Bytes of shared memory of a block.
+int ForwardBytes(const ForwardParams& p) {
+  return 1024 + p.steps * 16 * kMatrixRowBytes +
+         (p.steps + 1) * 4 * static_cast<int>(sizeof(PairTable)) + 2 * p.stage_bytes();
+}
+
 template <typename T, int kColumns>
-cudaError_t LaunchForwardFew(cudaStream_t stream, const ForwardParams& p, int bytes,
-                             int processors) {
+cudaError_t LaunchForwardFewChannels(cudaStream_t stream, const ForwardParams& p, int bytes,
+                                     int processors) {
   auto* kernel = p.HasOdd() ? &ConvolveFew<T, kColumns, true> : &ConvolveFew<T, kColumns, false>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kForwardBytes);
@@ -167,24 +174,11 @@ cudaError_t LaunchForwardFew(cudaStream_t stream, const ForwardParams& p, int by
   return cudaGetLastError();
 }
 
-}  // namespace
-
-cudaError_t LaunchForwardFew(cudaStream_t stream, const Call& call) {
-  if (!HasFewChannels(call) || call.outputs % kUnit) return cudaErrorNotSupported;
-  int processors = 0;
-  const cudaError_t error = CountProcessors(&processors);
-  if (error != cudaSuccess) return error;
-  ForwardParams p{};
-  p.kernel = call.kernel;
-  p.result = call.result;
+// Decides all but addresses; false where no tile fits.
+bool Plan(ForwardParams& p, const Call& call, int processors) {
   p.outputs = static_cast<int>(call.outputs);
   p.kernel_rows = static_cast<int>(call.dims[0].taps);
   p.is_wide = call.result_dtype == DType::kF32;
-  p.epilogue = call.epilogue;
-  const auto bytes = [](const ForwardParams& p) {
-    return 1024 + p.steps * 16 * kMatrixRowBytes +
-           (p.steps + 1) * 4 * static_cast<int>(sizeof(PairTable)) + 2 * p.stage_bytes();
-  };
 
   // The tiles that are done first, in estimated cycles: of products and of what is copied.
   constexpr int kMostColumns = 256, kMostRows = 16;
@@ -195,7 +189,7 @@ cudaError_t LaunchForwardFew(cudaStream_t stream, const Call& call) {
     for (int rows = 1; rows <= kMostRows; ++rows) {
       p.Cut(call, columns, rows);
       p.steps = static_cast<int>(CeilDiv(p.kernel_rows * p.row_pairs, 16) * 2);
-      if (bytes(p) > kForwardBytes || p.tiles == INT32_MAX) break;
+      if (ForwardBytes(p) > kForwardBytes || p.tiles == INT32_MAX) break;
       const int64_t blocks =
           CeilDiv(p.tile_rows * p.tile_columns.divisor(), kForwardRows * kForwardWarpgroups) *
           kForwardWarpgroups;
@@ -208,11 +202,30 @@ cudaError_t LaunchForwardFew(cudaStream_t stream, const Call& call) {
       }
     }
   }
-  if (least == INT64_MAX) return cudaErrorNotSupported;
+  p = best;
+  return least != INT64_MAX;
+}
+
+}  // namespace
+
+cudaError_t LaunchForwardFewChannels(cudaStream_t stream, const Call& call) {
+  if (!HasFewChannels(call) || call.outputs % kUnit) return cudaErrorNotSupported;
+  int processors = 0;
+  const cudaError_t error = CountProcessors(&processors);
+  if (error != cudaSuccess) return error;
+  const auto plan = KeptParams<ForwardParams>(
+      PlanKey(call, processors), [&](ForwardParams& p) { return Plan(p, call, processors); });
+  if (!plan->has_value()) return cudaErrorNotSupported;
+  ForwardParams p = **plan;
+  p.kernel = call.kernel;
+  p.result = call.result;
+  p.epilogue = call.epilogue;
+  p.images = static_cast<const uint16_t*>(call.image);
   return DispatchShort(call.dtype, [&](auto type) {
     using T = decltype(type);
-    return call.outputs <= 32 ? LaunchForwardFew<T, 32>(stream, best, bytes(best), processors)
-                              : LaunchForwardFew<T, 64>(stream, best, bytes(best), processors);
+    return call.outputs <= 32
+               ? LaunchForwardFewChannels<T, 32>(stream, p, ForwardBytes(p), processors)
+               : LaunchForwardFewChannels<T, 64>(stream, p, ForwardBytes(p), processors);
   });
 }
 

@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kGradThreads, kKernelRows* kRowColumns <= 168 
 int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 template <typename T, int kKernelRows, int kRowColumns>
-cudaError_t LaunchInputGradFew(cudaStream_t stream, InputGradParams& p, int processors) {
+cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, InputGradParams& p, int processors) {
   auto* kernel = &InputGradFew<T, kKernelRows, kRowColumns>;
   const int bytes = 1024 + p.slabs * kKernelRows * kRowColumns * kMatrixRowBytes +
                     2 * 2 * kGradColumns * kSumPitch<kRowColumns> * 4;
@@ -354,22 +354,23 @@ cudaError_t LaunchInputGradFew(cudaStream_t stream, InputGradParams& p, int proc
 
 // Registers hold the sums of all rows of the kernel, so there is a kernel for every number of them.
 template <typename T, int kKernelRows = 1>
-cudaError_t LaunchInputGradFew(cudaStream_t stream, InputGradParams& p, int64_t kernel_rows,
-                               int processors) {
+cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, InputGradParams& p, int64_t kernel_rows,
+                                       int processors) {
   if constexpr (kKernelRows < kMostFewTapRows) {
     if (kernel_rows > kKernelRows) {
-      return LaunchInputGradFew<T, kKernelRows + 1>(stream, p, kernel_rows, processors);
+      return LaunchInputGradFewChannels<T, kKernelRows + 1>(stream, p, kernel_rows, processors);
     }
   }
   constexpr int kFewEntries = 16;
   return p.row_entries <= kFewEntries
-             ? LaunchInputGradFew<T, kKernelRows, kFewEntries>(stream, p, processors)
-             : LaunchInputGradFew<T, kKernelRows, kMostFewRowEntries>(stream, p, processors);
+             ? LaunchInputGradFewChannels<T, kKernelRows, kFewEntries>(stream, p, processors)
+             : LaunchInputGradFewChannels<T, kKernelRows, kMostFewRowEntries>(stream, p,
+                                                                              processors);
 }
 
 }  // namespace
 
-cudaError_t LaunchInputGradFew(cudaStream_t stream, const Call& call) {
+cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, const Call& call) {
   if (!HasFewChannels(call) || call.outputs % kUnit) return cudaErrorNotSupported;
   int processors = 0;
   const cudaError_t error = CountProcessors(&processors);
@@ -408,7 +409,7 @@ cudaError_t LaunchInputGradFew(cudaStream_t stream, const Call& call) {
   p.is_wide = call.result_dtype == DType::kF32;
   return DispatchShort(call.dtype, [&](auto type) {
     using T = decltype(type);
-    return LaunchInputGradFew<T>(stream, p, h.taps, processors);
+    return LaunchInputGradFewChannels<T>(stream, p, h.taps, processors);
   });
 }
 

@@ -7,6 +7,7 @@
 // in memory, from where bulk copies bring it. Blocks sum for some of the tiles each, and a second
 // kernel adds what they have, always in the same order.
 #include "cuda/conv/few_channels/few_channels.cuh"
+#include "cuda/conv/plan.h"
 #include "cuda/conv/tiles.cuh"
 
 namespace jaxops::conv::cuda {
@@ -204,6 +205,11 @@ bool Plan(Params& p, const Call& call, int processors) {
   return least < INT64_MAX;
 }
 
+auto PlanOf(const Call& call, int processors) {
+  return KeptParams<Params>(PlanKey(call, processors),
+                            [&](Params& p) { return Plan(p, call, processors); });
+}
+
 int64_t PartBytes(const Params& p) { return p.parts * p.size * 4; }
 
 template <typename T, int kWarpgroups>
@@ -223,16 +229,18 @@ cudaError_t Launch(cudaStream_t stream, const Params& p) {
 
 }  // namespace
 
-int64_t KernelGradFewWorkspace(const Call& call, int processors) {
-  Params p{};
-  return Plan(p, call, processors) ? PartBytes(p) : 0;
+int64_t KernelGradFewChannelsWorkspace(const Call& call, int processors) {
+  const auto plan = PlanOf(call, processors);
+  return plan->has_value() ? PartBytes(**plan) : 0;
 }
 
-cudaError_t LaunchKernelGradFew(cudaStream_t stream, const Call& call, Space workspace,
-                                int processors) {
-  Params p{};
-  if (!Plan(p, call, processors)) return cudaErrorNotSupported;
+cudaError_t LaunchKernelGradFewChannels(cudaStream_t stream, const Call& call, Space workspace,
+                                        int processors) {
+  const auto plan = PlanOf(call, processors);
+  if (!plan->has_value()) return cudaErrorNotSupported;
+  Params p = **plan;
   if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
+  p.images = static_cast<const uint16_t*>(call.image);
   p.result = workspace.data;
   cudaError_t error = Map<4>(
       p.cotangent, call.dtype, call.cotangent, {p.outputs, p.out_columns, p.out_rows, call.images},

@@ -643,8 +643,11 @@ cudaError_t LaunchPlan(cudaStream_t stream, Params& p, const Plan& plan, int64_t
   return plan.launch(stream, p, groups);
 }
 
-template <typename T>
-cudaError_t Launch(cudaStream_t stream, const Sum& sum, const KernelSteps& kernel,
+struct ForwardPlans;
+struct InputGradPlans;
+
+template <typename T, typename Plans>
+cudaError_t Launch(cudaStream_t stream, const Call& call, const Sum& sum, const KernelSteps& kernel,
                    const int* needed) {
   int processors = 0;
   const cudaError_t error = jaxops::cuda::CountProcessors(&processors);
@@ -653,7 +656,11 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, const KernelSteps& kerne
   if (!Fill<T>(p, sum, kernel)) return cudaErrorNotSupported;
   FillMatrices<T>(p, sum);
   p.needed = needed;
-  return LaunchPlan(stream, p, Decide<T>(p, sum.groups, processors, HasParts()), sum.groups);
+  const bool has_parts = HasParts();
+  const auto plan = KeptPlan<Plans>(PlanKey(call, processors, 2 * sum.number + has_parts), [&] {
+    return Decide<T>(p, sum.groups, processors, has_parts);
+  });
+  return LaunchPlan(stream, p, *plan, sum.groups);
 }
 
 // The gradient of all pixels between strides, if each has few channels: LaunchInputGradSums has a
@@ -721,7 +728,7 @@ cudaError_t LaunchCells(cudaStream_t stream, const Call& call, const KernelSteps
 template <typename T>
 cudaError_t LaunchForward(cudaStream_t stream, const Call& call, const int* needed) {
   return LaunchForwardSum(call, [&](const Sum& sum) {
-    return Launch<T>(stream, sum, {call.outputs, 1, sum.outputs}, needed);
+    return Launch<T, ForwardPlans>(stream, call, sum, {call.outputs, 1, sum.outputs}, needed);
   });
 }
 
@@ -731,8 +738,9 @@ cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call, const int* ne
   bool is_done = false;
   const cudaError_t error = LaunchCells<T>(stream, call, kernel, needed, is_done);
   if (error != cudaSuccess || is_done) return error;
-  return LaunchInputGradSums(
-      call, [&](const Sum& sum) { return Launch<T>(stream, sum, kernel, needed); });
+  return LaunchInputGradSums(call, [&](const Sum& sum) {
+    return Launch<T, InputGradPlans>(stream, call, sum, kernel, needed);
+  });
 }
 
 }  // namespace

@@ -16,7 +16,7 @@
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/numeric.cuh"
-#include "cuda/conv/launch.h"
+#include "cuda/conv/families.h"
 #include "cuda/conv/sum.h"
 
 namespace jaxops::conv::cuda::fma {

@@ -418,29 +418,23 @@ cudaError_t LaunchShape(cudaStream_t stream, const Params& p, const Shape& shape
   return LaunchTile<Tile<T, 32, 32, 64, 64, kAcross>, 4>(stream, p, shape, groups);
 }
 
-// The rows of the kernel, outputs if kAcross the sum and else channels, and its groups are so many
-// entries apart.
-template <bool kAcross>
-cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Call& call, int64_t kernel_row,
-                   int64_t kernel_group) {
-  int device = 0, processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error != cudaSuccess) return error;
+// How a sum is cut up, all but addresses; no shape where none fits.
+struct SumPlan {
+  const Shape* shape;
+  Params params;
+};
+
+// The rows of the kernel and its groups are so many entries apart.
+SumPlan MakePlan(const Sum& sum, const Call& call, int64_t kernel_row, int64_t kernel_group,
+                 int processors) {
   const int item = ItemBytes(call.dtype);
-  if (sum.channels % (16 / item) || sum.outputs % (16 / item)) return cudaErrorNotSupported;
-  if (sum.images * sum.image_rows * sum.image_columns > INT32_MAX) return cudaErrorNotSupported;
+  if (sum.channels % (16 / item) || sum.outputs % (16 / item)) return {};
+  if (sum.images * sum.image_rows * sum.image_columns > INT32_MAX) return {};
 
   Params params{}, best;
-  params.image = static_cast<const char*>(sum.image);
-  params.kernel = static_cast<const char*>(sum.kernel);
-  params.result = static_cast<char*>(sum.result);
   params.result_image = sum.result_image;
   params.result_row = sum.result_row;
   params.result_column = sum.result_column;
-  params.epilogue = sum.epilogue;
   params.kernel_row = kernel_row;
   params.kernel_matrix = sum.groups * sum.channels * sum.outputs;
   params.kernel_group = kernel_group;
@@ -478,7 +472,7 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Call& call, int64_
       }
     }
   }
-  if (!chosen) return cudaErrorNotSupported;
+  if (!chosen) return {};
   for (int g = 0; g < best.tap_groups; ++g) {
     const Group& group = best.group[g];
     for (int i = 0; i < best.chunks; ++i) {
@@ -491,15 +485,37 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Call& call, int64_
       best.step_bytes[g * best.chunks + i] = {bytes[0], bytes[1], bytes[2], bytes[3]};
     }
   }
+  return {chosen, best};
+}
+
+struct ForwardPlans;
+struct InputGradPlans;
+
+// The rows of the kernel are outputs if kAcross the sum, and else channels.
+template <bool kAcross, typename Plans>
+cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Call& call, int64_t kernel_row,
+                   int64_t kernel_group) {
+  int processors = 0;
+  const cudaError_t error = jaxops::cuda::CountProcessors(&processors);
+  if (error != cudaSuccess) return error;
+  const auto plan = KeptPlan<Plans>(PlanKey(call, processors, sum.number), [&] {
+    return MakePlan(sum, call, kernel_row, kernel_group, processors);
+  });
+  if (!plan->shape) return cudaErrorNotSupported;
+  Params params = plan->params;
+  params.image = static_cast<const char*>(sum.image);
+  params.kernel = static_cast<const char*>(sum.kernel);
+  params.result = static_cast<char*>(sum.result);
+  params.epilogue = sum.epilogue;
   if (call.dtype == DType::kF16) {
-    return LaunchShape<__half, kAcross>(stream, best, *chosen, sum.groups);
+    return LaunchShape<__half, kAcross>(stream, params, *plan->shape, sum.groups);
   }
   if (call.dtype == DType::kBF16) {
-    return LaunchShape<__nv_bfloat16, kAcross>(stream, best, *chosen, sum.groups);
+    return LaunchShape<__nv_bfloat16, kAcross>(stream, params, *plan->shape, sum.groups);
   }
   if constexpr (!kAcross) {
     if (call.dtype == DType::kF32) {
-      return LaunchShape<float, kAcross>(stream, best, *chosen, sum.groups);
+      return LaunchShape<float, kAcross>(stream, params, *plan->shape, sum.groups);
     }
   }
   return cudaErrorNotSupported;
@@ -510,14 +526,15 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Call& call, int64_
 cudaError_t LaunchForwardMma(cudaStream_t stream, const Call& call) {
   return LaunchForwardSum(call, [&](const Sum& sum) {
     return call.dtype == DType::kF32
-               ? Launch<false>(stream, sum, call, sum.channels, sum.outputs * sum.channels)
-               : Launch<true>(stream, sum, call, call.outputs, sum.outputs);
+               ? Launch<false, ForwardPlans>(stream, sum, call, sum.channels,
+                                             sum.outputs * sum.channels)
+               : Launch<true, ForwardPlans>(stream, sum, call, call.outputs, sum.outputs);
   });
 }
 
 cudaError_t LaunchInputGradMma(cudaStream_t stream, const Call& call) {
   return LaunchInputGradSums(call, [&](const Sum& sum) {
-    return Launch<false>(stream, sum, call, call.outputs, sum.channels);
+    return Launch<false, InputGradPlans>(stream, sum, call, call.outputs, sum.channels);
   });
 }
 

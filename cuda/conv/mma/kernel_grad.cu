@@ -501,6 +501,11 @@ bool Plan(Params& p, const Call& call, int processors) {
   return items / call.groups * p.splits <= INT32_MAX;
 }
 
+auto PlanOf(const Call& call, int processors) {
+  return KeptParams<Params>(PlanKey(call, processors),
+                            [&](Params& p) { return Plan(p, call, processors); });
+}
+
 int64_t PartBytes(const Params& p) { return p.splits > 1 ? p.splits * p.size * 4 : 0; }
 
 template <typename T>
@@ -519,14 +524,15 @@ cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
 }  // namespace
 
 int64_t KernelGradMmaWorkspace(const Call& call, int processors) {
-  Params p{};
-  return Plan(p, call, processors) ? PartBytes(p) : 0;
+  const auto plan = PlanOf(call, processors);
+  return plan->has_value() ? PartBytes(**plan) : 0;
 }
 
 cudaError_t LaunchKernelGradMma(cudaStream_t stream, const Call& call, Space workspace,
                                 int processors) {
-  Params p{};
-  if (!Plan(p, call, processors)) return cudaErrorNotSupported;
+  const auto plan = PlanOf(call, processors);
+  if (!plan->has_value()) return cudaErrorNotSupported;
+  Params p = **plan;
   if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
   p.image = static_cast<const char*>(call.image);
   p.cotangent = static_cast<const char*>(call.cotangent);

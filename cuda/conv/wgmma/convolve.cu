@@ -31,20 +31,28 @@ cudaError_t LaunchShape(cudaStream_t stream, const Params& params, const Shape& 
   return LaunchTiles<T, 4, 1, 32, kAcross>(stream, params, processors);
 }
 
-template <bool kAcross>
-cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wide) {
+struct ForwardPlans;
+struct InputGradPlans;
+
+template <bool kAcross, typename Plans>
+cudaError_t Launch(cudaStream_t stream, const Call& call, const Sum& sum) {
   int processors = 0;
-  cudaError_t error = Check(processors);
+  cudaError_t error = jaxops::cuda::CountProcessors(&processors);
   if (error != cudaSuccess) return error;
+  const DType dtype = call.dtype;
   const int item = ItemBytes(dtype);
   if (sum.groups != 1 || sum.channels * item % 16 || sum.outputs * item % 16) {
     return cudaErrorNotSupported;
   }
-  Params params;
-  int64_t cycles;
-  const Shape* shape = Decide<1>(params, cycles, sum, item, processors, kShapes, kSharedShapes);
+  const auto plan = KeptPlan<Plans>(PlanKey(call, processors, sum.number), [&] {
+    return MakePlan<1>(sum, item, processors, kShapes, kSharedShapes);
+  });
+  const Shape* const shape = plan->shape;
   if (!shape) return cudaErrorNotSupported;
-  params.is_wide = is_wide;
+  Params params = plan->params;
+  params.result = sum.result;
+  params.epilogue = sum.epilogue;
+  params.is_wide = call.result_dtype == DType::kF32;
 
   const int block = params.row_bytes / item;
   error = MapRows(params.image_map, params, dtype, sum.image,
@@ -68,18 +76,16 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, DType dtype, bool is_wid
 
 }  // namespace
 
-cudaError_t LaunchForward(cudaStream_t stream, const Call& call) {
-  const bool is_wide = call.result_dtype == DType::kF32;
+cudaError_t LaunchForwardWgmma(cudaStream_t stream, const Call& call) {
   return LaunchForwardSum(call, [&](const Sum& sum) {
-    return call.dtype == DType::kF32 ? Launch<false>(stream, sum, call.dtype, is_wide)
-                                     : Launch<true>(stream, sum, call.dtype, is_wide);
+    return call.dtype == DType::kF32 ? Launch<false, ForwardPlans>(stream, call, sum)
+                                     : Launch<true, ForwardPlans>(stream, call, sum);
   });
 }
 
-cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call) {
-  return LaunchInputGradSums(call, [&](const Sum& sum) {
-    return Launch<false>(stream, sum, call.dtype, call.result_dtype == DType::kF32);
-  });
+cudaError_t LaunchInputGradWgmma(cudaStream_t stream, const Call& call) {
+  return LaunchInputGradSums(
+      call, [&](const Sum& sum) { return Launch<false, InputGradPlans>(stream, call, sum); });
 }
 
 }  // namespace jaxops::conv::cuda

@@ -720,25 +720,26 @@ const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int 
     }
   }
   if (!chosen) return nullptr;
-  best.result = sum.result;
   best.result_image = sum.result_image;
   best.result_row = sum.result_row;
   best.result_column = sum.result_column;
-  best.epilogue = sum.epilogue;
   return chosen;
 }
 
-// Whether the current device has the instructions, and its multiprocessors.
-inline cudaError_t Check(int& processors) {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
-  return error != cudaSuccess ? error : major == 9 ? cudaSuccess : cudaErrorNotSupported;
+// How a sum is cut up, all but addresses; no shape where none fits.
+struct SumPlan {
+  const Shape* shape;
+  int64_t cycles;
+  Params params;
+};
+
+template <int kEntryParts, size_t kShapes, size_t kSharedShapes>
+SumPlan MakePlan(const Sum& sum, int item, int processors, const Shape (&shapes)[kShapes],
+                 const Shape (&shared_shapes)[kSharedShapes]) {
+  SumPlan plan{};
+  plan.shape =
+      Decide<kEntryParts>(plan.params, plan.cycles, sum, item, processors, shapes, shared_shapes);
+  return plan;
 }
 
 }  // namespace tiled

@@ -126,15 +126,28 @@ cudaError_t LaunchShape(cudaStream_t stream, const Params& params, const Shape& 
   return LaunchTiles<FloatPair, 4, 1, 32, false>(stream, params, processors);
 }
 
-cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Workspace& workspace) {
+struct ForwardPlans;
+struct InputGradPlans;
+
+auto PlanOf(const Call& call, const Sum& sum, bool is_input_grad, int processors) {
+  const PlanKey key(call, processors, sum.number);
+  const auto make = [&] {
+    return MakePlan<2>(sum, sizeof(float), processors, kShapes, kSharedShapes);
+  };
+  return is_input_grad ? KeptPlan<InputGradPlans>(key, make) : KeptPlan<ForwardPlans>(key, make);
+}
+
+cudaError_t Launch(cudaStream_t stream, const Call& call, const Sum& sum, bool is_input_grad,
+                   const Workspace& workspace) {
   int processors = 0;
-  cudaError_t error = Check(processors);
+  cudaError_t error = jaxops::cuda::CountProcessors(&processors);
   if (error != cudaSuccess) return error;
-  Params params;
-  int64_t cycles;
-  const Shape* shape =
-      Decide<2>(params, cycles, sum, sizeof(float), processors, kShapes, kSharedShapes);
+  const auto plan = PlanOf(call, sum, is_input_grad, processors);
+  const Shape* const shape = plan->shape;
   if (!shape) return cudaErrorNotSupported;
+  Params params = plan->params;
+  params.result = sum.result;
+  params.epilogue = sum.epilogue;
   params.is_wide = true;
   params.low_matrices = sum.matrices;
   params.flag = workspace.flag;
@@ -151,18 +164,15 @@ cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Workspace& workspa
 
 }  // namespace
 
-bool IsFasterSplit(const Call& call, bool is_input_grad) {
+bool PrefersTf32x3(const Call& call, bool is_input_grad) {
   if (!IsSplit(call)) return false;
   const int64_t bytes = Entries(call) * static_cast<int64_t>(sizeof(float));
   int64_t split = kSplitCycles + bytes / kSplitPerCycle, fma = 0;
   const auto add = [&](const Sum& sum) {
-    Params params;
-    int64_t cycles;
     if (sum.taps > 0 && sum.taps * sum.channels < kLeastDepth) return cudaErrorNotSupported;
-    if (!Decide<2>(params, cycles, sum, sizeof(float), kProcessors, kShapes, kSharedShapes)) {
-      return cudaErrorNotSupported;
-    }
-    split += cycles + kSumCycles;
+    const auto plan = PlanOf(call, sum, is_input_grad, kProcessors);
+    if (!plan->shape) return cudaErrorNotSupported;
+    split += plan->cycles + kSumCycles;
     fma += FmaCycles(sum, is_input_grad, kProcessors);
     return cudaSuccess;
   };
@@ -171,37 +181,38 @@ bool IsFasterSplit(const Call& call, bool is_input_grad) {
   return error == cudaSuccess && split < fma;
 }
 
-int64_t SplitWorkspace(const Call& call) {
+int64_t Tf32x3Workspace(const Call& call) {
   return kFlagBytes + 2 * Entries(call) * static_cast<int64_t>(sizeof(float));
 }
 
-namespace {
+bool CanRunTf32x3(const Call& call, bool is_input_grad, int processors) {
+  if (!IsSplit(call)) return false;
+  const auto has_plan = [&](const Sum& sum) {
+    return PlanOf(call, sum, is_input_grad, processors)->shape ? cudaSuccess
+                                                               : cudaErrorNotSupported;
+  };
+  return cudaSuccess ==
+         (is_input_grad ? LaunchInputGradSums(call, has_plan) : LaunchForwardSum(call, has_plan));
+}
 
-// Splits the kernel, launches the sums, and then what makes the result anew if they are not finite.
-// Calls of which a sum is none for these kernels are left to that alone.
-template <typename Sums>
-cudaError_t LaunchSplit(cudaStream_t stream, const Call& call, void* data, bool transposed,
-                        Sums&& launch_sums,
-                        cudaError_t (*launch_fma)(cudaStream_t, const Call&, const int* needed)) {
-  if (!data || !IsSplit(call)) return launch_fma(stream, call, nullptr);
+// Both split the kernel, launch the sums, and then what makes the result anew if they are not
+// finite.
+cudaError_t LaunchForwardTf32x3(cudaStream_t stream, const Call& call, void* data) {
   const Workspace workspace(call, data);
-  cudaError_t error = Split(stream, call, workspace, transposed);
+  cudaError_t error = Split(stream, call, workspace, true);
   if (error != cudaSuccess) return error;
-  error = launch_sums([&](const Sum& sum) { return Launch(stream, sum, workspace); });
-  if (error == cudaErrorNotSupported) return launch_fma(stream, call, nullptr);
-  return error == cudaSuccess ? launch_fma(stream, call, workspace.flag) : error;
+  error = LaunchForwardSum(
+      call, [&](const Sum& sum) { return Launch(stream, call, sum, false, workspace); });
+  return error == cudaSuccess ? LaunchForwardFma(stream, call, workspace.flag) : error;
 }
 
-}  // namespace
-
-cudaError_t LaunchForwardSplit(cudaStream_t stream, const Call& call, void* data) {
-  const auto sums = [&](auto&& launch) { return LaunchForwardSum(call, launch); };
-  return LaunchSplit(stream, call, data, true, sums, LaunchForwardFma);
-}
-
-cudaError_t LaunchInputGradSplit(cudaStream_t stream, const Call& call, void* data) {
-  const auto sums = [&](auto&& launch) { return LaunchInputGradSums(call, launch); };
-  return LaunchSplit(stream, call, data, false, sums, LaunchInputGradFma);
+cudaError_t LaunchInputGradTf32x3(cudaStream_t stream, const Call& call, void* data) {
+  const Workspace workspace(call, data);
+  cudaError_t error = Split(stream, call, workspace, false);
+  if (error != cudaSuccess) return error;
+  error = LaunchInputGradSums(
+      call, [&](const Sum& sum) { return Launch(stream, call, sum, true, workspace); });
+  return error == cudaSuccess ? LaunchInputGradFma(stream, call, workspace.flag) : error;
 }
 
 }  // namespace jaxops::conv::cuda

@@ -1101,6 +1101,11 @@ bool Plan(Params& p, const Call& call, int processors) {
   return std::min(runs_cost, rows_cost) != INT64_MAX;
 }
 
+auto PlanOf(const Call& call, int processors) {
+  return KeptParams<Params>(PlanKey(call, processors),
+                            [&](Params& p) { return Plan(p, call, processors); });
+}
+
 int64_t PartBytes(const Params& p) {
   const int64_t parts = p.splits / p.cluster;
   return parts > 1 ? parts * p.size * 4 : 0;
@@ -1126,26 +1131,22 @@ cudaError_t Launch(cudaStream_t stream, const Params& p, const Call& call) {
 }  // namespace
 }  // namespace kernel_grad
 
-int64_t KernelGradWorkspace(const Call& call, int processors) {
-  kernel_grad::Params p{};
-  return kernel_grad::Plan(p, call, processors) ? kernel_grad::PartBytes(p) : 0;
+bool CanRunKernelGradWgmma(const Call& call, int processors) {
+  return kernel_grad::PlanOf(call, processors)->has_value();
 }
 
-cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, Space workspace,
-                             int processors) {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  if (error != cudaSuccess) return error;
+int64_t KernelGradWgmmaWorkspace(const Call& call, int processors) {
+  const auto plan = kernel_grad::PlanOf(call, processors);
+  return plan->has_value() ? kernel_grad::PartBytes(**plan) : 0;
+}
+
+cudaError_t LaunchKernelGradWgmma(cudaStream_t stream, const Call& call, Space workspace,
+                                  int processors) {
   using namespace kernel_grad;  // NOLINT: it is what this file is about
-  Params p{};
-  if (major != 9) return cudaErrorNotSupported;
-  if (!Plan(p, call, processors)) {
-    return call.dtype == DType::kF32 ? LaunchKernelGradMma(stream, call, workspace, processors)
-                                     : cudaErrorNotSupported;
-  }
+  const auto plan = PlanOf(call, processors);
+  if (!plan->has_value()) return cudaErrorNotSupported;
+  Params p = **plan;
+  cudaError_t error = cudaSuccess;
   if (workspace.bytes < PartBytes(p)) return cudaErrorInvalidValue;
   const bool one_part = p.splits == p.cluster;
   p.result = one_part ? call.result : workspace.data;

@@ -461,6 +461,12 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
   return least;
 }
 
+auto PlanOf(const Call& call, int processors) {
+  return KeptParams<SplitParams>(PlanKey(call, processors), [&](SplitParams& p) {
+    return Plan(p, call, processors) != INT64_MAX;
+  });
+}
+
 int Blocks(const SplitParams& p) { return p.channel_blocks * p.column_tiles * p.sets * p.splits; }
 
 int64_t FlagBytes(const SplitParams& p) { return 4 * int64_t{Blocks(p)}; }
@@ -497,26 +503,22 @@ cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& ca
 }  // namespace
 }  // namespace kernel_grad
 
-bool IsFasterKernelGradSplit(const Call& call, int processors) {
-  kernel_grad::SplitParams p{};
-  return kernel_grad::Plan(p, call, processors) != INT64_MAX;
+bool PrefersKernelGradTf32x3(const Call& call, int processors) {
+  return kernel_grad::PlanOf(call, processors)->has_value();
 }
 
-int64_t KernelGradSplitWorkspace(const Call& call, int processors) {
-  kernel_grad::SplitParams p{};
-  if (kernel_grad::Plan(p, call, processors) == INT64_MAX) {
-    return KernelGradFmaWorkspace(call, processors);
-  }
-  return kernel_grad::PartBytes(p, call, processors) + kernel_grad::FlagBytes(p);
+int64_t KernelGradTf32x3Workspace(const Call& call, int processors) {
+  const auto plan = kernel_grad::PlanOf(call, processors);
+  if (!plan->has_value()) return 0;
+  return kernel_grad::PartBytes(**plan, call, processors) + kernel_grad::FlagBytes(**plan);
 }
 
-cudaError_t LaunchKernelGradSplit(cudaStream_t stream, const Call& call, Space workspace,
-                                  int processors) {
+cudaError_t LaunchKernelGradTf32x3(cudaStream_t stream, const Call& call, Space workspace,
+                                   int processors) {
   using namespace kernel_grad;  // NOLINT: it is what this file is about
-  SplitParams p{};
-  if (Plan(p, call, processors) == INT64_MAX) {
-    return LaunchKernelGradFma(stream, call, workspace, processors);
-  }
+  const auto plan = PlanOf(call, processors);
+  if (!plan->has_value()) return cudaErrorNotSupported;
+  SplitParams p = **plan;
   const int64_t part_bytes = PartBytes(p, call, processors);
   if (workspace.bytes < part_bytes + FlagBytes(p)) return cudaErrorInvalidValue;
   p.flags = reinterpret_cast<int*>(static_cast<char*>(workspace.data) + part_bytes);

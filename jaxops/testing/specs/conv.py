@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._core import tiles
+from jaxops.conv import cuda_kernels
 from jaxops.reference import conv as reference
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
 
@@ -126,8 +126,8 @@ def _calls(platform, *, depthwise, passes):
 
     Images of so few channels have no other kernels.
     """
-    if depthwise and platform == "cuda" and tiles._has_kernels():
-        return dict.fromkeys(tiles.TARGETS[:passes], 1)
+    if depthwise and platform == "cuda" and cuda_kernels._has_kernels():
+        return dict.fromkeys(cuda_kernels.TARGETS[:passes], 1)
     return {"jaxops_im2col": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
 
 
@@ -157,7 +157,7 @@ def _spec(variant, *, fans, large, strides, low, high, dilation, bias=False, act
             x, kernel, padding=padding, precision="highest", **finish, **options(x)
         )
 
-    def of_reference(x, kernel, bias=None):
+    def compute_reference(x, kernel, bias=None):
         finish = {"bias": bias, "activation": activation}
         return reference.conv(x, kernel, outs=outs, low=low, **finish, **options(x))
 
@@ -179,7 +179,7 @@ def _spec(variant, *, fans, large, strides, low, high, dilation, bias=False, act
         operator="conv2d",
         variant=variant,
         function=function,
-        reference=of_reference,
+        reference=compute_reference,
         arguments=arguments,
         large=functools.partial(arguments, rows=8, **large),
         differentiable=(0, 1, 2) if bias else (0, 1),
@@ -214,7 +214,7 @@ def _transposed_spec():
             x, kernel, (1, 1), pads, (2, 2), None, numbers, precision="highest"
         )
 
-    def of_reference(x, kernel):
+    def compute_reference(x, kernel):
         widths = [(0, 0, 0), (0, 0, 1), (0, 0, 1), (0, 0, 0)]
         spread = jax.lax.pad(x.transpose(0, 2, 3, 1), jnp.zeros((), x.dtype), widths)
         outs = tuple(n + lo + hi - 2 for n, (lo, hi) in zip(spread.shape[1:3], pads, strict=True))
@@ -250,7 +250,7 @@ def _transposed_spec():
         operator="conv_general_dilated",
         variant="transposed, channels first",
         function=function,
-        reference=of_reference,
+        reference=compute_reference,
         arguments=arguments,
         large=functools.partial(arguments, rows=8, channels=8, outputs=16),
         differentiable=(0, 1),

@@ -1,0 +1,18 @@
+// The platform of the module that a source of handlers is compiled for. Each is compiled for both.
+//
+//   Context                        what a handler is given to run kernels with
+//   kHasWorkSpace                  whether calls may have one
+//   JAXOPS_KERNEL(operator, name)  the function that runs the kernels of a call
+//   Run(context, operation, kernel, call, more...)
+//                                  runs them; on CUDA devices they are given more
+//   ExpectWrites(result)           is called before kernels that only move memory
+#ifndef JAXOPS_FFI_PLATFORM_H_
+#define JAXOPS_FFI_PLATFORM_H_
+
+#ifdef JAXOPS_PLATFORM_CUDA
+#include "ffi/platform_cuda.h"
+#else
+#include "ffi/platform_cpu.h"
+#endif
+
+#endif  // JAXOPS_FFI_PLATFORM_H_

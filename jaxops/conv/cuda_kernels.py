@@ -1,0 +1,392 @@
+"""Convolution whose patches are never in memory: kernels for GPUs with tensor cores.
+
+They take images in one or two dimensions. Those of 16-bit floats, and of float32 that is multiplied
+as TF32, want channels and outputs in multiples of 16 bytes; on Hopper GPUs there are some for a few
+channels of 16-bit floats. Convolutions of one group are filled up to these: missing channels and
+outputs are zeros. Float64, and float32 that is not multiplied as TF32, are taken as they are, by
+kernels of multiply-adds; on Hopper GPUs large convolutions of such float32 are sums of products of
+TF32, as exact, of channels and outputs in multiples of 16 bytes. Small groups of every dtype,
+depthwise ones above all, which are no matrix products, are taken as they are by direct kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxops._core import checks, compat, native
+from jaxops._core.dtypes import accumulation_dtype
+from jaxops._families.windows import Windows
+from jaxops.activations import activation_name
+
+# Those of `cuda/conv/families.h`.
+_MAX_TAPS = 128
+_MAX_STRIDE = 8
+_MAX_PIXELS = 1 << 30
+_MAX_GROUPS = (1 << 16) - 1
+_MAX_BYTES = 1 << 30
+# The bytes that are moved of an image at a time.
+_UNIT = 16
+# With fewer channels or outputs, images of TF32 would be filled up more than not, and groups have
+# direct kernels. Where both are fewer, in one group, there is little to multiply and patches are
+# small.
+_LEAST_FAN = 8
+# With so many channels and outputs or more, filling them up costs little.
+_LEAST_WIDENED = 24
+# Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
+_FEW_CHANNELS = 7
+_FEW_TAP_ROWS = 8
+_FEW_ROW_ENTRIES = 24
+_FEW_OUTPUTS = 512
+
+_FORWARD, _INPUT_GRAD, _KERNEL_GRAD = TARGETS = (
+    "jaxops_conv",
+    "jaxops_conv_input_grad",
+    "jaxops_conv_kernel_grad",
+)
+native.CUDA_TARGETS.extend(TARGETS)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """A convolution as the kernels take it.
+
+    The convolution is `crop_y` of that of `pad_x(x)` with `pad_kernel(kernel)`. These are linear.
+
+    Attributes:
+      windows: over pad_x(x).
+      channels: of pad_x(x).
+      outputs: of the result that crop_y is given.
+      fan_in: the channels of x.
+      fan_out: those of y.
+      groups: of channels; several have no missing ones.
+      kernels: which take it: those of tensor cores, "mma", which round float32 to TF32, those of
+        multiply-adds, or as exact, "fma", or for small groups "direct" ones.
+    """
+
+    windows: Windows
+    channels: int
+    outputs: int
+    fan_in: int
+    fan_out: int
+    groups: int = 1
+    kernels: Literal["mma", "fma", "direct"] = "mma"
+
+    def pad_x(self, x: jax.Array) -> jax.Array:
+        """The images that the kernels take."""
+        return _pad_axis(x, -1, self.channels)
+
+    def pad_kernel(self, kernel: jax.Array) -> jax.Array:
+        """The kernel that the kernels take."""
+        return _pad_axis(_pad_axis(kernel, -2, self.channels // self.groups), -1, self.outputs)
+
+    def crop_y(self, y: jax.Array) -> jax.Array:
+        """The result without the outputs that fill it up."""
+        return y[..., : self.fan_out]
+
+    def pad_g(self, g: jax.Array) -> jax.Array:
+        """The transpose of `crop_y`."""
+        return _pad_axis(g, -1, self.outputs)
+
+
+def _pad_axis(array: jax.Array, axis: int, size: int) -> jax.Array:
+    missing = size - array.shape[axis]
+    if missing == 0:
+        return array
+    pads = [(0, 0)] * array.ndim
+    pads[axis] = (0, missing)
+    return jnp.pad(array, pads)
+
+
+def make_call(
+    windows: Windows,
+    fan_in: int,
+    fan_out: int,
+    groups: int = 1,
+    *,
+    itemsize: int = 2,
+    takes_few: bool = True,
+    tf32: bool = True,
+) -> KernelCall | None:
+    """The call for a convolution of entries of so many bytes, or None where kernels have none.
+
+    The fans are those of a group. Few channels are taken as they are on Hopper GPUs only. `tf32`
+    says whether float32 may be multiplied as TF32.
+    """
+    rank = len(windows.taps)
+    # Of the padded image: the kernels count its entries in 32 bits.
+    reaches = [
+        out * s + k * d
+        for out, s, k, d in zip(
+            windows.outs, windows.strides, windows.taps, windows.dilation, strict=True
+        )
+    ]
+    if (
+        rank > 2
+        or windows.are_entries
+        or math.prod(windows.taps) > _MAX_TAPS
+        or max(*reaches, *map(abs, windows.low), *windows.ins) >= _MAX_PIXELS
+        or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
+    ):
+        return None
+    channels, outputs = groups * fan_in, groups * fan_out
+    as_it_is = functools.partial(KernelCall, windows, channels, outputs, channels, outputs, groups)
+    has_short_strides = max(windows.strides) <= _MAX_STRIDE
+    if _is_direct(fan_in, fan_out, groups):
+        return as_it_is("direct") if has_short_strides else None
+    unit = _UNIT // itemsize
+    least, most = sorted((fan_in, fan_out))
+    are_units = groups == 1 or (fan_in % unit == 0 and fan_out % unit == 0)
+    if groups > _MAX_GROUPS:
+        return None
+    if itemsize == 8 or (itemsize == 4 and not (tf32 and least >= _LEAST_FAN and are_units)):
+        # The gradient by x is a launch for each remainder by the strides.
+        fits = (
+            most >= _LEAST_FAN
+            and math.prod(windows.strides) <= _MAX_STRIDE**2
+            and math.prod(windows.taps) * groups * most * itemsize < _MAX_BYTES
+        )
+        return as_it_is("fma") if fits else None
+    if not (has_short_strides and are_units):
+        return None
+    are_few = (
+        takes_few
+        and itemsize == 2
+        and groups == 1
+        and fan_in <= _FEW_CHANNELS
+        and set(windows.dilation) == {1}
+        and math.prod(windows.taps[:-1]) <= _FEW_TAP_ROWS
+        and windows.taps[-1] * fan_in <= _FEW_ROW_ENTRIES
+        and fan_out <= _FEW_OUTPUTS
+    )
+    return KernelCall(
+        windows=windows,
+        channels=channels if are_few else _up_to_units(channels, unit),
+        outputs=_up_to_units(outputs, unit),
+        fan_in=channels,
+        fan_out=outputs,
+        groups=groups,
+    )
+
+
+def _is_direct(fan_in: int, fan_out: int, groups: int) -> bool:
+    """Whether that is how kernels compute groups; like `IsDirect` in `cuda/conv/families.h`."""
+    return min(fan_in, fan_out) < _LEAST_FAN and (groups > 1 or fan_in == fan_out == 1)
+
+
+def _up_to_units(channels: int, unit: int) -> int:
+    return -(-channels // unit) * unit
+
+
+def operands(
+    platform: str | None, dtype: Any, a: jax.Array, b: jax.Array
+) -> tuple[jax.Array, jax.Array, np.dtype]:
+    """Operands of a result of `dtype` as there are kernels for them, and the dtype of their result.
+
+    Kernels take operands of one dtype; results have that too, or float32 where it has 16 bits.
+    """
+    if platform != "cuda":
+        return a, b, dtype
+    wide = accumulation_dtype(a, b, dtype)
+    if a.dtype != b.dtype or wide == np.float64:
+        a, b = a.astype(wide), b.astype(wide)
+    return a, b, dtype if dtype == a.dtype else wide
+
+
+def find_call(
+    options: Any,
+    platform: str | None,
+    dtype: Any,
+    images: jax.Array,
+    other: jax.Array,
+    fans: tuple[int, int],
+    groups: int,
+) -> KernelCall | None:
+    """The call by which kernels compute something of these operands, if they can.
+
+    The fans and groups are those that the operands have, which may be shards of a device.
+    """
+    itemsize = images.dtype.itemsize
+    if (
+        platform != "cuda"
+        or images.dtype != other.dtype
+        or images.dtype not in checks.FLOATS
+        or (dtype != images.dtype and not (dtype == np.float32 and itemsize == 2))
+        or not _has_kernels()
+    ):
+        return None
+    found = make_call(
+        options.windows,
+        *fans,
+        groups,
+        itemsize=itemsize,
+        takes_few=_are_hopper(),
+        tf32=_may_be_tf32(options.precision),
+    )
+    if found is None:
+        return None
+    pixels = max(math.prod(found.windows.ins), math.prod(found.windows.outs))
+    rows = math.prod(images.shape[: images.ndim - 1 - len(found.windows.taps)])
+    # The direct kernels count images in 64 bits.
+    has_many = rows * pixels >= _MAX_PIXELS and found.kernels != "direct"
+    return found if rows > 0 and not has_many else None
+
+
+def find_kernel_grad_call(
+    options: Any, platform: str | None, dtype: Any, x: jax.Array, g: jax.Array, count: int
+) -> KernelCall | None:
+    """The same of the gradient by the kernel, or by so many kernels, each of groups of its own.
+
+    TF32's are not worth while where patches are no larger than x, which XLA multiplies as well.
+    """
+    # Of several groups devices have all channels, unless every channel is a group of its own.
+    fans, groups = (options.fan_in, options.fan_out), options.groups
+    if options.is_depthwise:
+        groups = x.shape[-1]
+    elif groups == 1:
+        fans = x.shape[-1], g.shape[-1]
+    found = find_call(options, platform, dtype, x, g, fans, groups * count)
+    windows = options.windows
+    has_small_patches = math.prod(windows.taps) <= math.prod(windows.strides)
+    return None if found and has_small_patches and _is_tf32(x, found) else found
+
+
+def _may_be_tf32(precision: Any) -> bool:
+    """Whether XLA, too, multiplies float32 as TF32 on GPUs that have it."""
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    try:
+        return all(lax.Precision(p) != lax.Precision.HIGHEST for p in parts if p is not None)
+    except ValueError:  # an algorithm of its own
+        return False
+
+
+def _are_hopper() -> bool:
+    """Whether the GPUs here are those of the kernels for Hopper, and these are compiled."""
+    return "90a" in native.cuda_architectures() and compat.gpu_capabilities() == {"9.0"}
+
+
+def _has_kernels() -> bool:
+    """Whether there are GPUs here, and all have kernels that are compiled for them."""
+    found = compat.gpu_capabilities()
+    return bool(found) and all(map(native.has_code, found))
+
+
+def forward(
+    x: jax.Array,
+    kernel: jax.Array,
+    call: KernelCall,
+    dtype: Any,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+) -> jax.Array:
+    """Of x (..., *ins, fan_in), kernel (*taps, fan_in, fan_out) and a bias (fan_out,) like sums."""
+    call, workspace = _split(_FORWARD, x, kernel, call)
+    results = [_shape(x, call.windows.outs, call.outputs, dtype), *workspace]
+    operands = [call.pad_x(x), _operand(kernel, call)]
+    if bias is not None:
+        operands.append(call.pad_g(bias))
+    y, *_ = _convolve(_FORWARD, results, call, *operands, activation=activation_name(activation))
+    return call.crop_y(y)
+
+
+def input_grad(g: jax.Array, kernel: jax.Array, call: KernelCall, dtype: Any) -> jax.Array:
+    """Of g (..., *outs, fan_out)."""
+    call, workspace = _split(_INPUT_GRAD, g, kernel, call)
+    results = [_shape(g, call.windows.ins, call.channels, dtype), *workspace]
+    dx, *_ = _convolve(_INPUT_GRAD, results, call, call.pad_g(g), _operand(kernel, call))
+    return dx[..., : call.fan_in]
+
+
+def kernel_grad(x: jax.Array, g: jax.Array, call: KernelCall, dtype: Any) -> jax.Array:
+    """The sum over all images: (*taps, fan_in, fan_out)."""
+    wide = _in_units(call) if x.dtype == np.float32 else None
+    if wide and native.conv_is_kernel_grad_split(*_sizes(x, wide), *_placement(call.windows)):
+        call = wide
+    x, g = call.pad_x(x), call.pad_g(g)
+    shape = (*call.windows.taps, call.channels // call.groups, call.outputs)
+    needed = native.conv_kernel_grad_workspace(
+        x.shape, shape, g.shape, *_placement(call.windows), x.dtype.itemsize, _is_tf32(x, call)
+    )
+    results = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((needed,), np.uint8)]
+    dkernel, _ = _convolve(_KERNEL_GRAD, results, call, x, g)
+    return dkernel[..., : call.fan_in // call.groups, : call.fan_out]
+
+
+def _split(
+    target: str, images: jax.Array, kernel: jax.Array, call: KernelCall
+) -> tuple[KernelCall, list[jax.ShapeDtypeStruct]]:
+    """The call of float32 that is split for tensor cores and its work space, where that is faster.
+
+    It has channels and outputs in units. Otherwise it is the call that is given, and nothing.
+    `images` are those of either side: what counts of them is how many there are.
+    """
+    wide = _in_units(call)
+    if wide is None or kernel.dtype != np.float32:
+        return call, []
+    needed = native.conv_split_workspace(
+        *_sizes(images, wide), *_placement(call.windows), target == _INPUT_GRAD
+    )
+    return (wide, [jax.ShapeDtypeStruct((needed,), np.uint8)]) if needed else (call, [])
+
+
+def _in_units(call: KernelCall) -> KernelCall | None:
+    """The call of float32 with channels and outputs as it can be split for tensor cores, if any."""
+    if call.kernels != "fma" or call.groups > 1 or not _are_hopper():
+        return None
+    unit = _UNIT // 4
+    channels, outputs = (_up_to_units(n, unit) for n in (call.channels, call.outputs))
+    wide = dataclasses.replace(call, channels=channels, outputs=outputs)
+    is_worthwhile = wide == call or min(call.channels, call.outputs) >= _LEAST_WIDENED
+    return wide if is_worthwhile else None
+
+
+def _sizes(images: jax.Array, call: KernelCall) -> tuple[tuple[int, ...], ...]:
+    """Those of x, the kernel and the result, as many images as there are of either side."""
+    windows = call.windows
+    lead = images.shape[: images.ndim - 1 - len(windows.taps)]
+    return (
+        (*lead, *windows.ins, call.channels),
+        (*windows.taps, call.channels, call.outputs),
+        (*lead, *windows.outs, call.outputs),
+    )
+
+
+def _operand(kernel: jax.Array, call: KernelCall) -> jax.Array:
+    """The kernel as it is multiplied: products of TF32 leave out the lower bits of float32."""
+    kernel = call.pad_kernel(kernel)
+    return lax.reduce_precision(kernel, 8, 10) if _is_tf32(kernel, call) else kernel
+
+
+def _is_tf32(operand: jax.Array, call: KernelCall) -> bool:
+    return operand.dtype == np.float32 and call.kernels == "mma"
+
+
+def _convolve(
+    target: str, results, call: KernelCall, *operands: jax.Array, **attributes: Any
+) -> list[jax.Array]:
+    steps = zip(("strides", "dilation", "low"), _placement(call.windows), strict=True)
+    tf32 = _is_tf32(operands[1], call)
+    layouts = None
+    if target == _FORWARD and tf32:
+        # Products of TF32 want the entries that are summed over beside each other.
+        rank = len(call.windows.taps)
+        layouts = [None, (*range(rank), rank + 1, rank), *[None] * (len(operands) - 2)]
+    attributes |= {name: np.array(values, np.int64) for name, values in steps}
+    attributes["tf32"] = np.bool_(tf32)
+    return jax.ffi.ffi_call(target, results, input_layouts=layouts)(*operands, **attributes)
+
+
+def _placement(windows: Windows) -> tuple[tuple[int, ...], ...]:
+    return windows.strides, windows.dilation, windows.low
+
+
+def _shape(like: jax.Array, sizes, channels, dtype) -> jax.ShapeDtypeStruct:
+    lead = like.shape[: like.ndim - 1 - len(sizes)]
+    return jax.ShapeDtypeStruct((*lead, *sizes, channels), dtype)

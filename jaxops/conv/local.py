@@ -1,0 +1,339 @@
+"""What one device computes of a convolution.
+
+Where there are kernels, see `cuda_kernels`, they take images as they are. Elsewhere convolutions
+are made of `im2col` and `col2im` and of a matrix product of XLA's, see `patches`, or by XLA's own
+convolution where that was measured to be faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxops.activations import ACTIVATIONS
+from jaxops.conv import cuda_kernels
+from jaxops.conv.options import Options, over_pixels, sum_dtype, transposed_kernel
+from jaxops.conv.patches import (
+    block_size,
+    col2im,
+    im2col,
+    letters,
+    map_blocks,
+    over_images,
+    product,
+    product_dtype,
+    sum_blocks,
+    tap_axes,
+    widen,
+)
+
+
+def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, **_):
+    """The convolution, with bias and activation."""
+    windows = options.windows
+    axis = x.ndim - 2 - options.rank
+    batch = _Batch.from_kernels(kernel, axis)
+    *operands, sums = cuda_kernels.operands(platform, dtype, x, kernel)
+    call = _find_call(options, platform, sums, *operands, batch)
+    if call is not None and (bias is None or batch.has(bias)):
+        images, kernels = map(batch.to_groups, operands)
+        shared = None if bias is None else batch.to_groups(bias).reshape(-1)
+        y = cuda_kernels.forward(images, _alone(kernels, options), call, sums, shared, activation)
+        return [batch.from_groups(y).astype(dtype)]
+    apart = epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
+    if apart is not None:
+        operands, of_sums, finish = apart
+        return finish(*forward(*operands, **of_sums, platform=platform))
+    if options.is_depthwise:
+
+        def compute(x, windows):
+            products = widen(im2col(x, windows)) * over_images(kernel, options)
+            return products.sum(tap_axes(products, options)).astype(dtype)
+    elif options.groups > 1:
+        grouped = _to_groups(x, axis, options), _to_groups(kernel, axis, options)
+        one = options.take_one_group()
+        (y,) = forward(*grouped, options=one, dtype=dtype, platform=platform)
+        return [_from_groups(y, axis)]
+    else:
+
+        def compute(x, windows):
+            outs, taps = letters(options)
+            names = (f"n{outs}{taps}i", f"{taps}ij", f"n{outs}j")
+            rounded = product_dtype(platform, dtype, x, kernel)
+            y = product(names, im2col(x, windows), kernel, options, dtype=rounded)
+            return y.astype(dtype)
+
+    block, slabs = block_size(options, platform, x, kernel)
+    if _is_faster_by_xla(options, platform, block, dtype, x, kernel):
+        return [_convolution(x, kernel, options).astype(dtype)]
+
+    def images(x):
+        return slabs.joined(compute, x) if slabs else compute(x, windows)
+
+    return [map_blocks(images, axis, block, x)]
+
+
+def input_grad(g, kernel, *, options, dtype, platform):
+    """Its transpose in x."""
+    windows = options.windows
+    axis = g.ndim - 2 - options.rank
+    batch = _Batch.from_kernels(kernel, axis)
+    *operands, sums = cuda_kernels.operands(platform, dtype, g, kernel)
+    call = _find_call(options, platform, sums, *operands, batch)
+    if call is not None:
+        images, kernels = map(batch.to_groups, operands)
+        dx = cuda_kernels.input_grad(images, _alone(kernels, options), call, sums)
+        return [batch.from_groups(dx).astype(dtype)]
+    if options.is_depthwise:
+
+        def patches(g):
+            taps = range(g.ndim - 1, g.ndim - 1 + options.rank)
+            return widen(jnp.expand_dims(g, taps)) * over_images(kernel, options)
+    elif options.groups > 1:
+        grouped = _to_groups(g, axis, options), _to_groups(kernel, axis, options)
+        one = options.take_one_group()
+        dx = input_grad(*grouped, options=one, dtype=dtype, platform=platform)
+        return [_from_groups(dx[0], axis)]
+    else:
+
+        def patches(g):
+            outs, taps = letters(options)
+            names = (f"n{outs}j", f"{taps}ij", f"n{outs}{taps}i")
+            # Patches of several taps are summed before they are rounded.
+            rounded = product_dtype(platform, dtype, g, kernel) if windows.are_entries else None
+            return product(names, g, kernel, options, dtype=rounded)
+
+    block, slabs = block_size(options, platform, g, kernel, dtype=sum_dtype(g, kernel, dtype))
+    by_xla = set(windows.strides) == {1} and _is_faster_by_xla(
+        options, platform, block, dtype, g, kernel
+    )
+    if by_xla or _is_faster_by_cudnn(options, platform, dtype, g, kernel):
+        mirrored = options.transposed((1,) * options.rank)
+        return [_convolution(g, transposed_kernel(kernel, 1), mirrored).astype(dtype)]
+
+    def compute(g, windows):
+        return col2im(patches(g), windows)
+
+    def images(g):
+        return (slabs.spread(compute, g) if slabs else compute(g, windows)).astype(dtype)
+
+    return [map_blocks(images, axis, block, g)]
+
+
+def kernel_grad(x, g, *, options, dtype, summed, platform):
+    """Its transpose in the kernel, summed over the batch dimensions flagged in `summed`."""
+    axis = x.ndim - 2 - options.rank
+    shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
+    batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
+    *operands, sums = cuda_kernels.operands(platform, dtype, x, g)
+    call = cuda_kernels.find_kernel_grad_call(options, platform, sums, *operands, batch.count)
+    if call is not None and (
+        0 not in shape
+        and _has_groups_for(batch, call, options)
+        and (call.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
+    ):
+        x, g = (jnp.broadcast_to(a, shape + a.shape[axis:]) for a in operands)
+        dkernel = cuda_kernels.kernel_grad(batch.to_groups(x), batch.to_groups(g), call, sums)
+        alone = jnp.expand_dims(dkernel, range(axis - len(batch.sizes)))
+        return [batch.from_groups(alone).astype(dtype)]
+    windows = options.windows
+    if options.groups > 1 and not options.is_depthwise:
+        grouped = _to_groups(x, axis, options), _to_groups(g, axis, options)
+        (dkernel,) = kernel_grad(
+            *grouped,
+            options=options.take_one_group(),
+            dtype=dtype,
+            summed=(*summed, False),
+            platform=platform,
+        )
+        return [_from_groups(dkernel, axis)]
+
+    block, slabs = block_size(options, platform, x, g)
+    # Of one block the sum is the result; several are added before they are rounded.
+    rounded = product_dtype(platform, dtype, x, g) if block >= x.shape[axis] else None
+
+    def compute(x, g, windows):
+        patches = im2col(x, windows, again=True)
+        if options.is_depthwise:
+            taps = range(g.ndim - 1, g.ndim - 1 + options.rank)
+            products = widen(patches) * jnp.expand_dims(g, taps)
+            images = range(axis, axis + 1 + options.rank)
+            batch = tuple(i for i, s in enumerate(summed) if s)
+            return products.sum(batch, keepdims=True).sum(tuple(images))[..., None, :]
+        outs, taps = letters(options)
+        of_patches, of_g = f"n{outs}{taps}i", f"n{outs}j"
+        if platform != "cpu" or math.prod(windows.taps) * options.fan_in <= options.fan_out:
+            names = (of_patches, of_g, f"{taps}ij")
+            return product(names, patches, g, options, summed, dtype=rounded)
+        # The products of a CPU were measured to be faster with more columns than rows.
+        names = (of_g, of_patches, f"j{taps}i")
+        transposed = product(names, g, patches, options, summed, dtype=rounded)
+        return jnp.moveaxis(transposed, axis, -1)
+
+    def images(x, g):
+        return slabs.summed(compute, x, g) if slabs else compute(x, g, windows)
+
+    return [sum_blocks(images, axis, block, x, g).astype(dtype)]
+
+
+def epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
+    """Bias, activation and rounding apart from the sums, see `Operator`."""
+    if bias is None and activation is None:
+        return None
+
+    def finish(y):
+        if bias is not None:
+            y = y + over_pixels(bias, options)
+        return [ACTIVATIONS[activation](y).astype(dtype)]
+
+    of_sums = dict(
+        options=options,
+        dtype=sum_dtype(x, kernel, dtype),
+        activation=None,
+        with_bias=False,
+    )
+    return (x, kernel), of_sums, finish
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Batch dimensions whose entries have kernels of their own: each is as good as more groups.
+
+    Attributes:
+      sizes: of these dimensions, by their number.
+    """
+
+    sizes: dict[int, int]
+
+    @staticmethod
+    def from_kernels(kernel: jax.Array, axis: int) -> _Batch:
+        return _Batch({i: n for i, n in enumerate(kernel.shape[:axis]) if n != 1})
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def has(self, bias: jax.Array) -> bool:
+        """Whether a bias (..., C) has entries of its own for no others than these."""
+        return all(n == 1 or i in self.sizes for i, n in enumerate(bias.shape[:-1]))
+
+    def to_groups(self, array: jax.Array) -> jax.Array:
+        """The entries of these dimensions as groups of the last one, in their place."""
+        if not self.sizes:
+            return array
+        shape = [self.sizes.get(i, n) for i, n in enumerate(array.shape)]
+        last = array.ndim - 1
+        moved = jnp.moveaxis(
+            jnp.broadcast_to(array, shape), tuple(self.sizes), range(last - len(self.sizes), last)
+        )
+        return moved.reshape(*moved.shape[: last - len(self.sizes)], self.count * shape[-1])
+
+    def from_groups(self, array: jax.Array) -> jax.Array:
+        """Undoes `to_groups`."""
+        if not self.sizes:
+            return array
+        *lead, channels = array.shape
+        split = array.reshape(*lead, *self.sizes.values(), channels // self.count)
+        return jnp.moveaxis(split, range(len(lead), split.ndim - 1), tuple(self.sizes))
+
+
+def _find_call(options, platform, dtype, images, kernel, batch):
+    """The call by which kernels take images, if they do, with a batch of kernels as groups."""
+    fan_in, outputs = kernel.shape[-2:]
+    # A device's channels of a depthwise convolution, which may be a shard, are its groups.
+    groups = outputs if options.is_depthwise else options.groups
+    fans = fan_in, outputs // groups
+    call = cuda_kernels.find_call(
+        options, platform, dtype, images, kernel, fans, groups * batch.count
+    )
+    return call if call is not None and _has_groups_for(batch, call, options) else None
+
+
+def _has_groups_for(batch: _Batch, call: cuda_kernels.KernelCall, options: Options) -> bool:
+    """Whether the kernels of a batch may be groups: those of a matrix product are left alone."""
+    return not batch.sizes or (call.kernels == "direct" and options.groups > 1)
+
+
+def _alone(kernel: jax.Array, options: Options) -> jax.Array:
+    return kernel.reshape(kernel.shape[kernel.ndim - 2 - options.rank :])
+
+
+def _to_groups(array: jax.Array, axis: int, options: Options) -> jax.Array:
+    """The groups of the last dimension as one more batch dimension, the one before `axis`."""
+    groups = options.groups
+    split = array.reshape(*array.shape[:-1], groups, array.shape[-1] // groups)
+    return jnp.moveaxis(split, -2, axis)
+
+
+def _from_groups(array: jax.Array, axis: int) -> jax.Array:
+    """Undoes `_to_groups`."""
+    split = jnp.moveaxis(array, axis, -2)
+    return split.reshape(*split.shape[:-2], split.shape[-2] * split.shape[-1])
+
+
+def _is_faster_by_xla(
+    options: Options, platform: str | None, block: int, dtype: Any, images, kernel
+):
+    """Whether XLA's convolution takes the place of patches, of which there are too many.
+
+    On CPUs that is so of float32. On other devices, which have more memory, it is so where the
+    patches of one image are too many: in three dimensions it was measured to be faster on GPUs.
+    """
+    if images.ndim != options.rank + 2 or kernel.ndim != images.ndim or options.is_depthwise:
+        return False
+    if platform == "cpu":
+        return block < images.shape[0] and images.dtype == kernel.dtype == jnp.float32
+    return (
+        block == 0
+        and images.shape[0] > 0
+        and not options.windows.are_entries
+        and images.dtype == kernel.dtype == dtype
+        and dtype != jnp.float64
+    )
+
+
+def _is_faster_by_cudnn(options: Options, platform: str | None, dtype: Any, g, kernel):
+    """Whether the gradient by x of windows of one entry is a convolution instead of a product.
+
+    XLA has cuDNN convolve, which was measured to be up to 1.9 times faster than its products by a
+    transposed kernel, and never slower by more than a tenth. Forward that is the other way round.
+    """
+    return (
+        platform == "cuda"
+        and options.windows.are_entries
+        and options.groups == 1
+        and g.ndim == kernel.ndim == options.rank + 2
+        and g.dtype == kernel.dtype == dtype
+        and dtype.itemsize == 2
+    )
+
+
+def _convolution(x: jax.Array, kernel: jax.Array, options: Options) -> jax.Array:
+    """XLA's convolution of one group."""
+    windows = options.windows
+    reaches = [
+        (out - 1) * s + (k - 1) * d + 1
+        for out, s, k, d in zip(
+            windows.outs, windows.strides, windows.taps, windows.dilation, strict=True
+        )
+    ]
+    padding = [
+        (low, reach - n - low)
+        for low, reach, n in zip(windows.low, reaches, windows.ins, strict=True)
+    ]
+    sizes = "DHW"[3 - options.rank :]
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        windows.strides,
+        padding,
+        rhs_dilation=windows.dilation,
+        dimension_numbers=(f"N{sizes}C", f"{sizes}IO", f"N{sizes}C"),
+        precision=options.precision,
+    )

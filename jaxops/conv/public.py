@@ -1,0 +1,432 @@
+"""Convolution in one to three dimensions: the patches of an image times a matrix.
+
+The primitives and their rules are in `jaxops/conv/primitives.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxops._core import checks, compat
+from jaxops._core.dtypes import accumulation_dtype
+from jaxops._core.native import NoKernelWarning
+from jaxops._families.windows import Windows, make_windows
+from jaxops.activations import ACTIVATIONS
+from jaxops.conv import primitives
+from jaxops.conv.options import Options, transposed_kernel
+
+_LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
+
+
+def conv2d(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    dimension_numbers: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC"),
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """Convolution of images: `im2col` followed by a matrix product.
+
+    ``y[n, oh, ow, o] = act(bias[o] + Σ kernel[kh, kw, i, o] ·
+    x[n, oh·SH + kh·DH − PH, ow·SW + kw·DW − PW, g·I + i])`` over kh, kw and i, with the strides S,
+    the dilation D, the padding P before the image, x zero outside of it, and g = o // (O // groups)
+    the group of the output channel. It is what `jax.lax.conv_general_dilated` computes, with bias
+    and activation.
+
+    Under `jax.checkpoint`, policies such as
+    ``jax.checkpoint_policies.save_only_these_names("conv2d")`` can name the result.
+
+    Args:
+      x: (N, H, W, C), or (N, C, H, W); float16, bfloat16, float32 or float64.
+      kernel: (KH, KW, C // groups, O), or (O, C // groups, KH, KW), with KH, KW >= 1; any float
+        dtype.
+      strides: an int, or one for each of H and W, >= 1; so is `dilation`.
+      padding: "SAME" for ceil(H / SH) rows of results and as many columns, "VALID" for no padding,
+        an int >= 0, one for each of H and W, or a (low, high) pair for each.
+      dilation: the steps between neighbouring entries of the window.
+      groups: how many groups the channels form, each with its own part of the kernel; divides C and
+        O. C groups make a depthwise convolution.
+      bias: (O,), any float dtype.
+      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
+      dimension_numbers: ("NHWC", "HWIO", "NHWC") or ("NCHW", "OIHW", "NCHW"), the layouts of x,
+        kernel and result.
+      precision: of the matrix products, as in `jax.lax`: by default float32 may use TF32 on GPUs;
+        "highest" is true float32.
+      preferred_element_type: the dtype of the result, that of x by default.
+
+    Returns:
+      (N, OH, OW, O), or (N, O, OH, OW). Sums are made in float32, or in float64 where an argument
+      is.
+
+    Raises:
+      TypeError: an argument is not of a float dtype, or an option not a static integer.
+      ValueError: shapes do not fit each other, or an option is out of what is listed above.
+    """
+    name = "conv2d"
+    layout = tuple(dimension_numbers) if isinstance(dimension_numbers, (tuple, list)) else ()
+    if not all(isinstance(names, str) for names in layout) or layout not in _LAYOUTS:
+        raise ValueError(
+            f"{name}: dimension_numbers must be one of {', '.join(map(str, _LAYOUTS))}, got "
+            f"{checks.describe(dimension_numbers)}"
+        )
+    checks.choice(name, "activation", activation, ACTIVATIONS)
+    channels_last = layout == _LAYOUTS[0]
+    x = checks.float_array(name, "x", x, 4, "(N, H, W, C)" if channels_last else "(N, C, H, W)")
+    kernel_shape = "(KH, KW, C // groups, O)" if channels_last else "(O, C // groups, KH, KW)"
+    kernel = checks.float_array(name, "kernel", kernel, 4, kernel_shape)
+    result_dtype = _float_dtype(name, "preferred_element_type", preferred_element_type, x.dtype)
+    precision = _precision(name, precision)
+    if not channels_last:
+        x, kernel = lax.transpose(x, (0, 2, 3, 1)), lax.transpose(kernel, (2, 3, 1, 0))
+    *taps, fan_in, outputs = kernel.shape
+    groups = checks.integer(name, "groups", groups, 1)
+    if x.shape[-1] % groups:
+        raise ValueError(f"{name}: groups = {groups} must divide the {x.shape[-1]} channels of x")
+    if fan_in * groups != x.shape[-1]:
+        raise ValueError(
+            f"{name}: kernel must have shape {kernel_shape}, and {groups} groups of its {fan_in} "
+            f"input channels do not make the {x.shape[-1]} channels of x"
+        )
+    if outputs % groups:
+        raise ValueError(
+            f"{name}: groups = {groups} must divide the {outputs} output channels of kernel"
+        )
+    if 0 in taps:
+        raise ValueError(
+            f"{name}: kernel must have KH >= 1 and KW >= 1, got {taps[0]} and {taps[1]}"
+        )
+    windows = make_windows(
+        name,
+        x.shape[1:-1],
+        taps,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        channels_last=True,
+    )
+    arrays = [x, kernel]
+    if bias is not None:
+        bias = checks.float_array(name, "bias", bias, 1, "(O,)")
+        checks.shape(name, "bias", bias, (outputs,), "(O,), one entry an output channel of kernel")
+        arrays.append(bias)
+    wide = accumulation_dtype(result_dtype, *arrays)
+    if x.dtype != kernel.dtype or wide == jnp.float64:
+        x, kernel = x.astype(wide), kernel.astype(wide)
+    options = Options(
+        windows=windows,
+        groups=groups,
+        fan_in=fan_in,
+        fan_out=outputs // groups,
+        precision=precision,
+        rounds_cotangent=preferred_element_type is None,
+    )
+    # Bias and activation come before the rounding.
+    y = primitives.forward(
+        x,
+        kernel,
+        None if bias is None else compat.shard_like_last(bias, kernel).astype(wide),
+        options=options,
+        dtype=result_dtype,
+        activation=activation,
+    )
+    return checkpoint_name(y if channels_last else lax.transpose(y, (0, 3, 1, 2)), name)
+
+
+def conv_general_dilated(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated`, argument by argument, on the kernels of this library.
+
+    `flax.linen.Conv` and `flax.nnx.Conv` take it as their ``conv_general_dilated=``. It has
+    convolutions in one to three dimensions of equal float dtypes, with any layout, padding,
+    negative too, strides, dilation and groups, and transposed ones, which are those with
+    `lhs_dilation` and without strides. What else there is goes to `jax.lax`, with a
+    `NoKernelWarning`, once a case:
+    ``warnings.simplefilter("error", jaxops.NoKernelWarning)`` makes that an error, and
+    ``jaxops.conv_general_dilated.supported(...)``, which takes the same arguments and structures of
+    shape and dtype as well, tells beforehand and runs nothing.
+
+    Args:
+      lhs: the images, of rank n + 2; with the other arguments, see `jax.lax.conv_general_dilated`.
+      rhs: the kernel, of rank n + 2.
+      window_strides: n integers.
+      padding: "SAME", "SAME_LOWER", "VALID" or n pairs (low, high).
+      lhs_dilation: n integers: zeros go between neighbouring entries of lhs.
+      rhs_dilation: n integers.
+      dimension_numbers: the layouts of lhs, rhs and result; by default "NCHW", "OIHW" and "NCHW".
+      feature_group_count: the groups of channels.
+      batch_group_count: the groups of the batch; more than one are left to `jax.lax`.
+      precision: as for `conv2d`.
+      preferred_element_type: the dtype of the result, that of lhs by default.
+      out_sharding: the sharding of the result on meshes of explicit axes.
+
+    Returns:
+      The array that `jax.lax.conv_general_dilated` returns, but for the order of its sums.
+
+    Raises:
+      TypeError, ValueError: those of `jax.lax.conv_general_dilated`.
+    """
+    name = "conv_general_dilated"
+    lhs, rhs = checks.as_array(name, "lhs", lhs), checks.as_array(name, "rhs", rhs)
+    options = {
+        "window_strides": window_strides,
+        "padding": padding,
+        "lhs_dilation": lhs_dilation,
+        "rhs_dilation": rhs_dilation,
+        "dimension_numbers": dimension_numbers,
+        "feature_group_count": feature_group_count,
+        "batch_group_count": batch_group_count,
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
+    case = _find_case(lhs, rhs, options)
+    if case.missing is not None:
+        case.warn()
+        return lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
+    if isinstance(lhs, jax.core.Tracer) or isinstance(rhs, jax.core.Tracer):
+        y = checkpoint_name(case.compute(lhs, rhs), name)
+    else:
+        y = case.compiled(lhs, rhs)
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def _supported(*arguments: Any, **options: Any) -> bool:
+    """Whether `conv_general_dilated` has kernels for these arguments; runs nothing.
+
+    It takes what `conv_general_dilated` takes, with `jax.ShapeDtypeStruct` for arrays where that is
+    all there is, and raises what that raises.
+    """
+    bound = _SIGNATURE.bind(*arguments, **options)
+    bound.apply_defaults()
+    del bound.arguments["out_sharding"]
+    for name in ("lhs", "rhs"):
+        if not isinstance(bound.arguments[name], jax.ShapeDtypeStruct):
+            bound.arguments[name] = jnp.asarray(bound.arguments[name])
+    lhs, rhs = (bound.arguments.pop(name) for name in ("lhs", "rhs"))
+    return _find_case(lhs, rhs, bound.arguments).missing is None
+
+
+_SIGNATURE = inspect.signature(conv_general_dilated)
+conv_general_dilated.supported = _supported
+
+
+def _find_case(lhs: Any, rhs: Any, options: dict[str, Any]) -> _LaxCase:
+    """The case of these arguments, which is made once for all of the same types and options."""
+    # A list is no dtype, but NumPy takes some tuples for one.
+    frozen = tuple(
+        (name, value if name == "preferred_element_type" else _freeze(value))
+        for name, value in options.items()
+    )
+    # Without 64 bits a result of float64 is float32; 1 and 1.0 are equal, and only one is a stride.
+    setting = jax.config.jax_enable_x64, repr(frozen)
+    static = lhs.shape, lhs.dtype, rhs.shape, rhs.dtype, frozen, setting
+    has_numbers = all(type(n) is int for n in (*lhs.shape, *rhs.shape))
+    return (_LaxCase.cached if has_numbers and _is_hashable(static) else _LaxCase)(*static)
+
+
+def _freeze(value: Any) -> Any:
+    """Lists and arrays as tuples, which have a hash."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return tuple(map(_freeze, value)) if type(value) in (list, tuple) else value
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+class _LaxCase:
+    """The arguments of `jax.lax.conv_general_dilated`, checked by it.
+
+    Attributes:
+      missing: what there is no kernel for, or None.
+    """
+
+    # What has been left to `jax.lax` and said so.
+    _warned: ClassVar[set[str]] = set()
+
+    def __init__(self, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, options, _):
+        options = dict(options)
+        like = functools.partial(lax.conv_general_dilated, **options)
+        structs = (
+            jax.ShapeDtypeStruct(lhs_shape, lhs_dtype),
+            jax.ShapeDtypeStruct(rhs_shape, rhs_dtype),
+        )
+        with checks.without_arrays("conv_general_dilated", options):
+            self._result = jax.eval_shape(like, *structs)
+        numbers = lax.conv_dimension_numbers(lhs_shape, rhs_shape, options["dimension_numbers"])
+        self._numbers = numbers
+        self._ins, self._taps, self._outs = (
+            tuple(shape[d] for d in spec[2:])
+            for shape, spec in zip((lhs_shape, rhs_shape, self._result.shape), numbers, strict=True)
+        )
+        ones = (1,) * len(self._ins)
+        self._strides = tuple(options["window_strides"])
+        self._zeros = tuple(options["lhs_dilation"] or ones)
+        self._dilation = tuple(options["rhs_dilation"] or ones)
+        self._padding = options["padding"]
+        self._groups = options["feature_group_count"]
+        self._precision = options["precision"]
+        self._preferred = options["preferred_element_type"]
+        self._dtypes = (lhs_dtype, rhs_dtype)
+        self.missing = self._find_missing(options["batch_group_count"])
+
+    @classmethod
+    @functools.lru_cache(4096)
+    def cached(cls, *static: Any) -> _LaxCase:
+        """The one case of these arguments."""
+        return cls(*static)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """`compute` as one program, for calls outside of `jit`."""
+        return jax.jit(self.compute)
+
+    def _find_missing(self, batch_groups: int) -> str | None:
+        wanted = (*self._dtypes, self._result.dtype)
+        unknown = [str(d) for d in wanted if d not in checks.FLOATS]
+        if not 1 <= len(self._ins) <= 3:
+            return f"{len(self._ins)} spatial dimensions"
+        if unknown:
+            return f"dtype {unknown[0]}"
+        if self._dtypes[0] != self._dtypes[1]:
+            return "operands of two dtypes"
+        if batch_groups != 1:
+            return "batch_group_count"
+        if 0 in self._taps:
+            return "a kernel of no entries"
+        if set(self._zeros) != {1} and set(self._strides) != {1}:
+            return "window_strides and lhs_dilation at once"
+        return None
+
+    def warn(self) -> None:
+        """Says once that `jax.lax` computes this case."""
+        if self.missing in self._warned:
+            return
+        warnings.warn(
+            f"conv_general_dilated: jaxops has no kernel for {self.missing}; jax.lax computes it",
+            NoKernelWarning,
+            stacklevel=3,
+        )
+        self._warned.add(self.missing)
+
+    def compute(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """The convolution of arrays of the shapes of this case."""
+        (n, c, *space), (o, i, *of_taps), out_spec = self._numbers
+        x, kernel = _permute(lhs, (n, *space, c)), _permute(rhs, (*of_taps, i, o))
+        if self._result.dtype == jnp.float64:
+            x, kernel = x.astype(jnp.float64), kernel.astype(jnp.float64)
+        fan_in, outputs = kernel.shape[-2:]
+        groups = self._groups
+        options = Options(
+            windows=Windows(
+                ins=self._ins,
+                outs=self._outs,
+                taps=self._taps,
+                strides=self._strides,
+                dilation=self._dilation,
+                low=self._low(),
+                channels_last=True,
+            ),
+            groups=groups,
+            fan_in=fan_in,
+            fan_out=outputs // groups,
+            precision=_precision("conv_general_dilated", self._precision),
+            rounds_cotangent=self._preferred is None,
+        )
+        if set(self._zeros) == {1}:
+            y = primitives.forward(x, kernel, options=options, dtype=self._result.dtype)
+        else:
+            mirrored, flipped = (
+                options.transposed(self._zeros),
+                transposed_kernel(kernel, groups),
+            )
+            y = primitives.input_grad(x, flipped, options=mirrored, dtype=self._result.dtype)
+        order = out_spec[0], *out_spec[2:], out_spec[1]
+        return _permute(y, tuple(map(order.index, range(y.ndim))))
+
+    def _low(self) -> tuple[int, ...]:
+        if not isinstance(self._padding, str):
+            return tuple(int(low) for low, _ in self._padding)
+        reaches = [
+            (k - 1) * d + 1 if k else 0 for k, d in zip(self._taps, self._dilation, strict=True)
+        ]
+        pads = lax.padtype_to_pads(self._ins, reaches, self._strides, self._padding)
+        return tuple(int(low) for low, _ in pads)
+
+
+def _permute(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    return array if order == tuple(range(array.ndim)) else lax.transpose(array, order)
+
+
+def _float_dtype(function: str, argument: str, value: Any, default: Any) -> np.dtype:
+    if value is None:
+        return np.dtype(default)
+    got = checks.describe(value)
+    if not checks.is_array(value):  # NumPy takes an array for its dtype
+        try:
+            # Without 64 bits, float64 is float32, as everywhere in JAX.
+            dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(value))
+        except (TypeError, ValueError):
+            pass
+        else:
+            if dtype in checks.FLOATS:
+                return dtype
+            got = str(dtype)
+    raise TypeError(
+        f"{function}: {argument} must be float16, bfloat16, float32 or float64, got {got}"
+    )
+
+
+def _precision(function: str, precision: Any) -> Any:
+    """What `jax.lax` takes as a precision, hashable; None is JAX's default at this moment."""
+    if precision is None:
+        return jax.config.jax_default_matmul_precision
+    precision = _freeze(precision)
+    try:
+        _check_precision(precision)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{function}: precision must be one that jax.lax knows, got "
+            f"{checks.describe(precision)}"
+        ) from None
+    return precision
+
+
+@functools.cache
+def _check_precision(precision: Any) -> None:
+    struct = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    jax.eval_shape(functools.partial(lax.dot, precision=precision), struct, struct)

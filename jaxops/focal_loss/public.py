@@ -1,0 +1,214 @@
+"""Focal loss over sigmoid or softmax probabilities: the public functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from jaxops._core import checks, compat
+from jaxops.focal_loss import sigmoid, softmax
+from jaxops.focal_loss.arguments import Arguments, check_gamma, scalar
+from jaxops.focal_loss.options import power
+from jaxops.reference import focal_loss as reference
+
+
+def sigmoid_focal_loss(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    gamma: ArrayLike = 2.0,
+    alpha: ArrayLike | None = 0.25,
+    class_weight: ArrayLike | None = None,
+    sample_weight: ArrayLike | None = None,
+    ignore_index: int | None = None,
+    reduction: str = "none",
+    normalizer: ArrayLike | None = None,
+) -> jax.Array:
+    """Focal loss of independent classes: cross-entropy in which easy examples count less.
+
+    Targets 0 and 1 have the shape of logits, (..., C). Integers of shape (...,) are class ids, also
+    where there is one class: with logits (N, 1) and labels (N,), 0 is the class, and any other
+    label is background.
+
+    With z a logit, y its target and ``p = sigmoid(z)``, an element's loss is
+
+        ``-a (1 - p_t)^gamma (y log p + (1 - y) log(1 - p))``
+
+    where ``p_t = y p + (1 - y) (1 - p)`` and ``a = alpha y + (1 - alpha) (1 - y)``. It is computed
+    in log space: value and derivatives are finite and exact to a few roundings for every logit.
+
+    Args:
+      logits: (..., C), float16, bfloat16, float32 or float64.
+      labels: (..., C), the target of each logit: floats in [0, 1], booleans, or integers 0 and 1
+        (with others the result is undefined). Or integers (...,), the class of each row; a value
+        outside [0, C) is background, which has no class.
+      gamma: focusing parameter >= 0, a number or a scalar array, which may be traced. 0, 1/2, 1
+        and 2, given as numbers, are the cheapest.
+      alpha: weight of positive targets in [0, 1], a number or a scalar array; None weighs all by 1.
+      class_weight: (C,), a factor of the rows of each class, or (C + 1,) with that of background
+        last, which is otherwise 1. Needs class ids as labels.
+      sample_weight: (...,), a factor of each row.
+      ignore_index: rows of this label have loss and gradient zero, whatever their logits, and do
+        not count in a mean. Needs class ids as labels.
+      reduction: "none", "sum", or "mean": the sum divided by the number of rows not ignored (not
+        that of elements), and 0 where there is no such row.
+      normalizer: a number or scalar array, which may be traced. The result is the sum divided by
+        it, with "none" as with "sum"; not allowed with "mean".
+
+    Returns:
+      The shape and dtype of logits for "none" without normalizer, otherwise a scalar, float32 for
+      half-precision logits. Arithmetic is in float32, or in float64 where an array is. The gradient
+      by logits has their dtype.
+
+    Raises:
+      TypeError: an array or number is not of the kind listed above.
+      ValueError: a shape, a name or a number is out of what is listed above.
+
+    Source: Lin et al. 2017, "Focal Loss for Dense Object Detection",
+    https://arxiv.org/abs/1708.02002.
+    """
+    name = sigmoid.NAME
+    call = Arguments.check(
+        name,
+        logits,
+        labels,
+        class_weight,
+        sample_weight,
+        ignore_index,
+        reduction,
+        normalizer,
+        soft=True,
+    )
+    gamma = scalar(name, "gamma", gamma)
+    alpha = None if alpha is None else scalar(name, "alpha", alpha)
+    if isinstance(alpha, float) and not 0 <= alpha <= 1:
+        raise ValueError(f"{name}: alpha must be in [0, 1] or None, got {alpha}")
+    dtype = call.dtype(call.labels if call.soft else None, class_weight, sample_weight)
+    check_gamma(name, gamma, dtype)
+    negative, positive = (1.0, 1.0) if alpha is None else (1.0 - alpha, alpha)
+    weight = call.row_weight(dtype)
+    logits = call.logits.astype(dtype) if dtype == jnp.float64 else call.logits
+    labels = call.labels
+    if call.soft and labels.dtype != logits.dtype:
+        # Integers and booleans are 0 or 1, in any dtype.
+        labels = labels.astype(dtype if labels.dtype in checks.FLOATS else logits.dtype)
+    operands = [
+        logits,
+        labels,
+        compat.shard_like_last(sigmoid.make_class_ids(call.classes), logits),
+        call.scale(dtype),
+        _stack((gamma, negative, positive), dtype),
+        *([] if weight is None else [weight]),
+    ]
+    options = sigmoid.Options(
+        rows=call.logits.ndim - 1,
+        power=power(gamma),
+        soft=call.soft,
+        ignored=call.ignored,
+        weighted=weight is not None,
+    )
+    operator = sigmoid.sums.sum if call.reduced else sigmoid.loss_operator
+    (loss,) = operator(*map(jnp.asarray, operands), options=options)
+    return checkpoint_name(loss.astype(call.result_dtype), name)
+
+
+def softmax_focal_loss(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    gamma: ArrayLike = 2.0,
+    alpha: ArrayLike | None = 0.25,
+    class_weight: ArrayLike | None = None,
+    sample_weight: ArrayLike | None = None,
+    ignore_index: int | None = None,
+    reduction: str = "none",
+    normalizer: ArrayLike | None = None,
+) -> jax.Array:
+    """Focal loss of exclusive classes: ``-a_y (1 - p_y)^gamma log p_y``, p the softmax of logits.
+
+    It is computed in log space: value and derivatives are finite and exact to a few roundings for
+    every logit.
+
+    Args:
+      logits: (..., C), float16, bfloat16, float32 or float64.
+      labels: integers (...,), the class y of each row. A row whose label is outside [0, C) has no
+        class and contributes zero, whatever its logits; it counts in a mean.
+      gamma: focusing parameter >= 0, a number or a scalar array, which may be traced. 0, 1/2, 1
+        and 2, given as numbers, are the cheapest.
+      alpha: a factor of every row, as a number or scalar array, or (C,) of the rows of each class;
+        None is 1.
+      class_weight, sample_weight, ignore_index, normalizer: as for `sigmoid_focal_loss`.
+      reduction: "none", "sum", or "mean": the sum divided by the number of rows not ignored, and 0
+        where there is no such row.
+
+    Returns:
+      The shape (...,) and dtype of logits for "none" without normalizer, otherwise a scalar,
+      float32 for half-precision logits. Arithmetic is in float32, or in float64 where an array is.
+      The gradient by logits has their dtype.
+
+    Raises:
+      TypeError: an array or number is not of the kind listed above.
+      ValueError: a shape, a name or a number is out of what is listed above.
+
+    Source: Lin et al. 2017, "Focal Loss for Dense Object Detection",
+    https://arxiv.org/abs/1708.02002, with the softmax in place of the sigmoid.
+    """
+    name = softmax.NAME
+    call = Arguments.check(
+        name,
+        logits,
+        labels,
+        class_weight,
+        sample_weight,
+        ignore_index,
+        reduction,
+        normalizer,
+        soft=False,
+    )
+    gamma = scalar(name, "gamma", gamma)
+    by_class = None
+    if isinstance(alpha, (list, tuple)) or (checks.is_array(alpha) and jnp.ndim(alpha)):
+        by_class = checks.float_array(name, "alpha", alpha, 1, "() or (C,)")
+        checks.shape(name, "alpha", by_class, (call.classes,), "(C,), one entry a class")
+    dtype = call.dtype(class_weight, sample_weight, by_class)
+    check_gamma(name, gamma, dtype)
+    labels = call.labels
+    if call.ignored is not None:
+        labels = jnp.where(labels == call.ignored, -1, labels)
+    logits = call.logits.astype(dtype) if dtype == jnp.float64 else call.logits
+    gamma_array = jnp.asarray(gamma, dtype)
+    options = softmax.Options(rows=labels.ndim, power=power(gamma))
+    weight, of_alpha = call.row_weight(dtype), None
+    if by_class is not None:
+        of_class = reference.gather_class(by_class.astype(dtype), labels, call.classes, 0)
+        weight = of_class if weight is None else weight * of_class
+    elif alpha is not None:
+        alpha = scalar(name, "alpha", alpha)
+        of_alpha = np.asarray(alpha, dtype) if isinstance(alpha, float) else alpha.astype(dtype)
+    if call.reduced:
+        scale = call.scale(dtype)
+        scale = scale if of_alpha is None else scale * of_alpha
+        operands = [logits, labels, scale, gamma_array, *([] if weight is None else [weight])]
+        options = dataclasses.replace(options, weighted=weight is not None)
+        (loss,) = softmax.sums.sum(*map(jnp.asarray, operands), options=options)
+    else:
+        (loss,) = softmax.loss_operator(logits, labels, gamma_array, options=options)
+        loss = checkpoint_name(loss, name)  # what the gradients by weights need
+        factors = [factor for factor in (of_alpha, weight) if factor is not None]
+        if factors:
+            known = (labels >= 0) & (labels < call.classes)
+            # Whatever the weights of rows without a class.
+            loss = jnp.where(known, loss * math.prod(factors), 0)
+    return checkpoint_name(loss.astype(call.result_dtype), name)
+
+
+def _stack(scalars, dtype):
+    if all(isinstance(s, float) for s in scalars):
+        return np.array(scalars, dtype)
+    return jnp.stack([jnp.asarray(s, dtype) for s in scalars])
