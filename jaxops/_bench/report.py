@@ -119,7 +119,7 @@ def _scaling(operator: str, rows: list[Row]) -> Grid:
 
 
 def _beside_time(operator: str, rows: list[Row]) -> Grid:
-    """What a call costs besides its time: memory, and on a GPU what launching adds."""
+    """The costs of a call other than its time: memory, and on a GPU what launching adds."""
 
     def shown(outcome: Outcome) -> str:
         found = []
@@ -196,7 +196,7 @@ def _summary(document: Document) -> list[Block]:
 
 
 def comparison(old: Document, new: Document) -> list[Block]:
-    """What got faster or slower beyond the spread."""
+    """The rows that got faster or slower beyond the spread."""
     changes = figures.compare(old, new)
     cells = [
         (

@@ -32,7 +32,7 @@ PICTURE = RESULTS_PAGE.with_name("speedups.svg")
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the message says why."""
+    """The command asks for something that cannot be done; the message says why."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     beyond the spread, or the run was interrupted. 2: what was asked for cannot be done.
     """
     try:
-        # What can go wrong in the end is tried first: a measurement takes minutes.
+        # Steps that can fail in the end are tried first: a measurement takes minutes.
         _refuse_no_folder(args)
         draw = _plotter(args)
         old = results.load(args.compare) if args.compare else None
@@ -230,7 +230,7 @@ def _processor() -> str:
 def _works(
     benchmarks: Sequence[Benchmark], args: argparse.Namespace, platform: str
 ) -> tuple[list[runner.Work], dict[str, str]]:
-    """What is to be measured, and the peers that are absent, with the reasons."""
+    """The work to be measured, and the peers that are absent, with the reasons."""
     patterns = None if args.peers is None else [p.strip() for p in args.peers.split(",")]
     everyone = [p for b in benchmarks for p in b.peers]
     for pattern in patterns or ():
