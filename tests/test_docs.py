@@ -1,11 +1,17 @@
-"""README and docs/: links lead somewhere, named files and names exist, words are the field's."""
+"""README and docs/: links lead somewhere, named files and names exist, words are the field's.
+
+The words of docstrings and comments of the package are read, too.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
+import io
 import math
 import pathlib
 import re
+import tokenize
 
 import pytest
 
@@ -13,6 +19,7 @@ from jaxops._bench import figures, report, results
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+MODULES = sorted((ROOT / "jaxops").rglob("*.py"))
 FOLDERS = "benchmarks|cmake|common|cpu|cuda|docs|examples|ffi|jaxops|scripts|tests"
 SOURCES = {".cc", ".cu", ".cuh", ".h", ".py"}
 
@@ -27,6 +34,7 @@ PRIVATE_WORDS = {
     r"packs?": "vector",
     r"pieces?": "segment",
     r"recipes?": "the loop or the table",
+    r"so many": "N, this number of",
     r"stretch(?:es)?": "segment",
     r"walks?|walk(?:ed|ing)": "loop over",
     r"made (?:anew|again)": "computed again",
@@ -35,14 +43,30 @@ PRIVATE_WORDS = {
 OPENINGS = r"(?:^|[.:;] |\| |- )(Of|What|Those)\b(?![^.]*\?)"
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+texts = pytest.mark.parametrize("text", [*PAGES, *MODULES], ids=lambda t: str(t.relative_to(ROOT)))
 
 
-def prose(page):
-    """The lines of a page, numbered, without blocks of code, code and the targets of links."""
-    text = re.sub(r"^```.*?^```$", _blank, page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"`[^`\n]*`", "`code`", text)
-    text = re.sub(r"\]\([^)\s]*\)", "]", text)
-    return list(enumerate(text.split("\n"), 1))
+def prose(text):
+    """The lines of a page, or of a module's docstrings and comments, numbered, without code."""
+    written = text.read_text()
+    if text.suffix == ".py":
+        return [(n, re.sub(r"`+[^`\n]*`+", "`code`", line)) for n, line in _comments(written)]
+    written = re.sub(r"^```.*?^```$", _blank, written, flags=re.MULTILINE | re.DOTALL)
+    written = re.sub(r"`[^`\n]*`", "`code`", written)
+    written = re.sub(r"\]\([^)\s]*\)", "]", written)
+    return list(enumerate(written.split("\n"), 1))
+
+
+def _comments(source):
+    """The lines of docstrings and comments, numbered."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("#: ")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node, clean=False) or ""
+            for number, line in enumerate(docstring.split("\n")):
+                yield node.body[0].lineno + number, line.strip()
 
 
 def _blank(match):
@@ -138,22 +162,22 @@ def _time_of(row, peer):
     return min(row.outcomes[name].us or math.inf for name in figures.peers([row]))
 
 
-@pages
-def test_words(page):
+@texts
+def test_words(text):
     found = [
-        f"{page.name}:{number}: {match[0]!r}: write {plain!r}"
-        for number, line in prose(page)
+        f"{text.name}:{number}: {match[0]!r}: write {plain!r}"
+        for number, line in prose(text)
         for word, plain in PRIVATE_WORDS.items()
         for match in re.finditer(rf"\b(?:{word})\b", line, re.IGNORECASE)
     ]
     assert found == []
 
 
-@pages
-def test_sentences_begin_with_their_subject(page):
+@texts
+def test_sentences_begin_with_their_subject(text):
     found = [
-        f"{page.name}:{number}: {line.strip()}"
-        for number, line in prose(page)
+        f"{text.name}:{number}: {line.strip()}"
+        for number, line in prose(text)
         if not line.startswith("#") and re.search(OPENINGS, line)
     ]
     assert found == []
