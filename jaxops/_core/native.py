@@ -46,7 +46,7 @@ _modules: dict[str, types.ModuleType] = {}
 
 @dataclasses.dataclass(frozen=True)
 class PlatformStatus:
-    """What one platform can run. `reason` tells why it cannot, and what to do about it."""
+    """The handlers that one platform has. `reason` tells why it cannot, and what to do about it."""
 
     platform: str
     available: bool
@@ -82,7 +82,7 @@ def interface(platform: str, root: pathlib.Path) -> str | None:
     """The INTERFACE of a module built from the source tree `root`: None if it is no source tree.
 
     A digest of what is compiled into the handlers of a platform, as `CMakeLists.txt` makes it. An
-    installed package has no such sources beside it, and brought its modules along.
+    installed package has no such sources next to it, and brought its modules along.
     """
     if not (root / "ffi" / "module.h").is_file():
         return None
@@ -162,7 +162,7 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
 
 
 def builds() -> tuple[tuple[str, str | None], ...]:
-    """What the modules of the platforms were built of and for."""
+    """The sources and targets that the modules of the platforms were built of and for."""
     return tuple((status.platform, status.build) for status in _statuses.values())
 
 
@@ -242,7 +242,7 @@ def conv_kernel_grad_workspace(*sizes: Sequence[int] | int | bool) -> int:
 
 
 def status() -> list[PlatformStatus]:
-    """What each platform can run."""
+    """The handlers of each platform."""
     return list(_statuses.values())
 
 
