@@ -175,7 +175,7 @@ def cuda_module() -> types.ModuleType:
 
 @dataclasses.dataclass
 class _Recording:
-    """What is lowered in a context for a GPU that need not be here."""
+    """A lowering for a GPU that need not be here."""
 
     capability: str
     calls: list[tuple[str, Sequence[Any], Sequence[Any], dict[str, Any]]]

@@ -25,7 +25,7 @@ from jaxops._core import native
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What choices of kernels depend on."""
+    """A GPU: everything that choices of kernels depend on."""
 
     name: str
     compute_capability: str
@@ -37,7 +37,7 @@ class Device:
         return self.name
 
     def as_tuple(self) -> tuple[int, int, int, int]:
-        """What dry runs take: the capability in two parts, multiprocessors and bytes."""
+        """The form that dry runs take: the capability in two parts, multiprocessors and bytes."""
         major, minor = map(int, self.compute_capability.split("."))
         return major, minor, self.multiprocessors, self.shared_memory * 1024
 
@@ -122,7 +122,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a call: its launches, the error it returned and the first fault found.
+    """The end of a call: its launches, the error it returned and the first fault found.
 
     The latter two are empty unless jaxops has a fault.
     """
@@ -207,7 +207,7 @@ def _attribute(name, value) -> Attribute:
 
 
 def run(call: Call, device: Device) -> Outcome:
-    """What a handler does on a GPU."""
+    """The outcome of a call on a GPU."""
     error, violation, launches = dry_run().run(_frame(call), device.as_tuple())
     return Outcome(
         tuple(Launch(short_name(kernel), *sizes) for kernel, *sizes in launches),
@@ -290,9 +290,9 @@ def _end_of_name(text: str) -> int:
 
 
 def resources() -> dict[str, tuple[int, int, int, bool]]:
-    """What the machine code says of each kernel, by its mangled name.
+    """Facts that the machine code has about each kernel, by its mangled name.
 
-    That are registers, static shared memory, threads of a block at most, and whether a kernel has
+    They are registers, static shared memory, threads of a block at most, and whether a kernel has
     instructions that only GPUs of 9.0 have.
     """
     return _read_resources(pathlib.Path(native.cuda_module().__file__).read_bytes())
