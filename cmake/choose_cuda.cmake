@@ -1,5 +1,5 @@
 # Chooses whether the CUDA module is built, with which nvcc, and for which GPUs. JAXOPS_CUDA and
-# JAXOPS_CUDA_ARCHS of the environment steer it, as README.md says. It sets
+# JAXOPS_CUDA_ARCHS of the environment steer it, as docs/install.md says. It sets
 #   JAXOPS_CPU_ONLY           the reason where only the CPU module is built, empty otherwise
 #   JAXOPS_NVCC               the compiler
 #   JAXOPS_NVCC_VERSION       its version

@@ -13,8 +13,8 @@ namespace jaxops {
 inline constexpr int kMaxBatchDims = 8;
 
 // Maps a flat batch index to the element offset of each of `kOperands` operands. An operand that
-// does not vary along a dimension has stride 0 there. Dimensions that every operand walks
-// contiguously are merged, so that the usual case costs no division at all.
+// does not vary along a dimension has stride 0 there. Dimensions that are contiguous
+// in every operand are merged, so that the usual case costs no division at all.
 template <int kOperands>
 class BatchMap {
  public:
@@ -41,7 +41,7 @@ class BatchMap {
     return true;
   }
 
-  // Appends the dimensions of another map; operand i here walks like `operands[i]` does there.
+  // Appends the dimensions of another map; operand i here has the strides of `operands[i]` there.
   template <int kOthers>
   bool AppendFrom(const BatchMap<kOthers>& other, const std::array<int, kOperands>& operands) {
     bool fits = true;

@@ -1,8 +1,8 @@
-// Concatenation and splitting, both as one job: rows of bytes made from pieces of other rows.
+// Concatenation and splitting, both as one job: rows of bytes made from segments of other rows.
 //
 // An array is seen as (rows, row), rows being the dimensions before the axis and a row everything
 // from the axis on. A concatenation makes one destination from many sources, a split many from
-// one; padding is bytes of a piece that no source fills.
+// one; padding is bytes of a segment that no source fills.
 #ifndef JAXOPS_COMMON_CONCATENATE_H_
 #define JAXOPS_COMMON_CONCATENATE_H_
 
@@ -14,9 +14,9 @@ namespace jaxops::concatenate {
 // More alternations of batched and broadcast dimensions than nested vmaps produce in practice.
 inline constexpr int kMaxRowDims = 8;
 
-// A piece of every row of a destination: `size` bytes of a source, then zeros up to `extent`.
+// A segment of every row of a destination: `size` bytes of a source, then zeros up to `extent`.
 struct Piece {
-  const void* source;   // where the piece of row 0 is read; where size is 0, some other address
+  const void* source;   // where the segment of row 0 is read; where size is 0, some other address
   const void* end;      // of the array that it is in
   int64_t stride;       // bytes between neighbouring rows of the source
   int64_t size;         // bytes
@@ -37,7 +37,7 @@ struct Job {
   int row_dims = 0;
   int64_t row_sizes[kMaxRowDims];
   int64_t rows = 1;         // their product
-  bool broadcasts = false;  // some piece does not vary along some dimension
+  bool broadcasts = false;  // some segment does not vary along some dimension
   std::vector<Destination> destinations;
   std::vector<Piece> pieces;
 };

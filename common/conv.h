@@ -18,7 +18,7 @@ namespace jaxops::conv {
 
 inline constexpr int kDims = 2;
 
-// What becomes of sums before they are rounded.
+// Applied to sums before they are rounded.
 struct Epilogue {
   const void* bias = nullptr;  // an entry an output, of the type of the sums; null where none is
   Activation activation = Activation::kNone;

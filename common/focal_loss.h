@@ -1,4 +1,4 @@
-// What the focal loss kernels of every platform are asked to compute.
+// Calls of the focal loss kernels of every platform.
 //
 // With x how far the wrong answer leads (the logit of a class that is not the target, its negative
 // for the target, and for a softmax the log-sum-exp of the other logits minus that of the label),

@@ -1,4 +1,4 @@
-// What the kernels that sample volumes at points are asked to compute, on every platform.
+// Calls of the kernels that sample volumes at points, on every platform.
 //
 // A batch entry has a volume, whose `axes` grid dimensions are followed by channels, and points.
 // w_c is the weight of one of the 2^axes entries around a point, or its derivative along `order`
@@ -6,7 +6,7 @@
 //
 //   out[p, f]        = sum_c w_c(p) volume[entry_c(p), f]
 //   dvolume[e, f]    = sum_{p, c: entry_c(p) = e} w_c(p) cotangent[p, f]
-//   dpoints[p, a]    = the gradient by the point of sum_f out[p, f] cotangent[p, f]
+//   dpoints[p, a]    = the derivative along axis a of sum_f out[p, f] cotangent[p, f]
 #ifndef JAXOPS_COMMON_GRID_SAMPLE_H_
 #define JAXOPS_COMMON_GRID_SAMPLE_H_
 
@@ -69,7 +69,7 @@ struct Call {
   void* out;
   void* dvolume;
   void* dpoints;
-  // Work space on CUDA devices: of the gradient by the volume, and of putting points in order.
+  // Work space on CUDA devices: of the volume's gradient, and of putting points in order.
   void* scratch;
   int64_t scratch_bytes;
   // Last, so that all else, which kernels read, lies together in their parameters.
@@ -110,7 +110,7 @@ struct Place {
 // A coordinate that is not a number is far outside; the caller looks for it.
 template <typename A>
 JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geometry) {
-  // Of more entries than A counts one by one both are rounded, and may be the same.
+  // Both are rounded, and may be the same, if A does not count that many entries one by one.
   const A n = static_cast<A>(size);
   const A last = n - 1;
   A slope = geometry.align_corners ? last / 2 : n / 2;

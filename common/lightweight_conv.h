@@ -1,4 +1,4 @@
-// What the lightweight convolution kernels of every platform are asked to compute.
+// Calls of the lightweight convolution kernels of every platform.
 //
 //   y[t, c] = act(bias[c] + sum_k weight[c / (channels / heads), k] * x[t + k * dilation - padding,
 //   c])

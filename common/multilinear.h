@@ -17,7 +17,7 @@ namespace jaxops::multilinear {
 // No derivative has more directions: along one more than there are axes it is zero.
 inline constexpr int kMaxDirections = 3;
 
-// The factors of an axis. Their derivatives by the coordinate are -slope and slope.
+// The factors of an axis. Their derivatives with respect to the coordinate are -slope and slope.
 template <typename A>
 struct Axis {
   A lower;
@@ -101,7 +101,7 @@ JAXOPS_HOST_DEVICE_INLINE void Contract(const Axis<A> (&axes)[kAxes], A (&values
   }
 }
 
-// The gradient by the point of sum_c weight_c * values[c], without derivative. Overwrites values.
+// The point gradient of sum_c weight_c * values[c], without derivative. Overwrites values.
 template <int kAxes, typename A>
 JAXOPS_HOST_DEVICE_INLINE void PlainPointGradient(const Axis<A> (&axes)[kAxes],
                                                   A (&values)[1 << kAxes], A (&gradient)[kAxes]) {
@@ -110,7 +110,7 @@ JAXOPS_HOST_DEVICE_INLINE void PlainPointGradient(const Axis<A> (&axes)[kAxes],
   for (int a = 0; a < kAxes; ++a) gradient[a] = axes[a].slope * values[BitOf<kAxes>(a)];
 }
 
-// The gradient by the point of sum_c weight_c * values[c], whose weights have these terms.
+// The point gradient of sum_c weight_c * values[c], whose weights have these terms.
 // Overwrites values.
 template <int kAxes, typename A>
 JAXOPS_HOST_DEVICE_INLINE void PointGradient(const Axis<A> (&axes)[kAxes],

@@ -1,11 +1,11 @@
-// What the kernels of trilinear interpolation in cells are asked to compute, on every platform.
+// Calls of the kernels of trilinear interpolation in cells, on every platform.
 //
 // A cell has eight rows of features and one point; w_c is the weight of corner c there, or its
 // derivative along `order` directions, see common/multilinear.h.
 //
 //   out[f]          = sum_c w_c features[c, f]
 //   dfeatures[c, f] = w_c cotangent[f]
-//   dpoints[a]      = the gradient by the point of sum_{c, f} w_c features[c, f] cotangent[f]
+//   dpoints[a]      = the derivative along axis a of sum_{c, f} w_c features[c, f] cotangent[f]
 #ifndef JAXOPS_COMMON_TRILINEAR_H_
 #define JAXOPS_COMMON_TRILINEAR_H_
 

@@ -1,4 +1,4 @@
-// What lowering asks of the convolution on CUDA devices before it calls a handler.
+// Queries of lowering about the convolution on CUDA devices, before it calls a handler.
 #ifndef JAXOPS_FFI_CONV_CUDA_H_
 #define JAXOPS_FFI_CONV_CUDA_H_
 

@@ -1,4 +1,4 @@
-// What every handler does first: read types and batch dimensions off the buffers it was given.
+// The first step of every handler: reading types and batch dimensions from its buffers.
 #ifndef JAXOPS_FFI_DECODE_H_
 #define JAXOPS_FFI_DECODE_H_
 
@@ -115,8 +115,8 @@ inline xla::ffi::Error CheckBuffer(const char* operator_name, const char* what,
                      type);
 }
 
-// Whether a * b is one of the numbers that attributes and sizes may lead to. They leave room for
-// sums of a few of them.
+// Whether a * b is one of the numbers that attributes and sizes may lead to. Bounds are low enough
+// for sums of a few of them.
 inline bool IsBounded(int64_t a, int64_t b = 1) {
   int64_t product;
   constexpr int64_t kLimit = int64_t{1} << 60;

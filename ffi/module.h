@@ -1,4 +1,4 @@
-// What the two Python modules have in common.
+// Definitions that the two Python modules have in common.
 #ifndef JAXOPS_FFI_MODULE_H_
 #define JAXOPS_FFI_MODULE_H_
 
@@ -20,7 +20,7 @@ inline nanobind::dict Registrations() {
   return handlers;
 }
 
-// What `jaxops._core.native` checks before it registers anything, reports and registers.
+// Attributes that `jaxops._core.native` checks first, and reports, and the handlers it registers.
 inline void DefineCommon(nanobind::module_& module, const std::string& build) {
   module.attr("FFI_VERSION") = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.attr("JAXLIB_VERSION") = JAXOPS_JAXLIB_VERSION;

@@ -16,7 +16,7 @@ using ContextTag = xla::ffi::ThreadPool;
 inline constexpr bool kHasWorkSpace = false;
 inline constexpr std::initializer_list<xla::ffi::Traits> kTraits = {};
 
-// What kernels throw becomes an error in `bind.h`.
+// Exceptions of kernels become errors in `bind.h`.
 template <typename Call, typename... Ignored>
 xla::ffi::Error Run(Context& context, const char*,
                     void (*kernel)(const Call&, const cpu::ParallelFor&), const Call& call,

@@ -2,10 +2,10 @@
 
 The family has two primitives, each the other's transpose:
 
-    concatenate   arrays -> whole, made of pieces: the beginning of an array, or zeros
+    concatenate   arrays -> whole, made of segments: the beginning of an array, or zeros
     split         whole -> parts, each cut out of the whole and followed by zeros
 
-An array whose tangent is zero becomes a piece of zeros, and a part whose cotangent is zero a gap,
+An array whose tangent is zero becomes a segment of zeros, and a part whose cotangent is zero a gap,
 so that neither is ever made in memory.
 """
 
@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from jaxops._core import checks, compat, rules
 from jaxops._core.primitive import Operator
 
-# What one launch takes, see cuda/concatenate/launch.h; more go through several.
+# The limits of one launch, see cuda/concatenate/launch.h; more go through several.
 _MAX_PIECES = 480
 _MAX_PARTS = 480
 _MAX_SIZE = np.iinfo(np.int64).max
@@ -211,7 +211,7 @@ def _sizes(
 
 
 class _Storage:
-    """What arrays like `array` are moved as: kernels move bytes, and not every dtype is some."""
+    """The dtype as which arrays like `array` are moved: kernels move whole bytes."""
 
     def __init__(self, array: jax.Array):
         self._dtype = dtype = array.dtype
@@ -241,13 +241,13 @@ class _Storage:
 
 # --- concatenate: arrays -> whole ----------------------------------------------------------------
 
-# A piece of the whole: an array, of which the first entries along the axis are taken, or None for
+# A segment of the whole: an array, of which the first entries along the axis are taken, or None for
 # zeros; and how many entries.
 _Piece = tuple[jax.Array | None, int]
 
 
 def _join(pieces: Sequence[_Piece], inner: int, rank: int) -> jax.Array:
-    """The whole of `rank` dimensions that pieces make; `inner` of them follow the axis."""
+    """The whole of `rank` dimensions that segments make; `inner` of them follow the axis."""
     if len(pieces) > _MAX_PIECES:
         groups = [pieces[i : i + _MAX_PIECES] for i in range(0, len(pieces), _MAX_PIECES)]
         return _join([_as_piece(group, inner, rank) for group in groups], inner, rank)

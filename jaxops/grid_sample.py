@@ -43,9 +43,9 @@ def grid_sample(
     ``out[f] = Σ_c w_c · volume[entry_c, f]``
 
     over the 4 or 8 entries around x, with w the product of (1 − r) or r of each axis, r being the
-    fraction of x; or the nearest entry, where halves round to even. Derivatives by the volume and,
-    for "linear", by the points, of any order and mixed, run kernels of their own. At a kink they
-    are one of the two one-sided derivatives.
+    fraction of x; or the nearest entry, where halves round to even. Derivatives with respect to
+    the volume and, for "linear", the points, of any order and mixed, run kernels of their own. At a
+    kink they are one of the two one-sided derivatives.
 
     Args:
       volume: (D, H, W, F), or (H, W, F) with points in the plane, of a float dtype; with any number
@@ -59,14 +59,14 @@ def grid_sample(
         `align_corners`, otherwise about −1/2 and n − 1/2, then clamped. Infinite coordinates are
         far outside, and clamped under "reflection".
       align_corners: see above.
-      deterministic: whether the gradient by the volume has the same bits in every run on a GPU,
+      deterministic: whether the volume's gradient has the same bits in every run on a GPU,
         where by default its sums are in the order of arrival. It then sorts the points.
 
     Returns:
       (..., F), the leading dimensions those of `points`, of the dtype of `volume`. Weights and sums
       are made in float32, or in float64 if either array is float64. A point with a NaN gives a row
-      of NaNs with "linear" and of zeros with "nearest", and adds nothing to a gradient by the
-      volume.
+      of NaNs with "linear" and of zeros with "nearest", and adds nothing to the volume's
+      gradient.
 
     Raises:
       TypeError: an argument is not an array of float16, bfloat16, float32 or float64, or a flag is
@@ -126,7 +126,7 @@ def _flag(argument: str, value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What every primitive of the family is told, beside shapes."""
+    """Parameters of every primitive of the family, next to shapes."""
 
     sizes: tuple[int, ...]
     point_rank: int
@@ -181,8 +181,8 @@ def _attributes(options):
     }
 
 
-#: Sorted points of one cell that are summed together before all else is, and how many groups of
-#: groups of so many there are, as in cuda/grid_sample/sorted.cu.
+#: Sorted points of one cell that are summed together before all else is, and how many levels of
+#: such groups there are, as in cuda/grid_sample/sorted.cu.
 _GROUP = 32
 _LEVELS = 3
 
@@ -201,17 +201,17 @@ _GROUPS = 512 + 1
 _SHARE = 1024
 #: Bytes to which it is aligned behind the sums of a gradient.
 _ALIGNED = 16
-#: When volumes are only read, that pays from so many bytes on, if entries have so many each and are
-#: whole sectors of memory.
+#: Bytes from which an order pays if volumes are only read, the least bytes of an entry for it, and
+#: a sector of memory, of which entries must be multiples.
 _LARGE_READ = 3 << 24
 _WIDE = 64
 _SECTOR = 32
 
 
 def _order_bytes(batch, points, entry_bytes, options, sums) -> int:
-    """What it takes to put points in an order, if they meet entries repeatedly.
+    """Work space to put points in an order, if they meet entries repeatedly.
 
-    For a gradient by the volume (`sums`) that may be by bricks, of which each has 2^axes bins.
+    For the volume's gradient (`sums`) that may be by bricks, of which each has 2^axes bins.
     """
     count = _count(points, options)
     entries = math.prod(options.sizes)
@@ -247,7 +247,7 @@ def _sample_scratch(batch, volume, points, options):
 
 
 def _scratch(batch, points, g, options, order, summed):
-    """Work space of the CUDA gradient by the volume.
+    """Work space of the volume's gradient on CUDA devices.
 
     Sums in the accumulation's dtype where the volume's is shorter, then the order of the points.
     """
@@ -263,7 +263,7 @@ def _scratch(batch, points, g, options, order, summed):
 
 
 def _sort_bytes(count, volumes, entry_bytes, itemsize, options, order) -> int:
-    """What the sums in a fixed order take.
+    """Work space of the sums in a fixed order.
 
     Twice a key and an index for each point, and what the sort itself wants; then the first and the
     last point of every cell, a record of each point and, of a derivative, its weights; and the sums

@@ -46,8 +46,8 @@ def im2col(
         dimensions or one for each.
       strides: the steps from one patch to the next, >= 1.
       padding: zeros around the image: an int, one a dimension, a (low, high) pair for each, "VALID"
-        for none, or "SAME" for so many that there are ceil(H / SH) patches, the smaller half before
-        the image.
+        for none, or "SAME" for the number that gives ceil(H / SH) patches, the smaller half
+        before the image.
       dilation: the steps between neighbouring entries of a window, >= 1.
       data_format: "NHWC" or "NCHW" in two dimensions, "NWC" or "NCW" in one, "NDHWC" or "NCDHW" in
         three.

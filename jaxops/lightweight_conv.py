@@ -142,7 +142,7 @@ def _bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, in
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What every primitive of the family is told, beside shapes."""
+    """Parameters of every primitive of the family, next to shapes."""
 
     padding: int
     dilation: int
@@ -514,8 +514,8 @@ def _partial_sums(x, batch, *, options, taps, summed):
     kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
     steps = math.prod(n for n, s in zip(batch, summed, strict=True) if s) * time
     if options.data_format == "NTC" and taps <= 8:
-        # Threads are side by side in channels, up to 32 packs of them, and above each other in
-        # time, where each walks down some steps.
+        # Neighbouring threads have neighbouring channels, up to 32 vectors of them, and then
+        # segments of time, whose steps each thread takes in a loop.
         many, few = {2: (4, 2), 4: (4, 1), 8: (2, 1)}[x.dtype.itemsize]
         packs = -(-channels // (few if channels % many else many))
         lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= packs or n == 32)

@@ -25,8 +25,8 @@ def trilinear_interpolate(features: ArrayLike, points: ArrayLike) -> jax.Array:
     ``out[..., f] = Σ_ijk a_i(u) a_j(v) a_k(w) · features[..., 4i + 2j + k, f]``
 
     with (u, v, w) the point, a_0(u) = (1 − u)/2 and a_1(u) = (1 + u)/2. Outside of [−1, 1] the same
-    formula extrapolates. Derivatives by features and points, of any order and mixed, run kernels of
-    their own; a gradient by the features alone does not keep them.
+    formula extrapolates. Derivatives with respect to features and points, of any order and
+    mixed, run kernels of their own; a feature gradient alone does not keep the features.
 
     Args:
       features: (..., 8, F), of a float dtype; the last dimension is the fastest.

@@ -10,6 +10,7 @@ import pathlib
 import re
 import sys
 import types
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxops._bench import (
     clock,
     contenders,
     figures,
+    overview,
     registry,
     report,
     results,
@@ -586,12 +588,39 @@ def test_other_files_are_refused(content, message, tmp_path, capsys):
 
 
 def test_readme_shows_the_newest_run_of_its_command():
-    text = (ROOT / "README.md").read_text()
+    """Its picture, and the table that the picture links to, are of one file and its newest run."""
+    text = bench.RESULTS_PAGE.read_text()
     start, end = map(re.escape, report.MARKERS)
     (shown,) = re.findall(f"{start}\n(.*?){end}", text, re.DOTALL)
     kept = [results.load(file) for file in (ROOT / "benchmarks" / "results").glob("*.json")]
-    (source,) = [document for document in kept if report.readme_section(document) == shown]
+    (source,) = [document for document in kept if report.results_section(document) == shown]
     assert source.date == max(d.date for d in kept if d.command == source.command)
+    assert bench.PICTURE.read_text() == overview.svg(source)
+    readme = (ROOT / "README.md").read_text()
+    for file in (bench.RESULTS_PAGE, bench.PICTURE):
+        assert f"({file.relative_to(ROOT)})" in readme
+
+
+def test_the_picture_shows_each_row_over_its_fastest_peer():
+    kept = document(
+        row("a", timed(10.0), {"XLA": timed(40.0), "torch": timed(20.0, torch=True)}),
+        row("b", timed(10.0), {"XLA": timed(5.0), "lost": Outcome(error="lost")}),
+        row("c", timed(10.0), {"XLA": timed(80.0)}, operator="thrice & more"),
+        row("d", timed(10.0), {"XLA": timed(90.0)}, operator="thrice & more", group="scaling"),
+        row("e", timed(10.0), {"lost": Outcome(error="lost")}, operator="alone"),
+    )
+    assert overview.speedups(kept) == {"twice": [2.0, 0.5], "thrice & more": [8.0]}
+    drawn = ElementTree.fromstring(overview.svg(kept))
+    texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    # The axis, then an operator and its geometric mean.
+    assert texts[2:-2] == [
+        *(f"{tick}\N{MULTIPLICATION SIGN}" for tick in ("0.5", "1", "2", "4", "8")),
+        *("twice", "1.00\N{MULTIPLICATION SIGN}"),
+        *("thrice & more", "8.00\N{MULTIPLICATION SIGN}"),
+    ]
+    circles = drawn.iter("{http://www.w3.org/2000/svg}circle")
+    b, c = (float(circle.get("cx")) for circle in list(circles)[1:])
+    assert (b, c) == (190, 690)  # the ends of the axis
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -688,11 +717,11 @@ def test_our_own_failure_is_an_exit_code(only_twice, monkeypatch, capsys):
     assert "Not timed: jaxops: wrong values" in capsys.readouterr().out
 
 
-def test_readme_is_written_between_its_markers(tmp_path):
-    file = tmp_path / "README.md"
+def test_results_are_written_between_their_markers(tmp_path):
+    file = tmp_path / "results.md"
     file.write_text("before\n{}\nstale\n{}\nafter\n".format(*report.MARKERS))
     kept = document(row("a", timed(10.0), {"XLA sum": timed(25.0)}), row("b", target=False))
-    report.update_readme(kept, file)
+    report.update_results(kept, file)
     before, start, *shown, end, after = file.read_text().splitlines()
     assert (before, start, end, after) == ("before", *report.MARKERS, "after")
     assert "| `twice` (N) | a | forward | 20.0 | 10.0 | 25.0 (XLA sum) | \N{EN DASH} |" in shown
@@ -703,7 +732,7 @@ def test_readme_is_written_between_its_markers(tmp_path):
     assert not any("| b |" in line for line in shown)
     file.write_text("no markers")
     with pytest.raises(ResultsError, match="lacks the lines"):
-        report.update_readme(kept, file)
+        report.update_results(kept, file)
 
 
 @pytest.mark.parametrize(
@@ -793,7 +822,7 @@ def test_plots_without_matplotlib(only_twice, monkeypatch, tmp_path, capsys):
 
 
 def test_no_readme_to_write(only_twice, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench, "README", tmp_path / "README.md")
+    monkeypatch.setattr(bench, "RESULTS_PAGE", tmp_path / "results.md")
     assert _cli.main(["bench", "--update-readme"]) == 2
     assert "works in a clone of jaxops" in capsys.readouterr().err
 

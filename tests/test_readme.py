@@ -47,10 +47,3 @@ def test_commands(name, extra, main):
 @pytest.mark.parametrize("name", jaxops.__all__)
 def test_public_names(name):
     assert f"`jaxops.{name}`" in README
-
-
-def test_named_files_exist():
-    root = pathlib.Path(__file__).parents[1]
-    named = re.findall(r"`(?:python )?((?:benchmarks|examples|scripts)/[\w.]+)", README)
-    assert named
-    assert [name for name in named if not (root / name).exists()] == []

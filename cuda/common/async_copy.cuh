@@ -11,8 +11,8 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
 }
 
 // Copies kBytes through the L1 cache, or as many zeros where there is nothing to copy: `from` is
-// aligned then, too, but may be anywhere. What is copied is not read before WaitCopies, so that the
-// compiler may have other accesses pass it.
+// aligned then, too, but may be anywhere. The copy is not read before WaitCopies, so that the
+// compiler may move other accesses across it.
 template <int kBytes>
 __device__ __forceinline__ void CopyAsync(uint32_t to, const char* from, bool exists) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);

@@ -1,4 +1,4 @@
-// What kernels for Hopper (sm_90a) are made of and CCCL has no name for: matrix products of a
+// Instructions of Hopper (sm_90a) that CCCL has no name for: matrix products of a
 // warpgroup, and shared memory as the bulk copies swizzle it.
 #ifndef JAXOPS_CUDA_COMMON_HOPPER_CUH_
 #define JAXOPS_CUDA_COMMON_HOPPER_CUH_
@@ -44,7 +44,7 @@ __device__ inline void SyncCluster() {
   ptx::barrier_cluster_wait();
 }
 
-// What the block of this rank in the cluster has at an address of shared memory.
+// The entries of the block of this rank in the cluster at an address of shared memory.
 __device__ inline float4 LoadOfBlock(uint32_t address, uint32_t rank) {
   float4 v;
   asm volatile(
@@ -82,7 +82,7 @@ struct Swizzle {
 
   __device__ static Swizzle OfRows(uint32_t row_bytes) { return {row_bytes / 16 - 1}; }
 
-  // What the bits of the 16 bytes within a row are combined with, by an exclusive or.
+  // The value that an exclusive or combines with the number of the 16 bytes within a row.
   __device__ uint32_t operator()(uint32_t row_address) const {
     return ((row_address >> 7) & mask) << 4;
   }
@@ -111,7 +111,7 @@ __device__ inline void ProductsCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// Waits until at most so many committed groups of products are under way.
+// Waits until at most kGroups committed groups of products are in flight.
 template <int kGroups>
 __device__ inline void ProductsWait() {
 #if JAXOPS_HAS_WGMMA
@@ -158,7 +158,7 @@ __device__ inline void ProductsWait() {
 
 // sums (+)= a b, of 64 rows, a step of 32 bytes and kColumns columns: `a` in the registers of a
 // warpgroup like LoadMatrices leaves it, `b` in shared memory, with rows across the sum if kAcross.
-// Of float32, the upper bits that TF32 has are multiplied.
+// Products of float32 take the upper bits that TF32 has.
 template <typename T, int kColumns, bool kAcross>
 __device__ inline void Multiply(float (&sums)[kColumns / 2], const uint32_t (&a)[4],
                                 uint64_t b_descriptor, int add) {

@@ -1,4 +1,4 @@
-// What kernels that interpolate have in common, see common/multilinear.h.
+// Code that kernels which interpolate have in common, see common/multilinear.h.
 #ifndef JAXOPS_CUDA_COMMON_MULTILINEAR_CUH_
 #define JAXOPS_CUDA_COMMON_MULTILINEAR_CUH_
 

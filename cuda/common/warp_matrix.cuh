@@ -43,14 +43,14 @@ __device__ inline void MultiplyStep(float* sums, const uint32_t (&a)[4], uint32_
 #undef JAXOPS_MMA
 }
 
-// Two of TF32, in the bits of float32, that add up to an entry. Of the low one the bits that TF32
-// does not have are left to products, which leave them out: that is at most the entry's last bit.
+// Two of TF32, in the bits of float32, that add up to an entry. Products leave out
+// the bits of the low one that TF32 does not have: at most the entry's last bit.
 struct SplitEntry {
   uint32_t high, low;
 };
 
-// The high one is the nearest, ties away from zero. That of a NaN may be any number, but the low
-// one of what is not finite is NaN.
+// The high one is the nearest, ties away from zero. The high one of a NaN may be any number, but
+// the low one of an entry that is not finite is NaN.
 __device__ __forceinline__ SplitEntry SplitFloat32(uint32_t bits) {
   const uint32_t high = (bits + 0x1000) & 0xFFFFE000;
   return {high, __float_as_uint(__uint_as_float(bits) - __uint_as_float(high))};

@@ -24,7 +24,7 @@ struct Space {
   int64_t bytes = 0;
 };
 
-// What the choice depends on besides the call.
+// The choice depends on the call and on this.
 struct Device {
   int major, minor;  // its compute capability
   int processors;    // multiprocessors

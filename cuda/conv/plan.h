@@ -1,4 +1,4 @@
-// What plans of convolutions are kept by.
+// Keys by which plans of convolutions are kept.
 #ifndef JAXOPS_CUDA_CONV_PLAN_H_
 #define JAXOPS_CUDA_CONV_PLAN_H_
 

@@ -37,7 +37,7 @@ __device__ void Finish(const Epilogue& epilogue, float (&sums)[kColumns / 2], in
   jaxops::cuda::Activate(sums, epilogue.activation);
 }
 
-// Has sums of neighbouring outputs, of which so many are left, go through it.
+// Applies the epilogue to sums of neighbouring outputs, of which `left` are there.
 template <typename Acc, int kCount>
 __device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output, int left,
                                        Acc (&sums)[kCount]) {
@@ -155,11 +155,11 @@ __device__ void Store(Out* to, jaxops::cuda::Accumulator<Out> v) {
 }
 
 // Adds parts of a result, an entry or four a thread, always in the same order. With many parts the
-// threads of a column of the block share them, each adding every so many, and one adds what these
-// have.
+// threads of a column of the block share them, each adding some of the parts, and one adds
+// their sums.
 constexpr int kAddThreads = 256;
 
-// What the thread in the first row of a column of the block has to write at `at`.
+// The sum that the thread in the first row of a column of the block writes at `at`.
 template <typename In>
 __device__ __forceinline__ In SumOfParts(const In* __restrict__ from, int64_t at, int64_t count,
                                          int parts) {
@@ -195,8 +195,8 @@ __device__ __forceinline__ bool AnyIsSet(const int* flags, int count) {
   return __syncthreads_or(any);
 }
 
-// Of `parts` results of `size` entries each, one after the other, of the type that sums for such a
-// result have.
+// Adds `parts` results of `size` entries each, one after the other, of the type that sums for such
+// a result have.
 inline cudaError_t LaunchAddParts(cudaStream_t stream, const void* from, void* result, DType dtype,
                                   int64_t size, int parts) {
   const int beside = parts >= 128 ? 8 : parts >= 16 ? 32 : kAddThreads;

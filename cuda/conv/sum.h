@@ -1,5 +1,4 @@
-// The sums that a convolution and its gradient by the image are, before it is known how they are
-// tiled.
+// The sums that a convolution and its input gradient are, before it is known how they are tiled.
 #ifndef JAXOPS_CUDA_CONV_SUM_H_
 #define JAXOPS_CUDA_CONV_SUM_H_
 
@@ -80,7 +79,7 @@ cudaError_t LaunchForwardSum(const Call& call, Launch&& launch) {
   return sum.is_empty() ? cudaSuccess : launch(sum);
 }
 
-// Calls `launch` with each of the sums that the gradient by the image is: over the cotangent, with
+// Calls `launch` with each of the sums that the input gradient is: over the cotangent, with
 // taps mirrored. Where strides lie between its pixels, those with the same remainders by the
 // strides have the same taps: each such set is a sum, the cells of it apart by the strides.
 template <typename Launch>
@@ -132,7 +131,7 @@ cudaError_t LaunchInputGradSums(const Call& call, Launch&& launch) {
 }
 
 // The cycles that the kernels of multiply-adds are estimated to take for a sum of f32 and of one
-// group, on a GPU that has clusters and so many multiprocessors; 0 where they do not take it.
+// group, on a GPU that has clusters and this number of multiprocessors; 0 if they cannot run it.
 int64_t FmaCycles(const Sum& sum, bool is_input_grad, int processors);
 
 }  // namespace jaxops::conv::cuda

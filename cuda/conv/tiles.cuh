@@ -1,5 +1,5 @@
-// What the kernels of convolution on Hopper have in common: images cut into strips of pixels, the
-// rows that the windows of some pixels touch brought to shared memory.
+// Code that the kernels of convolution on Hopper have in common: images cut into strips of pixels,
+// the rows that the windows of some pixels touch brought to shared memory.
 #ifndef JAXOPS_CUDA_CONV_TILES_CUH_
 #define JAXOPS_CUDA_CONV_TILES_CUH_
 
@@ -20,7 +20,7 @@ using jaxops::cuda::CeilDiv;
 using namespace jaxops::cuda::hopper;  // NOLINT: these kernels are made of it
 
 constexpr int kMaxStages = 8;
-// Pixels of a row that are beside each other in a stage: a row of an image is cut into strips.
+// Pixels of a row that are next to each other in a stage: a row of an image is cut into strips.
 constexpr int kMaxStripWidth = 64;
 constexpr int kMaxBox = 256;   // entries of a dimension that a bulk copy brings
 constexpr int kMaxStride = 8;  // of entries that a bulk copy leaves out between others
@@ -114,7 +114,7 @@ struct Layout {
     return true;
   }
 
-  // Bytes of a stage for so many rows of pixels, of at most so many strips.
+  // Bytes of a stage for `pixel_rows` rows of pixels, of at most `pixel_strips` strips.
   int64_t StageBytes(int64_t pixel_rows, int64_t pixel_strips) const {
     const int64_t count = pixel_rows * row_step + std::max(0, span - row_step) * pixel_strips;
     return CeilDiv(count * pitch, 1024) * 1024;
@@ -187,8 +187,8 @@ __device__ inline void CopyRows(const Layout& p, const CUtensorMap& map, const R
   }
 }
 
-// What a product takes of an entry: of float32 the nearest TF32, ties away from zero. It is made
-// where it stands, because the registers of a product under way may not be written.
+// The operand of a product for an entry: for float32 the nearest TF32, ties away from zero. It is
+// rounded in place, because the registers of a product in flight may not be written.
 template <typename T>
 __device__ inline uint32_t Operand(uint32_t entry) {
   if constexpr (std::is_same_v<T, float>) {
@@ -223,8 +223,8 @@ inline int FillGroups(Group* group, const Tap* tap, int taps, Grouping grouping,
   return groups;
 }
 
-// The most runs of `size` that `count` neighbours touch; aligned if the first is at a multiple of
-// `count`.
+// The most segments of `size` that `count` neighbours touch; aligned if the first is at a multiple
+// of `count`.
 inline int Touched(int count, int size, bool aligned) {
   if (aligned && size % count == 0) return 1;
   if (aligned && count % size == 0) return count / size;

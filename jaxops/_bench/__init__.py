@@ -2,6 +2,7 @@
 
 `spec` is what a file of `benchmarks/` declares, `registry` finds those files. `contenders` makes
 what is timed, `clock` times it, `ceilings` finds this machine's limits and `runner` ties them
-together. `results` is the JSON file, `figures` derives numbers from it, `report` and `plots` show
-them: whatever is shown comes from a results file, whether it was measured now or kept.
+together. `results` is the JSON file, `figures` derives numbers from it, `report`, `plots` and
+`overview` show them: whatever is shown comes from a results file, whether it was measured now or
+kept.
 """

@@ -44,7 +44,7 @@ class _Probe:
     work: float
 
     def compiled(self) -> list[contenders.Contender]:
-        """Those that compile here, of which there must be one."""
+        """The contenders that compile here; there must be one."""
         found, errors = [], []
         with jax.enable_x64(True):
             structs = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in self.shapes]
@@ -209,7 +209,7 @@ def _product(a, b):
 
 
 def _tf32_product(a, b):
-    # What other devices than GPUs make of it is the same as the highest precision.
+    # Other devices than GPUs compute the highest precision for it.
     return jnp.matmul(a, b, precision="default")
 
 

@@ -1,4 +1,4 @@
-"""What is timed: a compiled JAX function, or PyTorch's counterpart of it.
+"""The programs that are timed: a compiled JAX function, or PyTorch's counterpart of it.
 
 Both are prepared from the same JAX arrays and hand out calls without arguments, so that whoever
 times them need not know which is which.

@@ -10,7 +10,7 @@ import sys
 from jaxops._bench.spec import Benchmark
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-# A wheel carries the folder inside the package; in a clone it lies beside the package.
+# A wheel carries the folder inside the package; in a clone it lies next to the package.
 _INSTALLED, _CLONE = _PACKAGE / "benchmarks", _PACKAGE.parent / "benchmarks"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CLONE
 

@@ -1,4 +1,4 @@
-"""Shows a results file: as tables on a terminal, as Markdown, and as the README's table."""
+"""Shows a results file: as tables on a terminal, as Markdown, and on docs/results.md."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _scaling(operator: str, rows: list[Row]) -> Grid:
 
 
 def _beside_time(operator: str, rows: list[Row]) -> Grid:
-    """What a call costs besides its time: memory, and on a GPU what launching adds."""
+    """The costs of a call other than its time: memory, and on a GPU what launching adds."""
 
     def shown(outcome: Outcome) -> str:
         found = []
@@ -196,7 +196,7 @@ def _summary(document: Document) -> list[Block]:
 
 
 def comparison(old: Document, new: Document) -> list[Block]:
-    """What got faster or slower beyond the spread."""
+    """The rows that got faster or slower beyond the spread."""
     changes = figures.compare(old, new)
     cells = [
         (
@@ -286,13 +286,13 @@ def markdown(shown: Iterable[Block]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# --- the README ----------------------------------------------------------------------------------
+# --- the page of results -------------------------------------------------------------------------
 
 MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
 
 
-def readme_section(document: Document) -> str:
-    """What the README shows: the rows with targets, and how far all rows are from each peer."""
+def results_section(document: Document) -> str:
+    """The rows with targets, and how far all rows are from each peer."""
     versions = ", ".join(
         f"{name} {document.versions[name]}"
         for name in ("jax", "jaxops", "torch")
@@ -340,8 +340,8 @@ def _best(row: Row, torch: bool) -> str:
     return number(None) if peer is None else f"{number(row.outcomes[peer].us)} ({peer})"
 
 
-def update_readme(document: Document, file: pathlib.Path) -> None:
-    """Replaces what is between the markers of a README.
+def update_results(document: Document, file: pathlib.Path) -> None:
+    """Replaces the lines between the markers of a page.
 
     Raises:
       ResultsError: the file is not there, or lacks the markers.
@@ -354,4 +354,4 @@ def update_readme(document: Document, file: pathlib.Path) -> None:
     _, end, after = rest.partition(MARKERS[1])
     if not (start and end):
         raise ResultsError(f"{file} lacks the lines {' and '.join(MARKERS)}")
-    file.write_text(f"{before}{start}\n{readme_section(document)}{end}{after}")
+    file.write_text(f"{before}{start}\n{results_section(document)}{end}{after}")

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What makes two rows comparable."""
+        """Rows of equal keys are comparable."""
         return self.operator, self.case, self.direction
 
     @property

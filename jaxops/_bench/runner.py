@@ -218,7 +218,7 @@ class _RefusedError(Exception):
 
 
 def _ready(program: Contender | str) -> Contender:
-    """What has been compiled; where it has not, raises an error that says why."""
+    """The compiled program; without one, raises an error that says why."""
     if isinstance(program, str):
         raise _RefusedError(program)
     return program
@@ -304,7 +304,7 @@ def _checked(
     want: list[jax.Array],
     machine: Machine,
 ) -> tuple[dict[str, Outcome], dict[str, list[Call]]]:
-    """What there is to say of each contender but its times, and the calls of those to be timed."""
+    """Each contender's outcome but for its times, and the calls of those to be timed."""
     outcomes, calls = {}, {}
     benchmark = work.benchmark
     allowed = contenders.tolerance(
@@ -337,7 +337,7 @@ def _checked_calls(
 def _time(
     timed: dict[tuple[str, str], tuple[Contender, list[Call]]], machine: Machine
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """What an `Outcome` is told of the times of every contender in every direction.
+    """The fields of an `Outcome` on times, for every contender in every direction.
 
     Rounds alternate between all of them. They are under one clock, because to start and read a
     profile takes several times what it measures.

@@ -23,7 +23,7 @@ class Case:
     """One problem: shapes, dtype and options.
 
     Attributes:
-      group: one of `GROUPS`. Those of "scaling" grow over several decades and are reported apart.
+      group: one of `GROUPS`. Sizes of "scaling" grow over several decades and are reported apart.
       shape: the sizes of the problem, in the order that the operator's file says.
       dtype: the dtype of the arrays that have gradients, or of all where none has.
       options: what else the operator is told.
@@ -71,7 +71,7 @@ def cases(
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-    """What of an operator is computed: its value, the gradient by some arguments, or both."""
+    """The part of an operator that is computed: its value, some arguments' gradients, or both."""
 
     name: str
     value: bool

@@ -1,4 +1,4 @@
-"""What the benchmarks of losses share: in training, the cotangent of a loss is one.
+"""Code that the benchmarks of losses share: in training, the cotangent of a loss is one.
 
 JAX and compilers for PyTorch know so when the program is made, and multiply nothing by it.
 """
@@ -31,7 +31,7 @@ class OfTraining(Direction):
 
 
 def training_directions(*wrt: int) -> tuple[Direction, ...]:
-    """The directions of a loss whose gradients by the arguments at these positions are wanted."""
+    """The directions of a loss that has gradients of the arguments at these positions."""
     return tuple(OfTraining(**vars(direction)) for direction in directions(*wrt))
 
 

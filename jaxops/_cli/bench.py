@@ -18,7 +18,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxops._bench import ceilings, contenders, figures, registry, report, results, runner
+from jaxops._bench import ceilings, contenders, figures, overview, registry, report, results, runner
 from jaxops._bench.clock import ProfileError
 from jaxops._bench.results import Document, ResultsError
 from jaxops._bench.spec import TARGET_TAG, Benchmark, Peer
@@ -26,11 +26,13 @@ from jaxops._bench.spec import TARGET_TAG, Benchmark, Peer
 # The CPU comes second to "cuda", as in `demo`: told to look for "cuda" alone, on a machine without
 # a GPU, JAX fails an assertion that says nothing.
 PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu"}
-README = registry.FOLDER.parent / "README.md"
+# A clone shows one run: its table on this page, its picture in README.
+RESULTS_PAGE = registry.FOLDER.parent / "docs" / "results.md"
+PICTURE = RESULTS_PAGE.with_name("speedups.svg")
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the message says why."""
+    """The command asks for something that cannot be done; the message says why."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show what got faster or slower beyond the spread; exit code 1 if anything got slower",
     )
     showing.add_argument(
-        "--update-readme", action="store_true", help="write the README's table, in a clone"
+        "--update-readme",
+        action="store_true",
+        help="write the README's picture and the table of docs/results.md, in a clone",
     )
 
 
@@ -116,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     beyond the spread, or the run was interrupted. 2: what was asked for cannot be done.
     """
     try:
-        # What can go wrong in the end is tried first: a measurement takes minutes.
+        # Steps that can fail in the end are tried first: a measurement takes minutes.
         _refuse_no_folder(args)
         draw = _plotter(args)
         old = results.load(args.compare) if args.compare else None
@@ -226,7 +230,7 @@ def _processor() -> str:
 def _works(
     benchmarks: Sequence[Benchmark], args: argparse.Namespace, platform: str
 ) -> tuple[list[runner.Work], dict[str, str]]:
-    """What is to be measured, and the peers that are absent, with the reasons."""
+    """The work to be measured, and the peers that are absent, with the reasons."""
     patterns = None if args.peers is None else [p.strip() for p in args.peers.split(",")]
     everyone = [p for b in benchmarks for p in b.peers]
     for pattern in patterns or ():
@@ -302,8 +306,8 @@ def _refuse_no_folder(args: argparse.Namespace) -> None:
     for file in [*pages, *([args.json] if args.json else [])]:
         if not file.absolute().parent.is_dir():
             raise UsageError(f"{file} cannot be written: its folder is not there")
-    if args.update_readme and not README.is_file():
-        raise UsageError(f"--update-readme works in a clone of jaxops: there is no {README}")
+    if args.update_readme and not RESULTS_PAGE.is_file():
+        raise UsageError(f"--update-readme works in a clone of jaxops: there is no {RESULTS_PAGE}")
 
 
 def _plotter(args: argparse.Namespace):
@@ -336,4 +340,5 @@ def _write(args: argparse.Namespace, document: Document, draw) -> None:
         for line in draw(document, args.plot):
             print(line, file=sys.stderr)
     if args.update_readme:
-        report.update_readme(document, README)
+        report.update_results(document, RESULTS_PAGE)
+        PICTURE.write_text(overview.svg(document))

@@ -165,7 +165,7 @@ def _sample(config: Config, params: Any, window: jax.Array, key: jax.Array) -> j
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a run measured. The three bits are per character, of the same held-out characters."""
+    """Figures of a run. The three bits are per character, of the same held-out characters."""
 
     model_bits: float
     unigram_bits: float
@@ -181,7 +181,7 @@ def run(
     seed: int,
     report: Callable[[int, float, float], None],
 ) -> Figures:
-    """Trains the model on the standard library's text and measures it beside n-gram models."""
+    """Trains the model on the standard library's text and compares it with n-gram models."""
     text, held_out = corpus.standard_library()
     text = text[: config.train_characters]
     length = 4 * config.window

@@ -180,7 +180,7 @@ def _show(found, specs: Sequence[OperatorSpec], results: Sequence[Result]) -> No
             devices = f"{len(platform.devices)} x {platform.device.device_kind}"
             table = Table(title=f"{operator} on {name} ({devices})", title_justify="left")
             table.add_column("", no_wrap=True)
-            # Numbers, which fit beside each other on every screen; their meaning is listed below.
+            # Numbers, which fit next to each other on every screen; their meaning is listed below.
             for number in range(1, len(variants) + 1):
                 table.add_column(str(number), justify="center")
             for capability in CAPABILITIES:

@@ -1,4 +1,4 @@
-"""Shows versions, devices, and the platforms whose handlers are registered."""
+"""Shows versions, devices and registered handlers, or which CUDA kernels take a call."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxops._cli import kernels
 from jaxops._core import native
 
 PACKAGES = ("jax", "jaxlib", "jaxops", "flax", "optax", "numpy")
@@ -24,10 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document on standard output"
     )
+    kernels.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what `collect` found, as tables or as JSON; returns 0."""
+    """Prints what `collect` found, as tables or as JSON; returns 0, or what `kernels.run` does."""
+    if args.kernels:
+        return kernels.run(args)
     found = collect()
     if args.json:
         print(json.dumps(found, indent=2))

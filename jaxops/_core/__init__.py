@@ -1,1 +1,1 @@
-"""What every operator shares: primitives, batching, sharding, native handlers, argument checks."""
+"""Code of every operator: primitives, batching, sharding, native handlers, argument checks."""

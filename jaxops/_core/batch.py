@@ -43,7 +43,7 @@ def call_grouped(
 
 
 def _patterns(rank, operands, params):
-    """What varies along each batch dimension; nothing does along one of size 1."""
+    """The operands that vary along each batch dimension, as flags; along one of size 1, none."""
     summed = params.get("summed", (False,) * rank)
     varies = [tuple(x.shape[d] != 1 for x in operands) for d in range(rank)]
     return [(*v, s) if any(v) else () for v, s in zip(varies, summed, strict=True)]

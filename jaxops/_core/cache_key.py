@@ -1,9 +1,9 @@
-"""What a partitioned call tells the persistent compilation cache about itself.
+"""A partitioned call's part of the key of the persistent compilation cache.
 
 JAX hashes the program into the cache's key, and of a partitioned call that holds only the shapes,
-the sharding rule and a Python `id`. What the call computes is decided later, by Python code that
-XLA calls back. A digest of everything that this code depends on, kept as an attribute of the call,
-makes programs that differ have different keys (jax issue 21159).
+the sharding rule and a Python `id`. Python code that XLA calls back decides later what
+the call computes. A digest of everything that this code depends on, kept as an attribute of the
+call, makes programs that differ have different keys (jax issue 21159).
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def def_jet(primitive: Primitive, rule) -> None:
 
 
 class _KeptAlive:
-    """What XLA's callbacks refer to while a program is compiled; pickled, it is nothing.
+    """An object that XLA's callbacks refer to during compilation; pickled, it is nothing.
 
     JAX pickles whatever it keeps alive with an executable where that is serialised, and partition
     functions hold MLIR's context, which has no pickle. A compiled program needs them no more.
@@ -175,7 +175,7 @@ class Settings:
 
     @classmethod
     def current(cls) -> Settings:
-        """Those of this thread."""
+        """The settings of this thread."""
         return cls(setting("jax_enable_x64"), setting("jax_default_matmul_precision"))
 
     def applied(self, function):
@@ -251,7 +251,7 @@ _without_mesh.multiple_results = True
 def without_mesh(function):
     """`function` of arrays, traced and lowered as if no explicit mesh were set.
 
-    What one device computes of its shards knows nothing of the user's mesh, yet JAX traces it,
+    The computation of one device on its shards knows nothing of the user's mesh, yet JAX traces it,
     and the reducer of every `psum` in it, inside the user's mesh context.
     """
     return lambda *shards: _without_mesh.bind(*shards, function=function)

@@ -28,7 +28,7 @@ def extended(
     numbers = numbers.transpose([ordered.index(a) for a in axes]).ravel().tolist()
 
     def border(count, step):
-        """So many entries of the parts that follow, at step 1, or precede, at step -1."""
+        """`count` entries of the parts that follow, at step 1, or precede, at step -1."""
         found = []
         for distance in range(1, math.ceil(count / size) + 1):
             there = min(size, count - (distance - 1) * size)

@@ -6,6 +6,8 @@ running jaxlib's would make JAX's whole backend fail to initialise.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import hashlib
 import importlib
@@ -16,7 +18,8 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import jax
 import jax.export
@@ -43,7 +46,7 @@ _modules: dict[str, types.ModuleType] = {}
 
 @dataclasses.dataclass(frozen=True)
 class PlatformStatus:
-    """What one platform can run. `reason` tells why it cannot, and what to do about it."""
+    """The handlers that one platform has. `reason` tells why it cannot, and what to do about it."""
 
     platform: str
     available: bool
@@ -76,7 +79,7 @@ def interface(platform: str, root: pathlib.Path) -> str | None:
     """The INTERFACE of a module built from the source tree `root`: None if it is no source tree.
 
     A digest of what is compiled into the handlers of a platform, as `CMakeLists.txt` makes it. An
-    installed package has no such sources beside it, and brought its modules along.
+    installed package has no such sources next to it, and brought its modules along.
     """
     if not (root / "ffi" / "module.h").is_file():
         return None
@@ -156,8 +159,62 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
 
 
 def builds() -> tuple[tuple[str, str | None], ...]:
-    """What the modules of the platforms were built of and for."""
+    """The sources and targets that the modules of the platforms were built of and for."""
     return tuple((status.platform, status.build) for status in _statuses.values())
+
+
+def cuda_module() -> types.ModuleType:
+    """The compiled CUDA module. RuntimeError: why there is none."""
+    if "cuda" not in _modules:
+        raise RuntimeError(_statuses["cuda"].reason)
+    return _modules["cuda"]
+
+
+@dataclasses.dataclass
+class _Recording:
+    """A lowering for a GPU that need not be here."""
+
+    capability: str
+    calls: list[tuple[str, Sequence[Any], Sequence[Any], dict[str, Any]]]
+
+
+_recording: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar(
+    "_recording", default=None
+)
+
+
+@contextlib.contextmanager
+def recording_calls(capability: str) -> Generator[list]:
+    """Lowers for GPUs of a compute capability, and lists the calls of handlers.
+
+    Each with its target, operands, results and attributes.
+    """
+    cuda_module()
+    recording = _Recording(capability, [])
+    token = _recording.set(recording)
+    try:
+        yield recording.calls
+    finally:
+        _recording.reset(token)
+
+
+def ffi_call(target: str, results: Sequence[jax.ShapeDtypeStruct], **options: Any) -> Callable:
+    """`jax.ffi.ffi_call`, for calls that can be recorded."""
+    call = jax.ffi.ffi_call(target, results, **options)
+
+    def recorded(*operands: Any, **attributes: Any) -> Any:
+        recording = _recording.get()
+        if recording is not None:
+            recording.calls.append((target, operands, results, attributes))
+        return call(*operands, **attributes)
+
+    return recorded
+
+
+def gpu_capabilities() -> set[str]:
+    """The compute capabilities of the GPUs that programs are for, such as "9.0"."""
+    recording = _recording.get()
+    return compat.gpu_capabilities() if recording is None else {recording.capability}
 
 
 def cuda_architectures() -> tuple[str, ...]:
@@ -182,7 +239,7 @@ def conv_kernel_grad_workspace(*sizes: Sequence[int] | int | bool) -> int:
 
 
 def status() -> list[PlatformStatus]:
-    """What each platform can run."""
+    """The handlers of each platform."""
     return list(_statuses.values())
 
 
@@ -197,7 +254,7 @@ def missing_kernels(platform: str) -> str | None:
         return found.reason
     if platform != "cuda":
         return None
-    without = sorted(c for c in compat.gpu_capabilities() if not has_code(c))
+    without = sorted(c for c in gpu_capabilities() if not has_code(c))
     if not without:
         return None
     return (
@@ -215,6 +272,8 @@ def missing_kernels(platform: str) -> str | None:
 def has_code(capability: str) -> bool:
     """Whether the CUDA module has code for GPUs of a compute capability such as "9.0"."""
     major, minor = map(int, capability.split("."))
+    if _recording.get() is not None:  # choices do not depend on it
+        return major >= 8
     architectures = cuda_architectures()
     # Code runs on later GPUs of the same generation, unless it is for features of one only; PTX,
     # which an architecture may be called virtual for, on all later ones.

@@ -43,7 +43,7 @@ def shardy_rule(call: Call, devices: int, replicated: Sequence[str]) -> tuple[st
 
     def dim_text(dim):
         nonlocal ones
-        if not dim:  # Shardy refuses factors of size 1 beside others; alone, each is its own.
+        if not dim:  # Shardy refuses factors of size 1 next to others; alone, each is its own.
             ones += 1
             return f"one{ones}"
         return dim[0] if len(dim) == 1 else f"({' '.join(dim)})"

@@ -30,7 +30,7 @@ Params = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What is known of a call before it is partitioned, in another thread."""
+    """Facts about a call that are known before it is partitioned, in another thread."""
 
     params: tuple[tuple[str, Any], ...]
     is_manual: bool
@@ -267,7 +267,7 @@ class Operator:
                         axes.setdefault(shared[:1], entry)
 
         def spec(term):
-            # What two operands have over the same axes, a result may have in two dimensions.
+            # Two operands may be sharded over the same axes, a result over each only once.
             found, used = [], set()
             for dim, size in zip(term, call.shape(term), strict=True):
                 entry = axes.get(self._shared(dim))
@@ -398,7 +398,7 @@ class Operator:
         results = self._types(*map(jax.typeof, operands), **params)
         scratch = self._scratch(*operands, **params) if platform == "cuda" else ()
         out = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
-        call = jax.ffi.ffi_call(self.target, [*out, *scratch])
+        call = native.ffi_call(self.target, [*out, *scratch])
         assert self._attributes is not None
         return call(*operands, **self._attributes(**params))[: len(out)]
 

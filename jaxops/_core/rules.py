@@ -1,4 +1,4 @@
-"""Small pieces of derivative rules: symbolic zeros, and broadcast batch dimensions undone."""
+"""Helpers of derivative rules: symbolic zeros, and broadcast batch dimensions undone."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What several operators share, but not all: primitives with rules, and their arguments."""
+"""Code that several operators share, but not all: primitives with rules, and their arguments."""

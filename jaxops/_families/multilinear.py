@@ -8,7 +8,7 @@ differentiation to any order:
 
     sample       values, points, t...        -> Σ_c D_t w_c(point) values[c, f]
     values_grad  points, g, t...             -> its transpose in values
-    points_grad  values, points, g, t...     -> its gradient by one more direction
+    points_grad  values, points, g, t...     -> its gradient along one more direction
 
 Only sums of these occur as derivatives. `backward` makes both gradients in one pass.
 """
@@ -29,7 +29,7 @@ from jaxops._core.primitive import Operator
 
 
 class Options(Protocol):
-    """What the primitives of a family are told, beside shapes; hashable.
+    """Parameters of the primitives of a family, next to shapes; hashable.
 
     Attributes:
       values: the dimensions of the values in a signature, the last one being that of channels.
@@ -59,11 +59,11 @@ class Family:
       reference: the operator in jax.numpy, called as reference(values, points, options), with one
         batch shape for both.
       attributes: what the native handlers are told, called with options.
-      values_name: what the gradient by the values is called.
+      values_name: the name of the values' gradient.
       sums_batches: whether the kernels sum the values' gradient over batch dimensions that the
         values do not have.
       sample_scratch: work space of CUDA, called with the batch shape, values, points and options.
-      scratch: the same of the gradients by the values, called with the batch shape, points, the
+      scratch: the same of the values' gradients, called with the batch shape, points, the
         cotangent, options, the order of the derivative and which batch dimensions are summed.
     """
 
@@ -193,7 +193,7 @@ class Family:
         return [jax.vjp(at, points)[1](g)[0].astype(dtype)]
 
     def _backward_reference(self, values, points, g, *along, options, order, summed):
-        # The gradient by values has every batch dimension that is not summed, those of the values
+        # The values' gradient has every batch dimension that is not summed, those of the values
         # too.
         batch = _batch_shape(options, values, points, g, along)
         g = jnp.broadcast_to(g, (*batch, *g.shape[g.ndim - _rank(options.result) :]))
@@ -422,7 +422,7 @@ def _rank(term: str) -> int:
 
 
 def _batch_dims(options, values, points, g, along):
-    """Those of the operands that are there, each with the number of its batch dimensions."""
+    """The operands that are there, each with the number of its batch dimensions."""
     terms = [options.values, options.points, options.result, *(options.points for _ in along)]
     operands = [values, points, g, *along]
     return [(x, x.ndim - _rank(t)) for x, t in zip(operands, terms, strict=True) if x is not None]

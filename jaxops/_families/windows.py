@@ -24,7 +24,7 @@ from jaxops.reference import im2col as reference
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """What the primitives are told; every sequence has one entry a dimension of the window.
+    """Parameters of the primitives; every sequence has one entry a dimension of the window.
 
     Attributes:
       ins: the sizes of the image.
@@ -110,7 +110,7 @@ class Windows:
     def exchange_halo(
         self, array: jax.Array, first: int, plan: Plan, *, of_windows: bool
     ) -> tuple[jax.Array, Windows]:
-        """What a device that has a part of every image computes of, and its windows.
+        """The entries that a device with a part of every image needs, and its windows.
 
         `array` is its part of the image, or of what there is for every window, and `first` the
         first of the array's dimensions that windows slide over. Entries that results of this part

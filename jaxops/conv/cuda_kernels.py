@@ -1,12 +1,13 @@
 """Convolution whose patches are never in memory: kernels for GPUs with tensor cores.
 
-They take images in one or two dimensions. Those of 16-bit floats, and of float32 that is multiplied
-as TF32, want channels and outputs in multiples of 16 bytes; on Hopper GPUs there are some for a few
-channels of 16-bit floats. Convolutions of one group are filled up to these: missing channels and
-outputs are zeros. Float64, and float32 that is not multiplied as TF32, are taken as they are, by
-kernels of multiply-adds; on Hopper GPUs large convolutions of such float32 are sums of products of
-TF32, as exact, of channels and outputs in multiples of 16 bytes. Small groups of every dtype,
-depthwise ones above all, which are no matrix products, are taken as they are by direct kernels.
+The kernels take images in one or two dimensions. Kernels of 16-bit floats, and of float32 that is
+multiplied as TF32, want channels and outputs in multiples of 16 bytes; on Hopper GPUs there are
+some for a few channels of 16-bit floats. Convolutions of one group are filled up to these: missing
+channels and outputs are zeros. Float64, and float32 that is not multiplied as TF32, are taken as
+they are, by kernels of multiply-adds; on Hopper GPUs large convolutions of such float32 are sums of
+products of TF32, as exact, of channels and outputs in multiples of 16 bytes. Small groups of every
+dtype, depthwise ones above all, which are no matrix products, are taken as they are by direct
+kernels.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxops._core import checks, compat, native
+from jaxops._core import checks, native
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._families.windows import Windows
 from jaxops.activations import activation_name
 
-# Those of `cuda/conv/families.h`.
+# The limits of `cuda/conv/families.h`.
 _MAX_TAPS = 128
 _MAX_STRIDE = 8
 _MAX_PIXELS = 1 << 30
@@ -38,9 +39,9 @@ _UNIT = 16
 # direct kernels. Where both are fewer, in one group, there is little to multiply and patches are
 # small.
 _LEAST_FAN = 8
-# With so many channels and outputs or more, filling them up costs little.
+# From this number of channels and outputs on, filling them up costs little.
 _LEAST_WIDENED = 24
-# Those of the kernels for few channels: channels, rows of taps, entries of a window's row, outputs.
+# Limits of the kernels of few channels: channels, rows of taps, entries of a window's row, outputs.
 _FEW_CHANNELS = 7
 _FEW_TAP_ROWS = 8
 _FEW_ROW_ENTRIES = 24
@@ -115,13 +116,13 @@ def make_call(
     takes_few: bool = True,
     tf32: bool = True,
 ) -> KernelCall | None:
-    """The call for a convolution of entries of so many bytes, or None where kernels have none.
+    """The call for a convolution of entries of `itemsize` bytes, or None if kernels have none.
 
     The fans are those of a group. Few channels are taken as they are on Hopper GPUs only. `tf32`
     says whether float32 may be multiplied as TF32.
     """
     rank = len(windows.taps)
-    # Of the padded image: the kernels count its entries in 32 bits.
+    # The kernels count entries of the padded image in 32 bits.
     reaches = [
         out * s + k * d
         for out, s, k, d in zip(
@@ -147,7 +148,7 @@ def make_call(
     if groups > _MAX_GROUPS:
         return None
     if itemsize == 8 or (itemsize == 4 and not (tf32 and least >= _LEAST_FAN and are_units)):
-        # The gradient by x is a launch for each remainder by the strides.
+        # The input gradient is a launch for each remainder by the strides.
         fits = (
             most >= _LEAST_FAN
             and math.prod(windows.strides) <= _MAX_STRIDE**2
@@ -242,11 +243,11 @@ def find_call(
 def find_kernel_grad_call(
     options: Any, platform: str | None, dtype: Any, x: jax.Array, g: jax.Array, count: int
 ) -> KernelCall | None:
-    """The same of the gradient by the kernel, or by so many kernels, each of groups of its own.
+    """The call for the kernel gradient, or for `count` of them, each of groups of its own.
 
     TF32's are not worth while where patches are no larger than x, which XLA multiplies as well.
     """
-    # Of several groups devices have all channels, unless every channel is a group of its own.
+    # Devices have all channels of several groups, unless every channel is a group of its own.
     fans, groups = (options.fan_in, options.fan_out), options.groups
     if options.is_depthwise:
         groups = x.shape[-1]
@@ -269,12 +270,12 @@ def _may_be_tf32(precision: Any) -> bool:
 
 def _are_hopper() -> bool:
     """Whether the GPUs here are those of the kernels for Hopper, and these are compiled."""
-    return "90a" in native.cuda_architectures() and compat.gpu_capabilities() == {"9.0"}
+    return "90a" in native.cuda_architectures() and native.gpu_capabilities() == {"9.0"}
 
 
 def has_kernels() -> bool:
     """Whether there are GPUs here, and all have kernels that are compiled for them."""
-    found = compat.gpu_capabilities()
+    found = native.gpu_capabilities()
     return bool(found) and all(map(native.has_code, found))
 
 
@@ -286,7 +287,7 @@ def forward(
     bias: jax.Array | None = None,
     activation: str | None = None,
 ) -> jax.Array:
-    """Of x (..., *ins, fan_in), kernel (*taps, fan_in, fan_out) and a bias (fan_out,) like sums."""
+    """Takes x (..., *ins, fan_in), kernel (*taps, fan_in, fan_out), a bias (fan_out,) like sums."""
     call, workspace = _split(_FORWARD, x, kernel, call)
     results = [_shape(x, call.windows.outs, call.outputs, dtype), *workspace]
     operands = [call.pad_x(x), _operand(kernel, call)]
@@ -297,7 +298,7 @@ def forward(
 
 
 def input_grad(g: jax.Array, kernel: jax.Array, call: KernelCall, dtype: Any) -> jax.Array:
-    """Of g (..., *outs, fan_out)."""
+    """Takes g (..., *outs, fan_out)."""
     call, workspace = _split(_INPUT_GRAD, g, kernel, call)
     results = [_shape(g, call.windows.ins, call.channels, dtype), *workspace]
     dx, *_ = _convolve(_INPUT_GRAD, results, call, call.pad_g(g), _operand(kernel, call))
@@ -348,7 +349,7 @@ def _in_units(call: KernelCall) -> KernelCall | None:
 
 
 def _sizes(images: jax.Array, call: KernelCall) -> tuple[tuple[int, ...], ...]:
-    """Those of x, the kernel and the result, as many images as there are of either side."""
+    """Sizes of x, the kernel and the result, as many images as there are of either side."""
     windows = call.windows
     lead = images.shape[: images.ndim - 1 - len(windows.taps)]
     return (
@@ -375,12 +376,12 @@ def _convolve(
     tf32 = _is_tf32(operands[1], call)
     layouts = None
     if target == _FORWARD and tf32:
-        # Products of TF32 want the entries that are summed over beside each other.
+        # Products of TF32 want the entries that are summed over next to each other.
         rank = len(call.windows.taps)
         layouts = [None, (*range(rank), rank + 1, rank), *[None] * (len(operands) - 2)]
     attributes |= {name: np.array(values, np.int64) for name, values in steps}
     attributes["tf32"] = np.bool_(tf32)
-    return jax.ffi.ffi_call(target, results, input_layouts=layouts)(*operands, **attributes)
+    return native.ffi_call(target, results, input_layouts=layouts)(*operands, **attributes)
 
 
 def _placement(windows: Windows) -> tuple[tuple[int, ...], ...]:

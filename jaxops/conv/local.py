@@ -1,4 +1,4 @@
-"""What one device computes of a convolution.
+"""The computation of one device in a convolution.
 
 Where there are kernels, see `cuda_kernels`, they take images as they are. Elsewhere convolutions
 are made of `im2col` and `col2im` and of a matrix product of XLA's, see `patches`, or by XLA's own
@@ -157,7 +157,7 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
         return [_from_groups(dkernel, axis)]
 
     block, slabs = block_size(options, platform, x, g)
-    # Of one block the sum is the result; several are added before they are rounded.
+    # The sum of one block is the result; several are added before they are rounded.
     rounded = product_dtype(platform, dtype, x, g) if block >= x.shape[axis] else None
 
     def compute(x, g, windows):
@@ -301,7 +301,7 @@ def _is_faster_by_xla(
 
 
 def _is_faster_by_cudnn(options: Options, platform: str | None, dtype: Any, g, kernel):
-    """Whether the gradient by x of windows of one entry is a convolution instead of a product.
+    """Whether the input gradient of windows of one entry is a convolution, not a product.
 
     XLA has cuDNN convolve, which was measured to be up to 1.9 times faster than its products by a
     transposed kernel, and never slower by more than a tenth. Forward that is the other way round.

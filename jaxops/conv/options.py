@@ -1,4 +1,4 @@
-"""What the primitives of convolution are told, and what follows from it."""
+"""Parameters of the primitives of convolution, and what follows from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxops._families.windows import Windows
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What every primitive of the family is told, beside shapes.
+    """Parameters of every primitive of the family, next to shapes.
 
     Attributes:
       windows: over x.
@@ -50,7 +50,7 @@ class Options:
         return dataclasses.replace(self, groups=1)
 
     def transposed(self, strides: Sequence[int]) -> Options:
-        """Those of the convolution whose input gradient is this one, of an lhs with zeros between.
+        """The convolution whose input gradient is this one, of an lhs with zeros between.
 
         This one has no strides, that one those by which the entries of lhs are apart.
         """
@@ -64,7 +64,7 @@ class Options:
         )
         return dataclasses.replace(self, windows=mirrored, fan_in=self.fan_out, fan_out=self.fan_in)
 
-    # The dimensions of the operands in signatures. Of several groups devices have all channels,
+    # The dimensions of the operands in signatures. Devices have all channels of several groups,
     # unless every channel is a group of its own.
 
     @property
@@ -113,7 +113,7 @@ def transposed_kernel(kernel: jax.Array, groups: int) -> jax.Array:
 
 
 def sum_dtype(x: jax.Array, kernel: jax.Array, dtype: Any) -> np.dtype:
-    """That of sums, and of a result that is not rounded yet."""
+    """The dtype of sums, and of a result that is not rounded yet."""
     return accumulation_dtype(x, kernel, dtype)
 
 

@@ -54,7 +54,7 @@ def tap_axes(patches: jax.Array, options: Options) -> tuple[int, ...]:
 
 
 def letters(options: Options) -> tuple[str, str]:
-    """Those of the windows' dimensions, for `product`: patches and taps.
+    """The letters of the windows' dimensions, for `product`: patches and taps.
 
     Dimensions that are summed over come in the order of their letters. With these, that is how they
     lie in memory, in which patches are multiplied as they are.
@@ -83,9 +83,9 @@ def product(names, a, b, options, summed=None, dtype=None):
 
     If a `dtype` is given the result is rounded to that.
 
-    A batch dimension may be 1 in either array, which then does not vary along it. Those flagged in
-    `summed` are summed over; their size in the result is 1. The dimensions of `names` are those of
-    the result in the order of the arrays.
+    A batch dimension may be 1 in either array, which then does not vary along it. Dimensions that
+    `summed` flags are summed over; their size in the result is 1. The dimensions of `names` are
+    those of the result in the order of the arrays.
     """
     of_a, of_b, of_out = names
     rank = a.ndim - len(of_a)
@@ -96,7 +96,7 @@ def product(names, a, b, options, summed=None, dtype=None):
     (a, in_a), (b, in_b) = (
         _without_ones(array, rank, letters) for array, letters in ((a, of_a), (b, of_b))
     )
-    # What only one of them varies along is summed over before.
+    # Dimensions that only one of them varies along are summed over before.
     a, in_a = _sum_over([d for d in in_a if d not in in_b and d not in out], a, in_a)
     b, in_b = _sum_over([d for d in in_b if d not in in_a and d not in out], b, in_b)
     if a.dtype != b.dtype:
@@ -187,7 +187,7 @@ def sum_blocks(function, axis, block, *arrays):
 
 
 def _cut(array: jax.Array, axis: int, block: int) -> tuple[jax.Array, jax.Array]:
-    """Whole blocks of entries along the axis, beside each other, and what is left of the array."""
+    """Whole blocks of entries along the axis, next to each other, and the rest of the array."""
     moved = jnp.moveaxis(array, axis, 0)
     whole = moved.shape[0] // block * block
     blocks = moved[:whole].reshape(whole // block, block, *moved.shape[1:])

@@ -7,8 +7,8 @@ The family has three, each linear in each of its operands:
     conv_kernel_grad  x, g -> dkernel, its transpose in the kernel
 
 and every derivative of these is again one of these. The first may also add a bias and apply an
-activation, before it rounds. What a device computes of them is in `local`. What a gradient needs is
-x, not its patches, which are made again.
+activation, before it rounds. `local` has the computation of one device. A gradient needs x, not its
+patches, which are computed again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _kernel_grad_operator = _operator(
 
 
 def forward(x, kernel, bias=None, *, options, dtype, activation=None):
-    """Of a bias in the dtype of the sums, if there is one."""
+    """The convolution; a bias must have the dtype of the sums."""
     operands = (x, kernel) if bias is None else (x, kernel, bias)
     (y,) = _forward_operator(
         *operands,
@@ -84,7 +84,7 @@ def input_grad(g, kernel, *, options, dtype):
 
 
 def kernel_grad(x, g, like, *, options):
-    """Of the dtype of `like`, and summed over the batch dimensions that it does not have."""
+    """The kernel gradient in the dtype of `like`, summed over its batch dimensions of size 1."""
     summed = tuple(n == 1 for n in like.shape[: like.ndim - 2 - options.rank])
     (dkernel,) = _kernel_grad_operator(
         x, g, options=options, dtype=np.dtype(like.dtype), summed=summed
@@ -93,7 +93,7 @@ def kernel_grad(x, g, like, *, options):
 
 
 def _tangent(operator: Operator, primals, tangents, **params) -> jax.Array | None:
-    """That of an operator which is linear in each of two operands."""
+    """The tangent of an operator which is linear in each of two operands."""
     a, b = primals
     da, db = tangents
     terms = [(da, b)] if da is not None else []
@@ -133,7 +133,7 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
         y = checkpoint_name(y, "conv2d")
     *moving, dbias = rules.nonzero(tangents, 3)
     plain = dict(options=options, activation=None, with_bias=False)
-    # What the bias adds to is rounded with it.
+    # The sum that the bias is added to is rounded with it.
     summed = dtype if dbias is None else sum_dtype(primals[0], primals[1], dtype)
     dy = _tangent(_forward_operator, primals[:2], moving, dtype=np.dtype(summed), **plain)
     if dbias is not None:

@@ -170,7 +170,7 @@ def conv_general_dilated(
     `flax.linen.Conv` and `flax.nnx.Conv` take it as their ``conv_general_dilated=``. It has
     convolutions in one to three dimensions of equal float dtypes, with any layout, padding,
     negative too, strides, dilation and groups, and transposed ones, which are those with
-    `lhs_dilation` and without strides. What else there is goes to `jax.lax`, with a
+    `lhs_dilation` and without strides. Other calls go to `jax.lax`, with a
     `NoKernelWarning`, once a case:
     ``warnings.simplefilter("error", jaxops.NoKernelWarning)`` makes that an error, and
     ``jaxops.conv_general_dilated.supported(...)``, which takes the same arguments and structures of
@@ -277,7 +277,7 @@ class _LaxCase:
       missing: what there is no kernel for, or None.
     """
 
-    # What has been left to `jax.lax` and said so.
+    # The cases that were left to `jax.lax` with a warning.
     _warned: ClassVar[set[str]] = set()
 
     def __init__(self, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, options, _):
@@ -414,7 +414,7 @@ def _float_dtype(function: str, argument: str, value: Any, default: Any) -> np.d
 
 
 def _precision(function: str, precision: Any) -> Any:
-    """What `jax.lax` takes as a precision, hashable; None is JAX's default at this moment."""
+    """The precision as `jax.lax` takes it, hashable; None is JAX's default at this moment."""
     if precision is None:
         return compat.setting("jax_default_matmul_precision")
     precision = _freeze(precision)

@@ -119,7 +119,7 @@ def convolve(
     bias: jax.Array | None,
     drop: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
-    """What both layers compute; `layer` has their attributes, `drop` is DropConnect or None."""
+    """Computes both layers; `layer` has their attributes, `drop` is DropConnect or None."""
     x, _, bias = promote_dtype(x, kernel, bias, dtype=layer.dtype)
     # Half-precision taps would not sum to one, and the operator takes a weight wider than x.
     weight = kernel.astype(accumulation_dtype(kernel))

@@ -20,7 +20,7 @@ _REDUCTIONS = ("none", "sum", "mean")
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What the two functions have in common, checked.
+    """Arguments that the two functions have in common, checked.
 
     Integer labels are int32 here, and `ignored` is the one whose rows are left out.
     """
@@ -48,7 +48,7 @@ class Arguments:
         *,
         soft,
     ):
-        """Those of the function `name`; `soft` says whether labels may be targets of each logit."""
+        """Checks the arguments of `name`; `soft` says that labels may be targets of each logit."""
         logits = checks.float_array(name, "logits", logits, None, "(..., C)")
         if logits.ndim == 0:
             raise ValueError(f"{name}: logits must have shape (..., C), got shape ()")
@@ -116,7 +116,7 @@ class Arguments:
         return accumulation_dtype(self.logits) if self.reduced else self.logits.dtype
 
     def dtype(self, *others) -> jnp.dtype:
-        """What the arithmetic is done in."""
+        """The dtype of the arithmetic."""
         arrays = [jnp.asarray(a) for a in others if a is not None]
         return accumulation_dtype(self.logits, *arrays)
 
@@ -133,7 +133,7 @@ class Arguments:
         )
 
     def scale(self, dtype):
-        """What the sum is multiplied by."""
+        """The factor of the sum."""
         if self.normalizer is not None:
             return 1 / jnp.asarray(self.normalizer, dtype)
         if self.reduction != "mean":

@@ -1,4 +1,4 @@
-"""What the primitives of both losses are told, and dimensions that both have."""
+"""Parameters of the primitives of both losses, and dimensions that both have."""
 
 from __future__ import annotations
 

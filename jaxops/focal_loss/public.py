@@ -150,7 +150,7 @@ def softmax_focal_loss(
     Returns:
       The shape (...,) and dtype of logits for "none" without normalizer, otherwise a scalar,
       float32 for half-precision logits. Arithmetic is in float32, or in float64 where an array is.
-      The gradient by logits has their dtype.
+      The logits' gradient has their dtype.
 
     Raises:
       TypeError: an array or number is not of the kind listed above.
@@ -203,7 +203,7 @@ def softmax_focal_loss(
         (loss,) = softmax.sums.sum(*map(jnp.asarray, operands), options=options)
     else:
         (loss,) = softmax.loss_operator(logits, labels, gamma_array, options=options)
-        loss = checkpoint_name(loss, name)  # what the gradients by weights need
+        loss = checkpoint_name(loss, name)  # needed for the gradients of weights
         factors = [factor for factor in (of_alpha, weight) if factor is not None]
         if factors:
             known = (labels >= 0) & (labels < call.classes)

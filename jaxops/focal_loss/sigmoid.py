@@ -17,7 +17,7 @@ from jaxops.reference import focal_loss as reference
 NAME = "sigmoid_focal_loss"
 
 #: Class ids count from 1, because XLA keeps no constant that counts from 0: it would launch a
-#: kernel that makes it anew for each call. They are kFirstClassId in common/focal_loss.h, too.
+#: kernel that makes it again for each call. They are kFirstClassId in common/focal_loss.h, too.
 _FIRST_CLASS_ID = 1
 
 
@@ -28,7 +28,7 @@ def make_class_ids(classes: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What every primitive of the sigmoid family is told, beside shapes.
+    """Parameters of every primitive of the sigmoid family, next to shapes.
 
     Their operands are logits, labels, the class that each entry of a row is for (so that a shard of
     classes knows which ones it has), the scale of the sum, parameters (gamma, and the factors of

@@ -23,7 +23,7 @@ NAME = "softmax_focal_loss"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the primitives of the softmax family are told, beside shapes.
+    """Parameters of the primitives of the softmax family, next to shapes.
 
     The loss of rows is one of logits, labels and gamma. The operands of its sum and the gradient
     are logits, labels, a scale of the results, gamma, and weights of the rows where `weighted`.
@@ -123,7 +123,7 @@ def _tangent_transpose(cotangents, logits, labels, gamma, dlogits, *, options):
 
 
 def _row_factor(known, scale, weight, options):
-    """What the loss of each row is multiplied by, of those whose label is a class."""
+    """The factor of each row's loss; with weights, zero unless its label is a class."""
     factor = append_ones(scale, options.rows)
     return factor if weight is None else factor * jnp.where(known, weight, 0)
 

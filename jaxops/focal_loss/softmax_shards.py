@@ -37,7 +37,7 @@ class ShardedRows:
         return jnp.where(self.known, reference.focal(self.lead, gamma), 0)
 
     def gradient(self, gamma: jax.Array, factor: jax.Array) -> jax.Array:
-        """That of the losses, each times its factor, by this device's part of the logits."""
+        """The losses' gradient, each times its factor, for this device's part of the logits."""
         slope = factor * reference.focal_slope(self.lead, gamma)
         by_logit = slope[..., None] * jnp.where(self.target, -1, self.shares)
         return jnp.where(self.known[..., None], by_logit, 0)
@@ -46,7 +46,7 @@ class ShardedRows:
 def sharded_rows(
     logits: jax.Array, labels: jax.Array, dtype: jnp.dtype, axes: tuple[str, ...]
 ) -> ShardedRows:
-    """Of one device's part of the classes, which are spread in order over these mesh axes."""
+    """Reduces one device's part of the classes, which these mesh axes share in order."""
     classes = logits.shape[-1]
     known = (labels >= 0) & (labels < classes * jax.lax.psum(1, axes))
     first = jax.lax.axis_index(axes) * classes

@@ -1,4 +1,4 @@
-"""What ties the sum of a loss over rows of logits to its derivatives.
+"""The rules that tie the sum of a loss over rows of logits to its derivatives.
 
     sum, gradient = value_and_gradient(logits, ...)
     d sum         = <gradient, dlogits>              tangent
@@ -87,7 +87,7 @@ def summed_loss(
         return [jax.ShapeDtypeStruct((entries, splits), sum_dtype(*operands))]
 
     def across_of(*results):
-        """What makes the results of these numbers; what the others need falls away."""
+        """A function that computes the results of these numbers only."""
 
         def some(function):
             return lambda *operands, **params: [function(*operands, **params)[i] for i in results]
@@ -166,7 +166,7 @@ def summed_loss(
     def exact_inner_product(gradient, dlogits, *operands, options):
         if gradient.dtype != jnp.float16:
             return inner_product(gradient, dlogits, *operands, options=options)
-        # That of a mean over many rows is too small for float16.
+        # The gradient of a mean over many rows is too small for float16.
         unscaled = [*operands]
         unscaled[scale] = jnp.ones_like(operands[scale])
         (gradient,) = gradient_operator(*unscaled, options=options)

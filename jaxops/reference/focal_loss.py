@@ -443,7 +443,7 @@ def _log(x):
         "float32": ("0x1.62ep-1", "0x1.0bfbe8p-15"),
         "float64": ("0x1.62e42fefap-1", "0x1.cf79abc9e3b3ap-40"),
     }[x.dtype.name]
-    # What jnp.frexp does, whose exponent loses its sharding on meshes of explicit axes (jax 0.12).
+    # This is jnp.frexp, whose exponent loses its sharding on meshes of explicit axes (jax 0.12).
     integers, digits, bias = {"float32": (np.int32, 23, 126), "float64": (np.int64, 52, 1022)}[
         x.dtype.name
     ]

@@ -80,7 +80,7 @@ def _whole(x):
 
 
 def _mark(total, p, lost, method):
-    """The rows of points with a NaN: NaN, and so are their derivatives by the point."""
+    """The rows of points with a NaN: NaN, and so are the derivatives in their coordinates."""
     if method == "nearest":
         return total
     lost = lost[..., None]

@@ -1,4 +1,4 @@
-"""What every operator must do, checked the same way by the tests and by `python -m jaxops check`.
+"""Promises of every operator, checked the same way by the tests and by `python -m jaxops check`.
 
 An operator declares itself in `specs/<operator>.py`; `capabilities` has one function a capability.
 """

@@ -1,4 +1,4 @@
-"""What every operator must be able to do: one function a capability.
+"""Capabilities that every operator must have: one function each.
 
 A capability takes an `OperatorSpec` and a `Platform`. It returns when the operator has it, raises
 AssertionError with what is wrong when not, and NotApplicable with a reason when the question makes
@@ -397,7 +397,7 @@ class _Batched:
         return function
 
     def loop(self, function: Callable) -> list[np.ndarray]:
-        """What `nest` should make of `inputs`: `function` of every entry, stacked."""
+        """The result that `nest` should give for `inputs`: `function` of every entry, stacked."""
         entries = [
             function(*self._by_argument(functools.partial(self._entry, index)))
             for index in np.ndindex(self._shape)
@@ -455,7 +455,7 @@ def _check_batches(spec, platform, batches, function, reference, calls, assert_r
 
 
 def _placements(spec: OperatorSpec, platform: Platform) -> Iterator[Placement]:
-    """Those that fit the devices; at least one."""
+    """The placements that fit the devices; at least one."""
     if not spec.placements:
         raise NotApplicable("no placement is declared")
     count = len(platform.devices)
@@ -810,7 +810,7 @@ def confinement(spec: OperatorSpec, platform: Platform) -> None:
 
 @functools.cache
 def _derivative_of(function: Callable, position: int) -> Callable:
-    """f(tangent, cotangents, *arguments): the derivative of value and gradient by one argument."""
+    """f(tangent, cotangents, *arguments): the tangent of value and gradient in one argument."""
 
     def derivative(tangent, cotangents, *arguments):
         def moving(changed):

@@ -26,8 +26,8 @@ class Placement:
       axes: the names of the mesh axes, one or two. All devices are on the mesh.
       arguments: a spec an argument.
       results: a spec a result.
-      forward: the collectives of the compiled function, by HLO name: so many on CPUs, on GPUs some
-        of each and no more.
+      forward: the collectives of the compiled function, by HLO name: this number on CPUs, on GPUs
+        at least one and at most this number.
       backward: those of the compiled value and gradient together, on GPUs at most twice as many.
       manual: whether the function of the shards makes the shards of the result, as `shard_map`
         needs.
@@ -70,7 +70,7 @@ class OperatorSpec:
       differentiable: positions of the arguments that have gradients.
       calls: native handlers that one call runs, and how often; where that depends on the devices,
         a function of the platform's name that returns it.
-      vjp_calls: the same of the value together with the gradient by every differentiable argument.
+      vjp_calls: the same of the value together with every differentiable argument's gradient.
       value_terms: the number of terms in the longest sum of a value, called with the arguments.
       vjp_terms: the same of a gradient.
       vjp_roundings: how often a gradient rounds an intermediate to the arguments' dtype.

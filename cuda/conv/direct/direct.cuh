@@ -1,9 +1,9 @@
-// What the kernels of direct convolution share: how they take channels and rows of an image.
+// Code that the kernels of direct convolution share: how they take channels and rows of an image.
 //
-// Of a few channels a group there is no matrix product. Neighbouring threads have neighbouring
+// Groups of few channels are no matrix product. Neighbouring threads have neighbouring
 // channels of the result, each of them the columns of a strip, of which it keeps the sums in
-// registers. The kernels for the windows of most networks keep the kernel there as well and walk
-// down the rows of the image, of which every entry is then read once.
+// registers. The kernels for the windows of most networks keep the kernel there as well and loop
+// over the rows of the image, of which every entry is then read once.
 #ifndef JAXOPS_CUDA_CONV_DIRECT_DIRECT_CUH_
 #define JAXOPS_CUDA_CONV_DIRECT_DIRECT_CUH_
 
@@ -27,7 +27,7 @@ using jaxops::cuda::Narrow;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
-// The channels of the result, in packs that a thread has each, as slabs of about equally many for
+// The channels of the result, in vectors of one thread each, as slabs of about equally many for
 // the neighbouring threads of a warp: so are other pixels for a block, which share what they read.
 struct Slabs {
   FastDivider64 lanes;
@@ -42,8 +42,8 @@ struct Slabs {
 };
 
 // A window whose taps, a square of them, and steps are known when it is compiled, and what a thread
-// has of it: packs of so many channels of the result, each of so many channels of the image, of a
-// strip of columns.
+// has of it: kPack channels of the result, each of kFan channels of the image, of a strip of
+// columns.
 template <int kTaps_, int kStride_, int kFan_, int kPack_, int kColumns_>
 struct Walk {
   static constexpr int kTaps = kTaps_;
@@ -123,8 +123,8 @@ class Rows {
     }
   };
 
-  // `first` is the entry of row 0 and column 0 of an image of so many columns. Those from `column`
-  // on are read, from `row` on. Rows from `end` on are not needed.
+  // `first` is the entry of row 0 and column 0 of an image of `columns` columns. Columns from
+  // `column` on are read, from `row` on. Rows from `end` on are not needed.
   __device__ Rows(const void* image, int64_t first, int row, int end, int column, int columns,
                   int64_t pixel)
       : at_(static_cast<const char*>(image) +
@@ -160,7 +160,7 @@ class Rows {
   uint32_t exist_;
 };
 
-// Stores a pack of sums in the type of the operands, or as f32.
+// Stores a vector of sums in the type of the operands, or as f32.
 template <typename T, int kPack>
 __device__ __forceinline__ void StoreSums(void* result, int64_t index, bool is_f32,
                                           const Accumulator<T> (&sums)[kPack]) {

@@ -1,4 +1,4 @@
-// What the direct kernels of the forward product and of the gradient by the image share.
+// Code that the direct kernels of the forward product and of the input gradient share.
 #ifndef JAXOPS_CUDA_CONV_DIRECT_SUMS_CUH_
 #define JAXOPS_CUDA_CONV_DIRECT_SUMS_CUH_
 
@@ -11,8 +11,8 @@
 
 namespace jaxops::conv::cuda {
 
-// The channels of image and kernel that a channel of the result is summed of. In the kernel
-// neighbours of each kind are so many entries apart.
+// The channels of image and kernel that a channel of the result is summed of. The strides are those
+// of the kernel.
 struct Channels {
   FastDivider64 result_fan;  // of a group
   int64_t image_fan;
@@ -38,7 +38,7 @@ struct Channels {
   }
 };
 
-// What the kernels of sums are told, of the forward product and the gradient by the image.
+// Parameters of the kernels of sums: of the forward product and the input gradient.
 struct SumParams {
   const void* image;
   const void* kernel;
@@ -61,12 +61,12 @@ inline bool HasPairs(const SumParams& p, const Call& call) {
 
 constexpr int kThreads = 128;
 
-// What a thread does before it walks, in rows.
+// The cost of a thread before its loop, in rows.
 constexpr int64_t kRowsBefore = 3;
 // How many more and fewer ways to cut rows there are to choose from.
 constexpr int64_t kTrials = 8;
 
-// Cuts `groups` of rows into parts that take the least time, if `threads` walk down each, a step
+// Cuts `groups` of rows into parts that take the least time, if `threads` loop over each, a step
 // for every group and `ramp` more. Threads mostly wait for memory: as many blocks as
 // multiprocessors have at a time take as long as one.
 inline int CutRows(int64_t groups, int64_t threads, int64_t ramp, int64_t resident) {
@@ -86,7 +86,7 @@ inline int CutRows(int64_t groups, int64_t threads, int64_t ramp, int64_t reside
   return static_cast<int>(best);
 }
 
-// Launches a walk, if there is one for such windows and groups.
+// Launches a kernel that loops over rows, if there is one for such windows and groups.
 std::optional<cudaError_t> LaunchWalks(cudaStream_t stream, const SumParams& p, const Call& call,
                                        bool is_grad);
 

@@ -1,4 +1,4 @@
-// What the kernels of convolution of few channels on Hopper have in common.
+// Code that the kernels of convolution of few channels on Hopper have in common.
 //
 // The entries that a window covers in a row of an image, its columns and their channels, are
 // neighbours in memory. Rows come to shared memory as they are, and a register of a product's left
@@ -78,8 +78,8 @@ struct Tiling {
   // Whether every other window begins within a pair.
   bool HasOdd() const { return pixel_entries % 2 != 0; }
 
-  // Decides on tiles of at most so many columns and of so many rows. Strips but the last one of an
-  // image have a multiple of `multiple` columns, as `most_columns` has to be.
+  // Decides on tiles of at most `most_columns` columns and of `rows` rows. Strips but the last one
+  // of an image have a multiple of `multiple` columns, as `most_columns` has to be.
   void Cut(const Call& call, int64_t most_columns, int rows, int64_t multiple = 1) {
     const im2col::Window& h = call.dims[0];
     const im2col::Window& w = call.dims[1];
@@ -125,7 +125,7 @@ __device__ inline void CopyAsync(uint32_t to, const void* from, bool exists) {
                : "memory");
 }
 __device__ inline void CopiesCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most so many groups of copies are under way, and shows products what has come.
+// Waits until at most kGroups groups of copies are in flight, and shows the others to products.
 template <int kGroups>
 __device__ inline void CopiesWait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");

@@ -1,5 +1,5 @@
-// What the kernels of convolution by multiply-adds have in common: those of float32 that must not
-// be rounded to TF32, and of float64.
+// Code that the kernels of convolution by multiply-adds have in common: those of float32 that must
+// not be rounded to TF32, and of float64.
 //
 // A block takes a tile of a matrix product, a warp a part of that as 8 by 4 lanes or 32 by 1, and a
 // lane some rows by some units of columns, of 16 bytes each: every access to shared memory is one
@@ -41,10 +41,10 @@ struct alignas(kUnitBytes) Unit {
 constexpr int kChunkBytes = 64;
 template <typename T>
 constexpr int kChunk = kChunkBytes / sizeof(T);
-constexpr int kAhead = 2;  // chunks under way while one is multiplied
+constexpr int kAhead = 2;  // chunks in flight while one is multiplied
 constexpr int kStages = kAhead + 1;
-// The entries of so many chunks are looked for together, by the lanes of a warp, one warp after the
-// other, and those of two such sets are known.
+// The entries of this number of chunks are looked for together, by the lanes of a warp, one warp
+// after the other, and those of two such sets are known.
 constexpr int kSet = 32;
 template <typename T>
 constexpr int kSetChunks = kSet / kChunk<T>;
@@ -67,13 +67,13 @@ struct Tile {
   // Tensor cores have multiply-adds of float64, and twice as many.
   static constexpr bool kOnTensorCores =
       std::is_same_v<T, double> && kThreadUnits == 2 && kLaneColumns == 4;
-  // Of a row of columns in shared memory. Entries of eight rows that are written side by side have
-  // no banks in common.
+  // Entries from one row in shared memory to the next. Entries of eight rows that are written
+  // together have no banks in common.
   static constexpr int kPitch = (kUnits + 1) * kUnitBytes;
 };
 
-// The number of this thread of so many, asked for anew: what follows from it is not kept over a
-// loop in registers that sums need.
+// The number of this thread of kThreads, read again: values that follow from it are not kept over
+// a loop in registers that sums need.
 template <int kThreads>
 __device__ __forceinline__ int ThreadAnew() {
   uint32_t thread;
@@ -113,8 +113,8 @@ struct Lane {
   }
 };
 
-// A part of where an entry of a patch is in the images. What a pixel has of it and what a tap and a
-// channel have are added, modulo 2^64 and 2^32.
+// A part of where an entry of a patch is in the images. The part of a pixel and that of a tap and
+// a channel are added, modulo 2^64 and 2^32.
 struct alignas(16) Place {
   uint64_t byte;
   uint32_t row, column;
@@ -268,7 +268,7 @@ __device__ __forceinline__ void Store(T* to, const Unit<T>& unit, int left, bool
 
 // --- what the host decides -----------------------------------------------------------------------
 
-// Whether rows of so many entries, one after the other, are whole units.
+// Whether rows of `entries` entries, one after the other, are whole units.
 template <typename T>
 bool AreUnits(const void* data, int64_t all_entries, int64_t entries) {
   return reinterpret_cast<uintptr_t>(data) % kUnitBytes == 0 && all_entries % kUnit<T> == 0 &&
@@ -281,8 +281,8 @@ int64_t Warps(int64_t load) {
   return std::min<int64_t>(load, Tile::kBlocks) * Tile::kWarps;
 }
 
-// Estimated cycles of the products of so many blocks on one processor, each of so many chunks, at a
-// percentage of what multiply-adds alone take.
+// Estimated cycles of the products of blocks on one processor, each with a number of chunks, at a
+// percentage of the time of multiply-adds alone.
 template <typename Tile>
 int64_t ProductCycles(int64_t load, int64_t chunks, int64_t percent) {
   using T = typename Tile::T;

@@ -1,4 +1,4 @@
-// What the kernels of convolution by `mma.sync` have in common: the entries of images that the
+// Code that the kernels of convolution by `mma.sync` have in common: the entries of images that the
 // windows of some pixels touch, gathered in shared memory by asynchronous copies, and products of a
 // warp.
 //
@@ -17,13 +17,13 @@ using jaxops::cuda::CommitCopies;
 using jaxops::cuda::MultiplyStep;
 using jaxops::cuda::WaitCopies;
 
-// What a block may have at most, on every GPU from compute capability 8.0 on.
+// The most that a block may have on every GPU from compute capability 8.0 on.
 constexpr int kMmaSharedBytes = 99 * 1024;
 // Rows of a stage, for which there is a table.
 constexpr int kMaxTableRows = 512;
 
-// Copies 16 bytes, or zeros where there is nothing to copy. What is copied is not read before
-// WaitCopies, so that the compiler may have other accesses pass it.
+// Copies 16 bytes, or zeros where there is nothing to copy. The copy is not read before WaitCopies,
+// so that the compiler may move other accesses across it.
 __device__ inline void CopyAsync(uint32_t to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0));
@@ -110,8 +110,8 @@ struct Right {
     }
   }
 
-  // What the number of 16 bytes in a row is combined with, by an exclusive or, so that a load meets
-  // every bank once.
+  // An exclusive or combines the number of 16 bytes in a row with this, so that a load meets every
+  // bank once.
   __device__ static int Mix(int row) {
     if constexpr (Tile::kAcross && kIsFloat) return row % 4 * 2;
     if constexpr (Tile::kAcross) return Tile::kColumns == 32 ? row / 2 % 4 : row % 8;
@@ -153,7 +153,7 @@ struct Gather : Layout {
   int64_t in_pixel;  // entries between pixels of the image
   int channels;      // of a group
 
-  // Decides on strips of about so many columns of pixels.
+  // Decides on strips of about `width` columns of pixels.
   void CutColumns(int64_t new_rows, int64_t new_columns, int64_t new_stride_row,
                   int64_t new_stride_column, int64_t width) {
     rows = FastDivider(new_rows);
@@ -186,7 +186,7 @@ struct Gather : Layout {
     return true;
   }
 
-  // The rows of a stage for so many rows of pixels, of at most so many strips.
+  // The rows of a stage for `pixel_rows` rows of pixels, of at most `pixel_strips` strips.
   int64_t StageRows(int64_t pixel_rows, int64_t pixel_strips) const {
     return pixel_rows * row_step + std::max(0, span - row_step) * pixel_strips;
   }

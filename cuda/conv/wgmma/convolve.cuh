@@ -7,7 +7,7 @@
 // bulk copy, and is the right operand as it lies in shared memory. Two warps do nothing but copy,
 // ahead of the warpgroups that multiply, through two rings of stages.
 //
-// The gradient by the image is the same sum over the cotangent with taps mirrored and the kernel
+// The input gradient is the same sum over the cotangent with taps mirrored and the kernel
 // transposed, or several such sums, each a launch.
 #ifndef JAXOPS_CUDA_CONV_WGMMA_CONVOLVE_CUH_
 #define JAXOPS_CUDA_CONV_WGMMA_CONVOLVE_CUH_
@@ -18,7 +18,7 @@
 namespace jaxops::conv::cuda {
 namespace tiled {
 
-// Entries of float32 of which every one is two of TF32. Those of the kernel were split beforehand,
+// Entries of float32 of which every one is two of TF32. Kernel entries were split beforehand,
 // and its matrices of low ones come after all those of high ones.
 struct FloatPair {
   float entry;
@@ -29,7 +29,7 @@ inline constexpr bool kIsPaired = std::is_same_v<T, FloatPair>;
 template <typename T>
 inline constexpr int kEntryParts = kIsPaired<T> ? 2 : 1;
 
-// Chunks of a group have so many steps: a step is 16 channels of a tap. With few channels a chunk
+// Steps of the chunks of a group: a step is 16 channels of a tap. With few channels a chunk
 // has several taps.
 inline constexpr int kSteps = 4;
 inline constexpr int kBarrierBytes = 1024;
@@ -65,7 +65,7 @@ struct Params : Layout {
   int16_t first_chunk[kMaxTaps + 1];  // of a group
 };
 
-// What a block has of the sum of a tile, in chunks of all blocks of channels. Where it is all of
+// A block's part of the sum of a tile, in chunks of all blocks of channels. If the block has all of
 // it, nothing of this is left at run time.
 template <bool kSplit>
 struct Part {
@@ -171,7 +171,7 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
           const int taps = min(p.chunk_taps, end - begin);
           Wait(&barriers.kernel_empty[ring.stage], ring.parity ^ 1);
           uint64_t* full = &barriers.kernel_full[ring.stage];
-          // Those of split entries are always whole: zeros are there for taps that are not.
+          // Chunks of split entries are always whole: zeros are there for taps that are not.
           const int copied = kIsPaired<T> ? p.chunk_taps : taps;
           Expect(full, kEntryParts * copied * tap_bytes);
 #pragma unroll
@@ -257,7 +257,7 @@ __device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumn
     for (int piece = warp * kSplits + blockIdx.x % kSplits; piece < kWarps * kPieces;
          piece += kWarps * kSplits) {
       const uint32_t address = SharedAddress(stages) + piece * 2048 + lane * 16;
-      // All are under way at once, because other blocks' memory is far.
+      // All are in flight at once, because other blocks' memory is far.
       float4 parts[kSplits][4];
 #pragma unroll
       for (int k = 0; k < 4 * kSplits; ++k) {
@@ -289,7 +289,7 @@ __device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumn
     default:
       add(std::integral_constant<int, 1 << kMostLogSplits>{});
   }
-  // No block ends while others read its memory. What copied has ended: barriers do not wait for it.
+  // No block ends while others read its memory. Copies have ended: barriers do not wait for them.
   SyncCluster();
 }
 
@@ -334,9 +334,9 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
     float sums[kBlocks][kColumns / 2];
     uint32_t fragments[2][kHalf][kEntryParts<T>][4];
     int add = 0;
-    // Of split entries tensor cores sum what a half of a chunk has, and that is added to the sums
-    // while the other half is multiplied. Of many columns, whose halves do not fit in registers, it
-    // is a chunk, added while other warpgroups multiply.
+    // Tensor cores sum half a chunk of split entries, and that is added to the sums while the other
+    // half is multiplied. With many columns, whose halves do not fit in registers, it is a chunk,
+    // added while other warpgroups multiply.
     constexpr bool kHasHalves = kColumns < 128;
     float parts[kHasHalves ? 2 : 1][kIsPaired<T> ? kColumns / 2 : 1];
     bool has_part = false;  // the last one, of a chunk before
@@ -353,7 +353,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
         for (float& sum : sums[b]) sum = 0;
       }
     }
-    int done_image = -1, done_kernel = -1;  // stages that products under way still use
+    int done_image = -1, done_kernel = -1;  // stages that products in flight still use
     // One lane does for its warp: products, which are of the whole warp, have used what others
     // read.
     const auto release = [&] {
@@ -380,7 +380,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
           const int steps = min(p.chunk_taps, taps_end - t) * block_steps;
           Wait(&barriers.kernel_full[kernel.stage], kernel.parity);
           const uint64_t b = At(descriptor, kernel_stages + kernel.stage * p.kernel_stage);
-          // All steps of a whole chunk are one run of instructions.
+          // All steps of a whole chunk are one sequence of instructions.
           const auto multiply = [&](auto whole) {
             constexpr bool kWhole = decltype(whole)::value;
             const int at[kSteps] = {step_bytes.x, step_bytes.y, step_bytes.z, step_bytes.w};
@@ -398,8 +398,8 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
               if constexpr (kIsPaired<T>) {
                 if (!kHasHalves && half == 0) continue;
                 const int first_half = kHasHalves ? half : 0;
-                // What is under way between chunks is waited for before it is added: the compiler
-                // would otherwise have every product waited for.
+                // Products in flight between chunks are waited for before they are added: the
+                // compiler would otherwise have every product waited for.
                 if (first_half == 0) ProductsWait<0>();
                 if (!kHasHalves && has_part) add_part(0);
 #pragma unroll
@@ -544,18 +544,18 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 // Sizes of tiles, in warpgroups, blocks of 64 rows of one, and columns.
 struct Shape {
   int warpgroups, blocks, columns;
-  // What a product takes in percent of what it takes the tensor cores: narrow tiles are bound by
-  // shared memory, small ones by what is done for each. Measured on an H200.
+  // The time of a product in percent of that of the tensor cores: narrow tiles are bound by shared
+  // memory, small ones by the work for each. Measured on an H200.
   int percent;
   int rows() const { return 64 * warpgroups * blocks; }
 };
 
-// Cycles of a tile besides its products, measured too.
+// Other cycles of a tile than its products', measured too.
 inline constexpr int64_t kTileCycles = 5000;
-// Those of the copy of a row of pixels, where entries are split. Measured on an H200.
+// Cycles of the copy of a row of pixels, if entries are split. Measured on an H200.
 inline constexpr int64_t kCopyCycles = 130;
 
-// Tiles whose sum the blocks of a cluster share have at least so many chunks each.
+// The least chunks of a block in a cluster that shares the sum of a tile.
 inline constexpr int kLeastChunks = 2;
 
 // Cycles that sharing adds to those of a tile, more for a large one; measured too.
@@ -563,7 +563,7 @@ inline int64_t SplitCycles(const Shape& shape) {
   return 1400 + shape.rows() * shape.columns * 3 / 16;
 }
 
-// How many clusters of so many blocks run at once. One has its multiprocessors in one part of the
+// How many clusters of `splits` blocks run at once. One has its multiprocessors in one part of the
 // GPU, and parts differ in size: of larger ones, an eighth of the multiprocessors may be left over.
 inline int64_t ClustersAtOnce(int processors, int splits) {
   return (splits > 2 ? processors * 7 / 8 : processors) / splits;

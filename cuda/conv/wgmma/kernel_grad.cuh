@@ -1,4 +1,4 @@
-// What the kernels of the gradient by the kernel on Hopper have in common: how its sums are shared
+// Code that the kernels of the kernel gradient on Hopper have in common: how its sums are shared
 // out among blocks, pixels cut into runs, and the sums of a cluster's blocks added.
 #ifndef JAXOPS_CUDA_CONV_WGMMA_KERNEL_GRAD_CUH_
 #define JAXOPS_CUDA_CONV_WGMMA_KERNEL_GRAD_CUH_
@@ -36,8 +36,8 @@ constexpr int kStagesBytes = kSharedBytes - kHeadBytes - 1024;  // less what ali
 // The sums of a block lie where stages were.
 static_assert(kBlockUnits * 64 * (kColumns + 8) * 4 <= kStagesBytes);
 
-// Of runs with strides: the entries of the image that are whole strides apart from each other, an
-// image without strides. A tap finds all of its entries in one such phase.
+// A phase of runs with strides: the entries of the image that are whole strides apart from each
+// other, an image without strides. A tap finds all of its entries in one such phase.
 struct Phase {
   int32_t in_row, in_column;  // the first entry of the image
   int32_t row, column;        // of the phase, from those of the set: where a stage of it begins
@@ -74,7 +74,7 @@ struct Params : Layout {
   FastDivider columns_of_row;  // run_columns, to divide by
 };
 
-// What one block sums.
+// The sums of one block.
 struct Item {
   Group set;
   int channel, column;  // the first of its
@@ -128,7 +128,7 @@ __device__ int SumBytes(int row, int column) {
 template <typename T, bool kRuns, int kThreads = 128 * kWarpgroups>
 __device__ bool AddCluster(const Params& p, const Item& item, int units, const char* sums) {
   const uint32_t address = SharedAddress(sums);
-  constexpr int kTogether = 4;  // rows of a thread whose entries are on the way at once
+  constexpr int kTogether = 4;  // rows of a thread whose entries are in flight at once
   constexpr int kApart = kThreads / (kColumns / 4);
   const int channels = p.block;
   const int thread = threadIdx.x - (blockDim.x - kThreads);
@@ -188,7 +188,7 @@ inline void FillSets(Params& p, const Tap* tap, int taps, int row_taps, Grouping
   p.sets = FillGroups(p.set, tap, taps, grouping, per_set);
 }
 
-// Of the set that has most.
+// The units of the set that has most.
 inline int64_t Units(const Params& p) {
   int64_t units = 1;
   for (int s = 0; s < p.sets; ++s) {
@@ -197,17 +197,17 @@ inline int64_t Units(const Params& p) {
   return units;
 }
 
-// What clusters of a size take, measured on an H200.
+// The cost of clusters of a size, measured on an H200.
 struct ClusterCost {
   int size;
-  // Of the processors, how many of 11 they reach at once: of 132 clusters of 4 and 8 reach 120.
+  // The processors of 11 that they reach at once: of 132 clusters of 4 and 8 reach 120.
   int reached;
   int unit_cycles;  // to add what their blocks have of a unit, in each other's shared memory
 };
 constexpr ClusterCost kClusters[] = {{1, 11, 0}, {2, 11, 50}, {4, 10, 650}, {8, 10, 1200}};
 
 // Decides on the clusters and splits that are done first, and returns when: in estimated cycles, of
-// a stage and of what a block has to do besides, and for writing and adding the parts of several
+// a stage, of a block's other work, and for writing and adding the parts of several
 // clusters. The last stage of a strip's runs takes less. Where none is done before `limit`, which
 // is mostly known without a search, it returns INT64_MAX.
 inline int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t last_less,
@@ -218,7 +218,7 @@ inline int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t la
   const int64_t units = Units(p);
   const int64_t first_cycles =
       kBlockCycles + (p.image_bytes + p.cotangent_bytes) / kFirstBytesPerCycle;
-  // Of all stages, if no processor waited for others.
+  // The cycles of all stages, if no processor waited for others.
   const double all_cycles =
       static_cast<double>(p.stages * stage_cycles - p.stages / p.runs.divisor() * last_less);
   if (items * all_cycles / processors + first_cycles >= static_cast<double>(limit)) {
@@ -264,14 +264,14 @@ inline Span SpanOf(const Params& p, const Tap* tap, const int* phase_of, int pha
   return span;
 }
 
-// What the runs of any set have in common.
+// Bounds that hold for the runs of any set.
 struct RunSpans {
   Span most[kMaxPhases];  // the most rows, and the most columns
   int64_t columns = 1;    // of any phase
   int64_t of_whole_rows;  // from a row to the next one where a strip is a whole row
 };
 
-// An entry beside a row and one before the next can be the same, if both are padding in any case.
+// An entry after a row and one before the next can be the same, if both are padding in any case.
 inline RunSpans RunSpansOf(const Params& p, const Call& call, const Tap* tap, const int* phase_of) {
   const im2col::Window& w = call.dims[1];
   RunSpans spans;

@@ -105,7 +105,7 @@ def _placements(*, depthwise, bias):
 
     def placement(name, axes, row, channel):
         # Every device has a part of the images, or of what an image's gradient is the sum of. XLA
-        # joins the sums over images of the gradients by kernel and bias.
+        # joins the sums over images of the kernel and bias gradients.
         sums = (row is not None) + (channel is not None and not depthwise)
         shared = (P(None, None, None, channel), *([P(channel)] if bias else []))
         return Placement(
@@ -122,7 +122,7 @@ def _placements(*, depthwise, bias):
 
 
 def _calls(platform, *, depthwise, passes):
-    """Of a pass, or of value and gradients: patches, but of a depthwise one on a GPU.
+    """Calls of a pass, or of value and gradients: patches, but for a depthwise one on a GPU.
 
     Images of so few channels have no other kernels.
     """

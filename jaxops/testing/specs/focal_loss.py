@@ -74,7 +74,7 @@ def _bad_inputs(operator):
 
 
 def _collectives(operator, reduced):
-    """Those of a sum; a softmax reduces rows of sharded classes to a maximum, then to sums."""
+    """All-reduces of a sum; a softmax has, of rows of sharded classes, a maximum, then sums."""
 
     def counts(row, column):
         over_rows = reduced and (operator == _SIGMOID or row is not None)
@@ -144,7 +144,7 @@ def _spec(
         vjp_calls={f"jaxops_{name}": 1 for name in vjp_calls},
         value_terms=terms,
         vjp_terms=lambda *arguments: 8 * terms(*arguments),
-        # The derivative by a logit, and its product with the cotangent.
+        # The derivative with respect to a logit, and its product with the cotangent.
         vjp_roundings=2,
         placements=_placements(operator, reduced, extra, backward),
         empty={
@@ -152,7 +152,7 @@ def _spec(
             "no classes": functools.partial(arrays, classes=0),
         },
         bad_inputs=_bad_inputs(operator),
-        # Derivatives by anything but logits are XLA's.
+        # Derivatives with respect to anything but logits are XLA's.
         vjp_bitwise=differentiable == (0,),
         checkpoint_name=operator,
     )
@@ -278,7 +278,7 @@ SPECS = (
         differentiable=(0, 2),
         reduced=True,
         extra=lambda row, column: (P(row), P()),
-        # The derivatives by the scalars are sums over one axis after the other.
+        # The scalars' derivatives are sums over one axis after the other.
         backward=lambda row, column: {"all-reduce": 3 if row and column else 1},
     ),
     _spec(

@@ -89,8 +89,8 @@ def _placements(axes, batched, nearest):
         )
 
     def placement(name, mesh, point, channel):
-        # Each device adds its points' part of the gradient by the volume, and its channels' part
-        # of that by the points.
+        # Each device adds its points' part of the volume's gradient, and its channels' part
+        # of the points' gradient.
         sums = (point is not None) + (channel is not None and not nearest)
         return Placement(
             name=name,
@@ -151,7 +151,7 @@ def _spec(variant, *, sizes, width, large_width, batched=False, **options):
         placements=_placements(axes, batched, nearest),
         empty=empty,
         bad_inputs=_bad_inputs(axes),
-        # A NaN in a point does not reach the gradient by the volume.
+        # A NaN in a point does not reach the volume's gradient.
         untouched={} if nearest else {1: (1,)},
         arrival_order=not options.get("deterministic", False),
         checkpoint_name=_ME,

@@ -179,7 +179,7 @@ def _spec(
         of_head = np.arange(weight.shape[0]) == index[0]
         of_channel = np.repeat(of_head, x.shape[1 if swap else 2] // weight.shape[0])
         rows = of_channel[:, None] if swap else of_channel
-        if activation is None:  # the derivatives by weight and bias do not depend on weight
+        if activation is None:  # the weight and bias gradients do not depend on weight
             return (rows, rows, False, False)
         return (rows, rows, of_head[:, None], of_channel)
 

@@ -81,7 +81,7 @@ def _placement(name, axes, row, feature, rank):
         axes=axes,
         arguments=(P(row, *between, None, feature), P(row, *between, None)),
         results=(P(row, *between, feature),),
-        # What each device's features contribute to the gradient by the points.
+        # Each device's features contribute to the points' gradient.
         backward={} if feature is None else {"all-reduce": 1},
     )
 

@@ -1,0 +1,165 @@
+// Which kernel family takes a call: a table an operator and direction, read from the top.
+//
+//   constexpr Family<Call> kFamilies[] = {
+//       {"mma", CanRunMma, PrefersMma, LaunchMma},
+//       {"plain", CanRunPlain, Always, LaunchPlain},
+//   };
+//   const Table<Call> kForward("lightweight_conv", "forward", kFamilies);
+//   cudaError_t LaunchForward(cudaStream_t s, const Forward& call) { return kForward.Run(s, call);
+//   }
+#ifndef JAXOPS_CUDA_COMMON_DISPATCH_H_
+#define JAXOPS_CUDA_COMMON_DISPATCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace jaxops::cuda {
+
+// The device that a call runs on. Choices depend on the call and on this.
+struct Device {
+  int number = -1;
+  int major = 0, minor = 0;  // its compute capability
+  int processors = 0;        // multiprocessors
+  int shared_bytes = 0;      // of shared memory that a block can opt in to
+  bool has_wgmma = false;    // capability 9.0, and the module has code for 90a
+
+  bool has_clusters() const { return major >= 9; }
+};
+
+// Asked for once a thread and device.
+inline cudaError_t DescribeCurrentDevice(const Device** described) {
+  static thread_local Device device;
+  int number = 0;
+  cudaError_t error = cudaGetDevice(&number);
+  if (error == cudaSuccess && number != device.number) {
+    Device found;
+    const auto get = [&](int& value, cudaDeviceAttr attribute) {
+      if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, number);
+    };
+    get(found.major, cudaDevAttrComputeCapabilityMajor);
+    get(found.minor, cudaDevAttrComputeCapabilityMinor);
+    get(found.processors, cudaDevAttrMultiProcessorCount);
+    get(found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    constexpr std::string_view kCompiled = JAXOPS_CUDA_ARCHITECTURES;
+    found.has_wgmma =
+        found.major == 9 && found.minor == 0 && kCompiled.find("90a") != std::string_view::npos;
+    if (error == cudaSuccess) {
+      found.number = number;
+      device = found;
+    }
+  }
+  *described = &device;
+  return error;
+}
+
+// Tests and benchmarks force a family: it then runs all calls of its operator, those that it cannot
+// run are errors.
+class ForcedFamilies {
+ public:
+  static void Set(const std::string& operator_name, const std::string& family) {
+    State& state = Get();
+    std::lock_guard lock(state.mutex);
+    if (family.empty()) {
+      state.families.erase(operator_name);
+    } else {
+      state.families[operator_name] = family;
+    }
+    state.any = !state.families.empty();
+  }
+
+  // The family, or "" for none.
+  static std::string Find(const char* operator_name) {
+    State& state = Get();
+    if (!state.any.load(std::memory_order_relaxed)) return "";
+    std::lock_guard lock(state.mutex);
+    const auto found = state.families.find(operator_name);
+    return found == state.families.end() ? "" : found->second;
+  }
+
+ private:
+  struct State {
+    std::atomic<bool> any = false;
+    std::mutex mutex;
+    std::map<std::string, std::string> families;
+  };
+  static State& Get() {
+    static auto& state = *new State;
+    return state;
+  }
+};
+
+template <typename Call>
+struct Family {
+  const char* name;  // of its folder or file in cuda/<operator>/
+  // Whether its kernels compute such a call correctly on such a device.
+  bool (*can_run)(const Call& call, const Device& device);
+  // Whether they are faster than the families below, given that they can run the call.
+  bool (*prefers)(const Call& call, const Device& device);
+  cudaError_t (*launch)(cudaStream_t stream, const Call& call, const Device& device);
+};
+
+template <typename Call>
+bool Always(const Call&, const Device&) {
+  return true;
+}
+
+// All tables, for those who list them.
+struct TableNames {
+  const char* operator_name;
+  const char* direction;
+  std::vector<const char*> (*families)(const TableNames&);
+  const TableNames* next;
+  static inline constinit const TableNames* first = nullptr;
+};
+
+template <typename Call>
+class Table : TableNames {
+ public:
+  Table(const char* operator_name, const char* direction, std::span<const Family<Call>> families)
+      : TableNames{operator_name, direction, &Names, first}, families_(families) {
+    first = this;
+  }
+
+  // The family that takes a call on a device, or null.
+  const Family<Call>* Choose(const Call& call, const Device& device) const {
+    const std::string forced = ForcedFamilies::Find(operator_name);
+    for (const Family<Call>& family : families_) {
+      const bool is_wanted = forced.empty()
+                                 ? family.can_run(call, device) && family.prefers(call, device)
+                                 : forced == family.name && family.can_run(call, device);
+      if (is_wanted) return &family;
+    }
+    return nullptr;
+  }
+
+  cudaError_t Run(cudaStream_t stream, const Call& call) const {
+    const Device* device;
+    const cudaError_t error = DescribeCurrentDevice(&device);
+    if (error != cudaSuccess) return error;
+    const Family<Call>* const family = Choose(call, *device);
+    return family ? family->launch(stream, call, *device) : cudaErrorNotSupported;
+  }
+
+ private:
+  static std::vector<const char*> Names(const TableNames& table) {
+    std::vector<const char*> names;
+    for (const Family<Call>& family : static_cast<const Table&>(table).families_) {
+      names.push_back(family.name);
+    }
+    return names;
+  }
+
+  std::span<const Family<Call>> families_;
+};
+
+}  // namespace jaxops::cuda
+
+#endif  // JAXOPS_CUDA_COMMON_DISPATCH_H_

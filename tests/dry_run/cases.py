@@ -1,0 +1,215 @@
+"""Chosen calls of every operator: for the table of kernels, and for host times."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxops
+from jaxops.testing import kernels
+from jaxops.testing.measure import leaves, vjp_of
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+FEW = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of a public function in some dtypes: `arguments(dtype)`, and what has gradients."""
+
+    name: str
+    function: Callable
+    arguments: Callable[[Any], tuple]
+    differentiable: tuple[int, ...]
+    dtypes: tuple[str, ...] = FEW
+
+    def programs(self, dtype: str) -> Iterator[tuple[Callable, tuple]]:
+        """The value, each gradient alone, and the value with all of them."""
+        arguments = self.arguments(jnp.dtype(dtype))
+        yield self.function, arguments
+        results = jax.eval_shape(self.function, *arguments)
+        cotangents = tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in leaves(results))
+        alone = [(i,) for i in self.differentiable] if len(self.differentiable) > 1 else []
+        for moved in [*alone, self.differentiable]:
+            if moved:
+                yield vjp_of(self.function, moved), (cotangents, *arguments)
+
+    def calls(self, capability: str, dtype: str) -> tuple[kernels.Call, ...]:
+        """The calls of handlers in these programs."""
+        found = {}
+        for function, arguments in self.programs(dtype):
+            found |= dict.fromkeys(kernels.record(function, *arguments, capability=capability))
+        return tuple(found)
+
+
+def _array(*shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _join(name, shapes, axis, dtypes=FEW):
+    return Case(
+        f"concatenate {name}",
+        lambda *arrays: jaxops.concatenate(arrays, axis),
+        lambda d: tuple(_array(*s, dtype=d) for s in shapes),
+        tuple(range(len(shapes))),
+        dtypes,
+    )
+
+
+def _conv(name, x, kernel, dtypes=FEW, function=jaxops.conv2d, **options):
+    return Case(
+        f"conv2d {name}",
+        functools.partial(function, **options),
+        lambda d: (_array(*x, dtype=d), _array(*kernel, dtype=d)),
+        (0, 1),
+        dtypes,
+    )
+
+
+def _loss(function, name, rows, classes, dtypes=FEW, soft=False, **options):
+    def arguments(d):
+        labels = _array(rows, classes, dtype=d) if soft else _array(rows, dtype=jnp.int32)
+        return _array(rows, classes, dtype=d), labels
+
+    options = {"reduction": "none", **options}
+    return Case(
+        f"{function.__name__} {name}",
+        functools.partial(function, **options),
+        arguments,
+        (0,),
+        dtypes,
+    )
+
+
+def _sample(name, volume, points, dtypes=FEW, **options):
+    return Case(
+        f"grid_sample {name}",
+        functools.partial(jaxops.grid_sample, **options),
+        lambda d: (_array(*volume, dtype=d), _array(*points, dtype=d)),
+        (0, 1),
+        dtypes,
+    )
+
+
+def _trilinear(name, cells, features, dtypes=FEW):
+    return Case(
+        f"trilinear_interpolate {name}",
+        jaxops.trilinear_interpolate,
+        lambda d: (_array(cells, 8, features, dtype=d), _array(cells, 3, dtype=d)),
+        (0, 1),
+        dtypes,
+    )
+
+
+def _patches(name, x, taps, dtypes=FEW, **options):
+    return Case(
+        f"im2col {name}",
+        functools.partial(jaxops.im2col, kernel_size=taps, **options),
+        lambda d: (_array(*x, dtype=d),),
+        (0,),
+        dtypes,
+    )
+
+
+def _lightweight(name, x, weight, dtypes=FEW, **options):
+    return Case(
+        f"lightweight_conv {name}",
+        functools.partial(jaxops.lightweight_conv, **options),
+        lambda d: (_array(*x, dtype=d), _array(*weight, dtype=d)),
+        (0, 1),
+        dtypes,
+    )
+
+
+def _general(name, x, kernel, dtypes=FEW, **options):
+    spatial = "DHW"[-(len(x) - 2) :]
+    options.setdefault("dimension_numbers", (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"))
+    options.setdefault("window_strides", (1,) * len(spatial))
+    options.setdefault("padding", "VALID")
+    case = _conv(name, x, kernel, dtypes, jaxops.conv_general_dilated, **options)
+    return dataclasses.replace(case, name=f"conv_general_dilated {name}")
+
+
+_sigmoid = functools.partial(_loss, jaxops.sigmoid_focal_loss)
+_softmax = functools.partial(_loss, jaxops.softmax_focal_loss)
+
+CASES = (
+    _join("2 x (8, 56, 56, 64) channels", [(8, 56, 56, 64)] * 2, 3, FLOATS),
+    _join("3 odd rows", [(1000, n) for n in (7, 13, 64)], 1),
+    _join("4 vectors", [(100_000,)] * 4, 0),
+    _join("100 pieces", [(64, n % 9 + 1) for n in range(100)], 1),
+    _conv("3x3, 64 to 128 channels", (8, 56, 56, 64), (3, 3, 64, 128), FLOATS),
+    _conv("1x1, 256 to 512 channels", (16, 28, 28, 256), (1, 1, 256, 512)),
+    _conv("3x3, stride 2", (16, 28, 28, 256), (3, 3, 256, 512), strides=2),
+    _conv("3x3, small images", (4, 7, 7, 512), (3, 3, 512, 512)),
+    _conv("7x7, stride 2, 3 channels", (32, 224, 224, 3), (7, 7, 3, 64), FLOATS, strides=2),
+    _conv(
+        "3x3, 64 to 128 channels, highest precision",
+        (8, 56, 56, 64),
+        (3, 3, 64, 128),
+        ("float32",),
+        precision="highest",
+    ),
+    _conv(
+        "3x3, 256 channels, highest precision",
+        (32, 28, 28, 256),
+        (3, 3, 256, 256),
+        ("float32",),
+        precision="highest",
+    ),
+    _conv(
+        "3x3, 9 to 10 channels, highest precision",
+        (2, 20, 20, 9),
+        (3, 3, 9, 10),
+        ("float32",),
+        precision="highest",
+    ),
+    _conv("3x3, depthwise", (16, 56, 56, 128), (3, 3, 1, 128), FLOATS, groups=128),
+    _conv("7x7, depthwise", (8, 28, 28, 384), (7, 7, 1, 384), groups=384),
+    _conv("3x3, groups of 4", (16, 56, 56, 128), (3, 3, 4, 128), FLOATS, groups=32),
+    _conv("3x3, groups of 16", (16, 56, 56, 128), (3, 3, 16, 128), FLOATS, groups=8),
+    _conv("5x5, one channel", (64, 28, 28, 1), (5, 5, 1, 1)),
+    _general("one dimension, 5 taps", (16, 4000, 64), (5, 64, 64), FLOATS),
+    _general(
+        "transposed, stride 2",
+        (8, 28, 28, 128),
+        (4, 4, 128, 64),
+        padding=((2, 2), (2, 2)),
+        lhs_dilation=(2, 2),
+    ),
+    _general("three dimensions", (2, 16, 32, 32, 32), (3, 3, 3, 32, 32)),
+    _sample("volume of 32 channels", (64, 64, 64, 32), (100_000, 3), FLOATS),
+    _sample("volume of 1 channel", (128, 128, 128, 1), (1_000_000, 3)),
+    _sample("images", (16, 64, 64, 256), (16, 4096, 2)),
+    _sample("deterministic", (64, 64, 64, 32), (100_000, 3), deterministic=True),
+    _sample("nearest", (64, 64, 64, 32), (100_000, 3), method="nearest"),
+    _patches("3x3, 64 channels", (8, 56, 56, 64), 3, (*FLOATS, "int8"), padding=1),
+    _patches("3x3, stride 2", (8, 56, 56, 64), 3, strides=2),
+    _patches("3x3, NCHW", (8, 3, 100, 100), 3, data_format="NCHW"),
+    _lightweight("NTC, 3 taps", (16, 512, 1024), (16, 3), FLOATS),
+    _lightweight("NTC, 31 taps", (16, 512, 1024), (16, 31), FLOATS),
+    _lightweight("NCT, 7 taps", (16, 1024, 512), (16, 7), FLOATS, data_format="NCT"),
+    _lightweight("NCT, 31 taps", (16, 1024, 512), (16, 31), data_format="NCT"),
+    _lightweight("NTC, one step", (256, 1, 1024), (16, 7)),
+    _lightweight("NTC, 15 taps of 3 channels", (4, 1000, 99), (33, 15)),
+    _sigmoid("80 classes", 100_000, 80, FLOATS),
+    _sigmoid("80 classes, sum", 100_000, 80, FLOATS, reduction="sum"),
+    _sigmoid("80 classes, soft labels", 100_000, 80, soft=True),
+    _sigmoid("1 class, sum", 1_000_000, 1, reduction="sum"),
+    _sigmoid("8 rows", 8, 80),
+    _softmax("10 classes", 100_000, 10, FLOATS),
+    _softmax("1000 classes", 4096, 1000, FLOATS),
+    _softmax("1000 classes, sum", 4096, 1000, FLOATS, reduction="sum"),
+    _softmax("50257 classes, mean", 4096, 50257, FLOATS, reduction="mean"),
+    _softmax("2 classes, mean", 1_000_000, 2, reduction="mean"),
+    _trilinear("1 feature", 1_000_000, 1, FLOATS),
+    _trilinear("4 features", 1_000_000, 4, FLOATS),
+    _trilinear("64 features", 100_000, 64, FLOATS),
+    _trilinear("7 features", 10_000, 7),
+    _trilinear("300 features", 1000, 300),
+)

@@ -1,0 +1,183 @@
+"""README and docs/: links lead somewhere, named files and names exist, words are the field's.
+
+The words of docstrings and comments of the package are read, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import math
+import pathlib
+import re
+import tokenize
+
+import pytest
+
+from jaxops._bench import figures, report, results
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+MODULES = sorted((ROOT / "jaxops").rglob("*.py"))
+FOLDERS = "benchmarks|cmake|common|cpu|cuda|docs|examples|ffi|jaxops|scripts|tests"
+SOURCES = {".cc", ".cu", ".cuh", ".h", ".py"}
+
+# Words that earlier documents had meanings of their own for, with what the field says.
+PRIVATE_WORDS = {
+    r"amid": "inside",
+    r"anew": "again",
+    r"besides?": "next to, and",
+    r"(?:gradients?|derivatives?) by": "with respect to; input gradient, kernel gradient",
+    r"(?:on (?:its|their)|under) way": "in flight",
+    r"(?:so|as) many as (?:it|they) (?:has|have)": "its number",
+    r"packs?": "vector",
+    r"pieces?": "segment",
+    r"recipes?": "the loop or the table",
+    r"so many": "N, this number of",
+    r"stretch(?:es)?": "segment",
+    r"walks?|walk(?:ed|ing)": "loop over",
+    r"made (?:anew|again)": "computed again",
+}
+# A sentence begins with its subject.
+OPENINGS = r"(?:^|[.:;] |\| |- )(Of|What|Those)\b(?![^.]*\?)"
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+texts = pytest.mark.parametrize("text", [*PAGES, *MODULES], ids=lambda t: str(t.relative_to(ROOT)))
+
+
+def prose(text):
+    """The lines of a page, or of a module's docstrings and comments, numbered, without code."""
+    written = text.read_text()
+    if text.suffix == ".py":
+        return [(n, re.sub(r"`+[^`\n]*`+", "`code`", line)) for n, line in _comments(written)]
+    written = re.sub(r"^```.*?^```$", _blank, written, flags=re.MULTILINE | re.DOTALL)
+    written = re.sub(r"`[^`\n]*`", "`code`", written)
+    written = re.sub(r"\]\([^)\s]*\)", "]", written)
+    return list(enumerate(written.split("\n"), 1))
+
+
+def _comments(source):
+    """The lines of docstrings and comments, numbered."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("#: ")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node, clean=False) or ""
+            for number, line in enumerate(docstring.split("\n")):
+                yield node.body[0].lineno + number, line.strip()
+
+
+def _blank(match):
+    return "\n" * match[0].count("\n")
+
+
+def anchors(page):
+    """The names that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@functools.cache
+def names_of_sources():
+    """Every identifier of the C++ and Python sources."""
+    found = set()
+    for folder in FOLDERS.split("|"):
+        for file in (ROOT / folder).rglob("*"):
+            if file.suffix in SOURCES:
+                found.update(re.findall(r"\w+", file.read_text()))
+    return found
+
+
+@pages
+def test_links(page):
+    broken = []
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", text, re.MULTILINE):
+        target = "".join(target)
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.is_file() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+@pages
+def test_named_files_exist(page):
+    """Of benchmarks, examples and scripts in commands too, of other folders in code spans."""
+    text = page.read_text()
+    named = re.findall(r"(?:python |`)((?:benchmarks|examples|scripts)/[\w.\-]+)", text)
+    named += re.findall(rf"`((?:{FOLDERS})/[\w./*\-]*)`", text)
+    missing = [n for n in named if "FILE" not in n and not any(ROOT.glob(n.rstrip("/")))]
+    assert missing == []
+
+
+def test_some_files_are_named():
+    assert "examples/conv2d_digits.py" in (ROOT / "docs" / "install.md").read_text()
+
+
+@pages
+def test_named_code_exists(page):
+    """Kernels, classes and constants that documents name are in the sources."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`(?:\w+\.)*([A-Z][a-z]+[A-Z]\w*|k[A-Z]\w+|test_\w+)`", text)
+    assert [name for name in named if name not in names_of_sources()] == []
+
+
+@pages
+def test_every_linked_page_is_a_page(page):
+    """No page is without a way to it."""
+    if page.name == "README.md":
+        return
+    others = [other for other in PAGES if other != page]
+    assert any(re.search(rf"\]\((?:docs/)?{page.name}[)#]", o.read_text()) for o in others)
+
+
+@pages
+def test_times_are_those_of_results_files(page):
+    """Such as "`CASE` forward: 1.23 µs, fastest peer 4.56 [NAME]", NAME being a link to a file."""
+    text = page.read_text()
+    files = dict(re.findall(r"^\[([^\]]+)\]: \.\./(benchmarks/results/\S+)$", text, re.MULTILINE))
+    shown = re.findall(r"`([^`]+)` (\w+): ([\d.,]+) µs, ([^|;]+?) ([\d.,]+) \[([^\]]+)\]", text)
+    assert text.count(" µs, fastest peer ") <= len(shown) + 1  # the legend has one more
+    wrong = []
+    for case, direction, ours, peer, theirs, file in shown:
+        rows = results.load(ROOT / files[file]).rows
+        found = [
+            (report.number(row.ours.us), report.number(_time_of(row, peer)))
+            for row in rows
+            if (row.case, row.direction) == (case, direction)
+        ]
+        if (ours, theirs) not in found:
+            wrong.append((case, direction, ours, theirs, found))
+    assert wrong == []
+
+
+def _time_of(row, peer):
+    if peer != "fastest peer":
+        return row.outcomes[peer].us if peer in row.outcomes else None
+    return min(row.outcomes[name].us or math.inf for name in figures.peers([row]))
+
+
+@texts
+def test_words(text):
+    found = [
+        f"{text.name}:{number}: {match[0]!r}: write {plain!r}"
+        for number, line in prose(text)
+        for word, plain in PRIVATE_WORDS.items()
+        for match in re.finditer(rf"\b(?:{word})\b", line, re.IGNORECASE)
+    ]
+    assert found == []
+
+
+@texts
+def test_sentences_begin_with_their_subject(text):
+    found = [
+        f"{text.name}:{number}: {line.strip()}"
+        for number, line in prose(text)
+        if not line.startswith("#") and re.search(OPENINGS, line)
+    ]
+    assert found == []
