@@ -10,15 +10,7 @@
 //
 // Short filters (up to kShortTaps) are bound by memory: what their kernels work on next is under
 // way while they work, in registers or in a ring in shared memory. Long filters are bound by
-// arithmetic, unless tensor cores multiply them. Kernel families, in the order in which they are
-// asked:
-//
-//   mma/*.cu                 long filters of heads of 16 n channels, but for float64
-//   nct/*.cu                 NCT: dilated filters, small problems, rows that vectors do not divide
-//   ntc/short.cu             NTC: short filters of rows that vectors divide, and small problems
-//   forward.cu, backward.cu  all others; long filters stage a tile in shared memory and slide a
-//                            window of registers over it, and the NCT backward, which has two
-//                            products to make of each window, keeps it in registers
+// arithmetic, unless tensor cores multiply them.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_FILTERS_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_FILTERS_CUH_
 
@@ -162,24 +154,6 @@ __device__ __forceinline__ void ReadRow(Accumulator<T> (&values)[kLaneChannels<T
 #pragma unroll
   for (int v = 0; v < kLaneChannels<T>; ++v) values[v] = Widen(pack.values[v]);
 }
-
-// Short filters of rows that packs of channels fit have kernels of their own.
-bool TakesShortNtc(const Forward& call);
-bool TakesShortNtc(const Backward& call);
-
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call);
-
-// The sums over time that the blocks of a backward kernel leave: (kept, splits, taps + 1,
-// channels), last the bias's. Where packs of neighbouring channels are summed together, the row of
-// a tap is the shorter for it, and ends early.
-struct PartialSums {
-  void* sums;
-  int64_t splits;
-  int channels = 1;  // of a sum
-};
-
-// Uses as many splits as it wants of those that `partials` has room for, and says so there.
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
 
 // --- NCT -----------------------------------------------------------------------------------------
 
@@ -413,17 +387,54 @@ inline bool FitsKernels(const Geometry& g) {
          (g.taps - 1) * g.dilation < limit;
 }
 
-// Dilated filters, small problems and rows that packs do not fit have kernels of their own in the
-// NCT layout, in nct/vectors.cu, where it says that it serves a call.
-bool ServesNct(const Forward& call);
-bool ServesNct(const Backward& call);
-cudaError_t LaunchServedNct(cudaStream_t stream, const Forward& call);
+// The sums over time that the blocks of a backward kernel leave: (kept, splits, taps + 1,
+// channels), last the bias's. Where packs of neighbouring channels are summed together, the row of
+// a tap is the shorter for it, and ends early.
+struct PartialSums {
+  void* sums;
+  int64_t splits;
+  int channels = 1;  // of a sum
+};
 
-// Uses as many of the splits as it likes and leaves their number: none where the sums need no
-// adding. Of calls that it serves, it makes dx only if MakesInputGradNct.
-cudaError_t LaunchServedNct(cudaStream_t stream, const Backward& call, int64_t* splits,
-                            void* partials);
-bool MakesInputGradNct(const Backward& call);
+cudaError_t AddPartialSums(cudaStream_t stream, const Backward& call, const PartialSums& partials);
+
+// --- kernel families -----------------------------------------------------------------------------
+
+// Launchers of gradients use as many of the splits as they like and leave their number: none if the
+// sums need no adding.
+
+// Short filters of rows that packs of channels fit.
+bool TakesShortNtc(const Forward& call);
+bool TakesShortNtc(const Backward& call);
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call);
+cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
+
+bool TakesStepsNtc(const Forward& call);
+cudaError_t LaunchStepsNtc(cudaStream_t stream, const Forward& call);
+
+cudaError_t LaunchScalarNtc(cudaStream_t stream, const Forward& call);
+cudaError_t LaunchScalarNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
+
+cudaError_t LaunchLongNtc(cudaStream_t stream, const Forward& call);
+cudaError_t LaunchLongNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
+
+bool SuitsSegments(const Forward& call);
+bool SuitsSegments(const Backward& call);
+bool MakesInputGradSegments(const Backward& call);
+cudaError_t LaunchSegments(cudaStream_t stream, const Forward& call);
+cudaError_t LaunchSegments(cudaStream_t stream, const Backward& call, PartialSums& partials);
+
+bool SuitsVectors(const Backward& call);
+cudaError_t LaunchVectors(cudaStream_t stream, const Backward& call, PartialSums& partials);
+
+bool MakesInputGradWindowNct(const Backward& call);
+cudaError_t LaunchWindowNct(cudaStream_t stream, const Forward& call);
+cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, PartialSums& partials);
+
+cudaError_t LaunchLongNct(cudaStream_t stream, const Forward& call);
+
+cudaError_t LaunchDilatedNct(cudaStream_t stream, const Forward& call);
+cudaError_t LaunchDilatedNct(cudaStream_t stream, const Backward& call, PartialSums& partials);
 
 // The kernels of small problems in the NCT layout, in nct/steps.cu: whether they
 // can take a call, whether it is small enough for them to be the fastest, and their launchers.

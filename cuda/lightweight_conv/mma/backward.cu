@@ -1,9 +1,8 @@
 // Lightweight convolution of long filters on tensor cores, backward.
 //
-// As in `backward.cu` both gradients read g through the window of the flipped
-// taps. Filters of up to kFusedBlocks blocks get both in one pass over x and g. Longer ones are cut
-// into groups of so many, whose sums are independent, and their input gradient is a forward
-// convolution.
+// As in `backward.cuh` both gradients read g through the window of the flipped taps. Filters of up
+// to kFusedBlocks blocks get both in one pass over x and g. Longer ones are cut into groups of so
+// many, whose sums are independent, and their input gradient is a forward convolution.
 //
 // The sums of a few steps start from zero and are added in float32, rounded: tensor cores cut off
 // what a sum has no bits for. If one of them is not finite, they are made again, pair by pair:

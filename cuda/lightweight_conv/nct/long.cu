@@ -1,0 +1,120 @@
+// Lightweight convolution without dilation with filters of any length in the NCT layout: a tile is
+// staged in shared memory, and a window of registers slides over it.
+#include "cuda/common/activation.cuh"
+#include "cuda/lightweight_conv/forward.cuh"
+
+namespace jaxops::lightweight_conv::cuda {
+namespace {
+
+using jaxops::cuda::Activate;
+
+// Undilated: a window of two runs slides over the taps kRun at a time.
+template <typename T, bool kAligned>
+__global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ ForwardParams p) {
+  using Acc = Accumulator<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int chunk_size = min(p.taps, kTapChunk);
+  const int padded_chunk = (chunk_size + kRun - 1) / kRun * kRun;
+  const int steps = p.nct.threads_per_row() * kRun;
+  const int pitch = Skew(steps + padded_chunk);
+  Acc* weights = reinterpret_cast<Acc*>(shared);
+  Acc* columns = weights + p.nct.rows() * padded_chunk;
+
+  uint32_t block = blockIdx.x;
+  const int first_step = p.tiles.Peel(block) * steps;
+  const int first_channel = p.channel_blocks.Peel(block) * p.nct.rows();
+  const int64_t batch = block;
+  const int row = threadIdx.x >> p.nct.row_bits;
+  const int lane = threadIdx.x & (p.nct.threads_per_row() - 1);
+  const int channel = first_channel + row;
+  const int head = p.depth.Quotient(min(channel, p.channels - 1));
+
+  const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX);
+  const int64_t weight_base = p.call.batch.Offset(batch, Forward::kWeight);
+  Acc sums[kRun] = {};
+  for (int first_tap = 0; first_tap < p.taps; first_tap += chunk_size) {
+    const int chunk = min(chunk_size, p.taps - first_tap);
+    StageColumns<T, kAligned>(columns, pitch, x, first_step + first_tap - p.padding,
+                              steps + chunk - 1, p.nct, p.time, p.channels, first_channel);
+    WithElements(p.call.weight, p.call.weight_dtype, [&](const auto* elements) {
+      const auto* filter = elements + weight_base + int64_t{head} * p.taps;
+      for (int k = lane; k < padded_chunk; k += p.nct.threads_per_row()) {
+        weights[row * padded_chunk + k] =
+            k < chunk ? static_cast<Acc>(Widen(filter[p.TapIndex(first_tap + k)])) : Acc(0);
+      }
+    });
+    __syncthreads();
+
+    const Acc* run = columns + row * pitch + Skew(lane * kRun);
+    const Acc* filter = weights + row * padded_chunk;
+    Acc window[2 * kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) window[i] = run[i];
+    // The taps from `tap` on: kRun of them, or fewer where the filter ends.
+    const auto advance = [&](int tap, auto whole) {
+      const Acc* next = run + Skew(tap + kRun);
+      Pack<Acc, kRun / 2> taps[2];
+      taps[0] = LoadPack<kRun / 2>(filter + tap);
+      taps[1] = LoadPack<kRun / 2>(filter + tap + kRun / 2);
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        if (whole.value || tap + i + 1 < chunk) window[kRun + i] = next[i];
+      }
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) {
+        if (whole.value || tap + k < chunk) {
+          const Acc weight = taps[k / (kRun / 2)].values[k % (kRun / 2)];
+#pragma unroll
+          for (int i = 0; i < kRun; ++i) sums[i] += weight * window[i + k];
+        }
+      }
+    };
+    int tap = 0;
+    for (; tap + kRun < chunk; tap += kRun) {
+      advance(tap, std::true_type{});
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) window[i] = window[kRun + i];
+    }
+    advance(tap, std::false_type{});
+    __syncthreads();
+  }
+
+  if (channel >= p.channels) return;
+  Acc bias[1];
+  p.ReadBias(bias, batch, channel);
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) sums[i] += bias[0];
+  Activate(sums, p.call.activation);
+  T* y = static_cast<T*>(p.call.y) + p.call.batch.Offset(batch, Forward::kY) +
+         int64_t{channel} * p.time;
+  WriteRun<T, kRun, kAligned>(y, sums, first_step + lane * kRun, p.time);
+}
+
+template <typename T>
+cudaError_t LaunchLongNct(cudaStream_t stream, const Forward& call) {
+  const Geometry& g = call.geometry;
+  ForwardParams params(call, 1, kRun);
+  const int64_t chunk = CeilDiv(std::min<int64_t>(g.taps, kTapChunk), kRun) * kRun;
+  const int steps = params.nct.threads_per_row() * kRun;
+  const int64_t tiles = CeilDiv(g.time, steps);
+  const int64_t channel_blocks = CeilDiv(g.channels, params.nct.rows());
+  params.tiles = FastDivider(tiles);
+  params.channel_blocks = FastDivider(channel_blocks);
+  const size_t bytes =
+      params.nct.rows() * (chunk + Skew(steps + static_cast<int>(chunk))) * sizeof(Accumulator<T>);
+  return DispatchBool(RowsAligned(g.time, call.dtype, 16), [&](auto aligned) {
+    return Launch(LongNct<T, aligned.value>, call.batch.size() * tiles * channel_blocks,
+                  kNctThreads, bytes, stream, params);
+  });
+}
+
+}  // namespace
+
+cudaError_t LaunchLongNct(cudaStream_t stream, const Forward& call) {
+  return DispatchFloat(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    return LaunchLongNct<T>(stream, call);
+  });
+}
+
+}  // namespace jaxops::lightweight_conv::cuda
