@@ -52,6 +52,33 @@ struct TapRange {
   }
 };
 
+// How the work of such a kernel is cut: into tiles of `tile_steps` time steps, and into blocks of
+// `block_channels` channels and `group_taps` taps.
+struct BackwardPlan {
+  int64_t tiles;  // of one phase (NTC) or of one row (NCT)
+  int64_t phases, tap_groups, channel_blocks;
+  int64_t splits;      // blocks that share the sum of one set of channels
+  int64_t items;       // tiles of every phase of every summed batch entry
+  int64_t blocks;      // of the grid
+  int lead;            // taps left out at the front so that windows begin at whole vectors (NCT)
+  bool whole = false;  // a block makes all of a filter's sum, and no partial ones (NCT)
+  size_t shared_bytes = 0;
+
+  BackwardPlan(const Backward& call, int64_t split_count, int64_t phase_count, int64_t tile_steps,
+               int64_t block_channels, int64_t group_taps, int first_taps = 0)
+      : phases(phase_count), splits(split_count), lead(first_taps) {
+    const Geometry& g = call.geometry;
+    const int64_t steps = phases == 1 ? g.time : CeilDiv(g.time, g.dilation);
+    tiles = CeilDiv(steps, tile_steps);
+    tap_groups = CeilDiv(g.taps + lead, group_taps);
+    channel_blocks = CeilDiv(g.channels, block_channels);
+    items = call.summed.size() * phases * tiles;
+    blocks = call.kept.size() * splits * channel_blocks * tap_groups;
+  }
+
+  bool CanLaunch() const { return items <= INT32_MAX && blocks <= kMaxBlocks; }
+};
+
 struct BackwardParams {
   Backward call;
   int time, channels, taps, dilation;
@@ -69,7 +96,7 @@ struct BackwardParams {
   NctTile nct;
   void* partials;  // (kept, splits, taps + 1, channels)
 
-  BackwardParams(const Backward& backward, int64_t split_count, void* partial_sums,
+  BackwardParams(const Backward& backward, const BackwardPlan& plan, void* partial_sums,
                  int ntc_channels, int nct_steps)
       : call(backward),
         time(static_cast<int>(backward.geometry.time)),
@@ -77,31 +104,18 @@ struct BackwardParams {
         taps(static_cast<int>(backward.geometry.taps)),
         dilation(static_cast<int>(backward.geometry.dilation)),
         mirrored(static_cast<int>(Mirrored(backward.geometry))),
-        splits(split_count),
+        items(static_cast<uint32_t>(plan.items)),
+        tiles(plan.tiles),
+        phases(plan.phases),
+        splits(plan.splits),
+        channel_blocks(plan.channel_blocks),
+        tap_groups(plan.tap_groups),
         depth(backward.geometry.channels / backward.geometry.heads),
-        lead(0),
-        whole(false),
+        lead(plan.lead),
+        whole(plan.whole),
         ntc(backward.geometry.channels, ntc_channels),
         nct(backward.geometry.time, nct_steps),
         partials(partial_sums) {}
-
-  // Cuts the work into tiles of `tile_steps` time steps and blocks of `block_channels` channels and
-  // `group_taps` taps; returns the number of blocks to launch.
-  int64_t Cut(int64_t steps, int64_t phase_count, int64_t tile_steps, int64_t block_channels,
-              int64_t group_taps) {
-    const int64_t tile_count = CeilDiv(steps, tile_steps);
-    const int64_t groups = CeilDiv(taps + lead, group_taps);
-    const int64_t blocks = CeilDiv(channels, block_channels);
-    tiles = FastDivider(tile_count);
-    phases = FastDivider(phase_count);
-    tap_groups = FastDivider(groups);
-    channel_blocks = FastDivider(blocks);
-    const int64_t all_items = call.summed.size() * phase_count * tile_count;
-    items = static_cast<uint32_t>(all_items);
-    // More than are counted in 32 bits are more blocks than can be launched.
-    return all_items > INT32_MAX ? INT64_MAX
-                                 : call.kept.size() * splits.divisor() * blocks * groups;
-  }
 
   // Reads kTaps flipped taps of kV neighbouring channels, zero beyond the filter's length.
   template <int kTaps, int kV, typename Acc>

@@ -376,8 +376,9 @@ cudaError_t DispatchShift(int shift, Function&& function) {
 // The padding of the flipped taps, with which the input gradient is a convolution.
 inline int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - g.padding; }
 
-// Blocks of a grid but along x.
-inline constexpr int64_t kMostGridBlocks = 65535;
+// Blocks of a grid along x, and along y and z.
+inline constexpr int64_t kMaxBlocks = INT32_MAX;
+inline constexpr int64_t kMaxGridBlocks = 65535;
 
 // One time step, channel or tap is counted in 32 bits inside the kernels, also those of a tile of
 // up to 256 steps beyond the end; arrays may be larger.
@@ -388,61 +389,16 @@ inline bool FitsKernels(const Geometry& g) {
 }
 
 // The sums over time that the blocks of a backward kernel leave: (kept, splits, taps + 1,
-// channels), last the bias's. Where packs of neighbouring channels are summed together, the row of
-// a tap is the shorter for it, and ends early.
+// channels), last the bias's. If vectors of neighbouring channels are summed together, the row of a
+// tap is the shorter for it, and ends early.
 struct PartialSums {
   void* sums;
   int64_t splits;
   int channels = 1;  // of a sum
 };
 
+// Launches the kernel that adds them.
 cudaError_t AddPartialSums(cudaStream_t stream, const Backward& call, const PartialSums& partials);
-
-// --- kernel families -----------------------------------------------------------------------------
-
-// Launchers of gradients use as many of the splits as they like and leave their number: none if the
-// sums need no adding.
-
-// Short filters of rows that packs of channels fit.
-bool TakesShortNtc(const Forward& call);
-bool TakesShortNtc(const Backward& call);
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call);
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
-
-bool TakesStepsNtc(const Forward& call);
-cudaError_t LaunchStepsNtc(cudaStream_t stream, const Forward& call);
-
-cudaError_t LaunchScalarNtc(cudaStream_t stream, const Forward& call);
-cudaError_t LaunchScalarNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
-
-cudaError_t LaunchLongNtc(cudaStream_t stream, const Forward& call);
-cudaError_t LaunchLongNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
-
-bool SuitsSegments(const Forward& call);
-bool SuitsSegments(const Backward& call);
-bool MakesInputGradSegments(const Backward& call);
-cudaError_t LaunchSegments(cudaStream_t stream, const Forward& call);
-cudaError_t LaunchSegments(cudaStream_t stream, const Backward& call, PartialSums& partials);
-
-bool SuitsVectors(const Backward& call);
-cudaError_t LaunchVectors(cudaStream_t stream, const Backward& call, PartialSums& partials);
-
-bool MakesInputGradWindowNct(const Backward& call);
-cudaError_t LaunchWindowNct(cudaStream_t stream, const Forward& call);
-cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, PartialSums& partials);
-
-cudaError_t LaunchLongNct(cudaStream_t stream, const Forward& call);
-
-cudaError_t LaunchDilatedNct(cudaStream_t stream, const Forward& call);
-cudaError_t LaunchDilatedNct(cudaStream_t stream, const Backward& call, PartialSums& partials);
-
-// The kernels of small problems in the NCT layout, in nct/steps.cu: whether they
-// can take a call, whether it is small enough for them to be the fastest, and their launchers.
-bool HasSteps(const Backward& call);
-bool SuitsSteps(const Forward& call);
-bool SuitsSteps(const Backward& call);
-cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call);
-cudaError_t LaunchSteps(cudaStream_t stream, const Backward& call, int64_t* splits, void* partials);
 
 }  // namespace jaxops::lightweight_conv::cuda
 

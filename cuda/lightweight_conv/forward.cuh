@@ -9,6 +9,17 @@ namespace jaxops::lightweight_conv::cuda {
 // Taps staged in shared memory at a time; longer filters take several rounds.
 constexpr int kTapChunk = 64;
 
+// How the work of such a kernel is cut: into tiles of time and blocks of channels.
+struct ForwardPlan {
+  int64_t tiles;  // of one phase (NTC) or of one row (NCT)
+  int64_t channel_blocks;
+  int64_t blocks;  // of the grid
+  int chunks = 1;  // segments of steps of one thread of a short filter
+  size_t shared_bytes = 0;
+
+  bool CanLaunch() const { return blocks <= kMaxBlocks; }
+};
+
 struct ForwardParams {
   Forward call;
   int time, channels, taps, padding, dilation;
@@ -16,20 +27,22 @@ struct ForwardParams {
   FastDivider channel_blocks;  // blocks of channels
   FastDivider phases;
   FastDivider depth;  // channels of a head
-  int chunks;         // runs of steps of one thread of a short filter
+  int chunks;         // segments of steps of one thread of a short filter
   ShortNtcTile ntc;
   NctTile nct;
 
-  ForwardParams(const Forward& forward, int ntc_channels, int nct_steps)
+  ForwardParams(const Forward& forward, const ForwardPlan& plan, int ntc_channels, int nct_steps)
       : call(forward),
         time(static_cast<int>(forward.geometry.time)),
         channels(static_cast<int>(forward.geometry.channels)),
         taps(static_cast<int>(forward.geometry.taps)),
         padding(static_cast<int>(forward.geometry.padding)),
         dilation(static_cast<int>(forward.geometry.dilation)),
+        tiles(plan.tiles),
+        channel_blocks(plan.channel_blocks),
         phases(std::min(forward.geometry.dilation, forward.geometry.time)),
         depth(forward.geometry.channels / forward.geometry.heads),
-        chunks(1),
+        chunks(plan.chunks),
         ntc(forward.geometry.channels, ntc_channels),
         nct(forward.geometry.time, nct_steps) {}
 
@@ -67,9 +80,9 @@ struct ForwardParams {
   }
 };
 
-// Runs of one thread: enough threads for every device first, then more runs, up to `most`.
-inline int ShortChunks(int64_t threads, int most) {
-  return static_cast<int>(std::clamp<int64_t>(threads / (int64_t{1} << 17), 1, most));
+// Segments of one thread: enough threads for every device first, then more segments, up to `max`.
+inline int ShortChunks(int64_t threads, int max) {
+  return static_cast<int>(std::clamp<int64_t>(threads / (int64_t{1} << 17), 1, max));
 }
 
 }  // namespace jaxops::lightweight_conv::cuda

@@ -107,10 +107,9 @@ cudaError_t LaunchAddPartials(cudaStream_t stream, const Backward& call,
   params.kept = call.kept.size();
   const bool deep = params.row >= 8 && params.row * partials.splits <= INT32_MAX;
   const int64_t biases = call.dbias == nullptr ? 0 : CeilDiv(g.channels, kWarp);
-  const dim3 grid(
-      static_cast<unsigned>(std::max(deep ? g.heads : CeilDiv(g.heads, kWarp), biases)),
-      static_cast<unsigned>(std::min(kMostGridBlocks, g.taps + (call.dbias != nullptr))),
-      static_cast<unsigned>(std::min(kMostGridBlocks, params.kept)));
+  const dim3 grid(static_cast<unsigned>(std::max(deep ? g.heads : CeilDiv(g.heads, kWarp), biases)),
+                  static_cast<unsigned>(std::min(kMaxGridBlocks, g.taps + (call.dbias != nullptr))),
+                  static_cast<unsigned>(std::min(kMaxGridBlocks, params.kept)));
   if (deep) {
     AddPartials<Accumulator<T>, true><<<grid, kNtcThreads, 0, stream>>>(params);
   } else {

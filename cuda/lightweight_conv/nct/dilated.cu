@@ -1,9 +1,11 @@
-// Lightweight convolution of any kind in the NCT layout.
+// Lightweight convolution in the NCT layout with any filter: neighbouring threads take neighbouring
+// steps and read what each tap meets through the cache.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/forward.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::nct {
 namespace {
 
 using jaxops::cuda::Activate;
@@ -100,40 +102,50 @@ __global__ void __launch_bounds__(kNctThreads)
   }
 }
 
-template <typename T>
-cudaError_t LaunchDilatedNct(cudaStream_t stream, const Forward& call) {
+ForwardPlan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
-  ForwardParams params(call, 1, kRun);
-  const int64_t tiles = CeilDiv(g.time, kNctThreads * kRun);
-  params.tiles = FastDivider(tiles);
-  params.channel_blocks = FastDivider(g.channels);
-  return Launch(DilatedNctForward<T>, call.batch.size() * g.channels * tiles, kNctThreads, 0,
-                stream, params);
+  ForwardPlan plan;
+  plan.tiles = CeilDiv(g.time, kNctThreads * kRun);
+  plan.channel_blocks = g.channels;
+  plan.blocks = call.batch.size() * plan.channel_blocks * plan.tiles;
+  return plan;
 }
 
-template <typename T>
-cudaError_t LaunchDilatedNct(cudaStream_t stream, const Backward& call, int64_t splits,
-                             void* partials) {
-  BackwardParams params(call, splits, partials, 1, kRun);
-  const int64_t blocks = params.Cut(params.time, 1, int64_t{kRun} * params.nct.threads_per_row(),
-                                    params.nct.rows(), kStagedTaps);
-  return Launch(DilatedNctBackward<T>, blocks, kNctThreads, 0, stream, params);
+BackwardPlan MakePlan(const Gradients& gradients) {
+  const NctTile tile(gradients.call.geometry.time, kRun);
+  return BackwardPlan(gradients.call, gradients.splits, 1, int64_t{kRun} * tile.threads_per_row(),
+                      tile.rows(), kStagedTaps);
 }
 
 }  // namespace
 
-cudaError_t LaunchDilatedNct(cudaStream_t stream, const Forward& call) {
+bool CanRunDilated(const Forward& call, const Device&) {
+  return call.geometry.data_format == DataFormat::kNCT && MakePlan(call).CanLaunch();
+}
+
+bool CanRunDilated(const Gradients& gradients, const Device&) {
+  return gradients.call.geometry.data_format == DataFormat::kNCT && MakePlan(gradients).CanLaunch();
+}
+
+cudaError_t LaunchDilated(cudaStream_t stream, const Forward& call, const Device&) {
+  const ForwardPlan plan = MakePlan(call);
+  const ForwardParams params(call, plan, 1, kRun);
   return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    return LaunchDilatedNct<T>(stream, call);
+    return Launch(DilatedNctForward<decltype(element)>, plan.blocks, kNctThreads, 0, stream,
+                  params);
   });
 }
 
-cudaError_t LaunchDilatedNct(cudaStream_t stream, const Backward& call, PartialSums& partials) {
-  return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    return LaunchDilatedNct<T>(stream, call, partials.splits, partials.sums);
+cudaError_t LaunchDilated(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const BackwardPlan plan = MakePlan(gradients);
+  const BackwardParams params(call, plan, gradients.partials, 1, kRun);
+  const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
+    return Launch(DilatedNctBackward<decltype(element)>, plan.blocks, kNctThreads, 0, stream,
+                  params);
   });
+  if (error != cudaSuccess) return error;
+  return AddPartialSums(stream, call, {gradients.partials, plan.splits});
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::nct

@@ -1,9 +1,10 @@
 // Lightweight convolution without dilation with filters of any length in the NCT layout: a tile is
 // staged in shared memory, and a window of registers slides over it.
 #include "cuda/common/activation.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/forward.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::nct {
 namespace {
 
 using jaxops::cuda::Activate;
@@ -91,30 +92,39 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
 }
 
 template <typename T>
-cudaError_t LaunchLongNct(cudaStream_t stream, const Forward& call) {
+ForwardPlan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
-  ForwardParams params(call, 1, kRun);
+  const NctTile tile(g.time, kRun);
   const int64_t chunk = CeilDiv(std::min<int64_t>(g.taps, kTapChunk), kRun) * kRun;
-  const int steps = params.nct.threads_per_row() * kRun;
-  const int64_t tiles = CeilDiv(g.time, steps);
-  const int64_t channel_blocks = CeilDiv(g.channels, params.nct.rows());
-  params.tiles = FastDivider(tiles);
-  params.channel_blocks = FastDivider(channel_blocks);
-  const size_t bytes =
-      params.nct.rows() * (chunk + Skew(steps + static_cast<int>(chunk))) * sizeof(Accumulator<T>);
-  return DispatchBool(RowsAligned(g.time, call.dtype, 16), [&](auto aligned) {
-    return Launch(LongNct<T, aligned.value>, call.batch.size() * tiles * channel_blocks,
-                  kNctThreads, bytes, stream, params);
-  });
+  const int steps = tile.threads_per_row() * kRun;
+  ForwardPlan plan;
+  plan.tiles = CeilDiv(g.time, steps);
+  plan.channel_blocks = CeilDiv(g.channels, tile.rows());
+  plan.blocks = call.batch.size() * plan.tiles * plan.channel_blocks;
+  plan.shared_bytes =
+      tile.rows() * (chunk + Skew(steps + static_cast<int>(chunk))) * sizeof(Accumulator<T>);
+  return plan;
 }
 
 }  // namespace
 
-cudaError_t LaunchLongNct(cudaStream_t stream, const Forward& call) {
+bool CanRunLong(const Forward& call, const Device&) {
+  const Geometry& g = call.geometry;
+  return g.data_format == DataFormat::kNCT && g.dilation == 1 &&
+         DispatchFloat(call.dtype,
+                       [&](auto element) { return MakePlan<decltype(element)>(call).CanLaunch(); });
+}
+
+cudaError_t LaunchLong(cudaStream_t stream, const Forward& call, const Device&) {
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return LaunchLongNct<T>(stream, call);
+    const ForwardPlan plan = MakePlan<T>(call);
+    const ForwardParams params(call, plan, 1, kRun);
+    return DispatchBool(RowsAligned(call.geometry.time, call.dtype, 16), [&](auto aligned) {
+      return Launch(LongNct<T, aligned.value>, plan.blocks, kNctThreads, plan.shared_bytes, stream,
+                    params);
+    });
   });
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::nct

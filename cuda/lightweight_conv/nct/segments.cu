@@ -5,10 +5,11 @@
 // apart: their inputs are as far apart and are read once for all taps.
 #include "cuda/common/activation.cuh"
 #include "cuda/common/async_copy.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/nct/taps.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::nct {
 namespace {
 
 using jaxops::cuda::Activate;
@@ -25,7 +26,7 @@ template <typename T>
 constexpr int kRunSteps = sizeof(T) == 2 ? 10 : 5;
 
 // Taps of the widest kernels; longer filters take several rounds of them, or several blocks.
-constexpr int kMostTaps = 16;
+constexpr int kMaxTaps = 16;
 
 // Bytes of a row in a tile.
 constexpr int kTileBytes = 10240;
@@ -55,11 +56,11 @@ struct RunTile {
   __device__ int row() const { return threadIdx.x >> row_bits; }
 };
 
-// Elements of shared memory that a stretch of `count` elements takes wherever it begins.
+// Elements of shared memory that a segment of `count` elements takes wherever it begins.
 template <typename T>
-__host__ __device__ constexpr int StretchElements(int64_t count) {
+constexpr int64_t SegmentElements(int64_t count) {
   constexpr int kPack = kPackElements<T>;
-  return static_cast<int>((count + 2 * kPack - 2) / kPack * kPack);
+  return (count + 2 * kPack - 2) / kPack * kPack;
 }
 
 // Elements from the last multiple of 16 bytes before `address` to it.
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kNctThreads) RunsForward(const __grid_constant
       int first_tap = 0;
 #pragma unroll 1
       do {
-        if (kTaps == kMostTaps && p.taps > kTaps) read_taps(weight, first_tap);
+        if (kTaps == kMaxTaps && p.taps > kTaps) read_taps(weight, first_tap);
         constexpr int kWindow = kCount + kTaps - 1;
         const int origin = start + first_tap * p.dilation - p.padding;
         Acc window[kWindow];
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kNctThreads) RunsForward(const __grid_constant
           }
         }
         first_tap += kTaps;
-      } while (kTaps == kMostTaps && first_tap < p.taps);
+      } while (kTaps == kMaxTaps && first_tap < p.taps);
       Activate(sums, p.call.activation);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -449,164 +450,165 @@ __global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>
 
 // --- launches ------------------------------------------------------------------------------------
 
-// The stretches of rows that `taps` taps reach from a tile, and those of the tile itself.
-template <typename T>
-int ReachedElements(const RunTile& tile, const Geometry& g, int64_t taps) {
-  const int64_t reached = std::min<int64_t>(g.time, tile.steps + (taps - 1) * g.dilation);
-  return StretchElements<T>((tile.rows - 1) * g.time + reached);
-}
-template <typename T>
-int TileElements(const RunTile& tile, const Geometry& g) {
-  return StretchElements<T>((tile.rows - 1) * g.time + tile.steps);
-}
-
 template <typename T>
 RunTile TileOf(const Geometry& g) {
   return RunTile(g.time, g.dilation, kRunSteps<T>, kTileBytes / sizeof(T));
 }
 
+struct Plan {
+  RunTile tile;
+  int max_taps;  // of the kernel, its template argument
+  int64_t tap_groups, channel_blocks;
+  int64_t splits = 1;        // blocks that share the sum of one set of channels
+  int64_t items = 0;         // backward, tiles of every summed batch entry
+  bool whole = false;        // a block makes all of a filter's sum, and no partial ones
+  int64_t tile_elements;     // of shared memory for a tile
+  int64_t reached_elements;  // and for what its taps reach
+  int64_t shared_bytes = 0;
+  int64_t blocks = 0;  // of the grid
+
+  bool CanLaunch() const {
+    return shared_bytes <= kSharedLeave && items <= INT32_MAX && blocks <= kMaxBlocks;
+  }
+};
+
+// In shared memory are the inputs of `reached_taps` taps.
 template <typename T>
-size_t RunsForwardBytes(const Geometry& g) {
-  const RunTile tile = TileOf<T>(g);
-  return (ReachedElements<T>(tile, g, g.taps) + TileElements<T>(tile, g)) * sizeof(T);
+Plan CutTiles(const Geometry& g, int64_t reached_taps) {
+  Plan plan{TileOf<T>(g)};
+  const RunTile& tile = plan.tile;
+  const int64_t reached = std::min<int64_t>(g.time, tile.steps + (reached_taps - 1) * g.dilation);
+  plan.max_taps = g.taps <= 4 ? 4 : g.taps <= kShortTaps ? kShortTaps : kMaxTaps;
+  plan.tap_groups = CeilDiv(g.taps, plan.max_taps);
+  plan.channel_blocks = CeilDiv(g.channels, tile.rows);
+  plan.tile_elements = SegmentElements<T>((tile.rows - 1) * g.time + tile.steps);
+  plan.reached_elements = SegmentElements<T>((tile.rows - 1) * g.time + reached);
+  return plan;
 }
 
 template <typename T>
-size_t RunsBackwardBytes(const Geometry& g) {
-  const RunTile tile = TileOf<T>(g);
-  const int64_t reached = ReachedElements<T>(tile, g, std::min<int64_t>(g.taps, kMostTaps));
-  return (kRunStages * reached + (kRunStages + 1) * TileElements<T>(tile, g)) * sizeof(T);
-}
-
-// Whether at least one step in `most` of what the kernels of runs work on is one of the row's.
-template <typename T>
-bool FillsRuns(const Geometry& g, int64_t most) {
-  const RunTile tile = TileOf<T>(g);
-  return int64_t{tile.runs} * tile.tiles * kRunSteps<T> <= most * g.time;
-}
-
-bool IsShortUnaligned(const Geometry& g, DType dtype) {
-  return g.dilation == 1 && g.taps <= kShortTaps && !RowsAligned(g.time, dtype, 16);
-}
-
-template <typename T>
-bool SuitsRuns(const Forward& call) {
+Plan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
-  // Of wide elements, a pack is hardly more than what its taps reach, and better read once.
-  const bool wide = g.dilation == 1 && g.taps <= 4 && sizeof(T) >= 4 && g.time >= 1024;
-  if (wide || IsShortUnaligned(g, call.dtype)) return true;
-  return g.dilation > 1 && FillsRuns<T>(g, 3) && RunsForwardBytes<T>(g) <= kSharedLeave;
+  Plan plan = CutTiles<T>(g, g.taps);
+  plan.shared_bytes = (plan.reached_elements + plan.tile_elements) * sizeof(T);
+  plan.blocks = call.batch.size() * plan.tile.tiles * plan.channel_blocks;
+  return plan;
 }
 
 template <typename T>
-bool SuitsRuns(const Backward& call) {
+Plan MakePlan(const Gradients& gradients) {
+  const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
-  if (IsShortUnaligned(g, call.dtype)) return true;
-  return g.dilation > 1 && FillsRuns<T>(g, 6) && RunsBackwardBytes<T>(g) <= kSharedLeave;
+  Plan plan = CutTiles<T>(g, std::min<int64_t>(g.taps, kMaxTaps));
+  const int64_t blocks = call.kept.size() * plan.channel_blocks * plan.tap_groups;
+  plan.items = call.summed.size() * plan.tile.tiles;
+  plan.splits = blocks >= kBusyBlocks ? 1 : std::min(gradients.splits, plan.items);
+  plan.whole = plan.splits == 1 && g.channels == g.heads;
+  plan.shared_bytes =
+      (kRunStages * plan.reached_elements + (kRunStages + 1) * plan.tile_elements) * sizeof(T);
+  plan.blocks = blocks * plan.splits;
+  return plan;
 }
 
-template <typename T, int kTaps>
-cudaError_t LaunchRunsForward(cudaStream_t stream, const Forward& call) {
-  const Geometry& g = call.geometry;
-  ForwardRuns p{.call = call,
-                .elements_x = ArrayElements(call.batch, Forward::kX, g.channels * g.time),
-                .time = static_cast<int>(g.time),
-                .channels = static_cast<int>(g.channels),
-                .taps = static_cast<int>(g.taps),
-                .padding = static_cast<int>(g.padding),
-                .dilation = static_cast<int>(g.dilation),
-                .depth = FastDivider(g.channels / g.heads),
-                .phases = FastDivider(g.dilation),
-                .tile = TileOf<T>(g)};
-  const int64_t channel_blocks = CeilDiv(g.channels, p.tile.rows);
-  p.fetched = ReachedElements<T>(p.tile, g, g.taps);
-  p.tiles = FastDivider(p.tile.tiles);
-  p.channel_blocks = FastDivider(channel_blocks);
-  return Launch(RunsForward<T, kTaps>, call.batch.size() * p.tile.tiles * channel_blocks,
-                kNctThreads, RunsForwardBytes<T>(g), stream, p);
+// Calls function(taps) with the template argument of a plan.
+template <typename Function>
+cudaError_t DispatchTaps(const Plan& plan, Function&& function) {
+  if (plan.max_taps == 4) return function(std::integral_constant<int, 4>{});
+  if (plan.max_taps == kShortTaps) return function(std::integral_constant<int, kShortTaps>{});
+  return function(std::integral_constant<int, kMaxTaps>{});
 }
 
-template <typename T, int kTaps>
-cudaError_t LaunchRunsBackward(cudaStream_t stream, const Backward& call, int64_t* splits,
-                               void* partials) {
+}  // namespace
+
+bool CanRunSegments(const Forward& call, const Device&) {
+  return call.geometry.data_format == DataFormat::kNCT &&
+         DispatchFloat(call.dtype,
+                       [&](auto element) { return MakePlan<decltype(element)>(call).CanLaunch(); });
+}
+
+bool CanRunSegments(const Gradients& gradients, const Device&) {
+  return gradients.call.geometry.data_format == DataFormat::kNCT &&
+         DispatchFloat(gradients.call.dtype, [&](auto element) {
+           return MakePlan<decltype(element)>(gradients).CanLaunch();
+         });
+}
+
+bool MakesInputGradSegments(const Backward& call) { return call.geometry.taps <= kMaxTaps; }
+
+int64_t CountSegmentSteps(const Geometry& g, DType dtype) {
+  return DispatchFloat(dtype, [&](auto element) {
+    using T = decltype(element);
+    const RunTile tile = TileOf<T>(g);
+    return int64_t{tile.runs} * tile.tiles * kRunSteps<T>;
+  });
+}
+
+cudaError_t LaunchSegments(cudaStream_t stream, const Forward& call, const Device&) {
+  const Geometry& g = call.geometry;
+  return DispatchFloat(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    const Plan plan = MakePlan<T>(call);
+    const ForwardRuns p{.call = call,
+                        .elements_x = ArrayElements(call.batch, Forward::kX, g.channels * g.time),
+                        .time = static_cast<int>(g.time),
+                        .channels = static_cast<int>(g.channels),
+                        .taps = static_cast<int>(g.taps),
+                        .padding = static_cast<int>(g.padding),
+                        .dilation = static_cast<int>(g.dilation),
+                        .fetched = static_cast<int>(plan.reached_elements),
+                        .tiles = FastDivider(plan.tile.tiles),
+                        .channel_blocks = FastDivider(plan.channel_blocks),
+                        .depth = FastDivider(g.channels / g.heads),
+                        .phases = FastDivider(g.dilation),
+                        .tile = plan.tile};
+    return DispatchTaps(plan, [&](auto taps) {
+      return Launch(RunsForward<T, taps.value>, plan.blocks, kNctThreads, plan.shared_bytes, stream,
+                    p);
+    });
+  });
+}
+
+cudaError_t LaunchSegments(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   const auto elements = [&](int operand) {
     return ArrayElements(call.summed, operand,
                          ArrayElements(call.kept, operand, g.channels * g.time));
   };
-  BackwardRuns p{.call = call,
-                 .elements_x = elements(Backward::kX),
-                 .elements_g = elements(Backward::kG),
-                 .time = static_cast<int>(g.time),
-                 .channels = static_cast<int>(g.channels),
-                 .taps = static_cast<int>(g.taps),
-                 .dilation = static_cast<int>(g.dilation),
-                 .mirrored = static_cast<int>(Mirrored(g)),
-                 .own_tap = -1,
-                 .depth = FastDivider(g.channels / g.heads),
-                 .phases = FastDivider(g.dilation),
-                 .tile = TileOf<T>(g),
-                 .partials = partials};
-  const int64_t channel_blocks = CeilDiv(g.channels, p.tile.rows);
-  const int64_t groups = CeilDiv(g.taps, kTaps);
-  const int64_t items = call.summed.size() * p.tile.tiles;
-  int64_t split_count = std::min(*splits, items);
-  if (call.kept.size() * channel_blocks * groups >= kBusyBlocks) split_count = 1;
-  if (groups == 1 && p.mirrored % p.dilation == 0) p.own_tap = p.mirrored / p.dilation;
-  p.whole = split_count == 1 && g.channels == g.heads;
-  p.items = static_cast<uint32_t>(items);
-  p.fetched_x = TileElements<T>(p.tile, g);
-  p.fetched_g = ReachedElements<T>(p.tile, g, std::min<int64_t>(g.taps, kTaps));
-  p.tiles = FastDivider(p.tile.tiles);
-  p.splits = FastDivider(split_count);
-  p.channel_blocks = FastDivider(channel_blocks);
-  p.tap_groups = FastDivider(groups);
-  const size_t bytes = (kRunStages * (p.fetched_x + p.fetched_g) + p.fetched_x) * sizeof(T);
-  // More than are counted in 32 bits are more blocks than can be launched.
-  const int64_t blocks =
-      items > INT32_MAX ? INT64_MAX : call.kept.size() * split_count * channel_blocks * groups;
-  *splits = p.whole ? 0 : split_count;
-  return Launch(RunsBackward<T, kTaps>, blocks, kNctThreads, bytes, stream, p);
-}
-
-}  // namespace
-
-bool SuitsSegments(const Forward& call) {
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return SuitsRuns<T>(call);
+    const Plan plan = MakePlan<T>(gradients);
+    const int mirrored = static_cast<int>(Mirrored(g));
+    const int dilation = static_cast<int>(g.dilation);
+    const bool has_own_tap = plan.tap_groups == 1 && mirrored % dilation == 0;
+    const BackwardRuns p{.call = call,
+                         .elements_x = elements(Backward::kX),
+                         .elements_g = elements(Backward::kG),
+                         .time = static_cast<int>(g.time),
+                         .channels = static_cast<int>(g.channels),
+                         .taps = static_cast<int>(g.taps),
+                         .dilation = dilation,
+                         .mirrored = mirrored,
+                         .own_tap = has_own_tap ? mirrored / dilation : -1,
+                         .items = static_cast<uint32_t>(plan.items),
+                         .fetched_x = static_cast<int>(plan.tile_elements),
+                         .fetched_g = static_cast<int>(plan.reached_elements),
+                         .tiles = FastDivider(plan.tile.tiles),
+                         .splits = FastDivider(plan.splits),
+                         .channel_blocks = FastDivider(plan.channel_blocks),
+                         .tap_groups = FastDivider(plan.tap_groups),
+                         .depth = FastDivider(g.channels / g.heads),
+                         .phases = FastDivider(g.dilation),
+                         .tile = plan.tile,
+                         .whole = plan.whole,
+                         .partials = gradients.partials};
+    const cudaError_t error = DispatchTaps(plan, [&](auto taps) {
+      return Launch(RunsBackward<T, taps.value>, plan.blocks, kNctThreads, plan.shared_bytes,
+                    stream, p);
+    });
+    if (error != cudaSuccess || plan.whole) return error;
+    return AddPartialSums(stream, call, {gradients.partials, plan.splits});
   });
 }
 
-bool SuitsSegments(const Backward& call) {
-  return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    return SuitsRuns<T>(call);
-  });
-}
-
-bool MakesInputGradSegments(const Backward& call) { return call.geometry.taps <= kMostTaps; }
-
-cudaError_t LaunchSegments(cudaStream_t stream, const Forward& call) {
-  return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    const int64_t taps = call.geometry.taps;
-    if (taps <= 4) return LaunchRunsForward<T, 4>(stream, call);
-    if (taps <= kShortTaps) return LaunchRunsForward<T, kShortTaps>(stream, call);
-    return LaunchRunsForward<T, kMostTaps>(stream, call);
-  });
-}
-
-cudaError_t LaunchSegments(cudaStream_t stream, const Backward& call, PartialSums& partials) {
-  return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    const int64_t taps = call.geometry.taps;
-    int64_t* const splits = &partials.splits;
-    void* const sums = partials.sums;
-    if (taps <= 4) return LaunchRunsBackward<T, 4>(stream, call, splits, sums);
-    if (taps <= kShortTaps) return LaunchRunsBackward<T, kShortTaps>(stream, call, splits, sums);
-    return LaunchRunsBackward<T, kMostTaps>(stream, call, splits, sums);
-  });
-}
-
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::nct

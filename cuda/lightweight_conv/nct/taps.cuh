@@ -4,7 +4,7 @@
 
 #include "cuda/lightweight_conv/filters.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::nct {
 
 // Reads kTaps taps from `first` on of a filter at element `at`, zero beyond its end; flipped ones
 // from its other end.
@@ -35,6 +35,6 @@ __device__ __forceinline__ void WriteRowSum(const Params& p, Acc* partials, int6
   }
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::nct
 
 #endif  // JAXOPS_CUDA_LIGHTWEIGHT_CONV_NCT_TAPS_CUH_

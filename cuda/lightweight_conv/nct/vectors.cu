@@ -1,10 +1,11 @@
 // Gradients of lightweight convolution in the NCT layout, of few taps that are whole vectors apart:
 // a thread owns a vector of steps, and its taps meet vectors.
 #include "cuda/common/async_copy.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/nct/taps.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::nct {
 namespace {
 
 using jaxops::cuda::CommitCopies;
@@ -27,8 +28,8 @@ struct BackwardPacks {
   bool whole;      // a block makes all of a filter's sum, and no partial ones
   void* partials;  // (kept, splits, taps + 1, channels)
 
-  __host__ __device__ int row_threads() const { return 1 << row_bits; }
-  __host__ __device__ int rows() const { return kNctThreads >> row_bits; }
+  __device__ int row_threads() const { return 1 << row_bits; }
+  __device__ int rows() const { return kNctThreads >> row_bits; }
 };
 
 constexpr int kPackStages = 4;
@@ -150,66 +151,78 @@ __global__ void __launch_bounds__(kNctThreads, 8)
   }
 }
 
-template <typename T>
-size_t PacksBytes(const Geometry& g) {
-  const int64_t beyond = (g.taps - 1) * g.dilation / kPackElements<T>;
-  return kNctThreads / kWarp * kPackStages * (2 * kWarp + beyond) * kPackBytes;
-}
+struct Plan {
+  int row_bits = 5;
+  int64_t beyond;  // vectors that a warp's taps reach beyond those of its lanes
+  int64_t tiles, channel_blocks;
+  int64_t splits;  // blocks that share the sum of one set of channels
+  int64_t items;   // tiles of every summed batch entry
+  bool whole;      // a block makes all of a filter's sum, and no partial ones
+  int64_t shared_bytes;
+  int64_t blocks;  // of the grid
+
+  bool CanLaunch() const {
+    return shared_bytes <= kSharedLeave && items <= INT32_MAX && blocks <= kMaxBlocks;
+  }
+};
 
 template <typename T>
-bool SuitsPacks(const Backward& call) {
+Plan MakePlan(const Gradients& gradients) {
+  const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   constexpr int kPack = kPackElements<T>;
-  return g.dilation > 1 && g.taps <= kPackTaps && RowsAligned(g.time, call.dtype, 16) &&
-         g.dilation % kPack == 0 && g.padding % kPack == 0 && PacksBytes<T>(g) <= kSharedLeave;
-}
-
-template <typename T>
-cudaError_t LaunchPacksBackward(cudaStream_t stream, const Backward& call, int64_t* splits,
-                                void* partials) {
-  const Geometry& g = call.geometry;
-  constexpr int kPack = kPackElements<T>;
-  BackwardPacks p{.call = call,
-                  .time = static_cast<int>(g.time),
-                  .channels = static_cast<int>(g.channels),
-                  .taps = static_cast<int>(g.taps),
-                  .mirrored = static_cast<int>(Mirrored(g)),
-                  .dilation = static_cast<int>(g.dilation),
-                  .beyond = static_cast<int>((g.taps - 1) * g.dilation / kPack),
-                  .depth = FastDivider(g.channels / g.heads),
-                  .row_bits = 5,
-                  .partials = partials};
-  while (p.rows() > 1 && p.row_threads() * kPack < g.time) ++p.row_bits;
-  const int64_t tiles = CeilDiv(g.time, kPack * p.row_threads());
-  const int64_t channel_blocks = CeilDiv(g.channels, p.rows());
-  const int64_t items = call.summed.size() * tiles;
-  int64_t split_count = std::min(*splits, items);
-  if (call.kept.size() * channel_blocks >= kBusyBlocks) split_count = 1;
-  p.whole = split_count == 1 && g.channels == g.heads;
-  p.items = static_cast<uint32_t>(items);
-  p.tiles = FastDivider(tiles);
-  p.splits = FastDivider(split_count);
-  p.channel_blocks = FastDivider(channel_blocks);
-  const int64_t blocks =
-      items > INT32_MAX ? INT64_MAX : call.kept.size() * split_count * channel_blocks;
-  *splits = p.whole ? 0 : split_count;
-  return Launch(PacksBackward<T>, blocks, kNctThreads, PacksBytes<T>(g), stream, p);
+  Plan plan;
+  while ((kNctThreads >> plan.row_bits) > 1 && (kPack << plan.row_bits) < g.time) ++plan.row_bits;
+  plan.beyond = (g.taps - 1) * g.dilation / kPack;
+  plan.tiles = CeilDiv(g.time, kPack << plan.row_bits);
+  plan.channel_blocks = CeilDiv(g.channels, kNctThreads >> plan.row_bits);
+  plan.items = call.summed.size() * plan.tiles;
+  const int64_t blocks = call.kept.size() * plan.channel_blocks;
+  plan.splits = blocks >= kBusyBlocks ? 1 : std::min(gradients.splits, plan.items);
+  plan.whole = plan.splits == 1 && g.channels == g.heads;
+  plan.shared_bytes = kNctThreads / kWarp * kPackStages * (2 * kWarp + plan.beyond) * kPackBytes;
+  plan.blocks = blocks * plan.splits;
+  return plan;
 }
 
 }  // namespace
 
-bool SuitsVectors(const Backward& call) {
+bool CanRunVectors(const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
+  return g.data_format == DataFormat::kNCT && g.taps <= kPackTaps &&
+         RowsAligned(g.time, call.dtype, 16) && RowsAligned(g.dilation, call.dtype, 16) &&
+         RowsAligned(g.padding, call.dtype, 16) && DispatchFloat(call.dtype, [&](auto element) {
+           return MakePlan<decltype(element)>(gradients).CanLaunch();
+         });
+}
+
+cudaError_t LaunchVectors(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return SuitsPacks<T>(call);
+    const Plan plan = MakePlan<T>(gradients);
+    const BackwardPacks p{.call = call,
+                          .time = static_cast<int>(g.time),
+                          .channels = static_cast<int>(g.channels),
+                          .taps = static_cast<int>(g.taps),
+                          .mirrored = static_cast<int>(Mirrored(g)),
+                          .dilation = static_cast<int>(g.dilation),
+                          .beyond = static_cast<int>(plan.beyond),
+                          .items = static_cast<uint32_t>(plan.items),
+                          .tiles = FastDivider(plan.tiles),
+                          .splits = FastDivider(plan.splits),
+                          .channel_blocks = FastDivider(plan.channel_blocks),
+                          .depth = FastDivider(g.channels / g.heads),
+                          .row_bits = plan.row_bits,
+                          .whole = plan.whole,
+                          .partials = gradients.partials};
+    const cudaError_t error =
+        Launch(PacksBackward<T>, plan.blocks, kNctThreads, plan.shared_bytes, stream, p);
+    if (error != cudaSuccess || plan.whole) return error;
+    return AddPartialSums(stream, call, {gradients.partials, plan.splits});
   });
 }
 
-cudaError_t LaunchVectors(cudaStream_t stream, const Backward& call, PartialSums& partials) {
-  return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    return LaunchPacksBackward<T>(stream, call, &partials.splits, partials.sums);
-  });
-}
-
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::nct

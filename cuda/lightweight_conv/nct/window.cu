@@ -2,9 +2,10 @@
 // registers.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/forward.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::nct {
 namespace {
 
 using jaxops::cuda::Activate;
@@ -295,50 +296,66 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
   }
 }
 
-template <typename T, int kTaps>
-cudaError_t LaunchShortNct(cudaStream_t stream, const Forward& call) {
-  constexpr int kSteps = kPackElements<T>;
-  ForwardParams params(call, 1, kFlight * kSteps);
-  const int64_t row_steps = int64_t{params.nct.threads_per_row()} * kFlight * kSteps;
-  params.chunks =
-      ShortChunks(call.batch.size() * params.channels * CeilDiv(params.time, kFlight * kSteps), 4);
-  const int64_t tiles = CeilDiv(params.time, row_steps * params.chunks);
-  const int64_t channel_blocks = CeilDiv(params.channels, params.nct.rows());
-  params.tiles = FastDivider(tiles);
-  params.channel_blocks = FastDivider(channel_blocks);
-  const int window_shift = WindowShift<T>(params.time, call.dtype, params.padding);
-  return DispatchShift<T>(window_shift, [&](auto shift) {
-    return Launch(ShortNct<T, kTaps, shift.value>, call.batch.size() * tiles * channel_blocks,
-                  kNctThreads, 0, stream, params);
-  });
+template <typename T>
+ForwardPlan MakePlan(const Forward& call) {
+  const Geometry& g = call.geometry;
+  constexpr int64_t kSteps = kFlight * kPackElements<T>;
+  const NctTile tile(g.time, kSteps);
+  ForwardPlan plan;
+  plan.chunks = ShortChunks(call.batch.size() * g.channels * CeilDiv(g.time, kSteps), 4);
+  plan.tiles = CeilDiv(g.time, tile.threads_per_row() * kSteps * plan.chunks);
+  plan.channel_blocks = CeilDiv(g.channels, tile.rows());
+  plan.blocks = call.batch.size() * plan.tiles * plan.channel_blocks;
+  return plan;
 }
 
-// Empty taps at the front of a long filter that move its windows to the beginning of a pack: fewer
-// kernels to compile than one for every shift.
+// Empty taps at the front of a long filter that move its windows to the beginning of a vector:
+// fewer kernels to compile than one for every shift.
 template <typename T>
 int Lead(const Backward& call) {
   const Geometry& g = call.geometry;
   return g.taps <= kShortTaps ? 0 : std::max(0, WindowShift<T>(g.time, call.dtype, Mirrored(g)));
 }
 
-template <typename T, int kTaps>
-cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, int64_t* splits,
-                            void* partials) {
+// The taps of the kernel that takes a filter, or as many of them as it has registers for.
+template <typename T>
+int KernelTaps(const Backward& call) {
+  const int64_t taps = Lead<T>(call) + call.geometry.taps;
+  return taps <= 4 ? 4 : taps <= kShortTaps ? kShortTaps : taps <= 16 ? 16 : kWindowTaps<T>;
+}
+
+template <typename T>
+BackwardPlan MakePlan(const Gradients& gradients) {
+  const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   const NctTile tile(g.time, kPackElements<T>);
+  const int taps = KernelTaps<T>(call);
   // Channels that keep the device busy need not be split, and then, each with a filter of its own,
   // nobody to add their sums. With more taps fewer blocks run at once, and more of them even out.
   const int64_t busy = call.kept.size() * CeilDiv(g.channels, tile.rows());
-  if (kTaps <= 4 && busy >= kBusyBlocks) *splits = 1;
-  BackwardParams params(call, *splits, partials, 1, kPackElements<T>);
-  params.lead = Lead<T>(call);
-  params.whole = *splits == 1 && g.channels == g.heads;
-  if (params.whole) *splits = 0;
-  const int64_t blocks =
-      params.Cut(params.time, 1, int64_t{kPackElements<T>} * params.nct.threads_per_row(),
-                 params.nct.rows(), kTaps);
+  const int64_t splits = taps <= 4 && busy >= kBusyBlocks ? 1 : gradients.splits;
+  BackwardPlan plan(call, splits, 1, int64_t{kPackElements<T>} * tile.threads_per_row(),
+                    tile.rows(), taps, Lead<T>(call));
+  plan.whole = splits == 1 && g.channels == g.heads;
+  return plan;
+}
+
+template <typename T, int kTaps>
+cudaError_t LaunchShortNct(cudaStream_t stream, const Forward& call, const ForwardPlan& plan) {
+  const ForwardParams params(call, plan, 1, kFlight * kPackElements<T>);
+  const int window_shift = WindowShift<T>(params.time, call.dtype, params.padding);
+  return DispatchShift<T>(window_shift, [&](auto shift) {
+    return Launch(ShortNct<T, kTaps, shift.value>, plan.blocks, kNctThreads, 0, stream, params);
+  });
+}
+
+template <typename T, int kTaps>
+cudaError_t LaunchWindowNct(cudaStream_t stream, const Gradients& gradients,
+                            const BackwardPlan& plan) {
+  const Backward& call = gradients.call;
+  const BackwardParams params(call, plan, gradients.partials, 1, kPackElements<T>);
   const auto launch = [&](auto shift) {
-    return Launch(WindowNct<T, kTaps, shift.value>, blocks, kNctThreads, 0, stream, params);
+    return Launch(WindowNct<T, kTaps, shift.value>, plan.blocks, kNctThreads, 0, stream, params);
   };
   const int shift = WindowShift<T>(params.time, call.dtype, params.mirrored);
   if constexpr (kTaps <= kShortTaps) {
@@ -349,34 +366,59 @@ cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, int64_t* 
   }
 }
 
+// Windows of short filters begin in rows of whole vectors, at a shift that is known when a kernel
+// is compiled.
+bool CanRun(const Geometry& g, DType dtype) {
+  return g.data_format == DataFormat::kNCT && g.dilation == 1 &&
+         (g.taps > kShortTaps || RowsAligned(g.time, dtype, 16));
+}
+
 }  // namespace
 
-cudaError_t LaunchWindowNct(cudaStream_t stream, const Forward& call) {
+bool CanRunWindow(const Forward& call, const Device&) {
+  const Geometry& g = call.geometry;
+  return CanRun(g, call.dtype) && g.taps <= kShortTaps &&
+         DispatchFloat(call.dtype,
+                       [&](auto element) { return MakePlan<decltype(element)>(call).CanLaunch(); });
+}
+
+bool CanRunWindow(const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  return CanRun(call.geometry, call.dtype) && DispatchFloat(call.dtype, [&](auto element) {
+           return MakePlan<decltype(element)>(gradients).CanLaunch();
+         });
+}
+
+bool MakesInputGradWindow(const Backward& call) {
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return call.geometry.taps <= 4 ? LaunchShortNct<T, 4>(stream, call)
-                                   : LaunchShortNct<T, kShortTaps>(stream, call);
+    return Lead<T>(call) + call.geometry.taps <= kWindowTaps<T>;
   });
 }
 
-cudaError_t LaunchWindowNct(cudaStream_t stream, const Backward& call, PartialSums& partials) {
+cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device&) {
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    const Geometry& g = call.geometry;
-    int64_t* const splits = &partials.splits;
-    void* const sums = partials.sums;
-    if (g.taps <= 4) return LaunchWindowNct<T, 4>(stream, call, splits, sums);
-    if (g.taps <= kShortTaps) return LaunchWindowNct<T, kShortTaps>(stream, call, splits, sums);
-    if (Lead<T>(call) + g.taps <= 16) return LaunchWindowNct<T, 16>(stream, call, splits, sums);
-    return LaunchWindowNct<T, kWindowTaps<T>>(stream, call, splits, sums);
+    const ForwardPlan plan = MakePlan<T>(call);
+    return call.geometry.taps <= 4 ? LaunchShortNct<T, 4>(stream, call, plan)
+                                   : LaunchShortNct<T, kShortTaps>(stream, call, plan);
   });
 }
 
-bool MakesInputGradWindowNct(const Backward& call) {
+cudaError_t LaunchWindow(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return call.geometry.dilation == 1 && Lead<T>(call) + call.geometry.taps <= kWindowTaps<T>;
+    const BackwardPlan plan = MakePlan<T>(gradients);
+    const int taps = KernelTaps<T>(call);
+    const cudaError_t error = taps == 4   ? LaunchWindowNct<T, 4>(stream, gradients, plan)
+                              : taps == 8 ? LaunchWindowNct<T, 8>(stream, gradients, plan)
+                              : taps == 16
+                                  ? LaunchWindowNct<T, 16>(stream, gradients, plan)
+                                  : LaunchWindowNct<T, kWindowTaps<T>>(stream, gradients, plan);
+    if (error != cudaSuccess || plan.whole) return error;
+    return AddPartialSums(stream, call, {gradients.partials, plan.splits});
   });
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::nct

@@ -2,9 +2,10 @@
 // memory, and a window of registers slides over it.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/forward.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::ntc {
 namespace {
 
 using jaxops::cuda::Activate;
@@ -218,55 +219,73 @@ __global__ void __launch_bounds__(kNtcThreads)
 }
 
 template <typename T>
-cudaError_t LaunchLongNtc(cudaStream_t stream, const Forward& call) {
+ForwardPlan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
   constexpr int kChannels = kBlockChannels<T>;
   constexpr int kTileSteps = kNtcWarps * 16;
-  ForwardParams params(call, 1, 1);
   const int64_t chunk = std::min<int64_t>(g.taps, kTapChunk);
-  const int64_t tiles = CeilDiv(PhaseSteps(params.time, params.dilation, 0), kTileSteps);
-  const int64_t channel_blocks = CeilDiv(g.channels, kChannels);
-  params.tiles = FastDivider(tiles);
-  params.channel_blocks = FastDivider(channel_blocks);
-  const int64_t blocks = call.batch.size() * params.phases.divisor() * tiles * channel_blocks;
-  const size_t bytes =
+  ForwardPlan plan;
+  plan.tiles = CeilDiv(CeilDiv(g.time, g.dilation), kTileSteps);
+  plan.channel_blocks = CeilDiv(g.channels, kChannels);
+  plan.blocks = call.batch.size() * std::min(g.dilation, g.time) * plan.tiles * plan.channel_blocks;
+  plan.shared_bytes =
       chunk * kChannels * sizeof(Accumulator<T>) + (kTileSteps + chunk - 1) * kChannels * sizeof(T);
-  return DispatchBool(RowsAligned(g.channels, call.dtype, 16), [&](auto aligned) {
-    return Launch(LongNtcForward<T, aligned.value>, blocks, kNtcThreads, bytes, stream, params);
-  });
+  return plan;
 }
 
 template <typename T>
-cudaError_t LaunchLongNtc(cudaStream_t stream, const Backward& call, int64_t splits,
-                          void* partials) {
-  const Geometry& g = call.geometry;
-  BackwardParams params(call, splits, partials, 1, 1);
+BackwardPlan MakePlan(const Gradients& gradients) {
+  const Geometry& g = gradients.call.geometry;
   constexpr int kTileSteps = kNtcWarps * kSteps;
-  const int64_t blocks = params.Cut(PhaseSteps(params.time, params.dilation, 0),
-                                    std::min(params.dilation, params.time), kTileSteps,
-                                    kBlockChannels<T>, kStagedTaps);
+  BackwardPlan plan(gradients.call, gradients.splits, std::min(g.dilation, g.time), kTileSteps,
+                    kBlockChannels<T>, kStagedTaps);
   const size_t stages = 2 * (2 * kTileSteps + kStagedTaps - 1) * kBlockChannels<T> * sizeof(T);
   const size_t sums = kStagedTaps * kLaneChannels<T> * kNtcThreads * sizeof(Accumulator<T>);
-  return DispatchBool(RowsAligned(g.channels, call.dtype, 16), [&](auto aligned) {
-    return Launch(LongNtcBackward<T, aligned.value>, blocks, kNtcThreads, std::max(stages, sums),
-                  stream, params);
-  });
+  plan.shared_bytes = std::max(stages, sums);
+  return plan;
 }
 
 }  // namespace
 
-cudaError_t LaunchLongNtc(cudaStream_t stream, const Forward& call) {
+bool CanRunLong(const Forward& call, const Device&) {
+  return call.geometry.data_format == DataFormat::kNTC &&
+         DispatchFloat(call.dtype,
+                       [&](auto element) { return MakePlan<decltype(element)>(call).CanLaunch(); });
+}
+
+bool CanRunLong(const Gradients& gradients, const Device&) {
+  return gradients.call.geometry.data_format == DataFormat::kNTC &&
+         DispatchFloat(gradients.call.dtype, [&](auto element) {
+           return MakePlan<decltype(element)>(gradients).CanLaunch();
+         });
+}
+
+cudaError_t LaunchLong(cudaStream_t stream, const Forward& call, const Device&) {
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return LaunchLongNtc<T>(stream, call);
+    const ForwardPlan plan = MakePlan<T>(call);
+    const ForwardParams params(call, plan, 1, 1);
+    return DispatchBool(RowsAligned(call.geometry.channels, call.dtype, 16), [&](auto aligned) {
+      return Launch(LongNtcForward<T, aligned.value>, plan.blocks, kNtcThreads, plan.shared_bytes,
+                    stream, params);
+    });
   });
 }
 
-cudaError_t LaunchLongNtc(cudaStream_t stream, const Backward& call, PartialSums& partials) {
+cudaError_t LaunchLong(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return LaunchLongNtc<T>(stream, call, partials.splits, partials.sums);
+    const BackwardPlan plan = MakePlan<T>(gradients);
+    const BackwardParams params(call, plan, gradients.partials, 1, 1);
+    const cudaError_t error =
+        DispatchBool(RowsAligned(call.geometry.channels, call.dtype, 16), [&](auto aligned) {
+          return Launch(LongNtcBackward<T, aligned.value>, plan.blocks, kNtcThreads,
+                        plan.shared_bytes, stream, params);
+        });
+    if (error != cudaSuccess) return error;
+    return AddPartialSums(stream, call, {gradients.partials, plan.splits});
   });
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::ntc

@@ -4,7 +4,7 @@
 
 #include "cuda/lightweight_conv/filters.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::ntc {
 
 template <typename T, typename Acc, int kV>
 __device__ __forceinline__ void WidenRow(Acc (&values)[kV], const Pack<T, kV>& row) {
@@ -20,6 +20,6 @@ __device__ __forceinline__ void StoreRow(T* address, const Accumulator<T> (&valu
   StorePack(address, row);
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::ntc
 
 #endif  // JAXOPS_CUDA_LIGHTWEIGHT_CONV_NTC_ROWS_CUH_

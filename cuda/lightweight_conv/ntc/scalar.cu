@@ -2,9 +2,10 @@
 // owns one channel.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/forward.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::ntc {
 namespace {
 
 using jaxops::cuda::Activate;
@@ -175,49 +176,63 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
   }
 }
 
-template <typename T>
-cudaError_t LaunchUnpackedNtc(cudaStream_t stream, const Forward& call) {
-  ForwardParams params(call, 1, 1);
-  const int64_t steps = PhaseSteps(params.time, params.dilation, 0);
-  const int64_t phases = params.phases.divisor();
+ForwardPlan MakePlan(const Forward& call) {
+  const Geometry& g = call.geometry;
+  const ShortNtcTile tile(g.channels, 1);
+  const int64_t steps = CeilDiv(g.time, g.dilation);
+  const int64_t phases = std::min(g.dilation, g.time);
   const int64_t batch = call.batch.size();
-  params.chunks = ShortChunks(batch * phases * CeilDiv(steps, 8) * params.channels, 8);
-  const int64_t tiles = CeilDiv(steps, int64_t{8} * params.chunks * params.ntc.groups());
-  const int64_t channel_blocks = CeilDiv(params.channels, params.ntc.lanes());
-  params.tiles = FastDivider(tiles);
-  params.channel_blocks = FastDivider(channel_blocks);
-  return Launch(UnpackedNtcForward<T>, batch * phases * tiles * channel_blocks, kNtcThreads, 0,
-                stream, params);
+  ForwardPlan plan;
+  plan.chunks = ShortChunks(batch * phases * CeilDiv(steps, kSteps) * g.channels, 8);
+  plan.tiles = CeilDiv(steps, int64_t{kSteps} * plan.chunks * tile.groups());
+  plan.channel_blocks = CeilDiv(g.channels, tile.lanes());
+  plan.blocks = batch * phases * plan.tiles * plan.channel_blocks;
+  return plan;
 }
 
-template <typename T>
-cudaError_t LaunchUnpackedNtc(cudaStream_t stream, const Backward& call, int64_t splits,
-                              void* partials) {
-  BackwardParams params(call, splits, partials, 1, 1);
-  const int64_t blocks = params.Cut(
-      PhaseSteps(params.time, params.dilation, 0), std::min(params.dilation, params.time),
-      int64_t{kSteps} * params.ntc.groups(), params.ntc.lanes(), kShortTaps);
-  return Launch(UnpackedNtcBackward<T>, blocks, kNtcThreads, 0, stream, params);
+BackwardPlan MakePlan(const Gradients& gradients) {
+  const Geometry& g = gradients.call.geometry;
+  const ShortNtcTile tile(g.channels, 1);
+  return BackwardPlan(gradients.call, gradients.splits, std::min(g.dilation, g.time),
+                      int64_t{kSteps} * tile.groups(), tile.lanes(), kShortTaps);
+}
+
+bool IsShort(const Geometry& g) {
+  return g.data_format == DataFormat::kNTC && g.taps <= kShortTaps;
 }
 
 }  // namespace
 
-cudaError_t LaunchScalarNtc(cudaStream_t stream, const Forward& call) {
+bool CanRunScalar(const Forward& call, const Device&) {
+  return IsShort(call.geometry) && MakePlan(call).CanLaunch();
+}
+
+// There are kernels of 2-byte elements only.
+bool CanRunScalar(const Gradients& gradients, const Device&) {
+  return IsShort(gradients.call.geometry) && jaxops::cuda::SizeOf(gradients.call.dtype) == 2 &&
+         MakePlan(gradients).CanLaunch();
+}
+
+cudaError_t LaunchScalar(cudaStream_t stream, const Forward& call, const Device&) {
+  const ForwardPlan plan = MakePlan(call);
+  const ForwardParams params(call, plan, 1, 1);
   return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    return LaunchUnpackedNtc<T>(stream, call);
+    return Launch(UnpackedNtcForward<decltype(element)>, plan.blocks, kNtcThreads, 0, stream,
+                  params);
   });
 }
 
-cudaError_t LaunchScalarNtc(cudaStream_t stream, const Backward& call, PartialSums& partials) {
-  return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    // Packs of 4 bytes fit all others.
-    if constexpr (sizeof(T) == 2) {
-      return LaunchUnpackedNtc<T>(stream, call, partials.splits, partials.sums);
-    }
-    return cudaErrorInvalidValue;
-  });
+cudaError_t LaunchScalar(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const BackwardPlan plan = MakePlan(gradients);
+  const BackwardParams params(call, plan, gradients.partials, 1, 1);
+  const auto launch = [&](auto element) {
+    return Launch(UnpackedNtcBackward<decltype(element)>, plan.blocks, kNtcThreads, 0, stream,
+                  params);
+  };
+  const cudaError_t error = call.dtype == DType::kF16 ? launch(__half{}) : launch(__nv_bfloat16{});
+  if (error != cudaSuccess) return error;
+  return AddPartialSums(stream, call, {gradients.partials, plan.splits});
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::ntc

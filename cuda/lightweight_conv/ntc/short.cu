@@ -8,10 +8,11 @@
 // copied, the walk never synchronises.
 #include "cuda/common/activation.cuh"
 #include "cuda/common/async_copy.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/ntc/rows.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::ntc {
 namespace {
 
 using jaxops::cuda::Activate;
@@ -25,11 +26,52 @@ constexpr int kStages = 3;
 // first window for too few steps. With longer ones, what the blocks read at a time lies further
 // apart, and the last block ends later; backward, where every further block makes sums to add, a
 // thread takes several walks instead.
-constexpr int64_t kLeastRun = 8;
+constexpr int64_t kMinRun = 8;
 constexpr int64_t kForwardRunBytes = 256;
-constexpr int64_t kMostBackwardRun = 32;
+constexpr int64_t kMaxBackwardRun = 32;
 // Threads of a forward call that are worth shorter walks.
 constexpr int64_t kForwardThreads = int64_t{1} << 16;
+
+struct Plan {
+  // The kernel's template arguments: channels of a thread, taps that it has registers for, and
+  // whether its channels are always of one head.
+  int vector, max_taps;
+  bool one_head;
+  ShortNtcTile tile;
+  int64_t channel_blocks;
+  int64_t phases;
+  int64_t run = 0;     // steps of one walk
+  int64_t runs = 0;    // of one phase
+  int64_t items = 0;   // runs of all phases, backward of all summed batch entries
+  int64_t shares = 0;  // blocks of a batch entry's channels: tiles of runs, or splits of the sum
+  int64_t blocks = 0;  // of the grid
+
+  // A thread has as many channels as leave the window, and backward the sums, in registers, or
+  // `few` in rows that vectors of so many do not divide.
+  Plan(const Geometry& g, DType dtype, int few)
+      : vector(g.channels % MaxVector(dtype) == 0 ? MaxVector(dtype) : few),
+        max_taps(vector == MaxVector(dtype) && g.taps <= 4 ? 4 : kShortTaps),
+        one_head(vector == MaxVector(dtype) && max_taps == kShortTaps &&
+                 g.channels / g.heads % vector == 0),
+        tile(g.channels, vector),
+        channel_blocks(CeilDiv(g.channels, int64_t{vector} * tile.lanes())),
+        phases(std::min(g.dilation, g.time)) {}
+
+  static int MaxVector(DType dtype) { return jaxops::cuda::SizeOf(dtype) == 8 ? 2 : 4; }
+
+  // Walks of a block that are side by side in time.
+  int64_t groups() const { return kThreads >> tile.lane_bits; }
+
+  // Cuts every phase into `wanted` runs, or as many as are from `least` to `most` steps long.
+  void Cut(const Geometry& g, int64_t wanted, int64_t least, int64_t most) {
+    const int64_t steps = CeilDiv(g.time, g.dilation);
+    const int64_t fair = CeilDiv(steps, std::max<int64_t>(1, wanted));
+    run = CeilDiv(std::clamp(fair, least, most), kRows) * kRows;
+    runs = CeilDiv(steps, run);
+  }
+
+  bool CanLaunch() const { return items <= INT32_MAX && blocks <= kMaxBlocks; }
+};
 
 // What both directions know of the walks.
 struct Walks {
@@ -42,28 +84,21 @@ struct Walks {
   FastDivider phases;
   FastDivider depth;  // channels of a head
 
-  Walks(const Geometry& g, int64_t first_padding, int pack)
+  Walks(const Geometry& g, int64_t first_padding, const Plan& plan)
       : time(static_cast<int>(g.time)),
         channels(static_cast<int>(g.channels)),
         taps(static_cast<int>(g.taps)),
         dilation(static_cast<int>(g.dilation)),
         padding(static_cast<int>(first_padding)),
-        run(0),
-        tile(g.channels, pack),
-        channel_blocks(CeilDiv(g.channels, int64_t{pack} * tile.lanes())),
-        phases(std::min(g.dilation, g.time)),
+        run(static_cast<int>(plan.run)),
+        tile(plan.tile),
+        channel_blocks(plan.channel_blocks),
+        runs(plan.runs),
+        phases(plan.phases),
         depth(g.channels / g.heads) {}
 
   // Walks of a block that are side by side in time.
-  __host__ __device__ int groups() const { return kThreads >> tile.lane_bits; }
-
-  // Cuts every phase into `wanted` runs, or as many as are from `least` to `most` steps long.
-  void Cut(int64_t wanted, int64_t least, int64_t most) {
-    const int64_t steps = PhaseSteps(time, dilation, 0);
-    const int64_t fair = CeilDiv(steps, std::max<int64_t>(1, wanted));
-    run = static_cast<int>(CeilDiv(std::clamp(fair, least, most), kRows) * kRows);
-    runs = FastDivider(CeilDiv(steps, run));
-  }
+  __device__ int groups() const { return kThreads >> tile.lane_bits; }
 };
 
 // One walk: steps first, first + dilation, ... of one phase. Step i meets rows i to i + taps - 1 of
@@ -518,21 +553,37 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // --- launches ------------------------------------------------------------------------------------
 
-template <typename T, int kV, int kTaps, bool kOneHead>
-cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call) {
+Plan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
   const int64_t batch = call.batch.size();
-  ForwardWalks params{Walks(g, g.padding, kV)};
-  Walks& walks = params.walks;
-  const int64_t groups = walks.groups();
-  const int64_t phases = walks.phases.divisor();
-  const int64_t sequences = batch * phases * CeilDiv(g.channels, kV);
+  Plan plan(g, call.dtype, 2);
+  const int64_t sequences = batch * plan.phases * CeilDiv(g.channels, plan.vector);
   // As many runs as a block has groups at the least.
-  walks.Cut(std::max(kForwardThreads / sequences, CeilDiv(groups, phases)), kLeastRun,
-            kForwardRunBytes / static_cast<int64_t>(kV * sizeof(T)));
-  const int64_t runs = walks.runs.divisor() * phases;
-  if (runs > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const int64_t tiles = CeilDiv(runs, groups);
+  plan.Cut(g, std::max(kForwardThreads / sequences, CeilDiv(plan.groups(), plan.phases)), kMinRun,
+           kForwardRunBytes / (plan.vector * jaxops::cuda::SizeOf(call.dtype)));
+  plan.items = plan.runs * plan.phases;
+  plan.shares = CeilDiv(plan.items, plan.groups());
+  plan.blocks = batch * plan.shares * plan.channel_blocks;
+  return plan;
+}
+
+Plan MakePlan(const Gradients& gradients) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
+  Plan plan(g, call.dtype, jaxops::cuda::SizeOf(call.dtype) == 2 ? 2 : 1);
+  const int64_t phases = call.summed.size() * plan.phases;
+  plan.Cut(g, gradients.splits * plan.groups() / phases, kMinRun,
+           call.dx == nullptr ? g.time + kMinRun : kMaxBackwardRun);
+  plan.items = phases * plan.runs;
+  plan.shares = std::min(gradients.splits, CeilDiv(plan.items, plan.groups()));
+  plan.blocks = call.kept.size() * plan.shares * plan.channel_blocks;
+  return plan;
+}
+
+template <typename T, int kV, int kTaps, bool kOneHead>
+cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call, const Plan& plan) {
+  const Geometry& g = call.geometry;
+  ForwardWalks params{Walks(g, g.padding, plan)};
   params.x = call.x;
   params.weight = call.weight;
   params.bias = call.bias;
@@ -541,85 +592,88 @@ cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call) {
   params.bias_dtype = call.bias_dtype;
   params.activation = call.activation;
   params.flip_taps = call.flip_taps;
-  params.tiles = FastDivider(tiles);
+  params.tiles = FastDivider(plan.shares);
   params.batch = call.batch;
-  return Launch(WalkForward<T, kV, kTaps, kOneHead>, batch * tiles * walks.channel_blocks.divisor(),
-                kThreads, RowRing<T, kV, kTaps, false>::kBytes, stream, params);
+  return Launch(WalkForward<T, kV, kTaps, kOneHead>, plan.blocks, kThreads,
+                RowRing<T, kV, kTaps, false>::kBytes, stream, params);
 }
 
 template <typename T, int kV, int kTaps, bool kOneHead>
-cudaError_t LaunchWalks(cudaStream_t stream, const Backward& call, PartialSums& partials) {
+cudaError_t LaunchWalks(cudaStream_t stream, const Gradients& gradients, const Plan& plan) {
+  const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   const int64_t mirrored = Mirrored(g);
-  BackwardWalks params{Walks(g, mirrored, kV)};
-  Walks& walks = params.walks;
-  const int64_t phases = call.summed.size() * walks.phases.divisor();
-  walks.Cut(partials.splits * walks.groups() / phases, kLeastRun,
-            call.dx == nullptr ? g.time + kLeastRun : kMostBackwardRun);
-  const int64_t items = phases * walks.runs.divisor();
-  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
-  partials.splits = std::min(partials.splits, CeilDiv(items, walks.groups()));
-  partials.channels = kOneHead ? kV : 1;
+  BackwardWalks params{Walks(g, mirrored, plan)};
   params.x = call.x;
   params.weight = call.weight;
   params.g = call.g;
   params.dx = call.dx;
   params.dbias = call.dbias;
-  params.partials = partials.sums;
+  params.partials = gradients.partials;
   params.weight_dtype = call.weight_dtype;
   params.bias_tap = mirrored % g.dilation == 0 ? static_cast<int>(mirrored / g.dilation) : -1;
-  params.items = static_cast<uint32_t>(items);
-  params.splits = FastDivider(partials.splits);
+  params.items = static_cast<uint32_t>(plan.items);
+  params.splits = FastDivider(plan.shares);
   params.kept = call.kept;
   params.summed = call.summed;
   constexpr size_t kSums = size_t{kTaps} * (kThreads + kWarp) * kV * sizeof(Accumulator<T>);
-  return Launch(WalkBackward<T, kV, kTaps, kOneHead>,
-                call.kept.size() * partials.splits * walks.channel_blocks.divisor(), kThreads,
+  return Launch(WalkBackward<T, kV, kTaps, kOneHead>, plan.blocks, kThreads,
                 std::max(RowRing<T, kV, kTaps, true>::kBytes, kSums), stream, params);
 }
-// Calls `launch` with the channels of a thread, the number of taps that it has registers for and
-// whether its channels are always of one head. A thread has as many channels as leave the window,
-// and backward the sums, in registers, or kFew in rows that packs of so many do not fit.
+
+// Calls `launch` with the template arguments of a plan.
 template <typename T, int kFew, typename Function>
-cudaError_t DispatchWalks(const Geometry& g, Function&& launch) {
+cudaError_t DispatchWalks(const Plan& plan, Function&& launch) {
   constexpr std::integral_constant<int, sizeof(T) == 8 ? 2 : 4> many;
   constexpr std::integral_constant<int, kFew> few;
   constexpr std::integral_constant<int, 4> few_taps;
   constexpr std::integral_constant<int, kShortTaps> all_taps;
-  if (g.channels % many.value != 0) return launch(few, all_taps, std::false_type{});
-  if (g.taps <= few_taps.value) return launch(many, few_taps, std::false_type{});
-  return DispatchBool(g.channels / g.heads % many.value == 0,
+  if (plan.vector != many.value) return launch(few, all_taps, std::false_type{});
+  if (plan.max_taps == few_taps.value) return launch(many, few_taps, std::false_type{});
+  return DispatchBool(plan.one_head,
                       [&](auto one_head) { return launch(many, all_taps, one_head); });
+}
+
+bool IsShort(const Geometry& g) {
+  return g.data_format == DataFormat::kNTC && g.taps <= kShortTaps;
 }
 
 }  // namespace
 
-// A thread of one channel reads words of 2 bytes, which cannot be copied on their own, or is slower
-// forward than one that keeps the rows on their way in registers.
-bool TakesShortNtc(const Forward& call) {
-  return call.geometry.taps <= kShortTaps && call.geometry.channels % 2 == 0;
+// A single channel of 2 bytes cannot be copied on its own, and forward there are no kernels of one
+// channel of other types.
+bool CanRunShort(const Forward& call, const Device&) {
+  return IsShort(call.geometry) && call.geometry.channels % 2 == 0 && MakePlan(call).CanLaunch();
 }
-bool TakesShortNtc(const Backward& call) {
-  return call.geometry.taps <= kShortTaps && RowsAligned(call.geometry.channels, call.dtype, 4);
+bool CanRunShort(const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  return IsShort(call.geometry) && RowsAligned(call.geometry.channels, call.dtype, 4) &&
+         MakePlan(gradients).CanLaunch();
 }
 
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call) {
+cudaError_t LaunchShort(cudaStream_t stream, const Forward& call, const Device&) {
+  const Plan plan = MakePlan(call);
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return DispatchWalks<T, 2>(call.geometry, [&](auto pack, auto taps, auto one_head) {
-      return LaunchWalks<T, pack.value, taps.value, one_head.value>(stream, call);
+    return DispatchWalks<T, 2>(plan, [&](auto vector, auto taps, auto one_head) {
+      return LaunchWalks<T, vector.value, taps.value, one_head.value>(stream, call, plan);
     });
   });
 }
 
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, PartialSums& partials) {
-  return DispatchFloat(call.dtype, [&](auto element) {
+cudaError_t LaunchShort(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const Plan plan = MakePlan(gradients);
+  const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kFew = sizeof(T) == 2 ? 2 : 1;
-    return DispatchWalks<T, kFew>(call.geometry, [&](auto pack, auto taps, auto one_head) {
-      return LaunchWalks<T, pack.value, taps.value, one_head.value>(stream, call, partials);
+    return DispatchWalks<T, kFew>(plan, [&](auto vector, auto taps, auto one_head) {
+      return LaunchWalks<T, vector.value, taps.value, one_head.value>(stream, gradients, plan);
     });
   });
+  if (error != cudaSuccess) return error;
+  return AddPartialSums(stream, call,
+                        {gradients.partials, plan.shares, plan.one_head ? plan.vector : 1});
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::ntc

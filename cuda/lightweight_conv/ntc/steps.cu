@@ -4,18 +4,17 @@
 // one step of a channel or of a pair of them, knows the number of taps, and finds its place without
 // a division; all that it is told comes through few lines of the cache of parameters.
 #include "cuda/common/activation.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/ntc/rows.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::ntc {
 namespace {
 
 using jaxops::cuda::Activate;
 
-// Elements up to which a thread a step is the faster, forward.
-constexpr int64_t kMostStepElements = int64_t{1} << 19;
-// Those up to which it makes a single one of them.
-constexpr int64_t kMostSingleElements = int64_t{1} << 15;
+// Elements up to which a thread makes a single one of them.
+constexpr int64_t kMaxSingleElements = int64_t{1} << 15;
 
 struct Steps {
   const void *x, *weight;
@@ -77,24 +76,25 @@ __global__ void __launch_bounds__(kStepThreads) StepForwardNtc(const __grid_cons
   StoreRow(static_cast<T*>(p.y) + at, sums);
 }
 
-// Whether StepForwardNtc can take the call and is the faster.
-bool TakesSteps(const Forward& call) {
+struct Plan {
+  int channels;  // of a thread: one or two
+  dim3 grid;
+};
+
+Plan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
-  const auto& batch = call.batch;
-  const int64_t plane = g.time * g.channels;
-  const bool plain_batch =
-      batch.size() == 1 ||
-      (batch.rank() == 1 && batch.size() <= kMostGridBlocks &&
-       batch.stride(0, Forward::kX) == plane && batch.stride(0, Forward::kY) == plane &&
-       batch.stride(0, Forward::kWeight) == 0 &&
-       (call.bias == nullptr || batch.stride(0, Forward::kBias) == 0));
-  return plain_batch && batch.size() * plane <= kMostStepElements &&
-         g.time <= kMostGridBlocks * kStepRows && call.weight_dtype == call.dtype &&
-         (call.bias == nullptr || call.bias_dtype == call.dtype);
+  const bool single =
+      g.channels % 2 != 0 || call.batch.size() * g.time * g.channels <= kMaxSingleElements;
+  Plan plan;
+  plan.channels = single ? 1 : 2;
+  plan.grid = dim3(static_cast<unsigned>(CeilDiv(g.channels, plan.channels * kWarp)),
+                   static_cast<unsigned>(CeilDiv(g.time, kStepRows)),
+                   static_cast<unsigned>(call.batch.size()));
+  return plan;
 }
 
 template <typename T, int kV>
-cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call) {
+cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& plan) {
   const Geometry& g = call.geometry;
   // Flipped taps are met from the last row of the window to the first.
   const int64_t first = call.flip_taps ? Mirrored(g) : -g.padding;
@@ -114,12 +114,9 @@ cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call) {
   params.depth = FastDivider(g.channels / g.heads);
   params.bias = call.bias;
   params.y = call.y;
-  const dim3 grid(static_cast<unsigned>(CeilDiv(g.channels, kV * kWarp)),
-                  static_cast<unsigned>(CeilDiv(g.time, kStepRows)),
-                  static_cast<unsigned>(call.batch.size()));
   [&]<int... kFewer>(std::integer_sequence<int, kFewer...>) {
     ((g.taps == kFewer + 1
-          ? StepForwardNtc<T, kV, kFewer + 1><<<grid, kStepThreads, 0, stream>>>(params)
+          ? StepForwardNtc<T, kV, kFewer + 1><<<plan.grid, kStepThreads, 0, stream>>>(params)
           : void()),
      ...);
   }(std::make_integer_sequence<int, kShortTaps>{});
@@ -128,18 +125,31 @@ cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call) {
 
 }  // namespace
 
-bool TakesStepsNtc(const Forward& call) {
-  return call.geometry.taps <= kShortTaps && TakesSteps(call);
+// Batch entries that follow each other and share filters of their own dtype, whose taps are counted
+// in 32 bits.
+bool CanRunSteps(const Forward& call, const Device&) {
+  const Geometry& g = call.geometry;
+  const auto& batch = call.batch;
+  if (g.data_format != DataFormat::kNTC || g.taps > kShortTaps || g.heads * g.taps > INT32_MAX ||
+      g.time > kMaxGridBlocks * kStepRows || call.weight_dtype != call.dtype ||
+      (call.bias != nullptr && call.bias_dtype != call.dtype)) {
+    return false;
+  }
+  const int64_t plane = g.time * g.channels;
+  return batch.size() == 1 ||
+         (batch.rank() == 1 && batch.size() <= kMaxGridBlocks &&
+          batch.stride(0, Forward::kX) == plane && batch.stride(0, Forward::kY) == plane &&
+          batch.stride(0, Forward::kWeight) == 0 &&
+          (call.bias == nullptr || batch.stride(0, Forward::kBias) == 0));
 }
 
-cudaError_t LaunchStepsNtc(cudaStream_t stream, const Forward& call) {
+cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device&) {
+  const Plan plan = MakePlan(call);
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    const Geometry& g = call.geometry;
-    const bool single =
-        g.channels % 2 != 0 || call.batch.size() * g.time * g.channels <= kMostSingleElements;
-    return single ? LaunchSteps<T, 1>(stream, call) : LaunchSteps<T, 2>(stream, call);
+    return plan.channels == 1 ? LaunchPlan<T, 1>(stream, call, plan)
+                              : LaunchPlan<T, 2>(stream, call, plan);
   });
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::ntc
