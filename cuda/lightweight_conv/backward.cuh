@@ -8,7 +8,7 @@
 //   dweight[j] = sum_s x[s] * g[s + j * dilation - mirrored]
 //
 // so filters whose taps fit registers get both in one pass over x and g. A block keeps its channels
-// and walks over tiles of time and batch with the sums of its taps in registers; every block writes
+// and loops over tiles of time and batch with the sums of its taps in registers; every block writes
 // its partial sums, and a second kernel adds them in a fixed order. Longer filters are cut into
 // groups of taps, and their input gradient, which is bound by arithmetic, is a forward convolution.
 //
@@ -90,7 +90,7 @@ struct BackwardParams {
   FastDivider channel_blocks;  // blocks of channels
   FastDivider tap_groups;
   FastDivider depth;  // channels of a head
-  int lead;           // taps left out at the front so that windows begin at whole packs (NCT)
+  int lead;           // taps left out at the front so that windows begin at whole vectors (NCT)
   bool whole;         // a block makes all of a filter's sum, and no partial ones (NCT)
   ShortNtcTile ntc;
   NctTile nct;
@@ -223,13 +223,13 @@ __device__ __forceinline__ void AddPairs(Acc (&dweight)[kTaps][kV], X&& x, Windo
   });
 }
 
-// Pairs that do not take part have a zero on one side, which is harmless beside finite numbers;
+// Pairs that do not take part have a zero on one side, which is harmless next to finite numbers;
 // only where a number is not finite must they be told apart one by one.
 template <int kCount, int kTaps, int kV, typename Acc, typename X, typename Window>
 __device__ __forceinline__ void Correlate(Acc (&dweight)[kTaps][kV], X&& x, Window&& window,
                                           const TapRange& taps, const Inside& inside) {
-  bool plain = inside.All(kCount, kCount + taps.first + taps.count - 1);
-  if (!plain) {
+  bool is_simple = inside.All(kCount, kCount + taps.first + taps.count - 1);
+  if (!is_simple) {
     Acc probe = 0;
 #pragma unroll
     for (int v = 0; v < kV; ++v) {
@@ -238,9 +238,9 @@ __device__ __forceinline__ void Correlate(Acc (&dweight)[kTaps][kV], X&& x, Wind
 #pragma unroll
       for (int i = 0; i < kCount + kTaps - 1; ++i) probe += Acc(0) * window(i, v);
     }
-    plain = probe == Acc(0);
+    is_simple = probe == Acc(0);
   }
-  if (plain) {
+  if (is_simple) {
     AddPairs<true, kCount>(dweight, x, window, taps, inside);
   } else {
     AddPairs<false, kCount>(dweight, x, window, taps, inside);

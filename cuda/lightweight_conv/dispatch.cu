@@ -12,8 +12,8 @@ using jaxops::cuda::Always;
 using jaxops::cuda::Family;
 using jaxops::cuda::Table;
 
-bool IsLong(const Forward& call, const Device&) { return call.geometry.taps > kShortTaps; }
-bool IsLong(const Gradients& gradients, const Device&) {
+bool PrefersMma(const Forward& call, const Device&) { return call.geometry.taps > kShortTaps; }
+bool PrefersMma(const Gradients& gradients, const Device&) {
   return gradients.call.geometry.taps > kShortTaps;
 }
 
@@ -73,7 +73,7 @@ bool PrefersStepsNtc(const Forward& call, const Device&) {
 constexpr Family<Forward> kForwardFamilies[] = {
     // Multiply-adds bind long filters, and tensor cores do not: 53.9 -> 20.1 us for
     // (8,1024,2048,16,31) bf16 NTC, 61.5 -> 23.8 in NCT.
-    {"mma", CanRunMma, IsLong, LaunchMma},
+    {"mma", CanRunMma, PrefersMma, LaunchMma},
     // A small call waits for memory: a thread makes single steps, and all its loads are in flight.
     {"nct/steps", nct::CanRunSteps, PrefersStepsNct, nct::LaunchSteps},
     // A tile of rows is in shared memory as in memory, and is read from there at any distance.
@@ -141,7 +141,7 @@ cudaError_t WithInputGrad(cudaStream_t stream, const Gradients& gradients, const
 
 constexpr Family<Gradients> kGradientFamilies[] = {
     // Tensor cores as above: 178 -> 34.5 us for (8,1024,2048,16,31) bf16 NTC, 172 -> 37.3 in NCT.
-    {"mma", CanRunMma, IsLong, WithInputGrad<LaunchMma, MakesInputGradMma>},
+    {"mma", CanRunMma, PrefersMma, WithInputGrad<LaunchMma, MakesInputGradMma>},
     // A small call waits for memory.
     {"nct/steps", nct::CanRunSteps, PrefersStepsNct, nct::LaunchSteps},
     // Taps meet whole vectors.

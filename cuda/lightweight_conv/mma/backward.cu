@@ -1,11 +1,11 @@
 // Lightweight convolution of long filters on tensor cores, backward.
 //
 // As in `backward.cuh` both gradients read g through the window of the flipped taps. Filters of up
-// to kFusedBlocks blocks get both in one pass over x and g. Longer ones are cut into groups of so
-// many, whose sums are independent, and their input gradient is a forward convolution.
+// to kFusedBlocks blocks get both in one pass over x and g. Longer ones are cut into groups of this
+// number, whose sums are independent, and their input gradient is a forward convolution.
 //
 // The sums of a few steps start from zero and are added in float32, rounded: tensor cores cut off
-// what a sum has no bits for. If one of them is not finite, they are made again, pair by pair:
+// what a sum has no bits for. If one of them is not finite, they are computed again, pair by pair:
 // where an array ends, zeros in shared memory have met what is not finite but is nobody's pair, and
 // float32 has no low part of an infinity.
 #include "cuda/lightweight_conv/families.h"
@@ -63,8 +63,8 @@ constexpr int PairPitch(int blocks) { return blocks * kEdge + 1; }
 template <int kBlocks>
 inline constexpr int kPairPitch = PairPitch(kBlocks);
 
-// A block keeps its channels and group of taps; while it works on a tile, the next one is on its
-// way.
+// A block keeps its channels and group of taps; while it works on a tile, the next one is in
+// flight.
 template <typename T, typename W, bool kNct, int kBlocks, bool kDx>
 __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T)))
     BackwardMma(const __grid_constant__ BackwardParams p) {
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T)))
       __syncwarp();
     }
 
-    Probe<T> of_x, of_g;
+    Probe<T> x_probe, g_probe;
     PairSums<kBlocks> pairs;
     // Pair by pair, from a step to another.
     const auto add_pairs = [&](int from, int to) {
@@ -168,13 +168,13 @@ __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T)))
 #pragma unroll 1
     for (int own = 0; own < count; own += kEdge) {
       const Left<T> left = own_tile.template LoadLeft<Over::kChannels>(own);
-      Meet(of_x, left);
+      Meet(x_probe, left);
       Sums sums;
       if constexpr (sizeof(T) == 4) pairs = {};
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
         const Rights<T> rights = window.template LoadRights<Over::kChannels>(own + j * kEdge);
-        if (own == 0 || j == kBlocks - 1) Meet(of_g, rights);
+        if (own == 0 || j == kBlocks - 1) Meet(g_probe, rights);
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
           Multiply<T>(pairs.values[2 * j + right], left, rights, right);
@@ -191,9 +191,9 @@ __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T)))
       if constexpr (kDx) out.Write(sums);
     }
     // dx does not depend on x, nor on what it meets.
-    const bool is_clear = !__any_sync(0xffffffff, !of_g.IsClear() || !are_finite);
+    const bool is_clear = !__any_sync(0xffffffff, !g_probe.IsClear() || !are_finite);
     if constexpr (sizeof(T) == 2) {
-      if (__any_sync(0xffffffff, !of_x.IsClear()) || !is_clear) add_pairs(0, count);
+      if (__any_sync(0xffffffff, !x_probe.IsClear()) || !is_clear) add_pairs(0, count);
       dweight.Add(pairs);
     }
     if constexpr (kDx) {

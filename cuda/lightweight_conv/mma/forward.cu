@@ -33,7 +33,7 @@ struct ForwardParams {
   TileShape shape;
 };
 
-// A block keeps its channels; while it works on a tile, the next one is on its way.
+// A block keeps its channels; while it works on a tile, the next one is in flight.
 template <typename T, typename W, bool kNct, int kBlocks>
 __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T), kBlocks))
     ForwardMma(const __grid_constant__ ForwardParams p) {
@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T), kBlocks))
   for (uint32_t index = first_item; index < p.items; index += stride, buffer ^= 1) {
     stage(index + stride, buffer ^ 1);
     const Item item(p, index);
-    // Read anew only where batch entries have filters of their own.
-    const W* const of_item = filters + p.call.batch.Offset(item.entry, Forward::kWeight);
-    if (of_item != weights) {
-      weights = of_item;
+    // Read again only if batch entries have filters of their own.
+    const W* const item_weights = filters + p.call.batch.Offset(item.entry, Forward::kWeight);
+    if (item_weights != weights) {
+      weights = item_weights;
       filter.Read(p.taps, p.lead, tap);
     }
     const int64_t bias = p.call.batch.Offset(item.entry, Forward::kBias) + channel;

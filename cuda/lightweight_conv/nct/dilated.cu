@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kNctThreads)
     DilatedNctForward(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   uint32_t block = blockIdx.x;
-  const int first_step = p.tiles.Peel(block) * (kNctThreads * kRun) + threadIdx.x;
+  const int first_step = p.tiles.Peel(block) * (kNctThreads * kThreadSteps) + threadIdx.x;
   const int channel = p.channel_blocks.Peel(block);
   const int64_t batch = block;
   const int64_t row = int64_t{channel} * p.time;
@@ -26,15 +26,15 @@ __global__ void __launch_bounds__(kNctThreads)
   const int64_t filter =
       p.call.batch.Offset(batch, Forward::kWeight) + int64_t{p.depth.Quotient(channel)} * p.taps;
 
-  Acc sums[kRun], bias[1];
+  Acc sums[kThreadSteps], bias[1];
   p.ReadBias(bias, batch, channel);
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) sums[i] = bias[0];
+  for (int i = 0; i < kThreadSteps; ++i) sums[i] = bias[0];
   WithElements(p.call.weight, p.call.weight_dtype, [&](const auto* weights) {
     for (int tap = 0; tap < p.taps; ++tap) {
       const Acc weight = static_cast<Acc>(Widen(weights[filter + p.TapIndex(tap)]));
 #pragma unroll
-      for (int i = 0; i < kRun; ++i) {
+      for (int i = 0; i < kThreadSteps; ++i) {
         const int t = first_step + i * kNctThreads + tap * p.dilation - p.padding;
         const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(p.time);
         sums[i] += weight * Widen(LoadIf<1>(inside, x + t, x).values[0]);
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kNctThreads)
   });
   Activate(sums, p.call.activation);
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) {
+  for (int i = 0; i < kThreadSteps; ++i) {
     const int t = first_step + i * kNctThreads;
     if (t < p.time) y[t] = Narrow<T>(sums[i]);
   }
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kNctThreads)
     const Item item(p, index);
     const T* g = item.At(p, arrays.g, Backward::kG) + row;
     const T* x = item.At(p, arrays.x, Backward::kX) + row;
-    for (int i = 0; i < kRun; ++i) {
-      const int step = (item.tile * kRun + i) * row_threads + lane;
+    for (int i = 0; i < kThreadSteps; ++i) {
+      const int step = (item.tile * kThreadSteps + i) * row_threads + lane;
       if (step >= row_time) break;
       const Acc own = Widen(x[step]);
 #pragma unroll
@@ -105,16 +105,16 @@ __global__ void __launch_bounds__(kNctThreads)
 ForwardPlan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
   ForwardPlan plan;
-  plan.tiles = CeilDiv(g.time, kNctThreads * kRun);
+  plan.tiles = CeilDiv(g.time, kNctThreads * kThreadSteps);
   plan.channel_blocks = g.channels;
   plan.blocks = call.batch.size() * plan.channel_blocks * plan.tiles;
   return plan;
 }
 
 BackwardPlan MakePlan(const Gradients& gradients) {
-  const NctTile tile(gradients.call.geometry.time, kRun);
-  return BackwardPlan(gradients.call, gradients.splits, 1, int64_t{kRun} * tile.threads_per_row(),
-                      tile.rows(), kStagedTaps);
+  const NctTile tile(gradients.call.geometry.time, kThreadSteps);
+  return BackwardPlan(gradients.call, gradients.splits, 1,
+                      int64_t{kThreadSteps} * tile.threads_per_row(), tile.rows(), kStagedTaps);
 }
 
 }  // namespace
@@ -129,7 +129,7 @@ bool CanRunDilated(const Gradients& gradients, const Device&) {
 
 cudaError_t LaunchDilated(cudaStream_t stream, const Forward& call, const Device&) {
   const ForwardPlan plan = MakePlan(call);
-  const ForwardParams params(call, plan, 1, kRun);
+  const ForwardParams params(call, plan, 1, kThreadSteps);
   return DispatchFloat(call.dtype, [&](auto element) {
     return Launch(DilatedNctForward<decltype(element)>, plan.blocks, kNctThreads, 0, stream,
                   params);
@@ -139,7 +139,7 @@ cudaError_t LaunchDilated(cudaStream_t stream, const Forward& call, const Device
 cudaError_t LaunchDilated(cudaStream_t stream, const Gradients& gradients, const Device&) {
   const Backward& call = gradients.call;
   const BackwardPlan plan = MakePlan(gradients);
-  const BackwardParams params(call, plan, gradients.partials, 1, kRun);
+  const BackwardParams params(call, plan, gradients.partials, 1, kThreadSteps);
   const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
     return Launch(DilatedNctBackward<decltype(element)>, plan.blocks, kNctThreads, 0, stream,
                   params);

@@ -9,14 +9,14 @@ namespace {
 
 using jaxops::cuda::Activate;
 
-// Undilated: a window of two runs slides over the taps kRun at a time.
+// Undilated: a window of 2 kThreadSteps inputs slides over kThreadSteps taps at a time.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   const int chunk_size = min(p.taps, kTapChunk);
-  const int padded_chunk = (chunk_size + kRun - 1) / kRun * kRun;
-  const int steps = p.nct.threads_per_row() * kRun;
+  const int padded_chunk = (chunk_size + kThreadSteps - 1) / kThreadSteps * kThreadSteps;
+  const int steps = p.nct.threads_per_row() * kThreadSteps;
   const int pitch = Skew(steps + padded_chunk);
   Acc* weights = reinterpret_cast<Acc*>(shared);
   Acc* columns = weights + p.nct.rows() * padded_chunk;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
 
   const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX);
   const int64_t weight_base = p.call.batch.Offset(batch, Forward::kWeight);
-  Acc sums[kRun] = {};
+  Acc sums[kThreadSteps] = {};
   for (int first_tap = 0; first_tap < p.taps; first_tap += chunk_size) {
     const int chunk = min(chunk_size, p.taps - first_tap);
     StageColumns<T, kAligned>(columns, pitch, x, first_step + first_tap - p.padding,
@@ -46,35 +46,35 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
     });
     __syncthreads();
 
-    const Acc* run = columns + row * pitch + Skew(lane * kRun);
+    const Acc* own = columns + row * pitch + Skew(lane * kThreadSteps);
     const Acc* filter = weights + row * padded_chunk;
-    Acc window[2 * kRun];
+    Acc window[2 * kThreadSteps];
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) window[i] = run[i];
-    // The taps from `tap` on: kRun of them, or fewer where the filter ends.
+    for (int i = 0; i < kThreadSteps; ++i) window[i] = own[i];
+    // The taps from `tap` on: kThreadSteps of them, or fewer where the filter ends.
     const auto advance = [&](int tap, auto whole) {
-      const Acc* next = run + Skew(tap + kRun);
-      Pack<Acc, kRun / 2> taps[2];
-      taps[0] = LoadPack<kRun / 2>(filter + tap);
-      taps[1] = LoadPack<kRun / 2>(filter + tap + kRun / 2);
+      const Acc* next = own + Skew(tap + kThreadSteps);
+      Pack<Acc, kThreadSteps / 2> taps[2];
+      taps[0] = LoadPack<kThreadSteps / 2>(filter + tap);
+      taps[1] = LoadPack<kThreadSteps / 2>(filter + tap + kThreadSteps / 2);
 #pragma unroll
-      for (int i = 0; i < kRun; ++i) {
-        if (whole.value || tap + i + 1 < chunk) window[kRun + i] = next[i];
+      for (int i = 0; i < kThreadSteps; ++i) {
+        if (whole.value || tap + i + 1 < chunk) window[kThreadSteps + i] = next[i];
       }
 #pragma unroll
-      for (int k = 0; k < kRun; ++k) {
+      for (int k = 0; k < kThreadSteps; ++k) {
         if (whole.value || tap + k < chunk) {
-          const Acc weight = taps[k / (kRun / 2)].values[k % (kRun / 2)];
+          const Acc weight = taps[k / (kThreadSteps / 2)].values[k % (kThreadSteps / 2)];
 #pragma unroll
-          for (int i = 0; i < kRun; ++i) sums[i] += weight * window[i + k];
+          for (int i = 0; i < kThreadSteps; ++i) sums[i] += weight * window[i + k];
         }
       }
     };
     int tap = 0;
-    for (; tap + kRun < chunk; tap += kRun) {
+    for (; tap + kThreadSteps < chunk; tap += kThreadSteps) {
       advance(tap, std::true_type{});
 #pragma unroll
-      for (int i = 0; i < kRun; ++i) window[i] = window[kRun + i];
+      for (int i = 0; i < kThreadSteps; ++i) window[i] = window[kThreadSteps + i];
     }
     advance(tap, std::false_type{});
     __syncthreads();
@@ -84,19 +84,19 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
   Acc bias[1];
   p.ReadBias(bias, batch, channel);
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) sums[i] += bias[0];
+  for (int i = 0; i < kThreadSteps; ++i) sums[i] += bias[0];
   Activate(sums, p.call.activation);
   T* y = static_cast<T*>(p.call.y) + p.call.batch.Offset(batch, Forward::kY) +
          int64_t{channel} * p.time;
-  WriteRun<T, kRun, kAligned>(y, sums, first_step + lane * kRun, p.time);
+  WriteSteps<T, kThreadSteps, kAligned>(y, sums, first_step + lane * kThreadSteps, p.time);
 }
 
 template <typename T>
 ForwardPlan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
-  const NctTile tile(g.time, kRun);
-  const int64_t chunk = CeilDiv(std::min<int64_t>(g.taps, kTapChunk), kRun) * kRun;
-  const int steps = tile.threads_per_row() * kRun;
+  const NctTile tile(g.time, kThreadSteps);
+  const int64_t chunk = CeilDiv(std::min<int64_t>(g.taps, kTapChunk), kThreadSteps) * kThreadSteps;
+  const int steps = tile.threads_per_row() * kThreadSteps;
   ForwardPlan plan;
   plan.tiles = CeilDiv(g.time, steps);
   plan.channel_blocks = CeilDiv(g.channels, tile.rows());
@@ -119,7 +119,7 @@ cudaError_t LaunchLong(cudaStream_t stream, const Forward& call, const Device&) 
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     const ForwardPlan plan = MakePlan<T>(call);
-    const ForwardParams params(call, plan, 1, kRun);
+    const ForwardParams params(call, plan, 1, kThreadSteps);
     return DispatchBool(RowsAligned(call.geometry.time, call.dtype, 16), [&](auto aligned) {
       return Launch(LongNct<T, aligned.value>, plan.blocks, kNctThreads, plan.shared_bytes, stream,
                     params);

@@ -1,8 +1,8 @@
 // Lightweight convolution in the NCT layout on segments of memory. A tile is a segment of one row,
 // or several whole rows if they are short. Rows follow each other in memory, so that a tile and
 // what its taps reach are one segment of it, which is copied to shared memory and from there in
-// aligned vectors whatever the length of a row. A thread makes runs of steps that are `dilation`
-// apart: their inputs are as far apart and are read once for all taps.
+// aligned vectors whatever the length of a row. A thread makes parts of it, steps that are
+// `dilation` apart: their inputs are as far apart and are read once for all taps.
 #include "cuda/common/activation.cuh"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/lightweight_conv/families.h"
@@ -20,10 +20,10 @@ using jaxops::cuda::SharedAddress;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::WaitCopies;
 
-// Steps of a run: so many that the runs of neighbouring threads lie in different banks, whatever
-// the dilation.
+// Steps of a part: a number at which the parts of neighbouring threads lie in different banks,
+// whatever the dilation.
 template <typename T>
-constexpr int kRunSteps = sizeof(T) == 2 ? 10 : 5;
+constexpr int kPartSteps = sizeof(T) == 2 ? 10 : 5;
 
 // Taps of the widest kernels; longer filters take several rounds of them, or several blocks.
 constexpr int kMaxTaps = 16;
@@ -32,23 +32,23 @@ constexpr int kMaxTaps = 16;
 constexpr int kTileBytes = 10240;
 
 // How the steps of a call are cut into tiles and dealt to threads.
-struct RunTile {
+struct Tile {
   int steps;     // of a row in a tile
   int rows;      // of a tile: one where a row is cut
   int row_bits;  // log2 of the threads that share a row
-  int runs;      // of one row in a tile
+  int parts;     // of one row in a tile
   int tiles;     // of a row
 
-  RunTile(int64_t time, int64_t dilation, int run_steps, int most_steps) {
-    tiles = static_cast<int>(CeilDiv(time, most_steps));
-    const int64_t group = run_steps * dilation;  // steps of neighbouring runs
+  Tile(int64_t time, int64_t dilation, int part_steps, int max_steps) {
+    tiles = static_cast<int>(CeilDiv(time, max_steps));
+    const int64_t group = part_steps * dilation;  // steps of neighbouring parts
     const int64_t even = CeilDiv(time, tiles);
     steps = static_cast<int>(std::min(time, CeilDiv(even, group) * group));
     tiles = static_cast<int>(CeilDiv(time, steps));
-    runs = static_cast<int>(CeilDiv(steps, group) * std::min<int64_t>(dilation, steps));
+    parts = static_cast<int>(CeilDiv(steps, group) * std::min<int64_t>(dilation, steps));
     row_bits = 4;
     static_assert(kNctMinRowThreads == 1 << 4);
-    while ((1 << row_bits) < kNctThreads && (tiles > 1 || (1 << row_bits) < runs)) ++row_bits;
+    while ((1 << row_bits) < kNctThreads && (tiles > 1 || (1 << row_bits) < parts)) ++row_bits;
     rows = tiles > 1 ? 1 : kNctThreads >> row_bits;
   }
   __device__ int lanes() const { return 1 << row_bits; }
@@ -73,7 +73,7 @@ __device__ __forceinline__ int Misalignment(const T* address) {
 // shared[Misalignment(array)]. Neighbours come along in the first and the last 16 bytes, but
 // nothing beyond the end.
 template <typename T>
-__device__ __forceinline__ void FetchStretch(T* shared, const T* array, int count,
+__device__ __forceinline__ void FetchSegment(T* shared, const T* array, int count,
                                              const T* array_end) {
   constexpr int kPack = kPackElements<T>;
   const int before = Misalignment(array);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void FetchStretch(T* shared, const T* array, int coun
 
 // The way back: the first element comes from shared[Misalignment(array)].
 template <typename T>
-__device__ __forceinline__ void WriteStretch(T* array, const T* shared, int count) {
+__device__ __forceinline__ void WriteSegment(T* array, const T* shared, int count) {
   constexpr int kPack = kPackElements<T>;
   const int before = Misalignment(array);
   T* aligned = array - before;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void WriteStretch(T* array, const T* shared, int coun
   }
 }
 
-// --- runs, forward -------------------------------------------------------------------------------
+// --- forward -------------------------------------------------------------------------------------
 
 // Elements of the array of `operand`, whose entries of a batch have `entry` each.
 template <int kOperands>
@@ -113,7 +113,7 @@ int64_t ArrayElements(const BatchMap<kOperands>& batch, int operand, int64_t ent
   return entry;
 }
 
-struct ForwardRuns {
+struct ForwardParams {
   Forward call;
   int64_t elements_x;  // of the array
   int time, channels, taps, padding, dilation;
@@ -122,13 +122,14 @@ struct ForwardRuns {
   FastDivider channel_blocks;
   FastDivider depth;
   FastDivider phases;  // the dilation
-  RunTile tile;
+  Tile tile;
 };
 
 template <typename T, int kTaps>
-__global__ void __launch_bounds__(kNctThreads) RunsForward(const __grid_constant__ ForwardRuns p) {
+__global__ void __launch_bounds__(kNctThreads)
+    RunsForward(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
-  constexpr int kCount = kRunSteps<T>;
+  constexpr int kCount = kPartSteps<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   T* fetched = reinterpret_cast<T*>(shared);
   T* made = fetched + p.fetched;
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kNctThreads) RunsForward(const __grid_constant
   const int64_t row_offset = int64_t{first_row} * p.time;
   const T* x = static_cast<const T*>(p.call.x) + offsets[Forward::kX] + row_offset + low;
   T* y = static_cast<T*>(p.call.y) + offsets[Forward::kY] + row_offset + first_step;
-  FetchStretch(fetched, x, (rows - 1) * p.time + high - low,
+  FetchSegment(fetched, x, (rows - 1) * p.time + high - low,
                static_cast<const T*>(p.call.x) + p.elements_x);
   CommitCopies();
 
@@ -170,9 +171,9 @@ __global__ void __launch_bounds__(kNctThreads) RunsForward(const __grid_constant
     const int row_at = Misalignment(x) + row * p.time - low;  // step 0 of the row
     T* out = made + Misalignment(y) + row * p.time - first_step;
 #pragma unroll 1
-    for (int run = p.tile.lane(); run < p.tile.runs; run += p.tile.lanes()) {
-      const int group = p.phases.Quotient(run);
-      const int start = first_step + run + group * (kCount - 1) * p.dilation;
+    for (int part = p.tile.lane(); part < p.tile.parts; part += p.tile.lanes()) {
+      const int group = p.phases.Quotient(part);
+      const int start = first_step + part + group * (kCount - 1) * p.dilation;
       if (start >= end_step) continue;
       Acc sums[kCount];
 #pragma unroll
@@ -214,12 +215,12 @@ __global__ void __launch_bounds__(kNctThreads) RunsForward(const __grid_constant
     }
   }
   __syncthreads();
-  WriteStretch(y, made, (rows - 1) * p.time + end_step - first_step);
+  WriteSegment(y, made, (rows - 1) * p.time + end_step - first_step);
 }
 
-// --- runs, backward ------------------------------------------------------------------------------
+// --- backward ------------------------------------------------------------------------------------
 
-struct BackwardRuns {
+struct BackwardParams {
   Backward call;
   int64_t elements_x, elements_g;  // of the arrays
   int time, channels, taps, dilation;
@@ -233,29 +234,29 @@ struct BackwardRuns {
   FastDivider tap_groups;
   FastDivider depth;
   FastDivider phases;  // the dilation
-  RunTile tile;
+  Tile tile;
   bool whole;      // a block makes all of a filter's sum, and no partial ones
   void* partials;  // (kept, splits, taps + 1, channels)
 };
 
 // Blocks of a multiprocessor that leave registers for the sums and the window, but none to waste.
 template <typename Acc, int kTaps>
-constexpr int kRunBlocks = sizeof(Acc) * kTaps <= 16   ? 6
-                           : sizeof(Acc) * kTaps <= 32 ? 5
-                                                       : 4;
+constexpr int kResidentBlocks = sizeof(Acc) * kTaps <= 16   ? 6
+                                : sizeof(Acc) * kTaps <= 32 ? 5
+                                                            : 4;
 
-constexpr int kRunStages = 2;
+constexpr int kStages = 2;
 
 template <typename T, int kTaps>
-__global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>)
-    RunsBackward(const __grid_constant__ BackwardRuns p) {
+__global__ void __launch_bounds__(kNctThreads, kResidentBlocks<Accumulator<T>, kTaps>)
+    RunsBackward(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
-  constexpr int kCount = kRunSteps<T>;
+  constexpr int kCount = kPartSteps<T>;
   constexpr int kWindow = kCount + kTaps - 1;
   extern __shared__ __align__(16) unsigned char shared[];
   const int stage_elements = p.fetched_x + p.fetched_g;
   T* stages = reinterpret_cast<T*>(shared);
-  T* made = stages + kRunStages * stage_elements;
+  T* made = stages + kStages * stage_elements;
 
   uint32_t block = blockIdx.x;
   const int first_tap = p.tap_groups.Peel(block) * kTaps;  // flipped
@@ -300,17 +301,17 @@ __global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>
       const Extent extent = extent_of(ahead);
       const int between = (rows - 1) * p.time;
       T* to = stages + stage * stage_elements;
-      FetchStretch(to, x_of(extent), between + extent.end - extent.first,
+      FetchSegment(to, x_of(extent), between + extent.end - extent.first,
                    static_cast<const T*>(p.call.x) + p.elements_x);
       if (extent.high > extent.low) {
-        FetchStretch(to + p.fetched_x, g_of(extent), between + extent.high - extent.low,
+        FetchSegment(to + p.fetched_x, g_of(extent), between + extent.high - extent.low,
                      static_cast<const T*>(p.call.g) + p.elements_g);
       }
     }
     CommitCopies();
     ahead += p.splits.divisor();
   };
-  for (int stage = 0; stage < kRunStages - 1; ++stage) fetch(stage);
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage);
 
   const int row = p.tile.row();
   const int channel = first_row + row;
@@ -325,29 +326,29 @@ __global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>
   int stage = 0;
 #pragma unroll 1
   for (uint32_t index = split; index < p.items; index += p.splits.divisor()) {
-    WaitCopies<kRunStages - 2>();
+    WaitCopies<kStages - 2>();
     // What the stage held before, and the results of the item before, are dealt with by all.
     __syncthreads();
-    fetch(stage == 0 ? kRunStages - 1 : stage - 1);
+    fetch(stage == 0 ? kStages - 1 : stage - 1);
     const Extent extent = extent_of(index);
-    T* dx_stretch = wants_dx ? dx + extent.offsets[Backward::kDx] + extent.first : nullptr;
+    T* dx_segment = wants_dx ? dx + extent.offsets[Backward::kDx] + extent.first : nullptr;
     if (row < rows) {
       const T* x_row = stages + stage * stage_elements + Misalignment(x_of(extent)) + row * p.time -
                        extent.first;
       const T* g_row = stages + stage * stage_elements + p.fetched_x + Misalignment(g_of(extent)) +
                        row * p.time - extent.low;
-      T* dx_row = made + Misalignment(dx_stretch) + row * p.time - extent.first;
+      T* dx_row = made + Misalignment(dx_segment) + row * p.time - extent.first;
 #pragma unroll 1
-      for (int run = p.tile.lane(); run < p.tile.runs; run += p.tile.lanes()) {
-        const int group = p.phases.Quotient(run);
-        const int start = extent.first + run + group * (kCount - 1) * p.dilation;
+      for (int part = p.tile.lane(); part < p.tile.parts; part += p.tile.lanes()) {
+        const int group = p.phases.Quotient(part);
+        const int start = extent.first + part + group * (kCount - 1) * p.dilation;
         if (start >= extent.end) continue;
         const int origin = start - before;
         Acc own[kCount], window[kWindow];
-        bool plain = start + (kCount - 1) * p.dilation < extent.end && origin >= extent.low &&
-                     origin + (kWindow - 1) * p.dilation < extent.high;
+        bool is_simple = start + (kCount - 1) * p.dilation < extent.end && origin >= extent.low &&
+                         origin + (kWindow - 1) * p.dilation < extent.high;
         uint32_t own_inside = 0, window_inside = 0;
-        if (plain) {
+        if (is_simple) {
 #pragma unroll
           for (int i = 0; i < kCount; ++i) own[i] = Widen(x_row[start + i * p.dilation]);
 #pragma unroll
@@ -370,11 +371,11 @@ __global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>
             window_inside |= uint32_t{inside} << e;
             probe += Acc(0) * window[e];
           }
-          // Pairs that do not take part have a zero on one side, which is harmless beside finite
+          // Pairs that do not take part have a zero on one side, which is harmless next to finite
           // numbers.
-          plain = probe == Acc(0);
+          is_simple = probe == Acc(0);
         }
-        if (plain) {
+        if (is_simple) {
 #pragma unroll
           for (int j = 0; j < kTaps; ++j) {
             if (j < taps) {
@@ -431,9 +432,9 @@ __global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>
     }
     if (wants_dx) {
       __syncthreads();
-      WriteStretch(dx_stretch, made, (rows - 1) * p.time + extent.end - extent.first);
+      WriteSegment(dx_segment, made, (rows - 1) * p.time + extent.end - extent.first);
     }
-    stage = stage + 1 == kRunStages ? 0 : stage + 1;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   Acc* partials = static_cast<Acc*>(p.partials) +
                   (int64_t{kept} * p.splits.divisor() + split) * (p.taps + 1) * p.channels;
@@ -451,12 +452,12 @@ __global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>
 // --- launches ------------------------------------------------------------------------------------
 
 template <typename T>
-RunTile TileOf(const Geometry& g) {
-  return RunTile(g.time, g.dilation, kRunSteps<T>, kTileBytes / sizeof(T));
+Tile TileOf(const Geometry& g) {
+  return Tile(g.time, g.dilation, kPartSteps<T>, kTileBytes / sizeof(T));
 }
 
 struct Plan {
-  RunTile tile;
+  Tile tile;
   int max_taps;  // of the kernel, its template argument
   int64_t tap_groups, channel_blocks;
   int64_t splits = 1;        // blocks that share the sum of one set of channels
@@ -476,7 +477,7 @@ struct Plan {
 template <typename T>
 Plan CutTiles(const Geometry& g, int64_t reached_taps) {
   Plan plan{TileOf<T>(g)};
-  const RunTile& tile = plan.tile;
+  const Tile& tile = plan.tile;
   const int64_t reached = std::min<int64_t>(g.time, tile.steps + (reached_taps - 1) * g.dilation);
   plan.max_taps = g.taps <= 4 ? 4 : g.taps <= kShortTaps ? kShortTaps : kMaxTaps;
   plan.tap_groups = CeilDiv(g.taps, plan.max_taps);
@@ -505,7 +506,7 @@ Plan MakePlan(const Gradients& gradients) {
   plan.splits = blocks >= kBusyBlocks ? 1 : std::min(gradients.splits, plan.items);
   plan.whole = plan.splits == 1 && g.channels == g.heads;
   plan.shared_bytes =
-      (kRunStages * plan.reached_elements + (kRunStages + 1) * plan.tile_elements) * sizeof(T);
+      (kStages * plan.reached_elements + (kStages + 1) * plan.tile_elements) * sizeof(T);
   plan.blocks = blocks * plan.splits;
   return plan;
 }
@@ -538,8 +539,8 @@ bool MakesInputGradSegments(const Backward& call) { return call.geometry.taps <=
 int64_t CountSegmentSteps(const Geometry& g, DType dtype) {
   return DispatchFloat(dtype, [&](auto element) {
     using T = decltype(element);
-    const RunTile tile = TileOf<T>(g);
-    return int64_t{tile.runs} * tile.tiles * kRunSteps<T>;
+    const Tile tile = TileOf<T>(g);
+    return int64_t{tile.parts} * tile.tiles * kPartSteps<T>;
   });
 }
 
@@ -548,19 +549,19 @@ cudaError_t LaunchSegments(cudaStream_t stream, const Forward& call, const Devic
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     const Plan plan = MakePlan<T>(call);
-    const ForwardRuns p{.call = call,
-                        .elements_x = ArrayElements(call.batch, Forward::kX, g.channels * g.time),
-                        .time = static_cast<int>(g.time),
-                        .channels = static_cast<int>(g.channels),
-                        .taps = static_cast<int>(g.taps),
-                        .padding = static_cast<int>(g.padding),
-                        .dilation = static_cast<int>(g.dilation),
-                        .fetched = static_cast<int>(plan.reached_elements),
-                        .tiles = FastDivider(plan.tile.tiles),
-                        .channel_blocks = FastDivider(plan.channel_blocks),
-                        .depth = FastDivider(g.channels / g.heads),
-                        .phases = FastDivider(g.dilation),
-                        .tile = plan.tile};
+    const ForwardParams p{.call = call,
+                          .elements_x = ArrayElements(call.batch, Forward::kX, g.channels * g.time),
+                          .time = static_cast<int>(g.time),
+                          .channels = static_cast<int>(g.channels),
+                          .taps = static_cast<int>(g.taps),
+                          .padding = static_cast<int>(g.padding),
+                          .dilation = static_cast<int>(g.dilation),
+                          .fetched = static_cast<int>(plan.reached_elements),
+                          .tiles = FastDivider(plan.tile.tiles),
+                          .channel_blocks = FastDivider(plan.channel_blocks),
+                          .depth = FastDivider(g.channels / g.heads),
+                          .phases = FastDivider(g.dilation),
+                          .tile = plan.tile};
     return DispatchTaps(plan, [&](auto taps) {
       return Launch(RunsForward<T, taps.value>, plan.blocks, kNctThreads, plan.shared_bytes, stream,
                     p);
@@ -581,27 +582,27 @@ cudaError_t LaunchSegments(cudaStream_t stream, const Gradients& gradients, cons
     const int mirrored = static_cast<int>(Mirrored(g));
     const int dilation = static_cast<int>(g.dilation);
     const bool has_own_tap = plan.tap_groups == 1 && mirrored % dilation == 0;
-    const BackwardRuns p{.call = call,
-                         .elements_x = elements(Backward::kX),
-                         .elements_g = elements(Backward::kG),
-                         .time = static_cast<int>(g.time),
-                         .channels = static_cast<int>(g.channels),
-                         .taps = static_cast<int>(g.taps),
-                         .dilation = dilation,
-                         .mirrored = mirrored,
-                         .own_tap = has_own_tap ? mirrored / dilation : -1,
-                         .items = static_cast<uint32_t>(plan.items),
-                         .fetched_x = static_cast<int>(plan.tile_elements),
-                         .fetched_g = static_cast<int>(plan.reached_elements),
-                         .tiles = FastDivider(plan.tile.tiles),
-                         .splits = FastDivider(plan.splits),
-                         .channel_blocks = FastDivider(plan.channel_blocks),
-                         .tap_groups = FastDivider(plan.tap_groups),
-                         .depth = FastDivider(g.channels / g.heads),
-                         .phases = FastDivider(g.dilation),
-                         .tile = plan.tile,
-                         .whole = plan.whole,
-                         .partials = gradients.partials};
+    const BackwardParams p{.call = call,
+                           .elements_x = elements(Backward::kX),
+                           .elements_g = elements(Backward::kG),
+                           .time = static_cast<int>(g.time),
+                           .channels = static_cast<int>(g.channels),
+                           .taps = static_cast<int>(g.taps),
+                           .dilation = dilation,
+                           .mirrored = mirrored,
+                           .own_tap = has_own_tap ? mirrored / dilation : -1,
+                           .items = static_cast<uint32_t>(plan.items),
+                           .fetched_x = static_cast<int>(plan.tile_elements),
+                           .fetched_g = static_cast<int>(plan.reached_elements),
+                           .tiles = FastDivider(plan.tile.tiles),
+                           .splits = FastDivider(plan.splits),
+                           .channel_blocks = FastDivider(plan.channel_blocks),
+                           .tap_groups = FastDivider(plan.tap_groups),
+                           .depth = FastDivider(g.channels / g.heads),
+                           .phases = FastDivider(g.dilation),
+                           .tile = plan.tile,
+                           .whole = plan.whole,
+                           .partials = gradients.partials};
     const cudaError_t error = DispatchTaps(plan, [&](auto taps) {
       return Launch(RunsBackward<T, taps.value>, plan.blocks, kNctThreads, plan.shared_bytes,
                     stream, p);

@@ -1,5 +1,5 @@
 // Lightweight convolution in the NCT layout, short filters of small problems: a thread owns single
-// steps, and everything it reads is on its way at once.
+// steps, and everything it reads is in flight at once.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
@@ -125,7 +125,7 @@ struct StepBackwardParams {
   int block_channels;  // a head's, or one
   int entries;         // summed batch entries
   int per_split;       // of them
-  int entry_groups;    // of a channel's warps: each has every so manieth batch entry
+  int entry_groups;    // of a channel's warps: each has every entry_groups-th batch entry
   FastDivider channel_blocks, splits, depth, channel_warps, row_warps;
   DType weight_dtype, bias_dtype;
   bool whole;  // a block makes all of a filter's sum

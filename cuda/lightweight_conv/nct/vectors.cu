@@ -16,12 +16,12 @@ using jaxops::cuda::SharedAddress;
 using jaxops::cuda::WaitCopies;
 
 // Taps of the kernel below.
-constexpr int kPackTaps = 4;
+constexpr int kMaxTaps = 4;
 
-struct BackwardPacks {
+struct BackwardParams {
   Backward call;
   int time, channels, taps, mirrored, dilation;
-  int beyond;      // packs that a warp's taps reach beyond those of its lanes
+  int beyond;      // vectors that a warp's taps reach beyond those of its lanes
   uint32_t items;  // tiles of every summed batch entry
   FastDivider tiles, splits, channel_blocks, depth;
   int row_bits;    // log2 of the threads that share a row: whole warps
@@ -32,13 +32,13 @@ struct BackwardPacks {
   __device__ int rows() const { return kNctThreads >> row_bits; }
 };
 
-constexpr int kPackStages = 4;
+constexpr int kStages = 4;
 
-// For few taps whole packs apart: a lane owns a pack of steps, and what a tap meets is another
-// pack. A ring of each warp's own has what its lanes' steps and their taps read.
+// For few taps whole vectors apart: a lane owns a vector of steps, and what a tap meets is another
+// vector. A ring of each warp's own has what its lanes' steps and their taps read.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads, 8)
-    PacksBackward(const __grid_constant__ BackwardPacks p) {
+    PacksBackward(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kPack = kPackElements<T>;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -57,10 +57,10 @@ __global__ void __launch_bounds__(kNctThreads, 8)
   const bool wants_dx = p.call.dx != nullptr;
   const bool wants_dbias = p.call.dbias != nullptr;
 
-  // A stage: the packs of x of a warp's lanes, and those of g that their taps reach.
-  const int stage_packs = 2 * kWarp + p.beyond;
+  // A stage: the vectors of x of a warp's lanes, and those of g that their taps reach.
+  const int stage_vectors = 2 * kWarp + p.beyond;
   auto* ring =
-      reinterpret_cast<Pack<T, kPack>*>(shared) + threadIdx.x / kWarp * kPackStages * stage_packs;
+      reinterpret_cast<Pack<T, kPack>*>(shared) + threadIdx.x / kWarp * kStages * stage_vectors;
   const int warp_lane = threadIdx.x % kWarp;
   const auto copy = [&](Pack<T, kPack>* to, const T* from, int t) {
     const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kNctThreads, 8)
     if (ahead < p.items) {
       uint32_t summed = ahead;
       const int t = (p.tiles.Peel(summed) * p.row_threads() + lane) * kPack;
-      Pack<T, kPack>* to = ring + stage * stage_packs + warp_lane;
+      Pack<T, kPack>* to = ring + stage * stage_vectors + warp_lane;
       copy(to, x + p.call.summed.Offset(summed, Backward::kX), t);
       const T* g_row = g + p.call.summed.Offset(summed, Backward::kG);
       int step = t - p.mirrored;
@@ -85,35 +85,35 @@ __global__ void __launch_bounds__(kNctThreads, 8)
     CommitCopies();
     ahead += p.splits.divisor();
   };
-  for (int stage = 0; stage < kPackStages - 1; ++stage) fetch(stage);
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage);
 
-  Acc weight[kPackTaps] = {};
+  Acc weight[kMaxTaps] = {};
   if (wants_dx && time > 0) {
     ReadTaps(
         weight, p.call.weight, p.call.weight_dtype,
         p.call.kept.Offset(kept, Backward::kWeight) + int64_t{p.depth.Quotient(channel)} * p.taps,
         0, p.taps, true);
   }
-  Acc dweight[kPackTaps][1] = {};
+  Acc dweight[kMaxTaps][1] = {};
   Acc dbias[1][1] = {};
   int stage = 0;
 #pragma unroll 1
   for (uint32_t index = split; index < p.items; index += p.splits.divisor()) {
-    WaitCopies<kPackStages - 2>();
+    WaitCopies<kStages - 2>();
     __syncwarp();
-    fetch((stage + kPackStages - 1) % kPackStages);
-    const Pack<T, kPack>* own_pack = ring + stage * stage_packs + warp_lane;
-    stage = (stage + 1) % kPackStages;
+    fetch((stage + kStages - 1) % kStages);
+    const Pack<T, kPack>* own_vector = ring + stage * stage_vectors + warp_lane;
+    stage = (stage + 1) % kStages;
     uint32_t summed = index;
     const int t = (p.tiles.Peel(summed) * p.row_threads() + lane) * kPack;
     if (t >= time) continue;
     Acc own[kPack], sums[kPack] = {};
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) own[i] = Widen(own_pack->values[i]);
-    const Pack<T, kPack>* met = own_pack + kWarp;
+    for (int i = 0; i < kPack; ++i) own[i] = Widen(own_vector->values[i]);
+    const Pack<T, kPack>* met = own_vector + kWarp;
     int step = t - p.mirrored;
 #pragma unroll
-    for (int j = 0; j < kPackTaps; ++j) {
+    for (int j = 0; j < kMaxTaps; ++j) {
       if (j < p.taps) {
         const Pack<T, kPack> pack = *met;
         // A NaN in x must not reach taps that never met it.
@@ -130,10 +130,10 @@ __global__ void __launch_bounds__(kNctThreads, 8)
       }
     }
     if (wants_dx) {
-      WriteRun<T, kPack, true>(dx + p.call.summed.Offset(summed, Backward::kDx), sums, t, time);
+      WriteSteps<T, kPack, true>(dx + p.call.summed.Offset(summed, Backward::kDx), sums, t, time);
     }
     if (wants_dbias) {
-      const Pack<T, kPack> pack = own_pack[kWarp + p.mirrored / kPack];
+      const Pack<T, kPack> pack = own_vector[kWarp + p.mirrored / kPack];
 #pragma unroll
       for (int i = 0; i < kPack; ++i) dbias[0][0] += Widen(pack.values[i]);
     }
@@ -180,7 +180,7 @@ Plan MakePlan(const Gradients& gradients) {
   const int64_t blocks = call.kept.size() * plan.channel_blocks;
   plan.splits = blocks >= kBusyBlocks ? 1 : std::min(gradients.splits, plan.items);
   plan.whole = plan.splits == 1 && g.channels == g.heads;
-  plan.shared_bytes = kNctThreads / kWarp * kPackStages * (2 * kWarp + plan.beyond) * kPackBytes;
+  plan.shared_bytes = kNctThreads / kWarp * kStages * (2 * kWarp + plan.beyond) * kPackBytes;
   plan.blocks = blocks * plan.splits;
   return plan;
 }
@@ -190,7 +190,7 @@ Plan MakePlan(const Gradients& gradients) {
 bool CanRunVectors(const Gradients& gradients, const Device&) {
   const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
-  return g.data_format == DataFormat::kNCT && g.taps <= kPackTaps &&
+  return g.data_format == DataFormat::kNCT && g.taps <= kMaxTaps &&
          RowsAligned(g.time, call.dtype, 16) && RowsAligned(g.dilation, call.dtype, 16) &&
          RowsAligned(g.padding, call.dtype, 16) && DispatchFloat(call.dtype, [&](auto element) {
            return MakePlan<decltype(element)>(gradients).CanLaunch();
@@ -203,21 +203,21 @@ cudaError_t LaunchVectors(cudaStream_t stream, const Gradients& gradients, const
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     const Plan plan = MakePlan<T>(gradients);
-    const BackwardPacks p{.call = call,
-                          .time = static_cast<int>(g.time),
-                          .channels = static_cast<int>(g.channels),
-                          .taps = static_cast<int>(g.taps),
-                          .mirrored = static_cast<int>(Mirrored(g)),
-                          .dilation = static_cast<int>(g.dilation),
-                          .beyond = static_cast<int>(plan.beyond),
-                          .items = static_cast<uint32_t>(plan.items),
-                          .tiles = FastDivider(plan.tiles),
-                          .splits = FastDivider(plan.splits),
-                          .channel_blocks = FastDivider(plan.channel_blocks),
-                          .depth = FastDivider(g.channels / g.heads),
-                          .row_bits = plan.row_bits,
-                          .whole = plan.whole,
-                          .partials = gradients.partials};
+    const BackwardParams p{.call = call,
+                           .time = static_cast<int>(g.time),
+                           .channels = static_cast<int>(g.channels),
+                           .taps = static_cast<int>(g.taps),
+                           .mirrored = static_cast<int>(Mirrored(g)),
+                           .dilation = static_cast<int>(g.dilation),
+                           .beyond = static_cast<int>(plan.beyond),
+                           .items = static_cast<uint32_t>(plan.items),
+                           .tiles = FastDivider(plan.tiles),
+                           .splits = FastDivider(plan.splits),
+                           .channel_blocks = FastDivider(plan.channel_blocks),
+                           .depth = FastDivider(g.channels / g.heads),
+                           .row_bits = plan.row_bits,
+                           .whole = plan.whole,
+                           .partials = gradients.partials};
     const cudaError_t error =
         Launch(PacksBackward<T>, plan.blocks, kNctThreads, plan.shared_bytes, stream, p);
     if (error != cudaSuccess || plan.whole) return error;

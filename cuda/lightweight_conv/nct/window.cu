@@ -14,7 +14,7 @@ using jaxops::cuda::Activate;
 template <typename T>
 constexpr int kWindowTaps = sizeof(T) == 8 ? 16 : 32;
 
-// For rows of whole packs.
+// For rows of whole vectors.
 template <typename T, int kTaps, int kShift>
 __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
@@ -55,12 +55,13 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
         }
       }
       Activate(sums, p.call.activation);
-      WriteRun<T, kSteps, true>(y, sums, t + f * ahead, p.time);
+      WriteSteps<T, kSteps, true>(y, sums, t + f * ahead, p.time);
     }
   }
 }
 
-// owns a pack of steps of x; its window of g is its own pack and the ones after it.
+// A ring of items in flight from memory to those lanes of one warp that share a channel. A lane
+// owns a vector of steps of x; its window of g is its own vector and the ones after it.
 template <typename T, int kTaps, int kShift>
 class NctRing {
  public:
@@ -74,29 +75,29 @@ class NctRing {
       : storage_(storage),
         lanes_(min(tile.threads_per_row(), kWarp)),
         lane_(threadIdx.x & (lanes_ - 1)),
-        x_pack_(threadIdx.x % kWarp),
-        g_pack_(x_pack_ < lanes_ ? x_pack_ : x_pack_ + kBeyond) {}
+        x_vector_(threadIdx.x % kWarp),
+        g_vector_(x_vector_ < lanes_ ? x_vector_ : x_vector_ + kBeyond) {}
 
-  // Starts to copy an item to a stage; t is the first step of this lane's pack of x. What lies
+  // Starts to copy an item to a stage; t is the first step of this lane's vector of x. What lies
   // outside [0, time) arrives as zeros.
   __device__ __forceinline__ void Fetch(int stage, const T* x, const T* g, int t, int mirrored,
                                         int time) {
     const int base = t - mirrored - kSkip;
-    Copy(&storage_.x[stage][x_pack_], lanes_, x, t, time);
-    Copy(&storage_.g[stage][g_pack_], lanes_, g, base, time);
+    Copy(&storage_.x[stage][x_vector_], lanes_, x, t, time);
+    Copy(&storage_.g[stage][g_vector_], lanes_, g, base, time);
     if (lane_ < kBeyond) {
-      Copy(&storage_.g[stage][g_pack_ + lanes_], kBeyond, g, base + lanes_ * kPack, time);
+      Copy(&storage_.g[stage][g_vector_ + lanes_], kBeyond, g, base + lanes_ * kPack, time);
     }
   }
 
   template <typename Acc>
   __device__ __forceinline__ void Read(int stage, Acc (&window)[kWindow], Acc (&own)[kPack]) const {
-    const Pack<T, kPack> x = storage_.x[stage][x_pack_];
+    const Pack<T, kPack> x = storage_.x[stage][x_vector_];
 #pragma unroll
     for (int i = 0; i < kPack; ++i) own[i] = Widen(x.values[i]);
     Pack<T, kPack> g[kBeyond + 1];
 #pragma unroll
-    for (int i = 0; i <= kBeyond; ++i) g[i] = storage_.g[stage][g_pack_ + i];
+    for (int i = 0; i <= kBeyond; ++i) g[i] = storage_.g[stage][g_vector_ + i];
 #pragma unroll
     for (int i = 0; i < kWindow; ++i) {
       window[i] = Widen(g[(i + kSkip) / kPack].values[(i + kSkip) % kPack]);
@@ -105,17 +106,17 @@ class NctRing {
 
  private:
   static constexpr int kSkip = kShift == kUnaligned ? 0 : kShift;
-  // Packs of a window after its first.
+  // Vectors of a window after its first.
   static constexpr int kBeyond = (kSkip + kWindow - 1) / kPack;
 
-  // The pack at step t of each of `lanes` neighbouring lanes.
+  // The vector at step t of each of `lanes` neighbouring lanes.
   __device__ __forceinline__ void Copy(Pack<T, kPack>* to, int lanes, const T* row, int t,
                                        int time) {
     if constexpr (kShift != kUnaligned) {
       const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
       __pipeline_memcpy_async(to, inside ? row + t : row, 16, inside ? 0 : 16);
     } else {
-      // Neighbouring lanes copy neighbouring steps, not each its own pack.
+      // Neighbouring lanes copy neighbouring steps, not each its own vector.
       T* elements = (to - lane_)->values + lane_;
       const int first = t - lane_ * kPack + lane_;
 #pragma unroll
@@ -128,10 +129,10 @@ class NctRing {
   }
 
   Storage& storage_;
-  int lanes_;   // lanes of a warp that share a channel: half of them at the least
-  int lane_;    // among them
-  int x_pack_;  // this lane's pack of x
-  int g_pack_;  // the first pack of its window
+  int lanes_;     // lanes of a warp that share a channel: half of them at the least
+  int lane_;      // among them
+  int x_vector_;  // this lane's vector of x
+  int g_vector_;  // the first vector of its window
 };
 
 template <typename T, int kTaps, int kShift>
@@ -140,7 +141,7 @@ struct NctRing<T, kTaps, kShift>::Storage {
   Pack<T, kPack> g[kStages][kWarp + 2 * kBeyond];
 };
 
-// The taps of a block's rows, kTaps a row, in shared memory: read once a block, and as packs.
+// The taps of a block's rows, kTaps a row, in shared memory: read once a block, and as vectors.
 template <typename Acc, int kTaps>
 class StagedTaps {
  public:
@@ -267,8 +268,8 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sums[i] += weight[j][0] * window[i + j];
       });
-      WriteRun<T, kCount, kShift != kUnaligned>(item.At(p, arrays.dx, Backward::kDx) + row, sums, t,
-                                                time);
+      WriteSteps<T, kCount, kShift != kUnaligned>(item.At(p, arrays.dx, Backward::kDx) + row, sums,
+                                                  t, time);
     }
   }
   Acc* partials = share.PartialSums<T>(p);

@@ -10,8 +10,8 @@ namespace {
 
 using jaxops::cuda::Activate;
 
-// NTC, of channels that packs do not fit: a window of kSteps + kTaps - 1 rows moves down a thread's
-// channel, kSteps rows at a time.
+// NTC, of channels that vectors do not divide: a window of kSteps + kTaps - 1 rows moves down a
+// thread's channel, kSteps rows at a time.
 template <typename T>
 __global__ void __launch_bounds__(kNtcThreads, 2)
     UnpackedNtcForward(const __grid_constant__ ForwardParams p) {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
 
 #pragma unroll 1
   for (int step = first_step; step < last_step; step += kSteps) {
-    // Converted once, though every element meets several taps; the next rows are under way
+    // Converted once, though every element meets several taps; the next rows are in flight
     // meanwhile.
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {

@@ -1,11 +1,11 @@
-// Lightweight convolution with short filters of rows that packs of channels fit, in the NTC layout:
-// forward, and all gradients in one pass over x and g.
+// Lightweight convolution with short filters of rows that vectors of channels divide, in the NTC
+// layout: forward, and all gradients in one pass over x and g.
 //
-// These are bound by memory. A thread owns a pack of channels and walks down a run of time steps
-// with the window of its filter in registers, so that every row is read once, but for the few that
-// neighbouring runs share. The rows that it needs next are on their way to a ring of its own in
-// shared memory: registers do not limit how much is in flight, and as no thread reads what another
-// copied, the walk never synchronises.
+// These are bound by memory. A thread owns a vector of channels and loops over a segment of time
+// steps with the window of its filter in registers, so that every row is read once, but for the few
+// that neighbouring segments share. The rows that it needs next are in flight to a ring of its own
+// in shared memory: registers do not limit how much is in flight, and as no thread reads what
+// another copied, the loop never synchronises.
 #include "cuda/common/activation.cuh"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/lightweight_conv/families.h"
@@ -22,14 +22,14 @@ constexpr int kThreads = 128;
 // Rows that a thread takes at a time, and sets of as many in its ring.
 constexpr int kRows = 4;
 constexpr int kStages = 3;
-// Steps of a walk, and bytes that it reads of an array. Shorter ones would read the rows of their
-// first window for too few steps. With longer ones, what the blocks read at a time lies further
-// apart, and the last block ends later; backward, where every further block makes sums to add, a
-// thread takes several walks instead.
-constexpr int64_t kMinRun = 8;
-constexpr int64_t kForwardRunBytes = 256;
-constexpr int64_t kMaxBackwardRun = 32;
-// Threads of a forward call that are worth shorter walks.
+// Steps of a segment, and bytes that it reads of an array. Shorter ones would read the rows of
+// their first window for too few steps. With longer ones, what the blocks read at a time lies
+// further apart, and the last block ends later; backward, where every further block makes sums to
+// add, a thread takes several segments instead.
+constexpr int64_t kMinSegment = 8;
+constexpr int64_t kForwardSegmentBytes = 256;
+constexpr int64_t kMaxBackwardSegment = 32;
+// Threads of a forward call that are worth shorter segments.
 constexpr int64_t kForwardThreads = int64_t{1} << 16;
 
 struct Plan {
@@ -40,14 +40,15 @@ struct Plan {
   ShortNtcTile tile;
   int64_t channel_blocks;
   int64_t phases;
-  int64_t run = 0;     // steps of one walk
-  int64_t runs = 0;    // of one phase
-  int64_t items = 0;   // runs of all phases, backward of all summed batch entries
-  int64_t shares = 0;  // blocks of a batch entry's channels: tiles of runs, or splits of the sum
+  int64_t segment_steps = 0;
+  int64_t segments = 0;  // of one phase
+  int64_t items = 0;     // segments of all phases, backward of all summed batch entries
+  // Blocks of a batch entry's channels: tiles of segments, or splits of the sum.
+  int64_t shares = 0;
   int64_t blocks = 0;  // of the grid
 
   // A thread has as many channels as leave the window, and backward the sums, in registers, or
-  // `few` in rows that vectors of so many do not divide.
+  // `few` in rows that such vectors do not divide.
   Plan(const Geometry& g, DType dtype, int few)
       : vector(g.channels % MaxVector(dtype) == 0 ? MaxVector(dtype) : few),
         max_taps(vector == MaxVector(dtype) && g.taps <= 4 ? 4 : kShortTaps),
@@ -59,60 +60,62 @@ struct Plan {
 
   static int MaxVector(DType dtype) { return jaxops::cuda::SizeOf(dtype) == 8 ? 2 : 4; }
 
-  // Walks of a block that are side by side in time.
+  // Segments of a block that are side by side in time.
   int64_t groups() const { return kThreads >> tile.lane_bits; }
 
-  // Cuts every phase into `wanted` runs, or as many as are from `least` to `most` steps long.
-  void Cut(const Geometry& g, int64_t wanted, int64_t least, int64_t most) {
+  // Cuts every phase into `wanted` segments, or fewer or more of `min` to `max` steps.
+  void Cut(const Geometry& g, int64_t wanted, int64_t min, int64_t max) {
     const int64_t steps = CeilDiv(g.time, g.dilation);
     const int64_t fair = CeilDiv(steps, std::max<int64_t>(1, wanted));
-    run = CeilDiv(std::clamp(fair, least, most), kRows) * kRows;
-    runs = CeilDiv(steps, run);
+    segment_steps = CeilDiv(std::clamp(fair, min, max), kRows) * kRows;
+    segments = CeilDiv(steps, segment_steps);
   }
 
   bool CanLaunch() const { return items <= INT32_MAX && blocks <= kMaxBlocks; }
 };
 
-// What both directions know of the walks.
-struct Walks {
+// Parameters of both directions.
+struct Segments {
   int time, channels, taps, dilation;
   int padding;  // from a step's row back to the first row of its window
-  int run;      // steps of one walk
+  int length;   // steps of one
   ShortNtcTile tile;
   FastDivider channel_blocks;
-  FastDivider runs;  // of one phase
+  FastDivider per_phase;
   FastDivider phases;
   FastDivider depth;  // channels of a head
 
-  Walks(const Geometry& g, int64_t first_padding, const Plan& plan)
+  Segments(const Geometry& g, int64_t first_padding, const Plan& plan)
       : time(static_cast<int>(g.time)),
         channels(static_cast<int>(g.channels)),
         taps(static_cast<int>(g.taps)),
         dilation(static_cast<int>(g.dilation)),
         padding(static_cast<int>(first_padding)),
-        run(static_cast<int>(plan.run)),
+        length(static_cast<int>(plan.segment_steps)),
         tile(plan.tile),
         channel_blocks(plan.channel_blocks),
-        runs(plan.runs),
+        per_phase(plan.segments),
         phases(plan.phases),
         depth(g.channels / g.heads) {}
 
-  // Walks of a block that are side by side in time.
+  // Segments of a block that are side by side in time.
   __device__ int groups() const { return kThreads >> tile.lane_bits; }
 };
 
-// One walk: steps first, first + dilation, ... of one phase. Step i meets rows i to i + taps - 1 of
-// its window array, where row e is time step origin + e * dilation and only rows [low, high) are
+// One segment: steps first, first + dilation, ... of one phase. Step i meets rows i to i + taps - 1
+// of its window array, where row e is time step origin + e * dilation and only rows [low, high) are
 // inside the sequence.
-struct Run {
+struct Segment {
   int first, count, origin, low, high;
 
-  __device__ Run(const Walks& walks, int step, int phase)
-      : first(phase + step * walks.dilation),
-        count(min(PhaseSteps(walks.time, walks.dilation, phase) - step, walks.run)),
-        origin(first - walks.padding),
-        low(origin >= 0 ? 0 : DivideByDilation(-origin, walks.dilation)),
-        high(origin >= walks.time ? 0 : DivideByDilation(walks.time - origin, walks.dilation)) {}
+  __device__ Segment(const Segments& segments, int step, int phase)
+      : first(phase + step * segments.dilation),
+        count(min(PhaseSteps(segments.time, segments.dilation, phase) - step, segments.length)),
+        origin(first - segments.padding),
+        low(origin >= 0 ? 0 : DivideByDilation(-origin, segments.dilation)),
+        high(origin >= segments.time
+                 ? 0
+                 : DivideByDilation(segments.time - origin, segments.dilation)) {}
 
   __device__ bool HasRow(int row) const { return row >= low && row < high; }
 };
@@ -127,7 +130,7 @@ struct Interval {
   __device__ bool Has(int i) const { return static_cast<unsigned>(i - first) < size; }
 };
 
-// A thread's rows on their way: those of the window array from kTaps - 1 on, and if kOwn is set the
+// A thread's rows in flight: those of the window array from kTaps - 1 on, and if kOwn is set the
 // steps' own rows of another array. Rows outside the sequence arrive as zeros.
 template <typename T, int kV, int kTaps, bool kOwn>
 class RowRing {
@@ -137,16 +140,18 @@ class RowRing {
       size_t{kStages} * (kOwn ? 2 : 1) * kRows * kThreads * sizeof(Row);
 
   // `window` and `own` are the thread's columns of the arrays.
-  __device__ __forceinline__ RowRing(void* storage, const Walks& walks, const Run& run,
-                                     const T* window, const T* own)
+  __device__ __forceinline__ RowRing(void* storage, const Segments& segments,
+                                     const Segment& segment, const T* window, const T* own)
       : slots_(static_cast<Row*>(storage) + threadIdx.x),
         good_(window),
-        window_(window + int64_t{run.origin + kCarried * walks.dilation} * walks.channels),
-        own_(kOwn ? own + int64_t{run.first} * walks.channels : nullptr),
-        advance_(int64_t{walks.dilation} * walks.channels),
-        run_(run),
-        plain_(run.low - kCarried,
-               min(kOwn ? run.count : run.high - kCarried, run.high - kCarried) - kRows + 1) {
+        window_(window +
+                int64_t{segment.origin + kCarried * segments.dilation} * segments.channels),
+        own_(kOwn ? own + int64_t{segment.first} * segments.channels : nullptr),
+        advance_(int64_t{segments.dilation} * segments.channels),
+        segment_(segment),
+        inside_(segment.low - kCarried,
+                min(kOwn ? segment.count : segment.high - kCarried, segment.high - kCarried) -
+                    kRows + 1) {
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) Fetch();
   }
@@ -173,15 +178,16 @@ class RowRing {
   }
 
   __device__ __forceinline__ void Fetch() {
-    if (fetched_ < run_.count) {
+    if (fetched_ < segment_.count) {
       Row* to = slots_ + filled_;
-      if (plain_.Has(fetched_)) {
+      if (inside_.Has(fetched_)) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) Copy(to + i * kThreads, true, true);
       } else {
 #pragma unroll 1
         for (int i = 0; i < kRows; ++i) {
-          Copy(to + i * kThreads, run_.HasRow(fetched_ + i + kCarried), fetched_ + i < run_.count);
+          Copy(to + i * kThreads, segment_.HasRow(fetched_ + i + kCarried),
+               fetched_ + i < segment_.count);
         }
       }
     }
@@ -206,21 +212,21 @@ class RowRing {
   const T* window_;
   const T* own_;
   int64_t advance_;
-  Run run_;
-  Interval plain_;  // steps from which on kRows rows of each array can be copied without checks
+  Segment segment_;
+  Interval inside_;  // steps from which on kRows rows of each array can be copied without checks
   int fetched_ = 0;
   int filled_ = 0, taken_ = 0;  // where the next stage is to be filled and to be taken
 };
 
-// The rows of a walk's first window but for the kRows last, zero outside the sequence.
+// The rows of a segment's first window but for the kRows last, zero outside the sequence.
 template <int kTaps, typename T, typename Acc, int kV, int kWindow>
-__device__ __forceinline__ void ReadCarried(Acc (&window)[kWindow][kV], const Walks& walks,
-                                            const Run& run, const T* column) {
+__device__ __forceinline__ void ReadCarried(Acc (&window)[kWindow][kV], const Segments& segments,
+                                            const Segment& segment, const T* column) {
   Pack<T, kV> rows[kTaps - 1];
 #pragma unroll
   for (int i = 0; i < kTaps - 1; ++i) {
-    const int t = run.origin + i * walks.dilation;
-    rows[i] = LoadIf<kV>(run.HasRow(i), column + int64_t{t} * walks.channels, column);
+    const int t = segment.origin + i * segments.dilation;
+    rows[i] = LoadIf<kV>(segment.HasRow(i), column + int64_t{t} * segments.channels, column);
   }
 #pragma unroll
   for (int i = 0; i < kTaps - 1; ++i) WidenRow(window[i], rows[i]);
@@ -236,7 +242,7 @@ __device__ __forceinline__ void Carry(Acc (&window)[kWindow][kV]) {
   }
 }
 
-// The taps of a block's channels in shared memory: read once a block, and as packs. A pack of
+// The taps of a block's channels in shared memory: read once a block, and as vectors. A vector of
 // channels that are always of one head shares its taps.
 template <typename Acc, int kTaps, int kV, bool kOneHead>
 class StagedTaps {
@@ -244,17 +250,18 @@ class StagedTaps {
   static constexpr int kWidth = kOneHead ? 1 : kV;  // filters of a thread
 
   // The block has to synchronise after this.
-  __device__ __forceinline__ void Stage(const Walks& walks, int first_channel, const void* weights,
-                                        DType dtype, int64_t offset, bool reversed) {
+  __device__ __forceinline__ void Stage(const Segments& segments, int first_channel,
+                                        const void* weights, DType dtype, int64_t offset,
+                                        bool reversed) {
     WithElements(weights, dtype, [&](const auto* elements) {
-      for (int i = threadIdx.x; i < kWidth * walks.tile.lanes(); i += kThreads) {
-        const int channel = min(first_channel + i * (kV / kWidth), walks.channels - 1);
+      for (int i = threadIdx.x; i < kWidth * segments.tile.lanes(); i += kThreads) {
+        const int channel = min(first_channel + i * (kV / kWidth), segments.channels - 1);
         const auto* filter =
-            elements + offset + int64_t{walks.depth.Quotient(channel)} * walks.taps;
+            elements + offset + int64_t{segments.depth.Quotient(channel)} * segments.taps;
 #pragma unroll
         for (int k = 0; k < kTaps; ++k) {
-          if (k < walks.taps) {
-            taps_[k][i] = static_cast<Acc>(Widen(filter[reversed ? walks.taps - 1 - k : k]));
+          if (k < segments.taps) {
+            taps_[k][i] = static_cast<Acc>(Widen(filter[reversed ? segments.taps - 1 - k : k]));
           }
         }
       }
@@ -262,8 +269,8 @@ class StagedTaps {
   }
 
   __device__ __forceinline__ void Read(Acc (&weight)[kWidth], int tap, int lane) const {
-    constexpr int kMost = 16 / sizeof(Acc);
-    constexpr int kPack = kWidth < kMost ? kWidth : kMost;
+    constexpr int kMax = 16 / sizeof(Acc);
+    constexpr int kPack = kWidth < kMax ? kWidth : kMax;
 #pragma unroll
     for (int v = 0; v < kWidth; v += kPack) {
       const auto pack = LoadPack<kPack>(&taps_[tap][lane * kWidth + v]);
@@ -278,44 +285,44 @@ class StagedTaps {
 
 // --- forward -------------------------------------------------------------------------------------
 
-struct ForwardWalks {
-  Walks walks;
+struct ForwardParams {
+  Segments segments;
   const void *x, *weight, *bias;
   void* y;
   DType weight_dtype, bias_dtype;
   Activation activation;
   bool flip_taps;
-  FastDivider tiles;  // runs of one batch entry, as many at a time as a block has groups
+  FastDivider tiles;  // segments of one batch entry, as many at a time as a block has groups
   BatchMap<Forward::kOperands> batch;
 };
 
 template <typename T, int kV, int kTaps, bool kOneHead>
 __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
-    WalkForward(const __grid_constant__ ForwardWalks p) {
+    WalkForward(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   using Ring = RowRing<T, kV, kTaps, false>;
   using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Taps staged;
-  const Walks& walks = p.walks;
-  const int lane = threadIdx.x & (walks.tile.lanes() - 1);
-  const int group = threadIdx.x >> walks.tile.lane_bits;
+  const Segments& segments = p.segments;
+  const int lane = threadIdx.x & (segments.tile.lanes() - 1);
+  const int group = threadIdx.x >> segments.tile.lane_bits;
   uint32_t block = blockIdx.x;
-  const int first_channel = walks.channel_blocks.Peel(block) * walks.tile.lanes() * kV;
+  const int first_channel = segments.channel_blocks.Peel(block) * segments.tile.lanes() * kV;
   const int channel = first_channel + lane * kV;
-  uint32_t index = p.tiles.Peel(block) * walks.groups() + group;
+  uint32_t index = p.tiles.Peel(block) * segments.groups() + group;
   const auto batch = p.batch.AllOffsets(block);
   // Phases vary fastest: neighbouring groups read neighbouring rows.
-  const int phase = walks.phases.Peel(index);
-  const bool exists = index < walks.runs.divisor() && channel < walks.channels;
-  Run run(walks, exists ? index * walks.run : 0, phase);
-  if (!exists) run.count = 0;
+  const int phase = segments.phases.Peel(index);
+  const bool exists = index < segments.per_phase.divisor() && channel < segments.channels;
+  Segment segment(segments, exists ? index * segments.length : 0, phase);
+  if (!exists) segment.count = 0;
   const T* x = static_cast<const T*>(p.x) + batch[Forward::kX] + channel;
-  Ring ring(shared, walks, run, x, nullptr);
-  staged.Stage(walks, first_channel, p.weight, p.weight_dtype, batch[Forward::kWeight],
+  Ring ring(shared, segments, segment, x, nullptr);
+  staged.Stage(segments, first_channel, p.weight, p.weight_dtype, batch[Forward::kWeight],
                p.flip_taps);
   __syncthreads();
-  if (run.count <= 0) return;
+  if (segment.count <= 0) return;
 
   Acc weight[kTaps][Taps::kWidth];
 #pragma unroll
@@ -329,12 +336,13 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
       }
     });
   }
-  const int64_t advance = int64_t{walks.dilation} * walks.channels;
-  T* y = static_cast<T*>(p.y) + batch[Forward::kY] + channel + int64_t{run.first} * walks.channels;
+  const int64_t advance = int64_t{segments.dilation} * segments.channels;
+  T* y = static_cast<T*>(p.y) + batch[Forward::kY] + channel +
+         int64_t{segment.first} * segments.channels;
   Acc window[kTaps - 1 + kRows][kV];
-  ReadCarried<kTaps>(window, walks, run, x);
+  ReadCarried<kTaps>(window, segments, segment, x);
 #pragma unroll 1
-  for (int done = 0; done < run.count; done += kRows) {
+  for (int done = 0; done < segment.count; done += kRows) {
     Pack<T, kV> rows[kRows], none[1];
     ring.Take(rows, none);
 #pragma unroll
@@ -347,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
     }
 #pragma unroll
     for (int k = 0; k < kTaps; ++k) {
-      if (k < walks.taps) {
+      if (k < segments.taps) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -359,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (done + i < run.count) {
+      if (done + i < segment.count) {
         Activate(sums[i], p.activation);
         StoreRow(y, sums[i]);
       }
@@ -371,14 +379,14 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
 
 // --- backward ------------------------------------------------------------------------------------
 
-struct BackwardWalks {
-  Walks walks;
+struct BackwardParams {
+  Segments segments;
   const void *x, *weight, *g;
   void *dx, *dbias;
   void* partials;
   DType weight_dtype;
   int bias_tap;        // the flipped tap that meets a step's own g, or none
-  uint32_t items;      // runs of all phases of all summed batch entries
+  uint32_t items;      // segments of all phases of all summed batch entries
   FastDivider splits;  // blocks that share the sum of one set of channels
   BatchMap<Backward::kOperands> kept, summed;
 };
@@ -414,56 +422,58 @@ __device__ __forceinline__ void SumGroups(Acc* shared, const Acc (&values)[kCoun
 
 template <typename T, int kV, int kTaps, bool kOneHead>
 __global__ void __launch_bounds__(kThreads, 3)
-    WalkBackward(const __grid_constant__ BackwardWalks p) {
+    WalkBackward(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   using Ring = RowRing<T, kV, kTaps, true>;
   using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
   constexpr int kWidth = Taps::kWidth;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Taps staged;
-  const Walks& walks = p.walks;
-  const int lanes = walks.tile.lanes();
+  const Segments& segments = p.segments;
+  const int lanes = segments.tile.lanes();
   const int lane = threadIdx.x & (lanes - 1);
-  const int group = threadIdx.x >> walks.tile.lane_bits;
+  const int group = threadIdx.x >> segments.tile.lane_bits;
   uint32_t block = blockIdx.x;
-  const int first_channel = walks.channel_blocks.Peel(block) * lanes * kV;
+  const int first_channel = segments.channel_blocks.Peel(block) * lanes * kV;
   const int channel = first_channel + lane * kV;
   const uint32_t split = p.splits.Peel(block);
   const int64_t kept_entry = block;
   const auto kept = p.kept.AllOffsets(block);
-  const int64_t advance = int64_t{walks.dilation} * walks.channels;
+  const int64_t advance = int64_t{segments.dilation} * segments.channels;
   const bool wants_dx = p.dx != nullptr;
   const bool wants_dbias = p.dbias != nullptr;
 
   if (wants_dx) {
-    staged.Stage(walks, first_channel, p.weight, p.weight_dtype, kept[Backward::kWeight], true);
+    staged.Stage(segments, first_channel, p.weight, p.weight_dtype, kept[Backward::kWeight], true);
     __syncthreads();
   }
   Acc dweight[kTaps][kWidth] = {};
   Acc dbias[1][kV] = {};
-  const uint32_t walkers = p.splits.divisor() * walks.groups();
-  uint32_t index = split * walks.groups() + group;
-  if (channel >= walks.channels) index = p.items;
+  const uint32_t stride = p.splits.divisor() * segments.groups();
+  uint32_t index = split * segments.groups() + group;
+  if (channel >= segments.channels) index = p.items;
 #pragma unroll 1
-  for (; index < p.items; index += walkers) {
+  for (; index < p.items; index += stride) {
     uint32_t item = index;
-    const int phase = walks.phases.Peel(item);
-    const int step = walks.runs.Peel(item) * walks.run;
-    const Run run(walks, step, phase);
-    if (run.count <= 0) continue;
+    const int phase = segments.phases.Peel(item);
+    const int step = segments.per_phase.Peel(item) * segments.length;
+    const Segment segment(segments, step, phase);
+    if (segment.count <= 0) continue;
     const auto summed = p.summed.AllOffsets(item);
     const auto column = [&](const void* array, int operand) {
       return static_cast<const T*>(array) + kept[operand] + summed[operand] + channel;
     };
     const T* g = column(p.g, Backward::kG);
-    Ring ring(shared, walks, run, g, column(p.x, Backward::kX));
-    T* dx = const_cast<T*>(column(p.dx, Backward::kDx)) + int64_t{run.first} * walks.channels;
+    Ring ring(shared, segments, segment, g, column(p.x, Backward::kX));
+    T* dx =
+        const_cast<T*>(column(p.dx, Backward::kDx)) + int64_t{segment.first} * segments.channels;
     Acc window[kTaps - 1 + kRows][kV];
-    ReadCarried<kTaps>(window, walks, run, g);
+    ReadCarried<kTaps>(window, segments, segment, g);
     // Steps from which on all pairs of kRows steps and the taps take part.
-    const Interval whole(run.low, min(run.count, run.high - walks.taps + 1) - kRows + 1);
+    const Interval whole(segment.low,
+                         min(segment.count, segment.high - segments.taps + 1) - kRows + 1);
 #pragma unroll 1
-    for (int done = 0; done < run.count; done += kRows) {
+    for (int done = 0; done < segment.count; done += kRows) {
       Pack<T, kV> rows[kRows], own_rows[kRows];
       ring.Take(rows, own_rows);
       Acc own[kRows][kV];
@@ -476,12 +486,12 @@ __global__ void __launch_bounds__(kThreads, 3)
       const auto work = [&](auto all) {
 #pragma unroll
         for (int j = 0; j < kTaps; ++j) {
-          if (j < walks.taps) {
+          if (j < segments.taps) {
             Acc weight[kWidth];
             staged.Read(weight, j, lane);
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-              if (all.value || (done + i < run.count && run.HasRow(done + i + j))) {
+              if (all.value || (done + i < segment.count && segment.HasRow(done + i + j))) {
 #pragma unroll
                 for (int v = 0; v < kV; ++v) {
                   dweight[j][v % kWidth] += own[i][v] * window[i + j][v];
@@ -501,7 +511,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       if (wants_dx) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          if (done + i < run.count) StoreRow(dx, sums[i]);
+          if (done + i < segment.count) StoreRow(dx, sums[i]);
           dx += advance;
         }
       }
@@ -512,7 +522,7 @@ __global__ void __launch_bounds__(kThreads, 3)
             if (j == p.bias_tap) {
 #pragma unroll
               for (int i = 0; i < kRows; ++i) {
-                if (done + i < run.count) {
+                if (done + i < segment.count) {
 #pragma unroll
                   for (int v = 0; v < kV; ++v) dbias[0][v] += window[i + j][v];
                 }
@@ -521,9 +531,9 @@ __global__ void __launch_bounds__(kThreads, 3)
           }
         } else {
           // Under dilation a step's own g need not be in the window; the cache still has it.
-          for (int i = 0; i < min(kRows, run.count - done); ++i) {
-            const int t = run.first + (done + i) * walks.dilation;
-            const auto row = LoadPack<kV>(g + int64_t{t} * walks.channels);
+          for (int i = 0; i < min(kRows, segment.count - done); ++i) {
+            const int t = segment.first + (done + i) * segments.dilation;
+            const auto row = LoadPack<kV>(g + int64_t{t} * segments.channels);
 #pragma unroll
             for (int v = 0; v < kV; ++v) dbias[0][v] += Widen(row.values[v]);
           }
@@ -534,18 +544,18 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 
   Acc* sums = reinterpret_cast<Acc*>(shared);
-  const int64_t first_row = (kept_entry * p.splits.divisor() + split) * (walks.taps + 1);
-  Acc* partials = static_cast<Acc*>(p.partials) + first_row * walks.channels;
+  const int64_t first_row = (kept_entry * p.splits.divisor() + split) * (segments.taps + 1);
+  Acc* partials = static_cast<Acc*>(p.partials) + first_row * segments.channels;
   const int first_column = first_channel / (kV / kWidth);
-  SumGroups(sums, dweight, walks.taps, lanes, [&](int j, int i, Acc sum) {
-    if (first_channel + i * (kV / kWidth) < walks.channels) {
-      partials[int64_t{walks.taps - 1 - j} * walks.channels + first_column + i] = sum;
+  SumGroups(sums, dweight, segments.taps, lanes, [&](int j, int i, Acc sum) {
+    if (first_channel + i * (kV / kWidth) < segments.channels) {
+      partials[int64_t{segments.taps - 1 - j} * segments.channels + first_column + i] = sum;
     }
   });
   if (wants_dbias) {
     SumGroups(sums, dbias, 1, lanes, [&](int, int i, Acc sum) {
-      if (first_channel + i < walks.channels) {
-        partials[int64_t{walks.taps} * walks.channels + first_channel + i] = sum;
+      if (first_channel + i < segments.channels) {
+        partials[int64_t{segments.taps} * segments.channels + first_channel + i] = sum;
       }
     });
   }
@@ -558,10 +568,10 @@ Plan MakePlan(const Forward& call) {
   const int64_t batch = call.batch.size();
   Plan plan(g, call.dtype, 2);
   const int64_t sequences = batch * plan.phases * CeilDiv(g.channels, plan.vector);
-  // As many runs as a block has groups at the least.
-  plan.Cut(g, std::max(kForwardThreads / sequences, CeilDiv(plan.groups(), plan.phases)), kMinRun,
-           kForwardRunBytes / (plan.vector * jaxops::cuda::SizeOf(call.dtype)));
-  plan.items = plan.runs * plan.phases;
+  // At least as many segments as a block has groups.
+  plan.Cut(g, std::max(kForwardThreads / sequences, CeilDiv(plan.groups(), plan.phases)),
+           kMinSegment, kForwardSegmentBytes / (plan.vector * jaxops::cuda::SizeOf(call.dtype)));
+  plan.items = plan.segments * plan.phases;
   plan.shares = CeilDiv(plan.items, plan.groups());
   plan.blocks = batch * plan.shares * plan.channel_blocks;
   return plan;
@@ -572,18 +582,18 @@ Plan MakePlan(const Gradients& gradients) {
   const Geometry& g = call.geometry;
   Plan plan(g, call.dtype, jaxops::cuda::SizeOf(call.dtype) == 2 ? 2 : 1);
   const int64_t phases = call.summed.size() * plan.phases;
-  plan.Cut(g, gradients.splits * plan.groups() / phases, kMinRun,
-           call.dx == nullptr ? g.time + kMinRun : kMaxBackwardRun);
-  plan.items = phases * plan.runs;
+  plan.Cut(g, gradients.splits * plan.groups() / phases, kMinSegment,
+           call.dx == nullptr ? g.time + kMinSegment : kMaxBackwardSegment);
+  plan.items = phases * plan.segments;
   plan.shares = std::min(gradients.splits, CeilDiv(plan.items, plan.groups()));
   plan.blocks = call.kept.size() * plan.shares * plan.channel_blocks;
   return plan;
 }
 
 template <typename T, int kV, int kTaps, bool kOneHead>
-cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call, const Plan& plan) {
+cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& plan) {
   const Geometry& g = call.geometry;
-  ForwardWalks params{Walks(g, g.padding, plan)};
+  ForwardParams params{Segments(g, g.padding, plan)};
   params.x = call.x;
   params.weight = call.weight;
   params.bias = call.bias;
@@ -599,11 +609,11 @@ cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call, const Plan& pl
 }
 
 template <typename T, int kV, int kTaps, bool kOneHead>
-cudaError_t LaunchWalks(cudaStream_t stream, const Gradients& gradients, const Plan& plan) {
+cudaError_t LaunchPlan(cudaStream_t stream, const Gradients& gradients, const Plan& plan) {
   const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   const int64_t mirrored = Mirrored(g);
-  BackwardWalks params{Walks(g, mirrored, plan)};
+  BackwardParams params{Segments(g, mirrored, plan)};
   params.x = call.x;
   params.weight = call.weight;
   params.g = call.g;
@@ -623,7 +633,7 @@ cudaError_t LaunchWalks(cudaStream_t stream, const Gradients& gradients, const P
 
 // Calls `launch` with the template arguments of a plan.
 template <typename T, int kFew, typename Function>
-cudaError_t DispatchWalks(const Plan& plan, Function&& launch) {
+cudaError_t DispatchPlan(const Plan& plan, Function&& launch) {
   constexpr std::integral_constant<int, sizeof(T) == 8 ? 2 : 4> many;
   constexpr std::integral_constant<int, kFew> few;
   constexpr std::integral_constant<int, 4> few_taps;
@@ -655,8 +665,8 @@ cudaError_t LaunchShort(cudaStream_t stream, const Forward& call, const Device&)
   const Plan plan = MakePlan(call);
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return DispatchWalks<T, 2>(plan, [&](auto vector, auto taps, auto one_head) {
-      return LaunchWalks<T, vector.value, taps.value, one_head.value>(stream, call, plan);
+    return DispatchPlan<T, 2>(plan, [&](auto vector, auto taps, auto one_head) {
+      return LaunchPlan<T, vector.value, taps.value, one_head.value>(stream, call, plan);
     });
   });
 }
@@ -667,8 +677,8 @@ cudaError_t LaunchShort(cudaStream_t stream, const Gradients& gradients, const D
   const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kFew = sizeof(T) == 2 ? 2 : 1;
-    return DispatchWalks<T, kFew>(plan, [&](auto vector, auto taps, auto one_head) {
-      return LaunchWalks<T, vector.value, taps.value, one_head.value>(stream, gradients, plan);
+    return DispatchPlan<T, kFew>(plan, [&](auto vector, auto taps, auto one_head) {
+      return LaunchPlan<T, vector.value, taps.value, one_head.value>(stream, gradients, plan);
     });
   });
   if (error != cudaSuccess) return error;
