@@ -1,24 +1,16 @@
 // What the forward and the backward kernels of the lightweight convolution share: who owns what,
-// and how a stretch of the sequence reaches registers or shared memory in either data format.
+// and how a segment of the sequence reaches registers or shared memory in either data format.
 //
-// NTC: neighbouring threads own neighbouring channels and each a run of time steps, so that rows
-// are read and written whole. With dilation d the sequence falls apart into d interleaved phases
-// that never meet; a tile holds steps of one phase, which makes dilation a row stride and nothing
-// else.
+// NTC: neighbouring threads own neighbouring channels and each a segment of time steps, so that
+// rows are read and written whole. With dilation d the sequence falls apart into d interleaved
+// phases that never meet; a tile holds steps of one phase, which makes dilation a row stride and
+// nothing else.
 //
 // NCT: a thread owns neighbouring time steps of one channel, a row of threads one channel.
 //
-// Short filters (up to kShortTaps) are bound by memory: what their kernels work on next is under
-// way while they work, in registers or in a ring in shared memory. Long filters are bound by
-// arithmetic, unless tensor cores multiply them. Kernel families, in the order in which they are
-// asked:
-//
-//   mma/*.cu                 long filters of heads of 16 n channels, but for float64
-//   nct/*.cu                 NCT: dilated filters, small problems, rows that vectors do not divide
-//   ntc/short.cu             NTC: short filters of rows that vectors divide, and small problems
-//   forward.cu, backward.cu  all others; long filters stage a tile in shared memory and slide a
-//                            window of registers over it, and the NCT backward, which has two
-//                            products to make of each window, keeps it in registers
+// Short filters (up to kShortTaps) are bound by memory: what their kernels work on next is in
+// flight while they work, in registers or in a ring in shared memory. Long filters are bound by
+// arithmetic, unless tensor cores multiply them.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_FILTERS_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_FILTERS_CUH_
 
@@ -63,8 +55,8 @@ __host__ __device__ inline int PhaseSteps(int time, int dilation, int phase) {
   return DivideByDilation(time - phase, dilation);
 }
 
-// A pack from `address` if `inside`, else zeros. The load itself is unconditional, from an address
-// that is always good, so that neighbouring loads do not wait for each other's branches.
+// A vector from `address` if `inside`, else zeros. The load itself is unconditional, from an
+// address that is always good, so that neighbouring loads do not wait for each other's branches.
 template <int kCount, typename T>
 __device__ __forceinline__ Pack<T, kCount> LoadIf(bool inside, const T* address, const T* good) {
   const Pack<T, kCount> pack = LoadPack<kCount>(inside ? address : good);
@@ -163,24 +155,6 @@ __device__ __forceinline__ void ReadRow(Accumulator<T> (&values)[kLaneChannels<T
   for (int v = 0; v < kLaneChannels<T>; ++v) values[v] = Widen(pack.values[v]);
 }
 
-// Short filters of rows that packs of channels fit have kernels of their own.
-bool TakesShortNtc(const Forward& call);
-bool TakesShortNtc(const Backward& call);
-
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call);
-
-// The sums over time that the blocks of a backward kernel leave: (kept, splits, taps + 1,
-// channels), last the bias's. Where packs of neighbouring channels are summed together, the row of
-// a tap is the shorter for it, and ends early.
-struct PartialSums {
-  void* sums;
-  int64_t splits;
-  int channels = 1;  // of a sum
-};
-
-// Uses as many splits as it wants of those that `partials` has room for, and says so there.
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, PartialSums& partials);
-
 // --- NCT -----------------------------------------------------------------------------------------
 
 inline constexpr int kNctThreads = 128;
@@ -203,9 +177,9 @@ struct NctTile {
 // Marks rows that do not start at multiples of 16 bytes, where a shift is known otherwise.
 inline constexpr int kUnaligned = -1;
 
-// Steps first to first + kCount of a row of whole packs, zero outside [0, time), kept as they were
-// loaded. The shift, first modulo the size of a pack, is the same for all threads and known when
-// the kernel is compiled.
+// Steps first to first + kCount of a row of whole vectors, zero outside [0, time), kept as they
+// were loaded. The shift, first modulo the size of a vector, is the same for all threads and known
+// when the kernel is compiled.
 template <typename T, int kCount, int kShift>
 class Window {
  public:
@@ -234,13 +208,13 @@ class Window {
   Pack<T, kPack> packs_[kPacks];
 };
 
-// Runs of a short filter's thread that are in flight together.
+// Segments of a short filter's thread that are in flight together.
 inline constexpr int kFlight = 2;
 
-// Writes kCount steps from t on, a multiple of a pack; those beyond the end are left out.
+// Writes kCount steps from t on, a multiple of a vector; those beyond the end are left out.
 template <typename T, int kCount, bool kAligned>
-__device__ __forceinline__ void WriteRun(T* row, const Accumulator<T> (&values)[kCount], int t,
-                                         int time) {
+__device__ __forceinline__ void WriteSteps(T* row, const Accumulator<T> (&values)[kCount], int t,
+                                           int time) {
   if constexpr (kAligned) {
     constexpr int kPack = kPackElements<T>;
 #pragma unroll
@@ -259,12 +233,12 @@ __device__ __forceinline__ void WriteRun(T* row, const Accumulator<T> (&values)[
   }
 }
 
-// Long filters: a thread owns a run of kRun steps. Shared memory holds the accumulation type, each
-// element converted once though read by many taps, and is skewed by one word in every kRun, so that
-// threads kRun words apart hit different banks.
-inline constexpr int kRun = 8;
+// Long filters: a thread owns kThreadSteps neighbouring steps. Shared memory holds the accumulation
+// type, each element converted once though read by many taps, and is skewed by one word in every
+// kThreadSteps, so that threads kThreadSteps words apart hit different banks.
+inline constexpr int kThreadSteps = 8;
 
-__host__ __device__ constexpr int Skew(int position) { return position + position / kRun; }
+__host__ __device__ constexpr int Skew(int position) { return position + position / kThreadSteps; }
 
 // Copies `length` steps from `first` on of each of the block's channels, zero outside [0, time).
 template <typename T, bool kAligned>
@@ -277,7 +251,7 @@ __device__ __forceinline__ void StageColumns(Accumulator<T>* shared, int pitch, 
   const int channel = first_channel + row;
   const T* source = array + int64_t{channel} * time;
   Accumulator<T>* out = shared + row * pitch;
-  // Packs start at multiples of their size in the array, so the first may begin before `first`.
+  // Vectors start at multiples of their size in the array, so the first may begin before `first`.
   const int before = first & (kPack - 1);
   for (int start = lane * kPack - before; start < length; start += tile.threads_per_row() * kPack) {
     const int t = first + start;
@@ -362,13 +336,13 @@ inline constexpr int64_t kBusyBlocks = 480;
 
 // --- host ----------------------------------------------------------------------------------------
 
-// Whether runs of the array's fastest dimension can be read `bytes` bytes at a time.
+// Whether rows of the array's fastest dimension can be read `bytes` bytes at a time.
 inline bool RowsAligned(int64_t row_elements, DType dtype, int64_t bytes) {
   return row_elements * jaxops::cuda::SizeOf(dtype) % bytes == 0;
 }
 
-// The shift at which windows that begin `padding` steps before a pack start within one, or
-// kUnaligned for rows that packs do not fit.
+// The shift at which windows that begin `padding` steps before a vector start within one, or
+// kUnaligned for rows that vectors do not divide.
 template <typename T>
 int WindowShift(int64_t time, DType dtype, int64_t padding) {
   if (!RowsAligned(time, dtype, 16)) return kUnaligned;
@@ -386,7 +360,7 @@ inline bool SharesFilters(const Forward& call) {
   return true;
 }
 
-// Calls `function` with the shift of rows of whole packs as a constant.
+// Calls `function` with the shift of rows of whole vectors as a constant.
 template <typename T, typename Function>
 cudaError_t DispatchShift(int shift, Function&& function) {
   cudaError_t error = cudaErrorInvalidValue;
@@ -402,8 +376,9 @@ cudaError_t DispatchShift(int shift, Function&& function) {
 // The padding of the flipped taps, with which the input gradient is a convolution.
 inline int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - g.padding; }
 
-// Blocks of a grid but along x.
-inline constexpr int64_t kMostGridBlocks = 65535;
+// Blocks of a grid along x, and along y and z.
+inline constexpr int64_t kMaxBlocks = INT32_MAX;
+inline constexpr int64_t kMaxGridBlocks = 65535;
 
 // One time step, channel or tap is counted in 32 bits inside the kernels, also those of a tile of
 // up to 256 steps beyond the end; arrays may be larger.
@@ -413,25 +388,17 @@ inline bool FitsKernels(const Geometry& g) {
          (g.taps - 1) * g.dilation < limit;
 }
 
-// Dilated filters, small problems and rows that packs do not fit have kernels of their own in the
-// NCT layout, in nct/vectors.cu, where it says that it serves a call.
-bool ServesNct(const Forward& call);
-bool ServesNct(const Backward& call);
-cudaError_t LaunchServedNct(cudaStream_t stream, const Forward& call);
+// The sums over time that the blocks of a backward kernel leave: (kept, splits, taps + 1,
+// channels), last the bias's. If vectors of neighbouring channels are summed together, the row of a
+// tap is the shorter for it, and ends early.
+struct PartialSums {
+  void* sums;
+  int64_t splits;
+  int channels = 1;  // of a sum
+};
 
-// Uses as many of the splits as it likes and leaves their number: none where the sums need no
-// adding. Of calls that it serves, it makes dx only if MakesInputGradNct.
-cudaError_t LaunchServedNct(cudaStream_t stream, const Backward& call, int64_t* splits,
-                            void* partials);
-bool MakesInputGradNct(const Backward& call);
-
-// The kernels of small problems in the NCT layout, in nct/steps.cu: whether they
-// can take a call, whether it is small enough for them to be the fastest, and their launchers.
-bool HasSteps(const Backward& call);
-bool SuitsSteps(const Forward& call);
-bool SuitsSteps(const Backward& call);
-cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call);
-cudaError_t LaunchSteps(cudaStream_t stream, const Backward& call, int64_t* splits, void* partials);
+// Launches the kernel that adds them.
+cudaError_t AddPartialSums(cudaStream_t stream, const Backward& call, const PartialSums& partials);
 
 }  // namespace jaxops::lightweight_conv::cuda
 

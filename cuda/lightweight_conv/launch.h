@@ -18,16 +18,6 @@ cudaError_t LaunchForward(cudaStream_t stream, const Forward& call);
 cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t splits,
                            void* partials);
 
-// Long filters on tensor cores, of calls that they take. Their partial sums are smaller, of which
-// there are as many as the space for `splits` has room for.
-bool TakesMma(const Forward& call);
-cudaError_t LaunchForwardMma(cudaStream_t stream, const Forward& call);
-bool TakesMma(const Backward& call);
-// Whether LaunchBackwardMma makes dx, too.
-bool MmaMakesInputGrad(const Backward& call);
-cudaError_t LaunchBackwardMma(cudaStream_t stream, const Backward& call, int64_t splits,
-                              void* partials);
-
 }  // namespace jaxops::lightweight_conv::cuda
 
 #endif  // JAXOPS_CUDA_LIGHTWEIGHT_CONV_LAUNCH_H_

@@ -1,15 +1,14 @@
 // Lightweight convolution of long filters on tensor cores, backward.
 //
-// As in `backward.cu` both gradients read g through the window of the flipped
-// taps. Filters of up to kFusedBlocks blocks get both in one pass over x and g. Longer ones are cut
-// into groups of so many, whose sums are independent, and their input gradient is a forward
-// convolution.
+// As in `backward.cuh` both gradients read g through the window of the flipped taps. Filters of up
+// to kFusedBlocks blocks get both in one pass over x and g. Longer ones are cut into groups of this
+// number, whose sums are independent, and their input gradient is a forward convolution.
 //
 // The sums of a few steps start from zero and are added in float32, rounded: tensor cores cut off
-// what a sum has no bits for. If one of them is not finite, they are made again, pair by pair:
+// what a sum has no bits for. If one of them is not finite, they are computed again, pair by pair:
 // where an array ends, zeros in shared memory have met what is not finite but is nobody's pair, and
 // float32 has no low part of an infinity.
-#include "cuda/lightweight_conv/launch.h"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/mma/mma.cuh"
 
 namespace jaxops::lightweight_conv::cuda {
@@ -22,8 +21,7 @@ constexpr int kFusedBlocks = 3;
 constexpr int kWarpSteps = 64;
 
 // Blocks of a multiprocessor, as shared memory and registers allow, and of a large GPU.
-template <typename T>
-constexpr int kResident = sizeof(T) == 4 ? 3 : 4;
+constexpr int ResidentBlocks(int element_bytes) { return element_bytes == 4 ? 3 : 4; }
 
 struct BackwardParams {
   Backward call;
@@ -57,16 +55,18 @@ struct PairSums {
 };
 
 // Diagonals of a group's pairs.
+constexpr int CountDiagonals(int blocks) { return blocks * kEdge + kEdge - 1; }
 template <int kBlocks>
-inline constexpr int kDiagonals = kBlocks * kEdge + kEdge - 1;
+inline constexpr int kDiagonals = CountDiagonals(kBlocks);
 // Floats of a row of pairs in shared memory, odd, so that diagonals are in different banks.
+constexpr int PairPitch(int blocks) { return blocks * kEdge + 1; }
 template <int kBlocks>
-inline constexpr int kPairPitch = kBlocks * kEdge + 1;
+inline constexpr int kPairPitch = PairPitch(kBlocks);
 
-// A block keeps its channels and group of taps; while it works on a tile, the next one is on its
-// way.
+// A block keeps its channels and group of taps; while it works on a tile, the next one is in
+// flight.
 template <typename T, typename W, bool kNct, int kBlocks, bool kDx>
-__global__ void __launch_bounds__(kThreads, kResident<T>)
+__global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T)))
     BackwardMma(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   // Groups of taps vary fastest: the blocks that read the same data run together.
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
       __syncwarp();
     }
 
-    Probe<T> of_x, of_g;
+    Probe<T> x_probe, g_probe;
     PairSums<kBlocks> pairs;
     // Pair by pair, from a step to another.
     const auto add_pairs = [&](int from, int to) {
@@ -168,13 +168,13 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
 #pragma unroll 1
     for (int own = 0; own < count; own += kEdge) {
       const Left<T> left = own_tile.template LoadLeft<Over::kChannels>(own);
-      Meet(of_x, left);
+      Meet(x_probe, left);
       Sums sums;
       if constexpr (sizeof(T) == 4) pairs = {};
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
         const Rights<T> rights = window.template LoadRights<Over::kChannels>(own + j * kEdge);
-        if (own == 0 || j == kBlocks - 1) Meet(of_g, rights);
+        if (own == 0 || j == kBlocks - 1) Meet(g_probe, rights);
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
           Multiply<T>(pairs.values[2 * j + right], left, rights, right);
@@ -191,9 +191,9 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
       if constexpr (kDx) out.Write(sums);
     }
     // dx does not depend on x, nor on what it meets.
-    const bool is_clear = !__any_sync(0xffffffff, !of_g.IsClear() || !are_finite);
+    const bool is_clear = !__any_sync(0xffffffff, !g_probe.IsClear() || !are_finite);
     if constexpr (sizeof(T) == 2) {
-      if (__any_sync(0xffffffff, !of_x.IsClear()) || !is_clear) add_pairs(0, count);
+      if (__any_sync(0xffffffff, !x_probe.IsClear()) || !is_clear) add_pairs(0, count);
       dweight.Add(pairs);
     }
     if constexpr (kDx) {
@@ -328,13 +328,53 @@ __global__ void __launch_bounds__(kAddThreads)
 
 // --- launches ------------------------------------------------------------------------------------
 
-// Blocks of one tap group.
-int64_t GroupBlocks(const Geometry& g) {
-  return std::min<int64_t>(TapBlocks(g, Mirrored(g)), kFusedBlocks);
+struct Plan {
+  int group_blocks;  // of 16 steps of a group's window: the kernel's template argument
+  TileShape shape;
+  int64_t phases, tiles, channel_blocks;
+  int64_t groups;  // of taps
+  int64_t items;   // tiles of every phase of every summed batch entry
+  int64_t room;    // splits that there is space for
+  int64_t splits;
+  int64_t sums;  // of taps, of a split
+  int64_t shared_bytes;
+  int64_t blocks, add_blocks;  // of the grids
+};
+
+Plan MakePlan(const Gradients& gradients) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
+  const int element_bytes = static_cast<int>(jaxops::cuda::SizeOf(call.dtype));
+  const int64_t kept = call.kept.size();
+  Plan plan;
+  plan.group_blocks = RoundBlocks(TapBlocks(g, Mirrored(g)), kFusedBlocks);
+  plan.shape = TileShape::Of(g, element_bytes, kWarpSteps, plan.group_blocks);
+  plan.phases = std::min(g.dilation, g.time);
+  plan.tiles = CeilDiv(CeilDiv(g.time, g.dilation), plan.shape.steps);
+  plan.channel_blocks = CeilDiv(g.channels, plan.shape.channels);
+  plan.groups = CeilDiv(TapBlocks(g, Mirrored(g)), plan.group_blocks);
+  plan.items = call.summed.size() * plan.phases * plan.tiles;
+  // As many splits as the GPU holds and the caller's space has room for, of as many items each as
+  // the next, or one fewer.
+  plan.sums = g.channels / kEdge * plan.groups * CountDiagonals(plan.group_blocks);
+  plan.room =
+      gradients.splits * (g.taps + 1) * g.channels / (plan.sums + (call.dbias ? g.channels : 0));
+  const int64_t wanted = std::max<int64_t>(
+      1, kProcessors * ResidentBlocks(element_bytes) / (kept * plan.channel_blocks * plan.groups));
+  const int64_t splits = std::max<int64_t>(1, std::min({wanted, plan.room, plan.items}));
+  plan.splits = CeilDiv(plan.items, CeilDiv(plan.items, splits));
+  const int64_t tile_bytes = 2 * (plan.shape.own_bytes + plan.shape.window_bytes);
+  const int64_t pair_bytes = kWarps * kEdge * (PairPitch(plan.group_blocks) + 1) * sizeof(float);
+  plan.shared_bytes = std::max(tile_bytes, pair_bytes);
+  plan.blocks = kept * plan.splits * plan.channel_blocks * plan.groups;
+  plan.add_blocks = kept * g.heads * CeilDiv(g.taps, kWarp) +
+                    (call.dbias ? CeilDiv(kept * g.channels, kWarp) : 0);
+  return plan;
 }
 
 template <typename T, typename W, bool kNct, int kBlocks, bool kDx>
-cudaError_t Launch(cudaStream_t stream, const Backward& call, int64_t splits, void* partials) {
+cudaError_t Launch(cudaStream_t stream, const Gradients& gradients, const Plan& plan) {
+  const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   BackwardParams params;
   params.call = call;
@@ -345,79 +385,64 @@ cudaError_t Launch(cudaStream_t stream, const Backward& call, int64_t splits, vo
   params.mirrored = static_cast<int>(Mirrored(g));
   params.lead = WindowLead(g, Mirrored(g));
   params.own = params.mirrored / params.dilation + params.lead;
-  params.shape = TileShape::Of<T, kNct>(g.time, kWarpSteps, kBlocks);
-  const int64_t kept = call.kept.size();
-  const int64_t phases = std::min(g.dilation, g.time);
-  const int64_t tiles = CeilDiv(PhaseSteps(params.time, params.dilation, 0), params.shape.steps);
-  const int64_t channel_blocks = CeilDiv(g.channels, params.shape.channels);
-  const int64_t groups = CeilDiv(TapBlocks(g, Mirrored(g)), kBlocks);
-  const int64_t items = call.summed.size() * phases * tiles;
-  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
-  // As many splits as the GPU holds and the caller's space has room for, of as many items each as
-  // the next, or one fewer.
-  const int64_t split_sums =
-      g.channels / kEdge * groups * kDiagonals<kBlocks> + (call.dbias ? g.channels : 0);
-  const int64_t wanted =
-      std::max<int64_t>(1, kProcessors * kResident<T> / (kept * channel_blocks * groups));
-  const int64_t room = splits * (g.taps + 1) * g.channels / split_sums;
-  if (room < 1) return cudaErrorInvalidValue;
-  const int64_t used = CeilDiv(items, CeilDiv(items, std::min({wanted, room, items})));
-  params.items = static_cast<uint32_t>(items);
-  params.tiles = FastDivider(tiles);
-  params.phases = FastDivider(phases);
-  params.tap_groups = FastDivider(groups);
-  params.channel_blocks = FastDivider(channel_blocks);
-  params.splits = FastDivider(used);
+  params.items = static_cast<uint32_t>(plan.items);
+  params.tiles = FastDivider(plan.tiles);
+  params.phases = FastDivider(plan.phases);
+  params.tap_groups = FastDivider(plan.groups);
+  params.channel_blocks = FastDivider(plan.channel_blocks);
+  params.splits = FastDivider(plan.splits);
   params.depth = FastDivider(g.channels / g.heads);
   params.head_edges = FastDivider(g.channels / g.heads / kEdge);
-  params.partials = static_cast<float*>(partials);
-  params.bias_partials =
-      params.partials + kept * used * (g.channels / kEdge) * groups * kDiagonals<kBlocks>;
-  const int tile_bytes = 2 * (params.shape.own_bytes + params.shape.window_bytes);
-  const int pair_bytes = kWarps * kEdge * (kPairPitch<kBlocks> + 1) * sizeof(float);
-  const cudaError_t error = jaxops::cuda::Launch(BackwardMma<T, W, kNct, kBlocks, kDx>,
-                                                 kept * used * channel_blocks * groups, kThreads,
-                                                 std::max(tile_bytes, pair_bytes), stream, params);
+  params.shape = plan.shape;
+  params.partials = static_cast<float*>(gradients.partials);
+  params.bias_partials = params.partials + call.kept.size() * plan.splits * plan.sums;
+  const cudaError_t error = jaxops::cuda::Launch(BackwardMma<T, W, kNct, kBlocks, kDx>, plan.blocks,
+                                                 kThreads, plan.shared_bytes, stream, params);
   if (error != cudaSuccess) return error;
-  const int64_t add_blocks = kept * g.heads * CeilDiv(g.taps, kWarp) +
-                             (call.dbias ? CeilDiv(kept * g.channels, kWarp) : 0);
-  return jaxops::cuda::Launch(AddPartialsMma<kBlocks>, add_blocks, kAddThreads, 0, stream, params);
+  return jaxops::cuda::Launch(AddPartialsMma<kBlocks>, plan.add_blocks, kAddThreads, 0, stream,
+                              params);
+}
+
+// Whether a step's own g is in the window of the first group of taps, for dbias.
+bool HasOwn(const Geometry& g) {
+  const int64_t mirrored = Mirrored(g);
+  const int64_t blocks = std::min<int64_t>(TapBlocks(g, mirrored), kFusedBlocks);
+  return mirrored % g.dilation == 0 &&
+         mirrored / g.dilation + WindowLead(g, mirrored) + kEdge <= blocks * kEdge;
 }
 
 }  // namespace
 }  // namespace mma
 
-bool TakesMma(const Backward& call) {
-  const Geometry& g = call.geometry;
-  const int64_t mirrored = Mirrored(g);
-  if (!mma::Takes(g, call.dtype)) return false;
-  if (call.dbias == nullptr) return true;
-  // A step's own g has to be in the window of the first group.
-  return mirrored % g.dilation == 0 &&
-         mirrored / g.dilation + mma::WindowLead(g, mirrored) + mma::kEdge <=
-             mma::GroupBlocks(g) * mma::kEdge;
+bool CanRunMma(const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  if (!mma::CanRun(call.geometry, call.dtype)) return false;
+  if (call.dbias != nullptr && !mma::HasOwn(call.geometry)) return false;
+  const mma::Plan plan = mma::MakePlan(gradients);
+  return plan.room >= 1 && plan.items <= INT32_MAX && plan.blocks <= kMaxBlocks &&
+         plan.add_blocks <= kMaxBlocks;
 }
 
-bool MmaMakesInputGrad(const Backward& call) {
+bool MakesInputGradMma(const Backward& call) {
   return mma::HasMatrix(call.dtype, call.weight_dtype) &&
          mma::TapBlocks(call.geometry, Mirrored(call.geometry)) <= mma::kFusedBlocks;
 }
 
-cudaError_t LaunchBackwardMma(cudaStream_t stream, const Backward& call, int64_t splits,
-                              void* partials) {
-  const Geometry& g = call.geometry;
-  const bool makes_dx = call.dx != nullptr && MmaMakesInputGrad(call);
+cudaError_t LaunchMma(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const mma::Plan plan = mma::MakePlan(gradients);
+  const bool makes_dx = call.dx != nullptr && MakesInputGradMma(call);
   // The gradient by filters alone does not depend on their type.
   return mma::Dispatch<mma::kFusedBlocks>(
-      g, Mirrored(g), call.dtype, makes_dx ? call.weight_dtype : call.dtype,
+      call.geometry.data_format, plan.group_blocks, call.dtype,
+      makes_dx ? call.weight_dtype : call.dtype,
       [&](auto element, auto weight, auto is_nct, auto blocks) {
         using T = decltype(element);
         using W = decltype(weight);
         if (makes_dx) {
-          return mma::Launch<T, W, is_nct.value, blocks.value, true>(stream, call, splits,
-                                                                     partials);
+          return mma::Launch<T, W, is_nct.value, blocks.value, true>(stream, gradients, plan);
         }
-        return mma::Launch<T, T, is_nct.value, blocks.value, false>(stream, call, splits, partials);
+        return mma::Launch<T, T, is_nct.value, blocks.value, false>(stream, gradients, plan);
       });
 }
 

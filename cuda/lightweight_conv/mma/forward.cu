@@ -1,7 +1,7 @@
 // Lightweight convolution of long filters on tensor cores, forward. With flipped taps and mirrored
 // padding the same kernels make the input gradient.
 #include "cuda/common/activation.cuh"
-#include "cuda/lightweight_conv/launch.h"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/mma/mma.cuh"
 
 namespace jaxops::lightweight_conv::cuda {
@@ -11,16 +11,18 @@ namespace {
 using jaxops::cuda::Activate;
 
 // Steps of a warp in a tile.
+constexpr int WarpSteps(int element_bytes) { return 256 / element_bytes; }
 template <typename T>
-constexpr int kWarpSteps = 256 / sizeof(T);
+constexpr int kWarpSteps = WarpSteps(sizeof(T));
 
 // The longest filters, whose fragments leave no registers in float32 and whose windows no shared
 // memory.
-constexpr int kMostBlocks = 9;
+constexpr int kMaxWindowBlocks = 9;
 
 // Blocks of a multiprocessor, as shared memory and registers allow, and of a large GPU.
-template <typename T, int kBlocks>
-constexpr int kResident = (sizeof(T) == 4 ? 4 : 5) - (kBlocks > 3) - (kBlocks > kLongWindow);
+constexpr int ResidentBlocks(int element_bytes, int window_blocks) {
+  return (element_bytes == 4 ? 4 : 5) - (window_blocks > 3) - (window_blocks > kLongWindow);
+}
 
 struct ForwardParams {
   Forward call;
@@ -31,9 +33,9 @@ struct ForwardParams {
   TileShape shape;
 };
 
-// A block keeps its channels; while it works on a tile, the next one is on its way.
+// A block keeps its channels; while it works on a tile, the next one is in flight.
 template <typename T, typename W, bool kNct, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
+__global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T), kBlocks))
     ForwardMma(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   uint32_t first_item = blockIdx.x;
@@ -68,10 +70,10 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
   for (uint32_t index = first_item; index < p.items; index += stride, buffer ^= 1) {
     stage(index + stride, buffer ^ 1);
     const Item item(p, index);
-    // Read anew only where batch entries have filters of their own.
-    const W* const of_item = filters + p.call.batch.Offset(item.entry, Forward::kWeight);
-    if (of_item != weights) {
-      weights = of_item;
+    // Read again only if batch entries have filters of their own.
+    const W* const item_weights = filters + p.call.batch.Offset(item.entry, Forward::kWeight);
+    if (item_weights != weights) {
+      weights = item_weights;
       filter.Read(p.taps, p.lead, tap);
     }
     const int64_t bias = p.call.batch.Offset(item.entry, Forward::kBias) + channel;
@@ -169,8 +171,33 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
   }
 }
 
+struct Plan {
+  int window_blocks;  // the kernel's template argument
+  TileShape shape;
+  int64_t phases, tiles, channel_blocks;
+  int64_t items;   // tiles of every phase of every batch entry
+  int64_t blocks;  // of the grid
+};
+
+Plan MakePlan(const Forward& call) {
+  const Geometry& g = call.geometry;
+  const int element_bytes = static_cast<int>(jaxops::cuda::SizeOf(call.dtype));
+  Plan plan;
+  plan.window_blocks = RoundBlocks(TapBlocks(g, g.padding), kMaxWindowBlocks);
+  plan.shape = TileShape::Of(g, element_bytes, WarpSteps(element_bytes), plan.window_blocks);
+  plan.phases = std::min(g.dilation, g.time);
+  plan.tiles = CeilDiv(CeilDiv(g.time, g.dilation), plan.shape.steps);
+  plan.channel_blocks = CeilDiv(g.channels, plan.shape.channels);
+  plan.items = call.batch.size() * plan.phases * plan.tiles;
+  // Every block has as many items as the next, or one fewer.
+  const int resident = ResidentBlocks(element_bytes, plan.window_blocks);
+  const int64_t max = std::max<int64_t>(1, kProcessors * resident / plan.channel_blocks);
+  plan.blocks = CeilDiv(plan.items, CeilDiv(plan.items, max)) * plan.channel_blocks;
+  return plan;
+}
+
 template <typename T, typename W, bool kNct, int kBlocks>
-cudaError_t Launch(cudaStream_t stream, const Forward& call) {
+cudaError_t Launch(cudaStream_t stream, const Forward& call, const Plan& plan) {
   const Geometry& g = call.geometry;
   ForwardParams params;
   params.call = call;
@@ -180,39 +207,32 @@ cudaError_t Launch(cudaStream_t stream, const Forward& call) {
   params.padding = static_cast<int>(g.padding);
   params.dilation = static_cast<int>(g.dilation);
   params.lead = WindowLead(g, g.padding);
-  params.shape = TileShape::Of<T, kNct>(g.time, kWarpSteps<T>, kBlocks);
-  const int64_t phases = std::min(g.dilation, g.time);
-  const int64_t tiles = CeilDiv(PhaseSteps(params.time, params.dilation, 0), params.shape.steps);
-  const int64_t channel_blocks = CeilDiv(g.channels, params.shape.channels);
-  params.tiles = FastDivider(tiles);
-  params.channel_blocks = FastDivider(channel_blocks);
-  params.phases = FastDivider(phases);
+  params.items = static_cast<uint32_t>(plan.items);
+  params.tiles = FastDivider(plan.tiles);
+  params.channel_blocks = FastDivider(plan.channel_blocks);
+  params.phases = FastDivider(plan.phases);
   params.depth = FastDivider(g.channels / g.heads);
-  const int64_t items = call.batch.size() * phases * tiles;
-  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
-  params.items = static_cast<uint32_t>(items);
-  // Every block has as many items as the next, or one fewer.
-  const int64_t most = std::max<int64_t>(1, kProcessors * kResident<T, kBlocks> / channel_blocks);
-  const int64_t walks = CeilDiv(items, CeilDiv(items, most));
-  return jaxops::cuda::Launch(ForwardMma<T, W, kNct, kBlocks>, walks * channel_blocks, kThreads,
-                              2 * params.shape.window_bytes, stream, params);
+  params.shape = plan.shape;
+  return jaxops::cuda::Launch(ForwardMma<T, W, kNct, kBlocks>, plan.blocks, kThreads,
+                              2 * plan.shape.window_bytes, stream, params);
 }
 
 }  // namespace
 }  // namespace mma
 
-bool TakesMma(const Forward& call) {
-  return mma::Takes(call.geometry, call.dtype) && mma::HasMatrix(call.dtype, call.weight_dtype) &&
-         mma::TapBlocks(call.geometry, call.geometry.padding) <= mma::kMostBlocks;
+bool CanRunMma(const Forward& call, const Device&) {
+  return mma::CanRun(call.geometry, call.dtype) && mma::HasMatrix(call.dtype, call.weight_dtype) &&
+         mma::TapBlocks(call.geometry, call.geometry.padding) <= mma::kMaxWindowBlocks &&
+         mma::MakePlan(call).items <= INT32_MAX;
 }
 
-cudaError_t LaunchForwardMma(cudaStream_t stream, const Forward& call) {
-  const Geometry& g = call.geometry;
-  return mma::Dispatch<mma::kMostBlocks>(
-      g, g.padding, call.dtype, call.weight_dtype,
+cudaError_t LaunchMma(cudaStream_t stream, const Forward& call, const Device&) {
+  const mma::Plan plan = mma::MakePlan(call);
+  return mma::Dispatch<mma::kMaxWindowBlocks>(
+      call.geometry.data_format, plan.window_blocks, call.dtype, call.weight_dtype,
       [&](auto element, auto weight, auto is_nct, auto blocks) {
-        return mma::Launch<decltype(element), decltype(weight), is_nct.value, blocks.value>(stream,
-                                                                                            call);
+        return mma::Launch<decltype(element), decltype(weight), is_nct.value, blocks.value>(
+            stream, call, plan);
       });
 }
 

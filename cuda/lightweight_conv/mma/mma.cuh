@@ -50,26 +50,25 @@ struct TileShape {
   int own_pitch, window_pitch;  // bytes of a row in shared memory
   int own_bytes, window_bytes;
 
-  template <typename T, bool kNct>
-  static TileShape Of(int64_t time, int warp_steps, int blocks) {
+  static TileShape Of(const Geometry& g, int element_bytes, int warp_steps, int blocks) {
+    const bool is_nct = g.data_format == DataFormat::kNCT;
     TileShape shape;
     shape.warp_steps = warp_steps;
     // Two in float32: in NTC it has half as many channels in a line, and in NCT long windows of
     // many channels would not fit shared memory.
-    shape.time_bits = sizeof(T) == 4 && (!kNct || blocks > kLongWindow) ? 1 : 0;
-    while (kNct && (1 << shape.time_bits) < kWarps &&
-           (int64_t{warp_steps} << shape.time_bits) < time) {
+    shape.time_bits = element_bytes == 4 && (!is_nct || blocks > kLongWindow) ? 1 : 0;
+    while (is_nct && (1 << shape.time_bits) < kWarps &&
+           (int64_t{warp_steps} << shape.time_bits) < g.time) {
       ++shape.time_bits;
     }
     shape.steps = warp_steps << shape.time_bits;
     shape.channels = kWarps * kEdge >> shape.time_bits;
     shape.window_steps = shape.steps + (blocks - 1) * kEdge;
     // An odd number of 16 bytes: steps are a multiple of 16 entries.
-    const int size = static_cast<int>(sizeof(T));
-    shape.own_pitch = kNct ? shape.steps * size + 16 : kLineBytes;
-    shape.window_pitch = kNct ? shape.window_steps * size + 16 : kLineBytes;
-    shape.own_bytes = shape.own_pitch * (kNct ? shape.channels : shape.steps);
-    shape.window_bytes = shape.window_pitch * (kNct ? shape.channels : shape.window_steps);
+    shape.own_pitch = is_nct ? shape.steps * element_bytes + 16 : kLineBytes;
+    shape.window_pitch = is_nct ? shape.window_steps * element_bytes + 16 : kLineBytes;
+    shape.own_bytes = shape.own_pitch * (is_nct ? shape.channels : shape.steps);
+    shape.window_bytes = shape.window_pitch * (is_nct ? shape.channels : shape.window_steps);
     return shape;
   }
 };
@@ -277,10 +276,10 @@ inline int64_t TapBlocks(const Geometry& g, int64_t padding) {
   return CeilDiv(g.taps + kEdge - 1 + WindowLead(g, padding), kEdge);
 }
 
-// Whether filters are long, their heads of whole fragments, and rows of whole packs.
-inline bool Takes(const Geometry& g, DType dtype) {
+// Whether heads are whole fragments, and rows whole vectors.
+inline bool CanRun(const Geometry& g, DType dtype) {
   const bool is_nct = g.data_format == DataFormat::kNCT;
-  return g.taps > kShortTaps && dtype != DType::kF64 && g.channels / g.heads % kEdge == 0 &&
+  return dtype != DType::kF64 && g.channels / g.heads % kEdge == 0 &&
          (!is_nct || (g.dilation == 1 && RowsAligned(g.time, dtype, kPackBytes)));
 }
 
@@ -289,29 +288,36 @@ inline bool HasMatrix(DType dtype, DType weight_dtype) {
   return weight_dtype == dtype || (dtype == DType::kBF16 && weight_dtype == DType::kF32);
 }
 
-// Calls function(element, weight, is_nct, blocks) with the least number of blocks there are kernels
-// for, or with kMost.
-template <int kMost, typename Function>
-cudaError_t Dispatch(const Geometry& g, int64_t padding, DType dtype, DType weight_dtype,
+// The least number of blocks that there are kernels for, at most `max`.
+inline int RoundBlocks(int64_t blocks, int max) {
+  if (blocks <= 2) return 2;
+  if (max > 3 && blocks <= 3) return 3;
+  if (max > 3 && blocks <= 5) return 5;
+  return max;
+}
+
+// Calls function(element, weight, is_nct, blocks) with a number of blocks that RoundBlocks
+// returned.
+template <int kMax, typename Function>
+cudaError_t Dispatch(DataFormat data_format, int blocks, DType dtype, DType weight_dtype,
                      Function&& function) {
-  const int64_t blocks = TapBlocks(g, padding);
-  return DispatchBool(g.data_format == DataFormat::kNCT, [&](auto is_nct) {
-    const auto of_types = [&](auto element, auto weight) {
-      if (blocks <= 2) return function(element, weight, is_nct, std::integral_constant<int, 2>{});
-      if constexpr (kMost > 3) {
-        if (blocks <= 3) return function(element, weight, is_nct, std::integral_constant<int, 3>{});
-        if (blocks <= 5) return function(element, weight, is_nct, std::integral_constant<int, 5>{});
+  return DispatchBool(data_format == DataFormat::kNCT, [&](auto is_nct) {
+    const auto with_types = [&](auto element, auto weight) {
+      if (blocks == 2) return function(element, weight, is_nct, std::integral_constant<int, 2>{});
+      if constexpr (kMax > 3) {
+        if (blocks == 3) return function(element, weight, is_nct, std::integral_constant<int, 3>{});
+        if (blocks == 5) return function(element, weight, is_nct, std::integral_constant<int, 5>{});
       }
-      return function(element, weight, is_nct, std::integral_constant<int, kMost>{});
+      return function(element, weight, is_nct, std::integral_constant<int, kMax>{});
     };
     switch (dtype) {
       case DType::kF16:
-        return of_types(__half{}, __half{});
+        return with_types(__half{}, __half{});
       case DType::kBF16:
-        if (weight_dtype == DType::kF32) return of_types(__nv_bfloat16{}, float{});
-        return of_types(__nv_bfloat16{}, __nv_bfloat16{});
+        if (weight_dtype == DType::kF32) return with_types(__nv_bfloat16{}, float{});
+        return with_types(__nv_bfloat16{}, __nv_bfloat16{});
       case DType::kF32:
-        return of_types(float{}, float{});
+        return with_types(float{}, float{});
       default:
         return cudaErrorInvalidValue;
     }

@@ -1,9 +1,10 @@
 // Lightweight convolution in the NCT layout, short filters of small problems: a thread owns single
-// steps, and everything it reads is on its way at once.
+// steps, and everything it reads is in flight at once.
 #include "cuda/common/activation.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::nct {
 namespace {
 
 using jaxops::cuda::Activate;
@@ -124,15 +125,16 @@ struct StepBackwardParams {
   int block_channels;  // a head's, or one
   int entries;         // summed batch entries
   int per_split;       // of them
-  int entry_groups;    // of a channel's warps: each has every so manieth batch entry
+  int entry_groups;    // of a channel's warps: each has every entry_groups-th batch entry
   FastDivider channel_blocks, splits, depth, channel_warps, row_warps;
   DType weight_dtype, bias_dtype;
   bool whole;  // a block makes all of a filter's sum
 };
 
 // More warps than most problems give a block, and few enough to leave each its registers.
+constexpr int StepWarps(int64_t element_bytes) { return element_bytes == 8 ? 16 : 24; }
 template <typename T>
-constexpr int kStepWarps = sizeof(T) == 8 ? 16 : 24;
+constexpr int kStepWarps = StepWarps(sizeof(T));
 
 // Where a block has one channel, fewer, so that several blocks run at once.
 constexpr int kStepChannelWarps = 8;
@@ -277,33 +279,29 @@ __global__ void __launch_bounds__(kStepWarps<T>* kWarp)
 
 // --- launches ------------------------------------------------------------------------------------
 
-int64_t Bytes(const Geometry& g, DType dtype, int64_t batch) {
-  return batch * g.channels * g.time * jaxops::cuda::SizeOf(dtype);
-}
+struct ForwardPlan {
+  int max_taps, steps, entries;  // of a thread: the kernel's template arguments
+  int64_t threads;
+};
 
-// Problems up to so many bytes of x wait for memory rather than keep it busy: beyond kFewBytes rows
-// of whole packs are read in packs, and others stay with these kernels up to kManyBytes.
-constexpr int64_t kFewBytes = 1 << 20;
-constexpr int64_t kManyBytes = 8 << 20;
-
-bool HasSteps(const Geometry& g, int64_t batch) {
-  return g.taps <= kShortTaps && batch * g.channels * g.time <= int64_t{1} << 30;
-}
-
-bool HasSteps(const Forward& call) {
-  return call.batch.rank() <= 1 && HasSteps(call.geometry, call.batch.size());
-}
-
-// Steps of a row that the warps of a block, which are few, are worth walking down: splits share
-// batch entries, never a row.
-constexpr int64_t kMostStepTime = 2048;
-
-bool IsSmall(const Geometry& g, DType dtype, int64_t batch) {
-  return Bytes(g, dtype, batch) <= (RowsAligned(g.time, dtype, 16) ? kFewBytes : kManyBytes);
+ForwardPlan MakePlan(const Forward& call) {
+  // Several batch entries a thread if that leaves enough threads and filters are theirs all.
+  constexpr int64_t kFewElements = 1 << 17;
+  const Geometry& g = call.geometry;
+  const int64_t batch = call.batch.size();
+  const bool is_single =
+      batch * g.channels * g.time <= kFewElements || batch == 1 || !SharesFilters(call);
+  const bool makes_pairs = !is_single && jaxops::cuda::SizeOf(call.dtype) == 2 && g.time % 2 == 0;
+  ForwardPlan plan;
+  plan.max_taps = g.taps <= 4 ? 4 : kShortTaps;
+  plan.steps = makes_pairs ? 2 : 1;
+  plan.entries = is_single ? 1 : makes_pairs ? 2 : 4;
+  plan.threads = CeilDiv(batch, plan.entries) * g.channels * (g.time / plan.steps);
+  return plan;
 }
 
 template <typename T, int kTaps, int kSteps, int kEntries>
-cudaError_t LaunchStepForward(cudaStream_t stream, const Forward& call) {
+cudaError_t LaunchStepForward(cudaStream_t stream, const Forward& call, const ForwardPlan& plan) {
   const Geometry& g = call.geometry;
   StepForwardParams p{};
   p.x = call.x;
@@ -327,44 +325,67 @@ cudaError_t LaunchStepForward(cudaStream_t stream, const Forward& call) {
   p.weight_dtype = call.weight_dtype;
   p.bias_dtype = call.bias_dtype;
   p.activation = call.activation;
-  const int64_t threads = CeilDiv(call.batch.size(), kEntries) * g.channels * (g.time / kSteps);
-  p.threads = static_cast<uint32_t>(threads);
-  return Launch(StepForwardNct<T, kTaps, kSteps, kEntries>, CeilDiv(threads, kNctThreads),
+  p.threads = static_cast<uint32_t>(plan.threads);
+  return Launch(StepForwardNct<T, kTaps, kSteps, kEntries>, CeilDiv(plan.threads, kNctThreads),
                 kNctThreads, 0, stream, p);
 }
 
 template <typename T, int kTaps>
-cudaError_t LaunchStepForward(cudaStream_t stream, const Forward& call) {
-  // Several batch entries a thread where that leaves threads enough and filters are theirs all.
-  constexpr int64_t kFewElements = 1 << 17;
-  const Geometry& g = call.geometry;
-  const int64_t batch = call.batch.size();
-  if (batch * g.channels * g.time <= kFewElements || batch == 1 || !SharesFilters(call)) {
-    return LaunchStepForward<T, kTaps, 1, 1>(stream, call);
-  }
+cudaError_t LaunchStepForward(cudaStream_t stream, const Forward& call, const ForwardPlan& plan) {
+  if (plan.entries == 1) return LaunchStepForward<T, kTaps, 1, 1>(stream, call, plan);
   if constexpr (sizeof(T) == 2) {
-    if (g.time % 2 == 0) return LaunchStepForward<T, kTaps, 2, 2>(stream, call);
+    if (plan.steps == 2) return LaunchStepForward<T, kTaps, 2, 2>(stream, call, plan);
   }
-  return LaunchStepForward<T, kTaps, 1, 4>(stream, call);
+  return LaunchStepForward<T, kTaps, 1, 4>(stream, call, plan);
 }
 
-template <typename T, int kTaps, int kAtOnce>
-cudaError_t LaunchStepBackward(cudaStream_t stream, const Backward& call, int64_t* splits,
-                               void* partials) {
+struct BackwardPlan {
+  int max_taps, at_once;  // the kernel's template arguments
+  int64_t block_channels;
+  int64_t splits, per_split;  // of batch entries, and batch entries of one
+  int64_t row_warps, entry_groups, channel_warps;
+  bool whole;      // a block makes all of a filter's sum
+  int64_t warps;   // of a block
+  int64_t blocks;  // of the grid
+};
+
+BackwardPlan MakePlan(const Gradients& gradients) {
+  const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   const int64_t depth = g.channels / g.heads;
   const int64_t entries = call.summed.size();
-  // One block for all of a head where that is little work; else one for a channel, and so many
-  // that they all run at once.
+  // One block for all of a head if that is little work; else one for a channel, and as many as all
+  // run at once.
   constexpr int64_t kHeadElements = 2048;
   constexpr int64_t kChannelElements = 4096;
   constexpr int64_t kManyBlocks = 512;
   const bool heads = depth > 1 && depth * entries * g.time <= kHeadElements;
   const bool whole = heads || (depth == 1 && entries * g.time <= kChannelElements);
   const int64_t fewer = std::max<int64_t>(1, kManyBlocks / (call.kept.size() * g.channels));
-  const int64_t split_count = whole ? 1 : std::min({*splits, fewer, entries});
-  const int64_t most_warps = heads ? kStepWarps<T> : kStepChannelWarps;
+  const int64_t max_warps = heads ? StepWarps(jaxops::cuda::SizeOf(call.dtype)) : kStepChannelWarps;
+  BackwardPlan plan;
+  plan.max_taps = g.taps <= 4 ? 4 : kShortTaps;
+  plan.at_once = entries < 4 ? 2 : 4;
+  plan.block_channels = heads ? depth : 1;
+  plan.splits = whole ? 1 : std::min({gradients.splits, fewer, entries});
+  plan.whole = plan.splits == 1 && plan.block_channels == depth;
+  plan.per_split = CeilDiv(entries, plan.splits);
+  // Warps that share a channel: along the row, and times that as at_once leaves entries.
+  const int64_t max_channel_warps = std::max<int64_t>(1, max_warps / plan.block_channels);
+  plan.row_warps = std::min(CeilDiv(g.time, kWarp), max_channel_warps);
+  plan.entry_groups =
+      std::min(CeilDiv(plan.per_split, plan.at_once), max_channel_warps / plan.row_warps);
+  plan.channel_warps = plan.row_warps * plan.entry_groups;
+  plan.warps = plan.channel_warps * std::min(plan.block_channels, max_warps / plan.channel_warps);
+  plan.blocks = call.kept.size() * plan.splits * (g.channels / plan.block_channels);
+  return plan;
+}
 
+template <typename T, int kTaps, int kAtOnce>
+cudaError_t LaunchStepBackward(cudaStream_t stream, const Gradients& gradients,
+                               const BackwardPlan& plan) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
   StepBackwardParams p{};
   p.x = call.x;
   p.weight = call.weight;
@@ -372,7 +393,7 @@ cudaError_t LaunchStepBackward(cudaStream_t stream, const Backward& call, int64_
   p.dx = call.dx;
   p.dweight = call.dweight;
   p.dbias = call.dbias;
-  p.partials = partials;
+  p.partials = gradients.partials;
   p.kept_x = call.kept.stride(0, Backward::kX);
   p.kept_weight = call.kept.stride(0, Backward::kWeight);
   p.kept_g = call.kept.stride(0, Backward::kG);
@@ -385,70 +406,65 @@ cudaError_t LaunchStepBackward(cudaStream_t stream, const Backward& call, int64_
   p.taps = static_cast<int>(g.taps);
   p.mirrored = static_cast<int>(Mirrored(g));
   p.dilation = static_cast<int>(g.dilation);
-  p.block_channels = heads ? static_cast<int>(depth) : 1;
-  p.whole = split_count == 1 && p.block_channels == depth;
-  const int64_t per_split = CeilDiv(entries, split_count);
-  p.entries = static_cast<int>(entries);
-  p.per_split = static_cast<int>(per_split);
-  // Warps that share a channel: along the row, and so many times that as kAtOnce leaves entries.
-  const int64_t most = std::max<int64_t>(1, most_warps / p.block_channels);
-  const int64_t row_warps = std::min(CeilDiv(g.time, kWarp), most);
-  const int64_t entry_groups = std::min(CeilDiv(per_split, kAtOnce), most / row_warps);
-  const int64_t channel_warps = row_warps * entry_groups;
-  const int64_t groups = std::min<int64_t>(p.block_channels, most_warps / channel_warps);
-  p.entry_groups = static_cast<int>(entry_groups);
-  p.row_warps = FastDivider(row_warps);
-  p.channel_blocks = FastDivider(g.channels / p.block_channels);
-  p.splits = FastDivider(split_count);
-  p.depth = FastDivider(depth);
-  p.channel_warps = FastDivider(channel_warps);
+  p.block_channels = static_cast<int>(plan.block_channels);
+  p.whole = plan.whole;
+  p.entries = static_cast<int>(call.summed.size());
+  p.per_split = static_cast<int>(plan.per_split);
+  p.entry_groups = static_cast<int>(plan.entry_groups);
+  p.row_warps = FastDivider(plan.row_warps);
+  p.channel_blocks = FastDivider(g.channels / plan.block_channels);
+  p.splits = FastDivider(plan.splits);
+  p.depth = FastDivider(g.channels / g.heads);
+  p.channel_warps = FastDivider(plan.channel_warps);
   p.weight_dtype = call.weight_dtype;
   p.bias_dtype = call.bias_dtype;
-  *splits = p.whole ? 0 : split_count;
-  return Launch(StepBackwardNct<T, kTaps, kAtOnce>,
-                call.kept.size() * split_count * (g.channels / p.block_channels),
-                static_cast<int>(groups * channel_warps) * kWarp, 0, stream, p);
+  return Launch(StepBackwardNct<T, kTaps, kAtOnce>, plan.blocks,
+                static_cast<int>(plan.warps) * kWarp, 0, stream, p);
 }
 
 template <typename T, int kTaps>
-cudaError_t LaunchStepBackward(cudaStream_t stream, const Backward& call, int64_t* splits,
-                               void* partials) {
-  return call.summed.size() < 4 ? LaunchStepBackward<T, kTaps, 2>(stream, call, splits, partials)
-                                : LaunchStepBackward<T, kTaps, 4>(stream, call, splits, partials);
+cudaError_t LaunchStepBackward(cudaStream_t stream, const Gradients& gradients,
+                               const BackwardPlan& plan) {
+  return plan.at_once == 2 ? LaunchStepBackward<T, kTaps, 2>(stream, gradients, plan)
+                           : LaunchStepBackward<T, kTaps, 4>(stream, gradients, plan);
+}
+
+// Threads and steps are counted in 32 bits.
+bool CanRun(const Geometry& g, int64_t batch) {
+  return g.data_format == DataFormat::kNCT && g.taps <= kShortTaps &&
+         batch * g.channels * g.time <= int64_t{1} << 30;
 }
 
 }  // namespace
 
-bool HasSteps(const Backward& call) {
-  return call.geometry.time <= kMostStepTime && call.kept.rank() <= 1 && call.summed.rank() <= 1 &&
-         HasSteps(call.geometry, call.kept.size() * call.summed.size());
+bool CanRunSteps(const Forward& call, const Device&) {
+  return call.batch.rank() <= 1 && CanRun(call.geometry, call.batch.size());
 }
 
-bool SuitsSteps(const Forward& call) {
-  return HasSteps(call) && IsSmall(call.geometry, call.dtype, call.batch.size());
+bool CanRunSteps(const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  return call.kept.rank() <= 1 && call.summed.rank() <= 1 &&
+         CanRun(call.geometry, call.kept.size() * call.summed.size());
 }
 
-bool SuitsSteps(const Backward& call) {
-  return HasSteps(call) &&
-         IsSmall(call.geometry, call.dtype, call.kept.size() * call.summed.size());
-}
-
-cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call) {
+cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device&) {
+  const ForwardPlan plan = MakePlan(call);
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return call.geometry.taps <= 4 ? LaunchStepForward<T, 4>(stream, call)
-                                   : LaunchStepForward<T, kShortTaps>(stream, call);
+    return plan.max_taps == 4 ? LaunchStepForward<T, 4>(stream, call, plan)
+                              : LaunchStepForward<T, kShortTaps>(stream, call, plan);
   });
 }
 
-cudaError_t LaunchSteps(cudaStream_t stream, const Backward& call, int64_t* splits,
-                        void* partials) {
-  return DispatchFloat(call.dtype, [&](auto element) {
+cudaError_t LaunchSteps(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const BackwardPlan plan = MakePlan(gradients);
+  const cudaError_t error = DispatchFloat(gradients.call.dtype, [&](auto element) {
     using T = decltype(element);
-    return call.geometry.taps <= 4
-               ? LaunchStepBackward<T, 4>(stream, call, splits, partials)
-               : LaunchStepBackward<T, kShortTaps>(stream, call, splits, partials);
+    return plan.max_taps == 4 ? LaunchStepBackward<T, 4>(stream, gradients, plan)
+                              : LaunchStepBackward<T, kShortTaps>(stream, gradients, plan);
   });
+  if (error != cudaSuccess || plan.whole) return error;
+  return AddPartialSums(stream, gradients.call, {gradients.partials, plan.splits});
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::nct

@@ -1,516 +1,44 @@
-// Lightweight convolution in the NCT layout where the kernels of both directions' own files do not
-// serve: dilated filters, and short filters of rows that packs do not fit; and which kernels serve
-// what in this layout, those of `nct/steps.cu` for small problems among them.
-//
-// Runs: a tile is a stretch of one row, or several whole rows where they are short. Rows
-// follow each other in memory, so that a tile and what its taps reach are one stretch of it, which
-// is copied to shared memory and from there in aligned packs whatever the length of a row. A thread
-// makes runs of steps that are `dilation` apart: their inputs are as far apart and are read once
-// for all taps.
-//
-// Packs, for the gradients of few taps that are whole packs apart: a thread owns a pack of steps,
-// and its taps meet packs.
-#include "cuda/common/activation.cuh"
+// Gradients of lightweight convolution in the NCT layout, of few taps that are whole vectors apart:
+// a thread owns a vector of steps, and its taps meet vectors.
 #include "cuda/common/async_copy.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
+#include "cuda/lightweight_conv/nct/taps.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::nct {
 namespace {
 
-using jaxops::cuda::Activate;
 using jaxops::cuda::CommitCopies;
 using jaxops::cuda::CopyAsyncPast;
 using jaxops::cuda::kPackBytes;
 using jaxops::cuda::kSharedLeave;
 using jaxops::cuda::SharedAddress;
-using jaxops::cuda::StorePack;
 using jaxops::cuda::WaitCopies;
 
-// --- runs ----------------------------------------------------------------------------------------
-
-// Steps of a run: so many that the runs of neighbouring threads lie in different banks, whatever
-// the dilation.
-template <typename T>
-constexpr int kRunSteps = sizeof(T) == 2 ? 10 : 5;
-
-// Taps of the widest kernels; longer filters take several rounds of them, or several blocks.
-constexpr int kMostTaps = 16;
-
-// Bytes of a row in a tile.
-constexpr int kTileBytes = 10240;
-
-// How the steps of a call are cut into tiles and dealt to threads.
-struct RunTile {
-  int steps;     // of a row in a tile
-  int rows;      // of a tile: one where a row is cut
-  int row_bits;  // log2 of the threads that share a row
-  int runs;      // of one row in a tile
-  int tiles;     // of a row
-
-  RunTile(int64_t time, int64_t dilation, int run_steps, int most_steps) {
-    tiles = static_cast<int>(CeilDiv(time, most_steps));
-    const int64_t group = run_steps * dilation;  // steps of neighbouring runs
-    const int64_t even = CeilDiv(time, tiles);
-    steps = static_cast<int>(std::min(time, CeilDiv(even, group) * group));
-    tiles = static_cast<int>(CeilDiv(time, steps));
-    runs = static_cast<int>(CeilDiv(steps, group) * std::min<int64_t>(dilation, steps));
-    row_bits = 4;
-    static_assert(kNctMinRowThreads == 1 << 4);
-    while ((1 << row_bits) < kNctThreads && (tiles > 1 || (1 << row_bits) < runs)) ++row_bits;
-    rows = tiles > 1 ? 1 : kNctThreads >> row_bits;
-  }
-  __device__ int lanes() const { return 1 << row_bits; }
-  __device__ int lane() const { return threadIdx.x & (lanes() - 1); }
-  __device__ int row() const { return threadIdx.x >> row_bits; }
-};
-
-// Elements of shared memory that a stretch of `count` elements takes wherever it begins.
-template <typename T>
-__host__ __device__ constexpr int StretchElements(int64_t count) {
-  constexpr int kPack = kPackElements<T>;
-  return static_cast<int>((count + 2 * kPack - 2) / kPack * kPack);
-}
-
-// Elements from the last multiple of 16 bytes before `address` to it.
-template <typename T>
-__device__ __forceinline__ int Misalignment(const T* address) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
-}
-
-// Starts to copy `count` elements of an array that ends at `array_end`; the first arrives at
-// shared[Misalignment(array)]. Neighbours come along in the first and the last 16 bytes, but
-// nothing beyond the end.
-template <typename T>
-__device__ __forceinline__ void FetchStretch(T* shared, const T* array, int count,
-                                             const T* array_end) {
-  constexpr int kPack = kPackElements<T>;
-  const int before = Misalignment(array);
-  const T* aligned = array - before;
-  const int end = before + count;
-  for (int at = threadIdx.x * kPack; at < end; at += kNctThreads * kPack) {
-    if (aligned + at + kPack <= array_end) {
-      CopyAsyncPast(SharedAddress(shared + at), reinterpret_cast<const char*>(aligned + at), true);
-    } else {
-      for (int e = at; e < end; ++e) shared[e] = aligned[e];
-    }
-  }
-}
-
-// The way back: the first element comes from shared[Misalignment(array)].
-template <typename T>
-__device__ __forceinline__ void WriteStretch(T* array, const T* shared, int count) {
-  constexpr int kPack = kPackElements<T>;
-  const int before = Misalignment(array);
-  T* aligned = array - before;
-  const int end = before + count;
-  for (int at = threadIdx.x * kPack; at < end; at += kNctThreads * kPack) {
-    if (at >= before && at + kPack <= end) {
-      StorePack(aligned + at, LoadPack<kPack>(shared + at));
-    } else {
-      for (int e = max(at, before); e < min(at + kPack, end); ++e) aligned[e] = shared[e];
-    }
-  }
-}
-
-// Reads kTaps taps from `first` on of a filter at element `at`, zero beyond its end; flipped ones
-// from its other end.
-template <int kTaps, typename Acc>
-__device__ __forceinline__ void ReadTaps(Acc (&weight)[kTaps], const void* weights, DType dtype,
-                                         int64_t at, int first, int taps, bool flip) {
-  WithElements(weights, dtype, [&](const auto* elements) {
-    const auto* filter = elements + at + (flip ? taps - 1 - first : first);
-    const int step = flip ? -1 : 1;
-#pragma unroll
-    for (int k = 0; k < kTaps; ++k) {
-      weight[k] = first + k < taps ? static_cast<Acc>(Widen(filter[k * step])) : Acc(0);
-    }
-  });
-}
-
-// --- runs, forward -------------------------------------------------------------------------------
-
-// Elements of the array of `operand`, whose entries of a batch have `entry` each.
-template <int kOperands>
-int64_t ArrayElements(const BatchMap<kOperands>& batch, int operand, int64_t entry) {
-  for (int d = 0; d < batch.rank(); ++d) entry += (batch.size(d) - 1) * batch.stride(d, operand);
-  return entry;
-}
-
-struct ForwardRuns {
-  Forward call;
-  int64_t elements_x;  // of the array
-  int time, channels, taps, padding, dilation;
-  int fetched;  // elements of shared memory for what a tile reads
-  FastDivider tiles;
-  FastDivider channel_blocks;
-  FastDivider depth;
-  FastDivider phases;  // the dilation
-  RunTile tile;
-};
-
-template <typename T, int kTaps>
-__global__ void __launch_bounds__(kNctThreads) RunsForward(const __grid_constant__ ForwardRuns p) {
-  using Acc = Accumulator<T>;
-  constexpr int kCount = kRunSteps<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* fetched = reinterpret_cast<T*>(shared);
-  T* made = fetched + p.fetched;
-
-  uint32_t block = blockIdx.x;
-  const int first_step = p.tiles.Peel(block) * p.tile.steps;
-  const int first_row = p.channel_blocks.Peel(block) * p.tile.rows;
-  const auto offsets = p.call.batch.AllOffsets(block);
-  const int rows = min(p.tile.rows, p.channels - first_row);
-  const int end_step = min(first_step + p.tile.steps, p.time);
-  // The steps of a row that the tile's taps reach.
-  const int low = max(0, first_step - p.padding);
-  const int high = min(p.time, end_step + (p.taps - 1) * p.dilation - p.padding);
-  const int64_t row_offset = int64_t{first_row} * p.time;
-  const T* x = static_cast<const T*>(p.call.x) + offsets[Forward::kX] + row_offset + low;
-  T* y = static_cast<T*>(p.call.y) + offsets[Forward::kY] + row_offset + first_step;
-  FetchStretch(fetched, x, (rows - 1) * p.time + high - low,
-               static_cast<const T*>(p.call.x) + p.elements_x);
-  CommitCopies();
-
-  const int row = p.tile.row();
-  const int channel = first_row + row;
-  const int64_t filter = offsets[Forward::kWeight] + int64_t{p.depth.Quotient(channel)} * p.taps;
-  const auto read_taps = [&](Acc(&weight)[kTaps], int first) {
-    ReadTaps(weight, p.call.weight, p.call.weight_dtype, filter, first, p.taps, p.call.flip_taps);
-  };
-  Acc weight[kTaps], bias = 0;
-  if (row < rows) {
-    read_taps(weight, 0);
-    if (p.call.bias != nullptr) {
-      const int64_t at = offsets[Forward::kBias] + channel;
-      WithElements(p.call.bias, p.call.bias_dtype,
-                   [&](const auto* biases) { bias = static_cast<Acc>(Widen(biases[at])); });
-    }
-  }
-  WaitCopies<0>();
-  __syncthreads();
-  if (row < rows) {
-    const int row_at = Misalignment(x) + row * p.time - low;  // step 0 of the row
-    T* out = made + Misalignment(y) + row * p.time - first_step;
-#pragma unroll 1
-    for (int run = p.tile.lane(); run < p.tile.runs; run += p.tile.lanes()) {
-      const int group = p.phases.Quotient(run);
-      const int start = first_step + run + group * (kCount - 1) * p.dilation;
-      if (start >= end_step) continue;
-      Acc sums[kCount];
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) sums[i] = bias;
-      int first_tap = 0;
-#pragma unroll 1
-      do {
-        if (kTaps == kMostTaps && p.taps > kTaps) read_taps(weight, first_tap);
-        constexpr int kWindow = kCount + kTaps - 1;
-        const int origin = start + first_tap * p.dilation - p.padding;
-        Acc window[kWindow];
-        if (origin >= low && origin + (kWindow - 1) * p.dilation < high) {
-          const T* from = fetched + row_at + origin;
-#pragma unroll
-          for (int e = 0; e < kWindow; ++e) window[e] = Widen(from[e * p.dilation]);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kWindow; ++e) {
-            const int t = origin + e * p.dilation;
-            window[e] = t >= low && t < high ? Widen(fetched[row_at + t]) : Acc(0);
-          }
-        }
-        const int taps = p.taps - first_tap;
-#pragma unroll
-        for (int k = 0; k < kTaps; ++k) {
-          if (k < taps) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) sums[i] += weight[k] * window[i + k];
-          }
-        }
-        first_tap += kTaps;
-      } while (kTaps == kMostTaps && first_tap < p.taps);
-      Activate(sums, p.call.activation);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int t = start + i * p.dilation;
-        if (t < end_step) out[t] = Narrow<T>(sums[i]);
-      }
-    }
-  }
-  __syncthreads();
-  WriteStretch(y, made, (rows - 1) * p.time + end_step - first_step);
-}
-
-// Writes the sum over a channel of tap `tap`, or past the last of them the bias's.
-template <typename Params, typename Acc>
-__device__ __forceinline__ void WriteRowSum(const Params& p, Acc* partials, int64_t kept, int tap,
-                                            int channel, Acc sum) {
-  if (channel >= p.channels) return;
-  if (!p.whole) {
-    partials[int64_t{tap} * p.channels + channel] = sum;
-  } else if (tap < p.taps) {
-    StoreAs(p.call.dweight, (kept * p.channels + channel) * p.taps + tap, p.call.weight_dtype, sum);
-  } else {
-    StoreAs(p.call.dbias, kept * p.channels + channel, p.call.bias_dtype, sum);
-  }
-}
-
-// --- runs, backward ------------------------------------------------------------------------------
-
-struct BackwardRuns {
-  Backward call;
-  int64_t elements_x, elements_g;  // of the arrays
-  int time, channels, taps, dilation;
-  int mirrored;              // padding of the flipped taps
-  int own_tap;               // at which a step meets its own g, or none: -1
-  uint32_t items;            // tiles of every summed batch entry
-  int fetched_x, fetched_g;  // elements of shared memory for what a tile reads
-  FastDivider tiles;
-  FastDivider splits;
-  FastDivider channel_blocks;
-  FastDivider tap_groups;
-  FastDivider depth;
-  FastDivider phases;  // the dilation
-  RunTile tile;
-  bool whole;      // a block makes all of a filter's sum, and no partial ones
-  void* partials;  // (kept, splits, taps + 1, channels)
-};
-
-// Blocks of a multiprocessor that leave registers for the sums and the window, but none to waste.
-template <typename Acc, int kTaps>
-constexpr int kRunBlocks = sizeof(Acc) * kTaps <= 16   ? 6
-                           : sizeof(Acc) * kTaps <= 32 ? 5
-                                                       : 4;
-
-constexpr int kRunStages = 2;
-
-template <typename T, int kTaps>
-__global__ void __launch_bounds__(kNctThreads, kRunBlocks<Accumulator<T>, kTaps>)
-    RunsBackward(const __grid_constant__ BackwardRuns p) {
-  using Acc = Accumulator<T>;
-  constexpr int kCount = kRunSteps<T>;
-  constexpr int kWindow = kCount + kTaps - 1;
-  extern __shared__ __align__(16) unsigned char shared[];
-  const int stage_elements = p.fetched_x + p.fetched_g;
-  T* stages = reinterpret_cast<T*>(shared);
-  T* made = stages + kRunStages * stage_elements;
-
-  uint32_t block = blockIdx.x;
-  const int first_tap = p.tap_groups.Peel(block) * kTaps;  // flipped
-  const int first_row = p.channel_blocks.Peel(block) * p.tile.rows;
-  const uint32_t split = p.splits.Peel(block);
-  const uint32_t kept = block;
-  const auto offsets = p.call.kept.AllOffsets(kept);
-  const int taps = min(kTaps, p.taps - first_tap);
-  const int rows = min(p.tile.rows, p.channels - first_row);
-  const int64_t row_offset = int64_t{first_row} * p.time;
-  const T* x = static_cast<const T*>(p.call.x) + offsets[Backward::kX] + row_offset;
-  const T* g = static_cast<const T*>(p.call.g) + offsets[Backward::kG] + row_offset;
-  T* dx = static_cast<T*>(p.call.dx) + offsets[Backward::kDx] + row_offset;
-  const bool wants_dx = p.call.dx != nullptr && p.tap_groups.divisor() == 1;
-  const bool wants_dbias = p.call.dbias != nullptr && first_tap == 0;
-  // From a step to the first of its window.
-  const int before = p.mirrored - first_tap * p.dilation;
-
-  struct Extent {
-    typename BatchMap<Backward::kOperands>::Offsets offsets;
-    int first, end;  // the tile's steps of a row
-    int low, high;   // the steps of a row of g that its taps reach
-  };
-  const auto extent_of = [&](uint32_t index) {
-    Extent extent;
-    extent.first = p.tiles.Peel(index) * p.tile.steps;
-    extent.end = min(extent.first + p.tile.steps, p.time);
-    extent.low = min(max(0, extent.first - before), p.time);
-    extent.high = max(extent.low, min(p.time, extent.end + (taps - 1) * p.dilation - before));
-    extent.offsets = p.call.summed.AllOffsets(index);
-    return extent;
-  };
-  const auto x_of = [&](const Extent& extent) {
-    return x + extent.offsets[Backward::kX] + extent.first;
-  };
-  const auto g_of = [&](const Extent& extent) {
-    return g + extent.offsets[Backward::kG] + extent.low;
-  };
-  uint32_t ahead = split;
-  const auto fetch = [&](int stage) {
-    if (ahead < p.items) {
-      const Extent extent = extent_of(ahead);
-      const int between = (rows - 1) * p.time;
-      T* to = stages + stage * stage_elements;
-      FetchStretch(to, x_of(extent), between + extent.end - extent.first,
-                   static_cast<const T*>(p.call.x) + p.elements_x);
-      if (extent.high > extent.low) {
-        FetchStretch(to + p.fetched_x, g_of(extent), between + extent.high - extent.low,
-                     static_cast<const T*>(p.call.g) + p.elements_g);
-      }
-    }
-    CommitCopies();
-    ahead += p.splits.divisor();
-  };
-  for (int stage = 0; stage < kRunStages - 1; ++stage) fetch(stage);
-
-  const int row = p.tile.row();
-  const int channel = first_row + row;
-  Acc weight[kTaps];
-  if (wants_dx && row < rows) {
-    ReadTaps(weight, p.call.weight, p.call.weight_dtype,
-             offsets[Backward::kWeight] + int64_t{p.depth.Quotient(channel)} * p.taps, 0, p.taps,
-             true);
-  }
-  Acc dweight[kTaps][1] = {};
-  Acc dbias[1][1] = {};
-  int stage = 0;
-#pragma unroll 1
-  for (uint32_t index = split; index < p.items; index += p.splits.divisor()) {
-    WaitCopies<kRunStages - 2>();
-    // What the stage held before, and the results of the item before, are dealt with by all.
-    __syncthreads();
-    fetch(stage == 0 ? kRunStages - 1 : stage - 1);
-    const Extent extent = extent_of(index);
-    T* dx_stretch = wants_dx ? dx + extent.offsets[Backward::kDx] + extent.first : nullptr;
-    if (row < rows) {
-      const T* x_row = stages + stage * stage_elements + Misalignment(x_of(extent)) + row * p.time -
-                       extent.first;
-      const T* g_row = stages + stage * stage_elements + p.fetched_x + Misalignment(g_of(extent)) +
-                       row * p.time - extent.low;
-      T* dx_row = made + Misalignment(dx_stretch) + row * p.time - extent.first;
-#pragma unroll 1
-      for (int run = p.tile.lane(); run < p.tile.runs; run += p.tile.lanes()) {
-        const int group = p.phases.Quotient(run);
-        const int start = extent.first + run + group * (kCount - 1) * p.dilation;
-        if (start >= extent.end) continue;
-        const int origin = start - before;
-        Acc own[kCount], window[kWindow];
-        bool plain = start + (kCount - 1) * p.dilation < extent.end && origin >= extent.low &&
-                     origin + (kWindow - 1) * p.dilation < extent.high;
-        uint32_t own_inside = 0, window_inside = 0;
-        if (plain) {
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) own[i] = Widen(x_row[start + i * p.dilation]);
-#pragma unroll
-          for (int e = 0; e < kWindow; ++e) window[e] = Widen(g_row[origin + e * p.dilation]);
-        } else {
-          Acc probe = 0;
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) {
-            const int t = start + i * p.dilation;
-            const bool inside = t < extent.end;
-            own[i] = inside ? Widen(x_row[t]) : Acc(0);
-            own_inside |= uint32_t{inside} << i;
-            probe += Acc(0) * own[i];
-          }
-#pragma unroll
-          for (int e = 0; e < kWindow; ++e) {
-            const int t = origin + e * p.dilation;
-            const bool inside = t >= extent.low && t < extent.high;
-            window[e] = inside ? Widen(g_row[t]) : Acc(0);
-            window_inside |= uint32_t{inside} << e;
-            probe += Acc(0) * window[e];
-          }
-          // Pairs that do not take part have a zero on one side, which is harmless beside finite
-          // numbers.
-          plain = probe == Acc(0);
-        }
-        if (plain) {
-#pragma unroll
-          for (int j = 0; j < kTaps; ++j) {
-            if (j < taps) {
-#pragma unroll
-              for (int i = 0; i < kCount; ++i) dweight[j][0] += own[i] * window[i + j];
-            }
-          }
-        } else {
-#pragma unroll
-          for (int j = 0; j < kTaps; ++j) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-              if (j < taps && own_inside >> i & window_inside >> (i + j) & 1) {
-                dweight[j][0] += own[i] * window[i + j];
-              }
-            }
-          }
-        }
-        if (wants_dx) {
-          Acc sums[kCount] = {};
-#pragma unroll
-          for (int j = 0; j < kTaps; ++j) {
-            if (j < taps) {
-#pragma unroll
-              for (int i = 0; i < kCount; ++i) sums[i] += weight[j] * window[i + j];
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) {
-            const int t = start + i * p.dilation;
-            if (t < extent.end) dx_row[t] = Narrow<T>(sums[i]);
-          }
-        }
-        if (wants_dbias && p.own_tap >= 0 && start + (kCount - 1) * p.dilation < extent.end) {
-#pragma unroll
-          for (int j = 0; j < kTaps; ++j) {
-            if (j == p.own_tap) {
-#pragma unroll
-              for (int i = 0; i < kCount; ++i) dbias[0][0] += window[i + j];
-            }
-          }
-        } else if (wants_dbias) {
-          // All taps reach every step's own g, those of a group need not.
-          const T* own_g = p.tap_groups.divisor() == 1
-                               ? g_row
-                               : g_of(extent) + int64_t{row} * p.time - extent.low;
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) {
-            const int t = start + i * p.dilation;
-            if (t < extent.end) dbias[0][0] += Widen(own_g[t]);
-          }
-        }
-      }
-    }
-    if (wants_dx) {
-      __syncthreads();
-      WriteStretch(dx_stretch, made, (rows - 1) * p.time + extent.end - extent.first);
-    }
-    stage = stage + 1 == kRunStages ? 0 : stage + 1;
-  }
-  Acc* partials = static_cast<Acc*>(p.partials) +
-                  (int64_t{kept} * p.splits.divisor() + split) * (p.taps + 1) * p.channels;
-  const auto write = [&](int tap, int row, Acc sum) {
-    if (row < rows) WriteRowSum(p, partials, kept, tap, first_row + row, sum);
-  };
-  ReduceRows(dweight, p.tile.row_bits, [&](int j, int row, Acc sum) {
-    if (j < taps) write(p.taps - 1 - first_tap - j, row, sum);
-  });
-  if (wants_dbias) {
-    ReduceRows(dbias, p.tile.row_bits, [&](int, int row, Acc sum) { write(p.taps, row, sum); });
-  }
-}
-
-// --- packs, backward -----------------------------------------------------------------------------
-
 // Taps of the kernel below.
-constexpr int kPackTaps = 4;
+constexpr int kMaxTaps = 4;
 
-struct BackwardPacks {
+struct BackwardParams {
   Backward call;
   int time, channels, taps, mirrored, dilation;
-  int beyond;      // packs that a warp's taps reach beyond those of its lanes
+  int beyond;      // vectors that a warp's taps reach beyond those of its lanes
   uint32_t items;  // tiles of every summed batch entry
   FastDivider tiles, splits, channel_blocks, depth;
   int row_bits;    // log2 of the threads that share a row: whole warps
   bool whole;      // a block makes all of a filter's sum, and no partial ones
   void* partials;  // (kept, splits, taps + 1, channels)
 
-  __host__ __device__ int row_threads() const { return 1 << row_bits; }
-  __host__ __device__ int rows() const { return kNctThreads >> row_bits; }
+  __device__ int row_threads() const { return 1 << row_bits; }
+  __device__ int rows() const { return kNctThreads >> row_bits; }
 };
 
-constexpr int kPackStages = 4;
+constexpr int kStages = 4;
 
-// For few taps whole packs apart: a lane owns a pack of steps, and what a tap meets is another
-// pack. A ring of each warp's own has what its lanes' steps and their taps read.
+// For few taps whole vectors apart: a lane owns a vector of steps, and what a tap meets is another
+// vector. A ring of each warp's own has what its lanes' steps and their taps read.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads, 8)
-    PacksBackward(const __grid_constant__ BackwardPacks p) {
+    PacksBackward(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kPack = kPackElements<T>;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -529,10 +57,10 @@ __global__ void __launch_bounds__(kNctThreads, 8)
   const bool wants_dx = p.call.dx != nullptr;
   const bool wants_dbias = p.call.dbias != nullptr;
 
-  // A stage: the packs of x of a warp's lanes, and those of g that their taps reach.
-  const int stage_packs = 2 * kWarp + p.beyond;
+  // A stage: the vectors of x of a warp's lanes, and those of g that their taps reach.
+  const int stage_vectors = 2 * kWarp + p.beyond;
   auto* ring =
-      reinterpret_cast<Pack<T, kPack>*>(shared) + threadIdx.x / kWarp * kPackStages * stage_packs;
+      reinterpret_cast<Pack<T, kPack>*>(shared) + threadIdx.x / kWarp * kStages * stage_vectors;
   const int warp_lane = threadIdx.x % kWarp;
   const auto copy = [&](Pack<T, kPack>* to, const T* from, int t) {
     const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
@@ -544,7 +72,7 @@ __global__ void __launch_bounds__(kNctThreads, 8)
     if (ahead < p.items) {
       uint32_t summed = ahead;
       const int t = (p.tiles.Peel(summed) * p.row_threads() + lane) * kPack;
-      Pack<T, kPack>* to = ring + stage * stage_packs + warp_lane;
+      Pack<T, kPack>* to = ring + stage * stage_vectors + warp_lane;
       copy(to, x + p.call.summed.Offset(summed, Backward::kX), t);
       const T* g_row = g + p.call.summed.Offset(summed, Backward::kG);
       int step = t - p.mirrored;
@@ -557,35 +85,35 @@ __global__ void __launch_bounds__(kNctThreads, 8)
     CommitCopies();
     ahead += p.splits.divisor();
   };
-  for (int stage = 0; stage < kPackStages - 1; ++stage) fetch(stage);
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage);
 
-  Acc weight[kPackTaps] = {};
+  Acc weight[kMaxTaps] = {};
   if (wants_dx && time > 0) {
     ReadTaps(
         weight, p.call.weight, p.call.weight_dtype,
         p.call.kept.Offset(kept, Backward::kWeight) + int64_t{p.depth.Quotient(channel)} * p.taps,
         0, p.taps, true);
   }
-  Acc dweight[kPackTaps][1] = {};
+  Acc dweight[kMaxTaps][1] = {};
   Acc dbias[1][1] = {};
   int stage = 0;
 #pragma unroll 1
   for (uint32_t index = split; index < p.items; index += p.splits.divisor()) {
-    WaitCopies<kPackStages - 2>();
+    WaitCopies<kStages - 2>();
     __syncwarp();
-    fetch((stage + kPackStages - 1) % kPackStages);
-    const Pack<T, kPack>* own_pack = ring + stage * stage_packs + warp_lane;
-    stage = (stage + 1) % kPackStages;
+    fetch((stage + kStages - 1) % kStages);
+    const Pack<T, kPack>* own_vector = ring + stage * stage_vectors + warp_lane;
+    stage = (stage + 1) % kStages;
     uint32_t summed = index;
     const int t = (p.tiles.Peel(summed) * p.row_threads() + lane) * kPack;
     if (t >= time) continue;
     Acc own[kPack], sums[kPack] = {};
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) own[i] = Widen(own_pack->values[i]);
-    const Pack<T, kPack>* met = own_pack + kWarp;
+    for (int i = 0; i < kPack; ++i) own[i] = Widen(own_vector->values[i]);
+    const Pack<T, kPack>* met = own_vector + kWarp;
     int step = t - p.mirrored;
 #pragma unroll
-    for (int j = 0; j < kPackTaps; ++j) {
+    for (int j = 0; j < kMaxTaps; ++j) {
       if (j < p.taps) {
         const Pack<T, kPack> pack = *met;
         // A NaN in x must not reach taps that never met it.
@@ -602,10 +130,10 @@ __global__ void __launch_bounds__(kNctThreads, 8)
       }
     }
     if (wants_dx) {
-      WriteRun<T, kPack, true>(dx + p.call.summed.Offset(summed, Backward::kDx), sums, t, time);
+      WriteSteps<T, kPack, true>(dx + p.call.summed.Offset(summed, Backward::kDx), sums, t, time);
     }
     if (wants_dbias) {
-      const Pack<T, kPack> pack = own_pack[kWarp + p.mirrored / kPack];
+      const Pack<T, kPack> pack = own_vector[kWarp + p.mirrored / kPack];
 #pragma unroll
       for (int i = 0; i < kPack; ++i) dbias[0][0] += Widen(pack.values[i]);
     }
@@ -623,219 +151,78 @@ __global__ void __launch_bounds__(kNctThreads, 8)
   }
 }
 
-// --- launches ------------------------------------------------------------------------------------
+struct Plan {
+  int row_bits = 5;
+  int64_t beyond;  // vectors that a warp's taps reach beyond those of its lanes
+  int64_t tiles, channel_blocks;
+  int64_t splits;  // blocks that share the sum of one set of channels
+  int64_t items;   // tiles of every summed batch entry
+  bool whole;      // a block makes all of a filter's sum, and no partial ones
+  int64_t shared_bytes;
+  int64_t blocks;  // of the grid
 
-// The stretches of rows that `taps` taps reach from a tile, and those of the tile itself.
-template <typename T>
-int ReachedElements(const RunTile& tile, const Geometry& g, int64_t taps) {
-  const int64_t reached = std::min<int64_t>(g.time, tile.steps + (taps - 1) * g.dilation);
-  return StretchElements<T>((tile.rows - 1) * g.time + reached);
-}
-template <typename T>
-int TileElements(const RunTile& tile, const Geometry& g) {
-  return StretchElements<T>((tile.rows - 1) * g.time + tile.steps);
-}
-
-template <typename T>
-RunTile TileOf(const Geometry& g) {
-  return RunTile(g.time, g.dilation, kRunSteps<T>, kTileBytes / sizeof(T));
-}
+  bool CanLaunch() const {
+    return shared_bytes <= kSharedLeave && items <= INT32_MAX && blocks <= kMaxBlocks;
+  }
+};
 
 template <typename T>
-size_t RunsForwardBytes(const Geometry& g) {
-  const RunTile tile = TileOf<T>(g);
-  return (ReachedElements<T>(tile, g, g.taps) + TileElements<T>(tile, g)) * sizeof(T);
-}
-
-template <typename T>
-size_t RunsBackwardBytes(const Geometry& g) {
-  const RunTile tile = TileOf<T>(g);
-  const int64_t reached = ReachedElements<T>(tile, g, std::min<int64_t>(g.taps, kMostTaps));
-  return (kRunStages * reached + (kRunStages + 1) * TileElements<T>(tile, g)) * sizeof(T);
-}
-
-// Whether at least one step in `most` of what the kernels of runs work on is one of the row's.
-template <typename T>
-bool FillsRuns(const Geometry& g, int64_t most) {
-  const RunTile tile = TileOf<T>(g);
-  return int64_t{tile.runs} * tile.tiles * kRunSteps<T> <= most * g.time;
-}
-
-bool IsShortUnaligned(const Geometry& g, DType dtype) {
-  return g.dilation == 1 && g.taps <= kShortTaps && !RowsAligned(g.time, dtype, 16);
-}
-
-template <typename T>
-bool SuitsRuns(const Forward& call) {
-  const Geometry& g = call.geometry;
-  // Of wide elements, a pack is hardly more than what its taps reach, and better read once.
-  const bool wide = g.dilation == 1 && g.taps <= 4 && sizeof(T) >= 4 && g.time >= 1024;
-  if (wide || IsShortUnaligned(g, call.dtype)) return true;
-  return g.dilation > 1 && FillsRuns<T>(g, 3) && RunsForwardBytes<T>(g) <= kSharedLeave;
-}
-
-template <typename T>
-bool SuitsRuns(const Backward& call) {
-  const Geometry& g = call.geometry;
-  if (IsShortUnaligned(g, call.dtype)) return true;
-  return g.dilation > 1 && FillsRuns<T>(g, 6) && RunsBackwardBytes<T>(g) <= kSharedLeave;
-}
-
-template <typename T>
-size_t PacksBytes(const Geometry& g) {
-  const int64_t beyond = (g.taps - 1) * g.dilation / kPackElements<T>;
-  return kNctThreads / kWarp * kPackStages * (2 * kWarp + beyond) * kPackBytes;
-}
-
-template <typename T>
-bool SuitsPacks(const Backward& call) {
+Plan MakePlan(const Gradients& gradients) {
+  const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   constexpr int kPack = kPackElements<T>;
-  return g.dilation > 1 && g.taps <= kPackTaps && RowsAligned(g.time, call.dtype, 16) &&
-         g.dilation % kPack == 0 && g.padding % kPack == 0 && PacksBytes<T>(g) <= kSharedLeave;
-}
-
-template <typename T, int kTaps>
-cudaError_t LaunchRunsForward(cudaStream_t stream, const Forward& call) {
-  const Geometry& g = call.geometry;
-  ForwardRuns p{.call = call,
-                .elements_x = ArrayElements(call.batch, Forward::kX, g.channels * g.time),
-                .time = static_cast<int>(g.time),
-                .channels = static_cast<int>(g.channels),
-                .taps = static_cast<int>(g.taps),
-                .padding = static_cast<int>(g.padding),
-                .dilation = static_cast<int>(g.dilation),
-                .depth = FastDivider(g.channels / g.heads),
-                .phases = FastDivider(g.dilation),
-                .tile = TileOf<T>(g)};
-  const int64_t channel_blocks = CeilDiv(g.channels, p.tile.rows);
-  p.fetched = ReachedElements<T>(p.tile, g, g.taps);
-  p.tiles = FastDivider(p.tile.tiles);
-  p.channel_blocks = FastDivider(channel_blocks);
-  return Launch(RunsForward<T, kTaps>, call.batch.size() * p.tile.tiles * channel_blocks,
-                kNctThreads, RunsForwardBytes<T>(g), stream, p);
-}
-
-template <typename T, int kTaps>
-cudaError_t LaunchRunsBackward(cudaStream_t stream, const Backward& call, int64_t* splits,
-                               void* partials) {
-  const Geometry& g = call.geometry;
-  const auto elements = [&](int operand) {
-    return ArrayElements(call.summed, operand,
-                         ArrayElements(call.kept, operand, g.channels * g.time));
-  };
-  BackwardRuns p{.call = call,
-                 .elements_x = elements(Backward::kX),
-                 .elements_g = elements(Backward::kG),
-                 .time = static_cast<int>(g.time),
-                 .channels = static_cast<int>(g.channels),
-                 .taps = static_cast<int>(g.taps),
-                 .dilation = static_cast<int>(g.dilation),
-                 .mirrored = static_cast<int>(Mirrored(g)),
-                 .own_tap = -1,
-                 .depth = FastDivider(g.channels / g.heads),
-                 .phases = FastDivider(g.dilation),
-                 .tile = TileOf<T>(g),
-                 .partials = partials};
-  const int64_t channel_blocks = CeilDiv(g.channels, p.tile.rows);
-  const int64_t groups = CeilDiv(g.taps, kTaps);
-  const int64_t items = call.summed.size() * p.tile.tiles;
-  int64_t split_count = std::min(*splits, items);
-  if (call.kept.size() * channel_blocks * groups >= kBusyBlocks) split_count = 1;
-  if (groups == 1 && p.mirrored % p.dilation == 0) p.own_tap = p.mirrored / p.dilation;
-  p.whole = split_count == 1 && g.channels == g.heads;
-  p.items = static_cast<uint32_t>(items);
-  p.fetched_x = TileElements<T>(p.tile, g);
-  p.fetched_g = ReachedElements<T>(p.tile, g, std::min<int64_t>(g.taps, kTaps));
-  p.tiles = FastDivider(p.tile.tiles);
-  p.splits = FastDivider(split_count);
-  p.channel_blocks = FastDivider(channel_blocks);
-  p.tap_groups = FastDivider(groups);
-  const size_t bytes = (kRunStages * (p.fetched_x + p.fetched_g) + p.fetched_x) * sizeof(T);
-  // More than are counted in 32 bits are more blocks than can be launched.
-  const int64_t blocks =
-      items > INT32_MAX ? INT64_MAX : call.kept.size() * split_count * channel_blocks * groups;
-  *splits = p.whole ? 0 : split_count;
-  return Launch(RunsBackward<T, kTaps>, blocks, kNctThreads, bytes, stream, p);
-}
-
-template <typename T>
-cudaError_t LaunchPacksBackward(cudaStream_t stream, const Backward& call, int64_t* splits,
-                                void* partials) {
-  const Geometry& g = call.geometry;
-  constexpr int kPack = kPackElements<T>;
-  BackwardPacks p{.call = call,
-                  .time = static_cast<int>(g.time),
-                  .channels = static_cast<int>(g.channels),
-                  .taps = static_cast<int>(g.taps),
-                  .mirrored = static_cast<int>(Mirrored(g)),
-                  .dilation = static_cast<int>(g.dilation),
-                  .beyond = static_cast<int>((g.taps - 1) * g.dilation / kPack),
-                  .depth = FastDivider(g.channels / g.heads),
-                  .row_bits = 5,
-                  .partials = partials};
-  while (p.rows() > 1 && p.row_threads() * kPack < g.time) ++p.row_bits;
-  const int64_t tiles = CeilDiv(g.time, kPack * p.row_threads());
-  const int64_t channel_blocks = CeilDiv(g.channels, p.rows());
-  const int64_t items = call.summed.size() * tiles;
-  int64_t split_count = std::min(*splits, items);
-  if (call.kept.size() * channel_blocks >= kBusyBlocks) split_count = 1;
-  p.whole = split_count == 1 && g.channels == g.heads;
-  p.items = static_cast<uint32_t>(items);
-  p.tiles = FastDivider(tiles);
-  p.splits = FastDivider(split_count);
-  p.channel_blocks = FastDivider(channel_blocks);
-  const int64_t blocks =
-      items > INT32_MAX ? INT64_MAX : call.kept.size() * split_count * channel_blocks;
-  *splits = p.whole ? 0 : split_count;
-  return Launch(PacksBackward<T>, blocks, kNctThreads, PacksBytes<T>(g), stream, p);
+  Plan plan;
+  while ((kNctThreads >> plan.row_bits) > 1 && (kPack << plan.row_bits) < g.time) ++plan.row_bits;
+  plan.beyond = (g.taps - 1) * g.dilation / kPack;
+  plan.tiles = CeilDiv(g.time, kPack << plan.row_bits);
+  plan.channel_blocks = CeilDiv(g.channels, kNctThreads >> plan.row_bits);
+  plan.items = call.summed.size() * plan.tiles;
+  const int64_t blocks = call.kept.size() * plan.channel_blocks;
+  plan.splits = blocks >= kBusyBlocks ? 1 : std::min(gradients.splits, plan.items);
+  plan.whole = plan.splits == 1 && g.channels == g.heads;
+  plan.shared_bytes = kNctThreads / kWarp * kStages * (2 * kWarp + plan.beyond) * kPackBytes;
+  plan.blocks = blocks * plan.splits;
+  return plan;
 }
 
 }  // namespace
 
-bool ServesNct(const Forward& call) {
-  return SuitsSteps(call) || DispatchFloat(call.dtype, [&](auto element) {
-           return SuitsRuns<decltype(element)>(call);
+bool CanRunVectors(const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
+  return g.data_format == DataFormat::kNCT && g.taps <= kMaxTaps &&
+         RowsAligned(g.time, call.dtype, 16) && RowsAligned(g.dilation, call.dtype, 16) &&
+         RowsAligned(g.padding, call.dtype, 16) && DispatchFloat(call.dtype, [&](auto element) {
+           return MakePlan<decltype(element)>(gradients).CanLaunch();
          });
 }
 
-bool ServesNct(const Backward& call) {
-  return SuitsSteps(call) || (call.geometry.dilation > 1 && HasSteps(call)) ||
-         DispatchFloat(call.dtype, [&](auto element) {
-           using T = decltype(element);
-           return SuitsPacks<T>(call) || SuitsRuns<T>(call);
-         });
-}
-
-bool MakesInputGradNct(const Backward& call) { return call.geometry.taps <= kMostTaps; }
-
-cudaError_t LaunchServedNct(cudaStream_t stream, const Forward& call) {
+cudaError_t LaunchVectors(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    const int64_t taps = call.geometry.taps;
-    if (SuitsSteps(call)) return LaunchSteps(stream, call);
-    if (taps <= 4) return LaunchRunsForward<T, 4>(stream, call);
-    if (taps <= kShortTaps) return LaunchRunsForward<T, kShortTaps>(stream, call);
-    return LaunchRunsForward<T, kMostTaps>(stream, call);
+    const Plan plan = MakePlan<T>(gradients);
+    const BackwardParams p{.call = call,
+                           .time = static_cast<int>(g.time),
+                           .channels = static_cast<int>(g.channels),
+                           .taps = static_cast<int>(g.taps),
+                           .mirrored = static_cast<int>(Mirrored(g)),
+                           .dilation = static_cast<int>(g.dilation),
+                           .beyond = static_cast<int>(plan.beyond),
+                           .items = static_cast<uint32_t>(plan.items),
+                           .tiles = FastDivider(plan.tiles),
+                           .splits = FastDivider(plan.splits),
+                           .channel_blocks = FastDivider(plan.channel_blocks),
+                           .depth = FastDivider(g.channels / g.heads),
+                           .row_bits = plan.row_bits,
+                           .whole = plan.whole,
+                           .partials = gradients.partials};
+    const cudaError_t error =
+        Launch(PacksBackward<T>, plan.blocks, kNctThreads, plan.shared_bytes, stream, p);
+    if (error != cudaSuccess || plan.whole) return error;
+    return AddPartialSums(stream, call, {gradients.partials, plan.splits});
   });
 }
 
-cudaError_t LaunchServedNct(cudaStream_t stream, const Backward& call, int64_t* splits,
-                            void* partials) {
-  return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    const int64_t taps = call.geometry.taps;
-    const bool packs = SuitsPacks<T>(call);
-    if (SuitsSteps(call) || (!packs && !SuitsRuns<T>(call))) {
-      return LaunchSteps(stream, call, splits, partials);
-    }
-    if (packs) return LaunchPacksBackward<T>(stream, call, splits, partials);
-    if (taps <= 4) return LaunchRunsBackward<T, 4>(stream, call, splits, partials);
-    if (taps <= kShortTaps) {
-      return LaunchRunsBackward<T, kShortTaps>(stream, call, splits, partials);
-    }
-    return LaunchRunsBackward<T, kMostTaps>(stream, call, splits, partials);
-  });
-}
-
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::nct

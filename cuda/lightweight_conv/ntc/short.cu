@@ -1,87 +1,121 @@
-// Lightweight convolution with short filters of rows that packs of channels fit, in the NTC layout:
-// forward, and all gradients in one pass over x and g.
+// Lightweight convolution with short filters of rows that vectors of channels divide, in the NTC
+// layout: forward, and all gradients in one pass over x and g.
 //
-// These are bound by memory. A thread owns a pack of channels and walks down a run of time steps
-// with the window of its filter in registers, so that every row is read once, but for the few that
-// neighbouring runs share. The rows that it needs next are on their way to a ring of its own in
-// shared memory: registers do not limit how much is in flight, and as no thread reads what another
-// copied, the walk never synchronises.
+// These are bound by memory. A thread owns a vector of channels and loops over a segment of time
+// steps with the window of its filter in registers, so that every row is read once, but for the few
+// that neighbouring segments share. The rows that it needs next are in flight to a ring of its own
+// in shared memory: registers do not limit how much is in flight, and as no thread reads what
+// another copied, the loop never synchronises.
 #include "cuda/common/activation.cuh"
 #include "cuda/common/async_copy.cuh"
+#include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
+#include "cuda/lightweight_conv/ntc/rows.cuh"
 
-namespace jaxops::lightweight_conv::cuda {
+namespace jaxops::lightweight_conv::cuda::ntc {
 namespace {
 
 using jaxops::cuda::Activate;
-using jaxops::cuda::StorePack;
 using jaxops::cuda::WaitCopies;
 
 constexpr int kThreads = 128;
 // Rows that a thread takes at a time, and sets of as many in its ring.
 constexpr int kRows = 4;
 constexpr int kStages = 3;
-// Steps of a walk, and bytes that it reads of an array. Shorter ones would read the rows of their
-// first window for too few steps. With longer ones, what the blocks read at a time lies further
-// apart, and the last block ends later; backward, where every further block makes sums to add, a
-// thread takes several walks instead.
-constexpr int64_t kLeastRun = 8;
-constexpr int64_t kForwardRunBytes = 256;
-constexpr int64_t kMostBackwardRun = 32;
-// Threads of a forward call that are worth shorter walks.
+// Steps of a segment, and bytes that it reads of an array. Shorter ones would read the rows of
+// their first window for too few steps. With longer ones, what the blocks read at a time lies
+// further apart, and the last block ends later; backward, where every further block makes sums to
+// add, a thread takes several segments instead.
+constexpr int64_t kMinSegment = 8;
+constexpr int64_t kForwardSegmentBytes = 256;
+constexpr int64_t kMaxBackwardSegment = 32;
+// Threads of a forward call that are worth shorter segments.
 constexpr int64_t kForwardThreads = int64_t{1} << 16;
-// Elements up to which a thread a step is the faster, forward.
-constexpr int64_t kMostStepElements = int64_t{1} << 19;
-// Those up to which it makes a single one of them.
-constexpr int64_t kMostSingleElements = int64_t{1} << 15;
 
-// What both directions know of the walks.
-struct Walks {
+struct Plan {
+  // The kernel's template arguments: channels of a thread, taps that it has registers for, and
+  // whether its channels are always of one head.
+  int vector, max_taps;
+  bool one_head;
+  ShortNtcTile tile;
+  int64_t channel_blocks;
+  int64_t phases;
+  int64_t segment_steps = 0;
+  int64_t segments = 0;  // of one phase
+  int64_t items = 0;     // segments of all phases, backward of all summed batch entries
+  // Blocks of a batch entry's channels: tiles of segments, or splits of the sum.
+  int64_t shares = 0;
+  int64_t blocks = 0;  // of the grid
+
+  // A thread has as many channels as leave the window, and backward the sums, in registers, or
+  // `few` in rows that such vectors do not divide.
+  Plan(const Geometry& g, DType dtype, int few)
+      : vector(g.channels % MaxVector(dtype) == 0 ? MaxVector(dtype) : few),
+        max_taps(vector == MaxVector(dtype) && g.taps <= 4 ? 4 : kShortTaps),
+        one_head(vector == MaxVector(dtype) && max_taps == kShortTaps &&
+                 g.channels / g.heads % vector == 0),
+        tile(g.channels, vector),
+        channel_blocks(CeilDiv(g.channels, int64_t{vector} * tile.lanes())),
+        phases(std::min(g.dilation, g.time)) {}
+
+  static int MaxVector(DType dtype) { return jaxops::cuda::SizeOf(dtype) == 8 ? 2 : 4; }
+
+  // Segments of a block that are side by side in time.
+  int64_t groups() const { return kThreads >> tile.lane_bits; }
+
+  // Cuts every phase into `wanted` segments, or fewer or more of `min` to `max` steps.
+  void Cut(const Geometry& g, int64_t wanted, int64_t min, int64_t max) {
+    const int64_t steps = CeilDiv(g.time, g.dilation);
+    const int64_t fair = CeilDiv(steps, std::max<int64_t>(1, wanted));
+    segment_steps = CeilDiv(std::clamp(fair, min, max), kRows) * kRows;
+    segments = CeilDiv(steps, segment_steps);
+  }
+
+  bool CanLaunch() const { return items <= INT32_MAX && blocks <= kMaxBlocks; }
+};
+
+// Parameters of both directions.
+struct Segments {
   int time, channels, taps, dilation;
   int padding;  // from a step's row back to the first row of its window
-  int run;      // steps of one walk
+  int length;   // steps of one
   ShortNtcTile tile;
   FastDivider channel_blocks;
-  FastDivider runs;  // of one phase
+  FastDivider per_phase;
   FastDivider phases;
   FastDivider depth;  // channels of a head
 
-  Walks(const Geometry& g, int64_t first_padding, int pack)
+  Segments(const Geometry& g, int64_t first_padding, const Plan& plan)
       : time(static_cast<int>(g.time)),
         channels(static_cast<int>(g.channels)),
         taps(static_cast<int>(g.taps)),
         dilation(static_cast<int>(g.dilation)),
         padding(static_cast<int>(first_padding)),
-        run(0),
-        tile(g.channels, pack),
-        channel_blocks(CeilDiv(g.channels, int64_t{pack} * tile.lanes())),
-        phases(std::min(g.dilation, g.time)),
+        length(static_cast<int>(plan.segment_steps)),
+        tile(plan.tile),
+        channel_blocks(plan.channel_blocks),
+        per_phase(plan.segments),
+        phases(plan.phases),
         depth(g.channels / g.heads) {}
 
-  // Walks of a block that are side by side in time.
-  __host__ __device__ int groups() const { return kThreads >> tile.lane_bits; }
-
-  // Cuts every phase into `wanted` runs, or as many as are from `least` to `most` steps long.
-  void Cut(int64_t wanted, int64_t least, int64_t most) {
-    const int64_t steps = PhaseSteps(time, dilation, 0);
-    const int64_t fair = CeilDiv(steps, std::max<int64_t>(1, wanted));
-    run = static_cast<int>(CeilDiv(std::clamp(fair, least, most), kRows) * kRows);
-    runs = FastDivider(CeilDiv(steps, run));
-  }
+  // Segments of a block that are side by side in time.
+  __device__ int groups() const { return kThreads >> tile.lane_bits; }
 };
 
-// One walk: steps first, first + dilation, ... of one phase. Step i meets rows i to i + taps - 1 of
-// its window array, where row e is time step origin + e * dilation and only rows [low, high) are
+// One segment: steps first, first + dilation, ... of one phase. Step i meets rows i to i + taps - 1
+// of its window array, where row e is time step origin + e * dilation and only rows [low, high) are
 // inside the sequence.
-struct Run {
+struct Segment {
   int first, count, origin, low, high;
 
-  __device__ Run(const Walks& walks, int step, int phase)
-      : first(phase + step * walks.dilation),
-        count(min(PhaseSteps(walks.time, walks.dilation, phase) - step, walks.run)),
-        origin(first - walks.padding),
-        low(origin >= 0 ? 0 : DivideByDilation(-origin, walks.dilation)),
-        high(origin >= walks.time ? 0 : DivideByDilation(walks.time - origin, walks.dilation)) {}
+  __device__ Segment(const Segments& segments, int step, int phase)
+      : first(phase + step * segments.dilation),
+        count(min(PhaseSteps(segments.time, segments.dilation, phase) - step, segments.length)),
+        origin(first - segments.padding),
+        low(origin >= 0 ? 0 : DivideByDilation(-origin, segments.dilation)),
+        high(origin >= segments.time
+                 ? 0
+                 : DivideByDilation(segments.time - origin, segments.dilation)) {}
 
   __device__ bool HasRow(int row) const { return row >= low && row < high; }
 };
@@ -96,7 +130,7 @@ struct Interval {
   __device__ bool Has(int i) const { return static_cast<unsigned>(i - first) < size; }
 };
 
-// A thread's rows on their way: those of the window array from kTaps - 1 on, and if kOwn is set the
+// A thread's rows in flight: those of the window array from kTaps - 1 on, and if kOwn is set the
 // steps' own rows of another array. Rows outside the sequence arrive as zeros.
 template <typename T, int kV, int kTaps, bool kOwn>
 class RowRing {
@@ -106,16 +140,18 @@ class RowRing {
       size_t{kStages} * (kOwn ? 2 : 1) * kRows * kThreads * sizeof(Row);
 
   // `window` and `own` are the thread's columns of the arrays.
-  __device__ __forceinline__ RowRing(void* storage, const Walks& walks, const Run& run,
-                                     const T* window, const T* own)
+  __device__ __forceinline__ RowRing(void* storage, const Segments& segments,
+                                     const Segment& segment, const T* window, const T* own)
       : slots_(static_cast<Row*>(storage) + threadIdx.x),
         good_(window),
-        window_(window + int64_t{run.origin + kCarried * walks.dilation} * walks.channels),
-        own_(kOwn ? own + int64_t{run.first} * walks.channels : nullptr),
-        advance_(int64_t{walks.dilation} * walks.channels),
-        run_(run),
-        plain_(run.low - kCarried,
-               min(kOwn ? run.count : run.high - kCarried, run.high - kCarried) - kRows + 1) {
+        window_(window +
+                int64_t{segment.origin + kCarried * segments.dilation} * segments.channels),
+        own_(kOwn ? own + int64_t{segment.first} * segments.channels : nullptr),
+        advance_(int64_t{segments.dilation} * segments.channels),
+        segment_(segment),
+        inside_(segment.low - kCarried,
+                min(kOwn ? segment.count : segment.high - kCarried, segment.high - kCarried) -
+                    kRows + 1) {
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) Fetch();
   }
@@ -142,15 +178,16 @@ class RowRing {
   }
 
   __device__ __forceinline__ void Fetch() {
-    if (fetched_ < run_.count) {
+    if (fetched_ < segment_.count) {
       Row* to = slots_ + filled_;
-      if (plain_.Has(fetched_)) {
+      if (inside_.Has(fetched_)) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) Copy(to + i * kThreads, true, true);
       } else {
 #pragma unroll 1
         for (int i = 0; i < kRows; ++i) {
-          Copy(to + i * kThreads, run_.HasRow(fetched_ + i + kCarried), fetched_ + i < run_.count);
+          Copy(to + i * kThreads, segment_.HasRow(fetched_ + i + kCarried),
+               fetched_ + i < segment_.count);
         }
       }
     }
@@ -175,35 +212,21 @@ class RowRing {
   const T* window_;
   const T* own_;
   int64_t advance_;
-  Run run_;
-  Interval plain_;  // steps from which on kRows rows of each array can be copied without checks
+  Segment segment_;
+  Interval inside_;  // steps from which on kRows rows of each array can be copied without checks
   int fetched_ = 0;
   int filled_ = 0, taken_ = 0;  // where the next stage is to be filled and to be taken
 };
 
-template <typename T, typename Acc, int kV>
-__device__ __forceinline__ void WidenRow(Acc (&values)[kV], const Pack<T, kV>& row) {
-#pragma unroll
-  for (int v = 0; v < kV; ++v) values[v] = Widen(row.values[v]);
-}
-
-template <typename T, int kV>
-__device__ __forceinline__ void StoreRow(T* address, const Accumulator<T> (&values)[kV]) {
-  Pack<T, kV> row;
-#pragma unroll
-  for (int v = 0; v < kV; ++v) row.values[v] = Narrow<T>(values[v]);
-  StorePack(address, row);
-}
-
-// The rows of a walk's first window but for the kRows last, zero outside the sequence.
+// The rows of a segment's first window but for the kRows last, zero outside the sequence.
 template <int kTaps, typename T, typename Acc, int kV, int kWindow>
-__device__ __forceinline__ void ReadCarried(Acc (&window)[kWindow][kV], const Walks& walks,
-                                            const Run& run, const T* column) {
+__device__ __forceinline__ void ReadCarried(Acc (&window)[kWindow][kV], const Segments& segments,
+                                            const Segment& segment, const T* column) {
   Pack<T, kV> rows[kTaps - 1];
 #pragma unroll
   for (int i = 0; i < kTaps - 1; ++i) {
-    const int t = run.origin + i * walks.dilation;
-    rows[i] = LoadIf<kV>(run.HasRow(i), column + int64_t{t} * walks.channels, column);
+    const int t = segment.origin + i * segments.dilation;
+    rows[i] = LoadIf<kV>(segment.HasRow(i), column + int64_t{t} * segments.channels, column);
   }
 #pragma unroll
   for (int i = 0; i < kTaps - 1; ++i) WidenRow(window[i], rows[i]);
@@ -219,7 +242,7 @@ __device__ __forceinline__ void Carry(Acc (&window)[kWindow][kV]) {
   }
 }
 
-// The taps of a block's channels in shared memory: read once a block, and as packs. A pack of
+// The taps of a block's channels in shared memory: read once a block, and as vectors. A vector of
 // channels that are always of one head shares its taps.
 template <typename Acc, int kTaps, int kV, bool kOneHead>
 class StagedTaps {
@@ -227,17 +250,18 @@ class StagedTaps {
   static constexpr int kWidth = kOneHead ? 1 : kV;  // filters of a thread
 
   // The block has to synchronise after this.
-  __device__ __forceinline__ void Stage(const Walks& walks, int first_channel, const void* weights,
-                                        DType dtype, int64_t offset, bool reversed) {
+  __device__ __forceinline__ void Stage(const Segments& segments, int first_channel,
+                                        const void* weights, DType dtype, int64_t offset,
+                                        bool reversed) {
     WithElements(weights, dtype, [&](const auto* elements) {
-      for (int i = threadIdx.x; i < kWidth * walks.tile.lanes(); i += kThreads) {
-        const int channel = min(first_channel + i * (kV / kWidth), walks.channels - 1);
+      for (int i = threadIdx.x; i < kWidth * segments.tile.lanes(); i += kThreads) {
+        const int channel = min(first_channel + i * (kV / kWidth), segments.channels - 1);
         const auto* filter =
-            elements + offset + int64_t{walks.depth.Quotient(channel)} * walks.taps;
+            elements + offset + int64_t{segments.depth.Quotient(channel)} * segments.taps;
 #pragma unroll
         for (int k = 0; k < kTaps; ++k) {
-          if (k < walks.taps) {
-            taps_[k][i] = static_cast<Acc>(Widen(filter[reversed ? walks.taps - 1 - k : k]));
+          if (k < segments.taps) {
+            taps_[k][i] = static_cast<Acc>(Widen(filter[reversed ? segments.taps - 1 - k : k]));
           }
         }
       }
@@ -245,8 +269,8 @@ class StagedTaps {
   }
 
   __device__ __forceinline__ void Read(Acc (&weight)[kWidth], int tap, int lane) const {
-    constexpr int kMost = 16 / sizeof(Acc);
-    constexpr int kPack = kWidth < kMost ? kWidth : kMost;
+    constexpr int kMax = 16 / sizeof(Acc);
+    constexpr int kPack = kWidth < kMax ? kWidth : kMax;
 #pragma unroll
     for (int v = 0; v < kWidth; v += kPack) {
       const auto pack = LoadPack<kPack>(&taps_[tap][lane * kWidth + v]);
@@ -261,44 +285,44 @@ class StagedTaps {
 
 // --- forward -------------------------------------------------------------------------------------
 
-struct ForwardWalks {
-  Walks walks;
+struct ForwardParams {
+  Segments segments;
   const void *x, *weight, *bias;
   void* y;
   DType weight_dtype, bias_dtype;
   Activation activation;
   bool flip_taps;
-  FastDivider tiles;  // runs of one batch entry, as many at a time as a block has groups
+  FastDivider tiles;  // segments of one batch entry, as many at a time as a block has groups
   BatchMap<Forward::kOperands> batch;
 };
 
 template <typename T, int kV, int kTaps, bool kOneHead>
 __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
-    WalkForward(const __grid_constant__ ForwardWalks p) {
+    WalkForward(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   using Ring = RowRing<T, kV, kTaps, false>;
   using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Taps staged;
-  const Walks& walks = p.walks;
-  const int lane = threadIdx.x & (walks.tile.lanes() - 1);
-  const int group = threadIdx.x >> walks.tile.lane_bits;
+  const Segments& segments = p.segments;
+  const int lane = threadIdx.x & (segments.tile.lanes() - 1);
+  const int group = threadIdx.x >> segments.tile.lane_bits;
   uint32_t block = blockIdx.x;
-  const int first_channel = walks.channel_blocks.Peel(block) * walks.tile.lanes() * kV;
+  const int first_channel = segments.channel_blocks.Peel(block) * segments.tile.lanes() * kV;
   const int channel = first_channel + lane * kV;
-  uint32_t index = p.tiles.Peel(block) * walks.groups() + group;
+  uint32_t index = p.tiles.Peel(block) * segments.groups() + group;
   const auto batch = p.batch.AllOffsets(block);
   // Phases vary fastest: neighbouring groups read neighbouring rows.
-  const int phase = walks.phases.Peel(index);
-  const bool exists = index < walks.runs.divisor() && channel < walks.channels;
-  Run run(walks, exists ? index * walks.run : 0, phase);
-  if (!exists) run.count = 0;
+  const int phase = segments.phases.Peel(index);
+  const bool exists = index < segments.per_phase.divisor() && channel < segments.channels;
+  Segment segment(segments, exists ? index * segments.length : 0, phase);
+  if (!exists) segment.count = 0;
   const T* x = static_cast<const T*>(p.x) + batch[Forward::kX] + channel;
-  Ring ring(shared, walks, run, x, nullptr);
-  staged.Stage(walks, first_channel, p.weight, p.weight_dtype, batch[Forward::kWeight],
+  Ring ring(shared, segments, segment, x, nullptr);
+  staged.Stage(segments, first_channel, p.weight, p.weight_dtype, batch[Forward::kWeight],
                p.flip_taps);
   __syncthreads();
-  if (run.count <= 0) return;
+  if (segment.count <= 0) return;
 
   Acc weight[kTaps][Taps::kWidth];
 #pragma unroll
@@ -312,12 +336,13 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
       }
     });
   }
-  const int64_t advance = int64_t{walks.dilation} * walks.channels;
-  T* y = static_cast<T*>(p.y) + batch[Forward::kY] + channel + int64_t{run.first} * walks.channels;
+  const int64_t advance = int64_t{segments.dilation} * segments.channels;
+  T* y = static_cast<T*>(p.y) + batch[Forward::kY] + channel +
+         int64_t{segment.first} * segments.channels;
   Acc window[kTaps - 1 + kRows][kV];
-  ReadCarried<kTaps>(window, walks, run, x);
+  ReadCarried<kTaps>(window, segments, segment, x);
 #pragma unroll 1
-  for (int done = 0; done < run.count; done += kRows) {
+  for (int done = 0; done < segment.count; done += kRows) {
     Pack<T, kV> rows[kRows], none[1];
     ring.Take(rows, none);
 #pragma unroll
@@ -330,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
     }
 #pragma unroll
     for (int k = 0; k < kTaps; ++k) {
-      if (k < walks.taps) {
+      if (k < segments.taps) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -342,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (done + i < run.count) {
+      if (done + i < segment.count) {
         Activate(sums[i], p.activation);
         StoreRow(y, sums[i]);
       }
@@ -352,81 +377,16 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
   }
 }
 
-// --- forward, small calls ------------------------------------------------------------------------
-
-// A small call takes little longer than the way from its launch to its first result. A thread makes
-// one step of a channel or of a pair of them, knows the number of taps, and finds its place without
-// a division; all that it is told comes through few lines of the cache of parameters.
-struct Steps {
-  const void *x, *weight;
-  int64_t plane;    // elements of a batch entry
-  int64_t before;   // from a step to the row of its first tap
-  int64_t advance;  // from there to that of the next one
-  int channels, time;
-  int first, next;  // from a step to that of its first tap, and from one tap's to the next one's
-  bool one_head;    // pairs of channels are always of one head
-  Activation activation;
-  FastDivider depth;
-  const void* bias;
-  void* y;
-};
-
-constexpr int kStepThreads = 256;
-constexpr int kStepRows = kStepThreads / kWarp;
-
-template <typename T, int kV, int kTaps>
-__global__ void __launch_bounds__(kStepThreads) StepForwardNtc(const __grid_constant__ Steps p) {
-  const int channel = (blockIdx.x * kWarp + threadIdx.x % kWarp) * kV;
-  const int step = blockIdx.y * kStepRows + threadIdx.x / kWarp;
-  if (channel >= p.channels || step >= p.time) return;
-  T weight[kTaps][kV];
-  const auto read_taps = [&](int v) {
-    const T* filter = static_cast<const T*>(p.weight) + p.depth.Quotient(channel + v) * kTaps;
-#pragma unroll
-    for (int k = 0; k < kTaps; ++k) weight[k][v] = filter[k];
-  };
-  read_taps(0);
-  const int64_t at = blockIdx.z * p.plane + (int64_t{step} * p.channels + channel);
-  const T* x = static_cast<const T*>(p.x) + at + p.before;
-  int t = step + p.first;
-  Pack<T, kV> rows[kTaps] = {};
-#pragma unroll
-  for (int k = 0; k < kTaps; ++k) {
-    if (static_cast<unsigned>(t) < static_cast<unsigned>(p.time)) rows[k] = LoadPack<kV>(x);
-    x += p.advance;
-    t += p.next;
-  }
-  if constexpr (kV > 1) {
-    if (p.one_head) {
-#pragma unroll
-      for (int k = 0; k < kTaps; ++k) weight[k][1] = weight[k][0];
-    } else {
-      read_taps(1);
-    }
-  }
-  Accumulator<T> sums[kV] = {};
-  if (p.bias != nullptr) {
-    WidenRow(sums, LoadPack<kV>(static_cast<const T*>(p.bias) + channel));
-  }
-#pragma unroll
-  for (int k = 0; k < kTaps; ++k) {
-#pragma unroll
-    for (int v = 0; v < kV; ++v) sums[v] += Widen(weight[k][v]) * Widen(rows[k].values[v]);
-  }
-  Activate(sums, p.activation);
-  StoreRow(static_cast<T*>(p.y) + at, sums);
-}
-
 // --- backward ------------------------------------------------------------------------------------
 
-struct BackwardWalks {
-  Walks walks;
+struct BackwardParams {
+  Segments segments;
   const void *x, *weight, *g;
   void *dx, *dbias;
   void* partials;
   DType weight_dtype;
   int bias_tap;        // the flipped tap that meets a step's own g, or none
-  uint32_t items;      // runs of all phases of all summed batch entries
+  uint32_t items;      // segments of all phases of all summed batch entries
   FastDivider splits;  // blocks that share the sum of one set of channels
   BatchMap<Backward::kOperands> kept, summed;
 };
@@ -462,56 +422,58 @@ __device__ __forceinline__ void SumGroups(Acc* shared, const Acc (&values)[kCoun
 
 template <typename T, int kV, int kTaps, bool kOneHead>
 __global__ void __launch_bounds__(kThreads, 3)
-    WalkBackward(const __grid_constant__ BackwardWalks p) {
+    WalkBackward(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   using Ring = RowRing<T, kV, kTaps, true>;
   using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
   constexpr int kWidth = Taps::kWidth;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Taps staged;
-  const Walks& walks = p.walks;
-  const int lanes = walks.tile.lanes();
+  const Segments& segments = p.segments;
+  const int lanes = segments.tile.lanes();
   const int lane = threadIdx.x & (lanes - 1);
-  const int group = threadIdx.x >> walks.tile.lane_bits;
+  const int group = threadIdx.x >> segments.tile.lane_bits;
   uint32_t block = blockIdx.x;
-  const int first_channel = walks.channel_blocks.Peel(block) * lanes * kV;
+  const int first_channel = segments.channel_blocks.Peel(block) * lanes * kV;
   const int channel = first_channel + lane * kV;
   const uint32_t split = p.splits.Peel(block);
   const int64_t kept_entry = block;
   const auto kept = p.kept.AllOffsets(block);
-  const int64_t advance = int64_t{walks.dilation} * walks.channels;
+  const int64_t advance = int64_t{segments.dilation} * segments.channels;
   const bool wants_dx = p.dx != nullptr;
   const bool wants_dbias = p.dbias != nullptr;
 
   if (wants_dx) {
-    staged.Stage(walks, first_channel, p.weight, p.weight_dtype, kept[Backward::kWeight], true);
+    staged.Stage(segments, first_channel, p.weight, p.weight_dtype, kept[Backward::kWeight], true);
     __syncthreads();
   }
   Acc dweight[kTaps][kWidth] = {};
   Acc dbias[1][kV] = {};
-  const uint32_t walkers = p.splits.divisor() * walks.groups();
-  uint32_t index = split * walks.groups() + group;
-  if (channel >= walks.channels) index = p.items;
+  const uint32_t stride = p.splits.divisor() * segments.groups();
+  uint32_t index = split * segments.groups() + group;
+  if (channel >= segments.channels) index = p.items;
 #pragma unroll 1
-  for (; index < p.items; index += walkers) {
+  for (; index < p.items; index += stride) {
     uint32_t item = index;
-    const int phase = walks.phases.Peel(item);
-    const int step = walks.runs.Peel(item) * walks.run;
-    const Run run(walks, step, phase);
-    if (run.count <= 0) continue;
+    const int phase = segments.phases.Peel(item);
+    const int step = segments.per_phase.Peel(item) * segments.length;
+    const Segment segment(segments, step, phase);
+    if (segment.count <= 0) continue;
     const auto summed = p.summed.AllOffsets(item);
     const auto column = [&](const void* array, int operand) {
       return static_cast<const T*>(array) + kept[operand] + summed[operand] + channel;
     };
     const T* g = column(p.g, Backward::kG);
-    Ring ring(shared, walks, run, g, column(p.x, Backward::kX));
-    T* dx = const_cast<T*>(column(p.dx, Backward::kDx)) + int64_t{run.first} * walks.channels;
+    Ring ring(shared, segments, segment, g, column(p.x, Backward::kX));
+    T* dx =
+        const_cast<T*>(column(p.dx, Backward::kDx)) + int64_t{segment.first} * segments.channels;
     Acc window[kTaps - 1 + kRows][kV];
-    ReadCarried<kTaps>(window, walks, run, g);
+    ReadCarried<kTaps>(window, segments, segment, g);
     // Steps from which on all pairs of kRows steps and the taps take part.
-    const Interval whole(run.low, min(run.count, run.high - walks.taps + 1) - kRows + 1);
+    const Interval whole(segment.low,
+                         min(segment.count, segment.high - segments.taps + 1) - kRows + 1);
 #pragma unroll 1
-    for (int done = 0; done < run.count; done += kRows) {
+    for (int done = 0; done < segment.count; done += kRows) {
       Pack<T, kV> rows[kRows], own_rows[kRows];
       ring.Take(rows, own_rows);
       Acc own[kRows][kV];
@@ -524,12 +486,12 @@ __global__ void __launch_bounds__(kThreads, 3)
       const auto work = [&](auto all) {
 #pragma unroll
         for (int j = 0; j < kTaps; ++j) {
-          if (j < walks.taps) {
+          if (j < segments.taps) {
             Acc weight[kWidth];
             staged.Read(weight, j, lane);
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-              if (all.value || (done + i < run.count && run.HasRow(done + i + j))) {
+              if (all.value || (done + i < segment.count && segment.HasRow(done + i + j))) {
 #pragma unroll
                 for (int v = 0; v < kV; ++v) {
                   dweight[j][v % kWidth] += own[i][v] * window[i + j][v];
@@ -549,7 +511,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       if (wants_dx) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          if (done + i < run.count) StoreRow(dx, sums[i]);
+          if (done + i < segment.count) StoreRow(dx, sums[i]);
           dx += advance;
         }
       }
@@ -560,7 +522,7 @@ __global__ void __launch_bounds__(kThreads, 3)
             if (j == p.bias_tap) {
 #pragma unroll
               for (int i = 0; i < kRows; ++i) {
-                if (done + i < run.count) {
+                if (done + i < segment.count) {
 #pragma unroll
                   for (int v = 0; v < kV; ++v) dbias[0][v] += window[i + j][v];
                 }
@@ -569,9 +531,9 @@ __global__ void __launch_bounds__(kThreads, 3)
           }
         } else {
           // Under dilation a step's own g need not be in the window; the cache still has it.
-          for (int i = 0; i < min(kRows, run.count - done); ++i) {
-            const int t = run.first + (done + i) * walks.dilation;
-            const auto row = LoadPack<kV>(g + int64_t{t} * walks.channels);
+          for (int i = 0; i < min(kRows, segment.count - done); ++i) {
+            const int t = segment.first + (done + i) * segments.dilation;
+            const auto row = LoadPack<kV>(g + int64_t{t} * segments.channels);
 #pragma unroll
             for (int v = 0; v < kV; ++v) dbias[0][v] += Widen(row.values[v]);
           }
@@ -582,18 +544,18 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 
   Acc* sums = reinterpret_cast<Acc*>(shared);
-  const int64_t first_row = (kept_entry * p.splits.divisor() + split) * (walks.taps + 1);
-  Acc* partials = static_cast<Acc*>(p.partials) + first_row * walks.channels;
+  const int64_t first_row = (kept_entry * p.splits.divisor() + split) * (segments.taps + 1);
+  Acc* partials = static_cast<Acc*>(p.partials) + first_row * segments.channels;
   const int first_column = first_channel / (kV / kWidth);
-  SumGroups(sums, dweight, walks.taps, lanes, [&](int j, int i, Acc sum) {
-    if (first_channel + i * (kV / kWidth) < walks.channels) {
-      partials[int64_t{walks.taps - 1 - j} * walks.channels + first_column + i] = sum;
+  SumGroups(sums, dweight, segments.taps, lanes, [&](int j, int i, Acc sum) {
+    if (first_channel + i * (kV / kWidth) < segments.channels) {
+      partials[int64_t{segments.taps - 1 - j} * segments.channels + first_column + i] = sum;
     }
   });
   if (wants_dbias) {
     SumGroups(sums, dbias, 1, lanes, [&](int, int i, Acc sum) {
-      if (first_channel + i < walks.channels) {
-        partials[int64_t{walks.taps} * walks.channels + first_channel + i] = sum;
+      if (first_channel + i < segments.channels) {
+        partials[int64_t{segments.taps} * segments.channels + first_channel + i] = sum;
       }
     });
   }
@@ -601,21 +563,37 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // --- launches ------------------------------------------------------------------------------------
 
-template <typename T, int kV, int kTaps, bool kOneHead>
-cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call) {
+Plan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
   const int64_t batch = call.batch.size();
-  ForwardWalks params{Walks(g, g.padding, kV)};
-  Walks& walks = params.walks;
-  const int64_t groups = walks.groups();
-  const int64_t phases = walks.phases.divisor();
-  const int64_t sequences = batch * phases * CeilDiv(g.channels, kV);
-  // As many runs as a block has groups at the least.
-  walks.Cut(std::max(kForwardThreads / sequences, CeilDiv(groups, phases)), kLeastRun,
-            kForwardRunBytes / static_cast<int64_t>(kV * sizeof(T)));
-  const int64_t runs = walks.runs.divisor() * phases;
-  if (runs > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const int64_t tiles = CeilDiv(runs, groups);
+  Plan plan(g, call.dtype, 2);
+  const int64_t sequences = batch * plan.phases * CeilDiv(g.channels, plan.vector);
+  // At least as many segments as a block has groups.
+  plan.Cut(g, std::max(kForwardThreads / sequences, CeilDiv(plan.groups(), plan.phases)),
+           kMinSegment, kForwardSegmentBytes / (plan.vector * jaxops::cuda::SizeOf(call.dtype)));
+  plan.items = plan.segments * plan.phases;
+  plan.shares = CeilDiv(plan.items, plan.groups());
+  plan.blocks = batch * plan.shares * plan.channel_blocks;
+  return plan;
+}
+
+Plan MakePlan(const Gradients& gradients) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
+  Plan plan(g, call.dtype, jaxops::cuda::SizeOf(call.dtype) == 2 ? 2 : 1);
+  const int64_t phases = call.summed.size() * plan.phases;
+  plan.Cut(g, gradients.splits * plan.groups() / phases, kMinSegment,
+           call.dx == nullptr ? g.time + kMinSegment : kMaxBackwardSegment);
+  plan.items = phases * plan.segments;
+  plan.shares = std::min(gradients.splits, CeilDiv(plan.items, plan.groups()));
+  plan.blocks = call.kept.size() * plan.shares * plan.channel_blocks;
+  return plan;
+}
+
+template <typename T, int kV, int kTaps, bool kOneHead>
+cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& plan) {
+  const Geometry& g = call.geometry;
+  ForwardParams params{Segments(g, g.padding, plan)};
   params.x = call.x;
   params.weight = call.weight;
   params.bias = call.bias;
@@ -624,141 +602,88 @@ cudaError_t LaunchWalks(cudaStream_t stream, const Forward& call) {
   params.bias_dtype = call.bias_dtype;
   params.activation = call.activation;
   params.flip_taps = call.flip_taps;
-  params.tiles = FastDivider(tiles);
+  params.tiles = FastDivider(plan.shares);
   params.batch = call.batch;
-  return Launch(WalkForward<T, kV, kTaps, kOneHead>, batch * tiles * walks.channel_blocks.divisor(),
-                kThreads, RowRing<T, kV, kTaps, false>::kBytes, stream, params);
+  return Launch(WalkForward<T, kV, kTaps, kOneHead>, plan.blocks, kThreads,
+                RowRing<T, kV, kTaps, false>::kBytes, stream, params);
 }
 
 template <typename T, int kV, int kTaps, bool kOneHead>
-cudaError_t LaunchWalks(cudaStream_t stream, const Backward& call, PartialSums& partials) {
+cudaError_t LaunchPlan(cudaStream_t stream, const Gradients& gradients, const Plan& plan) {
+  const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   const int64_t mirrored = Mirrored(g);
-  BackwardWalks params{Walks(g, mirrored, kV)};
-  Walks& walks = params.walks;
-  const int64_t phases = call.summed.size() * walks.phases.divisor();
-  walks.Cut(partials.splits * walks.groups() / phases, kLeastRun,
-            call.dx == nullptr ? g.time + kLeastRun : kMostBackwardRun);
-  const int64_t items = phases * walks.runs.divisor();
-  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
-  partials.splits = std::min(partials.splits, CeilDiv(items, walks.groups()));
-  partials.channels = kOneHead ? kV : 1;
+  BackwardParams params{Segments(g, mirrored, plan)};
   params.x = call.x;
   params.weight = call.weight;
   params.g = call.g;
   params.dx = call.dx;
   params.dbias = call.dbias;
-  params.partials = partials.sums;
+  params.partials = gradients.partials;
   params.weight_dtype = call.weight_dtype;
   params.bias_tap = mirrored % g.dilation == 0 ? static_cast<int>(mirrored / g.dilation) : -1;
-  params.items = static_cast<uint32_t>(items);
-  params.splits = FastDivider(partials.splits);
+  params.items = static_cast<uint32_t>(plan.items);
+  params.splits = FastDivider(plan.shares);
   params.kept = call.kept;
   params.summed = call.summed;
   constexpr size_t kSums = size_t{kTaps} * (kThreads + kWarp) * kV * sizeof(Accumulator<T>);
-  return Launch(WalkBackward<T, kV, kTaps, kOneHead>,
-                call.kept.size() * partials.splits * walks.channel_blocks.divisor(), kThreads,
+  return Launch(WalkBackward<T, kV, kTaps, kOneHead>, plan.blocks, kThreads,
                 std::max(RowRing<T, kV, kTaps, true>::kBytes, kSums), stream, params);
 }
 
-// Whether StepForwardNtc can take the call and is the faster.
-bool TakesSteps(const Forward& call) {
-  const Geometry& g = call.geometry;
-  const auto& batch = call.batch;
-  const int64_t plane = g.time * g.channels;
-  const bool plain_batch =
-      batch.size() == 1 ||
-      (batch.rank() == 1 && batch.size() <= kMostGridBlocks &&
-       batch.stride(0, Forward::kX) == plane && batch.stride(0, Forward::kY) == plane &&
-       batch.stride(0, Forward::kWeight) == 0 &&
-       (call.bias == nullptr || batch.stride(0, Forward::kBias) == 0));
-  return plain_batch && batch.size() * plane <= kMostStepElements &&
-         g.time <= kMostGridBlocks * kStepRows && call.weight_dtype == call.dtype &&
-         (call.bias == nullptr || call.bias_dtype == call.dtype);
-}
-
-template <typename T, int kV>
-cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call) {
-  const Geometry& g = call.geometry;
-  // Flipped taps are met from the last row of the window to the first.
-  const int64_t first = call.flip_taps ? Mirrored(g) : -g.padding;
-  const int64_t next = call.flip_taps ? -g.dilation : g.dilation;
-  Steps params{};
-  params.x = call.x;
-  params.weight = call.weight;
-  params.plane = g.time * g.channels;
-  params.before = first * g.channels;
-  params.channels = static_cast<int>(g.channels);
-  params.time = static_cast<int>(g.time);
-  params.first = static_cast<int>(first);
-  params.next = static_cast<int>(next);
-  params.advance = next * g.channels;
-  params.one_head = g.channels / g.heads % kV == 0;
-  params.activation = call.activation;
-  params.depth = FastDivider(g.channels / g.heads);
-  params.bias = call.bias;
-  params.y = call.y;
-  const dim3 grid(static_cast<unsigned>(CeilDiv(g.channels, kV * kWarp)),
-                  static_cast<unsigned>(CeilDiv(g.time, kStepRows)),
-                  static_cast<unsigned>(call.batch.size()));
-  [&]<int... kFewer>(std::integer_sequence<int, kFewer...>) {
-    ((g.taps == kFewer + 1
-          ? StepForwardNtc<T, kV, kFewer + 1><<<grid, kStepThreads, 0, stream>>>(params)
-          : void()),
-     ...);
-  }(std::make_integer_sequence<int, kShortTaps>{});
-  return cudaGetLastError();
-}
-
-// Calls `launch` with the channels of a thread, the number of taps that it has registers for and
-// whether its channels are always of one head. A thread has as many channels as leave the window,
-// and backward the sums, in registers, or kFew in rows that packs of so many do not fit.
+// Calls `launch` with the template arguments of a plan.
 template <typename T, int kFew, typename Function>
-cudaError_t DispatchWalks(const Geometry& g, Function&& launch) {
+cudaError_t DispatchPlan(const Plan& plan, Function&& launch) {
   constexpr std::integral_constant<int, sizeof(T) == 8 ? 2 : 4> many;
   constexpr std::integral_constant<int, kFew> few;
   constexpr std::integral_constant<int, 4> few_taps;
   constexpr std::integral_constant<int, kShortTaps> all_taps;
-  if (g.channels % many.value != 0) return launch(few, all_taps, std::false_type{});
-  if (g.taps <= few_taps.value) return launch(many, few_taps, std::false_type{});
-  return DispatchBool(g.channels / g.heads % many.value == 0,
+  if (plan.vector != many.value) return launch(few, all_taps, std::false_type{});
+  if (plan.max_taps == few_taps.value) return launch(many, few_taps, std::false_type{});
+  return DispatchBool(plan.one_head,
                       [&](auto one_head) { return launch(many, all_taps, one_head); });
+}
+
+bool IsShort(const Geometry& g) {
+  return g.data_format == DataFormat::kNTC && g.taps <= kShortTaps;
 }
 
 }  // namespace
 
-// A thread of one channel reads words of 2 bytes, which cannot be copied on their own, or is slower
-// forward than one that keeps the rows on their way in registers.
-bool TakesShortNtc(const Forward& call) {
-  return call.geometry.taps <= kShortTaps && (call.geometry.channels % 2 == 0 || TakesSteps(call));
+// A single channel of 2 bytes cannot be copied on its own, and forward there are no kernels of one
+// channel of other types.
+bool CanRunShort(const Forward& call, const Device&) {
+  return IsShort(call.geometry) && call.geometry.channels % 2 == 0 && MakePlan(call).CanLaunch();
 }
-bool TakesShortNtc(const Backward& call) {
-  return call.geometry.taps <= kShortTaps && RowsAligned(call.geometry.channels, call.dtype, 4);
+bool CanRunShort(const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  return IsShort(call.geometry) && RowsAligned(call.geometry.channels, call.dtype, 4) &&
+         MakePlan(gradients).CanLaunch();
 }
 
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Forward& call) {
+cudaError_t LaunchShort(cudaStream_t stream, const Forward& call, const Device&) {
+  const Plan plan = MakePlan(call);
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    if (TakesSteps(call)) {
-      const Geometry& g = call.geometry;
-      const bool single =
-          g.channels % 2 != 0 || call.batch.size() * g.time * g.channels <= kMostSingleElements;
-      return single ? LaunchSteps<T, 1>(stream, call) : LaunchSteps<T, 2>(stream, call);
-    }
-    return DispatchWalks<T, 2>(call.geometry, [&](auto pack, auto taps, auto one_head) {
-      return LaunchWalks<T, pack.value, taps.value, one_head.value>(stream, call);
+    return DispatchPlan<T, 2>(plan, [&](auto vector, auto taps, auto one_head) {
+      return LaunchPlan<T, vector.value, taps.value, one_head.value>(stream, call, plan);
     });
   });
 }
 
-cudaError_t LaunchShortNtc(cudaStream_t stream, const Backward& call, PartialSums& partials) {
-  return DispatchFloat(call.dtype, [&](auto element) {
+cudaError_t LaunchShort(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const Plan plan = MakePlan(gradients);
+  const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kFew = sizeof(T) == 2 ? 2 : 1;
-    return DispatchWalks<T, kFew>(call.geometry, [&](auto pack, auto taps, auto one_head) {
-      return LaunchWalks<T, pack.value, taps.value, one_head.value>(stream, call, partials);
+    return DispatchPlan<T, kFew>(plan, [&](auto vector, auto taps, auto one_head) {
+      return LaunchPlan<T, vector.value, taps.value, one_head.value>(stream, gradients, plan);
     });
   });
+  if (error != cudaSuccess) return error;
+  return AddPartialSums(stream, call,
+                        {gradients.partials, plan.shares, plan.one_head ? plan.vector : 1});
 }
 
-}  // namespace jaxops::lightweight_conv::cuda
+}  // namespace jaxops::lightweight_conv::cuda::ntc

@@ -1,0 +1,25 @@
+// Rows of neighbouring channels in the NTC layout.
+#ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_NTC_ROWS_CUH_
+#define JAXOPS_CUDA_LIGHTWEIGHT_CONV_NTC_ROWS_CUH_
+
+#include "cuda/lightweight_conv/filters.cuh"
+
+namespace jaxops::lightweight_conv::cuda::ntc {
+
+template <typename T, typename Acc, int kV>
+__device__ __forceinline__ void WidenRow(Acc (&values)[kV], const Pack<T, kV>& row) {
+#pragma unroll
+  for (int v = 0; v < kV; ++v) values[v] = Widen(row.values[v]);
+}
+
+template <typename T, int kV>
+__device__ __forceinline__ void StoreRow(T* address, const Accumulator<T> (&values)[kV]) {
+  Pack<T, kV> row;
+#pragma unroll
+  for (int v = 0; v < kV; ++v) row.values[v] = Narrow<T>(values[v]);
+  StorePack(address, row);
+}
+
+}  // namespace jaxops::lightweight_conv::cuda::ntc
+
+#endif  // JAXOPS_CUDA_LIGHTWEIGHT_CONV_NTC_ROWS_CUH_
