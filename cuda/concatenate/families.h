@@ -17,9 +17,36 @@ inline constexpr int64_t kManyCuts = 200;
 inline constexpr int64_t kLongestJoined = 64;
 inline constexpr int64_t kLongestCut = 240;
 
-// Whether LaunchPacks can move this, whose sizes and addresses are all multiples of `unit` bytes.
-bool MovesAsPacks(const Job& job, int64_t unit);
-cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit);
+inline constexpr int64_t kTableDestinations = 200;
+
+// Whether MoveAlike can do it: a few equal pieces of one array, and nothing but them.
+bool AreAlike(const Job& job, int64_t unit);
+cudaError_t LaunchAlike(cudaStream_t stream, const Job& job, int64_t unit);
+
+// Whether JoinWords can do it: two pieces, whose rows follow each other, before zeros.
+bool JoinsTwo(const Job& job);
+cudaError_t LaunchJoinTwo(cudaStream_t stream, const Job& job, int64_t unit);
+
+// Whether MoveRuns can do it, and should.
+bool HasFewRuns(const Job& job, int64_t unit);
+cudaError_t LaunchRuns(cudaStream_t stream, const Job& job, int64_t unit);
+
+// Whether MoveWhole can do it.
+bool IsWhole(const Job& job, int64_t unit);
+cudaError_t LaunchWhole(cudaStream_t stream, const Job& job);
+
+// Whether Join can do it.
+bool JoinsFew(const Job& job, int64_t unit);
+cudaError_t LaunchJoin(cudaStream_t stream, const Job& job, int64_t unit);
+
+cudaError_t LaunchCut(cudaStream_t stream, const Job& job, int64_t unit);
+
+// Whether patterns repeat often enough and close enough to be worth working out, and MoveRows can:
+// one source row follows the other, and words can be written as such.
+bool HasManyRows(const Job& job, int64_t unit);
+cudaError_t LaunchRows(cudaStream_t stream, const Job& job, int64_t unit);
+
+cudaError_t LaunchLong(cudaStream_t stream, const Job& job, int64_t unit);
 
 // Whether LaunchStretches can move this, and should: few and long rows of pieces.
 bool MovesAsStretches(const Job& job, int64_t unit);
