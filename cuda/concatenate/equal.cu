@@ -20,12 +20,7 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 
-constexpr int kFewPieces = 4;
-// What MoveEqual moves whatever its rows are: so many words, or bytes, and where pieces are cut
-// rows of so many bytes.
-constexpr int64_t kEqualWords = 3 << 16;
-constexpr int64_t kEqualBytes = 1 << 17;
-constexpr int64_t kWideCut = 512;
+constexpr int64_t kFewPieces = 64;
 
 // Words of one piece that are for neighbouring threads: a warp's where they are read from there, as
 // few as fill lines of the cache where they are written there.
@@ -94,46 +89,42 @@ cudaError_t LaunchEqual(cudaStream_t stream, const Job& job) {
 
 template <typename Word>
 cudaError_t LaunchEqual(cudaStream_t stream, const Job& job) {
-  const bool few = job.pieces.size() <= 64;
+  const bool few = job.pieces.size() <= kFewPieces;
   if (job.destinations.size() > 1) {
-    return few ? LaunchEqual<Word, true, 64>(stream, job)
+    return few ? LaunchEqual<Word, true, kFewPieces>(stream, job)
                : LaunchEqual<Word, true, kMaxPieces>(stream, job);
   }
-  return few ? LaunchEqual<Word, false, 64>(stream, job)
+  return few ? LaunchEqual<Word, false, kFewPieces>(stream, job)
              : LaunchEqual<Word, false, kMaxPieces>(stream, job);
 }
 
 }  // namespace
 
-bool MovesAsEqual(const Job& job, int64_t unit) {
-  const auto count = static_cast<int64_t>(job.pieces.size());
-  const bool splits = job.destinations.size() > 1;
-  if (job.broadcasts || count <= kFewPieces || count > kMaxPieces || !AreEqual(job) ||
-      !AreFull(job)) {
-    return false;
-  }
-  const int64_t extent = job.pieces[0].extent;
-  if (splits) {
-    const auto destinations = static_cast<int64_t>(job.destinations.size());
-    if (destinations != count || !SplitsOne(job)) return false;
-  } else {
-    for (const Piece& p : job.pieces) {
-      if (p.stride != extent) return false;
-    }
-  }
-  const int64_t words = job.rows * count * extent / unit;
-  if (words <= (unit == 1 ? kEqualBytes : kEqualWords) && !(splits && extent > kWideCut)) {
-    return true;
-  }
-  // What neighbouring threads write of large ones is whole sectors.
-  const int64_t rows =
-      splits ? std::max<int64_t>(1, kWordsTogether<uint4, true> * kPackBytes / extent) : 1;
-  return IsWhole(job, unit) && extent <= (splits ? kLongestCut : kLongestJoined) &&
-         rows * extent % kSectorBytes == 0;
+int64_t EqualSegmentBytes(const Call& call) {
+  const int64_t extent = call.job.pieces[0].extent;
+  if (call.joins()) return extent;
+  return std::max<int64_t>(1, kWordsTogether<uint4, true> * kPackBytes / extent) * extent;
 }
 
-cudaError_t LaunchEqual(cudaStream_t stream, const Job& job, int64_t unit) {
-  switch (unit) {
+bool CanRunEqual(const Call& call, const Device&) {
+  const Job& job = call.job;
+  if (job.broadcasts || call.piece_count() > kMaxPieces || !HasEqualPieces(job) ||
+      !HasFullPieces(job)) {
+    return false;
+  }
+  // Words are counted with 32 bits, those of 8 bytes as two.
+  const int64_t words = call.items() * (call.unit == 8 ? 2 : 1);
+  if (words > kMaxItems) return false;
+  if (!call.joins()) {
+    return call.destination_count() == call.piece_count() && SplitsOneSource(job);
+  }
+  return std::all_of(job.pieces.begin(), job.pieces.end(),
+                     [](const Piece& p) { return p.stride == p.extent; });
+}
+
+cudaError_t LaunchEqual(cudaStream_t stream, const Call& call, const Device&) {
+  const Job& job = call.job;
+  switch (call.unit) {
     case 16:
       return LaunchEqual<uint4>(stream, job);
     case 2:

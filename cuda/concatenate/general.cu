@@ -175,32 +175,13 @@ cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t
   return Launch(MoveLong<kAligned, Table>, blocks, kTableThreads, table_bytes, stream, table);
 }
 
-template <int kPieces, int kDestinations>
-cudaError_t LaunchLong(cudaStream_t stream, const Job& job, int64_t unit) {
-  Table<kPieces, kDestinations> table;
-  static_assert(sizeof(table) <= 32764, "the parameters of a kernel");
-  int64_t most = 0;
-  for (const Destination& d : job.destinations) most = std::max(most, d.piece_count);
-  const size_t bytes = kPieces <= kListedPieces ? 0 : most * sizeof(PieceEntry);
-  return unit == kPackBytes ? LaunchLong<true>(stream, job, table, bytes)
-                            : LaunchLong<false>(stream, job, table, bytes);
-}
-
 }  // namespace
 
-cudaError_t LaunchLong(cudaStream_t stream, const Job& job, int64_t unit) {
-  const auto pieces = static_cast<int64_t>(job.pieces.size());
-  const auto destinations = static_cast<int64_t>(job.destinations.size());
-  if (pieces <= kListedPieces && destinations <= 8)
-    return LaunchLong<kListedPieces, 8>(stream, job, unit);
-  if (pieces <= kTableDestinations && destinations > 1) {
-    return LaunchLong<kTableDestinations, kTableDestinations>(stream, job, unit);
-  }
-  if (pieces <= 64 && destinations == 1) return LaunchLong<64, 1>(stream, job, unit);
-  if (pieces <= kMaxPieces && destinations == 1) {
-    return LaunchLong<kMaxPieces, 1>(stream, job, unit);
-  }
-  return cudaErrorInvalidValue;
+cudaError_t LaunchGeneral(cudaStream_t stream, const Call& call, const Device&) {
+  return WithTable(call.job, [&](auto& table, size_t bytes) {
+    return call.unit == kPackBytes ? LaunchLong<true>(stream, call.job, table, bytes)
+                                   : LaunchLong<false>(stream, call.job, table, bytes);
+  });
 }
 
 }  // namespace jaxops::concatenate::cuda

@@ -3,35 +3,38 @@
 #define JAXOPS_CUDA_CONCATENATE_JOB_H_
 
 #include <algorithm>
+#include <cstdint>
 
 #include "common/concatenate.h"
 
 namespace jaxops::concatenate::cuda {
 
-inline bool AreFull(const Job& job) {
+// No zeros.
+inline bool HasFullPieces(const Job& job) {
   return std::all_of(job.pieces.begin(), job.pieces.end(),
                      [](const Piece& p) { return p.size == p.extent; });
 }
 
-inline bool AreEqual(const Job& job) {
+inline bool HasEqualPieces(const Job& job) {
   return std::all_of(job.pieces.begin(), job.pieces.end(), [&](const Piece& p) {
     return p.extent == job.pieces[0].extent && p.extent > 0;
   });
 }
 
 // Whether all destinations are cut from neighbouring parts of the rows of one source.
-inline bool SplitsOne(const Job& job) {
+inline bool SplitsOneSource(const Job& job) {
   const Piece& first = job.pieces[0];
   const auto* next = static_cast<const unsigned char*>(first.source);
   for (const Piece& p : job.pieces) {
     if (p.source != next || p.end != first.end || p.stride != first.stride) return false;
     next += p.size;
   }
-  return AreFull(job);
+  return HasFullPieces(job);
 }
 
-// How many pieces before zeros fill the rest of the row; -1 where zeros come before a source.
-inline int FilledPieces(const Job& job) {
+// How many pieces there are before zeros fill the rest of the row; -1 if zeros come before a
+// source.
+inline int CountFilledPieces(const Job& job) {
   int filled = 0;
   bool ended = false;
   for (const Piece& p : job.pieces) {
@@ -41,6 +44,13 @@ inline int FilledPieces(const Job& job) {
     ended = p.size < p.extent;
   }
   return filled;
+}
+
+// Whether 32 bits hold the strides by which rows are multiplied.
+inline bool HasShortStrides(const Job& job) {
+  return job.rows == 1 || std::all_of(job.pieces.begin(), job.pieces.end(), [](const Piece& p) {
+           return std::max(p.stride, p.extent) <= UINT32_MAX;
+         });
 }
 
 // Words of so many bytes.

@@ -15,7 +15,9 @@ namespace {
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
-constexpr int kFewPieces = 4;
+constexpr int kMaxJoined = 4;
+// Of items of less than 4 bytes.
+constexpr int kMaxSmallJoined = 2;
 
 struct JoinedPiece {
   const unsigned char* column0;  // where the piece would be read if it began with the row
@@ -94,20 +96,26 @@ cudaError_t LaunchJoin(cudaStream_t stream, const Job& job) {
 template <typename Item>
 cudaError_t LaunchItems(cudaStream_t stream, const Job& job) {
   if constexpr (sizeof(Item) >= 4) {
-    if (FilledPieces(job) > 2) return LaunchJoin<Item, kFewPieces>(stream, job);
+    if (CountFilledPieces(job) > 2) return LaunchJoin<Item, kMaxJoined>(stream, job);
   }
-  return LaunchJoin<Item, 2>(stream, job);
+  return LaunchJoin<Item, kMaxSmallJoined>(stream, job);
 }
 
 }  // namespace
 
-bool JoinsFew(const Job& job, int64_t unit) {
-  const int filled = FilledPieces(job);
-  return unit < kPackBytes && filled > 0 && filled <= (unit < 4 ? 2 : kFewPieces);
+bool CanRunJoin(const Call& call, const Device&) {
+  const Job& job = call.job;
+  if (job.broadcasts || !call.joins() || call.items() > kMaxItems || !HasShortStrides(job) ||
+      reinterpret_cast<uintptr_t>(job.destinations[0].data) % kPackBytes != 0) {
+    return false;
+  }
+  const int filled = CountFilledPieces(job);
+  return filled >= 0 && filled <= (call.unit < 4 ? kMaxSmallJoined : kMaxJoined);
 }
 
-cudaError_t LaunchJoin(cudaStream_t stream, const Job& job, int64_t unit) {
-  switch (unit) {
+cudaError_t LaunchJoin(cudaStream_t stream, const Call& call, const Device&) {
+  const Job& job = call.job;
+  switch (call.unit) {
     case 16:
       return LaunchItems<uint4>(stream, job);
     case 8:

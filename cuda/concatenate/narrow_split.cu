@@ -2,6 +2,8 @@
 // for all pieces.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "cuda/common/launch.h"
 #include "cuda/common/numeric.cuh"
 #include "cuda/concatenate/families.h"
@@ -14,12 +16,12 @@ namespace {
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
-constexpr int kFewPieces = 4;
+constexpr int kMaxNarrowPieces = 4;
 // Packs that a thread reads of narrow rows, whose bytes are given whole by the memory.
 constexpr int kNarrowPacks = 2;
-constexpr int64_t kNarrowBytes = kSectorBytes;
+constexpr int64_t kMaxRowBytes = 32;
 
-// Rows of 4 to kNarrowBytes bytes, a power of two, of which the first `kept` are of the pieces. A
+// Rows of 4 to kMaxRowBytes bytes, a power of two, of which the first `kept` are of the pieces. A
 // block gathers what it has of each piece in shared memory.
 struct Narrow {
   struct Piece {
@@ -36,8 +38,8 @@ struct Narrow {
   int64_t rows;
   uint32_t kept;
   int count;
-  Piece pieces[kFewPieces];
-  Column columns[kNarrowBytes];
+  Piece pieces[kMaxNarrowPieces];
+  Column columns[kMaxRowBytes];
 };
 
 // Of a block.
@@ -149,41 +151,37 @@ cudaError_t LaunchNarrow(cudaStream_t stream, const Job& job) {
 
 }  // namespace
 
-bool MovesAsNarrow(const Job& job, int64_t unit) {
+bool CanRunNarrowSplit(const Call& call, const Device&) {
+  const Job& job = call.job;
   const Piece& first = job.pieces[0];
   const int64_t row_bytes = first.stride;
-  const size_t pieces = job.pieces.size();
-  const bool power =
-      row_bytes >= 4 && row_bytes <= kNarrowBytes && (row_bytes & (row_bytes - 1)) == 0;
-  if (!power || unit == kPackBytes || job.broadcasts || pieces > kFewPieces ||
-      job.destinations.size() != pieces || !SplitsOne(job)) {
+  const bool is_power =
+      row_bytes >= 4 && row_bytes <= kMaxRowBytes && (row_bytes & (row_bytes - 1)) == 0;
+  if (!is_power || job.broadcasts || call.piece_count() > kMaxNarrowPieces ||
+      call.destination_count() != call.piece_count() || !SplitsOneSource(job)) {
     return false;
   }
+  // Whole rows are read.
   const auto* from = static_cast<const unsigned char*>(first.source);
   if (reinterpret_cast<uintptr_t>(from) % kPackBytes != 0 ||
       from + job.rows * row_bytes > static_cast<const unsigned char*>(first.end)) {
     return false;
   }
-  int64_t kept = 0;
-  for (const Destination& destination : job.destinations) {
-    if (destination.piece_count != 1) return false;
-    if (destination.row_bytes == 0) continue;
-    if (reinterpret_cast<uintptr_t>(destination.data) % kPackBytes != 0) return false;
-    kept += destination.row_bytes;
-  }
-  // Where more is kept, a single piece is as fast item by item, and small items are in tiles.
-  return kept > 0 && (2 * kept <= row_bytes || (pieces > 1 && unit >= 4));
+  return std::all_of(job.destinations.begin(), job.destinations.end(), [](const Destination& d) {
+    return d.piece_count == 1 &&
+           (d.row_bytes == 0 || reinterpret_cast<uintptr_t>(d.data) % kPackBytes == 0);
+  });
 }
 
-cudaError_t LaunchNarrow(cudaStream_t stream, const Job& job, int64_t unit) {
-  switch (unit) {
-    case 8:
-    case 4:
-      return LaunchNarrow<uint32_t>(stream, job);
+cudaError_t LaunchNarrowSplit(cudaStream_t stream, const Call& call, const Device&) {
+  const Job& job = call.job;
+  switch (call.unit) {
     case 2:
       return LaunchNarrow<uint16_t>(stream, job);
-    default:
+    case 1:
       return LaunchNarrow<uint8_t>(stream, job);
+    default:
+      return LaunchNarrow<uint32_t>(stream, job);
   }
 }
 

@@ -19,8 +19,7 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
 constexpr int kLineBytes = 128;
-constexpr int kFewPatterns = 16;
-constexpr int64_t kLongestRow = 65536;
+constexpr int kManyPatterns = 16;
 constexpr int kFewPieces = 64;
 // Steps of a block: one piece of work after the other in the order of the addresses suits the
 // memory best, but recipes of two sources have to be made up for, and copying the table of many
@@ -176,37 +175,23 @@ __global__ void __launch_bounds__(kTableThreads) MoveRows(const __grid_constant_
   }
 }
 
-// Rows after which words of 4 bytes or more begin at the beginning of a row again.
-int64_t PatternRows(int64_t unit) { return unit < 4 ? 4 / unit : 1; }
-
-// How many blocks of a kernel run at the same time on the present device.
-template <typename Params>
-cudaError_t ResidentBlocks(void (*kernel)(Params), size_t bytes, int64_t* blocks) {
-  int device, processors, of_processor;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  error =
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, kTableThreads, bytes);
-  *blocks = int64_t{processors} * of_processor;
-  return error;
-}
-
 template <typename Word, int kSources, typename Table>
-cudaError_t LaunchRows(cudaStream_t stream, const Job& job, Table& table, size_t table_bytes) {
+cudaError_t LaunchTable(cudaStream_t stream, const Job& job, int processors, Table& table,
+                        size_t table_bytes) {
   constexpr int kMany = kTogether<Word, kSources>;
   int64_t row_bytes = 0;
   for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
-  int64_t resident = 0;
-  const cudaError_t error = ResidentBlocks(MoveRows<Word, kSources, Table>, table_bytes, &resident);
+  int of_processor = 0;
+  const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      &of_processor, MoveRows<Word, kSources, Table>, kTableThreads, table_bytes);
   if (error != cudaSuccess) return error;
+  const int64_t resident = int64_t{processors} * of_processor;
   const int64_t blocks = Fill(table, job, [&](DestinationEntry& entry) {
     int64_t rows = PatternRows(sizeof(Word) / kSources);
     // Warps write whole lines of the cache where a pattern is a number of them. Words of four items
     // do not gain by it.
     while (kSources <= 2 && entry.row_bytes() * rows % kLineBytes != 0 &&
-           job.rows / (2 * rows) >= kFewPatterns) {
+           job.rows / (2 * rows) >= kManyPatterns) {
       rows *= 2;
     }
     const int64_t patterns = job.rows / rows;
@@ -239,55 +224,39 @@ cudaError_t LaunchRows(cudaStream_t stream, const Job& job, Table& table, size_t
   return Launch(MoveRows<Word, kSources, Table>, blocks, kTableThreads, table_bytes, stream, table);
 }
 
-template <int kPieces, int kDestinations>
-cudaError_t LaunchRows(cudaStream_t stream, const Job& job, int64_t unit) {
-  Table<kPieces, kDestinations> table;
-  static_assert(sizeof(table) <= 32764, "the parameters of a kernel");
-  int64_t most = 0;
-  for (const Destination& d : job.destinations) most = std::max(most, d.piece_count);
-  const size_t bytes = kPieces <= kListedPieces ? 0 : most * sizeof(PieceEntry);
-  switch (unit) {
-    case 16:
-      return LaunchRows<uint4, 1>(stream, job, table, bytes);
-    case 8:
-      return LaunchRows<uint2, 1>(stream, job, table, bytes);
-    case 4:
-      return LaunchRows<uint32_t, 1>(stream, job, table, bytes);
-    case 2:
-      return LaunchRows<uint32_t, 2>(stream, job, table, bytes);
-    default:
-      return LaunchRows<uint32_t, 4>(stream, job, table, bytes);
-  }
-}
-
 }  // namespace
 
-// Whether patterns repeat often enough and close enough to be worth working out, and MoveRows can:
-// one source row follows the other, and words can be written as such.
-bool HasManyRows(const Job& job, int64_t unit) {
-  uintptr_t addresses = 0;
-  int64_t longest = 0;
-  for (const Destination& d : job.destinations) {
-    addresses |= reinterpret_cast<uintptr_t>(d.data);
-    longest = std::max(longest, d.row_bytes);
+bool CanRunRows(const Call& call, const Device&) {
+  const Job& job = call.job;
+  if (job.broadcasts || job.rows < PatternRows(call.unit)) return false;
+  if (call.joins() ? call.piece_count() > kMaxPieces : call.piece_count() > kTableDestinations) {
+    return false;
   }
-  return !job.broadcasts && job.rows / PatternRows(unit) >= kFewPatterns &&
-         longest <= kLongestRow && addresses % sizeof(uint32_t) == 0;
+  return call.destination_count() <= kTableDestinations &&
+         std::all_of(job.destinations.begin(), job.destinations.end(), [](const Destination& d) {
+           // Blocks next to each other are counted with 32 bits.
+           return reinterpret_cast<uintptr_t>(d.data) % sizeof(uint32_t) == 0 &&
+                  d.row_bytes <= INT32_MAX;
+         });
 }
 
-cudaError_t LaunchRows(cudaStream_t stream, const Job& job, int64_t unit) {
-  const auto pieces = static_cast<int64_t>(job.pieces.size());
-  const auto destinations = static_cast<int64_t>(job.destinations.size());
-  if (pieces <= kListedPieces && destinations <= 8)
-    return LaunchRows<kListedPieces, 8>(stream, job, unit);
-  if (pieces <= kTableDestinations && destinations > 1) {
-    return LaunchRows<kTableDestinations, kTableDestinations>(stream, job, unit);
-  }
-  if (pieces <= 64 && destinations == 1) return LaunchRows<64, 1>(stream, job, unit);
-  if (pieces <= kMaxPieces && destinations == 1) {
-    return LaunchRows<kMaxPieces, 1>(stream, job, unit);
-  }
-  return cudaErrorInvalidValue;
+cudaError_t LaunchRows(cudaStream_t stream, const Call& call, const Device& device) {
+  const Job& job = call.job;
+  const int processors = device.processors;
+  return WithTable(job, [&](auto& table, size_t bytes) {
+    switch (call.unit) {
+      case 16:
+        return LaunchTable<uint4, 1>(stream, job, processors, table, bytes);
+      case 8:
+        return LaunchTable<uint2, 1>(stream, job, processors, table, bytes);
+      case 4:
+        return LaunchTable<uint32_t, 1>(stream, job, processors, table, bytes);
+      case 2:
+        return LaunchTable<uint32_t, 2>(stream, job, processors, table, bytes);
+      default:
+        return LaunchTable<uint32_t, 4>(stream, job, processors, table, bytes);
+    }
+  });
 }
 
 }  // namespace jaxops::concatenate::cuda

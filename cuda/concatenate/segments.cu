@@ -2,14 +2,10 @@
 // reads into the vectors it writes.
 #include <cuda_runtime_api.h>
 
-#include <vector>
-
 #include "common/fast_divide.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/numeric.cuh"
 #include "cuda/concatenate/families.h"
-#include "cuda/concatenate/job.h"
-#include "cuda/concatenate/launch.h"
 #include "cuda/concatenate/vectors.cuh"
 
 namespace jaxops::concatenate::cuda {
@@ -18,9 +14,10 @@ namespace {
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
-constexpr int64_t kLongStretch = 32768;
 // Packs of a thread of which each takes two loads.
 constexpr int kStretchPacks = 2;
+constexpr int64_t kFewSegments = 64;
+constexpr int64_t kMaxSegments = 480;
 
 struct Stretch {
   const unsigned char* from;  // null for zeros
@@ -109,76 +106,69 @@ __global__ void __launch_bounds__(kVectorThreads)
 }
 
 template <typename Item, int kStretches>
-cudaError_t LaunchStretchesOf(cudaStream_t stream, const std::vector<Stretch>& stretches) {
+cudaError_t LaunchStretches(cudaStream_t stream, const Job& job) {
   Stretches<kStretches> table = {};
   int64_t blocks = 0, first = 0;
   table.equal = true;
-  for (Stretch stretch : stretches) {
+  const auto add = [&](const unsigned char* from, unsigned char* to, int64_t bytes) {
+    if (bytes == 0) return;
     // As many whatever the address.
-    const int64_t of_it = CeilDiv(stretch.bytes + kPackBytes - 1,
-                                  int64_t{kVectorThreads} * kPackBytes * kStretchPacks);
-    if (table.count == 0) first = of_it;
-    table.equal = table.equal && of_it == first;
-    stretch.first_block = static_cast<uint32_t>(blocks);
-    table.stretches[table.count++] = stretch;
-    blocks += of_it;
+    const int64_t count =
+        CeilDiv(bytes + kPackBytes - 1, int64_t{kVectorThreads} * kPackBytes * kStretchPacks);
+    if (table.count == 0) first = count;
+    table.equal = table.equal && count == first;
+    table.stretches[table.count++] = {from, to, bytes, static_cast<uint32_t>(blocks)};
+    blocks += count;
+  };
+  for (const Destination& destination : job.destinations) {
+    auto* to = static_cast<unsigned char*>(destination.data);
+    for (int64_t row = 0; row < job.rows; ++row) {
+      for (int64_t p = 0; p < destination.piece_count; ++p) {
+        const Piece& piece = job.pieces[destination.first_piece + p];
+        add(static_cast<const unsigned char*>(piece.source) + row * piece.stride, to, piece.size);
+        add(nullptr, to + piece.size, piece.extent - piece.size);
+        to += piece.extent;
+      }
+    }
   }
   table.blocks = FastDivider(first);
   return Launch(MoveStretches<Item, kStretches>, blocks, kVectorThreads, 0, stream, table);
 }
 
 template <typename Item>
-cudaError_t LaunchStretches(cudaStream_t stream, const std::vector<Stretch>& stretches) {
-  return stretches.size() <= 64 ? LaunchStretchesOf<Item, 64>(stream, stretches)
-                                : LaunchStretchesOf<Item, kMaxDestinations>(stream, stretches);
-}
-
-// The rows of all pieces as stretches, if these are few and long; else none.
-std::vector<Stretch> FindStretches(const Job& job) {
-  std::vector<Stretch> stretches;
-  int64_t row_bytes = 0, bytes = 0;
-  for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
-  if (job.broadcasts || job.rows > kMaxDestinations || row_bytes < kLongStretch) return {};
-  for (const Destination& destination : job.destinations) {
-    auto* to = static_cast<unsigned char*>(destination.data);
-    for (int64_t row = 0; row < job.rows; ++row) {
-      for (int64_t p = 0; p < destination.piece_count; ++p) {
-        const Piece& piece = job.pieces[destination.first_piece + p];
-        if (piece.size > 0) {
-          stretches.push_back({static_cast<const unsigned char*>(piece.source) + row * piece.stride,
-                               to, piece.size, 0});
-        }
-        if (piece.size < piece.extent) {
-          stretches.push_back({nullptr, to + piece.size, piece.extent - piece.size, 0});
-        }
-        to += piece.extent;
-        bytes += piece.extent;
-        if (static_cast<int64_t>(stretches.size()) > kMaxDestinations) return {};
-      }
-    }
-  }
-  if (bytes < kLongStretch * static_cast<int64_t>(stretches.size())) return {};
-  return stretches;
+cudaError_t LaunchItems(cudaStream_t stream, const Call& call) {
+  return call.job.rows * CountRowSegments(call) <= kFewSegments
+             ? LaunchStretches<Item, kFewSegments>(stream, call.job)
+             : LaunchStretches<Item, kMaxSegments>(stream, call.job);
 }
 
 }  // namespace
 
-bool MovesAsStretches(const Job& job, int64_t unit) {
-  return !IsWhole(job, unit) && !FindStretches(job).empty();
+int64_t CountRowSegments(const Call& call) {
+  int64_t count = 0;
+  for (const Piece& piece : call.job.pieces) {
+    count += (piece.size > 0) + (piece.size < piece.extent);
+  }
+  return count;
 }
 
-cudaError_t LaunchStretches(cudaStream_t stream, const Job& job, int64_t unit) {
-  const std::vector<Stretch> stretches = FindStretches(job);
-  switch (unit) {
+bool CanRunSegments(const Call& call, const Device&) {
+  const Job& job = call.job;
+  return !job.broadcasts && job.rows <= kMaxSegments &&
+         job.rows * CountRowSegments(call) <= kMaxSegments;
+}
+
+cudaError_t LaunchSegments(cudaStream_t stream, const Call& call, const Device&) {
+  switch (call.unit) {
     case 16:
     case 8:
-      return LaunchStretches<uint2>(stream, stretches);
+      return LaunchItems<uint2>(stream, call);
     case 4:
-      return LaunchStretches<uint32_t>(stream, stretches);
+      return LaunchItems<uint32_t>(stream, call);
     case 2:
-      return LaunchStretches<uint16_t>(stream, stretches);
+      return LaunchItems<uint16_t>(stream, call);
     default:
-      return LaunchStretches<uint8_t>(stream, stretches);
+      return LaunchItems<uint8_t>(stream, call);
   }
 }
 

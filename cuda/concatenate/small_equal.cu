@@ -1,4 +1,5 @@
-// Few equal pieces of the rows of one array, and little of them.
+// Few equal pieces of the rows of one array, and little of them: items as large as all sizes and
+// addresses are multiples of, by the shortest way from the launch to the store.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -23,9 +24,9 @@ template <typename Word, int kPieces>
 constexpr int kAlikeThreads = kPieces * sizeof(Word) > 32 ? 64 : 128;
 template <typename Word, int kPieces>
 constexpr int kMoreAlikeThreads = kPieces * sizeof(Word) > 32 ? 128 : 192;
-// Up to so many words.
-constexpr int64_t kFewAlike = 12288;
-constexpr int kMostAlike = 4;
+// Up to this many words of a piece, blocks have the lower number of threads.
+constexpr int64_t kMaxFewWords = 12288;
+constexpr int kMaxPieces = 4;
 
 // What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
 // the first with 16 bytes of others.
@@ -83,38 +84,38 @@ cudaError_t LaunchAlike(cudaStream_t stream, const Job& job) {
     return Launch(MoveAlike<Word, kSplits, kOfBlock, kPieces>, CeilDiv(words, kOfBlock), kOfBlock,
                   0, stream, table);
   };
-  return words <= kFewAlike
+  return words <= kMaxFewWords
              ? launch(std::integral_constant<int, kAlikeThreads<Word, kPieces>>())
              : launch(std::integral_constant<int, kMoreAlikeThreads<Word, kPieces>>());
 }
 
 template <typename Word, bool kSplits>
-cudaError_t LaunchAlikeOf(cudaStream_t stream, const Job& job) {
+cudaError_t LaunchPieces(cudaStream_t stream, const Job& job) {
   switch (job.pieces.size()) {
     case 2:
       return LaunchAlike<Word, kSplits, 2>(stream, job);
     case 3:
       return LaunchAlike<Word, kSplits, 3>(stream, job);
     default:
-      return LaunchAlike<Word, kSplits, kMostAlike>(stream, job);
+      return LaunchAlike<Word, kSplits, kMaxPieces>(stream, job);
   }
 }
 
 template <typename Word>
 cudaError_t LaunchAlike(cudaStream_t stream, const Job& job) {
-  return job.destinations.size() == 1 ? LaunchAlikeOf<Word, false>(stream, job)
-                                      : LaunchAlikeOf<Word, true>(stream, job);
+  return job.destinations.size() == 1 ? LaunchPieces<Word, false>(stream, job)
+                                      : LaunchPieces<Word, true>(stream, job);
 }
 
-}  // namespace
-
-// Whether MoveAlike can do it: a few equal pieces of one array, and nothing but them.
-bool AreAlike(const Job& job, int64_t unit) {
+// A few equal pieces of one array, and nothing but them; counts have 16 bits.
+bool HasSmallEqualPieces(const Job& job, int64_t unit) {
   const Piece& first = job.pieces[0];
   const auto pieces = static_cast<int64_t>(job.pieces.size());
   const bool joins = job.destinations.size() == 1;
-  if (pieces < 2 || pieces > kMostAlike || (!joins && job.destinations.size() != job.pieces.size()))
+  if (pieces < 2 || pieces > kMaxPieces ||
+      (!joins && job.destinations.size() != job.pieces.size())) {
     return false;
+  }
   const auto* next = static_cast<const unsigned char*>(first.source);
   for (const Piece& piece : job.pieces) {
     if (piece.size != first.size || piece.extent != first.size) return false;
@@ -129,12 +130,20 @@ bool AreAlike(const Job& job, int64_t unit) {
   return size > 0 && size <= UINT16_MAX && job.rows * size - 1 <= UINT16_MAX;
 }
 
-cudaError_t LaunchAlike(cudaStream_t stream, const Job& job, int64_t unit) {
+}  // namespace
+
+bool CanRunSmallEqual(const Call& call, const Device&) {
+  return !call.job.broadcasts && HasSmallEqualPieces(call.job, call.unit);
+}
+
+cudaError_t LaunchSmallEqual(cudaStream_t stream, const Call& call, const Device&) {
+  const Job& job = call.job;
   // Lanes that have each a row of a piece are far apart in the whole.
-  if (unit == kPackBytes && job.pieces[0].size == kPackBytes && AreAlike(job, sizeof(uint2))) {
+  if (call.unit == kPackBytes && job.pieces[0].size == kPackBytes &&
+      HasSmallEqualPieces(job, sizeof(uint2))) {
     return LaunchAlike<uint2>(stream, job);
   }
-  switch (unit) {
+  switch (call.unit) {
     case 16:
       return LaunchAlike<uint4>(stream, job);
     case 8:

@@ -1,4 +1,4 @@
-// Two pieces whose rows follow each other, and little of them.
+// Two arrays joined, and little of them: as small_equal.cu.
 #include <cuda_runtime_api.h>
 
 #include <type_traits>
@@ -19,8 +19,8 @@ using jaxops::cuda::Launch;
 // the launch that is waited for on its own.
 constexpr int kJoinThreads = 256;
 constexpr int kMoreJoinThreads = 384;
-// Up to so many words.
-constexpr int64_t kFewJoined = 24576;
+// Up to this many words, blocks have the lower number of threads.
+constexpr int64_t kMaxFewWords = 24576;
 
 // What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
 // the first with 16 bytes of others.
@@ -74,26 +74,26 @@ cudaError_t LaunchJoin(cudaStream_t stream, const Job& job) {
     constexpr int kOfBlock = decltype(threads)::value;
     return Launch(JoinWords<Word, kOfBlock>, CeilDiv(words, kOfBlock), kOfBlock, 0, stream, table);
   };
-  return words <= kFewJoined ? launch(std::integral_constant<int, kJoinThreads>())
-                             : launch(std::integral_constant<int, kMoreJoinThreads>());
+  return words <= kMaxFewWords ? launch(std::integral_constant<int, kJoinThreads>())
+                               : launch(std::integral_constant<int, kMoreJoinThreads>());
 }
 
 }  // namespace
 
-// Whether JoinWords can do it: two pieces, whose rows follow each other, before zeros.
-bool JoinsTwo(const Job& job) {
+bool CanRunSmallJoin(const Call& call, const Device&) {
+  if (call.job.broadcasts || !call.joins() || call.items() > INT32_MAX) return false;
   int sources = 0;
   bool ended = false;
-  for (const Piece& piece : job.pieces) {
-    if (piece.size > 0 && (ended || piece.stride != piece.size)) return false;
-    sources += piece.size > 0;
+  for (const Piece& piece : call.job.pieces) {
+    if (piece.size > 0 && (ended || piece.stride != piece.size || ++sources > 2)) return false;
     ended = ended || piece.size < piece.extent;
   }
-  return job.destinations.size() == 1 && sources == 2;
+  return sources == 2;
 }
 
-cudaError_t LaunchJoinTwo(cudaStream_t stream, const Job& job, int64_t unit) {
-  switch (unit) {
+cudaError_t LaunchSmallJoin(cudaStream_t stream, const Call& call, const Device&) {
+  const Job& job = call.job;
+  switch (call.unit) {
     case 16:
       return LaunchJoin<uint4>(stream, job);
     case 8:

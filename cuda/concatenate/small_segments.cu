@@ -1,4 +1,4 @@
-// Little of any pieces: a block has rows of one.
+// Little of few segments: as small_equal.cu, and a block has rows of one segment.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -14,10 +14,10 @@ namespace {
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kWarp;
 
-constexpr int kRunThreads = 256;
-constexpr int64_t kMostRunBlocks = 1024;
-constexpr int kFewRuns = 4;
-constexpr int kMostRuns = 16;
+constexpr int kThreads = 256;
+constexpr int kFewSegments = 4;
+constexpr int kMaxSegments = 16;
+constexpr int64_t kMaxGridRows = 65535;
 
 // What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
 // the first with 16 bytes of others.
@@ -41,7 +41,7 @@ struct Runs {
 // A block has some rows and columns of one piece, so that all that a thread has to know comes with
 // one line, and nothing is divided.
 template <typename Word, int kRuns>
-__global__ void __launch_bounds__(kRunThreads) MoveRuns(const __grid_constant__ Runs<kRuns> table) {
+__global__ void __launch_bounds__(kThreads) MoveRuns(const __grid_constant__ Runs<kRuns> table) {
   Run run = table.runs[blockIdx.x];
   // All are on their way before the first is needed.
   asm volatile(""
@@ -60,31 +60,32 @@ __global__ void __launch_bounds__(kRunThreads) MoveRuns(const __grid_constant__ 
   }
 }
 
-// How many runs there are, the words of the longest, and how they are cut into blocks.
-struct RunBlocks {
-  int runs = 0;
-  int64_t longest = 0;
-  dim3 threads, grid;
-
-  RunBlocks(const Job& job, int64_t unit) {
-    for (const Piece& piece : job.pieces) {
-      runs += (piece.size > 0) + (piece.size < piece.extent);
-      longest = std::max({longest, piece.size / unit, (piece.extent - piece.size) / unit});
-    }
-    const int64_t beside = CeilDiv(longest, kRunThreads);
-    const int64_t width =
-        beside == 1 ? longest : CeilDiv(CeilDiv(longest, beside), int64_t{kWarp}) * kWarp;
-    const int64_t height = std::min(kRunThreads / width, job.rows);
-    threads = dim3(static_cast<unsigned>(width), static_cast<unsigned>(height));
-    grid =
-        dim3(runs, static_cast<unsigned>(CeilDiv(job.rows, height)), static_cast<unsigned>(beside));
+// False if the grid would be too large, or there are too many segments.
+bool MakePlan(const Call& call, SmallSegmentsPlan& plan) {
+  const Job& job = call.job;
+  plan.segments = 0;
+  int64_t max_bytes = 0;
+  for (const Piece& piece : job.pieces) {
+    plan.segments += (piece.size > 0) + (piece.size < piece.extent);
+    if (plan.segments > kMaxSegments) return false;
+    max_bytes = std::max({max_bytes, piece.size, piece.extent - piece.size});
   }
-  int64_t blocks() const { return int64_t{grid.x} * grid.y * grid.z; }
-};
+  const int64_t longest = max_bytes / call.unit;
+  const int64_t beside = CeilDiv(longest, kThreads);
+  const int64_t width =
+      beside == 1 ? longest : CeilDiv(CeilDiv(longest, beside), int64_t{kWarp}) * kWarp;
+  const int64_t height = std::min(kThreads / width, job.rows);
+  const int64_t below = CeilDiv(job.rows, height);
+  if (beside > kMaxGridRows || below > kMaxGridRows) return false;
+  plan.threads = dim3(static_cast<unsigned>(width), static_cast<unsigned>(height));
+  plan.grid = dim3(plan.segments, static_cast<unsigned>(below), static_cast<unsigned>(beside));
+  return true;
+}
 
 template <typename Word, int kRuns>
-cudaError_t LaunchRuns(cudaStream_t stream, const Job& job) {
-  const RunBlocks blocks(job, sizeof(Word));
+cudaError_t LaunchRuns(cudaStream_t stream, const Call& call) {
+  const Job& job = call.job;
+  const SmallSegmentsPlan& plan = call.small_segments;
   Runs<kRuns> table = {};
   Run* next = table.runs;
   for (const Destination& destination : job.destinations) {
@@ -106,35 +107,40 @@ cudaError_t LaunchRuns(cudaStream_t stream, const Job& job) {
       add(nullptr, 0, piece.extent - piece.size);
     }
   }
-  MoveRuns<Word><<<blocks.grid, blocks.threads, 0, stream>>>(table);
+  MoveRuns<Word><<<plan.grid, plan.threads, 0, stream>>>(table);
   return cudaGetLastError();
 }
 
 template <typename Word>
-cudaError_t LaunchRuns(cudaStream_t stream, const Job& job) {
-  return RunBlocks(job, sizeof(Word)).runs <= kFewRuns ? LaunchRuns<Word, kFewRuns>(stream, job)
-                                                       : LaunchRuns<Word, kMostRuns>(stream, job);
+cudaError_t LaunchWords(cudaStream_t stream, const Call& call) {
+  return call.small_segments.segments <= kFewSegments
+             ? LaunchRuns<Word, kFewSegments>(stream, call)
+             : LaunchRuns<Word, kMaxSegments>(stream, call);
 }
 
 }  // namespace
 
-bool HasFewRuns(const Job& job, int64_t unit) {
-  const RunBlocks blocks(job, unit);
-  return blocks.runs <= kMostRuns && blocks.blocks() <= kMostRunBlocks;
+bool CanRunSmallSegments(const Call& call, const Device&) {
+  const Job& job = call.job;
+  if (job.broadcasts || !MakePlan(call, call.small_segments)) return false;
+  // Items of an array are counted with 32 bits.
+  return call.items() <= UINT32_MAX &&
+         std::all_of(job.pieces.begin(), job.pieces.end(),
+                     [&](const Piece& p) { return job.rows * p.stride / call.unit <= UINT32_MAX; });
 }
 
-cudaError_t LaunchRuns(cudaStream_t stream, const Job& job, int64_t unit) {
-  switch (unit) {
+cudaError_t LaunchSmallSegments(cudaStream_t stream, const Call& call, const Device&) {
+  switch (call.unit) {
     case 16:
-      return LaunchRuns<uint4>(stream, job);
+      return LaunchWords<uint4>(stream, call);
     case 8:
-      return LaunchRuns<uint2>(stream, job);
+      return LaunchWords<uint2>(stream, call);
     case 4:
-      return LaunchRuns<uint32_t>(stream, job);
+      return LaunchWords<uint32_t>(stream, call);
     case 2:
-      return LaunchRuns<uint16_t>(stream, job);
+      return LaunchWords<uint16_t>(stream, call);
     default:
-      return LaunchRuns<uint8_t>(stream, job);
+      return LaunchWords<uint8_t>(stream, call);
   }
 }
 

@@ -11,6 +11,7 @@
 #include "cuda/common/numeric.cuh"
 #include "cuda/concatenate/families.h"
 #include "cuda/concatenate/items.cuh"
+#include "cuda/concatenate/job.h"
 #include "cuda/concatenate/launch.h"
 
 namespace jaxops::concatenate::cuda {
@@ -22,6 +23,7 @@ using jaxops::cuda::Launch;
 // Blocks that go round all destinations, at least.
 constexpr int kRoundBlocks = 64;
 constexpr int kRoundsPerPiece = 8;
+constexpr int kManyPieces = 200;
 
 struct CutPiece {
   const unsigned char* source;
@@ -131,14 +133,27 @@ cudaError_t LaunchItems(cudaStream_t stream, const Job& job) {
   const size_t pieces = job.pieces.size();
   if (pieces <= 2) return LaunchCut<Item, 2>(stream, job);
   if (pieces <= 16) return LaunchCut<Item, 16>(stream, job);
-  if (pieces <= kManyCuts) return LaunchCut<Item, kManyCuts>(stream, job);
+  if (pieces <= kManyPieces) return LaunchCut<Item, kManyPieces>(stream, job);
   return LaunchCut<Item, kMaxDestinations>(stream, job);
 }
 
 }  // namespace
 
-cudaError_t LaunchCut(cudaStream_t stream, const Job& job, int64_t unit) {
-  switch (unit) {
+bool CanRunSplit(const Call& call, const Device&) {
+  const Job& job = call.job;
+  if (job.broadcasts || call.destination_count() > kMaxDestinations || !HasShortStrides(job)) {
+    return false;
+  }
+  return std::all_of(job.destinations.begin(), job.destinations.end(), [&](const Destination& d) {
+    // The count of items has 32 bits, and rounds may reach beyond the last one.
+    return d.piece_count == 1 && reinterpret_cast<uintptr_t>(d.data) % kPackBytes == 0 &&
+           job.rows * d.row_bytes / call.unit <= kMaxItems;
+  });
+}
+
+cudaError_t LaunchSplit(cudaStream_t stream, const Call& call, const Device&) {
+  const Job& job = call.job;
+  switch (call.unit) {
     case 16:
       return LaunchItems<uint4>(stream, job);
     case 8:

@@ -2,11 +2,15 @@
 #ifndef JAXOPS_CUDA_CONCATENATE_TABLE_CUH_
 #define JAXOPS_CUDA_CONCATENATE_TABLE_CUH_
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 
 #include "common/concatenate.h"
 #include "common/fast_divide.h"
 #include "cuda/common/numeric.cuh"
+#include "cuda/concatenate/families.h"
+#include "cuda/concatenate/launch.h"
 
 namespace jaxops::concatenate::cuda {
 
@@ -160,6 +164,33 @@ int64_t Fill(Table& table, const Job& job, Blocks&& blocks) {
   }
   table.destination_count = count;
   return all_blocks;
+}
+
+// Calls launch(table, bytes) with the smallest table that holds the job, and with the bytes of
+// shared memory for the pieces of a block's destination.
+template <int kPieces, int kDestinations, typename Function>
+cudaError_t WithTableOf(const Job& job, Function&& launch) {
+  Table<kPieces, kDestinations> table;
+  static_assert(sizeof(table) <= 32764, "the parameters of a kernel");
+  int64_t max_pieces = 0;
+  for (const Destination& d : job.destinations) max_pieces = std::max(max_pieces, d.piece_count);
+  return launch(table, kPieces <= kListedPieces ? 0 : max_pieces * sizeof(PieceEntry));
+}
+
+template <typename Function>
+cudaError_t WithTable(const Job& job, Function&& launch) {
+  const auto pieces = static_cast<int64_t>(job.pieces.size());
+  const auto destinations = static_cast<int64_t>(job.destinations.size());
+  if (pieces <= kListedPieces && destinations <= 8) {
+    return WithTableOf<kListedPieces, 8>(job, launch);
+  }
+  if (destinations > 1) {
+    return pieces <= kTableDestinations
+               ? WithTableOf<kTableDestinations, kTableDestinations>(job, launch)
+               : cudaErrorInvalidValue;
+  }
+  if (pieces <= 64) return WithTableOf<64, 1>(job, launch);
+  return pieces <= kMaxPieces ? WithTableOf<kMaxPieces, 1>(job, launch) : cudaErrorInvalidValue;
 }
 
 }  // namespace jaxops::concatenate::cuda

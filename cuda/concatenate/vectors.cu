@@ -106,25 +106,28 @@ cudaError_t LaunchWholeOf(cudaStream_t stream, const Job& job) {
   const size_t pieces = job.pieces.size();
   if (pieces <= 2) return LaunchWhole<kSplits, 2>(stream, job);
   if (pieces <= kFewPieces) return LaunchWhole<kSplits, kFewPieces>(stream, job);
-  if (!AreEqual(job)) return LaunchWhole<kSplits, kComparedPieces>(stream, job);
+  if (!HasEqualPieces(job)) return LaunchWhole<kSplits, kComparedPieces>(stream, job);
   return pieces <= 64 ? LaunchWhole<kSplits, 64>(stream, job)
                       : LaunchWhole<kSplits, kMaxPieces>(stream, job);
 }
 
 }  // namespace
 
-bool IsWhole(const Job& job, int64_t unit) {
-  const size_t pieces = job.pieces.size();
-  int64_t row_bytes = 0;
-  for (const Destination& d : job.destinations) row_bytes += d.row_bytes;
-  if (job.rows * row_bytes / kPackBytes > kMostItems) return false;
-  return unit == kPackBytes && (job.destinations.size() == 1 || SplitsOne(job)) &&
-         (pieces <= kComparedPieces || (pieces <= kMaxPieces && AreEqual(job)));
+bool HasWholeVectors(const Call& call) {
+  const Job& job = call.job;
+  return call.unit == kPackBytes && call.items() <= kMaxItems &&
+         (call.joins() || SplitsOneSource(job)) &&
+         (call.piece_count() <= kComparedPieces ||
+          (call.piece_count() <= kMaxPieces && HasEqualPieces(job)));
 }
 
-cudaError_t LaunchWhole(cudaStream_t stream, const Job& job) {
-  return job.destinations.size() == 1 ? LaunchWholeOf<false>(stream, job)
-                                      : LaunchWholeOf<true>(stream, job);
+bool CanRunVectors(const Call& call, const Device&) {
+  return !call.job.broadcasts && HasWholeVectors(call) && HasShortStrides(call.job);
+}
+
+cudaError_t LaunchVectors(cudaStream_t stream, const Call& call, const Device&) {
+  return call.joins() ? LaunchWholeOf<false>(stream, call.job)
+                      : LaunchWholeOf<true>(stream, call.job);
 }
 
 }  // namespace jaxops::concatenate::cuda

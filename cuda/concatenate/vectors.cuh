@@ -2,7 +2,6 @@
 #ifndef JAXOPS_CUDA_CONCATENATE_VECTORS_CUH_
 #define JAXOPS_CUDA_CONCATENATE_VECTORS_CUH_
 
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/common/numeric.cuh"
@@ -12,7 +11,6 @@ namespace jaxops::concatenate::cuda {
 using jaxops::cuda::kPackBytes;
 
 inline constexpr int kVectorThreads = 256;
-inline constexpr int64_t kMostItems = int64_t{1} << 30;
 // Where the segments of a table begin that are not there.
 inline constexpr uint32_t kNowhere = UINT32_MAX;
 

@@ -1,9 +1,29 @@
 // The patches of images and the images of patches, see common/im2col.h.
+#include "cuda/common/dispatch.h"
 #include "cuda/common/numeric.cuh"
 #include "cuda/im2col/families.h"
 #include "cuda/im2col/launch.h"
 
 namespace jaxops::im2col::cuda {
+namespace {
+
+using jaxops::cuda::Always;
+using jaxops::cuda::Family;
+using jaxops::cuda::Table;
+
+constexpr Family<Call> kIm2ColFamilies[] = {
+    // Few divisions for 16 bytes.
+    {"vectors", CanRunVectors, Always<Call>, LaunchVectors},
+    {"items", Always<Call>, Always<Call>, LaunchItems},
+};
+const Table<Call> kIm2Col("im2col", "im2col", kIm2ColFamilies);
+
+constexpr Family<Call> kCol2ImFamilies[] = {
+    {"sum", Always<Call>, Always<Call>, LaunchSum},
+};
+const Table<Call> kCol2Im("col2im", "col2im", kCol2ImFamilies);
+
+}  // namespace
 
 cudaError_t LaunchIm2Col(cudaStream_t stream, const Call& call) {
   if (call.patches_size() == 0) return cudaSuccess;
@@ -11,8 +31,7 @@ cudaError_t LaunchIm2Col(cudaStream_t stream, const Call& call) {
   if (call.image_size() == 0) {
     return cudaMemsetAsync(call.to, 0, call.patches_size() * call.item_bytes, stream);
   }
-  return UnitBytes(call) == jaxops::cuda::kPackBytes ? LaunchVectors(stream, call)
-                                                     : LaunchItems(stream, call);
+  return kIm2Col.Run(stream, call);
 }
 
 cudaError_t LaunchCol2Im(cudaStream_t stream, const Call& call) {
@@ -22,7 +41,7 @@ cudaError_t LaunchCol2Im(cudaStream_t stream, const Call& call) {
     return cudaMemsetAsync(call.to, 0, call.image_size() * jaxops::cuda::SizeOf(call.dtype),
                            stream);
   }
-  return LaunchSum(stream, call);
+  return kCol2Im.Run(stream, call);
 }
 
 }  // namespace jaxops::im2col::cuda

@@ -62,8 +62,9 @@ cudaError_t LaunchGather(cudaStream_t stream, const Call& call) {
 
 }  // namespace
 
-cudaError_t LaunchItems(cudaStream_t stream, const Call& call) {
+cudaError_t LaunchItems(cudaStream_t stream, const Call& call, const Device&) {
   switch (UnitBytes(call)) {
+    case 16:
     case 8:
       return LaunchGather<uint2>(stream, call);
     case 4:

@@ -100,7 +100,7 @@ cudaError_t LaunchSum(cudaStream_t stream, const Call& call) {
 
 }  // namespace
 
-cudaError_t LaunchSum(cudaStream_t stream, const Call& call) {
+cudaError_t LaunchSum(cudaStream_t stream, const Call& call, const Device&) {
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     if (!call.channels_last) return LaunchSum<T, 1, false>(stream, call);

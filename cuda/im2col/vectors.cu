@@ -40,7 +40,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t LaunchVectors(cudaStream_t stream, const Call& call) {
+bool CanRunVectors(const Call& call, const Device&) {
+  return call.channels_last && UnitBytes(call) == kPackBytes;
+}
+
+cudaError_t LaunchVectors(cudaStream_t stream, const Call& call, const Device&) {
   Call packs = call;
   packs.channels = call.channels * call.item_bytes / kPackBytes;
   return WithParams(packs, 1, packs.patches_size(), [&](const auto& params) {
