@@ -768,7 +768,9 @@ Tiles<kPieces> MakeTable(const Job& job, const TilesPlan& plan) {
   table.count = 0;
   VisitPieces(job, plan, [&](const void* part, int64_t size) {
     const uint32_t i = table.count++;
-    const int64_t shared = plan.equal ? in_tile * plan.stride : plan.rows * int64_t{begin};
+    const int64_t shared = plan.splits  ? 0
+                           : plan.equal ? in_tile * plan.stride
+                                        : plan.rows * int64_t{begin};
     if (++in_tile == plan.tile_pieces) in_tile = 0;
     if (i < kFewPieces) table.begins[i] = begin;
     table.pieces[i] = {static_cast<unsigned char*>(const_cast<void*>(part)), begin,
