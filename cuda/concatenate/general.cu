@@ -46,14 +46,14 @@ __device__ __forceinline__ void LoadShifted(uint32_t (&words)[4], const unsigned
   }
 }
 
-// The bytes [low, high) of word `index` of a pack, as a mask.
+// The bytes [low, high) of word `index` of a vector, as a mask.
 __device__ __forceinline__ uint32_t ByteMask(int low, int high, int index) {
   const int begin = min(max(low - 4 * index, 0), 4);
   const int end = min(max(high - 4 * index, 0), 4);
   return static_cast<uint32_t>((uint64_t{1} << 8 * end) - (uint64_t{1} << 8 * begin));
 }
 
-// A pack of a destination: where it begins.
+// Where a vector of a destination begins.
 struct Place {
   int64_t row, column;
   const PieceEntry* piece;
@@ -72,7 +72,7 @@ struct Place {
   __device__ __forceinline__ int64_t offset() const { return column - piece->begin; }
 };
 
-// Gathers the bytes of a pack, of which there are `bytes`, from as many pieces as it takes.
+// Gathers the bytes of a vector, of which there are `bytes`, from as many pieces as it takes.
 template <typename Table>
 __device__ __forceinline__ void GatherPack(uint32_t (&words)[4], Place place, int bytes,
                                            const Table& table, const DestinationEntry& destination,
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kTableThreads) MoveLong(const __grid_constant_
 #pragma unroll 1
   for (int tile = 0; tile < table.tiles_per_block && first < total; ++tile, first += tile_bytes) {
     uint32_t packs[kPacks][4];
-    uint32_t left = 0;  // bit i: pack i has yet to be gathered
+    uint32_t left = 0;  // bit i: vector i has yet to be gathered
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int64_t position = first + (i * kTableThreads + threadIdx.x) * kPackBytes;

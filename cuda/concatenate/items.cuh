@@ -21,11 +21,11 @@ __device__ __forceinline__ uint32_t Word(const Item* items) {
   }
 }
 
-// Stores items `first`, ... of `count` at `data`, a pack of them; `walk(i)` goes along the items
-// from number i on.
-template <typename Item, typename Walk>
+// Stores items `first`, ... of `count` at `data`, a vector of them; `items_from(i)` iterates over
+// the items from number i on.
+template <typename Item, typename ItemsFrom>
 __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, uint32_t count,
-                                           Walk&& walk) {
+                                           ItemsFrom&& items_from) {
   constexpr int kWordItems = sizeof(Item) < 4 ? 4 / sizeof(Item) : 1;
   unsigned char* to = data + uint64_t{first} * sizeof(Item);
   if constexpr (sizeof(Item) < 4) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
       uint32_t words[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        auto items_of_word = walk(begin + (w * kWarp + lane) * kWordItems);
+        auto items_of_word = items_from(begin + (w * kWarp + lane) * kWordItems);
         Item items[kWordItems];
 #pragma unroll
         for (int i = 0; i < kWordItems; ++i, items_of_word.Advance()) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
     }
   }
   if (first >= count) return;
-  auto rest = walk(first);
+  auto rest = items_from(first);
   if constexpr (sizeof(Item) >= 4) {
     if (first + kItems<Item> <= count) {
       Item items[kItems<Item>];

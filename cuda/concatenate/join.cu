@@ -1,4 +1,4 @@
-// One destination: threads walk along it and gather the items of a vector one by one; neighbouring
+// One destination of few pieces: threads gather the items of its vectors one by one; neighbouring
 // ones come from the L1 cache.
 #include <cuda_runtime_api.h>
 
@@ -34,7 +34,7 @@ struct Joined {
   uint32_t items;
 };
 
-// A walk along the items of the destination.
+// Iterates over the items of the destination.
 template <typename Item, int kPieces>
 struct JoinedItems {
   const Joined<kPieces>& table;

@@ -50,7 +50,7 @@ template <typename Item, int kRowBytes>
 __global__ void __launch_bounds__(kVectorThreads) CutNarrow(const __grid_constant__ Narrow table) {
   constexpr int kRowItems = kRowBytes / sizeof(Item);
   constexpr int kWordItems = 4 / sizeof(Item);
-  // What a thread reads at a time: a pack of several rows, or the packs of one.
+  // What a thread reads at a time: a vector of several rows, or the vectors of one.
   constexpr int kBytes = kRowBytes < kPackBytes ? kPackBytes : kRowBytes;
   constexpr int kTimes = kNarrowPacks * kPackBytes / kBytes;
   constexpr int kRows = kBytes / kRowBytes;

@@ -1,6 +1,6 @@
 // Many rows: what a word is made of is the same in every row, or for items of 1 or 2 bytes in every
 // 4 or 2 rows, which are whole words of every source. A thread works it out once, as the source
-// words and where their bytes go, and keeps it in registers while it walks down the rows. No word
+// words and where their bytes go, and keeps it in registers while it loops over the rows. No word
 // is searched for, none costs a division.
 #include <cuda_runtime_api.h>
 
@@ -116,7 +116,7 @@ struct Recipe {
   }
 };
 
-// Words of a thread that are under way together. They are loaded by __ldca, because the compiler
+// Words of a thread that are in flight together. They are loaded by __ldca, because the compiler
 // puts other loads each beside its store, and so one behind the other, to save registers.
 template <typename Word, int kSources>
 constexpr int kTogether =

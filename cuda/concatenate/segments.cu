@@ -14,12 +14,12 @@ namespace {
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
-// Packs of a thread of which each takes two loads.
-constexpr int kStretchPacks = 2;
+// Vectors of a thread, of which each takes two loads.
+constexpr int kVectors = 2;
 constexpr int64_t kFewSegments = 64;
 constexpr int64_t kMaxSegments = 480;
 
-struct Stretch {
+struct Segment {
   const unsigned char* from;  // null for zeros
   unsigned char* to;
   int64_t bytes;
@@ -27,9 +27,9 @@ struct Stretch {
 };
 
 // Copies of any lengths between any addresses, one after the other.
-template <int kStretches>
-struct Stretches {
-  Stretch stretches[kStretches];
+template <int kSegments>
+struct SegmentTable {
+  Segment segments[kSegments];
   int count;
   bool equal;
   FastDivider blocks;  // of each, where all have as many
@@ -39,7 +39,7 @@ struct Stretches {
     int low = 0;
     for (int width = count; width > 1;) {
       const int half = width / 2;
-      if (stretches[low + half].first_block <= block) low += half;
+      if (segments[low + half].first_block <= block) low += half;
       width -= half;
     }
     return low;
@@ -58,36 +58,36 @@ __device__ __forceinline__ uint4 Shift(uint4 low, uint4 high, uint32_t first) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// A thread makes each pack of the two that its bytes are in. Of these the second is the next
-// thread's first, and comes from the L1 cache. At the ends of a stretch, where not all of both is
+// A thread makes each vector of the two that its bytes are in. Of these the second is the next
+// thread's first, and comes from the L1 cache. At the ends of a segment, where not all of both is
 // of it, a thread moves items.
-template <typename Item, int kStretches>
+template <typename Item, int kSegments>
 __global__ void __launch_bounds__(kVectorThreads)
-    MoveStretches(const __grid_constant__ Stretches<kStretches> table) {
-  const Stretch& stretch = table.stretches[table.Find(blockIdx.x)];
-  const int64_t bytes = stretch.bytes;
-  const uint32_t head = reinterpret_cast<uintptr_t>(stretch.to) % kPackBytes;
+    MoveStretches(const __grid_constant__ SegmentTable<kSegments> table) {
+  const Segment& segment = table.segments[table.Find(blockIdx.x)];
+  const int64_t bytes = segment.bytes;
+  const uint32_t head = reinterpret_cast<uintptr_t>(segment.to) % kPackBytes;
   const int64_t first =
-      int64_t{blockIdx.x - stretch.first_block} * (kVectorThreads * kPackBytes * kStretchPacks) +
+      int64_t{blockIdx.x - segment.first_block} * (kVectorThreads * kPackBytes * kVectors) +
       threadIdx.x * kPackBytes - head;
-  const unsigned char* from = stretch.from + first;
+  const unsigned char* from = segment.from + first;
   const auto shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) % kPackBytes);
-  uint4 low[kStretchPacks], high[kStretchPacks];
+  uint4 low[kVectors], high[kVectors];
 #pragma unroll
-  for (int m = 0; m < kStretchPacks; ++m) {
+  for (int m = 0; m < kVectors; ++m) {
     const int64_t at = first + m * kVectorThreads * kPackBytes;
     const int64_t read = at - shift;
-    const bool whole = stretch.from != nullptr && read >= 0 && read + 2 * kPackBytes <= bytes;
-    low[m] = whole ? Load<uint4>(stretch.from + read) : uint4{};
-    high[m] = whole && shift != 0 ? Load<uint4>(stretch.from + read + kPackBytes) : uint4{};
+    const bool whole = segment.from != nullptr && read >= 0 && read + 2 * kPackBytes <= bytes;
+    low[m] = whole ? Load<uint4>(segment.from + read) : uint4{};
+    high[m] = whole && shift != 0 ? Load<uint4>(segment.from + read + kPackBytes) : uint4{};
   }
 #pragma unroll
-  for (int m = 0; m < kStretchPacks; ++m) {
+  for (int m = 0; m < kVectors; ++m) {
     const int64_t at = first + m * kVectorThreads * kPackBytes;
     const int64_t read = at - shift;
-    const bool zeros = stretch.from == nullptr;
+    const bool zeros = segment.from == nullptr;
     if (zeros ? at >= 0 && at + kPackBytes <= bytes : read >= 0 && read + 2 * kPackBytes <= bytes) {
-      Store(stretch.to + at, Shift(low[m], high[m], shift));
+      Store(segment.to + at, Shift(low[m], high[m], shift));
       continue;
     }
     Item items[kItems<Item>];
@@ -95,29 +95,29 @@ __global__ void __launch_bounds__(kVectorThreads)
     for (int i = 0; i < kItems<Item>; ++i) {
       const int64_t item = at + i * static_cast<int>(sizeof(Item));
       const bool there = item >= 0 && item < bytes;
-      items[i] = there && !zeros ? *reinterpret_cast<const Item*>(stretch.from + item) : Item{};
+      items[i] = there && !zeros ? *reinterpret_cast<const Item*>(segment.from + item) : Item{};
     }
 #pragma unroll
     for (int i = 0; i < kItems<Item>; ++i) {
       const int64_t item = at + i * static_cast<int>(sizeof(Item));
-      if (item >= 0 && item < bytes) *reinterpret_cast<Item*>(stretch.to + item) = items[i];
+      if (item >= 0 && item < bytes) *reinterpret_cast<Item*>(segment.to + item) = items[i];
     }
   }
 }
 
-template <typename Item, int kStretches>
-cudaError_t LaunchStretches(cudaStream_t stream, const Job& job) {
-  Stretches<kStretches> table = {};
+template <typename Item, int kSegments>
+cudaError_t LaunchTable(cudaStream_t stream, const Job& job) {
+  SegmentTable<kSegments> table = {};
   int64_t blocks = 0, first = 0;
   table.equal = true;
   const auto add = [&](const unsigned char* from, unsigned char* to, int64_t bytes) {
     if (bytes == 0) return;
     // As many whatever the address.
     const int64_t count =
-        CeilDiv(bytes + kPackBytes - 1, int64_t{kVectorThreads} * kPackBytes * kStretchPacks);
+        CeilDiv(bytes + kPackBytes - 1, int64_t{kVectorThreads} * kPackBytes * kVectors);
     if (table.count == 0) first = count;
     table.equal = table.equal && count == first;
-    table.stretches[table.count++] = {from, to, bytes, static_cast<uint32_t>(blocks)};
+    table.segments[table.count++] = {from, to, bytes, static_cast<uint32_t>(blocks)};
     blocks += count;
   };
   for (const Destination& destination : job.destinations) {
@@ -132,14 +132,14 @@ cudaError_t LaunchStretches(cudaStream_t stream, const Job& job) {
     }
   }
   table.blocks = FastDivider(first);
-  return Launch(MoveStretches<Item, kStretches>, blocks, kVectorThreads, 0, stream, table);
+  return Launch(MoveStretches<Item, kSegments>, blocks, kVectorThreads, 0, stream, table);
 }
 
 template <typename Item>
 cudaError_t LaunchItems(cudaStream_t stream, const Call& call) {
   return call.job.rows * CountRowSegments(call) <= kFewSegments
-             ? LaunchStretches<Item, kFewSegments>(stream, call.job)
-             : LaunchStretches<Item, kMaxSegments>(stream, call.job);
+             ? LaunchTable<Item, kFewSegments>(stream, call.job)
+             : LaunchTable<Item, kMaxSegments>(stream, call.job);
 }
 
 }  // namespace

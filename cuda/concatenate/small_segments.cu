@@ -22,7 +22,7 @@ constexpr int64_t kMaxGridRows = 65535;
 // What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
 // the first with 16 bytes of others.
 // A piece of all rows, or zeros there. Counts and strides are of words.
-struct Run {
+struct Segment {
   const unsigned char* from;  // null for zeros
   unsigned char* to;
   uint32_t from_stride;
@@ -32,31 +32,33 @@ struct Run {
 };
 
 // None is in two lines of constants.
-template <int kRuns>
-struct Runs {
+template <int kSegments>
+struct Segments {
   uint32_t first_line[4];
-  Run runs[kRuns];
+  Segment segments[kSegments];
 };
 
 // A block has some rows and columns of one piece, so that all that a thread has to know comes with
 // one line, and nothing is divided.
-template <typename Word, int kRuns>
-__global__ void __launch_bounds__(kThreads) MoveRuns(const __grid_constant__ Runs<kRuns> table) {
-  Run run = table.runs[blockIdx.x];
-  // All are on their way before the first is needed.
+template <typename Word, int kSegments>
+__global__ void __launch_bounds__(kThreads)
+    MoveRuns(const __grid_constant__ Segments<kSegments> table) {
+  Segment segment = table.segments[blockIdx.x];
+  // All constants are in flight before the first is needed.
   asm volatile(""
-               : "+l"(run.from), "+r"(run.from_stride), "+r"(run.to_stride), "+r"(run.words),
-                 "+r"(run.rows));
+               : "+l"(segment.from), "+r"(segment.from_stride), "+r"(segment.to_stride),
+                 "+r"(segment.words), "+r"(segment.rows));
   const uint32_t row = blockIdx.y * blockDim.y + threadIdx.y;
   const uint32_t column = blockIdx.z * blockDim.x + threadIdx.x;
   Word word = {};
-  if (run.from != nullptr) {
+  if (segment.from != nullptr) {
     // Without a branch before the load threads beyond the piece read its last word.
-    const uint32_t at = min(row, run.rows - 1) * run.from_stride + min(column, run.words - 1);
-    word = __ldg(reinterpret_cast<const Word*>(run.from) + at);
+    const uint32_t at =
+        min(row, segment.rows - 1) * segment.from_stride + min(column, segment.words - 1);
+    word = __ldg(reinterpret_cast<const Word*>(segment.from) + at);
   }
-  if (column < run.words && row < run.rows) {
-    reinterpret_cast<Word*>(run.to)[row * run.to_stride + column] = word;
+  if (column < segment.words && row < segment.rows) {
+    reinterpret_cast<Word*>(segment.to)[row * segment.to_stride + column] = word;
   }
 }
 
@@ -82,12 +84,12 @@ bool MakePlan(const Call& call, SmallSegmentsPlan& plan) {
   return true;
 }
 
-template <typename Word, int kRuns>
-cudaError_t LaunchRuns(cudaStream_t stream, const Call& call) {
+template <typename Word, int kSegments>
+cudaError_t LaunchTable(cudaStream_t stream, const Call& call) {
   const Job& job = call.job;
   const SmallSegmentsPlan& plan = call.small_segments;
-  Runs<kRuns> table = {};
-  Run* next = table.runs;
+  Segments<kSegments> table = {};
+  Segment* next = table.segments;
   for (const Destination& destination : job.destinations) {
     auto* to = static_cast<unsigned char*>(destination.data);
     const auto add = [&](const void* from, int64_t stride, int64_t bytes) {
@@ -114,8 +116,8 @@ cudaError_t LaunchRuns(cudaStream_t stream, const Call& call) {
 template <typename Word>
 cudaError_t LaunchWords(cudaStream_t stream, const Call& call) {
   return call.small_segments.segments <= kFewSegments
-             ? LaunchRuns<Word, kFewSegments>(stream, call)
-             : LaunchRuns<Word, kMaxSegments>(stream, call);
+             ? LaunchTable<Word, kFewSegments>(stream, call)
+             : LaunchTable<Word, kMaxSegments>(stream, call);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Destinations of a piece each: threads walk along them and gather the items of a vector one by
-// one; neighbouring ones come from the L1 cache.
+// Destinations of a piece each: threads gather the items of their vectors one by one; neighbouring
+// ones come from the L1 cache.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -55,7 +55,7 @@ struct Cuts {
   }
 };
 
-// A walk along the items of a destination.
+// Iterates over the items of a destination.
 template <typename Item>
 struct CutItems {
   const CutPiece& piece;

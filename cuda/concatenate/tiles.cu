@@ -1,13 +1,13 @@
-// Concatenation and splitting of narrow pieces: so many rows that they are whole packs of every
+// Concatenation and splitting of narrow pieces: so many rows that they are whole vectors of every
 // array are brought to shared memory, and gathered there. Of many equal pieces a tile has only
-// some, and more rows, so that the run of each is long.
+// some, and more rows, so that the segment of each is long.
 //
 // Which bytes a word is made of is the same a number of rows further on, in a pattern, but for a
-// step. A thread works it out once, while the copies are under way, and walks down the patterns of
+// step. A thread works it out once, while the copies are in flight, and loops over the patterns of
 // the tile. That is worth it after a few patterns only. What it reads has strides in shared memory
 // with which fewest lanes of a warp meet in a bank. What warps write, and blocks, are whole sectors
 // of the memory where rows allow it: those of two writers cost up to a tenth. A block has one tile:
-// blocks that stay for several and fetch the next one meanwhile have more of each array under way,
+// blocks that stay for several and fetch the next one meanwhile have more of each array in flight,
 // and were slower by up to a tenth. So were bulk copies of the pieces, and tiles of bytes that are
 // put in order in shared memory before they are written.
 #include <cuda_pipeline_primitives.h>
@@ -51,7 +51,7 @@ constexpr int kBankBytes = 128;
 constexpr int64_t kMaxPatternBytes = 4096;  // of what is joined
 // Between pieces that would be in the same banks.
 constexpr int64_t kFewPadding = 32;
-// Loads of a pack, or of a word of it, that are worth fetching words one by one.
+// Loads of a vector, or of a word of it, that are worth fetching words one by one.
 constexpr int64_t kLoadsOfSplit = 8;
 constexpr int64_t kLoadsOfJoin = 4;
 constexpr int64_t kNarrowBytes = 6;
@@ -165,11 +165,11 @@ JAXOPS_HOST_DEVICE inline uint32_t Skew(uint32_t at) { return at + at / kBankByt
 
 // Pairs of numbers, of which the inner ones are below a divisor, for the threads of a block in
 // turn: without a division for each.
-struct PairWalk {
+struct PairLoop {
   uint32_t outer = threadIdx.x;
   uint32_t inner, outer_step = blockDim.x, inner_step, count;
 
-  __device__ __forceinline__ explicit PairWalk(const FastDivider& by)
+  __device__ __forceinline__ explicit PairLoop(const FastDivider& by)
       : inner(by.Peel(outer)), inner_step(by.Peel(outer_step)), count(by.divisor()) {}
 
   __device__ __forceinline__ void Advance() {
@@ -390,12 +390,12 @@ __global__ void __launch_bounds__(kMostThreads)
   if constexpr (kSplits) {
     const unsigned char* whole = table.whole + tile.row * table.row_bytes;
     if (table.parted) {
-      for (PairWalk walk(table.row_packs); walk.outer < table.rows; walk.Advance()) {
-        const uint32_t begin = walk.outer * table.row_bytes + tile.column;
-        const uint32_t place = walk.inner * kPackBytes;
+      for (PairLoop loop(table.row_packs); loop.outer < table.rows; loop.Advance()) {
+        const uint32_t begin = loop.outer * table.row_bytes + tile.column;
+        const uint32_t place = loop.inner * kPackBytes;
         const uint32_t at = begin / kPackBytes * kPackBytes + place;
         if (at < begin + tile.bytes) {
-          __pipeline_memcpy_async(shared + walk.outer * table.stride + place, whole + at,
+          __pipeline_memcpy_async(shared + loop.outer * table.stride + place, whole + at,
                                   kPackBytes);
         }
       }
@@ -430,10 +430,10 @@ __global__ void __launch_bounds__(kMostThreads)
       const auto fetch = [&](auto width) {
         constexpr uint32_t bytes = decltype(width)::value;
         if (table.equal && size < kWideBytes) {
-          for (PairWalk walk(table.run_packs); walk.outer < pieces; walk.Advance()) {
-            const uint32_t at = walk.inner * bytes;
-            __pipeline_memcpy_async(shared + walk.outer * table.stride + at,
-                                    finder.data(walk.outer) + tile.row * size + at, bytes);
+          for (PairLoop loop(table.run_packs); loop.outer < pieces; loop.Advance()) {
+            const uint32_t at = loop.inner * bytes;
+            __pipeline_memcpy_async(shared + loop.outer * table.stride + at,
+                                    finder.data(loop.outer) + tile.row * size + at, bytes);
           }
           return;
         }

@@ -1,10 +1,10 @@
-// Whole vectors: threads walk along the array that all pieces are of or go to, so that no stretch
-// of it is met twice.
+// Whole vectors: threads follow the array that all pieces are of or go to, so that no segment of
+// it is read or written twice.
 //
 // What a copy is limited by is the order in which addresses reach the memory: it is fastest with
-// one pack a thread, in blocks small enough that those which run at the same time make up a short
-// stretch of each array. More work for a thread, blocks that stay, and copies by the bulk engine
-// all cost a few percent, because they have more of each array under way.
+// one vector a thread, in blocks small enough that those which run at the same time make up a short
+// segment of each array. More work for a thread, blocks that stay, and copies by the bulk engine
+// all cost a few percent, because they have more of each array in flight.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
