@@ -1,41 +1,125 @@
-// The ways in which LaunchMove moves bytes.
+// The kernel families of concatenation and splitting: the calls that each can run, and its
+// launcher. dispatch.cu alone chooses between them.
 #ifndef JAXOPS_CUDA_CONCATENATE_FAMILIES_H_
 #define JAXOPS_CUDA_CONCATENATE_FAMILIES_H_
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "common/concatenate.h"
+#include "cuda/common/dispatch.h"
 
 namespace jaxops::concatenate::cuda {
 
-inline constexpr int64_t kSectorBytes = 32;  // of the memory
+using jaxops::cuda::Device;
 
-// Destinations of a launch, of which more are slower where they are cut byte by byte.
-inline constexpr int64_t kManyCuts = 200;
+// Vectors of this many are counted with 32 bits.
+inline constexpr int64_t kMaxItems = int64_t{1} << 30;
 
-// Bytes of rows of equal pieces of packs up to which LaunchEqual and LaunchTiles move large ones.
-inline constexpr int64_t kLongestJoined = 64;
-inline constexpr int64_t kLongestCut = 240;
+// Destinations in the parameters of one launch of `rows` or `general`.
+inline constexpr int64_t kTableDestinations = 200;
 
-// Whether LaunchPacks can move this, whose sizes and addresses are all multiples of `unit` bytes.
-bool MovesAsPacks(const Job& job, int64_t unit);
-cudaError_t LaunchPacks(cudaStream_t stream, const Job& job, int64_t unit);
+// How small_segments cuts a call into blocks.
+struct SmallSegmentsPlan {
+  int segments = 0;  // of pieces and of zeros, in one row of all destinations
+  dim3 threads, grid;
 
-// Whether LaunchStretches can move this, and should: few and long rows of pieces.
-bool MovesAsStretches(const Job& job, int64_t unit);
-cudaError_t LaunchStretches(cudaStream_t stream, const Job& job, int64_t unit);
+  int64_t blocks() const { return int64_t{grid.x} * grid.y * grid.z; }
+};
 
-// Whether LaunchEqual can move this, and should: equal pieces, little of them or whole sectors.
-bool MovesAsEqual(const Job& job, int64_t unit);
-cudaError_t LaunchEqual(cudaStream_t stream, const Job& job, int64_t unit);
+// How tiles cuts a call into blocks, and how it lays out shared memory.
+struct TilesPlan {
+  const void* whole;  // the source of all pieces if `splits`, else their destination
+  bool splits;
+  bool equal;         // all pieces have as many bytes
+  int64_t item;       // bytes: 1, 2 or 4
+  int64_t count;      // of pieces that are not empty
+  int64_t row_bytes;  // of `whole`
+  int64_t filled;     // of these, the bytes that pieces have
+  int64_t size;       // bytes of a row of the first piece
+  // Of a tile, and of a pattern: powers of two.
+  int64_t rows, pattern_rows;
+  bool has_few_patterns;
+  // A tile has `tile_pieces` of the pieces, and `part_bytes` of a row, with zeros.
+  bool parted;
+  int64_t tile_pieces, more_pieces, part_bytes;
+  uint32_t stride;  // of shared memory: between rows of a split, and between pieces of a join
+  bool by_words;    // bytes are fetched by words, not by vectors
+  int64_t fetched;  // bytes of shared memory
+  int threads;
+  int64_t tiles, parts;  // blocks, but for those of the rows after the last tile
+};
 
-// Whether LaunchNarrow can move this, and should: few pieces of rows of few bytes.
-bool MovesAsNarrow(const Job& job, int64_t unit);
-cudaError_t LaunchNarrow(cudaStream_t stream, const Job& job, int64_t unit);
+struct Call {
+  const Job& job;
+  int64_t unit;  // the greatest of 16, 8, 4, 2 and 1 bytes that divides all sizes and addresses
+  int64_t row_bytes;  // of all destinations
+  // They are made by CanRun…, for those who ask after it.
+  mutable SmallSegmentsPlan small_segments;
+  mutable TilesPlan tiles;
 
-// Whether LaunchTiles can move this, and should.
-bool MovesAsTiles(const Job& job, int64_t unit);
-cudaError_t LaunchTiles(cudaStream_t stream, const Job& job, int64_t unit);
+  explicit Call(const Job& job);
+
+  bool joins() const { return job.destinations.size() == 1; }
+  int64_t piece_count() const { return static_cast<int64_t>(job.pieces.size()); }
+  int64_t destination_count() const { return static_cast<int64_t>(job.destinations.size()); }
+  int64_t items() const { return job.rows * row_bytes / unit; }
+};
+
+// Two to four equal pieces of the rows of one array, of at most 2^16 items each.
+bool CanRunSmallEqual(const Call& call, const Device& device);
+cudaError_t LaunchSmallEqual(cudaStream_t stream, const Call& call, const Device& device);
+
+// Two pieces, whose rows follow each other, before zeros.
+bool CanRunSmallJoin(const Call& call, const Device& device);
+cudaError_t LaunchSmallJoin(cudaStream_t stream, const Call& call, const Device& device);
+
+// At most 16 segments in a row of all destinations.
+bool CanRunSmallSegments(const Call& call, const Device& device);
+cudaError_t LaunchSmallSegments(cudaStream_t stream, const Call& call, const Device& device);
+
+// At most 480 segments in all rows of all destinations.
+int64_t CountRowSegments(const Call& call);
+bool CanRunSegments(const Call& call, const Device& device);
+cudaError_t LaunchSegments(cudaStream_t stream, const Call& call, const Device& device);
+
+// Equal pieces of the rows of one array, each of the whole row of its own.
+bool CanRunEqual(const Call& call, const Device& device);
+cudaError_t LaunchEqual(cudaStream_t stream, const Call& call, const Device& device);
+// Bytes of the smallest segments that one warp, or a part of it, writes of rows of vectors.
+int64_t EqualSegmentBytes(const Call& call);
+
+// At most four pieces of neighbouring bytes of rows of 4, 8, 16 or 32 bytes.
+bool CanRunNarrowSplit(const Call& call, const Device& device);
+cudaError_t LaunchNarrowSplit(cudaStream_t stream, const Call& call, const Device& device);
+
+// Pieces of the rows of one array, each of whole rows of its own.
+bool CanRunTiles(const Call& call, const Device& device);
+cudaError_t LaunchTiles(cudaStream_t stream, const Call& call, const Device& device);
+
+// Whole vectors of one array, in at most 16 pieces or in equal ones.
+bool HasWholeVectors(const Call& call);
+bool CanRunVectors(const Call& call, const Device& device);
+cudaError_t LaunchVectors(cudaStream_t stream, const Call& call, const Device& device);
+
+// One destination, of at most four pieces before zeros; of two, if items are smaller than 4 bytes.
+bool CanRunJoin(const Call& call, const Device& device);
+cudaError_t LaunchJoin(cudaStream_t stream, const Call& call, const Device& device);
+
+// Destinations of a piece each.
+bool CanRunSplit(const Call& call, const Device& device);
+cudaError_t LaunchSplit(cudaStream_t stream, const Call& call, const Device& device);
+
+// Rows after which vectors of 4 bytes or more begin at the beginning of a row again.
+inline int64_t PatternRows(int64_t unit) { return unit < 4 ? 4 / unit : 1; }
+
+// Rows that are enough for a pattern, aligned to 4 bytes.
+bool CanRunRows(const Call& call, const Device& device);
+cudaError_t LaunchRows(cudaStream_t stream, const Call& call, const Device& device);
+
+// Any call of at most kTableDestinations.
+cudaError_t LaunchGeneral(cudaStream_t stream, const Call& call, const Device& device);
 
 }  // namespace jaxops::concatenate::cuda
 

@@ -1,13 +1,13 @@
-// Concatenation and splitting of narrow pieces: so many rows that they are whole packs of every
+// Concatenation and splitting of narrow pieces: so many rows that they are whole vectors of every
 // array are brought to shared memory, and gathered there. Of many equal pieces a tile has only
-// some, and more rows, so that the run of each is long.
+// some, and more rows, so that the segment of each is long.
 //
 // Which bytes a word is made of is the same a number of rows further on, in a pattern, but for a
-// step. A thread works it out once, while the copies are under way, and walks down the patterns of
+// step. A thread works it out once, while the copies are in flight, and loops over the patterns of
 // the tile. That is worth it after a few patterns only. What it reads has strides in shared memory
 // with which fewest lanes of a warp meet in a bank. What warps write, and blocks, are whole sectors
 // of the memory where rows allow it: those of two writers cost up to a tenth. A block has one tile:
-// blocks that stay for several and fetch the next one meanwhile have more of each array under way,
+// blocks that stay for several and fetch the next one meanwhile have more of each array in flight,
 // and were slower by up to a tenth. So were bulk copies of the pieces, and tiles of bytes that are
 // put in order in shared memory before they are written.
 #include <cuda_pipeline_primitives.h>
@@ -40,29 +40,22 @@ constexpr int64_t kPartsBytes = 16 * 1024;
 constexpr int64_t kRunBytes = 384;
 constexpr int64_t kSplitPartsBytes = 12 * 1024;
 constexpr int64_t kSplitRunBytes = 256;
-constexpr int64_t kMostTileBytes = 64 * 1024;
-constexpr int64_t kMostRowBytes = int64_t{1} << 24;
-constexpr int64_t kLongRow = int64_t{1} << 16;
-constexpr int64_t kRowsOfRest = 8;  // for each row of long ones that is left
+constexpr int64_t kMaxTileBytes = 64 * 1024;
+constexpr int64_t kMaxRowBytes = int64_t{1} << 24;
+constexpr int64_t kSectorBytes = 32;  // of the memory
 constexpr int kFewPieces = 4;
 constexpr int kWordBytes = 4;
-// Of less, tiles of few pieces are slower than what there is without, and tiles of many are
-// smaller.
-constexpr int kFewTiles = 256;
-constexpr int kLeastTiles = 8;
-constexpr int64_t kFewBytes = int64_t{1} << 20;
-constexpr int kTogether = 4;  // words of a thread
+constexpr int kManyTiles = 256;  // for all multiprocessors
+constexpr int kTogether = 4;     // words of a thread
 constexpr int kBankBytes = 128;
-constexpr int64_t kMostPatternBytes = 4096;  // of what is joined
+constexpr int64_t kMaxPatternBytes = 4096;  // of what is joined
 // Between pieces that would be in the same banks.
 constexpr int64_t kFewPadding = 32;
-// Loads of a pack, or of a word of it, that are worth fetching words one by one.
+// Loads of a vector, or of a word of it, that are worth fetching words one by one.
 constexpr int64_t kLoadsOfSplit = 8;
 constexpr int64_t kLoadsOfJoin = 4;
 constexpr int64_t kNarrowBytes = 6;
 constexpr int64_t kWideBytes = 64;
-// Words of wider pieces are as fast to cut without, and packs of them to move.
-constexpr int64_t kWideWords = 512;
 constexpr uint32_t kNowhere = UINT32_MAX;
 
 struct alignas(16) TilePiece {
@@ -172,11 +165,11 @@ JAXOPS_HOST_DEVICE inline uint32_t Skew(uint32_t at) { return at + at / kBankByt
 
 // Pairs of numbers, of which the inner ones are below a divisor, for the threads of a block in
 // turn: without a division for each.
-struct PairWalk {
+struct PairLoop {
   uint32_t outer = threadIdx.x;
   uint32_t inner, outer_step = blockDim.x, inner_step, count;
 
-  __device__ __forceinline__ explicit PairWalk(const FastDivider& by)
+  __device__ __forceinline__ explicit PairLoop(const FastDivider& by)
       : inner(by.Peel(outer)), inner_step(by.Peel(outer_step)), count(by.divisor()) {}
 
   __device__ __forceinline__ void Advance() {
@@ -397,12 +390,12 @@ __global__ void __launch_bounds__(kMostThreads)
   if constexpr (kSplits) {
     const unsigned char* whole = table.whole + tile.row * table.row_bytes;
     if (table.parted) {
-      for (PairWalk walk(table.row_packs); walk.outer < table.rows; walk.Advance()) {
-        const uint32_t begin = walk.outer * table.row_bytes + tile.column;
-        const uint32_t place = walk.inner * kPackBytes;
+      for (PairLoop loop(table.row_packs); loop.outer < table.rows; loop.Advance()) {
+        const uint32_t begin = loop.outer * table.row_bytes + tile.column;
+        const uint32_t place = loop.inner * kPackBytes;
         const uint32_t at = begin / kPackBytes * kPackBytes + place;
         if (at < begin + tile.bytes) {
-          __pipeline_memcpy_async(shared + walk.outer * table.stride + place, whole + at,
+          __pipeline_memcpy_async(shared + loop.outer * table.stride + place, whole + at,
                                   kPackBytes);
         }
       }
@@ -437,10 +430,10 @@ __global__ void __launch_bounds__(kMostThreads)
       const auto fetch = [&](auto width) {
         constexpr uint32_t bytes = decltype(width)::value;
         if (table.equal && size < kWideBytes) {
-          for (PairWalk walk(table.run_packs); walk.outer < pieces; walk.Advance()) {
-            const uint32_t at = walk.inner * bytes;
-            __pipeline_memcpy_async(shared + walk.outer * table.stride + at,
-                                    finder.data(walk.outer) + tile.row * size + at, bytes);
+          for (PairLoop loop(table.run_packs); loop.outer < pieces; loop.Advance()) {
+            const uint32_t at = loop.inner * bytes;
+            __pipeline_memcpy_async(shared + loop.outer * table.stride + at,
+                                    finder.data(loop.outer) + tile.row * size + at, bytes);
           }
           return;
         }
@@ -531,286 +524,325 @@ int ChooseStride(uint32_t& stride, const Lanes& lanes, int64_t least, int64_t st
   return fewest;
 }
 
-// Whether one array is cut, if only to leave the rest of its rows out.
-bool Splits(const Job& job) {
-  return job.destinations.size() > 1 ||
-         (job.pieces.size() == 1 && job.pieces[0].stride != job.pieces[0].size);
+// Packs of a row of a part, however it is aligned.
+int64_t RowPacks(const TilesPlan& plan) {
+  return CeilDiv(plan.part_bytes + kPackBytes - plan.item, kPackBytes);
 }
 
-// Whether the memory gives whole rows with each of several pieces of them.
-bool AreGiven(const Job& job) {
-  return job.destinations.size() > 1 && job.pieces[0].stride <= kSectorBytes;
+// The blocks of a call, with those of the rows after the last tile.
+int64_t CountBlocks(const TilesPlan& plan, int64_t all_rows) {
+  const int64_t rest = (all_rows - plan.tiles * plan.rows) * plan.row_bytes;
+  return plan.tiles * plan.parts + CeilDiv(rest, plan.threads * plan.item);
 }
 
-// Fills in what does not depend on the items. False where the arrays are not made of whole rows, or
-// there are too few of them.
-template <int kPieces>
-bool Plan(Tiles<kPieces>& table, const Job& job, int64_t unit) {
-  const bool splits = Splits(job);
-  const Piece& first = job.pieces[0];
-  if (job.broadcasts) return false;
-  const void* whole = splits ? first.source : job.destinations[0].data;
-  const int64_t row_bytes = splits ? first.stride : job.destinations[0].row_bytes;
-  table.whole = static_cast<unsigned char*>(const_cast<void*>(whole));
-  if (!IsAligned(whole, kPackBytes) || row_bytes > kMostRowBytes) return false;
-  // Whole rows are read, which may begin with what other launches cut.
-  if (splits && table.whole + job.rows * row_bytes > first.end) return false;
+// Where the lanes of a warp read the first items of what they write.
+Lanes FindLanes(const TilesPlan& plan, int64_t word) {
+  Lanes lanes;
+  const int64_t run = plan.pattern_rows * plan.size;
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int64_t at = lane * word;
+    const int64_t of_stride = plan.splits ? at % run : at;
+    lanes.strides[lane] = static_cast<uint32_t>(of_stride / plan.size);
+    lanes.bytes[lane] =
+        static_cast<uint32_t>(of_stride % plan.size + (plan.splits ? at / run * plan.size : 0));
+  }
+  return lanes;
+}
 
-  std::fill_n(table.begins, kFewPieces, kNowhere);
-  table.count = 0;
-  table.equal = true;
+// Calls visit(array, size) for the pieces that are not empty, in their order. False if the arrays
+// are not made of whole rows.
+template <typename Visit>
+bool VisitPieces(const Job& job, const TilesPlan& plan, Visit&& visit) {
+  const auto* whole = static_cast<const unsigned char*>(plan.whole);
   int64_t filled = 0;
   bool ended = false;
   for (const Destination& destination : job.destinations) {
-    if (splits && destination.piece_count != 1) return false;
+    if (plan.splits && destination.piece_count != 1) return false;
     for (int64_t p = 0; p < destination.piece_count; ++p) {
       const Piece& piece = job.pieces[destination.first_piece + p];
       if (piece.extent == 0) continue;
-      if (!splits && piece.size == 0) {
+      if (!plan.splits && piece.size == 0) {
         ended = true;
         continue;
       }
-      const auto* part =
-          static_cast<const unsigned char*>(splits ? destination.data : piece.source);
       // Parts of a row follow each other, and rows too.
-      const bool follows = splits
-                               ? piece.stride == row_bytes && piece.source == table.whole + filled
+      const bool follows = plan.splits
+                               ? piece.stride == plan.row_bytes && piece.source == whole + filled
                                : piece.stride == piece.size;
-      if (ended || table.count == kPieces || piece.size > UINT16_MAX ||
-          piece.size != piece.extent || !follows || !IsAligned(part, kPackBytes)) {
-        return false;
-      }
-      table.equal = table.equal && piece.size == first.size;
-      if (table.count < kFewPieces) table.begins[table.count] = static_cast<uint32_t>(filled);
-      table.pieces[table.count++] = {const_cast<unsigned char*>(part),
-                                     static_cast<uint32_t>(filled),
-                                     static_cast<uint16_t>(piece.size), 0};
+      if (ended || piece.size > UINT16_MAX || piece.size != piece.extent || !follows) return false;
+      if (!visit(plan.splits ? destination.data : piece.source, piece.size)) return false;
       filled += piece.size;
     }
   }
-  // Little is read for nothing.
-  if (table.count == 0 || (splits && 2 * filled < row_bytes && !AreGiven(job))) return false;
-  const bool few = table.count <= kFewPieces;
-  if (splits && unit == kWordBytes) {
-    const int64_t widest = (few ? kWideBytes : kWideWords) * table.count;
-    if (filled > widest || job.rows * row_bytes < kFewBytes) return false;
-  }
-
-  // Rows that are whole packs of every array, and whole words that are a pattern.
-  const int64_t size = table.pieces[0].size;
-  const int64_t pack_rows = kPackBytes / unit;
-  const int64_t word = few || !splits ? kWordBytes : kPackBytes;
-  int64_t rows = pack_rows;
-  int64_t part_bytes = splits ? filled : row_bytes;
-  int64_t pattern_rows = word / unit;
-  table.tile_pieces = table.count;
-  table.parted = false;
-  table.more_pieces = 0;
-  if (few) {
-    if (job.rows * row_bytes < kFewBytes) return false;
-    const int64_t most_words = splits ? 64 : 128;
-    // Mostly zeros cost little to write, and as much as others to work out.
-    const int64_t patterns = unit == 1 && 2 * filled < row_bytes ? 16 : 8;
-    while (2 * pattern_rows * part_bytes <= most_words * word) pattern_rows *= 2;
-    while (rows < patterns * pattern_rows && rows * row_bytes <= kFewTileBytes) rows *= 2;
-    while (rows > pack_rows && job.rows / rows < 4 * kFewTiles) rows /= 2;
-    while (rows < kTogether * pattern_rows) pattern_rows /= 2;
-  } else {
-    if (table.equal && (splits || (filled == row_bytes && row_bytes % kWordBytes == 0))) {
-      // As many rows as make a long run of each piece, and as few pieces as fit then. Parts of rows
-      // of what is joined are whole words.
-      const int64_t run = !splits              ? kRunBytes
-                          : unit == kWordBytes ? 2 * kSplitRunBytes
-                                               : kSplitRunBytes;
-      while (rows * size < run) rows *= 2;
-      // Of wide pieces that are cut any number, as rows are few then; parts of what is joined are
-      // whole sectors if rows are.
-      int64_t multiple = kWordBytes;
-      if (size > kSectorBytes && splits) {
-        multiple = 1;
-      } else if (size > kSectorBytes && row_bytes % kSectorBytes == 0) {
-        const int64_t whole = std::lcm(multiple, kSectorBytes / std::gcd(kSectorBytes, size));
-        if (whole * rows * size <= kPartsBytes) multiple = whole;
-      }
-      const auto pieces_of_part = [&] {
-        // Very narrow pieces want larger parts than others, and rather wide ones smaller.
-        const int64_t bytes = splits                                        ? kSplitPartsBytes
-                              : size < kNarrowBytes                         ? 2 * kPartsBytes
-                              : size >= kWideBytes && size < 2 * kWideBytes ? kPartsBytes / 2
-                                                                            : kPartsBytes;
-        const int64_t most = std::max<int64_t>(1, bytes / (rows * size));
-        return CeilDiv(CeilDiv(table.count, CeilDiv(table.count, most)), multiple) * multiple;
-      };
-      table.parted = pieces_of_part() < table.count;
-      if (table.parted) {
-        while (splits && rows < kTogether * pattern_rows && 2 * rows * size <= kRowsBytes) {
-          rows *= 2;
-        }
-        // Without enough patterns, items are faster one by one.
-        if (splits && rows < kTogether * pattern_rows && table.count <= kManyCuts) return false;
-        table.tile_pieces = static_cast<uint32_t>(pieces_of_part());
-        part_bytes = table.tile_pieces * size;
-        if (!splits) pattern_rows = 1;
-      } else {
-        rows = pack_rows;
-      }
-    }
-    if (!table.parted) {
-      while (2 * rows * row_bytes <= kRowsBytes) rows *= 2;
-    }
-    // Of little, small tiles for all multiprocessors.
-    const int64_t parts = CeilDiv(table.count, table.tile_pieces);
-    while (rows > pack_rows && job.rows / rows * parts < kFewTiles) rows /= 2;
-    // Of bytes a thread has more to work out before the first word.
-    const int64_t patterns = splits && unit > 1 ? 2 : kTogether;
-    const int64_t most_words = splits ? 512 : 256;
-    while (2 * patterns * pattern_rows <= rows &&
-           2 * pattern_rows * part_bytes <= most_words * word) {
-      pattern_rows *= 2;
-    }
-    // Whole sectors are a pattern, and a part of what is joined, where that leaves enough patterns,
-    // and takes few pieces more. Bytes of unequal pieces take too long to work out.
-    const int64_t sector_rows = kSectorBytes / std::gcd(kSectorBytes, row_bytes);
-    if (!splits && (table.equal || unit > 1) && 2 * kTogether * sector_rows <= rows &&
-        sector_rows * part_bytes <= kMostPatternBytes) {
-      pattern_rows = std::max(pattern_rows, sector_rows);
-      if (table.parted && size <= kSectorBytes) {
-        table.more_pieces = static_cast<uint32_t>(CeilDiv(kSectorBytes - kWordBytes, size));
-        part_bytes = CeilDiv(part_bytes + kSectorBytes - kWordBytes, kSectorBytes) * kSectorBytes;
-      }
-    }
-  }
-  // The rows after the last tile are moved item by item.
-  if (row_bytes > kLongRow && job.rows % rows * kRowsOfRest > job.rows) return false;
-  const int64_t parts = CeilDiv(table.count, table.tile_pieces);
-  table.tiles = job.rows / rows;
-  if (table.tiles * parts < (few ? kFewTiles : kLeastTiles)) return false;
-  const int64_t words = pattern_rows * part_bytes / word;
-  const int64_t most_threads = few ? kFewThreads : kManyThreads;
-  table.threads =
-      static_cast<int>(CeilDiv(CeilDiv(words, CeilDiv(words, most_threads)), kWarp) * kWarp);
-  const int64_t run = pattern_rows * size;
-  Lanes lanes;
-  for (int lane = 0; lane < kWarp; ++lane) {
-    const int64_t at = lane * word;
-    const int64_t of_stride = splits ? at % run : at;
-    lanes.strides[lane] = static_cast<uint32_t>(of_stride / size);
-    lanes.bytes[lane] = static_cast<uint32_t>(of_stride % size + (splits ? at / run * size : 0));
-  }
-  table.by_words = false;
-  if (splits) {
-    const int64_t row_packs = CeilDiv(part_bytes + kPackBytes - unit, kPackBytes);
-    table.row_packs = FastDivider(row_packs);
-    table.stride = static_cast<uint32_t>(table.parted ? row_packs * kPackBytes : row_bytes);
-    if (!few && table.stride % kPackBytes == 0) {
-      if (table.equal && unit > 1) {
-        ChooseStride(table.stride, lanes, table.stride, kPackBytes);
-      } else if (table.stride % (2 * kPackBytes) == 0) {
-        table.stride += kPackBytes;
-      }
-    }
-    if (!few && table.equal && !table.parted && pattern_rows * row_bytes % kBankBytes == 0) {
-      const int now = Conflicts(lanes, table.stride, false);
-      const int skewed = Conflicts(lanes, static_cast<uint32_t>(row_bytes), true);
-      table.by_words = (now - skewed) * pack_rows > kLoadsOfSplit;
-      if (table.by_words) table.stride = static_cast<uint32_t>(row_bytes);
-    }
-    table.fetched = static_cast<uint32_t>(rows * table.stride);
-    if (table.by_words) table.fetched += table.fetched / kBankBytes * kPackBytes;
-  } else {
-    table.stride = static_cast<uint32_t>(rows * size);
-    if (few) {
-      table.stride += kFewPadding;
-    } else if (table.equal) {
-      // Words of few pieces are slower to fetch than conflicts are to read.
-      const bool many = table.count > kWarp;
-      const int now = ChooseStride(table.stride, lanes, rows * size, kPackBytes);
-      uint32_t stride;
-      const int words = ChooseStride(stride, lanes, rows * size, kWordBytes);
-      table.by_words = many && (now - words) * (kWordBytes / unit) > kLoadsOfJoin;
-      if (table.by_words) table.stride = stride;
-    }
-    for (uint32_t i = 0; i < table.count; ++i) {
-      const int64_t shared =
-          table.equal ? i % table.tile_pieces * table.stride : rows * table.pieces[i].begin;
-      if (shared > kMostTileBytes) return false;
-      table.pieces[i].shared = static_cast<uint16_t>(shared / kWordBytes);
-    }
-    const int64_t fetched = table.equal
-                                ? (table.tile_pieces + table.more_pieces) * int64_t{table.stride}
-                                : rows * filled;
-    table.run_packs = FastDivider(rows * size / (table.by_words ? kWordBytes : kPackBytes));
-    table.fetched = static_cast<uint32_t>(CeilDiv(fetched, kPackBytes) * kPackBytes);
-    if (fetched > kMostTileBytes) return false;
-  }
-  if (table.fetched > kMostTileBytes) return false;
-  table.row_bytes = static_cast<uint32_t>(row_bytes);
-  table.filled = static_cast<uint32_t>(filled);
-  table.rows = static_cast<uint32_t>(rows);
-  table.log_rows = Log(rows);
-  table.pattern_rows = static_cast<uint32_t>(pattern_rows);
-  table.log_pattern_rows = Log(pattern_rows);
-  table.parts = FastDivider(parts);
-  table.part_bytes = FastDivider(part_bytes);
-  table.by_row = FastDivider(row_bytes);
-  table.by_size = FastDivider(size);
-  table.all_rows = job.rows;
   return true;
 }
 
+// The rows of a tile and of a pattern, and its parts, of at most kFewPieces.
+void PlanFew(TilesPlan& plan, int64_t all_rows) {
+  const int64_t pack_rows = kPackBytes / plan.item;
+  const int64_t most_words = plan.splits ? 64 : 128;
+  // Mostly zeros cost little to write, and as much as others to work out.
+  const int64_t patterns = plan.item == 1 && 2 * plan.filled < plan.row_bytes ? 16 : 8;
+  while (2 * plan.pattern_rows * plan.part_bytes <= most_words * kWordBytes) plan.pattern_rows *= 2;
+  while (plan.rows < patterns * plan.pattern_rows && plan.rows * plan.row_bytes <= kFewTileBytes) {
+    plan.rows *= 2;
+  }
+  while (plan.rows > pack_rows && all_rows / plan.rows < 4 * kManyTiles) plan.rows /= 2;
+  while (plan.rows < kTogether * plan.pattern_rows) plan.pattern_rows /= 2;
+}
+
+// Of more.
+void PlanMany(TilesPlan& plan, int64_t all_rows, int64_t word) {
+  const bool splits = plan.splits;
+  const int64_t size = plan.size, row_bytes = plan.row_bytes, item = plan.item;
+  const int64_t pack_rows = kPackBytes / item;
+  int64_t rows = pack_rows;
+  if (plan.equal && (splits || (plan.filled == row_bytes && row_bytes % kWordBytes == 0))) {
+    // As many rows as make a long run of each piece, and as few pieces as fit then. Parts of rows
+    // of what is joined are whole words.
+    const int64_t run = !splits              ? kRunBytes
+                        : item == kWordBytes ? 2 * kSplitRunBytes
+                                             : kSplitRunBytes;
+    while (rows * size < run) rows *= 2;
+    // Of wide pieces that are cut any number, as rows are few then; parts of what is joined are
+    // whole sectors if rows are.
+    int64_t multiple = kWordBytes;
+    if (size > kSectorBytes && splits) {
+      multiple = 1;
+    } else if (size > kSectorBytes && row_bytes % kSectorBytes == 0) {
+      const int64_t whole = std::lcm(multiple, kSectorBytes / std::gcd(kSectorBytes, size));
+      if (whole * rows * size <= kPartsBytes) multiple = whole;
+    }
+    const auto pieces_of_part = [&] {
+      // Very narrow pieces want larger parts than others, and rather wide ones smaller.
+      const int64_t bytes = splits                                        ? kSplitPartsBytes
+                            : size < kNarrowBytes                         ? 2 * kPartsBytes
+                            : size >= kWideBytes && size < 2 * kWideBytes ? kPartsBytes / 2
+                                                                          : kPartsBytes;
+      const int64_t most = std::max<int64_t>(1, bytes / (rows * size));
+      return CeilDiv(CeilDiv(plan.count, CeilDiv(plan.count, most)), multiple) * multiple;
+    };
+    plan.parted = pieces_of_part() < plan.count;
+    if (plan.parted) {
+      while (splits && rows < kTogether * plan.pattern_rows && 2 * rows * size <= kRowsBytes) {
+        rows *= 2;
+      }
+      plan.has_few_patterns = splits && rows < kTogether * plan.pattern_rows;
+      plan.tile_pieces = pieces_of_part();
+      plan.part_bytes = plan.tile_pieces * size;
+      if (!splits) plan.pattern_rows = 1;
+    } else {
+      rows = pack_rows;
+    }
+  }
+  if (!plan.parted) {
+    while (2 * rows * row_bytes <= kRowsBytes) rows *= 2;
+  }
+  // Of little, small tiles for all multiprocessors.
+  const int64_t parts = CeilDiv(plan.count, plan.tile_pieces);
+  while (rows > pack_rows && all_rows / rows * parts < kManyTiles) rows /= 2;
+  // Of bytes a thread has more to work out before the first word.
+  const int64_t patterns = splits && item > 1 ? 2 : kTogether;
+  const int64_t most_words = splits ? 512 : 256;
+  while (2 * patterns * plan.pattern_rows <= rows &&
+         2 * plan.pattern_rows * plan.part_bytes <= most_words * word) {
+    plan.pattern_rows *= 2;
+  }
+  // Whole sectors are a pattern, and a part of what is joined, where that leaves enough patterns,
+  // and takes few pieces more. Bytes of unequal pieces take too long to work out.
+  const int64_t sector_rows = kSectorBytes / std::gcd(kSectorBytes, row_bytes);
+  if (!splits && (plan.equal || item > 1) && 2 * kTogether * sector_rows <= rows &&
+      sector_rows * plan.part_bytes <= kMaxPatternBytes) {
+    plan.pattern_rows = std::max(plan.pattern_rows, sector_rows);
+    if (plan.parted && size <= kSectorBytes) {
+      plan.more_pieces = CeilDiv(kSectorBytes - kWordBytes, size);
+      plan.part_bytes =
+          CeilDiv(plan.part_bytes + kSectorBytes - kWordBytes, kSectorBytes) * kSectorBytes;
+    }
+  }
+  plan.rows = rows;
+}
+
+// How pieces lie in shared memory.
+void PlanSharedMemory(TilesPlan& plan, bool few, int64_t word) {
+  const int64_t rows = plan.rows, size = plan.size;
+  plan.by_words = false;
+  if (plan.splits) {
+    plan.stride = static_cast<uint32_t>(plan.parted ? RowPacks(plan) * kPackBytes : plan.row_bytes);
+    if (!few && plan.stride % kPackBytes == 0) {
+      if (plan.equal && plan.item > 1) {
+        ChooseStride(plan.stride, FindLanes(plan, word), plan.stride, kPackBytes);
+      } else if (plan.stride % (2 * kPackBytes) == 0) {
+        plan.stride += kPackBytes;
+      }
+    }
+    if (!few && plan.equal && !plan.parted &&
+        plan.pattern_rows * plan.row_bytes % kBankBytes == 0) {
+      const Lanes lanes = FindLanes(plan, word);
+      const int now = Conflicts(lanes, plan.stride, false);
+      const int skewed = Conflicts(lanes, static_cast<uint32_t>(plan.row_bytes), true);
+      plan.by_words = (now - skewed) * (kPackBytes / plan.item) > kLoadsOfSplit;
+      if (plan.by_words) plan.stride = static_cast<uint32_t>(plan.row_bytes);
+    }
+    plan.fetched = rows * plan.stride;
+    if (plan.by_words) plan.fetched += plan.fetched / kBankBytes * kPackBytes;
+  } else {
+    plan.stride = static_cast<uint32_t>(rows * size);
+    if (few) {
+      plan.stride += kFewPadding;
+    } else if (plan.equal) {
+      const Lanes lanes = FindLanes(plan, word);
+      // Words of few pieces are slower to fetch than conflicts are to read.
+      const bool many = plan.count > kWarp;
+      const int now = ChooseStride(plan.stride, lanes, rows * size, kPackBytes);
+      uint32_t stride;
+      const int words = ChooseStride(stride, lanes, rows * size, kWordBytes);
+      plan.by_words = many && (now - words) * (kWordBytes / plan.item) > kLoadsOfJoin;
+      if (plan.by_words) plan.stride = stride;
+    }
+    const int64_t fetched = plan.equal
+                                ? (plan.tile_pieces + plan.more_pieces) * int64_t{plan.stride}
+                                : rows * plan.filled;
+    plan.fetched = CeilDiv(fetched, kPackBytes) * kPackBytes;
+  }
+}
+
+// False if the arrays are not made of whole rows, or tiles do not fit.
+bool MakePlan(const Call& call, TilesPlan& plan) {
+  const Job& job = call.job;
+  if (job.broadcasts) return false;
+  const Piece& first = job.pieces[0];
+  // One array is split, if only to leave the rest of its rows out.
+  plan.splits = !call.joins() || (job.pieces.size() == 1 && first.stride != first.size);
+  plan.whole = plan.splits ? first.source : job.destinations[0].data;
+  plan.row_bytes = plan.splits ? first.stride : job.destinations[0].row_bytes;
+  if (!IsAligned(plan.whole, kPackBytes) || plan.row_bytes > kMaxRowBytes) return false;
+  // Whole rows are read, which may begin with what other launches cut.
+  const auto* whole = static_cast<const unsigned char*>(plan.whole);
+  if (plan.splits && whole + job.rows * plan.row_bytes > first.end) return false;
+
+  plan.count = plan.filled = plan.size = 0;
+  plan.equal = true;
+  const bool has_rows = VisitPieces(job, plan, [&](const void* part, int64_t size) {
+    if (plan.count++ == 0) plan.size = size;
+    plan.equal = plan.equal && size == first.size;
+    plan.filled += size;
+    return plan.count <= kMaxPieces && IsAligned(part, kPackBytes);
+  });
+  if (!has_rows || plan.count == 0) return false;
+
+  // Rows that are whole packs of every array, and whole words that are a pattern.
+  const bool few = plan.count <= kFewPieces;
+  const int64_t word = few || !plan.splits ? kWordBytes : kPackBytes;
+  plan.item = std::min<int64_t>(call.unit, kWordBytes);
+  plan.rows = kPackBytes / plan.item;
+  plan.pattern_rows = word / plan.item;
+  plan.part_bytes = plan.splits ? plan.filled : plan.row_bytes;
+  plan.tile_pieces = plan.count;
+  plan.more_pieces = 0;
+  plan.parted = plan.has_few_patterns = false;
+  if (few) {
+    PlanFew(plan, job.rows);
+  } else {
+    PlanMany(plan, job.rows, word);
+  }
+  PlanSharedMemory(plan, few, word);
+  // Bytes of a tile's rows are counted with 32 bits.
+  if (plan.fetched > kMaxTileBytes || plan.rows * plan.row_bytes > INT32_MAX) return false;
+  plan.parts = CeilDiv(plan.count, plan.tile_pieces);
+  plan.tiles = job.rows / plan.rows;
+  const int64_t words = plan.pattern_rows * plan.part_bytes / word;
+  const int64_t most_threads = few ? kFewThreads : kManyThreads;
+  plan.threads =
+      static_cast<int>(CeilDiv(CeilDiv(words, CeilDiv(words, most_threads)), kWarp) * kWarp);
+  return CountBlocks(plan, job.rows) <= INT32_MAX;
+}
+
+template <int kPieces>
+Tiles<kPieces> MakeTable(const Job& job, const TilesPlan& plan) {
+  Tiles<kPieces> table;
+  table.whole = static_cast<unsigned char*>(const_cast<void*>(plan.whole));
+  std::fill_n(table.begins, kFewPieces, kNowhere);
+  uint32_t begin = 0;
+  int64_t in_tile = 0;
+  table.count = 0;
+  VisitPieces(job, plan, [&](const void* part, int64_t size) {
+    const uint32_t i = table.count++;
+    const int64_t shared = plan.splits  ? 0
+                           : plan.equal ? in_tile * plan.stride
+                                        : plan.rows * int64_t{begin};
+    if (++in_tile == plan.tile_pieces) in_tile = 0;
+    if (i < kFewPieces) table.begins[i] = begin;
+    table.pieces[i] = {static_cast<unsigned char*>(const_cast<void*>(part)), begin,
+                       static_cast<uint16_t>(size), static_cast<uint16_t>(shared / kWordBytes)};
+    begin += static_cast<uint32_t>(size);
+    return true;
+  });
+  table.equal = plan.equal;
+  table.row_bytes = static_cast<uint32_t>(plan.row_bytes);
+  table.filled = static_cast<uint32_t>(plan.filled);
+  table.rows = static_cast<uint32_t>(plan.rows);
+  table.log_rows = Log(plan.rows);
+  table.pattern_rows = static_cast<uint32_t>(plan.pattern_rows);
+  table.log_pattern_rows = Log(plan.pattern_rows);
+  table.tile_pieces = static_cast<uint32_t>(plan.tile_pieces);
+  table.parted = plan.parted;
+  table.parts = FastDivider(plan.parts);
+  table.part_bytes = FastDivider(plan.part_bytes);
+  table.more_pieces = static_cast<uint32_t>(plan.more_pieces);
+  table.stride = plan.stride;
+  if (plan.splits) {
+    table.row_packs = FastDivider(RowPacks(plan));
+  } else {
+    const int64_t run = plan.rows * plan.size;
+    table.run_packs = FastDivider(run / (plan.by_words ? kWordBytes : kPackBytes));
+  }
+  table.by_words = plan.by_words;
+  table.fetched = static_cast<uint32_t>(plan.fetched);
+  table.by_row = FastDivider(plan.row_bytes);
+  table.by_size = FastDivider(plan.size);
+  table.tiles = plan.tiles;
+  table.all_rows = job.rows;
+  return table;
+}
+
 template <typename Item, bool kSplits, int kPieces>
-cudaError_t LaunchBlocks(cudaStream_t stream, const Tiles<kPieces>& table) {
+cudaError_t LaunchBlocks(cudaStream_t stream, const Call& call) {
   constexpr int kBytes = kPieces <= kFewPieces || !kSplits ? kWordBytes : kPackBytes;
   constexpr int kThreads = kPieces <= kFewPieces ? kFewThreads : kManyThreads;
-  const size_t bytes = table.fetched + kPackBytes +
-                       (PieceFinder<kPieces>::kCopies ? table.count * sizeof(TilePiece) : 0);
-  const int64_t rest = (table.all_rows - table.tiles * table.rows) * table.row_bytes;
-  const int64_t blocks =
-      table.tiles * table.parts.divisor() + CeilDiv(rest, table.threads * int64_t{sizeof(Item)});
-  return Launch(MoveTiles<Item, kSplits, kBytes, kThreads, kPieces>, blocks, table.threads, bytes,
-                stream, table);
+  const TilesPlan& plan = call.tiles;
+  const size_t bytes = plan.fetched + kPackBytes +
+                       (PieceFinder<kPieces>::kCopies ? plan.count * sizeof(TilePiece) : 0);
+  return Launch(MoveTiles<Item, kSplits, kBytes, kThreads, kPieces>,
+                CountBlocks(plan, call.job.rows), plan.threads, bytes, stream,
+                MakeTable<kPieces>(call.job, plan));
 }
 
 template <bool kSplits, int kPieces>
-cudaError_t LaunchUnit(cudaStream_t stream, const Tiles<kPieces>& table, int64_t unit) {
-  switch (unit) {
+cudaError_t LaunchItems(cudaStream_t stream, const Call& call) {
+  switch (call.tiles.item) {
     case 4:
-      return LaunchBlocks<uint32_t, kSplits>(stream, table);
+      return LaunchBlocks<uint32_t, kSplits, kPieces>(stream, call);
     case 2:
-      return LaunchBlocks<uint16_t, kSplits>(stream, table);
+      return LaunchBlocks<uint16_t, kSplits, kPieces>(stream, call);
     default:
-      return LaunchBlocks<uint8_t, kSplits>(stream, table);
+      return LaunchBlocks<uint8_t, kSplits, kPieces>(stream, call);
   }
 }
 
 template <int kPieces>
-cudaError_t LaunchTable(cudaStream_t stream, const Tiles<kPieces>& table, int64_t unit,
-                        bool splits) {
-  return splits ? LaunchUnit<true>(stream, table, unit) : LaunchUnit<false>(stream, table, unit);
+cudaError_t LaunchPieces(cudaStream_t stream, const Call& call) {
+  return call.tiles.splits ? LaunchItems<true, kPieces>(stream, call)
+                           : LaunchItems<false, kPieces>(stream, call);
 }
 
 }  // namespace
 
-bool MovesAsTiles(const Job& job, int64_t unit) {
-  // To join few pieces of whole words is as fast without, and so is one. Of packs only narrow ones
-  // need tiles.
-  const bool splits = Splits(job);
-  const int64_t widest = splits ? kLongestCut : kLongestJoined;
-  const bool packs = unit == kPackBytes;
-  const size_t fewest = unit < kWordBytes ? 1 : splits && !packs ? 2 : kFewPieces + 1;
-  if (job.pieces.size() < fewest) return false;
-  Tiles<kMaxPieces> table;
-  return Plan(table, job, std::min<int64_t>(unit, kWordBytes)) &&
-         (!packs || (table.equal && table.pieces[0].size <= widest));
-}
+bool CanRunTiles(const Call& call, const Device&) { return MakePlan(call, call.tiles); }
 
-cudaError_t LaunchTiles(cudaStream_t stream, const Job& job, int64_t unit) {
-  const int64_t item = std::min<int64_t>(unit, kWordBytes);
-  Tiles<kFewPieces> few;
-  if (Plan(few, job, item)) return LaunchTable(stream, few, item, Splits(job));
-  Tiles<kMaxPieces> many;
-  if (!Plan(many, job, item)) return cudaErrorInvalidValue;
-  return LaunchTable(stream, many, item, Splits(job));
+cudaError_t LaunchTiles(cudaStream_t stream, const Call& call, const Device&) {
+  return call.tiles.count <= kFewPieces ? LaunchPieces<kFewPieces>(stream, call)
+                                        : LaunchPieces<kMaxPieces>(stream, call);
 }
 
 }  // namespace jaxops::concatenate::cuda

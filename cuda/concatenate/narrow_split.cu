@@ -1,0 +1,188 @@
+// Rows so narrow that the memory gives them whole, whatever is kept of them, are read whole, once
+// for all pieces.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/common/numeric.cuh"
+#include "cuda/concatenate/families.h"
+#include "cuda/concatenate/job.h"
+#include "cuda/concatenate/vectors.cuh"
+
+namespace jaxops::concatenate::cuda {
+namespace {
+
+using jaxops::cuda::CeilDiv;
+using jaxops::cuda::Launch;
+
+constexpr int kMaxNarrowPieces = 4;
+// Packs that a thread reads of narrow rows, whose bytes are given whole by the memory.
+constexpr int kNarrowPacks = 2;
+constexpr int64_t kMaxRowBytes = 32;
+
+// Rows of 4 to kMaxRowBytes bytes, a power of two, of which the first `kept` are of the pieces. A
+// block gathers what it has of each piece in shared memory.
+struct Narrow {
+  struct Piece {
+    unsigned char* to;
+    uint32_t begin;  // in shared memory
+    uint32_t size;   // of a row
+  };
+  // An item of a row: where that of a block's first row goes, and how far apart those of the rows.
+  struct Column {
+    uint16_t begin, step;
+  };
+
+  const unsigned char* from;
+  int64_t rows;
+  uint32_t kept;
+  int count;
+  Piece pieces[kMaxNarrowPieces];
+  Column columns[kMaxRowBytes];
+};
+
+// Of a block.
+template <int kRowBytes>
+constexpr int kNarrowRows = kVectorThreads * kNarrowPacks * kPackBytes / kRowBytes;
+
+template <typename Item, int kRowBytes>
+__global__ void __launch_bounds__(kVectorThreads) CutNarrow(const __grid_constant__ Narrow table) {
+  constexpr int kRowItems = kRowBytes / sizeof(Item);
+  constexpr int kWordItems = 4 / sizeof(Item);
+  // What a thread reads at a time: a vector of several rows, or the vectors of one.
+  constexpr int kBytes = kRowBytes < kPackBytes ? kPackBytes : kRowBytes;
+  constexpr int kTimes = kNarrowPacks * kPackBytes / kBytes;
+  constexpr int kRows = kBytes / kRowBytes;
+  __shared__ uint4 shared[kVectorThreads * kNarrowPacks];
+  const int64_t first = int64_t{blockIdx.x} * kNarrowRows<kRowBytes>;
+  if (first + kNarrowRows<kRowBytes> > table.rows) {
+    for (int64_t row = first + threadIdx.x; row < table.rows; row += kVectorThreads) {
+      const unsigned char* from = table.from + row * kRowBytes;
+#pragma unroll 1
+      for (int p = 0; p < table.count; ++p) {
+        const Narrow::Piece& piece = table.pieces[p];
+#pragma unroll 1
+        for (uint32_t at = 0; at < piece.size; at += sizeof(Item), from += sizeof(Item)) {
+          *reinterpret_cast<Item*>(piece.to + row * piece.size + at) =
+              *reinterpret_cast<const Item*>(from);
+        }
+      }
+    }
+    return;
+  }
+
+  uint4 packs[kTimes][kBytes / kPackBytes];
+#pragma unroll
+  for (int t = 0; t < kTimes; ++t) {
+    const unsigned char* from =
+        table.from + first * kRowBytes + (t * kVectorThreads + threadIdx.x) * kBytes;
+#pragma unroll
+    for (int i = 0; i < kBytes / kPackBytes; ++i) {
+      packs[t][i] = i * kPackBytes < table.kept ? Load<uint4>(from + i * kPackBytes) : uint4{};
+    }
+  }
+  auto* gathered = reinterpret_cast<unsigned char*>(shared);
+#pragma unroll
+  for (int c = 0; c < kRowItems; ++c) {
+    if (c * static_cast<int>(sizeof(Item)) >= table.kept) break;
+    const uint32_t step = table.columns[c].step;
+    unsigned char* to = gathered + table.columns[c].begin + threadIdx.x * kRows * step;
+#pragma unroll
+    for (int t = 0; t < kTimes; ++t) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const int item = row * kRowItems + c;
+        const uint4 pack = packs[t][item / kItems<Item>];
+        const uint32_t words[4] = {pack.x, pack.y, pack.z, pack.w};
+        const uint32_t word = words[item / kWordItems % 4];
+        *reinterpret_cast<Item*>(to + (t * kVectorThreads * kRows + row) * step) =
+            static_cast<Item>(word >> item % kWordItems * 8 * sizeof(Item) % 32);
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int p = 0; p < table.count; ++p) {
+    const Narrow::Piece& piece = table.pieces[p];
+    unsigned char* to = piece.to + first * piece.size;
+#pragma unroll 1
+    for (uint32_t at = threadIdx.x * kPackBytes; at < kNarrowRows<kRowBytes> * piece.size;
+         at += kVectorThreads * kPackBytes) {
+      Store(to + at, *reinterpret_cast<const uint4*>(gathered + piece.begin + at));
+    }
+  }
+}
+
+template <typename Item, int kRowBytes>
+cudaError_t LaunchNarrow(cudaStream_t stream, const Job& job) {
+  Narrow table = {};
+  table.from = static_cast<const unsigned char*>(job.pieces[0].source);
+  table.rows = job.rows;
+  constexpr int64_t kRows = kNarrowRows<kRowBytes>;
+  Narrow::Column* column = table.columns;
+  for (const Destination& destination : job.destinations) {
+    const auto begin = static_cast<uint32_t>(table.kept * kRows);
+    const auto size = static_cast<uint32_t>(destination.row_bytes);
+    if (size == 0) continue;
+    table.pieces[table.count++] = {static_cast<unsigned char*>(destination.data), begin, size};
+    for (uint32_t at = 0; at < size; at += sizeof(Item)) {
+      *column++ = {static_cast<uint16_t>(begin + at), static_cast<uint16_t>(size)};
+    }
+    table.kept += size;
+  }
+  return Launch(CutNarrow<Item, kRowBytes>, CeilDiv(job.rows, kRows), kVectorThreads, 0, stream,
+                table);
+}
+
+template <typename Item>
+cudaError_t LaunchNarrow(cudaStream_t stream, const Job& job) {
+  switch (job.pieces[0].stride) {
+    case 4:
+      return LaunchNarrow<Item, 4>(stream, job);
+    case 8:
+      return LaunchNarrow<Item, 8>(stream, job);
+    case 16:
+      return LaunchNarrow<Item, 16>(stream, job);
+    default:
+      return LaunchNarrow<Item, 32>(stream, job);
+  }
+}
+
+}  // namespace
+
+bool CanRunNarrowSplit(const Call& call, const Device&) {
+  const Job& job = call.job;
+  const Piece& first = job.pieces[0];
+  const int64_t row_bytes = first.stride;
+  const bool is_power =
+      row_bytes >= 4 && row_bytes <= kMaxRowBytes && (row_bytes & (row_bytes - 1)) == 0;
+  if (!is_power || job.broadcasts || call.piece_count() > kMaxNarrowPieces ||
+      call.destination_count() != call.piece_count() || !SplitsOneSource(job)) {
+    return false;
+  }
+  // Whole rows are read.
+  const auto* from = static_cast<const unsigned char*>(first.source);
+  if (reinterpret_cast<uintptr_t>(from) % kPackBytes != 0 ||
+      from + job.rows * row_bytes > static_cast<const unsigned char*>(first.end)) {
+    return false;
+  }
+  return std::all_of(job.destinations.begin(), job.destinations.end(), [](const Destination& d) {
+    return d.piece_count == 1 &&
+           (d.row_bytes == 0 || reinterpret_cast<uintptr_t>(d.data) % kPackBytes == 0);
+  });
+}
+
+cudaError_t LaunchNarrowSplit(cudaStream_t stream, const Call& call, const Device&) {
+  const Job& job = call.job;
+  switch (call.unit) {
+    case 2:
+      return LaunchNarrow<uint16_t>(stream, job);
+    case 1:
+      return LaunchNarrow<uint8_t>(stream, job);
+    default:
+      return LaunchNarrow<uint32_t>(stream, job);
+  }
+}
+
+}  // namespace jaxops::concatenate::cuda

@@ -1,0 +1,57 @@
+// Accesses of 16 bytes, and of items, at the speed of a copy.
+#ifndef JAXOPS_CUDA_CONCATENATE_VECTORS_CUH_
+#define JAXOPS_CUDA_CONCATENATE_VECTORS_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/numeric.cuh"
+
+namespace jaxops::concatenate::cuda {
+
+using jaxops::cuda::kPackBytes;
+
+inline constexpr int kVectorThreads = 256;
+// Where the segments of a table begin that are not there.
+inline constexpr uint32_t kNowhere = UINT32_MAX;
+
+template <typename Item>
+constexpr int kItems = kPackBytes / sizeof(Item);
+
+// What is read is the last to leave the L2 cache, so that what is written goes to the memory soon
+// and in order. For items of less than a word this costs more than it brings.
+template <typename Item>
+__device__ __forceinline__ Item Load(const void* from) {
+  if constexpr (sizeof(Item) < 4) {
+    return __ldg(static_cast<const Item*>(from));
+  } else {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    Item item;
+    if constexpr (sizeof(Item) == 16) {
+      asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+          : "=r"(item.x), "=r"(item.y), "=r"(item.z), "=r"(item.w)
+          : "l"(from), "l"(policy));
+    } else if constexpr (sizeof(Item) == 8) {
+      asm("ld.global.nc.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+          : "=r"(item.x), "=r"(item.y)
+          : "l"(from), "l"(policy));
+    } else {
+      asm("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(item) : "l"(from), "l"(policy));
+    }
+    return item;
+  }
+}
+
+// Leaves the L1 cache to what is read.
+__device__ __forceinline__ void Store(void* to, uint4 pack) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack.x),
+               "r"(pack.y), "r"(pack.z), "r"(pack.w)
+               : "memory");
+}
+
+template <typename Item>
+constexpr auto kItemsOf = [](int64_t bytes) { return static_cast<uint32_t>(bytes / sizeof(Item)); };
+
+}  // namespace jaxops::concatenate::cuda
+
+#endif  // JAXOPS_CUDA_CONCATENATE_VECTORS_CUH_
