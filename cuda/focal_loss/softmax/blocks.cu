@@ -16,13 +16,6 @@ namespace {
 constexpr int kManyPacks = 8;
 // Threads of all the blocks of a multiprocessor.
 constexpr int kResidentThreads = 1024;
-// Threads that share a row too long for a cluster: for the gradient many, which keeps those rows
-// few that the L2 has to hold at a time.
-template <bool kGradient>
-constexpr int kStreamThreads = kGradient ? 1024 : 256;
-// Accesses of a thread that are under way at a time.
-template <bool kGradient>
-constexpr int kStreamAhead = kGradient ? 2 : 4;
 
 // What the threads of a row need to write its gradient.
 template <typename A>
@@ -31,29 +24,6 @@ struct RowTerms {
   A share;
   A slope;
 };
-
-template <int kCount, typename A>
-__device__ __forceinline__ void AddOverLanes(SumOfExp<A>& value) {
-#pragma unroll
-  for (int lanes = kCount / 2; lanes > 0; lanes /= 2) {
-    SumOfExp<A> other;
-    other.largest = __shfl_xor_sync(~0u, value.largest, lanes);
-    other.sum = __shfl_xor_sync(~0u, value.sum, lanes);
-    value.Add(other);
-  }
-}
-
-// The sum of a split, of its first thread.
-template <typename A>
-__device__ __forceinline__ void FinishRows(const SoftmaxParams& p, int64_t to, uint32_t split,
-                                           A total) {
-  if (p.call.sum == nullptr || threadIdx.x > 0) return;
-  if (p.partials != nullptr) {
-    static_cast<A*>(p.partials)[split] = total;
-  } else {
-    static_cast<A*>(p.call.sum)[to] = total;
-  }
-}
 
 // The blocks of a cluster share rows, which they have in their registers.
 template <typename T, int kBlockThreads, int kPacks>
@@ -146,82 +116,6 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
   if (rank == 0) FinishRows(p, entry.sum, blockIdx.x / blocks_per_row, total);
 }
 
-// Sums over the block, for all of its threads.
-template <int kBlockThreads, typename A>
-__device__ __forceinline__ void AddOverBlock(SumOfExp<A>& value) {
-  constexpr int kWarps = kBlockThreads / kWarp;
-  __shared__ SumOfExp<A> of_warp[kWarps];
-  AddOverLanes<kWarp>(value);
-  // Of the row before this one, all have read theirs.
-  __syncthreads();
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  value = of_warp[threadIdx.x % kWarps];
-  AddOverLanes<kWarps>(value);
-}
-
-// A block reads a row from memory whenever it needs it.
-template <typename T, bool kGradient>
-__global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof(T) < 8 ? 2 : 1)
-    StreamedRows(const __grid_constant__ SoftmaxParams p) {
-  using A = Accumulator<T>;
-  constexpr int kAhead = kStreamAhead<kGradient>;
-  constexpr int kThreads = kStreamThreads<kGradient>;
-  using Part = RowPart<T, kAhead, 1, kGradient>;
-  const Softmax& call = p.call;
-  const int classes = static_cast<int>(call.classes);
-  uint32_t index = blockIdx.x;
-  const int64_t begin = p.splits.Peel(index) * p.rows_per_split;
-  const int64_t end = min(begin + p.rows_per_split, call.rows);
-  const SoftmaxEntry<T> entry(call, index);
-  A total = 0;
-
-#pragma unroll 1
-  for (int64_t row = begin; row < end; ++row) {
-    const T* logits = entry.logits + row * classes;
-    const int label = entry.labels[row];
-    const bool known = label >= 0 && label < classes;
-    const auto part_of = [&](int thread) {
-      Part part(logits, classes, thread, kThreads, kAhead, p.whole);
-      part.TakeOut(label, known);
-      return part;
-    };
-    SumOfExp<A> others;
-    for (int thread = threadIdx.x; thread <= classes / Part::kCount; thread += kAhead * kThreads) {
-      Part part = part_of(thread);
-      const SumOfExp<A> before = others;
-      others.StartFrom(max(before.largest, part.FindLargest()));
-      others.sum = fma(before.sum, ExpOfDifference(before.largest - others.largest),
-                       part.SumExponentials(others.largest));
-    }
-    AddOverBlock<kThreads>(others);
-
-    A loss, slope;
-    EvaluateRow(loss, slope, others, known ? A(Widen(logits[label])) : A(0), call.power,
-                entry.gamma);
-    const A factor = entry.scale * entry.Weight(row);
-    loss = known ? loss * factor : A(0);
-    total += loss;
-    if constexpr (!kGradient) {
-      if (call.loss != nullptr && threadIdx.x == 0) {
-        static_cast<A*>(call.loss)[entry.result + row] = loss;
-      }
-    } else {
-      slope = known ? slope * factor : A(0);
-      const A share = known ? ShareOf(slope, others) : A(0);
-      T* gradient = static_cast<T*>(call.gradient) + entry.result;
-      const bool alike = Misaligned(gradient) == Misaligned(entry.logits);
-      for (int thread = threadIdx.x; thread <= classes / Part::kCount;
-           thread += kAhead * kThreads) {
-        Part part = part_of(thread);
-        part.SumExponentials(others.largest);
-        part.Store(gradient + row * classes, alike, share, others.largest, slope, label);
-      }
-    }
-  }
-  FinishRows(p, entry.sum, blockIdx.x, total);
-}
-
 template <typename T, int kBlockThreads, int kPacks = kManyPacks>
 cudaError_t LaunchBlocks(cudaStream_t stream, const SoftmaxParams& params, int64_t clusters) {
   const auto kernel = BlockRows<T, kBlockThreads, kPacks>;
@@ -249,11 +143,7 @@ cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t mo
     params.whole = packs.whole;
     params.blocks_per_row = 1;
     const auto launch = [&]() -> cudaError_t {
-      const auto stream_rows = [&](auto gradient) {
-        return jaxops::cuda::Launch(StreamedRows<T, gradient.value>, count,
-                                    kStreamThreads<gradient.value>, 0, stream, params);
-      };
-      if (call.gradient == nullptr) return stream_rows(std::false_type());
+      if (call.gradient == nullptr) return LaunchStreamedRows(stream, params, count);
       if constexpr (std::is_same_v<T, float>) {
         if (packs.count <= 64 * 4) return LaunchBlocks<T, 64, 4>(stream, params, count);
         if (packs.count <= 64 * 6) return LaunchBlocks<T, 64, 6>(stream, params, count);
@@ -265,7 +155,7 @@ cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t mo
       int blocks = 1;
       while (int64_t{blocks} * 1024 * kManyPacks < packs.count) blocks *= 2;
       if (blocks > 1 && (blocks > kClusterBlocks || !jaxops::cuda::HasClusters())) {
-        return stream_rows(std::true_type());
+        return LaunchStreamedRows(stream, params, count);
       }
       params.blocks_per_row = blocks;
       return LaunchBlocks<T, 1024>(stream, params, count);

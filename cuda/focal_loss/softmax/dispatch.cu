@@ -1,193 +1,16 @@
-// The softmax focal loss of rows of few logits, and the choice of kernels for all.
-//
-// A thread takes a row. A warp brings its rows, which are one run of memory, to shared memory by
-// wide accesses while it evaluates those before them; a gradient goes back the way the logits came.
-#include <cuda_pipeline.h>
-
+// The softmax focal loss: the choice of kernels.
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/softmax/rows.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-constexpr int kWarps = kThreads / kWarp;
-constexpr int kMostClasses = 8;
-// Steps of a block.
-constexpr int64_t kSumSteps = 8;
-constexpr int64_t kGradientSteps = 2;
-// Blocks of a multiprocessor.
-template <typename A>
-constexpr int kResident = sizeof(A) == 8 ? 3 : 5;
 // Rows of at most so many accesses are in the registers of a warp; where f32 gradients are wanted
 // alone, of fewer, because 16 rows of two warps each then keep the memory of a multiprocessor busy.
 constexpr int64_t kMostPacks = 512;
 constexpr int64_t kMostPacksOfGradient = 224;
 
-// Copies `count` elements from an array to shared memory, where they begin as far from a multiple
-// of 16 bytes as there. The copy is asynchronous.
-template <typename T>
-__device__ __forceinline__ void StageRun(T* shared, const T* array, int count) {
-  constexpr int kPack = kPackElements<T>;
-  const int lane = threadIdx.x % kWarp;
-  const int head = min(count, (kPack - Misaligned(array)) % kPack);
-  const int packs = (count - head) / kPack;
-  for (int i = lane; i < packs; i += kWarp) {
-    __pipeline_memcpy_async(shared + head + i * kPack, array + head + i * kPack, kPackBytes);
-  }
-  const int tail = head + packs * kPack;
-  for (int i = lane; i < head + count - tail; i += kWarp) {
-    const int at = i < head ? i : i - head + tail;
-    shared[at] = array[at];
-  }
-}
-
-// The way back.
-template <typename T>
-__device__ __forceinline__ void WriteRun(T* array, const T* shared, int count) {
-  constexpr int kPack = kPackElements<T>;
-  const int lane = threadIdx.x % kWarp;
-  const int misaligned = Misaligned(array);
-  const int head = min(count, (kPack - misaligned) % kPack);
-  const int packs = Misaligned(shared) == misaligned ? (count - head) / kPack : 0;
-  for (int i = lane; i < packs; i += kWarp) {
-    *reinterpret_cast<uint4*>(array + head + i * kPack) =
-        *reinterpret_cast<const uint4*>(shared + head + i * kPack);
-  }
-  const int tail = head + packs * kPack;
-  for (int i = lane; i < head + count - tail; i += kWarp) {
-    const int at = i < head ? i : i - head + tail;
-    array[at] = shared[at];
-  }
-}
-
-// Neighbouring rows of a warp, and what a lane knows of its own.
-template <typename T>
-struct RowTile {
-  using A = Accumulator<T>;
-
-  const T* logits;
-  int64_t first;
-  int rows;
-  int label = -1;
-  A weight = 0;
-
-  // Has the logits on their way to shared memory.
-  __device__ __forceinline__ RowTile(const SoftmaxEntry<T>& entry, int64_t first, int64_t end,
-                                     int classes, T* shared)
-      : logits(entry.logits + first * classes),
-        first(first),
-        rows(static_cast<int>(min(end - first, int64_t{kWarp}))) {
-    StageRun(shared + Misaligned(logits), logits, rows * classes);
-    const int lane = threadIdx.x % kWarp;
-    if (lane >= rows) return;
-    label = entry.labels[first + lane];
-    weight = entry.Weight(first + lane);
-  }
-};
-
-template <typename T, bool kGradient>
-__global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
-    ShortRows(const __grid_constant__ SoftmaxParams p) {
-  using A = Accumulator<T>;
-  // And what the first row may be misaligned by.
-  constexpr int kStage = kWarp * kMostClasses + kPackElements<T>;
-  __shared__ __align__(kPackBytes) unsigned char shared[kWarps * 2 * kStage * sizeof(T)];
-  const Softmax& call = p.call;
-  const int classes = static_cast<int>(call.classes);
-  const int warp = threadIdx.x / kWarp;
-  const int lane = threadIdx.x % kWarp;
-  T* const stages = reinterpret_cast<T*>(shared) + warp * 2 * kStage;
-
-  uint32_t block = blockIdx.x;
-  const int64_t begin = p.splits.Peel(block) * p.rows_per_split;
-  const int64_t end = min(begin + p.rows_per_split, call.rows);
-  const bool sums = call.sum != nullptr;
-  if (sums && p.partials == nullptr) ArriveInCluster();
-  const SoftmaxEntry<T> entry(call, block);
-  A total = 0;
-
-  int64_t first = begin + warp * kWarp;
-  if (first < end) {
-    RowTile<T> next(entry, first, end, classes, stages);
-    __pipeline_commit();
-    int stage = 0;
-#pragma unroll 1
-    while (true) {
-      const RowTile<T> tile = next;
-      T* const staged = stages + stage * kStage + Misaligned(tile.logits);
-      stage ^= 1;
-      first += kThreads;
-      if (first < end) next = RowTile<T>(entry, first, end, classes, stages + stage * kStage);
-      __pipeline_commit();
-      __pipeline_wait_prior(1);
-      __syncwarp();
-
-      T* const own = staged + lane * classes;
-      const bool known = tile.label >= 0 && tile.label < classes;
-      A label_logit = 0;
-      A z[kMostClasses];
-      SumOfExp<A> others;
-#pragma unroll
-      for (int k = 0; k < kMostClasses; ++k) {
-        z[k] = -A(INFINITY);
-        if (k < classes && known) z[k] = Widen(own[k]);
-        if (k == tile.label) {
-          label_logit = z[k];
-          z[k] = -A(INFINITY);
-        }
-        others.largest = max(others.largest, z[k]);
-      }
-      others.StartFrom(others.largest);
-#pragma unroll
-      for (int k = 0; k < kMostClasses; ++k) {
-        z[k] = ExpOfDifference(z[k] - others.largest);
-        others.sum += z[k];
-      }
-      A loss, slope;
-      EvaluateRow(loss, slope, others, label_logit, call.power, entry.gamma);
-      const A factor = entry.scale * tile.weight;
-      loss = known ? loss * factor : A(0);
-      total += loss;
-      if (!kGradient && call.loss != nullptr && lane < tile.rows) {
-        static_cast<A*>(call.loss)[entry.result + tile.first + lane] = loss;
-      }
-      if constexpr (kGradient) {
-        slope = known ? slope * factor : A(0);
-        const A share = known ? ShareOf(slope, others) : A(0);
-        if (lane < tile.rows) {
-#pragma unroll
-          for (int k = 0; k < kMostClasses; ++k) {
-            if (k < classes) own[k] = Narrow<T>(k == tile.label ? -slope : share * z[k]);
-          }
-        }
-        __syncwarp();
-        WriteRun(static_cast<T*>(call.gradient) + entry.result + tile.first * classes, staged,
-                 tile.rows * classes);
-      }
-      if (first >= end) break;
-      // The next rows but one take the place of these.
-      __syncwarp();
-    }
-  }
-  if (sums) FinishSum(p.partials, static_cast<A*>(call.sum) + entry.sum, total);
-}
-
 }  // namespace
-
-cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t most_splits,
-                            void* partials) {
-  return DispatchFloat(call.dtype, [&](auto logit) {
-    using T = decltype(logit);
-    return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
-      const RowSplits splits(call, kThreads, kResident<Accumulator<T>>,
-                             gradient.value ? kGradientSteps : kSumSteps, most_splits);
-      SoftmaxParams params{call};
-      params.rows_per_split = splits.rows;
-      return LaunchSplits<Accumulator<T>>(ShortRows<T, gradient.value>, kThreads, splits, stream,
-                                          call, params, partials);
-    });
-  });
-}
 
 cudaError_t LaunchSoftmax(cudaStream_t stream, const Softmax& call, int64_t splits,
                           void* partials) {
@@ -207,7 +30,7 @@ cudaError_t LaunchSoftmax(cudaStream_t stream, const Softmax& call, int64_t spli
   if (call.classes > INT32_MAX - (1 << 20)) return cudaErrorInvalidValue;
   if (AreFewRows(call, splits)) return LaunchFewRows(stream, call, partials);
   const PacksOfRow packs(call);
-  if (call.classes <= kMostClasses && !packs.whole) {
+  if (call.classes <= kShortClasses && !packs.whole) {
     return LaunchShortRows(stream, call, splits, partials);
   }
   if (AreWholeRows(call)) return LaunchWholeRows(stream, call, splits, partials);

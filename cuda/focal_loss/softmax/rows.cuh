@@ -26,6 +26,9 @@ struct SoftmaxParams {
   int32_t blocks_per_row;
 };
 
+// The most classes of ShortRows.
+inline constexpr int kShortClasses = 8;
+
 // One call in each way; `splits` and `partials` are those of LaunchSoftmax.
 bool AreFewRows(const Softmax& call, int64_t splits);
 cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials);
@@ -36,6 +39,7 @@ cudaError_t LaunchWholeRows(cudaStream_t stream, const Softmax& call, int64_t sp
                             void* partials);
 cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t splits,
                            void* partials);
+cudaError_t LaunchStreamedRows(cudaStream_t stream, const SoftmaxParams& params, int64_t blocks);
 cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t splits,
                             void* partials);
 
@@ -610,6 +614,29 @@ __device__ __forceinline__ void FinishSum(void* partials, A* to, A total) {
     if (threadIdx.x == 0) static_cast<A*>(partials)[blockIdx.x] = sum;
   } else if (SumOverCluster(sum)) {
     *to = sum;
+  }
+}
+
+template <int kCount, typename A>
+__device__ __forceinline__ void AddOverLanes(SumOfExp<A>& value) {
+#pragma unroll
+  for (int lanes = kCount / 2; lanes > 0; lanes /= 2) {
+    SumOfExp<A> other;
+    other.largest = __shfl_xor_sync(~0u, value.largest, lanes);
+    other.sum = __shfl_xor_sync(~0u, value.sum, lanes);
+    value.Add(other);
+  }
+}
+
+// The sum of a split, of its first thread.
+template <typename A>
+__device__ __forceinline__ void FinishRows(const SoftmaxParams& p, int64_t to, uint32_t split,
+                                           A total) {
+  if (p.call.sum == nullptr || threadIdx.x > 0) return;
+  if (p.partials != nullptr) {
+    static_cast<A*>(p.partials)[split] = total;
+  } else {
+    static_cast<A*>(p.call.sum)[to] = total;
   }
 }
 

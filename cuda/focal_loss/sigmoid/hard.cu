@@ -1,0 +1,209 @@
+// The sigmoid focal loss of class labels.
+#include "cuda/focal_loss/sigmoid/elements.cuh"
+
+namespace jaxops::focal_loss::cuda {
+namespace {
+
+// Has an address of device memory indexed by one instruction, rather than made of its parts by four
+// each time.
+template <typename T>
+__device__ __forceinline__ void KeepAddress(T*& address) {
+  asm("" : "+l"(address));
+  __builtin_assume(__isGlobal(address));
+}
+
+// Of class labels, kCount elements from `at` on: writes their results to `elements`, and returns
+// the sum of their losses if it is wanted. What is plain has no weights, and no ignored rows.
+template <typename T, int kCount, Rows kRows, Want kWant, bool kPlain = false>
+__device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const Params& p,
+                                                             const Entry<T, int32_t>& entry,
+                                                             T* elements, int at,
+                                                             const Pack<T, kCount>& logits,
+                                                             Power power) {
+  using A = Accumulator<T>;
+  constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
+  constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
+  constexpr Digits kDigits = kDigitsOf<T, kWant>;
+  const bool has_ignored = !kPlain && p.call.has_ignored;
+  T* const to = kWant == Want::kSum ? nullptr : elements + at;
+  A z[kCount], loss[kCount], slope[kCount], factor[kCount];
+  if constexpr (kCount > 1 && (kRows == Rows::kOne || kRows == Rows::kTwo)) {
+    // The neighbours from the boundary on are of a second row.
+    uint32_t row = entry.skipped + at;
+    const uint32_t position = p.classes.Peel(row);
+    const uint32_t boundary =
+        kRows == Rows::kOne ? kCount : min(p.classes.divisor() - position, uint32_t{kCount});
+    const Row<A> first = entry.template ReadRow<kPlain>(row);
+    const Row<A> second = kRows == Rows::kOne
+                              ? first
+                              : entry.template ReadRow<kPlain>(row + (boundary < kCount ? 1 : 0));
+    const bool first_ignored = has_ignored && first.label == p.call.ignored;
+    const bool second_ignored = has_ignored && second.label == p.call.ignored;
+    uint32_t target = first_ignored ? kCount : entry.Position(first.label) - position;
+    uint32_t second_target = second_ignored ? kCount : entry.Position(second.label);
+    const bool in_first = target < boundary;
+    const bool in_second = kRows == Rows::kTwo && second_target < kCount - boundary;
+    WidenAll(z, logits);
+    const bool any = __any_sync(__activemask(), in_first || in_second);
+    A total = 0;
+    A of_target[2];
+    if (any) {
+      const auto evaluate = [&](uint32_t k, A its_factor, A& its_slope) {
+        const A its_z[1] = {Widen(entry.logits[at + k])};
+        const A factors[1] = {its_factor};
+        const bool is_target[1] = {true};
+        A its_loss[1], its_slopes[1];
+        EvaluateHard<kSlope, true, kDigits>(its_loss, its_slopes, its_z, is_target, factors, power,
+                                            entry.gamma);
+        total += its_loss[0];
+        its_slope = kSlope ? its_slopes[0] : its_loss[0];
+        // Which has no loss.
+        if constexpr (kSums) {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) z[i] = i == k ? A(-INFINITY) : z[i];
+        }
+      };
+      if (in_first) evaluate(target, first.positive, of_target[0]);
+      second_target += boundary;
+      if (in_second) evaluate(second_target, second.positive, of_target[1]);
+    }
+    const auto evaluate = [&](auto&& factor_of) {
+      const bool none[kCount] = {};
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) factor[k] = factor_of(k);
+      EvaluateHard<kSlope, false, kDigits>(loss, slope, z, none, factor, power, entry.gamma);
+    };
+    if (kRows == Rows::kOne || kPlain || !entry.weighted()) {
+      evaluate([&](int) { return first.negative; });
+    } else {
+      evaluate([&](int k) { return k < boundary ? first.negative : second.negative; });
+    }
+    if (has_ignored) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        const bool ignored = k < boundary ? first_ignored : second_ignored;
+        loss[k] = ignored ? A(0) : loss[k];
+        slope[k] = ignored ? A(0) : slope[k];
+      }
+    }
+    if constexpr (kWant != Want::kSum) {
+      StoreAll<T, kCount>(to, kSlope ? slope : loss);
+      if (any) {
+        if (in_first) to[target] = Narrow<T>(of_target[0]);
+        if (in_second) to[second_target] = Narrow<T>(of_target[1]);
+      }
+    }
+    return kSums ? total + SumOf(loss) : A(0);
+  } else {
+    Row<A> terms[kCount];
+    bool target[kCount];
+    if constexpr (kRows == Rows::kEach) {
+      entry.ReadRows(terms, at);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) target[k] = entry.Position(terms[k].label) == 0;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        uint32_t row = entry.skipped + at + k;
+        const uint32_t position = p.classes.Peel(row);
+        terms[k] = entry.ReadRow(row);
+        target[k] = entry.Position(terms[k].label) == position;
+      }
+    }
+    WidenAll(z, logits);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      factor[k] = target[k] ? terms[k].positive : terms[k].negative;
+    }
+    EvaluateHard<kSlope, true, kDigits>(loss, slope, z, target, factor, power, entry.gamma);
+    if (has_ignored) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        const bool ignored = terms[k].label == p.call.ignored;
+        loss[k] = ignored ? A(0) : loss[k];
+        slope[k] = ignored ? A(0) : slope[k];
+      }
+    }
+    if constexpr (kWant != Want::kSum) StoreAll<T, kCount>(to, kSlope ? slope : loss);
+    return kSums ? SumOf(loss) : A(0);
+  }
+}
+
+// Class labels.
+template <typename T, int kCount, Rows kRows, Want kWant, int kPower>
+__global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Params p) {
+  using A = Accumulator<T>;
+  constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
+  constexpr bool kByInstructions = sizeof(T) == 2 && kCount == kInRow<T> && kWant != Want::kSum;
+  const Power power = kPower == kRunTime ? p.call.power : static_cast<Power>(kPower);
+  uint32_t block = blockIdx.x;
+  const int64_t begin = p.splits.Peel(block) * p.per_block;
+  Entry<T, int32_t> entry(p, block, begin);
+  const int length = static_cast<int>(min(p.size - begin, p.per_block));
+  const bool clustered = kSums && p.partials == nullptr;
+  if (clustered) ArriveInCluster();
+  A total = 0;
+  T* elements = kWant == Want::kSum ? nullptr : Elements<T, kWant>(p, entry.elements);
+  if constexpr (kByInstructions) {
+    KeepAddress(elements);
+    KeepAddress(entry.logits);
+    KeepAddress(entry.labels);
+  }
+  const int whole = length / kCount * kCount;
+  const auto walk = [&](auto plain) {
+#pragma unroll 1
+    for (int at = threadIdx.x * kCount; at < whole; at += kThreads * kCount) {
+      const auto logits = LoadPack<kCount>(entry.logits + at);
+      total += EvaluateNeighbours<T, kCount, kRows, kWant, plain.value>(p, entry, elements, at,
+                                                                        logits, power);
+    }
+  };
+  // Those of 16 bits are bound by instructions, of which weights and ignored rows take many.
+  if (kByInstructions && !entry.weighted() && !p.call.has_ignored) {
+    walk(std::true_type());
+  } else {
+    walk(std::false_type());
+  }
+  // The elements of a batch entry need not be a multiple of kCount.
+  const int at = whole + static_cast<int>(threadIdx.x);
+  if (kRows != Rows::kOne && at < length) {
+    total += EvaluateNeighbours<T, 1, Rows::kAny, kWant>(p, entry, elements, at,
+                                                         LoadPack<1>(entry.logits + at), power);
+  }
+  if constexpr (kSums) Finish(p, block, clustered, total);
+}
+
+// Class labels: the exponent is known when the kernel is compiled, where several neighbours are of
+// one row any that needs no power, elsewhere and in f64 only that of the paper.
+template <typename T, int kCount, Rows kRows>
+cudaError_t Launch(cudaStream_t stream, const Params& params, int64_t blocks) {
+  const auto launch = [&](auto power) {
+    return DispatchWant(params.call, [&](auto want) {
+      return LaunchBlocks(Hard<T, kCount, kRows, want.value, power.value>, stream, params, blocks);
+    });
+  };
+  if constexpr (kRows == Rows::kOne && kCount > 1 && !std::is_same_v<T, double>) {
+    return DispatchPower(params.call.power, launch);
+  }
+  if (params.call.power == Power::kTwo) {
+    return launch(std::integral_constant<int, static_cast<int>(Power::kTwo)>());
+  }
+  return launch(std::integral_constant<int, kRunTime>());
+}
+
+}  // namespace
+
+cudaError_t LaunchHard(cudaStream_t stream, const Params& params, int64_t blocks, bool aligned) {
+  const int64_t classes = params.call.classes;
+  return DispatchFloat(params.call.dtype, [&](auto logit) {
+    using T = decltype(logit);
+    constexpr int kMany = kInRow<T>;
+    if (!aligned) return Launch<T, 1, Rows::kAny>(stream, params, blocks);
+    if (classes % kMany == 0) return Launch<T, kMany, Rows::kOne>(stream, params, blocks);
+    if (classes == 1) return Launch<T, kMany, Rows::kEach>(stream, params, blocks);
+    if (classes >= kMany) return Launch<T, kMany, Rows::kTwo>(stream, params, blocks);
+    return Launch<T, kShortRows, Rows::kAny>(stream, params, blocks);
+  });
+}
+
+}  // namespace jaxops::focal_loss::cuda

@@ -1,0 +1,147 @@
+// The sigmoid focal loss, elementwise and without weights, bound by memory.
+#include "cuda/focal_loss/sigmoid/elements.cuh"
+
+namespace jaxops::focal_loss::cuda {
+namespace {
+
+// Of SpreadElements: the threads of a block, and the accesses of a thread, for elements by the
+// million or by the hundred million.
+constexpr int kSpreadThreads = 128;
+constexpr int kSpreadPacks = 2;
+constexpr int kSpreadManyPacks = 4;
+
+// Class labels, without weights: results of f32 without a sum, in one batch entry of many elements.
+// Memory bounds them, and is used best where each access of a warp is to neighbours: those of a
+// thread are apart, and all under way before anything is waited for.
+template <int kPacks, Rows kRows, Want kWant, int kPower>
+__global__ void __launch_bounds__(kSpreadThreads)
+    SpreadElements(const __grid_constant__ FewParams p) {
+  constexpr bool kSlope = kWant == Want::kGradient;
+  constexpr int kCount = kPackElements<float>;
+  constexpr uint32_t kStride = kSpreadThreads * kCount;
+  constexpr auto power = static_cast<Power>(kPower);
+  const float* logits = static_cast<const float*>(p.logits);
+  float* elements = static_cast<float*>(p.elements);
+  const uint32_t begin = blockIdx.x * (kPacks * kStride) + threadIdx.x * kCount;
+  Pack<float, kCount> packs[kPacks];
+  // The labels of the row that a pack begins in and of the next, or of each element.
+  Pack<int32_t, kRows == Rows::kEach ? kCount : 2> rows[kPacks];
+  uint32_t positions[kPacks];
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const uint32_t at = begin + i * kStride;
+    if (at >= p.size) break;
+    packs[i] = LoadPack<kCount>(logits + at);
+    if constexpr (kRows == Rows::kEach) {
+      rows[i] = LoadPack<kCount>(p.labels + at);
+    } else {
+      uint32_t row = at;
+      positions[i] = p.classes.Peel(row);
+      rows[i].values[0] = p.labels[row];
+      if constexpr (kRows == Rows::kTwo) {
+        const bool one = positions[i] + kCount <= p.classes.divisor();
+        rows[i].values[1] = p.labels[row + (one ? 0 : 1)];
+      }
+    }
+  }
+  const auto* parameters = static_cast<const float*>(p.parameters);
+  const float scale = *static_cast<const float*>(p.scale);
+  const float gamma = parameters[0];
+  const float negative = scale * parameters[1];
+  const float positive = scale * parameters[2];
+  const auto first_class = static_cast<uint32_t>(p.class_ids[0] - kFirstClassId);
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const uint32_t at = begin + i * kStride;
+    if (at >= p.size) break;
+    float z[kCount], loss[kCount], slope[kCount], factor[kCount];
+    WidenAll(z, packs[i]);
+    if constexpr (kRows == Rows::kEach) {
+      bool target[kCount];
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        target[k] = static_cast<uint32_t>(rows[i].values[k]) == first_class;
+        factor[k] = target[k] ? positive : negative;
+      }
+      EvaluateHard<kSlope, true>(loss, slope, z, target, factor, power, gamma);
+      StoreAll<float, kCount>(elements + at, kSlope ? slope : loss);
+    } else {
+      const uint32_t boundary =
+          kRows == Rows::kOne ? kCount : min(p.classes.divisor() - positions[i], uint32_t{kCount});
+      // Places of targets in the pack, if they are less than its size.
+      const uint32_t first = rows[i].values[0] - first_class - positions[i];
+      const uint32_t second = kRows == Rows::kTwo ? rows[i].values[1] - first_class : kCount;
+      const bool in_first = first < boundary;
+      const bool in_second = kRows == Rows::kTwo && second < kCount - boundary;
+      const bool any = __any_sync(__activemask(), in_first || in_second);
+      float of_target[2];
+      if (any) {
+        const auto evaluate = [&](uint32_t k) {
+          const float its_z[1] = {logits[at + k]};
+          const float factors[1] = {positive};
+          const bool is_target[1] = {true};
+          float its_loss[1], its_slope[1];
+          EvaluateHard<kSlope, true>(its_loss, its_slope, its_z, is_target, factors, power, gamma);
+          return kSlope ? its_slope[0] : its_loss[0];
+        };
+        if (in_first) of_target[0] = evaluate(first);
+        if (in_second) of_target[1] = evaluate(boundary + second);
+      }
+      const bool none[kCount] = {};
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) factor[k] = negative;
+      EvaluateHard<kSlope, false>(loss, slope, z, none, factor, power, gamma);
+      StoreAll<float, kCount>(elements + at, kSlope ? slope : loss);
+      if (any) {
+        if (in_first) elements[at + first] = of_target[0];
+        if (in_second) elements[at + boundary + second] = of_target[1];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// Whether a call that is not of few elements is made by SpreadElements. An exponent that needs a
+// power of each element makes instructions count, of which neighbours of a thread take fewer.
+bool AreSpread(const Sigmoid& call) {
+  const int64_t size = call.rows * call.classes;
+  constexpr int kCount = kPackElements<float>;
+  return call.sum == nullptr && call.batch.size() == 1 && call.power != Power::kAny &&
+         call.weight == nullptr && !call.has_ignored && size % kCount == 0 &&
+         (call.classes >= kCount || call.classes == 1) && size < int64_t{1} << 31;
+}
+
+cudaError_t LaunchSpread(cudaStream_t stream, const Sigmoid& call) {
+  constexpr int kCount = kPackElements<float>;
+  const int64_t size = call.rows * call.classes;
+  const auto launch = [&](auto packs, auto rows, auto want, auto power) {
+    constexpr int64_t kPerBlock = packs.value * kSpreadThreads * kCount;
+    return jaxops::cuda::Launch(SpreadElements<packs.value, rows.value, want.value, power.value>,
+                                CeilDiv(size, kPerBlock), kSpreadThreads, 0, stream,
+                                FewParams(call, kPerBlock));
+  };
+  const auto with_rows = [&](auto rows, auto want, auto power) {
+    return size >= kManyElements
+               ? launch(std::integral_constant<int, kSpreadManyPacks>(), rows, want, power)
+               : launch(std::integral_constant<int, kSpreadPacks>(), rows, want, power);
+  };
+  return DispatchPower(call.power, [&](auto power) {
+    if constexpr (power.value == static_cast<int>(Power::kAny)) {
+      return cudaErrorInvalidValue;
+    } else {
+      return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
+        constexpr std::integral_constant<Want, gradient.value ? Want::kGradient : Want::kLoss>
+            kWanted;
+        if (call.classes == 1) {
+          return with_rows(std::integral_constant<Rows, Rows::kEach>(), kWanted, power);
+        }
+        return call.classes % kCount == 0
+                   ? with_rows(std::integral_constant<Rows, Rows::kOne>(), kWanted, power)
+                   : with_rows(std::integral_constant<Rows, Rows::kTwo>(), kWanted, power);
+      });
+    }
+  });
+}
+
+}  // namespace jaxops::focal_loss::cuda
