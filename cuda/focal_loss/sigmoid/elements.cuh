@@ -11,8 +11,8 @@
 #include <cstdint>
 
 #include "common/fast_divide.h"
-#include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/math.cuh"
+#include "cuda/focal_loss/sigmoid/families.h"
 #include "cuda/focal_loss/sum.cuh"
 
 namespace jaxops::focal_loss::cuda {
@@ -22,7 +22,7 @@ template <typename T>
 inline constexpr int kInRow = std::is_same_v<T, double> ? 4 : 8;
 inline constexpr int kShortRows = 4;
 
-// From so many elements of 16 bits on, blocks last longer, because instructions bind them.
+// Elementwise results of so many elements are worth longer blocks.
 inline constexpr int64_t kManyElements = 1 << 26;
 
 // Stands for an exponent that is known only at run time.
@@ -33,7 +33,7 @@ enum class Want { kLoss, kSum, kGradient, kBoth };
 // The rows of a thread's neighbours: always one, up to two, any number of them, or one each.
 enum class Rows { kOne, kTwo, kAny, kEach };
 
-struct Params {
+struct SigmoidParams {
   Sigmoid call;
   int64_t size;  // elements of a batch entry
   int64_t per_block;
@@ -58,7 +58,7 @@ class Entry {
  public:
   using A = Accumulator<T>;
 
-  __device__ __forceinline__ Entry(const Params& p, uint32_t entry, int64_t begin) : p_(p) {
+  __device__ __forceinline__ Entry(const SigmoidParams& p, uint32_t entry, int64_t begin) : p_(p) {
     const auto offsets = p.call.batch.AllOffsets(entry);
     const A scale = static_cast<const A*>(p.call.scale)[offsets[Sigmoid::kScale]];
     const A* parameters = static_cast<const A*>(p.call.parameters) + offsets[Sigmoid::kParameters];
@@ -126,7 +126,7 @@ class Entry {
   uint32_t skipped;  // elements of the first row before `begin`
 
  private:
-  const Params& p_;
+  const SigmoidParams& p_;
   const A* weight_;
   A negative_;
   A positive_;
@@ -174,7 +174,8 @@ __device__ __forceinline__ void EvaluateHard(A (&loss)[kCount], A (&slope)[kCoun
 
 // Adds the sum of a block to those of its batch entry.
 template <typename A>
-__device__ __forceinline__ void Finish(const Params& p, uint32_t entry, bool clustered, A total) {
+__device__ __forceinline__ void Finish(const SigmoidParams& p, uint32_t entry, bool clustered,
+                                       A total) {
   A sum = SumOverBlock(total);
   if (!clustered) {
     if (threadIdx.x == 0) static_cast<A*>(p.partials)[blockIdx.x] = sum;
@@ -190,7 +191,7 @@ inline constexpr Digits kDigitsOf = sizeof(T) > 2 || kWant == Want::kSum ? Digit
                                                                          : Digits::kHalf;
 
 template <typename T, Want kWant>
-__device__ __forceinline__ T* Elements(const Params& p, int64_t offset) {
+__device__ __forceinline__ T* Elements(const SigmoidParams& p, int64_t offset) {
   return static_cast<T*>(kWant == Want::kLoss ? p.call.loss : p.call.gradient) + offset;
 }
 
@@ -236,12 +237,96 @@ cudaError_t DispatchWant(const Sigmoid& call, Function&& function) {
                              : with(std::integral_constant<Want, Want::kLoss>());
 }
 
-inline cudaError_t LaunchBlocks(void (*kernel)(Params), cudaStream_t stream, const Params& params,
-                                int64_t blocks) {
-  const uint32_t splits = params.splits.divisor();
-  return params.call.sum != nullptr && params.partials == nullptr && splits > 1
-             ? jaxops::cuda::LaunchClusters(kernel, blocks, splits, kThreads, 0, stream, params)
-             : Launch(kernel, blocks, stream, params);
+// Whether rows have class ids of logits other than f64, and neither weights nor ignored rows.
+inline bool IsUnweighted(const Sigmoid& loss) {
+  return !loss.soft && loss.dtype != DType::kF64 && loss.weight == nullptr && !loss.has_ignored;
+}
+
+// Whether each batch entry begins where a vector of so many elements may.
+inline bool IsAligned(const SigmoidCall& call, int elements) {
+  return call.entries() == 1 || call.size() % elements == 0;
+}
+
+// How the blocks of Hard and Soft share out a batch entry: a segment of neighbours each. The order
+// of a sum's additions must not depend on how many entries there are.
+struct Segments {
+  int64_t count;     // of a batch entry
+  int64_t elements;  // of each but the last
+  bool clustered;    // the blocks of an entry add up its sum
+
+  // Threads have vectors of `width` elements at most, and blocks take `stride` elements a step.
+  Segments(const SigmoidCall& call, const Device& device, int width, int64_t stride) {
+    // At most so many blocks have partial sums: they fill the largest devices twice.
+    constexpr int64_t kMaxSumBlocks = 2112;
+    const Sigmoid& loss = call.loss;
+    const int64_t size = call.size();
+    // Enough work a thread to make up for what a block costs, once there are blocks for the whole
+    // device.
+    const auto fill = [&](int64_t elements, int64_t max_steps) {
+      return CeilDiv(size, stride * std::clamp<int64_t>(elements / (stride * 1024), 1, max_steps));
+    };
+    const bool is_f32 = loss.dtype == DType::kF32, is_f64 = loss.dtype == DType::kF64;
+    if (loss.sum == nullptr) {
+      const int64_t all = call.entries() * size;
+      // Memory is kept busier to the end by short blocks, which cost instructions.
+      const bool by_memory = is_f32 && loss.classes >= width && loss.power != Power::kAny;
+      const bool by_instructions = !is_f32 && !is_f64 && all >= kManyElements;
+      count = fill(all, by_memory ? 2 : by_instructions ? 8 : 4);
+    } else if (is_f64 ||
+               (is_f32 && loss.gradient != nullptr && !loss.soft && loss.classes % width == 0)) {
+      // Bound by memory, or by instructions of which a block has many: short ones end more evenly.
+      count = std::min(call.splits, fill(size, 4));
+    } else {
+      count = std::min(call.splits, kMaxSumBlocks);
+    }
+    elements = CeilDiv(CeilDiv(size, count), stride) * stride;
+    clustered = count == 1 || (count <= kClusterBlocks && device.has_clusters());
+  }
+
+  // Whether blocks and elements have indices of 32 bits.
+  bool IsIndexable(const SigmoidCall& call) const {
+    return elements + call.loss.classes <= INT32_MAX && call.entries() * count <= INT32_MAX;
+  }
+};
+
+inline SigmoidParams MakeParams(const SigmoidCall& call, int64_t splits, int64_t per_block,
+                                void* partials) {
+  return {call.loss,
+          call.size(),
+          per_block,
+          FastDivider(splits),
+          FastDivider(call.loss.classes),
+          FastDivider64(call.loss.classes),
+          partials};
+}
+
+// Launches a kernel for all segments, and what its partial sums need to become the sum, of type A.
+template <typename A>
+cudaError_t LaunchSegments(void (*kernel)(SigmoidParams), cudaStream_t stream,
+                           const SigmoidCall& call, const Segments& segments) {
+  const bool clustered = segments.clustered;
+  const SigmoidParams params =
+      MakeParams(call, segments.count, segments.elements, clustered ? nullptr : call.partials);
+  const bool sums = call.loss.sum != nullptr;
+  const int64_t blocks = call.entries() * segments.count;
+  const cudaError_t error = sums && clustered && segments.count > 1
+                                ? jaxops::cuda::LaunchClusters(kernel, blocks, segments.count,
+                                                               kThreads, 0, stream, params)
+                                : Launch(kernel, blocks, stream, params);
+  if (error != cudaSuccess || !sums || clustered) return error;
+  return CombineSums<A>(stream, call.loss, segments.count, call.partials);
+}
+
+// Calls `function` with a value of the type of logits, which is not f64.
+template <typename Function>
+cudaError_t DispatchUpToF32(DType dtype, Function&& function) {
+  return DispatchFloat(dtype, [&](auto logit) -> cudaError_t {
+    if constexpr (std::is_same_v<decltype(logit), double>) {
+      return cudaErrorInvalidValue;
+    } else {
+      return function(logit);
+    }
+  });
 }
 
 // Calls `function` with the code of the exponent as a constant.
@@ -264,26 +349,6 @@ cudaError_t DispatchPower(Power power, Function&& function) {
   }
   return call(std::integral_constant<Power, Power::kAny>());
 }
-
-// Of StreamedSum: threads that evaluate tiles, elements of a tile, tiles in shared memory at a
-// time, and blocks of a multiprocessor, whose shared memory they fill.
-inline constexpr int kEvaluators = 128;
-inline constexpr int kTile = 32 * kEvaluators;
-inline constexpr int kStages = 3;
-template <typename T>
-inline constexpr int kStreamingBlocks = 192 * 1024 / (kStages * kTile * sizeof(T));
-
-// The launchers of each kernel.
-bool AreFew(const Sigmoid& call);
-cudaError_t LaunchFew(cudaStream_t stream, const Sigmoid& call);
-bool AreTargetsLast(const Sigmoid& call);
-cudaError_t LaunchTargetsLast(cudaStream_t stream, const Sigmoid& call);
-bool AreSpread(const Sigmoid& call);
-cudaError_t LaunchSpread(cudaStream_t stream, const Sigmoid& call);
-bool Streams(const Sigmoid& call, bool aligned);
-cudaError_t LaunchStreamed(cudaStream_t stream, const Params& params, int64_t blocks);
-cudaError_t LaunchHard(cudaStream_t stream, const Params& params, int64_t blocks, bool aligned);
-cudaError_t LaunchSoft(cudaStream_t stream, const Params& params, int64_t blocks, bool aligned);
 
 }  // namespace jaxops::focal_loss::cuda
 

@@ -4,14 +4,12 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Of FewElements: the most elements of a sum, or of results without one, the most threads of a
-// block, and the elements that are worth a block of a sum. So few that the instructions of a thread
-// last longer than those of all threads of a multiprocessor are taken by more threads.
-constexpr int64_t kFewSummed = 1 << 15;
-constexpr int64_t kFewAlone = 1 << 21;
-constexpr int64_t kFewest = 1 << 17;
-constexpr int kFewThreads = 1024;
-constexpr int64_t kFewABlock = 640;
+constexpr int kMaxThreads = 1024;
+// Elementwise results of at most so many elements have more threads, of half as many elements each:
+// the instructions of a thread last longer than those of all threads of a multiprocessor.
+constexpr int64_t kMaxHalved = 1 << 17;
+// Elements that are worth a block of a sum.
+constexpr int64_t kSummedABlock = 640;
 
 // Bit `at` where it is below `end`, or none.
 __device__ __forceinline__ uint32_t BitBelow(uint32_t at, uint32_t end) {
@@ -31,7 +29,7 @@ struct FewBatchedParams : FewParams {
 // waits for anything else that is read. Neighbours are of up to two rows. The blocks of a batch
 // entry are a cluster where there is a sum.
 template <typename T, int kCount, Want kWant, int kPower, typename Params>
-__global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMaxThreads) FewElements(const __grid_constant__ Params p) {
   using A = Accumulator<T>;
   constexpr bool kBatched = std::is_same_v<Params, FewBatchedParams>;
   constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
@@ -113,67 +111,80 @@ __global__ void __launch_bounds__(kFewThreads) FewElements(const __grid_constant
   }
 }
 
-template <typename T>
-cudaError_t Launch(cudaStream_t stream, const Sigmoid& call) {
-  const int64_t size = call.rows * call.classes;
-  const bool fewest = call.sum == nullptr && size <= kFewest;
-  int64_t threads = fewest ? 256 : 128;
-  int64_t per_block = (fewest ? kShortRows / 2 : kShortRows) * threads;
-  int64_t splits = CeilDiv(size, per_block);
-  if (call.sum != nullptr) {
-    constexpr int64_t kUnit = kShortRows * kWarp;
-    splits = std::min(CeilDiv(size, kFewABlock), kClusterBlocks);
-    per_block = CeilDiv(CeilDiv(size, splits), kUnit) * kUnit;
-    threads = std::min<int64_t>(per_block / kShortRows, kFewThreads);
+// How many elements a thread takes at a time, and how blocks share out those of a batch entry.
+struct Plan {
+  int vector = kShortRows;
+  int threads = 128;
+  int64_t splits;
+  int64_t per_block;
+
+  explicit Plan(const SigmoidCall& call) {
+    const int64_t size = call.size();
+    if (call.loss.sum == nullptr) {
+      if (size <= kMaxHalved) {
+        vector = kShortRows / 2;
+        threads = 256;
+      }
+      per_block = vector * threads;
+      splits = CeilDiv(size, per_block);
+    } else {
+      constexpr int64_t kUnit = kShortRows * kWarp;
+      splits = std::min(CeilDiv(size, kSummedABlock), kClusterBlocks);
+      per_block = CeilDiv(CeilDiv(size, splits), kUnit) * kUnit;
+      threads = static_cast<int>(std::min<int64_t>(per_block / kShortRows, kMaxThreads));
+    }
   }
+};
+
+template <typename T>
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& plan) {
+  const Sigmoid& loss = call.loss;
   const auto launch = [&](auto count, auto want, auto power, const auto& params) {
     const auto kernel =
         FewElements<T, count.value, want.value, power.value, std::remove_cvref_t<decltype(params)>>;
-    const int64_t blocks = call.batch.size() * splits;
-    return call.sum != nullptr && splits > 1
-               ? jaxops::cuda::LaunchClusters(kernel, blocks, static_cast<unsigned>(splits),
-                                              static_cast<int>(threads), 0, stream, params)
-               : jaxops::cuda::Launch(kernel, blocks, static_cast<int>(threads), 0, stream, params);
+    const int64_t blocks = call.entries() * plan.splits;
+    return loss.sum != nullptr && plan.splits > 1
+               ? jaxops::cuda::LaunchClusters(kernel, blocks, static_cast<unsigned>(plan.splits),
+                                              plan.threads, 0, stream, params)
+               : jaxops::cuda::Launch(kernel, blocks, plan.threads, 0, stream, params);
   };
-  const FewParams alone(call, per_block);
+  const FewParams alone(loss, plan.per_block);
   const auto with_power = [&](auto power) {
-    return DispatchWant(call, [&](auto want) {
+    return DispatchWant(loss, [&](auto want) {
       constexpr std::integral_constant<int, kShortRows> kAll;
       constexpr std::integral_constant<int, kShortRows / 2> kHalf;
       if constexpr (want.value == Want::kSum || want.value == Want::kBoth) {
-        return call.batch.size() > 1
-                   ? launch(kAll, want, power, FewBatchedParams(call, per_block, splits))
+        return call.entries() > 1
+                   ? launch(kAll, want, power, FewBatchedParams(loss, plan.per_block, plan.splits))
                    : launch(kAll, want, power, alone);
       } else {
-        return fewest ? launch(kHalf, want, power, alone) : launch(kAll, want, power, alone);
+        return plan.vector == kHalf.value ? launch(kHalf, want, power, alone)
+                                          : launch(kAll, want, power, alone);
       }
     });
   };
-  return call.power == Power::kTwo
+  return loss.power == Power::kTwo
              ? with_power(std::integral_constant<int, static_cast<int>(Power::kTwo)>())
              : with_power(std::integral_constant<int, kRunTime>());
 }
 
 }  // namespace
 
-// Whether a call is made by FewElements; where there is a sum, independent of the number of
-// entries.
-bool AreFew(const Sigmoid& call) {
-  const int64_t size = call.rows * call.classes;
-  const bool few = call.sum != nullptr ? size <= kFewSummed && jaxops::cuda::HasClusters()
-                                       : call.batch.size() == 1 && size <= kFewAlone;
-  return few && call.weight == nullptr && !call.has_ignored && call.classes >= kShortRows &&
-         size % kShortRows == 0;
+bool CanRunFewElements(const SigmoidCall& call, const Device& device) {
+  const Sigmoid& loss = call.loss;
+  // Vectors of at most two rows, and of one batch entry.
+  if (!IsUnweighted(loss) || loss.classes < kShortRows || call.size() % kShortRows != 0 ||
+      call.size() > INT32_MAX) {
+    return false;
+  }
+  if (loss.sum == nullptr) return call.entries() == 1;
+  const Plan plan(call);
+  return (plan.splits == 1 || device.has_clusters()) && call.entries() * plan.splits <= INT32_MAX;
 }
 
-cudaError_t LaunchFew(cudaStream_t stream, const Sigmoid& call) {
-  return DispatchFloat(call.dtype, [&](auto logit) -> cudaError_t {
-    using T = decltype(logit);
-    if constexpr (std::is_same_v<T, double>) {
-      return cudaErrorInvalidValue;
-    } else {
-      return Launch<T>(stream, call);
-    }
+cudaError_t LaunchFewElements(cudaStream_t stream, const SigmoidCall& call, const Device&) {
+  return DispatchUpToF32(call.loss.dtype, [&](auto logit) {
+    return Launch<decltype(logit)>(stream, call, Plan(call));
   });
 }
 

@@ -15,7 +15,7 @@ __device__ __forceinline__ void KeepAddress(T*& address) {
 // Of class labels, kCount elements from `at` on: writes their results to `elements`, and returns
 // the sum of their losses if it is wanted. What is plain has no weights, and no ignored rows.
 template <typename T, int kCount, Rows kRows, Want kWant, bool kPlain = false>
-__device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const Params& p,
+__device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams& p,
                                                              const Entry<T, int32_t>& entry,
                                                              T* elements, int at,
                                                              const Pack<T, kCount>& logits,
@@ -131,7 +131,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const Params& p,
 
 // Class labels.
 template <typename T, int kCount, Rows kRows, Want kWant, int kPower>
-__global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ SigmoidParams p) {
   using A = Accumulator<T>;
   constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
   constexpr bool kByInstructions = sizeof(T) == 2 && kCount == kInRow<T> && kWant != Want::kSum;
@@ -173,37 +173,74 @@ __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Params 
   if constexpr (kSums) Finish(p, block, clustered, total);
 }
 
-// Class labels: the exponent is known when the kernel is compiled, where several neighbours are of
-// one row any that needs no power, elsewhere and in f64 only that of the paper.
+struct Plan {
+  int vector;  // neighbours of a thread
+  Rows rows;   // of a vector
+  Segments segments;
+
+  Plan(const SigmoidCall& call, const Device& device)
+      : Plan(call, device, call.loss.dtype == DType::kF64 ? kInRow<double> : kInRow<float>,
+             call.loss.classes) {}
+
+ private:
+  Plan(const SigmoidCall& call, const Device& device, int width, int64_t classes)
+      : vector(!IsAligned(call, width)            ? 1
+               : classes >= width || classes == 1 ? width
+                                                  : kShortRows),
+        rows(vector == 1            ? Rows::kAny
+             : classes % width == 0 ? Rows::kOne
+             : classes == 1         ? Rows::kEach
+             : classes >= width     ? Rows::kTwo
+                                    : Rows::kAny),
+        segments(call, device, width, kThreads * vector) {}
+};
+
+// The exponent is known when the kernel is compiled, where several neighbours are of one row any
+// that needs no power, elsewhere and in f64 only that of the paper.
 template <typename T, int kCount, Rows kRows>
-cudaError_t Launch(cudaStream_t stream, const Params& params, int64_t blocks) {
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Segments& segments) {
   const auto launch = [&](auto power) {
-    return DispatchWant(params.call, [&](auto want) {
-      return LaunchBlocks(Hard<T, kCount, kRows, want.value, power.value>, stream, params, blocks);
+    return DispatchWant(call.loss, [&](auto want) {
+      return LaunchSegments<Accumulator<T>>(Hard<T, kCount, kRows, want.value, power.value>, stream,
+                                            call, segments);
     });
   };
   if constexpr (kRows == Rows::kOne && kCount > 1 && !std::is_same_v<T, double>) {
-    return DispatchPower(params.call.power, launch);
+    return DispatchPower(call.loss.power, launch);
   }
-  if (params.call.power == Power::kTwo) {
+  if (call.loss.power == Power::kTwo) {
     return launch(std::integral_constant<int, static_cast<int>(Power::kTwo)>());
   }
   return launch(std::integral_constant<int, kRunTime>());
 }
 
+template <typename T>
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& plan) {
+  const Segments& segments = plan.segments;
+  switch (plan.rows) {
+    case Rows::kOne:
+      return Launch<T, kInRow<T>, Rows::kOne>(stream, call, segments);
+    case Rows::kEach:
+      return Launch<T, kInRow<T>, Rows::kEach>(stream, call, segments);
+    case Rows::kTwo:
+      return Launch<T, kInRow<T>, Rows::kTwo>(stream, call, segments);
+    case Rows::kAny:
+      break;
+  }
+  return plan.vector == 1 ? Launch<T, 1, Rows::kAny>(stream, call, segments)
+                          : Launch<T, kShortRows, Rows::kAny>(stream, call, segments);
+}
+
 }  // namespace
 
-cudaError_t LaunchHard(cudaStream_t stream, const Params& params, int64_t blocks, bool aligned) {
-  const int64_t classes = params.call.classes;
-  return DispatchFloat(params.call.dtype, [&](auto logit) {
-    using T = decltype(logit);
-    constexpr int kMany = kInRow<T>;
-    if (!aligned) return Launch<T, 1, Rows::kAny>(stream, params, blocks);
-    if (classes % kMany == 0) return Launch<T, kMany, Rows::kOne>(stream, params, blocks);
-    if (classes == 1) return Launch<T, kMany, Rows::kEach>(stream, params, blocks);
-    if (classes >= kMany) return Launch<T, kMany, Rows::kTwo>(stream, params, blocks);
-    return Launch<T, kShortRows, Rows::kAny>(stream, params, blocks);
-  });
+bool CanRunHard(const SigmoidCall& call, const Device& device) {
+  return !call.loss.soft && Plan(call, device).segments.IsIndexable(call);
+}
+
+cudaError_t LaunchHard(cudaStream_t stream, const SigmoidCall& call, const Device& device) {
+  const Plan plan(call, device);
+  return DispatchFloat(call.loss.dtype,
+                       [&](auto logit) { return Launch<decltype(logit)>(stream, call, plan); });
 }
 
 }  // namespace jaxops::focal_loss::cuda

@@ -65,7 +65,7 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
 
 // Soft labels.
 template <typename T, typename L, int kCount, Rows kRows, Want kWant>
-__global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ SigmoidParams p) {
   using A = Accumulator<T>;
   constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
   constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
@@ -119,35 +119,50 @@ __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Params 
   if constexpr (kSums) Finish(p, block, clustered, total);
 }
 
+struct Plan {
+  int vector;  // neighbours of a thread
+  Rows rows;   // of a vector
+  Segments segments;
+
+  Plan(const SigmoidCall& call, const Device& device)
+      : Plan(call, device, kPackBytes / jaxops::cuda::SizeOf(call.loss.dtype)) {}
+
+ private:
+  Plan(const SigmoidCall& call, const Device& device, int width)
+      : vector(IsAligned(call, width) ? width : 1),
+        rows(vector > 1 && call.loss.classes >= width ? Rows::kTwo : Rows::kAny),
+        segments(call, device, width, kThreads * vector) {}
+};
+
 template <typename T, typename L, int kCount, Rows kRows>
-cudaError_t Launch(cudaStream_t stream, const Params& params, int64_t blocks) {
-  return DispatchWant(params.call, [&](auto want) {
-    return LaunchBlocks(Soft<T, L, kCount, kRows, want.value>, stream, params, blocks);
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Segments& segments) {
+  return DispatchWant(call.loss, [&](auto want) {
+    return LaunchSegments<Accumulator<T>>(Soft<T, L, kCount, kRows, want.value>, stream, call,
+                                          segments);
   });
 }
 
-// Calls `function` with values of the type of logits and of that of labels.
-template <typename Function>
-cudaError_t DispatchTypes(const Sigmoid& call, Function&& function) {
-  return DispatchFloat(call.dtype, [&](auto logit) {
-    using T = decltype(logit);
-    if (call.label_dtype == call.dtype) return function(logit, logit);
-    return function(logit, Accumulator<T>{});
-  });
+template <typename T, typename L>
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& plan) {
+  const Segments& segments = plan.segments;
+  constexpr int kWidth = kPackElements<T>;
+  if (plan.rows == Rows::kTwo) return Launch<T, L, kWidth, Rows::kTwo>(stream, call, segments);
+  return plan.vector == 1 ? Launch<T, L, 1, Rows::kAny>(stream, call, segments)
+                          : Launch<T, L, kWidth, Rows::kAny>(stream, call, segments);
 }
 
 }  // namespace
 
-cudaError_t LaunchSoft(cudaStream_t stream, const Params& params, int64_t blocks, bool aligned) {
-  return DispatchTypes(params.call, [&](auto logit, auto label) {
+bool CanRunSoft(const SigmoidCall& call, const Device& device) {
+  return call.loss.soft && Plan(call, device).segments.IsIndexable(call);
+}
+
+cudaError_t LaunchSoft(cudaStream_t stream, const SigmoidCall& call, const Device& device) {
+  const Plan plan(call, device);
+  return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    using L = decltype(label);
-    constexpr int kCount = kPackElements<T>;
-    if (!aligned) return Launch<T, L, 1, Rows::kAny>(stream, params, blocks);
-    if (params.call.classes >= kCount) {
-      return Launch<T, L, kCount, Rows::kTwo>(stream, params, blocks);
-    }
-    return Launch<T, L, kCount, Rows::kAny>(stream, params, blocks);
+    return call.loss.label_dtype == call.loss.dtype ? Launch<T, T>(stream, call, plan)
+                                                    : Launch<T, Accumulator<T>>(stream, call, plan);
   });
 }
 

@@ -4,21 +4,20 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Of SpreadElements: the threads of a block, and the accesses of a thread, for elements by the
-// million or by the hundred million.
-constexpr int kSpreadThreads = 128;
-constexpr int kSpreadPacks = 2;
-constexpr int kSpreadManyPacks = 4;
+constexpr int kBlockThreads = 128;
+// Vectors of a thread, for elements by the million or by the hundred million.
+constexpr int kVectors = 2;
+constexpr int kManyVectors = 4;
 
 // Class labels, without weights: results of f32 without a sum, in one batch entry of many elements.
 // Memory bounds them, and is used best where each access of a warp is to neighbours: those of a
 // thread are apart, and all under way before anything is waited for.
 template <int kPacks, Rows kRows, Want kWant, int kPower>
-__global__ void __launch_bounds__(kSpreadThreads)
+__global__ void __launch_bounds__(kBlockThreads)
     SpreadElements(const __grid_constant__ FewParams p) {
   constexpr bool kSlope = kWant == Want::kGradient;
   constexpr int kCount = kPackElements<float>;
-  constexpr uint32_t kStride = kSpreadThreads * kCount;
+  constexpr uint32_t kStride = kBlockThreads * kCount;
   constexpr auto power = static_cast<Power>(kPower);
   const float* logits = static_cast<const float*>(p.logits);
   float* elements = static_cast<float*>(p.elements);
@@ -100,48 +99,60 @@ __global__ void __launch_bounds__(kSpreadThreads)
   }
 }
 
-}  // namespace
+struct Plan {
+  int vectors;  // of a thread
+  Rows rows;    // of a vector
 
-// Whether a call that is not of few elements is made by SpreadElements. An exponent that needs a
-// power of each element makes instructions count, of which neighbours of a thread take fewer.
-bool AreSpread(const Sigmoid& call) {
-  const int64_t size = call.rows * call.classes;
-  constexpr int kCount = kPackElements<float>;
-  return call.sum == nullptr && call.batch.size() == 1 && call.power != Power::kAny &&
-         call.weight == nullptr && !call.has_ignored && size % kCount == 0 &&
-         (call.classes >= kCount || call.classes == 1) && size < int64_t{1} << 31;
-}
+  explicit Plan(const SigmoidCall& call)
+      : vectors(call.size() >= kManyElements ? kManyVectors : kVectors),
+        rows(call.loss.classes == 1                          ? Rows::kEach
+             : call.loss.classes % kPackElements<float> == 0 ? Rows::kOne
+                                                             : Rows::kTwo) {}
+};
 
-cudaError_t LaunchSpread(cudaStream_t stream, const Sigmoid& call) {
-  constexpr int kCount = kPackElements<float>;
-  const int64_t size = call.rows * call.classes;
-  const auto launch = [&](auto packs, auto rows, auto want, auto power) {
-    constexpr int64_t kPerBlock = packs.value * kSpreadThreads * kCount;
-    return jaxops::cuda::Launch(SpreadElements<packs.value, rows.value, want.value, power.value>,
-                                CeilDiv(size, kPerBlock), kSpreadThreads, 0, stream,
-                                FewParams(call, kPerBlock));
-  };
-  const auto with_rows = [&](auto rows, auto want, auto power) {
-    return size >= kManyElements
-               ? launch(std::integral_constant<int, kSpreadManyPacks>(), rows, want, power)
-               : launch(std::integral_constant<int, kSpreadPacks>(), rows, want, power);
-  };
-  return DispatchPower(call.power, [&](auto power) {
+template <int kPacks, Rows kRows>
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call) {
+  constexpr int64_t kPerBlock = kPacks * kBlockThreads * kPackElements<float>;
+  return DispatchPower(call.loss.power, [&](auto power) {
     if constexpr (power.value == static_cast<int>(Power::kAny)) {
       return cudaErrorInvalidValue;
     } else {
-      return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
-        constexpr std::integral_constant<Want, gradient.value ? Want::kGradient : Want::kLoss>
-            kWanted;
-        if (call.classes == 1) {
-          return with_rows(std::integral_constant<Rows, Rows::kEach>(), kWanted, power);
-        }
-        return call.classes % kCount == 0
-                   ? with_rows(std::integral_constant<Rows, Rows::kOne>(), kWanted, power)
-                   : with_rows(std::integral_constant<Rows, Rows::kTwo>(), kWanted, power);
+      return DispatchBool(call.loss.gradient != nullptr, [&](auto gradient) {
+        constexpr Want kWanted = gradient.value ? Want::kGradient : Want::kLoss;
+        return jaxops::cuda::Launch(SpreadElements<kPacks, kRows, kWanted, power.value>,
+                                    CeilDiv(call.size(), kPerBlock), kBlockThreads, 0, stream,
+                                    FewParams(call.loss, kPerBlock));
       });
     }
   });
+}
+
+template <Rows kRows>
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& plan) {
+  return plan.vectors == kVectors ? Launch<kVectors, kRows>(stream, call)
+                                  : Launch<kManyVectors, kRows>(stream, call);
+}
+
+}  // namespace
+
+bool CanRunSpreadElements(const SigmoidCall& call, const Device&) {
+  constexpr int kCount = kPackElements<float>;
+  const Sigmoid& loss = call.loss;
+  return IsUnweighted(loss) && loss.dtype == DType::kF32 && loss.sum == nullptr &&
+         call.entries() == 1 && loss.power != Power::kAny && call.size() % kCount == 0 &&
+         (loss.classes >= kCount || loss.classes == 1) && call.size() <= INT32_MAX;
+}
+
+cudaError_t LaunchSpreadElements(cudaStream_t stream, const SigmoidCall& call, const Device&) {
+  const Plan plan(call);
+  switch (plan.rows) {
+    case Rows::kOne:
+      return Launch<Rows::kOne>(stream, call, plan);
+    case Rows::kTwo:
+      return Launch<Rows::kTwo>(stream, call, plan);
+    default:
+      return Launch<Rows::kEach>(stream, call, plan);
+  }
 }
 
 }  // namespace jaxops::focal_loss::cuda

@@ -6,13 +6,17 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Sums of so many elements go through shared memory, where rows are not enormous, nor so short that
-// the warp that takes out their targets falls behind those that evaluate.
-constexpr int64_t kStreamedElements = 1 << 24;
-constexpr int64_t kFewestStreamed = 40;
-constexpr int64_t kMostStreamed = 1 << 20;
-
 namespace ptx = ::cuda::ptx;
+
+// Threads that evaluate tiles, elements of a tile, tiles in shared memory at a
+// time, and blocks of a multiprocessor, whose shared memory they fill.
+constexpr int kEvaluators = 128;
+constexpr int kTile = 32 * kEvaluators;
+constexpr int kStages = 3;
+template <typename T>
+constexpr int kStreamingBlocks = 192 * 1024 / (kStages * kTile * sizeof(T));
+// Positions of rows have 32 bits.
+constexpr int64_t kMaxClasses = 1 << 20;
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void Wait(uint64_t* barrier, uint32_t parity) {
@@ -40,7 +44,7 @@ struct Turn {
 // and need to know neither labels nor rows.
 template <typename T, int kPower>
 __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
-    StreamedSum(const __grid_constant__ Params p) {
+    StreamedSum(const __grid_constant__ SigmoidParams p) {
 #if __CUDA_ARCH__ >= 900
   using A = Accumulator<T>;
   constexpr int kPack = kPackElements<T>;
@@ -186,33 +190,50 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
 #endif
 }
 
+// How blocks share out a batch entry. Vectors of a block's logits do not straddle its end.
+struct Plan {
+  static constexpr int kUnit = kInRow<float>;
+
+  int64_t splits;
+  int64_t per_block;
+
+  explicit Plan(const SigmoidCall& call) {
+    const int resident =
+        call.loss.dtype == DType::kF32 ? kStreamingBlocks<float> : kStreamingBlocks<__half>;
+    // As many as the 132 multiprocessors of an H100 or H200 run at a time.
+    splits = std::min<int64_t>(call.splits, 132 * resident);
+    per_block = CeilDiv(CeilDiv(call.size(), splits), kUnit) * kUnit;
+  }
+};
+
 template <typename T>
-cudaError_t Launch(cudaStream_t stream, const Params& params, int64_t blocks) {
-  return DispatchPower(params.call.power, [&](auto power) {
-    return jaxops::cuda::Launch(StreamedSum<T, power.value>, blocks, kEvaluators + kWarp,
-                                kStages * kTile * sizeof(T), stream, params);
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& plan) {
+  const SigmoidParams params = MakeParams(call, plan.splits, plan.per_block, call.partials);
+  const cudaError_t error = DispatchPower(call.loss.power, [&](auto power) {
+    return jaxops::cuda::Launch(StreamedSum<T, power.value>, call.entries() * plan.splits,
+                                kEvaluators + kWarp, kStages * kTile * sizeof(T), stream, params);
   });
+  return error != cudaSuccess ? error
+                              : CombineSums<float>(stream, call.loss, plan.splits, call.partials);
 }
 
 }  // namespace
 
-// Whether a sum is made by StreamedSum: of one device, that depends on shapes alone.
-bool Streams(const Sigmoid& call, bool aligned) {
-  const bool sum_alone = call.sum != nullptr && call.gradient == nullptr;
-  const bool classes = call.classes >= kFewestStreamed && call.classes <= kMostStreamed;
-  const bool hard = !call.soft && call.dtype != DType::kF64;
-  return sum_alone && hard && aligned && classes && call.weight == nullptr && !call.has_ignored &&
-         call.rows * call.classes >= kStreamedElements && jaxops::cuda::HasClusters();
+bool CanRunStreamedSum(const SigmoidCall& call, const Device& device) {
+  const Sigmoid& loss = call.loss;
+  if (!IsUnweighted(loss) || loss.sum == nullptr || loss.gradient != nullptr ||
+      loss.classes > kMaxClasses || !IsAligned(call, Plan::kUnit) || !device.has_clusters()) {
+    return false;
+  }
+  const Plan plan(call);
+  // The labels of rows are read a few groups of rows ahead.
+  return plan.per_block + 4 * kWarp * loss.classes <= INT32_MAX &&
+         call.entries() * plan.splits <= INT32_MAX;
 }
 
-cudaError_t LaunchStreamed(cudaStream_t stream, const Params& params, int64_t blocks) {
-  return DispatchFloat(params.call.dtype, [&](auto logit) -> cudaError_t {
-    using T = decltype(logit);
-    if constexpr (std::is_same_v<T, double>) {
-      return cudaErrorInvalidValue;
-    } else {
-      return Launch<T>(stream, params, blocks);
-    }
+cudaError_t LaunchStreamedSum(cudaStream_t stream, const SigmoidCall& call, const Device&) {
+  return DispatchUpToF32(call.loss.dtype, [&](auto logit) {
+    return Launch<decltype(logit)>(stream, call, Plan(call));
   });
 }
 

@@ -4,22 +4,22 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Of TargetsLast: the threads of a block, the accesses of a thread, and the shortest rows, of which
-// a block has fewer than threads.
-constexpr int kLastThreads = 128;
-constexpr int kLastPacks = 2;
-constexpr int64_t kLastClasses = 20;
+constexpr int kBlockThreads = 128;
+// Vectors of a thread.
+constexpr int kVectors = 2;
+// Of shorter rows, a block may have more than threads.
+constexpr int64_t kMinClasses = 20;
 
 // Class labels, without weights: results without a sum, in one batch entry. All elements are
 // written as if they were no targets, without a look at rows; then each of the first threads has a
 // row, and writes its target if that is among the elements of the block.
 template <typename T, Want kWant, int kPower>
-__global__ void __launch_bounds__(kLastThreads) TargetsLast(const __grid_constant__ FewParams p) {
+__global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_constant__ FewParams p) {
   constexpr bool kSlope = kWant == Want::kGradient;
   constexpr int kCount = kPackElements<T>;
-  constexpr uint32_t kStride = kLastThreads * kCount;
-  constexpr uint32_t kElements = kLastPacks * kStride;
-  static_assert(kElements / kLastClasses + 2 <= kLastThreads);
+  constexpr uint32_t kStride = kBlockThreads * kCount;
+  constexpr uint32_t kElements = kVectors * kStride;
+  static_assert(kElements / kMinClasses + 2 <= kBlockThreads);
   constexpr Digits kDigits = kDigitsOf<T, kWant>;
   constexpr auto power = static_cast<Power>(kPower);
   const uint32_t begin = blockIdx.x * kElements;
@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(kLastThreads) TargetsLast(const __grid_constan
   const T* logits = static_cast<const T*>(p.logits) + begin;
   T* elements = static_cast<T*>(p.elements) + begin;
   const uint32_t own = threadIdx.x * kCount;
-  Pack<T, kCount> packs[kLastPacks];
+  Pack<T, kCount> packs[kVectors];
 #pragma unroll
-  for (int i = 0; i < kLastPacks; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     if (own + i * kStride < length) packs[i] = LoadPack<kCount>(logits + own + i * kStride);
   }
   uint32_t row = begin;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kLastThreads) TargetsLast(const __grid_constan
   const bool has_target = has_row && position < p.classes.divisor() && target < length;
   const float its_z[1] = {has_target ? Widen(logits[target]) : 0.0f};
 #pragma unroll
-  for (int i = 0; i < kLastPacks; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     if (own + i * kStride >= length) break;
     float z[kCount], loss[kCount], slope[kCount], factor[kCount];
     const bool none[kCount] = {};
@@ -68,41 +68,30 @@ __global__ void __launch_bounds__(kLastThreads) TargetsLast(const __grid_constan
 }
 
 template <typename T>
-cudaError_t Launch(cudaStream_t stream, const Sigmoid& call) {
-  constexpr int64_t kPerBlock = kLastThreads * kLastPacks * kPackElements<T>;
-  return DispatchPower(call.power, [&](auto power) {
-    return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call) {
+  constexpr int64_t kPerBlock = kBlockThreads * kVectors * kPackElements<T>;
+  return DispatchPower(call.loss.power, [&](auto power) {
+    return DispatchBool(call.loss.gradient != nullptr, [&](auto gradient) {
       constexpr Want kWanted = gradient.value ? Want::kGradient : Want::kLoss;
       return jaxops::cuda::Launch(TargetsLast<T, kWanted, power.value>,
-                                  CeilDiv(call.rows * call.classes, kPerBlock), kLastThreads, 0,
-                                  stream, FewParams(call, kPerBlock));
+                                  CeilDiv(call.size(), kPerBlock), kBlockThreads, 0, stream,
+                                  FewParams(call.loss, kPerBlock));
     });
   });
 }
 
 }  // namespace
 
-// Whether a call is made by TargetsLast: results of 16 bits, and those of f32 that SpreadElements
-// is no better for.
-bool AreTargetsLast(const Sigmoid& call) {
-  const int64_t size = call.rows * call.classes;
-  const int item = jaxops::cuda::SizeOf(call.dtype);
-  const int count = kPackBytes / item;
-  const bool better = item == 2 || call.classes % count != 0 || call.power == Power::kAny;
-  return better && call.sum == nullptr && call.batch.size() == 1 && call.weight == nullptr &&
-         !call.has_ignored && size % count == 0 && call.classes >= kLastClasses &&
-         size < int64_t{1} << 31;
+bool CanRunTargetsLast(const SigmoidCall& call, const Device&) {
+  const Sigmoid& loss = call.loss;
+  return IsUnweighted(loss) && loss.sum == nullptr && call.entries() == 1 &&
+         loss.classes >= kMinClasses && call.size() <= INT32_MAX &&
+         call.size() % (kPackBytes / jaxops::cuda::SizeOf(loss.dtype)) == 0;
 }
 
-cudaError_t LaunchTargetsLast(cudaStream_t stream, const Sigmoid& call) {
-  return DispatchFloat(call.dtype, [&](auto logit) -> cudaError_t {
-    using T = decltype(logit);
-    if constexpr (std::is_same_v<T, double>) {
-      return cudaErrorInvalidValue;
-    } else {
-      return Launch<T>(stream, call);
-    }
-  });
+cudaError_t LaunchTargetsLast(cudaStream_t stream, const SigmoidCall& call, const Device&) {
+  return DispatchUpToF32(call.loss.dtype,
+                         [&](auto logit) { return Launch<decltype(logit)>(stream, call); });
 }
 
 }  // namespace jaxops::focal_loss::cuda

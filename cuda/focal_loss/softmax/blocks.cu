@@ -12,8 +12,8 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Accesses of a thread to a long row.
-constexpr int kManyPacks = 8;
+// Vectors of a thread in a long row.
+constexpr int kManyVectors = 8;
 // Threads of all the blocks of a multiprocessor.
 constexpr int kResidentThreads = 1024;
 
@@ -116,53 +116,72 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
   if (rank == 0) FinishRows(p, entry.sum, blockIdx.x / blocks_per_row, total);
 }
 
-template <typename T, int kBlockThreads, int kPacks = kManyPacks>
-cudaError_t LaunchBlocks(cudaStream_t stream, const SoftmaxParams& params, int64_t clusters) {
+struct Plan {
+  RowSegments segments;
+  int threads = 1024;  // of a block
+  int vectors = kManyVectors;
+  int64_t blocks_per_row = 1;
+
+  explicit Plan(const SoftmaxCall& call) : segments(call) {
+    const int64_t count = RowVectors(call.loss).count;
+    const auto choose = [&](int its_threads, int its_vectors) {
+      if (count > its_threads * its_vectors) return false;
+      threads = its_threads;
+      vectors = its_vectors;
+      return true;
+    };
+    const bool is_f32 = call.loss.dtype == DType::kF32;
+    if (is_f32 && (choose(64, 4) || choose(64, 6) || choose(128, 4))) return;
+    if (choose(128, kManyVectors) || choose(256, kManyVectors) || choose(512, kManyVectors)) return;
+    while (blocks_per_row * threads * kManyVectors < count) blocks_per_row *= 2;
+  }
+};
+
+template <typename T, int kBlockThreads, int kPacks = kManyVectors>
+cudaError_t Launch(cudaStream_t stream, const SoftmaxCall& call, const Plan& plan) {
   const auto kernel = BlockRows<T, kBlockThreads, kPacks>;
-  const int64_t blocks = clusters * params.blocks_per_row;
-  return params.blocks_per_row > 1
-             ? jaxops::cuda::LaunchClusters(kernel, blocks, params.blocks_per_row, kBlockThreads, 0,
-                                            stream, params)
-             : jaxops::cuda::Launch(kernel, blocks, kBlockThreads, 0, stream, params);
+  const auto launch = [&](SoftmaxParams& params, int64_t clusters) {
+    params.blocks_per_row = static_cast<int32_t>(plan.blocks_per_row);
+    const int64_t blocks = clusters * plan.blocks_per_row;
+    return plan.blocks_per_row > 1
+               ? jaxops::cuda::LaunchClusters(kernel, blocks, params.blocks_per_row, kBlockThreads,
+                                              0, stream, params)
+               : jaxops::cuda::Launch(kernel, blocks, kBlockThreads, 0, stream, params);
+  };
+  return LaunchSegments<Accumulator<T>>(plan.segments, stream, call, launch);
 }
 
 }  // namespace
 
-cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t most_splits,
-                            void* partials) {
-  return DispatchFloat(call.dtype, [&](auto logit) {
+bool CanRunBlockRows(const SoftmaxCall& call, const Device& device) {
+  if (call.loss.gradient == nullptr) return false;
+  const Plan plan(call);
+  const bool fits =
+      plan.blocks_per_row == 1 || (plan.blocks_per_row <= kClusterBlocks && device.has_clusters());
+  return fits && call.entries() * plan.segments.count * plan.blocks_per_row <= INT32_MAX;
+}
+
+cudaError_t LaunchBlockRows(cudaStream_t stream, const SoftmaxCall& call, const Device&) {
+  const Plan plan(call);
+  return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    const PacksOfRow packs(call);
-    const bool sums = call.sum != nullptr;
-    const int64_t rows =
-        sums ? CeilDiv(call.rows, std::clamp<int64_t>(most_splits, 1, call.rows)) : 1;
-    const int64_t splits = CeilDiv(call.rows, rows);
-    const int64_t count = call.batch.size() * splits;
-    const bool combines = sums && splits > 1;
-    SoftmaxParams params{call, FastDivider(splits), rows, combines ? partials : nullptr};
-    params.whole = packs.whole;
-    params.blocks_per_row = 1;
-    const auto launch = [&]() -> cudaError_t {
-      if (call.gradient == nullptr) return LaunchStreamedRows(stream, params, count);
-      if constexpr (std::is_same_v<T, float>) {
-        if (packs.count <= 64 * 4) return LaunchBlocks<T, 64, 4>(stream, params, count);
-        if (packs.count <= 64 * 6) return LaunchBlocks<T, 64, 6>(stream, params, count);
-        if (packs.count <= 128 * 4) return LaunchBlocks<T, 128, 4>(stream, params, count);
+    if constexpr (std::is_same_v<T, float>) {
+      if (plan.vectors == 4) {
+        return plan.threads == 64 ? Launch<T, 64, 4>(stream, call, plan)
+                                  : Launch<T, 128, 4>(stream, call, plan);
       }
-      if (packs.count <= 128 * kManyPacks) return LaunchBlocks<T, 128>(stream, params, count);
-      if (packs.count <= 256 * kManyPacks) return LaunchBlocks<T, 256>(stream, params, count);
-      if (packs.count <= 512 * kManyPacks) return LaunchBlocks<T, 512>(stream, params, count);
-      int blocks = 1;
-      while (int64_t{blocks} * 1024 * kManyPacks < packs.count) blocks *= 2;
-      if (blocks > 1 && (blocks > kClusterBlocks || !jaxops::cuda::HasClusters())) {
-        return LaunchStreamedRows(stream, params, count);
-      }
-      params.blocks_per_row = blocks;
-      return LaunchBlocks<T, 1024>(stream, params, count);
-    };
-    const cudaError_t error = launch();
-    if (error != cudaSuccess || !combines) return error;
-    return CombineSums<Accumulator<T>>(stream, call, splits, partials);
+      if (plan.vectors == 6) return Launch<T, 64, 6>(stream, call, plan);
+    }
+    switch (plan.threads) {
+      case 128:
+        return Launch<T, 128>(stream, call, plan);
+      case 256:
+        return Launch<T, 256>(stream, call, plan);
+      case 512:
+        return Launch<T, 512>(stream, call, plan);
+      default:
+        return Launch<T, 1024>(stream, call, plan);
+    }
   });
 }
 

@@ -6,9 +6,12 @@
 #define JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_ROWS_CUH_
 
 #include <cstdint>
+#include <tuple>
+#include <utility>
 
 #include "common/fast_divide.h"
 #include "cuda/focal_loss/math.cuh"
+#include "cuda/focal_loss/softmax/families.h"
 #include "cuda/focal_loss/sum.cuh"
 
 namespace jaxops::focal_loss::cuda {
@@ -26,107 +29,125 @@ struct SoftmaxParams {
   int32_t blocks_per_row;
 };
 
-// The most classes of ShortRows.
-inline constexpr int kShortClasses = 8;
-
-// One call in each way; `splits` and `partials` are those of LaunchSoftmax.
-bool AreFewRows(const Softmax& call, int64_t splits);
-cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials);
-cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                            void* partials);
-bool AreWholeRows(const Softmax& call);
-cudaError_t LaunchWholeRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                            void* partials);
-cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                           void* partials);
-cudaError_t LaunchStreamedRows(cudaStream_t stream, const SoftmaxParams& params, int64_t blocks);
-cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                            void* partials);
-
-// The widest accesses of a row, at the most, and whether there are no elements besides.
-struct PacksOfRow {
-  int64_t count;
-  bool whole;
-
-  explicit PacksOfRow(const Softmax& call) {
-    const int64_t elements = kPackBytes / jaxops::cuda::SizeOf(call.dtype);
-    whole =
-        call.classes % elements == 0 && reinterpret_cast<uintptr_t>(call.logits) % kPackBytes == 0;
-    count = call.classes / elements;
-  }
-};
-
 // How the rows of an entry are shared out among blocks that take `step` rows at a time, and
-// `most_steps` times if there are so many rows, and of which `resident` are on a multiprocessor.
+// `max_steps` times if there are so many rows, and of which `resident` are on a multiprocessor.
 struct RowSplits {
   int64_t count;
   int64_t steps;   // of a block
   int64_t rows;    // of a block
   bool clustered;  // the sum is that of one cluster
 
-  RowSplits(const Softmax& call, int64_t step, int64_t resident, int64_t most_steps,
-            int64_t most_splits) {
-    const bool sums = call.sum != nullptr;
+  RowSplits(const Softmax& loss, const Device& device, int64_t step, int64_t resident,
+            int64_t max_steps, int64_t max_splits) {
+    const bool sums = loss.sum != nullptr;
     // As many as the 132 multiprocessors of an H100 or H200 run at a time, or that many times over:
     // a block costs time of its own. The order of additions must not depend on how many entries
     // there are.
-    const int64_t all = CeilDiv(call.rows, step) * (sums ? 1 : call.batch.size());
-    steps = std::min<int64_t>(CeilDiv(all, 132 * resident), most_steps);
+    const int64_t all = CeilDiv(loss.rows, step) * (sums ? 1 : loss.batch.size());
+    steps = std::min<int64_t>(CeilDiv(all, 132 * resident), max_steps);
     if (sums) {
-      steps = std::max(steps, CeilDiv(CeilDiv(call.rows, step), std::max<int64_t>(most_splits, 1)));
+      steps = std::max(steps, CeilDiv(CeilDiv(loss.rows, step), std::max<int64_t>(max_splits, 1)));
     }
     rows = steps * step;
-    count = CeilDiv(call.rows, rows);
-    clustered = sums && (count == 1 || (count <= kClusterBlocks && jaxops::cuda::HasClusters()));
+    count = CeilDiv(loss.rows, rows);
+    clustered = sums && (count == 1 || (count <= kClusterBlocks && device.has_clusters()));
   }
+
+  // Whether a grid may have so many blocks.
+  bool IsGrid(const SoftmaxCall& call) const { return call.entries() * count <= INT32_MAX; }
 };
 
 // Launches a kernel for all splits, and what its partial sums need to become the sum.
 template <typename A, typename Params>
 cudaError_t LaunchSplits(void (*kernel)(Params), int threads, const RowSplits& splits,
-                         cudaStream_t stream, const Softmax& call, Params params, void* partials) {
+                         cudaStream_t stream, const SoftmaxCall& call, Params params) {
   params.splits = FastDivider(splits.count);
-  params.partials = splits.clustered ? nullptr : partials;
-  const int64_t blocks = call.batch.size() * splits.count;
+  params.partials = splits.clustered ? nullptr : call.partials;
+  const int64_t blocks = call.entries() * splits.count;
   const cudaError_t error =
       splits.clustered && splits.count > 1
           ? jaxops::cuda::LaunchClusters(kernel, blocks, splits.count, threads, 0, stream, params)
           : jaxops::cuda::Launch(kernel, blocks, threads, 0, stream, params);
-  if (error != cudaSuccess || call.sum == nullptr || splits.clustered) return error;
-  return CombineSums<A>(stream, call, splits.count, partials);
+  if (error != cudaSuccess || call.loss.sum == nullptr || splits.clustered) return error;
+  return CombineSums<A>(stream, call.loss, splits.count, call.partials);
+}
+
+// How the rows of an entry are shared out among blocks, or clusters of them, that take one at a
+// time: as few as there are partial sums.
+struct RowSegments {
+  int64_t rows;   // of a segment
+  int64_t count;  // of an entry
+
+  explicit RowSegments(const SoftmaxCall& call)
+      : rows(call.loss.sum == nullptr
+                 ? 1
+                 : CeilDiv(call.loss.rows, std::clamp<int64_t>(call.splits, 1, call.loss.rows))),
+        count(CeilDiv(call.loss.rows, rows)) {}
+};
+
+// Calls `launch` with parameters and the number of segments of all entries, and then makes the sum
+// of their partial sums.
+template <typename A, typename Launcher>
+cudaError_t LaunchSegments(const RowSegments& segments, cudaStream_t stream,
+                           const SoftmaxCall& call, Launcher&& launch) {
+  const bool combines = call.loss.sum != nullptr && segments.count > 1;
+  SoftmaxParams params{call.loss, FastDivider(segments.count), segments.rows,
+                       combines ? call.partials : nullptr};
+  params.whole = RowVectors(call.loss).whole;
+  const cudaError_t error = launch(params, call.entries() * segments.count);
+  if (error != cudaSuccess || !combines) return error;
+  return CombineSums<A>(stream, call.loss, segments.count, call.partials);
 }
 
 // Rows for which two lanes each are enough threads.
 inline constexpr int64_t kManyRows = 1 << 17;
 
-// Calls `function` with the number of lanes that share a row, and the most accesses of each.
-template <typename T, typename Function>
-cudaError_t DispatchLanes(const Softmax& call, Function&& function) {
-  const PacksOfRow packs(call);
-  using std::integral_constant;
-  constexpr auto k1 = integral_constant<int, 1>();
-  constexpr auto k2 = integral_constant<int, 2>();
-  constexpr auto k3 = integral_constant<int, 3>();
-  constexpr auto k4 = integral_constant<int, 4>();
-  constexpr auto k5 = integral_constant<int, 5>();
-  constexpr auto k6 = integral_constant<int, 6>();
-  constexpr auto k8 = integral_constant<int, 8>();
-  constexpr auto k10 = integral_constant<int, 10>();
-  constexpr auto k16 = integral_constant<int, 16>();
-  constexpr auto k32 = integral_constant<int, 32>();
-  if (packs.count <= 2 && packs.whole) return function(k1, k2);
-  // Of 2-byte logits, as many rows a warp as have room for what they take when widened.
-  if (sizeof(T) == 2 && packs.count <= 10 && call.rows >= kManyRows) return function(k2, k5);
-  if (packs.count <= 8) return function(k4, k2);
-  if (packs.count <= 12) return function(k4, k3);
-  if (packs.count <= 20) return function(k4, k5);
-  if (packs.count <= 24) return function(k4, k6);
-  if (packs.count <= 48) return function(k8, k6);
-  if (packs.count <= 64) return function(k16, k4);
-  if (packs.count <= 128) return function(k32, k4);
-  if (packs.count <= 256) return function(k32, k8);
-  if (packs.count <= 320) return function(k32, k10);
-  return function(k32, k16);
+// The lanes that share a row, and the vectors of each, at most.
+struct RowLanes {
+  int count;
+  int vectors;
+
+  explicit RowLanes(const Softmax& loss) {
+    const RowVectors row(loss);
+    const auto choose = [&]() -> std::pair<int, int> {
+      if (row.count <= 2 && row.whole) return {1, 2};
+      // Of 2-byte logits, as many rows a warp as have room for what they take when widened.
+      if (jaxops::cuda::SizeOf(loss.dtype) == 2 && row.count <= 10 && loss.rows >= kManyRows) {
+        return {2, 5};
+      }
+      if (row.count <= 8) return {4, 2};
+      if (row.count <= 12) return {4, 3};
+      if (row.count <= 20) return {4, 5};
+      if (row.count <= 24) return {4, 6};
+      if (row.count <= 48) return {8, 6};
+      if (row.count <= 64) return {16, 4};
+      if (row.count <= 128) return {32, 4};
+      if (row.count <= 256) return {32, 8};
+      if (row.count <= 320) return {32, 10};
+      return {32, 16};
+    };
+    std::tie(count, vectors) = choose();
+  }
+};
+
+// Calls `function` with these numbers as constants.
+template <typename Function>
+cudaError_t DispatchLanes(const RowLanes& lanes, Function&& function) {
+  cudaError_t error = cudaErrorInvalidValue;
+  const auto is = [&]<int kLanes, int kVectors>(std::integer_sequence<int, kLanes, kVectors>) {
+    if (lanes.count != kLanes || lanes.vectors != kVectors) return false;
+    error =
+        function(std::integral_constant<int, kLanes>(), std::integral_constant<int, kVectors>());
+    return true;
+  };
+  using std::integer_sequence;
+  is(integer_sequence<int, 1, 2>()) || is(integer_sequence<int, 2, 5>()) ||
+      is(integer_sequence<int, 4, 2>()) || is(integer_sequence<int, 4, 3>()) ||
+      is(integer_sequence<int, 4, 5>()) || is(integer_sequence<int, 4, 6>()) ||
+      is(integer_sequence<int, 8, 6>()) || is(integer_sequence<int, 16, 4>()) ||
+      is(integer_sequence<int, 32, 4>()) || is(integer_sequence<int, 32, 8>()) ||
+      is(integer_sequence<int, 32, 10>()) || is(integer_sequence<int, 32, 16>());
+  return error;
 }
 
 // Elements by which an array misses the alignment of the widest access.

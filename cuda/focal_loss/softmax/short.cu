@@ -11,7 +11,7 @@ namespace jaxops::focal_loss::cuda {
 namespace {
 
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kMostClasses = kShortClasses;
+constexpr int kMaxClasses = 8;
 // Steps of a block.
 constexpr int64_t kSumSteps = 8;
 constexpr int64_t kGradientSteps = 2;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
     ShortRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
   // And what the first row may be misaligned by.
-  constexpr int kStage = kWarp * kMostClasses + kPackElements<T>;
+  constexpr int kStage = kWarp * kMaxClasses + kPackElements<T>;
   __shared__ __align__(kPackBytes) unsigned char shared[kWarps * 2 * kStage * sizeof(T)];
   const Softmax& call = p.call;
   const int classes = static_cast<int>(call.classes);
@@ -121,10 +121,10 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
       T* const own = staged + lane * classes;
       const bool known = tile.label >= 0 && tile.label < classes;
       A label_logit = 0;
-      A z[kMostClasses];
+      A z[kMaxClasses];
       SumOfExp<A> others;
 #pragma unroll
-      for (int k = 0; k < kMostClasses; ++k) {
+      for (int k = 0; k < kMaxClasses; ++k) {
         z[k] = -A(INFINITY);
         if (k < classes && known) z[k] = Widen(own[k]);
         if (k == tile.label) {
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
       }
       others.StartFrom(others.largest);
 #pragma unroll
-      for (int k = 0; k < kMostClasses; ++k) {
+      for (int k = 0; k < kMaxClasses; ++k) {
         z[k] = ExpOfDifference(z[k] - others.largest);
         others.sum += z[k];
       }
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
         const A share = known ? ShareOf(slope, others) : A(0);
         if (lane < tile.rows) {
 #pragma unroll
-          for (int k = 0; k < kMostClasses; ++k) {
+          for (int k = 0; k < kMaxClasses; ++k) {
             if (k < classes) own[k] = Narrow<T>(k == tile.label ? -slope : share * z[k]);
           }
         }
@@ -168,19 +168,27 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
   if (sums) FinishSum(p.partials, static_cast<A*>(call.sum) + entry.sum, total);
 }
 
+RowSplits PlanSplits(const SoftmaxCall& call, const Device& device) {
+  return RowSplits(call.loss, device, kThreads,
+                   call.loss.dtype == DType::kF64 ? kResident<double> : kResident<float>,
+                   call.loss.gradient != nullptr ? kGradientSteps : kSumSteps, call.splits);
+}
+
 }  // namespace
 
-cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t most_splits,
-                            void* partials) {
-  return DispatchFloat(call.dtype, [&](auto logit) {
+bool CanRunShortRows(const SoftmaxCall& call, const Device& device) {
+  return call.loss.classes <= kMaxClasses && PlanSplits(call, device).IsGrid(call);
+}
+
+cudaError_t LaunchShortRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device) {
+  const RowSplits splits = PlanSplits(call, device);
+  SoftmaxParams params{call.loss};
+  params.rows_per_split = splits.rows;
+  return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
-      const RowSplits splits(call, kThreads, kResident<Accumulator<T>>,
-                             gradient.value ? kGradientSteps : kSumSteps, most_splits);
-      SoftmaxParams params{call};
-      params.rows_per_split = splits.rows;
+    return DispatchBool(call.loss.gradient != nullptr, [&](auto gradient) {
       return LaunchSplits<Accumulator<T>>(ShortRows<T, gradient.value>, kThreads, splits, stream,
-                                          call, params, partials);
+                                          call, params);
     });
   });
 }

@@ -92,11 +92,26 @@ __global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof
 
 }  // namespace
 
-cudaError_t LaunchStreamedRows(cudaStream_t stream, const SoftmaxParams& params, int64_t blocks) {
-  return DispatchFloat(params.call.dtype, [&](auto logit) {
-    return DispatchBool(params.call.gradient != nullptr, [&](auto gradient) {
-      return jaxops::cuda::Launch(StreamedRows<decltype(logit), gradient.value>, blocks,
-                                  kStreamThreads<gradient.value>, 0, stream, params);
+bool CanRunStreamedRows(const SoftmaxCall& call, const Device&) {
+  const RowVectors row(call.loss);
+  // A thread has one of the elements before and after the vectors of a row, and takes part if there
+  // is a vector for it or for the thread before it.
+  const int64_t max_edges =
+      row.whole ? 0 : 2 * (kPackBytes / jaxops::cuda::SizeOf(call.loss.dtype) - 1);
+  // Positions in a row have 32 bits, and threads go beyond its end.
+  return row.count + 1 >= max_edges && call.loss.classes <= INT32_MAX - (1 << 20) &&
+         call.entries() * RowSegments(call).count <= INT32_MAX;
+}
+
+cudaError_t LaunchStreamedRows(cudaStream_t stream, const SoftmaxCall& call, const Device&) {
+  return DispatchFloat(call.loss.dtype, [&](auto logit) {
+    using T = decltype(logit);
+    return DispatchBool(call.loss.gradient != nullptr, [&](auto gradient) {
+      const auto launch = [&](SoftmaxParams& params, int64_t blocks) {
+        return jaxops::cuda::Launch(StreamedRows<T, gradient.value>, blocks,
+                                    kStreamThreads<gradient.value>, 0, stream, params);
+      };
+      return LaunchSegments<Accumulator<T>>(RowSegments(call), stream, call, launch);
     });
   });
 }

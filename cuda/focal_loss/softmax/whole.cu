@@ -15,9 +15,8 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// The least elements of a batch entry, and the most accesses of a row.
-constexpr int64_t kManyElements = 1 << 22;
-constexpr int64_t kMostPacks = 256;
+// The vectors of a row, at most.
+constexpr int64_t kMaxVectors = 256;
 
 // A sum has a partial sum of each block, which are the fewer the larger those are.
 template <bool kSums>
@@ -28,7 +27,7 @@ constexpr int kResidentThreads = 1024;
 constexpr int64_t kLossSteps = 8;
 
 // Rows of so many lanes are exchanged.
-constexpr int kMostExchanged = 4;
+constexpr int kMaxExchanged = 4;
 
 // What a kernel is told of a call without batch.
 struct WholeRowsAlone {
@@ -93,7 +92,7 @@ template <typename T, int kLanes, int kPacks>
 struct WholeRow {
   static constexpr int kCount = kPackElements<T>;
   static constexpr int kGroups = kWarp / kLanes;
-  static constexpr bool kExchanges = kLanes <= kMostExchanged;
+  static constexpr bool kExchanges = kLanes <= kMaxExchanged;
   // Elements of a warp's shared memory.
   static constexpr int kTile = kExchanges ? kWarp * kPacks * kCount : 0;
 
@@ -355,80 +354,100 @@ __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlock
   if (threadIdx.x == 0) static_cast<float*>(p.partials)[blockIdx.x] = total;
 }
 
-template <typename T, int kLanes, int kPacks>
-cudaError_t Launch(cudaStream_t stream, const Softmax& call, int64_t most_splits, void* partials) {
-  const bool sums = call.sum != nullptr;
-  const auto launch = [&](auto gradient, auto summed) {
-    constexpr int kThreads = kBlockThreads<summed.value>;
+struct Plan {
+  RowLanes lanes;
+  bool sums;  // the blocks are those of sums and losses
+  RowSplits splits;
+
+  Plan(const SoftmaxCall& call, const Device& device)
+      : lanes(call.loss),
+        sums(call.loss.sum != nullptr || call.loss.gradient == nullptr),
+        splits(PlanSplits(call, device)) {}
+
+  int threads() const { return sums ? kBlockThreads<true> : kBlockThreads<false>; }
+
+ private:
+  RowSplits PlanSplits(const SoftmaxCall& call, const Device& device) const {
+    const bool has_gradient = call.loss.gradient != nullptr;
     // A block that makes a gradient takes no more rows at a time than it must.
-    const RowSplits splits(call, kThreads / kLanes,
-                           gradient.value ? INT32_MAX : kResidentThreads / kThreads,
-                           gradient.value ? 1 : kLossSteps, most_splits);
-    const WholeRowsAlone alone{static_cast<int32_t>(call.rows),
-                               static_cast<int32_t>(call.classes),
-                               call.logits,
-                               call.labels,
-                               call.scale,
-                               call.gamma,
-                               call.weight,
-                               call.gradient,
-                               call.loss,
-                               sums ? partials : nullptr,
-                               call.power,
-                               static_cast<int32_t>(splits.steps)};
+    return RowSplits(call.loss, device, threads() / lanes.count,
+                     has_gradient ? INT32_MAX : kResidentThreads / threads(),
+                     has_gradient ? 1 : kLossSteps, call.splits);
+  }
+};
+
+template <typename T, int kLanes, int kPacks>
+cudaError_t Launch(cudaStream_t stream, const SoftmaxCall& call, const Plan& plan) {
+  const Softmax& loss = call.loss;
+  const bool has_sum = loss.sum != nullptr;
+  const RowSplits& splits = plan.splits;
+  const WholeRowsAlone alone{static_cast<int32_t>(loss.rows),
+                             static_cast<int32_t>(loss.classes),
+                             loss.logits,
+                             loss.labels,
+                             loss.scale,
+                             loss.gamma,
+                             loss.weight,
+                             loss.gradient,
+                             loss.loss,
+                             has_sum ? call.partials : nullptr,
+                             loss.power,
+                             static_cast<int32_t>(splits.steps)};
+  const auto launch = [&](auto gradient, auto summed) {
     const auto with = [&](const auto& params) {
       using Params = std::remove_cvref_t<decltype(params)>;
-      const int64_t blocks = call.batch.size() * splits.count;
+      const int64_t blocks = call.entries() * splits.count;
       if constexpr (gradient.value) {
         return jaxops::cuda::Launch(WholeGradients<T, kLanes, kPacks, summed.value, Params>, blocks,
-                                    kThreads, 0, stream, params);
+                                    plan.threads(), 0, stream, params);
       } else {
-        return jaxops::cuda::Launch(WholeLosses<T, kLanes, kPacks, Params>, blocks, kThreads, 0,
-                                    stream, params);
+        return jaxops::cuda::Launch(WholeLosses<T, kLanes, kPacks, Params>, blocks, plan.threads(),
+                                    0, stream, params);
       }
     };
-    const bool is_alone = call.batch.size() == 1 && (!gradient.value || splits.steps == 1);
-    const cudaError_t error = [&] {
-      if constexpr (gradient.value && !summed.value) {
-        return with(alone);
-      } else {
-        return is_alone ? with(alone)
-                        : with(WholeRowsBatch{alone, FastDivider(splits.count), call.batch});
-      }
-    }();
-    return error != cudaSuccess || !sums ? error
-                                         : CombineSums<float>(stream, call, splits.count, partials);
+    if constexpr (gradient.value && !summed.value) {
+      return with(alone);
+    } else {
+      const bool is_alone = call.entries() == 1 && (!gradient.value || splits.steps == 1);
+      return is_alone ? with(alone)
+                      : with(WholeRowsBatch{alone, FastDivider(splits.count), loss.batch});
+    }
   };
   constexpr std::true_type kYes;
   constexpr std::false_type kNo;
-  if (call.gradient == nullptr) return launch(kNo, kYes);
-  return sums ? launch(kYes, kYes) : launch(kYes, kNo);
+  const cudaError_t error = loss.gradient == nullptr ? launch(kNo, kYes)
+                            : has_sum                ? launch(kYes, kYes)
+                                                     : launch(kYes, kNo);
+  return error != cudaSuccess || !has_sum
+             ? error
+             : CombineSums<float>(stream, loss, splits.count, call.partials);
 }
 
 }  // namespace
 
-bool AreWholeRows(const Softmax& call) {
-  const PacksOfRow packs(call);
-  // Of a batch without a sum, other kernels make the same results.
-  return jaxops::cuda::SizeOf(call.dtype) == 2 && (call.sum != nullptr || call.batch.size() == 1) &&
-         packs.whole && reinterpret_cast<uintptr_t>(call.gradient) % kPackBytes == 0 &&
-         packs.count > 2 && packs.count <= kMostPacks && call.rows < int64_t{1} << 30 &&
-         call.rows * call.classes >= kManyElements;
+bool CanRunWholeRows(const SoftmaxCall& call, const Device& device) {
+  const Softmax& loss = call.loss;
+  const RowVectors row(loss);
+  return jaxops::cuda::SizeOf(loss.dtype) == 2 && row.whole &&
+         reinterpret_cast<uintptr_t>(loss.gradient) % kPackBytes == 0 && row.count > 2 &&
+         row.count <= kMaxVectors && loss.rows < int64_t{1} << 30 &&
+         (loss.sum != nullptr || loss.gradient == nullptr || call.entries() == 1) &&
+         Plan(call, device).splits.IsGrid(call);
 }
 
-cudaError_t LaunchWholeRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                            void* partials) {
+cudaError_t LaunchWholeRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device) {
+  const Plan plan(call, device);
   const auto launch = [&](auto logit) {
     using T = decltype(logit);
-    return DispatchLanes<T>(call, [&](auto lanes, auto packs) -> cudaError_t {
-      if constexpr (lanes.value >= 2 && lanes.value * packs.value <= kMostPacks) {
-        return Launch<T, lanes.value, packs.value>(stream, call, splits, partials);
+    return DispatchLanes(plan.lanes, [&](auto lanes, auto vectors) -> cudaError_t {
+      if constexpr (lanes.value >= 2 && lanes.value * vectors.value <= kMaxVectors) {
+        return Launch<T, lanes.value, vectors.value>(stream, call, plan);
       } else {
         return cudaErrorInvalidValue;
       }
     });
   };
-  return call.dtype == DType::kBF16 ? launch(__nv_bfloat16{}) : launch(__half{});
+  return call.loss.dtype == DType::kBF16 ? launch(__nv_bfloat16{}) : launch(__half{});
 }
 
 }  // namespace jaxops::focal_loss::cuda
