@@ -9,12 +9,12 @@ using jaxops::cuda::Always;
 using jaxops::cuda::Family;
 using jaxops::cuda::Table;
 
-// FewElements takes sums and elementwise results of at most so many elements.
+// FewElements takes sums of at most this number of elements, and elementwise results.
 constexpr int64_t kMaxFewSummed = 1 << 15;
 constexpr int64_t kMaxFewElementwise = 1 << 21;
 
-// StreamedSum takes sums of at least so many elements, with rows not so short that the warp that
-// takes out their targets falls behind those that evaluate.
+// StreamedSum takes sums of at least this number of elements, with rows not so short that the warp
+// that takes out their targets falls behind those that evaluate.
 constexpr int64_t kMinStreamed = 1 << 24;
 constexpr int64_t kMinStreamedClasses = 40;
 
@@ -37,8 +37,7 @@ bool PrefersStreamedSum(const SigmoidCall& call, const Device&) {
 
 constexpr Family<SigmoidCall> kFamilies[] = {
     // Small calls are over before anything else pays. The gradient of (900, 91) f32 takes 1.28 µs
-    // on
-    // an H200.
+    // on an H200.
     {"few", CanRunFewElements, PrefersFewElements, LaunchFewElements},
     // Few rows have a target: all elements are evaluated as if they were none, which takes fewer
     // instructions, without a look at rows; then a block puts targets in their places. The gradient

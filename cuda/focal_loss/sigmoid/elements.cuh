@@ -1,10 +1,10 @@
-// What the kernels of the sigmoid focal loss share.
+// Code that the kernels of the sigmoid focal loss share.
 //
-// A batch entry is a run of elements that thread blocks share out; a thread takes neighbours.
-// Labels and weights belong to rows. Neighbours are of one row where their number divides that of
-// classes, as it usually does. Neighbours of two rows read the terms of both, and of
-// rows shorter than an access the terms of each element; rows of one element are read like the
-// elements. Batch entries that do not begin where an access may are taken element by element.
+// Thread blocks share out the elements of a batch entry; a thread takes a vector of neighbours.
+// Labels and weights belong to rows. A vector is of one row where its size divides the number of
+// classes, as it usually does. Vectors of two rows read the terms of both; where rows are shorter
+// than a vector, they read the terms of each element. Labels of rows of one element are read in
+// vectors, too. Batch entries that do not begin where a vector may are taken element by element.
 #ifndef JAXOPS_CUDA_FOCAL_LOSS_SIGMOID_ELEMENTS_CUH_
 #define JAXOPS_CUDA_FOCAL_LOSS_SIGMOID_ELEMENTS_CUH_
 
@@ -22,7 +22,7 @@ template <typename T>
 inline constexpr int kInRow = std::is_same_v<T, double> ? 4 : 8;
 inline constexpr int kShortRows = 4;
 
-// Elementwise results of so many elements are worth longer blocks.
+// The number of elements from which elementwise results are worth longer blocks.
 inline constexpr int64_t kManyElements = 1 << 26;
 
 // Stands for an exponent that is known only at run time.
@@ -43,7 +43,7 @@ struct SigmoidParams {
   void* partials;      // null: the blocks of an entry are a cluster
 };
 
-// What the elements of one row have in common.
+// The terms that the elements of one row have in common.
 template <typename A>
 struct Row {
   int32_t label;
@@ -81,11 +81,11 @@ class Entry {
     elements = offsets[Sigmoid::kElements] + begin;
   }
 
-  template <bool kPlain = false>
+  template <bool kUnweighted = false>
   __device__ __forceinline__ Row<A> ReadRow(uint32_t row) const {
     Row<A> terms{0, negative_, positive_};
     if constexpr (std::is_same_v<L, int32_t>) terms.label = labels[row];
-    if (!kPlain && weight_ != nullptr) {
+    if (!kUnweighted && weight_ != nullptr) {
       const A weight = weight_[row];
       terms.negative *= weight;
       terms.positive *= weight;
@@ -108,8 +108,8 @@ class Entry {
     }
   }
 
-  // Of a label in its row, or some larger number. The difference wraps, but where it is less than
-  // the number of classes, the label is what it would be without, because no class id overflows.
+  // The position of a label in its row, or some larger number. The difference wraps, but where it
+  // is less than the number of classes, it is right, because no class id overflows.
   __device__ __forceinline__ uint32_t Position(int32_t label) const {
     return static_cast<uint32_t>(label) - static_cast<uint32_t>(first_class_);
   }
@@ -135,10 +135,10 @@ class Entry {
 
 template <typename T, int kCount>
 __device__ __forceinline__ void StoreAll(T* to, const Accumulator<T> (&values)[kCount]) {
-  Pack<T, kCount> pack;
+  Pack<T, kCount> vector;
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) pack.values[k] = Narrow<T>(values[k]);
-  *reinterpret_cast<Pack<T, kCount>*>(to) = pack;
+  for (int k = 0; k < kCount; ++k) vector.values[k] = Narrow<T>(values[k]);
+  *reinterpret_cast<Pack<T, kCount>*>(to) = vector;
 }
 
 // Whether x leads, by an instruction that is not one of f64; zero may or may not.
@@ -195,7 +195,7 @@ __device__ __forceinline__ T* Elements(const SigmoidParams& p, int64_t offset) {
   return static_cast<T*>(kWant == Want::kLoss ? p.call.loss : p.call.gradient) + offset;
 }
 
-// What FewElements, TargetsLast and SpreadElements are told of a call. Constants arrive by lines of
+// The parameters of FewElements, TargetsLast and SpreadElements. Constants arrive by lines of
 // 64 bytes, of which the second begins with `scale`, and a kernel that lasts no longer than a few
 // loads waits for each: what is read first comes first.
 struct FewParams {
@@ -242,7 +242,7 @@ inline bool IsUnweighted(const Sigmoid& loss) {
   return !loss.soft && loss.dtype != DType::kF64 && loss.weight == nullptr && !loss.has_ignored;
 }
 
-// Whether each batch entry begins where a vector of so many elements may.
+// Whether each batch entry begins where a vector of this size may.
 inline bool IsAligned(const SigmoidCall& call, int elements) {
   return call.entries() == 1 || call.size() % elements == 0;
 }
@@ -256,7 +256,7 @@ struct Segments {
 
   // Threads have vectors of `width` elements at most, and blocks take `stride` elements a step.
   Segments(const SigmoidCall& call, const Device& device, int width, int64_t stride) {
-    // At most so many blocks have partial sums: they fill the largest devices twice.
+    // The blocks of an entry, at most: they fill the largest devices twice.
     constexpr int64_t kMaxSumBlocks = 2112;
     const Sigmoid& loss = call.loss;
     const int64_t size = call.size();

@@ -5,7 +5,7 @@ namespace jaxops::focal_loss::cuda {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-// Elementwise results of at most so many elements have more threads, of half as many elements each:
+// Elementwise results of at most this size have more threads, of half as many elements each:
 // the instructions of a thread last longer than those of all threads of a multiprocessor.
 constexpr int64_t kMaxHalved = 1 << 17;
 // Elements that are worth a block of a sum.
@@ -16,7 +16,7 @@ __device__ __forceinline__ uint32_t BitBelow(uint32_t at, uint32_t end) {
   return at < end ? 1u << at : 0u;
 }
 
-// And of batches.
+// The same with a batch.
 struct FewBatchedParams : FewParams {
   FastDivider splits;
   BatchMap<Sigmoid::kOperands> batch;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kMaxThreads) FewElements(const __grid_constant
     int32_t first;
     int32_t second;
   };
-  // Threads beyond the end read what others do, which is sooner done than to ask.
+  // Threads beyond the end read what others do, which takes less time than a branch.
   const auto read = [&](uint32_t at) {
     Read result;
     uint32_t row = min(at, p.size - kCount);

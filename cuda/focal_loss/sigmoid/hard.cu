@@ -4,17 +4,17 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Has an address of device memory indexed by one instruction, rather than made of its parts by four
-// each time.
+// Makes the compiler index an address of device memory by one instruction, rather than compute it
+// from its parts by four each time.
 template <typename T>
 __device__ __forceinline__ void KeepAddress(T*& address) {
   asm("" : "+l"(address));
   __builtin_assume(__isGlobal(address));
 }
 
-// Of class labels, kCount elements from `at` on: writes their results to `elements`, and returns
-// the sum of their losses if it is wanted. What is plain has no weights, and no ignored rows.
-template <typename T, int kCount, Rows kRows, Want kWant, bool kPlain = false>
+// Evaluates kCount elements from `at` on: writes their results to `elements`, and returns the sum
+// of their losses if it is wanted. Unweighted rows have no weights, and none is ignored.
+template <typename T, int kCount, Rows kRows, Want kWant, bool kUnweighted = false>
 __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams& p,
                                                              const Entry<T, int32_t>& entry,
                                                              T* elements, int at,
@@ -24,19 +24,20 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
   constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
   constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
   constexpr Digits kDigits = kDigitsOf<T, kWant>;
-  const bool has_ignored = !kPlain && p.call.has_ignored;
+  const bool has_ignored = !kUnweighted && p.call.has_ignored;
   T* const to = kWant == Want::kSum ? nullptr : elements + at;
   A z[kCount], loss[kCount], slope[kCount], factor[kCount];
   if constexpr (kCount > 1 && (kRows == Rows::kOne || kRows == Rows::kTwo)) {
-    // The neighbours from the boundary on are of a second row.
+    // The elements from the boundary on are of a second row.
     uint32_t row = entry.skipped + at;
     const uint32_t position = p.classes.Peel(row);
     const uint32_t boundary =
         kRows == Rows::kOne ? kCount : min(p.classes.divisor() - position, uint32_t{kCount});
-    const Row<A> first = entry.template ReadRow<kPlain>(row);
-    const Row<A> second = kRows == Rows::kOne
-                              ? first
-                              : entry.template ReadRow<kPlain>(row + (boundary < kCount ? 1 : 0));
+    const Row<A> first = entry.template ReadRow<kUnweighted>(row);
+    const Row<A> second =
+        kRows == Rows::kOne
+            ? first
+            : entry.template ReadRow<kUnweighted>(row + (boundary < kCount ? 1 : 0));
     const bool first_ignored = has_ignored && first.label == p.call.ignored;
     const bool second_ignored = has_ignored && second.label == p.call.ignored;
     uint32_t target = first_ignored ? kCount : entry.Position(first.label) - position;
@@ -57,7 +58,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
                                             entry.gamma);
         total += its_loss[0];
         its_slope = kSlope ? its_slopes[0] : its_loss[0];
-        // Which has no loss.
+        // An element without loss takes its place.
         if constexpr (kSums) {
 #pragma unroll
           for (int i = 0; i < kCount; ++i) z[i] = i == k ? A(-INFINITY) : z[i];
@@ -73,7 +74,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
       for (int k = 0; k < kCount; ++k) factor[k] = factor_of(k);
       EvaluateHard<kSlope, false, kDigits>(loss, slope, z, none, factor, power, entry.gamma);
     };
-    if (kRows == Rows::kOne || kPlain || !entry.weighted()) {
+    if (kRows == Rows::kOne || kUnweighted || !entry.weighted()) {
       evaluate([&](int) { return first.negative; });
     } else {
       evaluate([&](int k) { return k < boundary ? first.negative : second.negative; });
@@ -150,19 +151,19 @@ __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Sigmoid
     KeepAddress(entry.labels);
   }
   const int whole = length / kCount * kCount;
-  const auto walk = [&](auto plain) {
+  const auto evaluate = [&](auto unweighted) {
 #pragma unroll 1
     for (int at = threadIdx.x * kCount; at < whole; at += kThreads * kCount) {
       const auto logits = LoadPack<kCount>(entry.logits + at);
-      total += EvaluateNeighbours<T, kCount, kRows, kWant, plain.value>(p, entry, elements, at,
-                                                                        logits, power);
+      total += EvaluateNeighbours<T, kCount, kRows, kWant, unweighted.value>(p, entry, elements, at,
+                                                                             logits, power);
     }
   };
-  // Those of 16 bits are bound by instructions, of which weights and ignored rows take many.
+  // Instructions bind results of 16 bits, and weights and ignored rows take many.
   if (kByInstructions && !entry.weighted() && !p.call.has_ignored) {
-    walk(std::true_type());
+    evaluate(std::true_type());
   } else {
-    walk(std::false_type());
+    evaluate(std::false_type());
   }
   // The elements of a batch entry need not be a multiple of kCount.
   const int at = whole + static_cast<int>(threadIdx.x);

@@ -7,10 +7,10 @@ namespace {
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> LoadSome(const T* from, bool whole, int64_t left) {
   if (whole) return LoadPack<kCount>(from);
-  Pack<T, kCount> pack;
+  Pack<T, kCount> vector;
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) pack.values[k] = k < left ? from[k] : T{};
-  return pack;
+  for (int k = 0; k < kCount; ++k) vector.values[k] = k < left ? from[k] : T{};
+  return vector;
 }
 
 template <typename T, int kCount>

@@ -6,13 +6,13 @@ namespace {
 
 constexpr int kBlockThreads = 128;
 // Vectors of a thread, for elements by the million or by the hundred million.
-constexpr int kVectors = 2;
+constexpr int kFewVectors = 2;
 constexpr int kManyVectors = 4;
 
 // Class labels, without weights: results of f32 without a sum, in one batch entry of many elements.
-// Memory bounds them, and is used best where each access of a warp is to neighbours: those of a
-// thread are apart, and all under way before anything is waited for.
-template <int kPacks, Rows kRows, Want kWant, int kPower>
+// Memory bounds them, and is used best where the vectors that a warp reads together are neighbours:
+// those of a thread are apart, and all in flight before anything is waited for.
+template <int kVectors, Rows kRows, Want kWant, int kPower>
 __global__ void __launch_bounds__(kBlockThreads)
     SpreadElements(const __grid_constant__ FewParams p) {
   constexpr bool kSlope = kWant == Want::kGradient;
@@ -21,16 +21,16 @@ __global__ void __launch_bounds__(kBlockThreads)
   constexpr auto power = static_cast<Power>(kPower);
   const float* logits = static_cast<const float*>(p.logits);
   float* elements = static_cast<float*>(p.elements);
-  const uint32_t begin = blockIdx.x * (kPacks * kStride) + threadIdx.x * kCount;
-  Pack<float, kCount> packs[kPacks];
-  // The labels of the row that a pack begins in and of the next, or of each element.
-  Pack<int32_t, kRows == Rows::kEach ? kCount : 2> rows[kPacks];
-  uint32_t positions[kPacks];
+  const uint32_t begin = blockIdx.x * (kVectors * kStride) + threadIdx.x * kCount;
+  Pack<float, kCount> vectors[kVectors];
+  // The labels of the row that a vector begins in and of the next, or of each element.
+  Pack<int32_t, kRows == Rows::kEach ? kCount : 2> rows[kVectors];
+  uint32_t positions[kVectors];
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     const uint32_t at = begin + i * kStride;
     if (at >= p.size) break;
-    packs[i] = LoadPack<kCount>(logits + at);
+    vectors[i] = LoadPack<kCount>(logits + at);
     if constexpr (kRows == Rows::kEach) {
       rows[i] = LoadPack<kCount>(p.labels + at);
     } else {
@@ -50,11 +50,11 @@ __global__ void __launch_bounds__(kBlockThreads)
   const float positive = scale * parameters[2];
   const auto first_class = static_cast<uint32_t>(p.class_ids[0] - kFirstClassId);
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     const uint32_t at = begin + i * kStride;
     if (at >= p.size) break;
     float z[kCount], loss[kCount], slope[kCount], factor[kCount];
-    WidenAll(z, packs[i]);
+    WidenAll(z, vectors[i]);
     if constexpr (kRows == Rows::kEach) {
       bool target[kCount];
 #pragma unroll
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     } else {
       const uint32_t boundary =
           kRows == Rows::kOne ? kCount : min(p.classes.divisor() - positions[i], uint32_t{kCount});
-      // Places of targets in the pack, if they are less than its size.
+      // Positions of targets in the vector, if they are less than its size.
       const uint32_t first = rows[i].values[0] - first_class - positions[i];
       const uint32_t second = kRows == Rows::kTwo ? rows[i].values[1] - first_class : kCount;
       const bool in_first = first < boundary;
@@ -104,22 +104,22 @@ struct Plan {
   Rows rows;    // of a vector
 
   explicit Plan(const SigmoidCall& call)
-      : vectors(call.size() >= kManyElements ? kManyVectors : kVectors),
+      : vectors(call.size() >= kManyElements ? kManyVectors : kFewVectors),
         rows(call.loss.classes == 1                          ? Rows::kEach
              : call.loss.classes % kPackElements<float> == 0 ? Rows::kOne
                                                              : Rows::kTwo) {}
 };
 
-template <int kPacks, Rows kRows>
+template <int kVectors, Rows kRows>
 cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call) {
-  constexpr int64_t kPerBlock = kPacks * kBlockThreads * kPackElements<float>;
+  constexpr int64_t kPerBlock = kVectors * kBlockThreads * kPackElements<float>;
   return DispatchPower(call.loss.power, [&](auto power) {
     if constexpr (power.value == static_cast<int>(Power::kAny)) {
       return cudaErrorInvalidValue;
     } else {
       return DispatchBool(call.loss.gradient != nullptr, [&](auto gradient) {
         constexpr Want kWanted = gradient.value ? Want::kGradient : Want::kLoss;
-        return jaxops::cuda::Launch(SpreadElements<kPacks, kRows, kWanted, power.value>,
+        return jaxops::cuda::Launch(SpreadElements<kVectors, kRows, kWanted, power.value>,
                                     CeilDiv(call.size(), kPerBlock), kBlockThreads, 0, stream,
                                     FewParams(call.loss, kPerBlock));
       });
@@ -129,8 +129,8 @@ cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call) {
 
 template <Rows kRows>
 cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& plan) {
-  return plan.vectors == kVectors ? Launch<kVectors, kRows>(stream, call)
-                                  : Launch<kManyVectors, kRows>(stream, call);
+  return plan.vectors == kFewVectors ? Launch<kFewVectors, kRows>(stream, call)
+                                     : Launch<kManyVectors, kRows>(stream, call);
 }
 
 }  // namespace

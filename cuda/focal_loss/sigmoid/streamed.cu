@@ -8,8 +8,8 @@ namespace {
 
 namespace ptx = ::cuda::ptx;
 
-// Threads that evaluate tiles, elements of a tile, tiles in shared memory at a
-// time, and blocks of a multiprocessor, whose shared memory they fill.
+// Threads that evaluate tiles, elements of a tile, tiles in shared memory at a time, and blocks of
+// a multiprocessor, whose shared memory they fill.
 constexpr int kEvaluators = 128;
 constexpr int kTile = 32 * kEvaluators;
 constexpr int kStages = 3;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     StreamedSum(const __grid_constant__ SigmoidParams p) {
 #if __CUDA_ARCH__ >= 900
   using A = Accumulator<T>;
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kPackElements<T>;
   constexpr Power kThePower = static_cast<Power>(kPower);
   extern __shared__ __align__(128) unsigned char shared[];
   // A tile has arrived, its targets have been taken out, and nobody needs it any longer.
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     for (int stage = 0; stage < kStages; ++stage) fetch(stage);
 
     // Each lane has a row of a group, whose target may be in a later tile than its first element.
-    // The label of its row of the next group is on its way.
+    // The label of its row of the next group is in flight.
     const int group = kWarp * static_cast<int>(p.classes.divisor());
     const int skipped = static_cast<int>(entry.skipped);
     int row_begin = lane * static_cast<int>(p.classes.divisor()) - skipped;
@@ -121,9 +121,9 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     for (int at = 0; at < length; at += kTile, turn.Advance()) {
       const int end = min(at + kTile, length);
       T* tile = tile_of(turn.stage);
-      // Copies are of whole accesses, and so are the reads of the last tile.
-      const int copied = end / kPack * kPack;
-      if (copied < end && lane < kPack) {
+      // Copies are of whole vectors, and so are the reads of the last tile.
+      const int copied = end / kVector * kVector;
+      if (copied < end && lane < kVector) {
         const int i = copied + lane;
         tile[i - at] = i < end ? entry.logits[i] : Narrow<T>(-INFINITY);
       }
@@ -152,34 +152,34 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     }
     add_targets();
   } else {
-    const auto add = [&](auto&& pack) {
-      A z[kPack], loss[kPack], slope[kPack], factor[kPack];
-      const bool target[kPack] = {};
-      WidenAll(z, pack);
+    const auto add = [&](auto&& vector) {
+      A z[kVector], loss[kVector], slope[kVector], factor[kVector];
+      const bool target[kVector] = {};
+      WidenAll(z, vector);
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) factor[k] = entry.negative();
+      for (int k = 0; k < kVector; ++k) factor[k] = entry.negative();
       EvaluateHard<false, false>(loss, slope, z, target, factor, kThePower, entry.gamma);
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) total += loss[k];
+      for (int k = 0; k < kVector; ++k) total += loss[k];
     };
 #pragma unroll 1
     for (int at = 0; at < length; at += kTile, turn.Advance()) {
-      const T* own = tile_of(turn.stage) + threadIdx.x * kPack;
-      constexpr int kStride = kEvaluators * kPack;
-      constexpr int kPacks = kTile / kStride;
+      const T* own = tile_of(turn.stage) + threadIdx.x * kVector;
+      constexpr int kStride = kEvaluators * kVector;
+      constexpr int kVectors = kTile / kStride;
       Wait(ready + turn.stage, turn.parity);
       if (length - at >= kTile) {
-        Pack<T, kPack> packs[kPacks];
+        Pack<T, kVector> vectors[kVectors];
 #pragma unroll
-        for (int i = 0; i < kPacks; ++i) packs[i] = LoadPack<kPack>(own + i * kStride);
+        for (int i = 0; i < kVectors; ++i) vectors[i] = LoadPack<kVector>(own + i * kStride);
         ptx::mbarrier_arrive(empty + turn.stage);
 #pragma unroll
-        for (int i = 0; i < kPacks; ++i) add(packs[i]);
+        for (int i = 0; i < kVectors; ++i) add(vectors[i]);
       } else {
         // The last tile, which no other follows.
 #pragma unroll 1
-        for (int i = threadIdx.x * kPack; i < length - at; i += kStride) {
-          add(LoadPack<kPack>(own));
+        for (int i = threadIdx.x * kVector; i < length - at; i += kStride) {
+          add(LoadPack<kVector>(own));
           own += kStride;
         }
       }

@@ -7,7 +7,7 @@ namespace {
 constexpr int kBlockThreads = 128;
 // Vectors of a thread.
 constexpr int kVectors = 2;
-// Of shorter rows, a block may have more than threads.
+// A block may have more shorter rows than threads.
 constexpr int64_t kMinClasses = 20;
 
 // Class labels, without weights: results without a sum, in one batch entry. All elements are
@@ -27,10 +27,10 @@ __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_consta
   const T* logits = static_cast<const T*>(p.logits) + begin;
   T* elements = static_cast<T*>(p.elements) + begin;
   const uint32_t own = threadIdx.x * kCount;
-  Pack<T, kCount> packs[kVectors];
+  Pack<T, kCount> vectors[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (own + i * kStride < length) packs[i] = LoadPack<kCount>(logits + own + i * kStride);
+    if (own + i * kStride < length) vectors[i] = LoadPack<kCount>(logits + own + i * kStride);
   }
   uint32_t row = begin;
   const uint32_t skipped = p.classes.Peel(row);
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_consta
   const float negative = scale * parameters[1];
   const float positive = scale * parameters[2];
   const uint32_t position = label - static_cast<uint32_t>(p.class_ids[0] - kFirstClassId);
-  // What is before the block wraps.
+  // A position before the block wraps.
   const uint32_t target = threadIdx.x * p.classes.divisor() - skipped + position;
   const bool has_target = has_row && position < p.classes.divisor() && target < length;
   const float its_z[1] = {has_target ? Widen(logits[target]) : 0.0f};
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_consta
     if (own + i * kStride >= length) break;
     float z[kCount], loss[kCount], slope[kCount], factor[kCount];
     const bool none[kCount] = {};
-    WidenAll(z, packs[i]);
+    WidenAll(z, vectors[i]);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) factor[k] = negative;
     EvaluateHard<kSlope, false, kDigits>(loss, slope, z, none, factor, power, gamma);

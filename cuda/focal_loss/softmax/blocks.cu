@@ -3,7 +3,7 @@
 //
 // For the gradient, with or without a sum, a block or the blocks of a cluster have a row in their
 // registers; those of a multiprocessor take turns: one waits for a row while others sum up or write
-// theirs. Rows too long for a cluster are read twice, as they are once for a sum alone.
+// theirs.
 #include <cooperative_groups.h>
 
 #include "cuda/focal_loss/launch.h"
@@ -17,7 +17,7 @@ constexpr int kManyVectors = 8;
 // Threads of all the blocks of a multiprocessor.
 constexpr int kResidentThreads = 1024;
 
-// What the threads of a row need to write its gradient.
+// The terms that the threads of a row need to write its gradient.
 template <typename A>
 struct RowTerms {
   A largest;
@@ -26,7 +26,7 @@ struct RowTerms {
 };
 
 // The blocks of a cluster share rows, which they have in their registers.
-template <typename T, int kBlockThreads, int kPacks>
+template <typename T, int kBlockThreads, int kVectors>
 __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThreads)
     BlockRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
   const SoftmaxEntry<T> entry(call, index);
   T* const gradient = static_cast<T*>(call.gradient) + entry.result;
   const bool alike = Misaligned(gradient) == Misaligned(entry.logits);
-  // A block has a run of a row.
-  const int thread = rank * kBlockThreads * kPacks + threadIdx.x;
+  // A block has a segment of a row.
+  const int thread = rank * kBlockThreads * kVectors + threadIdx.x;
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
   // Nobody writes to the memory of a block that has not begun.
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
 #pragma unroll 1
   for (int64_t row = begin; row < end; ++row) {
     const T* logits = entry.logits + row * classes;
-    RowPart<T, kPacks, 1, sizeof(T) != 2> part(logits, classes, thread, kBlockThreads, kPacks,
-                                               p.whole);
+    RowPart<T, kVectors, 1, sizeof(T) != 2> part(logits, classes, thread, kBlockThreads, kVectors,
+                                                 p.whole);
     const int label = entry.labels[row];
     const bool known = label >= 0 && label < classes;
     A label_logit = 0, weight = 0;
@@ -137,9 +137,9 @@ struct Plan {
   }
 };
 
-template <typename T, int kBlockThreads, int kPacks = kManyVectors>
+template <typename T, int kBlockThreads, int kVectors = kManyVectors>
 cudaError_t Launch(cudaStream_t stream, const SoftmaxCall& call, const Plan& plan) {
-  const auto kernel = BlockRows<T, kBlockThreads, kPacks>;
+  const auto kernel = BlockRows<T, kBlockThreads, kVectors>;
   const auto launch = [&](SoftmaxParams& params, int64_t clusters) {
     params.blocks_per_row = static_cast<int32_t>(plan.blocks_per_row);
     const int64_t blocks = clusters * plan.blocks_per_row;

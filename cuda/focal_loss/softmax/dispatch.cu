@@ -10,12 +10,12 @@ using jaxops::cuda::Always;
 using jaxops::cuda::Family;
 using jaxops::cuda::Table;
 
-// FewRows takes at most so many logits.
+// FewRows takes at most this number of logits.
 constexpr int64_t kMaxFewLogits = 3 << 17;
-// WholeRows takes at least so many logits of a batch entry.
+// WholeRows takes at least this number of logits of a batch entry.
 constexpr int64_t kMinWholeLogits = 1 << 22;
-// Where f32 gradients are wanted alone, LaneRows takes rows of at most so many vectors: 16 longer
-// ones of two warps each keep the memory of a multiprocessor busy.
+// Where f32 gradients are wanted alone, LaneRows takes rows of at most this number of vectors: 16
+// longer ones of two warps each keep the memory of a multiprocessor busy.
 constexpr int64_t kMaxLaneVectorsOfGradient = 224;
 
 // A sum does not depend on the number of batch entries.

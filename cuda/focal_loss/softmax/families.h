@@ -25,7 +25,7 @@ struct SoftmaxCall {
   int64_t entries() const { return loss.batch.size(); }
 };
 
-// The vectors of 16 bytes in a row, at most, and whether there are no elements besides and each row
+// The vectors of 16 bytes in a row, at most, and whether there are no other elements and each row
 // begins where a vector may.
 struct RowVectors {
   int64_t count;

@@ -9,18 +9,18 @@ namespace jaxops::focal_loss::cuda {
 namespace {
 
 constexpr int kMaxClasses = 128;
-// For at most so many elements there may be a warp for each row.
+// Calls of at most this number of elements have a warp for each row.
 constexpr int64_t kMaxWarpRowElements = 1 << 17;
 // Without a sum, small blocks for many multiprocessors.
 constexpr int kSmallBlock = 128;
-// Lanes of a row otherwise, the fewer for a sum because it has one cluster, or few partial sums.
+// Otherwise a row has these lanes, fewer for a sum because it has one cluster, or few partial sums.
 constexpr int kFewLanes = 16;
 constexpr int kSumLanes = 8;
 
 // Stands for an exponent that is known only at run time.
 constexpr int kRunTime = -1;
 
-// What the kernel is told of a call without batch and sum. Constants arrive by lines of 64 bytes,
+// The parameters of a call without batch and sum. Constants arrive by lines of 64 bytes,
 // of which the second begins with `gradient`, and each is waited for: what is read first comes
 // first.
 struct FewRowsAlone {
@@ -36,7 +36,7 @@ struct FewRowsAlone {
   Power power;
 };
 
-// And of others.
+// The parameters of other calls.
 struct FewRowsParams : FewRowsAlone {
   FastDivider splits;
   void* sum;
@@ -44,7 +44,7 @@ struct FewRowsParams : FewRowsAlone {
   BatchMap<Softmax::kOperands> batch;
 };
 
-// kLanes lanes a row, of which they have elements kLanes apart.
+// A row has kLanes lanes, which have elements kLanes apart.
 template <typename T, int kBlockThreads, int kLanes, bool kGradient, int kPower, typename Params>
 __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__ Params p) {
   constexpr bool kAlone = std::is_same_v<Params, FewRowsAlone>;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
     sum = offsets[Softmax::kSum];
   }
 
-  // Nothing waits for anything here. Lanes without a row read what there is of the last one.
+  // No read waits for another one. Lanes without a row read the last one.
   constexpr int kBlockRows = kBlockThreads / kLanes;
   const int row = static_cast<int>(split) * kBlockRows + threadIdx.x / kLanes;
   const bool exists = row < p.rows;

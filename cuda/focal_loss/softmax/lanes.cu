@@ -1,6 +1,6 @@
 // The softmax focal loss of rows that a warp, or a part of one, has in its registers.
 //
-// Lanes read the logits of their rows once, by wide accesses straight from memory, and wait for no
+// Lanes read the logits of their rows once, by vectors straight from memory, and wait for no
 // other warp. To evaluate a row takes more than a hundred instructions; each lane does it for a row
 // of its own, of the several that the lanes of a row have in turns.
 #include "cuda/focal_loss/launch.h"
@@ -10,8 +10,8 @@ namespace jaxops::focal_loss::cuda {
 namespace {
 
 // Exponentials of 2-byte logits are kept where they take few registers.
-template <typename T, int kPacks>
-constexpr bool kKeepsExponentials = sizeof(T) > 2 || kPacks <= 4;
+template <typename T, int kVectors>
+constexpr bool kKeepsExponentials = sizeof(T) > 2 || kVectors <= 4;
 
 // Steps of a block, and of a warp before their rows are evaluated.
 constexpr int64_t kMaxSteps = 8;
@@ -24,14 +24,14 @@ constexpr int ResidentBlocks(bool is_f64, int vectors) {
   return is_f64 && vectors >= 16 ? 1 : is_f64 || vectors >= 16 ? 2 : vectors >= 10 ? 3 : 4;
 }
 
-// kLanes lanes a row, up to kPacks accesses of each.
-template <typename T, int kLanes, int kPacks, bool kGradient>
-__global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T) == 8, kPacks))
+// A row has kLanes lanes, up to kVectors vectors each.
+template <typename T, int kLanes, int kVectors, bool kGradient>
+__global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T) == 8, kVectors))
     LaneRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
   constexpr int kGroups = kWarp / kLanes;
   constexpr int kEdges = (2 * kPackElements<T> - 2 + kLanes - 1) / kLanes;
-  using Row = RowPart<T, kPacks, kEdges, kGradient && kKeepsExponentials<T, kPacks>>;
+  using Row = RowPart<T, kVectors, kEdges, kGradient && kKeepsExponentials<T, kVectors>>;
   const Softmax& call = p.call;
   const int classes = static_cast<int>(call.classes);
   const int lane = threadIdx.x % kLanes;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T) == 8, kPack
       if (lane == step) own = others;
     };
     const auto row_of = [&](int64_t row) {
-      return Row(entry.logits + row * classes, row < end ? classes : 0, lane, kLanes, p.packs,
+      return Row(entry.logits + row * classes, row < end ? classes : 0, lane, kLanes, p.vectors,
                  p.whole);
     };
     A loss, slope;
@@ -140,7 +140,7 @@ cudaError_t LaunchLaneRows(cudaStream_t stream, const SoftmaxCall& call, const D
   const RowVectors row(call.loss);
   SoftmaxParams params{call.loss};
   params.rows_per_split = plan.splits.rows;
-  params.packs = static_cast<int32_t>(CeilDiv(row.count, plan.lanes.count));
+  params.vectors = static_cast<int32_t>(CeilDiv(row.count, plan.lanes.count));
   params.whole = row.whole;
   params.steps = plan.steps;
   return DispatchFloat(call.loss.dtype, [&](auto logit) {

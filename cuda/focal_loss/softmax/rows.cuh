@@ -1,4 +1,4 @@
-// What the kernels of the softmax focal loss share.
+// Code that the kernels of the softmax focal loss share.
 //
 // With x the log-sum-exp of all logits but that of the label, minus that of the label, the loss is
 // the function of one number that the sigmoid's is.
@@ -22,15 +22,15 @@ struct SoftmaxParams {
   Softmax call;
   FastDivider splits;
   int64_t rows_per_split;
-  void* partials;  // null: no sum is wanted, or an entry is one block or a cluster of them
-  int32_t packs;   // that a thread has of a row at the most
-  bool whole;      // rows begin and end where the widest accesses do
-  int32_t steps;   // of rows that are evaluated together
+  void* partials;   // null: no sum is wanted, or an entry is one block or a cluster of them
+  int32_t vectors;  // that a thread has of a row, at most
+  bool whole;       // rows begin and end where vectors do
+  int32_t steps;    // of rows that are evaluated together
   int32_t blocks_per_row;
 };
 
 // How the rows of an entry are shared out among blocks that take `step` rows at a time, and
-// `max_steps` times if there are so many rows, and of which `resident` are on a multiprocessor.
+// `max_steps` times if there are enough rows, and of which `resident` are on a multiprocessor.
 struct RowSplits {
   int64_t count;
   int64_t steps;   // of a block
@@ -53,7 +53,7 @@ struct RowSplits {
     clustered = sums && (count == 1 || (count <= kClusterBlocks && device.has_clusters()));
   }
 
-  // Whether a grid may have so many blocks.
+  // Whether a grid may have all blocks.
   bool IsGrid(const SoftmaxCall& call) const { return call.entries() * count <= INT32_MAX; }
 };
 
@@ -111,7 +111,7 @@ struct RowLanes {
     const RowVectors row(loss);
     const auto choose = [&]() -> std::pair<int, int> {
       if (row.count <= 2 && row.whole) return {1, 2};
-      // Of 2-byte logits, as many rows a warp as have room for what they take when widened.
+      // A warp has as many rows of 2-byte logits as its registers hold when these are widened.
       if (jaxops::cuda::SizeOf(loss.dtype) == 2 && row.count <= 10 && loss.rows >= kManyRows) {
         return {2, 5};
       }
@@ -150,13 +150,13 @@ cudaError_t DispatchLanes(const RowLanes& lanes, Function&& function) {
   return error;
 }
 
-// Elements by which an array misses the alignment of the widest access.
+// Elements by which an array misses the alignment of vectors.
 template <typename T>
 __device__ __forceinline__ int Misaligned(const T* array) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(array) % kPackBytes / sizeof(T));
 }
 
-// Has a value read where it is asked for, rather than where it is needed.
+// Makes the compiler read a value here, rather than where it is needed.
 __device__ __forceinline__ void ReadNow(float& value) { asm volatile("" : "+f"(value)); }
 __device__ __forceinline__ void ReadNow(double& value) { asm volatile("" : "+d"(value)); }
 
@@ -186,13 +186,13 @@ struct SoftmaxEntry {
     sum = offsets[Softmax::kSum];
   }
 
-  // To be multiplied by the scale, but not before all that can be read is on its way.
+  // The weight of a row, to be multiplied by the scale when all reads are in flight.
   __device__ __forceinline__ A Weight(int64_t row) const {
     return weight == nullptr ? A(1) : weight[row];
   }
 };
 
-// exp(x) for x <= 0 where it is a term of a sum beside one of 1, or a share of it.
+// exp(x) for x <= 0 where it is a term of a sum that has a term of 1, or a share of it.
 __device__ __forceinline__ float ExpOfDifference(float x) { return Exp2Flushed(x * kLog2E); }
 __device__ __forceinline__ double ExpOfDifference(double x) { return exp(x); }
 
@@ -221,7 +221,7 @@ __device__ __forceinline__ void EvaluateRow(A& loss, A& slope, const SumOfExp<A>
                                             Power power, A gamma) {
   const A lead = others.largest - label;
   const A back = others.largest - lead;
-  // What the subtraction lost. Infinite logits have nothing to lose, and where the label leads by
+  // The subtraction lost this. Infinite logits have nothing to lose, and where the label leads by
   // so much that nothing is left of the loss, it would lose all of the label.
   const bool loses = lead > -kFar && lead <= Largest<A>();
   const A lost = loses ? (others.largest - (lead + back)) + (back - label) : A(0);
@@ -288,10 +288,10 @@ struct Plus {
   }
 };
 
-// As many elements as one access takes, in registers: those of 2 bytes in pairs, as the compiler
-// would put arrays of them into memory.
+// A vector in registers. Elements of 2 bytes are in pairs, because the compiler would put arrays of
+// them into memory.
 template <typename T>
-struct RegisterPack {
+struct RegisterVector {
   using A = Accumulator<T>;
   using Word = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
   static constexpr bool kPairs = sizeof(T) == 2;
@@ -317,24 +317,24 @@ struct RegisterPack {
   }
 
   __device__ __forceinline__ void Load(const T* from) {
-    const auto pack = *reinterpret_cast<const Pack<Word, kWords>*>(from);
+    const auto vector = *reinterpret_cast<const Pack<Word, kWords>*>(from);
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] = pack.values[w];
+    for (int w = 0; w < kWords; ++w) words[w] = vector.values[w];
   }
 
   __device__ __forceinline__ void Store(T* to) const {
-    Pack<Word, kWords> pack;
+    Pack<Word, kWords> vector;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) pack.values[w] = words[w];
-    jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), pack);
+    for (int w = 0; w < kWords; ++w) vector.values[w] = words[w];
+    jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), vector);
   }
 
   // The same to shared memory.
   __device__ __forceinline__ void Stage(T* to) const {
-    Pack<Word, kWords> pack;
+    Pack<Word, kWords> vector;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) pack.values[w] = words[w];
-    *reinterpret_cast<Pack<Word, kWords>*>(to) = pack;
+    for (int w = 0; w < kWords; ++w) vector.values[w] = words[w];
+    *reinterpret_cast<Pack<Word, kWords>*>(to) = vector;
   }
 
   // Where an element is, from its distance to the first one.
@@ -346,7 +346,7 @@ struct RegisterPack {
         : word(kPairs ? element >> 1 : element), bytes(element % 2 == 0 ? 0x3254 : 0x5410) {}
   };
 
-  // Replaces the element at that place, if it is in this pack, by that of the word.
+  // Replaces the element at that place, if it is in this vector, by that of the word.
   __device__ __forceinline__ void Replace(const Place& place, Word by) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -360,11 +360,11 @@ struct RegisterPack {
     }
   }
 
-  // What element k was, which becomes negative infinity.
+  // Returns element k, which becomes negative infinity.
   __device__ __forceinline__ A TakeOut(int k) {
     static_assert(kPairs);
     const Place place(k);
-    RegisterPack was;
+    RegisterVector was;
     uint32_t pair = 0;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) pair = w == place.word ? words[w] : pair;
@@ -414,7 +414,8 @@ struct RegisterPack {
     }
   }
 
-  // Has what was made of the elements made once more, rather than kept in registers.
+  // Makes the compiler compute again what depends on the elements, rather than keep it in
+  // registers.
   __device__ __forceinline__ void Forget() {
     static_assert(kPairs);
 #pragma unroll
@@ -422,7 +423,7 @@ struct RegisterPack {
   }
 
   // Takes the larger of each two elements.
-  __device__ __forceinline__ void Max(const RegisterPack& other) {
+  __device__ __forceinline__ void Max(const RegisterVector& other) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -436,7 +437,7 @@ struct RegisterPack {
   }
 };
 
-// Where the elements of a row are that whole accesses do not reach, before and after its body.
+// A row as vectors, its body, and the elements before and after them.
 template <typename T>
 struct RowShape {
   static constexpr int kCount = kPackElements<T>;
@@ -449,25 +450,25 @@ struct RowShape {
     body = (classes - head) / kCount * kCount;
   }
 
-  // Where one of them is in the row.
+  // The position of one of these elements in the row.
   __device__ __forceinline__ int Edge(int index) const {
     return index < head ? index : index + body;
   }
 };
 
-// What one of `threads` threads has of a row: kPacks accesses of its body at the most, of which
-// `count` may be there, and kEdges of the other elements, of which `whole` rows have none. What is
-// not there is negative infinity. Exponentials are kept for the gradient if kKeeps.
-template <typename T, int kPacks, int kEdges, bool kKeeps>
+// The part of a row that one of `threads` threads has: at most kVectors vectors of its body, of
+// which `count` may be there, and kEdges of the other elements, of which `whole` rows have none.
+// Missing elements are negative infinity. Exponentials are kept for the gradient if kKeeps.
+template <typename T, int kVectors, int kEdges, bool kKeeps>
 struct RowPart {
   using A = Accumulator<T>;
   static constexpr int kCount = kPackElements<T>;
   static constexpr bool kInPlace = kKeeps && std::is_same_v<T, A>;
   static constexpr bool kApart = kKeeps && !kInPlace;
 
-  RegisterPack<T> packs[kPacks];
+  RegisterVector<T> vectors[kVectors];
   A edges[kEdges];
-  A kept[kApart ? kPacks : 1][kApart ? kCount : 1];
+  A kept[kApart ? kVectors : 1][kApart ? kCount : 1];
   RowShape<T> shape;
   int classes;
   int thread;
@@ -485,9 +486,9 @@ struct RowPart {
         whole(whole) {
     const T* body = row + shape.head + thread * kCount;
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
-      packs[j].Fill(-A(INFINITY));
-      if (Has(j)) packs[j].Load(body + j * threads * kCount);
+    for (int j = 0; j < kVectors; ++j) {
+      vectors[j].Fill(-A(INFINITY));
+      if (Has(j)) vectors[j].Load(body + j * threads * kCount);
     }
 #pragma unroll
     for (int i = 0; i < kEdges; ++i) edges[i] = -A(INFINITY);
@@ -502,17 +503,18 @@ struct RowPart {
   __device__ __forceinline__ bool Has(int j) const {
     return thread * kCount + j * threads * kCount < shape.body;
   }
-  // Whether no thread has this pack, or a later one: asked where there may be many of those.
-  __device__ __forceinline__ bool Skips(int j) const { return kPacks >= 8 && j >= count; }
+  // Whether no thread has this vector, or a later one: asked where there may be many of those.
+  __device__ __forceinline__ bool Skips(int j) const { return kVectors >= 8 && j >= count; }
 
-  using Place = typename RegisterPack<T>::Place;
+  using Place = typename RegisterVector<T>::Place;
 
-  // Replaces the element at a place relative to the thread's first one, if it is in pack j.
-  __device__ __forceinline__ void ReplaceIn(int j, RegisterPack<T>& pack, Place place, T by) const {
-    place.word -= j * threads * RegisterPack<T>::kWords;
-    // Where many threads share a row, most packs of a warp have no label.
-    if (threads < 16 || (place.word >= 0 && place.word < RegisterPack<T>::kWords)) {
-      pack.Replace(place, RegisterPack<T>::Repeat(by));
+  // Replaces the element at a place relative to the thread's first one, if it is in vector j.
+  __device__ __forceinline__ void ReplaceIn(int j, RegisterVector<T>& vector, Place place,
+                                            T by) const {
+    place.word -= j * threads * RegisterVector<T>::kWords;
+    // Where many threads share a row, most vectors of a warp have no label.
+    if (threads < 16 || (place.word >= 0 && place.word < RegisterVector<T>::kWords)) {
+      vector.Replace(place, RegisterVector<T>::Repeat(by));
     }
   }
 
@@ -522,15 +524,15 @@ struct RowPart {
       // Rarely, and therefore not by selections, which every row would pay for.
       asm volatile("");
 #pragma unroll
-      for (int j = 0; j < kPacks; ++j) packs[j].Fill(-A(INFINITY));
+      for (int j = 0; j < kVectors; ++j) vectors[j].Fill(-A(INFINITY));
 #pragma unroll
       for (int i = 0; i < kEdges; ++i) edges[i] = -A(INFINITY);
     }
     const Place hit(label - shape.head - thread * kCount);
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       if (Skips(j)) break;
-      ReplaceIn(j, packs[j], hit, Narrow<T>(-A(INFINITY)));
+      ReplaceIn(j, vectors[j], hit, Narrow<T>(-A(INFINITY)));
     }
     if (whole) return;
 #pragma unroll
@@ -540,11 +542,11 @@ struct RowPart {
   }
 
   __device__ __forceinline__ A FindLargest() const {
-    RegisterPack<T> most = packs[0];
+    RegisterVector<T> most = vectors[0];
 #pragma unroll
-    for (int j = 1; j < kPacks; ++j) {
+    for (int j = 1; j < kVectors; ++j) {
       if (Skips(j)) break;
-      most.Max(packs[j]);
+      most.Max(vectors[j]);
     }
     A z[kCount];
     most.Widen(z);
@@ -560,17 +562,17 @@ struct RowPart {
   __device__ __forceinline__ A SumExponentials(A largest) {
     A sums[2] = {0, 0};
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       if (Skips(j)) break;
       A z[kCount];
-      packs[j].Widen(z);
+      vectors[j].Widen(z);
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         z[k] = ExpOfDifference(z[k] - largest);
         sums[k % 2] += z[k];
         if constexpr (kApart) kept[j][k] = z[k];
       }
-      if constexpr (kInPlace) packs[j].Set(z);
+      if constexpr (kInPlace) vectors[j].Set(z);
     }
     if (!whole) {
 #pragma unroll
@@ -584,17 +586,17 @@ struct RowPart {
 
   // The gradient, from each other class's share of the slope, where exponentials relative to
   // `largest` were kept or will be made. `gradient` is where that of the row begins, and takes
-  // whole accesses where the row does if `alike`.
+  // vectors where the row does if `alike`.
   __device__ __forceinline__ void Store(T* gradient, bool alike, A share, A largest, A slope,
                                         int label) {
     T* body = gradient + shape.head + thread * kCount;
     const Place hit(label - shape.head - thread * kCount);
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       if (Skips(j)) break;
-      if constexpr (!kKeeps) packs[j].Forget();
+      if constexpr (!kKeeps) vectors[j].Forget();
       A z[kCount];
-      packs[j].Widen(z);
+      vectors[j].Widen(z);
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         if constexpr (kApart) {
@@ -603,7 +605,7 @@ struct RowPart {
           z[k] = share * (kInPlace ? z[k] : ExpOfDifference(z[k] - largest));
         }
       }
-      RegisterPack<T> values;
+      RegisterVector<T> values;
       values.Set(z);
       ReplaceIn(j, values, hit, Narrow<T>(-slope));
       if (!Has(j)) continue;

@@ -1,7 +1,7 @@
 // The softmax focal loss of rows of few logits.
 //
-// A thread takes a row. A warp brings its rows, which are one run of memory, to shared memory by
-// wide accesses while it evaluates those before them; a gradient goes back the way the logits came.
+// A thread takes a row. A warp brings its rows, which are neighbours in memory, to shared memory by
+// vectors while it evaluates those before them; a gradient goes back the way the logits came.
 #include <cuda_pipeline.h>
 
 #include "cuda/focal_loss/launch.h"
@@ -22,34 +22,34 @@ constexpr int kResident = sizeof(A) == 8 ? 3 : 5;
 // Copies `count` elements from an array to shared memory, where they begin as far from a multiple
 // of 16 bytes as there. The copy is asynchronous.
 template <typename T>
-__device__ __forceinline__ void StageRun(T* shared, const T* array, int count) {
-  constexpr int kPack = kPackElements<T>;
+__device__ __forceinline__ void StageRows(T* shared, const T* array, int count) {
+  constexpr int kVector = kPackElements<T>;
   const int lane = threadIdx.x % kWarp;
-  const int head = min(count, (kPack - Misaligned(array)) % kPack);
-  const int packs = (count - head) / kPack;
-  for (int i = lane; i < packs; i += kWarp) {
-    __pipeline_memcpy_async(shared + head + i * kPack, array + head + i * kPack, kPackBytes);
+  const int head = min(count, (kVector - Misaligned(array)) % kVector);
+  const int vectors = (count - head) / kVector;
+  for (int i = lane; i < vectors; i += kWarp) {
+    __pipeline_memcpy_async(shared + head + i * kVector, array + head + i * kVector, kPackBytes);
   }
-  const int tail = head + packs * kPack;
+  const int tail = head + vectors * kVector;
   for (int i = lane; i < head + count - tail; i += kWarp) {
     const int at = i < head ? i : i - head + tail;
     shared[at] = array[at];
   }
 }
 
-// The way back.
+// Copies `count` elements back.
 template <typename T>
-__device__ __forceinline__ void WriteRun(T* array, const T* shared, int count) {
-  constexpr int kPack = kPackElements<T>;
+__device__ __forceinline__ void WriteRows(T* array, const T* shared, int count) {
+  constexpr int kVector = kPackElements<T>;
   const int lane = threadIdx.x % kWarp;
   const int misaligned = Misaligned(array);
-  const int head = min(count, (kPack - misaligned) % kPack);
-  const int packs = Misaligned(shared) == misaligned ? (count - head) / kPack : 0;
-  for (int i = lane; i < packs; i += kWarp) {
-    *reinterpret_cast<uint4*>(array + head + i * kPack) =
-        *reinterpret_cast<const uint4*>(shared + head + i * kPack);
+  const int head = min(count, (kVector - misaligned) % kVector);
+  const int vectors = Misaligned(shared) == misaligned ? (count - head) / kVector : 0;
+  for (int i = lane; i < vectors; i += kWarp) {
+    *reinterpret_cast<uint4*>(array + head + i * kVector) =
+        *reinterpret_cast<const uint4*>(shared + head + i * kVector);
   }
-  const int tail = head + packs * kPack;
+  const int tail = head + vectors * kVector;
   for (int i = lane; i < head + count - tail; i += kWarp) {
     const int at = i < head ? i : i - head + tail;
     array[at] = shared[at];
@@ -67,13 +67,13 @@ struct RowTile {
   int label = -1;
   A weight = 0;
 
-  // Has the logits on their way to shared memory.
+  // Starts the copies of the logits to shared memory.
   __device__ __forceinline__ RowTile(const SoftmaxEntry<T>& entry, int64_t first, int64_t end,
                                      int classes, T* shared)
       : logits(entry.logits + first * classes),
         first(first),
         rows(static_cast<int>(min(end - first, int64_t{kWarp}))) {
-    StageRun(shared + Misaligned(logits), logits, rows * classes);
+    StageRows(shared + Misaligned(logits), logits, rows * classes);
     const int lane = threadIdx.x % kWarp;
     if (lane >= rows) return;
     label = entry.labels[first + lane];
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
           }
         }
         __syncwarp();
-        WriteRun(static_cast<T*>(call.gradient) + entry.result + tile.first * classes, staged,
-                 tile.rows * classes);
+        WriteRows(static_cast<T*>(call.gradient) + entry.result + tile.first * classes, staged,
+                  tile.rows * classes);
       }
       if (first >= end) break;
       // The next rows but one take the place of these.

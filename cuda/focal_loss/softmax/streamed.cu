@@ -10,7 +10,7 @@ namespace {
 // few that the L2 has to hold at a time.
 template <bool kGradient>
 constexpr int kStreamThreads = kGradient ? 1024 : 256;
-// Accesses of a thread that are under way at a time.
+// Vectors of a thread that are in flight at a time.
 template <bool kGradient>
 constexpr int kStreamAhead = kGradient ? 2 : 4;
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ void AddOverBlock(SumOfExp<A>& value) {
   constexpr int kWarps = kBlockThreads / kWarp;
   __shared__ SumOfExp<A> of_warp[kWarps];
   AddOverLanes<kWarp>(value);
-  // Of the row before this one, all have read theirs.
+  // All threads have read the sums of the row before this one.
   __syncthreads();
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
   __syncthreads();
