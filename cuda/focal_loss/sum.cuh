@@ -11,8 +11,8 @@
 
 namespace jaxops::focal_loss::cuda {
 
-// A batch entry of so many blocks sums them up itself, where blocks share memory. More are summed
-// by a second kernel.
+// The blocks of a cluster, at most. A batch entry that has no more blocks sums them up itself,
+// where blocks share memory; a second kernel sums more.
 inline constexpr int64_t kClusterBlocks = 8;
 
 template <typename A, int kCount>
@@ -61,7 +61,8 @@ __device__ __forceinline__ A SumOverAnyBlock(A value) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// Of the first block of a cluster: told by the others that their sums are in its shared memory.
+// The barrier at which the first block of a cluster learns that the sums of the others have arrived
+// in its shared memory.
 __device__ __forceinline__ uint64_t* SumsArrived() {
   __shared__ uint64_t arrived;
   return &arrived;
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     CombineSumsKernel(const __grid_constant__ PartialSums<Call> p) {
   const A* partials = static_cast<const A*>(p.partials) + int64_t{blockIdx.x} * p.splits;
   A sum = 0;
-  // Reads that are under way together, as a loop with a condition for each does not have them.
+  // All reads are in flight together, which a loop with a condition for each would prevent.
   constexpr uint32_t kAhead = kCombinedAhead;
   for (uint32_t begin = threadIdx.x; begin < p.splits; begin += kAhead * kBlockThreads) {
     A ahead[kAhead];

@@ -3,7 +3,7 @@
 //
 // For the gradient, with or without a sum, a block or the blocks of a cluster have a row in their
 // registers; those of a multiprocessor take turns: one waits for a row while others sum up or write
-// theirs. Rows too long for a cluster are read twice, as they are once for a sum alone.
+// theirs.
 #include <cooperative_groups.h>
 
 #include "cuda/focal_loss/launch.h"
@@ -12,19 +12,12 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Accesses of a thread to a long row.
-constexpr int kManyPacks = 8;
+// Vectors of a thread in a long row.
+constexpr int kManyVectors = 8;
 // Threads of all the blocks of a multiprocessor.
 constexpr int kResidentThreads = 1024;
-// Threads that share a row too long for a cluster: for the gradient many, which keeps those rows
-// few that the L2 has to hold at a time.
-template <bool kGradient>
-constexpr int kStreamThreads = kGradient ? 1024 : 256;
-// Accesses of a thread that are under way at a time.
-template <bool kGradient>
-constexpr int kStreamAhead = kGradient ? 2 : 4;
 
-// What the threads of a row need to write its gradient.
+// The terms that the threads of a row need to write its gradient.
 template <typename A>
 struct RowTerms {
   A largest;
@@ -32,31 +25,8 @@ struct RowTerms {
   A slope;
 };
 
-template <int kCount, typename A>
-__device__ __forceinline__ void AddOverLanes(SumOfExp<A>& value) {
-#pragma unroll
-  for (int lanes = kCount / 2; lanes > 0; lanes /= 2) {
-    SumOfExp<A> other;
-    other.largest = __shfl_xor_sync(~0u, value.largest, lanes);
-    other.sum = __shfl_xor_sync(~0u, value.sum, lanes);
-    value.Add(other);
-  }
-}
-
-// The sum of a split, of its first thread.
-template <typename A>
-__device__ __forceinline__ void FinishRows(const SoftmaxParams& p, int64_t to, uint32_t split,
-                                           A total) {
-  if (p.call.sum == nullptr || threadIdx.x > 0) return;
-  if (p.partials != nullptr) {
-    static_cast<A*>(p.partials)[split] = total;
-  } else {
-    static_cast<A*>(p.call.sum)[to] = total;
-  }
-}
-
 // The blocks of a cluster share rows, which they have in their registers.
-template <typename T, int kBlockThreads, int kPacks>
+template <typename T, int kBlockThreads, int kVectors>
 __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThreads)
     BlockRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
@@ -76,8 +46,8 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
   const SoftmaxEntry<T> entry(call, index);
   T* const gradient = static_cast<T*>(call.gradient) + entry.result;
   const bool alike = Misaligned(gradient) == Misaligned(entry.logits);
-  // A block has a run of a row.
-  const int thread = rank * kBlockThreads * kPacks + threadIdx.x;
+  // A block has a segment of a row.
+  const int thread = rank * kBlockThreads * kVectors + threadIdx.x;
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
   // Nobody writes to the memory of a block that has not begun.
@@ -89,8 +59,8 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
 #pragma unroll 1
   for (int64_t row = begin; row < end; ++row) {
     const T* logits = entry.logits + row * classes;
-    RowPart<T, kPacks, 1, sizeof(T) != 2> part(logits, classes, thread, kBlockThreads, kPacks,
-                                               p.whole);
+    RowPart<T, kVectors, 1, sizeof(T) != 2> part(logits, classes, thread, kBlockThreads, kVectors,
+                                                 p.whole);
     const int label = entry.labels[row];
     const bool known = label >= 0 && label < classes;
     A label_logit = 0, weight = 0;
@@ -146,133 +116,72 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
   if (rank == 0) FinishRows(p, entry.sum, blockIdx.x / blocks_per_row, total);
 }
 
-// Sums over the block, for all of its threads.
-template <int kBlockThreads, typename A>
-__device__ __forceinline__ void AddOverBlock(SumOfExp<A>& value) {
-  constexpr int kWarps = kBlockThreads / kWarp;
-  __shared__ SumOfExp<A> of_warp[kWarps];
-  AddOverLanes<kWarp>(value);
-  // Of the row before this one, all have read theirs.
-  __syncthreads();
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  value = of_warp[threadIdx.x % kWarps];
-  AddOverLanes<kWarps>(value);
-}
+struct Plan {
+  RowSegments segments;
+  int threads = 1024;  // of a block
+  int vectors = kManyVectors;
+  int64_t blocks_per_row = 1;
 
-// A block reads a row from memory whenever it needs it.
-template <typename T, bool kGradient>
-__global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof(T) < 8 ? 2 : 1)
-    StreamedRows(const __grid_constant__ SoftmaxParams p) {
-  using A = Accumulator<T>;
-  constexpr int kAhead = kStreamAhead<kGradient>;
-  constexpr int kThreads = kStreamThreads<kGradient>;
-  using Part = RowPart<T, kAhead, 1, kGradient>;
-  const Softmax& call = p.call;
-  const int classes = static_cast<int>(call.classes);
-  uint32_t index = blockIdx.x;
-  const int64_t begin = p.splits.Peel(index) * p.rows_per_split;
-  const int64_t end = min(begin + p.rows_per_split, call.rows);
-  const SoftmaxEntry<T> entry(call, index);
-  A total = 0;
-
-#pragma unroll 1
-  for (int64_t row = begin; row < end; ++row) {
-    const T* logits = entry.logits + row * classes;
-    const int label = entry.labels[row];
-    const bool known = label >= 0 && label < classes;
-    const auto part_of = [&](int thread) {
-      Part part(logits, classes, thread, kThreads, kAhead, p.whole);
-      part.TakeOut(label, known);
-      return part;
+  explicit Plan(const SoftmaxCall& call) : segments(call) {
+    const int64_t count = RowVectors(call.loss).count;
+    const auto choose = [&](int its_threads, int its_vectors) {
+      if (count > its_threads * its_vectors) return false;
+      threads = its_threads;
+      vectors = its_vectors;
+      return true;
     };
-    SumOfExp<A> others;
-    for (int thread = threadIdx.x; thread <= classes / Part::kCount; thread += kAhead * kThreads) {
-      Part part = part_of(thread);
-      const SumOfExp<A> before = others;
-      others.StartFrom(max(before.largest, part.FindLargest()));
-      others.sum = fma(before.sum, ExpOfDifference(before.largest - others.largest),
-                       part.SumExponentials(others.largest));
-    }
-    AddOverBlock<kThreads>(others);
-
-    A loss, slope;
-    EvaluateRow(loss, slope, others, known ? A(Widen(logits[label])) : A(0), call.power,
-                entry.gamma);
-    const A factor = entry.scale * entry.Weight(row);
-    loss = known ? loss * factor : A(0);
-    total += loss;
-    if constexpr (!kGradient) {
-      if (call.loss != nullptr && threadIdx.x == 0) {
-        static_cast<A*>(call.loss)[entry.result + row] = loss;
-      }
-    } else {
-      slope = known ? slope * factor : A(0);
-      const A share = known ? ShareOf(slope, others) : A(0);
-      T* gradient = static_cast<T*>(call.gradient) + entry.result;
-      const bool alike = Misaligned(gradient) == Misaligned(entry.logits);
-      for (int thread = threadIdx.x; thread <= classes / Part::kCount;
-           thread += kAhead * kThreads) {
-        Part part = part_of(thread);
-        part.SumExponentials(others.largest);
-        part.Store(gradient + row * classes, alike, share, others.largest, slope, label);
-      }
-    }
+    const bool is_f32 = call.loss.dtype == DType::kF32;
+    if (is_f32 && (choose(64, 4) || choose(64, 6) || choose(128, 4))) return;
+    if (choose(128, kManyVectors) || choose(256, kManyVectors) || choose(512, kManyVectors)) return;
+    while (blocks_per_row * threads * kManyVectors < count) blocks_per_row *= 2;
   }
-  FinishRows(p, entry.sum, blockIdx.x, total);
-}
+};
 
-template <typename T, int kBlockThreads, int kPacks = kManyPacks>
-cudaError_t LaunchBlocks(cudaStream_t stream, const SoftmaxParams& params, int64_t clusters) {
-  const auto kernel = BlockRows<T, kBlockThreads, kPacks>;
-  const int64_t blocks = clusters * params.blocks_per_row;
-  return params.blocks_per_row > 1
-             ? jaxops::cuda::LaunchClusters(kernel, blocks, params.blocks_per_row, kBlockThreads, 0,
-                                            stream, params)
-             : jaxops::cuda::Launch(kernel, blocks, kBlockThreads, 0, stream, params);
+template <typename T, int kBlockThreads, int kVectors = kManyVectors>
+cudaError_t Launch(cudaStream_t stream, const SoftmaxCall& call, const Plan& plan) {
+  const auto kernel = BlockRows<T, kBlockThreads, kVectors>;
+  const auto launch = [&](SoftmaxParams& params, int64_t clusters) {
+    params.blocks_per_row = static_cast<int32_t>(plan.blocks_per_row);
+    const int64_t blocks = clusters * plan.blocks_per_row;
+    return plan.blocks_per_row > 1
+               ? jaxops::cuda::LaunchClusters(kernel, blocks, params.blocks_per_row, kBlockThreads,
+                                              0, stream, params)
+               : jaxops::cuda::Launch(kernel, blocks, kBlockThreads, 0, stream, params);
+  };
+  return LaunchSegments<Accumulator<T>>(plan.segments, stream, call, launch);
 }
 
 }  // namespace
 
-cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t most_splits,
-                            void* partials) {
-  return DispatchFloat(call.dtype, [&](auto logit) {
+bool CanRunBlockRows(const SoftmaxCall& call, const Device& device) {
+  if (call.loss.gradient == nullptr) return false;
+  const Plan plan(call);
+  const bool fits =
+      plan.blocks_per_row == 1 || (plan.blocks_per_row <= kClusterBlocks && device.has_clusters());
+  return fits && call.entries() * plan.segments.count * plan.blocks_per_row <= INT32_MAX;
+}
+
+cudaError_t LaunchBlockRows(cudaStream_t stream, const SoftmaxCall& call, const Device&) {
+  const Plan plan(call);
+  return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    const PacksOfRow packs(call);
-    const bool sums = call.sum != nullptr;
-    const int64_t rows =
-        sums ? CeilDiv(call.rows, std::clamp<int64_t>(most_splits, 1, call.rows)) : 1;
-    const int64_t splits = CeilDiv(call.rows, rows);
-    const int64_t count = call.batch.size() * splits;
-    const bool combines = sums && splits > 1;
-    SoftmaxParams params{call, FastDivider(splits), rows, combines ? partials : nullptr};
-    params.whole = packs.whole;
-    params.blocks_per_row = 1;
-    const auto launch = [&]() -> cudaError_t {
-      const auto stream_rows = [&](auto gradient) {
-        return jaxops::cuda::Launch(StreamedRows<T, gradient.value>, count,
-                                    kStreamThreads<gradient.value>, 0, stream, params);
-      };
-      if (call.gradient == nullptr) return stream_rows(std::false_type());
-      if constexpr (std::is_same_v<T, float>) {
-        if (packs.count <= 64 * 4) return LaunchBlocks<T, 64, 4>(stream, params, count);
-        if (packs.count <= 64 * 6) return LaunchBlocks<T, 64, 6>(stream, params, count);
-        if (packs.count <= 128 * 4) return LaunchBlocks<T, 128, 4>(stream, params, count);
+    if constexpr (std::is_same_v<T, float>) {
+      if (plan.vectors == 4) {
+        return plan.threads == 64 ? Launch<T, 64, 4>(stream, call, plan)
+                                  : Launch<T, 128, 4>(stream, call, plan);
       }
-      if (packs.count <= 128 * kManyPacks) return LaunchBlocks<T, 128>(stream, params, count);
-      if (packs.count <= 256 * kManyPacks) return LaunchBlocks<T, 256>(stream, params, count);
-      if (packs.count <= 512 * kManyPacks) return LaunchBlocks<T, 512>(stream, params, count);
-      int blocks = 1;
-      while (int64_t{blocks} * 1024 * kManyPacks < packs.count) blocks *= 2;
-      if (blocks > 1 && (blocks > kClusterBlocks || !jaxops::cuda::HasClusters())) {
-        return stream_rows(std::true_type());
-      }
-      params.blocks_per_row = blocks;
-      return LaunchBlocks<T, 1024>(stream, params, count);
-    };
-    const cudaError_t error = launch();
-    if (error != cudaSuccess || !combines) return error;
-    return CombineSums<Accumulator<T>>(stream, call, splits, partials);
+      if (plan.vectors == 6) return Launch<T, 64, 6>(stream, call, plan);
+    }
+    switch (plan.threads) {
+      case 128:
+        return Launch<T, 128>(stream, call, plan);
+      case 256:
+        return Launch<T, 256>(stream, call, plan);
+      case 512:
+        return Launch<T, 512>(stream, call, plan);
+      default:
+        return Launch<T, 1024>(stream, call, plan);
+    }
   });
 }
 

@@ -8,20 +8,19 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-constexpr int kMostClasses = 128;
-// So few elements are few, and so few that there may be a warp for each row.
-constexpr int64_t kFewElements = 3 << 17;
-constexpr int64_t kVeryFewElements = 1 << 17;
+constexpr int kMaxClasses = 128;
+// Calls of at most this number of elements have a warp for each row.
+constexpr int64_t kMaxWarpRowElements = 1 << 17;
 // Without a sum, small blocks for many multiprocessors.
 constexpr int kSmallBlock = 128;
-// Lanes of a row otherwise, the fewer for a sum because it has one cluster, or few partial sums.
+// Otherwise a row has these lanes, fewer for a sum because it has one cluster, or few partial sums.
 constexpr int kFewLanes = 16;
 constexpr int kSumLanes = 8;
 
 // Stands for an exponent that is known only at run time.
 constexpr int kRunTime = -1;
 
-// What the kernel is told of a call without batch and sum. Constants arrive by lines of 64 bytes,
+// The parameters of a call without batch and sum. Constants arrive by lines of 64 bytes,
 // of which the second begins with `gradient`, and each is waited for: what is read first comes
 // first.
 struct FewRowsAlone {
@@ -37,7 +36,7 @@ struct FewRowsAlone {
   Power power;
 };
 
-// And of others.
+// The parameters of other calls.
 struct FewRowsParams : FewRowsAlone {
   FastDivider splits;
   void* sum;
@@ -45,12 +44,12 @@ struct FewRowsParams : FewRowsAlone {
   BatchMap<Softmax::kOperands> batch;
 };
 
-// kLanes lanes a row, of which they have elements kLanes apart.
+// A row has kLanes lanes, which have elements kLanes apart.
 template <typename T, int kBlockThreads, int kLanes, bool kGradient, int kPower, typename Params>
 __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__ Params p) {
   constexpr bool kAlone = std::is_same_v<Params, FewRowsAlone>;
   using A = Accumulator<T>;
-  constexpr int kSlots = kMostClasses / kLanes;
+  constexpr int kSlots = kMaxClasses / kLanes;
   const int classes = p.classes;
   const int lane = threadIdx.x % kLanes;
   uint32_t split = blockIdx.x;
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
     sum = offsets[Softmax::kSum];
   }
 
-  // Nothing waits for anything here. Lanes without a row read what there is of the last one.
+  // No read waits for another one. Lanes without a row read the last one.
   constexpr int kBlockRows = kBlockThreads / kLanes;
   const int row = static_cast<int>(split) * kBlockRows + threadIdx.x / kLanes;
   const bool exists = row < p.rows;
@@ -138,61 +137,82 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
   }
 }
 
+struct Plan {
+  int threads;  // of a block
+  int lanes;    // of a row
+  RowSplits splits;
+
+  Plan(const SoftmaxCall& call, const Device& device)
+      : threads(call.loss.sum == nullptr ? kSmallBlock : kThreads),
+        lanes(ChooseLanes(call, device)),
+        // A block takes no more rows than its threads at a time, however many blocks there are.
+        splits(call.loss, device, threads / lanes, INT32_MAX, 1, INT32_MAX) {}
+
+ private:
+  static int ChooseLanes(const SoftmaxCall& call, const Device& device) {
+    if (call.loss.sum == nullptr) {
+      return call.entries() * call.size() <= kMaxWarpRowElements ? kWarp : kFewLanes;
+    }
+    const bool is_cluster =
+        call.loss.rows <= kClusterBlocks * kThreads / kWarp && device.has_clusters();
+    return is_cluster ? kWarp : kSumLanes;
+  }
+};
+
 template <typename T, int kBlockThreads, int kLanes>
-cudaError_t Launch(cudaStream_t stream, const Softmax& call, void* partials) {
-  // A block takes no more rows than that, however many blocks there are.
-  const RowSplits splits(call, kBlockThreads / kLanes, INT32_MAX, 1, INT32_MAX);
-  const FewRowsAlone alone{static_cast<int32_t>(call.rows),
-                           static_cast<int32_t>(call.classes),
-                           call.logits,
-                           call.labels,
-                           call.scale,
-                           call.gamma,
-                           call.weight,
-                           call.gradient,
-                           call.loss,
-                           call.power};
-  return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
+cudaError_t Launch(cudaStream_t stream, const SoftmaxCall& call, const RowSplits& splits) {
+  const Softmax& loss = call.loss;
+  const FewRowsAlone alone{static_cast<int32_t>(loss.rows),
+                           static_cast<int32_t>(loss.classes),
+                           loss.logits,
+                           loss.labels,
+                           loss.scale,
+                           loss.gamma,
+                           loss.weight,
+                           loss.gradient,
+                           loss.loss,
+                           loss.power};
+  return DispatchBool(loss.gradient != nullptr, [&](auto gradient) {
     if constexpr (kBlockThreads == kSmallBlock) {
-      if (call.batch.size() == 1) {
+      if (call.entries() == 1) {
         const auto launch = [&](auto power) {
           return jaxops::cuda::Launch(
               FewRows<T, kBlockThreads, kLanes, gradient.value, power.value, FewRowsAlone>,
               splits.count, kBlockThreads, 0, stream, alone);
         };
         // The exponent of the paper needs less code.
-        return call.power == Power::kTwo
+        return loss.power == Power::kTwo
                    ? launch(std::integral_constant<int, static_cast<int>(Power::kTwo)>())
                    : launch(std::integral_constant<int, kRunTime>());
       }
     }
     return LaunchSplits<Accumulator<T>>(
         FewRows<T, kBlockThreads, kLanes, gradient.value, kRunTime, FewRowsParams>, kBlockThreads,
-        splits, stream, call, FewRowsParams{alone, {}, call.sum, nullptr, call.batch}, partials);
+        splits, stream, call, FewRowsParams{alone, {}, loss.sum, nullptr, loss.batch});
   });
 }
 
 }  // namespace
 
-bool AreFewRows(const Softmax& call, int64_t splits) {
-  if (call.classes > kMostClasses) return false;
-  const int64_t elements = call.rows * call.classes;
-  if (call.sum == nullptr) return call.batch.size() * elements <= kFewElements;
-  return elements <= kFewElements && CeilDiv(call.rows, kThreads / kSumLanes) <= splits;
+bool CanRunFewRows(const SoftmaxCall& call, const Device& device) {
+  const Softmax& loss = call.loss;
+  // Positions in a batch entry have 32 bits. Lanes may look beyond its end.
+  if (loss.classes > kMaxClasses || call.size() > INT32_MAX - kMaxClasses) return false;
+  // A cluster needs no partial sums, but has no more rows than blocks that do.
+  if (loss.sum != nullptr && CeilDiv(loss.rows, kThreads / kSumLanes) > call.splits) return false;
+  return Plan(call, device).splits.IsGrid(call);
 }
 
-cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials) {
-  return DispatchFloat(call.dtype, [&](auto logit) {
+cudaError_t LaunchFewRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device) {
+  const Plan plan(call, device);
+  return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    if (call.sum == nullptr) {
-      return call.batch.size() * call.rows * call.classes <= kVeryFewElements
-                 ? Launch<T, kSmallBlock, kWarp>(stream, call, partials)
-                 : Launch<T, kSmallBlock, kFewLanes>(stream, call, partials);
+    if (plan.threads == kSmallBlock) {
+      return plan.lanes == kWarp ? Launch<T, kSmallBlock, kWarp>(stream, call, plan.splits)
+                                 : Launch<T, kSmallBlock, kFewLanes>(stream, call, plan.splits);
     }
-    if (call.rows <= kClusterBlocks * kThreads / kWarp && jaxops::cuda::HasClusters()) {
-      return Launch<T, kThreads, kWarp>(stream, call, partials);
-    }
-    return Launch<T, kThreads, kSumLanes>(stream, call, partials);
+    return plan.lanes == kWarp ? Launch<T, kThreads, kWarp>(stream, call, plan.splits)
+                               : Launch<T, kThreads, kSumLanes>(stream, call, plan.splits);
   });
 }
 

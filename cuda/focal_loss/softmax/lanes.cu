@@ -1,6 +1,6 @@
 // The softmax focal loss of rows that a warp, or a part of one, has in its registers.
 //
-// Lanes read the logits of their rows once, by wide accesses straight from memory, and wait for no
+// Lanes read the logits of their rows once, by vectors straight from memory, and wait for no
 // other warp. To evaluate a row takes more than a hundred instructions; each lane does it for a row
 // of its own, of the several that the lanes of a row have in turns.
 #include "cuda/focal_loss/launch.h"
@@ -10,27 +10,28 @@ namespace jaxops::focal_loss::cuda {
 namespace {
 
 // Exponentials of 2-byte logits are kept where they take few registers.
-template <typename T, int kPacks>
-constexpr bool kKeepsExponentials = sizeof(T) > 2 || kPacks <= 4;
+template <typename T, int kVectors>
+constexpr bool kKeepsExponentials = sizeof(T) > 2 || kVectors <= 4;
 
 // Steps of a block, and of a warp before their rows are evaluated.
-constexpr int64_t kMostSteps = 8;
+constexpr int64_t kMaxSteps = 8;
+
+// The vectors of a row, at most.
+constexpr int64_t kMaxVectors = 512;
 
 // Blocks of a multiprocessor, by the registers that a row takes.
-template <typename T, int kPacks>
-constexpr int kResident = sizeof(T) == 8 && kPacks >= 16   ? 1
-                          : sizeof(T) == 8 || kPacks >= 16 ? 2
-                          : kPacks >= 10                   ? 3
-                                                           : 4;
+constexpr int ResidentBlocks(bool is_f64, int vectors) {
+  return is_f64 && vectors >= 16 ? 1 : is_f64 || vectors >= 16 ? 2 : vectors >= 10 ? 3 : 4;
+}
 
-// kLanes lanes a row, up to kPacks accesses of each.
-template <typename T, int kLanes, int kPacks, bool kGradient>
-__global__ void __launch_bounds__(kThreads, kResident<T, kPacks>)
+// A row has kLanes lanes, up to kVectors vectors each.
+template <typename T, int kLanes, int kVectors, bool kGradient>
+__global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T) == 8, kVectors))
     LaneRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
   constexpr int kGroups = kWarp / kLanes;
   constexpr int kEdges = (2 * kPackElements<T> - 2 + kLanes - 1) / kLanes;
-  using Row = RowPart<T, kPacks, kEdges, kGradient && kKeepsExponentials<T, kPacks>>;
+  using Row = RowPart<T, kVectors, kEdges, kGradient && kKeepsExponentials<T, kVectors>>;
   const Softmax& call = p.call;
   const int classes = static_cast<int>(call.classes);
   const int lane = threadIdx.x % kLanes;
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kPacks>)
       if (lane == step) own = others;
     };
     const auto row_of = [&](int64_t row) {
-      return Row(entry.logits + row * classes, row < end ? classes : 0, lane, kLanes, p.packs,
+      return Row(entry.logits + row * classes, row < end ? classes : 0, lane, kLanes, p.vectors,
                  p.whole);
     };
     A loss, slope;
@@ -106,33 +107,49 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kPacks>)
   if (sums) FinishSum(p.partials, static_cast<A*>(call.sum) + entry.sum, total);
 }
 
-template <typename T, int kLanes, int kPacks>
-cudaError_t Launch(cudaStream_t stream, const Softmax& call, int64_t most_splits, void* partials) {
-  return DispatchBool(call.gradient != nullptr, [&](auto gradient) {
-    const PacksOfRow packs(call);
-    // A gradient is written in order by blocks that take few rows.
-    const int64_t most_steps = !gradient.value ? kMostSteps : sizeof(T) == 2 ? 2 : 1;
-    const RowSplits splits(call, kThreads / kLanes, kResident<T, kPacks>, most_steps, most_splits);
-    SoftmaxParams params{call};
-    params.rows_per_split = splits.rows;
-    params.packs = static_cast<int32_t>(CeilDiv(packs.count, kLanes));
-    params.whole = packs.whole;
-    // The same number each time, and of rows at most one a lane.
-    params.steps = static_cast<int32_t>(
-        CeilDiv(splits.steps, CeilDiv(splits.steps, std::min<int64_t>(kLanes, kMostSteps))));
-    return LaunchSplits<Accumulator<T>>(LaneRows<T, kLanes, kPacks, gradient.value>, kThreads,
-                                        splits, stream, call, params, partials);
-  });
-}
+struct Plan {
+  RowLanes lanes;
+  RowSplits splits;
+  int steps;  // of a warp before their rows are evaluated
+
+  Plan(const SoftmaxCall& call, const Device& device)
+      : lanes(call.loss),
+        splits(call.loss, device, kThreads / lanes.count,
+               ResidentBlocks(call.loss.dtype == DType::kF64, lanes.vectors), MaxSteps(call.loss),
+               call.splits),
+        // The same number each time, and of rows at most one a lane.
+        steps(static_cast<int>(CeilDiv(
+            splits.steps, CeilDiv(splits.steps, std::min<int64_t>(lanes.count, kMaxSteps))))) {}
+
+ private:
+  // A gradient is written in order by blocks that take few rows.
+  static int64_t MaxSteps(const Softmax& loss) {
+    if (loss.gradient == nullptr) return kMaxSteps;
+    return jaxops::cuda::SizeOf(loss.dtype) == 2 ? 2 : 1;
+  }
+};
 
 }  // namespace
 
-cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                           void* partials) {
-  return DispatchFloat(call.dtype, [&](auto logit) {
+bool CanRunLaneRows(const SoftmaxCall& call, const Device& device) {
+  return RowVectors(call.loss).count <= kMaxVectors && Plan(call, device).splits.IsGrid(call);
+}
+
+cudaError_t LaunchLaneRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device) {
+  const Plan plan(call, device);
+  const RowVectors row(call.loss);
+  SoftmaxParams params{call.loss};
+  params.rows_per_split = plan.splits.rows;
+  params.vectors = static_cast<int32_t>(CeilDiv(row.count, plan.lanes.count));
+  params.whole = row.whole;
+  params.steps = plan.steps;
+  return DispatchFloat(call.loss.dtype, [&](auto logit) {
     using T = decltype(logit);
-    return DispatchLanes<T>(call, [&](auto lanes, auto most) {
-      return Launch<T, lanes.value, most.value>(stream, call, splits, partials);
+    return DispatchLanes(plan.lanes, [&](auto lanes, auto vectors) {
+      return DispatchBool(call.loss.gradient != nullptr, [&](auto gradient) {
+        return LaunchSplits<Accumulator<T>>(LaneRows<T, lanes.value, vectors.value, gradient.value>,
+                                            kThreads, plan.splits, stream, call, params);
+      });
     });
   });
 }

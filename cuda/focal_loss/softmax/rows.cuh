@@ -1,4 +1,4 @@
-// What the kernels of the softmax focal loss share.
+// Code that the kernels of the softmax focal loss share.
 //
 // With x the log-sum-exp of all logits but that of the label, minus that of the label, the loss is
 // the function of one number that the sigmoid's is.
@@ -6,9 +6,12 @@
 #define JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_ROWS_CUH_
 
 #include <cstdint>
+#include <tuple>
+#include <utility>
 
 #include "common/fast_divide.h"
 #include "cuda/focal_loss/math.cuh"
+#include "cuda/focal_loss/softmax/families.h"
 #include "cuda/focal_loss/sum.cuh"
 
 namespace jaxops::focal_loss::cuda {
@@ -19,119 +22,141 @@ struct SoftmaxParams {
   Softmax call;
   FastDivider splits;
   int64_t rows_per_split;
-  void* partials;  // null: no sum is wanted, or an entry is one block or a cluster of them
-  int32_t packs;   // that a thread has of a row at the most
-  bool whole;      // rows begin and end where the widest accesses do
-  int32_t steps;   // of rows that are evaluated together
+  void* partials;   // null: no sum is wanted, or an entry is one block or a cluster of them
+  int32_t vectors;  // that a thread has of a row, at most
+  bool whole;       // rows begin and end where vectors do
+  int32_t steps;    // of rows that are evaluated together
   int32_t blocks_per_row;
 };
 
-// One call in each way; `splits` and `partials` are those of LaunchSoftmax.
-bool AreFewRows(const Softmax& call, int64_t splits);
-cudaError_t LaunchFewRows(cudaStream_t stream, const Softmax& call, void* partials);
-cudaError_t LaunchShortRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                            void* partials);
-bool AreWholeRows(const Softmax& call);
-cudaError_t LaunchWholeRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                            void* partials);
-cudaError_t LaunchLaneRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                           void* partials);
-cudaError_t LaunchBlockRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                            void* partials);
-
-// The widest accesses of a row, at the most, and whether there are no elements besides.
-struct PacksOfRow {
-  int64_t count;
-  bool whole;
-
-  explicit PacksOfRow(const Softmax& call) {
-    const int64_t elements = kPackBytes / jaxops::cuda::SizeOf(call.dtype);
-    whole =
-        call.classes % elements == 0 && reinterpret_cast<uintptr_t>(call.logits) % kPackBytes == 0;
-    count = call.classes / elements;
-  }
-};
-
 // How the rows of an entry are shared out among blocks that take `step` rows at a time, and
-// `most_steps` times if there are so many rows, and of which `resident` are on a multiprocessor.
+// `max_steps` times if there are enough rows, and of which `resident` are on a multiprocessor.
 struct RowSplits {
   int64_t count;
   int64_t steps;   // of a block
   int64_t rows;    // of a block
   bool clustered;  // the sum is that of one cluster
 
-  RowSplits(const Softmax& call, int64_t step, int64_t resident, int64_t most_steps,
-            int64_t most_splits) {
-    const bool sums = call.sum != nullptr;
+  RowSplits(const Softmax& loss, const Device& device, int64_t step, int64_t resident,
+            int64_t max_steps, int64_t max_splits) {
+    const bool sums = loss.sum != nullptr;
     // As many as the 132 multiprocessors of an H100 or H200 run at a time, or that many times over:
     // a block costs time of its own. The order of additions must not depend on how many entries
     // there are.
-    const int64_t all = CeilDiv(call.rows, step) * (sums ? 1 : call.batch.size());
-    steps = std::min<int64_t>(CeilDiv(all, 132 * resident), most_steps);
+    const int64_t all = CeilDiv(loss.rows, step) * (sums ? 1 : loss.batch.size());
+    steps = std::min<int64_t>(CeilDiv(all, 132 * resident), max_steps);
     if (sums) {
-      steps = std::max(steps, CeilDiv(CeilDiv(call.rows, step), std::max<int64_t>(most_splits, 1)));
+      steps = std::max(steps, CeilDiv(CeilDiv(loss.rows, step), std::max<int64_t>(max_splits, 1)));
     }
     rows = steps * step;
-    count = CeilDiv(call.rows, rows);
-    clustered = sums && (count == 1 || (count <= kClusterBlocks && jaxops::cuda::HasClusters()));
+    count = CeilDiv(loss.rows, rows);
+    clustered = sums && (count == 1 || (count <= kClusterBlocks && device.has_clusters()));
   }
+
+  // Whether a grid may have all blocks.
+  bool IsGrid(const SoftmaxCall& call) const { return call.entries() * count <= INT32_MAX; }
 };
 
 // Launches a kernel for all splits, and what its partial sums need to become the sum.
 template <typename A, typename Params>
 cudaError_t LaunchSplits(void (*kernel)(Params), int threads, const RowSplits& splits,
-                         cudaStream_t stream, const Softmax& call, Params params, void* partials) {
+                         cudaStream_t stream, const SoftmaxCall& call, Params params) {
   params.splits = FastDivider(splits.count);
-  params.partials = splits.clustered ? nullptr : partials;
-  const int64_t blocks = call.batch.size() * splits.count;
+  params.partials = splits.clustered ? nullptr : call.partials;
+  const int64_t blocks = call.entries() * splits.count;
   const cudaError_t error =
       splits.clustered && splits.count > 1
           ? jaxops::cuda::LaunchClusters(kernel, blocks, splits.count, threads, 0, stream, params)
           : jaxops::cuda::Launch(kernel, blocks, threads, 0, stream, params);
-  if (error != cudaSuccess || call.sum == nullptr || splits.clustered) return error;
-  return CombineSums<A>(stream, call, splits.count, partials);
+  if (error != cudaSuccess || call.loss.sum == nullptr || splits.clustered) return error;
+  return CombineSums<A>(stream, call.loss, splits.count, call.partials);
+}
+
+// How the rows of an entry are shared out among blocks, or clusters of them, that take one at a
+// time: as few as there are partial sums.
+struct RowSegments {
+  int64_t rows;   // of a segment
+  int64_t count;  // of an entry
+
+  explicit RowSegments(const SoftmaxCall& call)
+      : rows(call.loss.sum == nullptr
+                 ? 1
+                 : CeilDiv(call.loss.rows, std::clamp<int64_t>(call.splits, 1, call.loss.rows))),
+        count(CeilDiv(call.loss.rows, rows)) {}
+};
+
+// Calls `launch` with parameters and the number of segments of all entries, and then makes the sum
+// of their partial sums.
+template <typename A, typename Launcher>
+cudaError_t LaunchSegments(const RowSegments& segments, cudaStream_t stream,
+                           const SoftmaxCall& call, Launcher&& launch) {
+  const bool combines = call.loss.sum != nullptr && segments.count > 1;
+  SoftmaxParams params{call.loss, FastDivider(segments.count), segments.rows,
+                       combines ? call.partials : nullptr};
+  params.whole = RowVectors(call.loss).whole;
+  const cudaError_t error = launch(params, call.entries() * segments.count);
+  if (error != cudaSuccess || !combines) return error;
+  return CombineSums<A>(stream, call.loss, segments.count, call.partials);
 }
 
 // Rows for which two lanes each are enough threads.
 inline constexpr int64_t kManyRows = 1 << 17;
 
-// Calls `function` with the number of lanes that share a row, and the most accesses of each.
-template <typename T, typename Function>
-cudaError_t DispatchLanes(const Softmax& call, Function&& function) {
-  const PacksOfRow packs(call);
-  using std::integral_constant;
-  constexpr auto k1 = integral_constant<int, 1>();
-  constexpr auto k2 = integral_constant<int, 2>();
-  constexpr auto k3 = integral_constant<int, 3>();
-  constexpr auto k4 = integral_constant<int, 4>();
-  constexpr auto k5 = integral_constant<int, 5>();
-  constexpr auto k6 = integral_constant<int, 6>();
-  constexpr auto k8 = integral_constant<int, 8>();
-  constexpr auto k10 = integral_constant<int, 10>();
-  constexpr auto k16 = integral_constant<int, 16>();
-  constexpr auto k32 = integral_constant<int, 32>();
-  if (packs.count <= 2 && packs.whole) return function(k1, k2);
-  // Of 2-byte logits, as many rows a warp as have room for what they take when widened.
-  if (sizeof(T) == 2 && packs.count <= 10 && call.rows >= kManyRows) return function(k2, k5);
-  if (packs.count <= 8) return function(k4, k2);
-  if (packs.count <= 12) return function(k4, k3);
-  if (packs.count <= 20) return function(k4, k5);
-  if (packs.count <= 24) return function(k4, k6);
-  if (packs.count <= 48) return function(k8, k6);
-  if (packs.count <= 64) return function(k16, k4);
-  if (packs.count <= 128) return function(k32, k4);
-  if (packs.count <= 256) return function(k32, k8);
-  if (packs.count <= 320) return function(k32, k10);
-  return function(k32, k16);
+// The lanes that share a row, and the vectors of each, at most.
+struct RowLanes {
+  int count;
+  int vectors;
+
+  explicit RowLanes(const Softmax& loss) {
+    const RowVectors row(loss);
+    const auto choose = [&]() -> std::pair<int, int> {
+      if (row.count <= 2 && row.whole) return {1, 2};
+      // A warp has as many rows of 2-byte logits as its registers hold when these are widened.
+      if (jaxops::cuda::SizeOf(loss.dtype) == 2 && row.count <= 10 && loss.rows >= kManyRows) {
+        return {2, 5};
+      }
+      if (row.count <= 8) return {4, 2};
+      if (row.count <= 12) return {4, 3};
+      if (row.count <= 20) return {4, 5};
+      if (row.count <= 24) return {4, 6};
+      if (row.count <= 48) return {8, 6};
+      if (row.count <= 64) return {16, 4};
+      if (row.count <= 128) return {32, 4};
+      if (row.count <= 256) return {32, 8};
+      if (row.count <= 320) return {32, 10};
+      return {32, 16};
+    };
+    std::tie(count, vectors) = choose();
+  }
+};
+
+// Calls `function` with these numbers as constants.
+template <typename Function>
+cudaError_t DispatchLanes(const RowLanes& lanes, Function&& function) {
+  cudaError_t error = cudaErrorInvalidValue;
+  const auto is = [&]<int kLanes, int kVectors>(std::integer_sequence<int, kLanes, kVectors>) {
+    if (lanes.count != kLanes || lanes.vectors != kVectors) return false;
+    error =
+        function(std::integral_constant<int, kLanes>(), std::integral_constant<int, kVectors>());
+    return true;
+  };
+  using std::integer_sequence;
+  is(integer_sequence<int, 1, 2>()) || is(integer_sequence<int, 2, 5>()) ||
+      is(integer_sequence<int, 4, 2>()) || is(integer_sequence<int, 4, 3>()) ||
+      is(integer_sequence<int, 4, 5>()) || is(integer_sequence<int, 4, 6>()) ||
+      is(integer_sequence<int, 8, 6>()) || is(integer_sequence<int, 16, 4>()) ||
+      is(integer_sequence<int, 32, 4>()) || is(integer_sequence<int, 32, 8>()) ||
+      is(integer_sequence<int, 32, 10>()) || is(integer_sequence<int, 32, 16>());
+  return error;
 }
 
-// Elements by which an array misses the alignment of the widest access.
+// Elements by which an array misses the alignment of vectors.
 template <typename T>
 __device__ __forceinline__ int Misaligned(const T* array) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(array) % kPackBytes / sizeof(T));
 }
 
-// Has a value read where it is asked for, rather than where it is needed.
+// Makes the compiler read a value here, rather than where it is needed.
 __device__ __forceinline__ void ReadNow(float& value) { asm volatile("" : "+f"(value)); }
 __device__ __forceinline__ void ReadNow(double& value) { asm volatile("" : "+d"(value)); }
 
@@ -161,13 +186,13 @@ struct SoftmaxEntry {
     sum = offsets[Softmax::kSum];
   }
 
-  // To be multiplied by the scale, but not before all that can be read is on its way.
+  // The weight of a row, to be multiplied by the scale when all reads are in flight.
   __device__ __forceinline__ A Weight(int64_t row) const {
     return weight == nullptr ? A(1) : weight[row];
   }
 };
 
-// exp(x) for x <= 0 where it is a term of a sum beside one of 1, or a share of it.
+// exp(x) for x <= 0 where it is a term of a sum that has a term of 1, or a share of it.
 __device__ __forceinline__ float ExpOfDifference(float x) { return Exp2Flushed(x * kLog2E); }
 __device__ __forceinline__ double ExpOfDifference(double x) { return exp(x); }
 
@@ -196,7 +221,7 @@ __device__ __forceinline__ void EvaluateRow(A& loss, A& slope, const SumOfExp<A>
                                             Power power, A gamma) {
   const A lead = others.largest - label;
   const A back = others.largest - lead;
-  // What the subtraction lost. Infinite logits have nothing to lose, and where the label leads by
+  // The subtraction lost this. Infinite logits have nothing to lose, and where the label leads by
   // so much that nothing is left of the loss, it would lose all of the label.
   const bool loses = lead > -kFar && lead <= Largest<A>();
   const A lost = loses ? (others.largest - (lead + back)) + (back - label) : A(0);
@@ -263,10 +288,10 @@ struct Plus {
   }
 };
 
-// As many elements as one access takes, in registers: those of 2 bytes in pairs, as the compiler
-// would put arrays of them into memory.
+// A vector in registers. Elements of 2 bytes are in pairs, because the compiler would put arrays of
+// them into memory.
 template <typename T>
-struct RegisterPack {
+struct RegisterVector {
   using A = Accumulator<T>;
   using Word = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
   static constexpr bool kPairs = sizeof(T) == 2;
@@ -292,24 +317,24 @@ struct RegisterPack {
   }
 
   __device__ __forceinline__ void Load(const T* from) {
-    const auto pack = *reinterpret_cast<const Pack<Word, kWords>*>(from);
+    const auto vector = *reinterpret_cast<const Pack<Word, kWords>*>(from);
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] = pack.values[w];
+    for (int w = 0; w < kWords; ++w) words[w] = vector.values[w];
   }
 
   __device__ __forceinline__ void Store(T* to) const {
-    Pack<Word, kWords> pack;
+    Pack<Word, kWords> vector;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) pack.values[w] = words[w];
-    jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), pack);
+    for (int w = 0; w < kWords; ++w) vector.values[w] = words[w];
+    jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), vector);
   }
 
   // The same to shared memory.
   __device__ __forceinline__ void Stage(T* to) const {
-    Pack<Word, kWords> pack;
+    Pack<Word, kWords> vector;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) pack.values[w] = words[w];
-    *reinterpret_cast<Pack<Word, kWords>*>(to) = pack;
+    for (int w = 0; w < kWords; ++w) vector.values[w] = words[w];
+    *reinterpret_cast<Pack<Word, kWords>*>(to) = vector;
   }
 
   // Where an element is, from its distance to the first one.
@@ -321,7 +346,7 @@ struct RegisterPack {
         : word(kPairs ? element >> 1 : element), bytes(element % 2 == 0 ? 0x3254 : 0x5410) {}
   };
 
-  // Replaces the element at that place, if it is in this pack, by that of the word.
+  // Replaces the element at that place, if it is in this vector, by that of the word.
   __device__ __forceinline__ void Replace(const Place& place, Word by) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -335,11 +360,11 @@ struct RegisterPack {
     }
   }
 
-  // What element k was, which becomes negative infinity.
+  // Returns element k, which becomes negative infinity.
   __device__ __forceinline__ A TakeOut(int k) {
     static_assert(kPairs);
     const Place place(k);
-    RegisterPack was;
+    RegisterVector was;
     uint32_t pair = 0;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) pair = w == place.word ? words[w] : pair;
@@ -389,7 +414,8 @@ struct RegisterPack {
     }
   }
 
-  // Has what was made of the elements made once more, rather than kept in registers.
+  // Makes the compiler compute again what depends on the elements, rather than keep it in
+  // registers.
   __device__ __forceinline__ void Forget() {
     static_assert(kPairs);
 #pragma unroll
@@ -397,7 +423,7 @@ struct RegisterPack {
   }
 
   // Takes the larger of each two elements.
-  __device__ __forceinline__ void Max(const RegisterPack& other) {
+  __device__ __forceinline__ void Max(const RegisterVector& other) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -411,7 +437,7 @@ struct RegisterPack {
   }
 };
 
-// Where the elements of a row are that whole accesses do not reach, before and after its body.
+// A row as vectors, its body, and the elements before and after them.
 template <typename T>
 struct RowShape {
   static constexpr int kCount = kPackElements<T>;
@@ -424,25 +450,25 @@ struct RowShape {
     body = (classes - head) / kCount * kCount;
   }
 
-  // Where one of them is in the row.
+  // The position of one of these elements in the row.
   __device__ __forceinline__ int Edge(int index) const {
     return index < head ? index : index + body;
   }
 };
 
-// What one of `threads` threads has of a row: kPacks accesses of its body at the most, of which
-// `count` may be there, and kEdges of the other elements, of which `whole` rows have none. What is
-// not there is negative infinity. Exponentials are kept for the gradient if kKeeps.
-template <typename T, int kPacks, int kEdges, bool kKeeps>
+// The part of a row that one of `threads` threads has: at most kVectors vectors of its body, of
+// which `count` may be there, and kEdges of the other elements, of which `whole` rows have none.
+// Missing elements are negative infinity. Exponentials are kept for the gradient if kKeeps.
+template <typename T, int kVectors, int kEdges, bool kKeeps>
 struct RowPart {
   using A = Accumulator<T>;
   static constexpr int kCount = kPackElements<T>;
   static constexpr bool kInPlace = kKeeps && std::is_same_v<T, A>;
   static constexpr bool kApart = kKeeps && !kInPlace;
 
-  RegisterPack<T> packs[kPacks];
+  RegisterVector<T> vectors[kVectors];
   A edges[kEdges];
-  A kept[kApart ? kPacks : 1][kApart ? kCount : 1];
+  A kept[kApart ? kVectors : 1][kApart ? kCount : 1];
   RowShape<T> shape;
   int classes;
   int thread;
@@ -460,9 +486,9 @@ struct RowPart {
         whole(whole) {
     const T* body = row + shape.head + thread * kCount;
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
-      packs[j].Fill(-A(INFINITY));
-      if (Has(j)) packs[j].Load(body + j * threads * kCount);
+    for (int j = 0; j < kVectors; ++j) {
+      vectors[j].Fill(-A(INFINITY));
+      if (Has(j)) vectors[j].Load(body + j * threads * kCount);
     }
 #pragma unroll
     for (int i = 0; i < kEdges; ++i) edges[i] = -A(INFINITY);
@@ -477,17 +503,18 @@ struct RowPart {
   __device__ __forceinline__ bool Has(int j) const {
     return thread * kCount + j * threads * kCount < shape.body;
   }
-  // Whether no thread has this pack, or a later one: asked where there may be many of those.
-  __device__ __forceinline__ bool Skips(int j) const { return kPacks >= 8 && j >= count; }
+  // Whether no thread has this vector, or a later one: asked where there may be many of those.
+  __device__ __forceinline__ bool Skips(int j) const { return kVectors >= 8 && j >= count; }
 
-  using Place = typename RegisterPack<T>::Place;
+  using Place = typename RegisterVector<T>::Place;
 
-  // Replaces the element at a place relative to the thread's first one, if it is in pack j.
-  __device__ __forceinline__ void ReplaceIn(int j, RegisterPack<T>& pack, Place place, T by) const {
-    place.word -= j * threads * RegisterPack<T>::kWords;
-    // Where many threads share a row, most packs of a warp have no label.
-    if (threads < 16 || (place.word >= 0 && place.word < RegisterPack<T>::kWords)) {
-      pack.Replace(place, RegisterPack<T>::Repeat(by));
+  // Replaces the element at a place relative to the thread's first one, if it is in vector j.
+  __device__ __forceinline__ void ReplaceIn(int j, RegisterVector<T>& vector, Place place,
+                                            T by) const {
+    place.word -= j * threads * RegisterVector<T>::kWords;
+    // Where many threads share a row, most vectors of a warp have no label.
+    if (threads < 16 || (place.word >= 0 && place.word < RegisterVector<T>::kWords)) {
+      vector.Replace(place, RegisterVector<T>::Repeat(by));
     }
   }
 
@@ -497,15 +524,15 @@ struct RowPart {
       // Rarely, and therefore not by selections, which every row would pay for.
       asm volatile("");
 #pragma unroll
-      for (int j = 0; j < kPacks; ++j) packs[j].Fill(-A(INFINITY));
+      for (int j = 0; j < kVectors; ++j) vectors[j].Fill(-A(INFINITY));
 #pragma unroll
       for (int i = 0; i < kEdges; ++i) edges[i] = -A(INFINITY);
     }
     const Place hit(label - shape.head - thread * kCount);
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       if (Skips(j)) break;
-      ReplaceIn(j, packs[j], hit, Narrow<T>(-A(INFINITY)));
+      ReplaceIn(j, vectors[j], hit, Narrow<T>(-A(INFINITY)));
     }
     if (whole) return;
 #pragma unroll
@@ -515,11 +542,11 @@ struct RowPart {
   }
 
   __device__ __forceinline__ A FindLargest() const {
-    RegisterPack<T> most = packs[0];
+    RegisterVector<T> most = vectors[0];
 #pragma unroll
-    for (int j = 1; j < kPacks; ++j) {
+    for (int j = 1; j < kVectors; ++j) {
       if (Skips(j)) break;
-      most.Max(packs[j]);
+      most.Max(vectors[j]);
     }
     A z[kCount];
     most.Widen(z);
@@ -535,17 +562,17 @@ struct RowPart {
   __device__ __forceinline__ A SumExponentials(A largest) {
     A sums[2] = {0, 0};
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       if (Skips(j)) break;
       A z[kCount];
-      packs[j].Widen(z);
+      vectors[j].Widen(z);
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         z[k] = ExpOfDifference(z[k] - largest);
         sums[k % 2] += z[k];
         if constexpr (kApart) kept[j][k] = z[k];
       }
-      if constexpr (kInPlace) packs[j].Set(z);
+      if constexpr (kInPlace) vectors[j].Set(z);
     }
     if (!whole) {
 #pragma unroll
@@ -559,17 +586,17 @@ struct RowPart {
 
   // The gradient, from each other class's share of the slope, where exponentials relative to
   // `largest` were kept or will be made. `gradient` is where that of the row begins, and takes
-  // whole accesses where the row does if `alike`.
+  // vectors where the row does if `alike`.
   __device__ __forceinline__ void Store(T* gradient, bool alike, A share, A largest, A slope,
                                         int label) {
     T* body = gradient + shape.head + thread * kCount;
     const Place hit(label - shape.head - thread * kCount);
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       if (Skips(j)) break;
-      if constexpr (!kKeeps) packs[j].Forget();
+      if constexpr (!kKeeps) vectors[j].Forget();
       A z[kCount];
-      packs[j].Widen(z);
+      vectors[j].Widen(z);
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         if constexpr (kApart) {
@@ -578,7 +605,7 @@ struct RowPart {
           z[k] = share * (kInPlace ? z[k] : ExpOfDifference(z[k] - largest));
         }
       }
-      RegisterPack<T> values;
+      RegisterVector<T> values;
       values.Set(z);
       ReplaceIn(j, values, hit, Narrow<T>(-slope));
       if (!Has(j)) continue;
@@ -610,6 +637,29 @@ __device__ __forceinline__ void FinishSum(void* partials, A* to, A total) {
     if (threadIdx.x == 0) static_cast<A*>(partials)[blockIdx.x] = sum;
   } else if (SumOverCluster(sum)) {
     *to = sum;
+  }
+}
+
+template <int kCount, typename A>
+__device__ __forceinline__ void AddOverLanes(SumOfExp<A>& value) {
+#pragma unroll
+  for (int lanes = kCount / 2; lanes > 0; lanes /= 2) {
+    SumOfExp<A> other;
+    other.largest = __shfl_xor_sync(~0u, value.largest, lanes);
+    other.sum = __shfl_xor_sync(~0u, value.sum, lanes);
+    value.Add(other);
+  }
+}
+
+// The sum of a split, of its first thread.
+template <typename A>
+__device__ __forceinline__ void FinishRows(const SoftmaxParams& p, int64_t to, uint32_t split,
+                                           A total) {
+  if (p.call.sum == nullptr || threadIdx.x > 0) return;
+  if (p.partials != nullptr) {
+    static_cast<A*>(p.partials)[split] = total;
+  } else {
+    static_cast<A*>(p.call.sum)[to] = total;
   }
 }
 

@@ -1,11 +1,10 @@
-// The softmax focal loss of many rows of 2-byte logits that begin and end where the widest accesses
-// do.
+// The softmax focal loss of many rows of 2-byte logits that begin and end where vectors do.
 //
 // Memory bounds it, if nothing else takes long. A warp reads all that it needs of a row at once,
-// the label's logit with the others, and is told no more than a call without batch needs. A
+// the label's logit with the others, and has no parameters that only a batch needs. A
 // gradient is made by short blocks, which read and write in order; for a loss, a block reads rows
-// ahead. Where few lanes share a row, whose accesses would be far apart, those of a warp are to
-// neighbours, and rows are exchanged through shared memory.
+// ahead. Where few lanes share a row, the vectors that a warp reads together would be far apart: it
+// reads neighbours instead, and exchanges rows through shared memory.
 //
 // The lanes of a row are those of LaneRows and add up its terms in the same order: the gradient and
 // the loss of a row are the same, bit for bit.
@@ -15,9 +14,8 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// The least elements of a batch entry, and the most accesses of a row.
-constexpr int64_t kManyElements = 1 << 22;
-constexpr int64_t kMostPacks = 256;
+// The vectors of a row, at most.
+constexpr int64_t kMaxVectors = 256;
 
 // A sum has a partial sum of each block, which are the fewer the larger those are.
 template <bool kSums>
@@ -27,10 +25,10 @@ constexpr int kResidentThreads = 1024;
 // Steps of a block that makes no gradient.
 constexpr int64_t kLossSteps = 8;
 
-// Rows of so many lanes are exchanged.
-constexpr int kMostExchanged = 4;
+// Rows of at most this number of lanes are exchanged.
+constexpr int kMaxExchanged = 4;
 
-// What a kernel is told of a call without batch.
+// The parameters of a call without batch.
 struct WholeRowsAlone {
   int32_t rows;
   int32_t classes;
@@ -46,7 +44,7 @@ struct WholeRowsAlone {
   int32_t steps;  // of a block
 };
 
-// And of others.
+// The parameters of other calls.
 struct WholeRowsBatch : WholeRowsAlone {
   FastDivider splits;
   BatchMap<Softmax::kOperands> batch;
@@ -88,40 +86,40 @@ struct WholeEntry {
   }
 };
 
-// What a thread has of a row that kLanes threads share, up to kPacks accesses.
-template <typename T, int kLanes, int kPacks>
+// The part of a row that one of kLanes threads has, up to kVectors vectors.
+template <typename T, int kLanes, int kVectors>
 struct WholeRow {
   static constexpr int kCount = kPackElements<T>;
   static constexpr int kGroups = kWarp / kLanes;
-  static constexpr bool kExchanges = kLanes <= kMostExchanged;
+  static constexpr bool kExchanges = kLanes <= kMaxExchanged;
   // Elements of a warp's shared memory.
-  static constexpr int kTile = kExchanges ? kWarp * kPacks * kCount : 0;
+  static constexpr int kTile = kExchanges ? kWarp * kVectors * kCount : 0;
 
-  RegisterPack<T> packs[kPacks];
+  RegisterVector<T> vectors[kVectors];
 
   static __device__ __forceinline__ int Lane() { return threadIdx.x % kLanes; }
   static __device__ __forceinline__ int WarpLane() { return threadIdx.x % kWarp; }
   static __device__ __forceinline__ int Group() { return WarpLane() / kLanes; }
-  // Where in its row the thread's pack j is, and where in the rows of the warp if they are
+  // Where in its row the thread's vector j is, and where in the rows of the warp if they are
   // exchanged.
   static __device__ __forceinline__ int At(int j) { return (Lane() + j * kLanes) * kCount; }
-  static __device__ __forceinline__ int InRun(int j) { return (WarpLane() + j * kWarp) * kCount; }
-  // Elements of the rows of the warp, of which this thread's one is `row`, of so many.
-  static __device__ __forceinline__ int Run(int row, int rows, int classes) {
+  static __device__ __forceinline__ int InRows(int j) { return (WarpLane() + j * kWarp) * kCount; }
+  // The elements of all rows of the warp, if this thread has row `row` of `rows`.
+  static __device__ __forceinline__ int CountElements(int row, int rows, int classes) {
     return min(rows - (row - Group()), kGroups) * classes;
   }
 
   // Reads row `row` or, without such a row, nothing.
   __device__ __forceinline__ void Read(const T* logits, int row, int rows, int classes) {
-    const int run = Run(row, rows, classes);
+    const int elements = CountElements(row, rows, classes);
     logits += int64_t{kExchanges ? row - Group() : row} * classes;
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
-      packs[j].Fill(-INFINITY);
+    for (int j = 0; j < kVectors; ++j) {
+      vectors[j].Fill(-INFINITY);
       if constexpr (kExchanges) {
-        if (InRun(j) < run) packs[j].Load(logits + InRun(j));
+        if (InRows(j) < elements) vectors[j].Load(logits + InRows(j));
       } else {
-        if (row < rows && At(j) < classes) packs[j].Load(logits + At(j));
+        if (row < rows && At(j) < classes) vectors[j].Load(logits + At(j));
       }
     }
   }
@@ -133,24 +131,24 @@ struct WholeRow {
     if constexpr (kExchanges) {
       T* const own = tile + Group() * classes;
 #pragma unroll
-      for (int j = 0; j < kPacks; ++j) packs[j].Stage(tile + InRun(j));
+      for (int j = 0; j < kVectors; ++j) vectors[j].Stage(tile + InRows(j));
       __syncwarp();
       if (known) logit = Widen(own[label]);
       __syncwarp();
       if (HasLabel(label, known)) own[label] = Narrow<T>(-INFINITY);
-      // The packs below are of another type, which must not be read before.
+      // The vectors below are of another type, which must not be read before.
       asm volatile("" ::: "memory");
 #pragma unroll
-      for (int j = 0; j < kPacks; ++j) {
-        packs[j].Fill(-INFINITY);
-        if (At(j) < classes) packs[j].Load(own + At(j));
+      for (int j = 0; j < kVectors; ++j) {
+        vectors[j].Fill(-INFINITY);
+        if (At(j) < classes) vectors[j].Load(own + At(j));
       }
     } else {
 #pragma unroll
-      for (int j = 0; j < kPacks; ++j) {
-        // Most packs of a warp have no label.
+      for (int j = 0; j < kVectors; ++j) {
+        // Most vectors of a warp have no label.
         const int k = label - At(j);
-        if (known && k >= 0 && k < kCount) logit = packs[j].TakeOut(k);
+        if (known && k >= 0 && k < kCount) logit = vectors[j].TakeOut(k);
       }
       logit = __shfl_sync(~0u, logit, label / kCount % kLanes, kLanes);
     }
@@ -158,7 +156,7 @@ struct WholeRow {
       // Rarely, and therefore not by selections, which every row would pay for.
       asm volatile("");
 #pragma unroll
-      for (int j = 0; j < kPacks; ++j) packs[j].Fill(-INFINITY);
+      for (int j = 0; j < kVectors; ++j) vectors[j].Fill(-INFINITY);
     }
     return logit;
   }
@@ -169,9 +167,9 @@ struct WholeRow {
 
   // Where the sum of the row may start from.
   __device__ __forceinline__ SumOfExp<float> FindLargest() const {
-    RegisterPack<T> most = packs[0];
+    RegisterVector<T> most = vectors[0];
 #pragma unroll
-    for (int j = 1; j < kPacks; ++j) most.Max(packs[j]);
+    for (int j = 1; j < kVectors; ++j) most.Max(vectors[j]);
     float z[kCount];
     most.Widen(z);
     float largest = z[0];
@@ -183,20 +181,20 @@ struct WholeRow {
   }
 
   __device__ __forceinline__ void MakeExponentials(float (&z)[kCount], int j, float largest) const {
-    packs[j].Widen(z);
+    vectors[j].Widen(z);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) z[k] = ExpOfDifference(z[k] - largest);
   }
 };
 
-template <typename T, int kLanes, int kPacks, bool kSums, typename Params>
+template <typename T, int kLanes, int kVectors, bool kSums, typename Params>
 __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBlockThreads<kSums>)
     WholeGradients(const __grid_constant__ Params p) {
-  using Row = WholeRow<T, kLanes, kPacks>;
+  using Row = WholeRow<T, kLanes, kVectors>;
   constexpr int kThreads = kBlockThreads<kSums>;
   constexpr int kCount = Row::kCount;
   // Exponentials that take few registers.
-  constexpr bool kKeeps = kPacks <= 4;
+  constexpr bool kKeeps = kVectors <= 4;
   __shared__ __align__(kPackBytes) T shared[kThreads / kWarp * Row::kTile + kCount];
   T* const tile = shared + threadIdx.x / kWarp * Row::kTile;
   const int classes = p.classes;
@@ -220,10 +218,10 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
     const bool known = exists && label >= 0 && label < classes;
     const float label_logit = own.TakeOut(tile, label, known, classes);
     SumOfExp<float> others = own.FindLargest();
-    float kept[kKeeps ? kPacks : 1][kCount];
+    float kept[kKeeps ? kVectors : 1][kCount];
     float sums[2] = {0, 0};
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       float (&z)[kCount] = kept[kKeeps ? j : 0];
       own.MakeExponentials(z, j, others.largest);
 #pragma unroll
@@ -240,15 +238,15 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
                         int64_t{Row::kExchanges ? row - Row::Group() : row} * classes;
     T* const to = Row::kExchanges ? tile + Row::Group() * classes : gradient;
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       float (&z)[kCount] = kept[kKeeps ? j : 0];
       if constexpr (!kKeeps) {
-        own.packs[j].Forget();
+        own.vectors[j].Forget();
         own.MakeExponentials(z, j, others.largest);
       }
 #pragma unroll
       for (int k = 0; k < kCount; ++k) z[k] *= share;
-      RegisterPack<T> values;
+      RegisterVector<T> values;
       values.Set(z);
       if constexpr (Row::kExchanges) {
         if (Row::At(j) < classes) values.Stage(to + Row::At(j));
@@ -256,18 +254,18 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
         if (exists && Row::At(j) < classes) values.Store(to + Row::At(j));
       }
     }
-    // The packs above are of another type, which must not be written after.
+    // The vectors above are of another type, which must not be written after.
     asm volatile("" ::: "memory");
     if (Row::HasLabel(label, known)) to[label] = Narrow<T>(-slope);
     if constexpr (Row::kExchanges) {
-      const int run = Row::Run(row, p.rows, classes);
+      const int elements = Row::CountElements(row, p.rows, classes);
       __syncwarp();
 #pragma unroll
-      for (int j = 0; j < kPacks; ++j) {
-        if (Row::InRun(j) >= run) break;
-        RegisterPack<T> values;
-        values.Load(tile + Row::InRun(j));
-        values.Store(gradient + Row::InRun(j));
+      for (int j = 0; j < kVectors; ++j) {
+        if (Row::InRows(j) >= elements) break;
+        RegisterVector<T> values;
+        values.Load(tile + Row::InRows(j));
+        values.Store(gradient + Row::InRows(j));
       }
       // The next rows take the place of these.
       if (steps > 1) __syncwarp();
@@ -281,10 +279,10 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
 
 // The losses of rows, or their sum. Each lane of a row evaluates another one of those that the
 // lanes have in turns.
-template <typename T, int kLanes, int kPacks, typename Params>
+template <typename T, int kLanes, int kVectors, typename Params>
 __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlockThreads<true>)
     WholeLosses(const __grid_constant__ Params p) {
-  using Row = WholeRow<T, kLanes, kPacks>;
+  using Row = WholeRow<T, kLanes, kVectors>;
   constexpr int kThreads = kBlockThreads<true>;
   constexpr int kCount = Row::kCount;
   constexpr int kTurns = kLanes < kLossSteps ? kLanes : kLossSteps;
@@ -295,8 +293,8 @@ __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlock
   constexpr int kRows = kThreads / kLanes;
   int row =
       static_cast<int>(entry.split) * p.steps * kRows + static_cast<int>(threadIdx.x) / kLanes;
-  // Rows of few accesses are read while those before them are summed up.
-  constexpr bool kReadsAhead = kPacks <= 5;
+  // Rows of few vectors are read while those before them are summed up.
+  constexpr bool kReadsAhead = kVectors <= 5;
   Row next;
   int next_label;
   const auto read = [&](int next_row) {
@@ -325,7 +323,7 @@ __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlock
     if (kReadsAhead && step + 1 < p.steps) read(row + kRows);
     float sums[2] = {0, 0};
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       float z[kCount];
       own.MakeExponentials(z, j, sum.largest);
 #pragma unroll
@@ -355,80 +353,100 @@ __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlock
   if (threadIdx.x == 0) static_cast<float*>(p.partials)[blockIdx.x] = total;
 }
 
-template <typename T, int kLanes, int kPacks>
-cudaError_t Launch(cudaStream_t stream, const Softmax& call, int64_t most_splits, void* partials) {
-  const bool sums = call.sum != nullptr;
-  const auto launch = [&](auto gradient, auto summed) {
-    constexpr int kThreads = kBlockThreads<summed.value>;
+struct Plan {
+  RowLanes lanes;
+  bool sums;  // the blocks are those of sums and losses
+  RowSplits splits;
+
+  Plan(const SoftmaxCall& call, const Device& device)
+      : lanes(call.loss),
+        sums(call.loss.sum != nullptr || call.loss.gradient == nullptr),
+        splits(PlanSplits(call, device)) {}
+
+  int threads() const { return sums ? kBlockThreads<true> : kBlockThreads<false>; }
+
+ private:
+  RowSplits PlanSplits(const SoftmaxCall& call, const Device& device) const {
+    const bool has_gradient = call.loss.gradient != nullptr;
     // A block that makes a gradient takes no more rows at a time than it must.
-    const RowSplits splits(call, kThreads / kLanes,
-                           gradient.value ? INT32_MAX : kResidentThreads / kThreads,
-                           gradient.value ? 1 : kLossSteps, most_splits);
-    const WholeRowsAlone alone{static_cast<int32_t>(call.rows),
-                               static_cast<int32_t>(call.classes),
-                               call.logits,
-                               call.labels,
-                               call.scale,
-                               call.gamma,
-                               call.weight,
-                               call.gradient,
-                               call.loss,
-                               sums ? partials : nullptr,
-                               call.power,
-                               static_cast<int32_t>(splits.steps)};
+    return RowSplits(call.loss, device, threads() / lanes.count,
+                     has_gradient ? INT32_MAX : kResidentThreads / threads(),
+                     has_gradient ? 1 : kLossSteps, call.splits);
+  }
+};
+
+template <typename T, int kLanes, int kVectors>
+cudaError_t Launch(cudaStream_t stream, const SoftmaxCall& call, const Plan& plan) {
+  const Softmax& loss = call.loss;
+  const bool has_sum = loss.sum != nullptr;
+  const RowSplits& splits = plan.splits;
+  const WholeRowsAlone alone{static_cast<int32_t>(loss.rows),
+                             static_cast<int32_t>(loss.classes),
+                             loss.logits,
+                             loss.labels,
+                             loss.scale,
+                             loss.gamma,
+                             loss.weight,
+                             loss.gradient,
+                             loss.loss,
+                             has_sum ? call.partials : nullptr,
+                             loss.power,
+                             static_cast<int32_t>(splits.steps)};
+  const auto launch = [&](auto gradient, auto summed) {
     const auto with = [&](const auto& params) {
       using Params = std::remove_cvref_t<decltype(params)>;
-      const int64_t blocks = call.batch.size() * splits.count;
+      const int64_t blocks = call.entries() * splits.count;
       if constexpr (gradient.value) {
-        return jaxops::cuda::Launch(WholeGradients<T, kLanes, kPacks, summed.value, Params>, blocks,
-                                    kThreads, 0, stream, params);
+        return jaxops::cuda::Launch(WholeGradients<T, kLanes, kVectors, summed.value, Params>,
+                                    blocks, plan.threads(), 0, stream, params);
       } else {
-        return jaxops::cuda::Launch(WholeLosses<T, kLanes, kPacks, Params>, blocks, kThreads, 0,
-                                    stream, params);
+        return jaxops::cuda::Launch(WholeLosses<T, kLanes, kVectors, Params>, blocks,
+                                    plan.threads(), 0, stream, params);
       }
     };
-    const bool is_alone = call.batch.size() == 1 && (!gradient.value || splits.steps == 1);
-    const cudaError_t error = [&] {
-      if constexpr (gradient.value && !summed.value) {
-        return with(alone);
-      } else {
-        return is_alone ? with(alone)
-                        : with(WholeRowsBatch{alone, FastDivider(splits.count), call.batch});
-      }
-    }();
-    return error != cudaSuccess || !sums ? error
-                                         : CombineSums<float>(stream, call, splits.count, partials);
+    if constexpr (gradient.value && !summed.value) {
+      return with(alone);
+    } else {
+      const bool is_alone = call.entries() == 1 && (!gradient.value || splits.steps == 1);
+      return is_alone ? with(alone)
+                      : with(WholeRowsBatch{alone, FastDivider(splits.count), loss.batch});
+    }
   };
   constexpr std::true_type kYes;
   constexpr std::false_type kNo;
-  if (call.gradient == nullptr) return launch(kNo, kYes);
-  return sums ? launch(kYes, kYes) : launch(kYes, kNo);
+  const cudaError_t error = loss.gradient == nullptr ? launch(kNo, kYes)
+                            : has_sum                ? launch(kYes, kYes)
+                                                     : launch(kYes, kNo);
+  return error != cudaSuccess || !has_sum
+             ? error
+             : CombineSums<float>(stream, loss, splits.count, call.partials);
 }
 
 }  // namespace
 
-bool AreWholeRows(const Softmax& call) {
-  const PacksOfRow packs(call);
-  // Of a batch without a sum, other kernels make the same results.
-  return jaxops::cuda::SizeOf(call.dtype) == 2 && (call.sum != nullptr || call.batch.size() == 1) &&
-         packs.whole && reinterpret_cast<uintptr_t>(call.gradient) % kPackBytes == 0 &&
-         packs.count > 2 && packs.count <= kMostPacks && call.rows < int64_t{1} << 30 &&
-         call.rows * call.classes >= kManyElements;
+bool CanRunWholeRows(const SoftmaxCall& call, const Device& device) {
+  const Softmax& loss = call.loss;
+  const RowVectors row(loss);
+  return jaxops::cuda::SizeOf(loss.dtype) == 2 && row.whole &&
+         reinterpret_cast<uintptr_t>(loss.gradient) % kPackBytes == 0 && row.count > 2 &&
+         row.count <= kMaxVectors && loss.rows < int64_t{1} << 30 &&
+         (loss.sum != nullptr || loss.gradient == nullptr || call.entries() == 1) &&
+         Plan(call, device).splits.IsGrid(call);
 }
 
-cudaError_t LaunchWholeRows(cudaStream_t stream, const Softmax& call, int64_t splits,
-                            void* partials) {
+cudaError_t LaunchWholeRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device) {
+  const Plan plan(call, device);
   const auto launch = [&](auto logit) {
     using T = decltype(logit);
-    return DispatchLanes<T>(call, [&](auto lanes, auto packs) -> cudaError_t {
-      if constexpr (lanes.value >= 2 && lanes.value * packs.value <= kMostPacks) {
-        return Launch<T, lanes.value, packs.value>(stream, call, splits, partials);
+    return DispatchLanes(plan.lanes, [&](auto lanes, auto vectors) -> cudaError_t {
+      if constexpr (lanes.value >= 2 && lanes.value * vectors.value <= kMaxVectors) {
+        return Launch<T, lanes.value, vectors.value>(stream, call, plan);
       } else {
         return cudaErrorInvalidValue;
       }
     });
   };
-  return call.dtype == DType::kBF16 ? launch(__nv_bfloat16{}) : launch(__half{});
+  return call.loss.dtype == DType::kBF16 ? launch(__nv_bfloat16{}) : launch(__half{});
 }
 
 }  // namespace jaxops::focal_loss::cuda

@@ -1,0 +1,169 @@
+// The sigmoid focal loss of soft labels.
+#include "cuda/focal_loss/sigmoid/elements.cuh"
+
+namespace jaxops::focal_loss::cuda {
+namespace {
+
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> LoadSome(const T* from, bool whole, int64_t left) {
+  if (whole) return LoadPack<kCount>(from);
+  Pack<T, kCount> vector;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) vector.values[k] = k < left ? from[k] : T{};
+  return vector;
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void StoreSome(T* to, const Accumulator<T> (&values)[kCount], bool whole,
+                                          int64_t left) {
+  if (whole) {
+    StoreAll<T, kCount>(to, values);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    if (k < left) to[k] = Narrow<T>(values[k]);
+  }
+}
+
+// Loss and slope for targets between 0 and 1; `small` and `big` are the parts of y and 1 - y that
+// weigh the less and the more probable of the two answers.
+template <bool kSlope, typename A, int kCount>
+__device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCount],
+                                             const A (&z)[kCount], const A (&y)[kCount],
+                                             const A (&factor)[kCount], Power power, A gamma) {
+  A e[kCount], scaled[kCount], entropy[kCount], log_high[kCount], log_low[kCount];
+  ExpOfMagnitude(e, z, power);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const A small = z[k] >= 0 ? y[k] : 1 - y[k];
+    const A big = z[k] >= 0 ? 1 - y[k] : y[k];
+    const A sum = small * e[k] + big;
+    const A inverse = Reciprocal(1 + e[k]);
+    const A log1p = Log1p(e[k], inverse * e[k], A(0));
+    scaled[k] = inverse * sum;
+    entropy[k] = log1p + (big == 0 ? A(0) : big * abs(z[k]));
+    const double log_sum = power == Power::kAny ? log(static_cast<double>(sum)) : 0;
+    log_high[k] = big == 0 ? -abs(z[k]) : static_cast<A>(log_sum);
+    log_low[k] = (big == 0 ? A(0) : static_cast<A>(log_sum - log_high[k])) - log1p;
+  }
+  RaiseToGamma(scaled, log_high, log_low, power, gamma);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    scaled[k] *= factor[k];
+    loss[k] = scaled[k] * entropy[k];
+    if constexpr (kSlope) {
+      const A inverse = Reciprocal(1 + e[k]);
+      const A small = z[k] >= 0 ? y[k] : 1 - y[k];
+      const A big = z[k] >= 0 ? 1 - y[k] : y[k];
+      const A share = big == 0 ? inverse : inverse * e[k] / (small * e[k] + big);
+      const A by_entropy = inverse * (z[k] >= 0 ? big - small * e[k] : small * e[k] - big);
+      slope[k] = scaled[k] * ((1 - 2 * y[k]) * gamma * (share * Finite(entropy[k])) + by_entropy);
+    }
+  }
+}
+
+// Soft labels.
+template <typename T, typename L, int kCount, Rows kRows, Want kWant>
+__global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ SigmoidParams p) {
+  using A = Accumulator<T>;
+  constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
+  constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
+  uint32_t block = blockIdx.x;
+  const int64_t begin = p.splits.Peel(block) * p.per_block;
+  const Entry<T, L> entry(p, block, begin);
+  const int length = static_cast<int>(min(p.size - begin, p.per_block));
+  const bool clustered = kSums && p.partials == nullptr;
+  if (clustered) ArriveInCluster();
+  A total = 0;
+
+#pragma unroll 1
+  for (int at = threadIdx.x * kCount; at < length; at += kThreads * kCount) {
+    const int left = length - at;
+    const bool whole = left >= kCount;
+    const auto logits = LoadSome<T, kCount>(entry.logits + at, whole, left);
+    const auto labels = LoadSome<L, kCount>(entry.labels + at, whole, left);
+    uint32_t row = entry.skipped + at;
+    const uint32_t position = p.classes.Peel(row);
+    Row<A> terms[kCount];
+    terms[0] = entry.ReadRow(row);
+    if constexpr (kRows == Rows::kAny) {
+#pragma unroll
+      for (int k = 1; k < kCount; ++k) {
+        terms[k] = entry.ReadRow(p.classes.Quotient(entry.skipped + min(at + k, length - 1)));
+      }
+    } else {
+      const int boundary = static_cast<int>(min(p.classes.divisor() - position, uint32_t{kCount}));
+      const Row<A> second = boundary < min(left, kCount) ? entry.ReadRow(row + 1) : terms[0];
+#pragma unroll
+      for (int k = 1; k < kCount; ++k) terms[k] = k < boundary ? terms[0] : second;
+    }
+    A z[kCount], loss[kCount], slope[kCount], factor[kCount], y[kCount];
+    WidenAll(z, logits);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      y[k] = static_cast<A>(Widen(labels.values[k]));
+      factor[k] = y[k] * terms[k].positive + (1 - y[k]) * terms[k].negative;
+    }
+    EvaluateSoft<kSlope>(loss, slope, z, y, factor, p.call.power, entry.gamma);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (k >= left) loss[k] = 0;
+    }
+    if constexpr (kWant != Want::kSum) {
+      StoreSome<T, kCount>(Elements<T, kWant>(p, entry.elements + at), kSlope ? slope : loss, whole,
+                           left);
+    }
+    if constexpr (kSums) total += SumOf(loss);
+  }
+  if constexpr (kSums) Finish(p, block, clustered, total);
+}
+
+struct Plan {
+  int vector;  // neighbours of a thread
+  Rows rows;   // of a vector
+  Segments segments;
+
+  Plan(const SigmoidCall& call, const Device& device)
+      : Plan(call, device, kPackBytes / jaxops::cuda::SizeOf(call.loss.dtype)) {}
+
+ private:
+  Plan(const SigmoidCall& call, const Device& device, int width)
+      : vector(IsAligned(call, width) ? width : 1),
+        rows(vector > 1 && call.loss.classes >= width ? Rows::kTwo : Rows::kAny),
+        segments(call, device, width, kThreads * vector) {}
+};
+
+template <typename T, typename L, int kCount, Rows kRows>
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Segments& segments) {
+  return DispatchWant(call.loss, [&](auto want) {
+    return LaunchSegments<Accumulator<T>>(Soft<T, L, kCount, kRows, want.value>, stream, call,
+                                          segments);
+  });
+}
+
+template <typename T, typename L>
+cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& plan) {
+  const Segments& segments = plan.segments;
+  constexpr int kWidth = kPackElements<T>;
+  if (plan.rows == Rows::kTwo) return Launch<T, L, kWidth, Rows::kTwo>(stream, call, segments);
+  return plan.vector == 1 ? Launch<T, L, 1, Rows::kAny>(stream, call, segments)
+                          : Launch<T, L, kWidth, Rows::kAny>(stream, call, segments);
+}
+
+}  // namespace
+
+bool CanRunSoft(const SigmoidCall& call, const Device& device) {
+  return call.loss.soft && Plan(call, device).segments.IsIndexable(call);
+}
+
+cudaError_t LaunchSoft(cudaStream_t stream, const SigmoidCall& call, const Device& device) {
+  const Plan plan(call, device);
+  return DispatchFloat(call.loss.dtype, [&](auto logit) {
+    using T = decltype(logit);
+    return call.loss.label_dtype == call.loss.dtype ? Launch<T, T>(stream, call, plan)
+                                                    : Launch<T, Accumulator<T>>(stream, call, plan);
+  });
+}
+
+}  // namespace jaxops::focal_loss::cuda
