@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "cuda/common/launch.h"
-#include "cuda/grid_sample/launch.h"
+#include "cuda/grid_sample/families.h"
 #include "cuda/grid_sample/order.cuh"
 #include "cuda/grid_sample/samples.cuh"
 
@@ -317,8 +317,9 @@ bool HasBricks(const Call& call) {
   return call.dtype != DType::kF64 && 2 * call.geometry.width >= kWarp >> call.geometry.axes;
 }
 
-cudaError_t LaunchBrickVolumeGrad(cudaStream_t stream, const Call& call, const BrickOrder& order,
-                                  float* sums) {
+cudaError_t LaunchBricks(cudaStream_t stream, const Job& job, const BrickOrder& order) {
+  const Call& call = job.call;
+  auto* sums = static_cast<float*>(job.sums);
   switch (call.dtype) {
     case DType::kF16:
       return LaunchOf<__half>(stream, call, order, sums);

@@ -49,7 +49,7 @@ struct BrickOrder {
   uint32_t* counts;           // of the points in each bin
   uint32_t* begins;           // of each bin in `points`
   uint32_t* points;           // their indices, bin by bin; null: there is no order
-  uint32_t* left;             // zero; for LaunchBrickVolumeGrad, and room for two numbers a share
+  uint32_t* left;             // zero; for LaunchBricks, and room for two numbers a share
   uint32_t* shares;           // of a brick's points
 };
 
@@ -58,13 +58,6 @@ cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, int
                          RoughOrder* order);
 cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, int64_t space_bytes,
                           BrickOrder* order);
-
-// Whether LaunchBrickVolumeGrad makes the gradient by the volume that is asked for.
-bool HasBricks(const Call& call);
-
-// Makes it, in the arithmetic type.
-cudaError_t LaunchBrickVolumeGrad(cudaStream_t stream, const Call& call, const BrickOrder& order,
-                                  float* sums);
 
 }  // namespace jaxops::grid_sample::cuda
 

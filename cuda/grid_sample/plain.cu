@@ -1,4 +1,4 @@
-// Plain samples of volumes and their gradients by points, see cuda/grid_sample/plain.h.
+// Plain samples of volumes and their gradients by points, see IsPlain.
 //
 // Each thread looks at the point of its own channels: so little work without options that lanes do
 // it over again for the same point rather than wait to be told. The kernels are a fraction of the
@@ -12,7 +12,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/multilinear.cuh"
 #include "cuda/common/numeric.cuh"
-#include "cuda/grid_sample/plain.h"
+#include "cuda/grid_sample/families.h"
 
 namespace jaxops::grid_sample::cuda {
 namespace {
@@ -339,12 +339,6 @@ cudaError_t LaunchPointGrad(cudaStream_t stream, const Call& call, int lane_shif
                 stream, params);
 }
 
-// Whether an L2 holds the volume.
-bool IsCached(const Call& call) {
-  const int64_t entry_bytes = call.geometry.width * jaxops::cuda::SizeOf(call.dtype);
-  return call.geometry.grid() * entry_bytes < int64_t{3} << 24;
-}
-
 template <typename T, int kCount, int kAxes>
 cudaError_t LaunchPointGrad(cudaStream_t stream, const Call& call) {
   const int64_t width = call.geometry.width;
@@ -393,6 +387,11 @@ cudaError_t LaunchWith(cudaStream_t stream, const Call& call, const RoughOrder& 
 
 }  // namespace
 
+bool IsCached(const Call& call) {
+  const int64_t entry_bytes = call.geometry.width * jaxops::cuda::SizeOf(call.dtype);
+  return call.geometry.grid() * entry_bytes < int64_t{3} << 24;
+}
+
 bool IsPlain(const Call& call) {
   const Geometry& geometry = call.geometry;
   if (call.order > 0 || geometry.method != Method::kLinear || geometry.padding != Padding::kZeros) {
@@ -422,30 +421,16 @@ bool IsPlain(const Call& call) {
          points * std::max<int64_t>(geometry.width, kWarp) <= kMostThreads;
 }
 
-bool IsFasterPlain(const Call& call, const RoughOrder& order, bool packs) {
-  if (!IsPlain(call)) return false;
-  const Geometry& geometry = call.geometry;
-  const bool single = call.dtype == DType::kF32;
-  // Kernels whose warps go through 32 points each find more in the L1, where points are many and in
-  // an order, or where rows are loaded element by element. They also have less under way, which
-  // suits gradients of one channel in a large volume.
-  if (order.points != nullptr) {
-    return packs && call.dtype != DType::kF64 && !(single && geometry.points > kManyThreads * 2);
-  }
-  if (call.dpoints != nullptr) return geometry.width > 1 || IsCached(call);
-  const bool middle = geometry.width > 24 && geometry.width < 64;
-  return !(single && !packs && geometry.axes == 3 && middle && geometry.points > kManyThreads / 2);
-}
-
-cudaError_t LaunchPlain(cudaStream_t stream, const Call& call, const RoughOrder& order,
-                        bool packs) {
+cudaError_t LaunchPlain(cudaStream_t stream, const Job& job) {
+  const Call& call = job.call;
+  const RoughOrder& order = job.order;
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     const auto launch = [&]<int kCount>(std::integral_constant<int, kCount>) {
       return call.geometry.axes == 3 ? LaunchWith<T, kCount, 3>(stream, call, order)
                                      : LaunchWith<T, kCount, 2>(stream, call, order);
     };
-    return packs ? launch(std::integral_constant<int, kPackElements<T>>{})
-                 : launch(std::integral_constant<int, 1>{});
+    return job.vectors ? launch(std::integral_constant<int, kPackElements<T>>{})
+                       : launch(std::integral_constant<int, 1>{});
   });
 }
 

@@ -12,7 +12,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "cuda/common/launch.h"
-#include "cuda/grid_sample/launch.h"
+#include "cuda/grid_sample/families.h"
 #include "cuda/grid_sample/samples.cuh"
 
 namespace jaxops::grid_sample::cuda {
@@ -601,7 +601,7 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
 
 }  // namespace
 
-cudaError_t LaunchSortedVolumeGrad(cudaStream_t stream, const Call& call) {
+cudaError_t LaunchSorted(cudaStream_t stream, const Call& call) {
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     return call.geometry.axes == 3 ? LaunchAxes<T, 3>(stream, call)
                                    : LaunchAxes<T, 2>(stream, call);
