@@ -1,0 +1,13 @@
+// Trilinear interpolation in any cells, at any addresses, and its gradients: a thread takes an
+// element of each corner.
+#include "cuda/trilinear/families.h"
+#include "cuda/trilinear/vectors.cuh"
+
+namespace jaxops::trilinear::cuda {
+
+cudaError_t LaunchElements(cudaStream_t stream, const Call& call) {
+  return jaxops::cuda::DispatchFloat(
+      call.dtype, [&]<typename T>(T) { return LaunchVectorsOf<T, 1>(stream, call); });
+}
+
+}  // namespace jaxops::trilinear::cuda
