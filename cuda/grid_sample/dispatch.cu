@@ -1,138 +1,189 @@
 // Which kernels sample volumes at points and make the gradients, see common/grid_sample.h.
 //
 // Points at random places of a volume larger than the L2 would fetch entries from memory as often
-// as they are met. They are then taken in an order, see cuda/grid_sample/order.cuh; what that takes
-// is a small part of what it saves.
+// as they are met. They are then taken in an order, see cuda/grid_sample/order.cuh; the time that
+// takes is a small part of the time it saves. A call that has work space for an order wants one.
+//
+// The measured gains are in docs/grid_sample.md; all were measured on an H200.
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/common/dispatch.h"
 #include "cuda/common/launch.h"
-#include "cuda/common/multilinear.cuh"
 #include "cuda/grid_sample/families.h"
 #include "cuda/grid_sample/launch.h"
-
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (const cudaError_t error = (expression); error != cudaSuccess) return error
 
 namespace jaxops::grid_sample::cuda {
 namespace {
 
+using jaxops::cuda::Always;
 using jaxops::cuda::CeilDiv;
+using jaxops::cuda::Family;
 using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kWarp;
 using jaxops::cuda::SizeOf;
+using jaxops::cuda::Table;
 
-// Up to so many threads in all, each looks at its point itself; of more it pays to tell each other.
-// Measured on an H200.
-constexpr int64_t kMostFew = int64_t{1} << 18;
-
+// Threads, or channels of all points, that keep an H200 busy.
 constexpr int64_t kManyThreads = int64_t{1} << 18;
 
-bool IsFasterPlain(const Call& call, const RoughOrder& order, bool packs) {
-  if (!IsPlain(call)) return false;
-  const Geometry& geometry = call.geometry;
-  const bool single = call.dtype == DType::kF32;
-  // Kernels whose warps go through 32 points each find more in the L1, where points are many and in
-  // an order, or where rows are loaded element by element. They also have less under way, which
-  // suits gradients of one channel in a large volume.
-  if (order.points != nullptr) {
-    return packs && call.dtype != DType::kF64 && !(single && geometry.points > kManyThreads * 2);
+// Warps that go through 32 points each find more in the L1, where points are many and in an order,
+// or where rows are loaded element by element.
+bool PrefersPlainValue(const Job& job, const Device&) {
+  const Geometry& geometry = job.call.geometry;
+  const bool is_f32 = job.call.dtype == DType::kF32;
+  if (job.order_space != nullptr) {
+    return job.vectors && job.call.dtype != DType::kF64 &&
+           !(is_f32 && geometry.points > kManyThreads * 2);
   }
-  if (call.dpoints != nullptr) return geometry.width > 1 || IsCached(call);
-  const bool middle = geometry.width > 24 && geometry.width < 64;
-  return !(single && !packs && geometry.axes == 3 && middle && geometry.points > kManyThreads / 2);
+  return job.vectors || !is_f32 || geometry.axes != 3 || geometry.width <= 24 ||
+         geometry.width >= 64 || geometry.points <= kManyThreads / 2;
 }
 
-cudaError_t Launch(cudaStream_t stream, const Job& job) {
-  const Call& call = job.call;
-  const bool adds = job.sums != nullptr;
-  if (!adds && IsFasterPlain(call, job.order, job.vectors)) return LaunchPlain(stream, job);
-  const int64_t count = job.vectors ? kPackBytes / SizeOf(call.dtype) : 1;
-  const int64_t row_threads = call.geometry.width / count;
-  const int64_t threads = call.batch.size() * call.geometry.points * row_threads;
-  if (call.out != nullptr && job.order.points == nullptr && threads <= kMostFew) {
-    return LaunchThreads(stream, job);
+// Up to so many threads in all, it pays that each finds its point itself.
+bool PrefersThreadsValue(const Job& job, const Device&) {
+  return job.order_space == nullptr &&
+         job.call.batch.size() * job.call.geometry.points * RowThreads(job) <= kManyThreads;
+}
+
+constexpr Family<Job> kForwardFamilies[] = {
+    // The kernels of the others know every option and are 12 to 30 KB of instructions, for which
+    // small calls wait: 4096 points, 16 channels, 64 x 64 in bf16 1.86 -> 1.41 us.
+    {"plain", CanRunPlain, PrefersPlainValue, LaunchPlain},
+    // No lane waits for another.
+    {"threads", CanRunThreads, PrefersThreadsValue, LaunchThreads},
+    // A point is found once.
+    {"warps", CanRunWarps, Always<Job>, LaunchWarps},
+};
+const Table<Job> kForward("grid_sample", "forward", kForwardFamilies);
+
+// Warps have fewer loads in flight, which is better for rows of one channel in a large volume.
+bool PrefersPlainPointGrad(const Job& job, const Device&) {
+  return job.call.geometry.width > 1 || IsCached(job.call);
+}
+
+// A lane has all channels of a point.
+bool PrefersThreadsGrad(const Job& job, const Device&) { return RowThreads(job) == 1; }
+
+constexpr Family<Job> kPointGradFamilies[] = {
+    // 262147 points, 33 channels, 127 x 129 in f32 89 -> 37 us, for the same reason as values.
+    {"plain", CanRunPlain, PrefersPlainPointGrad, LaunchPlain},
+    {"threads", CanRunThreads, PrefersThreadsGrad, LaunchThreads},
+    {"warps", CanRunWarps, Always<Job>, LaunchWarps},
+};
+const Table<Job> kPointGrad("grid_sample", "point_grad", kPointGradFamilies);
+
+// Lanes of a corner have half of their channels at least.
+bool PrefersBricks(const Job& job, const Device&) {
+  return 2 * job.call.geometry.width >= kWarp >> job.call.geometry.axes;
+}
+
+constexpr Family<Job> kVolumeGradFamilies[] = {
+    // Sums in the order of the points: (128,128,128,16) with 2^20 random points 1353 -> 253 us.
+    {"sorted", CanRunSorted, Always<Job>, LaunchSorted},
+    // Reductions in memory bound large volumes of many points.
+    {"bricks", CanRunBricks, PrefersBricks, LaunchBricks},
+    {"warps", CanRunWarps, Always<Job>, LaunchWarps},
+};
+const Table<Job> kVolumeGrad("grid_sample", "volume_grad", kVolumeGradFamilies);
+
+// Whether one kernel makes both gradients faster than two. If points are put in an order, the
+// volume gradient is made in it, and the point gradient is not, so that cotangents are read in
+// their order. A plain point gradient is faster alone where the volume gradient is added element by
+// element, but for few elements and the shortest rows.
+bool PrefersOneKernel(const Job& job, const Device& device) {
+  if (job.order_space != nullptr) return false;
+  const Geometry& geometry = job.call.geometry;
+  const int64_t elements = job.call.batch.size() * geometry.points * geometry.width;
+  return job.vectors || geometry.width <= 2 || (geometry.width <= 32 && elements <= kManyThreads) ||
+         !CanRunPlain(job, device);
+}
+
+bool PrefersThreadsBoth(const Job& job, const Device& device) {
+  return PrefersThreadsGrad(job, device) && PrefersOneKernel(job, device);
+}
+
+// The points and their entries are read once. Calls that no row takes are two.
+constexpr Family<Job> kBackwardFamilies[] = {
+    {"threads", CanRunThreads, PrefersThreadsBoth, LaunchThreads},
+    {"warps", CanRunWarps, PrefersOneKernel, LaunchWarps},
+};
+const Table<Job> kBackward("grid_sample", "backward", kBackwardFamilies);
+
+cudaError_t LaunchGradients(cudaStream_t stream, const Job& job) {
+  if (job.call.dvolume != nullptr && job.call.dpoints != nullptr) {
+    const Device* device;
+    JAXOPS_RETURN_IF_ERROR(DescribeCurrentDevice(&device));
+    if (const Family<Job>* const family = kBackward.Choose(job, *device)) {
+      return family->launch(stream, job, *device);
+    }
   }
-  if (call.dpoints != nullptr && multilinear::cuda::LanesFor(row_threads) == 1) {
-    return LaunchThreads(stream, job);
+  if (job.call.dvolume != nullptr) {
+    Job part = job;
+    part.call.dpoints = nullptr;
+    JAXOPS_RETURN_IF_ERROR(kVolumeGrad.Run(stream, part));
   }
-  return LaunchWarps(stream, job);
+  if (job.call.dpoints != nullptr) {
+    Job part{job.call, job.vectors};
+    part.call.dvolume = nullptr;
+    JAXOPS_RETURN_IF_ERROR(kPointGrad.Run(stream, part));
+  }
+  return cudaSuccess;
 }
 
 bool IsAligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
 }
 
-// Whether the gradients by the volume and by the points are faster by two kernels than by one. A
-// plain one by the points is, where the one by the volume is added element by element, but for few
-// elements and the shortest rows. Measured on an H200.
-bool IsFasterApart(const Call& call, bool packs) {
-  const int64_t width = call.geometry.width;
-  const int64_t elements = call.batch.size() * call.geometry.points * width;
-  return !packs && width > 2 && (width > 32 || elements > int64_t{1} << 18) && IsPlain(call);
-}
-
-cudaError_t LaunchAll(cudaStream_t stream, const Call& call) {
-  const bool adds = call.dvolume != nullptr && !call.deterministic;
-  const bool rounds = SizeOf(call.dtype) < static_cast<int64_t>(sizeof(float));
-  const int64_t sums_bytes = adds && rounds ? SumsBytes(call) : 0;
-  if (call.scratch_bytes < sums_bytes) return cudaErrorInvalidValue;
-  const int64_t order_offset = CeilDiv(sums_bytes, kPackBytes) * kPackBytes;
-  const bool any = call.batch.size() * call.geometry.points > 0;
-  void* order_space = static_cast<unsigned char*>(call.scratch) + order_offset;
-  const int64_t order_bytes = call.scratch_bytes - order_offset;
+// Finds the parts of the work space: the sums of a volume gradient of 2-byte entries, and room
+// to put points in an order. Calls whose points are taken as they come have nothing after the sums.
+cudaError_t MakeJob(const Call& call, Job* job) {
   const bool aligned = IsAligned(call.volume) && IsAligned(call.cotangent) && IsAligned(call.out) &&
                        IsAligned(call.dvolume) && IsAligned(call.scratch);
-  Job job{call, aligned && call.geometry.width * SizeOf(call.dtype) % kPackBytes == 0};
-  if (adds) job.sums = rounds ? call.scratch : call.dvolume;
-  bool added = !adds;
-  if (adds && any && HasBricks(call)) {
-    BrickOrder order;
-    JAXOPS_RETURN_IF_ERROR(OrderByBricks(stream, call, order_space, order_bytes, &order));
-    if (order.points != nullptr) {
-      JAXOPS_RETURN_IF_ERROR(LaunchBricks(stream, job, order));
-      added = true;
-    }
+  *job = {call, aligned && call.geometry.width * SizeOf(call.dtype) % kPackBytes == 0};
+  const bool adds = call.dvolume != nullptr && !call.deterministic;
+  if (!adds && call.out == nullptr) return cudaSuccess;
+  int64_t used = 0;
+  if (adds && SizeOf(call.dtype) == 2) {
+    job->sums = call.scratch;
+    used = SumsBytes(call);
+    if (call.scratch_bytes < used) return cudaErrorInvalidValue;
+    used = CeilDiv(used, kPackBytes) * kPackBytes;
+  } else if (adds) {
+    job->sums = call.dvolume;
   }
-  if (!added) JAXOPS_RETURN_IF_ERROR(ClearSums(stream, job));
-  if (any && (call.out != nullptr || !added)) {
-    JAXOPS_RETURN_IF_ERROR(OrderRoughly(stream, call, order_space, order_bytes, &job.order));
-    // The gradient by points takes them as they come, so that cotangents are read in their order.
-    Job first = job;
-    if (call.dpoints != nullptr &&
-        (job.order.points != nullptr || IsFasterApart(call, job.vectors))) {
-      first.call.dpoints = nullptr;
-      added = true;
-    }
-    JAXOPS_RETURN_IF_ERROR(Launch(stream, first));
-  }
-  if (any && call.dpoints != nullptr && added) {
-    Job rest{call, job.vectors};
-    rest.call.dvolume = nullptr;
-    JAXOPS_RETURN_IF_ERROR(Launch(stream, rest));
-  }
-  return RoundSums(stream, job);
+  const int64_t rest = call.scratch_bytes - used;
+  if (rest <= 0) return cudaSuccess;
+  const int64_t order_bytes = std::max(RoughOrderBytes(call), adds ? BrickOrderBytes(call) : 0);
+  if (rest < order_bytes) return cudaErrorInvalidValue;
+  if (order_bytes > 0) job->order_space = static_cast<unsigned char*>(call.scratch) + used;
+  return cudaSuccess;
 }
 
 }  // namespace
 
 cudaError_t LaunchSample(cudaStream_t stream, const Call& call) {
-  const int64_t points = call.batch.size() * call.geometry.points;
+  const Geometry& geometry = call.geometry;
+  const int64_t points = call.batch.size() * geometry.points;
   // A warp counts the channels of its 32 points in 32 bits.
-  if (call.geometry.width >= int64_t{1} << 26) return cudaErrorInvalidValue;
-  if (call.geometry.width == 0) {
+  if (geometry.width >= int64_t{1} << 26) return cudaErrorInvalidValue;
+  if (geometry.width == 0) {
     if (call.dpoints == nullptr || points == 0) return cudaSuccess;
-    const int64_t bytes = points * call.geometry.axes * jaxops::cuda::SizeOf(call.point_dtype);
-    return cudaMemsetAsync(call.dpoints, 0, bytes, stream);
+    return cudaMemsetAsync(call.dpoints, 0, points * geometry.axes * SizeOf(call.point_dtype),
+                           stream);
   }
-  Call rest = call;
-  if (call.dvolume != nullptr && call.gradients * call.geometry.grid() == 0) {
-    rest.dvolume = nullptr;
+  Call nonzero = call;
+  if (call.gradients * geometry.grid() == 0) nonzero.dvolume = nullptr;
+  if (points == 0) nonzero.out = nonzero.dpoints = nullptr;
+  Job job;
+  JAXOPS_RETURN_IF_ERROR(MakeJob(nonzero, &job));
+  if (nonzero.out != nullptr) return kForward.Run(stream, job);
+  if (points == 0 && job.sums != nullptr) {
+    JAXOPS_RETURN_IF_ERROR(ClearSums(stream, job));
+  } else {
+    JAXOPS_RETURN_IF_ERROR(LaunchGradients(stream, job));
   }
-  if (rest.dvolume != nullptr && rest.deterministic) {
-    const cudaError_t error = LaunchSorted(stream, rest);
-    if (error != cudaSuccess) return error;
-  }
-  return LaunchAll(stream, rest);
+  return job.sums == nullptr ? cudaSuccess : RoundSums(stream, job);
 }
 
 }  // namespace jaxops::grid_sample::cuda

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/common/launch.h"
+#include "cuda/grid_sample/families.h"
 #include "cuda/grid_sample/order.cuh"
 #include "cuda/grid_sample/samples.cuh"
 
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(kOrderThreads)
   for (uint32_t i = threadIdx.x; i < size; i += kOrderThreads) to[i] = staged[i];
 }
 
-// Fills what both orders take; false: the points have none.
+// Fills the parameters that both orders have; false: the points cannot be put in one.
 bool FindBricks(const Call& call, int groups, int64_t max_bins, OrderParams* params) {
   const Geometry& geometry = call.geometry;
   if (call.batch.size() != 1 || geometry.points == 0 || geometry.points >= Placed::kNone) {
@@ -304,64 +305,78 @@ bool FindBricks(const Call& call, int groups, int64_t max_bins, OrderParams* par
   return true;
 }
 
-}  // namespace
+constexpr int64_t kMaxBrickBins = int64_t{kBrickGroups} * kMaxBinsOfGroup;
 
-cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, int64_t space_bytes,
-                         RoughOrder* order) {
-  *order = {};
-  OrderParams params{};
-  const int64_t blocks = CeilDiv(call.geometry.points, kRoughPoints);
-  const int64_t size = blocks * kTiles * kWarp;
-  if (space_bytes < size * static_cast<int64_t>(sizeof(Placed)) ||
-      !FindBricks(call, kRoughGroups, INT32_MAX, &params)) {
-    return cudaSuccess;
-  }
-  *order = {size, static_cast<Placed*>(space)};
-  params.rough = *order;
-  const auto kernel = call.geometry.axes == 3 ? SortIntoTiles<3> : SortIntoTiles<2>;
-  return Launch(kernel, blocks, kOrderThreads, kTiles * kWarp * sizeof(Placed), stream, params);
+// Places for points in a rough order.
+int64_t RoughSize(const Call& call) {
+  return CeilDiv(call.geometry.points, kRoughPoints) * kTiles * kWarp;
 }
 
-cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, int64_t space_bytes,
-                          BrickOrder* order) {
-  *order = {};
-  OrderParams params{};
-  if (!FindBricks(call, kBrickGroups, int64_t{kBrickGroups} * kMaxBinsOfGroup, &params)) {
-    return cudaSuccess;
+// The parts of the work space of an order by bricks, in 4-byte numbers from its begin.
+struct BrickSpace {
+  int64_t members = 0, counts, begins, left, shares, taken, group_begins, points, size;
+
+  explicit BrickSpace(const OrderParams& params) {
+    counts = members + 2 * params.points;
+    begins = counts + params.bins;
+    left = begins + params.bins;
+    shares = left + 1;
+    taken = shares + 2 * ((params.points << params.call.geometry.axes) / kShare);
+    group_begins = taken + 1;
+    points = group_begins + CeilDiv(params.points, kBrickPoints) * (params.groups + 1);
+    size = points + params.points;
   }
-  const int64_t points = params.points, bins = params.bins;
-  const int64_t blocks = CeilDiv(points, kBrickPoints);
-  const int64_t shares = (points << call.geometry.axes) / kShare;
-  auto* next = static_cast<uint32_t*>(space);
-  const auto take = [&next](int64_t count) {
-    next += count;
-    return next - count;
-  };
-  params.members = reinterpret_cast<Member*>(take(2 * points));
+};
+
+}  // namespace
+
+int64_t RoughOrderBytes(const Call& call) {
+  OrderParams params{};
+  if (!FindBricks(call, kRoughGroups, INT32_MAX, &params)) return 0;
+  return RoughSize(call) * static_cast<int64_t>(sizeof(Placed));
+}
+
+int64_t BrickOrderBytes(const Call& call) {
+  OrderParams params{};
+  if (!FindBricks(call, kBrickGroups, kMaxBrickBins, &params)) return 0;
+  return BrickSpace(params).size * static_cast<int64_t>(sizeof(uint32_t));
+}
+
+cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, RoughOrder* order) {
+  OrderParams params{};
+  if (!FindBricks(call, kRoughGroups, INT32_MAX, &params)) return cudaErrorInvalidValue;
+  *order = params.rough = {RoughSize(call), static_cast<Placed*>(space)};
+  const auto kernel = call.geometry.axes == 3 ? SortIntoTiles<3> : SortIntoTiles<2>;
+  return Launch(kernel, CeilDiv(call.geometry.points, kRoughPoints), kOrderThreads,
+                kTiles * kWarp * sizeof(Placed), stream, params);
+}
+
+cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, BrickOrder* order) {
+  OrderParams params{};
+  if (!FindBricks(call, kBrickGroups, kMaxBrickBins, &params)) return cudaErrorInvalidValue;
+  const BrickSpace parts(params);
+  auto* numbers = static_cast<uint32_t*>(space);
   std::copy_n(params.bricks, kMaxAxes, order->bricks);
   order->bins = params.bins;
-  order->counts = take(bins);
-  order->begins = take(bins);
-  order->left = take(1);
-  order->shares = take(2 * shares);
-  params.taken = take(1);
-  params.begins = take(blocks * (params.groups + 1));
-  uint32_t* sorted = take(points);
-  if ((next - static_cast<uint32_t*>(space)) * static_cast<int64_t>(sizeof(uint32_t)) >
-      space_bytes) {
-    return cudaSuccess;
-  }
-  order->points = sorted;
+  order->counts = numbers + parts.counts;
+  order->begins = numbers + parts.begins;
+  order->points = numbers + parts.points;
+  order->left = numbers + parts.left;
+  order->shares = numbers + parts.shares;
+  const int64_t blocks = CeilDiv(params.points, kBrickPoints);
   params.by_bricks = *order;
   params.blocks = static_cast<uint32_t>(blocks);
+  params.members = reinterpret_cast<Member*>(numbers + parts.members);
+  params.begins = numbers + parts.group_begins;
+  params.taken = numbers + parts.taken;
   const auto kernel = call.geometry.axes == 3 ? SortIntoGroups<3> : SortIntoGroups<2>;
   JAXOPS_RETURN_IF_ERROR(
       Launch(kernel, blocks, kOrderThreads, kBrickPoints * sizeof(Member), stream, params));
-  // Beside its static memory there is not the usual leave on every GPU.
-  constexpr int kMostBytes = (kStaged + kMaxBinsOfGroup) * static_cast<int>(sizeof(uint32_t));
+  // Next to its static memory some GPUs have less than the usual limit.
+  constexpr int kMaxBytes = (kStaged + kMaxBinsOfGroup) * static_cast<int>(sizeof(uint32_t));
   return Launch(SortIntoBins, params.groups, kOrderThreads,
                 (kStaged + (size_t{1} << params.shift)) * sizeof(uint32_t), stream, params,
-                kMostBytes);
+                kMaxBytes);
 }
 
 }  // namespace jaxops::grid_sample::cuda

@@ -12,9 +12,6 @@
 #include "cuda/common/numeric.cuh"
 #include "cuda/grid_sample/order.cuh"
 
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (const cudaError_t error = (expression); error != cudaSuccess) return error
-
 namespace jaxops::grid_sample::cuda {
 
 using jaxops::cuda::kPackBytes;
@@ -227,7 +224,7 @@ __device__ __forceinline__ jaxops::cuda::Pack<T, kCount> WeightedSums(
   return out;
 }
 
-// The gradient by a point that is not a number.
+// The gradient with respect to a point that is not a number.
 template <typename A>
 __device__ __forceinline__ A LostGradient(const Call& call) {
   return static_cast<A>(call.geometry.method == Method::kLinear ? nanf("") : 0.0f);

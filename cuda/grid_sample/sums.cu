@@ -55,7 +55,7 @@ cudaError_t ClearSums(cudaStream_t stream, const Job& job) {
 }
 
 cudaError_t RoundSums(cudaStream_t stream, const Job& job) {
-  if (job.sums == nullptr || job.sums == job.call.dvolume) return cudaSuccess;
+  if (job.sums == job.call.dvolume) return cudaSuccess;
   const int64_t count = CountSums(job.call);
   const NarrowParams params{static_cast<const float*>(job.sums), job.call.dvolume, count};
   const auto kernel =

@@ -1,4 +1,4 @@
-// Samples of volumes at points and their gradients by the points: every thread finds the entries
+// Samples of volumes at points and their point gradients: every thread finds the entries
 // around its point itself, so that no lane waits for another. A value's thread has one vector or
 // element of channels, a gradient's all of them.
 //
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kFewThreads) SampleFew(const __grid_constant__
             WeightedSums<kCount>(values, stencil.terms, is_nan));
 }
 
-// The gradient by the points, and by the volume if kVolume. Each thread has a point, whose channels
+// The point gradient, and the volume gradient if kVolume. Each thread has a point, whose channels
 // are few.
 template <typename T, int kCount, int kAxes, bool kVolume>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -122,7 +122,10 @@ cudaError_t LaunchWith(cudaStream_t stream, const Job& job) {
                   kFewThreads, 0, stream, params);
   }
   const bool adds = job.sums != nullptr;
-  if (adds) params.sums = job.sums;
+  if (adds) {
+    JAXOPS_RETURN_IF_ERROR(ClearSums(stream, job));
+    params.sums = job.sums;
+  }
   const auto kernel =
       adds ? BackwardNarrow<T, kCount, kAxes, true> : BackwardNarrow<T, kCount, kAxes, false>;
   return Launch(kernel, CeilDiv(params.points, kThreads), kThreads, 0, stream, params);
@@ -136,7 +139,15 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Job& job) {
 
 }  // namespace
 
-cudaError_t LaunchThreads(cudaStream_t stream, const Job& job) {
+bool CanRunThreads(const Job& job, const Device&) {
+  const Call& call = job.call;
+  // SampleFew counts threads in 31 bits.
+  if (call.out != nullptr)
+    return RowThreads(job) * call.batch.size() * call.geometry.points <= INT32_MAX - kFewThreads;
+  return call.dvolume == nullptr || job.sums != nullptr;
+}
+
+cudaError_t LaunchThreads(cudaStream_t stream, const Job& job, const Device&) {
   return jaxops::cuda::DispatchFloat(job.call.dtype, [&]<typename T>(T) {
     return job.vectors ? LaunchAxes<T, jaxops::cuda::kPackElements<T>>(stream, job)
                        : LaunchAxes<T, 1>(stream, job);

@@ -1,6 +1,6 @@
 // Samples of volumes at points and their gradients: a lane of a warp finds the entries around a
 // point and tells the others, who take neighbouring channels, 16 bytes each where rows allow it, of
-// all of these entries at once. Gradients by the volume are added in memory, four channels in one
+// all of these entries at once. Volume gradients are added in memory, four channels in one
 // where the device has that.
 //
 // The kernels know every option.
@@ -312,12 +312,17 @@ cudaError_t LaunchWith(cudaStream_t stream, const Job& job) {
   const Call& call = job.call;
   const bool adds = job.sums != nullptr;
   Params params(call, call.geometry.width / kCount);
-  if (job.order.points != nullptr) {
-    params.order = job.order.points;
-    params.places = job.order.size;
+  if (adds) {
+    JAXOPS_RETURN_IF_ERROR(ClearSums(stream, job));
+    params.sums = job.sums;
   }
-  if (adds) params.sums = job.sums;
   if (call.dpoints == nullptr) {
+    if (job.order_space != nullptr) {
+      RoughOrder order;
+      JAXOPS_RETURN_IF_ERROR(OrderRoughly(stream, call, job.order_space, &order));
+      params.order = order.points;
+      params.places = order.size;
+    }
     const int64_t warps = CeilDiv(params.places, 32) * params.by_split.divisor();
     const auto kernel =
         call.out != nullptr ? Sample<T, kCount, kAxes> : VolumeGrad<T, kCount, kAxes>;
@@ -340,7 +345,11 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Job& job) {
 
 }  // namespace
 
-cudaError_t LaunchWarps(cudaStream_t stream, const Job& job) {
+bool CanRunWarps(const Job& job, const Device&) {
+  return job.call.dvolume == nullptr || job.sums != nullptr;
+}
+
+cudaError_t LaunchWarps(cudaStream_t stream, const Job& job, const Device&) {
   return jaxops::cuda::DispatchFloat(job.call.dtype, [&]<typename T>(T) {
     return job.vectors ? LaunchAxes<T, jaxops::cuda::kPackElements<T>>(stream, job)
                        : LaunchAxes<T, 1>(stream, job);

@@ -11,10 +11,10 @@
 #include <type_traits>
 
 #include "common/fast_divide.h"
+#include "common/trilinear.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/multilinear.cuh"
 #include "cuda/common/numeric.cuh"
-#include "cuda/trilinear/families.h"
 
 namespace jaxops::trilinear::cuda {
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void StorePoint(const Call& call, int64_t cell,
   }
 }
 
-// Makes the gradient by the point of a cell of the dot products of its corners, which it
+// Makes the point gradient of a cell of the dot products of its corners, which it
 // overwrites. kPlain says that the weights are no derivatives, which the compiler turns into fewer
 // registers.
 template <bool kPlain = false, typename A>
@@ -187,7 +187,7 @@ inline WarpParams ParamsOfWarps(const Call& call) {
           call.cells.rank() > 1};
 }
 
-// Stores the gradients by the points of a warp's cells in the order of memory: three stores of
+// Stores the point gradients of a warp's cells in the order of memory: three stores of
 // every third element would each cost all the sectors. `staged` has kAxes elements a lane. kPlain
 // says that points are of type T.
 template <bool kPlain, typename T, typename A>

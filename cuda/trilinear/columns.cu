@@ -20,6 +20,9 @@ constexpr int kBankLineBytes = 128;
 // blocks.
 constexpr int64_t kTileBytes = 24 * 1024;
 
+// One cell, and the pitch, fit the shared memory of a block.
+constexpr int64_t kMaxRowBytes = (jaxops::cuda::kSharedLeave - kBankLineBytes) / kCorners;
+
 struct InterpolateColumnsParams {
   Call call;
   int lanes;           // that share a cell, a power of two
@@ -76,33 +79,41 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Between the features of two cells in shared memory, of each of which so many elements are read at
-// once: as far apart as these are, beside whole lines of banks, so that all lanes of a warp read
-// different banks.
-template <typename T>
-int PitchOf(int64_t cell_bytes, int elements) {
-  const int64_t at_once = std::clamp<int64_t>(elements * sizeof(T), kPackBytes, kBankLineBytes);
-  return static_cast<int>(cell_bytes + ((at_once - cell_bytes) % kBankLineBytes + kBankLineBytes) %
-                                           kBankLineBytes);
-}
+// The row's lane count and the pitch of cells in shared memory.
+struct ColumnPlan {
+  int lanes = 1;  // that share a cell
+  // Between the features of two cells in shared memory: as far apart as the elements of each that
+  // are read at once, next to whole lines of banks, so that all lanes of a warp read different
+  // banks.
+  int pitch;
+
+  explicit ColumnPlan(const Call& call) {
+    const int64_t cell_bytes = kCorners * RowBytes(call);
+    while (lanes < kThreads && cells() * cell_bytes > kTileBytes) lanes *= 2;
+    const int64_t at_once = std::clamp<int64_t>(lanes * kPackBytes, kPackBytes, kBankLineBytes);
+    pitch = static_cast<int>(
+        cell_bytes + ((at_once - cell_bytes) % kBankLineBytes + kBankLineBytes) % kBankLineBytes);
+  }
+  int cells() const { return kThreads / lanes; }  // of a block
+};
 
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
-  const int64_t cell_bytes = kCorners * call.width * static_cast<int64_t>(sizeof(T));
-  InterpolateColumnsParams params{call, 1};
-  while (params.lanes < kThreads && kThreads / params.lanes * cell_bytes > kTileBytes) {
-    params.lanes *= 2;
-  }
-  params.pitch = PitchOf<T>(cell_bytes, params.lanes * kPackElements<T>);
-  params.pieces = FastDivider(cell_bytes / kPackBytes);
-  const int64_t cells = kThreads / params.lanes;
-  return Launch(InterpolateColumns<T>, CeilDiv(call.cells.size(), cells), kThreads,
-                cells * params.pitch, stream, params);
+  const ColumnPlan plan(call);
+  const InterpolateColumnsParams params{call, plan.lanes, plan.pitch,
+                                        FastDivider(kCorners * RowBytes(call) / kPackBytes)};
+  return Launch(InterpolateColumns<T>, CeilDiv(call.cells.size(), plan.cells()), kThreads,
+                plan.cells() * plan.pitch, stream, params);
 }
 
 }  // namespace
 
-cudaError_t LaunchColumns(cudaStream_t stream, const Call& call) {
+bool CanRunColumns(const Call& call, const Device&) {
+  return HasAlignedArrays(call) && call.out != nullptr && call.width % VectorElements(call) == 0 &&
+         RowBytes(call) <= kMaxRowBytes;
+}
+
+cudaError_t LaunchColumns(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(call.dtype,
                                      [&]<typename T>(T) { return LaunchOf<T>(stream, call); });
 }

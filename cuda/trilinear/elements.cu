@@ -5,7 +5,9 @@
 
 namespace jaxops::trilinear::cuda {
 
-cudaError_t LaunchElements(cudaStream_t stream, const Call& call) {
+bool CanRunElements(const Call&, const Device&) { return true; }
+
+cudaError_t LaunchElements(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(
       call.dtype, [&]<typename T>(T) { return LaunchVectorsOf<T, 1>(stream, call); });
 }

@@ -21,7 +21,7 @@ struct ImageParams {
   int64_t cotangent_bytes;
 };
 
-// The gradient by the features if kFeatures, by the point if kPoints. A lane has a corner of every
+// The feature gradient if kFeatures, the point gradient if kPoints. A lane has a corner of every
 // fourth cell.
 template <typename T, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kImageThreads)
@@ -110,28 +110,35 @@ __global__ void __launch_bounds__(kImageThreads)
   }
 }
 
-template <typename T>
-cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
-  using A = Accumulator<T>;
-  const int64_t cell_bytes = kCorners * call.width * sizeof(T);
-  const ImageParams params{ParamsOfWarps(call), FastDivider(cell_bytes / kPackBytes),
-                           kWarp * cell_bytes,
-                           kWarp * call.width * static_cast<int64_t>(sizeof(A))};
-  const auto kernel = call.dpoints == nullptr     ? BackwardImage<T, true, false>
-                      : call.dfeatures == nullptr ? BackwardImage<T, false, true>
-                                                  : BackwardImage<T, true, true>;
-  const int64_t bytes =
-      kImageThreads / kWarp *
-      (params.image_bytes + params.cotangent_bytes + static_cast<int64_t>(sizeof(CornerValues<A>)));
-  return Launch(kernel, CeilDiv(call.cells.size(), kImageThreads), kImageThreads, bytes, stream,
-                params);
-}
+// The parts of a block's shared memory.
+struct ImagePlan {
+  int64_t image_bytes;      // of a warp's features
+  int64_t cotangent_bytes;  // of a warp
+  int64_t shared_bytes;
+
+  explicit ImagePlan(const Call& call)
+      : image_bytes(kWarp * kCorners * RowBytes(call)), cotangent_bytes(kWarp * RowBytes(call)) {
+    constexpr int64_t kCornerBytes = sizeof(CornerValues<double>);
+    shared_bytes = kImageThreads / kWarp * (image_bytes + cotangent_bytes + kCornerBytes);
+  }
+};
 
 }  // namespace
 
-cudaError_t LaunchImages(cudaStream_t stream, const Call& call) {
-  if (call.dtype != DType::kF64) return cudaErrorNotSupported;
-  return LaunchOf<double>(stream, call);
+bool CanRunImages(const Call& call, const Device&) {
+  return HasAlignedArrays(call) && call.dtype == DType::kF64 && call.out == nullptr &&
+         ImagePlan(call).shared_bytes <= jaxops::cuda::kSharedLeave;
+}
+
+cudaError_t LaunchImages(cudaStream_t stream, const Call& call, const Device&) {
+  const ImagePlan plan(call);
+  const ImageParams params{ParamsOfWarps(call), FastDivider(kCorners * RowBytes(call) / kPackBytes),
+                           plan.image_bytes, plan.cotangent_bytes};
+  const auto kernel = call.dpoints == nullptr     ? BackwardImage<double, true, false>
+                      : call.dfeatures == nullptr ? BackwardImage<double, false, true>
+                                                  : BackwardImage<double, true, true>;
+  return Launch(kernel, CeilDiv(call.cells.size(), kImageThreads), kImageThreads, plan.shared_bytes,
+                stream, params);
 }
 
 }  // namespace jaxops::trilinear::cuda

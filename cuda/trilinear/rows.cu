@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
   StorePack(static_cast<T*>(call.out) + (cells.first + cell) * kCount, out);
 }
 
-// The gradient by the features if kFeatures, by the point if kPoints. Rows are kPieces times kCount
+// The feature gradient if kFeatures, the point gradient if kPoints. Rows are kPieces times kCount
 // elements; the pieces of a warp's rows are moved in order.
 template <typename T, int kCount, int kPieces, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kThreads)
@@ -179,7 +179,14 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 
 }  // namespace
 
-cudaError_t LaunchRows(cudaStream_t stream, const Call& call) {
+bool CanRunRows(const Call& call, const Device&) {
+  if (!HasAlignedArrays(call)) return false;
+  const int64_t vector = VectorElements(call);
+  if (call.out != nullptr) return call.width == 2 && vector < 8;
+  return call.width == vector || call.width == 2 * vector || (call.width == 2 && vector == 4);
+}
+
+cudaError_t LaunchRows(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(call.dtype,
                                      [&]<typename T>(T) { return LaunchOf<T>(stream, call); });
 }

@@ -13,11 +13,13 @@
 
 #include "common/host_device.h"
 #include "cuda/trilinear/cells.cuh"
+#include "cuda/trilinear/families.h"
 
 namespace jaxops::trilinear::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int64_t kMaxRowBytes = 56 * 1024;
 // What a multiprocessor has at least: leaves registers for all that a thread has of the cotangent.
 template <typename T>
 constexpr int kBlocks = sizeof(T) == 2 ? 2 : 3;
@@ -46,7 +48,7 @@ struct ShiftParams {
 enum class Step { kInner, kCrossing, kLast };
 constexpr int kOthers = 2;  // that are not inner ones
 
-// Takes one vector of every row of a cell: the gradient by the features if kFeatures, and what
+// Takes one vector of every row of a cell: the feature gradient if kFeatures, and what
 // these vectors add to the one by the point if kPoints.
 template <typename T, int kRest, bool kFeatures, bool kPoints, Step kStep>
 __device__ __forceinline__ void TakeStep(const ShiftParams& params, int64_t cell, int step,
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     BackwardShifts(const __grid_constant__ ShiftParams params) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
-  // What every step adds to the gradient by the point.
+  // What every step adds to the point gradient.
   [[maybe_unused]] A* parts = reinterpret_cast<A*>(shared);
   const Call& call = params.call;
   const int64_t cell = blockIdx.x;
@@ -200,7 +202,14 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 
 }  // namespace
 
-cudaError_t LaunchShifts(cudaStream_t stream, const Call& call) {
+bool CanRunShifts(const Call& call, const Device&) {
+  const int64_t vector = VectorElements(call);
+  return HasAlignedArrays(call) && call.out == nullptr && call.dtype != DType::kF64 &&
+         call.width > vector && call.width % vector != 0 && RowBytes(call) <= kMaxRowBytes &&
+         call.cells.size() <= INT32_MAX;
+}
+
+cudaError_t LaunchShifts(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     if constexpr (sizeof(T) == sizeof(double)) {
       return cudaErrorInvalidValue;

@@ -127,7 +127,11 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 
 }  // namespace
 
-cudaError_t LaunchSingles(cudaStream_t stream, const Call& call) {
+bool CanRunSingles(const Call& call, const Device&) {
+  return HasAlignedArrays(call) && call.width == 1;
+}
+
+cudaError_t LaunchSingles(cudaStream_t stream, const Call& call, const Device&) {
   const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1;
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     return plain ? LaunchOf<T, true>(stream, call) : LaunchOf<T, false>(stream, call);

@@ -119,22 +119,26 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
-  using A = Accumulator<T>;
-  const int64_t cell_bytes = kCorners * call.width * sizeof(T);
+  const int64_t cell_bytes = kCorners * RowBytes(call);
   TileParams params{call};
   params.tile_cells = static_cast<int>(std::min(kTileBytes / cell_bytes, kMaxTileCells));
   params.pieces = FastDivider(cell_bytes / kPackBytes);
   params.width = FastDivider(call.width);
   params.features_bytes = params.tile_cells * cell_bytes;
-  const int64_t bytes =
-      params.features_bytes + kCorners * (params.tile_cells + kWeightPadding) * sizeof(A);
+  const int64_t bytes = params.features_bytes +
+                        kCorners * (params.tile_cells + kWeightPadding) * sizeof(Accumulator<T>);
   return Launch(InterpolateTile<T>, CeilDiv(call.cells.size(), params.tile_cells), kThreads, bytes,
                 stream, params);
 }
 
 }  // namespace
 
-cudaError_t LaunchTiles(cudaStream_t stream, const Call& call) {
+bool CanRunTiles(const Call& call, const Device&) {
+  return HasAlignedArrays(call) && call.out != nullptr && call.width % VectorElements(call) == 0 &&
+         kCorners * RowBytes(call) <= kTileBytes;
+}
+
+cudaError_t LaunchTiles(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(call.dtype,
                                      [&]<typename T>(T) { return LaunchOf<T>(stream, call); });
 }

@@ -5,7 +5,11 @@
 
 namespace jaxops::trilinear::cuda {
 
-cudaError_t LaunchVectors(cudaStream_t stream, const Call& call) {
+bool CanRunVectors(const Call& call, const Device&) {
+  return HasAlignedArrays(call) && call.width % VectorElements(call) == 0;
+}
+
+cudaError_t LaunchVectors(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     return LaunchVectorsOf<T, kPackElements<T>>(stream, call);
   });

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The gradient by the point, and by the features if kFeatures.
+// The point gradient, and the feature gradient if kFeatures.
 template <typename T, int kCount, bool kFeatures>
 __global__ void __launch_bounds__(kThreads, kBlocksOf<T, kFeatures>)
     BackwardVectors(const __grid_constant__ VectorParams params) {
