@@ -25,7 +25,7 @@ using jaxops::cuda::Pack;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
-constexpr int64_t kMostSharingBlocks = 2048;
+constexpr int64_t kMaxSharingBlocks = 2048;
 
 // Points whose updates are read ahead of adding them.
 constexpr int kAhead = 4;
@@ -284,7 +284,7 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call, const BrickOrder& 
   const int64_t blocks = int64_t{order.bins >> kAxes} * params.chunks.divisor();
   JAXOPS_RETURN_IF_ERROR(
       Launch(SumInBricks<T, kCount, kAxes, false>, blocks, kWarp, sizeof(M), stream, params));
-  return Launch(SumInBricks<T, kCount, kAxes, true>, std::min(blocks, kMostSharingBlocks), kWarp,
+  return Launch(SumInBricks<T, kCount, kAxes, true>, std::min(blocks, kMaxSharingBlocks), kWarp,
                 sizeof(M), stream, params);
 }
 

@@ -111,36 +111,29 @@ constexpr Family<Job> kBackwardFamilies[] = {
 const Table<Job> kBackward("grid_sample", "backward", kBackwardFamilies);
 
 cudaError_t LaunchGradients(cudaStream_t stream, const Job& job) {
-  if (job.call.dvolume != nullptr && job.call.dpoints != nullptr) {
-    const Device* device;
-    JAXOPS_RETURN_IF_ERROR(DescribeCurrentDevice(&device));
-    if (const Family<Job>* const family = kBackward.Choose(job, *device)) {
-      return family->launch(stream, job, *device);
-    }
+  if (job.call.dpoints == nullptr) return kVolumeGrad.Run(stream, job);
+  if (job.call.dvolume == nullptr) return kPointGrad.Run(stream, job);
+  const Device* device;
+  JAXOPS_RETURN_IF_ERROR(DescribeCurrentDevice(&device));
+  if (const Family<Job>* const family = kBackward.Choose(job, *device)) {
+    return family->launch(stream, job, *device);
   }
-  if (job.call.dvolume != nullptr) {
-    Job part = job;
-    part.call.dpoints = nullptr;
-    JAXOPS_RETURN_IF_ERROR(kVolumeGrad.Run(stream, part));
-  }
-  if (job.call.dpoints != nullptr) {
-    Job part{job.call, job.vectors};
-    part.call.dvolume = nullptr;
-    JAXOPS_RETURN_IF_ERROR(kPointGrad.Run(stream, part));
-  }
-  return cudaSuccess;
+  Job part = job;
+  part.call.dpoints = nullptr;
+  JAXOPS_RETURN_IF_ERROR(kVolumeGrad.Run(stream, part));
+  part.call.dpoints = job.call.dpoints;
+  part.call.dvolume = part.sums = part.order_space = nullptr;
+  return kPointGrad.Run(stream, part);
 }
 
 bool IsAligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
 }
 
-// Finds the parts of the work space: the sums of a volume gradient of 2-byte entries, and room
-// to put points in an order. Calls whose points are taken as they come have nothing after the sums.
-cudaError_t MakeJob(const Call& call, Job* job) {
-  const bool aligned = IsAligned(call.volume) && IsAligned(call.cotangent) && IsAligned(call.out) &&
-                       IsAligned(call.dvolume) && IsAligned(call.scratch);
-  *job = {call, aligned && call.geometry.width * SizeOf(call.dtype) % kPackBytes == 0};
+// Finds the parts of the work space: the sums of a volume gradient of 2-byte entries, and room to
+// put points in an order. Calls whose points are taken as they come have nothing after the sums.
+cudaError_t FindWorkSpace(Job* job) {
+  const Call& call = job->call;
   const bool adds = call.dvolume != nullptr && !call.deterministic;
   if (!adds && call.out == nullptr) return cudaSuccess;
   int64_t used = 0;
@@ -172,17 +165,17 @@ cudaError_t LaunchSample(cudaStream_t stream, const Call& call) {
     return cudaMemsetAsync(call.dpoints, 0, points * geometry.axes * SizeOf(call.point_dtype),
                            stream);
   }
-  Call nonzero = call;
-  if (call.gradients * geometry.grid() == 0) nonzero.dvolume = nullptr;
-  if (points == 0) nonzero.out = nonzero.dpoints = nullptr;
-  Job job;
-  JAXOPS_RETURN_IF_ERROR(MakeJob(nonzero, &job));
-  if (nonzero.out != nullptr) return kForward.Run(stream, job);
-  if (points == 0 && job.sums != nullptr) {
-    JAXOPS_RETURN_IF_ERROR(ClearSums(stream, job));
-  } else {
-    JAXOPS_RETURN_IF_ERROR(LaunchGradients(stream, job));
-  }
+  Job job{call};
+  if (call.gradients * geometry.grid() == 0) job.call.dvolume = nullptr;
+  if (points == 0) job.call.out = job.call.dpoints = nullptr;
+  const bool aligned = IsAligned(call.volume) && IsAligned(call.cotangent) && IsAligned(call.out) &&
+                       IsAligned(job.call.dvolume) && IsAligned(call.scratch);
+  job.vectors = aligned && geometry.width * SizeOf(call.dtype) % kPackBytes == 0;
+  JAXOPS_RETURN_IF_ERROR(FindWorkSpace(&job));
+  if (job.call.out != nullptr) return kForward.Run(stream, job);
+  if (job.call.dvolume == nullptr && job.call.dpoints == nullptr) return cudaSuccess;
+  const bool is_zero = points == 0 && job.sums != nullptr;
+  JAXOPS_RETURN_IF_ERROR(is_zero ? ClearSums(stream, job) : LaunchGradients(stream, job));
   return job.sums == nullptr ? cudaSuccess : RoundSums(stream, job);
 }
 

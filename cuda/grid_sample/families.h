@@ -19,8 +19,8 @@ using jaxops::cuda::Device;
 
 // A call of at least one point and channel, or one of its gradients.
 struct Job {
-  Call call;     // results that are not asked for are null
-  bool vectors;  // rows are whole vectors of 16 bytes, and all arrays are aligned to them
+  Call call;             // results that are not asked for are null
+  bool vectors = false;  // rows are whole vectors of 16 bytes, and all arrays are aligned to them
   // The volume's gradient in the arithmetic type, for families that add to it in memory; null: its
   // sums are to be in the order of the points, or it is not asked for.
   void* sums = nullptr;

@@ -283,29 +283,46 @@ __global__ void __launch_bounds__(kOrderThreads)
   for (uint32_t i = threadIdx.x; i < size; i += kOrderThreads) to[i] = staged[i];
 }
 
-// Fills the parameters that both orders have; false: the points cannot be put in one.
-bool FindBricks(const Call& call, int groups, int64_t max_bins, OrderParams* params) {
-  const Geometry& geometry = call.geometry;
-  if (call.batch.size() != 1 || geometry.points == 0 || geometry.points >= Placed::kNone) {
-    return false;
-  }
-  params->call = call;
-  params->points = geometry.points;
-  int64_t bins = int64_t{1} << geometry.axes;
-  for (int a = 0; a < geometry.axes; ++a) {
-    const int shift = geometry.axes == 3 ? BrickShift<3>(a) : BrickShift<2>(a);
-    params->bricks[a] = static_cast<uint32_t>(CeilDiv(geometry.sizes[a], int64_t{1} << shift));
-    bins *= params->bricks[a];
-    if (bins == 0 || bins > max_bins) return false;
-  }
-  params->bins = static_cast<uint32_t>(bins);
-  params->shift = 0;
-  while (CeilDiv(bins, int64_t{1} << params->shift) > groups) ++params->shift;
-  params->groups = static_cast<uint32_t>(CeilDiv(bins, int64_t{1} << params->shift));
-  return true;
-}
+// How points are sorted: by groups of bins.
+struct BinPlan {
+  uint32_t bricks[kMaxAxes] = {};
+  int64_t bins = 0;  // 0: the points cannot be put in an order
+  int shift = 0;     // 2^shift bins are a group
+  int64_t groups = 0;
 
-constexpr int64_t kMaxBrickBins = int64_t{kBrickGroups} * kMaxBinsOfGroup;
+  BinPlan(const Call& call, int64_t max_groups, int64_t max_bins) {
+    const Geometry& geometry = call.geometry;
+    if (call.batch.size() != 1 || geometry.points == 0 || geometry.points >= Placed::kNone) return;
+    int64_t product = int64_t{1} << geometry.axes;
+    for (int a = 0; a < geometry.axes; ++a) {
+      const int brick_shift = geometry.axes == 3 ? BrickShift<3>(a) : BrickShift<2>(a);
+      bricks[a] = static_cast<uint32_t>((int64_t{geometry.sizes[a]} + (1 << brick_shift) - 1) >>
+                                        brick_shift);
+      product *= bricks[a];
+      if (product == 0 || product > max_bins) return;
+    }
+    bins = product;
+    const auto count_groups = [&] { return (bins + (int64_t{1} << shift) - 1) >> shift; };
+    while (count_groups() > max_groups) ++shift;
+    groups = count_groups();
+  }
+
+  static BinPlan Rough(const Call& call) { return {call, kRoughGroups, INT32_MAX}; }
+  static BinPlan ByBricks(const Call& call) {
+    return {call, kBrickGroups, int64_t{kBrickGroups} * kMaxBinsOfGroup};
+  }
+};
+
+OrderParams MakeParams(const Call& call, const BinPlan& plan) {
+  OrderParams params{};
+  params.call = call;
+  params.points = call.geometry.points;
+  std::copy_n(plan.bricks, kMaxAxes, params.bricks);
+  params.bins = static_cast<uint32_t>(plan.bins);
+  params.shift = plan.shift;
+  params.groups = static_cast<uint32_t>(plan.groups);
+  return params;
+}
 
 // Places for points in a rough order.
 int64_t RoughSize(const Call& call) {
@@ -316,35 +333,33 @@ int64_t RoughSize(const Call& call) {
 struct BrickSpace {
   int64_t members = 0, counts, begins, left, shares, taken, group_begins, points, size;
 
-  explicit BrickSpace(const OrderParams& params) {
-    counts = members + 2 * params.points;
-    begins = counts + params.bins;
-    left = begins + params.bins;
+  BrickSpace(const Geometry& geometry, const BinPlan& plan) {
+    counts = members + 2 * geometry.points;
+    begins = counts + plan.bins;
+    left = begins + plan.bins;
     shares = left + 1;
-    taken = shares + 2 * ((params.points << params.call.geometry.axes) / kShare);
+    taken = shares + 2 * ((geometry.points << geometry.axes) / kShare);
     group_begins = taken + 1;
-    points = group_begins + CeilDiv(params.points, kBrickPoints) * (params.groups + 1);
-    size = points + params.points;
+    points = group_begins + CeilDiv(geometry.points, kBrickPoints) * (plan.groups + 1);
+    size = points + geometry.points;
   }
 };
 
 }  // namespace
 
 int64_t RoughOrderBytes(const Call& call) {
-  OrderParams params{};
-  if (!FindBricks(call, kRoughGroups, INT32_MAX, &params)) return 0;
+  if (BinPlan::Rough(call).bins == 0) return 0;
   return RoughSize(call) * static_cast<int64_t>(sizeof(Placed));
 }
 
 int64_t BrickOrderBytes(const Call& call) {
-  OrderParams params{};
-  if (!FindBricks(call, kBrickGroups, kMaxBrickBins, &params)) return 0;
-  return BrickSpace(params).size * static_cast<int64_t>(sizeof(uint32_t));
+  const BinPlan plan = BinPlan::ByBricks(call);
+  if (plan.bins == 0) return 0;
+  return BrickSpace(call.geometry, plan).size * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, RoughOrder* order) {
-  OrderParams params{};
-  if (!FindBricks(call, kRoughGroups, INT32_MAX, &params)) return cudaErrorInvalidValue;
+  OrderParams params = MakeParams(call, BinPlan::Rough(call));
   *order = params.rough = {RoughSize(call), static_cast<Placed*>(space)};
   const auto kernel = call.geometry.axes == 3 ? SortIntoTiles<3> : SortIntoTiles<2>;
   return Launch(kernel, CeilDiv(call.geometry.points, kRoughPoints), kOrderThreads,
@@ -352,9 +367,9 @@ cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, Rou
 }
 
 cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, BrickOrder* order) {
-  OrderParams params{};
-  if (!FindBricks(call, kBrickGroups, kMaxBrickBins, &params)) return cudaErrorInvalidValue;
-  const BrickSpace parts(params);
+  const BinPlan plan = BinPlan::ByBricks(call);
+  OrderParams params = MakeParams(call, plan);
+  const BrickSpace parts(call.geometry, plan);
   auto* numbers = static_cast<uint32_t*>(space);
   std::copy_n(params.bricks, kMaxAxes, order->bricks);
   order->bins = params.bins;

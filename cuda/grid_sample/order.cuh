@@ -57,7 +57,7 @@ struct BrickOrder {
 int64_t RoughOrderBytes(const Call& call);
 int64_t BrickOrderBytes(const Call& call);
 
-// Put the points in an order.
+// Put points that can be put in an order in it.
 cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, RoughOrder* order);
 cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, BrickOrder* order);
 

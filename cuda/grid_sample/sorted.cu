@@ -535,7 +535,7 @@ struct TilePlan {
       ++shifts[best];
     }
     for (int a = 0; a < geometry.axes; ++a) {
-      along[a] = CeilDiv(geometry.sizes[a], int64_t{1} << shifts[a]);
+      along[a] = (int64_t{geometry.sizes[a]} + (1 << shifts[a]) - 1) >> shifts[a];
       tiles *= along[a];
     }
   }

@@ -21,14 +21,14 @@ using jaxops::cuda::Pack;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
-constexpr int kFewThreads = 128;
+constexpr int kValueThreads = 128;
 
 template <typename T, int kCount, int kAxes>
-__global__ void __launch_bounds__(kFewThreads) SampleFew(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kValueThreads) SampleFew(const __grid_constant__ Params params) {
   using A = Accumulator<T>;
   constexpr int kCorners = 1 << kAxes;
   const Call& call = params.call;
-  uint32_t index = blockIdx.x * kFewThreads + threadIdx.x;
+  uint32_t index = blockIdx.x * kValueThreads + threadIdx.x;
   const int64_t f = int64_t{params.row.Peel(index)} * kCount;
   if (index >= params.points) return;
   Stencil<A, kAxes> stencil(params, index);
@@ -118,8 +118,8 @@ cudaError_t LaunchWith(cudaStream_t stream, const Job& job) {
   const int64_t row_threads = call.geometry.width / kCount;
   Params params(call, row_threads);
   if (call.out != nullptr) {
-    return Launch(SampleFew<T, kCount, kAxes>, CeilDiv(params.points * row_threads, kFewThreads),
-                  kFewThreads, 0, stream, params);
+    return Launch(SampleFew<T, kCount, kAxes>, CeilDiv(params.points * row_threads, kValueThreads),
+                  kValueThreads, 0, stream, params);
   }
   const bool adds = job.sums != nullptr;
   if (adds) {
@@ -142,8 +142,9 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Job& job) {
 bool CanRunThreads(const Job& job, const Device&) {
   const Call& call = job.call;
   // SampleFew counts threads in 31 bits.
-  if (call.out != nullptr)
-    return RowThreads(job) * call.batch.size() * call.geometry.points <= INT32_MAX - kFewThreads;
+  if (call.out != nullptr) {
+    return RowThreads(job) * call.batch.size() * call.geometry.points <= INT32_MAX - kValueThreads;
+  }
   return call.dvolume == nullptr || job.sums != nullptr;
 }
 

@@ -1,18 +1,18 @@
 // Trilinear interpolation in cells whose rows vectors do not divide, and its gradients.
 //
 // The eight rows of a cell are a whole number of vectors and aligned together, but a row begins and
-// ends amid a vector. So a block has an image of the features of its cells in shared memory, where
-// they follow each other as in memory: it comes and goes by bulk copies, and gradients take the
-// place of what they are made with.
+// ends inside a vector. So a block has an image of the features of its cells in shared memory,
+// where they follow each other as in memory: it comes and goes by bulk copies, and gradients take
+// the place of what they are made with.
 //
 // A group of neighbouring lanes, a power of two, has a cell. They take its columns in turns, of
 // which each is a word of every row: an element, or two of 2 bytes. Groups are as large as makes
 // the lanes of a warp read different banks, which is 4 or 8 lanes where rows are odd, and larger
 // where the image of a block would be too large.
 //
-// Of rows of an odd number of elements of 2 bytes, every other one begins amid a word. A column has
-// the words of these that begin with the next element, and what it knows of the cotangent goes one
-// element further. Words that two rows share are left to one lane.
+// Of rows of an odd number of elements of 2 bytes, every other one begins inside a word. A column
+// has the words of these that begin with the next element, and what it knows of the cotangent goes
+// one element further. Words that two rows share are left to one lane.
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -326,9 +326,9 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
           sum[0] += weights[c] * words[c * width + column];
         } else {
           const uint32_t* at = words + c * width / 2 + column;
-          const bool amid = kShifted && c % 2 != 0;
-          sum[0] += weights[c] * WidenHalf<T>(at[0], amid);
-          sum[1] += weights[c] * WidenHalf<T>(at[amid], !amid);
+          const bool inside = kShifted && c % 2 != 0;
+          sum[0] += weights[c] * WidenHalf<T>(at[0], inside);
+          sum[1] += weights[c] * WidenHalf<T>(at[inside], !inside);
         }
       }
       if constexpr (kColumns == Columns::kSingles) {

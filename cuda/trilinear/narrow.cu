@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
 // --- tiles ---------------------------------------------------------------------------------------
 
 // Point gradients of so few features of 2 bytes that the cotangent and the points count
-// beside them: these come by bulk copies too, where a lane would load 2 bytes at a time.
+// next to them: these come by bulk copies too, where a lane would load 2 bytes at a time.
 constexpr int kMaxTileWidth = 3;
 
 struct TileParams {

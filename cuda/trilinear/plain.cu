@@ -17,16 +17,16 @@
 namespace jaxops::trilinear::cuda {
 namespace {
 
-// Of a result that is written in packs, one a thread. All of it lies in one line of the constant
+// Of a result that is written in vectors, one a thread. All of it lies in one line of the constant
 // cache, of which a kernel's parameters begin 16 bytes behind the start.
 struct PackParams {
   const void* from;  // features or cotangent
   const void* points;
   void* to;
-  uint32_t packs;         // of the whole result
+  uint32_t vectors;       // of the whole result
   uint32_t stride;        // between the entries of two cells in `from`
   uint32_t point_stride;  // between two points
-  FastDivider row;        // packs of a row, or its elements where packs span rows
+  FastDivider row;        // vectors of a row, or its elements where vectors span rows
 };
 
 template <typename T>
@@ -37,17 +37,17 @@ __device__ __forceinline__ void LoadPlain(const void* points, uint32_t offset,
   for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
 }
 
-// A thread has kCount values of a cell. Threads behind the last pack make that too and do not store
-// it: to leave would put off what all others load until they know that they stay. The sizes of
-// blocks are constants, because blockDim is in another line of the constant cache. To ask for one
-// block leaves registers for all of a thread's loads.
+// A thread has kCount values of a cell. Threads behind the last vector make that too and do not
+// store it: to leave would put off what all others load until they know that they stay. The sizes
+// of blocks are constants, because blockDim is in another line of the constant cache. To ask for
+// one block leaves registers for all of a thread's loads.
 template <typename T, int kCount, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
     InterpolatePlain(const __grid_constant__ PackParams params) {
   using A = Accumulator<T>;
   const uint32_t own = blockIdx.x * kThreads + threadIdx.x;
-  const uint32_t pack = min(own, params.packs - 1);
-  uint32_t cell = pack;
+  const uint32_t vector = min(own, params.vectors - 1);
+  uint32_t cell = vector;
   const uint32_t f = params.row.Peel(cell) * kCount;
   const uint32_t width = params.row.divisor() * kCount;
   const T* features = static_cast<const T*>(params.from) + (cell * params.stride + f);
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(rows[c].values[i]);
     out.values[i] = Narrow<T>(sum);
   }
-  if (own == pack) {
-    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + pack * kCount) = out;
+  if (own == vector) {
+    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + vector * kCount) = out;
   }
 }
 
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kSharedThreads)
   constexpr int kCells = kWarp / kLanes;             // of a warp
   constexpr int kPacks = kCorners * kWidth / kPack;  // of a cell
   constexpr int kLoads = kCells * kPacks / kWarp;
-  // Between two cells is a row more, or a pack where that is longer, which puts them in different
+  // Between two cells is a row more, or a vector where that is longer, which puts them in different
   // banks.
   constexpr int kPitch = kPacks + (kWidth + kPack - 1) / kPack;
   __shared__ Pack<T, kPack> shared[kSharedThreads / kWarp][kCells * kPitch];
@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(kSharedThreads)
   Pack<T, kPack> loaded[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    const uint32_t pack = i * kWarp + lane;
-    const uint32_t cell = min(first + pack / kPacks, params.last);
-    loaded[i] = LoadPack<kPack>(features + cell * params.stride + pack % kPacks * kPack);
+    const uint32_t vector = i * kWarp + lane;
+    const uint32_t cell = min(first + vector / kPacks, params.last);
+    loaded[i] = LoadPack<kPack>(features + cell * params.stride + vector % kPacks * kPack);
   }
   const uint32_t local = lane / kLanes;
   const uint32_t f = lane % kLanes * kCount;
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kSharedThreads)
   Pack<T, kPack>* of_warp = shared[threadIdx.x / kWarp];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    const uint32_t pack = i * kWarp + lane;
-    of_warp[pack / kPacks * kPitch + pack % kPacks] = loaded[i];
+    const uint32_t vector = i * kWarp + lane;
+    of_warp[vector / kPacks * kPitch + vector % kPacks] = loaded[i];
   }
   __syncwarp();
   const T* rows = reinterpret_cast<const T*>(of_warp + local * kPitch) + f;
@@ -158,15 +158,15 @@ __device__ __forceinline__ A WeightOf(const Axis<A> (&axes)[kAxes], uint32_t cor
 
 constexpr int kGradThreads = 256;
 
-// A thread has a pack of a cell's feature gradient, which may span rows if kSpans.
+// A thread has a vector of a cell's feature gradient, which may span rows if kSpans.
 template <typename T, bool kSpans>
 __global__ void __launch_bounds__(kGradThreads)
     FeatureGradPlain(const __grid_constant__ PackParams params) {
   using A = Accumulator<T>;
   constexpr int kPack = kPackElements<T>;
-  const uint32_t pack = blockIdx.x * kGradThreads + threadIdx.x;
-  if (pack >= params.packs) return;
-  uint32_t row = kSpans ? pack * kPack : pack;
+  const uint32_t vector = blockIdx.x * kGradThreads + threadIdx.x;
+  if (vector >= params.vectors) return;
+  uint32_t row = kSpans ? vector * kPack : vector;
   uint32_t f = params.row.Peel(row) * (kSpans ? 1 : kPack);
   const uint32_t cell = row / kCorners;
   Coordinates<A> p;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kGradThreads)
     const A weight = WeightOf(axes, (kSpans ? rows[i] : row) % kCorners);
     out.values[i] = Narrow<T>(weight * Widen(g.values[i]));
   }
-  StorePack(static_cast<T*>(params.to) + pack * kPack, out);
+  StorePack(static_cast<T*>(params.to) + vector * kPack, out);
 }
 
 // The results, which are needed last, are what does not lie in the first line.
@@ -211,11 +211,11 @@ struct PointParams {
 };
 
 constexpr uint32_t kMaxLanes = 512;
-constexpr uint32_t kLeastThreads = 64;
+constexpr uint32_t kMinThreads = 64;
 
 // Threads of a block, which do not ask blockDim for it either.
 JAXOPS_HOST_DEVICE constexpr uint32_t PointThreads(uint32_t lanes) {
-  return lanes < kLeastThreads ? kLeastThreads : lanes;
+  return lanes < kMinThreads ? kMinThreads : lanes;
 }
 
 // The point gradient, and the feature gradient if kFeatures. To ask for one block leaves
@@ -303,15 +303,15 @@ uint32_t StrideOf(const Call& call, Call::Operand operand) {
 
 template <typename T, int kCount, int kThreads>
 cudaError_t LaunchValuesOf(cudaStream_t stream, const Call& call) {
-  const int64_t packs = call.cells.size() * call.width / kCount;
+  const int64_t vectors = call.cells.size() * call.width / kCount;
   const PackParams params{call.features,
                           call.points,
                           call.out,
-                          static_cast<uint32_t>(packs),
+                          static_cast<uint32_t>(vectors),
                           StrideOf(call, Call::kFeatures),
                           StrideOf(call, Call::kPoints),
                           FastDivider(call.width / kCount)};
-  return Launch(InterpolatePlain<T, kCount, kThreads>, CeilDiv(packs, kThreads), kThreads, 0,
+  return Launch(InterpolatePlain<T, kCount, kThreads>, CeilDiv(vectors, kThreads), kThreads, 0,
                 stream, params);
 }
 
@@ -389,39 +389,39 @@ template <typename T>
 cudaError_t LaunchFeatureGrad(cudaStream_t stream, const Call& call) {
   constexpr int kPack = kPackElements<T>;
   const bool spans = call.width % kPack != 0;
-  const int64_t packs = call.cells.size() * kCorners * call.width / kPack;
+  const int64_t vectors = call.cells.size() * kCorners * call.width / kPack;
   const PackParams params{call.cotangent,
                           call.points,
                           call.dfeatures,
-                          static_cast<uint32_t>(packs),
+                          static_cast<uint32_t>(vectors),
                           StrideOf(call, Call::kCotangent),
                           StrideOf(call, Call::kPoints),
                           FastDivider(spans ? call.width : call.width / kPack)};
   return Launch(spans ? FeatureGradPlain<T, true> : FeatureGradPlain<T, false>,
-                CeilDiv(packs, kGradThreads), kGradThreads, 0, stream, params);
+                CeilDiv(vectors, kGradThreads), kGradThreads, 0, stream, params);
 }
 
-// How many lanes share a cell whose rows are so many packs, of 16 bytes if they are whole. Calls
-// that would not fill the GPU otherwise have as many as there are packs.
-uint32_t PointLanes(const Call& call, int64_t packs, bool whole) {
+// How many lanes share a cell whose rows are so many vectors, of 16 bytes if they are whole. Calls
+// that would not fill the GPU otherwise have as many as there are vectors.
+uint32_t PointLanes(const Call& call, int64_t vectors, bool whole) {
   constexpr int64_t kFilled = 64 * 1024;
   const auto gains = [&](uint32_t lanes) {
     if (lanes < kWarp || lanes * call.cells.size() < kFilled) return true;
     if (call.dfeatures != nullptr) {
       if (!whole) return true;
       // A block of the most lanes leaves room for no other on a multiprocessor, which then waits
-      // for memory wherever that block does, unless its lanes have several packs each.
-      if (lanes == kMaxLanes / 2) return packs >= 2 * kMaxLanes;
-      // A few lanes that go round once more are better than many of them without a pack, above all
-      // where a lane has as many registers as those of other types than float32.
-      return (jaxops::cuda::SizeOf(call.dtype) == 4 ? 5 : 7) * lanes <= 4 * packs;
+      // for memory wherever that block does, unless its lanes have several vectors each.
+      if (lanes == kMaxLanes / 2) return vectors >= 2 * kMaxLanes;
+      // A few lanes that go round once more are better than many of them without a vector, above
+      // all where a lane has as many registers as those of other types than float32.
+      return (jaxops::cuda::SizeOf(call.dtype) == 4 ? 5 : 7) * lanes <= 4 * vectors;
     }
-    // One and a half to three packs a lane: with fewer, blocks do little but begin and end, and
+    // One and a half to three vectors a lane: with fewer, blocks do little but begin and end, and
     // with more the last of all take long.
-    return whole && lanes < kMaxLanes / 2 && 3 * lanes <= packs;
+    return whole && lanes < kMaxLanes / 2 && 3 * lanes <= vectors;
   };
   uint32_t lanes = 1;
-  while (lanes < kMaxLanes && lanes < packs && gains(lanes)) lanes *= 2;
+  while (lanes < kMaxLanes && lanes < vectors && gains(lanes)) lanes *= 2;
   return lanes;
 }
 

@@ -2,8 +2,8 @@
 // large for the memory that a block shares.
 //
 // The eight rows of a cell are a whole number of vectors and aligned together, but a row begins and
-// ends amid a vector. A thread takes a vector of every row: the n-th of those that begin in it. All
-// of them lie within one vector's elements less one of each other, from the same part of the
+// ends inside a vector. A thread takes a vector of every row: the n-th of those that begin in it.
+// All of them lie within one vector's elements less one of each other, from the same part of the
 // cotangent, which the thread keeps in registers. By how much a row is shifted is known to the
 // compiler, because it depends on no more than the corner and the rest of a row after its whole
 // vectors. So is where the last vectors of a row go on with the next one: they are steps of another
@@ -24,7 +24,8 @@ constexpr int64_t kMaxRowBytes = 56 * 1024;
 template <typename T>
 constexpr int kBlocks = sizeof(T) == 2 ? 2 : 3;
 
-// Where the vectors are that begin in a corner's row. kRest is what a row has beside whole vectors.
+// Where the vectors are that begin in a corner's row. kRest is what a row has next to whole
+// vectors.
 template <typename T, int kRest>
 struct Shifts {
   static constexpr int kPack = kPackElements<T>;
@@ -33,7 +34,7 @@ struct Shifts {
   JAXOPS_HOST_DEVICE static constexpr int FirstOf(int corner) {
     return (kPack - corner * kRest % kPack) % kPack;
   }
-  // Which vector of the cell that is, beside the whole ones of the rows before.
+  // Which vector of the cell that is, next to the whole ones of the rows before.
   JAXOPS_HOST_DEVICE static constexpr int VectorOf(int corner) {
     return (corner * kRest + FirstOf(corner)) / kPack;
   }

@@ -20,8 +20,8 @@ constexpr int kBankLineBytes = 128;
 constexpr int64_t kTileBytes = 24 * 1024;
 constexpr int64_t kMaxTileCells = 512;
 
-// Between the weights of two corners in shared memory, beside one entry a cell: puts the corners of
-// a cell into different banks.
+// Between the weights of two corners in shared memory, next to one entry a cell: puts the corners
+// of a cell into different banks.
 constexpr int kWeightPadding = 4;
 
 struct TileParams {
