@@ -6,6 +6,7 @@ JAXOPS_RANDOM_SEED begins other ones.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -178,6 +179,21 @@ def test_launcher_of_too_much_is_found():
     outcome = kernels.run(call, kernels.Device("less", "9.0", 132, 99))
     assert outcome.error.startswith("conv: ")
     assert "bytes of shared memory, and blocks have at most 101376" in outcome.violation
+
+
+@pytest.mark.parametrize("is_gradient", [False, True])
+def test_too_little_work_space_is_an_error(is_gradient):
+    """Points are put in an order if there is work space, and never taken as they come instead."""
+    arguments = arrays(F32, (128, 128, 128, 16), (1 << 20, 3))
+    function = jaxops.grid_sample
+    if is_gradient:
+        function = jax.grad(lambda *arrays: jaxops.grid_sample(*arrays).sum())
+    *_, call = kernels.record(function, *arguments, capability="9.0")
+    assert any(kernel.startswith("SortInto") for kernel in check(call, H200).kernels)
+    *results, space = call.results
+    half = dataclasses.replace(space, shape=(space.shape[0] // 2,))
+    call = dataclasses.replace(call, results=(*results, half))
+    assert "invalid argument" in kernels.run(call, H200).error
 
 
 def test_machine_code_is_known():

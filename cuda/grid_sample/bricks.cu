@@ -1,4 +1,4 @@
-// The gradient by a volume, summed brick by brick of it, see cuda/grid_sample/order.cuh.
+// The volume gradient, summed brick by brick of it, see cuda/grid_sample/order.cuh.
 //
 // A warp has the sums of a brick in shared memory, goes through all points that touch it and writes
 // it once, so that the volume's gradient is neither cleared nor added to in memory. At a time it
@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "cuda/common/launch.h"
-#include "cuda/grid_sample/launch.h"
+#include "cuda/grid_sample/families.h"
 #include "cuda/grid_sample/order.cuh"
 #include "cuda/grid_sample/samples.cuh"
 
@@ -25,7 +25,7 @@ using jaxops::cuda::Pack;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
-constexpr int64_t kMostSharingBlocks = 2048;
+constexpr int64_t kMaxSharingBlocks = 2048;
 
 // Points whose updates are read ahead of adding them.
 constexpr int kAhead = 4;
@@ -282,10 +282,9 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call, const BrickOrder& 
   params.common.sums = sums;
   for (int a = 0; a < kAxes; ++a) params.along[a] = FastDivider(order.bricks[a]);
   const int64_t blocks = int64_t{order.bins >> kAxes} * params.chunks.divisor();
-  const cudaError_t error =
-      Launch(SumInBricks<T, kCount, kAxes, false>, blocks, kWarp, sizeof(M), stream, params);
-  if (error != cudaSuccess) return error;
-  return Launch(SumInBricks<T, kCount, kAxes, true>, std::min(blocks, kMostSharingBlocks), kWarp,
+  JAXOPS_RETURN_IF_ERROR(
+      Launch(SumInBricks<T, kCount, kAxes, false>, blocks, kWarp, sizeof(M), stream, params));
+  return Launch(SumInBricks<T, kCount, kAxes, true>, std::min(blocks, kMaxSharingBlocks), kWarp,
                 sizeof(M), stream, params);
 }
 
@@ -313,12 +312,16 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call, const BrickOrder& or
 
 }  // namespace
 
-bool HasBricks(const Call& call) {
-  return call.dtype != DType::kF64 && 2 * call.geometry.width >= kWarp >> call.geometry.axes;
+bool CanRunBricks(const Job& job, const Device&) {
+  return job.sums != nullptr && job.call.dtype != DType::kF64 && job.order_space != nullptr &&
+         BrickOrderBytes(job.call) > 0;
 }
 
-cudaError_t LaunchBrickVolumeGrad(cudaStream_t stream, const Call& call, const BrickOrder& order,
-                                  float* sums) {
+cudaError_t LaunchBricks(cudaStream_t stream, const Job& job, const Device&) {
+  const Call& call = job.call;
+  auto* sums = static_cast<float*>(job.sums);
+  BrickOrder order;
+  JAXOPS_RETURN_IF_ERROR(OrderByBricks(stream, call, job.order_space, &order));
   switch (call.dtype) {
     case DType::kF16:
       return LaunchOf<__half>(stream, call, order, sums);

@@ -10,9 +10,6 @@ namespace jaxops::grid_sample::cuda {
 
 cudaError_t LaunchSample(cudaStream_t stream, const Call& call);
 
-// The gradient by the volume, its sums in the order of the points. For LaunchSample to call.
-cudaError_t LaunchSortedVolumeGrad(cudaStream_t stream, const Call& call);
-
 }  // namespace jaxops::grid_sample::cuda
 
 #endif  // JAXOPS_CUDA_GRID_SAMPLE_LAUNCH_H_

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/common/launch.h"
+#include "cuda/grid_sample/families.h"
 #include "cuda/grid_sample/order.cuh"
 #include "cuda/grid_sample/samples.cuh"
 
@@ -282,86 +283,115 @@ __global__ void __launch_bounds__(kOrderThreads)
   for (uint32_t i = threadIdx.x; i < size; i += kOrderThreads) to[i] = staged[i];
 }
 
-// Fills what both orders take; false: the points have none.
-bool FindBricks(const Call& call, int groups, int64_t max_bins, OrderParams* params) {
-  const Geometry& geometry = call.geometry;
-  if (call.batch.size() != 1 || geometry.points == 0 || geometry.points >= Placed::kNone) {
-    return false;
+// How points are sorted: by groups of bins.
+struct BinPlan {
+  uint32_t bricks[kMaxAxes] = {};
+  int64_t bins = 0;  // 0: the points cannot be put in an order
+  int shift = 0;     // 2^shift bins are a group
+  int64_t groups = 0;
+
+  BinPlan(const Call& call, int64_t max_groups, int64_t max_bins) {
+    const Geometry& geometry = call.geometry;
+    if (call.batch.size() != 1 || geometry.points == 0 || geometry.points >= Placed::kNone) return;
+    int64_t product = int64_t{1} << geometry.axes;
+    for (int a = 0; a < geometry.axes; ++a) {
+      const int brick_shift = geometry.axes == 3 ? BrickShift<3>(a) : BrickShift<2>(a);
+      bricks[a] = static_cast<uint32_t>((int64_t{geometry.sizes[a]} + (1 << brick_shift) - 1) >>
+                                        brick_shift);
+      product *= bricks[a];
+      if (product == 0 || product > max_bins) return;
+    }
+    bins = product;
+    const auto count_groups = [&] { return (bins + (int64_t{1} << shift) - 1) >> shift; };
+    while (count_groups() > max_groups) ++shift;
+    groups = count_groups();
   }
-  params->call = call;
-  params->points = geometry.points;
-  int64_t bins = int64_t{1} << geometry.axes;
-  for (int a = 0; a < geometry.axes; ++a) {
-    const int shift = geometry.axes == 3 ? BrickShift<3>(a) : BrickShift<2>(a);
-    params->bricks[a] = static_cast<uint32_t>(CeilDiv(geometry.sizes[a], int64_t{1} << shift));
-    bins *= params->bricks[a];
-    if (bins == 0 || bins > max_bins) return false;
+
+  static BinPlan Rough(const Call& call) { return {call, kRoughGroups, INT32_MAX}; }
+  static BinPlan ByBricks(const Call& call) {
+    return {call, kBrickGroups, int64_t{kBrickGroups} * kMaxBinsOfGroup};
   }
-  params->bins = static_cast<uint32_t>(bins);
-  params->shift = 0;
-  while (CeilDiv(bins, int64_t{1} << params->shift) > groups) ++params->shift;
-  params->groups = static_cast<uint32_t>(CeilDiv(bins, int64_t{1} << params->shift));
-  return true;
+};
+
+OrderParams MakeParams(const Call& call, const BinPlan& plan) {
+  OrderParams params{};
+  params.call = call;
+  params.points = call.geometry.points;
+  std::copy_n(plan.bricks, kMaxAxes, params.bricks);
+  params.bins = static_cast<uint32_t>(plan.bins);
+  params.shift = plan.shift;
+  params.groups = static_cast<uint32_t>(plan.groups);
+  return params;
 }
+
+// Places for points in a rough order.
+int64_t RoughSize(const Call& call) {
+  return CeilDiv(call.geometry.points, kRoughPoints) * kTiles * kWarp;
+}
+
+// The parts of the work space of an order by bricks, in 4-byte numbers from its begin.
+struct BrickSpace {
+  int64_t members = 0, counts, begins, left, shares, taken, group_begins, points, size;
+
+  BrickSpace(const Geometry& geometry, const BinPlan& plan) {
+    counts = members + 2 * geometry.points;
+    begins = counts + plan.bins;
+    left = begins + plan.bins;
+    shares = left + 1;
+    taken = shares + 2 * ((geometry.points << geometry.axes) / kShare);
+    group_begins = taken + 1;
+    points = group_begins + CeilDiv(geometry.points, kBrickPoints) * (plan.groups + 1);
+    size = points + geometry.points;
+  }
+};
 
 }  // namespace
 
-cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, int64_t space_bytes,
-                         RoughOrder* order) {
-  *order = {};
-  OrderParams params{};
-  const int64_t blocks = CeilDiv(call.geometry.points, kRoughPoints);
-  const int64_t size = blocks * kTiles * kWarp;
-  if (space_bytes < size * static_cast<int64_t>(sizeof(Placed)) ||
-      !FindBricks(call, kRoughGroups, INT32_MAX, &params)) {
-    return cudaSuccess;
-  }
-  *order = {size, static_cast<Placed*>(space)};
-  params.rough = *order;
-  const auto kernel = call.geometry.axes == 3 ? SortIntoTiles<3> : SortIntoTiles<2>;
-  return Launch(kernel, blocks, kOrderThreads, kTiles * kWarp * sizeof(Placed), stream, params);
+int64_t RoughOrderBytes(const Call& call) {
+  if (BinPlan::Rough(call).bins == 0) return 0;
+  return RoughSize(call) * static_cast<int64_t>(sizeof(Placed));
 }
 
-cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, int64_t space_bytes,
-                          BrickOrder* order) {
-  *order = {};
-  OrderParams params{};
-  if (!FindBricks(call, kBrickGroups, int64_t{kBrickGroups} * kMaxBinsOfGroup, &params)) {
-    return cudaSuccess;
-  }
-  const int64_t points = params.points, bins = params.bins;
-  const int64_t blocks = CeilDiv(points, kBrickPoints);
-  const int64_t shares = (points << call.geometry.axes) / kShare;
-  auto* next = static_cast<uint32_t*>(space);
-  const auto take = [&next](int64_t count) {
-    next += count;
-    return next - count;
-  };
-  params.members = reinterpret_cast<Member*>(take(2 * points));
+int64_t BrickOrderBytes(const Call& call) {
+  const BinPlan plan = BinPlan::ByBricks(call);
+  if (plan.bins == 0) return 0;
+  return BrickSpace(call.geometry, plan).size * static_cast<int64_t>(sizeof(uint32_t));
+}
+
+cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, RoughOrder* order) {
+  OrderParams params = MakeParams(call, BinPlan::Rough(call));
+  *order = params.rough = {RoughSize(call), static_cast<Placed*>(space)};
+  const auto kernel = call.geometry.axes == 3 ? SortIntoTiles<3> : SortIntoTiles<2>;
+  return Launch(kernel, CeilDiv(call.geometry.points, kRoughPoints), kOrderThreads,
+                kTiles * kWarp * sizeof(Placed), stream, params);
+}
+
+cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, BrickOrder* order) {
+  const BinPlan plan = BinPlan::ByBricks(call);
+  OrderParams params = MakeParams(call, plan);
+  const BrickSpace parts(call.geometry, plan);
+  auto* numbers = static_cast<uint32_t*>(space);
   std::copy_n(params.bricks, kMaxAxes, order->bricks);
   order->bins = params.bins;
-  order->counts = take(bins);
-  order->begins = take(bins);
-  order->left = take(1);
-  order->shares = take(2 * shares);
-  params.taken = take(1);
-  params.begins = take(blocks * (params.groups + 1));
-  uint32_t* sorted = take(points);
-  if ((next - static_cast<uint32_t*>(space)) * static_cast<int64_t>(sizeof(uint32_t)) >
-      space_bytes) {
-    return cudaSuccess;
-  }
-  order->points = sorted;
+  order->counts = numbers + parts.counts;
+  order->begins = numbers + parts.begins;
+  order->points = numbers + parts.points;
+  order->left = numbers + parts.left;
+  order->shares = numbers + parts.shares;
+  const int64_t blocks = CeilDiv(params.points, kBrickPoints);
   params.by_bricks = *order;
   params.blocks = static_cast<uint32_t>(blocks);
+  params.members = reinterpret_cast<Member*>(numbers + parts.members);
+  params.begins = numbers + parts.group_begins;
+  params.taken = numbers + parts.taken;
   const auto kernel = call.geometry.axes == 3 ? SortIntoGroups<3> : SortIntoGroups<2>;
   JAXOPS_RETURN_IF_ERROR(
       Launch(kernel, blocks, kOrderThreads, kBrickPoints * sizeof(Member), stream, params));
-  // Beside its static memory there is not the usual leave on every GPU.
-  constexpr int kMostBytes = (kStaged + kMaxBinsOfGroup) * static_cast<int>(sizeof(uint32_t));
+  // Next to its static memory some GPUs have less than the usual limit.
+  constexpr int kMaxBytes = (kStaged + kMaxBinsOfGroup) * static_cast<int>(sizeof(uint32_t));
   return Launch(SortIntoBins, params.groups, kOrderThreads,
                 (kStaged + (size_t{1} << params.shift)) * sizeof(uint32_t), stream, params,
-                kMostBytes);
+                kMaxBytes);
 }
 
 }  // namespace jaxops::grid_sample::cuda

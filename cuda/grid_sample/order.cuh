@@ -2,7 +2,7 @@
 //
 // Kernels that read the volume want a rough one: by parts of the volume that the L2 holds.
 //
-// The gradient by the volume wants one by bricks. A point is in the brick of the upper entry of its
+// The volume gradient wants one by bricks. A point is in the brick of the upper entry of its
 // cell. Where that is the brick's first entry along an axis, the cell's lower entry is in the brick
 // before; a brick's points are therefore in bins, by the set of axes of which that is so. What
 // touches the entries of a brick are all of its own bins, and of the bricks after it those bins
@@ -39,8 +39,8 @@ struct alignas(16) Placed {
 
 // Tiles of 32 points, of which only the last ones may be kNone.
 struct RoughOrder {
-  int64_t size;  // places for points
-  Placed* points;
+  int64_t size = 0;          // places for points
+  Placed* points = nullptr;  // null: they are taken as they come
 };
 
 struct BrickOrder {
@@ -48,23 +48,18 @@ struct BrickOrder {
   uint32_t bins;              // 2^axes a brick
   uint32_t* counts;           // of the points in each bin
   uint32_t* begins;           // of each bin in `points`
-  uint32_t* points;           // their indices, bin by bin; null: there is no order
-  uint32_t* left;             // zero; for LaunchBrickVolumeGrad, and room for two numbers a share
+  uint32_t* points;           // their indices, bin by bin
+  uint32_t* left;             // zero; for LaunchBricks, and room for two numbers a share
   uint32_t* shares;           // of a brick's points
 };
 
-// Make an order if there is `space` for it, which is aligned to 16 bytes.
-cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, int64_t space_bytes,
-                         RoughOrder* order);
-cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, int64_t space_bytes,
-                          BrickOrder* order);
+// The work space that an order takes, aligned to 16 bytes; 0 if the points cannot be put in it.
+int64_t RoughOrderBytes(const Call& call);
+int64_t BrickOrderBytes(const Call& call);
 
-// Whether LaunchBrickVolumeGrad makes the gradient by the volume that is asked for.
-bool HasBricks(const Call& call);
-
-// Makes it, in the arithmetic type.
-cudaError_t LaunchBrickVolumeGrad(cudaStream_t stream, const Call& call, const BrickOrder& order,
-                                  float* sums);
+// Put points that can be put in an order in it.
+cudaError_t OrderRoughly(cudaStream_t stream, const Call& call, void* space, RoughOrder* order);
+cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, BrickOrder* order);
 
 }  // namespace jaxops::grid_sample::cuda
 

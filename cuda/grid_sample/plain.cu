@@ -1,4 +1,4 @@
-// Plain samples of volumes and their gradients by points, see cuda/grid_sample/plain.h.
+// Plain samples of volumes and their point gradients, see CanRunPlain.
 //
 // Each thread looks at the point of its own channels: so little work without options that lanes do
 // it over again for the same point rather than wait to be told. The kernels are a fraction of the
@@ -12,7 +12,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/multilinear.cuh"
 #include "cuda/common/numeric.cuh"
-#include "cuda/grid_sample/plain.h"
+#include "cuda/grid_sample/families.h"
 
 namespace jaxops::grid_sample::cuda {
 namespace {
@@ -24,6 +24,7 @@ using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::Pack;
+using jaxops::cuda::SizeOf;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
@@ -316,20 +317,40 @@ __global__ void __launch_bounds__(kLanesThreads, kCount > 1 ? 4 : 1)
 
 // --- launches ------------------------------------------------------------------------------------
 
+// How the threads of a call share rows.
+struct PlainPlan {
+  int times = 1;       // vectors or elements of a row that a thread has at once
+  int lane_shift = 0;  // of a gradient: 2^this many lanes share a point
+};
+
 // All choices below were measured on an H200.
 
 // Threads that keep it busy.
 constexpr int64_t kManyThreads = int64_t{1} << 18;
 
-// Of rows that are not loaded in packs: up to how many elements a thread of a value has one, where
-// there are many threads, and from how many it has three instead of two.
-template <int kAxes>
-constexpr int64_t kShortRow = kAxes == 2 ? 12 : 24;
-template <typename T>
-constexpr int64_t kLongRow = sizeof(T) == 2 ? 33 : 96;
+PlainPlan PlanValue(const Call& call, int count) {
+  const int64_t width = call.geometry.width;
+  // Where there are many threads, those of rows that are not whole vectors have several elements.
+  if (count > 1 || call.batch.size() * call.geometry.points * width <= kManyThreads) return {};
+  const int64_t from_three = SizeOf(call.dtype) == 2 ? 33 : 96;
+  const int64_t above_one = call.geometry.axes == 2 ? 12 : 24;
+  return {width >= from_three ? 3 : width > above_one ? 2 : 1};
+}
 
-// And up to how many elements a lane of a gradient has one at a time instead of three.
-constexpr int64_t kShortGradRow = 4;
+PlainPlan PlanPointGrad(const Call& call, int count) {
+  const int64_t width = call.geometry.width;
+  // Lanes of rows that are not whole vectors have three elements at once, but for short rows.
+  const bool three = count == 1 && width > 4;
+  // With more lanes each has less to do one thing after another, with fewer they do less over
+  // again. Memory is read best by lines.
+  const int64_t lanes = CeilDiv(width, count * (three ? 3 : 1));
+  int shift = three ? 2 : 0;
+  while (shift < 5 && 1 << shift < lanes) ++shift;
+  const bool many = call.batch.size() * call.geometry.points << shift > kManyThreads;
+  const int min_shift = count > 1 && IsCached(call) ? 2 : 3;
+  if (many && shift > min_shift) shift = std::min(shift - 1, count > 1 ? 3 : 4);
+  return {three && !(many && SizeOf(call.dtype) == 2) ? 3 : 1, shift};
+}
 
 template <typename T, int kCount, int kTimes, int kAxes>
 cudaError_t LaunchPointGrad(cudaStream_t stream, const Call& call, int lane_shift) {
@@ -339,72 +360,56 @@ cudaError_t LaunchPointGrad(cudaStream_t stream, const Call& call, int lane_shif
                 stream, params);
 }
 
-// Whether an L2 holds the volume.
-bool IsCached(const Call& call) {
-  const int64_t entry_bytes = call.geometry.width * jaxops::cuda::SizeOf(call.dtype);
-  return call.geometry.grid() * entry_bytes < int64_t{3} << 24;
-}
-
-template <typename T, int kCount, int kAxes>
-cudaError_t LaunchPointGrad(cudaStream_t stream, const Call& call) {
-  const int64_t width = call.geometry.width;
-  const bool three = kCount == 1 && width > kShortGradRow;
-  // With more lanes each has less to do one thing after another, with fewer they do less over
-  // again. Memory is read best by lines.
-  const int64_t lanes = CeilDiv(width, kCount * (three ? 3 : 1));
-  int shift = three ? 2 : 0;
-  while (shift < 5 && 1 << shift < lanes) ++shift;
-  const bool many = call.batch.size() * call.geometry.points << shift > kManyThreads;
-  const int least = kCount > 1 && IsCached(call) ? 2 : 3;
-  if (many && shift > least) shift = std::min(shift - 1, kCount > 1 ? 3 : 4);
-  if constexpr (kCount == 1) {
-    if (three && !(many && sizeof(T) == 2)) {
-      return LaunchPointGrad<T, 1, 3, kAxes>(stream, call, shift);
-    }
-  }
-  return LaunchPointGrad<T, kCount, 1, kAxes>(stream, call, shift);
-}
-
 template <typename T, int kCount, int kTimes, int kAxes>
-cudaError_t LaunchValue(cudaStream_t stream, const Call& call, const RoughOrder& order) {
-  const int64_t row_threads = CeilDiv(call.geometry.width, kCount * kTimes);
-  const PlainParams<Accumulator<T>, kAxes> params(call, order, row_threads, 0);
+cudaError_t LaunchValue(cudaStream_t stream, const Job& job) {
+  constexpr bool kCanOrder = sizeof(T) < sizeof(double) && kCount > 1;
+  RoughOrder order;
+  if (kCanOrder && job.order_space != nullptr) {
+    JAXOPS_RETURN_IF_ERROR(OrderRoughly(stream, job.call, job.order_space, &order));
+  }
+  const int64_t row_threads = CeilDiv(job.call.geometry.width, kCount * kTimes);
+  const PlainParams<Accumulator<T>, kAxes> params(job.call, order, row_threads, 0);
   const int64_t threads = params.count * row_threads;
   // Few of them are in small blocks, for more multiprocessors.
   const int block = threads > 4096 ? kSampleThreads : kSampleThreads / 2;
   auto kernel = SamplePlain<T, kCount, kTimes, kAxes, false>;
-  if constexpr (sizeof(T) < sizeof(double) && kCount > 1) {
+  if constexpr (kCanOrder) {
     if (order.points != nullptr) kernel = SamplePlain<T, kCount, kTimes, kAxes, true>;
   }
   return Launch(kernel, CeilDiv(threads, block), block, 0, stream, params);
 }
 
 template <typename T, int kCount, int kAxes>
-cudaError_t LaunchWith(cudaStream_t stream, const Call& call, const RoughOrder& order) {
-  if (call.dpoints != nullptr) return LaunchPointGrad<T, kCount, kAxes>(stream, call);
+cudaError_t LaunchWith(cudaStream_t stream, const Job& job) {
+  const Call& call = job.call;
+  const bool is_value = call.out != nullptr;
+  const PlainPlan plan = is_value ? PlanValue(call, kCount) : PlanPointGrad(call, kCount);
   if constexpr (kCount == 1) {
-    const int64_t width = call.geometry.width;
-    const bool many = call.batch.size() * call.geometry.points * width > kManyThreads;
-    if (many && width >= kLongRow<T>) return LaunchValue<T, 1, 3, kAxes>(stream, call, order);
-    if (many && width > kShortRow<kAxes>) return LaunchValue<T, 1, 2, kAxes>(stream, call, order);
+    if (plan.times == 3) {
+      return is_value ? LaunchValue<T, 1, 3, kAxes>(stream, job)
+                      : LaunchPointGrad<T, 1, 3, kAxes>(stream, call, plan.lane_shift);
+    }
+    if (plan.times == 2) return LaunchValue<T, 1, 2, kAxes>(stream, job);
   }
-  return LaunchValue<T, kCount, 1, kAxes>(stream, call, order);
+  return is_value ? LaunchValue<T, kCount, 1, kAxes>(stream, job)
+                  : LaunchPointGrad<T, kCount, 1, kAxes>(stream, call, plan.lane_shift);
 }
 
 }  // namespace
 
-bool IsPlain(const Call& call) {
+bool CanRunPlain(const Job& job, const Device&) {
+  const Call& call = job.call;
   const Geometry& geometry = call.geometry;
   if (call.order > 0 || geometry.method != Method::kLinear || geometry.padding != Padding::kZeros) {
     return false;
   }
   if (call.point_dtype != (call.dtype == DType::kF64 ? DType::kF64 : DType::kF32)) return false;
   // More entries of an axis have positions in float32 that are rounded, which takes some care.
-  constexpr int32_t kMostExact = 1 << 24;
+  constexpr int32_t kMaxExact = 1 << 24;
   for (int a = 0; a < geometry.axes; ++a) {
     // With align_corners every coordinate is on the only entry of an axis.
     if (geometry.sizes[a] < (geometry.align_corners ? 2 : 1)) return false;
-    if (call.point_dtype == DType::kF32 && geometry.sizes[a] > kMostExact) return false;
+    if (call.point_dtype == DType::kF32 && geometry.sizes[a] > kMaxExact) return false;
   }
   int64_t volumes = 1;
   if (call.batch.rank() > 0) {
@@ -416,36 +421,20 @@ bool IsPlain(const Call& call) {
     if (call.batch.stride(0, Call::kVolume) > 0) volumes = call.batch.size();
   }
   // An order has more places than points.
-  constexpr int64_t kMostThreads = int64_t{1} << 30;
+  constexpr int64_t kMaxThreads = int64_t{1} << 30;
   const int64_t points = call.batch.size() * geometry.points;
   return volumes * geometry.grid() * geometry.width <= UINT32_MAX &&
-         points * std::max<int64_t>(geometry.width, kWarp) <= kMostThreads;
+         points * std::max<int64_t>(geometry.width, kWarp) <= kMaxThreads;
 }
 
-bool IsFasterPlain(const Call& call, const RoughOrder& order, bool packs) {
-  if (!IsPlain(call)) return false;
-  const Geometry& geometry = call.geometry;
-  const bool single = call.dtype == DType::kF32;
-  // Kernels whose warps go through 32 points each find more in the L1, where points are many and in
-  // an order, or where rows are loaded element by element. They also have less under way, which
-  // suits gradients of one channel in a large volume.
-  if (order.points != nullptr) {
-    return packs && call.dtype != DType::kF64 && !(single && geometry.points > kManyThreads * 2);
-  }
-  if (call.dpoints != nullptr) return geometry.width > 1 || IsCached(call);
-  const bool middle = geometry.width > 24 && geometry.width < 64;
-  return !(single && !packs && geometry.axes == 3 && middle && geometry.points > kManyThreads / 2);
-}
-
-cudaError_t LaunchPlain(cudaStream_t stream, const Call& call, const RoughOrder& order,
-                        bool packs) {
-  return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
+cudaError_t LaunchPlain(cudaStream_t stream, const Job& job, const Device&) {
+  return jaxops::cuda::DispatchFloat(job.call.dtype, [&]<typename T>(T) {
     const auto launch = [&]<int kCount>(std::integral_constant<int, kCount>) {
-      return call.geometry.axes == 3 ? LaunchWith<T, kCount, 3>(stream, call, order)
-                                     : LaunchWith<T, kCount, 2>(stream, call, order);
+      return job.call.geometry.axes == 3 ? LaunchWith<T, kCount, 3>(stream, job)
+                                         : LaunchWith<T, kCount, 2>(stream, job);
     };
-    return packs ? launch(std::integral_constant<int, kPackElements<T>>{})
-                 : launch(std::integral_constant<int, 1>{});
+    return job.vectors ? launch(std::integral_constant<int, kPackElements<T>>{})
+                       : launch(std::integral_constant<int, 1>{});
   });
 }
 

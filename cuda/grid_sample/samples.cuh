@@ -12,9 +12,6 @@
 #include "cuda/common/numeric.cuh"
 #include "cuda/grid_sample/order.cuh"
 
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (const cudaError_t error = (expression); error != cudaSuccess) return error
-
 namespace jaxops::grid_sample::cuda {
 
 using jaxops::cuda::kPackBytes;
@@ -194,6 +191,43 @@ __device__ __forceinline__ void Add(A* to, const A (&values)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) atomicAdd(to + i, values[i]);
   }
+}
+
+// The offset of a corner's entry from that of the lowest.
+template <int kAxes>
+__device__ __forceinline__ int64_t CornerOffset(int corner, const Params& params) {
+  int64_t offset = 0;
+#pragma unroll
+  for (int a = 0; a < kAxes; ++a) {
+    if (corner & multilinear::BitOf<kAxes>(a)) offset += params.strides[a];
+  }
+  return offset;
+}
+
+// The weighted sums of entries around a point, kCount channels of them.
+template <int kCount, typename A, typename T, int kCorners>
+__device__ __forceinline__ jaxops::cuda::Pack<T, kCount> WeightedSums(
+    const jaxops::cuda::Pack<T, kCount> (&values)[kCorners], const A (&weights)[kCorners],
+    bool is_nan) {
+  A sums[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i] = is_nan ? static_cast<A>(nanf("")) : A(0);
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      sums[i] += weights[c] * jaxops::cuda::Widen(values[c].values[i]);
+  }
+  jaxops::cuda::Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = jaxops::cuda::Narrow<T>(sums[i]);
+  return out;
+}
+
+// The gradient with respect to a point that is not a number.
+template <typename A>
+__device__ __forceinline__ A LostGradient(const Call& call) {
+  return static_cast<A>(call.geometry.method == Method::kLinear ? nanf("") : 0.0f);
 }
 
 }  // namespace jaxops::grid_sample::cuda

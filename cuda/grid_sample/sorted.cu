@@ -1,4 +1,4 @@
-// The gradient by a volume, its sums in the order of the points, so that it is the same bit for bit
+// The volume gradient, its sums in the order of the points, so that it is the same bit for bit
 // in every run.
 //
 // A point adds to the entries around its cell, the cell being named by the entry below it along
@@ -12,7 +12,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "cuda/common/launch.h"
-#include "cuda/grid_sample/launch.h"
+#include "cuda/grid_sample/families.h"
 #include "cuda/grid_sample/samples.cuh"
 
 namespace jaxops::grid_sample::cuda {
@@ -517,6 +517,30 @@ cudaError_t SortPoints(cudaStream_t stream, SortedParams& params, void (*make_ke
   return cudaSuccess;
 }
 
+// How a gradient is cut into tiles: as much of a cube as the volume has room for.
+struct TilePlan {
+  int shifts[kMaxAxes] = {};
+  int tile_shift = 0;  // the sum of these
+  int64_t along[kMaxAxes] = {};
+  int64_t tiles = 1;
+
+  explicit TilePlan(const Geometry& geometry) {
+    for (; tile_shift < kTileShift; ++tile_shift) {
+      int best = -1;
+      for (int a = geometry.axes - 1; a >= 0; --a) {
+        const bool has_room = geometry.sizes[a] > 1 << shifts[a];
+        if (has_room && (best < 0 || shifts[a] < shifts[best])) best = a;
+      }
+      if (best < 0) break;
+      ++shifts[best];
+    }
+    for (int a = 0; a < geometry.axes; ++a) {
+      along[a] = (int64_t{geometry.sizes[a]} + (1 << shifts[a]) - 1) >> shifts[a];
+      tiles *= along[a];
+    }
+  }
+};
+
 template <typename T, int kAxes>
 cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
@@ -526,41 +550,29 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
   constexpr int kWide = sizeof(T) < 4 ? kPack : 2 * kPack;
   const Geometry& geometry = call.geometry;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  const bool packs =
+  const bool vectors =
       geometry.width % kPack == 0 && aligned(call.cotangent) && aligned(call.dvolume);
   // As long as there are threads for the whole device.
-  const bool is_wide = packs && geometry.width % kWide == 0 &&
+  const bool is_wide = vectors && geometry.width % kWide == 0 &&
                        call.gradients * geometry.grid() * (geometry.width / kWide) >= kManyThreads;
-  const int count = is_wide ? kWide : packs ? kPack : 1;
+  const int count = is_wide ? kWide : vectors ? kPack : 1;
   SortedParams params{Params(call, geometry.width / count)};
   const int64_t points = params.common.points;
-  if (points > UINT32_MAX) return cudaErrorInvalidValue;
   params.by_gradient = FastDivider64(geometry.grid() * geometry.width);
   params.by_width = FastDivider64(geometry.width);
   params.cell_keys = call.gradients;
   params.lanes = 1;
   while (params.lanes < kWarp && params.lanes < geometry.width) params.lanes *= 2;
-  // Tiles are as much of a cube as the volume has room for.
-  for (params.tile_shift = 0; params.tile_shift < kTileShift; ++params.tile_shift) {
-    int best = -1;
-    for (int a = kAxes - 1; a >= 0; --a) {
-      const bool has_room = geometry.sizes[a] > 1 << params.shifts[a];
-      if (has_room && (best < 0 || params.shifts[a] < params.shifts[best])) best = a;
-    }
-    if (best < 0) break;
-    ++params.shifts[best];
-  }
-  int64_t tiles = 1;  // of a gradient
+  const TilePlan plan(geometry);
+  params.tile_shift = plan.tile_shift;
   for (int a = 0; a < kAxes; ++a) {
     params.cell_keys *= int64_t{geometry.sizes[a]} + 1;
-    const int64_t along = CeilDiv(geometry.sizes[a], int64_t{1} << params.shifts[a]);
-    params.tiles[a] = FastDivider(along);
-    tiles *= along;
+    params.shifts[a] = plan.shifts[a];
+    params.tiles[a] = FastDivider(plan.along[a]);
   }
-  if (tiles > INT32_MAX) return cudaErrorInvalidValue;
-  params.tiles_of_gradient = FastDivider64(tiles);
+  params.tiles_of_gradient = FastDivider64(plan.tiles);
   params.gather_threads =
-      (call.gradients * tiles << params.tile_shift) * params.common.by_row.divisor();
+      (call.gradients * plan.tiles << params.tile_shift) * params.common.by_row.divisor();
 
   Workspace space(call.scratch, call.scratch_bytes);
   params.wide = params.cell_keys > UINT32_MAX;
@@ -592,16 +604,23 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
       JAXOPS_RETURN_IF_ERROR(Launch(SumThirdLevel<A>, groups, kThreads, 0, stream, params));
     }
   }
-  const auto gather = is_wide ? GatherSums<T, kWide, kAxes>
-                      : packs ? GatherSums<T, kPack, kAxes>
-                              : GatherSums<T, 1, kAxes>;
+  const auto gather = is_wide   ? GatherSums<T, kWide, kAxes>
+                      : vectors ? GatherSums<T, kPack, kAxes>
+                                : GatherSums<T, 1, kAxes>;
   return Launch(gather, CeilDiv(params.gather_threads, kGatherThreads), kGatherThreads, 0, stream,
                 params);
 }
 
 }  // namespace
 
-cudaError_t LaunchSortedVolumeGrad(cudaStream_t stream, const Call& call) {
+bool CanRunSorted(const Job& job, const Device&) {
+  const Call& call = job.call;
+  return call.deterministic && call.batch.size() * call.geometry.points <= UINT32_MAX &&
+         TilePlan(call.geometry).tiles <= INT32_MAX;
+}
+
+cudaError_t LaunchSorted(cudaStream_t stream, const Job& job, const Device&) {
+  const Call& call = job.call;
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     return call.geometry.axes == 3 ? LaunchAxes<T, 3>(stream, call)
                                    : LaunchAxes<T, 2>(stream, call);

@@ -11,10 +11,10 @@
 #include <type_traits>
 
 #include "common/fast_divide.h"
+#include "common/trilinear.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/multilinear.cuh"
 #include "cuda/common/numeric.cuh"
-#include "cuda/trilinear/launch.h"
 
 namespace jaxops::trilinear::cuda {
 
@@ -32,39 +32,6 @@ using jaxops::cuda::Pack;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 using multilinear::Axis;
-
-// See narrow.cu: rows of at most 4 bytes an element, of some widths up to
-// kMaxNarrowWidth.
-inline constexpr int64_t kMaxNarrowWidth = 15;
-
-// Whether the kernels of groups make a plain gradient by the points of such rows faster: together
-// with that by the features those of the widest, and alone of those whose cells would come in
-// pieces of 16 bytes.
-constexpr bool GroupsAreFaster(int64_t width, int64_t item_bytes, bool both) {
-  if (both) return width >= (item_bytes == 2 ? 14 : 9);
-  return item_bytes == 4 && (width == 10 || width == 14);
-}
-inline constexpr bool HasNarrowGradients(int64_t width, int64_t item_bytes) {
-  return width <= kMaxNarrowWidth && width != 8 && (item_bytes == 2 || (width != 2 && width != 4));
-}
-inline constexpr bool HasNarrowValues(int64_t width, int64_t item_bytes) {
-  if (width % 2 != 0) return width <= kMaxNarrowWidth;
-  return item_bytes == 2 && (width == 2 || width == 4);
-}
-cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call);
-
-// Cells of at most so many bytes, see groups.cu.
-inline constexpr int64_t kMaxGroupCellBytes = 72 * 1024;
-cudaError_t LaunchGroups(cudaStream_t stream, const Call& call);
-
-// Gradients of rows of at least one vector and at most kMaxShiftRowBytes, of at most 4 bytes an
-// element, see shifts.cu.
-inline constexpr int64_t kMaxShiftRowBytes = 56 * 1024;
-cudaError_t LaunchShifts(cudaStream_t stream, const Call& call);
-
-// Calls of operands and results that are aligned to vectors, see plain.cu.
-bool HasFasterPlain(const Call& call);
-cudaError_t LaunchPlain(cudaStream_t stream, const Call& call);
 
 template <typename A>
 using Coordinates = A[kAxes];
@@ -131,7 +98,7 @@ __device__ __forceinline__ void StorePoint(const Call& call, int64_t cell,
   }
 }
 
-// Makes the gradient by the point of a cell of the dot products of its corners, which it
+// Makes the point gradient of a cell of the dot products of its corners, which it
 // overwrites. kPlain says that the weights are no derivatives, which the compiler turns into fewer
 // registers.
 template <bool kPlain = false, typename A>
@@ -171,12 +138,6 @@ __device__ __forceinline__ float WidenHalf(uint32_t word, bool upper) {
   } else {
     return Widen(__ushort_as_half(static_cast<unsigned short>(upper ? word >> 16 : word)));
   }
-}
-
-// Whether the features of all cells follow each other.
-inline bool AreDense(const Call& call) {
-  return call.cells.rank() == 0 ||
-         (call.cells.rank() == 1 && call.cells.stride(0, Call::kFeatures) == kCorners * call.width);
 }
 
 struct WarpParams {
@@ -226,7 +187,7 @@ inline WarpParams ParamsOfWarps(const Call& call) {
           call.cells.rank() > 1};
 }
 
-// Stores the gradients by the points of a warp's cells in the order of memory: three stores of
+// Stores the point gradients of a warp's cells in the order of memory: three stores of
 // every third element would each cost all the sectors. `staged` has kAxes elements a lane. kPlain
 // says that points are of type T.
 template <bool kPlain, typename T, typename A>

@@ -1,24 +1,25 @@
 // Trilinear interpolation in cells whose rows vectors do not divide, and its gradients.
 //
 // The eight rows of a cell are a whole number of vectors and aligned together, but a row begins and
-// ends amid a vector. So a block has an image of the features of its cells in shared memory, where
-// they follow each other as in memory: it comes and goes by bulk copies, and gradients take the
-// place of what they are made with.
+// ends inside a vector. So a block has an image of the features of its cells in shared memory,
+// where they follow each other as in memory: it comes and goes by bulk copies, and gradients take
+// the place of what they are made with.
 //
 // A group of neighbouring lanes, a power of two, has a cell. They take its columns in turns, of
 // which each is a word of every row: an element, or two of 2 bytes. Groups are as large as makes
 // the lanes of a warp read different banks, which is 4 or 8 lanes where rows are odd, and larger
 // where the image of a block would be too large.
 //
-// Of rows of an odd number of elements of 2 bytes, every other one begins amid a word. A column has
-// the words of these that begin with the next element, and what it knows of the cotangent goes one
-// element further. Words that two rows share are left to one lane.
+// Of rows of an odd number of elements of 2 bytes, every other one begins inside a word. A column
+// has the words of these that begin with the next element, and what it knows of the cotangent goes
+// one element further. Words that two rows share are left to one lane.
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
 #include <type_traits>
 
 #include "cuda/trilinear/cells.cuh"
+#include "cuda/trilinear/families.h"
 
 namespace jaxops::trilinear::cuda {
 namespace {
@@ -27,18 +28,19 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kLongThreads = 256;
 constexpr int64_t kLongCellBytes = 30 * 1024;
+constexpr int64_t kMaxCellBytes = 72 * 1024;
 
 // How many blocks of long cells a multiprocessor has registers for at least.
 template <typename T, bool kReads>
 constexpr int kBlocks = sizeof(T) == 8 && kReads ? 2 : 4;
 
 // What the features of a block's cells take of shared memory where a group need not have more than
-// one of them: of elements of 4 bytes but for gradients by the points alone, and of others.
+// one of them: of elements of 4 bytes but for point gradients alone, and of others.
 constexpr int64_t kSmallImageBytes = 12 * 1024;
 constexpr int64_t kImageBytes = 18 * 1024;
 
 // Lanes that a group begins with where these have no conflicts, and where that would take more.
-constexpr int64_t kMostLeastLanes = 8;
+constexpr int64_t kMaxConflictFreeLanes = 8;
 constexpr int64_t kFewLanes = 4;
 
 // Of rows of what: single elements of 4 or 8 bytes, pairs of 2 bytes each, or such pairs that every
@@ -173,7 +175,7 @@ __device__ __forceinline__ void LoadPointOf(const GroupParams& params, int64_t c
   }
 }
 
-// The gradient by the features if kFeatures, by the point if kPoints.
+// The feature gradient if kFeatures, the point gradient if kPoints.
 template <typename T, Columns kColumns, bool kPlain, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kLongThreads, kBlocks<T, kPoints>)
     BackwardGroups(const __grid_constant__ GroupParams params) {
@@ -324,9 +326,9 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
           sum[0] += weights[c] * words[c * width + column];
         } else {
           const uint32_t* at = words + c * width / 2 + column;
-          const bool amid = kShifted && c % 2 != 0;
-          sum[0] += weights[c] * WidenHalf<T>(at[0], amid);
-          sum[1] += weights[c] * WidenHalf<T>(at[amid], !amid);
+          const bool inside = kShifted && c % 2 != 0;
+          sum[0] += weights[c] * WidenHalf<T>(at[0], inside);
+          sum[1] += weights[c] * WidenHalf<T>(at[inside], !inside);
         }
       }
       if constexpr (kColumns == Columns::kSingles) {
@@ -363,50 +365,65 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
 
 // How many lanes of a group have words of one cell, so that lanes of several groups that read at
 // once read different banks; cells are so many bytes apart.
-template <typename T>
-int64_t LeastLanes(int64_t pitch) {
-  constexpr int64_t kLanes = kLineBytes / sizeof(Word<T>);
-  return std::gcd(pitch / static_cast<int64_t>(sizeof(Word<T>)), kLanes);
+int64_t ConflictFreeLanes(int64_t pitch, int64_t word_bytes) {
+  return std::gcd(pitch / word_bytes, kLineBytes / word_bytes);
 }
+
+// How a block's cells lie in shared memory, and how many lanes have one.
+struct GroupPlan {
+  int threads;  // of a block
+  int lanes;    // of a group
+  int tile;     // cells of a block
+  int pitch;    // between two cells in shared memory, in bytes
+  int64_t image_bytes;
+  int64_t shared_bytes;  // the image, and values before they are stored
+
+  explicit GroupPlan(const Call& call) {
+    const int64_t item_bytes = SizeOf(call.dtype);
+    const int64_t word_bytes = std::max<int64_t>(item_bytes, sizeof(uint32_t));
+    const int64_t cell_bytes = kCorners * RowBytes(call);
+    const int64_t max_image_bytes =
+        item_bytes == 4 && (call.dfeatures != nullptr || call.out != nullptr) ? kSmallImageBytes
+                                                                              : kImageBytes;
+    threads = cell_bytes < kLongCellBytes ? kThreads : kLongThreads;
+    // One copy of all cells is better than one a cell with something between them, and that is
+    // better than many lanes that have no column.
+    const int64_t columns = cell_bytes / (kCorners * word_bytes);
+    const int64_t wanted = ConflictFreeLanes(cell_bytes, word_bytes);
+    lanes = static_cast<int>(wanted <= kMaxConflictFreeLanes && 2 * wanted <= columns ? wanted
+                                                                                      : kFewLanes);
+    while (lanes < threads && threads / lanes * cell_bytes > max_image_bytes) lanes *= 2;
+    tile = threads / lanes;
+    pitch = static_cast<int>(cell_bytes);
+    // Conflicts of four lanes are better than several copies.
+    if (4 * lanes < wanted) {
+      while (ConflictFreeLanes(pitch, word_bytes) != lanes) pitch += kPackBytes;
+    }
+    image_bytes = tile * pitch + kLineBytes;
+    shared_bytes = image_bytes;
+    if (call.out != nullptr) {
+      shared_bytes += (CeilDiv(tile * call.width, VectorElements(call)) + 1) * kPackBytes;
+    }
+  }
+};
 
 template <typename T, Columns kColumns, bool kPlain>
 cudaError_t LaunchOfKind(cudaStream_t stream, const Call& call) {
-  const int64_t item_bytes = sizeof(T);
-  const int64_t cell_bytes = kCorners * call.width * item_bytes;
+  const GroupPlan plan(call);
   GroupParams params{call};
   for (const auto operand : {Call::kFeatures, Call::kPoints, Call::kCotangent}) {
     params.strides[operand] = call.cells.rank() == 1 ? call.cells.stride(0, operand) : 0;
   }
-  const int64_t image_bytes = item_bytes == 4 && (call.dfeatures != nullptr || call.out != nullptr)
-                                  ? kSmallImageBytes
-                                  : kImageBytes;
-  const int threads = cell_bytes < kLongCellBytes ? kThreads : kLongThreads;
-  // One copy of all cells is better than one a cell with something between them, and that is better
-  // than many lanes that have no column.
-  const int64_t columns = cell_bytes / (kCorners * static_cast<int64_t>(sizeof(Word<T>)));
-  const int64_t least = LeastLanes<T>(cell_bytes);
-  params.lanes =
-      static_cast<int>(least <= kMostLeastLanes && 2 * least <= columns ? least : kFewLanes);
-  while (params.lanes < threads && threads / params.lanes * cell_bytes > image_bytes) {
-    params.lanes *= 2;
-  }
-  params.tile = threads / params.lanes;
-  params.pitch = static_cast<int>(cell_bytes);
-  // Conflicts of four lanes are better than several copies.
-  if (4 * params.lanes < least) {
-    while (LeastLanes<T>(params.pitch) != params.lanes) params.pitch += kPackBytes;
-  }
-  params.image_bytes = params.tile * params.pitch + kLineBytes;
-  int64_t bytes = params.image_bytes;
-  auto* kernel = InterpolateGroups<T, kColumns, kPlain>;
-  if (call.out != nullptr) {
-    bytes += (CeilDiv(params.tile * call.width, kPackElements<T>) + 1) * kPackBytes;
-  } else {
-    kernel = call.dpoints == nullptr     ? BackwardGroups<T, kColumns, kPlain, true, false>
-             : call.dfeatures == nullptr ? BackwardGroups<T, kColumns, kPlain, false, true>
-                                         : BackwardGroups<T, kColumns, kPlain, true, true>;
-  }
-  return Launch(kernel, CeilDiv(call.cells.size(), params.tile), threads, bytes, stream, params);
+  params.pitch = plan.pitch;
+  params.lanes = plan.lanes;
+  params.tile = plan.tile;
+  params.image_bytes = plan.image_bytes;
+  const auto kernel = call.out != nullptr         ? InterpolateGroups<T, kColumns, kPlain>
+                      : call.dpoints == nullptr   ? BackwardGroups<T, kColumns, kPlain, true, false>
+                      : call.dfeatures == nullptr ? BackwardGroups<T, kColumns, kPlain, false, true>
+                                                  : BackwardGroups<T, kColumns, kPlain, true, true>;
+  return Launch(kernel, CeilDiv(call.cells.size(), plan.tile), plan.threads, plan.shared_bytes,
+                stream, params);
 }
 
 template <typename T, Columns kColumns>
@@ -419,7 +436,11 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 
 }  // namespace
 
-cudaError_t LaunchGroups(cudaStream_t stream, const Call& call) {
+bool CanRunGroups(const Call& call, const Device&) {
+  return HasAlignedArrays(call) && kCorners * RowBytes(call) <= kMaxCellBytes;
+}
+
+cudaError_t LaunchGroups(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     if constexpr (sizeof(T) == 2) {
       return call.width % 2 != 0 ? LaunchOf<T, Columns::kShiftedPairs>(stream, call)

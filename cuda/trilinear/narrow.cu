@@ -9,11 +9,34 @@
 #include <cstdint>
 
 #include "cuda/trilinear/cells.cuh"
+#include "cuda/trilinear/families.h"
 
 namespace jaxops::trilinear::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+
+constexpr int64_t kMaxWidth = 15;
+
+constexpr bool HasNarrowValues(int64_t width, int64_t item_bytes) {
+  if (width % 2 != 0) return width <= kMaxWidth;
+  return item_bytes == 2 && (width == 2 || width == 4);
+}
+constexpr bool HasNarrowGradients(int64_t width, int64_t item_bytes) {
+  return width <= kMaxWidth && width != 8 && (item_bytes == 2 || (width != 2 && width != 4));
+}
+// The groups family is faster for plain point gradients of the widest rows, if the feature gradient
+// is asked for too, and otherwise of rows whose cells come in vectors: these are not built.
+constexpr bool HasPlainPointGrad(int64_t width, int64_t item_bytes, bool both) {
+  if (both) return width < (item_bytes == 2 ? 14 : 9);
+  return item_bytes != 4 || (width != 10 && width != 14);
+}
+
+// No derivatives, points of the features' dtype, and features of all cells that follow each other.
+bool IsPlain(const Call& call) {
+  return call.order == 0 && call.point_dtype == call.dtype &&
+         (call.features == nullptr || AreDense(call));
+}
 
 // The features of a warp's cells, or their gradients. Between two cells is an odd number of
 // vectors, so that lanes that have a cell each read different banks; or as many as a cell has,
@@ -140,8 +163,8 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
 
 // --- tiles ---------------------------------------------------------------------------------------
 
-// Gradients by the points of so few features of 2 bytes that the cotangent and the points count
-// beside them: these come by bulk copies too, where a lane would load 2 bytes at a time.
+// Point gradients of so few features of 2 bytes that the cotangent and the points count
+// next to them: these come by bulk copies too, where a lane would load 2 bytes at a time.
 constexpr int kMaxTileWidth = 3;
 
 struct TileParams {
@@ -242,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Whether tiles make a plain call: one that asks for nothing else, of operands that are dense.
 template <int kWidth>
-bool HasTiles(const Call& call) {
+bool HasTiles(const Call& call, const Device& device) {
   if (call.dpoints == nullptr || call.dfeatures != nullptr || call.cells.rank() > 1) return false;
   const auto is_dense = [&](Call::Operand operand, int64_t width) {
     return call.cells.rank() == 0 || call.cells.stride(0, operand) == width;
@@ -252,7 +275,7 @@ bool HasTiles(const Call& call) {
   };
   return is_dense(Call::kFeatures, kCorners * kWidth) && is_dense(Call::kCotangent, kWidth) &&
          is_dense(Call::kPoints, kAxes) && is_aligned(call.points) && is_aligned(call.dpoints) &&
-         jaxops::cuda::HasClusters();  // and so bulk copies
+         device.has_clusters();  // and so bulk copies
 }
 
 // --- which ---------------------------------------------------------------------------------------
@@ -265,9 +288,9 @@ cudaError_t LaunchKernel(void (*kernel)(WarpParams), cudaStream_t stream, const 
 }
 
 template <typename T, int kWidth, bool kPlain>
-cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
+cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device& device) {
   if constexpr (kPlain && sizeof(T) == 2 && kWidth <= kMaxTileWidth) {
-    if (HasTiles<kWidth>(call)) {
+    if (HasTiles<kWidth>(call, device)) {
       return Launch(
           PointGradTile<T, kWidth>, CeilDiv(call.cells.size(), kThreads), kThreads, 0, stream,
           TileParams{call.features, call.points, call.cotangent, call.dpoints, call.cells.size()});
@@ -277,10 +300,10 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
   if (call.dpoints == nullptr) {
     kernel = NarrowRows<T, kWidth, kPlain, false, true, false>;
   } else if (call.dfeatures == nullptr) {
-    if constexpr (!kPlain || !GroupsAreFaster(kWidth, sizeof(T), false)) {
+    if constexpr (!kPlain || HasPlainPointGrad(kWidth, sizeof(T), false)) {
       kernel = NarrowRows<T, kWidth, kPlain, false, false, true>;
     }
-  } else if constexpr (!kPlain || !GroupsAreFaster(kWidth, sizeof(T), true)) {
+  } else if constexpr (!kPlain || HasPlainPointGrad(kWidth, sizeof(T), true)) {
     kernel = NarrowRows<T, kWidth, kPlain, false, true, true>;
   }
   if (kernel == nullptr) return cudaErrorInvalidValue;
@@ -294,19 +317,17 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
 }
 
 template <typename T, int kWidth = 2>
-cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
-  if constexpr (kWidth <= kMaxNarrowWidth) {
-    if (call.width != kWidth) return LaunchOf<T, kWidth + 1>(stream, call);
-    const bool plain = call.order == 0 && call.point_dtype == call.dtype &&
-                       (call.features == nullptr || AreDense(call));
+cudaError_t LaunchOf(cudaStream_t stream, const Call& call, const Device& device) {
+  if constexpr (kWidth <= kMaxWidth) {
+    if (call.width != kWidth) return LaunchOf<T, kWidth + 1>(stream, call, device);
     if (call.out != nullptr) {
       if constexpr (HasNarrowValues(kWidth, sizeof(T))) {
-        return plain ? LaunchValues<T, kWidth, true>(stream, call)
-                     : LaunchValues<T, kWidth, false>(stream, call);
+        return IsPlain(call) ? LaunchValues<T, kWidth, true>(stream, call)
+                             : LaunchValues<T, kWidth, false>(stream, call);
       }
     } else if constexpr (HasNarrowGradients(kWidth, sizeof(T))) {
-      return plain ? LaunchGradients<T, kWidth, true>(stream, call)
-                   : LaunchGradients<T, kWidth, false>(stream, call);
+      return IsPlain(call) ? LaunchGradients<T, kWidth, true>(stream, call, device)
+                           : LaunchGradients<T, kWidth, false>(stream, call, device);
     }
   }
   return cudaErrorInvalidValue;
@@ -314,12 +335,22 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 
 }  // namespace
 
-cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call) {
+bool CanRunNarrow(const Call& call, const Device&) {
+  const int64_t item_bytes = SizeOf(call.dtype);
+  if (!HasAlignedArrays(call) || item_bytes > 4 || call.width < 2) return false;
+  if (call.out != nullptr) return HasNarrowValues(call.width, item_bytes);
+  const bool both = call.dfeatures != nullptr;
+  const bool is_built =
+      call.dpoints == nullptr || !IsPlain(call) || HasPlainPointGrad(call.width, item_bytes, both);
+  return HasNarrowGradients(call.width, item_bytes) && is_built;
+}
+
+cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call, const Device& device) {
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     if constexpr (sizeof(T) == sizeof(double)) {
       return cudaErrorInvalidValue;
     } else {
-      return LaunchOf<T>(stream, call);
+      return LaunchOf<T>(stream, call, device);
     }
   });
 }

@@ -4,28 +4,29 @@
 // Where a call does not fill the GPU, what takes time is how long one thread waits: for its
 // instructions and constants, which the first block of a multiprocessor has to fetch, and for one
 // load after another. So threads share little but sums and have little to do each: there are many
-// small blocks, few parameters, and no code for what plain calls do not have. For gradients by the
-// points of long rows, and for values of these and of some short ones, that is the fastest of large
+// small blocks, few parameters, and no code for what plain calls do not have. For point gradients
+// of long rows, and for values of these and of some short ones, that is the fastest of large
 // calls too.
 #include <algorithm>
 #include <cstdint>
 
 #include "common/fast_divide.h"
 #include "cuda/trilinear/cells.cuh"
+#include "cuda/trilinear/families.h"
 
 namespace jaxops::trilinear::cuda {
 namespace {
 
-// Of a result that is written in packs, one a thread. All of it lies in one line of the constant
+// Of a result that is written in vectors, one a thread. All of it lies in one line of the constant
 // cache, of which a kernel's parameters begin 16 bytes behind the start.
 struct PackParams {
   const void* from;  // features or cotangent
   const void* points;
   void* to;
-  uint32_t packs;         // of the whole result
+  uint32_t vectors;       // of the whole result
   uint32_t stride;        // between the entries of two cells in `from`
   uint32_t point_stride;  // between two points
-  FastDivider row;        // packs of a row, or its elements where packs span rows
+  FastDivider row;        // vectors of a row, or its elements where vectors span rows
 };
 
 template <typename T>
@@ -36,17 +37,17 @@ __device__ __forceinline__ void LoadPlain(const void* points, uint32_t offset,
   for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
 }
 
-// A thread has kCount values of a cell. Threads behind the last pack make that too and do not store
-// it: to leave would put off what all others load until they know that they stay. The sizes of
-// blocks are constants, because blockDim is in another line of the constant cache. To ask for one
-// block leaves registers for all of a thread's loads.
+// A thread has kCount values of a cell. Threads behind the last vector make that too and do not
+// store it: to leave would put off what all others load until they know that they stay. The sizes
+// of blocks are constants, because blockDim is in another line of the constant cache. To ask for
+// one block leaves registers for all of a thread's loads.
 template <typename T, int kCount, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
     InterpolatePlain(const __grid_constant__ PackParams params) {
   using A = Accumulator<T>;
   const uint32_t own = blockIdx.x * kThreads + threadIdx.x;
-  const uint32_t pack = min(own, params.packs - 1);
-  uint32_t cell = pack;
+  const uint32_t vector = min(own, params.vectors - 1);
+  uint32_t cell = vector;
   const uint32_t f = params.row.Peel(cell) * kCount;
   const uint32_t width = params.row.divisor() * kCount;
   const T* features = static_cast<const T*>(params.from) + (cell * params.stride + f);
@@ -67,8 +68,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(rows[c].values[i]);
     out.values[i] = Narrow<T>(sum);
   }
-  if (own == pack) {
-    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + pack * kCount) = out;
+  if (own == vector) {
+    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + vector * kCount) = out;
   }
 }
 
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kSharedThreads)
   constexpr int kCells = kWarp / kLanes;             // of a warp
   constexpr int kPacks = kCorners * kWidth / kPack;  // of a cell
   constexpr int kLoads = kCells * kPacks / kWarp;
-  // Between two cells is a row more, or a pack where that is longer, which puts them in different
+  // Between two cells is a row more, or a vector where that is longer, which puts them in different
   // banks.
   constexpr int kPitch = kPacks + (kWidth + kPack - 1) / kPack;
   __shared__ Pack<T, kPack> shared[kSharedThreads / kWarp][kCells * kPitch];
@@ -109,9 +110,9 @@ __global__ void __launch_bounds__(kSharedThreads)
   Pack<T, kPack> loaded[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    const uint32_t pack = i * kWarp + lane;
-    const uint32_t cell = min(first + pack / kPacks, params.last);
-    loaded[i] = LoadPack<kPack>(features + cell * params.stride + pack % kPacks * kPack);
+    const uint32_t vector = i * kWarp + lane;
+    const uint32_t cell = min(first + vector / kPacks, params.last);
+    loaded[i] = LoadPack<kPack>(features + cell * params.stride + vector % kPacks * kPack);
   }
   const uint32_t local = lane / kLanes;
   const uint32_t f = lane % kLanes * kCount;
@@ -125,8 +126,8 @@ __global__ void __launch_bounds__(kSharedThreads)
   Pack<T, kPack>* of_warp = shared[threadIdx.x / kWarp];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    const uint32_t pack = i * kWarp + lane;
-    of_warp[pack / kPacks * kPitch + pack % kPacks] = loaded[i];
+    const uint32_t vector = i * kWarp + lane;
+    of_warp[vector / kPacks * kPitch + vector % kPacks] = loaded[i];
   }
   __syncwarp();
   const T* rows = reinterpret_cast<const T*>(of_warp + local * kPitch) + f;
@@ -157,15 +158,15 @@ __device__ __forceinline__ A WeightOf(const Axis<A> (&axes)[kAxes], uint32_t cor
 
 constexpr int kGradThreads = 256;
 
-// A thread has a pack of a cell's gradient by the features, which may span rows if kSpans.
+// A thread has a vector of a cell's feature gradient, which may span rows if kSpans.
 template <typename T, bool kSpans>
 __global__ void __launch_bounds__(kGradThreads)
     FeatureGradPlain(const __grid_constant__ PackParams params) {
   using A = Accumulator<T>;
   constexpr int kPack = kPackElements<T>;
-  const uint32_t pack = blockIdx.x * kGradThreads + threadIdx.x;
-  if (pack >= params.packs) return;
-  uint32_t row = kSpans ? pack * kPack : pack;
+  const uint32_t vector = blockIdx.x * kGradThreads + threadIdx.x;
+  if (vector >= params.vectors) return;
+  uint32_t row = kSpans ? vector * kPack : vector;
   uint32_t f = params.row.Peel(row) * (kSpans ? 1 : kPack);
   const uint32_t cell = row / kCorners;
   Coordinates<A> p;
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(kGradThreads)
     const A weight = WeightOf(axes, (kSpans ? rows[i] : row) % kCorners);
     out.values[i] = Narrow<T>(weight * Widen(g.values[i]));
   }
-  StorePack(static_cast<T*>(params.to) + pack * kPack, out);
+  StorePack(static_cast<T*>(params.to) + vector * kPack, out);
 }
 
 // The results, which are needed last, are what does not lie in the first line.
@@ -210,14 +211,14 @@ struct PointParams {
 };
 
 constexpr uint32_t kMaxLanes = 512;
-constexpr uint32_t kLeastThreads = 64;
+constexpr uint32_t kMinThreads = 64;
 
 // Threads of a block, which do not ask blockDim for it either.
 JAXOPS_HOST_DEVICE constexpr uint32_t PointThreads(uint32_t lanes) {
-  return lanes < kLeastThreads ? kLeastThreads : lanes;
+  return lanes < kMinThreads ? kMinThreads : lanes;
 }
 
-// The gradient by the point, and by the features if kFeatures. To ask for one block leaves
+// The point gradient, and the feature gradient if kFeatures. To ask for one block leaves
 // registers for all of a thread's loads.
 template <typename T, int kCount, bool kFeatures>
 __global__ void __launch_bounds__(kMaxLanes, 1)
@@ -302,32 +303,26 @@ uint32_t StrideOf(const Call& call, Call::Operand operand) {
 
 template <typename T, int kCount, int kThreads>
 cudaError_t LaunchValuesOf(cudaStream_t stream, const Call& call) {
-  const int64_t packs = call.cells.size() * call.width / kCount;
+  const int64_t vectors = call.cells.size() * call.width / kCount;
   const PackParams params{call.features,
                           call.points,
                           call.out,
-                          static_cast<uint32_t>(packs),
+                          static_cast<uint32_t>(vectors),
                           StrideOf(call, Call::kFeatures),
                           StrideOf(call, Call::kPoints),
                           FastDivider(call.width / kCount)};
-  return Launch(InterpolatePlain<T, kCount, kThreads>, CeilDiv(packs, kThreads), kThreads, 0,
+  return Launch(InterpolatePlain<T, kCount, kThreads>, CeilDiv(vectors, kThreads), kThreads, 0,
                 stream, params);
 }
 
-// Whose values are made of shared rows: those of a power of two elements, up to 32 bytes, or 64 of
-// 2 bytes an element.
-constexpr int kLeastSharedWidth = 2;
+// Rows of shared values, at least and at most.
+constexpr int kMinSharedWidth = 2;
 template <typename T>
-constexpr int kMostSharedWidth = sizeof(T) == 2 ? 32 : 32 / sizeof(T);
+constexpr int kMaxSharedWidth = sizeof(T) == 2 ? 32 : 32 / sizeof(T);
 
-template <typename T>
-bool HasSharedValues(int64_t width) {
-  return width >= kLeastSharedWidth && width <= kMostSharedWidth<T> && (width & (width - 1)) == 0;
-}
-
-template <typename T, int kWidth = kLeastSharedWidth>
+template <typename T, int kWidth = kMinSharedWidth>
 cudaError_t LaunchSharedValues(cudaStream_t stream, const Call& call) {
-  if constexpr (kWidth < kMostSharedWidth<T>) {
+  if constexpr (kWidth < kMaxSharedWidth<T>) {
     if (call.width != kWidth) return LaunchSharedValues<T, 2 * kWidth>(stream, call);
   }
   const SharedValueParams params{call.features,
@@ -341,86 +336,101 @@ cudaError_t LaunchSharedValues(cudaStream_t stream, const Call& call) {
                 kSharedThreads, 0, stream, params);
 }
 
-// Rows of which a thread can have several values, however many cells there are.
-template <typename T>
-constexpr int kLongCount = sizeof(T) == 8 ? 2 : 4;
-constexpr int64_t kLongRowBytes = 64;
-template <typename T>
-bool HasLongRows(const Call& call) {
-  return call.width % kLongCount<T> == 0 &&
-         call.width * static_cast<int64_t>(sizeof(T)) >= kLongRowBytes;
-}
-
 // Which kernel is the fastest for so many values, as measured on an H200: threads have several of
 // them where enough threads are left, and otherwise blocks are larger rather than many.
-constexpr int64_t kLeastLongThreads = 7 * 1024;
+constexpr int64_t kMinLongThreads = 7 * 1024;
 constexpr int64_t kManyLongThreads = 32 * 1024;
-constexpr int64_t kMostBlocks = 96;
+constexpr int64_t kMaxBlocks = 96;
+
+struct ValuePlan {
+  bool shares = false;  // cells are loaded by warps
+  int count = 1;        // values of a thread
+  int threads = 256;    // of a block
+
+  explicit ValuePlan(const Call& call) {
+    const int64_t values = call.cells.size() * call.width;
+    const bool has_long_rows = HasLongRows(call);
+    const int long_count = call.dtype == DType::kF64 ? 2 : 4;
+    if (has_long_rows && values > kManyLongThreads * long_count) {
+      count = long_count;
+      threads = 128;
+    } else if (HasSharedValues(call)) {
+      shares = true;
+    } else if (has_long_rows && values >= kMinLongThreads * long_count) {
+      count = long_count;
+      threads = 64;
+    } else if (SizeOf(call.dtype) == 2 && call.width % 2 == 0) {
+      count = 2;
+      threads = 128;
+    } else if (values <= kMaxBlocks * 128) {
+      threads = values <= kMaxBlocks * 64 ? 64 : 128;
+    }
+  }
+};
 
 template <typename T>
 cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
-  const int64_t values = call.cells.size() * call.width;
-  if (HasLongRows<T>(call) && values > kManyLongThreads * kLongCount<T>) {
-    return LaunchValuesOf<T, kLongCount<T>, 128>(stream, call);
-  }
-  if (HasSharedValues<T>(call.width)) return LaunchSharedValues<T>(stream, call);
-  if (HasLongRows<T>(call) && values >= kLeastLongThreads * kLongCount<T>) {
-    return LaunchValuesOf<T, kLongCount<T>, 64>(stream, call);
+  constexpr int kLongCount = sizeof(T) == 8 ? 2 : 4;
+  const ValuePlan plan(call);
+  if (plan.shares) return LaunchSharedValues<T>(stream, call);
+  if (plan.count == kLongCount) {
+    return plan.threads == 128 ? LaunchValuesOf<T, kLongCount, 128>(stream, call)
+                               : LaunchValuesOf<T, kLongCount, 64>(stream, call);
   }
   if constexpr (sizeof(T) == 2) {
-    if (call.width % 2 == 0) return LaunchValuesOf<T, 2, 128>(stream, call);
+    if (plan.count == 2) return LaunchValuesOf<T, 2, 128>(stream, call);
   }
-  if (values <= kMostBlocks * 64) return LaunchValuesOf<T, 1, 64>(stream, call);
-  if (values <= kMostBlocks * 128) return LaunchValuesOf<T, 1, 128>(stream, call);
-  return LaunchValuesOf<T, 1, 256>(stream, call);
+  return plan.threads == 64    ? LaunchValuesOf<T, 1, 64>(stream, call)
+         : plan.threads == 128 ? LaunchValuesOf<T, 1, 128>(stream, call)
+                               : LaunchValuesOf<T, 1, 256>(stream, call);
 }
 
 template <typename T>
 cudaError_t LaunchFeatureGrad(cudaStream_t stream, const Call& call) {
   constexpr int kPack = kPackElements<T>;
   const bool spans = call.width % kPack != 0;
-  const int64_t packs = call.cells.size() * kCorners * call.width / kPack;
+  const int64_t vectors = call.cells.size() * kCorners * call.width / kPack;
   const PackParams params{call.cotangent,
                           call.points,
                           call.dfeatures,
-                          static_cast<uint32_t>(packs),
+                          static_cast<uint32_t>(vectors),
                           StrideOf(call, Call::kCotangent),
                           StrideOf(call, Call::kPoints),
                           FastDivider(spans ? call.width : call.width / kPack)};
   return Launch(spans ? FeatureGradPlain<T, true> : FeatureGradPlain<T, false>,
-                CeilDiv(packs, kGradThreads), kGradThreads, 0, stream, params);
+                CeilDiv(vectors, kGradThreads), kGradThreads, 0, stream, params);
 }
 
-// How many lanes share a cell whose rows are so many packs, of 16 bytes if they are whole. Calls
-// that would not fill the GPU otherwise have as many as there are packs.
-uint32_t PointLanes(const Call& call, int64_t packs, bool whole) {
+// How many lanes share a cell whose rows are so many vectors, of 16 bytes if they are whole. Calls
+// that would not fill the GPU otherwise have as many as there are vectors.
+uint32_t PointLanes(const Call& call, int64_t vectors, bool whole) {
   constexpr int64_t kFilled = 64 * 1024;
   const auto gains = [&](uint32_t lanes) {
     if (lanes < kWarp || lanes * call.cells.size() < kFilled) return true;
     if (call.dfeatures != nullptr) {
       if (!whole) return true;
       // A block of the most lanes leaves room for no other on a multiprocessor, which then waits
-      // for memory wherever that block does, unless its lanes have several packs each.
-      if (lanes == kMaxLanes / 2) return packs >= 2 * kMaxLanes;
-      // A few lanes that go round once more are better than many of them without a pack, above all
-      // where a lane has as many registers as those of other types than float32.
-      return (jaxops::cuda::SizeOf(call.dtype) == 4 ? 5 : 7) * lanes <= 4 * packs;
+      // for memory wherever that block does, unless its lanes have several vectors each.
+      if (lanes == kMaxLanes / 2) return vectors >= 2 * kMaxLanes;
+      // A few lanes that go round once more are better than many of them without a vector, above
+      // all where a lane has as many registers as those of other types than float32.
+      return (jaxops::cuda::SizeOf(call.dtype) == 4 ? 5 : 7) * lanes <= 4 * vectors;
     }
-    // One and a half to three packs a lane: with fewer, blocks do little but begin and end, and
+    // One and a half to three vectors a lane: with fewer, blocks do little but begin and end, and
     // with more the last of all take long.
-    return whole && lanes < kMaxLanes / 2 && 3 * lanes <= packs;
+    return whole && lanes < kMaxLanes / 2 && 3 * lanes <= vectors;
   };
   uint32_t lanes = 1;
-  while (lanes < kMaxLanes && lanes < packs && gains(lanes)) lanes *= 2;
+  while (lanes < kMaxLanes && lanes < vectors && gains(lanes)) lanes *= 2;
   return lanes;
 }
 
 template <typename T, int kCount>
-cudaError_t LaunchPoints(cudaStream_t stream, const Call& call) {
+cudaError_t LaunchPoints(cudaStream_t stream, const Call& call, int64_t lanes) {
   PointParams params{call.features,
                      call.points,
                      call.cotangent,
-                     PointLanes(call, CeilDiv(call.width, kCount), kCount == kPackElements<T>),
+                     static_cast<uint32_t>(lanes),
                      static_cast<uint32_t>(call.cells.size()),
                      static_cast<uint32_t>(call.width),
                      {},
@@ -436,76 +446,48 @@ cudaError_t LaunchPoints(cudaStream_t stream, const Call& call) {
                 params);
 }
 
-// Up to where these kernels are the fastest, as measured on an H200.
-constexpr int64_t kMaxSingleCells = 32 * 1024;  // of rows of one element
-constexpr int64_t kMaxValueBytes = 8 << 20;     // of features
-constexpr int64_t kMaxGradBytes = 4 << 20;      // of gradients by features
-constexpr int64_t kMaxSpanElements = 1 << 20;   // of these, where packs span rows
-constexpr int64_t kMaxPointThreads = 128 * 1024;
-constexpr int64_t kMaxHalvedBytes = 48 << 20;  // of features of rows that are not whole sectors
-constexpr int64_t kSectorBytes = 32;
-constexpr int64_t kLongGradRowBytes = 48;
-
-// Elements that a lane loads at once for gradients by the points.
-template <typename T>
-int PointCount(int64_t width) {
-  constexpr int kPack = kPackElements<T>;
-  if (width % kPack == 0 && width * static_cast<int64_t>(sizeof(T)) >= kLongGradRowBytes)
-    return kPack;
-  return width % (kPack / 2) == 0 ? kPack / 2 : 1;
-}
-
-template <typename T>
-bool IsFastest(const Call& call) {
-  constexpr int kPack = kPackElements<T>;
-  const int64_t cells = call.cells.size();
-  const int64_t elements = cells * kCorners * call.width;
-  const int64_t bytes = elements * static_cast<int64_t>(sizeof(T));
-  const int64_t row_bytes = call.width * static_cast<int64_t>(sizeof(T));
-  if (call.width == 1 && (call.dpoints != nullptr || cells > kMaxSingleCells)) return false;
-  if (call.out != nullptr) {
-    return bytes <= kMaxValueBytes || HasSharedValues<T>(call.width) || HasLongRows<T>(call);
-  }
-  if (call.dpoints == nullptr) {
-    if (bytes > kMaxGradBytes) return false;
-    return call.width % kPack == 0 ||
-           elements <= (call.width < 16 ? kMaxSpanElements / 2 : kMaxSpanElements);
-  }
-  const int count = PointCount<T>(call.width);
-  if (count == kPack) {
-    // Both gradients of rows that end amid a sector of memory are written faster otherwise.
-    return call.dfeatures == nullptr || row_bytes % kSectorBytes == 0 || bytes <= kMaxHalvedBytes;
-  }
-  // Rows of one sector, however many cells there are.
-  if (sizeof(T) == 2 && call.width == 16 && call.dfeatures == nullptr) return true;
-  const int64_t max_cells = sizeof(T) == 2 && count == 1 ? 4 * 1024 : 8 * 1024;
-  return cells <= max_cells &&
-         cells * PointLanes(call, CeilDiv(call.width, count), false) <= kMaxPointThreads;
-}
-
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   constexpr int kPack = kPackElements<T>;
   if (call.out != nullptr) return LaunchValues<T>(stream, call);
   if (call.dpoints == nullptr) return LaunchFeatureGrad<T>(stream, call);
-  const int count = PointCount<T>(call.width);
-  if (count == kPack) return LaunchPoints<T, kPack>(stream, call);
+  const PlainPointPlan plan(call);
+  if (plan.count == kPack) return LaunchPoints<T, kPack>(stream, call, plan.lanes);
   if constexpr (kPack > 2) {
-    if (count > 1) return LaunchPoints<T, kPack / 2>(stream, call);
+    if (plan.count > 1) return LaunchPoints<T, kPack / 2>(stream, call, plan.lanes);
   }
-  return LaunchPoints<T, 1>(stream, call);
+  return LaunchPoints<T, 1>(stream, call, plan.lanes);
 }
 
 }  // namespace
 
-bool HasFasterPlain(const Call& call) {
-  const bool plain = call.order == 0 && call.point_dtype == call.dtype && call.cells.rank() <= 1 &&
-                     call.cells.size() <= INT32_MAX / (kCorners * call.width);
-  return plain &&
-         jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) { return IsFastest<T>(call); });
+bool HasSharedValues(const Call& call) {
+  const int64_t width = call.width;
+  const int64_t max_width = SizeOf(call.dtype) == 2 ? 32 : 32 / SizeOf(call.dtype);
+  return width >= kMinSharedWidth && width <= max_width && (width & (width - 1)) == 0;
 }
 
-cudaError_t LaunchPlain(cudaStream_t stream, const Call& call) {
+bool HasLongRows(const Call& call) {
+  return call.width % (call.dtype == DType::kF64 ? 2 : 4) == 0 && RowBytes(call) >= 64;
+}
+
+PlainPointPlan::PlainPointPlan(const Call& call) {
+  constexpr int64_t kMinVectorRowBytes = 48;
+  const int vector = static_cast<int>(VectorElements(call));
+  if (call.width % vector == 0 && RowBytes(call) >= kMinVectorRowBytes) {
+    count = vector;
+  } else {
+    count = call.width % (vector / 2) == 0 ? vector / 2 : 1;
+  }
+  lanes = PointLanes(call, CeilDiv(call.width, count), count == vector);
+}
+
+bool CanRunPlain(const Call& call, const Device&) {
+  return HasAlignedArrays(call) && call.order == 0 && call.point_dtype == call.dtype &&
+         call.cells.rank() <= 1 && call.cells.size() <= INT32_MAX / (kCorners * call.width);
+}
+
+cudaError_t LaunchPlain(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(call.dtype,
                                      [&]<typename T>(T) { return LaunchOf<T>(stream, call); });
 }

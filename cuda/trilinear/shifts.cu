@@ -2,8 +2,8 @@
 // large for the memory that a block shares.
 //
 // The eight rows of a cell are a whole number of vectors and aligned together, but a row begins and
-// ends amid a vector. A thread takes a vector of every row: the n-th of those that begin in it. All
-// of them lie within one vector's elements less one of each other, from the same part of the
+// ends inside a vector. A thread takes a vector of every row: the n-th of those that begin in it.
+// All of them lie within one vector's elements less one of each other, from the same part of the
 // cotangent, which the thread keeps in registers. By how much a row is shifted is known to the
 // compiler, because it depends on no more than the corner and the rest of a row after its whole
 // vectors. So is where the last vectors of a row go on with the next one: they are steps of another
@@ -13,16 +13,19 @@
 
 #include "common/host_device.h"
 #include "cuda/trilinear/cells.cuh"
+#include "cuda/trilinear/families.h"
 
 namespace jaxops::trilinear::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int64_t kMaxRowBytes = 56 * 1024;
 // What a multiprocessor has at least: leaves registers for all that a thread has of the cotangent.
 template <typename T>
 constexpr int kBlocks = sizeof(T) == 2 ? 2 : 3;
 
-// Where the vectors are that begin in a corner's row. kRest is what a row has beside whole vectors.
+// Where the vectors are that begin in a corner's row. kRest is what a row has next to whole
+// vectors.
 template <typename T, int kRest>
 struct Shifts {
   static constexpr int kPack = kPackElements<T>;
@@ -31,7 +34,7 @@ struct Shifts {
   JAXOPS_HOST_DEVICE static constexpr int FirstOf(int corner) {
     return (kPack - corner * kRest % kPack) % kPack;
   }
-  // Which vector of the cell that is, beside the whole ones of the rows before.
+  // Which vector of the cell that is, next to the whole ones of the rows before.
   JAXOPS_HOST_DEVICE static constexpr int VectorOf(int corner) {
     return (corner * kRest + FirstOf(corner)) / kPack;
   }
@@ -46,7 +49,7 @@ struct ShiftParams {
 enum class Step { kInner, kCrossing, kLast };
 constexpr int kOthers = 2;  // that are not inner ones
 
-// Takes one vector of every row of a cell: the gradient by the features if kFeatures, and what
+// Takes one vector of every row of a cell: the feature gradient if kFeatures, and what
 // these vectors add to the one by the point if kPoints.
 template <typename T, int kRest, bool kFeatures, bool kPoints, Step kStep>
 __device__ __forceinline__ void TakeStep(const ShiftParams& params, int64_t cell, int step,
@@ -125,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     BackwardShifts(const __grid_constant__ ShiftParams params) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
-  // What every step adds to the gradient by the point.
+  // What every step adds to the point gradient.
   [[maybe_unused]] A* parts = reinterpret_cast<A*>(shared);
   const Call& call = params.call;
   const int64_t cell = blockIdx.x;
@@ -200,7 +203,14 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
 
 }  // namespace
 
-cudaError_t LaunchShifts(cudaStream_t stream, const Call& call) {
+bool CanRunShifts(const Call& call, const Device&) {
+  const int64_t vector = VectorElements(call);
+  return HasAlignedArrays(call) && call.out == nullptr && call.dtype != DType::kF64 &&
+         call.width > vector && call.width % vector != 0 && RowBytes(call) <= kMaxRowBytes &&
+         call.cells.size() <= INT32_MAX;
+}
+
+cudaError_t LaunchShifts(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
     if constexpr (sizeof(T) == sizeof(double)) {
       return cudaErrorInvalidValue;

@@ -1,0 +1,146 @@
+// Trilinear interpolation in cells whose rows are whole vectors: a block copies the features of
+// some cells to shared memory, 16 bytes a thread, where a thread sums a vector.
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/fast_divide.h"
+#include "cuda/trilinear/cells.cuh"
+#include "cuda/trilinear/families.h"
+
+namespace jaxops::trilinear::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+constexpr int kBankLineBytes = 128;
+
+// The features of a tile fill about this much shared memory, which leaves room for several blocks.
+constexpr int64_t kTileBytes = 24 * 1024;
+constexpr int64_t kMaxTileCells = 512;
+
+// Between the weights of two corners in shared memory, next to one entry a cell: puts the corners
+// of a cell into different banks.
+constexpr int kWeightPadding = 4;
+
+struct TileParams {
+  Call call;
+  int tile_cells;
+  FastDivider pieces;      // of 16 bytes, of a cell's features
+  FastDivider width;       // of a corner
+  int64_t features_bytes;  // of a tile's copy, which the weights follow
+};
+
+// What a block keeps in shared memory.
+template <typename T>
+struct Tile {
+  using A = Accumulator<T>;
+
+  const T* features;
+  A* weights;
+  int pitch;      // between the weights of two corners
+  int64_t first;  // the first cell
+  int cells;
+
+  __device__ __forceinline__ Tile(const TileParams& params, unsigned char* shared) {
+    features = reinterpret_cast<const T*>(shared);
+    weights = reinterpret_cast<A*>(shared + params.features_bytes);
+    pitch = params.tile_cells + kWeightPadding;
+    first = int64_t{blockIdx.x} * params.tile_cells;
+    cells = static_cast<int>(min(int64_t{params.tile_cells}, params.call.cells.size() - first));
+  }
+
+  // Starts to copy the features.
+  __device__ __forceinline__ void FetchFeatures(const TileParams& params) {
+    const Call& call = params.call;
+    const int pieces = cells * params.pieces.divisor();
+    for (int i = threadIdx.x; i < pieces; i += kThreads) {
+      uint32_t cell = i;
+      const uint32_t piece = params.pieces.Peel(cell);
+      const T* from = static_cast<const T*>(call.features) +
+                      call.cells.Offset(first + cell, Call::kFeatures) +
+                      piece * (kPackBytes / sizeof(T));
+      __pipeline_memcpy_async(const_cast<T*>(features) + i * (kPackBytes / sizeof(T)), from,
+                              kPackBytes);
+    }
+    __pipeline_commit();
+  }
+
+  __device__ __forceinline__ void MakeWeights(const Call& call) {
+    for (int cell = threadIdx.x; cell < cells; cell += kThreads) {
+      Point<A> point(call, first + cell);
+      const A(&made)[kCorners] = point.Weights(call);
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) weights[c * pitch + cell] = made[c];
+    }
+  }
+
+  // By which corner to begin, so that the threads of a warp read different banks.
+  __device__ __forceinline__ int FirstCorner(int cell, int width) const {
+    return static_cast<int>(cell * width * kCorners * sizeof(T) / kBankLineBytes);
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    InterpolateTile(const __grid_constant__ TileParams params) {
+  using A = Accumulator<T>;
+  constexpr int kCount = kPackElements<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  Tile<T> tile(params, shared);
+  tile.FetchFeatures(params);
+  tile.MakeWeights(params.call);
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  const int width = params.width.divisor();
+  const int vectors = tile.cells * width / kCount;
+  T* to = static_cast<T*>(params.call.out) + tile.first * width;
+  for (int i = threadIdx.x; i < vectors; i += kThreads) {
+    uint32_t cell = i * kCount;
+    const int f = params.width.Peel(cell);
+    const int begin = tile.FirstCorner(cell, width);
+    const T* features = tile.features + cell * width * kCorners + f;
+    A sums[kCount] = {};
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+      const int corner = (begin + c) % kCorners;
+      const A weight = tile.weights[corner * tile.pitch + cell];
+      const auto values = LoadPack<kCount>(features + corner * width);
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) sums[e] += weight * Widen(values.values[e]);
+    }
+    Pack<T, kCount> out;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) out.values[e] = Narrow<T>(sums[e]);
+    StorePack(to + i * kCount, out);
+  }
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
+  const int64_t cell_bytes = kCorners * RowBytes(call);
+  TileParams params{call};
+  params.tile_cells = static_cast<int>(std::min(kTileBytes / cell_bytes, kMaxTileCells));
+  params.pieces = FastDivider(cell_bytes / kPackBytes);
+  params.width = FastDivider(call.width);
+  params.features_bytes = params.tile_cells * cell_bytes;
+  const int64_t bytes = params.features_bytes +
+                        kCorners * (params.tile_cells + kWeightPadding) * sizeof(Accumulator<T>);
+  return Launch(InterpolateTile<T>, CeilDiv(call.cells.size(), params.tile_cells), kThreads, bytes,
+                stream, params);
+}
+
+}  // namespace
+
+bool CanRunTiles(const Call& call, const Device&) {
+  return HasAlignedArrays(call) && call.out != nullptr && call.width % VectorElements(call) == 0 &&
+         kCorners * RowBytes(call) <= kTileBytes;
+}
+
+cudaError_t LaunchTiles(cudaStream_t stream, const Call& call, const Device&) {
+  return jaxops::cuda::DispatchFloat(call.dtype,
+                                     [&]<typename T>(T) { return LaunchOf<T>(stream, call); });
+}
+
+}  // namespace jaxops::trilinear::cuda

@@ -1,0 +1,148 @@
+// Kernels in which a thread takes kCount elements of each of the eight corners, straight from and
+// to global memory: a vector of 16 bytes, see vectors.cu, or one element, see elements.cu.
+#ifndef JAXOPS_CUDA_TRILINEAR_VECTORS_CUH_
+#define JAXOPS_CUDA_TRILINEAR_VECTORS_CUH_
+
+#include <cstdint>
+
+#include "common/fast_divide.h"
+#include "cuda/trilinear/cells.cuh"
+
+namespace jaxops::trilinear::cuda {
+
+constexpr int kThreads = 256;
+
+// What a multiprocessor has at least, of the kernels of vectors that read features: leaves
+// registers for all of a thread's loads.
+template <typename T, bool kWrites>
+constexpr int kBlocksOf = kWrites || sizeof(T) == 8 ? 2 : 3;
+
+struct VectorParams {
+  Call call;
+  FastDivider64 by_cell;  // vectors of a corner
+  int64_t vectors;        // of all cells
+  int lanes;              // that share a cell, a power of two
+};
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads, kBlocksOf<T, false>)
+    InterpolateVectors(const __grid_constant__ VectorParams params) {
+  using A = Accumulator<T>;
+  uint64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (cell >= params.vectors) return;
+  const int64_t f = static_cast<int64_t>(params.by_cell.Peel(cell)) * kCount;
+  const Call& call = params.call;
+  const T* features =
+      static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures) + f;
+  Pack<T, kCount> corners[kCorners];
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) corners[c] = LoadPack<kCount>(features + c * call.width);
+  Point<A> point(call, cell);
+  const A(&weights)[kCorners] = point.Weights(call);
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    // From zero and in this order, as in plain calls, so that these have the same bits.
+    A sum = 0;
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(corners[c].values[i]);
+    out.values[i] = Narrow<T>(sum);
+  }
+  StorePack(static_cast<T*>(call.out) + cell * call.width + f, out);
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    FeatureGradVectors(const __grid_constant__ VectorParams params) {
+  using A = Accumulator<T>;
+  uint64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (cell >= params.vectors) return;
+  const int64_t f = static_cast<int64_t>(params.by_cell.Peel(cell)) * kCount;
+  const Call& call = params.call;
+  const auto g = LoadPack<kCount>(static_cast<const T*>(call.cotangent) +
+                                  call.cells.Offset(cell, Call::kCotangent) + f);
+  Point<A> point(call, cell);
+  const A(&weights)[kCorners] = point.Weights(call);
+  T* to = static_cast<T*>(call.dfeatures) + cell * kCorners * call.width + f;
+#pragma unroll
+  for (int c = 0; c < kCorners; ++c) {
+    Pack<T, kCount> out;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
+    StorePack(to + c * call.width, out);
+  }
+}
+
+// The point gradient, and the feature gradient if kFeatures.
+template <typename T, int kCount, bool kFeatures>
+__global__ void __launch_bounds__(kThreads, kBlocksOf<T, kFeatures>)
+    BackwardVectors(const __grid_constant__ VectorParams params) {
+  using A = Accumulator<T>;
+  const Call& call = params.call;
+  const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int lane = static_cast<int>(threadIdx.x) & (params.lanes - 1);
+  int64_t cell = thread / params.lanes;
+  // Lanes of no cell help the last one to sum, so that whole warps meet.
+  const bool real = cell < call.cells.size();
+  if (!real) cell = call.cells.size() - 1;
+  const T* features =
+      static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures);
+  const T* cotangent =
+      static_cast<const T*>(call.cotangent) + call.cells.Offset(cell, Call::kCotangent);
+  Point<A> point(call, cell);
+  A weights[kCorners];
+  if constexpr (kFeatures) {
+    Point<A> other = point;
+    const A(&made)[kCorners] = other.Weights(call);
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) weights[c] = made[c];
+  }
+  A dots[kCorners] = {};
+  for (int64_t f = int64_t{lane} * kCount; f < call.width; f += params.lanes * kCount) {
+    const auto g = LoadPack<kCount>(cotangent + f);
+    Pack<T, kCount> corners[kCorners];
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) corners[c] = LoadPack<kCount>(features + c * call.width + f);
+    if constexpr (kFeatures) {
+      T* to = static_cast<T*>(call.dfeatures) + cell * kCorners * call.width + f;
+#pragma unroll
+      for (int c = 0; c < kCorners; ++c) {
+        Pack<T, kCount> out;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
+        if (real) StorePack(to + c * call.width, out);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kCorners; ++c) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        dots[c] += Widen(corners[c].values[i]) * Widen(g.values[i]);
+      }
+    }
+  }
+  A gradient[kAxes];
+  multilinear::PointGradient<kAxes>(point.axes, point.terms, dots, gradient);
+  multilinear::cuda::SumOverLanes(gradient, params.lanes);
+  if (real && lane == 0) StorePoint(call, cell, gradient);
+}
+
+template <typename T, int kCount>
+cudaError_t LaunchVectorsOf(cudaStream_t stream, const Call& call) {
+  VectorParams params{call, FastDivider64(call.width / kCount),
+                      call.cells.size() * (call.width / kCount),
+                      multilinear::cuda::LanesFor(call.width / kCount)};
+  if (call.dpoints != nullptr) {
+    const int64_t blocks = CeilDiv(call.cells.size(), kThreads / params.lanes);
+    const auto kernel = call.dfeatures != nullptr ? BackwardVectors<T, kCount, true>
+                                                  : BackwardVectors<T, kCount, false>;
+    return Launch(kernel, blocks, kThreads, 0, stream, params);
+  }
+  const auto kernel =
+      call.out != nullptr ? InterpolateVectors<T, kCount> : FeatureGradVectors<T, kCount>;
+  return Launch(kernel, CeilDiv(params.vectors, kThreads), kThreads, 0, stream, params);
+}
+
+}  // namespace jaxops::trilinear::cuda
+
+#endif  // JAXOPS_CUDA_TRILINEAR_VECTORS_CUH_
