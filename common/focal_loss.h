@@ -11,6 +11,7 @@
 #ifndef JAXOPS_COMMON_FOCAL_LOSS_H_
 #define JAXOPS_COMMON_FOCAL_LOSS_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/batch.h"
@@ -78,6 +79,23 @@ struct Softmax {
   void* gradient;         // (rows, classes); null: not wanted
   void* sum;              // of the loss, a scalar of the arithmetic type; null: not wanted
 };
+
+// CUDA devices cut a sum into as many partial sums, for each batch entry: one for each thread
+// block, which has at least 2048 logits, but for the last. Their number decides the order of
+// additions: it depends on sizes alone.
+template <typename Call>
+int64_t CountSplits(const Call& call) {
+  constexpr int64_t kSplit = 2048, kMaxSplits = 16384;
+  const int64_t splits = (call.rows * call.classes + kSplit - 1) / kSplit;
+  return std::clamp<int64_t>(splits, 1, kMaxSplits);
+}
+
+// The bytes of the partial sums, of the arithmetic type; none without a sum.
+template <typename Call>
+int64_t WorkSpaceBytes(const Call& call) {
+  if (call.sum == nullptr) return 0;
+  return call.batch.size() * CountSplits(call) * (call.dtype == DType::kF64 ? 8 : 4);
+}
 
 }  // namespace jaxops::focal_loss
 

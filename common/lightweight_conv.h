@@ -7,6 +7,7 @@
 #ifndef JAXOPS_COMMON_LIGHTWEIGHT_CONV_H_
 #define JAXOPS_COMMON_LIGHTWEIGHT_CONV_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/batch.h"
@@ -64,6 +65,56 @@ struct Backward {
   void* dweight;  // (kept, heads, taps)
   void* dbias;    // (kept, channels); null: not wanted
 };
+
+// CUDA devices cut the sums over time and the `summed` batch entries into as many partial sums, for
+// each entry of `kept`. Their number decides the order of additions: it depends on sizes alone, so
+// that results do not depend on the device. There are enough for thread blocks that fill one, each
+// with a few tiles to work on; kernels may use fewer.
+inline int64_t CountSplits(const Backward& call) {
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  // The first of 1, 2, 4, ... from `least` to `most` that is at least n, or `most`.
+  const auto power_of_two = [](int64_t n, int64_t least, int64_t most) {
+    int64_t power = least;
+    while (power < n && power < most) power *= 2;
+    return power;
+  };
+  const Geometry& g = call.geometry;
+  const int64_t item = SizeOf(call.dtype);
+  int64_t channel_blocks, wanted, min_steps;
+  if (g.data_format == DataFormat::kNTC && g.taps <= 8) {
+    // Neighbouring threads have neighbouring channels, up to 32 vectors of them, and then segments
+    // of time, whose steps each thread takes in a loop.
+    const int64_t wide = item == 8 ? 2 : 4, narrow = item == 2 ? 2 : 1;
+    const int64_t vectors = ceil_div(g.channels, g.channels % wide == 0 ? wide : narrow);
+    const int64_t lanes = power_of_two(vectors, 1, 32);
+    channel_blocks = ceil_div(vectors, lanes);
+    wanted = 384;
+    min_steps = 4 * 128 / lanes;
+  } else if (g.data_format == DataFormat::kNTC) {
+    channel_blocks = ceil_div(g.channels, 64);
+    wanted = 1024;
+    min_steps = 4 * 64;
+  } else {
+    const int64_t vector = 16 / item;
+    const int64_t row_threads = power_of_two(ceil_div(g.time, vector), 16, 128);
+    channel_blocks = ceil_div(g.channels * row_threads, 128);
+    wanted = g.taps <= 8 || g.dilation > 1 ? 1024 : 512;
+    min_steps = 4 * vector * row_threads;
+  }
+  const int64_t blocks = std::max<int64_t>(1, call.kept.size() * channel_blocks);
+  const int64_t steps = call.summed.size() * g.time;
+  const int64_t splits = std::min(ceil_div(wanted, blocks), steps / min_steps);
+  // Room for more partial sums of the smaller kind that tensor cores make of long filters.
+  return std::max<int64_t>(g.taps > 8 ? 2 : 1, splits);
+}
+
+// The bytes of the partial sums: (kept, splits, taps + 1, channels) of the accumulation type. The
+// last row is for the bias.
+inline int64_t WorkSpaceBytes(const Backward& call) {
+  const Geometry& g = call.geometry;
+  const int64_t item = call.dtype == DType::kF64 ? 8 : 4;
+  return call.kept.size() * CountSplits(call) * (g.taps + 1) * g.channels * item;
+}
 
 }  // namespace jaxops::lightweight_conv
 

@@ -9,6 +9,10 @@ namespace jaxops {
 
 enum class DType : int32_t { kF16, kBF16, kF32, kF64 };
 
+constexpr int64_t SizeOf(DType dtype) {
+  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+}
+
 enum class Activation : int32_t { kNone, kRelu, kSilu, kGelu };
 
 // How a sequence is laid out: time-major rows of channels, or channel-major rows of time steps.

@@ -12,10 +12,6 @@ namespace jaxops::cpu {
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline int64_t SizeOf(DType dtype) {
-  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
-}
-
 // The address of element `offset`; null stays null.
 inline const void* At(const void* base, int64_t offset, DType dtype) {
   return base == nullptr ? nullptr : static_cast<const std::byte*>(base) + offset * SizeOf(dtype);

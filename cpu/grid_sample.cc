@@ -21,7 +21,6 @@ using jaxops::cpu::At;
 using jaxops::cpu::CeilDiv;
 using jaxops::cpu::ParallelFor;
 using jaxops::cpu::RunTasks;
-using jaxops::cpu::SizeOf;
 
 // Channels of all the entries around points that make a task long beside what it costs to hand it
 // to a thread.

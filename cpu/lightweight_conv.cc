@@ -20,7 +20,6 @@ using jaxops::cpu::At;
 using jaxops::cpu::CeilDiv;
 using jaxops::cpu::ParallelFor;
 using jaxops::cpu::RunTasks;
-using jaxops::cpu::SizeOf;
 
 // Multiply-adds that make a task long beside what it costs to hand it to a thread.
 constexpr int64_t kTaskCost = int64_t{1} << 21;

@@ -9,6 +9,8 @@
 #include <exception>
 #include <new>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 #include <tuple>
 #include <type_traits>
@@ -222,6 +224,14 @@ struct Registration {
   const Registration* next;
   static inline constinit const Registration* first = nullptr;
 };
+
+// The handler that is registered under a name. Throws where there is none.
+inline XLA_FFI_Handler* FindHandler(const std::string& name) {
+  for (const Registration* r = Registration::first; r != nullptr; r = r->next) {
+    if (name == r->name) return r->handler;
+  }
+  throw std::invalid_argument("jaxops: no handler is registered under " + name);
+}
 
 }  // namespace jaxops::ffi
 

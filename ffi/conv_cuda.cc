@@ -7,10 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "cuda/common/dispatch.h"
 #include "cuda/conv/dispatch.h"
 #include "ffi/bind.h"
 #include "ffi/cuda_status.h"
 #include "ffi/decode.h"
+#include "ffi/work_space.h"
 
 namespace jaxops::ffi {
 namespace {
@@ -92,17 +94,17 @@ xf::Error DecodeTypes(Call& call, const Buffer& a, const Buffer& b, const Buffer
 xf::Error Run(const char* operation, cudaStream_t stream, const Call& call, Direction direction,
               cu::Space workspace) {
   const cudaError_t status = cu::Launch(stream, call, direction, workspace);
-  cu::Device device = {};
-  if (status == cudaErrorNoKernelImageForDevice && cu::DescribeCurrent(device) == cudaSuccess) {
+  const jaxops::cuda::Device* device;
+  if (status == cudaErrorNoKernelImageForDevice &&
+      jaxops::cuda::DescribeCurrentDevice(&device) == cudaSuccess) {
     return xf::Error(xf::ErrorCode::kFailedPrecondition,
                      std::string(operation) +
                          ": this program was compiled for another kind of GPU. It runs on one of "
                          "compute capability " +
-                         std::to_string(device.major) + "." + std::to_string(device.minor) +
+                         std::to_string(device->major) + "." + std::to_string(device->minor) +
                          " with kernels for sm " JAXOPS_CUDA_ARCHITECTURES
                          ". Compile or export it where it is to run.");
   }
-  // Launchers check the size themselves, because it takes a plan to know it.
   if (status == cudaErrorInvalidValue && direction == Direction::kKernelGrad &&
       workspace.bytes < cu::KernelGradWorkspace(call)) {
     return InvalidArgument(operation, ": the workspace must have ", cu::KernelGradWorkspace(call),
@@ -127,17 +129,13 @@ xf::Error DecodeEpilogue(Call& call, const std::optional<Buffer>& bias, Activati
   return xf::Error::Success();
 }
 
-// The workspace, if there is one, is that of products that are not rounded.
-xf::Error DecodeWorkspace(cu::Space& workspace, const Call& call, Direction direction,
-                          WorkSpace result) {
-  if (!result) return xf::Error::Success();
-  const int64_t needed = cu::SumWorkspace(call, direction);
-  const int64_t has = static_cast<int64_t>((*result)->size_bytes());
-  if (has < needed) {
-    return InvalidArgument("conv: the workspace must have ", needed, " bytes, got ", has);
-  }
-  workspace = {(*result)->untyped_data(), has};
-  return xf::Error::Success();
+// The workspace of a product, if it has one: without, a product that is not rounded is one of
+// multiply-adds.
+xf::Error TakeProductSpace(cu::Space& workspace, const Call& call, Direction direction,
+                           WorkSpace given) {
+  if (!given && !work_space_answer) return xf::Error::Success();
+  workspace.bytes = cu::SumWorkspace(call, direction);
+  return TakeWorkSpace(workspace.data, "conv", given, workspace.bytes);
 }
 
 xf::Error RunForward(Context stream, Buffer x, Buffer kernel, std::optional<Buffer> bias, Result y,
@@ -151,7 +149,7 @@ xf::Error RunForward(Context stream, Buffer x, Buffer kernel, std::optional<Buff
   call.kernel = kernel.untyped_data();
   call.result = y->untyped_data();
   cu::Space workspace;
-  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kForward, result));
+  JAXOPS_RETURN_IF_ERROR(TakeProductSpace(workspace, call, Direction::kForward, result));
   return Run("conv", stream, call, Direction::kForward, workspace);
 }
 
@@ -165,11 +163,11 @@ xf::Error RunInputGrad(Context stream, Buffer g, Buffer kernel, Result dx, WorkS
   call.kernel = kernel.untyped_data();
   call.result = dx->untyped_data();
   cu::Space workspace;
-  JAXOPS_RETURN_IF_ERROR(DecodeWorkspace(workspace, call, Direction::kInputGrad, result));
+  JAXOPS_RETURN_IF_ERROR(TakeProductSpace(workspace, call, Direction::kInputGrad, result));
   return Run("conv input gradient", stream, call, Direction::kInputGrad, workspace);
 }
 
-xf::Error RunKernelGrad(Context stream, Buffer x, Buffer g, Result dkernel, Result workspace,
+xf::Error RunKernelGrad(Context stream, Buffer x, Buffer g, Result dkernel, WorkSpace given,
                         const ConvAttributes& attributes) {
   Call call = {};
   JAXOPS_RETURN_IF_ERROR(
@@ -178,8 +176,15 @@ xf::Error RunKernelGrad(Context stream, Buffer x, Buffer g, Result dkernel, Resu
   call.image = x.untyped_data();
   call.cotangent = g.untyped_data();
   call.result = dkernel->untyped_data();
-  return Run("conv kernel gradient", stream, call, Direction::kKernelGrad,
-             {workspace->untyped_data(), static_cast<int64_t>(workspace->size_bytes())});
+  cu::Space workspace;
+  if (work_space_answer) {
+    return TakeWorkSpace(workspace.data, "conv", given, cu::KernelGradWorkspace(call));
+  }
+  // Launchers check the size, because it takes a plan to know it.
+  if (given) {
+    workspace = {(*given)->untyped_data(), static_cast<int64_t>((*given)->size_bytes())};
+  }
+  return Run("conv kernel gradient", stream, call, Direction::kKernelGrad, workspace);
 }
 
 // Throws where the sizes do not fit. The dtype is f32.
@@ -201,29 +206,10 @@ const Registration kKernelGrad("jaxops_conv_kernel_grad", kHandler<RunKernelGrad
 
 }  // namespace
 
-int64_t ConvSplitWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
-                           const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
-                           const std::vector<int64_t>& dilation, const std::vector<int64_t>& low,
-                           bool is_input_grad) {
-  return cu::SumWorkspace(DecodeSizes(in, taps, out, strides, dilation, low),
-                          is_input_grad ? Direction::kInputGrad : Direction::kForward);
-}
-
 bool ConvIsKernelGradSplit(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                            const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
                            const std::vector<int64_t>& dilation, const std::vector<int64_t>& low) {
   return cu::IsKernelGradTf32x3(DecodeSizes(in, taps, out, strides, dilation, low));
-}
-
-int64_t ConvKernelGradWorkspace(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
-                                const std::vector<int64_t>& out,
-                                const std::vector<int64_t>& strides,
-                                const std::vector<int64_t>& dilation,
-                                const std::vector<int64_t>& low, int item_bytes, bool tf32) {
-  Call call = DecodeSizes(in, taps, out, strides, dilation, low);
-  call.dtype = item_bytes == 8 ? DType::kF64 : item_bytes == 4 ? DType::kF32 : DType::kF16;
-  call.tf32 = tf32;
-  return cu::KernelGradWorkspace(call);
 }
 
 }  // namespace jaxops::ffi

@@ -210,28 +210,6 @@ xla::ffi::Error SetBatch(const char* operator_name, BatchMap<kOperands>& map,
   return BuildBatchMap<kOperands>(operator_name, map, operands, rank, [](size_t) { return true; });
 }
 
-// Space on CUDA devices for the partial sums of a call, as many as Python found in its shapes.
-struct PartialSums {
-  int64_t splits = 0;
-  void* data = nullptr;
-};
-
-// The work space, where there may be one, must be (entries, splits) sums of `core` each.
-inline xla::ffi::Error SetPartialSums(PartialSums& out, const char* operator_name,
-                                      WorkSpace work_space, DType dtype, int64_t entries,
-                                      std::initializer_list<int64_t> core) {
-  if (!kHasWorkSpace) return xla::ffi::Error::Success();
-  if (!work_space) return InvalidArgument(operator_name, ": there must be partial sums");
-  const Buffer buffer = **work_space;
-  const Dimensions dims = buffer.dimensions();
-  if (dims.size() < 2 || dims[0] != entries || dims[1] < 1 || dims[1] > INT32_MAX) {
-    return InvalidArgument(operator_name, ": partial sums must be (", entries,
-                           ", splits, ...), got ", ToString(dims));
-  }
-  out = {dims[1], buffer.untyped_data()};
-  return CheckBuffer(operator_name, "partial sums", buffer, 2, core, ArithmeticType(dtype));
-}
-
 }  // namespace jaxops::ffi
 
 #endif  // JAXOPS_FFI_DECODE_H_

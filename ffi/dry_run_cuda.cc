@@ -155,10 +155,11 @@ cudaError_t Record(const Kernel* kernel, dim3 grid, dim3 threads, size_t dynamic
 // Whether bytes lie in a buffer of the call.
 bool Contains(const void* data, uint64_t bytes, bool is_written) {
   const char* begin = static_cast<const char*>(data);
-  return std::any_of(trace->buffers.begin(), trace->buffers.end(), [&](const Buffer& buffer) {
-    return begin >= buffer.data && (buffer.is_result || !is_written) && bytes <= buffer.bytes &&
-           static_cast<size_t>(begin - buffer.data) <= buffer.bytes - bytes;
-  });
+  return std::any_of(
+      trace->buffers.begin(), trace->buffers.end(), [&](const ffi::FrameBuffer& buffer) {
+        return begin >= buffer.data && (buffer.is_result || !is_written) && bytes <= buffer.bytes &&
+               static_cast<size_t>(begin - buffer.data) <= buffer.bytes - bytes;
+      });
 }
 
 int ItemBytes(CUtensorMapDataType type) {
@@ -257,8 +258,6 @@ Scope::Scope(Trace& of_this_scope) {
 }
 
 Scope::~Scope() { trace = nullptr; }
-
-cudaStream_t Stream() { return reinterpret_cast<cudaStream_t>(uintptr_t{0x57'0000}); }
 
 CUresult EncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
                      const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,

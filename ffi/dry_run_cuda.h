@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "ffi/call_frame.h"
+
 namespace jaxops::dry_run {
 
 struct Device {
@@ -56,17 +58,11 @@ struct Launch {
   size_t dynamic_bytes;
 };
 
-struct Buffer {
-  const char* data;
-  size_t bytes;
-  bool is_result;
-};
-
 // A dry run of one call on one thread.
 struct Trace {
   Device device;
   int device_number = 0;
-  std::vector<Buffer> buffers = {};
+  std::vector<ffi::FrameBuffer> buffers = {};
   bool checks = true;  // without, launches are not recorded either
 
   std::vector<Launch> launches = {};
@@ -84,7 +80,7 @@ class Scope {
 };
 
 // The stream that launches of dry runs must be on.
-cudaStream_t Stream();
+inline cudaStream_t Stream() { return static_cast<cudaStream_t>(ffi::FrameStream()); }
 
 // What the launchers are given for cuTensorMapEncodeTiled.
 CUresult EncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,

@@ -2,22 +2,27 @@
 #include "ffi/dry_run_module_cuda.h"
 
 #include <cxxabi.h>
+#include <nanobind/stl/map.h>
 
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "ffi/call_frame_cuda.h"
+#include "cuda/common/dispatch.h"
+#include "ffi/bind.h"
+#include "ffi/call_frame.h"
 #include "ffi/dry_run_cuda.h"
 
 namespace jaxops::dry_run {
 namespace {
 
 namespace nb = nanobind;
+using ffi::CallFrame;
 using namespace nb::literals;
 
 // A compute capability, the multiprocessors, and the shared memory that a block can opt in to.
@@ -82,13 +87,25 @@ std::vector<std::string> KernelNames() {
   return names;
 }
 
+// The families of kernels by operator and direction, in the order in which dispatch asks them.
+std::map<std::string, std::map<std::string, std::vector<std::string>>> FamilyNames() {
+  std::map<std::string, std::map<std::string, std::vector<std::string>>> names;
+  for (const auto* t = jaxops::cuda::TableNames::first; t != nullptr; t = t->next) {
+    for (const char* const name : t->families(*t)) {
+      names[t->operator_name][t->direction].push_back(name);
+    }
+  }
+  return names;
+}
+
 // --- single calls of the runtime, for tests of what dry runs find --------------------------------
 
 // On one buffer of 1 MiB.
 template <typename Function>
 std::string ViolationOf(const DeviceTuple& device, const Function& function) {
-  Trace trace{.device = ToDevice(device),
-              .buffers = {{reinterpret_cast<const char*>(kFirstAddress), size_t{1} << 20, true}}};
+  Trace trace{
+      .device = ToDevice(device),
+      .buffers = {{reinterpret_cast<const char*>(ffi::kFirstAddress), size_t{1} << 20, true}}};
   const Scope scope(trace);
   const bool failed = function();
   cudaGetLastError();
@@ -123,7 +140,8 @@ std::string TryLaunch(const DeviceTuple& device, const std::string& kernel, cons
 
 std::string TryMemset(const DeviceTuple& device, int64_t offset, size_t bytes) {
   return ViolationOf(device, [&] {
-    return cudaMemsetAsync(reinterpret_cast<void*>(kFirstAddress + offset), 0, bytes, Stream());
+    return cudaMemsetAsync(reinterpret_cast<void*>(ffi::kFirstAddress + offset), 0, bytes,
+                           Stream());
   });
 }
 
@@ -139,9 +157,9 @@ std::string TryTensorMap(const DeviceTuple& device, int64_t offset,
                                              : CU_TENSOR_MAP_SWIZZLE_NONE;
   return ViolationOf(device, [&] {
     return EncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, dims.size(),
-                       reinterpret_cast<void*>(kFirstAddress + offset), dims.data(), strides.data(),
-                       box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                       CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                       reinterpret_cast<void*>(ffi::kFirstAddress + offset), dims.data(),
+                       strides.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+                       swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS;
   });
 }
@@ -156,12 +174,18 @@ void DefineDryRun(nanobind::module_& parent) {
   module.attr("IS_SANITIZED") = false;
 #endif
   nb::class_<CallFrame>(module, "CallFrame")
-      .def(nb::init<const nb::capsule&, const std::vector<Array>&, const std::vector<Array>&,
-                    const std::vector<Attribute>&>());
+      .def("__init__", [](CallFrame* frame, const std::string& target,
+                          const std::vector<ffi::FrameArray>& operands,
+                          const std::vector<ffi::FrameArray>& results,
+                          const std::vector<ffi::FrameAttribute>& attributes) {
+        new (frame) CallFrame(ffi::FindHandler(target), operands, results, attributes);
+      });
   module.def("run", &Run);
   module.def("time", &Time);
   module.def("kernel_names", &KernelNames);
   module.def("demangle", &Demangle);
+  module.def("family_names", &FamilyNames);
+  module.def("force_family", &jaxops::cuda::ForcedFamilies::Set, "operator_name"_a, "family"_a);
   module.def("set_resources", [](const std::string& name, int registers, int static_bytes,
                                  int max_threads, bool needs_wgmma) {
     SetResources(name, {registers, static_bytes, max_threads, needs_wgmma});

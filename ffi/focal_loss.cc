@@ -11,6 +11,7 @@
 #endif
 #include "ffi/bind.h"
 #include "ffi/decode.h"
+#include "ffi/work_space.h"
 
 namespace jaxops::ffi {
 
@@ -114,16 +115,6 @@ Dimensions CoreOf(const Buffer& buffer, size_t batch_rank) {
   return buffer.dimensions().last(buffer.dimensions().size() - batch_rank);
 }
 
-// Sets the space for the partial sums of a call whose sum is wanted.
-template <typename Call>
-xf::Error SetPartials(PartialSums& partials, const char* name, const Call& call,
-                      WorkSpace work_space) {
-  if (!call.sum) {
-    return work_space ? InvalidArgument(name, ": a result too many") : xf::Error::Success();
-  }
-  return SetPartialSums(partials, name, work_space, call.dtype, call.batch.size(), {});
-}
-
 struct SigmoidOperands {
   Buffer logits, labels, class_ids, scale, parameters;
   std::optional<Buffer> weight;
@@ -173,10 +164,11 @@ xf::Error RunSigmoid(Context context, const SigmoidAttributes& attributes,
        BatchOperand{buffers.class_ids.dimensions(), 1}, BatchOperand{buffers.scale.dimensions(), 0},
        BatchOperand{buffers.parameters.dimensions(), 1}, weight, elements, sum},
       batch));
-  PartialSums partials;
-  JAXOPS_RETURN_IF_ERROR(SetPartials(partials, kSigmoid, call, work_space));
-  return Run(context, kSigmoid, JAXOPS_KERNEL(focal_loss, Sigmoid), call, partials.splits,
-             partials.data);
+  void* partials = nullptr;
+  JAXOPS_RETURN_IF_ERROR(
+      TakeWorkSpace(partials, kSigmoid, work_space, jaxops::focal_loss::WorkSpaceBytes(call)));
+  return Run(context, kSigmoid, JAXOPS_KERNEL(focal_loss, Sigmoid), call,
+             jaxops::focal_loss::CountSplits(call), partials);
 }
 
 struct SoftmaxOperands {
@@ -216,10 +208,11 @@ xf::Error RunSoftmax(Context context, const SoftmaxAttributes& attributes,
       {BatchOperand{buffers.logits.dimensions(), all.size()},
        BatchOperand{buffers.labels.dimensions(), rows.size()}, scale, gamma, weight, result, sum},
       batch));
-  PartialSums partials;
-  JAXOPS_RETURN_IF_ERROR(SetPartials(partials, kSoftmax, call, work_space));
-  return Run(context, kSoftmax, JAXOPS_KERNEL(focal_loss, Softmax), call, partials.splits,
-             partials.data);
+  void* partials = nullptr;
+  JAXOPS_RETURN_IF_ERROR(
+      TakeWorkSpace(partials, kSoftmax, work_space, jaxops::focal_loss::WorkSpaceBytes(call)));
+  return Run(context, kSoftmax, JAXOPS_KERNEL(focal_loss, Softmax), call,
+             jaxops::focal_loss::CountSplits(call), partials);
 }
 
 template <auto>

@@ -6,6 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "common/grid_sample_space.h"
+
 #ifdef JAXOPS_PLATFORM_CUDA
 #include "cuda/grid_sample/launch.h"
 #else
@@ -13,6 +15,7 @@
 #endif
 #include "ffi/bind.h"
 #include "ffi/decode.h"
+#include "ffi/work_space.h"
 
 namespace jaxops::ffi {
 
@@ -135,11 +138,6 @@ xf::Error RunSample(Context context, const SampleAttributes& attributes, const B
   call.out = DataOf(buffers.out);
   call.dvolume = DataOf(buffers.dvolume);
   call.dpoints = DataOf(buffers.dpoints);
-  if (work_space) {
-    call.scratch = (*work_space)->untyped_data();
-    call.scratch_bytes = (*work_space)->size_bytes();
-  }
-
   call.gradients = 1;
   if (buffers.dvolume) {
     for (size_t i = 0; i < rank; ++i) call.gradients *= buffers.dvolume->dimensions()[i];
@@ -156,6 +154,8 @@ xf::Error RunSample(Context context, const SampleAttributes& attributes, const B
   std::copy_n(batch.begin(), operands.size(), operands.begin());
   JAXOPS_RETURN_IF_ERROR(BuildBatchMap<Call::kOperands>(kName, call.batch, operands, rank,
                                                         [](size_t) { return true; }));
+  call.scratch_bytes = jaxops::grid_sample::WorkSpaceBytes(call);
+  JAXOPS_RETURN_IF_ERROR(TakeWorkSpace(call.scratch, kName, work_space, call.scratch_bytes));
   return Run(context, kName, JAXOPS_KERNEL(grid_sample, Sample), call);
 }
 

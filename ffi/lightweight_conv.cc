@@ -13,6 +13,7 @@
 #endif
 #include "ffi/bind.h"
 #include "ffi/decode.h"
+#include "ffi/work_space.h"
 
 namespace jaxops::ffi {
 
@@ -185,14 +186,12 @@ xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradB
       BuildBatchMap<Backward::kOperands>(kName, backward.kept, operands, rank, kept));
   JAXOPS_RETURN_IF_ERROR(BuildBatchMap<Backward::kOperands>(
       kName, backward.summed, operands, rank, [&](size_t dim) { return !kept(dim); }));
-  PartialSums partials;
-  const auto& geometry = backward.geometry;
-  JAXOPS_RETURN_IF_ERROR(SetPartialSums(partials, kName, work_space, backward.dtype,
-                                        backward.kept.size(),
-                                        {geometry.taps + 1, geometry.channels}));
+  void* partials = nullptr;
+  JAXOPS_RETURN_IF_ERROR(TakeWorkSpace(partials, kName, work_space,
+                                       jaxops::lightweight_conv::WorkSpaceBytes(backward)));
   if (buffers.dx) ExpectWrites(*buffers.dx);
   return Run(context, "lightweight_conv gradient", JAXOPS_KERNEL(lightweight_conv, Backward),
-             backward, partials.splits, partials.data);
+             backward, jaxops::lightweight_conv::CountSplits(backward), partials);
 }
 
 xf::Error FilterGrad(Context context, Buffer x, Buffer g, Result dweight, WorkSpace work_space,
@@ -204,7 +203,8 @@ xf::Error Grad(Context context, Buffer x, Buffer weight, Buffer g, Result dx, Re
                std::optional<Result> dbias, WorkSpace work_space,
                const GradAttributes& attributes) {
   // The work space is the last result, with dbias or without.
-  if (kHasWorkSpace && !work_space) std::swap<std::optional<Result>>(dbias, work_space);
+  if (kHasWorkSpace && !work_space && !work_space_answer)
+    std::swap<std::optional<Result>>(dbias, work_space);
   return RunGrad(
       context, attributes,
       {x, g, *dweight, weight, *dx, dbias ? std::optional<Buffer>(**dbias) : std::nullopt},

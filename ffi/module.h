@@ -4,9 +4,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "ffi/bind.h"
+#include "ffi/call_frame.h"
+#include "ffi/work_space.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxops::ffi {
@@ -20,6 +24,19 @@ inline nanobind::dict Registrations() {
   return handlers;
 }
 
+// The bytes of work space that a call needs on CUDA devices. Throws what its handler refuses.
+inline int64_t WorkSpaceBytes(const std::string& target, const std::vector<FrameArray>& operands,
+                              const std::vector<FrameArray>& results,
+                              const std::vector<FrameAttribute>& attributes) {
+  CallFrame frame(FindHandler(target), operands, results, attributes);
+  int64_t bytes = -1;
+  work_space_answer = &bytes;
+  const std::string error = frame.Call();
+  work_space_answer = nullptr;
+  if (bytes < 0) throw std::invalid_argument(error);
+  return bytes;
+}
+
 // Attributes that `jaxops._core.native` checks first, and reports, and the handlers it registers.
 inline void DefineCommon(nanobind::module_& module, const std::string& build) {
   module.attr("FFI_VERSION") = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
@@ -27,6 +44,7 @@ inline void DefineCommon(nanobind::module_& module, const std::string& build) {
   module.attr("INTERFACE") = JAXOPS_INTERFACE;
   module.attr("BUILD") = nanobind::str(build.c_str());
   module.def("registrations", &Registrations);
+  module.def("work_space_bytes", &WorkSpaceBytes);
 }
 
 }  // namespace jaxops::ffi

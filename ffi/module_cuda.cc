@@ -10,9 +10,7 @@ NB_MODULE(_cuda, module) {
   DefineCommon(module, "CUDA " JAXOPS_NVCC_VERSION " for sm " JAXOPS_CUDA_ARCHITECTURES);
   module.attr("ARCHITECTURES") = JAXOPS_CUDA_ARCHITECTURES;
   dry_run::DefineDryRun(module);
-  module.def("conv_split_workspace", &ConvSplitWorkspace);
   module.def("conv_is_kernel_grad_split", &ConvIsKernelGradSplit);
-  module.def("conv_kernel_grad_workspace", &ConvKernelGradWorkspace);
 }
 
 }  // namespace jaxops::ffi

@@ -6,7 +6,6 @@ The primitives and their rules are those of every interpolation, see `_families/
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
-from jaxops._core.dtypes import accumulation_dtype
 from jaxops._families import multilinear
 from jaxops.reference import grid_sample as reference
 
@@ -181,105 +179,6 @@ def _attributes(options):
     }
 
 
-#: Sorted points of one cell that are summed together before all else is, and how many levels of
-#: such groups there are, as in cuda/grid_sample/sorted.cu.
-_GROUP = 32
-_LEVELS = 3
-
-
-#: Bytes of volumes that no cache holds, of which points are taken in an order.
-_LARGE = 1 << 25
-#: Points that a block puts in a rough order, and the bytes that it writes; see
-#: cuda/grid_sample/order.cu.
-_ROUGH = 4096
-_ROUGH_BYTES = (4096 + 32 * 32) * 16
-#: The entries of a brick along each axis, by the number of axes, the points that a block sorts by
-#: groups of bricks, one more than its groups, and the points that a warp takes of a brick.
-_BRICKS = {2: (8, 16), 3: (4, 4, 8)}
-_SORTED = 8192
-_GROUPS = 512 + 1
-_SHARE = 1024
-#: Bytes to which it is aligned behind the sums of a gradient.
-_ALIGNED = 16
-#: Bytes from which an order pays if volumes are only read, the least bytes of an entry for it, and
-#: a sector of memory, of which entries must be multiples.
-_LARGE_READ = 3 << 24
-_WIDE = 64
-_SECTOR = 32
-
-
-def _order_bytes(batch, points, entry_bytes, options, sums) -> int:
-    """Work space to put points in an order, if they meet entries repeatedly.
-
-    For the volume's gradient (`sums`) that may be by bricks, of which each has 2^axes bins.
-    """
-    count = _count(points, options)
-    entries = math.prod(options.sizes)
-    meets = count * 2**options.axes
-    if math.prod(batch) != 1 or meets < 2 * entries or entries * entry_bytes < _LARGE:
-        return 0
-    rough = -(-count // _ROUGH) * _ROUGH_BYTES
-    if not sums:
-        return rough
-    bins = 2**options.axes * math.prod(
-        -(-n // edge) for n, edge in zip(options.sizes, _BRICKS[options.axes], strict=True)
-    )
-    numbers = 3 * count + 2 * bins + 2 * (meets // _SHARE) - (-count // _SORTED) * _GROUPS + 2
-    return max(rough, 4 * numbers)
-
-
-def _count(points, options) -> int:
-    first = points.ndim - 1 - options.point_rank
-    return math.prod(points.shape[first:-1])
-
-
-def _bytes(size: int) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct((size,), np.dtype(np.uint8))] if size else []
-
-
-def _sample_scratch(batch, volume, points, options):
-    entry_bytes = volume.shape[-1] * volume.dtype.itemsize
-    if entry_bytes < _WIDE or entry_bytes % _SECTOR:
-        return []
-    if math.prod(options.sizes) * entry_bytes < _LARGE_READ:
-        return []
-    return _bytes(_order_bytes(batch, points, entry_bytes, options, sums=False))
-
-
-def _scratch(batch, points, g, options, order, summed):
-    """Work space of the volume's gradient on CUDA devices.
-
-    Sums in the accumulation's dtype where the volume's is shorter, then the order of the points.
-    """
-    wide = accumulation_dtype(g)
-    kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
-    entry_bytes = g.shape[-1] * wide.itemsize
-    if options.deterministic:
-        count = math.prod(batch) * _count(points, options)
-        return _bytes(_sort_bytes(count, kept, entry_bytes, wide.itemsize, options, order))
-    sums = 0 if wide == g.dtype else kept * math.prod(options.sizes) * entry_bytes
-    placing = _order_bytes(batch, points, entry_bytes, options, sums=True)
-    return _bytes(-(-sums // _ALIGNED) * _ALIGNED + placing if placing else sums)
-
-
-def _sort_bytes(count, volumes, entry_bytes, itemsize, options, order) -> int:
-    """Work space of the sums in a fixed order.
-
-    Twice a key and an index for each point, and what the sort itself wants; then the first and the
-    last point of every cell, a record of each point and, of a derivative, its weights; and the sums
-    of groups of points.
-    """
-    corners = 2**options.axes
-    cells = volumes * math.prod(n + 1 for n in options.sizes)
-    key_bytes = 4 if cells < 2**32 else 8
-    point_bytes = 2 * (key_bytes + 4) + 4 * itemsize
-    if order > 0:
-        point_bytes += corners * itemsize
-    groups = sum(count // _GROUP ** (level + 1) for level in range(_LEVELS))
-    sort = count + (1 << 22)
-    return count * point_bytes + cells * 2 * 4 + groups * corners * entry_bytes + sort
-
-
 _family = multilinear.Family(
     _NAME,
     values_name="volume",
@@ -287,6 +186,5 @@ _family = multilinear.Family(
     attributes=_attributes,
     replicated=("size", "axes"),
     sums_batches=True,
-    sample_scratch=_sample_scratch,
-    scratch=_scratch,
+    work_space=True,
 )

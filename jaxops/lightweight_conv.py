@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.export
@@ -349,17 +348,13 @@ def _filter_grad_reference(x, g, *, options, heads, taps, summed, dtype):
     return [dweight.sum(axes, keepdims=True).astype(dtype)]
 
 
-def _filter_grad_scratch(x, g, *, options, taps, summed, **_):
-    return _partial_sums(x, _batch_shape(x, g), options=options, taps=taps, summed=summed)
-
-
 _filter_grad_operator = Operator(
     "lightweight_conv_filter_grad",
     signature=lambda *, options, **_: f"{options.rows}, {options.rows} -> heads taps",
     reference=_filter_grad_reference,
     dtypes=lambda *_, dtype, **__: [dtype],
     attributes=_attributes,
-    scratch=_filter_grad_scratch,
+    work_space=True,
     replicated=("time", "taps"),
     summed_outputs=(0,),
 )
@@ -450,12 +445,6 @@ def _backward_reference(x, weight, g, *, options, summed, bias_dtype):
     return results
 
 
-def _backward_scratch(x, weight, g, *, options, summed, bias_dtype):
-    del bias_dtype
-    batch = _batch_shape(x, weight, g)
-    return _partial_sums(x, batch, options=options, taps=weight.shape[-1], summed=summed)
-
-
 _backward_operator = Operator(
     "lightweight_conv_backward",
     signature=_backward_signature,
@@ -464,7 +453,7 @@ _backward_operator = Operator(
         [x.dtype, weight.dtype] + ([] if bias_dtype is None else [np.dtype(bias_dtype)])
     ),
     attributes=_attributes,
-    scratch=_backward_scratch,
+    work_space=True,
     replicated=("time", "taps"),
     summed_outputs=(1, 2),
 )
@@ -501,34 +490,3 @@ def _backward_dead_code(used, x, weight, g, *, options, summed, bias_dtype):
         params = dict(options=options, heads=heads, taps=taps, summed=summed, dtype=weight.dtype)
         return _filter_grad_operator, (0, 2), params
     return None
-
-
-def _partial_sums(x, batch, *, options, taps, summed):
-    """Work space of the CUDA filter gradient: (kept, splits, taps + 1, channels) partial sums.
-
-    The sum over the summed batch entries and over time is cut into `splits`, whose number depends
-    on shapes alone, so that results do not depend on the device: enough thread blocks to fill one,
-    each with a few tiles to work on; kernels may need fewer. The last row is for the bias.
-    """
-    time, channels = x.shape[options.time_axis], x.shape[-3 - options.time_axis]
-    kept = math.prod(n for n, s in zip(batch, summed, strict=True) if not s)
-    steps = math.prod(n for n, s in zip(batch, summed, strict=True) if s) * time
-    if options.data_format == "NTC" and taps <= 8:
-        # Neighbouring threads have neighbouring channels, up to 32 vectors of them, and then
-        # segments of time, whose steps each thread takes in a loop.
-        many, few = {2: (4, 2), 4: (4, 1), 8: (2, 1)}[x.dtype.itemsize]
-        packs = -(-channels // (few if channels % many else many))
-        lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= packs or n == 32)
-        channel_blocks, wanted, least = -(-packs // lanes), 384, 4 * 128 // lanes
-    elif options.data_format == "NTC":
-        channel_blocks, wanted, least = -(-channels // 64), 1024, 4 * 64
-    else:
-        pack = 16 // x.dtype.itemsize
-        row_threads = next(n for n in (16, 32, 64, 128) if n * pack >= time or n == 128)
-        channel_blocks, least = -(-channels * row_threads // 128), 4 * pack * row_threads
-        wanted = 1024 if taps <= 8 or options.dilation > 1 else 512
-    splits = max(1, min(-(-wanted // max(1, kept * channel_blocks)), steps // least))
-    if taps > 8:
-        splits = max(2, splits)  # room for more splits of the smaller sums of tensor cores
-    dtype = accumulation_dtype(x)
-    return [jax.ShapeDtypeStruct((kept, splits, taps + 1, channels), dtype)]

@@ -143,9 +143,8 @@ def test_the_form_of_a_convolution_is_that_convolution(data):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_kernels, "_convolve", fake_convolve)
-        patch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
+        patch.setattr(native, "work_space", lambda *call: [])
         patch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
-        patch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
         y = cuda_kernels.forward(x, kernel, call, x.dtype)
         finished = cuda_kernels.forward(x, kernel, call, x.dtype, bias, activation)
         dx = cuda_kernels.input_grad(g, kernel, call, x.dtype)
@@ -290,9 +289,8 @@ def faked(monkeypatch):
     monkeypatch.setattr(cuda_kernels, "_convolve", convolve)
     monkeypatch.setattr(cuda_kernels, "has_kernels", lambda: True)
     monkeypatch.setattr(cuda_kernels, "_are_hopper", lambda: True)
-    monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
+    monkeypatch.setattr(native, "work_space", lambda *call: [])
     monkeypatch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
-    monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
     find, operands = cuda_kernels.find_call, cuda_kernels.operands
     monkeypatch.setattr(cuda_kernels, "find_call", lambda o, platform, *a: find(o, "cuda", *a))
     monkeypatch.setattr(cuda_kernels, "operands", lambda platform, *a: operands("cuda", *a))
@@ -323,9 +321,8 @@ def test_kernels_take_any_dtypes(dtypes, preferred, groups, monkeypatch):
     """As compiled for a GPU: operands of two dtypes, or of others than the result's, are cast."""
     monkeypatch.setattr(compat, "gpu_capabilities", lambda: {"9.0"})
     monkeypatch.setattr(native, "cuda_architectures", lambda: ("90a",))
-    monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 0)
+    monkeypatch.setattr(native, "work_space", lambda *call: [])
     monkeypatch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
-    monkeypatch.setattr(native, "conv_kernel_grad_workspace", lambda *sizes: 0)
     shapes = (2, 8, 9, 16), (3, 3, 16 // groups, 16)
     x, kernel = (jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True))
     result = jnp.dtype(preferred or dtypes[0])
@@ -490,9 +487,9 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
     """True float32 in one group, of the sizes that the module says."""
     asked, given = [], []
 
-    def workspace(*sizes):
-        asked.append(sizes[:3])
-        return 768
+    def workspace(target, operands, results, attributes):
+        asked.append([a.shape for a in (*operands, *results)])
+        return [jax.ShapeDtypeStruct((768,), np.uint8)]
 
     convolve = cuda_kernels._convolve
     monkeypatch.setattr(
@@ -501,7 +498,7 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
         lambda t, r, *a, **k: given.append((t, r)) or convolve(t, r, *a, **k),
     )
     monkeypatch.setattr(cuda_kernels, "_are_hopper", lambda: are_hopper)
-    monkeypatch.setattr(native, "conv_split_workspace", workspace)
+    monkeypatch.setattr(native, "work_space", workspace)
     x, kernel = normal(0, (2, 8, 9, 16), (3, 3, 16 // groups, 32), dtype=dtype)
 
     def function(x, kernel):
@@ -510,7 +507,8 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
     jax.jit(vjp_of(function, (0,)))((np.zeros((2, 8, 5, 32), kernel.dtype),), x, kernel)
     assert [t for t, _ in given] == [cuda_kernels.TARGETS[0], cuda_kernels.TARGETS[1]]
     images, results = (2, 8, 9, 16), (2, 8, 5, 32)
-    assert asked == [(images, kernel.shape, results)] * (2 if has else 0)
+    wanted = [[images, kernel.shape, results], [results, kernel.shape, images]]
+    assert asked == (wanted if has else [])
     for (_, shapes), first in zip(given, (results, images), strict=True):
         assert [a.shape for a in shapes] == [first, *([(768,)] if has else [])]
 
@@ -526,7 +524,8 @@ def test_true_float32_is_filled_up_for_tensor_cores(channels, outputs, sizes, fa
         asked.append(sizes[:3])
         return True
 
-    monkeypatch.setattr(native, "conv_split_workspace", lambda *sizes: 256)
+    space = [jax.ShapeDtypeStruct((256,), np.uint8)]
+    monkeypatch.setattr(native, "work_space", lambda *call: space)
     monkeypatch.setattr(native, "conv_is_kernel_grad_split", is_split)
     shapes = (2, 6, 7, channels), (3, 2, channels, outputs), (2, 6, 4, outputs)
     x, kernel, g = normal(0, *shapes, dtype="float32")
@@ -569,22 +568,29 @@ PLANNED = {
 @pytest.mark.parametrize("name", PLANNED)
 def test_kernel_gradients_are_planned_in_no_time(name, dtype):
     """A call plans on the host, for kernels of some 30 microseconds; most plans take 2 to 15."""
-    module = pytest.importorskip("jaxops._cuda")
+    pytest.importorskip("jaxops._cuda")
     x, kernel, strides = PLANNED[name]
     windows = make_windows(
         "test", x[1:3], kernel[:2], strides=strides, padding="SAME", dilation=1, channels_last=True
     )
-    sizes = x, kernel, (x[0], *windows.outs, kernel[-1]), windows.strides, (1, 1), windows.low
-    itemsize = {"float16": 2, "float64": 8}.get(dtype, 4)
-    tf32 = dtype == "float32"
+    of_x, of_kernel, of_y = (
+        jax.ShapeDtypeStruct(s, dtype.removeprefix("true "))
+        for s in (x, kernel, (x[0], *windows.outs, kernel[-1]))
+    )
+    names = ("strides", "dilation", "low")
+    placed = zip(names, (windows.strides, (1, 1), windows.low), strict=True)
+    attributes = {name: np.array(n, np.int64) for name, n in placed}
+    attributes["tf32"] = np.bool_(dtype == "float32")
+    none = {"activation": "none"}
 
     def plan():
         begin = time.thread_time()
-        module.conv_kernel_grad_workspace(*sizes, itemsize, tf32)
+        native.work_space("jaxops_conv_kernel_grad", [of_x, of_y], [of_kernel], attributes)
         if dtype == "true float32":
-            module.conv_is_kernel_grad_split(*sizes)
-            module.conv_split_workspace(*sizes, False)
-            module.conv_split_workspace(*sizes, True)
+            sizes = (a.shape for a in (of_x, of_kernel, of_y))
+            native.conv_is_kernel_grad_split(*sizes, windows.strides, (1, 1), windows.low)
+            native.work_space("jaxops_conv", [of_x, of_kernel], [of_y], attributes | none)
+            native.work_space("jaxops_conv_input_grad", [of_y, of_kernel], [of_x], attributes)
         return time.thread_time() - begin
 
     assert min(plan() for _ in range(5)) < 0.5e-3

@@ -33,6 +33,17 @@ H200, A100, L4, B200 = kernel_table.DEVICES
 RANDOM_CALLS = int(os.environ.get("JAXOPS_RANDOM_CALLS", "600"))
 RANDOM_SEED = int(os.environ.get("JAXOPS_RANDOM_SEED", "0"))
 
+#: Random programs that are made with each family of kernels, and the functions in them, by the
+#: operator of a table where it has another name.
+FORCED_PROGRAMS = RANDOM_CALLS // 10
+FORCED = {
+    "conv": ["conv2d", "conv_general_dilated"],
+    "col2im": ["im2col"],
+    "lightweight_conv_input_grad": ["lightweight_conv"],
+}
+#: Families that few random programs meet.
+RARE = {("grid_sample", "bricks"), ("lightweight_conv", "nct/vectors")}
+
 SHARED = {"8.0": 163, "8.6": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 PROCESSORS = (16, 58, 108, 132, 148)
 # Programs are the same for all but those of 9.0.
@@ -193,7 +204,7 @@ def test_too_little_work_space_is_an_error(is_gradient):
     *results, space = call.results
     half = dataclasses.replace(space, shape=(space.shape[0] // 2,))
     call = dataclasses.replace(call, results=(*results, half))
-    assert "invalid argument" in kernels.run(call, H200).error
+    assert "the work space must have" in kernels.run(call, H200).error
 
 
 def test_machine_code_is_known():
@@ -222,6 +233,55 @@ def test_random_calls(operator):
                 calls += 1
         if calls >= RANDOM_CALLS:
             break
+
+
+#: The error of a call that a family cannot run.
+CANNOT = "cudaErrorNotSupported"
+
+
+@pytest.mark.parametrize(
+    ("operator", "family"),
+    [
+        (operator, family)
+        for operator, directions in kernels.families().items()
+        for family in sorted({name for names in directions.values() for name in names})
+    ],
+)
+def test_a_family_runs_what_it_says_it_can(operator, family):
+    """Forced, it launches what can be launched, or refuses the call."""
+    ran = 0
+    for name in FORCED.get(operator, [operator]):
+        for seed in range(RANDOM_SEED, RANDOM_SEED + FORCED_PROGRAMS):
+            function, arguments = random_programs.make(name, [seed])
+            capability, gpus = ("9.0", HOPPERS) if seed % 2 else ("8.0", OTHERS)
+            for call in kernels.record(function, *arguments, capability=capability):
+                with kernels.forcing(operator, family):
+                    outcome = kernels.run(call, gpus[seed // 2 % len(gpus)])
+                assert not outcome.violation, f"{call}: {outcome.violation}"
+                assert not outcome.error or CANNOT in outcome.error, f"{call}: {outcome.error}"
+                ran += bool(outcome.launches)
+    assert ran or (operator, family) in RARE
+
+
+def test_nothing_is_forced_afterwards():
+    x, weight = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 9, 9, 64), (3, 3, 64, 64)))
+    (call,) = kernels.record(jaxops.conv2d, x, weight, capability="9.0")
+    chosen = check(call, H200)
+    with kernels.forcing("conv", "mma"):
+        forced = check(call, H200)
+    assert chosen.kernels[0].startswith("ConvolveWgmma<")
+    assert forced.kernels[0].startswith("ConvolveMma<")
+    assert check(call, H200) == chosen
+    with kernels.forcing("conv", "direct"):
+        assert CANNOT in kernels.run(call, H200).error
+
+
+def test_unknown_family():
+    with (
+        pytest.raises(ValueError, match=r"'conv' has the families \[.*'wgmma'\], got 'simt'"),
+        kernels.forcing("conv", "simt"),
+    ):
+        pass
 
 
 BF16, F32 = jnp.bfloat16, jnp.float32

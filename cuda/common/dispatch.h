@@ -128,7 +128,7 @@ class Table : TableNames {
     first = this;
   }
 
-  // The family that takes a call on a device, or null.
+  // The family that takes a call on a device, or null: then no kernel of this module runs it there.
   const Family<Call>* Choose(const Call& call, const Device& device) const {
     const std::string forced = ForcedFamilies::Find(operator_name);
     for (const Family<Call>& family : families_) {
@@ -144,8 +144,11 @@ class Table : TableNames {
     const Device* device;
     const cudaError_t error = DescribeCurrentDevice(&device);
     if (error != cudaSuccess) return error;
+    if (device->major < 8) return cudaErrorNoKernelImageForDevice;
     const Family<Call>* const family = Choose(call, *device);
-    return family ? family->launch(stream, call, *device) : cudaErrorNotSupported;
+    if (family) return family->launch(stream, call, *device);
+    const bool is_forced = !ForcedFamilies::Find(operator_name).empty();
+    return is_forced ? cudaErrorNotSupported : cudaErrorNoKernelImageForDevice;
   }
 
  private:

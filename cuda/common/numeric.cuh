@@ -107,9 +107,7 @@ __device__ __forceinline__ void StoreAs(void* base, int64_t index, DType dtype, 
   }
 }
 
-inline constexpr int64_t SizeOf(DType dtype) {
-  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
-}
+using jaxops::SizeOf;
 
 // Calls `function` with a value of the element type: the one step from run time to templates.
 template <typename Function>

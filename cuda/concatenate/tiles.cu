@@ -695,7 +695,7 @@ void PlanSharedMemory(TilesPlan& plan, bool few, int64_t word) {
       // Words of few pieces are slower to fetch than conflicts are to read.
       const bool many = plan.count > kWarp;
       const int now = ChooseStride(plan.stride, lanes, rows * size, kPackBytes);
-      uint32_t stride;
+      uint32_t stride = 0;
       const int words = ChooseStride(stride, lanes, rows * size, kWordBytes);
       plan.by_words = many && (now - words) * (kWordBytes / plan.item) > kLoadsOfJoin;
       if (plan.by_words) plan.stride = stride;

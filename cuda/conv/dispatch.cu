@@ -1,6 +1,6 @@
 #include <algorithm>
-#include <string_view>
 
+#include "cuda/common/dispatch.h"
 #include "cuda/conv/dispatch.h"
 #include "cuda/conv/families.h"
 
@@ -19,136 +19,118 @@ bool IsExact(const Call& call) {
   return call.dtype == DType::kF64 || (call.dtype == DType::kF32 && !call.tf32);
 }
 
-cudaError_t LaunchForward(cudaStream_t stream, const Call& call, Family family, void* workspace) {
-  switch (family) {
-    case Family::kWgmma:
-      return LaunchForwardWgmma(stream, call);
-    case Family::kTf32x3:
-      return LaunchForwardTf32x3(stream, call, workspace);
-    case Family::kMma:
-      return LaunchForwardMma(stream, call);
-    case Family::kFma:
-      return LaunchForwardFma(stream, call);
-    case Family::kFewChannels:
-      return LaunchForwardFewChannels(stream, call);
-    case Family::kDirect:
-      return LaunchForwardDirect(stream, call);
-    case Family::kDepthwise:
-      break;
-  }
-  return cudaErrorNotSupported;
+using jaxops::cuda::Always;
+using jaxops::cuda::Device;
+using jaxops::cuda::Family;
+using jaxops::cuda::Table;
+
+// A call with its workspace. A forward product or an input gradient may have none.
+struct Task {
+  const Call& call;
+  Direction direction;
+  Space workspace;
+};
+
+bool CanRunDirect(const Task& task, const Device&) { return IsDirect(task.call); }
+
+bool CanRunDepthwise(const Task& task, const Device&) {
+  return IsDirect(task.call) && CanRunKernelGradDepthwise(task.call);
 }
 
-cudaError_t LaunchInputGrad(cudaStream_t stream, const Call& call, Family family, void* workspace) {
-  switch (family) {
-    case Family::kWgmma:
-      return LaunchInputGradWgmma(stream, call);
-    case Family::kTf32x3:
-      return LaunchInputGradTf32x3(stream, call, workspace);
-    case Family::kMma:
-      return LaunchInputGradMma(stream, call);
-    case Family::kFma:
-      return LaunchInputGradFma(stream, call);
-    case Family::kFewChannels:
-      return LaunchInputGradFewChannels(stream, call);
-    case Family::kDirect:
-      return LaunchInputGradDirect(stream, call);
-    case Family::kDepthwise:
-      break;
+bool CanRunSplit(const Task& task, const Device& device) {
+  const Call& call = task.call;
+  if (IsDirect(call) || !IsExact(call) || call.dtype != DType::kF32 || !device.has_wgmma) {
+    return false;
   }
-  return cudaErrorNotSupported;
+  if (task.direction == Direction::kKernelGrad) return true;
+  return task.workspace.data != nullptr &&
+         CanRunTf32x3(call, task.direction == Direction::kInputGrad, device.processors);
 }
 
-cudaError_t LaunchKernelGrad(cudaStream_t stream, const Call& call, Family family,
-                             Space workspace) {
-  switch (family) {
-    case Family::kWgmma:
-      return LaunchKernelGradWgmma(stream, call, workspace);
-    case Family::kTf32x3:
-      return LaunchKernelGradTf32x3(stream, call, workspace);
-    case Family::kMma:
-      return LaunchKernelGradMma(stream, call, workspace);
-    case Family::kFma:
-      return LaunchKernelGradFma(stream, call, workspace);
-    case Family::kFewChannels:
-      return LaunchKernelGradFewChannels(stream, call, workspace);
-    case Family::kDirect:
-      return LaunchKernelGradDirect(stream, call, workspace);
-    case Family::kDepthwise:
-      return LaunchKernelGradDepthwise(stream, call, workspace);
-  }
-  return cudaErrorNotSupported;
+// Products have a workspace for it only where it is preferred.
+bool PrefersSplit(const Task& task, const Device&) {
+  return task.direction != Direction::kKernelGrad || PrefersKernelGradTf32x3(task.call);
 }
+
+bool CanRunFma(const Task& task, const Device&) {
+  return !IsDirect(task.call) && IsExact(task.call);
+}
+
+bool CanRunFewChannels(const Task& task, const Device& device) {
+  return HasFewChannels(task.call) && device.has_wgmma;
+}
+
+bool CanRunMma(const Task& task, const Device&) {
+  return !IsDirect(task.call) && !IsExact(task.call) && !HasFewChannels(task.call);
+}
+
+bool CanRunWgmma(const Task& task, const Device& device) {
+  if (!CanRunMma(task, device) || !device.has_wgmma || task.call.groups > 1) return false;
+  const bool may_have_no_plan =
+      task.direction == Direction::kKernelGrad && task.call.dtype == DType::kF32;
+  return !may_have_no_plan || CanRunKernelGradWgmma(task.call);
+}
+
+template <auto kLaunch>
+cudaError_t Launch(cudaStream_t stream, const Task& task, const Device&) {
+  return kLaunch(stream, task.call);
+}
+
+// Of families that take calls without flags, which say what there is to compute.
+template <auto kLaunch>
+cudaError_t LaunchAll(cudaStream_t stream, const Task& task, const Device&) {
+  return kLaunch(stream, task.call, nullptr);
+}
+
+template <auto kLaunch>
+cudaError_t LaunchSplit(cudaStream_t stream, const Task& task, const Device&) {
+  if (task.workspace.bytes < Tf32x3Workspace(task.call)) return cudaErrorInvalidValue;
+  return kLaunch(stream, task.call, task.workspace.data);
+}
+
+template <auto kLaunch>
+cudaError_t LaunchGrad(cudaStream_t stream, const Task& task, const Device&) {
+  return kLaunch(stream, task.call, task.workspace, kProcessors);
+}
+
+// The reasons and what each family gained are in docs/conv2d.md.
+
+constexpr Family<Task> kForward[] = {
+    {"direct", CanRunDirect, Always, Launch<LaunchForwardDirect>},
+    {"tf32x3", CanRunSplit, PrefersSplit, LaunchSplit<LaunchForwardTf32x3>},
+    {"fma", CanRunFma, Always, LaunchAll<LaunchForwardFma>},
+    {"few_channels", CanRunFewChannels, Always, Launch<LaunchForwardFewChannels>},
+    {"wgmma", CanRunWgmma, Always, Launch<LaunchForwardWgmma>},
+    {"mma", CanRunMma, Always, Launch<LaunchForwardMma>},
+};
+
+constexpr Family<Task> kInputGrad[] = {
+    {"direct", CanRunDirect, Always, Launch<LaunchInputGradDirect>},
+    {"tf32x3", CanRunSplit, PrefersSplit, LaunchSplit<LaunchInputGradTf32x3>},
+    {"fma", CanRunFma, Always, LaunchAll<LaunchInputGradFma>},
+    {"few_channels", CanRunFewChannels, Always, Launch<LaunchInputGradFewChannels>},
+    {"wgmma", CanRunWgmma, Always, Launch<LaunchInputGradWgmma>},
+    {"mma", CanRunMma, Always, Launch<LaunchInputGradMma>},
+};
+
+constexpr Family<Task> kKernelGrad[] = {
+    {"depthwise", CanRunDepthwise, Always, LaunchGrad<LaunchKernelGradDepthwise>},
+    {"direct", CanRunDirect, Always, LaunchGrad<LaunchKernelGradDirect>},
+    {"tf32x3", CanRunSplit, PrefersSplit, LaunchGrad<LaunchKernelGradTf32x3>},
+    {"fma", CanRunFma, Always, LaunchGrad<LaunchKernelGradFma>},
+    {"few_channels", CanRunFewChannels, Always, LaunchGrad<LaunchKernelGradFewChannels>},
+    {"wgmma", CanRunWgmma, Always, LaunchGrad<LaunchKernelGradWgmma>},
+    {"mma", CanRunMma, Always, LaunchGrad<LaunchKernelGradMma>},
+};
+
+const Table<Task> kTables[] = {{"conv", "forward", kForward},
+                               {"conv", "input gradient", kInputGrad},
+                               {"conv", "kernel gradient", kKernelGrad}};
 
 }  // namespace
 
-const char* ToString(Family family) {
-  switch (family) {
-    case Family::kWgmma:
-      return "wgmma";
-    case Family::kTf32x3:
-      return "tf32x3";
-    case Family::kMma:
-      return "mma";
-    case Family::kFma:
-      return "fma";
-    case Family::kFewChannels:
-      return "few_channels";
-    case Family::kDirect:
-      return "direct";
-    case Family::kDepthwise:
-      return "depthwise";
-  }
-  return "";
-}
-
-cudaError_t DescribeCurrent(Device& device) {
-  int number = 0;
-  cudaError_t error = cudaGetDevice(&number);
-  const auto get = [&](int& value, cudaDeviceAttr attribute) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, number);
-  };
-  get(device.major, cudaDevAttrComputeCapabilityMajor);
-  get(device.minor, cudaDevAttrComputeCapabilityMinor);
-  get(device.processors, cudaDevAttrMultiProcessorCount);
-  constexpr std::string_view kCompiled = JAXOPS_CUDA_ARCHITECTURES;
-  device.has_wgmma = error == cudaSuccess && device.major == 9 && device.minor == 0 &&
-                     kCompiled.find("90a") != std::string_view::npos;
-  return error;
-}
-
-// Condition                                              Family
-//
-// groups of few channels, or a single channel            direct, or depthwise where it can run
-// f64, and f32 that is not rounded                       tf32x3 where it has a plan, else fma
-// 16-bit types of few channels                           few_channels
-// one group on capability 9.0                            wgmma; a kernel gradient of f32 without a
-//                                                        plan there, mma
-// others                                                 mma
-std::optional<Family> Choose(const Call& call, Direction direction, const Device& device,
-                             bool has_workspace) {
-  if (device.major < 8) return std::nullopt;
-  const bool is_kernel_grad = direction == Direction::kKernelGrad;
-  if (IsDirect(call)) {
-    return is_kernel_grad && CanRunKernelGradDepthwise(call) ? Family::kDepthwise : Family::kDirect;
-  }
-  if (IsExact(call)) {
-    const bool splits =
-        device.has_wgmma && call.dtype == DType::kF32 &&
-        (is_kernel_grad ? PrefersKernelGradTf32x3(call)
-                        : has_workspace && CanRunTf32x3(call, direction == Direction::kInputGrad,
-                                                        device.processors));
-    return splits ? Family::kTf32x3 : Family::kFma;
-  }
-  if (HasFewChannels(call)) {
-    return device.has_wgmma ? std::optional(Family::kFewChannels) : std::nullopt;
-  }
-  if (!device.has_wgmma || call.groups > 1) return Family::kMma;
-  const bool may_be_mma = is_kernel_grad && call.dtype == DType::kF32;
-  return may_be_mma && !CanRunKernelGradWgmma(call) ? Family::kMma : Family::kWgmma;
-}
-
 int64_t SumWorkspace(const Call& call, Direction direction) {
+  if (call.dtype != DType::kF32 || call.tf32) return 0;
   return PrefersTf32x3(call, direction == Direction::kInputGrad) ? Tf32x3Workspace(call) : 0;
 }
 
@@ -168,24 +150,7 @@ int64_t KernelGradWorkspace(const Call& call) {
 bool IsKernelGradTf32x3(const Call& call) { return PrefersKernelGradTf32x3(call); }
 
 cudaError_t Launch(cudaStream_t stream, const Call& call, Direction direction, Space workspace) {
-  Device device;
-  const cudaError_t error = DescribeCurrent(device);
-  if (error != cudaSuccess) return error;
-  const std::optional<Family> family = Choose(call, direction, device, workspace.data != nullptr);
-  if (!family) return cudaErrorNoKernelImageForDevice;
-  switch (direction) {
-    case Direction::kForward:
-    case Direction::kInputGrad: {
-      if (*family == Family::kTf32x3 && workspace.bytes < Tf32x3Workspace(call)) {
-        return cudaErrorInvalidValue;
-      }
-      const auto launch = direction == Direction::kForward ? LaunchForward : LaunchInputGrad;
-      return launch(stream, call, *family, workspace.data);
-    }
-    case Direction::kKernelGrad:
-      return LaunchKernelGrad(stream, call, *family, workspace);
-  }
-  return cudaErrorNotSupported;
+  return kTables[static_cast<int>(direction)].Run(stream, {call, direction, workspace});
 }
 
 }  // namespace jaxops::conv::cuda

@@ -18,12 +18,13 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.export
 import jaxlib.version
+import numpy as np
 
 from jaxops._core import compat
 
@@ -223,19 +224,59 @@ def cuda_architectures() -> tuple[str, ...]:
     return tuple(module.ARCHITECTURES.split(", ")) if module is not None else ()
 
 
-def conv_split_workspace(*sizes: Sequence[int] | bool) -> int:
-    """The bytes of work space of a CUDA call; see `ffi/conv_cuda.h`."""
-    return _modules["cuda"].conv_split_workspace(*sizes)
-
-
 def conv_is_kernel_grad_split(*sizes: Sequence[int]) -> bool:
     """Whether float32 of a CUDA call is split for tensor cores; see `ffi/conv_cuda.h`."""
     return _modules["cuda"].conv_is_kernel_grad_split(*sizes)
 
 
-def conv_kernel_grad_workspace(*sizes: Sequence[int] | int | bool) -> int:
-    """The bytes of work space of a CUDA call; see `ffi/conv_cuda.h`."""
-    return _modules["cuda"].conv_kernel_grad_workspace(*sizes)
+# As XLA numbers them.
+_NUMBERS = {
+    "bool": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "uint8": 6,
+    "uint16": 7,
+    "uint32": 8,
+    "uint64": 9,
+    "float16": 10,
+    "float32": 11,
+    "float64": 12,
+    "bfloat16": 16,
+}
+
+
+def encode_array(array: Any) -> tuple[int, tuple[int, ...]]:
+    """An operand or a result as the modules take it: the number of its dtype, and its shape."""
+    return _NUMBERS[np.dtype(array.dtype).name], tuple(map(int, array.shape))
+
+
+def encode_attribute(name: str, value: Any) -> tuple[str, str, int, int, bytes]:
+    """An attribute as the modules take it: name, kind, number of the dtype, size and bytes."""
+    if isinstance(value, str):
+        return name, "string", _NUMBERS["int8"], len(value), value.encode()
+    kind = "array" if isinstance(value, np.ndarray) else "scalar"
+    value = np.asarray(value)
+    return name, kind, _NUMBERS[value.dtype.name], value.size, value.tobytes()
+
+
+def work_space(
+    target: str, operands: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, Any]
+) -> list[jax.ShapeDtypeStruct]:
+    """The work space of a call on CUDA devices, its last result; none where it needs none.
+
+    The handler of the call tells its size, in the CPU module too, for exports.
+    """
+    module = _modules.get("cuda", _modules.get("cpu"))
+    assert module is not None  # or nothing would be lowered to a handler
+    size = module.work_space_bytes(
+        target,
+        [encode_array(a) for a in operands],
+        [encode_array(r) for r in results],
+        [encode_attribute(*a) for a in sorted(attributes.items())],
+    )
+    return [jax.ShapeDtypeStruct((size,), np.uint8)] if size else []
 
 
 def status() -> list[PlatformStatus]:

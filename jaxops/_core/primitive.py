@@ -99,7 +99,7 @@ class Operator:
         is made of `on_one_device` of other operators, yet is sharded as a whole. Called as
         local(*operands, platform=..., **params), the platform being None where there are no
         handlers.
-      scratch: work space of a CUDA call, as extra results; called with the operands and params.
+      work_space: whether CUDA calls may have one, as an extra result. The handler tells its size.
       replicated: factors that each device needs whole; "part" stands for part0, part1, ... as well.
       summed_outputs: the results that are summed over the batch dimensions flagged in the
         parameter `summed`, which has one entry a batch dimension.
@@ -124,7 +124,7 @@ class Operator:
         attributes: Callable[..., Mapping[str, Any]] | None = None,
         composition: Callable[..., Sequence[jax.Array]] | None = None,
         local: Callable[..., Sequence[jax.Array]] | None = None,
-        scratch: Callable[..., Sequence[jax.ShapeDtypeStruct]] = lambda *_, **__: (),
+        work_space: bool = False,
         replicated: Sequence[str] = (),
         summed_outputs: Sequence[int] = (),
         epilogue: Callable[..., tuple | None] = lambda *_, **__: None,
@@ -137,7 +137,7 @@ class Operator:
         self._reference = reference
         self._dtypes = dtypes
         self._attributes = attributes
-        self._scratch = scratch
+        self._work_space = work_space
         self._replicated = tuple(replicated)
         self._summed_outputs = tuple(summed_outputs)
         self._epilogue = epilogue
@@ -396,11 +396,14 @@ class Operator:
 
     def _call_native(self, *operands, platform, **params):
         results = self._types(*map(jax.typeof, operands), **params)
-        scratch = self._scratch(*operands, **params) if platform == "cuda" else ()
         out = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
-        call = native.ffi_call(self.target, [*out, *scratch])
         assert self._attributes is not None
-        return call(*operands, **self._attributes(**params))[: len(out)]
+        attributes = self._attributes(**params)
+        space = []
+        if self._work_space and platform == "cuda":
+            space = native.work_space(self.target, operands, out, attributes)
+        call = native.ffi_call(self.target, [*out, *space])
+        return call(*operands, **attributes)[: len(out)]
 
     def _lower_native(self, ctx, *values, platform, **params):
         if not native.use_kernels(platform, ctx):

@@ -62,9 +62,7 @@ class Family:
       values_name: the name of the values' gradient.
       sums_batches: whether the kernels sum the values' gradient over batch dimensions that the
         values do not have.
-      sample_scratch: work space of CUDA, called with the batch shape, values, points and options.
-      scratch: the same of the values' gradients, called with the batch shape, points, the
-        cotangent, options, the order of the derivative and which batch dimensions are summed.
+      work_space: whether CUDA calls of the values' gradients, and of the values, may have one.
     """
 
     def __init__(
@@ -76,8 +74,7 @@ class Family:
         values_name: str,
         replicated: Sequence[str],
         sums_batches: bool = False,
-        sample_scratch: Callable[..., Sequence[jax.ShapeDtypeStruct]] = lambda *_: (),
-        scratch: Callable[..., Sequence[jax.ShapeDtypeStruct]] = lambda *_: (),
+        work_space: bool = False,
         prefix: str | None = None,
     ):
         self._reference = reference
@@ -92,9 +89,7 @@ class Family:
             ),
             dtypes=lambda values, *_, **__: [values.dtype],
             reference=self._sample_reference,
-            scratch=lambda values, points, *along, options, order: sample_scratch(
-                _batch_shape(options, values, points, None, along), values, points, options
-            ),
+            work_space=work_space,
             **handled,
         )
         self._values_grad = Operator(
@@ -104,9 +99,7 @@ class Family:
             ),
             dtypes=lambda points, g, *_, **__: [g.dtype],
             reference=self._values_grad_reference,
-            scratch=lambda points, g, *along, options, order, summed: scratch(
-                _batch_shape(options, None, points, g, along), points, g, options, order, summed
-            ),
+            work_space=work_space,
             summed_outputs=(0,),
             **handled,
         )
@@ -128,9 +121,7 @@ class Family:
             ),
             dtypes=lambda values, points, *_, **__: [values.dtype, points.dtype],
             reference=self._backward_reference,
-            scratch=lambda values, points, g, *along, options, order, summed: scratch(
-                _batch_shape(options, values, points, g, along), points, g, options, order, summed
-            ),
+            work_space=work_space,
             summed_outputs=(0,),
             **handled,
         )

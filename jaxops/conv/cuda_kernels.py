@@ -312,11 +312,10 @@ def kernel_grad(x: jax.Array, g: jax.Array, call: KernelCall, dtype: Any) -> jax
         call = wide
     x, g = call.pad_x(x), call.pad_g(g)
     shape = (*call.windows.taps, call.channels // call.groups, call.outputs)
-    needed = native.conv_kernel_grad_workspace(
-        x.shape, shape, g.shape, *_placement(call.windows), x.dtype.itemsize, _is_tf32(x, call)
-    )
-    results = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((needed,), np.uint8)]
-    dkernel, _ = _convolve(_KERNEL_GRAD, results, call, x, g)
+    results = [jax.ShapeDtypeStruct(shape, dtype)]
+    attributes = _attributes(call, _is_tf32(x, call))
+    results += native.work_space(_KERNEL_GRAD, [x, g], results, attributes)
+    dkernel, *_ = _convolve(_KERNEL_GRAD, results, call, x, g)
     return dkernel[..., : call.fan_in // call.groups, : call.fan_out]
 
 
@@ -331,10 +330,12 @@ def _split(
     wide = _in_units(call)
     if wide is None or kernel.dtype != np.float32:
         return call, []
-    needed = native.conv_split_workspace(
-        *_sizes(images, wide), *_placement(call.windows), target == _INPUT_GRAD
-    )
-    return (wide, [jax.ShapeDtypeStruct((needed,), np.uint8)]) if needed else (call, [])
+    x, widened, y = (jax.ShapeDtypeStruct(s, np.float32) for s in _sizes(images, wide))
+    operand, result = (x, y) if target == _FORWARD else (y, x)
+    activation = {"activation": activation_name(None)} if target == _FORWARD else {}
+    attributes = _attributes(wide, False, **activation)
+    space = native.work_space(target, [operand, widened], [result], attributes)
+    return (wide, space) if space else (call, [])
 
 
 def _in_units(call: KernelCall) -> KernelCall | None:
@@ -372,16 +373,20 @@ def _is_tf32(operand: jax.Array, call: KernelCall) -> bool:
 def _convolve(
     target: str, results, call: KernelCall, *operands: jax.Array, **attributes: Any
 ) -> list[jax.Array]:
-    steps = zip(("strides", "dilation", "low"), _placement(call.windows), strict=True)
     tf32 = _is_tf32(operands[1], call)
     layouts = None
     if target == _FORWARD and tf32:
         # Products of TF32 want the entries that are summed over next to each other.
         rank = len(call.windows.taps)
         layouts = [None, (*range(rank), rank + 1, rank), *[None] * (len(operands) - 2)]
-    attributes |= {name: np.array(values, np.int64) for name, values in steps}
-    attributes["tf32"] = np.bool_(tf32)
+    attributes = _attributes(call, tf32, **attributes)
     return native.ffi_call(target, results, input_layouts=layouts)(*operands, **attributes)
+
+
+def _attributes(call: KernelCall, tf32: bool, **more: Any) -> dict[str, Any]:
+    steps = zip(("strides", "dilation", "low"), _placement(call.windows), strict=True)
+    placed = {name: np.array(values, np.int64) for name, values in steps}
+    return {**placed, "tf32": np.bool_(tf32), **more}
 
 
 def _placement(windows: Windows) -> tuple[tuple[int, ...], ...]:

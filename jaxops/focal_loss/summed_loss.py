@@ -14,18 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxops._core import compat, rules
 from jaxops._core.primitive import Operator
-
-#: Elements that are worth a thread block, and the most blocks; some kernels use fewer.
-_SPLIT, _MAX_SPLITS = 2048, 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +73,6 @@ def summed_loss(
     def sum_dtype(*operands):
         return operands[scale].dtype
 
-    def partial_sums(*operands, options):
-        """Work space of the CUDA sums: one for each block, as many as the shapes alone say."""
-        logits = operands[0]
-        entries = math.prod(np.broadcast_shapes(*batch_shapes(*operands, options=options)))
-        size = math.prod(logits.shape[logits.ndim - options.rows - 1 :])
-        splits = max(1, min(_MAX_SPLITS, -(-size // _SPLIT)))
-        return [jax.ShapeDtypeStruct((entries, splits), sum_dtype(*operands))]
-
     def across_of(*results):
         """A function that computes the results of these numbers only."""
 
@@ -100,7 +87,7 @@ def summed_loss(
         reference=sum_reference,
         dtypes=lambda *operands, **_: [sum_dtype(*operands)],
         attributes=attributes,
-        scratch=partial_sums,
+        work_space=True,
         replicated=replicated,
         across=across_of(0),
     )
@@ -119,7 +106,7 @@ def summed_loss(
         reference=both_reference,
         dtypes=lambda *operands, **_: [sum_dtype(*operands), operands[0].dtype],
         attributes=attributes,
-        scratch=partial_sums,
+        work_space=True,
         replicated=replicated,
         across=across_of(0, 1),
     )

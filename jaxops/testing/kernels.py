@@ -8,13 +8,14 @@ that a GPU of this kind gets from this build of jaxops.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import pathlib
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -91,19 +92,14 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
-    """An attribute of a call: `kind` is "scalar", "array" or "string"."""
+    """An attribute of a call; `encoded` is the form that handlers are given."""
 
     name: str
-    kind: str
-    dtype: str
-    size: int
-    data: bytes
+    text: str
+    encoded: tuple
 
     def __str__(self):
-        if self.kind == "string":
-            return f"{self.name}={self.data.decode()}"
-        values = np.frombuffer(self.data, self.dtype).tolist()
-        return f"{self.name}={values[0] if self.kind == 'scalar' else values}"
+        return f"{self.name}={self.text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,11 +195,8 @@ def _array(array) -> Array:
 
 
 def _attribute(name, value) -> Attribute:
-    if isinstance(value, str):
-        return Attribute(name, "string", "int8", len(value), value.encode())
-    kind = "array" if isinstance(value, np.ndarray) else "scalar"
-    value = np.asarray(value)
-    return Attribute(name, kind, value.dtype.name, value.size, value.tobytes())
+    text = str(value if isinstance(value, str) else value.tolist())
+    return Attribute(name, text, native.encode_attribute(name, value))
 
 
 def run(call: Call, device: Device) -> Outcome:
@@ -214,6 +207,39 @@ def run(call: Call, device: Device) -> Outcome:
         error,
         violation,
     )
+
+
+def families() -> dict[str, dict[str, list[str]]]:
+    """The kernel families by operator, as its folder in `cuda/` is called, and by direction.
+
+    They are in the order in which dispatch asks them; `docs/` says which takes what, and why.
+    """
+    return dry_run().family_names()
+
+
+@contextlib.contextmanager
+def forcing(operator: str, family: str) -> Generator[None]:
+    """Lets one kernel family run all calls of an operator: for tests and benchmarks.
+
+    It holds for the whole process, in dry runs and on GPUs. A call that the family cannot run is an
+    error, and so are directions that have no such family. CUDA graphs that XLA has captured before
+    run what they captured.
+
+    Args:
+      operator: a key of `families()`.
+      family: one of its families.
+
+    Raises:
+      ValueError: there is no such family.
+    """
+    known = {name for names in families().get(operator, {}).values() for name in names}
+    if family not in known:
+        raise ValueError(f"forcing: {operator!r} has the families {sorted(known)}, got {family!r}")
+    dry_run().force_family(operator, family)
+    try:
+        yield
+    finally:
+        dry_run().force_family(operator, "")
 
 
 def seconds(call: Call, device: Device, calls: int) -> list[float]:
@@ -231,36 +257,13 @@ def dry_run() -> Any:
     return module.dry_run
 
 
-# As XLA numbers them.
-_NUMBERS = {
-    "bool": 1,
-    "int8": 2,
-    "int16": 3,
-    "int32": 4,
-    "int64": 5,
-    "uint8": 6,
-    "uint16": 7,
-    "uint32": 8,
-    "uint64": 9,
-    "float16": 10,
-    "float32": 11,
-    "float64": 12,
-    "bfloat16": 16,
-}
-
-
 def _frame(call: Call) -> Any:
     return dry_run().CallFrame(
-        _handlers()[call.target],
-        [(_NUMBERS[a.dtype], a.shape) for a in call.operands],
-        [(_NUMBERS[a.dtype], a.shape) for a in call.results],
-        [(a.name, a.kind, _NUMBERS[a.dtype], a.size, a.data) for a in call.attributes],
+        call.target,
+        [native.encode_array(a) for a in call.operands],
+        [native.encode_array(r) for r in call.results],
+        [a.encoded for a in call.attributes],
     )
-
-
-@functools.cache
-def _handlers() -> dict[str, Any]:
-    return native.cuda_module().registrations()
 
 
 @functools.cache

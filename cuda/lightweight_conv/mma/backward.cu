@@ -22,6 +22,8 @@ constexpr int kWarpSteps = 64;
 
 // Blocks of a multiprocessor, as shared memory and registers allow, and of a large GPU.
 constexpr int ResidentBlocks(int element_bytes) { return element_bytes == 4 ? 3 : 4; }
+template <typename T>
+constexpr int kResident = ResidentBlocks(sizeof(T));
 
 struct BackwardParams {
   Backward call;
@@ -66,7 +68,7 @@ inline constexpr int kPairPitch = PairPitch(kBlocks);
 // A block keeps its channels and group of taps; while it works on a tile, the next one is in
 // flight.
 template <typename T, typename W, bool kNct, int kBlocks, bool kDx>
-__global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T)))
+__global__ void __launch_bounds__(kThreads, kResident<T>)
     BackwardMma(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   // Groups of taps vary fastest: the blocks that read the same data run together.

@@ -23,6 +23,8 @@ constexpr int kMaxWindowBlocks = 9;
 constexpr int ResidentBlocks(int element_bytes, int window_blocks) {
   return (element_bytes == 4 ? 4 : 5) - (window_blocks > 3) - (window_blocks > kLongWindow);
 }
+template <typename T, int kBlocks>
+constexpr int kResident = ResidentBlocks(sizeof(T), kBlocks);
 
 struct ForwardParams {
   Forward call;
@@ -35,7 +37,7 @@ struct ForwardParams {
 
 // A block keeps its channels; while it works on a tile, the next one is in flight.
 template <typename T, typename W, bool kNct, int kBlocks>
-__global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T), kBlocks))
+__global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
     ForwardMma(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   uint32_t first_item = blockIdx.x;

@@ -1,6 +1,6 @@
 // Calls of handlers that XLA does not make: on addresses at which there is nothing.
-#ifndef JAXOPS_FFI_CALL_FRAME_CUDA_H_
-#define JAXOPS_FFI_CALL_FRAME_CUDA_H_
+#ifndef JAXOPS_FFI_CALL_FRAME_H_
+#define JAXOPS_FFI_CALL_FRAME_H_
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -13,7 +13,6 @@
 #include <tuple>
 #include <vector>
 
-#include "ffi/dry_run_cuda.h"
 #include "xla/ffi/api/c_api.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -22,7 +21,16 @@ struct XLA_FFI_Error {
   std::string message;
 };
 
-namespace jaxops::dry_run {
+namespace jaxops::ffi {
+
+// The stream of the calls.
+inline void* FrameStream() { return reinterpret_cast<void*>(uintptr_t{0x57'0000}); }
+
+struct FrameBuffer {
+  const char* data;
+  size_t bytes;
+  bool is_result;
+};
 
 // What handlers use of XLA.
 inline const XLA_FFI_Api& GetApi() {
@@ -39,7 +47,7 @@ inline const XLA_FFI_Api& GetApi() {
     };
     made.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) { delete args->error; };
     made.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) -> XLA_FFI_Error* {
-      args->stream = Stream();
+      args->stream = FrameStream();
       return nullptr;
     };
     return made;
@@ -48,10 +56,10 @@ inline const XLA_FFI_Api& GetApi() {
 }
 
 // The number of an XLA_FFI_DataType, and the sizes.
-using Array = std::tuple<int, std::vector<int64_t>>;
+using FrameArray = std::tuple<int, std::vector<int64_t>>;
 // A name, a kind ("scalar", "array" or "string"), the number of an XLA_FFI_DataType, the number of
 // entries, and their bytes.
-using Attribute = std::tuple<std::string, std::string, int, int64_t, nanobind::bytes>;
+using FrameAttribute = std::tuple<std::string, std::string, int, int64_t, nanobind::bytes>;
 
 // XLA's buffers are at multiples of 128 bytes; these are at no multiples of more.
 inline constexpr uint64_t kAlignment = 128;
@@ -61,9 +69,9 @@ inline constexpr uint64_t kFirstAddress = uint64_t{1} << 45;
 // A call of a handler, which can be made again and again.
 class CallFrame {
  public:
-  CallFrame(const nanobind::capsule& handler, const std::vector<Array>& operands,
-            const std::vector<Array>& results, const std::vector<Attribute>& attributes)
-      : handler_(reinterpret_cast<XLA_FFI_Handler*>(handler.data())) {
+  CallFrame(XLA_FFI_Handler* handler, const std::vector<FrameArray>& operands,
+            const std::vector<FrameArray>& results, const std::vector<FrameAttribute>& attributes)
+      : handler_(handler) {
     AddBuffers(operands_, operands, false);
     AddBuffers(results_, results, true);
     attributes_.resize(attributes.size());
@@ -85,7 +93,7 @@ class CallFrame {
   }
   CallFrame(const CallFrame&) = delete;
 
-  const std::vector<Buffer>& buffers() const { return buffers_; }
+  const std::vector<FrameBuffer>& buffers() const { return buffers_; }
 
   // The message of an error, or nothing.
   std::string Call() {
@@ -111,7 +119,7 @@ class CallFrame {
     XLA_FFI_ByteSpan string{};
   };
 
-  void AddBuffers(std::vector<ArrayStorage>& storage, const std::vector<Array>& arrays,
+  void AddBuffers(std::vector<ArrayStorage>& storage, const std::vector<FrameArray>& arrays,
                   bool are_results) {
     storage.resize(arrays.size());
     for (size_t i = 0; i < arrays.size(); ++i) {
@@ -135,7 +143,7 @@ class CallFrame {
     }
   }
 
-  void AddAttribute(AttributeStorage& storage, const Attribute& attribute) {
+  void AddAttribute(AttributeStorage& storage, const FrameAttribute& attribute) {
     const auto& [name, kind, number, count, bytes] = attribute;
     storage.name = name;
     storage.name_span = {storage.name.data(), storage.name.size()};
@@ -161,7 +169,7 @@ class CallFrame {
 
   XLA_FFI_Handler* handler_;
   uint64_t next_address_ = kFirstAddress + kAlignment;
-  std::vector<Buffer> buffers_;
+  std::vector<FrameBuffer> buffers_;
   std::vector<ArrayStorage> operands_, results_;
   std::vector<AttributeStorage> attributes_;
   std::vector<XLA_FFI_ArgType> operand_types_;
@@ -172,6 +180,6 @@ class CallFrame {
   XLA_FFI_CallFrame frame_{};
 };
 
-}  // namespace jaxops::dry_run
+}  // namespace jaxops::ffi
 
-#endif  // JAXOPS_FFI_CALL_FRAME_CUDA_H_
+#endif  // JAXOPS_FFI_CALL_FRAME_H_
