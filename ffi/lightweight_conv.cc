@@ -202,9 +202,10 @@ xf::Error FilterGrad(Context context, Buffer x, Buffer g, Result dweight, WorkSp
 xf::Error Grad(Context context, Buffer x, Buffer weight, Buffer g, Result dx, Result dweight,
                std::optional<Result> dbias, WorkSpace work_space,
                const GradAttributes& attributes) {
-  // The work space is the last result, with dbias or without.
-  if (kHasWorkSpace && !work_space && !work_space_answer)
+  // The work space, of bytes, is the last result, with dbias or without.
+  if (!work_space && dbias && (*dbias)->element_type() == xf::DataType::U8) {
     std::swap<std::optional<Result>>(dbias, work_space);
+  }
   return RunGrad(
       context, attributes,
       {x, g, *dweight, weight, *dx, dbias ? std::optional<Buffer>(**dbias) : std::nullopt},

@@ -136,8 +136,9 @@ int64_t SumWorkspace(const Call& call, Direction direction) {
 
 int64_t KernelGradWorkspace(const Call& call) {
   if (IsDirect(call)) {
-    return CanRunKernelGradDepthwise(call) ? KernelGradDepthwiseWorkspace(call)
-                                           : KernelGradDirectWorkspace(call);
+    const int64_t bytes = KernelGradDirectWorkspace(call);
+    return CanRunKernelGradDepthwise(call) ? std::max(bytes, KernelGradDepthwiseWorkspace(call))
+                                           : bytes;
   }
   if (IsExact(call)) {
     const int64_t bytes = KernelGradFmaWorkspace(call);
