@@ -207,17 +207,17 @@ def test_too_little_work_space_is_an_error(is_gradient):
     assert "the work space must have" in kernels.run(call, H200).error
 
 
-@pytest.mark.parametrize("batch", [0, 3])
-def test_gradients_with_a_bias_and_without_work_space(batch):
+@pytest.mark.parametrize("channels", [0, 8])
+def test_gradients_with_a_bias_and_without_work_space(channels):
     """The bias gradient is the last result then, and no work space."""
-    x, weight, bias = arrays(F32, (batch, 20, 8), (4, 3), (8,))
+    x, weight, bias = arrays(F32, (3, 20, channels), (4, 3), (channels,))
 
     def loss(x, weight, bias):
-        return jaxops.lightweight_conv(x, weight, bias).sum()
+        return jaxops.lightweight_conv(x, weight, bias=bias).sum()
 
     calls = kernels.record(jax.grad(loss, (0, 1, 2)), x, weight, bias, capability="9.0")
     (call,) = (c for c in calls if c.target == "jaxops_lightweight_conv_backward")
-    assert len(call.results) == (3 if batch == 0 else 4)
+    assert len(call.results) == (3 if channels == 0 else 4)
     check(call, H200)
 
 
