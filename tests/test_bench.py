@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -22,6 +23,7 @@ from jaxops._bench import (
     ceilings,
     clock,
     contenders,
+    families,
     figures,
     overview,
     registry,
@@ -32,6 +34,8 @@ from jaxops._bench import (
 )
 from jaxops._bench.results import Document, Outcome, ResultsError, Row
 from jaxops._cli import bench
+from jaxops._core import native
+from jaxops.testing import kernels
 
 ROOT = pathlib.Path(__file__).parents[1]
 CEILINGS = {
@@ -501,6 +505,39 @@ def test_rows_of_a_gpu(machine, monkeypatch):
     assert "the profile shows nothing that the device did" in lost.ours.error
 
 
+@pytest.mark.skipif("90a" not in native.cuda_architectures(), reason="no CUDA module for 90a")
+def test_families_are_peers_of_what_dispatch_chooses(monkeypatch):
+    monkeypatch.setattr(families, "_device", lambda: kernels.DEVICES["H200"])
+    found = families.with_families(registry.load("conv2d"))
+    case = next(c for c in found.cases if c.dtype == "bfloat16" and "groups" not in c.options)
+    forward = found.directions[0]
+    declined = {peer.name: peer.declines(case, forward, "cuda") for peer in found.peers}
+    assert declined["conv: mma"] is None
+    assert declined["conv: wgmma"] == "is what dispatch chooses, or in no call"
+    assert declined["conv: direct"] == "cannot run it"
+    assert {peer.family for peer in found.peers} >= {("conv", "mma"), ("conv", "depthwise")}
+
+
+def test_calls_of_a_family_are_forced(machine, monkeypatch):
+    forced, events = [], []
+
+    @contextlib.contextmanager
+    def forcing(*family):
+        forced.append(family)
+        yield
+        forced.pop()
+
+    def function(x):
+        jax.debug.callback(lambda: events.append(tuple(forced)))
+        return x + x
+
+    monkeypatch.setattr(kernels, "forcing", forcing)
+    peer = spec.Peer("twice: fast", lambda case: function, family=("twice", "fast"))
+    (found,) = runner.run([runner.Work(TWICE, TWICE.cases[-1], (peer,))], machine, print)
+    assert found.outcomes["twice: fast"].us > 0
+    assert set(events) == {(("twice", "fast"),)}
+
+
 def test_no_reference_no_times(machine):
     broken = dataclasses.replace(TWICE, reference=_fails)
     (found,) = runner.run([runner.Work(broken, TWICE.cases[-1], PEERS[:1])], machine, print)
@@ -744,6 +781,7 @@ def test_results_are_written_between_their_markers(tmp_path):
         (["--from", "r.json", "--without", "odd"], "--from measures nothing, so it goes without"),
         (["--peers", "nobody"], "no peer is called 'nobody'; there are XLA product, wrong"),
         (["--from", "r.json", "--quick"], "--from measures nothing, so it goes without quick"),
+        (["--platform", "cpu", "--kernels"], "--kernels times the kernel families of GPUs"),
         (["--compare", "none.json"], "none.json cannot be read"),
         (["--json", "none/r.json"], "none/r.json cannot be written"),
         (["--markdown", "none/r.md"], "none/r.md cannot be written"),

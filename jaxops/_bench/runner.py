@@ -18,6 +18,7 @@ import jax
 from jaxops._bench import ceilings, contenders
 from jaxops._bench.clock import Batch, Clock, ProfileError, device_seconds, wall_seconds
 from jaxops._bench.contenders import Call, Contender, JaxContender, TorchContender
+from jaxops._bench.families import ForcedContender
 from jaxops._bench.results import OURS, Outcome, Row
 from jaxops._bench.spec import Benchmark, Case, Direction, Peer, normal
 
@@ -168,6 +169,8 @@ def _contender(
             if peer.torch:
                 return TorchContender(peer.function(case), direction)
             function = direction.of(peer.function(case))
+            if peer.family:
+                return ForcedContender(function, _select_inputs(inputs, direction), peer.family)
             return JaxContender(function, _select_inputs(inputs, direction))
     with machine.settings("float64"):
         function = contenders.in_float64(_everything(work, benchmark.reference(case)))

@@ -135,6 +135,8 @@ class Peer:
         platform), or None where it does.
       costly: whether it takes so long to compile, or to run, that `--quick` leaves it out unless it
         is asked for by name.
+      family: the operator of a table of kernel families, and the family of it that runs all calls,
+        where the function is jaxops' own.
     """
 
     name: str
@@ -142,6 +144,7 @@ class Peer:
     torch: bool = False
     declines: Callable[[Case, Direction, str], str | None] = lambda case, direction, platform: None
     costly: bool = False
+    family: tuple[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

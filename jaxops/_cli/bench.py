@@ -18,7 +18,17 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxops._bench import ceilings, contenders, figures, overview, registry, report, results, runner
+from jaxops._bench import (
+    ceilings,
+    contenders,
+    families,
+    figures,
+    overview,
+    registry,
+    report,
+    results,
+    runner,
+)
 from jaxops._bench.clock import ProfileError
 from jaxops._bench.results import Document, ResultsError
 from jaxops._bench.spec import TARGET_TAG, Benchmark, Peer
@@ -68,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         metavar="NAMES",
         help="only these peers: names or shell patterns, separated by commas",
+    )
+    measuring.add_argument(
+        "--kernels",
+        action="store_true",
+        help="time every kernel family that can run a case, in place of the peers; on GPUs",
     )
     measuring.add_argument(
         "--rounds", type=_positive, help="how often each contender is timed (default: 5, quick: 3)"
@@ -142,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> Document:
-    measuring = ("operators", "platform", "quick", "cases", "without", "peers", "rounds")
+    measuring = ("operators", "platform", "quick", "cases", "without", "peers", "kernels", "rounds")
     given = [name for name in measuring if getattr(args, name)]
     if given:
         raise UsageError(f"--from measures nothing, so it goes without {', '.join(given)}")
@@ -155,6 +170,13 @@ def _measure(args: argparse.Namespace) -> Document:
     platform = "cuda" if device.platform == "gpu" else device.platform
     if platform not in PLATFORMS:
         raise UsageError(f"there is no clock for platform {platform}: --platform cpu or cuda")
+    if args.kernels:
+        if platform != "cuda":
+            raise UsageError("--kernels times the kernel families of GPUs, and needs one")
+        try:
+            benchmarks = [families.with_families(benchmark) for benchmark in benchmarks]
+        except RuntimeError as error:  # without the CUDA module
+            raise UsageError(str(error)) from error
     efforts = runner.QUICK_EFFORTS if args.quick else runner.EFFORTS
     effort = efforts[platform]
     if args.rounds:
@@ -287,7 +309,8 @@ def _command(args: argparse.Namespace) -> str:
         values = value if isinstance(value, list) else [] if value is None else [value]
         for each in values:
             words += [f"--{option}", str(each)]
-    return shlex.join(words + (["--quick"] if args.quick else []))
+    words += ["--kernels"] * args.kernels + ["--quick"] * args.quick
+    return shlex.join(words)
 
 
 # --- showing -------------------------------------------------------------------------------------

@@ -1,0 +1,167 @@
+"""On GPUs: every kernel family, forced, computes what the chosen one does.
+
+`tests/test_launches.py` forces them on random calls without a GPU, where no value is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.testing import kernels
+from jaxops.testing.measure import leaves, vjp_of
+
+Case = tuple  # a function, its arguments, and those with gradients
+
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape, dtype):
+    return jnp.asarray(RANDOM.standard_normal(shape), dtype)
+
+
+def uniform(low, high, *shape):
+    return jnp.asarray(RANDOM.uniform(low, high, shape), jnp.float32)
+
+
+def labels(rows, classes):
+    return jnp.asarray(RANDOM.integers(0, classes, rows), jnp.int32)
+
+
+def lightweight_conv(dtype) -> Iterator[Case]:
+    sequences = ("NTC", (4, 300, 64)), ("NCT", (4, 64, 304)), ("NCT", (2, 64, 301))
+    for data_format, shape in sequences:
+        for taps, dilation in ((3, 1), (4, 1), (31, 1), (7, 2)):
+            options = {"data_format": data_format, "dilation": dilation}
+            function = functools.partial(jaxops.lightweight_conv, **options)
+            yield function, [normal(*shape, dtype=dtype), normal(16, taps, dtype=dtype)], (0, 1)
+
+
+def concatenate(dtype) -> Iterator[Case]:
+    for axis, shapes in (
+        (1, [(64, 7), (64, 13)]),
+        (2, [(8, 9, 64)] * 3),
+        (1, [(33, 1)] * 20),
+        (0, [(1000,)] * 4),
+        (2, [(5, 64, 32), (5, 64, 64)]),
+    ):
+        arrays = [normal(*s, dtype=dtype) for s in shapes]
+        moved = tuple(range(len(arrays)))
+        yield lambda *a, axis=axis: jaxops.concatenate(a, axis), arrays, moved
+
+
+def grid_sample(dtype) -> Iterator[Case]:
+    for volume, points in (
+        ((16, 16, 16, 8), (3000, 3)),
+        ((32, 32, 4), (2000, 2)),
+        ((9, 8, 7, 3), (500, 3)),
+        ((128, 128, 128, 16), (1 << 20, 3)),
+    ):
+        yield jaxops.grid_sample, [normal(*volume, dtype=dtype), uniform(-1.1, 1.1, *points)], (0,)
+        yield jaxops.grid_sample, [normal(*volume, dtype=dtype), uniform(-1.1, 1.1, *points)], (1,)
+
+
+def trilinear_interpolate(dtype) -> Iterator[Case]:
+    for cells, features in ((1000, 1), (1000, 4), (1000, 64), (333, 7), (100, 300), (64, 2000)):
+        arrays = [normal(cells, 8, features, dtype=dtype), uniform(0, 1, cells, 3)]
+        yield jaxops.trilinear_interpolate, arrays, (0, 1)
+
+
+def _losses(function, dtype, sizes) -> Iterator[Case]:
+    for rows, classes in sizes:
+        arguments = [normal(rows, classes, dtype=dtype), labels(rows, classes)]
+        for reduction in ("none", "sum"):
+            yield functools.partial(function, reduction=reduction), arguments, (0,)
+
+
+def sigmoid_focal_loss(dtype) -> Iterator[Case]:
+    sizes = (1000, 80), (100_000, 1), (8, 80), (37, 13)
+    return _losses(jaxops.sigmoid_focal_loss, dtype, sizes)
+
+
+def softmax_focal_loss(dtype) -> Iterator[Case]:
+    sizes = (1000, 10), (512, 1000), (64, 50257), (10_000, 2), (37, 130)
+    return _losses(jaxops.softmax_focal_loss, dtype, sizes)
+
+
+def im2col(dtype) -> Iterator[Case]:
+    for shape, size in (((2, 20, 20, 16), 3), ((2, 31, 30, 3), 5)):
+        function = functools.partial(jaxops.im2col, kernel_size=size, padding=1)
+        yield function, [normal(*shape, dtype=dtype)], (0,)
+
+
+def conv(dtype) -> Iterator[Case]:
+    for shape, kernel, groups in (
+        ((2, 20, 20, 64), (3, 3, 64, 64), 1),
+        ((2, 20, 20, 32), (3, 3, 4, 32), 8),
+        ((2, 20, 20, 64), (5, 5, 1, 64), 64),
+        ((2, 20, 20, 3), (3, 3, 3, 32), 1),
+    ):
+        for precision in (None, "highest"):
+            function = functools.partial(jaxops.conv2d, groups=groups, precision=precision)
+            arguments = [normal(*shape, dtype=dtype), normal(*kernel, dtype=dtype)]
+            yield function, arguments, (0,)
+            yield function, arguments, (1,)
+
+
+#: By the operator of a table of families.
+CASES = {
+    "col2im": im2col,
+    "concatenate": concatenate,
+    "conv": conv,
+    "grid_sample": grid_sample,
+    "im2col": im2col,
+    "lightweight_conv": lightweight_conv,
+    "lightweight_conv_input_grad": lightweight_conv,
+    "sigmoid_focal_loss": sigmoid_focal_loss,
+    "softmax_focal_loss": softmax_focal_loss,
+    "trilinear_interpolate": trilinear_interpolate,
+}
+
+
+def run(function, arguments):
+    """The results of a program of its own: no CUDA graph has captured the kernels of another."""
+    return leaves(jax.block_until_ready(jax.jit(lambda *a: function(*a))(*arguments)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("operator", CASES)
+def test_families_agree(operator, dtype, platform):
+    if platform.name != "cuda":
+        pytest.skip("kernel families are those of GPUs")
+    families = sorted({name for names in kernels.families()[operator].values() for name in names})
+    ran = 0
+    for function, arguments, moved in CASES[operator](dtype):
+        value = jax.eval_shape(function, *arguments)
+        cotangents = tuple(normal(*y.shape, dtype=y.dtype) for y in leaves(value))
+        pull = vjp_of(function, moved)
+        for program, of_program in ((function, arguments), (pull, [cotangents, *arguments])):
+            want = run(program, of_program)
+            for family in families:
+                try:
+                    with kernels.forcing(operator, family):
+                        got = run(program, of_program)
+                except jax.errors.JaxRuntimeError as error:
+                    if "cudaErrorNotSupported" not in str(error):
+                        raise
+                    continue
+                ran += 1
+                for a, b in zip(got, want, strict=True):
+                    scale = max(1e-3, float(jnp.abs(b.astype(jnp.float32)).max(initial=0)))
+                    error = float(jnp.abs(a.astype(jnp.float32) - b).max(initial=0)) / scale
+                    assert error < 2e-2, f"{family} on {[x.shape for x in arguments]}: {error}"
+    assert ran > 0
+
+
+def test_every_table_has_cases():
+    try:
+        tables = kernels.families()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    assert set(tables) == set(CASES)
