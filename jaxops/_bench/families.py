@@ -88,6 +88,6 @@ class ForcedContender(JaxContender):
         return [functools.partial(self._forced, call) for call in super().calls(argument_sets)]
 
     def _forced(self, call: Call) -> Any:
-        # The handlers run before the family is let go. What waiting takes is no time of the device.
+        # The handlers run before the family is let go; waiting costs no time of the device.
         with kernels.forcing(*self._family):
             return jax.block_until_ready(call())
