@@ -38,8 +38,8 @@ struct Params {
   Place tap[kMaxTaps];
 };
 
-// The part of a block's shared memory before the stages. Rows have a place for each unit, or for
-// each entry.
+// The part of a block's shared memory before the stages. A unit of a row has the place of its
+// first entry.
 template <typename Tile>
 struct alignas(128) Head {
   Place rows[Tile::kRows];

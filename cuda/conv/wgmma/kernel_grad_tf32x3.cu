@@ -242,7 +242,7 @@ __device__ void MultiplyParts(const SplitParams& p, const Item& item, int first,
         ProductsWait<0>();
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) {
-          asm volatile("" : "+f"(added[i]));  // keeps the sum from being read earlier
+          asm volatile("" : "+f"(added[i]));  // forbids an earlier read
           sums[u][i] += added[i];
         }
       }
