@@ -1,4 +1,4 @@
-// Which kernel family takes a call: a table an operator and direction, read from the top.
+// Each operator and direction has a table, read from the top, of the kernel families for a call.
 //
 //   constexpr Family<Call> kFamilies[] = {
 //       {"mma", CanRunMma, PrefersMma, LaunchMma},

@@ -14,9 +14,9 @@ namespace jaxops::cuda {
 JAXOPS_HOST_DEVICE inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A kernel needs no opt-in for up to kSharedWithoutLeave bytes of dynamic shared memory, whatever
-// static shared memory it has. The opt-in limit, kSharedLeave, is above the need of every kernel, and
-// fits every GPU next to 11 KiB of static memory. A kernel always has the same limit, because another
-// thread may be about to launch it too.
+// static shared memory it has. The opt-in limit, kSharedLeave, is above the need of every kernel,
+// and fits every GPU next to 11 KiB of static memory. A kernel always has the same limit, because
+// another thread may be about to launch it too.
 inline constexpr size_t kSharedWithoutLeave = 32 * 1024;
 inline constexpr int kSharedLeave = 88 * 1024;
 

@@ -204,7 +204,7 @@ __device__ inline uint32_t Operand(uint32_t entry) {
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Returns the channels that a copy brings.
 inline int ChannelBlock(int64_t channels) { return channels <= 16 ? 16 : channels <= 32 ? 32 : 64; }

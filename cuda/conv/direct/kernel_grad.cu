@@ -11,8 +11,8 @@
 // Tensor cores compute depthwise convolution of 16-bit entries with large windows
 // (direct/depthwise_kernel_grad.cu).
 //
-// The threads of a block that have the same output add up their sums. Blocks write theirs to a
-// workspace, and a second kernel adds them, always in the same order.
+// The threads of a block that have the same output add up their sums. Blocks write these sums
+// to a workspace, and a second kernel adds the sums of all blocks, always in the same order.
 #include <type_traits>
 
 #include "cuda/conv/direct/direct.cuh"
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kThreads) KernelGradDirect(const __grid_consta
   StoreBlockSums<T>(p, t, first, sums);
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Blocks of a multiprocessor, if there are enough pixels for them.
 constexpr int kTapsBlocks = 8;

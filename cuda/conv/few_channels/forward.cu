@@ -28,8 +28,8 @@ struct ForwardParams : Tiling {
   Epilogue epilogue;
 };
 
-// Where a lane finds the pairs of a step, and which of their bits. The table has an entry for one
-// further step, because the loop reads an entry ahead.
+// The addresses of a lane's pairs of a step, and masks of their bits. The table has an entry for
+// one further step, because the loop reads an entry ahead.
 using PairTable = int4;
 
 template <int kColumns>

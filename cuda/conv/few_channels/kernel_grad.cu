@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
 #endif
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Decides everything but addresses, from sizes and the number of processors alone.
 bool Plan(Params& p, const Call& call, int processors) {

@@ -7,7 +7,7 @@
 // every entry of the sum has another, and adding the two tells where an entry of a patch is and
 // whether it is in the image at all.
 //
-// Where there are few tiles, a cluster of blocks shares a tile: every block has a part of the sum,
+// A cluster of blocks shares a tile where there are few tiles: every block has a part of the sum,
 // and the blocks add the parts in their shared memories, always in the same order.
 #include <cooperative_groups.h>
 
@@ -459,7 +459,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // The tile for products of cells.
 template <typename T>

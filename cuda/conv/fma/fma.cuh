@@ -268,7 +268,7 @@ __device__ __forceinline__ void Store(T* to, const Unit<T>& unit, int left, bool
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Tells whether rows of `entries` entries, one after the other, are whole units.
 template <typename T>

@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 template <typename Tile>
 cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {

@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ConvolveMma(const __grid_co
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Sizes of tiles: of a warp, and of the block of four warps.
 struct Shape {

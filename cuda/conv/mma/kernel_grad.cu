@@ -31,8 +31,7 @@ constexpr int kUnitCopies = 32 / kCopyEntries<T>;
 
 // The pixels and rows of a stage.
 struct Table {
-  int2 pixels[kPixels];  // begins of the window in the stage and of the cotangent; -1 without a
-                         // pixel
+  int2 pixels[kPixels];  // begin of the window and of the cotangent in the stage, or -1
   StageRow rows[kMaxStageRows];
   int copies;  // of 16 bytes of a slab
   int unused[3];
@@ -373,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Estimates: the bytes that arrive at a multiprocessor in a cycle, and the cycles of a product of a
 // unit, a step and the columns of a block.

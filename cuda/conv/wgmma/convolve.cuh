@@ -542,7 +542,7 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 #endif
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Sizes of tiles: warpgroups, blocks of 64 rows of a warpgroup, and columns.
 struct Shape {

@@ -38,7 +38,7 @@ namespace {
 struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
   uint64_t transposed[kMaxStages];  // for float32
-  // The remaining members serve sums of runs that are not finite. No member takes two votes.
+  // The remaining members serve sums of runs that are not finite. Each member serves one vote.
   uint32_t are_nan, again, open;
   uint32_t whole[4 * kWarpgroups];  // bits of a warp: units that have a channel of only NaNs
   uint32_t places;                  // entries in the list that MeetNotFinite makes
@@ -150,8 +150,8 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
 }
 
 // Transposes cotangents for products of TF32, which take the pixels of an output next to each
-// other, in each step those at even places first. Rows of 128 bytes, 32 pixels, are swizzled as
-// bulk copies swizzle them.
+// other, in each step the pixels at even places first. Rows of 128 bytes, 32 pixels, are swizzled
+// as bulk copies swizzle them.
 [[maybe_unused]] __device__ void TransposeStages(const Params& p, const Item& item,
                                                  Barriers& barriers, char* stages) {
   const int lane = threadIdx.x % 32;
@@ -340,7 +340,7 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   }
 }
 
-// Clears the bytes of stages that no copy writes, with every `warps`-th warp from number `warp` on:
+// Clears the bytes of stages that no copy writes, in warp `warp` of `warps` that share the work:
 // the entries that fill up the last step of the cotangent and, for runs, of the image.
 template <typename T, bool kRuns>
 __device__ inline void ClearStages(const Params& p, int warp, int warps, char* stages) {
@@ -561,8 +561,8 @@ template <typename T, int kUnits>
 __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int first, int threads,
                                          Barriers& barriers, Ring ring, uint32_t* list,
                                          uint32_t zeros, char* stages) {
-  // A candidate has NaNs in all warps of a warpgroup. The barrier makes `candidates` the same for all
-  // threads.
+  // A candidate has NaNs in all warps of a warpgroup. The barrier makes `candidates` the same for
+  // all threads.
   SyncWarps(kDone, threads);
   uint32_t candidates = 0;
 #pragma unroll
@@ -890,7 +890,7 @@ __global__ void __launch_bounds__(kThreads, 1) KernelGradWgmma(const __grid_cons
 #endif
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Returns the estimated cycles of a stage: the larger of the cycles of its products and of bringing
 // its operands, which arrive after a latency with at most all stages but one in flight.

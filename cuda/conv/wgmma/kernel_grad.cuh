@@ -177,7 +177,7 @@ __device__ bool AddCluster(const Params& p, const Item& item, int units, const c
   return are_finite;
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Fills in the smallest possible number of sets, with about the same number of taps each.
 inline void FillSets(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping) {

@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kAddThreads)
   if (parts > 0 && at < count && threadIdx.y == 0) Store(to + 4 * at, sum);
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 // Fills in how the sum is cut up into runs of `steps` steps, of strips of this width, except the
 // offsets of taps; returns false where the runs do not fit. The sets and phases are known.
