@@ -1,4 +1,4 @@
-// How the kernels of convolution finish and write their sums, and add parts.
+// Code that finishes and writes the sums of the kernels of convolution, and adds parts.
 #ifndef JAXOPS_CUDA_CONV_RESULTS_CUH_
 #define JAXOPS_CUDA_CONV_RESULTS_CUH_
 

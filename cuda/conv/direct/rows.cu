@@ -15,7 +15,7 @@ namespace jaxops::conv::cuda {
 namespace {
 
 // The rows of the result come in groups of one row or, in the input gradient with strides, of
-// `stride` rows. Different threads loop over the parts of these groups.
+// `stride` rows. A part is several groups, and different threads loop over different parts.
 struct WalkParams : SumParams {
   int first_row, first_column;  // of the image, for the first of the result
   // The first group, or strip, of the input gradient may begin before the image.

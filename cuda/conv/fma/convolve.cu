@@ -21,7 +21,7 @@ namespace jaxops::conv::cuda {
 namespace fma {
 namespace {
 
-// How entries of the kernel come to shared memory.
+// The ways in which entries of the kernel come to shared memory.
 enum class KernelCopies {
   kEntries,  // one by one
   kOutputs,  // by units of outputs
@@ -510,7 +510,7 @@ bool HasParts() {
          attributes.ptxVersion >= 90;
 }
 
-// How a sum is cut up: tiles, and parts of each.
+// The cuts of a sum: tiles, and parts of each.
 struct Plan {
   cudaError_t (*launch)(cudaStream_t, Params&, int64_t groups);
   int parts;

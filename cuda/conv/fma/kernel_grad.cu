@@ -239,7 +239,7 @@ cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
   });
 }
 
-// How a call is cut up: tiles, and splits of the sum over pixels.
+// The cuts of a call: tiles, and splits of the sum over pixels.
 struct Plan {
   cudaError_t (*launch)(cudaStream_t, Params&, int64_t);
   int splits;

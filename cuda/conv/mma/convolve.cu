@@ -419,7 +419,7 @@ cudaError_t LaunchShape(cudaStream_t stream, const Params& p, const Shape& shape
   return LaunchTile<Tile<T, 32, 32, 64, 64, kAcross>, 4>(stream, p, shape, groups);
 }
 
-// How a sum is cut up, except for addresses; the shape is null where none fits.
+// The parameters of a sum without addresses; the shape is null where none fits.
 struct SumPlan {
   const Shape* shape;
   Params params;

@@ -144,7 +144,7 @@ __device__ inline void StoreShared(uint32_t address, const uint4& v) {
                "r"(v.z), "r"(v.w));
 }
 
-// How images lie in memory and in a stage.
+// The layout of images in memory and in a stage.
 struct Gather : Layout {
   FastDivider copied;  // columns of a stage row
   int copy_step;       // columns of the image between two columns of a stage

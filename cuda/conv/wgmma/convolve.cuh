@@ -96,8 +96,7 @@ struct Part {
            (before + p.first_chunk[group + 1] > first && before + p.first_chunk[group] < end);
   }
 
-  // FirstTile and the functions after it tell the tiles of the block; blocks of a cluster have the
-  // same tiles.
+  // FirstTile and TileStep tell the tiles of the block; blocks of a cluster have the same tiles.
   __device__ static int FirstTile(const Params& p) {
     return kSplit ? blockIdx.x >> p.log_splits : blockIdx.x;
   }
@@ -732,7 +731,7 @@ const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int 
   return chosen;
 }
 
-// How a sum is cut up, except for addresses; the shape is null where none fits.
+// The parameters of a sum without addresses; the shape is null where none fits.
 struct SumPlan {
   const Shape* shape;
   int64_t cycles;

@@ -454,8 +454,8 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
         }
       }
     };
-    // Equal strips are tried up to kMostStrips. Rows that need more strips than that, at most
-    // kMostNarrow pixels wide each, are tried with every smaller width down to `narrowest`.
+    // Equal strips are tried up to kMostStrips of them. Narrower strips, at most kMostNarrow pixels
+    // wide, are tried at every width down to `narrowest`.
     constexpr int64_t kMostStrips = 64, kMostNarrow = 256;
     const int64_t narrowest = std::min<int64_t>(w.out, 16);
     for (int64_t strips = 1; strips <= kMostStrips && w.out / strips >= narrowest; ++strips) {
