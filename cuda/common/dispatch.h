@@ -34,7 +34,7 @@ struct Device {
   bool has_clusters() const { return major >= 9; }
 };
 
-// Each thread describes a device once, because the attributes take time to query.
+// Describes the current device. A thread queries the attributes again only if its device changed.
 inline cudaError_t DescribeCurrentDevice(const Device** described) {
   static thread_local Device device;
   int number = 0;

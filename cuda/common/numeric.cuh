@@ -41,9 +41,9 @@ inline constexpr int kPackBytes = 16;
 template <typename T>
 inline constexpr int kPackElements = kPackBytes / sizeof(T);
 
-// `kCount` elements that move as one access, or as several accesses of kPackBytes. The alignment is
-// at most kPackBytes, because no address is known to be aligned to more, and GPUs with wider
-// accesses would fault.
+// `kCount` elements that move as one access, or as several accesses of kPackBytes. An address must
+// be aligned to the access. The alignment is at most kPackBytes, because no address is known to be
+// aligned to more, and GPUs with wider accesses would fault.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount < kPackBytes ? sizeof(T) * kCount : kPackBytes) Pack {
   T values[kCount];

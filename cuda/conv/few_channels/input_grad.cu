@@ -36,7 +36,7 @@ struct InputGradParams {
   int strip_columns, chunk_rows;                         // cells of a block
   FastDivider strips, chunks;
   FastDivider cell;                   // entries
-  int thread_pixels, thread_entries;  // from one row to the next of a thread
+  int thread_pixels, thread_entries;  // between a thread's entries of a row
   bool is_wide;
 };
 

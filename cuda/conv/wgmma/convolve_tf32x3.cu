@@ -14,7 +14,7 @@ constexpr Shape kShapes[] = {
 // The shapes of tiles whose sum the blocks of a cluster share.
 constexpr Shape kSharedShapes[] = {{2, 1, 64, 160}, {1, 1, 64, 260}};
 
-// Cycles besides the products: kSplitCycles to split the kernel, with kSplitPerCycle bytes in a
+// Cycles without the products: kSplitCycles to split the kernel, with kSplitPerCycle bytes in a
 // cycle, and kSumCycles for every sum to begin and to launch multiply-adds that return at once.
 // Measured on an H200.
 constexpr int64_t kSplitCycles = 3600, kSplitPerCycle = 600, kSumCycles = 4600;
