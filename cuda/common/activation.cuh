@@ -6,14 +6,14 @@
 
 namespace jaxops::cuda {
 
-// x times the logistic function of z. Far on the left the quotient is zero, not NaN.
+// Returns x times the logistic function of z. For very negative z the quotient is zero, not NaN.
 __device__ __forceinline__ float TimesLogistic(float x, float z) {
   return __fdividef(x, 1.0f + expf(-z));
 }
 __device__ __forceinline__ double TimesLogistic(double x, double z) { return x / (1 + exp(-z)); }
 
-// Applies one activation to a thread's values: the choice is made once for all of them. GELU is the
-// tanh form, jax.nn.gelu's default: (1 + tanh(u)) / 2 is the logistic function of 2u.
+// Applies one activation to a thread's values, with one branch for all of them. GELU is the tanh
+// form, jax.nn.gelu's default: (1 + tanh(u)) / 2 is the logistic function of 2u.
 template <typename Acc, int kCount>
 __device__ __forceinline__ void Activate(Acc (&values)[kCount], Activation activation) {
   if (activation == Activation::kNone) return;

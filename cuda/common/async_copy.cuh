@@ -10,9 +10,9 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies kBytes through the L1 cache, or as many zeros where there is nothing to copy: `from` is
-// aligned then, too, but may be anywhere. The copy is not read before WaitCopies, so that the
-// compiler may move other accesses across it.
+// Copies kBytes through the L1 cache, or zeros where `exists` is false: `from` must be aligned
+// then, too, but may point anywhere. No thread reads the copy before WaitCopies, so the compiler
+// may move other accesses across it.
 template <int kBytes>
 __device__ __forceinline__ void CopyAsync(uint32_t to, const char* from, bool exists) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
@@ -20,15 +20,15 @@ __device__ __forceinline__ void CopyAsync(uint32_t to, const char* from, bool ex
                "r"(exists ? kBytes : 0));
 }
 
-// The same from some bytes after `base`, which is aligned; `offset` may be any where there is
-// nothing to copy.
+// Copies kBytes from `offset` bytes after `base`, which is aligned; `offset` may have any value
+// where `exists` is false.
 template <int kBytes>
 __device__ __forceinline__ void CopyAsync(uint32_t to, const char* base, int64_t offset,
                                           bool exists) {
   CopyAsync<kBytes>(to, base + (exists ? offset : 0), exists);
 }
 
-// Copies 16 bytes, or zeros, past the L1 cache, which has no use for what is read once.
+// Copies 16 bytes, or zeros, around the L1 cache, which does not help data that is read once.
 __device__ __forceinline__ void CopyAsyncPast(uint32_t to, const char* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0));
@@ -39,7 +39,7 @@ __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until all but the last kLeft groups of this thread's copies are there.
+// Waits until all but the last kLeft groups of this thread's copies are complete.
 template <int kLeft>
 __device__ __forceinline__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");

@@ -1,4 +1,4 @@
-// Which kernel family takes a call: a table an operator and direction, read from the top.
+// Each operator and direction has a table, read from the top, of the kernel families for a call.
 //
 //   constexpr Family<Call> kFamilies[] = {
 //       {"mma", CanRunMma, PrefersMma, LaunchMma},
@@ -23,7 +23,7 @@
 
 namespace jaxops::cuda {
 
-// The device that a call runs on. Choices depend on the call and on this.
+// The device of a call. Choices depend only on the call and on this struct.
 struct Device {
   int number = -1;
   int major = 0, minor = 0;  // its compute capability
@@ -34,7 +34,7 @@ struct Device {
   bool has_clusters() const { return major >= 9; }
 };
 
-// Asked for once a thread and device.
+// Describes the current device. A thread queries the attributes again only if its device changed.
 inline cudaError_t DescribeCurrentDevice(const Device** described) {
   static thread_local Device device;
   int number = 0;
@@ -60,8 +60,8 @@ inline cudaError_t DescribeCurrentDevice(const Device** described) {
   return error;
 }
 
-// Tests and benchmarks force a family: it then runs all calls of its operator, those that it cannot
-// run are errors.
+// Tests and benchmarks force a family. That family then runs all calls of its operator; a call that
+// the family cannot run is an error.
 class ForcedFamilies {
  public:
   static void Set(const std::string& operator_name, const std::string& family) {
@@ -75,7 +75,7 @@ class ForcedFamilies {
     state.any = !state.families.empty();
   }
 
-  // The family, or "" for none.
+  // Returns the family, or "" for none.
   static std::string Find(const char* operator_name) {
     State& state = Get();
     if (!state.any.load(std::memory_order_relaxed)) return "";
@@ -98,10 +98,10 @@ class ForcedFamilies {
 
 template <typename Call>
 struct Family {
-  const char* name;  // of its folder or file in cuda/<operator>/
-  // Whether its kernels compute such a call correctly on such a device.
+  const char* name;  // of the family's folder or file in cuda/<operator>/
+  // Tells whether the family's kernels compute such a call correctly on such a device.
   bool (*can_run)(const Call& call, const Device& device);
-  // Whether they are faster than the families below, given that they can run the call.
+  // Tells whether the family is faster than the families below, given that it can run the call.
   bool (*prefers)(const Call& call, const Device& device);
   cudaError_t (*launch)(cudaStream_t stream, const Call& call, const Device& device);
 };
@@ -111,7 +111,7 @@ bool Always(const Call&, const Device&) {
   return true;
 }
 
-// All tables, for those who list them.
+// All tables, for code that lists them.
 struct TableNames {
   const char* operator_name;
   const char* direction;
@@ -128,7 +128,8 @@ class Table : TableNames {
     first = this;
   }
 
-  // The family that takes a call on a device, or null: then no kernel of this module runs it there.
+  // Returns the family that takes a call on a device, or null if no kernel of this module runs it
+  // there.
   const Family<Call>* Choose(const Call& call, const Device& device) const {
     const std::string forced = ForcedFamilies::Find(operator_name);
     for (const Family<Call>& family : families_) {

@@ -1,5 +1,5 @@
-// Instructions of Hopper (sm_90a) that CCCL has no name for: matrix products of a
-// warpgroup, and shared memory as the bulk copies swizzle it.
+// Instructions of Hopper (sm_90a) that CCCL does not wrap: matrix products of a warpgroup, and
+// shared memory as the bulk copies swizzle it.
 #ifndef JAXOPS_CUDA_COMMON_HOPPER_CUH_
 #define JAXOPS_CUDA_COMMON_HOPPER_CUH_
 
@@ -14,7 +14,7 @@
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/warp_matrix.cuh"
 
-// Only code for sm_90a itself knows these instructions. Kernels are empty elsewhere, and not
+// Only code for sm_90a itself has these instructions. Kernels are empty for other GPUs, and not
 // launched there.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define JAXOPS_HAS_WGMMA 1
@@ -29,22 +29,22 @@ using jaxops::cuda::LoadMatrices;
 using jaxops::cuda::LoadTransposed;
 using jaxops::cuda::SharedAddress;
 
-// All the shared memory that a block can have.
+// The maximum of shared memory of a block.
 constexpr int kSharedBytes = 227 * 1024;
 
-// Waits for the completion of the phase of a barrier that has this parity.
+// Waits for the completion of the phase of a barrier with this parity.
 __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
   while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
   }
 }
 
-// Waits until all threads of the cluster are here, and their writes seen by all.
+// Waits until all threads of the cluster have arrived and see each other's writes.
 __device__ inline void SyncCluster() {
   ptx::barrier_cluster_arrive();
   ptx::barrier_cluster_wait();
 }
 
-// The entries of the block of this rank in the cluster at an address of shared memory.
+// Loads entries at an address of shared memory of the block with this rank in the cluster.
 __device__ inline float4 LoadOfBlock(uint32_t address, uint32_t rank) {
   float4 v;
   asm volatile(
@@ -56,12 +56,13 @@ __device__ inline float4 LoadOfBlock(uint32_t address, uint32_t rank) {
   return v;
 }
 
-// Has a map of bulk copies read before the first of them needs it.
+// Prefetches a map of bulk copies before the first copy needs it.
 __device__ inline void PrefetchMap(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Gives registers of this warpgroup up, or takes some that others gave up.
+// GiveRegisters releases registers of this warpgroup; TakeRegisters takes registers that others
+// released.
 template <int kCount>
 __device__ inline void GiveRegisters() {
 #if JAXOPS_HAS_WGMMA
@@ -75,14 +76,14 @@ __device__ inline void TakeRegisters() {
 #endif
 }
 
-// Rows of 32, 64 or 128 bytes as bulk copies swizzle them: which 16 bytes of a row lie where
+// Rows of 32, 64 or 128 bytes as bulk copies swizzle them: the position of 16 bytes in a row
 // depends on the address, in steps of 128 bytes.
 struct Swizzle {
   uint32_t mask;
 
   __device__ static Swizzle OfRows(uint32_t row_bytes) { return {row_bytes / 16 - 1}; }
 
-  // The value that an exclusive or combines with the number of the 16 bytes within a row.
+  // Returns the value that an exclusive or combines with the number of the 16 bytes within a row.
   __device__ uint32_t operator()(uint32_t row_address) const {
     return ((row_address >> 7) & mask) << 4;
   }
@@ -90,9 +91,9 @@ struct Swizzle {
 
 // --- products of a warpgroup ---------------------------------------------------------------------
 
-// A swizzled matrix in shared memory, as products take it. `leading` and `stride` are the bytes
-// between its parts: of a matrix whose rows lie along the sum, 8 rows are `stride` apart; of one
-// whose rows lie across, 64 columns are `leading` apart, and 8 rows `stride`.
+// Describes a swizzled matrix in shared memory for products. `leading` and `stride` are the bytes
+// between its parts. If rows lie along the sum, 8 rows are `stride` apart; if rows lie across it,
+// 64 columns are `leading` apart, and 8 rows `stride`.
 __device__ inline uint64_t MatrixDescriptor(uint32_t leading, uint32_t stride, uint32_t row_bytes) {
   const uint64_t layout = row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : 3;
   return uint64_t{leading >> 4} << 16 | uint64_t{stride >> 4} << 32 | layout << 62;
@@ -146,7 +147,7 @@ __device__ inline void ProductsWait() {
       : __VA_ARGS__ \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(add), \
         "n"(kAcross ? 1 : 0))
-// The same of TF32, which has no rows across.
+// JAXOPS_TF32_PRODUCT is the same for TF32, which allows no rows across the sum.
 #define JAXOPS_TF32_PRODUCT(shape, sums, a0, a1, a2, a3, b, adds, ...) \
   asm volatile( \
       "{\n.reg .pred p;\nsetp.ne.b32 p, " adds ", 0;\n" \
@@ -156,9 +157,9 @@ __device__ inline void ProductsWait() {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(add))
 // clang-format on
 
-// sums (+)= a b, of 64 rows, a step of 32 bytes and kColumns columns: `a` in the registers of a
-// warpgroup like LoadMatrices leaves it, `b` in shared memory, with rows across the sum if kAcross.
-// Products of float32 take the upper bits that TF32 has.
+// Computes sums (+)= a b for 64 rows, a step of 32 bytes and kColumns columns. `a` is in the
+// registers of a warpgroup in the layout of LoadMatrices, and `b` in shared memory, with rows
+// across the sum if kAcross. Products of float32 use only the upper bits, which TF32 has.
 template <typename T, int kColumns, bool kAcross>
 __device__ inline void Multiply(float (&sums)[kColumns / 2], const uint32_t (&a)[4],
                                 uint64_t b_descriptor, int add) {

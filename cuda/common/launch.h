@@ -1,4 +1,4 @@
-// How every launcher of kernels starts them.
+// Code that every launcher of kernels uses.
 #ifndef JAXOPS_CUDA_COMMON_LAUNCH_H_
 #define JAXOPS_CUDA_COMMON_LAUNCH_H_
 
@@ -13,13 +13,14 @@ namespace jaxops::cuda {
 
 JAXOPS_HOST_DEVICE inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Up to so many bytes of dynamic shared memory a kernel needs no leave, whatever else it has of
-// shared memory; the leave is for more than any asks, and fits every GPU beside 11 KiB of static
-// memory. Of a kernel it is always the same, because another thread may be about to launch it too.
+// A kernel needs no opt-in for up to kSharedWithoutLeave bytes of dynamic shared memory, whatever
+// static shared memory it has. The opt-in limit, kSharedLeave, is above the need of every kernel,
+// and fits every GPU next to 11 KiB of static memory. A kernel always has the same limit, because
+// another thread may be about to launch it too.
 inline constexpr size_t kSharedWithoutLeave = 32 * 1024;
 inline constexpr int kSharedLeave = 88 * 1024;
 
-// Lets a kernel use `bytes` of dynamic shared memory, at most `leave`, and launches it.
+// Launches a kernel with `bytes` of dynamic shared memory, at most the opt-in limit `leave`.
 template <typename Params>
 cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t bytes,
                    cudaStream_t stream, const Params& params, int leave = kSharedLeave) {
@@ -33,7 +34,7 @@ cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t b
   return cudaGetLastError();
 }
 
-// How many multiprocessors the current device has.
+// Counts the multiprocessors of the current device.
 inline cudaError_t CountProcessors(int* count) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
@@ -41,15 +42,15 @@ inline cudaError_t CountProcessors(int* count) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
-// Whether the current device runs neighbouring blocks as clusters, which share their memories.
+// Tells whether the current device has clusters of neighbouring blocks, which share memory.
 inline bool HasClusters() {
   int device = 0, has = 0;
   return cudaGetDevice(&device) == cudaSuccess &&
          cudaDeviceGetAttribute(&has, cudaDevAttrClusterLaunch, device) == cudaSuccess && has;
 }
 
-// Launches a kernel in clusters of so many blocks, at most 8, which have leave for `bytes` each of
-// dynamic shared memory.
+// Launches a kernel in clusters of `per_cluster` blocks, at most 8. The caller has set the kernel's
+// opt-in limit to at least `bytes`, the dynamic shared memory of a block.
 template <typename Params>
 cudaError_t LaunchClusters(void (*kernel)(Params), dim3 grid, unsigned per_cluster, int threads,
                            size_t bytes, cudaStream_t stream, const Params& params) {

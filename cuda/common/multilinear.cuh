@@ -1,4 +1,4 @@
-// Code that kernels which interpolate have in common, see common/multilinear.h.
+// Code that kernels of interpolation share, see common/multilinear.h.
 #ifndef JAXOPS_CUDA_COMMON_MULTILINEAR_CUH_
 #define JAXOPS_CUDA_COMMON_MULTILINEAR_CUH_
 
@@ -9,7 +9,7 @@
 
 namespace jaxops::multilinear::cuda {
 
-// A point or a direction, in the arithmetic type.
+// Loads a point or a direction, in the arithmetic type.
 template <int kAxes, typename A>
 __device__ __forceinline__ void LoadPoint(const void* base, int64_t offset, DType dtype,
                                           A (&point)[kAxes]) {
@@ -21,7 +21,8 @@ __device__ __forceinline__ void LoadPoint(const void* base, int64_t offset, DTyp
   });
 }
 
-// Sums over groups of `lanes` neighbouring lanes, a power of two; every lane of the warp calls it.
+// Sums over groups of `lanes` neighbouring lanes, a power of two; every lane of the warp calls this
+// function.
 template <int kAxes, typename A>
 __device__ __forceinline__ void SumOverLanes(A (&values)[kAxes], int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ void SumOverLanes(A (&values)[kAxes], int lanes) {
   }
 }
 
-// The largest power of two up to 32 that is not larger than `count`, and at least 1.
+// Returns the largest power of two that is at most `count` and at most 32, but at least 1.
 inline int LanesFor(int64_t count) {
   int lanes = 1;
   while (lanes < 32 && 2 * lanes <= count) lanes *= 2;

@@ -1,4 +1,4 @@
-// Element types: how each is accumulated, loaded and stored.
+// Element types: how kernels accumulate, load and store each type.
 #ifndef JAXOPS_CUDA_COMMON_NUMERIC_CUH_
 #define JAXOPS_CUDA_COMMON_NUMERIC_CUH_
 
@@ -36,13 +36,14 @@ __device__ __forceinline__ T Narrow(Accumulator<T> x) {
 
 inline constexpr int kWarp = 32;
 
-// The widest access, and the elements of one.
+// The bytes of the widest access, and its elements.
 inline constexpr int kPackBytes = 16;
 template <typename T>
 inline constexpr int kPackElements = kPackBytes / sizeof(T);
 
-// `kCount` elements that move as one access, or as several of kPackBytes: no address is known to be
-// aligned to more, and GPUs that have wider accesses would fault. It must be aligned to that.
+// `kCount` elements that move as one access, or as several accesses of kPackBytes. An address must
+// be aligned to the access. The alignment is at most kPackBytes, because no address is known to be
+// aligned to more, and GPUs with wider accesses would fault.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount < kPackBytes ? sizeof(T) * kCount : kPackBytes) Pack {
   T values[kCount];
@@ -53,7 +54,8 @@ __device__ __forceinline__ Pack<T, kCount> LoadPack(const T* address) {
   return *reinterpret_cast<const Pack<T, kCount>*>(address);
 }
 
-// Stores a Pack to global memory as one access, where the compiler might make one of each element.
+// Stores a Pack to global memory as one access, where the compiler might use one access for each
+// element.
 template <typename T, int kCount>
 __device__ __forceinline__ void StorePack(T* address, const Pack<T, kCount>& pack) {
   if constexpr (sizeof(pack) == sizeof(uint4)) {
@@ -73,8 +75,8 @@ __device__ __forceinline__ void StorePack(T* address, const Pack<T, kCount>& pac
 }
 
 // Calls `read` with `base` as a pointer to its element type, known only at run time: for small
-// operands such as filters. The choice is made once for all of the caller's reads, so that they are
-// in flight together.
+// operands such as filters. One branch covers all of the caller's reads, so that the reads are in
+// flight together.
 template <typename Read>
 __device__ __forceinline__ void WithElements(const void* base, DType dtype, Read&& read) {
   switch (dtype) {
@@ -109,7 +111,7 @@ __device__ __forceinline__ void StoreAs(void* base, int64_t index, DType dtype, 
 
 using jaxops::SizeOf;
 
-// Calls `function` with a value of the element type: the one step from run time to templates.
+// Calls `function` with a value of the element type: the only step from run time to templates.
 template <typename Function>
 auto DispatchFloat(DType dtype, Function&& function) {
   switch (dtype) {

@@ -1,7 +1,7 @@
-// Plans of launches, kept by what they depend on.
+// Plans of launches, kept under the values that they depend on.
 //
-// A plan that is found by a search takes longer to make than its kernel takes to launch, and a
-// program launches the same ones again and again.
+// A search for a plan takes longer than the launch of its kernel, and a program launches the same
+// plans again and again.
 #ifndef JAXOPS_CUDA_COMMON_PLAN_CACHE_H_
 #define JAXOPS_CUDA_COMMON_PLAN_CACHE_H_
 
@@ -17,13 +17,13 @@
 
 namespace jaxops::cuda {
 
-// Keys are compared and hashed by their bytes. Any number of threads may use one.
+// A cache compares and hashes keys by their bytes. Any number of threads may use a cache at once.
 template <typename Key, typename Plan>
 class PlanCache {
   static_assert(std::has_unique_object_representations_v<Key>);
 
  public:
-  // The plan for `key`, which make() returns if it is not kept.
+  // Returns the plan for `key`; make() returns the plan if the cache does not have it.
   template <typename Make>
   std::shared_ptr<const Plan> Get(const Key& key, Make&& make) {
     {
@@ -32,7 +32,7 @@ class PlanCache {
     }
     auto made = std::make_shared<const Plan>(std::forward<Make>(make)());
     std::unique_lock lock(mutex_);
-    // A program has far fewer, and one that has more makes them again.
+    // A usual program has far fewer plans. A program with more computes them again.
     if (plans_.size() >= kMaxPlans) plans_.clear();
     return plans_.emplace(key, std::move(made)).first->second;
   }
@@ -54,7 +54,8 @@ class PlanCache {
   std::unordered_map<Key, std::shared_ptr<const Plan>, Hash, Equal> plans_;
 };
 
-// The only one of these types, which is never destroyed: calls may come until the process ends.
+// Returns the only cache of these types, which is never destroyed: calls may come until the process
+// ends.
 template <typename Key, typename Plan, typename Tag>
 PlanCache<Key, Plan>& Plans() {
   static auto& cache = *new PlanCache<Key, Plan>;

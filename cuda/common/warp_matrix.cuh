@@ -1,4 +1,4 @@
-// Products of matrices by one warp on tensor cores, and what goes into them.
+// Products of matrices by one warp on tensor cores, and the loads and splits of their operands.
 #ifndef JAXOPS_CUDA_COMMON_WARP_MATRIX_CUH_
 #define JAXOPS_CUDA_COMMON_WARP_MATRIX_CUH_
 
@@ -11,21 +11,21 @@
 
 namespace jaxops::cuda {
 
-// Four 8 x 8 matrices of 2-byte entries, a row from the address of each lane.
+// Loads four 8 x 8 matrices of 2-byte entries, with a row at the address of each lane.
 __device__ inline void LoadMatrices(uint32_t (&to)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(row_address));
 }
 
-// The same, each matrix transposed.
+// Loads four such matrices, each transposed.
 __device__ inline void LoadTransposed(uint32_t (&to)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(row_address));
 }
 
-// sums += a b, of 16 rows and 8 columns, over 32 bytes of a row of each.
+// Computes sums += a b for 16 rows and 8 columns, over 32 bytes of a row of each.
 template <typename T>
 __device__ inline void MultiplyStep(float* sums, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #define JAXOPS_MMA(shape, type)                                              \
@@ -43,20 +43,20 @@ __device__ inline void MultiplyStep(float* sums, const uint32_t (&a)[4], uint32_
 #undef JAXOPS_MMA
 }
 
-// Two of TF32, in the bits of float32, that add up to an entry. Products leave out
-// the bits of the low one that TF32 does not have: at most the entry's last bit.
+// Two TF32 numbers, in the bits of float32, that add up to an entry. Products drop the bits of the
+// low part that TF32 does not have: at most the entry's last bit.
 struct SplitEntry {
   uint32_t high, low;
 };
 
-// The high one is the nearest, ties away from zero. The high one of a NaN may be any number, but
-// the low one of an entry that is not finite is NaN.
+// Splits an entry. The high part is the nearest TF32, ties away from zero. The high part of a NaN
+// may be any number, but the low part of an entry that is not finite is NaN.
 __device__ __forceinline__ SplitEntry SplitFloat32(uint32_t bits) {
   const uint32_t high = (bits + 0x1000) & 0xFFFFE000;
   return {high, __float_as_uint(__uint_as_float(bits) - __uint_as_float(high))};
 }
 
-// Whether all of these sums are finite, for which they must have met no entry that is not.
+// Tells whether all of these sums are finite, which they are only if all entries that they met are.
 template <int kCount>
 __device__ __forceinline__ bool AreFinite(const float (&sums)[kCount]) {
   bool are_finite = true;

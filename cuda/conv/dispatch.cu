@@ -14,7 +14,7 @@ bool HasFewChannels(const Call& call) {
          call.channels <= kMostFewChannels;
 }
 
-// Whether products are not rounded to TF32.
+// Tells whether products are not rounded to TF32.
 bool IsExact(const Call& call) {
   return call.dtype == DType::kF64 || (call.dtype == DType::kF32 && !call.tf32);
 }
@@ -47,7 +47,7 @@ bool CanRunSplit(const Task& task, const Device& device) {
          CanRunTf32x3(call, task.direction == Direction::kInputGrad, device.processors);
 }
 
-// Products have a workspace for it only where it is preferred.
+// A forward product or an input gradient has a workspace only where this family is preferred.
 bool PrefersSplit(const Task& task, const Device&) {
   return task.direction != Direction::kKernelGrad || PrefersKernelGradTf32x3(task.call);
 }
@@ -76,7 +76,7 @@ cudaError_t Launch(cudaStream_t stream, const Task& task, const Device&) {
   return kLaunch(stream, task.call);
 }
 
-// Of families that take calls without flags, which say what there is to compute.
+// Launches families whose flags, null here, tell whether there is anything to compute.
 template <auto kLaunch>
 cudaError_t LaunchAll(cudaStream_t stream, const Task& task, const Device&) {
   return kLaunch(stream, task.call, nullptr);
@@ -93,7 +93,7 @@ cudaError_t LaunchGrad(cudaStream_t stream, const Task& task, const Device&) {
   return kLaunch(stream, task.call, task.workspace, kProcessors);
 }
 
-// The reasons and what each family gained are in docs/conv2d.md.
+// docs/conv2d.md has the reasons, and the measured gain of each family.
 
 constexpr Family<Task> kForward[] = {
     {"direct", CanRunDirect, Always, Launch<LaunchForwardDirect>},

@@ -1,4 +1,4 @@
-// How the kernels of convolution finish and write what they have summed, and add up parts.
+// Code that finishes and writes the sums of the kernels of convolution, and adds parts.
 #ifndef JAXOPS_CUDA_CONV_RESULTS_CUH_
 #define JAXOPS_CUDA_CONV_RESULTS_CUH_
 
@@ -15,8 +15,8 @@
 
 namespace jaxops::conv::cuda {
 
-// Has sums of two rows and kColumns columns go through it, of which each of four neighbouring lanes
-// has two columns in eight; where kDealt, those that StoreDealt writes.
+// Applies the epilogue to sums of two rows and kColumns columns. Each of four neighbouring lanes
+// has two columns in eight or, with kDealt, the columns that StoreDealt writes.
 template <int kColumns, bool kDealt = false>
 __device__ void Finish(const Epilogue& epilogue, float (&sums)[kColumns / 2], int64_t output,
                        int left) {
@@ -37,7 +37,7 @@ __device__ void Finish(const Epilogue& epilogue, float (&sums)[kColumns / 2], in
   jaxops::cuda::Activate(sums, epilogue.activation);
 }
 
-// Applies the epilogue to sums of neighbouring outputs, of which `left` are there.
+// Applies the epilogue to sums of neighbouring outputs, of which the first `left` exist.
 template <typename Acc, int kCount>
 __device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output, int left,
                                        Acc (&sums)[kCount]) {
@@ -51,7 +51,8 @@ __device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output,
   jaxops::cuda::Activate(sums, epilogue.activation);
 }
 
-// The same of several pixels. Mostly there is nothing to do, which is asked once.
+// Applies the epilogue to several pixels. The usual call has no epilogue, and one branch skips all
+// pixels then.
 template <typename Acc, int kPixels, int kCount>
 __device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output, int left,
                                        Acc (&sums)[kPixels][kCount]) {
@@ -71,8 +72,9 @@ __device__ uint32_t Pack(float a, float b) {
   }
 }
 
-// Writes a row of sums of which each of four neighbouring lanes has two columns in eight. For whole
-// accesses these lanes first exchange, so that each has eight columns of every 32.
+// Writes a row of sums of which each of four neighbouring lanes has two columns in eight. For
+// full-width accesses these lanes first exchange values, so that each lane has eight columns of
+// every 32.
 template <typename T, int kColumns>
 __device__ void StoreRow(const float (&sums)[kColumns / 2], int half, T* to, int left) {
   const int lane = threadIdx.x % 4;
@@ -111,8 +113,8 @@ __device__ void StoreRow(const float (&sums)[kColumns / 2], int half, float* to,
   }
 }
 
-// The same by whole accesses: neighbouring lanes exchange, so that each has four columns of
-// every 16.
+// Writes such a row in full-width accesses: neighbouring lanes exchange values, so that each lane
+// has four columns of every 16.
 template <int kColumns>
 __device__ void StoreQuads(const float (&sums)[kColumns / 2], int half, float* to, int left) {
   const bool is_odd = threadIdx.x % 2;
@@ -154,12 +156,12 @@ __device__ void Store(Out* to, jaxops::cuda::Accumulator<Out> v) {
   *to = jaxops::cuda::Narrow<Out>(v);
 }
 
-// Adds parts of a result, an entry or four a thread, always in the same order. With many parts the
-// threads of a column of the block share them, each adding some of the parts, and one adds
-// their sums.
+// Code that adds parts of a result, one entry or four a thread, always in the same order. With many
+// parts the threads of a column of the block share the parts, each thread adds some of them, and
+// one thread adds these sums.
 constexpr int kAddThreads = 256;
 
-// The sum that the thread in the first row of a column of the block writes at `at`.
+// Returns the sum that the thread in the first row of a column of the block writes at `at`.
 template <typename In>
 __device__ __forceinline__ In SumOfParts(const In* __restrict__ from, int64_t at, int64_t count,
                                          int parts) {
@@ -187,7 +189,8 @@ __global__ void __launch_bounds__(kAddThreads)
   if (at < count && threadIdx.y == 0) Store(to + kEntries * at, sum);
 }
 
-// Whether any of these flags is set: all threads of a block ask, and get the same answer.
+// Tells whether any of these flags is set. All threads of a block call this function and get the
+// same answer.
 __device__ __forceinline__ bool AnyIsSet(const int* flags, int count) {
   const int threads = blockDim.x * blockDim.y;
   int any = 0;
@@ -195,8 +198,8 @@ __device__ __forceinline__ bool AnyIsSet(const int* flags, int count) {
   return __syncthreads_or(any);
 }
 
-// Adds `parts` results of `size` entries each, one after the other, of the type that sums for such
-// a result have.
+// Adds `parts` results of `size` entries each, one after the other, in the accumulation type of the
+// result.
 inline cudaError_t LaunchAddParts(cudaStream_t stream, const void* from, void* result, DType dtype,
                                   int64_t size, int parts) {
   const int beside = parts >= 128 ? 8 : parts >= 16 ? 32 : kAddThreads;

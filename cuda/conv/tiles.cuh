@@ -1,5 +1,5 @@
-// Code that the kernels of convolution on Hopper have in common: images cut into strips of pixels,
-// the rows that the windows of some pixels touch brought to shared memory.
+// Code that the kernels of convolution on Hopper share: images are cut into strips of pixels, and
+// copies bring the rows that the windows of some pixels touch to shared memory.
 #ifndef JAXOPS_CUDA_CONV_TILES_CUH_
 #define JAXOPS_CUDA_CONV_TILES_CUH_
 
@@ -17,21 +17,21 @@
 namespace jaxops::conv::cuda {
 
 using jaxops::cuda::CeilDiv;
-using namespace jaxops::cuda::hopper;  // NOLINT: these kernels are made of it
+using namespace jaxops::cuda::hopper;  // NOLINT: these kernels consist of its instructions
 
 constexpr int kMaxStages = 8;
 // Pixels of a row that are next to each other in a stage: a row of an image is cut into strips.
 constexpr int kMaxStripWidth = 64;
-constexpr int kMaxBox = 256;   // entries of a dimension that a bulk copy brings
-constexpr int kMaxStride = 8;  // of entries that a bulk copy leaves out between others
+constexpr int kMaxBox = 256;   // entries of a dimension of a bulk copy
+constexpr int kMaxStride = 8;  // of entries in a bulk copy that skips the entries between
 
 // Neighbouring taps that find all their entries in one stage.
 struct Group {
-  int32_t row, column;  // of the image, the least of any tap for the pixel at 0, 0
+  int32_t row, column;  // of the image, the minimum over the taps for the pixel at 0, 0
   int16_t begin, end;
 };
 
-// The rows and columns that the taps of any group are within.
+// The maximum of rows and columns that the taps of a group span.
 struct Span {
   int64_t rows = 1, columns = 1;
 };
@@ -47,10 +47,10 @@ inline Span SpanOf(const Tap* tap, const Group* group, int groups) {
   return span;
 }
 
-// Which taps a group may have: any, those of a row, or one.
+// The taps that a group may have: any, those of a row, or one.
 enum class Grouping { kAll, kRow, kTap };
 
-// One ring of stages, as one side goes around it.
+// The position of one side, producer or consumer, in a ring of stages.
 struct Ring {
   int stage = 0;
   uint32_t parity = 0;
@@ -72,14 +72,14 @@ __device__ inline void Expect(uint64_t* barrier, int bytes) {
 struct Layout {
   // Pixels are counted by the strips of all images, the rows of a strip and the columns of a row.
   FastDivider strips, rows, strip_width;
-  int columns;  // of pixels
+  int columns;  // number of pixels
   int stride_row, stride_column;
   int row_bytes;  // of a block of channels of one entry
-  // A stage has `row_step` rows more for a further row of pixels, which are `image_step` rows of
-  // the image apart, and `span` for the first one.
+  // A stage has `span` rows for the first row of pixels and `row_step` rows for each further row of
+  // pixels. These rows are `image_step` rows of the image apart.
   int row_step, span, image_step, column_bytes, pitch, copy_bytes;
 
-  // Decides on strips no wider than a copy that leaves the columns between out.
+  // Decides on strips no wider than a copy that skips the columns between.
   void CutColumns(int64_t new_rows, int64_t new_columns, int64_t new_stride_row,
                   int64_t new_stride_column) {
     rows = FastDivider(new_rows);
@@ -92,18 +92,18 @@ struct Layout {
     strip_width = FastDivider(CeilDiv(columns, strips.divisor()));
   }
 
-  // Decides how rows lie in a stage that serves any of these groups; false where no copy can bring
-  // them.
+  // Decides how rows lie in a stage that suits any of these groups; returns false where no copy can
+  // bring the rows.
   bool LayRows(const Tap* tap, const Group* group, int groups) {
     const auto [row_span, column_span] = SpanOf(tap, group, groups);
-    // Rows and columns between those of a single tap are left out.
+    // Rows and columns between those of a single tap are skipped.
     const bool one_row = row_span == 1, one_column = column_span == 1;
     row_step = one_row ? 1 : stride_row;
     image_step = one_row ? stride_row : 1;
     const int column_step = one_column ? 1 : stride_column;
     const int64_t neighbours = strip_width.divisor() - 1;
     const int64_t copied = neighbours * column_step + column_span;
-    // 512 stands for more rows than any stage holds, before they are multiplied.
+    // No stage holds 512 rows, and the bound keeps later products of rows from overflowing.
     if (neighbours * stride_column + column_span > kMaxBox) return false;
     if (one_column && stride_column > kMaxStride) return false;
     if (row_span > 512 || row_step > 512) return false;
@@ -114,26 +114,28 @@ struct Layout {
     return true;
   }
 
-  // Bytes of a stage for `pixel_rows` rows of pixels, of at most `pixel_strips` strips.
+  // Returns the bytes of a stage for `pixel_rows` rows of pixels, of at most `pixel_strips` strips.
   int64_t StageBytes(int64_t pixel_rows, int64_t pixel_strips) const {
     const int64_t count = pixel_rows * row_step + std::max(0, span - row_step) * pixel_strips;
     return CeilDiv(count * pitch, 1024) * 1024;
   }
 
-  // From the entry of a group's least row and column to that of a tap, in a stage.
+  // Returns the distance from the entry of a group's lowest row and column to the entry of a tap,
+  // in a stage.
   int TapBytes(const Tap& tap, const Group& group) const {
     return static_cast<int>((tap.row - group.row) * pitch +
                             (tap.column - group.column) * row_bytes);
   }
 };
 
-// Where the rows of some rows of pixels are in a stage: for each strip that these touch, the rows
-// of the image that their windows touch. Strips after the last are of images that do not exist.
+// Where the rows for some rows of pixels are in a stage: for each strip that these pixels touch,
+// the rows of the image that their windows touch. Strips after the last belong to images that do
+// not exist.
 struct Rows {
   int first_strip, first_row;
   int first_count;  // stage rows of the first strip
-  int strip_count;  // of one from its first row to its last
-  int count;        // of all
+  int strip_count;  // of a strip from its first row to its last
+  int count;        // of all strips
 
   JAXOPS_HOST_DEVICE Rows(const Layout& p, int first, int last) {
     first_strip = p.rows.Quotient(first);
@@ -151,14 +153,15 @@ struct Rows {
     }
   }
 
-  // The stage row where the windows of a row of pixels begin.
+  // Returns the stage row where the windows of a row of pixels begin.
   JAXOPS_HOST_DEVICE int Of(const Layout& p, int strip, int row) const {
     return strip == first_strip
                ? (row - first_row) * p.row_step
                : first_count + (strip - first_strip - 1) * strip_count + row * p.row_step;
   }
 
-  // The strip and row of pixels, and the row of their windows, that a stage row is copied for.
+  // Finds the strip and row of pixels, and the row of their windows, that a stage row is copied
+  // for.
   JAXOPS_HOST_DEVICE void Find(int stage_row, int* strip, int* row, int* offset) const {
     *strip = first_strip;
     *row = first_row;
@@ -171,7 +174,7 @@ struct Rows {
   }
 };
 
-// Has the lanes of a warp bring the rows of a stage, of a block of channels from `channel` on.
+// Copies the rows of a stage, for a block of channels from `channel` on, with all lanes of a warp.
 __device__ inline void CopyRows(const Layout& p, const CUtensorMap& map, const Rows& rows,
                                 const Group& group, int channel, char* stage, uint64_t* full) {
   for (int i = threadIdx.x % 32; i < rows.count; i += 32) {
@@ -187,8 +190,9 @@ __device__ inline void CopyRows(const Layout& p, const CUtensorMap& map, const R
   }
 }
 
-// The operand of a product for an entry: for float32 the nearest TF32, ties away from zero. It is
-// rounded in place, because the registers of a product in flight may not be written.
+// Returns the operand of a product for an entry. For float32 the operand is the nearest TF32, ties
+// away from zero, rounded in place, because the registers of a product in flight may not be
+// written.
 template <typename T>
 __device__ inline uint32_t Operand(uint32_t entry) {
   if constexpr (std::is_same_v<T, float>) {
@@ -200,13 +204,13 @@ __device__ inline uint32_t Operand(uint32_t entry) {
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// The channels that a copy brings.
+// Returns the channels that a copy brings.
 inline int ChannelBlock(int64_t channels) { return channels <= 16 ? 16 : channels <= 32 ? 32 : 64; }
 
-// Cuts taps into groups of at most `most` and returns how many these are. The taps come in rows,
-// the slower index.
+// Cuts taps into groups of at most `most` taps and returns the number of groups. The taps are
+// ordered by rows, the slower index.
 inline int FillGroups(Group* group, const Tap* tap, int taps, Grouping grouping,
                       int64_t most = kMaxTaps) {
   int groups = 0;
@@ -223,8 +227,8 @@ inline int FillGroups(Group* group, const Tap* tap, int taps, Grouping grouping,
   return groups;
 }
 
-// The most segments of `size` that `count` neighbours touch; aligned if the first is at a multiple
-// of `count`.
+// Returns the maximum number of segments of `size` that `count` neighbours touch. With `aligned`
+// the first neighbour is at a multiple of `count`.
 inline int Touched(int count, int size, bool aligned) {
   if (aligned && size % count == 0) return 1;
   if (aligned && count % size == 0) return count / size;
@@ -236,7 +240,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// The driver's function, found at run time because the module does not link to the driver.
+// Returns the driver's function, found at run time because the module does not link to the driver.
 inline Encode EncodeTiled() {
   static const Encode encode = [] {
     void* function = nullptr;
@@ -252,8 +256,8 @@ inline Encode EncodeTiled() {
 
 inline int ItemBytes(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
-// Rows of entries, the fastest dimension first, whose neighbours in the others are `pitches`
-// entries apart; `steps` leaves entries of the box out.
+// Maps rows of entries, the fastest dimension first, whose neighbours in the other dimensions are
+// `pitches` entries apart. `steps` skips entries of the box.
 template <int kRank>
 cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (&sizes)[kRank],
                 const int64_t (&box)[kRank], const int64_t (&steps)[kRank], int row_bytes,
@@ -283,7 +287,7 @@ cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// The same of rows one after the other.
+// Maps rows that are one after the other.
 template <int kRank>
 cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (&sizes)[kRank],
                 const int64_t (&box)[kRank], const int64_t (&steps)[kRank], int row_bytes) {
@@ -292,7 +296,7 @@ cudaError_t Map(CUtensorMap& map, DType dtype, const void* data, const int64_t (
   return Map<kRank>(map, dtype, data, sizes, box, steps, row_bytes, pitches);
 }
 
-// The map that CopyRows takes, of images whose sizes come fastest first.
+// Makes the map for CopyRows, of images whose sizes come fastest first.
 inline cudaError_t MapRows(CUtensorMap& map, const Layout& p, DType dtype, const void* images,
                            const int64_t (&sizes)[4]) {
   const int64_t step = p.column_bytes == p.row_bytes ? p.stride_column : 1;

@@ -1,15 +1,15 @@
-// The gradient of a depthwise convolution by its kernel, on tensor cores.
+// The kernel gradient of a depthwise convolution, on tensor cores.
 //
-// For a channel and a column of taps, C[i, j] = sum over columns c of x[i, c + tap] g[j, c], of 16
-// rows of x and 8 of the cotangent, is a product of matrices, and the gradient for tap row r is the
-// sum of its entries C[j + r, j]. So a warp adds up C over the pixels of all images, one for every
-// column of taps, and looks at their diagonals once at the end. The entries of C that are on none
-// are for nothing, and still the products take less time than those of other cores.
+// For a channel and a column of taps, the sum over columns c of x[i, c + tap] g[j, c], for 16 rows
+// of x and 8 rows of the cotangent, is a matrix product C[i, j], and the gradient for tap row r is
+// the sum of its entries C[j + r, j]. A warp therefore adds up C over the pixels of all images, one
+// C for every column of taps, and reads their diagonals once at the end. The entries of C off these
+// diagonals are wasted, and still the products take less time than on CUDA cores.
 //
-// A block has 16 channels. It goes through its part of the images in chunks of rows and columns,
-// which it copies to shared memory so that columns are beside each other for every channel. There a
-// lane has 8 neighbouring columns of a row of the sum over columns, whose order is any, and what
-// the taps after them reach: all taps of a row are made of registers.
+// A block has 16 channels. It loops over its part of the images in chunks of rows and columns,
+// which it copies to shared memory so that columns are next to each other for every channel. A lane
+// reads 8 neighbouring columns of a row of the sum over columns, whose order is free, and the
+// columns after them that taps reach: all taps of a row are computed from registers.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -35,7 +35,7 @@ using jaxops::cuda::WaitCopies;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocks = 2;  // of a multiprocessor
+constexpr int kBlocks = 2;  // blocks of a multiprocessor
 constexpr int kChannels = 16;
 constexpr int kOctet = 8;  // channels of an access
 constexpr int kOctets = kChannels / kOctet;
@@ -43,18 +43,19 @@ constexpr int kWarpChannels = kChannels / kWarps;
 constexpr int kTileRows = 8;  // of the cotangent
 constexpr int kTiles = 2;     // of a chunk
 constexpr int kMostRows = kTiles * kTileRows, kMostColumns = 32;
-// Words, of two columns each, from row to row. That of x makes the accesses of eight lanes meet
-// different banks, where neighbouring lanes have rows that are four apart.
+// The pitches count 32-bit words, of two columns each, from row to row. The pitch of x makes the
+// accesses of eight lanes meet different banks, where neighbouring lanes have rows that are four
+// apart.
 constexpr int kImagePitch = 20, kCotangentPitch = 16;
 
-// A plane has a channel. Planes are so many words apart that those of the channels that
-// neighbouring lanes store are in different halves of the banks.
+// A plane has one channel. The padding of planes puts the channels that neighbouring lanes store
+// into different halves of the banks.
 constexpr int PlaneWords(int words) { return words + (16 - words % 32 + 32) % 32; }
 constexpr int kImagePlane = PlaneWords((kTiles + 1) * kTileRows * kImagePitch);
 constexpr int kCotangentPlane = PlaneWords(kTiles * kTileRows * kCotangentPitch);
 constexpr int64_t kPlaneBytes = sizeof(uint32_t) * kChannels * (kImagePlane + kCotangentPlane);
 
-// What a block copies of an image for a chunk: rows and pairs of columns from these on.
+// The part of an image that a block copies for a chunk: rows and pairs of columns from these on.
 struct Window {
   int row, rows, pair, pairs;
 
@@ -64,7 +65,7 @@ struct Window {
 struct Params {
   const void* image;
   const void* cotangent;
-  void* result;  // of each split, one after the other, or of all
+  void* result;  // of each split, one after the other, or of the whole sum
   int image_rows, image_columns, rows, columns, low_row, low_column;
   int64_t channels, octets;
   int chunk_rows, chunk_columns;
@@ -85,7 +86,7 @@ struct Item {
   }
 };
 
-// seen + 0 * entries, which remains zero if these are finite.
+// Returns seen + 0 * entries, which remains zero if all entries are finite.
 template <typename T>
 __device__ __forceinline__ uint32_t See(uint32_t seen, uint32_t entries) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -98,9 +99,9 @@ __device__ __forceinline__ uint32_t See(uint32_t seen, uint32_t entries) {
   return seen;
 }
 
-// Begins to copy a window of 16 channels, of which `octets` exist, as it is in memory. `row` and
-// `column` are where in the image those of number 0 are. There are zeros outside of its rows and
-// from `end_column` on.
+// Starts to copy a window of 16 channels, of which `octets` exist, in the order of global memory.
+// `row` and `column` are the position of the window's origin in the image. The copy has zeros
+// outside of the image's rows and from `end_column` on.
 __device__ __forceinline__ void CopyWindow(char* to, const Window& window, const char* image,
                                            int64_t pixel, int octets, int image_rows,
                                            int image_columns, int end_column, int row, int column) {
@@ -161,7 +162,8 @@ __device__ __forceinline__ void MoveToPlanes(uint32_t* planes, const char* from,
   }
 }
 
-// A row of x for a lane: pairs of columns that begin with each of its own, and with those after.
+// A row of x for a lane: the pairs of columns that begin with each of its own columns, and with the
+// columns after them.
 template <int kTaps>
 struct RowPairs {
   uint32_t even[kTaps / 2 + 4], odd[kTaps / 2 + 3];
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   char* const cotangent_window =
       image_window + p.of_image.rows * p.of_image.pairs * (2 * kOctets * 16);
   uint64_t left = blockIdx.x;
-  // Blocks for the same pixels are beside each other.
+  // Blocks for the same pixels are next to each other.
   const int64_t first_octet = static_cast<int64_t>(p.groups.Peel(left)) * kOctets;
   const int64_t split = left;
   const int octets = static_cast<int>(min(int64_t{kOctets}, p.octets - first_octet));
@@ -203,9 +205,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int quad = lane / 4, place = lane % 4;
-  // Which of 8 rows of x a lane has.
+  // The row of x, out of 8, of this lane.
   const int image_row = quad / 2 + quad % 2 * 4;
-  // Planes of channels that are 8 apart are beside each other.
+  // Planes of channels that are 8 apart are next to each other.
   const auto plane_of = [&](int j) {
     const int channel = warp * kWarpChannels + j;
     return channel % kOctet * kOctets + channel / kOctet;
@@ -267,7 +269,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
               if constexpr (kIsPlain) {
                 MultiplyStep<T>(sums[j][tap], a, b[2 * step], b[2 * step + 1]);
               } else {
-                // Zeros do not take the place of what is not there.
+                // Products for pixels that do not exist are dropped: a NaN or Inf of x times a
+                // zero for the cotangent would be NaN.
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                   const int column = 8 * place + 4 * step + i / 2 * 2;
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   __syncthreads();
 
-  // Of a warp, for every column of taps.
+  // Tiles of a warp, one for every column of taps.
   constexpr int kTileEntries = 2 * kTileRows * kTileRows;
   float* const tiles = reinterpret_cast<float*>(staged) + warp * kTaps * kTileEntries;
 #pragma unroll
@@ -328,14 +331,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// What a block does for a chunk beside its rows, in rows.
+// A block's work for a chunk other than its rows, counted in rows.
 constexpr int64_t kRowsBefore = 24;
 
 int64_t SharedBytes(const Params& p) {
   return kPlaneBytes + p.of_image.bytes() + p.of_cotangent.bytes();
 }
 
-// Leaves out of `count` numbers from 0 on those outside of [begin, end), but for one.
+// Removes the numbers outside of [begin, end) from 0 to `count` - 1, but always keeps one.
 void Shrink(int64_t begin, int64_t end, int& first, int& count) {
   first = static_cast<int>(std::clamp<int64_t>(begin, 0, count - 1));
   count = static_cast<int>(std::clamp<int64_t>(end, first + 1, count)) - first;
@@ -377,7 +380,7 @@ Params Cut(const Call& call, int processors) {
     p.items = call.images * column_chunks * row_chunks;
     place(p.of_cotangent, p.chunk_rows, 1, p.chunk_columns, 1);
     place(p.of_image, p.chunk_rows, h.taps, p.chunk_columns, w.taps);
-    // What is zero for every chunk is not copied.
+    // Rows and columns that are zero for every chunk are not copied.
     if (row_chunks == 1) Shrink(h.low, h.low + h.in, p.of_image.row, p.of_image.rows);
     if (column_chunks == 1) {
       Shrink(w.low / 2, CeilDiv(w.low + w.in, 2), p.of_image.pair, p.of_image.pairs);

@@ -1,9 +1,10 @@
-// Code that the kernels of direct convolution share: how they take channels and rows of an image.
+// Code that the kernels of direct convolution share: how threads take channels and rows of an
+// image.
 //
-// Groups of few channels are no matrix product. Neighbouring threads have neighbouring
-// channels of the result, each of them the columns of a strip, of which it keeps the sums in
-// registers. The kernels for the windows of most networks keep the kernel there as well and loop
-// over the rows of the image, of which every entry is then read once.
+// Groups of few channels do not make a matrix product. Neighbouring threads have neighbouring
+// channels of the result, and each thread has the columns of a strip, whose sums are in registers.
+// The kernels for the windows of most networks keep the kernel in registers as well and loop over
+// the rows of the image, of which every entry is then read once.
 #ifndef JAXOPS_CUDA_CONV_DIRECT_DIRECT_CUH_
 #define JAXOPS_CUDA_CONV_DIRECT_DIRECT_CUH_
 
@@ -27,8 +28,9 @@ using jaxops::cuda::Narrow;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
-// The channels of the result, in vectors of one thread each, as slabs of about equally many for
-// the neighbouring threads of a warp: so are other pixels for a block, which share what they read.
+// Slabs of the result's channels. A channel vector belongs to one thread, and the slabs have about
+// the same number of vectors for the neighbouring threads of a warp. A block then has several
+// pixels, whose threads share reads.
 struct Slabs {
   FastDivider64 lanes;
   FastDivider64 slabs;
@@ -41,9 +43,8 @@ struct Slabs {
   int64_t threads() const { return lanes.divisor() * slabs.divisor(); }
 };
 
-// A window whose taps, a square of them, and steps are known when it is compiled, and what a thread
-// has of it: kPack channels of the result, each of kFan channels of the image, of a strip of
-// columns.
+// A square window whose taps and strides are compile-time constants, and the share of a thread:
+// kPack channels of the result, each of kFan channels of the image, in a strip of columns.
 template <int kTaps_, int kStride_, int kFan_, int kPack_, int kColumns_>
 struct Walk {
   static constexpr int kTaps = kTaps_;
@@ -52,12 +53,12 @@ struct Walk {
   static constexpr int kPack = kPack_;
   static constexpr int kColumns = kColumns_;
   static constexpr int kEntries = kFan * kPack;  // of a pixel of the image
-  // The rows of windows that cover a row of the image, but for the one that begins there.
+  // The rows of windows that cover a row of the image, except the row of windows that begins there.
   static constexpr int kRamp = (kTaps - 1) / kStride;
   static_assert(kFan == 1 || kPack == 1);
 };
 
-// `kEntries` neighbouring entries as they come from memory, in one access.
+// `kEntries` neighbouring entries as they are in memory, in one access.
 template <typename T, int kEntries>
 struct Raw {
   static constexpr int kBytes = kEntries * sizeof(T);
@@ -74,7 +75,7 @@ struct Raw {
 
   __device__ __forceinline__ void WidenTo(Accumulator<T> (&to)[kEntries]) const {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      // The compiler would first take pairs apart.
+      // Without this branch the compiler takes pairs apart first.
       if constexpr (kEntries == 1) {
         to[0] = __uint_as_float(uint32_t{word} << 16);
       } else {
@@ -95,7 +96,7 @@ struct Raw {
   }
 };
 
-// Which of `kCount` numbers from `first` on are in [0, size), as bits.
+// Returns, as bits, which of `kCount` numbers from `first` on are in [0, size).
 template <int kCount>
 __device__ __forceinline__ uint32_t Existing(int first, int size) {
   static_assert(kCount < 32);
@@ -107,7 +108,8 @@ __device__ __forceinline__ uint32_t Existing(int first, int size) {
   return exist;
 }
 
-// Pixels of a thread are so few bytes apart that 32 bits hold it.
+// Tells whether pixels of a thread are so close in memory that 32 bits hold their distance in
+// bytes.
 inline bool AreNear(int64_t pixel) { return pixel * sizeof(double) <= INT32_MAX; }
 
 // Neighbouring pixels of an image, and some of their channels, which a thread reads row by row.
@@ -123,8 +125,8 @@ class Rows {
     }
   };
 
-  // `first` is the entry of row 0 and column 0 of an image of `columns` columns. Columns from
-  // `column` on are read, from `row` on. Rows from `end` on are not needed.
+  // `first` is the entry of row 0 and column 0 of an image of `columns` columns. The thread reads
+  // columns from `column` on and rows from `row` on. Rows from `end` on are not needed.
   __device__ Rows(const void* image, int64_t first, int row, int end, int column, int columns,
                   int64_t pixel)
       : at_(static_cast<const char*>(image) +
@@ -135,7 +137,7 @@ class Rows {
         end_(max(end, 0)),
         exist_(Existing<kPixels>(column, columns)) {}
 
-  // Entries outside of the image are zeros. Returns whether the row is in it.
+  // Loads the next row, with zeros outside of the image. Returns whether the row is in the image.
   __device__ __forceinline__ bool LoadNext(Row& to) {
     const bool exists = static_cast<uint32_t>(row_) < static_cast<uint32_t>(end_);
     if (exists && exist_ == (1u << kPixels) - 1) {
@@ -183,8 +185,8 @@ __device__ __forceinline__ void StoreSums(void* result, int64_t index, bool is_f
   }
 }
 
-// The taps of windows that are the same in both directions and have no dilation, which those that
-// are compiled have; 0 of others.
+// Returns the taps of square windows without dilation, which the compiled windows are; 0 for
+// others.
 inline int64_t SquareTaps(const Call& call) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];

@@ -1,13 +1,13 @@
-// Direct convolution of groups of four channels and outputs, and its gradient by the image, on
-// tensor cores, for windows of 3 taps without strides.
+// Direct convolution of groups of four channels and outputs, and its input gradient, on tensor
+// cores, for windows of 3 taps without strides.
 //
-// The product of 16 channels with a kernel that is zeros between channels of different groups takes
-// less time than that of each group on other cores. A warp has 16 channels of a strip of pixels and
-// walks down the rows as the threads of direct/rows.cu do. The sums over channels are in an
-// order where a lane has, of a pixel, the channels of one group in the image and in the result.
+// The product of 16 channels with a kernel that is zero between channels of different groups takes
+// less time than the products of each group on CUDA cores. A warp has 16 channels of a strip of
+// pixels and loops over the rows as the threads of direct/rows.cu do. The order of the sums over
+// channels gives a lane, for each pixel, the channels of one group in the image and in the result.
 //
-// An entry that is not finite would make sums of other groups NaN: where there is one, the groups
-// are multiplied apart.
+// An entry that is not finite would make sums of other groups NaN: where there is such an entry,
+// the groups are multiplied separately.
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -25,8 +25,8 @@ constexpr int kTaps = 3;
 constexpr int kRamp = kTaps - 1;
 constexpr int kFan = 4;
 constexpr int kChannels = 16;
-constexpr int kPixels = 16;  // of a strip
-constexpr int kBlocks = 4;   // of a multiprocessor
+constexpr int kPixels = 16;  // pixels of a strip
+constexpr int kBlocks = 4;   // blocks of a multiprocessor
 
 struct Params : SumParams {
   int first_row, first_column;  // of the image, for the first of the result
@@ -38,7 +38,7 @@ struct Params : SumParams {
 template <typename T>
 using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 
-// seen + 0 * entries, which remains zero if these are finite.
+// Returns seen + 0 * entries, which remains zero if all entries are finite.
 template <typename T>
 __device__ __forceinline__ Pair<T> See(Pair<T> seen, uint32_t entries) {
   Pair<T> of, zeros;
@@ -47,8 +47,8 @@ __device__ __forceinline__ Pair<T> See(Pair<T> seen, uint32_t entries) {
   return __hfma2(of, zeros, seen);
 }
 
-// What a lane has of a row of the image: of two pixels and those after them the channels of a
-// group.
+// A lane's part of a row of the image: the channels of a group for two pixels and the pixels after
+// them.
 struct Row {
   uint2 pixels[kTaps][2];
 };
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) WalkGroups(const __grid_con
   const int rows = min(p.part_rows, p.result_rows - begin);
   const int64_t channel = pack * kChannels + place * kFan;
 
-  // Column n of product j is that of output 4 (n / 2) + 2 j + n % 2.
+  // Column n of product j is output 4 (n / 2) + 2 j + n % 2.
   uint32_t weights[kTaps * kTaps][2][2] = {};
   if (quad / 2 == place) {
 #pragma unroll
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) WalkGroups(const __grid_con
     at += p.image_columns * image_pixel;
   };
 
-  // sums[m] are those of the row of the result whose window began m steps ago.
+  // sums[m] are for the row of the result whose window began m steps ago.
   float sums[kTaps][2][4] = {};
   Row next;
   load(next);

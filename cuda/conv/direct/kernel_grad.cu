@@ -1,17 +1,18 @@
-// The gradient of a direct convolution of small groups of channels by its kernel.
+// The kernel gradient of a direct convolution with small groups of channels.
 //
-// A sum over the pixels of all images for every tap, channel of a group and output. Threads have an
-// output, neighbours neighbouring ones, and keep its sums in registers while they go through their
-// part of the pixels. Of windows of 3, 5 and 7 taps they have all sums of an output and walk down
-// strips of columns (WalkPixels), where an entry of x meets those entries of the cotangent whose
-// windows cover it, which the thread keeps; of other windows, and f64, a few taps
+// The gradient is a sum over the pixels of all images for every tap, channel of a group and output.
+// A thread has an output, neighbouring threads have neighbouring outputs, and a thread keeps its
+// sums in registers while it loops over its part of the pixels. For windows of 3, 5 and 7 taps a
+// thread has all sums of an output and loops down the rows of strips of columns (WalkPixels): an
+// entry of x meets the entries of the cotangent whose windows cover it, which the thread holds in
+// registers. For other windows, and for f64, a thread has the sums of at most kSums taps
 // (KernelGradDirect).
 //
-// Depthwise convolution of 16-bit entries has products of large windows
+// Tensor cores compute depthwise convolution of 16-bit entries with large windows
 // (direct/depthwise_kernel_grad.cu).
 //
-// The threads of a block that have the same output add up their sums, and blocks write theirs to a
-// workspace, from where a second kernel adds them, always in the same order.
+// The threads of a block that have the same output add up their sums. Blocks write these sums
+// to a workspace, and a second kernel adds the sums of all blocks, always in the same order.
 #include <type_traits>
 
 #include "cuda/conv/direct/direct.cuh"
@@ -22,11 +23,11 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// What all kernels are told.
+// The parameters of all kernels.
 struct Params {
   const void* image;
   const void* cotangent;
-  void* result;  // of each split, one after the other, or of all
+  void* result;  // of each split, one after the other, or of the whole sum
   im2col::Window dims[kDims];
   int image_rows, image_columns, rows, columns;
   int64_t image_pixel, pixel;  // entries between pixels of x, and of the cotangent
@@ -38,13 +39,13 @@ struct Params {
   int part_rows;
   int64_t images, items;  // items are strips of parts of images
   int64_t splits;
-  int64_t entries, size;  // of the result: for an output, and in all
+  int64_t entries, size;  // of the result: for an output, and in total
   bool is_part, result_is_f32;
 };
 
-// Which outputs and items a thread has.
+// The outputs and items of a thread.
 struct Threads {
-  int lanes, beside;  // of a block: of outputs, and for the same ones
+  int lanes, beside;  // of a block: threads across outputs, and threads for the same outputs
   int lane, number;
   int64_t slab, pack, set, split, begin, end;
 
@@ -54,7 +55,7 @@ struct Threads {
     lane = threadIdx.x % lanes;
     number = threadIdx.x / lanes;
     uint64_t left = blockIdx.x;
-    // Blocks for the same pixels are beside each other.
+    // Blocks for the same pixels are next to each other.
     set = p.sets.Peel(left);
     slab = p.slabs.slabs.Peel(left);
     pack = slab * lanes + lane;
@@ -66,7 +67,7 @@ struct Threads {
 
 struct Item {
   int64_t image;
-  int strip, row, rows;  // the first row of the cotangent, and how many
+  int strip, row, rows;  // the first row of the cotangent, and the number of rows
 
   __device__ Item(const Params& p, uint64_t number) {
     strip = static_cast<int>(p.strips.Peel(number));
@@ -76,8 +77,9 @@ struct Item {
   }
 };
 
-// Adds up kCount sums of kPack outputs each of the threads of a block for these outputs, in their
-// order, and stores them: sum i is that for entry `first` + i of the result's taps and channels.
+// Adds kCount sums of kPack outputs each over the threads of a block for these outputs, in the
+// order of threads, and stores them: sum i is for entry `first` + i of the result's taps and
+// channels.
 template <typename T, int kCount, int kPack>
 __device__ void StoreBlockSums(const Params& p, const Threads& t, int64_t first,
                                const Accumulator<T> (&sums)[kCount][kPack]) {
@@ -110,9 +112,9 @@ __device__ void StoreBlockSums(const Params& p, const Threads& t, int64_t first,
   }
 }
 
-// --- walks ---------------------------------------------------------------------------------------
+// --- square windows ------------------------------------------------------------------------------
 
-// So many blocks of a multiprocessor as registers for sums and what is held allow.
+// Blocks of a multiprocessor, as many as the registers for sums and held rows allow.
 template <typename W>
 constexpr int kWalkBlocks = W::kTaps > 3 || W::kFan > 1 ? 3
                             : W::kPack > 1              ? 4
@@ -144,8 +146,8 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
         p.cotangent, item.image * p.rows * p.columns * p.pixel + output, item.row,
         item.row + item.rows, column, p.columns, p.pixel);
 
-    // held[m] is the row of the cotangent of m steps ago. It moves, because a loop that is unrolled
-    // until it is where it was is too much code of large windows.
+    // held[m] is the row of the cotangent of m steps ago. The rows move, because unrolling the loop
+    // until every row is back in its registers makes too much code for large windows.
     Acc held[kHeld][W::kColumns][W::kPack] = {};
     typename Rows<T, kPixels, W::kEntries>::Row next;
     typename Rows<T, W::kColumns, W::kPack>::Row next_held;
@@ -192,7 +194,8 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
         if (width == W::kColumns && step >= W::kRamp && step < item.rows) {
           add([](int, int) { return true; });
         } else {
-          // Zeros do not take the place of what is not there: an entry of x may be NaN.
+          // Products for pixels that do not exist are skipped: an entry of x may be NaN, and a zero
+          // times NaN is NaN.
           add([&](int m, int c) { return c < width && m <= step && step - m < item.rows; });
         }
       }
@@ -207,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
 
 // --- any window ----------------------------------------------------------------------------------
 
-// A tap and channel of a group of those that a thread sums for.
+// A thread sums for at most kSums pairs of a tap and a channel of a group.
 constexpr int kSums = 8;
 constexpr int kStripColumns = 32;
 
@@ -225,7 +228,7 @@ __global__ void __launch_bounds__(kThreads) KernelGradDirect(const __grid_consta
   int64_t channel[kSums];
 #pragma unroll
   for (int i = 0; i < kSums; ++i) {
-    // Entries after the last repeat it, and are not stored.
+    // Entries after the last repeat the last, and are not stored.
     const int64_t entry = min(first + i, p.entries - 1);
     const int tap = static_cast<int>(entry / p.fan_in), taps = static_cast<int>(p.dims[1].taps);
     channel[i] = static_cast<int64_t>(group) * p.fan_in + entry % p.fan_in;
@@ -267,16 +270,16 @@ __global__ void __launch_bounds__(kThreads) KernelGradDirect(const __grid_consta
   StoreBlockSums<T>(p, t, first, sums);
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// How many blocks of a multiprocessor there are where there are enough pixels for them.
+// Blocks of a multiprocessor, if there are enough pixels for them.
 constexpr int kTapsBlocks = 8;
-// What a thread does before it walks, in rows.
+// A thread's work before its loop, counted in rows.
 constexpr int64_t kRowsBefore = 3;
 constexpr int64_t kMostParts = 64;
 
-// Cuts up the sum for a walk, or where W is void for any window. Which it is, and how many splits
-// there are, depends on sizes alone.
+// Cuts up the sum for a square window W, or for any window if W is void. The choice of W and the
+// number of splits depend on sizes alone.
 template <typename W>
 void Cut(Params& p, int processors) {
   int64_t blocks, columns, sets, most_parts = p.rows, least_parts = p.rows, ramp = 0, pack = 1;
@@ -336,7 +339,8 @@ cudaError_t Run(cudaStream_t stream, const Params& p, const Call& call) {
                         static_cast<int>(p.splits));
 }
 
-// Calls `use` with all but addresses, and with the type of an entry and the walk as types.
+// Calls `use` with the parameters without addresses, and with the types of an entry and of the
+// square window.
 template <typename Use>
 auto WithPlan(const Call& call, int processors, Use&& use) {
   const im2col::Window& h = call.dims[0];

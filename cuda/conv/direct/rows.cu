@@ -1,9 +1,9 @@
-// Direct convolution and its gradient by the image, for windows of 3, 5 and 7 taps.
+// Direct convolution and its input gradient, for windows of 3, 5 and 7 taps.
 //
-// A thread has a strip of columns and walks down the rows (WalkRows): a row of the image adds to
-// those rows of the result whose windows cover it, of which the thread has the sums. The gradient
-// by the image without strides is such a walk with the taps mirrored; with strides of 2 a row of
-// the cotangent adds to the rows of its window (WalkCotangents).
+// A thread has a strip of columns and loops down the rows (WalkRows): a row of the image adds to
+// the rows of the result whose windows cover it, and the thread holds the sums of these rows. The
+// input gradient without strides is the same loop with the taps mirrored. With strides of 2 a row
+// of the cotangent adds to the rows of its window (WalkCotangents).
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -14,18 +14,18 @@
 namespace jaxops::conv::cuda {
 namespace {
 
-// The rows of the result come in groups: one, and in the gradient by the image with strides as many
-// as these. Parts of them are walked down side by side.
+// The rows of the result come in groups of one row or, in the input gradient with strides, of
+// `stride` rows. A part is several groups, and different threads loop over different parts.
 struct WalkParams : SumParams {
   int first_row, first_column;  // of the image, for the first of the result
-  // The first group, or strip, of the gradient by the image may begin before the image.
+  // The first group, or strip, of the input gradient may begin before the image.
   int row_shift, column_shift;
   FastDivider64 parts;
   int groups, part_groups;
   bool is_mirrored;
 };
 
-// What a thread walks down.
+// The part of the result that a thread computes.
 struct Item {
   int64_t image, channel;
   int strip, part;
@@ -94,7 +94,7 @@ class Result {
  public:
   using Sums = Accumulator<T>[W::kColumns][W::kPack];
 
-  // From a column on that may be before its first.
+  // `column` may be before the first column of the result.
   __device__ Result(const WalkParams& p, const Item& item, int row, int column)
       : is_f32_(sizeof(T) == sizeof(float) || p.result_is_f32),
         exist_(Existing<W::kColumns>(column, p.result_columns)) {
@@ -138,7 +138,7 @@ class Result {
   uint32_t exist_;
 };
 
-// So many blocks of a multiprocessor as registers for the kernel and sums allow.
+// Blocks of a multiprocessor, as many as the registers for the kernel and sums allow.
 template <typename W>
 constexpr int kWalkBlocks = W::kTaps == 7 ? 3 : 4;
 
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
     WalkRows(const __grid_constant__ WalkParams p) {
   using Acc = Accumulator<T>;
   constexpr int kPixels = (W::kColumns - 1) * W::kStride + W::kTaps;
-  // Of large windows the products for rows of other parts, and with zeros, are left out.
+  // Large windows skip the products for rows of other parts, and products with zeros.
   constexpr bool kSkips = W::kTaps > 3;
   const Item item(p, W());
   if (!item.exists) return;
@@ -163,12 +163,12 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
       column * W::kStride + p.first_column, p.image_columns, p.image_pixel);
   Result<T, W> result(p, item, begin, column);
 
-  // sums[m] are those of the row of the result whose window began m steps ago.
+  // sums[m] are for the row of the result whose window began m steps ago.
   Acc sums[W::kRamp + 1][W::kColumns][W::kPack] = {};
   typename Rows<T, kPixels, W::kEntries>::Row next;
   bool next_exists = image.LoadNext(next);
-  // A step of the walk: a row of the result has begun, and one is done. Products are added for
-  // those rows of the result for which they are needed.
+  // Does a step of the loop: one row of the result begins, and one is complete. Products are added
+  // for the rows of the result that `is_needed` selects.
   const auto walk = [&](int step, auto is_needed) {
 #pragma unroll
     for (int phase = 0; phase < W::kStride; ++phase) {
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
     if constexpr (!kSkips) {
       walk(step, all);
     } else {
-      // Steps of which all is needed have a loop of their own.
+      // Steps that need all rows have a loop of their own.
       for (; step >= W::kRamp && step < rows && (next_exists || needs_zeros); ++step) {
         walk(step, all);
       }
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
   int row = begin * W::kStride + p.row_shift;
   Result<T, W> result(p, item, row, column + p.column_shift);
 
-  // sums[r] are those of the row of the result that has tap r of the next row of the cotangent.
+  // sums[r] are for the row of the result that has tap r of the next row of the cotangent.
   Acc sums[W::kTaps][W::kColumns][W::kPack] = {};
   typename Rows<T, kPixels, W::kEntries>::Row next;
   image.LoadNext(next);
@@ -352,7 +352,7 @@ std::optional<cudaError_t> LaunchWalksOf(cudaStream_t stream, const SumParams& p
 std::optional<cudaError_t> LaunchWalks(cudaStream_t stream, const SumParams& p, const Call& call,
                                        bool is_grad) {
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) -> std::optional<cudaError_t> {
-    // There are too few registers for f64.
+    // Float64 needs too many registers.
     if constexpr (std::is_same_v<T, double>) {
       return std::nullopt;
     } else {

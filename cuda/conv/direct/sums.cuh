@@ -11,8 +11,8 @@
 
 namespace jaxops::conv::cuda {
 
-// The channels of image and kernel that a channel of the result is summed of. The strides are those
-// of the kernel.
+// The channels of image and kernel that a channel of the result sums over. The strides are the
+// kernel's.
 struct Channels {
   FastDivider64 result_fan;  // of a group
   int64_t image_fan;
@@ -29,7 +29,8 @@ struct Channels {
     channel = is_grad ? 1 : call.outputs;
   }
 
-  // The first channel of the image for one of the result, and the first entry of the kernel.
+  // Finds the first channel of the image and the first entry of the kernel for a channel of the
+  // result.
   __device__ __forceinline__ void Find(uint64_t of_result, int64_t& of_image,
                                        int64_t& of_kernel) const {
     const int64_t in_group = result_fan.Peel(of_result);
@@ -53,7 +54,7 @@ struct SumParams {
   Epilogue epilogue;
 };
 
-// Whether channels are groups of their own, which neighbours can be taken together of.
+// Tells whether channels are groups of their own, so that neighbouring channels can form a vector.
 inline bool HasPairs(const SumParams& p, const Call& call) {
   return p.channels.image_fan == 1 && p.channels.result_fan.divisor() == 1 &&
          call.channels % 2 == 0;
@@ -63,12 +64,12 @@ constexpr int kThreads = 128;
 
 // The cost of a thread before its loop, in rows.
 constexpr int64_t kRowsBefore = 3;
-// How many more and fewer ways to cut rows there are to choose from.
+// CutRows tries up to this many more and fewer parts.
 constexpr int64_t kTrials = 8;
 
-// Cuts `groups` of rows into parts that take the least time, if `threads` loop over each, a step
-// for every group and `ramp` more. Threads mostly wait for memory: as many blocks as
-// multiprocessors have at a time take as long as one.
+// Cuts `groups` of rows into parts that take the least time, if `threads` threads loop over each
+// part, with a step for every group and `ramp` more steps. Threads wait for memory most of the
+// time: all blocks that are resident at once take as long as one block.
 inline int CutRows(int64_t groups, int64_t threads, int64_t ramp, int64_t resident) {
   const int64_t at_a_time = resident * kProcessors;
   const int64_t middle = at_a_time * kThreads / threads;
@@ -90,7 +91,7 @@ inline int CutRows(int64_t groups, int64_t threads, int64_t ramp, int64_t reside
 std::optional<cudaError_t> LaunchWalks(cudaStream_t stream, const SumParams& p, const Call& call,
                                        bool is_grad);
 
-// The same on tensor cores.
+// Launches a kernel on tensor cores, if there is one for such windows and groups.
 std::optional<cudaError_t> LaunchGroups(cudaStream_t stream, const SumParams& p, const Call& call,
                                         bool is_grad);
 

@@ -1,8 +1,8 @@
-// Direct convolution of small groups of channels, and its gradient by the image.
+// Direct convolution of small groups of channels, and its input gradient.
 //
 // Both are sums over taps and the channels of a group, of an image that is x or the cotangent, and
-// one launch each. What direct/groups.cu and direct/rows.cu have no kernels for, and
-// f64, is summed tap by tap.
+// each is one launch. Calls without a kernel in direct/groups.cu and direct/rows.cu, and f64, are
+// summed tap by tap.
 #include <algorithm>
 #include <cstdint>
 
@@ -15,8 +15,8 @@ constexpr int kMaxStride = 8;
 
 // One dimension of a sum. Results are numbered cells of each remainder by `result_step`. Entry t of
 // the sum for a cell is entry cell * image_step + begin + t * entry_step of the image times tap
-// first_tap + t * tap_step, where `begin`, `first_tap` and how many there are is that of the
-// remainder.
+// first_tap + t * tap_step, where the remainder has its own `begin`, `first_tap` and number of
+// taps.
 struct Steps {
   int image_step, entry_step, tap_step;
   FastDivider64 result_step;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ Taps
   const auto& of_column = p.columns.of[column_rest];
   const T* pixels = static_cast<const T*>(p.image);
   const T* kernel = static_cast<const T*>(p.kernel) + of_kernel;
-  // Packs are of channels that are groups of their own.
+  // Vectors have channels that are groups of their own.
   const int64_t fan = kPack > 1 ? 1 : p.channels.image_fan;
   const int64_t apart = p.columns.image_step * p.image_pixel;
   Acc sums[kStripColumns][kPack] = {};

@@ -1,12 +1,12 @@
-// Code that the kernels of convolution of few channels on Hopper have in common.
+// Code that the kernels of convolution of few channels on Hopper share.
 //
 // The entries that a window covers in a row of an image, its columns and their channels, are
-// neighbours in memory. Rows come to shared memory as they are, and a register of a product's left
-// operand, which is two neighbours, is read from wherever the window begins: patches are made
-// nowhere. Where every other window begins within a pair, that takes two reads and a shift.
+// neighbours in memory. Rows come to shared memory as they are. A register of a product's left
+// operand is two neighbouring entries, read from wherever the window begins: patches are never
+// stored. Where every other window begins within a pair, a register takes two reads and a shift.
 //
-// A window's row counts in pairs. Where windows begin or end within a pair, its other half is never
-// multiplied, because it may be NaN.
+// A window's row counts in pairs. Where windows begin or end within a pair, the other half of the
+// pair is never multiplied, because it may be NaN.
 #ifndef JAXOPS_CUDA_CONV_FEW_CHANNELS_FEW_CHANNELS_CUH_
 #define JAXOPS_CUDA_CONV_FEW_CHANNELS_FEW_CHANNELS_CUH_
 
@@ -22,19 +22,19 @@ namespace jaxops::conv::cuda {
 
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::CountProcessors;
-using namespace jaxops::cuda::hopper;  // NOLINT: these kernels are made of it
+using namespace jaxops::cuda::hopper;  // NOLINT: these kernels consist of its instructions
 
-// Entries of 2 bytes in what is copied at a time.
+// A unit is 16 bytes, the width of a copy, and 8 entries of 2 bytes.
 constexpr int kUnit = 8;
 constexpr int kUnitBytes = 16;
-// Rows of matrices in shared memory that are read by products: 64 entries.
+// Bytes of a row of a matrix in shared memory that products read: 64 entries.
 constexpr int kMatrixRowBytes = 128;
 
 // A tile's pixels: some rows of a strip of columns of one image.
 struct Tile {
   int64_t image;
   int row, column;
-  int rows, columns;  // less at the ends of an image
+  int rows, columns;  // fewer at the ends of an image
 };
 
 // How pixels are cut into tiles, and the rows of the image that the windows of a tile touch.
@@ -53,8 +53,8 @@ struct Tiling {
   int stage_rows, pitch;  // of a tile: rows, bytes of one
   FastDivider units;      // of a row
   int shift;              // entries of a row in a stage before the first window
-  bool is_aligned;        // a unit is a unit of the image
-  // Of a window's row: entries, those of its first pair before it, and pairs.
+  bool is_aligned;        // units of a stage are units of the image
+  // A window's row: its entries, the entries of its first pair before the window, and its pairs.
   int row_entries, lead, row_pairs;
 
   __device__ Tile Find(int number) const {
@@ -68,18 +68,19 @@ struct Tiling {
     return tile;
   }
 
-  // From the beginning of a stage to the first pair of the window of a pixel of the tile.
+  // Returns the distance from the beginning of a stage to the first pair of the window of a pixel
+  // of the tile.
   __device__ int WindowBytes(int row, int column) const {
     return row * stride * pitch + 2 * (shift - lead + column * pixel_entries);
   }
 
   JAXOPS_HOST_DEVICE int stage_bytes() const { return stage_rows * pitch; }
 
-  // Whether every other window begins within a pair.
+  // Tells whether every other window begins within a pair.
   bool HasOdd() const { return pixel_entries % 2 != 0; }
 
-  // Decides on tiles of at most `most_columns` columns and of `rows` rows. Strips but the last one
-  // of an image have a multiple of `multiple` columns, as `most_columns` has to be.
+  // Decides on tiles of at most `most_columns` columns and of `rows` rows. All strips but the last
+  // of an image have a multiple of `multiple` columns; `most_columns` must be such a multiple.
   void Cut(const Call& call, int64_t most_columns, int rows, int64_t multiple = 1) {
     const im2col::Window& h = call.dims[0];
     const im2col::Window& w = call.dims[1];
@@ -105,7 +106,7 @@ struct Tiling {
     const int64_t first = -low_entries;
     shift = static_cast<int>((first % kUnit + kUnit) % kUnit);
     row_entries = static_cast<int>(w.taps * call.channels);
-    // All windows may begin within a pair where that takes no pair more.
+    // All windows may begin within a pair where that needs no further pair.
     is_aligned = in_entries % kUnit == 0 && (shift % 2 == 0 || HasOdd() || row_entries % 2 != 0) &&
                  (strips.divisor() == 1 || width * pixel_entries % kUnit == 0);
     if (!is_aligned) shift = 0;
@@ -113,7 +114,7 @@ struct Tiling {
     row_pairs = static_cast<int>(CeilDiv(lead + row_entries, 2));
     stage_rows = static_cast<int>((tile_rows - 1) * h.stride + h.taps);
     const int64_t row = shift + (width - 1) * pixel_entries + row_entries;
-    // One entry more, because pairs are read.
+    // The row has one further entry, because reads take pairs.
     units = FastDivider(CeilDiv(row + 1, kUnit));
     pitch = static_cast<int>(units.divisor()) * kUnitBytes;
   }
@@ -125,15 +126,16 @@ __device__ inline void CopyAsync(uint32_t to, const void* from, bool exists) {
                : "memory");
 }
 __device__ inline void CopiesCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most kGroups groups of copies are in flight, and shows the others to products.
+// Waits until at most kGroups groups of copies are in flight, and makes the other copies visible to
+// products.
 template <int kGroups>
 __device__ inline void CopiesWait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
   ptx::fence_proxy_async(ptx::space_shared);
 }
 
-// Has the threads of a block bring the rows that a tile's windows touch, with zeros around images.
-// Where units of images are not those of stages, they wait for what they read.
+// Copies the rows that a tile's windows touch, with zeros around images, with all threads of a
+// block. Where units of images are not units of stages, the threads wait for their reads.
 __device__ inline void CopyWindows(const Tiling& p, const Tile& tile, char* stage) {
   const int units = p.stage_rows * static_cast<int>(p.units.divisor());
   const int64_t first = int64_t{tile.column} * p.pixel_entries - p.low_entries - p.shift;
@@ -172,7 +174,7 @@ __device__ inline void CopyWindows(const Tiling& p, const Tile& tile, char* stag
   }
 }
 
-// The pair of entries at an address of shared memory, a multiple of 4 unless kOdd.
+// Loads the pair of entries at an address of shared memory, a multiple of 4 unless kOdd.
 template <bool kOdd>
 __device__ __forceinline__ uint32_t LoadPair(uint32_t address) {
   const auto load = [](uint32_t at) {
@@ -188,12 +190,12 @@ __device__ __forceinline__ uint32_t LoadPair(uint32_t address) {
   }
 }
 
-// The 16 bytes of a row of a matrix in shared memory where these 8 columns are.
+// Returns where these 8 columns of a row of a matrix are in shared memory.
 __device__ __forceinline__ uint32_t SwizzledUnit(uint32_t row, uint32_t unit) {
   return row * kMatrixRowBytes + ((unit ^ (row % 8)) * kUnitBytes);
 }
 
-// Whether the kernels for few channels take a convolution.
+// Tells whether the kernels for few channels take a convolution.
 inline bool HasFewChannels(const Call& call) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
@@ -203,7 +205,7 @@ inline bool HasFewChannels(const Call& call) {
          w.stride <= kMostFewStride;
 }
 
-// Calls `function` with the type that a call's operands have.
+// Calls `function` with the type of a call's operands.
 template <typename Function>
 cudaError_t DispatchShort(DType dtype, Function&& function) {
   return dtype == DType::kF16 ? function(__half{}) : function(__nv_bfloat16{});

@@ -1,8 +1,8 @@
 // Convolution of images of few channels on Hopper: the first layer of a network.
 //
-// A row of the matrix product is a pixel, a column an output, and what is summed over are the pairs
-// of entries of its window, row after row: 77 of 7 x 7 taps of RGB, of 80 that are multiplied. The
-// kernel lies in shared memory in that order as long as a block lives.
+// A row of the matrix product is a pixel, a column is an output, and the sum is over the pairs of
+// entries of the pixel's window, row after row: 7 x 7 taps of RGB have 77 pairs, of 80 that are
+// multiplied. The kernel stays in shared memory in that order for the lifetime of a block.
 #include "cuda/conv/few_channels/few_channels.cuh"
 #include "cuda/conv/plan.h"
 
@@ -13,7 +13,8 @@ constexpr int kForwardWarpgroups = 2;
 constexpr int kForwardThreads = 128 * kForwardWarpgroups;
 // Rows of a warpgroup's product.
 constexpr int kForwardRows = 128;
-// Two blocks of a multiprocessor share its memory; copying of one hides behind the other.
+// Two blocks of a multiprocessor share its memory, so that the copies of one overlap with the
+// products of the other.
 constexpr int kForwardBlocks = 2;
 constexpr int kForwardBytes = 112 * 1024;
 
@@ -27,8 +28,8 @@ struct ForwardParams : Tiling {
   Epilogue epilogue;
 };
 
-// Where a lane finds the pairs of a step, and which bits of them. There is an entry for one step
-// more, because the next one's is read ahead.
+// The addresses of a lane's pairs of a step, and masks of their bits. The table has an entry for
+// one further step, because the loop reads an entry ahead.
 using PairTable = int4;
 
 template <int kColumns>
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
 #pragma unroll 1
     for (int begin = warpgroup * kForwardRows; begin < pixels;
          begin += kForwardWarpgroups * kForwardRows) {
-      // Of 16 rows a lane has those of its number by 4, and the eighth after; twice, 64 rows apart.
+      // A lane has, of 16 rows, row lane / 4 and the eighth row after it; twice, 64 rows apart.
       uint32_t window[2][2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
 #endif
 }
 
-// Bytes of shared memory of a block.
+// Returns the bytes of shared memory of a block.
 int ForwardBytes(const ForwardParams& p) {
   return 1024 + p.steps * 16 * kMatrixRowBytes +
          (p.steps + 1) * 4 * static_cast<int>(sizeof(PairTable)) + 2 * p.stage_bytes();
@@ -174,13 +175,13 @@ cudaError_t LaunchForwardFewChannels(cudaStream_t stream, const ForwardParams& p
   return cudaGetLastError();
 }
 
-// Decides all but addresses; false where no tile fits.
+// Decides everything but addresses; returns false where no tile fits.
 bool Plan(ForwardParams& p, const Call& call, int processors) {
   p.outputs = static_cast<int>(call.outputs);
   p.kernel_rows = static_cast<int>(call.dims[0].taps);
   p.is_wide = call.result_dtype == DType::kF32;
 
-  // The tiles that are done first, in estimated cycles: of products and of what is copied.
+  // The chosen tiles finish first, in estimated cycles of products and of copies.
   constexpr int kMostColumns = 256, kMostRows = 16;
   constexpr int64_t kStepCycles = 80, kBlockCycles = 700, kUnitCycles = 3, kTileCycles = 2000;
   ForwardParams best{};

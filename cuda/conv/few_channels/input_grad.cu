@@ -1,10 +1,10 @@
-// The gradient of a convolution of few channels by its image on Hopper.
+// The input gradient of a convolution of few channels on Hopper.
 //
-// There are too few channels to be the columns of a product, so all entries of a window's row are.
-// A row of the product is a pixel of the cotangent. Every row of the kernel has its sums, which
-// belong to one row of the image; a warpgroup walks down the cotangent and keeps those that further
-// rows of it add to. What is complete it adds up along the row, where windows overlap, through
-// shared memory.
+// The channels are too few to be the columns of a product, so all entries of a window's row are. A
+// row of the product is a pixel of the cotangent. Every row of the kernel has its sums, which
+// belong to one row of the image; a warpgroup loops down the cotangent and keeps the sums that
+// further rows of the cotangent add to. It adds complete sums along the row, where windows overlap,
+// through shared memory.
 #include <type_traits>
 
 #include "cuda/conv/few_channels/few_channels.cuh"
@@ -14,9 +14,9 @@ namespace {
 
 // A block is a warpgroup.
 constexpr int kGradThreads = 128;
-// Pixels of the cotangent that are beside each other in a product.
+// Pixels of the cotangent that are next to each other in a product.
 constexpr int kGradColumns = 64;
-// Outputs whose products are one batch: lanes have 16 each of a pixel's.
+// Outputs of one batch of products: lanes have 16 outputs each of a pixel.
 constexpr int kSlab = 64;
 
 struct InputGradParams {
@@ -30,22 +30,22 @@ struct InputGradParams {
   int64_t low_entries;  // before a row's first
   int row_entries;      // of a window
   // The image is cut into cells of `stride` rows by `pixel_entries` entries, which begin where
-  // windows do. So many cells before a cell have windows that reach it.
+  // windows do. Windows that reach a cell begin at most this many cells before it.
   int halo_rows, halo_columns;
   int64_t first_row, end_row, first_column, end_column;  // cells
   int strip_columns, chunk_rows;                         // cells of a block
   FastDivider strips, chunks;
   FastDivider cell;                   // entries
-  int thread_pixels, thread_entries;  // of a row between those of a thread
+  int thread_pixels, thread_entries;  // between a thread's entries of a row
   bool is_wide;
 };
 
 template <int kRowColumns>
 constexpr int kSumPitch = kRowColumns % 16 == 0 ? kRowColumns + 8 : kRowColumns;
 
-// The kernel in shared memory: for each slab of outputs and each of its rows a matrix whose rows
-// are entries of the window, along the sum. Where the output of a lane's register comes in the sum
-// is as the lane has it from memory: see LoadCotangent.
+// Fills in the kernel in shared memory: for each slab of outputs and each of its rows a matrix
+// whose rows are entries of the window, along the sum. The order of outputs in the sum is the order
+// in which a lane loads the outputs, see LoadCotangent.
 template <int kKernelRows, int kRowColumns>
 __device__ void FillInputGrad(const InputGradParams& p, char* matrices) {
   const int rows = p.slabs * kKernelRows * kRowColumns;
@@ -67,8 +67,8 @@ __device__ void FillInputGrad(const InputGradParams& p, char* matrices) {
   }
 }
 
-// A lane's outputs of its two pixels of the cotangent: 16 neighbours of a slab, the left operand of
-// four steps.
+// Loads a lane's outputs of its two pixels of the cotangent: 16 neighbours of a slab, the left
+// operand of four steps.
 [[maybe_unused]] __device__ inline void LoadCotangent(uint32_t (&to)[2][8],
                                                       const InputGradParams& p,
                                                       int64_t cotangent_row, int64_t column,
@@ -106,7 +106,7 @@ __device__ void StoreEntry(T* to, float v) {
   }
 }
 
-// Makes row `stride` the first one, and those after the last zeros.
+// Makes row `stride` the first row, and fills up with rows of zeros.
 template <int kRows, int kRowColumns, int kStride = 1>
 __device__ void ShiftRows(float (&sums)[kRows][kRowColumns / 2], int stride) {
   if constexpr (kStride < kRows) {
@@ -124,7 +124,6 @@ __device__ void ShiftRows(float (&sums)[kRows][kRowColumns / 2], int stride) {
   }
 }
 
-// Writes the sums of a row of the kernel to shared memory.
 template <int kRowColumns>
 __device__ void WriteSums(const float (&sums)[kRowColumns / 2], float* buffer) {
   const int lane = threadIdx.x % 32;
@@ -139,10 +138,10 @@ __device__ void WriteSums(const float (&sums)[kRowColumns / 2], float* buffer) {
   }
 }
 
-// Adds up two rows where windows overlap, and writes those that the image has: `end` entries but
-// for the first `begin`. The first is that of the first pixel's window, and entry `first` of the
-// image's row. An entry is in kHalo windows, or in one more; any number of them if that is -1. A
-// thread has kWidth neighbours, of one pixel.
+// Adds up two rows where windows overlap, and writes the entries that the image has, from `begin`
+// to `end`. Entry 0 is the first entry of the first pixel's window, and entry `first` of the
+// image's row. An entry is in kHalo windows or in one more, or in any number of windows if kHalo is
+// -1. A thread has kWidth neighbouring entries of one pixel.
 template <int kHalo, int kWidth, int kPitch, typename T>
 __device__ __forceinline__ void StoreImageRows(const InputGradParams& p, const float* buffer,
                                                int begin, int end, int64_t first, T* row,
@@ -150,13 +149,13 @@ __device__ __forceinline__ void StoreImageRows(const InputGradParams& p, const f
   using Few = std::conditional_t<kWidth == 2, float2, float>;
   const int pixel_entries = p.pixel_entries, row_entries = p.row_entries;
   const int window = pixel_entries - kPitch;
-  // A thread's entries are so many pixels and entries apart.
+  // A thread's entries are this many pixels and entries apart.
   const int thread_pixels = p.thread_pixels * kWidth, thread_entries = p.thread_entries * kWidth;
   const int advance = thread_pixels * kPitch + thread_entries;
   uint32_t pixel = begin + kWidth * threadIdx.x;
   int entry = p.cell.Peel(pixel);
   const float* from = buffer + pixel * kPitch + entry;
-  // Of those in the image.
+  // The bounds keep entries within the image.
   const auto low = static_cast<int>(max(-first, int64_t{0}));
   const auto high = static_cast<int>(min(p.in_entries - first, int64_t{INT32_MAX}));
   row += first;
@@ -169,7 +168,7 @@ __device__ __forceinline__ void StoreImageRows(const InputGradParams& p, const f
       const auto add = [&](const float* terms, int at) {
         const Few few = *reinterpret_cast<const Few*>(terms);
         const float* v = reinterpret_cast<const float*>(&few);
-        // The entry after the window's last is nothing, times what may be NaN.
+        // The entry after the window's last is zero times something that may be NaN.
 #pragma unroll
         for (int w = 0; w < kWidth; ++w) sum[w] += at + w < row_entries ? v[w] : 0;
       };
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(kGradThreads, kKernelRows* kRowColumns <= 168 
   extern __shared__ char shared[];
   char* matrices = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
   constexpr int kMatrixBytes = kRowColumns * kMatrixRowBytes;
-  // Sums of two rows of the image, twice.
+  // Sums of two rows of the image, in two buffers.
   constexpr int kBufferSize = 2 * kGradColumns * kSumPitch<kRowColumns>;
   auto* buffers = reinterpret_cast<float*>(matrices + p.slabs * kKernelRows * kMatrixBytes);
 
@@ -268,7 +267,7 @@ __global__ void __launch_bounds__(kGradThreads, kKernelRows* kRowColumns <= 168 
         ProductsWait<0>();
       }
     }
-    // The rows of this cell get nothing from further rows of the cotangent.
+    // No further row of the cotangent adds to the rows of this cell.
 #pragma unroll 1
     for (int i = 0; i < p.stride && row >= begin; i += 2) {
       const int64_t in_row = row * p.stride - p.low + i;
@@ -276,7 +275,7 @@ __global__ void __launch_bounds__(kGradThreads, kKernelRows* kRowColumns <= 168 
           in_row >= 0 && in_row < p.in_rows,
           i + 1 < p.stride && in_row + 1 >= 0 && in_row + 1 < p.in_rows,
       };
-      // Not the buffer that threads may still be reading.
+      // Threads may still be reading the other buffer.
       float* sums_of_rows = buffers + buffer * kBufferSize;
       buffer ^= 1;
       if (i + 1 >= kKernelRows) {
@@ -332,7 +331,8 @@ cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, InputGradParams& p, 
   if (error != cudaSuccess) return error;
   if (of_processor == 0) return cudaErrorNotSupported;
 
-  // Chunks of rows that are done first: each goes through the rows before it that reach it too.
+  // The chosen chunks of rows finish first: each chunk also loops over the rows before it that
+  // reach it.
   const int64_t rows = p.end_row - p.first_row;
   const int64_t walks = p.images * p.strips.divisor();
   int64_t least = INT64_MAX;
@@ -352,7 +352,7 @@ cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, InputGradParams& p, 
   return cudaGetLastError();
 }
 
-// Registers hold the sums of all rows of the kernel, so there is a kernel for every number of them.
+// Registers hold the sums of all rows of the kernel, so every number of rows has its own instance.
 template <typename T, int kKernelRows = 1>
 cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, InputGradParams& p, int64_t kernel_rows,
                                        int processors) {

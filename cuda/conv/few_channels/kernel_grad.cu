@@ -1,11 +1,11 @@
-// The gradient of a convolution of few channels by its kernel on Hopper.
+// The kernel gradient of a convolution of few channels on Hopper.
 //
-// A row of the matrix product is an entry of the window, a column an output, and what is summed
-// over are the pixels of all images. Two neighbouring entries of the window, of two neighbouring
-// pixels, are two registers of the left operand: a lane reads both pairs and takes the lower halves
-// for the one row and the upper halves for the other. The cotangent is the right operand as it lies
-// in memory, from where bulk copies bring it. Blocks sum for some of the tiles each, and a second
-// kernel adds what they have, always in the same order.
+// A row of the matrix product is an entry of the window, a column is an output, and the sum is over
+// the pixels of all images. Two neighbouring entries of the window, of two neighbouring pixels, are
+// two registers of the left operand: a lane reads both pairs and takes the lower halves for one row
+// and the upper halves for the other. The cotangent is the right operand as it lies in memory, from
+// where bulk copies bring it. Each block sums over some of the tiles, and a second kernel adds the
+// sums of the blocks, always in the same order.
 #include "cuda/conv/few_channels/few_channels.cuh"
 #include "cuda/conv/plan.h"
 #include "cuda/conv/tiles.cuh"
@@ -14,18 +14,20 @@ namespace jaxops::conv::cuda {
 namespace {
 
 constexpr int kColumns = 64;  // outputs of a block
-// Pairs of entries that a warpgroup sums for, and warpgroups that the largest window needs.
+// Pairs of entries that a warpgroup sums for, and the warpgroups that the largest window needs.
 constexpr int kGroupPairs = 32;
 constexpr int kMostWarpgroups = 3;
 static_assert(kMostFewTapRows * (kMostFewRowEntries / 2) <= kMostWarpgroups * kGroupPairs);
 constexpr int kStep = 16;  // pixels of a product
-// Of the cotangent, as descriptors count.
+// A step of the cotangent, in the 16 bytes that descriptors count.
 [[maybe_unused]] constexpr int kStepUnits = kStep * kMatrixRowBytes / 16;
-// Two blocks of a multiprocessor share its memory; copying of one hides behind the other.
+// Two blocks of a multiprocessor share its memory, so that the copies of one overlap with the
+// products of the other.
 constexpr int kBlocks = 2;
 constexpr int kBytes = 111 * 1024;
 
-// Where the windows of a step's pixels begin in a stage, and which pixel of a row is the first.
+// Where the windows of a step's pixels begin in a stage, and the column of the first pixel in its
+// row.
 struct StepEntry {
   int window, column;
 };
@@ -38,18 +40,18 @@ struct Params : Tiling {
   int kernel_rows;
   int64_t size;  // entries of the result
   int parts;
-  int row_pixels;          // of a tile's row, with those that fill the last step up
+  int row_pixels;          // of a tile's row, including those that fill up the last step
   int image_stage, stage;  // bytes
 };
 
-// kRagged: there are rows of a tile with no whole number of steps, or fewer than of others.
+// kRagged: rows of a tile may lack pixels of their last step, or have fewer steps than others.
 template <typename T, int kWarpgroups, bool kOdd, bool kRagged>
 __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
     SumPixelsFew(const __grid_constant__ Params p) {
 #if JAXOPS_HAS_WGMMA
   extern __shared__ char shared[];
   __shared__ StepEntry table[kMostSteps];
-  __shared__ uint64_t full[2];  // the cotangent has come
+  __shared__ uint64_t full[2];  // completion of the copies of the cotangent
   char* stages = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
   const int lane = threadIdx.x % 32;
   const int column = blockIdx.y * kColumns;
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
     char* stage = stages + buffer * p.stage;
     const Tile tile = p.Find(number);
     if (threadIdx.x == 0) {
-      // Zeros come where there are no pixels or outputs.
+      // Copies bring zeros where no pixels or outputs exist.
       Expect(full + buffer, p.tile_rows * p.row_pixels * kMatrixRowBytes);
       const int32_t from[] = {column, tile.column, tile.row, static_cast<int32_t>(tile.image)};
       ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, stage + p.image_stage,
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
     table[i] = {p.WindowBytes(row, in_row), in_row};
   }
 
-  // The pair of entries of this lane. What pairs after the last would sum is not used.
+  // This lane has one pair of entries. Sums for pairs after the last are not used.
   const int pair = threadIdx.x / 32 * 8 + lane / 4;
   const int kernel_row = pair / p.row_pairs;
   const bool has_pair = kernel_row < p.kernel_rows;
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
       const uint32_t window = stage + lane_bytes + step.window;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Beside the last pixel there may be a NaN, and the cotangent's zeros would not hide it.
+        // A NaN may be next to the last pixel, and the cotangent's zeros would not hide it.
         const int pixel = step.column + lane % 4 * 2 + i % 2 + i / 2 * 8;
         const bool exists = !kRagged || pixel < tile.columns;
         pairs[i] = exists ? LoadPair<kOdd>(window + pixel_at[i]) : 0;
@@ -164,9 +166,9 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
 #endif
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// Decides all but addresses, from sizes and the number of processors alone.
+// Decides everything but addresses, from sizes and the number of processors alone.
 bool Plan(Params& p, const Call& call, int processors) {
   if (!HasFewChannels(call) || call.outputs % kUnit) return false;
   const im2col::Window& h = call.dims[0];
@@ -177,14 +179,15 @@ bool Plan(Params& p, const Call& call, int processors) {
   const int beside = static_cast<int>(CeilDiv(call.outputs, kColumns));
   const int blocks = std::max(1, kBlocks * processors / beside);
 
-  // The tiles that are done first, in estimated cycles: of products and of what is copied.
+  // The chosen tiles finish first, in estimated cycles of products and of copies.
   constexpr int kMostColumns = 128, kMostRows = 8;
   constexpr int64_t kStepCycles = 110, kUnitCycles = 2, kTileCycles = 1000;
   Params cut = p;
   int64_t least = INT64_MAX;
   for (int columns = kMostColumns; columns >= kStep; columns /= 2) {
     for (int rows = 1; rows <= kMostRows; ++rows) {
-      // The pixels that fill a step up have no cotangent: it may be infinite.
+      // Strips are whole steps, so that the pixels that fill up a step are after the end of a row,
+      // where copies bring zeros: a cotangent there could be infinite.
       cut.Cut(call, columns, rows, kStep);
       cut.row_pixels = static_cast<int>(CeilDiv(cut.tile_columns.divisor(), kStep) * kStep);
       const int64_t steps = int64_t{cut.tile_rows} * cut.row_pixels / kStep;

@@ -1,14 +1,14 @@
-// Convolution in true float32 and in float64, and its gradient by the image, as a matrix product
-// of multiply-adds whose left operand, the patches, is never made.
+// Convolution in true float32 and in float64, and its input gradient, as a matrix product of
+// multiply-adds whose left operand, the patches, is never stored.
 //
-// A block takes a tile of pixels by outputs. What is summed over, taps and channels, is one index:
-// few channels, or odd ones, are not filled up. Its entries come to shared memory in chunks of 64
-// bytes, those of patches straight from where they are in the image. For that every pixel has a
-// place and every entry of the sum another, and where an entry of a patch is, and whether it is in
-// the image at all, is a matter of adding the two.
+// A block takes a tile of pixels by outputs. Taps and channels, the axes of the sum, are one index,
+// so that no padding fills up channels. Entries of the sum come to shared memory in chunks of 64
+// bytes; entries of patches come straight from the image. For that every pixel has a place and
+// every entry of the sum has another, and adding the two tells where an entry of a patch is and
+// whether it is in the image at all.
 //
-// Where there are few tiles, a cluster of blocks has one of them: every block a part of the sum,
-// and these are added in the blocks' shared memories, always in the same order.
+// A cluster of blocks shares a tile where there are few tiles: every block has a part of the sum,
+// and the blocks add the parts in their shared memories, always in the same order.
 #include <cooperative_groups.h>
 
 #include <cmath>
@@ -21,17 +21,18 @@ namespace jaxops::conv::cuda {
 namespace fma {
 namespace {
 
-// How entries of the kernel come to shared memory.
+// The ways in which entries of the kernel come to shared memory.
 enum class KernelCopies {
   kEntries,  // one by one
   kOutputs,  // by units of outputs
   kSteps,    // by units of entries of the sum
-  // Likewise, in a gradient of few channels of which all pixels between strides are made at once: a
-  // pixel here is a cell of those, and a unit of columns has the channels of one of them.
+  // Copies by units of entries of the sum as well, in an input gradient of few channels that
+  // computes all pixels between strides at once. A pixel of the product here is a cell of those
+  // pixels, and a unit of columns has the channels of one pixel of the cell.
   kCells,
 };
 
-// Those pixels of cells that have the same remainders by the strides.
+// The pixels of cells with the same remainders by the strides.
 struct Remainder {
   int64_t result;          // bytes from the first pixel of the cell
   uint32_t rows, columns;  // cells that have such a pixel
@@ -43,45 +44,46 @@ struct Params {
   Pixels pixels;
   const char* kernel;
   char* result;
-  // Bytes between groups; between channels and outputs of the kernel; between pixels of the result.
+  // Bytes between groups, between channels and outputs of the kernel, and between pixels of the
+  // result.
   int64_t image_group, kernel_group, result_group;
   int kernel_channel, kernel_output;
   int64_t result_image, result_row, result_column;
   FastDivider column_tiles;
-  int outputs, columns;  // of the result, of the product
+  int outputs, columns;  // of the result; of the product
   int remainders;
-  // The index of the sum, of so many entries in so many chunks: channels of a block, the fastest,
-  // taps, and blocks. Blocks are small where they can be, because neighbouring taps then find the
-  // entries of a block in the L1 cache.
+  // The index of the sum counts `depth` entries in `chunks` chunks: channels of a block, the
+  // fastest, taps, and blocks. Blocks are as small as they can be, because neighbouring taps then
+  // find the entries of a block in the L1 cache.
   FastDivider block, taps;
   int depth, chunks;
-  int parts;  // of the sum, and blocks of a cluster
-  // Whether these are copied, and written, by units, else by entries.
+  int parts;  // of the sum, one for each block of a cluster
+  // Units are copied and written where these are true, else single entries.
   bool image_units, result_units;
   KernelCopies kernel_copies;
   Epilogue epilogue;
   const int* needed;  // see IsNeeded
   Place tap[kMaxTaps];
-  // Bytes from the start of the kernel to the matrix of a tap or, with cells, of taps and, the
-  // fastest, remainders, negative where these do not have that tap.
+  // Bytes from the start of the kernel to the matrix of a tap. With cells there is an entry for a
+  // tap and, the fastest, a remainder, negative where the remainder does not have the tap.
   int64_t matrix[kMaxTaps];
   Remainder remainder[kMostRemainders];
 };
 static_assert(sizeof(Params) <= 4096);
 
-// What a block has in shared memory beside stages.
+// The part of a block's shared memory before the stages.
 template <typename Tile>
 struct alignas(128) Head {
   Place pixels[Tile::kRows];
-  int64_t results[Tile::kRows];  // bytes; negative where there is no pixel
-  // Those of two sets: what is summed over, in the image and in the kernel, there bytes to the
-  // tile's first output or, with cells, within a matrix, negative after the end.
+  int64_t results[Tile::kRows];  // bytes; negative where no pixel exists
+  // The steps of the sum in two sets: places in the image, and bytes in the kernel. The bytes count
+  // to the tile's first output or, with cells, within a matrix, and are negative after the end.
   Place steps[2 * kSet];
   int64_t matrix_rows[2 * kSet];
 };
 
-// A stage has the rows of pixels, of a chunk each, and after them those of the chunk, of columns,
-// or, where the kernel is copied by units of steps, columns of a chunk each.
+// A stage has the rows of pixels, a chunk each, and after them the rows of the kernel's chunk.
+// Where the kernel is copied by units of steps, these are columns of a chunk each.
 template <typename Tile>
 constexpr int kImageBytes = Tile::kRows * kChunkBytes;
 template <typename Tile>
@@ -89,18 +91,18 @@ constexpr int kStageBytes = kImageBytes<Tile> + kChunk<typename Tile::T> * Tile:
 template <typename Tile>
 constexpr int kSharedBytes = sizeof(Head<Tile>) + kStages * kStageBytes<Tile>;
 
-// The blocks of a cluster can have parts of the sum, where a part fits in the stages.
+// Blocks of a cluster can have parts of the sum where a part fits in the stages.
 template <typename Tile>
 constexpr bool kHasParts = Tile::kRows * Tile::kUnits * kUnitBytes <= kStages * kStageBytes<Tile>;
 constexpr int kMostParts = 8;
 
-// Where a unit of a pixel's row is: units of eight neighbouring pixels have no banks in common.
+// Returns where a unit of a pixel's row is. Units of eight neighbouring pixels share no banks.
 __device__ __forceinline__ int ImageUnit(int row, int unit) {
   return row * kChunkBytes + (unit ^ (row / 2 % 4)) * kUnitBytes;
 }
 
-// Where columns of a chunk each are in a stage: those that lanes read together are neighbours, so
-// that these, too, have no banks in common.
+// The order of columns of a chunk each in a stage: columns that lanes read together are neighbours,
+// so that they share no banks either.
 template <typename Tile>
 struct ColumnOrder {
   static constexpr int kEntries = kUnit<typename Tile::T>;
@@ -111,7 +113,7 @@ struct ColumnOrder {
            place / kLanes % kEntries;
   }
 
-  // Of entry n of unit j of a lane, that unit of the sum.
+  // Returns where a unit of the sum is for entry n of unit j of a lane.
   __device__ static int Unit(const Lane<Tile>& lane, int j, int n, int unit) {
     if constexpr (Tile::kLaneColumns == 1) {
       return ImageUnit((lane.warp_unit + j) * kEntries + n, unit);
@@ -143,7 +145,7 @@ template <typename Tile, KernelCopies kCopies>
 __device__ void FindSteps(const Params& p, int first_column, int set, Head<Tile>& head) {
   using T = typename Tile::T;
   FindSet<Tile>(set, [&](int step, int at) {
-    // After the end it is that of the first one, of which copies are as aligned as any.
+    // Steps after the end have the place of the first step, whose copies are as aligned as any.
     const bool exists = step < p.depth;
     uint32_t block = exists ? step : 0;
     int channel = p.block.Peel(block);
@@ -185,16 +187,16 @@ __device__ __forceinline__ void CopyImages(const Params& p, const Head<Tile>& he
   }
 }
 
-// Copies kBytes of some rows of the kernel's matrices, a unit or an entry, of which there are
-// `outputs` from the tile's first one on.
+// Copies kBytes of some rows of the kernel's matrices, a unit or an entry, of `outputs` outputs
+// from the tile's first output on.
 template <typename Tile, int kBytes>
 __device__ __forceinline__ void CopyKernel(const Params& p, int outputs, const Head<Tile>& head,
                                            int chunk, uint32_t stage) {
   using T = typename Tile::T;
   constexpr int kSteps = kChunk<T>, kEntries = kBytes / sizeof(T);
   constexpr int kCopies = Tile::kColumns / kEntries;
-  // Entries are beside each other in the kernel along outputs or, in the gradient, along channels.
-  // Of eight of these at a time writes have no banks in common.
+  // Entries are next to each other in the kernel along outputs or, in the gradient, along channels.
+  // Writes of eight neighbours at a time share no banks.
   constexpr int kBeside = kEntries > 1 ? 1 : 8;
   ForOwn<kSteps * kCopies, Tile::kThreads>([&](int i) {
     const int step = i % kBeside + i / (kBeside * kCopies) * kBeside;
@@ -206,13 +208,14 @@ __device__ __forceinline__ void CopyKernel(const Params& p, int outputs, const H
   });
 }
 
-// Where the matrices of a chunk begin, of all remainders; its steps are of one tap.
+// Returns where the matrices of a chunk begin, for all remainders. The steps of a chunk have one
+// tap.
 __device__ __forceinline__ const int64_t* Matrices(const Params& p, int chunk) {
   uint32_t block = chunk;
   return p.matrix + p.taps.Peel(block) * p.remainders;
 }
 
-// Copies units of steps of the columns, of which there are `outputs` from `first_column` on.
+// Copies units of steps of `outputs` columns from `first_column` on.
 template <typename Tile, bool kCells>
 __device__ __forceinline__ void CopyColumns(const Params& p, int first_column,
                                             const Head<Tile>& head, int chunk, uint32_t stage) {
@@ -238,8 +241,8 @@ __device__ __forceinline__ void CopyColumns(const Params& p, int first_column,
   });
 }
 
-// Calls write(i, j, sums) for those of the units of this thread that its block is to finish: the
-// sums of all blocks of the cluster, of which each has its own in `of_block`.
+// Calls write(i, j, sums) for the units of this thread that its block finishes, with the sums of
+// all blocks of the cluster. Each block has its own sums in `of_block`.
 template <typename Tile, typename Sums, typename Write>
 __device__ __forceinline__ void AddParts(const Params& p, const Sums& sums, char* of_block,
                                          Write&& write) {
@@ -248,7 +251,7 @@ __device__ __forceinline__ void AddParts(const Params& p, const Sums& sums, char
   constexpr int kCount = Tile::kThreadRows * Tile::kThreadUnits;
   const auto at = [&](int i) { return (i * Tile::kThreads + threadIdx.x) * kUnitBytes; };
   WaitCopies<0>();
-  __syncthreads();  // all have multiplied the last chunk
+  __syncthreads();  // all threads have multiplied the last chunk
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     *reinterpret_cast<Unit<T>*>(of_block + at(i)) =
@@ -272,11 +275,11 @@ __device__ __forceinline__ void AddParts(const Params& p, const Sums& sums, char
     }
     write(i / Tile::kThreadUnits, i % Tile::kThreadUnits, sum);
   }
-  cluster.sync();  // no block has gone while others read what it has
+  cluster.sync();  // no block ends while others read its memory
 #endif
 }
 
-// Whether threads are so many that sums and operands fill the registers of each.
+// Tells whether a block has so many threads that sums and operands fill the registers of each.
 template <typename Tile>
 constexpr bool kIsCrowded = Tile::kThreads * Tile::kBlocks >= 512 &&
                             Tile::kThreadRows * Tile::kThreadUnits >= 8 && Tile::kLaneColumns > 1;
@@ -326,7 +329,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   int stage = 0;
   for (int chunk = begin; chunk < end; ++chunk) {
     WaitCopies<kAhead - 1>();
-    // All have copied this chunk, and multiplied the one before it, whose stage is next.
+    // The barrier tells that all threads have copied this chunk and multiplied the previous chunk,
+    // whose stage is filled next.
     __syncthreads();
     if (chunk + kAhead < end) {
       copy(chunk + kAhead, stage == 0 ? kAhead : stage - 1);
@@ -366,8 +370,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     } else {
       const int64_t* matrices =
           kCells ? Matrices(p, chunk) + first_column / kUnit<T> + lane.warp_unit : nullptr;
-      // More of a loop than this moves entries from register to register, because sums and
-      // operands fill these.
+      // Unrolling this loop further moves entries from register to register, because sums and
+      // operands fill the registers.
 #pragma unroll(kIsCrowded<Tile>&& kCopies == KernelCopies::kSteps ? 1 : kChunkBytes / kUnitBytes)
       for (int u = 0; u < kChunkBytes / kUnitBytes; ++u) {
         Unit<T> a[Tile::kThreadRows];
@@ -455,9 +459,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// The tile of products of cells.
+// The tile for products of cells.
 template <typename T>
 using CellTile = Tile<T, 2, 1, 32, 2, 4, 7, 240>;
 template <typename Tile>
@@ -498,7 +502,7 @@ cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
   }
 }
 
-// Whether clusters can be launched: the code, too, may be for GPUs that have none.
+// Tells whether clusters can be launched: the device code, too, may be for GPUs without clusters.
 bool HasParts() {
   cudaFuncAttributes attributes{};
   const auto kernel = &ConvolveFma<CellTile<float>, true, KernelCopies::kCells>;
@@ -506,18 +510,19 @@ bool HasParts() {
          attributes.ptxVersion >= 90;
 }
 
-// How a sum is cut up: tiles, and parts of each.
+// The cuts of a sum: tiles, and parts of each.
 struct Plan {
   cudaError_t (*launch)(cudaStream_t, Params&, int64_t groups);
   int parts;
   int64_t cycles;  // estimated
 };
 
-// Replaces `plan` by the one with these tiles that is done first, if that is earlier.
+// Replaces `plan` by the fastest plan with these tiles, if that is faster.
 template <typename Tile>
 void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool has_parts) {
-  // Measured on an H200, like the percentages of tiles: before the first product and after the
-  // last, of a chunk, however small, and of adding parts, of which there are bytes in all blocks.
+  // Cycles measured on an H200, like the percentages of tiles: kBlockCycles before the first
+  // product and after the last, kChunkCycles as a minimum for a chunk, and kAddedPerCycle bytes of
+  // all blocks for adding parts.
   constexpr int64_t kBlockCycles = 6000, kChunkCycles = 560;
   constexpr int64_t kAddedPerCycle = 9;
   const int64_t tiles =
@@ -538,7 +543,7 @@ void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool 
   }
 }
 
-// What comes first is preferred.
+// Decides between tiles; ties go to the first.
 template <typename... Tiles>
 Plan FirstDone(const Params& p, int64_t groups, int processors, bool has_parts) {
   Plan plan{};
@@ -546,8 +551,8 @@ Plan FirstDone(const Params& p, int64_t groups, int processors, bool has_parts) 
   return plan;
 }
 
-// Of at least 64 bytes of outputs, and of one unit or two for results of few. Of f64 those of the
-// first three are multiplied by tensor cores.
+// Tiles have at least 64 bytes of outputs, or one or two units for results with fewer outputs.
+// Tensor cores multiply the first three tiles of float64.
 template <typename T>
 Plan Decide(const Params& p, int64_t groups, int processors, bool has_parts) {
   if constexpr (sizeof(T) == 8) {
@@ -570,18 +575,19 @@ Plan DecideCells(const Params& p, int64_t groups, int processors) {
   return FirstDone<CellTile<T>>(p, groups, processors, HasParts());
 }
 
-// How the matrices of a kernel lie in memory: so many entries apart.
+// How the matrices of a kernel lie in memory: entries from one channel, output or group to the
+// next.
 struct KernelSteps {
   int64_t channel, output, group;
 };
 
-// Fills in all but what is of taps; false if sizes are too large.
+// Fills in everything that does not depend on taps; returns false if sizes are too large.
 template <typename T>
 bool Fill(Params& p, const Sum& sum, const KernelSteps& kernel) {
   constexpr int64_t kItem = sizeof(T);
   const int64_t all_channels = sum.groups * sum.channels, all_outputs = sum.groups * sum.outputs;
   const int64_t pixels = sum.images * sum.rows * sum.columns;
-  // So that tiles and chunks after the end, too, are counted in 32 bits.
+  // The bound leaves room for counting tiles and chunks after the end in 32 bits.
   constexpr int64_t kMost = INT32_MAX - 4096;
   if (pixels > kMost || sum.taps * sum.channels > kMost || all_channels * kItem > kMost ||
       all_outputs * kItem > kMost) {
@@ -621,7 +627,7 @@ bool Fill(Params& p, const Sum& sum, const KernelSteps& kernel) {
   p.kernel_channel = static_cast<int>(kernel.channel * kItem);
   p.kernel_output = static_cast<int>(kernel.output * kItem);
   p.kernel_group = kernel.group * kItem;
-  // Channels and outputs of the kernel, of all groups the one or the other.
+  // The kernel's channels or outputs, whichever the kernel has for all groups, must be whole units.
   const bool are_steps =
       kernel.channel == 1 && p.image_units && AreUnits<T>(sum.kernel, all_channels, sum.channels);
   const bool are_outputs = kernel.output == 1 && AreUnits<T>(sum.kernel, all_outputs, sum.outputs);
@@ -663,9 +669,10 @@ cudaError_t Launch(cudaStream_t stream, const Call& call, const Sum& sum, const 
   return LaunchPlan(stream, p, *plan, sum.groups);
 }
 
-// The gradient of all pixels between strides, if each has few channels: LaunchInputGradSums has a
-// sum for each remainder by the strides, and here these are columns of one product, whose taps are
-// all that one of them has. Units of columns pass over the taps they do not have.
+// Computes the gradient of all pixels between strides at once, if each has few channels.
+// LaunchInputGradSums has a sum for each remainder by the strides; here the remainders are columns
+// of one product, whose taps are the taps of any remainder. Units of columns skip taps that they do
+// not have.
 template <typename T>
 cudaError_t LaunchCells(cudaStream_t stream, const Call& call, const KernelSteps& kernel,
                         const int* needed, bool& is_done) {
@@ -684,7 +691,7 @@ cudaError_t LaunchCells(cudaStream_t stream, const Call& call, const KernelSteps
   int count = 0;
   bool fits = true;
   const cudaError_t error = LaunchInputGradSums(call, [&](const Sum& sum) {
-    // The first one has as many rows and columns as any.
+    // The first remainder has the maximum of rows and columns.
     if (count == 0) {
       cells = sum;
       cells.taps = 0;

@@ -1,9 +1,9 @@
-// Code that the kernels of convolution by multiply-adds have in common: those of float32 that must
-// not be rounded to TF32, and of float64.
+// Code that the kernels of convolution by multiply-adds share: kernels of float32 that must not be
+// rounded to TF32, and of float64.
 //
-// A block takes a tile of a matrix product, a warp a part of that as 8 by 4 lanes or 32 by 1, and a
-// lane some rows by some units of columns, of 16 bytes each: every access to shared memory is one
-// of 16 bytes.
+// A block takes a tile of a matrix product. A warp takes a part of the tile as 8 by 4 lanes or 32
+// by 1, and a lane takes some rows by some units of columns, of 16 bytes each: every access to
+// shared memory has 16 bytes.
 #ifndef JAXOPS_CUDA_CONV_FMA_FMA_CUH_
 #define JAXOPS_CUDA_CONV_FMA_FMA_CUH_
 
@@ -43,14 +43,14 @@ template <typename T>
 constexpr int kChunk = kChunkBytes / sizeof(T);
 constexpr int kAhead = 2;  // chunks in flight while one is multiplied
 constexpr int kStages = kAhead + 1;
-// The entries of this number of chunks are looked for together, by the lanes of a warp, one warp
-// after the other, and those of two such sets are known.
+// The lanes of a warp find the entries of kSetChunks chunks together, one warp after the other. The
+// entries of two such sets are known at a time.
 constexpr int kSet = 32;
 template <typename T>
 constexpr int kSetChunks = kSet / kChunk<T>;
 
-// kBlocks of it share a multiprocessor. A product takes kPercent of what it would if there were
-// nothing but multiply-adds, with warps enough to hide what one waits for.
+// A tile of the product. kBlocks blocks share a multiprocessor. A product takes kPercent of the
+// time of multiply-adds alone with enough warps to hide latencies.
 template <typename T_, int kRowWarps_, int kColumnWarps_, int kLaneRows_, int kThreadRows_,
           int kThreadUnits_, int kBlocks_, int kPercent_>
 struct Tile {
@@ -64,16 +64,16 @@ struct Tile {
   static constexpr int kRows = kRowWarps * kWarpRows;
   static constexpr int kUnits = kColumnWarps_ * kWarpUnits, kColumns = kUnits * kUnit<T>;
   static constexpr int kBlocks = kBlocks_, kPercent = kPercent_;
-  // Tensor cores have multiply-adds of float64, and twice as many.
+  // Tensor cores have multiply-adds of float64 at twice the rate.
   static constexpr bool kOnTensorCores =
       std::is_same_v<T, double> && kThreadUnits == 2 && kLaneColumns == 4;
-  // Entries from one row in shared memory to the next. Entries of eight rows that are written
-  // together have no banks in common.
+  // Bytes from one row in shared memory to the next. Entries of eight rows that are written
+  // together share no banks.
   static constexpr int kPitch = (kUnits + 1) * kUnitBytes;
 };
 
-// The number of this thread of kThreads, read again: values that follow from it are not kept over
-// a loop in registers that sums need.
+// Reads the number of this thread of kThreads again, so that values that follow from it do not
+// occupy registers over a loop whose sums need them.
 template <int kThreads>
 __device__ __forceinline__ int ThreadAnew() {
   uint32_t thread;
@@ -82,9 +82,9 @@ __device__ __forceinline__ int ThreadAnew() {
   return thread;
 }
 
-// Where a thread is in its block's tile: the lane's rows, and its units of columns. Neighbouring
-// lanes are such that the units of every quarter of a warp are few, or without banks in common. On
-// tensor cores it is as these have it.
+// A thread's position in its block's tile: the lane's rows and its units of columns. Neighbouring
+// lanes are arranged so that every quarter of a warp reads few different units, or units that share
+// no banks. On tensor cores the instruction sets the arrangement.
 template <typename Tile>
 struct Lane {
   int warp_row, warp_unit, row, unit;
@@ -107,21 +107,21 @@ struct Lane {
     }
   }
 
-  // The unit of columns that is this thread's number j.
+  // Returns unit j of this thread's columns.
   __device__ int Column(int j) const {
     return warp_unit + j * (Tile::kOnTensorCores ? 1 : Tile::kLaneColumns) + unit;
   }
 };
 
-// A part of where an entry of a patch is in the images. The part of a pixel and that of a tap and
-// a channel are added, modulo 2^64 and 2^32.
+// A part of the position of an entry of a patch in the images. The part of a pixel and the part of
+// a tap and a channel are added, modulo 2^64 and 2^32.
 struct alignas(16) Place {
   uint64_t byte;
   uint32_t row, column;
 };
 
-// A row or column of a part of a place, with which no sum is in an image: rows and columns are less
-// than 2^30, those of taps greater than -2^30 and less than 2^31.
+// A row or column that is outside of the image in every sum of two places: rows and columns are
+// less than 2^30, rows and columns of taps are greater than -2^30 and less than 2^31.
 constexpr uint32_t kNowhere = 1u << 31;
 
 // Images, and how they lie in memory.
@@ -142,8 +142,8 @@ struct Images {
   }
 };
 
-// Pixels of all images, counted by images, rows and columns, and those entries of the images that
-// are multiplied by a tap at 0, 0.
+// Pixels of all images, counted by images, rows and columns, and the places of the entries that a
+// tap at 0, 0 multiplies.
 struct Pixels {
   FastDivider rows, columns;
   uint32_t stride_row, stride_column;
@@ -158,8 +158,8 @@ struct Pixels {
   }
 };
 
-// Calls find(number, at) for this lane's entry of the sum in a set, and where it is among those of
-// two sets, if it is this warp's turn.
+// Calls find(number, at) for this lane's entry of the sum in a set and its index in two sets, if it
+// is this warp's turn.
 template <typename Tile, typename Find>
 __device__ __forceinline__ void FindSet(int set, Find&& find) {
   const int thread = ThreadAnew<Tile::kThreads>();
@@ -167,14 +167,15 @@ __device__ __forceinline__ void FindSet(int set, Find&& find) {
   find(set * kSet + thread % 32, set % 2 * kSet + thread % 32);
 }
 
-// Where the first entry of a chunk is among those of two sets.
+// Returns the index of a chunk's first entry in two sets.
 template <typename T>
 __device__ __forceinline__ int InSets(int chunk) {
   return chunk % (2 * kSetChunks<T>)*kChunk<T>;
 }
 
-// Calls find(set) for those of the first chunks that are copied, and, while one is multiplied, for
-// the set that is needed next, whose place has been free since the last barrier.
+// FindFirstSets calls find(set) for the sets of the first chunks that are copied. FindNextSet calls
+// it, while a chunk is multiplied, for the set that is needed next, whose place has been free since
+// the last barrier.
 template <typename T, typename Find>
 __device__ __forceinline__ void FindFirstSets(int chunk, Find&& find) {
   for (int set = chunk / kSetChunks<T>; set <= (chunk + kAhead) / kSetChunks<T>; ++set) find(set);
@@ -186,7 +187,7 @@ __device__ __forceinline__ void FindNextSet(int chunk, Find&& find) {
   if (next % kSetChunks<T> == 0) find(next / kSetChunks<T>);
 }
 
-// Calls act(i) for those of kCount numbers that are this thread's.
+// Calls act(i) for this thread's numbers out of kCount.
 template <int kCount, int kThreads, typename Act>
 __device__ __forceinline__ void ForOwn(Act&& act) {
   const int thread = ThreadAnew<kThreads>();
@@ -202,8 +203,8 @@ __device__ __forceinline__ Unit<T> Load(const char* address) {
   return *reinterpret_cast<const Unit<T>*>(address);
 }
 
-// c += a b, of 16 rows, 8 columns and 8 entries of the sum, where `a` has a lane's rows of the
-// first four and then of the others, and `b` those entries of its column.
+// Computes c += a b for 16 rows, 8 columns and 8 entries of the sum. `a` has a lane's rows of the
+// first four entries and then of the others; `b0` and `b1` are these entries of its column.
 __device__ __forceinline__ void MultiplyStep(double& c0, double& c1, double& c2, double& c3,
                                              const double (&a)[4], double b0, double b1) {
 #if __CUDA_ARCH__ >= 900
@@ -224,9 +225,10 @@ __device__ __forceinline__ void MultiplyStep(double& c0, double& c1, double& c2,
 #endif
 }
 
-// A chunk on tensor cores. A product is of any four entries of the sum, if they are the same on
-// both sides: each lane has two neighbours, and two neighbouring columns. `b` is what it has of
-// each of the two products' columns, and `load_rows` gives what it has of 16 rows for both.
+// LoadColumns and MultiplyChunk multiply a chunk on tensor cores. A product may sum any four
+// entries, if they are the same on both sides: each lane has two neighbouring entries and two
+// neighbouring columns. `b` has the lane's columns of both products, and `load_rows` returns the
+// lane's part of 16 rows for both.
 template <typename Tile>
 __device__ __forceinline__ void LoadColumns(const Lane<Tile>& lane, const char* columns,
                                             Unit<double> (&b)[2]) {
@@ -253,7 +255,7 @@ __device__ __forceinline__ void MultiplyChunk(const Unit<double> (&b)[2], LoadRo
   }
 }
 
-// Writes what is within `left` entries; if `is_wide` that is all of a unit or nothing.
+// Writes the first `left` entries; with `is_wide` these are a whole unit or none.
 template <typename T>
 __device__ __forceinline__ void Store(T* to, const Unit<T>& unit, int left, bool is_wide) {
   if (is_wide) {
@@ -266,23 +268,23 @@ __device__ __forceinline__ void Store(T* to, const Unit<T>& unit, int left, bool
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// Whether rows of `entries` entries, one after the other, are whole units.
+// Tells whether rows of `entries` entries, one after the other, are whole units.
 template <typename T>
 bool AreUnits(const void* data, int64_t all_entries, int64_t entries) {
   return reinterpret_cast<uintptr_t>(data) % kUnitBytes == 0 && all_entries % kUnit<T> == 0 &&
          entries % kUnit<T> == 0;
 }
 
-// The warps of a processor that is given `load` blocks.
+// Returns the warps of a processor with `load` blocks.
 template <typename Tile>
 int64_t Warps(int64_t load) {
   return std::min<int64_t>(load, Tile::kBlocks) * Tile::kWarps;
 }
 
-// Estimated cycles of the products of blocks on one processor, each with a number of chunks, at a
-// percentage of the time of multiply-adds alone.
+// Returns the estimated cycles of the products of blocks on one processor, for `chunks` chunks
+// each, at a percentage of the time of multiply-adds alone.
 template <typename Tile>
 int64_t ProductCycles(int64_t load, int64_t chunks, int64_t percent) {
   using T = typename Tile::T;

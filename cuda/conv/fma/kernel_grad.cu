@@ -1,13 +1,14 @@
-// The gradient by the kernel of a convolution in true float32 or in float64, as a matrix product of
+// The kernel gradient of a convolution in true float32 or in float64, as a matrix product of
 // multiply-adds over pixels.
 //
-// A row of the product is a tap and a channel, as one index, a column an output, and what is summed
-// over are the pixels of all images: the patches, never made, transposed, times the cotangent. Both
-// come to shared memory in chunks of as many pixels as 64 bytes have entries; rows of the product
-// have places, like pixels, and an entry of a patch is where the sum of two is.
+// A row of the product is a tap and a channel, as one index, a column is an output, and the sum is
+// over the pixels of all images: the transposed patches, which are never stored, times the
+// cotangent. Both come to shared memory in chunks of as many pixels as 64 bytes have entries. Rows
+// of the product have places, like pixels, and the sum of two places is the position of an entry of
+// a patch.
 //
-// There are too few blocks to fill a GPU unless pixels are split. Each then writes its part to a
-// workspace and a second kernel adds these, always in the same order.
+// The blocks are too few to fill a GPU unless pixels are split. Each block then writes its part to
+// a workspace and a second kernel adds the parts, always in the same order.
 #include <type_traits>
 
 #include "cuda/conv/fma/fma.cuh"
@@ -21,9 +22,9 @@ struct Params {
   Images images;
   Pixels pixels;
   const char* cotangent;
-  char* result;  // of each split, one after the other, or of all
-  // Bytes between groups; between pixels of the cotangent; between rows of the result and, in all,
-  // of a split.
+  char* result;  // of each split, one after the other, or of the whole sum
+  // Bytes between groups, between pixels of the cotangent, between rows of the result, and between
+  // splits.
   int64_t image_group, output_group;
   int64_t cotangent_pixel;
   int64_t result_row, result_bytes;
@@ -31,21 +32,22 @@ struct Params {
   FastDivider row_tiles, column_tiles;
   int rows, outputs;  // of the product
   int chunks, splits;
-  bool image_units, output_units;  // whether these are copied, and outputs written, by units
-  const int* flags;                // there is nothing to do unless one of these is set
-  int flag_count;                  // none: there always is
+  bool image_units, output_units;  // whether copies and writes take whole units
+  const int* flags;                // the kernel returns unless one of these is set
+  int flag_count;                  // none: the kernel always computes
   Place tap[kMaxTaps];
 };
 
-// What a block has in shared memory beside stages: a unit or an entry of a row is of the first.
+// The part of a block's shared memory before the stages. A unit of a row has the place of its
+// first entry.
 template <typename Tile>
 struct alignas(128) Head {
   Place rows[Tile::kRows];
   Place pixels[2 * kSet];  // of two sets
 };
 
-// A stage has the pixels of a chunk, of rows of the product each, and after them of columns.
-// Both kinds of rows are as far apart as is good for columns.
+// A stage has the pixels of a chunk, first with the rows of the product and then with its columns.
+// The pitch of both suits the reads of columns.
 template <typename Tile>
 constexpr int kImagePitch = Tile::kRows * static_cast<int>(sizeof(typename Tile::T)) + kUnitBytes;
 template <typename Tile>
@@ -92,8 +94,7 @@ __device__ __forceinline__ void CopyImages(const Params& p, const Head<Tile>& he
   });
 }
 
-// Copies kBytes of the columns, a unit or an entry, of which there are `outputs` from `cotangent`
-// on.
+// Copies kBytes of the columns, a unit or an entry, of `outputs` outputs from `cotangent` on.
 template <typename Tile, int kBytes>
 __device__ __forceinline__ void CopyCotangent(const Params& p, const char* cotangent, int outputs,
                                               int chunk, uint32_t stage) {
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const char* stages = shared + sizeof(Head<Tile>);
   const uint32_t stage_address = SharedAddress(stages);
 
-  // Neighbours share pixels, which they then find in the L2 cache.
+  // Neighbouring blocks share pixels, which they then find in the L2 cache.
   uint32_t split = blockIdx.x;
   const int first_row = p.row_tiles.Peel(split) * Tile::kRows;
   const int first_column = p.column_tiles.Peel(split) * Tile::kColumns;
@@ -151,7 +152,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   int stage = 0;
   for (int chunk = begin; chunk < end; ++chunk) {
     WaitCopies<kAhead - 1>();
-    // All have copied this chunk, and multiplied the one before it, whose stage is next.
+    // The barrier tells that all threads have copied this chunk and multiplied the previous chunk,
+    // whose stage is filled next.
     __syncthreads();
     if (chunk + kAhead < end) {
       copy(chunk + kAhead, stage == 0 ? kAhead : stage - 1);
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
 template <typename Tile>
 cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
@@ -237,15 +239,15 @@ cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
   });
 }
 
-// How a call is cut up: tiles, and splits of the sum over pixels.
+// The cuts of a call: tiles, and splits of the sum over pixels.
 struct Plan {
   cudaError_t (*launch)(cudaStream_t, Params&, int64_t);
   int splits;
   int64_t cycles;  // estimated
 };
 
-// Replaces `plan` by the one with these tiles that is done first, if that is earlier. Pixels are
-// split so that every processor has some blocks, and as few parts are added as that takes.
+// Replaces `plan` by the fastest plan with these tiles, if that is faster. Pixels are split so that
+// every processor has some blocks, into as few parts as that takes.
 template <typename Tile>
 void Consider(Plan& plan, const Params& p, int64_t groups, int64_t all_outputs, bool in_units,
               int processors) {
@@ -277,8 +279,8 @@ Plan FirstDone(const Params& p, int64_t groups, int64_t all_outputs, bool in_uni
   return plan;
 }
 
-// Fills in all but addresses, from sizes and the number of processors alone; there is no launch
-// where these are too large.
+// Fills in everything but addresses, from sizes and the number of processors alone; the plan has no
+// launch where sizes are too large.
 template <typename T>
 Plan Decide(Params& p, const Call& call, int processors) {
   constexpr int64_t kItem = sizeof(T);
@@ -286,7 +288,7 @@ Plan Decide(Params& p, const Call& call, int processors) {
   const im2col::Window& w = call.dims[1];
   const int64_t channels = call.channels / call.groups, outputs = call.outputs / call.groups;
   const int64_t pixels = call.images * h.out * w.out, taps = h.taps * w.taps;
-  // So that tiles and chunks after the end, too, are counted in 32 bits.
+  // The bound leaves room for counting tiles and chunks after the end in 32 bits.
   constexpr int64_t kMost = INT32_MAX - 4096;
   if (taps > kMaxTaps || pixels > kMost || taps * channels > kMost ||
       call.channels * kItem > kMost || call.outputs * kItem > kMost) {
@@ -326,7 +328,7 @@ Plan Decide(Params& p, const Call& call, int processors) {
 
 int64_t PartBytes(const Params& p) { return p.splits > 1 ? p.splits * p.result_bytes : 0; }
 
-// Launches all but what adds the parts, of which there are `parts`.
+// Launches all kernels but the one that adds the `parts` parts.
 template <typename T>
 cudaError_t LaunchParts(cudaStream_t stream, const Call& call, Space workspace, int processors,
                         const int* flags, int flag_count, int* parts) {

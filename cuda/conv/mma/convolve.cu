@@ -1,15 +1,15 @@
 // Convolution on every GPU with tensor cores from compute capability 8.0 on, by `mma.sync`: a
-// matrix product whose left operand, the patches, is never made.
+// matrix product whose left operand, the patches, is never stored.
 //
-// A block takes a tile of pixels by outputs. For a few channels at a time, a row of up to 128
+// A block takes a tile of pixels by outputs. For some channels at a time, a row of at most 128
 // bytes, the entries of the image that the windows of all its pixels touch come to shared memory
 // once for all taps: an entry of a patch is then an address, and ldmatrix takes the fragments of
 // the left operand from wherever the pixels of a tap lie. The kernel's part comes in chunks of four
 // steps. All threads copy, some chunks ahead of their products; the entries of the next rows come
-// in as many parts as there are chunks to spread them over. Blocks are small enough that several of
-// them share a multiprocessor and fill each other's gaps.
+// in as many parts as there are chunks to spread the parts over. Blocks are small enough that
+// several of them share a multiprocessor and fill each other's gaps.
 //
-// Operands of float32 are multiplied as TF32. Sums are made in float32.
+// Operands of float32 are multiplied as TF32. Sums are computed in float32.
 #include "cuda/conv/mma/mma.cuh"
 
 namespace jaxops::conv::cuda {
@@ -17,9 +17,9 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kSteps = 4;  // of a chunk
-constexpr int kAhead = 2;  // chunks under way while one is multiplied
+constexpr int kAhead = 2;  // chunks in flight while one is multiplied
 constexpr int kKernelStages = kAhead + 1;
-constexpr int kChunkBytes = 32 * kSteps;  // of the sum, for each output
+constexpr int kChunkBytes = 32 * kSteps;  // bytes along the sum, for each output
 static_assert(kChunkBytes == kRightBytes);
 
 struct Params : Gather {
@@ -33,14 +33,15 @@ struct Params : Gather {
   FastDivider column_tiles;
   int channel_blocks, last_steps;  // steps of a tap in the last block
   int step_shift, chunk_taps;      // steps of a tap, as a power of two; taps of a chunk
-  int tap_groups, chunks;          // those of a group
-  int groups_ahead, parts;         // of entries of images: groups under way, parts of one
+  int tap_groups, chunks;          // chunks of a group
+  int groups_ahead, parts;         // entries of images: groups in flight, parts of a group
   int stage_rows, stage_bytes;
   bool is_wide;  // the result is f32
   Epilogue epilogue;
   Group group[kMaxTaps];
   int16_t matrix[kMaxTaps];  // of the kernel, by tap
-  // From the entry of a group's first tap and channel to that of a step, in a stage.
+  // The distance from the entry of a group's first tap and channel to the entry of a step, in a
+  // stage.
   int4 step_bytes[kMaxTaps];
 };
 
@@ -56,7 +57,7 @@ struct Tile {
   static_assert(kWarpColumns % 32 == 0);
 };
 
-// Brings the steps of a chunk that starts at a tap and a channel: (the sum, outputs) across it,
+// Copies the steps of a chunk that starts at a tap and a channel: (the sum, outputs) if kAcross,
 // else (outputs, the sum).
 template <typename Tile>
 __device__ void CopyKernel(const Params& p, const char* kernel, int column, int tap, int taps_end,
@@ -125,7 +126,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ConvolveMma(const __grid_co
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_row = warp % Tile::kRowWarps * Tile::kWarpRows;
   const int warp_column = warp / Tile::kRowWarps * Tile::kWarpColumns;
-  // The strip, row and column of a pixel.
   const auto find = [&](uint32_t number) {
     const int pixel_column = p.strip_width.Peel(number);
     const int pixel_row = p.rows.Peel(number);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ConvolveMma(const __grid_co
   const Swizzle swizzle = Swizzle::OfRows(p.row_bytes);
   const int all_groups = p.channel_blocks * p.tap_groups;
   const int all_chunks = all_groups * p.chunks;
-  // What is copied next: of the kernel a chunk, of the image a group's entries.
+  // The next copies: a chunk of the kernel, and a group's entries of the image.
   int kernel_chunk = 0, kernel_in_group = 0, kernel_group = 0, kernel_channel = 0, kernel_stage = 0;
   const auto copy_kernel = [&] {
     if (kernel_chunk < all_chunks) {
@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ConvolveMma(const __grid_co
   int in_group = 0, tap_group = 0, block = 0;
   for (int chunk = 0; chunk < all_chunks; ++chunk) {
     WaitCopies<kAhead - 1>();
-    // All have copied this chunk, and multiplied the one before it, whose stage is next.
+    // The barrier tells that all threads have copied this chunk and multiplied the previous chunk,
+    // whose stage is filled next.
     __syncthreads();
     copy_kernel();
     if (in_group < p.parts) copy_image(in_group, p.parts);
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ConvolveMma(const __grid_co
         }
       }
     };
-    // All steps of a whole chunk are one run of instructions.
+    // All steps of a whole chunk are one sequence of instructions.
     if (steps == kSteps) {
       load(0);
 #pragma unroll
@@ -308,14 +309,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ConvolveMma(const __grid_co
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// Sizes of tiles: of a warp, and of the block of four of them.
+// Sizes of tiles: of a warp, and of the block of four warps.
 struct Shape {
   int warp_rows, warp_columns, rows, columns;
-  int blocks;  // of a multiprocessor, for which there are registers
-  // What a product takes in percent of what it takes the tensor cores: small tiles of warps are
-  // bound by shared memory.
+  int blocks;  // blocks of a multiprocessor, limited by registers
+  // The time of a product in percent of the time of the tensor cores: shared memory bounds small
+  // tiles of warps.
   int percent;
 };
 constexpr Shape kShapes[] = {{64, 64, 128, 128, 2, 100},
@@ -323,8 +324,8 @@ constexpr Shape kShapes[] = {{64, 64, 128, 128, 2, 100},
                              {32, 32, 64, 64, 4, 140},
                              {32, 32, 128, 32, 4, 140}};
 
-// Estimated cycles: the entries of a step that a multiprocessor multiplies in one, the bytes that
-// come to it in one, and what is to be done for a tile besides.
+// Estimated rates: the entries of a step that a multiprocessor multiplies in a cycle, the bytes
+// that arrive in a cycle, and the cycles of a tile's other work.
 constexpr int64_t kStepsPerCycle = 75, kBytesPerCycle = 24, kTileCycles = 6000;
 
 int SharedBytes(const Params& p, const Shape& shape) {
@@ -332,8 +333,8 @@ int SharedBytes(const Params& p, const Shape& shape) {
          p.stage_rows * static_cast<int>(sizeof(StageRow));
 }
 
-// Fills in how the sum is cut up with tiles of this shape, rows of so many bytes and strips of
-// about so many pixels; false where it does not fit.
+// Fills in how the sum is cut up with tiles of this shape, rows of `row_bytes` bytes and strips of
+// about `width` pixels; returns false where the tile does not fit.
 bool Plan(Params& p, const Sum& sum, const Shape& shape, int item, int row_bytes, int64_t width,
           Grouping grouping) {
   p.CutColumns(sum.rows, sum.columns, sum.stride_row, sum.stride_column, width);
@@ -359,12 +360,12 @@ bool Plan(Params& p, const Sum& sum, const Shape& shape, int item, int row_bytes
   const int64_t stage_rows = p.StageRows(pixel_rows, Touched(pixel_rows, rows, aligned));
   if (stage_rows > kMaxTableRows) return false;
   p.stage_rows = static_cast<int>(stage_rows);
-  // The last entries of a group are asked for as long before the first product with them as those
-  // of the kernel.
+  // Copies of the last entries of a group start as long before the first product with them as
+  // copies of the kernel.
   p.groups_ahead = p.chunks > 0 ? static_cast<int>(CeilDiv(kAhead, p.chunks)) : 0;
   p.parts = std::min(p.chunks, p.groups_ahead * p.chunks - kAhead + 1);
-  // Rows as far apart in a stage as their pixels in the tile have no banks in common, where there
-  // is room for that.
+  // Rows of a stage get the same distance as their pixels in the tile, where there is room for
+  // that, so that they share no banks.
   const int apart = strip_width * p.column_bytes;
   for (const bool is_apart : {true, false}) {
     p.pitch = p.copy_bytes + (is_apart ? ((apart - p.copy_bytes) % 1024 + 1024) % 1024 : 0);
@@ -377,7 +378,7 @@ bool Plan(Params& p, const Sum& sum, const Shape& shape, int item, int row_bytes
   return false;
 }
 
-// The estimated cycles until all tiles are done.
+// Returns the estimated cycles until all tiles are done.
 int64_t Cost(const Params& p, const Sum& sum, const Shape& shape, int processors) {
   const int64_t chunks = int64_t{p.channel_blocks} * p.tap_groups * p.chunks;
   const int64_t products = chunks * kSteps * shape.rows * shape.columns / kStepsPerCycle;
@@ -418,13 +419,14 @@ cudaError_t LaunchShape(cudaStream_t stream, const Params& p, const Shape& shape
   return LaunchTile<Tile<T, 32, 32, 64, 64, kAcross>, 4>(stream, p, shape, groups);
 }
 
-// How a sum is cut up, all but addresses; no shape where none fits.
+// The parameters of a sum without addresses; the shape is null where none fits.
 struct SumPlan {
   const Shape* shape;
   Params params;
 };
 
-// The rows of the kernel and its groups are so many entries apart.
+// Plans a sum. `kernel_row` and `kernel_group` are the entries between rows of the kernel and
+// between its groups.
 SumPlan MakePlan(const Sum& sum, const Call& call, int64_t kernel_row, int64_t kernel_group,
                  int processors) {
   const int item = ItemBytes(call.dtype);
@@ -449,14 +451,14 @@ SumPlan MakePlan(const Sum& sum, const Call& call, int64_t kernel_row, int64_t k
   params.is_wide = call.result_dtype == DType::kF32;
   for (int t = 0; t < sum.taps; ++t) params.matrix[t] = static_cast<int16_t>(sum.tap[t].matrix);
 
-  // What is done first; ties go to what comes first.
+  // The fastest shape is chosen; ties go to the first.
   const Shape* chosen = nullptr;
   int64_t least = 0;
   for (const Shape& shape : kShapes) {
-    // No tile of which half has no columns.
+    // Tiles are skipped if half of each would have no columns.
     if (shape.columns > 32 && sum.outputs <= shape.columns / 2) continue;
     for (const int row_bytes : {128, 64, 32}) {
-      // No row of which half has no channels.
+      // Rows are skipped if half of each would have no channels.
       if (row_bytes > 32 && sum.channels * item <= row_bytes / 2) continue;
       for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
         for (const int64_t width : {64, 32, 16, 8}) {
@@ -491,7 +493,7 @@ SumPlan MakePlan(const Sum& sum, const Call& call, int64_t kernel_row, int64_t k
 struct ForwardPlans;
 struct InputGradPlans;
 
-// The rows of the kernel are outputs if kAcross the sum, and else channels.
+// Launches a sum. A row of the kernel holds outputs if kAcross, and else channels.
 template <bool kAcross, typename Plans>
 cudaError_t Launch(cudaStream_t stream, const Sum& sum, const Call& call, int64_t kernel_row,
                    int64_t kernel_group) {

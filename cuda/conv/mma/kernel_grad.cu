@@ -1,13 +1,13 @@
-// The gradient of a convolution by its kernel by `mma.sync`, as a matrix product over pixels.
+// The kernel gradient of a convolution by `mma.sync`, as a matrix product over pixels.
 //
-// A row of the product is a tap and a channel, a column an output, and what is summed over are the
-// pixels of all images: the patches, never made, transposed, times the cotangent. As in the forward
-// product the entries of the image that the windows of some pixels touch come to shared memory once
-// for all taps, and an entry of a patch is an address. Copies of 16 bytes, of any tap, are packed
-// into rows, so that few channels waste none.
+// A row of the product is a tap and a channel, a column is an output, and the sum is over the
+// pixels of all images: the transposed patches, which are never stored, times the cotangent. As in
+// the forward product the entries of the image that the windows of some pixels touch come to shared
+// memory once for all taps, and an entry of a patch is an address. Copies of 16 bytes, of any tap,
+// are packed into rows, so that few channels waste no rows.
 //
-// There are too few blocks to fill a GPU unless pixels are split. Each then writes its part to a
-// workspace and a second kernel adds these, always in the same order.
+// The blocks are too few to fill a GPU unless pixels are split. Each block then writes its part to
+// a workspace and a second kernel adds the parts, always in the same order.
 #include "cuda/conv/mma/mma.cuh"
 
 namespace jaxops::conv::cuda {
@@ -15,23 +15,23 @@ namespace {
 
 constexpr int kRowWarps = 3, kColumnWarps = 2;
 constexpr int kThreads = 32 * kRowWarps * kColumnWarps;
-constexpr int kBlocks = 2;  // of a multiprocessor
-// Units of 32 rows of the product that a warp has at most.
+constexpr int kBlocks = 2;  // blocks of a multiprocessor
+// A unit is 32 rows of the product; a warp has at most kMaxUnits of them.
 constexpr int kMaxUnits = 3;
 constexpr int kColumns = 64;  // outputs of a block
-constexpr int kSlab = 32;     // channels that are beside each other in a stage
+constexpr int kSlab = 32;     // channels that are next to each other in a stage
 constexpr int kPixels = 64;   // of a stage, at most
 constexpr int kMaxStageRows = 128;
-constexpr int kAhead = 2;  // stages under way while one is multiplied
+constexpr int kAhead = 2;  // stages in flight while one is multiplied
 constexpr int kStages = kAhead + 1;
 
-// The copies of 16 bytes that a unit has.
+// Copies of 16 bytes of a unit.
 template <typename T>
 constexpr int kUnitCopies = 32 / kCopyEntries<T>;
 
-// What is to be known of a stage.
+// The pixels and rows of a stage.
 struct Table {
-  int2 pixels[kPixels];  // where its window begins in the stage and its cotangent; -1 of none
+  int2 pixels[kPixels];  // begin of the window and of the cotangent in the stage, or -1
   StageRow rows[kMaxStageRows];
   int copies;  // of 16 bytes of a slab
   int unused[3];
@@ -44,7 +44,7 @@ static_assert(kHeadBytes % 1024 == 0 && kZeroBytes >= 16);
 struct Params : Gather {
   const char* image;
   const char* cotangent;
-  char* result;                    // of each split, one after the other, or of all
+  char* result;                    // of each split, one after the other, or of the whole sum
   int64_t out_pixel;               // entries between pixels of the cotangent
   int64_t matrix;                  // entries between taps of the kernel
   int64_t size;                    // entries of the result
@@ -54,12 +54,12 @@ struct Params : Gather {
   int slab_copies;                 // of a pixel in a slab
   FastDivider copies;              // of a pixel in all slabs of a block
   int column_tiles, splits;
-  int stages;                           // in all, and what one has of pixels:
-  int stage_rows, stage_pixels, steps;  // rows of them, all of them, and steps
+  int stages;                           // total number; the pixels of a stage:
+  int stage_rows, stage_pixels, steps;  // rows of pixels, all pixels, and steps
   int plane_bytes, stage_bytes;         // of a slab; of a stage
   bool is_wide;                         // the result is f32
   Group set[kMaxTaps];                  // taps that a block sums for
-  int32_t tap[kMaxTaps];                // bytes from the entry of the set's least row and column
+  int32_t tap[kMaxTaps];                // bytes from the entry of the set's lowest row and column
 };
 
 // The right operand of a warp: cotangents.
@@ -71,15 +71,15 @@ struct Tile {
   static constexpr int kWarpColumns = kColumns / kColumnWarps;
 };
 
-// What one block sums.
+// The part of the sums that one block computes.
 struct Item {
   Group set;
-  int slab, column;  // the first of its
+  int slab, column;  // the first of the block
   int group, split;
   int begin, end;  // stages
 
   __device__ explicit Item(const Params& p) {
-    // Neighbours share pixels, which they then find in the L2 cache.
+    // Neighbouring blocks share pixels, which they then find in the L2 cache.
     int item = blockIdx.x;
     set = p.set[item % p.tap_sets];
     item /= p.tap_sets;
@@ -93,7 +93,7 @@ struct Item {
   }
 };
 
-// Where 16 bytes of a row of the product are, by their number in a block.
+// The position of 16 bytes of a row of the product, by their number in a block.
 struct Place {
   int tap, slab, copy;
 
@@ -105,8 +105,8 @@ struct Place {
   }
 };
 
-// The addresses of entries in a stage are mixed so that a load meets every bank once: of float32
-// four pixels of 32 bytes, of 16-bit types eight of 16.
+// Swizzles the addresses of entries in a stage so that a load meets every bank once: for float32 a
+// load has four pixels of 32 bytes, for 16-bit types eight of 16.
 template <typename T>
 struct Mix {
   static constexpr int kBytes = std::is_same_v<T, float> ? 32 : 16;
@@ -140,8 +140,8 @@ __device__ void FillTable(const Params& p, int stage, Table& table) {
   }
 }
 
-// Calls `act` with the number of every 16 bytes of a stage that are this thread's: of the image
-// with the slab, of the cotangent with a pixel.
+// Calls `of_image` or `of_cotangent` for each of this thread's 16-byte copies of a stage: for the
+// image with the slab and the number of the copy, for the cotangent with the pixel and the number.
 template <typename T, typename OfImage, typename OfCotangent>
 __device__ void ForOwnCopies(const Params& p, const Table& table, OfImage&& of_image,
                              OfCotangent&& of_cotangent) {
@@ -189,7 +189,7 @@ __device__ void CopyStage(const Params& p, const Item& item, const Table& table,
       });
 }
 
-// Rounds what this thread has copied, which no other has seen yet: once instead of for every tap.
+// Rounds this thread's copies before other threads see them: once instead of for every tap.
 template <typename T>
 __device__ void RoundStage(const Params& p, const Table& table, uint32_t stage) {
   if constexpr (std::is_same_v<T, float>) {
@@ -203,7 +203,7 @@ __device__ void RoundStage(const Params& p, const Table& table, uint32_t stage) 
   }
 }
 
-// Sums kUnits units of 32 rows of the product from `first` on; a warp that has none copies only.
+// Sums kUnits units of 32 rows of the product from `first` on; a warp without units only copies.
 template <typename T, int kUnits>
 __device__ void SumUnits(const Params& p, const Item& item, int first, Table* tables,
                          uint32_t zeros, uint32_t stages) {
@@ -233,8 +233,9 @@ __device__ void SumUnits(const Params& p, const Item& item, int first, Table* ta
   for (int stage = item.begin; stage < item.end; ++stage) {
     WaitCopies<kAhead - 1>();
     RoundStage<T>(p, tables[table], stages + slot * p.stage_bytes);
-    // All have copied this stage, and multiplied the one before it, whose place is next. Warps of
-    // other numbers of units wait in code of their own, which __syncthreads does not allow for.
+    // The barrier tells that all threads have copied this stage and multiplied the previous stage,
+    // whose place is filled next. Warps with other numbers of units wait in code of their own,
+    // which __syncthreads does not allow.
     __barrier_sync_count(1, kThreads);
     if (stage + kAhead < item.end) {
       CopyStage<T>(p, item, tables[(table + kAhead) % kTables],
@@ -371,21 +372,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// Bytes that come to a multiprocessor in a cycle, and cycles of a product of a unit, a step and the
-// columns of a block: estimates.
+// Estimates: the bytes that arrive at a multiprocessor in a cycle, and the cycles of a product of a
+// unit, a step and the columns of a block.
 constexpr int64_t kBytesPerCycle = 24, kUnitCycles = 30;
 
-// Fills in the sets of taps that blocks have, and strips of about so many pixels; false where these
-// do not fit. `copies` are those of a block.
+// Fills in the sets of taps of blocks, and strips of about `width` pixels; returns false where the
+// sets do not fit. `copies` returns the copies of a block.
 bool LayStrips(Params& p, const Call& call, const Tap* tap, int taps, int item, Grouping grouping,
                int64_t width, int64_t* copies) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   p.CutColumns(h.out, w.out, h.stride, w.stride, width);
 
-  // As few sets as there can be, of about as many taps; then as many slabs.
+  // Sets of taps are as few as possible, with about the same number of taps each, and then sets of
+  // slabs likewise.
   const int unit_copies = 2 * item;
   const int most_copies = kRowWarps * kMaxUnits * unit_copies;
   const int64_t most = grouping == Grouping::kAll ? taps : grouping == Grouping::kRow ? w.taps : 1;
@@ -402,9 +404,9 @@ bool LayStrips(Params& p, const Call& call, const Tap* tap, int taps, int item, 
   return p.LayRows(tap, p.set, p.tap_sets);
 }
 
-// The same of stages of so many rows of strips, which are known, but for where taps are; returns
-// the estimated cycles of the stages of a block on a multiprocessor of its own, or 0 where these do
-// not fit.
+// Fills in stages of `stage_rows` rows of strips, which are known, except the offsets of taps;
+// returns the estimated cycles of the stages of a block on a multiprocessor of its own, or 0 where
+// the stages do not fit.
 int64_t LayStages(Params& p, const Call& call, int item, int64_t copies, int stage_rows) {
   const int strip_width = p.strip_width.divisor();
   const int64_t pixel_rows = call.images * p.strips.divisor() * call.dims[0].out;
@@ -427,7 +429,7 @@ int64_t LayStages(Params& p, const Call& call, int item, int64_t copies, int sta
   return p.stages * std::max(p.steps * unit_rounds * kUnitCycles, bytes / kBytesPerCycle);
 }
 
-// Decides all but addresses, from sizes and the number of processors alone.
+// Decides everything but addresses, from sizes and the number of processors alone.
 bool Plan(Params& p, const Call& call, int processors) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
@@ -450,7 +452,7 @@ bool Plan(Params& p, const Call& call, int processors) {
   p.channels = static_cast<int>(channels);
   p.outputs = static_cast<int>(outputs);
   p.column_tiles = static_cast<int>(CeilDiv(outputs, kColumns));
-  // Rows of a power of two, of which those of few channels are no longer than they need to be.
+  // The length of a row is a power of two, as small as the channels allow.
   p.slab_copies = static_cast<int>(std::min<int64_t>(kSlab, channels) / entries);
   p.row_shift = 0;
   while (1 << p.row_shift < p.slab_copies) ++p.row_shift;
@@ -481,8 +483,8 @@ bool Plan(Params& p, const Call& call, int processors) {
     for (int t = p.set[s].begin; t < p.set[s].end; ++t) p.tap[t] = p.TapBytes(tap[t], p.set[s]);
   }
 
-  // The splits that are done first, in estimated cycles: of stages, of what a block has to do
-  // besides, and for writing and adding the parts. A few are enough where there are many blocks.
+  // The chosen splits finish first, in estimated cycles of stages, of a block's other work, and of
+  // writing and adding the parts. The search tries only a few splits where there are many blocks.
   constexpr int64_t kBlockCycles = 6000, kAddCycles = 4000, kAddedPerCycle = 250;
   const int64_t items = int64_t{p.tap_sets} * p.slab_sets * p.column_tiles * call.groups;
   const int64_t stage_cycles =

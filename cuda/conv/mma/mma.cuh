@@ -1,6 +1,5 @@
-// Code that the kernels of convolution by `mma.sync` have in common: the entries of images that the
-// windows of some pixels touch, gathered in shared memory by asynchronous copies, and products of a
-// warp.
+// Code that the kernels of convolution by `mma.sync` share: asynchronous copies gather the entries
+// of images that the windows of some pixels touch in shared memory, and a warp computes products.
 //
 // As on Hopper the rows of the image come once for all taps. Here they come 16 bytes at a time, so
 // that neither boxes nor strides have limits.
@@ -17,13 +16,13 @@ using jaxops::cuda::CommitCopies;
 using jaxops::cuda::MultiplyStep;
 using jaxops::cuda::WaitCopies;
 
-// The most that a block may have on every GPU from compute capability 8.0 on.
+// The maximum of shared memory for a block on every GPU from compute capability 8.0 on.
 constexpr int kMmaSharedBytes = 99 * 1024;
-// Rows of a stage, for which there is a table.
+// Rows of a stage; a table has an entry for each.
 constexpr int kMaxTableRows = 512;
 
-// Copies 16 bytes, or zeros where there is nothing to copy. The copy is not read before WaitCopies,
-// so that the compiler may move other accesses across it.
+// Copies 16 bytes, or zeros where `exists` is false. No thread reads the copy before WaitCopies, so
+// the compiler may move other accesses across it.
 __device__ inline void CopyAsync(uint32_t to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0));
@@ -44,20 +43,20 @@ __device__ inline uint4 LoadShared(uint32_t address) {
   return v;
 }
 
-// Bytes of the sum that a row of a right operand has which is not across it.
+// Bytes along the sum in a row of a right operand that is not kAcross.
 constexpr int kRightBytes = 128;
 
-// The right operand in shared memory, rows of kColumns outputs if kAcross the sum, and its
-// fragments for a warp of Tile. Columns are outputs as they are for 16-bit types. For float32 four
-// lanes' worth of neighbouring outputs are dealt out to four blocks of columns, so that a lane's
-// entries of these are one access: column g of block j is output 4 g + j % 4 + 32 (j / 4) of the
-// warp.
+// The right operand in shared memory and its fragments for a warp of Tile. Rows hold kColumns
+// outputs if kAcross, else entries of the sum. Columns are outputs in their order for 16-bit types.
+// For float32 the neighbouring outputs of four lanes are dealt out to four blocks of columns, so
+// that a lane's entries of these blocks are one access: column g of block j is output 4 g + j % 4 +
+// 32 (j / 4) of the warp.
 template <typename Tile>
 struct Right {
   using T = typename Tile::T;
   static constexpr bool kIsFloat = std::is_same_v<T, float>;
   static constexpr int kItem = sizeof(T);
-  static constexpr int kBlocks = Tile::kWarpColumns / 8;  // of columns
+  static constexpr int kBlocks = Tile::kWarpColumns / 8;  // of 8 columns
 
   __device__ explicit Right(int warp_column) {
     const int lane = threadIdx.x % 32;
@@ -110,8 +109,8 @@ struct Right {
     }
   }
 
-  // An exclusive or combines the number of 16 bytes in a row with this, so that a load meets every
-  // bank once.
+  // Returns the swizzle of a row, which an exclusive or combines with the number of 16 bytes in the
+  // row, so that a load meets every bank once.
   __device__ static int Mix(int row) {
     if constexpr (Tile::kAcross && kIsFloat) return row % 4 * 2;
     if constexpr (Tile::kAcross) return Tile::kColumns == 32 ? row / 2 % 4 : row % 8;
@@ -145,10 +144,10 @@ __device__ inline void StoreShared(uint32_t address, const uint4& v) {
                "r"(v.z), "r"(v.w));
 }
 
-// How images lie in memory and in a stage.
+// The layout of images in memory and in a stage.
 struct Gather : Layout {
   FastDivider copied;  // columns of a stage row
-  int copy_step;       // columns of the image between two of a stage
+  int copy_step;       // columns of the image between two columns of a stage
   int in_rows, in_columns;
   int64_t in_pixel;  // entries between pixels of the image
   int channels;      // of a group
@@ -164,11 +163,11 @@ struct Gather : Layout {
     strip_width = FastDivider(CeilDiv(columns, strips.divisor()));
   }
 
-  // Decides how rows lie in a stage that serves any of these groups of taps; false where they do
-  // not fit in any.
+  // Decides how rows lie in a stage that suits any of these groups of taps; returns false where no
+  // stage can hold the rows.
   bool LayRows(const Tap* tap, const Group* group, int count) {
     const auto [row_span, column_span] = SpanOf(tap, group, count);
-    // Rows and columns between those of a single tap are left out.
+    // Rows and columns between those of a single tap are skipped.
     const bool one_row = row_span == 1, one_column = column_span == 1;
     row_step = one_row ? 1 : stride_row;
     image_step = one_row ? stride_row : 1;
@@ -186,16 +185,17 @@ struct Gather : Layout {
     return true;
   }
 
-  // The rows of a stage for `pixel_rows` rows of pixels, of at most `pixel_strips` strips.
+  // Returns the rows of a stage for `pixel_rows` rows of pixels, of at most `pixel_strips` strips.
   int64_t StageRows(int64_t pixel_rows, int64_t pixel_strips) const {
     return pixel_rows * row_step + std::max(0, span - row_step) * pixel_strips;
   }
 };
 
-// The image that a row of a stage is of, and where it begins there for a tap at 0, 0.
+// The row of an image that a row of a stage holds, and where it begins in the image for a tap at 0,
+// 0.
 struct StageRow {
   int row, column;
-  int first_row;  // that of the image in all images
+  int first_row;  // the image's first row in all images
 };
 
 __device__ inline StageRow FindRow(const Gather& p, const Rows& rows, int images, int stage_row) {
@@ -203,7 +203,7 @@ __device__ inline StageRow FindRow(const Gather& p, const Rows& rows, int images
   rows.Find(stage_row, &strip, &row, &offset);
   const int image = p.strips.Quotient(strip);
   strip -= image * p.strips.divisor();
-  // Strips after the last are of images that do not exist, and these have no rows.
+  // Strips after the last belong to images that do not exist, and have no rows.
   return {image < images ? row * p.stride_row + offset * p.image_step : INT32_MIN / 2,
           static_cast<int>(strip * p.strip_width.divisor()) * p.stride_column, image * p.in_rows};
 }

@@ -1,15 +1,15 @@
-// Convolution on Hopper, and its gradient by the image, of 16-bit floats and of float32 that is
+// Convolution on Hopper, and its input gradient, for 16-bit floats and for float32 that is
 // multiplied as TF32.
 #include "cuda/conv/wgmma/convolve.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {
 
-using namespace tiled;  // NOLINT: this is what it is made for
+using namespace tiled;  // NOLINT: the file instantiates its templates
 
 constexpr Shape kShapes[] = {{2, 2, 128, 100}, {3, 1, 128, 100}, {2, 1, 128, 105},
                              {4, 1, 64, 120},  {2, 1, 64, 145},  {4, 1, 32, 160}};
-// Those of tiles whose sum the blocks of a cluster share.
+// The shapes of tiles whose sum the blocks of a cluster share.
 constexpr Shape kSharedShapes[] = {{2, 1, 128, 105}, {2, 1, 64, 160}, {1, 1, 64, 290}};
 
 template <typename T, bool kAcross>

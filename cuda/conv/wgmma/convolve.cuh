@@ -1,11 +1,11 @@
-// Convolution on Hopper as a matrix product whose left operand, the patches, is never made.
+// Convolution on Hopper as a matrix product whose left operand, the patches, is never stored.
 //
 // A block takes tiles of kRows pixels by kColumns outputs. For 16 to 64 channels at a time a bulk
-// copy brings the rows of the image that the windows of all its pixels touch, once for all taps:
-// an entry of a patch is then an address, and ldmatrix takes the fragments of the left operand from
-// wherever the pixels of a tap lie. The kernel's part for a tap and these channels comes by another
-// bulk copy, and is the right operand as it lies in shared memory. Two warps do nothing but copy,
-// ahead of the warpgroups that multiply, through two rings of stages.
+// copy brings the rows of the image that the windows of all its pixels touch, once for all taps: an
+// entry of a patch is then an address, and ldmatrix takes the fragments of the left operand from
+// wherever the pixels of a tap lie. Another bulk copy brings the kernel's part for a tap and these
+// channels, which is the right operand as it lies in shared memory. Two warps only copy, ahead of
+// the warpgroups that multiply, through two rings of stages.
 //
 // The input gradient is the same sum over the cotangent with taps mirrored and the kernel
 // transposed, or several such sums, each a launch.
@@ -18,24 +18,24 @@
 namespace jaxops::conv::cuda {
 namespace tiled {
 
-// Entries of float32 of which every one is two of TF32. Kernel entries were split beforehand,
-// and its matrices of low ones come after all those of high ones.
+// Entries of float32, each multiplied as two parts of TF32. Kernel entries are already split, and
+// the matrices of low parts come after all matrices of high parts.
 struct FloatPair {
   float entry;
 };
 template <typename T>
 inline constexpr bool kIsPaired = std::is_same_v<T, FloatPair>;
-// How many of an operand there are for each entry.
+// The number of parts of an operand for each entry.
 template <typename T>
 inline constexpr int kEntryParts = kIsPaired<T> ? 2 : 1;
 
-// Steps of the chunks of a group: a step is 16 channels of a tap. With few channels a chunk
-// has several taps.
+// Steps of a chunk of a group: a step is 16 channels of a tap. A chunk has several taps if a tap
+// has fewer steps than a chunk.
 inline constexpr int kSteps = 4;
 inline constexpr int kBarrierBytes = 1024;
 inline constexpr int kMostLogSplits = 3;  // clusters have at most 8 blocks
 inline constexpr int kStagesBytes =
-    kSharedBytes - kBarrierBytes - 1024;  // less what aligns the stages
+    kSharedBytes - kBarrierBytes - 1024;  // less the alignment of the stages
 
 struct Params : Layout {
   CUtensorMap image_map;
@@ -47,26 +47,26 @@ struct Params : Layout {
   int channel_blocks, last_steps;  // steps of a tap in the last block
   int chunk_taps;
   FastDivider chunks;  // of a block of channels
-  int log_splits;      // of how many blocks of a cluster share the sum of a tile
-  int image_stage, image_stages, kernel_stage, kernel_stages;  // bytes of a stage; stages
+  int log_splits;      // log2 of the blocks of a cluster that share the sum of a tile
+  int image_stage, image_stages, kernel_stage, kernel_stages;  // bytes of a stage; number of stages
   int groups;
   bool has_taps;
   bool is_wide;  // the result is f32
-  // Of split entries: how far behind a matrix of the kernel its low part is, in matrices; what is
-  // set where a sum is not finite.
+  // For split entries: the distance from a matrix of the kernel to its low part, in matrices, and
+  // the flag to set where a sum is not finite.
   int low_matrices;
   int* flag;
   Epilogue epilogue;
   Group group[kMaxTaps];
   int16_t matrix[kMaxTaps];  // of the kernel, by tap
-  // From the entry of a group's first tap and channel to that of a step, in a stage. There is a
-  // chunk for every tap, or for some of them.
+  // The distance from the entry of a group's first tap and channel to the entry of a step, in a
+  // stage. A chunk has one tap or several.
   int4 step_bytes[kMaxTaps];
   int16_t first_chunk[kMaxTaps + 1];  // of a group
 };
 
-// A block's part of the sum of a tile, in chunks of all blocks of channels. If the block has all of
-// it, nothing of this is left at run time.
+// A block's part of the sum of a tile, in chunks of all blocks of channels. A block that has the
+// whole sum needs none of this at run time.
 template <bool kSplit>
 struct Part {
   int first, end;
@@ -83,20 +83,20 @@ struct Part {
     return !kSplit || (number >= first && number < end);
   }
 
-  // The blocks of channels that it touches.
+  // FirstBlock and EndBlock bound the blocks of channels that the part touches.
   __device__ int FirstBlock(const Params& p) const { return kSplit ? p.chunks.Quotient(first) : 0; }
   __device__ int EndBlock(const Params& p) const {
     return kSplit ? p.chunks.Quotient(end - 1) + 1 : p.channel_blocks;
   }
 
-  // Whether any chunk of the group is in it.
+  // Tells whether any chunk of the group is in the part.
   __device__ bool HasGroup(const Params& p, int block, int group) const {
     const int before = block * static_cast<int>(p.chunks.divisor());
     return !kSplit ||
            (before + p.first_chunk[group + 1] > first && before + p.first_chunk[group] < end);
   }
 
-  // The tiles of the block; those of a cluster have the same ones.
+  // FirstTile and TileStep tell the tiles of the block; blocks of a cluster have the same tiles.
   __device__ static int FirstTile(const Params& p) {
     return kSplit ? blockIdx.x >> p.log_splits : blockIdx.x;
   }
@@ -105,7 +105,7 @@ struct Part {
   }
 };
 
-// A pixel by what it is counted in.
+// A pixel by its strip, row and column.
 struct Pixel {
   uint32_t strip, row, column;
 
@@ -147,7 +147,8 @@ __device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
   }
 }
 
-// The columns of the kernel's part in a stage. Across the sum a row of a swizzled matrix has 64.
+// The columns of the kernel's part in a stage. A row across the sum of a swizzled matrix has at
+// least 64.
 template <int kColumns, bool kAcross>
 inline constexpr int kKernelColumns = kAcross && kColumns < 64 ? 64 : kColumns;
 
@@ -171,7 +172,7 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
           const int taps = min(p.chunk_taps, end - begin);
           Wait(&barriers.kernel_empty[ring.stage], ring.parity ^ 1);
           uint64_t* full = &barriers.kernel_full[ring.stage];
-          // Chunks of split entries are always whole: zeros are there for taps that are not.
+          // Chunks of split entries are always whole: taps that do not exist are zeros.
           const int copied = kIsPaired<T> ? p.chunk_taps : taps;
           Expect(full, kEntryParts * copied * tap_bytes);
 #pragma unroll
@@ -199,7 +200,7 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
   }
 }
 
-// Finishes and writes what a warp has summed of 16 rows of a tile that begins at pixel `begin`.
+// Finishes and writes a warp's sums of 16 rows of a tile that begins at pixel `begin`.
 template <typename T, int kColumns>
 __device__ void StoreSums(const Params& p, float (&sums)[kColumns / 2], int begin, int row,
                           int column) {
@@ -231,13 +232,13 @@ __device__ void StoreSums(const Params& p, float (&sums)[kColumns / 2], int begi
   }
 }
 
-// Adds what the blocks of a cluster have summed of a tile and writes it, each block its share. The
-// sums pass through the stages, which nothing is copied to any more.
+// Adds the sums of a tile over the blocks of a cluster and writes them, each block its share. The
+// sums pass through the stages, which no copy writes any more.
 template <typename T, int kWarpgroups, int kBlocks, int kColumns>
 __device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumns / 2],
                            char* stages, int begin, int column) {
   constexpr int kWarps = 4 * kWarpgroups;
-  constexpr int kPieces = kBlocks * kColumns / 32;  // of a warp, of 32 columns each
+  constexpr int kPieces = kBlocks * kColumns / 32;  // segments of a warp, of 32 columns each
   static_assert(kWarps * kPieces * 2048 <= kStagesBytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
   // Products of other warpgroups may still use the stages.
@@ -257,7 +258,7 @@ __device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumn
     for (int piece = warp * kSplits + blockIdx.x % kSplits; piece < kWarps * kPieces;
          piece += kWarps * kSplits) {
       const uint32_t address = SharedAddress(stages) + piece * 2048 + lane * 16;
-      // All are in flight at once, because other blocks' memory is far.
+      // All loads are in flight at once, because other blocks' memory has a long latency.
       float4 parts[kSplits][4];
 #pragma unroll
       for (int k = 0; k < 4 * kSplits; ++k) {
@@ -289,7 +290,7 @@ __device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumn
     default:
       add(std::integral_constant<int, 1 << kMostLogSplits>{});
   }
-  // No block ends while others read its memory. Copies have ended: barriers do not wait for them.
+  // No block ends while others read its memory. Copies are complete: barriers do not wait for them.
   SyncCluster();
 }
 
@@ -297,8 +298,9 @@ template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, 
 __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
                               uint32_t image_stages, uint32_t kernel_stages) {
   constexpr int kRows = 64 * kWarpgroups * kBlocks;
-  // The products of a chunk are issued in two halves, so that the fragments of one are loaded while
-  // the other is multiplied: of the rows, or with one block of them of the steps.
+  // The products of a chunk are issued in two halves, so that the fragments of one half are loaded
+  // while the other half is multiplied. The halves are halves of the rows or, with one block of
+  // rows, of the steps.
   constexpr int kHalf = kBlocks == 2 ? kSteps : kSteps / 2;
   const int lane = threadIdx.x % 32;
   const int warp_row = (threadIdx.x / 128 - 1) * 64 * kBlocks + threadIdx.x / 32 % 4 * 16;
@@ -334,12 +336,12 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
     float sums[kBlocks][kColumns / 2];
     uint32_t fragments[2][kHalf][kEntryParts<T>][4];
     int add = 0;
-    // Tensor cores sum half a chunk of split entries, and that is added to the sums while the other
-    // half is multiplied. With many columns, whose halves do not fit in registers, it is a chunk,
-    // added while other warpgroups multiply.
+    // Tensor cores sum half a chunk of split entries, and this sum is added while the other half is
+    // multiplied. With many columns, whose halves do not fit in registers, tensor cores sum a whole
+    // chunk, which is added while other warpgroups multiply.
     constexpr bool kHasHalves = kColumns < 128;
     float parts[kHasHalves ? 2 : 1][kIsPaired<T> ? kColumns / 2 : 1];
-    bool has_part = false;  // the last one, of a chunk before
+    bool has_part = false;  // the last part of the previous chunk
     const auto add_part = [&](int half) {
 #pragma unroll
       for (int i = 0; i < (kIsPaired<T> ? kColumns / 2 : 0); ++i) {
@@ -354,8 +356,8 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
       }
     }
     int done_image = -1, done_kernel = -1;  // stages that products in flight still use
-    // One lane does for its warp: products, which are of the whole warp, have used what others
-    // read.
+    // One lane releases stages for its warp: products involve the whole warp, and have read the
+    // data of all its lanes.
     const auto release = [&] {
       if (lane == 0) {
         if (done_image >= 0) ptx::mbarrier_arrive(&barriers.image_empty[done_image]);
@@ -398,8 +400,8 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
               if constexpr (kIsPaired<T>) {
                 if (!kHasHalves && half == 0) continue;
                 const int first_half = kHasHalves ? half : 0;
-                // Products in flight between chunks are waited for before they are added: the
-                // compiler would otherwise have every product waited for.
+                // Products in flight between chunks complete before they are added: the compiler
+                // would otherwise wait for every single product.
                 if (first_half == 0) ProductsWait<0>();
                 if (!kHasHalves && has_part) add_part(0);
 #pragma unroll
@@ -415,7 +417,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
                   }
                 }
                 ProductsBegin();
-                // Small products first.
+                // Small products come first.
 #pragma unroll
                 for (int k = 0; k < 3; ++k) {
 #pragma unroll
@@ -455,7 +457,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
                 ProductsCommit();
                 ProductsWait<1>();
               }
-              // The products of the chunk before are done.
+              // The products of the previous chunk are done.
               if (half == 0 || (kIsPaired<T> && !kHasHalves)) release();
             }
           };
@@ -494,8 +496,8 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
   }
 }
 
-// The registers of a thread that copies and of one that multiplies; together those of the kernel. A
-// single warpgroup has enough.
+// The registers of a thread that copies and of a thread that multiplies; both together are the
+// registers of the kernel. A single warpgroup has enough.
 [[maybe_unused]] constexpr int kCopyingRegisters = 56;
 template <int kWarpgroups>
 inline constexpr int kMultiplyingRegisters = kWarpgroups == 4   ? 104
@@ -539,37 +541,39 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 #endif
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// Sizes of tiles, in warpgroups, blocks of 64 rows of one, and columns.
+// Sizes of tiles: warpgroups, blocks of 64 rows of a warpgroup, and columns.
 struct Shape {
   int warpgroups, blocks, columns;
-  // The time of a product in percent of that of the tensor cores: narrow tiles are bound by shared
-  // memory, small ones by the work for each. Measured on an H200.
+  // The time of a product in percent of the time of the tensor cores: shared memory bounds tiles
+  // with few columns, and the work for each tile bounds tiles with few rows. Measured on an H200.
   int percent;
   int rows() const { return 64 * warpgroups * blocks; }
 };
 
-// Other cycles of a tile than its products', measured too.
+// Cycles of a tile other than its products; measured on an H200.
 inline constexpr int64_t kTileCycles = 5000;
 // Cycles of the copy of a row of pixels, if entries are split. Measured on an H200.
 inline constexpr int64_t kCopyCycles = 130;
 
-// The least chunks of a block in a cluster that shares the sum of a tile.
+// The minimum of chunks of a block in a cluster that shares the sum of a tile.
 inline constexpr int kLeastChunks = 2;
 
-// Cycles that sharing adds to those of a tile, more for a large one; measured too.
+// Returns the cycles that sharing adds to a tile, which grow with the tile; measured on an H200.
 inline int64_t SplitCycles(const Shape& shape) {
   return 1400 + shape.rows() * shape.columns * 3 / 16;
 }
 
-// How many clusters of `splits` blocks run at once. One has its multiprocessors in one part of the
-// GPU, and parts differ in size: of larger ones, an eighth of the multiprocessors may be left over.
+// Returns how many clusters of `splits` blocks are resident at once. A cluster has its
+// multiprocessors in one part of the GPU, and parts differ in size: clusters of more than two
+// blocks may leave an eighth of the multiprocessors over.
 inline int64_t ClustersAtOnce(int processors, int splits) {
   return (splits > 2 ? processors * 7 / 8 : processors) / splits;
 }
 
-// Fills in how the sum is cut up with tiles of this shape; false where it does not fit.
+// Fills in how the sum is cut up with tiles of this shape; returns false where the tile does not
+// fit.
 inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Shape& shape,
                  Grouping grouping) {
   p.CutColumns(sum.rows, sum.columns, sum.stride_row, sum.stride_column);
@@ -586,11 +590,12 @@ inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Sha
 
   p.groups = FillGroups(p.group, sum.tap, sum.taps, grouping);
 
-  // Counted in 2 bytes, of which two make a channel of float32.
+  // Channels are counted in 2 bytes: a channel of float32 counts as two.
   const int64_t channels = sum.channels * item / 2;
   int block = ChannelBlock(channels);
   if (entry_parts > 1 && sum.taps > 0) {
-    // Chunks are whole here: smaller blocks, of which copies are slower, where they save some.
+    // Chunks are whole here: smaller blocks of channels, whose copies are slower, are used where
+    // they save chunks.
     const auto chunks = [&](int size) {
       int64_t count = 0;
       for (int g = 0; g < p.groups; ++g) {
@@ -670,15 +675,15 @@ cudaError_t LaunchTiles(cudaStream_t stream, const Params& params, int processor
   return cudaGetLastError();
 }
 
-// The shape whose blocks are done first, and the sum cut up so; ties go to large tiles, which read
-// less, and to sums that clusters do not share. Null where no shape fits. `least` are the estimated
-// cycles.
+// Returns the shape whose blocks finish first, and fills in how the sum is cut up. Ties go to large
+// tiles, which read less, and to sums that clusters do not share. The shape is null where none
+// fits. `least` is the estimated number of cycles.
 template <int kEntryParts, size_t kShapes, size_t kSharedShapes>
 const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int processors,
                     const Shape (&shapes)[kShapes], const Shape (&shared_shapes)[kSharedShapes]) {
   Params params;
   const Shape* chosen = nullptr;
-  // A multiprocessor makes 2048 products a cycle, or 1024 of TF32.
+  // A multiprocessor computes 2048 products a cycle, or 1024 of TF32.
   const auto cycles = [&](const Shape& shape) {
     if (kEntryParts == 1) {
       const int64_t depth = sum.taps * sum.channels * item / 2;
@@ -703,7 +708,7 @@ const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int 
     least = cost;
   };
   for (const Shape& shape : shapes) {
-    // No tile of which half has no columns.
+    // Tiles are skipped if half of each would have no columns.
     if ((shape.columns > 32 && sum.outputs <= shape.columns / 2) || !plan(shape)) continue;
     consider(shape, CeilDiv(params.tiles, processors) * (cycles(shape) + kTileCycles));
   }
@@ -726,7 +731,7 @@ const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int 
   return chosen;
 }
 
-// How a sum is cut up, all but addresses; no shape where none fits.
+// The parameters of a sum without addresses; the shape is null where none fits.
 struct SumPlan {
   const Shape* shape;
   int64_t cycles;

@@ -1,25 +1,25 @@
-// Convolution in true float32 on Hopper, and its gradient by the image: the product of three of
-// TF32, see `tf32x3.cuh`. Entries of the image are split in registers, on their way to
-// the tensor cores. Those of the kernel, which every tile takes, are split before, in a workspace:
-// the flag, the high parts and the low ones.
+// Convolution in true float32 on Hopper, and its input gradient, with three products of TF32 for
+// each product, see `tf32x3.cuh`. Entries of the image are split in registers right before the
+// tensor cores read them. Entries of the kernel, which every tile reads, are split before, into a
+// workspace: the flag, the high parts and the low parts.
 #include "cuda/conv/wgmma/convolve.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {
 
-using namespace tiled;  // NOLINT: this is what it is made for
+using namespace tiled;  // NOLINT: the file instantiates its templates
 
 constexpr Shape kShapes[] = {
     {2, 1, 128, 105}, {2, 2, 64, 112}, {3, 1, 64, 122}, {2, 1, 64, 130}, {4, 1, 32, 162}};
-// Those of tiles whose sum the blocks of a cluster share.
+// The shapes of tiles whose sum the blocks of a cluster share.
 constexpr Shape kSharedShapes[] = {{2, 1, 64, 160}, {1, 1, 64, 260}};
 
-// Cycles of what is done beside the products: to split the kernel, of which so many bytes are split
-// in one, and for every sum to begin and to launch multiply-adds that leave at once. Measured on an
-// H200.
+// Cycles without the products: kSplitCycles to split the kernel, with kSplitPerCycle bytes in a
+// cycle, and kSumCycles for every sum to begin and to launch multiply-adds that return at once.
+// Measured on an H200.
 constexpr int64_t kSplitCycles = 3600, kSplitPerCycle = 600, kSumCycles = 4600;
 
-// Sums of fewer entries are left to multiply-adds, which round them less.
+// Multiply-adds take sums of fewer entries, because they round such sums less.
 constexpr int64_t kLeastDepth = 64;
 
 // The y of a grid that splits kernels counts 32 channels.
@@ -33,7 +33,7 @@ __device__ void StoreSplitEntries(const uint4& entries, uint4* high, uint4* low)
   *low = {x.low, y.low, z.low, w.low};
 }
 
-// Splits the kernel's entries as they lie, four times `count`, and clears the flag.
+// Splits the kernel's entries in their order in memory, four times `count`, and clears the flag.
 __global__ void __launch_bounds__(kSplitThreads)
     SplitEntries(const uint4* __restrict__ kernel, uint4* __restrict__ high,
                  uint4* __restrict__ low, int* flag, int64_t count) {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kSplitThreads)
   if (at < count) StoreSplitEntries(kernel[at], high + at, low + at);
 }
 
-// The same of matrices (rows, columns) that come to lie as (columns, rows), by tiles of 32 x 32.
+// Splits matrices (rows, columns) and stores them as (columns, rows), by tiles of 32 x 32.
 __global__ void __launch_bounds__(kSplitThreads)
     SplitTransposed(const uint4* __restrict__ kernel, uint4* __restrict__ high,
                     uint4* __restrict__ low, int* flag, int rows, int columns) {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kSplitThreads)
   }
 }
 
-// Whether these kernels take it.
+// Tells whether these kernels take a call.
 bool IsSplit(const Call& call) {
   return call.dtype == DType::kF32 && call.groups == 1 && !IsDirect(call) &&
          call.channels % 4 == 0 && call.outputs % 4 == 0 && call.channels <= kMostChannels &&
@@ -79,7 +79,7 @@ int64_t Entries(const Call& call) {
   return call.dims[0].taps * call.dims[1].taps * call.channels * call.outputs;
 }
 
-// What the workspace has.
+// The contents of the workspace.
 struct Workspace {
   int* flag;
   uint4 *high, *low;
@@ -195,8 +195,8 @@ bool CanRunTf32x3(const Call& call, bool is_input_grad, int processors) {
          (is_input_grad ? LaunchInputGradSums(call, has_plan) : LaunchForwardSum(call, has_plan));
 }
 
-// Both split the kernel, launch the sums, and then what makes the result anew if they are not
-// finite.
+// Both launchers split the kernel, launch the sums, and then launch the kernel that computes the
+// result again if it is not finite.
 cudaError_t LaunchForwardTf32x3(cudaStream_t stream, const Call& call, void* data) {
   const Workspace workspace(call, data);
   cudaError_t error = Split(stream, call, workspace, true);

@@ -1,33 +1,34 @@
-// The gradient of a convolution by its kernel on Hopper, as a matrix product over pixels.
+// The kernel gradient of a convolution on Hopper, as a matrix product over pixels.
 //
-// A row of the product is a tap and a channel, a column an output, and what is summed over are the
-// pixels of all images: the patches, never made, transposed, times the cotangent. As in the forward
-// product a bulk copy brings the rows of the image that the windows of some pixels touch, once for
-// all taps, and an entry of a patch is an address; here ldmatrix transposes on the way. The
-// cotangent of the same pixels is the right operand as it lies in shared memory.
+// A row of the product is a tap and a channel, a column is an output, and the sum is over the
+// pixels of all images: the transposed patches, which are never stored, times the cotangent. As in
+// the forward product a bulk copy brings the rows of the image that the windows of some pixels
+// touch, once for all taps, and an entry of a patch is an address; here ldmatrix also transposes.
+// The cotangent of the same pixels is the right operand as it lies in shared memory.
 //
-// Fragments for every tap are as much to read as the right operand, and both together bound the
-// product. Of 16-bit types, without strides and with more than 32 channels, stages are runs: rows
-// of the image one after the other, and the cotangent in rows as wide, filled up with zeros. The
-// windows of a tap are then those of another some entries further, whatever row they are in, and
-// are themselves the right operand; the cotangent is the left one, of which a fragment serves all
-// taps. The price is the zeros, which are multiplied too. With strides the entries of the image
-// that are whole strides apart are an image without strides, a phase: a stage has a run of each,
-// and a tap one phase.
+// Fragments for every tap are as many bytes to read as the right operand, and both together bound
+// the product. For 16-bit types, without strides and with more than 32 channels, stages are runs
+// (struct Run): rows of the image one after the other, and the cotangent in rows of the same width,
+// filled up with zeros. The windows of a tap are then the windows of another tap some entries
+// further, whatever row they are in, and are themselves the right operand; the cotangent is the
+// left operand, and one fragment of the cotangent serves all taps. The price is that the zeros are
+// multiplied too. With strides, the entries of the image that are whole strides apart are an image
+// without strides, a phase: a stage has a run of each phase, and a tap has one phase.
 //
-// A NaN or Inf of the image is NaN times the zeros between pixels, in the sums of taps that it does
-// not belong to, and for all outputs of a block. A block that has such sums looks for a NaN or Inf
-// next to these zeros, and if there is one makes the sums of the taps that meet it again, with
-// entries in registers that are zeros where no pixel is.
+// A NaN or Inf of the image times the zeros between pixels is NaN, in the sums of taps that the NaN
+// or Inf does not belong to, and for all outputs of a block. A block with such sums looks for a NaN
+// or Inf next to these zeros. If the block finds one, it computes the sums of the taps that meet it
+// again, with entries in registers that are zero where no pixel is.
 //
-// Float32 is multiplied as TF32, of which the right operand must have pixels beside each other. A
-// few warps transpose the cotangents of a stage in shared memory. The left operand may come from
+// Float32 is multiplied as TF32, whose right operand must have pixels next to each other. A few
+// warps transpose the cotangents of a stage in shared memory. The left operand may come from
 // registers: a lane loads the entries of the image that it multiplies.
 //
-// A block has 64 outputs, up to 64 channels and some of the taps, and a range of the pixels. There
-// are too few such blocks to fill a GPU unless pixels are split. The blocks of a cluster are splits
-// of the same sums, which they add up in each other's shared memory. Where a cluster is not enough,
-// each writes its part to a workspace and a second kernel adds these. The order is always the same.
+// A block has 64 outputs, up to 64 channels and some of the taps, and a range of the pixels. Such
+// blocks are too few to fill a GPU unless pixels are split. The blocks of a cluster are splits of
+// the same sums and add them up in each other's shared memory. Where a cluster is not enough, each
+// cluster writes its part to a workspace and a second kernel adds the parts. The order is always
+// the same.
 #include "cuda/conv/wgmma/kernel_grad.cuh"
 
 namespace jaxops::conv::cuda {
@@ -36,20 +37,21 @@ namespace {
 
 struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
-  uint64_t transposed[kMaxStages];  // of f32
-  // The rest is for sums of runs that are not finite. Nothing is voted on twice.
+  uint64_t transposed[kMaxStages];  // for float32
+  // The remaining members serve sums of runs that are not finite. Each member serves one vote.
   uint32_t are_nan, again, open;
-  uint32_t whole[4 * kWarpgroups];  // of a warp: units that have a channel of NaNs alone
-  uint32_t places;                  // in the list that MeetNotFinite makes
+  uint32_t whole[4 * kWarpgroups];  // bits of a warp: units that have a channel of only NaNs
+  uint32_t places;                  // entries in the list that MeetNotFinite makes
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
 
-// Barriers of a block: of the warps that multiply; of all warps; and of those that multiply and the
-// one that copies.
+// Barriers of a block: kDone is for the warps that multiply, kReady for all warps, and kVote for
+// the warps that multiply and the warp that copies.
 [[maybe_unused]] constexpr int kDone = 1, kReady = 2, kVote = 3;
 
-// Fills stages, and for each a table of the addresses where the windows of its pixels begin: -1
-// where there is no pixel, beside the last column of the last strip and after the last row.
+// Fills stages, and for each stage a table of the addresses where the windows of its pixels begin.
+// The address is -1 where no pixel exists: next to the last column of the last strip and after the
+// last row.
 template <typename T>
 __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers, int32_t* tables,
                            char* stages) {
@@ -69,7 +71,6 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
   for (int at = item.begin; at < item.end; ++at) {
     const int first = at * p.stage_rows;
     const Rows rows(p, first, first + p.stage_rows - 1);
-    // The row of pixels of this lane.
     uint32_t pixel_image = first + lane;
     const int pixel_row = p.rows.Peel(pixel_image);
     const int pixel_strip = pixel_image;
@@ -88,7 +89,7 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
       table[lane + 32 * k] =
           column_of[k] < row_left ? stage_address + row_bytes + column_of[k] * p.column_bytes : -1;
     }
-    // Every lane releases what it wrote of the table.
+    // Every lane releases its writes to the table.
     uint64_t* full = &barriers.full[ring.stage];
     if (lane == 0) {
       Expect(full, p.planes * rows.count * p.copy_bytes + p.cotangent_bytes);
@@ -116,13 +117,13 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
   }
 }
 
-// Fills stages with runs: a stage is the rows of an image that the windows of some rows of a strip
-// touch, and the cotangent of these pixels with zeros beside them, so that rows of both are as
-// wide.
+// Fills stages with runs. A stage is the rows of an image that the windows of some rows of a strip
+// touch, and the cotangent of these pixels with zeros next to them, so that rows of both have the
+// same width.
 [[maybe_unused]] __device__ void CopyRuns(const Params& p, const Item& item, int begin, int end,
                                           Barriers& barriers, Ring& ring, char* stages) {
   const bool copies = threadIdx.x % 32 == 0;
-  // All lanes go along, so that the warp stays one.
+  // All lanes loop, so that the warp stays converged.
   for (int at = begin; at < end; ++at, ring.Advance(p.ring)) {
     Wait(&barriers.empty[ring.stage], ring.parity ^ 1);
     if (!copies) continue;
@@ -148,8 +149,9 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
   }
 }
 
-// Products of TF32 take cotangents with the pixels of an output beside each other, of each step
-// those at even places first: rows of 128 bytes, 32 pixels, are swizzled as bulk copies do it.
+// Transposes cotangents for products of TF32, which take the pixels of an output next to each
+// other, in each step the pixels at even places first. Rows of 128 bytes, 32 pixels, are swizzled
+// as bulk copies swizzle them.
 [[maybe_unused]] __device__ void TransposeStages(const Params& p, const Item& item,
                                                  Barriers& barriers, char* stages) {
   const int lane = threadIdx.x % 32;
@@ -183,20 +185,19 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
   }
 }
 
-// Two entries of 4 bytes.
 [[maybe_unused]] __device__ inline void LoadPair(uint32_t address, uint32_t* to) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address));
 }
 
-// a, or b where `sign` is negative: a selection that the compiler does not make a branch of.
+// Selects a, or b where `sign` is negative, in a way that the compiler does not turn into a branch.
 [[maybe_unused]] __device__ inline uint32_t SelectBySign(int32_t sign, uint32_t a, uint32_t b) {
   uint32_t selected;
   asm("slct.b32.s32 %0, %1, %2, %3;" : "=r"(selected) : "r"(a), "r"(b), "r"(sign));
   return selected;
 }
 
-// Sums kUnits blocks of 64 rows of the product from `first` on, by one of the warpgroups that have
-// `threads` threads, and leaves the sums where stages were.
+// Sums kUnits blocks of 64 rows of the product from `first` on, in one of the warpgroups, which
+// have `threads` threads together, and writes the sums over the stages.
 template <typename T, int kUnits>
 __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int threads,
                               Barriers& barriers, const int32_t* tables, uint32_t zeros,
@@ -205,12 +206,12 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   const int warp_row = threadIdx.x / 32 % 4 * 16;
   constexpr bool kIsFloat = std::is_same_v<T, float>;
   const int channels = p.block;
-  // An exclusive or of these bits of an address, shifted, swizzles it: stages are aligned.
+  // Swizzling is an exclusive or with these bits of an address, shifted: stages are aligned.
   uint32_t swizzle = Swizzle::OfRows(p.row_bytes).mask << 4;
   const uint64_t descriptor = MatrixDescriptor(kIsFloat ? 16 : 1024, 1024, kRowBytes);
 
   // Lanes give the addresses of 8 pixels and 8 channels each, in the order of the four matrices:
-  // channels first. Of f32 a lane loads two channels of two pixels itself.
+  // channels first. For float32 a lane loads two channels of two pixels itself.
   const int lane_pixel = kIsFloat ? lane % 4 * 2 : lane / 16 * 8 + lane % 8;
   const int lane_bytes = kIsFloat ? lane / 4 * 8 : lane / 8 % 2 * 16;
   uint32_t tap[kUnits];
@@ -230,7 +231,7 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   float sums[kUnits][kColumns / 2] = {};
   uint32_t fragments[2][kUnits][4];
   int step = 0;
-  int done = -1;  // the stage before this one, if products under way still use it
+  int done = -1;  // the previous stage, if products in flight still use it
   int left = (item.end - item.begin) * p.steps;
   Ring ring;
   const int32_t* table = nullptr;
@@ -247,8 +248,8 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
     b = At(descriptor, cotangents);
   };
   const auto multiply = [&](uint32_t (&a)[kUnits][4]) {
-    // Pixels that do not exist are zeros. Their cotangents are too, but what is in a stage in their
-    // place need not be finite.
+    // Pixels that do not exist are zeros here. Their cotangents are zeros too, but the bytes that a
+    // stage has in their place need not be finite.
     const auto address = [&](int pixel, int u) {
       const uint32_t entry = pixel + tap[u];
       return SelectBySign(pixel, entry ^ (entry >> 3 & swizzle), zeros);
@@ -276,13 +277,13 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) Multiply<T, kColumns, !kIsFloat>(sums[u], a[u], b, 1);
     ProductsCommit();
-    // Those of the step before are done.
+    // The products of the previous step are done.
     ProductsWait<1>();
     if (done >= 0) Release(&barriers.empty[done]);
     done = -1;
     ++step;
     if constexpr (kIsFloat) {
-      // A row has four steps.
+      // A swizzled row has four steps.
       b += (step % 4 == 0 ? kColumns * kRowBytes - 3 * 32 : 32) >> 4;
     } else {
       b += 16 * 2 * kColumns >> 4;
@@ -292,11 +293,11 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
       step = 0;
       done = ring.stage;
       ring.Advance(p.ring);
-      if (left > 0) enter();  // while the last products are under way
+      if (left > 0) enter();  // while the last products are in flight
     }
   };
   if (left > 0) enter();
-  // Fragments of a step are loaded while those of the step before are multiplied.
+  // The fragments of a step are loaded while the products of the previous step are in flight.
   while (left > 0) {
     multiply(fragments[0]);
     if (left == 0) break;
@@ -318,14 +319,14 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   }
 }
 
-// Brings warps to a barrier, each with all of its threads at once.
+// Synchronizes warps at a barrier; all threads of a warp arrive together.
 [[maybe_unused]] __device__ inline void SyncWarps(int barrier, int threads) {
   __syncwarp();
   __barrier_sync_count(barrier, threads);
 }
 
-// The bits of all threads that come to a barrier. A reduction by the barrier itself would do, but
-// tools that check barriers expect all of a block at it.
+// Returns the or of the bits of all threads that come to a barrier. A reduction in the barrier
+// itself would do, but tools that check barriers expect all threads of a block at such a barrier.
 [[maybe_unused]] __device__ inline uint32_t Vote(uint32_t& votes, uint32_t bits, int barrier,
                                                  int threads) {
   if (bits != 0) atomicOr(&votes, bits);
@@ -339,8 +340,8 @@ __device__ void MultiplyUnits(const Params& p, const Item& item, int first, int 
   }
 }
 
-// Clears what no copy writes in stages, with the warps from number `warp` on, `warps` apart: what
-// fills up the last step, cotangents and, of runs, entries.
+// Clears the bytes of stages that no copy writes, in warp `warp` of `warps` that share the work:
+// the entries that fill up the last step of the cotangent and, for runs, of the image.
 template <typename T, bool kRuns>
 __device__ inline void ClearStages(const Params& p, int warp, int warps, char* stages) {
   const int lane = threadIdx.x % 32;
@@ -365,7 +366,7 @@ __device__ inline void ClearStages(const Params& p, int warp, int warps, char* s
   }
 }
 
-// A run, and what it has of pixels.
+// A run and its pixels.
 struct Run {
   int image, column, row;  // of the first pixel
   int rows, steps;
@@ -384,7 +385,7 @@ struct Run {
   }
 };
 
-// Whether any of 16 bytes of entries is NaN or Inf.
+// Tells whether any of 16 bytes of entries is NaN or Inf.
 template <typename T>
 __device__ inline bool HasNotFinite(const uint4& entries) {
   constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
@@ -397,15 +398,16 @@ __device__ inline bool HasNotFinite(const uint4& entries) {
   return has;
 }
 
-// Which units of a block have a tap that meets an entry that is not finite with the zeros between
-// the pixels of its runs, as far as this thread finds out. All warps that multiply come here, with
-// the same `candidates`, and make a list of the entries that these meet so in any run.
+// Returns the units of a block with a tap that meets an entry that is not finite with the zeros
+// between the pixels of its runs, as far as this thread finds out. All warps that multiply call
+// this function, with the same `candidates`, and list the entries that the units meet in this way
+// in any run.
 template <typename T>
 __device__ __forceinline__ uint32_t MeetNotFinite(const Params& p, const Item& item,
                                                   uint32_t candidates, int threads,
                                                   uint32_t& places, uint32_t* list) {
-  // A word of the list is the number of an entry in a stage, and a bit of each unit that meets it:
-  // one of the runs that are the last of their strips, one of the others.
+  // An item of the list is the number of an entry in a stage and two bits for each unit that meets
+  // the entry: one for runs that are the last of their strips, one for the other runs.
   constexpr int kEntryBits = 10;
   static_assert(kStagesBytes / 2 / kRowBytes <= 1 << kEntryBits);
   static_assert(sizeof(uint32_t) << kEntryBits <= kTableBytes);
@@ -440,12 +442,12 @@ __device__ __forceinline__ uint32_t MeetNotFinite(const Params& p, const Item& i
   }
   SyncWarps(kDone, threads);
 
-  const int channel = item.channel + thread % 8 * 8;  // 8 threads have an entry
+  const int channel = item.channel + thread % 8 * 8;  // 8 threads share an entry
   if (channel >= p.channels) return 0;
   const T* image = static_cast<const T*>(p.image) + channel;
   const uint32_t count = *const_cast<const volatile uint32_t*>(&places);
   const uint32_t end = count * (item.end - item.begin);
-  constexpr int kTogether = 8;  // entries that are on the way at once
+  constexpr int kTogether = 8;  // entries in flight at once
   const int groups = threads / 8;
   uint32_t found = 0;
 #pragma unroll 1
@@ -454,7 +456,7 @@ __device__ __forceinline__ uint32_t MeetNotFinite(const Params& p, const Item& i
     uint4 entries[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      // Numbers after the last repeat it.
+      // Numbers after the last repeat the last.
       const uint32_t number = min(begin + j * groups, end - 1);
       const Run run(p, item.begin + number / count);
       const uint32_t word = list[number % count];
@@ -470,7 +472,7 @@ __device__ __forceinline__ uint32_t MeetNotFinite(const Params& p, const Item& i
                     phase.in_column;
       const bool exists = y >= 0 && y < p.image_rows && x >= 0 && x < p.image_columns;
       units[j] = exists ? word >> (run.is_last ? kEntryBits : kEntryBits + kBlockUnits) : 0;
-      // The first entry stands for those that do not exist.
+      // Entries that do not exist read the first entry instead.
       const int64_t pixel =
           exists ? (run.image * int64_t{p.image_rows} + y) * p.image_columns + x : 0;
       entries[j] = *reinterpret_cast<const uint4*>(image + pixel * p.channels);
@@ -481,8 +483,8 @@ __device__ __forceinline__ uint32_t MeetNotFinite(const Params& p, const Item& i
   return found & ((1 << kBlockUnits) - 1);
 }
 
-// Adds the products of some stages to the sums of some taps of a block, of which a row is a channel
-// and a column an output, with zeros in place of the entries that meet no pixel.
+// Adds the products of some stages to the sums of some taps of a block, with zeros in place of the
+// entries that meet no pixel. A row of the sums is a channel and a column is an output.
 template <typename T, int kUnits>
 __device__ __forceinline__ void MultiplyPixels(const Params& p, const Item& item, const int* unit,
                                                int begin, int end, Barriers& barriers,
@@ -496,7 +498,8 @@ __device__ __forceinline__ void MultiplyPixels(const Params& p, const Item& item
   uint32_t tap[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) tap[u] = p.tap[item.set.begin + unit[u]] + lane_channel * 2;
-  // The fragments of a step are loaded while that before is multiplied, if there are registers.
+  // The fragments of a step are loaded while the previous step is multiplied, if registers allow
+  // that.
   constexpr bool kAhead = kUnits == 1;
   uint32_t fragments[kAhead ? 2 : 1][kUnits][4];
 #pragma unroll 1
@@ -542,7 +545,8 @@ __device__ __forceinline__ void MultiplyPixels(const Params& p, const Item& item
   }
 }
 
-// Where MultiplyRuns leaves a sum of this lane: the row of a unit and the column.
+// RowOfRuns and ColumnOfRuns tell where MultiplyRuns writes a sum of this lane: the row of a unit
+// and the column.
 [[maybe_unused]] __device__ inline int RowOfRuns(int i) {
   return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
 }
@@ -550,14 +554,15 @@ __device__ __forceinline__ void MultiplyPixels(const Params& p, const Item& item
   return threadIdx.x / 32 % 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 32 / 4;
 }
 
-// Makes those sums of a warpgroup's units anew that may be NaN only because zeros between pixels
-// met an entry that is not finite: those of which a bit of `candidates` tells, if such an entry is
-// found. All warps that multiply are here, and the one that copies brings the stages again.
+// Computes sums of a warpgroup's units again that may be NaN only because zeros between pixels met
+// an entry that is not finite: the sums with a bit in `candidates`, if such an entry is found. All
+// warps that multiply call this function, and the warp that copies brings the stages again.
 template <typename T, int kUnits>
 __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int first, int threads,
                                          Barriers& barriers, Ring ring, uint32_t* list,
                                          uint32_t zeros, char* stages) {
-  // All warps of a warpgroup have seen a unit's NaNs. This is the same for all threads.
+  // A candidate has NaNs in all warps of a warpgroup. The barrier makes `candidates` the same for
+  // all threads.
   SyncWarps(kDone, threads);
   uint32_t candidates = 0;
 #pragma unroll
@@ -572,7 +577,7 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
   found = Vote(barriers.again, found, kVote, threads + 32);
   if (found == 0) return;
 
-  // Units, four bits each: those that are made again come first.
+  // Each list has four bits a unit. The units to compute again come first.
   uint32_t again = 0, others = 0;
   int count = 0, kept = 0;
 #pragma unroll
@@ -597,7 +602,7 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
     }
   }
   SyncWarps(kDone, threads);
-  // Sums were where no copy writes. Windows of pixels touch entries there that are padding.
+  // Sums were stored where no copy writes. Windows of pixels touch entries there that are padding.
   ClearStages<T, true>(p, threadIdx.x / 32 - 4, threads / 32, stages);
   ptx::fence_proxy_async(ptx::space_shared);
   SyncWarps(kVote, threads + 32);
@@ -627,7 +632,8 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
         break;
     }
     if (begin > item.begin) break;
-    // Where all are NaN after the first stage, they remain so: of a cotangent of NaN above all.
+    // Sums that are all NaN after the first stage remain NaN; a NaN of the cotangent is the usual
+    // cause.
     const int lane = threadIdx.x % 32;
     const int channel = item.channel + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const int output = item.column + lane % 4 * 2;
@@ -649,7 +655,7 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
-      // Rows and columns are the other way round in those that were made again.
+      // Rows and columns are swapped in the units that were computed again.
       const int row = u < count ? ColumnOfRuns(i) : RowOfRuns(i);
       const int column = u < count ? RowOfRuns(i) : ColumnOfRuns(i);
       *reinterpret_cast<float*>(stages + SumBytes<true>(unit[u] * 64 + row, column)) = sums[u][i];
@@ -657,9 +663,9 @@ __device__ __forceinline__ void SumAgain(const Params& p, const Item& item, int 
   }
 }
 
-// The same where stages are runs and a unit a tap. The product is transposed: the left operand, the
-// cotangent, serves all taps, whose windows are the right operand as they lie in shared memory, one
-// tap's some rows of it after another's.
+// Sums like MultiplyUnits where stages are runs and a unit is a tap. The product is transposed: the
+// left operand, the cotangent, serves all taps, whose windows are the right operand as they lie in
+// shared memory, at one row offset for each tap.
 template <typename T, int kUnits>
 __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int threads,
                              Barriers& barriers, uint32_t* list, uint32_t zeros, char* stages) {
@@ -695,8 +701,8 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
   int left = steps_before(item.end) - steps_before(item.begin);
   uint32_t strip = item.begin;
   uint32_t run = p.runs.Peel(strip);
-  uint32_t step = 0;  // left of the stage
-  int done = -1;      // the stage before this one, if products under way still use it
+  uint32_t step = 0;  // steps left in the stage
+  int done = -1;      // the previous stage, if products in flight still use it
   Ring ring;
   uint32_t cotangent = 0, entries = 0;
   const auto enter = [&] {
@@ -714,12 +720,12 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
     ProductsBegin();
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      // Addresses are in the lower half of a descriptor, without carries to the upper one.
+      // An address is in the lower half of a descriptor and has no carry to the upper half.
       const uint64_t b = (descriptor & 0xFFFFFFFF00000000) | (entries + tap[u]);
       Multiply<T, kColumns, true>(sums[u], a, b, 1);
     }
     ProductsCommit();
-    // Those of the step before are done.
+    // The products of the previous step are done.
     ProductsWait<1>();
     if (done >= 0) Release(&barriers.empty[done]);
     done = -1;
@@ -728,11 +734,11 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
     if (--step == 0) {
       done = ring.stage;
       ring.Advance(p.ring);
-      if (left > 0) enter();  // while the last products are under way
+      if (left > 0) enter();  // while the last products are in flight
     }
   };
   if (left > 0) enter();
-  // The fragment of a step is loaded while that of the step before is multiplied.
+  // The fragment of a step is loaded while the products of the previous step are in flight.
   while (left > 0) {
     multiply(fragments[0]);
     if (left == 0) break;
@@ -740,8 +746,8 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
   }
   ProductsWait<0>();
 
-  // A tap's zeros between the pixels may have met a NaN or Inf that only other taps reach. Its sums
-  // are then NaN, and so is the sum of these.
+  // A tap's zeros between the pixels may have met a NaN or Inf that only other taps reach. The sums
+  // of the tap are then NaN, and so is the total of these sums.
   bool has_nan = false;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
@@ -750,7 +756,7 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
     for (int i = 0; i < kColumns / 2; ++i) total += sums[u][i];
     has_nan |= isnan(total);
   }
-  // No product of any warpgroup reads a stage any more.
+  // The vote is also a barrier: after it no product of any warpgroup reads a stage.
   const bool any_nan = Vote(barriers.are_nan, has_nan, kVote, threads + 32) != 0;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
@@ -762,17 +768,18 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
   }
   if (!any_nan) return;
   Release(&barriers.empty[done]);
-  // A zero that meets a NaN or Inf is NaN for all outputs. One of the cotangent is NaN for its own.
+  // A zero that meets a NaN or Inf of the image is NaN for all outputs. A NaN or Inf of the
+  // cotangent is NaN for its own output only.
   uint32_t whole = 0;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    uint32_t channels = 0;  // a bit of each
+    uint32_t channels = 0;  // one bit a channel
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i += 4) {
       channels |= (isnan(sums[u][i]) && isnan(sums[u][i + 2]) ? 1 : 0) << i / 2;
       channels |= (isnan(sums[u][i + 1]) && isnan(sums[u][i + 3]) ? 2 : 0) << i / 2;
     }
-    // Lanes four apart have other outputs of the same channels.
+    // Lanes that are a multiple of four apart have other outputs of the same channels.
     for (int apart = 4; apart < 32; apart *= 2) channels &= __shfl_xor_sync(~0u, channels, apart);
     if (__any_sync(~0u, channels != 0)) whole |= 1u << (first + u);
   }
@@ -780,7 +787,7 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
   SumAgain<T, kUnits>(p, item, first, threads, barriers, ring, list, zeros, stages);
 }
 
-// A warp of the first warpgroup copies.
+// One warp of the first warpgroup copies.
 constexpr int kThreads = 128 * (kWarpgroups + 1);
 
 template <typename T, bool kRuns>
@@ -795,7 +802,8 @@ __global__ void __launch_bounds__(kThreads, 1) KernelGradWgmma(const __grid_cons
   const Item item(p);
   const int units = item.Units(p);
 
-  // The first warp copies, and does not wait for the others, which clear what it does not write.
+  // The first warp copies without waiting for the other warps, which clear the bytes that copies do
+  // not write.
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp == 0) {
     if (lane < p.ring) {
@@ -814,7 +822,7 @@ __global__ void __launch_bounds__(kThreads, 1) KernelGradWgmma(const __grid_cons
   } else {
     if (warp == kThreads / 32 - 1) Clear(zeros, kZeroBytes, lane);
     ClearStages<T, kRuns>(p, warp - 1, kThreads / 32 - 1, stages);
-    // What was written is read by products.
+    // Products read the cleared bytes through the asynchronous proxy.
     ptx::fence_proxy_async(ptx::space_shared);
     __barrier_sync_count(kReady, kThreads);
   }
@@ -825,7 +833,7 @@ __global__ void __launch_bounds__(kThreads, 1) KernelGradWgmma(const __grid_cons
       if constexpr (kRuns) {
         Ring ring;
         CopyRuns(p, item, item.begin, item.end, barriers, ring, stages);
-        // Sums that are NaN may have to be made again, if not all of them are NaN at once.
+        // Sums that are NaN may have to be computed again, unless all of them are NaN.
         const int threads = 128 * min(units, kWarpgroups) + 32;
         if (Vote(barriers.are_nan, 0, kVote, threads) && Vote(barriers.again, 0, kVote, threads)) {
           SyncWarps(kVote, threads);
@@ -847,7 +855,7 @@ __global__ void __launch_bounds__(kThreads, 1) KernelGradWgmma(const __grid_cons
     SyncCluster();
   } else {
     TakeRegisters<152>();
-    // Units are shared out evenly; a warpgroup without any has nothing to do.
+    // Units are shared out evenly; a warpgroup without units has no work.
     const int warpgroup = threadIdx.x / 128 - 1;
     const int least = units / kWarpgroups, more = units % kWarpgroups;
     const int first = warpgroup * least + min(warpgroup, more);
@@ -877,15 +885,15 @@ __global__ void __launch_bounds__(kThreads, 1) KernelGradWgmma(const __grid_cons
     }
     SyncCluster();
     AddCluster<T, kRuns>(p, item, units, stages);
-    SyncCluster();  // no block leaves while others read its sums
+    SyncCluster();  // no block ends while others read its sums
   }
 #endif
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// Estimated cycles of a stage: of the products, or of bringing what they multiply, which is there
-// after a while and under way while at most all stages but one are.
+// Returns the estimated cycles of a stage: the larger of the cycles of its products and of bringing
+// its operands, which arrive after a latency with at most all stages but one in flight.
 int64_t StageCycles(int64_t product_cycles, int64_t bytes, int ring) {
   constexpr int64_t kStageCycles = 150, kBytesPerCycle = 26, kLatency = 1500;
   const int64_t copy_cycles = bytes / kBytesPerCycle;
@@ -893,8 +901,8 @@ int64_t StageCycles(int64_t product_cycles, int64_t bytes, int ring) {
          std::max({product_cycles, copy_cycles, (kLatency + copy_cycles) / (ring - 1)});
 }
 
-// Fills in how the sum is cut up with this many rows of pixels in a stage; false where it does not
-// fit. The strips are known.
+// Fills in how the sum is cut up with `stage_rows` rows of pixels in a stage; returns false where
+// the stage does not fit. The strips are known.
 bool LayRowStages(Params& p, DType dtype, const Tap* tap, int taps, int row_taps, Grouping grouping,
                   int stage_rows) {
   const int item = ItemBytes(dtype);
@@ -904,7 +912,7 @@ bool LayRowStages(Params& p, DType dtype, const Tap* tap, int taps, int row_taps
   p.stage_pixels = stage_rows * p.strip_width.divisor();
   p.steps = static_cast<int>(CeilDiv(p.stage_pixels * item, 32));
   p.cotangent_bytes = p.stage_pixels * item * kColumns;
-  // Of f32 there is a second one, transposed, in rows of four steps.
+  // Float32 has a second cotangent, transposed, in rows of four steps.
   p.cotangent_stage = p.steps * 32 * kColumns;
   if (dtype == DType::kF32) p.cotangent_stage += (p.steps + 3) / 4 * kRowBytes * kColumns;
   const int64_t plane = p.StageBytes(stage_rows, Touched(stage_rows, p.rows.divisor(), true));
@@ -922,7 +930,7 @@ bool LayRowStages(Params& p, DType dtype, const Tap* tap, int taps, int row_taps
   return true;
 }
 
-// Plans stages of rows of pixels; false where these do not fit.
+// Plans stages of rows of pixels; returns false where they do not fit.
 bool PlanRows(Params& p, const Call& call, const Tap* tap, int taps) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
@@ -930,8 +938,8 @@ bool PlanRows(Params& p, const Call& call, const Tap* tap, int taps) {
   const int64_t pixel_rows = call.images * p.strips.divisor() * h.out;
   if (pixel_rows > INT32_MAX - 1024) return false;
 
-  // The rows of a stage that waste least of its last step; of these as many as may be. Fewer are
-  // better than taps apart, if they do not waste much more.
+  // The chosen number of rows wastes the smallest part of the last step; ties go to more rows.
+  // Fewer rows are better than separate stages for taps, if the rows do not waste much more.
   struct Choice {
     int rows, steps;
   };
@@ -963,8 +971,8 @@ bool PlanRows(Params& p, const Call& call, const Tap* tap, int taps) {
   return fits;
 }
 
-// Fills in how the sum is cut up into runs of this many rows, of strips of this width, but for
-// where taps are; false where these do not fit. The sets and phases are known.
+// Fills in how the sum is cut up into runs of `stage_rows` rows, of strips of this width, except
+// the offsets of taps; returns false where the runs do not fit. The sets and phases are known.
 bool LayRunStages(Params& p, const Call& call, const RunSpans& spans, int width, int stage_rows) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
@@ -976,7 +984,7 @@ bool LayRunStages(Params& p, const Call& call, const RunSpans& spans, int width,
     const Span& span = spans.most[i];
     const int64_t rows = stage_rows + span.rows - 1;
     if (rows > kMaxBox) return false;
-    // The entries of zeros that windows of the last step may touch.
+    // Windows of the last step may touch this many entries of zeros.
     const int64_t after = steps * 16 - stage_rows * columns + span.columns - 1;
     p.phase[i].rows = static_cast<int>(rows);
     p.phase[i].begin = static_cast<int>(image_stage);
@@ -1015,7 +1023,8 @@ bool LayRunStages(Params& p, const Call& call, const RunSpans& spans, int width,
   return true;
 }
 
-// Plans stages that are runs, and returns the estimated cycles; INT64_MAX where these do not fit.
+// Plans stages that are runs, and returns the estimated cycles, or INT64_MAX where the runs do not
+// fit.
 int64_t PlanRuns(Params& p, const Call& call, const Tap* all_taps, int taps, int processors) {
   if (call.dtype == DType::kF32 || p.row_bytes != kRowBytes) return INT64_MAX;
   const im2col::Window& h = call.dims[0];
@@ -1058,13 +1067,13 @@ int64_t PlanRuns(Params& p, const Call& call, const Tap* all_taps, int taps, int
   return least;
 }
 
-// Decides all but addresses, from sizes and the number of processors alone.
+// Decides everything but addresses, from sizes and the number of processors alone.
 bool Plan(Params& p, const Call& call, int processors) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   const int item = ItemBytes(call.dtype);
   const int entries = 16 / item;
-  // Of few channels of f32 other kernels are faster.
+  // Other kernels are faster for float32 with at most 16 channels.
   if (call.dtype == DType::kF32 && call.channels <= 16) return false;
   if (h.taps * w.taps > kMaxTaps || call.groups != 1 || call.channels % entries ||
       call.outputs % entries) {
@@ -1142,7 +1151,7 @@ int64_t KernelGradWgmmaWorkspace(const Call& call, int processors) {
 
 cudaError_t LaunchKernelGradWgmma(cudaStream_t stream, const Call& call, Space workspace,
                                   int processors) {
-  using namespace kernel_grad;  // NOLINT: it is what this file is about
+  using namespace kernel_grad;  // NOLINT: the file implements this namespace
   const auto plan = PlanOf(call, processors);
   if (!plan->has_value()) return cudaErrorNotSupported;
   Params p = **plan;
@@ -1168,7 +1177,8 @@ cudaError_t LaunchKernelGradWgmma(cudaStream_t stream, const Call& call, Space w
                      {p.stride_column * call.channels, p.stride_row * pitch, h.in * pitch});
       if (error != cudaSuccess) return error;
     }
-    // With a dimension for strips, what is beside one is outside of its row, and zeros.
+    // The map has a dimension for strips, so that pixels next to a strip are outside of its row,
+    // and zeros.
     const int64_t width = p.strip_width.divisor();
     error = Map<5>(p.cotangent_map, call.dtype, call.cotangent,
                    {call.outputs, width, w.out / width, h.out, call.images},

@@ -1,5 +1,5 @@
-// Code that the kernels of the kernel gradient on Hopper have in common: how its sums are shared
-// out among blocks, pixels cut into runs, and the sums of a cluster's blocks added.
+// Code that the kernels of the kernel gradient on Hopper share: how blocks share out the sums, how
+// pixels are cut into runs, and how the blocks of a cluster add their sums.
 #ifndef JAXOPS_CUDA_CONV_WGMMA_KERNEL_GRAD_CUH_
 #define JAXOPS_CUDA_CONV_WGMMA_KERNEL_GRAD_CUH_
 
@@ -9,21 +9,22 @@
 
 namespace jaxops::conv::cuda::kernel_grad {
 
-constexpr int kWarpgroups = 3;  // that multiply
-// Blocks of 64 rows of the product that a warpgroup has at most. A block is 64, 32 or 16 channels
-// of 1, 2 or 4 taps, so that a warp always has one tap.
+constexpr int kWarpgroups = 3;  // warpgroups that multiply
+// A unit is a block of 64 rows of the product; a warpgroup has at most kMaxUnits of them. A unit is
+// 64, 32 or 16 channels of 1, 2 or 4 taps, so that a warp always has one tap.
 constexpr int kMaxUnits = 3;
 constexpr int kBlockUnits = kWarpgroups * kMaxUnits;
 constexpr int kColumns = 64;  // outputs of a block
-// Rows of a stage have at most 128 bytes; more channels or outputs are in a plane of their own.
+// Rows of a stage have at most 128 bytes; further channels or outputs are in a plane of their own.
 constexpr int kRowBytes = 128;
 template <typename T>
 constexpr int kColumnPlanes = kColumns * sizeof(T) / kRowBytes;
 template <typename T>
-constexpr int kStepPixels = 32 / sizeof(T);  // that an instruction sums over
-// Warps that transpose cotangents of f32.
+constexpr int kStepPixels = 32 / sizeof(T);  // pixels that an instruction sums over
+// These warps transpose cotangents of float32.
 constexpr int kTransposers = 3;
-// Pixels of a stage, and rows of them: one lane of the warp that copies looks after each row.
+// A stage has at most kPixels pixels and kMaxStageRows rows: one lane of the warp that copies
+// handles each row.
 constexpr int kPixels = 128;
 constexpr int kMaxStageRows = 32;
 
@@ -32,57 +33,57 @@ constexpr int kZeroBytes = 128;
 constexpr int kTableBytes = kMaxStages * kPixels * 4;
 constexpr int kHeadBytes = kBarrierBytes + kZeroBytes + kTableBytes;
 static_assert(kHeadBytes % 1024 == 0);
-constexpr int kStagesBytes = kSharedBytes - kHeadBytes - 1024;  // less what aligns the stages
-// The sums of a block lie where stages were.
+constexpr int kStagesBytes = kSharedBytes - kHeadBytes - 1024;  // less the alignment of the stages
+// The sums of a block take the place of the stages.
 static_assert(kBlockUnits * 64 * (kColumns + 8) * 4 <= kStagesBytes);
 
 // A phase of runs with strides: the entries of the image that are whole strides apart from each
-// other, an image without strides. A tap finds all of its entries in one such phase.
+// other are an image without strides. A tap finds all of its entries in one phase.
 struct Phase {
   int32_t in_row, in_column;  // the first entry of the image
-  int32_t row, column;        // of the phase, from those of the set: where a stage of it begins
-  int32_t rows;               // of a stage
-  int32_t begin, bytes;       // in a stage; those that are copied
+  int32_t row, column;   // of the phase, relative to the set: where a stage of the phase begins
+  int32_t rows;          // of a stage
+  int32_t begin, bytes;  // in a stage; bytes that are copied
 };
 constexpr int kMaxPhases = 4;
 
 struct Params : Layout {
   CUtensorMap image_map[kMaxPhases];
   CUtensorMap cotangent_map;
-  void* result;  // of each cluster's part, one after the other, or of all
+  void* result;  // of each cluster's part, one after the other, or of the whole sum
   int channels, outputs;
   int block, planes, plane_bytes;  // channels of a block; planes of them in a stage
   int64_t size;                    // entries of the result
   int channel_blocks, column_tiles, sets;
-  int splits, cluster;                     // of an item; those of a cluster
-  int stages;                              // in all, and what one has of pixels:
-  int stage_rows, stage_pixels, steps;     // rows of them, all of them, and steps
+  int splits, cluster;                     // of an item; splits of a cluster
+  int stages;                              // total number; the pixels of a stage:
+  int stage_rows, stage_pixels, steps;     // rows of pixels, all pixels, and steps
   int image_stage, cotangent_stage, ring;  // bytes of the parts of a stage; stages held
-  int image_bytes, cotangent_bytes;        // of these parts, those that copies write
+  int image_bytes, cotangent_bytes;        // bytes of these parts that copies write
   bool is_wide;                            // the result is f32
   bool has_runs;                           // stages are runs:
-  FastDivider runs;                        // those of a strip
-  int last_steps;                          // of the last of these
+  FastDivider runs;                        // runs of a strip
+  int last_steps;                          // of the last run of a strip
   int run_columns;                         // entries of a row of a stage
   int phases;
   Phase phase[kMaxPhases];
-  const void* image;  // for runs, which look for what is not finite
+  const void* image;  // for runs, which search for entries that are not finite
   const void* cotangent;
   int image_rows, image_columns, row_low, column_low, row_dilation, column_dilation, tap_columns;
-  Group set[kMaxTaps];         // taps that a block sums for
-  int32_t tap[kMaxTaps];       // bytes from the entry of the set's least row and column, in a stage
-  FastDivider columns_of_row;  // run_columns, to divide by
+  Group set[kMaxTaps];    // taps that a block sums for
+  int32_t tap[kMaxTaps];  // bytes from the entry of the set's lowest row and column, in a stage
+  FastDivider columns_of_row;  // run_columns as a divisor
 };
 
 // The sums of one block.
 struct Item {
   Group set;
-  int channel, column;  // the first of its
-  int rank, part;       // in the cluster; of the cluster
+  int channel, column;  // the first of the block
+  int rank, part;       // the rank in the cluster; the part of the cluster
   int begin, end;       // stages
 
   __device__ explicit Item(const Params& p) {
-    // Neighbours share pixels, which they then find in the L2 cache.
+    // Neighbouring blocks share pixels, which they then find in the L2 cache.
     const int items = p.channel_blocks * p.column_tiles * p.sets;
     rank = blockIdx.x % p.cluster;
     int item = blockIdx.x / p.cluster;
@@ -98,33 +99,32 @@ struct Item {
   }
 
 #if JAXOPS_HAS_WGMMA
-  // Blocks of 64 rows of the product.
+  // Returns the number of blocks of 64 rows of the product.
   __device__ int Units(const Params& p) const {
     return ((set.end - set.begin) * p.block + 63) / 64;
   }
 #endif
 };
 
-// Has the compiler keep a value in a register instead of computing it again for every use.
+// Makes the compiler keep a value in a register instead of computing it again for every use.
 [[maybe_unused]] __device__ inline void Keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
-// Has a warp give a stage back that all of its lanes have read.
+// Releases a stage that all lanes of the warp have read.
 [[maybe_unused]] __device__ inline void Release(uint64_t* empty) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty);
 }
 
-// Where a block leaves an entry of its sums, as far apart as keeps those that a warp writes at once
-// in banks of their own.
+// Returns where a block stores an entry of its sums. Rows are padded so that the entries that a
+// warp writes at once are in different banks.
 template <bool kRuns>
 __device__ int SumBytes(int row, int column) {
   return row * (kColumns * 4 + (kRuns ? 16 : 32)) + column * 4;
 }
 
-// Adds the sums of the blocks of a cluster, and returns whether those that this thread wrote are
-// finite. The blocks, which are 1, 2, 4 or 8, and writes them: each block
-// does so for some of the rows, in the order of the ranks from its own on, so that no two read from
-// one block at a time.
+// Adds the sums of the 1, 2, 4 or 8 blocks of a cluster and writes the result; returns whether the
+// sums that this thread wrote are finite. Each block does so for some of the rows, in the order of
+// the ranks from its own rank on, so that no two blocks read from one block at a time.
 template <typename T, bool kRuns, int kThreads = 128 * kWarpgroups>
 __device__ bool AddCluster(const Params& p, const Item& item, int units, const char* sums) {
   const uint32_t address = SharedAddress(sums);
@@ -138,7 +138,8 @@ __device__ bool AddCluster(const Params& p, const Item& item, int units, const c
   bool are_finite = true;
   for (int begin = units * 64 * item.rank / p.cluster + thread / (kColumns / 4); begin < end;
        begin += kTogether * kApart) {
-    // A block's own sums come faster by addresses of its own.
+    // A block reads its own sums faster with plain shared addresses than with addresses of the
+    // cluster.
     float4 sum[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
@@ -176,9 +177,9 @@ __device__ bool AddCluster(const Params& p, const Item& item, int units, const c
   return are_finite;
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// Fills in the sets, as few as there can be, of about as many taps.
+// Fills in the smallest possible number of sets, with about the same number of taps each.
 inline void FillSets(Params& p, const Tap* tap, int taps, int row_taps, Grouping grouping) {
   const int block = p.block;
   const int most = grouping == Grouping::kAll ? taps : grouping == Grouping::kRow ? row_taps : 1;
@@ -188,7 +189,7 @@ inline void FillSets(Params& p, const Tap* tap, int taps, int row_taps, Grouping
   p.sets = FillGroups(p.set, tap, taps, grouping, per_set);
 }
 
-// The units of the set that has most.
+// Returns the units of the largest set.
 inline int64_t Units(const Params& p) {
   int64_t units = 1;
   for (int s = 0; s < p.sets; ++s) {
@@ -200,16 +201,17 @@ inline int64_t Units(const Params& p) {
 // The cost of clusters of a size, measured on an H200.
 struct ClusterCost {
   int size;
-  // The processors of 11 that they reach at once: of 132 clusters of 4 and 8 reach 120.
+  // Clusters of this size reach `reached` of every 11 processors at once: clusters of 4 and 8 reach
+  // 120 of 132.
   int reached;
-  int unit_cycles;  // to add what their blocks have of a unit, in each other's shared memory
+  int unit_cycles;  // to add a unit of the blocks' sums, in each other's shared memory
 };
 constexpr ClusterCost kClusters[] = {{1, 11, 0}, {2, 11, 50}, {4, 10, 650}, {8, 10, 1200}};
 
-// Decides on the clusters and splits that are done first, and returns when: in estimated cycles, of
-// a stage, of a block's other work, and for writing and adding the parts of several
-// clusters. The last stage of a strip's runs takes less. Where none is done before `limit`, which
-// is mostly known without a search, it returns INT64_MAX.
+// Decides on the clusters and splits that finish first, and returns when, in estimated cycles: of
+// stages, of a block's other work, and of writing and adding the parts of several clusters. The
+// last stage of a strip's runs takes `last_less` cycles less. The function returns INT64_MAX where
+// no choice finishes before `limit`, which usually is known without a search.
 inline int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t last_less,
                      int64_t limit) {
   constexpr int64_t kBlockCycles = 6000, kFirstBytesPerCycle = 24, kAddCycles = 4000,
@@ -218,7 +220,7 @@ inline int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t la
   const int64_t units = Units(p);
   const int64_t first_cycles =
       kBlockCycles + (p.image_bytes + p.cotangent_bytes) / kFirstBytesPerCycle;
-  // The cycles of all stages, if no processor waited for others.
+  // This bound counts the cycles of all stages, as if no processor waited for others.
   const double all_cycles =
       static_cast<double>(p.stages * stage_cycles - p.stages / p.runs.divisor() * last_less);
   if (items * all_cycles / processors + first_cycles >= static_cast<double>(limit)) {
@@ -228,7 +230,8 @@ inline int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t la
   for (const ClusterCost& cluster : kClusters) {
     const int64_t blocks = std::max(1, processors * cluster.reached / 11);
     const int64_t block_cycles = first_cycles + units * cluster.unit_cycles;
-    // As many splits as there is place for in some waves, or fewer that are done as soon.
+    // The candidates are the number of splits that fills some waves, and fewer splits that finish
+    // as soon.
     int64_t last = 0;
     for (int waves = 0; waves <= 4; ++waves) {
       const int64_t most =
@@ -252,7 +255,7 @@ inline int64_t Split(Params& p, int processors, int64_t stage_cycles, int64_t la
   return least < limit ? least : INT64_MAX;
 }
 
-// The rows and columns of a phase that the taps of a set that it has are within.
+// Returns the rows and columns that the taps of a set in a phase span.
 inline Span SpanOf(const Params& p, const Tap* tap, const int* phase_of, int phase, int set) {
   Span span;
   for (int t = p.set[set].begin; t < p.set[set].end; ++t) {
@@ -266,12 +269,13 @@ inline Span SpanOf(const Params& p, const Tap* tap, const int* phase_of, int pha
 
 // Bounds that hold for the runs of any set.
 struct RunSpans {
-  Span most[kMaxPhases];  // the most rows, and the most columns
-  int64_t columns = 1;    // of any phase
-  int64_t of_whole_rows;  // from a row to the next one where a strip is a whole row
+  Span most[kMaxPhases];  // the maximum of rows, and the maximum of columns
+  int64_t columns = 1;    // the maximum of all phases
+  int64_t of_whole_rows;  // from one row to the next where a strip is a whole row
 };
 
-// An entry after a row and one before the next can be the same, if both are padding in any case.
+// An entry after a row and an entry before the next row can be the same, if both are always
+// padding.
 inline RunSpans RunSpansOf(const Params& p, const Call& call, const Tap* tap, const int* phase_of) {
   const im2col::Window& w = call.dims[1];
   RunSpans spans;
@@ -292,7 +296,7 @@ inline RunSpans RunSpansOf(const Params& p, const Call& call, const Tap* tap, co
   return spans;
 }
 
-// From a row of a run to the next one, in entries of strips of this width.
+// Returns the distance from one row of a run to the next, in entries, for strips of this width.
 inline int64_t RunColumns(const RunSpans& spans, const Call& call, int64_t width) {
   return width == call.dims[1].out ? spans.of_whole_rows : width + spans.columns - 1;
 }
@@ -309,8 +313,8 @@ inline void PlaceTaps(Params& p, const Tap* tap, const int* phase_of) {
   }
 }
 
-// Finds the phases, and the taps and the phase of each in entries of it; false where runs do not
-// do.
+// Finds the phases, and the phase and the position in the phase of each tap; returns false where
+// runs cannot be used.
 inline bool FillPhases(Params& p, const Call& call, const Tap* all_taps, int taps, Tap* tap,
                        int* phase_of) {
   if (p.stride_row * p.stride_column > kMaxPhases) return false;
@@ -335,7 +339,7 @@ inline bool FillPhases(Params& p, const Call& call, const Tap* all_taps, int tap
     tap[t] = {(all_taps[t].row - in_row) / p.stride_row,
               (all_taps[t].column - in_column) / p.stride_column, all_taps[t].matrix};
   }
-  // All of what is copied must be in some window, because zeros are multiplied by it.
+  // Every entry that is copied must be in some window, because the entry is multiplied by zeros.
   for (int i = 0; i < p.phases; ++i) {
     int64_t row = INT32_MIN, column = INT32_MIN;
     for (int t = 0; t < taps; ++t) {
@@ -353,7 +357,8 @@ inline bool FillPhases(Params& p, const Call& call, const Tap* all_taps, int tap
   return true;
 }
 
-// Finds where stages of phases begin: of several, which have one set, at the first of their taps.
+// Finds where stages of phases begin. Several phases have one set, and their stages begin at the
+// first of their taps.
 inline void PlacePhases(Params& p, const Tap* tap, int taps, const int* phase_of) {
   for (int i = 0; i < p.phases; ++i) {
     Phase& phase = p.phase[i];

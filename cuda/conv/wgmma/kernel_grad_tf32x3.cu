@@ -1,17 +1,20 @@
-// The gradient by the kernel of a convolution in true float32 on Hopper's tensor cores.
+// The kernel gradient of a convolution in true float32 on Hopper's tensor cores.
 //
-// An entry of float32 is the sum of three of bf16, whose products by those of another are exact. Of
-// the nine products of the parts the six largest are summed; the others are no more than float32
-// rounds. Tensor cores cut off what a sum has no bits for, always towards zero: a step's products
-// are therefore summed from zero on, small ones first, and these sums added in float32, rounded.
+// An entry of float32 is the sum of three bf16 parts, whose products with the parts of another
+// entry are exact. The kernel sums the six largest of the nine products of the parts; the other
+// three are no larger than the rounding of float32. Tensor cores truncate a sum towards zero: the
+// kernel therefore sums a step's products from zero on, small products first, and adds these sums
+// in float32 with rounding.
 //
-// Stages are runs, as in wgmma/kernel_grad.cu, of each of the three parts, but of so many
-// steps wherever rows end, so that only the last one of an image has places for no pixel. Pieces of
-// rows of float32 come to a ring of slots, from where some warps split them into the stages.
+// Stages are runs, as in wgmma/kernel_grad.cu, of each of the three parts, but a stage has a fixed
+// number of steps wherever rows end, so that only the last stage of an image has places for no
+// pixel. Segments of rows of float32 come to a ring of slots, from where some warps split them into
+// the stages.
 //
-// What is not finite has parts that are NaN, and so have sums that met it, which need not be those
-// that it belongs to. A block tells whether all its sums are finite; if those of any are not, the
-// kernel of multiply-adds, which comes after this one, makes the gradient anew.
+// An entry that is not finite has parts that are NaN, and so is every sum that met the entry, also
+// a sum that the entry does not belong to. A block tells whether all its sums are finite; if any
+// sum is not, the kernel of multiply-adds, which follows on the stream, computes the gradient
+// again.
 #include <utility>
 
 #include "cuda/conv/wgmma/kernel_grad.cuh"
@@ -21,18 +24,19 @@ namespace kernel_grad {
 namespace {
 
 constexpr int kParts = 3;
-// Entries are multiplied by it, and sums by one over its square: tensor cores take the parts of
-// numbers that are hardly normal as zeros.
+// Entries are multiplied by kScale, and sums by one over its square: tensor cores flush the parts
+// of numbers that are barely normal to zero.
 constexpr float kScale = 1 << 24;
 constexpr int kSplitters = 3;    // warps
 constexpr int kMultipliers = 2;  // warpgroups
-constexpr int kMostOwn = 5;      // units of one of these
+constexpr int kMostOwn = 5;      // units of a multiplying warpgroup, at most
 static_assert(kMultipliers * kMostOwn >= kBlockUnits);
 constexpr int kThreads = 128 * (kMultipliers + 1);
 
-// A slot is always one warp's, which can tell its fillings apart only if it waits for all of them.
+// A slot always belongs to the same warp, which can tell the fillings of the slot apart only if the
+// warp waits for all of them.
 constexpr int kLeastSlots = kSplitters, kMaxSlots = 5 * kSplitters;
-constexpr int kMostPiece = 32;  // entries of a slot
+constexpr int kMostPiece = 32;  // entries of a slot, at most
 
 struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
@@ -41,20 +45,21 @@ struct Barriers {
 };
 constexpr int kSplitHead = 1024;
 static_assert(sizeof(Barriers) <= kSplitHead);
-constexpr int kSplitStages = kSharedBytes - kSplitHead - 1024;  // less what aligns the stages
+constexpr int kSplitStages = kSharedBytes - kSplitHead - 1024;  // less the alignment of the stages
 
 struct SplitParams : Params {
   int part_bytes;         // of a stage
-  int slots, slot_bytes;  // slots held
-  int piece;              // entries of a slot, at most: of a row, or so many rows
+  int slots, slot_bytes;  // slots of the ring
+  int piece;  // entries of a slot, at most: entries of one row, or a number of whole rows
   int piece_rows;
-  int after[kMaxPhases];  // entries of a stage more than pixels
-  int* flags;             // of each block, whether any of its sums is not finite
+  int after[kMaxPhases];  // entries of a stage after its pixels
+  int* flags;             // for each block, whether any of its sums is not finite
 };
 
-// Calls `take` for every piece of f32 that a stage needs, of a row or of several short ones: of
-// which phase, or -1 for the cotangent; the row; the column where the piece begins, and from where
-// to where the stage has it; and where in the parts of a stage the row begins, in entries.
+// Calls `take` for every segment of float32 that a stage needs, of one row or of several short
+// rows. The arguments are the phase, or -1 for the cotangent; the row; the column where the segment
+// begins, and its begin and end in the stage; and where in the parts of a stage the row begins, in
+// entries.
 template <typename Take>
 __device__ __forceinline__ void ForPieces(const SplitParams& p, uint32_t run, Take&& take) {
   const bool last = run + 1 == p.runs.divisor();
@@ -81,7 +86,7 @@ __device__ __forceinline__ void ForPieces(const SplitParams& p, uint32_t run, Ta
                                            Barriers& barriers, char* slots) {
   const bool copies = threadIdx.x % 32 == 0;
   Ring ring;
-  // All lanes go along, so that the warp stays one.
+  // All lanes loop, so that the warp stays converged.
   for (int at = item.begin; at < item.end; ++at) {
     uint32_t strip = at;
     const uint32_t run = p.runs.Peel(strip);
@@ -110,7 +115,7 @@ __device__ __forceinline__ void ForPieces(const SplitParams& p, uint32_t run, Ta
   }
 }
 
-// Of two entries the nearest bf16 each; leaves what they are more.
+// Returns the nearest bf16 of two entries, and subtracts it from both.
 __device__ __forceinline__ uint32_t TakePart(float& a, float& b) {
   const uint32_t part = Pack<__nv_bfloat16>(a, b);
   a -= __uint_as_float(part << 16);
@@ -118,17 +123,17 @@ __device__ __forceinline__ uint32_t TakePart(float& a, float& b) {
   return part;
 }
 
-// Pairs of entries that are on the way at once.
+// Pairs of entries that are in flight at once.
 constexpr int kTogether = 4;
 
-// One of the warps that split: these take turns at slots.
+// Splits slots in one of the splitting warps, which take turns at slots.
 [[maybe_unused]] __device__ void SplitSlots(const SplitParams& p, const Item& item,
                                             Barriers& barriers, const char* slots, char* stages) {
   const int lane = threadIdx.x % 32;
   const uint32_t lane_bytes = lane % 16 * 8;
   uint32_t part_bytes = p.part_bytes;
   Keep(part_bytes);
-  int turns = threadIdx.x / 32 - 1;  // until this warp's
+  int turns = threadIdx.x / 32 - 1;  // turns until this warp's turn
   Ring ring, slot;
   for (int at = item.begin; at < item.end; ++at) {
     Wait(&barriers.empty[ring.stage], ring.parity ^ 1);
@@ -176,8 +181,8 @@ constexpr int kTogether = 4;
   }
 }
 
-// Sums kUnits blocks of 64 rows of the product from `first` on, a tap each, by one of the
-// warpgroups that have `threads` threads, and leaves the sums where stages were.
+// Sums kUnits blocks of 64 rows of the product from `first` on, a tap each, in one of the
+// warpgroups, which have `threads` threads together, and writes the sums over the stages.
 template <int kUnits>
 __device__ void MultiplyParts(const SplitParams& p, const Item& item, int first, int threads,
                               Barriers& barriers, char* stages) {
@@ -216,7 +221,7 @@ __device__ void MultiplyParts(const SplitParams& p, const Item& item, int first,
       uint32_t a[kParts][4];
 #pragma unroll
       for (int i = 0; i < kParts; ++i) LoadTransposed(a[i], cotangent + i * part_bytes);
-      // Addresses are in the lower half of a descriptor, without carries to the upper one.
+      // An address is in the lower half of a descriptor and has no carry to the upper half.
       uint32_t b_low = static_cast<uint32_t>(descriptor) + entries + tap[0];
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
@@ -231,13 +236,13 @@ __device__ void MultiplyParts(const SplitParams& p, const Item& item, int first,
         Multiply<T, kColumns, true>(added, a[0], b(1), 1);
         Multiply<T, kColumns, true>(added, a[0], b(0), 1);
         ProductsCommit();
-        // While these are under way.
+        // The next address is computed while these products are in flight.
         b_low = static_cast<uint32_t>(descriptor) + entries + tap[u + 1 < kUnits ? u + 1 : u];
         Keep(b_low);
         ProductsWait<0>();
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) {
-          asm volatile("" : "+f"(added[i]));  // is not read before
+          asm volatile("" : "+f"(added[i]));  // forbids an earlier read
           sums[u][i] += added[i];
         }
       }
@@ -299,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, 1) SumParts(const __grid_constant__ 
     SyncCluster();
   } else {
     TakeRegisters<224>();
-    // Units are shared out evenly; a warpgroup without any has nothing to do.
+    // Units are shared out evenly; a warpgroup without units has no work.
     const int warpgroup = threadIdx.x / 128 - 1;
     const int least = units / kMultipliers, more = units % kMultipliers;
     const int first = warpgroup * least + min(warpgroup, more);
@@ -316,19 +321,20 @@ __global__ void __launch_bounds__(kThreads, 1) SumParts(const __grid_constant__ 
     SyncCluster();
     if (!AddCluster<float, true, 128 * kMultipliers>(p, item, units, stages)) barriers.spoiled = 1;
   }
-  SyncCluster();  // no block leaves while others read its sums
+  SyncCluster();  // no block ends while others read its sums
   if (threadIdx.x == 0) p.flags[blockIdx.x] = barriers.spoiled;
 #endif
 }
 
-// Adds the parts of the result that are in the workspace: those of the kernel above, or of the one
-// that made the result anew because any flag is set. Without parts the result is there already.
+// Adds the parts of the result in the workspace: the parts of the kernel above, or of the kernel
+// that computed the result again because a flag is set. Without parts the result is already
+// complete.
 __global__ void __launch_bounds__(kAddThreads)
     AddEither(const float4* __restrict__ from, float* __restrict__ to, int64_t count, int parts,
               int parts_anew, const int* flags, int flag_count) {
   const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   float4 sum = SumOfParts(from, at, count, parts);
-  // Asked while what is mostly wanted is on the way.
+  // The flags are read while the loads of the usual case are in flight.
   if (AnyIsSet(flags, flag_count)) {
     parts = parts_anew;
     sum = SumOfParts(from, at, count, parts);
@@ -336,10 +342,10 @@ __global__ void __launch_bounds__(kAddThreads)
   if (parts > 0 && at < count && threadIdx.y == 0) Store(to + 4 * at, sum);
 }
 
-// --- what the host decides -----------------------------------------------------------------------
+// --- plans and launches on the host --------------------------------------------------------------
 
-// Fills in how the sum is cut up into runs of this many steps, of strips of this width, but for
-// where taps are; false where these do not fit. The sets and phases are known.
+// Fills in how the sum is cut up into runs of `steps` steps, of strips of this width, except the
+// offsets of taps; returns false where the runs do not fit. The sets and phases are known.
 bool LayPieces(SplitParams& p, const Call& call, const RunSpans& spans, int width, int steps) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
@@ -390,8 +396,8 @@ bool LayPieces(SplitParams& p, const Call& call, const RunSpans& spans, int widt
   return true;
 }
 
-// Decides all but addresses, from sizes and the number of processors alone, and returns the
-// estimated cycles; INT64_MAX where the call is not one for this kernel.
+// Decides everything but addresses, from sizes and the number of processors alone, and returns the
+// estimated cycles, or INT64_MAX where this kernel does not take the call.
 int64_t Plan(SplitParams& p, const Call& call, int processors) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
@@ -420,12 +426,12 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
   int phase_of[kMaxTaps];
   const int taps = FillTaps(all_taps, call);
   if (!FillPhases(q, call, all_taps, taps, tap, phase_of)) return INT64_MAX;
-  constexpr int64_t kRestCycles = 14000;  // measured: of what comes before and after
+  constexpr int64_t kRestCycles = 14000;  // measured: the work before and after the stages
   const int64_t limit = KernelGradFmaCycles(call, processors) - kRestCycles;
   int64_t least = limit;
   for (const Grouping grouping : {Grouping::kAll, Grouping::kRow, Grouping::kTap}) {
     FillSets(q, tap, taps, static_cast<int>(w.taps), grouping);
-    // Of several phases all taps are one set.
+    // Several phases need all taps in one set.
     if (q.phases > 1 && q.sets > 1) break;
     PlacePhases(q, tap, taps, phase_of);
     const RunSpans spans = RunSpansOf(q, call, tap, phase_of);
@@ -433,8 +439,9 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
     const auto consider = [&](int64_t width) {
       if (w.out % width != 0 || (w.taps > 1 && width < w.dilation)) return;
       for (int steps = 1; LayPieces(q, call, spans, static_cast<int>(width), steps); ++steps) {
-        // Measured: most of what six products of a unit take, more where a warpgroup has to wait
-        // for them, and what entries take to split, which tensor cores do not hide.
+        // The cycles are measured: the larger part of the time of six products of a unit, more
+        // where a warpgroup has to wait for the products, and the time to split entries, which
+        // tensor cores do not hide.
         const int64_t step_cycles =
             std::max<int64_t>(132 * units, CeilDiv(units, kMultipliers) * 200);
         const int64_t cycles =
@@ -447,7 +454,8 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
         }
       }
     };
-    // Rows of more pixels than both numbers allow for are cut into few strips or narrow ones.
+    // Equal strips are tried up to kMostStrips of them. Narrower strips, at most kMostNarrow pixels
+    // wide, are tried at every width down to `narrowest`.
     constexpr int64_t kMostStrips = 64, kMostNarrow = 256;
     const int64_t narrowest = std::min<int64_t>(w.out, 16);
     for (int64_t strips = 1; strips <= kMostStrips && w.out / strips >= narrowest; ++strips) {
@@ -471,19 +479,20 @@ int Blocks(const SplitParams& p) { return p.channel_blocks * p.column_tiles * p.
 
 int64_t FlagBytes(const SplitParams& p) { return 4 * int64_t{Blocks(p)}; }
 
-// Of the parts that are yet to be added, of any kernel. What says whether sums are finite is after
-// these.
+// Returns the bytes of the parts that are still to be added, of either kernel. The flags that tell
+// whether sums are finite follow these bytes.
 int64_t PartBytes(const SplitParams& p, const Call& call, int processors) {
   const int64_t parts = p.splits / p.cluster;
   return std::max(parts > 1 ? parts * p.size * 4 : 0, KernelGradFmaWorkspace(call, processors));
 }
 
-// Launches what makes the result anew if it is not finite, and what adds parts.
+// Launches the kernel that computes the result again if it is not finite, and the kernel that adds
+// parts.
 cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& call, Space workspace,
                        int processors) {
   const int parts = p.splits == p.cluster ? 0 : p.splits / p.cluster;
   Call anew = call;
-  if (parts > 0) anew.result = workspace.data;  // if it has no parts
+  if (parts > 0) anew.result = workspace.data;  // if the result has no parts
   int parts_anew = 0;
   const cudaError_t error = LaunchKernelGradFmaParts(stream, anew, workspace, processors, p.flags,
                                                      Blocks(p), &parts_anew);
@@ -515,7 +524,7 @@ int64_t KernelGradTf32x3Workspace(const Call& call, int processors) {
 
 cudaError_t LaunchKernelGradTf32x3(cudaStream_t stream, const Call& call, Space workspace,
                                    int processors) {
-  using namespace kernel_grad;  // NOLINT: it is what this file is about
+  using namespace kernel_grad;  // NOLINT: the file implements this namespace
   const auto plan = PlanOf(call, processors);
   if (!plan->has_value()) return cudaErrorNotSupported;
   SplitParams p = **plan;
@@ -537,7 +546,8 @@ cudaError_t LaunchKernelGradTf32x3(cudaStream_t stream, const Call& call, Space 
                    {p.stride_column * call.channels, p.stride_row * pitch, h.in * pitch});
     if (error != cudaSuccess) return error;
   }
-  // With a dimension for strips, what is beside one is outside of its row, and zeros.
+  // The map has a dimension for strips, so that pixels next to a strip are outside of its row, and
+  // zeros.
   const int64_t width = p.strip_width.divisor();
   error =
       Map<5>(p.cotangent_map, call.dtype, call.cotangent,
