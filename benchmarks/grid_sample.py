@@ -218,6 +218,6 @@ BENCHMARK = Benchmark(
     ),
     cost=cost,
     terms=terms,
-    # The bytes at least count the volume once, which random reads of its corners cannot reach.
+    # The limit counts the volume once, and random reads of its corners cannot reach that.
     near_limit=False,
 )

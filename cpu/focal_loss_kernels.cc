@@ -30,7 +30,7 @@ struct Limits<double> {
   static constexpr int64_t kHighMask = ~int64_t{0x7ffffff};
 };
 
-// The loss has underflowed at logits below -kFar, for every type and every gamma.
+// The loss has underflowed if x is below -kFar, for every type and every gamma.
 constexpr int kFar = 2000;
 
 template <typename V>

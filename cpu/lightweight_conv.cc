@@ -163,7 +163,7 @@ class PackedWeight {
 
 void RunForward(const Forward& args, const ParallelFor& parallel_for) {
   const Blocks blocks(FillVectors(args.geometry));
-  // Time varies fastest and channels slowest, so that a task packs its weight seldom.
+  // Time varies fastest and channels slowest, so that a task packs few weights.
   const int64_t units = blocks.over_channels * args.batch.size() * blocks.over_time;
   if (units == 0) return;
   const int64_t tasks = std::min(units, CeilDiv(units * blocks.cost(), kTaskCost));

@@ -277,7 +277,7 @@ JAXOPS_ALWAYS_INLINE V Exp(V x) {
   V series = V{} + kCoefficients.of[T::kExpDegree];
 #pragma GCC unroll 16
   for (int i = T::kExpDegree - 1; i >= 0; --i) series = kCoefficients.of[i] + series * r;
-  // The scale is two factors, because the power of two may overflow if the result does not.
+  // The scale is two factors, because the power of two may be out of range if the result is not.
   const Int half = power >> 1;
   const V scale = BitCast<V>((half + T::kExponentBias) << T::kMantissaBits);
   const V rest = BitCast<V>((power - half + T::kExponentBias) << T::kMantissaBits);

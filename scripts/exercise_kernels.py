@@ -598,7 +598,7 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
     for width, align_corners in itertools.product(widths, (False, True)):
         points_of = n.prod() // 2 if is_large else 600
         if dtype == "float32" and width == 5 and not deterministic and not is_large:
-            points_of = 53_000  # more points than kernels take whose threads locate their own
+            points_of = 53_000  # kernels whose threads locate their own points take fewer
         elif dtype == "float32" and width == 33 and not deterministic:
             points_of = 8_000  # enough points for several elements of a row per thread
         rng = np.random.default_rng(width)

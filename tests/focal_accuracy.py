@@ -104,7 +104,7 @@ def ulps(got: np.ndarray, want: np.ndarray, scale: np.ndarray, dtype: str, flush
 
 
 def sigmoid(z, positive, gamma, reduction):
-    """The loss of logits whose targets are 1 where `positive`."""
+    """The loss of logits; `positive` marks those whose target is 1."""
     loss = jaxops.sigmoid_focal_loss(
         z[:, None], np.where(positive, 0, -1), gamma=gamma, alpha=None, reduction=reduction
     )
@@ -112,7 +112,7 @@ def sigmoid(z, positive, gamma, reduction):
 
 
 def softmax(z, positive, gamma, reduction):
-    """The loss of pairs of a logit and 0, whose label is the first where `positive`."""
+    """The loss of pairs of a logit and 0; `positive` marks those whose label is the first."""
     pairs = jnp.stack([z, jnp.zeros_like(z)], axis=-1)
     return jaxops.softmax_focal_loss(
         pairs, np.where(positive, 0, 1), gamma=gamma, alpha=None, reduction=reduction

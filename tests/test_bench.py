@@ -156,7 +156,7 @@ def test_costs_of_concatenate_and_split():
     by_name = {case.name: case for case in joined.cases}
     padded = by_name["(64,512,512,3) f16 1x3 axis 3 padded 8"]
     forward, backward = (joined.cost(padded, d) for d in joined.directions)
-    # Three of the eight channels are read, and in the gradient as many written.
+    # The forward pass reads three of the eight channels, the gradient writes three.
     pixels = 64 * 512 * 512
     assert forward.bytes == 2 * (3 + 8) * pixels
     assert backward.bytes == 2 * (3 + 3) * pixels

@@ -1,4 +1,4 @@
-"""What `pip install` builds: the choice that CMake makes, for invented machines."""
+"""The choice by `pip install` and CMake of the modules to build, on invented machines."""
 
 from __future__ import annotations
 

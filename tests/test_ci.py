@@ -1,4 +1,4 @@
-"""`.ci/run`, the hooks of pre-commit and the hosted workflow say the same."""
+"""`.ci/run`, the hooks of pre-commit and the hosted workflow agree."""
 
 from __future__ import annotations
 

@@ -597,7 +597,7 @@ def test_what_is_left_to_lax(reason, monkeypatch):
     with pytest.warns(jaxops.NoKernelWarning, match=reason):
         got = jaxops.conv_general_dilated(lhs, rhs, **options)
     np.testing.assert_array_equal(got, lax.conv_general_dilated(lhs, rhs, **options))
-    jaxops.conv_general_dilated(lhs, rhs, **options)  # without a word
+    jaxops.conv_general_dilated(lhs, rhs, **options)  # no second warning
 
 
 def test_supported_takes_structures_and_says_no_to_nonsense_as_lax_does():

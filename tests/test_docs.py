@@ -1,6 +1,6 @@
-"""README and docs/: links lead somewhere, named files and names exist, words are the field's.
+"""Links of README and docs/ lead somewhere, named files and names exist, words are the field's.
 
-The words of docstrings and comments of the package are read, too.
+The tests of words also read docstrings and comments of the package.
 """
 
 from __future__ import annotations

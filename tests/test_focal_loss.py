@@ -136,7 +136,7 @@ def exact(z, y, gamma, orders):
 
 
 def differentiate(function, orders):
-    """The same derivative of a function of arrays whose elements do not depend on each other."""
+    """The derivative of these orders of a function of arrays whose elements are independent."""
 
     def along(function, argument):
         def derivative(*arguments):
@@ -274,8 +274,8 @@ def test_a_very_large_gamma(kind, dtype, platform):
 
 # --- published values ----------------------------------------------------------------------------
 
-# The small cases that object-detection toolboxes test their kernels with: gamma 2, alpha 0.25,
-# divided by the number of rows. Logits, labels, and (loss, gradient) of each operator.
+# Object-detection toolboxes test their kernels with these small cases: gamma 2, alpha 0.25, divided
+# by the number of rows. Logits, labels, and (loss, gradient) of each operator.
 PUBLISHED = (
     (
         [[1, 0], [0, 1]],

@@ -141,7 +141,7 @@ def check(
     def function(x, weight, bias=None):
         return jaxops.lightweight_conv(x, weight, bias=bias, **options)
 
-    # One program for both, as most of the time is the compiler's.
+    # One program computes both, because most of the time is the compiler's.
     def alone_and_differentiated(g, *arguments):
         argnums = tuple(range(len(arguments)))
         return function(*arguments), vjp_of(function, argnums)((g,), *arguments)
