@@ -103,7 +103,7 @@ JAXOPS_HOST_DEVICE_INLINE A MultiplyAdd(A a, A b, A c) {
 template <typename A>
 struct Place {
   int32_t entry;  // the lower of the two around it
-  bool lower;     // whether the entry is in the volume
+  bool lower;     // whether each entry is in the volume
   bool upper;
   multilinear::Axis<A> axis;
 };

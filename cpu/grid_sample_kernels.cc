@@ -75,7 +75,7 @@ struct AxisOf {
 
   struct Found {
     Int entry;      // the lower of the two around a coordinate
-    Int has_lower;  // all bits set if that entry is there
+    Int has_lower;  // all bits set if the entry is in the volume and in [begin, end)
     Int has_upper;
     V lower;  // the factors
     V upper;
@@ -161,7 +161,7 @@ struct Stencils {
 
   int count;
   int64_t low[kBlock];      // the lowest entry; it may be outside of the volume
-  Integer corners[kBlock];  // bit c: entry c is in the volume
+  Integer corners[kBlock];  // bit c is set if every axis has entry c
   Integer lost[kBlock];     // not 0 if a coordinate is NaN
   A weights[kCorners][kBlock];
   // Only derivatives use the following.
