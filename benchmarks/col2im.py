@@ -53,7 +53,7 @@ def ours(case):
 
 
 def slices(case):
-    """The transpose of one strided slice a tap: sums in float32 of what is padded with zeros."""
+    """The transpose of one strided slice a tap: float32 sums of parts padded with zeros."""
     wide = jnp.promote_types(case.dtype, jnp.float32)
     of_slices = next(peer for peer in COPY.peers if peer.name == "XLA slices").function(case)
 

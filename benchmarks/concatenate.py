@@ -1,6 +1,6 @@
 """concatenate against XLA and PyTorch. Shapes are those of the result, without padding.
 
-`parts` says what it is made of along the axis: "63+65" are two arrays, "16x32" are sixteen.
+`parts` lists the extents along the axis: "63+65" are two arrays, "16x32" are sixteen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CASES = [
     *cases("small", (8, 16, 16, 64), ["bfloat16", "float32"], parts="32+32", axis=3),
     *cases("small", (4, 1000), "float32", parts="4x250", axis=1),
     *cases("small", (64, 512), "bfloat16", parts="32+32", axis=0),
-    # Skip connections of U-Nets, channel-last and channel-first, and a DenseNet's block.
+    # U-Nets concatenate skip connections, channel-last and channel-first; a DenseNet, its blocks.
     *cases("typical", (16, 128, 128, 128), "bfloat16", parts="64+64", axis=3, target=True),
     *cases("typical", (64, 28, 28, 512), "bfloat16", parts="16x32", axis=3, target=True),
     *cases("typical", (16, 128, 128, 192), ["bfloat16", "float32"], parts="64+128", axis=3),
@@ -28,7 +28,7 @@ CASES = [
     *cases("large", (8192, 8192), "float32", parts="2x4096", axis=0),
     *cases("large", (64, 128, 4096), "bfloat16", parts="64x64", axis=2),
     *cases("large", (32, 128, 128, 128), "float64", parts="64+64", axis=3),
-    # Widths that no vector access divides, and RGB and alpha.
+    # No vector access divides these widths; some are RGB and alpha.
     *cases("odd", (16, 128, 128, 128), ["bfloat16", "float32"], parts="63+65", axis=3),
     *cases("odd", (64, 512, 512, 4), "uint8", parts="3+1", axis=3),
     *cases("odd", (64, 512, 512, 3), ["uint8", "float16"], parts="3x1", axis=3),
@@ -103,7 +103,7 @@ def cost(case: Case, direction: Direction) -> Cost:
     for n in case.shape:
         entries *= n
     written = entries // sum(sizes(case)) * (sum(sizes(case)) + padding(case))
-    # The gradient reads no padding.
+    # The gradient does not read the padding.
     count = entries + (written if direction.name == "forward" else entries)
     return Cost(bytes=count * jnp.dtype(case.dtype).itemsize)
 

@@ -1,4 +1,4 @@
-"""conv2d against XLA and PyTorch. Shapes are (N, C, H, W, O, K): a K x K kernel of O outputs.
+"""conv2d against XLA and PyTorch. Shapes are (N, C, H, W, O, K): K x K kernels, O outputs.
 
 Cases with an activation have a bias as well.
 """
@@ -21,7 +21,7 @@ LAYOUTS = {NHWC: (NHWC, "HWIO", NHWC), NCHW: (NCHW, "OIHW", NCHW)}
 CASES = [
     *cases("small", (1, 16, 32, 32, 32, 3), ["float32", "bfloat16"], layout=NHWC),
     *cases("small", (8, 8, 8, 8, 16, 3), "float32", layout=[NHWC, NCHW]),
-    # A ResNet's, at a batch that trains on one device.
+    # A ResNet has these layers, at a batch that trains on one device.
     *cases("typical", (32, 64, 56, 56, 64, 3), ["float32", "bfloat16", "float16"], layout=NHWC),
     *cases("typical", (32, 128, 28, 28, 128, 3), ["float32", "bfloat16"], layout=[NHWC, NCHW]),
     *cases("typical", (32, 128, 56, 56, 128, 3), "bfloat16", layout=NHWC, strides=2),
@@ -42,7 +42,7 @@ CASES = [
     *cases("large", (64, 256, 14, 14, 1024, 1), "bfloat16", target=True, layout=NHWC),
     *cases("large", (64, 256, 28, 28, 256, 3), "bfloat16", target=True, layout=NHWC, dilation=2),
     *cases("large", (64, 256, 28, 28, 256, 3), "float32", layout=NHWC),
-    # As TF32, which is JAX's default.
+    # float32 is multiplied as TF32, which is JAX's default.
     *cases("typical", (32, 64, 56, 56, 64, 3), "float32", layout=NHWC, precision="default"),
     *cases("typical", (32, 128, 28, 28, 128, 3), "float32", layout=NHWC, precision="default"),
     *cases("large", (64, 256, 28, 28, 256, 3), "float32", layout=NHWC, precision="default"),
@@ -103,12 +103,12 @@ def ours(case):
 
 
 def finished(case, y, bias, activations):
-    """With bias and activation, where the case has them; images are (N, H, W, O) then."""
+    """The result, with bias and activation if the case has them; images are (N, H, W, O) then."""
     return y if bias is None else getattr(activations, case.options["activation"])(y + bias)
 
 
 def precision(case):
-    """Of float32 the true one if the case has none; both sides and the judge are given it."""
+    """The precision of a case, by default "highest" for float32; peers and the judge use it too."""
     return case.options.get("precision", "highest" if case.dtype == "float32" else None)
 
 
@@ -226,7 +226,7 @@ def cost(case: Case, direction: Direction) -> Cost:
     x, kernel, y, products = sizes(case)
     # The gradient of an activation needs what it was given.
     passes = (direction.value or "activation" in case.options) + len(direction.wrt)
-    # Both gradients read the cotangent, x or the kernel once, and write what they are.
+    # Both gradients read the cotangent and x or the kernel once, and write their result.
     entries = x + kernel + y if passes == 1 else 2 * (x + kernel) + y
     depthwise = case.options.get("groups") == case.shape[1]
     unit = "fma" if depthwise else "matmul"

@@ -1,6 +1,6 @@
 """grid_sample against XLA and PyTorch. Shapes are (points, channels, sizes of the volume).
 
-Points are random, or "rays": lined up along parallel rays through the volume, as renderers sample.
+Points are random, or "rays": they lie along parallel rays through the volume, as renderers sample.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = [
     *cases("odd", (262_144, 8, 64, 64, 64), "float64", where="random"),
 ]
 # fmt: on
-# Volumes that caches hold, of few and of many channels: distortions and feature fields on a CPU.
+# Caches hold these volumes, of 1 to 32 channels: distortions and feature fields on a CPU.
 for sizes in ((64, 64), (32, 32, 32)):
     CASES += cases("small", (1000, 2, *sizes), "float32", where="random")
     for channels in (1, 2, 3, 4, 8, 16, 32):
@@ -79,7 +79,7 @@ def arguments(case, key):
 
 
 def off_the_grid(points, sizes):
-    """Points clear of the entries: there gradients jump, and rounding decides on which side."""
+    """Points are clear of the entries: gradients jump there, and rounding decides on which side."""
     scale = (jnp.array(sizes, points.dtype) - 1) / 2
     x = (points + 1) * scale
     cell = jnp.floor(x)
@@ -98,7 +98,7 @@ def ours(case):
 
 
 def positions(case, points):
-    """Where points are, in entries."""
+    """The coordinates of points, in entries."""
     last = jnp.array(case.shape[2:], points.dtype) - 1
     x = (points + 1) * last / 2
     if padding_of(case) == "border":
@@ -137,7 +137,7 @@ def by_gathers(case):
 
 
 def by_map_coordinates(case):
-    """JAX's own interpolation of one channel, for all of them."""
+    """JAX's interpolation of one channel, applied to each channel."""
     mode = {"zeros": "constant", "border": "nearest", "reflection": "mirror"}[padding_of(case)]
     last = np.array(case.shape[2:]) - 1
 
@@ -158,7 +158,8 @@ def by_torch(case):
     sizes = case.shape[2:]
 
     def function(volume, points):
-        # Its images have channels first, and coordinates in the order of the axes from the last.
+        # PyTorch's images have channels first, and coordinates in the order of the axes from the
+        # last.
         image = volume.movedim(-1, 0)[None]
         grid = points.flip(-1).reshape(1, -1, *[1] * (len(sizes) - 1), len(sizes))
         found = torch.nn.functional.grid_sample(
@@ -195,8 +196,8 @@ def cost(case: Case, direction: Direction) -> Cost:
 
 def terms(case: Case, direction: Direction) -> int:
     count, channels, *sizes = case.shape
-    # Positions are rounded relative to the extent of the volume; its entries' sums have as many
-    # points as fall around them.
+    # Positions are rounded relative to the extent of the volume. A sum of an entry has one term for
+    # each point around it.
     position = max(sizes) ** 2
     crowd = -(-count << len(sizes)) // math.prod(sizes)
     return position * (channels if 1 in direction.wrt else 1) + crowd
@@ -217,6 +218,6 @@ BENCHMARK = Benchmark(
     ),
     cost=cost,
     terms=terms,
-    # The least bytes count the volume once, which random reads of its corners cannot reach.
+    # The limit counts the volume once, and random reads of its corners cannot reach that.
     near_limit=False,
 )

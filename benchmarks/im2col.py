@@ -88,7 +88,7 @@ def slices(case):
 
 
 def identity_kernel(case):
-    """`jax.lax.conv_general_dilated_patches`, in its own order of channels and taps."""
+    """`jax.lax.conv_general_dilated_patches`, in the order of channels and taps that it has."""
     layout = case.options["layout"]
     k, stride = case.shape[-1], case.options["strides"]
 

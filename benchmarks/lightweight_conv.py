@@ -20,7 +20,7 @@ CASES = [
     *conv("small", (2, 64, 65, 8, 5), "float32"),
     *conv("small", (1, 256, 64, 4, 7), "float16", layout="NTC", padding="same"),
     *conv("small", (8, 256, 128, 256, 4), "bfloat16"),
-    # LightConv's layers (Wu et al. 2019), and the depthwise layers of Mamba and Hyena.
+    # LightConv (Wu et al. 2019) has these layers; Mamba and Hyena have the depthwise ones.
     *conv("typical", (32, 1024, 128, 16, 31), "float32", layout="NCT", target=True),
     *conv("typical", (32, 1024, 128, 16, 31), "float32", layout="NTC", target=True),
     *conv("typical", (32, 1024, 128, 16, 7), ["float32", "bfloat16"], layout="NTC", padding="same"),
@@ -110,7 +110,7 @@ def exact(case):
         by_tap = jnp.repeat(weight, C // H, axis=0).T
         by_tap = by_tap[:, :, None] if axis == 2 else by_tap
 
-        @jax.checkpoint  # so that a gradient keeps none of the shifted copies
+        @jax.checkpoint  # a gradient then keeps no shifted copy
         def add(total, k):
             shifted = jax.lax.dynamic_slice_in_dim(padded, k * dilation(case), T, axis=axis)
             return total + by_tap[k] * shifted, None
@@ -213,12 +213,12 @@ SLOW = "takes more than a second a call on a CPU"
 def cost(case: Case, direction: Direction) -> Cost:
     B, C, T, H, K = case.shape
     itemsize = jnp.dtype(case.dtype).itemsize
-    # Read: x, or x and the cotangent. Written: y, or the gradient by x, or both.
+    # Reads x, or x and the cotangent; writes y, dx, or both.
     sequences = {"forward": 2, "backward": 3, "value_and_grad": 4}[direction.name]
     filters = 1 if direction.name == "forward" else 2
     products = {"forward": 1, "backward": 2, "value_and_grad": 3}[direction.name]
     if itemsize == 2 and C > H:
-        # Taps that channels share make matrices, which tensor cores multiply.
+        # Channels that share taps form matrices, which tensor cores multiply.
         unit = f"matmul {case.dtype}"
     else:
         unit = "fma float64" if case.dtype == "float64" else "fma float32"

@@ -18,11 +18,11 @@ def focal(group, shape, dtypes, *, gamma=2.0, target=False, **options):
 
 # fmt: off
 CASES = [
-    # DETR's 900 queries, and SSD's anchors, of COCO's classes.
+    # DETR has 900 queries, SSD these anchors; both have COCO's classes.
     *focal("small", (900, 91), "float32"),
     *focal("small", (14_400, 91), "float32", target=True),
     *focal("small", (8_732, 80), ["bfloat16", "float16"]),
-    # RetinaNet's anchors of one image, and of a batch of 8.
+    # RetinaNet has these anchors in one image, and in a batch of 8.
     *focal("typical", (191_772, 80), ["float32", "bfloat16", "float16"]),
     *focal("typical", (191_772, 80), "float32", gamma=[0.0, 0.5, 1.0, 5.0]),
     *focal("large", (1_534_176, 80), "float32", target=True),
@@ -50,7 +50,7 @@ def arguments(case, key):
         return logits, jax.random.uniform(of_labels, logits.shape).astype(logits.dtype)
     if case.options.get("labels") == "bool":
         return logits, jax.random.bernoulli(of_labels, 0.01, logits.shape)
-    # As in detection, most rows are background.
+    # Most rows are background, as in detection.
     labels = jax.random.randint(of_labels, (rows,), -9 * classes, classes)
     return logits, jnp.maximum(labels, -1)
 

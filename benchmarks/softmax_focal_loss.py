@@ -1,6 +1,6 @@
 """softmax_focal_loss, a mean over rows, against XLA and PyTorch. Shapes are (rows, classes).
 
-With the option `entries`, the rows are those of so many means of equal length, made by vmap.
+With the option `entries`, vmap takes the mean of each of `entries` equal groups of rows.
 """
 
 from __future__ import annotations

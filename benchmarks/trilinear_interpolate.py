@@ -12,7 +12,7 @@ from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, no
 CASES = [
     *cases("small", (4096, 4), "float32"),
     *cases("small", (1024, 32), ["float32", "bfloat16"]),
-    # The grids of radiance fields: few features, many samples; and wide ones of networks.
+    # Grids of radiance fields have few features and many samples; those of networks are wide.
     *cases("typical", (262_144, 16), ["float32", "bfloat16", "float16"]),
     *cases("typical", (200_000, 4), "float32"),
     *cases("typical", (50_000, 32), "float32"),
@@ -90,7 +90,7 @@ def batched_product(case):
 
 
 def plain_sum(case):
-    """The formula as one writes it, with the corners in a dimension that is summed."""
+    """The formula as users write it, with the corners in a dimension that is summed."""
 
     def function(features, points):
         wide = jnp.promote_types(features.dtype, jnp.float32)

@@ -9,7 +9,8 @@
 
 namespace jaxops {
 
-// More alternations of batched and broadcast dimensions than nested vmaps produce in practice.
+// The maximum exceeds the alternations of batched and broadcast dimensions of nested vmaps in
+// practice.
 inline constexpr int kMaxBatchDims = 8;
 
 // Maps a flat batch index to the element offset of each of `kOperands` operands. An operand that
@@ -61,8 +62,9 @@ class BatchMap {
   // Number of batch entries: the product of all dimensions.
   JAXOPS_HOST_DEVICE int64_t size() const { return size_; }
 
-  // Element offsets of all operands for the flat batch index `index`, for kernels that need several
-  // and have less than 2^32 entries: one short division a dimension, and none for the slowest one.
+  // The element offsets of all operands for the flat batch index `index`, for kernels that need
+  // several offsets and have less than 2^32 entries: each dimension costs one 32-bit division, and
+  // the slowest one none.
   struct Offsets {
     JAXOPS_HOST_DEVICE int64_t operator[](int operand) const { return of[operand]; }
     int64_t of[kOperands] = {};
@@ -88,8 +90,8 @@ class BatchMap {
   }
 
  private:
-  // Not unrolled: nested vmaps are too rare to bloat every kernel with their divisions. Nor a
-  // call, which would confine to a few registers whatever lives across it.
+  // This loop is not unrolled, because nested vmaps are too rare to enlarge every kernel by their
+  // divisions. It is not a call either, which would keep live values in a few registers.
   JAXOPS_HOST_DEVICE int64_t NestedOffset(int64_t index, int operand) const {
     int64_t offset = 0;
 #if defined(__CUDACC__)

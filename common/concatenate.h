@@ -1,8 +1,9 @@
-// Concatenation and splitting, both as one job: rows of bytes made from segments of other rows.
+// Concatenation and splitting, both described as one job: rows of bytes composed of segments of
+// other rows.
 //
-// An array is seen as (rows, row), rows being the dimensions before the axis and a row everything
-// from the axis on. A concatenation makes one destination from many sources, a split many from
-// one; padding is bytes of a segment that no source fills.
+// An array is treated as (rows, row): rows are the dimensions before the axis, and a row is
+// everything from the axis on. A concatenation composes one destination from many sources, a split
+// many from one; padding is bytes of a segment that no source fills.
 #ifndef JAXOPS_COMMON_CONCATENATE_H_
 #define JAXOPS_COMMON_CONCATENATE_H_
 
@@ -16,12 +17,12 @@ inline constexpr int kMaxRowDims = 8;
 
 // A segment of every row of a destination: `size` bytes of a source, then zeros up to `extent`.
 struct Piece {
-  const void* source;   // where the segment of row 0 is read; where size is 0, some other address
-  const void* end;      // of the array that it is in
+  const void* source;   // address of the segment in row 0; arbitrary if size is 0
+  const void* end;      // of the array that contains the source
   int64_t stride;       // bytes between neighbouring rows of the source
   int64_t size;         // bytes
   int64_t extent;       // bytes
-  uint32_t varies = 0;  // bit d: the source has an entry for each of row dimension d, not just one
+  uint32_t varies = 0;  // bit d: the source has an entry for each of row dimension d, not only one
 };
 
 // An array whose rows are made of pieces[first_piece], ... in order.

@@ -1,11 +1,11 @@
-// Convolution of images of channels, as the kernels see it.
+// Calls of the convolution kernels.
 //
 // The result at pixel `out` is the sum over taps and channels c of
 //
 //   x[out * stride + tap * dilation - low, c] * kernel[tap, c, :]
 //
-// with x zero outside of it; of several groups of channels each has its own outputs. The input
-// gradient is the transpose of that in x, the kernel gradient that in the kernel.
+// with x zero outside of the image. Each group of channels has its own outputs. The input gradient
+// is the transpose of this sum in x, the kernel gradient the transpose in the kernel.
 #ifndef JAXOPS_COMMON_CONV_H_
 #define JAXOPS_COMMON_CONV_H_
 
@@ -18,27 +18,27 @@ namespace jaxops::conv {
 
 inline constexpr int kDims = 2;
 
-// Applied to sums before they are rounded.
+// The epilogue is applied to sums before they are rounded.
 struct Epilogue {
-  const void* bias = nullptr;  // an entry an output, of the type of the sums; null where none is
+  const void* bias = nullptr;  // one entry per output, of the type of the sums; null: none
   Activation activation = Activation::kNone;
 };
 
-// Images are (images, in..., channels) and (images, out..., outputs), contiguous; the kernel is
-// (taps..., channels / groups, outputs), but (taps..., outputs, channels / groups) of the forward
-// product of TF32, to which the kernel has then been rounded.
+// Images are (images, in..., channels) and (images, out..., outputs), contiguous. The kernel is
+// (taps..., channels / groups, outputs). For the forward product of TF32 it is (taps..., outputs,
+// channels / groups), already rounded to TF32.
 struct Call {
-  im2col::Window dims[kDims];  // the slowest first; of one dimension the first is not used
+  im2col::Window dims[kDims];  // the slowest first; with one dimension the first is unused
   int64_t images;
-  int64_t channels;  // of all groups, as the outputs are
+  int64_t channels;  // of all groups, like the outputs
   int64_t outputs;
   int64_t groups = 1;
   DType dtype;            // of both operands
-  DType result_dtype;     // that, or of 16-bit types f32
+  DType result_dtype;     // the same, or f32 with 16-bit operands
   bool tf32;              // whether f32 is multiplied as TF32
-  const void* image;      // x; of the input gradient the cotangent of the result
-  const void* kernel;     // not of the kernel gradient
-  const void* cotangent;  // of the kernel gradient only
+  const void* image;      // x; for the input gradient the cotangent of the result
+  const void* kernel;     // unused by the kernel gradient
+  const void* cotangent;  // used by the kernel gradient only
   void* result;           // the result, or the gradient
   Epilogue epilogue;      // of the forward product
 };

@@ -20,10 +20,10 @@ class FastDividerOf {
  public:
   FastDividerOf() = default;
   explicit FastDividerOf(int64_t divisor) : divisor_(static_cast<UInt>(divisor)) {
-    // The launchers' planners make many: the products of 32 bits need no more than 64.
+    // Launchers make many dividers: 32-bit products need only 64-bit arithmetic.
     using Wide = std::conditional_t<kBits == 32, uint64_t, unsigned __int128>;
     shift_ = std::bit_width(divisor_ - 1);
-    // 2^bits * 2^shift / divisor rounded up is 2^bits plus this.
+    // The multiplier is the rounded-up 2^bits * 2^shift / divisor minus 2^bits.
     multiplier_ =
         static_cast<UInt>((Wide{1} << kBits) * ((Wide{1} << shift_) - divisor_) / divisor_ + 1);
   }

@@ -1,12 +1,13 @@
 // Calls of the focal loss kernels of every platform.
 //
-// With x how far the wrong answer leads (the logit of a class that is not the target, its negative
-// for the target, and for a softmax the log-sum-exp of the other logits minus that of the label),
+// x is the lead of the wrong answer: for a sigmoid the logit of a class that is not the target, or
+// minus the logit of the target; for a softmax the log-sum-exp of the other logits minus the logit
+// of the label.
 //
 //   loss(x)  = sigmoid(x)^gamma softplus(x)
 //   slope(x) = sigmoid(x)^gamma (gamma sigmoid(-x) softplus(x) + sigmoid(x))
-//
-// which are sums of positive terms: computed from exp(-|x|) they are exact to a few roundings for
+// Both are sums of positive terms: computed from exp(-|x|), they are exact to a few roundings for
+// every x.
 // every x.
 #ifndef JAXOPS_COMMON_FOCAL_LOSS_H_
 #define JAXOPS_COMMON_FOCAL_LOSS_H_
@@ -60,8 +61,8 @@ struct Sigmoid {
   void* sum;                 // of the loss, a scalar of the arithmetic type; null: not wanted
 };
 
-// Scalars and weights are of the arithmetic type here too. Rows without a class, whose labels are
-// outside [0, classes), have loss and gradient zero, whatever their weights.
+// Scalars and weights are of the arithmetic type here too. The loss and the gradient of a row whose
+// label is outside [0, classes) are zero, whatever its weight.
 struct Softmax {
   enum Operand { kLogits, kLabels, kScale, kGamma, kWeight, kResult, kSum, kOperands };
 
@@ -80,9 +81,9 @@ struct Softmax {
   void* sum;              // of the loss, a scalar of the arithmetic type; null: not wanted
 };
 
-// CUDA devices cut a sum into as many partial sums, for each batch entry: one for each thread
-// block, which has at least 2048 logits, but for the last. Their number decides the order of
-// additions: it depends on sizes alone.
+// Returns the number of partial sums of a batch entry on CUDA devices: one for each thread block,
+// which has at least 2048 logits except for the last block. This number decides the order of
+// additions, and depends on sizes alone.
 template <typename Call>
 int64_t CountSplits(const Call& call) {
   constexpr int64_t kSplit = 2048, kMaxSplits = 16384;
@@ -90,7 +91,7 @@ int64_t CountSplits(const Call& call) {
   return std::clamp<int64_t>(splits, 1, kMaxSplits);
 }
 
-// The bytes of the partial sums, of the arithmetic type; none without a sum.
+// Returns the bytes of the partial sums, which are of the arithmetic type; 0 without a sum.
 template <typename Call>
 int64_t WorkSpaceBytes(const Call& call) {
   if (call.sum == nullptr) return 0;

@@ -23,7 +23,7 @@ namespace jaxops::grid_sample {
 
 inline constexpr int kMaxAxes = 3;
 
-// Entries of an axis: one more is still counted in 32 bits.
+// Entries of an axis, at most: this number plus one is still a 32-bit integer.
 inline constexpr int64_t kMaxSize = INT32_MAX - 1;
 
 enum class Method : int32_t { kLinear, kNearest };
@@ -61,30 +61,31 @@ struct Call {
   DType point_dtype;  // of points, directions and dpoints; f64 only if dtype is
   int order;
   bool deterministic;
-  const void* volume;  // null where neither out nor dpoints is wanted
+  const void* volume;  // null if neither out nor dpoints is wanted
   const void* points;
-  const void* cotangent;  // null with out
+  const void* cotangent;  // null if out is wanted
   const void* directions[multilinear::kMaxDirections];
-  // Wanted are either out, or one or both of the others; out and dpoints are dense.
+  // A call computes either out, or one or both of the others; out and dpoints are dense.
   void* out;
   void* dvolume;
   void* dpoints;
-  // Work space on CUDA devices: of the volume's gradient, and of putting points in order.
+  // Work space on CUDA devices, for the sums of the volume's gradient and the order of points.
   void* scratch;
   int64_t scratch_bytes;
-  // Last, so that all else, which kernels read, lies together in their parameters.
+  // This is the last member: the others, which kernels read, are then contiguous in their
+  // parameters.
   BatchMap<kOperands> batch;
 };
 
 JAXOPS_HOST_DEVICE_INLINE float Floor(float x) { return floorf(x); }
 JAXOPS_HOST_DEVICE_INLINE double Floor(double x) { return floor(x); }
 
-// Halves round to even.
+// Rounds halves to even.
 JAXOPS_HOST_DEVICE_INLINE float Round(float x) { return rintf(x); }
 JAXOPS_HOST_DEVICE_INLINE double Round(double x) { return rint(x); }
 
-// a b + c, on GPUs rounded as it is written here and not as the compiler likes: all kernels find a
-// coordinate in the same place.
+// a b + c. On GPUs its rounding is fixed here, and not the compiler's choice: all kernels must
+// locate a coordinate at the same entry.
 template <typename A>
 JAXOPS_HOST_DEVICE_INLINE A MultiplyAdd(A a, A b, A c) {
 #if defined(__CUDA_ARCH__)
@@ -98,19 +99,19 @@ JAXOPS_HOST_DEVICE_INLINE A MultiplyAdd(A a, A b, A c) {
 #endif
 }
 
-// Where a coordinate is along an axis.
+// The entries around a coordinate of one axis.
 template <typename A>
 struct Place {
   int32_t entry;  // the lower of the two around it
-  bool lower;     // whether each is there
+  bool lower;     // whether each entry is in the volume
   bool upper;
   multilinear::Axis<A> axis;
 };
 
-// A coordinate that is not a number is far outside; the caller looks for it.
+// A NaN is located far outside; the caller checks for NaN.
 template <typename A>
 JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geometry) {
-  // Both are rounded, and may be the same, if A does not count that many entries one by one.
+  // Both are rounded, and may be equal, if A does not represent every entry of such a large axis.
   const A n = static_cast<A>(size);
   const A last = n - 1;
   A slope = geometry.align_corners ? last / 2 : n / 2;
@@ -123,7 +124,7 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
       const A low = geometry.align_corners ? A(0) : A(-0.5);
       const A span = geometry.align_corners ? last : n;
       const A distance = x < low ? low - x : x - low;
-      // Infinite ones are clamped.
+      // An infinite coordinate is clamped.
       if (span > 0 && distance - distance == 0) {
         const A rest = MultiplyAdd(-2 * span, Floor(distance / (2 * span)), distance);
         const bool back = rest > span;
@@ -131,7 +132,7 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
         x = (back ? 2 * span - rest : rest) + low;
       }
     }
-    // Along an axis of one entry nothing changes, not even where x is on it.
+    // The derivative is zero along an axis of one entry, even if x is on that entry.
     if (!(x >= 0 && x <= last) || size == 1) {
       slope = 0;
       x = x > last ? last : A(0);
@@ -141,15 +142,15 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
     const int32_t nearest = x == last ? size - 1 : static_cast<int32_t>(Round(x));
     return {nearest, nearest >= 0 && nearest < size, false, {1, 0, 0}};
   }
-  // The last entry belongs to the interval before it, where there is one.
+  // The last entry belongs to the interval before it, if the axis has one.
   const bool ends = x == last && size > 1;
   const int32_t entry = ends ? size - 2 : static_cast<int32_t>(Floor(x));
   const A fraction = ends ? A(1) : x - static_cast<A>(entry);
   return {entry, entry >= 0 && entry < size, entry + 1 < size, {1 - fraction, fraction, slope}};
 }
 
-// The same with zeros around and the two entries around a coordinate, without branches, so that
-// those of several axes are found side by side.
+// Locate for zeros around and the two entries around a coordinate. It has no branches, so that the
+// chains of several axes overlap.
 template <typename A>
 JAXOPS_HOST_DEVICE_INLINE Place<A> LocateInZeros(A p, int32_t size, const Geometry& geometry) {
   const A n = static_cast<A>(size);

@@ -10,23 +10,23 @@
 
 namespace jaxops::grid_sample {
 
-// Points that a block puts in a rough order, and the bytes that it writes: tiles of 32 points, and
-// 16 bytes a point.
+// Points that one block sorts roughly, and the bytes that a sort writes: tiles of 32 points, and 16
+// bytes a point.
 inline constexpr int64_t kRoughBlockPoints = 4096;
 inline constexpr int64_t kRoughBlockBytes = (kRoughBlockPoints + 32 * 32) * 16;
 // The entries of a brick along each axis of images and of volumes, the points that a block sorts by
-// groups of bricks, the groups, at most, and the points of a brick that a warp takes.
+// groups of bricks, the groups at most, and the points of a brick that one warp sums.
 inline constexpr int kBrickSizes[2][kMaxAxes] = {{8, 16, 1}, {4, 4, 8}};
 inline constexpr int64_t kBrickBlockPoints = 8192;
 inline constexpr int64_t kMaxBrickGroups = 512;
 inline constexpr int64_t kBrickShare = 1024;
-// Sorted points of one cell that are summed together, and the levels of such groups.
+// Sorted points of one cell that are summed together, and the number of levels of such groups.
 inline constexpr int64_t kSortedGroup = 32;
 inline constexpr int kSortedLevels = 3;
 
-// The bytes by which points are put in an order, if that pays: points must meet entries repeatedly,
-// and the volume be larger than caches. For the volume's gradient (`sums`) the order may be by
-// bricks, each of which has 2^axes bins.
+// Returns the bytes for an order of the points, or 0 if an order does not pay: points must meet
+// entries repeatedly, and the volume must exceed the caches. For the volume's gradient (`sums`) the
+// order may be by bricks, each of which has 2^axes bins.
 inline int64_t OrderBytes(const Call& call, int64_t entry_bytes, bool sums) {
   constexpr int64_t kMinVolumeBytes = int64_t{1} << 25;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
@@ -44,9 +44,9 @@ inline int64_t OrderBytes(const Call& call, int64_t entry_bytes, bool sums) {
   return std::max(rough, 4 * numbers);
 }
 
-// The bytes of the volume's gradient in a fixed order: a key and an index for each point, twice,
-// and the space of the sort itself; the first and the last point of every cell, a record of each
-// point and, of a derivative, its weights; and the sums of groups of points.
+// Returns the bytes of the volume's gradient in a fixed order: two copies of a key and an index for
+// each point; the work space of the sort itself; the first and the last point of every cell; a
+// record of each point, with its weights for a derivative; and the sums of groups of points.
 inline int64_t SortBytes(const Call& call, int64_t entry_bytes, int64_t item) {
   const Geometry& g = call.geometry;
   const int64_t count = call.batch.size() * g.points;
@@ -62,13 +62,13 @@ inline int64_t SortBytes(const Call& call, int64_t entry_bytes, int64_t item) {
   return count * point_bytes + cells * 8 + groups * corners * entry_bytes + sort;
 }
 
-// The sums of the volume's gradient, in f32 where it has 16 bits, are followed by the order.
+// The sums of the volume's gradient, in f32 for 16-bit types, are followed by the order.
 inline constexpr int64_t kOrderAlignment = 16;
 
 inline int64_t WorkSpaceBytes(const Call& call) {
   const Geometry& g = call.geometry;
   if (call.dvolume == nullptr) {
-    // An order pays for volumes that are only read, if entries are long and fill whole sectors of
+    // For volumes that are only read, an order pays if entries are long and fill whole sectors of
     // memory.
     constexpr int64_t kMinReadBytes = int64_t{3} << 24, kMinEntryBytes = 64, kSectorBytes = 32;
     const int64_t entry_bytes = g.width * SizeOf(call.dtype);

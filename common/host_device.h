@@ -1,9 +1,9 @@
-// Marks functions that run on the host and in kernels alike.
+// Marks of functions that run both on the host and in kernels.
 #ifndef JAXOPS_COMMON_HOST_DEVICE_H_
 #define JAXOPS_COMMON_HOST_DEVICE_H_
 
-// The inline form is never a function of its own: kernel files of the host are compiled once for
-// each instruction set, and the linker would keep any one of what they share.
+// A function with the inline mark is always inlined: kernel files of the host are compiled once for
+// each instruction set, and the linker would keep only one copy of a shared function.
 #if defined(__CUDACC__)
 #define JAXOPS_HOST_DEVICE __host__ __device__
 #define JAXOPS_HOST_DEVICE_INLINE __host__ __device__ __forceinline__

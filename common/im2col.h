@@ -1,4 +1,4 @@
-// The patches of an image and the image of its patches, as the kernels of every platform see them.
+// The calls of im2col and col2im, for the kernels of every platform.
 //
 // A patch holds the inputs that a window of `taps` covers, in up to three dimensions, each with its
 // own stride, dilation and padding. Entry `tap` of patch `out` is, along each dimension, entry
@@ -6,7 +6,8 @@
 //   out * stride + tap * dilation - low
 //
 // of the image, or zero where the image has no such entry. im2col writes the patches of an image;
-// col2im, its transpose, sums the entries of patches that stem from the same entry of the image.
+// col2im, its transpose, sums the entries of patches that are copies of the same entry of the
+// image.
 #ifndef JAXOPS_COMMON_IM2COL_H_
 #define JAXOPS_COMMON_IM2COL_H_
 
@@ -25,14 +26,14 @@ struct Window {
   int64_t taps = 1;
   int64_t stride = 1;
   int64_t dilation = 1;
-  int64_t low = 0;  // entries of padding before the image; negative: that many are left out
+  int64_t low = 0;  // entries of padding before the image; negative: entries that are skipped
 };
 
 // Images are (rows, in..., channels) and patches (rows, out..., taps..., channels) if
 // `channels_last`. Otherwise channels count as rows, images are (rows, in...) and patches
 // (rows, taps..., out...).
 struct Call {
-  Window dims[kMaxDims];  // the slowest first; those that are not used come first
+  Window dims[kMaxDims];  // the slowest first; unused ones precede the others
   int64_t rows;
   int64_t channels;  // 1 unless channels_last
   bool channels_last;

@@ -59,20 +59,20 @@ struct Backward {
   DType weight_dtype;  // of weight and dweight
   DType bias_dtype;    // of dbias
   const void* x;
-  const void* weight;  // null when dx is
+  const void* weight;  // null if dx is null
   const void* g;
   void* dx;       // null: not wanted
   void* dweight;  // (kept, heads, taps)
   void* dbias;    // (kept, channels); null: not wanted
 };
 
-// CUDA devices cut the sums over time and the `summed` batch entries into as many partial sums, for
-// each entry of `kept`. Their number decides the order of additions: it depends on sizes alone, so
-// that results do not depend on the device. There are enough for thread blocks that fill one, each
-// with a few tiles to work on; kernels may use fewer.
+// Returns the number of partial sums over time and the `summed` batch entries on CUDA devices, for
+// each entry of `kept`. This number decides the order of additions. It depends on sizes alone, so
+// that results do not depend on the device. It is large enough for thread blocks that fill a
+// device, each with a few tiles; kernels may use fewer.
 inline int64_t CountSplits(const Backward& call) {
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  // The first of 1, 2, 4, ... from `least` to `most` that is at least n, or `most`.
+  // Returns the first of `least`, 2 `least`, ... up to `most` that is at least n, or `most`.
   const auto power_of_two = [](int64_t n, int64_t least, int64_t most) {
     int64_t power = least;
     while (power < n && power < most) power *= 2;
@@ -83,7 +83,7 @@ inline int64_t CountSplits(const Backward& call) {
   int64_t channel_blocks, wanted, min_steps;
   if (g.data_format == DataFormat::kNTC && g.taps <= 8) {
     // Neighbouring threads have neighbouring channels, up to 32 vectors of them, and then segments
-    // of time, whose steps each thread takes in a loop.
+    // of time; each thread loops over the steps of its segment.
     const int64_t wide = item == 8 ? 2 : 4, narrow = item == 2 ? 2 : 1;
     const int64_t vectors = ceil_div(g.channels, g.channels % wide == 0 ? wide : narrow);
     const int64_t lanes = power_of_two(vectors, 1, 32);
@@ -104,12 +104,12 @@ inline int64_t CountSplits(const Backward& call) {
   const int64_t blocks = std::max<int64_t>(1, call.kept.size() * channel_blocks);
   const int64_t steps = call.summed.size() * g.time;
   const int64_t splits = std::min(ceil_div(wanted, blocks), steps / min_steps);
-  // Room for more partial sums of the smaller kind that tensor cores make of long filters.
+  // Tensor cores compute smaller partial sums of long filters, and need space for more of them.
   return std::max<int64_t>(g.taps > 8 ? 2 : 1, splits);
 }
 
-// The bytes of the partial sums: (kept, splits, taps + 1, channels) of the accumulation type. The
-// last row is for the bias.
+// Returns the bytes of the partial sums: (kept, splits, taps + 1, channels) of the accumulation
+// type. The last row is for the bias.
 inline int64_t WorkSpaceBytes(const Backward& call) {
   const Geometry& g = call.geometry;
   const int64_t item = call.dtype == DType::kF64 ? 8 : 4;

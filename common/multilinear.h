@@ -1,10 +1,10 @@
 // The algebra of interpolation along several axes, for every platform.
 //
 // An entry of the grid is named by one bit an axis, axis 0 being the highest bit: 0 is the lower of
-// the axis's two entries, 1 the upper. Its weight is the product of its factors. A derivative takes
-// the slope of the factor instead of the factor for some axes; `terms[m]` below is the coefficient
-// of the term that takes the slopes of the axes in the set m. Without derivative only the empty set
-// has one; along a direction t it is t_a for each set {a}; and so on.
+// the axis's two entries, 1 the upper. The weight of an entry is the product of its factors. A
+// derivative replaces the factor of some axes by its slope; `terms[m]` below is the coefficient of
+// the term that has the slopes of the axes in the set m. Without derivative only the coefficient of
+// the empty set is nonzero; for one direction t, the coefficient of each set {a} is t_a; and so on.
 #ifndef JAXOPS_COMMON_MULTILINEAR_H_
 #define JAXOPS_COMMON_MULTILINEAR_H_
 
@@ -14,7 +14,7 @@
 
 namespace jaxops::multilinear {
 
-// No derivative has more directions: along one more than there are axes it is zero.
+// A derivative has at most three directions: one along more directions than axes is zero.
 inline constexpr int kMaxDirections = 3;
 
 // The factors of an axis. Their derivatives with respect to the coordinate are -slope and slope.
@@ -36,11 +36,11 @@ JAXOPS_HOST_DEVICE_INLINE void NoDerivative(A (&terms)[1 << kAxes]) {
   for (int m = 0; m < 1 << kAxes; ++m) terms[m] = m == 0 ? A(1) : A(0);
 }
 
-// One more derivative, along a direction.
+// Adds a derivative along one more direction.
 template <int kAxes, typename A>
 JAXOPS_HOST_DEVICE_INLINE void Differentiate(const Axis<A> (&axes)[kAxes],
                                              const A (&direction)[kAxes], A (&terms)[1 << kAxes]) {
-  // From the largest set down, because a set takes from those with one axis less.
+  // The loop begins with the largest set, because a set reads sets with one axis less.
   JAXOPS_UNROLL
   for (int m = (1 << kAxes) - 1; m >= 0; --m) {
     A sum = 0;
@@ -52,7 +52,7 @@ JAXOPS_HOST_DEVICE_INLINE void Differentiate(const Axis<A> (&axes)[kAxes],
   }
 }
 
-// The weights of the entries, without derivative.
+// Computes the weights of the entries, without derivative.
 template <int kAxes, typename A>
 JAXOPS_HOST_DEVICE_INLINE void PlainWeights(const Axis<A> (&axes)[kAxes],
                                             A (&weights)[1 << kAxes]) {
@@ -67,7 +67,7 @@ JAXOPS_HOST_DEVICE_INLINE void PlainWeights(const Axis<A> (&axes)[kAxes],
   }
 }
 
-// Turns terms into the weights of the entries.
+// Computes the weights of the entries from terms.
 template <int kAxes, typename A>
 JAXOPS_HOST_DEVICE_INLINE void TermsToWeights(const Axis<A> (&axes)[kAxes],
                                               A (&terms)[1 << kAxes]) {
@@ -84,8 +84,8 @@ JAXOPS_HOST_DEVICE_INLINE void TermsToWeights(const Axis<A> (&axes)[kAxes],
   }
 }
 
-// Replaces the values of the entries by their sums, with the slopes of the axes in the set m and
-// the factors of others in values[m].
+// Replaces the values of the entries by their sums: values[m] has the slopes of the axes in the set
+// m and the factors of the others.
 template <int kAxes, typename A>
 JAXOPS_HOST_DEVICE_INLINE void Contract(const Axis<A> (&axes)[kAxes], A (&values)[1 << kAxes]) {
   JAXOPS_UNROLL
@@ -101,7 +101,7 @@ JAXOPS_HOST_DEVICE_INLINE void Contract(const Axis<A> (&axes)[kAxes], A (&values
   }
 }
 
-// The point gradient of sum_c weight_c * values[c], without derivative. Overwrites values.
+// Computes the point gradient of sum_c weight_c * values[c], without derivative. Overwrites values.
 template <int kAxes, typename A>
 JAXOPS_HOST_DEVICE_INLINE void PlainPointGradient(const Axis<A> (&axes)[kAxes],
                                                   A (&values)[1 << kAxes], A (&gradient)[kAxes]) {
@@ -110,7 +110,7 @@ JAXOPS_HOST_DEVICE_INLINE void PlainPointGradient(const Axis<A> (&axes)[kAxes],
   for (int a = 0; a < kAxes; ++a) gradient[a] = axes[a].slope * values[BitOf<kAxes>(a)];
 }
 
-// The point gradient of sum_c weight_c * values[c], whose weights have these terms.
+// Computes the point gradient of sum_c weight_c * values[c], whose weights have these terms.
 // Overwrites values.
 template <int kAxes, typename A>
 JAXOPS_HOST_DEVICE_INLINE void PointGradient(const Axis<A> (&axes)[kAxes],

@@ -34,11 +34,11 @@ struct Call {
   DType dtype;        // of features, cotangent, out and dfeatures; f16 and bf16 compute in f32
   DType point_dtype;  // of points, directions and dpoints; f64 only if dtype is
   int order;
-  const void* features;  // null where neither out nor dpoints is wanted
+  const void* features;  // null if neither out nor dpoints is wanted
   const void* points;
-  const void* cotangent;  // null with out
+  const void* cotangent;  // null if out is wanted
   const void* directions[multilinear::kMaxDirections];
-  // Wanted are either out, or one or both of the others; these are dense, one entry a cell.
+  // A call computes either out, or one or both of the others; these are dense, one entry a cell.
   void* out;
   void* dfeatures;
   void* dpoints;

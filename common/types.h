@@ -15,7 +15,7 @@ constexpr int64_t SizeOf(DType dtype) {
 
 enum class Activation : int32_t { kNone, kRelu, kSilu, kGelu };
 
-// How a sequence is laid out: time-major rows of channels, or channel-major rows of time steps.
+// The layout of a sequence: time-major rows of channels, or channel-major rows of time steps.
 enum class DataFormat : int32_t { kNTC, kNCT };
 
 }  // namespace jaxops

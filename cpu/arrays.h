@@ -1,5 +1,6 @@
-// Arrays of a dtype known only at run time. Not for the kernel files: these are compiled once for
-// each instruction set, and the linker would keep any one of what they share.
+// Arrays whose dtype is known only at run time. Kernel files must not include this file: they are
+// compiled once for each instruction set, and the linker would keep only one copy of a shared
+// function.
 #ifndef JAXOPS_CPU_ARRAYS_H_
 #define JAXOPS_CPU_ARRAYS_H_
 

@@ -1,10 +1,10 @@
 // Concatenation and splitting on the host.
 //
-// The pieces of all destinations, one after the other, make a line of bytes; every row is such a
-// line. Threads take blocks of lines where these are short, and stretches of a line where it is
-// long. In a block each piece is a column that is copied down the rows, with loads and stores of
-// fixed sizes where it is narrow; blocks are so small that the cache joins the columns. Very many
-// narrow pieces are copied row by row instead.
+// The pieces of all destinations, one after the other, form a line of bytes; every row has such a
+// line. A thread takes a block of whole lines, or a segment of one line if a line is long. A block
+// is copied piece by piece: the rows of a piece are a column, copied with loads and stores of fixed
+// sizes up to 256 bytes. A block is small enough for the cache to collect the columns into rows.
+// kMany and more equal narrow pieces are copied row by row instead.
 #include "cpu/concatenate.h"
 
 #include <algorithm>
@@ -20,29 +20,29 @@
 namespace jaxops::concatenate::cpu {
 namespace {
 
-constexpr int64_t kTaskBytes = 256 * 1024;    // that a thread takes at a time
-constexpr int64_t kThreadsBytes = 2 << 20;    // worth waking other threads for
-constexpr int64_t kPieceBytes = 32;           // that are copied in the time that a piece takes
-constexpr int64_t kUncachedBytes = 32 << 20;  // of which a cache would keep little for the reader
-constexpr int64_t kBlockBytes = 16 * 1024;    // of the first cache, which has to hold twice as much
-constexpr int64_t kBlockRows = 128;           // at least, which pay for turning to a piece
+constexpr int64_t kTaskBytes = 256 * 1024;    // of a task of one thread
+constexpr int64_t kThreadsBytes = 2 << 20;    // at least, for which other threads are woken
+constexpr int64_t kPieceBytes = 32;           // that take as long to copy as starting a piece
+constexpr int64_t kUncachedBytes = 32 << 20;  // of which a cache keeps little for the reader
+constexpr int64_t kBlockBytes = 16 * 1024;    // of the L1 cache, which has to hold twice as many
+constexpr int64_t kBlockRows = 128;           // at least, which repay starting a piece
 
 constexpr int64_t kNarrow = 64;  // bytes of a piece that is not worth a column of its own
 constexpr int64_t kMany = 32;    // such pieces, whose columns the caches would fetch one by one
-constexpr int64_t kMost = 512;   // that are copied row by row at a time
+constexpr int64_t kMost = 512;   // pieces at most that are copied row by row at a time
 
 constexpr int64_t kMostZeros = 256;
 constexpr char kZeros[kMostZeros] = {};
 
-// A piece where it belongs.
+// A piece at its address in a destination.
 struct Segment {
   const Piece* piece;
   const Destination* destination;
-  char* out;  // of row 0
+  char* out;  // address of row 0
   int64_t row_bytes;
-  int64_t begin;  // in the line
-  // How many segments from this one on have narrow pieces of the same size and strides. 0 where its
-  // own is none, or where sources broadcast.
+  int64_t begin;  // offset in the line
+  // The number of consecutive segments from this one on that have narrow pieces of the same size
+  // and strides. It is 0 if this piece is not narrow, or if sources broadcast.
   int64_t alike = 0;
 
   int64_t end() const { return begin + piece->extent; }
@@ -74,7 +74,7 @@ std::vector<Segment> MakeLine(const Job& job) {
   return line;
 }
 
-// The row of a source that belongs to a row of the destinations.
+// Returns the row of a source that belongs to a row of the destinations.
 int64_t SourceRow(const Job& job, const Piece& piece, int64_t row) {
   if (!job.broadcasts) return row;
   int64_t source = 0;
@@ -108,8 +108,8 @@ void WithWord(F f) {
   f([](char* to, const char* from) { std::memcpy(to, from, kWord); });
 }
 
-// Calls f with one that copies between kWords and 2 * kWords words: so many from the front and so
-// many from the back, which may overlap. All are loaded before any is stored.
+// Calls f with a function that copies between kWords and 2 * kWords items of kWord bytes: kWords
+// from the front and kWords from the back, which may overlap. All loads precede the first store.
 template <int kWord, int kWords, typename F>
 void WithEnds(int64_t size, F f) {
   f([back = size - kWords * kWord](char* to, const char* from) {
@@ -125,7 +125,7 @@ void WithEnds(int64_t size, F f) {
   });
 }
 
-// Calls f with a function that copies `size` bytes, which are not none.
+// Calls f with a function that copies `size` bytes, which is at least 1.
 template <typename F>
 void WithCopy(int64_t size, F f) {
   switch (size) {
@@ -152,7 +152,7 @@ void WithCopy(int64_t size, F f) {
 
 void CopyColumn(const Column& c) {
   if (c.size == 0) return;
-  // By value: what is stored through a char* might change what a reference refers to.
+  // The copy is by value: a store through a char* might change the referent of a reference.
   WithCopy(c.size, [c](auto copy) {
     for (int64_t row = 0; row < c.rows; ++row) {
       copy(c.to + row * c.to_stride, c.from + row * c.from_stride);
@@ -176,8 +176,7 @@ void PadRows(const Segment& segment, int64_t first, int64_t last) {
 void CopyRows(const Job& job, const Segment& segment, int64_t first, int64_t last) {
   const Piece& piece = *segment.piece;
   PadRows(segment, first, last);
-  // Along the last of the dimensions that sources may not vary along, rows of a source are
-  // neighbours or all the same.
+  // Along the last row dimension, the rows of a source are neighbours or all the same.
   const int d = job.row_dims - 1;
   const int64_t run = job.broadcasts ? job.row_sizes[d] : job.rows;
   const int64_t from_stride = job.broadcasts && !(piece.varies >> d & 1) ? 0 : piece.stride;
@@ -191,9 +190,8 @@ void CopyRows(const Job& job, const Segment& segment, int64_t first, int64_t las
   }
 }
 
-// The same for `count` segments that are alike, at most kMost: a row of all before the next. They
-// are read or written at as many places, and what the caches fetch for one is awaited beside
-// others.
+// Copies at most kMost segments that are alike: a row of all of them before the next row. The
+// accesses go to `count` addresses, so that one fetch of the caches overlaps with others.
 void CopyRowByRow(const Segment* segments, int64_t count, int64_t first, int64_t last) {
   struct {
     char* to;
@@ -228,31 +226,31 @@ void CopySegments(const Job& job, const Segment* segments, int64_t count, int64_
   }
 }
 
-// --- woven rows ----------------------------------------------------------------------------------
+// --- interleaved rows ----------------------------------------------------------------------------
 
 constexpr int kLanes = 16;
 constexpr uint8_t kNoByte = 0x80;              // a lane that stays zero
-constexpr int64_t kMostPatternBytes = 512;     // which are looked at one by one
-constexpr int64_t kLeastWovenBytes = 1 << 16;  // which pay for that
+constexpr int64_t kMostPatternBytes = 512;     // at most, which are matched to loads one by one
+constexpr int64_t kLeastWovenBytes = 1 << 16;  // at least, which repay the pattern
 
-// 16 bytes of a source, some of which have a place in a vector of the destination.
+// 16 bytes of a source; some of them belong into a vector of the destination.
 struct Load {
-  const char* from;      // in the first period
-  int64_t stride;        // to the next
-  uint8_t lane[kLanes];  // of the vector: which byte of the load belongs there
+  const char* from;      // address in the first period
+  int64_t stride;        // between periods
+  uint8_t lane[kLanes];  // for each lane of the vector, its byte in the load
 };
 
-// How rows of narrow pieces are made, a vector at a time. It repeats after a period: the rows that
-// are a whole number of vectors.
+// The loads that form rows of narrow pieces, vector by vector. They repeat after a period: the
+// least number of rows whose bytes are a whole number of vectors.
 struct Pattern {
   int64_t rows = 1;
   int64_t bytes;
-  int64_t periods = 0;  // as many as read nothing beyond the sources; 0 where columns are cheaper
+  int64_t periods = 0;  // that read nothing beyond the sources; 0 if columns are cheaper
   std::vector<Load> loads;
-  std::vector<size_t> ends;  // of the loads of each vector
+  std::vector<size_t> ends;  // index after the loads of each vector
 };
 
-// The rows of `count` segments, which are those of one destination.
+// Returns the pattern of the `count` segments of one destination.
 Pattern MakePattern(const Job& job, const Segment* segments, int64_t count) {
   Pattern pattern;
   while (pattern.rows * segments->row_bytes % kLanes != 0) pattern.rows *= 2;
@@ -265,7 +263,7 @@ Pattern MakePattern(const Job& job, const Segment* segments, int64_t count) {
   pattern.periods = job.rows / pattern.rows;
   std::vector<Load>& loads = pattern.loads;
   int64_t place = 0;
-  int64_t copies = 0;  // that columns would take
+  int64_t copies = 0;  // that columns would need
   const auto load_byte = [&](const Piece& piece, const char* byte) {
     const int64_t stride = pattern.rows * piece.stride;
     const auto has_byte = [&](const Load& load) {
@@ -299,7 +297,7 @@ Pattern MakePattern(const Job& job, const Segment* segments, int64_t count) {
 
 #if defined(__x86_64__)
 
-// Makes one vector of each of `periods` periods, out of kLoads loads.
+// Stores one vector in each of `periods` periods, from kLoads loads.
 template <int kLoads>
 __attribute__((target("ssse3"))) void WeaveVector(const Load* loads, char* to, int64_t to_stride,
                                                   int64_t first, int64_t periods) {
@@ -331,7 +329,7 @@ constexpr std::array<WeaveFunction, sizeof...(kLoads)> WeaveFunctions(
   return {WeaveVector<kLoads>...};
 }
 
-// By the number of loads.
+// The function for each number of loads.
 constexpr auto kWeave = WeaveFunctions(std::make_integer_sequence<int, kLanes + 1>());
 
 #endif
@@ -348,14 +346,14 @@ void Weave(const Pattern& pattern, char* out, int64_t first, int64_t last) {
 #endif
 }
 
-// Segments of one destination, or of several that nothing is woven for.
+// Segments of one destination, or of several that have no pattern.
 struct Target {
   const Segment* segments;
   int64_t count;
   Pattern pattern;
 };
 
-// Makes the rows [first, last) of a destination; `first` is a multiple of kLanes.
+// Fills the rows [first, last) of a destination; `first` is a multiple of kLanes.
 void MakeRows(const Job& job, const Target& target, int64_t first, int64_t last) {
   const Pattern& pattern = target.pattern;
   const int64_t first_period = first / pattern.rows;
@@ -369,7 +367,7 @@ void MakeRows(const Job& job, const Target& target, int64_t first, int64_t last)
 
 // --- long lines ----------------------------------------------------------------------------------
 
-// Copies past the caches, which then need not read first what is overwritten.
+// Copies with stores that bypass the caches: a cached store would first read its line from memory.
 void CopyPastCache(char* to, const char* from, int64_t bytes) {
 #if defined(__x86_64__)
   constexpr int64_t kLine = 64;

@@ -20,10 +20,10 @@ using jaxops::cpu::CeilDiv;
 using jaxops::cpu::GradualUnderflow;
 using jaxops::cpu::ParallelFor;
 
-// Logits whose targets and factors are written out at a time: they stay in the L1 cache.
+// Logits whose targets and factors are written to buffers at a time: these stay in the L1 cache.
 constexpr int64_t kTile = 1024;
 
-// Logits that make a task long beside what it costs to hand it to a thread.
+// Logits of a task, which takes much longer than handing it to a thread.
 constexpr int64_t kTask = 16 * kTile;
 
 // Vector loads may reach this far past the end of an array.
@@ -38,7 +38,7 @@ void Run(int64_t tasks, const ParallelFor& parallel_for, const std::function<voi
   });
 }
 
-// Adds up the sums of the tasks of each batch entry, in their order; A is the arithmetic type.
+// Adds the sums of the tasks of each batch entry, in task order; A is the arithmetic type.
 template <typename A, typename Call>
 void StoreSums(const Call& args, const std::vector<double>& sums, int64_t splits) {
   if (args.sum == nullptr) return;
@@ -50,7 +50,7 @@ void StoreSums(const Call& args, const std::vector<double>& sums, int64_t splits
   }
 }
 
-// One batch entry; A is the arithmetic type.
+// One batch entry of a sigmoid loss; A is the arithmetic type.
 template <typename A>
 class SigmoidEntry {
  public:
@@ -112,8 +112,8 @@ class SigmoidEntry {
     return target;
   }
 
-  // Writes out the factors of elements [begin, end), and the targets of hard labels. With few
-  // classes much of the time goes here, hence no branch on a label.
+  // Writes the factors of elements [begin, end), and the targets of hard labels. With few classes
+  // much of the time is spent here, so no loop branches on a label.
   void FillRows(int64_t begin, int64_t end, A* target, A* factor) const {
     const int64_t size = end - begin;
     if (weight_ == nullptr) {
@@ -129,7 +129,7 @@ class SigmoidEntry {
     const int32_t* labels = static_cast<const int32_t*>(args_.labels) + labels_;
     std::fill_n(target, size + kMaxLanes, A(0));
     if (args_.classes == 1) {
-      // A loop without stores to where a label says, which compilers vectorise.
+      // Compilers vectorise this loop, which has no stores to addresses that labels choose.
       const auto only_class = static_cast<int32_t>(first_class_);
       for (int64_t i = 0; i < size; ++i) target[i] = labels[begin + i] == only_class ? A(1) : A(0);
     } else {
@@ -137,7 +137,7 @@ class SigmoidEntry {
         const int64_t position = int64_t{labels[row]} - first_class_;
         const int64_t hit = first + position;
         const bool is_here = position >= 0 && position < args_.classes && hit >= 0 && hit < size;
-        target[is_here ? hit : size] = A(1);  // what follows the last target counts for nothing
+        target[is_here ? hit : size] = A(1);  // nothing reads entries after the last target
       });
     }
     if (!args_.has_ignored) return;
@@ -146,8 +146,8 @@ class SigmoidEntry {
     });
   }
 
-  // Calls f(row, first) for every row that has some of the elements [begin, end), with the place of
-  // its first element among them, which may be before them.
+  // Calls f(row, first) for every row that intersects the elements [begin, end); `first` is the
+  // index of its first element relative to `begin`, and may be negative.
   template <typename F>
   void ForRows(int64_t begin, int64_t end, F f) const {
     int64_t row = begin / args_.classes;
@@ -157,7 +157,7 @@ class SigmoidEntry {
     }
   }
 
-  // Writes a value to the entries of a row, as far as these are among the first `size`.
+  // Writes a value to those entries of a row that are in [0, size).
   void FillRow(A value, int64_t first, int64_t size, A* entries) const {
     const int64_t to = std::min(first + args_.classes, size);
     for (int64_t i = std::max<int64_t>(first, 0); i < to; ++i) entries[i] = value;
@@ -173,7 +173,8 @@ class SigmoidEntry {
   const A* parameters_;
 };
 
-// Short entries of a batch that make a task together; `splits` tasks make one that is long.
+// Returns the batch entries of a task: several if an entry is smaller than a task, 1 if `splits`
+// tasks share an entry.
 int64_t EntriesPerTask(int64_t splits, int64_t task_size, int64_t entry_size) {
   return splits == 1 ? std::max<int64_t>(1, task_size / entry_size) : 1;
 }
@@ -197,12 +198,12 @@ void RunSigmoidAs(const Sigmoid& args, const ParallelFor& parallel_for) {
   StoreSums<A>(args, sums, splits);
 }
 
-// The rows of a softmax's task: some of one batch entry, or all of several. A is the arithmetic
-// type.
+// The rows of a softmax's task: some rows of one batch entry, or all rows of several. A is the
+// arithmetic type.
 template <typename A>
 class SoftmaxTask {
  public:
-  // Takes rows [begin, begin + rows) of batch entries, at most `entries` of them.
+  // The task has rows [begin, begin + rows) of batch entries, at most `entries` of them.
   SoftmaxTask(const Softmax& args, int64_t begin, int64_t rows, int64_t entries)
       : args_(args), begin_(begin), rows_(rows), factor_(entries * rows) {
     if (args.sum != nullptr) losses_.resize(entries * rows);
@@ -229,7 +230,8 @@ class SoftmaxTask {
   }
   A Gamma(int64_t entry) const { return *ArrayOf(args_.gamma, Softmax::kGamma, entry); }
 
-  // Whether the rows of an entry are next to those of the entry before, with the same exponent.
+  // Returns whether the rows of an entry directly follow those of the entry before, with the same
+  // exponent.
   bool Follows(int64_t entry) const {
     const auto step = [&](Softmax::Operand operand) {
       return args_.batch.Offset(entry, operand) - args_.batch.Offset(entry - 1, operand);
@@ -241,7 +243,7 @@ class SoftmaxTask {
            Gamma(entry) == Gamma(entry - 1);
   }
 
-  // Computes entries that follow each other.
+  // Computes entries that directly follow each other.
   void ComputeTogether(int64_t first, int64_t last) {
     A* factor = factor_.data();
     for (int64_t entry = first; entry < last; ++entry, factor += rows_) {
@@ -276,7 +278,7 @@ class SoftmaxTask {
   int64_t begin_;
   int64_t rows_;
   std::vector<A> factor_;
-  std::vector<A> losses_;  // where only their sum is wanted
+  std::vector<A> losses_;  // used if only their sum is wanted
 };
 
 template <typename A>

@@ -30,7 +30,7 @@ struct Limits<double> {
   static constexpr int64_t kHighMask = ~int64_t{0x7ffffff};
 };
 
-// Where the loss has underflowed, for every type and however small gamma is.
+// The loss has underflowed if x is below -kFar, for every type and every gamma.
 constexpr int kFar = 2000;
 
 template <typename V>
@@ -50,7 +50,7 @@ JAXOPS_ALWAYS_INLINE V Sqrt(V x) {
   return x;
 }
 
-// exp(gamma (log_high + log_low)), exact to a few roundings however long the product is.
+// Returns exp(gamma (log_high + log_low)), exact to a few roundings for a product of any size.
 template <typename A>
 JAXOPS_ALWAYS_INLINE Vec<A> ExpOfProduct(Vec<A> gamma, Vec<A> log_high, Vec<A> log_low) {
   using V = Vec<A>;
@@ -63,11 +63,11 @@ JAXOPS_ALWAYS_INLINE Vec<A> ExpOfProduct(Vec<A> gamma, Vec<A> log_high, Vec<A> l
   const V back = sum - high;
   const V rest = (high - (sum - back)) + (low - back);
   const V power = Exp(sum);
-  // The rest of an exponent of -infinity is not a number.
+  // The remainder of an exponent of -infinity is NaN.
   return power == 0 ? power : power + power * rest;
 }
 
-// `base` to the power gamma; log_high + log_low is its logarithm, for exponents that need it.
+// Returns `base` to the power gamma; log_high + log_low is its logarithm, which only kAny needs.
 template <typename A>
 JAXOPS_ALWAYS_INLINE Vec<A> PowerOf(Vec<A> base, Vec<A> log_high, Vec<A> log_low, Power power,
                                     A gamma) {
@@ -91,8 +91,8 @@ struct Focal {
   Vec<A> slope;
 };
 
-// Of x = positive + (negative_high + negative_low), where one of the two parts is zero, and
-// e = exp(-|x|).
+// Evaluates loss and slope at x = positive + (negative_high + negative_low), one of whose two parts
+// is zero, with e = exp(-|x|).
 template <typename A>
 JAXOPS_ALWAYS_INLINE Focal<A> Evaluate(Vec<A> e, Int<A> leads, Vec<A> positive,
                                        Vec<A> negative_high, Vec<A> negative_low, Power power,
@@ -105,7 +105,7 @@ JAXOPS_ALWAYS_INLINE Focal<A> Evaluate(Vec<A> e, Int<A> leads, Vec<A> positive,
   const V wrong = (leads ? one : e) * inverse;
   const V right = (leads ? e : one) * inverse;
   const V scaled = PowerOf<A>(wrong, negative_high, negative_low - log1p, power, gamma);
-  // What multiplies an infinite softplus is zero.
+  // The factor of an infinite softplus is zero, and zero times infinity would be NaN.
   const V finite = softplus > Limits<A>::kMax ? V{} + Limits<A>::kMax : softplus;
   return {scaled * softplus, scaled * (gamma * (right * finite) + wrong)};
 }
@@ -118,11 +118,11 @@ JAXOPS_ALWAYS_INLINE Focal<A> EvaluateLogit(Vec<A> x, Power power, A gamma) {
   return Evaluate<A>(Exp(-Abs(x)), x >= 0, positive, negative, V{}, power, gamma);
 }
 
-// log(x) for 0 < x <= 1 as high + low, where low is about what high has rounded away.
+// Sets high + low = log(x) for 0 < x <= 1; low is about the rounding error of high.
 template <typename A>
 JAXOPS_ALWAYS_INLINE void LongLog(Vec<A> x, Vec<A>& high, Vec<A>& low) {
   using V = Vec<A>;
-  constexpr int kLift = 64;  // makes subnormal numbers normal
+  constexpr int kLift = 64;  // scales subnormal numbers to normal ones
   const Int<A> is_tiny = x < Limits<A>::kTiny;
   V exact, rest;
   LogInParts(is_tiny ? x * A(0x1p64) : x, exact, rest);
@@ -132,8 +132,8 @@ JAXOPS_ALWAYS_INLINE void LongLog(Vec<A> x, Vec<A>& high, Vec<A>& low) {
   low = rest - (high - exact);
 }
 
-// Of a logit z whose target y is between 0 and 1; `small` and `big` are the parts of y and 1 - y
-// that weigh the less and the more probable of the two answers.
+// Evaluates loss and slope of a logit z with a target y between 0 and 1. `small` and `big` are
+// those of y and 1 - y that weigh the less and the more probable of the two answers.
 template <typename A>
 JAXOPS_ALWAYS_INLINE Focal<A> EvaluateSoft(Vec<A> z, Vec<A> y, Power power, A gamma) {
   using V = Vec<A>;
@@ -205,8 +205,8 @@ void EvaluateElements(const Elements& args) {
 
 // --- softmax -------------------------------------------------------------------------------------
 
-// Of rows, one a lane, without their labels: the largest logit, and the sum of exponentials beside
-// it. And the logits of the labels.
+// One row a lane: the largest logit without the label's, the sum of exponentials relative to the
+// largest, and the logit of the label.
 template <typename A>
 struct Group {
   Vec<A> largest = {};
@@ -217,9 +217,9 @@ struct Group {
 template <typename A>
 JAXOPS_ALWAYS_INLINE Focal<A> EvaluateGroup(const Group<A>& group, Power power, A gamma) {
   using V = Vec<A>;
-  // The label trails the largest by lead + rest, exactly. Infinite logits have no remainder, and
-  // where the label leads by so much that nothing is left of the loss, it would be all of the
-  // label.
+  // The difference of `largest` and `label` is lead + rest, exactly. The remainder is zero for
+  // infinite logits. It is also zero for a label that leads by kFar or more: the loss has
+  // underflowed there, and the remainder would be as large as the label.
   const V lead = group.largest - group.label;
   const V back = group.largest - lead;
   const V remainder = (group.largest - (lead + back)) + (back - group.label);
@@ -257,16 +257,17 @@ JAXOPS_ALWAYS_INLINE Int<A> LaneNumbers() {
   return lane;
 }
 
-// Up to so many classes the lanes of a vector are rows, beyond it they are classes of one row. The
-// latter spends about as much on reducing a vector to a number, and on what of a row fills none, as
-// the former does on so many classes that change places.
+// The lanes of a vector are rows for at most this number of classes, and classes of one row for
+// more. Lanes of classes pay for the reduction of a vector to a number and for the last, partial
+// vector of a row; lanes of rows pay for a transposition. The costs are about equal at this number.
 constexpr int kMostAcross = 64;
 
-// Groups that are evaluated one after the other. What one group needs is a long chain of
-// operations; those of several overlap.
+// Groups that are evaluated in one loop. A group alone is a long chain of dependent operations; the
+// chains of several groups overlap.
 constexpr int kMostGroups = 8;
 
-// The rows of some groups: `by_class` has each group on its own, the rows of a class side by side.
+// The rows of several groups. `by_class` has one group after the other, each transposed: the rows
+// of a class are neighbours.
 template <typename A>
 struct Tile {
   static constexpr int kSize = kMostAcross * kLanes<A>;
@@ -274,7 +275,7 @@ struct Tile {
   alignas(kVectorBytes) A by_class[kSize];
 };
 
-// Reads `count` rows. What is missing in the last of the groups is zero.
+// Reads `count` rows. Missing rows of the last group are zero.
 template <typename S, typename A>
 JAXOPS_ALWAYS_INLINE void LoadTile(const S* rows, int64_t count, int64_t classes, int64_t groups,
                                    Tile<A>& tile) {
@@ -311,7 +312,7 @@ JAXOPS_ALWAYS_INLINE void StoreTile(Tile<A>& tile, int64_t count, int64_t classe
     StoreUpTo(Load(tile.by_row + i), rows + i, size - i);
 }
 
-// Reduces a group, and replaces its logits by the exponentials, with 0 for the labels.
+// Reduces a group, and replaces its logits by their exponentials, and the labels' logits by 0.
 template <typename A>
 JAXOPS_ALWAYS_INLINE Group<A> Reduce(A* entries, int64_t classes, Int<A> label) {
   using V = Vec<A>;
@@ -386,7 +387,7 @@ void EvaluateAcross(const Rows& args) {
   }
 }
 
-// The logits from `i` on, without that of the label: -inf there.
+// Loads the logits from `i` on, with -inf for that of the label.
 template <typename S>
 JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadOthers(const S* row, int64_t i, int64_t label) {
   using A = Arithmetic<S>;
@@ -396,13 +397,14 @@ JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadOthers(const S* row, int64_t i, int6
   return LaneNumbers<A>() == static_cast<Lane<A>>(place) ? Vec<A>{} - __builtin_inff() : z;
 }
 
-// Of rows of at least a vector. The last vector of a row ends with it and overlaps the one before.
+// Evaluates rows that have at least one vector of classes. The last vector of a row ends with the
+// row and overlaps the vector before.
 template <typename S>
 void EvaluateAlong(const Rows& args) {
   using A = Arithmetic<S>;
   using V = Vec<A>;
   constexpr int kRows = kLanes<A>;
-  // The exponentials of the gradient wait in its place where they lose nothing there.
+  // The exponentials are kept in the memory of the gradient if its type does not round them.
   constexpr bool kKeep = __is_same(S, A);
   const int64_t last = args.classes - kLanes<A>;
   for (int64_t first = 0; first < args.rows; first += kRows) {
@@ -461,7 +463,7 @@ void EvaluateAlong(const Rows& args) {
         if constexpr (kKeep) return share * Load(to + i);
         return share * Exp(LoadOthers(row, i, label) - largest[r]);
       };
-      const V end = gradients(last);  // before what it overlaps is written
+      const V end = gradients(last);  // before the vectors that it overlaps are overwritten
       for (int64_t i = 0; i < last; i += kLanes<A>) Store(gradients(i), to + i);
       Store(end, to + last);
       StorePartial(V{} - slope, to + label, 1);

@@ -1,4 +1,4 @@
-// Subnormal numbers, which XLA turns off on its threads, for the life of an object.
+// An object during whose life the thread computes with subnormal numbers, which XLA turns off.
 #ifndef JAXOPS_CPU_GRADUAL_UNDERFLOW_H_
 #define JAXOPS_CPU_GRADUAL_UNDERFLOW_H_
 

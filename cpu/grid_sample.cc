@@ -22,19 +22,19 @@ using jaxops::cpu::CeilDiv;
 using jaxops::cpu::ParallelFor;
 using jaxops::cpu::RunTasks;
 
-// Channels of all the entries around points that make a task long beside what it costs to hand it
-// to a thread.
+// The cost of a task, in channels of all the entries around its points: such a task takes much
+// longer than handing it to a thread.
 constexpr int64_t kTask = int64_t{1} << 18;
 
-// What a point costs beside them, in channels.
+// The cost of a point in addition to its entries, in channels.
 constexpr int64_t kPointCost = 20;
 
-// The same of a slab of a volume that is long beside sorting the points by slabs, which costs more
-// than adding few channels does.
+// The cost of a slab of a volume, in channels: adding to such a slab takes much longer than sorting
+// the points by slabs, which for few channels costs more than adding them.
 constexpr int64_t kSlabCost = int64_t{1} << 25;
 
-// Bytes of sums of a slab that a core's own caches hold, and bytes of sums of a volume from which
-// such slabs are used, where points meet entries repeatedly.
+// Bytes of a slab's sums, which a core's own caches hold, and least bytes of a volume's sums for
+// such slabs, which are used only if points share entries.
 constexpr int64_t kSlabBytes = int64_t{1} << 20;
 constexpr int64_t kLargeBytes = int64_t{1} << 23;
 
@@ -83,9 +83,9 @@ void RunGathers(const Kernels& kernels, const Call& call, const ParallelFor& par
 
 void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& parallel_for) {
   const Geometry& geometry = call.geometry;
-  const int64_t size = geometry.grid() * geometry.width;  // of a gradient
+  const int64_t size = geometry.grid() * geometry.width;  // of one gradient
   if (call.gradients == 0 || size == 0) return;
-  // The batch entries in the order of the gradients that they add to.
+  // The batch entries are sorted by the gradients that they add to.
   std::vector<int64_t> entries(call.batch.size());
   std::iota(entries.begin(), entries.end(), 0);
   const auto gradient = [&](int64_t entry) {
@@ -105,7 +105,7 @@ void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& pa
   const int64_t thickness = int64_t{1} << shift;
   const int64_t slabs = CeilDiv(length, thickness);
 
-  // Points are put in the order of slabs once, a chunk at a time.
+  // Points are sorted by slabs once, in chunks.
   const int64_t per_entry = slabs == 1 ? 1 : CeilDiv(geometry.points, kMaxChunk);
   const int64_t per_chunk = slabs == 1 ? geometry.points : std::min(geometry.points, kMaxChunk);
   const auto points_of = [&](int64_t chunk) {

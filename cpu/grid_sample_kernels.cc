@@ -11,10 +11,10 @@ namespace {
 
 using namespace jaxops::cpu::JAXOPS_ISA;
 
-// Points that are found at a time, a multiple of all vectors' lanes.
+// Points that are located together, a multiple of every vector width.
 constexpr int kBlock = 64;
 
-// --- where points are ----------------------------------------------------------------------------
+// --- locating points -----------------------------------------------------------------------------
 
 // Rounds to integers: down, or to the nearest one and halves to even.
 template <bool kDown, typename V>
@@ -31,7 +31,7 @@ JAXOPS_ALWAYS_INLINE V ToIntegral(V x) {
   if constexpr (sizeof(A) == 4) return _mm256_round_ps(x, kMode);
 #else
   using Int = typename Simd<A>::Int;
-  // Added to what is less, it leaves no bits for a fraction.
+  // The sum of kWhole and a smaller number has no bits for a fraction.
   constexpr A kWhole = A(int64_t{1} << Simd<A>::kMantissaBits);
   const Int sign = BitCast<Int>(x) & BitCast<Int>(-V{});
   const V magnitude = BitCast<V>(BitCast<Int>(x) ^ sign);
@@ -42,39 +42,40 @@ JAXOPS_ALWAYS_INLINE V ToIntegral(V x) {
 #endif
 }
 
-// The integers that these numbers are.
+// Converts numbers without a fraction to integers.
 JAXOPS_ALWAYS_INLINE Simd<float>::Int ToInt(Vec<float> x) {
   return __builtin_convertvector(x, Simd<float>::Int);
 }
 JAXOPS_ALWAYS_INLINE Simd<double>::Int ToInt(Vec<double> x) {
-  // Instructions that convert to 64 bits are rare; this leaves the integer in the low bits.
+  // Few CPUs convert vectors to 64-bit integers; the sum with kRounder has the integer in its low
+  // bits.
   constexpr double kRounder = 3 * (int64_t{1} << (Simd<double>::kMantissaBits - 1));
   using Int = Simd<double>::Int;
   return BitCast<Int>(x + kRounder) - BitCast<Int>(Vec<double>{} + kRounder);
 }
 
-// Whether a coordinate counts along an axis, and where it is: Locate of common/grid_sample.h for
-// many at a time.
+// The entries around a coordinate of an axis and their factors: Locate of common/grid_sample.h for
+// vectors.
 template <typename A>
 struct AxisOf {
   using V = Vec<A>;
   using Int = typename Simd<A>::Int;
 
   int32_t size;
-  int32_t begin;  // of the entries that count
+  int32_t begin;  // bounds of the entries that this call reads or adds to
   int32_t end;
   Padding padding;
   bool nearest;
-  bool single;  // all coordinates are on the only entry
+  bool single;  // every coordinate is on the only entry
   A last;
   A slope;
   A shift;
-  A low;  // what is reflected about
+  A low;  // reflection is about low and low + span
   A span;
 
   struct Found {
     Int entry;      // the lower of the two around a coordinate
-    Int has_lower;  // all bits where it counts
+    Int has_lower;  // all bits set if the entry is in the volume and in [begin, end)
     Int has_upper;
     V lower;  // the factors
     V upper;
@@ -104,14 +105,15 @@ struct AxisOf {
     V along = zero + slope;
     Int inside = x == x;
     if (padding == Padding::kZeros) {
-      // Of more entries than A counts one by one the last is rounded, to the number of all.
+      // A does not represent every entry of such a large axis: `last` may be rounded to the number
+      // of all.
       inside = (x > -1) & ((x < last + 1) | (x == last));
       x = inside ? x : zero;
       along = inside ? along : zero;
     } else {
       if (padding == Padding::kReflection && !single) {
         const V distance = x < low ? low - x : x - low;
-        // Infinite ones are clamped.
+        // An infinite coordinate is clamped.
         const Int beyond = ~((x >= 0) & (x <= last)) & (distance - distance == 0);
         const V rest = ToIntegral<true>(distance / (2 * span)) * (-2 * span) + distance;
         const Int back = rest > span;
@@ -128,7 +130,7 @@ struct AxisOf {
       const Int entry = is_last ? Int{} + (size - 1) : ToInt(ToIntegral<false>(x));
       return {entry, inside & Counts(entry), Int{}, zero + 1, zero, zero};
     }
-    // The last entry belongs to the interval before it, where there is one.
+    // The last entry belongs to the interval before it if the axis has two or more entries.
     const Int ends = size > 1 ? is_last : Int{};
     const V floor = ToIntegral<true>(x);
     const Int entry = ends ? Int{} + (size - 2) : ToInt(floor);
@@ -140,8 +142,7 @@ struct AxisOf {
   JAXOPS_ALWAYS_INLINE Int Counts(Int entry) const { return (entry >= begin) & (entry < end); }
 };
 
-// The entries around a point that are in a set: c is in it if its bit is the lower or the upper one
-// of an axis.
+// The bit set of the entries c around a point whose bit for an axis is 0 (lower) or 1 (upper).
 template <int kAxes>
 constexpr int CornersOf(int axis, bool upper) {
   int corners = 0;
@@ -151,7 +152,7 @@ constexpr int CornersOf(int axis, bool upper) {
   return corners;
 }
 
-// A block of points: the entries around them and their weights.
+// The entries around a block of points, and their weights.
 template <typename A, int kAxes>
 struct Stencils {
   static constexpr int kCorners = 1 << kAxes;
@@ -159,11 +160,11 @@ struct Stencils {
   using Integer = decltype(typename Simd<A>::Int{}[0] + 0);
 
   int count;
-  int64_t low[kBlock];      // the lowest entry, which need not be there
-  Integer corners[kBlock];  // a bit for every entry that is there
-  Integer lost[kBlock];     // not 0 where a coordinate is not a number
+  int64_t low[kBlock];      // the lowest entry; it may be outside of the volume
+  Integer corners[kBlock];  // bit c is set if every axis has entry c
+  Integer lost[kBlock];     // not 0 if a coordinate is NaN
   A weights[kCorners][kBlock];
-  // What derivatives need.
+  // Only derivatives use the following.
   A lower[kAxes][kBlock];
   A upper[kAxes][kBlock];
   A slope[kAxes][kBlock];
@@ -172,13 +173,13 @@ struct Stencils {
   JAXOPS_ALWAYS_INLINE uint32_t At(int i) const { return static_cast<uint32_t>(corners[i]); }
 };
 
-// Calls with_corner(c) for every one of a set.
+// Calls with_corner(c) for every c in a set.
 template <typename WithCorner>
 JAXOPS_ALWAYS_INLINE void ForEachCorner(uint32_t corners, WithCorner with_corner) {
   for (; corners != 0; corners &= corners - 1) with_corner(__builtin_ctz(corners));
 }
 
-// Points or directions [first, first + count) of those that are wanted, axis by axis.
+// Reads points or directions [first, first + count), axis by axis.
 template <typename A, int kAxes>
 JAXOPS_ALWAYS_INLINE void ReadPoints(const Points& args, const void* points, int64_t first,
                                      int count, A (&to)[kAxes][kBlock]) {
@@ -198,7 +199,7 @@ JAXOPS_ALWAYS_INLINE void ReadPoints(const Points& args, const void* points, int
   });
 }
 
-// Finds the points from `first` on, as many as fit.
+// Locates the points from `first` on, at most a block.
 template <typename A, int kAxes>
 __attribute__((noinline)) void Find(const Points& args, const AxisOf<A> (&axes)[kAxes],
                                     int64_t first, Stencils<A, kAxes>& found) {
@@ -265,13 +266,13 @@ __attribute__((noinline)) void Find(const Points& args, const AxisOf<A> (&axes)[
   }
 }
 
-// The rows of a volume around points.
+// The rows of a volume's channels around points.
 template <typename S, int kAxes>
 struct Grid {
   static constexpr int kCorners = 1 << kAxes;
 
   int64_t width;
-  int64_t offsets[kCorners];  // of the entries around a point from the lowest one, in elements
+  int64_t offsets[kCorners];  // of the entries around a point from the lowest, in elements
 
   JAXOPS_ALWAYS_INLINE Grid(const Geometry& geometry, int64_t width_) : width(width_) {
     for (int c = 0; c < kCorners; ++c) {
@@ -286,7 +287,7 @@ struct Grid {
 
 // --- kernels -------------------------------------------------------------------------------------
 
-// kWidth is the number of channels where it has a kernel of its own, otherwise 0.
+// kWidth is the number of channels if a kernel for that number exists, otherwise 0.
 template <typename S, int kAxes, int kWidth>
 void EvaluateValues(const Gather& args) {
   using A = Arithmetic<S>;
@@ -424,7 +425,8 @@ void EvaluatePointGradients(const Gather& args) {
   }
 }
 
-// How many points before its own a row is asked for that no hardware foresees.
+// Rows of a scatter are prefetched this number of points ahead: hardware cannot predict their
+// addresses.
 constexpr int kAhead = 16;
 
 template <typename S, int kAxes, int kWidth>
@@ -439,7 +441,7 @@ void EvaluateScatter(const Scatter& args) {
   axes[0].begin = args.begin;
   axes[0].end = args.end;
   const Grid<S, kAxes> grid(geometry, width);
-  int64_t slice = width;  // of one index of the first axis
+  int64_t slice = width;  // elements of one index of the first axis
   for (int a = 1; a < kAxes; ++a) slice *= geometry.sizes[a];
   A* sums = static_cast<A*>(args.sums) - args.begin * slice;
   const auto* cotangent = static_cast<const S*>(args.points.cotangent);
@@ -486,14 +488,14 @@ void EvaluateScatter(const Scatter& args) {
   }
 }
 
-// The slabs of points by where they are along the first axis.
+// The slabs that points add to, from their indices along the first axis.
 template <typename A, int kAxes>
 void EvaluateBins(const Bins& args) {
   using Int = typename Simd<A>::Int;
   const Points& points = args.points;
   const AxisOf<A> axis(points.geometry, 0);
   const int32_t none = args.slabs;
-  uint8_t slabs[2][kMaxChunk];  // of the lower and of the upper entry
+  uint8_t slabs[2][kMaxChunk];  // slab of the lower and of the upper entry
   uint32_t counts[kMaxSlabs + 1] = {};
   for (int64_t first = 0; first < points.count; first += kBlock) {
     const int64_t rest = points.count - first;
@@ -530,8 +532,8 @@ void EvaluateBins(const Bins& args) {
   }
 }
 
-// Calls run with a pointer of the storage type, the number of axes, and that of channels where it
-// has a kernel of its own or 0.
+// Calls run with a pointer of the storage type, the number of axes, and the number of channels if a
+// kernel for that number exists, otherwise 0.
 template <typename Run>
 void Dispatch(const Points& points, Run run) {
   WithStorage(points.dtype, nullptr, 0, [&]<typename S>(const S* storage) {

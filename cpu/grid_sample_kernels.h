@@ -9,7 +9,7 @@
 
 namespace jaxops::grid_sample::cpu {
 
-// Points of a batch entry and what belongs to them: `count` neighbours, or those `chosen`.
+// Points of a batch entry with their operands: `count` neighbours, or those that `chosen` names.
 struct Points {
   Geometry geometry;
   DType dtype;
@@ -22,7 +22,7 @@ struct Points {
   const void* directions[multilinear::kMaxDirections];
 };
 
-// Values, or gradients by the points.
+// Computes values, or gradients with respect to the points.
 struct Gather {
   Points points;
   const void* volume;
@@ -33,18 +33,18 @@ struct Gather {
 inline constexpr int64_t kMaxChunk = 8192;
 inline constexpr int kMaxSlabs = 16;
 
-// Sorts neighbouring points, of which there are up to kMaxChunk, by the slab of the volume that
-// they add to, in which they stay in order: 2^shift indices of the first axis make one. A point
-// between two slabs is in both.
+// Sorts at most kMaxChunk neighbouring points by the slab of the volume that they add to, and keeps
+// their order within a slab. A slab is 2^shift indices of the first axis. A point between two slabs
+// is in the lists of both.
 struct Bins {
   Points points;
   int slabs;
   int shift;
   uint16_t* lists;   // two for each point
-  uint32_t* starts;  // where each slab's list begins, and where the last one ends
+  uint32_t* starts;  // begin of each slab's list, and the end of the last list
 };
 
-// Adds to the gradient by the entries whose index along the first axis is in [begin, end).
+// Adds to the volume's gradient at the entries whose index along the first axis is in [begin, end).
 struct Scatter {
   Points points;
   int32_t begin;

@@ -1,9 +1,9 @@
 // Patches of images, and images of patches, on the host.
 //
-// With channels last, the channels of neighbouring taps lie beside each other in the image and in
-// the patch, so patches are made of runs of `taps * channels` (those of the last dimension), or of
-// `channels` where it is dilated. With channels first, the entries that one tap takes for a line of
-// patches are a run. col2im adds the same runs to the lines of the image.
+// With channels last, the channels of neighbouring taps are contiguous in the image and in the
+// patch. A patch then consists of segments of `taps * channels` entries (taps of the last
+// dimension), or of `channels` if that dimension is dilated. With channels first, a segment is the
+// entries at one tap of a line of patches. col2im adds the same segments to the lines of the image.
 #include "cpu/im2col.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ using jaxops::cpu::CeilDiv;
 using jaxops::cpu::ParallelFor;
 using jaxops::cpu::RunTasks;
 
-// Bytes of patches that make a task long beside what it costs to hand it to a thread.
+// Bytes of patches of a task, which takes much longer than handing it to a thread.
 constexpr int64_t kTaskBytes = 128 * 1024;
 
 JAXOPS_DEFINE_BEST_KERNELS();
@@ -33,7 +33,7 @@ int64_t EntryOf(const Window& window, int64_t out, int64_t tap) {
   return out * window.stride + tap * window.dilation - window.low;
 }
 
-// Makes the patches of one line: row, out0 and out1 are given.
+// Copies the patches of one line, which is a row, out0 and out1.
 void MakePatchesChannelsLast(const Call& call, int64_t line) {
   const auto& [d0, d1, d2] = call.dims;
   const int64_t out1 = line % d1.out;
@@ -75,7 +75,7 @@ void MakePatchesChannelsLast(const Call& call, int64_t line) {
   }
 }
 
-// to[i] = from[i * stride], of items of `kBytes`.
+// Sets to[i] = from[i * stride], for items of `kBytes`.
 template <int kBytes>
 void Gather(const char* from, int64_t stride, int64_t count, char* to) {
   for (int64_t i = 0; i < count; ++i) {
@@ -102,7 +102,7 @@ void Gather(const char* from, int64_t stride, int64_t count, int item_bytes, cha
   }
 }
 
-// Makes what the patches have at one tap: row and tap are given.
+// Copies the entries of all patches at one tap of a row.
 void MakePatchesChannelsFirst(const Call& call, int64_t row_and_tap) {
   const auto& [d0, d1, d2] = call.dims;
   const int64_t tap2 = row_and_tap % d2.taps;
@@ -134,7 +134,7 @@ void MakePatchesChannelsFirst(const Call& call, int64_t row_and_tap) {
   }
 }
 
-// Hands out `units`, of `unit_bytes` each, to threads in tasks of about the same size.
+// Divides `units` of `unit_bytes` each into tasks of about the same size for the threads.
 template <typename MakeUnits>
 void Share(int64_t units, int64_t unit_bytes, const ParallelFor& parallel_for, MakeUnits&& make) {
   const int64_t per_task = std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, unit_bytes));

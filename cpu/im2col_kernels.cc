@@ -9,7 +9,7 @@ namespace {
 
 using namespace jaxops::cpu::JAXOPS_ISA;
 
-// Which patch has entry `in` of the image at `tap`, or -1.
+// Returns the patch that has entry `in` of the image at `tap`, or -1.
 JAXOPS_ALWAYS_INLINE int64_t PatchOf(const Window& window, int64_t in, int64_t tap) {
   const int64_t begin = in + window.low - tap * window.dilation;
   if (begin < 0 || begin % window.stride != 0) return -1;
@@ -17,7 +17,7 @@ JAXOPS_ALWAYS_INLINE int64_t PatchOf(const Window& window, int64_t in, int64_t t
   return out < window.out ? out : -1;
 }
 
-// Which entry of the image `tap` of patch `out` is; perhaps none that there is.
+// Returns the entry of the image at `tap` of patch `out`, which may be outside of the image.
 JAXOPS_ALWAYS_INLINE int64_t EntryOf(const Window& window, int64_t out, int64_t tap) {
   return out * window.stride + tap * window.dilation - window.low;
 }
@@ -31,8 +31,8 @@ JAXOPS_ALWAYS_INLINE void Add(const S* from, int64_t count, A* sums) {
   for (int64_t j = 0; i + j < count; ++j) sums[i + j] += rest[j];
 }
 
-// Adds a line of patches (out, taps..., channels), of which `taps` points to those of the last
-// dimension, to a line of the image.
+// Adds a line of patches (out, taps..., channels) to a line of the image; `taps` are those of the
+// last dimension.
 template <typename S, typename A>
 JAXOPS_ALWAYS_INLINE void AddChannelsLast(const Call& call, const S* taps, A* sums) {
   const Window& window = call.dims[2];
@@ -83,7 +83,7 @@ JAXOPS_ALWAYS_INLINE void AddChannelsFirst(const Call& call, const S* lines, int
   }
 }
 
-// The type of the image is that of the patches; sums are made in the result where they can be.
+// The image has the type of the patches; f32 and f64 are summed in the result itself.
 template <typename S>
 void MakeLines(const Call& call, const S* patches, int64_t begin, int64_t end, float* buffer) {
   using A = Arithmetic<S>;

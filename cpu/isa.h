@@ -1,14 +1,14 @@
-// Which build of the kernel files this machine runs best.
+// The choice of the fastest build of a kernel file for this machine.
 #ifndef JAXOPS_CPU_ISA_H_
 #define JAXOPS_CPU_ISA_H_
 
 namespace jaxops::cpu {
 
 #if defined(__x86_64__)
-// Picks one of the kernels that were compiled for each instruction set.
+// Returns one of the kernels that were compiled for each instruction set.
 template <typename Kernels>
 const Kernels& BestFor(const Kernels& baseline, const Kernels& avx2, const Kernels& avx512) {
-  // The features are those that the build of each kernel file is allowed to use.
+  // The builds of the kernel files may use exactly these features.
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("f16c");
@@ -21,8 +21,9 @@ const Kernels& BestFor(const Kernels& baseline, const Kernels& avx2, const Kerne
 
 }  // namespace jaxops::cpu
 
-// In an operator's namespace, which has its Kernels: the builds of them, one for each instruction
-// set; and, in no file that is built for one of these, the function that tells which to run.
+// JAXOPS_DECLARE_KERNELS declares the Kernels of an operator in its namespace, one for each
+// instruction set. JAXOPS_DEFINE_BEST_KERNELS defines the function that returns the best of them;
+// no file that is compiled for one of these instruction sets may have it.
 #if defined(__x86_64__)
 #define JAXOPS_DECLARE_KERNELS() \
   namespace baseline {           \

@@ -21,21 +21,21 @@ using jaxops::cpu::CeilDiv;
 using jaxops::cpu::ParallelFor;
 using jaxops::cpu::RunTasks;
 
-// Multiply-adds that make a task long beside what it costs to hand it to a thread.
+// Multiply-adds of a task, which take much longer than handing it to a thread.
 constexpr int64_t kTaskCost = int64_t{1} << 21;
 
-// What loading, converting and storing an entry costs, in multiply-adds.
+// The cost of loading, converting and storing an entry, in multiply-adds.
 constexpr int64_t kEntryCost = 8;
 
-// Bounds the memory for partial sums of filters that are long beside the sequence.
+// This bounds the memory for partial sums of filters whose taps are many relative to the steps.
 constexpr int64_t kMaxSplits = 128;
 
 JAXOPS_DEFINE_BEST_KERNELS();
 
 int64_t ArithmeticSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
 
-// Vectors run along channels with NTC and along time with NCT. Where there is one channel, or one
-// step, both layouts are the same memory, and the other one fills the vectors.
+// Vectors are along channels with NTC and along time with NCT. With one channel or one step, both
+// layouts are the same memory, and the other one fills the vectors.
 Geometry FillVectors(Geometry geometry) {
   if (geometry.time == 1) {
     geometry.data_format = DataFormat::kNTC;
@@ -45,13 +45,13 @@ Geometry FillVectors(Geometry geometry) {
   return geometry;
 }
 
-// How the sequence of one batch entry is cut into blocks: small enough for the caches, but taking
-// rows of memory whole where they can, because that is how memory streams.
+// The blocks of one batch entry's sequence. A block fits in the caches; it has whole rows of memory
+// if these fit, because contiguous accesses are the fastest.
 struct Blocks {
   explicit Blocks(const Geometry& g) : geometry(g) {
     const int64_t span = std::min(kMaxTapSpan, (g.taps - 1) * g.dilation);
     if (g.data_format == DataFormat::kNTC) {
-      // The steps that taps reach around a block are loaded for each block anew.
+      // Each block loads the steps around it that its taps reach.
       steps_per_block = std::clamp<int64_t>(CeilDiv(2 * span, 32) * 32, 32, 256);
       channels_per_block =
           std::clamp<int64_t>(65536 / (steps_per_block + span) / 64 * 64, 64, kMaxBlockChannels);
@@ -73,7 +73,7 @@ struct Blocks {
     return block;
   }
 
-  // The largest block, in channels padded to whole vectors and in steps.
+  // The largest block: its channels, padded to whole vectors, and its steps.
   int64_t width() const {
     return CeilDiv(std::min(channels_per_block, geometry.channels), kMaxLanes) * kMaxLanes;
   }
@@ -87,7 +87,7 @@ struct Blocks {
   }
   int64_t depth() const { return geometry.channels / geometry.heads; }
 
-  // The most heads that a block has channels of.
+  // The number of heads of which a block has channels, at most.
   int64_t heads() const { return std::min(geometry.heads, (channels_per_block - 1) / depth() + 2); }
 
   Geometry geometry;
@@ -97,7 +97,7 @@ struct Blocks {
   int64_t over_time;
 };
 
-// Cache-line aligned arrays of the arithmetic type, carved from one allocation.
+// Cache-line aligned arrays of the arithmetic type in one allocation.
 class Workspace {
  public:
   Workspace(DType dtype, std::initializer_list<int64_t> counts) : size_(ArithmeticSize(dtype)) {
@@ -136,8 +136,8 @@ int64_t SumsSize(const Blocks& blocks) { return blocks.width() * (blocks.steps()
 
 int64_t PackedWeightSize(const Blocks& blocks) { return blocks.width() * blocks.geometry.taps; }
 
-// The packed weight of a channel block, made again only when the block or the batch entry of weight
-// changes.
+// The packed weight of a channel block, packed again only if the block or the batch entry of the
+// weight changes.
 class PackedWeight {
  public:
   PackedWeight(const Kernels& kernels, const PackWeight& args) : kernels_(kernels), args_(args) {}
@@ -207,7 +207,7 @@ void RunForward(const Forward& args, const ParallelFor& parallel_for) {
 
 namespace {
 
-// Sums of the filter and bias gradients, by kept batch entry, channel block and split.
+// Partial sums of the kernel and bias gradients, by kept batch entry, channel block and split.
 class Partials {
  public:
   Partials(const Blocks& blocks, int64_t kept, int64_t splits, DType dtype)
@@ -242,7 +242,7 @@ void AddTo(std::vector<A>& sums, const void* terms, int64_t begin) {
   for (size_t i = 0; i < sums.size(); ++i) sums[i] += from[i];
 }
 
-// Adds up the partial sums of one head and stores its rows of dweight and dbias.
+// Adds the partial sums of one head and stores its rows of dweight and dbias.
 template <typename A>
 void CombineHead(const Backward& args, const Blocks& blocks, const Partials& partials,
                  const Kernels& kernels, int64_t kept, int64_t head) {
@@ -270,7 +270,7 @@ void CombineHead(const Backward& args, const Blocks& blocks, const Partials& par
                       dweight.data(), args.dweight});
 }
 
-// Zeros mean the same in every dtype.
+// Zero has the same bits in every dtype.
 void StoreZeros(void* to, int64_t count, DType dtype) {
   if (to == nullptr) return;
   std::fill_n(static_cast<std::byte*>(to), count * SizeOf(dtype), std::byte{0});
@@ -290,7 +290,7 @@ void RunBackward(const Backward& args, const ParallelFor& parallel_for) {
   }
   const bool want_dx = args.dx != nullptr;
   const int64_t unit_cost = blocks.cost() * (want_dx ? 2 : 1);
-  // The split depends on the shapes alone, and so does the order of every sum.
+  // The number of splits depends on the shapes alone, and so does the order of every sum.
   const int64_t splits = std::min({units, kMaxSplits, CeilDiv(units * unit_cost, kTaskCost)});
   const int64_t groups = kept * blocks.over_channels * splits;
   const int64_t groups_per_task =
@@ -311,7 +311,7 @@ void RunBackward(const Backward& args, const ParallelFor& parallel_for) {
     filter_grad.dtype = args.dtype;
     filter_grad.window = workspace.Take(WindowSize(blocks));
     filter_grad.cotangent = workspace.Take(SumsSize(blocks));
-    // The gradient of the input is the convolution of g with the filter mirrored.
+    // The input gradient is the convolution of g with the mirrored filter.
     Convolve convolve = {};
     convolve.geometry = g;
     convolve.geometry.padding = (g.taps - 1) * g.dilation - g.padding;

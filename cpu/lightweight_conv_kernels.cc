@@ -9,7 +9,7 @@ namespace {
 
 using namespace jaxops::cpu::JAXOPS_ISA;
 
-// Enough independent sums to hide the latency of a fused multiply-add.
+// A tile has enough independent sums to hide the latency of a fused multiply-add.
 constexpr int kTile = 8;
 
 template <int kValue>
@@ -48,7 +48,7 @@ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // An odd number of vectors between panels keeps them from competing for the same cache sets.
 constexpr int64_t OddPitch(int64_t vectors) { return vectors | 1; }
 
-// How a block lies in panels.
+// The layout of a block in panels.
 template <typename A, DataFormat kFormat>
 struct PanelLayout {
   static constexpr bool kTimeInLanes = kFormat == DataFormat::kNCT;
@@ -64,13 +64,13 @@ struct PanelLayout {
   int64_t channels;
   int64_t steps;
   int64_t panels;
-  int64_t vectors;     // of a panel, without what taps reach around it
-  int64_t tap_stride;  // entries from a tap to the next in a panel
+  int64_t vectors;     // of a panel, without the steps around it that taps reach
+  int64_t tap_stride;  // entries between neighbouring taps in a panel
   int64_t taps_per_group;
 };
 
-// Panels of the steps from `first` on, as many as a block needs for taps that span `span` steps.
-// Steps outside the sequence are zero, and so are channels past the block. Returns the pitch.
+// Copies the steps from `first` on into panels, with the `span` further steps that the taps of the
+// block reach. Steps outside the sequence and channels past the block are zero. Returns the pitch.
 template <DataFormat kFormat, typename S, typename A>
 int64_t PackPanels(const PanelLayout<A, kFormat>& layout, const Geometry& geometry,
                    int64_t channel_begin, int64_t first, int64_t span, const S* x, A* panels) {
@@ -82,7 +82,7 @@ int64_t PackPanels(const PanelLayout<A, kFormat>& layout, const Geometry& geomet
     const int64_t pitch = OddPitch(CeilDiv(steps, kLane)) * kLane;
     for (int64_t c = 0; c < layout.channels; ++c) {
       A* to = panels + c * pitch;
-      // Whole vectors of zeros: what they overwrite is stored after them.
+      // Zeros are stored as whole vectors: the entries that they overwrite are stored afterwards.
       for (int64_t i = 0; i < begin; i += kLane) Store(Vec<A>{}, to + i);
       for (int64_t i = end; i < steps; i += kLane) Store(Vec<A>{}, to + i);
       if (begin < end) {
@@ -137,13 +137,13 @@ JAXOPS_ALWAYS_INLINE void ConvolveTile(const A* x, int64_t tap_stride, const A* 
   store(sum);
 }
 
-// dweight[k] += sum_i g[i] * x[i + k * tap_stride] for kCount taps, lane by lane. Of the vector
-// after the last whole one only the first `tail` lanes count: x is not zero in the others.
+// dweight[k] += sum_i g[i] * x[i + k * tap_stride] for kCount taps, lane by lane. Only the first
+// `tail` lanes of the last, partial vector are added: x is not zero in its others.
 template <int kCount, typename A>
 JAXOPS_ALWAYS_INLINE void FilterGradTile(const A* g, const A* x, int64_t tap_stride,
                                          int64_t vectors, int64_t tail, A* dweight) {
   constexpr int kLane = kLanes<A>;
-  // Few taps alone would leave the multiply-add units waiting for each other's sums.
+  // One sum a tap is too few if taps are few: each multiply-add would wait for the one before.
   constexpr int kWays = kCount <= kTile / 4 ? 4 : kCount <= kTile / 2 ? 2 : 1;
   Vec<A> sum[kWays][kCount] = {};
   int64_t i = 0;
@@ -197,7 +197,7 @@ template <Activation kActivation, typename V>
 JAXOPS_ALWAYS_INLINE V Activate(V v) {
   using A = decltype(v[0] + 0);
   if constexpr (kActivation == Activation::kRelu) {
-    // Written so that NaN passes.
+    // NaN passes this comparison.
     return v <= A(0) ? V{} : v;
   } else if constexpr (kActivation == Activation::kSilu) {
     return v / (A(1) + Exp(-v));
@@ -282,7 +282,7 @@ void ConvolveBlock(const Convolve& args) {
     const int64_t pitch =
         PackPanels(layout, geometry, block.channel_begin, first, (taps - 1) * geometry.dilation,
                    static_cast<const S*>(args.x), window);
-    // Sums that no other group of taps adds to are used up at once, in the same place every time.
+    // Sums of the only group of taps are stored at once, so every tile may have the same address.
     const int64_t sums_pitch = taps == geometry.taps ? 0 : layout.panels * kLane;
     const auto convolve = [&](auto constant, int64_t p, int64_t i, const A* tile, auto store) {
       ConvolveTile<constant.value, kFormat>(window + p * pitch + i * kLane, layout.tap_stride,

@@ -1,9 +1,9 @@
 // The vectorised inner parts of lightweight convolution, built once per instruction set.
 //
-// Both layouts are computed on panels: runs of vectors in scratch memory, already in the arithmetic
-// type and with the zeros around the sequence in place. With NTC a panel holds a vector's width of
-// channels, one vector a time step; with NCT it holds one channel, one vector for as many time
-// steps as it has lanes. A tap is then a constant distance in the panel either way.
+// Both layouts are computed on panels: contiguous vectors in scratch memory, of the arithmetic type
+// and with the zeros around the sequence. With NTC a panel holds a vector of channels at every time
+// step. With NCT a panel holds one channel, and a vector holds consecutive time steps, one a lane.
+// In both a tap is a constant distance in the panel.
 #ifndef JAXOPS_CPU_LIGHTWEIGHT_CONV_KERNELS_H_
 #define JAXOPS_CPU_LIGHTWEIGHT_CONV_KERNELS_H_
 
@@ -17,10 +17,10 @@ namespace jaxops::lightweight_conv::cpu {
 // No instruction set has more lanes than this.
 inline constexpr int64_t kMaxLanes = 16;
 
-// The most channels of a block.
+// Channels of a block, at most.
 inline constexpr int64_t kMaxBlockChannels = 512;
 
-// Taps are taken in groups that reach no further than this many steps, to bound the panels.
+// Taps are computed in groups that span at most this number of steps, which bounds the panels.
 inline constexpr int64_t kMaxTapSpan = 384;
 
 // Channels [channel_begin, channel_end) at steps [time_begin, time_end) of one batch entry.
@@ -72,7 +72,7 @@ struct FilterGrad {
   void* dbias;      // width * kMaxLanes
 };
 
-// Adds up the lanes of what FilterGrad left.
+// Adds the lanes of each sum that FilterGrad has written.
 struct ReduceLanes {
   Geometry geometry;
   DType dtype;

@@ -1,4 +1,4 @@
-// The only thing the CPU kernels know about threads.
+// The interface between the CPU kernels and threads.
 #ifndef JAXOPS_CPU_PARALLEL_FOR_H_
 #define JAXOPS_CPU_PARALLEL_FOR_H_
 
@@ -10,7 +10,7 @@ namespace jaxops::cpu {
 // Runs task(0), ..., task(count - 1) in any order on any threads and returns when all are done.
 using ParallelFor = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;
 
-// The same for any number of tasks: a single one wakes no thread.
+// Runs any number of tasks; a single task wakes no thread.
 inline void RunTasks(int64_t count, const ParallelFor& parallel_for,
                      const std::function<void(int64_t)>& task) {
   if (count == 1) {

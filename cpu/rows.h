@@ -1,4 +1,4 @@
-// Rows of channels as vectors, and what kernels that interpolate along several axes have in common.
+// Rows of channels as vectors, and functions that all kernels of interpolation along axes share.
 #ifndef JAXOPS_CPU_ROWS_H_
 #define JAXOPS_CPU_ROWS_H_
 
@@ -9,7 +9,7 @@
 namespace jaxops::cpu::JAXOPS_ISA {
 
 #if defined(__AVX2__)
-// All bits of the first `count` lanes.
+// Returns a mask with all bits of the first `count` lanes.
 template <typename A>
 JAXOPS_ALWAYS_INLINE __m256i FirstLanes(int64_t count) {
   if constexpr (sizeof(A) == 8) {
@@ -98,13 +98,14 @@ struct Row {
 
   template <typename S>
   JAXOPS_ALWAYS_INLINE static V Read(const S* from) {
-    constexpr int kBits = kWidth < 4 ? 4 : kWidth;  // converted at a time
+    constexpr int kBits = kWidth < 4 ? 4 : kWidth;  // channels that are converted together
     using Bits = Lanes<uint16_t, kBits>;
     Bits bits;
     if constexpr (kWidth >= 4) {
       bits = LoadBits<Bits>(from);
     } else {
-      // Put together here: copied to a variable, they would be read back before they are there.
+      // The vector is formed in a register: a load of just-written entries would wait for their
+      // stores.
       uint64_t all;
       if constexpr (kWidth == 1) {
         all = LoadBits<uint16_t>(from);
@@ -183,8 +184,8 @@ JAXOPS_ALWAYS_INLINE A SumLanes(Lanes<A, kCount> v) {
   }
 }
 
-// Multiplies the weights of the entries around points, those of the axes before this one, by the
-// factors of this axis: w[2c] and w[2c + 1] come from w[c].
+// Multiplies the weights of the entries around points, for the axes before this one, by the factors
+// of this axis: w[2c] and w[2c + 1] are computed from w[c].
 template <int kCorners, typename V>
 JAXOPS_ALWAYS_INLINE void MultiplyWeights(int axis, V lower, V upper, V (&weights)[kCorners]) {
   JAXOPS_UNROLL
@@ -197,13 +198,13 @@ JAXOPS_ALWAYS_INLINE void MultiplyWeights(int axis, V lower, V upper, V (&weight
 template <int kValue>
 struct Constant {};
 
-// kWidth where a vector holds as many channels, otherwise 0.
+// kWidth if a vector has at least that number of lanes, otherwise 0.
 template <typename A, int kWidth>
 constexpr Constant<(kWidth <= kLanes<A> ? kWidth : 0)> IfHeld() {
   return {};
 }
 
-// Calls run with the number of channels, or with 0 where no kernel has that number as a constant.
+// Calls run with the number of channels, or with 0 if no kernel has that number as a constant.
 template <typename A, typename Run>
 JAXOPS_ALWAYS_INLINE void WithWidth(int64_t width, Run run) {
   switch (width) {

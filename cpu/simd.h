@@ -32,7 +32,7 @@ inline constexpr int kVectorBytes = 16;
 enum class Half : uint16_t {};
 enum class BFloat : uint16_t {};
 
-// What the kernels need to know about an arithmetic type.
+// The constants and types of an arithmetic type.
 template <typename A>
 struct Simd;
 
@@ -42,10 +42,10 @@ struct Simd<float> {
   typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
   static constexpr int kMantissaBits = 23;
   static constexpr int32_t kExponentBias = 127;
-  // log(2) in two parts, the first short enough for its product with an exponent to be exact.
+  // log(2) in two parts; the first has few bits, so that its product with an exponent is exact.
   static constexpr float kLog2High = 0x1.62ep-1f;
   static constexpr float kLog2Low = 0x1.0bfbe8p-15f;
-  // exp is 0 below the first and infinite above the second.
+  // exp is 0 below kExpMin and infinite above kExpMax.
   static constexpr float kExpMin = -104.0f;
   static constexpr float kExpMax = 89.0f;
   static constexpr int kExpDegree = 7;
@@ -105,7 +105,8 @@ JAXOPS_ALWAYS_INLINE V LoadBits(const void* from) {
 JAXOPS_ALWAYS_INLINE Vec<float> Load(const float* from) { return LoadBits<Vec<float>>(from); }
 JAXOPS_ALWAYS_INLINE Vec<double> Load(const double* from) { return LoadBits<Vec<double>>(from); }
 
-// Zero-extends 16-bit entries. In intrinsics, like NarrowBits, because compilers split the vector.
+// Zero-extends 16-bit entries. Like NarrowBits it uses intrinsics, because compilers split the
+// vector.
 JAXOPS_ALWAYS_INLINE U32Vec WidenBits(const void* from) {
 #if defined(__AVX512F__)
   return BitCast<U32Vec>(_mm512_maskz_cvtepu16_epi32(0xffff, LoadBits<__m256i>(from)));
@@ -136,7 +137,7 @@ JAXOPS_ALWAYS_INLINE Vec<float> Load(const BFloat* from) {
 
 JAXOPS_ALWAYS_INLINE Vec<float> Load(const Half* from) {
 #if defined(__AVX512F__)
-  // Masked by nothing, because GCC 12 warns about its own header's unmasked form.
+  // The mask has all lanes: GCC 12 warns about the unmasked form in its own header.
   return _mm512_maskz_cvtph_ps(0xffff, LoadBits<__m256i>(from));
 #elif defined(__AVX2__)
   return _mm256_cvtph_ps(LoadBits<__m128i>(from));
@@ -144,7 +145,7 @@ JAXOPS_ALWAYS_INLINE Vec<float> Load(const Half* from) {
   const U32Vec bits = WidenBits(from);
   const U32Vec magnitude = bits & 0x7fff;
   const U32Vec normal = (magnitude << 13) + (112u << 23);
-  // Never forms a subnormal float, which the caller's floating-point mode may flush to zero.
+  // This forms no subnormal float, which the caller's floating-point mode may flush to zero.
   const U32Vec subnormal = BitCast<U32Vec>(BitCast<Vec<float>>(normal + (1u << 23)) - 0x1p-14f);
   const U32Vec special = (magnitude << 13) | 0x7f800000;
   const U32Vec finite = magnitude < 0x400 ? subnormal : normal;
@@ -156,11 +157,11 @@ JAXOPS_ALWAYS_INLINE Vec<float> Load(const Half* from) {
 JAXOPS_ALWAYS_INLINE void Store(Vec<float> v, float* to) { __builtin_memcpy(to, &v, sizeof(v)); }
 JAXOPS_ALWAYS_INLINE void Store(Vec<double> v, double* to) { __builtin_memcpy(to, &v, sizeof(v)); }
 
-// The bits of each entry rounded to a BFloat.
+// Returns the bits of each entry, rounded to a BFloat.
 JAXOPS_ALWAYS_INLINE U32Vec RoundToBFloat(Vec<float> v) {
   const U32Vec bits = BitCast<U32Vec>(v);
   const U32Vec rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  // A quiet bit, because the payload may lie wholly in the half that is dropped.
+  // NaN gets a quiet bit, because its payload may be entirely in the half that is dropped.
   return (v != v ? bits | 0x400000 : rounded) >> 16;
 }
 
@@ -178,7 +179,7 @@ JAXOPS_ALWAYS_INLINE void Store(Vec<float> v, Half* to) {
   const U32Vec bits = BitCast<U32Vec>(v);
   const U32Vec magnitude = bits & 0x7fffffff;
   const U32Vec normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
-  // Adding 1/2 leaves the bits of a subnormal half, correctly rounded, at the end of the float.
+  // After the addition of 1/2, the last bits of the float are a subnormal half, correctly rounded.
   const U32Vec subnormal = BitCast<U32Vec>(BitCast<Vec<float>>(magnitude) + 0.5f) - 0x3f000000;
   const U32Vec nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
   const U32Vec infinity = U32Vec{} + 0x7c00;
@@ -196,7 +197,7 @@ JAXOPS_ALWAYS_INLINE void StorePair(Vec<Arithmetic<S>> a, Vec<Arithmetic<S>> b, 
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Narrowing takes two vectors at a time here.
+// Narrowing takes two vectors at a time in this build.
 JAXOPS_ALWAYS_INLINE void StorePair(Vec<float> a, Vec<float> b, BFloat* to) {
   const __m256i packed =
       _mm256_packus_epi32(BitCast<__m256i>(RoundToBFloat(a)), BitCast<__m256i>(RoundToBFloat(b)));
@@ -205,7 +206,7 @@ JAXOPS_ALWAYS_INLINE void StorePair(Vec<float> a, Vec<float> b, BFloat* to) {
 }
 #endif
 
-// The first `count` lanes come from memory, the others are zero.
+// Loads the first `count` lanes; the others are zero.
 template <typename S>
 JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadPartial(const S* from, int64_t count) {
   S lanes[kLanes<Arithmetic<S>>] = {};
@@ -220,7 +221,7 @@ JAXOPS_ALWAYS_INLINE void StorePartial(Vec<Arithmetic<S>> v, S* to, int64_t coun
   __builtin_memcpy(to, lanes, count * sizeof(S));
 }
 
-// The same where `count` may be more than there are lanes.
+// Loads min(count, lanes) lanes; the others are zero.
 template <typename S>
 JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadUpTo(const S* from, int64_t count) {
   return count < kLanes<Arithmetic<S>> ? LoadPartial(from, count) : Load(from);
@@ -231,7 +232,7 @@ JAXOPS_ALWAYS_INLINE void StoreUpTo(Vec<Arithmetic<S>> v, S* to, int64_t count) 
   count < kLanes<Arithmetic<S>> ? StorePartial(v, to, count) : Store(v, to);
 }
 
-// Keeps the first `count` lanes and clears the others, whatever they hold.
+// Keeps the first `count` lanes and sets the others to zero, even if they are NaN.
 template <typename A>
 JAXOPS_ALWAYS_INLINE Vec<A> KeepLanes(Vec<A> v, int64_t count) {
   using Int = typename Simd<A>::Int;
@@ -263,10 +264,10 @@ JAXOPS_ALWAYS_INLINE V Exp(V x) {
   using A = decltype(x[0] + 0);
   using T = Simd<A>;
   using Int = typename T::Int;
-  // The comparisons are written so that NaN passes.
+  // NaN passes these comparisons.
   x = x < T::kExpMin ? V{} + T::kExpMin : x;
   x = x > T::kExpMax ? V{} + T::kExpMax : x;
-  // Adding 1.5 * 2^mantissa rounds to an integer and leaves it in the low bits.
+  // Adding 1.5 * 2^mantissa rounds to an integer, which is then in the low bits.
   constexpr A kRounder = A(3) * (int64_t{1} << (T::kMantissaBits - 1));
   const V shifted = x * A(0x1.71547652b82fep0) + kRounder;
   const V exponent = shifted - kRounder;
@@ -276,7 +277,7 @@ JAXOPS_ALWAYS_INLINE V Exp(V x) {
   V series = V{} + kCoefficients.of[T::kExpDegree];
 #pragma GCC unroll 16
   for (int i = T::kExpDegree - 1; i >= 0; --i) series = kCoefficients.of[i] + series * r;
-  // In two factors, because the power of two may be out of range where the result is not.
+  // The scale is two factors, because the power of two may be out of range if the result is not.
   const Int half = power >> 1;
   const V scale = BitCast<V>((half + T::kExponentBias) << T::kMantissaBits);
   const V rest = BitCast<V>((power - half + T::kExponentBias) << T::kMantissaBits);
@@ -301,8 +302,8 @@ JAXOPS_ALWAYS_INLINE V Log1p(V x) {
   return TwiceAtanh<V>(x / (x + A(2)));
 }
 
-// log(x) for x > 0 that is not subnormal, as exact + rest: the first is a multiple of the high part
-// of log(2), and has no rounding.
+// log(x) for x > 0 that is not subnormal, as exact + rest: `exact` is a multiple of the high part
+// of log(2) and has no rounding error.
 template <typename V>
 JAXOPS_ALWAYS_INLINE void LogInParts(V x, V& exact, V& rest) {
   using A = decltype(x[0] + 0);
@@ -318,7 +319,7 @@ JAXOPS_ALWAYS_INLINE void LogInParts(V x, V& exact, V& rest) {
   rest = exponent * T::kLog2Low + log;
 }
 
-// log(x) for x > 0 that is not subnormal, infinity and NaN among it.
+// log(x) for x > 0 that is not subnormal; x may be infinite or NaN.
 template <typename V>
 JAXOPS_ALWAYS_INLINE V Log(V x) {
   V exact, rest;
@@ -326,7 +327,7 @@ JAXOPS_ALWAYS_INLINE V Log(V x) {
   return x - x == 0 ? exact + rest : x;
 }
 
-// Rounds to a float so that rounding once more, to fewer bits, is as good as rounding once.
+// Rounds to odd: a second rounding, to fewer bits, then equals a single rounding.
 JAXOPS_ALWAYS_INLINE float RoundToOdd(double value) {
   const float nearest = static_cast<float>(value);
   const double back = nearest;

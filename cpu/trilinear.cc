@@ -14,15 +14,15 @@ using jaxops::cpu::At;
 using jaxops::cpu::CeilDiv;
 using jaxops::cpu::ParallelFor;
 
-// Features that make a task long beside what it costs to hand it to a thread.
+// Features of a task, which takes much longer than handing it to a thread.
 constexpr int64_t kTask = int64_t{1} << 16;
 
-// What a cell costs beside its features, in features.
+// The cost of a cell in addition to its features, in features.
 constexpr int64_t kCellCost = 32;
 
 JAXOPS_DEFINE_BEST_KERNELS();
 
-// Cells [begin, end), which no batch dimension but the innermost separates.
+// Runs cells [begin, end), which are one segment of the innermost batch dimension.
 void RunStretch(const Kernels& kernels, const Call& call, int64_t begin, int64_t end) {
   const auto& map = call.cells;
   const auto stride = [&](int operand) {

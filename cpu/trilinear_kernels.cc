@@ -14,7 +14,7 @@ using namespace jaxops::cpu::JAXOPS_ISA;
 constexpr int kAxes = 3;
 constexpr int kCorners = 8;
 
-// Cells whose weights are made at a time, a multiple of all vectors' lanes.
+// Cells whose weights are computed together, a multiple of every vector width.
 constexpr int kBlock = 64;
 
 template <typename A>
@@ -29,7 +29,7 @@ struct Weights {
   }
 };
 
-// Points or directions of `count` cells, axis by axis.
+// Reads points or directions of `count` cells, axis by axis.
 template <typename A>
 JAXOPS_ALWAYS_INLINE void ReadPoints(DType dtype, const void* points, int64_t first, int64_t stride,
                                      int count, A (&to)[kAxes][kBlock]) {
@@ -47,7 +47,7 @@ JAXOPS_ALWAYS_INLINE void ReadPoints(DType dtype, const void* points, int64_t fi
   });
 }
 
-// Makes the weights of the cells from `first` on.
+// Computes the weights of the cells from `first` on.
 template <typename A>
 __attribute__((noinline)) void MakeWeights(const Cells& args, int64_t first, int count,
                                            Weights<A>& weights) {
@@ -91,8 +91,8 @@ __attribute__((noinline)) void MakeWeights(const Cells& args, int64_t first, int
   }
 }
 
-// Calls step(f, load, store) for each vector of features, which begins with feature f; load and
-// store leave out the lanes of the last vector that have no feature.
+// Calls step(f, load, store) for each vector of features, the first of which is feature f; load and
+// store skip the lanes of the last vector that have no feature.
 template <typename S, typename Step>
 JAXOPS_ALWAYS_INLINE void Cover(int64_t width, Step step) {
   using A = Arithmetic<S>;
@@ -108,8 +108,8 @@ JAXOPS_ALWAYS_INLINE void Cover(int64_t width, Step step) {
   }
 }
 
-// Rows of features in the arithmetic type: in the result itself, or in a buffer from which they are
-// rounded together.
+// Rows of features in the arithmetic type: in the result itself, or in a buffer that is rounded as
+// a whole.
 template <typename S, int kSize>
 struct Rows {
   using A = Arithmetic<S>;
@@ -123,7 +123,8 @@ struct Rows {
   }
 };
 
-// The only feature of all corners, of as many cells: these fill vectors, where a row would not.
+// Reads the features of all corners of `count` cells with one feature: the lanes of a vector are
+// cells.
 template <typename S, typename A>
 JAXOPS_ALWAYS_INLINE void ReadCorners(const S* features, int64_t stride, int count,
                                       A (&corners)[kCorners][kBlock]) {
@@ -169,7 +170,7 @@ void Interpolate(const Cells& args, int64_t first, int count,
     rows.Finish(count, out);
   } else {
     const int64_t width = args.width;
-    constexpr int kTogether = 2;  // vectors of a row, so that memory is read in order
+    constexpr int kTogether = 2;  // neighbouring vectors of a row: memory is read in order
     for (int i = 0; i < count; ++i, features += args.features_stride, out += width) {
       int64_t done = 0;
       for (; done + kTogether * kLanes<A> <= width; done += kTogether * kLanes<A>) {

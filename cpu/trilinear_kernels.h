@@ -9,8 +9,8 @@
 
 namespace jaxops::trilinear::cpu {
 
-// `count` cells one after the other. What each pointer is, see common/trilinear.h; strides are from
-// cell to cell, in elements.
+// `count` consecutive cells. common/trilinear.h describes each pointer; strides are between
+// neighbouring cells, in elements.
 struct Cells {
   int64_t width;
   int64_t count;

@@ -2,10 +2,10 @@
 
     python examples/concatenate_unet.py [--steps N]
 
-The images are scikit-learn's digits, 8 x 8 pixels; nothing is downloaded. Each comes with Gaussian
-noise, which is drawn anew for every batch, and the network is to give back the image. The metric
-is the peak signal-to-noise ratio on held-out images, in dB; three networks are compared by it: the
-U-Net, the same without its skip connections, and none at all.
+The images are scikit-learn's digits, 8 x 8 pixels; nothing is downloaded. Each has Gaussian noise,
+which is drawn again for every batch, and the network has to return the image. The metric is the
+peak signal-to-noise ratio on held-out images, in dB. It compares the U-Net, the same network
+without its skip connections, and no network.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down to 2 x 2 pixels and up again, where each level sees what the way down saw there."""
+    """Down to 2 x 2 pixels and up again; each level up sees the activations of its level down."""
 
     skips: bool = True
 

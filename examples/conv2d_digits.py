@@ -1,10 +1,10 @@
-"""Handwritten digits told apart by a network whose every convolution is ours.
+"""Handwritten digits classified by a network whose every convolution is ours.
 
     python examples/conv2d_digits.py [--steps N]
 
 The images are scikit-learn's digits, 8 x 8 pixels, nothing is downloaded. A small Flax network is
-trained with `jaxops.conv_general_dilated` in its layers; were there one without a kernel, that
-would be an error. The trained parameters are then used with `jax.lax`'s convolution for comparison.
+trained with `jaxops.conv_general_dilated` in its layers; a layer without a kernel would raise an
+error. The trained parameters are then used with `jax.lax`'s convolution for comparison.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def train(images, labels, steps: int):
 
 
 def classify(steps: int) -> dict[str, float]:
-    """The share of held-out digits that are told, and how far `jax.lax`'s logits are from ours."""
+    """The accuracy on held-out digits, and the distance of `jax.lax`'s logits from ours."""
     training, (images, labels) = split_digits()
     with warnings.catch_warnings():
         warnings.simplefilter("error", jaxops.NoKernelWarning)
         params = train(*training, steps)
-        # GPUs would otherwise round the operands of products to TF32.
+        # GPUs round the operands of products to TF32 by default.
         with jax.default_matmul_precision("highest"):
             logits = Classifier().apply(params, images)
             by_lax = Classifier().apply(params, images, jax.lax.conv_general_dilated)

@@ -1,10 +1,10 @@
-"""Focal against cross-entropy loss where one class is rare: which handwritten digits are nines?
+"""Focal against cross-entropy loss with a rare class: which handwritten digits are nines?
 
     python examples/focal_loss_digits.py [--steps N] [--seeds N]
 
-The images are scikit-learn's digits, 8 x 8 pixels, nothing is downloaded. Few of the nines are left
-in the training set. A small Flax network is trained twice from the same start, with the focal loss
-and with gamma = 0 and no alpha, which is cross-entropy. The metrics are those of the rare class on
+The images are scikit-learn's digits, 8 x 8 pixels, nothing is downloaded. The training set keeps
+few of the nines. A small Flax network is trained twice from the same start, with the focal loss and
+with gamma = 0 and no alpha, which is cross-entropy. The metrics are those of the rare class on
 held-out images: the average precision of the ranking, and recall and F1 at a probability of one
 half.
 """

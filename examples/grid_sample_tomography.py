@@ -47,7 +47,7 @@ def random_rays(key, count: int):
 
 
 def scan(volume, rays):
-    """The mean intensity along each ray, (count,); outside of the volume there is nothing."""
+    """The mean intensity along each ray, (count,); it is zero outside of the volume."""
     t = (jnp.arange(SAMPLES) + 0.5)[:, None] / SAMPLES
     start, end = rays[:, None, 0], rays[:, None, 1]
     points = start + t * (end - start)  # (count, SAMPLES, 3)
@@ -66,7 +66,7 @@ def fit(rays, measured, shape, steps: int, on_step=lambda loss: None):
         batch = jax.random.randint(key, (BATCH,), 0, len(rays))
         value, gradient = jax.value_and_grad(loss)(volume, rays[batch], measured[batch])
         updates, state = optimizer.update(gradient, state)
-        # There are no negative intensities.
+        # Intensities are not negative.
         return jnp.maximum(optax.apply_updates(volume, updates), 0), state, value
 
     volume = jnp.zeros(shape)

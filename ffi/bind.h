@@ -1,4 +1,5 @@
-// From a function to a handler: parameters are bound by their types, attributes by their names.
+// A handler is made from a function: parameters are bound by their types, attributes by their
+// names.
 #ifndef JAXOPS_FFI_BIND_H_
 #define JAXOPS_FFI_BIND_H_
 
@@ -25,14 +26,14 @@ using Buffer = xla::ffi::AnyBuffer;
 using Result = xla::ffi::Result<xla::ffi::AnyBuffer>;
 using Integers = xla::ffi::Span<const int64_t>;
 
-// The work space of a call: on CUDA devices an optional last result, elsewhere never there.
+// The work space of a call: an optional last result on CUDA devices, absent on others.
 struct WorkSpace : std::optional<Result> {
-  WorkSpace(const std::optional<Result>& result = {})  // NOLINT: handlers are given this type
+  WorkSpace(const std::optional<Result>& result = {})  // NOLINT: handlers get this type
       : std::optional<Result>(result) {}
 };
 
-// A struct of attributes ends with JAXOPS_ATTRIBUTES(its members...). Python passes exactly these,
-// under their names.
+// A struct of attributes ends with JAXOPS_ATTRIBUTES(its members...). Python passes exactly these
+// members, under their names.
 #define JAXOPS_ATTRIBUTES(...)                     \
   auto Members() { return std::tie(__VA_ARGS__); } \
   static constexpr std::string_view kMembers = #__VA_ARGS__
@@ -40,7 +41,7 @@ struct WorkSpace : std::optional<Result> {
 template <typename T>
 concept Attributes = requires(T attributes) { attributes.Members(); };
 
-// The names by which Python passes the values of an enum: kEnumNames<E> is an array of these.
+// The names by which Python passes the values of an enum: an array kEnumNames<E>.
 template <typename Enum>
 struct EnumName {
   std::string_view name;
@@ -50,13 +51,14 @@ struct EnumName {
 template <typename Enum>
 inline constexpr std::nullptr_t kEnumNames = nullptr;
 
-// Whether a text is `known`. The compiler sees the size of that, and calls no function.
+// Returns whether a text is `known`. The compiler knows the size of `known`, so this calls no
+// function.
 inline bool IsText(const XLA_FFI_ByteSpan& text, std::string_view known) {
   return text.len == known.size() && __builtin_memcmp(text.ptr, known.data(), known.size()) == 0;
 }
 
-// Calls function(std::integral_constant<size_t, i>) for i = 0, 1, ... until one returns true, which
-// it then does, too.
+// Calls function(std::integral_constant<size_t, i>) for i = 0, 1, ... until a call returns true.
+// Returns whether one did.
 template <size_t kCount>
 bool AnyOf(auto&& function) {
   return [&]<size_t... kI>(std::index_sequence<kI...>) {
@@ -68,7 +70,7 @@ template <Attributes T>
 struct AttributeNames {
   static constexpr size_t kCount = std::tuple_size_v<decltype(std::declval<T&>().Members())>;
 
-  // In the order of the struct.
+  // The names in the order of the struct.
   static constexpr std::array<std::string_view, kCount> kNames = [] {
     std::array<std::string_view, kCount> names;
     std::string_view rest = T::kMembers;
@@ -79,7 +81,7 @@ struct AttributeNames {
     return names;
   }();
 
-  // Where each is among those that a call frame has, which are sorted.
+  // The index of each name among the attributes of a call frame, which are sorted.
   static constexpr std::array<size_t, kCount> kPlaces = [] {
     std::array<size_t, kCount> places = {};
     for (size_t i = 0; i < kCount; ++i) {
@@ -89,7 +91,7 @@ struct AttributeNames {
   }();
 };
 
-// The binding with one more parameter, of type T.
+// Returns the binding with one more parameter, of type T.
 template <typename T, typename Binding>
 auto BindParameter(Binding&& binding) {
   if constexpr (std::is_same_v<T, Buffer>) {
@@ -121,12 +123,12 @@ auto BindParameters(Binding&& binding) {
   }
 }
 
-// Whether one of the parameters is of type T.
+// Tells whether one of the parameters has type T.
 template <typename T, typename... Parameters>
 inline constexpr bool kHas = (std::is_same_v<T, std::remove_cvref_t<Parameters>> || ...);
 
-// The error that becomes of an exception, which must not reach those who call a handler: they are
-// C. Nothing here allocates.
+// Turns an exception into an error: the callers of a handler are C, and no exception may reach
+// them. This function allocates nothing.
 inline XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
                                 const char* message) {
   XLA_FFI_Error_Create_Args args{};
@@ -136,8 +138,8 @@ inline XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Co
   return frame->api->XLA_FFI_Error_Create(&args);
 }
 
-// Calls a function as a handler. XLA leaves it to handlers to look for buffers after optional ones,
-// and for attributes where there are none.
+// Calls a function as a handler. XLA does not check for buffers after the optional ones, nor for
+// attributes if the handler has none, so this does.
 template <auto kFunction>
 struct Caller;
 
@@ -171,8 +173,8 @@ struct Caller<kFunction> {
   }
 };
 
-// Whether the bytes of an array can be counted, even were its dimensions of size 0 not there: no
-// product of sizes overflows in what a handler then does.
+// Returns whether the bytes of an array are countable even without its dimensions of size 0: then
+// no product of sizes overflows in a handler.
 inline bool IsCountable(const XLA_FFI_Buffer& buffer) {
   const xla::ffi::AnyBuffer array(&buffer);
   int64_t bytes = 16;  // of the largest items
@@ -210,11 +212,11 @@ XLA_FFI_Error* Guard(XLA_FFI_CallFrame* frame) noexcept {
   }
 }
 
-// The handler that calls a function.
+// Defines the handler that calls a function.
 template <auto kFunction>
 inline constexpr XLA_FFI_Handler* kHandler = &Guard<&Caller<kFunction>::Call>;
 
-// A handler that is registered under a name of XLA's; `module.h` has them all.
+// A handler that is registered under a name in XLA; `module.h` lists all of them.
 struct Registration {
   Registration(const char* name, XLA_FFI_Handler* handler)
       : name(name), handler(handler), next(std::exchange(first, this)) {}
@@ -225,7 +227,7 @@ struct Registration {
   static inline constinit const Registration* first = nullptr;
 };
 
-// The handler that is registered under a name. Throws where there is none.
+// Returns the handler that is registered under a name. Throws if none is.
 inline XLA_FFI_Handler* FindHandler(const std::string& name) {
   for (const Registration* r = Registration::first; r != nullptr; r = r->next) {
     if (name == r->name) return r->handler;

@@ -1,4 +1,4 @@
-// Calls of handlers that XLA does not make: on addresses at which there is nothing.
+// Calls of handlers without XLA, whose buffers are addresses without memory.
 #ifndef JAXOPS_FFI_CALL_FRAME_H_
 #define JAXOPS_FFI_CALL_FRAME_H_
 
@@ -16,7 +16,7 @@
 #include "xla/ffi/api/c_api.h"
 #include "xla/ffi/api/ffi.h"
 
-// XLA's own is another type, which handlers never look into.
+// XLA defines this type differently; handlers never read it.
 struct XLA_FFI_Error {
   std::string message;
 };
@@ -32,7 +32,7 @@ struct FrameBuffer {
   bool is_result;
 };
 
-// What handlers use of XLA.
+// The functions of XLA that handlers call.
 inline const XLA_FFI_Api& GetApi() {
   static const XLA_FFI_Api api = [] {
     XLA_FFI_Api made{};
@@ -55,18 +55,18 @@ inline const XLA_FFI_Api& GetApi() {
   return api;
 }
 
-// The number of an XLA_FFI_DataType, and the sizes.
+// The number of an XLA_FFI_DataType, and the sizes of the dimensions.
 using FrameArray = std::tuple<int, std::vector<int64_t>>;
 // A name, a kind ("scalar", "array" or "string"), the number of an XLA_FFI_DataType, the number of
 // entries, and their bytes.
 using FrameAttribute = std::tuple<std::string, std::string, int, int64_t, nanobind::bytes>;
 
-// XLA's buffers are at multiples of 128 bytes; these are at no multiples of more.
+// XLA's buffers are aligned to 128 bytes; these have no larger alignment.
 inline constexpr uint64_t kAlignment = 128;
-// What is read or written there by the host ends the process.
+// A read or write of the host at these addresses ends the process.
 inline constexpr uint64_t kFirstAddress = uint64_t{1} << 45;
 
-// A call of a handler, which can be made again and again.
+// A call of a handler, which can be repeated.
 class CallFrame {
  public:
   CallFrame(XLA_FFI_Handler* handler, const std::vector<FrameArray>& operands,
@@ -95,7 +95,7 @@ class CallFrame {
 
   const std::vector<FrameBuffer>& buffers() const { return buffers_; }
 
-  // The message of an error, or nothing.
+  // Returns the message of an error, or an empty string.
   std::string Call() {
     XLA_FFI_Error* const error = handler_(&frame_);
     if (!error) return "";

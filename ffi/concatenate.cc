@@ -16,8 +16,8 @@ namespace xf = xla::ffi;
 using jaxops::concatenate::Job;
 using jaxops::concatenate::kMaxRowDims;
 
-// The axis is followed by `inner` dimensions. Piece i of the result has `sizes[i]` entries along
-// it, the first ones of array `sources[i]`, or zeros where that is -1.
+// The axis is followed by `inner` dimensions. Segment i of the result has `sizes[i]` entries along
+// it: the first entries of array `sources[i]`, or zeros if that is -1.
 struct ConcatenateAttributes {
   int64_t inner;
   Integers sizes, sources;
@@ -32,7 +32,7 @@ struct SplitAttributes {
   JAXOPS_ATTRIBUTES(inner, starts, sizes);
 };
 
-// An array as rows: the dimensions before the axis, and the bytes of one entry along it.
+// An array as rows: its dimensions before the axis, and the bytes of one entry along the axis.
 struct Rows {
   Dimensions dims;
   size_t axis;
@@ -57,7 +57,7 @@ struct Rows {
   const char* end() const { return data + rows() * row_bytes(); }
 };
 
-// Whether an array can be a part of `whole`: dimensions before the axis may be 1 if `broadcasts`.
+// Returns whether an array can be a part of `whole`: `broadcasts` allows sizes 1 before the axis.
 bool Fits(const Rows& part, const Rows& whole, bool broadcasts) {
   if (part.dims.size() != whole.dims.size()) return false;
   for (size_t i = 0; i < whole.dims.size(); ++i) {
@@ -107,7 +107,7 @@ xf::Error Concatenate(Context context, xf::RemainingArgs arrays, Result y,
     }
   }
 
-  // Row dimensions along which the same inputs vary are one.
+  // Row dimensions along which the same inputs vary are merged.
   std::vector<uint32_t> varies(inputs.size(), 0);
   size_t last = whole.axis;
   for (size_t d = 0; d < whole.axis; ++d) {
@@ -186,7 +186,7 @@ xf::Error Split(Context context, Buffer x, xf::RemainingRets parts,
                       starts[i] <= whole.extent() - sizes[i];
     if (!good) return Mismatch(kName, "part", part.dims, whole.dims);
     job.destinations.push_back({part.data, part.row_bytes(), static_cast<int64_t>(i), 1});
-    // An array without elements may have no address to add to.
+    // An array without elements may have a null address, to which no offset may be added.
     const char* source =
         whole.end() == whole.data ? part.data : whole.data + starts[i] * whole.entry_bytes;
     job.pieces.push_back({source, whole.end(), whole.row_bytes(), sizes[i] * whole.entry_bytes,

@@ -77,7 +77,7 @@ xf::Error Decode(Call& call, Dimensions in, Dimensions taps, Dimensions out,
 
 bool HasTwoBytes(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
 
-// The type of both operands, and that of the result.
+// Reads the type of both operands and the type of the result.
 xf::Error DecodeTypes(Call& call, const Buffer& a, const Buffer& b, const Buffer& result) {
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, "conv", "images", a));
   JAXOPS_RETURN_IF_ERROR(SetType(call.result_dtype, "conv", "result", result));
@@ -90,7 +90,7 @@ xf::Error DecodeTypes(Call& call, const Buffer& a, const Buffer& b, const Buffer
   return xf::Error::Success();
 }
 
-// Launches a call, and explains why it could not be launched.
+// Launches a call; an error says why the launch failed.
 xf::Error Run(const char* operation, cudaStream_t stream, const Call& call, Direction direction,
               cu::Space workspace) {
   const cudaError_t status = cu::Launch(stream, call, direction, workspace);
@@ -113,7 +113,7 @@ xf::Error Run(const char* operation, cudaStream_t stream, const Call& call, Dire
   return ToError(operation, status);
 }
 
-// The bias is in the type of the sums.
+// The bias has the type of the sums.
 xf::Error DecodeEpilogue(Call& call, const std::optional<Buffer>& bias, Activation activation) {
   call.epilogue.activation = activation;
   if (!bias) return xf::Error::Success();
@@ -129,8 +129,8 @@ xf::Error DecodeEpilogue(Call& call, const std::optional<Buffer>& bias, Activati
   return xf::Error::Success();
 }
 
-// The workspace of a product, if it has one: without, a product that is not rounded is one of
-// multiply-adds.
+// Takes the work space of a product, if the call has one. A product of unrounded f32 without work
+// space is computed by multiply-adds.
 xf::Error TakeProductSpace(cu::Space& workspace, const Call& call, Direction direction,
                            WorkSpace given) {
   if (!given && !work_space_answer) return xf::Error::Success();
@@ -180,14 +180,14 @@ xf::Error RunKernelGrad(Context stream, Buffer x, Buffer g, Result dkernel, Work
   if (work_space_answer) {
     return TakeWorkSpace(workspace.data, "conv", given, cu::KernelGradWorkspace(call));
   }
-  // Launchers check the size, because it takes a plan to know it.
+  // The launcher checks the size: a plan has to be made to know it.
   if (given) {
     workspace = {(*given)->untyped_data(), static_cast<int64_t>((*given)->size_bytes())};
   }
   return Run("conv kernel gradient", stream, call, Direction::kKernelGrad, workspace);
 }
 
-// Throws where the sizes do not fit. The dtype is f32.
+// Throws if the sizes do not fit together. The dtype is f32.
 Call DecodeSizes(const std::vector<int64_t>& in, const std::vector<int64_t>& taps,
                  const std::vector<int64_t>& out, const std::vector<int64_t>& strides,
                  const std::vector<int64_t>& dilation, const std::vector<int64_t>& low) {

@@ -1,4 +1,4 @@
-// The first step of every handler: reading types and batch dimensions from its buffers.
+// The first step of every handler: it reads types and batch dimensions from its buffers.
 #ifndef JAXOPS_FFI_DECODE_H_
 #define JAXOPS_FFI_DECODE_H_
 
@@ -28,8 +28,8 @@ inline constexpr auto kEnumNames<Activation> =
                                          {"silu", Activation::kSilu},
                                          {"gelu", Activation::kGelu}});
 
-// Strings and integers one after the other. No streams: their locales are state that all C++
-// libraries of a process share, whatever they were compiled with.
+// Joins strings and integers. This uses no streams: their locales are state that all C++ libraries
+// of a process share, whatever they were compiled with.
 template <typename... Parts>
 xla::ffi::Error InvalidArgument(const Parts&... parts) {
   std::string message;
@@ -81,17 +81,17 @@ inline xla::ffi::Error SetType(DType& out, const char* operator_name, const char
   return xla::ffi::Error::Success();
 }
 
-// The type that sums and scalars of a call have.
+// Returns the type of the sums and scalars of a call.
 inline xla::ffi::DataType ArithmeticType(DType dtype) {
   return dtype == DType::kF64 ? xla::ffi::DataType::F64 : xla::ffi::DataType::F32;
 }
 
-// The memory of a buffer that may not be there.
+// Returns the memory of an optional buffer, or null.
 inline void* DataOf(const std::optional<Buffer>& buffer) {
   return buffer ? buffer->untyped_data() : nullptr;
 }
 
-// A buffer must end with the dimensions `core` after `batch_rank` others, and be of `type`.
+// Checks that a buffer ends with the dimensions `core` after `batch_rank` others and is of `type`.
 inline xla::ffi::Error CheckBuffer(const char* operator_name, const char* what,
                                    const xla::ffi::AnyBuffer& buffer, size_t batch_rank,
                                    Dimensions core, xla::ffi::DataType type) {
@@ -115,15 +115,15 @@ inline xla::ffi::Error CheckBuffer(const char* operator_name, const char* what,
                      type);
 }
 
-// Whether a * b is one of the numbers that attributes and sizes may lead to. Bounds are low enough
-// for sums of a few of them.
+// Returns whether a * b is below the bound of numbers from attributes and sizes. The bound is low
+// enough for sums of a few such numbers.
 inline bool IsBounded(int64_t a, int64_t b = 1) {
   int64_t product;
   constexpr int64_t kLimit = int64_t{1} << 60;
   return !__builtin_mul_overflow(a, b, &product) && -kLimit <= product && product <= kLimit;
 }
 
-// A buffer whose dimensions but for the last `core` are batch dimensions.
+// A buffer whose dimensions except for the last `core` are batch dimensions.
 struct BatchOperand {
   enum Kind {
     kRead,     // an operand: its batch dimensions have the size of the batch or 1
@@ -149,7 +149,7 @@ struct BatchOperand {
   }
 };
 
-// Buffers must have `rank` batch dimensions each, which fit those of the operands.
+// Checks that buffers have `rank` batch dimensions each, which fit those of the operands.
 inline xla::ffi::Error CheckBatch(const char* operator_name, std::span<const BatchOperand> buffers,
                                   size_t rank) {
   for (const BatchOperand& buffer : buffers) {
@@ -179,9 +179,9 @@ inline xla::ffi::Error CheckBatch(const char* operator_name, std::span<const Bat
   return xla::ffi::Error::Success();
 }
 
-// Builds a map over those batch dimensions that `include` selects, of operands that CheckBatch has
-// found to fit. It is an error when they alternate between batched and not more often than the map
-// can hold.
+// Builds a map over the batch dimensions that `include` selects, of operands that CheckBatch has
+// accepted. Returns an error if the dimensions alternate between batched and broadcast more often
+// than the map can hold.
 template <int kOperands, typename Include>
 xla::ffi::Error BuildBatchMap(const char* operator_name, BatchMap<kOperands>& map,
                               const std::array<BatchOperand, kOperands>& operands, size_t rank,
@@ -202,7 +202,7 @@ xla::ffi::Error BuildBatchMap(const char* operator_name, BatchMap<kOperands>& ma
   return xla::ffi::Error::Success();
 }
 
-// Checks and maps the batch of operands that are all that there is.
+// Checks and maps the batch of operands if the call has no others.
 template <int kOperands>
 xla::ffi::Error SetBatch(const char* operator_name, BatchMap<kOperands>& map,
                          const std::array<BatchOperand, kOperands>& operands, size_t rank) {

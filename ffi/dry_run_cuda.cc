@@ -1,4 +1,4 @@
-// The functions that stand between the launchers and the CUDA runtime, see the header.
+// The functions between the launchers and the CUDA runtime; the header describes them.
 //
 // The linker resolves a call of cudaX to __wrap_cudaX here, and __real_cudaX to the runtime's
 // cudaX.
@@ -18,10 +18,10 @@ namespace {
 
 constexpr int kDefaultSharedBytes = 48 * 1024;
 constexpr int kRegisters = 64 * 1024;       // of a multiprocessor
-constexpr int kReservedSharedBytes = 1024;  // that the system takes of each block's
+constexpr int kReservedSharedBytes = 1024;  // that the system uses of each block's shared memory
 constexpr unsigned kMaxClusterBlocks = 8;   // of portable clusters
-// Code may keep what it learned about a device under its number: devices of dry runs have numbers
-// above those of GPUs. CUB knows no more than 128.
+// Launchers may cache properties of a device by its number, so devices of dry runs have numbers
+// above those of GPUs. CUB supports device numbers up to 128.
 constexpr int kFirstDevice = 64;
 constexpr int kMaxDevices = 128;
 
@@ -31,7 +31,7 @@ struct State {
   std::unordered_map<const void*, Kernel> kernels;
 };
 
-// Kernels are registered before objects of other files are constructed.
+// The state is constructed on its first use: kernels are registered before objects of other files.
 State& GetState() {
   static auto& state = *new State;
   return state;
@@ -40,7 +40,7 @@ State& GetState() {
 thread_local Trace* trace = nullptr;
 thread_local cudaError_t last_error = cudaSuccess;
 
-// No streams: their locales are state that all C++ libraries of a process share.
+// This uses no streams: their locales are state that all C++ libraries of a process share.
 template <typename... Parts>
 std::string Join(const Parts&... parts) {
   std::string text;
@@ -64,13 +64,13 @@ void Report(const std::string& violation) {
   if (trace && trace->violation.empty()) trace->violation = violation;
 }
 
-// Returns an error, and keeps it for cudaGetLastError: <<<>>> drops what a launch returns.
+// Returns an error, and keeps it for cudaGetLastError: <<<>>> drops the result of a launch.
 cudaError_t Fail(cudaError_t error, const std::string& violation) {
   Report(violation);
   return last_error = error;
 }
 
-// A kernel that was registered, or null. None is registered after the module is loaded.
+// Returns a registered kernel, or null. No kernel is registered after the module is loaded.
 Kernel* Find(const void* function) {
   auto& kernels = GetState().kernels;
   const auto found = kernels.find(function);
@@ -79,18 +79,19 @@ Kernel* Find(const void* function) {
 
 int64_t Product(dim3 d) { return int64_t{d.x} * d.y * d.z; }
 
-// Registers are given to warps in units of 256.
+// The hardware allocates registers to a warp in multiples of 256.
 int64_t RegistersOfBlock(const Resources& resources, int64_t threads) {
   const int64_t warps = (threads + 31) / 32;
   return warps * ((resources.registers * 32 + 255) / 256 * 256);
 }
 
-// Whether the machine code that was read runs on the device; other code may need other registers.
+// Returns whether the device runs the machine code that was read; other code may need other numbers
+// of registers.
 bool HasKnownRegisters(const Resources& resources) {
   return resources.registers > 0 && trace->device.major == 9 && trace->device.minor == 0;
 }
 
-// What is wrong with a launch, or nothing.
+// Returns a description of the first fault of a launch, or an empty string.
 std::string FindFault(const Launch& launch, cudaStream_t stream) {
   const Device& device = trace->device;
   const Resources& resources = launch.kernel->resources;
@@ -152,7 +153,7 @@ cudaError_t Record(const Kernel* kernel, dim3 grid, dim3 threads, size_t dynamic
               "the launch of " + kernel->mangled_name + " is wrong: " + fault);
 }
 
-// Whether bytes lie in a buffer of the call.
+// Returns whether bytes are in a buffer of the call.
 bool Contains(const void* data, uint64_t bytes, bool is_written) {
   const char* begin = static_cast<const char*>(data);
   return std::any_of(
@@ -183,7 +184,7 @@ int ItemBytes(CUtensorMapDataType type) {
   }
 }
 
-// The rules of cuTensorMapEncodeTiled, and that the tensor lies in a buffer of the call.
+// Checks the rules of cuTensorMapEncodeTiled, and that the tensor is in a buffer of the call.
 std::string FindMapFault(const CUtensorMap* map, CUtensorMapDataType type, unsigned rank,
                          const void* base, const cuuint64_t* dims, const cuuint64_t* strides,
                          const cuuint32_t* box, const cuuint32_t* steps,
@@ -227,7 +228,7 @@ std::string FindMapFault(const CUtensorMap* map, CUtensorMapDataType type, unsig
 }
 
 using Encode = decltype(&EncodeTiled);
-// The driver's.
+// The driver's function.
 std::atomic<Encode> real_encode = nullptr;
 
 }  // namespace
@@ -239,7 +240,7 @@ std::vector<const Kernel*> Kernels() {
 }
 
 void SetResources(const std::string& mangled_name, const Resources& resources) {
-  // The same template may be registered by several files.
+  // Several files may register the same template.
   for (auto& [function, kernel] : GetState().kernels) {
     if (kernel.mangled_name == mangled_name) kernel.resources = resources;
   }
@@ -290,7 +291,7 @@ using dry_run::trace;
 
 extern "C" {
 
-// --- what the compiler makes of kernels and <<<>>> -----------------------------------------------
+// --- calls that the compiler generates for kernels and <<<>>> ------------------------------------
 
 JAXOPS_WRAP(void, __cudaRegisterFunction, void** module, const char* function,
             char* device_function, const char* name, int thread_limit, uint3* thread, uint3* block,
@@ -303,8 +304,8 @@ JAXOPS_WRAP(void, __cudaRegisterFunction, void** module, const char* function,
 }
 
 #ifdef JAXOPS_LAUNCHES_HANDLES
-// <<<>>> asks once for the handle of a kernel and keeps it, in a dry run or not: it is ours, which
-// has the runtime's as soon as the kernel is launched.
+// <<<>>> asks for the handle of a kernel once and keeps it, in a dry run or not. The handle is
+// ours, and gets the runtime's handle at the first launch of the kernel.
 JAXOPS_WRAP(cudaError_t, __cudaGetKernel, cudaKernel_t* handle, const void* function) {
   *handle = reinterpret_cast<cudaKernel_t>(dry_run::Find(function));
   return *handle ? cudaSuccess : cudaErrorInvalidDeviceFunction;
@@ -383,7 +384,7 @@ JAXOPS_WRAP(cudaError_t, cudaFuncGetAttributes, cudaFuncAttributes* attributes,
   attributes->maxThreadsPerBlock = kernel->resources.max_threads;
   attributes->numRegs = kernel->resources.registers;
   attributes->sharedSizeBytes = kernel->resources.static_bytes;
-  // CUB refuses what it was not compiled for, whatever the device.
+  // CUB refuses versions other than those of its compilation, on every device.
   attributes->ptxVersion = attributes->binaryVersion = 90;
   return cudaSuccess;
 }
@@ -426,7 +427,7 @@ JAXOPS_WRAP(cudaError_t, cudaMemsetAsync, void* data, int value, size_t bytes,
   return cudaSuccess;
 }
 
-// The launchers keep the function that they are given: it is ours in a dry run or not.
+// The launchers keep the function that they get, so it is ours in a dry run or not.
 JAXOPS_WRAP(cudaError_t, cudaGetDriverEntryPointByVersion, const char* name, void** function,
             unsigned version, unsigned long long flags, cudaDriverEntryPointQueryResult* result) {
   if (std::strcmp(name, "cuTensorMapEncodeTiled") != 0) {
@@ -456,7 +457,7 @@ JAXOPS_WRAP(cudaError_t, cudaSetDevice, int device) {
   return dry_run::Fail(cudaErrorInvalidDevice, "a call changed the current device");
 }
 
-// CUB asks once for it, in a dry run or not, and refuses devices beyond.
+// CUB asks for the count once, in a dry run or not, and refuses devices beyond it.
 JAXOPS_WRAP(cudaError_t, cudaGetDeviceCount, int* count) {
   const cudaError_t error = trace ? cudaSuccess : __real_cudaGetDeviceCount(count);
   if (error == cudaSuccess) *count = dry_run::kMaxDevices;

@@ -1,10 +1,11 @@
-// Dry runs: handlers choose and launch kernels for a device that is described, and nothing runs.
+// Dry runs: handlers choose and launch kernels for a described device, and nothing runs on a GPU.
 //
 // The linker puts functions of `dry_run_cuda.cc` between the launchers and the CUDA runtime (its
 // option --wrap, see `cuda/CMakeLists.txt`). In a thread without a dry run they call the runtime.
 // In a dry run they record every launch, and check it as the runtime, the driver and the device
-// would, without any of them: a machine without a GPU does. So a dry run tells which kernels take a
-// call from the code that chooses them, and from no second description of it.
+// would. They call none of these, so a machine without a GPU can do a dry run. A dry run thus tells
+// which kernels a call launches from the code that chooses them, without a second description of
+// it.
 #ifndef JAXOPS_FFI_DRY_RUN_CUDA_H_
 #define JAXOPS_FFI_DRY_RUN_CUDA_H_
 
@@ -25,24 +26,24 @@ struct Device {
   int major;
   int minor;
   int processors;    // multiprocessors
-  int shared_bytes;  // of shared memory that a block can opt in to
+  int shared_bytes;  // shared memory that a block can opt in to
 
   auto operator<=>(const Device&) const = default;
 };
 
-// What the machine code of a kernel says about it.
+// Properties of a kernel that its machine code states.
 struct Resources {
   int registers = 0;     // per thread; 0: unknown
-  int static_bytes = 0;  // of shared memory
+  int static_bytes = 0;  // shared memory
   int max_threads = 1024;
-  bool needs_wgmma = false;  // the kernel is empty in code for other GPUs than those of 9.0
+  bool needs_wgmma = false;  // the kernel has code for GPUs of 9.0 only, and is empty elsewhere
 };
 
 struct Kernel {
   const void* function;
   std::string mangled_name;
   Resources resources;
-  cudaKernel_t handle = nullptr;  // of the runtime
+  cudaKernel_t handle = nullptr;  // the runtime's handle
 };
 
 // All kernels of the module.
@@ -63,7 +64,7 @@ struct Trace {
   Device device;
   int device_number = 0;
   std::vector<ffi::FrameBuffer> buffers = {};
-  bool checks = true;  // without, launches are not recorded either
+  bool checks = true;  // if false, launches are neither checked nor recorded
 
   std::vector<Launch> launches = {};
   std::string violation = {};  // the first one
@@ -71,7 +72,7 @@ struct Trace {
   std::map<const void*, int> opted_in = {};
 };
 
-// While it lives, this thread runs dry.
+// A thread that has a scope is in a dry run.
 class Scope {
  public:
   explicit Scope(Trace& trace);
@@ -79,10 +80,10 @@ class Scope {
   Scope(const Scope&) = delete;
 };
 
-// The stream that launches of dry runs must be on.
+// The stream that launches of dry runs must use.
 inline cudaStream_t Stream() { return static_cast<cudaStream_t>(ffi::FrameStream()); }
 
-// What the launchers are given for cuTensorMapEncodeTiled.
+// The function that launchers get for cuTensorMapEncodeTiled.
 CUresult EncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
                      const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
                      const cuuint32_t* steps, CUtensorMapInterleave interleave,

@@ -43,7 +43,8 @@ dim3 ToDim3(const Dims& dims) {
   return {x, y, z};
 }
 
-// The message of the error that the handler returned, the first violation, and the launches.
+// Returns the message of the error that the handler returned, the first violation, and the
+// launches.
 std::tuple<std::string, std::string, std::vector<LaunchTuple>> Run(CallFrame& frame,
                                                                    const DeviceTuple& device) {
   Trace trace{.device = ToDevice(device), .buffers = frame.buffers()};
@@ -60,7 +61,7 @@ std::tuple<std::string, std::string, std::vector<LaunchTuple>> Run(CallFrame& fr
   return {error, trace.violation, launches};
 }
 
-// The seconds of each of so many calls, whose launches take none and are not checked.
+// Returns the seconds of each of `calls` calls. Launches in them take no time and are not checked.
 std::vector<double> Time(CallFrame& frame, const DeviceTuple& device, int64_t calls) {
   Trace trace{.device = ToDevice(device), .buffers = frame.buffers(), .checks = false};
   const Scope scope(trace);
@@ -87,7 +88,7 @@ std::vector<std::string> KernelNames() {
   return names;
 }
 
-// The families of kernels by operator and direction, in the order in which dispatch asks them.
+// The names of kernel families by operator and direction, in the order of dispatch.
 std::map<std::string, std::map<std::string, std::vector<std::string>>> FamilyNames() {
   std::map<std::string, std::map<std::string, std::vector<std::string>>> names;
   for (const auto* t = jaxops::cuda::TableNames::first; t != nullptr; t = t->next) {
@@ -100,7 +101,7 @@ std::map<std::string, std::map<std::string, std::vector<std::string>>> FamilyNam
 
 // --- single calls of the runtime, for tests of what dry runs find --------------------------------
 
-// On one buffer of 1 MiB.
+// Calls the function in a dry run with one buffer of 1 MiB.
 template <typename Function>
 std::string ViolationOf(const DeviceTuple& device, const Function& function) {
   Trace trace{
@@ -145,7 +146,7 @@ std::string TryMemset(const DeviceTuple& device, int64_t offset, size_t bytes) {
   });
 }
 
-// Of bf16.
+// Encodes a tensor map of bf16.
 std::string TryTensorMap(const DeviceTuple& device, int64_t offset,
                          const std::vector<uint64_t>& dims, const std::vector<uint64_t>& strides,
                          const std::vector<uint32_t>& box, const std::vector<uint32_t>& steps,

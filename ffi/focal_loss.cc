@@ -48,12 +48,12 @@ struct SoftmaxAttributes {
   JAXOPS_ATTRIBUTES(rows, power);
 };
 
-// What is wanted of a call: of loss and gradient, one at the most.
+// The results of a call that are wanted: at most one of loss and gradient.
 struct Results {
   std::optional<Buffer> loss = {}, gradient = {}, sum = {};
 };
 
-// Sets what the logits say of the call, and how many batch dimensions there are.
+// Sets the members of a call that follow from the logits, and the number of batch dimensions.
 template <typename Call>
 xf::Error SetShape(Call& call, const char* name, int64_t rows, Power power, const Buffer& logits,
                    size_t& batch_rank) {
@@ -71,7 +71,7 @@ xf::Error SetShape(Call& call, const char* name, int64_t rows, Power power, cons
   return xf::Error::Success();
 }
 
-// Sets the weights of rows, and where they are in the batch, if there are any.
+// Sets the weights of rows and their batch strides, if the call has weights.
 template <typename Call>
 xf::Error SetWeight(Call& call, BatchOperand& operand, const char* name,
                     const std::optional<Buffer>& weight, Dimensions rows, size_t batch_rank,
@@ -82,8 +82,8 @@ xf::Error SetWeight(Call& call, BatchOperand& operand, const char* name,
   return CheckBuffer(name, "weights", *weight, batch_rank, rows, type);
 }
 
-// Sets the results that are wanted, and where they are in the batch: loss or gradient, of these
-// dimensions and types each, and the sum.
+// Sets the wanted results and their batch strides: loss or gradient, each with its dimensions and
+// type, and the sum.
 template <typename Call>
 xf::Error SetResults(Call& call, BatchOperand& result, BatchOperand& sum, const char* name,
                      const Results& results, size_t batch_rank, Dimensions loss_core,
@@ -143,7 +143,7 @@ xf::Error RunSigmoid(Context context, const SigmoidAttributes& attributes,
   JAXOPS_RETURN_IF_ERROR(CheckBuffer(kSigmoid, "scale", buffers.scale, batch, {}, arithmetic));
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kSigmoid, "parameters", buffers.parameters, batch, {3}, arithmetic));
-  // What is not there takes the place of the scale, whose offsets it then never uses.
+  // The scale stands in for the batch dimensions of absent buffers, whose offsets nothing reads.
   BatchOperand weight{buffers.scale.dimensions(), 0}, elements = weight, sum = weight;
   JAXOPS_RETURN_IF_ERROR(
       SetWeight(call, weight, kSigmoid, buffers.weight, rows, batch, arithmetic));
@@ -188,7 +188,7 @@ xf::Error RunSoftmax(Context context, const SoftmaxAttributes& attributes,
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kSoftmax, "labels", buffers.labels, batch, rows, xf::DataType::S32));
   JAXOPS_RETURN_IF_ERROR(CheckBuffer(kSoftmax, "gamma", buffers.gamma, batch, {}, arithmetic));
-  // What is not there takes the place of gamma, whose offsets it then never uses.
+  // Gamma stands in for the batch dimensions of absent buffers, whose offsets nothing reads.
   const BatchOperand gamma{buffers.gamma.dimensions(), 0};
   BatchOperand scale = gamma, weight = gamma, result = gamma, sum = gamma;
   call.scale = DataOf(buffers.scale);
@@ -218,7 +218,7 @@ xf::Error RunSoftmax(Context context, const SoftmaxAttributes& attributes,
 template <auto>
 using ResultFor = Result;
 
-// The handlers, of the wanted members of Results.
+// The handlers; kWanted are the members of Results that they compute.
 template <std::optional<Buffer> Results::*... kWanted>
 xf::Error SigmoidLoss(Context context, Buffer logits, Buffer labels, Buffer class_ids, Buffer scale,
                       Buffer parameters, std::optional<Buffer> weight, ResultFor<kWanted>... wanted,

@@ -52,13 +52,13 @@ struct SampleAttributes {
   JAXOPS_ATTRIBUTES(point_rank, method, padding_mode, align_corners, deterministic);
 };
 
-// The buffers of a call, which has a volume or its gradient.
+// The buffers of a call, which has a volume or the volume's gradient.
 struct Buffers {
   Buffer points;
   std::optional<Buffer> volume = {}, cotangent = {}, out = {}, dvolume = {}, dpoints = {};
 };
 
-// Runs a call, whose derivative is along `directions`.
+// Runs a call whose derivative is along `directions`.
 xf::Error RunSample(Context context, const SampleAttributes& attributes, const Buffers& buffers,
                     xf::RemainingArgs directions, WorkSpace work_space = {}) {
   Call call = {};
@@ -109,8 +109,8 @@ xf::Error RunSample(Context context, const SampleAttributes& attributes, const B
     return InvalidArgument(kName, ": points are f64, which the volume then must be too");
   }
 
-  // Operands and results that are not there take the place of the points, whose offsets they then
-  // never use.
+  // The points stand in for the batch dimensions of absent operands and results, whose offsets
+  // nothing reads.
   std::array<BatchOperand, Call::kOperands + 2> batch;
   batch.fill({point_dims, point_rank + 1});
   const auto set = [&](size_t place, const char* what, const std::optional<Buffer>& buffer,

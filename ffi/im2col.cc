@@ -17,7 +17,7 @@ using jaxops::im2col::Call;
 using jaxops::im2col::kMaxDims;
 using jaxops::im2col::Window;
 
-// There is one entry of `strides`, `dilation` and `low` for each dimension of the window.
+// `strides`, `dilation` and `low` have one entry for each dimension of the window.
 struct Col2ImAttributes {
   Integers strides, dilation, low;
   bool channels_last;
@@ -25,12 +25,12 @@ struct Col2ImAttributes {
 };
 
 struct Im2ColAttributes : Col2ImAttributes {
-  bool again;  // tells XLA apart what it would otherwise compute once
+  bool again;  // distinguishes calls that XLA would otherwise merge into one
   JAXOPS_ATTRIBUTES(strides, dilation, low, channels_last, again);
 };
 
-// The dimensions of image and patches, and what the window is. Its own dimensions are last, with
-// the channels after them if `channels_last`, and before them otherwise.
+// Reads the dimensions of image and patches, and the window. The window's dimensions are last,
+// followed by the channels if `channels_last`; otherwise the channels precede them.
 xf::Error DecodeWindow(const char* name, Call& call, const Buffer& image, const Buffer& patches,
                        const Col2ImAttributes& attributes) {
   const auto& [strides, dilation, low, channels_last] = attributes;
@@ -73,7 +73,7 @@ xf::Error DecodeWindow(const char* name, Call& call, const Buffer& image, const 
   }
   call.channels_last = channels_last;
   call.item_bytes = static_cast<int>(xf::ByteWidth(image.element_type()));
-  // Complex numbers come as two images.
+  // A complex array is passed as two images.
   if (call.item_bytes < 1 || call.item_bytes > 8) {
     return InvalidArgument(name, ": items must have 1 to 8 bytes, got ", call.item_bytes);
   }

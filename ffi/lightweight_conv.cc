@@ -31,7 +31,7 @@ using jaxops::lightweight_conv::Geometry;
 
 constexpr char kName[] = "lightweight_conv";
 
-// Both gradients have these.
+// The attributes of both gradients.
 struct GradAttributes {
   int64_t padding;
   int64_t dilation;
@@ -51,7 +51,7 @@ xf::Error Check(bool good, const char* what, const Buffer& x, const Buffer& othe
                          ", got ", ToString(other.dimensions()));
 }
 
-// `weight` is anything shaped (..., heads, taps).
+// `weight` has a shape (..., heads, taps).
 xf::Error SetGeometry(Geometry& geometry, const GradAttributes& attributes, const Buffer& x,
                       const Buffer& weight) {
   const Dimensions dims = x.dimensions();
@@ -79,12 +79,12 @@ xf::Error SetGeometry(Geometry& geometry, const GradAttributes& attributes, cons
     return InvalidArgument(kName, ": padding ", geometry.padding, " must be in [0, ", reach,
                            "] with ", geometry.taps, " taps and dilation ", geometry.dilation);
   }
-  // A single tap has no distance to another, and kernels go through as many phases.
+  // A single tap has no distance to another, and kernels have `dilation` phases.
   if (geometry.taps == 1) geometry.dilation = 1;
   return xf::Error::Success();
 }
 
-// The type of a weight or a bias, or of a gradient, of sequences of type `dtype`.
+// Sets the type of a weight or a bias, or of its gradient, for sequences of type `dtype`.
 xf::Error SetParameterType(DType& out, const char* what, const Buffer& buffer, DType dtype) {
   JAXOPS_RETURN_IF_ERROR(SetType(out, kName, what, buffer));
   if (out == DType::kF64 && dtype != DType::kF64) {
@@ -109,7 +109,7 @@ xf::Error Convolve(Context context, Buffer x, Buffer weight, std::optional<Buffe
   const size_t rank = x.dimensions().size() - 2;
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kName, "result", *y, rank, x.dimensions().last(2), x.element_type()));
-  // Without bias, weight stands in for its batch dimensions: nothing reads the offset.
+  // The weight stands in for the batch dimensions of an absent bias, whose offset nothing reads.
   BatchOperand bias_operand{weight.dimensions(), 2};
   if (bias) {
     JAXOPS_RETURN_IF_ERROR(SetParameterType(forward.bias_dtype, "bias", *bias, forward.dtype));
@@ -127,7 +127,7 @@ xf::Error Convolve(Context context, Buffer x, Buffer weight, std::optional<Buffe
   return Run(context, kName, JAXOPS_KERNEL(lightweight_conv, Forward), forward);
 }
 
-// The buffers of a gradient; some of them may not be there.
+// The buffers of a gradient, some of which are optional.
 struct GradBuffers {
   Buffer x, g, dweight;
   std::optional<Buffer> weight = {}, dx = {}, dbias = {};
@@ -170,7 +170,7 @@ xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradB
   backward.dweight = dweight.untyped_data();
   backward.dbias = DataOf(buffers.dbias);
 
-  // Operands that are not there take the place of g, whose offsets they then never use.
+  // g stands in for the batch dimensions of absent operands, whose offsets nothing reads.
   const BatchOperand own_g{g.dimensions(), 2};
   const std::array<BatchOperand, Backward::kOperands> operands = {
       BatchOperand{x.dimensions(), 2},
@@ -202,7 +202,7 @@ xf::Error FilterGrad(Context context, Buffer x, Buffer g, Result dweight, WorkSp
 xf::Error Grad(Context context, Buffer x, Buffer weight, Buffer g, Result dx, Result dweight,
                std::optional<Result> dbias, WorkSpace work_space,
                const GradAttributes& attributes) {
-  // The work space, of bytes, is the last result, with dbias or without.
+  // The last result is the work space, an array of bytes, with dbias or without.
   if (!work_space && dbias && (*dbias)->element_type() == xf::DataType::U8) {
     std::swap<std::optional<Result>>(dbias, work_space);
   }

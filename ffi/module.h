@@ -1,4 +1,4 @@
-// Definitions that the two Python modules have in common.
+// Definitions that both Python modules share.
 #ifndef JAXOPS_FFI_MODULE_H_
 #define JAXOPS_FFI_MODULE_H_
 
@@ -15,7 +15,7 @@
 
 namespace jaxops::ffi {
 
-// The handlers that are linked into the module, by the names under which XLA knows them.
+// Returns the handlers in this module, by their names in XLA.
 inline nanobind::dict Registrations() {
   nanobind::dict handlers;
   for (const Registration* r = Registration::first; r != nullptr; r = r->next) {
@@ -24,7 +24,7 @@ inline nanobind::dict Registrations() {
   return handlers;
 }
 
-// The bytes of work space that a call needs on CUDA devices. Throws what its handler refuses.
+// Returns the bytes of work space that a call needs on CUDA devices. Throws the handler's refusal.
 inline int64_t WorkSpaceBytes(const std::string& target, const std::vector<FrameArray>& operands,
                               const std::vector<FrameArray>& results,
                               const std::vector<FrameAttribute>& attributes) {
@@ -37,7 +37,8 @@ inline int64_t WorkSpaceBytes(const std::string& target, const std::vector<Frame
   return bytes;
 }
 
-// Attributes that `jaxops._core.native` checks first, and reports, and the handlers it registers.
+// Defines the attributes that `jaxops._core.native` checks first and reports, and the handlers it
+// registers.
 inline void DefineCommon(nanobind::module_& module, const std::string& build) {
   module.attr("FFI_VERSION") = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.attr("JAXLIB_VERSION") = JAXOPS_JAXLIB_VERSION;

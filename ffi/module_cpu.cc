@@ -7,7 +7,7 @@
 namespace jaxops::ffi {
 namespace {
 
-// Lets the tests hold the division that kernels index with against the plain operator.
+// The tests compare the division by which kernels index with the plain operator.
 template <typename UInt>
 void DivideInPlace(nanobind::ndarray<UInt, nanobind::shape<-1>, nanobind::c_contig> numbers,
                    int64_t divisor) {
@@ -20,7 +20,7 @@ void DivideInPlace(nanobind::ndarray<UInt, nanobind::shape<-1>, nanobind::c_cont
 NB_MODULE(_cpu, module) {
   DefineCommon(module, "C++ for " JAXOPS_CPU_ISAS);
   module.attr("CPU_ONLY") = JAXOPS_CPU_ONLY;
-  // A converted array would be a copy, whose quotients nobody sees.
+  // A converted array would be a copy, and the caller would not see its quotients.
   const auto numbers = nanobind::arg("numbers").noconvert();
   module.def("divide_in_place", &DivideInPlace<uint32_t>, numbers, nanobind::arg("divisor"));
   module.def("divide_in_place", &DivideInPlace<uint64_t>, numbers, nanobind::arg("divisor"));

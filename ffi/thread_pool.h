@@ -16,8 +16,8 @@
 
 namespace jaxops::ffi {
 
-// The calling thread works too and waits only for tasks that have begun, so that a pool whose every
-// thread is inside a handler cannot deadlock: helpers that start late find nothing left to do.
+// The calling thread works too, and waits only for tasks that have begun. A pool whose every thread
+// is inside a handler thus cannot deadlock: helpers that start late find no task.
 inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
   return [&pool](int64_t count, const std::function<void(int64_t)>& task) {
     const int64_t helpers = std::min(pool.num_threads(), count) - 1;
@@ -33,14 +33,14 @@ inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
       std::exception_ptr exception;  // the first one that a task threw
     };
     auto state = std::make_shared<State>();
-    // `task` outlives every call of it: from here on nothing throws, and this function waits until
-    // all calls have returned. Helpers that start later find nothing left to call it for.
+    // `task` outlives all its calls: nothing throws after this line, and this function returns
+    // after all calls have returned. Helpers that start later find no task.
     const auto work = [state, count, &task]() noexcept {
       int64_t finished = 0;
       for (int64_t i = state->next++; i < count; i = state->next++, ++finished) {
         try {
           task(i);
-        } catch (...) {  // would end the process on a thread of the pool
+        } catch (...) {  // an exception would end the process on a thread of the pool
           const std::lock_guard<std::mutex> lock(state->mutex);
           if (!state->exception) state->exception = std::current_exception();
         }
@@ -53,7 +53,7 @@ inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
     try {
       for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::function<void()>(work));
     } catch (...) {
-      // There is no memory for a helper; those that there are do its work.
+      // Without memory for another helper, the existing helpers run its tasks.
     }
     work();
     std::unique_lock<std::mutex> lock(state->mutex);

@@ -30,11 +30,11 @@ struct Buffers {
   std::optional<Buffer> features = {}, cotangent = {}, out = {}, dfeatures = {}, dpoints = {};
 };
 
-// Runs a call, whose derivative is along `directions`.
+// Runs a call whose derivative is along `directions`.
 xf::Error RunCells(Context context, const Buffers& buffers, xf::RemainingArgs directions) {
   Call call = {};
   const Buffer& points = buffers.points;
-  // Whatever there is of the shape (..., features).
+  // Both have the shape (..., features).
   const Buffer& row = buffers.out ? *buffers.out : *buffers.cotangent;
   if (points.dimensions().size() == 0 || row.dimensions().size() == 0) {
     return InvalidArgument(kName, ": points and results must have a dimension");
@@ -53,8 +53,8 @@ xf::Error RunCells(Context context, const Buffers& buffers, xf::RemainingArgs di
                            directions.size());
   }
   call.order = static_cast<int>(directions.size());
-  // Operands and results that are not there take the place of the points, whose offsets they then
-  // never use.
+  // The points stand in for the batch dimensions of absent operands and results, whose offsets
+  // nothing reads.
   std::array<BatchOperand, Call::kOperands + 3> batch;
   batch.fill({points.dimensions(), 1});
   const auto set = [&](size_t place, const char* what, const std::optional<Buffer>& buffer,

@@ -14,9 +14,9 @@
 
 namespace jaxops::ffi {
 
-// XLA allocates large results again for every call, and then most of the time of a handler that
-// only moves memory is the kernel's: it maps a page at each first write. Huge pages make that a few
-// hundred times rarer, if the system gives them on request.
+// XLA allocates large results again for every call. A handler that only moves memory then spends
+// most of its time in the kernel of the system, which maps a page at each first write. Huge pages
+// make such writes a few hundred times rarer, if the system gives them on request.
 inline void ExpectWrites(void* data, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kHugePage = 2 << 20;
@@ -24,8 +24,8 @@ inline void ExpectWrites(void* data, size_t bytes) {
   const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t end = (address + bytes) / kHugePage * kHugePage;
   if (begin >= end) return;
-  // Memory that was in use before has its pages. The end of a block
-  // that the allocator has grown is the newest.
+  // Memory that was in use before has its pages. The end of a block that the allocator has grown is
+  // its newest part.
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   unsigned char is_mapped = 1;
   mincore(reinterpret_cast<void*>(end - page), page, &is_mapped);

@@ -1,4 +1,4 @@
-// The work space of calls on CUDA devices, and questions for its size.
+// The work space of calls on CUDA devices, and queries of its size.
 #ifndef JAXOPS_FFI_WORK_SPACE_H_
 #define JAXOPS_FFI_WORK_SPACE_H_
 
@@ -10,13 +10,13 @@
 
 namespace jaxops::ffi {
 
-// Where a handler that is asked for the size of its work space puts the answer; null where it is to
-// run. Handlers of both platforms answer, because programs are exported for CUDA devices where
-// there is no CUDA module.
+// The address for the answer of a handler that is asked for the size of its work space; null if the
+// handler is to run. Handlers of both platforms answer, because programs are also exported for CUDA
+// devices on machines without the CUDA module.
 inline thread_local int64_t* work_space_answer = nullptr;
 
-// Takes the work space of a call, which needs so many bytes: fewer are an error. A handler that is
-// asked answers, and goes no further.
+// Takes the work space of a call. Fewer than the needed bytes are an error. A handler that is asked
+// for the size stores it, and this function returns an error that ends the handler.
 inline xla::ffi::Error TakeWorkSpace(void*& data, const char* operator_name, WorkSpace given,
                                      int64_t needed) {
   if (work_space_answer != nullptr) {

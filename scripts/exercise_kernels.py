@@ -1,8 +1,8 @@
 """Runs the kernels of every variant once and compares them with NumPy.
 
-It is what `scripts/verify_cuda.sh` gives to compute-sanitizer: small, and of few programs. What is
-expected comes from loops over the taps in NumPy, because compiling `jaxops.reference` for every
-filter would take most of the time.
+`scripts/verify_cuda.sh` runs this script under compute-sanitizer, so its arrays and programs are
+small and few. NumPy loops over the taps give the expected values, because compiling
+`jaxops.reference` for every filter would take most of the time.
 
 python scripts/exercise_kernels.py [OPERATOR ...] [--platform cuda|cpu]
 """
@@ -21,8 +21,8 @@ import jaxops
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LAYOUTS = ("NTC", "NCT")
-# T, C and the numbers of heads: sizes that vector loads divide, with heads of 16 channels among
-# them, and odd ones.
+# T, C and the numbers of heads: the first sizes are divisible by vector widths and include heads of
+# 16 channels; the others are odd.
 SIZES = ((72, 48, (3, 6, 48)), (65, 33, (3, 33)))
 TAPS = (3, 7, 31, 70)
 DILATIONS = (1, 2)
@@ -31,7 +31,7 @@ GROUP = 2  # calls under vmap, each with its own filters
 
 
 def computed(options, x, weight, bias, g):
-    """Everything that is compared, by name. The arguments have a leading dimension for vmap."""
+    """Every compared result, by name. The arguments have a leading dimension for vmap."""
 
     def function(x, weight, bias, activation=None):
         return jaxops.lightweight_conv(x, weight, bias=bias, activation=activation, **options)
@@ -53,7 +53,7 @@ def computed(options, x, weight, bias, g):
 
 
 def expected(options, x, weight, bias, g):
-    """The same as `computed`, in float64."""
+    """The results of `computed`, in float64."""
     x, weight, bias, g = (a.astype(np.float64) for a in (x, weight, bias, g))
     if options["data_format"] == "NCT":
         x, g = x.swapaxes(-1, -2), g.swapaxes(-1, -2)
@@ -99,7 +99,7 @@ def random_arguments(seed, dtype, layout, time, channels, heads, taps):
 
 
 def tolerance(dtype):
-    """Of the largest entry: the rounding of the result, and that of the sum before it."""
+    """Relative to the largest entry: the rounding of the result, and of the sum before it."""
     accumulated = "float64" if dtype == "float64" else "float32"
     return float(jnp.finfo(dtype).eps) + 64 * float(jnp.finfo(accumulated).eps)
 
@@ -131,7 +131,7 @@ def exercise(device, dtype, layout, size):
         compared += 1
         a = np.asarray(a, np.float64)
         error = np.max(np.abs(a - b)) / np.max(np.abs(b))
-        if not error <= tolerance(dtype):  # a NaN is not
+        if not error <= tolerance(dtype):  # NaN is not
             heads, taps, _ = filters[path[0].idx]
             wrong.append(
                 f"{dtype}, T={time}, C={channels}, H={heads}, K={taps}, {options[path[0].idx]}, "
@@ -143,14 +143,14 @@ def exercise(device, dtype, layout, size):
 
 # --- focal losses --------------------------------------------------------------------------------
 
-# Classes that fill a thread's accesses and ones that do not, and rows of less than one.
+# Rows that fill a thread's vectors, rows that do not, and rows of less than one vector.
 CLASSES = (1, 3, 16, 80, 91, 1030)
 ROWS = 37
 GAMMAS = (0.0, 0.5, 1.0, 2.0, 5.0)
 
 
 def focal_losses(gammas, z, labels, soft, weight):
-    """Everything that is compared, by name, for each gamma; arguments are batched for vmap."""
+    """Every compared result, by name, for each gamma; arguments are batched for vmap."""
 
     def sigmoid(z, labels, weight, gamma, reduction="sum"):
         return jaxops.sigmoid_focal_loss(
@@ -191,7 +191,7 @@ def focal_losses(gammas, z, labels, soft, weight):
 
 
 def expected_focal_losses(gammas, z, labels, soft, weight):
-    """The same, in float64."""
+    """The results of `losses`, in float64."""
     z, soft, weight = (a.astype(np.float64) for a in (z, soft, weight))
     classes = z.shape[-1]
     one_hot = (labels[..., None] == np.arange(classes)).astype(np.float64)
@@ -221,7 +221,7 @@ def expected_focal_losses(gammas, z, labels, soft, weight):
                 "vmap": loss.sum(axis=(1, 2)),
             }
         hit = (share * one_hot).sum(-1)
-        known = (hit > 0) & (classes > 1)  # of one class the loss is zero
+        known = (hit > 0) & (classes > 1)  # the loss of one class is zero
         py = np.where(known, hit, 0.5)
         factor = 0.25 * weight[0] * known
         by_log = (1 - py) ** gamma - gamma * py * np.log(py) * (1 - py) ** (gamma - 1)
@@ -237,7 +237,7 @@ def expected_focal_losses(gammas, z, labels, soft, weight):
 
 
 def exercise_focal(device, dtype, classes):
-    """Like `exercise`, of the focal losses."""
+    """The comparisons of `exercise`, for the focal losses."""
     rng = np.random.default_rng(classes)
     shape = (GROUP, ROWS, classes)
     z = (2 * rng.normal(size=shape)).astype(jnp.dtype(dtype))
@@ -263,12 +263,12 @@ def exercise_focal(device, dtype, classes):
     return compared, wrong
 
 
-# As many logits as long sums go through shared memory for, and some more; a row is cut by tiles.
+# These sums have enough logits to go through shared memory; tiles cut some rows.
 LONG_SUMS = ((209_731, 80), (46_091, 365))
 
 
 def exercise_long_sum(device, dtype, rows, classes):
-    """Like `exercise`, of a sum of so many losses, with targets or without."""
+    """The comparison of `exercise`, for a sum of many losses, with and without targets."""
     rng = np.random.default_rng(classes)
     z = (2 * rng.normal(size=(rows, classes)).astype(np.float32)).astype(jnp.dtype(dtype))
     labels = rng.integers(-1, classes + 1, rows).astype(np.int32)
@@ -287,9 +287,9 @@ def exercise_long_sum(device, dtype, rows, classes):
     return compared(f"{dtype}, ({rows}, {classes})", got, losses.sum(), "float32", 64)
 
 
-# Rows of a lane, of some lanes, of a warp and of blocks, whole accesses long and not; enough of
-# them that no single cluster of blocks sums them up, and of two kinds so many that those of 16 bits
-# have kernels of their own.
+# Rows that a lane, several lanes, a warp or blocks reduce; some are whole vectors long, some not. A
+# single cluster of blocks cannot reduce all rows of a case. Two cases have enough rows for the
+# kernels of large 16-bit arrays.
 SOFTMAX_ROWS = (
     (50_003, 7),
     (17_003, 80),
@@ -304,7 +304,7 @@ SOFTMAX_ROWS = (
 
 
 def exercise_softmax_rows(device, dtype, rows, classes):
-    """Like `exercise`, of the sum of the softmax losses of so many rows, and its gradient."""
+    """The comparison of `exercise`, for the sum of many softmax losses, and its gradient."""
     rng = np.random.default_rng(classes)
     z = (2 * rng.normal(size=(rows, classes)).astype(np.float32)).astype(jnp.dtype(dtype))
     labels = rng.integers(-1, classes, rows).astype(np.int32)
@@ -334,10 +334,10 @@ def exercise_softmax_rows(device, dtype, rows, classes):
 
 # --- concatenation and splitting -----------------------------------------------------------------
 
-# How many rows, and of how many bytes each array's are.
+# The number of rows, and the bytes of a row of each array.
 MOVES = (
-    # Of units of 16, 8, 4 and 2 bytes and of single ones, few words and many; an array of nothing
-    # is among the last.
+    # Common divisors of 16, 8, 4, 2 and 1 bytes, with one or several vectors a row; (3, 0, 14) has
+    # an empty array.
     (40, (32, 48)),
     (40, (8, 24)),
     (40, (4, 20)),
@@ -349,21 +349,21 @@ MOVES = (
     (20_011, (4, 20)),
     (20_011, (2, 6)),
     (20_011, (3, 0, 14)),
-    # Rows of less than a word, many to a tile, and the last tile not full.
+    # Rows are smaller than 4 bytes, so a tile has many of them; the last tile is not full.
     (33_001, (3, 1)),
     (33_001, (1, 1, 1)),
     (33_001, (2, 4)),
-    # So many of them that they are gathered in shared memory.
+    # Arrays of this number of rows are gathered in shared memory.
     (700_001, (3, 1)),
     (700_003, (1, 1, 1)),
     (350_003, (2, 4)),
     (40_001, (3, 7, 2, 9, 1, 30)),
-    # Rows that are read whole for all parts.
+    # Rows are read whole for all parts.
     (50_001, (4, 4)),
     (50_001, (4, 12, 8, 8)),
     (200_001, (6, 10)),
     (200_001, (3, 5)),
-    # A few equal pieces of every unit, many with little in each, and with more.
+    # Equal arrays have 2 to 33 parts of every vector width, with 2 to 48 bytes each.
     (40, (2,) * 4),
     (40, (8,) * 3),
     (40, (16,) * 4),
@@ -373,15 +373,15 @@ MOVES = (
     (40, (28,) * 33),
     (20_011, (12,) * 5),
     (3_001, (33,) * 33),
-    # Whole packs of several widths, and of one.
+    # Arrays have whole vectors of 16 bytes: different numbers of them, and one.
     (10_007, (32, 16, 48, 16, 80)),
     (1_009, (16,) * 40),
-    # Rows longer than a tile.
+    # Rows are longer than a tile.
     (3, (32_769, 40_003)),
     (3, (65_538, 80_002)),
     (2, (1_000_000, 65_552)),
     (2, (140_001, 1)),
-    # More arrays than each of the tables takes.
+    # There are more arrays than each of the tables holds.
     (5, (3,) * 9),
     (5, (16,) * 65),
     (5, (1, 2, 3) * 75),
@@ -391,7 +391,7 @@ MOVES = (
 
 
 def moves(widths, arrays, wholes, columns):
-    """Everything that is compared, by name; all but `columns` have a leading dimension for vmap.
+    """Every compared result, by name; all but `columns` have a leading dimension for vmap.
 
     Wholes and columns are arguments, because XLA takes minutes to compile hundreds of arrays.
     """
@@ -411,7 +411,7 @@ def moves(widths, arrays, wholes, columns):
         return jaxops.split(whole, widths, 1, padded_sizes=[n + unit for n in widths])
 
     first = [a[0] for a in arrays]
-    # Every other array is the same for all of a vmap.
+    # Every other array is shared by all entries of a vmap.
     batched = [i % 2 == 0 for i in range(len(arrays))]
     mixed = [a if b else a[0] for a, b in zip(arrays, batched, strict=True)]
     in_axes = ([0 if b else None for b in batched],)
@@ -429,7 +429,7 @@ def moves(widths, arrays, wholes, columns):
 
 
 def expected_moves(widths, arrays):
-    """The same, in NumPy."""
+    """The results of `moves`, in NumPy."""
     unit = int(np.gcd.reduce(widths))
     rows = arrays[0].shape[1]
     zeros = np.zeros((rows, unit), np.uint8)
@@ -456,7 +456,7 @@ def expected_moves(widths, arrays):
 
 
 def exercise_moves(device, rows, widths):
-    """Like `exercise`, of bytes that must be the same."""
+    """The comparisons of `exercise`, for bytes that must be equal."""
     rng = np.random.default_rng(rows)
     arrays = [rng.integers(0, 256, (2, rows, n), np.uint8) for n in widths]
     inputs = arrays, np.concatenate(arrays, 2), [np.ascontiguousarray(a[0].T) for a in arrays]
@@ -473,10 +473,10 @@ def exercise_moves(device, rows, widths):
 
 # --- interpolation -------------------------------------------------------------------------------
 
-# Rows of whole sectors, ones of 16 bytes and others, and more than a tile holds.
+# Rows of whole sectors, of 16 bytes and of other sizes, and rows longer than a tile.
 WIDTHS = (1, 2, 3, 4, 8, 13, 14, 16, 22, 24, 32, 33, 64, 130)
 CELLS = 301
-# Of some widths more than the kernels of small calls take.
+# Some widths exceed those of the kernels of small calls.
 CELLS_OF = {1: 33_001, 3: 33_001, 13: 9_001, 14: 9_001, 33: 9_001}
 
 
@@ -495,7 +495,7 @@ def compared(name, got, want, dtype, terms):
 
 
 def interpolations(function, values, points, g):
-    """Everything that is compared, by name; slopes are derivatives along the points."""
+    """Every compared result, by name; slopes are derivatives along the points."""
 
     def slopes(values, points):
         return jax.jvp(lambda p: function(values, p), (points,), (points,))[1]
@@ -514,9 +514,10 @@ def interpolations(function, values, points, g):
 
 
 def expected_interpolations(sums, values, points, g, step=0.01):
-    """The same, of sums(points) -> (weights, entries): of each corner, (count, corners).
+    """The results of `interpolated`, from sums(points) -> (weights, entries), each (count,
+    corners).
 
-    Two steps must reach over no kink.
+    Two steps must not cross a kink.
     """
     rows = values.reshape(-1, values.shape[-1])
 
@@ -530,7 +531,7 @@ def expected_interpolations(sums, values, points, g, step=0.01):
         return total.reshape(values.shape)
 
     def moved(direction):
-        # Weights are cubic at most, for which these differences are exact.
+        # Weights are at most cubic, for which these differences are exact.
         one, two = (
             sums(points + n * step * direction)[0] - sums(points - n * step * direction)[0]
             for n in (1, 2)
@@ -563,7 +564,7 @@ def corner_weights(lower, upper):
 
 
 def exercise_trilinear(device, dtype, width):
-    """Like `exercise`, of interpolation in cells."""
+    """The comparisons of `exercise`, for interpolation in cells."""
     rng = np.random.default_rng(width)
     cells = CELLS_OF.get(width, CELLS)
     features = rng.normal(size=(cells, 8, width)).astype(jnp.dtype(dtype))
@@ -583,29 +584,29 @@ def exercise_trilinear(device, dtype, width):
     return compared(f"{dtype}, F={width}", got, want, dtype, 64)
 
 
-# Entries of a volume above which it is a large one.
+# A volume with more entries is a large one.
 LARGE = 1 << 16
 
 
 def exercise_grid_sample(device, dtype, sizes, deterministic):
-    """Like `exercise`, of sampling at points of which many share a cell."""
+    """The comparisons of `exercise`, for sampling at points of which many share a cell."""
     wrong, count = [], 0
     n = np.array(sizes)
-    # Volumes that no cache holds, and points enough to be put in an order.
+    # No cache holds a large volume, and its points are enough to be sorted.
     is_large = n.prod() > LARGE
     widths = (32,) if is_large else (1, 5, 16, 33)
     for width, align_corners in itertools.product(widths, (False, True)):
         points_of = n.prod() // 2 if is_large else 600
         if dtype == "float32" and width == 5 and not deterministic and not is_large:
-            points_of = 53_000  # more than are sampled by threads that look at them themselves
+            points_of = 53_000  # kernels whose threads locate their own points take fewer
         elif dtype == "float32" and width == 33 and not deterministic:
-            points_of = 8_000  # enough for threads to have several elements of a row each
+            points_of = 8_000  # enough points for several elements of a row per thread
         rng = np.random.default_rng(width)
         volume = rng.normal(size=(*sizes, width)).astype(jnp.dtype(dtype))
-        # In float32, away from kinks and from where float16 would put them.
+        # Points are in float32, away from kinks, also after rounding to float16.
         shape = (points_of, n.size)
         x = rng.integers(0, n - 1, shape) + rng.uniform(0.2, 0.8, shape)
-        # Of a large volume more than a warp takes of a brick.
+        # A large volume's brick gets more points than one warp sums.
         of_one_cell = 3000 if is_large else 400
         x[:of_one_cell] = n // 2 + rng.uniform(0.2, 0.8, (of_one_cell, n.size))
         points = (2 * x / (n - 1) if align_corners else (2 * x + 1) / n) - 1
@@ -636,7 +637,7 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
 
 # --- patches -------------------------------------------------------------------------------------
 
-# Units of 16 bytes and of every smaller size, in one to three dimensions.
+# Items have 16 bytes and every smaller size, in one to three dimensions.
 IMAGES = (
     ("NHWC", (9, 7), (3, 2)),
     ("NCHW", (9, 7), (3, 2)),
@@ -649,7 +650,7 @@ CHANNELS = (1, 2, 3, 4, 8, 40)
 
 
 def exercise_patches(device, dtype, data_format, sizes, taps):
-    """Like `exercise`, of patches and of what they sum to."""
+    """The comparisons of `exercise`, for patches and their sums."""
     wrong, count = [], 0
     rank, channels_last = len(sizes), data_format.endswith("C")
     strides, dilation, padding = (2, 1, 2)[:rank], (1, 2, 1)[:rank], ((1, 2),) * rank
@@ -658,7 +659,7 @@ def exercise_patches(device, dtype, data_format, sizes, taps):
         rng = np.random.default_rng(channels)
         shape = (3, *sizes, channels) if channels_last else (3, channels, *sizes)
         x = rng.normal(size=shape).astype(jnp.dtype(dtype))
-        # Where each entry of the patches comes from; the padding is from beyond the image.
+        # The source index of each entry of the patches; padding has the index after the image.
         entries = np.arange(x.size).reshape(shape)
         around = [(0, 0)] * x.ndim
         first = 1 if channels_last else 2
@@ -698,7 +699,7 @@ def exercise_patches(device, dtype, data_format, sizes, taps):
 # --- convolution ---------------------------------------------------------------------------------
 
 # (images, H, W), channels, outputs, taps, strides, dilation and groups: tiles of every width and
-# height, ragged ones, rows in several strips, and taps that come together and one by one.
+# height, partial tiles, rows in several strips, and taps in one group and one by one.
 CONVOLUTIONS = (
     ((3, 14, 14), 64, 136, 3, 1, 1, 1),
     ((2, 9, 67), 40, 24, 3, 1, 2, 1),
@@ -708,16 +709,16 @@ CONVOLUTIONS = (
     ((2, 17, 30), 96, 72, 3, 2, 1, 1),
     ((1, 40, 40), 64, 64, 3, 1, 15, 1),
     ((2, 13, 19), 48, 32, 3, 2, 1, 2),
-    # Long sums of few pixels, which clusters of blocks share.
+    # Clusters of blocks share the long sums of few pixels.
     ((1, 7, 7), 264, 136, 3, 1, 1, 1),
     ((2, 7, 9), 512, 32, 1, 2, 1, 1),
-    # What is taken as it is of true float32 and float64: odd channels, few outputs, odd groups.
+    # Kernels of true float32 and float64 take these cases: odd channels, few outputs, odd groups.
     ((2, 9, 11), 37, 41, 3, 1, 1, 1),
     ((2, 9, 67), 24, 3, 3, 2, 1, 1),
     ((2, 13, 19), 27, 30, 3, 2, 1, 3),
 )
-# Small groups, of which there are kernels of every dtype: walks with steps of one and two, ragged
-# strips of odd channels, and windows of all kinds.
+# Small groups have kernels of every dtype: loops with strides one and two, partial strips of odd
+# channels, and windows of all kinds.
 SMALL_GROUPS = (
     ((3, 14, 14), 64, 64, 3, 1, 1, 64),
     ((2, 13, 19), 37, 37, 3, 2, 1, 37),
@@ -738,7 +739,7 @@ CONVOLVED = (*((dtype, None) for dtype in DTYPES), ("float32", "highest"))
 def exercise_convolution(
     device, dtype, precision, sizes, channels, outputs, taps, stride, dilation, groups
 ):
-    """Like `exercise`, of images: those for which there are kernels, elsewhere patches."""
+    """The comparisons of `exercise`, for images: by kernels if there are any, else by patches."""
     rng = np.random.default_rng(taps)
     reach = (taps - 1) * dilation
     low = reach // 2
@@ -788,15 +789,15 @@ def exercise_convolution(
         "gradients": (dx, d_kernel),
         "vmap": y[None],
     }
-    # Products of float32 may be those of TF32, which has as many bits as float16.
+    # Products of float32 may be products of TF32, whose mantissa has as many bits as float16's.
     is_small = groups > 1 and min(channels, outputs) < 8 * groups
     is_rounded = dtype == "float32" and precision is None and not is_small
     rounded = "float16" if is_rounded else dtype
     return compared(f"{dtype}, {sizes}, {channels} to {outputs}", got, want, rounded, 64)
 
 
-# (images, H, W), channels, outputs, taps, strides and dilation of kernel gradients: of whole rows
-# and of strips of them, with several phases, of few channels.
+# (images, H, W), channels, outputs, taps, strides and dilation of kernel gradients: whole rows and
+# strips of rows, several phases, and 3 channels.
 SPOILED = (
     ((3, 9, 11), 64, 72, 3, 1, 1),
     ((9, 7, 7), 128, 64, 3, 1, 1),
@@ -805,7 +806,7 @@ SPOILED = (
     ((3, 30, 31), 64, 64, 3, 1, 2),
     ((3, 13, 16), 3, 64, 7, 2, 1),
 )
-# Where x and the cotangent are not finite.
+# The entries of x and the cotangent that are not finite.
 SPOILS = {
     "nowhere": ([], []),
     "x in a corner": ([(0, 0, 0, 1)], []),
@@ -816,7 +817,7 @@ SPOILS = {
 
 
 def exercise_not_finite(device, dtype, sizes, channels, outputs, taps, stride, dilation):
-    """Gradients by the kernel of images and cotangents with a NaN or Inf, or many."""
+    """Kernel gradients of images and cotangents with one or many NaN or Inf."""
     rng = np.random.default_rng(taps)
     low = (taps - 1) * dilation // 2
     options = {"strides": stride, "dilation": dilation, "padding": low}
@@ -893,7 +894,7 @@ EXERCISES = {
 
 
 def main() -> int:
-    """Returns 1 when a result is not the expected one."""
+    """Returns 1 if a result is not the expected one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=", ".join(EXERCISES))
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")

@@ -1,11 +1,13 @@
 """Prints the host's time in the CUDA handlers: choosing kernels, and launching them.
 
-It is measured in dry runs (`jaxops.testing.kernels`): without a GPU, without XLA, and launches take
-no time. For each handler of each chosen call: the median of many calls, and the first one.
+It is measured in dry runs (`jaxops.testing.kernels`), without a GPU and without XLA; launches take
+no time in them. For each handler of each chosen call it prints the median of many calls, and the
+first call.
 
 python scripts/time_host.py [OPERATOR ...] [--device H200 ...] [--calls N]
 
-The largest medians of all cases, on two cores of an AMD EPYC, in microseconds; "before" is commit
+The table has the largest medians of all cases, on two cores of an AMD EPYC, in microseconds;
+"before" is commit
 71c41e6, whose convolutions planned at every call:
 
     handlers                                        before    plans are kept

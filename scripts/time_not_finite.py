@@ -6,8 +6,9 @@ their number; the ratios are to the finite step.
 
     python scripts/time_not_finite.py
 
-On an H200 with jax 0.11.2, at commit 3054452, in microseconds. In the column "threads" a thread
-made each spoiled sum again; in the column "products" tensor cores did, as the kernel does now.
+The figures are from an H200 with jax 0.11.2, at commit 3054452, in microseconds. In the column
+"threads" a thread computed each spoiled sum again; in the column "products" tensor cores did, as
+the kernel does now.
 
     images of float16         taps    strides  finite  worst, threads    worst, products
     32x28x28, 256 to 256      3 x 3   1        88.0    57441 (x, all)    138.4 (x, a column)
@@ -39,7 +40,7 @@ CASES = (
     ((32, 56, 56), 128, 128, 3, 2),
     ((32, 224, 224), 3, 64, 7, 2),
 )
-# What is not finite of x and of the cotangent.
+# The entries of x and of the cotangent that are not finite.
 SPOILS = {
     "finite": (None, None),
     "x, one inside": ((1, 5, 3, 1), None),
@@ -67,7 +68,7 @@ def program(shape, stride):
         for _ in range(GRADIENTS - 1):
             x, g, results[-1] = lax.optimization_barrier((x, g, results[-1]))
             results.append(gradient(x, g))
-        return results  # all of them: XLA drops a gradient that nobody reads
+        return results  # the sum reads all of them: XLA drops a gradient that nobody reads
 
     return several
 
@@ -82,7 +83,7 @@ def main() -> None:
         print(f"\n{sizes}, {channels} to {outputs}, {taps} x {taps}, strides of {stride}, float16")
         finite = None
         for name, places in SPOILS.items():
-            # Of positive cotangents the sums of an infinite image are infinite, and not NaN.
+            # With positive cotangents the sums of an infinite image are infinite, and not NaN.
             arrays = rng.normal(size=(*sizes, channels)), abs(rng.normal(size=(*outs, outputs)))
             for array, place in zip(arrays, places, strict=True):
                 if place is not None:

@@ -1,4 +1,4 @@
-"""What all tests share: eight virtual CPU devices, float64, and the platforms this machine has."""
+"""Fixtures of all tests: eight virtual CPU devices, float64, and the platforms of this machine."""
 
 from __future__ import annotations
 

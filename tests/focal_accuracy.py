@@ -16,7 +16,7 @@ import jaxops
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 GAMMAS = (0.0, 0.5, 1.0, 2.0, 5.0, "traced 1.7")
 ORDERS = ("loss", "first derivative", "second derivative")
-# The most units in the last place that a result may be off.
+# The maximum error of a result, in units in the last place.
 BOUNDS = {"loss": 10, "first derivative": 10, "second derivative": 12}
 
 
@@ -25,7 +25,7 @@ def number(gamma):
 
 
 def points(dtype: str) -> np.ndarray:
-    """All finite numbers of 16 bits; a dense sample of others, with what is next to corners."""
+    """All finite numbers of 16 bits; a dense sample of others, with the neighbours of corners."""
     if dtype in ("float16", "bfloat16"):
         every = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype))
         return every[np.isfinite(every.astype(np.float32))]
@@ -49,7 +49,7 @@ def points(dtype: str) -> np.ndarray:
 def truth(x: np.ndarray, gamma: float):
     """Loss, two derivatives and the size of the second's terms, in extended precision.
 
-    x is how far the wrong answer leads.
+    x is the lead of the wrong answer.
     """
     x, gamma = x.astype(np.longdouble), np.longdouble(gamma)
     with np.errstate(all="ignore"):
@@ -93,7 +93,7 @@ def check_truth(gamma: float) -> float:
 
 
 def ulps(got: np.ndarray, want: np.ndarray, scale: np.ndarray, dtype: str, flushed: float) -> float:
-    """The largest error in units in the last place of `scale`, beyond what is flushed to zero."""
+    """The largest error in units in the last place of `scale`, without numbers flushed to zero."""
     info = jnp.finfo(dtype)
     if not np.isfinite(got.astype(np.float64)).all():
         return np.inf
@@ -104,7 +104,7 @@ def ulps(got: np.ndarray, want: np.ndarray, scale: np.ndarray, dtype: str, flush
 
 
 def sigmoid(z, positive, gamma, reduction):
-    """The loss of logits whose targets are 1 where `positive`."""
+    """The loss of logits; `positive` marks those whose target is 1."""
     loss = jaxops.sigmoid_focal_loss(
         z[:, None], np.where(positive, 0, -1), gamma=gamma, alpha=None, reduction=reduction
     )
@@ -112,7 +112,7 @@ def sigmoid(z, positive, gamma, reduction):
 
 
 def softmax(z, positive, gamma, reduction):
-    """The loss of pairs of a logit and 0, whose label is the first where `positive`."""
+    """The loss of pairs of a logit and 0; `positive` marks those whose label is the first."""
     pairs = jnp.stack([z, jnp.zeros_like(z)], axis=-1)
     return jaxops.softmax_focal_loss(
         pairs, np.where(positive, 0, 1), gamma=gamma, alpha=None, reduction=reduction

@@ -1,6 +1,6 @@
-"""The table of kernels: which of them chosen calls run, on GPUs of several kinds.
+"""The table of kernels: those that chosen calls launch, on GPUs of several kinds.
 
-    python tests/kernel_table.py          shows what differs from kernel_table.txt
+    python tests/kernel_table.py          shows the differences from kernel_table.txt
     python tests/kernel_table.py --write  writes it
 
 It needs the module jaxops._cuda with code for 90a, and no GPU.
@@ -27,7 +27,7 @@ their launches.
 
 
 def make() -> str:
-    """The table as it is with the present sources."""
+    """The table of the present sources."""
     lines = [_HEAD]
     for case in cases.CASES:
         for dtype in case.dtypes:
@@ -53,7 +53,7 @@ def _lines(case, dtype):
 
 
 def _text(names):
-    """The kernels, those that are launched several times in a row with their number."""
+    """The kernels; a kernel that is launched several times in a row has the number of launches."""
     runs = []
     for kernel in names:
         if runs and runs[-1][0] == kernel:
@@ -64,7 +64,7 @@ def _text(names):
 
 
 def difference() -> str:
-    """Of the file and the present sources, as a diff; empty if there is none."""
+    """The difference of the file and the present sources, as a diff; empty if they are equal."""
     was = PATH.read_text().splitlines() if PATH.exists() else []
     return "\n".join(
         difflib.unified_diff(was, make().splitlines(), str(PATH.name), "now", lineterm="", n=1)

@@ -29,11 +29,11 @@ def cases(operator: str) -> dict[str, Case]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the cases of other operators
+            warnings.simplefilter("ignore")  # the cases of other operators warn
             module = importlib.import_module(f"onnx.backend.test.case.node.{operator.lower()}")
     except ImportError:
         return {}
-    # onnx collects the cases of one operator a process, so they are made anew.
+    # onnx collects the cases of one operator a process, so they are computed again.
     publish, module.expect = module.expect, record
     try:
         for name, make in vars(getattr(module, operator)).items():

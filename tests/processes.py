@@ -12,7 +12,7 @@ import jaxops
 
 
 def run_python(arguments: Sequence[object], environment: Mapping[str, str] | None = None) -> str:
-    """What Python, which imports the package under test, prints; it must end well."""
+    """The output of Python, which imports the package under test; it must exit with 0."""
     path = [str(pathlib.Path(jaxops.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     found = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, path))}
     command = [sys.executable, *map(str, arguments)]

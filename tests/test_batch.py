@@ -1,4 +1,4 @@
-"""Nested vmaps that batch other operands at each level, of more levels than kernels tell apart."""
+"""Nested vmaps that batch other operands at each level, with more levels than kernels support."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def softmax_sum(logits, weight, gamma):
     return jaxops.softmax_focal_loss(logits, LABELS, **options)
 
 
-# Each with the shapes of its arguments.
+# Each function is listed with the shapes of its arguments.
 FUNCTIONS = {
     "lightweight_conv": (
         lambda x, w, b: jaxops.lightweight_conv(x, w, bias=b),

@@ -1,4 +1,4 @@
-"""`python -m jaxops bench`: what it counts and derives, what it times, and what it refuses."""
+"""`python -m jaxops bench`: its counts and derived figures, its clocks, and its refusals."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_costs_of_lightweight_conv():
     assert backward.flops == 2 * forward.flops
     assert both.bytes == 4 * (4 * 8320 + 2 * 40)
     assert both.flops == 3 * forward.flops
-    # An entry of y sums 5 taps; one of the filter's gradient 2 * 65 steps of 64 / 8 channels.
+    # An entry of y sums 5 taps; an entry of the filter's gradient 2 * 65 steps of 64 / 8 channels.
     assert [benchmark.terms(case, d) for d in benchmark.directions] == [5, 1040, 1040]
 
 
@@ -156,7 +156,7 @@ def test_costs_of_concatenate_and_split():
     by_name = {case.name: case for case in joined.cases}
     padded = by_name["(64,512,512,3) f16 1x3 axis 3 padded 8"]
     forward, backward = (joined.cost(padded, d) for d in joined.directions)
-    # Three of the eight channels are read, and in the gradient as many written.
+    # The forward pass reads three of the eight channels, the gradient writes three.
     pixels = 64 * 512 * 512
     assert forward.bytes == 2 * (3 + 8) * pixels
     assert backward.bytes == 2 * (3 + 3) * pixels
@@ -276,7 +276,7 @@ def test_busy_time_counts_overlaps_once_and_neighbours_not_at_all():
 
 
 def profile(*planes):
-    """What `jax.profiler.ProfileData` has, of planes (name, {line: [(event, start, length)]})."""
+    """A fake `jax.profiler.ProfileData` of planes (name, {line: [(event, start, length)]})."""
     make = types.SimpleNamespace
     return make(
         planes=[
@@ -323,7 +323,7 @@ class Slept:
 
 
 def test_a_profile_without_a_gpu_says_so():
-    # The annotations are there; what a device did is not.
+    # The annotations are there; the device's events are not.
     contender = Slept()
     batches = [clock.Batch(contender, [lambda i=i: i]) for i in range(2)]
     readings = clock.device_seconds(batches)
@@ -339,7 +339,7 @@ def test_a_profile_without_a_gpu_says_so():
 def test_wall_clock_waits_for_each_call():
     contender = Slept()
     (seconds,) = clock.wall_seconds([clock.Batch(contender, [lambda: 1, lambda: 2])])
-    assert contender.ran == [2, 1, 2]  # the first is not timed
+    assert contender.ran == [2, 1, 2]  # the first call is not timed
     assert 0 < seconds < 1
 
 
@@ -481,7 +481,7 @@ def test_rows(machine):
 
 
 def test_rows_of_a_gpu(machine, monkeypatch):
-    # The CPU in its place, under a clock that works there: all but the profile.
+    # The CPU takes the GPU's place, under a clock that works there: all but the profile.
     gpu = dataclasses.replace(machine, platform="cuda")
     monkeypatch.setattr(runner, "device_seconds", clock.wall_seconds)
     (found,) = runner.run([runner.Work(TWICE, TWICE.cases[-1], PEERS[:2])], gpu, print)
@@ -493,7 +493,7 @@ def test_rows_of_a_gpu(machine, monkeypatch):
         "time on the device" in titles
     )
     monkeypatch.undo()
-    # The clock of a GPU finds none, and says so; what it does find keeps its time.
+    # The clock of a GPU finds no time for one call, and says so; a time that it finds is kept.
     seen = [clock.ProfileError("unseen"), 1.0] * 2
     monkeypatch.setattr(runner, "device_seconds", lambda batches: seen)
     (half,) = runner.run([runner.Work(TWICE, TWICE.cases[-1], PEERS[:1])], gpu, print)
@@ -625,7 +625,7 @@ def test_other_files_are_refused(content, message, tmp_path, capsys):
 
 
 def test_readme_shows_the_newest_run_of_its_command():
-    """Its picture, and the table that the picture links to, are of one file and its newest run."""
+    """The picture and the table that it links to are of one file, and of its newest run."""
     text = bench.RESULTS_PAGE.read_text()
     start, end = map(re.escape, report.MARKERS)
     (shown,) = re.findall(f"{start}\n(.*?){end}", text, re.DOTALL)
@@ -676,7 +676,7 @@ def on_cpu(*arguments):
 
 @pytest.fixture
 def only_twice(monkeypatch):
-    """The tiny operator in the place of all others, on ceilings that need no measuring."""
+    """The tiny operator takes the place of all others, on ceilings that need no measuring."""
     monkeypatch.setattr(registry, "operators", lambda: ("twice",))
     monkeypatch.setattr(registry, "load", lambda name: TWICE)
     monkeypatch.setattr(ceilings, "measure", lambda *_: CEILINGS)
@@ -873,7 +873,7 @@ def test_results_of_another_device(tmp_path, capsys):
     assert "another device: A device (cuda), not Another (cuda)" in capsys.readouterr().err
 
 
-# --- where it all is -----------------------------------------------------------------------------
+# --- documents -----------------------------------------------------------------------------------
 
 
 def test_the_installed_package_has_the_benchmarks():

@@ -1,4 +1,4 @@
-"""What `pip install` builds: the choice that CMake makes, for machines that are made up here."""
+"""The choice by `pip install` and CMake of the modules to build, on invented machines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jaxops._core import native
 ROOT = pathlib.Path(__file__).parents[1]
 CHOICE = ROOT / "cmake" / "choose_cuda.cmake"
 
-# What nvcc 13.0 lists.
+# nvcc 13.0 lists these.
 KNOWN = "75 80 86 87 88 89 90 100 103 110 120 121"
 
 
-# The one of the test extra need not be on the path.
+# The nvcc of the test extra need not be on the path.
 PLACES = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 CMAKE = shutil.which("cmake", path=PLACES)
 needs_cmake = pytest.mark.skipif(CMAKE is None, reason="there is no CMake; pip install cmake")
@@ -73,7 +73,7 @@ def choose(tmp_path):
             check=False,
         )
         if done.returncode:
-            # CMake breaks the lines, and tells where it is.
+            # CMake breaks the lines, and writes the file and line of the call.
             message = done.stderr.split("Call Stack")[0].split("(message):", 1)[1]
             return "error", " ".join(message.split())
         assert not done.stderr
@@ -94,7 +94,7 @@ NVCC = {"nvcc": "13.0.88"}
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
-        # Without variables.
+        # No variable is set.
         ({}, ("cpu", "no GPU was found")),
         (NVCC, ("cpu", "no GPU was found")),
         (H100, ("cpu", "no nvcc was found")),
@@ -116,7 +116,7 @@ NVCC = {"nvcc": "13.0.88"}
                 "the GPUs here have 6.1, 7.5, and the kernels need compute capability 8.0 or newer",
             ),
         ),
-        # With variables.
+        # Variables are set.
         (H100 | NVCC | {"cuda": "off"}, ("cpu", "JAXOPS_CUDA was off")),
         (H100 | NVCC | {"cuda": "on"}, ("cuda", "90a-real;90-virtual")),
         (NVCC | {"cuda": "on"}, ("cuda", "80-real;90a-real;90-virtual")),
@@ -167,7 +167,7 @@ def test_what_is_refused(choose, machine, parts):
     ("cpu_only", "said"),
     [
         ("no GPU was found", "built into this installation, because no GPU was found. Rebuild"),
-        ("", "built into this installation. Rebuild"),  # it was built, and is gone
+        ("", "built into this installation. Rebuild"),  # it was built, and the file is missing
     ],
 )
 def test_an_installation_knows_why(cpu_only, said, monkeypatch):
@@ -178,7 +178,7 @@ def test_an_installation_knows_why(cpu_only, said, monkeypatch):
     assert said in native._register("cuda", "jaxops._no_such").reason
 
 
-# --- what a trace shows --------------------------------------------------------------------------
+# --- names in a trace ----------------------------------------------------------------------------
 
 
 def test_a_kernel_has_a_name_of_its_own():

@@ -53,7 +53,7 @@ LINEAR = {
 
 
 class Parameter:
-    """What stands for an array, as those of Flax's modules do."""
+    """A stand-in of an array, as Flax's modules have."""
 
     def __init__(self, array):
         self._array = jnp.asarray(array)
@@ -88,7 +88,7 @@ def test_linear_transpose(name):
 @pytest.mark.parametrize("entered", [False, True])
 @pytest.mark.parametrize("name", LINEAR)
 def test_shard_map_over_some_axes_of_a_mesh(name, entered):
-    """What the other axes shard is gathered, also in a program that the mesh is entered for."""
+    """Shards of the other axes are gathered, also in a program for which the mesh is entered."""
     function, shape = LINEAR[name]
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("of_map", "other"), axis_types=auto, devices=CPU.devices[:4])
@@ -114,7 +114,7 @@ def test_shard_map_over_some_axes_of_a_mesh(name, entered):
 @pytest.mark.parametrize("target", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_strict_promotion(spec, target):
-    """A user's setting of how dtypes promote is none of the operators' business."""
+    """A user's setting of dtype promotion does not change the operators."""
     arguments = spec.case("bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0])
     function = measure.vjp_of(spec.function, spec.differentiable)
     cotangents = measure.cotangents_for(spec, arguments)
@@ -139,7 +139,7 @@ def test_names_are_unique():
     assert len(set(names)) == len(names)
 
 
-# --- a check that cannot fail is none: each one meets an operator that lacks its capability -------
+# --- each check must fail: it meets an operator that lacks its capability ------------------------
 
 SOUND = next(spec for spec in SPECS if spec.operator == "lightweight_conv")
 
@@ -234,7 +234,7 @@ def without_zero_sizes(f):
 
 
 WRONG = "entries are wrong"
-# What each check meets, and what it says of it.
+# The operator of each check, and the check's message.
 BROKEN = {
     "value f16": (function_of(off_by_ulps), WRONG),
     "value bf16": (function_of(off_by_ulps), WRONG),
@@ -273,7 +273,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", [n for n in CAPABILITIES if n != "command buffers"])
 def test_the_check_can_fail(name):
     spec, message = BROKEN[name]
-    # The export is refused by JAX itself.
+    # JAX refuses the export.
     error = NotImplementedError if name == "export" else AssertionError
     with pytest.raises(error, match=re.escape(message)):
         CAPABILITIES[name].check(spec, CPU)
@@ -295,7 +295,7 @@ INAPPLICABLE = {
 
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_what_an_operator_does_not_declare(name):
-    """An operator without derivatives and the rest is asked for nothing that it cannot have."""
+    """No check asks an operator for a capability, such as derivatives, that it does not declare."""
     if name in INAPPLICABLE:
         with pytest.raises(NotApplicable, match=INAPPLICABLE[name]):
             CAPABILITIES[name].check(BARE, CPU)

@@ -1,4 +1,4 @@
-"""`python -m jaxops check`: what it runs, what it prints and how it ends."""
+"""`python -m jaxops check`: its checks, its output and its exit status."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_json(capsys, *arguments):
 
 
 def test_one_document_from_a_fresh_process():
-    """In a process of its own, where the command has to make the eight devices itself."""
+    """Runs in a separate process, in which the command has to make the eight devices."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "-m", "jaxops", "check", FIRST.operator]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`.ci/run`, the hooks of pre-commit and the hosted workflow say the same."""
+"""`.ci/run`, the hooks of pre-commit and the hosted workflow agree."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_types_are_those_of_the_oldest_jax():
     tools = next(hook for hook in hooks if hook["id"] == "pyright")["additional_dependencies"]
     assert {f"jax=={oldest}", f"jaxlib=={oldest}"} <= set(tools)
     assert all("==" in tool for tool in tools)
-    # Every version stands there alone.
+    # The configuration of the hooks has the only copy of these versions.
     for tool in ("ruff", "clang-format", "pyright"):
         assert f"{tool}==" not in RUN.read_text()
 

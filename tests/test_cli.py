@@ -34,7 +34,7 @@ TINY = char_lm.Config(
 
 @pytest.fixture(scope="module", autouse=True)
 def hasty_compiler():
-    """Models that are trained for some steps take XLA far longer to optimize than to run."""
+    """XLA takes far longer to optimize models that are trained for some steps than to run them."""
     if jax.default_backend() != "cpu":
         yield
         return
@@ -161,8 +161,9 @@ def test_windows_reach_both_ends():
 
 
 def test_counting_models_by_hand():
-    # Of the text 0 0 1 0: n(0) = 3, n(1) = 1; pairs 00, 01 and 10, once each. Plus one each:
-    # p(1) = 2/6, p(1 | 0) = 2/4, p(1 | 1) = 1/3. The window predicts 1 after 0, then 1 after 1.
+    # The text is 0 0 1 0: n(0) = 3, n(1) = 1; pairs 00, 01 and 10, once each. With one added to
+    # each: p(1) = 2/6, p(1 | 0) = 2/4, p(1 | 1) = 1/3. The window predicts 1 after 0, then 1 after
+    # 1.
     text, windows = np.array([0, 0, 1, 0]), np.array([[0, 1, 1]])
     assert corpus.unigram_bits(text, windows, symbols=2) == pytest.approx(math.log2(3))
     assert corpus.bigram_bits(text, windows, symbols=2) == pytest.approx((1 + math.log2(3)) / 2)
@@ -189,7 +190,7 @@ def test_model_sees_its_receptive_field_and_no_future(tiny_params):
         for i in range(40)
     ]
     assert seen == [position - field < i <= position for i in range(40)]
-    # What `generate` relies on: a window of the receptive field is as good as the whole text.
+    # `generate` relies on this: a window of the receptive field is as good as the whole text.
     np.testing.assert_allclose(logits(text)[-1], logits(text[-field:])[-1], rtol=1e-4, atol=1e-5)
 
 
@@ -220,7 +221,7 @@ def test_a_seed_decides_everything():
         return char_lm.run(config, 2, seed, lambda *_: None)
 
     first, second = run(0), run(0)
-    # Each run is compiled anew, and on GPUs XLA picks its matrix products by timing them.
+    # Each run is compiled again, and on GPUs XLA picks its matrix products by timing them.
     assert second.model_bits == pytest.approx(first.model_bits, rel=1e-5)
     if jax.default_backend() == "cpu":
         assert second == first
@@ -237,7 +238,7 @@ def arguments(**options):
 
 @pytest.fixture
 def tiny_demo(monkeypatch):
-    """The demo with the tiny model in the place of its own."""
+    """The demo with the tiny model instead of the default one."""
     tiny = functools.partial(dataclasses.replace, TINY)
     monkeypatch.setattr(char_lm, "Config", tiny)
 

@@ -17,7 +17,7 @@ PROGRAMS = pathlib.Path(__file__).with_name("cache_programs.py")
 
 
 def run_programs(directory, *, pointer_in_key, rounds=1, count=1000):
-    """A list of pairs: whether a program's values were right, and how often it was in the cache."""
+    """A list of pairs: whether a program's values were right, and its number of cache hits."""
     arguments = (PROGRAMS, directory, pointer_in_key, rounds, count)
     return json.loads(processes.run_python(arguments))
 
@@ -30,7 +30,7 @@ def test_programs_that_differ_never_share_an_entry_and_equal_ones_do(tmp_path):
 
 
 def test_nothing_is_wrong_in_the_default_configuration(tmp_path):
-    """There the key has the `id` of an object, and those of dead objects are used again."""
+    """The key then has the `id` of an object, and ids of dead objects are used again."""
     report = run_programs(tmp_path, pointer_in_key=True, rounds=20, count=3)
     assert all(right for right, _ in report)
 

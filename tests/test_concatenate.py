@@ -1,7 +1,7 @@
 """Concatenation and splitting, bit for bit: dtypes, shapes, derivatives, calls and errors.
 
-NumPy is the oracle: it moves bytes and knows every dtype through ml_dtypes. `jax.numpy` is a second
-one for what XLA's concatenation keeps, which is not the payload of every NaN.
+NumPy is the oracle: it moves bytes and supports every dtype through ml_dtypes. `jax.numpy` is a
+second oracle for the bits that XLA's concatenation keeps, which excludes some payloads of NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = ("bool", *INTEGERS, *FLOATS, *FLOATS_8, *COMPLEX, *BITS)
 
 
 def arbitrary(rng, shape, dtype):
-    """Any bits that the dtype has: NaNs of every payload, both zeros, denormals."""
+    """Any bits of the dtype: NaNs of every payload, both zeros, subnormal numbers."""
     kind = jnp.dtype(dtype)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
@@ -64,21 +64,21 @@ def cut(array, axis, start, stop):
 
 
 def padded(array, axis, extent):
-    """Zero bits after the array up to `extent`."""
+    """The array, with zero bits after it up to `extent`."""
     axis %= array.ndim
     shape = with_extent(array.shape, axis, extent - array.shape[axis])
     return np.concatenate([array, np.zeros(shape, array.dtype)], axis)
 
 
 def joined(arrays, axis, sizes=None, padded_size=None):
-    """What concatenate is to return."""
+    """The expected result of concatenate."""
     sizes = [a.shape[axis] for a in arrays] if sizes is None else sizes
     whole = np.concatenate([cut(a, axis, 0, s) for a, s in zip(arrays, sizes, strict=True)], axis)
     return whole if padded_size is None else padded(whole, axis, padded_size)
 
 
 def parted(array, sizes, axis, padded_sizes=None):
-    """What split is to return."""
+    """The expected result of split."""
     ends = list(itertools.accumulate(sizes))
     parts = [cut(array, axis, end - size, end) for end, size in zip(ends, sizes, strict=True)]
     extents = sizes if padded_sizes is None else padded_sizes
@@ -86,9 +86,10 @@ def parted(array, sizes, axis, padded_sizes=None):
 
 
 def check(platform, arrays, axis, sizes=None, padded_size=None, padded_sizes=None):
-    """`concatenate` and `split` as they are, and with whatever of `sizes` and paddings is given.
+    """Checks `concatenate` and `split` without options, and with those of `sizes` and paddings
+    given.
 
-    All in one program: compiling it takes longer than running it.
+    One program computes all of them: compiling it takes longer than running it.
     """
     extents = [a.shape[axis] for a in arrays]
     whole = joined(arrays, axis)
@@ -135,14 +136,14 @@ def test_every_dtype(platform, dtype):
 
 
 def test_every_dtype_is_tested():
-    """All that JAX can put on a device and take back."""
+    """All dtypes that JAX can put on a device and take back."""
     kinds = {jnp.dtype(t) for t in vars(jnp).values() if isinstance(t, type(jnp.float32))}
     tested = {jnp.dtype(d) for d in DTYPES}
     unknown_to_xla = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
     assert {k.name for k in kinds - tested} <= unknown_to_xla
 
 
-# Concatenating entries of less than a byte ends the process in XLA.
+# XLA ends the process if it concatenates entries of less than a byte.
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in BITS])
 def test_the_same_bits_as_jax_numpy(platform, dtype):
     rng = np.random.default_rng(1)
@@ -213,8 +214,8 @@ def test_any_shape(platform, data):
     check(platform, arrays, axis, sizes, sum(sizes) + padding, padded_sizes)
 
 
-# Bytes of a row of each array: units of 16, 8, 4 and 2 bytes, odd widths, rows longer than what a
-# block or a task takes at a time, and rows so short that it takes thousands.
+# Bytes of a row of each array: multiples of 16, 8, 4 and 2 bytes, odd widths, rows longer than one
+# iteration of a block or a task, and rows of which it takes thousands.
 ROWS = (
     (3, 1),
     (1, 1, 1),
@@ -247,7 +248,7 @@ def test_widths(platform, widths, rows):
 )
 @pytest.mark.parametrize("rows", [1, 7, 1200, 2500])
 def test_small_arrays(platform, widths, rows):
-    """Equal arrays and others, of all units, alone and before zeros; blocks that are not full."""
+    """Equal arrays and others, with every vector width, alone and before zeros; partial blocks."""
     rng = np.random.default_rng(6)
     arrays = [arbitrary(rng, (rows, n), "uint8") for n in widths]
     check(platform, arrays, 1, widths, sum(widths) + 2 * widths[0], [n + 1 for n in widths])
@@ -268,7 +269,7 @@ def test_small_arrays(platform, widths, rows):
 )
 @pytest.mark.parametrize("size", [60_000, 400_000, 10_000_000])
 def test_many_rows_of_narrow_arrays(platform, widths, size):
-    """What is moved in tiles of rows or of parts of them, rows that are left, and a few rows."""
+    """Tiles of whole rows and of parts of rows, the rows after the last tile, and few rows."""
     rows = size // sum(widths) | 1
     rng = np.random.default_rng(4)
     arrays = [arbitrary(rng, (rows, n), "uint8") for n in widths]
@@ -278,7 +279,7 @@ def test_many_rows_of_narrow_arrays(platform, widths, size):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float32"])
 @pytest.mark.parametrize(("channels", "filled"), [(1, 4), (3, 4), (3, 8), (7, 16), (5, 21)])
 def test_few_channels_are_filled_up(platform, dtype, channels, filled):
-    """And cut again, where most of what is read may be left out."""
+    """Tests the gradient too, for which most of the input need not be read."""
     rng = np.random.default_rng(7)
     x = arbitrary(rng, (300_007, channels), dtype)
     g = arbitrary(rng, (300_007, filled), dtype)
@@ -297,7 +298,7 @@ def test_few_channels_are_filled_up(platform, dtype, channels, filled):
 )
 @pytest.mark.parametrize("rows", [33, 150_003])
 def test_few_channels_are_cut(platform, dtype, channels, all_channels, rows):
-    """The gradient of several arrays and zeros: rows of which little is read, and several parts."""
+    """The gradient of several arrays and zeros: few bytes of a row are read, for several parts."""
     rng = np.random.default_rng(8)
     g = arbitrary(rng, (rows, all_channels), dtype)
     arrays = [np.zeros((rows, n), dtype) for n in channels]
@@ -321,7 +322,7 @@ def test_few_rows_of_long_arrays(platform, rows):
 
 
 def test_more_than_the_cache_holds(platform):
-    """From where the host writes past its caches on; both arrays end within a cache line."""
+    """From this size the host's stores bypass its caches; both arrays end within a cache line."""
     rng = np.random.default_rng(3)
     sizes = [20_000_003, 15_000_001]
     arrays = [arbitrary(rng, (n,), "uint8") for n in sizes]
@@ -342,7 +343,7 @@ def test_many_arrays(platform, count, axis):
     "sizes", [[7] * 40, [3] * 33 + [5] * 600 + [1, 9] + [64] * 35, [2] * 31 + [4] * 520 + [65] * 40]
 )
 def test_many_arrays_of_one_narrow_width(platform, sizes, rows):
-    """Those that the host copies row by row, beside others."""
+    """The host copies these arrays row by row, and others in the same call by columns."""
     rng = np.random.default_rng(rows)
     arrays = [arbitrary(rng, (rows, n), "uint8") for n in sizes]
     check(platform, arrays, 1, [n - 1 for n in sizes], sum(sizes), [n + 1 for n in sizes])
@@ -443,7 +444,7 @@ def test_onnx_split(platform, name):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, "float8_e4m3fn"])
 def test_gradients_are_the_bits_of_the_cotangent(platform, dtype):
-    """And zero where nothing is read: in invalid entries and in what pads."""
+    """The gradient is zero for unread input: invalid entries and padding."""
     rng = np.random.default_rng(4)
     extents, sizes, total = (5, 3, 4), (3, 3, 0), 9
     arrays = [arbitrary(rng, (2, n, 3), dtype) for n in extents]
@@ -485,7 +486,7 @@ def temporary_bytes(program):
 
 
 def test_one_gradient_of_many_is_cut_alone(platform):
-    """And along one of many arrays the others' tangents are zeros that nobody makes."""
+    """Along one of many arrays the tangents of the others are zeros that no program computes."""
     arrays = [np.ones((64, n), np.float32) for n in (5, 6, 7)]
     g = np.ones((64, 18), np.float32)
     function = vjp_of(lambda *a: jaxops.concatenate(a, 1), (1,))
@@ -527,7 +528,7 @@ def test_unused_arrays_are_not_read_for_the_gradient_of_a_linear_loss(platform):
 
 
 def test_nothing_is_copied_on_the_way(platform):
-    """No work space: each byte is read once and written once."""
+    """The program has no work space: it reads each byte once and writes it once."""
     x, y = np.ones((8, 6, 63), jnp.bfloat16), np.ones((8, 6, 65), jnp.bfloat16)
     options = {"sizes": [60, 65], "padded_size": 136}
     program = program_of(lambda x, y: jaxops.concatenate([x, y], -1, **options), platform, x, y)
@@ -535,7 +536,7 @@ def test_nothing_is_copied_on_the_way(platform):
     assert temporary_bytes(program) == 0
     program = program_of(lambda x: jaxops.split(x, [60, 3], -1), platform, x)
     assert custom_calls(program) == {"jaxops_split": 1}
-    # Of several results XLA keeps the table of their addresses.
+    # XLA keeps the table of addresses if a program has several results.
     assert temporary_bytes(program) <= 64
 
 
@@ -564,7 +565,7 @@ def test_vmap_does_not_repeat_what_is_unbatched(platform, in_axes, axis):
 
 
 def alternating(levels):
-    """A function of two arrays under levels of vmap, whose dimensions are x's and y's in turn."""
+    """A function of two arrays under levels of vmap, each of which batches x or y in turn."""
 
     def function(x, y):
         return jaxops.concatenate([x, y], 1)
@@ -576,7 +577,7 @@ def alternating(levels):
 
 @pytest.mark.parametrize("levels", [7, 9])
 def test_many_levels_of_vmap(platform, levels):
-    """More than the kernel tells apart, too."""
+    """Nine levels exceed the kernel's maximum."""
     rng = np.random.default_rng(6)
     of_x, of_y = (levels + 1) // 2, levels // 2
     x, y = (
@@ -617,7 +618,7 @@ def test_hundreds_of_parts_in_few_calls(count, calls):
 
 
 def seconds_to_compile(function, arrays):
-    """The least of several: of tracing, lowering and compiling a function that JAX has not met."""
+    """The least of several times of tracing, lowering and compiling a function new to JAX."""
 
     def once():
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The example runs, in a short form, and its skip connections show what they are for."""
+"""The example runs, in a short form, and its skip connections improve its result."""
 
 from __future__ import annotations
 

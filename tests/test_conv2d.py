@@ -90,7 +90,7 @@ def test_any_convolution(platform, data):
         return jaxops.conv2d(x, kernel, dimension_numbers=numbers, precision="highest", **options)
 
     def oracle(x, kernel):
-        # XLA does not take nothing everywhere; the definition's value for it is zero.
+        # XLA does not support empty arrays everywhere; the definition's value for them is zero.
         if 0 in (*x.shape, *kernel.shape):
             shape = jax.eval_shape(ours, x, kernel).shape
             return jnp.zeros(shape, x.dtype) + 0 * (x.sum() + kernel.sum())
@@ -102,7 +102,7 @@ def test_any_convolution(platform, data):
 @hypothesis.settings(deadline=None, max_examples=12)
 @hypothesis.given(data=st.data())
 def test_any_case_of_lax(platform, data):
-    """`conv_general_dilated` of one to three dimensions, transposed ones too, in any layout."""
+    """Tests `conv_general_dilated` of one to three dimensions, also transposed, in any layout."""
     rank = data.draw(st.integers(1, 3))
 
     def each(low, high):
@@ -131,7 +131,7 @@ def test_any_case_of_lax(platform, data):
         oracle = functools.partial(lambda *a: lax.conv_general_dilated(*a, *options))
         jax.eval_shape(oracle, lhs, rhs)
     except (ValueError, TypeError):
-        hypothesis.assume(False)  # there would be less than nothing of the padded image
+        hypothesis.assume(False)  # the padded image would have a negative size
 
     def ours(lhs, rhs):
         return jaxops.conv_general_dilated(lhs, rhs, *options, precision="highest")
@@ -171,7 +171,7 @@ def test_derivatives_with_bias_and_activation(activation, platform):
 @pytest.mark.parametrize("over", ["images", "channels", "outputs"])
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
 def test_shards_with_bias_and_activation(over, activation, platform):
-    """They come after sums of which devices have parts, as of sharded channels."""
+    """They are added after sums that devices share, such as sums over sharded channels."""
     if len(platform.devices) < 2:
         pytest.skip("needs two devices")
     mesh = jax.sharding.Mesh(platform.devices[:2], ("d",))
@@ -303,7 +303,7 @@ def test_vmap_with_bias(batched, activation, platform):
     ],
 )
 def test_mixed_dtypes(dtypes, preferred, result, platform):
-    """Sums are as wide as the widest; every gradient has the dtype of its argument."""
+    """Sums have the widest dtype; every gradient has the dtype of its argument."""
     arrays = [
         a.astype(jnp.dtype(d))
         for a, d in zip(normal(0, (2, 5, 5, 3), (3, 3, 3, 2), (2,)), dtypes, strict=True)
@@ -328,7 +328,7 @@ def test_mixed_dtypes(dtypes, preferred, result, platform):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_vmap_of_everything(groups, platform):
-    """Images and kernels in batches, alone and together, and gradients of what is not batched."""
+    """Images and kernels are batched, alone and together; gradients also of the unbatched ones."""
     x, kernel = normal(0, (3, 2, 5, 4, 4), (3, 3, 3, 4 // groups, 8))
     options = {"groups": groups, "strides": (1, 2)}
     ours = functools.partial(jaxops.conv2d, precision="highest", **options)
@@ -343,7 +343,7 @@ def test_vmap_of_everything(groups, platform):
 
 
 def test_float64_is_wanted_of_float32(platform):
-    """Its sums are made in it, and without 64 bits it is float32."""
+    """Sums are computed in float64; without 64 bits they are float32."""
     lhs, rhs = normal(0, (2, 3, 9, 9), (4, 3, 5, 5), dtype="float32")
     options = {"window_strides": (1, 1), "padding": "SAME", "preferred_element_type": "float64"}
     ours = functools.partial(jaxops.conv_general_dilated, **options)
@@ -368,7 +368,7 @@ def test_groups_that_do_not_divide_the_channels():
 @pytest.mark.parametrize("rows", [7, 8])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatch):
-    """On the CPU they are made block by block, the last one shorter, or by XLA in float32."""
+    """The CPU computes patches in blocks, the last one smaller, or XLA does in float32."""
     x, kernel = normal(0, (rows, 6, 5, 3), (3, 2, 3 // groups, 3), dtype=dtype)
     monkeypatch.setattr(patches, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
     options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 2), "groups": groups}
@@ -402,7 +402,7 @@ BOUNDED = {
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
-    """They are made by slabs of windows, in which a NaN reaches what it does in all of them."""
+    """Patches are made by slabs of windows; a NaN reaches the same entries as without slabs."""
     if platform.name != "cpu":
         pytest.skip("the bound is that of CPUs")
     sizes, taps, options, groups, dtype = BOUNDED[name]
@@ -437,7 +437,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
     got = jax.tree.leaves(program((g,), x, kernel))
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
     assert_close(got, want, "value and gradients", dtype=dtype, terms=x.size, roundings=4)
-    # Besides there are padded copies of images and their sums, and XLA casts blocks of 16 bits.
+    # Copies of images with padding and their sums need memory too, and XLA casts blocks of 16 bits.
     needed, before = (p.memory_analysis().temp_size_in_bytes for p in (program, whole))
     image_bytes = max(x.size, g.size) * max(4, x.itemsize)
     assert needed < 4 * bound + 6 * image_bytes < before
@@ -445,7 +445,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
 
 @pytest.mark.parametrize(("groups", "by_xla"), [(1, True), (2, False)])
 def test_what_devices_do_with_too_many_patches_of_one_image(groups, by_xla, monkeypatch):
-    """As compiled for a GPU: XLA's convolution of one group, and slabs of several."""
+    """Lowers for a GPU: XLA's convolution of one group, and slabs of several."""
     monkeypatch.setattr(patches, "_DEVICE_BLOCK_BYTES", 1 << 14)
     options = {
         "window_strides": (1, 1, 1),
@@ -527,7 +527,7 @@ def test_onnx_conv(name, platform):
 
 @pytest.mark.parametrize("name", TRANSPOSE_NODES)
 def test_onnx_conv_transpose(name, platform):
-    """Its convolution is the transpose of one, so its kernel is flipped, and (C, O, ...)."""
+    """ConvTranspose is the transpose of a convolution: its kernel is flipped, and (C, O, ...)."""
     attributes, (x, kernel), (want,) = TRANSPOSE_NODES[name]
     rank = x.ndim - 2
     groups = attributes.get("group", 1)
@@ -576,9 +576,9 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("reason", UNSUPPORTED)
 def test_what_is_left_to_lax(reason, monkeypatch):
-    """It is said beforehand, warned of once a case, and the result is jax.lax's.
+    """The reason is given, the warning comes once a case, and the result is jax.lax's.
 
-    On the CPU, because cuDNN does not have all of it.
+    The test runs on the CPU, because cuDNN does not support all of it.
     """
     cpu = jax.devices("cpu")[0]
     monkeypatch.setattr(public._LaxCase, "_warned", set())
@@ -597,7 +597,7 @@ def test_what_is_left_to_lax(reason, monkeypatch):
     with pytest.warns(jaxops.NoKernelWarning, match=reason):
         got = jaxops.conv_general_dilated(lhs, rhs, **options)
     np.testing.assert_array_equal(got, lax.conv_general_dilated(lhs, rhs, **options))
-    jaxops.conv_general_dilated(lhs, rhs, **options)  # without a word
+    jaxops.conv_general_dilated(lhs, rhs, **options)  # no second warning
 
 
 def test_supported_takes_structures_and_says_no_to_nonsense_as_lax_does():
@@ -611,7 +611,7 @@ def test_supported_takes_structures_and_says_no_to_nonsense_as_lax_does():
 
 
 def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
-    """By `jax.lax`, in all forms that it takes; an eager call is one program."""
+    """`jax.lax` checks them, in all forms that it accepts; an eager call is one program."""
     lhs, rhs = normal(0, (1, 3, 9, 7), (2, 3, 3, 2), dtype="float32")
     checked = []
     original = lax.conv_general_dilated
@@ -632,11 +632,11 @@ def test_arguments_are_checked_once_for_all_calls_of_one_kind(monkeypatch):
     for result in results:
         want = original(lhs, rhs, **forms[0])
         np.testing.assert_allclose(result, want, rtol=tolerance, atol=tolerance)
-    # What the case depends on besides: 64 bits and the precision of the moment.
+    # The case also depends on 64 bits and on the precision in effect.
     wide = {**forms[0], "preferred_element_type": "float64"}
     for enable, dtype in ((True, np.float64), (False, np.float32), (True, np.float64)):
         with jax.enable_x64(enable), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of jax.lax, that it is float32
+            warnings.simplefilter("ignore", UserWarning)  # jax.lax warns that it is float32
             assert jaxops.conv_general_dilated(lhs, rhs, **wide).dtype == dtype
     case = public._find_case(jnp.asarray(lhs), jnp.asarray(rhs), OPTIONS | forms[0])
     for precision in ("highest", "default"):
@@ -662,7 +662,7 @@ OPTIONS = {
 
 
 def resnet18(nn, convolution):
-    """ResNet-18 of few channels: a stem and eight blocks of two convolutions, some with strides."""
+    """ResNet-18 with few channels: a stem and eight blocks of two convolutions, some strided."""
     conv = functools.partial(nn.Conv, use_bias=False, conv_general_dilated=convolution)
 
     class Block(nn.Module):
@@ -693,13 +693,13 @@ def resnet18(nn, convolution):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resnet18_of_linen(dtype, platform):
-    """Outputs and gradients are as near to those in float64 as they are with jax.lax."""
+    """Outputs and gradients are as close to those in float64 as with jax.lax."""
     nn = pytest.importorskip("flax.linen")
     x = normal(0, (2, 64, 64, 3), dtype=dtype)[0]
     shapes = jax.eval_shape(resnet18(nn, None).init, jax.random.key(0), x)
     rng = np.random.default_rng(1)
 
-    # By NumPy, as XLA takes seconds to compile random numbers.
+    # NumPy draws the parameters, as XLA takes seconds to compile random numbers.
     def parameter(of):
         fan_in = of.size / of.shape[-1]
         return (rng.standard_normal(of.shape) / np.sqrt(fan_in)).astype(x.dtype)
@@ -715,14 +715,14 @@ def test_a_resnet18_of_linen(dtype, platform):
 
         return lambda p, x: jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
 
-    # Otherwise the layers of Flax may multiply in TF32.
+    # The layers of Flax may multiply in TF32 by default.
     with jax.default_matmul_precision("highest"):
         got = run(outputs(jaxops.conv_general_dilated), platform, params, x)
         by_lax = run(outputs(lax.conv_general_dilated), platform, params, x)
         want = on_reference(outputs(None), params, x)
     for g, other, w in zip(got, by_lax, want, strict=True):
         error, usual = (np.linalg.norm(a.astype(np.float64) - w) for a in (g, other))
-        # Roundings of 18 layers grow in the same way, but are not the same.
+        # Roundings of 18 layers grow alike, but are not the same.
         assert error <= 3 * usual + 16 * float(jnp.finfo(dtype).eps) * np.linalg.norm(w)
 
 
@@ -775,7 +775,7 @@ def spread(platform, shape):
 @pytest.mark.parametrize("name", SPREAD)
 @pytest.mark.parametrize("devices", [(2, 1), (8, 1), (4, 2)], ids=str)
 def test_images_whose_sizes_are_sharded(name, devices, platform):
-    """No device has more of an image than its part and what windows reach beyond it."""
+    """No device has more of an image than its part and the reach of windows beyond it."""
     size, taps, options, axes = SPREAD[name]
     options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 1), "groups": 1} | options
     options |= {k: (v, v) for k, v in options.items() if k != "groups" and isinstance(v, int)}
@@ -832,7 +832,7 @@ def check_spread(ours, expected, arguments, axes, devices, platform):
 
 
 def test_sharded_images_without_parts_for_windows_are_right(platform):
-    """Of 16 rows there are 14 windows: no devices could have as many of both."""
+    """16 rows have 14 windows: a device cannot have the same number of both."""
     mesh = spread(platform, (2, 1))
     x, kernel = normal(0, (1, 16, 4, 3), (3, 3, 3, 2))
     placed = jax.device_put(x, NamedSharding(mesh, P(None, "h")))
@@ -842,7 +842,7 @@ def test_sharded_images_without_parts_for_windows_are_right(platform):
 
 
 def test_sharded_sizes_on_a_mesh_of_explicit_axes(platform):
-    """Types follow the rows, with strides too; of one axis a result has one dimension."""
+    """Types follow the rows, with strides too; with one axis a result has one dimension."""
     if len(platform.devices) < 2:
         pytest.skip("one device")
     mesh = jax.sharding.Mesh(platform.devices[:2], ("h",), axis_types=(AxisType.Explicit,))

@@ -1,4 +1,4 @@
-"""The kernels that convolve without patches in memory, and what calls are turned into for them."""
+"""The kernels that convolve without patches in memory, and how calls are mapped to them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normal(seed, *shapes, dtype="float64"):
 
 
 def lax_conv(x, kernel, windows: Windows, groups: int = 1):
-    """The convolution, as windows describe it."""
+    """The convolution that windows describe."""
     padding = [
         (low, (out - 1) * s + (k - 1) * d + 1 - low - n)
         for low, out, s, k, d, n in zip(
@@ -59,7 +59,7 @@ def lax_conv(x, kernel, windows: Windows, groups: int = 1):
 
 
 def fake_convolve(target, results, call, *operands, activation="none"):
-    """The kernels by `jax.lax`, which see no more than what the kernels are handed."""
+    """A stand-in of the kernels by `jax.lax`, which reads only the operands of the kernels."""
     windows = call.windows
     rank = len(windows.taps)
 
@@ -279,7 +279,7 @@ MIXED = [
 
 @pytest.fixture
 def faked(monkeypatch):
-    """What the kernels are called with, on the CPU, where `jax.lax` takes their place."""
+    """The operands that the kernels get, on the CPU, with `jax.lax` in the kernels' place."""
     calls = []
 
     def convolve(target, results, call, *operands, **attributes):
@@ -318,7 +318,7 @@ def test_operands_that_are_cast_for_kernels(dtypes, preferred, faked):
 @pytest.mark.parametrize(("dtypes", "preferred"), MIXED, ids=str)
 @pytest.mark.parametrize("groups", [1, 16])
 def test_kernels_take_any_dtypes(dtypes, preferred, groups, monkeypatch):
-    """As compiled for a GPU: operands of two dtypes, or of others than the result's, are cast."""
+    """Compiles for a GPU: operands of two dtypes, or other than the result's, are cast."""
     monkeypatch.setattr(compat, "gpu_capabilities", lambda: {"9.0"})
     monkeypatch.setattr(native, "cuda_architectures", lambda: ("90a",))
     monkeypatch.setattr(native, "work_space", lambda *call: [])
@@ -345,8 +345,8 @@ def test_kernels_take_any_dtypes(dtypes, preferred, groups, monkeypatch):
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("over", ["channels", "images and channels"])
 def test_shards_of_a_depthwise_convolution_are_groups(over, count, faked):
-    """What a device has of the channels are its groups, if only one."""
-    channels = 24 - 2 * count  # of eight devices one each
+    """The channels of a device are its groups, even if there is only one."""
+    channels = 24 - 2 * count  # one on each of eight devices
     mesh = jax.make_mesh(
         (count,) if over == "channels" else (2, count // 2),
         ("c",) if over == "channels" else ("n", "c"),
@@ -418,7 +418,7 @@ def test_a_batch_of_kernels_is_more_groups(axes, groups, fan_in, fan_out, faked)
 @pytest.mark.parametrize("axes", [(None, None, 0), (0, 0, 0), (0, None, 0), (None, 0, None)])
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_batch_of_biases(axes, activation, faked):
-    """Goes with the kernels of a batch; on its own it follows the sums."""
+    """A batched bias goes with batched kernels; a bias batched alone is added to the sums."""
     shapes = (2, 5, 4, 6), (3, 2, 1, 6), (6,)
     x, kernel, bias = (
         array if axis == 0 else array[0]
@@ -444,7 +444,7 @@ def test_a_batch_of_biases(axes, activation, faked):
 
 @pytest.mark.parametrize("over", ["images", "channels", "outputs"])
 def test_shards_have_forms_of_their_own(over, faked):
-    """As on two GPUs: what a device has of the channels is what its kernels are handed."""
+    """Lowers for two GPUs: the channels of a device are the operand of its kernels."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     specs = {
         "images": (P("d"), P(), P("d")),
@@ -484,7 +484,7 @@ def test_shards_have_forms_of_their_own(over, faked):
     ],
 )
 def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, monkeypatch):
-    """True float32 in one group, of the sizes that the module says."""
+    """True float32 in one group has work space, of the bytes that the module computes."""
     asked, given = [], []
 
     def workspace(target, operands, results, attributes):
@@ -539,7 +539,7 @@ def test_true_float32_is_filled_up_for_tensor_cores(channels, outputs, sizes, fa
             lax.conv_general_dilated(x, kernel, (1, 2), "SAME", dimension_numbers=NUMBERS[2]) + bias
         )
 
-    # A GPU would multiply what takes the kernels' place, and the oracle, in TF32.
+    # A GPU would round the operands of the stand-in, and of the oracle, to TF32.
     with jax.default_device(jax.devices("cpu")[0]):
         got = jax.jit(vjp_of(ours, (0, 1)))((g,), x, kernel)
         want = vjp_of(oracle, (0, 1))((g,), x, kernel)
@@ -567,7 +567,7 @@ PLANNED = {
 @pytest.mark.parametrize("dtype", ["float16", "float32", "true float32", "float64"])
 @pytest.mark.parametrize("name", PLANNED)
 def test_kernel_gradients_are_planned_in_no_time(name, dtype):
-    """A call plans on the host, for kernels of some 30 microseconds; most plans take 2 to 15."""
+    """A call plans on the host, for kernels of about 30 microseconds; most plans take 2 to 15."""
     pytest.importorskip("jaxops._cuda")
     x, kernel, strides = PLANNED[name]
     windows = make_windows(
@@ -661,8 +661,8 @@ def test_what_has_no_form(changes):
 
 # --- on the GPUs that have the kernels -----------------------------------------------------------
 
-# (images, H, W), channels, outputs, taps and options: whole tiles and ragged ones, strips of wide
-# rows, few channels, several groups of taps, and all kinds of steps.
+# (images, H, W), channels, outputs, taps and options: whole and partial tiles, strips of wide rows,
+# few channels, several groups of taps, and all kinds of strides.
 CASES = {
     "3x3": ((3, 14, 14), 64, 64, 3, {}),
     "of many channels": ((2, 9, 11), 200, 328, 3, {}),
@@ -691,7 +691,7 @@ CASES = {
     "far apart": ((1, 64, 64), 64, 64, 3, {"dilation": 25, "padding": 25}),
     "9x9": ((1, 30, 30), 64, 64, 9, {}),
     "asymmetric": ((2, 12, 13), 64, 64, 4, {"padding": ((0, 5), (3, 1))}),
-    # So few pixels and so long sums that clusters of blocks share them, of 2, 4 and 8 parts.
+    # Clusters of 2, 4 and 8 blocks share the long sums of few pixels.
     "shared": ((1, 7, 7), 512, 512, 3, {}),
     "shared, of several tiles": ((9, 7, 7), 512, 320, 3, {}),
     "shared, of ragged channels": ((2, 9, 11), 712, 136, 3, {}),
@@ -747,8 +747,8 @@ def test_values_and_gradients(name, dtype, hopper):
         np.testing.assert_array_equal(a, b)
 
 
-# True float32 that has enough products for tensor cores: tiles of all sizes, ragged channels and
-# outputs, several taps at a time, sums that clusters share.
+# True float32 with enough products for tensor cores: tiles of all sizes, partial vectors of
+# channels and outputs, several taps at a time, sums that clusters share.
 SPLIT = {
     "3x3": ((8, 28, 28), 64, 64, 3, {}),
     "of many outputs": ((4, 28, 28), 64, 272, 3, {}),
@@ -773,7 +773,7 @@ SPLIT = {
 @pytest.mark.parametrize("are_positive", [False, True], ids=["of any sign", "positive"])
 @pytest.mark.parametrize("name", SPLIT)
 def test_float32_of_tensor_cores(name, are_positive, hopper):
-    """As exact as sums of multiply-adds: what is cut off does not add up where all is positive."""
+    """Errors are those of multiply-adds: truncation does not add up if all terms are positive."""
     (rows, *sizes), channels, outputs, taps, options = SPLIT[name]
     shapes = (rows, *sizes, channels), (taps, taps, channels, outputs)
     windows = make_windows(
@@ -792,7 +792,7 @@ def test_float32_of_tensor_cores(name, are_positive, hopper):
 
     derivatives = vjp_of(function, (0,))
     lowered = jax.jit(derivatives).lower(*jax.device_put(((g,), x, kernel), hopper.device))
-    assert lowered.as_text().count("xui8>") >= 2  # work space of both calls
+    assert lowered.as_text().count("xui8>") >= 2  # the work space of both calls
     got = run(derivatives, hopper, (g,), x, kernel)
     want = on_reference(vjp_of(lambda x, k: lax_conv(x, k, windows), (0,)), (g,), x, kernel)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -838,7 +838,7 @@ def test_float32_of_tensor_cores_multiplies_integers_exactly(hopper):
 def test_float32_of_tensor_cores_that_is_not_finite(
     value, of_kernel, channels, outputs, strides, hopper
 ):
-    """An Inf is no NaN, and the largest numbers, which TF32 does not have, no Inf."""
+    """Inf gives no NaN, and the largest numbers, which TF32 does not represent, give no Inf."""
     windows = make_windows(
         "test", (28, 29), (3, 3), strides=strides, padding="SAME", dilation=1, channels_last=True
     )
@@ -886,7 +886,7 @@ OF_EVERY_GPU = {
     "f32 shared": ((1, 7, 7), 512, 256, 3, {}, "float32"),
     "f32 shared, strided": ((2, 13, 14), 256, 328, 3, {"strides": 2}, "float32"),
     "f32 in odd groups": ((2, 20, 21), 27, 30, 3, {"groups": 3}, "float32"),
-    # Tiles of all sizes, whole and ragged, copies of 16 bytes and of entries.
+    # Tiles of all sizes, whole and partial, with copies of 16 bytes and of single entries.
     "highest": ((3, 14, 14), 64, 64, 3, HIGHEST, "float32"),
     "highest, many pixels": ((8, 56, 57), 16, 128, 3, HIGHEST, "float32"),
     "highest, odd channels": ((2, 9, 11), 37, 41, 3, HIGHEST, "float32"),
@@ -897,7 +897,7 @@ OF_EVERY_GPU = {
     "highest, strided 1x1": ((2, 17, 30), 96, 64, 1, {"strides": 2, **HIGHEST}, "float32"),
     "highest, long strides": ((2, 17, 90), 16, 24, 2, {"strides": (1, 20), **HIGHEST}, "float32"),
     "highest, dilated": ((2, 30, 31), 64, 64, 3, {"dilation": (7, 2), **HIGHEST}, "float32"),
-    # Sums in parts, and gradients by x of all pixels between strides at once.
+    # Partial sums, and input gradients of all pixels between strides in one launch.
     "highest, deep": ((1, 7, 7), 256, 272, 3, HIGHEST, "float32"),
     "highest, deep and odd": ((1, 5, 7), 203, 130, 3, HIGHEST, "float32"),
     "highest, patches": ((2, 16, 24), 3, 96, 4, {"strides": 4, **HIGHEST}, "float32"),
@@ -913,7 +913,7 @@ OF_EVERY_GPU = {
 }
 
 
-# Of small groups: every walk, whole strips and ragged ones, parts of rows, and any window.
+# Small groups: every loop, whole and partial strips, parts of rows, and any window.
 SMALL_GROUPS = {
     "3x3": ((3, 28, 28), 96, 96, 3, {"groups": 96}),
     "3x3 strided": ((3, 29, 30), 96, 96, 3, {"groups": 96, "strides": 2}),
@@ -1010,7 +1010,7 @@ def test_bias_and_activation_are_part_of_the_kernel(
     if platform.name != "cuda" or not cuda_kernels.has_kernels():
         pytest.skip("the kernels are for GPUs with tensor cores")
     shapes = (2, 13, 18, channels), (3, 3, channels // groups, outputs), (outputs,)
-    # TF32 leaves bfloat16 as it is; rounding would move sums across the zero of relu.
+    # TF32 does not change bfloat16; rounding would move sums across the zero of relu.
     exact = "bfloat16" if dtype == "float32" else dtype
     x, kernel, bias = (a.astype(dtype) for a in normal(0, *shapes, dtype=exact))
 
@@ -1030,7 +1030,7 @@ def test_bias_and_activation_are_part_of_the_kernel(
     terms = max(9 * max(channels, outputs), 2 * 13 * 18)
     assert_close(got, want, "value and gradients", dtype=precision, terms=8 * terms, roundings=4)
 
-    # What is left to XLA are copies of small arrays: nothing passes over the result again.
+    # XLA runs only copies of small arrays: no further pass reads the result.
     compiled = (
         jax.jit(function).lower(*jax.device_put((x, kernel, bias), platform.device)).compile()
     )
@@ -1038,7 +1038,7 @@ def test_bias_and_activation_are_part_of_the_kernel(
         assert compiled.memory_analysis().temp_size_in_bytes < g.nbytes
 
 
-# Gradients by kernels in true float32 that are large enough for tensor cores.
+# Kernel gradients in true float32 that are large enough for tensor cores.
 SPLIT_KERNEL_GRADS = {
     "3x3": ((16, 28, 28), 64, 64, 3, {}),
     "of ragged channels": ((8, 29, 31), 100, 132, 3, {}),
@@ -1059,7 +1059,7 @@ SPLIT_KERNEL_GRADS = {
 @pytest.mark.parametrize("are_positive", [False, True], ids=["of any sign", "positive"])
 @pytest.mark.parametrize("name", SPLIT_KERNEL_GRADS)
 def test_kernel_gradients_of_float32_on_tensor_cores(name, are_positive, hopper):
-    """As exact as sums of multiply-adds: what is cut off does not add up where all is positive."""
+    """Errors are those of multiply-adds: truncation does not add up if all terms are positive."""
     (rows, *sizes), channels, outputs, taps, options = SPLIT_KERNEL_GRADS[name]
     windows = make_windows(
         "test",
@@ -1090,14 +1090,14 @@ def test_kernel_gradients_of_float32_on_tensor_cores(name, are_positive, hopper)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
 @pytest.mark.parametrize("strides", [1, 2])
 def test_kernel_gradients_of_float32_that_is_not_finite(value, of_x, strides, hopper):
-    """It stays with the entries it belongs to, though parts of entries meet zeros as NaN."""
+    """It reaches only the entries that it belongs to, though its parts times zero are NaN."""
     channels, outputs = 64, 128
     windows = make_windows(
         "test", (28, 29), (3, 3), strides=strides, padding="SAME", dilation=1, channels_last=True
     )
     shapes = (32, 28, 29, channels), (3, 3, channels, outputs), (32, *windows.outs, outputs)
     x, kernel, g = (a / 16 for a in normal(0, *shapes, dtype="float32"))
-    # In a corner, where some taps find padding.
+    # The entry is in a corner, whose products with some taps are padding.
     if of_x:
         x[3, 0, 0, 5] = value
     else:
@@ -1117,8 +1117,8 @@ def test_kernel_gradients_of_float32_that_is_not_finite(value, of_x, strides, ho
     np.testing.assert_allclose(got[finite], want[finite], rtol=1e-5, atol=1e-3)
 
 
-# Of all kernels that compute gradients by kernels; of 16-bit floats the first ones cut rows into
-# strips, have several stages for an image, or several phases.
+# All kernels of kernel gradients are tested. The first cases of 16-bit floats cut rows into strips,
+# have several stages for an image, or several phases.
 KERNEL_GRADS = {
     "3x3": ("float16", (4, 28, 28), 64, 72, 3, {}),
     "3x3 of bfloat16": ("bfloat16", (4, 28, 28), 72, 64, 3, {}),
@@ -1142,7 +1142,7 @@ KERNEL_GRADS = {
 
 
 def patch_sums(x, g, windows, groups):
-    """The gradient by the kernel in float64: of patches, with zeros for padding, and cotangents."""
+    """The kernel gradient in float64, from patches with zeros for padding, and cotangents."""
     x, g = (np.asarray(a, np.float64) for a in (x, g))
     steps = list(
         zip(windows.low, windows.outs, windows.strides, windows.taps, windows.dilation, strict=True)
@@ -1169,7 +1169,7 @@ def patch_sums(x, g, windows, groups):
 
 @pytest.mark.parametrize("name", KERNEL_GRADS)
 def test_kernel_gradients_of_what_is_not_finite(name, hopper):
-    """A NaN or Inf is where its products are, and an Inf no NaN, wherever it is and how many."""
+    """A NaN or Inf reaches exactly its products, and an Inf makes no NaN, in any number."""
     dtype, (rows, *sizes), channels, outputs, taps, given = KERNEL_GRADS[name]
     taps = tuple(np.broadcast_to(taps, 2).tolist())
     options = {"strides": 1, "padding": "SAME", "dilation": 1, **given}
@@ -1257,9 +1257,9 @@ def test_one_row_of_pixels(hopper):
 )
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, groups, padding, hopper):
-    """The kernel's gradient too has it only where a window covers the pixel; ragged tiles at that.
+    """The kernel gradient has it only if a window covers the pixel, also in partial tiles.
 
-    Zeros that fill up channels, pixels and images must not meet it.
+    Zeros that pad channels, pixels and images must not be multiplied by it.
     """
     sizes = (9, 67)
     windows = make_windows(
@@ -1299,7 +1299,7 @@ def test_a_nan_stays_in_its_windows(value, dtype, channels, taps, strides, group
     ],
 )
 def test_an_infinite_cotangent_meets_no_zeros(dtype, channels, groups, taps, hopper):
-    """Its products with entries greater than 0 are infinite; with what fills tiles up, NaN."""
+    """Its products with entries greater than 0 are infinite; products with padding would be NaN."""
     sizes = taps + 2, taps + 400
     shapes = (1, *sizes, channels), (taps, taps, channels // groups, 24), (1, 3, 401, 24)
     x, kernel, g = normal(0, *shapes, dtype=dtype)

@@ -1,6 +1,6 @@
-"""README and docs/: links lead somewhere, named files and names exist, words are the field's.
+"""Links of README and docs/ lead somewhere, named files and names exist, words are the field's.
 
-The words of docstrings and comments of the package are read, too.
+The tests of words also read docstrings and comments of the package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODULES = sorted((ROOT / "jaxops").rglob("*.py"))
 FOLDERS = "benchmarks|cmake|common|cpu|cuda|docs|examples|ffi|jaxops|scripts|tests"
 SOURCES = {".cc", ".cu", ".cuh", ".h", ".py"}
 
-# Words that earlier documents had meanings of their own for, with what the field says.
+# Words that earlier documents gave private meanings, with the words of the field.
 PRIVATE_WORDS = {
     r"amid": "inside",
     r"anew": "again",
@@ -107,7 +107,7 @@ def test_links(page):
 
 @pages
 def test_named_files_exist(page):
-    """Of benchmarks, examples and scripts in commands too, of other folders in code spans."""
+    """Benchmarks, examples and scripts may be named in commands, other folders in code spans."""
     text = page.read_text()
     named = re.findall(r"(?:python |`)((?:benchmarks|examples|scripts)/[\w.\-]+)", text)
     named += re.findall(rf"`((?:{FOLDERS})/[\w./*\-]*)`", text)
@@ -129,7 +129,7 @@ def test_named_code_exists(page):
 
 @pages
 def test_every_linked_page_is_a_page(page):
-    """No page is without a way to it."""
+    """Every page can be reached by links."""
     if page.name == "README.md":
         return
     others = [other for other in PAGES if other != page]
@@ -138,7 +138,7 @@ def test_every_linked_page_is_a_page(page):
 
 @pages
 def test_times_are_those_of_results_files(page):
-    """Such as "`CASE` forward: 1.23 µs, fastest peer 4.56 [NAME]", NAME being a link to a file."""
+    """A time is "`CASE` forward: 1.23 µs, fastest peer 4.56 [NAME]"; NAME is a link to a file."""
     text = page.read_text()
     files = dict(re.findall(r"^\[([^\]]+)\]: \.\./(benchmarks/results/\S+)$", text, re.MULTILINE))
     shown = re.findall(r"`([^`]+)` (\w+): ([\d.,]+) µs, ([^|;]+?) ([\d.,]+) \[([^\]]+)\]", text)

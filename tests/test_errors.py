@@ -1,4 +1,4 @@
-"""Errors name function and argument, and say in few words what came: never what is in an array."""
+"""Errors name function and argument, and describe the given value without any entry of an array."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X = np.zeros((2, 4, 6), np.float32)
 IMAGE = np.zeros((1, 5, 5, 4), np.float32)
 KERNEL = np.zeros((3, 3, 4, 2), np.float32)
 
-# Of every public function: arguments that it takes.
+# Valid arguments of every public function.
 CALLS = {
     "lightweight_conv": {
         "x": X,
@@ -85,7 +85,7 @@ CALLS = {
 }
 CALLS["softmax_focal_loss"] = CALLS["sigmoid_focal_loss"]
 
-# What no argument takes.
+# No argument accepts these values.
 BAD = {
     "jax": lambda: jnp.full((3, 1, 2, 3, 5, 7), SENTINEL),
     "numpy": lambda: np.full((3, 1, 2, 3, 5, 7), SENTINEL, np.float32),
@@ -118,7 +118,7 @@ LAX_OPTIONS = {
 
 
 def messages(error):
-    """Its own and those that a traceback would show with it."""
+    """The message of an error, and those that its traceback would show."""
     while error is not None:
         yield str(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -141,7 +141,7 @@ def test_errors_have_no_arrays(function, argument):
         assert any(name in own for name in CALLS[function])
         assert len(own) < 300
         shown = sum(message.count("123456") for message in (own, *others))
-        assert shown <= (kind in LISTS)  # the entry that is at fault, which is a number of Python
+        assert shown <= (kind in LISTS)  # the wrong entry, a number of Python
 
 
 @pytest.mark.parametrize("argument", LAX_OPTIONS)
@@ -159,7 +159,7 @@ def test_errors_of_lax_have_no_arrays(argument):
 
 
 def test_short_options_of_lax_are_not_blamed():
-    """For an error that has to do with others: here, of channels."""
+    """An error about other arguments, here about channels, does not name these options."""
     short = {
         "window_strides": (np.int64(1), np.int64(1)),
         "precision": (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST),

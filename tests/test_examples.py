@@ -1,4 +1,4 @@
-"""The examples run, in a short form, and show what they are there to show."""
+"""The examples run, in a short form, and their results show the claimed effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On GPUs: every kernel family, forced, computes what the chosen one does.
+"""On GPUs, every kernel family computes, when forced, the results of the chosen family.
 
 `tests/test_launches.py` forces them on random calls without a GPU, where no value is computed.
 """
@@ -110,7 +110,7 @@ def conv(dtype) -> Iterator[Case]:
             yield function, arguments, (1,)
 
 
-#: By the operator of a table of families.
+#: The functions by the operator of a table of families.
 CASES = {
     "col2im": im2col,
     "concatenate": concatenate,
@@ -126,7 +126,7 @@ CASES = {
 
 
 def run(function, arguments):
-    """The results of a program of its own: no CUDA graph has captured the kernels of another."""
+    """The results of a separate program: no CUDA graph has captured the kernels of another."""
     return leaves(jax.block_until_ready(jax.jit(lambda *a: function(*a))(*arguments)))
 
 

@@ -11,7 +11,7 @@ TYPES = (np.uint32, np.uint64)
 
 
 def check(dividends, divisor):
-    """`dividends` are of one of the two types."""
+    """`dividends` have one of the two types."""
     got = dividends.copy()
     _cpu.divide_in_place(got, int(divisor))
     wrong = got != dividends // dividends.dtype.type(divisor)
@@ -19,7 +19,7 @@ def check(dividends, divisor):
 
 
 def limit(kind):
-    """Dividends are below it, and divisors."""
+    """Dividends and divisors are below this limit."""
     return 1 << (8 * kind().itemsize - 1)
 
 
@@ -63,7 +63,7 @@ def test_every_dividend_of_twenty_bits_below_the_limit(kind):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_random_pairs(kind):
-    """Four million, of every magnitude: bits are thrown away at random."""
+    """Four million pairs of every magnitude: a random number of bits is dropped."""
     rng = np.random.default_rng(1994)
     bits = limit(kind).bit_length() - 1
     total = 0
@@ -75,7 +75,7 @@ def test_random_pairs(kind):
     for divisor in np.maximum(sample(2000), 1).tolist():
         dividends = sample(1000)
         check(dividends, divisor)
-        # What differs from a multiple by one is where an inexact quotient would show.
+        # An inexact quotient would show one below a multiple.
         multiples = dividends // kind(divisor) * kind(divisor)
         check(np.concatenate([multiples, np.maximum(multiples, 1) - kind(1)]), divisor)
         total += 3 * dividends.size

@@ -1,4 +1,4 @@
-"""The Flax layers: what they compute, DropConnect, and how linen and nnx agree."""
+"""The Flax layers: their results, DropConnect, and the agreement of linen and nnx."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def normal(seed, shape, dtype=jnp.float32):
 
 
 def linen_apply(options, kernel, bias, x, rngs=None, **call):
-    """The linen layer of these weights, applied to x."""
+    """The linen layer with these weights, applied to x."""
     layer = jaxops_linen.LightweightConv(*kernel.shape, use_bias=bias is not None, **options)
     params = {"kernel": kernel} if bias is None else {"kernel": kernel, "bias": bias}
     return layer.apply({"params": params}, x, rngs=rngs, **call)
 
 
 def nnx_apply(options, kernel, bias, x, rngs=None, **call):
-    """The nnx layer of these weights, applied to x."""
+    """The nnx layer with these weights, applied to x."""
     features = x.shape[-2 if options.get("data_format") == "NCT" else -1]
     layer = jaxops_nnx.LightweightConv(
         features, *kernel.shape, use_bias=bias is not None, rngs=rngs or nnx.Rngs(0), **options
@@ -46,7 +46,7 @@ APIS = pytest.mark.parametrize("apply", [linen_apply, nnx_apply], ids=["linen", 
 
 
 def streams(apply, seed):
-    """The random streams of one call, as each API wants them."""
+    """The random streams of one call, in the form of each API."""
     if apply is linen_apply:
         return {"dropout": jax.random.key(seed)}
     return nnx.Rngs(params=0, dropout=seed)
@@ -180,7 +180,7 @@ def test_dtype_of_computation_and_result(apply):
     assert apply({}, kernel, None, x).dtype == jnp.float32
     y = apply({"dtype": jnp.bfloat16}, kernel, None, x)
     assert y.dtype == jnp.bfloat16
-    # The filter is not rounded to bfloat16: only x was, before, and the result is.
+    # The filter is not rounded to bfloat16: only x and the result are.
     weight = jax.nn.softmax(kernel, axis=-1)
     np.testing.assert_array_equal(y, jaxops.lightweight_conv(x, weight))
 
@@ -195,7 +195,7 @@ def test_gradients_of_both_apis_agree():
     )["params"]["kernel"]
     by_nnx = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(nnx_layer)["kernel"][...]
     np.testing.assert_array_equal(by_linen, by_nnx)
-    # A softmax does not see a constant added to all its logits.
+    # A softmax does not change if a constant is added to all its logits.
     scale = jnp.abs(by_linen).max()
     np.testing.assert_allclose(by_linen.sum(-1) / scale, 0, atol=8 * np.finfo(np.float32).eps)
 

@@ -38,7 +38,7 @@ def test_the_measure_of_accuracy_is_exact(gamma):
 @pytest.mark.parametrize("dtype", focal_accuracy.FLOATS)
 @pytest.mark.parametrize("function", [focal_accuracy.sigmoid, focal_accuracy.softmax])
 def test_accuracy(function, dtype, gamma, platform):
-    """Over the whole range, and finite: an infinite error is that of a result that is not."""
+    """Tests the whole range. An error is infinite if a result is not finite."""
     worst = focal_accuracy.measure(function, dtype, gamma, platform.device)
     wrong = {order: w for order, w in worst.items() if not w <= focal_accuracy.BOUNDS[order]}
     assert not wrong, f"{function.__name__} {dtype}, gamma {gamma}: {wrong} ulp"
@@ -47,7 +47,7 @@ def test_accuracy(function, dtype, gamma, platform):
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0, 5.0])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_soft_zeros_and_ones_are_hard(dtype, gamma, platform):
-    """No term of the other target is left, not even where it is infinite."""
+    """No term of the other target remains, even if that term is infinite."""
     z = np.sort(focal_accuracy.points(dtype))[::7]
     eps = float(np.finfo(dtype).eps)
     for y in (0, 1):
@@ -99,11 +99,11 @@ def test_a_row_of_one_infinite_or_very_small_logit(dtype, gamma, platform):
         return loss, pull(jnp.ones_like(loss))[0]
 
     low = float(jnp.finfo(dtype).min)
-    # Another class is certain: only it has a gradient without a meaning.
+    # Another class is certain: only its own gradient is undefined.
     got = run(both, platform, np.array([[0, np.inf, 1]]).astype(jnp.dtype(dtype)))
     np.testing.assert_array_equal(got[0], [np.inf])
     np.testing.assert_array_equal(got[1][:, ::2], [[-1, 0]])
-    # The label is certain, because there is nothing beside it.
+    # The label is certain, because no other class has a finite logit next to it.
     for row in ([-3000], [-3000, -np.inf], [-3000, low, low], [low, -np.inf]):
         got = run(both, platform, np.array([row]).astype(jnp.dtype(dtype)))
         for g in got:
@@ -118,7 +118,7 @@ _STEP = mpmath.mpf(10) ** -60
 
 @functools.cache
 def exact_loss(z, y, gamma, steps):
-    """The loss of an element whose logit, target and gamma are so many steps from these."""
+    """The loss of an element whose logit, target and gamma are `steps` steps from these."""
     with mpmath.workdps(460):
         z, y, gamma = (mpmath.mpf(x) + n * _STEP for x, n in zip((z, y, gamma), steps, strict=True))
         e = mpmath.exp(z)
@@ -126,7 +126,7 @@ def exact_loss(z, y, gamma, steps):
 
 
 def exact(z, y, gamma, orders):
-    """The derivative of these orders by z, y and gamma, by differences."""
+    """The derivative of the given orders with respect to z, y and gamma, by differences."""
     total = mpmath.mpf(0)
     with mpmath.workdps(460):
         for steps in itertools.product(*(range(n + 1) for n in orders)):
@@ -136,7 +136,7 @@ def exact(z, y, gamma, orders):
 
 
 def differentiate(function, orders):
-    """The same derivative of a function of arrays whose elements do not depend on each other."""
+    """The derivative of these orders of a function of arrays whose elements are independent."""
 
     def along(function, argument):
         def derivative(*arguments):
@@ -155,7 +155,7 @@ def differentiate(function, orders):
 
 
 def assert_derivatives(function, y, z, gammas, every, dtype, device):
-    """For all pairs of y and z, to some roundings and what is lost where a part is subnormal."""
+    """Tests all pairs of y and z, within some roundings and the loss of subnormal parts."""
     info = np.finfo(dtype)
     y, z = (np.array(a, dtype) for a in zip(*itertools.product(y, z), strict=True))
     vary = [jax.vmap(differentiate(function, orders), (None, None, 0)) for orders in every]
@@ -177,7 +177,7 @@ def by_soft_labels(z, y, gamma):
 
 
 def soft_targets(dtype):
-    # XLA takes subnormal numbers for zero on CPUs, exponentials of logits in float32 among them.
+    # XLA flushes subnormal numbers to zero on CPUs, also exponentials of logits in float32.
     tiny = 0 if dtype == "float64" else 1e-30
     return [0.0, 1.0, np.nextafter(tiny, 1, dtype=dtype), np.nextafter(1, 0, dtype=dtype), 0.3]
 
@@ -274,8 +274,8 @@ def test_a_very_large_gamma(kind, dtype, platform):
 
 # --- published values ----------------------------------------------------------------------------
 
-# The small cases that object-detection toolboxes test their kernels with: gamma 2, alpha 0.25,
-# divided by the number of rows. Logits, labels, and (loss, gradient) of each operator.
+# Object-detection toolboxes test their kernels with these small cases: gamma 2, alpha 0.25, divided
+# by the number of rows. Logits, labels, and (loss, gradient) of each operator.
 PUBLISHED = (
     (
         [[1, 0], [0, 1]],
@@ -402,7 +402,7 @@ def test_value_and_gradient_are_one_pass_where_the_cotangent_is_one(operator, pl
     assert handlers(jax.value_and_grad(loss), logits, 3.0) == {both: 1}
     assert handlers(jax.value_and_grad(with_another), logits) == {both: 1}
     assert handlers(jax.grad(loss), logits) == {gradient: 1}
-    # Another cotangent joins the scale of a pass of its own, and the first one writes no gradient.
+    # Another cotangent joins the scale of a separate pass, and the first pass writes no gradient.
     assert handlers(jax.value_and_grad(scaled), logits) == {total: 1, gradient: 1}
 
 
@@ -432,7 +432,7 @@ def test_the_gradient_is_the_same_whichever_pass_makes_it(operator, scale, platf
     factor = np.float32(0.3)
     got = run(functools.partial(gradient, jaxops), platform, logits, factor)
     want = on_reference(functools.partial(gradient, reference), logits, factor)
-    # A share of a softmax is the exponential of a difference, whose rounding small ones magnify.
+    # A share of a softmax is the exponential of a difference, whose rounding small shares magnify.
     atol = 1e-9 if operator == "softmax_focal_loss" else 0
     np.testing.assert_allclose(got[0], want[0], rtol=3e-6, atol=atol)
     with jax.disable_jit():
@@ -446,7 +446,7 @@ def test_the_gradient_is_the_same_whichever_pass_makes_it(operator, scale, platf
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(data=st.data())
 def test_shapes_and_options(data, platform):
-    """Against the reference, over shapes that meet every kind of kernel."""
+    """Compares with the reference, over shapes that reach every kernel."""
     operator = data.draw(st.sampled_from(OPERATORS))
     dtype = data.draw(st.sampled_from(("float32", "bfloat16", "float64")))
     classes = data.draw(st.sampled_from((1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 80, 91, 129, 1030)))
@@ -488,8 +488,8 @@ def test_shapes_and_options(data, platform):
         np.testing.assert_array_less(np.abs(g.astype(np.float64) - w), near + 1e-30)
 
 
-# Long enough sums go through shared memory on GPUs: many short rows in a tile, rows that begin in
-# one tile and end in the next, and rows longer than a tile, all with odd ends.
+# Sums of this length go through shared memory on GPUs. The cases have many short rows in a tile,
+# rows that begin in one tile and end in the next, and rows longer than a tile, all with odd ends.
 @pytest.mark.parametrize("gamma", [2.0, 1.7])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "classes"), [(409_201, 41), (184_371, 91), (1_679, 10_007)])
@@ -497,7 +497,7 @@ def test_a_long_sum_is_that_of_its_elements(rows, classes, dtype, gamma, platfor
     rng = np.random.default_rng(classes)
     logits = 4 * rng.standard_normal((rows, classes), np.float32)
     labels = rng.integers(-classes, classes, rows).astype(np.int32)
-    # Without loss, where a target is told from what is not one.
+    # The loss of these rows is zero if targets are told from other classes.
     logits[0] = -np.inf
     labels[0] = -1
     logits[1:8, 0] = np.inf
@@ -513,8 +513,8 @@ def test_a_long_sum_is_that_of_its_elements(rows, classes, dtype, gamma, platfor
     np.testing.assert_allclose(got, elements.sum(dtype=np.float64), rtol=3e-6)
 
 
-# Results of so many elements are apart in a thread on GPUs: of rows of whole accesses, of others,
-# and of one class, in blocks of which the last is not full.
+# A thread of a GPU computes results of this number of elements far apart. Rows are whole vectors,
+# or not, or of one class; the last block is not full.
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("rows", "classes"), [(26_221, 80), (23_052, 91), (2_100_004, 1)])
 def test_sigmoid_of_many_elements(rows, classes, gamma, platform):
@@ -533,7 +533,7 @@ def test_sigmoid_of_many_elements(rows, classes, gamma, platform):
 
 
 def test_sigmoid_of_very_many_elements(platform):
-    """More are apart in a thread: with class labels every one is what it is of its row alone."""
+    """Results far apart in a thread: with class labels each depends on its row alone."""
     if platform.name == "cpu":
         pytest.skip("the kernels of the host have no such limit; too slow here")
     rows, classes = 838_865, 80
@@ -555,9 +555,9 @@ def test_sigmoid_of_very_many_elements(platform):
     np.testing.assert_allclose(got, want[np.arange(rows) % 1003], 3e-6, 1e-30)
 
 
-# What small cases do not meet of the CUDA kernels: rows of one lane, of a few, and of a warp, of
-# whole accesses and not; tiles of rows that follow each other; a block a row, and several; rows
-# that do not fit in the registers of these.
+# Small cases do not reach these CUDA kernels: rows that a few lanes or a warp reduce, of whole
+# vectors and others; tiles of consecutive rows; one or several blocks a row; rows that exceed the
+# registers of these blocks.
 MANY = (
     (300_007, 7, "float32"),
     (131_101, 75, "bfloat16"),
@@ -588,7 +588,7 @@ def test_softmax_of_many_rows_or_classes(rows, classes, dtype, platform):
     logits = (4 * rng.standard_normal((rows, classes), np.float32)).astype(jnp.dtype(dtype))
     labels = rng.integers(-1, classes, rows).astype(np.int32)
     weight = rng.uniform(0.5, 2, rows).astype(np.float32)
-    weight[labels < 0] = np.nan  # counts for nothing
+    weight[labels < 0] = np.nan  # no result depends on it
 
     def results(module, logits):
         loss, pull = jax.vjp(lambda z: module.softmax_focal_loss(z, labels), logits)
@@ -604,11 +604,11 @@ def test_softmax_of_many_rows_or_classes(rows, classes, dtype, platform):
 
     got = run(functools.partial(results, jaxops), platform, logits)
     want = on_reference(functools.partial(results, reference), logits)
-    # The last is for what a sum of so many terms of a row rounds.
+    # The last term allows for the roundings of a sum over the classes of a row.
     rtol = max(2e-5, 2 * float(jnp.finfo(dtype).eps), 2e-10 * classes)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g.astype(np.float64), w, rtol, 1e-6 * np.abs(w).max())
-    # With and without the gradient, sums are of the same losses.
+    # Sums with and without the gradient are of the same losses.
     np.testing.assert_allclose(got[2], got[3], rtol=3e-6)
     np.testing.assert_allclose(got[2], want[2], rtol=3e-6)
 
@@ -632,7 +632,7 @@ def test_the_pass_is_one_on_explicit_meshes(operator, platform):
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.5])
 @pytest.mark.parametrize("dtype", focal_accuracy.FLOATS)
 def test_softmax_of_classes_on_several_devices(dtype, gamma, platform):
-    """Every kind of row is what it is on one device, whichever of them has its label."""
+    """Each row is as on one device, whichever device has its label."""
     if len(platform.devices) < 2:
         pytest.skip("needs two devices")
     mesh = jax.sharding.Mesh(platform.devices[:2], ("c",))
@@ -669,17 +669,17 @@ def test_softmax_of_classes_on_several_devices(dtype, gamma, platform):
     got = jax.jit(both)(sharded, *rest)
     assert got[1].sharding.spec == spec
     want = run(both, platform, logits, labels, ct)
-    # A lead is rounded in two ways, and the power makes the more of it the farther it is.
+    # The lead is rounded in two ways, and the power magnifies the difference by the lead's size.
     wide = jnp.finfo(jnp.promote_types(dtype, "float32"))
     rtol = max(2 * float(jnp.finfo(dtype).eps), 30 * (1 + gamma) * float(wide.eps))
     for g, w in zip(got, want, strict=True):
-        # Beyond the smallest normal number there are fewer digits.
+        # Subnormal numbers have fewer digits.
         g, w = (np.asarray(a, np.float64) for a in (g, w))
         np.testing.assert_allclose(g, w, rtol, 4 * float(jnp.finfo(dtype).tiny))
 
 
 def test_softmax_of_classes_on_a_mesh_axis_of_one_device(platform):
-    """Nobody else has any of them: the kernel takes the rows."""
+    """No other device has any of the classes: the kernel takes the rows."""
     if len(platform.devices) < 2:
         pytest.skip("needs two devices")
     mesh = jax.sharding.Mesh(np.reshape(platform.devices[:2], (2, 1)), ("n", "c"))
@@ -724,7 +724,7 @@ def test_the_derivative_of_a_mean_of_float16_is_not_rounded_away(operator, platf
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_weights_of_rows_without_a_class_do_not_matter(operator, platform):
-    """To no derivative by what they are multiplied by; a sigmoid has no such rows, but ignores."""
+    """They reach no derivative of a factor; a sigmoid has ignored labels instead of such rows."""
     logits, labels = random_case(rows=6)
     labels[[2, 4]] = -1
     weights = np.linspace(1, 2, 6).astype(np.float32)
@@ -750,14 +750,14 @@ def test_weights_of_rows_without_a_class_do_not_matter(operator, platform):
         np.testing.assert_array_equal(g, w)
 
 
-# As many rows as one block takes, a cluster of them, and more; and those of 16 bits that are many.
+# Rows for one block, for a cluster of blocks, and more; and many rows of 16 bits.
 @pytest.mark.parametrize(
     ("rows", "dtype"),
     [(3, "float32"), (700, "float32"), (5_000, "float32"), (131_077, "bfloat16")],
 )
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_sum_under_vmap_is_that_of_its_entry(operator, rows, dtype, platform):
-    """To the bit, of entries of whole accesses: the order of additions is that of one alone."""
+    """Entries of whole vectors have equal bits: the order of additions does not depend on vmap."""
     logits, labels = random_case(rows=3 * rows, classes=32, dtype=jnp.dtype(dtype))
     logits, labels = logits.reshape(3, rows, 32), labels.reshape(3, rows)
     function = jax.value_and_grad(functools.partial(getattr(jaxops, operator), reduction="sum"))
@@ -826,7 +826,7 @@ def test_a_mean_over_no_rows_is_zero(operator, platform):
 def test_labels_at_the_ends_of_their_dtype_are_background(operator, dtype, x64, platform):
     info = jnp.iinfo(dtype)
     labels = np.array([info.min, info.max, 0, 2, 1, info.max // 2 + 1], jnp.dtype(dtype))
-    # Of these only 0 to 2 are classes; 2**32 would be one if it were cut to 32 bits.
+    # The classes are 0 to 2; 2**32 would be class 0 if it were cut to 32 bits.
     if info.bits == 64:
         labels[5] = 2**32
     known = [int(n) if 0 <= n < 3 else -1 for n in labels.tolist()]
@@ -836,7 +836,7 @@ def test_labels_at_the_ends_of_their_dtype_are_background(operator, dtype, x64, 
         got = function(logits, labels)
         want = function(logits, np.array(known, np.int32))
         np.testing.assert_array_equal(got, want)
-        # The next above int32 are in a uint32, and JAX takes them for an int32.
+        # 2**31 and 2**31 + 5 fit in a uint32; JAX reads them as an int32.
         for ignored in (int(info.min), int(info.max), 1, -1, 2**31, 2**31 + 5):
             got = function(logits, labels, ignore_index=ignored, reduction="mean")
             rows = np.asarray(function(logits, np.array(known, np.int32))).reshape(6, -1).sum(-1)
@@ -924,7 +924,7 @@ def test_bad_labels(operator, shape, dtype, error):
 @pytest.mark.parametrize("kind", ["bool", "int8", "uint4", "int32", "uint64"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_integers_of_the_shape_of_logits_are_targets(kind, dtype, platform):
-    """As floats of the same values are, and as the class ids of one class that say the same."""
+    """Results equal those of floats of the same values, and of class ids of one class."""
     rng = np.random.default_rng(0)
     logits = (3 * rng.standard_normal((7, 1))).astype(jnp.dtype(dtype))
     targets = np.array([0, 1, 1, 0, 1, 0, 0])[:, None]
@@ -1008,8 +1008,8 @@ def test_a_sum_of_subnormal_losses_is_not_zero(kind, platform):
         np.testing.assert_array_equal(totals, [total] * 2)
 
 
-# Entries that a task of the host takes several of: next to each other, and not; with an exponent
-# for all, and one for each.
+# A task of the host computes several such entries: contiguous or not, with one exponent for all or
+# one for each.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_many_small_sums(operator, dtype, platform):

@@ -41,7 +41,7 @@ def random_case(sizes=(5, 4, 6), width=3, points=40, dtype="float64", seed=0, re
 
 
 def sample_and_gradients(function=jaxops.grid_sample, **options):
-    """f(volume, points) -> value, gradients by volume and points for a cotangent of ones."""
+    """f(volume, points) -> value, dvolume and dpoints for a cotangent of ones."""
 
     def compute(volume, points):
         bound = functools.partial(function, **options)
@@ -103,7 +103,7 @@ def test_onnx(published, platform):
         ),
         platform,
         np.moveaxis(image, 1, -1),
-        # Its coordinates are in the order of the axes from the last on.
+        # ONNX orders coordinates from the last axis to the first.
         np.ascontiguousarray(grid[..., ::-1]),
     )
     np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=1e-5, atol=1e-6)
@@ -178,7 +178,7 @@ WIDTHS = (1, 2, 3, 4, 7, 8, 12, 16, 31, 32, 64, 130)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_width(dtype, platform):
-    """All at the same points: the reference has their channels side by side, compiled once."""
+    """All widths share points: the reference has their channels in one array, compiled once."""
     volume, points = random_case((4, 3), sum(WIDTHS), 300, dtype, reach=1.2)
     ends = np.cumsum(WIDTHS)
     parts = [slice(end - width, end) for end, width in zip(ends, WIDTHS, strict=True)]
@@ -206,7 +206,7 @@ def test_every_width(dtype, platform):
 
 @pytest.mark.parametrize("sizes", [(90, 91, 99), (900, 901)], ids=str)
 def test_many_points_of_a_large_volume(sizes, platform):
-    """Larger than a cache, and met so often that the points are taken in another order."""
+    """The volume exceeds the caches and has repeated entries, so the points are sorted."""
     volume, points = random_case(sizes, 16, 2_500_000 // 2 ** len(sizes), "float32", reach=1.1)
     g = np.random.default_rng(1).standard_normal((len(points), 16)).astype(np.float32)
 
@@ -234,7 +234,7 @@ def test_many_points_of_a_large_volume(sizes, platform):
 @pytest.mark.parametrize("width", [1, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_points_have_the_bits_of_many(dtype, width, method, platform):
-    """Kernels differ by how many threads there are for the points and their channels."""
+    """Kernels differ by the number of threads for the points and their channels."""
     volume, points = random_case((5, 4, 6), width, 270_001 if width == 1 else 140_001, dtype)
     points[3] = np.nan
     _, directions = random_case((5, 4, 6), width, len(points), dtype, seed=1)
@@ -253,7 +253,7 @@ def test_few_points_have_the_bits_of_many(dtype, width, method, platform):
 @pytest.mark.parametrize("sizes", [(9, 8), (5, 4, 6)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_few_and_of_many_points(dtype, sizes, width, platform):
-    """How many lanes share a point depends on its channels and on how many points there are."""
+    """The number of lanes that share a point depends on the numbers of channels and of points."""
     volume, points = random_case(sizes, width, 20_001, dtype)
     points = points.astype(jnp.promote_types(points.dtype, "float32"))
     g = np.random.default_rng(1).standard_normal((len(points), width)).astype(volume.dtype)
@@ -299,7 +299,7 @@ INF, NAN = np.inf, np.nan
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_nan_and_infinity(method, dtype, platform):
-    """Rows of NaN or zero, nothing for the volume, and infinity as far outside."""
+    """NaN gives rows of NaN or zero and no volume gradient; infinity is far outside."""
     line = np.arange(1.0, 4.0).astype(jnp.dtype(dtype))
     image = np.broadcast_to(line[:, None, None], (3, 1, 1))
     points = np.array([[NAN, 0], [0, NAN], [INF, 0], [-INF, 0], [0, 0]]).astype(line.dtype)
@@ -361,7 +361,7 @@ def test_halves_round_to_even(platform):
 @pytest.mark.parametrize("padding_mode", PADDINGS)
 @pytest.mark.parametrize("align_corners", BOTH)
 def test_point_gradients_at_entries_are_one_sided(align_corners, padding_mode, platform):
-    """A derivative from one side, with the scale of the grid, and at the ends the one inside."""
+    """A one-sided derivative, scaled by the grid; at the ends it is the one from inside."""
     line = np.array([1.0, 3.0, 4.0, 9.0])
     image = np.broadcast_to(line[:, None, None], (4, 3, 1))
     index = np.arange(4.0)
@@ -375,7 +375,7 @@ def test_point_gradients_at_entries_are_one_sided(align_corners, padding_mode, p
 
 
 def special_coordinates(size, align_corners):
-    """Those of entries and of the middles between them, inside, at both borders and beyond."""
+    """Derivatives at entries and midway between them, inside, at both borders and outside."""
     index = np.arange(-2 * size - 1, 4 * size) / 2
     if align_corners:
         return index * (2 / max(size - 1, 1)) - 1
@@ -386,7 +386,7 @@ def special_coordinates(size, align_corners):
 @pytest.mark.parametrize("padding_mode", PADDINGS)
 @pytest.mark.parametrize("sizes", [(1, 3), (1, 2, 1)], ids=str)
 def test_derivatives_at_kinks_are_one_sided(sizes, padding_mode, align_corners, platform):
-    """First and second ones, also of points that are on kinks of several axes."""
+    """First and second derivatives, also of points that are on kinks of several axes."""
     axes = len(sizes)
     volume, _ = random_case(sizes, width=1)
     lines = [special_coordinates(n, align_corners) for n in sizes]
@@ -401,7 +401,7 @@ def test_derivatives_at_kinks_are_one_sided(sizes, padding_mode, align_corners, 
         columns = jax.vmap(lambda t: jax.jvp(slopes, (points,), (t,))[1])(along)
         return slopes(points), columns
 
-    # Every piece is multilinear, and so much longer than the step that differences are exact.
+    # The function is multilinear between kinks, which are far enough apart for exact differences.
     step = 2.0**-16
     moves = np.array(list(itertools.product((-1, 0, 1), repeat=axes)))
     (moved,) = on_reference(
@@ -449,7 +449,7 @@ def test_entries_outside_count_as_zero_each_on_its_own(platform):
 @pytest.mark.parametrize("deterministic", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_volume_gradients_are_summed_in_single_precision(dtype, deterministic, platform):
-    """4096 ones, which neither half-precision dtype can count one by one."""
+    """4096 ones, a count that neither half-precision dtype reaches one by one."""
     volume = np.zeros((3, 3, 3, 5)).astype(jnp.dtype(dtype))
     points = np.zeros((4096, 3)).astype(volume.dtype)
     function = sample_and_gradients(deterministic=deterministic)
@@ -463,7 +463,7 @@ def test_volume_gradients_are_summed_in_single_precision(dtype, deterministic, p
 @pytest.mark.parametrize("method", ["linear", "nearest"])
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 def test_the_last_of_more_entries_than_float32_counts(size, method, padding, platform):
-    """The position of the last one is rounded, to one that may be behind it."""
+    """The position of the last entry is rounded, and may then be after the entry."""
     volume = jnp.zeros((size, 2, 1), jnp.float16).at[-1].set(1).at[-2].set(3)
     volume, point = jax.device_put((volume, np.array([[1.0, 0.5]], np.float32)), platform.device)
     options = {"method": method, "padding_mode": padding}
@@ -478,7 +478,7 @@ def test_the_last_of_more_entries_than_float32_counts(size, method, padding, pla
 @pytest.mark.parametrize(("axes", "width"), [(2, 5), (3, 5), (3, 8)])
 @pytest.mark.parametrize("crowd", ["everywhere", "in one cell", "in some cells"])
 def test_deterministic_is_the_same_bit_for_bit(crowd, axes, width, platform):
-    """Also where whole groups of the points share a cell, and groups of groups of groups."""
+    """Bits are equal even if whole groups of points share a cell, in three levels of groups."""
     count = 70_001 if crowd == "in one cell" else 3000
     volume, points = random_case((9, 7, 8)[:axes], width, count, "float32", reach=1.3)
     if crowd == "in one cell":
@@ -507,7 +507,7 @@ def test_deterministic_is_the_same_bit_for_bit(crowd, axes, width, platform):
     [("bfloat16", "zeros"), ("float32", "reflection"), ("float64", "zeros")],
 )
 def test_slabs_of_a_volume_have_the_bits_of_all_of_it(dtype, padding_mode):
-    """On a CPU, threads share the gradient by a large volume, but none that is a few channels'."""
+    """On a CPU, threads share the gradient of a large volume, unless it has few channels."""
     volume, points = random_case((75, 40, 30), 32, 12_000, dtype, reach=1.2)
     points = points.astype(np.float32).reshape(3, 4000, 3)
     points[0, 5] = np.nan
@@ -530,7 +530,7 @@ def test_slabs_of_a_volume_have_the_bits_of_all_of_it(dtype, padding_mode):
 
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_vmap_sums_the_gradient_of_a_shared_volume_in_one_call(deterministic, platform):
-    """Without a volume for every entry of the batch."""
+    """The program has no copy of the volume for each entry of the batch."""
     volume, points = random_case(points=10)
     many = np.stack([points, points * 0.5, -points])
 
@@ -573,7 +573,7 @@ def test_the_volume_gradient_keeps_no_volume():
 @pytest.mark.parametrize("deterministic", BOTH)
 @pytest.mark.parametrize("sizes", [(5, 4, 6), (7, 5)], ids=str)
 def test_an_eikonal_loss_trains_the_volume(sizes, deterministic, platform):
-    """The gradient by the volume of a loss on the slope of the field, and its own derivative."""
+    """The volume gradient of a loss on the slope of the field, and its own derivative."""
     volume, points = random_case(sizes, width=1, reach=0.95)
 
     def eikonal(function):

@@ -1,6 +1,6 @@
 """Patches and their transpose: NumPy's sliding windows, other dtypes, published values, bits.
 
-The oracle of the values is NumPy; that of the transpose is the definition, <col2im(p), x> =
+The oracle of the values is NumPy. The oracle of the transpose is its definition, <col2im(p), x> =
 <p, im2col(x)>, and `jaxops.reference`.
 """
 
@@ -63,7 +63,7 @@ DTYPES += ("float32", "float64", "complex64", "complex128")
 @hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(data=st.data())
 def test_any_window(platform, data):
-    """Values bit for bit, and the transpose against the definition of one."""
+    """Checks values bit for bit, and the transpose by its definition."""
     data_format = data.draw(st.sampled_from(FORMATS))
     rank, channels_last = len(data_format) - 2, data_format[-1] == "C"
 
@@ -99,7 +99,7 @@ def test_any_window(platform, data):
 
 
 def test_no_windows_and_no_image(platform):
-    """There is nothing to divide by: an image smaller than the window, and padding alone."""
+    """No size is a divisor of zero: an image smaller than the window, and padding alone."""
     small = np.ones((2, 3, 4, 5), np.float32)
     patches, image = run(
         lambda x: (jaxops.im2col(x, 5), jax.grad(lambda x: jaxops.im2col(x, 5).sum())(x)),
@@ -115,7 +115,7 @@ def test_no_windows_and_no_image(platform):
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 6, 7, 8, 16, 17, 32, 72])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64"])
 def test_every_unit_of_bytes(channels, dtype, platform):
-    """Whatever the channels of a pixel are multiples of, in an image of more than a block."""
+    """The channels of a pixel have every alignment, in an image that exceeds a block."""
     rng = np.random.default_rng(channels)
     x = random_image(rng, "NHWC", 3, channels, (21, 13), dtype)
     (got,) = run(lambda x: jaxops.im2col(x, 3, padding=1, strides=(1, 2)), platform, x)
@@ -142,7 +142,7 @@ def test_paddings_are_those_of_lax(padding, strides, platform):
     np.testing.assert_array_equal(got.sum((3, 4, 5)), want[..., 0])
 
 
-# --- values that others published ----------------------------------------------------------------
+# --- published values ----------------------------------------------------------------------------
 
 COL2IM_NODES = onnx_nodes.cases("Col2Im")
 
@@ -154,7 +154,7 @@ def test_onnx_col2im(name, platform):
     strides, dilation = (attributes.get(key, [1] * rank) for key in ("strides", "dilations"))
     pads = attributes.get("pads", [0] * 2 * rank)
     padding = list(zip(pads[:rank], pads[rank:], strict=True))
-    # Its columns are (N, C * taps, patches).
+    # ONNX's columns are (N, C * taps, patches).
     outs = [
         (n + lo + hi - (k - 1) * d - 1) // s + 1
         for n, k, s, d, (lo, hi) in zip(sizes, block, strides, dilation, padding, strict=True)
@@ -166,12 +166,12 @@ def test_onnx_col2im(name, platform):
     np.testing.assert_array_equal(got, want)
 
 
-# --- what is special about a copy ----------------------------------------------------------------
+# --- copies --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])
 def test_bits_are_kept(data_format, platform):
-    """Of NaNs with payloads, infinities, negative zeros and subnormal numbers."""
+    """NaNs with payloads, infinities, negative zeros and subnormal numbers keep their bits."""
     words = np.array([0x7FC12345, 0xFFA00001, 0x7F800000, 0x80000000, 0x00000001], np.uint32)
     x = np.resize(words, (1, 4, 5, 5)).view(np.float32)
     (got,) = run(lambda x: jaxops.im2col(x, 2, data_format=data_format), platform, x)
@@ -192,7 +192,7 @@ def test_a_nan_stays_in_its_pixel(platform):
 
 
 def test_half_precision_is_summed_in_float32(platform):
-    """Nine halves of a unit in the last place of one, which each alone would round away."""
+    """Each of nine halves of the last place of one would be rounded away alone."""
     patches = np.full((1, 3, 3, 3, 3, 8), 2.0**-9, jnp.bfloat16)
     patches[:, 2, 2, 0, 0] = 1  # the last patch that has the middle of the image
     (got,) = run(lambda p: jaxops.col2im(p, (1, 3, 3, 8), padding=1), platform, patches)
@@ -200,7 +200,7 @@ def test_half_precision_is_summed_in_float32(platform):
 
 
 def test_gradients_of_other_dtypes(platform):
-    """Of complex numbers and of eight bits."""
+    """Complex and 8-bit arrays have gradients."""
     x = np.arange(16.0).reshape(1, 4, 4, 1) * (1 + 2j)
 
     def loss(x):
@@ -224,7 +224,7 @@ def test_patches_are_one_call_and_no_loop(platform):
 @pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])
 @pytest.mark.parametrize("devices", [(2, 1), (4, 2)], ids=str)
 def test_images_whose_sizes_are_sharded(data_format, devices, platform):
-    """Devices exchange what windows reach beyond their parts, and have no more of an image."""
+    """Devices exchange the entries that windows reach beyond their parts, and hold no more."""
     if len(platform.devices) < devices[0] * devices[1]:
         pytest.skip(f"{len(platform.devices)} devices")
     mesh = jax.make_mesh(

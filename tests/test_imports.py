@@ -1,9 +1,9 @@
-"""Who imports whom inside the package, read from its import statements.
+"""The imports inside the package, read from its import statements.
 
     flax, testing, tools -> operators -> _families -> reference -> activations
 
-Everything may import what is to the right of it, and `_core`, which imports nothing but itself; a
-reference imports no more of `_core` than its dtypes. No operator or family imports another.
+A part may import the parts to its right, and `_core`, which imports nothing but itself; a reference
+imports no more of `_core` than its dtypes. No operator or family imports another.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 import jaxops
 
 PACKAGE = pathlib.Path(jaxops.__file__).parent
-#: What imports operators, and is imported by none.
+#: These modules import operators, and no operator imports them.
 USERS = {"__init__", "__main__", "_bench", "_cli", "benchmarks", "flax", "testing"}
-#: What the other parts of the package may import, besides their own part.
+#: The modules that the other parts of the package may import, next to their own part.
 ALLOWED = {
     "_core": (),
     "activations": (),
@@ -29,7 +29,7 @@ OF_OPERATORS = ("_core", "_families", "activations", "reference")
 
 
 def modules() -> dict[str, pathlib.Path]:
-    """The modules of the package by their names, without that of the package."""
+    """The modules of the package by their names, without the package's name."""
     return {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -41,7 +41,7 @@ PARTS = sorted({name.split(".")[0] for name in MODULES} - USERS)
 
 
 def imports_of(name: str) -> set[str]:
-    """The modules of the package that this one imports, wherever in it, and names in them."""
+    """The modules and names of the package that this module imports, at any level."""
     path = MODULES[name]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -80,7 +80,7 @@ def test_families_know_nothing_of_each_other():
 
 
 def test_every_part_is_looked_at():
-    """A family is what several operators import, and _core is below all of them."""
+    """Several operators import a family, and _core is below all of them."""
     assert {*ALLOWED, "concatenate", "conv", "focal_loss"} <= {*PARTS}
     operators = [part for part in PARTS if part not in ALLOWED]
     users = {

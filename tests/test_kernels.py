@@ -1,4 +1,4 @@
-"""What tells which CUDA kernels take a call: `jaxops.testing.kernels` and `info --kernels`."""
+"""Queries of the CUDA kernels that a call launches: `jaxops.testing.kernels`, `info --kernels`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loss(x, kernel):
 
 
 def names(found):
-    """By target, the names of the kernels without template arguments."""
+    """The names of the kernels without template arguments, by target."""
     return {
         call.target: [launch.kernel.split("<")[0] for launch in launches]
         for call, launches in found.items()
@@ -75,7 +75,7 @@ def test_calls_of_xla_are_not_listed():
 
 @needs_module
 def test_nothing_is_left_of_a_dry_run():
-    """Programs lowered afterwards are for the GPUs that are here."""
+    """Programs lowered afterwards are for the GPUs of this machine."""
     with native.recording_calls("9.0"):
         assert native.gpu_capabilities() == {"9.0"}
     assert native.gpu_capabilities() == native.compat.gpu_capabilities()

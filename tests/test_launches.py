@@ -1,7 +1,7 @@
 """The launches of the CUDA handlers, in dry runs: see `jaxops.testing.kernels`.
 
-JAXOPS_RANDOM_CALLS is how many random calls of handlers are made for each operator at least, and
-JAXOPS_RANDOM_SEED begins other ones.
+JAXOPS_RANDOM_CALLS is the least number of random calls of handlers for each operator, and
+JAXOPS_RANDOM_SEED selects other calls.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ H200, A100, L4, B200 = kernel_table.DEVICES
 RANDOM_CALLS = int(os.environ.get("JAXOPS_RANDOM_CALLS", "600"))
 RANDOM_SEED = int(os.environ.get("JAXOPS_RANDOM_SEED", "0"))
 
-#: Random programs that are made with each family of kernels, and the functions in them, by the
-#: operator of a table where it has another name.
+#: The number of random programs for each kernel family, and the functions in them, by the operator
+#: of a table if its name differs.
 FORCED_PROGRAMS = RANDOM_CALLS // 10
 FORCED = {
     "conv": ["conv2d", "conv_general_dilated"],
     "col2im": ["im2col"],
     "lightweight_conv_input_grad": ["lightweight_conv"],
 }
-#: Families that few random programs meet.
+#: Few random programs run these families.
 RARE = {("grid_sample", "bricks"), ("lightweight_conv", "nct/vectors")}
 
 SHARED = {"8.0": 163, "8.6": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 PROCESSORS = (16, 58, 108, 132, 148)
-# Programs are the same for all but those of 9.0.
+# Programs are the same for all GPUs but those of 9.0.
 HOPPERS, OTHERS = (
     [
         kernels.Device(f"{capability} with {count} multiprocessors", capability, count, shared)
@@ -59,7 +59,7 @@ HOPPERS, OTHERS = (
 
 
 def check(call, gpu):
-    """A call of a handler on a GPU, which must launch what can be launched."""
+    """A call of a handler on a GPU, whose launches must be valid."""
     outcome = kernels.run(call, gpu)
     assert not outcome.error, f"{call} on {gpu}: {outcome.error}. {outcome.violation}"
     assert not outcome.violation, f"{call} on {gpu}: {outcome.violation}"
@@ -68,11 +68,11 @@ def check(call, gpu):
 
 @functools.cache
 def kernel(name):
-    """The mangled name of some kernel of this name."""
+    """The mangled name of one kernel of this name."""
     return next(k for k in DRY_RUN.kernel_names() if kernels.short_name(k).startswith(f"{name}<"))
 
 
-# --- the checks find what is wrong ---------------------------------------------------------------
+# --- the checks find faults ----------------------------------------------------------------------
 
 LAUNCHES = {
     "no blocks": ({"grid": (0, 1, 1)}, "its grid is (0, 1, 1)"),
@@ -183,7 +183,7 @@ def test_wrong_tensor_map_is_found(name):
 
 
 def test_launcher_of_too_much_is_found():
-    """A launcher that asks for more than a GPU has fails, and the stub says why."""
+    """A launcher that exceeds a GPU's resources fails, and the stub says why."""
     x, weight = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 9, 9, 64), (3, 3, 64, 64)))
     (call,) = kernels.record(jaxops.conv2d, x, weight, capability="9.0")
     check(call, H200)
@@ -194,7 +194,7 @@ def test_launcher_of_too_much_is_found():
 
 @pytest.mark.parametrize("is_gradient", [False, True])
 def test_too_little_work_space_is_an_error(is_gradient):
-    """Points are put in an order if there is work space, and never taken as they come instead."""
+    """Points are sorted if there is work space; without it the call is an error."""
     arguments = arrays(F32, (128, 128, 128, 16), (1 << 20, 3))
     function = jaxops.grid_sample
     if is_gradient:
@@ -209,7 +209,7 @@ def test_too_little_work_space_is_an_error(is_gradient):
 
 @pytest.mark.parametrize("channels", [0, 8])
 def test_gradients_with_a_bias_and_without_work_space(channels):
-    """The bias gradient is the last result then, and no work space."""
+    """The bias gradient is the last result then, and not a work space."""
     x, weight, bias = arrays(F32, (3, 20, channels), (4, 3), (channels,))
 
     def loss(x, weight, bias):
@@ -222,7 +222,7 @@ def test_gradients_with_a_bias_and_without_work_space(channels):
 
 
 def test_machine_code_is_known():
-    """Every kernel has registers and launch bounds, and those of wgmma are told from others."""
+    """Every kernel has registers and launch bounds, and kernels with wgmma are recognised."""
     resources = kernels.resources()
     assert set(DRY_RUN.kernel_names()) == set(resources)
     assert all(registers for registers, *_ in resources.values())
@@ -239,7 +239,7 @@ def test_random_calls(operator):
     calls = 0
     for seed in itertools.count(RANDOM_SEED):
         function, arguments = random_programs.make(operator, [seed])
-        # Each program for one kind, on several devices of it.
+        # Runs each program for one kind of GPU, on several devices of it.
         capability, gpus = ("9.0", HOPPERS) if seed % 2 else ("8.0", OTHERS)
         for call in kernels.record(function, *arguments, capability=capability):
             for i in range(4):
@@ -262,7 +262,7 @@ CANNOT = "cudaErrorNotSupported"
     ],
 )
 def test_a_family_runs_what_it_says_it_can(operator, family):
-    """Forced, it launches what can be launched, or refuses the call."""
+    """A forced family has valid launches, or refuses the call."""
     ran = 0
     for name in FORCED.get(operator, [operator]):
         for seed in range(RANDOM_SEED, RANDOM_SEED + FORCED_PROGRAMS):
@@ -375,7 +375,7 @@ def test_edges(name):
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_devices_of_several_kinds_in_one_process(case):
-    """What a device runs does not depend on those that ran the same program before."""
+    """The launches on a device do not depend on devices that ran the same program before."""
     calls = case.calls("8.0", case.dtypes[0])
     others = [A100, L4, B200]
     for call in calls:

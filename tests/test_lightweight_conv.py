@@ -45,7 +45,7 @@ def taps_in_range(time, taps, dilation, padding):
 
 
 def correlate(x, weight, padding, dilation):
-    """Of (B, T, C) and (H, K)."""
+    """The convolution of (B, T, C) and (H, K)."""
     per_channel = np.repeat(weight, x.shape[2] // weight.shape[0], axis=0)
     y = np.zeros(x.shape)
     for tap, to, of in taps_in_range(x.shape[1], weight.shape[1], dilation, padding):
@@ -83,7 +83,7 @@ def activate(z, activation):
         return z * s, s * (1 + z * (1 - s)), 1
     tanh = np.tanh(GELU * (z + 0.044715 * z**3))
     slope = GELU * (1 + 3 * 0.044715 * z**2)
-    # What tanh is off by, 1 - tanh**2 is off by twice, and all of it where tanh is almost 1.
+    # 1 - tanh**2 has twice the error of tanh, and no correct digit if tanh is almost 1.
     magnified = np.abs(z * slope)[tanh**2 < 1].max(initial=1)
     derivative = 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * slope
     return 0.5 * z * (1 + tanh), derivative, magnified
@@ -141,7 +141,7 @@ def check(
     def function(x, weight, bias=None):
         return jaxops.lightweight_conv(x, weight, bias=bias, **options)
 
-    # One program for both, as most of the time is the compiler's.
+    # One program computes both, because most of the time is the compiler's.
     def alone_and_differentiated(g, *arguments):
         argnums = tuple(range(len(arguments)))
         return function(*arguments), vjp_of(function, argnums)((g,), *arguments)
@@ -152,14 +152,14 @@ def check(
     what = f"{shape}, H = {heads}, K = {taps}, {dtypes}, {options}"
     value_terms = taps + 1
     assert_close([fused], want[:1], f"the value of {what}", dtype=dtype, terms=value_terms)
-    # Under differentiation the activation is apart, and its derivative and the cotangent of what
-    # is before it are rounded to the dtype of x.
+    # A program of derivatives computes the activation separately: its derivative and the cotangent
+    # of its argument are rounded to the dtype of x.
     roundings = 0 if activation is None else 3
     # dx sums the taps of a channel, dweight the entries of a head, dbias those of a channel.
     terms = [value_terms, value_terms, batch * time * channels // heads, batch * time]
     terms = [terms[0], *(n * magnified for n in terms[1:])]
     for i, (a, w) in enumerate(zip(got, want, strict=True)):
-        # Each result is of the dtype of its own argument, rounded from what x's dtype can hold.
+        # Each result has the dtype of its argument, and is rounded from values of the dtype of x.
         coarse = max((dtype, a.dtype.name), key=lambda d: jnp.finfo(d).eps)
         name = f"result {i} of value and gradient of {what}"
         assert_close([a], [w], name, dtype=coarse, terms=terms[i], roundings=roundings)
@@ -289,9 +289,9 @@ def test_dilation_without_bound(platform, taps, dilation, padding):
 @pytest.mark.parametrize(
     ("shape", "heads", "taps", "dilation"),
     [
-        ((2, 4096, 3), 3, 3, 8),  # taps whole packs apart
-        ((2, 4096, 4), 2, 3, 6),  # and not
-        ((2, 4099, 3), 3, 5, 4),  # rows that packs do not fit
+        ((2, 4096, 3), 3, 3, 8),  # taps that are whole vectors apart
+        ((2, 4096, 4), 2, 3, 6),  # taps that are not
+        ((2, 4099, 3), 3, 5, 4),  # rows that vectors do not divide
         ((1, 9000, 2), 2, 4, 512),
         ((1, 9000, 2), 1, 3, 4096),
         ((2, 2048, 3), 3, 19, 2),
@@ -312,7 +312,7 @@ def test_every_int_padding(platform):
         check(platform, shape=(2, 11, 4), heads=2, taps=5, dilation=2, padding=padding, bias=True)
 
 
-# Filters of another dtype than x do not go to the CUDA kernels of small calls, nor do rows of many
+# The CUDA kernels of small calls take no filters of another dtype than x, and no rows of many
 # steps.
 @pytest.mark.parametrize(
     "case",
@@ -390,23 +390,24 @@ def test_values_under_derivatives_are_rounded_once(platform, activation, data_fo
     exact = np.asarray(function(*(a.astype("float64") for a in arguments)))
     allowed = 0.6 * float(jnp.finfo(dtype).eps) * np.abs(exact)
     for value in run(values, platform, *arguments):
-        # What is smaller, float16 rounds to subnormals.
+        # float16 rounds smaller values to subnormals.
         wrong = (np.abs(value.astype("float64") - exact) > allowed) & (np.abs(exact) > 2**-13)
         assert not wrong.any()
 
-    # The derivative takes rounded sums: its error is that of a sum, times the second derivative.
+    # The derivative's input is a rounded sum: its error is that of a sum, times the second
+    # derivative.
     gradient = jax.grad(lambda *xs: function(*xs).sum())
     want = np.asarray(gradient(*(a.astype("float64") for a in arguments)))
     (got,) = run(lambda *xs: [gradient(*xs)], platform, *arguments)
     slack = 8 * float(jnp.finfo(dtype).eps) * np.abs(np.asarray(weight)).max()
-    if activation != "relu":  # whose derivative has a step
+    if activation != "relu":  # the derivative of relu has a step
         np.testing.assert_allclose(got.astype("float64"), want, rtol=slack, atol=slack)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("data_format", LAYOUTS)
 def test_half_precision_accumulates_in_float32(platform, dtype, data_format):
-    """Sums of ones, which stand still at 2048 and at 256 when they are made in half precision."""
+    """Sums of ones end at 2048 and at 256 if they are accumulated in half precision."""
     time, taps = 6000, 4500
     x = jnp.ones((1, time, 1) if data_format == "NTC" else (1, 1, time), dtype)
     weight = jnp.ones((1, taps), dtype)
@@ -458,7 +459,7 @@ def test_heads_are_contiguous(platform):
 def test_agrees_with_grouped_convolution(
     platform, shape, heads, taps, padding, dilation, data_format
 ):
-    """`jax.lax`'s convolution, in float64, of value and gradients; also of the reference."""
+    """Compares value and gradients, also the reference's, with `jax.lax` in float64."""
     rng = np.random.default_rng(0)
     batch, time, channels = shape
     shape = shape if data_format == "NTC" else (batch, channels, time)
@@ -493,8 +494,8 @@ def test_agrees_with_grouped_convolution(
     assert_close([np.asarray(direct).sum(0)], want[2:], "filter_grad", dtype="float64", terms=terms)
 
 
-# Heads of whole fragments and more than 8 taps, which tensor cores multiply: blocks of 16 steps and
-# 16 channels, tiles of 64 and 128 steps, and taps that fill two, three, five, nine and more blocks.
+# Tensor cores multiply heads of whole fragments with more than 8 taps: blocks of 16 steps and 16
+# channels, tiles of 64 and 128 steps, and taps that fill two, three, five, nine and more blocks.
 DEEP_HEADS = [
     {"shape": (2, 128, 64), "heads": 4, "taps": 9},
     {"shape": (3, 72, 48), "heads": 3, "taps": 15, "padding": "same", "bias": True},
@@ -540,7 +541,7 @@ def test_options_of_long_filters_of_deep_heads(platform, options, data_format):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("data_format", LAYOUTS)
 def test_batched_filters_of_deep_heads(platform, data_format, dtype):
-    """As many filters as calls under vmap, some of which the steps of one block share."""
+    """Each call under vmap has its own filters, some of which the steps of one block share."""
     rng = np.random.default_rng(3)
     shape = (2, 40, 32) if data_format == "NTC" else (2, 32, 40)
     g, x = (normal(rng, (3, *shape), jnp.dtype(dtype)) for _ in range(2))
@@ -593,7 +594,7 @@ def test_any_shape(platform, data):
     ],
 )
 def test_unused_gradients_cost_nothing(platform, argnums, calls):
-    """All three are asked for and some are thrown away, as optimizers with frozen weights do."""
+    """All three are computed and some are unused, as optimizers with frozen weights do."""
     rng = np.random.default_rng(0)
     shapes = [(2, 9, 6), (2, 9, 6), (3, 4), (6,)]
     arguments = [normal(rng, shape, np.float32) for shape in shapes]
@@ -615,7 +616,7 @@ def test_unused_gradients_cost_nothing(platform, argnums, calls):
         assert_close([np.asarray(got)], exact, f"{i}", dtype="float32", terms=terms)
 
 
-# --- NaN stays where it is -----------------------------------------------------------------------
+# --- NaN stays in its windows --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data_format", LAYOUTS)
@@ -655,7 +656,7 @@ def test_nan_reaches_only_its_window(platform, step, dtype, data_format):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("step", [0, 70, 135])
 def test_what_is_not_finite_in_deep_heads(platform, step, value, dtype, data_format):
-    """Zeros of the matrices that tensor cores multiply must not meet it."""
+    """Zeros of the matrices that tensor cores multiply must not be multiplied by it."""
     batch, time, channels, heads, taps, padding = 2, 136, 48, 3, 17, 5
     shape = (batch, time, channels) if data_format == "NTC" else (batch, channels, time)
     rng = np.random.default_rng(0)
@@ -697,7 +698,7 @@ def test_infinite_filters_of_deep_heads(platform, weight_dtype, dtype, data_form
     y = (y if data_format == "NTC" else y.swapaxes(1, 2)).astype(np.float64)
     assert np.isfinite(y[..., :16]).all()
     assert np.isfinite(y[..., 32:]).all()
-    # Tap 4 of 17 is 12 steps back; before the sequence it meets zeros.
+    # Tap 4 of 17 is 12 steps back; before the sequence its factors are zeros.
     of_head = slice(16, 32)
     assert np.isnan(y[:, :12, of_head]).all()
     signs = np.sign(x[:, :-12, of_head].astype(np.float64))
@@ -811,7 +812,7 @@ def test_options_are_by_keyword():
 @pytest.mark.parametrize("data_format", LAYOUTS)
 @pytest.mark.parametrize(("depth", "taps"), [(2, 4), (16, 9)])
 def test_more_than_2_to_the_31_elements(platform, depth, taps, data_format):
-    """Value and gradients, looked at around the ends and on both sides of element 2**31."""
+    """Compares value and gradient around the ends and on both sides of element 2**31."""
     if platform.name == "cpu":
         pytest.skip("the index arithmetic of the host is 64-bit throughout; too slow here")
     limit = platform.device.memory_stats()["bytes_limit"]
@@ -860,7 +861,7 @@ def test_more_than_2_to_the_31_elements(platform, depth, taps, data_format):
             w = [int(v) for v in weight[c // depth]]
             slope = sum(w[k] * x_at(b, t - k + taps - 1, c) for k in range(taps))
             assert float(dx[at]) == slope, (b, t, c)
-        # A head of the last channels, whose sums take all steps of all batch entries.
+        # A head of the last channels, whose sums are over all steps of all batch entries.
         steps = np.arange(time)
         for head in (0, heads - 1):
             exact = np.zeros(taps)
@@ -879,7 +880,7 @@ def test_more_than_2_to_the_31_elements(platform, depth, taps, data_format):
             )
 
 
-# --- what the CUDA kernels are handed ------------------------------------------------------------
+# --- the operands of the CUDA kernels ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data_format", LAYOUTS)

@@ -1,4 +1,4 @@
-"""Loading and registering the compiled modules, and what is said when that is not possible."""
+"""Loading and registration of the compiled modules, and the messages if these fail."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_module_that_cannot_be_loaded(monkeypatch, tmp_path):
 
 
 def test_a_module_that_needs_another_module(monkeypatch, tmp_path):
-    """Its own absence is a platform less; that of something else is an error."""
+    """If the module itself is missing, so is its platform; another missing module is an error."""
     (tmp_path / "jaxops_needy.py").write_text("import no_such_module_at_all")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
@@ -157,7 +157,7 @@ def test_the_interface_is_that_of_the_sources(tmp_path):
 
 
 def test_wrong_calls_of_handlers_are_errors():
-    """In a process of its own, because a handler that does not check would end it."""
+    """Runs in a separate process, which a handler without checks would end."""
     program = pathlib.Path(__file__).with_name("wrong_calls.py")
     package = str(pathlib.Path(jaxops.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": package, "JAX_PLATFORMS": "cpu"}
@@ -172,7 +172,7 @@ def absent(platform):
 
 
 def text_for(spec, platform):
-    """A new program of an operator and its gradient, which no cache has compiled before."""
+    """A new program of an operator and its gradient, which no cache holds."""
     arguments = spec.case("float32" if "float32" in spec.dtypes else spec.dtypes[-1])
     function = spec.function
     if spec.differentiable:

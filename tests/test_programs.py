@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops.testing import registry
 
-# Linear in one operand, in two, in none; with several results.
+# Functions linear in one operand, in two, in none; with several results.
 IN_SERIES = [
     next(spec for spec in registry.all_specs() if spec.operator == name)
     for name in ("concatenate", "lightweight_conv", "sigmoid_focal_loss", "split")
@@ -33,7 +33,7 @@ def batch_sharding(count=4):
 
 
 def test_sharded_64_bit_arrays_that_only_a_context_allows():
-    """XLA partitions in a thread of its own, which does not have the setting."""
+    """XLA partitions in another thread, which does not have the setting."""
     jax.config.update("jax_enable_x64", False)
     try:
         with jax.enable_x64(True):
@@ -62,7 +62,7 @@ except NotImplementedError as error:
 
 
 def test_without_shardy_several_devices_are_refused():
-    """In a process of its own, which it used to end."""
+    """Runs in a separate process, which the call once ended."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     said = processes.run_python(["-W", "ignore", "-c", WITHOUT_SHARDY], flags)
     assert "lightweight_conv: arrays on several devices need the Shardy partitioner" in said
@@ -103,8 +103,8 @@ def test_taylor_series_of_complex_and_of_integer_arrays():
 
 
 def test_no_parameter_is_none_or_a_dtype():
-    """NumPy finds None equal to float64, and JAX's caches compare parameters by ==."""
-    assert np.dtype("float64") == None  # noqa: E711 - that is the point
+    """NumPy treats None as equal to float64, and JAX's caches compare parameters by ==."""
+    assert np.dtype("float64") == None  # noqa: E711 - the test is about ==
 
     def gradients(with_bias):
         def loss(x, weight, *bias):
@@ -163,7 +163,7 @@ def test_profiles_name_the_operator(devices):
         assert f"/jaxops.{name}/" in text
 
 
-# Programs of a batch whose size is the symbol b, and whether value and gradient can be exported.
+# Programs of a batch of symbolic size b, and whether value and gradient can be exported.
 SYMBOLIC = {
     "lightweight_conv": (
         lambda x, w, bias: jaxops.lightweight_conv(x, w, bias=bias, activation="silu"),

@@ -1,4 +1,4 @@
-"""The README keeps its word: its example runs, and its commands are where `.ci/run` finds them."""
+"""The README's example runs, and its commands are where `.ci/run` finds them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_example(capsys):
     exec(compile(example, "README.md", "exec"), names)
     assert names["gradient"].shape == (8, 7)
     assert names["of_each"].shape == (4, 8, 7)
-    # The sequences are of one length, so the mean of their losses is the loss of them all.
+    # The sequences have equal lengths, so the mean of their losses is the loss of all.
     np.testing.assert_allclose(
         names["of_each"].mean(axis=0), names["gradient"], rtol=1e-3, atol=1e-6
     )

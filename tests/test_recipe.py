@@ -1,4 +1,4 @@
-"""The recipe of CONTRIBUTING.md for a new operator, followed for a toy in a copy of the tree.
+"""The table of CONTRIBUTING.md for a new operator, followed for a toy in a copy of the tree.
 
 `toy_operator/` has the new files of the operator `scaled_product` at their places in the tree, and
 `EDITS` has its lines in lists of the tree. The copy has no C++ of other operators but im2col, so
@@ -7,10 +7,10 @@ that its CPU module is built in seconds.
 An operator costs at most 18 files, and at most 60 lines of C++ without information. These lines
 repeat names that are said already: preprocessor lines, namespaces and their ends, `using`, the
 operator's name, declarations of functions, the struct of attributes, which Python passes under the
-same names, the registration, and what hands attributes and buffers on to the kernels' struct.
+same names, the registration, and the lines that pass attributes and buffers to the kernels' struct.
 
-Not counted are `CHANGELOG.md`, where every change has a line, and `tests/kernel_table.txt`, which a
-command writes.
+`CHANGELOG.md`, where every change has a line, and `tests/kernel_table.txt`, which a command writes,
+are not counted.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def exercise_product(device, dtype, width):
 
 '''
 
-# By file, the lines that are added, each before the line that begins with the other text, or at the
-# end where that is empty.
+# The added lines by file, each before the line that begins with the other text, or at the end if
+# that text is empty.
 EDITS = {
     "jaxops/__init__.py": [
         ("from jaxops.scaled_product import scaled_product", "from jaxops.trilinear"),
@@ -129,7 +129,7 @@ def test_an_operator_is_built_and_tested_by_the_recipe(tree, tmp_path):
     imported, *targets = run_python("-c", program).split()
     assert pathlib.Path(imported).parents[1] == tree
     assert targets == ["jaxops_col2im", "jaxops_im2col", "jaxops_scaled_product"]
-    # Its own tests and those of what every operator can do, and the tests that lists are complete.
+    # The tests of the toy and of every operator's capabilities, and those of complete lists.
     files = ("scaled_product", "capabilities", "errors", "bench", "readme", "imports")
     tests = [f"tests/test_{name}.py" for name in files]
     chosen = "scaled_product or declared or complete or looked_at"

@@ -1,4 +1,4 @@
-"""Signatures and the sharding plans made from them, by examples worked out by hand."""
+"""Signatures and the sharding plans that follow from them, by examples worked out by hand."""
 
 from __future__ import annotations
 

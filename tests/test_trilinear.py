@@ -1,6 +1,6 @@
 """Trilinear interpolation in cells: every width, mixed dtypes, every order of derivative.
 
-The oracle is `jaxops.reference` in float64, whose corners and signs a test below states anew.
+The oracle is `jaxops.reference` in float64, whose corners and signs a test below states again.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def test_a_linear_function_is_reproduced_inside_and_outside(platform):
     np.testing.assert_allclose(got, points @ slopes, rtol=1e-14, atol=1e-13)
 
 
-# Around what a 16-byte access holds, a sector, a warp, and what a tile in shared memory can take.
+# Widths around a 16-byte vector, a sector, a warp, and the capacity of a tile in shared memory.
 WIDTHS = (*range(1, 25), 31, 32, 33, 63, 66, 100, 129, 256, 1000, 1001, 3075, 4096)
 SUBSETS = ((0,), (1,), (0, 1))
 
 
 def check_everything(platform, dtype, cases, cotangents, repeats=None, batched=lambda vjp: vjp):
-    """Checks the values and all gradients of cases whose cells repeat so often.
+    """Checks values and all gradients of cases whose cells are repeated `repeats` times.
 
-    `batched` makes of the vjp of one case that of several.
+    `batched` turns the vjp of one case into the vjp of several.
     """
     repeats = repeats or [1] * len(cases)
 
@@ -87,7 +87,7 @@ def check_everything(platform, dtype, cases, cotangents, repeats=None, batched=l
         [[repeated(x, n) for x in case] for case, n in zip(cases, repeats, strict=True)],
         [repeated(g, n) for g, n in zip(cotangents, repeats, strict=True)],
     )
-    # Of the reference every gradient is made once: it is the same whatever else is asked for.
+    # The reference computes every gradient once: it does not depend on the other results.
     oracle = everything(reference.trilinear_interpolate, [(0, 1)])
     exact = iter(on_reference(oracle, cases, cotangents))
     of_case = [list(itertools.islice(exact, 3)) for _ in cases]
@@ -111,7 +111,7 @@ def test_every_width(dtype, platform):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_width_of_nested_cells(dtype, platform):
-    """Points that several sets of features share: such calls have kernels of their own."""
+    """Several sets of features share points: such calls have separate kernels."""
     cases, cotangents = [], []
     for width in WIDTHS:
         features, points = random_case(6 if width > 500 else 66, width, dtype, seed=width)
@@ -123,9 +123,9 @@ def test_every_width_of_nested_cells(dtype, platform):
     )
 
 
-# Of the kinds of kernels that large calls have.
+# Each kind of kernel of large calls has one of these widths.
 MANY_WIDTHS = (1, 2, 3, 4, 5, 7, 8, 10, 12, 13, 16, 17, 18, 20, 24, 33, 36, 64, 66, 129, 257)
-# More than kernels of small calls take.
+# Kernels of small calls take fewer bytes.
 MANY_BYTES = 9 * 2**20
 
 
@@ -135,7 +135,7 @@ def many_cells(width):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_cells(dtype, platform):
-    """They repeat a prime number of cells, so that these tell what all of the results are."""
+    """A prime number of cells is repeated, so that these cells determine all results."""
     cases = [random_case(67, width, dtype, seed=width) for width in MANY_WIDTHS]
     repeats = [max(MANY_BYTES // f.nbytes, many_cells(f.shape[-1]) // len(f)) + 1 for f, _ in cases]
     check_everything(platform, dtype, cases, [f[:, 3] for f, _ in cases], repeats)
@@ -171,7 +171,7 @@ def derivative(function, directions):
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_derivatives_of_every_order(order, platform):
-    """Of the value and of both gradients, forward; and what is beyond the last is zero."""
+    """Forward derivatives of the value and of both gradients; beyond the last they are zero."""
     features, points = random_case(6, 5, "float64")
     rng = np.random.default_rng(1)
     directions = [rng.standard_normal(points.shape) for _ in range(order)]
@@ -184,7 +184,7 @@ def test_derivatives_of_every_order(order, platform):
 
             value_and_gradients = derivative(whole, directions)(points)
 
-            # Reverse over the forward derivatives.
+            # Computes reverse derivatives of the forward derivatives.
             def move(features, points, last):
                 moved = functools.partial(function, features)
                 return derivative(moved, [*directions[:-1], last])(points)

@@ -2,9 +2,9 @@
 
     python tests/wrong_calls.py [operator...]
 
-The handlers' calls are recorded as the library makes them. Every change of one thing must be
-refused, but for those in `_FREE`, of which a handler cannot know that they are wrong. Several
-changes at a time, at random, must not end the process either.
+The handlers' calls are recorded as the library makes them. A handler must refuse every change of
+one thing, except those in `_FREE`, which no handler can recognise as wrong. Several random changes
+at once must not end the process either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Call:
 
 
 def run(calls: Sequence[Call]) -> list[str | None]:
-    """What each call raises, or None. One program has them all, of which an execution makes one."""
+    """The error of each call, or None. One program has all calls; an execution makes one."""
     types = list(dict.fromkeys(o for c in calls for o in c.operands))
 
     def branch(call):
@@ -72,7 +72,7 @@ def _type(x) -> Type:
 
 
 def valid_calls() -> list[Call]:
-    """At least one call of every CPU handler, with operands that vmap batches in some of them."""
+    """At least one call of every CPU handler; vmap batches operands of some calls."""
     calls = {}
 
     def record(target, results, **_):
@@ -214,7 +214,7 @@ def _of_other_types(value: object) -> Iterator[object]:
 
 
 def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
-    """What is changed, and the call with that change."""
+    """Yields a description of each change, and the call with that change."""
     for kind in ("operands", "results"):
         types = getattr(call, kind)
         for i, type_ in enumerate(types):
@@ -239,7 +239,7 @@ def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
     yield "attributes more", dataclasses.replace(call, attributes=more)
 
 
-# By target, what a call may have instead and be a right call of other arrays.
+# The changes, by target, that make a valid call of other arrays.
 _FREE = {
     "lightweight_conv": "operand 1 .*|operand 2 (size 0|dtype)|operands less 2|padding|dilation"
     "|flip_taps",
@@ -291,7 +291,7 @@ def main(names: Sequence[str]) -> None:
     types = (((1000, 8, 64), jnp.dtype("f2")), ((1000, 3), jnp.dtype("f4")))
     small = ((1, 64), jnp.dtype("f2"))
     wrong = [("result", Call("jaxops_trilinear_interpolate", types, (small,), ()))]
-    # Kernels have no items of 16 bytes: complex numbers come as two images.
+    # Kernels support no items of 16 bytes: complex arrays are passed as two images.
     wide = [[((2, 6, 5, 3), jnp.dtype("c16"))], [((2, 6, 2, 2, 4, 2), jnp.dtype("c16"))]]
     narrow = [c for c in valid if c.target == "jaxops_im2col"][-1]
     wrong += [("dtype", dataclasses.replace(narrow, operands=wide[0], results=wide[1]))]
