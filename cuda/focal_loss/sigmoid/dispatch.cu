@@ -1,4 +1,5 @@
-// The sigmoid focal loss: one pass over the logits for a sum, the gradient, or both.
+// This file chooses the kernel family of a sigmoid focal loss: one pass over the logits for a sum,
+// the gradient, or both.
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/sigmoid/families.h"
 
