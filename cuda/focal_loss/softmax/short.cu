@@ -38,7 +38,7 @@ __device__ __forceinline__ void StageRows(T* shared, const T* array, int count) 
   }
 }
 
-// Copies `count` elements back.
+// WriteRows copies `count` elements back.
 template <typename T>
 __device__ __forceinline__ void WriteRows(T* array, const T* shared, int count) {
   constexpr int kVector = kPackElements<T>;

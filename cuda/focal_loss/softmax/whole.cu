@@ -105,7 +105,8 @@ struct WholeRow {
   // warp, which applies if rows are exchanged.
   static __device__ __forceinline__ int At(int j) { return (Lane() + j * kLanes) * kCount; }
   static __device__ __forceinline__ int InRows(int j) { return (WarpLane() + j * kWarp) * kCount; }
-  // The elements of all rows of the warp, if this thread has row `row` of `rows`.
+  // CountElements counts the elements of all rows of the warp, if this thread has row `row` of
+  // `rows`.
   static __device__ __forceinline__ int CountElements(int row, int rows, int classes) {
     return min(rows - (row - Group()), kGroups) * classes;
   }

@@ -431,7 +431,7 @@ cudaError_t LaunchStepBackward(cudaStream_t stream, const Gradients& gradients,
                            : LaunchStepBackward<T, kTaps, 4>(stream, gradients, plan);
 }
 
-// Threads and steps are counted in 32 bits.
+// Kernels count threads and steps in 32 bits.
 bool CanRun(const Geometry& g, int64_t batch) {
   return g.data_format == DataFormat::kNCT && g.taps <= kShortTaps &&
          batch * g.channels * g.time <= int64_t{1} << 30;
