@@ -8,8 +8,8 @@
 
 namespace jaxops::concatenate::cuda {
 
-// LaunchMove accepts any number of pieces of one destination, or of destinations of one piece each.
-// Some calls of more than 200 destinations take several launches.
+// LaunchMove accepts at most this number of pieces of one destination, or of destinations of one
+// piece each. Some calls of more than 200 destinations take several launches.
 inline constexpr int64_t kMaxPieces = 480;
 inline constexpr int64_t kMaxDestinations = 480;
 
