@@ -36,7 +36,7 @@ constexpr int kFewThreads = 256;
 constexpr int kManyThreads = 512;
 constexpr int64_t kFewTileBytes = 16 * 1024;
 // The first bounds a tile of whole rows of many pieces, the second a tile of parts of rows, and the
-// third one piece in a part.
+// third is the length of one piece in a part; splits have their own second and third numbers.
 constexpr int64_t kRowsBytes = 24 * 1024;
 constexpr int64_t kPartsBytes = 16 * 1024;
 constexpr int64_t kRunBytes = 384;
