@@ -42,8 +42,8 @@ struct SingleParams {
 };
 
 // A row has one element, and a lane has a cell. kPlain says that there is no derivative, that
-// points are of the features' dtype, and that cells are not nested: other calls need so many
-// registers that too few warps are resident to hide the latency of memory.
+// points are of the features' dtype, and that cells are not nested: the registers of other calls
+// leave room for half of the warps only, too few to hide the latency of memory.
 template <typename T, bool kPlain, bool kOut, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ SingleParams params) {
   using A = Accumulator<T>;
