@@ -1,7 +1,8 @@
-// Concatenation and splitting: bytes move from sources to destinations, see common/concatenate.h.
+// This file chooses the kernel family of a concatenation or a split, which both move bytes from
+// sources to destinations, see common/concatenate.h.
 //
-// The table of pieces travels with the launch, as a parameter of the kernel, so that any number of
-// arrays is one launch and a CUDA graph can keep it.
+// The table of pieces is a parameter of the kernel, so that any number of arrays takes one launch,
+// which a CUDA graph can capture.
 #include <algorithm>
 
 #include "cuda/common/numeric.cuh"
@@ -16,20 +17,21 @@ using jaxops::cuda::Always;
 using jaxops::cuda::Family;
 using jaxops::cuda::kPackBytes;
 
-constexpr int64_t kSectorBytes = 32;  // of the memory
+constexpr int64_t kSectorBytes = 32;  // of global memory
 
-// Up to this many items, the launch and the first access take longer than all the rest.
+// Up to this number of items, the launch and the first access take longer than everything else.
 constexpr int64_t kMaxSmallItems = int64_t{1} << 17;
 constexpr int64_t kMaxSmallSplitItems = int64_t{1} << 16;
 
-// Bytes of equal pieces of whole vectors that are faster by `equal` and `tiles` than by `vectors`.
+// Equal pieces of whole vectors up to this number of bytes are faster by `equal` and `tiles` than
+// by `vectors`.
 int64_t MaxNarrowVectorBytes(bool splits) { return splits ? 240 : 64; }
 
 bool PrefersSmall(const Call& call, const Device&) { return call.items() <= kMaxSmallItems; }
 
 bool PrefersSmallSegments(const Call& call, const Device&) {
   constexpr int64_t kMaxBlocks = 1024;
-  // Pieces of very different sizes leave many blocks with nothing to do.
+  // Pieces of very different sizes leave many blocks without work.
   return call.items() <= (call.joins() ? kMaxSmallItems : kMaxSmallSplitItems) &&
          call.small_segments.blocks() <= kMaxBlocks;
 }
@@ -50,13 +52,13 @@ bool PrefersEqual(const Call& call, const Device&) {
       (call.joins() || extent <= kMaxSplitBytes)) {
     return true;
   }
-  // What neighbouring threads write of large ones is whole sectors.
+  // Neighbouring threads must write whole sectors of large pieces.
   return HasWholeVectors(call) && extent <= MaxNarrowVectorBytes(!call.joins()) &&
          EqualSegmentBytes(call) % kSectorBytes == 0;
 }
 
-// Where more than half of a row is kept, a single piece is as fast by items, and items of less than
-// 4 bytes are faster by tiles.
+// If more than half of a row is kept, a single piece is as fast by items, and items of less than 4
+// bytes are faster by tiles.
 bool PrefersNarrowSplit(const Call& call, const Device&) {
   return call.unit < kPackBytes && (2 * call.row_bytes <= call.job.pieces[0].stride ||
                                     (call.piece_count() > 1 && call.unit >= 4));
@@ -67,22 +69,23 @@ bool PrefersTiles(const Call& call, const Device&) {
   constexpr int64_t kMinFewBytes = int64_t{1} << 20;
   constexpr int64_t kMinFewTiles = 256;
   constexpr int64_t kMinManyTiles = 8;
-  constexpr int64_t kMaxFewWordsBytes = 64;  // of a piece of a split by words
+  constexpr int64_t kMaxFewWordsBytes = 64;  // per piece of a split into 4-byte items
   constexpr int64_t kMaxManyWordsBytes = 512;
   constexpr int64_t kLongRowBytes = int64_t{1} << 16;
-  constexpr int64_t kRowsOfRest = 8;  // for each row of long ones that is left
+  constexpr int64_t kRowsOfRest = 8;  // for each long row after the last tile
   const TilesPlan& plan = call.tiles;
   const bool is_few = plan.count <= kFewPieces;
   const int64_t rows = call.job.rows;
-  // Joins of few pieces of whole words are as fast without, and so is one piece. Of vectors only
-  // narrow ones gain by tiles.
+  // Joins of few pieces of 4-byte items are as fast without tiles, and so is one piece. Tiles speed
+  // up only narrow pieces of whole vectors.
   const bool is_vectors = call.unit == kPackBytes;
   const int64_t min_pieces = call.unit < 4 ? 1 : plan.splits && !is_vectors ? 2 : kFewPieces + 1;
   if (call.piece_count() < min_pieces) return false;
   if (is_vectors && !(plan.equal && plan.size <= MaxNarrowVectorBytes(plan.splits))) return false;
   if (is_few && rows * plan.row_bytes < kMinFewBytes) return false;
   if (plan.splits) {
-    // Little is read for nothing, unless the memory gives whole rows with each of several pieces.
+    // Tiles should read few bytes in vain, unless every piece would fetch whole rows anyway,
+    // because a row fits a sector.
     const bool are_given =
         call.destination_count() > 1 && call.job.pieces[0].stride <= kSectorBytes;
     if (2 * plan.filled < plan.row_bytes && !are_given) return false;
@@ -90,10 +93,10 @@ bool PrefersTiles(const Call& call, const Device&) {
     if (plan.item == 4 && (plan.filled > max_bytes || rows * plan.row_bytes < kMinFewBytes)) {
       return false;
     }
-    // Without enough patterns, items are faster one by one, but for very many pieces.
+    // Without enough patterns, items are faster one by one, except for very many pieces.
     if (plan.has_few_patterns && plan.count <= kTableDestinations) return false;
   }
-  // The rows after the last tile are moved item by item.
+  // The rows after the last tile move item by item.
   if (plan.row_bytes > kLongRowBytes && rows % plan.rows * kRowsOfRest > rows) return false;
   return plan.tiles * plan.parts >= (is_few ? kMinFewTiles : kMinManyTiles);
 }
@@ -102,12 +105,12 @@ bool PrefersJoin(const Call& call, const Device&) {
   return call.piece_count() > 1 && call.unit < kPackBytes && CountFilledPieces(call.job) > 0;
 }
 
-// More are slower where they are cut byte by byte.
+// More destinations are slower if items have one byte.
 bool PrefersSplit(const Call& call, const Device&) {
   return call.unit > 1 || call.destination_count() <= kTableDestinations;
 }
 
-// Patterns repeat often enough and close enough to be worth working out.
+// Patterns must repeat often enough, and close enough, to be worth their setup.
 bool PrefersRows(const Call& call, const Device&) {
   constexpr int64_t kMinPatterns = 16;
   constexpr int64_t kMaxRowBytes = 65536;
@@ -120,8 +123,8 @@ bool CanRunGeneral(const Call& call, const Device&) {
   return !call.joins() || call.piece_count() <= kMaxPieces;
 }
 
-// More destinations than one launch has parameters for are moved in groups. Each is a call of its
-// own, which any family may take.
+// If destinations exceed the parameters of one launch, they move in groups. Each group is a call of
+// its own, which any family may run.
 cudaError_t LaunchGroups(cudaStream_t stream, const Call& call, const Device& device) {
   const Job& job = call.job;
   if (call.destination_count() <= kTableDestinations) return LaunchGeneral(stream, call, device);
@@ -144,28 +147,29 @@ cudaError_t LaunchGroups(cudaStream_t stream, const Call& call, const Device& de
 }
 
 constexpr Family<Call> kFamilies[] = {
-    // A small call waits for constants and loads: these have no branch and no division before them.
+    // The latency of constants and loads bounds a small call: these kernels have no branch and no
+    // division before the loads.
     {"small_equal", CanRunSmallEqual, PrefersSmall, LaunchSmallEqual},
-    // All parameters are in the first line of constants: 63 + 65 of (256, 128) bf16 1.57 -> 1.41
+    // All parameters lie in the first line of constants: 63 + 65 of (256, 128) bf16 1.57 -> 1.41
     // us.
     {"small_join", CanRunSmallJoin, PrefersSmall, LaunchSmallJoin},
-    // A thread needs one line of constants: small splits 5 to 14 % faster.
+    // A thread needs one line of constants: small splits are 5 to 14 % faster.
     {"small_segments", CanRunSmallSegments, PrefersSmallSegments, LaunchSmallSegments},
-    // Copies between addresses of any alignment: 300 x 37 rows of f32 52.5 -> 44.2 us, 63 + 66
-    // planes of 127 x 127 bf16 37.7 -> 32.7.
+    // These are copies between addresses of any alignment: 300 x 37 rows of f32 52.5 -> 44.2 us, 63
+    // + 66 planes of 127 x 127 bf16 37.7 -> 32.7.
     {"segments", CanRunSegments, PrefersSegments, LaunchSegments},
-    // A warp meets few arrays, and whole lines of each.
+    // A warp accesses few arrays, and whole lines of each.
     {"equal", CanRunEqual, PrefersEqual, LaunchEqual},
-    // The memory gives 32 bytes at a time: a row is read once for all parts.
+    // Memory accesses have at least 32 bytes, so a row is read once for all pieces.
     {"narrow_split", CanRunNarrowSplit, PrefersNarrowSplit, LaunchNarrowSplit},
-    // Before vectors, which can do most of what tiles can. 480 pieces of 24 bytes 81 -> 18 us, RGB
-    // planes 28.7 -> 25.9.
+    // Tiles come before vectors, which can run most of the same calls. 480 pieces of 24 bytes 81 ->
+    // 18 us, RGB planes 28.7 -> 25.9.
     {"tiles", CanRunTiles, PrefersTiles, LaunchTiles},
-    // Addresses reach the memory in order: 64 + 192 channels of f32 131.8 -> 127.8 us.
+    // Accesses reach memory in address order: 64 + 192 channels of f32 131.8 -> 127.8 us.
     {"vectors", CanRunVectors, Always<Call>, LaunchVectors},
-    // Items are gathered into vectors, and neighbours come from the L1 cache.
+    // Items are gathered into vectors, and neighbouring items come from the L1 cache.
     {"join", CanRunJoin, PrefersJoin, LaunchJoin},
-    // As join.
+    // The reason is that of join.
     {"split", CanRunSplit, PrefersSplit, LaunchSplit},
     // A thread finds its sources once and loops over rows: 64 arrays 90 -> 40 us.
     {"rows", CanRunRows, PrefersRows, LaunchRows},

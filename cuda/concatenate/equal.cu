@@ -1,6 +1,6 @@
-// Many equal pieces, narrow or little in all: a number of rows of one piece are for neighbouring
-// threads, so that a warp meets few arrays and whole lines of each; little is moved by items, which
-// need no shared memory.
+// These kernels move many equal pieces that are narrow or small: neighbouring threads move several
+// rows of one piece, so that a warp accesses few arrays, and whole lines of each. Small calls move
+// single items without shared memory.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -22,8 +22,8 @@ using jaxops::cuda::Launch;
 
 constexpr int64_t kFewPieces = 64;
 
-// Words of one piece that are for neighbouring threads: a warp's where they are read from there, as
-// few as fill lines of the cache where they are written there.
+// Neighbouring threads move this number of Words of one piece: a warp's number if a piece is read,
+// and the fewest that fill cache lines if a piece is written.
 template <typename Word, bool kSplits>
 constexpr int kWordsTogether = kSplits && sizeof(Word) == kPackBytes ? kWarp / 2 : kWarp;
 
@@ -35,8 +35,8 @@ struct Equal {
   FastDivider together;
   FastDivider count;
   FastDivider piece_words;
-  uint32_t rows;           // of all
-  uint32_t rows_together;  // of a piece
+  uint32_t rows;           // of all arrays
+  uint32_t rows_together;  // rows of a piece for neighbouring threads
 };
 
 template <typename Word, bool kSplits, int kPieces>
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kVectorThreads)
   const uint32_t column = table.piece_words.Peel(row);
   row += group * table.rows_together;
   if (row >= table.rows) return;
-  // The rows of a piece follow each other in its array.
+  // The rows of a piece are contiguous in its array.
   unsigned char* part =
       table.pieces[number] + (uint64_t{group} * table.together.divisor() + place) * sizeof(Word);
   unsigned char* whole = table.whole + row * table.stride +
@@ -112,7 +112,7 @@ bool CanRunEqual(const Call& call, const Device&) {
       !HasFullPieces(job)) {
     return false;
   }
-  // Words are counted with 32 bits, those of 8 bytes as two.
+  // Words are counted with 32 bits, and Words of 8 bytes count as two.
   const int64_t words = call.items() * (call.unit == 8 ? 2 : 1);
   if (words > kMaxItems) return false;
   if (!call.joins()) {

@@ -1,5 +1,5 @@
-// The kernel families of concatenation and splitting: the calls that each can run, and its
-// launcher. dispatch.cu alone chooses between them.
+// This header declares the kernel families of concatenation and splitting: the calls that each
+// family can run, and its launcher. dispatch.cu alone chooses between them.
 #ifndef JAXOPS_CUDA_CONCATENATE_FAMILIES_H_
 #define JAXOPS_CUDA_CONCATENATE_FAMILIES_H_
 
@@ -14,48 +14,48 @@ namespace jaxops::concatenate::cuda {
 
 using jaxops::cuda::Device;
 
-// Vectors of this many are counted with 32 bits.
+// Up to this number of vectors, 32 bits hold the counts.
 inline constexpr int64_t kMaxItems = int64_t{1} << 30;
 
-// Destinations in the parameters of one launch of `rows` or `general`.
+// One launch of `rows` or `general` has parameters for this number of destinations.
 inline constexpr int64_t kTableDestinations = 200;
 
-// How small_segments cuts a call into blocks.
+// SmallSegmentsPlan says how small_segments cuts a call into blocks.
 struct SmallSegmentsPlan {
-  int segments = 0;  // of pieces and of zeros, in one row of all destinations
+  int segments = 0;  // pieces and ranges of zeros in one row of all destinations
   dim3 threads, grid;
 
   int64_t blocks() const { return int64_t{grid.x} * grid.y * grid.z; }
 };
 
-// How tiles cuts a call into blocks, and how it lays out shared memory.
+// TilesPlan says how tiles cuts a call into blocks, and lays out shared memory.
 struct TilesPlan {
   const void* whole;  // the source of all pieces if `splits`, else their destination
   bool splits;
-  bool equal;         // all pieces have as many bytes
+  bool equal;         // all pieces have the same number of bytes
   int64_t item;       // bytes: 1, 2 or 4
-  int64_t count;      // of pieces that are not empty
+  int64_t count;      // pieces that are not empty
   int64_t row_bytes;  // of `whole`
-  int64_t filled;     // of these, the bytes that pieces have
+  int64_t filled;     // bytes of these that pieces have
   int64_t size;       // bytes of a row of the first piece
-  // Of a tile, and of a pattern: powers of two.
+  // A tile and a pattern each have a power of two of rows.
   int64_t rows, pattern_rows;
   bool has_few_patterns;
-  // A tile has `tile_pieces` of the pieces, and `part_bytes` of a row, with zeros.
+  // A tile has `tile_pieces` of the pieces, and `part_bytes` of a row including zeros.
   bool parted;
   int64_t tile_pieces, more_pieces, part_bytes;
-  uint32_t stride;  // of shared memory: between rows of a split, and between pieces of a join
-  bool by_words;    // bytes are fetched by words, not by vectors
+  uint32_t stride;  // bytes in shared memory between rows of a split, or between pieces of a join
+  bool by_words;    // fetches move 4 bytes instead of 16
   int64_t fetched;  // bytes of shared memory
   int threads;
-  int64_t tiles, parts;  // blocks, but for those of the rows after the last tile
+  int64_t tiles, parts;  // number of blocks, without those of the rows after the last tile
 };
 
 struct Call {
   const Job& job;
   int64_t unit;  // the greatest of 16, 8, 4, 2 and 1 bytes that divides all sizes and addresses
   int64_t row_bytes;  // of all destinations
-  // They are made by CanRun…, for those who ask after it.
+  // CanRun… fills in the plans, for Prefers… and the launcher.
   mutable SmallSegmentsPlan small_segments;
   mutable TilesPlan tiles;
 
@@ -67,58 +67,60 @@ struct Call {
   int64_t items() const { return job.rows * row_bytes / unit; }
 };
 
-// Two to four equal pieces of the rows of one array, of at most 2^16 items each.
+// The family runs two to four equal pieces of the rows of one array, of at most 2^16 items each.
 bool CanRunSmallEqual(const Call& call, const Device& device);
 cudaError_t LaunchSmallEqual(cudaStream_t stream, const Call& call, const Device& device);
 
-// Two pieces, whose rows follow each other, before zeros.
+// The family runs joins of two pieces with contiguous rows, followed by zeros.
 bool CanRunSmallJoin(const Call& call, const Device& device);
 cudaError_t LaunchSmallJoin(cudaStream_t stream, const Call& call, const Device& device);
 
-// At most 16 segments in a row of all destinations.
+// The family runs at most 16 segments in a row of all destinations.
 bool CanRunSmallSegments(const Call& call, const Device& device);
 cudaError_t LaunchSmallSegments(cudaStream_t stream, const Call& call, const Device& device);
 
-// At most 480 segments in all rows of all destinations.
+// The family runs at most 480 segments in all rows of all destinations.
 int64_t CountRowSegments(const Call& call);
 bool CanRunSegments(const Call& call, const Device& device);
 cudaError_t LaunchSegments(cudaStream_t stream, const Call& call, const Device& device);
 
-// Equal pieces of the rows of one array, each of the whole row of its own.
+// The family runs equal pieces of the rows of one array, each of the whole row of its own array.
 bool CanRunEqual(const Call& call, const Device& device);
 cudaError_t LaunchEqual(cudaStream_t stream, const Call& call, const Device& device);
-// Bytes of the smallest segments that one warp, or a part of it, writes of rows of vectors.
+// EqualSegmentBytes returns the bytes of the smallest segments that one warp, or a part of it,
+// writes in rows of vectors.
 int64_t EqualSegmentBytes(const Call& call);
 
-// At most four pieces of neighbouring bytes of rows of 4, 8, 16 or 32 bytes.
+// The family runs at most four pieces of neighbouring bytes of rows of 4, 8, 16 or 32 bytes.
 bool CanRunNarrowSplit(const Call& call, const Device& device);
 cudaError_t LaunchNarrowSplit(cudaStream_t stream, const Call& call, const Device& device);
 
-// Pieces of the rows of one array, each of whole rows of its own.
+// The family runs pieces of the rows of one array, each of whole rows of its own array.
 bool CanRunTiles(const Call& call, const Device& device);
 cudaError_t LaunchTiles(cudaStream_t stream, const Call& call, const Device& device);
 
-// Whole vectors of one array, in at most 16 pieces or in equal ones.
+// The family runs whole vectors of one array, in at most 16 pieces or in equal pieces.
 bool HasWholeVectors(const Call& call);
 bool CanRunVectors(const Call& call, const Device& device);
 cudaError_t LaunchVectors(cudaStream_t stream, const Call& call, const Device& device);
 
-// One destination, of at most four pieces before zeros; of two, if items are smaller than 4 bytes.
+// The family runs one destination of at most four pieces followed by zeros, and of two if items are
+// smaller than 4 bytes.
 bool CanRunJoin(const Call& call, const Device& device);
 cudaError_t LaunchJoin(cudaStream_t stream, const Call& call, const Device& device);
 
-// Destinations of a piece each.
+// The family runs destinations of one piece each.
 bool CanRunSplit(const Call& call, const Device& device);
 cudaError_t LaunchSplit(cudaStream_t stream, const Call& call, const Device& device);
 
-// Rows after which vectors of 4 bytes or more begin at the beginning of a row again.
+// After this number of rows, vectors of 4 bytes or more begin at the beginning of a row again.
 inline int64_t PatternRows(int64_t unit) { return unit < 4 ? 4 / unit : 1; }
 
-// Rows that are enough for a pattern, aligned to 4 bytes.
+// The family runs rows that are enough for a pattern, aligned to 4 bytes.
 bool CanRunRows(const Call& call, const Device& device);
 cudaError_t LaunchRows(cudaStream_t stream, const Call& call, const Device& device);
 
-// Any call of at most kTableDestinations.
+// The family runs any call of at most kTableDestinations.
 cudaError_t LaunchGeneral(cudaStream_t stream, const Call& call, const Device& device);
 
 }  // namespace jaxops::concatenate::cuda

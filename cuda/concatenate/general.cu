@@ -1,5 +1,5 @@
-// Any job: threads find the piece of each 16 bytes and shift them into place where source and
-// destination are misaligned to each other.
+// This kernel runs any job: a thread finds the piece of each 16 bytes, and shifts the bytes if
+// source and destination have different alignment.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -17,10 +17,10 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kPackBytes;
 using jaxops::cuda::Launch;
 
-// Packs of a thread that are under way together where rows are long.
+// A thread has this number of vectors in flight if rows are long.
 constexpr int kLongPacks = 4;
 
-// The aligned word at `address`, of which the bytes from `end` on are not there.
+// LoadWord loads the aligned 4 bytes at `address`, without the bytes from `end` on.
 __device__ __forceinline__ uint32_t LoadWord(const unsigned char* address,
                                              const unsigned char* end) {
   if (address + 4 <= end) return __ldca(reinterpret_cast<const uint32_t*>(address));
@@ -29,7 +29,8 @@ __device__ __forceinline__ uint32_t LoadWord(const unsigned char* address,
   return word;
 }
 
-// The 16 bytes at any `address`; those outside [low, high) are not read and come out as anything.
+// LoadShifted loads the 16 bytes at any `address`; bytes outside [low, high) may not be read and
+// are undefined.
 __device__ __forceinline__ void LoadShifted(uint32_t (&words)[4], const unsigned char* address,
                                             int low, int high, const unsigned char* end) {
   const int misalignment = reinterpret_cast<uintptr_t>(address) % 4;
@@ -46,14 +47,14 @@ __device__ __forceinline__ void LoadShifted(uint32_t (&words)[4], const unsigned
   }
 }
 
-// The bytes [low, high) of word `index` of a vector, as a mask.
+// ByteMask returns a mask of the bytes [low, high) in the 4 bytes with number `index` of a vector.
 __device__ __forceinline__ uint32_t ByteMask(int low, int high, int index) {
   const int begin = min(max(low - 4 * index, 0), 4);
   const int end = min(max(high - 4 * index, 0), 4);
   return static_cast<uint32_t>((uint64_t{1} << 8 * end) - (uint64_t{1} << 8 * begin));
 }
 
-// Where a vector of a destination begins.
+// Place is the position at which a vector of a destination begins.
 struct Place {
   int64_t row, column;
   const PieceEntry* piece;
@@ -72,7 +73,7 @@ struct Place {
   __device__ __forceinline__ int64_t offset() const { return column - piece->begin; }
 };
 
-// Gathers the bytes of a vector, of which there are `bytes`, from as many pieces as it takes.
+// GatherPack gathers the first `bytes` bytes of a vector from any number of pieces.
 template <typename Table>
 __device__ __forceinline__ void GatherPack(uint32_t (&words)[4], Place place, int bytes,
                                            const Table& table, const DestinationEntry& destination,
@@ -105,7 +106,7 @@ __device__ __forceinline__ void GatherPack(uint32_t (&words)[4], Place place, in
   }
 }
 
-// kAligned: every size and address is a multiple of 16 bytes.
+// kAligned says that every size and address is a multiple of 16 bytes.
 template <bool kAligned, typename Table>
 __global__ void __launch_bounds__(kTableThreads) MoveLong(const __grid_constant__ Table table) {
   constexpr int kPacks = kLongPacks;
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kTableThreads) MoveLong(const __grid_constant_
 #pragma unroll 1
   for (int tile = 0; tile < table.tiles_per_block && first < total; ++tile, first += tile_bytes) {
     uint32_t packs[kPacks][4];
-    uint32_t left = 0;  // bit i: vector i has yet to be gathered
+    uint32_t left = 0;  // bit i: vector i is not gathered yet
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int64_t position = first + (i * kTableThreads + threadIdx.x) * kPackBytes;
@@ -166,7 +167,7 @@ cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t
   const int64_t pack_row = int64_t{kTableThreads} * kPackBytes;
   table.packs =
       static_cast<int>(std::clamp<int64_t>(total / (pack_row * kEnoughBlocks), 1, kLongPacks));
-  // Blocks read all pieces of their destination: the more there are, the more tiles a block has.
+  // Each block reads all pieces of its destination, so blocks have more tiles if pieces are many.
   table.tiles_per_block =
       static_cast<int>(std::clamp<int64_t>(job.pieces.size() / job.destinations.size() / 16, 1, 8));
   const int64_t blocks = Fill(table, job, [&](DestinationEntry& entry) {

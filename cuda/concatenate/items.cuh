@@ -1,4 +1,4 @@
-// Items that are gathered into vectors one by one, where these are stored.
+// StoreItems gathers items one by one into vectors.
 #ifndef JAXOPS_CUDA_CONCATENATE_ITEMS_CUH_
 #define JAXOPS_CUDA_CONCATENATE_ITEMS_CUH_
 
@@ -8,7 +8,7 @@ namespace jaxops::concatenate::cuda {
 
 using jaxops::cuda::kWarp;
 
-// Words of 4 bytes that smaller items make.
+// Word packs items of at most 4 bytes into 4 bytes.
 template <typename Item>
 __device__ __forceinline__ uint32_t Word(const Item* items) {
   if constexpr (sizeof(Item) == 4) {
@@ -21,16 +21,16 @@ __device__ __forceinline__ uint32_t Word(const Item* items) {
   }
 }
 
-// Stores items `first`, ... of `count` at `data`, a vector of them; `items_from(i)` iterates over
-// the items from number i on.
+// StoreItems stores one vector of items at `data`, beginning with item `first` of `count`;
+// `items_from(i)` iterates over the items from number i on.
 template <typename Item, typename ItemsFrom>
 __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, uint32_t count,
                                            ItemsFrom&& items_from) {
   constexpr int kWordItems = sizeof(Item) < 4 ? 4 / sizeof(Item) : 1;
   unsigned char* to = data + uint64_t{first} * sizeof(Item);
   if constexpr (sizeof(Item) < 4) {
-    // A load of small items by packs would touch as many lines as one of packs. So lanes gather
-    // neighbouring words, and exchange them.
+    // If each lane gathered its own vector of small items, each load would touch as many lines as a
+    // load of vectors. Lanes therefore gather neighbouring 4-byte words and exchange them.
     __shared__ uint4 shared[kVectorThreads];
     const uint32_t lane = threadIdx.x % kWarp;
     const uint32_t begin = first - lane * kItems<Item>;

@@ -1,4 +1,4 @@
-// What the families ask about a job.
+// These functions answer the families' questions about a job.
 #ifndef JAXOPS_CUDA_CONCATENATE_JOB_H_
 #define JAXOPS_CUDA_CONCATENATE_JOB_H_
 
@@ -9,7 +9,7 @@
 
 namespace jaxops::concatenate::cuda {
 
-// No zeros.
+// HasFullPieces says that pieces fill all rows.
 inline bool HasFullPieces(const Job& job) {
   return std::all_of(job.pieces.begin(), job.pieces.end(),
                      [](const Piece& p) { return p.size == p.extent; });
@@ -21,7 +21,8 @@ inline bool HasEqualPieces(const Job& job) {
   });
 }
 
-// Whether all destinations are cut from neighbouring parts of the rows of one source.
+// SplitsOneSource says whether all destinations are cut from neighbouring parts of the rows of one
+// source.
 inline bool SplitsOneSource(const Job& job) {
   const Piece& first = job.pieces[0];
   const auto* next = static_cast<const unsigned char*>(first.source);
@@ -32,8 +33,8 @@ inline bool SplitsOneSource(const Job& job) {
   return HasFullPieces(job);
 }
 
-// How many pieces there are before zeros fill the rest of the row; -1 if zeros come before a
-// source.
+// CountFilledPieces returns the number of pieces before zeros fill the rest of the row; -1 if zeros
+// come before a piece.
 inline int CountFilledPieces(const Job& job) {
   int filled = 0;
   bool ended = false;
@@ -46,14 +47,14 @@ inline int CountFilledPieces(const Job& job) {
   return filled;
 }
 
-// Whether 32 bits hold the strides by which rows are multiplied.
+// HasShortStrides says whether 32 bits hold the strides by which rows are multiplied.
 inline bool HasShortStrides(const Job& job) {
   return job.rows == 1 || std::all_of(job.pieces.begin(), job.pieces.end(), [](const Piece& p) {
            return std::max(p.stride, p.extent) <= UINT32_MAX;
          });
 }
 
-// Words of so many bytes.
+// WordsOf returns the number of Words in `bytes`.
 template <typename Word>
 uint32_t WordsOf(int64_t bytes) {
   return static_cast<uint32_t>(bytes / sizeof(Word));

@@ -1,5 +1,5 @@
-// One destination of few pieces: threads gather the items of its vectors one by one; neighbouring
-// ones come from the L1 cache.
+// This kernel writes one destination of few pieces: a thread gathers the items of its vectors one
+// by one, and neighbouring items come from the L1 cache.
 #include <cuda_runtime_api.h>
 
 #include "common/fast_divide.h"
@@ -16,25 +16,24 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
 constexpr int kMaxJoined = 4;
-// Of items of less than 4 bytes.
+// This bound applies to items of less than 4 bytes.
 constexpr int kMaxSmallJoined = 2;
 
 struct JoinedPiece {
-  const unsigned char* column0;  // where the piece would be read if it began with the row
+  const unsigned char* column0;  // address of column 0 if the piece began with the row
   uint32_t begin;                // in items
   uint32_t stride;               // in bytes
 };
 
 template <int kPieces>
 struct Joined {
-  JoinedPiece pieces[kPieces];  // what is not there begins at kNowhere
+  JoinedPiece pieces[kPieces];  // missing pieces begin at kNowhere
   unsigned char* to;
   FastDivider row_items;
-  uint32_t filled;  // items of a row, before zeros
+  uint32_t filled;  // items of a row before zeros
   uint32_t items;
 };
 
-// Iterates over the items of the destination.
 template <typename Item, int kPieces>
 struct JoinedItems {
   const Joined<kPieces>& table;

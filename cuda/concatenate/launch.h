@@ -1,4 +1,4 @@
-// Launches the kernel of concatenation and splitting.
+// This header declares the launcher of concatenation and splitting.
 #ifndef JAXOPS_CUDA_CONCATENATE_LAUNCH_H_
 #define JAXOPS_CUDA_CONCATENATE_LAUNCH_H_
 
@@ -8,8 +8,8 @@
 
 namespace jaxops::concatenate::cuda {
 
-// As many pieces of one destination, or destinations of a piece each, as are given to LaunchMove.
-// It takes several launches for some of more than 200 destinations.
+// LaunchMove accepts at most this number of pieces of one destination, or of destinations of one
+// piece each. Some calls of more than 200 destinations take several launches.
 inline constexpr int64_t kMaxPieces = 480;
 inline constexpr int64_t kMaxDestinations = 480;
 

@@ -1,5 +1,5 @@
-// Rows so narrow that the memory gives them whole, whatever is kept of them, are read whole, once
-// for all pieces.
+// This kernel splits rows so narrow that each memory access fetches a whole row, and therefore
+// reads whole rows once for all pieces.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -17,19 +17,20 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
 constexpr int kMaxNarrowPieces = 4;
-// Packs that a thread reads of narrow rows, whose bytes are given whole by the memory.
+// A thread reads this number of vectors of narrow rows.
 constexpr int kNarrowPacks = 2;
 constexpr int64_t kMaxRowBytes = 32;
 
-// Rows of 4 to kMaxRowBytes bytes, a power of two, of which the first `kept` are of the pieces. A
-// block gathers what it has of each piece in shared memory.
+// Rows have 4 to kMaxRowBytes bytes, a power of two, and pieces have the first `kept` bytes. A
+// block gathers its part of each piece in shared memory.
 struct Narrow {
   struct Piece {
     unsigned char* to;
     uint32_t begin;  // in shared memory
-    uint32_t size;   // of a row
+    uint32_t size;   // per row
   };
-  // An item of a row: where that of a block's first row goes, and how far apart those of the rows.
+  // Column describes an item of a row in shared memory: the position for a block's first row, and
+  // the distance between rows.
   struct Column {
     uint16_t begin, step;
   };
@@ -42,7 +43,7 @@ struct Narrow {
   Column columns[kMaxRowBytes];
 };
 
-// Of a block.
+// This is the number of rows of a block.
 template <int kRowBytes>
 constexpr int kNarrowRows = kVectorThreads * kNarrowPacks * kPackBytes / kRowBytes;
 
@@ -50,7 +51,7 @@ template <typename Item, int kRowBytes>
 __global__ void __launch_bounds__(kVectorThreads) CutNarrow(const __grid_constant__ Narrow table) {
   constexpr int kRowItems = kRowBytes / sizeof(Item);
   constexpr int kWordItems = 4 / sizeof(Item);
-  // What a thread reads at a time: a vector of several rows, or the vectors of one.
+  // A thread reads a vector of several rows, or the vectors of one row, at a time.
   constexpr int kBytes = kRowBytes < kPackBytes ? kPackBytes : kRowBytes;
   constexpr int kTimes = kNarrowPacks * kPackBytes / kBytes;
   constexpr int kRows = kBytes / kRowBytes;
@@ -161,7 +162,7 @@ bool CanRunNarrowSplit(const Call& call, const Device&) {
       call.destination_count() != call.piece_count() || !SplitsOneSource(job)) {
     return false;
   }
-  // Whole rows are read.
+  // The kernel reads whole rows.
   const auto* from = static_cast<const unsigned char*>(first.source);
   if (reinterpret_cast<uintptr_t>(from) % kPackBytes != 0 ||
       from + job.rows * row_bytes > static_cast<const unsigned char*>(first.end)) {

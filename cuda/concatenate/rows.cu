@@ -1,7 +1,7 @@
-// Many rows: what a word is made of is the same in every row, or for items of 1 or 2 bytes in every
-// 4 or 2 rows, which are whole words of every source. A thread works it out once, as the source
-// words and where their bytes go, and keeps it in registers while it loops over the rows. No word
-// is searched for, none costs a division.
+// This kernel moves many rows. The sources of a Word are the same in every row, or for items of 1
+// or 2 bytes in every 4 or 2 rows, which are whole Words of every source. A thread computes the
+// source Words and the order of their bytes once as a Recipe, and keeps it in registers while
+// looping over the rows, without searches and divisions for each Word.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -21,26 +21,27 @@ using jaxops::cuda::Launch;
 constexpr int kLineBytes = 128;
 constexpr int kManyPatterns = 16;
 constexpr int kFewPieces = 64;
-// Steps of a block: one piece of work after the other in the order of the addresses suits the
-// memory best, but recipes of two sources have to be made up for, and copying the table of many
-// pieces.
+// This is the number of steps of a block. One step per block in address order is the fastest for
+// memory, but a Recipe of two sources, or a copy of a table of many pieces, is worth its setup only
+// over several steps.
 constexpr int kQuickSteps = 4;
 constexpr int kPiecesOfStep = 16;
 
-// What is read where there is nothing to read, so that no thread waits at a branch with its loads.
+// Missing sources read these zeros, so that no thread's loads wait for a branch.
 __device__ const uint4 kZeros = {};
 
-// What one thread writes again and again: a word, made of words of sources. Nibble i of a selector
-// is 4 + the byte of that source that becomes byte i, or i where another one brings it.
+// Recipe describes the Word that a thread writes in every pattern, from Words of sources. Nibble i
+// of a selector is 4 + the byte of the source that becomes byte i, or i if another source supplies
+// byte i.
 template <typename Word, int kSources>
 struct Recipe {
   const unsigned char* words[kSources];
-  int64_t strides[kSources];  // bytes to the same word where the pattern is met again
+  int64_t strides[kSources];  // bytes to the same Word in the next pattern
   uint32_t selectors[kSources];
   int count = 0;
 
-  // Works out word `index` of the pattern that begins at `row`. Items as large as a word have one
-  // source, and smaller ones no more than there are of them.
+  // The constructor finds the sources of Word `index` of the pattern that begins at `row`. Items as
+  // large as a Word have one source, and smaller items have at most one source each.
   __device__ __forceinline__ Recipe(int64_t index, int64_t row, const DestinationEntry& destination,
                                     const PieceEntry* pieces) {
     constexpr int kItem = sizeof(Word) / kSources;
@@ -63,7 +64,7 @@ struct Recipe {
       if (offset >= piece.size) continue;
       const unsigned char* from = piece.source + row * piece.stride + offset;
       const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) % sizeof(Word));
-      // Items take neighbouring bytes, so a word that is met again is the last one or a new one.
+      // Items have neighbouring bytes, so a source Word is either the last one again or a new one.
       bool known = false;
 #pragma unroll
       for (int s = 0; s < kSources; ++s) {
@@ -95,7 +96,7 @@ struct Recipe {
     }
   }
 
-  // The word that is `patterns` further on.
+  // Make returns the Word of the pattern `patterns` further on.
   __device__ __forceinline__ Word Make(int patterns) const {
     Word word = {};
 #pragma unroll
@@ -116,8 +117,8 @@ struct Recipe {
   }
 };
 
-// Words of a thread that are in flight together. They are loaded by __ldca, because the compiler
-// puts other loads each beside its store, and so one behind the other, to save registers.
+// A thread has this number of Words in flight. Their loads use __ldca, because the compiler would
+// move other loads next to their stores to save registers, and thus serialize them.
 template <typename Word, int kSources>
 constexpr int kTogether =
     std::min<int>(kSources <= 2 ? 8 : 4, (kSources == 1 ? 32 : 64) / sizeof(Word));
@@ -134,7 +135,8 @@ __global__ void __launch_bounds__(kTableThreads) MoveRows(const __grid_constant_
   const int64_t word = column * destination.width.divisor() + destination.width.Peel(lane);
   const int beside = destination.beside;
   const int64_t patterns = destination.patterns;
-  // All blocks go through the rows together, each kMany times `beside` patterns in a step.
+  // All blocks go through the rows together: each step of a block has kMany times `beside`
+  // patterns.
   int64_t pattern = int64_t{block} * kMany * beside + lane;
   if (lane < beside && word < destination.pattern_words && pattern < patterns) {
     Recipe<Word, kSources> recipe(word, pattern * destination.pattern_rows, destination, pieces);
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(kTableThreads) MoveRows(const __grid_constant_
     }
   }
 
-  // The last rows, too few for a pattern, byte by byte.
+  // The last rows are too few for a pattern, and move byte by byte.
   const int64_t end = table.rows * destination.row_bytes();
   int64_t at = patterns * destination.pattern_rows * destination.row_bytes();
   for (at += (blockIdx.x - destination.first_block) * kTableThreads + threadIdx.x; at < end;
@@ -188,8 +190,8 @@ cudaError_t LaunchTable(cudaStream_t stream, const Job& job, int processors, Tab
   const int64_t resident = int64_t{processors} * of_processor;
   const int64_t blocks = Fill(table, job, [&](DestinationEntry& entry) {
     int64_t rows = PatternRows(sizeof(Word) / kSources);
-    // Warps write whole lines of the cache where a pattern is a number of them. Words of four items
-    // do not gain by it.
+    // Patterns that are whole cache lines let warps write whole lines. Words of four items do not
+    // gain by it.
     while (kSources <= 2 && entry.row_bytes() * rows % kLineBytes != 0 &&
            job.rows / (2 * rows) >= kManyPatterns) {
       rows *= 2;
@@ -205,8 +207,9 @@ cudaError_t LaunchTable(cudaStream_t stream, const Job& job, int processors, Tab
     entry.blocks_beside = FastDivider(blocks_beside);
     entry.width = FastDivider(width);
     entry.beside = static_cast<int>(kTableThreads / width);
-    // Where recipes are found quickly, blocks are many and short, which the device likes best;
-    // otherwise as many as run at once, so that destinations that share a source read it together.
+    // If recipes are quick to compute, blocks are many and short, which is the fastest for the
+    // device; otherwise blocks are as many as run at once, so that destinations that share a source
+    // read it at the same time.
     const double share = static_cast<double>(entry.row_bytes()) / row_bytes;
     const int64_t steps = CeilDiv(patterns, int64_t{kMany} * entry.beside);
     const bool quick = entry.piece_count <= (kSources == 1   ? kFewPieces
@@ -234,7 +237,7 @@ bool CanRunRows(const Call& call, const Device&) {
   }
   return call.destination_count() <= kTableDestinations &&
          std::all_of(job.destinations.begin(), job.destinations.end(), [](const Destination& d) {
-           // Blocks next to each other are counted with 32 bits.
+           // Neighbouring blocks are counted with 32 bits.
            return reinterpret_cast<uintptr_t>(d.data) % sizeof(uint32_t) == 0 &&
                   d.row_bytes <= INT32_MAX;
          });

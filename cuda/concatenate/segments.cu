@@ -1,5 +1,5 @@
-// Few and long segments are copies between addresses of any alignment: a thread shifts what it
-// reads into the vectors it writes.
+// This kernel copies few and long segments between addresses of any alignment: a thread shifts the
+// vectors that it reads into the vectors that it writes.
 #include <cuda_runtime_api.h>
 
 #include "common/fast_divide.h"
@@ -14,7 +14,7 @@ namespace {
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
-// Vectors of a thread, of which each takes two loads.
+// A thread writes this number of vectors, and each takes two loads.
 constexpr int kVectors = 2;
 constexpr int64_t kFewSegments = 64;
 constexpr int64_t kMaxSegments = 480;
@@ -26,13 +26,13 @@ struct Segment {
   uint32_t first_block;
 };
 
-// Copies of any lengths between any addresses, one after the other.
+// SegmentTable lists copies of any lengths between any addresses.
 template <int kSegments>
 struct SegmentTable {
   Segment segments[kSegments];
   int count;
   bool equal;
-  FastDivider blocks;  // of each, where all have as many
+  FastDivider blocks;  // blocks per segment, if all have the same number
 
   __device__ __forceinline__ int Find(uint32_t block) const {
     if (equal) return blocks.Quotient(block);
@@ -46,7 +46,7 @@ struct SegmentTable {
   }
 };
 
-// The 16 bytes of `low` and `high`, one after the other, that begin at byte `first` of 16.
+// Shift returns 16 of the 32 bytes of `low` and `high`, from byte `first` on.
 __device__ __forceinline__ uint4 Shift(uint4 low, uint4 high, uint32_t first) {
   uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
@@ -58,9 +58,9 @@ __device__ __forceinline__ uint4 Shift(uint4 low, uint4 high, uint32_t first) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// A thread makes each vector of the two that its bytes are in. Of these the second is the next
-// thread's first, and comes from the L1 cache. At the ends of a segment, where not all of both is
-// of it, a thread moves items.
+// A thread assembles each vector from the two vectors that contain its bytes. The second of the two
+// is the next thread's first, and comes from the L1 cache. At the ends of a segment, which contains
+// only parts of the two, a thread moves items.
 template <typename Item, int kSegments>
 __global__ void __launch_bounds__(kVectorThreads)
     MoveStretches(const __grid_constant__ SegmentTable<kSegments> table) {
@@ -112,7 +112,7 @@ cudaError_t LaunchTable(cudaStream_t stream, const Job& job) {
   table.equal = true;
   const auto add = [&](const unsigned char* from, unsigned char* to, int64_t bytes) {
     if (bytes == 0) return;
-    // As many whatever the address.
+    // The number of blocks does not depend on the address.
     const int64_t count =
         CeilDiv(bytes + kPackBytes - 1, int64_t{kVectorThreads} * kPackBytes * kVectors);
     if (table.count == 0) first = count;

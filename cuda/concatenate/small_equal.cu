@@ -1,5 +1,5 @@
-// Few equal pieces of the rows of one array, and little of them: items as large as all sizes and
-// addresses are multiples of, by the shortest way from the launch to the store.
+// This kernel moves few equal and small pieces of the rows of one array with minimal latency from
+// the launch to the store: items are the largest that divide all sizes and addresses.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -17,32 +17,34 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kPackBytes;
 using jaxops::cuda::Launch;
 
-// Threads of a block that has few words to move, and of one of more, so that there are not too many
-// blocks. They are known when kernels are compiled, because the size of a block is a constant of
-// the launch that is waited for on its own.
+// A block has the first number of threads if there are few Words, and the second otherwise, so that
+// blocks do not become too many. The numbers are template arguments, because reading the block size
+// would wait for another constant of the launch.
 template <typename Word, int kPieces>
 constexpr int kAlikeThreads = kPieces * sizeof(Word) > 32 ? 64 : 128;
 template <typename Word, int kPieces>
 constexpr int kMoreAlikeThreads = kPieces * sizeof(Word) > 32 ? 128 : 192;
-// Up to this many words of a piece, blocks have the lower number of threads.
+// Up to this number of Words of a piece, blocks have the lower number of threads.
 constexpr int64_t kMaxFewWords = 12288;
 constexpr int kMaxPieces = 4;
 
-// What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
-// the first with 16 bytes of others.
-// Equal pieces of the rows of one array, whose own rows follow each other. All is in the first
-// line.
+// The wait for the constants of the launch takes longest. Constants come by lines of 64 bytes, and
+// the first line has 16 bytes of other data.
+//
+// Alike describes equal pieces of the rows of one array, each with contiguous rows of its own, and
+// fits the first line.
 template <int kPieces>
 struct Alike {
   unsigned char* pieces[kPieces];
   unsigned char* whole;
-  uint16_t last;        // word of a piece in all rows
-  uint16_t size;        // words of a row of a piece
-  uint32_t multiplier;  // of the number of a word, counted from 1; the upper half is its row
+  uint16_t last;        // the last Word of a piece, over all rows
+  uint16_t size;        // Words of a row of a piece
+  uint32_t multiplier;  // (1 + index of a Word) * multiplier >> 32 is the row
 };
 
-// A thread has the same word of each piece, whose place there is known before the row is. Threads
-// beyond the last word move that word again, as a branch would be met before the first access.
+// A thread has the same Word of each piece, whose position in the piece is known before its row.
+// Threads beyond the last Word move the last Word again, because a branch would delay the first
+// access.
 template <typename Word, bool kSplits, int kOfBlock, int kPieces>
 __global__ void __launch_bounds__(kOfBlock)
     MoveAlike(const __grid_constant__ Alike<kPieces> table) {
@@ -77,7 +79,8 @@ cudaError_t LaunchAlike(cudaStream_t stream, const Job& job) {
   const int64_t words = job.rows * size;
   table.last = static_cast<uint16_t>(words - 1);
   table.size = static_cast<uint16_t>(size);
-  // Less than 1 / size by at most 2^-32, which 2^16 words do not add up to a word of a row.
+  // The error relative to 1 / size is at most 2^-32, which does not add up to a Word of a row over
+  // 2^16 Words.
   table.multiplier = UINT32_MAX / size;
   const auto launch = [&](auto threads) {
     constexpr int kOfBlock = decltype(threads)::value;
@@ -107,7 +110,7 @@ cudaError_t LaunchAlike(cudaStream_t stream, const Job& job) {
                                       : LaunchPieces<Word, true>(stream, job);
 }
 
-// A few equal pieces of one array, and nothing but them; counts have 16 bits.
+// The pieces must be few, equal and all of one array; counts have 16 bits.
 bool HasSmallEqualPieces(const Job& job, int64_t unit) {
   const Piece& first = job.pieces[0];
   const auto pieces = static_cast<int64_t>(job.pieces.size());
@@ -138,7 +141,7 @@ bool CanRunSmallEqual(const Call& call, const Device&) {
 
 cudaError_t LaunchSmallEqual(cudaStream_t stream, const Call& call, const Device&) {
   const Job& job = call.job;
-  // Lanes that have each a row of a piece are far apart in the whole.
+  // Lanes that each have another row of a piece access distant addresses of the whole array.
   if (call.unit == kPackBytes && job.pieces[0].size == kPackBytes &&
       HasSmallEqualPieces(job, sizeof(uint2))) {
     return LaunchAlike<uint2>(stream, job);

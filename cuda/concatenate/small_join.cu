@@ -1,4 +1,4 @@
-// Two arrays joined, and little of them: as small_equal.cu.
+// This kernel joins two small arrays; the design is that of small_equal.cu.
 #include <cuda_runtime_api.h>
 
 #include <type_traits>
@@ -14,25 +14,26 @@ namespace {
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
-// Threads of a block that has few words to move, and of one of more, so that there are not too many
-// blocks. They are known when kernels are compiled, because the size of a block is a constant of
-// the launch that is waited for on its own.
+// A block has the first number of threads if there are few Words, and the second otherwise, so that
+// blocks do not become too many. The numbers are template arguments, because reading the block size
+// would wait for another constant of the launch.
 constexpr int kJoinThreads = 256;
 constexpr int kMoreJoinThreads = 384;
-// Up to this many words, blocks have the lower number of threads.
+// Up to this number of Words, blocks have the lower number of threads.
 constexpr int64_t kMaxFewWords = 24576;
 
-// What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
-// the first with 16 bytes of others.
-// Two pieces whose rows follow each other. All is in the first line.
+// The wait for the constants of the launch takes longest. Constants come by lines of 64 bytes, and
+// the first line has 16 bytes of other data.
+//
+// Joined describes two pieces with contiguous rows, and fits the first line.
 struct Joined {
   const unsigned char* first;
   unsigned char* to;
-  int64_t difference;  // bytes, as of the places where the pieces would be if they began with a row
+  int64_t difference;  // bytes between column 0 of the two pieces, if both began with the row
   FastDivider row_words;
-  uint32_t last;    // word of all rows
-  uint32_t filled;  // words of a row, before zeros
-  uint32_t begin;   // of the second piece
+  uint32_t last;    // the last Word of all rows
+  uint32_t filled;  // Words of a row before zeros
+  uint32_t begin;   // begin of the second piece
 };
 
 template <typename Word, int kOfBlock>
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kOfBlock) JoinWords(const __grid_constant__ Jo
   uint32_t row = index;
   const uint32_t column = table.row_words.Peel(row);
   const bool beyond = table.begin <= column;
-  // Zeros are read too, as the last word before them.
+  // Words in the zeros read the last Word before the zeros, so that no load waits for a branch.
   const uint32_t at =
       min(column, table.filled - 1) + row * (beyond ? table.filled - table.begin : table.begin);
   const unsigned char* from = table.first + (beyond ? table.difference : 0);

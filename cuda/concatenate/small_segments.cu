@@ -1,4 +1,5 @@
-// Little of few segments: as small_equal.cu, and a block has rows of one segment.
+// This kernel moves few and small segments; the design is that of small_equal.cu, and a block has
+// rows of one segment.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -19,27 +20,28 @@ constexpr int kFewSegments = 4;
 constexpr int kMaxSegments = 16;
 constexpr int64_t kMaxGridRows = 65535;
 
-// What takes longest is to wait for the constants of the launch, which come by lines of 64 bytes,
-// the first with 16 bytes of others.
-// A piece of all rows, or zeros there. Counts and strides are of words.
+// The wait for the constants of the launch takes longest. Constants come by lines of 64 bytes, and
+// the first line has 16 bytes of other data.
+//
+// Segment is a piece in all rows, or zeros there. Counts and strides are in Words.
 struct Segment {
   const unsigned char* from;  // null for zeros
   unsigned char* to;
   uint32_t from_stride;
   uint32_t to_stride;
-  uint32_t words;  // of a row
+  uint32_t words;  // per row
   uint32_t rows;
 };
 
-// None is in two lines of constants.
+// The padding keeps each Segment within one line of constants.
 template <int kSegments>
 struct Segments {
   uint32_t first_line[4];
   Segment segments[kSegments];
 };
 
-// A block has some rows and columns of one piece, so that all that a thread has to know comes with
-// one line, and nothing is divided.
+// A block has some rows and columns of one segment, so that a thread needs one line of constants
+// and no division.
 template <typename Word, int kSegments>
 __global__ void __launch_bounds__(kThreads)
     MoveRuns(const __grid_constant__ Segments<kSegments> table) {
@@ -52,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t column = blockIdx.z * blockDim.x + threadIdx.x;
   Word word = {};
   if (segment.from != nullptr) {
-    // Without a branch before the load threads beyond the piece read its last word.
+    // Threads beyond the segment read its last Word, which avoids a branch before the load.
     const uint32_t at =
         min(row, segment.rows - 1) * segment.from_stride + min(column, segment.words - 1);
     word = __ldg(reinterpret_cast<const Word*>(segment.from) + at);
@@ -62,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// False if the grid would be too large, or there are too many segments.
+// MakePlan returns false if the grid would be too large, or there are too many segments.
 bool MakePlan(const Call& call, SmallSegmentsPlan& plan) {
   const Job& job = call.job;
   plan.segments = 0;

@@ -1,5 +1,5 @@
-// Destinations of a piece each: threads gather the items of their vectors one by one; neighbouring
-// ones come from the L1 cache.
+// This kernel writes destinations of one piece each: a thread gathers the items of its vectors one
+// by one, and neighbouring items come from the L1 cache.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace {
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
-// Blocks that go round all destinations, at least.
+// A round over all destinations has at least this number of blocks.
 constexpr int kRoundBlocks = 64;
 constexpr int kRoundsPerPiece = 8;
 constexpr int kManyPieces = 200;
@@ -28,21 +28,21 @@ constexpr int kManyPieces = 200;
 struct CutPiece {
   const unsigned char* source;
   unsigned char* to;
-  int64_t gap;      // bytes of the source from the end of a row to the next one
+  int64_t gap;      // bytes of the source from the end of a row of the piece to the next row
   uint32_t stride;  // in bytes
   FastDivider row_items;
   uint32_t filled;  // items of a row that the source has
   uint32_t items;
-  uint32_t first_block;  // in a round
-  uint32_t blocks;       // there
+  uint32_t first_block;  // within a round
+  uint32_t blocks;       // per round
 };
 
-// Blocks go round the destinations, so that those of neighbouring rows run at the same time.
+// Blocks go round the destinations, so that blocks of neighbouring rows run at the same time.
 template <int kPieces>
 struct Cuts {
   CutPiece pieces[kPieces];
   int count;
-  FastDivider round;  // blocks
+  FastDivider round;  // blocks per round
 
   __device__ __forceinline__ int Find(uint32_t block) const {
     int low = 0;
@@ -55,7 +55,6 @@ struct Cuts {
   }
 };
 
-// Iterates over the items of a destination.
 template <typename Item>
 struct CutItems {
   const CutPiece& piece;
@@ -100,7 +99,8 @@ cudaError_t LaunchCut(cudaStream_t stream, const Job& job) {
     common = std::gcd(common, piece.extent);
     all += piece.extent;
   }
-  // In the proportion of their sizes, so that all come to their ends together.
+  // Blocks per round are proportional to the sizes of the destinations, so that all destinations
+  // end together.
   const double most = std::max<double>(kRoundBlocks, kRoundsPerPiece * job.pieces.size());
   const double share = std::min(1.0 / common, most / all);
   int64_t round = 0, rounds = 0;
@@ -109,7 +109,7 @@ cudaError_t LaunchCut(cudaStream_t stream, const Job& job) {
     if (destination.row_bytes == 0) continue;
     const int64_t items = job.rows * piece.extent / sizeof(Item);
     const int64_t all_blocks = CeilDiv(items, kItems<Item> * kVectorThreads);
-    // A single row is one destination after the other.
+    // A single row has no neighbouring rows, and takes one destination after the other.
     const int64_t blocks =
         job.rows == 1 ? all_blocks : std::max<int64_t>(1, std::llround(piece.extent * share));
     table.pieces[table.count++] = {static_cast<const unsigned char*>(piece.source),
@@ -145,7 +145,7 @@ bool CanRunSplit(const Call& call, const Device&) {
     return false;
   }
   return std::all_of(job.destinations.begin(), job.destinations.end(), [&](const Destination& d) {
-    // The count of items has 32 bits, and rounds may reach beyond the last one.
+    // The count of items has 32 bits, and rounds may extend beyond the last item.
     return d.piece_count == 1 && reinterpret_cast<uintptr_t>(d.data) % kPackBytes == 0 &&
            job.rows * d.row_bytes / call.unit <= kMaxItems;
   });

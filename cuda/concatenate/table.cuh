@@ -1,4 +1,4 @@
-// The table of pieces of MoveRows and MoveLong, which they search.
+// This header holds the table of pieces that MoveRows and MoveLong search.
 #ifndef JAXOPS_CUDA_CONCATENATE_TABLE_CUH_
 #define JAXOPS_CUDA_CONCATENATE_TABLE_CUH_
 
@@ -17,7 +17,7 @@ namespace jaxops::concatenate::cuda {
 using jaxops::cuda::kWarp;
 
 inline constexpr int kTableThreads = 256;
-// Blocks that keep a device busy: not before there are so many do threads get more work each.
+// Threads get more work only if there are more blocks than this number, which keeps a device busy.
 inline constexpr int kEnoughBlocks = 512;
 inline constexpr int kListedPieces = 8;
 
@@ -27,7 +27,7 @@ struct PieceEntry {
   int64_t stride;
   int64_t size;
   int64_t begin;   // in the row of the destination
-  int64_t extent;  // there
+  int64_t extent;  // in the row of the destination
   uint32_t varies;
 };
 
@@ -36,10 +36,11 @@ struct DestinationEntry {
   int64_t first_block;
   int first_piece;
   int piece_count;
-  FastDivider64 by_row;  // bytes of a row
-  // MoveRows: the rows and the words that repeat, and the blocks that share them: so many beside
-  // each other, with `width` words each, one below the other; and the patterns beside each other in
-  // a block.
+  FastDivider64 by_row;  // bytes per row
+  // These members are for MoveRows. A pattern has `pattern_rows` rows and `pattern_words` Words,
+  // and there are `patterns` of them. `blocks_beside` blocks with `width` Words each share a
+  // pattern, and `blocks_below` such groups share the patterns. A block handles `beside` patterns
+  // side by side.
   int pattern_rows;
   int64_t patterns;
   int64_t pattern_words;
@@ -59,14 +60,14 @@ struct Table {
   PieceEntry pieces[kPieces];
   DestinationEntry destinations[kDestinations];
   int destination_count;
-  int packs;  // of a thread at a time: MoveLong
+  int packs;  // for MoveLong: vectors that a thread has in flight
   int tiles_per_block;
   bool broadcasts;
   int row_dims;
   int64_t rows;
   FastDivider64 row_sizes[kMaxRowDims];
 
-  // The row of a source that belongs to a row of the destination.
+  // SourceRow returns the row of a source that belongs to a row of the destination.
   __device__ __forceinline__ int64_t SourceRow(int64_t row, uint32_t varies) const {
     if (!broadcasts) return row;
     uint64_t rest = row;
@@ -84,7 +85,7 @@ struct Table {
   }
 };
 
-// The last entry of `count` whose `first` is not beyond `position`.
+// FindLast returns the last of `count` entries whose `first` is at most `position`.
 template <typename Entry, typename First>
 __device__ __forceinline__ int FindLast(const Entry* entries, int count, int64_t position,
                                         First&& first) {
@@ -99,16 +100,16 @@ __device__ __forceinline__ int FindLast(const Entry* entries, int count, int64_t
 
 template <typename Table>
 __device__ __forceinline__ const DestinationEntry& FindDestination(const Table& table) {
-  // Known when the kernel is compiled, which spares small calls a chain of constants to wait for.
+  // The choice at compile time saves small calls a chain of dependent constants.
   if constexpr (Table::kDestinationCapacity == 1) return table.destinations[0];
   const int found = FindLast(table.destinations, table.destination_count, blockIdx.x,
                              [](const DestinationEntry& d) { return d.first_block; });
   return table.destinations[found];
 }
 
-// The destination's pieces where threads may read different ones at once: few of them as they came
-// with the launch, more from shared memory. The kernel's constants hand out one address of a warp
-// at a time, so a warp copies one piece after the other.
+// PiecesOf returns the destination's pieces for threads that may read different pieces at once: few
+// pieces from the parameters, and more from shared memory. The constant cache serves one address of
+// a warp at a time, so a warp copies one piece after the other.
 template <typename Table>
 __device__ __forceinline__ const PieceEntry* PiecesOf(const DestinationEntry& destination,
                                                       const Table& table, unsigned char* shared) {
@@ -126,8 +127,8 @@ __device__ __forceinline__ const PieceEntry* PiecesOf(const DestinationEntry& de
   }
 }
 
-// Fills in what both kernels need; `blocks(entry)` completes an entry with the number of its
-// blocks.
+// Fill fills in the members that both kernels need; `blocks(entry)` completes an entry and returns
+// its number of blocks.
 template <typename Table, typename Blocks>
 int64_t Fill(Table& table, const Job& job, Blocks&& blocks) {
   table.broadcasts = job.broadcasts;
@@ -147,7 +148,7 @@ int64_t Fill(Table& table, const Job& job, Blocks&& blocks) {
     int64_t begin = 0;
     for (int64_t p = 0; p < destination.piece_count; ++p) {
       const Piece& piece = job.pieces[destination.first_piece + p];
-      // Nothing would find an empty piece among those that begin where it does.
+      // FindLast could not tell an empty piece from the next one, which begins at the same place.
       if (piece.extent > 0) {
         table.pieces[pieces++] = {static_cast<const unsigned char*>(piece.source),
                                   static_cast<const unsigned char*>(piece.end),
@@ -166,8 +167,8 @@ int64_t Fill(Table& table, const Job& job, Blocks&& blocks) {
   return all_blocks;
 }
 
-// Calls launch(table, bytes) with the smallest table that holds the job, and with the bytes of
-// shared memory for the pieces of a block's destination.
+// WithTable calls launch(table, bytes) with the smallest table that holds the job, and with the
+// bytes of shared memory for the pieces of a block's destination.
 template <int kPieces, int kDestinations, typename Function>
 cudaError_t WithTableOf(const Job& job, Function&& launch) {
   Table<kPieces, kDestinations> table;

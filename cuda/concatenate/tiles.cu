@@ -1,14 +1,15 @@
-// Concatenation and splitting of narrow pieces: so many rows that they are whole vectors of every
-// array are brought to shared memory, and gathered there. Of many equal pieces a tile has only
-// some, and more rows, so that the segment of each is long.
+// This kernel concatenates and splits narrow pieces: a block fetches enough rows to shared memory
+// that they are whole vectors of every array, and gathers items there. If pieces are many and
+// equal, a tile has only some of them but more rows, so that the segment of each piece is long.
 //
-// Which bytes a word is made of is the same a number of rows further on, in a pattern, but for a
-// step. A thread works it out once, while the copies are in flight, and loops over the patterns of
-// the tile. That is worth it after a few patterns only. What it reads has strides in shared memory
-// with which fewest lanes of a warp meet in a bank. What warps write, and blocks, are whole sectors
-// of the memory where rows allow it: those of two writers cost up to a tenth. A block has one tile:
-// blocks that stay for several and fetch the next one meanwhile have more of each array in flight,
-// and were slower by up to a tenth. So were bulk copies of the pieces, and tiles of bytes that are
+// The sources of a word repeat after a number of rows, in a pattern, except for a constant step. A
+// thread computes them once as a Recipe, while the copies are in flight, and loops over the
+// patterns of the tile, which pays only over several patterns. The strides in shared memory
+// minimize the bank conflicts of the reads. Warps and blocks write whole sectors of global memory
+// if rows allow it: sectors of two writers cost up to a tenth. A block has one tile: persistent
+// blocks that prefetch the next tile have more of each array in flight, and were slower by up to a
+// tenth. Bulk copies of the pieces, and tiles whose bytes are put in order in shared memory before
+// the stores, were slower by as much.
 // put in order in shared memory before they are written.
 #include <cuda_pipeline_primitives.h>
 
@@ -34,7 +35,8 @@ using jaxops::cuda::Launch;
 constexpr int kFewThreads = 256;
 constexpr int kManyThreads = 512;
 constexpr int64_t kFewTileBytes = 16 * 1024;
-// Of whole rows of many pieces, and of parts of them; and of one piece in a part.
+// The first bounds a tile of whole rows of many pieces, the second a tile of parts of rows, and the
+// third is the length of one piece in a part; splits have their own second and third numbers.
 constexpr int64_t kRowsBytes = 24 * 1024;
 constexpr int64_t kPartsBytes = 16 * 1024;
 constexpr int64_t kRunBytes = 384;
@@ -42,16 +44,17 @@ constexpr int64_t kSplitPartsBytes = 12 * 1024;
 constexpr int64_t kSplitRunBytes = 256;
 constexpr int64_t kMaxTileBytes = 64 * 1024;
 constexpr int64_t kMaxRowBytes = int64_t{1} << 24;
-constexpr int64_t kSectorBytes = 32;  // of the memory
+constexpr int64_t kSectorBytes = 32;  // of global memory
 constexpr int kFewPieces = 4;
 constexpr int kWordBytes = 4;
-constexpr int kManyTiles = 256;  // for all multiprocessors
-constexpr int kTogether = 4;     // words of a thread
+constexpr int kManyTiles = 256;  // over all multiprocessors
+constexpr int kTogether = 4;     // words per thread
 constexpr int kBankBytes = 128;
-constexpr int64_t kMaxPatternBytes = 4096;  // of what is joined
-// Between pieces that would be in the same banks.
+constexpr int64_t kMaxPatternBytes = 4096;  // of joins
+// The padding separates pieces that would be in the same banks.
 constexpr int64_t kFewPadding = 32;
-// Loads of a vector, or of a word of it, that are worth fetching words one by one.
+// Fetches of single 4-byte words pay if they save this number of loads per vector, or per word of a
+// join.
 constexpr int64_t kLoadsOfSplit = 8;
 constexpr int64_t kLoadsOfJoin = 4;
 constexpr int64_t kNarrowBytes = 6;
@@ -60,52 +63,55 @@ constexpr uint32_t kNowhere = UINT32_MAX;
 
 struct alignas(16) TilePiece {
   unsigned char* data;
-  uint32_t begin;  // in a row of the whole
+  uint32_t begin;  // in a row of the whole array
   uint16_t size;
-  uint16_t shared;  // the word at which a tile's rows of the piece begin, of what is joined
+  uint16_t shared;  // for joins: index of the 4-byte word where the piece's rows begin
 };
 
-// Pieces of the rows of one array, which is the destination of all or the source of all. Of many
-// equal ones a tile has no more than `tile_pieces`, so that it has more rows.
+// Tiles describes pieces of the rows of one array, which is the destination of all or the source of
+// all. If pieces are many and equal, a tile has at most `tile_pieces` of them, so that the tile has
+// more rows.
 template <int kPieces>
 struct Tiles {
   TilePiece pieces[kPieces];
-  uint32_t begins[kFewPieces];  // of few; what is not there begins at kNowhere
+  uint32_t begins[kFewPieces];  // if pieces are few; missing pieces begin at kNowhere
   uint32_t count;
   bool equal;
   unsigned char* whole;
   uint32_t row_bytes;
-  uint32_t filled;  // bytes of a row that are of pieces
-  // Of a tile, and of a pattern: powers of two.
+  uint32_t filled;  // bytes of a row that pieces have
+  // A tile and a pattern each have a power of two of rows.
   uint32_t rows, log_rows;
   uint32_t pattern_rows, log_pattern_rows;
-  // Parts of rows, of `tile_pieces` each.
+  // A row may be cut into parts of `tile_pieces` pieces each.
   uint32_t tile_pieces;
   bool parted;
   FastDivider parts;
-  // With zeros; where rows are parted, and joined, those of threads, of which some have no word.
+  // The bytes include zeros. In joins of parts they are the bytes of threads, some of which have no
+  // word.
   FastDivider part_bytes;
-  // That parts of what is joined need to end where sectors do; none where they end with a piece.
+  // Parts of joins need this number of further pieces to end at sectors; none if they end with a
+  // piece.
   uint32_t more_pieces;
-  // Of shared memory: between rows of what is split, and between pieces of what is joined. They
-  // keep these in different banks.
+  // The stride in shared memory is between rows of a split, or between pieces of a join, and keeps
+  // these in different banks.
   uint32_t stride;
-  FastDivider row_packs;  // where rows are parted, and split
-  FastDivider run_packs;  // or words, of a piece in a tile, of equal ones that are joined
-  // Words are fetched one by one: what is split is skewed then, and what is joined has strides of
-  // any number of words.
+  FastDivider row_packs;  // for splits of parts
+  FastDivider run_packs;  // vectors or words of a piece in a tile, for joins of equal pieces
+  // Fetches move 4 bytes instead of 16: the layout of a split is then skewed, and the stride of a
+  // join is any number of words.
   bool by_words;
   uint32_t fetched;  // bytes of shared memory
   int threads;
   FastDivider by_row;
-  FastDivider by_size;  // of the first piece
+  FastDivider by_size;  // bytes of the first piece
   int64_t tiles;
   int64_t all_rows;
 };
 
-// The pieces of a tile, where threads may need different ones at once. The kernel's constants hand
-// out one address of a warp at a time; as memory they are read like any other. Many are copied to
-// shared memory before they are needed.
+// PieceFinder finds the pieces of a tile if threads may need different ones at once. The constant
+// cache serves one address of a warp at a time, so PieceFinder reads the parameters as generic
+// memory. Many pieces are copied to shared memory before use.
 template <int kPieces>
 class PieceFinder {
  public:
@@ -115,7 +121,7 @@ class PieceFinder {
     return copied_[number].data;
   }
 
-  // To be followed by a barrier if kCopies.
+  // A barrier must follow if kCopies.
   __device__ __forceinline__ PieceFinder(const Tiles<kPieces>& tiles, unsigned char* shared,
                                          uint32_t first, uint32_t count)
       : table_(tiles), copied_(reinterpret_cast<TilePiece*>(shared)), count_(count) {
@@ -124,7 +130,7 @@ class PieceFinder {
     }
   }
 
-  // The piece that has byte `column` of the tile's part of the rows of the whole.
+  // Find returns the piece with byte `column` of the tile's part of the rows of the whole array.
   __device__ __forceinline__ TilePiece Find(uint32_t column) const {
     if constexpr (!kCopies) {
       uint32_t found = 0;
@@ -159,12 +165,12 @@ class PieceFinder {
   uint32_t count_;
 };
 
-// Where a byte is in shared memory, if a word is left out after each that all banks have: rows of
-// powers of two of bytes are in different banks then.
+// Skew returns the position of a byte in shared memory with one word of padding after every line of
+// banks, which puts rows of powers of two of bytes in different banks.
 JAXOPS_HOST_DEVICE inline uint32_t Skew(uint32_t at) { return at + at / kBankBytes * kWordBytes; }
 
-// Pairs of numbers, of which the inner ones are below a divisor, for the threads of a block in
-// turn: without a division for each.
+// PairLoop iterates over pairs of numbers, the inner below a divisor, for the threads of a block,
+// without a division for each pair.
 struct PairLoop {
   uint32_t outer = threadIdx.x;
   uint32_t inner, outer_step = blockDim.x, inner_step, count;
@@ -179,13 +185,13 @@ struct PairLoop {
   }
 };
 
-// A tile: some rows, and of these the pieces from `column` on that make `bytes`, of which `own` are
-// of the part.
+// A tile has some rows, and of these the pieces from `column` on with `bytes` bytes, of which `own`
+// belong to the part.
 struct Tile {
   int64_t row;
   uint32_t column, own, bytes;
 
-  // What the part's threads write of a row of what is joined.
+  // In joins, Begin and End bound the bytes of a row that the part's threads write.
   template <int kPieces>
   __device__ __forceinline__ uint32_t Begin(uint32_t row, const Tiles<kPieces>& table) const {
     return table.more_pieces == 0 || column == 0 ? 0 : ToSector(row * table.row_bytes + column);
@@ -197,13 +203,14 @@ struct Tile {
   }
 
  private:
-  // Bytes from byte `at` of the tile's rows to the next sector.
+  // ToSector returns the bytes from byte `at` of the tile's rows to the next sector.
   static __device__ __forceinline__ uint32_t ToSector(uint32_t at) {
     return (0 - at) % static_cast<uint32_t>(kSectorBytes);
   }
 };
 
-// What one thread writes again and again: where the items of a word are in shared memory.
+// Recipe holds the positions in shared memory of the items of the word that a thread writes in
+// every pattern.
 template <typename Item, bool kSplits, int kBytes>
 struct Recipe {
   static constexpr int kItems = kBytes / sizeof(Item);
@@ -214,7 +221,7 @@ struct Recipe {
   unsigned char* to;
   int64_t advance;
 
-  // Works out the word at byte `at` of a pattern.
+  // The constructor computes the word at byte `at` of a pattern.
   template <int kPieces>
   __device__ __forceinline__ Recipe(uint32_t at, const Tiles<kPieces>& table,
                                     const PieceFinder<kPieces>& finder, const Tile& tile) {
@@ -228,7 +235,8 @@ struct Recipe {
       steps[0] = table.by_words ? Skew(step) : step;
       uint32_t row = table.equal ? table.by_size.Quotient(inside) : inside / piece.size;
       uint32_t column = inside - row * piece.size;
-      // Where the row of the piece begins: parts of rows are brought as the packs they are in.
+      // row_begin returns the begin of the piece's row: parts of rows are fetched by the vectors
+      // that contain them.
       const auto row_begin = [&] {
         const uint32_t place =
             table.parted ? (row * table.row_bytes + tile.column) % kPackBytes : 0;
@@ -296,7 +304,7 @@ struct Recipe {
     }
   }
 
-  // Four bytes of the next word, from item `first` on.
+  // Next returns four bytes of the next word, from item `first` on.
   __device__ __forceinline__ uint32_t Next(const unsigned char* shared, int first) {
     constexpr int kWordItems = kWordBytes / sizeof(Item);
     uint32_t items[kWordItems];
@@ -315,7 +323,6 @@ struct Recipe {
     }
   }
 
-  // Writes the words of so many patterns.
   __device__ __forceinline__ void Write(uint32_t patterns, const unsigned char* shared) {
     if constexpr (kBytes == kPackBytes) {
 #pragma unroll 1
@@ -344,14 +351,14 @@ template <typename Item, bool kSplits, int kBytes, int kMostThreads, int kPieces
 __global__ void __launch_bounds__(kMostThreads)
     MoveTiles(const __grid_constant__ Tiles<kPieces> table) {
   extern __shared__ __align__(16) unsigned char shared[];
-  // Behind a word of zeros.
+  // The table of pieces follows the fetched bytes and a word of zeros.
   unsigned char* const copied = shared + table.fetched + kPackBytes;
   uint32_t tile_row = blockIdx.x;
   uint32_t part = 0;
   if constexpr (kPieces > kFewPieces) part = table.parts.Peel(tile_row);
 
   if (tile_row >= table.tiles) {
-    // The rows after the last tile, item by item.
+    // The rows after the last tile move item by item.
     const PieceFinder<kPieces> finder(table, copied, 0, table.count);
     if (finder.kCopies) __syncthreads();
     const int64_t first_row = table.tiles * table.rows;
@@ -377,7 +384,7 @@ __global__ void __launch_bounds__(kMostThreads)
     return;
   }
 
-  // In a tile, as in a pattern, all rows of a piece are before those of the next.
+  // In a tile, as in a pattern, all rows of a piece come before those of the next piece.
   const uint32_t first_piece = part * table.tile_pieces;
   const uint32_t own = min(table.tile_pieces, table.count - first_piece);
   const uint32_t pieces = min(own + table.more_pieces, table.count - first_piece);
@@ -485,16 +492,16 @@ uint32_t Log(int64_t power) {
   return log;
 }
 
-// Where in shared memory the lanes of a warp read the first item of what they write: so many
-// strides and bytes from the beginning.
+// Lanes holds the addresses in shared memory at which the lanes of a warp read their first items: a
+// number of strides plus a number of bytes.
 struct Lanes {
   uint32_t strides[kWarp];
   uint32_t bytes[kWarp];
 };
 
-// How many lanes meet in the same bank.
+// Conflicts returns the maximum number of lanes that access different words of one bank.
 int Conflicts(const Lanes& lanes, uint32_t stride, bool skewed) {
-  uint32_t last[kWarp] = {};  // word that a bank was asked for
+  uint32_t last[kWarp] = {};  // the last word of each bank that a lane accessed
   int count[kWarp] = {};
   int most = 0;
   for (int lane = 0; lane < kWarp; ++lane) {
@@ -508,8 +515,9 @@ int Conflicts(const Lanes& lanes, uint32_t stride, bool skewed) {
   return most;
 }
 
-// Chooses a stride from `least` on, in steps of so many bytes, where fewest lanes meet; returns how
-// many do. Of equals it is the first after an odd number of packs, which other items like best.
+// ChooseStride chooses the stride from `least` on, in steps of `step` bytes, with the fewest bank
+// conflicts, and returns their number. Among equals it is the first one after an odd number of
+// vectors, which is the fastest for the other items.
 int ChooseStride(uint32_t& stride, const Lanes& lanes, int64_t least, int64_t step) {
   const int64_t odd = least % (2 * kPackBytes) == 0 ? kPackBytes : 0;
   int fewest = kWarp + 1;
@@ -524,18 +532,18 @@ int ChooseStride(uint32_t& stride, const Lanes& lanes, int64_t least, int64_t st
   return fewest;
 }
 
-// Packs of a row of a part, however it is aligned.
+// RowPacks returns the vectors of a row of a part for any alignment.
 int64_t RowPacks(const TilesPlan& plan) {
   return CeilDiv(plan.part_bytes + kPackBytes - plan.item, kPackBytes);
 }
 
-// The blocks of a call, with those of the rows after the last tile.
+// CountBlocks counts the blocks of a call, including those of the rows after the last tile.
 int64_t CountBlocks(const TilesPlan& plan, int64_t all_rows) {
   const int64_t rest = (all_rows - plan.tiles * plan.rows) * plan.row_bytes;
   return plan.tiles * plan.parts + CeilDiv(rest, plan.threads * plan.item);
 }
 
-// Where the lanes of a warp read the first items of what they write.
+// FindLanes returns the positions at which the lanes of a warp read their first items.
 Lanes FindLanes(const TilesPlan& plan, int64_t word) {
   Lanes lanes;
   const int64_t run = plan.pattern_rows * plan.size;
@@ -549,8 +557,8 @@ Lanes FindLanes(const TilesPlan& plan, int64_t word) {
   return lanes;
 }
 
-// Calls visit(array, size) for the pieces that are not empty, in their order. False if the arrays
-// are not made of whole rows.
+// VisitPieces calls visit(array, size) for the pieces that are not empty, in order. It returns
+// false if the arrays do not consist of whole rows.
 template <typename Visit>
 bool VisitPieces(const Job& job, const TilesPlan& plan, Visit&& visit) {
   const auto* whole = static_cast<const unsigned char*>(plan.whole);
@@ -565,7 +573,7 @@ bool VisitPieces(const Job& job, const TilesPlan& plan, Visit&& visit) {
         ended = true;
         continue;
       }
-      // Parts of a row follow each other, and rows too.
+      // Parts of a row must be contiguous, and so must rows.
       const bool follows = plan.splits
                                ? piece.stride == plan.row_bytes && piece.source == whole + filled
                                : piece.stride == piece.size;
@@ -577,11 +585,11 @@ bool VisitPieces(const Job& job, const TilesPlan& plan, Visit&& visit) {
   return true;
 }
 
-// The rows of a tile and of a pattern, and its parts, of at most kFewPieces.
+// PlanFew chooses the rows of a tile and of a pattern for at most kFewPieces pieces.
 void PlanFew(TilesPlan& plan, int64_t all_rows) {
   const int64_t pack_rows = kPackBytes / plan.item;
   const int64_t most_words = plan.splits ? 64 : 128;
-  // Mostly zeros cost little to write, and as much as others to work out.
+  // Rows of mostly zeros cost little to write, and as much setup as others.
   const int64_t patterns = plan.item == 1 && 2 * plan.filled < plan.row_bytes ? 16 : 8;
   while (2 * plan.pattern_rows * plan.part_bytes <= most_words * kWordBytes) plan.pattern_rows *= 2;
   while (plan.rows < patterns * plan.pattern_rows && plan.rows * plan.row_bytes <= kFewTileBytes) {
@@ -591,21 +599,21 @@ void PlanFew(TilesPlan& plan, int64_t all_rows) {
   while (plan.rows < kTogether * plan.pattern_rows) plan.pattern_rows /= 2;
 }
 
-// Of more.
+// PlanMany chooses the rows and the parts of a tile for more pieces.
 void PlanMany(TilesPlan& plan, int64_t all_rows, int64_t word) {
   const bool splits = plan.splits;
   const int64_t size = plan.size, row_bytes = plan.row_bytes, item = plan.item;
   const int64_t pack_rows = kPackBytes / item;
   int64_t rows = pack_rows;
   if (plan.equal && (splits || (plan.filled == row_bytes && row_bytes % kWordBytes == 0))) {
-    // As many rows as make a long run of each piece, and as few pieces as fit then. Parts of rows
-    // of what is joined are whole words.
+    // A part has enough rows for a long segment of each piece, and then the number of pieces that
+    // fits. Parts of joins are whole words.
     const int64_t run = !splits              ? kRunBytes
                         : item == kWordBytes ? 2 * kSplitRunBytes
                                              : kSplitRunBytes;
     while (rows * size < run) rows *= 2;
-    // Of wide pieces that are cut any number, as rows are few then; parts of what is joined are
-    // whole sectors if rows are.
+    // Splits of wide pieces may have any number of pieces in a part, because a tile has few rows;
+    // parts of joins are whole sectors if rows are.
     int64_t multiple = kWordBytes;
     if (size > kSectorBytes && splits) {
       multiple = 1;
@@ -614,7 +622,7 @@ void PlanMany(TilesPlan& plan, int64_t all_rows, int64_t word) {
       if (whole * rows * size <= kPartsBytes) multiple = whole;
     }
     const auto pieces_of_part = [&] {
-      // Very narrow pieces want larger parts than others, and rather wide ones smaller.
+      // Very narrow pieces need larger parts than others, and moderately wide pieces smaller parts.
       const int64_t bytes = splits                                        ? kSplitPartsBytes
                             : size < kNarrowBytes                         ? 2 * kPartsBytes
                             : size >= kWideBytes && size < 2 * kWideBytes ? kPartsBytes / 2
@@ -638,18 +646,19 @@ void PlanMany(TilesPlan& plan, int64_t all_rows, int64_t word) {
   if (!plan.parted) {
     while (2 * rows * row_bytes <= kRowsBytes) rows *= 2;
   }
-  // Of little, small tiles for all multiprocessors.
+  // Small calls have small tiles, so that all multiprocessors have some.
   const int64_t parts = CeilDiv(plan.count, plan.tile_pieces);
   while (rows > pack_rows && all_rows / rows * parts < kManyTiles) rows /= 2;
-  // Of bytes a thread has more to work out before the first word.
+  // Splits into single bytes need more patterns, because a thread has a longer setup before the
+  // first word.
   const int64_t patterns = splits && item > 1 ? 2 : kTogether;
   const int64_t most_words = splits ? 512 : 256;
   while (2 * patterns * plan.pattern_rows <= rows &&
          2 * plan.pattern_rows * plan.part_bytes <= most_words * word) {
     plan.pattern_rows *= 2;
   }
-  // Whole sectors are a pattern, and a part of what is joined, where that leaves enough patterns,
-  // and takes few pieces more. Bytes of unequal pieces take too long to work out.
+  // A pattern, and a part of a join, is made of whole sectors if enough patterns remain and few
+  // more pieces are needed. Bytes of unequal pieces take too long a setup.
   const int64_t sector_rows = kSectorBytes / std::gcd(kSectorBytes, row_bytes);
   if (!splits && (plan.equal || item > 1) && 2 * kTogether * sector_rows <= rows &&
       sector_rows * plan.part_bytes <= kMaxPatternBytes) {
@@ -663,7 +672,7 @@ void PlanMany(TilesPlan& plan, int64_t all_rows, int64_t word) {
   plan.rows = rows;
 }
 
-// How pieces lie in shared memory.
+// PlanSharedMemory lays out the pieces in shared memory.
 void PlanSharedMemory(TilesPlan& plan, bool few, int64_t word) {
   const int64_t rows = plan.rows, size = plan.size;
   plan.by_words = false;
@@ -692,7 +701,7 @@ void PlanSharedMemory(TilesPlan& plan, bool few, int64_t word) {
       plan.stride += kFewPadding;
     } else if (plan.equal) {
       const Lanes lanes = FindLanes(plan, word);
-      // Words of few pieces are slower to fetch than conflicts are to read.
+      // Fetches by words of few pieces cost more than the bank conflicts of the reads.
       const bool many = plan.count > kWarp;
       const int now = ChooseStride(plan.stride, lanes, rows * size, kPackBytes);
       uint32_t stride = 0;
@@ -707,17 +716,17 @@ void PlanSharedMemory(TilesPlan& plan, bool few, int64_t word) {
   }
 }
 
-// False if the arrays are not made of whole rows, or tiles do not fit.
+// MakePlan returns false if the arrays do not consist of whole rows, or tiles do not fit.
 bool MakePlan(const Call& call, TilesPlan& plan) {
   const Job& job = call.job;
   if (job.broadcasts) return false;
   const Piece& first = job.pieces[0];
-  // One array is split, if only to leave the rest of its rows out.
+  // A call that leaves out the rest of the rows of its only array counts as a split.
   plan.splits = !call.joins() || (job.pieces.size() == 1 && first.stride != first.size);
   plan.whole = plan.splits ? first.source : job.destinations[0].data;
   plan.row_bytes = plan.splits ? first.stride : job.destinations[0].row_bytes;
   if (!IsAligned(plan.whole, kPackBytes) || plan.row_bytes > kMaxRowBytes) return false;
-  // Whole rows are read, which may begin with what other launches cut.
+  // A split reads whole rows, whose beginnings other launches may have cut.
   const auto* whole = static_cast<const unsigned char*>(plan.whole);
   if (plan.splits && whole + job.rows * plan.row_bytes > first.end) return false;
 
@@ -731,7 +740,7 @@ bool MakePlan(const Call& call, TilesPlan& plan) {
   });
   if (!has_rows || plan.count == 0) return false;
 
-  // Rows that are whole packs of every array, and whole words that are a pattern.
+  // A tile has at least the rows that are whole vectors of every array, and a pattern whole words.
   const bool few = plan.count <= kFewPieces;
   const int64_t word = few || !plan.splits ? kWordBytes : kPackBytes;
   plan.item = std::min<int64_t>(call.unit, kWordBytes);

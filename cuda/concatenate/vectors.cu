@@ -1,10 +1,10 @@
-// Whole vectors: threads follow the array that all pieces are of or go to, so that no segment of
-// it is read or written twice.
+// This kernel moves whole vectors: threads follow the array that contains all pieces, so that no
+// segment of that array is read or written twice.
 //
-// What a copy is limited by is the order in which addresses reach the memory: it is fastest with
-// one vector a thread, in blocks small enough that those which run at the same time make up a short
-// segment of each array. More work for a thread, blocks that stay, and copies by the bulk engine
-// all cost a few percent, because they have more of each array in flight.
+// The order in which addresses reach memory limits the speed of a copy: it is fastest with one
+// vector per thread, in blocks small enough that those which run at the same time cover a short
+// segment of each array. More work per thread, persistent blocks, and bulk copies all cost a few
+// percent, because they have more of each array in flight.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -23,31 +23,32 @@ namespace {
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
 
-// Pieces whose places are compared one by one.
+// Up to this number of pieces, a thread compares positions with each.
 constexpr int kFewPieces = 4;
 constexpr int kComparedPieces = 16;
 
 struct WholePiece {
-  unsigned char* column0;  // where the piece would be if it began with the row
-  uint32_t begin;          // in packs, as the end of what the source fills
+  unsigned char* column0;  // address of column 0 if the piece began with the row
+  uint32_t begin;          // in vectors, as is the end of the bytes that the source fills
   uint32_t filled;
   uint32_t stride;  // in bytes
 };
 
-// Pieces of the rows of one array, which is the destination of all or the source of all.
+// Whole describes pieces of the rows of one array, which is the destination of all or the source of
+// all.
 template <int kPieces>
 struct Whole {
-  WholePiece pieces[kPieces];  // what is not there begins at kNowhere
+  WholePiece pieces[kPieces];  // missing pieces begin at kNowhere
   unsigned char* whole;
   uint64_t stride;  // in bytes
   FastDivider row_packs;
-  FastDivider piece_packs;  // of more than kComparedPieces, which are equal
+  FastDivider piece_packs;  // for more than kComparedPieces, which are equal
   uint32_t packs;
 
   __device__ __forceinline__ WholePiece Find(uint32_t column) const {
     if constexpr (kPieces == 2) return column < pieces[1].begin ? pieces[0] : pieces[1];
     if constexpr (kPieces > kComparedPieces) return pieces[piece_packs.Quotient(column)];
-    // All comparisons are with constants of the launch, of which none waits for another.
+    // All comparisons are with constants of the launch, and none waits for another.
     int found = 0;
 #pragma unroll
     for (int i = 1; i < kPieces; ++i) found += pieces[i].begin <= column;

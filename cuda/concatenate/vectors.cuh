@@ -1,4 +1,4 @@
-// Accesses of 16 bytes, and of items, at the speed of a copy.
+// These functions access 16 bytes, or single items, at the speed of a copy.
 #ifndef JAXOPS_CUDA_CONCATENATE_VECTORS_CUH_
 #define JAXOPS_CUDA_CONCATENATE_VECTORS_CUH_
 
@@ -11,14 +11,14 @@ namespace jaxops::concatenate::cuda {
 using jaxops::cuda::kPackBytes;
 
 inline constexpr int kVectorThreads = 256;
-// Where the segments of a table begin that are not there.
+// Missing segments of a table begin here.
 inline constexpr uint32_t kNowhere = UINT32_MAX;
 
 template <typename Item>
 constexpr int kItems = kPackBytes / sizeof(Item);
 
-// What is read is the last to leave the L2 cache, so that what is written goes to the memory soon
-// and in order. For items of less than a word this costs more than it brings.
+// Load keeps what it reads in the L2 cache longest, so that writes go to memory soon and in order.
+// For items of less than 4 bytes this costs more than it gains.
 template <typename Item>
 __device__ __forceinline__ Item Load(const void* from) {
   if constexpr (sizeof(Item) < 4) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ Item Load(const void* from) {
   }
 }
 
-// Leaves the L1 cache to what is read.
+// Store leaves the L1 cache to reads.
 __device__ __forceinline__ void Store(void* to, uint4 pack) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack.x),
                "r"(pack.y), "r"(pack.z), "r"(pack.w)

@@ -1,4 +1,4 @@
-// The functions of one logit that both focal losses are made of.
+// This header has the functions of one logit that both focal losses use.
 //
 // In f32 an element costs two operations of the special function unit, one exponential and one
 // reciprocal; the logarithm is a polynomial because that unit's is inaccurate near 1. All hold a
@@ -30,11 +30,11 @@ using jaxops::cuda::Widen;
 inline constexpr int kThreads = 256;
 
 inline constexpr float kLog2E = 0x1.715476p+0f;
-// log(2) in two parts.
+// kLn2High and kLn2Low add up to log(2).
 inline constexpr float kLn2High = 0x1.62e430p-1f;
 inline constexpr float kLn2Low = -0x1.05c610p-29f;
 
-// Where the loss has underflowed, for every type and however small gamma is.
+// At this magnitude the loss has underflowed, for every type and any small gamma.
 inline constexpr int kFar = 2000;
 
 __device__ __forceinline__ float Exp2Flushed(float x) {
@@ -47,13 +47,14 @@ __device__ __forceinline__ float Exp2(float x) {
   asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Of x up to 2^126.
+// This Reciprocal is for x up to 2^126.
 __device__ __forceinline__ float Reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// The unit's 20 bits and one step of Halley's method make an error of 0.53 units in the last place.
+// The 20 bits of the unit and one step of Halley's method give an error of 0.53 units in the last
+// place.
 __device__ __forceinline__ double Reciprocal(double x) {
   double y;
   asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
@@ -61,11 +62,12 @@ __device__ __forceinline__ double Reciprocal(double x) {
   return fma(y, fma(error, error, error), y);
 }
 
-// exp(-|x|). The multiplication by log2(e) rounds the exponent, which a long one magnifies: what it
-// lost comes back as a factor. Subnormal results cost three instructions more, or are 0.
+// ExpOfMagnitude returns exp(-|x|). The multiplication by log2(e) rounds the exponent, and a large
+// exponent magnifies that error, so the lost part is multiplied back in. Subnormal results cost
+// three instructions more, or are 0.
 template <bool kSubnormal>
 __device__ __forceinline__ float ExpOfMagnitude(float x) {
-  // Where the result is 0 anyway; an infinite x would lose everything.
+  // Beyond the bound the result is 0 anyway, and an infinite x would make the lost part NaN.
   float bounded;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(bounded) : "f"(-fabsf(x)), "f"(-float{kFar}));
   const float exponent = bounded * kLog2E;
@@ -74,7 +76,7 @@ __device__ __forceinline__ float ExpOfMagnitude(float x) {
   return fmaf(power, lost, power);
 }
 
-// A polynomial by its coefficients, from that of the highest power.
+// Polynomial evaluates a polynomial from its coefficients, the highest power first.
 template <int kTerms>
 __device__ __forceinline__ double Polynomial(const double (&terms)[kTerms], double x) {
   double p = terms[0];
@@ -83,8 +85,9 @@ __device__ __forceinline__ double Polynomial(const double (&terms)[kTerms], doub
   return p;
 }
 
-// The same in f64: a polynomial, of a relative error of 3.6e-18, times a power of two, which goes
-// straight into exponents, lifted by what keeps them normal until the last multiplication.
+// In f64, exp(-|x|) is a polynomial, with a relative error of 3.6e-18, times a power of two. The
+// power is added directly to the exponent bits, lifted so that they stay normal until the last
+// multiplication.
 template <bool kSubnormal>
 __device__ __forceinline__ double ExpOfMagnitude(double x) {
   constexpr double kTerms[] = {0x1.ad7f6d7911672p-26,
@@ -99,9 +102,10 @@ __device__ __forceinline__ double ExpOfMagnitude(double x) {
                                0x1.000000000000ap-1,
                                1.0};
   constexpr int kLift = 64;
-  // Numbers of this size have no fraction, and are integers in their lower words.
+  // Numbers of this size have no fraction, and are integers in their lower 32 bits.
   constexpr double kRound = 0x1.8p52;
-  // Where a sign changes not within an instruction but by one, it is one of f64.
+  // A sign change that is not part of another instruction would be an f64 instruction of its own,
+  // so this code changes bits.
   const double magnitude = __hiloint2double(__double2hiint(x) & INT32_MAX, __double2loint(x));
   const double bounded = magnitude > 746 ? 746 : magnitude;
   const double rounded = fma(bounded, -0x1.71547652b82fep+0, kRound);
@@ -115,8 +119,9 @@ __device__ __forceinline__ double ExpOfMagnitude(double x) {
   return fma(slope, rest, power) * 0x1p-64;
 }
 
-// log(1 + x) for x in [0, 1], where `rest` is x / (1 + x): x times one and a polynomial in each of
-// the two, with a relative error of 3.7e-8. In x alone that takes two terms more.
+// Log1p returns log(1 + x) for x in [0, 1], where `rest` is x / (1 + x): x times one plus a
+// polynomial in each of x and `rest`, with a relative error of 3.7e-8. A polynomial in x alone
+// would need two terms more.
 __device__ __forceinline__ float Log1p(float x, float rest, float plus) {
   float p = -0x1.06bbe4p-9f;
   p = fmaf(p, x, 0x1.2801aep-6f);
@@ -138,8 +143,8 @@ __device__ __forceinline__ double Log1p(double x, double, double plus) {
   return fma(-s, fma(-square, Polynomial(kTerms, square), x), x + plus);
 }
 
-// exp(gamma (log_high + log_low)), exact to a few roundings however long the product is. An
-// infinite product has no rest, and would make NaN of it.
+// ExpOfProduct returns exp(gamma (log_high + log_low)) with an error of a few roundings for any
+// size of the product. The bound keeps the rest of an infinite product from being NaN.
 __device__ __forceinline__ float ExpOfProduct(float gamma, float log_high, float log_low) {
   log_high = log_high < -kFar ? -kFar : log_high;
   float high;
@@ -172,10 +177,11 @@ __device__ __forceinline__ float SquareRoot(float x) {
 }
 __device__ __forceinline__ double SquareRoot(double x) { return sqrt(x); }
 
-// What results are for: f32, f64 or a sum; f16 or bf16 with a sum; or these alone.
+// Digits says which results the code serves: f32, f64 or a sum; f16 or bf16 with a sum; or f16 or
+// bf16 alone.
 enum class Digits { kFull, kHalfWithSum, kHalf };
 
-// exp(-|x|) and log(1 + x) to a relative error of 6e-6, for results of 11 bits.
+// These are exp(-|x|) and log(1 + x) with a relative error of 6e-6, for results of 11 bits.
 template <bool kSubnormal>
 __device__ __forceinline__ float ShortExpOfMagnitude(float x) {
   const float exponent = -kLog2E * fabsf(x);
@@ -187,9 +193,9 @@ __device__ __forceinline__ float ShortLog1p(float x, float rest, float plus) {
   return fmaf(fmaf(q, rest, p), x, plus);
 }
 
-// What the loss and its slope are made of, for kCount logits of a thread: the probability of the
-// wrong answer, which is replaced by its power, and its logarithm in two parts where `power` needs
-// it. One choice of the exponent serves them all.
+// RaiseToGamma replaces the probability of the wrong answer by its power, for kCount logits of a
+// thread. The logarithm of the probability comes in two parts, for a `power` that needs it. All
+// logits share one branch on the exponent.
 template <typename A, int kCount>
 __device__ __forceinline__ void RaiseToGamma(A (&wrong)[kCount], const A (&log_high)[kCount],
                                              const A (&log_low)[kCount], Power power, A gamma) {
@@ -222,18 +228,19 @@ __device__ __forceinline__ A Largest() {
   return std::is_same_v<A, float> ? A(FLT_MAX) : A(DBL_MAX);
 }
 
-// The largest finite number for infinity, where it will be multiplied by zero.
+// Finite returns the largest finite number for infinity, for a multiplication by zero.
 template <typename A>
 __device__ __forceinline__ A Finite(A x) {
   return x > Largest<A>() ? Largest<A>() : x;
 }
-// A large number for infinity and NaN, by what is not an instruction of f64: where there is NaN, it
-// comes into the result from elsewhere too.
+// In f64, Finite returns a large number for infinity and NaN, without an f64 instruction. A NaN
+// also reaches the result by another operand.
 __device__ __forceinline__ double Finite(double x) {
   return __hiloint2double(min(__double2hiint(x), __double2hiint(DBL_MAX)), __double2loint(x));
 }
 
-// exp(-|x|) of kCount numbers; subnormal only where the power of the loss would not make it vanish.
+// This overload computes exp(-|x|) of kCount numbers; results are subnormal only if the power of
+// the loss would not underflow anyway.
 template <Digits kDigits = Digits::kFull, typename A, int kCount>
 __device__ __forceinline__ void ExpOfMagnitude(A (&e)[kCount], const A (&x)[kCount], Power power) {
   const auto each = [&](auto subnormal) {
@@ -253,8 +260,9 @@ __device__ __forceinline__ void ExpOfMagnitude(A (&e)[kCount], const A (&x)[kCou
   }
 }
 
-// Loss and slope times `factor` from e = exp(-|x|), x = positive + negative_high + negative_low:
-// one of the two parts is zero, and `leads` says whether it is the negative one.
+// Evaluate computes the loss and the slope times `factor` from e = exp(-|x|), where x = positive +
+// negative_high + negative_low. One of the two signs' parts is zero, and `leads` says whether it is
+// the negative one.
 template <bool kSlope, Digits kDigits = Digits::kFull, typename A, int kCount>
 __device__ __forceinline__ void Evaluate(A (&loss)[kCount], A (&slope)[kCount],
                                          const A (&e)[kCount], const bool (&leads)[kCount],
@@ -269,7 +277,7 @@ __device__ __forceinline__ void Evaluate(A (&loss)[kCount], A (&slope)[kCount],
     const A rest = e[k] * inverse;
     wrong[k] = scaled[k] = leads[k] ? inverse : rest;
     right[k] = leads[k] ? rest : inverse;
-    // The logarithm of `wrong` is unused but for exponents that need it.
+    // The compiler removes the logarithm of `wrong` for exponents that do not need it.
     if constexpr (kDigits == Digits::kHalf) {
       softplus[k] = ShortLog1p(e[k], rest, positive[k]);
       log_low[k] = negative_low[k] - ShortLog1p(e[k], rest, A(0));
@@ -284,8 +292,8 @@ __device__ __forceinline__ void Evaluate(A (&loss)[kCount], A (&slope)[kCount],
     scaled[k] *= factor[k];
     loss[k] = scaled[k] * softplus[k];
     if constexpr (kSlope) {
-      // The difference of `wrong` from 1 has few digits where that is near 1, and few are needed in
-      // 16 bits: `wrong` is what it is added to.
+      // If `wrong` is near 1, the difference from 1 has few digits, but 16-bit results need few:
+      // the difference is added to `wrong`.
       const A share = kDigits == Digits::kFull ? gamma * right[k] : gamma - gamma * wrong[k];
       slope[k] =
           scaled[k] * (power == Power::kZero ? wrong[k] : share * Finite(softplus[k]) + wrong[k]);
@@ -293,7 +301,7 @@ __device__ __forceinline__ void Evaluate(A (&loss)[kCount], A (&slope)[kCount],
   }
 }
 
-// Widens a pack; a pair of bf16 is one word, of which each half is one instruction away.
+// WidenAll widens a vector; each half of a pair of bf16 takes one instruction.
 template <typename T, int kCount>
 __device__ __forceinline__ void WidenAll(Accumulator<T> (&wide)[kCount],
                                          const Pack<T, kCount>& pack) {

@@ -1,5 +1,5 @@
-// Sums of a loss: over the threads of a block, over the blocks of a cluster, and by a second kernel
-// over the blocks of longer ones. Their order is always the same.
+// This header sums a loss over the threads of a block, over the blocks of a cluster, and by a
+// second kernel over the blocks of longer sums. The order of a sum is always the same.
 #ifndef JAXOPS_CUDA_FOCAL_LOSS_SUM_CUH_
 #define JAXOPS_CUDA_FOCAL_LOSS_SUM_CUH_
 
@@ -11,8 +11,8 @@
 
 namespace jaxops::focal_loss::cuda {
 
-// The blocks of a cluster, at most. A batch entry that has no more blocks sums them up itself,
-// where blocks share memory; a second kernel sums more.
+// A cluster has at most this number of blocks. If a batch entry has no more blocks and the device
+// has clusters, the cluster sums them; otherwise a second kernel does.
 inline constexpr int64_t kClusterBlocks = 8;
 
 template <typename A, int kCount>
@@ -23,7 +23,8 @@ __device__ __forceinline__ A SumOf(const A (&values)[kCount]) {
   return sum;
 }
 
-// A thread's value summed over the block, by all of its threads; for the first one to use.
+// SumOverBlock returns a value summed over the block's threads, all of which must call it; only the
+// first thread may use the result.
 template <int kBlockThreads = kThreads, typename A>
 __device__ __forceinline__ A SumOverBlock(A value) {
   __shared__ A of_warp[kBlockThreads / kWarp];
@@ -39,7 +40,7 @@ __device__ __forceinline__ A SumOverBlock(A value) {
   return sum;
 }
 
-// The same for blocks of any number of warps.
+// SumOverAnyBlock is SumOverBlock for blocks of any number of warps.
 template <typename A>
 __device__ __forceinline__ A SumOverAnyBlock(A value) {
   __shared__ A of_warp[kWarp];
@@ -61,15 +62,16 @@ __device__ __forceinline__ A SumOverAnyBlock(A value) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// The barrier at which the first block of a cluster learns that the sums of the others have arrived
-// in its shared memory.
+// At this barrier, the first block of a cluster waits for the other blocks' sums to arrive in its
+// shared memory.
 __device__ __forceinline__ uint64_t* SumsArrived() {
   __shared__ uint64_t arrived;
   return &arrived;
 }
 #endif
 
-// Tells the other blocks of the cluster that this one has begun, and can be sent their sums.
+// ArriveInCluster tells the other blocks of the cluster that this block has begun, so that they may
+// send their sums.
 __device__ __forceinline__ void ArriveInCluster() {
 #if __CUDA_ARCH__ >= 900
   namespace ptx = ::cuda::ptx;
@@ -77,14 +79,14 @@ __device__ __forceinline__ void ArriveInCluster() {
     ptx::mbarrier_init(SumsArrived(), 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
-  // Nothing but the barrier has to be seen by others, which the fence has seen to: an arrival that
-  // released all that was written would wait for the memory of the device.
+  // Only the barrier must be visible to the other blocks, and the fence ensures that: an arrival
+  // that releases all writes would wait for global memory.
   ptx::barrier_cluster_arrive(ptx::sem_relaxed);
 #endif
 }
 
-// Adds up what the first threads of the blocks of a cluster have, for that of the first block;
-// after ArriveInCluster. Returns whether this thread is that one.
+// SumOverCluster adds up the values of the first threads of a cluster's blocks, in the first thread
+// of the first block. It must follow ArriveInCluster, and returns whether this thread has the sum.
 template <typename A>
 __device__ __forceinline__ bool SumOverCluster(A& sum) {
 #if __CUDA_ARCH__ >= 900
@@ -92,7 +94,7 @@ __device__ __forceinline__ bool SumOverCluster(A& sum) {
   __shared__ A of_block[kClusterBlocks];
   const auto cluster = cooperative_groups::this_cluster();
   const unsigned rank = cluster.block_rank();
-  // A block that was not launched in a cluster cannot send itself anything.
+  // A block that was not launched in a cluster cannot send to itself.
   if (cluster.num_blocks() == 1) return threadIdx.x == 0;
   ptx::barrier_cluster_wait(ptx::sem_acquire);
   if (threadIdx.x > 0) return false;
@@ -118,17 +120,18 @@ struct PartialSums {
   const void* partials;
 };
 
-// Partial sums that a thread reads at a time, and the threads of a block where they are many.
+// A thread has the first number of reads in flight; blocks have the second number of threads if
+// partial sums are many.
 inline constexpr uint32_t kCombinedAhead = 16;
 inline constexpr int kManyCombining = 1024;
 
-// Adds up the partial sums of one batch entry a block.
+// Each block adds up the partial sums of one batch entry.
 template <typename A, int kBlockThreads, typename Call>
 __global__ void __launch_bounds__(kBlockThreads)
     CombineSumsKernel(const __grid_constant__ PartialSums<Call> p) {
   const A* partials = static_cast<const A*>(p.partials) + int64_t{blockIdx.x} * p.splits;
   A sum = 0;
-  // All reads are in flight together, which a loop with a condition for each would prevent.
+  // All reads are in flight together, which a loop with a condition per read would prevent.
   constexpr uint32_t kAhead = kCombinedAhead;
   for (uint32_t begin = threadIdx.x; begin < p.splits; begin += kAhead * kBlockThreads) {
     A ahead[kAhead];
@@ -145,8 +148,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// Makes the sum of a call of the partial sums of its blocks: (entries, splits), of which A is the
-// type.
+// CombineSums computes the sum of a call from the partial sums (entries, splits) of its blocks,
+// which have type A.
 template <typename A, typename Call>
 cudaError_t CombineSums(cudaStream_t stream, const Call& call, int64_t splits,
                         const void* partials) {

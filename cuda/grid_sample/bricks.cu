@@ -1,10 +1,11 @@
-// The volume gradient, summed brick by brick of it, see cuda/grid_sample/order.cuh.
+// These kernels sum the volume gradient brick by brick, see cuda/grid_sample/order.cuh.
 //
-// A warp has the sums of a brick in shared memory, goes through all points that touch it and writes
-// it once, so that the volume's gradient is neither cleared nor added to in memory. At a time it
-// adds what one point gives, which is for different entries, a few lanes for each. Where many
-// points are in one brick it takes the first of them only; a second kernel takes others as warps
-// are free, each so many points of a brick, and adds its sums in memory.
+// A warp keeps the sums of a brick in shared memory, loops over all points that touch the brick,
+// and writes the brick once, so that the volume gradient in memory needs neither clearing nor
+// reductions. In each step a warp adds the contributions of one point, which go to different
+// entries; a few lanes share an entry. If a brick has more than kShare points, its warp takes the
+// first kShare only. A second kernel distributes the others over free warps, kShare points of a
+// brick each, and adds its sums in memory.
 #include <algorithm>
 #include <cstdint>
 
@@ -27,26 +28,27 @@ using jaxops::cuda::Widen;
 
 constexpr int64_t kMaxSharingBlocks = 2048;
 
-// Points whose updates are read ahead of adding them.
+// The updates of this number of points are read before they are added.
 constexpr int kAhead = 4;
 
 struct BrickParams {
   Params common;
   BrickOrder order;
-  FastDivider chunks;           // of channels, of which a warp has one
+  FastDivider chunks;           // chunks of channels; a warp has one chunk
   FastDivider along[kMaxAxes];  // bricks along an axis
 };
 
-// What a point adds to an entry.
+// Update is the contribution of a point to an entry.
 struct alignas(8) Update {
-  int32_t place;  // of the entry in the brick; negative: it is not there
+  int32_t place;  // offset of the entry in the brick; negative: the entry is not in the brick
   float weight;
 };
 
 template <int kAxes>
 constexpr int kSets = kAxes == 3 ? 27 : 9;
 
-// The points that touch a brick: those of 3^axes bins, of which each lane knows one.
+// PointsOf lists the points that touch a brick, which are those of 3^axes bins; each lane holds one
+// bin.
 template <int kAxes>
 class PointsOf {
  public:
@@ -57,7 +59,7 @@ class PointsOf {
     int digits = lane;
 #pragma unroll
     for (int a = 0; a < kAxes; ++a) {
-      const int digit = digits % 3;  // within the set or not; 2: in the brick after, and within
+      const int digit = digits % 3;  // 0: not in the set; 1: in it; 2: in it, in the next brick
       digits /= 3;
       const uint32_t place = brick[a] + (digit == 2 ? 1 : 0);
       there = there && place < order.bricks[a];
@@ -79,7 +81,7 @@ class PointsOf {
 
   __device__ __forceinline__ uint32_t size() const { return size_; }
 
-  // The index of the i-th in the order.
+  // At returns the index in the order of the i-th point that touches the brick.
   __device__ __forceinline__ uint32_t At(uint32_t i) const {
     int bin = 0;
 #pragma unroll
@@ -91,38 +93,38 @@ class PointsOf {
 
  private:
   uint32_t begin_;   // of the lane's bin
-  uint32_t before_;  // how many are in the bins of the lanes before
+  uint32_t before_;  // number of points in the bins of the lanes before
   uint32_t size_;
 };
 
-// The sums of a warp and what it adds to them next.
+// Memory holds the sums of a warp and the contributions that the warp adds next.
 template <int kCount, int kAxes>
 struct Memory {
   static constexpr int kCorners = 1 << kAxes;
-  static constexpr int kLanes = kWarp / kCorners;  // that share a corner
+  static constexpr int kLanes = kWarp / kCorners;  // lanes per corner
   static constexpr int kChannels = kLanes * kCount;
 
   alignas(16) float sums[kBrickEntries * kChannels];
   alignas(16) float cotangents[kWarp * kChannels];
-  Update updates[kWarp * (kCorners + 1)];  // one more a point: puts points into different banks
+  Update updates[kWarp * (kCorners + 1)];  // one more per point puts points into different banks
 };
 
-// Adds the points from `begin` to `end` of those that touch a brick.
+// AddPoints adds the points from `begin` to `end` of those that touch a brick.
 template <typename T, int kCount, int kAxes>
 __device__ __forceinline__ void AddPoints(Memory<kCount, kAxes>& memory, const BrickParams& params,
                                           const uint32_t (&brick)[kAxes],
                                           const PointsOf<kAxes>& points, uint32_t begin,
                                           uint32_t end, int64_t channel) {
   using M = Memory<kCount, kAxes>;
-  constexpr int kRounds = M::kLanes;  // to load the rows of a warp's points
+  constexpr int kRounds = M::kLanes;  // rounds in which a warp loads the rows of its points
   const Call& call = params.common.call;
   const int64_t width = call.geometry.width;
   const int lane = threadIdx.x % kWarp;
   const int corner = lane / M::kLanes;
   const int within = lane % M::kLanes * kCount;
   const auto index_at = [&](uint32_t i) { return params.order.points[points.At(min(i, end - 1))]; };
-  // What belongs to a warp's points is loaded while those before are added.
-  Sought<float, kAxes> sought;  // in the only entry of the batch
+  // The next points of a warp are loaded while the current points are added.
+  Sought<float, kAxes> sought;  // in the only batch entry
   sought.entry = 0;
   Pack<T, kCount> rows[kRounds];
   const auto load = [&](uint32_t index) {
@@ -291,7 +293,7 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call, const BrickOrder& 
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call, const BrickOrder& order, float* sums) {
   const auto with = [&]<int kAxes>(std::integral_constant<int, kAxes>) {
-    // As many channels a lane as fill the lanes.
+    // Each lane has as many channels as possible without idle lanes.
     constexpr int kLanes = kWarp >> kAxes;
     const int64_t width = call.geometry.width;
     const bool aligned =

@@ -1,8 +1,9 @@
-// Which kernels sample volumes at points and make the gradients, see common/grid_sample.h.
+// This file chooses the kernel family of a sample or of its gradients, see common/grid_sample.h.
 //
-// Points at random places of a volume larger than the L2 would fetch entries from memory as often
-// as they are met. They are then taken in an order, see cuda/grid_sample/order.cuh; the time that
-// takes is a small part of the time it saves. A call that has work space for an order wants one.
+// Points at random places of a volume larger than the L2 cache would fetch an entry from memory
+// each time that a point touches the entry. Such points are ordered first, see
+// cuda/grid_sample/order.cuh; ordering takes a small part of the time that it saves. A call with
+// work space for an order orders its points.
 //
 // The measured gains are in docs/grid_sample.md; all were measured on an H200.
 #include <algorithm>
@@ -24,11 +25,11 @@ using jaxops::cuda::kWarp;
 using jaxops::cuda::SizeOf;
 using jaxops::cuda::Table;
 
-// Threads, or channels of all points, that keep an H200 busy.
+// This number of threads, or of channels of all points, keeps an H200 busy.
 constexpr int64_t kManyThreads = int64_t{1} << 18;
 
-// Warps that go through 32 points each find more in the L1, where points are many and in an order,
-// or where rows are loaded element by element.
+// Warps that go through 32 points each hit the L1 cache more often if points are many and ordered,
+// or if rows are loaded element by element.
 bool PrefersPlainValue(const Job& job, const Device&) {
   const Geometry& geometry = job.call.geometry;
   const bool is_f32 = job.call.dtype == DType::kF32;
@@ -40,24 +41,26 @@ bool PrefersPlainValue(const Job& job, const Device&) {
          geometry.width >= 64 || geometry.points <= kManyThreads / 2;
 }
 
-// Up to so many threads in all, it pays that each finds its point itself.
+// Up to this number of threads in all, it is faster if each thread finds the entries of its point
+// itself.
 bool PrefersThreadsValue(const Job& job, const Device&) {
   return job.order_space == nullptr &&
          job.call.batch.size() * job.call.geometry.points * RowThreads(job) <= kManyThreads;
 }
 
 constexpr Family<Job> kForwardFamilies[] = {
-    // The kernels of the others know every option and are 12 to 30 KB of instructions, for which
-    // small calls wait: 4096 points, 16 channels, 64 x 64 in bf16 1.86 -> 1.41 us.
+    // The kernels of the other families know every option and have 12 to 30 KB of instructions, for
+    // which small calls wait: 4096 points, 16 channels, 64 x 64 in bf16 1.86 -> 1.41 us.
     {"plain", CanRunPlain, PrefersPlainValue, LaunchPlain},
     // No lane waits for another.
     {"threads", CanRunThreads, PrefersThreadsValue, LaunchThreads},
-    // A point is found once.
+    // The entries around a point are found only once.
     {"warps", CanRunWarps, Always<Job>, LaunchWarps},
 };
 const Table<Job> kForward("grid_sample", "forward", kForwardFamilies);
 
-// Warps have fewer loads in flight, which is better for rows of one channel in a large volume.
+// The warps family has fewer loads in flight, which is better for rows of one channel in a large
+// volume.
 bool PrefersPlainPointGrad(const Job& job, const Device&) {
   return job.call.geometry.width > 1 || IsCached(job.call);
 }
@@ -66,20 +69,22 @@ bool PrefersPlainPointGrad(const Job& job, const Device&) {
 bool PrefersThreadsGrad(const Job& job, const Device&) { return RowThreads(job) == 1; }
 
 constexpr Family<Job> kPointGradFamilies[] = {
-    // 262147 points, 33 channels, 127 x 129 in f32 89 -> 37 us, for the same reason as values.
+    // 262147 points, 33 channels, 127 x 129 in f32 take 37 instead of 89 us; the reason is that of
+    // values.
     {"plain", CanRunPlain, PrefersPlainPointGrad, LaunchPlain},
     {"threads", CanRunThreads, PrefersThreadsGrad, LaunchThreads},
     {"warps", CanRunWarps, Always<Job>, LaunchWarps},
 };
 const Table<Job> kPointGrad("grid_sample", "point_grad", kPointGradFamilies);
 
-// Lanes of a corner have half of their channels at least.
+// The lanes of a corner have channels for at least half of them.
 bool PrefersBricks(const Job& job, const Device&) {
   return 2 * job.call.geometry.width >= kWarp >> job.call.geometry.axes;
 }
 
 constexpr Family<Job> kVolumeGradFamilies[] = {
-    // Sums in the order of the points: (128,128,128,16) with 2^20 random points 1353 -> 253 us.
+    // The sums have the order of the points: (128,128,128,16) with 2^20 random points 1353 -> 253
+    // us.
     {"sorted", CanRunSorted, Always<Job>, LaunchSorted},
     // Reductions in memory bound large volumes of many points.
     {"bricks", CanRunBricks, PrefersBricks, LaunchBricks},
@@ -87,10 +92,11 @@ constexpr Family<Job> kVolumeGradFamilies[] = {
 };
 const Table<Job> kVolumeGrad("grid_sample", "volume_grad", kVolumeGradFamilies);
 
-// Whether one kernel makes both gradients faster than two. If points are put in an order, the
-// volume gradient is made in it, and the point gradient is not, so that cotangents are read in
-// their order. A plain point gradient is faster alone where the volume gradient is added element by
-// element, but for few elements and the shortest rows.
+// PrefersOneKernel says whether one kernel computes both gradients faster than two. If points are
+// ordered, two kernels are faster: the volume gradient uses the order, and the point gradient does
+// not, so that it reads cotangents in memory order. If the volume gradient is added element by
+// element, a plain point gradient of its own is faster, except for few elements and the shortest
+// rows.
 bool PrefersOneKernel(const Job& job, const Device& device) {
   if (job.order_space != nullptr) return false;
   const Geometry& geometry = job.call.geometry;
@@ -103,7 +109,7 @@ bool PrefersThreadsBoth(const Job& job, const Device& device) {
   return PrefersThreadsGrad(job, device) && PrefersOneKernel(job, device);
 }
 
-// The points and their entries are read once. Calls that no row takes are two.
+// One kernel reads the points and their entries once. Calls that match no family take two kernels.
 constexpr Family<Job> kBackwardFamilies[] = {
     {"threads", CanRunThreads, PrefersThreadsBoth, LaunchThreads},
     {"warps", CanRunWarps, PrefersOneKernel, LaunchWarps},
@@ -130,8 +136,9 @@ bool IsAligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
 }
 
-// Finds the parts of the work space: the sums of a volume gradient of 2-byte entries, and room to
-// put points in an order. Calls whose points are taken as they come have nothing after the sums.
+// FindWorkSpace finds the parts of the work space: the sums of a volume gradient of 2-byte entries,
+// and the space for an order of the points. Calls that do not order their points have nothing after
+// the sums.
 cudaError_t FindWorkSpace(Job* job) {
   const Call& call = job->call;
   const bool adds = call.dvolume != nullptr && !call.deterministic;

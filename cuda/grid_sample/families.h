@@ -1,5 +1,5 @@
-// The kernel families of grid_sample: the calls that each can run, and its launcher. dispatch.cu
-// alone chooses between them.
+// This header declares the kernel families of grid_sample: the calls that each family can run, and
+// its launcher. dispatch.cu alone chooses between them.
 #ifndef JAXOPS_CUDA_GRID_SAMPLE_FAMILIES_H_
 #define JAXOPS_CUDA_GRID_SAMPLE_FAMILIES_H_
 
@@ -17,18 +17,18 @@ namespace jaxops::grid_sample::cuda {
 
 using jaxops::cuda::Device;
 
-// A call of at least one point and channel, or one of its gradients.
+// Job is a call with at least one point and one channel, or one of the call's gradients.
 struct Job {
-  Call call;             // results that are not asked for are null
+  Call call;             // results that are not wanted are null
   bool vectors = false;  // rows are whole vectors of 16 bytes, and all arrays are aligned to them
-  // The volume's gradient in the arithmetic type, for families that add to it in memory; null: its
-  // sums are to be in the order of the points, or it is not asked for.
+  // The families that add in memory write the volume gradient in the arithmetic type to `sums`. It
+  // is null if the sums must have the order of the points, or if no volume gradient is wanted.
   void* sums = nullptr;
-  // Of as many bytes as the orders of the points take; null: these are taken as they come.
+  // The space holds the orders of the points; null: the points are not ordered.
   void* order_space = nullptr;
 };
 
-// Threads that share a row, of a vector or an element each.
+// RowThreads returns the number of threads per row if each has one vector or element.
 inline int64_t RowThreads(const Job& job) {
   const Call& call = job.call;
   const int64_t count =
@@ -36,7 +36,7 @@ inline int64_t RowThreads(const Job& job) {
   return call.geometry.width / count;
 }
 
-// Whether the L2 of an H200 holds the volume.
+// IsCached says whether the L2 cache of an H200 holds the volume.
 inline bool IsCached(const Call& call) {
   const int64_t entry_bytes = call.geometry.width * jaxops::cuda::SizeOf(call.dtype);
   return call.geometry.grid() * entry_bytes < int64_t{3} << 24;
@@ -44,27 +44,28 @@ inline bool IsCached(const Call& call) {
 
 // --- plain: values, and point gradients, without options -----------------------------------------
 //
-// Linear, with zeros around, without derivatives, the points in the arithmetic type and one after
-// another, and all counted in 32 bits, the entries of an axis also exactly in the arithmetic type.
+// The family runs linear samples with zero padding and without derivatives, whose points are
+// contiguous and have the arithmetic type. All counts fit 32 bits, and the entries of an axis are
+// exact in the arithmetic type.
 
 bool CanRunPlain(const Job& job, const Device& device);
 cudaError_t LaunchPlain(cudaStream_t stream, const Job& job, const Device& device);
 
 // --- threads: every thread finds the entries around its point itself -----------------------------
 //
-// Values, point gradients, and both gradients.
+// The family runs values, point gradients, and both gradients together.
 
 bool CanRunThreads(const Job& job, const Device& device);
 cudaError_t LaunchThreads(cudaStream_t stream, const Job& job, const Device& device);
 
 // --- warps: lanes of a warp find the entries around points for each other ------------------------
 //
-// All calls but volume gradients whose sums are to be in the order of the points.
+// The family runs all calls except volume gradients whose sums must have the order of the points.
 
 bool CanRunWarps(const Job& job, const Device& device);
 cudaError_t LaunchWarps(cudaStream_t stream, const Job& job, const Device& device);
 
-// --- sorted: volume gradients whose sums are in the order of the points --------------------------
+// --- sorted: volume gradients whose sums have the order of the points ----------------------------
 
 bool CanRunSorted(const Job& job, const Device& device);
 cudaError_t LaunchSorted(cudaStream_t stream, const Job& job, const Device& device);
@@ -74,13 +75,13 @@ cudaError_t LaunchSorted(cudaStream_t stream, const Job& job, const Device& devi
 bool CanRunBricks(const Job& job, const Device& device);
 cudaError_t LaunchBricks(cudaStream_t stream, const Job& job, const Device& device);
 
-// --- sums: for all families that make them in the arithmetic type --------------------------------
+// --- sums: for all families that sum a volume gradient in the arithmetic type --------------------
 
 int64_t SumsBytes(const Call& call);
 
 cudaError_t ClearSums(cudaStream_t stream, const Job& job);
 
-// Rounds them to the volume's gradient, unless they are it.
+// RoundSums rounds the sums to the volume gradient, unless the volume gradient holds them already.
 cudaError_t RoundSums(cudaStream_t stream, const Job& job);
 
 }  // namespace jaxops::grid_sample::cuda

@@ -1,4 +1,4 @@
-// Launchers that sample volumes at points on CUDA devices.
+// This header declares the launchers that sample volumes at points on CUDA devices.
 #ifndef JAXOPS_CUDA_GRID_SAMPLE_LAUNCH_H_
 #define JAXOPS_CUDA_GRID_SAMPLE_LAUNCH_H_
 

@@ -1,7 +1,7 @@
-// Orders points, see cuda/grid_sample/order.cuh. Blocks sort points by groups of neighbouring bins
-// in shared memory, each its own. For a rough order that is all: the first tiles of all blocks come
-// first, then the second ones, and so on. For the order by bricks, a block for each group then
-// gathers its points from all blocks and sorts them by bins.
+// These kernels order points, see cuda/grid_sample/order.cuh. Each block sorts its own points by
+// groups of neighbouring bins in shared memory. For a rough order no more is needed: the first
+// tiles of all blocks come first, then the second tiles, and so on. For the order by bricks, one
+// block per group then gathers the points of the group from all blocks and sorts them by bins.
 #include <algorithm>
 #include <cstdint>
 
@@ -20,20 +20,19 @@ using jaxops::cuda::Launch;
 constexpr int kOrderThreads = 1024;
 static_assert(kOrderThreads == kWarp * kWarp);
 
-// Of a block that makes a part of a rough order.
+// These constants belong to a block that sorts a part of a rough order.
 constexpr int kRoughGroups = 32;
 constexpr int kRoughPoints = 4 * kOrderThreads;
 constexpr int kTiles = kRoughPoints / kWarp + kRoughGroups;
 
-// Of a block that sorts by groups of bricks.
+// These constants belong to a block that sorts by groups of bricks.
 constexpr int kBrickGroups = 512;
 constexpr int kBrickPoints = 8 * kOrderThreads;
 constexpr int kMaxBinsOfGroup = 8192;
 
-// A group's points that are put in order in shared memory.
+// A group of at most this number of points is sorted in shared memory.
 constexpr uint32_t kStaged = 8192;
 
-// A point and its bin.
 struct alignas(8) Member {
   uint32_t index;
   uint32_t bin;
@@ -44,17 +43,17 @@ struct OrderParams {
   int64_t points;
   uint32_t bricks[kMaxAxes];
   uint32_t bins;
-  int shift;  // 2^shift bins are a group
+  int shift;  // a group has 2^shift bins
   uint32_t groups;
   RoughOrder rough;
   BrickOrder by_bricks;
-  uint32_t blocks;   // that sort
-  Member* members;   // block by block, kBrickPoints each, group by group
-  uint32_t* begins;  // of the groups in a block's members, and the end: groups + 1 a block
-  uint32_t* taken;   // places in the order
+  uint32_t blocks;   // number of blocks that sort
+  Member* members;   // kBrickPoints per block, sorted by group
+  uint32_t* begins;  // begins of the groups in a block's members, and the end: groups + 1 per block
+  uint32_t* taken;   // number of places of the order in use
 };
 
-// The sum of the values of the threads up to this one, and of all.
+// SumTo returns the sum of the values of all threads up to this one, and writes the sum of all.
 __device__ __forceinline__ uint32_t SumTo(uint32_t value, uint32_t* total) {
   __shared__ uint32_t warps[kWarp];
   const int lane = threadIdx.x % kWarp;
@@ -77,9 +76,9 @@ __device__ __forceinline__ uint32_t SumTo(uint32_t value, uint32_t* total) {
   return sum + (warp == 0 ? 0 : before);
 }
 
-// Counts one more at a place for each thread that is `real` and returns how many were before.
+// Count adds one at `place` for each thread that is `real`, and returns the count before.
 __device__ __forceinline__ uint32_t Count(uint32_t* counts, uint32_t place, bool real) {
-  // Points that come in an order are often all of one place.
+  // Neighbouring points often have the same place, for which one addition per warp is enough.
   const uint32_t first = __shfl_sync(~0u, place, 0);
   if (__all_sync(~0u, real && place == first)) {
     const int lane = threadIdx.x % kWarp;
@@ -90,7 +89,7 @@ __device__ __forceinline__ uint32_t Count(uint32_t* counts, uint32_t place, bool
   return real ? atomicAdd(counts + place, 1) : 0;
 }
 
-// The points of this thread and their bins. Those beyond the last are the last.
+// Found holds this thread's points and their bins. Points beyond the last are the last one.
 template <int kPoints, int kAxes>
 struct Found {
   float coordinates[kPoints][kAxes];
@@ -119,7 +118,7 @@ struct Found {
         const bool first_entry = upper % (1 << BrickShift<kAxes>(a)) == 0;
         set |= first_entry ? multilinear::BitOf<kAxes>(a) : 0;
       }
-      // Points that meet no entry may be anywhere, and are not to be all in one place.
+      // Points that touch no entry may have any bin, but all in one bin would unbalance the groups.
       bins[i] = meets ? (brick << kAxes) + set
                       : static_cast<uint32_t>(first + i * kOrderThreads) % params.bins;
     }
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(kOrderThreads)
     ranks[i] = Count(counts, found.bins[i] >> params.shift, real);
   }
   __syncthreads();
-  // Every group begins with a tile.
+  // Every group begins at a tile.
   uint32_t tiles, group_tiles = 0;
   if (threadIdx.x < kRoughGroups) group_tiles = (counts[threadIdx.x] + kWarp - 1) / kWarp;
   const uint32_t begin = SumTo(group_tiles, &tiles) - group_tiles;
@@ -208,20 +207,20 @@ __global__ void __launch_bounds__(kOrderThreads)
   for (uint32_t i = threadIdx.x; i < size; i += kOrderThreads) to[i] = sorted[i];
 }
 
-// A block gathers a group and sorts it by bins.
+// A block gathers the points of one group and sorts them by bins.
 __global__ void __launch_bounds__(kOrderThreads)
     SortIntoBins(const __grid_constant__ OrderParams params) {
-  __shared__ uint32_t runs_before[kOrderThreads + 1];  // members in the blocks before
-  __shared__ int64_t runs_shift[kOrderThreads];        // from there to the members
+  __shared__ uint32_t runs_before[kOrderThreads + 1];  // number of members in the blocks before
+  __shared__ int64_t runs_shift[kOrderThreads];        // offset from there to the members
   __shared__ uint32_t base;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* staged = reinterpret_cast<uint32_t*>(shared);
-  uint32_t* places = staged + kStaged;  // counts of the bins, then the next place of each
+  uint32_t* places = staged + kStaged;  // counts of the bins, then the next place of each bin
   const uint32_t group = blockIdx.x;
   const uint32_t first_bin = group << params.shift;
   const uint32_t bins = min(1u << params.shift, params.bins - first_bin);
 
-  // Calls visit(member, real) for all members, by whole warps.
+  // for_members calls visit(member, real) for all members, with whole warps.
   const auto for_members = [&](auto&& visit) {
     uint32_t all = 0;
     for (uint32_t block = 0; block < params.blocks; block += kOrderThreads) {
@@ -283,11 +282,11 @@ __global__ void __launch_bounds__(kOrderThreads)
   for (uint32_t i = threadIdx.x; i < size; i += kOrderThreads) to[i] = staged[i];
 }
 
-// How points are sorted: by groups of bins.
+// BinPlan describes the groups of bins by which points are sorted.
 struct BinPlan {
   uint32_t bricks[kMaxAxes] = {};
-  int64_t bins = 0;  // 0: the points cannot be put in an order
-  int shift = 0;     // 2^shift bins are a group
+  int64_t bins = 0;  // 0: the points cannot be ordered
+  int shift = 0;     // a group has 2^shift bins
   int64_t groups = 0;
 
   BinPlan(const Call& call, int64_t max_groups, int64_t max_bins) {
@@ -324,12 +323,12 @@ OrderParams MakeParams(const Call& call, const BinPlan& plan) {
   return params;
 }
 
-// Places for points in a rough order.
+// RoughSize returns the number of places for points in a rough order.
 int64_t RoughSize(const Call& call) {
   return CeilDiv(call.geometry.points, kRoughPoints) * kTiles * kWarp;
 }
 
-// The parts of the work space of an order by bricks, in 4-byte numbers from its begin.
+// BrickSpace lays out the work space of an order by bricks, in 4-byte numbers from its begin.
 struct BrickSpace {
   int64_t members = 0, counts, begins, left, shares, taken, group_begins, points, size;
 
@@ -387,7 +386,7 @@ cudaError_t OrderByBricks(cudaStream_t stream, const Call& call, void* space, Br
   const auto kernel = call.geometry.axes == 3 ? SortIntoGroups<3> : SortIntoGroups<2>;
   JAXOPS_RETURN_IF_ERROR(
       Launch(kernel, blocks, kOrderThreads, kBrickPoints * sizeof(Member), stream, params));
-  // Next to its static memory some GPUs have less than the usual limit.
+  // On some GPUs the static shared memory leaves less than the usual limit of dynamic memory.
   constexpr int kMaxBytes = (kStaged + kMaxBinsOfGroup) * static_cast<int>(sizeof(uint32_t));
   return Launch(SortIntoBins, params.groups, kOrderThreads,
                 (kStaged + (size_t{1} << params.shift)) * sizeof(uint32_t), stream, params,

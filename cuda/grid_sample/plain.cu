@@ -1,8 +1,8 @@
-// Plain samples of volumes and their point gradients, see CanRunPlain.
+// These kernels run plain samples of volumes and their point gradients, see CanRunPlain.
 //
-// Each thread looks at the point of its own channels: so little work without options that lanes do
-// it over again for the same point rather than wait to be told. The kernels are a fraction of the
-// size of those that know every option, whose instructions a small call waits for.
+// Each thread finds the entries of its point itself: without options that is little work, and lanes
+// of the same point repeat it rather than wait for another lane. The kernels are a fraction of the
+// size of the kernels with all options, for whose instructions a small call waits.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -33,29 +33,30 @@ constexpr int kLanesThreads = 256;
 
 template <typename A>
 struct AxisParams {
-  A slope;  // entries a unit of the coordinate
+  A slope;  // entries per unit of the coordinate
   A end;    // the number of entries
-  A last;   // the last entry if there is one before it, and else what is none
+  A last;   // index of the last entry if it is not the only one; otherwise a value that x never has
   int32_t size;
   uint32_t stride;  // in elements
 };
 
 template <typename A, int kAxes>
 struct PlainParams {
-  // In the order of their use, because small calls wait for every line of parameters.
+  // The members are in the order of their use, because small calls wait for every line of
+  // constants.
   const A* points;
   const void* volume;
   void* out;
-  uint32_t count;   // of the points of all batch entries, or of the places in their order
-  FastDivider row;  // threads to a row of channels
+  uint32_t count;   // number of points of all batch entries, or of places in their order
+  FastDivider row;  // threads per row of channels
   A shift;
-  uint32_t volume_stride;  // of the batch, in elements
+  uint32_t volume_stride;  // stride of the batch, in elements
   AxisParams<A> axes[kAxes];
   uint32_t width;
-  int lane_shift;  // of a gradient: 2^this many lanes share a point
+  int lane_shift;  // for gradients: 2^this lanes share a point
   const void* cotangent;
-  FastDivider by_entry;  // points of a batch entry
-  const Placed* order;   // of the points, null for their own
+  FastDivider by_entry;  // points per batch entry
+  const Placed* order;   // null: the points are not ordered
 
   PlainParams(const Call& call, const RoughOrder& rough, int64_t row_threads, int shift_of_lanes)
       : points(static_cast<const A*>(call.points)),
@@ -84,15 +85,15 @@ struct PlainParams {
   }
 };
 
-// The entries around a point, found as LocateInZeros does.
+// PlainStencil holds the entries around a point, found as by LocateInZeros.
 template <typename A, int kAxes>
 struct PlainStencil {
   static constexpr int kCorners = 1 << kAxes;
 
   multilinear::Axis<A> axes[kAxes];
-  uint32_t offsets[kCorners];  // of channel `first` of the entries
+  uint32_t offsets[kCorners];  // channel `first` of each entry
   bool there[kCorners];
-  bool lost = false;  // a coordinate is not a number
+  bool lost = false;  // a coordinate is NaN
 
   __device__ __forceinline__ PlainStencil(const PlainParams<A, kAxes>& params, uint32_t index,
                                           const A (&point)[kAxes], uint32_t first) {
@@ -105,7 +106,7 @@ struct PlainStencil {
       lost = lost || point[a] != point[a];
       const A x = MultiplyAdd(point[a] + 1, axis.slope, params.shift);
       const bool near = x > -1 && x < axis.end;
-      // Where it is not near, conversion saturates, and nothing is there.
+      // For a point outside, the conversion saturates, and the point has no entries.
       const int32_t entry = static_cast<int32_t>(Floor(x)) - (x == axis.last ? 1 : 0);
       const A fraction = near ? x - static_cast<A>(entry) : A(0);
       axes[a] = {1 - fraction, fraction, axis.slope};
@@ -135,8 +136,8 @@ __device__ __forceinline__ void LoadPoint(const PlainParams<A, kAxes>& params, u
   for (int a = 0; a < kAxes; ++a) point[a] = from[a];
 }
 
-// Replaces a place in the order of the points by the index of the point there, and loads it. False
-// if there is none.
+// FindPoint replaces a place in the order by the index of its point, and loads the point. It
+// returns false if there is no point.
 template <bool kOrdered, int kAxes, typename A>
 __device__ __forceinline__ bool FindPoint(const PlainParams<A, kAxes>& params, uint32_t& index,
                                           A (&point)[kAxes]) {
@@ -153,8 +154,8 @@ __device__ __forceinline__ bool FindPoint(const PlainParams<A, kAxes>& params, u
   return true;
 }
 
-// kCount elements as they are loaded: what is 2 bytes long in pairs, which are not taken apart
-// until they are needed.
+// Loaded holds kCount elements as they are loaded: elements of 2 bytes stay in pairs until they are
+// used.
 template <typename T, int kCount>
 using Loaded =
     std::conditional_t<sizeof(T) * kCount % sizeof(uint32_t) == 0 && sizeof(T) < sizeof(uint32_t),
@@ -190,7 +191,7 @@ __device__ __forceinline__ void WidenAll(const Loaded<T, kCount>& loaded,
   }
 }
 
-// The weighted sums of entries around a point, kCount channels of them.
+// Interpolate returns the weighted sums of the entries around a point for kCount channels.
 template <int kCount, typename T, int kAxes>
 __device__ __forceinline__ Pack<T, kCount> Interpolate(
     const PlainStencil<Accumulator<T>, kAxes>& stencil,
@@ -213,7 +214,7 @@ __device__ __forceinline__ Pack<T, kCount> Interpolate(
   return out;
 }
 
-// Threads share a point, so that each has kTimes times kCount of its channels.
+// The threads of a point have kTimes times kCount of its channels each.
 template <typename T, int kCount, int kTimes, int kAxes, bool kOrdered>
 __global__ void __launch_bounds__(kSampleThreads, 1)
     SamplePlain(const __grid_constant__ PlainParams<Accumulator<T>, kAxes> params) {
@@ -247,8 +248,8 @@ __global__ void __launch_bounds__(kSampleThreads, 1)
   }
 }
 
-// 2^params.lane_shift neighbouring lanes share a point, so that each has kCount of its channels,
-// kTimes at once, for as long as there are more.
+// 2^params.lane_shift neighbouring lanes share a point. In each iteration a lane takes kTimes times
+// kCount of the channels.
 template <typename T, int kCount, int kTimes, int kAxes>
 __global__ void __launch_bounds__(kLanesThreads, kCount > 1 ? 4 : 1)
     PointGradPlain(const __grid_constant__ PlainParams<Accumulator<T>, kAxes> params) {
@@ -258,11 +259,11 @@ __global__ void __launch_bounds__(kLanesThreads, kCount > 1 ? 4 : 1)
   const uint32_t lanes = 1u << params.lane_shift;
   const uint32_t lane = threadIdx.x & (lanes - 1);
   const uint32_t sought = thread >> params.lane_shift;
-  // Lanes without a point do as others, because all of a warp sum together.
+  // Lanes without a point compute the last one, because whole warps take part in the sums.
   const uint32_t index = min(sought, params.count - 1);
   A point[kAxes];
   LoadPoint(params, index, point);
-  // Those of the cotangent do not wait for the point.
+  // The loads of the cotangent do not wait for the point.
   const T* row = static_cast<const T*>(params.cotangent) + uint64_t{index} * params.width;
   const uint32_t step = lanes * kCount;
   Loaded<T, kCount> rows[kTimes];
@@ -317,20 +318,20 @@ __global__ void __launch_bounds__(kLanesThreads, kCount > 1 ? 4 : 1)
 
 // --- launches ------------------------------------------------------------------------------------
 
-// How the threads of a call share rows.
+// PlainPlan says how the threads of a call share rows.
 struct PlainPlan {
-  int times = 1;       // vectors or elements of a row that a thread has at once
-  int lane_shift = 0;  // of a gradient: 2^this many lanes share a point
+  int times = 1;       // vectors or elements of a row that a thread has in flight
+  int lane_shift = 0;  // for gradients: 2^this lanes share a point
 };
 
 // All choices below were measured on an H200.
 
-// Threads that keep it busy.
+// This number of threads keeps an H200 busy.
 constexpr int64_t kManyThreads = int64_t{1} << 18;
 
 PlainPlan PlanValue(const Call& call, int count) {
   const int64_t width = call.geometry.width;
-  // Where there are many threads, those of rows that are not whole vectors have several elements.
+  // If there are many threads, those of rows that are not whole vectors have several elements.
   if (count > 1 || call.batch.size() * call.geometry.points * width <= kManyThreads) return {};
   const int64_t from_three = SizeOf(call.dtype) == 2 ? 33 : 96;
   const int64_t above_one = call.geometry.axes == 2 ? 12 : 24;
@@ -339,10 +340,10 @@ PlainPlan PlanValue(const Call& call, int count) {
 
 PlainPlan PlanPointGrad(const Call& call, int count) {
   const int64_t width = call.geometry.width;
-  // Lanes of rows that are not whole vectors have three elements at once, but for short rows.
+  // Lanes of rows that are not whole vectors have three elements in flight, except for short rows.
   const bool three = count == 1 && width > 4;
-  // With more lanes each has less to do one thing after another, with fewer they do less over
-  // again. Memory is read best by lines.
+  // More lanes shorten the sequence of loads of each lane, and fewer lanes repeat less work. Whole
+  // lines are the most efficient reads.
   const int64_t lanes = CeilDiv(width, count * (three ? 3 : 1));
   int shift = three ? 2 : 0;
   while (shift < 5 && 1 << shift < lanes) ++shift;
@@ -370,7 +371,7 @@ cudaError_t LaunchValue(cudaStream_t stream, const Job& job) {
   const int64_t row_threads = CeilDiv(job.call.geometry.width, kCount * kTimes);
   const PlainParams<Accumulator<T>, kAxes> params(job.call, order, row_threads, 0);
   const int64_t threads = params.count * row_threads;
-  // Few of them are in small blocks, for more multiprocessors.
+  // Calls of few threads use small blocks, in order to reach more multiprocessors.
   const int block = threads > 4096 ? kSampleThreads : kSampleThreads / 2;
   auto kernel = SamplePlain<T, kCount, kTimes, kAxes, false>;
   if constexpr (kCanOrder) {
@@ -404,10 +405,10 @@ bool CanRunPlain(const Job& job, const Device&) {
     return false;
   }
   if (call.point_dtype != (call.dtype == DType::kF64 ? DType::kF64 : DType::kF32)) return false;
-  // More entries of an axis have positions in float32 that are rounded, which takes some care.
+  // Positions of larger entries are rounded in float32, which PlainStencil does not handle.
   constexpr int32_t kMaxExact = 1 << 24;
   for (int a = 0; a < geometry.axes; ++a) {
-    // With align_corners every coordinate is on the only entry of an axis.
+    // With align_corners, every coordinate maps to the only entry of an axis of one entry.
     if (geometry.sizes[a] < (geometry.align_corners ? 2 : 1)) return false;
     if (call.point_dtype == DType::kF32 && geometry.sizes[a] > kMaxExact) return false;
   }

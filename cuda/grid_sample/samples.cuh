@@ -1,4 +1,4 @@
-// What the kernels that sample volumes have in common.
+// This header holds the code that the kernels that sample volumes share.
 #ifndef JAXOPS_CUDA_GRID_SAMPLE_SAMPLES_CUH_
 #define JAXOPS_CUDA_GRID_SAMPLE_SAMPLES_CUH_
 
@@ -18,20 +18,20 @@ using jaxops::cuda::kPackBytes;
 
 inline constexpr int kThreads = 256;
 
-// Warps that fill the largest devices.
+// This number of warps fills the largest devices.
 inline constexpr int64_t kManyWarps = 8192;
 
 struct Params {
   int64_t strides[kMaxAxes];  // of the volume, in elements
   int64_t points;             // of all batch entries
-  FastDivider64 by_entry;     // points of a batch entry
-  FastDivider64 by_row;       // threads to a row of channels
+  FastDivider64 by_entry;     // points per batch entry
+  FastDivider64 by_row;       // threads per row of channels
   FastDivider row;            // the same
   FastDivider64 by_split;     // warps that share the rows of the same points
-  int lanes;                  // that share a point, a power of two
-  int rounds = 1;             // in which a warp's lanes share its points
-  const Placed* order;        // of the points, null for their own
-  int64_t places;             // in the order
+  int lanes;                  // lanes per point, a power of two
+  int rounds = 1;             // rounds in which a warp's lanes go through its points
+  const Placed* order;        // null: the points are not ordered
+  int64_t places;             // number of places in the order
   void* sums;                 // dvolume in the arithmetic type
   Call call;
 
@@ -54,14 +54,14 @@ struct Params {
   }
 };
 
-// A point of all.
+// Sought is one point of all batch entries.
 template <typename A, int kAxes>
 struct Sought {
-  int64_t entry;  // of the batch
-  int64_t point;  // within the batch entry
+  int64_t entry;  // batch entry
+  int64_t point;  // index within the batch entry
   A coordinates[kAxes];
 
-  // Of the only entry of a batch.
+  // Ordered points belong to the only batch entry.
   __device__ __forceinline__ Sought(const Params& params, const Placed& placed)
       : entry(0), point(placed.index) {
     if constexpr (std::is_same_v<A, float>) {
@@ -84,7 +84,7 @@ struct Sought {
   }
 };
 
-// Where a point is along every axis.
+// LocateAll finds the entries around a point along every axis.
 template <typename A, int kAxes>
 __device__ __forceinline__ void LocateAll(const A (&p)[kAxes], const Geometry& geometry,
                                           Place<A> (&found)[kAxes]) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void LocateAll(const A (&p)[kAxes], const Geometry& g
   }
 }
 
-// The entries around a point, and what their weights are made of.
+// Stencil holds the entries around a point and the terms of their weights.
 template <typename A, int kAxes>
 struct Stencil {
   static constexpr int kCorners = 1 << kAxes;
@@ -106,11 +106,11 @@ struct Stencil {
   int64_t point;
   multilinear::Axis<A> axes[kAxes];
   A terms[kCorners];
-  int32_t places[kAxes];  // of the lower entries
-  int64_t low;            // the offset of the lowest entry, which need not be there
-  unsigned lower = 0;     // which axes have their lower entry, and their upper one
+  int32_t places[kAxes];  // the lower entries
+  int64_t low;            // offset of the lowest entry, which may lie outside the volume
+  unsigned lower = 0;     // bit a: axis a has the lower entry; `upper` likewise
   unsigned upper = 0;
-  bool lost = false;  // a coordinate is not a number
+  bool lost = false;  // a coordinate is NaN
 
   __device__ __forceinline__ Stencil(const Params& params, int64_t index)
       : Stencil(params, Sought<A, kAxes>(params, index)) {}
@@ -142,7 +142,7 @@ struct Stencil {
     }
   }
 
-  // To be called last: it replaces the terms.
+  // MakeWeights overwrites the terms, so it must be called last.
   __device__ __forceinline__ void MakeWeights(const Call& call) {
     if (call.order == 0) {
       multilinear::PlainWeights<kAxes>(axes, terms);
@@ -161,7 +161,7 @@ struct Stencil {
     return there;
   }
 
-  // In elements of the volume.
+  // OffsetOf returns the offset of a corner's entry in elements of the volume.
   __device__ __forceinline__ int64_t OffsetOf(int corner, const Params& params) const {
     int64_t offset = low;
 #pragma unroll
@@ -172,7 +172,7 @@ struct Stencil {
   }
 };
 
-// Adds to neighbouring sums, four at a time where the device can.
+// Add adds to neighbouring sums in memory, four at a time if the device has such an instruction.
 template <int kCount, typename A>
 __device__ __forceinline__ void Add(A* to, const A (&values)[kCount]) {
 #if __CUDA_ARCH__ >= 900
@@ -193,7 +193,7 @@ __device__ __forceinline__ void Add(A* to, const A (&values)[kCount]) {
   }
 }
 
-// The offset of a corner's entry from that of the lowest.
+// CornerOffset returns the offset of a corner's entry from the lowest entry.
 template <int kAxes>
 __device__ __forceinline__ int64_t CornerOffset(int corner, const Params& params) {
   int64_t offset = 0;
@@ -204,7 +204,7 @@ __device__ __forceinline__ int64_t CornerOffset(int corner, const Params& params
   return offset;
 }
 
-// The weighted sums of entries around a point, kCount channels of them.
+// WeightedSums returns the weighted sums of the entries around a point for kCount channels.
 template <int kCount, typename A, typename T, int kCorners>
 __device__ __forceinline__ jaxops::cuda::Pack<T, kCount> WeightedSums(
     const jaxops::cuda::Pack<T, kCount> (&values)[kCorners], const A (&weights)[kCorners],
@@ -224,7 +224,7 @@ __device__ __forceinline__ jaxops::cuda::Pack<T, kCount> WeightedSums(
   return out;
 }
 
-// The gradient with respect to a point that is not a number.
+// LostGradient is the gradient with respect to a point that is not a number.
 template <typename A>
 __device__ __forceinline__ A LostGradient(const Call& call) {
   return static_cast<A>(call.geometry.method == Method::kLinear ? nanf("") : 0.0f);

@@ -1,13 +1,13 @@
-// The volume gradient, its sums in the order of the points, so that it is the same bit for bit
-// in every run.
+// These kernels compute the volume gradient with its sums in the order of the points, so that the
+// result is the same bit for bit in every run.
 //
-// A point adds to the entries around its cell, the cell being named by the entry below it along
-// every axis, which is one before the first for points beyond the lower edge. Points are sorted by
-// cell, stably, and what their sums take is put in that order: where a point is in its cell, and
-// the row of its cotangent. Then each entry of the volume gathers what the points of the cells
-// around it add, cell by cell and point by point. Where many points share a cell, groups of the
-// sorted points, and groups of those groups, are summed first, all at once, and an entry adds up
-// those sums.
+// A point adds to the entries around its cell. A cell is named by the entry below it along every
+// axis, which is one before the first entry for points beyond the lower edge. Points are sorted by
+// cell, stably, and the terms of their sums are stored in that order: the position of a point in
+// its cell, and the row of its cotangent. Each entry of the volume then gathers the contributions
+// of the points of the cells around it, cell by cell and point by point. If many points share a
+// cell, groups of the sorted points, and groups of those groups, are summed first, in parallel, and
+// an entry adds up those sums.
 #include <cstdint>
 #include <cub/device/device_radix_sort.cuh>
 
@@ -28,25 +28,26 @@ using jaxops::cuda::Pack;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
-// Points of a group, groups of a group of groups, and so on; jaxops/grid_sample.py knows it too.
+// A group has this number of points, a group of the next level this number of groups, and so on;
+// jaxops/grid_sample.py has the same constant.
 constexpr int kGroupShift = 5;
 constexpr uint32_t kGroup = 1 << kGroupShift;
 static_assert(kGroup == kWarp);
 constexpr int kLevels = 3;
-constexpr uint32_t kSecond = kGroup * kGroup;  // points of a group of the second level
+constexpr uint32_t kSecond = kGroup * kGroup;  // points per group of the second level
 
-// An entry that is around fewer points adds them one by one.
+// An entry around fewer points adds them one by one.
 constexpr uint32_t kFew = 2 * kGroup;
 
 // Neighbouring threads gather the 2^kTileShift entries of a tile.
 constexpr int kTileShift = 7;
 
-// Points whose records, and then rows, are read together.
+// The records, and then the rows, of this number of points are read together.
 constexpr int kUnroll = 2;
 
 constexpr int kGatherThreads = 256;
 
-// That fill the largest devices.
+// This number of threads fills the largest devices.
 constexpr int64_t kManyThreads = kManyWarps * kWarp;
 
 struct Range {
@@ -54,30 +55,30 @@ struct Range {
   uint32_t end;
 };
 
-// What the sums take of a point.
+// Record holds the terms that the sums take from a point.
 template <typename A>
 struct alignas(16) Record {
-  A fractions[kMaxAxes];  // weights of the upper entry along an axis; the lower has the rest of 1
+  A fractions[kMaxAxes];  // weight of the upper entry along an axis; the lower entry has 1 minus it
   uint32_t row;           // of the cotangent
 };
 
 struct SortedParams {
   Params common;
-  int64_t cell_keys;          // of all; the key of points that add nothing
-  FastDivider64 by_gradient;  // elements of one
+  int64_t cell_keys;  // number of cells of all gradients, and the key of points that add nothing
+  FastDivider64 by_gradient;  // elements per gradient
   FastDivider64 by_width;     // channels
-  bool wide;                  // keys have 8 bytes, not 4
+  bool wide;                  // keys have 8 bytes instead of 4
   void* keys;
   uint32_t* ids;         // of points, counted through all batch entries
-  Range* ranges;         // of a cell's points among the sorted
+  Range* ranges;         // the sorted points of each cell
   void* records;         // of the sorted points
-  void* weights;         // of the corners of each, of a derivative; else null
+  void* weights;         // weights of each point's corners for a derivative; otherwise null
   void* sums[kLevels];   // of groups: (group, corner, channel)
   int shifts[kMaxAxes];  // of a tile
-  int tile_shift;        // the sum of these
+  int tile_shift;        // the sum of the shifts
   FastDivider tiles[kMaxAxes];
   FastDivider64 tiles_of_gradient;
-  int lanes;  // that have the channels of a point when groups are summed, a power of two
+  int lanes;  // lanes for the channels of a point in the sums of groups, a power of two
   int64_t gather_threads;
 
   __device__ __forceinline__ uint64_t KeyAt(int64_t i) const {
@@ -85,7 +86,6 @@ struct SortedParams {
   }
 };
 
-// The key of every point.
 template <typename A, int kAxes>
 __global__ void __launch_bounds__(kThreads) MakeKeys(const __grid_constant__ SortedParams params) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(kThreads) MakeKeys(const __grid_constant__ Sor
   params.ids[index] = static_cast<uint32_t>(index);
 }
 
-// Where the points of each cell are among the sorted ones, and their records. Cells without keep a
-// range of nothing.
+// MakeRecords finds the range of each cell among the sorted points, and stores the points' records.
+// Cells without points keep an empty range.
 template <typename A, int kAxes>
 __global__ void __launch_bounds__(kThreads)
     MakeRecords(const __grid_constant__ SortedParams params) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int c = 0; c < kCorners; ++c) weights[c] = stencil.terms[c];
 }
 
-// The weight of a corner, `i` being the point's place among the sorted.
+// WeightOf returns the weight of a corner; `i` is the index of the point among the sorted points.
 template <int kAxes, typename A>
 __device__ __forceinline__ A WeightOf(const SortedParams& params, const Record<A>& record,
                                       uint32_t i, int corner) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ A WeightOf(const SortedParams& params, const Record<A
   return product;
 }
 
-// Adds up kGroup sums, so many elements apart.
+// SumOfGroup adds up kGroup sums, `pitch` elements apart.
 template <typename A>
 __device__ __forceinline__ A SumOfGroup(const A* sums, int64_t pitch) {
   A sum = 0;
@@ -166,13 +166,13 @@ __device__ __forceinline__ A SumOfGroup(const A* sums, int64_t pitch) {
   return sum;
 }
 
-// The sums of the groups of the first two levels whose points are all of one cell. A block has a
-// group of the second level, each warp some of its groups.
+// SumGroups sums those groups of the first two levels whose points are all of one cell. A block has
+// a group of the second level, and each warp some groups of the first level.
 template <typename T, int kAxes>
 __global__ void __launch_bounds__(kThreads) SumGroups(const __grid_constant__ SortedParams params) {
   using A = Accumulator<T>;
   constexpr int kCorners = 1 << kAxes;
-  constexpr int kGroups = kSecond / kThreads;  // of each warp
+  constexpr int kGroups = kSecond / kThreads;  // per warp
   const int64_t width = params.common.call.geometry.width;
   const int lanes = params.lanes;
   const int lane = threadIdx.x % kWarp;
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kThreads) SumGroups(const __grid_constant__ So
     for (int64_t from = 0; from < width; from += lanes) {
       const int64_t f = from + (lane & (lanes - 1));
       A sums[kCorners] = {};
-      // Lanes of the same channels have each a part of the points.
+      // Lanes of the same channels have different points.
 #pragma unroll 4
       for (int p = 0; p < lanes; ++p) {
         const int source = (lane & -lanes) + p;
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kThreads) SumGroups(const __grid_constant__ So
   }
 }
 
-// The same of the third level, from the sums of the second.
+// SumThirdLevel sums the groups of the third level from the sums of the second level.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     SumThirdLevel(const __grid_constant__ SortedParams params) {
@@ -246,12 +246,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = threadIdx.x; i < size; i += kThreads) to[i] = SumOfGroup(from + i, size);
 }
 
-// The sums of an entry's kCount channels from `f` on.
+// Gatherer sums the contributions to kCount channels of an entry, from channel `f` on.
 template <typename T, int kCount, int kAxes>
 class Gatherer {
   using A = Accumulator<T>;
   static constexpr int kCorners = 1 << kAxes;
-  static constexpr int kPairs = kCorners / 2;  // of cells that are neighbours along the last axis
+  static constexpr int kPairs = kCorners / 2;  // pairs of neighbouring cells along the last axis
   static constexpr int kLoad = kCount * sizeof(T) > kPackBytes ? kPackBytes / sizeof(T) : kCount;
 
  public:
@@ -260,9 +260,10 @@ class Gatherer {
         f_(f),
         cotangents_(static_cast<const T*>(params.common.call.cotangent) + f) {}
 
-  // Of the cells around an entry, `low` being the one of which it is the upper entry of all axes.
+  // AddAll adds the points of the cells around an entry. The entry is the upper entry along all
+  // axes of the cell `low`.
   __device__ __forceinline__ void AddAll(int64_t low, const int64_t (&strides)[kAxes]) {
-    // The nearest entry is the lower one of all axes.
+    // The nearest entry is the lower entry along all axes.
     const bool nearest = params_.common.call.geometry.method == Method::kNearest;
     Range upper[kPairs], lower[kPairs];
 #pragma unroll
@@ -275,8 +276,8 @@ class Gatherer {
       upper[q] = nearest ? Range{} : range[0];
       lower[q] = nearest && q != 0 ? Range{} : range[1];
     }
-    // Points of a pair of cells follow one another.
-    uint32_t begins[kPairs], middles[kPairs], ends[kPairs];  // the ends counted through all
+    // The points of a pair of cells are contiguous.
+    uint32_t begins[kPairs], middles[kPairs], ends[kPairs];  // ends count the points of all pairs
     uint32_t total = 0;
 #pragma unroll
     for (int q = 0; q < kPairs; ++q) {
@@ -370,7 +371,7 @@ class Gatherer {
     }
   }
 
-  // Adds `count` points, or groups of a level, from point `i` on.
+  // AddGroups adds `count` points, or groups of a level, from point `i` on.
   __device__ __forceinline__ void AddGroups(int level, uint32_t i, uint32_t count, int corner) {
     if (level == 0) {
 #pragma unroll 1
@@ -402,8 +403,8 @@ class Gatherer {
     }
   }
 
-  // Adds the points of a cell by groups as large as there are: from point to point to the first
-  // group, from there by groups to the first group of groups, and so on, and back.
+  // AddCell adds the points of a cell by the largest groups available: points up to the first
+  // group, groups up to the first group of the next level, and so on, and then down again.
   __device__ __forceinline__ void AddCell(const Range range, int corner) {
     int64_t i = range.begin;
     const int64_t end = range.end;
@@ -473,7 +474,7 @@ __global__ void __launch_bounds__(kGatherThreads)
   sums.StoreAt(row);
 }
 
-// Pieces of the work space, aligned, one after the other.
+// Workspace hands out aligned parts of the work space, one after the other.
 class Workspace {
  public:
   Workspace(void* memory, int64_t bytes)
@@ -492,7 +493,7 @@ class Workspace {
   unsigned char* end_;
 };
 
-// Makes the keys and sorts points by them.
+// SortPoints computes the keys and sorts the points by key.
 template <typename Key>
 cudaError_t SortPoints(cudaStream_t stream, SortedParams& params, void (*make_keys)(SortedParams),
                        Workspace& space, void* (&buffers)[4]) {
@@ -517,10 +518,10 @@ cudaError_t SortPoints(cudaStream_t stream, SortedParams& params, void (*make_ke
   return cudaSuccess;
 }
 
-// How a gradient is cut into tiles: as much of a cube as the volume has room for.
+// TilePlan cuts a gradient into tiles that are as close to cubes as the volume allows.
 struct TilePlan {
   int shifts[kMaxAxes] = {};
-  int tile_shift = 0;  // the sum of these
+  int tile_shift = 0;  // the sum of the shifts
   int64_t along[kMaxAxes] = {};
   int64_t tiles = 1;
 
@@ -546,13 +547,14 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
   constexpr int kCorners = 1 << kAxes;
   constexpr int kPack = kPackBytes / sizeof(T);
-  // More channels a thread, of 4-byte elements and longer: less of the work is done repeatedly.
+  // Threads have more channels of elements of at least 4 bytes, so that fewer threads repeat the
+  // work of an entry.
   constexpr int kWide = sizeof(T) < 4 ? kPack : 2 * kPack;
   const Geometry& geometry = call.geometry;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const bool vectors =
       geometry.width % kPack == 0 && aligned(call.cotangent) && aligned(call.dvolume);
-  // As long as there are threads for the whole device.
+  // That is faster only while there are threads for the whole device.
   const bool is_wide = vectors && geometry.width % kWide == 0 &&
                        call.gradients * geometry.grid() * (geometry.width / kWide) >= kManyThreads;
   const int count = is_wide ? kWide : vectors ? kPack : 1;

@@ -1,5 +1,5 @@
-// The sums of a volume's gradient in the arithmetic type: cleared before points are added, and
-// rounded at the end if the volume has 2-byte entries.
+// These kernels handle the sums of a volume gradient in the arithmetic type: they clear the sums
+// before points are added, and round the sums at the end if the volume has 2-byte entries.
 #include <cstdint>
 
 #include "cuda/common/launch.h"

@@ -1,6 +1,6 @@
-// Samples of volumes at points and their point gradients: every thread finds the entries
-// around its point itself, so that no lane waits for another. A value's thread has one vector or
-// element of channels, a gradient's all of them.
+// These kernels sample volumes at points and compute the gradients: every thread finds the entries
+// around its point itself, so that no lane waits for another. A thread of a value has one vector or
+// element of channels, and a thread of a gradient has all channels of its point.
 //
 // The kernels know every option.
 #include <algorithm>
@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kValueThreads) SampleFew(const __grid_constant
             WeightedSums<kCount>(values, stencil.terms, is_nan));
 }
 
-// The point gradient, and the volume gradient if kVolume. Each thread has a point, whose channels
-// are few.
+// The kernel computes the point gradient, and the volume gradient if kVolume. Each thread has a
+// point of few channels.
 template <typename T, int kCount, int kAxes, bool kVolume>
 __global__ void __launch_bounds__(kThreads, 2)
     BackwardNarrow(const __grid_constant__ Params params) {

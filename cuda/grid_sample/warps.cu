@@ -1,7 +1,7 @@
-// Samples of volumes at points and their gradients: a lane of a warp finds the entries around a
-// point and tells the others, who take neighbouring channels, 16 bytes each where rows allow it, of
-// all of these entries at once. Volume gradients are added in memory, four channels in one
-// where the device has that.
+// These kernels sample volumes at points and compute the gradients: one lane of a warp finds the
+// entries around a point and shares them with the other lanes. All lanes then read neighbouring
+// channels of all of these entries, by 16 bytes if rows allow it. Volume gradients are added in
+// memory, four channels per reduction if the device has such an instruction.
 //
 // The kernels know every option.
 #include <algorithm>
@@ -24,33 +24,33 @@ using jaxops::cuda::Pack;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
-// What a multiprocessor has at least, of kernels that read the volume: as many as there are
-// registers for. Those in float32 that only read take few.
+// A multiprocessor has at least this number of blocks of kernels that read the volume, as registers
+// allow. The kernels in float32 that only read need few registers.
 template <typename T, bool kAdds = false>
 constexpr int kReadingBlocks = sizeof(T) == 4 && !kAdds ? 4 : 2;
 
-// What lanes of a warp that move channels are told of its 32 points, each of which one lane has
-// looked at.
+// WarpPoints holds the 32 points of a warp, each found by one lane, for the lanes that move
+// channels.
 template <typename A, int kAxes>
 struct WarpPoints {
   static constexpr int kCorners = 1 << kAxes;
-  static constexpr int kPitch = kCorners + 4;  // lanes that read of other points find other banks
+  static constexpr int kPitch = kCorners + 4;  // puts different points into different banks
   static constexpr unsigned kLost = 1u << kCorners;
 
-  alignas(16) A values[kWarp * kPitch];  // of the corners: weights, or what the lanes found there
-  int64_t lows[kWarp];                   // the offsets of the lowest entries
-  int64_t rows[kWarp];                   // the offsets of the cotangents
+  alignas(16) A values[kWarp * kPitch];  // of the corners: weights, or the lanes' dot products
+  int64_t lows[kWarp];                   // offsets of the lowest entries
+  int64_t rows[kWarp];                   // offsets of the cotangents
   int64_t indices[kWarp];
-  unsigned there[kWarp];  // a bit for each corner, and kLost
+  unsigned there[kWarp];  // a bit per corner, and kLost
 
-  // Tells of this lane's point. `operand` says which batch strides the entries' offsets have: those
+  // Put stores this lane's point. `operand` names the batch strides of the entries' offsets: those
   // of the volume or of its gradient.
   __device__ __forceinline__ void Put(const Params& params, int64_t index,
                                       const Sought<A, kAxes>& sought, Call::Operand operand) {
     Stencil<A, kAxes> stencil(params, sought);
     const unsigned flags = Put(params, index, stencil, operand);
     stencil.MakeWeights(params.call);
-    // With a direction that is not a number, weights of what is not there are not either.
+    // A direction that is NaN makes weights of missing entries NaN too.
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) stencil.terms[c] = flags >> c & 1 ? stencil.terms[c] : A(0);
     constexpr int kCount = jaxops::cuda::kPackElements<A>;
@@ -63,7 +63,7 @@ struct WarpPoints {
     }
   }
 
-  // The same, but for the weights.
+  // This overload stores the point without its weights.
   __device__ __forceinline__ unsigned Put(const Params& params, int64_t index,
                                           const Stencil<A, kAxes>& stencil, Call::Operand operand) {
     const Call& call = params.call;
@@ -91,9 +91,9 @@ struct WarpPoints {
   }
 };
 
-// A warp finds the entries around 32 points, a lane for each, and then goes through their rows of
-// channels together: calls step(points, source, f) for every kCount channels from f on of every
-// point.
+// A warp finds the entries around 32 points, one per lane, and then goes through their rows of
+// channels together: it calls step(points, source, f) for each point and each kCount channels from
+// f on.
 template <typename A, int kCount, int kAxes, typename Step>
 __device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand operand,
                                            Step&& step) {
@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(kThreads) VolumeGrad(const __grid_constant__ P
       });
 }
 
-// Sums over `lanes` neighbouring lanes, a power of two, what each has of every corner. Afterwards a
-// lane has some corners' sums, from *begin on; returns how many.
+// SumCorners sums each corner's value over `lanes` neighbouring lanes, a power of two. Afterwards a
+// lane has the sums of some corners, from *begin on; the function returns their number.
 template <int kCorners, typename A>
 __device__ __forceinline__ int SumCorners(A (&values)[kCorners], int lanes, int* begin) {
   const int lane = threadIdx.x % kWarp;
@@ -207,7 +207,8 @@ __device__ __forceinline__ int SumCorners(A (&values)[kCorners], int lanes, int*
   return count;
 }
 
-// The same, but lanes share a point, so that each has some of its channels.
+// The kernel computes the point gradient, and the volume gradient if kVolume. Several lanes share a
+// point, and each has some of its channels.
 template <typename T, int kCount, int kAxes, bool kVolume>
 __global__ void __launch_bounds__(kThreads, kReadingBlocks<T, kVolume>)
     Backward(const __grid_constant__ Params params) {
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, kReadingBlocks<T, kVolume>)
   const Call& call = params.call;
   const int64_t width = call.geometry.width;
   const int lane = threadIdx.x % kWarp;
-  // Warps of so many points that lanes which share each go through all in params.rounds.
+  // A warp has the number of points that its lanes go through in params.rounds.
   const int count = kWarp / params.lanes * params.rounds;
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp * count;
   if (first >= params.points) return;
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, kReadingBlocks<T, kVolume>)
     }
     int begin;
     const int kept = SumCorners(dots, params.lanes, &begin);
-    __syncwarp();  // the weights of the point have been read
+    __syncwarp();  // all lanes have read the weights of the point
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) {
       if (c < kept && lane % params.lanes < kCorners)
@@ -289,10 +290,10 @@ __global__ void __launch_bounds__(kThreads, kReadingBlocks<T, kVolume>)
   A dots[kCorners], gradient[kAxes];
   points.Get(lane % count, dots);
   __syncwarp();
-  // Again, because to keep it would take the registers of loads.
+  // The stencil is computed again, because its registers are needed for loads in the loop.
   const Stencil<A, kAxes> stencil(params, sought);
   multilinear::PointGradient<kAxes>(stencil.axes, stencil.terms, dots, gradient);
-  // The coordinates of a point are stored side by side.
+  // The coordinates of a point are contiguous in memory.
 #pragma unroll
   for (int a = 0; a < kAxes; ++a) {
     points.values[lane * kAxes + a] = stencil.lost ? LostGradient<A>(call) : gradient[a];
@@ -329,7 +330,7 @@ cudaError_t LaunchWith(cudaStream_t stream, const Job& job) {
     return Launch(kernel, CeilDiv(warps * 32, kThreads), kThreads, 0, stream, params);
   }
   const auto kernel = adds ? Backward<T, kCount, kAxes, true> : Backward<T, kCount, kAxes, false>;
-  // Fewer points a warp where there are too few to fill the device.
+  // Warps have fewer points if there are too few points to fill the device.
   params.rounds = static_cast<int>(
       std::clamp<int64_t>(params.points * params.lanes / kWarp / kManyWarps, 1, params.lanes));
   const int64_t points_of_block = kThreads / params.lanes * params.rounds;

@@ -1,4 +1,4 @@
-// The patches of images and the images of patches, see common/im2col.h.
+// This file chooses the kernels of im2col and col2im, see common/im2col.h.
 #include "cuda/common/dispatch.h"
 #include "cuda/common/numeric.cuh"
 #include "cuda/im2col/families.h"
@@ -12,7 +12,7 @@ using jaxops::cuda::Family;
 using jaxops::cuda::Table;
 
 constexpr Family<Call> kIm2ColFamilies[] = {
-    // Few divisions for 16 bytes.
+    // Vectors of 16 bytes need few divisions.
     {"vectors", CanRunVectors, Always<Call>, LaunchVectors},
     {"items", Always<Call>, Always<Call>, LaunchItems},
 };
@@ -27,7 +27,7 @@ const Table<Call> kCol2Im("col2im", "col2im", kCol2ImFamilies);
 
 cudaError_t LaunchIm2Col(cudaStream_t stream, const Call& call) {
   if (call.patches_size() == 0) return cudaSuccess;
-  // Nothing but padding, of an image without entries to divide by.
+  // An image without entries has nothing but padding, and no sizes to divide by.
   if (call.image_size() == 0) {
     return cudaMemsetAsync(call.to, 0, call.patches_size() * call.item_bytes, stream);
   }
@@ -36,7 +36,7 @@ cudaError_t LaunchIm2Col(cudaStream_t stream, const Call& call) {
 
 cudaError_t LaunchCol2Im(cudaStream_t stream, const Call& call) {
   if (call.image_size() == 0) return cudaSuccess;
-  // Sums of nothing: there are no patches, or no taps, to divide by.
+  // Without patches or taps all sums are zero, and there are no sizes to divide by.
   if (call.patches_size() == 0) {
     return cudaMemsetAsync(call.to, 0, call.image_size() * jaxops::cuda::SizeOf(call.dtype),
                            stream);

@@ -1,5 +1,6 @@
-// The kernel families of im2col and col2im: the calls that each can run, and its launcher.
-// dispatch.cu alone chooses between them. None is for images or patches without entries.
+// This header declares the kernel families of im2col and col2im: the calls that each family can
+// run, and its launcher. dispatch.cu alone chooses between them. No family runs calls of images or
+// patches without entries.
 #ifndef JAXOPS_CUDA_IM2COL_FAMILIES_H_
 #define JAXOPS_CUDA_IM2COL_FAMILIES_H_
 
@@ -19,7 +20,7 @@ inline bool IsAligned(const void* address, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
 
-// The largest power of two up to 16 that divides a pixel and the addresses.
+// UnitBytes returns the largest power of two up to 16 that divides a pixel and the addresses.
 inline int64_t UnitBytes(const Call& call) {
   int64_t unit = jaxops::cuda::kPackBytes;
   while (call.channels * call.item_bytes % unit != 0 || !IsAligned(call.from, unit) ||
@@ -29,14 +30,14 @@ inline int64_t UnitBytes(const Call& call) {
   return unit;
 }
 
-// im2col of pixels of whole vectors, aligned.
+// The family runs im2col of aligned pixels of whole vectors.
 bool CanRunVectors(const Call& call, const Device& device);
 cudaError_t LaunchVectors(cudaStream_t stream, const Call& call, const Device& device);
 
-// im2col of any call.
+// The family runs im2col of any call.
 cudaError_t LaunchItems(cudaStream_t stream, const Call& call, const Device& device);
 
-// col2im of any call.
+// The family runs col2im of any call.
 cudaError_t LaunchSum(cudaStream_t stream, const Call& call, const Device& device);
 
 }  // namespace jaxops::im2col::cuda

@@ -1,6 +1,7 @@
-// im2col of any items: a thread gathers 16 bytes of patches from items as large as all sizes and
-// addresses allow. It finds where the first comes from and goes on from there, so that only one in
-// many costs divisions. Neighbouring threads write neighbouring bytes.
+// These kernels run im2col of any items: a thread gathers 16 bytes of patches from items as large
+// as all sizes and addresses allow. The thread computes the source of the first item and steps from
+// there, so that only one of many items costs divisions. Neighbouring threads write neighbouring
+// bytes.
 #include <cuda_runtime_api.h>
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-// Launchers of im2col and col2im on CUDA devices.
+// This header declares the launchers of im2col and col2im on CUDA devices.
 #ifndef JAXOPS_CUDA_IM2COL_LAUNCH_H_
 #define JAXOPS_CUDA_IM2COL_LAUNCH_H_
 

@@ -1,5 +1,5 @@
-// col2im: a thread owns entries of the image and sums what all patches have of them, tap after tap,
-// so that sums are always made in the same order.
+// These kernels run col2im: a thread owns entries of the image and sums the contributions of all
+// patches, tap after tap, so that sums always have the same order.
 #include <cuda_runtime_api.h>
 
 #include <type_traits>
@@ -24,9 +24,9 @@ using jaxops::cuda::Pack;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::Widen;
 
-// Adds what the patches have of one entry: `entries` are its coordinates, `patches` points to the
-// patches of its row, and their units of a tap or of a patch lie `tap_stride` or `out_stride`
-// apart.
+// EntrySum adds the contributions of the patches to one entry: `entries` are the entry's
+// coordinates, `patches` points to the patches of its row, and the units of neighbouring taps or
+// patches are `tap_stride` or `out_stride` apart.
 template <typename T, int kCount, typename UInt, int kDims>
 struct EntrySum {
   const Params<UInt, kDims>& params;

@@ -1,5 +1,5 @@
-// im2col of pixels of whole vectors: a thread moves vectors of 16 bytes, and neighbouring threads
-// write neighbouring bytes.
+// These kernels run im2col of pixels of whole vectors: a thread moves vectors of 16 bytes, and
+// neighbouring threads write neighbouring bytes.
 #include <cuda_runtime_api.h>
 
 #include <type_traits>
@@ -16,7 +16,7 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kPackBytes;
 using jaxops::cuda::Launch;
 
-// Packs of a thread that are under way together.
+// A thread has this number of vectors in flight.
 constexpr int kPacksInFlight = 4;
 
 template <typename UInt, int kDims>

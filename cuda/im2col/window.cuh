@@ -1,6 +1,6 @@
-// Windows and arrays as threads index them.
+// This header describes windows and arrays as threads index them.
 //
-// Indices are 32-bit where both arrays and all coordinates fit.
+// Indices are 32-bit if both arrays and all coordinates fit.
 #ifndef JAXOPS_CUDA_IM2COL_WINDOW_CUH_
 #define JAXOPS_CUDA_IM2COL_WINDOW_CUH_
 
@@ -20,7 +20,7 @@ namespace jaxops::im2col::cuda {
 
 inline constexpr int kThreads = 256;
 
-// A Window with the sizes that threads divide by.
+// FastWindow is a Window with the sizes by which threads divide.
 template <typename UInt>
 struct FastWindow {
   using Int = std::make_signed_t<UInt>;
@@ -45,7 +45,8 @@ struct FastWindow {
     return static_cast<UInt>(entry) < in.divisor();
   }
 
-  // Finds the patch that has `entry` of the image at `tap`; false if there is none.
+  // FindPatch finds the patch that has `entry` of the image at `tap`, and returns false if there is
+  // none.
   __device__ __forceinline__ bool FindPatch(UInt entry, UInt tap, UInt& patch) const {
     const Int begin = static_cast<Int>(entry) + low - static_cast<Int>(tap) * dilation;
     if (begin < 0) return false;
@@ -54,7 +55,7 @@ struct FastWindow {
   }
 };
 
-// Sizes are in units: what is moved as one, or elements.
+// Sizes count units: a vector or an item that moves as one, or elements.
 template <typename UInt, int kDims>
 struct Params {
   FastWindow<UInt> dims[kDims];
@@ -65,7 +66,7 @@ struct Params {
   void* to;
 };
 
-// Where in the patches a unit is, and where it comes from.
+// Place holds the position of a unit in the patches, and its source.
 template <typename UInt, int kDims, bool kChannelsLast>
 struct Place {
   using Int = std::make_signed_t<UInt>;
@@ -91,7 +92,6 @@ struct Place {
     for (int d = kDims - 1; d >= 0; --d) taps[d] = params.dims[d].taps.Peel(unit);
   }
 
-  // Goes on to the next unit.
   __device__ __forceinline__ void Advance(const Params<UInt, kDims>& params) {
     if constexpr (kChannelsLast) {
       if (++channel < params.channels.divisor()) return;
@@ -102,7 +102,7 @@ struct Place {
     }
   }
 
-  // Whether it was the last one, and the first is next.
+  // AdvanceTaps and AdvanceOuts return whether the last position wraps to the first.
   __device__ __forceinline__ bool AdvanceTaps(const Params<UInt, kDims>& params) {
 #pragma unroll
     for (int d = kDims - 1; d >= 0; --d) {
@@ -136,12 +136,12 @@ struct Place {
   }
 };
 
-// Whether 32-bit indices and coordinates hold everything.
+// IsSmall says whether 32-bit indices and coordinates hold all values.
 inline bool IsSmall(const Call& call) {
   constexpr int64_t kMax = INT32_MAX;
   bool is_small = call.image_size() <= kMax && call.patches_size() <= kMax;
   for (const Window& w : call.dims) {
-    // Each alone first, so that the sum cannot overflow.
+    // Each bound is checked alone first, so that the sum cannot overflow.
     const bool fits = w.stride <= kMax && w.dilation <= kMax && std::abs(w.low) <= kMax / 4 &&
                       w.in <= kMax / 4 && w.out <= kMax && w.taps <= kMax;
     is_small = is_small && fits && w.out * w.stride <= kMax / 4 && w.taps * w.dilation <= kMax / 4;
@@ -149,7 +149,7 @@ inline bool IsSmall(const Call& call) {
   return is_small;
 }
 
-// Calls launch(params) with those of the call, of which a unit has `unit` items.
+// WithParams calls launch(params) with the parameters of a call whose units have `unit` items.
 template <typename Function>
 cudaError_t WithParams(const Call& call, int64_t unit, int64_t items, Function&& launch) {
   const auto fill = [&](auto params) {

@@ -1,5 +1,5 @@
-// Lightweight convolution, backward: dx, dweight and dbias from x, weight and g: what the
-// kernels that multiply and add share.
+// This header holds the code that the backward kernels without tensor cores share: dx, dweight and
+// dbias from x, weight and g.
 //
 // With taps flipped (j = taps - 1 - k) and padding mirrored, both gradients read g through the same
 // window:
@@ -7,13 +7,14 @@
 //   dx[s]      = sum_j weight[taps - 1 - j] * g[s + j * dilation - mirrored]
 //   dweight[j] = sum_s x[s] * g[s + j * dilation - mirrored]
 //
-// so filters whose taps fit registers get both in one pass over x and g. A block keeps its channels
-// and loops over tiles of time and batch with the sums of its taps in registers; every block writes
-// its partial sums, and a second kernel adds them in a fixed order. Longer filters are cut into
-// groups of taps, and their input gradient, which is bound by arithmetic, is a forward convolution.
+// Filters whose taps fit registers therefore compute both in one pass over x and g. A block keeps
+// its channels and loops over tiles of time and batch with the sums of its taps in registers; every
+// block writes its partial sums, and a second kernel adds them in a fixed order. Longer filters are
+// cut into groups of taps, and their input gradient, which arithmetic bounds, is a forward
+// convolution.
 //
-// Pairs (s, j) whose g lies outside the sequence are left out, not multiplied by zero: a NaN in x
-// must not reach taps that never met it.
+// Pairs (s, j) whose g lies outside the sequence are left out instead of multiplied by zero: a NaN
+// in x must not reach taps with which it forms no pair.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_BACKWARD_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_BACKWARD_CUH_
 
@@ -21,16 +22,16 @@
 
 namespace jaxops::lightweight_conv::cuda {
 
-// Taps of one block of a long filter.
+// A block of a long filter has this number of taps.
 inline constexpr int kStagedTaps = 16;
-// Time steps of one thread in a tile.
+// A thread has this number of time steps of a tile.
 inline constexpr int kSteps = 8;
 
-// Taps from `first` on, `count` of the ones that a kernel has registers for.
+// TapRange names the taps from `first` on, `count` of the taps for which a kernel has registers.
 struct TapRange {
   int first, count;
 
-  // Calls take(tap) for each. Blocks of taps that all take part share one branch.
+  // ForEach calls take(tap) for each tap. Blocks in which all taps take part share one branch.
   template <int kTaps, typename Take>
   __device__ __forceinline__ void ForEach(Take&& take) const {
     constexpr int kBlock = kTaps < kShortTaps ? kTaps : kShortTaps;
@@ -52,16 +53,16 @@ struct TapRange {
   }
 };
 
-// How the work of such a kernel is cut: into tiles of `tile_steps` time steps, and into blocks of
-// `block_channels` channels and `group_taps` taps.
+// BackwardPlan cuts the work of such a kernel into tiles of `tile_steps` time steps, and into
+// blocks of `block_channels` channels and `group_taps` taps.
 struct BackwardPlan {
   int64_t tiles;  // of one phase (NTC) or of one row (NCT)
   int64_t phases, tap_groups, channel_blocks;
   int64_t splits;      // blocks that share the sum of one set of channels
   int64_t items;       // tiles of every phase of every summed batch entry
-  int64_t blocks;      // of the grid
+  int64_t blocks;      // blocks of the grid
   int lead;            // taps left out at the front so that windows begin at whole vectors (NCT)
-  bool whole = false;  // a block makes all of a filter's sum, and no partial ones (NCT)
+  bool whole = false;  // a block computes a filter's whole sum, without partial sums (NCT)
   size_t shared_bytes = 0;
 
   BackwardPlan(const Backward& call, int64_t split_count, int64_t phase_count, int64_t tile_steps,
@@ -91,7 +92,7 @@ struct BackwardParams {
   FastDivider tap_groups;
   FastDivider depth;  // channels of a head
   int lead;           // taps left out at the front so that windows begin at whole vectors (NCT)
-  bool whole;         // a block makes all of a filter's sum, and no partial ones (NCT)
+  bool whole;         // a block computes a filter's whole sum, without partial sums (NCT)
   ShortNtcTile ntc;
   NctTile nct;
   void* partials;  // (kept, splits, taps + 1, channels)
@@ -117,7 +118,8 @@ struct BackwardParams {
         nct(backward.geometry.time, nct_steps),
         partials(partial_sums) {}
 
-  // Reads kTaps flipped taps of kV neighbouring channels, zero beyond the filter's length.
+  // ReadWeights reads kTaps flipped taps of kV neighbouring channels, zero beyond the filter's
+  // length.
   template <int kTaps, int kV, typename Acc>
   __device__ void ReadWeights(Acc (&weight)[kTaps][kV], int64_t kept, int channel) const {
     const int64_t base = call.kept.Offset(kept, Backward::kWeight);
@@ -134,7 +136,7 @@ struct BackwardParams {
   }
 };
 
-// One block's share of the work.
+// This is one block's share of the work.
 struct Share {
   int first_tap;  // flipped
   int channel_block;
@@ -142,7 +144,7 @@ struct Share {
   int64_t kept;
 
   __device__ Share(const BackwardParams& p, int group_taps) {
-    // Groups of taps vary fastest: the blocks that read the same data run together.
+    // Groups of taps vary fastest, so that blocks that read the same data are resident together.
     uint32_t block = blockIdx.x;
     first_tap = p.tap_groups.Peel(block) * group_taps;
     channel_block = p.channel_blocks.Peel(block);
@@ -150,7 +152,7 @@ struct Share {
     kept = block;
   }
 
-  // The block's rows of partial sums, one a tap and last the bias's.
+  // These are the block's rows of partial sums, one per tap and after them that of the bias.
   template <typename T>
   __device__ Accumulator<T>* PartialSums(const BackwardParams& p) const {
     const int64_t row = (kept * p.splits.divisor() + split) * (p.taps + 1);
@@ -158,7 +160,7 @@ struct Share {
   }
 };
 
-// One tile of one phase of one summed batch entry.
+// An item is one tile of one phase of one summed batch entry.
 struct Item {
   int tile;
   int phase;
@@ -170,14 +172,14 @@ struct Item {
     summed = index;
   }
 
-  // The array of `operand` that the item belongs to, from the first one of its kept entry.
+  // At returns the item's array of `operand`, given the `first` array of its kept entry.
   template <typename T>
   __device__ T* At(const BackwardParams& p, T* first, int operand) const {
     return first + p.call.summed.Offset(summed, operand);
   }
 };
 
-// The arrays of one kept batch entry.
+// These are the arrays of one kept batch entry.
 template <typename T>
 struct Arrays {
   const T* x;
@@ -190,8 +192,8 @@ struct Arrays {
         dx(static_cast<T*>(p.call.dx) + p.call.kept.Offset(kept, Backward::kDx)) {}
 };
 
-// Which of a thread's pairs (step i, tap j) take part: steps before `steps`, and entries i + j of
-// the window in [low, high).
+// Inside says which of a thread's pairs (step i, tap j) take part: steps before `steps`, and
+// entries i + j of the window in [low, high).
 struct Inside {
   int steps, low, high;
 
@@ -207,8 +209,8 @@ struct Inside {
   __device__ bool Pair(int i, int entry) const { return i < steps && entry >= low && entry < high; }
 };
 
-// Adds the pairs of one thread's steps and taps. `x` and `window` are read through functions of
-// (index, channel) so that they may stay in the form in which they were loaded.
+// AddPairs adds the pairs of one thread's steps and taps. `x` and `window` are read through
+// functions of (index, channel), so that values may stay as they were loaded.
 template <bool kAll, int kCount, int kTaps, int kV, typename Acc, typename X, typename Window>
 __device__ __forceinline__ void AddPairs(Acc (&dweight)[kTaps][kV], X&& x, Window&& window,
                                          const TapRange& taps, const Inside& inside) {
@@ -223,8 +225,8 @@ __device__ __forceinline__ void AddPairs(Acc (&dweight)[kTaps][kV], X&& x, Windo
   });
 }
 
-// Pairs that do not take part have a zero on one side, which is harmless next to finite numbers;
-// only where a number is not finite must they be told apart one by one.
+// Pairs outside the sequence have a zero on one side, which is harmless if the other side is
+// finite; only otherwise must pairs be selected one by one.
 template <int kCount, int kTaps, int kV, typename Acc, typename X, typename Window>
 __device__ __forceinline__ void Correlate(Acc (&dweight)[kTaps][kV], X&& x, Window&& window,
                                           const TapRange& taps, const Inside& inside) {
@@ -247,9 +249,9 @@ __device__ __forceinline__ void Correlate(Acc (&dweight)[kTaps][kV], X&& x, Wind
   }
 }
 
-// Sums each thread's values over the block's threads that own the same channels, `stride` apart in
-// the block, in order. `shared` holds kCount * kV values a thread; total(i, v, lane, sum) takes one
-// sum for each value of each of the first `stride` threads.
+// ReduceGroups sums each thread's values over the block's threads that own the same channels,
+// `stride` apart in the block, in a fixed order. `shared` holds kCount * kV values per thread;
+// total(i, v, lane, sum) receives one sum for each value of each of the first `stride` threads.
 template <int kCount, int kV, typename Acc, typename Total>
 __device__ __forceinline__ void ReduceGroups(Acc* shared, const Acc (&values)[kCount][kV],
                                              int stride, Total&& total) {

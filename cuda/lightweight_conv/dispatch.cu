@@ -1,5 +1,5 @@
-// Which kernel family takes a call of the lightweight convolution. docs/lightweight_conv.md has the
-// table with the condition of each row.
+// This file chooses the kernel family of a lightweight convolution. docs/lightweight_conv.md has
+// the table with the condition of each row.
 #include "cuda/common/dispatch.h"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
@@ -17,8 +17,8 @@ bool PrefersMma(const Gradients& gradients, const Device&) {
   return gradients.call.geometry.taps > kShortTaps;
 }
 
-// Small calls wait for memory rather than keep it busy: up to 1 MiB of x, and up to 8 MiB if rows
-// are not whole vectors, which other kernels would read element by element.
+// Latency bounds calls up to 1 MiB of x, and up to 8 MiB if rows are not whole vectors, which other
+// kernels would read element by element.
 bool IsSmallNct(const Geometry& g, DType dtype, int64_t batch) {
   const int64_t bytes = batch * g.channels * g.time * jaxops::cuda::SizeOf(dtype);
   return bytes <= (RowsAligned(g.time, dtype, 16) ? 1 << 20 : 8 << 20);
@@ -28,7 +28,8 @@ bool PrefersStepsNct(const Forward& call, const Device&) {
   return IsSmallNct(call.geometry, call.dtype, call.batch.size());
 }
 
-// The longest row that is worth a block's few warps: splits share batch entries, never a row.
+// A block's few warps are enough for rows up to this length, because splits share batch entries but
+// never a row.
 constexpr int64_t kMaxStepTime = 2048;
 
 bool PrefersStepsNct(const Gradients& gradients, const Device&) {
@@ -37,7 +38,8 @@ bool PrefersStepsNct(const Gradients& gradients, const Device&) {
          IsSmallNct(call.geometry, call.dtype, call.kept.size() * call.summed.size());
 }
 
-// Calls of any size, whose other kernels need a second pass for the input gradient.
+// The condition holds for calls of any size, because other kernels need a second pass for the input
+// gradient.
 bool PrefersDilatedStepsNct(const Gradients& gradients, const Device&) {
   const Geometry& g = gradients.call.geometry;
   return g.time <= kMaxStepTime && g.dilation > 1;
@@ -49,7 +51,8 @@ bool IsShortUnaligned(const Geometry& g, DType dtype) {
 
 bool PrefersSegments(const Forward& call, const Device&) {
   const Geometry& g = call.geometry;
-  // A vector of wide elements is hardly more than its taps reach, and better read once.
+  // A vector of wide elements is hardly larger than the reach of its taps, so a single read is
+  // better.
   const bool is_wide =
       g.dilation == 1 && g.taps <= 4 && jaxops::cuda::SizeOf(call.dtype) >= 4 && g.time >= 1024;
   return is_wide || IsShortUnaligned(g, call.dtype) ||
@@ -71,41 +74,43 @@ bool PrefersStepsNtc(const Forward& call, const Device&) {
 // Times are those of an H200; rows without a time were not measured. All families but mma run one
 // data format, and the last row of each format runs every call.
 constexpr Family<Forward> kForwardFamilies[] = {
-    // Multiply-adds bind long filters, and tensor cores do not: 53.9 -> 20.1 us for
+    // Multiply-adds bound long filters, but not on tensor cores: 53.9 -> 20.1 us for
     // (8,1024,2048,16,31) bf16 NTC, 61.5 -> 23.8 in NCT.
     {"mma", CanRunMma, PrefersMma, LaunchMma},
-    // A small call waits for memory: a thread makes single steps, and all its loads are in flight.
+    // Latency bounds a small call: a thread computes single steps, and all its loads are in flight.
     {"nct/steps", nct::CanRunSteps, PrefersStepsNct, nct::LaunchSteps},
-    // A tile of rows is in shared memory as in memory, and is read from there at any distance.
+    // Shared memory holds a tile of rows as in global memory, so that taps may read it at any
+    // distance.
     {"nct/segments", nct::CanRunSegments, PrefersSegments, nct::LaunchSegments},
-    // Memory binds short filters: the window is in registers, and each result is written once.
+    // Memory bounds short filters: the window is in registers, and each result is written once.
     {"nct/window", nct::CanRunWindow, Always, nct::LaunchWindow},
-    // Multiply-adds from shared memory.
+    // Multiply-adds read their inputs from shared memory.
     {"nct/long", nct::CanRunLong, Always, nct::LaunchLong},
     // Every tap is read through the cache.
     {"nct/dilated", nct::CanRunDilated, Always, nct::LaunchDilated},
-    // A small call waits for memory.
+    // Latency bounds a small call.
     {"ntc/steps", ntc::CanRunSteps, PrefersStepsNtc, ntc::LaunchSteps},
-    // Memory binds short filters: the window is in registers, and the next rows are in flight to
+    // Memory bounds short filters: the window is in registers, and the next rows are in flight to
     // shared memory. 77.4 -> 72.3 us for (4,2048,8192,2048,4) bf16.
     {"ntc/short", ntc::CanRunShort, Always, ntc::LaunchShort},
-    // The same from registers, for any number of channels.
+    // The window and the next rows are in registers, for any number of channels.
     {"ntc/scalar", ntc::CanRunScalar, Always, ntc::LaunchScalar},
-    // Multiply-adds from shared memory.
+    // Multiply-adds read their inputs from shared memory.
     {"ntc/long", ntc::CanRunLong, Always, ntc::LaunchLong},
 };
 const Table<Forward> kForward("lightweight_conv", "forward", kForwardFamilies);
 
-// The input gradients that the kernels of filter gradients do not make. The table has a name of its
-// own: to force a family for the filter gradient leaves it its choice.
+// This table computes the input gradients that the kernels of kernel gradients do not compute. The
+// table has a name of its own, so that forcing a family for the kernel gradient does not force one
+// here.
 const Table<Forward> kInputGrad("lightweight_conv_input_grad", "forward", kForwardFamilies);
 
-// The input gradient as a forward convolution of g over every batch entry.
+// The input gradient is a forward convolution of g over every batch entry.
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   Forward forward{};
   forward.geometry = call.geometry;
   forward.geometry.padding = Mirrored(call.geometry);
-  // The order of the entries does not matter, so kept and summed ones follow each other.
+  // The order of the entries does not matter, so the summed entries follow the kept ones.
   const std::array<int, Forward::kOperands> operands = {Backward::kG, Backward::kWeight,
                                                         Backward::kWeight, Backward::kDx};
   if (!forward.batch.AppendFrom(call.kept, operands) ||
@@ -128,7 +133,8 @@ using LaunchGradients = cudaError_t (*)(cudaStream_t, const Gradients&, const De
 
 bool Never(const Backward&) { return false; }
 
-// Launches a family, and before it the input gradient if the family does not make it.
+// WithInputGrad launches a family, and before it the input gradient if the family does not compute
+// it.
 template <LaunchGradients kLaunch, bool (*kMakesInputGrad)(const Backward&)>
 cudaError_t WithInputGrad(cudaStream_t stream, const Gradients& gradients, const Device& device) {
   const Backward& call = gradients.call;
@@ -140,16 +146,17 @@ cudaError_t WithInputGrad(cudaStream_t stream, const Gradients& gradients, const
 }
 
 constexpr Family<Gradients> kGradientFamilies[] = {
-    // Tensor cores as above: 178 -> 34.5 us for (8,1024,2048,16,31) bf16 NTC, 172 -> 37.3 in NCT.
+    // The reason is that of forward: 178 -> 34.5 us for (8,1024,2048,16,31) bf16 NTC, 172 -> 37.3
+    // in NCT.
     {"mma", CanRunMma, PrefersMma, WithInputGrad<LaunchMma, MakesInputGradMma>},
-    // A small call waits for memory.
+    // Latency bounds a small call.
     {"nct/steps", nct::CanRunSteps, PrefersStepsNct, nct::LaunchSteps},
     // Taps meet whole vectors.
     {"nct/vectors", nct::CanRunVectors, Always, nct::LaunchVectors},
-    // One pass makes all gradients of dilated filters.
+    // One pass computes all gradients of dilated filters.
     {"nct/segments", nct::CanRunSegments, PrefersSegments,
      WithInputGrad<nct::LaunchSegments, nct::MakesInputGradSegments>},
-    // One pass, as above.
+    // One pass computes all gradients.
     {"nct/steps", nct::CanRunSteps, PrefersDilatedStepsNct, nct::LaunchSteps},
     // The window and the sums of the taps are in registers.
     {"nct/window", nct::CanRunWindow, Always,
@@ -158,9 +165,9 @@ constexpr Family<Gradients> kGradientFamilies[] = {
     {"nct/dilated", nct::CanRunDilated, Always, WithInputGrad<nct::LaunchDilated, Never>},
     // One pass reads x and g once: 168 -> 104 us for (4,2048,8192,2048,4) bf16.
     {"ntc/short", ntc::CanRunShort, Always, ntc::LaunchShort},
-    // The same from registers, for any number of channels.
+    // The window and the next rows are in registers, for any number of channels.
     {"ntc/scalar", ntc::CanRunScalar, Always, ntc::LaunchScalar},
-    // Multiply-adds from shared memory.
+    // Multiply-adds read their inputs from shared memory.
     {"ntc/long", ntc::CanRunLong, Always, WithInputGrad<ntc::LaunchLong, Never>},
 };
 const Table<Gradients> kGradients("lightweight_conv", "backward", kGradientFamilies);

@@ -1,16 +1,16 @@
-// What the forward and the backward kernels of the lightweight convolution share: who owns what,
-// and how a segment of the sequence reaches registers or shared memory in either data format.
+// This header holds the code that the forward and backward kernels of lightweight convolution
+// share: which thread owns which elements, and the loads of a segment of the sequence into
+// registers or shared memory in both data formats.
 //
-// NTC: neighbouring threads own neighbouring channels and each a segment of time steps, so that
-// rows are read and written whole. With dilation d the sequence falls apart into d interleaved
-// phases that never meet; a tile holds steps of one phase, which makes dilation a row stride and
-// nothing else.
+// NTC: neighbouring threads own neighbouring channels, and each thread a segment of time steps, so
+// that rows are read and written whole. With dilation d the sequence consists of d independent
+// interleaved phases; a tile holds steps of one phase, for which dilation is only a row stride.
 //
-// NCT: a thread owns neighbouring time steps of one channel, a row of threads one channel.
+// NCT: a thread owns neighbouring time steps of one channel, and a row of threads one channel.
 //
-// Short filters (up to kShortTaps) are bound by memory: what their kernels work on next is in
-// flight while they work, in registers or in a ring in shared memory. Long filters are bound by
-// arithmetic, unless tensor cores multiply them.
+// Memory bounds short filters (up to kShortTaps): while a kernel computes, its next inputs are in
+// flight to registers or to a ring in shared memory. Arithmetic bounds long filters, unless tensor
+// cores multiply them.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_FILTERS_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_FILTERS_CUH_
 
@@ -45,27 +45,28 @@ inline constexpr int kShortTaps = 8;
 
 inline constexpr int kNtcThreads = 256;
 
-// Divides by a dilation, which is nearly always 1, rounding up.
+// DivideByDilation divides by a dilation, which is nearly always 1, rounding up.
 __host__ __device__ inline int DivideByDilation(int n, int dilation) {
   return dilation == 1 ? n : (n + dilation - 1) / dilation;
 }
 
-// The number of steps t < time with t % dilation == phase.
+// PhaseSteps counts the steps t < time with t % dilation == phase.
 __host__ __device__ inline int PhaseSteps(int time, int dilation, int phase) {
   return DivideByDilation(time - phase, dilation);
 }
 
-// A vector from `address` if `inside`, else zeros. The load itself is unconditional, from an
-// address that is always good, so that neighbouring loads do not wait for each other's branches.
+// LoadIf loads a vector from `address` if `inside`, and otherwise returns zeros. The load is
+// unconditional, from an address that is always valid, so that neighbouring loads do not wait for
+// each other's branches.
 template <int kCount, typename T>
 __device__ __forceinline__ Pack<T, kCount> LoadIf(bool inside, const T* address, const T* good) {
   const Pack<T, kCount> pack = LoadPack<kCount>(inside ? address : good);
   return inside ? pack : Pack<T, kCount>{};
 }
 
-// One thread's kV channels at the time steps first, first + stride, ..., of which the first `count`
-// are wanted: zero outside [0, time). Steps that are all inside, as nearly all are, skip the
-// checks.
+// ReadSteps loads one thread's kV channels at the time steps first, first + stride, ..., of which
+// the first `count` are needed: zero outside [0, time). Steps that are entirely inside, as nearly
+// all are, skip the checks.
 template <int kCount, int kV, typename T>
 __device__ __forceinline__ void ReadSteps(Pack<T, kV> (&steps)[kCount], const T* column, int first,
                                           int stride, int count, int time, int64_t channels) {
@@ -96,9 +97,10 @@ __device__ __forceinline__ void WriteStep(T* column, const Accumulator<T> (&valu
   *reinterpret_cast<Pack<T, kV>*>(column + t * channels) = pack;
 }
 
-// How the threads of a short filter's block are dealt out: lanes over channels, groups over time.
+// The threads of a short filter's block are distributed with lanes over channels and groups over
+// time.
 struct ShortNtcTile {
-  int lane_bits;  // log2 of the threads side by side in channels
+  int lane_bits;  // log2 of the threads along channels
 
   ShortNtcTile(int64_t channels, int per_thread) : lane_bits(0) {
     while (lane_bits < 5 && (int64_t{per_thread} << lane_bits) < channels) ++lane_bits;
@@ -107,7 +109,7 @@ struct ShortNtcTile {
   __host__ __device__ int groups() const { return kNtcThreads >> lane_bits; }
 };
 
-// Long filters: a warp is 32 neighbouring channels, pairs of them for 2-byte types.
+// In long filters a warp has 32 neighbouring channels, or pairs of channels for 2-byte types.
 inline constexpr int kNtcWarps = kNtcThreads / kWarp;
 
 template <typename T>
@@ -116,8 +118,9 @@ inline constexpr int kLaneChannels = sizeof(T) == 2 ? 2 : 1;
 template <typename T>
 inline constexpr int kBlockChannels = kWarp * kLaneChannels<T>;
 
-// Copies `rows` rows of kBlockChannels channels of a (time, channels) array into shared memory. Row
-// i is time step first + i * stride, zero outside [0, time). The copy is asynchronous: commit it.
+// StageRows copies `rows` rows of kBlockChannels channels of a (time, channels) array to shared
+// memory. Row i is time step first + i * stride, zero outside [0, time). The copy is asynchronous,
+// and the caller commits it.
 template <typename T, bool kAligned>
 __device__ __forceinline__ void StageRows(T* shared, const T* array, int first, int stride,
                                           int rows, int time, int channels, int first_channel) {
@@ -145,7 +148,7 @@ __device__ __forceinline__ void StageRows(T* shared, const T* array, int first, 
   }
 }
 
-// One thread's channels of a staged row.
+// ReadRow reads one thread's channels of a staged row.
 template <typename T>
 __device__ __forceinline__ void ReadRow(Accumulator<T> (&values)[kLaneChannels<T>], const T* shared,
                                         int row) {
@@ -162,7 +165,7 @@ inline constexpr int kNctThreads = 128;
 inline constexpr int kNctMinRowThreads = 16;
 inline constexpr int kNctMaxRows = kNctThreads / kNctMinRowThreads;
 
-// How the threads of a block are dealt out over channels and time.
+// The threads of a block are distributed over channels and time.
 struct NctTile {
   int row_bits;  // log2 of the threads that share a channel
 
@@ -174,12 +177,13 @@ struct NctTile {
   __host__ __device__ int rows() const { return kNctThreads >> row_bits; }
 };
 
-// Marks rows that do not start at multiples of 16 bytes, where a shift is known otherwise.
+// The value marks rows that do not start at multiples of 16 bytes, in place of a shift known at
+// compile time.
 inline constexpr int kUnaligned = -1;
 
-// Steps first to first + kCount of a row of whole vectors, zero outside [0, time), kept as they
-// were loaded. The shift, first modulo the size of a vector, is the same for all threads and known
-// when the kernel is compiled.
+// Load loads steps first to first + kCount of a row of whole vectors, zero outside [0, time),
+// without conversion. The shift, first modulo the size of a vector, is the same for all threads and
+// known at compile time.
 template <typename T, int kCount, int kShift>
 class Window {
  public:
@@ -208,10 +212,11 @@ class Window {
   Pack<T, kPack> packs_[kPacks];
 };
 
-// Segments of a short filter's thread that are in flight together.
+// A thread of a short filter has this number of segments in flight.
 inline constexpr int kFlight = 2;
 
-// Writes kCount steps from t on, a multiple of a vector; those beyond the end are left out.
+// WriteSteps writes kCount steps from t on, a multiple of a vector; steps beyond the end are not
+// written.
 template <typename T, int kCount, bool kAligned>
 __device__ __forceinline__ void WriteSteps(T* row, const Accumulator<T> (&values)[kCount], int t,
                                            int time) {
@@ -233,14 +238,15 @@ __device__ __forceinline__ void WriteSteps(T* row, const Accumulator<T> (&values
   }
 }
 
-// Long filters: a thread owns kThreadSteps neighbouring steps. Shared memory holds the accumulation
-// type, each element converted once though read by many taps, and is skewed by one word in every
-// kThreadSteps, so that threads kThreadSteps words apart hit different banks.
+// In long filters a thread owns kThreadSteps neighbouring steps. Shared memory holds the
+// accumulation type, because each element is converted once but read by many taps, with one element
+// of padding after every kThreadSteps, so that threads access different banks.
 inline constexpr int kThreadSteps = 8;
 
 __host__ __device__ constexpr int Skew(int position) { return position + position / kThreadSteps; }
 
-// Copies `length` steps from `first` on of each of the block's channels, zero outside [0, time).
+// StageColumns copies `length` steps from `first` on of each of the block's channels, zero outside
+// [0, time).
 template <typename T, bool kAligned>
 __device__ __forceinline__ void StageColumns(Accumulator<T>* shared, int pitch, const T* array,
                                              int first, int length, const NctTile& tile, int time,
@@ -272,9 +278,9 @@ __device__ __forceinline__ void StageColumns(Accumulator<T>* shared, int pitch, 
   }
 }
 
-// Adds kCount values of each of 2 * kDistance neighbouring lanes, a power of two of both. Lanes
-// give each other half of their values at every step, so that a step costs half of the one before;
-// the sums of the values from `first` on, kFolded of them, are this lane's in the end.
+// FoldLanes adds kCount values of each of 2 * kDistance neighbouring lanes, a power of two of both.
+// In every step, lanes exchange half of their values, so that a step costs half of the one before;
+// at the end this lane has the sums of kFolded values, from `first` on.
 template <int kCount, int kDistance>
 inline constexpr int kFolded = std::max(1, kCount / (2 * kDistance));
 
@@ -297,8 +303,8 @@ __device__ __forceinline__ void FoldLanes(Acc (&values)[kSize], int& first) {
   }
 }
 
-// Sums each thread's values over the 2^row_bits threads of a row, in an order that only their
-// number decides; total(i, row, sum) takes each sum.
+// ReduceRows sums each thread's values over the 2^row_bits threads of a row, in an order that
+// depends only on their number; total(i, row, sum) receives each sum.
 template <int kCount, typename Acc, typename Total>
 __device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1], int row_bits,
                                            Total&& total) {
@@ -311,7 +317,7 @@ __device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1]
   for (int i = 0; i < kCount; ++i) values[i] = thread_values[i][0];
   int first = 0;
   FoldLanes<kCount, kHalf / 2>(values, first);
-  // Half a warp is a row, or both halves belong to one.
+  // A row is half a warp, or both halves of a warp belong to one row.
   const bool whole = row_threads >= kWarp;
   const int part = threadIdx.x / (whole ? kWarp : kHalf);
   __syncthreads();
@@ -331,18 +337,20 @@ __device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1]
   }
 }
 
-// Blocks that keep the devices of today busy; results depend on this number, so it is one for all.
+// This number of blocks keeps today's devices busy; results depend on it, so it is the same on all
+// devices.
 inline constexpr int64_t kBusyBlocks = 480;
 
 // --- host ----------------------------------------------------------------------------------------
 
-// Whether rows of the array's fastest dimension can be read `bytes` bytes at a time.
+// RowsAligned says whether rows of the array's fastest dimension can be read `bytes` bytes at a
+// time.
 inline bool RowsAligned(int64_t row_elements, DType dtype, int64_t bytes) {
   return row_elements * jaxops::cuda::SizeOf(dtype) % bytes == 0;
 }
 
-// The shift at which windows that begin `padding` steps before a vector start within one, or
-// kUnaligned for rows that vectors do not divide.
+// WindowShift returns the shift within a vector of windows that begin `padding` steps before a
+// vector, or kUnaligned for rows that are not whole vectors.
 template <typename T>
 int WindowShift(int64_t time, DType dtype, int64_t padding) {
   if (!RowsAligned(time, dtype, 16)) return kUnaligned;
@@ -350,7 +358,7 @@ int WindowShift(int64_t time, DType dtype, int64_t padding) {
   return static_cast<int>((kPack - padding % kPack) % kPack);
 }
 
-// Whether weight and bias are the same for all batch entries.
+// SharesFilters says whether weight and bias are the same for all batch entries.
 inline bool SharesFilters(const Forward& call) {
   for (int d = 0; d < call.batch.rank(); ++d) {
     if (call.batch.stride(d, Forward::kWeight) != 0 || call.batch.stride(d, Forward::kBias) != 0) {
@@ -360,7 +368,7 @@ inline bool SharesFilters(const Forward& call) {
   return true;
 }
 
-// Calls `function` with the shift of rows of whole vectors as a constant.
+// DispatchShift calls `function` with the shift of rows of whole vectors as a constant.
 template <typename T, typename Function>
 cudaError_t DispatchShift(int shift, Function&& function) {
   cudaError_t error = cudaErrorInvalidValue;
@@ -373,10 +381,10 @@ cudaError_t DispatchShift(int shift, Function&& function) {
   return error;
 }
 
-// The padding of the flipped taps, with which the input gradient is a convolution.
+// With this padding of the flipped taps, the input gradient is a convolution.
 inline int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - g.padding; }
 
-// Blocks of a grid along x, and along y and z.
+// A grid has at most this number of blocks along x, and along y and z.
 inline constexpr int64_t kMaxBlocks = INT32_MAX;
 inline constexpr int64_t kMaxGridBlocks = 65535;
 
@@ -388,16 +396,16 @@ inline bool FitsKernels(const Geometry& g) {
          (g.taps - 1) * g.dilation < limit;
 }
 
-// The sums over time that the blocks of a backward kernel leave: (kept, splits, taps + 1,
-// channels), last the bias's. If vectors of neighbouring channels are summed together, the row of a
-// tap is the shorter for it, and ends early.
+// PartialSums describes the sums over time that the blocks of a backward kernel write: (kept,
+// splits, taps + 1, channels), and the last tap is the bias. If vectors of neighbouring channels
+// are summed together, the row of a tap is shorter by that factor, and ends early.
 struct PartialSums {
   void* sums;
   int64_t splits;
   int channels = 1;  // of a sum
 };
 
-// Launches the kernel that adds them.
+// AddPartialSums launches the kernel that adds the partial sums.
 cudaError_t AddPartialSums(cudaStream_t stream, const Backward& call, const PartialSums& partials);
 
 }  // namespace jaxops::lightweight_conv::cuda

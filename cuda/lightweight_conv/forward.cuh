@@ -1,4 +1,5 @@
-// Parameters of the forward kernels that multiply and add, and how they read taps and bias.
+// This header holds the parameters of the forward kernels without tensor cores, and reads taps and
+// bias.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_FORWARD_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_FORWARD_CUH_
 
@@ -6,15 +7,15 @@
 
 namespace jaxops::lightweight_conv::cuda {
 
-// Taps staged in shared memory at a time; longer filters take several rounds.
+// Shared memory holds this number of taps at a time; longer filters take several rounds.
 constexpr int kTapChunk = 64;
 
-// How the work of such a kernel is cut: into tiles of time and blocks of channels.
+// ForwardPlan cuts the work of such a kernel into tiles of time and blocks of channels.
 struct ForwardPlan {
   int64_t tiles;  // of one phase (NTC) or of one row (NCT)
   int64_t channel_blocks;
-  int64_t blocks;  // of the grid
-  int chunks = 1;  // segments of steps of one thread of a short filter
+  int64_t blocks;  // blocks of the grid
+  int chunks = 1;  // segments of steps per thread of a short filter
   size_t shared_bytes = 0;
 
   bool CanLaunch() const { return blocks <= kMaxBlocks; }
@@ -27,7 +28,7 @@ struct ForwardParams {
   FastDivider channel_blocks;  // blocks of channels
   FastDivider phases;
   FastDivider depth;  // channels of a head
-  int chunks;         // segments of steps of one thread of a short filter
+  int chunks;         // segments of steps per thread of a short filter
   ShortNtcTile ntc;
   NctTile nct;
 
@@ -48,7 +49,7 @@ struct ForwardParams {
 
   __device__ int TapIndex(int tap) const { return call.flip_taps ? taps - 1 - tap : tap; }
 
-  // Reads kTaps taps of kV neighbouring channels, zero beyond the filter's length.
+  // ReadWeights reads kTaps taps of kV neighbouring channels, zero beyond the filter's length.
   template <int kTaps, int kV, typename Acc>
   __device__ void ReadWeights(Acc (&weight)[kTaps][kV], int64_t batch, int channel) const {
     const int64_t base = call.batch.Offset(batch, Forward::kWeight);
@@ -64,7 +65,7 @@ struct ForwardParams {
     });
   }
 
-  // Reads the bias of kV neighbouring channels, zero where there is none.
+  // ReadBias reads the bias of kV neighbouring channels, zero without a bias.
   template <int kV, typename Acc>
   __device__ void ReadBias(Acc (&bias)[kV], int64_t batch, int channel) const {
 #pragma unroll
@@ -80,7 +81,7 @@ struct ForwardParams {
   }
 };
 
-// Segments of one thread: enough threads for every device first, then more segments, up to `max`.
+// A thread gets more segments, up to `max`, only when there are enough threads for every device.
 inline int ShortChunks(int64_t threads, int max) {
   return static_cast<int>(std::clamp<int64_t>(threads / (int64_t{1} << 17), 1, max));
 }

@@ -1,4 +1,4 @@
-// The sum of the partial sums that the blocks of a backward kernel leave.
+// This kernel sums the partial sums that the blocks of a backward kernel write.
 #include "cuda/lightweight_conv/filters.cuh"
 
 namespace jaxops::lightweight_conv::cuda {
@@ -8,18 +8,18 @@ struct AddParams {
   const void* partials;
   void *dweight, *dbias;
   int splits, taps, heads, channels;
-  int row;  // sums of a head that are side by side
+  int row;  // contiguous sums of a head
   DType weight_dtype, bias_dtype;
   FastDivider row_divider;
   int64_t kept;
 };
 
-// Adds kWarp neighbouring entries of dweight for one tap, or of dbias, whose splits a block's warps
-// share out; if kDeep is set, one entry of dweight, which has many sums. The grid is over columns,
-// over taps and last the bias, and over kept entries.
+// AddPartials adds the splits of kWarp neighbouring entries of dweight for one tap, or of dbias;
+// the warps of a block share the splits. If kDeep, a block has one entry of dweight, which has many
+// sums. The grid is over columns, over taps and after them the bias, and over kept entries.
 template <typename Acc, bool kDeep>
 __global__ void __launch_bounds__(kNtcThreads) AddPartials(const __grid_constant__ AddParams p) {
-  constexpr int kBatch = 8;  // loads of a thread that are in flight together
+  constexpr int kBatch = 8;  // loads of a thread that are in flight
   __shared__ Acc shared[kNtcThreads];
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;

@@ -1,5 +1,5 @@
-// What the kernels of trilinear interpolation in cells share: what they make of a cell's point, and
-// which cells a warp has.
+// This header holds the code that the kernels of trilinear interpolation in cells share: weights
+// and gradients from a cell's point, and the assignment of cells to warps and blocks.
 #ifndef JAXOPS_CUDA_TRILINEAR_CELLS_CUH_
 #define JAXOPS_CUDA_TRILINEAR_CELLS_CUH_
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void MakeAxes(const Coordinates<A>& p, Axis<A> (&axes
   for (int a = 0; a < kAxes; ++a) axes[a] = {(1 - p[a]) / 2, (1 + p[a]) / 2, A(0.5)};
 }
 
-// A cell's point, and what to do with it.
+// Point holds a cell's point and the terms of its derivatives, from which the weights follow.
 template <typename A>
 struct Point {
   Axis<A> axes[kAxes];
@@ -71,7 +71,7 @@ struct Point {
   __device__ __forceinline__ Point(const Call& call, int64_t cell)
       : Point(call, cell, Loaded(call, cell).coordinates) {}
 
-  // To be called last: it replaces the terms.
+  // Weights overwrites the terms, so no other member may be called after Weights.
  __device__ __forceinline__ const A (&Weights(const Call& call)) [kCorners] {
    if (call.order == 0) {
      multilinear::PlainWeights<kAxes>(axes, terms);
@@ -98,9 +98,9 @@ __device__ __forceinline__ void StorePoint(const Call& call, int64_t cell,
   }
 }
 
-// Makes the point gradient of a cell of the dot products of its corners, which it
-// overwrites. kPlain says that the weights are no derivatives, which the compiler turns into fewer
-// registers.
+// MakeGradient computes the point gradient of a cell from the dot products of its corners, which
+// MakeGradient overwrites. kPlain says that the weights are no derivatives, with which the compiler
+// needs fewer registers.
 template <bool kPlain = false, typename A>
 __device__ __forceinline__ void MakeGradient(const Call& call, int64_t cell,
                                              const Coordinates<A>& p, A (&dots)[kCorners],
@@ -130,7 +130,7 @@ __device__ __forceinline__ void MakeWeights(const Call& call, int64_t cell, cons
   }
 }
 
-// The lower or the upper half of a word.
+// WidenHalf converts the lower or the upper 16 bits.
 template <typename T>
 __device__ __forceinline__ float WidenHalf(uint32_t word, bool upper) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -142,16 +142,16 @@ __device__ __forceinline__ float WidenHalf(uint32_t word, bool upper) {
 
 struct WarpParams {
   Call call;
-  int64_t stride;  // between the features of two cells
-  bool nested;     // they have none
+  int64_t stride;  // elements between the features of two cells; unused for nested cells
+  bool nested;     // cells have more than one dimension, so one stride does not describe them
 };
 
-// Which cells a warp has, and where their features are.
+// WarpCells says which cells a warp has.
 struct WarpCells {
   int lane;
   int64_t first;
-  int count;  // at most 32; negative: none
-  int own;    // the cell of this lane; the last has those of lanes that have none
+  int count;  // at most 32; negative: the warp has no cell
+  int own;    // the cell of this lane; lanes without a cell have the last one
 
   __device__ __forceinline__ explicit WarpCells(const Call& call) {
     lane = static_cast<int>(threadIdx.x % kWarp);
@@ -161,7 +161,8 @@ struct WarpCells {
   }
 };
 
-// Where the features of a warp's cells are. All lanes ask, each for a cell.
+// WarpFeatures gives the addresses of the features of a warp's cells. All lanes of the warp call Of
+// together, each for one cell.
 template <typename T>
 struct WarpFeatures {
   const T* own;
@@ -187,9 +188,9 @@ inline WarpParams ParamsOfWarps(const Call& call) {
           call.cells.rank() > 1};
 }
 
-// Stores the point gradients of a warp's cells in the order of memory: three stores of
-// every third element would each cost all the sectors. `staged` has kAxes elements a lane. kPlain
-// says that points are of type T.
+// StorePoints stores the point gradients of a warp's cells in the order of memory, because three
+// stores with a stride of three elements would each touch all sectors. `staged` has kAxes elements
+// per lane. kPlain says that points are of type T.
 template <bool kPlain, typename T, typename A>
 __device__ __forceinline__ void StorePoints(const Call& call, const WarpCells& cells,
                                             const A (&gradient)[kAxes], A* staged) {
@@ -208,29 +209,30 @@ __device__ __forceinline__ void StorePoints(const Call& call, const WarpCells& c
   }
 }
 
-// Bulk copies are the fastest where both ends are as far from the begin of a line.
+// Bulk copies are the fastest when source and destination have the same offset within a line.
 inline constexpr int kLineBytes = 128;
 __device__ __forceinline__ int PlaceInLine(const void* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) % kLineBytes);
 }
 
-// The cells of a block, and where their features are in shared memory.
+// ImageCells says which cells a block has and how their features lie in shared memory.
 struct ImageCells {
   int64_t first;
   int cells;
-  int pitch;  // between two of them, in bytes
-  // Which of them a thread copies, and whether it does, where one copy is not enough for all.
+  int pitch;  // bytes between two cells in shared memory
+  // Without one copy for all cells, each thread with `copies` copies the cell `own`.
   int own = 0;
   bool copies = false;
 };
 
-// The features of the cells of a block in shared memory. A block has one of these, in shared memory
-// too; all of its threads call all of the functions, of which Fetch and Await may be left out, or
-// Store and AwaitStore. Where the GPU has bulk copies, one of these is enough for all cells if they
-// follow each other on both sides.
+// FeatureImage copies the features of a block's cells to shared memory, and their gradients from
+// there. A block has one FeatureImage, also in shared memory, and all of the block's threads call
+// each function; a block may omit Fetch and Await, or Store and AwaitStore. On GPUs with bulk
+// copies, one copy moves all cells if the cells are contiguous in both memories.
 class FeatureImage {
  public:
-  // Starts to copy them there. They are dense where those of all cells follow each other.
+  // Fetch starts the copies to shared memory. kDense says that the features of all cells are
+  // contiguous.
   template <bool kDense, typename T>
   __device__ __forceinline__ void Fetch(const Call& call, const ImageCells& of, void* to) {
     const int cell_bytes = kCorners * static_cast<int>(call.width * sizeof(T));
@@ -245,7 +247,7 @@ class FeatureImage {
       ptx::mbarrier_init(&arrived_, 1);
       ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
-    // One thread does both, but racecheck takes what the compiler makes of it for several.
+    // One thread does both, but racecheck attributes the compiled code to several threads.
     __syncwarp();
     if (threadIdx.x == 0) {
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &arrived_,
@@ -276,7 +278,6 @@ class FeatureImage {
 #endif
   }
 
-  // Waits until they are there.
   __device__ __forceinline__ void Await() {
 #if __CUDA_ARCH__ >= 900
     __syncthreads();
@@ -288,7 +289,7 @@ class FeatureImage {
 #endif
   }
 
-  // Starts to copy what the threads have put in their place to the gradients of all cells.
+  // Store starts the copies of the gradients, which the threads have written to shared memory.
   template <typename T>
   __device__ __forceinline__ void Store(const Call& call, const ImageCells& of, const void* from) {
     const int cell_bytes = kCorners * static_cast<int>(call.width * sizeof(T));
@@ -318,7 +319,8 @@ class FeatureImage {
 #endif
   }
 
-  // Shared memory has to stay until it has been read.
+  // AwaitStore waits until the copies have read shared memory, which must stay allocated until
+  // then.
   __device__ __forceinline__ void AwaitStore() {
 #if __CUDA_ARCH__ >= 900
     ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());

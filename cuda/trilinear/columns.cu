@@ -1,5 +1,5 @@
-// Trilinear interpolation in cells whose rows are whole vectors: a block copies the features of
-// some cells to shared memory, and lanes share a cell.
+// These kernels interpolate in cells whose rows are whole vectors: a block copies the features of
+// several cells to shared memory, and several lanes share a cell.
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -17,22 +17,22 @@ constexpr int kThreads = 256;
 constexpr int kBankLineBytes = 128;
 
 // The features of a block's cells fill about this much shared memory, which leaves room for several
-// blocks.
+// blocks on a multiprocessor.
 constexpr int64_t kTileBytes = 24 * 1024;
 
-// One cell, and the pitch, fit the shared memory of a block.
+// The opt-in limit of shared memory holds one cell and the padding of its pitch.
 constexpr int64_t kMaxRowBytes = (jaxops::cuda::kSharedLeave - kBankLineBytes) / kCorners;
 
 struct InterpolateColumnsParams {
   Call call;
-  int lanes;           // that share a cell, a power of two
-  int pitch;           // between the features of two cells, in bytes
-  FastDivider pieces;  // of 16 bytes, of a cell's features
+  int lanes;           // lanes per cell, a power of two
+  int pitch;           // bytes between the features of two cells in shared memory
+  FastDivider pieces;  // vectors of 16 bytes in a cell's features
 };
 
-// A block copies the features of kThreads / lanes cells to shared memory, in pieces of 16 bytes,
-// which may span corners. A lane takes kCount elements of all corners after each other, with
-// weights that it keeps.
+// A block copies the features of kThreads / lanes cells to shared memory by vectors of 16 bytes,
+// which may span corners. A lane sums kCount elements of all corners in each iteration, and keeps
+// the weights.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     InterpolateColumns(const __grid_constant__ InterpolateColumnsParams params) {
@@ -79,12 +79,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The row's lane count and the pitch of cells in shared memory.
+// ColumnPlan chooses the lanes per cell and the pitch of cells in shared memory.
 struct ColumnPlan {
-  int lanes = 1;  // that share a cell
-  // Between the features of two cells in shared memory: as far apart as the elements of each that
-  // are read at once, next to whole lines of banks, so that all lanes of a warp read different
-  // banks.
+  int lanes = 1;  // lanes per cell, a power of two
+  // The pitch is the bytes between the features of two cells in shared memory. Modulo a line of
+  // banks it equals the bytes that the lanes of a cell read at once, so that all lanes of a warp
+  // read different banks.
   int pitch;
 
   explicit ColumnPlan(const Call& call) {
@@ -94,7 +94,7 @@ struct ColumnPlan {
     pitch = static_cast<int>(
         cell_bytes + ((at_once - cell_bytes) % kBankLineBytes + kBankLineBytes) % kBankLineBytes);
   }
-  int cells() const { return kThreads / lanes; }  // of a block
+  int cells() const { return kThreads / lanes; }  // per block
 };
 
 template <typename T>

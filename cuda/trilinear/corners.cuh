@@ -1,4 +1,4 @@
-// What the lanes of a warp tell each other of the corners of its cells, by shared memory.
+// The lanes of a warp exchange values of the corners of its cells through shared memory.
 #ifndef JAXOPS_CUDA_TRILINEAR_CORNERS_CUH_
 #define JAXOPS_CUDA_TRILINEAR_CORNERS_CUH_
 
@@ -6,14 +6,14 @@
 
 namespace jaxops::trilinear::cuda {
 
-// A warp has as many cells as lanes: so often a lane meets a corner.
+// A warp has as many cells as lanes, so a lane handles a given corner in kCorners rounds.
 constexpr int kCornerRounds = kCorners;
 
-// Between the corners of two cells in shared memory: lanes that have a cell each meet no bank
-// twice.
+// The pitch is the number of values between two cells in shared memory. Lanes with one cell each
+// access different banks.
 constexpr int kCornerPitch = 12;
 
-// What the lanes of a warp exchange of the corners of its cells.
+// CornerValues holds one value per corner of a warp's cells in shared memory.
 template <typename A>
 struct CornerValues {
   alignas(16) A values[kWarp * kCornerPitch];

@@ -1,5 +1,5 @@
-// Trilinear interpolation in any cells, at any addresses, and its gradients: a thread takes an
-// element of each corner.
+// These kernels interpolate in any cells, at any addresses, and compute the gradients: a thread
+// takes one element of each corner.
 #include "cuda/trilinear/families.h"
 #include "cuda/trilinear/vectors.cuh"
 

@@ -1,6 +1,6 @@
-// The kernel families of trilinear interpolation in cells: the calls that each can run, and its
-// launcher. dispatch.cu alone chooses between them. All but `elements` need arrays that are aligned
-// to 16 bytes.
+// This header declares the kernel families of trilinear interpolation in cells: the calls that each
+// family can run, and its launcher. dispatch.cu alone chooses between them. All families except
+// `elements` need arrays aligned to 16 bytes.
 #ifndef JAXOPS_CUDA_TRILINEAR_FAMILIES_H_
 #define JAXOPS_CUDA_TRILINEAR_FAMILIES_H_
 
@@ -17,7 +17,7 @@ namespace jaxops::trilinear::cuda {
 using jaxops::cuda::Device;
 using jaxops::cuda::SizeOf;
 
-// Of the features of a corner.
+// RowBytes returns the bytes of the features of one corner.
 inline int64_t RowBytes(const Call& call) { return call.width * SizeOf(call.dtype); }
 
 inline int64_t VectorElements(const Call& call) {
@@ -31,7 +31,7 @@ inline bool HasAlignedArrays(const Call& call) {
          0;
 }
 
-// Whether the features of all cells follow each other.
+// AreDense says whether the features of all cells are contiguous.
 inline bool AreDense(const Call& call) {
   return call.cells.rank() == 0 ||
          (call.cells.rank() == 1 && call.cells.stride(0, Call::kFeatures) == kCorners * call.width);
@@ -39,95 +39,96 @@ inline bool AreDense(const Call& call) {
 
 // --- plain ---------------------------------------------------------------------------------------
 //
-// No derivatives, points of the features' dtype, at most one dimension of cells, 2^31 elements of
-// features.
+// The family runs calls without derivatives, with points of the features' dtype, at most one
+// dimension of cells and fewer than 2^31 elements of features.
 
 bool CanRunPlain(const Call& call, const Device& device);
 cudaError_t LaunchPlain(cudaStream_t stream, const Call& call, const Device& device);
 
-// Values of a power of two elements a row, from 2 to those of 32 bytes, or 64 of 2 bytes each:
-// warps load whole cells.
+// Warps load whole cells for values of rows whose number of elements is a power of two: 2 elements
+// up to 32 bytes, or up to 64 bytes for dtypes of 2 bytes.
 bool HasSharedValues(const Call& call);
 
-// Values of rows of at least 64 bytes, of which a thread can have several.
+// A thread can have several values of rows of at least 64 bytes.
 bool HasLongRows(const Call& call);
 
-// Point gradients, and both gradients.
+// PlainPointPlan describes the kernels of the point gradient, alone or with the feature gradient.
 struct PlainPointPlan {
-  int count;       // elements that a lane loads at once
-  uint32_t lanes;  // that share a cell
+  int count;       // elements per load of a lane
+  uint32_t lanes;  // lanes per cell
 
   explicit PlainPointPlan(const Call& call);
 };
 
 // --- vectors -------------------------------------------------------------------------------------
 //
-// Rows of whole vectors of 16 bytes.
+// The family runs calls whose rows are whole vectors of 16 bytes.
 
 bool CanRunVectors(const Call& call, const Device& device);
 cudaError_t LaunchVectors(cudaStream_t stream, const Call& call, const Device& device);
 
 // --- singles -------------------------------------------------------------------------------------
 //
-// Rows of one element.
+// The family runs calls whose rows have one element.
 
 bool CanRunSingles(const Call& call, const Device& device);
 cudaError_t LaunchSingles(cudaStream_t stream, const Call& call, const Device& device);
 
 // --- rows ----------------------------------------------------------------------------------------
 //
-// Values of 2 elements of 4 and 8 bytes; gradients of one and of two vectors, and of 2 elements of
-// 4 bytes.
+// The family runs values of 2 elements of 4 or 8 bytes, and gradients of one or two vectors or of 2
+// elements of 4 bytes.
 
 bool CanRunRows(const Call& call, const Device& device);
 cudaError_t LaunchRows(cudaStream_t stream, const Call& call, const Device& device);
 
 // --- narrow --------------------------------------------------------------------------------------
 //
-// 2 to 15 elements of at most 4 bytes; values of odd numbers, and of 2 and 4 of 2 bytes.
+// The family runs gradients of 2 to 15 elements of at most 4 bytes, values of odd numbers of such
+// elements, and values of 2 and 4 elements of 2 bytes.
 
 bool CanRunNarrow(const Call& call, const Device& device);
 cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call, const Device& device);
 
 // --- tiles ---------------------------------------------------------------------------------------
 //
-// Values of whole vectors, cells of at most 24 KiB.
+// The family runs values of whole vectors in cells of at most 24 KiB.
 
 bool CanRunTiles(const Call& call, const Device& device);
 cudaError_t LaunchTiles(cudaStream_t stream, const Call& call, const Device& device);
 
 // --- columns -------------------------------------------------------------------------------------
 //
-// Values of whole vectors, of which a block's shared memory holds a cell.
+// The family runs values of whole vectors if a block's shared memory holds a cell.
 
 bool CanRunColumns(const Call& call, const Device& device);
 cudaError_t LaunchColumns(cudaStream_t stream, const Call& call, const Device& device);
 
 // --- images --------------------------------------------------------------------------------------
 //
-// Gradients of float64, of which a block's shared memory holds 128 cells.
+// The family runs gradients of float64 if a block's shared memory holds 128 cells.
 
 bool CanRunImages(const Call& call, const Device& device);
 cudaError_t LaunchImages(cudaStream_t stream, const Call& call, const Device& device);
 
 // --- groups --------------------------------------------------------------------------------------
 //
-// Cells of at most 72 KiB.
+// The family runs calls with cells of at most 72 KiB.
 
 bool CanRunGroups(const Call& call, const Device& device);
 cudaError_t LaunchGroups(cudaStream_t stream, const Call& call, const Device& device);
 
 // --- shifts --------------------------------------------------------------------------------------
 //
-// Gradients of rows of more than one vector but not of whole ones, at most 56 KiB, of at most 4
-// bytes an element.
+// The family runs gradients of rows longer than one vector that are not whole vectors, of at most
+// 56 KiB a row and at most 4 bytes an element.
 
 bool CanRunShifts(const Call& call, const Device& device);
 cudaError_t LaunchShifts(cudaStream_t stream, const Call& call, const Device& device);
 
 // --- elements ------------------------------------------------------------------------------------
 //
-// All calls.
+// The family runs all calls.
 
 bool CanRunElements(const Call& call, const Device& device);
 cudaError_t LaunchElements(cudaStream_t stream, const Call& call, const Device& device);

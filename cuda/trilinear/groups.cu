@@ -1,18 +1,18 @@
-// Trilinear interpolation in cells whose rows vectors do not divide, and its gradients.
+// These kernels interpolate in cells whose rows are not whole vectors, and compute the gradients.
 //
-// The eight rows of a cell are a whole number of vectors and aligned together, but a row begins and
-// ends inside a vector. So a block has an image of the features of its cells in shared memory,
-// where they follow each other as in memory: it comes and goes by bulk copies, and gradients take
-// the place of what they are made with.
+// The eight rows of a cell together are whole vectors and aligned, but a row begins and ends inside
+// a vector. A block therefore keeps an image of the features of its cells in shared memory,
+// contiguous as in global memory: bulk copies move the image in and out, and gradients overwrite
+// the features from which they are computed.
 //
-// A group of neighbouring lanes, a power of two, has a cell. They take its columns in turns, of
-// which each is a word of every row: an element, or two of 2 bytes. Groups are as large as makes
-// the lanes of a warp read different banks, which is 4 or 8 lanes where rows are odd, and larger
-// where the image of a block would be too large.
+// A group of neighbouring lanes, a power of two, has a cell. The lanes of a group take the columns
+// of the cell in turn. A column is a Word of every row: one element, or two elements of 2 bytes.
+// The group size is chosen such that the lanes of a warp read different banks: 4 or 8 lanes for odd
+// rows, and more if the image of a block would be too large.
 //
-// Of rows of an odd number of elements of 2 bytes, every other one begins inside a word. A column
-// has the words of these that begin with the next element, and what it knows of the cotangent goes
-// one element further. Words that two rows share are left to one lane.
+// If a row has an odd number of elements of 2 bytes, every other row begins inside a Word. A column
+// then has the Words of those rows that begin with the next element, and its part of the cotangent
+// extends one element further. One lane handles the Words that two rows share.
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -24,27 +24,28 @@
 namespace jaxops::trilinear::cuda {
 namespace {
 
-// Threads of a block, and of one of long cells.
+// These are the threads of a block, and of a block of long cells.
 constexpr int kThreads = 128;
 constexpr int kLongThreads = 256;
 constexpr int64_t kLongCellBytes = 30 * 1024;
 constexpr int64_t kMaxCellBytes = 72 * 1024;
 
-// How many blocks of long cells a multiprocessor has registers for at least.
+// Registers allow at least this number of blocks of long cells per multiprocessor.
 template <typename T, bool kReads>
 constexpr int kBlocks = sizeof(T) == 8 && kReads ? 2 : 4;
 
-// What the features of a block's cells take of shared memory where a group need not have more than
-// one of them: of elements of 4 bytes but for point gradients alone, and of others.
+// A block's image has at most this number of bytes, unless one cell needs more: the first for
+// elements of 4 bytes, except point gradients alone; the second for all other calls.
 constexpr int64_t kSmallImageBytes = 12 * 1024;
 constexpr int64_t kImageBytes = 18 * 1024;
 
-// Lanes that a group begins with where these have no conflicts, and where that would take more.
+// A group begins with the number of lanes that is free of bank conflicts if that is at most the
+// first, and else with the second.
 constexpr int64_t kMaxConflictFreeLanes = 8;
 constexpr int64_t kFewLanes = 4;
 
-// Of rows of what: single elements of 4 or 8 bytes, pairs of 2 bytes each, or such pairs that every
-// other row does not begin with.
+// Columns says what a column has of a row: one element of 4 or 8 bytes, a pair of elements of 2
+// bytes, or a pair that is not aligned in every other row.
 enum class Columns { kSingles, kPairs, kShiftedPairs };
 
 template <typename T>
@@ -63,7 +64,7 @@ __device__ __forceinline__ uint32_t MakePair(float lower, float upper) {
   return word;
 }
 
-// The word of a column in the row of a corner, from the first of the cell.
+// WordOf returns the index, from the first Word of the cell, of a column in the row of a corner.
 template <Columns kColumns>
 __device__ __forceinline__ int WordOf(int corner, int width, int column) {
   if constexpr (kColumns == Columns::kSingles) return corner * width + column;
@@ -74,20 +75,20 @@ __device__ __forceinline__ int WordOf(int corner, int width, int column) {
 struct GroupParams {
   Call call;
   int64_t strides[Call::kCotangent + 1];  // between cells that are not nested
-  int pitch;                              // between two cells in shared memory, in bytes
-  int lanes;                              // of a group
-  int tile;                               // cells of a block
-  int64_t image_bytes;                    // of a block
+  int pitch;                              // bytes between two cells in shared memory
+  int lanes;                              // per group
+  int tile;                               // cells per block
+  int64_t image_bytes;                    // per block
 };
 
-// A lane's part of the cotangent of its cell, read ahead.
+// Cotangent is a lane's part of the cotangent of its cell, read ahead of its use.
 template <typename T, Columns kColumns>
 class Cotangent {
   using A = Accumulator<T>;
   static constexpr bool kShifted = kColumns == Columns::kShiftedPairs;
 
  public:
-  // Columns that are read at once, and elements of one.
+  // kAhead columns are read at once; a column has kElements elements.
   static constexpr int kAhead = 4;
   static constexpr int kElements = kColumns == Columns::kSingles ? 1 : kShifted ? 3 : 2;
 
@@ -103,7 +104,7 @@ class Cotangent {
       if (column >= columns_) continue;
       read_[k][0] = words_[column];
       if constexpr (kShifted) {
-        // The last word may be half behind the end of the array.
+        // Half of the last Word may lie behind the end of the array.
         const bool half = shift_ == 0 && column + 1 == columns_;
         read_[k][1] =
             half ? *reinterpret_cast<const uint16_t*>(words_ + column + 1) : words_[column + 1];
@@ -130,8 +131,8 @@ class Cotangent {
   Word<T> read_[kAhead][kShifted ? 2 : 1];
 };
 
-// The group of a thread. The last groups of a block may have no cell, and go along with another
-// one's.
+// Group is the lane group of a thread. The last groups of a block may have no cell, and then
+// compute another group's cell without storing it.
 struct Group : ImageCells {
   int lanes;
   int lane;
@@ -152,8 +153,8 @@ struct Group : ImageCells {
   __device__ __forceinline__ int64_t cell() const { return first + own; }
 };
 
-// Where an image begins: as far from a line's begin as these features or gradients of the block's
-// cells, if all of them follow each other.
+// ImageIn returns the begin of the image, at the same offset within a line as the features or
+// gradients of the block's cells in global memory if all of those are contiguous.
 template <typename T>
 __device__ __forceinline__ unsigned char* ImageIn(unsigned char* shared, const void* global,
                                                   const Group& group, int64_t width) {
@@ -161,7 +162,7 @@ __device__ __forceinline__ unsigned char* ImageIn(unsigned char* shared, const v
 }
 
 // kPlain says that there is no derivative, that points are of the features' dtype, and that the
-// features of all cells follow each other.
+// features of all cells are contiguous.
 template <typename T, bool kPlain>
 __device__ __forceinline__ void LoadPointOf(const GroupParams& params, int64_t cell,
                                             Coordinates<Accumulator<T>>& p) {
@@ -175,7 +176,7 @@ __device__ __forceinline__ void LoadPointOf(const GroupParams& params, int64_t c
   }
 }
 
-// The feature gradient if kFeatures, the point gradient if kPoints.
+// The kernel computes the feature gradient if kFeatures and the point gradient if kPoints.
 template <typename T, Columns kColumns, bool kPlain, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kLongThreads, kBlocks<T, kPoints>)
     BackwardGroups(const __grid_constant__ GroupParams params) {
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, kPoints>)
       kPlain ? cell * params.strides[Call::kCotangent] : call.cells.Offset(cell, Call::kCotangent);
   Cotangent cotangent(call.cotangent, offset, columns);
   cotangent.Read(lane, lanes);
-  [[maybe_unused]] T ends[2];  // of the row
+  [[maybe_unused]] T ends[2];  // the first and the last element of the row
   const bool joins = kColumns == Columns::kShiftedPairs && lane == lanes - 1;
   if constexpr (kColumns == Columns::kShiftedPairs) {
     const T* row = static_cast<const T*>(call.cotangent) + offset;
@@ -289,8 +290,8 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, kPoints>)
   if constexpr (kFeatures) image.AwaitStore();
 }
 
-// All corners of a value are summed by one lane, in the order of the kernels of vectors and of
-// plain calls: of shifted rows it reads both words that a pair has parts of.
+// One lane sums all corners of a value, in the same order as the kernels of vectors and of plain
+// calls. For shifted rows, the lane reads both Words over which a pair extends.
 template <typename T, Columns kColumns, bool kPlain>
 __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
     InterpolateGroups(const __grid_constant__ GroupParams params) {
@@ -312,7 +313,7 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
   MakeWeights<kPlain>(call, cell, p, weights);
   image.Await();
   T* staged = reinterpret_cast<T*>(shared + params.image_bytes);
-  // Values are as far from a vector's begin as they will be in global memory.
+  // Values have the same offset within a vector as in global memory.
   const int skipped = static_cast<int>(group.first * width % kPack);
   if (group.real) {
     const auto* words = reinterpret_cast<const Word<T>*>(memory + group.own * params.pitch);
@@ -363,18 +364,18 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
   }
 }
 
-// How many lanes of a group have words of one cell, so that lanes of several groups that read at
-// once read different banks; cells are so many bytes apart.
+// ConflictFreeLanes returns the number of lanes per group at which the groups of a warp read
+// different banks at the same time; `pitch` is the bytes between two cells.
 int64_t ConflictFreeLanes(int64_t pitch, int64_t word_bytes) {
   return std::gcd(pitch / word_bytes, kLineBytes / word_bytes);
 }
 
-// How a block's cells lie in shared memory, and how many lanes have one.
+// GroupPlan chooses the layout of a block's cells in shared memory and the lanes per group.
 struct GroupPlan {
-  int threads;  // of a block
-  int lanes;    // of a group
-  int tile;     // cells of a block
-  int pitch;    // between two cells in shared memory, in bytes
+  int threads;  // per block
+  int lanes;    // per group
+  int tile;     // cells per block
+  int pitch;    // bytes between two cells in shared memory
   int64_t image_bytes;
   int64_t shared_bytes;  // the image, and values before they are stored
 
@@ -386,8 +387,8 @@ struct GroupPlan {
         item_bytes == 4 && (call.dfeatures != nullptr || call.out != nullptr) ? kSmallImageBytes
                                                                               : kImageBytes;
     threads = cell_bytes < kLongCellBytes ? kThreads : kLongThreads;
-    // One copy of all cells is better than one a cell with something between them, and that is
-    // better than many lanes that have no column.
+    // One copy of all cells is faster than one copy per cell with padding between cells, and
+    // padding is faster than groups in which many lanes have no column.
     const int64_t columns = cell_bytes / (kCorners * word_bytes);
     const int64_t wanted = ConflictFreeLanes(cell_bytes, word_bytes);
     lanes = static_cast<int>(wanted <= kMaxConflictFreeLanes && 2 * wanted <= columns ? wanted
@@ -395,7 +396,7 @@ struct GroupPlan {
     while (lanes < threads && threads / lanes * cell_bytes > max_image_bytes) lanes *= 2;
     tile = threads / lanes;
     pitch = static_cast<int>(cell_bytes);
-    // Conflicts of four lanes are better than several copies.
+    // Bank conflicts of four lanes cost less than several copies.
     if (4 * lanes < wanted) {
       while (ConflictFreeLanes(pitch, word_bytes) != lanes) pitch += kPackBytes;
     }

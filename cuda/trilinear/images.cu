@@ -1,5 +1,5 @@
-// Gradients of trilinear interpolation in cells of few features of 8 bytes: a warp copies the
-// features of its cells to shared memory, where a lane has a corner.
+// These kernels compute gradients of trilinear interpolation in cells of few features of 8 bytes: a
+// warp copies the features of its cells to shared memory, and a lane has a corner.
 #include <cuda_pipeline.h>
 
 #include <cstdint>
@@ -16,13 +16,13 @@ constexpr int kImageThreads = 128;
 
 struct ImageParams {
   WarpParams warp;
-  FastDivider pieces;   // of 16 bytes, of a cell's features
-  int64_t image_bytes;  // of a warp's features, and of what follows them
+  FastDivider pieces;   // vectors of 16 bytes in a cell's features
+  int64_t image_bytes;  // features of a warp's cells in shared memory
   int64_t cotangent_bytes;
 };
 
-// The feature gradient if kFeatures, the point gradient if kPoints. A lane has a corner of every
-// fourth cell.
+// The kernel computes the feature gradient if kFeatures and the point gradient if kPoints. A lane
+// has a corner of every fourth cell.
 template <typename T, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kImageThreads)
     BackwardImage(const __grid_constant__ ImageParams params) {
@@ -110,10 +110,10 @@ __global__ void __launch_bounds__(kImageThreads)
   }
 }
 
-// The parts of a block's shared memory.
+// ImagePlan lays out a block's shared memory.
 struct ImagePlan {
-  int64_t image_bytes;      // of a warp's features
-  int64_t cotangent_bytes;  // of a warp
+  int64_t image_bytes;      // features of a warp's cells
+  int64_t cotangent_bytes;  // per warp
   int64_t shared_bytes;
 
   explicit ImagePlan(const Call& call)

@@ -1,4 +1,4 @@
-// Launcher of trilinear interpolation in cells on CUDA devices.
+// This header declares the launcher of trilinear interpolation in cells on CUDA devices.
 #ifndef JAXOPS_CUDA_TRILINEAR_LAUNCH_H_
 #define JAXOPS_CUDA_TRILINEAR_LAUNCH_H_
 

@@ -1,9 +1,9 @@
-// Trilinear interpolation in cells of a few features, and its gradients.
+// These kernels interpolate in cells of few features, and compute the gradients.
 //
-// The number of features is known to the compiler, and a lane has a cell: it takes the elements of
-// all rows one after the other, each with its weight, and sums in registers. A warp copies the
-// features of its cells to shared memory and their gradients from there as they follow each other
-// in memory, in vectors that may span rows.
+// The number of features is a template argument, and a lane has a cell: the lane takes the elements
+// of all rows in order, each with its weight, and sums in registers. A warp copies the features of
+// its cells to shared memory, and their gradients from there, in the order of memory, by vectors
+// that may span rows.
 #include <cuda_pipeline.h>
 
 #include <cstdint>
@@ -25,22 +25,23 @@ constexpr bool HasNarrowValues(int64_t width, int64_t item_bytes) {
 constexpr bool HasNarrowGradients(int64_t width, int64_t item_bytes) {
   return width <= kMaxWidth && width != 8 && (item_bytes == 2 || (width != 2 && width != 4));
 }
-// The groups family is faster for plain point gradients of the widest rows, if the feature gradient
-// is asked for too, and otherwise of rows whose cells come in vectors: these are not built.
+// These are the point gradients to compile. The groups family is faster for the widest rows if the
+// feature gradient is wanted too, and otherwise for rows whose cells are whole vectors.
 constexpr bool HasPlainPointGrad(int64_t width, int64_t item_bytes, bool both) {
   if (both) return width < (item_bytes == 2 ? 14 : 9);
   return item_bytes != 4 || (width != 10 && width != 14);
 }
 
-// No derivatives, points of the features' dtype, and features of all cells that follow each other.
+// A plain call has no derivatives, points of the features' dtype, and contiguous features of all
+// cells.
 bool IsPlain(const Call& call) {
   return call.order == 0 && call.point_dtype == call.dtype &&
          (call.features == nullptr || AreDense(call));
 }
 
-// The features of a warp's cells, or their gradients. Between two cells is an odd number of
-// vectors, so that lanes that have a cell each read different banks; or as many as a cell has,
-// where bulk copies gain more than pairs of lanes lose that read the same banks.
+// Image holds the features of a warp's cells, or their gradients. The pitch between two cells is an
+// odd number of vectors, so that lanes with one cell each read different banks. If bulk copies gain
+// more than bank conflicts of two lanes cost, the pitch is a cell's number of vectors.
 template <typename T, int kWidth, bool kPlain>
 struct Image {
   static constexpr int kVectors = kCorners * kWidth / kPackElements<T>;
@@ -55,7 +56,7 @@ struct Image {
 };
 
 // kPlain says that there is no derivative, that points are of the features' dtype, and that the
-// features of all cells follow each other.
+// features of all cells are contiguous.
 template <typename T, int kWidth, bool kPlain, bool kOut, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ WarpParams params) {
   using A = Accumulator<T>;
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
   }
   __syncwarp();
   if constexpr (kOut) {
-    // The values follow each other in the memory of the features, which all lanes have read.
+    // All lanes have read the features, so the values overwrite them.
     T* staged = reinterpret_cast<T*>(image.vectors);
 #pragma unroll
     for (int f = 0; f < kWidth; ++f) staged[cells.lane * kWidth + f] = Narrow<T>(sums[f]);
@@ -163,8 +164,9 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
 
 // --- tiles ---------------------------------------------------------------------------------------
 
-// Point gradients of so few features of 2 bytes that the cotangent and the points count
-// next to them: these come by bulk copies too, where a lane would load 2 bytes at a time.
+// The cotangent and the points of cells with at most this number of features of 2 bytes are a large
+// part of the memory traffic of a point gradient. Bulk copies move them too, because a lane would
+// load only 2 bytes at a time.
 constexpr int kMaxTileWidth = 3;
 
 struct TileParams {
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
       ptx::mbarrier_init(&arrived, 1);
       ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
-    // See FeatureImage.
+    // FeatureImage::Fetch says why.
     __syncwarp();
     if (thread == 0) {
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &arrived,
@@ -263,7 +265,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Whether tiles make a plain call: one that asks for nothing else, of operands that are dense.
+// HasTiles says whether a plain call can use tiles: it wants only the point gradient, and its
+// operands are dense.
 template <int kWidth>
 bool HasTiles(const Call& call, const Device& device) {
   if (call.dpoints == nullptr || call.dfeatures != nullptr || call.cells.rank() > 1) return false;
@@ -275,10 +278,10 @@ bool HasTiles(const Call& call, const Device& device) {
   };
   return is_dense(Call::kFeatures, kCorners * kWidth) && is_dense(Call::kCotangent, kWidth) &&
          is_dense(Call::kPoints, kAxes) && is_aligned(call.points) && is_aligned(call.dpoints) &&
-         device.has_clusters();  // and so bulk copies
+         device.has_clusters();  // and therefore bulk copies
 }
 
-// --- which ---------------------------------------------------------------------------------------
+// --- choice of the kernel ------------------------------------------------------------------------
 
 template <typename T, int kWidth, bool kPlain>
 cudaError_t LaunchKernel(void (*kernel)(WarpParams), cudaStream_t stream, const Call& call) {

@@ -1,12 +1,12 @@
-// Plain calls of trilinear interpolation and its gradients: no derivatives, points of the features'
-// dtype, cells that are not nested, offsets of 32 bits.
+// These kernels run plain calls of trilinear interpolation and of its gradients: no derivatives,
+// points of the features' dtype, cells that are not nested, offsets of 32 bits.
 //
-// Where a call does not fill the GPU, what takes time is how long one thread waits: for its
+// The latency of one thread bounds a call that does not fill the GPU: the thread waits for
 // instructions and constants, which the first block of a multiprocessor has to fetch, and for one
-// load after another. So threads share little but sums and have little to do each: there are many
-// small blocks, few parameters, and no code for what plain calls do not have. For point gradients
-// of long rows, and for values of these and of some short ones, that is the fastest of large
-// calls too.
+// load after another. Threads therefore share little but sums and have little work each: blocks are
+// many and small, parameters are few, and there is no code for anything that plain calls do not
+// have. The same design is the fastest for large point gradients of long rows, and for large values
+// of long rows and of some short ones.
 #include <algorithm>
 #include <cstdint>
 
@@ -17,16 +17,16 @@
 namespace jaxops::trilinear::cuda {
 namespace {
 
-// Of a result that is written in vectors, one a thread. All of it lies in one line of the constant
-// cache, of which a kernel's parameters begin 16 bytes behind the start.
+// These are the parameters of a result that is written in vectors, one per thread. All of them lie
+// in one line of the constant cache, in which a kernel's parameters begin 16 bytes after the start.
 struct PackParams {
   const void* from;  // features or cotangent
   const void* points;
   void* to;
-  uint32_t vectors;       // of the whole result
+  uint32_t vectors;       // vectors of the whole result
   uint32_t stride;        // between the entries of two cells in `from`
   uint32_t point_stride;  // between two points
-  FastDivider row;        // vectors of a row, or its elements where vectors span rows
+  FastDivider row;        // vectors per row, or elements per row if vectors span rows
 };
 
 template <typename T>
@@ -37,10 +37,11 @@ __device__ __forceinline__ void LoadPlain(const void* points, uint32_t offset,
   for (int a = 0; a < kAxes; ++a) p[a] = Widen(point[a]);
 }
 
-// A thread has kCount values of a cell. Threads behind the last vector make that too and do not
-// store it: to leave would put off what all others load until they know that they stay. The sizes
-// of blocks are constants, because blockDim is in another line of the constant cache. To ask for
-// one block leaves registers for all of a thread's loads.
+// A thread has kCount values of a cell. Threads beyond the last vector compute the last vector
+// again without storing it: an early return would delay the loads of all threads until its
+// condition is known. The block size is a constant, because blockDim is in another line of the
+// constant cache. A minimum of one block per multiprocessor leaves registers for all of a thread's
+// loads.
 template <typename T, int kCount, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
     InterpolatePlain(const __grid_constant__ PackParams params) {
@@ -77,31 +78,32 @@ struct SharedValueParams {
   const void* features;
   const void* points;
   void* out;
-  uint32_t last;          // cell
+  uint32_t last;          // the last cell
   uint32_t stride;        // between the features of two cells
   uint32_t point_stride;  // between two points
 };
 
 constexpr int kSharedThreads = 128;
 
-// Elements of a value that a lane has: words of 4 bytes, or more.
+// A lane has at least 4 bytes of a value's elements.
 template <typename T>
 constexpr int kWordElements = sizeof(T) == 2 ? 2 : 1;
 
-// Rows are of kWidth elements, so that a warp has whole cells. It loads their features in the order
-// of memory and shares them: every load of one row of each cell would touch a line of each.
+// Rows have kWidth elements, so that a warp has whole cells. A warp loads the features of its cells
+// in the order of memory and exchanges them through shared memory, because each load of one row of
+// each cell would touch one line per cell.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kSharedThreads)
     InterpolateShared(const __grid_constant__ SharedValueParams params) {
   using A = Accumulator<T>;
   constexpr int kPack = kPackElements<T>;
   constexpr int kCount = kWordElements<T>;
-  constexpr int kLanes = kWidth / kCount;            // of a cell
-  constexpr int kCells = kWarp / kLanes;             // of a warp
-  constexpr int kPacks = kCorners * kWidth / kPack;  // of a cell
+  constexpr int kLanes = kWidth / kCount;            // per cell
+  constexpr int kCells = kWarp / kLanes;             // per warp
+  constexpr int kPacks = kCorners * kWidth / kPack;  // per cell
   constexpr int kLoads = kCells * kPacks / kWarp;
-  // Between two cells is a row more, or a vector where that is longer, which puts them in different
-  // banks.
+  // The pitch has one row more than a cell, and at least one vector more, which puts cells into
+  // different banks.
   constexpr int kPitch = kPacks + (kWidth + kPack - 1) / kPack;
   __shared__ Pack<T, kPack> shared[kSharedThreads / kWarp][kCells * kPitch];
   const uint32_t lane = threadIdx.x % kWarp;
@@ -158,7 +160,7 @@ __device__ __forceinline__ A WeightOf(const Axis<A> (&axes)[kAxes], uint32_t cor
 
 constexpr int kGradThreads = 256;
 
-// A thread has a vector of a cell's feature gradient, which may span rows if kSpans.
+// A thread has a vector of a cell's feature gradient; kSpans says that vectors may span rows.
 template <typename T, bool kSpans>
 __global__ void __launch_bounds__(kGradThreads)
     FeatureGradPlain(const __grid_constant__ PackParams params) {
@@ -198,12 +200,12 @@ __global__ void __launch_bounds__(kGradThreads)
   StorePack(static_cast<T*>(params.to) + vector * kPack, out);
 }
 
-// The results, which are needed last, are what does not lie in the first line.
+// The results do not fit the first line of constants, and are last because they are needed last.
 struct PointParams {
   const void* features;
   const void* points;
   const void* cotangent;
-  uint32_t lanes;  // that share a cell, a power of two
+  uint32_t lanes;  // lanes per cell, a power of two
   uint32_t cells, width;
   uint32_t strides[Call::kCotangent + 1];  // between the entries of two cells
   void* dfeatures;
@@ -213,13 +215,13 @@ struct PointParams {
 constexpr uint32_t kMaxLanes = 512;
 constexpr uint32_t kMinThreads = 64;
 
-// Threads of a block, which do not ask blockDim for it either.
+// The threads of a block follow from the lanes, because blockDim is in another line of constants.
 JAXOPS_HOST_DEVICE constexpr uint32_t PointThreads(uint32_t lanes) {
   return lanes < kMinThreads ? kMinThreads : lanes;
 }
 
-// The point gradient, and the feature gradient if kFeatures. To ask for one block leaves
-// registers for all of a thread's loads.
+// The kernel computes the point gradient, and the feature gradient if kFeatures. A minimum of one
+// block per multiprocessor leaves registers for all of a thread's loads.
 template <typename T, int kCount, bool kFeatures>
 __global__ void __launch_bounds__(kMaxLanes, 1)
     BackwardPlain(const __grid_constant__ PointParams params) {
@@ -228,7 +230,8 @@ __global__ void __launch_bounds__(kMaxLanes, 1)
   const uint32_t lanes = params.lanes;
   const uint32_t lane = threadIdx.x & (lanes - 1);
   uint32_t cell = (blockIdx.x * PointThreads(lanes) + threadIdx.x) / lanes;
-  // Lanes of no cell help the last one to sum, so that whole warps meet.
+  // Lanes without a cell sum along with those of the last cell, because the shuffles need whole
+  // warps.
   const bool real = cell < params.cells;
   if (!real) cell = params.cells - 1;
   Coordinates<A> p;
@@ -281,7 +284,7 @@ __global__ void __launch_bounds__(kMaxLanes, 1)
     }
     return;
   }
-  // All of the block has one cell.
+  // The whole block has one cell here.
   if (threadIdx.x % kWarp == 0) {
 #pragma unroll
     for (int a = 0; a < kAxes; ++a) sums[threadIdx.x / kWarp][a] = gradient[a];
@@ -315,7 +318,7 @@ cudaError_t LaunchValuesOf(cudaStream_t stream, const Call& call) {
                 stream, params);
 }
 
-// Rows of shared values, at least and at most.
+// These are the minimum and the maximum elements of a row for InterpolateShared.
 constexpr int kMinSharedWidth = 2;
 template <typename T>
 constexpr int kMaxSharedWidth = sizeof(T) == 2 ? 32 : 32 / sizeof(T);
@@ -336,16 +339,17 @@ cudaError_t LaunchSharedValues(cudaStream_t stream, const Call& call) {
                 kSharedThreads, 0, stream, params);
 }
 
-// Which kernel is the fastest for so many values, as measured on an H200: threads have several of
-// them where enough threads are left, and otherwise blocks are larger rather than many.
+// ValuePlan chooses the fastest kernel for a number of values, as measured on an H200: a thread has
+// several values if enough threads remain; otherwise blocks become larger rather than more
+// numerous.
 constexpr int64_t kMinLongThreads = 7 * 1024;
 constexpr int64_t kManyLongThreads = 32 * 1024;
 constexpr int64_t kMaxBlocks = 96;
 
 struct ValuePlan {
-  bool shares = false;  // cells are loaded by warps
-  int count = 1;        // values of a thread
-  int threads = 256;    // of a block
+  bool shares = false;  // warps load whole cells, by InterpolateShared
+  int count = 1;        // values per thread
+  int threads = 256;    // per block
 
   explicit ValuePlan(const Call& call) {
     const int64_t values = call.cells.size() * call.width;
@@ -401,23 +405,24 @@ cudaError_t LaunchFeatureGrad(cudaStream_t stream, const Call& call) {
                 CeilDiv(vectors, kGradThreads), kGradThreads, 0, stream, params);
 }
 
-// How many lanes share a cell whose rows are so many vectors, of 16 bytes if they are whole. Calls
-// that would not fill the GPU otherwise have as many as there are vectors.
+// PointLanes returns the number of lanes that share a cell whose rows have `vectors` vectors;
+// `whole` says that these have 16 bytes. Calls that would not fill the GPU otherwise have one lane
+// per vector.
 uint32_t PointLanes(const Call& call, int64_t vectors, bool whole) {
   constexpr int64_t kFilled = 64 * 1024;
   const auto gains = [&](uint32_t lanes) {
     if (lanes < kWarp || lanes * call.cells.size() < kFilled) return true;
     if (call.dfeatures != nullptr) {
       if (!whole) return true;
-      // A block of the most lanes leaves room for no other on a multiprocessor, which then waits
-      // for memory wherever that block does, unless its lanes have several vectors each.
+      // A block of kMaxLanes lanes leaves no room for another block on the multiprocessor, which
+      // then idles when that block waits for memory, unless the lanes have several vectors each.
       if (lanes == kMaxLanes / 2) return vectors >= 2 * kMaxLanes;
-      // A few lanes that go round once more are better than many of them without a vector, above
-      // all where a lane has as many registers as those of other types than float32.
+      // Few lanes with one more iteration are better than many lanes without a vector, above all
+      // for types other than float32, whose lanes need many registers.
       return (jaxops::cuda::SizeOf(call.dtype) == 4 ? 5 : 7) * lanes <= 4 * vectors;
     }
-    // One and a half to three vectors a lane: with fewer, blocks do little but begin and end, and
-    // with more the last of all take long.
+    // A lane has one and a half to three vectors: with fewer, blocks mostly start and end, and with
+    // more, the last blocks take long.
     return whole && lanes < kMaxLanes / 2 && 3 * lanes <= vectors;
   };
   uint32_t lanes = 1;

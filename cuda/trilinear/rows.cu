@@ -1,9 +1,9 @@
-// Trilinear interpolation of two features of 4 or 8 bytes a corner, and gradients of rows of one or
-// two vectors, or of two features of 4 bytes.
+// These kernels interpolate two features of 4 or 8 bytes per corner, and compute gradients of rows
+// of one or two vectors, or of two features of 4 bytes.
 //
-// A warp has 32 cells. A lane makes the weights or the gradient of a cell, but moves rows or parts
-// of them as they follow each other in memory, so that the accesses of a warp are whole lines. What
-// a lane knows of a corner goes to the other by shared memory.
+// A warp has 32 cells. A lane computes the weights or the gradient of one cell, but moves rows or
+// parts of rows in the order of memory, so that the accesses of a warp are whole lines. Lanes
+// exchange values of corners through shared memory.
 #include <cstdint>
 
 #include "cuda/trilinear/cells.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Rows are kCount elements each, which is one access.
+// A row has kCount elements, which one access moves.
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kThreads)
     InterpolateRows(const __grid_constant__ WarpParams params) {
@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sums[j][i] = weight * Widen(rows[j].values[i]);
   }
-  // Sums over the corners' lanes, of which each keeps half of the cells every time.
+  // This is a reduction over the lanes of the corners: each lane keeps half of its cells in each
+  // step.
 #pragma unroll
   for (int half = kCornerRounds / 2; half > 0; half /= 2) {
     const bool upper = corner & half;
@@ -67,8 +68,8 @@ __global__ void __launch_bounds__(kThreads)
   StorePack(static_cast<T*>(call.out) + (cells.first + cell) * kCount, out);
 }
 
-// The feature gradient if kFeatures, the point gradient if kPoints. Rows are kPieces times kCount
-// elements; the pieces of a warp's rows are moved in order.
+// The kernel computes the feature gradient if kFeatures and the point gradient if kPoints. A row
+// has kPieces vectors of kCount elements, and a warp moves the vectors of its rows in order.
 template <typename T, int kCount, int kPieces, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kThreads)
     BackwardRows(const __grid_constant__ WarpParams params) {
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto cell_of = [&](int j) { return (j * kWarp + cells.lane) / (kCorners * kPieces); };
   const int corner = cells.lane / kPieces % kCorners;
   const int piece = cells.lane % kPieces;
-  // All loads come before whatever waits for one.
+  // All loads are issued before the first use of any.
   Coordinates<A> p;
   LoadCoordinates<A>(call, cells.first + cells.own, p);
   const T* cotangent = static_cast<const T*>(call.cotangent) +
@@ -132,7 +133,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int distance = 1; distance < kPieces; distance *= 2) {
         dot += __shfl_xor_sync(~0u, dot, distance);
       }
-      // Where the weight was, which other pieces may still have to read.
+      // The dot product overwrites the weight, which the lanes of other vectors may not yet have
+      // read.
       if constexpr (kFeatures && kPieces > 1) __syncwarp();
       if (piece == 0) corners.At(cell, corner) = dot;
     }

@@ -1,13 +1,13 @@
-// Gradients of trilinear interpolation in cells whose rows vectors do not divide and which are too
-// large for the memory that a block shares.
+// These kernels compute gradients of trilinear interpolation in cells whose rows are not whole
+// vectors and which are too large for a block's shared memory.
 //
-// The eight rows of a cell are a whole number of vectors and aligned together, but a row begins and
-// ends inside a vector. A thread takes a vector of every row: the n-th of those that begin in it.
-// All of them lie within one vector's elements less one of each other, from the same part of the
-// cotangent, which the thread keeps in registers. By how much a row is shifted is known to the
-// compiler, because it depends on no more than the corner and the rest of a row after its whole
-// vectors. So is where the last vectors of a row go on with the next one: they are steps of another
-// kind, which have warps of their own.
+// The eight rows of a cell together are whole vectors and aligned, but a row begins and ends inside
+// a vector. A thread takes one vector of every row: the n-th of the vectors that begin in the row.
+// The positions of these vectors in their rows differ by less than one vector, so all use the same
+// part of the cotangent, which the thread keeps in registers. The shift of a row is a compile-time
+// constant, because it depends only on the corner and on the elements of a row after its whole
+// vectors. So is the position where the last vectors of a row continue in the next row: these
+// vectors are steps of another kind, which have their own warps.
 #include <algorithm>
 #include <cstdint>
 
@@ -20,21 +20,23 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxRowBytes = 56 * 1024;
-// What a multiprocessor has at least: leaves registers for all that a thread has of the cotangent.
+// A multiprocessor has at least this number of blocks, which leaves registers for all of a thread's
+// cotangent.
 template <typename T>
 constexpr int kBlocks = sizeof(T) == 2 ? 2 : 3;
 
-// Where the vectors are that begin in a corner's row. kRest is what a row has next to whole
-// vectors.
+// Shifts says which vectors begin in a corner's row. kRest is the number of elements of a row after
+// its whole vectors.
 template <typename T, int kRest>
 struct Shifts {
   static constexpr int kPack = kPackElements<T>;
 
-  // The first element of the row with which a vector begins.
+  // FirstOf returns the first element of the row at which a vector begins.
   JAXOPS_HOST_DEVICE static constexpr int FirstOf(int corner) {
     return (kPack - corner * kRest % kPack) % kPack;
   }
-  // Which vector of the cell that is, next to the whole ones of the rows before.
+  // VectorOf returns the index of that vector in the cell, not counting the whole vectors of the
+  // rows before.
   JAXOPS_HOST_DEVICE static constexpr int VectorOf(int corner) {
     return (corner * kRest + FirstOf(corner)) / kPack;
   }
@@ -42,30 +44,31 @@ struct Shifts {
 
 struct ShiftParams {
   Call call;
-  int steps;  // of a cell
+  int steps;  // per cell
 };
 
-// Steps that no vector of leaves its row; the step after them; the last, which some rows lack.
+// The vectors of inner steps do not leave their rows; the crossing step follows them; some rows do
+// not have the last step.
 enum class Step { kInner, kCrossing, kLast };
-constexpr int kOthers = 2;  // that are not inner ones
+constexpr int kOthers = 2;  // steps that are not inner ones
 
-// Takes one vector of every row of a cell: the feature gradient if kFeatures, and what
-// these vectors add to the one by the point if kPoints.
+// TakeStep handles one vector of every row of a cell: it stores the feature gradient if kFeatures,
+// and returns the contribution of these vectors to the point gradient if kPoints.
 template <typename T, int kRest, bool kFeatures, bool kPoints, Step kStep>
 __device__ __forceinline__ void TakeStep(const ShiftParams& params, int64_t cell, int step,
                                          Accumulator<T> (&gradient)[kAxes]) {
   using A = Accumulator<T>;
   using Shifts = Shifts<T, kRest>;
   constexpr int kPack = Shifts::kPack;
-  // What a row has from here: of elements behind that, vectors have those of the next row. Inner
-  // steps have enough.
+  // kLeft is the number of elements of the row from this step on; further elements of a vector
+  // belong to the next row. Inner steps have enough elements.
   constexpr int kLeft = kStep == Step::kInner      ? 2 * kPack
                         : kStep == Step::kCrossing ? kPack + kRest
                                                    : kRest;
-  // How many elements of the cotangent all of the vectors have together.
+  // kSpan is the number of elements of the cotangent that all vectors of the step use.
   constexpr int kSpan = kStep == Step::kLast ? kRest + kPack - 1 : 2 * kPack - 1;
   const Call& call = params.call;
-  const int whole = params.steps - 1;  // vectors of a row
+  const int whole = params.steps - 1;  // whole vectors per row
   const auto vector_of = [&](int corner) {
     return (corner * whole + Shifts::VectorOf(corner) + step) * kPack;
   };
@@ -90,7 +93,8 @@ __device__ __forceinline__ void TakeStep(const ShiftParams& params, int64_t cell
   A g[kSpan];
 #pragma unroll
   for (int k = 0; k < kSpan; ++k) g[k] = Widen(read[k]);
-  // Comes before the stores, so that no more than one half needs its registers.
+  // The dot products come before the stores, so that the registers of the two are not live
+  // together.
   if constexpr (kPoints) {
     A dots[kCorners] = {};
 #pragma unroll
@@ -122,13 +126,13 @@ __device__ __forceinline__ void TakeStep(const ShiftParams& params, int64_t cell
   }
 }
 
-// A block has a cell.
+// A block has one cell.
 template <typename T, int kRest, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     BackwardShifts(const __grid_constant__ ShiftParams params) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
-  // What every step adds to the point gradient.
+  // `parts` holds the contribution of every step to the point gradient.
   [[maybe_unused]] A* parts = reinterpret_cast<A*>(shared);
   const Call& call = params.call;
   const int64_t cell = blockIdx.x;
@@ -136,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int inner = params.steps - kOthers;
   const int rounds = (inner + kWarp - 1) / kWarp;
-  // After the rounds of inner steps come one of the crossing and one of the last one.
+  // The rounds of inner steps come first, then one of the crossing step and one of the last step.
   for (int round = static_cast<int>(threadIdx.x) / kWarp; round < rounds + kOthers;
        round += threads / kWarp) {
     int step = round * kWarp + lane;
@@ -161,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   if constexpr (kPoints) {
     __syncthreads();
     if (threadIdx.x >= kWarp) return;
-    constexpr int kLanes = 8;  // that share a sum
+    constexpr int kLanes = 8;  // lanes per sum
     const int axis = lane / kLanes;
     A total[1] = {};
     if (axis < kAxes) {
@@ -180,7 +184,7 @@ template <typename T, int kRest>
 cudaError_t LaunchOfRest(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
   const ShiftParams params{call, static_cast<int>(CeilDiv(call.width, kPackElements<T>))};
-  // As many rounds for all warps, if it can be.
+  // All warps have the same number of rounds if possible.
   const int64_t rounds = CeilDiv(params.steps - kOthers, kWarp) + kOthers;
   const int64_t warps = CeilDiv(rounds, CeilDiv(rounds, kThreads / kWarp));
   const int64_t bytes =

@@ -1,4 +1,4 @@
-// Trilinear interpolation of one feature a corner, and its gradients: a lane has a cell.
+// These kernels interpolate one feature per corner, and compute the gradients: a lane has a cell.
 #include <cstdint>
 #include <cstring>
 
@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Transposes the packs of groups of kPacks neighbouring lanes: lane i of a group gives its pack j
-// for pack i of lane j.
+// TransposePacks transposes the vectors of groups of kPacks neighbouring lanes: lane i of a group
+// exchanges its vector j for vector i of lane j.
 template <typename T, int kCount, int kPacks>
 __device__ __forceinline__ void TransposePacks(int lane, Pack<T, kCount> (&packs)[kPacks]) {
   constexpr int kWords = sizeof(Pack<T, kCount>) / sizeof(uint32_t);
@@ -41,9 +41,9 @@ struct SingleParams {
   int64_t strides[Call::kCotangent + 1];  // between cells that are not nested
 };
 
-// Rows are of one element: a lane has a cell. kPlain says that there is no derivative, that points
-// are of the features' dtype, and that cells are not nested: all the rest takes so many registers
-// that half of the warps would be left to wait for memory.
+// A row has one element, and a lane has a cell. kPlain says that there is no derivative, that
+// points are of the features' dtype, and that cells are not nested: the registers of other calls
+// leave room for half of the warps only, too few to hide the latency of memory.
 template <typename T, bool kPlain, bool kOut, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ SingleParams params) {
   using A = Accumulator<T>;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ Sing
   __shared__ A staged[kPoints ? kThreads * kAxes : 1];
   const Call& call = params.call;
   const int64_t own = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  // Lanes of no cell go along, so that whole warps exchange.
+  // Lanes without a cell compute the last one, because the shuffles need whole warps.
   const int64_t cell = min(own, call.cells.size() - 1);
   const auto offset = [&](Call::Operand operand) {
     return kPlain ? cell * params.strides[operand] : call.cells.Offset(cell, operand);
@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ Sing
     for (int c = 0; c < kCorners; ++c) {
       packs[c / kCount].values[c % kCount] = Narrow<T>(weights[c] * Widen(g));
     }
-    // Neighbours write a cell together, because two stores of half a sector cost two whole ones.
+    // Neighbouring lanes write a cell together, because two stores of half a sector cost two whole
+    // sectors.
     TransposePacks(static_cast<int>(threadIdx.x), packs);
     const int piece = static_cast<int>(threadIdx.x) % kPacks;
     T* to = static_cast<T*>(call.dfeatures) + (own - piece) * kCorners + piece * kCount;

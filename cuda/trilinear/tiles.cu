@@ -1,5 +1,5 @@
-// Trilinear interpolation in cells whose rows are whole vectors: a block copies the features of
-// some cells to shared memory, 16 bytes a thread, where a thread sums a vector.
+// These kernels interpolate in cells whose rows are whole vectors: a block copies the features of
+// several cells to shared memory by vectors of 16 bytes, and a thread sums a vector.
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -16,23 +16,24 @@ constexpr int kThreads = 256;
 
 constexpr int kBankLineBytes = 128;
 
-// The features of a tile fill about this much shared memory, which leaves room for several blocks.
+// The features of a tile fill about this much shared memory, which leaves room for several blocks
+// on a multiprocessor.
 constexpr int64_t kTileBytes = 24 * 1024;
 constexpr int64_t kMaxTileCells = 512;
 
-// Between the weights of two corners in shared memory, next to one entry a cell: puts the corners
-// of a cell into different banks.
+// The padding between the weights of two corners in shared memory puts the corners of a cell into
+// different banks.
 constexpr int kWeightPadding = 4;
 
 struct TileParams {
   Call call;
   int tile_cells;
-  FastDivider pieces;      // of 16 bytes, of a cell's features
-  FastDivider width;       // of a corner
-  int64_t features_bytes;  // of a tile's copy, which the weights follow
+  FastDivider pieces;      // vectors of 16 bytes in a cell's features
+  FastDivider width;       // elements of a corner
+  int64_t features_bytes;  // bytes of a tile's features in shared memory, before the weights
 };
 
-// What a block keeps in shared memory.
+// Tile describes the shared memory of a block.
 template <typename T>
 struct Tile {
   using A = Accumulator<T>;
@@ -40,7 +41,7 @@ struct Tile {
   const T* features;
   A* weights;
   int pitch;      // between the weights of two corners
-  int64_t first;  // the first cell
+  int64_t first;  // index of the tile's first cell
   int cells;
 
   __device__ __forceinline__ Tile(const TileParams& params, unsigned char* shared) {
@@ -51,7 +52,6 @@ struct Tile {
     cells = static_cast<int>(min(int64_t{params.tile_cells}, params.call.cells.size() - first));
   }
 
-  // Starts to copy the features.
   __device__ __forceinline__ void FetchFeatures(const TileParams& params) {
     const Call& call = params.call;
     const int pieces = cells * params.pieces.divisor();
@@ -76,7 +76,8 @@ struct Tile {
     }
   }
 
-  // By which corner to begin, so that the threads of a warp read different banks.
+  // FirstCorner returns the corner at which a thread begins, such that the threads of a warp read
+  // different banks.
   __device__ __forceinline__ int FirstCorner(int cell, int width) const {
     return static_cast<int>(cell * width * kCorners * sizeof(T) / kBankLineBytes);
   }

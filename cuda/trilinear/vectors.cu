@@ -1,5 +1,5 @@
-// Trilinear interpolation in cells whose rows are whole vectors, and its gradients: a thread takes
-// a vector of each corner.
+// These kernels interpolate in cells whose rows are whole vectors, and compute the gradients: a
+// thread takes one vector of each corner.
 #include "cuda/trilinear/families.h"
 #include "cuda/trilinear/vectors.cuh"
 

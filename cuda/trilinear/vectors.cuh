@@ -1,5 +1,6 @@
-// Kernels in which a thread takes kCount elements of each of the eight corners, straight from and
-// to global memory: a vector of 16 bytes, see vectors.cu, or one element, see elements.cu.
+// In these kernels a thread moves kCount elements of each of the eight corners directly between
+// registers and global memory: a vector of 16 bytes, see vectors.cu, or one element, see
+// elements.cu.
 #ifndef JAXOPS_CUDA_TRILINEAR_VECTORS_CUH_
 #define JAXOPS_CUDA_TRILINEAR_VECTORS_CUH_
 
@@ -12,16 +13,16 @@ namespace jaxops::trilinear::cuda {
 
 constexpr int kThreads = 256;
 
-// What a multiprocessor has at least, of the kernels of vectors that read features: leaves
-// registers for all of a thread's loads.
+// A multiprocessor has at least this number of blocks of the kernels that read features, which
+// leaves registers for all of a thread's loads.
 template <typename T, bool kWrites>
 constexpr int kBlocksOf = kWrites || sizeof(T) == 8 ? 2 : 3;
 
 struct VectorParams {
   Call call;
-  FastDivider64 by_cell;  // vectors of a corner
-  int64_t vectors;        // of all cells
-  int lanes;              // that share a cell, a power of two
+  FastDivider64 by_cell;  // vectors per corner
+  int64_t vectors;        // vectors per corner, times the number of cells
+  int lanes;              // lanes per cell, a power of two
 };
 
 template <typename T, int kCount>
@@ -42,7 +43,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOf<T, false>)
   Pack<T, kCount> out;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    // From zero and in this order, as in plain calls, so that these have the same bits.
+    // The sum starts at zero and has the same order as in plain calls, so that both have the same
+    // bits.
     A sum = 0;
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(corners[c].values[i]);
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The point gradient, and the feature gradient if kFeatures.
+// The kernel computes the point gradient, and the feature gradient if kFeatures.
 template <typename T, int kCount, bool kFeatures>
 __global__ void __launch_bounds__(kThreads, kBlocksOf<T, kFeatures>)
     BackwardVectors(const __grid_constant__ VectorParams params) {
@@ -82,7 +84,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOf<T, kFeatures>)
   const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int lane = static_cast<int>(threadIdx.x) & (params.lanes - 1);
   int64_t cell = thread / params.lanes;
-  // Lanes of no cell help the last one to sum, so that whole warps meet.
+  // Lanes without a cell sum along with those of the last cell, because the shuffles need whole
+  // warps.
   const bool real = cell < call.cells.size();
   if (!real) cell = call.cells.size() - 1;
   const T* features =

@@ -1,4 +1,5 @@
-// The sigmoid focal loss: one pass over the logits for a sum, the gradient, or both.
+// This file chooses the kernel family of a sigmoid focal loss: one pass over the logits for a sum,
+// the gradient, or both.
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/sigmoid/families.h"
 
@@ -14,7 +15,7 @@ constexpr int64_t kMaxFewSummed = 1 << 15;
 constexpr int64_t kMaxFewElementwise = 1 << 21;
 
 // StreamedSum takes sums of at least this number of elements, with rows not so short that the warp
-// that takes out their targets falls behind those that evaluate.
+// that evaluates their targets falls behind the other warps.
 constexpr int64_t kMinStreamed = 1 << 24;
 constexpr int64_t kMinStreamedClasses = 40;
 
@@ -24,8 +25,8 @@ bool PrefersFewElements(const SigmoidCall& call, const Device& device) {
                                   : call.size() <= kMaxFewElementwise;
 }
 
-// Instructions bind results of 16 bits, and those of f32 whose exponent needs a power of each
-// element. Where vectors of f32 do not divide rows, it saves looking up two rows a vector.
+// Instructions bound results of 16 bits, and results of f32 whose exponent needs a power of each
+// element. If f32 rows are not whole vectors, TargetsLast saves two row look-ups per vector.
 bool PrefersTargetsLast(const SigmoidCall& call, const Device&) {
   return call.loss.dtype != DType::kF32 || call.loss.classes % 4 != 0 ||
          call.loss.power == Power::kAny;
@@ -36,22 +37,22 @@ bool PrefersStreamedSum(const SigmoidCall& call, const Device&) {
 }
 
 constexpr Family<SigmoidCall> kFamilies[] = {
-    // Small calls are over before anything else pays. The gradient of (900, 91) f32 takes 1.28 µs
-    // on an H200.
+    // Small calls end before any other design gains. The gradient of (900, 91) f32 takes 1.28 µs on
+    // an H200.
     {"few", CanRunFewElements, PrefersFewElements, LaunchFewElements},
-    // Few rows have a target: all elements are evaluated as if they were none, which takes fewer
-    // instructions, without a look at rows; then a block puts targets in their places. The gradient
-    // of (1534176, 80) bf16 takes 121 to 129 µs on an H200, where memory allows 116.
+    // Few rows have a target, so all elements are evaluated as if they were none, which takes fewer
+    // instructions and no row look-ups; then a block writes the targets. The gradient of (1534176,
+    // 80) bf16 takes 121 to 129 µs on an H200, for which memory alone takes 116.
     {"targets_last", CanRunTargetsLast, PrefersTargetsLast, LaunchTargetsLast},
-    // Memory binds f32. The gradient of (191772, 80) took 32.7 µs without it on an H200, and 30.8
-    // with it.
+    // Memory bounds f32. The gradient of (191772, 80) took 32.7 µs without this family on an H200,
+    // and 30.8 with it.
     {"spread", CanRunSpreadElements, Always<SigmoidCall>, LaunchSpreadElements},
-    // Instructions bind long sums. Blocks whose shared memory is filled for them wait for no logits
-    // and look up no rows. (1534176, 80) f32 takes 128 µs on an H200.
+    // Instructions bound long sums. Blocks whose shared memory another warp fills wait for no
+    // logits and look up no rows. (1534176, 80) f32 takes 128 µs on an H200.
     {"streamed", CanRunStreamedSum, PrefersStreamedSum, LaunchStreamedSum},
-    // All class ids: targets are evaluated apart, by the warps that have any.
+    // The family runs all class ids: warps that have targets evaluate them separately.
     {"hard", CanRunHard, Always<SigmoidCall>, LaunchHard},
-    // All soft labels: every element has a target of its own.
+    // The family runs all soft labels: every element has a target of its own.
     {"soft", CanRunSoft, Always<SigmoidCall>, LaunchSoft},
 };
 

@@ -1,10 +1,10 @@
-// Code that the kernels of the sigmoid focal loss share.
+// This header holds the code that the kernels of the sigmoid focal loss share.
 //
-// Thread blocks share out the elements of a batch entry; a thread takes a vector of neighbours.
-// Labels and weights belong to rows. A vector is of one row where its size divides the number of
-// classes, as it usually does. Vectors of two rows read the terms of both; where rows are shorter
-// than a vector, they read the terms of each element. Labels of rows of one element are read in
-// vectors, too. Batch entries that do not begin where a vector may are taken element by element.
+// Thread blocks divide the elements of a batch entry; a thread takes a vector of neighbouring
+// elements. Labels and weights belong to rows. A vector lies in one row if its size divides the
+// number of classes, as is usual. Vectors in two rows read the terms of both; if rows are shorter
+// than a vector, each element reads its own terms. Labels of rows of one element are read in
+// vectors, too. Batch entries that are not aligned to vectors are processed element by element.
 #ifndef JAXOPS_CUDA_FOCAL_LOSS_SIGMOID_ELEMENTS_CUH_
 #define JAXOPS_CUDA_FOCAL_LOSS_SIGMOID_ELEMENTS_CUH_
 
@@ -17,20 +17,21 @@
 
 namespace jaxops::focal_loss::cuda {
 
-// Neighbours that a thread takes at a time, and those of which each may have a row of its own.
+// A thread takes the first number of neighbours at a time, and the second if each may have a row of
+// its own.
 template <typename T>
 inline constexpr int kInRow = std::is_same_v<T, double> ? 4 : 8;
 inline constexpr int kShortRows = 4;
 
-// The number of elements from which elementwise results are worth longer blocks.
+// From this number of elements on, elementwise results gain by longer blocks.
 inline constexpr int64_t kManyElements = 1 << 26;
 
-// Stands for an exponent that is known only at run time.
+// kRunTime stands for an exponent that is known only at run time.
 inline constexpr int kRunTime = -1;
 
 enum class Want { kLoss, kSum, kGradient, kBoth };
 
-// The rows of a thread's neighbours: always one, up to two, any number of them, or one each.
+// Rows says in how many rows a thread's neighbours lie: one, at most two, any number, or one each.
 enum class Rows { kOne, kTwo, kAny, kEach };
 
 struct SigmoidParams {
@@ -39,11 +40,11 @@ struct SigmoidParams {
   int64_t per_block;
   FastDivider splits;
   FastDivider classes;
-  FastDivider64 rows;  // the same, of a whole batch entry
+  FastDivider64 rows;  // classes of a whole batch entry
   void* partials;      // null: the blocks of an entry are a cluster
 };
 
-// The terms that the elements of one row have in common.
+// Row holds the terms that the elements of one row share.
 template <typename A>
 struct Row {
   int32_t label;
@@ -51,8 +52,8 @@ struct Row {
   A positive;
 };
 
-// A part of a batch entry, from the row that the element `begin` is in; L is the type of labels,
-// int32_t for classes.
+// Entry is a part of a batch entry, from the row of the element `begin` on; L is the type of
+// labels, int32_t for classes.
 template <typename T, typename L>
 class Entry {
  public:
@@ -93,7 +94,8 @@ class Entry {
     return terms;
   }
 
-  // The rows of neighbours that have one each, with the factor of what the element is.
+  // ReadRows reads the rows of neighbours that have one row each, with the factor that applies to
+  // each element.
   template <int kCount>
   __device__ __forceinline__ void ReadRows(Row<A> (&rows)[kCount], int row) const {
     const auto own = LoadPack<kCount>(labels + row);
@@ -108,14 +110,15 @@ class Entry {
     }
   }
 
-  // The position of a label in its row, or some larger number. The difference wraps, but where it
-  // is less than the number of classes, it is right, because no class id overflows.
+  // Position returns the position of a label in its row, or a number that is not less than the
+  // number of classes. The difference may wrap, but never to a valid position, because no class id
+  // overflows.
   __device__ __forceinline__ uint32_t Position(int32_t label) const {
     return static_cast<uint32_t>(label) - static_cast<uint32_t>(first_class_);
   }
 
   __device__ __forceinline__ bool weighted() const { return weight_ != nullptr; }
-  // Factors of elements without weights.
+  // These are the factors of elements without weights.
   __device__ __forceinline__ A negative() const { return negative_; }
   __device__ __forceinline__ A positive() const { return positive_; }
 
@@ -141,15 +144,15 @@ __device__ __forceinline__ void StoreAll(T* to, const Accumulator<T> (&values)[k
   *reinterpret_cast<Pack<T, kCount>*>(to) = vector;
 }
 
-// Whether x leads, by an instruction that is not one of f64; zero may or may not.
+// Leads says whether x is positive, without an f64 instruction; the answer for zero is arbitrary.
 __device__ __forceinline__ bool Leads(float x) { return x >= 0; }
 __device__ __forceinline__ bool Leads(double x) { return __double2hiint(x) >= 0; }
 
 __device__ __forceinline__ float Positive(float x, bool) { return max(x, 0.0f); }
 __device__ __forceinline__ double Positive(double x, bool leads) { return leads ? x : 0; }
 
-// Loss and slope of kCount elements for integer labels times their factors. Targets are among them
-// only if kTargets.
+// EvaluateHard computes the loss and the slope of kCount elements for integer labels, times their
+// factors. If kTargets is not set, no element is a target.
 template <bool kSlope, bool kTargets, Digits kDigits = Digits::kFull, typename A, int kCount>
 __device__ __forceinline__ void EvaluateHard(A (&loss)[kCount], A (&slope)[kCount],
                                              const A (&z)[kCount], const bool (&target)[kCount],
@@ -172,7 +175,7 @@ __device__ __forceinline__ void EvaluateHard(A (&loss)[kCount], A (&slope)[kCoun
   }
 }
 
-// Adds the sum of a block to those of its batch entry.
+// Finish adds the sum of a block to the sums of its batch entry.
 template <typename A>
 __device__ __forceinline__ void Finish(const SigmoidParams& p, uint32_t entry, bool clustered,
                                        A total) {
@@ -184,7 +187,7 @@ __device__ __forceinline__ void Finish(const SigmoidParams& p, uint32_t entry, b
   }
 }
 
-// A sum has the digits of f32 whatever the logits have.
+// A sum has the digits of f32 for any type of logits.
 template <typename T, Want kWant>
 inline constexpr Digits kDigitsOf = sizeof(T) > 2 || kWant == Want::kSum ? Digits::kFull
                                     : kWant == Want::kBoth               ? Digits::kHalfWithSum
@@ -195,9 +198,9 @@ __device__ __forceinline__ T* Elements(const SigmoidParams& p, int64_t offset) {
   return static_cast<T*>(kWant == Want::kLoss ? p.call.loss : p.call.gradient) + offset;
 }
 
-// The parameters of FewElements, TargetsLast and SpreadElements. Constants arrive by lines of
-// 64 bytes, of which the second begins with `scale`, and a kernel that lasts no longer than a few
-// loads waits for each: what is read first comes first.
+// FewParams holds the parameters of FewElements, TargetsLast and SpreadElements. Constants arrive
+// by lines of 64 bytes, of which the second begins with `scale`, and a kernel of only a few loads
+// waits for each line. The members are therefore in the order of their use.
 struct FewParams {
   uint32_t size;  // elements of a batch entry
   uint32_t per_block;
@@ -225,7 +228,7 @@ struct FewParams {
         sum(call.sum) {}
 };
 
-// Calls `function` with what the call wants as a constant.
+// DispatchWant calls `function` with the wanted results of the call as a constant.
 template <typename Function>
 cudaError_t DispatchWant(const Sigmoid& call, Function&& function) {
   const auto with = [&](auto want) { return function(want); };
@@ -237,44 +240,46 @@ cudaError_t DispatchWant(const Sigmoid& call, Function&& function) {
                              : with(std::integral_constant<Want, Want::kLoss>());
 }
 
-// Whether rows have class ids of logits other than f64, and neither weights nor ignored rows.
+// IsUnweighted says whether rows have class ids of logits other than f64, and neither weights nor
+// ignored rows.
 inline bool IsUnweighted(const Sigmoid& loss) {
   return !loss.soft && loss.dtype != DType::kF64 && loss.weight == nullptr && !loss.has_ignored;
 }
 
-// Whether each batch entry begins where a vector of this size may.
+// IsAligned says whether each batch entry is aligned to vectors of this size.
 inline bool IsAligned(const SigmoidCall& call, int elements) {
   return call.entries() == 1 || call.size() % elements == 0;
 }
 
-// How the blocks of Hard and Soft share out a batch entry: a segment of neighbours each. The order
-// of a sum's additions must not depend on how many entries there are.
+// Segments divides a batch entry among the blocks of Hard and Soft, a segment of neighbours each.
+// The order of a sum's additions must not depend on the number of entries.
 struct Segments {
-  int64_t count;     // of a batch entry
-  int64_t elements;  // of each but the last
+  int64_t count;     // per batch entry
+  int64_t elements;  // per segment except the last
   bool clustered;    // the blocks of an entry add up its sum
 
-  // Threads have vectors of `width` elements at most, and blocks take `stride` elements a step.
+  // Threads have vectors of at most `width` elements, and blocks take `stride` elements per step.
   Segments(const SigmoidCall& call, const Device& device, int width, int64_t stride) {
-    // The blocks of an entry, at most: they fill the largest devices twice.
+    // An entry has at most this number of blocks, which fill the largest devices twice.
     constexpr int64_t kMaxSumBlocks = 2112;
     const Sigmoid& loss = call.loss;
     const int64_t size = call.size();
-    // Enough work a thread to make up for what a block costs, once there are blocks for the whole
-    // device.
+    // Once there are blocks for the whole device, threads get enough work to outweigh the cost of a
+    // block.
     const auto fill = [&](int64_t elements, int64_t max_steps) {
       return CeilDiv(size, stride * std::clamp<int64_t>(elements / (stride * 1024), 1, max_steps));
     };
     const bool is_f32 = loss.dtype == DType::kF32, is_f64 = loss.dtype == DType::kF64;
     if (loss.sum == nullptr) {
       const int64_t all = call.entries() * size;
-      // Memory is kept busier to the end by short blocks, which cost instructions.
+      // Short blocks keep memory busier until the end, but cost instructions.
       const bool by_memory = is_f32 && loss.classes >= width && loss.power != Power::kAny;
       const bool by_instructions = !is_f32 && !is_f64 && all >= kManyElements;
       count = fill(all, by_memory ? 2 : by_instructions ? 8 : 4);
     } else if (is_f64 ||
                (is_f32 && loss.gradient != nullptr && !loss.soft && loss.classes % width == 0)) {
-      // Bound by memory, or by instructions of which a block has many: short ones end more evenly.
+      // Memory bounds these calls, or the many instructions per block do; short blocks end more
+      // evenly.
       count = std::min(call.splits, fill(size, 4));
     } else {
       count = std::min(call.splits, kMaxSumBlocks);
@@ -283,7 +288,7 @@ struct Segments {
     clustered = count == 1 || (count <= kClusterBlocks && device.has_clusters());
   }
 
-  // Whether blocks and elements have indices of 32 bits.
+  // IsIndexable says whether 32 bits hold the indices of blocks and elements.
   bool IsIndexable(const SigmoidCall& call) const {
     return elements + call.loss.classes <= INT32_MAX && call.entries() * count <= INT32_MAX;
   }
@@ -300,7 +305,8 @@ inline SigmoidParams MakeParams(const SigmoidCall& call, int64_t splits, int64_t
           partials};
 }
 
-// Launches a kernel for all segments, and what its partial sums need to become the sum, of type A.
+// LaunchSegments launches a kernel for all segments, and the kernel that adds the partial sums of
+// type A.
 template <typename A>
 cudaError_t LaunchSegments(void (*kernel)(SigmoidParams), cudaStream_t stream,
                            const SigmoidCall& call, const Segments& segments) {
@@ -317,7 +323,7 @@ cudaError_t LaunchSegments(void (*kernel)(SigmoidParams), cudaStream_t stream,
   return CombineSums<A>(stream, call.loss, segments.count, call.partials);
 }
 
-// Calls `function` with a value of the type of logits, which is not f64.
+// DispatchUpToF32 calls `function` with a value of the type of logits, which is not f64.
 template <typename Function>
 cudaError_t DispatchUpToF32(DType dtype, Function&& function) {
   return DispatchFloat(dtype, [&](auto logit) -> cudaError_t {
@@ -329,7 +335,7 @@ cudaError_t DispatchUpToF32(DType dtype, Function&& function) {
   });
 }
 
-// Calls `function` with the code of the exponent as a constant.
+// DispatchPower calls `function` with the code of the exponent as a constant.
 template <typename Function>
 cudaError_t DispatchPower(Power power, Function&& function) {
   const auto call = [&](auto code) {

@@ -1,5 +1,5 @@
-// The kernel families of the sigmoid focal loss: the calls that each can run, and its launcher.
-// dispatch.cu alone chooses between them. No size is zero.
+// This header declares the kernel families of the sigmoid focal loss: the calls that each family
+// can run, and its launcher. dispatch.cu alone chooses between them. No size is zero.
 #ifndef JAXOPS_CUDA_FOCAL_LOSS_SIGMOID_FAMILIES_H_
 #define JAXOPS_CUDA_FOCAL_LOSS_SIGMOID_FAMILIES_H_
 
@@ -14,7 +14,8 @@ namespace jaxops::focal_loss::cuda {
 
 using jaxops::cuda::Device;
 
-// A call and, if its sum is wanted, space for `splits` partial sums of each batch entry.
+// SigmoidCall is a call and, if its sum is wanted, space for `splits` partial sums of each batch
+// entry.
 struct SigmoidCall {
   const Sigmoid& loss;
   int64_t splits;
@@ -25,32 +26,32 @@ struct SigmoidCall {
   int64_t entries() const { return loss.batch.size(); }
 };
 
-// few.cu: class ids without weights, not of f64; the blocks of a batch entry are a cluster where
-// there is a sum, and without one there is no batch.
+// few.cu runs class ids without weights, not of f64. The blocks of a batch entry form a cluster if
+// a sum is wanted, and without a sum there is no batch.
 bool CanRunFewElements(const SigmoidCall& call, const Device& device);
 cudaError_t LaunchFewElements(cudaStream_t stream, const SigmoidCall& call, const Device& device);
 
-// targets_last.cu: class ids without weights, not of f64, elementwise and without a batch, of rows
-// that are not too short.
+// targets_last.cu runs class ids without weights, not of f64, elementwise and without a batch, with
+// rows that are not too short.
 bool CanRunTargetsLast(const SigmoidCall& call, const Device& device);
 cudaError_t LaunchTargetsLast(cudaStream_t stream, const SigmoidCall& call, const Device& device);
 
-// spread.cu: class ids without weights of f32, elementwise and without a batch, with an exponent
-// that needs no power.
+// spread.cu runs class ids without weights of f32, elementwise and without a batch, with an
+// exponent that needs no power.
 bool CanRunSpreadElements(const SigmoidCall& call, const Device& device);
 cudaError_t LaunchSpreadElements(cudaStream_t stream, const SigmoidCall& call,
                                  const Device& device);
 
-// streamed.cu: sums alone of class ids without weights, not of f64, on compute capability 9.0 and
-// later.
+// streamed.cu runs only sums, of class ids without weights, not of f64, on compute capability 9.0
+// and later.
 bool CanRunStreamedSum(const SigmoidCall& call, const Device& device);
 cudaError_t LaunchStreamedSum(cudaStream_t stream, const SigmoidCall& call, const Device& device);
 
-// hard.cu: all class ids.
+// hard.cu runs all class ids.
 bool CanRunHard(const SigmoidCall& call, const Device& device);
 cudaError_t LaunchHard(cudaStream_t stream, const SigmoidCall& call, const Device& device);
 
-// soft.cu: all soft labels.
+// soft.cu runs all soft labels.
 bool CanRunSoft(const SigmoidCall& call, const Device& device);
 cudaError_t LaunchSoft(cudaStream_t stream, const SigmoidCall& call, const Device& device);
 

@@ -1,22 +1,22 @@
-// The sigmoid focal loss of few elements.
+// This kernel computes the sigmoid focal loss of few elements.
 #include "cuda/focal_loss/sigmoid/elements.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-// Elementwise results of at most this size have more threads, of half as many elements each:
-// the instructions of a thread last longer than those of all threads of a multiprocessor.
+// Elementwise results of at most this size have more threads with half as many elements each,
+// because the latency of one thread's instructions exceeds the time of all threads of a
+// multiprocessor.
 constexpr int64_t kMaxHalved = 1 << 17;
-// Elements that are worth a block of a sum.
+// A block of a sum is worth this number of elements.
 constexpr int64_t kSummedABlock = 640;
 
-// Bit `at` where it is below `end`, or none.
 __device__ __forceinline__ uint32_t BitBelow(uint32_t at, uint32_t end) {
   return at < end ? 1u << at : 0u;
 }
 
-// The same with a batch.
+// FewBatchedParams adds a batch to FewParams.
 struct FewBatchedParams : FewParams {
   FastDivider splits;
   BatchMap<Sigmoid::kOperands> batch;
@@ -25,9 +25,9 @@ struct FewBatchedParams : FewParams {
       : FewParams(call, per_block), splits(splits), batch(call.batch) {}
 };
 
-// Class labels, without weights, of so few elements that time passes waiting: nothing that is read
-// waits for anything else that is read. Neighbours are of up to two rows. The blocks of a batch
-// entry are a cluster where there is a sum.
+// FewElements is for class labels without weights and few elements, whose time is latency: no load
+// waits for another load. Neighbours lie in at most two rows. The blocks of a batch entry form a
+// cluster if a sum is wanted.
 template <typename T, int kCount, Want kWant, int kPower, typename Params>
 __global__ void __launch_bounds__(kMaxThreads) FewElements(const __grid_constant__ Params p) {
   using A = Accumulator<T>;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kMaxThreads) FewElements(const __grid_constant
     int32_t first;
     int32_t second;
   };
-  // Threads beyond the end read what others do, which takes less time than a branch.
+  // Threads beyond the end read the last elements, which is faster than a branch.
   const auto read = [&](uint32_t at) {
     Read result;
     uint32_t row = min(at, p.size - kCount);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kMaxThreads) FewElements(const __grid_constant
   }
 }
 
-// How many elements a thread takes at a time, and how blocks share out those of a batch entry.
+// Plan says how many elements a thread takes at a time, and how blocks divide a batch entry.
 struct Plan {
   int vector = kShortRows;
   int threads = 128;
@@ -172,7 +172,7 @@ cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& pla
 
 bool CanRunFewElements(const SigmoidCall& call, const Device& device) {
   const Sigmoid& loss = call.loss;
-  // Vectors of at most two rows, and of one batch entry.
+  // Vectors lie in at most two rows, and in one batch entry.
   if (!IsUnweighted(loss) || loss.classes < kShortRows || call.size() % kShortRows != 0 ||
       call.size() > INT32_MAX) {
     return false;

@@ -1,19 +1,20 @@
-// The sigmoid focal loss of class labels.
+// This kernel computes the sigmoid focal loss of class labels.
 #include "cuda/focal_loss/sigmoid/elements.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Makes the compiler index an address of device memory by one instruction, rather than compute it
-// from its parts by four each time.
+// KeepAddress makes the compiler index an address of device memory by one instruction, rather than
+// compute it from its parts by four instructions each time.
 template <typename T>
 __device__ __forceinline__ void KeepAddress(T*& address) {
   asm("" : "+l"(address));
   __builtin_assume(__isGlobal(address));
 }
 
-// Evaluates kCount elements from `at` on: writes their results to `elements`, and returns the sum
-// of their losses if it is wanted. Unweighted rows have no weights, and none is ignored.
+// EvaluateNeighbours evaluates kCount elements from `at` on, writes their results to `elements`,
+// and returns the sum of their losses if it is wanted. Unweighted rows have no weights, and none is
+// ignored.
 template <typename T, int kCount, Rows kRows, Want kWant, bool kUnweighted = false>
 __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams& p,
                                                              const Entry<T, int32_t>& entry,
@@ -28,7 +29,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
   T* const to = kWant == Want::kSum ? nullptr : elements + at;
   A z[kCount], loss[kCount], slope[kCount], factor[kCount];
   if constexpr (kCount > 1 && (kRows == Rows::kOne || kRows == Rows::kTwo)) {
-    // The elements from the boundary on are of a second row.
+    // The elements from the boundary on lie in a second row.
     uint32_t row = entry.skipped + at;
     const uint32_t position = p.classes.Peel(row);
     const uint32_t boundary =
@@ -58,7 +59,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
                                             entry.gamma);
         total += its_loss[0];
         its_slope = kSlope ? its_slopes[0] : its_loss[0];
-        // An element without loss takes its place.
+        // An element without loss replaces the target.
         if constexpr (kSums) {
 #pragma unroll
           for (int i = 0; i < kCount; ++i) z[i] = i == k ? A(-INFINITY) : z[i];
@@ -130,7 +131,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
   }
 }
 
-// Class labels.
+// Hard is the kernel for class labels.
 template <typename T, int kCount, Rows kRows, Want kWant, int kPower>
 __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ SigmoidParams p) {
   using A = Accumulator<T>;
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Sigmoid
                                                                              logits, power);
     }
   };
-  // Instructions bind results of 16 bits, and weights and ignored rows take many.
+  // Instructions bound results of 16 bits, and weights and ignored rows take many.
   if (kByInstructions && !entry.weighted() && !p.call.has_ignored) {
     evaluate(std::true_type());
   } else {
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Sigmoid
 }
 
 struct Plan {
-  int vector;  // neighbours of a thread
+  int vector;  // neighbours per thread
   Rows rows;   // of a vector
   Segments segments;
 
@@ -196,8 +197,8 @@ struct Plan {
         segments(call, device, width, kThreads * vector) {}
 };
 
-// The exponent is known when the kernel is compiled, where several neighbours are of one row any
-// that needs no power, elsewhere and in f64 only that of the paper.
+// The exponent is a template argument: if several neighbours lie in one row, any exponent that
+// needs no power; otherwise and in f64 only the exponent of the paper.
 template <typename T, int kCount, Rows kRows>
 cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Segments& segments) {
   const auto launch = [&](auto power) {

@@ -1,4 +1,4 @@
-// The sigmoid focal loss of soft labels.
+// This kernel computes the sigmoid focal loss of soft labels.
 #include "cuda/focal_loss/sigmoid/elements.cuh"
 
 namespace jaxops::focal_loss::cuda {
@@ -26,8 +26,8 @@ __device__ __forceinline__ void StoreSome(T* to, const Accumulator<T> (&values)[
   }
 }
 
-// Loss and slope for targets between 0 and 1; `small` and `big` are the parts of y and 1 - y that
-// weigh the less and the more probable of the two answers.
+// EvaluateSoft computes the loss and the slope for targets between 0 and 1; `small` and `big` are
+// the parts of y and 1 - y that weigh the less and the more probable of the two answers.
 template <bool kSlope, typename A, int kCount>
 __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCount],
                                              const A (&z)[kCount], const A (&y)[kCount],
@@ -63,7 +63,7 @@ __device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCoun
   }
 }
 
-// Soft labels.
+// Soft is the kernel for soft labels.
 template <typename T, typename L, int kCount, Rows kRows, Want kWant>
 __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ SigmoidParams p) {
   using A = Accumulator<T>;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Sigmoid
 }
 
 struct Plan {
-  int vector;  // neighbours of a thread
+  int vector;  // neighbours per thread
   Rows rows;   // of a vector
   Segments segments;
 

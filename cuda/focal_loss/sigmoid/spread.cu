@@ -1,17 +1,19 @@
-// The sigmoid focal loss, elementwise and without weights, bound by memory.
+// This kernel computes the sigmoid focal loss, elementwise and without weights, for calls that
+// memory bounds.
 #include "cuda/focal_loss/sigmoid/elements.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
 
 constexpr int kBlockThreads = 128;
-// Vectors of a thread, for elements by the million or by the hundred million.
+// A thread has this number of vectors, for millions and for hundreds of millions of elements.
 constexpr int kFewVectors = 2;
 constexpr int kManyVectors = 4;
 
-// Class labels, without weights: results of f32 without a sum, in one batch entry of many elements.
-// Memory bounds them, and is used best where the vectors that a warp reads together are neighbours:
-// those of a thread are apart, and all in flight before anything is waited for.
+// SpreadElements is for class labels without weights: f32 results without a sum, in one batch entry
+// of many elements. Memory bounds them, and is the fastest if the vectors that a warp reads
+// together are neighbours: the vectors of a thread are apart, and all in flight before the first is
+// used.
 template <int kVectors, Rows kRows, Want kWant, int kPower>
 __global__ void __launch_bounds__(kBlockThreads)
     SpreadElements(const __grid_constant__ FewParams p) {
@@ -23,7 +25,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   float* elements = static_cast<float*>(p.elements);
   const uint32_t begin = blockIdx.x * (kVectors * kStride) + threadIdx.x * kCount;
   Pack<float, kCount> vectors[kVectors];
-  // The labels of the row that a vector begins in and of the next, or of each element.
+  // The labels are those of the row in which a vector begins and of the next row, or of each
+  // element.
   Pack<int32_t, kRows == Rows::kEach ? kCount : 2> rows[kVectors];
   uint32_t positions[kVectors];
 #pragma unroll
@@ -67,7 +70,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     } else {
       const uint32_t boundary =
           kRows == Rows::kOne ? kCount : min(p.classes.divisor() - positions[i], uint32_t{kCount});
-      // Positions of targets in the vector, if they are less than its size.
+      // These are the positions of targets in the vector, if they are less than its size.
       const uint32_t first = rows[i].values[0] - first_class - positions[i];
       const uint32_t second = kRows == Rows::kTwo ? rows[i].values[1] - first_class : kCount;
       const bool in_first = first < boundary;
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 struct Plan {
-  int vectors;  // of a thread
+  int vectors;  // per thread
   Rows rows;    // of a vector
 
   explicit Plan(const SigmoidCall& call)

@@ -1,4 +1,4 @@
-// Long sums of the sigmoid focal loss.
+// This kernel computes long sums of the sigmoid focal loss.
 #include <cuda/ptx>
 
 #include "cuda/focal_loss/sigmoid/elements.cuh"
@@ -8,14 +8,14 @@ namespace {
 
 namespace ptx = ::cuda::ptx;
 
-// Threads that evaluate tiles, elements of a tile, tiles in shared memory at a time, and blocks of
-// a multiprocessor, whose shared memory they fill.
+// These are the threads that evaluate tiles, the elements of a tile, the tiles in shared memory at
+// a time, and the blocks of a multiprocessor, which fill its shared memory.
 constexpr int kEvaluators = 128;
 constexpr int kTile = 32 * kEvaluators;
 constexpr int kStages = 3;
 template <typename T>
 constexpr int kStreamingBlocks = 192 * 1024 / (kStages * kTile * sizeof(T));
-// Positions of rows have 32 bits.
+// Row positions have 32 bits.
 constexpr int64_t kMaxClasses = 1 << 20;
 
 #if __CUDA_ARCH__ >= 900
@@ -24,7 +24,7 @@ __device__ __forceinline__ void Wait(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-// A place in the ring of tiles, and the parity of the barriers' phase there.
+// Turn is a stage in the ring of tiles, and the parity of the phase of its barriers.
 struct Turn {
   int stage = 0;
   uint32_t parity = 0;
@@ -38,10 +38,10 @@ struct Turn {
 };
 #endif
 
-// The sum of a part of a batch entry whose rows have no weights, for class labels. Tiles of it come
-// to shared memory by bulk copies. One warp takes the targets out of a tile, of which a row has at
-// most one, and leaves an element without loss in their places; the others evaluate what there is
-// and need to know neither labels nor rows.
+// StreamedSum sums a part of a batch entry with class labels and rows without weights. Tiles of it
+// arrive in shared memory by bulk copies. One warp replaces the targets in a tile, at most one per
+// row, by elements without loss, and evaluates them; the other warps evaluate the tile and need
+// neither labels nor rows.
 template <typename T, int kPower>
 __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     StreamedSum(const __grid_constant__ SigmoidParams p) {
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
   constexpr int kVector = kPackElements<T>;
   constexpr Power kThePower = static_cast<Power>(kPower);
   extern __shared__ __align__(128) unsigned char shared[];
-  // A tile has arrived, its targets have been taken out, and nobody needs it any longer.
+  // The barriers say that a tile has arrived, that its targets are replaced, and that no thread
+  // needs it any longer.
   __shared__ uint64_t full[kStages], ready[kStages], empty[kStages];
   const int lane = threadIdx.x % kWarp;
   const auto tile_of = [&](int stage) { return reinterpret_cast<T*>(shared) + stage * kTile; };
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     for (int at = 0; at < length; at += kTile, turn.Advance()) {
       const int end = min(at + kTile, length);
       T* tile = tile_of(turn.stage);
-      // Copies are of whole vectors, and so are the reads of the last tile.
+      // Copies have whole vectors, and so have the reads of the last tile.
       const int copied = end / kVector * kVector;
       if (copied < end && lane < kVector) {
         const int i = copied + lane;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
         group_end += group;
       }
       ptx::mbarrier_arrive(ready + turn.stage);
-      // The tile before this one has been read, or soon will be.
+      // The previous tile has been read, or soon will be.
       if (at > 0 && fetched < length) {
         const bool first = turn.stage == 0;
         const int stage = first ? kStages - 1 : turn.stage - 1;
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) add(vectors[i]);
       } else {
-        // The last tile, which no other follows.
+        // No other tile follows the last one.
 #pragma unroll 1
         for (int i = threadIdx.x * kVector; i < length - at; i += kStride) {
           add(LoadPack<kVector>(own));
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
 #endif
 }
 
-// How blocks share out a batch entry. Vectors of a block's logits do not straddle its end.
+// The splits divide a batch entry among blocks. Vectors of a block's logits do not cross its end.
 struct Plan {
   static constexpr int kUnit = kInRow<float>;
 
@@ -200,7 +201,7 @@ struct Plan {
   explicit Plan(const SigmoidCall& call) {
     const int resident =
         call.loss.dtype == DType::kF32 ? kStreamingBlocks<float> : kStreamingBlocks<__half>;
-    // As many as the 132 multiprocessors of an H100 or H200 run at a time.
+    // The number of blocks is that which the 132 multiprocessors of an H100 or H200 run at a time.
     splits = std::min<int64_t>(call.splits, 132 * resident);
     per_block = CeilDiv(CeilDiv(call.size(), splits), kUnit) * kUnit;
   }

@@ -1,18 +1,19 @@
-// The sigmoid focal loss, elementwise and without weights, bound by instructions.
+// This kernel computes the sigmoid focal loss, elementwise and without weights, for calls that
+// instructions bound.
 #include "cuda/focal_loss/sigmoid/elements.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
 
 constexpr int kBlockThreads = 128;
-// Vectors of a thread.
+// A thread has this number of vectors.
 constexpr int kVectors = 2;
-// A block may have more shorter rows than threads.
+// If rows are shorter, a block may have more rows than threads.
 constexpr int64_t kMinClasses = 20;
 
-// Class labels, without weights: results without a sum, in one batch entry. All elements are
-// written as if they were no targets, without a look at rows; then each of the first threads has a
-// row, and writes its target if that is among the elements of the block.
+// TargetsLast is for class labels without weights: results without a sum, in one batch entry. All
+// elements are written as if they were no targets, without any use of rows; then each of the first
+// threads has a row, and writes its target if that is among the elements of the block.
 template <typename T, Want kWant, int kPower>
 __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_constant__ FewParams p) {
   constexpr bool kSlope = kWant == Want::kGradient;
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_consta
   const float negative = scale * parameters[1];
   const float positive = scale * parameters[2];
   const uint32_t position = label - static_cast<uint32_t>(p.class_ids[0] - kFirstClassId);
-  // A position before the block wraps.
+  // A position before the block wraps to a large number.
   const uint32_t target = threadIdx.x * p.classes.divisor() - skipped + position;
   const bool has_target = has_row && position < p.classes.divisor() && target < length;
   const float its_z[1] = {has_target ? Widen(logits[target]) : 0.0f};

@@ -1,8 +1,8 @@
-// The softmax focal loss of rows that are too long for a warp, or, where f32 gradients are wanted
-// alone, so long that two warps or four are done with them sooner.
+// This kernel computes the softmax focal loss of rows that are too long for a warp, or, if only f32
+// gradients are wanted, so long that two or four warps are faster.
 //
-// For the gradient, with or without a sum, a block or the blocks of a cluster have a row in their
-// registers; those of a multiprocessor take turns: one waits for a row while others sum up or write
+// For the gradient, with or without a sum, a block or the blocks of a cluster keep a row in
+// registers. The blocks of a multiprocessor overlap: one waits for a row while others sum or write
 // theirs.
 #include <cooperative_groups.h>
 
@@ -12,12 +12,12 @@
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Vectors of a thread in a long row.
+// A thread has this number of vectors of a long row.
 constexpr int kManyVectors = 8;
-// Threads of all the blocks of a multiprocessor.
+// The resident blocks of a multiprocessor have this number of threads in all.
 constexpr int kResidentThreads = 1024;
 
-// The terms that the threads of a row need to write its gradient.
+// RowTerms holds the terms with which the threads of a row write its gradient.
 template <typename A>
 struct RowTerms {
   A largest;
@@ -25,7 +25,7 @@ struct RowTerms {
   A slope;
 };
 
-// The blocks of a cluster share rows, which they have in their registers.
+// The blocks of a cluster share rows and keep them in registers.
 template <typename T, int kBlockThreads, int kVectors>
 __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThreads)
     BlockRows(const __grid_constant__ SoftmaxParams p) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
   const int thread = rank * kBlockThreads * kVectors + threadIdx.x;
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
-  // Nobody writes to the memory of a block that has not begun.
+  // No block may write to the shared memory of a block that has not begun.
   if (blocks_per_row > 1) cluster.barrier_arrive();
   bool begun = blocks_per_row == 1;
 #endif
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
       if (lane == 0) terms = {others.largest, known ? ShareOf(slope, others) : A(0), slope};
     }
     __syncthreads();
-    // Exponentials are relative to the largest of the warp.
+    // Exponentials are relative to the largest exponent of the warp.
     const A share = terms.share * ExpOfDifference(warp_largest - terms.largest);
     part.Store(gradient + row * classes, alike, share, warp_largest, terms.slope, label);
   }
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
 
 struct Plan {
   RowSegments segments;
-  int threads = 1024;  // of a block
+  int threads = 1024;  // per block
   int vectors = kManyVectors;
   int64_t blocks_per_row = 1;
 

@@ -1,5 +1,5 @@
-// The softmax focal loss: one pass over the logits for a sum, the gradient, or both, unless rows
-// are too long for that.
+// This file chooses the kernel family of a softmax focal loss: one pass over the logits for a sum,
+// the gradient, or both, unless rows are too long for that.
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/softmax/families.h"
 
@@ -14,8 +14,8 @@ using jaxops::cuda::Table;
 constexpr int64_t kMaxFewLogits = 3 << 17;
 // WholeRows takes at least this number of logits of a batch entry.
 constexpr int64_t kMinWholeLogits = 1 << 22;
-// Where f32 gradients are wanted alone, LaneRows takes rows of at most this number of vectors: 16
-// longer ones of two warps each keep the memory of a multiprocessor busy.
+// If only f32 gradients are wanted, LaneRows takes rows of at most this number of vectors: 16
+// longer rows of two warps each keep the memory of a multiprocessor busy.
 constexpr int64_t kMaxLaneVectorsOfGradient = 224;
 
 // A sum does not depend on the number of batch entries.
@@ -40,24 +40,24 @@ bool PrefersLaneRows(const SoftmaxCall& call, const Device&) {
 }
 
 constexpr Family<SoftmaxCall> kFamilies[] = {
-    // Latency decides for few elements. The gradient of (900, 91) f32 took 1.79 µs without it on an
-    // H200, and 1.52 with it.
+    // Latency bounds calls of few elements. The gradient of (900, 91) f32 took 1.79 µs without this
+    // family on an H200, and 1.52 with it.
     {"few", CanRunFewRows, PrefersFewRows, LaunchFewRows},
-    // A thread has a row, which comes through shared memory in vectors. Value and gradient of
+    // A thread has a row, which passes through shared memory in vectors. Value and gradient of
     // (1000003, 7) f32 take 26.1 µs on an H200.
     {"short", CanRunShortRows, PrefersShortRows, LaunchShortRows},
-    // Memory binds it: a warp reads all it needs of a row at once. Value and gradient of
+    // Memory bounds these calls: a warp reads all it needs of a row at once. Value and gradient of
     // (1534176, 80) bf16 take 121 µs on an H200.
     {"whole", CanRunWholeRows, PrefersWholeRows, LaunchWholeRows},
     // The lanes of a row keep it in registers between the sum and the gradient. The sum of
     // (65536, 1000) f32 takes 66.8 µs on an H200.
     {"lanes", CanRunLaneRows, PrefersLaneRows, LaunchLaneRows},
-    // Two warps or more keep a row in registers. On an H200 that brought the gradient of
-    // (65536, 1000) f32 from 129 to 125.5 µs, of (32768, 1800) from 123.4 to 115, and of
-    // (128, 1000) from 3.7 to 2.75.
+    // Two warps or more keep a row in registers, which on an H200 reduced the gradient of (65536,
+    // 1000) f32 from 129 to 125.5 µs, of (32768, 1800) from 123.4 to 115, and of (128, 1000) from
+    // 3.7 to 2.75.
     {"blocks", CanRunBlockRows, Always<SoftmaxCall>, LaunchBlockRows},
-    // No registers hold these rows, or need to: they are read twice for a gradient, and once for a
-    // sum or losses. It runs all rows that are too long for LaneRows.
+    // Registers cannot hold these rows, which are read twice for a gradient, and once for a sum or
+    // losses. The family runs all rows that are too long for LaneRows.
     {"streamed", CanRunStreamedRows, Always<SoftmaxCall>, LaunchStreamedRows},
 };
 

@@ -1,5 +1,5 @@
-// The kernel families of the softmax focal loss: the calls that each can run, and its launcher.
-// dispatch.cu alone chooses between them. No size is zero.
+// This header declares the kernel families of the softmax focal loss: the calls that each family
+// can run, and its launcher. dispatch.cu alone chooses between them. No size is zero.
 #ifndef JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_FAMILIES_H_
 #define JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_FAMILIES_H_
 
@@ -14,7 +14,8 @@ namespace jaxops::focal_loss::cuda {
 
 using jaxops::cuda::Device;
 
-// A call and, if its sum is wanted, space for `splits` partial sums of each batch entry.
+// SoftmaxCall is a call and, if its sum is wanted, space for `splits` partial sums of each batch
+// entry.
 struct SoftmaxCall {
   const Softmax& loss;
   int64_t splits;
@@ -25,8 +26,8 @@ struct SoftmaxCall {
   int64_t entries() const { return loss.batch.size(); }
 };
 
-// The vectors of 16 bytes in a row, at most, and whether there are no other elements and each row
-// begins where a vector may.
+// RowVectors has the maximum number of 16-byte vectors in a row, and says whether there are no
+// other elements and each row is aligned to vectors.
 struct RowVectors {
   int64_t count;
   bool whole;
@@ -41,29 +42,30 @@ struct RowVectors {
   }
 };
 
-// few.cu: rows of at most 128 classes, and 2^31 elements; a sum needs a partial sum for each 32
+// few.cu runs rows of at most 128 classes, and 2^31 elements; a sum needs a partial sum for each 32
 // rows.
 bool CanRunFewRows(const SoftmaxCall& call, const Device& device);
 cudaError_t LaunchFewRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device);
 
-// short.cu: rows of at most 8 classes.
+// short.cu runs rows of at most 8 classes.
 bool CanRunShortRows(const SoftmaxCall& call, const Device& device);
 cudaError_t LaunchShortRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device);
 
-// whole.cu: 16-bit types, rows of 3 to 256 whole vectors; gradients without a sum have no batch.
+// whole.cu runs 16-bit types with rows of 3 to 256 whole vectors; gradients without a sum have no
+// batch.
 bool CanRunWholeRows(const SoftmaxCall& call, const Device& device);
 cudaError_t LaunchWholeRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device);
 
-// lanes.cu: rows of at most 512 vectors.
+// lanes.cu runs rows of at most 512 vectors.
 bool CanRunLaneRows(const SoftmaxCall& call, const Device& device);
 cudaError_t LaunchLaneRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device);
 
-// blocks.cu: gradients of rows that a block has in its registers or, on compute capability 9.0 and
-// later, a cluster.
+// blocks.cu runs gradients of rows that fit the registers of a block or, on compute capability 9.0
+// and later, of a cluster.
 bool CanRunBlockRows(const SoftmaxCall& call, const Device& device);
 cudaError_t LaunchBlockRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device);
 
-// streamed.cu: all but short rows.
+// streamed.cu runs all rows except short ones.
 bool CanRunStreamedRows(const SoftmaxCall& call, const Device& device);
 cudaError_t LaunchStreamedRows(cudaStream_t stream, const SoftmaxCall& call, const Device& device);
 

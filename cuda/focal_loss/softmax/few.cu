@@ -1,7 +1,7 @@
-// The softmax focal loss of few short rows, where nothing but latency counts.
+// This kernel computes the softmax focal loss of few short rows, whose time is latency alone.
 //
-// All is read at once, element by element whatever the number of classes, and by little code,
-// because a kernel this short waits for its instructions too.
+// All elements are read at once, element by element for any number of classes, and the code is
+// small, because a kernel this short also waits for its instructions.
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/softmax/rows.cuh"
 
@@ -11,18 +11,19 @@ namespace {
 constexpr int kMaxClasses = 128;
 // Calls of at most this number of elements have a warp for each row.
 constexpr int64_t kMaxWarpRowElements = 1 << 17;
-// Without a sum, small blocks for many multiprocessors.
+// Without a sum, small blocks reach many multiprocessors.
 constexpr int kSmallBlock = 128;
-// Otherwise a row has these lanes, fewer for a sum because it has one cluster, or few partial sums.
+// Otherwise a row has this number of lanes, fewer for a sum because a sum has one cluster, or few
+// partial sums.
 constexpr int kFewLanes = 16;
 constexpr int kSumLanes = 8;
 
-// Stands for an exponent that is known only at run time.
+// kRunTime stands for an exponent that is known only at run time.
 constexpr int kRunTime = -1;
 
-// The parameters of a call without batch and sum. Constants arrive by lines of 64 bytes,
-// of which the second begins with `gradient`, and each is waited for: what is read first comes
-// first.
+// These are the parameters of a call without batch and sum. Constants arrive by lines of 64 bytes,
+// of which the second begins with `gradient`, and the kernel waits for each line. The members are
+// therefore in the order of their use.
 struct FewRowsAlone {
   int32_t rows;
   int32_t classes;
@@ -36,7 +37,7 @@ struct FewRowsAlone {
   Power power;
 };
 
-// The parameters of other calls.
+// These are the parameters of other calls.
 struct FewRowsParams : FewRowsAlone {
   FastDivider splits;
   void* sum;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
     sum = offsets[Softmax::kSum];
   }
 
-  // No read waits for another one. Lanes without a row read the last one.
+  // No load waits for another. Lanes without a row read the last one.
   constexpr int kBlockRows = kBlockThreads / kLanes;
   const int row = static_cast<int>(split) * kBlockRows + threadIdx.x / kLanes;
   const bool exists = row < p.rows;
@@ -138,14 +139,14 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
 }
 
 struct Plan {
-  int threads;  // of a block
-  int lanes;    // of a row
+  int threads;  // per block
+  int lanes;    // per row
   RowSplits splits;
 
   Plan(const SoftmaxCall& call, const Device& device)
       : threads(call.loss.sum == nullptr ? kSmallBlock : kThreads),
         lanes(ChooseLanes(call, device)),
-        // A block takes no more rows than its threads at a time, however many blocks there are.
+        // A block takes no more rows than its threads handle at a time, for any number of blocks.
         splits(call.loss, device, threads / lanes, INT32_MAX, 1, INT32_MAX) {}
 
  private:
@@ -198,7 +199,7 @@ bool CanRunFewRows(const SoftmaxCall& call, const Device& device) {
   const Softmax& loss = call.loss;
   // Positions in a batch entry have 32 bits. Lanes may look beyond its end.
   if (loss.classes > kMaxClasses || call.size() > INT32_MAX - kMaxClasses) return false;
-  // A cluster needs no partial sums, but has no more rows than blocks that do.
+  // A cluster needs no partial sums, but has no more rows than blocks with partial sums have.
   if (loss.sum != nullptr && CeilDiv(loss.rows, kThreads / kSumLanes) > call.splits) return false;
   return Plan(call, device).splits.IsGrid(call);
 }

@@ -1,25 +1,26 @@
-// The softmax focal loss of rows that a warp, or a part of one, has in its registers.
+// This kernel computes the softmax focal loss of rows that fit the registers of a warp, or of a
+// part of one.
 //
-// Lanes read the logits of their rows once, by vectors straight from memory, and wait for no
-// other warp. To evaluate a row takes more than a hundred instructions; each lane does it for a row
-// of its own, of the several that the lanes of a row have in turns.
+// Lanes read the logits of their rows once, by vectors directly from memory, and wait for no other
+// warp. The evaluation of a row takes more than a hundred instructions; the lanes of a group take
+// several rows in turn, and each lane evaluates one of them.
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/softmax/rows.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Exponentials of 2-byte logits are kept where they take few registers.
+// Exponentials of 2-byte logits are kept if they take few registers.
 template <typename T, int kVectors>
 constexpr bool kKeepsExponentials = sizeof(T) > 2 || kVectors <= 4;
 
-// Steps of a block, and of a warp before their rows are evaluated.
+// A block has at most this number of steps, and a warp before its rows are evaluated.
 constexpr int64_t kMaxSteps = 8;
 
-// The vectors of a row, at most.
+// A row has at most this number of vectors.
 constexpr int64_t kMaxVectors = 512;
 
-// Blocks of a multiprocessor, by the registers that a row takes.
+// The registers of a row determine the number of blocks per multiprocessor.
 constexpr int ResidentBlocks(bool is_f64, int vectors) {
   return is_f64 && vectors >= 16 ? 1 : is_f64 || vectors >= 16 ? 2 : vectors >= 10 ? 3 : 4;
 }
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T) == 8, kVect
 #pragma unroll 1
   for (int64_t tile = begin + threadIdx.x / kWarp * tile_rows; tile < end;
        tile += kThreads / kWarp * tile_rows) {
-    // The rows of a lane's group are neighbours of those of the other groups; it evaluates one.
+    // The rows of neighbouring groups are neighbours; a lane evaluates one row of its group.
     const int64_t own_row = tile + lane * kGroups + group;
     const bool has_row = lane < steps && own_row < end;
     int own_label = -1;
@@ -110,19 +111,19 @@ __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T) == 8, kVect
 struct Plan {
   RowLanes lanes;
   RowSplits splits;
-  int steps;  // of a warp before their rows are evaluated
+  int steps;  // of a warp before its rows are evaluated
 
   Plan(const SoftmaxCall& call, const Device& device)
       : lanes(call.loss),
         splits(call.loss, device, kThreads / lanes.count,
                ResidentBlocks(call.loss.dtype == DType::kF64, lanes.vectors), MaxSteps(call.loss),
                call.splits),
-        // The same number each time, and of rows at most one a lane.
+        // The number is the same each time, and at most one row per lane.
         steps(static_cast<int>(CeilDiv(
             splits.steps, CeilDiv(splits.steps, std::min<int64_t>(lanes.count, kMaxSteps))))) {}
 
  private:
-  // A gradient is written in order by blocks that take few rows.
+  // Blocks of few rows write a gradient in order.
   static int64_t MaxSteps(const Softmax& loss) {
     if (loss.gradient == nullptr) return kMaxSteps;
     return jaxops::cuda::SizeOf(loss.dtype) == 2 ? 2 : 1;

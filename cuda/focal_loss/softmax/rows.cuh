@@ -1,7 +1,7 @@
-// Code that the kernels of the softmax focal loss share.
+// This header holds the code that the kernels of the softmax focal loss share.
 //
-// With x the log-sum-exp of all logits but that of the label, minus that of the label, the loss is
-// the function of one number that the sigmoid's is.
+// With x the log-sum-exp of all logits except the label's, minus the label's logit, the loss is the
+// same function of x as the sigmoid's.
 #ifndef JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_ROWS_CUH_
 #define JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_ROWS_CUH_
 
@@ -16,33 +16,33 @@
 
 namespace jaxops::focal_loss::cuda {
 
-// The rows of a batch entry are cut into splits of neighbours, each for a block, or for the blocks
-// that share its rows.
+// SoftmaxParams cuts the rows of a batch entry into splits of neighbours, each for a block, or for
+// the blocks that share its rows.
 struct SoftmaxParams {
   Softmax call;
   FastDivider splits;
   int64_t rows_per_split;
   void* partials;   // null: no sum is wanted, or an entry is one block or a cluster of them
-  int32_t vectors;  // that a thread has of a row, at most
-  bool whole;       // rows begin and end where vectors do
-  int32_t steps;    // of rows that are evaluated together
+  int32_t vectors;  // per thread and row, at most
+  bool whole;       // rows are whole aligned vectors
+  int32_t steps;    // rows that are evaluated together, in steps
   int32_t blocks_per_row;
 };
 
-// How the rows of an entry are shared out among blocks that take `step` rows at a time, and
-// `max_steps` times if there are enough rows, and of which `resident` are on a multiprocessor.
+// RowSplits divides the rows of an entry among blocks that take `step` rows at a time, and up to
+// `max_steps` times if there are enough rows; `resident` blocks run on a multiprocessor.
 struct RowSplits {
   int64_t count;
-  int64_t steps;   // of a block
-  int64_t rows;    // of a block
-  bool clustered;  // the sum is that of one cluster
+  int64_t steps;   // per block
+  int64_t rows;    // per block
+  bool clustered;  // a cluster computes the sum
 
   RowSplits(const Softmax& loss, const Device& device, int64_t step, int64_t resident,
             int64_t max_steps, int64_t max_splits) {
     const bool sums = loss.sum != nullptr;
-    // As many as the 132 multiprocessors of an H100 or H200 run at a time, or that many times over:
-    // a block costs time of its own. The order of additions must not depend on how many entries
-    // there are.
+    // The number of blocks is that which the 132 multiprocessors of an H100 or H200 run at a time,
+    // or a multiple of it: a block has costs of its own. The order of additions must not depend on
+    // the number of entries.
     const int64_t all = CeilDiv(loss.rows, step) * (sums ? 1 : loss.batch.size());
     steps = std::min<int64_t>(CeilDiv(all, 132 * resident), max_steps);
     if (sums) {
@@ -53,11 +53,11 @@ struct RowSplits {
     clustered = sums && (count == 1 || (count <= kClusterBlocks && device.has_clusters()));
   }
 
-  // Whether a grid may have all blocks.
+  // IsGrid says whether a grid can have all blocks.
   bool IsGrid(const SoftmaxCall& call) const { return call.entries() * count <= INT32_MAX; }
 };
 
-// Launches a kernel for all splits, and what its partial sums need to become the sum.
+// LaunchSplits launches a kernel for all splits, and the kernel that adds their partial sums.
 template <typename A, typename Params>
 cudaError_t LaunchSplits(void (*kernel)(Params), int threads, const RowSplits& splits,
                          cudaStream_t stream, const SoftmaxCall& call, Params params) {
@@ -72,11 +72,11 @@ cudaError_t LaunchSplits(void (*kernel)(Params), int threads, const RowSplits& s
   return CombineSums<A>(stream, call.loss, splits.count, call.partials);
 }
 
-// How the rows of an entry are shared out among blocks, or clusters of them, that take one at a
-// time: as few as there are partial sums.
+// RowSegments divides the rows of an entry among blocks, or clusters of blocks, that take one row
+// at a time: no more than there are partial sums.
 struct RowSegments {
-  int64_t rows;   // of a segment
-  int64_t count;  // of an entry
+  int64_t rows;   // per segment
+  int64_t count;  // per entry
 
   explicit RowSegments(const SoftmaxCall& call)
       : rows(call.loss.sum == nullptr
@@ -85,8 +85,8 @@ struct RowSegments {
         count(CeilDiv(call.loss.rows, rows)) {}
 };
 
-// Calls `launch` with parameters and the number of segments of all entries, and then makes the sum
-// of their partial sums.
+// LaunchSegments calls `launch` with parameters and the number of segments of all entries, and then
+// adds up their partial sums.
 template <typename A, typename Launcher>
 cudaError_t LaunchSegments(const RowSegments& segments, cudaStream_t stream,
                            const SoftmaxCall& call, Launcher&& launch) {
@@ -99,10 +99,11 @@ cudaError_t LaunchSegments(const RowSegments& segments, cudaStream_t stream,
   return CombineSums<A>(stream, call.loss, segments.count, call.partials);
 }
 
-// Rows for which two lanes each are enough threads.
+// From this number of rows on, two lanes per row are enough threads.
 inline constexpr int64_t kManyRows = 1 << 17;
 
-// The lanes that share a row, and the vectors of each, at most.
+// RowLanes has the number of lanes that share a row, and the maximum number of vectors of each
+// lane.
 struct RowLanes {
   int count;
   int vectors;
@@ -111,7 +112,7 @@ struct RowLanes {
     const RowVectors row(loss);
     const auto choose = [&]() -> std::pair<int, int> {
       if (row.count <= 2 && row.whole) return {1, 2};
-      // A warp has as many rows of 2-byte logits as its registers hold when these are widened.
+      // A warp has as many rows of 2-byte logits as its registers hold after widening.
       if (jaxops::cuda::SizeOf(loss.dtype) == 2 && row.count <= 10 && loss.rows >= kManyRows) {
         return {2, 5};
       }
@@ -130,7 +131,7 @@ struct RowLanes {
   }
 };
 
-// Calls `function` with these numbers as constants.
+// DispatchLanes calls `function` with these numbers as constants.
 template <typename Function>
 cudaError_t DispatchLanes(const RowLanes& lanes, Function&& function) {
   cudaError_t error = cudaErrorInvalidValue;
@@ -150,17 +151,17 @@ cudaError_t DispatchLanes(const RowLanes& lanes, Function&& function) {
   return error;
 }
 
-// Elements by which an array misses the alignment of vectors.
+// Misaligned returns the number of elements from an aligned address to the array.
 template <typename T>
 __device__ __forceinline__ int Misaligned(const T* array) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(array) % kPackBytes / sizeof(T));
 }
 
-// Makes the compiler read a value here, rather than where it is needed.
+// ReadNow makes the compiler read a value here, rather than at its first use.
 __device__ __forceinline__ void ReadNow(float& value) { asm volatile("" : "+f"(value)); }
 __device__ __forceinline__ void ReadNow(double& value) { asm volatile("" : "+d"(value)); }
 
-// The operands of a batch entry.
+// SoftmaxEntry has the operands of a batch entry.
 template <typename T>
 struct SoftmaxEntry {
   using A = Accumulator<T>;
@@ -186,17 +187,19 @@ struct SoftmaxEntry {
     sum = offsets[Softmax::kSum];
   }
 
-  // The weight of a row, to be multiplied by the scale when all reads are in flight.
+  // Weight returns the weight of a row; the caller multiplies by the scale after all reads are in
+  // flight.
   __device__ __forceinline__ A Weight(int64_t row) const {
     return weight == nullptr ? A(1) : weight[row];
   }
 };
 
-// exp(x) for x <= 0 where it is a term of a sum that has a term of 1, or a share of it.
+// ExpOfDifference returns exp(x) for x <= 0 as a term of a sum that has a term of 1, or as a share
+// of it.
 __device__ __forceinline__ float ExpOfDifference(float x) { return Exp2Flushed(x * kLog2E); }
 __device__ __forceinline__ double ExpOfDifference(double x) { return exp(x); }
 
-// A running sum of exponentials, relative to the largest exponent.
+// SumOfExp is a running sum of exponentials, relative to the largest exponent.
 template <typename A>
 struct SumOfExp {
   A largest = -Largest<A>();
@@ -208,21 +211,22 @@ struct SumOfExp {
     largest = most;
   }
 
-  // Where a sum may start from, given the largest exponent: an infinite logit leads by a finite
-  // number and has an infinite exponential.
+  // StartFrom bounds the largest exponent, from which a sum starts: an infinite logit then leads by
+  // a finite number and has an infinite exponential.
   __device__ __forceinline__ void StartFrom(A most) {
     largest = min(max(most, -Largest<A>()), Largest<A>());
   }
 };
 
-// Loss and slope of a row from what the label trails the others by.
+// EvaluateRow computes the loss and the slope of a row from the lead of the other logits over the
+// label's.
 template <typename A>
 __device__ __forceinline__ void EvaluateRow(A& loss, A& slope, const SumOfExp<A>& others, A label,
                                             Power power, A gamma) {
   const A lead = others.largest - label;
   const A back = others.largest - lead;
-  // The subtraction lost this. Infinite logits have nothing to lose, and where the label leads by
-  // so much that nothing is left of the loss, it would lose all of the label.
+  // The subtraction lost this part. Infinite logits lose nothing, and if the label leads by so much
+  // that the loss vanishes, the subtraction would lose the whole label.
   const bool loses = lead > -kFar && lead <= Largest<A>();
   const A lost = loses ? (others.largest - (lead + back)) + (back - label) : A(0);
   const A tiny = std::is_same_v<A, float> ? A(FLT_MIN) : A(DBL_MIN);
@@ -230,8 +234,8 @@ __device__ __forceinline__ void EvaluateRow(A& loss, A& slope, const SumOfExp<A>
   const A x = lead + low;
   const bool leads[1] = {x >= 0};
   const A shrunk = ExpOfMagnitude<true>(lead);
-  // The others' sum exceeds 1 by so much that they lead, where no one of them does: a normal
-  // number.
+  // The sum of the others exceeds 1 so much that together they lead, though none of them does
+  // alone: the result is a normal number.
   const A e[1] = {leads[0] ? (lead >= 0 ? shrunk : Reciprocal(shrunk)) * (1 - lost) *
                                  Reciprocal(Finite(others.sum))
                            : shrunk * (1 + lost) * others.sum};
@@ -246,13 +250,13 @@ __device__ __forceinline__ void EvaluateRow(A& loss, A& slope, const SumOfExp<A>
   slope = slopes[0];
 }
 
-// The slope divided among the others, times the exponential of each.
+// ShareOf divides the slope among the others; the caller multiplies by the exponential of each.
 template <typename A>
 __device__ __forceinline__ A ShareOf(A slope, const SumOfExp<A>& others) {
   return others.sum == 0 ? A(0) : slope / others.sum;
 }
 
-// Combines the values of kLanes neighbouring threads of a warp, for all of them.
+// OverLanes combines the values of kLanes neighbouring threads of a warp, for all of them.
 template <int kLanes, typename A, typename Combine>
 __device__ __forceinline__ A OverLanes(A value, Combine&& combine) {
 #pragma unroll
@@ -269,11 +273,11 @@ struct Max {
   }
 };
 
-// The largest value of some lanes of a warp, or a NaN.
+// LargestOfLanes returns the largest value of some lanes of a warp, or a NaN.
 template <int kLanes, typename A>
 __device__ __forceinline__ A LargestOfLanes(A value) {
   if constexpr (kLanes == kWarp && std::is_same_v<A, float>) {
-    // As integers, which one instruction compares: those of negative numbers are in reverse.
+    // One instruction compares integers, but the integers of negative numbers are in reverse order.
     const auto order = [](int bits) { return bits ^ (bits >> 31 & INT32_MAX); };
     return __int_as_float(order(__reduce_max_sync(~0u, order(__float_as_int(value)))));
   } else {
@@ -288,8 +292,8 @@ struct Plus {
   }
 };
 
-// A vector in registers. Elements of 2 bytes are in pairs, because the compiler would put arrays of
-// them into memory.
+// RegisterVector is a vector in registers. Elements of 2 bytes stay in pairs, because the compiler
+// would put arrays of them into memory.
 template <typename T>
 struct RegisterVector {
   using A = Accumulator<T>;
@@ -300,7 +304,7 @@ struct RegisterVector {
 
   Word words[kWords];
 
-  // One element for each of a word.
+  // Repeat puts one element into each position of a Word.
   static __device__ __forceinline__ Word Repeat(T value) {
     if constexpr (kPairs) {
       uint16_t bits;
@@ -329,7 +333,7 @@ struct RegisterVector {
     jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), vector);
   }
 
-  // The same to shared memory.
+  // Stage stores the vector to shared memory.
   __device__ __forceinline__ void Stage(T* to) const {
     Pack<Word, kWords> vector;
 #pragma unroll
@@ -337,16 +341,16 @@ struct RegisterVector {
     *reinterpret_cast<Pack<Word, kWords>*>(to) = vector;
   }
 
-  // Where an element is, from its distance to the first one.
+  // Place is the position of an element, from its distance to the first one.
   struct Place {
     int word;
-    uint32_t bytes;  // of a pair's word and its replacement, those that stay or come
+    uint32_t bytes;  // byte selector for a Word of a pair and its replacement
 
     __device__ __forceinline__ explicit Place(int element)
         : word(kPairs ? element >> 1 : element), bytes(element % 2 == 0 ? 0x3254 : 0x5410) {}
   };
 
-  // Replaces the element at that place, if it is in this vector, by that of the word.
+  // Replace replaces the element at that place, if it is in this vector, by that of the Word.
   __device__ __forceinline__ void Replace(const Place& place, Word by) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -360,7 +364,7 @@ struct RegisterVector {
     }
   }
 
-  // Returns element k, which becomes negative infinity.
+  // TakeOut returns element k, and replaces it by negative infinity.
   __device__ __forceinline__ A TakeOut(int k) {
     static_assert(kPairs);
     const Place place(k);
@@ -414,7 +418,7 @@ struct RegisterVector {
     }
   }
 
-  // Makes the compiler compute again what depends on the elements, rather than keep it in
+  // Forget makes the compiler compute values from the elements again, rather than keep them in
   // registers.
   __device__ __forceinline__ void Forget() {
     static_assert(kPairs);
@@ -422,7 +426,7 @@ struct RegisterVector {
     for (int w = 0; w < kWords; ++w) asm volatile("" : "+r"(words[w]));
   }
 
-  // Takes the larger of each two elements.
+  // Max takes the larger of each two elements.
   __device__ __forceinline__ void Max(const RegisterVector& other) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -437,7 +441,7 @@ struct RegisterVector {
   }
 };
 
-// A row as vectors, its body, and the elements before and after them.
+// RowShape divides a row into vectors, its body, and the elements before and after them.
 template <typename T>
 struct RowShape {
   static constexpr int kCount = kPackElements<T>;
@@ -450,15 +454,16 @@ struct RowShape {
     body = (classes - head) / kCount * kCount;
   }
 
-  // The position of one of these elements in the row.
+  // Edge returns the position of one of these elements in the row.
   __device__ __forceinline__ int Edge(int index) const {
     return index < head ? index : index + body;
   }
 };
 
-// The part of a row that one of `threads` threads has: at most kVectors vectors of its body, of
-// which `count` may be there, and kEdges of the other elements, of which `whole` rows have none.
-// Missing elements are negative infinity. Exponentials are kept for the gradient if kKeeps.
+// RowPart is one thread's part of a row that `threads` threads share: at most kVectors vectors of
+// the row's body, of which `count` may exist, and kEdges of the other elements, of which `whole`
+// rows have none. Missing elements are negative infinity. Exponentials are kept for the gradient if
+// kKeeps.
 template <typename T, int kVectors, int kEdges, bool kKeeps>
 struct RowPart {
   using A = Accumulator<T>;
@@ -503,25 +508,26 @@ struct RowPart {
   __device__ __forceinline__ bool Has(int j) const {
     return thread * kCount + j * threads * kCount < shape.body;
   }
-  // Whether no thread has this vector, or a later one: asked where there may be many of those.
+  // Skips says whether no thread has vector j or a later one; small vector counts skip the check.
   __device__ __forceinline__ bool Skips(int j) const { return kVectors >= 8 && j >= count; }
 
   using Place = typename RegisterVector<T>::Place;
 
-  // Replaces the element at a place relative to the thread's first one, if it is in vector j.
+  // ReplaceIn replaces the element at a place relative to the thread's first one, if it is in
+  // vector j.
   __device__ __forceinline__ void ReplaceIn(int j, RegisterVector<T>& vector, Place place,
                                             T by) const {
     place.word -= j * threads * RegisterVector<T>::kWords;
-    // Where many threads share a row, most vectors of a warp have no label.
+    // If many threads share a row, most vectors of a warp have no label.
     if (threads < 16 || (place.word >= 0 && place.word < RegisterVector<T>::kWords)) {
       vector.Replace(place, RegisterVector<T>::Repeat(by));
     }
   }
 
-  // Takes the label out, or everything if there is no such class.
+  // TakeOut takes the label out, or all elements if there is no such class.
   __device__ __forceinline__ void TakeOut(int label, bool known) {
     if (!known) {
-      // Rarely, and therefore not by selections, which every row would pay for.
+      // This case is rare, so it takes a branch, instead of selections in every row.
       asm volatile("");
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) vectors[j].Fill(-A(INFINITY));
@@ -584,9 +590,9 @@ struct RowPart {
     return sums[0] + sums[1];
   }
 
-  // The gradient, from each other class's share of the slope, where exponentials relative to
-  // `largest` were kept or will be made. `gradient` is where that of the row begins, and takes
-  // vectors where the row does if `alike`.
+  // Store writes the gradient from each other class's share of the slope, with exponentials
+  // relative to `largest`, kept or computed again. `gradient` is the begin of the row's gradient,
+  // and has the alignment of the row if `alike`.
   __device__ __forceinline__ void Store(T* gradient, bool alike, A share, A largest, A slope,
                                         int label) {
     T* body = gradient + shape.head + thread * kCount;
@@ -629,7 +635,7 @@ struct RowPart {
   }
 };
 
-// The sum of a block, which is a partial one or a part of that of its cluster.
+// FinishSum writes the sum of a block, a partial sum or a part of its cluster's sum.
 template <int kBlockThreads = kThreads, typename A>
 __device__ __forceinline__ void FinishSum(void* partials, A* to, A total) {
   A sum = SumOverBlock<kBlockThreads>(total);
@@ -651,7 +657,7 @@ __device__ __forceinline__ void AddOverLanes(SumOfExp<A>& value) {
   }
 }
 
-// The sum of a split, of its first thread.
+// FinishRows writes the sum of a split, which its first thread has.
 template <typename A>
 __device__ __forceinline__ void FinishRows(const SoftmaxParams& p, int64_t to, uint32_t split,
                                            A total) {

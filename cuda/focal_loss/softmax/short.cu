@@ -1,7 +1,8 @@
-// The softmax focal loss of rows of few logits.
+// This kernel computes the softmax focal loss of rows of few logits.
 //
-// A thread takes a row. A warp brings its rows, which are neighbours in memory, to shared memory by
-// vectors while it evaluates those before them; a gradient goes back the way the logits came.
+// A thread takes a row. A warp copies its rows, which are contiguous in memory, to shared memory by
+// vectors while it evaluates the previous rows; gradients are written through shared memory as
+// well.
 #include <cuda_pipeline.h>
 
 #include "cuda/focal_loss/launch.h"
@@ -12,15 +13,15 @@ namespace {
 
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kMaxClasses = 8;
-// Steps of a block.
+// A block has this number of steps.
 constexpr int64_t kSumSteps = 8;
 constexpr int64_t kGradientSteps = 2;
-// Blocks of a multiprocessor.
+// A multiprocessor has this number of blocks.
 template <typename A>
 constexpr int kResident = sizeof(A) == 8 ? 3 : 5;
 
-// Copies `count` elements from an array to shared memory, where they begin as far from a multiple
-// of 16 bytes as there. The copy is asynchronous.
+// StageRows copies `count` elements from an array to shared memory, asynchronously, with the same
+// misalignment to 16 bytes in both.
 template <typename T>
 __device__ __forceinline__ void StageRows(T* shared, const T* array, int count) {
   constexpr int kVector = kPackElements<T>;
@@ -37,7 +38,7 @@ __device__ __forceinline__ void StageRows(T* shared, const T* array, int count) 
   }
 }
 
-// Copies `count` elements back.
+// WriteRows copies `count` elements back.
 template <typename T>
 __device__ __forceinline__ void WriteRows(T* array, const T* shared, int count) {
   constexpr int kVector = kPackElements<T>;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void WriteRows(T* array, const T* shared, int count) 
   }
 }
 
-// Neighbouring rows of a warp, and what a lane knows of its own.
+// RowTile is the neighbouring rows of a warp, with the label and the weight of the lane's own row.
 template <typename T>
 struct RowTile {
   using A = Accumulator<T>;
@@ -67,7 +68,7 @@ struct RowTile {
   int label = -1;
   A weight = 0;
 
-  // Starts the copies of the logits to shared memory.
+  // The constructor starts the copies of the logits to shared memory.
   __device__ __forceinline__ RowTile(const SoftmaxEntry<T>& entry, int64_t first, int64_t end,
                                      int classes, T* shared)
       : logits(entry.logits + first * classes),
@@ -85,7 +86,7 @@ template <typename T, bool kGradient>
 __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
     ShortRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
-  // And what the first row may be misaligned by.
+  // The first row may be misaligned by this number of elements.
   constexpr int kStage = kWarp * kMaxClasses + kPackElements<T>;
   __shared__ __align__(kPackBytes) unsigned char shared[kWarps * 2 * kStage * sizeof(T)];
   const Softmax& call = p.call;
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
                   tile.rows * classes);
       }
       if (first >= end) break;
-      // The next rows but one take the place of these.
+      // The rows after the next ones replace these.
       __syncwarp();
     }
   }

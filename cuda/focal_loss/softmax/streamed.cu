@@ -1,26 +1,26 @@
-// The softmax focal loss of rows that no registers hold: they are read twice for the gradient, and
-// once for a sum alone.
+// This kernel computes the softmax focal loss of rows that do not fit registers: they are read
+// twice for the gradient, and once for a sum alone.
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/softmax/rows.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// Threads that share a row too long for a cluster: for the gradient many, which keeps those rows
-// few that the L2 has to hold at a time.
+// This number of threads shares a row too long for a cluster. For the gradient there are many, so
+// that the L2 cache has to hold few rows at a time.
 template <bool kGradient>
 constexpr int kStreamThreads = kGradient ? 1024 : 256;
-// Vectors of a thread that are in flight at a time.
+// A thread has this number of vectors in flight.
 template <bool kGradient>
 constexpr int kStreamAhead = kGradient ? 2 : 4;
 
-// Sums over the block, for all of its threads.
+// AddOverBlock sums over the block, for all of its threads.
 template <int kBlockThreads, typename A>
 __device__ __forceinline__ void AddOverBlock(SumOfExp<A>& value) {
   constexpr int kWarps = kBlockThreads / kWarp;
   __shared__ SumOfExp<A> of_warp[kWarps];
   AddOverLanes<kWarp>(value);
-  // All threads have read the sums of the row before this one.
+  // All threads have read the sums of the previous row.
   __syncthreads();
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
   __syncthreads();
@@ -28,7 +28,7 @@ __device__ __forceinline__ void AddOverBlock(SumOfExp<A>& value) {
   AddOverLanes<kWarps>(value);
 }
 
-// A block reads a row from memory whenever it needs it.
+// A block reads a row from memory each time that it needs the row.
 template <typename T, bool kGradient>
 __global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof(T) < 8 ? 2 : 1)
     StreamedRows(const __grid_constant__ SoftmaxParams p) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof
 bool CanRunStreamedRows(const SoftmaxCall& call, const Device&) {
   const RowVectors row(call.loss);
   // A thread has one of the elements before and after the vectors of a row, and takes part if there
-  // is a vector for it or for the thread before it.
+  // is a vector for it or for the previous thread.
   const int64_t max_edges =
       row.whole ? 0 : 2 * (kPackBytes / jaxops::cuda::SizeOf(call.loss.dtype) - 1);
   // Positions in a row have 32 bits, and threads go beyond its end.

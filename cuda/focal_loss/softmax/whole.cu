@@ -1,34 +1,35 @@
-// The softmax focal loss of many rows of 2-byte logits that begin and end where vectors do.
+// This kernel computes the softmax focal loss of many rows of 2-byte logits that are whole aligned
+// vectors.
 //
-// Memory bounds it, if nothing else takes long. A warp reads all that it needs of a row at once,
-// the label's logit with the others, and has no parameters that only a batch needs. A
-// gradient is made by short blocks, which read and write in order; for a loss, a block reads rows
-// ahead. Where few lanes share a row, the vectors that a warp reads together would be far apart: it
-// reads neighbours instead, and exchanges rows through shared memory.
+// Memory bounds these calls as long as nothing else takes long. A warp reads all it needs of a row
+// at once, the label's logit together with the others, and has no parameters that only a batch
+// needs. Short blocks write a gradient, and read and write in order; for a loss, a block reads rows
+// ahead. If few lanes share a row, the vectors that a warp reads together would be far apart: the
+// warp reads neighbouring vectors instead, and exchanges rows through shared memory.
 //
-// The lanes of a row are those of LaneRows and add up its terms in the same order: the gradient and
-// the loss of a row are the same, bit for bit.
+// The lanes of a row are those of LaneRows and add up its terms in the same order, so that the
+// gradient and the loss of a row are the same, bit for bit.
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/softmax/rows.cuh"
 
 namespace jaxops::focal_loss::cuda {
 namespace {
 
-// The vectors of a row, at most.
+// A row has at most this number of vectors.
 constexpr int64_t kMaxVectors = 256;
 
-// A sum has a partial sum of each block, which are the fewer the larger those are.
+// A sum has a partial sum per block, so larger blocks have fewer of them.
 template <bool kSums>
 constexpr int kBlockThreads = kSums ? 256 : 64;
-// Threads of all the blocks of a multiprocessor.
+// The resident blocks of a multiprocessor have this number of threads in all.
 constexpr int kResidentThreads = 1024;
-// Steps of a block that makes no gradient.
+// A block that computes no gradient has this number of steps.
 constexpr int64_t kLossSteps = 8;
 
 // Rows of at most this number of lanes are exchanged.
 constexpr int kMaxExchanged = 4;
 
-// The parameters of a call without batch.
+// These are the parameters of a call without batch.
 struct WholeRowsAlone {
   int32_t rows;
   int32_t classes;
@@ -41,16 +42,16 @@ struct WholeRowsAlone {
   void* loss;
   void* partials;  // of a sum
   Power power;
-  int32_t steps;  // of a block
+  int32_t steps;  // per block
 };
 
-// The parameters of other calls.
+// These are the parameters of other calls.
 struct WholeRowsBatch : WholeRowsAlone {
   FastDivider splits;
   BatchMap<Softmax::kOperands> batch;
 };
 
-// The operands of a batch entry, and the number of the block in it.
+// WholeEntry has the operands of a batch entry, and the number of the block in it.
 template <typename T>
 struct WholeEntry {
   const T* logits;
@@ -86,13 +87,13 @@ struct WholeEntry {
   }
 };
 
-// The part of a row that one of kLanes threads has, up to kVectors vectors.
+// WholeRow is one thread's part of a row that kLanes threads share, up to kVectors vectors.
 template <typename T, int kLanes, int kVectors>
 struct WholeRow {
   static constexpr int kCount = kPackElements<T>;
   static constexpr int kGroups = kWarp / kLanes;
   static constexpr bool kExchanges = kLanes <= kMaxExchanged;
-  // Elements of a warp's shared memory.
+  // A warp has this number of elements of shared memory.
   static constexpr int kTile = kExchanges ? kWarp * kVectors * kCount : 0;
 
   RegisterVector<T> vectors[kVectors];
@@ -100,16 +101,17 @@ struct WholeRow {
   static __device__ __forceinline__ int Lane() { return threadIdx.x % kLanes; }
   static __device__ __forceinline__ int WarpLane() { return threadIdx.x % kWarp; }
   static __device__ __forceinline__ int Group() { return WarpLane() / kLanes; }
-  // Where in its row the thread's vector j is, and where in the rows of the warp if they are
-  // exchanged.
+  // At returns the position of the thread's vector j in its row, and InRows that in the rows of the
+  // warp, which applies if rows are exchanged.
   static __device__ __forceinline__ int At(int j) { return (Lane() + j * kLanes) * kCount; }
   static __device__ __forceinline__ int InRows(int j) { return (WarpLane() + j * kWarp) * kCount; }
-  // The elements of all rows of the warp, if this thread has row `row` of `rows`.
+  // CountElements counts the elements of all rows of the warp, if this thread has row `row` of
+  // `rows`.
   static __device__ __forceinline__ int CountElements(int row, int rows, int classes) {
     return min(rows - (row - Group()), kGroups) * classes;
   }
 
-  // Reads row `row` or, without such a row, nothing.
+  // Read reads row `row` or, without such a row, nothing.
   __device__ __forceinline__ void Read(const T* logits, int row, int rows, int classes) {
     const int elements = CountElements(row, rows, classes);
     logits += int64_t{kExchanges ? row - Group() : row} * classes;
@@ -124,8 +126,8 @@ struct WholeRow {
     }
   }
 
-  // Exchanges rows where that is to be done, takes the label out, and returns its logit. Without
-  // such a class, everything is taken out.
+  // TakeOut exchanges rows if needed, takes the label out, and returns its logit. Without such a
+  // class, all elements are taken out.
   __device__ __forceinline__ float TakeOut(T* tile, int label, bool known, int classes) {
     float logit = 0;
     if constexpr (kExchanges) {
@@ -136,7 +138,7 @@ struct WholeRow {
       if (known) logit = Widen(own[label]);
       __syncwarp();
       if (HasLabel(label, known)) own[label] = Narrow<T>(-INFINITY);
-      // The vectors below are of another type, which must not be read before.
+      // The vectors below are of another type, and must not be read earlier.
       asm volatile("" ::: "memory");
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
@@ -153,7 +155,7 @@ struct WholeRow {
       logit = __shfl_sync(~0u, logit, label / kCount % kLanes, kLanes);
     }
     if (!known) {
-      // Rarely, and therefore not by selections, which every row would pay for.
+      // This case is rare, so it takes a branch, instead of selections in every row.
       asm volatile("");
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) vectors[j].Fill(-INFINITY);
@@ -165,7 +167,7 @@ struct WholeRow {
     return known && label / kCount % kLanes == Lane();
   }
 
-  // Where the sum of the row may start from.
+  // The sum of the row may start from this exponent.
   __device__ __forceinline__ SumOfExp<float> FindLargest() const {
     RegisterVector<T> most = vectors[0];
 #pragma unroll
@@ -193,13 +195,13 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
   using Row = WholeRow<T, kLanes, kVectors>;
   constexpr int kThreads = kBlockThreads<kSums>;
   constexpr int kCount = Row::kCount;
-  // Exponentials that take few registers.
+  // These exponentials take few registers.
   constexpr bool kKeeps = kVectors <= 4;
   __shared__ __align__(kPackBytes) T shared[kThreads / kWarp * Row::kTile + kCount];
   T* const tile = shared + threadIdx.x / kWarp * Row::kTile;
   const int classes = p.classes;
   const WholeEntry<T> entry(p);
-  // Blocks of a batch have several steps where there would be too many partial sums.
+  // Blocks of a batch have several steps if there would be too many partial sums.
   const int steps = std::is_same_v<Params, WholeRowsBatch> ? p.steps : 1;
   constexpr int kRows = kThreads / kLanes;
   int row = static_cast<int>(entry.split) * steps * kRows + static_cast<int>(threadIdx.x) / kLanes;
@@ -208,7 +210,8 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
   for (int step = 0; step < steps; ++step, row += kRows) {
     const bool exists = row < p.rows;
     const int read_row = min(row, p.rows - 1);
-    // The label last, or its first use is put before the other reads.
+    // The label comes last, because otherwise the compiler places its first use before the other
+    // reads.
     Row own;
     own.Read(entry.logits, row, p.rows, classes);
     const int label = entry.labels[read_row];
@@ -254,7 +257,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
         if (exists && Row::At(j) < classes) values.Store(to + Row::At(j));
       }
     }
-    // The vectors above are of another type, which must not be written after.
+    // The vectors above are of another type, and must not be written later.
     asm volatile("" ::: "memory");
     if (Row::HasLabel(label, known)) to[label] = Narrow<T>(-slope);
     if constexpr (Row::kExchanges) {
@@ -267,7 +270,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
         values.Load(tile + Row::InRows(j));
         values.Store(gradient + Row::InRows(j));
       }
-      // The next rows take the place of these.
+      // The next rows replace these.
       if (steps > 1) __syncwarp();
     }
   }
@@ -277,8 +280,8 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
   }
 }
 
-// The losses of rows, or their sum. Each lane of a row evaluates another one of those that the
-// lanes have in turns.
+// WholeLosses computes the losses of rows, or their sum. The lanes of a row take several rows in
+// turn, and each lane evaluates one of them.
 template <typename T, int kLanes, int kVectors, typename Params>
 __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlockThreads<true>)
     WholeLosses(const __grid_constant__ Params p) {
@@ -293,7 +296,7 @@ __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlock
   constexpr int kRows = kThreads / kLanes;
   int row =
       static_cast<int>(entry.split) * p.steps * kRows + static_cast<int>(threadIdx.x) / kLanes;
-  // Rows of few vectors are read while those before them are summed up.
+  // Rows of few vectors are read while the previous rows are summed.
   constexpr bool kReadsAhead = kVectors <= 5;
   Row next;
   int next_label;
@@ -318,7 +321,7 @@ __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlock
     const bool known = row < p.rows && label >= 0 && label < classes;
     const float logit = own.TakeOut(tile, label, known, classes);
     SumOfExp<float> sum = own.FindLargest();
-    // The next rows take the place of these.
+    // The next rows replace these.
     if constexpr (Row::kExchanges) __syncwarp();
     if (kReadsAhead && step + 1 < p.steps) read(row + kRows);
     float sums[2] = {0, 0};
@@ -355,7 +358,7 @@ __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlock
 
 struct Plan {
   RowLanes lanes;
-  bool sums;  // the blocks are those of sums and losses
+  bool sums;  // the blocks compute sums and losses
   RowSplits splits;
 
   Plan(const SoftmaxCall& call, const Device& device)
@@ -368,7 +371,7 @@ struct Plan {
  private:
   RowSplits PlanSplits(const SoftmaxCall& call, const Device& device) const {
     const bool has_gradient = call.loss.gradient != nullptr;
-    // A block that makes a gradient takes no more rows at a time than it must.
+    // A block that computes a gradient takes no more rows at a time than it must.
     return RowSplits(call.loss, device, threads() / lanes.count,
                      has_gradient ? INT32_MAX : kResidentThreads / threads(),
                      has_gradient ? 1 : kLossSteps, call.splits);

@@ -1,13 +1,14 @@
-// Lightweight convolution of long filters on tensor cores, backward.
+// These kernels compute the gradients of lightweight convolution with long filters on tensor cores.
 //
-// As in `backward.cuh` both gradients read g through the window of the flipped taps. Filters of up
-// to kFusedBlocks blocks get both in one pass over x and g. Longer ones are cut into groups of this
-// number, whose sums are independent, and their input gradient is a forward convolution.
+// As in `backward.cuh`, both gradients read g through the window of the flipped taps. Filters of up
+// to kFusedBlocks blocks compute both in one pass over x and g. Longer filters are cut into groups
+// of kFusedBlocks blocks, whose sums are independent, and their input gradient is a forward
+// convolution.
 //
-// The sums of a few steps start from zero and are added in float32, rounded: tensor cores cut off
-// what a sum has no bits for. If one of them is not finite, they are computed again, pair by pair:
-// where an array ends, zeros in shared memory have met what is not finite but is nobody's pair, and
-// float32 has no low part of an infinity.
+// The sums of a few steps start from zero and are added in float32 with rounding, because tensor
+// cores truncate. If one of the sums is not finite, it is computed again, pair by pair: at the end
+// of an array, zeros in shared memory may have been multiplied by infinities or NaNs that belong to
+// no pair, and an infinity of float32 has no low part.
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/mma/mma.cuh"
 
@@ -17,10 +18,10 @@ namespace {
 
 constexpr int kFusedBlocks = 3;
 
-// Steps of a warp in a tile.
+// A warp has this number of steps of a tile.
 constexpr int kWarpSteps = 64;
 
-// Blocks of a multiprocessor, as shared memory and registers allow, and of a large GPU.
+// A multiprocessor of a large GPU has shared memory and registers for this number of blocks.
 constexpr int ResidentBlocks(int element_bytes) { return element_bytes == 4 ? 3 : 4; }
 template <typename T>
 constexpr int kResident = ResidentBlocks(sizeof(T));
@@ -29,17 +30,17 @@ struct BackwardParams {
   Backward call;
   int time, channels, taps, dilation;
   int mirrored, lead;
-  int own;         // the window's step of a step's own g, for dbias
+  int own;         // the step of the window that is a step's own g, for dbias
   uint32_t items;  // tiles of every phase of every summed batch entry
   FastDivider tiles, phases, tap_groups, channel_blocks, splits;
   FastDivider depth;       // channels of a head
-  FastDivider head_edges;  // the same in units of kEdge
+  FastDivider head_edges;  // channels of a head in units of kEdge
   TileShape shape;
   float* partials;       // (kept, splits, channels / kEdge, tap groups, diagonals)
   float* bias_partials;  // (kept, splits, channels)
 };
 
-// The sums of 16 steps and 16 kBlocks of a window: row is the step, column the window's.
+// PairSums holds the products of 16 steps (rows) and 16 kBlocks steps of a window (columns).
 template <int kBlocks>
 struct PairSums {
   float values[2 * kBlocks][4] = {};
@@ -56,22 +57,23 @@ struct PairSums {
   }
 };
 
-// Diagonals of a group's pairs.
+// A group of taps has this number of diagonals.
 constexpr int CountDiagonals(int blocks) { return blocks * kEdge + kEdge - 1; }
 template <int kBlocks>
 inline constexpr int kDiagonals = CountDiagonals(kBlocks);
-// Floats of a row of pairs in shared memory, odd, so that diagonals are in different banks.
+// A row of pairs in shared memory has an odd number of floats, so that diagonals are in different
+// banks.
 constexpr int PairPitch(int blocks) { return blocks * kEdge + 1; }
 template <int kBlocks>
 inline constexpr int kPairPitch = PairPitch(kBlocks);
 
-// A block keeps its channels and group of taps; while it works on a tile, the next one is in
-// flight.
+// A block keeps its channels and its group of taps; while the block computes one tile, the next
+// tile is in flight.
 template <typename T, typename W, bool kNct, int kBlocks, bool kDx>
 __global__ void __launch_bounds__(kThreads, kResident<T>)
     BackwardMma(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  // Groups of taps vary fastest: the blocks that read the same data run together.
+  // Groups of taps vary fastest, so that blocks that read the same data are resident together.
   uint32_t block = blockIdx.x;
   const int tap_group = p.tap_groups.Peel(block);
   const int channel_block = p.channel_blocks.Peel(block);
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
   const T* const g = static_cast<const T*>(p.call.g) + p.call.kept.Offset(kept, Backward::kG);
   const int own_bytes = p.shape.own_bytes;
   const int stage_bytes = own_bytes + p.shape.window_bytes;
-  // From the time step of a step to that of its first tap.
+  // The distance is from the time step of a step to the time step of its first tap.
   const int to_window = group_step * p.dilation - p.mirrored - p.lead;
 
   const W* const weights = static_cast<const W*>(p.call.weight) +
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
   if constexpr (kDx) filter.Read(p.taps, p.lead, tap);
 
   PairSums<kBlocks> dweight;
-  float dbias = 0;  // half a warp has its channels, and every other step
+  float dbias = 0;  // half a warp shares its channels, and each lane has every other step
   const auto stage = [&](uint32_t index, int buffer) {
     if (index < p.items) {
       const Item item(p, index);
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
 
     Probe<T> x_probe, g_probe;
     PairSums<kBlocks> pairs;
-    // Pair by pair, from a step to another.
+    // This loop multiplies pair by pair, for the steps in [from, to).
     const auto add_pairs = [&](int from, int to) {
       pairs = {};
 #pragma unroll 1
@@ -192,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
       }
       if constexpr (kDx) out.Write(sums);
     }
-    // dx does not depend on x, nor on what it meets.
+    // dx does not depend on x, nor on any product with x.
     const bool is_clear = !__any_sync(0xffffffff, !g_probe.IsClear() || !are_finite);
     if constexpr (sizeof(T) == 2) {
       if (__any_sync(0xffffffff, !x_probe.IsClear()) || !is_clear) add_pairs(0, count);
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
     __syncthreads();
   }
 
-  // The sums along the diagonals, of all warps of the same channels.
+  // The sums along the diagonals are over all warps of the same channels.
   WaitCopies<0>();
   float* const pairs = reinterpret_cast<float*>(shared);
   constexpr int kPitch = kPairPitch<kBlocks>;
@@ -261,8 +263,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
 
 constexpr int kAddThreads = 512;
 
-// A block makes the gradient of 32 taps of a head, one a lane; the warps share the partial sums.
-// Blocks after those make dbias of 32 channels each.
+// A block computes the gradient of 32 taps of a head, one tap per lane; the warps share the partial
+// sums. The blocks after those compute dbias of 32 channels each.
 template <int kBlocks>
 __global__ void __launch_bounds__(kAddThreads)
     AddPartialsMma(const __grid_constant__ BackwardParams p) {
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(kAddThreads)
     column = blockIdx.x / tap_blocks % geometry.heads;
     kept = blockIdx.x / tap_blocks / geometry.heads;
     const int groups = p.tap_groups.divisor();
-    const int place = tap + p.lead + kEdge - 1;  // the diagonal, in the first group
+    const int place = tap + p.lead + kEdge - 1;  // index of the diagonal in the first group
     const int last_group = place / (kBlocks * kEdge);
     const int first_group =
         place < kDiagonals<kBlocks> ? 0 : CeilDiv(place - kDiagonals<kBlocks> + 1, kBlocks * kEdge);
@@ -331,16 +333,16 @@ __global__ void __launch_bounds__(kAddThreads)
 // --- launches ------------------------------------------------------------------------------------
 
 struct Plan {
-  int group_blocks;  // of 16 steps of a group's window: the kernel's template argument
+  int group_blocks;  // blocks of 16 steps in a group's window: the kernel's template argument
   TileShape shape;
   int64_t phases, tiles, channel_blocks;
-  int64_t groups;  // of taps
+  int64_t groups;  // groups of taps
   int64_t items;   // tiles of every phase of every summed batch entry
-  int64_t room;    // splits that there is space for
+  int64_t room;    // splits for which the work space has room
   int64_t splits;
-  int64_t sums;  // of taps, of a split
+  int64_t sums;  // sums of taps per split
   int64_t shared_bytes;
-  int64_t blocks, add_blocks;  // of the grids
+  int64_t blocks, add_blocks;  // blocks of the grids
 };
 
 Plan MakePlan(const Gradients& gradients) {
@@ -356,8 +358,8 @@ Plan MakePlan(const Gradients& gradients) {
   plan.channel_blocks = CeilDiv(g.channels, plan.shape.channels);
   plan.groups = CeilDiv(TapBlocks(g, Mirrored(g)), plan.group_blocks);
   plan.items = call.summed.size() * plan.phases * plan.tiles;
-  // As many splits as the GPU holds and the caller's space has room for, of as many items each as
-  // the next, or one fewer.
+  // There are as many splits as the GPU holds and the work space has room for. Their numbers of
+  // items differ by at most one.
   plan.sums = g.channels / kEdge * plan.groups * CountDiagonals(plan.group_blocks);
   plan.room =
       gradients.splits * (g.taps + 1) * g.channels / (plan.sums + (call.dbias ? g.channels : 0));
@@ -405,7 +407,7 @@ cudaError_t Launch(cudaStream_t stream, const Gradients& gradients, const Plan& 
                               params);
 }
 
-// Whether a step's own g is in the window of the first group of taps, for dbias.
+// HasOwn says whether a step's own g is in the window of the first group of taps, for dbias.
 bool HasOwn(const Geometry& g) {
   const int64_t mirrored = Mirrored(g);
   const int64_t blocks = std::min<int64_t>(TapBlocks(g, mirrored), kFusedBlocks);
@@ -434,7 +436,7 @@ cudaError_t LaunchMma(cudaStream_t stream, const Gradients& gradients, const Dev
   const Backward& call = gradients.call;
   const mma::Plan plan = mma::MakePlan(gradients);
   const bool makes_dx = call.dx != nullptr && MakesInputGradMma(call);
-  // The gradient by filters alone does not depend on their type.
+  // The kernel gradient alone does not depend on the filters' type.
   return mma::Dispatch<mma::kFusedBlocks>(
       call.geometry.data_format, plan.group_blocks, call.dtype,
       makes_dx ? call.weight_dtype : call.dtype,

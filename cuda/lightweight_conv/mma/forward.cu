@@ -1,5 +1,5 @@
-// Lightweight convolution of long filters on tensor cores, forward. With flipped taps and mirrored
-// padding the same kernels make the input gradient.
+// These kernels compute lightweight convolution with long filters on tensor cores. With flipped
+// taps and mirrored padding, the same kernels compute the input gradient.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/mma/mma.cuh"
@@ -10,16 +10,16 @@ namespace {
 
 using jaxops::cuda::Activate;
 
-// Steps of a warp in a tile.
+// A warp has this number of steps of a tile.
 constexpr int WarpSteps(int element_bytes) { return 256 / element_bytes; }
 template <typename T>
 constexpr int kWarpSteps = WarpSteps(sizeof(T));
 
-// The longest filters, whose fragments leave no registers in float32 and whose windows no shared
+// This bounds the longest filters: float32 fragments fill the registers, and windows fill shared
 // memory.
 constexpr int kMaxWindowBlocks = 9;
 
-// Blocks of a multiprocessor, as shared memory and registers allow, and of a large GPU.
+// A multiprocessor of a large GPU has shared memory and registers for this number of blocks.
 constexpr int ResidentBlocks(int element_bytes, int window_blocks) {
   return (element_bytes == 4 ? 4 : 5) - (window_blocks > 3) - (window_blocks > kLongWindow);
 }
@@ -35,7 +35,7 @@ struct ForwardParams {
   TileShape shape;
 };
 
-// A block keeps its channels; while it works on a tile, the next one is in flight.
+// A block keeps its channels; while the block computes one tile, the next tile is in flight.
 template <typename T, typename W, bool kNct, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
     ForwardMma(const __grid_constant__ ForwardParams p) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
   const W* weights = nullptr;
   const auto tap = [&](int k) { return Widen(weights[p.call.flip_taps ? p.taps - 1 - k : k]); };
   Toeplitz<T, W, kBlocks> filter;
-  // Of the sums' rows in NCT, and of their columns in NTC.
+  // The biases belong to the rows of the sums in NCT, and to the columns in NTC.
   float biases[2][2] = {};
   int64_t bias_offset = -1;
   int buffer = 0;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
   for (uint32_t index = first_item; index < p.items; index += stride, buffer ^= 1) {
     stage(index + stride, buffer ^ 1);
     const Item item(p, index);
-    // Read again only if batch entries have filters of their own.
+    // The filter is read again only if batch entries have filters of their own.
     const W* const item_weights = filters + p.call.batch.Offset(item.entry, Forward::kWeight);
     if (item_weights != weights) {
       weights = item_weights;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
     };
     using Operand = WindowOperand<T, kNct>;
     Probe<T> probe;
-    // What neighbouring steps share of their windows is kept where registers allow, in a ring.
+    // A ring keeps the entries that the windows of neighbouring steps share, if registers allow.
     constexpr bool kKeeps = kBlocks <= 3;
     constexpr int kRing = kKeeps ? kBlocks : 1;
     Operand kept[kRing];
@@ -178,7 +178,7 @@ struct Plan {
   TileShape shape;
   int64_t phases, tiles, channel_blocks;
   int64_t items;   // tiles of every phase of every batch entry
-  int64_t blocks;  // of the grid
+  int64_t blocks;  // blocks of the grid
 };
 
 Plan MakePlan(const Forward& call) {
@@ -191,7 +191,7 @@ Plan MakePlan(const Forward& call) {
   plan.tiles = CeilDiv(CeilDiv(g.time, g.dilation), plan.shape.steps);
   plan.channel_blocks = CeilDiv(g.channels, plan.shape.channels);
   plan.items = call.batch.size() * plan.phases * plan.tiles;
-  // Every block has as many items as the next, or one fewer.
+  // The numbers of items of blocks differ by at most one.
   const int resident = ResidentBlocks(element_bytes, plan.window_blocks);
   const int64_t max = std::max<int64_t>(1, kProcessors * resident / plan.channel_blocks);
   plan.blocks = CeilDiv(plan.items, CeilDiv(plan.items, max)) * plan.channel_blocks;

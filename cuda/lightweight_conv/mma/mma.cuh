@@ -1,20 +1,22 @@
-// Long filters as products of matrices on tensor cores: what forward and backward share.
+// This header computes long filters as products of matrices on tensor cores, for the forward and
+// backward kernels.
 //
-// 16 steps of a head's channels are the product of 16 x 16 n taps, laid out as a Toeplitz matrix
-// whose row i has the filter from column i on, and 16 n steps of a window. Its fragments depend on
-// column - row alone, so that of n blocks a lane keeps 2 n + 1 registers and no shared memory.
-// The filter's gradient is the other way round a product of 16 steps of one array and the window of
-// the other, summed over channels; the sums along its diagonals are the gradient of one tap each.
+// 16 steps of a head's channels are the product of two matrices: 16 x 16 n taps, laid out as a
+// Toeplitz matrix whose row i has the filter from column i on, and 16 n steps of a window. The
+// fragments of the Toeplitz matrix depend on column - row alone, so that a lane keeps 2 n + 1
+// registers for n blocks, and no shared memory. The kernel gradient reverses the roles: it is a
+// product of 16 steps of one array and the window of the other, summed over channels, and each sum
+// along a diagonal is the gradient of one tap.
 //
-// A warp owns 16 channels of one head and walks along time. In shared memory the fastest dimension
+// A warp owns 16 channels of one head and loops over time. In shared memory the fastest dimension
 // of an array remains the fastest ("minor"): channels in NTC, steps in NCT.
 //
-// `mma/toeplitz.cuh` has the operands of these products. float32 is split into two of
-// TF32, and a product into three of theirs (`common/warp_matrix.cuh`).
+// `mma/toeplitz.cuh` has the operands of these products. A float32 number is split into two TF32
+// numbers, and a product into three TF32 products (`common/warp_matrix.cuh`).
 //
-// A zero of the matrix times what is not finite is NaN, so a warp that meets it makes what it has
-// of the tile again, tap by tap: other sums of these steps and channels may then end in another
-// last bit.
+// A zero of the matrix times an infinity or a NaN is NaN, so a warp that encounters one computes
+// its part of the tile again, tap by tap: other sums of these steps and channels may then differ in
+// the last bit.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_MMA_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_MMA_CUH_
 
@@ -33,20 +35,21 @@ using jaxops::cuda::WaitCopies;
 
 inline constexpr int kWarps = 4;
 inline constexpr int kThreads = kWarps * kWarp;
-// Blocks of 16 of a window that shared memory has room for in any shape of a tile.
+// Shared memory has room for windows of this number of blocks of 16 steps in any shape of a tile.
 inline constexpr int kLongWindow = 5;
-// Of a large GPU.
+// A large GPU has this number of multiprocessors.
 inline constexpr int64_t kProcessors = 132;
 
 // --- a warp's share ------------------------------------------------------------------------------
 
-// The shape of a block's tile: its warps are dealt out over channels and time. In NTC a row is a
-// line of 128 bytes; in NCT short sequences leave none without work.
+// TileShape is the shape of a block's tile, over whose channels and steps the warps are
+// distributed. In NTC a row is a line of 128 bytes; in NCT, warps share time only as far as short
+// sequences give each one work.
 struct TileShape {
   int warp_steps;               // multiple of kEdge
-  int time_bits;                // log2 of the warps one after the other in time
-  int steps, channels;          // of a block
-  int window_steps;             // what a block's filters reach
+  int time_bits;                // log2 of the warps along time
+  int steps, channels;          // per block
+  int window_steps;             // steps that a block's filters read
   int own_pitch, window_pitch;  // bytes of a row in shared memory
   int own_bytes, window_bytes;
 
@@ -54,8 +57,8 @@ struct TileShape {
     const bool is_nct = g.data_format == DataFormat::kNCT;
     TileShape shape;
     shape.warp_steps = warp_steps;
-    // Two in float32: in NTC it has half as many channels in a line, and in NCT long windows of
-    // many channels would not fit shared memory.
+    // A float32 tile has two warps along time: in NTC a line has half as many channels, and in NCT
+    // long windows of many channels would not fit shared memory.
     shape.time_bits = element_bytes == 4 && (!is_nct || blocks > kLongWindow) ? 1 : 0;
     while (is_nct && (1 << shape.time_bits) < kWarps &&
            (int64_t{warp_steps} << shape.time_bits) < g.time) {
@@ -64,7 +67,7 @@ struct TileShape {
     shape.steps = warp_steps << shape.time_bits;
     shape.channels = kWarps * kEdge >> shape.time_bits;
     shape.window_steps = shape.steps + (blocks - 1) * kEdge;
-    // An odd number of 16 bytes: steps are a multiple of 16 entries.
+    // The pitch is an odd number of 16 bytes, because steps are a multiple of 16 entries.
     shape.own_pitch = is_nct ? shape.steps * element_bytes + 16 : kLineBytes;
     shape.window_pitch = is_nct ? shape.window_steps * element_bytes + 16 : kLineBytes;
     shape.own_bytes = shape.own_pitch * (is_nct ? shape.channels : shape.steps);
@@ -73,7 +76,7 @@ struct TileShape {
   }
 };
 
-// Where a warp is in its block's tile.
+// WarpPlace is the position of a warp in its block's tile.
 struct WarpPlace {
   int channel, step;
 
@@ -84,16 +87,16 @@ struct WarpPlace {
   }
 };
 
-// Copies a tile of `steps` steps, of which step i is time step first + i * stride, and the block's
-// channels from an array; zeros where it has none. What packs hold is inside or outside as a whole:
-// in NCT the first step is a multiple of a pack. Tiles that are all inside, as nearly all are, skip
-// the checks.
+// Stage copies a tile of `steps` steps of the block's channels from an array, where step i is time
+// step first + i * stride, and zeros outside the array. A vector is inside or outside as a whole,
+// because in NCT the first step is a multiple of a vector. Tiles that are entirely inside, as
+// nearly all are, skip the checks.
 template <typename T, bool kNct>
 __device__ __forceinline__ void Stage(uint32_t shared, int pitch, const T* array, int first,
                                       int stride, int steps, const TileShape& shape, int time,
                                       int channels, int first_channel) {
   constexpr int kPack = kPackElements<T>;
-  constexpr int kLanes = kLineBytes / kPackBytes;  // side by side, on whole lines
+  constexpr int kLanes = kLineBytes / kPackBytes;  // lanes per line
   constexpr int kRows = kThreads / kLanes;
   const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes;
   const bool inside = first >= 0 && first + (steps - 1) * stride < time &&
@@ -147,7 +150,7 @@ __device__ __forceinline__ void Stage(uint32_t shared, int pitch, const T* array
   }
 }
 
-// A tile of one phase of one batch entry.
+// Item is a tile of one phase of one batch entry.
 struct Item {
   int first_step, phase;
   int64_t entry;
@@ -160,7 +163,7 @@ struct Item {
   }
 };
 
-// Whether all sums are finite; it may deny that where they are very large.
+// AreFinite says whether all sums are finite; it may return false if they are very large.
 template <int kParts>
 __device__ __forceinline__ bool AreFinite(const float (&sums)[kParts][4]) {
   float total = 0;
@@ -172,8 +175,8 @@ __device__ __forceinline__ bool AreFinite(const float (&sums)[kParts][4]) {
   return fabsf(total) <= FLT_MAX;
 }
 
-// Sums of 16 steps of a warp's channels, in the places where products leave them. In NTC the rows
-// are steps and the columns channels, in NCT the other way round.
+// Sums holds 16 steps of a warp's channels in the layout of the accumulators. In NTC the rows are
+// steps and the columns channels, in NCT vice versa.
 struct Sums {
   float values[2][4] = {};
 
@@ -182,7 +185,7 @@ struct Sums {
     return right * 8 + Tile<float, false>::Column() * 2 + i % 2;
   }
 
-  // Makes them tap by tap, of what is really in reach of each.
+  // AddTaps computes the sums tap by tap, from only the steps that each tap reads.
   template <typename T, bool kNct, typename Tap>
   __device__ __forceinline__ void AddTaps(const Tile<T, kNct>& window, int own, int taps, int lead,
                                           Tap&& tap) {
@@ -201,12 +204,13 @@ struct Sums {
   }
 };
 
-// Where a warp writes its sums: those of 16 steps and then those of the next. Neighbouring lanes
-// exchange what leaves 8 bytes to each.
+// Output writes a warp's sums, 16 steps per call. Neighbouring lanes exchange values so that each
+// stores 8 bytes.
 template <typename T, bool kNct>
 class Output {
  public:
-  // The steps of a phase from `step` on, of which there are `steps`, of the array of a batch entry.
+  // `array` belongs to a batch entry; the warp writes the steps of a phase from `step` on, up to
+  // `steps`.
   __device__ Output(T* array, int step, int channel, int phase, int dilation, int steps, int time,
                     int channels)
       : left_(steps - step - (kNct ? LaneColumn() : Sums::Row(0))) {
@@ -220,7 +224,7 @@ class Output {
     }
   }
 
-  // What is beyond the last step is left out: in NCT packs are inside or outside as a whole.
+  // Steps beyond the last are not written: in NCT, a vector is inside or outside as a whole.
   __device__ __forceinline__ void Write(const Sums& sums) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -252,7 +256,8 @@ class Output {
   }
 
  private:
-  // The first column that a lane writes: odd ones have what belongs to the second product.
+  // LaneColumn is the first column that a lane writes: odd lanes write columns of the second
+  // product.
   __device__ static int LaneColumn() {
     const int column = Sums::Column(0, 0);
     return sizeof(T) == 4 ? column : threadIdx.x & 1 ? column + 6 : column;
@@ -260,35 +265,36 @@ class Output {
 
   T* first_;
   int64_t eight_rows_;
-  int left_;  // steps from this lane's first one on
+  int left_;  // remaining steps from this lane's first one on
 };
 
 // --- host ----------------------------------------------------------------------------------------
 
-// Steps that windows begin before those that their filters need, so that rows of steps begin at
-// whole packs: 8 entries, whatever their size.
+// WindowLead is the number of steps by which a window begins before its filter needs it, so that
+// rows of steps begin at whole vectors: 8 entries for any type.
 inline int WindowLead(const Geometry& g, int64_t padding) {
   return g.data_format == DataFormat::kNCT ? static_cast<int>((8 - padding % 8) % 8) : 0;
 }
 
-// Blocks of 16 that the taps of 16 steps spread over.
+// TapBlocks is the number of blocks of 16 columns over which the taps of 16 steps extend.
 inline int64_t TapBlocks(const Geometry& g, int64_t padding) {
   return CeilDiv(g.taps + kEdge - 1 + WindowLead(g, padding), kEdge);
 }
 
-// Whether heads are whole fragments, and rows whole vectors.
+// CanRun says whether heads are whole fragments, and rows whole vectors.
 inline bool CanRun(const Geometry& g, DType dtype) {
   const bool is_nct = g.data_format == DataFormat::kNCT;
   return dtype != DType::kF64 && g.channels / g.heads % kEdge == 0 &&
          (!is_nct || (g.dilation == 1 && RowsAligned(g.time, dtype, kPackBytes)));
 }
 
-// Whether there are matrices of filters of this type: f16 cannot hold the small parts of float32.
+// HasMatrix says whether filters of this type have matrices: f16 cannot hold the small parts of
+// float32.
 inline bool HasMatrix(DType dtype, DType weight_dtype) {
   return weight_dtype == dtype || (dtype == DType::kBF16 && weight_dtype == DType::kF32);
 }
 
-// The least number of blocks that there are kernels for, at most `max`.
+// RoundBlocks rounds up to a number of blocks for which a kernel exists, at most `max`.
 inline int RoundBlocks(int64_t blocks, int max) {
   if (blocks <= 2) return 2;
   if (max > 3 && blocks <= 3) return 3;
@@ -296,7 +302,7 @@ inline int RoundBlocks(int64_t blocks, int max) {
   return max;
 }
 
-// Calls function(element, weight, is_nct, blocks) with a number of blocks that RoundBlocks
+// Dispatch calls function(element, weight, is_nct, blocks) with a number of blocks that RoundBlocks
 // returned.
 template <int kMax, typename Function>
 cudaError_t Dispatch(DataFormat data_format, int blocks, DType dtype, DType weight_dtype,

@@ -1,5 +1,5 @@
-// The operands of products on tensor cores: a window in shared memory, and taps as a Toeplitz
-// matrix in registers. `mma/mma.cuh` says what they are for.
+// This header has the operands of the products on tensor cores: a window in shared memory, and taps
+// as a Toeplitz matrix in registers. `mma/mma.cuh` describes their use.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_TOEPLITZ_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_TOEPLITZ_CUH_
 
@@ -14,14 +14,14 @@ using jaxops::cuda::MultiplyStep;
 using jaxops::cuda::SplitEntry;
 using jaxops::cuda::SplitFloat32;
 
-// Channels and steps of a fragment, and the channels of a warp.
+// A fragment has this number of channels and of steps, and a warp this number of channels.
 inline constexpr int kEdge = 16;
 inline constexpr int kLineBytes = 128;
 
 // --- fragments -----------------------------------------------------------------------------------
 
-// A 16 x 16 left operand, row m and column k, and two right ones side by side, 16 x 8 each, row k
-// and column n. 16-bit entries are one product, float32 twice three.
+// Left is a 16 x 16 left operand, row m and column k, and Rights are two right operands of 16 x 8
+// each, row k and column n. 16-bit entries take one product, and float32 entries two times three.
 template <typename T>
 struct Left {
   uint32_t entries[4];
@@ -36,14 +36,14 @@ struct Rights {
 };
 template <>
 struct Rights<float> {
-  SplitEntry entries[2][2][2];  // of the right operand, the half of k, and the register
+  SplitEntry entries[2][2][2];  // indices: the right operand, the half of k, and the register
 };
 
 template <typename T>
 __device__ __forceinline__ void Multiply(float (&sums)[4], const Left<T>& a, const Rights<T>& b,
                                          int right) {
   if constexpr (std::is_same_v<T, float>) {
-    // The small products first.
+    // The small products come first, to round less.
 #pragma unroll
     for (int part = 0; part < 3; ++part) {
 #pragma unroll
@@ -66,8 +66,8 @@ __device__ __forceinline__ void Multiply(float (&sums)[4], const Left<T>& a, con
   }
 }
 
-// The same, but what float32 adds up on tensor cores, which cut off what a sum has no bits for,
-// starts from zero.
+// MultiplyAdd adds the product to the sums. Tensor cores truncate the sums of float32 products, so
+// these start from zero and are added afterwards.
 template <typename T>
 __device__ __forceinline__ void MultiplyAdd(float (&sums)[4], const Left<T>& a, const Rights<T>& b,
                                             int right) {
@@ -83,10 +83,10 @@ __device__ __forceinline__ void MultiplyAdd(float (&sums)[4], const Left<T>& a, 
 
 // --- shared memory -------------------------------------------------------------------------------
 
-// What a product sums over: the steps of a window, or the channels of a head.
+// Over says whether a product sums over the steps of a window or the channels of a head.
 enum class Over { kSteps, kChannels };
 
-// Stays zero while all that it has met is finite.
+// Probe stays zero while all entries are finite.
 template <typename T>
 class Probe {
  public:
@@ -109,10 +109,11 @@ class Probe<float> {
   __device__ __forceinline__ bool IsClear() const { return true; }
 };
 
-// An array's tile as a warp sees it, from its own first step and channel on. Rows of channels (NTC)
-// are lines of 128 bytes, whose 16 bytes change places from row to row; those of steps (NCT) are an
-// odd number of 16 bytes. Either way eight neighbouring rows have their 16 bytes in different
-// banks. Steps are multiples of 8, after which places repeat.
+// Tile is an array's tile as a warp sees it, from the warp's first step and channel on. Rows of
+// channels (NTC) are lines of 128 bytes with a different permutation of their 16-byte vectors; rows
+// of steps (NCT) have an odd number of 16 bytes. In both layouts, eight neighbouring rows have
+// corresponding vectors in different banks. Steps are multiples of 8, after which the permutation
+// repeats.
 template <typename T, bool kNct>
 class Tile {
  public:
@@ -129,7 +130,8 @@ class Tile {
     return Widen(value);
   }
 
-  // The operand whose rows are 16 channels, of a sum over steps, or 16 steps.
+  // LoadLeft loads the operand whose rows are 16 channels if the sum is over steps, and 16 steps
+  // otherwise.
   template <Over kOver>
   __device__ __forceinline__ Left<T> LoadLeft(int step) const {
     constexpr bool kAlong = kNct == (kOver == Over::kSteps);  // sums run along rows of memory
@@ -152,7 +154,8 @@ class Tile {
     return left;
   }
 
-  // The operands whose columns are 16 channels, of a sum over steps, or 16 steps.
+  // LoadRights loads the operands whose columns are 16 channels if the sum is over steps, and 16
+  // steps otherwise.
   template <Over kOver>
   __device__ __forceinline__ Rights<T> LoadRights(int step) const {
     constexpr bool kAlong = kNct == (kOver == Over::kSteps);
@@ -184,16 +187,16 @@ class Tile {
     return rights;
   }
 
-  // What a lane has of a fragment: row m or column n, and pairs of columns or k of 32 bits each.
+  // A lane has row m or column n of a fragment, and 32-bit pairs of columns or of k.
   __device__ static int Lane() { return threadIdx.x % kWarp; }
   __device__ static int Row() { return Lane() / 4; }
   __device__ static int Column() { return Lane() % 4; }
 
-  // What the 16 bytes of a row of channels are moved by, by an exclusive or.
+  // Swizzle is the exclusive-or mask for the byte offsets of a row of channels.
   __device__ static uint32_t Swizzle(int row) { return (row << 5 & 0x60) | (row << 2 & 0x10); }
 
  private:
-  // Of a row and an entry in it, after some steps.
+  // Address is that of entry `minor` of row `major`, `step` steps further on.
   __device__ __forceinline__ uint32_t Address(int step, int major, int minor) const {
     if constexpr (kNct) {
       return base_ + major * pitch_ + (step + minor) * static_cast<uint32_t>(sizeof(T));
@@ -229,9 +232,9 @@ __device__ __forceinline__ void Meet(Probe<T>& probe, const Operand& operand) {
   }
 }
 
-// The taps as a Toeplitz matrix of kBlocks blocks of 16 columns: entry (row, column) is tap
-// column - row - shift, zero outside the filter. Filters of float32 of bfloat16 entries are the sum
-// of three matrices of bfloat16, which hold all of their bits.
+// Toeplitz holds the taps as a Toeplitz matrix of kBlocks blocks of 16 columns: entry (row, column)
+// is tap column - row - shift, zero outside the filter. A float32 filter with bfloat16 entries is
+// the sum of three bfloat16 matrices, which hold all bits of the filter.
 template <typename T, typename W, int kBlocks>
 class Toeplitz {
  public:
@@ -270,10 +273,12 @@ class Toeplitz {
     }
   }
 
-  // Whether all terms of this lane's taps are, of which those of an infinity are not.
+  // IsFinite says whether all terms of this lane's taps are finite, which those of an infinity are
+  // not.
   __device__ __forceinline__ bool IsFinite() const { return is_finite_; }
 
-  // Block `block` of the matrix: 16 rows along its diagonals are 8 and 8 that differ by a shift.
+  // AsLeft returns block `block` of the matrix, whose 16 rows are two halves of 8 that differ by a
+  // shift.
   __device__ __forceinline__ Left<T> AsLeft(int block, int term) const {
     Left<T> left;
     if constexpr (std::is_same_v<T, float>) {
@@ -290,7 +295,7 @@ class Toeplitz {
     }
     return left;
   }
-  // The transposed block: column n of it is row n of the matrix.
+  // AsRights returns the transposed block: its column n is row n of the matrix.
   __device__ __forceinline__ Rights<T> AsRights(int block, int term) const {
     Rights<T> rights;
 #pragma unroll
@@ -315,7 +320,8 @@ class Toeplitz {
   bool is_finite_;
 };
 
-// sums += the product of what a window has of a block and the taps, in the order of the layout.
+// MultiplyTaps adds to `sums` the product of a block of a window and the taps, in the layout's
+// order.
 template <typename T, typename W, bool kNct, int kBlocks, typename Operand>
 __device__ __forceinline__ void MultiplyTaps(float (&sums)[2][4],
                                              const Toeplitz<T, W, kBlocks>& filter, int block,
@@ -333,7 +339,7 @@ __device__ __forceinline__ void MultiplyTaps(float (&sums)[2][4],
   }
 }
 
-// What the window of a sum over its steps is to a product.
+// A window is the left operand in NCT, and the right operands in NTC, of a sum over its steps.
 template <typename T, bool kNct>
 using WindowOperand = std::conditional_t<kNct, Left<T>, Rights<T>>;
 

@@ -1,5 +1,5 @@
-// Lightweight convolution in the NCT layout with any filter: neighbouring threads take neighbouring
-// steps and read what each tap meets through the cache.
+// These kernels compute lightweight convolution in the NCT layout with any filter: neighbouring
+// threads take neighbouring steps and read the inputs of each tap through the cache.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
 #include "cuda/lightweight_conv/families.h"
@@ -10,8 +10,8 @@ namespace {
 
 using jaxops::cuda::Activate;
 
-// Dilated too far for tiles in shared memory: neighbouring threads take neighbouring steps and read
-// every tap through the cache.
+// The dilation is too large for tiles in shared memory: neighbouring threads take neighbouring
+// steps and read the inputs of each tap through the cache.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads)
     DilatedNctForward(const __grid_constant__ ForwardParams p) {
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kNctThreads)
   }
 }
 
-// Dilated too far for tiles in shared memory: neighbouring threads take neighbouring steps and read
-// g through the cache.
+// The dilation is too large for tiles in shared memory: neighbouring threads take neighbouring
+// steps and read g through the cache.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads)
     DilatedNctBackward(const __grid_constant__ BackwardParams p) {

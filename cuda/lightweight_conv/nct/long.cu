@@ -1,5 +1,5 @@
-// Lightweight convolution without dilation with filters of any length in the NCT layout: a tile is
-// staged in shared memory, and a window of registers slides over it.
+// These kernels compute lightweight convolution without dilation with filters of any length in the
+// NCT layout: a tile is staged in shared memory, and a window of registers slides over it.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/forward.cuh"
@@ -9,7 +9,7 @@ namespace {
 
 using jaxops::cuda::Activate;
 
-// Undilated: a window of 2 kThreadSteps inputs slides over kThreadSteps taps at a time.
+// Without dilation, a window of 2 kThreadSteps inputs slides over kThreadSteps taps at a time.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
     Acc window[2 * kThreadSteps];
 #pragma unroll
     for (int i = 0; i < kThreadSteps; ++i) window[i] = own[i];
-    // The taps from `tap` on: kThreadSteps of them, or fewer where the filter ends.
+    // The loop takes the taps from `tap` on: kThreadSteps of them, or fewer at the end of the
+    // filter.
     const auto advance = [&](int tap, auto whole) {
       const Acc* next = own + Skew(tap + kThreadSteps);
       Pack<Acc, kThreadSteps / 2> taps[2];

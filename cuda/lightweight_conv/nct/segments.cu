@@ -1,8 +1,8 @@
-// Lightweight convolution in the NCT layout on segments of memory. A tile is a segment of one row,
-// or several whole rows if they are short. Rows follow each other in memory, so that a tile and
-// what its taps reach are one segment of it, which is copied to shared memory and from there in
-// aligned vectors whatever the length of a row. A thread makes parts of it, steps that are
-// `dilation` apart: their inputs are as far apart and are read once for all taps.
+// These kernels compute lightweight convolution in the NCT layout on segments of memory. A tile is
+// a segment of one row, or several whole rows if they are short. Rows are contiguous in memory, so
+// that a tile and the steps that its taps read are one segment, which is copied to shared memory
+// and from there in aligned vectors for any length of a row. A thread computes parts of the tile,
+// whose steps are `dilation` apart: their inputs are as far apart, and are read once for all taps.
 #include "cuda/common/activation.cuh"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/lightweight_conv/families.h"
@@ -20,18 +20,19 @@ using jaxops::cuda::SharedAddress;
 using jaxops::cuda::StorePack;
 using jaxops::cuda::WaitCopies;
 
-// Steps of a part: a number at which the parts of neighbouring threads lie in different banks,
-// whatever the dilation.
+// A part has this number of steps, with which the parts of neighbouring threads lie in different
+// banks for any dilation.
 template <typename T>
 constexpr int kPartSteps = sizeof(T) == 2 ? 10 : 5;
 
-// Taps of the widest kernels; longer filters take several rounds of them, or several blocks.
+// The widest kernels have this number of taps; longer filters take several rounds or several
+// blocks.
 constexpr int kMaxTaps = 16;
 
-// Bytes of a row in a tile.
+// A tile has at most this number of bytes of a row.
 constexpr int kTileBytes = 10240;
 
-// How the steps of a call are cut into tiles and dealt to threads.
+// Tile cuts the steps of a call into tiles and distributes the tiles' steps over threads.
 struct Tile {
   int steps;     // of a row in a tile
   int rows;      // of a tile: one where a row is cut
@@ -56,22 +57,22 @@ struct Tile {
   __device__ int row() const { return threadIdx.x >> row_bits; }
 };
 
-// Elements of shared memory that a segment of `count` elements takes wherever it begins.
+// A segment of `count` elements occupies this number of elements of shared memory for any begin.
 template <typename T>
 constexpr int64_t SegmentElements(int64_t count) {
   constexpr int kPack = kPackElements<T>;
   return (count + 2 * kPack - 2) / kPack * kPack;
 }
 
-// Elements from the last multiple of 16 bytes before `address` to it.
+// Misalignment is the number of elements from the last multiple of 16 bytes before `address` to it.
 template <typename T>
 __device__ __forceinline__ int Misalignment(const T* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
 }
 
-// Starts to copy `count` elements of an array that ends at `array_end`; the first arrives at
-// shared[Misalignment(array)]. Neighbours come along in the first and the last 16 bytes, but
-// nothing beyond the end.
+// FetchSegment starts to copy `count` elements of an array that ends at `array_end`; the first
+// element arrives at shared[Misalignment(array)]. The first and the last 16 bytes bring
+// neighbouring elements too, but none beyond the end.
 template <typename T>
 __device__ __forceinline__ void FetchSegment(T* shared, const T* array, int count,
                                              const T* array_end) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void FetchSegment(T* shared, const T* array, int coun
   }
 }
 
-// The way back: the first element comes from shared[Misalignment(array)].
+// This function copies back: the first element is at shared[Misalignment(array)].
 template <typename T>
 __device__ __forceinline__ void WriteSegment(T* array, const T* shared, int count) {
   constexpr int kPack = kPackElements<T>;
@@ -106,7 +107,7 @@ __device__ __forceinline__ void WriteSegment(T* array, const T* shared, int coun
 
 // --- forward -------------------------------------------------------------------------------------
 
-// Elements of the array of `operand`, whose entries of a batch have `entry` each.
+// ArrayElements counts the elements of the array of `operand`, with `entry` per batch entry.
 template <int kOperands>
 int64_t ArrayElements(const BatchMap<kOperands>& batch, int operand, int64_t entry) {
   for (int d = 0; d < batch.rank(); ++d) entry += (batch.size(d) - 1) * batch.stride(d, operand);
@@ -117,7 +118,7 @@ struct ForwardParams {
   Forward call;
   int64_t elements_x;  // of the array
   int time, channels, taps, padding, dilation;
-  int fetched;  // elements of shared memory for what a tile reads
+  int fetched;  // elements of shared memory for the steps that a tile reads
   FastDivider tiles;
   FastDivider channel_blocks;
   FastDivider depth;
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kNctThreads)
   const auto offsets = p.call.batch.AllOffsets(block);
   const int rows = min(p.tile.rows, p.channels - first_row);
   const int end_step = min(first_step + p.tile.steps, p.time);
-  // The steps of a row that the tile's taps reach.
+  // These are the steps of a row that the tile's taps read.
   const int low = max(0, first_step - p.padding);
   const int high = min(p.time, end_step + (p.taps - 1) * p.dilation - p.padding);
   const int64_t row_offset = int64_t{first_row} * p.time;
@@ -225,9 +226,9 @@ struct BackwardParams {
   int64_t elements_x, elements_g;  // of the arrays
   int time, channels, taps, dilation;
   int mirrored;              // padding of the flipped taps
-  int own_tap;               // at which a step meets its own g, or none: -1
+  int own_tap;               // tap at which a step meets its own g, or -1
   uint32_t items;            // tiles of every summed batch entry
-  int fetched_x, fetched_g;  // elements of shared memory for what a tile reads
+  int fetched_x, fetched_g;  // elements of shared memory for the steps that a tile reads
   FastDivider tiles;
   FastDivider splits;
   FastDivider channel_blocks;
@@ -235,11 +236,12 @@ struct BackwardParams {
   FastDivider depth;
   FastDivider phases;  // the dilation
   Tile tile;
-  bool whole;      // a block makes all of a filter's sum, and no partial ones
+  bool whole;      // a block computes a filter's whole sum, without partial sums
   void* partials;  // (kept, splits, taps + 1, channels)
 };
 
-// Blocks of a multiprocessor that leave registers for the sums and the window, but none to waste.
+// This number of blocks per multiprocessor leaves registers for the sums and the window, but no
+// spare ones.
 template <typename Acc, int kTaps>
 constexpr int kResidentBlocks = sizeof(Acc) * kTaps <= 16   ? 6
                                 : sizeof(Acc) * kTaps <= 32 ? 5
@@ -272,13 +274,13 @@ __global__ void __launch_bounds__(kNctThreads, kResidentBlocks<Accumulator<T>, k
   T* dx = static_cast<T*>(p.call.dx) + offsets[Backward::kDx] + row_offset;
   const bool wants_dx = p.call.dx != nullptr && p.tap_groups.divisor() == 1;
   const bool wants_dbias = p.call.dbias != nullptr && first_tap == 0;
-  // From a step to the first of its window.
+  // The distance is from a step to the first step of its window.
   const int before = p.mirrored - first_tap * p.dilation;
 
   struct Extent {
     typename BatchMap<Backward::kOperands>::Offsets offsets;
     int first, end;  // the tile's steps of a row
-    int low, high;   // the steps of a row of g that its taps reach
+    int low, high;   // the steps of a row of g that the tile's taps read
   };
   const auto extent_of = [&](uint32_t index) {
     Extent extent;
@@ -327,7 +329,8 @@ __global__ void __launch_bounds__(kNctThreads, kResidentBlocks<Accumulator<T>, k
 #pragma unroll 1
   for (uint32_t index = split; index < p.items; index += p.splits.divisor()) {
     WaitCopies<kStages - 2>();
-    // What the stage held before, and the results of the item before, are dealt with by all.
+    // All threads have finished with the previous contents of the stage and with the previous
+    // item's results.
     __syncthreads();
     fetch(stage == 0 ? kStages - 1 : stage - 1);
     const Extent extent = extent_of(index);
@@ -371,8 +374,8 @@ __global__ void __launch_bounds__(kNctThreads, kResidentBlocks<Accumulator<T>, k
             window_inside |= uint32_t{inside} << e;
             probe += Acc(0) * window[e];
           }
-          // Pairs that do not take part have a zero on one side, which is harmless next to finite
-          // numbers.
+          // Pairs outside the sequence have a zero on one side, which is harmless if the other side
+          // is finite.
           is_simple = probe == Acc(0);
         }
         if (is_simple) {
@@ -418,7 +421,7 @@ __global__ void __launch_bounds__(kNctThreads, kResidentBlocks<Accumulator<T>, k
             }
           }
         } else if (wants_dbias) {
-          // All taps reach every step's own g, those of a group need not.
+          // All taps together reach every step's own g, but those of one group need not.
           const T* own_g = p.tap_groups.divisor() == 1
                                ? g_row
                                : g_of(extent) + int64_t{row} * p.time - extent.low;
@@ -462,9 +465,9 @@ struct Plan {
   int64_t tap_groups, channel_blocks;
   int64_t splits = 1;        // blocks that share the sum of one set of channels
   int64_t items = 0;         // backward, tiles of every summed batch entry
-  bool whole = false;        // a block makes all of a filter's sum, and no partial ones
+  bool whole = false;        // a block computes a filter's whole sum, without partial sums
   int64_t tile_elements;     // of shared memory for a tile
-  int64_t reached_elements;  // and for what its taps reach
+  int64_t reached_elements;  // of shared memory for the steps that the tile's taps read
   int64_t shared_bytes = 0;
   int64_t blocks = 0;  // of the grid
 
@@ -473,7 +476,7 @@ struct Plan {
   }
 };
 
-// In shared memory are the inputs of `reached_taps` taps.
+// Shared memory holds the inputs of `reached_taps` taps.
 template <typename T>
 Plan CutTiles(const Geometry& g, int64_t reached_taps) {
   Plan plan{TileOf<T>(g)};
@@ -511,7 +514,7 @@ Plan MakePlan(const Gradients& gradients) {
   return plan;
 }
 
-// Calls function(taps) with the template argument of a plan.
+// DispatchTaps calls function(taps) with the template argument of a plan.
 template <typename Function>
 cudaError_t DispatchTaps(const Plan& plan, Function&& function) {
   if (plan.max_taps == 4) return function(std::integral_constant<int, 4>{});

@@ -1,5 +1,5 @@
-// Lightweight convolution in the NCT layout, short filters of small problems: a thread owns single
-// steps, and everything it reads is in flight at once.
+// These kernels compute lightweight convolution in the NCT layout for short filters of small
+// problems: a thread owns single steps, and all its loads are in flight at once.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
@@ -15,8 +15,8 @@ constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kF16
                            : std::is_same_v<T, float>         ? DType::kF32
                                                               : DType::kF64;
 
-// WithElements for an operand that is nearly always of the type of the others: a small kernel waits
-// for the jump through a table.
+// WithOwnElements is WithElements for an operand that nearly always has the others' type, because a
+// small kernel would wait for the jump through a table.
 template <typename T, typename Read>
 __device__ __forceinline__ void WithOwnElements(const void* base, DType dtype, Read&& read) {
   if (dtype == kDTypeOf<T>) {
@@ -28,7 +28,8 @@ __device__ __forceinline__ void WithOwnElements(const void* base, DType dtype, R
 
 // --- forward -------------------------------------------------------------------------------------
 
-// Less than a Forward, because a small kernel waits for its parameters.
+// StepForwardParams has fewer members than Forward, because a small kernel waits for its
+// parameters.
 struct StepForwardParams {
   const void* x;
   const void* weight;
@@ -36,7 +37,7 @@ struct StepForwardParams {
   void* y;
   int64_t x_stride, weight_stride, bias_stride, y_stride;  // from one batch entry to the next
   int time, taps, padding, dilation;
-  int first_tap, tap_step;  // where taps are in the filter
+  int first_tap, tap_step;  // offsets of taps in the filter
   uint32_t threads, batch;
   FastDivider row_threads, channels, depth;
   DType weight_dtype, bias_dtype;
@@ -122,21 +123,21 @@ struct StepBackwardParams {
   int64_t kept_x, kept_weight, kept_g, kept_dx;  // from one batch entry to the next
   int64_t summed_x, summed_g, summed_dx;
   int time, channels, taps, mirrored, dilation;
-  int block_channels;  // a head's, or one
+  int block_channels;  // channels of a head, or one
   int entries;         // summed batch entries
-  int per_split;       // of them
-  int entry_groups;    // of a channel's warps: each has every entry_groups-th batch entry
+  int per_split;       // summed batch entries per split
+  int entry_groups;    // warps per channel: each has every entry_groups-th batch entry
   FastDivider channel_blocks, splits, depth, channel_warps, row_warps;
   DType weight_dtype, bias_dtype;
-  bool whole;  // a block makes all of a filter's sum
+  bool whole;  // a block computes a filter's whole sum
 };
 
-// More warps than most problems give a block, and few enough to leave each its registers.
+// Most problems give a block fewer warps, and with this number each warp has enough registers.
 constexpr int StepWarps(int64_t element_bytes) { return element_bytes == 8 ? 16 : 24; }
 template <typename T>
 constexpr int kStepWarps = StepWarps(sizeof(T));
 
-// Where a block has one channel, fewer, so that several blocks run at once.
+// Blocks of one channel have fewer warps, so that several blocks are resident.
 constexpr int kStepChannelWarps = 8;
 
 // A thread owns single steps of one channel, of kAtOnce batch entries at a time.
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kStepWarps<T>* kWarp)
             if (j < p.taps) {
               const Acc value = Widen(window[u][j]);
               sum += weight[j] * value;
-              // A NaN in x must not reach taps that never met it.
+              // A NaN in x must not reach taps with which it forms no pair.
               if (inside[j]) dweight[j] += Widen(own[u]) * value;
             }
           }
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(kStepWarps<T>* kWarp)
       for (int distance = kWarp / 2; distance > 0; distance /= 2) {
         dbias += __shfl_xor_sync(0xffffffff, dbias, distance);
       }
-      // Where a channel has several warps, no warp has several channels.
+      // If a channel has several warps, no warp has several channels.
       if (channel_warps > 1 || !p.whole) {
         if (lane == 0) bias_sums[warp] = dbias;
       } else if (lane == 0) {
@@ -280,12 +281,13 @@ __global__ void __launch_bounds__(kStepWarps<T>* kWarp)
 // --- launches ------------------------------------------------------------------------------------
 
 struct ForwardPlan {
-  int max_taps, steps, entries;  // of a thread: the kernel's template arguments
+  int max_taps, steps, entries;  // per thread: the kernel's template arguments
   int64_t threads;
 };
 
 ForwardPlan MakePlan(const Forward& call) {
-  // Several batch entries a thread if that leaves enough threads and filters are theirs all.
+  // A thread has several batch entries if enough threads remain and the filter is shared by all
+  // entries.
   constexpr int64_t kFewElements = 1 << 17;
   const Geometry& g = call.geometry;
   const int64_t batch = call.batch.size();
@@ -342,11 +344,11 @@ cudaError_t LaunchStepForward(cudaStream_t stream, const Forward& call, const Fo
 struct BackwardPlan {
   int max_taps, at_once;  // the kernel's template arguments
   int64_t block_channels;
-  int64_t splits, per_split;  // of batch entries, and batch entries of one
+  int64_t splits, per_split;  // number of splits, and batch entries per split
   int64_t row_warps, entry_groups, channel_warps;
-  bool whole;      // a block makes all of a filter's sum
-  int64_t warps;   // of a block
-  int64_t blocks;  // of the grid
+  bool whole;      // a block computes a filter's whole sum
+  int64_t warps;   // warps per block
+  int64_t blocks;  // blocks of the grid
 };
 
 BackwardPlan MakePlan(const Gradients& gradients) {
@@ -354,8 +356,8 @@ BackwardPlan MakePlan(const Gradients& gradients) {
   const Geometry& g = call.geometry;
   const int64_t depth = g.channels / g.heads;
   const int64_t entries = call.summed.size();
-  // One block for all of a head if that is little work; else one for a channel, and as many as all
-  // run at once.
+  // One block has a whole head if that is little work; otherwise each channel has blocks of its
+  // own, as many as run at once.
   constexpr int64_t kHeadElements = 2048;
   constexpr int64_t kChannelElements = 4096;
   constexpr int64_t kManyBlocks = 512;
@@ -370,7 +372,7 @@ BackwardPlan MakePlan(const Gradients& gradients) {
   plan.splits = whole ? 1 : std::min({gradients.splits, fewer, entries});
   plan.whole = plan.splits == 1 && plan.block_channels == depth;
   plan.per_split = CeilDiv(entries, plan.splits);
-  // Warps that share a channel: along the row, and times that as at_once leaves entries.
+  // The warps that share a channel divide its row, and its batch entries in groups of at_once.
   const int64_t max_channel_warps = std::max<int64_t>(1, max_warps / plan.block_channels);
   plan.row_warps = std::min(CeilDiv(g.time, kWarp), max_channel_warps);
   plan.entry_groups =
@@ -429,7 +431,7 @@ cudaError_t LaunchStepBackward(cudaStream_t stream, const Gradients& gradients,
                            : LaunchStepBackward<T, kTaps, 4>(stream, gradients, plan);
 }
 
-// Threads and steps are counted in 32 bits.
+// Kernels count threads and steps in 32 bits.
 bool CanRun(const Geometry& g, int64_t batch) {
   return g.data_format == DataFormat::kNCT && g.taps <= kShortTaps &&
          batch * g.channels * g.time <= int64_t{1} << 30;

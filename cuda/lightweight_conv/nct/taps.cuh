@@ -1,4 +1,4 @@
-// Taps and their gradients in the NCT layout.
+// This header reads taps and writes their gradients in the NCT layout.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_NCT_TAPS_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_NCT_TAPS_CUH_
 
@@ -6,8 +6,8 @@
 
 namespace jaxops::lightweight_conv::cuda::nct {
 
-// Reads kTaps taps from `first` on of a filter at element `at`, zero beyond its end; flipped ones
-// from its other end.
+// ReadTaps reads kTaps taps of the filter at element `at`, from `first` on and zero beyond the end;
+// flipped taps are read from the other end.
 template <int kTaps, typename Acc>
 __device__ __forceinline__ void ReadTaps(Acc (&weight)[kTaps], const void* weights, DType dtype,
                                          int64_t at, int first, int taps, bool flip) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void ReadTaps(Acc (&weight)[kTaps], const void* weigh
   });
 }
 
-// Writes the sum over a channel of tap `tap`, or past the last of them the bias's.
+// WriteRowSum writes the sum over a channel of tap `tap`, or after the last tap that of the bias.
 template <typename Params, typename Acc>
 __device__ __forceinline__ void WriteRowSum(const Params& p, Acc* partials, int64_t kept, int tap,
                                             int channel, Acc sum) {

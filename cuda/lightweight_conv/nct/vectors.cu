@@ -1,5 +1,6 @@
-// Gradients of lightweight convolution in the NCT layout, of few taps that are whole vectors apart:
-// a thread owns a vector of steps, and its taps meet vectors.
+// These kernels compute the gradients of lightweight convolution in the NCT layout for few taps
+// that are whole vectors apart: a thread owns a vector of steps, and each tap pairs it with a
+// vector of g.
 #include "cuda/common/async_copy.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
@@ -15,7 +16,7 @@ using jaxops::cuda::kSharedLeave;
 using jaxops::cuda::SharedAddress;
 using jaxops::cuda::WaitCopies;
 
-// Taps of the kernel below.
+// The kernel below has this number of taps.
 constexpr int kMaxTaps = 4;
 
 struct BackwardParams {
@@ -25,7 +26,7 @@ struct BackwardParams {
   uint32_t items;  // tiles of every summed batch entry
   FastDivider tiles, splits, channel_blocks, depth;
   int row_bits;    // log2 of the threads that share a row: whole warps
-  bool whole;      // a block makes all of a filter's sum, and no partial ones
+  bool whole;      // a block computes a filter's whole sum, without partial sums
   void* partials;  // (kept, splits, taps + 1, channels)
 
   __device__ int row_threads() const { return 1 << row_bits; }
@@ -34,8 +35,9 @@ struct BackwardParams {
 
 constexpr int kStages = 4;
 
-// For few taps whole vectors apart: a lane owns a vector of steps, and what a tap meets is another
-// vector. A ring of each warp's own has what its lanes' steps and their taps read.
+// PacksBackward is for few taps that are whole vectors apart: a lane owns a vector of steps, and
+// each tap pairs it with another vector. Each warp has a ring of its own with the steps of its
+// lanes and those that their taps read.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads, 8)
     PacksBackward(const __grid_constant__ BackwardParams p) {
@@ -48,7 +50,7 @@ __global__ void __launch_bounds__(kNctThreads, 8)
   const int64_t kept = block;
   const int lane = threadIdx.x & (p.row_threads() - 1);
   const int channel = first_channel + (threadIdx.x >> p.row_bits);
-  // Threads beyond the last channel keep their block company.
+  // Threads beyond the last channel stay, because the block synchronises.
   const int time = channel < p.channels ? p.time : 0;
   const int64_t row = time == 0 ? 0 : int64_t{channel} * p.time;
   const T* x = static_cast<const T*>(p.call.x) + p.call.kept.Offset(kept, Backward::kX) + row;
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(kNctThreads, 8)
   const bool wants_dx = p.call.dx != nullptr;
   const bool wants_dbias = p.call.dbias != nullptr;
 
-  // A stage: the vectors of x of a warp's lanes, and those of g that their taps reach.
+  // A stage holds the vectors of x of a warp's lanes, and the vectors of g that their taps read.
   const int stage_vectors = 2 * kWarp + p.beyond;
   auto* ring =
       reinterpret_cast<Pack<T, kPack>*>(shared) + threadIdx.x / kWarp * kStages * stage_vectors;
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kNctThreads, 8)
     for (int j = 0; j < kMaxTaps; ++j) {
       if (j < p.taps) {
         const Pack<T, kPack> pack = *met;
-        // A NaN in x must not reach taps that never met it.
+        // A NaN in x must not reach taps with which it forms no pair.
         if (static_cast<unsigned>(step) < static_cast<unsigned>(time)) {
 #pragma unroll
           for (int i = 0; i < kPack; ++i) dweight[j][0] += own[i] * Widen(pack.values[i]);
@@ -157,9 +159,9 @@ struct Plan {
   int64_t tiles, channel_blocks;
   int64_t splits;  // blocks that share the sum of one set of channels
   int64_t items;   // tiles of every summed batch entry
-  bool whole;      // a block makes all of a filter's sum, and no partial ones
+  bool whole;      // a block computes a filter's whole sum, without partial sums
   int64_t shared_bytes;
-  int64_t blocks;  // of the grid
+  int64_t blocks;  // blocks of the grid
 
   bool CanLaunch() const {
     return shared_bytes <= kSharedLeave && items <= INT32_MAX && blocks <= kMaxBlocks;

@@ -1,5 +1,5 @@
-// Lightweight convolution without dilation in the NCT layout: the window of a filter is in
-// registers.
+// These kernels compute lightweight convolution without dilation in the NCT layout: the window of a
+// filter is in registers.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
 #include "cuda/lightweight_conv/families.h"
@@ -10,11 +10,11 @@ namespace {
 
 using jaxops::cuda::Activate;
 
-// Taps of one block of a long filter: those whose window fits registers.
+// A block of a long filter has this number of taps, whose window fits registers.
 template <typename T>
 constexpr int kWindowTaps = sizeof(T) == 8 ? 16 : 32;
 
-// For rows of whole vectors.
+// ShortNct is for rows of whole vectors.
 template <typename T, int kTaps, int kShift>
 __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
@@ -60,8 +60,9 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
   }
 }
 
-// A ring of items in flight from memory to those lanes of one warp that share a channel. A lane
-// owns a vector of steps of x; its window of g is its own vector and the ones after it.
+// This is a ring of items in flight from memory to the lanes of one warp that share a channel. A
+// lane owns a vector of steps of x; its window of g is that vector's steps of g and the vectors
+// after them.
 template <typename T, int kTaps, int kShift>
 class NctRing {
  public:
@@ -78,8 +79,8 @@ class NctRing {
         x_vector_(threadIdx.x % kWarp),
         g_vector_(x_vector_ < lanes_ ? x_vector_ : x_vector_ + kBeyond) {}
 
-  // Starts to copy an item to a stage; t is the first step of this lane's vector of x. What lies
-  // outside [0, time) arrives as zeros.
+  // Fetch starts to copy an item to a stage; t is the first step of this lane's vector of x. Steps
+  // outside [0, time) arrive as zeros.
   __device__ __forceinline__ void Fetch(int stage, const T* x, const T* g, int t, int mirrored,
                                         int time) {
     const int base = t - mirrored - kSkip;
@@ -106,17 +107,17 @@ class NctRing {
 
  private:
   static constexpr int kSkip = kShift == kUnaligned ? 0 : kShift;
-  // Vectors of a window after its first.
+  // A window has this number of vectors after its first.
   static constexpr int kBeyond = (kSkip + kWindow - 1) / kPack;
 
-  // The vector at step t of each of `lanes` neighbouring lanes.
+  // Copy starts to copy the vector at step t of each of `lanes` neighbouring lanes.
   __device__ __forceinline__ void Copy(Pack<T, kPack>* to, int lanes, const T* row, int t,
                                        int time) {
     if constexpr (kShift != kUnaligned) {
       const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
       __pipeline_memcpy_async(to, inside ? row + t : row, 16, inside ? 0 : 16);
     } else {
-      // Neighbouring lanes copy neighbouring steps, not each its own vector.
+      // Neighbouring lanes copy neighbouring steps, instead of each its own vector.
       T* elements = (to - lane_)->values + lane_;
       const int first = t - lane_ * kPack + lane_;
 #pragma unroll
@@ -129,8 +130,8 @@ class NctRing {
   }
 
   Storage& storage_;
-  int lanes_;     // lanes of a warp that share a channel: half of them at the least
-  int lane_;      // among them
+  int lanes_;     // lanes of a warp that share a channel: at least half of the warp
+  int lane_;      // index among these lanes
   int x_vector_;  // this lane's vector of x
   int g_vector_;  // the first vector of its window
 };
@@ -141,11 +142,12 @@ struct NctRing<T, kTaps, kShift>::Storage {
   Pack<T, kPack> g[kStages][kWarp + 2 * kBeyond];
 };
 
-// The taps of a block's rows, kTaps a row, in shared memory: read once a block, and as vectors.
+// Shared memory holds the taps of a block's rows, kTaps per row, read once per block and as
+// vectors.
 template <typename Acc, int kTaps>
 class StagedTaps {
  public:
-  // tap(channel, j) is the tap in place j; the block has to synchronise after this.
+  // tap(channel, j) is the tap with index j; the block has to synchronise after the call.
   template <typename Tap>
   __device__ void Stage(const NctTile& tile, int first_channel, int channels, const TapRange& taps,
                         Tap&& tap) {
@@ -170,13 +172,15 @@ class StagedTaps {
   alignas(16) Acc taps_[kNctMaxRows * kTaps];
 };
 
-// Blocks of a multiprocessor that leave registers for the sums and the window, but none to waste.
+// This number of blocks per multiprocessor leaves registers for the sums and the window, but no
+// spare ones.
 template <typename Acc, int kTaps>
 constexpr int kWindowBlocks = sizeof(Acc) * kTaps <= 16   ? 8
                               : sizeof(Acc) * kTaps <= 32 ? 6
                                                           : 4;
 
-// Filters whose window fits registers, with the input gradient, and groups of taps of longer ones.
+// WindowNct runs filters whose window fits registers, with the input gradient, and groups of taps
+// of longer filters.
 template <typename T, int kTaps, int kShift>
 __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTaps>)
     WindowNct(const __grid_constant__ BackwardParams p) {
@@ -193,7 +197,7 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
   const int tile_row = threadIdx.x >> p.nct.row_bits;
   const int first_channel = share.channel_block * p.nct.rows();
   const int channel = first_channel + tile_row;
-  // Threads beyond the last channel keep their warp company.
+  // Threads beyond the last channel stay, because the warp synchronises.
   const int time = channel < p.channels ? p.time : 0;
   const int64_t row = time == 0 ? 0 : int64_t{channel} * p.time;
   const T* x = arrays.x + row;
@@ -239,7 +243,7 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
   for (uint32_t index = share.split; index < p.items; index += p.splits.divisor()) {
     __pipeline_wait_prior(Ring::kStages - 2);
     __syncwarp();
-    // Converted once, though every element meets several taps.
+    // The vector is converted once, though every element meets several taps.
     Acc window[Ring::kWindow], own[kCount];
     ring.Read(stage, window, own);
     fetch((stage + Ring::kStages - 1) % Ring::kStages);
@@ -261,7 +265,7 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
     const auto window_at = [&](int i, int) { return window[i]; };
     Correlate<kCount>(dweight, own_at, window_at, taps, Inside(time - t, t - before, 1, time));
     if (wants_dx) {
-      // Long filters leave no registers to keep their taps in.
+      // Long filters fill the registers, and read their taps from shared memory.
       if constexpr (kTaps > kShortTaps) staged.Read(weight, tile_row);
       Acc sums[kCount] = {};
       taps.ForEach<kTaps>([&](int j) {
@@ -310,15 +314,16 @@ ForwardPlan MakePlan(const Forward& call) {
   return plan;
 }
 
-// Empty taps at the front of a long filter that move its windows to the beginning of a vector:
-// fewer kernels to compile than one for every shift.
+// Empty taps at the front of a long filter move its windows to the beginning of a vector, so that
+// fewer kernels are compiled than one per shift.
 template <typename T>
 int Lead(const Backward& call) {
   const Geometry& g = call.geometry;
   return g.taps <= kShortTaps ? 0 : std::max(0, WindowShift<T>(g.time, call.dtype, Mirrored(g)));
 }
 
-// The taps of the kernel that takes a filter, or as many of them as it has registers for.
+// KernelTaps returns the taps of the kernel for a filter, or the maximum for which it has
+// registers.
 template <typename T>
 int KernelTaps(const Backward& call) {
   const int64_t taps = Lead<T>(call) + call.geometry.taps;
@@ -331,8 +336,9 @@ BackwardPlan MakePlan(const Gradients& gradients) {
   const Geometry& g = call.geometry;
   const NctTile tile(g.time, kPackElements<T>);
   const int taps = KernelTaps<T>(call);
-  // Channels that keep the device busy need not be split, and then, each with a filter of its own,
-  // nobody to add their sums. With more taps fewer blocks run at once, and more of them even out.
+  // Channels that keep the device busy need no splits, and channels with a filter each then have no
+  // partial sums to add. With more taps, fewer blocks are resident, and more of them balance the
+  // load.
   const int64_t busy = call.kept.size() * CeilDiv(g.channels, tile.rows());
   const int64_t splits = taps <= 4 && busy >= kBusyBlocks ? 1 : gradients.splits;
   BackwardPlan plan(call, splits, 1, int64_t{kPackElements<T>} * tile.threads_per_row(),
@@ -367,8 +373,7 @@ cudaError_t LaunchWindowNct(cudaStream_t stream, const Gradients& gradients,
   }
 }
 
-// Windows of short filters begin in rows of whole vectors, at a shift that is known when a kernel
-// is compiled.
+// Windows of short filters begin at a shift, known at compile time, in rows of whole vectors.
 bool CanRun(const Geometry& g, DType dtype) {
   return g.data_format == DataFormat::kNCT && g.dilation == 1 &&
          (g.taps > kShortTaps || RowsAligned(g.time, dtype, 16));

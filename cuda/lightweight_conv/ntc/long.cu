@@ -1,5 +1,5 @@
-// Lightweight convolution with filters of any length in the NTC layout: a tile is staged in shared
-// memory, and a window of registers slides over it.
+// These kernels compute lightweight convolution with filters of any length in the NTC layout: a
+// tile is staged in shared memory, and a window of registers slides over it.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
 #include "cuda/lightweight_conv/families.h"
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kNtcThreads)
   const int64_t weight_base = p.call.batch.Offset(batch, Forward::kWeight);
   const int lane_channel = threadIdx.x % kWarp * kV;
   const int warp_row = threadIdx.x / kWarp * kOut;
-  // Weights are kept once a head of the block's, so that channels of one head share the read.
+  // Shared memory holds the weights once per head, so that channels of one head share a read.
   const int first_head = p.depth.Quotient(first_channel);
   const int last_channel = min(first_channel + kChannels, p.channels) - 1;
   const int heads = p.depth.Quotient(last_channel) - first_head + 1;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kNtcThreads)
     Acc window[kOut + kStep - 1][kV];
 #pragma unroll
     for (int i = 0; i < kOut - 1; ++i) ReadRow<T>(window[i], rows, warp_row + i);
-    // The taps from `tap` on: kStep of them, or fewer where the filter ends.
+    // The loop takes the taps from `tap` on: kStep of them, or fewer at the end of the filter.
     const auto advance = [&](int tap, auto whole) {
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kNtcThreads)
   }
 }
 
-// Two tiles are in shared memory: the next one arrives while the block works on the present one.
+// Two tiles are in shared memory: the next tile arrives while the block computes the current one.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kNtcThreads)
     LongNtcBackward(const __grid_constant__ BackwardParams p) {

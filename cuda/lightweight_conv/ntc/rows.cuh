@@ -1,4 +1,4 @@
-// Rows of neighbouring channels in the NTC layout.
+// This header describes rows of neighbouring channels in the NTC layout.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_NTC_ROWS_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_NTC_ROWS_CUH_
 

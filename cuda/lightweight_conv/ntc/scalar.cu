@@ -1,5 +1,5 @@
-// Lightweight convolution with short filters of any number of channels, in the NTC layout: a thread
-// owns one channel.
+// These kernels compute lightweight convolution with short filters of any number of channels in the
+// NTC layout: a thread owns one channel.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
 #include "cuda/lightweight_conv/families.h"
@@ -10,8 +10,7 @@ namespace {
 
 using jaxops::cuda::Activate;
 
-// NTC, of channels that vectors do not divide: a window of kSteps + kTaps - 1 rows moves down a
-// thread's channel, kSteps rows at a time.
+// A window of kSteps + kTaps - 1 rows moves down a thread's channel, kSteps rows at a time.
 template <typename T>
 __global__ void __launch_bounds__(kNtcThreads, 2)
     UnpackedNtcForward(const __grid_constant__ ForwardParams p) {
@@ -49,8 +48,8 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
 
 #pragma unroll 1
   for (int step = first_step; step < last_step; step += kSteps) {
-    // Converted once, though every element meets several taps; the next rows are in flight
-    // meanwhile.
+    // The rows are converted once, though every element meets several taps; the next rows are in
+    // flight at the same time.
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
   }
 }
 
-// NTC, of an odd number of channels of 2 bytes.
+// UnpackedNtcBackward is for an odd number of channels of 2 bytes.
 template <typename T>
 __global__ void __launch_bounds__(kNtcThreads, 2)
     UnpackedNtcBackward(const __grid_constant__ BackwardParams p) {
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
       const auto own_at = [&](int i, int v) { return Widen(own[i].values[v]); };
       const auto window_at = [&](int i, int v) { return Widen(window[i].values[v]); };
       const Inside inside(steps, origin, p.dilation, p.time);
-      // Few warps are at an end of the sequence, and Correlate would cost all of them registers.
+      // Few warps are at an end of the sequence, and Correlate would cost registers in all warps.
       if (inside.All(kSteps, kSteps + p.taps - 1)) {
         AddPairs<true, kSteps>(dweight, own_at, window_at, taps, inside);
       } else {
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
         }
       }
       if (wants_dbias) {
-        // Under dilation a step's own g need not be in the window; the cache still has it.
+        // Under dilation a step's own g may be outside the window, but is still in the cache.
         ReadSteps(own, g, first, p.dilation, kSteps, p.time, p.channels);
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
@@ -207,7 +206,7 @@ bool CanRunScalar(const Forward& call, const Device&) {
   return IsShort(call.geometry) && MakePlan(call).CanLaunch();
 }
 
-// There are kernels of 2-byte elements only.
+// Kernels exist for 2-byte elements only.
 bool CanRunScalar(const Gradients& gradients, const Device&) {
   return IsShort(gradients.call.geometry) && jaxops::cuda::SizeOf(gradients.call.dtype) == 2 &&
          MakePlan(gradients).CanLaunch();

@@ -1,10 +1,11 @@
-// Lightweight convolution with short filters of rows that vectors of channels divide, in the NTC
-// layout: forward, and all gradients in one pass over x and g.
+// These kernels compute lightweight convolution with short filters in the NTC layout for rows that
+// are whole vectors of channels: forward, and all gradients in one pass over x and g.
 //
-// These are bound by memory. A thread owns a vector of channels and loops over a segment of time
-// steps with the window of its filter in registers, so that every row is read once, but for the few
-// that neighbouring segments share. The rows that it needs next are in flight to a ring of its own
-// in shared memory: registers do not limit how much is in flight, and as no thread reads what
+// Memory bounds these calls. A thread owns a vector of channels and loops over a segment of time
+// steps with the window of its filter in registers, so that every row is read once, except for the
+// few rows that neighbouring segments share. The next rows of a thread are in flight to a ring of
+// its own in shared memory: registers do not limit the number of rows in flight, and the loop never
+// synchronises, because no thread reads rows that another thread copied.
 // another copied, the loop never synchronises.
 #include "cuda/common/activation.cuh"
 #include "cuda/common/async_copy.cuh"
@@ -19,17 +20,17 @@ using jaxops::cuda::Activate;
 using jaxops::cuda::WaitCopies;
 
 constexpr int kThreads = 128;
-// Rows that a thread takes at a time, and sets of as many in its ring.
+// A thread takes this number of rows at a time, and its ring has this number of such sets.
 constexpr int kRows = 4;
 constexpr int kStages = 3;
-// Steps of a segment, and bytes that it reads of an array. Shorter ones would read the rows of
-// their first window for too few steps. With longer ones, what the blocks read at a time lies
-// further apart, and the last block ends later; backward, where every further block makes sums to
-// add, a thread takes several segments instead.
+// These bound the steps of a segment, or the bytes that it reads of an array. Shorter segments
+// would read the rows of their first window for too few steps. With longer segments, the rows that
+// blocks read at the same time are further apart, and the last block ends later; backward, where
+// every further block adds partial sums, a thread takes several segments instead.
 constexpr int64_t kMinSegment = 8;
 constexpr int64_t kForwardSegmentBytes = 256;
 constexpr int64_t kMaxBackwardSegment = 32;
-// Threads of a forward call that are worth shorter segments.
+// Forward calls of at least this number of threads gain by shorter segments.
 constexpr int64_t kForwardThreads = int64_t{1} << 16;
 
 struct Plan {
@@ -41,14 +42,14 @@ struct Plan {
   int64_t channel_blocks;
   int64_t phases;
   int64_t segment_steps = 0;
-  int64_t segments = 0;  // of one phase
-  int64_t items = 0;     // segments of all phases, backward of all summed batch entries
-  // Blocks of a batch entry's channels: tiles of segments, or splits of the sum.
+  int64_t segments = 0;  // segments of one phase
+  int64_t items = 0;     // segments of all phases; backward, of all summed batch entries
+  // A batch entry's channels have this number of blocks: tiles of segments, or splits of the sum.
   int64_t shares = 0;
-  int64_t blocks = 0;  // of the grid
+  int64_t blocks = 0;  // blocks of the grid
 
-  // A thread has as many channels as leave the window, and backward the sums, in registers, or
-  // `few` in rows that such vectors do not divide.
+  // A thread has the maximum number of channels for which the window, and backward the sums, fit
+  // registers, or `few` channels if rows are not whole vectors of that size.
   Plan(const Geometry& g, DType dtype, int few)
       : vector(g.channels % MaxVector(dtype) == 0 ? MaxVector(dtype) : few),
         max_taps(vector == MaxVector(dtype) && g.taps <= 4 ? 4 : kShortTaps),
@@ -60,10 +61,10 @@ struct Plan {
 
   static int MaxVector(DType dtype) { return jaxops::cuda::SizeOf(dtype) == 8 ? 2 : 4; }
 
-  // Segments of a block that are side by side in time.
+  // A block has this number of segments along time.
   int64_t groups() const { return kThreads >> tile.lane_bits; }
 
-  // Cuts every phase into `wanted` segments, or fewer or more of `min` to `max` steps.
+  // Cut cuts every phase into `wanted` segments, or fewer or more of `min` to `max` steps.
   void Cut(const Geometry& g, int64_t wanted, int64_t min, int64_t max) {
     const int64_t steps = CeilDiv(g.time, g.dilation);
     const int64_t fair = CeilDiv(steps, std::max<int64_t>(1, wanted));
@@ -74,11 +75,11 @@ struct Plan {
   bool CanLaunch() const { return items <= INT32_MAX && blocks <= kMaxBlocks; }
 };
 
-// Parameters of both directions.
+// These parameters are for both directions.
 struct Segments {
   int time, channels, taps, dilation;
   int padding;  // from a step's row back to the first row of its window
-  int length;   // steps of one
+  int length;   // steps of a segment
   ShortNtcTile tile;
   FastDivider channel_blocks;
   FastDivider per_phase;
@@ -98,13 +99,13 @@ struct Segments {
         phases(plan.phases),
         depth(g.channels / g.heads) {}
 
-  // Segments of a block that are side by side in time.
+  // A block has this number of segments along time.
   __device__ int groups() const { return kThreads >> tile.lane_bits; }
 };
 
-// One segment: steps first, first + dilation, ... of one phase. Step i meets rows i to i + taps - 1
-// of its window array, where row e is time step origin + e * dilation and only rows [low, high) are
-// inside the sequence.
+// One segment has the steps first, first + dilation, ... of one phase. Step i uses rows i to i +
+// taps - 1 of the segment's window array; row e is time step origin + e * dilation, and only rows
+// [low, high) are inside the sequence.
 struct Segment {
   int first, count, origin, low, high;
 
@@ -120,7 +121,7 @@ struct Segment {
   __device__ bool HasRow(int row) const { return row >= low && row < high; }
 };
 
-// Numbers from `first` on, `size` of them or none.
+// Interval is the `size` numbers from `first` on, or none.
 struct Interval {
   int first;
   unsigned size;
@@ -130,8 +131,8 @@ struct Interval {
   __device__ bool Has(int i) const { return static_cast<unsigned>(i - first) < size; }
 };
 
-// A thread's rows in flight: those of the window array from kTaps - 1 on, and if kOwn is set the
-// steps' own rows of another array. Rows outside the sequence arrive as zeros.
+// The ring holds a thread's rows in flight: the rows of the window array from kTaps - 1 on, and if
+// kOwn the steps' own rows of another array. Rows outside the sequence arrive as zeros.
 template <typename T, int kV, int kTaps, bool kOwn>
 class RowRing {
  public:
@@ -156,9 +157,10 @@ class RowRing {
     for (int i = 0; i < kStages - 1; ++i) Fetch();
   }
 
-  // Waits for the oldest rows, reads them, and sends for others in place of those read before.
+  // Take waits for the oldest rows, reads them, and starts the copies of others to the stage read
+  // before.
   __device__ __forceinline__ void Take(Row (&window)[kRows], Row (&own)[kOwn ? kRows : 1]) {
-    WaitCopies<kStages - 2>();  // and the compiler: no barrier follows
+    WaitCopies<kStages - 2>();  // a fence for the compiler too: no barrier follows
     const Row* from = slots_ + taken_;
     taken_ = Next(taken_);
 #pragma unroll
@@ -208,17 +210,18 @@ class RowRing {
   }
 
   Row* slots_;
-  const T* good_;  // an address that may be read
+  const T* good_;  // an address that is always valid to read
   const T* window_;
   const T* own_;
   int64_t advance_;
   Segment segment_;
-  Interval inside_;  // steps from which on kRows rows of each array can be copied without checks
+  Interval inside_;  // steps from which kRows rows of each array can be copied without checks
   int fetched_ = 0;
-  int filled_ = 0, taken_ = 0;  // where the next stage is to be filled and to be taken
+  int filled_ = 0, taken_ = 0;  // indices of the next stage to fill and to read
 };
 
-// The rows of a segment's first window but for the kRows last, zero outside the sequence.
+// ReadCarried reads the rows of a segment's first window except the last kRows, zero outside the
+// sequence.
 template <int kTaps, typename T, typename Acc, int kV, int kWindow>
 __device__ __forceinline__ void ReadCarried(Acc (&window)[kWindow][kV], const Segments& segments,
                                             const Segment& segment, const T* column) {
@@ -232,7 +235,7 @@ __device__ __forceinline__ void ReadCarried(Acc (&window)[kWindow][kV], const Se
   for (int i = 0; i < kTaps - 1; ++i) WidenRow(window[i], rows[i]);
 }
 
-// Moves on by kRows rows.
+// Carry advances by kRows rows.
 template <typename Acc, int kV, int kWindow>
 __device__ __forceinline__ void Carry(Acc (&window)[kWindow][kV]) {
 #pragma unroll
@@ -242,14 +245,14 @@ __device__ __forceinline__ void Carry(Acc (&window)[kWindow][kV]) {
   }
 }
 
-// The taps of a block's channels in shared memory: read once a block, and as vectors. A vector of
-// channels that are always of one head shares its taps.
+// Shared memory holds the taps of a block's channels, read once per block and as vectors. The
+// channels of a vector share their taps if they are always of one head.
 template <typename Acc, int kTaps, int kV, bool kOneHead>
 class StagedTaps {
  public:
   static constexpr int kWidth = kOneHead ? 1 : kV;  // filters of a thread
 
-  // The block has to synchronise after this.
+  // The block has to synchronise after the call.
   __device__ __forceinline__ void Stage(const Segments& segments, int first_channel,
                                         const void* weights, DType dtype, int64_t offset,
                                         bool reversed) {
@@ -292,7 +295,7 @@ struct ForwardParams {
   DType weight_dtype, bias_dtype;
   Activation activation;
   bool flip_taps;
-  FastDivider tiles;  // segments of one batch entry, as many at a time as a block has groups
+  FastDivider tiles;  // segments of one batch entry, divided by the groups of a block
   BatchMap<Forward::kOperands> batch;
 };
 
@@ -312,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
   const int channel = first_channel + lane * kV;
   uint32_t index = p.tiles.Peel(block) * segments.groups() + group;
   const auto batch = p.batch.AllOffsets(block);
-  // Phases vary fastest: neighbouring groups read neighbouring rows.
+  // Phases vary fastest, so that neighbouring groups read neighbouring rows.
   const int phase = segments.phases.Peel(index);
   const bool exists = index < segments.per_phase.divisor() && channel < segments.channels;
   Segment segment(segments, exists ? index * segments.length : 0, phase);
@@ -391,8 +394,9 @@ struct BackwardParams {
   BatchMap<Backward::kOperands> kept, summed;
 };
 
-// Sums each thread's values over the block's threads that own the same channels, in order;
-// total(i, column, sum) takes the sum of value i of each of the block's columns, kWidth a thread.
+// SumGroups sums each thread's values over the block's threads that own the same channels, in a
+// fixed order; total(i, column, sum) receives the sum of value i of each of the block's columns,
+// kWidth columns per thread.
 template <int kCount, int kWidth, typename Acc, typename Total>
 __device__ __forceinline__ void SumGroups(Acc* shared, const Acc (&values)[kCount][kWidth],
                                           int count, int lanes, Total&& total) {
@@ -469,7 +473,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         const_cast<T*>(column(p.dx, Backward::kDx)) + int64_t{segment.first} * segments.channels;
     Acc window[kTaps - 1 + kRows][kV];
     ReadCarried<kTaps>(window, segments, segment, g);
-    // Steps from which on all pairs of kRows steps and the taps take part.
+    // From these steps on, all pairs of kRows steps and the taps are inside the sequence.
     const Interval whole(segment.low,
                          min(segment.count, segment.high - segments.taps + 1) - kRows + 1);
 #pragma unroll 1
@@ -530,7 +534,7 @@ __global__ void __launch_bounds__(kThreads, 3)
             }
           }
         } else {
-          // Under dilation a step's own g need not be in the window; the cache still has it.
+          // Under dilation a step's own g may be outside the window, but is still in the cache.
           for (int i = 0; i < min(kRows, segment.count - done); ++i) {
             const int t = segment.first + (done + i) * segments.dilation;
             const auto row = LoadPack<kV>(g + int64_t{t} * segments.channels);
@@ -568,7 +572,7 @@ Plan MakePlan(const Forward& call) {
   const int64_t batch = call.batch.size();
   Plan plan(g, call.dtype, 2);
   const int64_t sequences = batch * plan.phases * CeilDiv(g.channels, plan.vector);
-  // At least as many segments as a block has groups.
+  // There are at least as many segments as a block has groups.
   plan.Cut(g, std::max(kForwardThreads / sequences, CeilDiv(plan.groups(), plan.phases)),
            kMinSegment, kForwardSegmentBytes / (plan.vector * jaxops::cuda::SizeOf(call.dtype)));
   plan.items = plan.segments * plan.phases;
@@ -631,7 +635,7 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Gradients& gradients, const Pl
                 std::max(RowRing<T, kV, kTaps, true>::kBytes, kSums), stream, params);
 }
 
-// Calls `launch` with the template arguments of a plan.
+// DispatchPlan calls `launch` with the template arguments of a plan.
 template <typename T, int kFew, typename Function>
 cudaError_t DispatchPlan(const Plan& plan, Function&& launch) {
   constexpr std::integral_constant<int, sizeof(T) == 8 ? 2 : 4> many;
@@ -650,8 +654,8 @@ bool IsShort(const Geometry& g) {
 
 }  // namespace
 
-// A single channel of 2 bytes cannot be copied on its own, and forward there are no kernels of one
-// channel of other types.
+// An asynchronous copy cannot move a single channel of 2 bytes, and no forward kernels of one
+// channel exist for other types.
 bool CanRunShort(const Forward& call, const Device&) {
   return IsShort(call.geometry) && call.geometry.channels % 2 == 0 && MakePlan(call).CanLaunch();
 }

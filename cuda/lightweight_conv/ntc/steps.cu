@@ -1,8 +1,9 @@
-// Lightweight convolution with short filters in the NTC layout, small calls, forward.
+// This kernel computes small forward calls of lightweight convolution with short filters in the NTC
+// layout.
 //
-// A small call takes little longer than the way from its launch to its first result. A thread makes
-// one step of a channel or of a pair of them, knows the number of taps, and finds its place without
-// a division; all that it is told comes through few lines of the cache of parameters.
+// The latency from the launch to the first result bounds a small call. A thread computes one step
+// of a channel or of a pair of channels; the number of taps is a template argument, the thread
+// finds its indices without a division, and the parameters fit few lines of the constant cache.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
@@ -13,16 +14,16 @@ namespace {
 
 using jaxops::cuda::Activate;
 
-// Elements up to which a thread makes a single one of them.
+// Up to this number of elements, a thread computes a single element.
 constexpr int64_t kMaxSingleElements = int64_t{1} << 15;
 
 struct Steps {
   const void *x, *weight;
   int64_t plane;    // elements of a batch entry
   int64_t before;   // from a step to the row of its first tap
-  int64_t advance;  // from there to that of the next one
+  int64_t advance;  // from the row of a tap to that of the next tap
   int channels, time;
-  int first, next;  // from a step to that of its first tap, and from one tap's to the next one's
+  int first, next;  // from a step to that of its first tap, and from a tap's step to the next
   bool one_head;    // pairs of channels are always of one head
   Activation activation;
   FastDivider depth;
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kStepThreads) StepForwardNtc(const __grid_cons
 }
 
 struct Plan {
-  int channels;  // of a thread: one or two
+  int channels;  // per thread: one or two
   dim3 grid;
 };
 
@@ -96,7 +97,7 @@ Plan MakePlan(const Forward& call) {
 template <typename T, int kV>
 cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& plan) {
   const Geometry& g = call.geometry;
-  // Flipped taps are met from the last row of the window to the first.
+  // Flipped taps start at the last row of the window.
   const int64_t first = call.flip_taps ? Mirrored(g) : -g.padding;
   const int64_t next = call.flip_taps ? -g.dilation : g.dilation;
   Steps params{};
@@ -125,7 +126,7 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& pla
 
 }  // namespace
 
-// Batch entries that follow each other and share filters of their own dtype, whose taps are counted
+// The batch entries must be contiguous and share filters of their own dtype, whose taps are counted
 // in 32 bits.
 bool CanRunSteps(const Forward& call, const Device&) {
   const Geometry& g = call.geometry;
