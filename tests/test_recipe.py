@@ -67,7 +67,7 @@ EDITS = {
     ],
     "tests/dry_run/cases.py": [(CASE, '    _trilinear("1 feature"')],
     "scripts/exercise_kernels.py": [
-        (EXERCISE, "# Entries of a volume"),
+        (EXERCISE, "# --- patches ---"),
         (
             '    "scaled_product": (exercise_product, (("float32", 1), ("float64", 300))),',
             '    "tri',
@@ -93,8 +93,9 @@ def tree(tmp_path_factory):
     for name, edits in EDITS.items():
         lines = (copy / name).read_text().splitlines()
         for line, before in edits:
-            starts = (i for i, text in enumerate(lines) if text.startswith(before))
-            lines.insert(next(starts) if before else len(lines), line)
+            starts = [i for i, text in enumerate(lines) if text.startswith(before)]
+            assert starts, f"{name}: no line begins with {before!r}"
+            lines.insert(starts[0] if before else len(lines), line)
         (copy / name).write_text("\n".join(lines) + "\n")
     return copy
 
