@@ -1,6 +1,6 @@
-"""Lightweight convolution: a depthwise convolution over time whose filters heads share.
+"""The primitives of lightweight convolution and their rules.
 
-The family has four primitives. `_conv` is the operator itself, with bias and activation fused.
+The family has four primitives. `conv` is the operator itself, with bias and activation fused.
 It is linear in each of x and (weight, bias); what ties it to its derivatives is
 
     d conv(x, w)   = conv(dx, w) + conv(x, dw)   _tangent, so that one backward kernel serves both
@@ -17,150 +17,44 @@ import dataclasses
 import functools
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import ArrayLike
 
-from jaxops._core import checks, compat, rules
+from jaxops._core import compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops.activations import ACTIVATIONS, activation_name
 from jaxops.reference import lightweight_conv as reference
 
 NAME = "lightweight_conv"
-_DATA_FORMATS = ("NTC", "NCT")
-
-
-def lightweight_conv(
-    x: ArrayLike,
-    weight: ArrayLike,
-    *,
-    padding: str | int = "causal",
-    dilation: int = 1,
-    bias: ArrayLike | None = None,
-    activation: str | None = None,
-    data_format: str = "NTC",
-) -> jax.Array:
-    """Depthwise convolution over time whose filters are shared by the channels of a head.
-
-    ``y[b, t, c] = act(bias[c] + sum_k weight[h, k] * x[b, t + k * dilation - P, c])`` with
-    ``h = c // (C // H)`` and x zero outside ``0 <= t < T``. The paper uses it in place of
-    self-attention with ``weight = jax.nn.softmax(w)`` over the taps.
-
-    Under `jax.checkpoint`, policies such as
-    ``jax.checkpoint_policies.save_only_these_names("lightweight_conv")`` can name the result.
-
-    Args:
-      x: (B, T, C), or (B, C, T) with data_format "NCT"; float16, bfloat16, float32 or float64.
-      weight: (H, K), K >= 1, H >= 1 dividing C; any float dtype. H = C is a plain depthwise
-        convolution.
-      padding: "causal" for P = (K - 1) * dilation, "same" for P = (K - 1) * dilation // 2, or an
-        int P with 0 <= P <= (K - 1) * dilation. The result always has T steps.
-      dilation: steps between neighbouring taps, >= 1.
-      bias: (C,), any float dtype.
-      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
-      data_format: "NTC" or "NCT"; neither is transposed.
-
-    Returns:
-      An array of x's shape and dtype. Arithmetic is in float32, or in float64 where an argument is.
-
-    Raises:
-      TypeError: an argument is not of a float dtype, or an option not a static integer.
-      ValueError: a shape, a padding, a dilation or a name is out of what is listed above.
-
-    Source: Wu et al. 2019, "Pay Less Attention with Lightweight and Dynamic Convolutions",
-    https://arxiv.org/abs/1901.10430.
-    """
-    name = NAME
-    data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
-    activation = checks.choice(name, "activation", activation, ACTIVATIONS)
-    x_shape = "(B, T, C)" if data_format == "NTC" else "(B, C, T)"
-    x = checks.float_array(name, "x", x, 3, x_shape)
-    weight = checks.float_array(name, "weight", weight, 2, "(H, K)")
-    channels = x.shape[2] if data_format == "NTC" else x.shape[1]
-    heads, taps = weight.shape
-    if heads < 1 or taps < 1:
-        raise ValueError(
-            f"{name}: weight must have shape (H, K) with H >= 1 and K >= 1, got {weight.shape}"
-        )
-    if channels % heads:
-        raise ValueError(
-            f"{name}: the H = {heads} rows of weight must divide the C = {channels} channels of x "
-            f"{x.shape} ({data_format})"
-        )
-    dilation = checks.integer(name, "dilation", dilation, 1)
-    padding = _resolve_padding(name, padding, (taps - 1) * dilation)
-    time = x.shape[1] if data_format == "NTC" else x.shape[2]
-    padding, dilation = _bounded(padding, dilation, taps, time)
-    arrays = [x, weight[None]]  # weight and bias do not vary over the batch dimension of x
-    if bias is not None:
-        bias = checks.float_array(name, "bias", bias, 1, "(C,)")
-        checks.shape(name, "bias", bias, (channels,), "(C,), one entry a channel of x")
-        arrays.append(bias[None])
-    result_dtype = x.dtype
-    if any(a.dtype == jnp.float64 for a in arrays):
-        arrays[0] = x.astype(jnp.float64)
-    y = _conv(
-        *arrays,
-        options=_Options(padding, dilation, data_format),
-        flip=False,
-        activation=activation,
-    )
-    return checkpoint_name(y.astype(result_dtype), name)
-
-
-def _resolve_padding(function: str, padding: str | int, reach: int) -> int:
-    if isinstance(padding, str):
-        named = {"causal": reach, "same": reach // 2}
-        checks.choice(function, "padding", padding, named)
-        return named[padding]
-    return checks.integer(function, "padding", padding, 0, reach)
-
-
-def _bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, int]:
-    """A padding and a dilation with the same terms, of which the dilation is at most 2 * time.
-
-    If taps are further apart than that, at most one is within the sequence at any step, and it is
-    always the same one. A single tap has no distance to another.
-    """
-    if taps == 1:
-        return 0, 1
-    if jax.export.is_symbolic_dim(time):
-        return padding, dilation
-    far = max(1, 2 * time)
-    if dilation <= far:
-        return padding, dilation
-    tap, back = divmod(padding, dilation)
-    if back < time:
-        return tap * far + back, far
-    ahead = dilation - back
-    return (tap + 1) * far - min(ahead, time), far
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
     """Parameters of every primitive of the family, next to shapes."""
 
     padding: int
     dilation: int
     data_format: str
 
-    def mirrored(self, taps: int) -> _Options:
+    def mirrored(self, taps: int) -> Options:
         """The options under which flipped taps compute the transpose over time."""
         return dataclasses.replace(self, padding=(taps - 1) * self.dilation - self.padding)
 
     @property
     def rows(self) -> str:
+        """The dimensions of a sequence in signatures."""
         return "time (heads depth)" if self.data_format == "NTC" else "(heads depth) time"
 
     @property
     def time_axis(self) -> int:
+        """The dimension of time in a sequence."""
         return -2 if self.data_format == "NTC" else -1
 
 
-def _attributes(*, options, **_):
+def attributes(*, options, **_):
+    """What every handler of the family is passed."""
     return {
         "padding": np.int64(options.padding),
         "dilation": np.int64(options.dilation),
@@ -191,14 +85,15 @@ _conv_operator = Operator(
     reference=_conv_reference,
     dtypes=lambda x, *_, **__: [x.dtype],
     attributes=lambda *, options, flip, activation, **_: (
-        _attributes(options=options)
+        attributes(options=options)
         | {"activation": activation_name(activation), "flip_taps": np.bool_(flip)}
     ),
     replicated=("time", "taps"),
 )
 
 
-def _conv(x, weight, bias=None, *, options, flip=False, activation=None):
+def conv(x, weight, bias=None, *, options, flip=False, activation=None):
+    """The convolution of x, with bias and activation."""
     operands = (x, weight) if bias is None else (x, weight, bias)
     (y,) = _conv_operator(
         *operands, options=options, flip=flip, activation=activation, with_bias=bias is not None
@@ -211,12 +106,12 @@ def _conv_jvp(primals, tangents, *, options, flip, activation, with_bias):
     del with_bias
     x = primals[0]
     if activation is None:
-        y = _conv(*primals, options=options, flip=flip)
+        y = conv(*primals, options=options, flip=flip)
         return [y], [_conv_tangent(primals, tangents, y, options=options, flip=flip)]
 
     # Named as well: they are what the gradient needs, so that a policy which saves the operator's
     # result spares the backward pass a second forward one.
-    sums = checkpoint_name(_conv(*primals, options=options, flip=flip), NAME)
+    sums = checkpoint_name(conv(*primals, options=options, flip=flip), NAME)
     dsums = _conv_tangent(primals, tangents, sums, options=options, flip=flip)
     wide = accumulation_dtype(x)
     activate = ACTIVATIONS[activation]
@@ -224,7 +119,7 @@ def _conv_jvp(primals, tangents, *, options, flip, activation, with_bias):
     if wide != x.dtype and activation != "relu":
         # An activation of sums that are already rounded would round twice. The derivative may take
         # them: made of wider sums, which no kernel returns, it would cost two more passes.
-        y = _conv(*primals, options=options, flip=flip, activation=activation)
+        y = conv(*primals, options=options, flip=flip, activation=activation)
     return [y.astype(x.dtype)], [dy.astype(x.dtype)]
 
 
@@ -235,9 +130,9 @@ def _conv_tangent(primals, tangents, y, *, options, flip):
     if dx is not None and dweight is not None:
         return _tangent(x, weight, dx, dweight, dbias, options=options, flip=flip)
     if dx is not None:
-        return _conv(dx, weight, dbias, options=options, flip=flip)
+        return conv(dx, weight, dbias, options=options, flip=flip)
     if dweight is not None:
-        return _conv(x, dweight, dbias, options=options, flip=flip)
+        return conv(x, dweight, dbias, options=options, flip=flip)
     return _spread_over_time(dbias, y, options).astype(x.dtype)
 
 
@@ -253,8 +148,8 @@ def _conv_transpose(cotangents, x, weight, bias=None, *, options, flip, activati
 
 def _tangent_unfused(x, weight, dx, dweight, dbias=None, *, options, flip, **_):
     return [
-        _conv(dx, weight, dbias, options=options, flip=flip)
-        + _conv(x, dweight, options=options, flip=flip)
+        conv(dx, weight, dbias, options=options, flip=flip)
+        + conv(x, dweight, options=options, flip=flip)
     ]
 
 
@@ -315,7 +210,7 @@ def _pullback(g, x, weight, wanted, *, options, flip):
         dbias = fused[0] if fused else None
     elif dx_like is not None:
         mirrored = options.mirrored((weight if dweight_like is None else dweight_like).shape[-1])
-        dx = _conv(g, weight, options=mirrored, flip=not flip)
+        dx = conv(g, weight, options=mirrored, flip=not flip)
     if dweight_like is not None and dweight is None:
         dweight = _filter_grad(x, g, dweight_like, options=options, flip=flip)
     if dbias_like is not None and dbias is None:
@@ -353,7 +248,7 @@ _filter_grad_operator = Operator(
     signature=lambda *, options, **_: f"{options.rows}, {options.rows} -> heads taps",
     reference=_filter_grad_reference,
     dtypes=lambda *_, dtype, **__: [dtype],
-    attributes=_attributes,
+    attributes=attributes,
     work_space=True,
     replicated=("time", "taps"),
     summed_outputs=(0,),
@@ -394,9 +289,9 @@ def _filter_grad_transpose(cotangents, x, g, *, options, taps, **_):
     if isinstance(dweight, compat.Zero):
         return rules.zeros((x, g))
     if compat.is_undefined_primal(x):
-        ct = _conv(g, dweight, options=options.mirrored(taps), flip=True)
+        ct = conv(g, dweight, options=options.mirrored(taps), flip=True)
         return [rules.match_type(ct, x.aval), None]
-    return [None, rules.match_type(_conv(x, dweight, options=options), g.aval)]
+    return [None, rules.match_type(conv(x, dweight, options=options), g.aval)]
 
 
 # --- fused backward: x, weight, g -> dx, dweight, dbias ------------------------------------------
@@ -415,7 +310,7 @@ def _backward_unfused(x, weight, g, *, options, summed, bias_dtype):
         weight.dtype,
     )
     results = [
-        _conv(g, weight, options=mirrored, flip=True),
+        conv(g, weight, options=mirrored, flip=True),
         _filter_grad(x, g, like, options=options),
     ]
     if bias_dtype is not None:
@@ -452,7 +347,7 @@ _backward_operator = Operator(
     dtypes=lambda x, weight, g, *, bias_dtype, **_: (
         [x.dtype, weight.dtype] + ([] if bias_dtype is None else [np.dtype(bias_dtype)])
     ),
-    attributes=_attributes,
+    attributes=attributes,
     work_space=True,
     replicated=("time", "taps"),
     summed_outputs=(1, 2),
@@ -470,9 +365,9 @@ def _backward_transpose(cotangents, x, weight, g, *, options, **_):
     terms = []
     dx, dweight, dbias = rules.nonzero(cotangents, 3)
     if dx is not None:
-        terms.append(_conv(dx, weight, options=options))
+        terms.append(conv(dx, weight, options=options))
     if dweight is not None:
-        terms.append(_conv(x, dweight, options=options))
+        terms.append(conv(x, dweight, options=options))
     if dbias is not None:
         terms.append(_spread_over_time(dbias, g.aval, options))
     return [None, None, rules.match_type(sum(terms), g.aval) if terms else rules.zeros((g,))[0]]
