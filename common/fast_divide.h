@@ -33,7 +33,7 @@ class FastDividerOf {
   JAXOPS_HOST_DEVICE UInt Quotient(UInt n) const { return (HighProduct(n) + n) >> shift_; }
 
   // Replaces n by n / divisor and returns n % divisor.
-  JAXOPS_HOST_DEVICE UInt Peel(UInt& n) const {
+  JAXOPS_HOST_DEVICE UInt DivMod(UInt& n) const {
     const UInt quotient = Quotient(n);
     const UInt remainder = n - quotient * divisor_;
     n = quotient;

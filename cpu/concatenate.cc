@@ -27,12 +27,12 @@ constexpr int64_t kUncachedBytes = 32 << 20;  // of which a cache keeps little f
 constexpr int64_t kBlockBytes = 16 * 1024;    // of the L1 cache, which has to hold twice as many
 constexpr int64_t kBlockRows = 128;           // at least, which repay starting a piece
 
-constexpr int64_t kNarrow = 64;  // bytes of a piece that is not worth a column of its own
-constexpr int64_t kMany = 32;    // such pieces, whose columns the caches would fetch one by one
-constexpr int64_t kMost = 512;   // pieces at most that are copied row by row at a time
+constexpr int64_t kNarrow = 64;     // bytes of a piece that is not worth a column of its own
+constexpr int64_t kMany = 32;       // such pieces, whose columns the caches would fetch one by one
+constexpr int64_t kMaxAlike = 512;  // pieces at most that are copied row by row at a time
 
-constexpr int64_t kMostZeros = 256;
-constexpr char kZeros[kMostZeros] = {};
+constexpr int64_t kMaxZeros = 256;
+constexpr char kZeros[kMaxZeros] = {};
 
 // A piece at its address in a destination.
 struct Segment {
@@ -165,7 +165,7 @@ void PadRows(const Segment& segment, int64_t first, int64_t last) {
   const Piece& piece = *segment.piece;
   const int64_t padding = piece.extent - piece.size;
   char* to = segment.out + piece.size + first * segment.row_bytes;
-  if (padding <= kMostZeros) {
+  if (padding <= kMaxZeros) {
     CopyColumn({to, kZeros, segment.row_bytes, 0, padding, last - first});
   } else {
     for (; first < last; ++first, to += segment.row_bytes) std::memset(to, 0, padding);
@@ -190,13 +190,13 @@ void CopyRows(const Job& job, const Segment& segment, int64_t first, int64_t las
   }
 }
 
-// Copies at most kMost segments that are alike: a row of all of them before the next row. The
+// Copies at most kMaxAlike segments that are alike: a row of all of them before the next row. The
 // accesses go to `count` addresses, so that one fetch of the caches overlaps with others.
 void CopyRowByRow(const Segment* segments, int64_t count, int64_t first, int64_t last) {
   struct {
     char* to;
     const char* from;
-  } places[kMost];
+  } places[kMaxAlike];
   const int64_t to_stride = segments->row_bytes;
   const int64_t from_stride = segments->piece->stride;
   for (int64_t i = 0; i < count; ++i) {
@@ -216,7 +216,7 @@ void CopyRowByRow(const Segment* segments, int64_t count, int64_t first, int64_t
 void CopySegments(const Job& job, const Segment* segments, int64_t count, int64_t first,
                   int64_t last) {
   for (int64_t s = 0; s < count;) {
-    const int64_t alike = std::min({segments[s].alike, count - s, kMost});
+    const int64_t alike = std::min({segments[s].alike, count - s, kMaxAlike});
     if (alike >= kMany) {
       CopyRowByRow(segments + s, alike, first, last);
       s += alike;
@@ -229,9 +229,9 @@ void CopySegments(const Job& job, const Segment* segments, int64_t count, int64_
 // --- interleaved rows ----------------------------------------------------------------------------
 
 constexpr int kLanes = 16;
-constexpr uint8_t kNoByte = 0x80;              // a lane that stays zero
-constexpr int64_t kMostPatternBytes = 512;     // at most, which are matched to loads one by one
-constexpr int64_t kLeastWovenBytes = 1 << 16;  // at least, which repay the pattern
+constexpr uint8_t kNoByte = 0x80;            // a lane that stays zero
+constexpr int64_t kMaxPatternBytes = 512;    // at most, which are matched to loads one by one
+constexpr int64_t kMinWovenBytes = 1 << 16;  // at least, which repay the pattern
 
 // 16 bytes of a source; some of them belong into a vector of the destination.
 struct Load {
@@ -256,8 +256,8 @@ Pattern MakePattern(const Job& job, const Segment* segments, int64_t count) {
   while (pattern.rows * segments->row_bytes % kLanes != 0) pattern.rows *= 2;
   pattern.bytes = pattern.rows * segments->row_bytes;
 #if defined(__x86_64__)
-  if (job.broadcasts || pattern.bytes > kMostPatternBytes ||
-      job.rows * segments->row_bytes < kLeastWovenBytes || !__builtin_cpu_supports("ssse3")) {
+  if (job.broadcasts || pattern.bytes > kMaxPatternBytes ||
+      job.rows * segments->row_bytes < kMinWovenBytes || !__builtin_cpu_supports("ssse3")) {
     return pattern;
   }
   pattern.periods = job.rows / pattern.rows;
@@ -393,8 +393,8 @@ void CopyPastCache(char* to, const char* from, int64_t bytes) {
 }
 
 // Copies the bytes [first, last) of a piece of one row.
-void CopyStretch(const Job& job, const Segment& segment, int64_t row, int64_t first, int64_t last,
-                 bool past_cache) {
+void CopySpan(const Job& job, const Segment& segment, int64_t row, int64_t first, int64_t last,
+              bool past_cache) {
   const Piece& piece = *segment.piece;
   char* out = segment.out + row * segment.row_bytes;
   const int64_t filled = std::clamp(piece.size, first, last);
@@ -447,17 +447,17 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
     return;
   }
   const bool past_cache = job.rows * line_bytes >= kUncachedBytes;
-  const int64_t stretches = (line_bytes + kTaskBytes - 1) / kTaskBytes;
-  run(job.rows * stretches, [&](int64_t task) {
-    const int64_t row = task / stretches;
-    const int64_t first = task % stretches * kTaskBytes;
+  const int64_t spans = (line_bytes + kTaskBytes - 1) / kTaskBytes;
+  run(job.rows * spans, [&](int64_t task) {
+    const int64_t row = task / spans;
+    const int64_t first = task % spans * kTaskBytes;
     const int64_t last = std::min(first + kTaskBytes, line_bytes);
     auto segment = std::upper_bound(
         line.begin(), line.end(), first,
         [](int64_t position, const Segment& segment) { return position < segment.end(); });
     for (; segment != line.end() && segment->begin < last; ++segment) {
-      CopyStretch(job, *segment, row, std::max(first - segment->begin, int64_t{0}),
-                  std::min(last, segment->end()) - segment->begin, past_cache);
+      CopySpan(job, *segment, row, std::max(first - segment->begin, int64_t{0}),
+               std::min(last, segment->end()) - segment->begin, past_cache);
     }
   });
 }

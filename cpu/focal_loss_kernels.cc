@@ -260,17 +260,17 @@ JAXOPS_ALWAYS_INLINE Int<A> LaneNumbers() {
 // The lanes of a vector are rows for at most this number of classes, and classes of one row for
 // more. Lanes of classes pay for the reduction of a vector to a number and for the last, partial
 // vector of a row; lanes of rows pay for a transposition. The costs are about equal at this number.
-constexpr int kMostAcross = 64;
+constexpr int kMaxAcross = 64;
 
 // Groups that are evaluated in one loop. A group alone is a long chain of dependent operations; the
 // chains of several groups overlap.
-constexpr int kMostGroups = 8;
+constexpr int kMaxGroups = 8;
 
 // The rows of several groups. `by_class` has one group after the other, each transposed: the rows
 // of a class are neighbours.
 template <typename A>
 struct Tile {
-  static constexpr int kSize = kMostAcross * kLanes<A>;
+  static constexpr int kSize = kMaxAcross * kLanes<A>;
   alignas(kVectorBytes) A by_row[kSize];
   alignas(kVectorBytes) A by_class[kSize];
 };
@@ -344,11 +344,11 @@ void EvaluateAcross(const Rows& args) {
   constexpr int kRows = kLanes<A>;
   const int64_t classes = args.classes;
   const int64_t size = classes * kRows;
-  const int64_t fit = classes == 0 ? kMostGroups : kMostAcross / classes;
-  const int64_t batch_rows = (fit < kMostGroups ? fit : kMostGroups) * kRows;
+  const int64_t fit = classes == 0 ? kMaxGroups : kMaxAcross / classes;
+  const int64_t batch_rows = (fit < kMaxGroups ? fit : kMaxGroups) * kRows;
   Tile<A> tile;
-  Group<A> batch[kMostGroups];
-  Int<A> labels[kMostGroups];
+  Group<A> batch[kMaxGroups];
+  Int<A> labels[kMaxGroups];
   for (int64_t first = 0; first < args.rows; first += batch_rows) {
     const int64_t rest = args.rows - first;
     const int64_t count = rest < batch_rows ? rest : batch_rows;
@@ -360,7 +360,7 @@ void EvaluateAcross(const Rows& args) {
     for (int64_t g = 0; g < groups; ++g) {
       batch[g] = Reduce(tile.by_class + g * size, classes, labels[g]);
     }
-    V slopes[kMostGroups];
+    V slopes[kMaxGroups];
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t row = first + g * kRows;
       const Focal<A> f = EvaluateGroup<A>(batch[g], args.power, static_cast<A>(args.gamma));
@@ -486,7 +486,7 @@ void RunElements(const Elements& args) {
 void RunRows(const Rows& args) {
   WithStorage(args.dtype, nullptr, 0, [&](auto storage) {
     using S = decltype(StorageOf(storage));
-    args.classes <= kMostAcross ? EvaluateAcross<S>(args) : EvaluateAlong<S>(args);
+    args.classes <= kMaxAcross ? EvaluateAcross<S>(args) : EvaluateAlong<S>(args);
   });
 }
 

@@ -23,7 +23,7 @@ constexpr int64_t kCellCost = 32;
 JAXOPS_DEFINE_BEST_KERNELS();
 
 // Runs cells [begin, end), which are one segment of the innermost batch dimension.
-void RunStretch(const Kernels& kernels, const Call& call, int64_t begin, int64_t end) {
+void RunSegment(const Kernels& kernels, const Call& call, int64_t begin, int64_t end) {
   const auto& map = call.cells;
   const auto stride = [&](int operand) {
     return map.rank() == 0 ? 0 : map.stride(map.rank() - 1, operand);
@@ -64,7 +64,7 @@ void RunCells(const Call& call, const ParallelFor& parallel_for) {
     const int64_t end = std::min(count, (i + 1) * per_task);
     for (int64_t begin = i * per_task; begin < end;) {
       const int64_t stop = std::min(end, (begin / innermost + 1) * innermost);
-      RunStretch(kernels, call, begin, stop);
+      RunSegment(kernels, call, begin, stop);
       begin = stop;
     }
   };

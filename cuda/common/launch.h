@@ -13,21 +13,22 @@ namespace jaxops::cuda {
 
 JAXOPS_HOST_DEVICE inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A kernel needs no opt-in for up to kSharedWithoutLeave bytes of dynamic shared memory, whatever
-// static shared memory it has. The opt-in limit, kSharedLeave, is above the need of every kernel,
-// and fits every GPU next to 11 KiB of static memory. A kernel always has the same limit, because
-// another thread may be about to launch it too.
-inline constexpr size_t kSharedWithoutLeave = 32 * 1024;
-inline constexpr int kSharedLeave = 88 * 1024;
+// A kernel needs no opt-in for up to kSharedWithoutOptIn bytes of dynamic shared memory, whatever
+// static shared memory it has. The opt-in limit, kSharedOptInLimit, is above the need of every
+// kernel, and fits every GPU next to 11 KiB of static memory. A kernel always has the same limit,
+// because another thread may be about to launch it too.
+inline constexpr size_t kSharedWithoutOptIn = 32 * 1024;
+inline constexpr int kSharedOptInLimit = 88 * 1024;
 
-// Launches a kernel with `bytes` of dynamic shared memory, at most the opt-in limit `leave`.
+// Launches a kernel with `bytes` of dynamic shared memory, at most `opt_in_limit`.
 template <typename Params>
 cudaError_t Launch(void (*kernel)(Params), int64_t blocks, int threads, size_t bytes,
-                   cudaStream_t stream, const Params& params, int leave = kSharedLeave) {
+                   cudaStream_t stream, const Params& params,
+                   int opt_in_limit = kSharedOptInLimit) {
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (bytes > kSharedWithoutLeave) {
+  if (bytes > kSharedWithoutOptIn) {
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, leave);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, opt_in_limit);
     if (error != cudaSuccess) return error;
   }
   kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(params);

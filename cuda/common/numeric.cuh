@@ -37,40 +37,40 @@ __device__ __forceinline__ T Narrow(Accumulator<T> x) {
 inline constexpr int kWarp = 32;
 
 // The bytes of the widest access, and its elements.
-inline constexpr int kPackBytes = 16;
+inline constexpr int kVectorBytes = 16;
 template <typename T>
-inline constexpr int kPackElements = kPackBytes / sizeof(T);
+inline constexpr int kVectorElements = kVectorBytes / sizeof(T);
 
-// `kCount` elements that move as one access, or as several accesses of kPackBytes. An address must
-// be aligned to the access. The alignment is at most kPackBytes, because no address is known to be
-// aligned to more, and GPUs with wider accesses would fault.
+// `kCount` elements that move as one access, or as several accesses of kVectorBytes. An address
+// must be aligned to the access. The alignment is at most kVectorBytes, because no address is known
+// to be aligned to more, and GPUs with wider accesses would fault.
 template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount < kPackBytes ? sizeof(T) * kCount : kPackBytes) Pack {
+struct alignas(sizeof(T) * kCount < kVectorBytes ? sizeof(T) * kCount : kVectorBytes) Vector {
   T values[kCount];
 };
 
 template <int kCount, typename T>
-__device__ __forceinline__ Pack<T, kCount> LoadPack(const T* address) {
-  return *reinterpret_cast<const Pack<T, kCount>*>(address);
+__device__ __forceinline__ Vector<T, kCount> LoadVector(const T* address) {
+  return *reinterpret_cast<const Vector<T, kCount>*>(address);
 }
 
-// Stores a Pack to global memory as one access, where the compiler might use one access for each
+// Stores a Vector to global memory as one access, where the compiler might use one access for each
 // element.
 template <typename T, int kCount>
-__device__ __forceinline__ void StorePack(T* address, const Pack<T, kCount>& pack) {
-  if constexpr (sizeof(pack) == sizeof(uint4)) {
+__device__ __forceinline__ void StoreVector(T* address, const Vector<T, kCount>& vector) {
+  if constexpr (sizeof(vector) == sizeof(uint4)) {
     uint4 words;
-    memcpy(&words, &pack, sizeof(pack));
+    memcpy(&words, &vector, sizeof(vector));
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words.x),
                  "r"(words.y), "r"(words.z), "r"(words.w)
                  : "memory");
-  } else if constexpr (sizeof(pack) == sizeof(uint2)) {
+  } else if constexpr (sizeof(vector) == sizeof(uint2)) {
     uint2 words;
-    memcpy(&words, &pack, sizeof(pack));
+    memcpy(&words, &vector, sizeof(vector));
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(words.x), "r"(words.y)
                  : "memory");
   } else {
-    *reinterpret_cast<Pack<T, kCount>*>(address) = pack;
+    *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
   }
 }
 

@@ -15,7 +15,7 @@ namespace {
 
 using jaxops::cuda::Always;
 using jaxops::cuda::Family;
-using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kVectorBytes;
 
 constexpr int64_t kSectorBytes = 32;  // of global memory
 
@@ -60,8 +60,8 @@ bool PrefersEqual(const Call& call, const Device&) {
 // If more than half of a row is kept, a single piece is as fast by items, and items of less than 4
 // bytes are faster by tiles.
 bool PrefersNarrowSplit(const Call& call, const Device&) {
-  return call.unit < kPackBytes && (2 * call.row_bytes <= call.job.pieces[0].stride ||
-                                    (call.piece_count() > 1 && call.unit >= 4));
+  return call.unit < kVectorBytes && (2 * call.row_bytes <= call.job.pieces[0].stride ||
+                                      (call.piece_count() > 1 && call.unit >= 4));
 }
 
 bool PrefersTiles(const Call& call, const Device&) {
@@ -78,7 +78,7 @@ bool PrefersTiles(const Call& call, const Device&) {
   const int64_t rows = call.job.rows;
   // Joins of few pieces of 4-byte items are as fast without tiles, and so is one piece. Tiles speed
   // up only narrow pieces of whole vectors.
-  const bool is_vectors = call.unit == kPackBytes;
+  const bool is_vectors = call.unit == kVectorBytes;
   const int64_t min_pieces = call.unit < 4 ? 1 : plan.splits && !is_vectors ? 2 : kFewPieces + 1;
   if (call.piece_count() < min_pieces) return false;
   if (is_vectors && !(plan.equal && plan.size <= MaxNarrowVectorBytes(plan.splits))) return false;
@@ -102,7 +102,7 @@ bool PrefersTiles(const Call& call, const Device&) {
 }
 
 bool PrefersJoin(const Call& call, const Device&) {
-  return call.piece_count() > 1 && call.unit < kPackBytes && CountFilledPieces(call.job) > 0;
+  return call.piece_count() > 1 && call.unit < kVectorBytes && CountFilledPieces(call.job) > 0;
 }
 
 // More destinations are slower if items have one byte.
@@ -178,7 +178,7 @@ constexpr Family<Call> kFamilies[] = {
 const jaxops::cuda::Table<Call> kMove("concatenate", "move", kFamilies);
 
 int64_t FindUnit(const Job& job) {
-  uint64_t all = kPackBytes;
+  uint64_t all = kVectorBytes;
   for (const Destination& d : job.destinations) {
     all |= reinterpret_cast<uintptr_t>(d.data) | d.row_bytes;
   }

@@ -25,7 +25,7 @@ constexpr int64_t kFewPieces = 64;
 // Neighbouring threads move this number of Words of one piece: a warp's number if a piece is read,
 // and the fewest that fill cache lines if a piece is written.
 template <typename Word, bool kSplits>
-constexpr int kWordsTogether = kSplits && sizeof(Word) == kPackBytes ? kWarp / 2 : kWarp;
+constexpr int kWordsTogether = kSplits && sizeof(Word) == kVectorBytes ? kWarp / 2 : kWarp;
 
 template <int kPieces>
 struct Equal {
@@ -43,10 +43,10 @@ template <typename Word, bool kSplits, int kPieces>
 __global__ void __launch_bounds__(kVectorThreads)
     MoveEqual(const __grid_constant__ Equal<kPieces> table) {
   uint32_t group = blockIdx.x * kVectorThreads + threadIdx.x;
-  const uint32_t place = table.together.Peel(group);
-  const uint32_t number = table.count.Peel(group);
+  const uint32_t place = table.together.DivMod(group);
+  const uint32_t number = table.count.DivMod(group);
   uint32_t row = place;
-  const uint32_t column = table.piece_words.Peel(row);
+  const uint32_t column = table.piece_words.DivMod(row);
   row += group * table.rows_together;
   if (row >= table.rows) return;
   // The rows of a piece are contiguous in its array.
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kVectorThreads)
                          (uint64_t{number} * table.piece_words.divisor() + column) * sizeof(Word);
   const Word word = Load<Word>(kSplits ? whole : part);
   unsigned char* to = kSplits ? part : whole;
-  if constexpr (sizeof(Word) == kPackBytes) {
+  if constexpr (sizeof(Word) == kVectorBytes) {
     Store(to, word);
   } else {
     *reinterpret_cast<Word*>(to) = word;
@@ -103,7 +103,7 @@ cudaError_t LaunchEqual(cudaStream_t stream, const Job& job) {
 int64_t EqualSegmentBytes(const Call& call) {
   const int64_t extent = call.job.pieces[0].extent;
   if (call.joins()) return extent;
-  return std::max<int64_t>(1, kWordsTogether<uint4, true> * kPackBytes / extent) * extent;
+  return std::max<int64_t>(1, kWordsTogether<uint4, true> * kVectorBytes / extent) * extent;
 }
 
 bool CanRunEqual(const Call& call, const Device&) {

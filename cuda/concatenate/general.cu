@@ -14,11 +14,11 @@ namespace jaxops::concatenate::cuda {
 namespace {
 
 using jaxops::cuda::CeilDiv;
-using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kVectorBytes;
 using jaxops::cuda::Launch;
 
 // A thread has this number of vectors in flight if rows are long.
-constexpr int kLongPacks = 4;
+constexpr int kLongVectors = 4;
 
 // LoadWord loads the aligned 4 bytes at `address`, without the bytes from `end` on.
 __device__ __forceinline__ uint32_t LoadWord(const unsigned char* address,
@@ -61,7 +61,7 @@ struct Place {
 
   __device__ __forceinline__ Place(uint64_t position, const DestinationEntry& destination,
                                    const PieceEntry* pieces) {
-    column = destination.by_row.Peel(position);
+    column = destination.by_row.DivMod(position);
     row = position;
     Find(destination, pieces);
   }
@@ -73,11 +73,12 @@ struct Place {
   __device__ __forceinline__ int64_t offset() const { return column - piece->begin; }
 };
 
-// GatherPack gathers the first `bytes` bytes of a vector from any number of pieces.
+// GatherVector gathers the first `bytes` bytes of a vector from any number of pieces.
 template <typename Table>
-__device__ __forceinline__ void GatherPack(uint32_t (&words)[4], Place place, int bytes,
-                                           const Table& table, const DestinationEntry& destination,
-                                           const PieceEntry* pieces) {
+__device__ __forceinline__ void GatherVector(uint32_t (&words)[4], Place place, int bytes,
+                                             const Table& table,
+                                             const DestinationEntry& destination,
+                                             const PieceEntry* pieces) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) words[i] = 0;
   for (int done = 0; done < bytes;) {
@@ -109,51 +110,53 @@ __device__ __forceinline__ void GatherPack(uint32_t (&words)[4], Place place, in
 // kAligned says that every size and address is a multiple of 16 bytes.
 template <bool kAligned, typename Table>
 __global__ void __launch_bounds__(kTableThreads) MoveLong(const __grid_constant__ Table table) {
-  constexpr int kPacks = kLongPacks;
+  constexpr int kVectors = kLongVectors;
   extern __shared__ __align__(16) unsigned char shared[];
   const DestinationEntry& destination = FindDestination(table);
   const PieceEntry* pieces = PiecesOf(destination, table, shared);
   const int64_t total = table.rows * destination.row_bytes();
-  const int64_t tile_bytes = int64_t{table.packs} * kTableThreads * kPackBytes;
+  const int64_t tile_bytes = int64_t{table.vectors} * kTableThreads * kVectorBytes;
   int64_t first = (blockIdx.x - destination.first_block) * table.tiles_per_block * tile_bytes;
 #pragma unroll 1
   for (int tile = 0; tile < table.tiles_per_block && first < total; ++tile, first += tile_bytes) {
-    uint32_t packs[kPacks][4];
+    uint32_t vectors[kVectors][4];
     uint32_t left = 0;  // bit i: vector i is not gathered yet
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int64_t position = first + (i * kTableThreads + threadIdx.x) * kPackBytes;
-      if (i >= table.packs || position >= total) continue;
+    for (int i = 0; i < kVectors; ++i) {
+      const int64_t position = first + (i * kTableThreads + threadIdx.x) * kVectorBytes;
+      if (i >= table.vectors || position >= total) continue;
       const Place place(position, destination, pieces);
       const int64_t offset = place.offset();
       const int64_t row = table.SourceRow(place.row, place.piece->varies);
       const unsigned char* from = place.piece->source + row * place.piece->stride + offset;
       if constexpr (kAligned) {
-        uint4 pack = {};
-        if (offset < place.piece->size) pack = __ldca(reinterpret_cast<const uint4*>(from));
-        packs[i][0] = pack.x, packs[i][1] = pack.y, packs[i][2] = pack.z, packs[i][3] = pack.w;
-      } else if (offset + kPackBytes <= place.piece->size) {
-        LoadShifted(packs[i], from, 0, kPackBytes, place.piece->end);
+        uint4 vector = {};
+        if (offset < place.piece->size) vector = __ldca(reinterpret_cast<const uint4*>(from));
+        vectors[i][0] = vector.x, vectors[i][1] = vector.y, vectors[i][2] = vector.z,
+        vectors[i][3] = vector.w;
+      } else if (offset + kVectorBytes <= place.piece->size) {
+        LoadShifted(vectors[i], from, 0, kVectorBytes, place.piece->end);
       } else {
         left |= 1u << i;
       }
     }
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int64_t position = first + (i * kTableThreads + threadIdx.x) * kPackBytes;
-      if (i >= table.packs || position >= total) continue;
-      const int bytes = static_cast<int>(min(total - position, int64_t{kPackBytes}));
+    for (int i = 0; i < kVectors; ++i) {
+      const int64_t position = first + (i * kTableThreads + threadIdx.x) * kVectorBytes;
+      if (i >= table.vectors || position >= total) continue;
+      const int bytes = static_cast<int>(min(total - position, int64_t{kVectorBytes}));
       if (left >> i & 1) {
-        GatherPack(packs[i], Place(position, destination, pieces), bytes, table, destination,
-                   pieces);
+        GatherVector(vectors[i], Place(position, destination, pieces), bytes, table, destination,
+                     pieces);
       }
       unsigned char* to = destination.data + position;
-      if (bytes == kPackBytes && reinterpret_cast<uintptr_t>(to) % kPackBytes == 0) {
-        *reinterpret_cast<uint4*>(to) = uint4{packs[i][0], packs[i][1], packs[i][2], packs[i][3]};
+      if (bytes == kVectorBytes && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0) {
+        *reinterpret_cast<uint4*>(to) =
+            uint4{vectors[i][0], vectors[i][1], vectors[i][2], vectors[i][3]};
       } else {
 #pragma unroll
-        for (int b = 0; b < kPackBytes; ++b) {
-          if (b < bytes) to[b] = static_cast<unsigned char>(packs[i][b / 4] >> 8 * (b % 4));
+        for (int b = 0; b < kVectorBytes; ++b) {
+          if (b < bytes) to[b] = static_cast<unsigned char>(vectors[i][b / 4] >> 8 * (b % 4));
         }
       }
     }
@@ -164,14 +167,15 @@ template <bool kAligned, typename Table>
 cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t table_bytes) {
   int64_t total = 0;
   for (const Destination& d : job.destinations) total += job.rows * d.row_bytes;
-  const int64_t pack_row = int64_t{kTableThreads} * kPackBytes;
-  table.packs =
-      static_cast<int>(std::clamp<int64_t>(total / (pack_row * kEnoughBlocks), 1, kLongPacks));
+  const int64_t vector_row = int64_t{kTableThreads} * kVectorBytes;
+  table.vectors =
+      static_cast<int>(std::clamp<int64_t>(total / (vector_row * kEnoughBlocks), 1, kLongVectors));
   // Each block reads all pieces of its destination, so blocks have more tiles if pieces are many.
   table.tiles_per_block =
       static_cast<int>(std::clamp<int64_t>(job.pieces.size() / job.destinations.size() / 16, 1, 8));
   const int64_t blocks = Fill(table, job, [&](DestinationEntry& entry) {
-    return CeilDiv(job.rows * entry.row_bytes(), table.packs * pack_row * table.tiles_per_block);
+    return CeilDiv(job.rows * entry.row_bytes(),
+                   table.vectors * vector_row * table.tiles_per_block);
   });
   return Launch(MoveLong<kAligned, Table>, blocks, kTableThreads, table_bytes, stream, table);
 }
@@ -180,8 +184,8 @@ cudaError_t LaunchLong(cudaStream_t stream, const Job& job, Table& table, size_t
 
 cudaError_t LaunchGeneral(cudaStream_t stream, const Call& call, const Device&) {
   return WithTable(call.job, [&](auto& table, size_t bytes) {
-    return call.unit == kPackBytes ? LaunchLong<true>(stream, call.job, table, bytes)
-                                   : LaunchLong<false>(stream, call.job, table, bytes);
+    return call.unit == kVectorBytes ? LaunchLong<true>(stream, call.job, table, bytes)
+                                     : LaunchLong<false>(stream, call.job, table, bytes);
   });
 }
 

@@ -35,7 +35,7 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
     const uint32_t lane = threadIdx.x % kWarp;
     const uint32_t begin = first - lane * kItems<Item>;
     if (begin + kWarp * kItems<Item> <= count) {
-      uint4* packs = shared + (threadIdx.x - lane);
+      uint4* vectors = shared + (threadIdx.x - lane);
       uint32_t words[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -48,9 +48,9 @@ __device__ __forceinline__ void StoreItems(unsigned char* data, uint32_t first, 
         words[w] = Word(items);
       }
 #pragma unroll
-      for (int w = 0; w < 4; ++w) reinterpret_cast<uint32_t*>(packs)[w * kWarp + lane] = words[w];
+      for (int w = 0; w < 4; ++w) reinterpret_cast<uint32_t*>(vectors)[w * kWarp + lane] = words[w];
       __syncwarp();
-      Store(to, packs[lane]);
+      Store(to, vectors[lane]);
       return;
     }
   }

@@ -41,7 +41,7 @@ struct JoinedItems {
   const unsigned char* rows[kPieces];
 
   __device__ __forceinline__ JoinedItems(uint32_t index, const Joined<kPieces>& joined)
-      : table(joined), row(index), column(table.row_items.Peel(row)) {
+      : table(joined), row(index), column(table.row_items.DivMod(row)) {
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
       rows[p] = table.pieces[p].column0 + uint64_t{row} * table.pieces[p].stride;
@@ -105,7 +105,7 @@ cudaError_t LaunchItems(cudaStream_t stream, const Job& job) {
 bool CanRunJoin(const Call& call, const Device&) {
   const Job& job = call.job;
   if (job.broadcasts || !call.joins() || call.items() > kMaxItems || !HasShortStrides(job) ||
-      reinterpret_cast<uintptr_t>(job.destinations[0].data) % kPackBytes != 0) {
+      reinterpret_cast<uintptr_t>(job.destinations[0].data) % kVectorBytes != 0) {
     return false;
   }
   const int filled = CountFilledPieces(job);

@@ -18,7 +18,7 @@ using jaxops::cuda::Launch;
 
 constexpr int kMaxNarrowPieces = 4;
 // A thread reads this number of vectors of narrow rows.
-constexpr int kNarrowPacks = 2;
+constexpr int kNarrowVectors = 2;
 constexpr int64_t kMaxRowBytes = 32;
 
 // Rows have 4 to kMaxRowBytes bytes, a power of two, and pieces have the first `kept` bytes. A
@@ -45,17 +45,17 @@ struct Narrow {
 
 // This is the number of rows of a block.
 template <int kRowBytes>
-constexpr int kNarrowRows = kVectorThreads * kNarrowPacks * kPackBytes / kRowBytes;
+constexpr int kNarrowRows = kVectorThreads * kNarrowVectors * kVectorBytes / kRowBytes;
 
 template <typename Item, int kRowBytes>
 __global__ void __launch_bounds__(kVectorThreads) CutNarrow(const __grid_constant__ Narrow table) {
   constexpr int kRowItems = kRowBytes / sizeof(Item);
   constexpr int kWordItems = 4 / sizeof(Item);
   // A thread reads a vector of several rows, or the vectors of one row, at a time.
-  constexpr int kBytes = kRowBytes < kPackBytes ? kPackBytes : kRowBytes;
-  constexpr int kTimes = kNarrowPacks * kPackBytes / kBytes;
+  constexpr int kBytes = kRowBytes < kVectorBytes ? kVectorBytes : kRowBytes;
+  constexpr int kTimes = kNarrowVectors * kVectorBytes / kBytes;
   constexpr int kRows = kBytes / kRowBytes;
-  __shared__ uint4 shared[kVectorThreads * kNarrowPacks];
+  __shared__ uint4 shared[kVectorThreads * kNarrowVectors];
   const int64_t first = int64_t{blockIdx.x} * kNarrowRows<kRowBytes>;
   if (first + kNarrowRows<kRowBytes> > table.rows) {
     for (int64_t row = first + threadIdx.x; row < table.rows; row += kVectorThreads) {
@@ -73,14 +73,15 @@ __global__ void __launch_bounds__(kVectorThreads) CutNarrow(const __grid_constan
     return;
   }
 
-  uint4 packs[kTimes][kBytes / kPackBytes];
+  uint4 vectors[kTimes][kBytes / kVectorBytes];
 #pragma unroll
   for (int t = 0; t < kTimes; ++t) {
     const unsigned char* from =
         table.from + first * kRowBytes + (t * kVectorThreads + threadIdx.x) * kBytes;
 #pragma unroll
-    for (int i = 0; i < kBytes / kPackBytes; ++i) {
-      packs[t][i] = i * kPackBytes < table.kept ? Load<uint4>(from + i * kPackBytes) : uint4{};
+    for (int i = 0; i < kBytes / kVectorBytes; ++i) {
+      vectors[t][i] =
+          i * kVectorBytes < table.kept ? Load<uint4>(from + i * kVectorBytes) : uint4{};
     }
   }
   auto* gathered = reinterpret_cast<unsigned char*>(shared);
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(kVectorThreads) CutNarrow(const __grid_constan
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         const int item = row * kRowItems + c;
-        const uint4 pack = packs[t][item / kItems<Item>];
-        const uint32_t words[4] = {pack.x, pack.y, pack.z, pack.w};
+        const uint4 vector = vectors[t][item / kItems<Item>];
+        const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
         const uint32_t word = words[item / kWordItems % 4];
         *reinterpret_cast<Item*>(to + (t * kVectorThreads * kRows + row) * step) =
             static_cast<Item>(word >> item % kWordItems * 8 * sizeof(Item) % 32);
@@ -108,8 +109,8 @@ __global__ void __launch_bounds__(kVectorThreads) CutNarrow(const __grid_constan
     const Narrow::Piece& piece = table.pieces[p];
     unsigned char* to = piece.to + first * piece.size;
 #pragma unroll 1
-    for (uint32_t at = threadIdx.x * kPackBytes; at < kNarrowRows<kRowBytes> * piece.size;
-         at += kVectorThreads * kPackBytes) {
+    for (uint32_t at = threadIdx.x * kVectorBytes; at < kNarrowRows<kRowBytes> * piece.size;
+         at += kVectorThreads * kVectorBytes) {
       Store(to + at, *reinterpret_cast<const uint4*>(gathered + piece.begin + at));
     }
   }
@@ -164,13 +165,13 @@ bool CanRunNarrowSplit(const Call& call, const Device&) {
   }
   // The kernel reads whole rows.
   const auto* from = static_cast<const unsigned char*>(first.source);
-  if (reinterpret_cast<uintptr_t>(from) % kPackBytes != 0 ||
+  if (reinterpret_cast<uintptr_t>(from) % kVectorBytes != 0 ||
       from + job.rows * row_bytes > static_cast<const unsigned char*>(first.end)) {
     return false;
   }
   return std::all_of(job.destinations.begin(), job.destinations.end(), [](const Destination& d) {
     return d.piece_count == 1 &&
-           (d.row_bytes == 0 || reinterpret_cast<uintptr_t>(d.data) % kPackBytes == 0);
+           (d.row_bytes == 0 || reinterpret_cast<uintptr_t>(d.data) % kVectorBytes == 0);
   });
 }
 

@@ -1,6 +1,6 @@
 // This kernel moves many rows. The sources of a Word are the same in every row, or for items of 1
 // or 2 bytes in every 4 or 2 rows, which are whole Words of every source. A thread computes the
-// source Words and the order of their bytes once as a Recipe, and keeps it in registers while
+// source Words and the order of their bytes once as a WordMap, and keeps it in registers while
 // looping over the rows, without searches and divisions for each Word.
 #include <cuda_runtime_api.h>
 
@@ -22,19 +22,19 @@ constexpr int kLineBytes = 128;
 constexpr int kManyPatterns = 16;
 constexpr int kFewPieces = 64;
 // This is the number of steps of a block. One step per block in address order is the fastest for
-// memory, but a Recipe of two sources, or a copy of a table of many pieces, is worth its setup only
-// over several steps.
+// memory, but a WordMap of two sources, or a copy of a table of many pieces, is worth its setup
+// only over several steps.
 constexpr int kQuickSteps = 4;
 constexpr int kPiecesOfStep = 16;
 
 // Missing sources read these zeros, so that no thread's loads wait for a branch.
 __device__ const uint4 kZeros = {};
 
-// Recipe describes the Word that a thread writes in every pattern, from Words of sources. Nibble i
+// WordMap describes the Word that a thread writes in every pattern, from Words of sources. Nibble i
 // of a selector is 4 + the byte of the source that becomes byte i, or i if another source supplies
 // byte i.
 template <typename Word, int kSources>
-struct Recipe {
+struct WordMap {
   const unsigned char* words[kSources];
   int64_t strides[kSources];  // bytes to the same Word in the next pattern
   uint32_t selectors[kSources];
@@ -42,13 +42,14 @@ struct Recipe {
 
   // The constructor finds the sources of Word `index` of the pattern that begins at `row`. Items as
   // large as a Word have one source, and smaller items have at most one source each.
-  __device__ __forceinline__ Recipe(int64_t index, int64_t row, const DestinationEntry& destination,
-                                    const PieceEntry* pieces) {
+  __device__ __forceinline__ WordMap(int64_t index, int64_t row,
+                                     const DestinationEntry& destination,
+                                     const PieceEntry* pieces) {
     constexpr int kItem = sizeof(Word) / kSources;
     int64_t column = index * static_cast<int64_t>(sizeof(Word));
     if (destination.pattern_rows > 1) {
       uint64_t rows = column;
-      column = destination.by_row.Peel(rows);
+      column = destination.by_row.DivMod(rows);
       row += rows;
     }
 #pragma unroll
@@ -130,34 +131,34 @@ __global__ void __launch_bounds__(kTableThreads) MoveRows(const __grid_constant_
   const DestinationEntry& destination = FindDestination(table);
   const PieceEntry* pieces = PiecesOf(destination, table, shared);
   auto block = static_cast<uint32_t>(blockIdx.x - destination.first_block);
-  const auto column = static_cast<int64_t>(destination.blocks_beside.Peel(block));
+  const auto column = static_cast<int64_t>(destination.blocks_adjacent.DivMod(block));
   auto lane = static_cast<uint32_t>(threadIdx.x);
-  const int64_t word = column * destination.width.divisor() + destination.width.Peel(lane);
-  const int beside = destination.beside;
+  const int64_t word = column * destination.width.divisor() + destination.width.DivMod(lane);
+  const int adjacent = destination.adjacent;
   const int64_t patterns = destination.patterns;
-  // All blocks go through the rows together: each step of a block has kMany times `beside`
+  // All blocks go through the rows together: each step of a block has kMany times `adjacent`
   // patterns.
-  int64_t pattern = int64_t{block} * kMany * beside + lane;
-  if (lane < beside && word < destination.pattern_words && pattern < patterns) {
-    Recipe<Word, kSources> recipe(word, pattern * destination.pattern_rows, destination, pieces);
+  int64_t pattern = int64_t{block} * kMany * adjacent + lane;
+  if (lane < adjacent && word < destination.pattern_words && pattern < patterns) {
+    WordMap<Word, kSources> word_map(word, pattern * destination.pattern_rows, destination, pieces);
     auto* to =
         reinterpret_cast<Word*>(destination.data) + pattern * destination.pattern_words + word;
-    const int64_t advance = beside * destination.pattern_words;
-    const int64_t stride = int64_t{destination.blocks_below} * kMany * beside;
-    const int64_t whole_end = patterns - (kMany - 1) * beside;
+    const int64_t advance = adjacent * destination.pattern_words;
+    const int64_t stride = int64_t{destination.blocks_below} * kMany * adjacent;
+    const int64_t whole_end = patterns - (kMany - 1) * adjacent;
 #pragma unroll 1
     for (; pattern < whole_end; pattern += stride, to += stride * destination.pattern_words) {
       Word words[kMany];
 #pragma unroll
-      for (int i = 0; i < kMany; ++i) words[i] = recipe.Make(i * beside);
-      recipe.Advance(stride);
+      for (int i = 0; i < kMany; ++i) words[i] = word_map.Make(i * adjacent);
+      word_map.Advance(stride);
 #pragma unroll
       for (int i = 0; i < kMany; ++i) to[i * advance] = words[i];
     }
 #pragma unroll 1
-    for (; pattern < patterns; pattern += beside, to += advance) {
-      *to = recipe.Make(0);
-      recipe.Advance(beside);
+    for (; pattern < patterns; pattern += adjacent, to += advance) {
+      *to = word_map.Make(0);
+      word_map.Advance(adjacent);
     }
   }
 
@@ -166,9 +167,9 @@ __global__ void __launch_bounds__(kTableThreads) MoveRows(const __grid_constant_
   int64_t at = patterns * destination.pattern_rows * destination.row_bytes();
   for (at += (blockIdx.x - destination.first_block) * kTableThreads + threadIdx.x; at < end;
        at +=
-       int64_t{destination.blocks_beside.divisor()} * destination.blocks_below * kTableThreads) {
+       int64_t{destination.blocks_adjacent.divisor()} * destination.blocks_below * kTableThreads) {
     uint64_t row = at;
-    const auto from_row = static_cast<int64_t>(destination.by_row.Peel(row));
+    const auto from_row = static_cast<int64_t>(destination.by_row.DivMod(row));
     const PieceEntry& piece = pieces[FindLast(pieces, destination.piece_count, from_row,
                                               [](const PieceEntry& entry) { return entry.begin; })];
     const int64_t offset = from_row - piece.begin;
@@ -200,29 +201,29 @@ cudaError_t LaunchTable(cudaStream_t stream, const Job& job, int processors, Tab
     entry.pattern_rows = static_cast<int>(rows);
     entry.patterns = patterns;
     entry.pattern_words = entry.row_bytes() * rows / sizeof(Word);
-    const int64_t blocks_beside = CeilDiv(entry.pattern_words, kTableThreads);
-    const int64_t width = blocks_beside == 1
+    const int64_t blocks_adjacent = CeilDiv(entry.pattern_words, kTableThreads);
+    const int64_t width = blocks_adjacent == 1
                               ? entry.pattern_words
-                              : CeilDiv(CeilDiv(entry.pattern_words, blocks_beside), 32) * 32;
-    entry.blocks_beside = FastDivider(blocks_beside);
+                              : CeilDiv(CeilDiv(entry.pattern_words, blocks_adjacent), 32) * 32;
+    entry.blocks_adjacent = FastDivider(blocks_adjacent);
     entry.width = FastDivider(width);
-    entry.beside = static_cast<int>(kTableThreads / width);
-    // If recipes are quick to compute, blocks are many and short, which is the fastest for the
+    entry.adjacent = static_cast<int>(kTableThreads / width);
+    // If word maps are quick to compute, blocks are many and short, which is the fastest for the
     // device; otherwise blocks are as many as run at once, so that destinations that share a source
     // read it at the same time.
     const double share = static_cast<double>(entry.row_bytes()) / row_bytes;
-    const int64_t steps = CeilDiv(patterns, int64_t{kMany} * entry.beside);
+    const int64_t steps = CeilDiv(patterns, int64_t{kMany} * entry.adjacent);
     const bool quick = entry.piece_count <= (kSources == 1   ? kFewPieces
                                              : kSources == 2 ? kListedPieces
                                                              : 0);
-    const int64_t most_steps =
+    const int64_t max_steps =
         kSources == 1 ? CeilDiv(entry.piece_count, kPiecesOfStep) : kQuickSteps;
     const int64_t quick_steps =
-        std::clamp<int64_t>(steps * blocks_beside / kEnoughBlocks, 1, most_steps);
+        std::clamp<int64_t>(steps * blocks_adjacent / kEnoughBlocks, 1, max_steps);
     const int64_t below = quick ? CeilDiv(steps, quick_steps)
-                                : static_cast<int64_t>(share * resident) / blocks_beside;
+                                : static_cast<int64_t>(share * resident) / blocks_adjacent;
     entry.blocks_below = static_cast<int>(std::clamp<int64_t>(below, 1, steps));
-    return blocks_beside * entry.blocks_below;
+    return blocks_adjacent * entry.blocks_below;
   });
   return Launch(MoveRows<Word, kSources, Table>, blocks, kTableThreads, table_bytes, stream, table);
 }

@@ -63,30 +63,31 @@ __device__ __forceinline__ uint4 Shift(uint4 low, uint4 high, uint32_t first) {
 // only parts of the two, a thread moves items.
 template <typename Item, int kSegments>
 __global__ void __launch_bounds__(kVectorThreads)
-    MoveStretches(const __grid_constant__ SegmentTable<kSegments> table) {
+    MoveSegments(const __grid_constant__ SegmentTable<kSegments> table) {
   const Segment& segment = table.segments[table.Find(blockIdx.x)];
   const int64_t bytes = segment.bytes;
-  const uint32_t head = reinterpret_cast<uintptr_t>(segment.to) % kPackBytes;
+  const uint32_t head = reinterpret_cast<uintptr_t>(segment.to) % kVectorBytes;
   const int64_t first =
-      int64_t{blockIdx.x - segment.first_block} * (kVectorThreads * kPackBytes * kVectors) +
-      threadIdx.x * kPackBytes - head;
+      int64_t{blockIdx.x - segment.first_block} * (kVectorThreads * kVectorBytes * kVectors) +
+      threadIdx.x * kVectorBytes - head;
   const unsigned char* from = segment.from + first;
-  const auto shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) % kPackBytes);
+  const auto shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) % kVectorBytes);
   uint4 low[kVectors], high[kVectors];
 #pragma unroll
   for (int m = 0; m < kVectors; ++m) {
-    const int64_t at = first + m * kVectorThreads * kPackBytes;
+    const int64_t at = first + m * kVectorThreads * kVectorBytes;
     const int64_t read = at - shift;
-    const bool whole = segment.from != nullptr && read >= 0 && read + 2 * kPackBytes <= bytes;
+    const bool whole = segment.from != nullptr && read >= 0 && read + 2 * kVectorBytes <= bytes;
     low[m] = whole ? Load<uint4>(segment.from + read) : uint4{};
-    high[m] = whole && shift != 0 ? Load<uint4>(segment.from + read + kPackBytes) : uint4{};
+    high[m] = whole && shift != 0 ? Load<uint4>(segment.from + read + kVectorBytes) : uint4{};
   }
 #pragma unroll
   for (int m = 0; m < kVectors; ++m) {
-    const int64_t at = first + m * kVectorThreads * kPackBytes;
+    const int64_t at = first + m * kVectorThreads * kVectorBytes;
     const int64_t read = at - shift;
     const bool zeros = segment.from == nullptr;
-    if (zeros ? at >= 0 && at + kPackBytes <= bytes : read >= 0 && read + 2 * kPackBytes <= bytes) {
+    if (zeros ? at >= 0 && at + kVectorBytes <= bytes
+              : read >= 0 && read + 2 * kVectorBytes <= bytes) {
       Store(segment.to + at, Shift(low[m], high[m], shift));
       continue;
     }
@@ -114,7 +115,7 @@ cudaError_t LaunchTable(cudaStream_t stream, const Job& job) {
     if (bytes == 0) return;
     // The number of blocks does not depend on the address.
     const int64_t count =
-        CeilDiv(bytes + kPackBytes - 1, int64_t{kVectorThreads} * kPackBytes * kVectors);
+        CeilDiv(bytes + kVectorBytes - 1, int64_t{kVectorThreads} * kVectorBytes * kVectors);
     if (table.count == 0) first = count;
     table.equal = table.equal && count == first;
     table.segments[table.count++] = {from, to, bytes, static_cast<uint32_t>(blocks)};
@@ -132,7 +133,7 @@ cudaError_t LaunchTable(cudaStream_t stream, const Job& job) {
     }
   }
   table.blocks = FastDivider(first);
-  return Launch(MoveStretches<Item, kSegments>, blocks, kVectorThreads, 0, stream, table);
+  return Launch(MoveSegments<Item, kSegments>, blocks, kVectorThreads, 0, stream, table);
 }
 
 template <typename Item>

@@ -14,7 +14,7 @@ namespace jaxops::concatenate::cuda {
 namespace {
 
 using jaxops::cuda::CeilDiv;
-using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kVectorBytes;
 using jaxops::cuda::Launch;
 
 // A block has the first number of threads if there are few Words, and the second otherwise, so that
@@ -142,7 +142,7 @@ bool CanRunSmallEqual(const Call& call, const Device&) {
 cudaError_t LaunchSmallEqual(cudaStream_t stream, const Call& call, const Device&) {
   const Job& job = call.job;
   // Lanes that each have another row of a piece access distant addresses of the whole array.
-  if (call.unit == kPackBytes && job.pieces[0].size == kPackBytes &&
+  if (call.unit == kVectorBytes && job.pieces[0].size == kVectorBytes &&
       HasSmallEqualPieces(job, sizeof(uint2))) {
     return LaunchAlike<uint2>(stream, job);
   }

@@ -40,7 +40,7 @@ template <typename Word, int kOfBlock>
 __global__ void __launch_bounds__(kOfBlock) JoinWords(const __grid_constant__ Joined table) {
   const uint32_t index = min(blockIdx.x * kOfBlock + threadIdx.x, table.last);
   uint32_t row = index;
-  const uint32_t column = table.row_words.Peel(row);
+  const uint32_t column = table.row_words.DivMod(row);
   const bool beyond = table.begin <= column;
   // Words in the zeros read the last Word before the zeros, so that no load waits for a branch.
   const uint32_t at =

@@ -75,14 +75,14 @@ bool MakePlan(const Call& call, SmallSegmentsPlan& plan) {
     max_bytes = std::max({max_bytes, piece.size, piece.extent - piece.size});
   }
   const int64_t longest = max_bytes / call.unit;
-  const int64_t beside = CeilDiv(longest, kThreads);
+  const int64_t adjacent = CeilDiv(longest, kThreads);
   const int64_t width =
-      beside == 1 ? longest : CeilDiv(CeilDiv(longest, beside), int64_t{kWarp}) * kWarp;
+      adjacent == 1 ? longest : CeilDiv(CeilDiv(longest, adjacent), int64_t{kWarp}) * kWarp;
   const int64_t height = std::min(kThreads / width, job.rows);
   const int64_t below = CeilDiv(job.rows, height);
-  if (beside > kMaxGridRows || below > kMaxGridRows) return false;
+  if (adjacent > kMaxGridRows || below > kMaxGridRows) return false;
   plan.threads = dim3(static_cast<unsigned>(width), static_cast<unsigned>(height));
-  plan.grid = dim3(plan.segments, static_cast<unsigned>(below), static_cast<unsigned>(beside));
+  plan.grid = dim3(plan.segments, static_cast<unsigned>(below), static_cast<unsigned>(adjacent));
   return true;
 }
 

@@ -64,7 +64,7 @@ struct CutItems {
   __device__ __forceinline__ CutItems(uint32_t index, const CutPiece& cut)
       : piece(cut),
         row(index),
-        column(piece.row_items.Peel(row)),
+        column(piece.row_items.DivMod(row)),
         from(piece.source + uint64_t{row} * piece.stride + uint64_t{column} * sizeof(Item)) {}
 
   __device__ __forceinline__ Item Next() const {
@@ -82,7 +82,7 @@ struct CutItems {
 template <typename Item, int kPieces>
 __global__ void __launch_bounds__(kVectorThreads) Cut(const __grid_constant__ Cuts<kPieces> table) {
   uint32_t round = blockIdx.x;
-  const uint32_t block = table.round.Peel(round);
+  const uint32_t block = table.round.DivMod(round);
   const CutPiece& piece = table.pieces[table.Find(block)];
   const uint32_t own_block = round * piece.blocks + block - piece.first_block;
   const uint32_t first = (own_block * kVectorThreads + threadIdx.x) * kItems<Item>;
@@ -146,7 +146,7 @@ bool CanRunSplit(const Call& call, const Device&) {
   }
   return std::all_of(job.destinations.begin(), job.destinations.end(), [&](const Destination& d) {
     // The count of items has 32 bits, and rounds may extend beyond the last item.
-    return d.piece_count == 1 && reinterpret_cast<uintptr_t>(d.data) % kPackBytes == 0 &&
+    return d.piece_count == 1 && reinterpret_cast<uintptr_t>(d.data) % kVectorBytes == 0 &&
            job.rows * d.row_bytes / call.unit <= kMaxItems;
   });
 }

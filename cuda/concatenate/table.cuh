@@ -38,16 +38,16 @@ struct DestinationEntry {
   int piece_count;
   FastDivider64 by_row;  // bytes per row
   // These members are for MoveRows. A pattern has `pattern_rows` rows and `pattern_words` Words,
-  // and there are `patterns` of them. `blocks_beside` blocks with `width` Words each share a
-  // pattern, and `blocks_below` such groups share the patterns. A block handles `beside` patterns
+  // and there are `patterns` of them. `blocks_adjacent` blocks with `width` Words each share a
+  // pattern, and `blocks_below` such groups share the patterns. A block handles `adjacent` patterns
   // side by side.
   int pattern_rows;
   int64_t patterns;
   int64_t pattern_words;
   FastDivider width;
-  FastDivider blocks_beside;
+  FastDivider blocks_adjacent;
   int blocks_below;
-  int beside;
+  int adjacent;
 
   JAXOPS_HOST_DEVICE int64_t row_bytes() const { return static_cast<int64_t>(by_row.divisor()); }
 };
@@ -60,7 +60,7 @@ struct Table {
   PieceEntry pieces[kPieces];
   DestinationEntry destinations[kDestinations];
   int destination_count;
-  int packs;  // for MoveLong: vectors that a thread has in flight
+  int vectors;  // for MoveLong: vectors that a thread has in flight
   int tiles_per_block;
   bool broadcasts;
   int row_dims;
@@ -75,7 +75,7 @@ struct Table {
     int64_t stride = 1;
 #pragma unroll 1
     for (int d = row_dims - 1; d >= 0; --d) {
-      const int64_t index = row_sizes[d].Peel(rest);
+      const int64_t index = row_sizes[d].DivMod(rest);
       if (varies >> d & 1) {
         source += index * stride;
         stride *= row_sizes[d].divisor();

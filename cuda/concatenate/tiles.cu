@@ -3,7 +3,7 @@
 // equal, a tile has only some of them but more rows, so that the segment of each piece is long.
 //
 // The sources of a word repeat after a number of rows, in a pattern, except for a constant step. A
-// thread computes them once as a Recipe, while the copies are in flight, and loops over the
+// thread computes them once as a WordMap, while the copies are in flight, and loops over the
 // patterns of the tile, which pays only over several patterns. The strides in shared memory
 // minimize the bank conflicts of the reads. Warps and blocks write whole sectors of global memory
 // if rows allow it: sectors of two writers cost up to a tenth. A block has one tile: persistent
@@ -28,7 +28,7 @@ namespace jaxops::concatenate::cuda {
 namespace {
 
 using jaxops::cuda::CeilDiv;
-using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kVectorBytes;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 
@@ -96,8 +96,8 @@ struct Tiles {
   // The stride in shared memory is between rows of a split, or between pieces of a join, and keeps
   // these in different banks.
   uint32_t stride;
-  FastDivider row_packs;  // for splits of parts
-  FastDivider run_packs;  // vectors or words of a piece in a tile, for joins of equal pieces
+  FastDivider row_vectors;  // for splits of parts
+  FastDivider run_vectors;  // vectors or words of a piece in a tile, for joins of equal pieces
   // Fetches move 4 bytes instead of 16: the layout of a split is then skewed, and the stride of a
   // join is any number of words.
   bool by_words;
@@ -176,7 +176,7 @@ struct PairLoop {
   uint32_t inner, outer_step = blockDim.x, inner_step, count;
 
   __device__ __forceinline__ explicit PairLoop(const FastDivider& by)
-      : inner(by.Peel(outer)), inner_step(by.Peel(outer_step)), count(by.divisor()) {}
+      : inner(by.DivMod(outer)), inner_step(by.DivMod(outer_step)), count(by.divisor()) {}
 
   __device__ __forceinline__ void Advance() {
     outer += outer_step;
@@ -209,10 +209,10 @@ struct Tile {
   }
 };
 
-// Recipe holds the positions in shared memory of the items of the word that a thread writes in
+// WordMap holds the positions in shared memory of the items of the word that a thread writes in
 // every pattern.
 template <typename Item, bool kSplits, int kBytes>
-struct Recipe {
+struct WordMap {
   static constexpr int kItems = kBytes / sizeof(Item);
   static constexpr int kSteps = kSplits ? 1 : kItems;
 
@@ -223,8 +223,8 @@ struct Recipe {
 
   // The constructor computes the word at byte `at` of a pattern.
   template <int kPieces>
-  __device__ __forceinline__ Recipe(uint32_t at, const Tiles<kPieces>& table,
-                                    const PieceFinder<kPieces>& finder, const Tile& tile) {
+  __device__ __forceinline__ WordMap(uint32_t at, const Tiles<kPieces>& table,
+                                     const PieceFinder<kPieces>& finder, const Tile& tile) {
     if constexpr (kSplits) {
       const TilePiece piece = finder.Find(at >> table.log_pattern_rows);
       const uint32_t begin = piece.begin - tile.column;
@@ -239,7 +239,7 @@ struct Recipe {
       // that contain them.
       const auto row_begin = [&] {
         const uint32_t place =
-            table.parted ? (row * table.row_bytes + tile.column) % kPackBytes : 0;
+            table.parted ? (row * table.row_bytes + tile.column) % kVectorBytes : 0;
         return row * table.stride + place + begin;
       };
       uint32_t offset = row_begin() + column;
@@ -256,7 +256,7 @@ struct Recipe {
       }
     } else {
       uint32_t row = at;
-      uint32_t column = table.part_bytes.Peel(row);
+      uint32_t column = table.part_bytes.DivMod(row);
       if (table.parted) column += tile.Begin(row, table);
       to = table.whole + (tile.row + row) * table.row_bytes + tile.column + column;
       advance = table.pattern_rows * table.row_bytes;
@@ -266,7 +266,7 @@ struct Recipe {
         uint32_t piece = 0;
         if (size < table.filled) {
           piece = column;
-          inside = table.by_size.Peel(piece);
+          inside = table.by_size.DivMod(piece);
         }
         uint32_t offset = piece * table.stride + row * size + inside;
 #pragma unroll
@@ -324,7 +324,7 @@ struct Recipe {
   }
 
   __device__ __forceinline__ void Write(uint32_t patterns, const unsigned char* shared) {
-    if constexpr (kBytes == kPackBytes) {
+    if constexpr (kBytes == kVectorBytes) {
 #pragma unroll 1
       for (uint32_t pattern = 0; pattern < patterns; ++pattern, to += advance) {
         uint32_t words[4];
@@ -347,15 +347,15 @@ struct Recipe {
   }
 };
 
-template <typename Item, bool kSplits, int kBytes, int kMostThreads, int kPieces>
-__global__ void __launch_bounds__(kMostThreads)
+template <typename Item, bool kSplits, int kBytes, int kMaxThreads, int kPieces>
+__global__ void __launch_bounds__(kMaxThreads)
     MoveTiles(const __grid_constant__ Tiles<kPieces> table) {
   extern __shared__ __align__(16) unsigned char shared[];
   // The table of pieces follows the fetched bytes and a word of zeros.
-  unsigned char* const copied = shared + table.fetched + kPackBytes;
+  unsigned char* const copied = shared + table.fetched + kVectorBytes;
   uint32_t tile_row = blockIdx.x;
   uint32_t part = 0;
-  if constexpr (kPieces > kFewPieces) part = table.parts.Peel(tile_row);
+  if constexpr (kPieces > kFewPieces) part = table.parts.DivMod(tile_row);
 
   if (tile_row >= table.tiles) {
     // The rows after the last tile move item by item.
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(kMostThreads)
     const int64_t place = (block * blockDim.x + threadIdx.x) * static_cast<int64_t>(sizeof(Item));
     if (place >= rest) return;
     auto row = static_cast<uint32_t>(place);
-    const uint32_t column = table.by_row.Peel(row);
+    const uint32_t column = table.by_row.DivMod(row);
     auto* of_whole = reinterpret_cast<Item*>(table.whole + first_row * table.row_bytes + place);
     if (column >= table.filled) {
       if constexpr (!kSplits) *of_whole = 0;
@@ -397,13 +397,13 @@ __global__ void __launch_bounds__(kMostThreads)
   if constexpr (kSplits) {
     const unsigned char* whole = table.whole + tile.row * table.row_bytes;
     if (table.parted) {
-      for (PairLoop loop(table.row_packs); loop.outer < table.rows; loop.Advance()) {
+      for (PairLoop loop(table.row_vectors); loop.outer < table.rows; loop.Advance()) {
         const uint32_t begin = loop.outer * table.row_bytes + tile.column;
-        const uint32_t place = loop.inner * kPackBytes;
-        const uint32_t at = begin / kPackBytes * kPackBytes + place;
+        const uint32_t place = loop.inner * kVectorBytes;
+        const uint32_t at = begin / kVectorBytes * kVectorBytes + place;
         if (at < begin + tile.bytes) {
           __pipeline_memcpy_async(shared + loop.outer * table.stride + place, whole + at,
-                                  kPackBytes);
+                                  kVectorBytes);
         }
       }
     } else if (table.by_words) {
@@ -413,10 +413,10 @@ __global__ void __launch_bounds__(kMostThreads)
       }
     } else {
       const uint32_t padding = table.stride - table.row_bytes;
-      for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * table.row_bytes;
-           at += blockDim.x * kPackBytes) {
+      for (uint32_t at = threadIdx.x * kVectorBytes; at < table.rows * table.row_bytes;
+           at += blockDim.x * kVectorBytes) {
         const uint32_t skipped = padding == 0 ? 0 : table.by_row.Quotient(at) * padding;
-        __pipeline_memcpy_async(shared + at + skipped, whole + at, kPackBytes);
+        __pipeline_memcpy_async(shared + at + skipped, whole + at, kVectorBytes);
       }
     }
     __pipeline_commit();
@@ -427,9 +427,9 @@ __global__ void __launch_bounds__(kMostThreads)
       for (uint32_t p = 0; p < table.count; ++p) {
         const TilePiece& piece = table.pieces[p];
         const unsigned char* from = piece.data + tile.row * piece.size;
-        for (uint32_t at = threadIdx.x * kPackBytes; at < table.rows * piece.size;
-             at += blockDim.x * kPackBytes) {
-          __pipeline_memcpy_async(shared + piece.shared * kWordBytes + at, from + at, kPackBytes);
+        for (uint32_t at = threadIdx.x * kVectorBytes; at < table.rows * piece.size;
+             at += blockDim.x * kVectorBytes) {
+          __pipeline_memcpy_async(shared + piece.shared * kWordBytes + at, from + at, kVectorBytes);
         }
       }
     } else {
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(kMostThreads)
       const auto fetch = [&](auto width) {
         constexpr uint32_t bytes = decltype(width)::value;
         if (table.equal && size < kWideBytes) {
-          for (PairLoop loop(table.run_packs); loop.outer < pieces; loop.Advance()) {
+          for (PairLoop loop(table.run_vectors); loop.outer < pieces; loop.Advance()) {
             const uint32_t at = loop.inner * bytes;
             __pipeline_memcpy_async(shared + loop.outer * table.stride + at,
                                     finder.data(loop.outer) + tile.row * size + at, bytes);
@@ -455,7 +455,7 @@ __global__ void __launch_bounds__(kMostThreads)
       if (table.by_words) {
         fetch(std::integral_constant<uint32_t, kWordBytes>());
       } else {
-        fetch(std::integral_constant<uint32_t, kPackBytes>());
+        fetch(std::integral_constant<uint32_t, kVectorBytes>());
       }
     }
     __pipeline_commit();
@@ -468,17 +468,17 @@ __global__ void __launch_bounds__(kMostThreads)
   for (uint32_t at = threadIdx.x * kBytes, first = 0; first < pattern_bytes;
        at += step, first += step) {
     bool there = at < pattern_bytes;
-    Recipe<Item, kSplits, kBytes> recipe(there ? at : 0, table, finder, tile);
+    WordMap<Item, kSplits, kBytes> word_map(there ? at : 0, table, finder, tile);
     if (first == 0) {
       __pipeline_wait_prior(0);
       __syncthreads();
     }
     if (!kSplits && table.parted) {
       uint32_t row = at;
-      const uint32_t column = table.part_bytes.Peel(row);
+      const uint32_t column = table.part_bytes.DivMod(row);
       there = there && column + tile.Begin(row, table) < tile.End(row, table);
     }
-    if (there) recipe.Write(patterns, shared);
+    if (there) word_map.Write(patterns, shared);
   }
 }
 
@@ -519,7 +519,7 @@ int Conflicts(const Lanes& lanes, uint32_t stride, bool skewed) {
 // conflicts, and returns their number. Among equals it is the first one after an odd number of
 // vectors, which is the fastest for the other items.
 int ChooseStride(uint32_t& stride, const Lanes& lanes, int64_t least, int64_t step) {
-  const int64_t odd = least % (2 * kPackBytes) == 0 ? kPackBytes : 0;
+  const int64_t odd = least % (2 * kVectorBytes) == 0 ? kVectorBytes : 0;
   int fewest = kWarp + 1;
   for (int64_t i = 0; i < kBankBytes && fewest > 1; i += step) {
     const auto tried = static_cast<uint32_t>(least + (odd + i) % kBankBytes);
@@ -532,9 +532,9 @@ int ChooseStride(uint32_t& stride, const Lanes& lanes, int64_t least, int64_t st
   return fewest;
 }
 
-// RowPacks returns the vectors of a row of a part for any alignment.
-int64_t RowPacks(const TilesPlan& plan) {
-  return CeilDiv(plan.part_bytes + kPackBytes - plan.item, kPackBytes);
+// CountRowVectors returns the vectors of a row of a part for any alignment.
+int64_t CountRowVectors(const TilesPlan& plan) {
+  return CeilDiv(plan.part_bytes + kVectorBytes - plan.item, kVectorBytes);
 }
 
 // CountBlocks counts the blocks of a call, including those of the rows after the last tile.
@@ -587,15 +587,15 @@ bool VisitPieces(const Job& job, const TilesPlan& plan, Visit&& visit) {
 
 // PlanFew chooses the rows of a tile and of a pattern for at most kFewPieces pieces.
 void PlanFew(TilesPlan& plan, int64_t all_rows) {
-  const int64_t pack_rows = kPackBytes / plan.item;
-  const int64_t most_words = plan.splits ? 64 : 128;
+  const int64_t vector_rows = kVectorBytes / plan.item;
+  const int64_t max_words = plan.splits ? 64 : 128;
   // Rows of mostly zeros cost little to write, and as much setup as others.
   const int64_t patterns = plan.item == 1 && 2 * plan.filled < plan.row_bytes ? 16 : 8;
-  while (2 * plan.pattern_rows * plan.part_bytes <= most_words * kWordBytes) plan.pattern_rows *= 2;
+  while (2 * plan.pattern_rows * plan.part_bytes <= max_words * kWordBytes) plan.pattern_rows *= 2;
   while (plan.rows < patterns * plan.pattern_rows && plan.rows * plan.row_bytes <= kFewTileBytes) {
     plan.rows *= 2;
   }
-  while (plan.rows > pack_rows && all_rows / plan.rows < 4 * kManyTiles) plan.rows /= 2;
+  while (plan.rows > vector_rows && all_rows / plan.rows < 4 * kManyTiles) plan.rows /= 2;
   while (plan.rows < kTogether * plan.pattern_rows) plan.pattern_rows /= 2;
 }
 
@@ -603,8 +603,8 @@ void PlanFew(TilesPlan& plan, int64_t all_rows) {
 void PlanMany(TilesPlan& plan, int64_t all_rows, int64_t word) {
   const bool splits = plan.splits;
   const int64_t size = plan.size, row_bytes = plan.row_bytes, item = plan.item;
-  const int64_t pack_rows = kPackBytes / item;
-  int64_t rows = pack_rows;
+  const int64_t vector_rows = kVectorBytes / item;
+  int64_t rows = vector_rows;
   if (plan.equal && (splits || (plan.filled == row_bytes && row_bytes % kWordBytes == 0))) {
     // A part has enough rows for a long segment of each piece, and then the number of pieces that
     // fits. Parts of joins are whole words.
@@ -640,7 +640,7 @@ void PlanMany(TilesPlan& plan, int64_t all_rows, int64_t word) {
       plan.part_bytes = plan.tile_pieces * size;
       if (!splits) plan.pattern_rows = 1;
     } else {
-      rows = pack_rows;
+      rows = vector_rows;
     }
   }
   if (!plan.parted) {
@@ -648,13 +648,13 @@ void PlanMany(TilesPlan& plan, int64_t all_rows, int64_t word) {
   }
   // Small calls have small tiles, so that all multiprocessors have some.
   const int64_t parts = CeilDiv(plan.count, plan.tile_pieces);
-  while (rows > pack_rows && all_rows / rows * parts < kManyTiles) rows /= 2;
+  while (rows > vector_rows && all_rows / rows * parts < kManyTiles) rows /= 2;
   // Splits into single bytes need more patterns, because a thread has a longer setup before the
   // first word.
   const int64_t patterns = splits && item > 1 ? 2 : kTogether;
-  const int64_t most_words = splits ? 512 : 256;
+  const int64_t max_words = splits ? 512 : 256;
   while (2 * patterns * plan.pattern_rows <= rows &&
-         2 * plan.pattern_rows * plan.part_bytes <= most_words * word) {
+         2 * plan.pattern_rows * plan.part_bytes <= max_words * word) {
     plan.pattern_rows *= 2;
   }
   // A pattern, and a part of a join, is made of whole sectors if enough patterns remain and few
@@ -677,12 +677,13 @@ void PlanSharedMemory(TilesPlan& plan, bool few, int64_t word) {
   const int64_t rows = plan.rows, size = plan.size;
   plan.by_words = false;
   if (plan.splits) {
-    plan.stride = static_cast<uint32_t>(plan.parted ? RowPacks(plan) * kPackBytes : plan.row_bytes);
-    if (!few && plan.stride % kPackBytes == 0) {
+    plan.stride =
+        static_cast<uint32_t>(plan.parted ? CountRowVectors(plan) * kVectorBytes : plan.row_bytes);
+    if (!few && plan.stride % kVectorBytes == 0) {
       if (plan.equal && plan.item > 1) {
-        ChooseStride(plan.stride, FindLanes(plan, word), plan.stride, kPackBytes);
-      } else if (plan.stride % (2 * kPackBytes) == 0) {
-        plan.stride += kPackBytes;
+        ChooseStride(plan.stride, FindLanes(plan, word), plan.stride, kVectorBytes);
+      } else if (plan.stride % (2 * kVectorBytes) == 0) {
+        plan.stride += kVectorBytes;
       }
     }
     if (!few && plan.equal && !plan.parted &&
@@ -690,11 +691,11 @@ void PlanSharedMemory(TilesPlan& plan, bool few, int64_t word) {
       const Lanes lanes = FindLanes(plan, word);
       const int now = Conflicts(lanes, plan.stride, false);
       const int skewed = Conflicts(lanes, static_cast<uint32_t>(plan.row_bytes), true);
-      plan.by_words = (now - skewed) * (kPackBytes / plan.item) > kLoadsOfSplit;
+      plan.by_words = (now - skewed) * (kVectorBytes / plan.item) > kLoadsOfSplit;
       if (plan.by_words) plan.stride = static_cast<uint32_t>(plan.row_bytes);
     }
     plan.fetched = rows * plan.stride;
-    if (plan.by_words) plan.fetched += plan.fetched / kBankBytes * kPackBytes;
+    if (plan.by_words) plan.fetched += plan.fetched / kBankBytes * kVectorBytes;
   } else {
     plan.stride = static_cast<uint32_t>(rows * size);
     if (few) {
@@ -703,7 +704,7 @@ void PlanSharedMemory(TilesPlan& plan, bool few, int64_t word) {
       const Lanes lanes = FindLanes(plan, word);
       // Fetches by words of few pieces cost more than the bank conflicts of the reads.
       const bool many = plan.count > kWarp;
-      const int now = ChooseStride(plan.stride, lanes, rows * size, kPackBytes);
+      const int now = ChooseStride(plan.stride, lanes, rows * size, kVectorBytes);
       uint32_t stride = 0;
       const int words = ChooseStride(stride, lanes, rows * size, kWordBytes);
       plan.by_words = many && (now - words) * (kWordBytes / plan.item) > kLoadsOfJoin;
@@ -712,7 +713,7 @@ void PlanSharedMemory(TilesPlan& plan, bool few, int64_t word) {
     const int64_t fetched = plan.equal
                                 ? (plan.tile_pieces + plan.more_pieces) * int64_t{plan.stride}
                                 : rows * plan.filled;
-    plan.fetched = CeilDiv(fetched, kPackBytes) * kPackBytes;
+    plan.fetched = CeilDiv(fetched, kVectorBytes) * kVectorBytes;
   }
 }
 
@@ -725,7 +726,7 @@ bool MakePlan(const Call& call, TilesPlan& plan) {
   plan.splits = !call.joins() || (job.pieces.size() == 1 && first.stride != first.size);
   plan.whole = plan.splits ? first.source : job.destinations[0].data;
   plan.row_bytes = plan.splits ? first.stride : job.destinations[0].row_bytes;
-  if (!IsAligned(plan.whole, kPackBytes) || plan.row_bytes > kMaxRowBytes) return false;
+  if (!IsAligned(plan.whole, kVectorBytes) || plan.row_bytes > kMaxRowBytes) return false;
   // A split reads whole rows, whose beginnings other launches may have cut.
   const auto* whole = static_cast<const unsigned char*>(plan.whole);
   if (plan.splits && whole + job.rows * plan.row_bytes > first.end) return false;
@@ -736,15 +737,15 @@ bool MakePlan(const Call& call, TilesPlan& plan) {
     if (plan.count++ == 0) plan.size = size;
     plan.equal = plan.equal && size == first.size;
     plan.filled += size;
-    return plan.count <= kMaxPieces && IsAligned(part, kPackBytes);
+    return plan.count <= kMaxPieces && IsAligned(part, kVectorBytes);
   });
   if (!has_rows || plan.count == 0) return false;
 
   // A tile has at least the rows that are whole vectors of every array, and a pattern whole words.
   const bool few = plan.count <= kFewPieces;
-  const int64_t word = few || !plan.splits ? kWordBytes : kPackBytes;
+  const int64_t word = few || !plan.splits ? kWordBytes : kVectorBytes;
   plan.item = std::min<int64_t>(call.unit, kWordBytes);
-  plan.rows = kPackBytes / plan.item;
+  plan.rows = kVectorBytes / plan.item;
   plan.pattern_rows = word / plan.item;
   plan.part_bytes = plan.splits ? plan.filled : plan.row_bytes;
   plan.tile_pieces = plan.count;
@@ -761,9 +762,9 @@ bool MakePlan(const Call& call, TilesPlan& plan) {
   plan.parts = CeilDiv(plan.count, plan.tile_pieces);
   plan.tiles = job.rows / plan.rows;
   const int64_t words = plan.pattern_rows * plan.part_bytes / word;
-  const int64_t most_threads = few ? kFewThreads : kManyThreads;
+  const int64_t max_threads = few ? kFewThreads : kManyThreads;
   plan.threads =
-      static_cast<int>(CeilDiv(CeilDiv(words, CeilDiv(words, most_threads)), kWarp) * kWarp);
+      static_cast<int>(CeilDiv(CeilDiv(words, CeilDiv(words, max_threads)), kWarp) * kWarp);
   return CountBlocks(plan, job.rows) <= INT32_MAX;
 }
 
@@ -801,10 +802,10 @@ Tiles<kPieces> MakeTable(const Job& job, const TilesPlan& plan) {
   table.more_pieces = static_cast<uint32_t>(plan.more_pieces);
   table.stride = plan.stride;
   if (plan.splits) {
-    table.row_packs = FastDivider(RowPacks(plan));
+    table.row_vectors = FastDivider(CountRowVectors(plan));
   } else {
     const int64_t run = plan.rows * plan.size;
-    table.run_packs = FastDivider(run / (plan.by_words ? kWordBytes : kPackBytes));
+    table.run_vectors = FastDivider(run / (plan.by_words ? kWordBytes : kVectorBytes));
   }
   table.by_words = plan.by_words;
   table.fetched = static_cast<uint32_t>(plan.fetched);
@@ -817,10 +818,10 @@ Tiles<kPieces> MakeTable(const Job& job, const TilesPlan& plan) {
 
 template <typename Item, bool kSplits, int kPieces>
 cudaError_t LaunchBlocks(cudaStream_t stream, const Call& call) {
-  constexpr int kBytes = kPieces <= kFewPieces || !kSplits ? kWordBytes : kPackBytes;
+  constexpr int kBytes = kPieces <= kFewPieces || !kSplits ? kWordBytes : kVectorBytes;
   constexpr int kThreads = kPieces <= kFewPieces ? kFewThreads : kManyThreads;
   const TilesPlan& plan = call.tiles;
-  const size_t bytes = plan.fetched + kPackBytes +
+  const size_t bytes = plan.fetched + kVectorBytes +
                        (PieceFinder<kPieces>::kCopies ? plan.count * sizeof(TilePiece) : 0);
   return Launch(MoveTiles<Item, kSplits, kBytes, kThreads, kPieces>,
                 CountBlocks(plan, call.job.rows), plan.threads, bytes, stream,

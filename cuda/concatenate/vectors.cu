@@ -41,13 +41,13 @@ struct Whole {
   WholePiece pieces[kPieces];  // missing pieces begin at kNowhere
   unsigned char* whole;
   uint64_t stride;  // in bytes
-  FastDivider row_packs;
-  FastDivider piece_packs;  // for more than kComparedPieces, which are equal
-  uint32_t packs;
+  FastDivider row_vectors;
+  FastDivider piece_vectors;  // for more than kComparedPieces, which are equal
+  uint32_t vectors;
 
   __device__ __forceinline__ WholePiece Find(uint32_t column) const {
     if constexpr (kPieces == 2) return column < pieces[1].begin ? pieces[0] : pieces[1];
-    if constexpr (kPieces > kComparedPieces) return pieces[piece_packs.Quotient(column)];
+    if constexpr (kPieces > kComparedPieces) return pieces[piece_vectors.Quotient(column)];
     // All comparisons are with constants of the launch, and none waits for another.
     int found = 0;
 #pragma unroll
@@ -60,13 +60,13 @@ template <bool kSplits, int kPieces>
 __global__ void __launch_bounds__(kVectorThreads)
     MoveWhole(const __grid_constant__ Whole<kPieces> table) {
   const uint32_t index = blockIdx.x * kVectorThreads + threadIdx.x;
-  if (index >= table.packs) return;
+  if (index >= table.vectors) return;
   uint32_t row = index;
-  const uint32_t column = table.row_packs.Peel(row);
+  const uint32_t column = table.row_vectors.DivMod(row);
   const WholePiece piece = table.Find(column);
-  unsigned char* whole = table.whole + row * table.stride + uint64_t{column} * kPackBytes;
+  unsigned char* whole = table.whole + row * table.stride + uint64_t{column} * kVectorBytes;
   unsigned char* part =
-      piece.column0 + uint64_t{row} * piece.stride + uint64_t{column} * kPackBytes;
+      piece.column0 + uint64_t{row} * piece.stride + uint64_t{column} * kVectorBytes;
   if constexpr (kSplits) {
     Store(part, Load<uint4>(whole));
   } else {
@@ -95,10 +95,10 @@ cudaError_t LaunchWhole(cudaStream_t stream, const Job& job) {
   const void* whole = kSplits ? job.pieces[0].source : job.destinations[0].data;
   table.whole = const_cast<unsigned char*>(static_cast<const unsigned char*>(whole));
   table.stride = kSplits ? job.pieces[0].stride : begin;
-  table.row_packs = FastDivider(kItemsOf<uint4>(begin));
-  table.piece_packs = FastDivider(kItemsOf<uint4>(std::max<int64_t>(job.pieces[0].extent, 16)));
-  table.packs = kItemsOf<uint4>(job.rows * begin);
-  return Launch(MoveWhole<kSplits, kPieces>, CeilDiv(table.packs, kVectorThreads), kVectorThreads,
+  table.row_vectors = FastDivider(kItemsOf<uint4>(begin));
+  table.piece_vectors = FastDivider(kItemsOf<uint4>(std::max<int64_t>(job.pieces[0].extent, 16)));
+  table.vectors = kItemsOf<uint4>(job.rows * begin);
+  return Launch(MoveWhole<kSplits, kPieces>, CeilDiv(table.vectors, kVectorThreads), kVectorThreads,
                 0, stream, table);
 }
 
@@ -116,7 +116,7 @@ cudaError_t LaunchWholeOf(cudaStream_t stream, const Job& job) {
 
 bool HasWholeVectors(const Call& call) {
   const Job& job = call.job;
-  return call.unit == kPackBytes && call.items() <= kMaxItems &&
+  return call.unit == kVectorBytes && call.items() <= kMaxItems &&
          (call.joins() || SplitsOneSource(job)) &&
          (call.piece_count() <= kComparedPieces ||
           (call.piece_count() <= kMaxPieces && HasEqualPieces(job)));

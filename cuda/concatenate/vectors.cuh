@@ -8,14 +8,14 @@
 
 namespace jaxops::concatenate::cuda {
 
-using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kVectorBytes;
 
 inline constexpr int kVectorThreads = 256;
 // Missing segments of a table begin here.
 inline constexpr uint32_t kNowhere = UINT32_MAX;
 
 template <typename Item>
-constexpr int kItems = kPackBytes / sizeof(Item);
+constexpr int kItems = kVectorBytes / sizeof(Item);
 
 // Load keeps what it reads in the L2 cache longest, so that writes go to memory soon and in order.
 // For items of less than 4 bytes this costs more than it gains.
@@ -43,9 +43,9 @@ __device__ __forceinline__ Item Load(const void* from) {
 }
 
 // Store leaves the L1 cache to reads.
-__device__ __forceinline__ void Store(void* to, uint4 pack) {
-  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack.x),
-               "r"(pack.y), "r"(pack.z), "r"(pack.w)
+__device__ __forceinline__ void Store(void* to, uint4 vector) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(vector.x),
+               "r"(vector.y), "r"(vector.z), "r"(vector.w)
                : "memory");
 }
 

@@ -11,7 +11,7 @@ bool HasTwoBytes(DType dtype) { return dtype == DType::kF16 || dtype == DType::k
 
 bool HasFewChannels(const Call& call) {
   return HasTwoBytes(call.dtype) && call.groups == 1 && !IsDirect(call) &&
-         call.channels <= kMostFewChannels;
+         call.channels <= kMaxFewChannels;
 }
 
 // Tells whether products are not rounded to TF32.

@@ -98,13 +98,13 @@ int64_t KernelGradFmaCycles(const Call& call, int processors);
 
 // --- few channels: 16-bit types on compute capability 9.0 ----------------------------------------
 //
-// One group of at most kMostFewChannels channels; windows without dilation, of which a row has at
-// most kMostFewRowEntries entries, channels counted.
-inline constexpr int kMostFewChannels = 7;
-inline constexpr int kMostFewTapRows = 8;
-inline constexpr int kMostFewRowEntries = 24;
-inline constexpr int kMostFewOutputs = 512;
-inline constexpr int kMostFewStride = 8;
+// One group of at most kMaxFewChannels channels; windows without dilation, of which a row has at
+// most kMaxFewRowEntries entries, channels counted.
+inline constexpr int kMaxFewChannels = 7;
+inline constexpr int kMaxFewTapRows = 8;
+inline constexpr int kMaxFewRowEntries = 24;
+inline constexpr int kMaxFewOutputs = 512;
+inline constexpr int kMaxFewStride = 8;
 
 cudaError_t LaunchForwardFewChannels(cudaStream_t stream, const Call& call);
 
@@ -120,10 +120,10 @@ cudaError_t LaunchKernelGradFewChannels(cudaStream_t stream, const Call& call, S
 //
 // Groups too small for a matrix product, or a single channel; strides of at most 8. Sums of f32
 // entries are in f32.
-inline constexpr int kLeastFan = 8;
+inline constexpr int kMinFan = 8;
 
 inline bool IsDirect(const Call& call) {
-  const bool is_small = std::min(call.channels, call.outputs) < kLeastFan * call.groups;
+  const bool is_small = std::min(call.channels, call.outputs) < kMinFan * call.groups;
   return is_small && (call.groups > 1 || call.channels * call.outputs == 1);
 }
 

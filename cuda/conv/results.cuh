@@ -62,7 +62,7 @@ __device__ __forceinline__ void Finish(const Epilogue& epilogue, int64_t output,
 }
 
 template <typename T>
-__device__ uint32_t Pack(float a, float b) {
+__device__ uint32_t PackPair(float a, float b) {
   if constexpr (std::is_same_v<T, __half>) {
     const __half2 pair = __floats2half2_rn(a, b);
     return *reinterpret_cast<const uint32_t*>(&pair);
@@ -83,7 +83,7 @@ __device__ void StoreRow(const float (&sums)[kColumns / 2], int half, T* to, int
     uint32_t v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      v[i] = Pack<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
+      v[i] = PackPair<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
     }
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -147,7 +147,7 @@ __device__ void Store(Out* to, const float4& v) {
   if constexpr (std::is_same_v<Out, float>) {
     *reinterpret_cast<float4*>(to) = v;
   } else {
-    *reinterpret_cast<uint2*>(to) = {Pack<Out>(v.x, v.y), Pack<Out>(v.z, v.w)};
+    *reinterpret_cast<uint2*>(to) = {PackPair<Out>(v.x, v.y), PackPair<Out>(v.z, v.w)};
   }
 }
 
@@ -202,8 +202,8 @@ __device__ __forceinline__ bool AnyIsSet(const int* flags, int count) {
 // result.
 inline cudaError_t LaunchAddParts(cudaStream_t stream, const void* from, void* result, DType dtype,
                                   int64_t size, int parts) {
-  const int beside = parts >= 128 ? 8 : parts >= 16 ? 32 : kAddThreads;
-  const dim3 threads(beside, kAddThreads / beside);
+  const int adjacent = parts >= 128 ? 8 : parts >= 16 ? 32 : kAddThreads;
+  const dim3 threads(adjacent, kAddThreads / adjacent);
   const auto launch = [&]<typename In>(const In* parts_from, auto* to, int64_t count) {
     const int64_t blocks = jaxops::cuda::CeilDiv(count, threads.x);
     if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;

@@ -19,12 +19,12 @@ using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
-using jaxops::cuda::kPackBytes;
-using jaxops::cuda::kPackElements;
+using jaxops::cuda::kVectorBytes;
+using jaxops::cuda::kVectorElements;
 using jaxops::cuda::kWarp;
-using jaxops::cuda::LoadPack;
+using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 
 inline constexpr int kThreads = 256;
@@ -304,9 +304,9 @@ __device__ __forceinline__ void Evaluate(A (&loss)[kCount], A (&slope)[kCount],
 // WidenAll widens a vector; each half of a pair of bf16 takes one instruction.
 template <typename T, int kCount>
 __device__ __forceinline__ void WidenAll(Accumulator<T> (&wide)[kCount],
-                                         const Pack<T, kCount>& pack) {
+                                         const Vector<T, kCount>& vec) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && kCount > 1) {
-    const auto* words = reinterpret_cast<const uint32_t*>(&pack);
+    const auto* words = reinterpret_cast<const uint32_t*>(&vec);
 #pragma unroll
     for (int k = 0; k < kCount / 2; ++k) {
       wide[2 * k] = __uint_as_float(words[k] << 16);
@@ -314,7 +314,7 @@ __device__ __forceinline__ void WidenAll(Accumulator<T> (&wide)[kCount],
     }
   } else {
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) wide[k] = Widen(pack.values[k]);
+    for (int k = 0; k < kCount; ++k) wide[k] = Widen(vec.values[k]);
   }
 }
 

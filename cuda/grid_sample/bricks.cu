@@ -21,9 +21,9 @@ using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::LoadVector;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 
 constexpr int64_t kMaxSharingBlocks = 2048;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void AddPoints(Memory<kCount, kAxes>& memory, const B
   // The next points of a warp are loaded while the current points are added.
   Sought<float, kAxes> sought;  // in the only batch entry
   sought.entry = 0;
-  Pack<T, kCount> rows[kRounds];
+  Vector<T, kCount> rows[kRounds];
   const auto load = [&](uint32_t index) {
     sought.point = index;
     multilinear::cuda::LoadPoint<kAxes>(call.points, int64_t{index} * kAxes, call.point_dtype,
@@ -135,7 +135,7 @@ __device__ __forceinline__ void AddPoints(Memory<kCount, kAxes>& memory, const B
     for (int round = 0; round < kRounds; ++round) {
       const uint32_t of = __shfl_sync(~0u, index, round * M::kCorners + corner);
       const T* row = static_cast<const T*>(call.cotangent) + of * width + channel + within;
-      rows[round] = channel + within < width ? LoadPack<kCount>(row) : Pack<T, kCount>{};
+      rows[round] = channel + within < width ? LoadVector<kCount>(row) : Vector<T, kCount>{};
     }
   };
   uint32_t index = begin < end ? index_at(begin + lane) : 0;
@@ -172,10 +172,10 @@ __device__ __forceinline__ void AddPoints(Memory<kCount, kAxes>& memory, const B
     }
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      Pack<float, kCount> row;
+      Vector<float, kCount> row;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) row.values[i] = Widen(rows[round].values[i]);
-      *reinterpret_cast<Pack<float, kCount>*>(
+      *reinterpret_cast<Vector<float, kCount>*>(
           memory.cotangents + (round * M::kCorners + corner) * M::kChannels + within) = row;
     }
     __syncwarp();
@@ -188,18 +188,18 @@ __device__ __forceinline__ void AddPoints(Memory<kCount, kAxes>& memory, const B
 #pragma unroll 1
     for (int p = 0; p < count; p += kAhead) {
       Update updates[kAhead];
-      Pack<float, kCount> values[kAhead];
+      Vector<float, kCount> values[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         updates[i] = memory.updates[(p + i) * (M::kCorners + 1) + corner];
-        values[i] = LoadPack<kCount>(memory.cotangents + (p + i) * M::kChannels + within);
+        values[i] = LoadVector<kCount>(memory.cotangents + (p + i) * M::kChannels + within);
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (updates[i].place >= 0) {
           auto* sums =
-              reinterpret_cast<Pack<float, kCount>*>(memory.sums + updates[i].place + within);
-          Pack<float, kCount> sum = *sums;
+              reinterpret_cast<Vector<float, kCount>*>(memory.sums + updates[i].place + within);
+          Vector<float, kCount> sum = *sums;
 #pragma unroll
           for (int e = 0; e < kCount; ++e) sum.values[e] += updates[i].weight * values[i].values[e];
           *sums = sum;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kWarp) SumInBricks(const __grid_constant__ Bri
   const uint32_t items = kRest ? *params.order.left * params.chunks.divisor() : gridDim.x;
   for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
     uint32_t rest = item;
-    const uint32_t chunk = params.chunks.Peel(rest);
+    const uint32_t chunk = params.chunks.DivMod(rest);
     const int64_t channel = int64_t{chunk} * M::kChannels;
     uint32_t begin = 0;
     if constexpr (kRest) {
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kWarp) SumInBricks(const __grid_constant__ Bri
     }
     uint32_t brick[kAxes];
 #pragma unroll
-    for (int a = kAxes - 1; a > 0; --a) brick[a] = params.along[a].Peel(rest);
+    for (int a = kAxes - 1; a > 0; --a) brick[a] = params.along[a].DivMod(rest);
     brick[0] = rest;
     const PointsOf<kAxes> points(params.order, brick);
     const uint32_t end = min(points.size(), begin + kShare);
@@ -263,12 +263,12 @@ __global__ void __launch_bounds__(kWarp) SumInBricks(const __grid_constant__ Bri
         offset += entry * params.common.strides[a];
       }
       if (!there) continue;
-      const auto sums = LoadPack<kCount>(memory.sums + i * kCount);
+      const auto sums = LoadVector<kCount>(memory.sums + i * kCount);
       float* to = static_cast<float*>(params.common.sums) + offset;
       if constexpr (kRest) {
         Add(to, sums.values);
       } else {
-        StorePack(to, sums);
+        StoreVector(to, sums);
       }
     }
     if constexpr (kRest) __syncwarp();
@@ -298,7 +298,7 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call, const BrickOrder& or
     const int64_t width = call.geometry.width;
     const bool aligned =
         (reinterpret_cast<uintptr_t>(call.cotangent) | reinterpret_cast<uintptr_t>(sums)) %
-            kPackBytes ==
+            kVectorBytes ==
         0;
     if (aligned && width % (4 * kLanes) == 0) {
       return LaunchAxes<T, 4, kAxes>(stream, call, order, sums);

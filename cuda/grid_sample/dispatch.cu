@@ -20,7 +20,7 @@ namespace {
 using jaxops::cuda::Always;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Family;
-using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kVectorBytes;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::SizeOf;
 using jaxops::cuda::Table;
@@ -133,7 +133,7 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Job& job) {
 }
 
 bool IsAligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
+  return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
 }
 
 // FindWorkSpace finds the parts of the work space: the sums of a volume gradient of 2-byte entries,
@@ -148,7 +148,7 @@ cudaError_t FindWorkSpace(Job* job) {
     job->sums = call.scratch;
     used = SumsBytes(call);
     if (call.scratch_bytes < used) return cudaErrorInvalidValue;
-    used = CeilDiv(used, kPackBytes) * kPackBytes;
+    used = CeilDiv(used, kVectorBytes) * kVectorBytes;
   } else if (adds) {
     job->sums = call.dvolume;
   }
@@ -177,7 +177,7 @@ cudaError_t LaunchSample(cudaStream_t stream, const Call& call) {
   if (points == 0) job.call.out = job.call.dpoints = nullptr;
   const bool aligned = IsAligned(call.volume) && IsAligned(call.cotangent) && IsAligned(call.out) &&
                        IsAligned(job.call.dvolume) && IsAligned(call.scratch);
-  job.vectors = aligned && geometry.width * SizeOf(call.dtype) % kPackBytes == 0;
+  job.vectors = aligned && geometry.width * SizeOf(call.dtype) % kVectorBytes == 0;
   JAXOPS_RETURN_IF_ERROR(FindWorkSpace(&job));
   if (job.call.out != nullptr) return kForward.Run(stream, job);
   if (job.call.dvolume == nullptr && job.call.dpoints == nullptr) return cudaSuccess;

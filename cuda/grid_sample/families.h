@@ -32,7 +32,7 @@ struct Job {
 inline int64_t RowThreads(const Job& job) {
   const Call& call = job.call;
   const int64_t count =
-      job.vectors ? jaxops::cuda::kPackBytes / jaxops::cuda::SizeOf(call.dtype) : 1;
+      job.vectors ? jaxops::cuda::kVectorBytes / jaxops::cuda::SizeOf(call.dtype) : 1;
   return call.geometry.width / count;
 }
 

@@ -19,13 +19,13 @@ namespace {
 
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
-using jaxops::cuda::kPackElements;
+using jaxops::cuda::kVectorElements;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
 using jaxops::cuda::SizeOf;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 
 constexpr int kSampleThreads = 128;
@@ -159,7 +159,7 @@ __device__ __forceinline__ bool FindPoint(const PlainParams<A, kAxes>& params, u
 template <typename T, int kCount>
 using Loaded =
     std::conditional_t<sizeof(T) * kCount % sizeof(uint32_t) == 0 && sizeof(T) < sizeof(uint32_t),
-                       Pack<uint32_t, (kCount + 1) / 2>, Pack<T, kCount>>;
+                       Vector<uint32_t, (kCount + 1) / 2>, Vector<T, kCount>>;
 
 template <typename T, int kCount>
 __device__ __forceinline__ Loaded<T, kCount> LoadIf(bool there, const T* address) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ Loaded<T, kCount> LoadIf(bool there, const T* address
 template <typename T, int kCount>
 __device__ __forceinline__ void WidenAll(const Loaded<T, kCount>& loaded,
                                          Accumulator<T> (&wide)[kCount]) {
-  if constexpr (std::is_same_v<Loaded<T, kCount>, Pack<T, kCount>>) {
+  if constexpr (std::is_same_v<Loaded<T, kCount>, Vector<T, kCount>>) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) wide[i] = Widen(loaded.values[i]);
   } else {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void WidenAll(const Loaded<T, kCount>& loaded,
 
 // Interpolate returns the weighted sums of the entries around a point for kCount channels.
 template <int kCount, typename T, int kAxes>
-__device__ __forceinline__ Pack<T, kCount> Interpolate(
+__device__ __forceinline__ Vector<T, kCount> Interpolate(
     const PlainStencil<Accumulator<T>, kAxes>& stencil,
     const Loaded<T, kCount> (&values)[1 << kAxes]) {
   using A = Accumulator<T>;
@@ -208,7 +208,7 @@ __device__ __forceinline__ Pack<T, kCount> Interpolate(
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sums[i] += weights[c] * wide[i];
   }
-  Pack<T, kCount> out;
+  Vector<T, kCount> out;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
   return out;
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1)
   constexpr int kCorners = 1 << kAxes;
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
   uint32_t index = thread;
-  const uint32_t f = params.row.Peel(index) * kCount;
+  const uint32_t f = params.row.DivMod(index) * kCount;
   A point[kAxes];
   if (!FindPoint<kOrdered>(params, index, point)) return;
   const PlainStencil<A, kAxes> stencil(params, index, point, f);
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1)
 #pragma unroll
   for (int t = 0; t < kTimes; ++t) {
     if (kTimes > 1 && f + t * step >= params.width) break;
-    StorePack(out + t * step, Interpolate<kCount, T>(stencil, values[t]));
+    StoreVector(out + t * step, Interpolate<kCount, T>(stencil, values[t]));
   }
 }
 
@@ -434,7 +434,7 @@ cudaError_t LaunchPlain(cudaStream_t stream, const Job& job, const Device&) {
       return job.call.geometry.axes == 3 ? LaunchWith<T, kCount, 3>(stream, job)
                                          : LaunchWith<T, kCount, 2>(stream, job);
     };
-    return job.vectors ? launch(std::integral_constant<int, kPackElements<T>>{})
+    return job.vectors ? launch(std::integral_constant<int, kVectorElements<T>>{})
                        : launch(std::integral_constant<int, 1>{});
   });
 }

@@ -14,7 +14,7 @@
 
 namespace jaxops::grid_sample::cuda {
 
-using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kVectorBytes;
 
 inline constexpr int kThreads = 256;
 
@@ -76,7 +76,7 @@ struct Sought {
   Sought() = default;
   __device__ __forceinline__ Sought(const Params& params, int64_t index) {
     uint64_t rest = index;
-    point = params.by_entry.Peel(rest);
+    point = params.by_entry.DivMod(rest);
     entry = rest;
     multilinear::cuda::LoadPoint<kAxes>(
         params.call.points, params.call.batch.Offset(entry, Call::kPoints) + point * kAxes,
@@ -206,8 +206,8 @@ __device__ __forceinline__ int64_t CornerOffset(int corner, const Params& params
 
 // WeightedSums returns the weighted sums of the entries around a point for kCount channels.
 template <int kCount, typename A, typename T, int kCorners>
-__device__ __forceinline__ jaxops::cuda::Pack<T, kCount> WeightedSums(
-    const jaxops::cuda::Pack<T, kCount> (&values)[kCorners], const A (&weights)[kCorners],
+__device__ __forceinline__ jaxops::cuda::Vector<T, kCount> WeightedSums(
+    const jaxops::cuda::Vector<T, kCount> (&values)[kCorners], const A (&weights)[kCorners],
     bool is_nan) {
   A sums[kCount];
 #pragma unroll
@@ -218,7 +218,7 @@ __device__ __forceinline__ jaxops::cuda::Pack<T, kCount> WeightedSums(
     for (int i = 0; i < kCount; ++i)
       sums[i] += weights[c] * jaxops::cuda::Widen(values[c].values[i]);
   }
-  jaxops::cuda::Pack<T, kCount> out;
+  jaxops::cuda::Vector<T, kCount> out;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) out.values[i] = jaxops::cuda::Narrow<T>(sums[i]);
   return out;

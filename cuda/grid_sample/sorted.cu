@@ -22,10 +22,10 @@ using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
+using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 
 // A group has this number of points, a group of the next level this number of groups, and so on;
@@ -252,7 +252,8 @@ class Gatherer {
   using A = Accumulator<T>;
   static constexpr int kCorners = 1 << kAxes;
   static constexpr int kPairs = kCorners / 2;  // pairs of neighbouring cells along the last axis
-  static constexpr int kLoad = kCount * sizeof(T) > kPackBytes ? kPackBytes / sizeof(T) : kCount;
+  static constexpr int kLoad =
+      kCount * sizeof(T) > kVectorBytes ? kVectorBytes / sizeof(T) : kCount;
 
  public:
   __device__ __forceinline__ Gatherer(const SortedParams& params, int64_t f)
@@ -338,10 +339,10 @@ class Gatherer {
             row * params_.common.call.geometry.width + f_;
 #pragma unroll
     for (int e = 0; e < kCount; e += kLoad) {
-      Pack<T, kLoad> out;
+      Vector<T, kLoad> out;
 #pragma unroll
       for (int i = 0; i < kLoad; ++i) out.values[i] = Narrow<T>(sums_[e + i]);
-      StorePack(to + e, out);
+      StoreVector(to + e, out);
     }
   }
 
@@ -354,12 +355,12 @@ class Gatherer {
     for (int u = 0; u < kPoints; ++u) {
       records[u] = static_cast<const Record<A>*>(params_.records)[places[u]];
     }
-    Pack<T, kLoad> rows[kPoints][kCount / kLoad];
+    Vector<T, kLoad> rows[kPoints][kCount / kLoad];
 #pragma unroll
     for (int u = 0; u < kPoints; ++u) {
       const T* row = cotangents_ + records[u].row * params_.common.call.geometry.width;
 #pragma unroll
-      for (int e = 0; e < kCount / kLoad; ++e) rows[u][e] = LoadPack<kLoad>(row + e * kLoad);
+      for (int e = 0; e < kCount / kLoad; ++e) rows[u][e] = LoadVector<kLoad>(row + e * kLoad);
     }
 #pragma unroll
     for (int u = 0; u < kPoints; ++u) {
@@ -437,13 +438,13 @@ __global__ void __launch_bounds__(kGatherThreads)
   const Call& call = params.common.call;
   uint64_t rest = int64_t{blockIdx.x} * kGatherThreads + threadIdx.x;
   if (rest >= params.gather_threads) return;
-  const int64_t f = static_cast<int64_t>(params.common.by_row.Peel(rest)) * kCount;
+  const int64_t f = static_cast<int64_t>(params.common.by_row.DivMod(rest)) * kCount;
   uint32_t within = static_cast<uint32_t>(rest) & ((1u << params.tile_shift) - 1);
   rest >>= params.tile_shift;
   uint32_t tile = static_cast<uint32_t>(rest);
   int64_t gradient = 0;
   if (call.gradients > 1) {
-    tile = static_cast<uint32_t>(params.tiles_of_gradient.Peel(rest));
+    tile = static_cast<uint32_t>(params.tiles_of_gradient.DivMod(rest));
     gradient = rest;
   }
   int32_t places[kAxes];
@@ -451,7 +452,7 @@ __global__ void __launch_bounds__(kGatherThreads)
   for (int a = kAxes - 1; a >= 0; --a) {
     const int shift = params.shifts[a];
     const int64_t place =
-        (int64_t{params.tiles[a].Peel(tile)} << shift) + (within & ((1u << shift) - 1));
+        (int64_t{params.tiles[a].DivMod(tile)} << shift) + (within & ((1u << shift) - 1));
     within >>= shift;
     if (place >= call.geometry.sizes[a]) return;
     places[a] = static_cast<int32_t>(place);
@@ -546,18 +547,18 @@ template <typename T, int kAxes>
 cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
   constexpr int kCorners = 1 << kAxes;
-  constexpr int kPack = kPackBytes / sizeof(T);
+  constexpr int kVector = kVectorBytes / sizeof(T);
   // Threads have more channels of elements of at least 4 bytes, so that fewer threads repeat the
   // work of an entry.
-  constexpr int kWide = sizeof(T) < 4 ? kPack : 2 * kPack;
+  constexpr int kWide = sizeof(T) < 4 ? kVector : 2 * kVector;
   const Geometry& geometry = call.geometry;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const bool vectors =
-      geometry.width % kPack == 0 && aligned(call.cotangent) && aligned(call.dvolume);
+      geometry.width % kVector == 0 && aligned(call.cotangent) && aligned(call.dvolume);
   // That is faster only while there are threads for the whole device.
   const bool is_wide = vectors && geometry.width % kWide == 0 &&
                        call.gradients * geometry.grid() * (geometry.width / kWide) >= kManyThreads;
-  const int count = is_wide ? kWide : vectors ? kPack : 1;
+  const int count = is_wide ? kWide : vectors ? kVector : 1;
   SortedParams params{Params(call, geometry.width / count)};
   const int64_t points = params.common.points;
   params.by_gradient = FastDivider64(geometry.grid() * geometry.width);
@@ -607,7 +608,7 @@ cudaError_t LaunchAxes(cudaStream_t stream, const Call& call) {
     }
   }
   const auto gather = is_wide   ? GatherSums<T, kWide, kAxes>
-                      : vectors ? GatherSums<T, kPack, kAxes>
+                      : vectors ? GatherSums<T, kVector, kAxes>
                                 : GatherSums<T, 1, kAxes>;
   return Launch(gather, CeilDiv(params.gather_threads, kGatherThreads), kGatherThreads, 0, stream,
                 params);

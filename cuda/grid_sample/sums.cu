@@ -11,10 +11,10 @@ namespace {
 
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
+using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 
 struct NarrowParams {
   const float* from;
@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kCount;
   T* to = static_cast<T*>(params.to);
   if (i + kCount <= params.count) {
-    const auto values = LoadPack<kCount>(params.from + i);
-    Pack<T, kCount> out;
+    const auto values = LoadVector<kCount>(params.from + i);
+    Vector<T, kCount> out;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) out.values[e] = Narrow<T>(values.values[e]);
-    StorePack(to + i, out);
+    StoreVector(to + i, out);
   } else {
     for (int64_t e = i; e < params.count; ++e) to[e] = Narrow<T>(params.from[e]);
   }

@@ -16,9 +16,9 @@ namespace {
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::LoadVector;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 
 constexpr int kValueThreads = 128;
@@ -29,16 +29,16 @@ __global__ void __launch_bounds__(kValueThreads) SampleFew(const __grid_constant
   constexpr int kCorners = 1 << kAxes;
   const Call& call = params.call;
   uint32_t index = blockIdx.x * kValueThreads + threadIdx.x;
-  const int64_t f = int64_t{params.row.Peel(index)} * kCount;
+  const int64_t f = int64_t{params.row.DivMod(index)} * kCount;
   if (index >= params.points) return;
   Stencil<A, kAxes> stencil(params, index);
   const T* volume =
       static_cast<const T*>(call.volume) + call.batch.Offset(stencil.entry, Call::kVolume) + f;
-  Pack<T, kCount> values[kCorners];
+  Vector<T, kCount> values[kCorners];
 #pragma unroll
   for (int c = 0; c < kCorners; ++c) {
     if (stencil.IsThere(c)) {
-      values[c] = LoadPack<kCount>(volume + stencil.OffsetOf(c, params));
+      values[c] = LoadVector<kCount>(volume + stencil.OffsetOf(c, params));
     } else {
       values[c] = {};
     }
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kValueThreads) SampleFew(const __grid_constant
     if (!stencil.IsThere(c)) stencil.terms[c] = 0;
   }
   const bool is_nan = stencil.lost && call.geometry.method == Method::kLinear;
-  StorePack(static_cast<T*>(call.out) + index * call.geometry.width + f,
-            WeightedSums<kCount>(values, stencil.terms, is_nan));
+  StoreVector(static_cast<T*>(call.out) + index * call.geometry.width + f,
+              WeightedSums<kCount>(values, stencil.terms, is_nan));
 }
 
 // The kernel computes the point gradient, and the volume gradient if kVolume. Each thread has a
@@ -80,12 +80,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   A dots[kCorners] = {};
   for (int64_t f = 0; f < width; f += kCount) {
-    const auto row = LoadPack<kCount>(cotangent + f);
-    Pack<T, kCount> values[kCorners];
+    const auto row = LoadVector<kCount>(cotangent + f);
+    Vector<T, kCount> values[kCorners];
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) {
       if (stencil.IsThere(c)) {
-        values[c] = LoadPack<kCount>(volume + stencil.OffsetOf(c, params) + f);
+        values[c] = LoadVector<kCount>(volume + stencil.OffsetOf(c, params) + f);
       } else {
         values[c] = {};
       }
@@ -150,7 +150,7 @@ bool CanRunThreads(const Job& job, const Device&) {
 
 cudaError_t LaunchThreads(cudaStream_t stream, const Job& job, const Device&) {
   return jaxops::cuda::DispatchFloat(job.call.dtype, [&]<typename T>(T) {
-    return job.vectors ? LaunchAxes<T, jaxops::cuda::kPackElements<T>>(stream, job)
+    return job.vectors ? LaunchAxes<T, jaxops::cuda::kVectorElements<T>>(stream, job)
                        : LaunchAxes<T, 1>(stream, job);
   });
 }

@@ -18,10 +18,10 @@ using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
+using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 
 // A multiprocessor has at least this number of blocks of kernels that read the volume, as registers
@@ -53,13 +53,13 @@ struct WarpPoints {
     // A direction that is NaN makes weights of missing entries NaN too.
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) stencil.terms[c] = flags >> c & 1 ? stencil.terms[c] : A(0);
-    constexpr int kCount = jaxops::cuda::kPackElements<A>;
+    constexpr int kCount = jaxops::cuda::kVectorElements<A>;
 #pragma unroll
     for (int c = 0; c < kCorners; c += kCount) {
-      Pack<A, kCount> pack;
+      Vector<A, kCount> vec;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) pack.values[i] = stencil.terms[c + i];
-      *reinterpret_cast<Pack<A, kCount>*>(values + threadIdx.x % kWarp * kPitch + c) = pack;
+      for (int i = 0; i < kCount; ++i) vec.values[i] = stencil.terms[c + i];
+      *reinterpret_cast<Vector<A, kCount>*>(values + threadIdx.x % kWarp * kPitch + c) = vec;
     }
   }
 
@@ -81,12 +81,12 @@ struct WarpPoints {
   }
 
   __device__ __forceinline__ void Get(int source, A (&of_corners)[kCorners]) const {
-    constexpr int kCount = jaxops::cuda::kPackElements<A>;
+    constexpr int kCount = jaxops::cuda::kVectorElements<A>;
 #pragma unroll
     for (int c = 0; c < kCorners; c += kCount) {
-      const auto pack = LoadPack<kCount>(values + source * kPitch + c);
+      const auto vec = LoadVector<kCount>(values + source * kPitch + c);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) of_corners[c + i] = pack.values[i];
+      for (int i = 0; i < kCount; ++i) of_corners[c + i] = vec.values[i];
     }
   }
 };
@@ -101,7 +101,7 @@ __device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand o
   WarpPoints<A, kAxes>& points = shared[threadIdx.x / kWarp];
   const int lane = threadIdx.x % kWarp;
   uint64_t group = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp;
-  const auto split = static_cast<uint32_t>(params.by_split.Peel(group));
+  const auto split = static_cast<uint32_t>(params.by_split.DivMod(group));
   const int64_t first = static_cast<int64_t>(group) * kWarp;
   if (first >= params.places) return;
   uint32_t count;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void ForEachRow(const Params& params, Call::Operand o
 #pragma unroll 1
   for (uint32_t round = split; round < rows; round += params.by_split.divisor()) {
     uint32_t source = round * kWarp + lane;
-    const int64_t f = int64_t{params.row.Peel(source)} * kCount;
+    const int64_t f = int64_t{params.row.DivMod(source)} * kCount;
     if (source < count) step(points, source, f);
   }
 }
@@ -141,19 +141,19 @@ __global__ void __launch_bounds__(kThreads, kReadingBlocks<T>)
       params, Call::kVolume, [&](const WarpPoints<A, kAxes>& points, uint32_t source, int64_t f) {
         const T* volume = static_cast<const T*>(call.volume) + points.lows[source] + f;
         const unsigned there = points.there[source];
-        Pack<T, kCount> values[kCorners];
+        Vector<T, kCount> values[kCorners];
 #pragma unroll
         for (int c = 0; c < kCorners; ++c) {
           if (there >> c & 1) {
-            values[c] = LoadPack<kCount>(volume + CornerOffset<kAxes>(c, params));
+            values[c] = LoadVector<kCount>(volume + CornerOffset<kAxes>(c, params));
           } else {
             values[c] = {};
           }
         }
         A weights[kCorners];
         points.Get(source, weights);
-        StorePack(static_cast<T*>(call.out) + points.indices[source] * call.geometry.width + f,
-                  WeightedSums<kCount>(values, weights, there & points.kLost && marks));
+        StoreVector(static_cast<T*>(call.out) + points.indices[source] * call.geometry.width + f,
+                    WeightedSums<kCount>(values, weights, there & points.kLost && marks));
       });
 }
 
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) VolumeGrad(const __grid_constant__ P
   ForEachRow<A, kCount, kAxes>(
       params, Call::kGradient, [&](const WarpPoints<A, kAxes>& points, uint32_t source, int64_t f) {
         const auto g =
-            LoadPack<kCount>(static_cast<const T*>(call.cotangent) + points.rows[source] + f);
+            LoadVector<kCount>(static_cast<const T*>(call.cotangent) + points.rows[source] + f);
         A* sums = static_cast<A*>(params.sums) + points.lows[source] + f;
         const unsigned there = points.there[source];
         A weights[kCorners];
@@ -249,12 +249,12 @@ __global__ void __launch_bounds__(kThreads, kReadingBlocks<T, kVolume>)
     }
     A dots[kCorners] = {};
     for (int64_t f = lane % params.lanes * kCount; f < width; f += params.lanes * kCount) {
-      const auto row = LoadPack<kCount>(cotangent + f);
-      Pack<T, kCount> values[kCorners];
+      const auto row = LoadVector<kCount>(cotangent + f);
+      Vector<T, kCount> values[kCorners];
 #pragma unroll
       for (int c = 0; c < kCorners; ++c) {
         if (there >> c & 1) {
-          values[c] = LoadPack<kCount>(volume + CornerOffset<kAxes>(c, params) + f);
+          values[c] = LoadVector<kCount>(volume + CornerOffset<kAxes>(c, params) + f);
         } else {
           values[c] = {};
         }
@@ -352,7 +352,7 @@ bool CanRunWarps(const Job& job, const Device&) {
 
 cudaError_t LaunchWarps(cudaStream_t stream, const Job& job, const Device&) {
   return jaxops::cuda::DispatchFloat(job.call.dtype, [&]<typename T>(T) {
-    return job.vectors ? LaunchAxes<T, jaxops::cuda::kPackElements<T>>(stream, job)
+    return job.vectors ? LaunchAxes<T, jaxops::cuda::kVectorElements<T>>(stream, job)
                        : LaunchAxes<T, 1>(stream, job);
   });
 }

@@ -22,7 +22,7 @@ inline bool IsAligned(const void* address, int64_t bytes) {
 
 // UnitBytes returns the largest power of two up to 16 that divides a pixel and the addresses.
 inline int64_t UnitBytes(const Call& call) {
-  int64_t unit = jaxops::cuda::kPackBytes;
+  int64_t unit = jaxops::cuda::kVectorBytes;
   while (call.channels * call.item_bytes % unit != 0 || !IsAligned(call.from, unit) ||
          !IsAligned(call.to, unit)) {
     unit /= 2;

@@ -15,34 +15,34 @@ namespace jaxops::im2col::cuda {
 namespace {
 
 using jaxops::cuda::CeilDiv;
-using jaxops::cuda::kPackElements;
+using jaxops::cuda::kVectorElements;
 using jaxops::cuda::Launch;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 
 template <typename Unit, typename UInt, int kDims, bool kChannelsLast>
 __global__ void __launch_bounds__(kThreads)
-    GatherPacks(const __grid_constant__ Params<UInt, kDims> params) {
-  constexpr int kUnits = kPackElements<Unit>;
+    GatherItems(const __grid_constant__ Params<UInt, kDims> params) {
+  constexpr int kUnits = kVectorElements<Unit>;
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kUnits;
   if (first >= params.count) return;
   Unit* to = static_cast<Unit*>(params.to) + first;
   Place<UInt, kDims, kChannelsLast> place(params, static_cast<UInt>(first));
-  Pack<Unit, kUnits> pack;
+  Vector<Unit, kUnits> vector;
   // Beyond the end there is nothing to read either.
   const int64_t left = params.count - first;
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    pack.values[i] = i < left ? place.template Read<Unit>(params) : Unit{};
+    vector.values[i] = i < left ? place.template Read<Unit>(params) : Unit{};
     place.Advance(params);
   }
   if (left >= kUnits && params.is_packed) {
-    StorePack(to, pack);
+    StoreVector(to, vector);
     return;
   }
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    if (i < left) to[i] = pack.values[i];
+    if (i < left) to[i] = vector.values[i];
   }
 }
 
@@ -54,10 +54,10 @@ cudaError_t LaunchGather(cudaStream_t stream, const Call& call) {
     using P = std::decay_t<decltype(params)>;
     using UInt = std::decay_t<decltype(params.channels.divisor())>;
     constexpr int kDims = std::extent_v<decltype(P::dims)>;
-    const int64_t blocks = CeilDiv(CeilDiv(params.count, kPackElements<Unit>), kThreads);
+    const int64_t blocks = CeilDiv(CeilDiv(params.count, kVectorElements<Unit>), kThreads);
     return call.channels_last
-               ? Launch(GatherPacks<Unit, UInt, kDims, true>, blocks, kThreads, 0, stream, params)
-               : Launch(GatherPacks<Unit, UInt, kDims, false>, blocks, kThreads, 0, stream, params);
+               ? Launch(GatherItems<Unit, UInt, kDims, true>, blocks, kThreads, 0, stream, params)
+               : Launch(GatherItems<Unit, UInt, kDims, false>, blocks, kThreads, 0, stream, params);
   });
 }
 

@@ -15,13 +15,13 @@ namespace {
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchFloat;
-using jaxops::cuda::kPackBytes;
-using jaxops::cuda::kPackElements;
+using jaxops::cuda::kVectorBytes;
+using jaxops::cuda::kVectorElements;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
+using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 
 // EntrySum adds the contributions of the patches to one entry: `entries` are the entry's
@@ -48,8 +48,9 @@ struct EntrySum {
       if constexpr (kDim + 1 < kDims) {
         Add<kDim + 1>(next_tap, next_out);
       } else {
-        const auto values = LoadPack<kCount>(patches + static_cast<int64_t>(next_tap) * tap_stride +
-                                             static_cast<int64_t>(next_out) * out_stride);
+        const auto values =
+            LoadVector<kCount>(patches + static_cast<int64_t>(next_tap) * tap_stride +
+                               static_cast<int64_t>(next_out) * out_stride);
 #pragma unroll
         for (int v = 0; v < kCount; ++v) sums[v] += Widen(values.values[v]);
       }
@@ -60,17 +61,17 @@ struct EntrySum {
 template <typename T, int kCount, typename UInt, int kDims, bool kChannelsLast>
 __global__ void __launch_bounds__(kThreads)
     SumPatches(const __grid_constant__ Params<UInt, kDims> params) {
-  const int64_t pack = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (pack >= params.count) return;
-  UInt rest = static_cast<UInt>(pack);
+  const int64_t vector = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (vector >= params.count) return;
+  UInt rest = static_cast<UInt>(vector);
   UInt channel = 0;
-  if constexpr (kChannelsLast) channel = params.channels.Peel(rest) * kCount;
+  if constexpr (kChannelsLast) channel = params.channels.DivMod(rest) * kCount;
   UInt entries[kDims];
   int64_t taps = 1;
   int64_t outs = 1;
 #pragma unroll
   for (int d = kDims - 1; d >= 0; --d) {
-    entries[d] = params.dims[d].in.Peel(rest);
+    entries[d] = params.dims[d].in.DivMod(rest);
     taps *= params.dims[d].taps.divisor();
     outs *= params.dims[d].out.divisor();
   }
@@ -81,10 +82,10 @@ __global__ void __launch_bounds__(kThreads)
   EntrySum<T, kCount, UInt, kDims> sum{params, entries, patches, kChannelsLast ? channels : outs,
                                        kChannelsLast ? taps * channels : 1};
   sum.template Add<0>(0, 0);
-  Pack<T, kCount> result;
+  Vector<T, kCount> result;
 #pragma unroll
   for (int v = 0; v < kCount; ++v) result.values[v] = Narrow<T>(sum.sums[v]);
-  StorePack(static_cast<T*>(params.to) + pack * kCount, result);
+  StoreVector(static_cast<T*>(params.to) + vector * kCount, result);
 }
 
 template <typename T, int kCount, bool kChannelsLast>
@@ -104,8 +105,8 @@ cudaError_t LaunchSum(cudaStream_t stream, const Call& call, const Device&) {
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     if (!call.channels_last) return LaunchSum<T, 1, false>(stream, call);
-    if (UnitBytes(call) == kPackBytes) {
-      return LaunchSum<T, kPackElements<T>, true>(stream, call);
+    if (UnitBytes(call) == kVectorBytes) {
+      return LaunchSum<T, kVectorElements<T>, true>(stream, call);
     }
     return LaunchSum<T, 1, true>(stream, call);
   });

@@ -13,46 +13,46 @@ namespace jaxops::im2col::cuda {
 namespace {
 
 using jaxops::cuda::CeilDiv;
-using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kVectorBytes;
 using jaxops::cuda::Launch;
 
 // A thread has this number of vectors in flight.
-constexpr int kPacksInFlight = 4;
+constexpr int kVectorsInFlight = 4;
 
 template <typename UInt, int kDims>
 __global__ void __launch_bounds__(kThreads)
-    MovePacks(const __grid_constant__ Params<UInt, kDims> params) {
-  const int64_t first = int64_t{blockIdx.x} * (kThreads * kPacksInFlight) + threadIdx.x;
-  uint4 packs[kPacksInFlight];
+    MoveVectors(const __grid_constant__ Params<UInt, kDims> params) {
+  const int64_t first = int64_t{blockIdx.x} * (kThreads * kVectorsInFlight) + threadIdx.x;
+  uint4 vectors[kVectorsInFlight];
 #pragma unroll
-  for (int i = 0; i < kPacksInFlight; ++i) {
-    const int64_t pack = first + i * kThreads;
-    if (pack >= params.count) continue;
-    packs[i] =
-        Place<UInt, kDims, true>(params, static_cast<UInt>(pack)).template Read<uint4>(params);
+  for (int i = 0; i < kVectorsInFlight; ++i) {
+    const int64_t vector = first + i * kThreads;
+    if (vector >= params.count) continue;
+    vectors[i] =
+        Place<UInt, kDims, true>(params, static_cast<UInt>(vector)).template Read<uint4>(params);
   }
 #pragma unroll
-  for (int i = 0; i < kPacksInFlight; ++i) {
-    const int64_t pack = first + i * kThreads;
-    if (pack < params.count) static_cast<uint4*>(params.to)[pack] = packs[i];
+  for (int i = 0; i < kVectorsInFlight; ++i) {
+    const int64_t vector = first + i * kThreads;
+    if (vector < params.count) static_cast<uint4*>(params.to)[vector] = vectors[i];
   }
 }
 
 }  // namespace
 
 bool CanRunVectors(const Call& call, const Device&) {
-  return call.channels_last && UnitBytes(call) == kPackBytes;
+  return call.channels_last && UnitBytes(call) == kVectorBytes;
 }
 
 cudaError_t LaunchVectors(cudaStream_t stream, const Call& call, const Device&) {
-  Call packs = call;
-  packs.channels = call.channels * call.item_bytes / kPackBytes;
-  return WithParams(packs, 1, packs.patches_size(), [&](const auto& params) {
+  Call vectors = call;
+  vectors.channels = call.channels * call.item_bytes / kVectorBytes;
+  return WithParams(vectors, 1, vectors.patches_size(), [&](const auto& params) {
     using P = std::decay_t<decltype(params)>;
     using UInt = std::decay_t<decltype(params.channels.divisor())>;
     constexpr int kDims = std::extent_v<decltype(P::dims)>;
-    const int64_t blocks = CeilDiv(params.count, kThreads * kPacksInFlight);
-    return Launch(MovePacks<UInt, kDims>, blocks, kThreads, 0, stream, params);
+    const int64_t blocks = CeilDiv(params.count, kThreads * kVectorsInFlight);
+    return Launch(MoveVectors<UInt, kDims>, blocks, kThreads, 0, stream, params);
   });
 }
 

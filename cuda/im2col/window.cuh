@@ -78,18 +78,18 @@ struct Place {
 
   __device__ __forceinline__ Place(const Params<UInt, kDims>& params, UInt unit) {
     if constexpr (kChannelsLast) {
-      channel = params.channels.Peel(unit);
-      PeelTaps(params, unit);
+      channel = params.channels.DivMod(unit);
+      DivModTaps(params, unit);
     }
 #pragma unroll
-    for (int d = kDims - 1; d >= 0; --d) outs[d] = params.dims[d].out.Peel(unit);
-    if constexpr (!kChannelsLast) PeelTaps(params, unit);
+    for (int d = kDims - 1; d >= 0; --d) outs[d] = params.dims[d].out.DivMod(unit);
+    if constexpr (!kChannelsLast) DivModTaps(params, unit);
     row = unit;
   }
 
-  __device__ __forceinline__ void PeelTaps(const Params<UInt, kDims>& params, UInt& unit) {
+  __device__ __forceinline__ void DivModTaps(const Params<UInt, kDims>& params, UInt& unit) {
 #pragma unroll
-    for (int d = kDims - 1; d >= 0; --d) taps[d] = params.dims[d].taps.Peel(unit);
+    for (int d = kDims - 1; d >= 0; --d) taps[d] = params.dims[d].taps.DivMod(unit);
   }
 
   __device__ __forceinline__ void Advance(const Params<UInt, kDims>& params) {
@@ -160,7 +160,7 @@ cudaError_t WithParams(const Call& call, int64_t unit, int64_t items, Function&&
     }
     params.channels = FastDividerOf<UInt>(std::max<int64_t>(1, call.channels / unit));
     params.count = items / unit;
-    params.is_packed = IsAligned(call.to, jaxops::cuda::kPackBytes);
+    params.is_packed = IsAligned(call.to, jaxops::cuda::kVectorBytes);
     params.from = call.from;
     params.to = call.to;
     return launch(params);

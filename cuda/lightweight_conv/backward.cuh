@@ -146,9 +146,9 @@ struct Share {
   __device__ Share(const BackwardParams& p, int group_taps) {
     // Groups of taps vary fastest, so that blocks that read the same data are resident together.
     uint32_t block = blockIdx.x;
-    first_tap = p.tap_groups.Peel(block) * group_taps;
-    channel_block = p.channel_blocks.Peel(block);
-    split = p.splits.Peel(block);
+    first_tap = p.tap_groups.DivMod(block) * group_taps;
+    channel_block = p.channel_blocks.DivMod(block);
+    split = p.splits.DivMod(block);
     kept = block;
   }
 
@@ -167,8 +167,8 @@ struct Item {
   int64_t summed;
 
   __device__ Item(const BackwardParams& p, uint32_t index) {
-    tile = p.tiles.Peel(index);
-    phase = p.phases.Peel(index);
+    tile = p.tiles.DivMod(index);
+    phase = p.phases.DivMod(index);
     summed = index;
   }
 

@@ -141,10 +141,10 @@ bool Never(const Backward&) { return false; }
 
 // WithInputGrad launches a family, and before it the input gradient if the family does not compute
 // it.
-template <LaunchGradients kLaunch, bool (*kMakesInputGrad)(const Backward&)>
+template <LaunchGradients kLaunch, bool (*kComputesInputGrad)(const Backward&)>
 cudaError_t WithInputGrad(cudaStream_t stream, const Gradients& gradients, const Device& device) {
   const Backward& call = gradients.call;
-  if (call.dx != nullptr && !kMakesInputGrad(call)) {
+  if (call.dx != nullptr && !kComputesInputGrad(call)) {
     const cudaError_t error = LaunchInputGrad(stream, call);
     if (error != cudaSuccess) return error;
   }
@@ -154,19 +154,19 @@ cudaError_t WithInputGrad(cudaStream_t stream, const Gradients& gradients, const
 constexpr Family<Gradients> kGradientFamilies[] = {
     // The reason is that of forward: 178 -> 34.5 us for (8,1024,2048,16,31) bf16 NTC, 172 -> 37.3
     // in NCT.
-    {"mma", CanRunMma, PrefersMma, WithInputGrad<LaunchMma, MakesInputGradMma>},
+    {"mma", CanRunMma, PrefersMma, WithInputGrad<LaunchMma, ComputesInputGradMma>},
     // Latency bounds a small call.
     {"nct/steps", nct::CanRunSteps, PrefersStepsNct, nct::LaunchSteps},
     // Taps meet whole vectors.
     {"nct/vectors", nct::CanRunVectors, Always, nct::LaunchVectors},
     // One pass computes all gradients of dilated filters.
     {"nct/segments", nct::CanRunSegments, PrefersSegments,
-     WithInputGrad<nct::LaunchSegments, nct::MakesInputGradSegments>},
+     WithInputGrad<nct::LaunchSegments, nct::ComputesInputGradSegments>},
     // One pass computes all gradients.
     {"nct/steps", nct::CanRunSteps, PrefersDilatedStepsNct, nct::LaunchSteps},
     // The window and the sums of the taps are in registers.
     {"nct/window", nct::CanRunWindow, Always,
-     WithInputGrad<nct::LaunchWindow, nct::MakesInputGradWindow>},
+     WithInputGrad<nct::LaunchWindow, nct::ComputesInputGradWindow>},
     // Every tap is read through the cache.
     {"nct/dilated", nct::CanRunDilated, Always, WithInputGrad<nct::LaunchDilated, Never>},
     // One pass reads x and g once: 168 -> 104 us for (4,2048,8192,2048,4) bf16.

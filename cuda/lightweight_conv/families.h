@@ -26,14 +26,14 @@ struct Gradients {
   void* partials;
 };
 
-// MakesInputGrad says whether the kernels that compute the kernel gradient compute the input
+// ComputesInputGrad says whether the kernels that compute the kernel gradient compute the input
 // gradient, too. Families without such a function always do, except ntc/long and nct/dilated, which
 // never do.
 
 // mma/ runs long filters on tensor cores.
 bool CanRunMma(const Forward& call, const Device& device);
 bool CanRunMma(const Gradients& gradients, const Device& device);
-bool MakesInputGradMma(const Backward& call);
+bool ComputesInputGradMma(const Backward& call);
 cudaError_t LaunchMma(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchMma(cudaStream_t stream, const Gradients& gradients, const Device& device);
 
@@ -74,7 +74,7 @@ cudaError_t LaunchSteps(cudaStream_t stream, const Gradients& gradients, const D
 // nct/segments.cu runs rows of any length and any dilation, in tiles that fit shared memory.
 bool CanRunSegments(const Forward& call, const Device& device);
 bool CanRunSegments(const Gradients& gradients, const Device& device);
-bool MakesInputGradSegments(const Backward& call);
+bool ComputesInputGradSegments(const Backward& call);
 cudaError_t LaunchSegments(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchSegments(cudaStream_t stream, const Gradients& gradients, const Device& device);
 // CountSegmentSteps returns the steps for which threads have room in the tiles of a row; steps
@@ -88,7 +88,7 @@ cudaError_t LaunchVectors(cudaStream_t stream, const Gradients& gradients, const
 // nct/window.cu runs calls without dilation: short filters, and gradients of all filters.
 bool CanRunWindow(const Forward& call, const Device& device);
 bool CanRunWindow(const Gradients& gradients, const Device& device);
-bool MakesInputGradWindow(const Backward& call);
+bool ComputesInputGradWindow(const Backward& call);
 cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchWindow(cudaStream_t stream, const Gradients& gradients, const Device& device);
 

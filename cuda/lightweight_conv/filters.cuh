@@ -29,13 +29,13 @@ using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
-using jaxops::cuda::kPackElements;
+using jaxops::cuda::kVectorElements;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
+using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
 using jaxops::cuda::StoreAs;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 using jaxops::cuda::WithElements;
 
@@ -59,23 +59,24 @@ __host__ __device__ inline int PhaseSteps(int time, int dilation, int phase) {
 // unconditional, from an address that is always valid, so that neighbouring loads do not wait for
 // each other's branches.
 template <int kCount, typename T>
-__device__ __forceinline__ Pack<T, kCount> LoadIf(bool inside, const T* address, const T* good) {
-  const Pack<T, kCount> pack = LoadPack<kCount>(inside ? address : good);
-  return inside ? pack : Pack<T, kCount>{};
+__device__ __forceinline__ Vector<T, kCount> LoadIf(bool inside, const T* address, const T* good) {
+  const Vector<T, kCount> vec = LoadVector<kCount>(inside ? address : good);
+  return inside ? vec : Vector<T, kCount>{};
 }
 
 // ReadSteps loads one thread's kV channels at the time steps first, first + stride, ..., of which
 // the first `count` are needed: zero outside [0, time). Steps that are entirely inside, as nearly
 // all are, skip the checks.
 template <int kCount, int kV, typename T>
-__device__ __forceinline__ void ReadSteps(Pack<T, kV> (&steps)[kCount], const T* column, int first,
-                                          int stride, int count, int time, int64_t channels) {
+__device__ __forceinline__ void ReadSteps(Vector<T, kV> (&steps)[kCount], const T* column,
+                                          int first, int stride, int count, int time,
+                                          int64_t channels) {
   if (first >= 0 && first + (kCount - 1) * stride < time) {
     const T* address = column + first * channels;
     const int64_t advance = stride * channels;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      steps[i] = LoadPack<kV>(address);
+      steps[i] = LoadVector<kV>(address);
       address += advance;
     }
   } else {
@@ -91,10 +92,10 @@ __device__ __forceinline__ void ReadSteps(Pack<T, kV> (&steps)[kCount], const T*
 template <int kV, typename T>
 __device__ __forceinline__ void WriteStep(T* column, const Accumulator<T> (&values)[kV], int t,
                                           int64_t channels) {
-  Pack<T, kV> pack;
+  Vector<T, kV> vec;
 #pragma unroll
-  for (int v = 0; v < kV; ++v) pack.values[v] = Narrow<T>(values[v]);
-  *reinterpret_cast<Pack<T, kV>*>(column + t * channels) = pack;
+  for (int v = 0; v < kV; ++v) vec.values[v] = Narrow<T>(values[v]);
+  *reinterpret_cast<Vector<T, kV>*>(column + t * channels) = vec;
 }
 
 // The threads of a short filter's block are distributed with lanes over channels and groups over
@@ -126,11 +127,11 @@ __device__ __forceinline__ void StageRows(T* shared, const T* array, int first, 
                                           int rows, int time, int channels, int first_channel) {
   constexpr int kChannels = kBlockChannels<T>;
   if constexpr (kAligned) {
-    constexpr int kPacks = kChannels / kPackElements<T>;
-    const int channel = threadIdx.x % kPacks * kPackElements<T>;
+    constexpr int kVectors = kChannels / kVectorElements<T>;
+    const int channel = threadIdx.x % kVectors * kVectorElements<T>;
     const bool wanted = first_channel + channel < channels;
     const T* column = array + first_channel + channel;
-    for (int row = threadIdx.x / kPacks; row < rows; row += kNtcThreads / kPacks) {
+    for (int row = threadIdx.x / kVectors; row < rows; row += kNtcThreads / kVectors) {
       const int t = first + row * stride;
       const bool inside = wanted && static_cast<unsigned>(t) < static_cast<unsigned>(time);
       __pipeline_memcpy_async(shared + row * kChannels + channel,
@@ -152,10 +153,10 @@ __device__ __forceinline__ void StageRows(T* shared, const T* array, int first, 
 template <typename T>
 __device__ __forceinline__ void ReadRow(Accumulator<T> (&values)[kLaneChannels<T>], const T* shared,
                                         int row) {
-  const auto pack = LoadPack<kLaneChannels<T>>(shared + row * kBlockChannels<T> +
-                                               (threadIdx.x % kWarp) * kLaneChannels<T>);
+  const auto vec = LoadVector<kLaneChannels<T>>(shared + row * kBlockChannels<T> +
+                                                (threadIdx.x % kWarp) * kLaneChannels<T>);
 #pragma unroll
-  for (int v = 0; v < kLaneChannels<T>; ++v) values[v] = Widen(pack.values[v]);
+  for (int v = 0; v < kLaneChannels<T>; ++v) values[v] = Widen(vec.values[v]);
 }
 
 // --- NCT -----------------------------------------------------------------------------------------
@@ -189,27 +190,28 @@ class Window {
  public:
   __device__ __forceinline__ void Load(const T* row, int first, int time) {
     const int base = first - kShift;
-    if (base >= 0 && base + kPacks * kPack <= time) {
+    if (base >= 0 && base + kVectors * kVector <= time) {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) packs_[p] = LoadPack<kPack>(row + base + p * kPack);
+      for (int p = 0; p < kVectors; ++p)
+        vectors_[p] = LoadVector<kVector>(row + base + p * kVector);
     } else {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        const int t = base + p * kPack;
+      for (int p = 0; p < kVectors; ++p) {
+        const int t = base + p * kVector;
         const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
-        packs_[p] = LoadIf<kPack>(inside, row + t, row);
+        vectors_[p] = LoadIf<kVector>(inside, row + t, row);
       }
     }
   }
 
   __device__ __forceinline__ Accumulator<T> operator[](int i) const {
-    return Widen(packs_[(i + kShift) / kPack].values[(i + kShift) % kPack]);
+    return Widen(vectors_[(i + kShift) / kVector].values[(i + kShift) % kVector]);
   }
 
  private:
-  static constexpr int kPack = kPackElements<T>;
-  static constexpr int kPacks = (kShift + kCount + kPack - 1) / kPack;
-  Pack<T, kPack> packs_[kPacks];
+  static constexpr int kVector = kVectorElements<T>;
+  static constexpr int kVectors = (kShift + kCount + kVector - 1) / kVector;
+  Vector<T, kVector> vectors_[kVectors];
 };
 
 // A thread of a short filter has this number of segments in flight.
@@ -221,14 +223,14 @@ template <typename T, int kCount, bool kAligned>
 __device__ __forceinline__ void WriteSteps(T* row, const Accumulator<T> (&values)[kCount], int t,
                                            int time) {
   if constexpr (kAligned) {
-    constexpr int kPack = kPackElements<T>;
+    constexpr int kVector = kVectorElements<T>;
 #pragma unroll
-    for (int p = 0; p < kCount; p += kPack) {
+    for (int p = 0; p < kCount; p += kVector) {
       if (t + p >= time) return;
-      Pack<T, kPack> pack;
+      Vector<T, kVector> vec;
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) pack.values[e] = Narrow<T>(values[p + e]);
-      *reinterpret_cast<Pack<T, kPack>*>(row + t + p) = pack;
+      for (int e = 0; e < kVector; ++e) vec.values[e] = Narrow<T>(values[p + e]);
+      *reinterpret_cast<Vector<T, kVector>*>(row + t + p) = vec;
     }
   } else {
 #pragma unroll
@@ -251,28 +253,29 @@ template <typename T, bool kAligned>
 __device__ __forceinline__ void StageColumns(Accumulator<T>* shared, int pitch, const T* array,
                                              int first, int length, const NctTile& tile, int time,
                                              int channels, int first_channel) {
-  constexpr int kPack = kAligned ? kPackElements<T> : 1;
+  constexpr int kVector = kAligned ? kVectorElements<T> : 1;
   const int row = threadIdx.x >> tile.row_bits;
   const int lane = threadIdx.x & (tile.threads_per_row() - 1);
   const int channel = first_channel + row;
   const T* source = array + int64_t{channel} * time;
   Accumulator<T>* out = shared + row * pitch;
   // Vectors start at multiples of their size in the array, so the first may begin before `first`.
-  const int before = first & (kPack - 1);
-  for (int start = lane * kPack - before; start < length; start += tile.threads_per_row() * kPack) {
+  const int before = first & (kVector - 1);
+  for (int start = lane * kVector - before; start < length;
+       start += tile.threads_per_row() * kVector) {
     const int t = first + start;
-    Pack<T, kPack> pack = {};
+    Vector<T, kVector> vec = {};
     if (channel < channels && static_cast<unsigned>(t) < static_cast<unsigned>(time)) {
-      pack = LoadPack<kPack>(source + t);
+      vec = LoadVector<kVector>(source + t);
     }
-    if (start >= 0 && start + kPack <= length) {
+    if (start >= 0 && start + kVector <= length) {
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) out[Skew(start + e)] = Widen(pack.values[e]);
+      for (int e = 0; e < kVector; ++e) out[Skew(start + e)] = Widen(vec.values[e]);
     } else {
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) {
+      for (int e = 0; e < kVector; ++e) {
         const int position = start + e;
-        if (position >= 0 && position < length) out[Skew(position)] = Widen(pack.values[e]);
+        if (position >= 0 && position < length) out[Skew(position)] = Widen(vec.values[e]);
       }
     }
   }
@@ -354,8 +357,8 @@ inline bool RowsAligned(int64_t row_elements, DType dtype, int64_t bytes) {
 template <typename T>
 int WindowShift(int64_t time, DType dtype, int64_t padding) {
   if (!RowsAligned(time, dtype, 16)) return kUnaligned;
-  constexpr int kPack = kPackElements<T>;
-  return static_cast<int>((kPack - padding % kPack) % kPack);
+  constexpr int kVector = kVectorElements<T>;
+  return static_cast<int>((kVector - padding % kVector) % kVector);
 }
 
 // SharesFilters says whether weight and bias are the same for all batch entries.
@@ -377,7 +380,7 @@ cudaError_t DispatchShift(int shift, Function&& function) {
   };
   [&]<int... kShifts>(std::integer_sequence<int, kShifts...>) {
     (call_if(std::integral_constant<int, kShifts>{}), ...);
-  }(std::make_integer_sequence<int, kPackElements<T>>{});
+  }(std::make_integer_sequence<int, kVectorElements<T>>{});
   return error;
 }
 

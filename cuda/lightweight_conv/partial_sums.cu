@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kNtcThreads) AddPartials(const __grid_constant
           for (int b = 0; b < kBatch; ++b) {
             uint32_t split = i + b * kNtcThreads;
             const bool exists = split < count;
-            const int at = p.row_divider.Peel(split);
+            const int at = p.row_divider.DivMod(split);
             values[b] = exists ? first[split * split_size + at] : Acc(0);
           }
 #pragma unroll

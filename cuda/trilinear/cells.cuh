@@ -22,14 +22,14 @@ namespace ptx = ::cuda::ptx;
 
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
-using jaxops::cuda::kPackBytes;
-using jaxops::cuda::kPackElements;
+using jaxops::cuda::kVectorBytes;
+using jaxops::cuda::kVectorElements;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
+using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 using multilinear::Axis;
 
@@ -265,14 +265,14 @@ class FeatureImage {
                          cell_bytes, &arrived_);
     }
 #else
-    const int vectors = cell_bytes / kPackBytes;
+    const int vectors = cell_bytes / kVectorBytes;
 #pragma unroll 4
     for (int i = threadIdx.x; i < of.cells * vectors; i += blockDim.x) {
       const int cell = whole ? 0 : i / vectors;
       const int vector = i - cell * vectors;
       __pipeline_memcpy_async(
-          static_cast<unsigned char*>(to) + cell * of.pitch + vector * kPackBytes,
-          features_of(cell) + vector * kPackElements<T>, kPackBytes);
+          static_cast<unsigned char*>(to) + cell * of.pitch + vector * kVectorBytes,
+          features_of(cell) + vector * kVectorElements<T>, kVectorBytes);
     }
     __pipeline_commit();
 #endif
@@ -306,15 +306,15 @@ class FeatureImage {
     }
     ptx::cp_async_bulk_commit_group();
 #else
-    constexpr int kPack = kPackElements<T>;
-    const int vectors = cell_bytes / kPackBytes;
+    constexpr int kVector = kVectorElements<T>;
+    const int vectors = cell_bytes / kVectorBytes;
     __syncthreads();
 #pragma unroll 4
     for (int i = threadIdx.x; i < of.cells * vectors; i += blockDim.x) {
       const int cell = whole ? 0 : i / vectors;
-      const auto* vector = image + cell * of.pitch + (i - cell * vectors) * kPackBytes;
-      StorePack(reinterpret_cast<T*>(to + i * kPackBytes),
-                LoadPack<kPack>(reinterpret_cast<const T*>(vector)));
+      const auto* vector = image + cell * of.pitch + (i - cell * vectors) * kVectorBytes;
+      StoreVector(reinterpret_cast<T*>(to + i * kVectorBytes),
+                  LoadVector<kVector>(reinterpret_cast<const T*>(vector)));
     }
 #endif
   }

@@ -21,7 +21,7 @@ constexpr int kBankLineBytes = 128;
 constexpr int64_t kTileBytes = 24 * 1024;
 
 // The opt-in limit of shared memory holds one cell and the padding of its pitch.
-constexpr int64_t kMaxRowBytes = (jaxops::cuda::kSharedLeave - kBankLineBytes) / kCorners;
+constexpr int64_t kMaxRowBytes = (jaxops::cuda::kSharedOptInLimit - kBankLineBytes) / kCorners;
 
 struct InterpolateColumnsParams {
   Call call;
@@ -37,7 +37,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     InterpolateColumns(const __grid_constant__ InterpolateColumnsParams params) {
   using A = Accumulator<T>;
-  constexpr int kCount = kPackElements<T>;
+  constexpr int kCount = kVectorElements<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   const Call& call = params.call;
   const int width = static_cast<int>(call.width);
@@ -49,10 +49,11 @@ __global__ void __launch_bounds__(kThreads)
   const int pieces = cells * params.pieces.divisor();
   for (int i = threadIdx.x; i < pieces; i += kThreads) {
     uint32_t cell = i;
-    const uint32_t piece = params.pieces.Peel(cell);
+    const uint32_t piece = params.pieces.DivMod(cell);
     const T* from = static_cast<const T*>(call.features) +
                     call.cells.Offset(first + cell, Call::kFeatures) + piece * kCount;
-    __pipeline_memcpy_async(shared + cell * params.pitch + piece * kPackBytes, from, kPackBytes);
+    __pipeline_memcpy_async(shared + cell * params.pitch + piece * kVectorBytes, from,
+                            kVectorBytes);
   }
   __pipeline_commit();
   const int64_t cell = first + min(local, cells - 1);
@@ -68,14 +69,14 @@ __global__ void __launch_bounds__(kThreads)
     A sum[kCount] = {};
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) {
-      const auto row = LoadPack<kCount>(column + c * width);
+      const auto row = LoadVector<kCount>(column + c * width);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum[i] += weights[c] * Widen(row.values[i]);
     }
-    Pack<T, kCount> out;
+    Vector<T, kCount> out;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sum[i]);
-    StorePack(static_cast<T*>(call.out) + cell * width + f, out);
+    StoreVector(static_cast<T*>(call.out) + cell * width + f, out);
   }
 }
 
@@ -90,7 +91,7 @@ struct ColumnPlan {
   explicit ColumnPlan(const Call& call) {
     const int64_t cell_bytes = kCorners * RowBytes(call);
     while (lanes < kThreads && cells() * cell_bytes > kTileBytes) lanes *= 2;
-    const int64_t at_once = std::clamp<int64_t>(lanes * kPackBytes, kPackBytes, kBankLineBytes);
+    const int64_t at_once = std::clamp<int64_t>(lanes * kVectorBytes, kVectorBytes, kBankLineBytes);
     pitch = static_cast<int>(
         cell_bytes + ((at_once - cell_bytes) % kBankLineBytes + kBankLineBytes) % kBankLineBytes);
   }
@@ -101,7 +102,7 @@ template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   const ColumnPlan plan(call);
   const InterpolateColumnsParams params{call, plan.lanes, plan.pitch,
-                                        FastDivider(kCorners * RowBytes(call) / kPackBytes)};
+                                        FastDivider(kCorners * RowBytes(call) / kVectorBytes)};
   return Launch(InterpolateColumns<T>, CeilDiv(call.cells.size(), plan.cells()), kThreads,
                 plan.cells() * plan.pitch, stream, params);
 }

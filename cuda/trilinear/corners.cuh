@@ -22,22 +22,22 @@ struct CornerValues {
     return values[cell * kCornerPitch + corner];
   }
   __device__ __forceinline__ void Put(int cell, const A (&of)[kCorners]) {
-    constexpr int kCount = kPackElements<A>;
+    constexpr int kCount = kVectorElements<A>;
 #pragma unroll
     for (int c = 0; c < kCorners; c += kCount) {
-      Pack<A, kCount> pack;
+      Vector<A, kCount> vec;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) pack.values[i] = of[c + i];
-      *reinterpret_cast<Pack<A, kCount>*>(&At(cell, c)) = pack;
+      for (int i = 0; i < kCount; ++i) vec.values[i] = of[c + i];
+      *reinterpret_cast<Vector<A, kCount>*>(&At(cell, c)) = vec;
     }
   }
   __device__ __forceinline__ void Get(int cell, A (&of)[kCorners]) {
-    constexpr int kCount = kPackElements<A>;
+    constexpr int kCount = kVectorElements<A>;
 #pragma unroll
     for (int c = 0; c < kCorners; c += kCount) {
-      const auto pack = LoadPack<kCount>(&At(cell, c));
+      const auto vec = LoadVector<kCount>(&At(cell, c));
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) of[c + i] = pack.values[i];
+      for (int i = 0; i < kCount; ++i) of[c + i] = vec.values[i];
     }
   }
 };

@@ -32,7 +32,7 @@ constexpr int64_t kMaxHalvedBytes = 48 << 20;  // bytes of features, if rows are
 bool PrefersPlainValue(const Call& call, const Device&) {
   if (call.width == 1 && call.cells.size() > kMaxSingleCells) return false;
   const int64_t bytes = call.cells.size() * kCorners * RowBytes(call);
-  return bytes <= kMaxValueBytes || HasSharedValues(call) || HasLongRows(call);
+  return bytes <= kMaxValueBytes || CanShareValues(call) || HasLongRows(call);
 }
 
 bool PrefersVectorsValue(const Call& call, const Device&) {

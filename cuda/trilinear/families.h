@@ -21,13 +21,13 @@ using jaxops::cuda::SizeOf;
 inline int64_t RowBytes(const Call& call) { return call.width * SizeOf(call.dtype); }
 
 inline int64_t VectorElements(const Call& call) {
-  return jaxops::cuda::kPackBytes / SizeOf(call.dtype);
+  return jaxops::cuda::kVectorBytes / SizeOf(call.dtype);
 }
 
 inline bool HasAlignedArrays(const Call& call) {
   const auto bits = [](const void* array) { return reinterpret_cast<uintptr_t>(array); };
   return (bits(call.features) | bits(call.cotangent) | bits(call.out) | bits(call.dfeatures)) %
-             jaxops::cuda::kPackBytes ==
+             jaxops::cuda::kVectorBytes ==
          0;
 }
 
@@ -47,7 +47,7 @@ cudaError_t LaunchPlain(cudaStream_t stream, const Call& call, const Device& dev
 
 // Warps load whole cells for values of rows whose number of elements is a power of two: 2 elements
 // up to 32 bytes, or up to 64 bytes for dtypes of 2 bytes.
-bool HasSharedValues(const Call& call);
+bool CanShareValues(const Call& call);
 
 // A thread can have several values of rows of at least 64 bytes.
 bool HasLongRows(const Call& call);

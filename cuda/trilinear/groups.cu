@@ -296,7 +296,7 @@ template <typename T, Columns kColumns, bool kPlain>
 __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
     InterpolateGroups(const __grid_constant__ GroupParams params) {
   using A = Accumulator<T>;
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   constexpr bool kShifted = kColumns == Columns::kShiftedPairs;
   extern __shared__ __align__(kLineBytes) unsigned char shared[];
   __shared__ FeatureImage image;
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
   image.Await();
   T* staged = reinterpret_cast<T*>(shared + params.image_bytes);
   // Values have the same offset within a vector as in global memory.
-  const int skipped = static_cast<int>(group.first * width % kPack);
+  const int skipped = static_cast<int>(group.first * width % kVector);
   if (group.real) {
     const auto* words = reinterpret_cast<const Word<T>*>(memory + group.own * params.pitch);
     T* to = staged + skipped + group.own * width;
@@ -355,11 +355,11 @@ __global__ void __launch_bounds__(kLongThreads, kBlocks<T, true>)
   __syncthreads();
   T* to = static_cast<T*>(call.out) + group.first * width - skipped;
   const int end = skipped + group.cells * width;
-  for (int i = threadIdx.x * kPack; i < end; i += blockDim.x * kPack) {
-    if (i >= skipped && i + kPack <= end) {
-      StorePack(to + i, LoadPack<kPack>(staged + i));
+  for (int i = threadIdx.x * kVector; i < end; i += blockDim.x * kVector) {
+    if (i >= skipped && i + kVector <= end) {
+      StoreVector(to + i, LoadVector<kVector>(staged + i));
     } else {
-      for (int e = max(i, skipped); e < min(i + kPack, end); ++e) to[e] = staged[e];
+      for (int e = max(i, skipped); e < min(i + kVector, end); ++e) to[e] = staged[e];
     }
   }
 }
@@ -398,12 +398,12 @@ struct GroupPlan {
     pitch = static_cast<int>(cell_bytes);
     // Bank conflicts of four lanes cost less than several copies.
     if (4 * lanes < wanted) {
-      while (ConflictFreeLanes(pitch, word_bytes) != lanes) pitch += kPackBytes;
+      while (ConflictFreeLanes(pitch, word_bytes) != lanes) pitch += kVectorBytes;
     }
     image_bytes = tile * pitch + kLineBytes;
     shared_bytes = image_bytes;
     if (call.out != nullptr) {
-      shared_bytes += (CeilDiv(tile * call.width, VectorElements(call)) + 1) * kPackBytes;
+      shared_bytes += (CeilDiv(tile * call.width, VectorElements(call)) + 1) * kVectorBytes;
     }
   }
 };

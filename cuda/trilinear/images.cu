@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(kImageThreads)
     const WarpFeatures<T> features(params.warp, cells);
     for (int i = cells.lane; i < (pieces + kWarp - 1) / kWarp * kWarp; i += kWarp) {
       uint32_t cell = min(i, pieces - 1);
-      const uint32_t piece = params.pieces.Peel(cell);
-      const T* from = features.Of(static_cast<int>(cell)) + piece * kPackElements<T>;
-      if (i < pieces) __pipeline_memcpy_async(image + i * kPackElements<T>, from, kPackBytes);
+      const uint32_t piece = params.pieces.DivMod(cell);
+      const T* from = features.Of(static_cast<int>(cell)) + piece * kVectorElements<T>;
+      if (i < pieces) __pipeline_memcpy_async(image + i * kVectorElements<T>, from, kVectorBytes);
     }
     __pipeline_commit();
   }
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kImageThreads)
   if constexpr (kFeatures) {
     T* to = static_cast<T*>(call.dfeatures) + cells.first * kCorners * width;
     for (int i = cells.lane; i < pieces; i += kWarp) {
-      StorePack(to + i * kPackElements<T>,
-                LoadPack<kPackElements<T>>(image + i * kPackElements<T>));
+      StoreVector(to + i * kVectorElements<T>,
+                  LoadVector<kVectorElements<T>>(image + i * kVectorElements<T>));
     }
   }
 }
@@ -127,13 +127,14 @@ struct ImagePlan {
 
 bool CanRunImages(const Call& call, const Device&) {
   return HasAlignedArrays(call) && call.dtype == DType::kF64 && call.out == nullptr &&
-         ImagePlan(call).shared_bytes <= jaxops::cuda::kSharedLeave;
+         ImagePlan(call).shared_bytes <= jaxops::cuda::kSharedOptInLimit;
 }
 
 cudaError_t LaunchImages(cudaStream_t stream, const Call& call, const Device&) {
   const ImagePlan plan(call);
-  const ImageParams params{ParamsOfWarps(call), FastDivider(kCorners * RowBytes(call) / kPackBytes),
-                           plan.image_bytes, plan.cotangent_bytes};
+  const ImageParams params{ParamsOfWarps(call),
+                           FastDivider(kCorners * RowBytes(call) / kVectorBytes), plan.image_bytes,
+                           plan.cotangent_bytes};
   const auto kernel = call.dpoints == nullptr     ? BackwardImage<double, true, false>
                       : call.dfeatures == nullptr ? BackwardImage<double, false, true>
                                                   : BackwardImage<double, true, true>;

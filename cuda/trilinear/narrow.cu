@@ -18,16 +18,16 @@ constexpr int kThreads = 128;
 
 constexpr int64_t kMaxWidth = 15;
 
-constexpr bool HasNarrowValues(int64_t width, int64_t item_bytes) {
+constexpr bool CanRunNarrowValues(int64_t width, int64_t item_bytes) {
   if (width % 2 != 0) return width <= kMaxWidth;
   return item_bytes == 2 && (width == 2 || width == 4);
 }
-constexpr bool HasNarrowGradients(int64_t width, int64_t item_bytes) {
+constexpr bool CanRunNarrowGradients(int64_t width, int64_t item_bytes) {
   return width <= kMaxWidth && width != 8 && (item_bytes == 2 || (width != 2 && width != 4));
 }
 // These are the point gradients to compile. The groups family is faster for the widest rows if the
 // feature gradient is wanted too, and otherwise for rows whose cells are whole vectors.
-constexpr bool HasPlainPointGrad(int64_t width, int64_t item_bytes, bool both) {
+constexpr bool CanRunPlainPointGrad(int64_t width, int64_t item_bytes, bool both) {
   if (both) return width < (item_bytes == 2 ? 14 : 9);
   return item_bytes != 4 || (width != 10 && width != 14);
 }
@@ -44,11 +44,11 @@ bool IsPlain(const Call& call) {
 // more than bank conflicts of two lanes cost, the pitch is a cell's number of vectors.
 template <typename T, int kWidth, bool kPlain>
 struct Image {
-  static constexpr int kVectors = kCorners * kWidth / kPackElements<T>;
+  static constexpr int kVectors = kCorners * kWidth / kVectorElements<T>;
   static constexpr bool kBulk = kPlain && kVectors % 4 != 0;
   static constexpr int kPitch = kBulk ? kVectors : kVectors | 1;
 
-  Pack<T, kPackElements<T>> vectors[kWarp * kPitch];
+  Vector<T, kVectorElements<T>> vectors[kWarp * kPitch];
 
   __device__ __forceinline__ auto& Of(int cell, int vector) {
     return vectors[cell * kPitch + vector];
@@ -61,7 +61,7 @@ template <typename T, int kWidth, bool kPlain, bool kOut, bool kFeatures, bool k
 __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ WarpParams params) {
   using A = Accumulator<T>;
   using Image = Image<T, kWidth, kPlain>;
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   constexpr int kVectors = Image::kVectors;
   constexpr bool kBulk = Image::kBulk && (kOut || kPoints);
   extern __shared__ __align__(kLineBytes) unsigned char shared[];
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
   if constexpr (kBulk) {
     const int64_t first = int64_t{blockIdx.x} * kThreads;
     const int count = static_cast<int>(min(int64_t{kThreads}, call.cells.size() - first));
-    of_block.Fetch<true, T>(call, {first, count, kVectors * kPackBytes}, shared);
+    of_block.Fetch<true, T>(call, {first, count, kVectors * kVectorBytes}, shared);
   }
   if (!kBulk && cells.count <= 0) return;
   Image& image = reinterpret_cast<Image*>(shared)[threadIdx.x / kWarp];
@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
     for (int j = 0; j < kVectors; ++j) {
       const int i = j * kWarp + cells.lane;
       const int cell = min(i, last) / kVectors;
-      const T* from = features.Of(cell) + i % kVectors * kPack;
-      if (i <= last) __pipeline_memcpy_async(&image.Of(cell, i % kVectors), from, kPackBytes);
+      const T* from = features.Of(cell) + i % kVectors * kVector;
+      if (i <= last) __pipeline_memcpy_async(&image.Of(cell, i % kVectors), from, kVectorBytes);
     }
     __pipeline_commit();
   }
@@ -115,13 +115,13 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
   [[maybe_unused]] A dots[kCorners] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    [[maybe_unused]] Pack<T, kPack> read;
+    [[maybe_unused]] Vector<T, kVector> read;
     if constexpr (kOut || kPoints) read = image.Of(cells.lane, v);
-    [[maybe_unused]] Pack<T, kPack> made;
+    [[maybe_unused]] Vector<T, kVector> made;
 #pragma unroll
-    for (int e = 0; e < kPack; ++e) {
-      const int c = (v * kPack + e) / kWidth;
-      const int f = (v * kPack + e) % kWidth;
+    for (int e = 0; e < kVector; ++e) {
+      const int c = (v * kVector + e) / kWidth;
+      const int f = (v * kVector + e) % kWidth;
       if constexpr (kOut) sums[f] += weights[c] * Widen(read.values[e]);
       if constexpr (kPoints) dots[c] += Widen(read.values[e]) * g[f];
       if constexpr (kFeatures) made.values[e] = Narrow<T>(weights[c] * g[f]);
@@ -137,9 +137,9 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
     __syncwarp();
     T* to = static_cast<T*>(call.out) + cells.first * kWidth;
     const int count = cells.count * kWidth;
-    for (int i = cells.lane * kPack; i < count; i += kWarp * kPack) {
-      if (i + kPack <= count) {
-        StorePack(to + i, image.vectors[i / kPack]);
+    for (int i = cells.lane * kVector; i < count; i += kWarp * kVector) {
+      if (i + kVector <= count) {
+        StoreVector(to + i, image.vectors[i / kVector]);
       } else {
         for (int e = i; e < count; ++e) to[e] = staged[e];
       }
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) NarrowRows(const __grid_constant__ W
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int i = j * kWarp + cells.lane;
-      if (i < count) StorePack(to + i * kPack, image.Of(i / kVectors, i % kVectors));
+      if (i < count) StoreVector(to + i * kVector, image.Of(i / kVectors, i % kVectors));
     }
   }
   if constexpr (kPoints) {
@@ -181,7 +181,7 @@ template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     PointGradTile(const __grid_constant__ TileParams params) {
   using A = Accumulator<T>;
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   constexpr int kWarpElements = kWarp * kAxes;
   __shared__ __align__(kLineBytes) T features[kThreads * kCorners * kWidth];
   __shared__ __align__(kLineBytes) T cotangent[kThreads * kWidth];
@@ -237,11 +237,11 @@ __global__ void __launch_bounds__(kThreads)
     for (int f = 0; f < kWidth; ++f) g[f] = Widen(cotangent[thread * kWidth + f]);
     A dots[kCorners] = {};
 #pragma unroll
-    for (int i = 0; i < kCorners * kWidth; i += kPack) {
-      const auto pack = LoadPack<kPack>(features + thread * kCorners * kWidth + i);
+    for (int i = 0; i < kCorners * kWidth; i += kVector) {
+      const auto vec = LoadVector<kVector>(features + thread * kCorners * kWidth + i);
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) {
-        dots[(i + e) / kWidth] += Widen(pack.values[e]) * g[(i + e) % kWidth];
+      for (int e = 0; e < kVector; ++e) {
+        dots[(i + e) / kWidth] += Widen(vec.values[e]) * g[(i + e) % kWidth];
       }
     }
     Axis<A> axes[kAxes];
@@ -256,25 +256,25 @@ __global__ void __launch_bounds__(kThreads)
   const int begin = thread / kWarp * kWarpElements;
   const int end = min(begin + kWarpElements, count * kAxes);
   const int lane = thread % kWarp;
-  for (int i = begin + lane * kPack; i < end; i += kWarp * kPack) {
-    if (i + kPack <= end) {
-      StorePack(to + i, LoadPack<kPack>(points + i));
+  for (int i = begin + lane * kVector; i < end; i += kWarp * kVector) {
+    if (i + kVector <= end) {
+      StoreVector(to + i, LoadVector<kVector>(points + i));
     } else {
       for (int e = i; e < end; ++e) to[e] = points[e];
     }
   }
 }
 
-// HasTiles says whether a plain call can use tiles: it wants only the point gradient, and its
-// operands are dense.
+// CanRunPointGradTile says whether a plain call can use tiles: it wants only the point gradient,
+// and its operands are dense.
 template <int kWidth>
-bool HasTiles(const Call& call, const Device& device) {
+bool CanRunPointGradTile(const Call& call, const Device& device) {
   if (call.dpoints == nullptr || call.dfeatures != nullptr || call.cells.rank() > 1) return false;
   const auto is_dense = [&](Call::Operand operand, int64_t width) {
     return call.cells.rank() == 0 || call.cells.stride(0, operand) == width;
   };
   const auto is_aligned = [](const void* pointer) {
-    return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
+    return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
   };
   return is_dense(Call::kFeatures, kCorners * kWidth) && is_dense(Call::kCotangent, kWidth) &&
          is_dense(Call::kPoints, kAxes) && is_aligned(call.points) && is_aligned(call.dpoints) &&
@@ -293,7 +293,7 @@ cudaError_t LaunchKernel(void (*kernel)(WarpParams), cudaStream_t stream, const 
 template <typename T, int kWidth, bool kPlain>
 cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device& device) {
   if constexpr (kPlain && sizeof(T) == 2 && kWidth <= kMaxTileWidth) {
-    if (HasTiles<kWidth>(call, device)) {
+    if (CanRunPointGradTile<kWidth>(call, device)) {
       return Launch(
           PointGradTile<T, kWidth>, CeilDiv(call.cells.size(), kThreads), kThreads, 0, stream,
           TileParams{call.features, call.points, call.cotangent, call.dpoints, call.cells.size()});
@@ -303,10 +303,10 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device&
   if (call.dpoints == nullptr) {
     kernel = NarrowRows<T, kWidth, kPlain, false, true, false>;
   } else if (call.dfeatures == nullptr) {
-    if constexpr (!kPlain || HasPlainPointGrad(kWidth, sizeof(T), false)) {
+    if constexpr (!kPlain || CanRunPlainPointGrad(kWidth, sizeof(T), false)) {
       kernel = NarrowRows<T, kWidth, kPlain, false, false, true>;
     }
-  } else if constexpr (!kPlain || HasPlainPointGrad(kWidth, sizeof(T), true)) {
+  } else if constexpr (!kPlain || CanRunPlainPointGrad(kWidth, sizeof(T), true)) {
     kernel = NarrowRows<T, kWidth, kPlain, false, true, true>;
   }
   if (kernel == nullptr) return cudaErrorInvalidValue;
@@ -324,11 +324,11 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call, const Device& device
   if constexpr (kWidth <= kMaxWidth) {
     if (call.width != kWidth) return LaunchOf<T, kWidth + 1>(stream, call, device);
     if (call.out != nullptr) {
-      if constexpr (HasNarrowValues(kWidth, sizeof(T))) {
+      if constexpr (CanRunNarrowValues(kWidth, sizeof(T))) {
         return IsPlain(call) ? LaunchValues<T, kWidth, true>(stream, call)
                              : LaunchValues<T, kWidth, false>(stream, call);
       }
-    } else if constexpr (HasNarrowGradients(kWidth, sizeof(T))) {
+    } else if constexpr (CanRunNarrowGradients(kWidth, sizeof(T))) {
       return IsPlain(call) ? LaunchGradients<T, kWidth, true>(stream, call, device)
                            : LaunchGradients<T, kWidth, false>(stream, call, device);
     }
@@ -341,11 +341,11 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call, const Device& device
 bool CanRunNarrow(const Call& call, const Device&) {
   const int64_t item_bytes = SizeOf(call.dtype);
   if (!HasAlignedArrays(call) || item_bytes > 4 || call.width < 2) return false;
-  if (call.out != nullptr) return HasNarrowValues(call.width, item_bytes);
+  if (call.out != nullptr) return CanRunNarrowValues(call.width, item_bytes);
   const bool both = call.dfeatures != nullptr;
-  const bool is_built =
-      call.dpoints == nullptr || !IsPlain(call) || HasPlainPointGrad(call.width, item_bytes, both);
-  return HasNarrowGradients(call.width, item_bytes) && is_built;
+  const bool is_built = call.dpoints == nullptr || !IsPlain(call) ||
+                        CanRunPlainPointGrad(call.width, item_bytes, both);
+  return CanRunNarrowGradients(call.width, item_bytes) && is_built;
 }
 
 cudaError_t LaunchNarrow(cudaStream_t stream, const Call& call, const Device& device) {

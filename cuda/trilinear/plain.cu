@@ -19,7 +19,7 @@ namespace {
 
 // These are the parameters of a result that is written in vectors, one per thread. All of them lie
 // in one line of the constant cache, in which a kernel's parameters begin 16 bytes after the start.
-struct PackParams {
+struct PlainParams {
   const void* from;  // features or cotangent
   const void* points;
   void* to;
@@ -44,24 +44,24 @@ __device__ __forceinline__ void LoadPlain(const void* points, uint32_t offset,
 // loads.
 template <typename T, int kCount, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
-    InterpolatePlain(const __grid_constant__ PackParams params) {
+    InterpolatePlain(const __grid_constant__ PlainParams params) {
   using A = Accumulator<T>;
   const uint32_t own = blockIdx.x * kThreads + threadIdx.x;
   const uint32_t vector = min(own, params.vectors - 1);
   uint32_t cell = vector;
-  const uint32_t f = params.row.Peel(cell) * kCount;
+  const uint32_t f = params.row.DivMod(cell) * kCount;
   const uint32_t width = params.row.divisor() * kCount;
   const T* features = static_cast<const T*>(params.from) + (cell * params.stride + f);
-  Pack<T, kCount> rows[kCorners];
+  Vector<T, kCount> rows[kCorners];
 #pragma unroll
-  for (int c = 0; c < kCorners; ++c) rows[c] = LoadPack<kCount>(features + c * width);
+  for (int c = 0; c < kCorners; ++c) rows[c] = LoadVector<kCount>(features + c * width);
   Coordinates<A> p;
   LoadPlain<T>(params.points, cell * params.point_stride, p);
   Axis<A> axes[kAxes];
   MakeAxes(p, axes);
   A weights[kCorners];
   multilinear::PlainWeights<kAxes>(axes, weights);
-  Pack<T, kCount> out;
+  Vector<T, kCount> out;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     A sum = 0;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     out.values[i] = Narrow<T>(sum);
   }
   if (own == vector) {
-    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.to) + vector * kCount) = out;
+    *reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(params.to) + vector * kCount) = out;
   }
 }
 
@@ -96,25 +96,25 @@ template <typename T, int kWidth>
 __global__ void __launch_bounds__(kSharedThreads)
     InterpolateShared(const __grid_constant__ SharedValueParams params) {
   using A = Accumulator<T>;
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   constexpr int kCount = kWordElements<T>;
-  constexpr int kLanes = kWidth / kCount;            // per cell
-  constexpr int kCells = kWarp / kLanes;             // per warp
-  constexpr int kPacks = kCorners * kWidth / kPack;  // per cell
-  constexpr int kLoads = kCells * kPacks / kWarp;
+  constexpr int kLanes = kWidth / kCount;                // per cell
+  constexpr int kCells = kWarp / kLanes;                 // per warp
+  constexpr int kVectors = kCorners * kWidth / kVector;  // per cell
+  constexpr int kLoads = kCells * kVectors / kWarp;
   // The pitch has one row more than a cell, and at least one vector more, which puts cells into
   // different banks.
-  constexpr int kPitch = kPacks + (kWidth + kPack - 1) / kPack;
-  __shared__ Pack<T, kPack> shared[kSharedThreads / kWarp][kCells * kPitch];
+  constexpr int kPitch = kVectors + (kWidth + kVector - 1) / kVector;
+  __shared__ Vector<T, kVector> shared[kSharedThreads / kWarp][kCells * kPitch];
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t first = (blockIdx.x * kSharedThreads + threadIdx.x) / kWarp * kCells;
   const T* features = static_cast<const T*>(params.features);
-  Pack<T, kPack> loaded[kLoads];
+  Vector<T, kVector> loaded[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const uint32_t vector = i * kWarp + lane;
-    const uint32_t cell = min(first + vector / kPacks, params.last);
-    loaded[i] = LoadPack<kPack>(features + cell * params.stride + vector % kPacks * kPack);
+    const uint32_t cell = min(first + vector / kVectors, params.last);
+    loaded[i] = LoadVector<kVector>(features + cell * params.stride + vector % kVectors * kVector);
   }
   const uint32_t local = lane / kLanes;
   const uint32_t f = lane % kLanes * kCount;
@@ -125,26 +125,26 @@ __global__ void __launch_bounds__(kSharedThreads)
   MakeAxes(p, axes);
   A weights[kCorners];
   multilinear::PlainWeights<kAxes>(axes, weights);
-  Pack<T, kPack>* of_warp = shared[threadIdx.x / kWarp];
+  Vector<T, kVector>* of_warp = shared[threadIdx.x / kWarp];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const uint32_t vector = i * kWarp + lane;
-    of_warp[vector / kPacks * kPitch + vector % kPacks] = loaded[i];
+    of_warp[vector / kVectors * kPitch + vector % kVectors] = loaded[i];
   }
   __syncwarp();
   const T* rows = reinterpret_cast<const T*>(of_warp + local * kPitch) + f;
   A sums[kCount] = {};
 #pragma unroll
   for (int c = 0; c < kCorners; ++c) {
-    const auto row = LoadPack<kCount>(rows + c * kWidth);
+    const auto row = LoadVector<kCount>(rows + c * kWidth);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sums[i] += weights[c] * Widen(row.values[i]);
   }
-  Pack<T, kCount> out;
+  Vector<T, kCount> out;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[i]);
   if (cell <= params.last) {
-    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(params.out) + cell * kWidth + f) = out;
+    *reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(params.out) + cell * kWidth + f) = out;
   }
 }
 
@@ -163,22 +163,22 @@ constexpr int kGradThreads = 256;
 // A thread has a vector of a cell's feature gradient; kSpans says that vectors may span rows.
 template <typename T, bool kSpans>
 __global__ void __launch_bounds__(kGradThreads)
-    FeatureGradPlain(const __grid_constant__ PackParams params) {
+    FeatureGradPlain(const __grid_constant__ PlainParams params) {
   using A = Accumulator<T>;
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   const uint32_t vector = blockIdx.x * kGradThreads + threadIdx.x;
   if (vector >= params.vectors) return;
-  uint32_t row = kSpans ? vector * kPack : vector;
-  uint32_t f = params.row.Peel(row) * (kSpans ? 1 : kPack);
+  uint32_t row = kSpans ? vector * kVector : vector;
+  uint32_t f = params.row.DivMod(row) * (kSpans ? 1 : kVector);
   const uint32_t cell = row / kCorners;
   Coordinates<A> p;
   LoadPlain<T>(params.points, cell * params.point_stride, p);
   const T* cotangent = static_cast<const T*>(params.from) + cell * params.stride;
-  Pack<T, kPack> g;
-  uint32_t rows[kPack];
+  Vector<T, kVector> g;
+  uint32_t rows[kVector];
   if constexpr (kSpans) {
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
+    for (int i = 0; i < kVector; ++i) {
       g.values[i] = cotangent[f];
       rows[i] = row;
       if (++f == params.row.divisor()) {
@@ -187,17 +187,17 @@ __global__ void __launch_bounds__(kGradThreads)
       }
     }
   } else {
-    g = LoadPack<kPack>(cotangent + f);
+    g = LoadVector<kVector>(cotangent + f);
   }
   Axis<A> axes[kAxes];
   MakeAxes(p, axes);
-  Pack<T, kPack> out;
+  Vector<T, kVector> out;
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) {
+  for (int i = 0; i < kVector; ++i) {
     const A weight = WeightOf(axes, (kSpans ? rows[i] : row) % kCorners);
     out.values[i] = Narrow<T>(weight * Widen(g.values[i]));
   }
-  StorePack(static_cast<T*>(params.to) + vector * kPack, out);
+  StoreVector(static_cast<T*>(params.to) + vector * kVector, out);
 }
 
 // The results do not fit the first line of constants, and are last because they are needed last.
@@ -248,21 +248,22 @@ __global__ void __launch_bounds__(kMaxLanes, 1)
   A dots[kCorners] = {};
 #pragma unroll 1
   for (uint32_t f = lane * kCount; f < params.width; f += lanes * kCount) {
-    const auto g = LoadPack<kCount>(cotangent + f);
-    Pack<T, kCount> rows[kCorners];
+    const auto g = LoadVector<kCount>(cotangent + f);
+    Vector<T, kCount> rows[kCorners];
 #pragma unroll
-    for (int c = 0; c < kCorners; ++c) rows[c] = LoadPack<kCount>(features + c * params.width + f);
+    for (int c = 0; c < kCorners; ++c)
+      rows[c] = LoadVector<kCount>(features + c * params.width + f);
     if constexpr (kFeatures) {
       MakeAxes(p, axes);
       A weights[kCorners];
       multilinear::PlainWeights<kAxes>(axes, weights);
 #pragma unroll
       for (int c = 0; c < kCorners; ++c) {
-        Pack<T, kCount> out;
+        Vector<T, kCount> out;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
         if (real) {
-          *reinterpret_cast<Pack<T, kCount>*>(to + c * params.width + f) = out;
+          *reinterpret_cast<Vector<T, kCount>*>(to + c * params.width + f) = out;
         }
       }
     }
@@ -307,13 +308,13 @@ uint32_t StrideOf(const Call& call, Call::Operand operand) {
 template <typename T, int kCount, int kThreads>
 cudaError_t LaunchValuesOf(cudaStream_t stream, const Call& call) {
   const int64_t vectors = call.cells.size() * call.width / kCount;
-  const PackParams params{call.features,
-                          call.points,
-                          call.out,
-                          static_cast<uint32_t>(vectors),
-                          StrideOf(call, Call::kFeatures),
-                          StrideOf(call, Call::kPoints),
-                          FastDivider(call.width / kCount)};
+  const PlainParams params{call.features,
+                           call.points,
+                           call.out,
+                           static_cast<uint32_t>(vectors),
+                           StrideOf(call, Call::kFeatures),
+                           StrideOf(call, Call::kPoints),
+                           FastDivider(call.width / kCount)};
   return Launch(InterpolatePlain<T, kCount, kThreads>, CeilDiv(vectors, kThreads), kThreads, 0,
                 stream, params);
 }
@@ -358,7 +359,7 @@ struct ValuePlan {
     if (has_long_rows && values > kManyLongThreads * long_count) {
       count = long_count;
       threads = 128;
-    } else if (HasSharedValues(call)) {
+    } else if (CanShareValues(call)) {
       shares = true;
     } else if (has_long_rows && values >= kMinLongThreads * long_count) {
       count = long_count;
@@ -391,16 +392,16 @@ cudaError_t LaunchValues(cudaStream_t stream, const Call& call) {
 
 template <typename T>
 cudaError_t LaunchFeatureGrad(cudaStream_t stream, const Call& call) {
-  constexpr int kPack = kPackElements<T>;
-  const bool spans = call.width % kPack != 0;
-  const int64_t vectors = call.cells.size() * kCorners * call.width / kPack;
-  const PackParams params{call.cotangent,
-                          call.points,
-                          call.dfeatures,
-                          static_cast<uint32_t>(vectors),
-                          StrideOf(call, Call::kCotangent),
-                          StrideOf(call, Call::kPoints),
-                          FastDivider(spans ? call.width : call.width / kPack)};
+  constexpr int kVector = kVectorElements<T>;
+  const bool spans = call.width % kVector != 0;
+  const int64_t vectors = call.cells.size() * kCorners * call.width / kVector;
+  const PlainParams params{call.cotangent,
+                           call.points,
+                           call.dfeatures,
+                           static_cast<uint32_t>(vectors),
+                           StrideOf(call, Call::kCotangent),
+                           StrideOf(call, Call::kPoints),
+                           FastDivider(spans ? call.width : call.width / kVector)};
   return Launch(spans ? FeatureGradPlain<T, true> : FeatureGradPlain<T, false>,
                 CeilDiv(vectors, kGradThreads), kGradThreads, 0, stream, params);
 }
@@ -453,20 +454,20 @@ cudaError_t LaunchPoints(cudaStream_t stream, const Call& call, int64_t lanes) {
 
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   if (call.out != nullptr) return LaunchValues<T>(stream, call);
   if (call.dpoints == nullptr) return LaunchFeatureGrad<T>(stream, call);
   const PlainPointPlan plan(call);
-  if (plan.count == kPack) return LaunchPoints<T, kPack>(stream, call, plan.lanes);
-  if constexpr (kPack > 2) {
-    if (plan.count > 1) return LaunchPoints<T, kPack / 2>(stream, call, plan.lanes);
+  if (plan.count == kVector) return LaunchPoints<T, kVector>(stream, call, plan.lanes);
+  if constexpr (kVector > 2) {
+    if (plan.count > 1) return LaunchPoints<T, kVector / 2>(stream, call, plan.lanes);
   }
   return LaunchPoints<T, 1>(stream, call, plan.lanes);
 }
 
 }  // namespace
 
-bool HasSharedValues(const Call& call) {
+bool CanShareValues(const Call& call) {
   const int64_t width = call.width;
   const int64_t max_width = SizeOf(call.dtype) == 2 ? 32 : 32 / SizeOf(call.dtype);
   return width >= kMinSharedWidth && width <= max_width && (width & (width - 1)) == 0;

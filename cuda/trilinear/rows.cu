@@ -28,11 +28,11 @@ __global__ void __launch_bounds__(kThreads)
   Coordinates<A> p;
   LoadCoordinates<A>(call, cells.first + cells.own, p);
   const WarpFeatures<T> features(params, cells);
-  Pack<T, kCount> rows[kCornerRounds];
+  Vector<T, kCount> rows[kCornerRounds];
 #pragma unroll
   for (int j = 0; j < kCornerRounds; ++j) {
     const int cell = min((j * kWarp + cells.lane) / kCorners, cells.count - 1);
-    rows[j] = LoadPack<kCount>(features.Of(cell) + corner * kCount);
+    rows[j] = LoadVector<kCount>(features.Of(cell) + corner * kCount);
   }
   CornerValues<A>& weights = shared[threadIdx.x / kWarp];
   Point<A> point(call, cells.first + cells.own, p);
@@ -62,10 +62,10 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int cell = corner * (kWarp / kCorners) + cells.lane / kCorners;
   if (cell >= cells.count) return;
-  Pack<T, kCount> out;
+  Vector<T, kCount> out;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(sums[0][i]);
-  StorePack(static_cast<T*>(call.out) + (cells.first + cell) * kCount, out);
+  StoreVector(static_cast<T*>(call.out) + (cells.first + cell) * kCount, out);
 }
 
 // The kernel computes the feature gradient if kFeatures and the point gradient if kPoints. A row
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWidth = kCount * kPieces;
   constexpr int kRounds = kCornerRounds * kPieces;
   __shared__ CornerValues<A> shared[kThreads / kWarp];
-  __shared__ Pack<T, kCount> cotangents[kThreads][kPieces];
+  __shared__ Vector<T, kCount> cotangents[kThreads][kPieces];
   const Call& call = params.call;
   const WarpCells cells(call);
   if (cells.count <= 0) return;
@@ -89,16 +89,16 @@ __global__ void __launch_bounds__(kThreads)
   LoadCoordinates<A>(call, cells.first + cells.own, p);
   const T* cotangent = static_cast<const T*>(call.cotangent) +
                        call.cells.Offset(cells.first + cells.own, Call::kCotangent);
-  Pack<T, kCount> own[kPieces];
+  Vector<T, kCount> own[kPieces];
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) own[i] = LoadPack<kCount>(cotangent + i * kCount);
-  [[maybe_unused]] Pack<T, kCount> rows[kPoints ? kRounds : 1];
+  for (int i = 0; i < kPieces; ++i) own[i] = LoadVector<kCount>(cotangent + i * kCount);
+  [[maybe_unused]] Vector<T, kCount> rows[kPoints ? kRounds : 1];
   if constexpr (kPoints) {
     const WarpFeatures<T> features(params, cells);
 #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
-      rows[j] = LoadPack<kCount>(features.Of(min(cell_of(j), cells.count - 1)) + corner * kWidth +
-                                 piece * kCount);
+      rows[j] = LoadVector<kCount>(features.Of(min(cell_of(j), cells.count - 1)) + corner * kWidth +
+                                   piece * kCount);
     }
   }
 #pragma unroll
@@ -117,13 +117,13 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int j = 0; j < kRounds; ++j) {
     const int cell = cell_of(j);
-    const Pack<T, kCount> g = of_warp[cell][piece];
+    const Vector<T, kCount> g = of_warp[cell][piece];
     if constexpr (kFeatures) {
       const A weight = corners.At(cell, corner);
-      Pack<T, kCount> out;
+      Vector<T, kCount> out;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weight * Widen(g.values[i]));
-      if (cell < cells.count) StorePack(to + (j * kWarp + cells.lane) * kCount, out);
+      if (cell < cells.count) StoreVector(to + (j * kWarp + cells.lane) * kCount, out);
     }
     if constexpr (kPoints) {
       A dot = 0;
@@ -161,7 +161,7 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call) {
 
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   if (call.out != nullptr) {
     if constexpr (sizeof(T) > 2) {
       if (call.width == 2) {
@@ -171,9 +171,9 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
     }
     return cudaErrorNotSupported;
   }
-  if (call.width == 2 * kPack) return LaunchGradients<T, kPack, 2>(stream, call);
-  if (call.width == kPack) return LaunchGradients<T, kPack, 1>(stream, call);
-  if constexpr (kPack == 4) {
+  if (call.width == 2 * kVector) return LaunchGradients<T, kVector, 2>(stream, call);
+  if (call.width == kVector) return LaunchGradients<T, kVector, 1>(stream, call);
+  if constexpr (kVector == 4) {
     if (call.width == 2) return LaunchGradients<T, 2, 1>(stream, call);
   }
   return cudaErrorNotSupported;

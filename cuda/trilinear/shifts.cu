@@ -29,16 +29,16 @@ constexpr int kBlocks = sizeof(T) == 2 ? 2 : 3;
 // its whole vectors.
 template <typename T, int kRest>
 struct Shifts {
-  static constexpr int kPack = kPackElements<T>;
+  static constexpr int kVector = kVectorElements<T>;
 
   // FirstOf returns the first element of the row at which a vector begins.
   JAXOPS_HOST_DEVICE static constexpr int FirstOf(int corner) {
-    return (kPack - corner * kRest % kPack) % kPack;
+    return (kVector - corner * kRest % kVector) % kVector;
   }
   // VectorOf returns the index of that vector in the cell, not counting the whole vectors of the
   // rows before.
   JAXOPS_HOST_DEVICE static constexpr int VectorOf(int corner) {
-    return (corner * kRest + FirstOf(corner)) / kPack;
+    return (corner * kRest + FirstOf(corner)) / kVector;
   }
 };
 
@@ -59,26 +59,26 @@ __device__ __forceinline__ void TakeStep(const ShiftParams& params, int64_t cell
                                          Accumulator<T> (&gradient)[kAxes]) {
   using A = Accumulator<T>;
   using Shifts = Shifts<T, kRest>;
-  constexpr int kPack = Shifts::kPack;
+  constexpr int kVector = Shifts::kVector;
   // kLeft is the number of elements of the row from this step on; further elements of a vector
   // belong to the next row. Inner steps have enough elements.
-  constexpr int kLeft = kStep == Step::kInner      ? 2 * kPack
-                        : kStep == Step::kCrossing ? kPack + kRest
+  constexpr int kLeft = kStep == Step::kInner      ? 2 * kVector
+                        : kStep == Step::kCrossing ? kVector + kRest
                                                    : kRest;
   // kSpan is the number of elements of the cotangent that all vectors of the step use.
-  constexpr int kSpan = kStep == Step::kLast ? kRest + kPack - 1 : 2 * kPack - 1;
+  constexpr int kSpan = kStep == Step::kLast ? kRest + kVector - 1 : 2 * kVector - 1;
   const Call& call = params.call;
   const int whole = params.steps - 1;  // whole vectors per row
   const auto vector_of = [&](int corner) {
-    return (corner * whole + Shifts::VectorOf(corner) + step) * kPack;
+    return (corner * whole + Shifts::VectorOf(corner) + step) * kVector;
   };
-  [[maybe_unused]] Pack<T, kPack> rows[kCorners];
+  [[maybe_unused]] Vector<T, kVector> rows[kCorners];
   if constexpr (kPoints) {
     const T* features =
         static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures);
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) {
-      if (Shifts::FirstOf(c) < kLeft) rows[c] = LoadPack<kPack>(features + vector_of(c));
+      if (Shifts::FirstOf(c) < kLeft) rows[c] = LoadVector<kVector>(features + vector_of(c));
     }
   }
   const T* cotangent =
@@ -86,7 +86,7 @@ __device__ __forceinline__ void TakeStep(const ShiftParams& params, int64_t cell
   T read[kSpan];
 #pragma unroll
   for (int k = 0; k < kSpan; ++k) {
-    read[k] = cotangent[k < kLeft ? step * kPack + k : k - kLeft];
+    read[k] = cotangent[k < kLeft ? step * kVector + k : k - kLeft];
   }
   Coordinates<A> p;
   LoadCoordinates<A>(call, cell, p);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void TakeStep(const ShiftParams& params, int64_t cell
     for (int c = 0; c < kCorners; ++c) {
       if (Shifts::FirstOf(c) >= kLeft) continue;
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) {
+      for (int e = 0; e < kVector; ++e) {
         const int k = Shifts::FirstOf(c) + e;
         dots[k < kLeft ? c : c + 1] += Widen(rows[c].values[e]) * g[k];
       }
@@ -115,13 +115,13 @@ __device__ __forceinline__ void TakeStep(const ShiftParams& params, int64_t cell
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) {
       if (Shifts::FirstOf(c) >= kLeft) continue;
-      Pack<T, kPack> out;
+      Vector<T, kVector> out;
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) {
+      for (int e = 0; e < kVector; ++e) {
         const int k = Shifts::FirstOf(c) + e;
         out.values[e] = Narrow<T>(weights[k < kLeft ? c : c + 1] * g[k]);
       }
-      StorePack(to + vector_of(c), out);
+      StoreVector(to + vector_of(c), out);
     }
   }
 }
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
 template <typename T, int kRest>
 cudaError_t LaunchOfRest(cudaStream_t stream, const Call& call) {
   using A = Accumulator<T>;
-  const ShiftParams params{call, static_cast<int>(CeilDiv(call.width, kPackElements<T>))};
+  const ShiftParams params{call, static_cast<int>(CeilDiv(call.width, kVectorElements<T>))};
   // All warps have the same number of rounds if possible.
   const int64_t rounds = CeilDiv(params.steps - kOthers, kWarp) + kOthers;
   const int64_t warps = CeilDiv(rounds, CeilDiv(rounds, kThreads / kWarp));
@@ -197,9 +197,9 @@ cudaError_t LaunchOfRest(cudaStream_t stream, const Call& call) {
 
 template <typename T, int kRest = 1>
 cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
-  if constexpr (kRest < kPackElements<T>) {
-    return call.width % kPackElements<T> == kRest ? LaunchOfRest<T, kRest>(stream, call)
-                                                  : LaunchOf<T, kRest + 1>(stream, call);
+  if constexpr (kRest < kVectorElements<T>) {
+    return call.width % kVectorElements<T> == kRest ? LaunchOfRest<T, kRest>(stream, call)
+                                                    : LaunchOf<T, kRest + 1>(stream, call);
   } else {
     return cudaErrorInvalidValue;
   }

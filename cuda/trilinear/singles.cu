@@ -10,28 +10,28 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// TransposePacks transposes the vectors of groups of kPacks neighbouring lanes: lane i of a group
-// exchanges its vector j for vector i of lane j.
-template <typename T, int kCount, int kPacks>
-__device__ __forceinline__ void TransposePacks(int lane, Pack<T, kCount> (&packs)[kPacks]) {
-  constexpr int kWords = sizeof(Pack<T, kCount>) / sizeof(uint32_t);
+// TransposeVectors transposes the vectors of groups of kVectors neighbouring lanes: lane i of a
+// group exchanges its vector j for vector i of lane j.
+template <typename T, int kCount, int kVectors>
+__device__ __forceinline__ void TransposeVectors(int lane, Vector<T, kCount> (&vecs)[kVectors]) {
+  constexpr int kWords = sizeof(Vector<T, kCount>) / sizeof(uint32_t);
 #pragma unroll
-  for (int step = 1; step < kPacks; step *= 2) {
+  for (int step = 1; step < kVectors; step *= 2) {
     const bool upper = lane & step;
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       if (i & step) continue;
       uint32_t low[kWords], high[kWords];
-      memcpy(low, &packs[i], sizeof(low));
-      memcpy(high, &packs[i | step], sizeof(high));
+      memcpy(low, &vecs[i], sizeof(low));
+      memcpy(high, &vecs[i | step], sizeof(high));
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         const uint32_t got = __shfl_xor_sync(~0u, upper ? low[w] : high[w], step);
         low[w] = upper ? got : low[w];
         high[w] = upper ? high[w] : got;
       }
-      memcpy(&packs[i], low, sizeof(low));
-      memcpy(&packs[i | step], high, sizeof(high));
+      memcpy(&vecs[i], low, sizeof(low));
+      memcpy(&vecs[i | step], high, sizeof(high));
     }
   }
 }
@@ -47,8 +47,8 @@ struct SingleParams {
 template <typename T, bool kPlain, bool kOut, bool kFeatures, bool kPoints>
 __global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ SingleParams params) {
   using A = Accumulator<T>;
-  constexpr int kCount = kPackElements<T>;
-  constexpr int kPacks = kCorners / kCount;
+  constexpr int kCount = kVectorElements<T>;
+  constexpr int kVectors = kCorners / kCount;
   __shared__ A staged[kPoints ? kThreads * kAxes : 1];
   const Call& call = params.call;
   const int64_t own = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -69,11 +69,11 @@ __global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ Sing
   if constexpr (!kOut) {
     g = static_cast<const T*>(call.cotangent)[offset(Call::kCotangent)];
   }
-  Pack<T, kCount> packs[kPacks];
+  Vector<T, kCount> vecs[kVectors];
   if constexpr (kOut || kPoints) {
     const T* features = static_cast<const T*>(call.features) + offset(Call::kFeatures);
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) packs[i] = LoadPack<kCount>(features + i * kCount);
+    for (int i = 0; i < kVectors; ++i) vecs[i] = LoadVector<kCount>(features + i * kCount);
   }
   A weights[kCorners];
   if constexpr (kOut || kFeatures) MakeWeights<kPlain>(call, cell, p, weights);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ Sing
     A sum = 0;
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) {
-      sum += weights[c] * Widen(packs[c / kCount].values[c % kCount]);
+      sum += weights[c] * Widen(vecs[c / kCount].values[c % kCount]);
     }
     if (own == cell) static_cast<T*>(call.out)[cell] = Narrow<T>(sum);
   }
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ Sing
     A dots[kCorners];
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) {
-      dots[c] = Widen(g) * Widen(packs[c / kCount].values[c % kCount]);
+      dots[c] = Widen(g) * Widen(vecs[c / kCount].values[c % kCount]);
     }
     A gradient[kAxes];
     MakeGradient<kPlain>(call, cell, p, dots, gradient);
@@ -99,16 +99,16 @@ __global__ void __launch_bounds__(kThreads) Singles(const __grid_constant__ Sing
   if constexpr (kFeatures) {
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) {
-      packs[c / kCount].values[c % kCount] = Narrow<T>(weights[c] * Widen(g));
+      vecs[c / kCount].values[c % kCount] = Narrow<T>(weights[c] * Widen(g));
     }
     // Neighbouring lanes write a cell together, because two stores of half a sector cost two whole
     // sectors.
-    TransposePacks(static_cast<int>(threadIdx.x), packs);
-    const int piece = static_cast<int>(threadIdx.x) % kPacks;
+    TransposeVectors(static_cast<int>(threadIdx.x), vecs);
+    const int piece = static_cast<int>(threadIdx.x) % kVectors;
     T* to = static_cast<T*>(call.dfeatures) + (own - piece) * kCorners + piece * kCount;
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      if (own - piece + i < call.cells.size()) StorePack(to + i * kCorners, packs[i]);
+    for (int i = 0; i < kVectors; ++i) {
+      if (own - piece + i < call.cells.size()) StoreVector(to + i * kCorners, vecs[i]);
     }
   }
 }

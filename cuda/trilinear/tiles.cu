@@ -57,12 +57,12 @@ struct Tile {
     const int pieces = cells * params.pieces.divisor();
     for (int i = threadIdx.x; i < pieces; i += kThreads) {
       uint32_t cell = i;
-      const uint32_t piece = params.pieces.Peel(cell);
+      const uint32_t piece = params.pieces.DivMod(cell);
       const T* from = static_cast<const T*>(call.features) +
                       call.cells.Offset(first + cell, Call::kFeatures) +
-                      piece * (kPackBytes / sizeof(T));
-      __pipeline_memcpy_async(const_cast<T*>(features) + i * (kPackBytes / sizeof(T)), from,
-                              kPackBytes);
+                      piece * (kVectorBytes / sizeof(T));
+      __pipeline_memcpy_async(const_cast<T*>(features) + i * (kVectorBytes / sizeof(T)), from,
+                              kVectorBytes);
     }
     __pipeline_commit();
   }
@@ -87,7 +87,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     InterpolateTile(const __grid_constant__ TileParams params) {
   using A = Accumulator<T>;
-  constexpr int kCount = kPackElements<T>;
+  constexpr int kCount = kVectorElements<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   Tile<T> tile(params, shared);
   tile.FetchFeatures(params);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   T* to = static_cast<T*>(params.call.out) + tile.first * width;
   for (int i = threadIdx.x; i < vectors; i += kThreads) {
     uint32_t cell = i * kCount;
-    const int f = params.width.Peel(cell);
+    const int f = params.width.DivMod(cell);
     const int begin = tile.FirstCorner(cell, width);
     const T* features = tile.features + cell * width * kCorners + f;
     A sums[kCount] = {};
@@ -107,14 +107,14 @@ __global__ void __launch_bounds__(kThreads)
     for (int c = 0; c < kCorners; ++c) {
       const int corner = (begin + c) % kCorners;
       const A weight = tile.weights[corner * tile.pitch + cell];
-      const auto values = LoadPack<kCount>(features + corner * width);
+      const auto values = LoadVector<kCount>(features + corner * width);
 #pragma unroll
       for (int e = 0; e < kCount; ++e) sums[e] += weight * Widen(values.values[e]);
     }
-    Pack<T, kCount> out;
+    Vector<T, kCount> out;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) out.values[e] = Narrow<T>(sums[e]);
-    StorePack(to + i * kCount, out);
+    StoreVector(to + i * kCount, out);
   }
 }
 
@@ -123,7 +123,7 @@ cudaError_t LaunchOf(cudaStream_t stream, const Call& call) {
   const int64_t cell_bytes = kCorners * RowBytes(call);
   TileParams params{call};
   params.tile_cells = static_cast<int>(std::min(kTileBytes / cell_bytes, kMaxTileCells));
-  params.pieces = FastDivider(cell_bytes / kPackBytes);
+  params.pieces = FastDivider(cell_bytes / kVectorBytes);
   params.width = FastDivider(call.width);
   params.features_bytes = params.tile_cells * cell_bytes;
   const int64_t bytes = params.features_bytes +

@@ -11,7 +11,7 @@ bool CanRunVectors(const Call& call, const Device&) {
 
 cudaError_t LaunchVectors(cudaStream_t stream, const Call& call, const Device&) {
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
-    return LaunchVectorsOf<T, kPackElements<T>>(stream, call);
+    return LaunchVectorsOf<T, kVectorElements<T>>(stream, call);
   });
 }
 

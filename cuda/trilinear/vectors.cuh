@@ -31,16 +31,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksOf<T, false>)
   using A = Accumulator<T>;
   uint64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (cell >= params.vectors) return;
-  const int64_t f = static_cast<int64_t>(params.by_cell.Peel(cell)) * kCount;
+  const int64_t f = static_cast<int64_t>(params.by_cell.DivMod(cell)) * kCount;
   const Call& call = params.call;
   const T* features =
       static_cast<const T*>(call.features) + call.cells.Offset(cell, Call::kFeatures) + f;
-  Pack<T, kCount> corners[kCorners];
+  Vector<T, kCount> corners[kCorners];
 #pragma unroll
-  for (int c = 0; c < kCorners; ++c) corners[c] = LoadPack<kCount>(features + c * call.width);
+  for (int c = 0; c < kCorners; ++c) corners[c] = LoadVector<kCount>(features + c * call.width);
   Point<A> point(call, cell);
   const A(&weights)[kCorners] = point.Weights(call);
-  Pack<T, kCount> out;
+  Vector<T, kCount> out;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     // The sum starts at zero and has the same order as in plain calls, so that both have the same
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOf<T, false>)
     for (int c = 0; c < kCorners; ++c) sum += weights[c] * Widen(corners[c].values[i]);
     out.values[i] = Narrow<T>(sum);
   }
-  StorePack(static_cast<T*>(call.out) + cell * call.width + f, out);
+  StoreVector(static_cast<T*>(call.out) + cell * call.width + f, out);
 }
 
 template <typename T, int kCount>
@@ -59,19 +59,19 @@ __global__ void __launch_bounds__(kThreads)
   using A = Accumulator<T>;
   uint64_t cell = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (cell >= params.vectors) return;
-  const int64_t f = static_cast<int64_t>(params.by_cell.Peel(cell)) * kCount;
+  const int64_t f = static_cast<int64_t>(params.by_cell.DivMod(cell)) * kCount;
   const Call& call = params.call;
-  const auto g = LoadPack<kCount>(static_cast<const T*>(call.cotangent) +
-                                  call.cells.Offset(cell, Call::kCotangent) + f);
+  const auto g = LoadVector<kCount>(static_cast<const T*>(call.cotangent) +
+                                    call.cells.Offset(cell, Call::kCotangent) + f);
   Point<A> point(call, cell);
   const A(&weights)[kCorners] = point.Weights(call);
   T* to = static_cast<T*>(call.dfeatures) + cell * kCorners * call.width + f;
 #pragma unroll
   for (int c = 0; c < kCorners; ++c) {
-    Pack<T, kCount> out;
+    Vector<T, kCount> out;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
-    StorePack(to + c * call.width, out);
+    StoreVector(to + c * call.width, out);
   }
 }
 
@@ -102,18 +102,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksOf<T, kFeatures>)
   }
   A dots[kCorners] = {};
   for (int64_t f = int64_t{lane} * kCount; f < call.width; f += params.lanes * kCount) {
-    const auto g = LoadPack<kCount>(cotangent + f);
-    Pack<T, kCount> corners[kCorners];
+    const auto g = LoadVector<kCount>(cotangent + f);
+    Vector<T, kCount> corners[kCorners];
 #pragma unroll
-    for (int c = 0; c < kCorners; ++c) corners[c] = LoadPack<kCount>(features + c * call.width + f);
+    for (int c = 0; c < kCorners; ++c)
+      corners[c] = LoadVector<kCount>(features + c * call.width + f);
     if constexpr (kFeatures) {
       T* to = static_cast<T*>(call.dfeatures) + cell * kCorners * call.width + f;
 #pragma unroll
       for (int c = 0; c < kCorners; ++c) {
-        Pack<T, kCount> out;
+        Vector<T, kCount> out;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) out.values[i] = Narrow<T>(weights[c] * Widen(g.values[i]));
-        if (real) StorePack(to + c * call.width, out);
+        if (real) StoreVector(to + c * call.width, out);
       }
     }
 #pragma unroll

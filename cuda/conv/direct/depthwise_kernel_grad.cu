@@ -42,7 +42,7 @@ constexpr int kOctets = kChannels / kOctet;
 constexpr int kWarpChannels = kChannels / kWarps;
 constexpr int kTileRows = 8;  // of the cotangent
 constexpr int kTiles = 2;     // of a chunk
-constexpr int kMostRows = kTiles * kTileRows, kMostColumns = 32;
+constexpr int kMaxRows = kTiles * kTileRows, kMaxColumns = 32;
 // The pitches count 32-bit words, of two columns each, from row to row. The pitch of x makes the
 // accesses of eight lanes meet different banks, where neighbouring lanes have rows that are four
 // apart.
@@ -80,8 +80,8 @@ struct Item {
   int row, column;  // the first of the cotangent
 
   __device__ Item(const Params& p, uint64_t number) {
-    column = static_cast<int>(p.column_chunks.Peel(number)) * p.chunk_columns;
-    row = static_cast<int>(p.row_chunks.Peel(number)) * p.chunk_rows;
+    column = static_cast<int>(p.column_chunks.DivMod(number)) * p.chunk_columns;
+    row = static_cast<int>(p.row_chunks.DivMod(number)) * p.chunk_rows;
     image = number;
   }
 };
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       image_window + p.of_image.rows * p.of_image.pairs * (2 * kOctets * 16);
   uint64_t left = blockIdx.x;
   // Blocks for the same pixels are next to each other.
-  const int64_t first_octet = static_cast<int64_t>(p.groups.Peel(left)) * kOctets;
+  const int64_t first_octet = static_cast<int64_t>(p.groups.DivMod(left)) * kOctets;
   const int64_t split = left;
   const int octets = static_cast<int>(min(int64_t{kOctets}, p.octets - first_octet));
   const int64_t begin = p.items * split / p.splits, end = p.items * (split + 1) / p.splits;
@@ -361,10 +361,10 @@ Params Cut(const Call& call, int processors) {
   const int64_t groups = CeilDiv(p.octets, kOctets);
   p.groups = FastDivider64(groups);
   const auto cut = [](int64_t size, int64_t most) { return CeilDiv(size, CeilDiv(size, most)); };
-  p.chunk_columns = static_cast<int>(cut(w.out, kMostColumns));
+  p.chunk_columns = static_cast<int>(cut(w.out, kMaxColumns));
   const int64_t column_chunks = CeilDiv(w.out, p.chunk_columns);
   p.column_chunks = FastDivider64(column_chunks);
-  const int64_t most_splits = std::max<int64_t>(1, kBlocks * processors / groups);
+  const int64_t max_splits = std::max<int64_t>(1, kBlocks * processors / groups);
   const auto place = [](Window& window, int64_t chunk, int64_t taps, int64_t columns,
                         int64_t column_taps) {
     window = {0, static_cast<int>(chunk + taps - 1), 0,
@@ -372,7 +372,7 @@ Params Cut(const Call& call, int processors) {
   };
   Params best{};
   int64_t least = 0;
-  for (int64_t most = kMostRows; most >= kTileRows; most -= kTileRows) {
+  for (int64_t most = kMaxRows; most >= kTileRows; most -= kTileRows) {
     p.chunk_rows = static_cast<int>(cut(h.out, most));
     const int64_t row_chunks = CeilDiv(h.out, p.chunk_rows);
     p.row_chunks = FastDivider64(row_chunks);
@@ -385,9 +385,9 @@ Params Cut(const Call& call, int processors) {
     if (column_chunks == 1) {
       Shrink(w.low / 2, CeilDiv(w.low + w.in, 2), p.of_image.pair, p.of_image.pairs);
     }
-    if (SharedBytes(p) > jaxops::cuda::kSharedLeave) continue;
+    if (SharedBytes(p) > jaxops::cuda::kSharedOptInLimit) continue;
     const int64_t an_item = 2 * p.chunk_rows + h.taps + tiles * kTileRows + kRowsBefore;
-    const int64_t items = CeilDiv(p.items, std::min(most_splits, p.items));
+    const int64_t items = CeilDiv(p.items, std::min(max_splits, p.items));
     if (least != 0 && items * an_item >= least) continue;
     least = items * an_item;
     p.splits = CeilDiv(p.items, items);

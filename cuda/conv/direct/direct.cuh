@@ -23,9 +23,9 @@ namespace jaxops::conv::cuda {
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kWarp;
-using jaxops::cuda::LoadPack;
+using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
 using jaxops::cuda::Widen;
 
 // Slabs of the result's channels. A channel vector belongs to one thread, and the slabs have about
@@ -34,28 +34,29 @@ using jaxops::cuda::Widen;
 struct Slabs {
   FastDivider64 lanes;
   FastDivider64 slabs;
-  int64_t packs;
+  int64_t vectors;
 
   Slabs() = default;
-  explicit Slabs(int64_t packs) : lanes(CeilDiv(packs, CeilDiv(packs, kWarp))), packs(packs) {
-    slabs = FastDivider64(CeilDiv(packs, lanes.divisor()));
+  explicit Slabs(int64_t vectors)
+      : lanes(CeilDiv(vectors, CeilDiv(vectors, kWarp))), vectors(vectors) {
+    slabs = FastDivider64(CeilDiv(vectors, lanes.divisor()));
   }
   int64_t threads() const { return lanes.divisor() * slabs.divisor(); }
 };
 
 // A square window whose taps and strides are compile-time constants, and the share of a thread:
-// kPack channels of the result, each of kFan channels of the image, in a strip of columns.
-template <int kTaps_, int kStride_, int kFan_, int kPack_, int kColumns_>
-struct Walk {
+// kVector channels of the result, each of kFan channels of the image, in a strip of columns.
+template <int kTaps_, int kStride_, int kFan_, int kVector_, int kColumns_>
+struct RowLoop {
   static constexpr int kTaps = kTaps_;
   static constexpr int kStride = kStride_;
   static constexpr int kFan = kFan_;
-  static constexpr int kPack = kPack_;
+  static constexpr int kVector = kVector_;
   static constexpr int kColumns = kColumns_;
-  static constexpr int kEntries = kFan * kPack;  // of a pixel of the image
+  static constexpr int kEntries = kFan * kVector;  // of a pixel of the image
   // The rows of windows that cover a row of the image, except the row of windows that begins there.
   static constexpr int kRamp = (kTaps - 1) / kStride;
-  static_assert(kFan == 1 || kPack == 1);
+  static_assert(kFan == 1 || kVector == 1);
 };
 
 // `kEntries` neighbouring entries as they are in memory, in one access.
@@ -163,20 +164,20 @@ class Rows {
 };
 
 // Stores a vector of sums in the type of the operands, or as f32.
-template <typename T, int kPack>
+template <typename T, int kVector>
 __device__ __forceinline__ void StoreSums(void* result, int64_t index, bool is_f32,
-                                          const Accumulator<T> (&sums)[kPack]) {
+                                          const Accumulator<T> (&sums)[kVector]) {
   const auto store = [&]<typename Out>(Out* to) {
-    jaxops::cuda::Pack<Out, kPack> pack;
+    jaxops::cuda::Vector<Out, kVector> vector;
 #pragma unroll
-    for (int v = 0; v < kPack; ++v) {
+    for (int v = 0; v < kVector; ++v) {
       if constexpr (std::is_same_v<Out, float>) {
-        pack.values[v] = static_cast<float>(sums[v]);
+        vector.values[v] = static_cast<float>(sums[v]);
       } else {
-        pack.values[v] = Narrow<Out>(sums[v]);
+        vector.values[v] = Narrow<Out>(sums[v]);
       }
     }
-    *reinterpret_cast<jaxops::cuda::Pack<Out, kPack>*>(to + index) = pack;
+    *reinterpret_cast<jaxops::cuda::Vector<Out, kVector>*>(to + index) = vector;
   };
   if (is_f32) {
     store(static_cast<float*>(result));

@@ -30,7 +30,7 @@ constexpr int kBlocks = 4;   // blocks of a multiprocessor
 
 struct Params : SumParams {
   int first_row, first_column;  // of the image, for the first of the result
-  FastDivider64 packs, parts;
+  FastDivider64 vectors, parts;
   int part_rows;
   bool is_mirrored;
 };
@@ -54,16 +54,17 @@ struct Row {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocks) WalkGroups(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    ConvolveGroups(const __grid_constant__ Params p) {
   const int lane = threadIdx.x % kWarp, quad = lane / 4, place = lane % 4;
   uint64_t left = uint64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
-  const int64_t pack = p.packs.Peel(left);
-  const int strip = static_cast<int>(p.strips.Peel(left));
-  const int begin = static_cast<int>(p.parts.Peel(left)) * p.part_rows;
+  const int64_t vector = p.vectors.DivMod(left);
+  const int strip = static_cast<int>(p.strips.DivMod(left));
+  const int begin = static_cast<int>(p.parts.DivMod(left)) * p.part_rows;
   const int64_t image = left;
   if (image >= p.images) return;
   const int rows = min(p.part_rows, p.result_rows - begin);
-  const int64_t channel = pack * kChannels + place * kFan;
+  const int64_t channel = vector * kChannels + place * kFan;
 
   // Column n of product j is output 4 (n / 2) + 2 j + n % 2.
   uint32_t weights[kTaps * kTaps][2][2] = {};
@@ -204,13 +205,13 @@ cudaError_t Run(cudaStream_t stream, const SumParams& common, const Call& call, 
   p.first_row = place(call.dims[0]);
   p.first_column = place(call.dims[1]);
   p.is_mirrored = is_grad;
-  const int64_t packs = p.result_pixel / kChannels;
-  p.packs = FastDivider64(packs);
+  const int64_t vectors = p.result_pixel / kChannels;
+  p.vectors = FastDivider64(vectors);
   p.strips = FastDivider64(CeilDiv(p.result_columns, kPixels));
-  const int64_t threads = p.images * p.strips.divisor() * packs * kWarp;
+  const int64_t threads = p.images * p.strips.divisor() * vectors * kWarp;
   p.part_rows = CutRows(p.result_rows, threads, kRamp, kBlocks);
   p.parts = FastDivider64(CeilDiv(p.result_rows, p.part_rows));
-  return jaxops::cuda::Launch(&WalkGroups<T>, CeilDiv(threads * p.parts.divisor(), kThreads),
+  return jaxops::cuda::Launch(&ConvolveGroups<T>, CeilDiv(threads * p.parts.divisor(), kThreads),
                               kThreads, 0, stream, p);
 }
 

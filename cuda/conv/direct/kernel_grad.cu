@@ -3,9 +3,9 @@
 // The gradient is a sum over the pixels of all images for every tap, channel of a group and output.
 // A thread has an output, neighbouring threads have neighbouring outputs, and a thread keeps its
 // sums in registers while it loops over its part of the pixels. For windows of 3, 5 and 7 taps a
-// thread has all sums of an output and loops down the rows of strips of columns (WalkPixels): an
-// entry of x meets the entries of the cotangent whose windows cover it, which the thread holds in
-// registers. For other windows, and for f64, a thread has the sums of at most kSums taps
+// thread has all sums of an output and loops down the rows of strips of columns (KernelGradRows):
+// an entry of x meets the entries of the cotangent whose windows cover it, which the thread holds
+// in registers. For other windows, and for f64, a thread has the sums of at most kSums taps
 // (KernelGradDirect).
 //
 // Tensor cores compute depthwise convolution of 16-bit entries with large windows
@@ -45,23 +45,23 @@ struct Params {
 
 // The outputs and items of a thread.
 struct Threads {
-  int lanes, beside;  // of a block: threads across outputs, and threads for the same outputs
+  int lanes, adjacent;  // of a block: threads across outputs, and threads for the same outputs
   int lane, number;
-  int64_t slab, pack, set, split, begin, end;
+  int64_t slab, vector, set, split, begin, end;
 
   __device__ explicit Threads(const Params& p) {
     lanes = static_cast<int>(p.slabs.lanes.divisor());
-    beside = kThreads / lanes;
+    adjacent = kThreads / lanes;
     lane = threadIdx.x % lanes;
     number = threadIdx.x / lanes;
     uint64_t left = blockIdx.x;
     // Blocks for the same pixels are next to each other.
-    set = p.sets.Peel(left);
-    slab = p.slabs.slabs.Peel(left);
-    pack = slab * lanes + lane;
+    set = p.sets.DivMod(left);
+    slab = p.slabs.slabs.DivMod(left);
+    vector = slab * lanes + lane;
     split = left;
     begin = p.items * split / p.splits + number;
-    end = number < beside && pack < p.slabs.packs ? p.items * (split + 1) / p.splits : 0;
+    end = number < adjacent && vector < p.slabs.vectors ? p.items * (split + 1) / p.splits : 0;
   }
 };
 
@@ -70,29 +70,29 @@ struct Item {
   int strip, row, rows;  // the first row of the cotangent, and the number of rows
 
   __device__ Item(const Params& p, uint64_t number) {
-    strip = static_cast<int>(p.strips.Peel(number));
-    row = static_cast<int>(p.parts.Peel(number)) * p.part_rows;
+    strip = static_cast<int>(p.strips.DivMod(number));
+    row = static_cast<int>(p.parts.DivMod(number)) * p.part_rows;
     rows = min(p.part_rows, p.rows - row);
     image = number;
   }
 };
 
-// Adds kCount sums of kPack outputs each over the threads of a block for these outputs, in the
+// Adds kCount sums of kVector outputs each over the threads of a block for these outputs, in the
 // order of threads, and stores them: sum i is for entry `first` + i of the result's taps and
 // channels.
-template <typename T, int kCount, int kPack>
+template <typename T, int kCount, int kVector>
 __device__ void StoreBlockSums(const Params& p, const Threads& t, int64_t first,
-                               const Accumulator<T> (&sums)[kCount][kPack]) {
+                               const Accumulator<T> (&sums)[kCount][kVector]) {
   using Acc = Accumulator<T>;
-  __shared__ Acc all[kCount * kPack * kThreads];
-  const int width = t.lanes * kPack;
+  __shared__ Acc all[kCount * kVector * kThreads];
+  const int width = t.lanes * kVector;
   __syncthreads();
-  if (t.number < t.beside) {
+  if (t.number < t.adjacent) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
 #pragma unroll
-      for (int v = 0; v < kPack; ++v) {
-        all[(i * t.beside + t.number) * width + t.lane * kPack + v] = sums[i][v];
+      for (int v = 0; v < kVector; ++v) {
+        all[(i * t.adjacent + t.number) * width + t.lane * kVector + v] = sums[i][v];
       }
     }
   }
@@ -102,7 +102,7 @@ __device__ void StoreBlockSums(const Params& p, const Threads& t, int64_t first,
     const int64_t column = t.slab * width + output;
     if (column >= p.pixel || first + i >= p.entries) continue;
     Acc sum = 0;
-    for (int k = 0; k < t.beside; ++k) sum += all[(i * t.beside + k) * width + output];
+    for (int k = 0; k < t.adjacent; ++k) sum += all[(i * t.adjacent + k) * width + output];
     const int64_t at = (first + i) * p.pixel + column;
     if (p.is_part) {
       static_cast<Acc*>(p.result)[t.split * p.size + at] = sum;
@@ -116,22 +116,22 @@ __device__ void StoreBlockSums(const Params& p, const Threads& t, int64_t first,
 
 // Blocks of a multiprocessor, as many as the registers for sums and held rows allow.
 template <typename W>
-constexpr int kWalkBlocks = W::kTaps > 3 || W::kFan > 1 ? 3
-                            : W::kPack > 1              ? 4
+constexpr int kLoopBlocks = W::kTaps > 3 || W::kFan > 1 ? 3
+                            : W::kVector > 1            ? 4
                                                         : 5;
 
 template <typename T, typename W>
-__global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
-    WalkPixels(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, kLoopBlocks<W>)
+    KernelGradRows(const __grid_constant__ Params p) {
   using Acc = Accumulator<T>;
   constexpr int kPixels = (W::kColumns - 1) * W::kStride + W::kTaps;
   constexpr int kHeld = W::kRamp + 1;  // rows of the cotangent that a row of x meets
   const Threads t(p);
-  const int64_t output = t.pack * W::kPack;
+  const int64_t output = t.vector * W::kVector;
   uint64_t group = output;
-  p.fan_out.Peel(group);
-  Acc sums[W::kTaps][W::kTaps * W::kFan][W::kPack] = {};
-  for (int64_t number = t.begin; number < t.end; number += t.beside) {
+  p.fan_out.DivMod(group);
+  Acc sums[W::kTaps][W::kTaps * W::kFan][W::kVector] = {};
+  for (int64_t number = t.begin; number < t.end; number += t.adjacent) {
     const Item item(p, number);
     const int column = item.strip * W::kColumns;
     const int width = min(W::kColumns, p.columns - column);
@@ -142,15 +142,15 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
             static_cast<int64_t>(group) * W::kFan,
         row, min(p.image_rows, row + (item.rows - 1) * W::kStride + W::kTaps),
         column * W::kStride - static_cast<int>(p.dims[1].low), p.image_columns, p.image_pixel);
-    Rows<T, W::kColumns, W::kPack> cotangent(
+    Rows<T, W::kColumns, W::kVector> cotangent(
         p.cotangent, item.image * p.rows * p.columns * p.pixel + output, item.row,
         item.row + item.rows, column, p.columns, p.pixel);
 
     // held[m] is the row of the cotangent of m steps ago. The rows move, because unrolling the loop
     // until every row is back in its registers makes too much code for large windows.
-    Acc held[kHeld][W::kColumns][W::kPack] = {};
+    Acc held[kHeld][W::kColumns][W::kVector] = {};
     typename Rows<T, kPixels, W::kEntries>::Row next;
-    typename Rows<T, W::kColumns, W::kPack>::Row next_held;
+    typename Rows<T, W::kColumns, W::kVector>::Row next_held;
     image.LoadNext(next);
     cotangent.LoadNext(next_held);
 #pragma unroll 1
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
 #pragma unroll
         for (int c = 0; c < W::kColumns; ++c) {
 #pragma unroll
-          for (int v = 0; v < W::kPack; ++v) held[m][c][v] = held[m - 1][c][v];
+          for (int v = 0; v < W::kVector; ++v) held[m][c][v] = held[m - 1][c][v];
         }
       }
       next_held.WidenTo(held[0]);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
 #pragma unroll
                 for (int i = 0; i < W::kFan; ++i) {
 #pragma unroll
-                  for (int v = 0; v < W::kPack; ++v) {
+                  for (int v = 0; v < W::kVector; ++v) {
                     sums[r][s * W::kFan + i][v] += held[m][c][v] * x[c * W::kStride + s][i + v];
                   }
                 }
@@ -219,9 +219,9 @@ __global__ void __launch_bounds__(kThreads) KernelGradDirect(const __grid_consta
   using Acc = Accumulator<T>;
   const Threads t(p);
   const int64_t first = t.set * kSums;
-  const int64_t output = t.pack;
+  const int64_t output = t.vector;
   uint64_t group = output;
-  p.fan_out.Peel(group);
+  p.fan_out.DivMod(group);
   const T* x = static_cast<const T*>(p.image);
   const T* g = static_cast<const T*>(p.cotangent);
   int tap_row[kSums], tap_column[kSums];
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kThreads) KernelGradDirect(const __grid_consta
     tap_column[i] = static_cast<int>(tap % taps * p.dims[1].dilation - p.dims[1].low);
   }
   Acc sums[kSums][1] = {};
-  for (int64_t number = t.begin; number < t.end; number += t.beside) {
+  for (int64_t number = t.begin; number < t.end; number += t.adjacent) {
     const Item item(p, number);
     const int begin = item.strip * kStripColumns;
     const int end = min(begin + kStripColumns, p.columns);
@@ -276,40 +276,41 @@ __global__ void __launch_bounds__(kThreads) KernelGradDirect(const __grid_consta
 constexpr int kTapsBlocks = 8;
 // A thread's work before its loop, counted in rows.
 constexpr int64_t kRowsBefore = 3;
-constexpr int64_t kMostParts = 64;
+constexpr int64_t kMaxParts = 64;
 
 // Cuts up the sum for a square window W, or for any window if W is void. The choice of W and the
 // number of splits depend on sizes alone.
 template <typename W>
 void Cut(Params& p, int processors) {
-  int64_t blocks, columns, sets, most_parts = p.rows, least_parts = p.rows, ramp = 0, pack = 1;
+  int64_t blocks, columns, sets, max_parts = p.rows, min_parts = p.rows, ramp = 0, vector = 1;
   if constexpr (std::is_void_v<W>) {
     blocks = kTapsBlocks;
     columns = kStripColumns;
     sets = CeilDiv(p.entries, kSums);
   } else {
-    blocks = kWalkBlocks<W>;
+    blocks = kLoopBlocks<W>;
     columns = W::kColumns;
     sets = 1;
-    most_parts = std::min<int64_t>(p.rows, kMostParts);
-    least_parts = 1;
+    max_parts = std::min<int64_t>(p.rows, kMaxParts);
+    min_parts = 1;
     ramp = W::kRamp;
-    pack = W::kPack;
+    vector = W::kVector;
   }
-  p.slabs = Slabs(p.pixel / pack);
+  p.slabs = Slabs(p.pixel / vector);
   p.sets = FastDivider64(sets);
   p.strips = FastDivider64(CeilDiv(p.columns, columns));
-  const int64_t walks = p.images * p.strips.divisor();
-  const int64_t beside = kThreads / p.slabs.lanes.divisor();
-  const int64_t most_splits = std::max<int64_t>(
+  const int64_t loops = p.images * p.strips.divisor();
+  const int64_t adjacent = kThreads / p.slabs.lanes.divisor();
+  const int64_t max_splits = std::max<int64_t>(
       1, blocks * processors / static_cast<int64_t>(p.slabs.slabs.divisor() * sets));
   int64_t least = 0;
-  for (int64_t wanted = least_parts; wanted <= most_parts; ++wanted) {
+  for (int64_t wanted = min_parts; wanted <= max_parts; ++wanted) {
     const int64_t part_rows = CeilDiv(p.rows, wanted);
     const int64_t parts = CeilDiv(p.rows, part_rows);
-    const int64_t items = walks * parts;
-    const int64_t splits = std::min(most_splits, CeilDiv(items, beside));
-    const int64_t cost = CeilDiv(CeilDiv(items, splits), beside) * (part_rows + ramp + kRowsBefore);
+    const int64_t items = loops * parts;
+    const int64_t splits = std::min(max_splits, CeilDiv(items, adjacent));
+    const int64_t cost =
+        CeilDiv(CeilDiv(items, splits), adjacent) * (part_rows + ramp + kRowsBefore);
     if (least != 0 && cost >= least) continue;
     least = cost;
     p.part_rows = static_cast<int>(part_rows);
@@ -332,7 +333,7 @@ cudaError_t Run(cudaStream_t stream, const Params& p, const Call& call) {
   if constexpr (std::is_void_v<W>) {
     error = jaxops::cuda::Launch(&KernelGradDirect<T>, blocks, kThreads, 0, stream, p);
   } else {
-    error = jaxops::cuda::Launch(&WalkPixels<T, W>, blocks, kThreads, 0, stream, p);
+    error = jaxops::cuda::Launch(&KernelGradRows<T, W>, blocks, kThreads, 0, stream, p);
   }
   if (error != cudaSuccess || !p.is_part) return error;
   return LaunchAddParts(stream, p.result, call.result, call.result_dtype, p.size,
@@ -367,21 +368,22 @@ auto WithPlan(const Call& call, int processors, Use&& use) {
       return use.template operator()<T, W>(p);
     };
     if constexpr (!std::is_same_v<T, double>) {
-      const bool walks = stride <= 2 && AreNear(std::max(call.channels, call.outputs));
+      const bool loops = stride <= 2 && AreNear(std::max(call.channels, call.outputs));
       // Pairs of 16-bit entries are as wide as one of f32.
       constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
-      const auto with_stride = [&]<int kTaps, int kFan, int kPack>(Walk<kTaps, 1, kFan, kPack, 4>) {
-        return stride == 1 ? with(std::type_identity<Walk<kTaps, 1, kFan, kPack, 4>>())
-                           : with(std::type_identity<Walk<kTaps, 2, kFan, kPack, 4>>());
-      };
-      if (taps == 3 && walks) {
-        if (p.fan_in == 4) return with_stride(Walk<3, 1, 4, 1, 4>());
-        if (has_pairs) return with_stride(Walk<3, 1, 1, kPair, 4>());
-        if (p.fan_in == 1) return with_stride(Walk<3, 1, 1, 1, 4>());
+      const auto with_stride =
+          [&]<int kTaps, int kFan, int kVector>(RowLoop<kTaps, 1, kFan, kVector, 4>) {
+            return stride == 1 ? with(std::type_identity<RowLoop<kTaps, 1, kFan, kVector, 4>>())
+                               : with(std::type_identity<RowLoop<kTaps, 2, kFan, kVector, 4>>());
+          };
+      if (taps == 3 && loops) {
+        if (p.fan_in == 4) return with_stride(RowLoop<3, 1, 4, 1, 4>());
+        if (has_pairs) return with_stride(RowLoop<3, 1, 1, kPair, 4>());
+        if (p.fan_in == 1) return with_stride(RowLoop<3, 1, 1, 1, 4>());
       }
-      if (taps == 5 && walks && p.fan_in == 1) return with_stride(Walk<5, 1, 1, 1, 4>());
-      if (taps == 7 && walks && stride == 1 && p.fan_in == 1) {
-        return with(std::type_identity<Walk<7, 1, 1, 1, 4>>());
+      if (taps == 5 && loops && p.fan_in == 1) return with_stride(RowLoop<5, 1, 1, 1, 4>());
+      if (taps == 7 && loops && stride == 1 && p.fan_in == 1) {
+        return with(std::type_identity<RowLoop<7, 1, 1, 1, 4>>());
       }
     }
     return with(std::type_identity<void>());

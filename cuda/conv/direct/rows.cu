@@ -1,9 +1,9 @@
 // Direct convolution and its input gradient, for windows of 3, 5 and 7 taps.
 //
-// A thread has a strip of columns and loops down the rows (WalkRows): a row of the image adds to
-// the rows of the result whose windows cover it, and the thread holds the sums of these rows. The
-// input gradient without strides is the same loop with the taps mirrored. With strides of 2 a row
-// of the cotangent adds to the rows of its window (WalkCotangents).
+// A thread has a strip of columns and loops down the rows (ConvolveRows): a row of the image adds
+// to the rows of the result whose windows cover it, and the thread holds the sums of these rows.
+// The input gradient without strides is the same loop with the taps mirrored. With strides of 2 a
+// row of the cotangent adds to the rows of its window (InputGradRows).
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -16,7 +16,7 @@ namespace {
 
 // The rows of the result come in groups of one row or, in the input gradient with strides, of
 // `stride` rows. A part is several groups, and different threads loop over different parts.
-struct WalkParams : SumParams {
+struct RowLoopParams : SumParams {
   int first_row, first_column;  // of the image, for the first of the result
   // The first group, or strip, of the input gradient may begin before the image.
   int row_shift, column_shift;
@@ -32,25 +32,25 @@ struct Item {
   bool exists;
 
   template <typename W>
-  __device__ Item(const WalkParams& p, W) {
+  __device__ Item(const RowLoopParams& p, W) {
     uint64_t left = uint64_t{blockIdx.x} * kThreads + threadIdx.x;
-    const int64_t lane = p.slabs.lanes.Peel(left);
-    strip = static_cast<int>(p.strips.Peel(left));
-    const int64_t pack = p.slabs.slabs.Peel(left) * p.slabs.lanes.divisor() + lane;
-    part = static_cast<int>(p.parts.Peel(left));
+    const int64_t lane = p.slabs.lanes.DivMod(left);
+    strip = static_cast<int>(p.strips.DivMod(left));
+    const int64_t vector = p.slabs.slabs.DivMod(left) * p.slabs.lanes.divisor() + lane;
+    part = static_cast<int>(p.parts.DivMod(left));
     image = left;
-    channel = pack * W::kPack;
-    exists = image < p.images && pack < p.slabs.packs;
+    channel = vector * W::kVector;
+    exists = image < p.images && vector < p.slabs.vectors;
   }
 };
 
 // The kernel's entries for a thread.
 template <typename T, typename W>
 struct Weights {
-  Accumulator<T> of[W::kTaps][W::kTaps][W::kFan][W::kPack];
+  Accumulator<T> of[W::kTaps][W::kTaps][W::kFan][W::kVector];
   int64_t image_channel;
 
-  __device__ Weights(const WalkParams& p, int64_t channel) {
+  __device__ Weights(const RowLoopParams& p, int64_t channel) {
     int64_t first;
     p.channels.Find(channel, image_channel, first);
     const T* kernel = static_cast<const T*>(p.kernel) + first;
@@ -62,10 +62,10 @@ struct Weights {
         const int tap = p.is_mirrored ? W::kTaps * W::kTaps - 1 - number : number;
 #pragma unroll
         for (int i = 0; i < W::kFan; ++i) {
-          const auto pack =
-              LoadPack<W::kPack>(kernel + (tap * p.channels.tap + i * p.channels.channel));
+          const auto vector =
+              LoadVector<W::kVector>(kernel + (tap * p.channels.tap + i * p.channels.channel));
 #pragma unroll
-          for (int v = 0; v < W::kPack; ++v) of[r][s][i][v] = Widen(pack.values[v]);
+          for (int v = 0; v < W::kVector; ++v) of[r][s][i][v] = Widen(vector.values[v]);
         }
       }
     }
@@ -80,7 +80,7 @@ struct Weights {
 #pragma unroll
         for (int i = 0; i < W::kFan; ++i) {
 #pragma unroll
-          for (int v = 0; v < W::kPack; ++v) are &= isfinite(of[r][s][i][v]);
+          for (int v = 0; v < W::kVector; ++v) are &= isfinite(of[r][s][i][v]);
         }
       }
     }
@@ -92,10 +92,10 @@ struct Weights {
 template <typename T, typename W>
 class Result {
  public:
-  using Sums = Accumulator<T>[W::kColumns][W::kPack];
+  using Sums = Accumulator<T>[W::kColumns][W::kVector];
 
   // `column` may be before the first column of the result.
-  __device__ Result(const WalkParams& p, const Item& item, int row, int column)
+  __device__ Result(const RowLoopParams& p, const Item& item, int row, int column)
       : is_f32_(sizeof(T) == sizeof(float) || p.result_is_f32),
         exist_(Existing<W::kColumns>(column, p.result_columns)) {
     const int bytes = is_f32_ ? sizeof(float) : sizeof(T);
@@ -115,10 +115,10 @@ class Result {
   template <typename Out>
   __device__ __forceinline__ void StoreAs(const Sums& sums) {
     const auto store = [&](int c) {
-      jaxops::cuda::Pack<Out, W::kPack> pack;
+      jaxops::cuda::Vector<Out, W::kVector> vector;
 #pragma unroll
-      for (int v = 0; v < W::kPack; ++v) pack.values[v] = Narrow<Out>(sums[c][v]);
-      StorePack(reinterpret_cast<Out*>(at_ + int64_t{c} * pixel_bytes_), pack);
+      for (int v = 0; v < W::kVector; ++v) vector.values[v] = Narrow<Out>(sums[c][v]);
+      StoreVector(reinterpret_cast<Out*>(at_ + int64_t{c} * pixel_bytes_), vector);
     };
     if (exist_ == (1u << W::kColumns) - 1) {
 #pragma unroll
@@ -140,11 +140,11 @@ class Result {
 
 // Blocks of a multiprocessor, as many as the registers for the kernel and sums allow.
 template <typename W>
-constexpr int kWalkBlocks = W::kTaps == 7 ? 3 : 4;
+constexpr int kLoopBlocks = W::kTaps == 7 ? 3 : 4;
 
 template <typename T, typename W>
-__global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
-    WalkRows(const __grid_constant__ WalkParams p) {
+__global__ void __launch_bounds__(kThreads, kLoopBlocks<W>)
+    ConvolveRows(const __grid_constant__ RowLoopParams p) {
   using Acc = Accumulator<T>;
   constexpr int kPixels = (W::kColumns - 1) * W::kStride + W::kTaps;
   // Large windows skip the products for rows of other parts, and products with zeros.
@@ -164,12 +164,12 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
   Result<T, W> result(p, item, begin, column);
 
   // sums[m] are for the row of the result whose window began m steps ago.
-  Acc sums[W::kRamp + 1][W::kColumns][W::kPack] = {};
+  Acc sums[W::kRamp + 1][W::kColumns][W::kVector] = {};
   typename Rows<T, kPixels, W::kEntries>::Row next;
   bool next_exists = image.LoadNext(next);
   // Does a step of the loop: one row of the result begins, and one is complete. Products are added
   // for the rows of the result that `is_needed` selects.
-  const auto walk = [&](int step, auto is_needed) {
+  const auto loop = [&](int step, auto is_needed) {
 #pragma unroll
     for (int phase = 0; phase < W::kStride; ++phase) {
       Acc x[kPixels][W::kEntries];
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
 #pragma unroll
           for (int c = 0; c < W::kColumns; ++c) {
 #pragma unroll
-            for (int v = 0; v < W::kPack; ++v) sums[m][c][v] = m > 0 ? sums[m - 1][c][v] : Acc{0};
+            for (int v = 0; v < W::kVector; ++v) sums[m][c][v] = m > 0 ? sums[m - 1][c][v] : Acc{0};
           }
         }
         const int r = m * W::kStride + phase;
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
 #pragma unroll
             for (int c = 0; c < W::kColumns; ++c) {
 #pragma unroll
-              for (int v = 0; v < W::kPack; ++v) {
+              for (int v = 0; v < W::kVector; ++v) {
                 sums[m][c][v] += weights.of[r][s][i][v] * x[c * W::kStride + s][i + v];
               }
             }
@@ -203,20 +203,20 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
       }
     }
     if (step >= W::kRamp) {
-      Finish(p.epilogue, item.channel, W::kPack, sums[W::kRamp]);
+      Finish(p.epilogue, item.channel, W::kVector, sums[W::kRamp]);
       result.StoreNext(true, sums[W::kRamp]);
     }
   };
   const auto all = [](int, bool) { return true; };
   for (int step = 0; step < rows + W::kRamp; ++step) {
     if constexpr (!kSkips) {
-      walk(step, all);
+      loop(step, all);
     } else {
       // Steps that need all rows have a loop of their own.
       for (; step >= W::kRamp && step < rows && (next_exists || needs_zeros); ++step) {
-        walk(step, all);
+        loop(step, all);
       }
-      walk(step, [&](int m, bool exists) {
+      loop(step, [&](int m, bool exists) {
         return (exists || needs_zeros) && m <= step && step - m < rows;
       });
     }
@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
 }
 
 template <typename T, typename W>
-__global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
-    WalkCotangents(const __grid_constant__ WalkParams p) {
+__global__ void __launch_bounds__(kThreads, kLoopBlocks<W>)
+    InputGradRows(const __grid_constant__ RowLoopParams p) {
   using Acc = Accumulator<T>;
   static_assert(W::kColumns % W::kStride == 0);
   constexpr int kPixels = W::kColumns / W::kStride + W::kRamp;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
   Result<T, W> result(p, item, row, column + p.column_shift);
 
   // sums[r] are for the row of the result that has tap r of the next row of the cotangent.
-  Acc sums[W::kTaps][W::kColumns][W::kPack] = {};
+  Acc sums[W::kTaps][W::kColumns][W::kVector] = {};
   typename Rows<T, kPixels, W::kEntries>::Row next;
   image.LoadNext(next);
   for (int step = 0; step < groups + W::kRamp; ++step) {
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
 #pragma unroll
           for (int i = 0; i < W::kFan; ++i) {
 #pragma unroll
-            for (int v = 0; v < W::kPack; ++v) {
+            for (int v = 0; v < W::kVector; ++v) {
               sums[r][c][v] += weights.of[r][s][i][v] * g[(c - s) / W::kStride + W::kRamp][i + v];
             }
           }
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
 #pragma unroll
       for (int c = 0; c < W::kColumns; ++c) {
 #pragma unroll
-        for (int v = 0; v < W::kPack; ++v) {
+        for (int v = 0; v < W::kVector; ++v) {
           sums[r][c][v] = r + W::kStride < W::kTaps ? sums[r + W::kStride][c][v] : Acc{0};
         }
       }
@@ -288,9 +288,9 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks<W>)
 }
 
 template <typename T, typename W, bool kOfCotangents>
-cudaError_t LaunchWalk(cudaStream_t stream, const SumParams& common, const Call& call,
-                       bool is_grad) {
-  WalkParams p{};
+cudaError_t LaunchRowLoop(cudaStream_t stream, const SumParams& common, const Call& call,
+                          bool is_grad) {
+  RowLoopParams p{};
   static_cast<SumParams&>(p) = common;
   const auto place = [&](const im2col::Window& dim, int& first, int& shift) {
     const int64_t low = dim.low;
@@ -305,58 +305,60 @@ cudaError_t LaunchWalk(cudaStream_t stream, const SumParams& common, const Call&
   place(call.dims[0], p.first_row, p.row_shift);
   place(call.dims[1], p.first_column, p.column_shift);
   p.is_mirrored = is_grad && !kOfCotangents;
-  p.slabs = Slabs(p.result_pixel / W::kPack);
+  p.slabs = Slabs(p.result_pixel / W::kVector);
   p.strips = FastDivider64(CeilDiv(p.result_columns - p.column_shift, W::kColumns));
   p.groups = static_cast<int>(CeilDiv(p.result_rows - p.row_shift, kOfCotangents ? W::kStride : 1));
 
   const int64_t threads = p.images * p.strips.divisor() * p.slabs.threads();
-  p.part_groups = CutRows(p.groups, threads, W::kRamp, kWalkBlocks<W>);
+  p.part_groups = CutRows(p.groups, threads, W::kRamp, kLoopBlocks<W>);
   p.parts = FastDivider64(CeilDiv(p.groups, p.part_groups));
   const int64_t blocks = CeilDiv(threads * p.parts.divisor(), kThreads);
   if constexpr (kOfCotangents) {
-    return jaxops::cuda::Launch(&WalkCotangents<T, W>, blocks, kThreads, 0, stream, p);
+    return jaxops::cuda::Launch(&InputGradRows<T, W>, blocks, kThreads, 0, stream, p);
   } else {
-    return jaxops::cuda::Launch(&WalkRows<T, W>, blocks, kThreads, 0, stream, p);
+    return jaxops::cuda::Launch(&ConvolveRows<T, W>, blocks, kThreads, 0, stream, p);
   }
 }
 
 template <typename T>
-std::optional<cudaError_t> LaunchWalksOf(cudaStream_t stream, const SumParams& p, const Call& call,
-                                         bool is_grad) {
+std::optional<cudaError_t> LaunchRowLoopsOf(cudaStream_t stream, const SumParams& p,
+                                            const Call& call, bool is_grad) {
   const int64_t taps = SquareTaps(call), stride = call.dims[1].stride;
   const int64_t fan = p.channels.image_fan;
   if (stride > 2 || !AreNear(std::max(call.channels, call.outputs))) return std::nullopt;
-  const auto walk = [&]<typename W>(W) {
-    return LaunchWalk<T, W, false>(stream, p, call, is_grad);
+  const auto loop = [&]<typename W>(W) {
+    return LaunchRowLoop<T, W, false>(stream, p, call, is_grad);
   };
   // Pairs of 16-bit entries are as wide as one of f32.
   constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
-  const auto with_stride = [&]<int kTaps, int kFan, int kPack>(Walk<kTaps, 1, kFan, kPack, 1>) {
-    constexpr int kColumns = kFan > 1 ? 4 : 8;
-    if (stride == 1) return walk(Walk<kTaps, 1, kFan, kPack, kColumns>());
-    if (!is_grad) return walk(Walk<kTaps, 2, kFan, kPack, kColumns / 2>());
-    return LaunchWalk<T, Walk<kTaps, 2, kFan, kPack, kColumns>, true>(stream, p, call, true);
-  };
+  const auto with_stride =
+      [&]<int kTaps, int kFan, int kVector>(RowLoop<kTaps, 1, kFan, kVector, 1>) {
+        constexpr int kColumns = kFan > 1 ? 4 : 8;
+        if (stride == 1) return loop(RowLoop<kTaps, 1, kFan, kVector, kColumns>());
+        if (!is_grad) return loop(RowLoop<kTaps, 2, kFan, kVector, kColumns / 2>());
+        return LaunchRowLoop<T, RowLoop<kTaps, 2, kFan, kVector, kColumns>, true>(stream, p, call,
+                                                                                  true);
+      };
   if (taps == 3) {
-    if (fan == 4) return with_stride(Walk<3, 1, 4, 1, 1>());
-    if (HasPairs(p, call)) return with_stride(Walk<3, 1, 1, kPair, 1>());
-    if (fan == 1) return with_stride(Walk<3, 1, 1, 1, 1>());
+    if (fan == 4) return with_stride(RowLoop<3, 1, 4, 1, 1>());
+    if (CanPairChannels(p, call)) return with_stride(RowLoop<3, 1, 1, kPair, 1>());
+    if (fan == 1) return with_stride(RowLoop<3, 1, 1, 1, 1>());
   }
-  if (taps == 5 && fan == 1) return with_stride(Walk<5, 1, 1, 1, 1>());
-  if (taps == 7 && stride == 1 && fan == 1) return walk(Walk<7, 1, 1, 1, 8>());
+  if (taps == 5 && fan == 1) return with_stride(RowLoop<5, 1, 1, 1, 1>());
+  if (taps == 7 && stride == 1 && fan == 1) return loop(RowLoop<7, 1, 1, 1, 8>());
   return std::nullopt;
 }
 
 }  // namespace
 
-std::optional<cudaError_t> LaunchWalks(cudaStream_t stream, const SumParams& p, const Call& call,
-                                       bool is_grad) {
+std::optional<cudaError_t> LaunchRowLoops(cudaStream_t stream, const SumParams& p, const Call& call,
+                                          bool is_grad) {
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) -> std::optional<cudaError_t> {
     // Float64 needs too many registers.
     if constexpr (std::is_same_v<T, double>) {
       return std::nullopt;
     } else {
-      return LaunchWalksOf<T>(stream, p, call, is_grad);
+      return LaunchRowLoopsOf<T>(stream, p, call, is_grad);
     }
   });
 }

@@ -33,7 +33,7 @@ struct Channels {
   // result.
   __device__ __forceinline__ void Find(uint64_t of_result, int64_t& of_image,
                                        int64_t& of_kernel) const {
-    const int64_t in_group = result_fan.Peel(of_result);
+    const int64_t in_group = result_fan.DivMod(of_result);
     of_image = of_result * image_fan;
     of_kernel = of_result * group + in_group * member;
   }
@@ -55,7 +55,7 @@ struct SumParams {
 };
 
 // Tells whether channels are groups of their own, so that neighbouring channels can form a vector.
-inline bool HasPairs(const SumParams& p, const Call& call) {
+inline bool CanPairChannels(const SumParams& p, const Call& call) {
   return p.channels.image_fan == 1 && p.channels.result_fan.divisor() == 1 &&
          call.channels % 2 == 0;
 }
@@ -88,8 +88,8 @@ inline int CutRows(int64_t groups, int64_t threads, int64_t ramp, int64_t reside
 }
 
 // Launches a kernel that loops over rows, if there is one for such windows and groups.
-std::optional<cudaError_t> LaunchWalks(cudaStream_t stream, const SumParams& p, const Call& call,
-                                       bool is_grad);
+std::optional<cudaError_t> LaunchRowLoops(cudaStream_t stream, const SumParams& p, const Call& call,
+                                          bool is_grad);
 
 // Launches a kernel on tensor cores, if there is one for such windows and groups.
 std::optional<cudaError_t> LaunchGroups(cudaStream_t stream, const SumParams& p, const Call& call,

@@ -62,40 +62,40 @@ struct TapsParams : SumParams {
 
 constexpr int kStripColumns = 4;
 
-template <typename T, int kPack>
-__device__ __forceinline__ void Load(Accumulator<T> (&to)[kPack], const T* address) {
-  Raw<T, kPack> raw;
+template <typename T, int kVector>
+__device__ __forceinline__ void Load(Accumulator<T> (&to)[kVector], const T* address) {
+  Raw<T, kVector> raw;
   raw.Load(reinterpret_cast<const char*>(address));
   raw.WidenTo(to);
 }
 
-template <typename T, int kPack>
+template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ TapsParams p) {
   using Acc = Accumulator<T>;
   uint64_t left = uint64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t lane = p.slabs.lanes.Peel(left);
-  const int column_rest = static_cast<int>(p.columns.result_step.Peel(left));
-  const int first_cell = static_cast<int>(p.strips.Peel(left)) * kStripColumns;
-  const int64_t pack = p.slabs.slabs.Peel(left) * p.slabs.lanes.divisor() + lane;
-  const int row = static_cast<int>(p.row_divider.Peel(left));
+  const int64_t lane = p.slabs.lanes.DivMod(left);
+  const int column_rest = static_cast<int>(p.columns.result_step.DivMod(left));
+  const int first_cell = static_cast<int>(p.strips.DivMod(left)) * kStripColumns;
+  const int64_t vector = p.slabs.slabs.DivMod(left) * p.slabs.lanes.divisor() + lane;
+  const int row = static_cast<int>(p.row_divider.DivMod(left));
   const int64_t image = left;
   const int column_step = static_cast<int>(p.columns.result_step.divisor());
   const int first_column = first_cell * column_step + column_rest;
-  if (image >= p.images || pack >= p.slabs.packs || first_column >= p.result_columns) return;
-  const int64_t channel = pack * kPack;
+  if (image >= p.images || vector >= p.slabs.vectors || first_column >= p.result_columns) return;
+  const int64_t channel = vector * kVector;
   int64_t image_channel, of_kernel;
   p.channels.Find(channel, image_channel, of_kernel);
   uint64_t row_cell = row;
-  const int row_rest = static_cast<int>(p.rows.result_step.Peel(row_cell));
+  const int row_rest = static_cast<int>(p.rows.result_step.DivMod(row_cell));
 
   const auto& of_row = p.rows.of[row_rest];
   const auto& of_column = p.columns.of[column_rest];
   const T* pixels = static_cast<const T*>(p.image);
   const T* kernel = static_cast<const T*>(p.kernel) + of_kernel;
   // Vectors have channels that are groups of their own.
-  const int64_t fan = kPack > 1 ? 1 : p.channels.image_fan;
+  const int64_t fan = kVector > 1 ? 1 : p.channels.image_fan;
   const int64_t apart = p.columns.image_step * p.image_pixel;
-  Acc sums[kStripColumns][kPack] = {};
+  Acc sums[kStripColumns][kVector] = {};
   for (int r = 0; r < of_row.taps; ++r) {
     const int image_row =
         static_cast<int>(row_cell) * p.rows.image_step + of_row.begin + r * p.rows.entry_step;
@@ -110,22 +110,22 @@ __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ Taps
       int64_t at = of_image_row + column * p.image_pixel;
       int64_t of_tap = tap * p.channels.tap;
       for (int64_t i = 0; i < fan; ++i, ++at, of_tap += p.channels.channel) {
-        Acc weight[kPack];
+        Acc weight[kVector];
         Load(weight, kernel + of_tap);
 #pragma unroll
         for (int c = 0; c < kStripColumns; ++c) {
-          Acc x[kPack] = {};
+          Acc x[kVector] = {};
           if (has_row && static_cast<uint32_t>(column + c * p.columns.image_step) <
                              static_cast<uint32_t>(p.image_columns)) {
             Load(x, pixels + (at + c * apart));
           }
 #pragma unroll
-          for (int v = 0; v < kPack; ++v) sums[c][v] += weight[v] * x[v];
+          for (int v = 0; v < kVector; ++v) sums[c][v] += weight[v] * x[v];
         }
       }
     }
   }
-  Finish(p.epilogue, channel, kPack, sums);
+  Finish(p.epilogue, channel, kVector, sums);
   const int64_t at = (image * p.result_rows + row) * p.result_columns * p.result_pixel + channel;
 #pragma unroll
   for (int c = 0; c < kStripColumns; ++c) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) SumTaps(const __grid_constant__ Taps
   }
 }
 
-template <typename T, int kPack>
+template <typename T, int kVector>
 cudaError_t LaunchTaps(cudaStream_t stream, const SumParams& common, const Call& call,
                        bool is_grad) {
   const im2col::Window& h = call.dims[0];
@@ -148,12 +148,12 @@ cudaError_t LaunchTaps(cudaStream_t stream, const SumParams& common, const Call&
   p.columns = Steps(w, is_grad);
   p.row_divider = FastDivider64(p.result_rows);
   p.kernel_columns = static_cast<int>(w.taps);
-  p.slabs = Slabs(p.result_pixel / kPack);
+  p.slabs = Slabs(p.result_pixel / kVector);
   const int64_t column_step = p.columns.result_step.divisor();
   p.strips = FastDivider64(CeilDiv(CeilDiv(p.result_columns, column_step), kStripColumns));
   const int64_t threads =
       p.images * p.result_rows * column_step * p.strips.divisor() * p.slabs.threads();
-  return jaxops::cuda::Launch(&SumTaps<T, kPack>, CeilDiv(threads, kThreads), kThreads, 0, stream,
+  return jaxops::cuda::Launch(&SumTaps<T, kVector>, CeilDiv(threads, kThreads), kThreads, 0, stream,
                               p);
 }
 
@@ -176,10 +176,10 @@ cudaError_t LaunchSum(cudaStream_t stream, const Call& call, bool is_grad) {
   p.result_is_f32 = call.result_dtype == DType::kF32;
   p.epilogue = call.epilogue;
   if (const auto launched = LaunchGroups(stream, p, call, is_grad)) return *launched;
-  if (const auto walked = LaunchWalks(stream, p, call, is_grad)) return *walked;
+  if (const auto looped = LaunchRowLoops(stream, p, call, is_grad)) return *looped;
   return jaxops::cuda::DispatchFloat(call.dtype, [&]<typename T>(T) {
-    return HasPairs(p, call) ? LaunchTaps<T, 2>(stream, p, call, is_grad)
-                             : LaunchTaps<T, 1>(stream, p, call, is_grad);
+    return CanPairChannels(p, call) ? LaunchTaps<T, 2>(stream, p, call, is_grad)
+                                    : LaunchTaps<T, 1>(stream, p, call, is_grad);
   });
 }
 

@@ -60,8 +60,8 @@ struct Tiling {
   __device__ Tile Find(int number) const {
     uint32_t rest = number;
     Tile tile;
-    tile.column = strips.Peel(rest) * tile_columns.divisor();
-    tile.row = row_tiles.Peel(rest) * tile_rows;
+    tile.column = strips.DivMod(rest) * tile_columns.divisor();
+    tile.row = row_tiles.DivMod(rest) * tile_rows;
     tile.image = rest;
     tile.rows = min(tile_rows, out_rows - tile.row);
     tile.columns = min(static_cast<int>(tile_columns.divisor()), out_columns - tile.column);
@@ -79,9 +79,9 @@ struct Tiling {
   // Tells whether every other window begins within a pair.
   bool HasOdd() const { return pixel_entries % 2 != 0; }
 
-  // Decides on tiles of at most `most_columns` columns and of `rows` rows. All strips but the last
-  // of an image have a multiple of `multiple` columns; `most_columns` must be such a multiple.
-  void Cut(const Call& call, int64_t most_columns, int rows, int64_t multiple = 1) {
+  // Decides on tiles of at most `max_columns` columns and of `rows` rows. All strips but the last
+  // of an image have a multiple of `multiple` columns; `max_columns` must be such a multiple.
+  void Cut(const Call& call, int64_t max_columns, int rows, int64_t multiple = 1) {
     const im2col::Window& h = call.dims[0];
     const im2col::Window& w = call.dims[1];
     in_rows = h.in;
@@ -93,7 +93,7 @@ struct Tiling {
     low = static_cast<int>(h.low);
     pixel_entries = static_cast<int>(w.stride * call.channels);
     low_entries = w.low * call.channels;
-    const int64_t strip_count = CeilDiv(w.out, most_columns);
+    const int64_t strip_count = CeilDiv(w.out, max_columns);
     const int64_t even = CeilDiv(w.out, strip_count);
     const int64_t width = strip_count > 1 ? CeilDiv(even, multiple) * multiple : even;
     tile_columns = FastDivider(width);
@@ -142,7 +142,7 @@ __device__ inline void CopyWindows(const Tiling& p, const Tile& tile, char* stag
 #pragma unroll 4
   for (int i = threadIdx.x; i < units; i += blockDim.x) {
     uint32_t row = i;
-    const int64_t entry = first + static_cast<int>(p.units.Peel(row)) * kUnit;
+    const int64_t entry = first + static_cast<int>(p.units.DivMod(row)) * kUnit;
     const int64_t in_row = int64_t{tile.row} * p.stride - p.low + row;
     char* to = stage + i * kUnitBytes;
     const bool has_row = in_row >= 0 && in_row < p.in_rows;
@@ -196,13 +196,12 @@ __device__ __forceinline__ uint32_t SwizzledUnit(uint32_t row, uint32_t unit) {
 }
 
 // Tells whether the kernels for few channels take a convolution.
-inline bool HasFewChannels(const Call& call) {
+inline bool CanRunFewChannels(const Call& call) {
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
-  return call.channels <= kMostFewChannels && h.dilation == 1 && w.dilation == 1 &&
-         h.taps <= kMostFewTapRows && w.taps * call.channels <= kMostFewRowEntries &&
-         call.outputs <= kMostFewOutputs && h.stride <= kMostFewStride &&
-         w.stride <= kMostFewStride;
+  return call.channels <= kMaxFewChannels && h.dilation == 1 && w.dilation == 1 &&
+         h.taps <= kMaxFewTapRows && w.taps * call.channels <= kMaxFewRowEntries &&
+         call.outputs <= kMaxFewOutputs && h.stride <= kMaxFewStride && w.stride <= kMaxFewStride;
 }
 
 // Calls `function` with the type of a call's operands.

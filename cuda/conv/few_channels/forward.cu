@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t row = min(begin + warp_row + 64 * (i / 2) + 8 * (i % 2) + lane / 4, pixels - 1);
-        const int in_row = p.tile_columns.Peel(row);
+        const int in_row = p.tile_columns.DivMod(row);
         window[i / 2][i % 2] = stage + p.WindowBytes(row, in_row);
       }
       float sums[2][kColumns / 2];
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
       for (int i = 0; i < 4; ++i) {
         uint32_t row = begin + warp_row + 64 * (i / 2) + 8 * (i % 2) + lane / 4;
         const bool is_in_tile = row < pixels;
-        const int in_row = p.tile_columns.Peel(row);
+        const int in_row = p.tile_columns.DivMod(row);
         const bool exists = is_in_tile && in_row < tile.columns;
         const int64_t pixel =
             (tile.image * p.out_rows + tile.row + row) * p.out_columns + tile.column + in_row;
@@ -168,9 +168,9 @@ cudaError_t LaunchForwardFewChannels(cudaStream_t stream, const ForwardParams& p
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kForwardBytes);
   if (error != cudaSuccess) return error;
-  const unsigned beside = static_cast<unsigned>(CeilDiv(p.outputs, kColumns));
-  const unsigned blocks = std::max(1u, kForwardBlocks * processors / beside);
-  const dim3 grid(std::min<unsigned>(p.tiles, blocks), beside);
+  const unsigned adjacent = static_cast<unsigned>(CeilDiv(p.outputs, kColumns));
+  const unsigned blocks = std::max(1u, kForwardBlocks * processors / adjacent);
+  const dim3 grid(std::min<unsigned>(p.tiles, blocks), adjacent);
   kernel<<<grid, kForwardThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
@@ -182,12 +182,12 @@ bool Plan(ForwardParams& p, const Call& call, int processors) {
   p.is_wide = call.result_dtype == DType::kF32;
 
   // The chosen tiles finish first, in estimated cycles of products and of copies.
-  constexpr int kMostColumns = 256, kMostRows = 16;
+  constexpr int kMaxColumns = 256, kMaxRows = 16;
   constexpr int64_t kStepCycles = 80, kBlockCycles = 700, kUnitCycles = 3, kTileCycles = 2000;
   ForwardParams best{};
   int64_t least = INT64_MAX;
-  for (int columns = kMostColumns; columns >= 16; columns /= 2) {
-    for (int rows = 1; rows <= kMostRows; ++rows) {
+  for (int columns = kMaxColumns; columns >= 16; columns /= 2) {
+    for (int rows = 1; rows <= kMaxRows; ++rows) {
       p.Cut(call, columns, rows);
       p.steps = static_cast<int>(CeilDiv(p.kernel_rows * p.row_pairs, 16) * 2);
       if (ForwardBytes(p) > kForwardBytes || p.tiles == INT32_MAX) break;
@@ -210,7 +210,7 @@ bool Plan(ForwardParams& p, const Call& call, int processors) {
 }  // namespace
 
 cudaError_t LaunchForwardFewChannels(cudaStream_t stream, const Call& call) {
-  if (!HasFewChannels(call) || call.outputs % kUnit) return cudaErrorNotSupported;
+  if (!CanRunFewChannels(call) || call.outputs % kUnit) return cudaErrorNotSupported;
   int processors = 0;
   const cudaError_t error = CountProcessors(&processors);
   if (error != cudaSuccess) return error;

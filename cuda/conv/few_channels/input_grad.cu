@@ -153,7 +153,7 @@ __device__ __forceinline__ void StoreImageRows(const InputGradParams& p, const f
   const int thread_pixels = p.thread_pixels * kWidth, thread_entries = p.thread_entries * kWidth;
   const int advance = thread_pixels * kPitch + thread_entries;
   uint32_t pixel = begin + kWidth * threadIdx.x;
-  int entry = p.cell.Peel(pixel);
+  int entry = p.cell.DivMod(pixel);
   const float* from = buffer + pixel * kPitch + entry;
   // The bounds keep entries within the image.
   const auto low = static_cast<int>(max(-first, int64_t{0}));
@@ -183,7 +183,7 @@ __device__ __forceinline__ void StoreImageRows(const InputGradParams& p, const f
       T* to = row + r * p.in_entries + i;
       if constexpr (kWidth == 2 && sizeof(T) == 2) {
         if (reinterpret_cast<uintptr_t>(to) % 4 == 0 && i >= low && i + 1 < high) {
-          *reinterpret_cast<uint32_t*>(to) = Pack<T>(sum[0], sum[1]);
+          *reinterpret_cast<uint32_t*>(to) = PackPair<T>(sum[0], sum[1]);
           continue;
         }
       }
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kGradThreads, kKernelRows* kRowColumns <= 168 
   auto* buffers = reinterpret_cast<float*>(matrices + p.slabs * kKernelRows * kMatrixBytes);
 
   uint32_t rest = blockIdx.x;
-  const int64_t strip = p.strips.Peel(rest), chunk = p.chunks.Peel(rest);
+  const int64_t strip = p.strips.DivMod(rest), chunk = p.chunks.DivMod(rest);
   const int64_t image = rest;
   const int64_t first_column = p.first_column + strip * p.strip_columns;
   const int cells = static_cast<int>(min(int64_t{p.strip_columns}, p.end_column - first_column));
@@ -334,19 +334,19 @@ cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, InputGradParams& p, 
   // The chosen chunks of rows finish first: each chunk also loops over the rows before it that
   // reach it.
   const int64_t rows = p.end_row - p.first_row;
-  const int64_t walks = p.images * p.strips.divisor();
+  const int64_t loops = p.images * p.strips.divisor();
   int64_t least = INT64_MAX;
   for (int64_t count = 1; count <= std::min<int64_t>(rows, 64); ++count) {
     const int64_t chunk = CeilDiv(rows, count);
     const int64_t cost =
-        CeilDiv(walks * CeilDiv(rows, chunk), of_processor * processors) * (chunk + p.halo_rows);
+        CeilDiv(loops * CeilDiv(rows, chunk), of_processor * processors) * (chunk + p.halo_rows);
     if (cost < least) {
       least = cost;
       p.chunk_rows = static_cast<int>(chunk);
     }
   }
   p.chunks = FastDivider(CeilDiv(rows, p.chunk_rows));
-  const int64_t blocks = walks * p.chunks.divisor();
+  const int64_t blocks = loops * p.chunks.divisor();
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   kernel<<<static_cast<unsigned>(blocks), kGradThreads, bytes, stream>>>(p);
   return cudaGetLastError();
@@ -356,7 +356,7 @@ cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, InputGradParams& p, 
 template <typename T, int kKernelRows = 1>
 cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, InputGradParams& p, int64_t kernel_rows,
                                        int processors) {
-  if constexpr (kKernelRows < kMostFewTapRows) {
+  if constexpr (kKernelRows < kMaxFewTapRows) {
     if (kernel_rows > kKernelRows) {
       return LaunchInputGradFewChannels<T, kKernelRows + 1>(stream, p, kernel_rows, processors);
     }
@@ -364,14 +364,13 @@ cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, InputGradParams& p, 
   constexpr int kFewEntries = 16;
   return p.row_entries <= kFewEntries
              ? LaunchInputGradFewChannels<T, kKernelRows, kFewEntries>(stream, p, processors)
-             : LaunchInputGradFewChannels<T, kKernelRows, kMostFewRowEntries>(stream, p,
-                                                                              processors);
+             : LaunchInputGradFewChannels<T, kKernelRows, kMaxFewRowEntries>(stream, p, processors);
 }
 
 }  // namespace
 
 cudaError_t LaunchInputGradFewChannels(cudaStream_t stream, const Call& call) {
-  if (!HasFewChannels(call) || call.outputs % kUnit) return cudaErrorNotSupported;
+  if (!CanRunFewChannels(call) || call.outputs % kUnit) return cudaErrorNotSupported;
   int processors = 0;
   const cudaError_t error = CountProcessors(&processors);
   if (error != cudaSuccess) return error;

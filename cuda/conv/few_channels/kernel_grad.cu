@@ -16,8 +16,8 @@ namespace {
 constexpr int kColumns = 64;  // outputs of a block
 // Pairs of entries that a warpgroup sums for, and the warpgroups that the largest window needs.
 constexpr int kGroupPairs = 32;
-constexpr int kMostWarpgroups = 3;
-static_assert(kMostFewTapRows * (kMostFewRowEntries / 2) <= kMostWarpgroups * kGroupPairs);
+constexpr int kMaxWarpgroups = 3;
+static_assert(kMaxFewTapRows * (kMaxFewRowEntries / 2) <= kMaxWarpgroups * kGroupPairs);
 constexpr int kStep = 16;  // pixels of a product
 // A step of the cotangent, in the 16 bytes that descriptors count.
 [[maybe_unused]] constexpr int kStepUnits = kStep * kMatrixRowBytes / 16;
@@ -31,7 +31,7 @@ constexpr int kBytes = 111 * 1024;
 struct StepEntry {
   int window, column;
 };
-constexpr int kMostSteps = 64;
+constexpr int kMaxSteps = 64;
 
 struct Params : Tiling {
   CUtensorMap cotangent;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
     SumPixelsFew(const __grid_constant__ Params p) {
 #if JAXOPS_HAS_WGMMA
   extern __shared__ char shared[];
-  __shared__ StepEntry table[kMostSteps];
+  __shared__ StepEntry table[kMaxSteps];
   __shared__ uint64_t full[2];  // completion of the copies of the cotangent
   char* stages = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
   const int lane = threadIdx.x % 32;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
   copy(blockIdx.x, 0);
   CopiesCommit();
 
-  for (int i = threadIdx.x; i < kMostSteps; i += blockDim.x) {
+  for (int i = threadIdx.x; i < kMaxSteps; i += blockDim.x) {
     const int row = i * kStep / p.row_pixels % p.tile_rows, in_row = i * kStep % p.row_pixels;
     table[i] = {p.WindowBytes(row, in_row), in_row};
   }
@@ -170,22 +170,22 @@ __global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
 
 // Decides everything but addresses, from sizes and the number of processors alone.
 bool Plan(Params& p, const Call& call, int processors) {
-  if (!HasFewChannels(call) || call.outputs % kUnit) return false;
+  if (!CanRunFewChannels(call) || call.outputs % kUnit) return false;
   const im2col::Window& h = call.dims[0];
   const im2col::Window& w = call.dims[1];
   p.outputs = static_cast<int>(call.outputs);
   p.kernel_rows = static_cast<int>(h.taps);
   p.size = h.taps * w.taps * call.channels * call.outputs;
-  const int beside = static_cast<int>(CeilDiv(call.outputs, kColumns));
-  const int blocks = std::max(1, kBlocks * processors / beside);
+  const int adjacent = static_cast<int>(CeilDiv(call.outputs, kColumns));
+  const int blocks = std::max(1, kBlocks * processors / adjacent);
 
   // The chosen tiles finish first, in estimated cycles of products and of copies.
-  constexpr int kMostColumns = 128, kMostRows = 8;
+  constexpr int kMaxColumns = 128, kMaxRows = 8;
   constexpr int64_t kStepCycles = 110, kUnitCycles = 2, kTileCycles = 1000;
   Params cut = p;
   int64_t least = INT64_MAX;
-  for (int columns = kMostColumns; columns >= kStep; columns /= 2) {
-    for (int rows = 1; rows <= kMostRows; ++rows) {
+  for (int columns = kMaxColumns; columns >= kStep; columns /= 2) {
+    for (int rows = 1; rows <= kMaxRows; ++rows) {
       // Strips are whole steps, so that the pixels that fill up a step are after the end of a row,
       // where copies bring zeros: a cotangent there could be infinite.
       cut.Cut(call, columns, rows, kStep);
@@ -193,7 +193,7 @@ bool Plan(Params& p, const Call& call, int processors) {
       const int64_t steps = int64_t{cut.tile_rows} * cut.row_pixels / kStep;
       cut.image_stage = static_cast<int>(CeilDiv(cut.stage_bytes(), 1024) * 1024);
       cut.stage = cut.image_stage + static_cast<int>(steps * kStep * kMatrixRowBytes);
-      const bool fits = steps <= kMostSteps && 1024 + 2 * cut.stage <= kBytes;
+      const bool fits = steps <= kMaxSteps && 1024 + 2 * cut.stage <= kBytes;
       if (!fits || cut.tiles == INT32_MAX) break;
       const int64_t cycles =
           steps * kStepCycles + cut.stage / kUnitBytes * kUnitCycles + kTileCycles;
@@ -257,7 +257,7 @@ cudaError_t LaunchKernelGradFewChannels(cudaStream_t stream, const Call& call, S
       case 2:
         return Launch<T, 2>(stream, p);
       default:
-        return Launch<T, kMostWarpgroups>(stream, p);
+        return Launch<T, kMaxWarpgroups>(stream, p);
     }
   });
   if (error != cudaSuccess) return error;

@@ -37,7 +37,7 @@ struct Remainder {
   int64_t result;          // bytes from the first pixel of the cell
   uint32_t rows, columns;  // cells that have such a pixel
 };
-constexpr int kMostRemainders = 16;
+constexpr int kMaxRemainders = 16;
 
 struct Params {
   Images images;
@@ -67,7 +67,7 @@ struct Params {
   // Bytes from the start of the kernel to the matrix of a tap. With cells there is an entry for a
   // tap and, the fastest, a remainder, negative where the remainder does not have the tap.
   int64_t matrix[kMaxTaps];
-  Remainder remainder[kMostRemainders];
+  Remainder remainder[kMaxRemainders];
 };
 static_assert(sizeof(Params) <= 4096);
 
@@ -94,7 +94,7 @@ constexpr int kSharedBytes = sizeof(Head<Tile>) + kStages * kStageBytes<Tile>;
 // Blocks of a cluster can have parts of the sum where a part fits in the stages.
 template <typename Tile>
 constexpr bool kHasParts = Tile::kRows * Tile::kUnits * kUnitBytes <= kStages * kStageBytes<Tile>;
-constexpr int kMostParts = 8;
+constexpr int kMaxParts = 8;
 
 // Returns where a unit of a pixel's row is. Units of eight neighbouring pixels share no banks.
 __device__ __forceinline__ int ImageUnit(int row, int unit) {
@@ -130,8 +130,8 @@ __device__ void FindPixels(const Params& p, int first, Head<Tile>& head) {
   for (int i = threadIdx.x; i < Tile::kRows; i += Tile::kThreads) {
     const int number = first + i;
     uint32_t image = min(number, p.pixels.count - 1);
-    const int column = p.pixels.columns.Peel(image);
-    const int row = p.pixels.rows.Peel(image);
+    const int column = p.pixels.columns.DivMod(image);
+    const int row = p.pixels.rows.DivMod(image);
     const bool exists = number < p.pixels.count;
     head.pixels[i] = p.pixels.Of(p.images, image, row, column);
     head.pixels[i].byte += blockIdx.y * p.image_group;
@@ -148,8 +148,8 @@ __device__ void FindSteps(const Params& p, int first_column, int set, Head<Tile>
     // Steps after the end have the place of the first step, whose copies are as aligned as any.
     const bool exists = step < p.depth;
     uint32_t block = exists ? step : 0;
-    int channel = p.block.Peel(block);
-    const int tap = p.taps.Peel(block);
+    int channel = p.block.DivMod(block);
+    const int tap = p.taps.DivMod(block);
     channel += block * p.block.divisor();
     Place place = p.tap[tap];
     place.byte += channel * sizeof(T);
@@ -197,10 +197,10 @@ __device__ __forceinline__ void CopyKernel(const Params& p, int outputs, const H
   constexpr int kCopies = Tile::kColumns / kEntries;
   // Entries are next to each other in the kernel along outputs or, in the gradient, along channels.
   // Writes of eight neighbours at a time share no banks.
-  constexpr int kBeside = kEntries > 1 ? 1 : 8;
+  constexpr int kAdjacent = kEntries > 1 ? 1 : 8;
   ForOwn<kSteps * kCopies, Tile::kThreads>([&](int i) {
-    const int step = i % kBeside + i / (kBeside * kCopies) * kBeside;
-    const int copy = i / kBeside % kCopies;
+    const int step = i % kAdjacent + i / (kAdjacent * kCopies) * kAdjacent;
+    const int copy = i / kAdjacent % kCopies;
     const int64_t row = head.matrix_rows[InSets<T>(chunk) + step];
     const int64_t at = kEntries > 1 ? copy * kBytes : int64_t{copy} * p.kernel_output;
     CopyAsync<kBytes>(stage + step * Tile::kPitch + copy * kBytes, p.kernel, row + at,
@@ -212,7 +212,7 @@ __device__ __forceinline__ void CopyKernel(const Params& p, int outputs, const H
 // tap.
 __device__ __forceinline__ const int64_t* Matrices(const Params& p, int chunk) {
   uint32_t block = chunk;
-  return p.matrix + p.taps.Peel(block) * p.remainders;
+  return p.matrix + p.taps.DivMod(block) * p.remainders;
 }
 
 // Copies units of steps of `outputs` columns from `first_column` on.
@@ -260,14 +260,14 @@ __device__ __forceinline__ void AddParts(const Params& p, const Sums& sums, char
   const auto cluster = cooperative_groups::this_cluster();
   cluster.sync();
   for (int i = cluster.block_rank(); i < kCount; i += p.parts) {
-    Unit<T> parts[kMostParts];
+    Unit<T> parts[kMaxParts];
 #pragma unroll
-    for (int k = 0; k < kMostParts; ++k) {
+    for (int k = 0; k < kMaxParts; ++k) {
       if (k < p.parts) parts[k] = Load<T>(cluster.map_shared_rank(of_block, k) + at(i));
     }
     Unit<T> sum = parts[0];
 #pragma unroll
-    for (int k = 1; k < kMostParts; ++k) {
+    for (int k = 1; k < kMaxParts; ++k) {
 #pragma unroll
       for (int n = 0; n < kUnit<T>; ++n) {
         if (k < p.parts) sum.entry[n] += parts[k].entry[n];
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     part = row_tile % p.parts;
     row_tile /= p.parts;
   }
-  const int first_column = p.column_tiles.Peel(row_tile) * Tile::kColumns;
+  const int first_column = p.column_tiles.DivMod(row_tile) * Tile::kColumns;
   const int begin = static_cast<int>(int64_t{p.chunks} * part / p.parts);
   const int end = static_cast<int>(int64_t{p.chunks} * (part + 1) / p.parts);
   FindPixels(p, row_tile * Tile::kRows, head);
@@ -503,7 +503,7 @@ cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
 }
 
 // Tells whether clusters can be launched: the device code, too, may be for GPUs without clusters.
-bool HasParts() {
+bool CanLaunchClusters() {
   cudaFuncAttributes attributes{};
   const auto kernel = &ConvolveFma<CellTile<float>, true, KernelCopies::kCells>;
   return jaxops::cuda::HasClusters() && cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
@@ -528,7 +528,7 @@ void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool 
   const int64_t tiles =
       CeilDiv(p.pixels.count, Tile::kRows) * CeilDiv(p.columns, Tile::kColumns) * groups;
   const int most =
-      kHasParts<Tile> && has_parts ? std::clamp(std::min(p.chunks, processors), 1, kMostParts) : 1;
+      kHasParts<Tile> && has_parts ? std::clamp(std::min(p.chunks, processors), 1, kMaxParts) : 1;
   for (const int parts : {1, 2, 3, 4, 6, 8}) {
     if (parts > most) break;
     const int64_t load = CeilDiv(tiles * parts, processors), chunks = CeilDiv(p.chunks, parts);
@@ -572,7 +572,7 @@ Plan Decide(const Params& p, int64_t groups, int processors, bool has_parts) {
 
 template <typename T>
 Plan DecideCells(const Params& p, int64_t groups, int processors) {
-  return FirstDone<CellTile<T>>(p, groups, processors, HasParts());
+  return FirstDone<CellTile<T>>(p, groups, processors, CanLaunchClusters());
 }
 
 // How the matrices of a kernel lie in memory: entries from one channel, output or group to the
@@ -588,9 +588,9 @@ bool Fill(Params& p, const Sum& sum, const KernelSteps& kernel) {
   const int64_t all_channels = sum.groups * sum.channels, all_outputs = sum.groups * sum.outputs;
   const int64_t pixels = sum.images * sum.rows * sum.columns;
   // The bound leaves room for counting tiles and chunks after the end in 32 bits.
-  constexpr int64_t kMost = INT32_MAX - 4096;
-  if (pixels > kMost || sum.taps * sum.channels > kMost || all_channels * kItem > kMost ||
-      all_outputs * kItem > kMost) {
+  constexpr int64_t kMaxIndex = INT32_MAX - 4096;
+  if (pixels > kMaxIndex || sum.taps * sum.channels > kMaxIndex ||
+      all_channels * kItem > kMaxIndex || all_outputs * kItem > kMaxIndex) {
     return false;
   }
   p.images.data = static_cast<const char*>(sum.image);
@@ -662,7 +662,7 @@ cudaError_t Launch(cudaStream_t stream, const Call& call, const Sum& sum, const 
   if (!Fill<T>(p, sum, kernel)) return cudaErrorNotSupported;
   FillMatrices<T>(p, sum);
   p.needed = needed;
-  const bool has_parts = HasParts();
+  const bool has_parts = CanLaunchClusters();
   const auto plan = KeptPlan<Plans>(PlanKey(call, processors, 2 * sum.number + has_parts), [&] {
     return Decide<T>(p, sum.groups, processors, has_parts);
   });
@@ -681,13 +681,13 @@ cudaError_t LaunchCells(cudaStream_t stream, const Call& call, const KernelSteps
   const im2col::Window& w = call.dims[1];
   const int64_t channels = call.channels / call.groups, outputs = call.outputs / call.groups;
   const int64_t remainders = std::min(h.stride, h.in) * std::min(w.stride, w.in);
-  if (remainders < 2 || remainders > kMostRemainders || channels > kUnit<T> ||
+  if (remainders < 2 || remainders > kMaxRemainders || channels > kUnit<T> ||
       outputs % kChunk<T> != 0 || !AreUnits<T>(call.kernel, call.outputs, outputs)) {
     return cudaSuccess;
   }
   Sum cells{};
   int64_t matrix[kMaxTaps];
-  Remainder remainder[kMostRemainders];
+  Remainder remainder[kMaxRemainders];
   int count = 0;
   bool fits = true;
   const cudaError_t error = LaunchInputGradSums(call, [&](const Sum& sum) {

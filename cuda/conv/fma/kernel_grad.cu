@@ -61,7 +61,7 @@ template <typename Tile>
 __device__ void FindRows(const Params& p, int first, Head<Tile>& head) {
   for (int i = threadIdx.x; i < Tile::kRows; i += Tile::kThreads) {
     uint32_t tap = min(first + i, p.rows - 1);
-    const int channel = p.channels.Peel(tap);
+    const int channel = p.channels.DivMod(tap);
     head.rows[i] = p.tap[tap];
     head.rows[i].byte += blockIdx.y * p.image_group + channel * sizeof(typename Tile::T);
     if (first + i >= p.rows) head.rows[i].row = kNowhere;
@@ -72,8 +72,8 @@ template <typename Tile>
 __device__ void FindPixels(const Params& p, int set, Head<Tile>& head) {
   FindSet<Tile>(set, [&](int number, int at) {
     uint32_t image = min(number, p.pixels.count - 1);
-    const int column = p.pixels.columns.Peel(image);
-    const int row = p.pixels.rows.Peel(image);
+    const int column = p.pixels.columns.DivMod(image);
+    const int row = p.pixels.rows.DivMod(image);
     Place place = p.pixels.Of(p.images, image, row, column);
     if (number >= p.pixels.count) place.column = kNowhere;
     head.pixels[at] = place;
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
   // Neighbouring blocks share pixels, which they then find in the L2 cache.
   uint32_t split = blockIdx.x;
-  const int first_row = p.row_tiles.Peel(split) * Tile::kRows;
-  const int first_column = p.column_tiles.Peel(split) * Tile::kColumns;
+  const int first_row = p.row_tiles.DivMod(split) * Tile::kRows;
+  const int first_column = p.column_tiles.DivMod(split) * Tile::kColumns;
   const int begin = static_cast<int>(int64_t{p.chunks} * split / p.splits);
   const int end = static_cast<int>(int64_t{p.chunks} * (split + 1) / p.splits);
   const char* cotangent =
@@ -251,12 +251,12 @@ struct Plan {
 template <typename Tile>
 void Consider(Plan& plan, const Params& p, int64_t groups, int64_t all_outputs, bool in_units,
               int processors) {
-  constexpr int64_t kMostBlocks = 4;      // of a processor
+  constexpr int64_t kMaxBlocks = 4;       // of a processor
   constexpr int64_t kBlockCycles = 2000;  // before the first product and after the last
   constexpr int64_t kAddCycles = 4000, kAddedPerCycle = 600;  // bytes
   constexpr int64_t kEntryPercent = 130;                      // where entries are copied one by one
   const int64_t tiles = CeilDiv(p.rows, Tile::kRows) * CeilDiv(p.outputs, Tile::kColumns) * groups;
-  for (int64_t blocks = 1; blocks <= kMostBlocks; ++blocks) {
+  for (int64_t blocks = 1; blocks <= kMaxBlocks; ++blocks) {
     const int64_t splits = std::clamp<int64_t>(blocks * processors / tiles, 1, p.chunks);
     const int64_t added = splits * p.rows * all_outputs * sizeof(typename Tile::T);
     const int64_t load = CeilDiv(tiles * splits, processors);
@@ -289,9 +289,9 @@ Plan Decide(Params& p, const Call& call, int processors) {
   const int64_t channels = call.channels / call.groups, outputs = call.outputs / call.groups;
   const int64_t pixels = call.images * h.out * w.out, taps = h.taps * w.taps;
   // The bound leaves room for counting tiles and chunks after the end in 32 bits.
-  constexpr int64_t kMost = INT32_MAX - 4096;
-  if (taps > kMaxTaps || pixels > kMost || taps * channels > kMost ||
-      call.channels * kItem > kMost || call.outputs * kItem > kMost) {
+  constexpr int64_t kMaxIndex = INT32_MAX - 4096;
+  if (taps > kMaxTaps || pixels > kMaxIndex || taps * channels > kMaxIndex ||
+      call.channels * kItem > kMaxIndex || call.outputs * kItem > kMaxIndex) {
     return {};
   }
   p.images.rows = static_cast<uint32_t>(h.in);

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ConvolveMma(const __grid_co
       shared + kKernelStages * Tile::kColumns * kChunkBytes + (p.groups_ahead + 1) * p.stage_bytes);
 
   uint32_t row_tile = blockIdx.x;
-  const int column = p.column_tiles.Peel(row_tile) * Tile::kColumns;
+  const int column = p.column_tiles.DivMod(row_tile) * Tile::kColumns;
   const int begin = row_tile * Tile::kRows;
   const int end = min(begin + Tile::kRows, p.pixels);
   const Rows rows(p, p.strip_width.Quotient(begin), p.strip_width.Quotient(end - 1));
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ConvolveMma(const __grid_co
   const int warp_row = warp % Tile::kRowWarps * Tile::kWarpRows;
   const int warp_column = warp / Tile::kRowWarps * Tile::kWarpColumns;
   const auto find = [&](uint32_t number) {
-    const int pixel_column = p.strip_width.Peel(number);
-    const int pixel_row = p.rows.Peel(number);
+    const int pixel_column = p.strip_width.DivMod(number);
+    const int pixel_row = p.rows.DivMod(number);
     return int3{static_cast<int>(number), pixel_row, pixel_column};
   };
   uint32_t base[Tile::kRowBlocks];
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ConvolveMma(const __grid_co
       for (int i = part * kThreads + threadIdx.x; i < count; i += parts * kThreads) {
         const int copy = i & ((1 << shift) - 1);
         uint32_t stage_row = i >> shift;
-        const int stage_column = p.copied.Peel(stage_row);
+        const int stage_column = p.copied.DivMod(stage_row);
         const StageRow from = table[stage_row];
         const int row = from.row + group.row;
         const int image_column = from.column + group.column + stage_column * p.copy_step;

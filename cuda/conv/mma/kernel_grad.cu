@@ -124,11 +124,11 @@ __device__ void FillTable(const Params& p, int stage, Table& table) {
   if (threadIdx.x == 0) table.copies = rows.count * p.copied.divisor() << p.row_shift;
   if (threadIdx.x < kPixels) {
     uint32_t pixel_row = threadIdx.x;
-    const int pixel_column = p.strip_width.Peel(pixel_row);
+    const int pixel_column = p.strip_width.DivMod(pixel_row);
     uint32_t image = first + pixel_row;
-    const int row = p.rows.Peel(image);
+    const int row = p.rows.DivMod(image);
     const int all_strips = image;
-    const int column = p.strips.Peel(image) * p.strip_width.divisor() + pixel_column;
+    const int column = p.strips.DivMod(image) * p.strip_width.divisor() + pixel_column;
     const bool exists = threadIdx.x < p.stage_pixels && image < p.images && column < p.columns;
     const int entry = rows.Of(p, all_strips, row) * p.pitch + pixel_column * p.column_bytes;
     const int pixel = (image * p.rows.divisor() + row) * p.columns + column;
@@ -170,7 +170,7 @@ __device__ void CopyStage(const Params& p, const Item& item, const Table& table,
       [&](int slab, int i) {
         const int copy = mix(i * 16) / 16 & ((1 << p.row_shift) - 1);
         uint32_t stage_row = i >> p.row_shift;
-        const int stage_column = p.copied.Peel(stage_row);
+        const int stage_column = p.copied.DivMod(stage_row);
         const StageRow from = table.rows[stage_row];
         const int row = from.row + item.set.row;
         const int in_column = from.column + item.set.column + stage_column * p.copy_step;
@@ -389,14 +389,14 @@ bool LayStrips(Params& p, const Call& call, const Tap* tap, int taps, int item, 
   // Sets of taps are as few as possible, with about the same number of taps each, and then sets of
   // slabs likewise.
   const int unit_copies = 2 * item;
-  const int most_copies = kRowWarps * kMaxUnits * unit_copies;
+  const int max_copies = kRowWarps * kMaxUnits * unit_copies;
   const int64_t most = grouping == Grouping::kAll ? taps : grouping == Grouping::kRow ? w.taps : 1;
-  const int64_t parts = CeilDiv(most * p.slab_copies, most_copies);
+  const int64_t parts = CeilDiv(most * p.slab_copies, max_copies);
   const int64_t per_set = CeilDiv(most, parts);
   p.tap_sets = FillGroups(p.set, tap, taps, grouping, per_set);
   const int64_t all_slabs = CeilDiv(p.channels, kSlab);
   const int64_t slab_sets =
-      CeilDiv(all_slabs, std::max<int64_t>(1, most_copies / (per_set * p.slab_copies)));
+      CeilDiv(all_slabs, std::max<int64_t>(1, max_copies / (per_set * p.slab_copies)));
   p.slabs = static_cast<int>(CeilDiv(all_slabs, slab_sets));
   p.slab_sets = static_cast<int>(CeilDiv(all_slabs, p.slabs));
   p.copies = FastDivider(p.slabs * p.slab_copies);

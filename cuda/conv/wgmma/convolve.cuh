@@ -33,7 +33,7 @@ inline constexpr int kEntryParts = kIsPaired<T> ? 2 : 1;
 // has fewer steps than a chunk.
 inline constexpr int kSteps = 4;
 inline constexpr int kBarrierBytes = 1024;
-inline constexpr int kMostLogSplits = 3;  // clusters have at most 8 blocks
+inline constexpr int kMaxLogSplits = 3;  // clusters have at most 8 blocks
 inline constexpr int kStagesBytes =
     kSharedBytes - kBarrierBytes - 1024;  // less the alignment of the stages
 
@@ -110,8 +110,8 @@ struct Pixel {
   uint32_t strip, row, column;
 
   __device__ Pixel(const Params& p, uint32_t number) {
-    column = p.strip_width.Peel(number);
-    row = p.rows.Peel(number);
+    column = p.strip_width.DivMod(number);
+    row = p.rows.DivMod(number);
     strip = number;
   }
 };
@@ -161,7 +161,7 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
   constexpr int kEntryParts = tiled::kEntryParts<T>;
   for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
     uint32_t column = tile;
-    column = p.column_tiles.Peel(column) * kColumns;
+    column = p.column_tiles.DivMod(column) * kColumns;
     for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
       const int channel = block * (p.row_bytes / static_cast<int>(sizeof(T)));
       int chunk = 0;
@@ -288,7 +288,7 @@ __device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumn
       add(std::integral_constant<int, 4>{});
       break;
     default:
-      add(std::integral_constant<int, 1 << kMostLogSplits>{});
+      add(std::integral_constant<int, 1 << kMaxLogSplits>{});
   }
   // No block ends while others read its memory. Copies are complete: barriers do not wait for them.
   SyncCluster();
@@ -320,7 +320,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
   Ring image, kernel;
   for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
     uint32_t row_tile = tile;
-    const int column = p.column_tiles.Peel(row_tile) * kColumns;
+    const int column = p.column_tiles.DivMod(row_tile) * kColumns;
     const int begin = row_tile * kRows;
     const int end = min(begin + kRows, p.pixels);
     const Rows rows(p, p.strip_width.Quotient(begin), p.strip_width.Quotient(end - 1));
@@ -558,7 +558,7 @@ inline constexpr int64_t kTileCycles = 5000;
 inline constexpr int64_t kCopyCycles = 130;
 
 // The minimum of chunks of a block in a cluster that shares the sum of a tile.
-inline constexpr int kLeastChunks = 2;
+inline constexpr int kMinChunks = 2;
 
 // Returns the cycles that sharing adds to a tile, which grow with the tile; measured on an H200.
 inline int64_t SplitCycles(const Shape& shape) {
@@ -716,7 +716,7 @@ const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int 
     if ((shape.columns > 64 && sum.outputs <= shape.columns / 2) || !plan(shape)) continue;
     const int64_t chunks =
         sum.taps > 0 ? int64_t{params.channel_blocks} * params.chunks.divisor() : 0;
-    for (int log = 1; log <= kMostLogSplits && chunks >> log >= kLeastChunks; ++log) {
+    for (int log = 1; log <= kMaxLogSplits && chunks >> log >= kMinChunks; ++log) {
       const int64_t at_once = ClustersAtOnce(processors, 1 << log);
       if (at_once == 0) break;
       params.log_splits = log;

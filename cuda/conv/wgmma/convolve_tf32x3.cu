@@ -20,10 +20,10 @@ constexpr Shape kSharedShapes[] = {{2, 1, 64, 160}, {1, 1, 64, 260}};
 constexpr int64_t kSplitCycles = 3600, kSplitPerCycle = 600, kSumCycles = 4600;
 
 // Multiply-adds take sums of fewer entries, because they round such sums less.
-constexpr int64_t kLeastDepth = 64;
+constexpr int64_t kMinDepth = 64;
 
 // The y of a grid that splits kernels counts 32 channels.
-constexpr int64_t kMostChannels = 32 * 65535;
+constexpr int64_t kMaxChannels = 32 * 65535;
 constexpr int kSplitThreads = 256;
 
 __device__ void StoreSplitEntries(const uint4& entries, uint4* high, uint4* low) {
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kSplitThreads)
 // Tells whether these kernels take a call.
 bool IsSplit(const Call& call) {
   return call.dtype == DType::kF32 && call.groups == 1 && !IsDirect(call) &&
-         call.channels % 4 == 0 && call.outputs % 4 == 0 && call.channels <= kMostChannels &&
-         std::min(call.channels, call.outputs) >= kLeastFan;
+         call.channels % 4 == 0 && call.outputs % 4 == 0 && call.channels <= kMaxChannels &&
+         std::min(call.channels, call.outputs) >= kMinFan;
 }
 
 int64_t Entries(const Call& call) {
@@ -169,7 +169,7 @@ bool PrefersTf32x3(const Call& call, bool is_input_grad) {
   const int64_t bytes = Entries(call) * static_cast<int64_t>(sizeof(float));
   int64_t split = kSplitCycles + bytes / kSplitPerCycle, fma = 0;
   const auto add = [&](const Sum& sum) {
-    if (sum.taps > 0 && sum.taps * sum.channels < kLeastDepth) return cudaErrorNotSupported;
+    if (sum.taps > 0 && sum.taps * sum.channels < kMinDepth) return cudaErrorNotSupported;
     const auto plan = PlanOf(call, sum, is_input_grad, kProcessors);
     if (!plan->shape) return cudaErrorNotSupported;
     split += plan->cycles + kSumCycles;

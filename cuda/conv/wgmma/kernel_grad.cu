@@ -62,7 +62,7 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
     const int pixel = lane + 32 * k;
     const bool exists = pixel < p.stage_pixels;
     uint32_t row = pixel;
-    const int column = p.strip_width.Peel(row);
+    const int column = p.strip_width.DivMod(row);
     row_of[k] = exists ? row : 0;
     column_of[k] = exists ? column : INT32_MAX;
   }
@@ -72,9 +72,9 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
     const int first = at * p.stage_rows;
     const Rows rows(p, first, first + p.stage_rows - 1);
     uint32_t pixel_image = first + lane;
-    const int pixel_row = p.rows.Peel(pixel_image);
+    const int pixel_row = p.rows.DivMod(pixel_image);
     const int pixel_strip = pixel_image;
-    const int pixel_column = p.strips.Peel(pixel_image) * p.strip_width.divisor();
+    const int pixel_column = p.strips.DivMod(pixel_image) * p.strip_width.divisor();
     const int bytes = rows.Of(p, pixel_strip, pixel_row) * p.pitch;
     const int left = p.columns - pixel_column;
 
@@ -128,9 +128,9 @@ __device__ void CopyStages(const Params& p, const Item& item, Barriers& barriers
     Wait(&barriers.empty[ring.stage], ring.parity ^ 1);
     if (!copies) continue;
     uint32_t strip = at;
-    const int row = p.runs.Peel(strip) * p.stage_rows;
+    const int row = p.runs.DivMod(strip) * p.stage_rows;
     uint32_t image = strip;
-    strip = p.strips.Peel(image);
+    strip = p.strips.DivMod(image);
     uint64_t* full = &barriers.full[ring.stage];
     Expect(full, p.image_bytes + p.cotangent_bytes);
     char* stage = stages + ring.stage * (p.image_stage + p.cotangent_stage);
@@ -374,13 +374,13 @@ struct Run {
 
   __device__ Run(const Params& p, int number) {
     uint32_t strip = number;
-    row = p.runs.Peel(strip) * p.stage_rows;
+    row = p.runs.DivMod(strip) * p.stage_rows;
     const int left = p.rows.divisor() - row;
     rows = min(p.stage_rows, left);
     is_last = left <= p.stage_rows;
     steps = is_last ? p.last_steps : p.steps;
     uint32_t of_images = strip;
-    column = p.strips.Peel(of_images) * p.strip_width.divisor();
+    column = p.strips.DivMod(of_images) * p.strip_width.divisor();
     image = of_images;
   }
 };
@@ -428,12 +428,12 @@ __device__ __forceinline__ uint32_t MeetNotFinite(const Params& p, const Item& i
         const int place = k - from / kRowBytes;
         if (!(candidates >> t & 1) || from < 0 || from >= phase.bytes || place < 0) continue;
         uint32_t row = place;
-        const bool is_beside = columns.Peel(row) >= width;
+        const bool is_outside = columns.DivMod(row) >= width;
         const int of_row = row;
-        if (place < p.last_steps * 16 && (is_beside || of_row >= last_rows)) {
+        if (place < p.last_steps * 16 && (is_outside || of_row >= last_rows)) {
           word |= 1u << (kEntryBits + t);
         }
-        if (runs > 1 && place < p.steps * 16 && (is_beside || of_row >= p.stage_rows)) {
+        if (runs > 1 && place < p.steps * 16 && (is_outside || of_row >= p.stage_rows)) {
           word |= 1u << (kEntryBits + kBlockUnits + t);
         }
       }
@@ -465,7 +465,7 @@ __device__ __forceinline__ uint32_t MeetNotFinite(const Params& p, const Item& i
       while (i + 1 < p.phases && p.phase[i + 1].begin <= entry * kRowBytes) ++i;
       const Phase& phase = p.phase[i];
       uint32_t row = entry - phase.begin / kRowBytes;
-      const int column = columns.Peel(row);
+      const int column = columns.DivMod(row);
       const int y = (run.row + item.set.row + phase.row + static_cast<int>(row)) * p.stride_row +
                     phase.in_row;
       const int x = (run.column + item.set.column + phase.column + column) * p.stride_column +
@@ -511,7 +511,7 @@ __device__ __forceinline__ void MultiplyPixels(const Params& p, const Item& item
     int place = lane_pixel;
     const auto load = [&](uint32_t (&a)[kUnits][4]) {
       uint32_t row = place;
-      const bool is_within = p.columns_of_row.Peel(row) < width;
+      const bool is_within = p.columns_of_row.DivMod(row) < width;
       const bool exists = is_within && static_cast<int>(row) < run.rows;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
@@ -695,12 +695,12 @@ __device__ void MultiplyRuns(const Params& p, const Item& item, int first, int t
   float sums[kUnits][kColumns / 2] = {};
   uint32_t fragments[2][4];
   const auto steps_before = [&](uint32_t stage) {
-    const uint32_t run = p.runs.Peel(stage);
+    const uint32_t run = p.runs.DivMod(stage);
     return stage * ((runs - 1) * steps + last_steps) + run * steps;
   };
   int left = steps_before(item.end) - steps_before(item.begin);
   uint32_t strip = item.begin;
-  uint32_t run = p.runs.Peel(strip);
+  uint32_t run = p.runs.DivMod(strip);
   uint32_t step = 0;  // steps left in the stage
   int done = -1;      // the previous stage, if products in flight still use it
   Ring ring;

@@ -29,14 +29,14 @@ constexpr int kParts = 3;
 constexpr float kScale = 1 << 24;
 constexpr int kSplitters = 3;    // warps
 constexpr int kMultipliers = 2;  // warpgroups
-constexpr int kMostOwn = 5;      // units of a multiplying warpgroup, at most
-static_assert(kMultipliers * kMostOwn >= kBlockUnits);
+constexpr int kMaxOwn = 5;       // units of a multiplying warpgroup, at most
+static_assert(kMultipliers * kMaxOwn >= kBlockUnits);
 constexpr int kThreads = 128 * (kMultipliers + 1);
 
 // A slot always belongs to the same warp, which can tell the fillings of the slot apart only if the
 // warp waits for all of them.
-constexpr int kLeastSlots = kSplitters, kMaxSlots = 5 * kSplitters;
-constexpr int kMostPiece = 32;  // entries of a slot, at most
+constexpr int kMinSlots = kSplitters, kMaxSlots = 5 * kSplitters;
+constexpr int kMaxPiece = 32;  // entries of a slot, at most
 
 struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
@@ -89,9 +89,9 @@ __device__ __forceinline__ void ForPieces(const SplitParams& p, uint32_t run, Ta
   // All lanes loop, so that the warp stays converged.
   for (int at = item.begin; at < item.end; ++at) {
     uint32_t strip = at;
-    const uint32_t run = p.runs.Peel(strip);
+    const uint32_t run = p.runs.DivMod(strip);
     uint32_t image = strip;
-    strip = p.strips.Peel(image);
+    strip = p.strips.DivMod(image);
     const int strip_column = strip * p.strip_width.divisor() + item.set.column;
     ForPieces(p, run, [&](int i, int row, int column, int, int, int) {
       uint64_t* landed = &barriers.landed[ring.stage];
@@ -117,7 +117,7 @@ __device__ __forceinline__ void ForPieces(const SplitParams& p, uint32_t run, Ta
 
 // Returns the nearest bf16 of two entries, and subtracts it from both.
 __device__ __forceinline__ uint32_t TakePart(float& a, float& b) {
-  const uint32_t part = Pack<__nv_bfloat16>(a, b);
+  const uint32_t part = PackPair<__nv_bfloat16>(a, b);
   a -= __uint_as_float(part << 16);
   b -= __uint_as_float(part & 0xFFFF0000);
   return part;
@@ -139,7 +139,7 @@ constexpr int kTogether = 4;
     Wait(&barriers.empty[ring.stage], ring.parity ^ 1);
     char* stage = stages + ring.stage * kParts * p.part_bytes;
     uint32_t run = at;
-    run = p.runs.Peel(run);
+    run = p.runs.DivMod(run);
     const auto split = [&](auto count, const char*& from, uint32_t& to) {
       constexpr int kCount = decltype(count)::value;
       float4 v[kCount];
@@ -208,7 +208,7 @@ __device__ void MultiplyParts(const SplitParams& p, const Item& item, int first,
   float added[kColumns / 2];
   Ring ring;
   uint32_t strip = item.begin;
-  int run = p.runs.Peel(strip);
+  int run = p.runs.DivMod(strip);
   for (int at = item.begin; at < item.end; ++at) {
     const int runs = p.runs.divisor();
     int left = ++run == runs ? p.last_steps : p.steps;
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, 1) SumParts(const __grid_constant__ 
     };
     [&]<int... kIndices>(std::integer_sequence<int, kIndices...>) {
       (multiply(std::integral_constant<int, kIndices>()), ...);
-    }(std::make_integer_sequence<int, kMostOwn>());
+    }(std::make_integer_sequence<int, kMaxOwn>());
     SyncCluster();
     if (!AddCluster<float, true, 128 * kMultipliers>(p, item, units, stages)) barriers.spoiled = 1;
   }
@@ -361,11 +361,11 @@ bool LayPieces(SplitParams& p, const Call& call, const RunSpans& spans, int widt
   }
   const int64_t cotangent_stage = steps * 16 * kRowBytes;
   const int64_t part = image_stage + cotangent_stage;
-  const int64_t piece_rows = std::max<int64_t>(1, kMostPiece / columns);
+  const int64_t piece_rows = std::max<int64_t>(1, kMaxPiece / columns);
   const int64_t piece =
-      piece_rows > 1 ? columns * piece_rows : CeilDiv(columns, CeilDiv(columns, kMostPiece));
+      piece_rows > 1 ? columns * piece_rows : CeilDiv(columns, CeilDiv(columns, kMaxPiece));
   const int64_t slot = piece * 4 * kColumns;
-  const int64_t left = kSplitStages - kLeastSlots * slot;
+  const int64_t left = kSplitStages - kMinSlots * slot;
   if (2 * kParts * part > left) return false;
   p.ring = static_cast<int>(std::min<int64_t>(kMaxStages, left / (kParts * part)));
   p.part_bytes = static_cast<int>(part);
@@ -454,14 +454,14 @@ int64_t Plan(SplitParams& p, const Call& call, int processors) {
         }
       }
     };
-    // Equal strips are tried up to kMostStrips of them. Narrower strips, at most kMostNarrow pixels
+    // Equal strips are tried up to kMaxStrips of them. Narrower strips, at most kMaxNarrow pixels
     // wide, are tried at every width down to `narrowest`.
-    constexpr int64_t kMostStrips = 64, kMostNarrow = 256;
+    constexpr int64_t kMaxStrips = 64, kMaxNarrow = 256;
     const int64_t narrowest = std::min<int64_t>(w.out, 16);
-    for (int64_t strips = 1; strips <= kMostStrips && w.out / strips >= narrowest; ++strips) {
+    for (int64_t strips = 1; strips <= kMaxStrips && w.out / strips >= narrowest; ++strips) {
       if (w.out % strips == 0) consider(w.out / strips);
     }
-    int64_t width = std::min(kMostNarrow, CeilDiv(w.out, kMostStrips) - 1);
+    int64_t width = std::min(kMaxNarrow, CeilDiv(w.out, kMaxStrips) - 1);
     for (; width >= narrowest; --width) consider(width);
   }
   if (least == limit) return INT64_MAX;
@@ -498,10 +498,10 @@ cudaError_t LaunchRest(cudaStream_t stream, const SplitParams& p, const Call& ca
                                                      Blocks(p), &parts_anew);
   if (error != cudaSuccess || (parts == 0 && parts_anew == 1)) return error;
   const int most = std::max(parts, parts_anew);
-  const int beside = most >= 128 ? 8 : most >= 16 ? 32 : kAddThreads;
-  const dim3 threads(beside, kAddThreads / beside);
+  const int adjacent = most >= 128 ? 8 : most >= 16 ? 32 : kAddThreads;
+  const dim3 threads(adjacent, kAddThreads / adjacent);
   const int64_t count = p.size / 4;
-  const int64_t blocks = CeilDiv(count, beside);
+  const int64_t blocks = CeilDiv(count, adjacent);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   AddEither<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
       static_cast<const float4*>(workspace.data), static_cast<float*>(call.result), count, parts,

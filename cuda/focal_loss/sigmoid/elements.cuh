@@ -98,11 +98,11 @@ class Entry {
   // each element.
   template <int kCount>
   __device__ __forceinline__ void ReadRows(Row<A> (&rows)[kCount], int row) const {
-    const auto own = LoadPack<kCount>(labels + row);
-    Pack<A, kCount> weights;
+    const auto own = LoadVector<kCount>(labels + row);
+    Vector<A, kCount> weights;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) weights.values[k] = 1;
-    if (weight_ != nullptr) weights = LoadPack<kCount>(weight_ + row);
+    if (weight_ != nullptr) weights = LoadVector<kCount>(weight_ + row);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       const A factor = weights.values[k] * (Position(own.values[k]) == 0 ? positive_ : negative_);
@@ -138,10 +138,10 @@ class Entry {
 
 template <typename T, int kCount>
 __device__ __forceinline__ void StoreAll(T* to, const Accumulator<T> (&values)[kCount]) {
-  Pack<T, kCount> vector;
+  Vector<T, kCount> vector;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) vector.values[k] = Narrow<T>(values[k]);
-  *reinterpret_cast<Pack<T, kCount>*>(to) = vector;
+  *reinterpret_cast<Vector<T, kCount>*>(to) = vector;
 }
 
 // Leads says whether x is positive, without an f64 instruction; the answer for zero is arbitrary.

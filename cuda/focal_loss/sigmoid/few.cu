@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMaxThreads) FewElements(const __grid_constant
   T* elements = static_cast<T*>(p.elements);
   A* sum = static_cast<A*>(p.sum);
   if constexpr (kBatched) {
-    block = p.splits.Peel(entry);
+    block = p.splits.DivMod(entry);
     const auto offsets = p.batch.AllOffsets(entry);
     logits += offsets[Sigmoid::kLogits];
     labels += offsets[Sigmoid::kLabels];
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kMaxThreads) FewElements(const __grid_constant
   }
   const auto power = kPower == kRunTime ? p.power : static_cast<Power>(kPower);
   struct Read {
-    Pack<T, kCount> logits;
+    Vector<T, kCount> logits;
     uint32_t position;
     uint32_t boundary;
     int32_t first;
@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(kMaxThreads) FewElements(const __grid_constant
   const auto read = [&](uint32_t at) {
     Read result;
     uint32_t row = min(at, p.size - kCount);
-    result.logits = LoadPack<kCount>(logits + row);
-    result.position = p.classes.Peel(row);
+    result.logits = LoadVector<kCount>(logits + row);
+    result.position = p.classes.DivMod(row);
     result.boundary = min(p.classes.divisor() - result.position, uint32_t{kCount});
     result.first = labels[row];
     result.second = labels[row + (result.boundary < kCount ? 1 : 0)];

@@ -19,7 +19,7 @@ template <typename T, int kCount, Rows kRows, Want kWant, bool kUnweighted = fal
 __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams& p,
                                                              const Entry<T, int32_t>& entry,
                                                              T* elements, int at,
-                                                             const Pack<T, kCount>& logits,
+                                                             const Vector<T, kCount>& logits,
                                                              Power power) {
   using A = Accumulator<T>;
   constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
@@ -31,7 +31,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
   if constexpr (kCount > 1 && (kRows == Rows::kOne || kRows == Rows::kTwo)) {
     // The elements from the boundary on lie in a second row.
     uint32_t row = entry.skipped + at;
-    const uint32_t position = p.classes.Peel(row);
+    const uint32_t position = p.classes.DivMod(row);
     const uint32_t boundary =
         kRows == Rows::kOne ? kCount : min(p.classes.divisor() - position, uint32_t{kCount});
     const Row<A> first = entry.template ReadRow<kUnweighted>(row);
@@ -107,7 +107,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         uint32_t row = entry.skipped + at + k;
-        const uint32_t position = p.classes.Peel(row);
+        const uint32_t position = p.classes.DivMod(row);
         terms[k] = entry.ReadRow(row);
         target[k] = entry.Position(terms[k].label) == position;
       }
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Sigmoid
   constexpr bool kByInstructions = sizeof(T) == 2 && kCount == kInRow<T> && kWant != Want::kSum;
   const Power power = kPower == kRunTime ? p.call.power : static_cast<Power>(kPower);
   uint32_t block = blockIdx.x;
-  const int64_t begin = p.splits.Peel(block) * p.per_block;
+  const int64_t begin = p.splits.DivMod(block) * p.per_block;
   Entry<T, int32_t> entry(p, block, begin);
   const int length = static_cast<int>(min(p.size - begin, p.per_block));
   const bool clustered = kSums && p.partials == nullptr;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Sigmoid
   const auto evaluate = [&](auto unweighted) {
 #pragma unroll 1
     for (int at = threadIdx.x * kCount; at < whole; at += kThreads * kCount) {
-      const auto logits = LoadPack<kCount>(entry.logits + at);
+      const auto logits = LoadVector<kCount>(entry.logits + at);
       total += EvaluateNeighbours<T, kCount, kRows, kWant, unweighted.value>(p, entry, elements, at,
                                                                              logits, power);
     }
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads) Hard(const __grid_constant__ Sigmoid
   const int at = whole + static_cast<int>(threadIdx.x);
   if (kRows != Rows::kOne && at < length) {
     total += EvaluateNeighbours<T, 1, Rows::kAny, kWant>(p, entry, elements, at,
-                                                         LoadPack<1>(entry.logits + at), power);
+                                                         LoadVector<1>(entry.logits + at), power);
   }
   if constexpr (kSums) Finish(p, block, clustered, total);
 }

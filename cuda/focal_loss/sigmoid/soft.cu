@@ -5,9 +5,9 @@ namespace jaxops::focal_loss::cuda {
 namespace {
 
 template <typename T, int kCount>
-__device__ __forceinline__ Pack<T, kCount> LoadSome(const T* from, bool whole, int64_t left) {
-  if (whole) return LoadPack<kCount>(from);
-  Pack<T, kCount> vector;
+__device__ __forceinline__ Vector<T, kCount> LoadSome(const T* from, bool whole, int64_t left) {
+  if (whole) return LoadVector<kCount>(from);
+  Vector<T, kCount> vector;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) vector.values[k] = k < left ? from[k] : T{};
   return vector;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Sigmoid
   constexpr bool kSlope = kWant == Want::kGradient || kWant == Want::kBoth;
   constexpr bool kSums = kWant == Want::kSum || kWant == Want::kBoth;
   uint32_t block = blockIdx.x;
-  const int64_t begin = p.splits.Peel(block) * p.per_block;
+  const int64_t begin = p.splits.DivMod(block) * p.per_block;
   const Entry<T, L> entry(p, block, begin);
   const int length = static_cast<int>(min(p.size - begin, p.per_block));
   const bool clustered = kSums && p.partials == nullptr;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Sigmoid
     const auto logits = LoadSome<T, kCount>(entry.logits + at, whole, left);
     const auto labels = LoadSome<L, kCount>(entry.labels + at, whole, left);
     uint32_t row = entry.skipped + at;
-    const uint32_t position = p.classes.Peel(row);
+    const uint32_t position = p.classes.DivMod(row);
     Row<A> terms[kCount];
     terms[0] = entry.ReadRow(row);
     if constexpr (kRows == Rows::kAny) {
@@ -125,7 +125,7 @@ struct Plan {
   Segments segments;
 
   Plan(const SigmoidCall& call, const Device& device)
-      : Plan(call, device, kPackBytes / jaxops::cuda::SizeOf(call.loss.dtype)) {}
+      : Plan(call, device, kVectorBytes / jaxops::cuda::SizeOf(call.loss.dtype)) {}
 
  private:
   Plan(const SigmoidCall& call, const Device& device, int width)
@@ -145,7 +145,7 @@ cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Segments&
 template <typename T, typename L>
 cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& plan) {
   const Segments& segments = plan.segments;
-  constexpr int kWidth = kPackElements<T>;
+  constexpr int kWidth = kVectorElements<T>;
   if (plan.rows == Rows::kTwo) return Launch<T, L, kWidth, Rows::kTwo>(stream, call, segments);
   return plan.vector == 1 ? Launch<T, L, 1, Rows::kAny>(stream, call, segments)
                           : Launch<T, L, kWidth, Rows::kAny>(stream, call, segments);

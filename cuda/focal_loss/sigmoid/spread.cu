@@ -18,27 +18,27 @@ template <int kVectors, Rows kRows, Want kWant, int kPower>
 __global__ void __launch_bounds__(kBlockThreads)
     SpreadElements(const __grid_constant__ FewParams p) {
   constexpr bool kSlope = kWant == Want::kGradient;
-  constexpr int kCount = kPackElements<float>;
+  constexpr int kCount = kVectorElements<float>;
   constexpr uint32_t kStride = kBlockThreads * kCount;
   constexpr auto power = static_cast<Power>(kPower);
   const float* logits = static_cast<const float*>(p.logits);
   float* elements = static_cast<float*>(p.elements);
   const uint32_t begin = blockIdx.x * (kVectors * kStride) + threadIdx.x * kCount;
-  Pack<float, kCount> vectors[kVectors];
+  Vector<float, kCount> vectors[kVectors];
   // The labels are those of the row in which a vector begins and of the next row, or of each
   // element.
-  Pack<int32_t, kRows == Rows::kEach ? kCount : 2> rows[kVectors];
+  Vector<int32_t, kRows == Rows::kEach ? kCount : 2> rows[kVectors];
   uint32_t positions[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const uint32_t at = begin + i * kStride;
     if (at >= p.size) break;
-    vectors[i] = LoadPack<kCount>(logits + at);
+    vectors[i] = LoadVector<kCount>(logits + at);
     if constexpr (kRows == Rows::kEach) {
-      rows[i] = LoadPack<kCount>(p.labels + at);
+      rows[i] = LoadVector<kCount>(p.labels + at);
     } else {
       uint32_t row = at;
-      positions[i] = p.classes.Peel(row);
+      positions[i] = p.classes.DivMod(row);
       rows[i].values[0] = p.labels[row];
       if constexpr (kRows == Rows::kTwo) {
         const bool one = positions[i] + kCount <= p.classes.divisor();
@@ -108,14 +108,14 @@ struct Plan {
 
   explicit Plan(const SigmoidCall& call)
       : vectors(call.size() >= kManyElements ? kManyVectors : kFewVectors),
-        rows(call.loss.classes == 1                          ? Rows::kEach
-             : call.loss.classes % kPackElements<float> == 0 ? Rows::kOne
-                                                             : Rows::kTwo) {}
+        rows(call.loss.classes == 1                            ? Rows::kEach
+             : call.loss.classes % kVectorElements<float> == 0 ? Rows::kOne
+                                                               : Rows::kTwo) {}
 };
 
 template <int kVectors, Rows kRows>
 cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call) {
-  constexpr int64_t kPerBlock = kVectors * kBlockThreads * kPackElements<float>;
+  constexpr int64_t kPerBlock = kVectors * kBlockThreads * kVectorElements<float>;
   return DispatchPower(call.loss.power, [&](auto power) {
     if constexpr (power.value == static_cast<int>(Power::kAny)) {
       return cudaErrorInvalidValue;
@@ -139,7 +139,7 @@ cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call, const Plan& pla
 }  // namespace
 
 bool CanRunSpreadElements(const SigmoidCall& call, const Device&) {
-  constexpr int kCount = kPackElements<float>;
+  constexpr int kCount = kVectorElements<float>;
   const Sigmoid& loss = call.loss;
   return IsUnweighted(loss) && loss.dtype == DType::kF32 && loss.sum == nullptr &&
          call.entries() == 1 && loss.power != Power::kAny && call.size() % kCount == 0 &&

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     StreamedSum(const __grid_constant__ SigmoidParams p) {
 #if __CUDA_ARCH__ >= 900
   using A = Accumulator<T>;
-  constexpr int kVector = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   constexpr Power kThePower = static_cast<Power>(kPower);
   extern __shared__ __align__(128) unsigned char shared[];
   // The barriers say that a tile has arrived, that its targets are replaced, and that no thread
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
   uint32_t block = blockIdx.x;
-  const int64_t begin = p.splits.Peel(block) * p.per_block;
+  const int64_t begin = p.splits.DivMod(block) * p.per_block;
   const Entry<T, int32_t> entry(p, block, begin);
   const int length = static_cast<int>(min(p.size - begin, p.per_block));
   __syncthreads();
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     const auto fetch = [&](int stage) {
       if (fetched >= length) return;
       if (lane == 0) {
-        const uint32_t bytes = min(length - fetched, kTile) * sizeof(T) / kPackBytes * kPackBytes;
+        const uint32_t bytes =
+            min(length - fetched, kTile) * sizeof(T) / kVectorBytes * kVectorBytes;
         ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
                                        full + stage, bytes);
         if (bytes > 0) {
@@ -170,9 +171,9 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
       constexpr int kVectors = kTile / kStride;
       Wait(ready + turn.stage, turn.parity);
       if (length - at >= kTile) {
-        Pack<T, kVector> vectors[kVectors];
+        Vector<T, kVector> vectors[kVectors];
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) vectors[i] = LoadPack<kVector>(own + i * kStride);
+        for (int i = 0; i < kVectors; ++i) vectors[i] = LoadVector<kVector>(own + i * kStride);
         ptx::mbarrier_arrive(empty + turn.stage);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) add(vectors[i]);
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
         // No other tile follows the last one.
 #pragma unroll 1
         for (int i = threadIdx.x * kVector; i < length - at; i += kStride) {
-          add(LoadPack<kVector>(own));
+          add(LoadVector<kVector>(own));
           own += kStride;
         }
       }

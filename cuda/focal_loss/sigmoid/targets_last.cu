@@ -17,7 +17,7 @@ constexpr int64_t kMinClasses = 20;
 template <typename T, Want kWant, int kPower>
 __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_constant__ FewParams p) {
   constexpr bool kSlope = kWant == Want::kGradient;
-  constexpr int kCount = kPackElements<T>;
+  constexpr int kCount = kVectorElements<T>;
   constexpr uint32_t kStride = kBlockThreads * kCount;
   constexpr uint32_t kElements = kVectors * kStride;
   static_assert(kElements / kMinClasses + 2 <= kBlockThreads);
@@ -28,13 +28,13 @@ __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_consta
   const T* logits = static_cast<const T*>(p.logits) + begin;
   T* elements = static_cast<T*>(p.elements) + begin;
   const uint32_t own = threadIdx.x * kCount;
-  Pack<T, kCount> vectors[kVectors];
+  Vector<T, kCount> vectors[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (own + i * kStride < length) vectors[i] = LoadPack<kCount>(logits + own + i * kStride);
+    if (own + i * kStride < length) vectors[i] = LoadVector<kCount>(logits + own + i * kStride);
   }
   uint32_t row = begin;
-  const uint32_t skipped = p.classes.Peel(row);
+  const uint32_t skipped = p.classes.DivMod(row);
   const uint32_t rows = p.classes.Quotient(begin + length - 1) - row + 1;
   const bool has_row = threadIdx.x < rows;
   const int32_t label = has_row ? p.labels[row + threadIdx.x] : 0;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_consta
 
 template <typename T>
 cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call) {
-  constexpr int64_t kPerBlock = kBlockThreads * kVectors * kPackElements<T>;
+  constexpr int64_t kPerBlock = kBlockThreads * kVectors * kVectorElements<T>;
   return DispatchPower(call.loss.power, [&](auto power) {
     return DispatchBool(call.loss.gradient != nullptr, [&](auto gradient) {
       constexpr Want kWanted = gradient.value ? Want::kGradient : Want::kLoss;
@@ -87,7 +87,7 @@ bool CanRunTargetsLast(const SigmoidCall& call, const Device&) {
   const Sigmoid& loss = call.loss;
   return IsUnweighted(loss) && loss.sum == nullptr && call.entries() == 1 &&
          loss.classes >= kMinClasses && call.size() <= INT32_MAX &&
-         call.size() % (kPackBytes / jaxops::cuda::SizeOf(loss.dtype)) == 0;
+         call.size() % (kVectorBytes / jaxops::cuda::SizeOf(loss.dtype)) == 0;
 }
 
 cudaError_t LaunchTargetsLast(cudaStream_t stream, const SigmoidCall& call, const Device&) {

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
   const unsigned blocks_per_row = p.blocks_per_row;
   const unsigned rank = blockIdx.x % blocks_per_row;
   uint32_t index = blockIdx.x / blocks_per_row;
-  const int64_t begin = p.splits.Peel(index) * p.rows_per_split;
+  const int64_t begin = p.splits.DivMod(index) * p.rows_per_split;
   const int64_t end = min(begin + p.rows_per_split, call.rows);
   const SoftmaxEntry<T> entry(call, index);
   T* const gradient = static_cast<T*>(call.gradient) + entry.result;

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
   if constexpr (!kAlone) {
     if (p.sum != nullptr && p.partials == nullptr) ArriveInCluster();
     uint32_t block = blockIdx.x;
-    split = p.splits.Peel(block);
+    split = p.splits.DivMod(block);
     const auto offsets = p.batch.AllOffsets(block);
     logits += offsets[Softmax::kLogits];
     labels += offsets[Softmax::kLabels];

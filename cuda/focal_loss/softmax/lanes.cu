@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T) == 8, kVect
     LaneRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
   constexpr int kGroups = kWarp / kLanes;
-  constexpr int kEdges = (2 * kPackElements<T> - 2 + kLanes - 1) / kLanes;
+  constexpr int kEdges = (2 * kVectorElements<T> - 2 + kLanes - 1) / kLanes;
   using Row = RowPart<T, kVectors, kEdges, kGradient && kKeepsExponentials<T, kVectors>>;
   const Softmax& call = p.call;
   const int classes = static_cast<int>(call.classes);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, ResidentBlocks(sizeof(T) == 8, kVect
   const int tile_rows = kGroups * steps;
 
   uint32_t block = blockIdx.x;
-  const int64_t begin = p.splits.Peel(block) * p.rows_per_split;
+  const int64_t begin = p.splits.DivMod(block) * p.rows_per_split;
   const int64_t end = min(begin + p.rows_per_split, call.rows);
   const bool sums = call.sum != nullptr;
   if (sums && p.partials == nullptr) ArriveInCluster();

@@ -154,7 +154,7 @@ cudaError_t DispatchLanes(const RowLanes& lanes, Function&& function) {
 // Misaligned returns the number of elements from an aligned address to the array.
 template <typename T>
 __device__ __forceinline__ int Misaligned(const T* array) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(array) % kPackBytes / sizeof(T));
+  return static_cast<int>(reinterpret_cast<uintptr_t>(array) % kVectorBytes / sizeof(T));
 }
 
 // ReadNow makes the compiler read a value here, rather than at its first use.
@@ -299,8 +299,8 @@ struct RegisterVector {
   using A = Accumulator<T>;
   using Word = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
   static constexpr bool kPairs = sizeof(T) == 2;
-  static constexpr int kCount = kPackElements<T>;
-  static constexpr int kWords = kPackBytes / sizeof(Word);
+  static constexpr int kCount = kVectorElements<T>;
+  static constexpr int kWords = kVectorBytes / sizeof(Word);
 
   Word words[kWords];
 
@@ -321,24 +321,24 @@ struct RegisterVector {
   }
 
   __device__ __forceinline__ void Load(const T* from) {
-    const auto vector = *reinterpret_cast<const Pack<Word, kWords>*>(from);
+    const auto vector = *reinterpret_cast<const Vector<Word, kWords>*>(from);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) words[w] = vector.values[w];
   }
 
   __device__ __forceinline__ void Store(T* to) const {
-    Pack<Word, kWords> vector;
+    Vector<Word, kWords> vector;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) vector.values[w] = words[w];
-    jaxops::cuda::StorePack(reinterpret_cast<Word*>(to), vector);
+    jaxops::cuda::StoreVector(reinterpret_cast<Word*>(to), vector);
   }
 
   // Stage stores the vector to shared memory.
   __device__ __forceinline__ void Stage(T* to) const {
-    Pack<Word, kWords> vector;
+    Vector<Word, kWords> vector;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) vector.values[w] = words[w];
-    *reinterpret_cast<Pack<Word, kWords>*>(to) = vector;
+    *reinterpret_cast<Vector<Word, kWords>*>(to) = vector;
   }
 
   // Place is the position of an element, from its distance to the first one.
@@ -444,7 +444,7 @@ struct RegisterVector {
 // RowShape divides a row into vectors, its body, and the elements before and after them.
 template <typename T>
 struct RowShape {
-  static constexpr int kCount = kPackElements<T>;
+  static constexpr int kCount = kVectorElements<T>;
 
   int head = 0;
   int body;
@@ -467,7 +467,7 @@ struct RowShape {
 template <typename T, int kVectors, int kEdges, bool kKeeps>
 struct RowPart {
   using A = Accumulator<T>;
-  static constexpr int kCount = kPackElements<T>;
+  static constexpr int kCount = kVectorElements<T>;
   static constexpr bool kInPlace = kKeeps && std::is_same_v<T, A>;
   static constexpr bool kApart = kKeeps && !kInPlace;
 

@@ -24,12 +24,12 @@ constexpr int kResident = sizeof(A) == 8 ? 3 : 5;
 // misalignment to 16 bytes in both.
 template <typename T>
 __device__ __forceinline__ void StageRows(T* shared, const T* array, int count) {
-  constexpr int kVector = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   const int lane = threadIdx.x % kWarp;
   const int head = min(count, (kVector - Misaligned(array)) % kVector);
   const int vectors = (count - head) / kVector;
   for (int i = lane; i < vectors; i += kWarp) {
-    __pipeline_memcpy_async(shared + head + i * kVector, array + head + i * kVector, kPackBytes);
+    __pipeline_memcpy_async(shared + head + i * kVector, array + head + i * kVector, kVectorBytes);
   }
   const int tail = head + vectors * kVector;
   for (int i = lane; i < head + count - tail; i += kWarp) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void StageRows(T* shared, const T* array, int count) 
 // WriteRows copies `count` elements back.
 template <typename T>
 __device__ __forceinline__ void WriteRows(T* array, const T* shared, int count) {
-  constexpr int kVector = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   const int lane = threadIdx.x % kWarp;
   const int misaligned = Misaligned(array);
   const int head = min(count, (kVector - misaligned) % kVector);
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
     ShortRows(const __grid_constant__ SoftmaxParams p) {
   using A = Accumulator<T>;
   // The first row may be misaligned by this number of elements.
-  constexpr int kStage = kWarp * kMaxClasses + kPackElements<T>;
-  __shared__ __align__(kPackBytes) unsigned char shared[kWarps * 2 * kStage * sizeof(T)];
+  constexpr int kStage = kWarp * kMaxClasses + kVectorElements<T>;
+  __shared__ __align__(kVectorBytes) unsigned char shared[kWarps * 2 * kStage * sizeof(T)];
   const Softmax& call = p.call;
   const int classes = static_cast<int>(call.classes);
   const int warp = threadIdx.x / kWarp;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Accumulator<T>>)
   T* const stages = reinterpret_cast<T*>(shared) + warp * 2 * kStage;
 
   uint32_t block = blockIdx.x;
-  const int64_t begin = p.splits.Peel(block) * p.rows_per_split;
+  const int64_t begin = p.splits.DivMod(block) * p.rows_per_split;
   const int64_t end = min(begin + p.rows_per_split, call.rows);
   const bool sums = call.sum != nullptr;
   if (sums && p.partials == nullptr) ArriveInCluster();

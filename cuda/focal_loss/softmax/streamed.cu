@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kStreamThreads<kGradient>, kGradient && sizeof
   const Softmax& call = p.call;
   const int classes = static_cast<int>(call.classes);
   uint32_t index = blockIdx.x;
-  const int64_t begin = p.splits.Peel(index) * p.rows_per_split;
+  const int64_t begin = p.splits.DivMod(index) * p.rows_per_split;
   const int64_t end = min(begin + p.rows_per_split, call.rows);
   const SoftmaxEntry<T> entry(call, index);
   A total = 0;
@@ -97,7 +97,7 @@ bool CanRunStreamedRows(const SoftmaxCall& call, const Device&) {
   // A thread has one of the elements before and after the vectors of a row, and takes part if there
   // is a vector for it or for the previous thread.
   const int64_t max_edges =
-      row.whole ? 0 : 2 * (kPackBytes / jaxops::cuda::SizeOf(call.loss.dtype) - 1);
+      row.whole ? 0 : 2 * (kVectorBytes / jaxops::cuda::SizeOf(call.loss.dtype) - 1);
   // Positions in a row have 32 bits, and threads go beyond its end.
   return row.count + 1 >= max_edges && call.loss.classes <= INT32_MAX - (1 << 20) &&
          call.entries() * RowSegments(call).count <= INT32_MAX;

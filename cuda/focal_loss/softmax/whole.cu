@@ -71,7 +71,7 @@ struct WholeEntry {
         weight(static_cast<const float*>(p.weight)) {
     if constexpr (std::is_same_v<Params, WholeRowsBatch>) {
       uint32_t entry = blockIdx.x;
-      split = p.splits.Peel(entry);
+      split = p.splits.DivMod(entry);
       const auto offsets = p.batch.AllOffsets(entry);
       logits += offsets[Softmax::kLogits];
       labels += offsets[Softmax::kLabels];
@@ -90,7 +90,7 @@ struct WholeEntry {
 // WholeRow is one thread's part of a row that kLanes threads share, up to kVectors vectors.
 template <typename T, int kLanes, int kVectors>
 struct WholeRow {
-  static constexpr int kCount = kPackElements<T>;
+  static constexpr int kCount = kVectorElements<T>;
   static constexpr int kGroups = kWarp / kLanes;
   static constexpr bool kExchanges = kLanes <= kMaxExchanged;
   // A warp has this number of elements of shared memory.
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSums>, kResidentThreads / kBloc
   constexpr int kCount = Row::kCount;
   // These exponentials take few registers.
   constexpr bool kKeeps = kVectors <= 4;
-  __shared__ __align__(kPackBytes) T shared[kThreads / kWarp * Row::kTile + kCount];
+  __shared__ __align__(kVectorBytes) T shared[kThreads / kWarp * Row::kTile + kCount];
   T* const tile = shared + threadIdx.x / kWarp * Row::kTile;
   const int classes = p.classes;
   const WholeEntry<T> entry(p);
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kBlockThreads<true>, kResidentThreads / kBlock
   constexpr int kThreads = kBlockThreads<true>;
   constexpr int kCount = Row::kCount;
   constexpr int kTurns = kLanes < kLossSteps ? kLanes : kLossSteps;
-  __shared__ __align__(kPackBytes) T shared[kThreads / kWarp * Row::kTile + kCount];
+  __shared__ __align__(kVectorBytes) T shared[kThreads / kWarp * Row::kTile + kCount];
   T* const tile = shared + threadIdx.x / kWarp * Row::kTile;
   const int classes = p.classes;
   const WholeEntry<T> entry(p);
@@ -431,7 +431,7 @@ bool CanRunWholeRows(const SoftmaxCall& call, const Device& device) {
   const Softmax& loss = call.loss;
   const RowVectors row(loss);
   return jaxops::cuda::SizeOf(loss.dtype) == 2 && row.whole &&
-         reinterpret_cast<uintptr_t>(loss.gradient) % kPackBytes == 0 && row.count > 2 &&
+         reinterpret_cast<uintptr_t>(loss.gradient) % kVectorBytes == 0 && row.count > 2 &&
          row.count <= kMaxVectors && loss.rows < int64_t{1} << 30 &&
          (loss.sum != nullptr || loss.gradient == nullptr || call.entries() == 1) &&
          Plan(call, device).splits.IsGrid(call);

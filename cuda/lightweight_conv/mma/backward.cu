@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
   extern __shared__ __align__(128) unsigned char shared[];
   // Groups of taps vary fastest, so that blocks that read the same data are resident together.
   uint32_t block = blockIdx.x;
-  const int tap_group = p.tap_groups.Peel(block);
-  const int channel_block = p.channel_blocks.Peel(block);
-  const uint32_t split = p.splits.Peel(block);
+  const int tap_group = p.tap_groups.DivMod(block);
+  const int channel_block = p.channel_blocks.DivMod(block);
+  const uint32_t split = p.splits.DivMod(block);
   const int64_t kept = block;
   const int first_channel = channel_block * p.shape.channels;
   const WarpPlace place(p.shape);
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kAddThreads)
 #pragma unroll 4
       for (uint32_t i = warp; i < splits * head_edges; i += kAddWarps) {
         uint32_t split = i;
-        const int64_t of_head = p.head_edges.Peel(split);
+        const int64_t of_head = p.head_edges.DivMod(split);
         const int64_t edge = (kept * splits + split) * edges + column * head_edges + of_head;
         for (int group = first_group; group <= last_group; ++group) {
           total += p.partials[(edge * groups + group) * kDiagonals<kBlocks> + place -
@@ -427,7 +427,7 @@ bool CanRunMma(const Gradients& gradients, const Device&) {
          plan.add_blocks <= kMaxBlocks;
 }
 
-bool MakesInputGradMma(const Backward& call) {
+bool ComputesInputGradMma(const Backward& call) {
   return mma::HasMatrix(call.dtype, call.weight_dtype) &&
          mma::TapBlocks(call.geometry, Mirrored(call.geometry)) <= mma::kFusedBlocks;
 }
@@ -435,7 +435,7 @@ bool MakesInputGradMma(const Backward& call) {
 cudaError_t LaunchMma(cudaStream_t stream, const Gradients& gradients, const Device&) {
   const Backward& call = gradients.call;
   const mma::Plan plan = mma::MakePlan(gradients);
-  const bool makes_dx = call.dx != nullptr && MakesInputGradMma(call);
+  const bool makes_dx = call.dx != nullptr && ComputesInputGradMma(call);
   // The kernel gradient alone does not depend on the filters' type.
   return mma::Dispatch<mma::kFusedBlocks>(
       call.geometry.data_format, plan.group_blocks, call.dtype,

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kBlocks>)
     ForwardMma(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   uint32_t first_item = blockIdx.x;
-  const int first_channel = p.channel_blocks.Peel(first_item) * p.shape.channels;
+  const int first_channel = p.channel_blocks.DivMod(first_item) * p.shape.channels;
   const uint32_t stride = gridDim.x / p.channel_blocks.divisor();
   const auto stage = [&](uint32_t index, int buffer) {
     if (index < p.items) {

@@ -28,9 +28,9 @@ namespace jaxops::lightweight_conv::cuda::mma {
 
 using jaxops::cuda::CommitCopies;
 using jaxops::cuda::CopyAsyncPast;
-using jaxops::cuda::kPackBytes;
+using jaxops::cuda::kVectorBytes;
 using jaxops::cuda::SharedAddress;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
 using jaxops::cuda::WaitCopies;
 
 inline constexpr int kWarps = 4;
@@ -95,41 +95,41 @@ template <typename T, bool kNct>
 __device__ __forceinline__ void Stage(uint32_t shared, int pitch, const T* array, int first,
                                       int stride, int steps, const TileShape& shape, int time,
                                       int channels, int first_channel) {
-  constexpr int kPack = kPackElements<T>;
-  constexpr int kLanes = kLineBytes / kPackBytes;  // lanes per line
+  constexpr int kVector = kVectorElements<T>;
+  constexpr int kLanes = kLineBytes / kVectorBytes;  // lanes per line
   constexpr int kRows = kThreads / kLanes;
   const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes;
   const bool inside = first >= 0 && first + (steps - 1) * stride < time &&
                       first_channel + shape.channels <= channels;
   if constexpr (kNct) {
-    const int packs = steps / kPack;
+    const int vecs = steps / kVector;
     for (int r = row; r < shape.channels; r += kRows) {
       const int channel = first_channel + r;
-      const T* from = array + int64_t{channel} * time + first + lane * kPack;
-      uint32_t to = shared + r * pitch + lane * kPackBytes;
+      const T* from = array + int64_t{channel} * time + first + lane * kVector;
+      uint32_t to = shared + r * pitch + lane * kVectorBytes;
       if (inside) {
 #pragma unroll 4
-        for (int pack = lane; pack < packs; pack += kLanes) {
+        for (int vec = lane; vec < vecs; vec += kLanes) {
           CopyAsyncPast(to, reinterpret_cast<const char*>(from), true);
-          from += kLanes * kPack;
+          from += kLanes * kVector;
           to += kLineBytes;
         }
       } else {
-        for (int pack = lane; pack < packs; pack += kLanes) {
-          const int t = first + pack * kPack;
+        for (int vec = lane; vec < vecs; vec += kLanes) {
+          const int t = first + vec * kVector;
           const bool exists =
               channel < channels && static_cast<unsigned>(t) < static_cast<unsigned>(time);
           CopyAsyncPast(to, reinterpret_cast<const char*>(exists ? from : array), exists);
-          from += kLanes * kPack;
+          from += kLanes * kVector;
           to += kLineBytes;
         }
       }
     }
   } else {
-    const int channel = first_channel + lane * kPack;
+    const int channel = first_channel + lane * kVector;
     const T* from = array + int64_t{first + row * stride} * channels + channel;
     const int64_t advance = int64_t{kRows} * stride * channels;
-    uint32_t to = shared + row * kLineBytes + (lane * kPackBytes ^ Tile<T, kNct>::Swizzle(row));
+    uint32_t to = shared + row * kLineBytes + (lane * kVectorBytes ^ Tile<T, kNct>::Swizzle(row));
     if (inside) {
 #pragma unroll 4
       for (int r = row; r < steps; r += kRows) {
@@ -157,8 +157,8 @@ struct Item {
 
   template <typename Params>
   __device__ Item(const Params& p, uint32_t index) {
-    first_step = p.tiles.Peel(index) * p.shape.steps;
-    phase = p.phases.Peel(index);
+    first_step = p.tiles.DivMod(index) * p.shape.steps;
+    phase = p.phases.DivMod(index);
     entry = index;
   }
 };
@@ -232,23 +232,23 @@ class Output {
       if constexpr (sizeof(T) == 4) {
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
-          const Pack<T, 2> pack = {sums.values[right][2 * half], sums.values[right][2 * half + 1]};
-          if (left_ > 8 * (kNct ? right : half)) StorePack(to + 8 * right, pack);
+          const Vector<T, 2> vec = {sums.values[right][2 * half], sums.values[right][2 * half + 1]};
+          if (left_ > 8 * (kNct ? right : half)) StoreVector(to + 8 * right, vec);
         }
       } else {
         uint32_t words[2];
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
-          const Pack<T, 2> pair = {Narrow<T>(sums.values[right][2 * half]),
-                                   Narrow<T>(sums.values[right][2 * half + 1])};
+          const Vector<T, 2> pair = {Narrow<T>(sums.values[right][2 * half]),
+                                     Narrow<T>(sums.values[right][2 * half + 1])};
           memcpy(&words[right], &pair, sizeof(pair));
         }
         const bool odd = threadIdx.x & 1;
         const uint32_t got = __shfl_xor_sync(0xffffffff, odd ? words[0] : words[1], 1);
         const uint2 both = odd ? make_uint2(got, words[1]) : make_uint2(words[0], got);
-        Pack<T, 4> pack;
-        memcpy(&pack, &both, sizeof(pack));
-        if (left_ > (kNct ? 0 : 8 * half)) StorePack(to, pack);
+        Vector<T, 4> vec;
+        memcpy(&vec, &both, sizeof(vec));
+        if (left_ > (kNct ? 0 : 8 * half)) StoreVector(to, vec);
       }
     }
     first_ += kNct ? int64_t{kEdge} : 2 * eight_rows_;
@@ -285,7 +285,7 @@ inline int64_t TapBlocks(const Geometry& g, int64_t padding) {
 inline bool CanRun(const Geometry& g, DType dtype) {
   const bool is_nct = g.data_format == DataFormat::kNCT;
   return dtype != DType::kF64 && g.channels / g.heads % kEdge == 0 &&
-         (!is_nct || (g.dilation == 1 && RowsAligned(g.time, dtype, kPackBytes)));
+         (!is_nct || (g.dilation == 1 && RowsAligned(g.time, dtype, kVectorBytes)));
 }
 
 // HasMatrix says whether filters of this type have matrices: f16 cannot hold the small parts of

@@ -260,7 +260,7 @@ class Toeplitz {
         float taps[2] = {read(first + 2 * column), read(first + 2 * column + 1)};
 #pragma unroll
         for (int term = 0; term < kTerms; ++term) {
-          Pack<T, 2> pair;
+          Vector<T, 2> pair;
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             pair.values[e] = Narrow<T>(taps[e]);

@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(kNctThreads)
     DilatedNctForward(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   uint32_t block = blockIdx.x;
-  const int first_step = p.tiles.Peel(block) * (kNctThreads * kThreadSteps) + threadIdx.x;
-  const int channel = p.channel_blocks.Peel(block);
+  const int first_step = p.tiles.DivMod(block) * (kNctThreads * kThreadSteps) + threadIdx.x;
+  const int channel = p.channel_blocks.DivMod(block);
   const int64_t batch = block;
   const int64_t row = int64_t{channel} * p.time;
   const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX) + row;

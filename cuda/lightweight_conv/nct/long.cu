@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
   Acc* columns = weights + p.nct.rows() * padded_chunk;
 
   uint32_t block = blockIdx.x;
-  const int first_step = p.tiles.Peel(block) * steps;
-  const int first_channel = p.channel_blocks.Peel(block) * p.nct.rows();
+  const int first_step = p.tiles.DivMod(block) * steps;
+  const int first_channel = p.channel_blocks.DivMod(block) * p.nct.rows();
   const int64_t batch = block;
   const int row = threadIdx.x >> p.nct.row_bits;
   const int lane = threadIdx.x & (p.nct.threads_per_row() - 1);
@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
     // filter.
     const auto advance = [&](int tap, auto whole) {
       const Acc* next = own + Skew(tap + kThreadSteps);
-      Pack<Acc, kThreadSteps / 2> taps[2];
-      taps[0] = LoadPack<kThreadSteps / 2>(filter + tap);
-      taps[1] = LoadPack<kThreadSteps / 2>(filter + tap + kThreadSteps / 2);
+      Vector<Acc, kThreadSteps / 2> taps[2];
+      taps[0] = LoadVector<kThreadSteps / 2>(filter + tap);
+      taps[1] = LoadVector<kThreadSteps / 2>(filter + tap + kThreadSteps / 2);
 #pragma unroll
       for (int i = 0; i < kThreadSteps; ++i) {
         if (whole.value || tap + i + 1 < chunk) window[kThreadSteps + i] = next[i];

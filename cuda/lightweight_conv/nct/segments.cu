@@ -15,9 +15,9 @@ namespace {
 using jaxops::cuda::Activate;
 using jaxops::cuda::CommitCopies;
 using jaxops::cuda::CopyAsyncPast;
-using jaxops::cuda::kSharedLeave;
+using jaxops::cuda::kSharedOptInLimit;
 using jaxops::cuda::SharedAddress;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
 using jaxops::cuda::WaitCopies;
 
 // A part has this number of steps, with which the parts of neighbouring threads lie in different
@@ -60,8 +60,8 @@ struct Tile {
 // A segment of `count` elements occupies this number of elements of shared memory for any begin.
 template <typename T>
 constexpr int64_t SegmentElements(int64_t count) {
-  constexpr int kPack = kPackElements<T>;
-  return (count + 2 * kPack - 2) / kPack * kPack;
+  constexpr int kVector = kVectorElements<T>;
+  return (count + 2 * kVector - 2) / kVector * kVector;
 }
 
 // Misalignment is the number of elements from the last multiple of 16 bytes before `address` to it.
@@ -76,12 +76,12 @@ __device__ __forceinline__ int Misalignment(const T* address) {
 template <typename T>
 __device__ __forceinline__ void FetchSegment(T* shared, const T* array, int count,
                                              const T* array_end) {
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   const int before = Misalignment(array);
   const T* aligned = array - before;
   const int end = before + count;
-  for (int at = threadIdx.x * kPack; at < end; at += kNctThreads * kPack) {
-    if (aligned + at + kPack <= array_end) {
+  for (int at = threadIdx.x * kVector; at < end; at += kNctThreads * kVector) {
+    if (aligned + at + kVector <= array_end) {
       CopyAsyncPast(SharedAddress(shared + at), reinterpret_cast<const char*>(aligned + at), true);
     } else {
       for (int e = at; e < end; ++e) shared[e] = aligned[e];
@@ -92,15 +92,15 @@ __device__ __forceinline__ void FetchSegment(T* shared, const T* array, int coun
 // This function copies back: the first element is at shared[Misalignment(array)].
 template <typename T>
 __device__ __forceinline__ void WriteSegment(T* array, const T* shared, int count) {
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   const int before = Misalignment(array);
   T* aligned = array - before;
   const int end = before + count;
-  for (int at = threadIdx.x * kPack; at < end; at += kNctThreads * kPack) {
-    if (at >= before && at + kPack <= end) {
-      StorePack(aligned + at, LoadPack<kPack>(shared + at));
+  for (int at = threadIdx.x * kVector; at < end; at += kNctThreads * kVector) {
+    if (at >= before && at + kVector <= end) {
+      StoreVector(aligned + at, LoadVector<kVector>(shared + at));
     } else {
-      for (int e = max(at, before); e < min(at + kPack, end); ++e) aligned[e] = shared[e];
+      for (int e = max(at, before); e < min(at + kVector, end); ++e) aligned[e] = shared[e];
     }
   }
 }
@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(kNctThreads)
   T* made = fetched + p.fetched;
 
   uint32_t block = blockIdx.x;
-  const int first_step = p.tiles.Peel(block) * p.tile.steps;
-  const int first_row = p.channel_blocks.Peel(block) * p.tile.rows;
+  const int first_step = p.tiles.DivMod(block) * p.tile.steps;
+  const int first_row = p.channel_blocks.DivMod(block) * p.tile.rows;
   const auto offsets = p.call.batch.AllOffsets(block);
   const int rows = min(p.tile.rows, p.channels - first_row);
   const int end_step = min(first_step + p.tile.steps, p.time);
@@ -261,9 +261,9 @@ __global__ void __launch_bounds__(kNctThreads, kResidentBlocks<Accumulator<T>, k
   T* made = stages + kStages * stage_elements;
 
   uint32_t block = blockIdx.x;
-  const int first_tap = p.tap_groups.Peel(block) * kTaps;  // flipped
-  const int first_row = p.channel_blocks.Peel(block) * p.tile.rows;
-  const uint32_t split = p.splits.Peel(block);
+  const int first_tap = p.tap_groups.DivMod(block) * kTaps;  // flipped
+  const int first_row = p.channel_blocks.DivMod(block) * p.tile.rows;
+  const uint32_t split = p.splits.DivMod(block);
   const uint32_t kept = block;
   const auto offsets = p.call.kept.AllOffsets(kept);
   const int taps = min(kTaps, p.taps - first_tap);
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kNctThreads, kResidentBlocks<Accumulator<T>, k
   };
   const auto extent_of = [&](uint32_t index) {
     Extent extent;
-    extent.first = p.tiles.Peel(index) * p.tile.steps;
+    extent.first = p.tiles.DivMod(index) * p.tile.steps;
     extent.end = min(extent.first + p.tile.steps, p.time);
     extent.low = min(max(0, extent.first - before), p.time);
     extent.high = max(extent.low, min(p.time, extent.end + (taps - 1) * p.dilation - before));
@@ -472,7 +472,7 @@ struct Plan {
   int64_t blocks = 0;  // of the grid
 
   bool CanLaunch() const {
-    return shared_bytes <= kSharedLeave && items <= INT32_MAX && blocks <= kMaxBlocks;
+    return shared_bytes <= kSharedOptInLimit && items <= INT32_MAX && blocks <= kMaxBlocks;
   }
 };
 
@@ -537,7 +537,7 @@ bool CanRunSegments(const Gradients& gradients, const Device&) {
          });
 }
 
-bool MakesInputGradSegments(const Backward& call) { return call.geometry.taps <= kMaxTaps; }
+bool ComputesInputGradSegments(const Backward& call) { return call.geometry.taps <= kMaxTaps; }
 
 int64_t CountSegmentSteps(const Geometry& g, DType dtype) {
   return DispatchFloat(dtype, [&](auto element) {

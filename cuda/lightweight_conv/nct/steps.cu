@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kNctThreads)
   using Acc = Accumulator<T>;
   uint32_t index = blockIdx.x * kNctThreads + threadIdx.x;
   if (index >= p.threads) return;
-  const int t = p.row_threads.Peel(index) * kSteps;
-  const int channel = p.channels.Peel(index);
+  const int t = p.row_threads.DivMod(index) * kSteps;
+  const int channel = p.channels.DivMod(index);
   const uint32_t entry = index * kEntries;
   const int64_t row = int64_t{channel} * p.time + t;
   T values[kEntries][kTaps][kSteps];
@@ -103,10 +103,10 @@ __global__ void __launch_bounds__(kNctThreads)
       }
     }
     Activate(sums, p.activation);
-    Pack<T, kSteps> pack;
+    Vector<T, kSteps> vec;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) pack.values[i] = Narrow<T>(sums[i]);
-    *reinterpret_cast<Pack<T, kSteps>*>(y + e * p.y_stride) = pack;
+    for (int i = 0; i < kSteps; ++i) vec.values[i] = Narrow<T>(sums[i]);
+    *reinterpret_cast<Vector<T, kSteps>*>(y + e * p.y_stride) = vec;
   }
 }
 
@@ -148,15 +148,15 @@ __global__ void __launch_bounds__(kStepWarps<T>* kWarp)
   __shared__ Acc tap_sums[kStepWarps<T> * kTaps];
   __shared__ Acc bias_sums[kStepWarps<T>];
   uint32_t block = blockIdx.x;
-  const int first_channel = p.channel_blocks.Peel(block) * p.block_channels;
-  const int split = p.splits.Peel(block);
+  const int first_channel = p.channel_blocks.DivMod(block) * p.block_channels;
+  const int split = p.splits.DivMod(block);
   const uint32_t kept = block;
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;
   const int warps = blockDim.x / kWarp;
   const int channel_warps = p.channel_warps.divisor();
   uint32_t rest = warp;
-  const uint32_t channel_warp = p.channel_warps.Peel(rest);
+  const uint32_t channel_warp = p.channel_warps.DivMod(rest);
   const int channel_group = rest;
   const int channel_groups = p.channel_warps.Quotient(warps);
   const int entry_group = p.row_warps.Quotient(channel_warp);

@@ -11,8 +11,8 @@ namespace {
 
 using jaxops::cuda::CommitCopies;
 using jaxops::cuda::CopyAsyncPast;
-using jaxops::cuda::kPackBytes;
-using jaxops::cuda::kSharedLeave;
+using jaxops::cuda::kSharedOptInLimit;
+using jaxops::cuda::kVectorBytes;
 using jaxops::cuda::SharedAddress;
 using jaxops::cuda::WaitCopies;
 
@@ -35,18 +35,18 @@ struct BackwardParams {
 
 constexpr int kStages = 4;
 
-// PacksBackward is for few taps that are whole vectors apart: a lane owns a vector of steps, and
-// each tap pairs it with another vector. Each warp has a ring of its own with the steps of its
+// VectorsNctBackward is for few taps that are whole vectors apart: a lane owns a vector of steps,
+// and each tap pairs it with another vector. Each warp has a ring of its own with the steps of its
 // lanes and those that their taps read.
 template <typename T>
 __global__ void __launch_bounds__(kNctThreads, 8)
-    PacksBackward(const __grid_constant__ BackwardParams p) {
+    VectorsNctBackward(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   uint32_t block = blockIdx.x;
-  const int first_channel = p.channel_blocks.Peel(block) * p.rows();
-  const uint32_t split = p.splits.Peel(block);
+  const int first_channel = p.channel_blocks.DivMod(block) * p.rows();
+  const uint32_t split = p.splits.DivMod(block);
   const int64_t kept = block;
   const int lane = threadIdx.x & (p.row_threads() - 1);
   const int channel = first_channel + (threadIdx.x >> p.row_bits);
@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(kNctThreads, 8)
   // A stage holds the vectors of x of a warp's lanes, and the vectors of g that their taps read.
   const int stage_vectors = 2 * kWarp + p.beyond;
   auto* ring =
-      reinterpret_cast<Pack<T, kPack>*>(shared) + threadIdx.x / kWarp * kStages * stage_vectors;
+      reinterpret_cast<Vector<T, kVector>*>(shared) + threadIdx.x / kWarp * kStages * stage_vectors;
   const int warp_lane = threadIdx.x % kWarp;
-  const auto copy = [&](Pack<T, kPack>* to, const T* from, int t) {
+  const auto copy = [&](Vector<T, kVector>* to, const T* from, int t) {
     const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
     CopyAsyncPast(SharedAddress(to), reinterpret_cast<const char*>(inside ? from + t : from),
                   inside);
@@ -73,15 +73,15 @@ __global__ void __launch_bounds__(kNctThreads, 8)
   const auto fetch = [&](int stage) {
     if (ahead < p.items) {
       uint32_t summed = ahead;
-      const int t = (p.tiles.Peel(summed) * p.row_threads() + lane) * kPack;
-      Pack<T, kPack>* to = ring + stage * stage_vectors + warp_lane;
+      const int t = (p.tiles.DivMod(summed) * p.row_threads() + lane) * kVector;
+      Vector<T, kVector>* to = ring + stage * stage_vectors + warp_lane;
       copy(to, x + p.call.summed.Offset(summed, Backward::kX), t);
       const T* g_row = g + p.call.summed.Offset(summed, Backward::kG);
       int step = t - p.mirrored;
       for (int at = warp_lane; at < kWarp + p.beyond; at += kWarp) {
         to += kWarp;
         copy(to, g_row, step);
-        step += kWarp * kPack;
+        step += kWarp * kVector;
       }
     }
     CommitCopies();
@@ -104,40 +104,40 @@ __global__ void __launch_bounds__(kNctThreads, 8)
     WaitCopies<kStages - 2>();
     __syncwarp();
     fetch((stage + kStages - 1) % kStages);
-    const Pack<T, kPack>* own_vector = ring + stage * stage_vectors + warp_lane;
+    const Vector<T, kVector>* own_vector = ring + stage * stage_vectors + warp_lane;
     stage = (stage + 1) % kStages;
     uint32_t summed = index;
-    const int t = (p.tiles.Peel(summed) * p.row_threads() + lane) * kPack;
+    const int t = (p.tiles.DivMod(summed) * p.row_threads() + lane) * kVector;
     if (t >= time) continue;
-    Acc own[kPack], sums[kPack] = {};
+    Acc own[kVector], sums[kVector] = {};
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) own[i] = Widen(own_vector->values[i]);
-    const Pack<T, kPack>* met = own_vector + kWarp;
+    for (int i = 0; i < kVector; ++i) own[i] = Widen(own_vector->values[i]);
+    const Vector<T, kVector>* met = own_vector + kWarp;
     int step = t - p.mirrored;
 #pragma unroll
     for (int j = 0; j < kMaxTaps; ++j) {
       if (j < p.taps) {
-        const Pack<T, kPack> pack = *met;
+        const Vector<T, kVector> vec = *met;
         // A NaN in x must not reach taps with which it forms no pair.
         if (static_cast<unsigned>(step) < static_cast<unsigned>(time)) {
 #pragma unroll
-          for (int i = 0; i < kPack; ++i) dweight[j][0] += own[i] * Widen(pack.values[i]);
+          for (int i = 0; i < kVector; ++i) dweight[j][0] += own[i] * Widen(vec.values[i]);
         }
         if (wants_dx) {
 #pragma unroll
-          for (int i = 0; i < kPack; ++i) sums[i] += weight[j] * Widen(pack.values[i]);
+          for (int i = 0; i < kVector; ++i) sums[i] += weight[j] * Widen(vec.values[i]);
         }
-        met += p.dilation / kPack;
+        met += p.dilation / kVector;
         step += p.dilation;
       }
     }
     if (wants_dx) {
-      WriteSteps<T, kPack, true>(dx + p.call.summed.Offset(summed, Backward::kDx), sums, t, time);
+      WriteSteps<T, kVector, true>(dx + p.call.summed.Offset(summed, Backward::kDx), sums, t, time);
     }
     if (wants_dbias) {
-      const Pack<T, kPack> pack = own_vector[kWarp + p.mirrored / kPack];
+      const Vector<T, kVector> vec = own_vector[kWarp + p.mirrored / kVector];
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) dbias[0][0] += Widen(pack.values[i]);
+      for (int i = 0; i < kVector; ++i) dbias[0][0] += Widen(vec.values[i]);
     }
   }
   Acc* partials = static_cast<Acc*>(p.partials) +
@@ -164,7 +164,7 @@ struct Plan {
   int64_t blocks;  // blocks of the grid
 
   bool CanLaunch() const {
-    return shared_bytes <= kSharedLeave && items <= INT32_MAX && blocks <= kMaxBlocks;
+    return shared_bytes <= kSharedOptInLimit && items <= INT32_MAX && blocks <= kMaxBlocks;
   }
 };
 
@@ -172,17 +172,17 @@ template <typename T>
 Plan MakePlan(const Gradients& gradients) {
   const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
-  constexpr int kPack = kPackElements<T>;
+  constexpr int kVector = kVectorElements<T>;
   Plan plan;
-  while ((kNctThreads >> plan.row_bits) > 1 && (kPack << plan.row_bits) < g.time) ++plan.row_bits;
-  plan.beyond = (g.taps - 1) * g.dilation / kPack;
-  plan.tiles = CeilDiv(g.time, kPack << plan.row_bits);
+  while ((kNctThreads >> plan.row_bits) > 1 && (kVector << plan.row_bits) < g.time) ++plan.row_bits;
+  plan.beyond = (g.taps - 1) * g.dilation / kVector;
+  plan.tiles = CeilDiv(g.time, kVector << plan.row_bits);
   plan.channel_blocks = CeilDiv(g.channels, kNctThreads >> plan.row_bits);
   plan.items = call.summed.size() * plan.tiles;
   const int64_t blocks = call.kept.size() * plan.channel_blocks;
   plan.splits = blocks >= kBusyBlocks ? 1 : std::min(gradients.splits, plan.items);
   plan.whole = plan.splits == 1 && g.channels == g.heads;
-  plan.shared_bytes = kNctThreads / kWarp * kStages * (2 * kWarp + plan.beyond) * kPackBytes;
+  plan.shared_bytes = kNctThreads / kWarp * kStages * (2 * kWarp + plan.beyond) * kVectorBytes;
   plan.blocks = blocks * plan.splits;
   return plan;
 }
@@ -221,7 +221,7 @@ cudaError_t LaunchVectors(cudaStream_t stream, const Gradients& gradients, const
                            .whole = plan.whole,
                            .partials = gradients.partials};
     const cudaError_t error =
-        Launch(PacksBackward<T>, plan.blocks, kNctThreads, plan.shared_bytes, stream, p);
+        Launch(VectorsNctBackward<T>, plan.blocks, kNctThreads, plan.shared_bytes, stream, p);
     if (error != cudaSuccess || plan.whole) return error;
     return AddPartialSums(stream, call, {gradients.partials, plan.splits});
   });

@@ -18,12 +18,13 @@ constexpr int kWindowTaps = sizeof(T) == 8 ? 16 : 32;
 template <typename T, int kTaps, int kShift>
 __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
-  constexpr int kSteps = kPackElements<T>;
+  constexpr int kSteps = kVectorElements<T>;
   uint32_t block = blockIdx.x;
   const int row_threads = p.nct.threads_per_row();
   const int lane = threadIdx.x & (row_threads - 1);
-  const int first_step = p.tiles.Peel(block) * p.chunks * kFlight * row_threads * kSteps;
-  const int channel = p.channel_blocks.Peel(block) * p.nct.rows() + (threadIdx.x >> p.nct.row_bits);
+  const int first_step = p.tiles.DivMod(block) * p.chunks * kFlight * row_threads * kSteps;
+  const int channel =
+      p.channel_blocks.DivMod(block) * p.nct.rows() + (threadIdx.x >> p.nct.row_bits);
   const int64_t batch = block;
   if (channel >= p.channels) return;
 
@@ -66,9 +67,9 @@ __global__ void __launch_bounds__(kNctThreads) ShortNct(const __grid_constant__ 
 template <typename T, int kTaps, int kShift>
 class NctRing {
  public:
-  static constexpr int kPack = kPackElements<T>;
+  static constexpr int kVector = kVectorElements<T>;
   static constexpr int kStages = 4;
-  static constexpr int kWindow = kPack + kTaps - 1;
+  static constexpr int kWindow = kVector + kTaps - 1;
 
   struct Storage;
 
@@ -87,31 +88,32 @@ class NctRing {
     Copy(&storage_.x[stage][x_vector_], lanes_, x, t, time);
     Copy(&storage_.g[stage][g_vector_], lanes_, g, base, time);
     if (lane_ < kBeyond) {
-      Copy(&storage_.g[stage][g_vector_ + lanes_], kBeyond, g, base + lanes_ * kPack, time);
+      Copy(&storage_.g[stage][g_vector_ + lanes_], kBeyond, g, base + lanes_ * kVector, time);
     }
   }
 
   template <typename Acc>
-  __device__ __forceinline__ void Read(int stage, Acc (&window)[kWindow], Acc (&own)[kPack]) const {
-    const Pack<T, kPack> x = storage_.x[stage][x_vector_];
+  __device__ __forceinline__ void Read(int stage, Acc (&window)[kWindow],
+                                       Acc (&own)[kVector]) const {
+    const Vector<T, kVector> x = storage_.x[stage][x_vector_];
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) own[i] = Widen(x.values[i]);
-    Pack<T, kPack> g[kBeyond + 1];
+    for (int i = 0; i < kVector; ++i) own[i] = Widen(x.values[i]);
+    Vector<T, kVector> g[kBeyond + 1];
 #pragma unroll
     for (int i = 0; i <= kBeyond; ++i) g[i] = storage_.g[stage][g_vector_ + i];
 #pragma unroll
     for (int i = 0; i < kWindow; ++i) {
-      window[i] = Widen(g[(i + kSkip) / kPack].values[(i + kSkip) % kPack]);
+      window[i] = Widen(g[(i + kSkip) / kVector].values[(i + kSkip) % kVector]);
     }
   }
 
  private:
   static constexpr int kSkip = kShift == kUnaligned ? 0 : kShift;
   // A window has this number of vectors after its first.
-  static constexpr int kBeyond = (kSkip + kWindow - 1) / kPack;
+  static constexpr int kBeyond = (kSkip + kWindow - 1) / kVector;
 
   // Copy starts to copy the vector at step t of each of `lanes` neighbouring lanes.
-  __device__ __forceinline__ void Copy(Pack<T, kPack>* to, int lanes, const T* row, int t,
+  __device__ __forceinline__ void Copy(Vector<T, kVector>* to, int lanes, const T* row, int t,
                                        int time) {
     if constexpr (kShift != kUnaligned) {
       const bool inside = static_cast<unsigned>(t) < static_cast<unsigned>(time);
@@ -119,9 +121,9 @@ class NctRing {
     } else {
       // Neighbouring lanes copy neighbouring steps, instead of each its own vector.
       T* elements = (to - lane_)->values + lane_;
-      const int first = t - lane_ * kPack + lane_;
+      const int first = t - lane_ * kVector + lane_;
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) {
+      for (int e = 0; e < kVector; ++e) {
         const int step = first + e * lanes;
         const bool inside = static_cast<unsigned>(step) < static_cast<unsigned>(time);
         elements[e * lanes] = LoadIf<1>(inside, row + step, row).values[0];
@@ -138,8 +140,8 @@ class NctRing {
 
 template <typename T, int kTaps, int kShift>
 struct NctRing<T, kTaps, kShift>::Storage {
-  Pack<T, kPack> x[kStages][kWarp];
-  Pack<T, kPack> g[kStages][kWarp + 2 * kBeyond];
+  Vector<T, kVector> x[kStages][kWarp];
+  Vector<T, kVector> g[kStages][kWarp + 2 * kBeyond];
 };
 
 // Shared memory holds the taps of a block's rows, kTaps per row, read once per block and as
@@ -159,12 +161,12 @@ class StagedTaps {
   }
 
   __device__ __forceinline__ void Read(Acc (&taps)[kTaps][1], int row) const {
-    constexpr int kPack = 16 / sizeof(Acc);
+    constexpr int kVector = 16 / sizeof(Acc);
 #pragma unroll
-    for (int j = 0; j < kTaps; j += kPack) {
-      const auto pack = LoadPack<kPack>(taps_ + row * kTaps + j);
+    for (int j = 0; j < kTaps; j += kVector) {
+      const auto vec = LoadVector<kVector>(taps_ + row * kTaps + j);
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) taps[j + e][0] = pack.values[e];
+      for (int e = 0; e < kVector; ++e) taps[j + e][0] = vec.values[e];
     }
   }
 
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
     WindowNct(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   using Ring = NctRing<T, kTaps, kShift>;
-  constexpr int kCount = kPackElements<T>;
+  constexpr int kCount = kVectorElements<T>;
   __shared__ typename Ring::Storage storage[kNctThreads / kWarp];
   __shared__ StagedTaps<Acc, kTaps> staged;
   const Share share(p, kTaps);
@@ -304,7 +306,7 @@ __global__ void __launch_bounds__(kNctThreads, kWindowBlocks<Accumulator<T>, kTa
 template <typename T>
 ForwardPlan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
-  constexpr int64_t kSteps = kFlight * kPackElements<T>;
+  constexpr int64_t kSteps = kFlight * kVectorElements<T>;
   const NctTile tile(g.time, kSteps);
   ForwardPlan plan;
   plan.chunks = ShortChunks(call.batch.size() * g.channels * CeilDiv(g.time, kSteps), 4);
@@ -334,14 +336,14 @@ template <typename T>
 BackwardPlan MakePlan(const Gradients& gradients) {
   const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
-  const NctTile tile(g.time, kPackElements<T>);
+  const NctTile tile(g.time, kVectorElements<T>);
   const int taps = KernelTaps<T>(call);
   // Channels that keep the device busy need no splits, and channels with a filter each then have no
   // partial sums to add. With more taps, fewer blocks are resident, and more of them balance the
   // load.
   const int64_t busy = call.kept.size() * CeilDiv(g.channels, tile.rows());
   const int64_t splits = taps <= 4 && busy >= kBusyBlocks ? 1 : gradients.splits;
-  BackwardPlan plan(call, splits, 1, int64_t{kPackElements<T>} * tile.threads_per_row(),
+  BackwardPlan plan(call, splits, 1, int64_t{kVectorElements<T>} * tile.threads_per_row(),
                     tile.rows(), taps, Lead<T>(call));
   plan.whole = splits == 1 && g.channels == g.heads;
   return plan;
@@ -349,7 +351,7 @@ BackwardPlan MakePlan(const Gradients& gradients) {
 
 template <typename T, int kTaps>
 cudaError_t LaunchShortNct(cudaStream_t stream, const Forward& call, const ForwardPlan& plan) {
-  const ForwardParams params(call, plan, 1, kFlight * kPackElements<T>);
+  const ForwardParams params(call, plan, 1, kFlight * kVectorElements<T>);
   const int window_shift = WindowShift<T>(params.time, call.dtype, params.padding);
   return DispatchShift<T>(window_shift, [&](auto shift) {
     return Launch(ShortNct<T, kTaps, shift.value>, plan.blocks, kNctThreads, 0, stream, params);
@@ -360,7 +362,7 @@ template <typename T, int kTaps>
 cudaError_t LaunchWindowNct(cudaStream_t stream, const Gradients& gradients,
                             const BackwardPlan& plan) {
   const Backward& call = gradients.call;
-  const BackwardParams params(call, plan, gradients.partials, 1, kPackElements<T>);
+  const BackwardParams params(call, plan, gradients.partials, 1, kVectorElements<T>);
   const auto launch = [&](auto shift) {
     return Launch(WindowNct<T, kTaps, shift.value>, plan.blocks, kNctThreads, 0, stream, params);
   };
@@ -395,7 +397,7 @@ bool CanRunWindow(const Gradients& gradients, const Device&) {
          });
 }
 
-bool MakesInputGradWindow(const Backward& call) {
+bool ComputesInputGradWindow(const Backward& call) {
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     return Lead<T>(call) + call.geometry.taps <= kWindowTaps<T>;

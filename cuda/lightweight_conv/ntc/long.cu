@@ -28,9 +28,9 @@ __global__ void __launch_bounds__(kNtcThreads)
   T* rows = reinterpret_cast<T*>(weights + chunk_size * kChannels);
 
   uint32_t block = blockIdx.x;
-  const int first_channel = p.channel_blocks.Peel(block) * kChannels;
-  const int first_step = p.tiles.Peel(block) * kTileSteps;
-  const int phase = p.phases.Peel(block);
+  const int first_channel = p.channel_blocks.DivMod(block) * kChannels;
+  const int first_step = p.tiles.DivMod(block) * kTileSteps;
+  const int phase = p.phases.DivMod(block);
   const int64_t batch = block;
 
   const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX);

@@ -7,17 +7,17 @@
 namespace jaxops::lightweight_conv::cuda::ntc {
 
 template <typename T, typename Acc, int kV>
-__device__ __forceinline__ void WidenRow(Acc (&values)[kV], const Pack<T, kV>& row) {
+__device__ __forceinline__ void WidenRow(Acc (&values)[kV], const Vector<T, kV>& row) {
 #pragma unroll
   for (int v = 0; v < kV; ++v) values[v] = Widen(row.values[v]);
 }
 
 template <typename T, int kV>
 __device__ __forceinline__ void StoreRow(T* address, const Accumulator<T> (&values)[kV]) {
-  Pack<T, kV> row;
+  Vector<T, kV> row;
 #pragma unroll
   for (int v = 0; v < kV; ++v) row.values[v] = Narrow<T>(values[v]);
-  StorePack(address, row);
+  StoreVector(address, row);
 }
 
 }  // namespace jaxops::lightweight_conv::cuda::ntc

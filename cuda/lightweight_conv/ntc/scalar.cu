@@ -13,7 +13,7 @@ using jaxops::cuda::Activate;
 // A window of kSteps + kTaps - 1 rows moves down a thread's channel, kSteps rows at a time.
 template <typename T>
 __global__ void __launch_bounds__(kNtcThreads, 2)
-    UnpackedNtcForward(const __grid_constant__ ForwardParams p) {
+    ScalarNtcForward(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kV = 1;
   constexpr int kTaps = kShortTaps;
@@ -22,9 +22,9 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
   uint32_t block = blockIdx.x;
   const int lane = threadIdx.x & (p.ntc.lanes() - 1);
   const int group = threadIdx.x >> p.ntc.lane_bits;
-  const int channel = (p.channel_blocks.Peel(block) * p.ntc.lanes() + lane) * kV;
-  const int first_step = (p.tiles.Peel(block) * p.ntc.groups() + group) * p.chunks * kSteps;
-  const int phase = p.phases.Peel(block);
+  const int channel = (p.channel_blocks.DivMod(block) * p.ntc.lanes() + lane) * kV;
+  const int first_step = (p.tiles.DivMod(block) * p.ntc.groups() + group) * p.chunks * kSteps;
+  const int phase = p.phases.DivMod(block);
   const int64_t batch = block;
   const int last_step = min(PhaseSteps(p.time, p.dilation, phase), first_step + p.chunks * kSteps);
   if (channel >= p.channels || first_step >= last_step) return;
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
   const T* x = static_cast<const T*>(p.call.x) + p.call.batch.Offset(batch, Forward::kX) + channel;
   T* y = static_cast<T*>(p.call.y) + p.call.batch.Offset(batch, Forward::kY) + channel;
   const int row = phase + first_step * p.dilation - p.padding;
-  Pack<T, kV> carried[kCarried];
-  Pack<T, kV> arriving[kSteps];
+  Vector<T, kV> carried[kCarried];
+  Vector<T, kV> arriving[kSteps];
   ReadSteps(carried, x, row, p.dilation, kCarried, p.time, p.channels);
   ReadSteps(arriving, x, row + kCarried * p.dilation, p.dilation, kSteps, p.time, p.channels);
   Acc weight[kTaps][kV], bias[kV];
@@ -83,10 +83,10 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
   }
 }
 
-// UnpackedNtcBackward is for an odd number of channels of 2 bytes.
+// ScalarNtcBackward is for an odd number of channels of 2 bytes.
 template <typename T>
 __global__ void __launch_bounds__(kNtcThreads, 2)
-    UnpackedNtcBackward(const __grid_constant__ BackwardParams p) {
+    ScalarNtcBackward(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kV = 1;
   constexpr int kTaps = kShortTaps;
@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(kNtcThreads, 2)
       const T* g = item.At(p, arrays.g, Backward::kG) + channel;
       const int first = item.phase + step * p.dilation;
       const int origin = first - p.mirrored;
-      Pack<T, kV> window[kWindow];
-      Pack<T, kV> own[kSteps];
+      Vector<T, kV> window[kWindow];
+      Vector<T, kV> own[kSteps];
       ReadSteps(window, g, origin, p.dilation, kSteps + p.taps - 1, p.time, p.channels);
       ReadSteps(own, x, first, p.dilation, kSteps, p.time, p.channels);
       const auto own_at = [&](int i, int v) { return Widen(own[i].values[v]); };
@@ -216,8 +216,7 @@ cudaError_t LaunchScalar(cudaStream_t stream, const Forward& call, const Device&
   const ForwardPlan plan = MakePlan(call);
   const ForwardParams params(call, plan, 1, 1);
   return DispatchFloat(call.dtype, [&](auto element) {
-    return Launch(UnpackedNtcForward<decltype(element)>, plan.blocks, kNtcThreads, 0, stream,
-                  params);
+    return Launch(ScalarNtcForward<decltype(element)>, plan.blocks, kNtcThreads, 0, stream, params);
   });
 }
 
@@ -226,7 +225,7 @@ cudaError_t LaunchScalar(cudaStream_t stream, const Gradients& gradients, const 
   const BackwardPlan plan = MakePlan(gradients);
   const BackwardParams params(call, plan, gradients.partials, 1, 1);
   const auto launch = [&](auto element) {
-    return Launch(UnpackedNtcBackward<decltype(element)>, plan.blocks, kNtcThreads, 0, stream,
+    return Launch(ScalarNtcBackward<decltype(element)>, plan.blocks, kNtcThreads, 0, stream,
                   params);
   };
   const cudaError_t error = call.dtype == DType::kF16 ? launch(__half{}) : launch(__nv_bfloat16{});

@@ -136,7 +136,7 @@ struct Interval {
 template <typename T, int kV, int kTaps, bool kOwn>
 class RowRing {
  public:
-  using Row = Pack<T, kV>;
+  using Row = Vector<T, kV>;
   static constexpr size_t kBytes =
       size_t{kStages} * (kOwn ? 2 : 1) * kRows * kThreads * sizeof(Row);
 
@@ -225,7 +225,7 @@ class RowRing {
 template <int kTaps, typename T, typename Acc, int kV, int kWindow>
 __device__ __forceinline__ void ReadCarried(Acc (&window)[kWindow][kV], const Segments& segments,
                                             const Segment& segment, const T* column) {
-  Pack<T, kV> rows[kTaps - 1];
+  Vector<T, kV> rows[kTaps - 1];
 #pragma unroll
   for (int i = 0; i < kTaps - 1; ++i) {
     const int t = segment.origin + i * segments.dilation;
@@ -273,12 +273,12 @@ class StagedTaps {
 
   __device__ __forceinline__ void Read(Acc (&weight)[kWidth], int tap, int lane) const {
     constexpr int kMax = 16 / sizeof(Acc);
-    constexpr int kPack = kWidth < kMax ? kWidth : kMax;
+    constexpr int kVector = kWidth < kMax ? kWidth : kMax;
 #pragma unroll
-    for (int v = 0; v < kWidth; v += kPack) {
-      const auto pack = LoadPack<kPack>(&taps_[tap][lane * kWidth + v]);
+    for (int v = 0; v < kWidth; v += kVector) {
+      const auto vec = LoadVector<kVector>(&taps_[tap][lane * kWidth + v]);
 #pragma unroll
-      for (int e = 0; e < kPack; ++e) weight[v + e] = pack.values[e];
+      for (int e = 0; e < kVector; ++e) weight[v + e] = vec.values[e];
     }
   }
 
@@ -301,7 +301,7 @@ struct ForwardParams {
 
 template <typename T, int kV, int kTaps, bool kOneHead>
 __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
-    WalkForward(const __grid_constant__ ForwardParams p) {
+    ShortNtcForward(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   using Ring = RowRing<T, kV, kTaps, false>;
   using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
@@ -311,12 +311,12 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
   const int lane = threadIdx.x & (segments.tile.lanes() - 1);
   const int group = threadIdx.x >> segments.tile.lane_bits;
   uint32_t block = blockIdx.x;
-  const int first_channel = segments.channel_blocks.Peel(block) * segments.tile.lanes() * kV;
+  const int first_channel = segments.channel_blocks.DivMod(block) * segments.tile.lanes() * kV;
   const int channel = first_channel + lane * kV;
-  uint32_t index = p.tiles.Peel(block) * segments.groups() + group;
+  uint32_t index = p.tiles.DivMod(block) * segments.groups() + group;
   const auto batch = p.batch.AllOffsets(block);
   // Phases vary fastest, so that neighbouring groups read neighbouring rows.
-  const int phase = segments.phases.Peel(index);
+  const int phase = segments.phases.DivMod(index);
   const bool exists = index < segments.per_phase.divisor() && channel < segments.channels;
   Segment segment(segments, exists ? index * segments.length : 0, phase);
   if (!exists) segment.count = 0;
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 5 : 4)
   ReadCarried<kTaps>(window, segments, segment, x);
 #pragma unroll 1
   for (int done = 0; done < segment.count; done += kRows) {
-    Pack<T, kV> rows[kRows], none[1];
+    Vector<T, kV> rows[kRows], none[1];
     ring.Take(rows, none);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) WidenRow(window[kTaps - 1 + i], rows[i]);
@@ -426,7 +426,7 @@ __device__ __forceinline__ void SumGroups(Acc* shared, const Acc (&values)[kCoun
 
 template <typename T, int kV, int kTaps, bool kOneHead>
 __global__ void __launch_bounds__(kThreads, 3)
-    WalkBackward(const __grid_constant__ BackwardParams p) {
+    ShortNtcBackward(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   using Ring = RowRing<T, kV, kTaps, true>;
   using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
@@ -438,9 +438,9 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int lane = threadIdx.x & (lanes - 1);
   const int group = threadIdx.x >> segments.tile.lane_bits;
   uint32_t block = blockIdx.x;
-  const int first_channel = segments.channel_blocks.Peel(block) * lanes * kV;
+  const int first_channel = segments.channel_blocks.DivMod(block) * lanes * kV;
   const int channel = first_channel + lane * kV;
-  const uint32_t split = p.splits.Peel(block);
+  const uint32_t split = p.splits.DivMod(block);
   const int64_t kept_entry = block;
   const auto kept = p.kept.AllOffsets(block);
   const int64_t advance = int64_t{segments.dilation} * segments.channels;
@@ -459,8 +459,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll 1
   for (; index < p.items; index += stride) {
     uint32_t item = index;
-    const int phase = segments.phases.Peel(item);
-    const int step = segments.per_phase.Peel(item) * segments.length;
+    const int phase = segments.phases.DivMod(item);
+    const int step = segments.per_phase.DivMod(item) * segments.length;
     const Segment segment(segments, step, phase);
     if (segment.count <= 0) continue;
     const auto summed = p.summed.AllOffsets(item);
@@ -478,7 +478,7 @@ __global__ void __launch_bounds__(kThreads, 3)
                          min(segment.count, segment.high - segments.taps + 1) - kRows + 1);
 #pragma unroll 1
     for (int done = 0; done < segment.count; done += kRows) {
-      Pack<T, kV> rows[kRows], own_rows[kRows];
+      Vector<T, kV> rows[kRows], own_rows[kRows];
       ring.Take(rows, own_rows);
       Acc own[kRows][kV];
 #pragma unroll
@@ -537,7 +537,7 @@ __global__ void __launch_bounds__(kThreads, 3)
           // Under dilation a step's own g may be outside the window, but is still in the cache.
           for (int i = 0; i < min(kRows, segment.count - done); ++i) {
             const int t = segment.first + (done + i) * segments.dilation;
-            const auto row = LoadPack<kV>(g + int64_t{t} * segments.channels);
+            const auto row = LoadVector<kV>(g + int64_t{t} * segments.channels);
 #pragma unroll
             for (int v = 0; v < kV; ++v) dbias[0][v] += Widen(row.values[v]);
           }
@@ -608,7 +608,7 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& pla
   params.flip_taps = call.flip_taps;
   params.tiles = FastDivider(plan.shares);
   params.batch = call.batch;
-  return Launch(WalkForward<T, kV, kTaps, kOneHead>, plan.blocks, kThreads,
+  return Launch(ShortNtcForward<T, kV, kTaps, kOneHead>, plan.blocks, kThreads,
                 RowRing<T, kV, kTaps, false>::kBytes, stream, params);
 }
 
@@ -631,7 +631,7 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Gradients& gradients, const Pl
   params.kept = call.kept;
   params.summed = call.summed;
   constexpr size_t kSums = size_t{kTaps} * (kThreads + kWarp) * kV * sizeof(Accumulator<T>);
-  return Launch(WalkBackward<T, kV, kTaps, kOneHead>, plan.blocks, kThreads,
+  return Launch(ShortNtcBackward<T, kV, kTaps, kOneHead>, plan.blocks, kThreads,
                 std::max(RowRing<T, kV, kTaps, true>::kBytes, kSums), stream, params);
 }
 
