@@ -25,7 +25,7 @@ CASES = [
     *cases("odd", (5, 510, 10, 3, 64), "float64", slots=1, dilation=4),
 ]
 # fmt: on
-for entries in (2**n for n in range(0, 11, 2)):
+for entries in (2**n for n in range(0, 13, 2)):
     CASES += cases("scaling", (entries, 1024, 1024, 4, 16), "float32", slots=1)
 
 
