@@ -386,7 +386,7 @@ EDGES = {
 def test_edges(name):
     function, arguments = EDGES[name]
     results = jax.tree.leaves(jax.eval_shape(function, *arguments))
-    cotangents = tuple(arrays(results[0].dtype, results[0].shape))
+    cotangents = tuple(arrays(results[0].dtype, *(y.shape for y in results)))
     floats = tuple(i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.floating))
     programs = [(function, arguments)]
     programs += [(vjp_of(function, m), (cotangents, *arguments)) for m in {(0,), floats}]
@@ -403,22 +403,21 @@ def more_parts(array):
     return jaxops.split(array, [3] * (PIECES.max_parts + 1), 1)
 
 
+MORE_PIECES = arrays(BF16, *[(64, 3)] * (PIECES.max_pieces + 1))
+
+
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        (more_pieces, arrays(BF16, *[(64, 3)] * (PIECES.max_pieces + 1))),
+        (more_pieces, MORE_PIECES),
         (more_parts, arrays(BF16, (64, 3 * (PIECES.max_parts + 1)))),
     ],
 )
-def test_more_than_the_limit_is_several_calls(function, arguments, monkeypatch):
+def test_more_than_the_limit_is_several_calls(function, arguments):
     calls = kernels.record(function, *arguments, capability="9.0")
     assert len(calls) == 2
     for call in calls:
         check(call, H200)
-    more = vars(PIECES) | {"max_pieces": PIECES.max_pieces + 1, "max_parts": PIECES.max_parts + 1}
-    monkeypatch.setattr(native, "limits", lambda operator: types.SimpleNamespace(**more))
-    (call,) = kernels.record(function, *arguments, capability="9.0")
-    assert REFUSED.format("concatenate (move)", "any kernel family", "9.0") in run_error(call, H200)
 
 
 #: The sentence of a call that no kernel family, or not the one that is forced, can run.
@@ -431,6 +430,14 @@ def run_error(call, gpu):
     assert outcome.error
     assert not outcome.launches
     return outcome.error
+
+
+def test_one_call_of_more_than_the_limit_is_refused(monkeypatch):
+    more = types.SimpleNamespace(max_pieces=PIECES.max_pieces + 1)
+    monkeypatch.setattr(native, "limits", lambda operator: more)
+    (call,) = kernels.record(more_pieces, *MORE_PIECES, capability="9.0")
+    error = run_error(call, H200)
+    assert REFUSED.format("concatenate (move)", "any kernel family", "9.0") in error
 
 
 def test_a_family_that_cannot_run_a_call_is_named():
