@@ -14,10 +14,9 @@ namespace jaxops::ffi {
 
 inline xla::ffi::Error ToError(const char* operation, cudaError_t status) {
   if (status == cudaSuccess) return xla::ffi::Error::Success();
-  std::string why = std::exchange(jaxops::cuda::refusal, "");
-  if (why.empty()) why = cudaGetErrorString(status);
-  return xla::ffi::Error::Internal(std::string(operation) + ": " + why + " (" +
-                                   cudaGetErrorName(status) + ")");
+  std::string text = std::exchange(jaxops::cuda::refusal, "");
+  if (text.empty()) text = std::string(operation) + ": " + cudaGetErrorString(status);
+  return xla::ffi::Error::Internal(text + " (" + cudaGetErrorName(status) + ")");
 }
 
 }  // namespace jaxops::ffi

@@ -96,8 +96,8 @@ class ForcedFamilies {
   }
 };
 
-// The sentence that says why a call of this thread was refused; an error of its handler contains
-// it.
+// The reason for which a call of this thread was refused, with its operator, for the error of its
+// handler.
 inline thread_local std::string refusal;
 
 // Refuses a call. Returns `status`.
@@ -170,10 +170,11 @@ class Table : TableNames {
   // An empty name stands for all families.
   cudaError_t RefuseCall(cudaError_t status, const std::string& family,
                          const Device& device) const {
-    return Refuse(status, std::string(operator_name) + " (" + direction + ") cannot run by " +
-                              (family.empty() ? "any kernel family" : "the family " + family) +
-                              " on a GPU of compute capability " + std::to_string(device.major) +
-                              "." + std::to_string(device.minor) +
+    const std::string subject =
+        family.empty() ? "no kernel family can" : "the family " + family + " cannot";
+    return Refuse(status, std::string(operator_name) + " (" + direction + "): " + subject +
+                              " run this call on a GPU of compute capability " +
+                              std::to_string(device.major) + "." + std::to_string(device.minor) +
                               " with code for sm " JAXOPS_CUDA_ARCHITECTURES);
   }
 

@@ -204,7 +204,7 @@ cudaError_t LaunchForward(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   if (call.batch.size() == 0 || g.time == 0 || g.channels == 0) return cudaSuccess;
   if (const std::string error = RangeError(g); !error.empty()) {
-    return jaxops::cuda::Refuse(cudaErrorInvalidValue, error);
+    return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
   }
   return kForward.Run(stream, call);
 }
@@ -222,7 +222,7 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
     return cudaMemsetAsync(call.dbias, 0, biases, stream);
   }
   if (const std::string error = RangeError(g); !error.empty()) {
-    return jaxops::cuda::Refuse(cudaErrorInvalidValue, error);
+    return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
   }
   return kGradients.Run(stream, {call, splits, partials});
 }
