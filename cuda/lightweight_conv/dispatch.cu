@@ -1,5 +1,7 @@
 // This file chooses the kernel family of a lightweight convolution. docs/lightweight_conv.md has
 // the table with the condition of each row.
+#include <string>
+
 #include "cuda/common/dispatch.h"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
@@ -178,13 +180,39 @@ constexpr Family<Gradients> kGradientFamilies[] = {
 };
 const Table<Gradients> kGradients("lightweight_conv", "backward", kGradientFamilies);
 
+// RangeError says what of a geometry is too large for kernels, or nothing. They count a time step,
+// a channel or a tap in 32 bits, also those of a tile of up to 256 steps beyond the end; arrays may
+// be larger.
+std::string RangeError(const Geometry& g) {
+  constexpr int64_t kMax = (int64_t{1} << 30) - 1;
+  const struct {
+    const char* name;
+    int64_t value, max;
+  } sizes[] = {
+      {"time", g.time, kMax},
+      {"channels", g.channels, kMax},
+      {"taps", g.taps, kMax},
+      {"dilation", g.dilation, int64_t{1} << 22},
+      {"(taps - 1) * dilation", (g.taps - 1) * g.dilation, kMax},
+  };
+  for (const auto& [name, value, max] : sizes) {
+    if (value > max) {
+      return std::string(name) + " must be at most " + std::to_string(max) + " on a GPU, got " +
+             std::to_string(value);
+    }
+  }
+  return "";
+}
+
 }  // namespace
 
 cudaError_t LaunchForward(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   if (call.batch.size() == 0 || g.time == 0 || g.channels == 0) return cudaSuccess;
   if (call.starts != nullptr || call.state != nullptr) return cudaErrorNotSupported;
-  if (!FitsKernels(g)) return cudaErrorInvalidValue;
+  if (const std::string error = RangeError(g); !error.empty()) {
+    return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
+  }
   return kForward.Run(stream, call);
 }
 
@@ -201,7 +229,9 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
     return cudaMemsetAsync(call.dbias, 0, biases, stream);
   }
   if (call.starts != nullptr) return cudaErrorNotSupported;
-  if (!FitsKernels(g)) return cudaErrorInvalidValue;
+  if (const std::string error = RangeError(g); !error.empty()) {
+    return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
+  }
   return kGradients.Run(stream, {call, splits, partials});
 }
 

@@ -2,8 +2,8 @@
 // next to this header.
 //
 // CanRun... says whether a family's kernels compute a call correctly, whether fast or not.
-// Launchers expect calls that can run. The geometry of a call satisfies FitsKernels, and has work
-// to do.
+// Launchers expect calls that can run. The geometry of a call is in the range of kernels, and has
+// work to do.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_FAMILIES_H_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_FAMILIES_H_
 
