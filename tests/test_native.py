@@ -17,7 +17,7 @@ import jaxlib
 import pytest
 
 import jaxops
-from jaxops._core import compat, native
+from jaxops._core import compat, native, primitive
 from jaxops.testing import measure, registry
 
 ONE_OF_EACH = list({spec.operator: spec for spec in registry.all_specs()}.values())
@@ -258,6 +258,52 @@ def test_exporting_needs_no_handlers(monkeypatch):
         disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
     )(jnp.ones((1, 3, 2)), jnp.ones((1, 2)))
     assert "@jaxops_lightweight_conv(" in exported.mlir_module()
+
+
+@pytest.fixture
+def total(monkeypatch):
+    """An operator whose second operand's memory has the result; without the scale it is new."""
+    monkeypatch.setattr(native, "TARGETS", [])
+    return primitive.Operator(
+        "total",
+        signature=lambda **_: "rows, rows -> rows",
+        dtypes=lambda x, y, **_: [y.dtype],
+        reference=lambda x, y, **_: [(x + y).astype(y.dtype)],
+        attributes=lambda **_: {},
+        aliases={1: 0},
+        is_new_on_gpu=lambda scaled, **_: not scaled,
+    )
+
+
+def text_of_total(total, x, y, scaled):
+    function = jax.jit(lambda x, y: total(x, y, scaled=scaled))
+    checks = [jax.export.DisabledSafetyCheck.custom_call(total.target)]
+    exported = jax.export.export(function, platforms=("cuda",), disabled_checks=checks)(x, y)
+    return exported.mlir_module()
+
+
+def test_new_kernels_wait_for_a_switch(total, monkeypatch):
+    x = jnp.ones(3, jnp.float32)
+    for switch, is_chosen in (("", False), ("off", False), ("on", True)):
+        monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, switch)
+        assert native.allows_new_kernels() == is_chosen
+        assert ("@jaxops_total(" in text_of_total(total, x, x, scaled=False)) == is_chosen
+        assert "@jaxops_total(" in text_of_total(total, x, x, scaled=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "is_aliased"),
+    [
+        (((4, 3), "float32"), ((4, 3), "float32"), True),
+        (((4, 3), "bfloat16"), ((4, 3), "float32"), True),
+        (((4, 3), "float32"), ((1, 3), "float32"), False),
+    ],
+)
+def test_results_have_the_memory_of_operands(total, x, y, is_aliased):
+    x, y = (jax.ShapeDtypeStruct(*array) for array in (x, y))
+    text = text_of_total(total, x, y, scaled=True)
+    alias = "output_operand_alias<output_tuple_indices = [], operand_index = 1"
+    assert (alias in text) == is_aliased
 
 
 @pytest.mark.parametrize("package", ["flax", "rich", "hypothesis", "jaxops.testing", "jaxops._cli"])

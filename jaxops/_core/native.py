@@ -40,6 +40,9 @@ CUDA_TARGETS: list[str] = []
 #: Set to 1 in the environment, a platform without kernels is an error.
 REQUIRE_VARIABLE = "JAXOPS_REQUIRE_KERNELS"
 
+#: Set to "on" in the environment, CUDA kernels that no GPU has run yet are chosen.
+NEW_KERNELS_VARIABLE = "JAXOPS_NEW_KERNELS"
+
 _warned: set[str] = set()
 _statuses: dict[str, PlatformStatus] = {}
 _modules: dict[str, types.ModuleType] = {}
@@ -345,6 +348,14 @@ def use_kernels(platform: str, ctx) -> bool:
         )
         _warned.add(reason)
     return False
+
+
+def allows_new_kernels() -> bool:
+    """Whether lowerings for CUDA devices may choose kernels that no GPU has run yet.
+
+    Dry runs, for which there is no device, always look at them.
+    """
+    return _recording.get() is not None or os.environ.get(NEW_KERNELS_VARIABLE) == "on"
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:

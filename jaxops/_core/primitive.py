@@ -130,6 +130,8 @@ class Operator:
         epilogue: Callable[..., tuple | None] = lambda *_, **__: None,
         across: Mapping[str, Callable[..., Sequence[jax.Array]]] | None = None,
         neighbours: Callable[..., tuple] = lambda *shards, plan, **params: (shards, params),
+        aliases: Mapping[int, int] | None = None,
+        is_new_on_gpu: bool | Callable[..., bool] = False,
     ):
         self.name = name
         self.target = f"jaxops_{name}"
@@ -143,6 +145,8 @@ class Operator:
         self._epilogue = epilogue
         self._across = across or {}
         self._neighbours = neighbours
+        self._aliases = aliases or {}
+        self._is_new_on_gpu = is_new_on_gpu
         # The outer primitive is what JAX transforms see; the inner one is the call on one device.
         self.primitive = self._new_primitive(name)
         batching.primitive_batchers[self.primitive] = self._batch
@@ -377,7 +381,8 @@ class Operator:
             )
         is_manual = any(map(compat.is_manual, ctx.avals_in))
         static = _Static(tuple(params.items()), is_manual, compat.Settings.current())
-        digest = cache_key.digest(self.name, static, compat.mesh_shapes(ctx))
+        switches = native.allows_new_kernels()
+        digest = cache_key.digest(self.name, static, compat.mesh_shapes(ctx), switches)
         call = functools.partial(self._partitioned, static)
         return compat.with_metadata(call, jaxops_digest=digest)
 
@@ -402,11 +407,22 @@ class Operator:
         space = []
         if self._work_space and platform == "cuda":
             space = native.work_space(self.target, operands, out, attributes)
-        call = native.ffi_call(self.target, [*out, *space])
+        aliases = {
+            i: j
+            for i, j in self._aliases.items()
+            if (operands[i].shape, operands[i].dtype) == (out[j].shape, out[j].dtype)
+        }
+        call = native.ffi_call(self.target, [*out, *space], input_output_aliases=aliases)
         return call(*operands, **attributes)[: len(out)]
 
+    def _may_call(self, platform, params):
+        """Whether a platform runs the handlers of such a call, which no GPU may have run yet."""
+        is_new = self._is_new_on_gpu
+        is_new = is_new(**params) if callable(is_new) else is_new
+        return platform != "cuda" or not is_new or native.allows_new_kernels()
+
     def _lower_native(self, ctx, *values, platform, **params):
-        if not native.use_kernels(platform, ctx):
+        if not self._may_call(platform, params) or not native.use_kernels(platform, ctx):
             return self._lower_reference(ctx, *values, **params)
         run = functools.partial(self._run_native, platform=platform)
         with _refusing_symbolic(self.name, ctx.avals_in):
