@@ -3,7 +3,7 @@
 //
 // CanRun... says whether a family's kernels compute a call correctly, whether fast or not.
 // Launchers expect calls that can run. The geometry of a call satisfies FitsKernels, and has work
-// to do.
+// to do. Calls of the packed families have segments or states, and those of others do not.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_FAMILIES_H_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_FAMILIES_H_
 

@@ -184,10 +184,10 @@ BackwardPlan MakePlan(const Gradients& gradients) {
 }  // namespace
 
 bool CanRunPacked(const Forward& call, const Device&) {
-  return IsPacked(call) && ForwardPlan(call).blocks <= kMaxBlocks;
+  return ForwardPlan(call).blocks <= kMaxBlocks;
 }
 bool CanRunPacked(const Gradients& gradients, const Device&) {
-  return IsPacked(gradients.call) && MakePlan(gradients).CanLaunch();
+  return MakePlan(gradients).CanLaunch();
 }
 
 cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device&) {

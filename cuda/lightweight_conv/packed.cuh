@@ -30,9 +30,9 @@ struct States {
         channels(call.geometry.channels),
         is_ntc(call.geometry.data_format == DataFormat::kNTC) {}
 
-  // Add adds the taps of step t that read a state, in ascending order, for kV neighbouring
-  // channels. `slots` and `offset` are of the batch entry, and add_tap(k, row) adds tap k of a row
-  // of kV values.
+  // ForEachTap finds the taps of step t that read a state, in ascending order: add_tap(k, row) is
+  // called with tap k and the row that it reads, of kV neighbouring channels. `entry_slots` and
+  // `offset` are those of the batch entry.
   template <int kV, typename Acc, typename AddTap>
   __device__ __forceinline__ void ForEachTap(const int32_t* entry_slots, int64_t offset, int t,
                                              int start, int channel, AddTap&& add_tap) const {
@@ -42,7 +42,7 @@ struct States {
     if (entry_slots != nullptr) {
       const int slot = entry_slots[t];
       if (slot < 0 || slot >= num_slots) return;
-      offset += slot * padding * channels;
+      offset += int64_t{slot} * padding * channels;
     }
     const int64_t advance = is_ntc ? channels : 1;
     offset += is_ntc ? channel : int64_t{channel} * padding;

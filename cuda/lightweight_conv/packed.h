@@ -15,6 +15,7 @@
 
 namespace jaxops::lightweight_conv::cuda {
 
+// IsPacked says whether a call has segments or states.
 inline bool IsPacked(const Forward& call) {
   return call.starts != nullptr || call.state != nullptr;
 }

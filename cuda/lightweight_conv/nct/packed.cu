@@ -33,34 +33,53 @@ class VectorWindow {
     for (int i = 0; i < kVectors; ++i) {
       const int t = first - skipped + i * kVector;
       const bool wanted = i * kVector < skipped + kVector + taps - 1;
-      vectors_[i] = LoadIf<kVector>(
+      const auto vector = LoadIf<kVector>(
           wanted && static_cast<unsigned>(t) < static_cast<unsigned>(time), row + t, row);
+      memcpy(words_ + 4 * i, &vector, sizeof(vector));
     }
   }
 
-  // Read converts the window to `steps`.
+  // Read converts the window to `steps`. The distance of `first` from a vector is the same in all
+  // threads. It is removed by moves of words, a power of two at a time.
   template <typename Acc>
   __device__ __forceinline__ void Read(Acc (&steps)[kCount], int first) const {
-    Acc all[kVectors * kVector];
+    uint32_t words[kWords];
 #pragma unroll
-    for (int i = 0; i < kVectors * kVector; ++i) {
-      all[i] = Widen(vectors_[i / kVector].values[i % kVector]);
-    }
-    // `first` has the same remainder in all threads.
+    for (int i = 0; i < kWords; ++i) words[i] = words_[i];
+    const int distance = (first & (kVector - 1)) * static_cast<int>(sizeof(T)) / 4;
+    MoveIf<2>(distance & 2, words);
+    MoveIf<1>(distance & 1, words);
+    if constexpr (sizeof(T) == 2) {
+      const int bits = first % 2 == 0 ? 0 : 16;
 #pragma unroll
-    for (int distance = kVector / 2; distance > 0; distance /= 2) {
-      if (first & distance) {
-#pragma unroll
-        for (int i = 0; i < kVectors * kVector - distance; ++i) all[i] = all[i + distance];
+      for (int i = 0; i < kWords - 1; ++i) {
+        words[i] = __funnelshift_r(words[i], words[i + 1], bits);
       }
     }
+    constexpr int kItem = sizeof(T) == 2 ? 4 : sizeof(T);  // bytes of an item of whole words
+    constexpr int kElements = kItem / sizeof(T);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) steps[i] = all[i];
+    for (int i = 0; i < kCount; i += kElements) {
+      T elements[kElements];
+      memcpy(elements, words + i * sizeof(T) / 4, kItem);
+#pragma unroll
+      for (int e = 0; e < kElements && i + e < kCount; ++e) steps[i + e] = Widen(elements[e]);
+    }
   }
 
  private:
   static constexpr int kVectors = (kVector - 1 + kCount + kVector - 1) / kVector;
-  Pack<T, kVector> vectors_[kVectors];
+  static constexpr int kWords = 4 * kVectors;
+
+  template <int kDistance>
+  __device__ __forceinline__ static void MoveIf(bool moves, uint32_t (&words)[kWords]) {
+#pragma unroll
+    for (int i = 0; i < kWords - kDistance; ++i) {
+      words[i] = moves ? words[i + kDistance] : words[i];
+    }
+  }
+
+  uint32_t words_[kWords];
 };
 
 // VectorStarts has the starts of the first and the last step of the windows of a vector of steps.
@@ -82,7 +101,7 @@ class VectorStarts {
   }
 
  private:
-  bool is_inside_;
+  bool is_inside_ = false;
   int first_start_ = 0, last_start_ = 0;
 };
 
@@ -219,7 +238,7 @@ __global__ void __launch_bounds__(kNctThreads, 5)
 // --- backward ------------------------------------------------------------------------------------
 
 template <typename T, int kTaps>
-__global__ void __launch_bounds__(kNctThreads, sizeof(T) == 8 ? 4 : 5)
+__global__ void __launch_bounds__(kNctThreads, (sizeof(T) == 8 ? 4 : 5) - (kTaps > 4))
     PackedNctBackward(const __grid_constant__ BackwardParams p) {
   using Acc = Accumulator<T>;
   using Window = VectorWindow<T, kTaps>;
@@ -375,13 +394,11 @@ bool CanRun(const Geometry& g, DType dtype) {
 }  // namespace
 
 bool CanRunPacked(const Forward& call, const Device&) {
-  return IsPacked(call) && CanRun(call.geometry, call.dtype) &&
-         ForwardPlan(call).blocks <= kMaxBlocks;
+  return CanRun(call.geometry, call.dtype) && ForwardPlan(call).blocks <= kMaxBlocks;
 }
 bool CanRunPacked(const Gradients& gradients, const Device&) {
   const Backward& call = gradients.call;
-  return IsPacked(call) && CanRun(call.geometry, call.dtype) &&
-         MakePlan(gradients, MakeTile(gradients)).CanLaunch();
+  return CanRun(call.geometry, call.dtype) && MakePlan(gradients, MakeTile(gradients)).CanLaunch();
 }
 
 cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device&) {

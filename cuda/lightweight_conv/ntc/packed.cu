@@ -441,11 +441,10 @@ bool IsShort(const Geometry& g) {
 }  // namespace
 
 bool CanRunPacked(const Forward& call, const Device&) {
-  return IsPacked(call) && IsShort(call.geometry) && MakePlan(call).CanLaunch();
+  return IsShort(call.geometry) && MakePlan(call).CanLaunch();
 }
 bool CanRunPacked(const Gradients& gradients, const Device&) {
-  return IsPacked(gradients.call) && IsShort(gradients.call.geometry) &&
-         MakePlan(gradients).CanLaunch();
+  return IsShort(gradients.call.geometry) && MakePlan(gradients).CanLaunch();
 }
 
 cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device&) {
