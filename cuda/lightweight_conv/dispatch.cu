@@ -6,6 +6,7 @@
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/launch.h"
+#include "cuda/lightweight_conv/packed.h"
 
 namespace jaxops::lightweight_conv::cuda {
 namespace {
@@ -107,6 +108,18 @@ const Table<Forward> kForward("lightweight_conv", "forward", kForwardFamilies);
 // here.
 const Table<Forward> kInputGrad("lightweight_conv_input_grad", "forward", kForwardFamilies);
 
+// Calls with segments or states have tables of their own. The last row runs all of them.
+constexpr Family<Forward> kPackedForwardFamilies[] = {
+    // Memory bounds short filters: windows inside of one segment cost nothing more.
+    {"ntc/packed", ntc::CanRunPacked, Always, ntc::LaunchPacked},
+    {"nct/packed", nct::CanRunPacked, Always, nct::LaunchPacked},
+    // Every tap is read through the cache.
+    {"packed", CanRunPacked, Always, LaunchPacked},
+};
+const Table<Forward> kPackedForward("lightweight_conv_packed", "forward", kPackedForwardFamilies);
+const Table<Forward> kPackedInputGrad("lightweight_conv_packed_input_grad", "forward",
+                                      kPackedForwardFamilies);
+
 // The input gradient is a forward convolution of g over every batch entry.
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   Forward forward{};
@@ -134,7 +147,7 @@ cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   forward.slots = nullptr;
   forward.num_slots = 0;
   forward.y = call.dx;
-  return kInputGrad.Run(stream, forward);
+  return (IsPacked(forward) ? kPackedInputGrad : kInputGrad).Run(stream, forward);
 }
 
 using LaunchGradients = cudaError_t (*)(cudaStream_t, const Gradients&, const Device&);
@@ -180,6 +193,16 @@ constexpr Family<Gradients> kGradientFamilies[] = {
 };
 const Table<Gradients> kGradients("lightweight_conv", "backward", kGradientFamilies);
 
+constexpr Family<Gradients> kPackedGradientFamilies[] = {
+    // One pass reads x and g once.
+    {"ntc/packed", ntc::CanRunPacked, Always, ntc::LaunchPacked},
+    {"nct/packed", nct::CanRunPacked, Always, nct::LaunchPacked},
+    // Every tap is read through the cache.
+    {"packed", CanRunPacked, Always, WithInputGrad<LaunchPacked, Never>},
+};
+const Table<Gradients> kPackedGradients("lightweight_conv_packed", "backward",
+                                        kPackedGradientFamilies);
+
 // RangeError says what of a geometry is too large for kernels, or nothing. They count a time step,
 // a channel or a tap in 32 bits, also those of a tile of up to 256 steps beyond the end; arrays may
 // be larger.
@@ -209,11 +232,10 @@ std::string RangeError(const Geometry& g) {
 cudaError_t LaunchForward(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   if (call.batch.size() == 0 || g.time == 0 || g.channels == 0) return cudaSuccess;
-  if (call.starts != nullptr || call.state != nullptr) return cudaErrorNotSupported;
   if (const std::string error = RangeError(g); !error.empty()) {
     return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
   }
-  return kForward.Run(stream, call);
+  return (IsPacked(call) ? kPackedForward : kForward).Run(stream, call);
 }
 
 cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t splits,
@@ -228,11 +250,10 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
     const int64_t biases = kept * g.channels * jaxops::cuda::SizeOf(call.bias_dtype);
     return cudaMemsetAsync(call.dbias, 0, biases, stream);
   }
-  if (call.starts != nullptr) return cudaErrorNotSupported;
   if (const std::string error = RangeError(g); !error.empty()) {
     return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
   }
-  return kGradients.Run(stream, {call, splits, partials});
+  return (IsPacked(call) ? kPackedGradients : kGradients).Run(stream, {call, splits, partials});
 }
 
 }  // namespace jaxops::lightweight_conv::cuda
