@@ -4,6 +4,19 @@
 //   c])
 //
 // for each batch entry, with x zero outside [0, time).
+//
+// With segments, starts[t] is the first step of the segment of step t: starts do not decrease, and
+// two steps are of one segment if and only if their starts are equal. A tap of step t at step
+// s = t + k * dilation - padding is valid if
+//
+//   - 0 <= s < time and starts[s] == starts[t], or
+//   - s < 0 and s >= starts[t]: it reads row padding + s of the state, zero if there is none, or
+//   - s < starts[t] and the call has slots: it reads row padding + s - starts[t] of the state of
+//     slots[t], zero if that is not in [0, num_slots).
+//
+// All other taps are zero: nothing is multiplied by them, so that no NaN crosses a boundary. Starts
+// may be negative, for a segment that began before step 0; without starts, all steps are of such a
+// segment.
 #ifndef JAXOPS_COMMON_LIGHTWEIGHT_CONV_H_
 #define JAXOPS_COMMON_LIGHTWEIGHT_CONV_H_
 
@@ -26,18 +39,26 @@ struct Geometry {
 };
 
 struct Forward {
-  enum Operand { kX, kWeight, kBias, kY, kOperands };
+  enum Operand { kX, kWeight, kBias, kStarts, kState, kSlots, kY, kOperands };
 
   Geometry geometry;
   BatchMap<kOperands> batch;
   DType dtype;         // of x and y; f16 and bf16 accumulate in f32
   DType weight_dtype;  // never f64 unless dtype is f64
   DType bias_dtype;    // likewise
+  DType state_dtype;   // likewise
   Activation activation;
   bool flip_taps;  // read weight[h, taps - 1 - k] instead of weight[h, k]
   const void* x;
   const void* weight;
-  const void* bias;  // null: none
+  const void* bias;       // null: none
+  const int32_t* starts;  // (time,); null: none
+  // The steps before step 0, (padding, channels) or with NCT (channels, padding). With slots, which
+  // come with starts and NTC, those before each segment: (num_slots, padding, channels). Null:
+  // none.
+  const void* state;
+  const int32_t* slots;  // (time,), the same number at all steps of a segment; null: none
+  int64_t num_slots;
   void* y;
 };
 
@@ -48,9 +69,10 @@ struct Forward {
 //   dbias[c]      = sum_{n, t} g[n, t, c]
 //
 // where n runs over the `summed` batch dimensions; dweight and dbias have one entry for each entry
-// of `kept`, densely packed, and dx one for each pair (kept, summed).
+// of `kept`, densely packed, and dx one for each pair (kept, summed). With segments, g and x are of
+// the same one.
 struct Backward {
-  enum Operand { kX, kWeight, kG, kDx, kOperands };
+  enum Operand { kX, kWeight, kG, kStarts, kDx, kOperands };
 
   Geometry geometry;
   BatchMap<kOperands> kept;
@@ -61,9 +83,10 @@ struct Backward {
   const void* x;
   const void* weight;  // null if dx is null
   const void* g;
-  void* dx;       // null: not wanted
-  void* dweight;  // (kept, heads, taps)
-  void* dbias;    // (kept, channels); null: not wanted
+  const int32_t* starts;  // (time,); null: none
+  void* dx;               // null: not wanted
+  void* dweight;          // (kept, heads, taps)
+  void* dbias;            // (kept, channels); null: not wanted
 };
 
 // Returns the number of partial sums over time and the `summed` batch entries on CUDA devices, for

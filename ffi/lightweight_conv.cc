@@ -36,7 +36,12 @@ struct GradAttributes {
 struct ForwardAttributes : GradAttributes {
   Activation activation;
   bool flip_taps;
-  JAXOPS_ATTRIBUTES(padding, dilation, data_format, activation, flip_taps);
+  bool has_bias;
+  bool has_starts;
+  bool has_state;
+  bool has_slots;
+  JAXOPS_ATTRIBUTES(padding, dilation, data_format, activation, flip_taps, has_bias, has_starts,
+                    has_state, has_slots);
 };
 
 xf::Error Check(bool good, const char* what, const Buffer& x, const Buffer& other) {
@@ -87,9 +92,69 @@ xf::Error SetParameterType(DType& out, const char* what, const Buffer& buffer, D
   return xf::Error::Success();
 }
 
-xf::Error Convolve(Context context, Buffer x, Buffer weight, std::optional<Buffer> bias, Result y,
+// The buffers of a forward call after x and weight.
+struct Optional {
+  std::optional<Buffer> bias, starts, state, slots;
+};
+
+// Takes the buffers of which the attributes tell, in order.
+xf::Error TakeOptional(Optional& optional, xf::RemainingArgs rest,
+                       const ForwardAttributes& attributes) {
+  size_t taken = 0;
+  const auto take = [&](bool has, std::optional<Buffer>& buffer) {
+    if (!has) return;
+    if (taken < rest.size()) buffer = *rest.get<Buffer>(taken);
+    ++taken;
+  };
+  take(attributes.has_bias, optional.bias);
+  take(attributes.has_starts, optional.starts);
+  take(attributes.has_state, optional.state);
+  take(attributes.has_slots, optional.slots);
+  if (taken != rest.size()) {
+    return InvalidArgument(kName, ": expected ", taken + 2, " operands, got ", rest.size() + 2);
+  }
+  if (attributes.has_slots && !(attributes.has_starts && attributes.has_state &&
+                                attributes.data_format == DataFormat::kNTC)) {
+    return InvalidArgument(kName, ": slots need starts, a state and the layout NTC");
+  }
+  return xf::Error::Success();
+}
+
+// Sets the segments of a call: int32, one entry a step.
+xf::Error SetSteps(const int32_t*& out, const char* what, const Buffer& buffer, size_t rank,
+                   int64_t time) {
+  JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, what, buffer, rank, {time}, xf::DataType::S32));
+  out = static_cast<const int32_t*>(buffer.untyped_data());
+  return xf::Error::Success();
+}
+
+// Sets the state of a call and its batch dimensions.
+xf::Error SetState(Forward& forward, BatchOperand& operand, const Buffer& state, bool has_slots,
+                   size_t rank) {
+  const Geometry& g = forward.geometry;
+  JAXOPS_RETURN_IF_ERROR(SetParameterType(forward.state_dtype, "state", state, forward.dtype));
+  const size_t core = has_slots ? 3 : 2;
+  const Dimensions dims = state.dimensions();
+  forward.num_slots = has_slots && dims.size() == rank + core ? dims[rank] : 0;
+  const xf::DataType type = state.element_type();
+  if (has_slots) {
+    JAXOPS_RETURN_IF_ERROR(
+        CheckBuffer(kName, "state", state, rank, {forward.num_slots, g.padding, g.channels}, type));
+  } else if (g.data_format == DataFormat::kNTC) {
+    JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "state", state, rank, {g.padding, g.channels}, type));
+  } else {
+    JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "state", state, rank, {g.channels, g.padding}, type));
+  }
+  forward.state = state.untyped_data();
+  operand = {dims, core};
+  return xf::Error::Success();
+}
+
+xf::Error Convolve(Context context, Buffer x, Buffer weight, xf::RemainingArgs rest, Result y,
                    const ForwardAttributes& attributes) {
   Forward forward;
+  Optional optional;
+  JAXOPS_RETURN_IF_ERROR(TakeOptional(optional, rest, attributes));
   JAXOPS_RETURN_IF_ERROR(SetGeometry(forward.geometry, attributes, x, weight));
   JAXOPS_RETURN_IF_ERROR(SetType(forward.dtype, kName, "x", x));
   JAXOPS_RETURN_IF_ERROR(SetParameterType(forward.weight_dtype, "weight", weight, forward.dtype));
@@ -100,23 +165,49 @@ xf::Error Convolve(Context context, Buffer x, Buffer weight, std::optional<Buffe
   forward.y = y->untyped_data();
   forward.bias = nullptr;
   forward.bias_dtype = forward.weight_dtype;
+  forward.starts = nullptr;
+  forward.state = nullptr;
+  forward.state_dtype = forward.dtype;
+  forward.slots = nullptr;
+  forward.num_slots = 0;
   const size_t rank = x.dimensions().size() - 2;
   JAXOPS_RETURN_IF_ERROR(
       CheckBuffer(kName, "result", *y, rank, x.dimensions().last(2), x.element_type()));
-  // The weight stands in for the batch dimensions of an absent bias, whose offset nothing reads.
-  BatchOperand bias_operand{weight.dimensions(), 2};
-  if (bias) {
+  // The weight stands in for the batch dimensions of absent operands, whose offsets nothing reads.
+  const BatchOperand absent{weight.dimensions(), 2};
+  BatchOperand bias_operand = absent, starts_operand = absent, state_operand = absent,
+               slots_operand = absent;
+  const int64_t time = forward.geometry.time;
+  if (const auto& bias = optional.bias) {
     JAXOPS_RETURN_IF_ERROR(SetParameterType(forward.bias_dtype, "bias", *bias, forward.dtype));
     JAXOPS_RETURN_IF_ERROR(
         CheckBuffer(kName, "bias", *bias, rank, {forward.geometry.channels}, bias->element_type()));
     forward.bias = bias->untyped_data();
     bias_operand = {bias->dimensions(), 1};
   }
+  if (const auto& starts = optional.starts) {
+    JAXOPS_RETURN_IF_ERROR(SetSteps(forward.starts, "starts", *starts, rank, time));
+    starts_operand = {starts->dimensions(), 1};
+  }
+  if (optional.state) {
+    JAXOPS_RETURN_IF_ERROR(
+        SetState(forward, state_operand, *optional.state, attributes.has_slots, rank));
+  }
+  if (const auto& slots = optional.slots) {
+    JAXOPS_RETURN_IF_ERROR(SetSteps(forward.slots, "slots", *slots, rank, time));
+    slots_operand = {slots->dimensions(), 1};
+  }
   JAXOPS_RETURN_IF_ERROR(SetBatch<Forward::kOperands>(
       kName, forward.batch,
       {BatchOperand{x.dimensions(), 2}, BatchOperand{weight.dimensions(), 2}, bias_operand,
+       starts_operand, state_operand, slots_operand,
        BatchOperand{y->dimensions(), 2, BatchOperand::kWritten}},
       rank));
+#ifndef JAXOPS_PLATFORM_CUDA
+  if (forward.starts != nullptr || forward.state != nullptr) {
+    return xf::Error(xf::ErrorCode::kUnimplemented, "lightweight_conv: segments and states");
+  }
+#endif
   ExpectWrites(*y);
   return Run(context, kName, JAXOPS_KERNEL(lightweight_conv, Forward), forward);
 }
@@ -124,7 +215,7 @@ xf::Error Convolve(Context context, Buffer x, Buffer weight, std::optional<Buffe
 // The buffers of a gradient, some of which are optional.
 struct GradBuffers {
   Buffer x, g, dweight;
-  std::optional<Buffer> weight = {}, dx = {}, dbias = {};
+  std::optional<Buffer> starts = {}, weight = {}, dx = {}, dbias = {};
 };
 
 xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradBuffers& buffers,
@@ -147,6 +238,11 @@ xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradB
         CheckBuffer(kName, "weight", *buffers.weight, rank, filter, dweight.element_type()));
   }
   if (buffers.dx) JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "dx", *buffers.dx, rank, step, type));
+  backward.starts = nullptr;
+  if (buffers.starts) {
+    JAXOPS_RETURN_IF_ERROR(
+        SetSteps(backward.starts, "starts", *buffers.starts, rank, backward.geometry.time));
+  }
   backward.bias_dtype = backward.weight_dtype;
   if (buffers.dbias) {
     const Buffer& dbias = *buffers.dbias;
@@ -169,6 +265,7 @@ xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradB
   const std::array<BatchOperand, Backward::kOperands> operands = {
       BatchOperand{x.dimensions(), 2},
       buffers.weight ? BatchOperand{buffers.weight->dimensions(), 2} : own_g, own_g,
+      buffers.starts ? BatchOperand{buffers.starts->dimensions(), 1} : own_g,
       buffers.dx ? BatchOperand{buffers.dx->dimensions(), 2, BatchOperand::kWritten} : own_g};
   std::array<BatchOperand, Backward::kOperands + 1> batch;
   std::copy(operands.begin(), operands.end(), batch.begin());
@@ -183,18 +280,23 @@ xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradB
   void* partials = nullptr;
   JAXOPS_RETURN_IF_ERROR(TakeWorkSpace(partials, kName, work_space,
                                        jaxops::lightweight_conv::WorkSpaceBytes(backward)));
+#ifndef JAXOPS_PLATFORM_CUDA
+  if (backward.starts != nullptr) {
+    return xf::Error(xf::ErrorCode::kUnimplemented, "lightweight_conv: segments");
+  }
+#endif
   if (buffers.dx) ExpectWrites(*buffers.dx);
   return Run(context, "lightweight_conv gradient", JAXOPS_KERNEL(lightweight_conv, Backward),
              backward, jaxops::lightweight_conv::CountSplits(backward), partials);
 }
 
-xf::Error FilterGrad(Context context, Buffer x, Buffer g, Result dweight, WorkSpace work_space,
-                     const GradAttributes& attributes) {
-  return RunGrad(context, attributes, {x, g, *dweight}, work_space);
+xf::Error FilterGrad(Context context, Buffer x, Buffer g, std::optional<Buffer> starts,
+                     Result dweight, WorkSpace work_space, const GradAttributes& attributes) {
+  return RunGrad(context, attributes, {x, g, *dweight, starts}, work_space);
 }
 
-xf::Error Grad(Context context, Buffer x, Buffer weight, Buffer g, Result dx, Result dweight,
-               std::optional<Result> dbias, WorkSpace work_space,
+xf::Error Grad(Context context, Buffer x, Buffer weight, Buffer g, std::optional<Buffer> starts,
+               Result dx, Result dweight, std::optional<Result> dbias, WorkSpace work_space,
                const GradAttributes& attributes) {
   // The last result is the work space, an array of bytes, with dbias or without.
   if (!work_space && dbias && (*dbias)->element_type() == xf::DataType::U8) {
@@ -202,7 +304,7 @@ xf::Error Grad(Context context, Buffer x, Buffer weight, Buffer g, Result dx, Re
   }
   return RunGrad(
       context, attributes,
-      {x, g, *dweight, weight, *dx, dbias ? std::optional<Buffer>(**dbias) : std::nullopt},
+      {x, g, *dweight, starts, weight, *dx, dbias ? std::optional<Buffer>(**dbias) : std::nullopt},
       work_space);
 }
 

@@ -886,8 +886,8 @@ def test_more_than_2_to_the_31_elements(platform, depth, taps, data_format):
 @pytest.mark.parametrize("data_format", LAYOUTS)
 def test_work_space_has_room_for_every_kept_entry(data_format):
     """Each operand may be the only one that varies along a batch dimension that is kept."""
-    module = importlib.import_module("jaxops.lightweight_conv")
-    options = module._Options(padding=2, dilation=1, data_format=data_format)
+    module = importlib.import_module("jaxops.lightweight_conv.primitives")
+    options = module.Options(padding=2, dilation=1, data_format=data_format)
     core = (8, 6) if data_format == "NTC" else (6, 8)
 
     def array(*shape):
@@ -899,7 +899,7 @@ def test_work_space_has_room_for_every_kept_entry(data_format):
             "jaxops_lightweight_conv_backward",
             [array(x, 4, *core), array(weight, 1, 3, 3), array(g, 4, *core)],
             [array(kept, 4, *core), array(kept, 1, 3, 3)],
-            module._attributes(options=options),
+            module.attributes(options=options),
         )
         # Sums in float32 of 3 taps and a bias by 6 channels.
         splits, rest = divmod(work.shape[0], kept * 4 * 6 * 4)

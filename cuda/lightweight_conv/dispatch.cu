@@ -111,8 +111,9 @@ cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   forward.geometry = call.geometry;
   forward.geometry.padding = Mirrored(call.geometry);
   // The order of the entries does not matter, so the summed entries follow the kept ones.
-  const std::array<int, Forward::kOperands> operands = {Backward::kG, Backward::kWeight,
-                                                        Backward::kWeight, Backward::kDx};
+  const std::array<int, Forward::kOperands> operands = {
+      Backward::kG,      Backward::kWeight, Backward::kWeight, Backward::kStarts,
+      Backward::kWeight, Backward::kWeight, Backward::kDx};
   if (!forward.batch.AppendFrom(call.kept, operands) ||
       !forward.batch.AppendFrom(call.summed, operands)) {
     return cudaErrorInvalidValue;
@@ -125,6 +126,11 @@ cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   forward.x = call.g;
   forward.weight = call.weight;
   forward.bias = nullptr;
+  forward.starts = call.starts;
+  forward.state = nullptr;
+  forward.state_dtype = call.dtype;
+  forward.slots = nullptr;
+  forward.num_slots = 0;
   forward.y = call.dx;
   return kInputGrad.Run(stream, forward);
 }
@@ -177,6 +183,7 @@ const Table<Gradients> kGradients("lightweight_conv", "backward", kGradientFamil
 cudaError_t LaunchForward(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   if (call.batch.size() == 0 || g.time == 0 || g.channels == 0) return cudaSuccess;
+  if (call.starts != nullptr || call.state != nullptr) return cudaErrorNotSupported;
   if (!FitsKernels(g)) return cudaErrorInvalidValue;
   return kForward.Run(stream, call);
 }
@@ -193,6 +200,7 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
     const int64_t biases = kept * g.channels * jaxops::cuda::SizeOf(call.bias_dtype);
     return cudaMemsetAsync(call.dbias, 0, biases, stream);
   }
+  if (call.starts != nullptr) return cudaErrorNotSupported;
   if (!FitsKernels(g)) return cudaErrorInvalidValue;
   return kGradients.Run(stream, {call, splits, partials});
 }

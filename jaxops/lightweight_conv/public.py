@@ -1,0 +1,151 @@
+"""The public function of lightweight convolution."""
+
+from __future__ import annotations
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from jaxops._core import checks
+from jaxops._families import sequences
+from jaxops.activations import ACTIVATIONS
+from jaxops.lightweight_conv import primitives
+
+_DATA_FORMATS = ("NTC", "NCT")
+
+
+def lightweight_conv(
+    x: ArrayLike,
+    weight: ArrayLike,
+    *,
+    padding: str | int = "causal",
+    dilation: int = 1,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    segment_ids: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
+    return_final_state: bool = False,
+    data_format: str = "NTC",
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Depthwise convolution over time whose filters are shared by the channels of a head.
+
+    ``y[b, t, c] = act(bias[c] + sum_k weight[h, k] * x[b, t + k * dilation - P, c])`` with
+    ``h = c // (C // H)`` and x zero outside ``0 <= t < T``. The paper uses it in place of
+    self-attention with ``weight = jax.nn.softmax(w)`` over the taps.
+
+    Packed sequences have `segment_ids`: x is zero as well at steps of other segments than that of
+    t. With an `initial_state`, x has its rows at the steps ``-P <= t < 0``, for the first segment.
+
+    Under `jax.checkpoint`, policies such as
+    ``jax.checkpoint_policies.save_only_these_names("lightweight_conv")`` can name the result.
+
+    Args:
+      x: (..., T, C), or (..., C, T) with data_format "NCT"; float16, bfloat16, float32 or float64.
+      weight: (H, K), K >= 1, H >= 1 dividing C; any float dtype. H = C is a plain depthwise
+        convolution.
+      padding: "causal" for P = (K - 1) * dilation, "same" for P = (K - 1) * dilation // 2, or an
+        int P with 0 <= P <= (K - 1) * dilation. The result always has T steps.
+      dilation: steps between neighbouring taps, >= 1.
+      bias: (C,), any float dtype.
+      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
+      segment_ids: (..., T), any integer dtype. A segment is a run of equal neighbouring ids.
+      initial_state: (..., P, C), or (..., C, P) with data_format "NCT": the P inputs before those
+        of x, oldest first; any float dtype. Without it they are zero.
+      return_final_state: whether to return the initial state of a next call as well.
+      data_format: "NTC" or "NCT"; neither is transposed.
+
+    Returns:
+      An array of x's shape and dtype. Arithmetic is in float32, or in float64 where an argument is.
+      With return_final_state, (y, state): the last P inputs of the last segment of each row, with
+      the initial state where that segment is the first and has fewer, else with zeros. The state
+      has the shape of the initial state, and its dtype, or x's without one.
+
+    Raises:
+      TypeError: an argument is not of a float dtype, segment_ids not of an integer one, or an
+        option not a static integer or bool.
+      ValueError: a shape, a padding, a dilation or a name is out of what is listed above.
+
+    Source: Wu et al. 2019, "Pay Less Attention with Lightweight and Dynamic Convolutions",
+    https://arxiv.org/abs/1901.10430.
+    """
+    name = primitives.NAME
+    data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
+    activation = checks.choice(name, "activation", activation, ACTIVATIONS)
+    return_final_state = sequences.boolean(name, "return_final_state", return_final_state)
+    x = sequences.sequence_array(name, "x", x, data_format)
+    time_axis = sequences.time_axis(data_format)
+    weight, bias = check_parameters(name, x.shape, x.shape[-3 - time_axis], weight, bias)
+    taps = weight.shape[1]
+    dilation = checks.integer(name, "dilation", dilation, 1)
+    padding = sequences.resolve_padding(name, padding, (taps - 1) * dilation)
+    rank = x.ndim - 2
+    arrays: list[jax.Array | None] = [x, sequences.unvarying(weight, rank), None, None, None]
+    if bias is not None:
+        arrays[2] = sequences.unvarying(bias, rank)
+    state = starts = None
+    if initial_state is not None:
+        state = sequences.state_array(name, "initial_state", initial_state, x, padding, data_format)
+    if segment_ids is not None:
+        time = x.shape[time_axis]
+        why = "(..., T), one id a step of x"
+        ids = sequences.integer_array(name, "segment_ids", segment_ids, (*x.shape[:-2], time), why)
+        starts = sequences.segment_starts(ids, 0 if state is None else -padding)
+    final = None
+    if return_final_state:
+        final = sequences.final_state(x, padding, data_format, starts, state)
+    if state is None or padding == 0:
+        bounded = _bounded(padding, dilation, taps, x.shape[time_axis])
+        options = primitives.Options(*bounded, data_format)
+    else:
+        options = primitives.Options(padding, dilation, data_format)
+        arrays[4] = state
+    arrays[3] = starts
+    result_dtype = x.dtype
+    if any(a is not None and a.dtype == jnp.float64 for a in arrays):
+        arrays[0] = x.astype(jnp.float64)
+    y = primitives.conv(*arrays, options=options, activation=activation)
+    y = checkpoint_name(y.astype(result_dtype), name)
+    return y if final is None else (y, final)
+
+
+def check_parameters(
+    function: str, shape: tuple[int, ...], channels: int, weight: ArrayLike, bias: ArrayLike | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Weight and bias as arrays that fit the channels of x, which has the shape given."""
+    weight = checks.float_array(function, "weight", weight, 2, "(H, K)")
+    heads, taps = weight.shape
+    if heads < 1 or taps < 1:
+        raise ValueError(
+            f"{function}: weight must have shape (H, K) with H >= 1 and K >= 1, got {weight.shape}"
+        )
+    if channels % heads:
+        raise ValueError(
+            f"{function}: the H = {heads} rows of weight must divide the C = {channels} channels "
+            f"of x {shape}"
+        )
+    if bias is not None:
+        bias = checks.float_array(function, "bias", bias, 1, "(C,)")
+        checks.shape(function, "bias", bias, (channels,), "(C,), one entry a channel of x")
+    return weight, bias
+
+
+def _bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, int]:
+    """A padding and a dilation with the same terms, of which the dilation is at most 2 * time.
+
+    If taps are further apart than that, at most one is within the sequence at any step, and it is
+    always the same one. A single tap has no distance to another.
+    """
+    if taps == 1:
+        return 0, 1
+    if jax.export.is_symbolic_dim(time):
+        return padding, dilation
+    far = max(1, 2 * time)
+    if dilation <= far:
+        return padding, dilation
+    tap, back = divmod(padding, dilation)
+    if back < time:
+        return tap * far + back, far
+    ahead = dilation - back
+    return (tap + 1) * far - min(ahead, time), far
