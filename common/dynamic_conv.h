@@ -68,6 +68,15 @@ struct Backward {
   void* dweight;          // (time, heads, taps); null: not wanted
 };
 
+// Returns the bytes of the work space on CUDA devices: two numbers for each row of weights, of
+// which the softmax is made.
+template <typename Call>
+int64_t WorkSpaceBytes(const Call& call) {
+  const Geometry& g = call.geometry;
+  if (!g.normalize) return 0;
+  return 2 * call.batch.size() * g.time * g.heads * (call.dtype == DType::kF64 ? 8 : 4);
+}
+
 }  // namespace jaxops::dynamic_conv
 
 #endif  // JAXOPS_COMMON_DYNAMIC_CONV_H_

@@ -31,6 +31,9 @@ constexpr int64_t kMaxWeights = int64_t{1} << 16;
 // panels to stay in the caches.
 constexpr int64_t kWidth = 64;
 
+// Entries of a level 1 cache for the rows of a step's taps.
+constexpr int64_t kRowsCache = 6144;
+
 JAXOPS_DEFINE_BEST_KERNELS();
 
 int64_t RoundUp(int64_t n) { return CeilDiv(n, kMaxLanes) * kMaxLanes; }
@@ -49,6 +52,19 @@ struct Blocks {
     over_heads = CeilDiv(g.heads, heads);
     over_time = CeilDiv(g.time, steps);
     width = std::min(kWidth, heads * depth);
+  }
+
+  // Blocks for vectors of channels: the rows that taps read at a step stay in the first cache.
+  static Blocks OfRows(const Geometry& g) {
+    Blocks blocks(g);
+    const int64_t depth = std::max<int64_t>(1, g.channels / g.heads);
+    const int64_t channels = kRowsCache / (g.taps + 1);
+    blocks.heads = std::clamp<int64_t>(channels / depth, 1, g.heads);
+    blocks.over_heads = CeilDiv(g.heads, blocks.heads);
+    blocks.steps = std::min<int64_t>(RoundUp(g.time), std::max<int64_t>(64, kMaxLanes));
+    blocks.over_time = CeilDiv(g.time, blocks.steps);
+    blocks.width = blocks.heads * depth;
+    return blocks;
   }
 
   Block At(int64_t index) const {
@@ -73,36 +89,42 @@ struct Blocks {
   int64_t over_time;
 };
 
+enum class Pass { kForward, kForwardRows, kBackward };
+
 // The scratch memory of a task, in one allocation that is aligned to cache lines.
 class TaskScratch {
  public:
-  TaskScratch(const Blocks& blocks, DType dtype, int64_t before, bool backward)
+  TaskScratch(const Blocks& blocks, DType dtype, int64_t before, Pass pass)
       : item_(dtype == DType::kF64 ? 8 : 4) {
     const Geometry& g = blocks.geometry;
     const int64_t steps = blocks.steps, taps = blocks.heads * g.taps;
     const int64_t width = RoundUp(blocks.width);
     const int64_t reach = (g.taps - 1) * g.dilation;
-    const int64_t read = std::min(steps + reach, g.time + before) + 3 * kMaxLanes;
+    const int64_t read = std::min(steps + reach, g.time + before);
+    const bool rows = pass == Pass::kForwardRows;
     scratch_.width = blocks.width;
     // An odd number of vectors between panels keeps them from competing for the same cache sets.
-    scratch_.pitch = (CeilDiv(read, kMaxLanes) | 1) * kMaxLanes;
-    const int64_t panels = taps * (steps + 2 * kMaxLanes);
+    scratch_.pitch = (CeilDiv(read + 3 * kMaxLanes, kMaxLanes) | 1) * kMaxLanes;
+    const int64_t panels = rows ? 0 : taps * (steps + 2 * kMaxLanes);
+    const int64_t window = !rows                ? width * scratch_.pitch
+                           : SizeOf(dtype) == 2 ? width * read
+                                                : width * std::min(read, before);
     const int64_t vectors = CeilDiv(steps * int64_t{sizeof(VectorTaps)}, item_);
     // The second loop takes what the first one has counted.
-    for (int pass = 0; pass < 2; ++pass) {
+    for (int i = 0; i < 2; ++i) {
       used_ = 0;
       scratch_.tile = Take((taps + kMaxLanes) * kMaxLanes);
       scratch_.weight = Take(panels);
-      scratch_.window = Take(width * scratch_.pitch);
-      scratch_.sums = Take(width * (steps + kMaxLanes));
+      scratch_.window = Take(window);
+      scratch_.sums = Take(rows ? width : width * (steps + kMaxLanes));
       scratch_.ascending = {Take(steps), Take(steps), static_cast<VectorTaps*>(Take(vectors))};
-      if (backward) {
+      if (pass == Pass::kBackward) {
         scratch_.probabilities = Take(g.normalize ? panels : 0);
         scratch_.dweight = Take(panels);
-        scratch_.cotangent = Take(width * scratch_.pitch);
+        scratch_.cotangent = Take(window);
         scratch_.descending = {Take(steps), Take(steps), static_cast<VectorTaps*>(Take(vectors))};
       }
-      if (pass == 0) memory_.reset(static_cast<std::byte*>(::operator new(used_, kAlignment)));
+      if (i == 0) memory_.reset(static_cast<std::byte*>(::operator new(used_, kAlignment)));
     }
   }
 
@@ -131,12 +153,12 @@ class TaskScratch {
 // neighbouring ones: heads vary fastest, so that it reads whole rows.
 template <typename F>
 void RunBlocks(const Blocks& blocks, int64_t entries, int64_t cost, DType dtype, int64_t before,
-               bool backward, const ParallelFor& parallel_for, F run) {
+               Pass pass, const ParallelFor& parallel_for, F run) {
   const int64_t units = blocks.count() * entries;
   if (units == 0) return;
   const int64_t tasks = std::min(units, CeilDiv(units * cost, kTaskCost));
   RunTasks(tasks, parallel_for, [&](int64_t task) {
-    const TaskScratch scratch(blocks, dtype, before, backward);
+    const TaskScratch scratch(blocks, dtype, before, pass);
     const int64_t end = (task + 1) * units / tasks;
     for (int64_t unit = task * units / tasks; unit < end; ++unit) {
       run(blocks.At(unit % blocks.count()), unit / blocks.count(), scratch.get());
@@ -152,10 +174,13 @@ const int32_t* AtStarts(const int32_t* starts, int64_t offset) {
 
 void RunForward(const Forward& args, const ParallelFor& parallel_for) {
   const Kernels& kernels = BestKernels();
-  const Blocks blocks(args.geometry);
+  const Geometry& g = args.geometry;
+  const int64_t lanes = args.dtype == DType::kF64 ? kernels.lanes / 2 : kernels.lanes;
+  const bool rows = g.data_format == DataFormat::kNTC && g.channels / g.heads % lanes == 0;
+  const Blocks blocks = rows ? Blocks::OfRows(g) : Blocks(g);
   RunBlocks(blocks, args.batch.size(), blocks.cost(), args.dtype,
-            args.state == nullptr ? 0 : args.geometry.padding, false, parallel_for,
-            [&](const Block& block, int64_t n, const Scratch& scratch) {
+            args.state == nullptr ? 0 : g.padding, rows ? Pass::kForwardRows : Pass::kForward,
+            parallel_for, [&](const Block& block, int64_t n, const Scratch& scratch) {
               Forward entry = args;
               const auto offset = [&](Forward::Operand i) { return args.batch.Offset(n, i); };
               entry.x = At(args.x, offset(Forward::kX), args.dtype);
@@ -164,7 +189,7 @@ void RunForward(const Forward& args, const ParallelFor& parallel_for) {
               entry.starts = AtStarts(args.starts, offset(Forward::kStarts));
               entry.state = At(args.state, offset(Forward::kState), args.state_dtype);
               entry.y = At(args.y, offset(Forward::kY), args.dtype);
-              kernels.forward({&entry, block, scratch});
+              (rows ? kernels.forward_rows : kernels.forward)({&entry, block, scratch});
             });
 }
 
@@ -179,7 +204,7 @@ void RunBackward(const Backward& args, const ParallelFor& parallel_for) {
   const Kernels& kernels = BestKernels();
   const Blocks blocks(g);
   const int64_t cost = blocks.cost() * (args.dx != nullptr && args.dweight != nullptr ? 2 : 1);
-  RunBlocks(blocks, entries, cost, args.dtype, 0, true, parallel_for,
+  RunBlocks(blocks, entries, cost, args.dtype, 0, Pass::kBackward, parallel_for,
             [&](const Block& block, int64_t n, const Scratch& scratch) {
               Backward entry = args;
               const auto offset = [&](Backward::Operand i) { return args.batch.Offset(n, i); };

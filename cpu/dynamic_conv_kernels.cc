@@ -19,6 +19,9 @@ constexpr int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+template <typename S>
+S StorageOf(const S*);
+
 // --- transposes ----------------------------------------------------------------------------------
 
 template <int... kI>
@@ -354,9 +357,7 @@ void ConvolveHead(const Geometry& g, const Block& block, const TapRanges<A>& ran
       i += kLane;
       continue;
     }
-    const auto is_full = [&](int64_t next) {
-      return next < steps && ranges.OfVector(next).all;
-    };
+    const auto is_full = [&](int64_t next) { return next < steps && ranges.OfVector(next).all; };
     if (channels < 4 && is_full(i + kLane) && is_full(i + 2 * kLane) && is_full(i + 3 * kLane)) {
       all_channels(Constant<4>(), Constant<0>(), i, 0, g.taps);
       i += 4 * kLane;
@@ -472,9 +473,171 @@ void RunForwardAs(const ForwardBlock& args) {
   }
 }
 
+// --- rows of channels ----------------------------------------------------------------------------
+
+// Adds `count` taps to the sums of kCount vectors of channels.
+template <int kCount, typename A>
+JAXOPS_ALWAYS_INLINE void AddTaps(const A* x, int64_t stride, const A* weight,
+                                  int64_t weight_stride, int64_t count, Vec<A>* sum) {
+  for (int64_t k = 0; k < count; ++k) {
+    const A w = weight[k * weight_stride];
+    const A* row = x + k * stride;
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) sum[i] += w * Load(row + i * kLanes<A>);
+  }
+}
+
+// The rows of channels that a block reads: those of x from step 0 on, before them copies of the
+// state's. Channel 0 is the block's first.
+template <typename A>
+struct Rows {
+  const A* x;
+  int64_t pitch;
+  const A* before;  // the row of step 0, had it followed the state's
+  int64_t width;
+};
+
+// The weights of tap 0 of a step and head, and how far apart its taps are.
+template <typename A>
+struct HeadWeights {
+  const A* first;
+  int64_t stride;
+};
+
+// y of kCount vectors of channels at one step, whose valid taps are [begin, end). Those below
+// `first` read the state.
+template <int kCount, Activation kActivation, typename S, typename A>
+JAXOPS_ALWAYS_INLINE void ConvolveRow(const Geometry& g, const Rows<A>& rows,
+                                      const HeadWeights<A>& weights, int64_t step, int64_t channel,
+                                      int64_t begin, int64_t first, int64_t end, const A* bias,
+                                      S* y) {
+  constexpr int kLane = kLanes<A>;
+  Vec<A> sum[kCount] = {};
+  const int64_t from = step - g.padding;
+  if (begin < first) {
+    AddTaps<kCount>(rows.before + (from + begin * g.dilation) * rows.width + channel,
+                    g.dilation * rows.width, weights.first + begin * weights.stride, weights.stride,
+                    Min(first, end) - begin, sum);
+    begin = first;
+  }
+  AddTaps<kCount>(rows.x + (from + begin * g.dilation) * rows.pitch + channel,
+                  g.dilation * rows.pitch, weights.first + begin * weights.stride, weights.stride,
+                  end - begin, sum);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) {
+    const int64_t at = channel + i * kLane;
+    Store(Activate<kActivation>(sum[i] + (bias == nullptr ? Vec<A>{} : Load(bias + at))), y + at);
+  }
+}
+
+// The forward pass with NTC where the channels of a head are whole vectors. A vector has
+// neighbouring channels, and taps that are not valid are left out.
+template <typename S>
+void RunRowsAs(const ForwardBlock& args) {
+  using A = Arithmetic<S>;
+  constexpr int kLane = kLanes<A>;
+  const Forward& call = *args.call;
+  const Geometry& g = call.geometry;
+  const Block& block = args.block;
+  const Scratch& scratch = args.scratch;
+  const int64_t depth = g.channels / g.heads;
+  const int64_t heads = block.head_end - block.head_begin;
+  const int64_t channel = block.head_begin * depth, channels = heads * depth;
+  const int64_t floor = call.state == nullptr ? 0 : -g.padding;
+  const auto ranges = FindTaps<A>(g, block, call.starts, floor, false, scratch.ascending);
+  const int64_t ahead = (g.taps - 1) * g.dilation - g.padding;
+  const int64_t begin = Max(floor, block.time_begin - g.padding);
+  const int64_t end = Min(g.time, block.time_end + ahead);
+
+  A* copies = static_cast<A*>(scratch.window);
+  const S* x = static_cast<const S*>(call.x) + channel;
+  Rows<A> rows = {nullptr, g.channels, copies - begin * channels, channels};
+  const auto copy = [&](auto from, int64_t step) {
+    A* to = copies + (step - begin) * channels;
+    if constexpr (sizeof(Arithmetic<decltype(StorageOf(from))>) == sizeof(A)) {
+      for (int64_t c = 0; c < channels; c += kLane) Store(Load(from + c), to + c);
+    } else {
+      Widen(from, channels, to);
+    }
+  };
+  if (begin < 0) {
+    WithStorage(call.state_dtype, call.state, channel, [&](auto state) {
+      for (int64_t s = begin; s < Min(0, end); ++s) copy(state + (g.padding + s) * g.channels, s);
+    });
+  }
+  if constexpr (sizeof(S) == sizeof(A)) {
+    rows.x = x;
+  } else {
+    for (int64_t s = Max(0, begin); s < end; ++s) copy(x + s * g.channels, s);
+    rows.x = rows.before;
+    rows.pitch = channels;
+  }
+  A* bias = nullptr;
+  if (call.bias != nullptr) {
+    bias = static_cast<A*>(scratch.sums);
+    WithStorage(call.bias_dtype, call.bias, channel,
+                [&](auto from) { Widen(from, channels, bias); });
+  }
+
+  WithStorage(call.weight_dtype, call.weight, 0, [&](auto weight) {
+    using W = decltype(StorageOf(weight));
+    const int64_t row_size = g.heads * g.taps;
+    A* tile = static_cast<A*>(scratch.tile);
+    for (int64_t chunk = block.time_begin; chunk < block.time_end; chunk += kLane) {
+      const int64_t steps = Min(kLane, block.time_end - chunk);
+      const bool in_place = !g.normalize && sizeof(W) == sizeof(A);
+      // The lanes of a softmax are steps, or heads where these are more.
+      const bool by_head = !in_place && steps < heads;
+      if (!in_place && !by_head) {
+        const int64_t at = chunk * row_size + block.head_begin * g.taps;
+        LoadColumns(weight + at, row_size, steps, heads * g.taps, g.time * row_size - at, tile);
+        for (int64_t h = 0; g.normalize && h < heads; ++h) {
+          NormalizeColumns(g.taps, tile + h * g.taps * kLane);
+        }
+      }
+      for (int64_t t = chunk; t < chunk + steps; ++t) {
+        const int64_t at = t * row_size + block.head_begin * g.taps;
+        for (int64_t h = 0; by_head && h < heads; h += kLane) {
+          A* of_heads = tile + h * g.taps;
+          LoadColumns(weight + at + h * g.taps, g.taps, Min(kLane, heads - h), g.taps,
+                      g.time * row_size - at - h * g.taps, of_heads);
+          if (g.normalize) NormalizeColumns(g.taps, of_heads);
+        }
+        const int64_t i = t - block.time_begin;
+        const int64_t low = ranges.begin[i], high = Max(low, ranges.end[i]);
+        const int64_t first = t >= g.padding ? 0 : Min(high, CeilDiv(g.padding - t, g.dilation));
+        S* y = static_cast<S*>(call.y) + t * g.channels + channel;
+        WithActivation(call.activation, [&](auto activation) {
+          constexpr auto kActivation = static_cast<Activation>(activation.value);
+          for (int64_t h = 0; h < heads; ++h) {
+            HeadWeights<A> of_head;
+            if (by_head) {
+              of_head = {tile + h / kLane * kLane * g.taps + h % kLane, kLane};
+            } else {
+              of_head = {tile + h * g.taps * kLane + (t - chunk), kLane};
+            }
+            if constexpr (sizeof(W) == sizeof(A)) {
+              if (in_place) of_head = {weight + at + h * g.taps, 1};
+            }
+            const auto convolve = [&](auto count, int64_t c) {
+              ConvolveRow<count.value, kActivation>(g, rows, of_head, t, h * depth + c, low, first,
+                                                    high, bias, y);
+            };
+            int64_t c = 0;
+            for (; c + 8 * kLane <= depth; c += 8 * kLane) convolve(Constant<8>(), c);
+            for (; c + 4 * kLane <= depth; c += 4 * kLane) convolve(Constant<4>(), c);
+            for (; c < depth; c += kLane) convolve(Constant<1>(), c);
+          }
+        });
+      }
+    }
+  });
+}
+
 // --- gradients -----------------------------------------------------------------------------------
 
-// dweight[k] += sum_c g[c] * x[c][t + k * dilation - padding] for kCount taps and a vector of steps.
+// dweight[k] += sum_c g[c] * x[c][t + k * dilation - padding] for kCount taps and a vector of
+// steps.
 template <int kCount, bool kMasked, typename A>
 JAXOPS_ALWAYS_INLINE void WeightGradTile(const A* cotangent, int64_t cotangent_pitch, const A* x,
                                          int64_t pitch, int64_t tap_stride, int64_t channels,
@@ -564,9 +727,6 @@ void StoreWeightGrad(const Geometry& g, const Block& block, const Panels<A>& pan
     }
   }
 }
-
-template <typename S>
-S StorageOf(const S*);
 
 template <DataFormat kFormat, typename S>
 void RunBackwardAs(const BackwardBlock& args) {
@@ -658,6 +818,11 @@ void ForwardOf(const ForwardBlock& args) {
   });
 }
 
+void RowsOf(const ForwardBlock& args) {
+  WithStorage(args.call->dtype, nullptr, 0,
+              [&](auto storage) { RunRowsAs<decltype(StorageOf(storage))>(args); });
+}
+
 void BackwardOf(const BackwardBlock& args) {
   const Backward& call = *args.call;
   WithLayout(call.dtype, call.geometry.data_format, [&](auto storage, auto format) {
@@ -667,6 +832,6 @@ void BackwardOf(const BackwardBlock& args) {
 
 }  // namespace
 
-const Kernels kKernels = {ForwardOf, BackwardOf};
+const Kernels kKernels = {kLanes<float>, ForwardOf, RowsOf, BackwardOf};
 
 }  // namespace jaxops::dynamic_conv::cpu::JAXOPS_ISA

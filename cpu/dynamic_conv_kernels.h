@@ -2,7 +2,8 @@
 //
 // Both layouts are computed on panels in scratch memory: a panel holds one channel, or one tap of
 // one head, and a vector holds consecutive time steps, one a lane. With NTC, blocks of vectors are
-// transposed in registers when they are loaded and stored.
+// transposed in registers when they are loaded and stored. The forward pass with NTC and heads of
+// whole vectors of channels has no panels of sequences; a vector has neighbouring channels there.
 #ifndef JAXOPS_CPU_DYNAMIC_CONV_KERNELS_H_
 #define JAXOPS_CPU_DYNAMIC_CONV_KERNELS_H_
 
@@ -27,7 +28,8 @@ struct Block {
   int64_t time_end;
 };
 
-// The first valid tap of any step of a vector and the one past the last; whether every step has all.
+// The first valid tap of any step of a vector and the one past the last; whether every step has
+// all.
 struct VectorTaps {
   bool all;
   int64_t begin;
@@ -56,7 +58,7 @@ struct Scratch {
   void* sums;           // width * (steps + kMaxLanes)
   TapScratch ascending;
   TapScratch descending;  // backward only
-  int64_t pitch;        // at least 3 * kMaxLanes more than the steps that a block reads, odd vectors
+  int64_t pitch;  // at least 3 * kMaxLanes more than the steps that a block reads, odd vectors
 };
 
 struct ForwardBlock {
@@ -72,7 +74,11 @@ struct BackwardBlock {
 };
 
 struct Kernels {
+  int64_t lanes;  // of float vectors; those of double have half of them
   void (*forward)(const ForwardBlock&);
+  // The same for NTC if the channels of a head are whole vectors: of the scratch memory it needs
+  // the tile, the taps, `sums` for a block's channels and `window` for the rows that it reads.
+  void (*forward_rows)(const ForwardBlock&);
   void (*backward)(const BackwardBlock&);
 };
 

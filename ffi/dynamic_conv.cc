@@ -11,6 +11,7 @@
 #endif
 #include "ffi/bind.h"
 #include "ffi/decode.h"
+#include "ffi/work_space.h"
 
 namespace jaxops::ffi::dynamic_conv {
 namespace {
@@ -94,7 +95,7 @@ xf::Error SetStarts(const int32_t*& starts, BatchOperand& operand, const Buffer&
 }
 
 xf::Error Convolve(Context context, Buffer x, Buffer weight, xf::RemainingArgs rest, Result y,
-                   const ForwardAttributes& attributes) {
+                   WorkSpace work_space, const ForwardAttributes& attributes) {
   Forward forward = {};
   Geometry& geometry = forward.geometry;
   JAXOPS_RETURN_IF_ERROR(SetGeometry(geometry, attributes, x, weight));
@@ -146,8 +147,11 @@ xf::Error Convolve(Context context, Buffer x, Buffer weight, xf::RemainingArgs r
       {own_x, BatchOperand{weight.dimensions(), 3}, bias_operand, starts_operand, state_operand,
        BatchOperand{y->dimensions(), 2, BatchOperand::kWritten}},
       rank));
+  void* scales = nullptr;
+  JAXOPS_RETURN_IF_ERROR(
+      TakeWorkSpace(scales, kName, work_space, jaxops::dynamic_conv::WorkSpaceBytes(forward)));
   ExpectWrites(*y);
-  return Run(context, kName, JAXOPS_KERNEL(dynamic_conv, Forward), forward);
+  return Run(context, kName, JAXOPS_KERNEL(dynamic_conv, Forward), forward, scales);
 }
 
 // The buffers of a gradient, some of which are optional.
@@ -157,7 +161,7 @@ struct GradBuffers {
 };
 
 xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradBuffers& buffers,
-                  xf::RemainingArgs rest) {
+                  xf::RemainingArgs rest, WorkSpace work_space) {
   Backward backward = {};
   const Buffer& g = buffers.g;
   const Buffer& filters = buffers.weight ? *buffers.weight : *buffers.dweight;
@@ -210,25 +214,30 @@ xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradB
        own_g, starts_operand, operand(buffers.dx, 2, BatchOperand::kWritten),
        operand(buffers.dweight, 3, BatchOperand::kWritten)},
       rank));
+  void* scales = nullptr;
+  JAXOPS_RETURN_IF_ERROR(
+      TakeWorkSpace(scales, kName, work_space, jaxops::dynamic_conv::WorkSpaceBytes(backward)));
   if (buffers.dx) ExpectWrites(*buffers.dx);
   if (buffers.dweight) ExpectWrites(*buffers.dweight);
-  return Run(context, "dynamic_conv gradient", JAXOPS_KERNEL(dynamic_conv, Backward), backward);
+  return Run(context, "dynamic_conv gradient", JAXOPS_KERNEL(dynamic_conv, Backward), backward,
+             scales);
 }
 
 xf::Error InputGrad(Context context, Buffer g, Buffer weight, xf::RemainingArgs starts, Result dx,
-                    const GradAttributes& attributes) {
-  return RunGrad(context, attributes, {.g = g, .weight = weight, .dx = *dx}, starts);
+                    WorkSpace work_space, const GradAttributes& attributes) {
+  return RunGrad(context, attributes, {.g = g, .weight = weight, .dx = *dx}, starts, work_space);
 }
 
 xf::Error WeightGrad(Context context, Buffer x, Buffer g, xf::RemainingArgs starts, Result dweight,
-                     const GradAttributes& attributes) {
-  return RunGrad(context, attributes, {.g = g, .x = x, .dweight = *dweight}, starts);
+                     WorkSpace work_space, const GradAttributes& attributes) {
+  return RunGrad(context, attributes, {.g = g, .x = x, .dweight = *dweight}, starts, work_space);
 }
 
 xf::Error Grad(Context context, Buffer x, Buffer weight, Buffer g, xf::RemainingArgs starts,
-               Result dx, Result dweight, const GradAttributes& attributes) {
+               Result dx, Result dweight, WorkSpace work_space, const GradAttributes& attributes) {
   return RunGrad(context, attributes,
-                 {.g = g, .x = x, .weight = weight, .dx = *dx, .dweight = *dweight}, starts);
+                 {.g = g, .x = x, .weight = weight, .dx = *dx, .dweight = *dweight}, starts,
+                 work_space);
 }
 
 const Registration kConvolve("jaxops_dynamic_conv", kHandler<Convolve>);

@@ -103,6 +103,13 @@ def valid_calls() -> list[Call]:
     def conv_without_bias(x, weight):
         return jaxops.lightweight_conv(x, weight, padding="same", data_format="NCT")
 
+    def dynamic(x, weight, bias, state, ids):
+        options = {"bias": bias, "initial_state": state, "segment_ids": ids}
+        return jaxops.dynamic_conv(x, weight, normalize=True, **options)
+
+    def dynamic_without_bias(x, weight):
+        return jaxops.dynamic_conv(x, weight, padding="same", data_format="NCT")
+
     def grid(volume, points):
         return jaxops.grid_sample(volume, points, padding_mode="border")
 
@@ -119,6 +126,7 @@ def valid_calls() -> list[Call]:
         return jaxops.softmax_focal_loss(logits, labels, reduction="sum", sample_weight=weight)
 
     x, weight, bias = of(2, 9, 4, dtype=jnp.float16), of(2, 3), of(4)
+    filters, state, ids = of(2, 9, 2, 3), of(2, 2, 4), of(2, 9, dtype=jnp.int32)
     volume, points = of(3, 4, 5, 2), of(6, 3)
     cells, places = of(6, 8, 5, dtype=jnp.float16), of(6, 3)
     logits, labels = of(7, 4), of(7, dtype=jnp.int32)
@@ -134,6 +142,12 @@ def valid_calls() -> list[Call]:
         (gradients(conv_without_bias, 0, 1), of(2, 4, 9), weight),
         (gradients(conv_without_bias, 1), of(2, 4, 9), weight),
         (jax.vmap(gradients(conv, 0, 1, 2), (0, None, 0)), of(5, *x.shape), weight, of(5, 4)),
+        (dynamic, x, filters, bias, state, ids),
+        (dynamic_without_bias, of(2, 4, 9), filters),
+        (gradients(dynamic, 0, 1, 2, 3), x, filters, bias, state, ids),
+        (gradients(dynamic_without_bias, 0), of(2, 4, 9), filters),
+        (gradients(dynamic_without_bias, 1), of(2, 4, 9), filters),
+        (jax.vmap(gradients(dynamic_without_bias, 0, 1), (0, None)), of(5, 2, 4, 9), filters),
         (grid, volume, points),
         (gradients(grid, 0), volume, points),
         (gradients(grid, 1), volume, points),
@@ -246,6 +260,13 @@ _FREE = {
     "lightweight_conv_backward": "operand . size [01]|result 1 size 0|result 2 dtype"
     "|results less 2|padding|dilation",
     "lightweight_conv_filter_grad": "operand . size 0|result 0 (size .|dtype)|padding|dilation",
+    "dynamic_conv": "operand . size .|operand [124] dtype|operands (more|less .)|padding|dilation"
+    "|normalize|result 0 size .",
+    "dynamic_conv_input_grad": "operand . size .|operand 1 dtype|padding|dilation|normalize"
+    "|result 0 size .",
+    "dynamic_conv_weight_grad": "operand . size .|result 0 (size .|dtype)|padding|dilation",
+    "dynamic_conv_backward": "operand . size .|operand 1 dtype|result . size .|result 1 dtype"
+    "|padding|dilation|normalize",
     "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|align_corners"
     "|deterministic",
     "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|align_corners|deterministic",

@@ -1,6 +1,7 @@
 """The primitives of dynamic convolution and their rules.
 
-`conv` is the operator itself, with softmax, bias and activation fused. With p the weight, or its softmax over the taps, it is bilinear in x and p, and
+`conv` is the operator itself, with softmax, bias and activation fused. With p the weight, or its
+softmax over the taps, it is bilinear in x and p, and
 
     d conv(x, p)  = conv(dx, p) + conv(x, dp)   _tangent, so that one backward kernel serves both
     dx            = input_grad(g, p)            _input_grad, which is bilinear as well
@@ -11,8 +12,8 @@ The three bilinear ones are the partial derivatives of one trilinear form, sum(g
 every derivative of each is another of them, and all orders run the same kernels.
 
 Any of them may take `starts`, the first step of the segment of each step: a tap is zero at steps of
-other segments. `_families/sequences.py` says more. `conv` alone takes a `state`, the `padding` steps
-before step 0. A state adds to few steps. Its derivatives are computed on these, by the same
+other segments. `_families/sequences.py` says more. `conv` alone takes a `state`, the `padding`
+steps before step 0. A state adds to few steps. Its derivatives are computed on these, by the same
 primitives without segments.
 """
 
@@ -84,7 +85,11 @@ def _attributes(*, options, with_starts, **_):
     }
 
 
-_COMMON = {"replicated": ("time", "taps", "before"), "is_new_on_gpu": True}
+_COMMON = {
+    "replicated": ("time", "taps", "before"),
+    "work_space": True,
+    "is_new_on_gpu": True,
+}
 
 
 def _present(*operands):
@@ -143,6 +148,7 @@ _conv_operator = Operator(
 
 
 def conv(x, weight, bias=None, starts=None, state=None, *, options, activation=None):
+    """The operator: act(bias + the convolution of x with weight, or with its softmax)."""
     (y,) = _conv_operator(
         *_present(x, weight, bias, starts, state),
         options=options,
@@ -420,7 +426,7 @@ _weight_grad_operator = Operator(
 
 
 def _weight_grad(x, g, starts, like, *, options):
-    """dp of conv(x, p), in the dtype of `like`, or wider where batch entries have yet to be added."""
+    """dp of conv(x, p), in the dtype of `like`, or wider if batch entries are yet to be added."""
     heads, taps = like.shape[-2:]
     batch = np.broadcast_shapes(x.shape[:-2], g.shape[:-2])
     dtype = like.dtype if batch == like.shape[:-3] else accumulation_dtype(x, like)

@@ -45,7 +45,7 @@ def dynamic_conv(
       x: (..., T, C), or (..., C, T) with data_format "NCT"; float16, bfloat16, float32 or float64.
       weight: (..., T, H, K) in both layouts, K >= 1, H >= 1 dividing C, with the leading dimensions
         of x (`jax.vmap` broadcasts); any float dtype.
-      normalize: whether p is the softmax of the weight over its taps, computed with the convolution.
+      normalize: whether p is the softmax of the weight over its taps, fused with the convolution.
       padding: "causal" for P = (K - 1) * dilation, "same" for P = (K - 1) * dilation // 2, or an
         int P with 0 <= P <= (K - 1) * dilation. The result always has T steps.
       dilation: steps between neighbouring taps, >= 1.

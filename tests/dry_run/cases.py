@@ -126,6 +126,17 @@ def _lightweight(name, x, weight, dtypes=FEW, **options):
     )
 
 
+def _dynamic(name, x, heads, taps, dtypes=FEW, **options):
+    time = x[2 if options.get("data_format") == "NCT" else 1]
+    return Case(
+        f"dynamic_conv {name}",
+        functools.partial(jaxops.dynamic_conv, **options),
+        lambda d: (_array(*x, dtype=d), _array(x[0], time, heads, taps, dtype=d)),
+        (0, 1),
+        dtypes,
+    )
+
+
 def _general(name, x, kernel, dtypes=FEW, **options):
     spatial = "DHW"[-(len(x) - 2) :]
     options.setdefault("dimension_numbers", (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"))
@@ -197,6 +208,9 @@ CASES = (
     _lightweight("NCT, 31 taps", (16, 1024, 512), (16, 31), data_format="NCT"),
     _lightweight("NTC, one step", (256, 1, 1024), (16, 7)),
     _lightweight("NTC, 15 taps of 3 channels", (4, 1000, 99), (33, 15)),
+    _dynamic("NTC, 7 taps", (8, 512, 1024), 16, 7, FLOATS),
+    _dynamic("NTC, 31 taps, softmax", (8, 512, 1024), 16, 31, normalize=True),
+    _dynamic("NCT, 4 taps", (1, 512, 2048), 8, 4, data_format="NCT"),
     _sigmoid("80 classes", 100_000, 80, FLOATS),
     _sigmoid("80 classes, sum", 100_000, 80, FLOATS, reduction="sum"),
     _sigmoid("80 classes, soft labels", 100_000, 80, soft=True),
