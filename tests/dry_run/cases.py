@@ -161,6 +161,17 @@ def _packed(name, x, weight, dtypes=FEW, state=None, **options):
     )
 
 
+def _dynamic(name, x, heads, taps, dtypes=FEW, **options):
+    time = x[2 if options.get("data_format") == "NCT" else 1]
+    return Case(
+        f"dynamic_conv {name}",
+        functools.partial(jaxops.dynamic_conv, **options),
+        lambda d: (_array(*x, dtype=d), _array(x[0], time, heads, taps, dtype=d)),
+        (0, 1),
+        dtypes,
+    )
+
+
 def _ragged(name, x, weight, sequences, slots, dtypes=FEW):
     def convolve(x, weight, cache, starts, indices):
         return jaxops.ragged_conv(x, weight, starts, initial_state=cache, state_indices=indices)
@@ -257,6 +268,9 @@ CASES = (
     _packed("NCT, 4 taps", (1, 2048, 16384), (2048, 4), FLOATS, data_format="NCT"),
     _packed("NCT, 7 taps of rows of 999", (4, 96, 999), (96, 7), data_format="NCT"),
     _ragged("4 taps", (4096, 1024), (1024, 4), 64, 256, FLOATS),
+    _dynamic("NTC, 7 taps", (8, 512, 1024), 16, 7, FLOATS),
+    _dynamic("NTC, 31 taps, softmax", (8, 512, 1024), 16, 31, normalize=True),
+    _dynamic("NCT, 4 taps", (1, 512, 2048), 8, 4, data_format="NCT"),
     _sigmoid("80 classes", 100_000, 80, FLOATS),
     _sigmoid("80 classes, sum", 100_000, 80, FLOATS, reduction="sum"),
     _sigmoid("80 classes, soft labels", 100_000, 80, soft=True),
