@@ -479,10 +479,14 @@ def test_vmap_is_one_launch(platform, mapped):
 
 
 def one_by_one(x, weight, starts, states, **options):
-    """The sequences of a ragged batch, one call each."""
+    """The sequences of a ragged batch that have tokens, one call each."""
     parts, finals = [x[:0]], []
+    reach = (weight.shape[1] - 1) * options.get("dilation", 1)
     for i, (begin, end) in enumerate(itertools.pairwise(starts)):
         state = None if states is None else states[i]
+        if begin == end:
+            finals.append(jnp.zeros((reach, x.shape[1]), x.dtype) if state is None else state)
+            continue
         y, final = jaxops.lightweight_conv(
             x[begin:end], weight, initial_state=state, return_final_state=True, **options
         )
