@@ -114,6 +114,15 @@ def valid_calls() -> list[Call]:
     def dynamic_without_bias(x, weight):
         return jaxops.dynamic_conv(x, weight, padding="same", data_format="NCT")
 
+    def conv_of_segments(x, weight, bias, ids, state):
+        return jaxops.lightweight_conv(x, weight, bias=bias, segment_ids=ids, initial_state=state)
+
+    def conv_from_state(x, weight, state):
+        return jaxops.lightweight_conv(x, weight, initial_state=state, data_format="NCT")
+
+    def ragged(x, weight, starts, state):
+        return jaxops.ragged_conv(x, weight, starts, initial_state=state)
+
     def grid(volume, points):
         return jaxops.grid_sample(volume, points, padding_mode="border")
 
@@ -162,6 +171,11 @@ def valid_calls() -> list[Call]:
         (gradients(dynamic_without_bias, 0), of(2, 4, 9), filters),
         (gradients(dynamic_without_bias, 1), of(2, 4, 9), filters),
         (jax.vmap(gradients(dynamic_without_bias, 0, 1), (0, None)), of(5, 2, 4, 9), filters),
+        (conv_of_segments, x, weight, bias, ids, state),
+        (gradients(conv_of_segments, 0, 1, 2), x, weight, bias, ids, state),
+        (gradients(conv_of_segments, 1), x, weight, bias, ids, state),
+        (jax.vmap(conv_from_state, (0, None, None)), of(5, 2, 4, 9), weight, of(2, 4, 2)),
+        (ragged, of(9, 4), weight, of(4, dtype=jnp.int32), of(3, 2, 4)),
         (grid, volume, points),
         (gradients(grid, 0), volume, points),
         (gradients(grid, 1), volume, points),
@@ -269,11 +283,6 @@ def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
 
 # The changes, by target, that make a valid call of other arrays.
 _FREE = {
-    "lightweight_conv": "operand 1 .*|operand 2 (size 0|dtype)|operands less 2|padding|dilation"
-    "|flip_taps",
-    "lightweight_conv_backward": "operand . size [01]|result 1 size 0|result 2 dtype"
-    "|results less 2|padding|dilation",
-    "lightweight_conv_filter_grad": "operand . size 0|result 0 (size .|dtype)|padding|dilation",
     "lightweight_conv_step": "operand [0134] size 0|operand 2 (size [01]|dtype)"
     "|operand [34] dtype|operands less 3",
     "dynamic_conv": "operand . size .|operand [124] dtype|operands (more|less .)|padding|dilation"
@@ -283,6 +292,12 @@ _FREE = {
     "dynamic_conv_weight_grad": "operand . size .|result 0 (size .|dtype)|padding|dilation",
     "dynamic_conv_backward": "operand . size .|operand 1 dtype|result . size .|result 1 dtype"
     "|padding|dilation|normalize",
+    "lightweight_conv": "operand 0 size [01]|operand 1 .*|operand [234] (size [01]|dtype)|padding"
+    "|dilation|flip_taps",
+    "lightweight_conv_backward": "operand . size [01]|operands less 3|result 1 size 0"
+    "|result 2 dtype|results less 2|padding|dilation",
+    "lightweight_conv_filter_grad": "operand . size 0|operands less 2|result 0 (size .|dtype)"
+    "|padding|dilation",
     "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|align_corners"
     "|deterministic",
     "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|align_corners|deterministic",

@@ -8,6 +8,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from jaxops._core import native
+from jaxops._families import sequences
 from jaxops.reference import lightweight_conv as reference
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
 
@@ -34,7 +36,9 @@ def _bad_inputs(swap):
             "H = 3",
             "C = 7",
         ),
-        bad("x of rank 2", lambda x, w, *_: call(x[0], w), ValueError, "x must", "3 dim", "shape"),
+        bad(
+            "x of rank 1", lambda x, w, *_: call(x[0, 0], w), ValueError, "x must", "2 dim", "shape"
+        ),
         bad(
             "weight of rank 1", lambda x, w, *_: call(x, w[0]), ValueError, "weight must", "(H, K)"
         ),
@@ -83,6 +87,34 @@ def _bad_inputs(swap):
             "'tanh'",
         ),
         bad(
+            "segment ids of a float dtype",
+            lambda x, w, *_: call(x, w, segment_ids=np.zeros((2, 7), np.float32)),
+            TypeError,
+            "segment_ids must have an integer dtype",
+            "got float32",
+        ),
+        bad(
+            "segment ids of another length",
+            lambda x, w, *_: call(x, w, segment_ids=np.zeros((2, 9), np.int32)),
+            ValueError,
+            "segment_ids must have shape (2, 7)",
+            "(2, 9)",
+        ),
+        bad(
+            "a state of other steps",
+            lambda x, w, *_: call(x, w, padding=0, initial_state=np.zeros_like(x)),
+            ValueError,
+            "initial_state must have shape",
+            "the P = 0 steps",
+        ),
+        bad(
+            "an integer for a bool",
+            lambda x, w, *_: call(x, w, return_final_state=1),
+            TypeError,
+            "return_final_state must be a bool",
+            "got 1",
+        ),
+        bad(
             "an unknown layout",
             lambda x, w, *_: jaxops.lightweight_conv(x, w, data_format="CNT"),
             ValueError,
@@ -92,7 +124,14 @@ def _bad_inputs(swap):
     )
 
 
-def _placements(swap, heads, with_bias):
+def _calls(calls, is_new):
+    """The handlers' calls, none on GPUs whose kernels are not chosen yet."""
+    if not is_new:
+        return calls
+    return lambda platform: {} if platform == "cuda" and not native.allows_new_kernels() else calls
+
+
+def _placements(swap, heads, names):
     """By batch, by channel and by both.
 
     The arguments shared by all devices are whole on each, so that the backward pass has to sum what
@@ -104,19 +143,20 @@ def _placements(swap, heads, with_bias):
 
     def placement(name, axes, batch, channels, backward, manual):
         per_channel = channels if heads == _CHANNELS else None
-        shared = (P(per_channel, None), P(channels)) if with_bias else (P(per_channel, None),)
+        x = rows(batch, channels)
+        specs = {"bias": P(channels), "segment_ids": P(batch, None), "initial_state": x}
         return Placement(
             name=name,
             axes=axes,
-            arguments=(rows(batch, channels), *shared),
-            results=(rows(batch, channels),),
+            arguments=(x, P(per_channel, None), *(specs[n] for n in names)),
+            results=(x, x) if "initial_state" in names else (x,),
             backward=backward,
             manual=manual,
         )
 
     summed = {"all-reduce": 1}
     # On both axes the weight's gradient is summed, a bias's over the shards of the batch alone.
-    twice = with_bias and heads != _CHANNELS
+    twice = "bias" in names and heads != _CHANNELS
     # A shard of channels has whole heads only if there is one head, or one a channel.
     whole_heads = heads in (1, _CHANNELS)
     by_channel = {} if heads == _CHANNELS else summed
@@ -153,24 +193,54 @@ def _spec(
     activation=None,
     channels=6,
     large_heads,
+    segments=False,
+    state=False,
 ):
     swap = data_format == "NCT"
     reach = (taps - 1) * dilation
     options = {"dilation": dilation, "activation": activation, "data_format": data_format}
 
-    def function(x, weight, bias=None):
-        return jaxops.lightweight_conv(x, weight, padding=padding, bias=bias, **options)
+    resolved = {"causal": reach, "same": reach // 2}.get(padding, padding)
+    names = ["bias"] * bias + ["segment_ids"] * segments + ["initial_state"] * state
 
-    def oracle(x, weight, bias=None):
-        resolved = {"causal": reach, "same": reach // 2}.get(padding, padding)
-        return reference.lightweight_conv(x, weight, bias, padding=resolved, **options)
+    def function(x, weight, *rest):
+        rest = dict(zip(names, rest, strict=True))
+        returned = {"return_final_state": True} if state else {}
+        return jaxops.lightweight_conv(x, weight, padding=padding, **rest, **returned, **options)
+
+    def oracle(x, weight, *rest):
+        rest = dict(zip(names, rest, strict=True))
+        initial, ids, starts = rest.get("initial_state"), rest.get("segment_ids"), None
+        if ids is not None:
+            starts = sequences.segment_starts(ids, -resolved if state else 0)
+        y = reference.lightweight_conv(
+            x,
+            weight,
+            rest.get("bias"),
+            padding=resolved,
+            starts=starts,
+            state=initial,
+            **options,
+        )
+        if not state:
+            return y
+        return y, sequences.final_state(x, resolved, data_format, starts, initial)
 
     def arrays(rng, dtype, batch=2, time=7, channels=channels, heads=heads):
-        x = normal(rng, (batch, channels, time) if swap else (batch, time, channels), dtype)
-        shared = [normal(rng, (heads, taps), dtype)]
+        def rows(steps):
+            return normal(
+                rng, (batch, channels, steps) if swap else (batch, steps, channels), dtype
+            )
+
+        rest = [normal(rng, (heads, taps), dtype)]
+        x = rows(time)
         if bias:
-            shared.append(normal(rng, (channels,), dtype))
-        return (x, *shared)
+            rest.append(normal(rng, (channels,), dtype))
+        if segments:
+            rest.append((np.arange(batch * time).reshape(batch, time) // 3 % 5).astype(np.int32))
+        if state:
+            rest.append(rows(resolved))
+        return (x, *rest)
 
     def summed_entries(x, weight, *_):
         return x.size // weight.shape[0] + (_GELU_ERROR if activation == "gelu" else 0)
@@ -179,9 +249,11 @@ def _spec(
         of_head = np.arange(weight.shape[0]) == index[0]
         of_channel = np.repeat(of_head, x.shape[1 if swap else 2] // weight.shape[0])
         rows = of_channel[:, None] if swap else of_channel
+        results = (rows, False) if state else (rows,)
+        of_state = (rows,) if state else ()
         if activation is None:  # the weight and bias gradients do not depend on weight
-            return (rows, rows, False, False)
-        return (rows, rows, of_head[:, None], of_channel)
+            return (*results, rows, False, *[False] * bias, *of_state)
+        return (*results, rows, of_head[:, None], *[of_channel] * bias, *of_state)
 
     large = functools.partial(
         arrays, batch=_BATCH, time=_TIME, channels=_CHANNELS, heads=large_heads
@@ -193,14 +265,22 @@ def _spec(
         reference=oracle,
         arguments=arrays,
         large=large,
-        differentiable=(0, 1, 2) if bias else (0, 1),
-        calls={"jaxops_lightweight_conv": 1},
-        vjp_calls={"jaxops_lightweight_conv": 1, "jaxops_lightweight_conv_backward": 1},
+        differentiable=(0, 1, *(i for i, n in enumerate(names, 2) if n != "segment_ids")),
+        calls=_calls({"jaxops_lightweight_conv": 1}, segments or state),
+        vjp_calls=_calls(
+            # The second is of the P steps of the state.
+            {
+                "jaxops_lightweight_conv": 1,
+                "jaxops_lightweight_conv_backward": 2 if state else 1,
+            },
+            segments or state,
+        ),
         value_terms=lambda x, weight, *_: weight.shape[1] + 1,
         vjp_terms=summed_entries,
         # The value before the activation, the activation's derivative, and their product.
-        vjp_roundings=3 if activation else 0,
-        placements=_placements(swap, large_heads, bias),
+        # Two gradients with respect to a weight that a state meets are added.
+        vjp_roundings=(3 if activation else 0) + (2 if state else 0),
+        placements=_placements(swap, large_heads, names),
         empty={
             "no batch": functools.partial(arrays, batch=0),
             "no time": functools.partial(arrays, time=0),
@@ -257,4 +337,26 @@ SPECS = (
     ),
     _spec("NTC, H = C, K = 1", heads=6, large_heads=_CHANNELS, taps=1, data_format="NTC"),
     _spec("NCT, K > T", heads=3, large_heads=3, taps=17, padding="same", data_format="NCT"),
+    _spec(
+        "NTC, segments, state, bias, silu",
+        heads=6,
+        large_heads=_CHANNELS,
+        taps=4,
+        bias=True,
+        activation="silu",
+        segments=True,
+        state=True,
+        data_format="NTC",
+    ),
+    _spec(
+        "NCT, segments, dilated",
+        heads=3,
+        large_heads=3,
+        taps=3,
+        padding="same",
+        dilation=2,
+        segments=True,
+        data_format="NCT",
+    ),
+    _spec("NCT, state", heads=2, large_heads=3, taps=3, state=True, data_format="NCT"),
 )
