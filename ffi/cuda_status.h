@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "cuda/common/dispatch.h"
+#include "cuda/common/refusal.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxops::ffi {

@@ -18,8 +18,9 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
+
+#include "cuda/common/refusal.h"
 
 namespace jaxops::cuda {
 
@@ -95,16 +96,6 @@ class ForcedFamilies {
     return state;
   }
 };
-
-// The reason for which a call of this thread was refused, with its operator, for the error of its
-// handler.
-inline thread_local std::string refusal;
-
-// Refuses a call. Returns `status`.
-inline cudaError_t Refuse(cudaError_t status, std::string why) {
-  refusal = std::move(why);
-  return status;
-}
 
 template <typename Call>
 struct Family {

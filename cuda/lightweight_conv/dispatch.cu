@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cuda/common/dispatch.h"
+#include "cuda/common/refusal.h"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/launch.h"
