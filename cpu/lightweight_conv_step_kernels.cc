@@ -18,12 +18,19 @@ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <int kOdd, typename V>
 JAXOPS_ALWAYS_INLINE V EverySecond(V a, V b) {
   constexpr int kLane = sizeof(V) / sizeof(a[0]);
-  V found;
-#pragma GCC unroll 16
-  for (int i = 0; i < kLane; ++i) {
-    found[i] = i < kLane / 2 ? a[2 * i + kOdd] : b[2 * i + kOdd - kLane];
+  if constexpr (kLane == 2) {
+    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd);
+  } else if constexpr (kLane == 4) {
+    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd, 4 + kOdd, 6 + kOdd);
+  } else if constexpr (kLane == 8) {
+    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd, 4 + kOdd, 6 + kOdd, 8 + kOdd, 10 + kOdd,
+                                   12 + kOdd, 14 + kOdd);
+  } else {
+    static_assert(kLane == 16);
+    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd, 4 + kOdd, 6 + kOdd, 8 + kOdd, 10 + kOdd,
+                                   12 + kOdd, 14 + kOdd, 16 + kOdd, 18 + kOdd, 20 + kOdd, 22 + kOdd,
+                                   24 + kOdd, 26 + kOdd, 28 + kOdd, 30 + kOdd);
   }
-  return found;
 }
 
 // Sets to[k * kLanes + i] = from[i * kTaps + k] for a power of two. Vectors are loaded and
@@ -106,8 +113,14 @@ void PackFiltersAs(const Filters& args, const W* weight) {
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t first = args.channel_begin + p * kLane;
     const int64_t lanes = Min(kLane, channels - p * kLane);
-    const int64_t head = first / depth;
-    const bool is_of_one_head = (first + lanes - 1) / depth == head;
+    if constexpr (__is_same(W, A)) {
+      if (depth == 1 && taps <= kGroup && lanes == kLane) {
+        TransposeTaps(weight + first * taps, taps, packed + p * taps * kLane);
+        continue;
+      }
+    }
+    const int64_t head = depth == 1 ? first : first / depth;
+    const bool is_of_one_head = depth > 1 && (first + lanes - 1) / depth == head;
     for (int64_t tap = 0; tap < taps; tap += kGroup) {
       const int64_t count = Min(kGroup, taps - tap);
       A* to = packed + (p * taps + tap) * kLane;
