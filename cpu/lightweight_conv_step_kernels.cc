@@ -14,26 +14,86 @@ constexpr int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Sets to[k * kLanes + i] = from[i * taps + k]; with few taps, kTaps, in shuffles of vectors.
+// The entries of two vectors at even places, or at odd ones, in their order.
+template <int kOdd, typename V>
+JAXOPS_ALWAYS_INLINE V EverySecond(V a, V b) {
+  constexpr int kLane = sizeof(V) / sizeof(a[0]);
+  if constexpr (kLane == 2) {
+    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd);
+  } else if constexpr (kLane == 4) {
+    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd, 4 + kOdd, 6 + kOdd);
+  } else if constexpr (kLane == 8) {
+    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd, 4 + kOdd, 6 + kOdd, 8 + kOdd, 10 + kOdd,
+                                   12 + kOdd, 14 + kOdd);
+  } else {
+    static_assert(kLane == 16);
+    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd, 4 + kOdd, 6 + kOdd, 8 + kOdd, 10 + kOdd,
+                                   12 + kOdd, 14 + kOdd, 16 + kOdd, 18 + kOdd, 20 + kOdd, 22 + kOdd,
+                                   24 + kOdd, 26 + kOdd, 28 + kOdd, 30 + kOdd);
+  }
+}
+
+// Sets to[k * kLanes + i] = from[i * kTaps + k] for a power of two. Vectors are loaded and
+// shuffled: a call has to do this before it can compute anything.
 template <int kTaps, typename A>
-JAXOPS_ALWAYS_INLINE void Transpose(const A* from, int64_t taps, A* to) {
-  const int64_t count = kTaps > 0 ? kTaps : taps;
-  for (int64_t k = 0; k < count; ++k) {
-    for (int i = 0; i < kLanes<A>; ++i) to[k * kLanes<A> + i] = from[i * count + k];
+JAXOPS_ALWAYS_INLINE void Transpose(const A* from, A* to) {
+  constexpr int kLane = kLanes<A>;
+  Vec<A> v[kTaps];
+#pragma GCC unroll 8
+  for (int k = 0; k < kTaps; ++k) v[k] = Load(from + k * kLane);
+  // Each round brings the entries of every second tap of a part to its first half.
+#pragma GCC unroll 8
+  for (int part = kTaps; part > 1; part /= 2) {
+    Vec<A> next[kTaps];
+#pragma GCC unroll 8
+    for (int begin = 0; begin < kTaps; begin += part) {
+#pragma GCC unroll 8
+      for (int i = 0; i < part / 2; ++i) {
+        next[begin + i] = EverySecond<0>(v[begin + 2 * i], v[begin + 2 * i + 1]);
+        next[begin + part / 2 + i] = EverySecond<1>(v[begin + 2 * i], v[begin + 2 * i + 1]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < kTaps; ++k) v[k] = next[k];
+  }
+  // The halves of halves are in the order of the taps with their bits reversed.
+#pragma GCC unroll 8
+  for (int k = 0; k < kTaps; ++k) {
+    const int tap = kTaps == 8   ? (k & 1) << 2 | (k & 2) | k >> 2
+                    : kTaps == 4 ? (k & 1) << 1 | k >> 1
+                                 : k;
+    Store(v[k], to + tap * kLane);
   }
 }
 
 template <typename A>
 void TransposeTaps(const A* from, int64_t taps, A* to) {
   switch (taps) {
+    case 1:
+      return Transpose<1>(from, to);
     case 2:
-      return Transpose<2>(from, taps, to);
-    case 3:
-      return Transpose<3>(from, taps, to);
+      return Transpose<2>(from, to);
     case 4:
-      return Transpose<4>(from, taps, to);
+      return Transpose<4>(from, to);
+    case 8:
+      return Transpose<8>(from, to);
     default:
-      return Transpose<0>(from, taps, to);
+      for (int64_t k = 0; k < taps; ++k) {
+        for (int i = 0; i < kLanes<A>; ++i) to[k * kLanes<A> + i] = from[i * taps + k];
+      }
+  }
+}
+
+// to[i] = from[i], in whole vectors where there are no others.
+template <typename A, typename W>
+JAXOPS_ALWAYS_INLINE void WidenMany(const W* from, int64_t count, A* to) {
+  if constexpr (__is_same(Arithmetic<W>, A)) {
+    constexpr int kLane = kLanes<A>;
+    int64_t i = 0;
+    for (; i + kLane <= count; i += kLane) Store(Load(from + i), to + i);
+    if (i < count) StorePartial(LoadPartial(from + i, count - i), to + i, count - i);
+  } else {
+    Widen(from, count, to);
   }
 }
 
@@ -53,24 +113,38 @@ void PackFiltersAs(const Filters& args, const W* weight) {
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t first = args.channel_begin + p * kLane;
     const int64_t lanes = Min(kLane, channels - p * kLane);
+    if constexpr (__is_same(W, A)) {
+      if (depth == 1 && taps <= kGroup && lanes == kLane) {
+        TransposeTaps(weight + first * taps, taps, packed + p * taps * kLane);
+        continue;
+      }
+    }
+    const int64_t head = depth == 1 ? first : first / depth;
+    const bool is_of_one_head = depth > 1 && (first + lanes - 1) / depth == head;
     for (int64_t tap = 0; tap < taps; tap += kGroup) {
       const int64_t count = Min(kGroup, taps - tap);
+      A* to = packed + (p * taps + tap) * kLane;
+      if (is_of_one_head) {
+        WidenMany(weight + head * taps + tap, count, strip);
+        for (int64_t k = 0; k < count; ++k) Store(Vec<A>{} + strip[k], to + k * kLane);
+        continue;
+      }
       if (depth == 1 && count == taps) {
-        Widen(weight + first * taps, lanes * taps, strip);
+        WidenMany(weight + first * taps, lanes * taps, strip);
       } else {
         for (int64_t i = 0; i < lanes; ++i) {
-          Widen(weight + (first + i) / depth * taps + tap, count, strip + i * count);
+          WidenMany(weight + (first + i) / depth * taps + tap, count, strip + i * count);
         }
       }
       for (int64_t i = lanes * count; i < kLane * count; ++i) strip[i] = 0;
-      TransposeTaps(strip, count, packed + (p * taps + tap) * kLane);
+      TransposeTaps(strip, count, to);
     }
   }
   A* bias = packed + panels * taps * kLane;
   for (int64_t i = 0; i < panels * kLane; ++i) bias[i] = 0;
   if (args.bias != nullptr) {
     WithStorage(args.call.bias_dtype, args.bias, args.channel_begin,
-                [&](auto from) { Widen(from, channels, bias); });
+                [&](auto from) { WidenMany(from, channels, bias); });
   }
 }
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxops._core import checks, rules
+from jaxops._core import checks, compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops.activations import ACTIVATIONS, activation_name
@@ -199,3 +199,19 @@ def _composed(*operands, dilation, activation, with_bias, with_indices):
 @_step_operator.def_jvp
 def _step_jvp(primals, tangents, **params):
     return rules.jvp(functools.partial(_composed, **params), primals, tangents)
+
+
+@_step_operator.def_transpose
+def _step_transpose(cotangents, *operands, **params):
+    """The transpose of the composition with respect to the operands that are linear."""
+    at = [i for i, x in enumerate(operands) if compat.is_undefined_primal(x)]
+
+    def of_linear(*linear):
+        whole = list(operands)
+        for i, x in zip(at, linear, strict=True):
+            whole[i] = x
+        return _composed(*whole, **params)
+
+    transpose = jax.linear_transpose(of_linear, *(operands[i].aval for i in at))
+    found = iter(transpose([compat.ad.instantiate_zeros(ct) for ct in cotangents]))
+    return [next(found) if i in at else None for i in range(len(operands))]

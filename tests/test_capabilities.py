@@ -49,6 +49,12 @@ LINEAR = {
         lambda x: jaxops.lightweight_conv(x, np.ones((2, 3), np.float32)),
         (1, 5, 4),
     ),
+    "lightweight_conv_step": (
+        lambda x: jaxops.lightweight_conv_step(
+            x, np.zeros((1, 2, 4), np.float32), np.ones((2, 3), np.float32)
+        ),
+        (1, 5, 4),
+    ),
 }
 
 

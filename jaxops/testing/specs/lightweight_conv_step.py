@@ -212,7 +212,6 @@ def _spec(
 SPECS = (
     _spec("one step", heads=6, large_heads=_CHANNELS, taps=4, activation="silu"),
     _spec("3 steps, heads, bias", heads=3, large_heads=3, taps=3, steps=3, bias=True),
-    _spec("indices, bias", heads=6, large_heads=_CHANNELS, taps=4, bias=True, indices=True),
     _spec(
         "indices, 2 steps, dilated, gelu",
         heads=2,
@@ -223,7 +222,14 @@ SPECS = (
         indices=True,
         activation="gelu",
     ),
-    _spec("dilated, relu", heads=3, large_heads=3, taps=4, dilation=3, activation="relu"),
-    _spec("9 taps, 5 steps, H = 1, bias", heads=1, large_heads=1, taps=9, steps=5, bias=True),
+    _spec(
+        "9 taps, 2 steps, H = 1, dilated, relu",
+        heads=1,
+        large_heads=1,
+        taps=9,
+        steps=2,
+        dilation=3,
+        activation="relu",
+    ),
     _spec("K = 1", heads=6, large_heads=_CHANNELS, taps=1),
 )
