@@ -10,7 +10,11 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-SANITIZERS = {"batch_map": "address,undefined", "plan_cache": "thread"}
+SANITIZERS = {
+    "batch_map": "address,undefined",
+    "packed_taps": "address,undefined",
+    "plan_cache": "thread",
+}
 
 
 @pytest.mark.parametrize("name", SANITIZERS)

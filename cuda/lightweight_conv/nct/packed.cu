@@ -79,7 +79,7 @@ class VectorWindow {
     }
   }
 
-  uint32_t words_[kWords];
+  uint32_t words_[kWords] = {};
 };
 
 // VectorStarts has the starts of the first and the last step of the windows of a vector of steps.
@@ -171,8 +171,13 @@ __global__ void __launch_bounds__(kNctThreads, 5)
   int index = threadIdx.x >> p.tile.row_bits;  // among the block's channels
   const int count = min(block_channels, p.channels - first_channel);
   if (index >= count) return;
-  Window window;
-  window.Load(x + int64_t{first_channel + index} * p.time, first, p.taps, p.time);
+  const auto load = [&](Window& window, int index) {
+    if (index >= count) return;
+    window.Load(x + int64_t{first_channel + index} * p.time, first, p.taps, p.time);
+  };
+  Window window, next;
+  load(window, index);
+  load(next, index + p.tile.rows());
   const bool is_whole = ends.AreWhole();
   uint64_t pairs = 0;
   if (!is_whole) pairs = FindVectorPairs<kVector, kTaps>(starts, t, first, p.taps, p.time);
@@ -184,9 +189,8 @@ __global__ void __launch_bounds__(kNctThreads, 5)
     window.Read(steps, first);
     const Acc(&filter)[kTaps] = filters[index];
     index += p.tile.rows();
-    if (index < count) {
-      window.Load(x + int64_t{first_channel + index} * p.time, first, p.taps, p.time);
-    }
+    window = next;
+    load(next, index + p.tile.rows());
     Acc sums[kVector] = {};
     if (is_whole) {
 #pragma unroll
