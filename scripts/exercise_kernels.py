@@ -685,6 +685,61 @@ def _steps(dilation, indices, x, state, weight, bias):
     return {"y": y, "state": new} if new.size else {"y": y}
 
 
+# --- dynamic convolution -------------------------------------------------------------------------
+
+
+def exercise_dynamic(device, dtype, layout, normalize, heads, taps):
+    """Like `exercise`, with segments and a state."""
+    time, channels = 37, 48
+    rng = np.random.default_rng(taps)
+    shapes = ((BATCH, time, channels), (BATCH, time, heads, taps), (BATCH, taps - 1, channels))
+    x, weight, state = (rng.normal(size=s).astype(jnp.dtype(dtype)) for s in shapes)
+    g = rng.normal(size=x.shape).astype(x.dtype)
+    ids = np.cumsum(rng.random((BATCH, time)) < 0.1, axis=1)
+
+    def swap(array):
+        return array.swapaxes(1, 2) if layout == "NCT" else array
+
+    def function(x, weight, state):
+        return jaxops.dynamic_conv(
+            x,
+            weight,
+            normalize=normalize,
+            segment_ids=ids,
+            initial_state=state,
+            data_format=layout,
+        )
+
+    def program(g, *arguments):
+        y, pullback = jax.vjp(function, *arguments)
+        return dict(zip(("y", "dx", "dweight", "dstate"), (y, *pullback(g)), strict=True))
+
+    arguments = jax.device_put((swap(g), swap(x), weight, swap(state)), device)
+    got = jax.jit(program)(*arguments)
+    g, x, weight, state = (a.astype(np.float64) for a in (g, x, weight, state))
+    p = np.exp(weight) / np.exp(weight).sum(-1, keepdims=True) if normalize else weight
+    # The state is the first segment's; steps after the padded sequence have none.
+    rows = np.concatenate([state, x], axis=1)
+    numbers = np.pad(np.cumsum(np.diff(ids, axis=1) != 0, axis=1), [(0, 0), (taps, 0)])
+    y, drows, dp = np.zeros(x.shape), np.zeros(rows.shape), np.zeros(p.shape)
+    for k in range(taps):
+        valid = (numbers[:, k : k + time] == numbers[:, taps - 1 :])[..., None]
+        tap = np.repeat(p[..., k], channels // heads, axis=2)
+        source = np.where(valid, rows[:, k : k + time], 0)
+        y += tap * source
+        drows[:, k : k + time] += np.where(valid, tap * g, 0)
+        dp[..., k] = (g * source).reshape(BATCH, time, heads, -1).sum(-1)
+    dweight = p * (dp - (p * dp).sum(-1, keepdims=True)) if normalize else dp
+    want = {
+        "y": swap(y),
+        "dx": swap(drows[:, taps - 1 :]),
+        "dweight": dweight,
+        "dstate": swap(drows[:, : taps - 1]),
+    }
+    name = f"dynamic_conv {dtype}, {layout}, softmax {normalize}, H={heads}, K={taps}"
+    return compared(name, got, want, dtype, 4 * taps + channels)
+
+
 # --- patches -------------------------------------------------------------------------------------
 
 # Items have 16 bytes and every smaller size, in one to three dimensions.
@@ -1078,6 +1133,10 @@ EXERCISES = {
     "focal_loss_rows": (
         exercise_softmax_rows,
         tuple((dtype, *shape) for dtype in DTYPES for shape in SOFTMAX_ROWS),
+    ),
+    "dynamic_conv": (
+        exercise_dynamic,
+        tuple(itertools.product(DTYPES, LAYOUTS, (False, True), (3, 48), (4,))),
     ),
     "grid_sample": (
         exercise_grid_sample,

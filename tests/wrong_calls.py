@@ -285,19 +285,19 @@ def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
 _FREE = {
     "lightweight_conv_step": "operand [0134] size 0|operand 2 (size [01]|dtype)"
     "|operand [34] dtype|operands less 3",
-    "dynamic_conv": "operand . size .|operand [124] dtype|operands (more|less .)|padding|dilation"
-    "|normalize|result 0 size .",
-    "dynamic_conv_input_grad": "operand . size .|operand 1 dtype|padding|dilation|normalize"
-    "|result 0 size .",
-    "dynamic_conv_weight_grad": "operand . size .|result 0 (size .|dtype)|padding|dilation",
-    "dynamic_conv_backward": "operand . size .|operand 1 dtype|result . size .|result 1 dtype"
-    "|padding|dilation|normalize",
     "lightweight_conv": "operand 0 size [01]|operand 1 .*|operand [234] (size [01]|dtype)|padding"
     "|dilation|flip_taps",
     "lightweight_conv_backward": "operand . size [01]|operands less 3|result 1 size 0"
     "|result 2 dtype|results less 2|padding|dilation",
     "lightweight_conv_filter_grad": "operand . size 0|operands less 2|result 0 (size .|dtype)"
     "|padding|dilation",
+    "dynamic_conv": "operand [01234] size 0|operand 1 size [23]|operand [124] dtype|padding"
+    "|dilation|normalize",
+    "dynamic_conv_backward": "operand . size 0|operand [012] size 1|operand 1 dtype|result 1 dtype"
+    "|padding|dilation|normalize",
+    "dynamic_conv_input_grad": "operand [01] size 0|operand 1 (size [23]|dtype)|padding|dilation"
+    "|normalize",
+    "dynamic_conv_weight_grad": "operand [01] size 0|result 0 (size [23]|dtype)|padding|dilation",
     "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|align_corners"
     "|deterministic",
     "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|align_corners|deterministic",

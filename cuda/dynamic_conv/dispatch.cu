@@ -43,12 +43,13 @@ __device__ __forceinline__ Acc LoadAs(const void* base, int64_t index, DType dty
 template <typename Acc>
 struct Weights {
   const void* data;
+  int64_t offset;  // of the batch entry
   DType dtype;
   const Acc* scales;  // of the batch entry; null: not normalized
 
   // `row` is step * heads + head.
   __device__ __forceinline__ Acc At(int64_t row, int64_t taps, int64_t tap) const {
-    const Acc w = LoadAs<Acc>(data, row * taps + tap, dtype);
+    const Acc w = LoadAs<Acc>(data, offset + row * taps + tap, dtype);
     return scales == nullptr ? w : exp(w - scales[2 * row]) * scales[2 * row + 1];
   }
 };
@@ -58,11 +59,8 @@ __device__ __forceinline__ Weights<Acc> WeightsOf(const Params<Call>& p, int64_t
   const Call& call = p.call;
   const Geometry& g = call.geometry;
   const Acc* scales = static_cast<const Acc*>(p.scales);
-  const char* data = static_cast<const char*>(call.weight);
-  return {data == nullptr ? nullptr
-                          : data + call.batch.Offset(batch, Call::kWeight) *
-                                       jaxops::cuda::SizeOf(call.weight_dtype),
-          call.weight_dtype, g.normalize ? scales + 2 * batch * g.time * g.heads : nullptr};
+  return {call.weight, call.batch.Offset(batch, Call::kWeight), call.weight_dtype,
+          g.normalize ? scales + 2 * batch * g.time * g.heads : nullptr};
 }
 
 // The maximum of each row of weights, and one over the sum of its exponentials: a thread a row.

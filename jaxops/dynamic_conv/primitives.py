@@ -213,9 +213,9 @@ def _probability_tangent(weight, dweight, options):
 
 
 def _head(state, weight, *, starts, options, like):
-    """What the state adds to the sums, an array of the type of `like`.
+    """The terms that the state adds to the sums, an array of the type of `like`.
 
-    The steps that read the state are at most as many as it has: the convolution of these alone.
+    No more steps than the state has read it: the result has the convolution of these alone.
     """
     axis, time = options.time_axis, weight.shape[-3]
     before = state.shape[axis]

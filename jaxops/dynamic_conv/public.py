@@ -86,9 +86,7 @@ def dynamic_conv(
     rank = x.ndim - 2
     state = starts = final = None
     if bias is not None:
-        bias = checks.float_array(name, "bias", bias, 1, "(C,)")
-        checks.shape(name, "bias", bias, (channels,), "(C,), one entry a channel of x")
-        bias = sequences.unvarying(bias, rank)
+        bias = sequences.unvarying(check_bias(name, bias, channels), rank)
     if initial_state is not None:
         state = sequences.state_array(name, "initial_state", initial_state, x, padding, data_format)
     if segment_ids is not None:
@@ -115,6 +113,13 @@ def dynamic_conv(
     )
     y = checkpoint_name(y.astype(result_dtype), name)
     return y if final is None else (y, final)
+
+
+def check_bias(function: str, bias: ArrayLike, channels: int) -> jax.Array:
+    """The bias as an array of an entry a channel."""
+    array = checks.float_array(function, "bias", bias, 1, "(C,)")
+    checks.shape(function, "bias", array, (channels,), "(C,), one entry a channel of x")
+    return array
 
 
 def check_weight(

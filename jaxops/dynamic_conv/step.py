@@ -8,7 +8,8 @@ from jax.typing import ArrayLike
 
 from jaxops._core import checks
 from jaxops._families import sequences
-from jaxops.dynamic_conv.public import check_weight, dynamic_conv
+from jaxops.activations import ACTIVATIONS
+from jaxops.dynamic_conv.public import check_bias, check_weight, dynamic_conv
 
 _NAME = "dynamic_conv_step"
 
@@ -45,17 +46,18 @@ def dynamic_conv_step(
     Raises:
       TypeError, ValueError: as `dynamic_conv`.
     """
+    activation = checks.choice(_NAME, "activation", activation, ACTIVATIONS)
+    normalize = sequences.boolean(_NAME, "normalize", normalize)
     x = checks.float_array(_NAME, "x_t", x_t, None, "(B, C) or (B, S, C)")
     if x.ndim not in (2, 3):
         raise ValueError(f"{_NAME}: x_t must have shape (B, C) or (B, S, C), got {x.shape}")
-    weight = checks.float_array(
-        _NAME, "weight", weight, x.ndim + 1, "(B, H, K)" if x.ndim == 2 else "(B, S, H, K)"
-    )
+    form = "(B, H, K)" if x.ndim == 2 else "(B, S, H, K)"
+    weight = checks.float_array(_NAME, "weight", weight, x.ndim + 1, form)
     state = checks.float_array(_NAME, "state", state, 3, "(slots, P, C)")
     dilation = checks.integer(_NAME, "dilation", dilation, 1)
-    form = "(B, H, K)" if x.ndim == 2 else "(B, S, H, K)"
     taps = check_weight(_NAME, weight, x.shape[:-1], form, x.shape[-1], x.shape)
     batch, channels = x.shape[0], x.shape[-1]
+    bias = None if bias is None else check_bias(_NAME, bias, channels)
     slots = batch if state_indices is None else state.shape[0]
     padding = (taps - 1) * dilation
     why = f"(slots, P, C) with P = {padding} for x_t {x.shape}"
@@ -79,5 +81,5 @@ def dynamic_conv_step(
         return_final_state=True,
     )
     if state_indices is not None:
-        moved = state.at[indices].set(moved, mode="drop", unique_indices=False)
+        moved = state.at[indices].set(moved, mode="drop")
     return y.reshape(x.shape), moved
