@@ -33,6 +33,7 @@ from jaxops._core import compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops.activations import ACTIVATIONS, activation_name
+from jaxops.lightweight_conv import shards
 from jaxops.reference import lightweight_conv as reference
 
 NAME = "lightweight_conv"
@@ -102,7 +103,9 @@ def _conv_signature(*, options, with_bias, with_starts, with_state, with_slots, 
         operands.append(f"slots {options.state}" if with_slots else options.state)
     if with_slots:
         operands.append("time")
-    return f"{', '.join(operands)} -> {options.rows}"
+    text = f"{', '.join(operands)} -> {options.rows}"
+    # Segments with states of their own stay whole.
+    return text.replace(shards.TIME, "token") if with_slots else text
 
 
 def _conv_reference(*operands, options, flip, activation, **has):
@@ -135,13 +138,41 @@ def _conv_attributes(
     }
 
 
+def _conv_on_part(*operands, plan, options, flip, activation, **has):
+    """The call of a device that has a part of the steps."""
+    x, weight, bias, starts, state, _ = _split(operands, **has)
+    part = shards.part_of(plan, x, options.time_axis)
+    params = dict(options=options, flip=flip, activation=activation)
+    if part is None:
+        return operands, {**params, **has}, None
+    around = shards.Surroundings(
+        x, starts, state, part=part, options=options, reach=_reach(weight, options)
+    )
+    has = dict(has, with_state=False)
+
+    def of_rows(rows, starts):
+        operands = (rows, weight, *_present(bias), *_present(starts))
+        return _conv_operator.on_one_device(*operands, **params, **has)[0]
+
+    def complete(y):
+        return [shards.completed(y, around, part, options.time_axis, of_rows)]
+
+    own = _present(part.own_starts(starts))
+    return (x, weight, *_present(bias), *own), {**params, **has}, complete
+
+
+def _reach(weight, options):
+    return (weight.shape[-1] - 1) * options.dilation
+
+
 _conv_operator = Operator(
     "lightweight_conv",
     signature=_conv_signature,
     reference=_conv_reference,
     dtypes=lambda x, *_, **__: [x.dtype],
     attributes=_conv_attributes,
-    replicated=("time", "taps", "before", "slots"),
+    replicated=("token", "taps", "before", "slots"),
+    neighbours=_conv_on_part,
     is_new_on_gpu=lambda *, with_starts, with_state, **_: with_starts or with_state,
 )
 
@@ -458,8 +489,8 @@ def _pullback(g, x, weight, wanted, starts, *, options, flip):
     ][:count]
 
 
-def _present(starts):
-    return () if starts is None else (starts,)
+def _present(operand):
+    return () if operand is None else (operand,)
 
 
 def _spread_over_time(bias, like, options):
@@ -484,6 +515,34 @@ def _filter_grad_reference(x, g, starts=None, *, options, heads, taps, summed, d
     return [dweight.sum(axes, keepdims=True).astype(dtype)]
 
 
+def _filter_grad_on_part(x, g, starts=None, *, plan, options, **params):
+    """The call of a device that has a part of the steps."""
+    part = shards.part_of(plan, x, options.time_axis)
+    if part is None:
+        return (x, g, *_present(starts)), {"options": options, **params}, None
+    reach = (params["taps"] - 1) * options.dilation
+    around = shards.Surroundings(x, starts, part=part, options=options, reach=reach)
+
+    def complete(dweight):
+        return [_with_products_across(dweight, around, g, part, options=options, **params)]
+
+    operands = (x, g, *_present(part.own_starts(starts)))
+    return operands, {"options": options, **params}, complete
+
+
+def _with_products_across(dweight, around, g, part, **params):
+    """A filter's gradient with what products with steps of other devices add to it."""
+    wide = accumulation_dtype(dweight, g)
+
+    def of_rows(x, g, starts):
+        operands = (x, g, *_present(starts))
+        return _filter_grad_operator.on_one_device(*operands, **{**params, "dtype": wide})[0]
+
+    axis = params["options"].time_axis
+    terms = shards.filter_grad_across(around, g, part, axis, of_rows)
+    return sum(terms, dweight.astype(wide)).astype(dweight.dtype)
+
+
 _filter_grad_operator = Operator(
     "lightweight_conv_filter_grad",
     signature=lambda *, options, with_starts, **_: (
@@ -493,7 +552,8 @@ _filter_grad_operator = Operator(
     dtypes=lambda *_, dtype, **__: [dtype],
     attributes=attributes,
     work_space=True,
-    replicated=("time", "taps"),
+    replicated=("taps",),
+    neighbours=_filter_grad_on_part,
     is_new_on_gpu=lambda *, with_starts, **_: with_starts,
     summed_outputs=(0,),
 )
@@ -595,6 +655,47 @@ def _backward_reference(x, weight, g, starts=None, *, options, summed, bias_dtyp
     return results
 
 
+def _backward_on_part(x, weight, g, starts=None, *, plan, options, summed, **params):
+    """The call of a device that has a part of the steps."""
+    part = shards.part_of(plan, x, options.time_axis)
+    operands = (x, weight, g, *_present(starts))
+    if part is None:
+        return operands, {"options": options, "summed": summed, **params}, None
+    mirrored = options.mirrored(weight.shape[-1])
+    reach = _reach(weight, options)
+    around_x = shards.Surroundings(x, starts, part=part, options=options, reach=reach)
+    around_g = shards.Surroundings(g, starts, part=part, options=mirrored, reach=reach)
+    has = dict(with_bias=False, with_starts=starts is not None, with_state=False, with_slots=False)
+
+    def input_grad(rows, starts):
+        operands = (rows, weight, *_present(starts))
+        return _conv_operator.on_one_device(
+            *operands, options=mirrored, flip=True, activation=None, **has
+        )[0]
+
+    def complete(dx, dweight, *dbias):
+        heads, taps = weight.shape[-2:]
+        dweight = _with_products_across(
+            dweight,
+            around_x,
+            g,
+            part,
+            options=options,
+            heads=heads,
+            taps=taps,
+            summed=summed,
+            with_starts=starts is not None,
+        )
+        return [
+            shards.completed(dx, around_g, part, options.time_axis, input_grad),
+            dweight,
+            *dbias,
+        ]
+
+    own = _present(part.own_starts(starts))
+    return (x, weight, g, *own), {"options": options, "summed": summed, **params}, complete
+
+
 _backward_operator = Operator(
     "lightweight_conv_backward",
     signature=_backward_signature,
@@ -604,7 +705,8 @@ _backward_operator = Operator(
     ),
     attributes=attributes,
     work_space=True,
-    replicated=("time", "taps"),
+    replicated=("taps",),
+    neighbours=_backward_on_part,
     is_new_on_gpu=lambda *, with_starts, **_: with_starts,
     summed_outputs=(1, 2),
 )
