@@ -16,7 +16,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._core import checks
+from jaxops._core import checks, halo
+from jaxops._core.partition import Plan
+from jaxops._core.primitive import Operator
 
 PADDINGS = ("causal", "same")
 
@@ -88,13 +90,54 @@ def state_array(
 def segment_starts(segment_ids: jax.Array, first: int) -> jax.Array:
     """The first step of the segment of each step, int32, of ids (..., T).
 
-    A segment is a run of equal neighbouring ids. The first one starts at `first`.
+    A segment is a run of equal neighbouring ids. The first one starts at `first`, which is at most
+    0.
     """
-    time = segment_ids.shape[-1]
+    (starts,) = _segment_starts_operator(segment_ids, first=first)
+    return starts
+
+
+def _segment_starts(ids, *, first, **_):
+    time = ids.shape[-1]
     steps = jnp.arange(time, dtype=jnp.int32)
-    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-    begins = jnp.pad(changes, [(0, 0)] * (segment_ids.ndim - 1) + [(min(1, time), 0)])
-    return jax.lax.cummax(jnp.where(begins, steps, jnp.int32(first)), axis=segment_ids.ndim - 1)
+    changes = ids[..., 1:] != ids[..., :-1]
+    begins = jnp.pad(changes, [(0, 0)] * (ids.ndim - 1) + [(min(1, time), 0)])
+    return [jax.lax.cummax(jnp.where(begins, steps, jnp.int32(first)), axis=ids.ndim - 1)]
+
+
+def _segment_starts_on_part(ids, *, plan: Plan, first: int):
+    """The call of a device that has a part of the steps, and what other devices' ids change."""
+    axes = plan.axes.get("time", ())
+    count, steps = plan.size(axes), ids.shape[-1]
+    if count == 1 or steps == 0:
+        return (ids,), {"first": first}, None
+    ((before,), _) = halo.borders(ids, ids.ndim - 1, 1, 0, axes, plan.mesh)
+    device = jax.lax.axis_index(axes)
+    place = device * jnp.int32(steps)
+
+    def complete(starts):
+        # Where the first segment of the part begins, unless in another part.
+        begins = (device > 0) & (before != ids[..., :1])
+        known = jnp.where(begins, place, jnp.int32(first))
+        last = jnp.where(starts[..., -1:] > 0, starts[..., -1:] + place, known)
+        # One entry a device, summed with the zeros of the others.
+        devices = jnp.arange(count)
+        of_all = jax.lax.psum(jnp.where(devices == device, last, 0), axes)
+        carried = jnp.where(devices < device, of_all, first).max(axis=-1, keepdims=True)
+        known = jnp.maximum(known, carried)
+        return [jnp.where(starts > 0, starts + place, known)]
+
+    return (ids,), {"first": 0}, complete
+
+
+# XLA would gather the ids for their cumulative maximum.
+_segment_starts_operator = Operator(
+    "segment_starts",
+    signature=lambda **_: "time -> time",
+    dtypes=lambda *_, **__: [np.int32],
+    local=_segment_starts,
+    neighbours=_segment_starts_on_part,
+)
 
 
 def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
