@@ -25,6 +25,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
@@ -32,6 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxops._core import compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
+from jaxops._families import sequences
 from jaxops.activations import ACTIVATIONS, activation_name
 from jaxops.lightweight_conv import shards
 from jaxops.reference import lightweight_conv as reference
@@ -74,6 +76,14 @@ class Options:
         return -1 if self.data_format == "NTC" else -2
 
 
+class _WholeOptions(Options):
+    """Options of calls whose sequences are short: devices have all of their steps."""
+
+    @property
+    def rows(self) -> str:
+        return super().rows.replace(shards.TIME, "token")
+
+
 def attributes(*, options, **_):
     """What every handler of the family is passed."""
     return {
@@ -104,7 +114,7 @@ def _conv_signature(*, options, with_bias, with_starts, with_state, with_slots, 
     if with_slots:
         operands.append("time")
     text = f"{', '.join(operands)} -> {options.rows}"
-    # Segments with states of their own stay whole.
+    # Devices have all segments if these have states of their own.
     return text.replace(shards.TIME, "token") if with_slots else text
 
 
@@ -291,12 +301,15 @@ def _state_part(state, weight, *, starts, slots, like, options, flip):
     if slots is None:
         state = _of_first_segment(state, starts, options)
         heads = conv(state, weight, options=_over_states(options), flip=flip).astype(like.dtype)
-        spread = _resize(heads, like.shape[options.time_axis], options)
-        spread = _in_first_segment(spread, starts, options)
-    else:
-        weight = jnp.expand_dims(weight, -3)
-        heads = conv(state, weight, options=_over_states(options), flip=flip).astype(like.dtype)
-        spread = _batched(_scatter_heads, like.shape[:-2])(heads, starts, slots)
+        time = like.shape[options.time_axis]
+        is_symbolic = jax.export.is_symbolic_dim(time)
+        heads = _resize(heads, time if is_symbolic else min(time, options.padding), options)
+        heads = _in_first_segment(heads, starts, options)
+        zeros = rules.broadcast_like(jnp.zeros((), like.dtype), jax.typeof(like))
+        return sequences.add_steps(zeros, heads, 0, options.time_axis)
+    weight = jnp.expand_dims(weight, -3)
+    heads = conv(state, weight, options=_over_states(options), flip=flip).astype(like.dtype)
+    spread = _batched(_scatter_heads, like.shape[:-2])(heads, starts, slots)
     return rules.broadcast_like(spread, jax.typeof(like))
 
 
@@ -323,13 +336,14 @@ def _state_weight_cotangent(g, state, like, starts, slots, *, options, flip):
 
 
 def _over_states(options):
-    return dataclasses.replace(options, padding=0)
+    return _WholeOptions(0, options.dilation, options.data_format)
 
 
 def _heads(g, starts, slots, state_shape, options):
     """The first P steps of g of each segment that has a state, of the type of sums."""
     if slots is None:
-        heads = _resize(_in_first_segment(g, starts, options), options.padding, options)
+        heads = _first_steps(g, options.padding, options.time_axis)
+        heads = _resize(_in_first_segment(heads, starts, options), options.padding, options)
     else:
         gather = functools.partial(_gather_heads, shape=state_shape[-3:-1])
         heads = _batched(gather, g.shape[:-2])(g, starts, slots)
@@ -343,10 +357,19 @@ def _resize(rows, steps, options):
     return jax.lax.pad(rows, jnp.zeros((), rows.dtype), pads)
 
 
+def _first_steps(rows, count, axis):
+    """The first steps of a sequence, at most `count` of them unless it is of symbolic length."""
+    time = rows.shape[axis]
+    if jax.export.is_symbolic_dim(time):
+        return rows
+    return sequences.take_steps(rows, 0, min(count, time), axis)
+
+
 def _in_first_segment(rows, starts, options):
-    """Steps of a sequence, zero where they are not of the first segment."""
+    """The first steps of a sequence, zero where they are not of the first segment."""
     if starts is None or 0 in rows.shape:
         return rows
+    starts = _first_steps(starts, rows.shape[options.time_axis], -1)
     is_first = starts == starts[..., :1]
     return jnp.where(jnp.expand_dims(is_first, options.channel_axis), rows, 0)
 
@@ -356,7 +379,7 @@ def _of_first_segment(state, starts, options):
     if starts is None or starts.shape[-1] == 0:
         return state
     steps = jnp.arange(-options.padding, 0, dtype=starts.dtype)
-    has_begun = steps >= starts[..., :1]
+    has_begun = steps >= sequences.take_steps(starts, 0, 1, -1)
     return jnp.where(jnp.expand_dims(has_begun, options.channel_axis), state, 0)
 
 
@@ -552,7 +575,7 @@ _filter_grad_operator = Operator(
     dtypes=lambda *_, dtype, **__: [dtype],
     attributes=attributes,
     work_space=True,
-    replicated=("taps",),
+    replicated=("token", "taps"),
     neighbours=_filter_grad_on_part,
     is_new_on_gpu=lambda *, with_starts, **_: with_starts,
     summed_outputs=(0,),
@@ -705,7 +728,7 @@ _backward_operator = Operator(
     ),
     attributes=attributes,
     work_space=True,
-    replicated=("taps",),
+    replicated=("token", "taps"),
     neighbours=_backward_on_part,
     is_new_on_gpu=lambda *, with_starts, **_: with_starts,
     summed_outputs=(1, 2),
