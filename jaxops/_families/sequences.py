@@ -190,7 +190,7 @@ def _some_steps(rows, first, count, axis):
 
 
 def _take_steps_on_part(rows, *, plan: Plan, begin: int, kept: int, axis: int):
-    """The call of a device that has a part of the steps: zeros for those of others, to be summed."""
+    """The call of a device that has a part of the steps: with zeros for others, to be summed."""
     params = {"begin": begin, "kept": kept, "axis": axis}
     axes, steps = plan.axes.get("time", ()), rows.shape[axis]
     if plan.size(axes) == 1 or steps == 0:
@@ -200,7 +200,7 @@ def _take_steps_on_part(rows, *, plan: Plan, begin: int, kept: int, axis: int):
 
 
 def _add_steps_on_part(rows, some, *, plan: Plan, begin: int, axis: int):
-    """The call of a device that has a part of the steps, to which it adds what belongs there."""
+    """The call of a device that has a part of the steps, to which it adds its own of `some`."""
     params = {"begin": begin, "axis": axis}
     axes, steps = plan.axes.get("time", ()), rows.shape[axis]
     if plan.size(axes) == 1 or 0 in (steps, some.shape[axis]):

@@ -8,7 +8,6 @@ never copied, and the exchange is hidden behind the convolution of the part.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
