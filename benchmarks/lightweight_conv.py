@@ -36,6 +36,9 @@ CASES = [
     *conv("odd", (64, 255, 65, 5, 3), "float32", layout="NCT"),
     *conv("odd", (3, 129, 4099, 3, 63), "float32", layout="NTC", padding="same"),
     *conv("odd", (4, 510, 1023, 10, 5), "float64", padding="same"),
+    # Packed sequences of so many steps, for which XLA pads and masks.
+    *[c for n in (1, 16, 128, 1000)
+      for c in conv("packed", (4, 1024, 2048, 1024, 4), ["float32", "bfloat16"], segments=n)],
 ]
 # fmt: on
 for steps in (2**n for n in range(6, 21, 2)):
@@ -62,14 +65,19 @@ def arguments(case, key):
     of_x, of_weight = jax.random.split(key)
     shape = (B, C, T) if time_axis(case) == 2 else (B, T, C)
     x = normal(of_x, shape, case.dtype)
-    return x, (normal(of_weight, (H, K), "float32") / K**0.5).astype(case.dtype)
+    weight = (normal(of_weight, (H, K), "float32") / K**0.5).astype(case.dtype)
+    steps = case.options.get("segments")
+    if steps is None:
+        return x, weight
+    return x, weight, jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32) // steps, (B, T))
 
 
 def ours(case):
-    def function(x, weight):
+    def function(x, weight, ids=None):
         return jaxops.lightweight_conv(
             x,
             weight,
+            segment_ids=ids,
             padding=case.options["padding"],
             dilation=dilation(case),
             data_format=case.options["layout"],
@@ -79,19 +87,26 @@ def ours(case):
 
 
 def shift_and_add(case):
-    """K shifted multiplies, which XLA fuses: its best formulation for short filters."""
+    """K shifted multiplies, which XLA fuses: its best formulation for short filters.
+
+    With segments, what is shifted is masked where the shifted ids are others.
+    """
     axis, (_, C, T, H, K) = time_axis(case), case.shape
 
-    def function(x, weight):
+    def function(x, weight, ids=None):
         wide = jnp.promote_types(x.dtype, jnp.float32)
         widths = [(0, 0)] * 3
         widths[axis] = pads(case)
         padded = jnp.pad(x, widths)
         by_channel = jnp.repeat(weight, C // H, axis=0).astype(wide)
+        padded_ids = None if ids is None else jnp.pad(ids, [(0, 0), pads(case)], constant_values=-1)
         total = 0
         for k in range(K):
             start = k * dilation(case)
             shifted = jax.lax.slice_in_dim(padded, start, start + T, axis=axis)
+            if ids is not None:
+                is_one = padded_ids[:, start : start + T] == ids
+                shifted = jnp.where(jnp.expand_dims(is_one, 3 - axis), shifted, 0)
             tap = by_channel[:, k, None] if axis == 2 else by_channel[:, k]
             total = total + tap * shifted.astype(wide)
         return total.astype(x.dtype)
@@ -103,16 +118,20 @@ def exact(case):
     """Shift-and-add as a loop, which compiles and runs faster than XLA's fusion in float64."""
     axis, (_, C, T, H, K) = time_axis(case), case.shape
 
-    def function(x, weight):
+    def function(x, weight, ids=None):
         widths = [(0, 0)] * 3
         widths[axis] = pads(case)
         padded = jnp.pad(x, widths)
+        padded_ids = None if ids is None else jnp.pad(ids, [(0, 0), pads(case)], constant_values=-1)
         by_tap = jnp.repeat(weight, C // H, axis=0).T
         by_tap = by_tap[:, :, None] if axis == 2 else by_tap
 
         @jax.checkpoint  # a gradient then keeps no shifted copy
         def add(total, k):
             shifted = jax.lax.dynamic_slice_in_dim(padded, k * dilation(case), T, axis=axis)
+            if ids is not None:
+                of_taps = jax.lax.dynamic_slice_in_dim(padded_ids, k * dilation(case), T, axis=1)
+                shifted = jnp.where(jnp.expand_dims(of_taps == ids, 3 - axis), shifted, 0)
             return total + by_tap[k] * shifted, None
 
         return jax.lax.scan(add, jnp.zeros_like(x), jnp.arange(K))[0]
@@ -196,13 +215,21 @@ def torch_shift_and_add(case):
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
+def has_segments(case, direction, platform):
+    return "has no segments" if "segments" in case.options else None
+
+
 def slow_conv(case, direction, platform):
+    if "segments" in case.options:
+        return has_segments(case, direction, platform)
     B, C, T, _, K = case.shape
     much = case.dtype == "float64" or B * C * T * K > 2**26
     return SLOW if platform == "cpu" and much else None
 
 
 def slow_fft(case, direction, platform):
+    if "segments" in case.options:
+        return has_segments(case, direction, platform)
     B, C, T, *_ = case.shape
     return SLOW if platform == "cpu" and B * C * T > 2**24 else None
 
@@ -222,8 +249,9 @@ def cost(case: Case, direction: Direction) -> Cost:
         unit = f"matmul {case.dtype}"
     else:
         unit = "fma float64" if case.dtype == "float64" else "fma float32"
+    ids = 4 * B * T if "segments" in case.options else 0
     return Cost(
-        bytes=(sequences * B * C * T + filters * H * K) * itemsize,
+        bytes=(sequences * B * C * T + filters * H * K) * itemsize + ids,
         flops=2 * products * B * C * T * K,
         unit=unit,
     )
@@ -246,8 +274,8 @@ BENCHMARK = Benchmark(
         Peer("XLA shift-and-add", shift_and_add),
         Peer("XLA conv", grouped_conv, declines=slow_conv, costly=True),
         Peer("XLA FFT", fft, declines=slow_fft),
-        Peer("torch conv1d", torch_conv, torch=True),
-        Peer("torch.compile", torch_shift_and_add, torch=True, costly=True),
+        Peer("torch conv1d", torch_conv, declines=has_segments, torch=True),
+        Peer("torch.compile", torch_shift_and_add, declines=has_segments, torch=True, costly=True),
     ),
     cost=cost,
     terms=terms,

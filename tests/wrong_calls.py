@@ -103,6 +103,15 @@ def valid_calls() -> list[Call]:
     def conv_without_bias(x, weight):
         return jaxops.lightweight_conv(x, weight, padding="same", data_format="NCT")
 
+    def conv_of_segments(x, weight, bias, ids, state):
+        return jaxops.lightweight_conv(x, weight, bias=bias, segment_ids=ids, initial_state=state)
+
+    def conv_from_state(x, weight, state):
+        return jaxops.lightweight_conv(x, weight, initial_state=state, data_format="NCT")
+
+    def ragged(x, weight, starts, state):
+        return jaxops.ragged_conv(x, weight, starts, initial_state=state)
+
     def grid(volume, points):
         return jaxops.grid_sample(volume, points, padding_mode="border")
 
@@ -119,6 +128,7 @@ def valid_calls() -> list[Call]:
         return jaxops.softmax_focal_loss(logits, labels, reduction="sum", sample_weight=weight)
 
     x, weight, bias = of(2, 9, 4, dtype=jnp.float16), of(2, 3), of(4)
+    ids, state = of(2, 9, dtype=jnp.int32), of(2, 2, 4)
     volume, points = of(3, 4, 5, 2), of(6, 3)
     cells, places = of(6, 8, 5, dtype=jnp.float16), of(6, 3)
     logits, labels = of(7, 4), of(7, dtype=jnp.int32)
@@ -134,6 +144,11 @@ def valid_calls() -> list[Call]:
         (gradients(conv_without_bias, 0, 1), of(2, 4, 9), weight),
         (gradients(conv_without_bias, 1), of(2, 4, 9), weight),
         (jax.vmap(gradients(conv, 0, 1, 2), (0, None, 0)), of(5, *x.shape), weight, of(5, 4)),
+        (conv_of_segments, x, weight, bias, ids, state),
+        (gradients(conv_of_segments, 0, 1, 2), x, weight, bias, ids, state),
+        (gradients(conv_of_segments, 1), x, weight, bias, ids, state),
+        (jax.vmap(conv_from_state, (0, None, None)), of(5, 2, 4, 9), weight, of(2, 4, 2)),
+        (ragged, of(9, 4), weight, of(4, dtype=jnp.int32), of(3, 2, 4)),
         (grid, volume, points),
         (gradients(grid, 0), volume, points),
         (gradients(grid, 1), volume, points),
@@ -241,8 +256,8 @@ def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
 
 # The changes, by target, that make a valid call of other arrays.
 _FREE = {
-    "lightweight_conv": "operand 1 .*|operand 2 (size 0|dtype)|operands less 2|padding|dilation"
-    "|flip_taps",
+    "lightweight_conv": "operand 0 size 0|operand 1 .*|operand [234] (size 0|dtype)|padding"
+    "|dilation|flip_taps",
     "lightweight_conv_backward": "operand . size [01]|result 1 size 0|result 2 dtype"
     "|results less 2|padding|dilation",
     "lightweight_conv_filter_grad": "operand . size 0|result 0 (size .|dtype)|padding|dilation",

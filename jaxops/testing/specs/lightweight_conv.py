@@ -8,6 +8,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from jaxops._core import native
+from jaxops._families import sequences
 from jaxops.reference import lightweight_conv as reference
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
 
@@ -92,7 +94,14 @@ def _bad_inputs(swap):
     )
 
 
-def _placements(swap, heads, with_bias, sides):
+def _calls(calls, is_new):
+    """The handlers' calls, none on GPUs whose kernels are not chosen yet."""
+    if not is_new:
+        return calls
+    return lambda platform: {} if platform == "cuda" and not native.allows_new_kernels() else calls
+
+
+def _placements(swap, heads, names, sides):
     """By batch, by channel, by both and by time.
 
     The arguments shared by all devices are whole on each, so that the backward pass has to sum what
@@ -103,13 +112,13 @@ def _placements(swap, heads, with_bias, sides):
     def placement(name, axes, by, forward, backward, manual):
         batch, time, channels = (axis if axis in by else None for axis in "ntc")
         per_channel = channels if heads == _CHANNELS else None
-        shared = (P(per_channel, None), P(channels)) if with_bias else (P(per_channel, None),)
-        rows = P(batch, channels, time) if swap else P(batch, time, channels)
+        x, state = (P(batch, channels, t) if swap else P(batch, t, channels) for t in (time, None))
+        specs = {"bias": P(channels), "segment_ids": P(batch, time), "initial_state": state}
         return Placement(
             name=name,
             axes=axes,
-            arguments=(rows, *shared),
-            results=(rows,),
+            arguments=(x, P(per_channel, None), *(specs[n] for n in names)),
+            results=(x, state) if "initial_state" in names else (x,),
             forward=forward,
             backward=backward,
             manual=manual,
@@ -117,13 +126,10 @@ def _placements(swap, heads, with_bias, sides):
 
     summed = {"all-reduce": 1}
     # On both axes the weight's gradient is summed, a bias's over the shards of the batch alone.
-    twice = with_bias and heads != _CHANNELS
+    twice = "bias" in names and heads != _CHANNELS
     # A shard of channels has whole heads only if there is one head, or one a channel.
     whole_heads = heads in (1, _CHANNELS)
     by_channel = {} if heads == _CHANNELS else summed
-    # Steps of x go to both neighbours at most, those of the cotangent the other way.
-    sent = {"collective-permute": sides} if sides else {}
-    sent_backward = {"collective-permute": 3 * sides} if sides else {}
     return (
         placement("batch", ("n",), "n", {}, summed, True),
         placement("channels", ("c",), "c", {}, by_channel, whole_heads),
@@ -135,8 +141,27 @@ def _placements(swap, heads, with_bias, sides):
             {"all-reduce": 2} if twice else summed,
             whole_heads,
         ),
-        placement("time", ("t",), "t", sent, summed | sent_backward, False),
+        placement("time", ("t",), "t", *_sent_over_time(names, sides), False),
     )
+
+
+def _sent_over_time(names, sides):
+    """The collectives of value, and of value and gradients, of parts of the steps."""
+    segments, state = "segment_ids" in names, "initial_state" in names
+    # Steps of x, and in the backward pass those of x and the cotangent; of the ids one step, and of
+    # the starts of segments those of the steps that follow the part.
+    permutes = sides + segments * (1 + (sides > 1))
+    permutes_of_both = 3 * sides + segments * (1 + sides)
+    # Where segments begin, the final state, and where its segment begins. XLA sums what belongs to
+    # states with the gradients.
+    sums = segments + state + (segments and state)
+    sums_of_both = 1 + segments + (segments and state)
+
+    def counts(sums, permutes):
+        found = {"all-reduce": sums, "collective-permute": permutes}
+        return {name: count for name, count in found.items() if count}
+
+    return counts(sums, permutes), counts(sums_of_both, permutes_of_both)
 
 
 _BATCH, _TIME, _CHANNELS = 8, 64, 48  # of the large case
@@ -158,25 +183,54 @@ def _spec(
     activation=None,
     channels=6,
     large_heads,
+    segments=False,
+    state=False,
 ):
     swap = data_format == "NCT"
     reach = (taps - 1) * dilation
     options = {"dilation": dilation, "activation": activation, "data_format": data_format}
 
     resolved = {"causal": reach, "same": reach // 2}.get(padding, padding)
+    names = ["bias"] * bias + ["segment_ids"] * segments + ["initial_state"] * state
 
-    def function(x, weight, bias=None):
-        return jaxops.lightweight_conv(x, weight, padding=padding, bias=bias, **options)
+    def function(x, weight, *rest):
+        rest = dict(zip(names, rest, strict=True))
+        returned = {"return_final_state": True} if state else {}
+        return jaxops.lightweight_conv(x, weight, padding=padding, **rest, **returned, **options)
 
-    def oracle(x, weight, bias=None):
-        return reference.lightweight_conv(x, weight, bias, padding=resolved, **options)
+    def oracle(x, weight, *rest):
+        rest = dict(zip(names, rest, strict=True))
+        initial, ids, starts = rest.get("initial_state"), rest.get("segment_ids"), None
+        if ids is not None:
+            starts = sequences.segment_starts(ids, -resolved if state else 0)
+        y = reference.lightweight_conv(
+            x,
+            weight,
+            rest.get("bias"),
+            padding=resolved,
+            starts=starts,
+            state=initial,
+            **options,
+        )
+        if not state:
+            return y
+        return y, sequences.final_state(x, resolved, data_format, starts, initial)
 
     def arrays(rng, dtype, batch=2, time=7, channels=channels, heads=heads):
-        x = normal(rng, (batch, channels, time) if swap else (batch, time, channels), dtype)
-        shared = [normal(rng, (heads, taps), dtype)]
+        def rows(steps):
+            return normal(
+                rng, (batch, channels, steps) if swap else (batch, steps, channels), dtype
+            )
+
+        rest = [normal(rng, (heads, taps), dtype)]
+        x = rows(time)
         if bias:
-            shared.append(normal(rng, (channels,), dtype))
-        return (x, *shared)
+            rest.append(normal(rng, (channels,), dtype))
+        if segments:
+            rest.append((np.arange(batch * time).reshape(batch, time) // 3 % 5).astype(np.int32))
+        if state:
+            rest.append(rows(resolved))
+        return (x, *rest)
 
     def summed_entries(x, weight, *_):
         return x.size // weight.shape[0] + (_GELU_ERROR if activation == "gelu" else 0)
@@ -199,14 +253,22 @@ def _spec(
         reference=oracle,
         arguments=arrays,
         large=large,
-        differentiable=(0, 1, 2) if bias else (0, 1),
-        calls={"jaxops_lightweight_conv": 1},
-        vjp_calls={"jaxops_lightweight_conv": 1, "jaxops_lightweight_conv_backward": 1},
+        differentiable=(0, 1, *(i for i, n in enumerate(names, 2) if n != "segment_ids")),
+        calls=_calls({"jaxops_lightweight_conv": 1}, segments or state),
+        vjp_calls=_calls(
+            # The derivatives of a state, and what it adds to that of the weight, are of P steps.
+            {
+                "jaxops_lightweight_conv": 2 if state else 1,
+                "jaxops_lightweight_conv_backward": 1,
+                **({"jaxops_lightweight_conv_filter_grad": 1} if state else {}),
+            },
+            segments or state,
+        ),
         value_terms=lambda x, weight, *_: weight.shape[1] + 1,
         vjp_terms=summed_entries,
         # The value before the activation, the activation's derivative, and their product.
         vjp_roundings=3 if activation else 0,
-        placements=_placements(swap, large_heads, bias, (resolved > 0) + (resolved < reach)),
+        placements=_placements(swap, large_heads, names, (resolved > 0) + (resolved < reach)),
         empty={
             "no batch": functools.partial(arrays, batch=0),
             "no time": functools.partial(arrays, time=0),
@@ -263,4 +325,26 @@ SPECS = (
     ),
     _spec("NTC, H = C, K = 1", heads=6, large_heads=_CHANNELS, taps=1, data_format="NTC"),
     _spec("NCT, K > T", heads=3, large_heads=3, taps=17, padding="same", data_format="NCT"),
+    _spec(
+        "NTC, segments, state, bias, silu",
+        heads=6,
+        large_heads=_CHANNELS,
+        taps=4,
+        bias=True,
+        activation="silu",
+        segments=True,
+        state=True,
+        data_format="NTC",
+    ),
+    _spec(
+        "NCT, segments, dilated",
+        heads=3,
+        large_heads=3,
+        taps=3,
+        padding="same",
+        dilation=2,
+        segments=True,
+        data_format="NCT",
+    ),
+    _spec("NCT, state", heads=2, large_heads=3, taps=3, state=True, data_format="NCT"),
 )
