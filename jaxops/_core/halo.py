@@ -14,7 +14,7 @@ from jax import lax
 def borders(
     part: jax.Array, dim: int, before: int, after: int, axes: Sequence[str], mesh
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The entries before and after one device's part of an array along a dimension, in pieces.
+    """The entries before and after one device's part of an array along a dimension, by device.
 
     The parts lie in order over these axes of the mesh, the first one major. Only the entries asked
     for are communicated, from as many devices as have them; beyond the ends of the array they are

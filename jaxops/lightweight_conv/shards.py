@@ -37,8 +37,8 @@ class Part:
     def borders(self, array: jax.Array, axis: int, before: int, after: int):
         """The steps of `array` before the part and after it, with zeros beyond the ends."""
         dim = array.ndim + axis
-        pieces = halo.borders(array, dim, before, after, self.axes, self.mesh)
-        return tuple(_joined(p, dim) if p else None for p in pieces)
+        sides = halo.borders(array, dim, before, after, self.axes, self.mesh)
+        return tuple(_joined(arrays, dim) if arrays else None for arrays in sides)
 
     def own_starts(self, starts: jax.Array | None) -> jax.Array | None:
         """The first step of the segment of each step; segments that began earlier begin at 0."""
@@ -46,7 +46,7 @@ class Part:
 
 
 def part_of(plan: Plan, operand: jax.Array, axis: int) -> Part | None:
-    """What one device has of the sequence `operand`, or None where it has all of it."""
+    """One device's part of the sequence `operand`, or None where it has all of it."""
     steps = operand.shape[axis]
     is_whole = plan.size(plan.axes.get(TIME, ())) == 1 or steps == 0
     return None if is_whole else Part(plan, steps)
@@ -174,7 +174,7 @@ def completed(
 def filter_grad_across(
     x: Surroundings, g: jax.Array, part: Part, axis: int, compute: Callable
 ) -> list[jax.Array]:
-    """What the products of cotangents of a part with inputs of others add to a filter's gradient.
+    """A filter's gradient from products of a part's cotangents with other devices' inputs.
 
     compute(rows of x, rows of g, starts) is the filter gradient of some steps. Zeros take the place
     of rows whose products are counted elsewhere: no NaN reaches a tap that it would not reach
