@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.testing.measure import assert_bitwise, assert_close, custom_calls, run
+from jaxops.testing.measure import assert_bitwise, assert_close, custom_calls, hasty_options, run
 from jaxops.testing.spec import normal
 
 LAYOUTS = ("NTC", "NCT")
@@ -163,6 +163,7 @@ def check(
         swapped(x, data_format),
         weight,
         *present,
+        options=hasty_options(platform) if dtype == "float64" else None,
     )
     wide = [None if a is None else np.asarray(a, np.float64) for a in (x, weight, state, bias, g)]
     x64, w64, s64, b64, g64 = wide
@@ -176,7 +177,8 @@ def check(
     assert_close([y], [swapped(np.asarray(want), data_format)], f"value of {what}", **coarse)
     assert final.dtype == (x if state is None else state).dtype
     states = swapped(last_inputs(x64, s64, ids, steps), data_format)
-    assert_close([final], [states], f"final state of {what}", dtype=dtype, terms=0)
+    least = max((dtype, final.dtype.name), key=lambda d: jnp.finfo(d).eps)
+    assert_close([final], [states], f"final state of {what}", dtype=least, terms=0)
     wanted = [swapped(dx, data_format), dweight]
     wanted += [dbias] if with_bias else []
     wanted += [swapped(dstate, data_format)] if with_state else []
@@ -200,13 +202,13 @@ def segment_ids(draw, batch, time):
     return np.asarray(rows, draw(st.sampled_from(["int8", "uint16", "int32"]))).reshape(batch, time)
 
 
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=50)
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
 @hypothesis.given(data=st.data())
 def test_any_call(platform, data):
     draw = data.draw
     heads, depth = draw(st.integers(1, 4)), draw(st.integers(1, 9))
     taps, dilation = draw(st.integers(1, 7)), draw(st.sampled_from([1, 1, 2, 5]))
-    batch, time = draw(st.integers(1, 2)), draw(st.integers(0, 40))
+    batch, time = draw(st.integers(1, 2)), draw(st.integers(0, 24))
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", "float64"]))
     check(
         platform,

@@ -256,11 +256,12 @@ def single_faults(call: Call) -> Iterator[tuple[str, Call]]:
 
 # The changes, by target, that make a valid call of other arrays.
 _FREE = {
-    "lightweight_conv": "operand 0 size 0|operand 1 .*|operand [234] (size 0|dtype)|padding"
+    "lightweight_conv": "operand 0 size [01]|operand 1 .*|operand [234] (size [01]|dtype)|padding"
     "|dilation|flip_taps",
-    "lightweight_conv_backward": "operand . size [01]|result 1 size 0|result 2 dtype"
-    "|results less 2|padding|dilation",
-    "lightweight_conv_filter_grad": "operand . size 0|result 0 (size .|dtype)|padding|dilation",
+    "lightweight_conv_backward": "operand . size [01]|operands less 3|result 1 size 0"
+    "|result 2 dtype|results less 2|padding|dilation",
+    "lightweight_conv_filter_grad": "operand . size 0|operands less 2|result 0 (size .|dtype)"
+    "|padding|dilation",
     "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|align_corners"
     "|deterministic",
     "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|align_corners|deterministic",
