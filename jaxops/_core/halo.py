@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 
-def extended(
+def borders(
     part: jax.Array, dim: int, before: int, after: int, axes: Sequence[str], mesh
-) -> jax.Array:
-    """One device's part of an array, with entries before and after it along a dimension.
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The entries before and after one device's part of an array along a dimension, by device.
 
     The parts lie in order over these axes of the mesh, the first one major. Only the entries asked
     for are communicated, from as many devices as have them; beyond the ends of the array they are
@@ -39,4 +39,12 @@ def extended(
             found.append(lax.ppermute(entries, tuple(ordered), list(ways)))
         return found[::step]
 
-    return jnp.concatenate([*border(before, -1), part, *border(after, 1)], axis=dim)
+    return border(before, -1), border(after, 1)
+
+
+def extended(
+    part: jax.Array, dim: int, before: int, after: int, axes: Sequence[str], mesh
+) -> jax.Array:
+    """One device's part of an array, with its `borders` before and after it."""
+    preceding, following = borders(part, dim, before, after, axes, mesh)
+    return jnp.concatenate([*preceding, part, *following], axis=dim)

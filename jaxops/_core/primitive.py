@@ -111,7 +111,8 @@ class Operator:
         mesh axes of the parts, it returns results that are whole over these.
       neighbours: what a device's results depend on beyond its own shards: called as
         neighbours(*shards, plan=..., **params) with the `Plan` of the call, it returns the operands
-        and params of the call that a device makes.
+        and params of the call that a device makes, and a function of its results that completes
+        these, or None where they are complete.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Operator:
         summed_outputs: Sequence[int] = (),
         epilogue: Callable[..., tuple | None] = lambda *_, **__: None,
         across: Mapping[str, Callable[..., Sequence[jax.Array]]] | None = None,
-        neighbours: Callable[..., tuple] = lambda *shards, plan, **params: (shards, params),
+        neighbours: Callable[..., tuple] = lambda *shards, plan, **params: (shards, params, None),
         aliases: Mapping[int, int] | None = None,
         is_new_on_gpu: bool | Callable[..., bool] = False,
     ):
@@ -333,14 +334,15 @@ class Operator:
 
             def compute(*shards, sizes):
                 local = {k: sizes.get(k, v) for k, v in params.items()}
-                shards, local = self._neighbours(*shards, plan=plan, **local)
+                shards, local, complete = self._neighbours(*shards, plan=plan, **local)
                 if plan.across:
                     axes = plan.axes[plan.across]
                     return self._across[plan.across](*shards, axes=axes, **local), None
                 has_parts = any(map(plan.summed_axes, call.signature.outputs))
                 apart = self._epilogue(*shards, **local) if has_parts else None
                 if apart is None:
-                    return self._local.bind(*shards, **local), None
+                    results = self._local.bind(*shards, **local)
+                    return results if complete is None else complete(*results), None
                 operands, of_sums, finish = apart
                 return self._local.bind(*operands, **of_sums), finish
 

@@ -16,7 +16,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._core import checks
+from jaxops._core import checks, compat, halo, rules
+from jaxops._core.partition import Plan
+from jaxops._core.primitive import Operator
 
 PADDINGS = ("causal", "same")
 
@@ -110,13 +112,180 @@ def state_array(
 def segment_starts(segment_ids: jax.Array, first: int) -> jax.Array:
     """The first step of the segment of each step, int32, of ids (..., T).
 
-    A segment is a run of equal neighbouring ids. The first one starts at `first`.
+    A segment is a run of equal neighbouring ids. The first one starts at `first`, which is at most
+    0.
     """
-    time = segment_ids.shape[-1]
+    (starts,) = _segment_starts_operator(segment_ids, first=first)
+    return starts
+
+
+def _segment_starts(ids, *, first, **_):
+    time = ids.shape[-1]
     steps = jnp.arange(time, dtype=jnp.int32)
-    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-    begins = jnp.pad(changes, [(0, 0)] * (segment_ids.ndim - 1) + [(min(1, time), 0)])
-    return jax.lax.cummax(jnp.where(begins, steps, jnp.int32(first)), axis=segment_ids.ndim - 1)
+    changes = ids[..., 1:] != ids[..., :-1]
+    begins = jnp.pad(changes, [(0, 0)] * (ids.ndim - 1) + [(min(1, time), 0)])
+    return [jax.lax.cummax(jnp.where(begins, steps, jnp.int32(first)), axis=ids.ndim - 1)]
+
+
+def _segment_starts_on_part(ids, *, plan: Plan, first: int):
+    """The call of a device that has a part of the steps, and what other devices' ids change."""
+    axes = plan.axes.get("time", ())
+    count, steps = plan.size(axes), ids.shape[-1]
+    if count == 1 or steps == 0:
+        return (ids,), {"first": first}, None
+    ((before,), _) = halo.borders(ids, ids.ndim - 1, 1, 0, axes, plan.mesh)
+    device = jax.lax.axis_index(axes)
+    place = device * jnp.int32(steps)
+
+    def complete(starts):
+        # Where the first segment of the part begins, unless in another part.
+        begins = (device > 0) & (before != ids[..., :1])
+        known = jnp.where(begins, place, jnp.int32(first))
+        last = jnp.where(starts[..., -1:] > 0, starts[..., -1:] + place, known)
+        # One entry a device, summed with the zeros of the others.
+        devices = jnp.arange(count)
+        of_all = jax.lax.psum(jnp.where(devices == device, last, 0), axes)
+        carried = jnp.where(devices < device, of_all, first).max(axis=-1, keepdims=True)
+        known = jnp.maximum(known, carried)
+        return [jnp.where(starts > 0, starts + place, known)]
+
+    return (ids,), {"first": 0}, complete
+
+
+# XLA would gather the ids for their cumulative maximum.
+_segment_starts_operator = Operator(
+    "segment_starts",
+    signature=lambda **_: "time -> time",
+    dtypes=lambda *_, **__: [np.int32],
+    local=_segment_starts,
+    neighbours=_segment_starts_on_part,
+)
+
+
+# --- some steps of sequences ---------------------------------------------------------------------
+#
+# Two linear primitives, each of which is the other's transpose. Slices and pads along time would be
+# errors on meshes of explicit axes, and XLA would gather some where devices have parts of it.
+
+
+def take_steps(rows: jax.Array, begin: int, count: int, axis: int) -> jax.Array:
+    """The steps of `rows` from `begin` on, which every device gets where devices have parts.
+
+    Time is the dimension -1 or -2, given by `axis`.
+    """
+    if jax.export.is_symbolic_dim(rows.shape[axis]):  # exported, and so for one device
+        return jax.lax.slice_in_dim(rows, begin, begin + count, axis=rows.ndim + axis)
+    (taken,) = _take_steps_operator(rows, begin=begin, kept=count, axis=axis)
+    return taken
+
+
+def add_steps(rows: jax.Array, some: jax.Array, begin: int, axis: int) -> jax.Array:
+    """`rows` with `some` added to the steps from `begin` on."""
+    if jax.export.is_symbolic_dim(rows.shape[axis]):
+        return _add_steps(rows, some, begin=begin, axis=axis)[0]
+    (sums,) = _add_steps_operator(rows, some.astype(rows.dtype), begin=begin, axis=axis)
+    return sums
+
+
+def _take_steps(rows, *, begin, kept, axis, **_):
+    return [jax.lax.slice_in_dim(rows, begin, begin + kept, axis=rows.ndim + axis)]
+
+
+def _add_steps(rows, some, *, begin, axis, **_):
+    batch = np.broadcast_shapes(rows.shape[:axis], some.shape[:axis])
+    rows, some = (jnp.broadcast_to(a, (*batch, *a.shape[axis:])) for a in (rows, some))
+    dim = rows.ndim + axis
+    old = jax.lax.slice_in_dim(rows, begin, begin + some.shape[axis], axis=dim)
+    return [jax.lax.dynamic_update_slice_in_dim(rows, old + some, begin, dim)]
+
+
+def _signature(text):
+    return lambda *, axis, **_: text.replace(" others", "") if axis == -1 else text
+
+
+def _some_steps(rows, first, count, axis):
+    """`count` steps from `first` on, which may be traced, with zeros for those beyond the ends."""
+    at = first + jnp.arange(count, dtype=jnp.int32)
+    is_inside = (at >= 0) & (at < rows.shape[axis])
+    taken = jnp.take(rows, jnp.clip(at, 0, rows.shape[axis] - 1), axis=axis)
+    return jnp.where(is_inside if axis == -1 else is_inside[:, None], taken, jnp.zeros_like(taken))
+
+
+def _take_steps_on_part(rows, *, plan: Plan, begin: int, kept: int, axis: int):
+    """The call of a device that has a part of the steps: with zeros for others, to be summed."""
+    params = {"begin": begin, "kept": kept, "axis": axis}
+    axes, steps = plan.axes.get("time", ()), rows.shape[axis]
+    if plan.size(axes) == 1 or steps == 0:
+        return (rows,), params, None
+    place = jax.lax.axis_index(axes) * jnp.int32(steps)
+    return (_some_steps(rows, begin - place, kept, axis),), {**params, "begin": 0}, None
+
+
+def _add_steps_on_part(rows, some, *, plan: Plan, begin: int, axis: int):
+    """The call of a device that has a part of the steps, to which it adds its own of `some`."""
+    params = {"begin": begin, "axis": axis}
+    axes, steps = plan.axes.get("time", ()), rows.shape[axis]
+    if plan.size(axes) == 1 or 0 in (steps, some.shape[axis]):
+        return (rows, some), params, None
+    place = jax.lax.axis_index(axes) * jnp.int32(steps)
+    return (rows, _some_steps(some, place - begin, steps, axis)), {**params, "begin": 0}, None
+
+
+_take_steps_operator = Operator(
+    "take_steps",
+    signature=_signature("time others -> kept others"),
+    dtypes=lambda rows, **_: [rows.dtype],
+    local=_take_steps,
+    replicated=("kept",),
+    neighbours=_take_steps_on_part,
+)
+_add_steps_operator = Operator(
+    "add_steps",
+    signature=_signature("time others, kept others -> time others"),
+    dtypes=lambda rows, *_, **__: [rows.dtype],
+    local=_add_steps,
+    replicated=("kept",),
+    neighbours=_add_steps_on_part,
+)
+
+
+@_take_steps_operator.def_jvp
+def _take_steps_jvp(primals, tangents, **params):
+    return _take_steps_operator(*primals, **params), _take_steps_operator(*tangents, **params)
+
+
+@_add_steps_operator.def_jvp
+def _add_steps_jvp(primals, tangents, *, begin, axis):
+    sums = add_steps(*primals, begin, axis)
+    rows, some = rules.nonzero(tangents, 2)
+    if rows is None:
+        rows = rules.broadcast_like(jnp.zeros((), sums.dtype), jax.typeof(sums))
+    if some is None:
+        return [sums], [rules.broadcast_like(rows, jax.typeof(sums))]
+    return [sums], [add_steps(rows, some, begin, axis)]
+
+
+@_take_steps_operator.def_transpose
+def _take_steps_transpose(cotangents, rows, *, begin, kept, axis):
+    (ct,) = cotangents
+    if isinstance(ct, compat.Zero):
+        return rules.zeros((rows,))
+    zeros = rules.broadcast_like(jnp.zeros((), ct.dtype), rows.aval)
+    return [rules.match_type(add_steps(zeros, ct, begin, axis), rows.aval, -axis)]
+
+
+@_add_steps_operator.def_transpose
+def _add_steps_transpose(cotangents, rows, some, *, begin, axis):
+    (ct,) = cotangents
+    if isinstance(ct, compat.Zero):
+        return rules.zeros((rows, some))
+    cts = [None, None]
+    if compat.is_undefined_primal(rows):
+        cts[0] = rules.match_type(ct, rows.aval, -axis)
+    if compat.is_undefined_primal(some):
+        count = some.aval.shape[axis]
+        cts[1] = rules.match_type(take_steps(ct, begin, count, axis), some.aval, -axis)
+    return cts
 
 
 def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -148,6 +317,7 @@ def final_state(
     time = x.shape[axis]
     dtype = x.dtype if initial_state is None else initial_state.dtype
     if jax.export.is_symbolic_dim(time) or time < padding:
+        x = take_steps(x, 0, time, axis - x.ndim)
         if initial_state is None:
             before = [(0, 0)] * x.ndim
             before[axis] = (padding, 0)
@@ -157,10 +327,10 @@ def final_state(
             rows = jnp.concatenate([initial_state.astype(wide), x.astype(wide)], axis=axis)
         last = jax.lax.slice_in_dim(rows, time, time + padding, axis=axis)
     else:
-        last = jax.lax.slice_in_dim(x, time - padding, time, axis=axis)
+        last = take_steps(x, time - padding, padding, axis - x.ndim)
     if starts is not None and padding > 0 and time > 0:
         steps = time - padding + jnp.arange(padding, dtype=jnp.int32)
-        is_of_last = steps >= starts[..., -1:]
+        is_of_last = steps >= take_steps(starts, time - 1, 1, -1)
         last = jnp.where(jnp.expand_dims(is_of_last, 2 * x.ndim - 3 - axis), last, 0)
     return last.astype(dtype)
 

@@ -157,7 +157,7 @@ def _with_neighbours(array, *, plan, windows, of_windows, **params):
     array, part = windows.exchange_halo(
         array, array.ndim - after - rank, plan, of_windows=of_windows
     )
-    return (array,), {"windows": part, **params}
+    return (array,), {"windows": part, **params}, None
 
 
 _REPLICATED = ("in", "out", "step", "tap")

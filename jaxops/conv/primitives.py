@@ -33,7 +33,7 @@ _REPLICATED = ("in", "out", "step", "tap", "fan", "inputs", "outputs")
 def _with_neighbours(image, *others, plan, options, of_windows, **params):
     first = image.ndim - 1 - options.rank
     image, part = options.windows.exchange_halo(image, first, plan, of_windows=of_windows)
-    return (image, *others), {"options": dataclasses.replace(options, windows=part), **params}
+    return (image, *others), {"options": dataclasses.replace(options, windows=part), **params}, None
 
 
 def _operator(name, signature, compute, **more):

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
@@ -32,7 +33,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxops._core import compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
+from jaxops._families import sequences
 from jaxops.activations import ACTIVATIONS, activation_name
+from jaxops.lightweight_conv import shards
 from jaxops.reference import lightweight_conv as reference
 
 NAME = "lightweight_conv"
@@ -73,6 +76,14 @@ class Options:
         return -1 if self.data_format == "NTC" else -2
 
 
+class _WholeOptions(Options):
+    """Options of calls whose sequences are short: devices have all of their steps."""
+
+    @property
+    def rows(self) -> str:
+        return super().rows.replace(shards.TIME, "token")
+
+
 def attributes(*, options, **_):
     """What every handler of the family is passed."""
     return {
@@ -102,7 +113,9 @@ def _conv_signature(*, options, with_bias, with_starts, with_state, with_slots, 
         operands.append(f"slots {options.state}" if with_slots else options.state)
     if with_slots:
         operands.append("time")
-    return f"{', '.join(operands)} -> {options.rows}"
+    text = f"{', '.join(operands)} -> {options.rows}"
+    # Devices have all segments if these have states of their own.
+    return text.replace(shards.TIME, "token") if with_slots else text
 
 
 def _conv_reference(*operands, options, flip, activation, **has):
@@ -135,13 +148,41 @@ def _conv_attributes(
     }
 
 
+def _conv_on_part(*operands, plan, options, flip, activation, **has):
+    """The call of a device that has a part of the steps."""
+    x, weight, bias, starts, state, _ = _split(operands, **has)
+    part = shards.part_of(plan, x, options.time_axis)
+    params = dict(options=options, flip=flip, activation=activation)
+    if part is None:
+        return operands, {**params, **has}, None
+    around = shards.Surroundings(
+        x, starts, state, part=part, options=options, reach=_reach(weight, options)
+    )
+    has = dict(has, with_state=False)
+
+    def of_rows(rows, starts):
+        operands = (rows, weight, *_present(bias), *_present(starts))
+        return _conv_operator.on_one_device(*operands, **params, **has)[0]
+
+    def complete(y):
+        return [shards.completed(y, around, part, options.time_axis, of_rows)]
+
+    own = _present(part.own_starts(starts))
+    return (x, weight, *_present(bias), *own), {**params, **has}, complete
+
+
+def _reach(weight, options):
+    return (weight.shape[-1] - 1) * options.dilation
+
+
 _conv_operator = Operator(
     "lightweight_conv",
     signature=_conv_signature,
     reference=_conv_reference,
     dtypes=lambda x, *_, **__: [x.dtype],
     attributes=_conv_attributes,
-    replicated=("time", "taps", "before", "slots"),
+    replicated=("token", "taps", "before", "slots"),
+    neighbours=_conv_on_part,
     is_new_on_gpu=lambda *, with_starts, with_state, **_: with_starts or with_state,
 )
 
@@ -260,12 +301,15 @@ def _state_part(state, weight, *, starts, slots, like, options, flip):
     if slots is None:
         state = _of_first_segment(state, starts, options)
         heads = conv(state, weight, options=_over_states(options), flip=flip).astype(like.dtype)
-        spread = _resize(heads, like.shape[options.time_axis], options)
-        spread = _in_first_segment(spread, starts, options)
-    else:
-        weight = jnp.expand_dims(weight, -3)
-        heads = conv(state, weight, options=_over_states(options), flip=flip).astype(like.dtype)
-        spread = _batched(_scatter_heads, like.shape[:-2])(heads, starts, slots)
+        time = like.shape[options.time_axis]
+        is_symbolic = jax.export.is_symbolic_dim(time)
+        heads = _resize(heads, time if is_symbolic else min(time, options.padding), options)
+        heads = _in_first_segment(heads, starts, options)
+        zeros = rules.broadcast_like(jnp.zeros((), like.dtype), jax.typeof(like))
+        return sequences.add_steps(zeros, heads, 0, options.time_axis)
+    weight = jnp.expand_dims(weight, -3)
+    heads = conv(state, weight, options=_over_states(options), flip=flip).astype(like.dtype)
+    spread = _batched(_scatter_heads, like.shape[:-2])(heads, starts, slots)
     return rules.broadcast_like(spread, jax.typeof(like))
 
 
@@ -292,13 +336,14 @@ def _state_weight_cotangent(g, state, like, starts, slots, *, options, flip):
 
 
 def _over_states(options):
-    return dataclasses.replace(options, padding=0)
+    return _WholeOptions(0, options.dilation, options.data_format)
 
 
 def _heads(g, starts, slots, state_shape, options):
     """The first P steps of g of each segment that has a state, of the type of sums."""
     if slots is None:
-        heads = _resize(_in_first_segment(g, starts, options), options.padding, options)
+        heads = _first_steps(g, options.padding, options.time_axis)
+        heads = _resize(_in_first_segment(heads, starts, options), options.padding, options)
     else:
         gather = functools.partial(_gather_heads, shape=state_shape[-3:-1])
         heads = _batched(gather, g.shape[:-2])(g, starts, slots)
@@ -312,10 +357,19 @@ def _resize(rows, steps, options):
     return jax.lax.pad(rows, jnp.zeros((), rows.dtype), pads)
 
 
+def _first_steps(rows, count, axis):
+    """The first steps of a sequence, at most `count` of them unless it is of symbolic length."""
+    time = rows.shape[axis]
+    if jax.export.is_symbolic_dim(time):
+        return rows
+    return sequences.take_steps(rows, 0, min(count, time), axis)
+
+
 def _in_first_segment(rows, starts, options):
-    """Steps of a sequence, zero where they are not of the first segment."""
+    """The first steps of a sequence, zero where they are not of the first segment."""
     if starts is None or 0 in rows.shape:
         return rows
+    starts = _first_steps(starts, rows.shape[options.time_axis], -1)
     is_first = starts == starts[..., :1]
     return jnp.where(jnp.expand_dims(is_first, options.channel_axis), rows, 0)
 
@@ -325,7 +379,7 @@ def _of_first_segment(state, starts, options):
     if starts is None or starts.shape[-1] == 0:
         return state
     steps = jnp.arange(-options.padding, 0, dtype=starts.dtype)
-    has_begun = steps >= starts[..., :1]
+    has_begun = steps >= sequences.take_steps(starts, 0, 1, -1)
     return jnp.where(jnp.expand_dims(has_begun, options.channel_axis), state, 0)
 
 
@@ -458,8 +512,8 @@ def _pullback(g, x, weight, wanted, starts, *, options, flip):
     ][:count]
 
 
-def _present(starts):
-    return () if starts is None else (starts,)
+def _present(operand):
+    return () if operand is None else (operand,)
 
 
 def _spread_over_time(bias, like, options):
@@ -484,6 +538,34 @@ def _filter_grad_reference(x, g, starts=None, *, options, heads, taps, summed, d
     return [dweight.sum(axes, keepdims=True).astype(dtype)]
 
 
+def _filter_grad_on_part(x, g, starts=None, *, plan, options, **params):
+    """The call of a device that has a part of the steps."""
+    part = shards.part_of(plan, x, options.time_axis)
+    if part is None:
+        return (x, g, *_present(starts)), {"options": options, **params}, None
+    reach = (params["taps"] - 1) * options.dilation
+    around = shards.Surroundings(x, starts, part=part, options=options, reach=reach)
+
+    def complete(dweight):
+        return [_with_products_across(dweight, around, g, part, options=options, **params)]
+
+    operands = (x, g, *_present(part.own_starts(starts)))
+    return operands, {"options": options, **params}, complete
+
+
+def _with_products_across(dweight, around, g, part, **params):
+    """A filter's gradient with what products with steps of other devices add to it."""
+    wide = accumulation_dtype(dweight, g)
+
+    def of_rows(x, g, starts):
+        operands = (x, g, *_present(starts))
+        return _filter_grad_operator.on_one_device(*operands, **{**params, "dtype": wide})[0]
+
+    axis = params["options"].time_axis
+    terms = shards.filter_grad_across(around, g, part, axis, of_rows)
+    return sum(terms, dweight.astype(wide)).astype(dweight.dtype)
+
+
 _filter_grad_operator = Operator(
     "lightweight_conv_filter_grad",
     signature=lambda *, options, with_starts, **_: (
@@ -493,7 +575,8 @@ _filter_grad_operator = Operator(
     dtypes=lambda *_, dtype, **__: [dtype],
     attributes=attributes,
     work_space=True,
-    replicated=("time", "taps"),
+    replicated=("token", "taps"),
+    neighbours=_filter_grad_on_part,
     is_new_on_gpu=lambda *, with_starts, **_: with_starts,
     summed_outputs=(0,),
 )
@@ -595,6 +678,47 @@ def _backward_reference(x, weight, g, starts=None, *, options, summed, bias_dtyp
     return results
 
 
+def _backward_on_part(x, weight, g, starts=None, *, plan, options, summed, **params):
+    """The call of a device that has a part of the steps."""
+    part = shards.part_of(plan, x, options.time_axis)
+    operands = (x, weight, g, *_present(starts))
+    if part is None:
+        return operands, {"options": options, "summed": summed, **params}, None
+    mirrored = options.mirrored(weight.shape[-1])
+    reach = _reach(weight, options)
+    around_x = shards.Surroundings(x, starts, part=part, options=options, reach=reach)
+    around_g = shards.Surroundings(g, starts, part=part, options=mirrored, reach=reach)
+    has = dict(with_bias=False, with_starts=starts is not None, with_state=False, with_slots=False)
+
+    def input_grad(rows, starts):
+        operands = (rows, weight, *_present(starts))
+        return _conv_operator.on_one_device(
+            *operands, options=mirrored, flip=True, activation=None, **has
+        )[0]
+
+    def complete(dx, dweight, *dbias):
+        heads, taps = weight.shape[-2:]
+        dweight = _with_products_across(
+            dweight,
+            around_x,
+            g,
+            part,
+            options=options,
+            heads=heads,
+            taps=taps,
+            summed=summed,
+            with_starts=starts is not None,
+        )
+        return [
+            shards.completed(dx, around_g, part, options.time_axis, input_grad),
+            dweight,
+            *dbias,
+        ]
+
+    own = _present(part.own_starts(starts))
+    return (x, weight, g, *own), {"options": options, "summed": summed, **params}, complete
+
+
 _backward_operator = Operator(
     "lightweight_conv_backward",
     signature=_backward_signature,
@@ -604,7 +728,8 @@ _backward_operator = Operator(
     ),
     attributes=attributes,
     work_space=True,
-    replicated=("time", "taps"),
+    replicated=("token", "taps"),
+    neighbours=_backward_on_part,
     is_new_on_gpu=lambda *, with_starts, **_: with_starts,
     summed_outputs=(1, 2),
 )

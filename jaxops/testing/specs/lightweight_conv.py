@@ -131,25 +131,25 @@ def _calls(calls, is_new):
     return lambda platform: {} if platform == "cuda" and not native.allows_new_kernels() else calls
 
 
-def _placements(swap, heads, names):
-    """By batch, by channel and by both.
+def _placements(swap, heads, names, sides):
+    """By batch, by channel, by both and by time.
 
     The arguments shared by all devices are whole on each, so that the backward pass has to sum what
-    they contribute; weights with one row a channel are sharded with the channels.
+    they contribute; weights with one row a channel are sharded with the channels. `sides` tells on
+    how many sides of a part of the steps filters reach beyond it.
     """
 
-    def rows(batch, channels):
-        return P(batch, channels, None) if swap else P(batch, None, channels)
-
-    def placement(name, axes, batch, channels, backward, manual):
+    def placement(name, axes, by, forward, backward, manual):
+        batch, time, channels = (axis if axis in by else None for axis in "ntc")
         per_channel = channels if heads == _CHANNELS else None
-        x = rows(batch, channels)
-        specs = {"bias": P(channels), "segment_ids": P(batch, None), "initial_state": x}
+        x, state = (P(batch, channels, t) if swap else P(batch, t, channels) for t in (time, None))
+        specs = {"bias": P(channels), "segment_ids": P(batch, time), "initial_state": state}
         return Placement(
             name=name,
             axes=axes,
             arguments=(x, P(per_channel, None), *(specs[n] for n in names)),
-            results=(x, x) if "initial_state" in names else (x,),
+            results=(x, state) if "initial_state" in names else (x,),
+            forward=forward,
             backward=backward,
             manual=manual,
         )
@@ -161,20 +161,40 @@ def _placements(swap, heads, names):
     whole_heads = heads in (1, _CHANNELS)
     by_channel = {} if heads == _CHANNELS else summed
     return (
-        placement("batch", ("n",), "n", None, summed, True),
-        placement("channels", ("c",), None, "c", by_channel, whole_heads),
+        placement("batch", ("n",), "n", {}, summed, True),
+        placement("channels", ("c",), "c", {}, by_channel, whole_heads),
         placement(
             "batch and channels",
             ("n", "c"),
-            "n",
-            "c",
+            "nc",
+            {},
             {"all-reduce": 2} if twice else summed,
             whole_heads,
         ),
+        placement("time", ("t",), "t", *_sent_over_time(names, sides), False),
     )
 
 
-_BATCH, _TIME, _CHANNELS = 8, 40, 48  # of the large case
+def _sent_over_time(names, sides):
+    """The collectives of value, and of value and gradients, of parts of the steps."""
+    segments, state = "segment_ids" in names, "initial_state" in names
+    # Steps of x, and in the backward pass those of x and the cotangent; of the ids one step, and of
+    # the starts of segments those of the steps that follow the part.
+    permutes = sides + segments * (1 + (sides > 1))
+    permutes_of_both = 3 * sides + segments * (1 + sides)
+    # Where segments begin, the final state, and where its segment begins. XLA sums what belongs to
+    # states with the gradients.
+    sums = segments + state + (segments and state)
+    sums_of_both = 1 + segments + (segments and state)
+
+    def counts(sums, permutes):
+        found = {"all-reduce": sums, "collective-permute": permutes}
+        return {name: count for name, count in found.items() if count}
+
+    return counts(sums, permutes), counts(sums_of_both, permutes_of_both)
+
+
+_BATCH, _TIME, _CHANNELS = 8, 64, 48  # of the large case
 
 # By how many eps the derivative of jax.nn.gelu is itself wrong for |x| < 6, where 1 - tanh² cancels
 # and is multiplied by a polynomial: two platforms with different tanh differ by as much.
@@ -280,7 +300,7 @@ def _spec(
         # The value before the activation, the activation's derivative, and their product.
         # Two gradients with respect to a weight that a state meets are added.
         vjp_roundings=(3 if activation else 0) + (2 if state else 0),
-        placements=_placements(swap, large_heads, names),
+        placements=_placements(swap, large_heads, names, (resolved > 0) + (resolved < reach)),
         empty={
             "no batch": functools.partial(arrays, batch=0),
             "no time": functools.partial(arrays, time=0),
