@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
 
-from jaxops.flax.linen import check, convolve, default_bias_init, default_kernel_init
+from jaxops.flax.shared import check, convolve, default_bias_init, default_kernel_init
 
 
 class LightweightConv(nnx.Module):
