@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "cpu/activations.h"
 #include "cpu/simd.h"
 
 namespace jaxops::lightweight_conv::cpu::JAXOPS_ISA {
@@ -11,11 +12,6 @@ using namespace jaxops::cpu::JAXOPS_ISA;
 
 // A tile has enough independent sums to hide the latency of a fused multiply-add.
 constexpr int kTile = 8;
-
-template <int kValue>
-struct Constant {
-  static constexpr int value = kValue;
-};
 
 // Calls f with `n`, in [1, kTile], as a compile-time constant.
 template <typename F>
@@ -193,23 +189,6 @@ void FilterGradPanel(const A* g, const A* x, int64_t tap_stride, int64_t vectors
   });
 }
 
-template <Activation kActivation, typename V>
-JAXOPS_ALWAYS_INLINE V Activate(V v) {
-  using A = decltype(v[0] + 0);
-  if constexpr (kActivation == Activation::kRelu) {
-    // NaN passes this comparison.
-    return v <= A(0) ? V{} : v;
-  } else if constexpr (kActivation == Activation::kSilu) {
-    return v / (A(1) + Exp(-v));
-  } else if constexpr (kActivation == Activation::kGelu) {
-    // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with u = sqrt(2 / pi) (v + 0.044715 v^3).
-    constexpr A kMinusTwoRoot = A(-1.5957691216057307118);
-    return v / (A(1) + Exp(kMinusTwoRoot * (v + A(0.044715) * (v * v * v))));
-  } else {
-    return v;
-  }
-}
-
 // y = act(sums + bias) for `count` steps; the sums of neighbouring panels are kTile vectors apart.
 template <Activation kActivation, typename S, typename A>
 JAXOPS_ALWAYS_INLINE void StoreRows(int64_t count, int64_t channels, int64_t row_pitch,
@@ -240,21 +219,6 @@ JAXOPS_ALWAYS_INLINE void StoreSteps(int64_t steps, const A* sums, A bias, S* y)
   }
   for (; i + kLane <= steps; i += kLane) Store(finished(i), y + i);
   if (i < steps) StorePartial(finished(i), y + i, steps - i);
-}
-
-// Calls f with the activation as a compile-time constant.
-template <typename F>
-JAXOPS_ALWAYS_INLINE void WithActivation(Activation activation, F f) {
-  switch (activation) {
-    case Activation::kNone:
-      return f(Constant<static_cast<int>(Activation::kNone)>());
-    case Activation::kRelu:
-      return f(Constant<static_cast<int>(Activation::kRelu)>());
-    case Activation::kSilu:
-      return f(Constant<static_cast<int>(Activation::kSilu)>());
-    case Activation::kGelu:
-      return f(Constant<static_cast<int>(Activation::kGelu)>());
-  }
 }
 
 template <DataFormat kFormat, typename S>

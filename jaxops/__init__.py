@@ -10,6 +10,7 @@ from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
 from jaxops.grid_sample import grid_sample
 from jaxops.im2col import col2im, im2col
 from jaxops.lightweight_conv import lightweight_conv, ragged_conv
+from jaxops.lightweight_conv_step import lightweight_conv_step
 from jaxops.trilinear import trilinear_interpolate
 
 __version__ = _version("jaxops")
@@ -30,6 +31,7 @@ __all__ = [
     "grid_sample",
     "im2col",
     "lightweight_conv",
+    "lightweight_conv_step",
     "ragged_conv",
     "sigmoid_focal_loss",
     "softmax_focal_loss",

@@ -3,7 +3,8 @@
     flax, testing, tools -> operators -> _families -> reference -> activations
 
 A part may import the parts to its right, and `_core`, which imports nothing but itself; a reference
-imports no more of `_core` than its dtypes. No operator or family imports another.
+imports no more of `_core` than its dtypes. No operator or family imports another, except that steps
+of the lightweight convolution have its derivatives.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ALLOWED = {
     "_families": ("_core", "reference"),
 }
 OF_OPERATORS = ("_core", "_families", "activations", "reference")
+ALLOWED["lightweight_conv_step"] = (*OF_OPERATORS, "lightweight_conv")
 
 
 def modules() -> dict[str, pathlib.Path]:

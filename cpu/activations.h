@@ -1,0 +1,50 @@
+// The activations of sums, for the instruction set that the including kernel file is compiled for
+// (see simd.h).
+#ifndef JAXOPS_CPU_ACTIVATIONS_H_
+#define JAXOPS_CPU_ACTIVATIONS_H_
+
+#include "common/types.h"
+#include "cpu/simd.h"
+
+namespace jaxops::cpu::JAXOPS_ISA {
+
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
+template <Activation kActivation, typename V>
+JAXOPS_ALWAYS_INLINE V Activate(V v) {
+  using A = decltype(v[0] + 0);
+  if constexpr (kActivation == Activation::kRelu) {
+    // NaN passes this comparison.
+    return v <= A(0) ? V{} : v;
+  } else if constexpr (kActivation == Activation::kSilu) {
+    return v / (A(1) + Exp(-v));
+  } else if constexpr (kActivation == Activation::kGelu) {
+    // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with u = sqrt(2 / pi) (v + 0.044715 v^3).
+    constexpr A kMinusTwoRoot = A(-1.5957691216057307118);
+    return v / (A(1) + Exp(kMinusTwoRoot * (v + A(0.044715) * (v * v * v))));
+  } else {
+    return v;
+  }
+}
+
+// Calls f with the activation as a compile-time constant.
+template <typename F>
+JAXOPS_ALWAYS_INLINE void WithActivation(Activation activation, F f) {
+  switch (activation) {
+    case Activation::kNone:
+      return f(Constant<static_cast<int>(Activation::kNone)>());
+    case Activation::kRelu:
+      return f(Constant<static_cast<int>(Activation::kRelu)>());
+    case Activation::kSilu:
+      return f(Constant<static_cast<int>(Activation::kSilu)>());
+    case Activation::kGelu:
+      return f(Constant<static_cast<int>(Activation::kGelu)>());
+  }
+}
+
+}  // namespace jaxops::cpu::JAXOPS_ISA
+
+#endif  // JAXOPS_CPU_ACTIVATIONS_H_

@@ -1,0 +1,50 @@
+// The vectorised inner parts of the steps of lightweight convolution, built once per instruction
+// set.
+#ifndef JAXOPS_CPU_LIGHTWEIGHT_CONV_STEP_KERNELS_H_
+#define JAXOPS_CPU_LIGHTWEIGHT_CONV_STEP_KERNELS_H_
+
+#include <cstdint>
+
+#include "common/lightweight_conv_step.h"
+#include "cpu/isa.h"
+
+namespace jaxops::lightweight_conv_step::cpu {
+
+// No instruction set has more lanes than this.
+inline constexpr int64_t kMaxLanes = 16;
+
+// Channels of a block, at most; a multiple of kMaxLanes.
+inline constexpr int64_t kMaxBlockChannels = 512;
+
+// Channels [channel_begin, channel_end) of a batch entry.
+struct Filters {
+  const Step& call;
+  int64_t channel_begin;
+  int64_t channel_end;
+  const void* weight;  // (heads, taps)
+  const void* bias;    // null: none
+  void* packed;        // of the arithmetic type: kMaxBlockChannels * (taps + 1)
+};
+
+// The same channels of an entry.
+struct Rows {
+  const Step& call;
+  int64_t channel_begin;
+  int64_t channel_end;
+  const void* packed;
+  const void* x;
+  const void* state;  // null: zeros
+  void* y;
+  void* new_state;  // null: nothing is written there
+};
+
+struct Kernels {
+  void (*pack_filters)(const Filters&);
+  void (*step)(const Rows&);
+};
+
+JAXOPS_DECLARE_KERNELS();
+
+}  // namespace jaxops::lightweight_conv_step::cpu
+
+#endif  // JAXOPS_CPU_LIGHTWEIGHT_CONV_STEP_KERNELS_H_

@@ -1,0 +1,128 @@
+// The handler of the steps of the lightweight convolution.
+#include "common/lightweight_conv_step.h"
+
+#include <optional>
+#include <utility>
+
+#ifdef JAXOPS_PLATFORM_CUDA
+#include "cuda/lightweight_conv_step/launch.h"
+#else
+#include "cpu/lightweight_conv_step.h"
+#endif
+#include "ffi/bind.h"
+#include "ffi/decode.h"
+
+namespace jaxops::ffi::lightweight_conv_step {
+namespace {
+
+namespace xf = xla::ffi;
+using jaxops::lightweight_conv_step::Step;
+
+constexpr char kName[] = "lightweight_conv_step";
+
+struct StepAttributes {
+  int64_t dilation;
+  Activation activation;
+  JAXOPS_ATTRIBUTES(dilation, activation);
+};
+
+bool IsIndex(const Buffer& buffer) {
+  return buffer.element_type() == xf::DataType::S32 || buffer.element_type() == xf::DataType::S64;
+}
+
+// Sets the type of an operand of calls with x of type `dtype`.
+xf::Error SetOtherType(DType& out, const char* what, const Buffer& buffer, DType dtype) {
+  JAXOPS_RETURN_IF_ERROR(SetType(out, kName, what, buffer));
+  if (out == DType::kF64 && dtype != DType::kF64) {
+    return InvalidArgument(kName, ": ", what, " is f64, which x then must be too");
+  }
+  return xf::Error::Success();
+}
+
+xf::Error SetSizes(Step& step, int64_t dilation, Dimensions x, Dimensions state,
+                   Dimensions weight) {
+  if (x.size() < 3 || state.size() != x.size() || weight.size() + 1 != x.size()) {
+    return InvalidArgument(kName, ": ranks do not fit: x is ", ToString(x), ", state ",
+                           ToString(state), ", weight ", ToString(weight));
+  }
+  const Dimensions rows = x.last(3), slots = state.last(3), filter = weight.last(2);
+  step.entries = rows[0];
+  step.steps = rows[1];
+  step.channels = rows[2];
+  step.slots = slots[0];
+  step.reach = slots[1];
+  step.heads = filter[0];
+  step.taps = filter[1];
+  step.dilation = dilation;
+  if (step.heads < 1 || step.taps < 1 || step.channels % step.heads != 0) {
+    return InvalidArgument(kName, ": weight ", ToString(weight), " does not fit x ", ToString(x));
+  }
+  if (dilation < 1 || !IsBounded(step.taps, dilation) || step.reach != (step.taps - 1) * dilation ||
+      slots[2] != step.channels) {
+    return InvalidArgument(kName, ": state ", ToString(state), " does not fit ", step.taps,
+                           " taps with dilation ", dilation, " of x ", ToString(x));
+  }
+  return xf::Error::Success();
+}
+
+xf::Error RunStep(Context context, Buffer x, Buffer state, Buffer weight,
+                  std::optional<Buffer> bias, std::optional<Buffer> indices, Result y,
+                  Result new_state, const StepAttributes& attributes) {
+  // With one of the two, the binding takes it for a bias.
+  if (!indices && bias && IsIndex(*bias)) std::swap(bias, indices);
+  Step step;
+  JAXOPS_RETURN_IF_ERROR(
+      SetSizes(step, attributes.dilation, x.dimensions(), state.dimensions(), weight.dimensions()));
+  JAXOPS_RETURN_IF_ERROR(SetType(step.dtype, kName, "x", x));
+  JAXOPS_RETURN_IF_ERROR(SetOtherType(step.state_dtype, "state", state, step.dtype));
+  JAXOPS_RETURN_IF_ERROR(SetOtherType(step.weight_dtype, "weight", weight, step.dtype));
+  step.activation = attributes.activation;
+  step.x = x.untyped_data();
+  step.state = state.untyped_data();
+  step.weight = weight.untyped_data();
+  step.y = y->untyped_data();
+  step.new_state = new_state->untyped_data();
+  step.bias = DataOf(bias);
+  step.bias_dtype = step.weight_dtype;
+  step.indices = DataOf(indices);
+  step.has_wide_indices = false;
+  const size_t rank = x.dimensions().size() - 3;
+  JAXOPS_RETURN_IF_ERROR(
+      CheckBuffer(kName, "y", *y, rank, x.dimensions().last(3), x.element_type()));
+  JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "new state", *new_state, rank,
+                                     state.dimensions().last(3), state.element_type()));
+  // The weight stands in for the batch dimensions of absent operands, whose offsets nothing reads.
+  const BatchOperand own_weight{weight.dimensions(), 2};
+  BatchOperand bias_operand = own_weight, indices_operand = own_weight;
+  if (bias) {
+    JAXOPS_RETURN_IF_ERROR(SetOtherType(step.bias_dtype, "bias", *bias, step.dtype));
+    JAXOPS_RETURN_IF_ERROR(
+        CheckBuffer(kName, "bias", *bias, rank, {step.channels}, bias->element_type()));
+    bias_operand = {bias->dimensions(), 1};
+  }
+  if (indices) {
+    if (!IsIndex(*indices)) {
+      return InvalidArgument(kName, ": state_indices must be s32 or s64, got type ",
+                             static_cast<int>(indices->element_type()));
+    }
+    JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "state_indices", *indices, rank, {step.entries},
+                                       indices->element_type()));
+    step.has_wide_indices = indices->element_type() == xf::DataType::S64;
+    indices_operand = {indices->dimensions(), 1};
+  } else if (step.slots != step.entries) {
+    return InvalidArgument(kName, ": state ", ToString(state.dimensions()), " must have ",
+                           step.entries, " slots without state_indices");
+  }
+  JAXOPS_RETURN_IF_ERROR(SetBatch<Step::kOperands>(
+      kName, step.batch,
+      {BatchOperand{x.dimensions(), 3}, BatchOperand{state.dimensions(), 3}, own_weight,
+       bias_operand, indices_operand, BatchOperand{y->dimensions(), 3, BatchOperand::kWritten},
+       BatchOperand{new_state->dimensions(), 3, BatchOperand::kWritten}},
+      rank));
+  return Run(context, kName, JAXOPS_KERNEL(lightweight_conv_step, Step), step);
+}
+
+const Registration kStep("jaxops_lightweight_conv_step", kHandler<RunStep>);
+
+}  // namespace
+}  // namespace jaxops::ffi::lightweight_conv_step
