@@ -45,6 +45,13 @@ Geometry FillVectors(Geometry geometry) {
   return geometry;
 }
 
+// A state is not the same memory in both layouts if a sequence of one step is, nor are states of
+// slots.
+Geometry FillVectors(const Forward& args) {
+  const bool keeps = args.state != nullptr && (args.slots != nullptr || args.geometry.channels > 1);
+  return keeps ? args.geometry : FillVectors(args.geometry);
+}
+
 // The blocks of one batch entry's sequence. A block fits in the caches; it has whole rows of memory
 // if these fit, because contiguous accesses are the fastest.
 struct Blocks {
@@ -132,6 +139,18 @@ int64_t WindowSize(const Blocks& blocks) {
   return blocks.width() * (blocks.steps() + span + 3 * kMaxLanes);
 }
 
+// The scratch of segments.
+int64_t MarksSize(const Blocks& blocks) {
+  const Geometry& g = blocks.geometry;
+  const int64_t span = std::min(kMaxTapSpan, (g.taps - 1) * g.dilation);
+  return 2 * blocks.steps() + span + 4 * kMaxLanes;
+}
+int64_t TableSize(const Blocks& blocks) {
+  const Geometry& g = blocks.geometry;
+  if (g.data_format != DataFormat::kNTC) return 0;
+  return blocks.steps() * std::min(g.taps, 1 + kMaxTapSpan / g.dilation);
+}
+
 int64_t SumsSize(const Blocks& blocks) { return blocks.width() * (blocks.steps() + 8 * kMaxLanes); }
 
 int64_t PackedWeightSize(const Blocks& blocks) { return blocks.width() * blocks.geometry.taps; }
@@ -162,7 +181,7 @@ class PackedWeight {
 }  // namespace
 
 void RunForward(const Forward& args, const ParallelFor& parallel_for) {
-  const Blocks blocks(FillVectors(args.geometry));
+  const Blocks blocks(FillVectors(args));
   // Time varies fastest and channels slowest, so that a task packs few weights.
   const int64_t units = blocks.over_channels * args.batch.size() * blocks.over_time;
   if (units == 0) return;
@@ -170,8 +189,9 @@ void RunForward(const Forward& args, const ParallelFor& parallel_for) {
   const Kernels& kernels = BestKernels();
 
   RunTasks(tasks, parallel_for, [&](int64_t task) {
-    Workspace workspace(args.dtype,
-                        {WindowSize(blocks), SumsSize(blocks), PackedWeightSize(blocks)});
+    Workspace workspace(args.dtype, {WindowSize(blocks), SumsSize(blocks), PackedWeightSize(blocks),
+                                     args.starts != nullptr ? MarksSize(blocks) : 0,
+                                     args.starts != nullptr ? TableSize(blocks) : 0});
     Convolve convolve = {};
     convolve.geometry = blocks.geometry;
     convolve.dtype = args.dtype;
@@ -186,6 +206,13 @@ void RunForward(const Forward& args, const ParallelFor& parallel_for) {
     pack.flip_taps = args.flip_taps;
     pack.packed = workspace.Take(PackedWeightSize(blocks));
     PackedWeight weight(kernels, pack);
+    Segments& segments = convolve.segments;
+    segments.state_dtype = args.state_dtype;
+    segments.num_slots = args.num_slots;
+    if (args.starts != nullptr) {
+      segments.marks = workspace.Take(MarksSize(blocks));
+      segments.table = workspace.Take(TableSize(blocks));
+    }
 
     const int64_t end = (task + 1) * units / tasks;
     for (int64_t unit = task * units / tasks; unit < end; ++unit) {
@@ -200,6 +227,12 @@ void RunForward(const Forward& args, const ParallelFor& parallel_for) {
       convolve.bias = args.bias == nullptr
                           ? nullptr
                           : At(args.bias, args.batch.Offset(n, Forward::kBias), args.bias_dtype);
+      const auto steps = [&](const int32_t* of_batch, Forward::Operand operand) {
+        return of_batch == nullptr ? nullptr : of_batch + args.batch.Offset(n, operand);
+      };
+      segments.starts = steps(args.starts, Forward::kStarts);
+      segments.slots = steps(args.slots, Forward::kSlots);
+      segments.state = At(args.state, args.batch.Offset(n, Forward::kState), args.state_dtype);
       kernels.convolve(convolve);
     }
   });
@@ -305,7 +338,8 @@ void RunBackward(const Backward& args, const ParallelFor& parallel_for) {
   RunTasks(CeilDiv(groups, groups_per_task), parallel_for, [&](int64_t task) {
     Workspace workspace(
         args.dtype, {WindowSize(blocks), SumsSize(blocks), want_dx ? PackedWeightSize(blocks) : 0,
-                     dweight_size, dbias_size});
+                     dweight_size, dbias_size, args.starts != nullptr ? MarksSize(blocks) : 0,
+                     args.starts != nullptr ? TableSize(blocks) : 0});
     FilterGrad filter_grad = {};
     filter_grad.geometry = g;
     filter_grad.dtype = args.dtype;
@@ -328,6 +362,11 @@ void RunBackward(const Backward& args, const ParallelFor& parallel_for) {
     PackedWeight weight(kernels, pack);
     filter_grad.dweight = workspace.Take(dweight_size);
     filter_grad.dbias = workspace.Take(dbias_size);
+    Segments segments = {};
+    if (args.starts != nullptr) {
+      segments.marks = workspace.Take(MarksSize(blocks));
+      segments.table = workspace.Take(TableSize(blocks));
+    }
 
     const int64_t end = std::min(groups, (task + 1) * groups_per_task);
     for (int64_t group = task * groups_per_task; group < end; ++group) {
@@ -348,9 +387,12 @@ void RunBackward(const Backward& args, const ParallelFor& parallel_for) {
         filter_grad.block = blocks.At(channel_index, unit % blocks.over_time);
         filter_grad.x = At(args.x, offset(Backward::kX), args.dtype);
         filter_grad.g = At(args.g, offset(Backward::kG), args.dtype);
+        if (args.starts != nullptr) segments.starts = args.starts + offset(Backward::kStarts);
+        filter_grad.segments = segments;
         kernels.filter_grad(filter_grad);
         if (want_dx) {
           convolve.block = filter_grad.block;
+          convolve.segments = segments;
           convolve.x = filter_grad.g;
           convolve.y = At(args.dx, offset(Backward::kDx), args.dtype);
           convolve.packed_weight = weight.Get(

@@ -65,12 +65,40 @@ struct PanelLayout {
   int64_t taps_per_group;
 };
 
+// Copies the rows of the state into the steps [begin, end) of panels, of which the first is
+// `first`.
+template <DataFormat kFormat, typename A>
+void PackState(const PanelLayout<A, kFormat>& layout, const Geometry& geometry,
+               const Segments& segments, int64_t channel_begin, int64_t first, int64_t end,
+               int64_t pitch, A* panels) {
+  const int64_t row = geometry.padding + first;
+  WithStorage(segments.state_dtype, segments.state, 0, [&](auto state) {
+    if constexpr (kFormat == DataFormat::kNCT) {
+      for (int64_t c = 0; c < layout.channels; ++c) {
+        Widen(state + (channel_begin + c) * geometry.padding + row, end, panels + c * pitch);
+      }
+    } else {
+      A channels[kMaxBlockChannels] = {};
+      for (int64_t i = 0; i < end; ++i) {
+        Widen(state + (row + i) * geometry.channels + channel_begin, layout.channels, channels);
+        for (int64_t p = 0; p < layout.panels; ++p) {
+          Store(Load(channels + p * kLanes<A>), panels + p * pitch + i * kLanes<A>);
+        }
+      }
+    }
+  });
+}
+
 // Copies the steps from `first` on into panels, with the `span` further steps that the taps of the
-// block reach. Steps outside the sequence and channels past the block are zero. Returns the pitch.
+// block reach. Steps before the sequence are those of its state, if there is one. Other steps
+// outside the sequence and channels past the block are zero. With segments and NTC, one more step
+// of zeros follows. Returns the pitch.
 template <DataFormat kFormat, typename S, typename A>
 int64_t PackPanels(const PanelLayout<A, kFormat>& layout, const Geometry& geometry,
-                   int64_t channel_begin, int64_t first, int64_t span, const S* x, A* panels) {
+                   const Segments& segments, int64_t channel_begin, int64_t first, int64_t span,
+                   const S* x, A* panels) {
   constexpr int kLane = kLanes<A>;
+  const bool has_state = segments.state != nullptr && segments.slots == nullptr;
   const int64_t steps = (layout.kTimeInLanes ? layout.vectors * kLane : layout.vectors) + span;
   const int64_t begin = Min(Max(-first, 0), steps);
   const int64_t end = Min(Max(geometry.time - first, begin), steps);
@@ -89,15 +117,22 @@ int64_t PackPanels(const PanelLayout<A, kFormat>& layout, const Geometry& geomet
         if (i < count) StorePartial(LoadPartial(from + i, count - i), to + begin + i, count - i);
       }
     }
+    if (has_state && begin > 0) {
+      PackState(layout, geometry, segments, channel_begin, first, begin, pitch, panels);
+    }
     return pitch;
   } else {
-    const int64_t pitch = OddPitch(steps) * kLane;
+    const int64_t zeros = segments.starts != nullptr ? 1 : 0;
+    const int64_t pitch = OddPitch(steps + zeros) * kLane;
     const int64_t whole = layout.channels / kLane;
     const int64_t rest = layout.channels % kLane;
     for (int64_t p = 0; p < layout.panels; ++p) {
       A* to = panels + p * pitch;
       for (int64_t i = 0; i < begin * kLane; ++i) to[i] = 0;
-      for (int64_t i = end * kLane; i < steps * kLane; ++i) to[i] = 0;
+      for (int64_t i = end * kLane; i < (steps + zeros) * kLane; ++i) to[i] = 0;
+    }
+    if (has_state && begin > 0) {
+      PackState(layout, geometry, segments, channel_begin, first, begin, pitch, panels);
     }
     for (int64_t t = begin; t < end; ++t) {
       const S* from = x + (first + t) * geometry.channels + channel_begin;
@@ -109,11 +144,97 @@ int64_t PackPanels(const PanelLayout<A, kFormat>& layout, const Geometry& geomet
   }
 }
 
-// Calls store(sum) with sum[i] = (sums[i] +) sum_k weight[k] * x[i + k * tap_stride] for kCount
-// vectors.
-template <int kCount, DataFormat kFormat, typename A, typename F>
-JAXOPS_ALWAYS_INLINE void ConvolveTile(const A* x, int64_t tap_stride, const A* weight,
-                                       int64_t taps, bool add, const A* sums, F store) {
+// An integer of the width of an arithmetic type.
+template <typename A>
+using Mark = decltype(typename Simd<A>::Int{}[0] + 0);
+
+// Marks of steps outside the sequence; no segment starts there.
+constexpr int32_t kBefore = INT32_MIN;
+constexpr int32_t kAfter = INT32_MAX;
+constexpr int32_t kNever = INT32_MIN + 1;  // is no mark in a window
+
+// The segments of a block: the starts of its steps and of those that a group of taps reaches.
+template <typename A, DataFormat kFormat>
+class Marks {
+ public:
+  Marks(const PanelLayout<A, kFormat>& layout, const Geometry& geometry, const Block& block,
+        const Segments& segments)
+      : layout_(layout),
+        dilation_(geometry.dilation),
+        exists_(segments.starts != nullptr),
+        own_(static_cast<Mark<A>*>(segments.marks)),
+        window_(own_ + CeilDiv(layout.steps, kMaxLanes) * kMaxLanes),
+        table_(static_cast<int32_t*>(segments.table)) {
+    if (!exists_) return;
+    const int64_t padded = CeilDiv(layout.steps, kMaxLanes) * kMaxLanes;
+    for (int64_t i = 0; i < layout.steps; ++i) own_[i] = segments.starts[block.time_begin + i];
+    for (int64_t i = layout.steps; i < padded; ++i) own_[i] = kNever;
+  }
+
+  // Sets the window to a group of taps of which the first reads step `first` first.
+  void SetTaps(const Geometry& geometry, const Segments& segments, int64_t first, int64_t taps) {
+    taps_ = taps;
+    if (!exists_) return;
+    const int32_t* starts = segments.starts;
+    const int64_t span = (taps - 1) * dilation_;
+    const int64_t count =
+        (layout_.kTimeInLanes ? layout_.vectors * kLanes<A> : layout_.steps) + span;
+    const int64_t begin = Min(Max(-first, 0), count);
+    const int64_t end = Min(Max(geometry.time - first, begin), count);
+    for (int64_t i = 0; i < begin; ++i) {
+      window_[i] = starts[0] < 0 && first + i >= starts[0] ? starts[0] : kBefore;
+    }
+    for (int64_t i = begin; i < end; ++i) window_[i] = starts[first + i];
+    for (int64_t i = end; i < count; ++i) window_[i] = kAfter;
+    if constexpr (!layout_.kTimeInLanes) {
+      for (int64_t k = 0; k < taps; ++k) {
+        const Mark<A>* reached = window_ + k * dilation_;
+        int32_t* rows = table_ + k * layout_.steps;
+        for (int64_t i = 0; i < layout_.steps; ++i) {
+          const int64_t row = reached[i] == own_[i] ? i + k * dilation_ : count;
+          rows[i] = static_cast<int32_t>(row * kLanes<A>);
+        }
+      }
+    }
+  }
+
+  // Tells whether all taps of the vectors [i, i + count) are of one segment. Marks do not decrease,
+  // neither in the window nor among the block's own.
+  bool AreOne(int64_t i, int64_t count) const {
+    if (!exists_) return true;
+    const int64_t lanes = layout_.kTimeInLanes ? kLanes<A> : 1;
+    const int64_t first = i * lanes, last = Min((i + count) * lanes, layout_.steps) - 1;
+    const Mark<A> mark = own_[first];
+    return mark == own_[last] && mark == window_[first] &&
+           mark == window_[last + (taps_ - 1) * dilation_];
+  }
+
+  // What tap k of the block's vector i reads in a panel, with zero for other segments.
+  JAXOPS_ALWAYS_INLINE Vec<A> Read(const A* panel, int64_t i, int64_t k) const {
+    if constexpr (layout_.kTimeInLanes) {
+      using Int = typename Simd<A>::Int;
+      const int64_t at = i * kLanes<A> + k * dilation_;
+      const Int same = LoadBits<Int>(own_ + i * kLanes<A>) == LoadBits<Int>(window_ + at);
+      return BitCast<Vec<A>>(BitCast<Int>(Load(panel + at)) & same);
+    } else {
+      return Load(panel + table_[k * layout_.steps + i]);
+    }
+  }
+
+ private:
+  PanelLayout<A, kFormat> layout_;
+  int64_t dilation_;
+  int64_t taps_ = 0;
+  bool exists_;
+  Mark<A>* own_;
+  Mark<A>* window_;
+  int32_t* table_;
+};
+
+// Calls store(sum) with sum[i] = (sums[i] +) sum_k weight[k] * read(i, k) for kCount vectors.
+template <int kCount, DataFormat kFormat, typename A, typename R, typename F>
+JAXOPS_ALWAYS_INLINE void ConvolveTile(R read, const A* weight, int64_t taps, bool add,
+                                       const A* sums, F store) {
   Vec<A> sum[kCount] = {};
   if (add) {
 #pragma GCC unroll 8
@@ -127,17 +248,16 @@ JAXOPS_ALWAYS_INLINE void ConvolveTile(const A* x, int64_t tap_stride, const A* 
       w = Vec<A>{} + weight[k];
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) sum[i] += w * Load(x + i * kLanes<A>);
-    x += tap_stride;
+    for (int i = 0; i < kCount; ++i) sum[i] += w * read(i, k);
   }
   store(sum);
 }
 
-// dweight[k] += sum_i g[i] * x[i + k * tap_stride] for kCount taps, lane by lane. Only the first
-// `tail` lanes of the last, partial vector are added: x is not zero in its others.
-template <int kCount, typename A>
-JAXOPS_ALWAYS_INLINE void FilterGradTile(const A* g, const A* x, int64_t tap_stride,
-                                         int64_t vectors, int64_t tail, A* dweight) {
+// dweight[k] += sum_i g[i] * read(i, k) for kCount taps, lane by lane. Only the first `tail` lanes
+// of the last, partial vector are added: x is not zero in its others.
+template <int kCount, typename A, typename R>
+JAXOPS_ALWAYS_INLINE void FilterGradTile(const A* g, R read, int64_t vectors, int64_t tail,
+                                         A* dweight) {
   constexpr int kLane = kLanes<A>;
   // One sum a tap is too few if taps are few: each multiply-add would wait for the one before.
   constexpr int kWays = kCount <= kTile / 4 ? 4 : kCount <= kTile / 2 ? 2 : 1;
@@ -149,20 +269,20 @@ JAXOPS_ALWAYS_INLINE void FilterGradTile(const A* g, const A* x, int64_t tap_str
       const Vec<A> gi = Load(g + (i + way) * kLane);
 #pragma GCC unroll 8
       for (int k = 0; k < kCount; ++k) {
-        sum[way][k] += gi * Load(x + (i + way) * kLane + k * tap_stride);
+        sum[way][k] += gi * read(i + way, k);
       }
     }
   }
   for (; i < vectors; ++i) {
     const Vec<A> gi = Load(g + i * kLane);
 #pragma GCC unroll 8
-    for (int k = 0; k < kCount; ++k) sum[0][k] += gi * Load(x + i * kLane + k * tap_stride);
+    for (int k = 0; k < kCount; ++k) sum[0][k] += gi * read(i, k);
   }
   if (tail > 0) {
     const Vec<A> gi = Load(g + vectors * kLane);
 #pragma GCC unroll 8
     for (int k = 0; k < kCount; ++k) {
-      sum[0][k] += gi * KeepLanes<A>(Load(x + vectors * kLane + k * tap_stride), tail);
+      sum[0][k] += gi * KeepLanes<A>(read(vectors, k), tail);
     }
   }
 #pragma GCC unroll 8
@@ -174,19 +294,18 @@ JAXOPS_ALWAYS_INLINE void FilterGradTile(const A* g, const A* x, int64_t tap_str
   }
 }
 
-template <typename A>
-void FilterGradPanel(const A* g, const A* x, int64_t tap_stride, int64_t vectors, int64_t tail,
-                     int64_t taps, A* dweight) {
+template <typename A, typename R>
+JAXOPS_ALWAYS_INLINE void FilterGradPanel(const A* g, R read, int64_t vectors, int64_t tail,
+                                          int64_t taps, A* dweight) {
+  const auto tile = [&](auto count, int64_t k) __attribute__((always_inline)) {
+    const auto read_tap = [&](int64_t i, int64_t tap)
+                              __attribute__((always_inline)) { return read(i, k + tap); };
+    FilterGradTile<count.value>(g, read_tap, vectors, tail, dweight + k * kLanes<A>);
+  };
   int64_t k = 0;
-  for (; k + kTile <= taps; k += kTile) {
-    FilterGradTile<kTile>(g, x + k * tap_stride, tap_stride, vectors, tail,
-                          dweight + k * kLanes<A>);
-  }
+  for (; k + kTile <= taps; k += kTile) tile(Constant<kTile>(), k);
   if (k == taps) return;
-  WithTile(taps - k, [&](auto count) {
-    FilterGradTile<count.value>(g, x + k * tap_stride, tap_stride, vectors, tail,
-                                dweight + k * kLanes<A>);
-  });
+  WithTile(taps - k, [&](auto count) { tile(count, k); });
 }
 
 // y = act(sums + bias) for `count` steps; the sums of neighbouring panels are kTile vectors apart.
@@ -221,6 +340,45 @@ JAXOPS_ALWAYS_INLINE void StoreSteps(int64_t steps, const A* sums, A bias, S* y)
   if (i < steps) StorePartial(finished(i), y + i, steps - i);
 }
 
+// Adds what the taps [tap, tap + taps) read in states of slots to the sums of `count` steps, which
+// begin as zeros with the first tap. Returns whether there is anything to add to.
+template <typename A>
+bool AddSlots(const Convolve& args, const PanelLayout<A, DataFormat::kNTC>& layout, int64_t i,
+              int64_t count, int64_t tap, int64_t taps, A* sums) {
+  constexpr int kLane = kLanes<A>;
+  const Geometry& geometry = args.geometry;
+  const Segments& segments = args.segments;
+  const A* weight = static_cast<const A*>(args.packed_weight);
+  bool has_sums = tap > 0;
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t step = args.block.time_begin + i + j;
+    const int64_t since = step - segments.starts[step];
+    const int64_t slot = segments.slots[step];
+    if (since >= geometry.padding || slot < 0 || slot >= segments.num_slots) continue;
+    const int64_t end =
+        Min(CeilDiv(geometry.padding - since, geometry.dilation), Min(tap + taps, geometry.taps));
+    if (!has_sums) {
+      for (int64_t p = 0; p < layout.panels; ++p) {
+        for (int64_t n = 0; n < count; ++n) Store(Vec<A>{}, sums + (p * kTile + n) * kLane);
+      }
+      has_sums = true;
+    }
+    for (int64_t k = tap; k < end; ++k) {
+      const int64_t row = slot * geometry.padding + since + k * geometry.dilation;
+      A channels[kMaxBlockChannels] = {};
+      WithStorage(segments.state_dtype, segments.state,
+                  row * geometry.channels + args.block.channel_begin,
+                  [&](auto from) { Widen(from, layout.channels, channels); });
+      for (int64_t p = 0; p < layout.panels; ++p) {
+        A* to = sums + (p * kTile + j) * kLane;
+        const Vec<A> w = Load(weight + (p * geometry.taps + k) * kLane);
+        Store(Load(to) + w * Load(channels + p * kLane), to);
+      }
+    }
+  }
+  return has_sums;
+}
+
 template <DataFormat kFormat, typename S>
 void ConvolveBlock(const Convolve& args) {
   using A = Arithmetic<S>;
@@ -238,27 +396,42 @@ void ConvolveBlock(const Convolve& args) {
     WithStorage(args.bias_dtype, args.bias, block.channel_begin,
                 [&](auto from) { Widen(from, layout.channels, bias); });
   }
+  Marks<A, kFormat> marks(layout, geometry, block, args.segments);
 
   for (int64_t tap = 0; tap < geometry.taps; tap += layout.taps_per_group) {
     const int64_t taps = Min(layout.taps_per_group, geometry.taps - tap);
     const bool last = tap + taps == geometry.taps;
     const int64_t first = block.time_begin - geometry.padding + tap * geometry.dilation;
     const int64_t pitch =
-        PackPanels(layout, geometry, block.channel_begin, first, (taps - 1) * geometry.dilation,
-                   static_cast<const S*>(args.x), window);
+        PackPanels(layout, geometry, args.segments, block.channel_begin, first,
+                   (taps - 1) * geometry.dilation, static_cast<const S*>(args.x), window);
+    marks.SetTaps(geometry, args.segments, first, taps);
     // Sums of the only group of taps are stored at once, so every tile may have the same address.
     const int64_t sums_pitch = taps == geometry.taps ? 0 : layout.panels * kLane;
-    const auto convolve = [&](auto constant, int64_t p, int64_t i, const A* tile, auto store) {
-      ConvolveTile<constant.value, kFormat>(window + p * pitch + i * kLane, layout.tap_stride,
-                                            weight + (p * geometry.taps + tap) * kWeightLanes, taps,
-                                            tap > 0, tile, store);
+    const auto convolve = [&](auto constant, int64_t p, bool add, const A* tile, auto read,
+                              auto store) {
+      ConvolveTile<constant.value, kFormat>(read, weight + (p * geometry.taps + tap) * kWeightLanes,
+                                            taps, add, tile, store);
     };
-    const auto convolve_to_sums = [&](int64_t p, int64_t i, int64_t count, A* tile) {
+    const auto read_one = [&](int64_t p, int64_t i) {
+      return [x = window + p * pitch + i * kLane, stride = layout.tap_stride](
+                 int64_t j, int64_t k) { return Load(x + j * kLanes<A> + k * stride); };
+    };
+    const auto convolve_to_sums = [&](int64_t p, int64_t i, int64_t count, bool is_one, bool add,
+                                      A* tile) {
       WithTile(count, [&](auto constant) {
-        convolve(constant, p, i, tile, [&](const auto& sum) {
+        const auto store = [&](const auto& sum) {
 #pragma GCC unroll 8
           for (int j = 0; j < constant.value; ++j) Store(sum[j], tile + j * kLane);
-        });
+        };
+        if (is_one) {
+          convolve(constant, p, add, tile, read_one(p, i), store);
+        } else {
+          const auto read = [&marks, panel = window + p * pitch, i](int64_t j, int64_t k) {
+            return marks.Read(panel, i + j, k);
+          };
+          convolve(constant, p, add, tile, read, store);
+        }
       });
     };
     if constexpr (layout.kTimeInLanes) {
@@ -269,12 +442,13 @@ void ConvolveBlock(const Convolve& args) {
           const int64_t steps = Min(kTile * kLane, layout.steps - i * kLane);
           A* tile = sums + i * sums_pitch + p * kTile * kLane;
           S* to = row + i * kLane;
+          const bool is_one = marks.AreOne(i, count);
           if (!last) {
-            convolve_to_sums(p, i, count, tile);
-          } else if (steps == kTile * kLane) {
+            convolve_to_sums(p, i, count, is_one, tap > 0, tile);
+          } else if (steps == kTile * kLane && is_one) {
             WithActivation(args.activation, [&](auto activation) {
               constexpr auto kActivation = static_cast<Activation>(activation.value);
-              convolve(Constant<kTile>(), p, i, tile, [&](const auto& sum) {
+              convolve(Constant<kTile>(), p, tap > 0, tile, read_one(p, i), [&](const auto& sum) {
 #pragma GCC unroll 8
                 for (int j = 0; j < kTile; j += 2) {
                   StorePair(Activate<kActivation>(sum[j] + bias[p]),
@@ -283,7 +457,7 @@ void ConvolveBlock(const Convolve& args) {
               });
             });
           } else {
-            convolve_to_sums(p, i, count, tile);
+            convolve_to_sums(p, i, count, is_one, tap > 0, tile);
             WithActivation(args.activation, [&](auto activation) {
               StoreSteps<static_cast<Activation>(activation.value)>(steps, tile, bias[p], to);
             });
@@ -294,8 +468,13 @@ void ConvolveBlock(const Convolve& args) {
       for (int64_t i = 0; i < layout.vectors; i += kTile) {
         const int64_t count = Min(kTile, layout.vectors - i);
         A* tile = sums + i * sums_pitch;
+        const bool is_one = marks.AreOne(i, count);
+        bool add = tap > 0;
+        if (args.segments.slots != nullptr) {
+          add = AddSlots<A>(args, layout, i, count, tap, taps, tile);
+        }
         for (int64_t p = 0; p < layout.panels; ++p) {
-          convolve_to_sums(p, i, count, tile + p * kTile * kLane);
+          convolve_to_sums(p, i, count, is_one, add, tile + p * kTile * kLane);
         }
         if (!last) continue;
         S* to = y + (block.time_begin + i) * geometry.channels + block.channel_begin;
@@ -322,8 +501,9 @@ void FilterGradBlock(const FilterGrad& args) {
   A* dweight = static_cast<A*>(args.dweight);
   A* dbias = static_cast<A*>(args.dbias);
 
-  const int64_t g_pitch = PackPanels(layout, geometry, block.channel_begin, block.time_begin, 0,
+  const int64_t g_pitch = PackPanels(layout, geometry, {}, block.channel_begin, block.time_begin, 0,
                                      static_cast<const S*>(args.g), g);
+  Marks<A, kFormat> marks(layout, geometry, block, args.segments);
   for (int64_t p = 0; p < layout.panels; ++p) {
     Vec<A> sum = {};
     for (int64_t i = 0; i < layout.vectors; ++i) sum += Load(g + p * g_pitch + i * kLanes<A>);
@@ -334,13 +514,38 @@ void FilterGradBlock(const FilterGrad& args) {
     const int64_t taps = Min(layout.taps_per_group, geometry.taps - tap);
     const int64_t first = block.time_begin - geometry.padding + tap * geometry.dilation;
     const int64_t pitch =
-        PackPanels(layout, geometry, block.channel_begin, first, (taps - 1) * geometry.dilation,
-                   static_cast<const S*>(args.x), window);
-    for (int64_t p = 0; p < layout.panels; ++p) {
-      const int64_t row =
-          layout.kTimeInLanes ? (block.channel_begin + p) / depth - block.channel_begin / depth : p;
-      FilterGradPanel(g + p * g_pitch, window + p * pitch, layout.tap_stride, whole, tail, taps,
-                      dweight + (row * geometry.taps + tap) * kLanes<A>);
+        PackPanels(layout, geometry, args.segments, block.channel_begin, first,
+                   (taps - 1) * geometry.dilation, static_cast<const S*>(args.x), window);
+    marks.SetTaps(geometry, args.segments, first, taps);
+    // Neighbouring tiles of vectors that are read in the same way are added together.
+    for (int64_t begin = 0, end; begin < layout.vectors; begin = end) {
+      const auto are_one = [&](int64_t i) {
+        return marks.AreOne(i, Min(kTile, layout.vectors - i));
+      };
+      const bool is_one = are_one(begin);
+      end = args.segments.starts == nullptr ? layout.vectors : begin + kTile;
+      while (end < layout.vectors && are_one(end) == is_one) end += kTile;
+      end = Min(end, layout.vectors);
+      for (int64_t p = 0; p < layout.panels; ++p) {
+        const int64_t row = layout.kTimeInLanes
+                                ? (block.channel_begin + p) / depth - block.channel_begin / depth
+                                : p;
+        const A* panel = window + p * pitch;
+        const A* own = g + p * g_pitch + begin * kLanes<A>;
+        A* sums = dweight + (row * geometry.taps + tap) * kLanes<A>;
+        if (is_one) {
+          const auto read = [x = panel + begin * kLanes<A>, stride = layout.tap_stride](int64_t i,
+                                                                                        int64_t k) {
+            return Load(x + i * kLanes<A> + k * stride);
+          };
+          FilterGradPanel(own, read, Min(end, whole) - begin, end > whole ? tail : 0, taps, sums);
+        } else {
+          const auto read = [&marks, panel, begin](int64_t i, int64_t k) {
+            return marks.Read(panel, begin + i, k);
+          };
+          FilterGradPanel(own, read, end - begin, 0, taps, sums);
+        }
+      }
     }
   }
 }

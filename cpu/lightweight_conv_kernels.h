@@ -4,6 +4,9 @@
 // and with the zeros around the sequence. With NTC a panel holds a vector of channels at every time
 // step. With NCT a panel holds one channel, and a vector holds consecutive time steps, one a lane.
 // In both a tap is a constant distance in the panel.
+//
+// Segments cost nothing where all taps of a tile of steps are of one. Other tiles read, with NTC,
+// a row of zeros for taps of other segments, through a table of rows; with NCT they mask lanes.
 #ifndef JAXOPS_CPU_LIGHTWEIGHT_CONV_KERNELS_H_
 #define JAXOPS_CPU_LIGHTWEIGHT_CONV_KERNELS_H_
 
@@ -45,12 +48,24 @@ struct PackWeight {
   void* packed;        // width * taps
 };
 
+// The segments and states of one batch entry, and scratch for them.
+struct Segments {
+  const int32_t* starts;  // as in Forward; null: none
+  const void* state;      // as in Forward; null: none
+  DType state_dtype;
+  const int32_t* slots;  // as in Forward; null: none
+  int64_t num_slots;
+  void* marks;  // 2 * steps + min(kMaxTapSpan, reach) + 4 * kMaxLanes
+  void* table;  // NTC: steps * (the taps of a group)
+};
+
 struct Convolve {
   Geometry geometry;
   DType dtype;
   DType bias_dtype;
   Activation activation;
   Block block;
+  Segments segments;
   const void* x;  // the batch entry
   const void* packed_weight;
   const void* bias;  // null: none
@@ -64,6 +79,7 @@ struct FilterGrad {
   Geometry geometry;
   DType dtype;
   Block block;
+  Segments segments;
   const void* x;    // the batch entry
   const void* g;    // the batch entry
   void* window;     // as above

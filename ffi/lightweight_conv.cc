@@ -209,11 +209,6 @@ xf::Error Convolve(Context context, Buffer x, Buffer weight, xf::RemainingArgs r
        starts_operand, state_operand, slots_operand,
        BatchOperand{y->dimensions(), 2, BatchOperand::kWritten}},
       rank));
-#ifndef JAXOPS_PLATFORM_CUDA
-  if (forward.starts != nullptr || forward.state != nullptr) {
-    return xf::Error(xf::ErrorCode::kUnimplemented, "lightweight_conv: segments and states");
-  }
-#endif
   ExpectWrites(*y);
   return Run(context, kName, JAXOPS_KERNEL(lightweight_conv, Forward), forward);
 }
@@ -286,11 +281,6 @@ xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradB
   void* partials = nullptr;
   JAXOPS_RETURN_IF_ERROR(TakeWorkSpace(partials, kName, work_space,
                                        jaxops::lightweight_conv::WorkSpaceBytes(backward)));
-#ifndef JAXOPS_PLATFORM_CUDA
-  if (backward.starts != nullptr) {
-    return xf::Error(xf::ErrorCode::kUnimplemented, "lightweight_conv: segments");
-  }
-#endif
   if (buffers.dx) ExpectWrites(*buffers.dx);
   return Run(context, "lightweight_conv gradient", JAXOPS_KERNEL(lightweight_conv, Backward),
              backward, jaxops::lightweight_conv::CountSplits(backward), partials);

@@ -141,7 +141,9 @@ def _bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, in
         return 0, 1
     if jax.export.is_symbolic_dim(time):
         return padding, dilation
-    far = max(1, 2 * time)
+    if time == 0:
+        return 0, 1
+    far = 2 * time
     if dilation <= far:
         return padding, dilation
     tap, back = divmod(padding, dilation)
