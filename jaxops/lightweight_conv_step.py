@@ -38,9 +38,9 @@ def lightweight_conv_step(
     """One step, or several, of ``lightweight_conv(..., padding="causal")``.
 
     ``y[b, s, c] = act(bias[c] + sum_k weight[h, k] * rows[b, s + k * dilation, c])`` with
-    ``h = c // (C // H)``, where ``rows[b]`` has the P rows of the state of entry b and then those of
-    ``x_t[b]``. The last P of these are the new state. From a state of zeros, a sequence gives the
-    same y whether it is cut into steps, into chunks or not at all.
+    ``h = c // (C // H)``, where ``rows[b]`` has the P rows of the state of entry b and then those
+    of ``x_t[b]``. The last P of these are the new state. From a state of zeros, a sequence gives
+    the same y whether it is cut into steps, into chunks or not at all.
 
     The state is updated in place, without a copy, where nothing else uses it: in the carry of a
     `jax.lax.scan`, or as an argument that `jax.jit` has in ``donate_argnums``.
@@ -122,9 +122,7 @@ def _slots_of(indices: Any, entries: int, slots: int) -> jax.Array | np.ndarray 
         return np.arange(entries, dtype=np.int32)
     indices = checks.array(NAME, "state_indices", indices, "(B,)")
     if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(
-            f"{NAME}: state_indices must have an integer dtype, got {indices.dtype}"
-        )
+        raise TypeError(f"{NAME}: state_indices must have an integer dtype, got {indices.dtype}")
     checks.shape(NAME, "state_indices", indices, (entries,), "(B,), one slot an entry of x_t")
     held, int32 = jnp.iinfo(indices.dtype), np.iinfo(np.int32)
     if int32.min <= held.min and held.max <= int32.max:

@@ -635,6 +635,55 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
     return count, wrong
 
 
+# --- steps of the lightweight convolution ---
+
+# Sequences, slots, C and H.
+STEPS = ((3, 5, 48, 48), (2, 4, 33, 3), (64, 64, 2048, 2048))
+
+
+def exercise_steps(device, dtype, size):
+    """Like `exercise`, of steps of the lightweight convolution."""
+    entries, slots, channels, heads = size
+    rng = np.random.default_rng(channels)
+    indices = np.int32(rng.permutation(slots)[:entries])
+    indices[0] = -1  # padding, which reads zeros and writes nothing
+    arguments, programs, want = {}, {}, {}
+    for taps, dilation, steps in (
+        (1, 1, 1),
+        (4, 1, 1),
+        (8, 1, 3),
+        (4, 1, 2),
+        (11, 1, 2),
+        (3, 2, 1),
+    ):
+        name = f"{taps} taps, dilation {dilation}, {steps} steps"
+        reach = (taps - 1) * dilation
+        shapes = (entries, steps, channels), (slots, reach, channels), (heads, taps), (channels,)
+        x, state, weight, bias = arrays = [
+            rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes
+        ]
+        arguments[name] = arrays
+        programs[name] = functools.partial(_steps, dilation, indices)
+        x, state, weight, bias = (a.astype(np.float64) for a in arrays)
+        filters = weight.repeat(channels // heads, axis=0)
+        y, new = np.broadcast_to(bias, x.shape).copy(), state.copy()
+        for entry, slot in enumerate(indices):
+            rows = np.concatenate([state[slot] * (slot >= 0), x[entry]])
+            for k in range(taps):
+                y[entry] += filters[:, k] * rows[k * dilation : k * dilation + steps]
+            if slot >= 0:
+                new[slot] = rows[len(rows) - reach :]
+        want[name] = {"y": y, "state": new} if reach else {"y": y}
+    program = jax.jit(lambda given: {n: programs[n](*given[n]) for n in programs})
+    return compared(f"{dtype}, {size}", program(jax.device_put(arguments, device)), want, dtype, 12)
+
+
+def _steps(dilation, indices, x, state, weight, bias):
+    options = {"dilation": dilation, "bias": bias, "state_indices": indices}
+    y, new = jaxops.lightweight_conv_step(x, state, weight, **options)
+    return {"y": y, "state": new} if new.size else {"y": y}
+
+
 # --- patches -------------------------------------------------------------------------------------
 
 # Items have 16 bytes and every smaller size, in one to three dimensions.
@@ -889,6 +938,7 @@ EXERCISES = {
         tuple((dtype, *image) for dtype in DTYPES for image in IMAGES),
     ),
     "lightweight_conv": (exercise, tuple(itertools.product(DTYPES, LAYOUTS, SIZES))),
+    "lightweight_conv_step": (exercise_steps, tuple(itertools.product(DTYPES, STEPS))),
     "trilinear": (exercise_trilinear, tuple(itertools.product(DTYPES, WIDTHS))),
 }
 

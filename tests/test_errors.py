@@ -28,6 +28,15 @@ CALLS = {
         "activation": None,
         "data_format": "NTC",
     },
+    "lightweight_conv_step": {
+        "x_t": np.zeros((2, 6), np.float32),
+        "state": np.zeros((2, 2, 6), np.float32),
+        "weight": np.zeros((2, 3), np.float32),
+        "dilation": 1,
+        "bias": np.zeros(6, np.float32),
+        "activation": None,
+        "state_indices": np.arange(2, dtype=np.int32),
+    },
     "concatenate": {"arrays": [X, X], "axis": 1, "sizes": (4, 4), "padded_size": 9},
     "split": {"array": X, "sizes": (1, 3), "axis": 1, "padded_sizes": (1, 4)},
     "conv2d": {

@@ -103,6 +103,10 @@ def valid_calls() -> list[Call]:
     def conv_without_bias(x, weight):
         return jaxops.lightweight_conv(x, weight, padding="same", data_format="NCT")
 
+    def step(x, state, weight, bias, indices):
+        options = {"activation": "gelu", "bias": bias, "state_indices": indices}
+        return jaxops.lightweight_conv_step(x, state, weight, **options)
+
     def grid(volume, points):
         return jaxops.grid_sample(volume, points, padding_mode="border")
 
@@ -134,6 +138,16 @@ def valid_calls() -> list[Call]:
         (gradients(conv_without_bias, 0, 1), of(2, 4, 9), weight),
         (gradients(conv_without_bias, 1), of(2, 4, 9), weight),
         (jax.vmap(gradients(conv, 0, 1, 2), (0, None, 0)), of(5, *x.shape), weight, of(5, 4)),
+        (jaxops.lightweight_conv_step, of(2, 4), of(2, 2, 4), weight),
+        (step, of(3, 2, 4, dtype=jnp.float16), of(5, 2, 4), weight, of(4), of(3, dtype=jnp.int32)),
+        (
+            jax.vmap(step, (0, None, None, 0, None)),
+            of(6, 3, 2, 4),
+            of(5, 2, 4),
+            weight,
+            of(6, 4),
+            of(3, dtype=jnp.int64),
+        ),
         (grid, volume, points),
         (gradients(grid, 0), volume, points),
         (gradients(grid, 1), volume, points),
@@ -246,6 +260,8 @@ _FREE = {
     "lightweight_conv_backward": "operand . size [01]|result 1 size 0|result 2 dtype"
     "|results less 2|padding|dilation",
     "lightweight_conv_filter_grad": "operand . size 0|result 0 (size .|dtype)|padding|dilation",
+    "lightweight_conv_step": "operand [0134] size 0|operand 2 (size [01]|dtype)"
+    "|operand [34] dtype|operands less 3",
     "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|align_corners"
     "|deterministic",
     "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|align_corners|deterministic",

@@ -126,6 +126,18 @@ def _lightweight(name, x, weight, dtypes=FEW, **options):
     )
 
 
+def _step(name, x, state, weight, dtypes=FEW, indices=False, **options):
+    def function(x, state, weight, *indices):
+        given = {"state_indices": indices[0]} if indices else {}
+        return jaxops.lightweight_conv_step(x, state, weight, **given, **options)
+
+    def arguments(d):
+        given = (_array(x[0], dtype=jnp.int32),) if indices else ()
+        return (*(_array(*shape, dtype=d) for shape in (x, state, weight)), *given)
+
+    return Case(f"lightweight_conv_step {name}", function, arguments, (), dtypes)
+
+
 def _general(name, x, kernel, dtypes=FEW, **options):
     spatial = "DHW"[-(len(x) - 2) :]
     options.setdefault("dimension_numbers", (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"))
@@ -196,6 +208,12 @@ CASES = (
     _lightweight("NCT, 7 taps", (16, 1024, 512), (16, 7), FLOATS, data_format="NCT"),
     _lightweight("NCT, 31 taps", (16, 1024, 512), (16, 31), data_format="NCT"),
     _lightweight("NTC, one step", (256, 1, 1024), (16, 7)),
+    _step("4 taps", (64, 4096), (64, 3, 4096), (4096, 4), FLOATS),
+    _step("4 taps, one sequence", (1, 4096), (8, 3, 4096), (4096, 4), indices=True),
+    _step("4 taps, 5 tokens", (64, 5, 1536), (64, 3, 1536), (1536, 4), activation="silu"),
+    _step("7 taps of 3 channels", (17, 99), (40, 6, 99), (33, 7), indices=True),
+    _step("31 taps", (32, 1024), (32, 30, 1024), (16, 31)),
+    _step("3 taps, dilated", (32, 1024), (32, 8, 1024), (1024, 3), dilation=4),
     _lightweight("NTC, 15 taps of 3 channels", (4, 1000, 99), (33, 15)),
     _sigmoid("80 classes", 100_000, 80, FLOATS),
     _sigmoid("80 classes, sum", 100_000, 80, FLOATS, reduction="sum"),

@@ -1,4 +1,4 @@
-"""Steps of the lightweight convolution: one or several, slots in their order or by their indices."""
+"""Steps of the lightweight convolution: one or several, slots in their order or by indices."""
 
 from __future__ import annotations
 
@@ -198,7 +198,8 @@ def _spec(
         vjp_calls={"jaxops_lightweight_conv": 1, "jaxops_lightweight_conv_backward": 1},
         value_terms=lambda *_: taps + 1,
         vjp_terms=vjp_terms,
-        vjp_roundings=3 if activation else 0,
+        # Rows have a cotangent through y and one through the new state, and each is rounded.
+        vjp_roundings=4 if activation else 2,
         placements=_placements(large_heads, bias, indices, 3 if steps else 2),
         empty={
             "no batch": functools.partial(arrays, batch=0),
