@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import pathlib
 import re
 import textwrap
 
@@ -362,6 +363,15 @@ def test_drop_connect_of_the_blocks():
     assert (module(x) != module(x)).any()
     module.eval()
     np.testing.assert_array_equal(module(x), module(x))
+
+
+def test_the_page_decodes_what_it_says():
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "flax.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(code, names)
+    assert names["linen_error"] < 1e-5
+    assert names["nnx_error"] < 1e-5
 
 
 # --- weights of other libraries, by the lines that the docstrings have ----------------------------

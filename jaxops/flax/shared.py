@@ -1,4 +1,4 @@
-"""What the layers of `jaxops.flax.linen` and `jaxops.flax.nnx` share: checks and computation."""
+"""Checks and computation that the layers of `jaxops.flax.linen` and `jaxops.flax.nnx` share."""
 
 from __future__ import annotations
 
