@@ -15,6 +15,11 @@ namespace jaxops::concatenate {
 // More alternations of batched and broadcast dimensions than nested vmaps produce in practice.
 inline constexpr int kMaxRowDims = 8;
 
+// One call on CUDA devices has at most this number of pieces of one destination, or of destinations
+// of one piece each; more are several calls, for which lowering asks by `ffi/limits.h`.
+inline constexpr int64_t kMaxPieces = 480;
+inline constexpr int64_t kMaxDestinations = 480;
+
 // A segment of every row of a destination: `size` bytes of a source, then zeros up to `extent`.
 struct Piece {
   const void* source;   // address of the segment in row 0; arbitrary if size is 0

@@ -18,6 +18,24 @@ namespace jaxops::conv {
 
 inline constexpr int kDims = 2;
 
+// The limits of the kernels for CUDA devices. Lowering asks for them by `ffi/limits.h`.
+inline constexpr int kMaxTaps = 128;  // of a window
+inline constexpr int kMaxStride = 8;  // except in the fma family
+// Fewer pixels, padding included, are numbered in 32 bits with room for a tile beyond the end.
+inline constexpr int64_t kMaxPixels = int64_t{1} << 30;
+inline constexpr int kMaxGroups = UINT16_MAX;  // a dimension of a grid
+// Fewer bytes of a kernel are counted in 32 bits by the fma family.
+inline constexpr int64_t kMaxKernelBytes = int64_t{1} << 30;
+// Tensor cores multiply channels and outputs in multiples of this number of bytes.
+inline constexpr int kChannelBytes = 16;
+// The direct kernels compute groups of fewer channels or outputs.
+inline constexpr int kMinFan = 8;
+// The limits of the kernels of few channels.
+inline constexpr int kMaxFewChannels = 7;
+inline constexpr int kMaxFewTapRows = 8;
+inline constexpr int kMaxFewRowEntries = 24;  // of a row of a window
+inline constexpr int kMaxFewOutputs = 512;
+
 // The epilogue is applied to sums before they are rounded.
 struct Epilogue {
   const void* bias = nullptr;  // one entry per output, of the type of the sums; null: none

@@ -354,7 +354,7 @@ bool AddSlots(const Convolve& args, const PanelLayout<A, DataFormat::kNTC>& layo
     const int64_t step = args.block.time_begin + i + j;
     const int64_t since = step - segments.starts[step];
     const int64_t slot = segments.slots[step];
-    if (since >= geometry.padding || slot < 0 || slot >= segments.num_slots) continue;
+    if (since < 0 || since >= geometry.padding || slot < 0 || slot >= segments.num_slots) continue;
     const int64_t end =
         Min(CeilDiv(geometry.padding - since, geometry.dilation), Min(tap + taps, geometry.taps));
     if (!has_sums) {

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "cuda/common/dispatch.h"
 #include "cuda/conv/dispatch.h"
 #include "ffi/bind.h"
 #include "ffi/cuda_status.h"
@@ -94,16 +93,11 @@ xf::Error DecodeTypes(Call& call, const Buffer& a, const Buffer& b, const Buffer
 xf::Error Run(const char* operation, cudaStream_t stream, const Call& call, Direction direction,
               cu::Space workspace) {
   const cudaError_t status = cu::Launch(stream, call, direction, workspace);
-  const jaxops::cuda::Device* device;
-  if (status == cudaErrorNoKernelImageForDevice &&
-      jaxops::cuda::DescribeCurrentDevice(&device) == cudaSuccess) {
+  if (status == cudaErrorNoKernelImageForDevice) {
     return xf::Error(xf::ErrorCode::kFailedPrecondition,
-                     std::string(operation) +
-                         ": this program was compiled for another kind of GPU. It runs on one of "
-                         "compute capability " +
-                         std::to_string(device->major) + "." + std::to_string(device->minor) +
-                         " with kernels for sm " JAXOPS_CUDA_ARCHITECTURES
-                         ". Compile or export it where it is to run.");
+                     ToError(operation, status).message() +
+                         ". This program was compiled for another kind of GPU. Compile or export "
+                         "it where it is to run.");
   }
   if (status == cudaErrorInvalidValue && direction == Direction::kKernelGrad &&
       workspace.bytes < cu::KernelGradWorkspace(call)) {

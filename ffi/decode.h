@@ -28,6 +28,10 @@ inline constexpr auto kEnumNames<Activation> =
                                          {"silu", Activation::kSilu},
                                          {"gelu", Activation::kGelu}});
 
+template <>
+inline constexpr auto kEnumNames<DataFormat> =
+    std::to_array<EnumName<DataFormat>>({{"NTC", DataFormat::kNTC}, {"NCT", DataFormat::kNCT}});
+
 // Joins strings and integers. This uses no streams: their locales are state that all C++ libraries
 // of a process share, whatever they were compiled with.
 template <typename... Parts>

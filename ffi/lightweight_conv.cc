@@ -15,13 +15,7 @@
 #include "ffi/decode.h"
 #include "ffi/work_space.h"
 
-namespace jaxops::ffi {
-
-template <>
-inline constexpr auto kEnumNames<DataFormat> =
-    std::to_array<EnumName<DataFormat>>({{"NTC", DataFormat::kNTC}, {"NCT", DataFormat::kNCT}});
-
-namespace lightweight_conv {
+namespace jaxops::ffi::lightweight_conv {
 namespace {
 
 namespace xf = xla::ffi;
@@ -309,5 +303,4 @@ const Registration kFilterGrad("jaxops_lightweight_conv_filter_grad", kHandler<F
 const Registration kGrad("jaxops_lightweight_conv_backward", kHandler<Grad>);
 
 }  // namespace
-}  // namespace lightweight_conv
-}  // namespace jaxops::ffi
+}  // namespace jaxops::ffi::lightweight_conv

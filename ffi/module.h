@@ -10,6 +10,7 @@
 
 #include "ffi/bind.h"
 #include "ffi/call_frame.h"
+#include "ffi/limits.h"
 #include "ffi/work_space.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -37,6 +38,17 @@ inline int64_t WorkSpaceBytes(const std::string& target, const std::vector<Frame
   return bytes;
 }
 
+// Returns the limits of each operator, by name.
+inline nanobind::dict Limits() {
+  nanobind::dict operators;
+  for (const Limit* limit = Limit::first; limit != nullptr; limit = limit->next) {
+    const nanobind::str name(limit->operator_name);
+    if (!operators.contains(name)) operators[name] = nanobind::dict();
+    operators[name][limit->name] = limit->value;
+  }
+  return operators;
+}
+
 // Defines the attributes that `jaxops._core.native` checks first and reports, and the handlers it
 // registers.
 inline void DefineCommon(nanobind::module_& module, const std::string& build) {
@@ -46,6 +58,7 @@ inline void DefineCommon(nanobind::module_& module, const std::string& build) {
   module.attr("BUILD") = nanobind::str(build.c_str());
   module.def("registrations", &Registrations);
   module.def("work_space_bytes", &WorkSpaceBytes);
+  module.attr("LIMITS") = Limits();
 }
 
 }  // namespace jaxops::ffi

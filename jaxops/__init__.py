@@ -6,6 +6,7 @@ from jaxops._core import native as _native
 from jaxops._core.native import NoKernelWarning
 from jaxops.concatenate import concatenate, split
 from jaxops.conv import conv2d, conv_general_dilated
+from jaxops.dynamic_conv import dynamic_conv, dynamic_conv_step
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
 from jaxops.grid_sample import grid_sample
 from jaxops.im2col import col2im, im2col
@@ -28,6 +29,8 @@ __all__ = [
     "concatenate",
     "conv2d",
     "conv_general_dilated",
+    "dynamic_conv",
+    "dynamic_conv_step",
     "grid_sample",
     "im2col",
     "lightweight_conv",

@@ -22,12 +22,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jaxops._core import checks, compat, rules
+from jaxops._core import checks, compat, native, rules
 from jaxops._core.primitive import Operator
 
-# The limits of one launch, see cuda/concatenate/launch.h; more go through several.
-_MAX_PIECES = 480
-_MAX_PARTS = 480
 _MAX_SIZE = np.iinfo(np.int64).max
 
 
@@ -248,8 +245,9 @@ _Piece = tuple[jax.Array | None, int]
 
 def _join(pieces: Sequence[_Piece], inner: int, rank: int) -> jax.Array:
     """The whole of `rank` dimensions that segments make; `inner` of them follow the axis."""
-    if len(pieces) > _MAX_PIECES:
-        groups = [pieces[i : i + _MAX_PIECES] for i in range(0, len(pieces), _MAX_PIECES)]
+    most = native.limits("concatenate").max_pieces
+    if len(pieces) > most:
+        groups = [pieces[i : i + most] for i in range(0, len(pieces), most)]
         return _join([_as_piece(group, inner, rank) for group in groups], inner, rank)
     arrays = [array for array, _ in pieces if array is not None]
     numbers = itertools.count()
@@ -350,11 +348,12 @@ _Part = tuple[int, int, int]
 
 def _cut(whole: jax.Array, parts: Sequence[_Part], inner: int, rank: int) -> list[jax.Array]:
     """The parts of a whole of `rank` dimensions, of which `inner` follow the axis."""
+    most = native.limits("concatenate").max_parts
     return [
         result
-        for i in range(0, len(parts), _MAX_PARTS)
+        for i in range(0, len(parts), most)
         for result in _split_operator(
-            whole, rank=rank, inner=inner, parts=tuple(parts[i : i + _MAX_PARTS])
+            whole, rank=rank, inner=inner, parts=tuple(parts[i : i + most])
         )
     ]
 

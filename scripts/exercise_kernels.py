@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -904,6 +905,158 @@ def exercise_not_finite(device, dtype, sizes, channels, outputs, taps, stride, d
     return count, wrong
 
 
+# --- lightweight convolution of segments and states ----------------------------------------------
+
+PACKED_TAPS = (3, 7, 31)
+PACKED_RESULTS = ("y", "dx", "dweight", "dbias", "dstate")
+#: Lengths of segments: shorter and longer than filters, and next to the size of vectors and tiles.
+LENGTHS = (9, 1, 30, 4, 2, 16)
+
+
+def packed_sources(starts, padding, dilation, taps, state_rows=0, slots=None):
+    """Rows of a state and of x after them that taps (T, K) read, and the row after both for none.
+
+    `state_rows` are those of all states; `slots` (T,) is the slot of each step's segment.
+    """
+    time = len(starts)
+    s = np.arange(time)[:, None] + np.arange(taps) * dilation - padding
+    own = starts[:, None]
+    is_inside = (s >= 0) & (s < time)
+    is_of_segment = is_inside & (starts[np.clip(s, 0, time - 1)] == own)
+    source = np.where(is_of_segment, state_rows + s, state_rows + time)
+    if slots is not None:
+        row = slots[:, None] * padding + padding + s - own
+        return np.where((s < own) & (row >= 0) & (slots[:, None] >= 0), row, source)
+    if state_rows:
+        return np.where((s < 0) & (s >= own), padding + s, source)
+    return source
+
+
+def packed_expected(source, rows, weight, bias, g):
+    """y and the gradients of (rows, weight, bias) of one sequence, in float64."""
+    rows = np.concatenate([rows, np.zeros((1, rows.shape[1]))])
+    depth = rows.shape[1] // weight.shape[0]
+    filters = weight.repeat(depth, axis=0)
+    read = rows[source]  # (T, K, C)
+    y = np.einsum("tkc,ck->tc", read, filters) + bias
+    drows = np.zeros_like(rows)
+    np.add.at(drows, source, np.einsum("tc,ck->tkc", g, filters))
+    dweight = np.einsum("tkc,tc->ck", read, g).reshape(*weight.shape[:1], depth, -1).sum(axis=1)
+    return y, drows[:-1], dweight, g.sum(axis=0)
+
+
+def packed_starts(time, first):
+    """The first step of each step's segment, which is `first` for the first segment."""
+    ends = np.cumsum(np.resize(LENGTHS, time))
+    starts = np.concatenate([[first], ends[ends < time]])
+    return starts[np.searchsorted(np.maximum(starts, 0), np.arange(time), side="right") - 1]
+
+
+def exercise_packed(device, dtype, layout, size):
+    """Segments, states of rows, and for "NTC" states of segments, in one program."""
+    time, channels, all_heads = size
+    filters = list(itertools.product(all_heads, PACKED_TAPS, DILATIONS))
+    programs, arguments, want = [], [], []
+    paddings = itertools.cycle(("causal", "causal", "same"))
+    kinds = ("segments", "segments and state", "state", *(["slots"] if layout == "NTC" else []))
+    for i, ((heads, taps, dilation), kind) in enumerate(itertools.product(filters, kinds)):
+        padding = "causal" if kind == "slots" else next(paddings)
+        rng = np.random.default_rng(i)
+        reach = (taps - 1) * dilation
+        before = reach if padding == "causal" else reach // 2
+
+        def normal(*shape, rng=rng):
+            return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+        weight, bias = normal(heads, taps), normal(channels)
+        options = {"dilation": dilation}
+        if kind == "slots":
+            x, g = normal(time, channels), normal(time, channels)
+            starts = packed_starts(time, 0)
+            firsts, numbers = np.unique(starts, return_inverse=True)
+            cache = normal(len(firsts) + 2, before, channels)
+            indices = rng.permutation(len(firsts)).astype(np.int32)
+            indices[0] = -1
+            ends = np.append(firsts, time).astype(np.int32)
+
+            def function(x, weight, bias, cache, ends=ends, indices=indices, options=options):
+                return jaxops.ragged_conv(
+                    x,
+                    weight,
+                    ends,
+                    initial_state=cache,
+                    state_indices=indices,
+                    bias=bias,
+                    **options,
+                )
+
+            source = packed_sources(
+                starts, before, dilation, taps, cache.shape[0] * before, indices[numbers]
+            )
+            wide = [a.astype(np.float64) for a in (x, weight, bias, g, cache)]
+            rows = np.concatenate([wide[4].reshape(-1, channels), wide[0]])
+            y, drows, dweight, dbias = packed_expected(source, rows, wide[1], wide[2], wide[3])
+            dcache, dx = np.split(drows, [cache.shape[0] * before])
+            operands = (x, weight, bias, cache)
+            results = (y, dx, dweight, dbias, dcache.reshape(cache.shape))
+        else:
+            has_ids, has_state = "segments" in kind, "state" in kind
+            options |= {"padding": padding, "data_format": layout}
+            x, g = normal(BATCH, time, channels), normal(BATCH, time, channels)
+            state = normal(BATCH, before if has_state else 0, channels)
+            first = -before if has_state or not has_ids else 0
+            starts = packed_starts(time, first) if has_ids else np.full(time, first)
+            source = packed_sources(starts, before, dilation, taps, state.shape[1])
+            ids = np.broadcast_to(np.unique(starts, return_inverse=True)[1], (BATCH, time)) % 3
+
+            def function(x, weight, bias, *state, ids=ids, has_ids=has_ids, options=options):
+                return jaxops.lightweight_conv(
+                    x,
+                    weight,
+                    bias=bias,
+                    segment_ids=ids if has_ids else None,
+                    initial_state=state[0] if state else None,
+                    **options,
+                )
+
+            wide = [a.astype(np.float64) for a in (x, weight, bias, g, state)]
+            each = [
+                packed_expected(
+                    source, np.concatenate([wide[4][b], wide[0][b]]), wide[1], wide[2], wide[3][b]
+                )
+                for b in range(BATCH)
+            ]
+            y, drows, dweight, dbias = (np.stack(a) for a in zip(*each, strict=True))
+            dstate, dx = np.split(drows, [state.shape[1]], axis=1)
+            operands = (x, weight, bias, *((state,) if has_state else ()))
+            results = [y, dx, dweight.sum(axis=0), dbias.sum(axis=0), dstate][: len(operands) + 1]
+            if layout == "NCT":
+                x, g, y, dx, dstate = (np.swapaxes(a, 1, 2) for a in (x, g, y, dx, dstate))
+                operands = (x, weight, bias, *((state.swapaxes(1, 2),) if has_state else ()))
+                results = [y, dx, *results[2:4], dstate][: len(operands) + 1]
+        programs.append(function)
+        arguments.append((operands, g))
+        want.append((f"{kind}, H={heads}, K={taps}, {options}", results))
+
+    def program(arguments):
+        got = []
+        for function, (operands, g) in zip(programs, arguments, strict=True):
+            y, pullback = jax.vjp(function, *operands)
+            got.append((y, *pullback(g)))
+        return got
+
+    got = jax.device_get(jax.jit(program)(jax.device_put(arguments, device)))
+    wrong, compared = [], 0
+    for results, (name, expected) in zip(got, want, strict=True):
+        for part, a, b in zip(PACKED_RESULTS, results, expected, strict=False):
+            compared += 1
+            a = np.asarray(a, np.float64)
+            error = np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(b), initial=0), 1e-30)
+            if a.shape != b.shape or not error <= tolerance(dtype):  # NaN is not
+                wrong.append(f"{dtype}, T={time}, C={channels}, {name}, {part}: error {error:.1e}")
+    return compared, wrong
+
+
 EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
     "conv2d": (
@@ -939,6 +1092,10 @@ EXERCISES = {
     ),
     "lightweight_conv": (exercise, tuple(itertools.product(DTYPES, LAYOUTS, SIZES))),
     "lightweight_conv_step": (exercise_steps, tuple(itertools.product(DTYPES, STEPS))),
+    "lightweight_conv_packed": (
+        exercise_packed,
+        tuple(itertools.product(DTYPES, LAYOUTS, SIZES)),
+    ),
     "trilinear": (exercise_trilinear, tuple(itertools.product(DTYPES, WIDTHS))),
 }
 
@@ -952,6 +1109,7 @@ def main() -> int:
     unknown = set(options.operators) - set(EXERCISES)
     if unknown:
         parser.error(f"there are {', '.join(EXERCISES)}, not {', '.join(unknown)}")
+    os.environ["JAXOPS_NEW_KERNELS"] = "on"  # exercises those that no GPU has run yet, too
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_platforms", "cpu" if options.platform == "cpu" else "cuda,cpu")
     device = jax.devices(options.platform)[0]

@@ -6,10 +6,7 @@ second oracle for the bits that XLA's concatenation keeps, which excludes some p
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import pathlib
-import re
 import time
 
 import hypothesis
@@ -20,6 +17,7 @@ import numpy as np
 import pytest
 
 import jaxops
+from jaxops._core import native
 from jaxops.testing.measure import assert_bitwise, custom_calls, lowered_calls, run, vjp_of
 
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -592,14 +590,8 @@ def test_many_levels_of_vmap(platform, levels):
     assert_bitwise(got, [np.concatenate(want, -1)], "many levels of vmap")
 
 
-IN_ONE_LAUNCH = importlib.import_module("jaxops.concatenate")
-PIECES, PARTS = IN_ONE_LAUNCH._MAX_PIECES, IN_ONE_LAUNCH._MAX_PARTS
-
-
-def test_limits_are_those_of_the_kernel():
-    header = (pathlib.Path(__file__).parents[1] / "cuda" / "concatenate" / "launch.h").read_text()
-    limits = {name: int(n) for name, n in re.findall(r"(kMax\w+) = (\d+);", header)}
-    assert limits == {"kMaxPieces": PIECES, "kMaxDestinations": PARTS}
+LIMITS = native.limits("concatenate")
+PIECES, PARTS = LIMITS.max_pieces, LIMITS.max_parts
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ FORCED = {
     "conv": ["conv2d", "conv_general_dilated"],
     "col2im": ["im2col"],
     "lightweight_conv_input_grad": ["lightweight_conv"],
+    "lightweight_conv_packed_input_grad": ["lightweight_conv_packed"],
 }
 #: Few random programs run these families.
 RARE = {("grid_sample", "bricks"), ("lightweight_conv", "nct/vectors")}
@@ -314,7 +316,11 @@ def summed(function):
     return lambda x, labels: function(x, labels, reduction="sum")
 
 
-# Sizes at the limits of grids and of 32-bit indices.
+PIECES = native.limits("concatenate")
+CONV = native.limits("conv")
+FEW_TAPS = CONV.max_few_tap_rows, CONV.max_few_row_entries // CONV.max_few_channels
+
+# Sizes at the limits of grids, of 32-bit indices, and of what one call does.
 EDGES = {
     "2^31 rows of one class": (jaxops.sigmoid_focal_loss, rows(1 << 31, 1)),
     "2^33 logits": (
@@ -341,6 +347,14 @@ EDGES = {
         lambda a, b: jaxops.concatenate([a, b], 1),
         arrays(BF16, (1 << 31, 3), (1 << 31, 2)),
     ),
+    "most pieces": (
+        lambda *a: jaxops.concatenate(a, 1),
+        arrays(BF16, *[(64, 3)] * PIECES.max_pieces),
+    ),
+    "most parts": (
+        lambda a: jaxops.split(a, [3] * PIECES.max_parts, 1),
+        arrays(BF16, (64, 3 * PIECES.max_parts)),
+    ),
     "2^22 sequences": (jaxops.lightweight_conv, arrays(BF16, (1 << 22, 3, 64), (4, 3))),
     "a sequence of 2^30 - 1": (
         jaxops.lightweight_conv,
@@ -353,6 +367,15 @@ EDGES = {
         functools.partial(jaxops.conv2d, groups=65535),
         arrays(BF16, (1, 8, 8, 65535), (3, 3, 1, 65535)),
     ),
+    "most taps": (jaxops.conv2d, arrays(BF16, (2, 40, 40, 64), (8, CONV.max_taps // 8, 64, 64))),
+    "few channels at their limits": (
+        functools.partial(jaxops.conv2d, strides=CONV.max_stride),
+        arrays(
+            BF16,
+            (2, 99, 99, CONV.max_few_channels),
+            (*FEW_TAPS, CONV.max_few_channels, CONV.max_few_outputs),
+        ),
+    ),
     "2^31 pixels of depthwise": (
         functools.partial(jaxops.conv2d, groups=16),
         arrays(BF16, (1 << 15, 256, 256, 16), (3, 3, 1, 16)),
@@ -364,13 +387,108 @@ EDGES = {
 def test_edges(name):
     function, arguments = EDGES[name]
     results = jax.tree.leaves(jax.eval_shape(function, *arguments))
-    cotangents = tuple(arrays(results[0].dtype, results[0].shape))
+    cotangents = tuple(arrays(results[0].dtype, *(y.shape for y in results)))
     floats = tuple(i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.floating))
     programs = [(function, arguments)]
     programs += [(vjp_of(function, m), (cotangents, *arguments)) for m in {(0,), floats}]
     for (function, arguments), gpu in itertools.product(programs, kernel_table.DEVICES):
         for call in kernels.record(function, *arguments, capability=gpu.compute_capability):
             check(call, gpu)
+
+
+def more_pieces(*arrays):
+    return jaxops.concatenate(arrays, 1)
+
+
+def more_parts(array):
+    return jaxops.split(array, [3] * (PIECES.max_parts + 1), 1)
+
+
+MORE_PIECES = arrays(BF16, *[(64, 3)] * (PIECES.max_pieces + 1))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (more_pieces, MORE_PIECES),
+        (more_parts, arrays(BF16, (64, 3 * (PIECES.max_parts + 1)))),
+    ],
+)
+def test_more_than_the_limit_is_several_calls(function, arguments):
+    calls = kernels.record(function, *arguments, capability="9.0")
+    assert len(calls) == 2
+    for call in calls:
+        check(call, H200)
+
+
+#: The sentence of a call that no kernel family, or not the one that is forced, can run.
+REFUSED = "{}: {} run this call on a GPU of compute capability {} with code for sm "
+
+
+def run_error(call, gpu):
+    """The error of a call, without a launch."""
+    outcome = kernels.run(call, gpu)
+    assert outcome.error
+    assert not outcome.launches
+    return outcome.error
+
+
+def test_one_call_of_more_than_the_limit_is_refused(monkeypatch):
+    more = types.SimpleNamespace(max_pieces=PIECES.max_pieces + 1)
+    monkeypatch.setattr(native, "limits", lambda operator: more)
+    (call,) = kernels.record(more_pieces, *MORE_PIECES, capability="9.0")
+    error = run_error(call, H200)
+    assert REFUSED.format("concatenate (move)", "no kernel family can", "9.0") in error
+
+
+def test_a_family_that_cannot_run_a_call_is_named():
+    x, weight = arrays(BF16, (2, 40, 64), (4, 3))
+    (call,) = kernels.record(jaxops.lightweight_conv, x, weight, capability="8.0")
+    with kernels.forcing("lightweight_conv", "nct/window"):
+        error = run_error(call, A100)
+    assert (
+        REFUSED.format("lightweight_conv (forward)", "the family nct/window cannot", "8.0") in error
+    )
+    assert CANNOT in error
+
+
+def test_a_program_for_another_gpu_is_refused():
+    """Few channels have kernels on Hopper GPUs only."""
+    x, kernel = arrays(BF16, (2, 40, 40, 3), (7, 7, 3, 64))
+    (call,) = kernels.record(jaxops.conv2d, x, kernel, capability="9.0")
+    error = run_error(call, A100)
+    assert REFUSED.format("conv (forward)", "no kernel family can", "8.0") in error
+    assert "compiled for another kind of GPU" in error
+
+
+@pytest.mark.parametrize(
+    ("shape", "taps", "dilation", "error"),
+    [
+        ((1, 1 << 30, 2), 3, 1, "time must be at most 1073741823 on a GPU, got 1073741824"),
+        ((1, 3, 1 << 30), 3, 1, "channels must be at most 1073741823 on a GPU, got 1073741824"),
+        (
+            (1, (1 << 30) - 1, 2),
+            3,
+            (1 << 22) + 1,
+            "dilation must be at most 4194304 on a GPU, got 4194305",
+        ),
+        (
+            (1, (1 << 30) - 1, 2),
+            257,
+            1 << 22,
+            "(taps - 1) * dilation must be at most 1073741823 on a GPU, got 1073741824",
+        ),
+    ],
+)
+def test_sequences_out_of_range(shape, taps, dilation, error):
+    function = functools.partial(jaxops.lightweight_conv, dilation=dilation)
+    x, weight = arrays(BF16, shape, (2, taps))
+    for program, arguments in (
+        (function, (x, weight)),
+        (vjp_of(function, (0, 1)), ((x,), x, weight)),
+    ):
+        for call in kernels.record(program, *arguments, capability="9.0"):
+            assert f"lightweight_conv: {error}" in run_error(call, H200)
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)

@@ -156,6 +156,14 @@ def test_the_interface_is_that_of_the_sources(tmp_path):
     assert native.interface("cpu", tmp_path) not in (None, _cpu.INTERFACE)
 
 
+def test_modules_have_the_same_limits():
+    cuda = pytest.importorskip("jaxops._cuda")
+    from jaxops import _cpu
+
+    assert cuda.LIMITS == _cpu.LIMITS
+    assert set(cuda.LIMITS) == {"concatenate", "conv"}
+
+
 def test_wrong_calls_of_handlers_are_errors():
     """Runs in a separate process, which a handler without checks would end."""
     program = pathlib.Path(__file__).with_name("wrong_calls.py")

@@ -107,6 +107,13 @@ def valid_calls() -> list[Call]:
         options = {"activation": "gelu", "bias": bias, "state_indices": indices}
         return jaxops.lightweight_conv_step(x, state, weight, **options)
 
+    def dynamic(x, weight, bias, state, ids):
+        options = {"bias": bias, "initial_state": state, "segment_ids": ids}
+        return jaxops.dynamic_conv(x, weight, normalize=True, **options)
+
+    def dynamic_without_bias(x, weight):
+        return jaxops.dynamic_conv(x, weight, padding="same", data_format="NCT")
+
     def grid(volume, points):
         return jaxops.grid_sample(volume, points, padding_mode="border")
 
@@ -123,6 +130,7 @@ def valid_calls() -> list[Call]:
         return jaxops.softmax_focal_loss(logits, labels, reduction="sum", sample_weight=weight)
 
     x, weight, bias = of(2, 9, 4, dtype=jnp.float16), of(2, 3), of(4)
+    filters, state, ids = of(2, 9, 2, 3), of(2, 2, 4), of(2, 9, dtype=jnp.int32)
     volume, points = of(3, 4, 5, 2), of(6, 3)
     cells, places = of(6, 8, 5, dtype=jnp.float16), of(6, 3)
     logits, labels = of(7, 4), of(7, dtype=jnp.int32)
@@ -148,6 +156,12 @@ def valid_calls() -> list[Call]:
             of(6, 4),
             of(3, dtype=jnp.int64),
         ),
+        (dynamic, x, filters, bias, state, ids),
+        (dynamic_without_bias, of(2, 4, 9), filters),
+        (gradients(dynamic, 0, 1, 2, 3), x, filters, bias, state, ids),
+        (gradients(dynamic_without_bias, 0), of(2, 4, 9), filters),
+        (gradients(dynamic_without_bias, 1), of(2, 4, 9), filters),
+        (jax.vmap(gradients(dynamic_without_bias, 0, 1), (0, None)), of(5, 2, 4, 9), filters),
         (grid, volume, points),
         (gradients(grid, 0), volume, points),
         (gradients(grid, 1), volume, points),
@@ -262,6 +276,13 @@ _FREE = {
     "lightweight_conv_filter_grad": "operand . size 0|result 0 (size .|dtype)|padding|dilation",
     "lightweight_conv_step": "operand [0134] size 0|operand 2 (size [01]|dtype)"
     "|operand [34] dtype|operands less 3",
+    "dynamic_conv": "operand . size .|operand [124] dtype|operands (more|less .)|padding|dilation"
+    "|normalize|result 0 size .",
+    "dynamic_conv_input_grad": "operand . size .|operand 1 dtype|padding|dilation|normalize"
+    "|result 0 size .",
+    "dynamic_conv_weight_grad": "operand . size .|result 0 (size .|dtype)|padding|dilation",
+    "dynamic_conv_backward": "operand . size .|operand 1 dtype|result . size .|result 1 dtype"
+    "|padding|dilation|normalize",
     "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|align_corners"
     "|deterministic",
     "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|align_corners|deterministic",

@@ -96,6 +96,16 @@ class ForcedFamilies {
   }
 };
 
+// The reason for which a call of this thread was refused, with its operator, for the error of its
+// handler.
+inline thread_local std::string refusal;
+
+// Refuses a call. Returns `status`.
+inline cudaError_t Refuse(cudaError_t status, std::string why) {
+  refusal = std::move(why);
+  return status;
+}
+
 template <typename Call>
 struct Family {
   const char* name;  // of the family's folder or file in cuda/<operator>/
@@ -145,14 +155,29 @@ class Table : TableNames {
     const Device* device;
     const cudaError_t error = DescribeCurrentDevice(&device);
     if (error != cudaSuccess) return error;
-    if (device->major < 8) return cudaErrorNoKernelImageForDevice;
+    if (device->major < 8) return RefuseCall(cudaErrorNoKernelImageForDevice, "", *device);
     const Family<Call>* const family = Choose(call, *device);
-    if (family) return family->launch(stream, call, *device);
-    const bool is_forced = !ForcedFamilies::Find(operator_name).empty();
-    return is_forced ? cudaErrorNotSupported : cudaErrorNoKernelImageForDevice;
+    if (family) {
+      const cudaError_t status = family->launch(stream, call, *device);
+      return status == cudaErrorNotSupported ? RefuseCall(status, family->name, *device) : status;
+    }
+    const std::string forced = ForcedFamilies::Find(operator_name);
+    return RefuseCall(forced.empty() ? cudaErrorNoKernelImageForDevice : cudaErrorNotSupported,
+                      forced, *device);
   }
 
  private:
+  // An empty name stands for all families.
+  cudaError_t RefuseCall(cudaError_t status, const std::string& family,
+                         const Device& device) const {
+    const std::string subject =
+        family.empty() ? "no kernel family can" : "the family " + family + " cannot";
+    return Refuse(status, std::string(operator_name) + " (" + direction + "): " + subject +
+                              " run this call on a GPU of compute capability " +
+                              std::to_string(device.major) + "." + std::to_string(device.minor) +
+                              " with code for sm " JAXOPS_CUDA_ARCHITECTURES);
+  }
+
   static std::vector<const char*> Names(const TableNames& table) {
     std::vector<const char*> names;
     for (const Family<Call>& family : static_cast<const Table&>(table).families_) {

@@ -8,11 +8,7 @@
 
 namespace jaxops::concatenate::cuda {
 
-// LaunchMove accepts at most this number of pieces of one destination, or of destinations of one
-// piece each. Some calls of more than 200 destinations take several launches.
-inline constexpr int64_t kMaxPieces = 480;
-inline constexpr int64_t kMaxDestinations = 480;
-
+// Some calls of more than 200 destinations take several launches.
 cudaError_t LaunchMove(cudaStream_t stream, const Job& job);
 
 }  // namespace jaxops::concatenate::cuda

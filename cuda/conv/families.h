@@ -13,9 +13,6 @@
 
 namespace jaxops::conv::cuda {
 
-// The taps of a window, at most.
-inline constexpr int kMaxTaps = 128;
-
 // Kernel gradients split the sum over pixels by sizes and a number of multiprocessors, on which
 // their workspaces depend too. Every device can run every split; that of an H200 is fast there.
 inline constexpr int kProcessors = 132;
@@ -100,11 +97,8 @@ int64_t KernelGradFmaCycles(const Call& call, int processors);
 //
 // One group of at most kMaxFewChannels channels; windows without dilation, of which a row has at
 // most kMaxFewRowEntries entries, channels counted.
-inline constexpr int kMaxFewChannels = 7;
-inline constexpr int kMaxFewTapRows = 8;
-inline constexpr int kMaxFewRowEntries = 24;
-inline constexpr int kMaxFewOutputs = 512;
 inline constexpr int kMaxFewStride = 8;
+static_assert(kMaxStride <= kMaxFewStride);
 
 cudaError_t LaunchForwardFewChannels(cudaStream_t stream, const Call& call);
 
@@ -115,12 +109,10 @@ int64_t KernelGradFewChannelsWorkspace(const Call& call, int processors = kProce
 cudaError_t LaunchKernelGradFewChannels(cudaStream_t stream, const Call& call, Space workspace,
                                         int processors = kProcessors);
 
-// --- direct: every type, on every GPU
-// -------------------------------------------------------------
+// --- direct: every type, on every GPU ------------------------------------------------------------
 //
 // Groups too small for a matrix product, or a single channel; strides of at most 8. Sums of f32
 // entries are in f32.
-inline constexpr int kMinFan = 8;
 
 inline bool IsDirect(const Call& call) {
   const bool is_small = std::min(call.channels, call.outputs) < kMinFan * call.groups;

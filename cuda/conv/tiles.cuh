@@ -22,8 +22,8 @@ using namespace jaxops::cuda::hopper;  // NOLINT: these kernels consist of its i
 constexpr int kMaxStages = 8;
 // Pixels of a row that are next to each other in a stage: a row of an image is cut into strips.
 constexpr int kMaxStripWidth = 64;
-constexpr int kMaxBox = 256;   // entries of a dimension of a bulk copy
-constexpr int kMaxStride = 8;  // of entries in a bulk copy that skips the entries between
+constexpr int kMaxBox = 256;  // entries of a dimension of a bulk copy
+static_assert(kMaxStride <= 8, "bulk copies skip at most 7 entries between two");
 
 // Neighbouring taps that find all their entries in one stage.
 struct Group {

@@ -1,9 +1,12 @@
 // This file chooses the kernel family of a lightweight convolution. docs/lightweight_conv.md has
 // the table with the condition of each row.
+#include <string>
+
 #include "cuda/common/dispatch.h"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/launch.h"
+#include "cuda/lightweight_conv/packed.h"
 
 namespace jaxops::lightweight_conv::cuda {
 namespace {
@@ -105,6 +108,18 @@ const Table<Forward> kForward("lightweight_conv", "forward", kForwardFamilies);
 // here.
 const Table<Forward> kInputGrad("lightweight_conv_input_grad", "forward", kForwardFamilies);
 
+// Calls with segments or states have tables of their own. The last row runs all of them.
+constexpr Family<Forward> kPackedForwardFamilies[] = {
+    // Memory bounds short filters: windows inside of one segment cost nothing more.
+    {"ntc/packed", ntc::CanRunPacked, Always, ntc::LaunchPacked},
+    {"nct/packed", nct::CanRunPacked, Always, nct::LaunchPacked},
+    // Every tap is read through the cache.
+    {"packed", CanRunPacked, Always, LaunchPacked},
+};
+const Table<Forward> kPackedForward("lightweight_conv_packed", "forward", kPackedForwardFamilies);
+const Table<Forward> kPackedInputGrad("lightweight_conv_packed_input_grad", "forward",
+                                      kPackedForwardFamilies);
+
 // The input gradient is a forward convolution of g over every batch entry.
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   Forward forward{};
@@ -132,7 +147,7 @@ cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   forward.slots = nullptr;
   forward.num_slots = 0;
   forward.y = call.dx;
-  return kInputGrad.Run(stream, forward);
+  return (IsPacked(forward) ? kPackedInputGrad : kInputGrad).Run(stream, forward);
 }
 
 using LaunchGradients = cudaError_t (*)(cudaStream_t, const Gradients&, const Device&);
@@ -178,14 +193,49 @@ constexpr Family<Gradients> kGradientFamilies[] = {
 };
 const Table<Gradients> kGradients("lightweight_conv", "backward", kGradientFamilies);
 
+constexpr Family<Gradients> kPackedGradientFamilies[] = {
+    // One pass reads x and g once.
+    {"ntc/packed", ntc::CanRunPacked, Always, ntc::LaunchPacked},
+    {"nct/packed", nct::CanRunPacked, Always, nct::LaunchPacked},
+    // Every tap is read through the cache.
+    {"packed", CanRunPacked, Always, WithInputGrad<LaunchPacked, Never>},
+};
+const Table<Gradients> kPackedGradients("lightweight_conv_packed", "backward",
+                                        kPackedGradientFamilies);
+
+// RangeError says what of a geometry is too large for kernels, or nothing. They count a time step,
+// a channel or a tap in 32 bits, also those of a tile of up to 256 steps beyond the end; arrays may
+// be larger.
+std::string RangeError(const Geometry& g) {
+  constexpr int64_t kMax = (int64_t{1} << 30) - 1;
+  const struct {
+    const char* name;
+    int64_t value, max;
+  } sizes[] = {
+      {"time", g.time, kMax},
+      {"channels", g.channels, kMax},
+      {"taps", g.taps, kMax},
+      {"dilation", g.dilation, int64_t{1} << 22},
+      {"(taps - 1) * dilation", (g.taps - 1) * g.dilation, kMax},
+  };
+  for (const auto& [name, value, max] : sizes) {
+    if (value > max) {
+      return std::string(name) + " must be at most " + std::to_string(max) + " on a GPU, got " +
+             std::to_string(value);
+    }
+  }
+  return "";
+}
+
 }  // namespace
 
 cudaError_t LaunchForward(cudaStream_t stream, const Forward& call) {
   const Geometry& g = call.geometry;
   if (call.batch.size() == 0 || g.time == 0 || g.channels == 0) return cudaSuccess;
-  if (call.starts != nullptr || call.state != nullptr) return cudaErrorNotSupported;
-  if (!FitsKernels(g)) return cudaErrorInvalidValue;
-  return kForward.Run(stream, call);
+  if (const std::string error = RangeError(g); !error.empty()) {
+    return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
+  }
+  return (IsPacked(call) ? kPackedForward : kForward).Run(stream, call);
 }
 
 cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t splits,
@@ -200,9 +250,10 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
     const int64_t biases = kept * g.channels * jaxops::cuda::SizeOf(call.bias_dtype);
     return cudaMemsetAsync(call.dbias, 0, biases, stream);
   }
-  if (call.starts != nullptr) return cudaErrorNotSupported;
-  if (!FitsKernels(g)) return cudaErrorInvalidValue;
-  return kGradients.Run(stream, {call, splits, partials});
+  if (const std::string error = RangeError(g); !error.empty()) {
+    return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
+  }
+  return (IsPacked(call) ? kPackedGradients : kGradients).Run(stream, {call, splits, partials});
 }
 
 }  // namespace jaxops::lightweight_conv::cuda

@@ -2,8 +2,8 @@
 // next to this header.
 //
 // CanRun... says whether a family's kernels compute a call correctly, whether fast or not.
-// Launchers expect calls that can run. The geometry of a call satisfies FitsKernels, and has work
-// to do.
+// Launchers expect calls that can run. The geometry of a call is in the range of kernels, and has
+// work to do. Calls of the packed families have segments or states, and those of others do not.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_FAMILIES_H_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_FAMILIES_H_
 
@@ -37,7 +37,20 @@ bool ComputesInputGradMma(const Backward& call);
 cudaError_t LaunchMma(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchMma(cudaStream_t stream, const Gradients& gradients, const Device& device);
 
+// packed.cu runs all filters of calls with segments or states. Its launcher of gradients does not
+// compute the input gradient.
+bool CanRunPacked(const Forward& call, const Device& device);
+bool CanRunPacked(const Gradients& gradients, const Device& device);
+cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device& device);
+cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device& device);
+
 namespace ntc {
+
+// ntc/packed.cu runs short filters of calls with segments or states.
+bool CanRunPacked(const Forward& call, const Device& device);
+bool CanRunPacked(const Gradients& gradients, const Device& device);
+cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device& device);
+cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device& device);
 
 // ntc/steps.cu runs short filters of small calls.
 bool CanRunSteps(const Forward& call, const Device& device);
@@ -64,6 +77,13 @@ cudaError_t LaunchLong(cudaStream_t stream, const Gradients& gradients, const De
 }  // namespace ntc
 
 namespace nct {
+
+// nct/packed.cu runs short filters without dilation of calls with segments or states, for rows of
+// whole vectors.
+bool CanRunPacked(const Forward& call, const Device& device);
+bool CanRunPacked(const Gradients& gradients, const Device& device);
+cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device& device);
+cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device& device);
 
 // nct/steps.cu runs short filters of small calls.
 bool CanRunSteps(const Forward& call, const Device& device);

@@ -391,14 +391,6 @@ inline int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - 
 inline constexpr int64_t kMaxBlocks = INT32_MAX;
 inline constexpr int64_t kMaxGridBlocks = 65535;
 
-// One time step, channel or tap is counted in 32 bits inside the kernels, also those of a tile of
-// up to 256 steps beyond the end; arrays may be larger.
-inline bool FitsKernels(const Geometry& g) {
-  const int64_t limit = int64_t{1} << 30;
-  return g.time < limit && g.channels < limit && g.taps < limit && g.dilation <= limit / 256 &&
-         (g.taps - 1) * g.dilation < limit;
-}
-
 // PartialSums describes the sums over time that the blocks of a backward kernel write: (kept,
 // splits, taps + 1, channels), and the last tap is the bias. If vectors of neighbouring channels
 // are summed together, the row of a tap is shorter by that factor, and ends early.

@@ -21,12 +21,12 @@ using jaxops::cuda::Accumulator;
 using jaxops::cuda::Activate;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchFloat;
-using jaxops::cuda::kPackElements;
+using jaxops::cuda::kVectorElements;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadPack;
+using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
-using jaxops::cuda::Pack;
-using jaxops::cuda::StorePack;
+using jaxops::cuda::StoreVector;
+using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 using jaxops::cuda::WithElements;
 
@@ -51,8 +51,8 @@ struct Params {
 struct Item {
   __device__ __forceinline__ Item(const Params& p, int64_t index, int width) {
     auto rest = static_cast<uint64_t>(index);
-    channel = static_cast<int64_t>(p.vectors.Peel(rest)) * width;
-    const auto entry = static_cast<int64_t>(p.entries.Peel(rest));
+    channel = static_cast<int64_t>(p.vectors.DivMod(rest)) * width;
+    const auto entry = static_cast<int64_t>(p.entries.DivMod(rest));
     batch = static_cast<int64_t>(rest);
     const Step& call = p.call;
     const int64_t rows = entry * call.steps * call.channels + channel;
@@ -82,14 +82,14 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
   const Item item(p, index, kV);
   const T* x = static_cast<const T*>(call.x) + item.x;
   T* y = static_cast<T*>(call.y) + item.y;
-  Pack<T, kV> rows[kTaps] = {};
+  Vector<T, kV> rows[kTaps] = {};
   if (item.slot >= 0) {
     const T* state = static_cast<const T*>(call.state) + item.state;
 #pragma unroll
-    for (int r = 0; r < kReach; ++r) rows[r] = LoadPack<kV>(state + r * call.channels);
+    for (int r = 0; r < kReach; ++r) rows[r] = LoadVector<kV>(state + r * call.channels);
   }
-  Pack<T, kV> next = {};
-  if (call.steps > 0) next = LoadPack<kV>(x);
+  Vector<T, kV> next = {};
+  if (call.steps > 0) next = LoadVector<kV>(x);
   Acc weight[kTaps][kV];
   WithElements(call.weight, call.weight_dtype, [&](const auto* filters) {
     filters += item.weight;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
   for (int64_t s = 0; s < call.steps; ++s) {
     rows[kReach] = next;
     // The next row is in flight while this step is computed.
-    if (s + 1 < call.steps) next = LoadPack<kV>(x + (s + 1) * call.channels);
+    if (s + 1 < call.steps) next = LoadVector<kV>(x + (s + 1) * call.channels);
     Acc sums[kV] = {};
 #pragma unroll
     for (int k = 0; k < kTaps; ++k) {
@@ -121,17 +121,17 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
 #pragma unroll
     for (int v = 0; v < kV; ++v) sums[v] += bias[v];
     Activate(sums, call.activation);
-    Pack<T, kV> out;
+    Vector<T, kV> out;
 #pragma unroll
     for (int v = 0; v < kV; ++v) out.values[v] = Narrow<T>(sums[v]);
-    StorePack(y + s * call.channels, out);
+    StoreVector(y + s * call.channels, out);
 #pragma unroll
     for (int r = 0; r < kReach; ++r) rows[r] = rows[r + 1];
   }
   if (item.slot < 0) return;
   T* new_state = static_cast<T*>(call.new_state) + item.new_state;
 #pragma unroll
-  for (int r = 0; r < kReach; ++r) StorePack(new_state + r * call.channels, rows[r]);
+  for (int r = 0; r < kReach; ++r) StoreVector(new_state + r * call.channels, rows[r]);
 }
 
 // Rows that move at once.
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) CopySlots(const __grid_constant__ Co
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (index >= p.items) return;
   auto batch = static_cast<uint64_t>(index);
-  const auto at = static_cast<int64_t>(p.of_state.Peel(batch));
+  const auto at = static_cast<int64_t>(p.of_state.DivMod(batch));
   const auto n = static_cast<int64_t>(batch);
   static_cast<Item*>(p.call.new_state)[p.call.batch.Offset(n, Step::kNewState) + at] =
       static_cast<const Item*>(p.call.state)[p.call.batch.Offset(n, Step::kState) + at];
@@ -278,7 +278,7 @@ cudaError_t LaunchStep(cudaStream_t stream, const Step& call) {
     if (call.dilation != 1 || call.taps > kMaxRegisterTaps || call.state_dtype != call.dtype) {
       return LaunchThroughCache<T>(stream, call);
     }
-    constexpr int kWide = kPackElements<T>;
+    constexpr int kWide = kVectorElements<T>;
     return call.channels % kWide == 0 && elements / kWide >= kMinVectors
                ? LaunchInRegisters<T, kWide>(stream, call)
                : LaunchInRegisters<T, 1>(stream, call);

@@ -227,6 +227,14 @@ def cuda_architectures() -> tuple[str, ...]:
     return tuple(module.ARCHITECTURES.split(", ")) if module is not None else ()
 
 
+def limits(operator: str) -> types.SimpleNamespace:
+    """The limits that calls of an operator on CUDA devices keep to; see `ffi/limits.h`.
+
+    The CPU module tells them, because it is on every machine.
+    """
+    return types.SimpleNamespace(**_modules["cpu"].LIMITS[operator])
+
+
 def conv_is_kernel_grad_split(*sizes: Sequence[int]) -> bool:
     """Whether float32 of a CUDA call is split for tensor cores; see `ffi/conv_cuda.h`."""
     return _modules["cuda"].conv_is_kernel_grad_split(*sizes)

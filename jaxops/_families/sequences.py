@@ -30,6 +30,28 @@ def resolve_padding(function: str, padding: Any, reach: int) -> int:
     return checks.integer(function, "padding", padding, 0, reach)
 
 
+def bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, int]:
+    """A padding and a dilation with the same terms, of which the dilation is at most 2 * time.
+
+    If taps are further apart than that, at most one is within the sequence at any step, and it is
+    always the same one. A single tap has no distance to another.
+    """
+    if taps == 1:
+        return 0, 1
+    if jax.export.is_symbolic_dim(time):
+        return padding, dilation
+    if time == 0:
+        return 0, 1
+    far = 2 * time
+    if dilation <= far:
+        return padding, dilation
+    tap, back = divmod(padding, dilation)
+    if back < time:
+        return tap * far + back, far
+    ahead = dilation - back
+    return (tap + 1) * far - min(ahead, time), far
+
+
 def boolean(function: str, argument: str, value: Any) -> bool:
     """`value` as a bool, which must be static."""
     if not isinstance(value, (bool, np.bool_)):

@@ -27,25 +27,8 @@ from jaxops._core.dtypes import accumulation_dtype
 from jaxops._families.windows import Windows
 from jaxops.activations import activation_name
 
-# The limits of `cuda/conv/families.h`.
-_MAX_TAPS = 128
-_MAX_STRIDE = 8
-_MAX_PIXELS = 1 << 30
-_MAX_GROUPS = (1 << 16) - 1
-_MAX_BYTES = 1 << 30
-# The bytes that are moved of an image at a time.
-_UNIT = 16
-# With fewer channels or outputs, images of TF32 would be filled up more than not, and groups have
-# direct kernels. Where both are fewer, in one group, there is little to multiply and patches are
-# small.
-_LEAST_FAN = 8
 # From this number of channels and outputs on, filling them up costs little.
-_LEAST_WIDENED = 24
-# Limits of the kernels of few channels: channels, rows of taps, entries of a window's row, outputs.
-_FEW_CHANNELS = 7
-_FEW_TAP_ROWS = 8
-_FEW_ROW_ENTRIES = 24
-_FEW_OUTPUTS = 512
+_MIN_WIDENED = 24
 
 _FORWARD, _INPUT_GRAD, _KERNEL_GRAD = TARGETS = (
     "jaxops_conv",
@@ -121,6 +104,7 @@ def make_call(
     The fans are those of a group. Few channels are taken as they are on Hopper GPUs only. `tf32`
     says whether float32 may be multiplied as TF32.
     """
+    limits = native.limits("conv")
     rank = len(windows.taps)
     # The kernels count entries of the padded image in 32 bits.
     reaches = [
@@ -132,27 +116,29 @@ def make_call(
     if (
         rank > 2
         or windows.are_entries
-        or math.prod(windows.taps) > _MAX_TAPS
-        or max(*reaches, *map(abs, windows.low), *windows.ins) >= _MAX_PIXELS
+        or math.prod(windows.taps) > limits.max_taps
+        or max(*reaches, *map(abs, windows.low), *windows.ins) >= limits.max_pixels
         or 0 in (fan_in, fan_out, *windows.ins, *windows.outs)
     ):
         return None
     channels, outputs = groups * fan_in, groups * fan_out
     as_it_is = functools.partial(KernelCall, windows, channels, outputs, channels, outputs, groups)
-    has_short_strides = max(windows.strides) <= _MAX_STRIDE
+    has_short_strides = max(windows.strides) <= limits.max_stride
     if _is_direct(fan_in, fan_out, groups):
         return as_it_is("direct") if has_short_strides else None
-    unit = _UNIT // itemsize
+    unit = limits.channel_bytes // itemsize
     least, most = sorted((fan_in, fan_out))
     are_units = groups == 1 or (fan_in % unit == 0 and fan_out % unit == 0)
-    if groups > _MAX_GROUPS:
+    if groups > limits.max_groups:
         return None
-    if itemsize == 8 or (itemsize == 4 and not (tf32 and least >= _LEAST_FAN and are_units)):
+    # Images of TF32 with fewer channels would be filled up more than not. Where the outputs are
+    # fewer, too, there is little to multiply and patches are small.
+    if itemsize == 8 or (itemsize == 4 and not (tf32 and least >= limits.min_fan and are_units)):
         # The input gradient is a launch for each remainder by the strides.
         fits = (
-            most >= _LEAST_FAN
-            and math.prod(windows.strides) <= _MAX_STRIDE**2
-            and math.prod(windows.taps) * groups * most * itemsize < _MAX_BYTES
+            most >= limits.min_fan
+            and math.prod(windows.strides) <= limits.max_stride**2
+            and math.prod(windows.taps) * groups * most * itemsize < limits.max_kernel_bytes
         )
         return as_it_is("fma") if fits else None
     if not (has_short_strides and are_units):
@@ -161,11 +147,11 @@ def make_call(
         takes_few
         and itemsize == 2
         and groups == 1
-        and fan_in <= _FEW_CHANNELS
+        and fan_in <= limits.max_few_channels
         and set(windows.dilation) == {1}
-        and math.prod(windows.taps[:-1]) <= _FEW_TAP_ROWS
-        and windows.taps[-1] * fan_in <= _FEW_ROW_ENTRIES
-        and fan_out <= _FEW_OUTPUTS
+        and math.prod(windows.taps[:-1]) <= limits.max_few_tap_rows
+        and windows.taps[-1] * fan_in <= limits.max_few_row_entries
+        and fan_out <= limits.max_few_outputs
     )
     return KernelCall(
         windows=windows,
@@ -179,7 +165,8 @@ def make_call(
 
 def _is_direct(fan_in: int, fan_out: int, groups: int) -> bool:
     """Whether that is how kernels compute groups; like `IsDirect` in `cuda/conv/families.h`."""
-    return min(fan_in, fan_out) < _LEAST_FAN and (groups > 1 or fan_in == fan_out == 1)
+    is_small = min(fan_in, fan_out) < native.limits("conv").min_fan
+    return is_small and (groups > 1 or fan_in == fan_out == 1)
 
 
 def _up_to_units(channels: int, unit: int) -> int:
@@ -236,7 +223,7 @@ def find_call(
     pixels = max(math.prod(found.windows.ins), math.prod(found.windows.outs))
     rows = math.prod(images.shape[: images.ndim - 1 - len(found.windows.taps)])
     # The direct kernels count images in 64 bits.
-    has_many = rows * pixels >= _MAX_PIXELS and found.kernels != "direct"
+    has_many = rows * pixels >= native.limits("conv").max_pixels and found.kernels != "direct"
     return found if rows > 0 and not has_many else None
 
 
@@ -342,10 +329,10 @@ def _in_units(call: KernelCall) -> KernelCall | None:
     """The call of float32 with channels and outputs as it can be split for tensor cores, if any."""
     if call.kernels != "fma" or call.groups > 1 or not _are_hopper():
         return None
-    unit = _UNIT // 4
+    unit = native.limits("conv").channel_bytes // 4
     channels, outputs = (_up_to_units(n, unit) for n in (call.channels, call.outputs))
     wide = dataclasses.replace(call, channels=channels, outputs=outputs)
-    is_worthwhile = wide == call or min(call.channels, call.outputs) >= _LEAST_WIDENED
+    is_worthwhile = wide == call or min(call.channels, call.outputs) >= _MIN_WIDENED
     return wide if is_worthwhile else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.export
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
@@ -96,7 +95,7 @@ def lightweight_conv(
     if return_final_state:
         final = sequences.final_state(x, padding, data_format, starts, state)
     if state is None or padding == 0:
-        bounded = _bounded(padding, dilation, taps, x.shape[time_axis])
+        bounded = sequences.bounded(padding, dilation, taps, x.shape[time_axis])
         options = primitives.Options(*bounded, data_format)
     else:
         options = primitives.Options(padding, dilation, data_format)
@@ -129,25 +128,3 @@ def check_parameters(
         bias = checks.float_array(function, "bias", bias, 1, "(C,)")
         checks.shape(function, "bias", bias, (channels,), "(C,), one entry a channel of x")
     return weight, bias
-
-
-def _bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, int]:
-    """A padding and a dilation with the same terms, of which the dilation is at most 2 * time.
-
-    If taps are further apart than that, at most one is within the sequence at any step, and it is
-    always the same one. A single tap has no distance to another.
-    """
-    if taps == 1:
-        return 0, 1
-    if jax.export.is_symbolic_dim(time):
-        return padding, dilation
-    if time == 0:
-        return 0, 1
-    far = 2 * time
-    if dilation <= far:
-        return padding, dilation
-    tap, back = divmod(padding, dilation)
-    if back < time:
-        return tap * far + back, far
-    ahead = dilation - back
-    return (tap + 1) * far - min(ahead, time), far

@@ -138,6 +138,52 @@ def _step(name, x, state, weight, dtypes=FEW, indices=False, **options):
     return Case(f"lightweight_conv_step {name}", function, arguments, (), dtypes)
 
 
+def _packed(name, x, weight, dtypes=FEW, state=None, **options):
+    """Segments, and with `state`, the shape of one, states."""
+
+    def convolve(x, weight, ids, *rest):
+        state = rest[0] if rest else None
+        return jaxops.lightweight_conv(x, weight, segment_ids=ids, initial_state=state, **options)
+
+    time = x[2] if options.get("data_format") == "NCT" else x[1]
+
+    def arguments(d):
+        ids = _array(x[0], time, dtype=jnp.int32)
+        states = () if state is None else (_array(*state, dtype=d),)
+        return _array(*x, dtype=d), _array(*weight, dtype=d), ids, *states
+
+    return Case(
+        f"lightweight_conv of segments, {name}",
+        convolve,
+        arguments,
+        (0, 1) if state is None else (0, 1, 3),
+        dtypes,
+    )
+
+
+def _dynamic(name, x, heads, taps, dtypes=FEW, **options):
+    time = x[2 if options.get("data_format") == "NCT" else 1]
+    return Case(
+        f"dynamic_conv {name}",
+        functools.partial(jaxops.dynamic_conv, **options),
+        lambda d: (_array(*x, dtype=d), _array(x[0], time, heads, taps, dtype=d)),
+        (0, 1),
+        dtypes,
+    )
+
+
+def _ragged(name, x, weight, sequences, slots, dtypes=FEW):
+    def convolve(x, weight, cache, starts, indices):
+        return jaxops.ragged_conv(x, weight, starts, initial_state=cache, state_indices=indices)
+
+    def arguments(d):
+        cache = _array(slots, weight[1] - 1, x[1], dtype=d)
+        starts, indices = (_array(n, dtype=jnp.int32) for n in (sequences + 1, sequences))
+        return _array(*x, dtype=d), _array(*weight, dtype=d), cache, starts, indices
+
+    return Case(f"ragged_conv {name}", convolve, arguments, (0, 1, 2), dtypes)
+
+
 def _general(name, x, kernel, dtypes=FEW, **options):
     spatial = "DHW"[-(len(x) - 2) :]
     options.setdefault("dimension_numbers", (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"))
@@ -215,6 +261,16 @@ CASES = (
     _step("31 taps", (32, 1024), (32, 30, 1024), (16, 31)),
     _step("3 taps, dilated", (32, 1024), (32, 8, 1024), (1024, 3), dilation=4),
     _lightweight("NTC, 15 taps of 3 channels", (4, 1000, 99), (33, 15)),
+    _packed("NTC, 4 taps", (1, 16384, 2048), (2048, 4), FLOATS),
+    _packed("NTC, 4 taps and a state", (4, 512, 1024), (1024, 4), state=(4, 3, 1024)),
+    _packed("NTC, 7 taps of 99 channels", (4, 1000, 99), (33, 7)),
+    _packed("NTC, 31 taps", (16, 512, 1024), (16, 31)),
+    _packed("NCT, 4 taps", (1, 2048, 16384), (2048, 4), FLOATS, data_format="NCT"),
+    _packed("NCT, 7 taps of rows of 999", (4, 96, 999), (96, 7), data_format="NCT"),
+    _ragged("4 taps", (4096, 1024), (1024, 4), 64, 256, FLOATS),
+    _dynamic("NTC, 7 taps", (8, 512, 1024), 16, 7, FLOATS),
+    _dynamic("NTC, 31 taps, softmax", (8, 512, 1024), 16, 31, normalize=True),
+    _dynamic("NCT, 4 taps", (1, 512, 2048), 8, 4, data_format="NCT"),
     _sigmoid("80 classes", 100_000, 80, FLOATS),
     _sigmoid("80 classes, sum", 100_000, 80, FLOATS, reduction="sum"),
     _sigmoid("80 classes, soft labels", 100_000, 80, soft=True),

@@ -310,6 +310,82 @@ def lightweight_conv(r: Random):
     return convolve, arguments, tuple(range(len(arguments)))
 
 
+def lightweight_conv_packed(r: Random):
+    dtype = r.float_dtype()
+    heads = r.upto(r.pick(4, 16, 1024))
+    channels = heads * r.upto(max(r.pick(4, 64, 2048) // heads, 1))
+    taps = r.upto(r.pick(4, 8, 31, 200))
+    dilation = r.pick(1, 1, 1, 2, 9)
+    images = r.upto(r.pick(4, 64, 10_000))
+    time = r.upto(r.pick(1, 16, 512, 10_000))
+    if r.happens(0.3):
+        channels, time = (-(-n // 8) * 8 for n in (channels, time))
+        heads = channels
+    activation = r.pick(None, None, "relu", "silu", "gelu")
+    weight = array((heads, taps), r.float_dtype(dtype))
+    bias = [array((channels,), r.float_dtype(dtype))] if r.happens(0.4) else []
+    reach = (taps - 1) * dilation
+    if r.happens(0.3):
+        sequences, slots = r.upto(64), r.upto(64)
+        arguments = [
+            array((time, channels), dtype),
+            weight,
+            array((slots, reach, channels), r.float_dtype(dtype)),
+            array((sequences + 1,), "int32"),
+            array((sequences,), "int32"),
+            *bias,
+        ]
+
+        def convolve_ragged(x, weight, state, starts, indices, *rest):
+            return jaxops.ragged_conv(
+                x,
+                weight,
+                starts,
+                initial_state=state,
+                state_indices=indices,
+                dilation=dilation,
+                bias=rest[0] if rest else None,
+                activation=activation,
+            )
+
+        return convolve_ragged, arguments, (0, 1, 2, *range(5, len(arguments)))
+
+    layout = r.pick("NTC", "NCT")
+    padding = r.pick(reach, reach, reach // 2, r.upto(reach + 1) - 1)
+    options = {
+        "padding": padding,
+        "dilation": dilation,
+        "activation": activation,
+        "data_format": layout,
+    }
+    has_ids = r.happens(0.8)
+    has_state = not has_ids or r.happens(0.4)
+
+    def rows(steps):
+        return (images, steps, channels) if layout == "NTC" else (images, channels, steps)
+
+    arguments = [
+        array(rows(time), dtype),
+        weight,
+        *([array(rows(padding), r.float_dtype(dtype))] if has_state else []),
+        *bias,
+        *([array((images, time), r.pick("int32", "int32", "uint8"))] if has_ids else []),
+    ]
+
+    def convolve(x, weight, *rest):
+        rest = list(rest)
+        return jaxops.lightweight_conv(
+            x,
+            weight,
+            initial_state=rest.pop(0) if has_state else None,
+            bias=rest.pop(0) if bias else None,
+            segment_ids=rest.pop(0) if has_ids else None,
+            **options,
+        )
+
+    return convolve, arguments, tuple(range(len(arguments) - has_ids))
+
+
 OPERATORS = {
     f.__name__: f
     for f in (
@@ -319,6 +395,7 @@ OPERATORS = {
         grid_sample,
         im2col,
         lightweight_conv,
+        lightweight_conv_packed,
         sigmoid_focal_loss,
         softmax_focal_loss,
         trilinear_interpolate,

@@ -11,8 +11,6 @@
 namespace jaxops::conv::cuda {
 namespace {
 
-constexpr int kMaxStride = 8;
-
 // One dimension of a sum. Results are numbered cells of each remainder by `result_step`. Entry t of
 // the sum for a cell is entry cell * image_step + begin + t * entry_step of the image times tap
 // first_tap + t * tap_step, where the remainder has its own `begin`, `first_tap` and number of

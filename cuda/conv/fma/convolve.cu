@@ -471,7 +471,7 @@ template <typename Tile>
 cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
   const int64_t column_tiles = CeilDiv(p.columns, Tile::kColumns);
   const int64_t blocks = CeilDiv(p.pixels.count, Tile::kRows) * column_tiles * p.parts;
-  if (blocks > INT32_MAX || groups > UINT16_MAX) return cudaErrorNotSupported;
+  if (blocks > INT32_MAX || groups > kMaxGroups) return cudaErrorNotSupported;
   p.column_tiles = FastDivider(column_tiles);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups));
   const auto launch = [&]<bool kImageUnits, KernelCopies kCopies>() {

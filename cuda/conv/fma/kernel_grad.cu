@@ -224,7 +224,7 @@ cudaError_t LaunchTile(cudaStream_t stream, Params& p, int64_t groups) {
   p.row_tiles = FastDivider(CeilDiv(p.rows, Tile::kRows));
   p.column_tiles = FastDivider(CeilDiv(p.outputs, Tile::kColumns));
   const int64_t blocks = int64_t{p.row_tiles.divisor()} * p.column_tiles.divisor() * p.splits;
-  if (blocks > INT32_MAX || groups > UINT16_MAX) return cudaErrorNotSupported;
+  if (blocks > INT32_MAX || groups > kMaxGroups) return cudaErrorNotSupported;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups));
   return DispatchBool(p.image_units, [&](auto image_units) {
     return DispatchBool(p.output_units, [&](auto output_units) {

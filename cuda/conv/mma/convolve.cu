@@ -399,7 +399,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Params& p, const Shape& shape,
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMmaSharedBytes);
   if (error != cudaSuccess) return error;
   const int64_t tiles = CeilDiv(p.pixels, Tile::kRows) * p.column_tiles.divisor();
-  if (tiles > INT32_MAX || groups > UINT16_MAX) return cudaErrorNotSupported;
+  if (tiles > INT32_MAX || groups > kMaxGroups) return cudaErrorNotSupported;
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(groups));
   kernel<<<grid, kThreads, SharedBytes(p, shape), stream>>>(p);
   return cudaGetLastError();

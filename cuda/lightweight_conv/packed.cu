@@ -1,0 +1,226 @@
+// These kernels compute lightweight convolution with segments and states for all filters: every tap
+// is read through the cache.
+//
+// The fastest varying dimension of an array, channels (NTC) or time (NCT), belongs to neighbouring
+// threads. Taps are added in ascending order, from zero, and the bias last, as by the other kernels
+// for segments and states, so that a result does not depend on the family.
+#include "cuda/common/activation.cuh"
+#include "cuda/lightweight_conv/backward.cuh"
+#include "cuda/lightweight_conv/families.h"
+#include "cuda/lightweight_conv/packed.cuh"
+
+namespace jaxops::lightweight_conv::cuda {
+namespace {
+
+using jaxops::cuda::Activate;
+
+// --- forward -------------------------------------------------------------------------------------
+
+struct ForwardPlan {
+  ShortNtcTile tile;  // its lanes are along the fastest dimension, its groups along the other one
+  int64_t lane_blocks, group_blocks;
+  int64_t blocks;
+
+  explicit ForwardPlan(const Forward& call) : tile(Fastest(call.geometry), 1) {
+    const Geometry& g = call.geometry;
+    lane_blocks = CeilDiv(Fastest(g), tile.lanes());
+    group_blocks = CeilDiv(g.data_format == DataFormat::kNTC ? g.time : g.channels, tile.groups());
+    blocks = call.batch.size() * lane_blocks * group_blocks;
+  }
+
+  static int64_t Fastest(const Geometry& g) {
+    return g.data_format == DataFormat::kNTC ? g.channels : g.time;
+  }
+};
+
+struct ForwardParams {
+  Forward call;
+  States states;
+  int time, channels, taps, padding, dilation;
+  int behind;  // taps that meet a step no later than their own
+  bool is_ntc;
+  ShortNtcTile tile;
+  FastDivider lane_blocks, group_blocks;
+  FastDivider depth;  // channels of a head
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kNtcThreads, 4)
+    PackedForward(const __grid_constant__ ForwardParams p) {
+  using Acc = Accumulator<T>;
+  const Forward& call = p.call;
+  uint32_t block = blockIdx.x;
+  const int lane =
+      p.lane_blocks.DivMod(block) * p.tile.lanes() + (threadIdx.x & (p.tile.lanes() - 1));
+  const int group =
+      p.group_blocks.DivMod(block) * p.tile.groups() + (threadIdx.x >> p.tile.lane_bits);
+  const int64_t batch = block;
+  const int channel = p.is_ntc ? lane : group;
+  const int t = p.is_ntc ? group : lane;
+  if (channel >= p.channels || t >= p.time) return;
+
+  const int64_t advance = p.is_ntc ? p.channels : 1;
+  const int64_t column = p.is_ntc ? channel : int64_t{channel} * p.time;
+  const T* x = static_cast<const T*>(call.x) + call.batch.Offset(batch, Forward::kX) + column;
+  const int32_t* starts = nullptr;
+  if (call.starts != nullptr) starts = call.starts + call.batch.Offset(batch, Forward::kStarts);
+  const int start = starts == nullptr ? -p.padding : starts[t];
+  Acc sums[1] = {};
+  WithElements(call.weight, call.weight_dtype, [&](const auto* weights) {
+    const auto* filter = weights + call.batch.Offset(batch, Forward::kWeight) +
+                         int64_t{p.depth.Quotient(channel)} * p.taps;
+    const int sign = call.flip_taps ? -1 : 1;
+    if (call.flip_taps) filter += p.taps - 1;
+    if (call.state != nullptr) {
+      const int32_t* slots = nullptr;
+      if (call.slots != nullptr) slots = call.slots + call.batch.Offset(batch, Forward::kSlots);
+      p.states.ForEachTap<1, Acc>(slots, call.batch.Offset(batch, Forward::kState), t, start,
+                                  channel, [&](int k, const Acc(&row)[1]) {
+                                    sums[0] += static_cast<Acc>(Widen(filter[k * sign])) * row[0];
+                                  });
+    }
+    const int first_row = t - p.padding;
+    int k = CountTapsBefore(min(max(start, 0), t) - first_row, p.dilation);
+#pragma unroll 4
+    for (; k < p.behind; ++k) {
+      const Acc row = Widen(x[(first_row + k * p.dilation) * advance]);
+      sums[0] += static_cast<Acc>(Widen(filter[k * sign])) * row;
+    }
+    for (; k < p.taps; ++k) {
+      const int s = first_row + k * p.dilation;
+      if (s >= p.time || (starts != nullptr && starts[s] != start)) break;
+      sums[0] += static_cast<Acc>(Widen(filter[k * sign])) * Widen(x[s * advance]);
+    }
+  });
+  if (call.bias != nullptr) {
+    const int64_t at = call.batch.Offset(batch, Forward::kBias) + channel;
+    WithElements(call.bias, call.bias_dtype,
+                 [&](const auto* biases) { sums[0] += static_cast<Acc>(Widen(biases[at])); });
+  }
+  Activate(sums, call.activation);
+  T* y = static_cast<T*>(call.y) + call.batch.Offset(batch, Forward::kY) + column;
+  y[t * advance] = Narrow<T>(sums[0]);
+}
+
+// --- kernel gradient -----------------------------------------------------------------------------
+
+// A block has this number of taps, and a thread this number of steps of an item.
+constexpr int kTapsOfBlock = 8;
+constexpr int kStepsOfItem = 8;
+
+// The tile's lanes are along the fastest dimension, as forward. A thread has the same channel in
+// every item.
+template <typename T>
+__global__ void __launch_bounds__(kNtcThreads, 4)
+    PackedBackward(const __grid_constant__ BackwardParams p) {
+  using Acc = Accumulator<T>;
+  __shared__ Acc shared[(kTapsOfBlock + 1) * kNtcThreads];
+  const Share share(p, kTapsOfBlock);
+  const Arrays<T> arrays(p, share.kept);
+  const bool is_ntc = p.call.geometry.data_format == DataFormat::kNTC;
+  const int lanes = p.ntc.lanes();
+  const int lane = threadIdx.x & (lanes - 1);
+  const int group = threadIdx.x >> p.ntc.lane_bits;
+  const int channels = is_ntc ? lanes : p.ntc.groups();  // of a block
+  const int steps = kNtcThreads / channels;              // that the block takes at once
+  const int channel = share.channel_block * channels + (is_ntc ? lane : group);
+  const int64_t advance = is_ntc ? p.channels : 1;
+  const int64_t column = is_ntc ? channel : int64_t{channel} * p.time;
+  const int padding = (p.taps - 1) * p.dilation - p.mirrored;
+
+  Acc sums[kTapsOfBlock] = {};
+  Acc dbias = 0;
+  const uint32_t end = channel < p.channels ? p.items : 0;
+  for (uint32_t index = share.split; index < end; index += p.splits.divisor()) {
+    const Item item(p, index);
+    const T* x = item.At(p, arrays.x, Backward::kX) + column;
+    const T* g = item.At(p, arrays.g, Backward::kG) + column;
+    const int32_t* starts = item.At(
+        p, p.call.starts + p.call.kept.Offset(share.kept, Backward::kStarts), Backward::kStarts);
+    for (int i = 0; i < kStepsOfItem; ++i) {
+      const int t = (item.tile * kStepsOfItem + i) * steps + (is_ntc ? group : lane);
+      if (t >= p.time) break;
+      const Acc own = Widen(g[t * advance]);
+      const int first_row = t + share.first_tap * p.dilation - padding;
+      const uint32_t pairs = FindPairs<kTapsOfBlock>(starts, t, first_row, p.dilation,
+                                                     p.taps - share.first_tap, p.time);
+      dbias += own;
+#pragma unroll
+      for (int j = 0; j < kTapsOfBlock; ++j) {
+        if (pairs >> j & 1) sums[j] += own * Widen(x[(first_row + j * p.dilation) * advance]);
+      }
+    }
+  }
+
+  // Sums of the threads that own a channel are added in a fixed order.
+#pragma unroll
+  for (int j = 0; j < kTapsOfBlock; ++j) shared[j * kNtcThreads + threadIdx.x] = sums[j];
+  shared[kTapsOfBlock * kNtcThreads + threadIdx.x] = dbias;
+  __syncthreads();
+  Acc* partials = share.PartialSums<T>(p);
+  for (int i = threadIdx.x; i < (kTapsOfBlock + 1) * channels; i += kNtcThreads) {
+    const int j = i / channels;
+    const int of_block = i - j * channels;
+    const int sum_channel = share.channel_block * channels + of_block;
+    const bool is_bias = j == kTapsOfBlock;
+    const bool is_wanted =
+        is_bias ? share.first_tap == 0 && p.call.dbias != nullptr : share.first_tap + j < p.taps;
+    if (!is_wanted || sum_channel >= p.channels) continue;
+    const Acc* first = shared + j * kNtcThreads + (is_ntc ? of_block : of_block * lanes);
+    Acc sum = 0;
+    for (int n = 0; n < steps; ++n) sum += first[is_ntc ? n * lanes : n];
+    partials[int64_t{is_bias ? p.taps : share.first_tap + j} * p.channels + sum_channel] = sum;
+  }
+}
+
+BackwardPlan MakePlan(const Gradients& gradients) {
+  const Geometry& g = gradients.call.geometry;
+  const ShortNtcTile tile(ForwardPlan::Fastest(g), 1);
+  const int channels = g.data_format == DataFormat::kNTC ? tile.lanes() : tile.groups();
+  return BackwardPlan(gradients.call, gradients.splits, 1, kStepsOfItem * (kNtcThreads / channels),
+                      channels, kTapsOfBlock);
+}
+
+}  // namespace
+
+bool CanRunPacked(const Forward& call, const Device&) {
+  return ForwardPlan(call).blocks <= kMaxBlocks;
+}
+bool CanRunPacked(const Gradients& gradients, const Device&) {
+  return MakePlan(gradients).CanLaunch();
+}
+
+cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device&) {
+  const Geometry& g = call.geometry;
+  const ForwardPlan plan(call);
+  ForwardParams params{.call = call,
+                       .states = States(call),
+                       .time = static_cast<int>(g.time),
+                       .channels = static_cast<int>(g.channels),
+                       .taps = static_cast<int>(g.taps),
+                       .padding = static_cast<int>(g.padding),
+                       .dilation = static_cast<int>(g.dilation),
+                       .behind = static_cast<int>(std::min(g.taps, g.padding / g.dilation + 1)),
+                       .is_ntc = g.data_format == DataFormat::kNTC,
+                       .tile = plan.tile,
+                       .lane_blocks = FastDivider(plan.lane_blocks),
+                       .group_blocks = FastDivider(plan.group_blocks),
+                       .depth = FastDivider(g.channels / g.heads)};
+  return DispatchFloat(call.dtype, [&](auto element) {
+    return Launch(PackedForward<decltype(element)>, plan.blocks, kNtcThreads, 0, stream, params);
+  });
+}
+
+cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  const Backward& call = gradients.call;
+  const BackwardPlan plan = MakePlan(gradients);
+  BackwardParams params(call, plan, gradients.partials, 1, 1);
+  params.ntc = ShortNtcTile(ForwardPlan::Fastest(call.geometry), 1);
+  const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
+    return Launch(PackedBackward<decltype(element)>, plan.blocks, kNtcThreads, 0, stream, params);
+  });
+  if (error != cudaSuccess) return error;
+  return AddPartialSums(stream, call, {gradients.partials, plan.splits});
+}
+
+}  // namespace jaxops::lightweight_conv::cuda

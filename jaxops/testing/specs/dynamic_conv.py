@@ -1,0 +1,286 @@
+"""Dynamic convolution and its decode step, in both layouts, with segments and states."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops._families import sequences
+from jaxops.reference import dynamic_conv as reference
+from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
+
+_NAME = "dynamic_conv"
+_BATCH, _TIME, _CHANNELS = 8, 24, 48  # of the large case
+
+
+def _bad_inputs(swap):
+    """Calls with one thing wrong; `swap` brings a (B, T, C) array into the variant's layout."""
+    call = functools.partial(jaxops.dynamic_conv, data_format="NCT" if swap else "NTC")
+
+    def rows(channels):
+        x = np.zeros((2, 5, channels), np.float32)
+        return np.swapaxes(x, 1, 2) if swap else x
+
+    weight = np.zeros((2, 5, 3, 2), np.float32)
+
+    def bad(name, call, error, *fragments):
+        return BadInput(name=name, call=call, error=error, fragments=(f"{_NAME}: ", *fragments))
+
+    return (
+        bad(
+            "heads that do not divide the channels",
+            lambda *_: call(rows(7), weight),
+            ValueError,
+            "H = 3",
+            "C = 7",
+        ),
+        bad("x of rank 1", lambda *_: call(rows(6)[0, 0], weight), ValueError, "x must", "shape"),
+        bad(
+            "weight without steps",
+            lambda *_: call(rows(6), weight[:, 0]),
+            ValueError,
+            "weight must",
+            "(..., T, H, K)",
+        ),
+        bad(
+            "weight of other steps",
+            lambda *_: call(rows(6), weight[:, :4]),
+            ValueError,
+            "weight must",
+            "(..., T, H, K)",
+        ),
+        bad("no taps", lambda *_: call(rows(6), weight[..., :0]), ValueError, "K >= 1"),
+        bad("no heads", lambda *_: call(rows(6), weight[:, :, :0]), ValueError, "H >= 1"),
+        bad(
+            "bias of another length",
+            lambda *_: call(rows(6), weight, bias=np.zeros(7, np.float32)),
+            ValueError,
+            "bias must",
+            "(C,)",
+        ),
+        bad(
+            "integer weight",
+            lambda *_: call(rows(6), weight.astype(np.int8)),
+            TypeError,
+            "weight must have dtype",
+            "got int8",
+        ),
+        bad(
+            "normalize that is no bool",
+            lambda *_: call(rows(6), weight, normalize="softmax"),
+            TypeError,
+            "normalize must be a bool",
+        ),
+        bad(
+            "padding beyond the filter",
+            lambda *_: call(rows(6), weight, padding=2),
+            ValueError,
+            "padding must be in [0, 1]",
+        ),
+        bad(
+            "an unknown padding",
+            lambda *_: call(rows(6), weight, padding="valid"),
+            ValueError,
+            "padding must be one of 'causal', 'same'",
+        ),
+        bad(
+            "ids that are floats",
+            lambda *_: call(rows(6), weight, segment_ids=np.zeros((2, 5), np.float32)),
+            TypeError,
+            "segment_ids must have an integer dtype",
+        ),
+        bad(
+            "ids of other steps",
+            lambda *_: call(rows(6), weight, segment_ids=np.zeros((2, 4), np.int32)),
+            ValueError,
+            "segment_ids must have shape",
+        ),
+        bad(
+            "a state of other steps",
+            lambda *_: call(rows(6), weight, initial_state=rows(6)),
+            ValueError,
+            "initial_state must have shape",
+        ),
+        bad(
+            "an unknown layout",
+            lambda *_: jaxops.dynamic_conv(rows(6), weight, data_format="CNT"),
+            ValueError,
+            "data_format must be one of 'NTC', 'NCT'",
+        ),
+    )
+
+
+def _placements(swap, heads, names):
+    """By batch, by channel and by both; weights with a filter a channel go with the channels.
+
+    The gradient of a bias is summed over the batch, and that of weights over the channels of a head
+    where devices have parts of these.
+    """
+
+    def rows(batch, channels):
+        return P(batch, channels, None) if swap else P(batch, None, channels)
+
+    def placement(name, axes, batch, channels, backward, manual):
+        per_channel = channels if heads == _CHANNELS else None
+        specs = {
+            "weight": P(batch, None, per_channel, None),
+            "bias": P(channels),
+            "ids": P(batch, None),
+            "state": rows(batch, channels),
+        }
+        return Placement(
+            name=name,
+            axes=axes,
+            arguments=(rows(batch, channels), *(specs[n] for n in names)),
+            results=(rows(batch, channels),),
+            backward=backward,
+            manual=manual,
+        )
+
+    by_batch = {"all-reduce": 1} if "bias" in names else {}
+    whole_heads = heads in (1, _CHANNELS)
+    # The gradient of the weights is that of sums over the sequence and over the state.
+    sums = 0 if heads == _CHANNELS else 2 if "state" in names else 1
+    by_channel = {"all-reduce": sums} if sums else {}
+    both = sums + bool(by_batch)
+    return (
+        placement("batch", ("n",), "n", None, by_batch, True),
+        placement("channels", ("c",), None, "c", by_channel, whole_heads),
+        placement(
+            "batch and channels",
+            ("n", "c"),
+            "n",
+            "c",
+            {"all-reduce": both} if both else {},
+            whole_heads,
+        ),
+    )
+
+
+# By how many eps the derivative of jax.nn.gelu is itself wrong for |x| < 6, where 1 - tanh² cancels
+# and is multiplied by a polynomial: two platforms with different tanh differ by as much.
+_GELU_ERROR = 48
+
+
+def _spec(
+    variant,
+    *,
+    heads,
+    large_heads,
+    taps,
+    data_format="NTC",
+    normalize=False,
+    padding="causal",
+    dilation=1,
+    names=(),
+    activation=None,
+    vjp_calls=None,
+):
+    swap = data_format == "NCT"
+    names = ("weight", *names)
+    reach = (taps - 1) * dilation
+    resolved = {"causal": reach, "same": reach // 2}.get(padding, padding)
+    options = {"dilation": dilation, "activation": activation, "data_format": data_format}
+    options["normalize"] = normalize
+
+    def function(x, *rest):
+        given = dict(zip(names, rest, strict=True))
+        return jaxops.dynamic_conv(
+            x,
+            given["weight"],
+            padding=padding,
+            bias=given.get("bias"),
+            segment_ids=given.get("ids"),
+            initial_state=given.get("state"),
+            **options,
+        )
+
+    def oracle(x, *rest):
+        given = dict(zip(names, rest, strict=True))
+        ids, state = given.get("ids"), given.get("state")
+        first = 0 if state is None else -resolved
+        starts = None if ids is None else sequences.segment_starts(jnp.asarray(ids), first)
+        return reference.dynamic_conv(
+            x, given["weight"], given.get("bias"), starts, state, padding=resolved, **options
+        )
+
+    def arrays(rng, dtype, batch=2, time=7, channels=6, heads=heads):
+        def rows(time):
+            return (batch, channels, time) if swap else (batch, time, channels)
+
+        made = {
+            "weight": normal(rng, (batch, time, heads, taps), dtype),
+            "bias": normal(rng, (channels,), dtype),
+            "ids": np.cumsum(rng.random((batch, time)) < 0.2, axis=1, dtype=np.int32),
+            "state": normal(rng, rows(resolved), dtype),
+        }
+        return normal(rng, rows(time), dtype), *(made[n] for n in names)
+
+    # The softmax has a rounding of each tap, and its gradient twice as many.
+    softmax = 2 * taps * normalize
+
+    def gradient_terms(x, weight, *_):
+        depth = x.shape[1 if swap else 2] // weight.shape[2]
+        summed = x.shape[0] * x.shape[2 if swap else 1] if "bias" in names else 0
+        gelu = _GELU_ERROR if activation == "gelu" else 0
+        return max(depth, taps, summed) + 2 * softmax + gelu
+
+    calls = {"jaxops_dynamic_conv": 1}
+    return OperatorSpec(
+        operator=_NAME,
+        variant=variant,
+        function=function,
+        reference=oracle,
+        arguments=arrays,
+        large=functools.partial(
+            arrays, batch=_BATCH, time=_TIME, channels=_CHANNELS, heads=large_heads
+        ),
+        differentiable=tuple(i for i, n in enumerate(("x", *names)) if n != "ids"),
+        calls=calls,
+        vjp_calls=vjp_calls or {**calls, "jaxops_dynamic_conv_backward": 1},
+        value_terms=lambda *_: taps + 1 + softmax,
+        vjp_terms=gradient_terms,
+        # The value before the activation, the activation's derivative, and their product.
+        vjp_roundings=3 if activation else 0,
+        placements=_placements(swap, large_heads, names),
+        empty={
+            "no batch": functools.partial(arrays, batch=0),
+            "no time": functools.partial(arrays, time=0),
+            "no channels": functools.partial(arrays, channels=0),
+        },
+        bad_inputs=_bad_inputs(swap),
+        checkpoint_name=_NAME,
+    )
+
+
+SPECS = (
+    _spec("NTC", heads=3, large_heads=3, taps=3),
+    _spec("NCT, even K", heads=3, large_heads=3, taps=4, padding="same", data_format="NCT"),
+    _spec(
+        "NTC, softmax, bias, gelu",
+        heads=2,
+        large_heads=1,
+        taps=3,
+        normalize=True,
+        padding=1,
+        dilation=2,
+        names=("bias",),
+        activation="gelu",
+    ),
+    _spec(
+        "NCT, softmax, segments, state, silu",
+        heads=6,
+        large_heads=_CHANNELS,
+        taps=4,
+        normalize=True,
+        names=("bias", "ids", "state"),
+        activation="silu",
+        data_format="NCT",
+        vjp_calls={"jaxops_dynamic_conv": 1, "jaxops_dynamic_conv_backward": 2},
+    ),
+    _spec("NTC, segments, K > T", heads=6, large_heads=_CHANNELS, taps=9, names=("ids",)),
+)

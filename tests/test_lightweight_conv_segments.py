@@ -1,0 +1,616 @@
+"""Segments and states of `lightweight_conv`, and `ragged_conv`.
+
+The oracle lists which input or row of a state each tap of each step reads, in plain Python, and
+shares nothing with the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops.testing.measure import assert_bitwise, assert_close, custom_calls, run
+from jaxops.testing.spec import normal
+
+LAYOUTS = ("NTC", "NCT")
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+}
+
+
+# --- the oracle ----------------------------------------------------------------------------------
+
+
+def resolve(padding, reach):
+    return {"causal": reach, "same": reach // 2}.get(padding, padding)
+
+
+def sequences_of(ids, time):
+    """(begin, end, whether the state is its) of the segments of a row."""
+    edges = [t for t in range(1, time) if ids is not None and ids[t] != ids[t - 1]]
+    edges = [0, *edges, time]
+    return [(b, e, b == 0) for b, e in itertools.pairwise(edges)]
+
+
+def reads(sequences, taps, dilation, padding):
+    """(step, tap, step that is read) of all taps; steps before 0 are those of a state."""
+    for begin, end, has_state in sequences:
+        for t in range(begin, end):
+            for k in range(taps):
+                s = t + k * dilation - padding
+                if begin <= s < end or (has_state and s < begin):
+                    yield t, k, s
+
+
+def sums(x, weight, state, ids, dilation, padding):
+    """The sums of x (B, T, C) before bias and activation, in float64."""
+    per_channel = np.repeat(weight, x.shape[2] // weight.shape[0], axis=0)
+    z = np.zeros(x.shape)
+    for n in range(x.shape[0]):
+        sequences = sequences_of(None if ids is None else ids[n], x.shape[1])
+        for t, k, s in reads(sequences, weight.shape[1], dilation, padding):
+            if s >= 0:
+                z[n, t] += per_channel[:, k] * x[n, s]
+            elif state is not None:
+                z[n, t] += per_channel[:, k] * state[n, padding + s]
+    return z
+
+
+def sums_vjp(g, x, weight, state, ids, dilation, padding):
+    """The cotangents of x, weight, bias and state."""
+    heads, taps = weight.shape
+    depth = x.shape[2] // heads
+    per_channel = np.repeat(weight, depth, axis=0)
+    dx, by_channel = np.zeros(x.shape), np.zeros((x.shape[2], taps))
+    dstate = None if state is None else np.zeros(state.shape)
+    for n in range(x.shape[0]):
+        sequences = sequences_of(None if ids is None else ids[n], x.shape[1])
+        for t, k, s in reads(sequences, taps, dilation, padding):
+            if s >= 0:
+                dx[n, s] += per_channel[:, k] * g[n, t]
+                by_channel[:, k] += g[n, t] * x[n, s]
+            elif state is not None:
+                dstate[n, padding + s] += per_channel[:, k] * g[n, t]
+                by_channel[:, k] += g[n, t] * state[n, padding + s]
+    return dx, by_channel.reshape(heads, depth, taps).sum(1), g.sum((0, 1)), dstate
+
+
+def last_inputs(x, state, ids, padding):
+    """The final state."""
+    final = np.zeros((x.shape[0], padding, x.shape[2]))
+    for n in range(x.shape[0]):
+        begin, end, has_state = sequences_of(None if ids is None else ids[n], x.shape[1])[-1]
+        for row in range(padding):
+            s = end - padding + row
+            if s >= begin:
+                final[n, row] = x[n, s]
+            elif has_state and state is not None:
+                final[n, row] = state[n, padding + s]
+    return final
+
+
+def swapped(array, data_format):
+    return array if array is None or data_format == "NTC" else array.swapaxes(-1, -2)
+
+
+def check(
+    platform,
+    *,
+    shape,
+    heads,
+    taps,
+    dilation=1,
+    padding="causal",
+    ids=None,
+    with_state=False,
+    with_bias=False,
+    activation=None,
+    data_format="NTC",
+    dtype="float32",
+    weight_dtype=None,
+    state_dtype=None,
+):
+    """Value, final state and gradients against the oracle; `shape` is (B, T, C)."""
+    rng = np.random.default_rng(sum(shape) + 5 * taps + dilation)
+    batch, time, channels = shape
+    reach = (taps - 1) * dilation
+    steps = resolve(padding, reach)
+    x, g = (normal(rng, shape, jnp.dtype(dtype)) for _ in range(2))
+    weight = normal(rng, (heads, taps), jnp.dtype(weight_dtype or dtype))
+    bias = normal(rng, (channels,), jnp.dtype(dtype)) if with_bias else None
+    state = None
+    if with_state:
+        state = normal(rng, (batch, steps, channels), jnp.dtype(state_dtype or dtype))
+    given_ids = None if ids is None else np.asarray(ids)
+    present = [a for a in (bias, swapped(state, data_format)) if a is not None]
+
+    def function(x, weight, *rest):
+        rest = list(rest)
+        return jaxops.lightweight_conv(
+            x,
+            weight,
+            bias=rest.pop(0) if with_bias else None,
+            initial_state=rest.pop(0) if with_state else None,
+            segment_ids=given_ids,
+            padding=padding,
+            dilation=dilation,
+            activation=activation,
+            data_format=data_format,
+            return_final_state=True,
+        )
+
+    def value_and_vjp(g, *arguments):
+        def alone(*arguments):
+            return function(*arguments)[0]
+
+        return function(*arguments), jax.vjp(alone, *arguments)[1](g)
+
+    y, final, *grads = run(
+        value_and_vjp,
+        platform,
+        swapped(g, data_format),
+        swapped(x, data_format),
+        weight,
+        *present,
+    )
+    wide = [None if a is None else np.asarray(a, np.float64) for a in (x, weight, state, bias, g)]
+    x64, w64, s64, b64, g64 = wide
+    z = sums(x64, w64, s64, ids, dilation, steps) + (0 if bias is None else b64)
+    want, pull = jax.vjp(ACTIVATIONS[activation], z)
+    dx, dweight, dbias, dstate = sums_vjp(
+        np.asarray(pull(g64)[0]), x64, w64, s64, ids, dilation, steps
+    )
+    what = f"{shape}, H = {heads}, K = {taps}, {dilation}, {padding}, {data_format}, {dtype}, {ids}"
+    coarse = {"dtype": dtype, "terms": taps + 1}
+    assert_close([y], [swapped(np.asarray(want), data_format)], f"value of {what}", **coarse)
+    assert final.dtype == (x if state is None else state).dtype
+    states = swapped(last_inputs(x64, s64, ids, steps), data_format)
+    assert_close([final], [states], f"final state of {what}", dtype=dtype, terms=0)
+    wanted = [swapped(dx, data_format), dweight]
+    wanted += [dbias] if with_bias else []
+    wanted += [swapped(dstate, data_format)] if with_state else []
+    # Of a weight that a state meets, two rounded gradients are added.
+    roundings = (2 if with_state else 0) + (4 if activation else 0)
+    terms = 8 * (batch * time * (channels // heads) + taps + 1)
+    for i, (a, b) in enumerate(zip(grads, wanted, strict=True)):
+        least = max((dtype, a.dtype.name), key=lambda d: jnp.finfo(d).eps)
+        name = f"gradient {i} of {what}"
+        assert_close([a], [b], name, dtype=least, terms=terms, roundings=roundings)
+
+
+def segment_ids(draw, batch, time):
+    """Rows of ids with runs of many lengths; ids may return after others."""
+    rows = []
+    for _ in range(batch):
+        row: list[int] = []
+        while len(row) < time:
+            row += [draw(st.integers(0, 2))] * draw(st.sampled_from([1, 1, 2, 3, 7, 20]))
+        rows.append(row[:time])
+    return np.asarray(rows, draw(st.sampled_from(["int8", "uint16", "int32"]))).reshape(batch, time)
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=50)
+@hypothesis.given(data=st.data())
+def test_any_call(platform, data):
+    draw = data.draw
+    heads, depth = draw(st.integers(1, 4)), draw(st.integers(1, 9))
+    taps, dilation = draw(st.integers(1, 7)), draw(st.sampled_from([1, 1, 2, 5]))
+    batch, time = draw(st.integers(1, 2)), draw(st.integers(0, 40))
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", "float64"]))
+    check(
+        platform,
+        shape=(batch, time, heads * depth),
+        heads=heads,
+        taps=taps,
+        dilation=dilation,
+        padding=draw(st.sampled_from(["causal", "same", 0, (taps - 1) * dilation // 3])),
+        ids=segment_ids(draw, batch, time) if draw(st.booleans()) else None,
+        with_state=draw(st.booleans()),
+        with_bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(list(ACTIVATIONS))),
+        data_format=draw(st.sampled_from(LAYOUTS)),
+        dtype=dtype,
+        weight_dtype=draw(st.sampled_from([dtype, "float32"])),
+        state_dtype=draw(st.sampled_from([dtype, "float32"])),
+    )
+
+
+def packed(time, length):
+    return (np.arange(time) // length % 3)[None].astype(np.int32)
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize(
+    ("time", "length", "taps", "dilation", "padding"),
+    [
+        (1100, 1, 4, 1, "causal"),
+        (1100, 16, 4, 1, "causal"),
+        (2100, 300, 4, 3, "causal"),
+        (300, 7, 31, 1, "same"),
+        (600, 100, 3, 150, "same"),  # taps further apart than a block is long
+        (900, 333, 3, 389, "causal"),  # taps in groups
+    ],
+)
+def test_blocks(platform, time, length, taps, dilation, padding, data_format):
+    check(
+        platform,
+        shape=(1, time, 19),
+        heads=1,
+        taps=taps,
+        dilation=dilation,
+        padding=padding,
+        ids=packed(time, length),
+        with_state=True,
+        data_format=data_format,
+    )
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.parametrize("time", [0, 1, 2])
+def test_fewer_steps_than_taps(platform, time, channels, data_format):
+    for ids in (None, np.zeros((2, time), np.int32), np.arange(2 * time).reshape(2, time)):
+        check(
+            platform,
+            shape=(2, time, channels),
+            heads=1,
+            taps=4,
+            dilation=2,
+            ids=ids,
+            with_state=True,
+            with_bias=True,
+            data_format=data_format,
+        )
+
+
+def test_equal_ids_apart_are_two_segments(platform):
+    x = np.ones((6, 1), np.float32)
+    weight = np.ones((1, 3), np.float32)
+    ids = np.asarray([0, 0, 1, 0, 0, 0])
+    (y,) = run(lambda x, w: jaxops.lightweight_conv(x, w, segment_ids=ids), platform, x, weight)
+    np.testing.assert_array_equal(y[:, 0], [1, 2, 1, 1, 2, 3])
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nothing_crosses_a_boundary(platform, bad, data_format):
+    rng = np.random.default_rng(3)
+    x, g = (normal(rng, (1, 64, 20), np.dtype("float32")) for _ in range(2))
+    weight = normal(rng, (1, 5), np.dtype("float32"))
+    ids = np.repeat(np.arange(4), [20, 11, 30, 3])[None]
+    poisoned = np.array(x), np.array(g)
+    for array in poisoned:
+        array[:, 20:31] = bad
+
+    def function(g, x, weight):
+        def of_x(x):
+            return jaxops.lightweight_conv(
+                x, weight, padding="same", segment_ids=ids, data_format=data_format
+            )
+
+        y, pull = jax.vjp(of_x, x)
+        return y, *pull(g)
+
+    clean = run(function, platform, *(swapped(a, data_format) for a in (g, x)), weight)
+    dirty = run(function, platform, *(swapped(a, data_format) for a in poisoned[::-1]), weight)
+    for a, b in zip(clean, dirty, strict=True):
+        others = ids[0] != 1
+        a, b = (swapped(r, data_format)[:, others] for r in (a, b))
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize(("taps", "dilation"), [(4, 1), (9, 3)])
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_chunks_have_the_bits_of_the_whole(platform, taps, dilation, data_format, with_ids):
+    rng = np.random.default_rng(taps)
+    x = normal(rng, (2, 300, 24), np.dtype("float32"))
+    weight = normal(rng, (8, taps), np.dtype("float32"))
+    bias = normal(rng, (24,), np.dtype("float32"))
+    ids = np.sort(rng.integers(0, 9, (2, 300)), axis=1) if with_ids else None
+    axis = 1 if data_format == "NTC" else 2
+    options = {
+        "bias": bias,
+        "dilation": dilation,
+        "activation": "silu",
+        "data_format": data_format,
+        "return_final_state": True,
+    }
+
+    def whole(x, weight):
+        return jaxops.lightweight_conv(x, weight, segment_ids=ids, **options)
+
+    def by_chunks(x, weight):
+        state, parts, begin = None, [], 0
+        for steps in (1, 2, 97, 100, 100):
+            part = jax.lax.slice_in_dim(x, begin, begin + steps, axis=axis)
+            some = None if ids is None else ids[:, begin : begin + steps]
+            if state is not None and ids is not None:
+                # A state belongs to the first segment, so a row that starts one gets none.
+                goes_on = (ids[:, begin - 1] == ids[:, begin])[:, None, None]
+                state = jnp.where(goes_on, state, 0)
+            y, state = jaxops.lightweight_conv(
+                part, weight, segment_ids=some, initial_state=state, **options
+            )
+            parts.append(y)
+            begin += steps
+        return jnp.concatenate(parts, axis=axis), state
+
+    arguments = swapped(x, data_format), weight
+    assert_bitwise(run(by_chunks, platform, *arguments), run(whole, platform, *arguments), "chunks")
+
+
+def as_products(sequences, time, taps, dilation, padding):
+    """A 0/1 array (T, K, P + T): which of the steps of state and x each tap of each step reads."""
+    table = np.zeros((time, taps, padding + time))
+    for t, k, step in reads(sequences, taps, dilation, padding):
+        table[t, k, padding + step] = 1
+    return table
+
+
+def assert_second_derivatives(function, definition, arguments):
+    """Derivatives of gradients along a direction, forward over reverse and reverse over reverse."""
+    rng = np.random.default_rng(5)
+    along = [rng.normal(size=a.shape) for a in arguments]
+    outputs = jax.eval_shape(function, *arguments)
+    weights = [rng.normal(size=y.shape) for y in jax.tree.leaves(outputs)]
+
+    def second(function):
+        def loss(*arguments):
+            results = jax.tree.leaves(function(*arguments))
+            return sum(jnp.vdot(w, jnp.sin(y)) for w, y in zip(weights, results, strict=True))
+
+        def slope(*arguments):
+            grads = jax.grad(loss, range(len(arguments)))(*arguments)
+            return sum(jnp.vdot(d, g) for d, g in zip(along, grads, strict=True))
+
+        def both(*arguments):
+            gradient = jax.grad(loss, tuple(range(len(arguments))))
+            return jax.jvp(gradient, arguments, tuple(along)), jax.grad(
+                slope, tuple(range(len(arguments)))
+            )(*arguments)
+
+        return jax.jit(both)(*arguments)
+
+    got, want = (jax.tree.leaves(second(f)) for f in (function, definition))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_second_derivatives(data_format, activation):
+    rng = np.random.default_rng(1)
+    x, state = (rng.normal(size=s) for s in ((2, 7, 4), (2, 4, 4)))
+    weight, bias = rng.normal(size=(2, 3)), rng.normal(size=4)
+    ids = np.asarray([[0, 0, 0, 1, 1, 2, 2], [3, 4, 4, 4, 4, 4, 4]])
+    tables = np.stack([as_products(sequences_of(row, 7), 7, 3, 2, 4) for row in ids])
+
+    def function(x, weight, bias, state):
+        return jaxops.lightweight_conv(
+            x,
+            weight,
+            dilation=2,
+            bias=bias,
+            activation=activation,
+            segment_ids=ids,
+            initial_state=state,
+            data_format=data_format,
+        )
+
+    def definition(x, weight, bias, state):
+        x, state = swapped(x, data_format), swapped(state, data_format)
+        rows = jnp.concatenate([state, x], axis=1)
+        y = jnp.einsum("ntks,ck,nsc->ntc", tables, jnp.repeat(weight, 2, axis=0), rows) + bias
+        return swapped(ACTIVATIONS[activation](y), data_format)
+
+    arguments = swapped(x, data_format), weight, bias, swapped(state, data_format)
+    assert_second_derivatives(function, definition, arguments)
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (2, 3, 7, 6)])
+def test_any_number_of_leading_dimensions(platform, shape):
+    rng = np.random.default_rng(2)
+    x = normal(rng, shape, np.dtype("float32"))
+    weight = normal(rng, (2, 3), np.dtype("float32"))
+    state = normal(rng, (*shape[:-2], 2, 6), np.dtype("float32"))
+    ids = np.sort(rng.integers(0, 3, shape[:-1]))
+
+    def function(x, weight, state, ids):
+        return jaxops.lightweight_conv(
+            x, weight, segment_ids=ids, initial_state=state, return_final_state=True
+        )
+
+    got = run(function, platform, x, weight, state, ids)
+    flat = run(
+        function,
+        platform,
+        x.reshape(-1, 7, 6),
+        weight,
+        state.reshape(-1, 2, 6),
+        ids.reshape(-1, 7),
+    )
+    assert [a.shape for a in got] == [shape, (*shape[:-2], 2, 6)]
+    assert_bitwise([a.reshape(b.shape) for a, b in zip(got, flat, strict=True)], flat, "batches")
+
+
+@pytest.mark.parametrize("mapped", list(itertools.product([0, None], repeat=3))[:-1])
+def test_vmap_is_one_launch(platform, mapped):
+    rng = np.random.default_rng(4)
+    x, state = (normal(rng, (3, 2, n, 6), np.dtype("float32")) for n in (9, 2))
+    ids = np.sort(rng.integers(0, 3, (3, 2, 9)))
+    weight = normal(rng, (6, 3), np.dtype("float32"))
+    arguments = [a if m == 0 else a[0] for a, m in zip((x, ids, state), mapped, strict=True)]
+
+    def function(x, ids, state):
+        def of(x, weight, state):
+            return jaxops.lightweight_conv(x, weight, segment_ids=ids, initial_state=state)
+
+        y, pull = jax.vjp(of, x, weight, state)
+        return y, *pull(y)
+
+    def one_by_one(*arguments):
+        parts = [
+            function(*(a if m is None else a[i] for a, m in zip(arguments, mapped, strict=True)))
+            for i in range(3)
+        ]
+        return jax.tree.map(lambda *p: jnp.stack(p), *parts)
+
+    batched = jax.vmap(function, mapped)
+    if platform.name == "cpu":
+        assert sum(custom_calls(jax.jit(batched).lower(*arguments).compile()).values()) <= 4
+    want = run(one_by_one, platform, *arguments)
+    for got, expected in zip(run(batched, platform, *arguments), want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
+# --- ragged batches ------------------------------------------------------------------------------
+
+
+def one_by_one(x, weight, starts, states, **options):
+    """The sequences of a ragged batch, one call each."""
+    parts, finals = [x[:0]], []
+    for i, (begin, end) in enumerate(itertools.pairwise(starts)):
+        state = None if states is None else states[i]
+        y, final = jaxops.lightweight_conv(
+            x[begin:end], weight, initial_state=state, return_final_state=True, **options
+        )
+        parts.append(y)
+        finals.append(final)
+    return jnp.concatenate(parts), jnp.stack(finals)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(5, 0, 1, 1, 2, 30, 0), (0, 0), (1, 1, 1), (64, 3, 200)], ids=str
+)
+@pytest.mark.parametrize(("taps", "dilation"), [(4, 1), (3, 3), (1, 1)])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_ragged(platform, lengths, taps, dilation, with_states):
+    rng = np.random.default_rng(len(lengths))
+    starts = np.cumsum([0, *lengths])
+    x = normal(rng, (starts[-1], 10), np.dtype("float32"))
+    weight = normal(rng, (5, taps), np.dtype("float32"))
+    bias = normal(rng, (10,), np.dtype("float32"))
+    reach = (taps - 1) * dilation
+    states = normal(rng, (len(lengths), reach, 10), np.dtype("float32"))
+    options = {"bias": bias, "dilation": dilation, "activation": "silu"}
+
+    def ragged(starts, x, weight, states):
+        return jaxops.ragged_conv(
+            x,
+            weight,
+            starts,
+            initial_state=states if with_states else None,
+            return_final_state=True,
+            **options,
+        )
+
+    def apart(x, weight, states):
+        return one_by_one(x, weight, starts, states if with_states else None, **options)
+
+    want = run(apart, platform, x, weight, states)
+    # The starts are traced.
+    assert_bitwise(run(ragged, platform, starts, x, weight, states), want, f"{lengths}")
+
+    def gradients(function, x, weight, states):
+        (y, final), pull = jax.vjp(function, x, weight, states)
+        return pull((y, final))
+
+    of_ragged = functools.partial(gradients, functools.partial(ragged, starts))
+    got = run(of_ragged, platform, x, weight, states)
+    want = run(functools.partial(gradients, apart), platform, x, weight, states)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_ragged_cache(platform):
+    rng = np.random.default_rng(6)
+    starts = np.asarray([0, 4, 5, 5, 12])
+    x = normal(rng, (12, 6), np.dtype("float32"))
+    weight = normal(rng, (6, 4), np.dtype("float32"))
+    cache = normal(rng, (7, 3, 6), np.dtype("bfloat16"))
+    indices = np.asarray([5, -1, 2, 99])
+
+    def ragged(x, weight, cache):
+        return jaxops.ragged_conv(
+            x,
+            weight,
+            starts,
+            initial_state=cache,
+            state_indices=indices,
+            return_final_state=True,
+        )
+
+    y, updated = run(ragged, platform, x, weight, cache)
+    states = np.zeros((4, 3, 6), cache.dtype)
+    states[0], states[2] = cache[5], cache[2]
+    apart, finals = run(lambda *a: one_by_one(*a[:2], starts, a[2]), platform, x, weight, states)
+    assert_bitwise([y], [apart], "values")
+    expected = np.array(cache)
+    expected[5], expected[2] = finals[0], finals[2]
+    assert_bitwise([updated], [expected], "cache")
+    # A sequence without tokens keeps its state.
+    np.testing.assert_array_equal(updated[2], cache[2])
+
+
+def test_ragged_second_derivatives():
+    rng = np.random.default_rng(8)
+    starts, indices = np.asarray([0, 3, 3, 4, 9]), np.asarray([3, 0, -1, 4])
+    x, cache = rng.normal(size=(9, 4)), rng.normal(size=(5, 2, 4))
+    weight = rng.normal(size=(2, 3))
+
+    def function(x, weight, cache):
+        return jaxops.ragged_conv(
+            x,
+            weight,
+            starts,
+            initial_state=cache,
+            state_indices=jnp.asarray(indices),
+            return_final_state=True,
+        )
+
+    def definition(x, weight, cache):
+        parts = []
+        for begin, end, index in zip(starts[:-1], starts[1:], indices, strict=True):
+            state = cache[index] if index >= 0 else jnp.zeros((2, 4))
+            rows = jnp.concatenate([state, x[begin:end]])
+            table = as_products([(0, end - begin, True)], end - begin, 3, 1, 2)
+            weights = jnp.repeat(weight, 2, axis=0)
+            parts.append(jnp.einsum("tks,ck,sc->tc", table, weights, rows))
+            cache = cache.at[index].set(rows[-2:]) if index >= 0 else cache
+        return jnp.concatenate(parts), cache
+
+    assert_second_derivatives(function, definition, (x, weight, cache))
+
+
+def test_ragged_batches(platform):
+    rng = np.random.default_rng(9)
+    x = normal(rng, (3, 12, 6), np.dtype("float32"))
+    states = normal(rng, (3, 2, 3, 6), np.dtype("float32"))
+    weight = normal(rng, (6, 4), np.dtype("float32"))
+    starts = np.asarray([[0, 4, 12], [0, 12, 12], [0, 0, 12]])
+
+    def function(x, starts, states):
+        return jaxops.ragged_conv(x, weight, starts, initial_state=states, return_final_state=True)
+
+    def apart(x, starts, states):
+        parts = [function(*(a[i] for a in (x, starts, states))) for i in range(3)]
+        return jax.tree.map(lambda *p: jnp.stack(p), *parts)
+
+    batched = jax.vmap(function)
+    if platform.name == "cpu":
+        program = jax.jit(batched).lower(x, starts, states).compile()
+        assert custom_calls(program) == {"jaxops_lightweight_conv": 1}
+    want = run(apart, platform, x, starts, states)
+    assert_bitwise(run(batched, platform, x, starts, states), want, "vmap")
