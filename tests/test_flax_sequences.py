@@ -24,6 +24,7 @@ LAYERS = {
     "ShortConv": {"kernel_size": 4, "kernel_dilation": 2},
     "LightweightConv": {"num_heads": 3, "kernel_size": 4, "use_bias": True},
     "LightConv": {"num_heads": 2, "kernel_size": 5, "conv_features": 8, "conv_bias": True},
+    "DynamicConv": {"num_heads": 2, "kernel_size": 5, "conv_features": 8, "conv_bias": True},
 }
 layers = pytest.mark.parametrize("name", LAYERS)
 eps = np.finfo(np.float32).eps
@@ -104,7 +105,10 @@ def test_linen_decoding_is_the_whole(name, chunks):
         cache, start = updated["cache"], start + size
         parts.append(y)
     decoded = jnp.concatenate(parts, axis=1)
-    if name == "LightConv":  # The matrix products of one step and of many differ in rounding.
+    if name in (
+        "LightConv",
+        "DynamicConv",
+    ):  # The matrix products of one step and of many differ in rounding.
         close(decoded, whole)
     else:
         np.testing.assert_array_equal(decoded, whole)
@@ -161,13 +165,17 @@ def test_the_cache_must_be_of_such_inputs():
         nnx_layer(x)
 
 
-def test_decoding_needs_causal_padding():
+@pytest.mark.parametrize(
+    ("name", "inner"), [("LightConv", "LightweightConv"), ("DynamicConv", "DynamicConv")]
+)
+def test_decoding_needs_causal_padding(name, inner):
     x = jnp.zeros((1, TIME, FEATURES))
-    message = r'LightweightConv: decoding needs padding="causal", got \'same\''
+    linen_block, nnx_block = getattr(jaxops_linen, name), getattr(jaxops_nnx, name)
+    message = rf'{inner}: decoding needs padding="causal", got \'same\''
     with pytest.raises(ValueError, match=message):
-        jaxops_linen.LightConv(3, 5, padding="same", decode=True).init(jax.random.key(0), x)
+        linen_block(3, 5, padding="same", decode=True).init(jax.random.key(0), x)
     with pytest.raises(ValueError, match=message):
-        jaxops_nnx.LightConv(FEATURES, 3, 5, padding="same", rngs=nnx.Rngs(0)).init_cache(x.shape)
+        nnx_block(FEATURES, 3, 5, padding="same", rngs=nnx.Rngs(0)).init_cache(x.shape)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +201,8 @@ def test_other_channels():
 
 def test_names_of_fields():
     """Sizes are positional, options are not, and earlier names still mean the same."""
-    for kind, sizes in (("LightweightConv", (3, 5)), ("ShortConv", (4,)), ("LightConv", (3, 5))):
+    for kind in LAYERS:
+        sizes = (4,) if kind == "ShortConv" else (3, 5)
         with pytest.raises(TypeError, match="positional"):
             getattr(jaxops_linen, kind)(*sizes, 1)
         with pytest.raises(TypeError, match="positional"):
@@ -351,15 +360,17 @@ def test_training_lowers_a_loss(name):
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_drop_connect_of_the_blocks():
+@pytest.mark.parametrize("name", ["LightConv", "DynamicConv"])
+def test_drop_connect_of_the_blocks(name):
+    linen_block, nnx_block = getattr(jaxops_linen, name), getattr(jaxops_nnx, name)
     x, options = normal(1, (BATCH, TIME, FEATURES)), {"num_heads": 2, "kernel_size": 5}
-    block = jaxops_linen.LightConv(**options, drop_connect=0.5)
+    block = linen_block(**options, drop_connect=0.5)
     variables = block.init(jax.random.key(0), x, deterministic=True)
     quiet = block.apply(variables, x, deterministic=True)
-    np.testing.assert_array_equal(quiet, jaxops_linen.LightConv(**options).apply(variables, x))
+    np.testing.assert_array_equal(quiet, linen_block(**options).apply(variables, x))
     rngs = {"dropout": jax.random.key(1)}
     assert (block.apply(variables, x, deterministic=False, rngs=rngs) != quiet).any()
-    module = jaxops_nnx.LightConv(FEATURES, **options, drop_connect=0.5, rngs=nnx.Rngs(0))
+    module = nnx_block(FEATURES, **options, drop_connect=0.5, rngs=nnx.Rngs(0))
     assert (module(x) != module(x)).any()
     module.eval()
     np.testing.assert_array_equal(module(x), module(x))
@@ -440,21 +451,50 @@ def softmax64(x):
     return e / e.sum(-1, keepdims=True)
 
 
+def fairseq_layer(inner):
+    """The linear maps before and after the convolution."""
+    linear1 = Attributes(weight=normal(3, (2 * inner, FEATURES)), bias=normal(4, (2 * inner,)))
+    linear2 = Attributes(weight=normal(5, (FEATURES, inner)), bias=normal(6, (FEATURES,)))
+    return linear1, linear2
+
+
 def test_weights_of_a_fairseq_light_conv_layer():
     """The layer's linear1, GLU, LightweightConv1dTBC with softmax, and linear2, in float64."""
     heads, taps, inner = 4, 5, 8
     x = normal(1, (BATCH, TIME, FEATURES))
     weight = np.asarray(normal(2, (heads, 1, taps)))
-    linear1 = Attributes(weight=normal(3, (2 * inner, FEATURES)), bias=normal(4, (2 * inner,)))
-    linear2 = Attributes(weight=normal(5, (FEATURES, inner)), bias=normal(6, (FEATURES,)))
-    conv = Attributes(weight=weight)
-    code, names = documented(
-        jaxops_linen.LightConv, "params = ", linear1=linear1, linear2=linear2, conv=conv
-    )
+    linear1, linear2 = fairseq_layer(inner)
+    names = {"linear1": linear1, "linear2": linear2, "conv": Attributes(weight=weight)}
+    code, names = documented(jaxops_linen.LightConv, "params = ", **names)
     exec(code, names)
-    y = jaxops_linen.LightConv(heads, taps, conv_features=inner).apply(
-        {"params": names["params"]}, x
-    )
+    block = jaxops_linen.LightConv(heads, taps, conv_features=inner)
+    y = block.apply({"params": names["params"]}, x)
     hidden = glu64(linear64(np.asarray(x, np.float64), linear1))
     filters = np.repeat(softmax64(weight[:, 0]), inner // heads, axis=0)
     close(y, linear64(depthwise64(hidden, filters, 0.0), linear2))
+
+
+def test_weights_of_a_fairseq_dynamic_conv_layer():
+    """The layer's linear1, GLU, DynamicConv1dTBC with softmax, and linear2, in float64."""
+    heads, taps, inner = 4, 5, 8
+    x = normal(1, (BATCH, TIME, FEATURES))
+    linear1, linear2 = fairseq_layer(inner)
+    weight_linear = Attributes(weight=normal(2, (heads * taps, inner)), bias=0.0)
+    names = {
+        "linear1": linear1,
+        "linear2": linear2,
+        "conv": Attributes(weight_linear=weight_linear),
+    }
+    code, names = documented(jaxops_linen.DynamicConv, "params = ", **names)
+    exec(code, names)
+    block = jaxops_linen.DynamicConv(heads, taps, conv_features=inner)
+    y = block.apply({"params": names["params"]}, x)
+    hidden = glu64(linear64(np.asarray(x, np.float64), linear1))
+    # The rows of weight_linear are those of head 0, of head 1, ...: view(T * B * H, K).
+    filters = softmax64(linear64(hidden, weight_linear).reshape(BATCH, TIME, heads, taps))
+    filters = np.repeat(filters, inner // heads, axis=2)
+    convolved = np.zeros_like(hidden)
+    for t, k in itertools.product(range(TIME), range(taps)):
+        if t - (taps - 1 - k) >= 0:
+            convolved[:, t] += filters[:, t, :, k] * hidden[:, t - (taps - 1 - k)]
+    close(y, linear64(convolved, linear2))

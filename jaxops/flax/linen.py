@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import KW_ONLY
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 from jaxops.flax import shared
@@ -229,15 +232,87 @@ class ShortConv(nn.Module):
         return y
 
 
-class LightConv(nn.Module):
+class _Block(nn.Module):
+    """The fields and the call of the paper's blocks, which differ in their convolutions."""
+
+    num_heads: int
+    kernel_size: int
+    _: KW_ONLY
+    conv_features: int | None = None
+    padding: str | int = "causal"
+    kernel_dilation: int = 1
+    use_bias: bool = True
+    conv_bias: bool = False
+    normalize: bool = True
+    drop_connect: float = 0.0
+    deterministic: bool | None = None
+    rng_collection: str = "dropout"
+    decode: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = default_dense_init
+    conv_kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+
+    _convolution: ClassVar[type[nn.Module]]
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        deterministic: bool | None = None,
+        *,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """The block's result on x (..., T, D), in the shape of x.
+
+        `segment_ids`, integers (..., T), are those of packed sequences: a tap reads only the
+        segment of its result.
+
+        Raises:
+          ValueError: an attribute is out of range, or num_heads does not divide the channels, or
+            DropConnect is asked for and `deterministic` is given nowhere, or twice.
+        """
+        features = jnp.shape(x)[-1]
+        conv_features = self.conv_features or features
+        dense = functools.partial(
+            nn.Dense,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+        )
+        y = nn.glu(dense(2 * conv_features, name="in_proj")(x))
+        y = self._convolution(
+            self.num_heads,
+            self.kernel_size,
+            padding=self.padding,
+            kernel_dilation=self.kernel_dilation,
+            use_bias=self.conv_bias,
+            normalize=self.normalize,
+            drop_connect=self.drop_connect,
+            deterministic=self.deterministic,
+            rng_collection=self.rng_collection,
+            decode=self.decode,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.conv_kernel_init,
+            bias_init=self.bias_init,
+            name="conv",
+        )(y, deterministic, segment_ids=segment_ids)
+        return dense(features, name="out_proj")(y)
+
+
+class LightConv(_Block):
     """The block of the paper around a lightweight convolution, in place of self-attention.
 
     Linear from D to 2 C, gated linear unit, `LightweightConv`, Linear from C to D; D are the
     channels of the input and the result.
 
     Parameters: those of `in_proj` and `out_proj`, an `nn.Dense` each, and of `conv`, a
-    `LightweightConv`. A decoder layer of fairseq's `lightconv_lm` has them as follows, with its
-    arrays as NumPy's::
+    `LightweightConv`. A layer of fairseq's LightConv models has them as follows, with its arrays as
+    NumPy's::
 
         params = {
             "in_proj": {"kernel": linear1.weight.T, "bias": linear1.bias},
@@ -270,75 +345,105 @@ class LightConv(nn.Module):
     Source: Wu et al. 2019, as of `LightweightConv`; figure 2.
     """
 
+    # Flax's own fields are keyword-only as well in a class that says so itself.
+    _: KW_ONLY
+
+    _convolution = LightweightConv
+
+
+class _DynamicFilters(nn.Module):
+    """The convolution of `DynamicConv`, whose filters are a linear map of its input."""
+
     num_heads: int
     kernel_size: int
     _: KW_ONLY
-    conv_features: int | None = None
-    padding: str | int = "causal"
-    kernel_dilation: int = 1
-    use_bias: bool = True
-    conv_bias: bool = False
-    normalize: bool = True
-    drop_connect: float = 0.0
-    deterministic: bool | None = None
-    rng_collection: str = "dropout"
-    decode: bool = False
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    kernel_init: Initializer = default_dense_init
-    conv_kernel_init: Initializer = default_kernel_init
-    bias_init: Initializer = default_bias_init
+    padding: str | int
+    kernel_dilation: int
+    use_bias: bool
+    normalize: bool
+    drop_connect: float
+    deterministic: bool | None
+    rng_collection: str
+    decode: bool
+    dtype: Dtype | None
+    param_dtype: Dtype
+    kernel_init: Initializer
+    bias_init: Initializer
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        deterministic: bool | None = None,
-        *,
-        segment_ids: jax.Array | None = None,
+        self, x: jax.Array, deterministic: bool | None, *, segment_ids: jax.Array | None
     ) -> jax.Array:
-        """The block's result on x (..., T, D), in the shape of x.
-
-        `segment_ids`, integers (..., T), are those of packed sequences: a tap reads only the
-        segment of its result.
-
-        Raises:
-          ValueError: an attribute is out of range, or num_heads does not divide the channels, or
-            DropConnect is asked for and `deterministic` is given nowhere, or twice.
-        """
-        features = jnp.shape(x)[-1]
-        conv_features = self.conv_features or features
-        y = nn.glu(_dense(self, 2 * conv_features, "in_proj")(x))
-        y = LightweightConv(
-            self.num_heads,
-            self.kernel_size,
-            padding=self.padding,
-            kernel_dilation=self.kernel_dilation,
-            use_bias=self.conv_bias,
-            normalize=self.normalize,
-            drop_connect=self.drop_connect,
-            deterministic=self.deterministic,
-            rng_collection=self.rng_collection,
-            decode=self.decode,
+        """The convolution of x, (..., T, C), in the shape of x."""
+        name = "DynamicConv"
+        features, taps = x.shape[-1], self.kernel_size
+        shared.check(name, features, taps, self.kernel_dilation, self.num_heads, self.drop_connect)
+        logits = nn.Dense(
+            self.num_heads * taps,
+            use_bias=False,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
-            kernel_init=self.conv_kernel_init,
-            bias_init=self.bias_init,
-            name="conv",
-        )(y, deterministic, segment_ids=segment_ids)
-        return _dense(self, features, "out_proj")(y)
+            kernel_init=self.kernel_init,
+            name="weight_proj",
+        )(x)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (features,), self.param_dtype)
+        drop = None
+        if self.drop_connect:
+            flag = nn.merge_param("deterministic", self.deterministic, deterministic)
+            if not flag:
+                drop = nn.Dropout(
+                    self.drop_connect, deterministic=False, rng_collection=self.rng_collection
+                )
+        x, logits, bias = promote_dtype(x, logits, bias, dtype=self.dtype)
+        weight, normalize = shared.dynamic_filters(logits, self.num_heads, self.normalize, drop)
+        cache = None
+        if self.decode:
+            sizes = (taps, self.kernel_dilation, self.padding)
+            cache = _cached_inputs(self, shared.cache_shape(name, x.shape, *sizes), x.dtype)
+        y, state = shared.convolve(
+            name,
+            x,
+            weight,
+            bias,
+            None if cache is None else cache.value,
+            dilation=self.kernel_dilation,
+            padding=self.padding,
+            segment_ids=segment_ids,
+            normalize=normalize,
+        )
+        _store(self, cache, state)
+        return y
 
 
-def _dense(layer: LightConv, features: int, name: str, use_bias: bool | None = None) -> nn.Dense:
-    return nn.Dense(
-        features,
-        use_bias=layer.use_bias if use_bias is None else use_bias,
-        dtype=layer.dtype,
-        param_dtype=layer.param_dtype,
-        kernel_init=layer.kernel_init,
-        bias_init=layer.bias_init,
-        name=name,
-    )
+class DynamicConv(_Block):
+    """The block of the paper around a dynamic convolution: each position predicts its filters.
+
+    Linear from D to 2 C, gated linear unit, `jaxops.dynamic_conv` with the filters that a Linear
+    from C to num_heads * kernel_size, without a bias, makes of its input, Linear from C to D.
+
+    Parameters: those of `in_proj` and `out_proj`, an `nn.Dense` each, and of `conv`: `weight_proj`,
+    an `nn.Dense`, and with `conv_bias` `bias` (C,). A layer of fairseq's DynamicConv models has
+    them as follows, with its arrays as NumPy's::
+
+        params = {
+            "in_proj": {"kernel": linear1.weight.T, "bias": linear1.bias},
+            "conv": {"weight_proj": {"kernel": conv.weight_linear.weight.T}},  # "bias": conv_bias
+            "out_proj": {"kernel": linear2.weight.T, "bias": linear2.bias},
+        }
+
+    The softmax is that of all taps, as without its renorm_padding. DropConnect drops the taps of
+    each position on their own. Attributes are those of `LightConv`; `conv_kernel_init` initializes
+    `weight_proj`.
+
+    Source: Wu et al. 2019, as of `LightweightConv`; section 4 and figure 2.
+    """
+
+    _: KW_ONLY
+    conv_kernel_init: Initializer = default_dense_init
+
+    _convolution = _DynamicFilters
 
 
 def _cached_inputs(layer: nn.Module, shape: tuple[int, ...], dtype: Dtype) -> nn.Variable:

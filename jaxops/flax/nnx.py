@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 from jaxops.flax import shared
@@ -25,6 +26,7 @@ class _Convolution(nnx.Module):
     Classes set the attributes, and `cached_inputs` to ``nnx.data(None)``.
     """
 
+    name: ClassVar[str]
     features: int
     kernel_size: int
     kernel_dilation: int
@@ -43,13 +45,13 @@ class _Convolution(nnx.Module):
         """
         self._check_channels(input_shape)
         sizes = (self.kernel_size, self.kernel_dilation, self.padding, self.data_format)
-        shape = shared.cache_shape(type(self).__name__, input_shape, *sizes)
+        shape = shared.cache_shape(self.name, input_shape, *sizes)
         self.cached_inputs = nnx.Cache(jnp.zeros(shape, dtype or self.dtype or jnp.float32))
 
     def _check_channels(self, shape: tuple[int, ...]) -> None:
         if shape[-2 if self.data_format == "NCT" else -1] != self.features:
             raise ValueError(
-                f"{type(self).__name__}: expected {self.features} channels ({self.data_format}), "
+                f"{self.name}: expected {self.features} channels ({self.data_format}), "
                 f"got x of shape {shape}"
             )
 
@@ -64,11 +66,12 @@ class _Convolution(nnx.Module):
         state = None
         if self.decode if decode is None else decode:
             if self.cached_inputs is None:
-                name = type(self).__name__
-                raise ValueError(f"{name}: there is no cache to decode with, call init_cache first")
+                raise ValueError(
+                    f"{self.name}: there is no cache to decode with, call init_cache first"
+                )
             state = self.cached_inputs[...]
         y, state = shared.convolve(
-            type(self).__name__,
+            self.name,
             x,
             weight,
             bias,
@@ -124,6 +127,8 @@ class LightweightConv(_Convolution):
     Source: Wu, Fan, Baevski, Dauphin and Auli, "Pay Less Attention with Lightweight and Dynamic
     Convolutions", ICLR 2019, sections 3 and 4.
     """
+
+    name = "LightweightConv"
 
     def __init__(
         self,
@@ -240,6 +245,8 @@ class ShortConv(_Convolution):
       ValueError: kernel_size or kernel_dilation is out of range.
     """
 
+    name = "ShortConv"
+
     def __init__(
         self,
         features: int,
@@ -292,41 +299,11 @@ class ShortConv(_Convolution):
         return self._convolve(x, kernel.T, bias, decode, **options)
 
 
-class LightConv(nnx.Module):
-    """The block of the paper around a lightweight convolution, in place of self-attention.
+class _Block(nnx.Module):
+    """The paper's blocks, which differ in their convolutions."""
 
-    Linear from `features` to 2 C, gated linear unit, `LightweightConv`, Linear from C to
-    `features`.
-
-    Parameters: those of `in_proj` and `out_proj`, an `nnx.Linear` each, and of `conv`, a
-    `LightweightConv`. `jaxops.flax.linen.LightConv` lists how weights of fairseq are loaded.
-
-    Args:
-      features: the channels of the input and the result.
-      num_heads: number of filters; it divides `conv_features`.
-      kernel_size: taps of a filter, at least 1.
-      conv_features: the channels C of the convolution; None: `features`.
-      padding: "causal" (position t sees nothing after t), "same", or an int.
-      kernel_dilation: distance in time between two taps.
-      use_bias: whether the linear maps add a bias.
-      conv_bias: whether the convolution adds one.
-      normalize: whether filters are normalised by a softmax over the taps.
-      drop_connect: the probability with which a tap of a filter is dropped in training.
-      deterministic: True turns DropConnect off; `train`, `eval` and the call can change it.
-      rng_collection: the stream of `rngs` that DropConnect draws its keys from.
-      decode: whether calls continue the sequences of earlier calls, as `ShortConv` describes.
-      dtype: dtype of the computation and the result; None: that of x and the parameters together.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the kernels of the linear maps.
-      conv_kernel_init: initializer of the filters.
-      bias_init: initializer of every bias.
-      rngs: the streams `params` and, with DropConnect, `rng_collection`.
-
-    Raises:
-      ValueError: num_heads does not divide the channels, or a size or drop_connect is out of range.
-
-    Source: Wu et al. 2019, as of `LightweightConv`; figure 2.
-    """
+    _convolution: ClassVar[type[_Convolution]]
+    _default_conv_kernel_init: ClassVar[Initializer]
 
     def __init__(
         self,
@@ -347,7 +324,7 @@ class LightConv(nnx.Module):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = default_dense_init,
-        conv_kernel_init: Initializer = default_kernel_init,
+        conv_kernel_init: Initializer | None = None,
         bias_init: Initializer = default_bias_init,
         rngs: nnx.Rngs,
     ):
@@ -362,7 +339,7 @@ class LightConv(nnx.Module):
             rngs=rngs,
         )
         self.in_proj = dense(features, 2 * conv_features)
-        self.conv = LightweightConv(
+        self.conv = self._convolution(
             conv_features,
             num_heads,
             kernel_size,
@@ -376,7 +353,7 @@ class LightConv(nnx.Module):
             decode=decode,
             dtype=dtype,
             param_dtype=param_dtype,
-            kernel_init=conv_kernel_init,
+            kernel_init=conv_kernel_init or self._default_conv_kernel_init,
             bias_init=bias_init,
             rngs=rngs,
         )
@@ -414,6 +391,138 @@ class LightConv(nnx.Module):
             y, segment_ids=segment_ids, deterministic=deterministic, rngs=rngs, decode=decode
         )
         return self.out_proj(y)
+
+
+class LightConv(_Block):
+    """The block of the paper around a lightweight convolution, in place of self-attention.
+
+    Linear from `features` to 2 C, gated linear unit, `LightweightConv`, Linear from C to
+    `features`.
+
+    Parameters: those of `in_proj` and `out_proj`, an `nnx.Linear` each, and of `conv`, a
+    `LightweightConv`. `jaxops.flax.linen.LightConv` lists how weights of fairseq are loaded.
+
+    Args:
+      features: the channels of the input and the result.
+      num_heads: number of filters; it divides `conv_features`.
+      kernel_size: taps of a filter, at least 1.
+      conv_features: the channels C of the convolution; None: `features`.
+      padding: "causal" (position t sees nothing after t), "same", or an int.
+      kernel_dilation: distance in time between two taps.
+      use_bias: whether the linear maps add a bias.
+      conv_bias: whether the convolution adds one.
+      normalize: whether filters are normalised by a softmax over the taps.
+      drop_connect: the probability with which a tap of a filter is dropped in training.
+      deterministic: True turns DropConnect off; `train`, `eval` and the call can change it.
+      rng_collection: the stream of `rngs` that DropConnect draws its keys from.
+      decode: whether calls continue the sequences of earlier calls, as `ShortConv` describes.
+      dtype: dtype of the computation and the result; None: that of x and the parameters together.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the kernels of the linear maps.
+      conv_kernel_init: initializer of the filters; None: that of `LightweightConv`.
+      bias_init: initializer of every bias.
+      rngs: the streams `params` and, with DropConnect, `rng_collection`.
+
+    Raises:
+      ValueError: num_heads does not divide the channels, or a size or drop_connect is out of range.
+
+    Source: Wu et al. 2019, as of `LightweightConv`; figure 2.
+    """
+
+    _convolution = LightweightConv
+    _default_conv_kernel_init = staticmethod(default_kernel_init)
+
+
+class _DynamicFilters(_Convolution):
+    """The convolution of `DynamicConv`, whose filters are a linear map of its input."""
+
+    name = "DynamicConv"
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        kernel_size: int,
+        *,
+        padding: str | int,
+        kernel_dilation: int,
+        use_bias: bool,
+        normalize: bool,
+        drop_connect: float,
+        deterministic: bool | None,
+        rng_collection: str,
+        decode: bool,
+        dtype: Dtype | None,
+        param_dtype: Dtype,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        rngs: nnx.Rngs,
+    ):
+        shared.check(self.name, features, kernel_size, kernel_dilation, num_heads, drop_connect)
+        self.weight_proj = nnx.Linear(
+            features,
+            num_heads * kernel_size,
+            use_bias=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
+        )
+        self.bias = (
+            nnx.Param(bias_init(rngs.params(), (features,), param_dtype)) if use_bias else None
+        )
+        self.drop = _drop_connect(drop_connect, deterministic, rng_collection, rngs)
+        self.features = features
+        self.num_heads = num_heads
+        self.kernel_size = kernel_size
+        self.padding = padding
+        self.kernel_dilation = kernel_dilation
+        self.normalize = normalize
+        self.decode = decode
+        self.dtype = dtype
+        self.cached_inputs = nnx.data(None)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        segment_ids: jax.Array | None,
+        deterministic: bool | None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None,
+        decode: bool | None,
+    ) -> jax.Array:
+        """The convolution of x, (..., T, C), in the shape of x."""
+        drop = None
+        if self.drop is not None:
+            flag = self.drop.deterministic if deterministic is None else deterministic
+            if not flag:
+                drop = functools.partial(self.drop, deterministic=False, rngs=rngs)
+        bias = None if self.bias is None else self.bias[...]
+        x, logits, bias = promote_dtype(x, self.weight_proj(x), bias, dtype=self.dtype)
+        weight, normalize = shared.dynamic_filters(logits, self.num_heads, self.normalize, drop)
+        options = {"normalize": normalize, "segment_ids": segment_ids}
+        return self._convolve(x, weight, bias, decode, **options)
+
+
+class DynamicConv(_Block):
+    """The block of the paper around a dynamic convolution: each position predicts its filters.
+
+    Linear from `features` to 2 C, gated linear unit, `jaxops.dynamic_conv` with the filters that a
+    Linear from C to num_heads * kernel_size, without a bias, makes of its input, Linear from C to
+    `features`.
+
+    Parameters: those of `in_proj` and `out_proj`, an `nnx.Linear` each, and of `conv`:
+    `weight_proj`, an `nnx.Linear`, and `bias`, (C,) or None. `jaxops.flax.linen.DynamicConv` lists
+    how weights of fairseq are loaded.
+
+    DropConnect drops the taps of each position on their own. Arguments are those of `LightConv`;
+    `conv_kernel_init` initializes `weight_proj`; None: as the other kernels' default.
+
+    Source: Wu et al. 2019, as of `LightweightConv`; section 4 and figure 2.
+    """
+
+    _convolution = _DynamicFilters
+    _default_conv_kernel_init = staticmethod(default_dense_init)
 
 
 def _drop_connect(

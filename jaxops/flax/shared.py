@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import linen as nn
@@ -70,6 +71,23 @@ def filters(
     return weight if drop is None else drop(weight)
 
 
+def dynamic_filters(
+    logits: jax.Array,
+    num_heads: int,
+    normalize: bool,
+    drop: Callable[[jax.Array], jax.Array] | None,
+) -> tuple[jax.Array, bool]:
+    """The weight (..., H, K) of a dynamic convolution of predictions (..., H K), and `normalize`.
+
+    DropConnect comes after the softmax, so the softmax is not the convolution's where taps are
+    dropped.
+    """
+    weight = logits.reshape(*logits.shape[:-1], num_heads, logits.shape[-1] // num_heads)
+    if drop is None:
+        return weight, normalize
+    return filters(weight.astype(accumulation_dtype(weight)), normalize, drop), False
+
+
 def cache_shape(
     layer: str,
     x_shape: tuple[int, ...],
@@ -99,48 +117,52 @@ def convolve(
     state: jax.Array | None = None,
     *,
     dilation: int,
-    activation: str | None,
+    activation: str | None = None,
     padding: str | int = "causal",
     segment_ids: jax.Array | None = None,
     data_format: str = "NTC",
+    **normalize: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The convolution of x, and the next state of decoding; without a state x is all there is."""
-    weight = weight.astype(accumulation_dtype(x))
+    """The convolution of x, and the next state of decoding; without a state x is all there is.
+
+    weight is (H, K), or for a dynamic convolution (..., T, H, K) with the option `normalize`.
+    """
+    is_dynamic = weight.ndim > 2
+    if not is_dynamic:
+        weight = weight.astype(accumulation_dtype(x))
+    options: dict[str, Any] = {
+        "dilation": dilation,
+        "bias": bias,
+        "activation": activation,
+        **normalize,
+    }
     if state is not None:
-        taps = weight.shape[1]
+        taps = weight.shape[-1]
         expected = cache_shape(layer, x.shape, taps, dilation, padding, data_format)
-        _check_state(layer, x, state, expected)
-        if segment_ids is None and data_format == "NTC":
-            y, flat_state = jaxops.lightweight_conv_step(
-                _with_one_batch_dimension(x),
-                _with_one_batch_dimension(state),
-                weight,
-                dilation=dilation,
-                bias=bias,
-                activation=activation,
+        if state.shape != expected:
+            raise ValueError(
+                f"{layer}: x of shape {x.shape} needs a cache of shape {expected}, got "
+                f"{state.shape}"
             )
-            return y.reshape(x.shape), flat_state.reshape(state.shape)
-    result = jaxops.lightweight_conv(
+        if segment_ids is None and data_format == "NTC":
+            batch = math.prod(x.shape[:-2])
+            arrays = [a.reshape(batch, *a.shape[x.ndim - 2 :]) for a in (x, state)]
+            if is_dynamic:
+                step = jaxops.dynamic_conv_step
+                weight = weight.reshape(batch, *weight.shape[-3:])
+            else:
+                step = jaxops.lightweight_conv_step
+            y, new_state = step(*arrays, weight, **options)
+            return y.reshape(x.shape), new_state.reshape(state.shape)
+    whole = jaxops.dynamic_conv if is_dynamic else jaxops.lightweight_conv
+    result = whole(
         x,
         weight,
         padding=padding,
-        dilation=dilation,
-        bias=bias,
-        activation=activation,
         segment_ids=segment_ids,
         initial_state=state,
         return_final_state=state is not None,
         data_format=data_format,
+        **options,
     )
     return result if state is not None else (result, None)
-
-
-def _check_state(layer: str, x: jax.Array, state: jax.Array, expected: tuple[int, ...]) -> None:
-    if state.shape != expected:
-        raise ValueError(
-            f"{layer}: x of shape {x.shape} needs a cache of shape {expected}, got {state.shape}"
-        )
-
-
-def _with_one_batch_dimension(array: jax.Array) -> jax.Array:
-    return array.reshape(math.prod(array.shape[:-2]), *array.shape[-2:])
