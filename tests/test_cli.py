@@ -201,6 +201,15 @@ def test_evaluation_is_the_mean_over_windows(tiny_params):
     assert char_lm.evaluate(TINY, tiny_params, windows) == pytest.approx(np.mean(one_by_one))
 
 
+def test_the_cache_samples_as_the_window_does(tiny_params):
+    cached, cached_speed = char_lm.generate(TINY, tiny_params, 0)
+    plain, plain_speed = char_lm.generate(TINY, tiny_params, 0, cached=False)
+    if jax.default_backend() == "cpu":  # GPUs round products of one row and of many differently.
+        assert cached == plain
+    assert len(cached) == TINY.sample_characters
+    assert min(cached_speed, plain_speed) > 0
+
+
 def test_training_learns():
     bits = {}
     figures = char_lm.run(TINY, 25, 0, lambda done, last, speed: bits.update({done: last}))
@@ -249,14 +258,15 @@ def test_demo_says_where_it_runs_and_what_it_measured(tiny_demo, capsys):
     first = printed.splitlines()[0]
     assert jax.devices()[0].platform in first
     assert jax.__version__ in first
-    for words in ("handlers for cpu", "handlers for cuda", "unigram", "bigram", "conv-attention"):
+    words_of_all = ("handlers for cpu", "handlers for cuda", "unigram", "bigram", "conv-attention")
+    for words in (*words_of_all, "characters/s with the cache of inputs"):
         assert words in printed
     assert f"Not yet below the bigram model: {demo.DEFAULT_STEPS} steps" in printed
 
 
 @pytest.mark.parametrize(("bits", "code"), [(2.0, 0), (3.0, 1), (math.nan, 1)])
 def test_demo_fails_when_no_better_than_bigram(bits, code, monkeypatch, capsys):
-    figures = char_lm.Figures(bits, 4.0, 3.0, 1, 1, sample="x[0]")
+    figures = char_lm.Figures(bits, 4.0, 3.0, 1, 1, "x[0]", cached_speed=9.0, uncached_speed=2.0)
     monkeypatch.setattr(char_lm, "run", lambda *_: figures)
     assert demo.run(arguments(steps=demo.DEFAULT_STEPS)) == code
     printed = capsys.readouterr()

@@ -49,3 +49,11 @@ def test_every_convolution_of_the_digits_is_ours():
     found = load("conv2d_digits").classify(steps=250)
     assert found["accuracy"] > 0.9
     assert found["difference"] < 1e-5
+
+
+def test_mixer_of_packed_texts_decodes_what_it_trained():
+    found = load("short_conv_mixer").compare(steps=30)
+    before, after = found["bits"]
+    assert after < before - 2
+    assert found["packed"] < 1e-5
+    assert found["decoded"] < 1e-5

@@ -203,8 +203,8 @@ def test_gradients_of_both_apis_agree():
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ((4, 5), {}, "heads must divide the 6 channels, got heads=4"),
-        ((0, 5), {}, "heads=0"),
+        ((4, 5), {}, "num_heads must divide the 6 channels, got num_heads=4"),
+        ((0, 5), {}, "num_heads=0"),
         ((3, 0), {}, "kernel_size must be at least 1, got 0"),
         ((3, 5), {"drop_connect": 1.5}, r"probability in \[0, 1\], got 1.5"),
     ],

@@ -144,4 +144,8 @@ def _show(console: Console, figures: char_lm.Figures, seconds: float) -> None:
     console.print(table)
     # Text and not str: generated code is full of the square brackets that rich reads as markup.
     console.print(Panel(Text(figures.sample.strip("\n")), title="a sample of the model"))
+    console.print(
+        f"sampled {figures.cached_speed:,.0f} characters/s with the cache of inputs, "
+        f"{figures.uncached_speed:,.0f} from a window of inputs each"
+    )
     console.print(f"{seconds:.0f} s in all, compilation included")

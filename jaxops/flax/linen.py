@@ -1,9 +1,10 @@
-"""Layers for `flax.linen`, and what the layers of `jaxops.flax.nnx` share with them."""
+"""Layers for `flax.linen`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from dataclasses import KW_ONLY
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,13 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
-import jaxops
-from jaxops._core import checks
-from jaxops._core.dtypes import accumulation_dtype
-
-# A tap sees one channel of one position, so the K taps of a filter are its fan-in.
-default_kernel_init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
-default_bias_init = nn.initializers.zeros_init()
+from jaxops.flax import shared
+from jaxops.flax.shared import (
+    default_bias_init,
+    default_dense_init,
+    default_kernel_init,
+    default_short_kernel_init,
+)
 
 
 class LightweightConv(nn.Module):
@@ -28,13 +29,13 @@ class LightweightConv(nn.Module):
     with w = dropconnect(softmax(kernel, over k)), x zero outside the sequence, and P as `padding`
     says. See `jaxops.lightweight_conv`, which computes it.
 
-    Parameters: `kernel` (heads, kernel_size) and, with `use_bias`, `bias` (C,).
+    Parameters: `kernel` (num_heads, kernel_size) and, with `use_bias`, `bias` (C,).
 
     Attributes:
-      heads: number of filters; it divides the channels C of the input.
+      num_heads: number of filters; it divides the channels C of the input.
       kernel_size: taps of a filter, at least 1.
       padding: "causal" (position t sees nothing after t), "same", or an int P.
-      dilation: distance in time between two taps.
+      kernel_dilation: distance in time between two taps.
       use_bias: whether to add a bias to each channel.
       activation: None, "relu", "silu" or "gelu", applied to the result.
       data_format: "NTC" for x of shape (B, T, C), "NCT" for (B, C, T).
@@ -45,19 +46,22 @@ class LightweightConv(nn.Module):
         keeps the filter's mean. All sequences of a batch see the same filter.
       deterministic: True turns DropConnect off; here or in the call, as in `nn.Dropout`.
       rng_collection: the collection DropConnect draws its key from.
+      decode: whether calls continue the sequences of earlier calls, as `ShortConv` describes.
       dtype: dtype of the computation and the result; None: that of x and the parameters together.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of `kernel`.
       bias_init: initializer of `bias`.
+      heads, dilation: earlier names of num_heads and kernel_dilation, until a release.
 
     Source: Wu, Fan, Baevski, Dauphin and Auli, "Pay Less Attention with Lightweight and Dynamic
     Convolutions", ICLR 2019, sections 3 and 4.
     """
 
-    heads: int
-    kernel_size: int
+    num_heads: int | None = None
+    kernel_size: int | None = None
+    _: KW_ONLY
     padding: str | int = "causal"
-    dilation: int = 1
+    kernel_dilation: int = 1
     use_bias: bool = False
     activation: str | None = None
     data_format: str = "NTC"
@@ -65,23 +69,52 @@ class LightweightConv(nn.Module):
     drop_connect: float = 0.0
     deterministic: bool | None = None
     rng_collection: str = "dropout"
+    decode: bool = False
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    heads: int | None = None
+    dilation: int | None = None
+
+    def __post_init__(self) -> None:
+        """Gives the values of earlier names to the fields."""
+        # The earlier names are None again, so that `clone` takes new values by either name.
+        if self.heads is not None:
+            self.num_heads, self.heads = self.heads, None
+        if self.dilation is not None:
+            self.kernel_dilation, self.dilation = self.dilation, None
+        super().__post_init__()
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
-        """The convolution of x, (B, T, C) or (B, C, T), in the shape of x.
+    def __call__(
+        self,
+        x: jax.Array,
+        deterministic: bool | None = None,
+        *,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """The convolution of x, (..., T, C) or (..., C, T), in the shape of x.
+
+        `segment_ids`, integers (..., T), are those of packed sequences: a tap reads only the
+        segment of its result.
 
         Raises:
-          ValueError: an attribute is out of range, or heads does not divide C, or DropConnect is
-            asked for and `deterministic` is given nowhere, or twice.
+          ValueError: an attribute is out of range, or num_heads does not divide C, or DropConnect
+            is asked for and `deterministic` is given nowhere, or twice.
         """
+        name = "LightweightConv"
         features = jnp.shape(x)[-2 if self.data_format == "NCT" else -1]
-        check(features, self.heads, self.kernel_size, self.drop_connect)
+        shared.check(
+            name,
+            features,
+            self.kernel_size,
+            self.kernel_dilation,
+            self.num_heads,
+            self.drop_connect,
+        )
         kernel = self.param(
-            "kernel", self.kernel_init, (self.heads, self.kernel_size), self.param_dtype
+            "kernel", self.kernel_init, (self.num_heads, self.kernel_size), self.param_dtype
         )
         bias = None
         if self.use_bias:
@@ -92,47 +125,332 @@ class LightweightConv(nn.Module):
             drop = nn.Dropout(
                 self.drop_connect, deterministic=flag, rng_collection=self.rng_collection
             )
-        return convolve(self, x, kernel, bias, drop)
-
-
-def check(features: int, heads: int, kernel_size: int, drop_connect: float) -> None:
-    """Raises the errors of both layers, before any parameter takes a senseless shape."""
-    for name, value in (("heads", heads), ("kernel_size", kernel_size)):
-        checks.integer("LightweightConv", name, value)
-    if heads < 1 or features % heads:
-        raise ValueError(
-            f"LightweightConv: heads must divide the {features} channels, got heads={heads}"
+        x, kernel, bias = shared.operands(x, kernel, bias, self.dtype)
+        cache = None
+        if self.decode:
+            sizes = (self.kernel_size, self.kernel_dilation, self.padding, self.data_format)
+            cache = _cached_inputs(self, shared.cache_shape(name, x.shape, *sizes), x.dtype)
+        y, state = shared.convolve(
+            name,
+            x,
+            shared.filters(kernel, self.normalize, drop),
+            bias,
+            None if cache is None else cache.value,
+            dilation=self.kernel_dilation,
+            activation=self.activation,
+            padding=self.padding,
+            segment_ids=segment_ids,
+            data_format=self.data_format,
         )
-    if kernel_size < 1:
-        raise ValueError(f"LightweightConv: kernel_size must be at least 1, got {kernel_size}")
-    if not 0 <= drop_connect <= 1:
-        raise ValueError(
-            "LightweightConv: drop_connect is a probability in [0, 1], got "
-            f"{checks.describe(drop_connect)}"
+        _store(self, cache, state)
+        return y
+
+
+class ShortConv(nn.Module):
+    """A short causal depthwise convolution over time, as in Mamba, GDN and Hyena.
+
+    y[..., t, c] = act(bias[c] + sum_k kernel[k, c] * x[..., t + (k - K + 1) * kernel_dilation, c])
+
+    with x zero before the sequence. See `jaxops.lightweight_conv`, which computes it.
+
+    Parameters: `kernel` (kernel_size, C) and, with `use_bias`, `bias` (C,).
+
+    With `decode`, a call continues the sequences of the calls before it: the variable
+    `cached_inputs` (..., (K - 1) * kernel_dilation, C) of the collection "cache" holds their last
+    inputs, and `apply` needs ``mutable=["cache"]``. A call may have any number of steps: a prompt,
+    one token, or several as in speculative decoding. Results are those of one call on the whole
+    sequence. `init` makes a cache of zeros, which begins sequences; so does a call without a cache.
+
+    Weights of other libraries::
+
+        kernel = flax_depthwise_kernel[:, 0, :]  # of nn.Conv or nnx.Conv, (K, 1, C)
+        kernel = causal_conv1d_weight.T          # (C, K); of torch's conv1d, weight[:, 0].T
+
+    and every bias as it is. The state of `causal_conv1d_update` (B, C, L) gives
+    ``cached_inputs = state[..., L - (K - 1):].swapaxes(-1, -2)``.
+
+    Attributes:
+      kernel_size: taps of the filter of a channel, at least 1.
+      kernel_dilation: distance in time between two taps.
+      use_bias: whether to add a bias to each channel.
+      activation: None, "relu", "silu" or "gelu", applied to the result.
+      decode: whether calls continue the sequences of earlier calls.
+      dtype: dtype of the computation and the result; None: that of x and the parameters together.
+        A float32 kernel is not rounded to a narrower dtype.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of `kernel`.
+      bias_init: initializer of `bias`.
+    """
+
+    kernel_size: int
+    _: KW_ONLY
+    kernel_dilation: int = 1
+    use_bias: bool = True
+    activation: str | None = "silu"
+    decode: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = default_short_kernel_init
+    bias_init: Initializer = default_bias_init
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
+        """The convolution of x (..., T, C), in the shape of x.
+
+        `segment_ids`, integers (..., T), are those of packed sequences: a tap reads only the
+        segment of its result. With `decode`, the cache continues the first segment of a row, and
+        is left with the inputs of the last.
+
+        Raises:
+          ValueError: an attribute is out of range, or the cache is of inputs of another shape.
+        """
+        name = "ShortConv"
+        features = jnp.shape(x)[-1]
+        shared.check(name, features, self.kernel_size, self.kernel_dilation)
+        kernel = self.param(
+            "kernel", self.kernel_init, (self.kernel_size, features), self.param_dtype
         )
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (features,), self.param_dtype)
+        x, kernel, bias = shared.operands(x, kernel, bias, self.dtype)
+        cache = None
+        if self.decode:
+            sizes = (self.kernel_size, self.kernel_dilation)
+            cache = _cached_inputs(self, shared.cache_shape(name, x.shape, *sizes), x.dtype)
+        y, state = shared.convolve(
+            name,
+            x,
+            kernel.T,
+            bias,
+            None if cache is None else cache.value,
+            dilation=self.kernel_dilation,
+            activation=self.activation,
+            segment_ids=segment_ids,
+        )
+        _store(self, cache, state)
+        return y
 
 
-def convolve(
-    layer: Any,
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    drop: Callable[[jax.Array], jax.Array] | None,
-) -> jax.Array:
-    """Computes both layers; `layer` has their attributes, `drop` is DropConnect or None."""
-    x, _, bias = promote_dtype(x, kernel, bias, dtype=layer.dtype)
-    # Half-precision taps would not sum to one, and the operator takes a weight wider than x.
-    weight = kernel.astype(accumulation_dtype(kernel))
-    if layer.normalize:
-        weight = jax.nn.softmax(weight, axis=-1)
-    if drop is not None:
-        weight = drop(weight)
-    return jaxops.lightweight_conv(
-        x,
-        weight.astype(accumulation_dtype(x)),
-        padding=layer.padding,
-        dilation=layer.dilation,
-        bias=bias,
-        activation=layer.activation,
-        data_format=layer.data_format,
-    )
+class _Block(nn.Module):
+    """The fields and the call of the paper's blocks, which differ in their convolutions."""
+
+    num_heads: int
+    kernel_size: int
+    _: KW_ONLY
+    conv_features: int | None = None
+    padding: str | int = "causal"
+    kernel_dilation: int = 1
+    use_bias: bool = True
+    conv_bias: bool = False
+    normalize: bool = True
+    drop_connect: float = 0.0
+    deterministic: bool | None = None
+    rng_collection: str = "dropout"
+    decode: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = default_dense_init
+    conv_kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+
+    _convolution: ClassVar[type[nn.Module]]
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        deterministic: bool | None = None,
+        *,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """The block's result on x (..., T, D), in the shape of x.
+
+        `segment_ids`, integers (..., T), are those of packed sequences: a tap reads only the
+        segment of its result.
+
+        Raises:
+          ValueError: an attribute is out of range, or num_heads does not divide the channels, or
+            DropConnect is asked for and `deterministic` is given nowhere, or twice.
+        """
+        features = jnp.shape(x)[-1]
+        conv_features = self.conv_features or features
+        dense = functools.partial(
+            nn.Dense,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+        )
+        y = nn.glu(dense(2 * conv_features, name="in_proj")(x))
+        y = self._convolution(
+            self.num_heads,
+            self.kernel_size,
+            padding=self.padding,
+            kernel_dilation=self.kernel_dilation,
+            use_bias=self.conv_bias,
+            normalize=self.normalize,
+            drop_connect=self.drop_connect,
+            deterministic=self.deterministic,
+            rng_collection=self.rng_collection,
+            decode=self.decode,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.conv_kernel_init,
+            bias_init=self.bias_init,
+            name="conv",
+        )(y, deterministic, segment_ids=segment_ids)
+        return dense(features, name="out_proj")(y)
+
+
+class LightConv(_Block):
+    """The block of the paper around a lightweight convolution, in place of self-attention.
+
+    Linear from D to 2 C, gated linear unit, `LightweightConv`, Linear from C to D; D are the
+    channels of the input and the result.
+
+    Parameters: those of `in_proj` and `out_proj`, an `nn.Dense` each, and of `conv`, a
+    `LightweightConv`. A layer of fairseq's LightConv models has them as follows, with its arrays as
+    NumPy's::
+
+        params = {
+            "in_proj": {"kernel": linear1.weight.T, "bias": linear1.bias},
+            "conv": {"kernel": conv.weight[:, 0]},  # (H, 1, K); with conv_bias, "bias": conv.bias
+            "out_proj": {"kernel": linear2.weight.T, "bias": linear2.bias},
+        }
+
+    where `normalize` is its weight_softmax, `drop_connect` its weight_dropout, and `padding` is
+    "causal" in decoders and "same" in encoders.
+
+    Attributes:
+      num_heads: number of filters; it divides `conv_features`.
+      kernel_size: taps of a filter, at least 1.
+      conv_features: the channels C of the convolution; None: those of the input.
+      padding: "causal" (position t sees nothing after t), "same", or an int.
+      kernel_dilation: distance in time between two taps.
+      use_bias: whether the linear maps add a bias.
+      conv_bias: whether the convolution adds one.
+      normalize: whether filters are normalised by a softmax over the taps.
+      drop_connect: the probability with which a tap of a filter is dropped in training.
+      deterministic: True turns DropConnect off; here or in the call, as in `nn.Dropout`.
+      rng_collection: the collection DropConnect draws its key from.
+      decode: whether calls continue the sequences of earlier calls, as `ShortConv` describes.
+      dtype: dtype of the computation and the result; None: that of x and the parameters together.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the kernels of the linear maps.
+      conv_kernel_init: initializer of the filters.
+      bias_init: initializer of every bias.
+
+    Source: Wu et al. 2019, as of `LightweightConv`; figure 2.
+    """
+
+    # Flax's own fields are keyword-only as well in a class that says so itself.
+    _: KW_ONLY
+
+    _convolution = LightweightConv
+
+
+class _DynamicFilters(nn.Module):
+    """The convolution of `DynamicConv`, whose filters are a linear map of its input."""
+
+    num_heads: int
+    kernel_size: int
+    _: KW_ONLY
+    padding: str | int
+    kernel_dilation: int
+    use_bias: bool
+    normalize: bool
+    drop_connect: float
+    deterministic: bool | None
+    rng_collection: str
+    decode: bool
+    dtype: Dtype | None
+    param_dtype: Dtype
+    kernel_init: Initializer
+    bias_init: Initializer
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, deterministic: bool | None, *, segment_ids: jax.Array | None
+    ) -> jax.Array:
+        """The convolution of x, (..., T, C), in the shape of x."""
+        name = "DynamicConv"
+        features, taps = x.shape[-1], self.kernel_size
+        shared.check(name, features, taps, self.kernel_dilation, self.num_heads, self.drop_connect)
+        logits = nn.Dense(
+            self.num_heads * taps,
+            use_bias=False,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            name="weight_proj",
+        )(x)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (features,), self.param_dtype)
+        drop = None
+        if self.drop_connect:
+            flag = nn.merge_param("deterministic", self.deterministic, deterministic)
+            if not flag:
+                drop = nn.Dropout(
+                    self.drop_connect, deterministic=False, rng_collection=self.rng_collection
+                )
+        x, logits, bias = promote_dtype(x, logits, bias, dtype=self.dtype)
+        weight, normalize = shared.dynamic_filters(logits, self.num_heads, self.normalize, drop)
+        cache = None
+        if self.decode:
+            sizes = (taps, self.kernel_dilation, self.padding)
+            cache = _cached_inputs(self, shared.cache_shape(name, x.shape, *sizes), x.dtype)
+        y, state = shared.convolve(
+            name,
+            x,
+            weight,
+            bias,
+            None if cache is None else cache.value,
+            dilation=self.kernel_dilation,
+            padding=self.padding,
+            segment_ids=segment_ids,
+            normalize=normalize,
+        )
+        _store(self, cache, state)
+        return y
+
+
+class DynamicConv(_Block):
+    """The block of the paper around a dynamic convolution: each position predicts its filters.
+
+    Linear from D to 2 C, gated linear unit, `jaxops.dynamic_conv` with the filters that a Linear
+    from C to num_heads * kernel_size, without a bias, makes of its input, Linear from C to D.
+
+    Parameters: those of `in_proj` and `out_proj`, an `nn.Dense` each, and of `conv`: `weight_proj`,
+    an `nn.Dense`, and with `conv_bias` `bias` (C,). A layer of fairseq's DynamicConv models has
+    them as follows, with its arrays as NumPy's::
+
+        params = {
+            "in_proj": {"kernel": linear1.weight.T, "bias": linear1.bias},
+            "conv": {"weight_proj": {"kernel": conv.weight_linear.weight.T}},  # "bias": conv_bias
+            "out_proj": {"kernel": linear2.weight.T, "bias": linear2.bias},
+        }
+
+    The softmax is that of all taps, as without its renorm_padding. DropConnect drops the taps of
+    each position on their own. Attributes are those of `LightConv`; `conv_kernel_init` initializes
+    `weight_proj`.
+
+    Source: Wu et al. 2019, as of `LightweightConv`; section 4 and figure 2.
+    """
+
+    _: KW_ONLY
+    conv_kernel_init: Initializer = default_dense_init
+
+    _convolution = _DynamicFilters
+
+
+def _cached_inputs(layer: nn.Module, shape: tuple[int, ...], dtype: Dtype) -> nn.Variable:
+    return layer.variable("cache", "cached_inputs", jnp.zeros, shape, dtype)
+
+
+def _store(layer: nn.Module, cache: nn.Variable | None, state: jax.Array | None) -> None:
+    # The x of `init` is there for its shape, and no sequence begins with it.
+    if cache is not None and not layer.is_initializing():
+        cache.value = state
