@@ -200,6 +200,7 @@ def nothing_warned(monkeypatch):
 @pytest.mark.parametrize("absentee", native.PLATFORMS)
 @pytest.mark.parametrize("spec", ONE_OF_EACH, ids=str)
 def test_a_platform_without_handlers_runs_the_reference(spec, absentee, monkeypatch):
+    monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, "on")
     monkeypatch.setitem(native._statuses, absentee, absent(absentee))
     with pytest.warns(
         jaxops.NoKernelWarning, match=r"in jax.numpy: it was \[not\] built"
@@ -212,6 +213,7 @@ def test_a_platform_without_handlers_runs_the_reference(spec, absentee, monkeypa
 @pytest.mark.usefixtures("nothing_warned")
 @pytest.mark.parametrize("spec", ONE_OF_EACH, ids=str)
 def test_a_gpu_without_code_runs_the_reference(spec, monkeypatch):
+    monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, "on")
     built = native.PlatformStatus("cuda", available=True, targets=("t",))
     monkeypatch.setitem(native._statuses, "cuda", built)
     monkeypatch.setattr(native, "cuda_architectures", lambda: ("90a",))
