@@ -165,6 +165,23 @@ def test_gradients_through_steps_are_those_of_the_whole():
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("indices", [None, np.array([2, -1], np.int32)])
+def test_one_tap_has_an_empty_state(indices):
+    rng = np.random.default_rng(0)
+    x, weight, state = normal(rng, (2, 4)), normal(rng, (2, 1)), jnp.zeros((3, 0, 4))
+
+    def function(x, weight):
+        y, new = step(x, state, weight, dilation=3, state_indices=indices)
+        assert new.shape == state.shape
+        return y
+
+    y, pull = jax.vjp(function, x, weight)
+    np.testing.assert_allclose(y, x * np.repeat(weight[:, 0], 2), rtol=1e-6)
+    dx, dweight = pull(jnp.ones_like(y))
+    np.testing.assert_allclose(dx, np.tile(np.repeat(weight[:, 0], 2), (2, 1)), rtol=1e-6)
+    np.testing.assert_allclose(dweight[:, 0], x.reshape(2, 2, 2).sum((0, 2)), rtol=1e-5, atol=1e-6)
+
+
 # --- slots ---------------------------------------------------------------------------------------
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
