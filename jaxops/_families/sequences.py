@@ -297,7 +297,8 @@ def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     starts = starts.astype(jnp.int32)
     steps = jnp.arange(tokens, dtype=jnp.int32)
     # The last of the sequences that start at a token is the one that is not empty.
-    number = jnp.searchsorted(starts, steps, side="right").astype(jnp.int32) - 1
+    number = jnp.searchsorted(starts, steps, side="right", method="scan_unrolled")
+    number = number.astype(jnp.int32) - 1
     return jnp.take(starts, number, mode="clip"), number
 
 

@@ -358,11 +358,10 @@ SPECS = (
     _spec("NTC, H = C, K = 1", heads=6, large_heads=_CHANNELS, taps=1, data_format="NTC"),
     _spec("NCT, K > T", heads=3, large_heads=3, taps=17, padding="same", data_format="NCT"),
     _spec(
-        "NTC, segments, state, bias, silu",
+        "NTC, segments, state, silu",
         heads=6,
         large_heads=_CHANNELS,
         taps=4,
-        bias=True,
         activation="silu",
         segments=True,
         state=True,

@@ -17,24 +17,22 @@ _ME = "ragged_conv"
 _TAPS, _LARGE_CHANNELS = 3, 48
 
 
-def _function(x, weight, starts, bias, states):
+def _function(x, weight, starts, states):
     return jaxops.ragged_conv(
         x,
         weight,
         starts,
-        bias=bias,
         initial_state=states,
         activation="silu",
         return_final_state=True,
     )
 
 
-def _oracle(x, weight, starts, bias, states):
+def _oracle(x, weight, starts, states):
     of_tokens, slots = sequences.ragged_starts(starts, x.shape[0])
     y = reference.lightweight_conv(
         x,
         weight,
-        bias,
         padding=_TAPS - 1,
         activation="silu",
         starts=of_tokens,
@@ -50,14 +48,13 @@ def _arguments(rng, dtype, channels=4, lengths=(3, 0, 1, 4)):
         normal(rng, (starts[-1], channels), dtype),
         normal(rng, (channels, _TAPS), dtype),
         starts,
-        normal(rng, (channels,), dtype),
         normal(rng, (len(lengths), _TAPS - 1, channels), dtype),
     )
 
 
 def _reach_of_weight(index, x, weight, *_):
     of_channel = np.arange(weight.shape[0]) == index[0]
-    return (of_channel, False, of_channel, of_channel[:, None], of_channel, of_channel)
+    return (of_channel, False, of_channel, of_channel[:, None], of_channel)
 
 
 def _bad(name, change, error, *fragments):
@@ -93,7 +90,7 @@ def _bad_inputs():
         ),
         _bad(
             "a state less",
-            lambda x, w, s, b, states: (x, w, s, b, states[1:]),
+            lambda x, w, s, states: (x, w, s, states[1:]),
             ValueError,
             "initial_state must have shape (4, 2, 4)",
         ),
@@ -116,14 +113,14 @@ def _calls(calls):
 SPECS = (
     OperatorSpec(
         operator=_ME,
-        variant="states, bias, silu",
+        variant="states, silu",
         function=_function,
         reference=_oracle,
         arguments=_arguments,
         large=functools.partial(
             _arguments, channels=_LARGE_CHANNELS, lengths=(100, 1, 0, 1, 1, 300, 7)
         ),
-        differentiable=(0, 1, 3, 4),
+        differentiable=(0, 1, 3),
         calls=_calls({"jaxops_lightweight_conv": 1}),
         vjp_calls=_calls(
             # The second is of the P steps of the states.
@@ -137,7 +134,7 @@ SPECS = (
             Placement(
                 name="channels",
                 axes=("c",),
-                arguments=(P(None, "c"), P("c", None), P(), P("c"), P(None, None, "c")),
+                arguments=(P(None, "c"), P("c", None), P(), P(None, None, "c")),
                 results=(P(None, "c"), P(None, None, "c")),
             ),
         ),
