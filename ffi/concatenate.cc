@@ -8,7 +8,6 @@
 #endif
 #include "ffi/bind.h"
 #include "ffi/decode.h"
-#include "ffi/limits.h"
 
 namespace jaxops::ffi::concatenate {
 namespace {
@@ -198,8 +197,6 @@ xf::Error Split(Context context, Buffer x, xf::RemainingRets parts,
 
 const Registration kConcatenate("jaxops_concatenate", kHandler<Concatenate>);
 const Registration kSplit("jaxops_split", kHandler<Split>);
-const Limit kLimits[] = {{"concatenate", "max_pieces", jaxops::concatenate::kMaxPieces},
-                         {"concatenate", "max_parts", jaxops::concatenate::kMaxDestinations}};
 
 }  // namespace
 }  // namespace jaxops::ffi::concatenate

@@ -1,23 +1,36 @@
-// Limits of kernels that the lowering of an operator keeps to.
+// Limits of CUDA kernels that the lowering of an operator keeps to, under the names by which Python
+// knows them. Both modules have them, because machines without the CUDA module trace and export
+// programs for CUDA devices, too.
 #ifndef JAXOPS_FFI_LIMITS_H_
 #define JAXOPS_FFI_LIMITS_H_
 
 #include <cstdint>
-#include <utility>
+
+#include "common/concatenate.h"
+#include "common/conv.h"
 
 namespace jaxops::ffi {
 
-// A limit under the name by which Python knows it. Both modules have the limits of CUDA kernels,
-// because machines without the CUDA module trace and export programs for CUDA devices, too.
 struct Limit {
-  Limit(const char* operator_name, const char* name, int64_t value)
-      : operator_name(operator_name), name(name), value(value), next(std::exchange(first, this)) {}
-
   const char* operator_name;
   const char* name;
   int64_t value;
-  const Limit* next;
-  static inline constinit const Limit* first = nullptr;
+};
+
+inline constexpr Limit kLimits[] = {
+    {"concatenate", "max_pieces", jaxops::concatenate::kMaxPieces},
+    {"concatenate", "max_parts", jaxops::concatenate::kMaxDestinations},
+    {"conv", "max_taps", jaxops::conv::kMaxTaps},
+    {"conv", "max_stride", jaxops::conv::kMaxStride},
+    {"conv", "max_pixels", jaxops::conv::kMaxPixels},
+    {"conv", "max_groups", jaxops::conv::kMaxGroups},
+    {"conv", "max_kernel_bytes", jaxops::conv::kMaxKernelBytes},
+    {"conv", "channel_bytes", jaxops::conv::kChannelBytes},
+    {"conv", "min_fan", jaxops::conv::kMinFan},
+    {"conv", "max_few_channels", jaxops::conv::kMaxFewChannels},
+    {"conv", "max_few_tap_rows", jaxops::conv::kMaxFewTapRows},
+    {"conv", "max_few_row_entries", jaxops::conv::kMaxFewRowEntries},
+    {"conv", "max_few_outputs", jaxops::conv::kMaxFewOutputs},
 };
 
 }  // namespace jaxops::ffi

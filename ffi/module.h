@@ -41,10 +41,10 @@ inline int64_t WorkSpaceBytes(const std::string& target, const std::vector<Frame
 // Returns the limits of each operator, by name.
 inline nanobind::dict Limits() {
   nanobind::dict operators;
-  for (const Limit* limit = Limit::first; limit != nullptr; limit = limit->next) {
-    const nanobind::str name(limit->operator_name);
-    if (!operators.contains(name)) operators[name] = nanobind::dict();
-    operators[name][limit->name] = limit->value;
+  for (const auto& [operator_name, name, value] : kLimits) {
+    const nanobind::str key(operator_name);
+    if (!operators.contains(key)) operators[key] = nanobind::dict();
+    operators[key][name] = value;
   }
   return operators;
 }
