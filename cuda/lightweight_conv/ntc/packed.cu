@@ -85,7 +85,7 @@ struct ForwardParams {
 };
 
 template <typename T, int kV, int kTaps>
-__global__ void __launch_bounds__(kRingThreads, kTaps <= 4 ? 5 : 4)
+__global__ void __launch_bounds__(kRingThreads, 4)
     PackedNtcForward(const __grid_constant__ ForwardParams p) {
   using Acc = Accumulator<T>;
   using Ring = RowRing<T, kV, kTaps, false>;
