@@ -1,4 +1,4 @@
-"""What operators over time share: paddings by name, segments, and the states of causal calls.
+"""Paddings by name, segments and states: the parts that operators over time share.
 
 The primitives take segments as `starts`: the first step of the segment of each step, non-decreasing
 over time. A segment that began before step 0 has a start of 0 if nothing is known of its earlier
