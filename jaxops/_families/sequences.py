@@ -161,8 +161,8 @@ def final_states(
         last = jnp.zeros((*rows.shape, channels), x.dtype)
     if initial_states is None:
         return last
-    kept = (
-        jnp.minimum(rows - begins + padding, padding - 1)[..., None] if padding else rows[..., None]
-    )
-    before = jnp.take_along_axis(initial_states, kept, axis=1)
+    if padding == 0:
+        return initial_states
+    kept = jnp.clip(rows - begins + padding, 0, padding - 1)
+    before = jax.vmap(lambda state, at: state.at[at].get(mode="clip"))(initial_states, kept)
     return jnp.where(is_input, last.astype(initial_states.dtype), before)
