@@ -396,11 +396,15 @@ def _head_steps(starts, slots, slot_count, count):
 
 
 def _scatter_heads(heads, starts, slots):
-    """Rows (slots, P, C) at the first steps of the segments of the slots: (T, C)."""
-    rows = _head_steps(starts, slots, *heads.shape[:2])
-    return (
-        jnp.zeros((starts.shape[0], heads.shape[2]), heads.dtype).at[rows].add(heads, mode="drop")
-    )
+    """Rows (slots, P, C) at the first steps of the segments of the slots: (T, C).
+
+    It is a gather, because a scatter would begin with zeros that are whole on every device of a mesh
+    of explicit axes.
+    """
+    count, padding = heads.shape[:2]
+    since = jnp.arange(starts.shape[0], dtype=starts.dtype) - starts
+    is_head = (since >= 0) & (since < padding) & (slots >= 0)
+    return heads.at[jnp.where(is_head, slots, count), since].get(mode="fill", fill_value=0)
 
 
 def _gather_heads(g, starts, slots, *, shape):
