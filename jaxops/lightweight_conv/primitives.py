@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.export
@@ -85,7 +86,7 @@ class _WholeOptions(Options):
 
 
 def attributes(*, options, **_):
-    """What every handler of the family is passed."""
+    """The attributes that every handler of the family is passed."""
     return {
         "padding": np.int64(options.padding),
         "dilation": np.int64(options.dilation),
@@ -96,7 +97,7 @@ def attributes(*, options, **_):
 # --- the operator itself: x, weight, bias, starts, state, slots -> y -----------------------------
 
 
-def _split(operands, **has):
+def _split(operands, **has) -> tuple[Any, ...]:
     """(x, weight, bias, starts, state, slots), with None for what a call does not have."""
     rest = iter(operands[2:])
     flags = (has["with_bias"], has["with_starts"], has["with_state"], has["with_slots"])
@@ -294,7 +295,7 @@ def _conv_transpose(cotangents, *operands, options, flip, activation, **has):
 
 
 def _state_part(state, weight, *, starts, slots, like, options, flip):
-    """What a state adds to the sums, as an array like `like`."""
+    """The terms that a state adds to the sums, as an array like `like`."""
     if 0 in like.shape:
         return jnp.zeros_like(like)
     state = state.astype(accumulation_dtype(like))

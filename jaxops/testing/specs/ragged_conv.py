@@ -128,7 +128,7 @@ SPECS = (
         ),
         value_terms=lambda x, weight, *_: weight.shape[1] + 1,
         vjp_terms=lambda x, *_: x.size,
-        # Those of an activation, and two gradients with respect to the weight that are added.
+        # An activation rounds, as does the sum of two gradients with respect to the weight.
         vjp_roundings=5,
         placements=(
             Placement(
