@@ -178,7 +178,7 @@ class Operator:
         compat.def_jet(primitive, functools.partial(_taylor, primitive))
         return primitive
 
-    def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    def __call__(self, *operands: jax.Array | np.ndarray, **params: Any) -> list[jax.Array]:
         return self.primitive.bind(*compat.make_varying(list(operands)), **params)
 
     def on_one_device(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:

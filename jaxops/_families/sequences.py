@@ -256,7 +256,7 @@ def _take_steps_jvp(primals, tangents, **params):
 
 @_add_steps_operator.def_jvp
 def _add_steps_jvp(primals, tangents, *, begin, axis):
-    sums = add_steps(*primals, begin, axis)
+    sums = add_steps(primals[0], primals[1], begin, axis)
     rows, some = rules.nonzero(tangents, 2)
     if rows is None:
         rows = rules.broadcast_like(jnp.zeros((), sums.dtype), jax.typeof(sums))
@@ -279,7 +279,7 @@ def _add_steps_transpose(cotangents, rows, some, *, begin, axis):
     (ct,) = cotangents
     if isinstance(ct, compat.Zero):
         return rules.zeros((rows, some))
-    cts = [None, None]
+    cts: list[jax.Array | None] = [None, None]
     if compat.is_undefined_primal(rows):
         cts[0] = rules.match_type(ct, rows.aval, -axis)
     if compat.is_undefined_primal(some):
@@ -317,7 +317,7 @@ def final_state(
     axis = x.ndim + time_axis(data_format)
     time = x.shape[axis]
     dtype = x.dtype if initial_state is None else initial_state.dtype
-    if jax.export.is_symbolic_dim(time) or time < padding:
+    if jax.export.is_symbolic_dim(x.shape[axis]) or time < padding:
         x = take_steps(x, 0, time, axis - x.ndim)
         if initial_state is None:
             before = [(0, 0)] * x.ndim

@@ -62,7 +62,7 @@ def dynamic_conv_step(
     padding = (taps - 1) * dilation
     why = f"(slots, P, C) with P = {padding} for x_t {x.shape}"
     checks.shape(_NAME, "state", state, (slots, padding, channels), why)
-    own = state
+    own, indices = state, None
     if state_indices is not None:
         why = "(B,), one slot a sequence of x_t"
         indices = sequences.integer_array(_NAME, "state_indices", state_indices, (batch,), why)
@@ -80,6 +80,6 @@ def dynamic_conv_step(
         initial_state=own,
         return_final_state=True,
     )
-    if state_indices is not None:
+    if indices is not None:
         moved = state.at[indices].set(moved, mode="drop")
     return y.reshape(x.shape), moved

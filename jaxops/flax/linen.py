@@ -113,6 +113,7 @@ class LightweightConv(nn.Module):
             self.num_heads,
             self.drop_connect,
         )
+        assert self.kernel_size is not None  # `check` refuses None
         kernel = self.param(
             "kernel", self.kernel_init, (self.num_heads, self.kernel_size), self.param_dtype
         )

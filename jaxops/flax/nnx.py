@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -82,6 +83,7 @@ class _Convolution(nnx.Module):
             **options,
         )
         if state is not None:
+            assert self.cached_inputs is not None  # the state came from it
             self.cached_inputs[...] = state
         return y
 
@@ -159,6 +161,7 @@ class LightweightConv(_Convolution):
         shared.check(
             "LightweightConv", features, kernel_size, kernel_dilation, num_heads, drop_connect
         )
+        assert kernel_size is not None  # `check` refuses None
         self.kernel = nnx.Param(kernel_init(rngs.params(), (num_heads, kernel_size), param_dtype))
         self.bias = (
             nnx.Param(bias_init(rngs.params(), (features,), param_dtype)) if use_bias else None
@@ -302,7 +305,7 @@ class ShortConv(_Convolution):
 class _Block(nnx.Module):
     """The paper's blocks, which differ in their convolutions."""
 
-    _convolution: ClassVar[type[_Convolution]]
+    _convolution: ClassVar[Callable[..., _Convolution]]
     _default_conv_kernel_init: ClassVar[Initializer]
 
     def __init__(

@@ -26,20 +26,20 @@ default_bias_init = nn.initializers.zeros_init()
 def check(
     layer: str,
     features: int,
-    kernel_size: int,
+    kernel_size: int | None,
     kernel_dilation: int,
     num_heads: int | None = 1,
     drop_connect: float = 0.0,
 ) -> None:
     """Raises the errors of a layer's sizes, before any parameter takes a senseless shape."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_heads": num_heads,
         "kernel_size": kernel_size,
         "kernel_dilation": kernel_dilation,
     }
     for name, value in sizes.items():
         checks.integer(layer, name, value)
-    if num_heads < 1 or features % num_heads:
+    if sizes["num_heads"] < 1 or features % sizes["num_heads"]:
         raise ValueError(
             f"{layer}: num_heads must divide the {features} channels, got num_heads={num_heads}"
         )
@@ -146,13 +146,13 @@ def convolve(
             )
         if segment_ids is None and data_format == "NTC":
             batch = math.prod(x.shape[:-2])
-            arrays = [a.reshape(batch, *a.shape[x.ndim - 2 :]) for a in (x, state)]
+            steps, slots = (a.reshape(batch, *a.shape[x.ndim - 2 :]) for a in (x, state))
             if is_dynamic:
                 step = jaxops.dynamic_conv_step
                 weight = weight.reshape(batch, *weight.shape[-3:])
             else:
                 step = jaxops.lightweight_conv_step
-            y, new_state = step(*arrays, weight, **options)
+            y, new_state = step(steps, slots, weight, **options)
             return y.reshape(x.shape), new_state.reshape(state.shape)
     whole = jaxops.dynamic_conv if is_dynamic else jaxops.lightweight_conv
     result = whole(
@@ -165,4 +165,4 @@ def convolve(
         data_format=data_format,
         **options,
     )
-    return result if state is not None else (result, None)
+    return result if isinstance(result, tuple) else (result, None)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.export
@@ -96,7 +97,7 @@ def attributes(*, options, **_):
 # --- the operator itself: x, weight, bias, starts, state, slots -> y -----------------------------
 
 
-def _split(operands, **has):
+def _split(operands, **has) -> tuple[Any, ...]:
     """(x, weight, bias, starts, state, slots), with None for what a call does not have."""
     rest = iter(operands[2:])
     flags = (has["with_bias"], has["with_starts"], has["with_state"], has["with_slots"])

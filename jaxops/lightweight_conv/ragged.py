@@ -95,13 +95,12 @@ def ragged_conv(
         state, token_slots = initial_state, numbers
         if state_indices is not None:
             token_slots = state_indices.at[numbers].get(mode="fill", fill_value=-1)
-    operands: list[jax.Array | None] = [x, weight, bias, token_starts, state]
+    operands: list[jax.Array | None] = [x, weight, bias, token_starts, state, token_slots]
     result_dtype = x.dtype
     if any(a is not None and a.dtype == jnp.float64 for a in operands):
         operands[0] = x.astype(jnp.float64)
     y = primitives.conv(
         *operands,
-        token_slots,
         options=primitives.Options(padding, dilation, "NTC"),
         activation=activation,
     )

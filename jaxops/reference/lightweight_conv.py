@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -65,16 +67,17 @@ def _batch(cores):
     return jnp.broadcast_shapes(*(a.shape[: a.ndim - n] for a, n in cores if a is not None))
 
 
-def _reader(x, taps, padding, dilation, starts=None, state=None, slots=None):
+def _reader(x, taps, padding, dilation, starts: Any = None, state: Any = None, slots: Any = None):
     """A function of a tap and its offset, what it reads at every step of x, and all offsets."""
     time = x.shape[-2]
-    known = (taps - 1) * dilation if jax.export.is_symbolic_dim(time) else time
+    known = (taps - 1) * dilation if jax.export.is_symbolic_dim(x.shape[-2]) else time
     # Taps that reach beyond the sequence all read the same zeros, however far they reach.
     has_rows = state is not None and slots is None
     before = padding if has_rows else min(known, padding)
     after = min(known, (taps - 1) * dilation - padding)
     offsets = [max(-before, min(after, k * dilation - padding)) for k in range(taps)]
     if has_rows:
+        assert state is not None  # `has_rows` says so
         batch = _batch(((x, 2), (state, 2)))
         parts = [jnp.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (state, x)]
         rows = jnp.concatenate(parts, axis=-2)
@@ -86,7 +89,7 @@ def _reader(x, taps, padding, dilation, starts=None, state=None, slots=None):
 
     def read(tap, offset):
         read = jax.lax.dynamic_slice_in_dim(rows, offset + before, time, axis=-2)
-        if starts is None:
+        if starts_of_rows is None:
             return read
         of_row = jax.lax.dynamic_slice_in_dim(starts_of_rows, offset + before, time, axis=-1)
         at = steps + offset
@@ -94,6 +97,7 @@ def _reader(x, taps, padding, dilation, starts=None, state=None, slots=None):
         read = jnp.where(is_inside[..., None], read, 0)
         if slots is None:
             return read
+        assert state is not None  # slots are numbers of states
         # The true offset: a state has steps further back than the sequence is long.
         back = steps + (tap * dilation - padding) - starts
         count = state.shape[-3]
