@@ -14,8 +14,8 @@
 //   - s < starts[t] and the call has slots: it reads row padding + s - starts[t] of the state of
 //     slots[t], zero if that is not in [0, num_slots).
 //
-// All other taps read zero, as those outside of a sequence do. Starts may be negative, for a segment that began before step 0; without starts, all steps are of such a
-// segment.
+// All other taps read zero, as those outside of a sequence do. Starts may be negative, for a
+// segment that began before step 0; without starts, all steps are of such a segment.
 #ifndef JAXOPS_COMMON_LIGHTWEIGHT_CONV_H_
 #define JAXOPS_COMMON_LIGHTWEIGHT_CONV_H_
 

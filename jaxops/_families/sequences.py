@@ -1,4 +1,4 @@
-"""What operators over time share: paddings by name, segments, and the states of causal calls.
+"""Paddings by name, segments and states: the parts that operators over time share.
 
 The primitives take segments as `starts`: the first step of the segment of each step, non-decreasing
 over time. A segment that began before step 0 has a start of 0 if nothing is known of its earlier
@@ -275,7 +275,8 @@ def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     starts = starts.astype(jnp.int32)
     steps = jnp.arange(tokens, dtype=jnp.int32)
     # The last of the sequences that start at a token is the one that is not empty.
-    number = jnp.searchsorted(starts, steps, side="right").astype(jnp.int32) - 1
+    number = jnp.searchsorted(starts, steps, side="right", method="scan_unrolled")
+    number = number.astype(jnp.int32) - 1
     return jnp.take(starts, number, mode="clip"), number
 
 
@@ -330,8 +331,8 @@ def final_states(
         last = jnp.zeros((*rows.shape, channels), x.dtype)
     if initial_states is None:
         return last
-    kept = (
-        jnp.minimum(rows - begins + padding, padding - 1)[..., None] if padding else rows[..., None]
-    )
-    before = jnp.take_along_axis(initial_states, kept, axis=1)
+    if padding == 0:
+        return initial_states
+    kept = jnp.clip(rows - begins + padding, 0, padding - 1)
+    before = jax.vmap(lambda state, at: state.at[at].get(mode="clip"))(initial_states, kept)
     return jnp.where(is_input, last.astype(initial_states.dtype), before)

@@ -85,7 +85,7 @@ class _WholeOptions(Options):
 
 
 def attributes(*, options, **_):
-    """What every handler of the family is passed."""
+    """The attributes that every handler of the family takes."""
     return {
         "padding": np.int64(options.padding),
         "dilation": np.int64(options.dilation),
@@ -287,14 +287,14 @@ def _conv_transpose(cotangents, *operands, options, flip, activation, **has):
     return [dx, dweight, *dbias, *rest]
 
 
-# --- what a state adds ---------------------------------------------------------------------------
+# --- the part of a state -------------------------------------------------------------------------
 #
 # The sums of the first P steps of a segment have terms of the P rows of its state: those of a
 # convolution of these rows, without padding.
 
 
 def _state_part(state, weight, *, starts, slots, like, options, flip):
-    """What a state adds to the sums, as an array like `like`."""
+    """The part of the sums that a state adds, as an array like `like`."""
     if 0 in like.shape:
         return jnp.zeros_like(like)
     state = state.astype(accumulation_dtype(like))
@@ -415,7 +415,10 @@ def _batched(function, batch):
         function = jax.vmap(function)
 
     def run(*arrays):
-        return function(*(jnp.broadcast_to(a, (*batch, *a.shape[rank:])) for a in arrays))
+        shapes = [(*batch, *a.shape[rank:]) for a in arrays]
+        # Broadcasting to the same shape would gather an array of a mesh of explicit axes.
+        pairs = zip(arrays, shapes, strict=True)
+        return function(*(a if a.shape == s else jnp.broadcast_to(a, s) for a, s in pairs))
 
     return run
 

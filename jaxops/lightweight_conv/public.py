@@ -76,7 +76,7 @@ def lightweight_conv(
     return_final_state = sequences.boolean(name, "return_final_state", return_final_state)
     x = sequences.sequence_array(name, "x", x, data_format)
     time_axis = sequences.time_axis(data_format)
-    weight, bias = check_parameters(name, x.shape, x.shape[-3 - time_axis], weight, bias)
+    weight, bias = check_parameters(name, x, x.shape[-3 - time_axis], weight, bias, data_format)
     taps = weight.shape[1]
     dilation = checks.integer(name, "dilation", dilation, 1)
     padding = sequences.resolve_padding(name, padding, (taps - 1) * dilation)
@@ -111,9 +111,14 @@ def lightweight_conv(
 
 
 def check_parameters(
-    function: str, shape: tuple[int, ...], channels: int, weight: ArrayLike, bias: ArrayLike | None
+    function: str,
+    x: jax.Array,
+    channels: int,
+    weight: ArrayLike,
+    bias: ArrayLike | None,
+    data_format: str,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Weight and bias as arrays that fit the channels of x, which has the shape given."""
+    """Weight and bias as arrays that fit the channels of x."""
     weight = checks.float_array(function, "weight", weight, 2, "(H, K)")
     heads, taps = weight.shape
     if heads < 1 or taps < 1:
@@ -123,7 +128,7 @@ def check_parameters(
     if channels % heads:
         raise ValueError(
             f"{function}: the H = {heads} rows of weight must divide the C = {channels} channels "
-            f"of x {shape}"
+            f"of x {x.shape} ({data_format})"
         )
     if bias is not None:
         bias = checks.float_array(function, "bias", bias, 1, "(C,)")

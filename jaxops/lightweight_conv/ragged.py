@@ -32,7 +32,8 @@ def ragged_conv(
 
     Sequence i has the tokens ``starts[i] <= t < starts[i + 1]`` of x. It is convolved as
     ``lightweight_conv(x[starts[i]:starts[i + 1]], weight, initial_state=initial_state[i])``, with
-    P = (K - 1) * dilation inputs in a state. All sequences are computed together.
+    P = (K - 1) * dilation inputs in a state. All sequences are computed together. Policies of
+    `jax.checkpoint` can name the result "lightweight_conv".
 
     Args:
       x: (N, C), the tokens of all sequences; float16, bfloat16, float32 or float64.
@@ -65,7 +66,7 @@ def ragged_conv(
     return_final_state = sequences.boolean(name, "return_final_state", return_final_state)
     x = checks.float_array(name, "x", x, 2, "(N, C)")
     tokens, channels = x.shape
-    weight, bias = check_parameters(name, x.shape, channels, weight, bias)
+    weight, bias = check_parameters(name, x, channels, weight, bias, "NTC")
     dilation = checks.integer(name, "dilation", dilation, 1)
     padding = (weight.shape[1] - 1) * dilation
     starts = sequences.integer_array(name, "starts", starts, None, "(S + 1,)")
@@ -104,7 +105,7 @@ def ragged_conv(
         options=primitives.Options(padding, dilation, "NTC"),
         activation=activation,
     )
-    y = checkpoint_name(y.astype(result_dtype), name)
+    y = checkpoint_name(y.astype(result_dtype), primitives.NAME)
     if not return_final_state:
         return y
     if state_indices is None:

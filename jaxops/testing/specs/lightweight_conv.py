@@ -36,7 +36,9 @@ def _bad_inputs(swap):
             "H = 3",
             "C = 7",
         ),
-        bad("x of rank 2", lambda x, w, *_: call(x[0], w), ValueError, "x must", "3 dim", "shape"),
+        bad(
+            "x of rank 1", lambda x, w, *_: call(x[0, 0], w), ValueError, "x must", "2 dim", "shape"
+        ),
         bad(
             "weight of rank 1", lambda x, w, *_: call(x, w[0]), ValueError, "weight must", "(H, K)"
         ),
@@ -83,6 +85,34 @@ def _bad_inputs(swap):
             ValueError,
             "activation must be one of",
             "'tanh'",
+        ),
+        bad(
+            "segment ids of a float dtype",
+            lambda x, w, *_: call(x, w, segment_ids=np.zeros((2, 7), np.float32)),
+            TypeError,
+            "segment_ids must have an integer dtype",
+            "got float32",
+        ),
+        bad(
+            "segment ids of another length",
+            lambda x, w, *_: call(x, w, segment_ids=np.zeros((2, 9), np.int32)),
+            ValueError,
+            "segment_ids must have shape (2, 7)",
+            "(2, 9)",
+        ),
+        bad(
+            "a state of other steps",
+            lambda x, w, *_: call(x, w, padding=0, initial_state=np.zeros_like(x)),
+            ValueError,
+            "initial_state must have shape",
+            "the P = 0 steps",
+        ),
+        bad(
+            "an integer for a bool",
+            lambda x, w, *_: call(x, w, return_final_state=1),
+            TypeError,
+            "return_final_state must be a bool",
+            "got 1",
         ),
         bad(
             "an unknown layout",
@@ -239,9 +269,11 @@ def _spec(
         of_head = np.arange(weight.shape[0]) == index[0]
         of_channel = np.repeat(of_head, x.shape[1 if swap else 2] // weight.shape[0])
         rows = of_channel[:, None] if swap else of_channel
+        results = (rows, False) if state else (rows,)
+        of_state = (rows,) if state else ()
         if activation is None:  # the weight and bias gradients do not depend on weight
-            return (rows, rows, False, False)
-        return (rows, rows, of_head[:, None], of_channel)
+            return (*results, rows, False, *[False] * bias, *of_state)
+        return (*results, rows, of_head[:, None], *[of_channel] * bias, *of_state)
 
     large = functools.partial(
         arrays, batch=_BATCH, time=_TIME, channels=_CHANNELS, heads=large_heads
@@ -256,18 +288,18 @@ def _spec(
         differentiable=(0, 1, *(i for i, n in enumerate(names, 2) if n != "segment_ids")),
         calls=_calls({"jaxops_lightweight_conv": 1}, segments or state),
         vjp_calls=_calls(
-            # The derivatives of a state, and what it adds to that of the weight, are of P steps.
+            # The second is of the P steps of the state.
             {
-                "jaxops_lightweight_conv": 2 if state else 1,
-                "jaxops_lightweight_conv_backward": 1,
-                **({"jaxops_lightweight_conv_filter_grad": 1} if state else {}),
+                "jaxops_lightweight_conv": 1,
+                "jaxops_lightweight_conv_backward": 2 if state else 1,
             },
             segments or state,
         ),
         value_terms=lambda x, weight, *_: weight.shape[1] + 1,
         vjp_terms=summed_entries,
         # The value before the activation, the activation's derivative, and their product.
-        vjp_roundings=3 if activation else 0,
+        # Two gradients with respect to a weight that a state meets are added.
+        vjp_roundings=(3 if activation else 0) + (2 if state else 0),
         placements=_placements(swap, large_heads, names, (resolved > 0) + (resolved < reach)),
         empty={
             "no batch": functools.partial(arrays, batch=0),
@@ -326,11 +358,10 @@ SPECS = (
     _spec("NTC, H = C, K = 1", heads=6, large_heads=_CHANNELS, taps=1, data_format="NTC"),
     _spec("NCT, K > T", heads=3, large_heads=3, taps=17, padding="same", data_format="NCT"),
     _spec(
-        "NTC, segments, state, bias, silu",
+        "NTC, segments, state, silu",
         heads=6,
         large_heads=_CHANNELS,
         taps=4,
-        bias=True,
         activation="silu",
         segments=True,
         state=True,
