@@ -399,8 +399,8 @@ def _head_steps(starts, slots, slot_count, count):
 def _scatter_heads(heads, starts, slots):
     """Rows (slots, P, C) at the first steps of the segments of the slots: (T, C).
 
-    It is a gather, because a scatter would begin with zeros that are whole on every device of a mesh
-    of explicit axes.
+    It is a gather, because a scatter would begin with zeros that are whole on every device of a
+    mesh of explicit axes.
     """
     count, padding = heads.shape[:2]
     since = jnp.arange(starts.shape[0], dtype=starts.dtype) - starts
