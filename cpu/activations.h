@@ -24,7 +24,7 @@ JAXOPS_ALWAYS_INLINE V Activate(V v) {
   } else if constexpr (kActivation == Activation::kGelu) {
     // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with u = sqrt(2 / pi) (v + 0.044715 v^3).
     constexpr A kMinusTwoRoot = A(-1.5957691216057307118);
-    return v / (A(1) + Exp(kMinusTwoRoot * (v + A(0.044715) * (v * v * v))));
+    return v / (A(1) + Exp(kMinusTwoRoot * MultiplyAdd(V{} + A(0.044715), v * v * v, v)));
   } else {
     return v;
   }

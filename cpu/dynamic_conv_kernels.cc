@@ -313,7 +313,7 @@ JAXOPS_ALWAYS_INLINE void ConvolveTile(const A* weight, int64_t weight_pitch, co
       const Vec<A> wj = Load(w + j * kLane);
 #pragma GCC unroll 4
       for (int c = 0; c < kChannels; ++c) {
-        const Vec<A> next = sum[c][j] + wj * Load(row + c * pitch + j * kLane);
+        const Vec<A> next = MultiplyAdd(wj, Load(row + c * pitch + j * kLane), sum[c][j]);
         if constexpr (kMasked) {
           sum[c][j] = IsValid(ranges, i + j * kLane, k) ? next : sum[c][j];
         } else {
@@ -480,10 +480,10 @@ template <int kCount, typename A>
 JAXOPS_ALWAYS_INLINE void AddTaps(const A* x, int64_t stride, const A* weight,
                                   int64_t weight_stride, int64_t count, Vec<A>* sum) {
   for (int64_t k = 0; k < count; ++k) {
-    const A w = weight[k * weight_stride];
+    const Vec<A> w = Vec<A>{} + weight[k * weight_stride];
     const A* row = x + k * stride;
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) sum[i] += w * Load(row + i * kLanes<A>);
+    for (int i = 0; i < kCount; ++i) sum[i] = MultiplyAdd(w, Load(row + i * kLanes<A>), sum[i]);
   }
 }
 
@@ -648,7 +648,7 @@ JAXOPS_ALWAYS_INLINE void WeightGradTile(const A* cotangent, int64_t cotangent_p
     const Vec<A> gc = Load(cotangent + c * cotangent_pitch);
     const A* row = x + c * pitch;
 #pragma GCC unroll 8
-    for (int k = 0; k < kCount; ++k) sum[k] += gc * Load(row + k * tap_stride);
+    for (int k = 0; k < kCount; ++k) sum[k] = MultiplyAdd(gc, Load(row + k * tap_stride), sum[k]);
   }
 #pragma GCC unroll 8
   for (int k = 0; k < kCount; ++k) {
@@ -693,7 +693,8 @@ void WeightGradHead(const Geometry& g, const Block& block, const TapRanges<A>& r
 template <typename A>
 void SoftmaxGrad(int64_t taps, const A* p, A* dp, int64_t pitch) {
   Vec<A> dot = {};
-  for (int64_t k = 0; k < taps; ++k) dot += Load(p + k * pitch) * Load(dp + k * pitch);
+  for (int64_t k = 0; k < taps; ++k)
+    dot = MultiplyAdd(Load(p + k * pitch), Load(dp + k * pitch), dot);
   for (int64_t k = 0; k < taps; ++k) {
     Store(Load(p + k * pitch) * (Load(dp + k * pitch) - dot), dp + k * pitch);
   }

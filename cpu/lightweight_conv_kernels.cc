@@ -248,7 +248,7 @@ JAXOPS_ALWAYS_INLINE void ConvolveTile(R read, const A* weight, int64_t taps, bo
       w = Vec<A>{} + weight[k];
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) sum[i] += w * read(i, k);
+    for (int i = 0; i < kCount; ++i) sum[i] = MultiplyAdd(w, read(i, k), sum[i]);
   }
   store(sum);
 }
@@ -269,20 +269,20 @@ JAXOPS_ALWAYS_INLINE void FilterGradTile(const A* g, R read, int64_t vectors, in
       const Vec<A> gi = Load(g + (i + way) * kLane);
 #pragma GCC unroll 8
       for (int k = 0; k < kCount; ++k) {
-        sum[way][k] += gi * read(i + way, k);
+        sum[way][k] = MultiplyAdd(gi, read(i + way, k), sum[way][k]);
       }
     }
   }
   for (; i < vectors; ++i) {
     const Vec<A> gi = Load(g + i * kLane);
 #pragma GCC unroll 8
-    for (int k = 0; k < kCount; ++k) sum[0][k] += gi * read(i, k);
+    for (int k = 0; k < kCount; ++k) sum[0][k] = MultiplyAdd(gi, read(i, k), sum[0][k]);
   }
   if (tail > 0) {
     const Vec<A> gi = Load(g + vectors * kLane);
 #pragma GCC unroll 8
     for (int k = 0; k < kCount; ++k) {
-      sum[0][k] += gi * KeepLanes<A>(read(vectors, k), tail);
+      sum[0][k] = MultiplyAdd(gi, KeepLanes<A>(read(vectors, k), tail), sum[0][k]);
     }
   }
 #pragma GCC unroll 8
@@ -372,7 +372,7 @@ bool AddSlots(const Convolve& args, const PanelLayout<A, DataFormat::kNTC>& layo
       for (int64_t p = 0; p < layout.panels; ++p) {
         A* to = sums + (p * kTile + j) * kLane;
         const Vec<A> w = Load(weight + (p * geometry.taps + k) * kLane);
-        Store(Load(to) + w * Load(channels + p * kLane), to);
+        Store(MultiplyAdd(w, Load(channels + p * kLane), Load(to)), to);
       }
     }
   }

@@ -187,11 +187,11 @@ void MakeSteps(const Rows& args, const S* x, const T* state, S* y) {
       Vec<A> sum = {};
       for (int64_t k = 0; k < before; ++k) {
         const T* row = state + (s + k * call.dilation) * pitch + at;
-        sum += Load(weight + k * kLane) * LoadAs<A>(row, lanes);
+        sum = MultiplyAdd(Load(weight + k * kLane), LoadAs<A>(row, lanes), sum);
       }
       for (int64_t k = before; k < call.taps; ++k) {
         const S* row = x + (s + k * call.dilation - call.reach) * call.channels + at;
-        sum += Load(weight + k * kLane) * LoadUpTo(row, lanes);
+        sum = MultiplyAdd(Load(weight + k * kLane), LoadUpTo(row, lanes), sum);
       }
       StoreUpTo(Activate<kActivation>(sum + Load(bias + at)), y + s * call.channels + at, lanes);
     }

@@ -105,6 +105,31 @@ JAXOPS_ALWAYS_INLINE V LoadBits(const void* from) {
 JAXOPS_ALWAYS_INLINE Vec<float> Load(const float* from) { return LoadBits<Vec<float>>(from); }
 JAXOPS_ALWAYS_INLINE Vec<double> Load(const double* from) { return LoadBits<Vec<double>>(from); }
 
+// a * b + c, with one rounding where the instruction set has such an operation. Unlike an
+// expression that the compiler may contract or not, it has the same bits wherever it is inlined.
+template <typename V>
+JAXOPS_ALWAYS_INLINE V MultiplyAdd(V a, V b, V c) {
+  constexpr bool kIsFloat = __is_same(V, Vec<float>);
+  static_assert(kIsFloat || __is_same(V, Vec<double>));
+#if defined(__AVX512F__)
+  if constexpr (kIsFloat) {
+    return BitCast<V>(_mm512_fmadd_ps(BitCast<__m512>(a), BitCast<__m512>(b), BitCast<__m512>(c)));
+  } else {
+    return BitCast<V>(
+        _mm512_fmadd_pd(BitCast<__m512d>(a), BitCast<__m512d>(b), BitCast<__m512d>(c)));
+  }
+#elif defined(__FMA__)
+  if constexpr (kIsFloat) {
+    return BitCast<V>(_mm256_fmadd_ps(BitCast<__m256>(a), BitCast<__m256>(b), BitCast<__m256>(c)));
+  } else {
+    return BitCast<V>(
+        _mm256_fmadd_pd(BitCast<__m256d>(a), BitCast<__m256d>(b), BitCast<__m256d>(c)));
+  }
+#else
+  return a * b + c;
+#endif
+}
+
 // Zero-extends 16-bit entries. Like NarrowBits it uses intrinsics, because compilers split the
 // vector.
 JAXOPS_ALWAYS_INLINE U32Vec WidenBits(const void* from) {
@@ -269,14 +294,17 @@ JAXOPS_ALWAYS_INLINE V Exp(V x) {
   x = x > T::kExpMax ? V{} + T::kExpMax : x;
   // Adding 1.5 * 2^mantissa rounds to an integer, which is then in the low bits.
   constexpr A kRounder = A(3) * (int64_t{1} << (T::kMantissaBits - 1));
-  const V shifted = x * A(0x1.71547652b82fep0) + kRounder;
+  const V shifted = MultiplyAdd(x, V{} + A(0x1.71547652b82fep0), V{} + kRounder);
   const V exponent = shifted - kRounder;
   const Int power = BitCast<Int>(shifted) - BitCast<Int>(V{} + kRounder);
-  const V r = (x - exponent * T::kLog2High) - exponent * T::kLog2Low;
+  const V high = MultiplyAdd(-exponent, V{} + T::kLog2High, x);
+  const V r = MultiplyAdd(-exponent, V{} + T::kLog2Low, high);
   constexpr auto kCoefficients = ExpCoefficients<A>();
   V series = V{} + kCoefficients.of[T::kExpDegree];
 #pragma GCC unroll 16
-  for (int i = T::kExpDegree - 1; i >= 0; --i) series = kCoefficients.of[i] + series * r;
+  for (int i = T::kExpDegree - 1; i >= 0; --i) {
+    series = MultiplyAdd(series, r, V{} + kCoefficients.of[i]);
+  }
   // The scale is two factors, because the power of two may be out of range if the result is not.
   const Int half = power >> 1;
   const V scale = BitCast<V>((half + T::kExponentBias) << T::kMantissaBits);
