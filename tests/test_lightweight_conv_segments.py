@@ -350,7 +350,12 @@ def test_chunks_have_the_bits_of_the_whole(platform, taps, dilation, data_format
         return jnp.concatenate(parts, axis=axis), state
 
     arguments = swapped(x, data_format), weight
-    assert_bitwise(run(by_chunks, platform, *arguments), run(whole, platform, *arguments), "chunks")
+    got, want = (run(function, platform, *arguments) for function in (by_chunks, whole))
+    if platform.name == "cuda" and taps > 8 and not with_ids:
+        # The GPU's kernels of many taps without segments and states have orders of their own.
+        assert_close(got, [a.astype(np.float64) for a in want], "chunks", dtype="float32", terms=40)
+    else:
+        assert_bitwise(got, want, "chunks")
 
 
 def as_products(sequences, time, taps, dilation, padding):

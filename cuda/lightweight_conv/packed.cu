@@ -2,8 +2,8 @@
 // is read through the cache.
 //
 // The fastest varying dimension of an array, channels (NTC) or time (NCT), belongs to neighbouring
-// threads. Taps are added in ascending order, from zero, and the bias last, as by the other kernels
-// for segments and states, so that a result does not depend on the family.
+// threads. Taps are added to the bias in ascending order, as by all kernels of up to 8 taps, so
+// that a sequence has the same bits in parts as whole.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
 #include "cuda/lightweight_conv/families.h"
@@ -66,6 +66,11 @@ __global__ void __launch_bounds__(kNtcThreads, 4)
   if (call.starts != nullptr) starts = call.starts + call.batch.Offset(batch, Forward::kStarts);
   const int start = starts == nullptr ? -p.padding : starts[t];
   Acc sums[1] = {};
+  if (call.bias != nullptr) {
+    const int64_t at = call.batch.Offset(batch, Forward::kBias) + channel;
+    WithElements(call.bias, call.bias_dtype,
+                 [&](const auto* biases) { sums[0] = static_cast<Acc>(Widen(biases[at])); });
+  }
   WithElements(call.weight, call.weight_dtype, [&](const auto* weights) {
     const auto* filter = weights + call.batch.Offset(batch, Forward::kWeight) +
                          int64_t{p.depth.Quotient(channel)} * p.taps;
@@ -92,11 +97,6 @@ __global__ void __launch_bounds__(kNtcThreads, 4)
       sums[0] += static_cast<Acc>(Widen(filter[k * sign])) * Widen(x[s * advance]);
     }
   });
-  if (call.bias != nullptr) {
-    const int64_t at = call.batch.Offset(batch, Forward::kBias) + channel;
-    WithElements(call.bias, call.bias_dtype,
-                 [&](const auto* biases) { sums[0] += static_cast<Acc>(Widen(biases[at])); });
-  }
   Activate(sums, call.activation);
   T* y = static_cast<T*>(call.y) + call.batch.Offset(batch, Forward::kY) + column;
   y[t * advance] = Narrow<T>(sums[0]);

@@ -112,14 +112,14 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
     rows[kReach] = next;
     // The next row is in flight while this step is computed.
     if (s + 1 < call.steps) next = LoadVector<kV>(x + (s + 1) * call.channels);
-    Acc sums[kV] = {};
+    Acc sums[kV];
+#pragma unroll
+    for (int v = 0; v < kV; ++v) sums[v] = bias[v];
 #pragma unroll
     for (int k = 0; k < kTaps; ++k) {
 #pragma unroll
       for (int v = 0; v < kV; ++v) sums[v] += weight[k][v] * Widen(rows[k].values[v]);
     }
-#pragma unroll
-    for (int v = 0; v < kV; ++v) sums[v] += bias[v];
     Activate(sums, call.activation);
     Vector<T, kV> out;
 #pragma unroll
@@ -161,14 +161,13 @@ __global__ void __launch_bounds__(kThreads) StepThroughCache(const __grid_consta
       item.weight +
       static_cast<int64_t>(p.depth.Quotient(static_cast<uint64_t>(item.channel))) * call.taps;
   for (int64_t s = 0; s < call.steps; ++s) {
-    Acc sums[1] = {};
+    Acc sums[1] = {bias[0]};
     WithElements(call.weight, call.weight_dtype, [&](const auto* weight) {
 #pragma unroll kRowsInFlight
       for (int64_t k = 0; k < call.taps; ++k) {
         sums[0] += static_cast<Acc>(Widen(weight[filter + k])) * row_at(s + k * call.dilation);
       }
     });
-    sums[0] += bias[0];
     Activate(sums, call.activation);
     static_cast<T*>(call.y)[item.y + s * call.channels] = Narrow<T>(sums[0]);
   }

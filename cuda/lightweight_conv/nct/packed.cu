@@ -191,7 +191,15 @@ __global__ void __launch_bounds__(kNctThreads, 5)
     index += p.tile.rows();
     window = next;
     load(next, index + p.tile.rows());
-    Acc sums[kVector] = {};
+    Acc bias = 0;
+    if (call.bias != nullptr) {
+      const int64_t at = call.batch.Offset(batch, Forward::kBias) + channel;
+      WithElements(call.bias, call.bias_dtype,
+                   [&](const auto* biases) { bias = static_cast<Acc>(Widen(biases[at])); });
+    }
+    Acc sums[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sums[i] = bias;
     if (is_whole) {
 #pragma unroll
       for (int k = 0; k < kTaps; ++k) {
@@ -206,7 +214,7 @@ __global__ void __launch_bounds__(kNctThreads, 5)
         const int64_t offset = call.batch.Offset(batch, Forward::kState);
 #pragma unroll 1
         for (int i = 0; i < min(kVector, p.padding - t); ++i) {
-          Acc sum = 0;
+          Acc sum = bias;
           p.states.ForEachTap<1, Acc>(
               nullptr, offset, t + i, starts == nullptr ? -p.padding : starts[t + i], channel,
               [&](int k, const Acc(&row)[1]) { sum += filter[k] * row[0]; });
@@ -225,14 +233,6 @@ __global__ void __launch_bounds__(kNctThreads, 5)
           }
         }
       }
-    }
-    if (call.bias != nullptr) {
-      const int64_t at = call.batch.Offset(batch, Forward::kBias) + channel;
-      Acc bias = 0;
-      WithElements(call.bias, call.bias_dtype,
-                   [&](const auto* biases) { bias = static_cast<Acc>(Widen(biases[at])); });
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sums[i] += bias;
     }
     Activate(sums, call.activation);
     WriteSteps<T, kVector, true>(y + int64_t{channel} * p.time, sums, t, p.time);

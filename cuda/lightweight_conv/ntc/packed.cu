@@ -133,7 +133,12 @@ __global__ void __launch_bounds__(kRingThreads, 4)
     ring.Take(rows, none);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) WidenRow(window[kTaps - 1 + i], rows[i]);
-    Acc sums[kRows][kV] = {};
+    Acc sums[kRows][kV];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int v = 0; v < kV; ++v) sums[i][v] = bias[v];
+    }
     if (check.Take()) {
 #pragma unroll
       for (int k = 0; k < kTaps; ++k) {
@@ -157,7 +162,9 @@ __global__ void __launch_bounds__(kRingThreads, 4)
 #pragma unroll 1
         for (int i = 0; i < min(kRows, range.count - done); ++i) {
           const int t = range.first + (done + i) * ranges.dilation;
-          Acc sum[kV] = {};
+          Acc sum[kV];
+#pragma unroll
+          for (int v = 0; v < kV; ++v) sum[v] = bias[v];
           p.states.ForEachTap<kV, Acc>(slots, offset, t,
                                        starts == nullptr ? -ranges.padding : starts[t], 0,
                                        [&](int k, const Acc(&row)[kV]) {
@@ -193,8 +200,6 @@ __global__ void __launch_bounds__(kRingThreads, 4)
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (done + i < range.count) {
-#pragma unroll
-        for (int v = 0; v < kV; ++v) sums[i][v] += bias[v];
         Activate(sums[i], p.activation);
         StoreRow(y, sums[i]);
       }
