@@ -26,10 +26,13 @@ CASES = [
     *conv("typical", (8, 512, 1024, 16, 3), "float32", layout="NCT"),
     *conv("typical", (8, 512, 1024, 16, 31), "float32", layout="NCT"),
     *conv("typical", (1, 2048, 512, 8, 4), BOTH, layout=["NTC", "NCT"]),
+    *conv("large", (8, 2048, 1024, 16, 15), "bfloat16", layout=["NTC", "NCT"]),
     *conv("odd", (3, 1001, 259, 7, 5), "float32"),
     *conv("odd", (2, 1001, 64, 64, 4), "float32"),
 ]
 # fmt: on
+for steps in (2**n for n in range(4, 17, 3)):
+    CASES += conv("scaling", (1, steps, 256, 4, 7), "float32")
 
 
 def time_axis(case: Case) -> int:

@@ -38,7 +38,7 @@ CASES = [
     *conv("odd", (4, 510, 1023, 10, 5), "float64", padding="same"),
     # Packed sequences of so many steps, for which XLA pads and masks.
     *[c for n in (1, 16, 128, 1000)
-      for c in conv("packed", (4, 1024, 2048, 1024, 4), ["float32", "bfloat16"], segments=n)],
+      for c in conv("typical", (4, 1024, 2048, 1024, 4), ["float32", "bfloat16"], segments=n)],
 ]
 # fmt: on
 for steps in (2**n for n in range(6, 21, 2)):

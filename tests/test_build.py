@@ -183,7 +183,8 @@ def test_an_installation_knows_why(cpu_only, said, monkeypatch):
 
 def test_a_kernel_has_a_name_of_its_own():
     """A profiler's trace tells kernels apart by names without namespaces and folders."""
-    bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
+    nested = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+    bounds = rf"__launch_bounds__{nested}"
     kernel = re.compile(rf"__global__\s+void\s+(?:{bounds}\s*)?(\w+)\s*\(")
     names = collections.Counter()
     for file in sorted((ROOT / "cuda").rglob("*.cu*")):

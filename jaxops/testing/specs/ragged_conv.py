@@ -130,7 +130,7 @@ SPECS = (
         vjp_terms=lambda x, *_: x.size,
         # The activation rounds three times, and two gradients of the weight are added.
         vjp_roundings=5,
-        # XLA adds the two gradients by x in the loop that makes one of them, where it may contract
+        # XLA adds the two input gradients in the loop that makes one of them, where it may contract
         # a product and the sum.
         vjp_bitwise=False,
         placements=(
