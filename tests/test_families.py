@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxops
+from jaxops._core import native
 from jaxops.testing import kernels
 from jaxops.testing.measure import leaves, vjp_of
 
@@ -40,6 +41,21 @@ def lightweight_conv(dtype) -> Iterator[Case]:
         for taps, dilation in ((3, 1), (4, 1), (31, 1), (7, 2)):
             options = {"data_format": data_format, "dilation": dilation}
             function = functools.partial(jaxops.lightweight_conv, **options)
+            yield function, [normal(*shape, dtype=dtype), normal(16, taps, dtype=dtype)], (0, 1)
+
+
+def packed(dtype) -> Iterator[Case]:
+    """Lightweight convolutions with segments."""
+    for data_format, shape in (("NTC", (4, 300, 64)), ("NCT", (4, 64, 304)), ("NCT", (2, 64, 301))):
+        time = shape[1 if data_format == "NTC" else 2]
+        ids = jnp.asarray(np.sort(RANDOM.integers(0, 9, (shape[0], time)), axis=1), jnp.int32)
+        for taps, dilation in ((3, 1), (4, 1), (31, 1), (7, 2)):
+            function = functools.partial(
+                jaxops.lightweight_conv,
+                data_format=data_format,
+                dilation=dilation,
+                segment_ids=ids,
+            )
             yield function, [normal(*shape, dtype=dtype), normal(16, taps, dtype=dtype)], (0, 1)
 
 
@@ -119,6 +135,8 @@ CASES = {
     "im2col": im2col,
     "lightweight_conv": lightweight_conv,
     "lightweight_conv_input_grad": lightweight_conv,
+    "lightweight_conv_packed": packed,
+    "lightweight_conv_packed_input_grad": packed,
     "sigmoid_focal_loss": sigmoid_focal_loss,
     "softmax_focal_loss": softmax_focal_loss,
     "trilinear_interpolate": trilinear_interpolate,
@@ -132,9 +150,10 @@ def run(function, arguments):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("operator", CASES)
-def test_families_agree(operator, dtype, platform):
+def test_families_agree(operator, dtype, platform, monkeypatch):
     if platform.name != "cuda":
         pytest.skip("kernel families are those of GPUs")
+    monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, "on")
     families = sorted({name for names in kernels.families()[operator].values() for name in names})
     ran = 0
     for function, arguments, moved in CASES[operator](dtype):

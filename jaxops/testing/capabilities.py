@@ -346,7 +346,7 @@ def nested_vmap(spec: OperatorSpec, platform: Platform) -> None:
     _check_vmap(spec, platform, _sample(cases))
 
 
-def _sample(cases: list[_Levels]) -> list[_Levels]:
+def _sample(cases: Sequence[_Levels]) -> Sequence[_Levels]:
     """All cases, or `_MOST_CASES` of them, always the same, chosen at random."""
     if len(cases) <= _MOST_CASES:
         return cases
