@@ -182,7 +182,7 @@ def _spec(
             "no channels": functools.partial(arrays, channels=0, heads=1),
         },
         bad_inputs=_bad_inputs() if steps and dilation == 1 else (),
-        # XLA adds the gradients of y and of the new state where it may contract a product and a sum.
+        # XLA adds the gradients of y and of the new state where it may contract a product with it.
         vjp_bitwise=False,
         checkpoint_name="dynamic_conv",
     )
