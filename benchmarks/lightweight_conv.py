@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 
@@ -215,6 +217,38 @@ def torch_shift_and_add(case):
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
+def causal_conv1d(case):
+    """The package of that name, whose kernels Mamba's authors wrote."""
+    from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
+
+    _, C, _, H, _ = case.shape
+
+    def function(x, weight, ids=None):
+        # It takes rows of channels as such: a transposed view of (B, T, C).
+        x = x if time_axis(case) == 2 else x.transpose(1, 2)
+        y = causal_conv1d_fn(x, weight.repeat_interleave(C // H, dim=0), seq_idx=ids)
+        return y if time_axis(case) == 2 else y.transpose(1, 2)
+
+    return function
+
+
+def not_causal_conv1d(case, direction, platform):
+    """Why the package causal-conv1d does not run on a case."""
+    if platform != "cuda":
+        return "has kernels for GPUs only"
+    if importlib.util.find_spec("causal_conv1d") is None:
+        return "causal-conv1d is not installed"
+    if not 2 <= case.shape[-1] <= 4:
+        return "has 2 to 4 taps"
+    if case.options["padding"] != "causal" or dilation(case) != 1:
+        return "has causal padding without dilation only"
+    if case.dtype == "float64":
+        return "has no float64"
+    if "segments" in case.options and time_axis(case) == 2:
+        return "has segments in NTC only"
+    return None
+
+
 def has_segments(case, direction, platform):
     return "has no segments" if "segments" in case.options else None
 
@@ -275,6 +309,7 @@ BENCHMARK = Benchmark(
         Peer("XLA conv", grouped_conv, declines=slow_conv, costly=True),
         Peer("XLA FFT", fft, declines=slow_fft),
         Peer("torch conv1d", torch_conv, declines=has_segments, torch=True),
+        Peer("causal-conv1d", causal_conv1d, declines=not_causal_conv1d, torch=True),
         Peer("torch.compile", torch_shift_and_add, declines=has_segments, torch=True, costly=True),
     ),
     cost=cost,
