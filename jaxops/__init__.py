@@ -5,7 +5,7 @@ from importlib.metadata import version as _version
 from jaxops._core import native as _native
 from jaxops._core.native import NoKernelWarning
 from jaxops.concatenate import concatenate, split
-from jaxops.conv import conv2d, conv_general_dilated
+from jaxops.conv import conv2d, conv_general_dilated, conv_transpose
 from jaxops.dynamic_conv import dynamic_conv, dynamic_conv_step
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
 from jaxops.grid_sample import grid_sample
@@ -29,6 +29,7 @@ __all__ = [
     "concatenate",
     "conv2d",
     "conv_general_dilated",
+    "conv_transpose",
     "dynamic_conv",
     "dynamic_conv_step",
     "grid_sample",

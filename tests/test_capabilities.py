@@ -43,6 +43,10 @@ LINEAR = {
         (3, 4, 2),
     ),
     "conv2d": (lambda x: jaxops.conv2d(x, np.ones((3, 3, 2, 4), np.float32)), (1, 5, 6, 2)),
+    "conv_transpose": (
+        lambda x: jaxops.conv_transpose(x, np.ones((3, 3, 2, 4), np.float32), (2, 3), "SAME"),
+        (1, 4, 5, 2),
+    ),
     "im2col": (lambda x: jaxops.im2col(x, 3, padding=1), (1, 4, 5, 2)),
     "col2im": (lambda x: jaxops.col2im(x, (1, 4, 5, 2)), (1, 2, 3, 3, 3, 2)),
     "lightweight_conv": (

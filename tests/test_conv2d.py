@@ -140,6 +140,96 @@ def test_any_case_of_lax(platform, data):
     assert_same(ours, oracle, platform, (lhs, rhs), dtype, terms=lhs.size)
 
 
+@hypothesis.settings(deadline=None, max_examples=12)
+@hypothesis.given(data=st.data())
+def test_any_transposed_convolution_of_lax(platform, data):
+    """Tests `conv_transpose` without groups, which `jax.lax` does not have."""
+    rank = data.draw(st.integers(1, 3))
+
+    def each(low, high):
+        return data.draw(st.tuples(*[st.integers(low, high)] * rank))
+
+    fan_in, fan_out = (data.draw(st.integers(1, n)) for n in (3, 2))
+    strides, taps, dilation, sizes = each(1, 5), each(1, 4), each(1, 2), each(1, 5)
+    pairs = tuple(zip(each(0, 3), each(0, 3), strict=True))
+    is_flipped, is_consistent = data.draw(st.booleans()), data.draw(st.booleans())
+    layouts = {
+        1: [None, ("NCH", "OIH", "NCH"), ("HNC", "IHO", "CHN")],
+        2: [None, ("NCHW", "OIHW", "NCHW")],
+        3: [None, ("NCDHW", "OIDHW", "NCDHW")],
+    }
+    numbers = data.draw(st.sampled_from(layouts[rank]))
+    of_lhs, of_rhs, _ = numbers or ("N" + "HWD"[:rank] + "C", "HWD"[:rank] + "IO", "")
+
+    def shape(layout, letters, counts):
+        space = "HWD"[:rank] if numbers is None else "DHW"[-rank:] if rank > 1 else "H"
+        of = dict(zip(letters + space, counts, strict=True))
+        return tuple(of[letter] for letter in layout)
+
+    fans = (fan_in, fan_out) if is_flipped else (fan_out, fan_in)
+    shapes = shape(of_lhs, "NC", (2, fan_in, *sizes)), shape(of_rhs, "OI", (*fans, *taps))
+    dtype = data.draw(st.sampled_from(("bfloat16", "float32", "float64")))
+    lhs, rhs = normal(data.draw(st.integers(0, 99)), *shapes, dtype=dtype)
+    padding = data.draw(st.sampled_from(("SAME", "VALID", pairs)))
+    options = (strides, padding, dilation, numbers, is_flipped)
+    try:
+        oracle = functools.partial(
+            lambda *a: lax.conv_transpose(*a, *options, use_consistent_padding=is_consistent)
+        )
+        jax.eval_shape(oracle, lhs, rhs)
+    except (ValueError, TypeError):
+        hypothesis.assume(False)  # the padded image would have a negative size
+
+    def ours(lhs, rhs):
+        return jaxops.conv_transpose(
+            lhs, rhs, *options, precision="highest", use_consistent_padding=is_consistent
+        )
+
+    assert_same(ours, oracle, platform, (lhs, rhs), dtype, terms=max(lhs.size, rhs.size))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize(("strides", "dilation"), [((2, 1), (1, 1)), ((3, 2), (1, 2))])
+def test_a_transposed_convolution_is_the_gradient_of_a_convolution(
+    groups, strides, dilation, platform
+):
+    """Tests groups, and padding as PyTorch has it."""
+    pads = ((1, 0), (1, 1))
+    image, kernel = normal(0, (2, 9, 8, 6), (3, 2, 6 // groups, 12), dtype="float64")
+
+    def convolve(image):
+        return lax.conv_general_dilated(
+            image,
+            kernel,
+            strides,
+            pads,
+            rhs_dilation=dilation,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    def transpose(y, kernel):
+        return jaxops.conv_transpose(
+            y,
+            kernel,
+            strides,
+            pads,
+            dilation,
+            transpose_kernel=True,
+            use_consistent_padding=True,
+            feature_group_count=groups,
+        )
+
+    y, pull = jax.vjp(convolve, image)
+    (cotangent,) = normal(1, y.shape, dtype="float64")
+    (want,) = pull(cotangent)
+    (got,) = run(lambda *a: [transpose(*a)], platform, cotangent, kernel)
+    # The last rows of the image, which no window reads, are not made.
+    reached = tuple(slice(n) for n in got.shape)
+    np.testing.assert_allclose(got, want[reached], rtol=1e-12, atol=1e-12)
+    assert got.shape[1] > image.shape[1] - strides[0]
+
+
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_and_activation(activation, dtype, platform):

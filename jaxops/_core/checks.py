@@ -157,6 +157,13 @@ def integer(
     return number
 
 
+def boolean(function: str, argument: str, value: Any) -> bool:
+    """`value` as a bool, which must be static."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{function}: {argument} must be a bool, got {describe(value)}")
+    return bool(value)
+
+
 def shape(function: str, argument: str, array: jax.Array, expected: Sequence[int], why: str):
     """Raises unless `array` has exactly the expected shape."""
     if array.shape != tuple(expected):

@@ -54,13 +54,6 @@ def bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, int
     return (tap + 1) * far - min(ahead, time), far
 
 
-def boolean(function: str, argument: str, value: Any) -> bool:
-    """`value` as a bool, which must be static."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{function}: {argument} must be a bool, got {checks.describe(value)}")
-    return bool(value)
-
-
 def time_axis(data_format: str) -> int:
     """The dimension of time in a sequence, counted from the last."""
     return -2 if data_format == "NTC" else -1

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxops._core import checks, compat
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.native import NoKernelWarning
-from jaxops._families.windows import Windows, make_windows
+from jaxops._families.windows import Windows, make_windows, per_dimension
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import primitives
 from jaxops.conv.options import Options, transposed_kernel
@@ -218,6 +218,141 @@ def conv_general_dilated(
     else:
         y = case.compiled(lhs, rhs)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def conv_transpose(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    transpose_kernel: bool = False,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    use_consistent_padding: bool = False,
+    *,
+    feature_group_count: int = 1,
+) -> jax.Array:
+    """`jax.lax.conv_transpose`, argument by argument, on the kernels of this library, with groups.
+
+    It is the convolution, with strides of 1, of lhs with S - 1 zeros between its neighbours, for
+    the strides S: ``y[n, h, o] = Σ rhs[k, i, o] · lhs[n, (h + k·D − P) / S, i]`` in one dimension,
+    over i and over the k whose index is whole and inside of lhs. With `transpose_kernel` it is the
+    gradient, with respect to its input, of the convolution with kernel rhs and strides S, which
+    PyTorch and Keras call the transposed convolution.
+
+    Policies of `jax.checkpoint` can name the result "conv_general_dilated".
+
+    Args:
+      lhs: the images, of rank n + 2 for n of 1 to 3; float16, bfloat16, float32 or float64.
+      rhs: the kernel, of rank n + 2 and of lhs's dtype: that of `conv_general_dilated`; with
+        transpose_kernel that of the convolution whose transpose this is, with lhs's channels as
+        outputs.
+      strides: n integers >= 1.
+      padding: "SAME" for results of S times the size of lhs; "VALID" for all that the convolution
+        of the result with strides S and no padding would read; or n pairs (low, high) of the
+        dilated lhs.
+      rhs_dilation: n integers >= 1, the steps between neighbouring entries of the window.
+      dimension_numbers: the layouts of lhs, rhs and result; by default channels last, as
+        ("NHWC", "HWIO", "NHWC").
+      transpose_kernel: whether to flip the window and to exchange inputs and outputs of rhs.
+      precision: as for `conv2d`.
+      preferred_element_type: the dtype of the result, that of lhs by default.
+      use_consistent_padding: whether pairs are those of the convolution whose transpose this is, as
+        in PyTorch: (low, high) stands for K - 1 - low and K - 1 - high, of the dilated window K.
+      feature_group_count: how many groups the channels form, each with its own part of the kernel.
+
+    Returns:
+      The array that `jax.lax.conv_transpose` returns, but for the order of its sums.
+
+    Raises:
+      TypeError, ValueError: an option is out of what is listed above, or shapes do not fit.
+    """
+    name = "conv_transpose"
+    lhs, rhs = checks.as_array(name, "lhs", lhs), checks.as_array(name, "rhs", rhs)
+    rank = lhs.ndim - 2
+    if rhs.ndim != lhs.ndim or not 1 <= rank <= 3:
+        raise ValueError(
+            f"{name}: lhs and rhs must both have 3, 4 or 5 dimensions, got shapes {lhs.shape} and "
+            f"{rhs.shape}"
+        )
+    transpose_kernel = checks.boolean(name, "transpose_kernel", transpose_kernel)
+    use_consistent_padding = checks.boolean(name, "use_consistent_padding", use_consistent_padding)
+    precision = _precision(name, precision)
+    if preferred_element_type is not None:
+        preferred_element_type = _float_dtype(
+            name, "preferred_element_type", preferred_element_type, None
+        )
+    strides = per_dimension(name, "strides", strides, rank, 1)
+    ones = (1,) * rank
+    dilation = per_dimension(
+        name, "rhs_dilation", ones if rhs_dilation is None else rhs_dilation, rank, 1
+    )
+    groups = checks.integer(name, "feature_group_count", feature_group_count, 1)
+    if dimension_numbers is None:
+        dimension_numbers = _CHANNELS_LAST[rank]
+    with checks.without_arrays(name, {"dimension_numbers": dimension_numbers}):
+        numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    outputs, inputs, *space = numbers.rhs_spec
+    reaches = [(rhs.shape[d] - 1) * step for d, step in zip(space, dilation, strict=True)]
+    if isinstance(padding, str):
+        of_pads = checks.choice(name, "padding", padding, ("SAME", "VALID"))
+        pads = [_transposed_pads(r, s, of_pads) for r, s in zip(reaches, strides, strict=True)]
+    else:
+        pads = _pairs(name, padding, rank)
+        if use_consistent_padding:
+            pads = [(r - low, r - high) for r, (low, high) in zip(reaches, pads, strict=True)]
+    if transpose_kernel:
+        if rhs.shape[outputs] % groups:
+            raise ValueError(
+                f"{name}: feature_group_count = {groups} must divide the {rhs.shape[outputs]} "
+                "output channels of rhs"
+            )
+        rhs = transposed_kernel(lax.transpose(rhs, (*space, inputs, outputs)), groups)
+        last = (rank + 1, rank, *range(rank))
+        numbers = lax.ConvDimensionNumbers(numbers.lhs_spec, last, numbers.out_spec)
+    return conv_general_dilated(
+        lhs,
+        rhs,
+        ones,
+        pads,
+        strides,
+        dilation,
+        numbers,
+        feature_group_count=groups,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+
+
+_CHANNELS_LAST = {
+    1: ("NHC", "HIO", "NHC"),
+    2: ("NHWC", "HWIO", "NHWC"),
+    3: ("NHWDC", "HWDIO", "NHWDC"),
+}
+
+
+def _pairs(function: str, padding: Any, rank: int) -> list[tuple[int, int]]:
+    is_pairs = checks.is_sequence(padding) and len(padding) == rank
+    if not is_pairs or not all(checks.is_sequence(p) and len(p) == 2 for p in padding):
+        raise ValueError(
+            f"{function}: padding must be 'SAME', 'VALID' or {rank} (low, high) pairs, got "
+            f"{checks.describe(padding)}"
+        )
+    low, high = (
+        [checks.integer(function, f"padding[{i}]", pair[end]) for i, pair in enumerate(padding)]
+        for end in (0, 1)
+    )
+    return list(zip(low, high, strict=True))
+
+
+def _transposed_pads(reach: int, stride: int, padding: str) -> tuple[int, int]:
+    """The zeros around the dilated images whose result has the size that `padding` says."""
+    if padding == "VALID":
+        return reach, max(stride - 1, reach)
+    low = reach if stride > reach else -(-(reach + stride - 1) // 2)
+    return low, reach + stride - 1 - low
 
 
 def _supported(*arguments: Any, **options: Any) -> bool:

@@ -74,8 +74,8 @@ def dynamic_conv(
     name = primitives.NAME
     data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
     activation = checks.choice(name, "activation", activation, ACTIVATIONS)
-    normalize = sequences.boolean(name, "normalize", normalize)
-    return_final_state = sequences.boolean(name, "return_final_state", return_final_state)
+    normalize = checks.boolean(name, "normalize", normalize)
+    return_final_state = checks.boolean(name, "return_final_state", return_final_state)
     x = sequences.sequence_array(name, "x", x, data_format)
     time_axis = sequences.time_axis(data_format)
     time, channels = x.shape[time_axis], x.shape[-3 - time_axis]

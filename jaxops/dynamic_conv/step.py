@@ -47,7 +47,7 @@ def dynamic_conv_step(
       TypeError, ValueError: as `dynamic_conv`.
     """
     activation = checks.choice(_NAME, "activation", activation, ACTIVATIONS)
-    normalize = sequences.boolean(_NAME, "normalize", normalize)
+    normalize = checks.boolean(_NAME, "normalize", normalize)
     x = checks.float_array(_NAME, "x_t", x_t, None, "(B, C) or (B, S, C)")
     if x.ndim not in (2, 3):
         raise ValueError(f"{_NAME}: x_t must have shape (B, C) or (B, S, C), got {x.shape}")

@@ -72,7 +72,7 @@ def lightweight_conv(
     name = primitives.NAME
     data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
     activation = checks.choice(name, "activation", activation, ACTIVATIONS)
-    return_final_state = sequences.boolean(name, "return_final_state", return_final_state)
+    return_final_state = checks.boolean(name, "return_final_state", return_final_state)
     x = sequences.sequence_array(name, "x", x, data_format)
     time_axis = sequences.time_axis(data_format)
     weight, bias = check_parameters(name, x, x.shape[-3 - time_axis], weight, bias, data_format)

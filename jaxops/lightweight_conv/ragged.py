@@ -63,7 +63,7 @@ def ragged_conv(
     """
     name = _NAME
     activation = checks.choice(name, "activation", activation, ACTIVATIONS)
-    return_final_state = sequences.boolean(name, "return_final_state", return_final_state)
+    return_final_state = checks.boolean(name, "return_final_state", return_final_state)
     x = checks.float_array(name, "x", x, 2, "(N, C)")
     tokens, channels = x.shape
     weight, bias = check_parameters(name, x, channels, weight, bias, "NTC")
