@@ -2,7 +2,6 @@
 #include "common/lightweight_conv_step.h"
 
 #include <optional>
-#include <utility>
 
 #ifdef JAXOPS_PLATFORM_CUDA
 #include "cuda/lightweight_conv_step/launch.h"
@@ -66,10 +65,12 @@ xf::Error SetSizes(Step& step, int64_t dilation, Dimensions x, Dimensions state,
 }
 
 xf::Error RunStep(Context context, Buffer x, Buffer state, Buffer weight,
-                  std::optional<Buffer> bias, std::optional<Buffer> indices, Result y,
+                  std::optional<Buffer> first, std::optional<Buffer> second, Result y,
                   Result new_state, const StepAttributes& attributes) {
-  // With one of the two, the binding takes it for a bias.
-  if (!indices && bias && IsIndex(*bias)) std::swap(bias, indices);
+  // The bias, the indices or both.
+  const bool is_only_indices = first && !second && IsIndex(*first);
+  const Buffer* const bias = first && !is_only_indices ? &*first : nullptr;
+  const Buffer* const indices = is_only_indices ? &*first : second ? &*second : nullptr;
   Step step;
   JAXOPS_RETURN_IF_ERROR(
       SetSizes(step, attributes.dilation, x.dimensions(), state.dimensions(), weight.dimensions()));
@@ -82,9 +83,9 @@ xf::Error RunStep(Context context, Buffer x, Buffer state, Buffer weight,
   step.weight = weight.untyped_data();
   step.y = y->untyped_data();
   step.new_state = new_state->untyped_data();
-  step.bias = DataOf(bias);
+  step.bias = bias == nullptr ? nullptr : bias->untyped_data();
   step.bias_dtype = step.weight_dtype;
-  step.indices = DataOf(indices);
+  step.indices = indices == nullptr ? nullptr : indices->untyped_data();
   step.has_wide_indices = false;
   const size_t rank = x.dimensions().size() - 3;
   JAXOPS_RETURN_IF_ERROR(
@@ -94,13 +95,13 @@ xf::Error RunStep(Context context, Buffer x, Buffer state, Buffer weight,
   // The weight stands in for the batch dimensions of absent operands, whose offsets nothing reads.
   const BatchOperand own_weight{weight.dimensions(), 2};
   BatchOperand bias_operand = own_weight, indices_operand = own_weight;
-  if (bias) {
+  if (bias != nullptr) {
     JAXOPS_RETURN_IF_ERROR(SetOtherType(step.bias_dtype, "bias", *bias, step.dtype));
     JAXOPS_RETURN_IF_ERROR(
         CheckBuffer(kName, "bias", *bias, rank, {step.channels}, bias->element_type()));
     bias_operand = {bias->dimensions(), 1};
   }
-  if (indices) {
+  if (indices != nullptr) {
     if (!IsIndex(*indices)) {
       return InvalidArgument(kName, ": state_indices must be s32 or s64, got type ",
                              static_cast<int>(indices->element_type()));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import KW_ONLY
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
+import jaxops
 from jaxops.flax import shared
 from jaxops.flax.shared import (
     default_bias_init,
@@ -445,6 +446,40 @@ class DynamicConv(_Block):
     conv_kernel_init: Initializer = default_dense_init
 
     _convolution = _DynamicFilters
+
+
+class Conv(nn.Conv):
+    """`flax.linen.Conv` on the kernels of jaxops: the same arguments, parameters and results.
+
+    Calls for which there is no kernel, such as those of integers, are `jax.lax`'s and warn with a
+    `jaxops.NoKernelWarning`, as `jaxops.conv_general_dilated` does.
+    """
+
+    conv_general_dilated: Any = jaxops.conv_general_dilated
+
+
+class ConvTranspose(nn.ConvTranspose):
+    """`flax.linen.ConvTranspose` on the kernels of jaxops: `jaxops.conv_transpose`.
+
+    It has the same arguments, parameters and results.
+    """
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """The transposed convolution of inputs (..., *space, C)."""
+        size = self.kernel_size
+        kernel_size = (size,) if isinstance(size, int) else tuple(size)
+        fans = (inputs.shape[-1], self.features)
+        shape = kernel_size + (fans[::-1] if self.transpose_kernel else fans)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        kernel = shared.masked(kernel, self.mask)
+        x, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        assert x is not None
+        assert kernel is not None
+        return shared.transpose_images(self, x, kernel, bias)
 
 
 def _cached_inputs(layer: nn.Module, shape: tuple[int, ...], dtype: Dtype) -> nn.Variable:

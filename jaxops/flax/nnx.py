@@ -12,6 +12,7 @@ from flax import nnx
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
+import jaxops
 from jaxops.flax import shared
 from jaxops.flax.shared import (
     default_bias_init,
@@ -526,6 +527,33 @@ class DynamicConv(_Block):
 
     _convolution = _DynamicFilters
     _default_conv_kernel_init = staticmethod(default_dense_init)
+
+
+class Conv(nnx.Conv):
+    """`flax.nnx.Conv` on the kernels of jaxops: the same arguments, parameters and results.
+
+    Calls for which there is no kernel, such as those of integers, are `jax.lax`'s and warn with a
+    `jaxops.NoKernelWarning`, as `jaxops.conv_general_dilated` does.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(
+            *arguments, **{"conv_general_dilated": jaxops.conv_general_dilated, **options}
+        )
+
+
+class ConvTranspose(nnx.ConvTranspose):
+    """`flax.nnx.ConvTranspose` on the kernels of jaxops: `jaxops.conv_transpose`.
+
+    It has the same arguments, parameters and results.
+    """
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """The transposed convolution of inputs (..., *space, C)."""
+        kernel = shared.masked(self.kernel[...], self.mask)
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+        return shared.transpose_images(self, x, kernel, bias)
 
 
 def _drop_connect(

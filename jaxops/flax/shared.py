@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
+from flax.linen.linear import canonicalize_padding
 from flax.typing import Dtype
 
 import jaxops
@@ -166,3 +168,59 @@ def convolve(
         **options,
     )
     return result if isinstance(result, tuple) else (result, None)
+
+
+def transpose_images(
+    layer: Any, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    """The transposed convolution of x (..., *space, C) that a layer with Flax's fields asks for.
+
+    The result is that of `flax.linen.ConvTranspose`, also with its "CIRCULAR" padding.
+    """
+    rank = kernel.ndim - 2
+    batch = x.shape[: -rank - 1]
+    strides = _per_dimension(layer.strides, rank)
+    y = jaxops.conv_transpose(
+        x.reshape(-1, *x.shape[-rank - 1 :]),
+        kernel,
+        strides,
+        "VALID" if layer.padding == "CIRCULAR" else canonicalize_padding(layer.padding, rank),
+        _per_dimension(layer.kernel_dilation, rank),
+        transpose_kernel=layer.transpose_kernel,
+        precision=layer.precision,
+        preferred_element_type=layer.preferred_element_type,
+    )
+    if layer.padding == "CIRCULAR":
+        for axis, stride in enumerate(strides, 1):
+            period = x.shape[axis - rank - 2] * stride
+            y = _wrap(y, axis, period, layer.transpose_kernel)
+    y = y if bias is None else y + bias
+    return y.reshape(*batch, *y.shape[1:])
+
+
+def masked(kernel: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """The kernel of a convolution, zero where its mask is."""
+    if mask is None:
+        return kernel
+    checks.shape("ConvTranspose", "mask", mask, kernel.shape, "that of the kernel")
+    return kernel * mask
+
+
+def _per_dimension(value: Any, rank: int) -> tuple[int, ...]:
+    if value is None or isinstance(value, int):
+        return (value or 1,) * rank
+    return tuple(value)
+
+
+def _wrap(y: jax.Array, axis: int, period: int, rounds_down: bool) -> jax.Array:
+    """Sums the entries whose distance is a multiple of `period`, the middle ones in their place."""
+    size = y.shape[axis]
+    if period == 0:
+        return jax.lax.slice_in_dim(y, 0, 0, axis=axis)
+    # Of what completes two periods, half lies before y.
+    rest = (period - size) % (2 * period)
+    before = (rest if rounds_down else rest + 1) // 2 % period
+    pads = [(0, 0)] * y.ndim
+    pads[axis] = (before, -(before + size) % period)
+    y = jnp.pad(y, pads)
+    return y.reshape(*y.shape[:axis], -1, period, *y.shape[axis + 1 :]).sum(axis)
