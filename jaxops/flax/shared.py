@@ -217,7 +217,7 @@ def _wrap(y: jax.Array, axis: int, period: int, rounds_down: bool) -> jax.Array:
     size = y.shape[axis]
     if period == 0:
         return jax.lax.slice_in_dim(y, 0, 0, axis=axis)
-    # Of what completes two periods, half lies before y.
+    # Half of what completes two periods lies before y.
     rest = (period - size) % (2 * period)
     before = (rest if rounds_down else rest + 1) // 2 % period
     pads = [(0, 0)] * y.ndim
