@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxops.activations import ACTIVATIONS
-from jaxops.conv import cuda_kernels
+from jaxops.conv import alternatives, choices, cuda_kernels
 from jaxops.conv.options import Options, over_pixels, sum_dtype, transposed_kernel
 from jaxops.conv.patches import (
     block_size,
@@ -36,6 +35,10 @@ from jaxops.conv.patches import (
 
 def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, **_):
     """The convolution, with bias and activation."""
+    way = choices.find("forward", options, platform, dtype, x, kernel)
+    if way is not None:
+        more = dict(options=options, dtype=dtype, activation=activation, platform=platform)
+        return [alternatives.forward(way, forward, x, kernel, bias, **more)]
     windows = options.windows
     axis = x.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
@@ -73,7 +76,7 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
 
     block, slabs = block_size(options, platform, x, kernel)
     if _is_faster_by_xla(options, platform, block, dtype, x, kernel):
-        return [_convolution(x, kernel, options).astype(dtype)]
+        return [alternatives.convolve(x, kernel, options).astype(dtype)]
 
     def images(x):
         return slabs.joined(compute, x) if slabs else compute(x, windows)
@@ -83,6 +86,10 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
 
 def input_grad(g, kernel, *, options, dtype, platform):
     """Its transpose in x."""
+    way = choices.find("input_grad", options, platform, dtype, g, kernel)
+    if way is not None:
+        more = dict(options=options, dtype=dtype, platform=platform)
+        return [alternatives.input_grad(way, input_grad, g, kernel, **more)]
     windows = options.windows
     axis = g.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
@@ -117,7 +124,7 @@ def input_grad(g, kernel, *, options, dtype, platform):
     )
     if by_xla or _is_faster_by_cudnn(options, platform, dtype, g, kernel):
         mirrored = options.transposed((1,) * options.rank)
-        return [_convolution(g, transposed_kernel(kernel, 1), mirrored).astype(dtype)]
+        return [alternatives.convolve(g, transposed_kernel(kernel, 1), mirrored).astype(dtype)]
 
     def compute(g, windows):
         return col2im(patches(g), windows)
@@ -130,6 +137,10 @@ def input_grad(g, kernel, *, options, dtype, platform):
 
 def kernel_grad(x, g, *, options, dtype, summed, platform):
     """Its transpose in the kernel, summed over the batch dimensions flagged in `summed`."""
+    way = choices.find("kernel_grad", options, platform, dtype, x, g)
+    if way is not None:
+        more = dict(options=options, dtype=dtype, summed=summed, platform=platform)
+        return [alternatives.kernel_grad(way, kernel_grad, x, g, **more)]
     axis = x.ndim - 2 - options.rank
     shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
@@ -313,29 +324,4 @@ def _is_faster_by_cudnn(options: Options, platform: str | None, dtype: Any, g, k
         and g.ndim == kernel.ndim == options.rank + 2
         and g.dtype == kernel.dtype == dtype
         and dtype.itemsize == 2
-    )
-
-
-def _convolution(x: jax.Array, kernel: jax.Array, options: Options) -> jax.Array:
-    """XLA's convolution of one group."""
-    windows = options.windows
-    reaches = [
-        (out - 1) * s + (k - 1) * d + 1
-        for out, s, k, d in zip(
-            windows.outs, windows.strides, windows.taps, windows.dilation, strict=True
-        )
-    ]
-    padding = [
-        (low, reach - n - low)
-        for low, reach, n in zip(windows.low, reaches, windows.ins, strict=True)
-    ]
-    sizes = "DHW"[3 - options.rank :]
-    return lax.conv_general_dilated(
-        x,
-        kernel,
-        windows.strides,
-        padding,
-        rhs_dilation=windows.dilation,
-        dimension_numbers=(f"N{sizes}C", f"{sizes}IO", f"N{sizes}C"),
-        precision=options.precision,
     )

@@ -24,7 +24,7 @@ from jaxops.conv.slabs import Slabs
 # than a tile of them, was measured to be faster still, it takes their place.
 _BLOCK_BYTES = 8 << 20
 # On other devices they may take this much of the memory.
-_DEVICE_BLOCK_BYTES = 1 << 30
+DEVICE_BLOCK_BYTES = 1 << 30
 
 
 def im2col(x: jax.Array, windows: Windows, *, again: bool = False) -> jax.Array:
@@ -150,7 +150,7 @@ def block_size(
     itemsize = max(d.itemsize for d in (*(a.dtype for a in arrays), dtype or arrays[0].dtype))
     window_bytes = math.prod((*batch, *windows.taps)) * channels * itemsize
     image_bytes = window_bytes * math.prod(windows.outs)
-    most = _BLOCK_BYTES if platform == "cpu" else _DEVICE_BLOCK_BYTES
+    most = _BLOCK_BYTES if platform == "cpu" else DEVICE_BLOCK_BYTES
     if image_bytes == 0:
         return rows, None
     # The patches of single entries are the image.

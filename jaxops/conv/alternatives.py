@@ -1,0 +1,242 @@
+"""Other ways to compute a convolution than by one call of a kernel, or by patches.
+
+`choices` says which calls take one of them. All are made of convolutions that `local` computes,
+whose functions are passed as `compute`, or of XLA's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxops.activations import ACTIVATIONS
+from jaxops.conv import rearranged
+from jaxops.conv.choices import Way
+from jaxops.conv.options import Options, over_pixels, sum_dtype
+from jaxops.conv.patches import DEVICE_BLOCK_BYTES, map_blocks, sum_blocks
+
+
+def forward(
+    way: Way,
+    compute: Callable,
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    *,
+    options: Options,
+    dtype: Any,
+    activation: str | None,
+    platform: str | None,
+) -> jax.Array:
+    """The convolution, with bias and activation."""
+    axis = x.ndim - 2 - options.rank
+    if way.kind == "xla":
+        return _with_rows(lambda x: convolve(x, kernel, options), axis, x)
+    if way.kind == "cut_taps":
+        sums = dict(dtype=sum_dtype(x, kernel, dtype), platform=platform)
+        y = sum(
+            compute(x, kernel[(..., *part, slice(None), slice(None))], options=some, **sums)[0]
+            for some, part in rearranged.cut_taps(options, way.blocks)
+        )
+        if bias is not None:
+            y = y + over_pixels(bias, options)
+        return ACTIVATIONS[activation](y).astype(dtype)
+    if way.kind == "images":
+        more = dict(options=options, dtype=dtype, activation=activation, platform=platform)
+        return map_blocks(lambda x: compute(x, kernel, bias, **more)[0], axis, way.block, x)
+    form = way.rearranged(options)
+    inner, wide = form.of_kernel(kernel), None if bias is None else form.of_bias(bias)
+    more = dict(options=form.options, dtype=dtype, activation=activation, platform=platform)
+
+    def images(x):
+        return form.of_y(compute(form.of_x(x), inner, wide, **more)[0])
+
+    return map_blocks(images, axis, _block(form, x, axis), x)
+
+
+def input_grad(
+    way: Way,
+    compute: Callable,
+    g: jax.Array,
+    kernel: jax.Array,
+    *,
+    options: Options,
+    dtype: Any,
+    platform: str | None,
+) -> jax.Array:
+    """The gradient with respect to x."""
+    axis = g.ndim - 2 - options.rank
+    sums = sum_dtype(g, kernel, dtype)
+
+    def like(g):
+        shape = (*g.shape[: axis + 1], *options.windows.ins, options.groups * options.fan_in)
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    if way.kind == "xla":
+
+        def images(g):
+            return rearranged.transpose(lambda x: convolve(x, kernel, options), g, like(g))
+
+        return _with_rows(images, axis, g)
+    if way.kind == "cut_taps":
+        parts = [
+            compute(
+                g,
+                kernel[(..., *part, slice(None), slice(None))],
+                options=some,
+                dtype=sums,
+                platform=platform,
+            )[0]
+            for some, part in rearranged.cut_taps(options, way.blocks)
+        ]
+        return sum(parts[1:], parts[0]).astype(dtype)
+    if way.kind == "images":
+        more = dict(options=options, dtype=dtype, platform=platform)
+        return map_blocks(lambda g: compute(g, kernel, **more)[0], axis, way.block, g)
+    form = way.rearranged(options)
+    inner = form.of_kernel(kernel)
+    rounded = dtype if form.is_copy else sums
+
+    def images(g):
+        dx = compute(form.of_g(g), inner, options=form.options, dtype=rounded, platform=platform)
+        return rearranged.transpose(form.of_x, dx[0], like(g)).astype(dtype)
+
+    return map_blocks(images, axis, _block(form, like(g), axis), g)
+
+
+def kernel_grad(
+    way: Way,
+    compute: Callable,
+    x: jax.Array,
+    g: jax.Array,
+    *,
+    options: Options,
+    dtype: Any,
+    summed: tuple[bool, ...],
+    platform: str | None,
+) -> jax.Array:
+    """The gradient with respect to the kernel, summed over some batch dimensions."""
+    axis = x.ndim - 2 - options.rank
+    shape = (*options.windows.taps, options.fan_in, options.groups * options.fan_out)
+    sums = sum_dtype(x, g, dtype)
+    if way.kind == "xla":
+        like = jax.ShapeDtypeStruct(shape, x.dtype)
+
+        def one(x, g):
+            return rearranged.transpose(lambda kernel: convolve(x, kernel, options), g, like)
+
+        return _with_kernels(one, axis, summed, x, g).astype(dtype)
+    if way.kind in ("examples", "example_groups"):
+        more = dict(dtype=dtype, platform=platform)
+        return _kernel_grads(way, compute, axis, summed, x, g, options, more)
+    more = dict(summed=summed, platform=platform)
+    if way.kind == "cut_taps":
+        parts = rearranged.cut_taps(options, way.blocks)
+        lead = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
+        total = jnp.zeros(
+            (*(1 if s else n for n, s in zip(lead, summed, strict=True)), *shape), dtype
+        )
+        for some, part in parts:
+            (found,) = compute(x, g, options=some, dtype=dtype, **more)
+            total = lax.dynamic_update_slice(
+                total, found, (*[0] * axis, *(s.start for s in part), 0, 0)
+            )
+        return total
+    if way.kind == "images":
+        more |= dict(options=options, dtype=sums)
+        total = sum_blocks(lambda x, g: compute(x, g, **more)[0], axis, way.block, x, g)
+        return total.astype(dtype)
+    form = way.rearranged(options)
+    block = _block(form, x, axis)
+    rounded = dtype if block >= x.shape[axis] else sums
+
+    def images(x, g):
+        operands = form.of_x(x), form.of_g(g)
+        return compute(*operands, options=form.options, dtype=rounded, **more)[0]
+
+    dkernel = sum_blocks(images, axis, block, x, g)
+    like = jax.ShapeDtypeStruct((*dkernel.shape[:axis], *shape), dtype)
+    return rearranged.transpose(form.of_kernel, dkernel.astype(dtype), like)
+
+
+def _block(form: rearranged.Rearranged, x: Any, axis: int) -> int:
+    """How many images are rearranged at a time: patches may take as much memory."""
+    rows = x.shape[axis]
+    image_bytes = math.prod(x.shape) // max(1, rows) * x.dtype.itemsize * form.growth
+    return int(max(1, min(rows, DEVICE_BLOCK_BYTES // max(1, image_bytes))))
+
+
+def _with_rows(function: Callable, axis: int, x: jax.Array) -> jax.Array:
+    """function(x) of images (rows, ...), with the batch dimensions before as more rows."""
+    y = function(x.reshape(-1, *x.shape[axis + 1 :]))
+    return y.reshape(*x.shape[: axis + 1], *y.shape[1:])
+
+
+def _with_kernels(function, axis, summed, x, g):
+    """function(x, g) of images (rows, ...), summed over some dimensions before the rows."""
+    if axis == 0:
+        return function(x, g)
+    lead = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
+    x, g = (jnp.broadcast_to(a, (*lead, *a.shape[axis:])) for a in (x, g))
+    if summed[0]:
+        x, g = (jnp.moveaxis(a, 0, axis - 1) for a in (x, g))
+        x, g = (a.reshape(*a.shape[: axis - 1], -1, *a.shape[axis + 1 :]) for a in (x, g))
+        return _with_kernels(function, axis - 1, summed[1:], x, g)[None]
+    return jax.vmap(lambda x, g: _with_kernels(function, axis - 1, summed[1:], x, g))(x, g)
+
+
+def _kernel_grads(way, compute, axis, summed, x, g, options, more):
+    """Kernel gradients of a batch: one after another, or as groups of one convolution."""
+    lead = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
+    dims = [i for i, (n, s) in enumerate(zip(lead, summed, strict=True)) if n != 1 and not s]
+    others = tuple(s for i, s in enumerate(summed) if i not in dims)
+    count = math.prod(lead[i] for i in dims)
+    x, g = (
+        jnp.moveaxis(jnp.broadcast_to(a, (*lead, *a.shape[axis:])), dims, range(len(dims)))
+        for a in (x, g)
+    )
+    x, g = (a.reshape(count, *a.shape[len(dims) :]) for a in (x, g))
+    if way.kind == "examples":
+        found = lax.map(lambda a: compute(*a, options=options, summed=others, **more)[0], (x, g))
+    else:
+        grouped = dataclasses.replace(options, groups=count)
+        x, g = (jnp.moveaxis(a, 0, -2) for a in (x, g))
+        x, g = (a.reshape(*a.shape[:-2], count * a.shape[-1]) for a in (x, g))
+        (dkernel,) = compute(x, g, options=grouped, summed=others, **more)
+        split = dkernel.reshape(*dkernel.shape[:-1], count, options.fan_out)
+        found = jnp.moveaxis(split, -2, 0)
+    found = found.reshape(*(lead[i] for i in dims), *found.shape[1:])
+    return jnp.moveaxis(found, range(len(dims)), dims)
+
+
+def convolve(x: jax.Array, kernel: jax.Array, options: Options) -> jax.Array:
+    """XLA's convolution of images (rows, ...)."""
+    windows = options.windows
+    reaches = [
+        (out - 1) * s + (k - 1) * d + 1
+        for out, s, k, d in zip(
+            windows.outs, windows.strides, windows.taps, windows.dilation, strict=True
+        )
+    ]
+    padding = [
+        (low, reach - n - low)
+        for low, reach, n in zip(windows.low, reaches, windows.ins, strict=True)
+    ]
+    sizes = "DHW"[3 - options.rank :]
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        windows.strides,
+        padding,
+        rhs_dilation=windows.dilation,
+        dimension_numbers=(f"N{sizes}C", f"{sizes}IO", f"N{sizes}C"),
+        feature_group_count=kernel.shape[-1] // options.fan_out if options.groups > 1 else 1,
+        precision=options.precision,
+    )
