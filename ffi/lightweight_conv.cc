@@ -6,12 +6,14 @@
 #include <optional>
 #include <utility>
 
+#include "common/lightweight_conv_choice.h"
 #ifdef JAXOPS_PLATFORM_CUDA
 #include "cuda/lightweight_conv/launch.h"
 #else
 #include "cpu/lightweight_conv.h"
 #endif
 #include "ffi/bind.h"
+#include "ffi/choice.h"
 #include "ffi/decode.h"
 #include "ffi/work_space.h"
 
@@ -203,6 +205,7 @@ xf::Error Convolve(Context context, Buffer x, Buffer weight, xf::RemainingArgs r
        starts_operand, state_operand, slots_operand,
        BatchOperand{y->dimensions(), 2, BatchOperand::kWritten}},
       rank));
+  JAXOPS_RETURN_IF_ERROR(AnswerChoice(jaxops::lightweight_conv::PrefersKernels(forward)));
   ExpectWrites(*y);
   return Run(context, kName, JAXOPS_KERNEL(lightweight_conv, Forward), forward);
 }
@@ -272,6 +275,7 @@ xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradB
       BuildBatchMap<Backward::kOperands>(kName, backward.kept, operands, rank, kept));
   JAXOPS_RETURN_IF_ERROR(BuildBatchMap<Backward::kOperands>(
       kName, backward.summed, operands, rank, [&](size_t dim) { return !kept(dim); }));
+  JAXOPS_RETURN_IF_ERROR(AnswerChoice(jaxops::lightweight_conv::PrefersKernels(backward)));
   void* partials = nullptr;
   JAXOPS_RETURN_IF_ERROR(TakeWorkSpace(partials, kName, work_space,
                                        jaxops::lightweight_conv::WorkSpaceBytes(backward)));

@@ -4,12 +4,14 @@
 
 #include <nanobind/nanobind.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "ffi/bind.h"
 #include "ffi/call_frame.h"
+#include "ffi/choice.h"
 #include "ffi/limits.h"
 #include "ffi/work_space.h"
 #include "xla/ffi/api/ffi.h"
@@ -38,6 +40,20 @@ inline int64_t WorkSpaceBytes(const std::string& target, const std::vector<Frame
   return bytes;
 }
 
+// Returns whether a GPU is to run the kernels of a call, and not XLA's program. Throws the refusal
+// of the handler, which must be one that answers.
+inline bool PrefersKernels(const std::string& target, const std::vector<FrameArray>& operands,
+                           const std::vector<FrameArray>& results,
+                           const std::vector<FrameAttribute>& attributes) {
+  CallFrame frame(FindHandler(target), operands, results, attributes);
+  std::optional<bool> prefers;
+  choice_answer = &prefers;
+  const std::string error = frame.Call();
+  choice_answer = nullptr;
+  if (!prefers) throw std::invalid_argument(error);
+  return *prefers;
+}
+
 // Returns the limits of each operator, by name.
 inline nanobind::dict Limits() {
   nanobind::dict operators;
@@ -58,6 +74,7 @@ inline void DefineCommon(nanobind::module_& module, const std::string& build) {
   module.attr("BUILD") = nanobind::str(build.c_str());
   module.def("registrations", &Registrations);
   module.def("work_space_bytes", &WorkSpaceBytes);
+  module.def("prefers_kernels", &PrefersKernels);
   module.attr("LIMITS") = Limits();
 }
 

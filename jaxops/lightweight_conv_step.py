@@ -168,7 +168,6 @@ _step_operator = Operator(
     },
     replicated=("steps", "rows", "taps", "entries", "cache"),
     aliases={1: 1},
-    is_new_on_gpu=True,
 )
 
 

@@ -57,6 +57,21 @@ def packed(dtype) -> Iterator[Case]:
                 segment_ids=ids,
             )
             yield function, [normal(*shape, dtype=dtype), normal(16, taps, dtype=dtype)], (0, 1)
+        function = functools.partial(jaxops.lightweight_conv, data_format=data_format)
+        weight = normal(4, 31, dtype=dtype)
+        yield (
+            functools.partial(function, segment_ids=ids),
+            [normal(*shape, dtype=dtype), weight],
+            (0, 1),
+        )
+        state = normal(shape[0], *((30, 64) if data_format == "NTC" else (64, 30)), dtype=dtype)
+        for segments in (None, ids):
+            of_state = functools.partial(_with_state, function, segments)
+            yield of_state, [normal(*shape, dtype=dtype), weight, state], (0, 1, 2)
+
+
+def _with_state(function, segment_ids, x, weight, state):
+    return function(x, weight, segment_ids=segment_ids, initial_state=state)
 
 
 def concatenate(dtype) -> Iterator[Case]:
@@ -134,9 +149,9 @@ CASES = {
     "grid_sample": grid_sample,
     "im2col": im2col,
     "lightweight_conv": lightweight_conv,
-    "lightweight_conv_input_grad": lightweight_conv,
     "lightweight_conv_packed": packed,
-    "lightweight_conv_packed_input_grad": packed,
+    "lightweight_conv_packed_part": packed,
+    "lightweight_conv_part": lightweight_conv,
     "sigmoid_focal_loss": sigmoid_focal_loss,
     "softmax_focal_loss": softmax_focal_loss,
     "trilinear_interpolate": trilinear_interpolate,

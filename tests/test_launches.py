@@ -40,8 +40,8 @@ FORCED_PROGRAMS = RANDOM_CALLS // 10
 FORCED = {
     "conv": ["conv2d", "conv_general_dilated"],
     "col2im": ["im2col"],
-    "lightweight_conv_input_grad": ["lightweight_conv"],
-    "lightweight_conv_packed_input_grad": ["lightweight_conv_packed"],
+    "lightweight_conv_part": ["lightweight_conv"],
+    "lightweight_conv_packed_part": ["lightweight_conv_packed"],
 }
 #: Few random programs run these families.
 RARE = {("grid_sample", "bricks"), ("lightweight_conv", "nct/vectors")}

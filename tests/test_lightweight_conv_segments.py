@@ -12,11 +12,13 @@ import itertools
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxops
+from jaxops._core import native
 from jaxops.testing.measure import assert_bitwise, assert_close, custom_calls, hasty_options, run
 from jaxops.testing.spec import normal
 
@@ -625,3 +627,54 @@ def test_ragged_batches(platform):
         assert custom_calls(program) == {"jaxops_lightweight_conv": 1}
     want = run(apart, platform, x, starts, states)
     assert_bitwise(run(batched, platform, x, starts, states), want, "vmap")
+
+
+# --- the choice on GPUs --------------------------------------------------------------------------
+
+BOTH, VALUE, NONE = ("value", "gradients"), ("value",), ()
+
+
+@pytest.mark.parametrize(
+    ("data_format", "shape", "filters", "has_ids", "has_state", "chosen"),
+    [
+        ("NTC", (2, 64, 32), (32, 4), True, False, BOTH),
+        ("NTC", (2, 64, 32), (2, 31), True, False, BOTH),
+        ("NTC", (2, 64, 32), (2, 31), True, True, BOTH),
+        ("NTC", (2, 64, 32), (32, 31), True, False, BOTH),
+        ("NCT", (2, 32, 64), (2, 31), True, False, BOTH),
+        ("NCT", (2, 32, 64), (32, 31), False, True, BOTH),
+        ("NCT", (2, 32, 63), (32, 4), False, True, BOTH),
+        # XLA's program is faster.
+        ("NCT", (2, 32, 64), (32, 4), True, False, NONE),
+        ("NCT", (2, 32, 64), (32, 4), True, True, VALUE),
+        ("NCT", (2, 32, 63), (2, 31), True, False, NONE),
+        ("NTC", (2, 64, 32), (32, 31), True, True, ("gradients",)),
+    ],
+)
+def test_gpus_run_what_is_fast(
+    data_format, shape, filters, has_ids, has_state, chosen, monkeypatch
+):
+    monkeypatch.delenv(native.NEW_KERNELS_VARIABLE, raising=False)
+    time, channels = shape[1:] if data_format == "NTC" else shape[:0:-1]
+    before = filters[1] - 1
+    state = (shape[0], *((before, channels) if data_format == "NTC" else (channels, before)))
+    x, weight, initial = (jnp.ones(s, jnp.float32) for s in (shape, filters, state))
+
+    def function(x, weight):
+        return jaxops.lightweight_conv(
+            x,
+            weight,
+            segment_ids=jnp.zeros((shape[0], time), jnp.int32) if has_ids else None,
+            initial_state=initial if has_state else None,
+            data_format=data_format,
+        )
+
+    def text(function, *arguments):
+        checks = jaxops.DISABLE_JAX_EXPORT_CHECKS
+        export = jax.export.export(jax.jit(function), platforms=("cuda",), disabled_checks=checks)
+        return export(*arguments).mlir_module()
+
+    of_value = text(function, x, weight)
+    assert ("@jaxops_lightweight_conv(" in of_value) == ("value" in chosen)
+    of_both = text(lambda x, w, g: jax.vjp(function, x, w)[1](g), x, weight, x)
+    assert ("@jaxops_lightweight_conv_backward(" in of_both) == ("gradients" in chosen)

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._core import native
 from jaxops.testing.measure import assert_close
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -344,23 +343,3 @@ def test_loops_copy_no_state(loop, with_indices):
     for x_t in x:
         _, want = step(x_t, want, weight, state_indices=indices)
     np.testing.assert_array_equal(compiled(jnp.array(state), x)[0], want)
-
-
-# --- GPUs ----------------------------------------------------------------------------------------
-
-
-def test_gpus_run_the_reference_unless_new_kernels_are_allowed(monkeypatch):
-    x, state, weight, _ = arguments_of(False)
-
-    def text():
-        exported = jax.export.export(
-            jax.jit(lambda *arrays: step(*arrays)),
-            platforms=("cuda",),
-            disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
-        )(x[0], state, weight)
-        return exported.mlir_module()
-
-    monkeypatch.delenv(native.NEW_KERNELS_VARIABLE, raising=False)
-    assert "@jaxops_lightweight_conv_step(" not in text()
-    monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, "on")
-    assert "@jaxops_lightweight_conv_step(" in text()

@@ -104,13 +104,34 @@ constexpr Family<Forward> kForwardFamilies[] = {
 };
 const Table<Forward> kForward("lightweight_conv", "forward", kForwardFamilies);
 
-// This table computes the input gradients that the kernels of kernel gradients do not compute. The
-// table has a name of its own, so that forcing a family for the kernel gradient does not force one
-// here.
-const Table<Forward> kInputGrad("lightweight_conv_input_grad", "forward", kForwardFamilies);
+// This table computes parts of other calls: input gradients that the kernels of kernel gradients do
+// not compute, and calls without their state. The table has a name of its own, so that forcing a
+// family for the whole does not force one here.
+const Table<Forward> kPart("lightweight_conv_part", "forward", kForwardFamilies);
+
+// A state of each sequence reaches only its first steps. The kernels of calls without states
+// compute all steps, and those of any filter the first ones again.
+bool CanRunHeads(const Forward& call, const Device& device) {
+  return call.state != nullptr && call.slots == nullptr && CanRunPacked(call, device);
+}
+
+// The kernels of short filters read states on their way. Without segments others are up to 15 %
+// faster, which a second launch is worth if x is large.
+bool PrefersHeads(const Forward& call, const Device&) {
+  const Geometry& g = call.geometry;
+  const int64_t bytes = call.batch.size() * g.channels * g.time * jaxops::cuda::SizeOf(call.dtype);
+  return g.time > g.padding &&
+         (g.taps > kShortTaps || (call.starts == nullptr && bytes >= int64_t{32} << 20));
+}
+
+cudaError_t LaunchHeads(cudaStream_t stream, const Forward& call, const Device&);
 
 // Calls with segments or states have tables of their own. The last row runs all of them.
 constexpr Family<Forward> kPackedForwardFamilies[] = {
+    // A second launch for a few steps lets all others have the kernels of calls without states.
+    {"heads", CanRunHeads, PrefersHeads, LaunchHeads},
+    // Tensor cores multiply long filters, as without segments.
+    {"mma", CanRunMma, PrefersMma, LaunchMmaOfSegments},
     // Memory bounds short filters: windows inside of one segment cost nothing more.
     {"ntc/packed", ntc::CanRunPacked, Always, ntc::LaunchPacked},
     {"nct/packed", nct::CanRunPacked, Always, nct::LaunchPacked},
@@ -118,8 +139,15 @@ constexpr Family<Forward> kPackedForwardFamilies[] = {
     {"packed", CanRunPacked, Always, LaunchPacked},
 };
 const Table<Forward> kPackedForward("lightweight_conv_packed", "forward", kPackedForwardFamilies);
-const Table<Forward> kPackedInputGrad("lightweight_conv_packed_input_grad", "forward",
-                                      kPackedForwardFamilies);
+const Table<Forward> kPackedPart("lightweight_conv_packed_part", "forward",
+                                 kPackedForwardFamilies);
+
+cudaError_t LaunchHeads(cudaStream_t stream, const Forward& call, const Device&) {
+  Forward stateless = call;
+  stateless.state = nullptr;
+  const cudaError_t error = (IsPacked(stateless) ? kPackedPart : kPart).Run(stream, stateless);
+  return error != cudaSuccess ? error : LaunchPackedHeads(stream, call);
+}
 
 // The input gradient is a forward convolution of g over every batch entry.
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
@@ -148,7 +176,7 @@ cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   forward.slots = nullptr;
   forward.num_slots = 0;
   forward.y = call.dx;
-  return (IsPacked(forward) ? kPackedInputGrad : kInputGrad).Run(stream, forward);
+  return (IsPacked(forward) ? kPackedPart : kPart).Run(stream, forward);
 }
 
 using LaunchGradients = cudaError_t (*)(cudaStream_t, const Gradients&, const Device&);
@@ -195,6 +223,8 @@ constexpr Family<Gradients> kGradientFamilies[] = {
 const Table<Gradients> kGradients("lightweight_conv", "backward", kGradientFamilies);
 
 constexpr Family<Gradients> kPackedGradientFamilies[] = {
+    // Tensor cores multiply long filters, as without segments.
+    {"mma", CanRunMma, PrefersMma, WithInputGrad<LaunchMmaOfSegments, ComputesInputGradMma>},
     // One pass reads x and g once.
     {"ntc/packed", ntc::CanRunPacked, Always, ntc::LaunchPacked},
     {"nct/packed", nct::CanRunPacked, Always, nct::LaunchPacked},

@@ -36,6 +36,10 @@ bool CanRunMma(const Gradients& gradients, const Device& device);
 bool ComputesInputGradMma(const Backward& call);
 cudaError_t LaunchMma(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchMma(cudaStream_t stream, const Gradients& gradients, const Device& device);
+// These launch the kernels of calls with segments.
+cudaError_t LaunchMmaOfSegments(cudaStream_t stream, const Forward& call, const Device& device);
+cudaError_t LaunchMmaOfSegments(cudaStream_t stream, const Gradients& gradients,
+                                const Device& device);
 
 // packed.cu runs all filters of calls with segments or states. Its launcher of gradients does not
 // compute the input gradient.
@@ -43,6 +47,8 @@ bool CanRunPacked(const Forward& call, const Device& device);
 bool CanRunPacked(const Gradients& gradients, const Device& device);
 cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device& device);
+// LaunchPackedHeads computes only the first steps of each sequence, whose taps read its state.
+cudaError_t LaunchPackedHeads(cudaStream_t stream, const Forward& call);
 
 namespace ntc {
 

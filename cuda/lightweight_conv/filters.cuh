@@ -20,6 +20,7 @@
 
 #include "common/fast_divide.h"
 #include "common/lightweight_conv.h"
+#include "common/lightweight_conv_choice.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/numeric.cuh"
 
@@ -38,8 +39,6 @@ using jaxops::cuda::StoreAs;
 using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 using jaxops::cuda::WithElements;
-
-inline constexpr int kShortTaps = 8;
 
 // --- NTC -----------------------------------------------------------------------------------------
 

@@ -21,22 +21,23 @@ struct ForwardPlan {
   int64_t lane_blocks, group_blocks;
   int64_t blocks;
 
-  explicit ForwardPlan(const Forward& call) : tile(Fastest(call.geometry), 1) {
+  // The kernel computes the first `steps` steps of each sequence.
+  ForwardPlan(const Forward& call, int64_t steps) : tile(Fastest(call.geometry, steps), 1) {
     const Geometry& g = call.geometry;
-    lane_blocks = CeilDiv(Fastest(g), tile.lanes());
-    group_blocks = CeilDiv(g.data_format == DataFormat::kNTC ? g.time : g.channels, tile.groups());
+    lane_blocks = CeilDiv(Fastest(g, steps), tile.lanes());
+    group_blocks = CeilDiv(g.data_format == DataFormat::kNTC ? steps : g.channels, tile.groups());
     blocks = call.batch.size() * lane_blocks * group_blocks;
   }
 
-  static int64_t Fastest(const Geometry& g) {
-    return g.data_format == DataFormat::kNTC ? g.channels : g.time;
+  static int64_t Fastest(const Geometry& g, int64_t steps) {
+    return g.data_format == DataFormat::kNTC ? g.channels : steps;
   }
 };
 
 struct ForwardParams {
   Forward call;
   States states;
-  int time, channels, taps, padding, dilation;
+  int time, steps, channels, taps, padding, dilation;
   int behind;  // taps that meet a step no later than their own
   bool is_ntc;
   ShortNtcTile tile;
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kNtcThreads, 4)
   const int64_t batch = block;
   const int channel = p.is_ntc ? lane : group;
   const int t = p.is_ntc ? group : lane;
-  if (channel >= p.channels || t >= p.time) return;
+  if (channel >= p.channels || t >= p.steps) return;
 
   const int64_t advance = p.is_ntc ? p.channels : 1;
   const int64_t column = p.is_ntc ? channel : int64_t{channel} * p.time;
@@ -175,27 +176,20 @@ __global__ void __launch_bounds__(kNtcThreads, 4)
 
 BackwardPlan MakePlan(const Gradients& gradients) {
   const Geometry& g = gradients.call.geometry;
-  const ShortNtcTile tile(ForwardPlan::Fastest(g), 1);
+  const ShortNtcTile tile(ForwardPlan::Fastest(g, g.time), 1);
   const int channels = g.data_format == DataFormat::kNTC ? tile.lanes() : tile.groups();
   return BackwardPlan(gradients.call, gradients.splits, 1, kStepsOfItem * (kNtcThreads / channels),
                       channels, kTapsOfBlock);
 }
 
-}  // namespace
-
-bool CanRunPacked(const Forward& call, const Device&) {
-  return ForwardPlan(call).blocks <= kMaxBlocks;
-}
-bool CanRunPacked(const Gradients& gradients, const Device&) {
-  return MakePlan(gradients).CanLaunch();
-}
-
-cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device&) {
+// Computes the first `steps` steps of each sequence.
+cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, int64_t steps) {
   const Geometry& g = call.geometry;
-  const ForwardPlan plan(call);
+  const ForwardPlan plan(call, steps);
   ForwardParams params{.call = call,
                        .states = States(call),
                        .time = static_cast<int>(g.time),
+                       .steps = static_cast<int>(steps),
                        .channels = static_cast<int>(g.channels),
                        .taps = static_cast<int>(g.taps),
                        .padding = static_cast<int>(g.padding),
@@ -211,11 +205,29 @@ cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device&
   });
 }
 
+}  // namespace
+
+bool CanRunPacked(const Forward& call, const Device&) {
+  return ForwardPlan(call, call.geometry.time).blocks <= kMaxBlocks;
+}
+bool CanRunPacked(const Gradients& gradients, const Device&) {
+  return MakePlan(gradients).CanLaunch();
+}
+
+cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device&) {
+  return LaunchSteps(stream, call, call.geometry.time);
+}
+
+cudaError_t LaunchPackedHeads(cudaStream_t stream, const Forward& call) {
+  return LaunchSteps(stream, call, std::min(call.geometry.time, call.geometry.padding));
+}
+
 cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device&) {
   const Backward& call = gradients.call;
   const BackwardPlan plan = MakePlan(gradients);
   BackwardParams params(call, plan, gradients.partials, 1, 1);
-  params.ntc = ShortNtcTile(ForwardPlan::Fastest(call.geometry), 1);
+  const Geometry& g = call.geometry;
+  params.ntc = ShortNtcTile(ForwardPlan::Fastest(g, g.time), 1);
   const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
     return Launch(PackedBackward<decltype(element)>, plan.blocks, kNtcThreads, 0, stream, params);
   });

@@ -48,7 +48,7 @@ struct States {
     offset += is_ntc ? channel : int64_t{channel} * padding;
     WithElements(states, dtype, [&](const auto* elements) {
       const auto* row = elements + offset + found.row * advance;
-#pragma unroll 1
+#pragma unroll(kV == 1 ? 4 : 1)
       for (int k = found.first; k < found.end; ++k) {
         Acc values[kV];
 #pragma unroll

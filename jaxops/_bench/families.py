@@ -17,7 +17,7 @@ _TABLES = {
     "col2im": ("col2im", "im2col"),
     "conv2d": ("conv",),
     "im2col": ("im2col", "col2im"),
-    "lightweight_conv": ("lightweight_conv", "lightweight_conv_input_grad"),
+    "lightweight_conv": ("lightweight_conv", "lightweight_conv_part"),
     "split": ("concatenate",),
 }
 

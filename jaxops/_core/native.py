@@ -279,15 +279,26 @@ def work_space(
 
     The handler of the call tells its size, in the CPU module too, for exports.
     """
+    size = _ask("work_space_bytes", target, operands, results, attributes)
+    return [jax.ShapeDtypeStruct((size,), np.uint8)] if size else []
+
+
+def prefers_kernels(
+    target: str, operands: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, Any]
+) -> bool:
+    """Whether CUDA devices are to run the kernels of a call, and not XLA's program of it."""
+    return _ask("prefers_kernels", target, operands, results, attributes)
+
+
+def _ask(query, target, operands, results, attributes):
     module = _modules.get("cuda", _modules.get("cpu"))
     assert module is not None  # or nothing would be lowered to a handler
-    size = module.work_space_bytes(
+    return getattr(module, query)(
         target,
         [encode_array(a) for a in operands],
         [encode_array(r) for r in results],
         [encode_attribute(*a) for a in sorted(attributes.items())],
     )
-    return [jax.ShapeDtypeStruct((size,), np.uint8)] if size else []
 
 
 def status() -> list[PlatformStatus]:

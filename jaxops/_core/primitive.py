@@ -113,6 +113,11 @@ class Operator:
         neighbours(*shards, plan=..., **params) with the `Plan` of the call, it returns the operands
         and params of the call that a device makes, and a function of its results that completes
         these, or None where they are complete.
+      aliases: by operand, the result that may have its memory.
+      is_new_on_gpu: whether no GPU has run the kernels of calls with these params, so that they are
+        chosen under `native.NEW_KERNELS_VARIABLE` alone.
+      asks_on_gpu: whether the handler of calls with these params is asked if a GPU is to run its
+        kernels, or XLA the reference because that is faster.
     """
 
     def __init__(
@@ -133,6 +138,7 @@ class Operator:
         neighbours: Callable[..., tuple] = lambda *shards, plan, **params: (shards, params, None),
         aliases: Mapping[int, int] | None = None,
         is_new_on_gpu: bool | Callable[..., bool] = False,
+        asks_on_gpu: Callable[..., bool] = lambda **_: False,
     ):
         self.name = name
         self.target = f"jaxops_{name}"
@@ -148,6 +154,7 @@ class Operator:
         self._neighbours = neighbours
         self._aliases = aliases or {}
         self._is_new_on_gpu = is_new_on_gpu
+        self._asks_on_gpu = asks_on_gpu
         # The outer primitive is what JAX transforms see; the inner one is the call on one device.
         self.primitive = self._new_primitive(name)
         batching.primitive_batchers[self.primitive] = self._batch
@@ -417,14 +424,23 @@ class Operator:
         call = native.ffi_call(self.target, [*out, *space], input_output_aliases=aliases)
         return call(*operands, **attributes)[: len(out)]
 
-    def _may_call(self, platform, params):
-        """Whether a platform runs the handlers of such a call, which no GPU may have run yet."""
+    def _may_call(self, platform, ctx, params):
+        """Whether a platform runs the handlers of a call: on a GPU XLA may be faster, or known."""
+        if platform != "cuda" or native.allows_new_kernels():
+            return True
         is_new = self._is_new_on_gpu
-        is_new = is_new(**params) if callable(is_new) else is_new
-        return platform != "cuda" or not is_new or native.allows_new_kernels()
+        if is_new(**params) if callable(is_new) else is_new:
+            return False
+        if not self._asks_on_gpu(**params):
+            return True
+        if any(map(compat.has_symbolic_shape, ctx.avals_in)):
+            return False  # the handler needs sizes that are numbers
+        assert self._attributes is not None
+        attributes = self._attributes(**params)
+        return native.prefers_kernels(self.target, ctx.avals_in, ctx.avals_out, attributes)
 
     def _lower_native(self, ctx, *values, platform, **params):
-        if not self._may_call(platform, params) or not native.use_kernels(platform, ctx):
+        if not self._may_call(platform, ctx, params) or not native.use_kernels(platform, ctx):
             return self._lower_reference(ctx, *values, **params)
         run = functools.partial(self._run_native, platform=platform)
         with _refusing_symbolic(self.name, ctx.avals_in):

@@ -184,7 +184,7 @@ _conv_operator = Operator(
     attributes=_conv_attributes,
     replicated=("token", "taps", "before", "slots"),
     neighbours=_conv_on_part,
-    is_new_on_gpu=lambda *, with_starts, with_state, **_: with_starts or with_state,
+    asks_on_gpu=lambda *, with_starts, with_state, **_: with_starts or with_state,
 )
 
 
@@ -585,7 +585,7 @@ _filter_grad_operator = Operator(
     work_space=True,
     replicated=("token", "taps"),
     neighbours=_filter_grad_on_part,
-    is_new_on_gpu=lambda *, with_starts, **_: with_starts,
+    asks_on_gpu=lambda *, with_starts, **_: with_starts,
     summed_outputs=(0,),
 )
 
@@ -738,7 +738,7 @@ _backward_operator = Operator(
     work_space=True,
     replicated=("token", "taps"),
     neighbours=_backward_on_part,
-    is_new_on_gpu=lambda *, with_starts, **_: with_starts,
+    asks_on_gpu=lambda *, with_starts, **_: with_starts,
     summed_outputs=(1, 2),
 )
 

@@ -186,22 +186,138 @@ struct Sums {
   }
 
   // AddTaps computes the sums tap by tap, from only the steps that each tap reads.
-  template <typename T, bool kNct, typename Tap>
+  template <typename T, bool kNct, typename Segments, typename Tap>
   __device__ __forceinline__ void AddTaps(const Tile<T, kNct>& window, int own, int taps, int lead,
-                                          Tap&& tap) {
+                                          const Segments& segments, Tap&& tap) {
 #pragma unroll
     for (int right = 0; right < 2; ++right) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = Row(i), column = Column(right, i);
+        const int step = own + (kNct ? column : row);
         float sum = 0;
         for (int k = 0; k < taps; ++k) {
-          sum += tap(k) * window.At(own + lead + k + (kNct ? column : row), kNct ? row : column);
+          if (segments.IsPair(step, step + lead + k)) {
+            sum += tap(k) * window.At(step + lead + k, kNct ? row : column);
+          }
         }
         values[right][i] = sum;
       }
     }
   }
+};
+
+// NoSegments is for calls without segments: all steps are of one.
+struct NoSegments {
+  __device__ static constexpr bool AreOne(int, int) { return true; }
+  __device__ static constexpr bool IsPair(int, int) { return true; }
+};
+
+// Segments tells which entries of a warp's window are of the segment of a step. The warp's steps
+// and the entries are counted as in its tile, `dilation` time steps apart.
+class Segments {
+ public:
+  // `step_time` and `entry_time` are the times of the warp's step 0 and of its entry 0.
+  __device__ Segments(const int32_t* starts, int step_time, int entry_time, int dilation, int time)
+      : starts_(starts),
+        step_time_(step_time),
+        entry_time_(entry_time),
+        dilation_(dilation),
+        time_(time) {}
+
+  // AreOne says whether 16 steps from `own` on, the first of which exists, and `blocks` blocks of
+  // entries from `own` on are of one segment. Starts do not decrease, so the ends are enough.
+  __device__ __forceinline__ bool AreOne(int own, int blocks) const {
+    const int step = step_time_ + own * dilation_, entry = entry_time_ + own * dilation_;
+    const int first = max(0, min(step, entry));
+    const int last = max(step + (kEdge - 1) * dilation_, entry + (blocks * kEdge - 1) * dilation_);
+    return starts_[first] == starts_[min(last, time_ - 1)];
+  }
+
+  __device__ __forceinline__ bool IsPair(int step, int entry) const {
+    return OfStep(step) == OfEntry(entry);
+  }
+
+  // AddProducts computes the sums of 16 steps whose windows have several segments: one product for
+  // each segment, of a window that is zero elsewhere.
+  template <typename T, typename W, bool kNct, int kBlocks>
+  __device__ __forceinline__ void AddProducts(Sums& sums, const Toeplitz<T, W, kBlocks>& filter,
+                                              const Tile<T, kNct>& window, int own) const {
+    const int of_lane = threadIdx.x % kWarp < kEdge ? OfStep(own + threadIdx.x % kWarp) : kNone;
+    int start = kNone;
+#pragma unroll 1
+    while (true) {
+      start = __reduce_min_sync(0xffffffff, of_lane > start ? of_lane : INT_MAX);
+      if (start == INT_MAX) return;
+      Sums of_segment;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        WindowOperand<T, kNct> operand = LoadWindow(window, own + j * kEdge);
+        Keep<T>(operand, own + j * kEdge, start);
+        MultiplyTaps<T, W, kNct>(of_segment.values, filter, j, operand);
+      }
+#pragma unroll
+      for (int right = 0; right < 2; ++right) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int step = own + (kNct ? Sums::Column(right, i) : Sums::Row(i));
+          if (OfStep(step) == start) sums.values[right][i] = of_segment.values[right][i];
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int kNone = INT_MIN;  // the start of steps outside of the sequence
+
+  __device__ __forceinline__ int StartAt(int t) const {
+    return static_cast<unsigned>(t) < static_cast<unsigned>(time_) ? starts_[t] : kNone;
+  }
+  __device__ __forceinline__ int OfStep(int step) const {
+    return StartAt(step_time_ + step * dilation_);
+  }
+  __device__ __forceinline__ int OfEntry(int entry) const {
+    return StartAt(entry_time_ + entry * dilation_);
+  }
+
+  // Keep clears the entries of a block, from `entry` on, that are not of the segment `start`.
+  template <typename T, typename Operand>
+  __device__ __forceinline__ void Keep(Operand& operand, int entry, int start) const {
+    constexpr bool kIsLeft = std::is_same_v<Operand, Left<T>>;
+    const int column = Tile<T, false>::Column();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (OfEntry(entry + half * 8 + column + i * 4) == start) continue;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            if constexpr (kIsLeft) {
+              operand.entries[half][2 * i + j] = {};
+            } else {
+              operand.entries[j][half][i] = {};
+            }
+          }
+        }
+      } else {
+        const int first = entry + half * 8 + column * 2;
+        const uint32_t mask = (OfEntry(first) == start ? 0x0000FFFFu : 0u) |
+                              (OfEntry(first + 1) == start ? 0xFFFF0000u : 0u);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if constexpr (kIsLeft) {
+            operand.entries[2 * half + j] &= mask;
+          } else {
+            operand.entries[j][half] &= mask;
+          }
+        }
+      }
+    }
+  }
+
+  const int32_t* starts_;  // of the batch entry
+  int step_time_, entry_time_, dilation_, time_;
 };
 
 // Output writes a warp's sums, 16 steps per call. Neighbouring lanes exchange values so that each
@@ -269,30 +385,6 @@ class Output {
 };
 
 // --- host ----------------------------------------------------------------------------------------
-
-// WindowLead is the number of steps by which a window begins before its filter needs it, so that
-// rows of steps begin at whole vectors: 8 entries for any type.
-inline int WindowLead(const Geometry& g, int64_t padding) {
-  return g.data_format == DataFormat::kNCT ? static_cast<int>((8 - padding % 8) % 8) : 0;
-}
-
-// TapBlocks is the number of blocks of 16 columns over which the taps of 16 steps extend.
-inline int64_t TapBlocks(const Geometry& g, int64_t padding) {
-  return CeilDiv(g.taps + kEdge - 1 + WindowLead(g, padding), kEdge);
-}
-
-// CanRun says whether heads are whole fragments, and rows whole vectors.
-inline bool CanRun(const Geometry& g, DType dtype) {
-  const bool is_nct = g.data_format == DataFormat::kNCT;
-  return dtype != DType::kF64 && g.channels / g.heads % kEdge == 0 &&
-         (!is_nct || (g.dilation == 1 && RowsAligned(g.time, dtype, kVectorBytes)));
-}
-
-// HasMatrix says whether filters of this type have matrices: f16 cannot hold the small parts of
-// float32.
-inline bool HasMatrix(DType dtype, DType weight_dtype) {
-  return weight_dtype == dtype || (dtype == DType::kBF16 && weight_dtype == DType::kF32);
-}
 
 // RoundBlocks rounds up to a number of blocks for which a kernel exists, at most `max`.
 inline int RoundBlocks(int64_t blocks, int max) {

@@ -14,8 +14,6 @@ using jaxops::cuda::MultiplyStep;
 using jaxops::cuda::SplitEntry;
 using jaxops::cuda::SplitFloat32;
 
-// A fragment has this number of channels and of steps, and a warp this number of channels.
-inline constexpr int kEdge = 16;
 inline constexpr int kLineBytes = 128;
 
 // --- fragments -----------------------------------------------------------------------------------

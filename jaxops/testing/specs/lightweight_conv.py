@@ -124,9 +124,9 @@ def _bad_inputs(swap):
     )
 
 
-def _calls(calls, is_new):
-    """The handlers' calls, none on GPUs whose kernels are not chosen yet."""
-    if not is_new:
+def _calls(calls, is_of_xla):
+    """The handlers' calls, none on GPUs if XLA is faster there."""
+    if not is_of_xla:
         return calls
     return lambda platform: {} if platform == "cuda" and not native.allows_new_kernels() else calls
 
@@ -286,14 +286,14 @@ def _spec(
         arguments=arrays,
         large=large,
         differentiable=(0, 1, *(i for i, n in enumerate(names, 2) if n != "segment_ids")),
-        calls=_calls({"jaxops_lightweight_conv": 1}, segments or state),
+        calls=_calls({"jaxops_lightweight_conv": 1}, segments and swap),
         vjp_calls=_calls(
             # The second is of the P steps of the state.
             {
                 "jaxops_lightweight_conv": 1,
                 "jaxops_lightweight_conv_backward": 2 if state else 1,
             },
-            segments or state,
+            segments and swap,
         ),
         value_terms=lambda x, weight, *_: weight.shape[1] + 1,
         vjp_terms=summed_entries,

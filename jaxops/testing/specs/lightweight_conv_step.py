@@ -8,22 +8,15 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._core import native
 from jaxops.reference import lightweight_conv_step as reference
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
 
 _ME = "lightweight_conv_step"
-_TARGET = "jaxops_lightweight_conv_step"
 
 _BATCH, _CHANNELS = 8, 48  # of the large case
 
 # The derivative of jax.nn.gelu, as in the specification of the whole convolution.
 _GELU_ERROR = 48
-
-
-def _calls(platform):
-    """GPUs run the reference unless kernels that none has run are allowed."""
-    return {_TARGET: 1} if platform != "cuda" or native.allows_new_kernels() else {}
 
 
 def _bad_inputs():
@@ -194,7 +187,7 @@ def _spec(
         arguments=arrays,
         large=functools.partial(arrays, batch=_BATCH, channels=_CHANNELS, heads=large_heads),
         differentiable=(0, 1, 2, 3) if bias else (0, 1, 2),
-        calls=_calls,
+        calls={"jaxops_lightweight_conv_step": 1},
         vjp_calls={"jaxops_lightweight_conv": 1, "jaxops_lightweight_conv_backward": 1},
         value_terms=lambda *_: taps + 1,
         vjp_terms=vjp_terms,

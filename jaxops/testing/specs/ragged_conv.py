@@ -8,7 +8,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._core import native
 from jaxops._families import sequences
 from jaxops.reference import lightweight_conv as reference
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
@@ -105,11 +104,6 @@ def _bad_inputs():
     )
 
 
-def _calls(calls):
-    """The handlers' calls, none on GPUs whose kernels are not chosen yet."""
-    return lambda platform: {} if platform == "cuda" and not native.allows_new_kernels() else calls
-
-
 SPECS = (
     OperatorSpec(
         operator=_ME,
@@ -121,11 +115,9 @@ SPECS = (
             _arguments, channels=_LARGE_CHANNELS, lengths=(100, 1, 0, 1, 1, 300, 7)
         ),
         differentiable=(0, 1, 3),
-        calls=_calls({"jaxops_lightweight_conv": 1}),
-        vjp_calls=_calls(
-            # The second is of the P steps of the states.
-            {"jaxops_lightweight_conv": 1, "jaxops_lightweight_conv_backward": 2}
-        ),
+        calls={"jaxops_lightweight_conv": 1},
+        # The second is of the P steps of the states.
+        vjp_calls={"jaxops_lightweight_conv": 1, "jaxops_lightweight_conv_backward": 2},
         value_terms=lambda x, weight, *_: weight.shape[1] + 1,
         vjp_terms=lambda x, *_: x.size,
         # The activation rounds three times, and two gradients of the weight are added.

@@ -1,0 +1,81 @@
+// Calls of lightweight convolution for which GPUs have fast kernels.
+//
+// Kernels exist for all calls. Some with segments or states read every tap through the cache, which
+// is slower than XLA's program of the same call (docs/lightweight_conv.md has times): these are
+// left to XLA when a program is lowered. Machines without the CUDA module lower programs, too, so
+// that this header is for both modules.
+#ifndef JAXOPS_COMMON_LIGHTWEIGHT_CONV_CHOICE_H_
+#define JAXOPS_COMMON_LIGHTWEIGHT_CONV_CHOICE_H_
+
+#include <cstdint>
+
+#include "common/lightweight_conv.h"
+
+namespace jaxops::lightweight_conv {
+
+// Memory bounds filters up to this length, and arithmetic longer ones.
+inline constexpr int kShortTaps = 8;
+
+// Tensor cores multiply fragments of 16 channels of one head and 16 steps.
+inline constexpr int kEdge = 16;
+// This bounds the longest filters on tensor cores: float32 fragments fill the registers, and
+// windows fill shared memory.
+inline constexpr int kMaxWindowBlocks = 9;
+
+// IsWholeVectors says whether rows of "NCT" are multiples of 16 bytes.
+inline bool IsWholeVectors(const Geometry& g, DType dtype) {
+  return g.time * SizeOf(dtype) % 16 == 0;
+}
+
+// WindowLead is the number of steps by which a window on tensor cores begins before its filter
+// needs it, so that rows of steps begin at whole vectors: 8 entries for any type.
+inline int WindowLead(const Geometry& g, int64_t padding) {
+  return g.data_format == DataFormat::kNCT ? static_cast<int>((8 - padding % 8) % 8) : 0;
+}
+
+// CountTapBlocks is the number of blocks of 16 columns over which the taps of 16 steps extend.
+inline int64_t CountTapBlocks(const Geometry& g, int64_t padding) {
+  return (g.taps + kEdge - 1 + WindowLead(g, padding) + kEdge - 1) / kEdge;
+}
+
+// HasFragments says whether heads are whole fragments, and rows whole vectors.
+inline bool HasFragments(const Geometry& g, DType dtype) {
+  const bool is_nct = g.data_format == DataFormat::kNCT;
+  return dtype != DType::kF64 && g.channels / g.heads % kEdge == 0 &&
+         (!is_nct || (g.dilation == 1 && IsWholeVectors(g, dtype)));
+}
+
+// HasMatrix says whether filters of this type have matrices: f16 cannot hold the small parts of
+// float32.
+inline bool HasMatrix(DType dtype, DType weight_dtype) {
+  return weight_dtype == dtype || (dtype == DType::kBF16 && weight_dtype == DType::kF32);
+}
+
+// CanMultiply says whether tensor cores compute a call with segments, whose window begins `padding`
+// steps before its own.
+inline bool CanMultiply(const Geometry& g, DType dtype, DType weight_dtype, int64_t padding) {
+  return g.taps > kShortTaps && HasFragments(g, dtype) && HasMatrix(dtype, weight_dtype) &&
+         CountTapBlocks(g, padding) <= kMaxWindowBlocks;
+}
+
+// PrefersKernels says whether a GPU is to run kernels, and not XLA's program. A state without
+// segments costs a small launch next to the kernels of calls without states.
+inline bool PrefersKernels(const Forward& call) {
+  const Geometry& g = call.geometry;
+  const bool is_ntc = g.data_format == DataFormat::kNTC;
+  if (call.starts == nullptr) return true;
+  if (call.slots != nullptr) return g.taps <= kShortTaps;
+  if (CanMultiply(g, call.dtype, call.weight_dtype, g.padding)) return true;
+  if (g.taps > kShortTaps) return is_ntc && call.state == nullptr;
+  return is_ntc || (call.state != nullptr && g.dilation == 1 && IsWholeVectors(g, call.dtype));
+}
+inline bool PrefersKernels(const Backward& call) {
+  const Geometry& g = call.geometry;
+  const int64_t mirrored = (g.taps - 1) * g.dilation - g.padding;
+  return call.starts == nullptr || g.data_format == DataFormat::kNTC ||
+         CanMultiply(g, call.dtype, call.weight_dtype, mirrored);
+}
+
+}  // namespace jaxops::lightweight_conv
+
+#endif  // JAXOPS_COMMON_LIGHTWEIGHT_CONV_CHOICE_H_
