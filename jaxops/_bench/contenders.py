@@ -61,15 +61,20 @@ class JaxContender:
 
     def memory(self):
         """See `Contender`."""
-        stats = self._compiled.memory_analysis()
-        if stats is None:
-            return None
-        return (
-            stats.argument_size_in_bytes
-            + stats.output_size_in_bytes
-            + stats.temp_size_in_bytes
-            - stats.alias_size_in_bytes
-        )
+        return memory_of(self._compiled)
+
+
+def memory_of(compiled: jax.stages.Compiled) -> int | None:
+    """Bytes of arguments, results and temporaries of a compiled function, if XLA tells."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
 
 
 class TorchContender:

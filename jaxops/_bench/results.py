@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 #: Counted up whenever a file of before cannot be read as one of today.
 FORMAT = 2
@@ -105,8 +106,8 @@ class Document:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def save(document: Document, file: pathlib.Path) -> None:
-    """Writes the document as JSON, one row a line.
+def save(document: Any, file: pathlib.Path) -> None:
+    """Writes a document, a dataclass that has `rows`, as JSON with one row a line.
 
     Raises:
       ResultsError: the file cannot be written.
@@ -122,7 +123,27 @@ def save(document: Document, file: pathlib.Path) -> None:
 
 
 def load(file: pathlib.Path) -> Document:
-    """Reads what `save` has written.
+    """Reads what `save` has written of operators.
+
+    Raises:
+      ResultsError: the file is not there, is not a results file, or is one of another format.
+    """
+
+    def document(content: dict[str, Any]) -> Document:
+        rows = [
+            Row(**{**r, "outcomes": {n: Outcome(**o) for n, o in r["outcomes"].items()}})
+            for r in content.pop("rows")
+        ]
+        return Document(**content, rows=rows)
+
+    return read(file, document)
+
+
+_Document = TypeVar("_Document")
+
+
+def read(file: pathlib.Path, document: Callable[[dict[str, Any]], _Document]) -> _Document:
+    """Reads a results file, of whose content `document` makes the result.
 
     Raises:
       ResultsError: the file is not there, is not a results file, or is one of another format.
@@ -141,11 +162,7 @@ def load(file: pathlib.Path) -> Document:
         )
     del content["format"]
     try:
-        rows = [
-            Row(**{**r, "outcomes": {n: Outcome(**o) for n, o in r["outcomes"].items()}})
-            for r in content.pop("rows")
-        ]
-        return Document(**content, rows=rows)
+        return document(content)
     except (AttributeError, KeyError, TypeError) as error:
         raise ResultsError(f"{file} is not a results file of format {FORMAT}: {error}") from error
 

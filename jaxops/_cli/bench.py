@@ -13,6 +13,7 @@ import platform as host
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -32,6 +33,7 @@ from jaxops._bench import (
 from jaxops._bench.clock import ProfileError
 from jaxops._bench.results import Document, ResultsError
 from jaxops._bench.spec import TARGET_TAG, Benchmark, Peer
+from jaxops._cli import models
 
 # The CPU comes second to "cuda", as in `demo`: told to look for "cuda" alone, on a machine without
 # a GPU, JAX fails an assertion that says nothing.
@@ -83,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         action="store_true",
         help="time every kernel family that can run a case, in place of the peers; on GPUs",
+    )
+    measuring.add_argument(
+        "--models",
+        action="store_true",
+        help="time whole training steps, with our operators and with those of plain JAX; the names "
+        "given are then those of models",
     )
     measuring.add_argument(
         "--rounds", type=_positive, help="how often each contender is timed (default: 5, quick: 3)"
@@ -137,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         # Steps that can fail in the end are tried first: a measurement takes minutes.
         _refuse_no_folder(args)
+        if args.models:
+            return _run_models(args)
         draw = _plotter(args)
         old = results.load(args.compare) if args.compare else None
         document = _read(args) if args.source else _measure(args)
@@ -151,6 +161,32 @@ def run(args: argparse.Namespace) -> int:
         changes = figures.compare(old, document)
         failed |= any(change.verdict == "slower" for change in changes)
     return int(bool(failed))
+
+
+def _run_models(args: argparse.Namespace) -> int:
+    others = ("cases", "without", "peers", "kernels", "rounds", "plot", "compare", "update_readme")
+    given = [name for name in others if getattr(args, name)]
+    if args.source:
+        given += [name for name in ("operators", "platform", "quick") if getattr(args, name)]
+    if given:
+        mode = "--models --from" if args.source else "--models"
+        raise UsageError(f"{mode} goes without {', '.join(given)}")
+
+    def describe(platform: str, device: jax.Device) -> dict[str, Any]:
+        return _about(args, platform, device, ("jax", "jaxlib", "jaxops", "flax", "optax", "numpy"))
+
+    try:
+        return models.run(
+            args.operators,
+            device=lambda: _device(args.platform),
+            describe=describe,
+            quick=args.quick,
+            json=args.json,
+            markdown=args.markdown,
+            source=args.source,
+        )
+    except (ImportError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 # --- measuring -----------------------------------------------------------------------------------
@@ -183,7 +219,10 @@ def _measure(args: argparse.Namespace) -> Document:
         effort = dataclasses.replace(effort, rounds=args.rounds)
     machine = runner.Machine(platform, device, effort, runner.Stopwatch())
     works, absent = _works(benchmarks, args, platform)
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    packages = ["jax", "jaxlib", "jaxops", "numpy"]
+    if any(peer.torch for work in works for peer in work.peers):
+        packages.append("torch")
+    about = _about(args, platform, device, packages)
     rows, planned = [], sum(len(work.directions) for work in works)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     # Standard output is the report's: the progress goes where messages go.
@@ -205,12 +244,7 @@ def _measure(args: argparse.Namespace) -> Document:
             if not rows:
                 raise
     return Document(
-        command=_command(args),
-        date=date,
-        platform=platform,
-        device=_processor() if platform == "cpu" else device.device_kind,
-        threads=len(os.sched_getaffinity(0)),
-        versions=_versions(works),
+        **about,
         ceilings=found,
         absent=absent,
         unfinished=planned - len(rows),
@@ -293,12 +327,21 @@ def _asked_for(peer: Peer, patterns: Sequence[str] | None) -> bool:
     return patterns is None or any(fnmatch.fnmatchcase(peer.name, p) for p in patterns)
 
 
-def _versions(works: Sequence[runner.Work]) -> dict[str, str]:
-    packages = ["jax", "jaxlib", "jaxops", "numpy"]
-    if any(peer.torch for work in works for peer in work.peers):
-        packages.append("torch")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": host.python_version(), **found}
+def _about(
+    args: argparse.Namespace, platform: str, device: jax.Device, packages: Sequence[str]
+) -> dict[str, Any]:
+    """The fields of a document that say what was measured, when and where."""
+    return {
+        "command": _command(args),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "platform": platform,
+        "device": _processor() if platform == "cpu" else device.device_kind,
+        "threads": len(os.sched_getaffinity(0)),
+        "versions": {
+            "python": host.python_version(),
+            **{name: importlib.metadata.version(name) for name in packages},
+        },
+    }
 
 
 def _command(args: argparse.Namespace) -> str:
@@ -309,7 +352,7 @@ def _command(args: argparse.Namespace) -> str:
         values = value if isinstance(value, list) else [] if value is None else [value]
         for each in values:
             words += [f"--{option}", str(each)]
-    words += ["--kernels"] * args.kernels + ["--quick"] * args.quick
+    words += [f"--{name}" for name in ("kernels", "models", "quick") if getattr(args, name)]
     return shlex.join(words)
 
 
