@@ -41,6 +41,17 @@ CASES = [
     # Packed sequences of so many steps, for which XLA pads and masks.
     *[c for n in (1, 16, 128, 1000)
       for c in conv("typical", (4, 1024, 2048, 1024, 4), ["float32", "bfloat16"], segments=n)],
+    *conv("typical", (32, 1024, 128, 16, 31), "float32", segments=100),
+    *[c for n in (16, 128, 1000)
+      for c in conv("large", (8, 1024, 2048, 16, 31), "bfloat16", segments=n)],
+    *conv("large", (1, 12288, 16384, 12288, 4), "bfloat16"),
+    *conv("large", (1, 12288, 16384, 12288, 4), "bfloat16", segments=1024),
+    # Sequences in chunks: each has the state that the one before has left.
+    *conv("typical", (32, 1024, 128, 16, 31), "float32", state=True),
+    *conv("typical", (4, 1024, 2048, 1024, 4), "bfloat16", state=True),
+    *conv("large", (8, 1024, 2048, 16, 31), "bfloat16", state=True),
+    *conv("large", (1, 12288, 16384, 12288, 4), "bfloat16", state=True),
+    *conv("large", (1, 12288, 16384, 12288, 4), "bfloat16", segments=1024, state=True),
 ]
 # fmt: on
 for steps in (2**n for n in range(6, 21, 2)):
@@ -64,22 +75,52 @@ def pads(case: Case) -> tuple[int, int]:
 
 def arguments(case, key):
     B, C, T, H, K = case.shape
-    of_x, of_weight = jax.random.split(key)
-    shape = (B, C, T) if time_axis(case) == 2 else (B, T, C)
+    of_x, of_weight, of_state = jax.random.split(key, 3)
+    is_nct = time_axis(case) == 2
+    shape = (B, C, T) if is_nct else (B, T, C)
     x = normal(of_x, shape, case.dtype)
     weight = (normal(of_weight, (H, K), "float32") / K**0.5).astype(case.dtype)
-    steps = case.options.get("segments")
-    if steps is None:
-        return x, weight
-    return x, weight, jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32) // steps, (B, T))
+    rest = []
+    if "segments" in case.options:
+        ids = jnp.arange(T, dtype=jnp.int32) // case.options["segments"]
+        rest.append(jnp.broadcast_to(ids, (B, T)))
+    if "state" in case.options:
+        before = pads(case)[0]
+        rest.append(normal(of_state, (B, C, before) if is_nct else (B, before, C), case.dtype))
+    return x, weight, *rest
+
+
+def unpack(case, rest):
+    """The ids and the state of a case, None for what it does not have."""
+    rest = list(rest)
+    ids = rest.pop(0) if "segments" in case.options else None
+    return ids, rest.pop(0) if "state" in case.options else None
+
+
+def with_rows_around(case, x, ids, state):
+    """x with the rows that taps read before and after it, and likewise the ids."""
+    axis = time_axis(case)
+    widths = [(0, 0)] * 3
+    widths[axis] = pads(case)
+    if state is not None:
+        x = jnp.concatenate([state.astype(x.dtype), x], axis=axis)
+        widths[axis] = (0, pads(case)[1])
+    if ids is None:
+        return jnp.pad(x, widths), None
+    # A state belongs to the first segment.
+    own = jnp.full_like(ids[:, :1], -1) if state is None else ids[:, :1]
+    ids = jnp.concatenate([jnp.repeat(own, pads(case)[0], axis=1), ids], axis=1)
+    return jnp.pad(x, widths), jnp.pad(ids, [(0, 0), (0, pads(case)[1])], constant_values=-1)
 
 
 def ours(case):
-    def function(x, weight, ids=None):
+    def function(x, weight, *rest):
+        ids, state = unpack(case, rest)
         return jaxops.lightweight_conv(
             x,
             weight,
             segment_ids=ids,
+            initial_state=state,
             padding=case.options["padding"],
             dilation=dilation(case),
             data_format=case.options["layout"],
@@ -95,18 +136,16 @@ def shift_and_add(case):
     """
     axis, (_, C, T, H, K) = time_axis(case), case.shape
 
-    def function(x, weight, ids=None):
+    def function(x, weight, *rest):
+        ids, state = unpack(case, rest)
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        widths = [(0, 0)] * 3
-        widths[axis] = pads(case)
-        padded = jnp.pad(x, widths)
+        padded, padded_ids = with_rows_around(case, x, ids, state)
         by_channel = jnp.repeat(weight, C // H, axis=0).astype(wide)
-        padded_ids = None if ids is None else jnp.pad(ids, [(0, 0), pads(case)], constant_values=-1)
         total = 0
         for k in range(K):
             start = k * dilation(case)
             shifted = jax.lax.slice_in_dim(padded, start, start + T, axis=axis)
-            if ids is not None:
+            if padded_ids is not None:
                 is_one = padded_ids[:, start : start + T] == ids
                 shifted = jnp.where(jnp.expand_dims(is_one, 3 - axis), shifted, 0)
             tap = by_channel[:, k, None] if axis == 2 else by_channel[:, k]
@@ -120,18 +159,16 @@ def exact(case):
     """Shift-and-add as a loop, which compiles and runs faster than XLA's fusion in float64."""
     axis, (_, C, T, H, K) = time_axis(case), case.shape
 
-    def function(x, weight, ids=None):
-        widths = [(0, 0)] * 3
-        widths[axis] = pads(case)
-        padded = jnp.pad(x, widths)
-        padded_ids = None if ids is None else jnp.pad(ids, [(0, 0), pads(case)], constant_values=-1)
+    def function(x, weight, *rest):
+        ids, state = unpack(case, rest)
+        padded, padded_ids = with_rows_around(case, x, ids, state)
         by_tap = jnp.repeat(weight, C // H, axis=0).T
         by_tap = by_tap[:, :, None] if axis == 2 else by_tap
 
         @jax.checkpoint  # a gradient then keeps no shifted copy
         def add(total, k):
             shifted = jax.lax.dynamic_slice_in_dim(padded, k * dilation(case), T, axis=axis)
-            if ids is not None:
+            if padded_ids is not None:
                 of_taps = jax.lax.dynamic_slice_in_dim(padded_ids, k * dilation(case), T, axis=1)
                 shifted = jnp.where(jnp.expand_dims(of_taps == ids, 3 - axis), shifted, 0)
             return total + by_tap[k] * shifted, None
@@ -246,24 +283,25 @@ def not_causal_conv1d(case, direction, platform):
         return "has no float64"
     if "segments" in case.options and time_axis(case) == 2:
         return "has segments in NTC only"
-    return None
+    return "is timed without states" if "state" in case.options else None
 
 
-def has_segments(case, direction, platform):
-    return "has no segments" if "segments" in case.options else None
+def is_packed(case, direction, platform):
+    """Why a peer does not run on a case with segments or a state."""
+    return "has no segments and states" if {"segments", "state"} & set(case.options) else None
 
 
 def slow_conv(case, direction, platform):
-    if "segments" in case.options:
-        return has_segments(case, direction, platform)
+    if why := is_packed(case, direction, platform):
+        return why
     B, C, T, _, K = case.shape
     much = case.dtype == "float64" or B * C * T * K > 2**26
     return SLOW if platform == "cpu" and much else None
 
 
 def slow_fft(case, direction, platform):
-    if "segments" in case.options:
-        return has_segments(case, direction, platform)
+    if why := is_packed(case, direction, platform):
+        return why
     B, C, T, *_ = case.shape
     return SLOW if platform == "cpu" and B * C * T > 2**24 else None
 
@@ -308,9 +346,9 @@ BENCHMARK = Benchmark(
         Peer("XLA shift-and-add", shift_and_add),
         Peer("XLA conv", grouped_conv, declines=slow_conv, costly=True),
         Peer("XLA FFT", fft, declines=slow_fft),
-        Peer("torch conv1d", torch_conv, declines=has_segments, torch=True),
+        Peer("torch conv1d", torch_conv, declines=is_packed, torch=True),
         Peer("causal-conv1d", causal_conv1d, declines=not_causal_conv1d, torch=True),
-        Peer("torch.compile", torch_shift_and_add, declines=has_segments, torch=True, costly=True),
+        Peer("torch.compile", torch_shift_and_add, declines=is_packed, torch=True, costly=True),
     ),
     cost=cost,
     terms=terms,

@@ -77,6 +77,18 @@ int64_t WorkSpaceBytes(const Call& call) {
   return 2 * call.batch.size() * g.time * g.heads * (call.dtype == DType::kF64 ? 8 : 4);
 }
 
+// PrefersKernels says whether a GPU is to run kernels, and not XLA's program: docs/dynamic_conv.md
+// has times. Short filters are faster in XLA, and heads of other numbers of channels were not
+// measured.
+inline bool PrefersKernels(const Forward& call) {
+  const Geometry& g = call.geometry;
+  return g.taps >= 15 && g.channels / g.heads % 32 == 0 && g.data_format == DataFormat::kNTC;
+}
+inline bool PrefersKernels(const Backward& call) {
+  const Geometry& g = call.geometry;
+  return g.taps >= 15 && g.channels / g.heads % 32 == 0;
+}
+
 }  // namespace jaxops::dynamic_conv
 
 #endif  // JAXOPS_COMMON_DYNAMIC_CONV_H_

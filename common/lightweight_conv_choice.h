@@ -59,12 +59,14 @@ inline bool CanMultiply(const Geometry& g, DType dtype, DType weight_dtype, int6
 }
 
 // PrefersKernels says whether a GPU is to run kernels, and not XLA's program. A state without
-// segments costs a small launch next to the kernels of calls without states.
+// segments costs a launch for its steps, next to the kernels of calls without states.
 inline bool PrefersKernels(const Forward& call) {
   const Geometry& g = call.geometry;
   const bool is_ntc = g.data_format == DataFormat::kNTC;
-  if (call.starts == nullptr) return true;
-  if (call.slots != nullptr) return g.taps <= kShortTaps;
+  if (call.starts == nullptr) {
+    return call.state == nullptr || is_ntc || g.taps <= kShortTaps || g.time >= 8 * g.padding;
+  }
+  if (call.slots != nullptr) return true;
   if (CanMultiply(g, call.dtype, call.weight_dtype, g.padding)) return true;
   if (g.taps > kShortTaps) return is_ntc && call.state == nullptr;
   return is_ntc || (call.state != nullptr && g.dilation == 1 && IsWholeVectors(g, call.dtype));

@@ -10,6 +10,7 @@
 #include "cpu/dynamic_conv.h"
 #endif
 #include "ffi/bind.h"
+#include "ffi/choice.h"
 #include "ffi/decode.h"
 #include "ffi/work_space.h"
 
@@ -147,6 +148,7 @@ xf::Error Convolve(Context context, Buffer x, Buffer weight, xf::RemainingArgs r
       {own_x, BatchOperand{weight.dimensions(), 3}, bias_operand, starts_operand, state_operand,
        BatchOperand{y->dimensions(), 2, BatchOperand::kWritten}},
       rank));
+  JAXOPS_RETURN_IF_ERROR(AnswerChoice(jaxops::dynamic_conv::PrefersKernels(forward)));
   void* scales = nullptr;
   JAXOPS_RETURN_IF_ERROR(
       TakeWorkSpace(scales, kName, work_space, jaxops::dynamic_conv::WorkSpaceBytes(forward)));
@@ -214,6 +216,7 @@ xf::Error RunGrad(Context context, const GradAttributes& attributes, const GradB
        own_g, starts_operand, operand(buffers.dx, 2, BatchOperand::kWritten),
        operand(buffers.dweight, 3, BatchOperand::kWritten)},
       rank));
+  JAXOPS_RETURN_IF_ERROR(AnswerChoice(jaxops::dynamic_conv::PrefersKernels(backward)));
   void* scales = nullptr;
   JAXOPS_RETURN_IF_ERROR(
       TakeWorkSpace(scales, kName, work_space, jaxops::dynamic_conv::WorkSpaceBytes(backward)));

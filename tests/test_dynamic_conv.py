@@ -11,12 +11,14 @@ import itertools
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
 
 import jaxops
+from jaxops._core import native
 from jaxops.testing.measure import assert_close, custom_calls, run, vjp_of
 from jaxops.testing.spec import normal
 
@@ -540,3 +542,32 @@ def test_states_with_segments():
     first = jaxops.dynamic_conv(x[:, :3], weight[:, :3], initial_state=state)
     rest = jaxops.dynamic_conv(x[:, 3:6], weight[:, 3:6])
     np.testing.assert_array_equal(y[:, :6], jnp.concatenate([first, rest], axis=1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "taps", "data_format", "chosen"),
+    [
+        ((2, 64, 64), 1, 31, "NTC", ("value", "gradients")),
+        ((2, 64, 64), 1, 31, "NCT", ("gradients",)),
+        ((2, 64, 64), 1, 7, "NTC", ()),
+        ((2, 64, 48), 1, 31, "NTC", ()),
+    ],
+)
+def test_gpus_run_what_is_fast(shape, heads, taps, data_format, chosen, monkeypatch):
+    monkeypatch.delenv(native.NEW_KERNELS_VARIABLE, raising=False)
+    batch, time, channels = shape
+    weight = jnp.ones((batch, time, heads, taps))
+    x = jnp.ones(shape if data_format == "NTC" else (batch, channels, time))
+
+    def function(x, weight):
+        return jaxops.dynamic_conv(x, weight, normalize=True, data_format=data_format)
+
+    def text(function, *arguments):
+        checks = jaxops.DISABLE_JAX_EXPORT_CHECKS
+        export = jax.export.export(jax.jit(function), platforms=("cuda",), disabled_checks=checks)
+        return export(*arguments).mlir_module()
+
+    of_value = text(function, x, weight)
+    assert ("@jaxops_dynamic_conv(" in of_value) == ("value" in chosen)
+    of_both = text(lambda x, w, g: jax.vjp(function, x, w)[1](g), x, weight, x)
+    assert ("@jaxops_dynamic_conv_backward(" in of_both) == ("gradients" in chosen)

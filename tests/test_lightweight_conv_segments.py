@@ -642,13 +642,14 @@ BOTH, VALUE, NONE = ("value", "gradients"), ("value",), ()
         ("NTC", (2, 64, 32), (2, 31), True, True, BOTH),
         ("NTC", (2, 64, 32), (32, 31), True, False, BOTH),
         ("NCT", (2, 32, 64), (2, 31), True, False, BOTH),
-        ("NCT", (2, 32, 64), (32, 31), False, True, BOTH),
+        ("NCT", (2, 32, 256), (32, 31), False, True, BOTH),
         ("NCT", (2, 32, 63), (32, 4), False, True, BOTH),
         # XLA's program is faster.
         ("NCT", (2, 32, 64), (32, 4), True, False, NONE),
         ("NCT", (2, 32, 64), (32, 4), True, True, VALUE),
         ("NCT", (2, 32, 63), (2, 31), True, False, NONE),
         ("NTC", (2, 64, 32), (32, 31), True, True, ("gradients",)),
+        ("NCT", (2, 32, 64), (32, 31), False, True, ("gradients",)),
     ],
 )
 def test_gpus_run_what_is_fast(

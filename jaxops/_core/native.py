@@ -40,7 +40,8 @@ CUDA_TARGETS: list[str] = []
 #: Set to 1 in the environment, a platform without kernels is an error.
 REQUIRE_VARIABLE = "JAXOPS_REQUIRE_KERNELS"
 
-#: Set to "on" in the environment, CUDA kernels that are not tuned on a GPU yet are chosen.
+#: Set to "on" in the environment, CUDA kernels are chosen even if no GPU has run them or XLA is
+#: faster.
 NEW_KERNELS_VARIABLE = "JAXOPS_NEW_KERNELS"
 
 _warned: set[str] = set()
@@ -370,7 +371,7 @@ def use_kernels(platform: str, ctx) -> bool:
 
 
 def allows_new_kernels() -> bool:
-    """Whether lowerings for CUDA devices may choose kernels that are not tuned yet.
+    """Whether lowerings for CUDA devices choose kernels even if these are new, or XLA is faster.
 
     Dry runs, for which there is no device, always look at them.
     """

@@ -88,7 +88,7 @@ def _attributes(*, options, with_starts, **_):
 _COMMON = {
     "replicated": ("time", "taps", "before"),
     "work_space": True,
-    "is_new_on_gpu": True,
+    "asks_on_gpu": lambda **_: True,
 }
 
 

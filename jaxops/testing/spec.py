@@ -10,11 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxops._core import native
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Arrays = tuple[np.ndarray, ...]
 MakeArguments = Callable[[np.random.Generator, np.dtype], Arrays]
 Calls = Mapping[str, int] | Callable[[str], Mapping[str, int]]
+
+
+def unless_xla_is_faster(calls: Mapping[str, int]) -> Calls:
+    """The handlers' calls: none on GPUs, unless kernels are chosen where XLA is faster."""
+    return lambda platform: {} if platform == "cuda" and not native.allows_new_kernels() else calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

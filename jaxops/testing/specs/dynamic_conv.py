@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops._families import sequences
 from jaxops.reference import dynamic_conv as reference
-from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
+from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal, unless_xla_is_faster
 
 _NAME = "dynamic_conv"
 _BATCH, _TIME, _CHANNELS = 8, 24, 48  # of the large case
@@ -248,8 +248,10 @@ def _spec(
             arrays, batch=_BATCH, time=_TIME, channels=_CHANNELS, heads=large_heads
         ),
         differentiable=tuple(i for i, n in enumerate(("x", *names)) if n != "ids"),
-        calls=calls,
-        vjp_calls=vjp_calls or {**calls, "jaxops_dynamic_conv_backward": 1},
+        calls=unless_xla_is_faster(calls),
+        vjp_calls=unless_xla_is_faster(
+            vjp_calls or {**calls, "jaxops_dynamic_conv_backward": 1},
+        ),
         value_terms=lambda *_: taps + 1 + softmax,
         vjp_terms=gradient_terms,
         # The value before the activation, the activation's derivative, and their product.

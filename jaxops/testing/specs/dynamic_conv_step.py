@@ -9,18 +9,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._core import native
 from jaxops.reference import dynamic_conv as reference
-from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
+from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal, unless_xla_is_faster
 
 _ME = "dynamic_conv_step"
 
 _BATCH, _CHANNELS = 8, 48  # of the large case
-
-
-def _calls(calls):
-    """The handlers' calls, none on GPUs whose kernels are not chosen yet."""
-    return lambda platform: {} if platform == "cuda" and not native.allows_new_kernels() else calls
 
 
 def _bad_inputs():
@@ -169,9 +163,11 @@ def _spec(
         arguments=arrays,
         large=functools.partial(arrays, batch=_BATCH, channels=_CHANNELS, heads=large_heads),
         differentiable=(0, 1, 2),
-        calls=_calls({"jaxops_dynamic_conv": 1}),
+        calls=unless_xla_is_faster({"jaxops_dynamic_conv": 1}),
         # The second is of the steps of the state.
-        vjp_calls=_calls({"jaxops_dynamic_conv": 1, "jaxops_dynamic_conv_backward": 2}),
+        vjp_calls=unless_xla_is_faster(
+            {"jaxops_dynamic_conv": 1, "jaxops_dynamic_conv_backward": 2}
+        ),
         value_terms=lambda *_: taps + 1 + softmax,
         vjp_terms=lambda x, state, weight: max(x.shape[-1] // weight.shape[-2], taps) + 2 * softmax,
         # Rows have a cotangent through y and one through the new state, and each is rounded.

@@ -8,10 +8,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._core import native
 from jaxops._families import sequences
 from jaxops.reference import lightweight_conv as reference
-from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
+from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal, unless_xla_is_faster
 
 _ME = "lightweight_conv"
 
@@ -122,13 +121,6 @@ def _bad_inputs(swap):
             "'CNT'",
         ),
     )
-
-
-def _calls(calls, is_of_xla):
-    """The handlers' calls, none on GPUs if XLA is faster there."""
-    if not is_of_xla:
-        return calls
-    return lambda platform: {} if platform == "cuda" and not native.allows_new_kernels() else calls
 
 
 def _placements(swap, heads, names, sides):
@@ -278,6 +270,8 @@ def _spec(
     large = functools.partial(
         arrays, batch=_BATCH, time=_TIME, channels=_CHANNELS, heads=large_heads
     )
+    calls = {"jaxops_lightweight_conv": 1}
+    chosen = unless_xla_is_faster if segments and swap else dict
     return OperatorSpec(
         operator=_ME,
         variant=variant,
@@ -286,15 +280,9 @@ def _spec(
         arguments=arrays,
         large=large,
         differentiable=(0, 1, *(i for i, n in enumerate(names, 2) if n != "segment_ids")),
-        calls=_calls({"jaxops_lightweight_conv": 1}, segments and swap),
-        vjp_calls=_calls(
-            # The second is of the P steps of the state.
-            {
-                "jaxops_lightweight_conv": 1,
-                "jaxops_lightweight_conv_backward": 2 if state else 1,
-            },
-            segments and swap,
-        ),
+        calls=chosen(calls),
+        # The second gradient is of the P steps of the state.
+        vjp_calls=chosen({**calls, "jaxops_lightweight_conv_backward": 2 if state else 1}),
         value_terms=lambda x, weight, *_: weight.shape[1] + 1,
         vjp_terms=summed_entries,
         # The value before the activation, the activation's derivative, and their product.
