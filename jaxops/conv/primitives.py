@@ -121,7 +121,8 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
             wide = sum_dtype(operands[0], operands[1], dtype)
             # Named as well: it is what the gradient needs, so that a policy which saves the
             # operator's result spares the backward pass a second forward one.
-            y = checkpoint_name(forward(*operands, options=options, dtype=wide), "conv2d")
+            y = forward(*operands, options=options, dtype=wide)
+            y = checkpoint_name(y, f"conv{options.rank}d")
             return ACTIVATIONS[activation](y).astype(dtype)
 
         y, dy = rules.jvp(unfused, primals, tangents)
@@ -130,7 +131,7 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     y = forward(*primals, options=options, dtype=dtype, activation=activation)
     if activation is not None:
         # The result tells where it was positive, so that nothing else is kept for the gradient.
-        y = checkpoint_name(y, "conv2d")
+        y = checkpoint_name(y, f"conv{options.rank}d")
     *moving, dbias = rules.nonzero(tangents, 3)
     plain = dict(options=options, activation=None, with_bias=False)
     # The sum that the bias is added to is rounded with it.
