@@ -2,6 +2,7 @@
 
     python scripts/time_conv_choices.py                    all that 230 seconds suffice for
     python scripts/time_conv_choices.py --seconds 900      more
+    python scripts/time_conv_choices.py --dtypes float32   of one dtype
     python scripts/time_conv_choices.py 3x3x3 depthwise    cases whose names have one of the words
 
 A line of JSON is a case, a dtype and a direction, with the microseconds that the GPU is busy in
@@ -108,6 +109,14 @@ CASES = [
         (CHANNELS,),
         strides=4,
         padding="VALID",
+    ),
+    Case(
+        "RGB 11x11 strides 2",
+        (32, 112, 112, 3),
+        (11, 11, 3, 64),
+        (XLA, _cut(6, 8)),
+        (CHANNELS,),
+        strides=2,
     ),
     Case("RGB 9x9", (32, 112, 112, 3), (9, 9, 3, 64), (XLA, _cut(5, 5), _cut(8, 8))),
     Case(
@@ -272,11 +281,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only cases with one of these in their name")
     parser.add_argument("--seconds", type=float, default=230, help="begin no row after this time")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     arguments = parser.parse_args()
     start = time.monotonic()
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     print(json.dumps({**about, "block_bytes": patches.DEVICE_BLOCK_BYTES}), flush=True)
-    for dtype in ("bfloat16", "float32", "float16"):
+    for dtype in arguments.dtypes:
         for case in CASES:
             if dtype not in case.dtypes:
                 continue
