@@ -138,7 +138,11 @@ def col2im(
         raise ValueError(
             f"{name}: input_shape must be {_shape(data_format)}, got {checks.describe(input_shape)}"
         )
-    shape = windows.per_dimension(name, "input_shape", input_shape, rank + 2, 0)
+    # The number of images may be symbolic.
+    rows = input_shape[0]
+    counted = input_shape if not jax.export.is_symbolic_dim(rows) else (0, *input_shape[1:])
+    shape = windows.per_dimension(name, "input_shape", counted, rank + 2, 0)
+    shape = shape if counted is input_shape else (rows, *shape[1:])
     at = 1 + rank if channels_last else 2
     taps = patches.shape[at : at + rank]
     if 0 in taps:

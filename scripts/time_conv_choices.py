@@ -82,7 +82,6 @@ def _fill(multiple):
 
 
 FILLED = (XLA, _fill(8), _fill(4))
-EXAMPLES = (Way("examples"), Way("example_groups"), XLA)
 BF16 = ("bfloat16",)
 # The first ones matter most: time may not suffice for all.
 CASES = [
@@ -143,11 +142,9 @@ CASES = [
     Case("4 groups of 64 to 2", (32, 56, 56, 256), (3, 3, 64, 8), FILLED, groups=4),
     Case("8 groups of 32 to 4", (32, 28, 28, 256), (3, 3, 32, 32), FILLED, groups=8),
     Case("8 groups of 3 to 32", (32, 56, 56, 24), (3, 3, 3, 256), FILLED, groups=8),
-    Case(
-        "64 examples of 28x28", (64, 1, 28, 28, 128), (3, 3, 128, 128), EXAMPLES, per_example=True
-    ),
-    Case("32 examples of 56x56", (32, 1, 56, 56, 64), (3, 3, 64, 64), EXAMPLES, per_example=True),
-    Case("256 examples of 14x14", (256, 1, 14, 14, 32), (3, 3, 32, 64), EXAMPLES, per_example=True),
+    Case("64 examples of 28x28", (64, 1, 28, 28, 128), (3, 3, 128, 128), (XLA,), per_example=True),
+    Case("32 examples of 56x56", (32, 1, 56, 56, 64), (3, 3, 64, 64), (XLA,), per_example=True),
+    Case("256 examples of 14x14", (256, 1, 14, 14, 32), (3, 3, 32, 64), (XLA,), per_example=True),
     Case("1x1, 256 to 1024", (64, 14, 14, 256), (1, 1, 256, 1024), (XLA, PRODUCT32)),
     Case("1x1, 1024 to 256 of 7x7", (8, 7, 7, 1024), (1, 1, 1024, 256), (XLA, PRODUCT32)),
     Case("1x1, 64 to 256", (32, 56, 56, 64), (1, 1, 64, 256), (XLA, PRODUCT32)),

@@ -118,7 +118,7 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     if activation not in (None, "relu"):
 
         def unfused(*operands):
-            wide = sum_dtype(operands[0], operands[1], dtype)
+            wide = sum_dtype(*operands[:2], dtype=dtype)
             # Named as well: it is what the gradient needs, so that a policy which saves the
             # operator's result spares the backward pass a second forward one.
             y = forward(*operands, options=options, dtype=wide)
@@ -135,7 +135,7 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     *moving, dbias = rules.nonzero(tangents, 3)
     plain = dict(options=options, activation=None, with_bias=False)
     # The sum that the bias is added to is rounded with it.
-    summed = dtype if dbias is None else sum_dtype(primals[0], primals[1], dtype)
+    summed = dtype if dbias is None else sum_dtype(*primals[:2], dtype=dtype)
     dy = _tangent(_forward_operator, primals[:2], moving, dtype=np.dtype(summed), **plain)
     if dbias is not None:
         spread = rules.broadcast_like(over_pixels(dbias, options), jax.typeof(y)).astype(summed)

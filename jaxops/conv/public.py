@@ -20,12 +20,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxops._core import checks, compat
-from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.native import NoKernelWarning
 from jaxops._families.windows import Windows, make_windows, per_dimension
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import primitives
-from jaxops.conv.options import Options, transposed_kernel
+from jaxops.conv.options import Options, sum_dtype, transposed_kernel
 
 _Numbers = tuple[str, str, str]
 # By the number of spatial dimensions: channels last, and channels first.
@@ -116,7 +115,9 @@ def conv2d(
     ``jax.checkpoint_policies.save_only_these_names("conv2d")`` can name the result.
 
     Args:
-      x: (N, H, W, C), or (N, C, H, W); float16, bfloat16, float32 or float64.
+      x: (N, H, W, C), or (N, C, H, W); float16, bfloat16, float32 or float64, or, with a kernel of
+        the same and `preferred_element_type=jnp.int32`, int8. Such results are exact, and have no
+        derivatives.
       kernel: (KH, KW, C // groups, O), or (O, C // groups, KH, KW), with KH, KW >= 1; any float
         dtype.
       strides: an int, or one for each of H and W, >= 1; so is `dilation`.
@@ -244,9 +245,19 @@ def _convolve(
     fans = ["C // groups", "O"]
     kernel_shape = ", ".join([*window, *fans] if channels_last else [*fans[::-1], *window])
     kernel_shape = f"({kernel_shape})"
-    x = checks.float_array(name, "x", x, rank + 2, f"({', '.join(x_shape)})")
-    kernel = checks.float_array(name, "kernel", kernel, rank + 2, kernel_shape)
-    result_dtype = _float_dtype(name, "preferred_element_type", preferred_element_type, x.dtype)
+    # Products of integers are exact, and have no derivatives.
+    is_integer = getattr(x, "dtype", None) == np.int8
+    array = (
+        functools.partial(_int8_array, name)
+        if is_integer
+        else functools.partial(checks.float_array, name)
+    )
+    x = array("x", x, rank + 2, f"({', '.join(x_shape)})")
+    kernel = array("kernel", kernel, rank + 2, kernel_shape)
+    if is_integer:
+        result_dtype = _check_integers(name, preferred_element_type, bias, activation)
+    else:
+        result_dtype = _float_dtype(name, "preferred_element_type", preferred_element_type, x.dtype)
     precision = _precision(name, precision)
     if not channels_last:
         x = lax.transpose(x, (0, *range(2, rank + 2), 1))
@@ -279,10 +290,14 @@ def _convolve(
     )
     arrays = [x, kernel]
     if bias is not None:
-        bias = checks.float_array(name, "bias", bias, 1, "(O,)")
+        bias = (
+            checks.as_array(name, "bias", bias)
+            if is_integer
+            else checks.float_array(name, "bias", bias, 1, "(O,)")
+        )
         checks.shape(name, "bias", bias, (outputs,), "(O,), one entry an output channel of kernel")
         arrays.append(bias)
-    wide = accumulation_dtype(result_dtype, *arrays)
+    wide = sum_dtype(*arrays, dtype=result_dtype)
     if x.dtype != kernel.dtype or wide == jnp.float64:
         x, kernel = x.astype(wide), kernel.astype(wide)
     options = Options(
@@ -305,6 +320,43 @@ def _convolve(
     return checkpoint_name(
         y if channels_last else lax.transpose(y, (0, rank + 1, *range(1, rank + 1))), name
     )
+
+
+def _int8_array(name: str, argument: str, value: Any, rank: int, shape: str) -> jax.Array:
+    array = checks.as_array(name, argument, value)
+    if array.dtype != jnp.int8:
+        raise TypeError(
+            f"{name}: {argument} must have dtype int8 if x has, got {checks.describe(array)}"
+        )
+    if array.ndim != rank:
+        raise ValueError(
+            f"{name}: {argument} must have shape {shape}, which has {rank} dimensions, got shape "
+            f"{array.shape}"
+        )
+    return array
+
+
+def _check_integers(name: str, preferred: Any, bias: Any, activation: str | None) -> np.dtype:
+    """The dtype of a result of int8."""
+    try:
+        is_int32 = preferred is not None and jnp.dtype(preferred) == np.int32
+    except TypeError:
+        is_int32 = False
+    if not is_int32:
+        raise TypeError(
+            f"{name}: preferred_element_type must be int32 if x has dtype int8, got "
+            f"{checks.describe(preferred)}"
+        )
+    if bias is not None and getattr(bias, "dtype", None) != np.int32:
+        raise TypeError(
+            f"{name}: bias must be an array of dtype int32 if x has dtype int8, got "
+            f"{checks.describe(bias)}"
+        )
+    if activation not in (None, "relu"):
+        raise ValueError(
+            f"{name}: activation must be None or 'relu' if x has dtype int8, got {activation!r}"
+        )
+    return np.dtype(np.int32)
 
 
 def _and(values: Sequence[Any]) -> str:
@@ -615,7 +667,8 @@ class _LaxCase:
 
     def _find_missing(self, batch_groups: int) -> str | None:
         wanted = (*self._dtypes, self._result.dtype)
-        unknown = [str(d) for d in wanted if d not in checks.FLOATS]
+        is_integer = wanted == (jnp.int8, jnp.int8, jnp.int32)
+        unknown = [str(d) for d in wanted if d not in checks.FLOATS and not is_integer]
         if not 1 <= len(self._ins) <= 3:
             return f"{len(self._ins)} spatial dimensions"
         if unknown:
