@@ -139,10 +139,10 @@ def col2im(
             f"{name}: input_shape must be {_shape(data_format)}, got {checks.describe(input_shape)}"
         )
     # The number of images may be symbolic.
-    rows = input_shape[0]
-    counted = input_shape if not jax.export.is_symbolic_dim(rows) else (0, *input_shape[1:])
+    is_symbolic = jax.export.is_symbolic_dim(input_shape[0])
+    counted = (0, *input_shape[1:]) if is_symbolic else input_shape
     shape = windows.per_dimension(name, "input_shape", counted, rank + 2, 0)
-    shape = shape if counted is input_shape else (rows, *shape[1:])
+    rows: Any = input_shape[0] if is_symbolic else shape[0]
     at = 1 + rank if channels_last else 2
     taps = patches.shape[at : at + rank]
     if 0 in taps:
@@ -160,10 +160,11 @@ def col2im(
         channels_last=channels_last,
     )
     if channels_last:
-        expected = (shape[0], *placed.outs, *taps, shape[-1])
+        expected = (rows, *placed.outs, *taps, shape[-1])
     else:
-        expected = (*shape[:2], *taps, *placed.outs)
-    checks.shape(name, "patches", patches, expected, f"for input_shape {shape}")
+        expected = (rows, shape[1], *taps, *placed.outs)
+    why = f"for input_shape {(rows, *shape[1:])}"
+    checks.shape(name, "patches", patches, expected, why)
     (image,) = col2im_operator(patches, windows=placed)
     return checkpoint_name(image, name)
 

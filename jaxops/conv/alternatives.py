@@ -42,10 +42,9 @@ def forward(
         return ACTIVATIONS[activation](y).astype(dtype)
 
     if way.kind == "xla":
-        operands = (x, kernel)
-        if bias is not None or activation is not None or not _are_sums(platform, dtype, *operands):
-            operands = _widen(dtype, *operands)
-        return finish(_by_kernel(lambda *a: convolve(*a, options), axis, *operands))
+        if bias is not None or activation is not None or not _are_sums(platform, dtype, x, kernel):
+            x, kernel = _widen(dtype, x, kernel)
+        return finish(_by_kernel(lambda x, kernel: convolve(x, kernel, options), axis, x, kernel))
     if way.kind == "cut_taps":
         sums = dict(dtype=sum_dtype(x, kernel, dtype=dtype), platform=platform)
         parts = [
@@ -85,16 +84,15 @@ def input_grad(
         return jax.ShapeDtypeStruct(shape, dtype)
 
     if way.kind == "xla":
-        g, kernel = (
-            (g, kernel) if _are_sums(platform, dtype, g, kernel) else _widen(dtype, g, kernel)
-        )
+        if not _are_sums(platform, dtype, g, kernel):
+            g, kernel = _widen(dtype, g, kernel)
 
-        def images(g, kernel):
+        def one(g, kernel):
             shape = (g.shape[0], *options.windows.ins, options.groups * options.fan_in)
             struct = jax.ShapeDtypeStruct(shape, g.dtype)
             return rearranged.transpose(lambda x: convolve(x, kernel, options), g, struct)
 
-        return _by_kernel(images, axis, g, kernel).astype(dtype)
+        return _by_kernel(one, axis, g, kernel).astype(dtype)
     if way.kind == "cut_taps":
         parts = [
             compute(

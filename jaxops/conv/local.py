@@ -44,8 +44,8 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
     own = options.of_shard(*kernel.shape[-2:])
     way = choices.find("forward", own, platform, dtype, call, batch.count, x, kernel)
     if way is not None:
-        more = dict(options=own, dtype=dtype, activation=activation, platform=platform)
-        return [alternatives.forward(way, forward, x, kernel, bias, **more)]
+        given = dict(options=own, dtype=dtype, platform=platform)
+        return [alternatives.forward(way, forward, x, kernel, bias, activation=activation, **given)]
     if call is not None:
         in_groups, kernels = batch.to_groups(a), batch.to_groups(b)
         shared = None if bias is None else batch.to_groups(bias).reshape(-1)
@@ -143,7 +143,7 @@ def input_grad(g, kernel, *, options, dtype, platform):
 def kernel_grad(x, g, *, options, dtype, summed, platform):
     """Its transpose in the kernel, summed over the batch dimensions flagged in `summed`."""
     axis = x.ndim - 2 - options.rank
-    shape = lax.broadcast_shapes(x.shape[:axis], g.shape[:axis])
+    shape: tuple[Any, ...] = lax.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
     a, b, sums = cuda_kernels.operands(platform, dtype, x, g)
     call = cuda_kernels.find_kernel_grad_call(options, platform, sums, a, b, batch.count)

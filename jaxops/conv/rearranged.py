@@ -208,7 +208,7 @@ def strides_to_channels(options: Options) -> Rearranged:
 
 
 def cut_taps(options: Options, blocks: Sequence[int]) -> list[tuple[Options, tuple[slice, ...]]]:
-    """The windows in parts of at most so many taps along each dimension, and the taps of each."""
+    """The windows in parts of at most `blocks` taps along each dimension, and the taps of each."""
     windows = options.windows
     parts: list[tuple[slice, ...]] = [()]
     for size, block in zip(windows.taps, blocks, strict=True):
