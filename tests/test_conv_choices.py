@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+import jaxops
 from jaxops._families.windows import make_windows
 from jaxops.conv import alternatives, choices, cuda_kernels, local
 from jaxops.conv.choices import Way
@@ -109,6 +111,34 @@ def _by_lax(direction, options, x, kernel, *operands, bias=None):
     return found[(None,) * lead]
 
 
+@pytest.mark.parametrize("way", [XLA, DEPTH, Way("cut_taps", blocks=(1, 3, 2))], ids=str)
+def test_ways_inside_a_shard_map(way, monkeypatch):
+    """Tests values that vary over a mesh as `check_vma` wants, in every direction."""
+    x, kernel = (4, 3, 4, 3, 2), (2, 3, 2, 2, 2)
+
+    def find(direction, options, *_):
+        return way if options.windows.taps == kernel[:3] else None
+
+    monkeypatch.setattr(choices, "find", find)
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:4], "n")
+    rng = np.random.default_rng(0)
+    operands = [rng.standard_normal(s) for s in (x, kernel)]
+    of_parts = jax.shard_map(
+        jaxops.conv3d, mesh=mesh, in_specs=(P("n"), P()), out_specs=P("n"), check_vma=True
+    )
+
+    def loss(function):
+        return jax.jit(jax.value_and_grad(lambda *a: jnp.sin(function(*a)).sum(), (0, 1)))
+
+    def oracle(x, kernel):
+        numbers = ("NDHWC", "DHWIO", "NDHWC")
+        return lax.conv_general_dilated(x, kernel, (1, 1, 1), "SAME", dimension_numbers=numbers)
+
+    got, want = loss(of_parts)(*operands), loss(oracle)(*operands)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("direction", ["forward", "input_grad"])
 def test_entries_that_become_channels_keep_nan_apart(direction):
     """A pixel that is not finite is in one window, and no other result may have it."""
@@ -167,6 +197,7 @@ CHOICES = {
     "groups of 16": ((8, 28, 28, 128), (3, 3, 16, 128), {"groups": 8}, (None, None, None)),
     "groups of 4": ((8, 28, 28, 32), (3, 3, 4, 32), {"groups": 8}, (None, None, None)),
     "groups of 32 to 4": ((8, 28, 28, 128), (3, 3, 32, 16), {"groups": 4}, (FILL, FILL, FILL)),
+    "groups of 32 to 1": ((8, 28, 28, 128), (3, 3, 32, 4), {"groups": 4}, (None, None, None)),
     "groups of 64 to 2": ((8, 28, 28, 256), (3, 3, 64, 8), {"groups": 4}, (FILL, FILL, XLA)),
     "2^30 pixels": (
         (1050, 1024, 1024, 8),

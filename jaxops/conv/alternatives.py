@@ -6,6 +6,7 @@ whose functions are passed as `compute`, or of XLA's.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._core import compat
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import rearranged
 from jaxops.conv.choices import Way
@@ -79,18 +81,15 @@ def input_grad(
     axis = g.ndim - 2 - options.rank
     sums = sum_dtype(g, kernel, dtype=dtype)
 
-    def like(g):
-        shape = (*g.shape[: axis + 1], *options.windows.ins, options.groups * options.fan_in)
-        return jax.ShapeDtypeStruct(shape, dtype)
+    image = (*options.windows.ins, options.groups * options.fan_in)
 
     if way.kind == "xla":
         if not _are_sums(platform, dtype, g, kernel):
             g, kernel = _widen(dtype, g, kernel)
 
         def one(g, kernel):
-            shape = (g.shape[0], *options.windows.ins, options.groups * options.fan_in)
-            struct = jax.ShapeDtypeStruct(shape, g.dtype)
-            return rearranged.transpose(lambda x: convolve(x, kernel, options), g, struct)
+            function = functools.partial(convolve, kernel=kernel, options=options)
+            return rearranged.transpose(function, g, (g.shape[0], *image))
 
         return _by_kernel(one, axis, g, kernel).astype(dtype)
     if way.kind == "cut_taps":
@@ -114,9 +113,11 @@ def input_grad(
 
     def images(g):
         dx = compute(form.of_g(g), inner, options=form.options, dtype=rounded, platform=platform)
-        return rearranged.transpose(form.of_x, dx[0], like(g)).astype(dtype)
+        shape = (*g.shape[: axis + 1], *image)
+        return rearranged.transpose(form.of_x, dx[0], shape).astype(dtype)
 
-    return map_blocks(images, axis, _block(form, like(g), axis), g)
+    like = jax.ShapeDtypeStruct((*g.shape[: axis + 1], *image), rounded)
+    return map_blocks(images, axis, _block(form, like, axis), g)
 
 
 def kernel_grad(
@@ -137,19 +138,17 @@ def kernel_grad(
     if way.kind == "xla":
         if not _are_sums(platform, dtype, x, g):
             x, g = _widen(dtype, x, g)
-        like = jax.ShapeDtypeStruct(shape, x.dtype)
 
         def one(x, g):
-            return rearranged.transpose(lambda kernel: convolve(x, kernel, options), g, like)
+            return rearranged.transpose(lambda kernel: convolve(x, kernel, options), g, shape)
 
         return _with_kernels(one, axis, summed, x, g).astype(dtype)
     more = dict(summed=summed, platform=platform)
     if way.kind == "cut_taps":
         parts = rearranged.cut_taps(options, way.blocks)
         lead = lax.broadcast_shapes(x.shape[:axis], g.shape[:axis])
-        total = jnp.zeros(
-            (*(1 if s else n for n, s in zip(lead, summed, strict=True)), *shape), dtype
-        )
+        kept = [1 if s else n for n, s in zip(lead, summed, strict=True)]
+        total, *_ = compat.make_varying([jnp.zeros((*kept, *shape), dtype), x, g])
         for some, part in parts:
             (found,) = compute(x, g, options=some, dtype=dtype, **more)
             total = lax.dynamic_update_slice(
@@ -169,8 +168,9 @@ def kernel_grad(
         return compute(*operands, options=form.options, dtype=rounded, **more)[0]
 
     dkernel = sum_blocks(images, axis, block, x, g)
-    like = jax.ShapeDtypeStruct((*dkernel.shape[:axis], *shape), dtype)
-    return rearranged.transpose(form.of_kernel, dkernel.astype(dtype), like)
+    return rearranged.transpose(
+        form.of_kernel, dkernel.astype(dtype), (*dkernel.shape[:axis], *shape)
+    )
 
 
 def _block(form: rearranged.Rearranged, x: Any, axis: int) -> int:

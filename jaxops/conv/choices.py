@@ -14,6 +14,7 @@ from collections.abc import Generator
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxops._core import native
@@ -22,7 +23,9 @@ from jaxops.conv.cuda_kernels import KernelCall
 from jaxops.conv.options import Options
 
 # Groups with fewer channels or outputs than 8, which are no matrix products, are worth filling up
-# from this number of the others on; their kernel gradient is not with fewer than the second number.
+# from the first number of these and the second of the others on, and in kernel gradients from the
+# third number on.
+_MIN_SMALL_FAN = 2
 _MIN_WIDE_FAN = 32
 _MIN_FILLED_FAN = 3
 # The strides of windows over a few channels become at least this number of channels.
@@ -103,10 +106,12 @@ def find(
         # Convolutions that this one is made of choose for themselves.
         _forced.set(None)
         return way
+    dtypes = {np.dtype(a.dtype) for a in arrays}
     if any(jax.export.is_symbolic_dim(n) for a in arrays for n in a.shape):
-        # Blocks of images, of which the patches fit a buffer, need numbers.
-        return None if call else Way("xla")
-    dtypes = {np.dtype(dtype), *(np.dtype(a.dtype) for a in arrays)}
+        # Blocks of images, of which the patches fit a buffer, need numbers. On GPUs XLA has no
+        # convolution of integers.
+        is_refused = platform == "cuda" and np.dtype(np.int8) in dtypes
+        return None if call or is_refused else Way("xla")
     if (
         platform != "cuda"
         or len(dtypes) > 1
@@ -116,14 +121,24 @@ def find(
         or not cuda_kernels.has_kernels()
     ):
         return None
+    (operand,) = dtypes
+    way = _of_gpus(direction, options, operand, call, arrays[0])
+    # XLA's convolution rounds its sums to the dtype of its operands.
+    is_rounded = operand == dtype
+    return None if way is not None and way.kind == "xla" and not is_rounded else way
+
+
+def _of_gpus(
+    direction: Direction, options: Options, dtype: Any, call: KernelCall | None, images: jax.Array
+) -> Way | None:
+    if options.rank < 3 and call is None and cuda_kernels.can_take(options, dtype):
+        return _of_many_images(options, images)
+    if dtype not in (jnp.float16, jnp.bfloat16):
+        return None
     if options.rank == 3:
-        return _of_volumes(direction, options, dtype)
+        return _of_volumes(direction, options)
     if call is None and math.prod(options.windows.taps) > native.limits("conv").max_taps:
         return _of_many_taps(options, dtype)
-    if call is None and cuda_kernels.can_take(options, dtype):
-        return _of_many_images(options, arrays[0])
-    if np.dtype(dtype).itemsize != 2:
-        return None
     if options.is_depthwise:
         # That of cuDNN has a kernel for these windows.
         is_special = options.windows.taps == (7, 7) and options.windows.strides == (2, 2)
@@ -133,9 +148,7 @@ def find(
     return _of_one_group(direction, options, call)
 
 
-def _of_volumes(direction: Direction, options: Options, dtype: Any) -> Way | None:
-    if np.dtype(dtype).itemsize != 2:
-        return None
+def _of_volumes(direction: Direction, options: Options) -> Way | None:
     has_columns = math.prod(options.windows.taps[1:]) > 1
     if direction != "kernel_grad":
         # The product of entries alone is XLA's, and needs no copy of them.
@@ -153,14 +166,14 @@ def _of_many_taps(options: Options, dtype: Any) -> Way | None:
         most //= blocks[0]
     way = Way("cut_taps", blocks=tuple(blocks))
     part, _ = rearranged.cut_taps(options, way.blocks)[0]
-    return way if np.dtype(dtype).itemsize == 2 and cuda_kernels.can_take(part, dtype) else None
+    return way if cuda_kernels.can_take(part, dtype) else None
 
 
 def _of_many_images(options: Options, images: jax.Array) -> Way | None:
     windows = options.windows
-    pixels = max(math.prod(windows.ins), math.prod(windows.outs))
+    *batch, rows = images.shape[: -1 - options.rank]
+    pixels = max(math.prod(windows.ins), math.prod(windows.outs)) * math.prod(batch)
     most = (native.limits("conv").max_pixels - 1) // pixels
-    rows = images.shape[-2 - options.rank]
     if not 0 < most < rows:
         return None
     parts = -(-rows // most)
@@ -178,7 +191,7 @@ def _of_groups(
     if not cuda_kernels.can_take(rearranged.fill_groups(options, unit).options, dtype):
         return None
     if least < native.limits("conv").min_fan:
-        if most < _MIN_WIDE_FAN:
+        if least < _MIN_SMALL_FAN or most < _MIN_WIDE_FAN:
             return None
         is_mostly_zeros = least < _MIN_FILLED_FAN and direction == "kernel_grad"
         return Way("xla") if is_mostly_zeros else way
@@ -189,11 +202,15 @@ def _of_one_group(direction: Direction, options: Options, call: KernelCall | Non
     windows, limits = options.windows, native.limits("conv")
     if set(windows.dilation) != {1}:
         return None
-    is_few = options.fan_in <= limits.max_few_channels
-    if direction == "input_grad" and windows.taps == windows.strides and (is_few or call is None):
+    is_apart = direction == "input_grad" and windows.taps == windows.strides
+    if call is None:
+        return Way("strides_to_channels") if is_apart else None
+    if call.kernels != "mma" or options.fan_in > limits.max_few_channels:
+        return None
+    if is_apart:
         return Way("strides_to_channels")
     # Those of few channels have kernels on Hopper GPUs, unless their windows are large.
-    is_filled = is_few and call is not None and call.channels > options.fan_in
+    is_filled = call.channels > options.fan_in
     if not is_filled or direction == "forward" or not cuda_kernels.are_hopper():
         return None
     step = math.prod(windows.strides)
