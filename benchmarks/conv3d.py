@@ -24,7 +24,7 @@ CASES = [
     *cases("odd", (1, 12, 9, 18, 2, 1), "float64", rank=3, groups=6),
 ]
 # fmt: on
-for n in (1, 16, 256, 2048):
+for n in (1, 16, 256, 4096):
     CASES += cases("scaling", (n, 8, 4, 8, 3, 1), "float32", rank=3)
 
 SPACE = "DHW"

@@ -381,9 +381,9 @@ def conv_general_dilated(
     """`jax.lax.conv_general_dilated`, argument by argument, on the kernels of this library.
 
     `flax.linen.Conv` and `flax.nnx.Conv` take it as their ``conv_general_dilated=``. It has
-    convolutions in one to three dimensions of equal float dtypes, with any layout, padding,
-    negative too, strides, dilation and groups, and transposed ones, which are those with
-    `lhs_dilation` and without strides. Other calls go to `jax.lax`, with a
+    convolutions in one to three dimensions of equal float dtypes, or of int8 with int32 results,
+    with any layout, padding, negative too, strides, dilation and groups, and transposed ones, which
+    are those with `lhs_dilation` and without strides. Other calls go to `jax.lax`, with a
     `NoKernelWarning`, once a case:
     ``warnings.simplefilter("error", jaxops.NoKernelWarning)`` makes that an error, and
     ``jaxops.conv_general_dilated.supported(...)``, which takes the same arguments and structures of
