@@ -197,9 +197,9 @@ SYMBOLIC = {
         lambda x, k: jaxops.conv2d(x, k, groups=4),
         [("b", 6, 5, 4), (3, 3, 1, 4)],
     ),
-    "conv2d, a batch of kernels": (
-        jax.vmap(lambda x, k: jaxops.conv2d(x, k)),
-        [("b", 2, 6, 5, 2), ("b", 3, 3, 2, 4)],
+    "conv2d, a batch of batches": (
+        jax.vmap(jaxops.conv2d, (0, None)),
+        [("b", 2, 6, 5, 2), (3, 3, 2, 4)],
     ),
     "conv3d": (lambda x, k: jaxops.conv3d(x, k, groups=2), [("b", 3, 4, 5, 4), (2, 2, 3, 2, 4)]),
     "conv_general_dilated": (
@@ -266,9 +266,20 @@ def test_symbolic_batch(name):
             np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
 
 
-def test_a_symbolic_extent_that_is_joined():
+REFUSED = {
+    "concatenate": (lambda x, y: jaxops.concatenate([x, y]), [("b", 3), ("b", 3)]),
+    "conv": (jax.vmap(jaxops.conv2d), [("b", 1, 6, 5, 2), ("b", 3, 3, 2, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_symbolic_sizes_that_are_refused(name):
+    function, shapes = REFUSED[name]
     (symbol,) = jax.export.symbolic_shape("b")
-    x = jax.ShapeDtypeStruct((symbol, 3), np.float32)
-    program = jax.jit(lambda x, y: jaxops.concatenate([x, y]))
-    with pytest.raises(NotImplementedError, match=r"concatenate.*symbolic shape.*b"):
-        jax.export.export(program, disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS)(x, x)
+    types = [
+        jax.ShapeDtypeStruct([symbol if n == "b" else n for n in shape], np.float32)
+        for shape in shapes
+    ]
+    checks = jaxops.DISABLE_JAX_EXPORT_CHECKS
+    with pytest.raises(NotImplementedError, match=rf"{name}.*symbolic shape.*b"):
+        jax.export.export(jax.jit(function), disabled_checks=checks)(*types)

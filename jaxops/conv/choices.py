@@ -91,7 +91,7 @@ def find(
     platform: str | None,
     dtype: Any,
     call: KernelCall | None,
-    count: int,
+    count: Any,
     *arrays: jax.Array,
 ) -> Way | None:
     """The way of a call, or None for its own: the call of a kernel, if it has one, or patches.
@@ -108,6 +108,12 @@ def find(
         return way
     dtypes = {np.dtype(a.dtype) for a in arrays}
     if any(jax.export.is_symbolic_dim(n) for a in arrays for n in a.shape):
+        if jax.export.is_symbolic_dim(count):
+            raise NotImplementedError(
+                f"conv: a batch of kernels or their gradients, of symbolic shape {count}, is not "
+                "supported here, because XLA has no symbolic number of groups. Export it with a "
+                "size that is a number."
+            )
         # Blocks of images, of which the patches fit a buffer, need numbers. On GPUs XLA has no
         # convolution of integers.
         is_refused = platform == "cuda" and np.dtype(np.int8) in dtypes
