@@ -21,6 +21,8 @@ CASES = [
     *cases("typical", (8, 512, 128, 256, 16, 8), ["float32", "bfloat16"], rank=1),
     *cases("typical", (2, 64, 16, 32, 3, 2), ["float32", "bfloat16"], rank=3),
     *cases("typical", (16, 64, 28, 64, 4, 2), ["float32", "bfloat16"], rank=2, groups=64),
+    *cases("typical", (16, 64, 1024, 64, 4, 2), "bfloat16", rank=1, groups=64),
+    *cases("typical", (2, 32, 16, 32, 4, 2), "bfloat16", rank=3, groups=32),
     *cases("large", (32, 128, 64, 64, 4, 2), "bfloat16", rank=2),
     *cases("odd", (3, 37, 29, 41, 3, 2), ["float32", "float16"], rank=2),
     *cases("odd", (2, 12, 13, 18, 5, 3), "float64", rank=2, groups=6),

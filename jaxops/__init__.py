@@ -5,7 +5,7 @@ from importlib.metadata import version as _version
 from jaxops._core import native as _native
 from jaxops._core.native import NoKernelWarning
 from jaxops.concatenate import concatenate, split
-from jaxops.conv import conv2d, conv_general_dilated, conv_transpose
+from jaxops.conv import conv1d, conv2d, conv3d, conv_general_dilated, conv_transpose
 from jaxops.dynamic_conv import dynamic_conv, dynamic_conv_step
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
 from jaxops.grid_sample import grid_sample
@@ -27,7 +27,9 @@ __all__ = [
     "NoKernelWarning",
     "col2im",
     "concatenate",
+    "conv1d",
     "conv2d",
+    "conv3d",
     "conv_general_dilated",
     "conv_transpose",
     "dynamic_conv",

@@ -138,7 +138,11 @@ def col2im(
         raise ValueError(
             f"{name}: input_shape must be {_shape(data_format)}, got {checks.describe(input_shape)}"
         )
-    shape = windows.per_dimension(name, "input_shape", input_shape, rank + 2, 0)
+    # The number of images may be symbolic.
+    is_symbolic = jax.export.is_symbolic_dim(input_shape[0])
+    counted = (0, *input_shape[1:]) if is_symbolic else input_shape
+    shape = windows.per_dimension(name, "input_shape", counted, rank + 2, 0)
+    rows: Any = input_shape[0] if is_symbolic else shape[0]
     at = 1 + rank if channels_last else 2
     taps = patches.shape[at : at + rank]
     if 0 in taps:
@@ -156,10 +160,11 @@ def col2im(
         channels_last=channels_last,
     )
     if channels_last:
-        expected = (shape[0], *placed.outs, *taps, shape[-1])
+        expected = (rows, *placed.outs, *taps, shape[-1])
     else:
-        expected = (*shape[:2], *taps, *placed.outs)
-    checks.shape(name, "patches", patches, expected, f"for input_shape {shape}")
+        expected = (rows, shape[1], *taps, *placed.outs)
+    why = f"for input_shape {(rows, *shape[1:])}"
+    checks.shape(name, "patches", patches, expected, why)
     (image,) = col2im_operator(patches, windows=placed)
     return checkpoint_name(image, name)
 

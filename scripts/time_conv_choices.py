@@ -2,6 +2,7 @@
 
     python scripts/time_conv_choices.py                    all that 230 seconds suffice for
     python scripts/time_conv_choices.py --seconds 900      more
+    python scripts/time_conv_choices.py --dtypes float32   of one dtype
     python scripts/time_conv_choices.py 3x3x3 depthwise    cases whose names have one of the words
 
 A line of JSON is a case, a dtype and a direction, with the microseconds that the GPU is busy in
@@ -81,7 +82,6 @@ def _fill(multiple):
 
 
 FILLED = (XLA, _fill(8), _fill(4))
-EXAMPLES = (Way("examples"), Way("example_groups"), XLA)
 BF16 = ("bfloat16",)
 # The first ones matter most: time may not suffice for all.
 CASES = [
@@ -109,6 +109,14 @@ CASES = [
         strides=4,
         padding="VALID",
     ),
+    Case(
+        "RGB 11x11 strides 2",
+        (32, 112, 112, 3),
+        (11, 11, 3, 64),
+        (XLA, _cut(6, 8)),
+        (CHANNELS,),
+        strides=2,
+    ),
     Case("RGB 9x9", (32, 112, 112, 3), (9, 9, 3, 64), (XLA, _cut(5, 5), _cut(8, 8))),
     Case(
         "RGB 16x16 strides 16",
@@ -134,11 +142,9 @@ CASES = [
     Case("4 groups of 64 to 2", (32, 56, 56, 256), (3, 3, 64, 8), FILLED, groups=4),
     Case("8 groups of 32 to 4", (32, 28, 28, 256), (3, 3, 32, 32), FILLED, groups=8),
     Case("8 groups of 3 to 32", (32, 56, 56, 24), (3, 3, 3, 256), FILLED, groups=8),
-    Case(
-        "64 examples of 28x28", (64, 1, 28, 28, 128), (3, 3, 128, 128), EXAMPLES, per_example=True
-    ),
-    Case("32 examples of 56x56", (32, 1, 56, 56, 64), (3, 3, 64, 64), EXAMPLES, per_example=True),
-    Case("256 examples of 14x14", (256, 1, 14, 14, 32), (3, 3, 32, 64), EXAMPLES, per_example=True),
+    Case("64 examples of 28x28", (64, 1, 28, 28, 128), (3, 3, 128, 128), (XLA,), per_example=True),
+    Case("32 examples of 56x56", (32, 1, 56, 56, 64), (3, 3, 64, 64), (XLA,), per_example=True),
+    Case("256 examples of 14x14", (256, 1, 14, 14, 32), (3, 3, 32, 64), (XLA,), per_example=True),
     Case("1x1, 256 to 1024", (64, 14, 14, 256), (1, 1, 256, 1024), (XLA, PRODUCT32)),
     Case("1x1, 1024 to 256 of 7x7", (8, 7, 7, 1024), (1, 1, 1024, 256), (XLA, PRODUCT32)),
     Case("1x1, 64 to 256", (32, 56, 56, 64), (1, 1, 64, 256), (XLA, PRODUCT32)),
@@ -272,11 +278,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only cases with one of these in their name")
     parser.add_argument("--seconds", type=float, default=230, help="begin no row after this time")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     arguments = parser.parse_args()
     start = time.monotonic()
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     print(json.dumps({**about, "block_bytes": patches.DEVICE_BLOCK_BYTES}), flush=True)
-    for dtype in ("bfloat16", "float32", "float16"):
+    for dtype in arguments.dtypes:
         for case in CASES:
             if dtype not in case.dtypes:
                 continue

@@ -140,6 +140,104 @@ def test_any_case_of_lax(platform, data):
     assert_same(ours, oracle, platform, (lhs, rhs), dtype, terms=lhs.size)
 
 
+LAYOUTS = {
+    "conv1d": (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW")),
+    "conv3d": (("NDHWC", "DHWIO", "NDHWC"), ("NCDHW", "OIDHW", "NCDHW")),
+}
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_and_three_dimensions(name, channels_first, platform):
+    """Tests all options at once, on values and gradients, against `jax.lax`."""
+    rank = int(name[4])
+    numbers = LAYOUTS[name][channels_first]
+    x, kernel, bias = normal(0, (2, *(7, 5, 4)[:rank], 4), (*(3, 2, 2)[:rank], 2, 6), (6,))
+    placed = {"strides": (2, 1, 3)[:rank], "dilation": (1, 2, 1)[:rank]}
+    padding = ((2, 1), (0, 1), (1, 1))[:rank]
+    if channels_first:
+        x, kernel = np.moveaxis(x, -1, 1), np.moveaxis(kernel, (-1, -2), (0, 1))
+
+    def ours(x, kernel, bias):
+        return getattr(jaxops, name)(
+            x,
+            kernel,
+            padding=padding,
+            groups=2,
+            bias=bias,
+            activation="silu",
+            dimension_numbers=numbers,
+            **placed,
+        )
+
+    def oracle(x, kernel, bias):
+        y = lax_conv(x, kernel, padding=padding, groups=2, numbers=numbers, **placed)
+        spread = bias[:, *[None] * rank] if channels_first else bias
+        return jax.nn.silu(y + spread)
+
+    (g,) = normal(1, jax.eval_shape(oracle, x, kernel, bias).shape)
+    got = run(vjp_of(ours, (0, 1, 2)), platform, (g,), x, kernel, bias)
+    want = on_reference(vjp_of(oracle, (0, 1, 2)), (g,), x, kernel, bias)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("groups", "taps"), [(1, (3, 2)), (2, (3, 2)), (6, (3, 3)), (1, (1, 1))])
+def test_int8(groups, taps, platform):
+    """Tests the largest sums, which are exact, with a bias, and under vmap over kernels."""
+    rng = np.random.default_rng(0)
+    x, kernels = (
+        rng.integers(-128, 128, s, np.int8) for s in ((2, 9, 7, 6), (2, *taps, 6 // groups, 6))
+    )
+    x[0] = kernels[0] = -128
+    bias = np.arange(6, dtype=np.int32)
+    placed = {"strides": (2, 1), "groups": groups}
+
+    def oracle(kernel):
+        wide = x.astype(np.float64), kernel.astype(np.float64)
+        y = lax_conv(*wide, padding="SAME", dilation=(1, 1), **placed)
+        return y.astype(np.int32)
+
+    options = {**placed, "preferred_element_type": np.int32}
+    want = jnp.stack([oracle(k) for k in kernels])
+    got = run(
+        jax.vmap(lambda k, x: jaxops.conv2d(x, k, **options), (0, None)), platform, kernels, x
+    )
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, want)
+    finished = functools.partial(jaxops.conv2d, bias=bias, activation="relu", **options)
+    (got,) = run(finished, platform, x, kernels[1])
+    np.testing.assert_array_equal(got, jnp.maximum(want[1] + bias, 0))
+    general = functools.partial(
+        jaxops.conv_general_dilated,
+        window_strides=(2, 1),
+        padding="SAME",
+        dimension_numbers=NHWC,
+        feature_group_count=groups,
+        preferred_element_type=np.int32,
+    )
+    assert general.func.supported(x, kernels[1], **general.keywords)
+    np.testing.assert_array_equal(*run(general, platform, x, kernels[1]), want[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, TypeError, "preferred_element_type must be int32 if x has dtype int8, got None"),
+        ({"kernel": np.float32}, TypeError, "kernel must have dtype int8 if x has"),
+        ({"bias": np.zeros(4, np.float32)}, TypeError, "bias must be an array of dtype int32"),
+        ({"activation": "gelu"}, ValueError, "activation must be None or 'relu' if x has"),
+    ],
+)
+def test_int8_that_is_refused(options, error, message):
+    options = dict(options)
+    kernel = np.zeros((3, 3, 2, 4), options.pop("kernel", np.int8))
+    if options or kernel.dtype != np.int8:
+        options["preferred_element_type"] = np.int32
+    with pytest.raises(error, match=message):
+        jaxops.conv2d(np.zeros((1, 5, 5, 2), np.int8), kernel, **options)
+
+
 @hypothesis.settings(deadline=None, max_examples=12)
 @hypothesis.given(data=st.data())
 def test_any_transposed_convolution_of_lax(platform, data):

@@ -288,7 +288,7 @@ def faked(monkeypatch):
 
     monkeypatch.setattr(cuda_kernels, "_convolve", convolve)
     monkeypatch.setattr(cuda_kernels, "has_kernels", lambda: True)
-    monkeypatch.setattr(cuda_kernels, "_are_hopper", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "are_hopper", lambda: True)
     monkeypatch.setattr(native, "work_space", lambda *call: [])
     monkeypatch.setattr(native, "conv_is_kernel_grad_split", lambda *sizes: False)
     find, operands = cuda_kernels.find_call, cuda_kernels.operands
@@ -497,7 +497,7 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
         "_convolve",
         lambda t, r, *a, **k: given.append((t, r)) or convolve(t, r, *a, **k),
     )
-    monkeypatch.setattr(cuda_kernels, "_are_hopper", lambda: are_hopper)
+    monkeypatch.setattr(cuda_kernels, "are_hopper", lambda: are_hopper)
     monkeypatch.setattr(native, "work_space", workspace)
     x, kernel = normal(0, (2, 8, 9, 16), (3, 3, 16 // groups, 32), dtype=dtype)
 

@@ -163,50 +163,85 @@ def test_profiles_name_the_operator(devices):
         assert f"/jaxops.{name}/" in text
 
 
-# Programs of a batch of symbolic size b, and whether value and gradient can be exported.
+def _last_state(x, state, weight):
+    return jaxops.lightweight_conv(
+        x, weight, initial_state=state, return_final_state=True, activation="silu"
+    )
+
+
+# Programs of a batch of symbolic size b.
 SYMBOLIC = {
     "lightweight_conv": (
         lambda x, w, bias: jaxops.lightweight_conv(x, w, bias=bias, activation="silu"),
         [("b", 16, 8), (2, 3), (8,)],
-        (True, False),
     ),
-    "concatenate": (
-        lambda x, y: jaxops.concatenate([x, y], -1),
-        [("b", 3), ("b", 4)],
-        (True, True),
+    "lightweight_conv, states": (_last_state, [("b", 16, 8), ("b", 2, 8), (2, 3)]),
+    "lightweight_conv_step": (jaxops.lightweight_conv_step, [("b", 8), ("b", 2, 8), (4, 3)]),
+    "dynamic_conv": (
+        lambda x, w: jaxops.dynamic_conv(x, w, normalize=True),
+        [("b", 8, 4), ("b", 8, 2, 3)],
     ),
-    "concatenate along it": (
-        lambda x, y: jaxops.concatenate([x, y]),
-        [("b", 3), ("b", 3)],
-        (False, False),
+    "dynamic_conv_step": (jaxops.dynamic_conv_step, [("b", 8), ("b", 2, 8), ("b", 4, 3)]),
+    "ragged_conv": (
+        lambda x, w: jaxops.ragged_conv(x, w, np.array([0, 0, 1], np.int32)),
+        [("b", 8), (4, 3)],
     ),
-    "split": (lambda x: jaxops.split(x, (3, 5), -1), [("b", 8)], (True, True)),
-    "conv2d": (lambda x, k: jaxops.conv2d(x, k), [("b", 8, 8, 3), (3, 3, 3, 4)], (False, False)),
-    "im2col": (lambda x: jaxops.im2col(x, 3), [("b", 8, 8, 3)], (True, True)),
+    "concatenate": (lambda x, y: jaxops.concatenate([x, y], -1), [("b", 3), ("b", 4)]),
+    "split": (lambda x: jaxops.split(x, (3, 5), -1), [("b", 8)]),
+    "conv1d": (jaxops.conv1d, [("b", 8, 3), (3, 3, 4)]),
+    "conv2d": (
+        lambda x, k, bias: jaxops.conv2d(x, k, bias=bias, activation="gelu", strides=2),
+        [("b", 8, 7, 3), (3, 3, 3, 4), (4,)],
+    ),
+    "conv2d, depthwise": (
+        lambda x, k: jaxops.conv2d(x, k, groups=4),
+        [("b", 6, 5, 4), (3, 3, 1, 4)],
+    ),
+    "conv2d, a batch of batches": (
+        jax.vmap(jaxops.conv2d, (0, None)),
+        [("b", 2, 6, 5, 2), (3, 3, 2, 4)],
+    ),
+    "conv3d": (lambda x, k: jaxops.conv3d(x, k, groups=2), [("b", 3, 4, 5, 4), (2, 2, 3, 2, 4)]),
+    "conv_general_dilated": (
+        lambda x, k: jaxops.conv_general_dilated(x, k, (1, 1), ((1, 2), (2, 1)), (2, 3)),
+        [("b", 3, 4, 5), (2, 3, 3, 3)],
+    ),
+    "conv_transpose": (
+        lambda x, k: jaxops.conv_transpose(x, k, (2,), "SAME"),
+        [("b", 6, 3), (4, 3, 2)],
+    ),
+    "im2col": (lambda x: jaxops.im2col(x, 3), [("b", 8, 8, 3)]),
     "col2im": (
         lambda x: jaxops.col2im(x, (x.shape[0], 8, 8, 2), padding=1),
         [("b", 8, 8, 3, 3, 2)],
-        (False, False),
+    ),
+    "trilinear_interpolate": (jaxops.trilinear_interpolate, [("b", 8, 3), ("b", 3)]),
+    "grid_sample": (jaxops.grid_sample, [("b", 4, 5, 3, 2), ("b", 7, 3)]),
+    "grid_sample, deterministic": (
+        lambda v, p: jaxops.grid_sample(v, p, deterministic=True),
+        [(4, 5, 3), ("b", 2)],
     ),
     "sigmoid_focal_loss": (
         lambda x: jaxops.sigmoid_focal_loss(x, jax.nn.sigmoid(x)),
         [("b", 5)],
-        (True, True),
+    ),
+    "sigmoid_focal_loss, mean": (
+        lambda x: jaxops.sigmoid_focal_loss(x, jax.nn.sigmoid(x), reduction="mean"),
+        [("b", 5)],
+    ),
+    "softmax_focal_loss, sum": (
+        lambda x, w: jaxops.softmax_focal_loss(
+            x, jnp.argmax(x, -1), sample_weight=w, reduction="sum"
+        ),
+        [("b", 5), ("b",)],
     ),
 }
 
 
-SYMBOLIC["sigmoid_focal_loss, mean"] = (
-    lambda x: jaxops.sigmoid_focal_loss(x, jax.nn.sigmoid(x), reduction="mean"),
-    [("b", 5)],
-    (False, False),
-)
-
-
-@pytest.mark.parametrize("with_gradient", [False, True])
 @pytest.mark.parametrize("name", SYMBOLIC)
-def test_symbolic_batch(name, with_gradient):
-    function, shapes, supported = SYMBOLIC[name]
+def test_symbolic_batch(name):
+    """Exports value and gradient for every platform, and calls them on the CPU."""
+    function, shapes = SYMBOLIC[name]
     (symbol,) = jax.export.symbolic_shape("b")
     types = [
         jax.ShapeDtypeStruct([symbol if n == "b" else n for n in shape], np.float32)
@@ -217,20 +252,34 @@ def test_symbolic_batch(name, with_gradient):
         value, pull = jax.vjp(function, *arrays)
         return value, pull(value)
 
-    program = jax.jit(both if with_gradient else function)
-    export = jax.export.export(
+    program = jax.jit(both)
+    exported = jax.export.export(
         program,
         platforms=("cpu", "cuda", "tpu"),
         disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
-    )
-    if not supported[with_gradient]:
-        with pytest.raises(NotImplementedError, match=rf"{name[:4]}.*symbolic shape.*b"):
-            export(*types)
-        return
-    exported = export(*types)
+    )(*types)
     for size in (1, 5):
         arrays = [normal(*(size if n == "b" else n for n in shape)) for shape in shapes]
         placed = jax.device_put(arrays, jax.devices("cpu")[0])
         got, want = exported.call(*placed), program(*placed)
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
+
+
+REFUSED = {
+    "concatenate": (lambda x, y: jaxops.concatenate([x, y]), [("b", 3), ("b", 3)]),
+    "conv": (jax.vmap(jaxops.conv2d), [("b", 1, 6, 5, 2), ("b", 3, 3, 2, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_symbolic_sizes_that_are_refused(name):
+    function, shapes = REFUSED[name]
+    (symbol,) = jax.export.symbolic_shape("b")
+    types = [
+        jax.ShapeDtypeStruct([symbol if n == "b" else n for n in shape], np.float32)
+        for shape in shapes
+    ]
+    checks = jaxops.DISABLE_JAX_EXPORT_CHECKS
+    with pytest.raises(NotImplementedError, match=rf"{name}.*symbolic shape.*b"):
+        jax.export.export(jax.jit(function), disabled_checks=checks)(*types)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 # Less than what `kMaxBatchDims` and `kMaxRowDims` of the kernels hold, because the latter counts
 # dimensions of the operator's own, too.
@@ -32,7 +33,7 @@ def call_grouped(
     if len(groups) <= _MAX_GROUPS:
         return call(*operands, **params)
     if len(set(groups)) > _MAX_GROUPS:
-        batch = np.broadcast_shapes(*(x.shape[:rank] for x in operands))
+        batch = lax.broadcast_shapes(*(x.shape[:rank] for x in operands))
         operands = [jnp.broadcast_to(x, (*batch, *x.shape[rank:])) for x in operands]
         patterns = _patterns(rank, operands, params)
     order = sorted(range(rank), key=patterns.__getitem__)

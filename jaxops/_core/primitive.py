@@ -439,8 +439,17 @@ class Operator:
         attributes = self._attributes(**params)
         return native.prefers_kernels(self.target, ctx.avals_in, ctx.avals_out, attributes)
 
+    def _has_known_work_space(self, platform, operands):
+        """Whether a call of such operands has none, or one of a size that is known."""
+        has_one = self._work_space and platform == "cuda"
+        return not (has_one and any(map(compat.has_symbolic_shape, operands)))
+
     def _lower_native(self, ctx, *values, platform, **params):
-        if not self._may_call(platform, ctx, params) or not native.use_kernels(platform, ctx):
+        if (
+            not self._may_call(platform, ctx, params)
+            or not self._has_known_work_space(platform, ctx.avals_in)
+            or not native.use_kernels(platform, ctx)
+        ):
             return self._lower_reference(ctx, *values, **params)
         run = functools.partial(self._run_native, platform=platform)
         with _refusing_symbolic(self.name, ctx.avals_in):

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from jaxops._core import compat, rules
 from jaxops._core.dtypes import accumulation_dtype
@@ -381,7 +381,7 @@ class Family:
         of_values, of_points = rules.nonzero(cotangents, 2)
         terms = []
         if of_values is not None and of_points is not None:
-            shape = np.broadcast_shapes(of_values.shape, values.shape)
+            shape = lax.broadcast_shapes(of_values.shape, values.shape)
             of_values = jnp.broadcast_to(of_values, shape)
             terms += self._tangent(
                 values, points, of_values, of_points, *along, options=options, order=order
@@ -421,13 +421,13 @@ def _batch_dims(options, values, points, g, along):
 
 def _batch_shape(options, values, points, g, along):
     dims = _batch_dims(options, values, points, g, along)
-    return np.broadcast_shapes(*(x.shape[:rank] for x, rank in dims))
+    return lax.broadcast_shapes(*(x.shape[:rank] for x, rank in dims))
 
 
 def _widen(options, values, points, g, along) -> tuple[Any, Any, tuple]:
     """The operands in the dtype of the arithmetic and with all of the batch dimensions."""
     present = _batch_dims(options, values, points, g, along)
-    batch = np.broadcast_shapes(*(x.shape[:rank] for x, rank in present))
+    batch = lax.broadcast_shapes(*(x.shape[:rank] for x, rank in present))
     dtype = accumulation_dtype(*(x for x, _ in present))
     wide = iter(
         [jnp.broadcast_to(x.astype(dtype), (*batch, *x.shape[rank:])) for x, rank in present]

@@ -15,6 +15,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxops._core import checks, compat, halo, rules
 from jaxops._core.partition import Plan
@@ -185,7 +186,7 @@ def _take_steps(rows, *, begin, kept, axis, **_):
 
 
 def _add_steps(rows, some, *, begin, axis, **_):
-    batch = np.broadcast_shapes(rows.shape[:axis], some.shape[:axis])
+    batch = lax.broadcast_shapes(rows.shape[:axis], some.shape[:axis])
     rows, some = (jnp.broadcast_to(a, (*batch, *a.shape[axis:])) for a in (rows, some))
     dim = rows.ndim + axis
     old = jax.lax.slice_in_dim(rows, begin, begin + some.shape[axis], axis=dim)
@@ -290,7 +291,10 @@ def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     starts = starts.astype(jnp.int32)
     steps = jnp.arange(tokens, dtype=jnp.int32)
     # The last of the sequences that start at a token is the one that is not empty.
-    number = jnp.searchsorted(starts, steps, side="right", method="scan_unrolled")
+    # A search takes as many steps as the number of sequences has bits, if that is a number.
+    is_symbolic = jax.export.is_symbolic_dim(starts.shape[0])
+    method = "compare_all" if is_symbolic else "scan_unrolled"
+    number = jnp.searchsorted(starts, steps, side="right", method=method)
     number = number.astype(jnp.int32) - 1
     return jnp.take(starts, number, mode="clip"), number
 

@@ -5,6 +5,12 @@ device computes: by `cuda_kernels` where these take a call, elsewhere of `patche
 image whose patches are too many at once.
 """
 
-from jaxops.conv.public import conv2d, conv_general_dilated, conv_transpose
+from jaxops.conv.public import (
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_general_dilated,
+    conv_transpose,
+)
 
-__all__ = ["conv2d", "conv_general_dilated", "conv_transpose"]
+__all__ = ["conv1d", "conv2d", "conv3d", "conv_general_dilated", "conv_transpose"]

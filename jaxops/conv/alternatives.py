@@ -6,16 +6,16 @@ whose functions are passed as `compute`, or of XLA's.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from jaxops._core import compat
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import rearranged
 from jaxops.conv.choices import Way
@@ -37,17 +37,23 @@ def forward(
 ) -> jax.Array:
     """The convolution, with bias and activation."""
     axis = x.ndim - 2 - options.rank
-    if way.kind == "xla":
-        return _with_rows(lambda x: convolve(x, kernel, options), axis, x)
-    if way.kind == "cut_taps":
-        sums = dict(dtype=sum_dtype(x, kernel, dtype), platform=platform)
-        y = sum(
-            compute(x, kernel[(..., *part, slice(None), slice(None))], options=some, **sums)[0]
-            for some, part in rearranged.cut_taps(options, way.blocks)
-        )
+
+    def finish(y):
         if bias is not None:
             y = y + over_pixels(bias, options)
         return ACTIVATIONS[activation](y).astype(dtype)
+
+    if way.kind == "xla":
+        if bias is not None or activation is not None or not _are_sums(platform, dtype, x, kernel):
+            x, kernel = _widen(dtype, x, kernel)
+        return finish(_by_kernel(lambda x, kernel: convolve(x, kernel, options), axis, x, kernel))
+    if way.kind == "cut_taps":
+        sums = dict(dtype=sum_dtype(x, kernel, dtype=dtype), platform=platform)
+        parts = [
+            compute(x, kernel[(..., *part, slice(None), slice(None))], options=some, **sums)[0]
+            for some, part in rearranged.cut_taps(options, way.blocks)
+        ]
+        return finish(sum(parts[1:], parts[0]))
     if way.kind == "images":
         more = dict(options=options, dtype=dtype, activation=activation, platform=platform)
         return map_blocks(lambda x: compute(x, kernel, bias, **more)[0], axis, way.block, x)
@@ -73,18 +79,19 @@ def input_grad(
 ) -> jax.Array:
     """The gradient with respect to x."""
     axis = g.ndim - 2 - options.rank
-    sums = sum_dtype(g, kernel, dtype)
+    sums = sum_dtype(g, kernel, dtype=dtype)
 
-    def like(g):
-        shape = (*g.shape[: axis + 1], *options.windows.ins, options.groups * options.fan_in)
-        return jax.ShapeDtypeStruct(shape, dtype)
+    image = (*options.windows.ins, options.groups * options.fan_in)
 
     if way.kind == "xla":
+        if not _are_sums(platform, dtype, g, kernel):
+            g, kernel = _widen(dtype, g, kernel)
 
-        def images(g):
-            return rearranged.transpose(lambda x: convolve(x, kernel, options), g, like(g))
+        def one(g, kernel):
+            function = functools.partial(convolve, kernel=kernel, options=options)
+            return rearranged.transpose(function, g, (g.shape[0], *image))
 
-        return _with_rows(images, axis, g)
+        return _by_kernel(one, axis, g, kernel).astype(dtype)
     if way.kind == "cut_taps":
         parts = [
             compute(
@@ -106,9 +113,11 @@ def input_grad(
 
     def images(g):
         dx = compute(form.of_g(g), inner, options=form.options, dtype=rounded, platform=platform)
-        return rearranged.transpose(form.of_x, dx[0], like(g)).astype(dtype)
+        shape = (*g.shape[: axis + 1], *image)
+        return rearranged.transpose(form.of_x, dx[0], shape).astype(dtype)
 
-    return map_blocks(images, axis, _block(form, like(g), axis), g)
+    like = jax.ShapeDtypeStruct((*g.shape[: axis + 1], *image), rounded)
+    return map_blocks(images, axis, _block(form, like, axis), g)
 
 
 def kernel_grad(
@@ -125,24 +134,21 @@ def kernel_grad(
     """The gradient with respect to the kernel, summed over some batch dimensions."""
     axis = x.ndim - 2 - options.rank
     shape = (*options.windows.taps, options.fan_in, options.groups * options.fan_out)
-    sums = sum_dtype(x, g, dtype)
+    sums = sum_dtype(x, g, dtype=dtype)
     if way.kind == "xla":
-        like = jax.ShapeDtypeStruct(shape, x.dtype)
+        if not _are_sums(platform, dtype, x, g):
+            x, g = _widen(dtype, x, g)
 
         def one(x, g):
-            return rearranged.transpose(lambda kernel: convolve(x, kernel, options), g, like)
+            return rearranged.transpose(lambda kernel: convolve(x, kernel, options), g, shape)
 
         return _with_kernels(one, axis, summed, x, g).astype(dtype)
-    if way.kind in ("examples", "example_groups"):
-        more = dict(dtype=dtype, platform=platform)
-        return _kernel_grads(way, compute, axis, summed, x, g, options, more)
     more = dict(summed=summed, platform=platform)
     if way.kind == "cut_taps":
         parts = rearranged.cut_taps(options, way.blocks)
-        lead = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
-        total = jnp.zeros(
-            (*(1 if s else n for n, s in zip(lead, summed, strict=True)), *shape), dtype
-        )
+        lead = lax.broadcast_shapes(x.shape[:axis], g.shape[:axis])
+        kept = [1 if s else n for n, s in zip(lead, summed, strict=True)]
+        total, *_ = compat.make_varying([jnp.zeros((*kept, *shape), dtype), x, g])
         for some, part in parts:
             (found,) = compute(x, g, options=some, dtype=dtype, **more)
             total = lax.dynamic_update_slice(
@@ -162,8 +168,9 @@ def kernel_grad(
         return compute(*operands, options=form.options, dtype=rounded, **more)[0]
 
     dkernel = sum_blocks(images, axis, block, x, g)
-    like = jax.ShapeDtypeStruct((*dkernel.shape[:axis], *shape), dtype)
-    return rearranged.transpose(form.of_kernel, dkernel.astype(dtype), like)
+    return rearranged.transpose(
+        form.of_kernel, dkernel.astype(dtype), (*dkernel.shape[:axis], *shape)
+    )
 
 
 def _block(form: rearranged.Rearranged, x: Any, axis: int) -> int:
@@ -173,47 +180,45 @@ def _block(form: rearranged.Rearranged, x: Any, axis: int) -> int:
     return int(max(1, min(rows, DEVICE_BLOCK_BYTES // max(1, image_bytes))))
 
 
-def _with_rows(function: Callable, axis: int, x: jax.Array) -> jax.Array:
-    """function(x) of images (rows, ...), with the batch dimensions before as more rows."""
-    y = function(x.reshape(-1, *x.shape[axis + 1 :]))
-    return y.reshape(*x.shape[: axis + 1], *y.shape[1:])
+def _are_sums(platform: str | None, dtype: Any, *operands: jax.Array) -> bool:
+    """Whether XLA's convolution of the operands has sums as wide as ours, and rounds them once."""
+    is_wide = dtype == sum_dtype(*operands, dtype=dtype)
+    return all(a.dtype == dtype for a in operands) and (is_wide or platform == "cuda")
+
+
+def _widen(dtype: Any, *operands: jax.Array) -> list[jax.Array]:
+    return [a.astype(sum_dtype(*operands, dtype=dtype)) for a in operands]
+
+
+def _by_kernel(function: Callable, axis: int, images: jax.Array, kernel: jax.Array) -> jax.Array:
+    """function(images, kernel) of images (rows, ...) and one kernel, for every batch entry."""
+    if axis == 0:
+        return function(images, kernel)
+    if kernel.shape[0] == 1:
+        moved = jnp.moveaxis(images, 0, axis - 1)
+        sizes = moved.shape[axis - 1 : axis + 1]
+        count = sizes[0] * sizes[1]
+        rows = moved.reshape(*moved.shape[: axis - 1], count, *moved.shape[axis + 1 :])
+        y = _by_kernel(function, axis - 1, rows, kernel[0])
+        y = y.reshape(*y.shape[: axis - 1], *sizes, *y.shape[axis:])
+        return jnp.moveaxis(y, axis - 1, 0)
+    if images.shape[0] == 1:
+        return jax.vmap(lambda k: _by_kernel(function, axis - 1, images[0], k))(kernel)
+    return jax.vmap(lambda i, k: _by_kernel(function, axis - 1, i, k))(images, kernel)
 
 
 def _with_kernels(function, axis, summed, x, g):
     """function(x, g) of images (rows, ...), summed over some dimensions before the rows."""
     if axis == 0:
         return function(x, g)
-    lead = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
+    lead = lax.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     x, g = (jnp.broadcast_to(a, (*lead, *a.shape[axis:])) for a in (x, g))
     if summed[0]:
         x, g = (jnp.moveaxis(a, 0, axis - 1) for a in (x, g))
-        x, g = (a.reshape(*a.shape[: axis - 1], -1, *a.shape[axis + 1 :]) for a in (x, g))
+        count = x.shape[axis - 1] * x.shape[axis]
+        x, g = (a.reshape(*a.shape[: axis - 1], count, *a.shape[axis + 1 :]) for a in (x, g))
         return _with_kernels(function, axis - 1, summed[1:], x, g)[None]
     return jax.vmap(lambda x, g: _with_kernels(function, axis - 1, summed[1:], x, g))(x, g)
-
-
-def _kernel_grads(way, compute, axis, summed, x, g, options, more):
-    """Kernel gradients of a batch: one after another, or as groups of one convolution."""
-    lead = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
-    dims = [i for i, (n, s) in enumerate(zip(lead, summed, strict=True)) if n != 1 and not s]
-    others = tuple(s for i, s in enumerate(summed) if i not in dims)
-    count = math.prod(lead[i] for i in dims)
-    x, g = (
-        jnp.moveaxis(jnp.broadcast_to(a, (*lead, *a.shape[axis:])), dims, range(len(dims)))
-        for a in (x, g)
-    )
-    x, g = (a.reshape(count, *a.shape[len(dims) :]) for a in (x, g))
-    if way.kind == "examples":
-        found = lax.map(lambda a: compute(*a, options=options, summed=others, **more)[0], (x, g))
-    else:
-        grouped = dataclasses.replace(options, groups=count)
-        x, g = (jnp.moveaxis(a, 0, -2) for a in (x, g))
-        x, g = (a.reshape(*a.shape[:-2], count * a.shape[-1]) for a in (x, g))
-        (dkernel,) = compute(x, g, options=grouped, summed=others, **more)
-        split = dkernel.reshape(*dkernel.shape[:-1], count, options.fan_out)
-        found = jnp.moveaxis(split, -2, 0)
-    found = found.reshape(*(lead[i] for i in dims), *found.shape[1:])
-    return jnp.moveaxis(found, range(len(dims)), dims)
 
 
 def convolve(x: jax.Array, kernel: jax.Array, options: Options) -> jax.Array:

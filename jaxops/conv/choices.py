@@ -9,21 +9,35 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Generator
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jaxops.conv import rearranged
+from jaxops._core import native
+from jaxops.conv import cuda_kernels, rearranged
+from jaxops.conv.cuda_kernels import KernelCall
 from jaxops.conv.options import Options
+
+# Groups with fewer channels or outputs than 8, which are no matrix products, are worth filling up
+# from the first number of these and the second of the others on, and in kernel gradients from the
+# third number on.
+_MIN_SMALL_FAN = 2
+_MIN_WIDE_FAN = 32
+_MIN_FILLED_FAN = 3
+# The strides of windows over a few channels become at least this number of channels.
+_MIN_STRIDE_CHANNELS = 48
+# With strides of this product a pixel has the taps of few windows.
+_MIN_STEP_BY_XLA = 16
 
 Kind = Literal[
     "own",
     "xla",
     "cut_taps",
     "images",
-    "examples",
-    "example_groups",
     "fold_depth",
     "fill_groups",
     "strides_to_channels",
@@ -37,9 +51,8 @@ class Way:
 
     Attributes:
       kind: "xla" is XLA's convolution. "cut_taps" adds convolutions of some of the taps, and
-        "images" takes some images at a time. "examples" makes kernel gradients of a batch one after
-        another, and "example_groups" all as groups of one convolution. Others are functions of
-        `rearranged`. "own" is what convolutions have without a choice: a kernel, or patches.
+        "images" takes some images at a time. Others are functions of `rearranged`. "own" is what
+        convolutions have without a choice: a kernel, or patches.
       blocks: how many taps along each dimension are taken at a time.
       block: how many images are taken at a time.
       multiple: to which groups are filled up.
@@ -73,9 +86,19 @@ def forced(way: Way) -> Generator[None]:
 
 
 def find(
-    direction: Direction, options: Options, platform: str | None, dtype: Any, *arrays: jax.Array
+    direction: Direction,
+    options: Options,
+    platform: str | None,
+    dtype: Any,
+    call: KernelCall | None,
+    count: Any,
+    *arrays: jax.Array,
 ) -> Way | None:
-    """The way of a call, or None for its own: a kernel, or patches."""
+    """The way of a call, or None for its own: the call of a kernel, if it has one, or patches.
+
+    `options` are those of the shards of a device, and `count` is the number of kernels, or of
+    kernel gradients, of which each has images of its own.
+    """
     way = _forced.get()
     if way is not None and way.kind == "own":
         return None
@@ -83,4 +106,125 @@ def find(
         # Convolutions that this one is made of choose for themselves.
         _forced.set(None)
         return way
-    return None
+    dtypes = {np.dtype(a.dtype) for a in arrays}
+    if any(jax.export.is_symbolic_dim(n) for a in arrays for n in a.shape):
+        if jax.export.is_symbolic_dim(count):
+            raise NotImplementedError(
+                f"conv: a batch of kernels or their gradients, of symbolic shape {count}, is not "
+                "supported here, because XLA has no symbolic number of groups. Export it with a "
+                "size that is a number."
+            )
+        # Blocks of images, of which the patches fit a buffer, need numbers. On GPUs XLA has no
+        # convolution of integers.
+        is_refused = platform == "cuda" and np.dtype(np.int8) in dtypes
+        return None if call or is_refused else Way("xla")
+    if (
+        platform != "cuda"
+        or len(dtypes) > 1
+        or count != 1
+        or any(0 in a.shape for a in arrays)
+        or options.windows.are_entries
+        or not cuda_kernels.has_kernels()
+    ):
+        return None
+    (operand,) = dtypes
+    way = _of_gpus(direction, options, operand, call, arrays[0])
+    # XLA's convolution rounds its sums to the dtype of its operands.
+    is_rounded = operand == dtype
+    return None if way is not None and way.kind == "xla" and not is_rounded else way
+
+
+def _of_gpus(
+    direction: Direction, options: Options, dtype: Any, call: KernelCall | None, images: jax.Array
+) -> Way | None:
+    if options.rank < 3 and call is None and cuda_kernels.can_take(options, dtype):
+        return _of_many_images(options, images)
+    if dtype not in (jnp.float16, jnp.bfloat16):
+        return None
+    if options.rank == 3:
+        return _of_volumes(direction, options)
+    if call is None and math.prod(options.windows.taps) > native.limits("conv").max_taps:
+        return _of_many_taps(options, dtype)
+    if options.is_depthwise:
+        # That of cuDNN has a kernel for these windows.
+        is_special = options.windows.taps == (7, 7) and options.windows.strides == (2, 2)
+        return Way("xla") if is_special and direction == "kernel_grad" else None
+    if options.groups > 1:
+        return _of_groups(direction, options, dtype, call)
+    return _of_one_group(direction, options, call)
+
+
+def _of_volumes(direction: Direction, options: Options) -> Way | None:
+    has_columns = math.prod(options.windows.taps[1:]) > 1
+    if direction != "kernel_grad":
+        # The product of entries alone is XLA's, and needs no copy of them.
+        return Way("fold_depth") if has_columns or direction == "input_grad" else None
+    if options.groups == 1:
+        return Way("fold_depth") if has_columns else None
+    return None if options.is_depthwise else Way("xla")
+
+
+def _of_many_taps(options: Options, dtype: Any) -> Way | None:
+    most = native.limits("conv").max_taps
+    blocks: list[int] = []
+    for taps in reversed(options.windows.taps):
+        blocks.insert(0, max(1, min(taps, most)))
+        most //= blocks[0]
+    way = Way("cut_taps", blocks=tuple(blocks))
+    part, _ = rearranged.cut_taps(options, way.blocks)[0]
+    return way if cuda_kernels.can_take(part, dtype) else None
+
+
+def _of_many_images(options: Options, images: jax.Array) -> Way | None:
+    windows = options.windows
+    *batch, rows = images.shape[: -1 - options.rank]
+    pixels = max(math.prod(windows.ins), math.prod(windows.outs)) * math.prod(batch)
+    most = (native.limits("conv").max_pixels - 1) // pixels
+    if not 0 < most < rows:
+        return None
+    parts = -(-rows // most)
+    # Equal parts need no copy to be joined.
+    even = next((n for n in range(parts, 2 * parts) if rows % n == 0), None)
+    return Way("images", block=rows // even if even else most)
+
+
+def _of_groups(
+    direction: Direction, options: Options, dtype: Any, call: KernelCall | None
+) -> Way | None:
+    unit = native.limits("conv").channel_bytes // np.dtype(dtype).itemsize
+    least, most = sorted((options.fan_in, options.fan_out))
+    way = Way("fill_groups", multiple=unit)
+    if not cuda_kernels.can_take(rearranged.fill_groups(options, unit).options, dtype):
+        return None
+    if least < native.limits("conv").min_fan:
+        if least < _MIN_SMALL_FAN or most < _MIN_WIDE_FAN:
+            return None
+        is_mostly_zeros = least < _MIN_FILLED_FAN and direction == "kernel_grad"
+        return Way("xla") if is_mostly_zeros else way
+    return way if call is None and direction != "kernel_grad" else None
+
+
+def _of_one_group(direction: Direction, options: Options, call: KernelCall | None) -> Way | None:
+    windows, limits = options.windows, native.limits("conv")
+    if set(windows.dilation) != {1}:
+        return None
+    is_apart = direction == "input_grad" and windows.taps == windows.strides
+    if call is None:
+        return Way("strides_to_channels") if is_apart else None
+    if call.kernels != "mma" or options.fan_in > limits.max_few_channels:
+        return None
+    if is_apart:
+        return Way("strides_to_channels")
+    # Those of few channels have kernels on Hopper GPUs, unless their windows are large.
+    is_filled = call.channels > options.fan_in
+    if not is_filled or direction == "forward" or not cuda_kernels.are_hopper():
+        return None
+    step = math.prod(windows.strides)
+    if direction == "kernel_grad" and step * options.fan_in >= _MIN_STRIDE_CHANNELS:
+        return Way("strides_to_channels")
+    if direction == "input_grad" and step >= _MIN_STEP_BY_XLA:
+        return Way("xla")
+    if step > 1 or options.fan_out > limits.max_few_outputs:
+        return None
+    rows = (limits.max_few_tap_rows,) * (options.rank - 1)
+    return Way("cut_taps", blocks=(*rows, limits.max_few_row_entries // options.fan_in))

@@ -215,13 +215,16 @@ def find_call(
         *fans,
         groups,
         itemsize=itemsize,
-        takes_few=_are_hopper(),
+        takes_few=are_hopper(),
         tf32=_may_be_tf32(options.precision),
     )
     if found is None:
         return None
     pixels = max(math.prod(found.windows.ins), math.prod(found.windows.outs))
     rows = math.prod(images.shape[: images.ndim - 1 - len(found.windows.taps)])
+    if jax.export.is_symbolic_dim(rows):
+        # The sizes of work spaces are not known, and what is too many shows when the program runs.
+        return found if found.kernels in ("direct", "mma") else None
     # The direct kernels count images in 64 bits.
     has_many = rows * pixels >= native.limits("conv").max_pixels and found.kernels != "direct"
     return found if rows > 0 and not has_many else None
@@ -234,6 +237,8 @@ def find_kernel_grad_call(
 
     TF32's are not worth while where patches are no larger than x, which XLA multiplies as well.
     """
+    if any(jax.export.is_symbolic_dim(n) for a in (x, g) for n in a.shape):
+        return None  # nobody knows the size of the work space
     # Devices have all channels of several groups, unless every channel is a group of its own.
     fans, groups = (options.fan_in, options.fan_out), options.groups
     if options.is_depthwise:
@@ -255,9 +260,23 @@ def _may_be_tf32(precision: Any) -> bool:
         return False
 
 
-def _are_hopper() -> bool:
+def are_hopper() -> bool:
     """Whether the GPUs here are those of the kernels for Hopper, and these are compiled."""
     return "90a" in native.cuda_architectures() and native.gpu_capabilities() == {"9.0"}
+
+
+def can_take(options: Any, dtype: Any) -> bool:
+    """Whether kernels take such windows and channels of this dtype, of not too many images."""
+    found = make_call(
+        options.windows,
+        options.fan_in,
+        options.fan_out,
+        options.groups,
+        itemsize=np.dtype(dtype).itemsize,
+        takes_few=are_hopper(),
+        tf32=_may_be_tf32(options.precision),
+    )
+    return found is not None
 
 
 def has_kernels() -> bool:
@@ -327,7 +346,7 @@ def _split(
 
 def _in_units(call: KernelCall) -> KernelCall | None:
     """The call of float32 with channels and outputs as it can be split for tensor cores, if any."""
-    if call.kernels != "fma" or call.groups > 1 or not _are_hopper():
+    if call.kernels != "fma" or call.groups > 1 or not are_hopper():
         return None
     unit = native.limits("conv").channel_bytes // 4
     channels, outputs = (_up_to_units(n, unit) for n in (call.channels, call.outputs))

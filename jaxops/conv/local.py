@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import alternatives, choices, cuda_kernels
@@ -35,16 +35,18 @@ from jaxops.conv.patches import (
 
 def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, **_):
     """The convolution, with bias and activation."""
-    way = choices.find("forward", options, platform, dtype, x, kernel)
-    if way is not None:
-        more = dict(options=options, dtype=dtype, activation=activation, platform=platform)
-        return [alternatives.forward(way, forward, x, kernel, bias, **more)]
     windows = options.windows
     axis = x.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
     a, b, sums = cuda_kernels.operands(platform, dtype, x, kernel)
     call = _find_call(options, platform, sums, a, b, batch)
-    if call is not None and (bias is None or batch.has(bias)):
+    call = call if bias is None or batch.has(bias) else None
+    own = options.of_shard(*kernel.shape[-2:])
+    way = choices.find("forward", own, platform, dtype, call, batch.count, x, kernel)
+    if way is not None:
+        given = dict(options=own, dtype=dtype, platform=platform)
+        return [alternatives.forward(way, forward, x, kernel, bias, activation=activation, **given)]
+    if call is not None:
         in_groups, kernels = batch.to_groups(a), batch.to_groups(b)
         shared = None if bias is None else batch.to_groups(bias).reshape(-1)
         y = cuda_kernels.forward(
@@ -70,7 +72,8 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
         def compute(x, windows):
             outs, taps = letters(options)
             names = (f"n{outs}{taps}i", f"{taps}ij", f"n{outs}j")
-            rounded = product_dtype(platform, dtype, x, kernel)
+            entries = math.prod((*x.shape[: axis + 1], *windows.outs, kernel.shape[-1]))
+            rounded = product_dtype(platform, dtype, entries, x, kernel)
             y = product(names, im2col(x, windows), kernel, options, dtype=rounded)
             return y.astype(dtype)
 
@@ -86,15 +89,16 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
 
 def input_grad(g, kernel, *, options, dtype, platform):
     """Its transpose in x."""
-    way = choices.find("input_grad", options, platform, dtype, g, kernel)
-    if way is not None:
-        more = dict(options=options, dtype=dtype, platform=platform)
-        return [alternatives.input_grad(way, input_grad, g, kernel, **more)]
     windows = options.windows
     axis = g.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
     a, b, sums = cuda_kernels.operands(platform, dtype, g, kernel)
     call = _find_call(options, platform, sums, a, b, batch)
+    own = options.of_shard(*kernel.shape[-2:])
+    way = choices.find("input_grad", own, platform, dtype, call, batch.count, g, kernel)
+    if way is not None:
+        more = dict(options=own, dtype=dtype, platform=platform)
+        return [alternatives.input_grad(way, input_grad, g, kernel, **more)]
     if call is not None:
         in_groups, kernels = batch.to_groups(a), batch.to_groups(b)
         dx = cuda_kernels.input_grad(in_groups, _alone(kernels, options), call, sums)
@@ -115,10 +119,11 @@ def input_grad(g, kernel, *, options, dtype, platform):
             outs, taps = letters(options)
             names = (f"n{outs}j", f"{taps}ij", f"n{outs}{taps}i")
             # Patches of several taps are summed before they are rounded.
-            rounded = product_dtype(platform, dtype, g, kernel) if windows.are_entries else None
+            entries = math.prod((*g.shape[:-1], kernel.shape[-2])) if windows.are_entries else 0
+            rounded = product_dtype(platform, dtype, entries, g, kernel)
             return product(names, g, kernel, options, dtype=rounded)
 
-    block, slabs = block_size(options, platform, g, kernel, dtype=sum_dtype(g, kernel, dtype))
+    block, slabs = block_size(options, platform, g, kernel, dtype=sum_dtype(g, kernel, dtype=dtype))
     by_xla = set(windows.strides) == {1} and _is_faster_by_xla(
         options, platform, block, dtype, g, kernel
     )
@@ -137,20 +142,23 @@ def input_grad(g, kernel, *, options, dtype, platform):
 
 def kernel_grad(x, g, *, options, dtype, summed, platform):
     """Its transpose in the kernel, summed over the batch dimensions flagged in `summed`."""
-    way = choices.find("kernel_grad", options, platform, dtype, x, g)
-    if way is not None:
-        more = dict(options=options, dtype=dtype, summed=summed, platform=platform)
-        return [alternatives.kernel_grad(way, kernel_grad, x, g, **more)]
     axis = x.ndim - 2 - options.rank
-    shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
+    shape: tuple[Any, ...] = lax.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
     a, b, sums = cuda_kernels.operands(platform, dtype, x, g)
     call = cuda_kernels.find_kernel_grad_call(options, platform, sums, a, b, batch.count)
-    if call is not None and (
+    if call is not None and not (
         0 not in shape
         and _has_groups_for(batch, call, options)
         and (call.kernels == "direct" or x.shape[:axis] == g.shape[:axis])
     ):
+        call = None
+    own = options.of_shard(x.shape[-1], g.shape[-1])
+    way = choices.find("kernel_grad", own, platform, dtype, call, batch.count, x, g)
+    if way is not None:
+        more = dict(options=own, dtype=dtype, summed=summed, platform=platform)
+        return [alternatives.kernel_grad(way, kernel_grad, x, g, **more)]
+    if call is not None:
         x, g = (jnp.broadcast_to(t, shape + t.shape[axis:]) for t in (a, b))
         dkernel = cuda_kernels.kernel_grad(batch.to_groups(x), batch.to_groups(g), call, sums)
         alone = jnp.expand_dims(dkernel, range(axis - len(batch.sizes)))
@@ -168,8 +176,6 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
         return [_from_groups(dkernel, axis)]
 
     block, slabs = block_size(options, platform, x, g)
-    # The sum of one block is the result; several are added before they are rounded.
-    rounded = product_dtype(platform, dtype, x, g) if block >= x.shape[axis] else None
 
     def compute(x, g, windows):
         patches = im2col(x, windows, again=True)
@@ -183,10 +189,10 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
         of_patches, of_g = f"n{outs}{taps}i", f"n{outs}j"
         if platform != "cpu" or math.prod(windows.taps) * options.fan_in <= options.fan_out:
             names = (of_patches, of_g, f"{taps}ij")
-            return product(names, patches, g, options, summed, dtype=rounded)
+            return product(names, patches, g, options, summed)
         # The products of a CPU were measured to be faster with more columns than rows.
         names = (of_g, of_patches, f"j{taps}i")
-        transposed = product(names, g, patches, options, summed, dtype=rounded)
+        transposed = product(names, g, patches, options, summed)
         return jnp.moveaxis(transposed, axis, -1)
 
     def images(x, g):
@@ -207,7 +213,7 @@ def epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
 
     of_sums = dict(
         options=options,
-        dtype=sum_dtype(x, kernel, dtype),
+        dtype=sum_dtype(x, kernel, dtype=dtype),
         activation=None,
         with_bias=False,
     )
@@ -258,6 +264,8 @@ class _Batch:
 
 def _find_call(options, platform, dtype, images, kernel, batch):
     """The call by which kernels take images, if they do, with a batch of kernels as groups."""
+    if any(jax.export.is_symbolic_dim(n) for n in kernel.shape):
+        return None
     fan_in, outputs = kernel.shape[-2:]
     # A device's channels of a depthwise convolution, which may be a shard, are its groups.
     groups = outputs if options.is_depthwise else options.groups

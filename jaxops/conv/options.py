@@ -49,6 +49,14 @@ class Options:
         """The options of each of the groups."""
         return dataclasses.replace(self, groups=1)
 
+    def of_shard(self, fan_in: int, outputs: int) -> Options:
+        """The options of what a device has: some channels, if these are one group or depthwise."""
+        if self.is_depthwise:
+            return dataclasses.replace(self, groups=outputs)
+        if self.groups > 1:
+            return self
+        return dataclasses.replace(self, fan_in=fan_in, fan_out=outputs)
+
     def transposed(self, strides: Sequence[int]) -> Options:
         """The convolution whose input gradient is this one, of an lhs with zeros between.
 
@@ -112,9 +120,11 @@ def transposed_kernel(kernel: jax.Array, groups: int) -> jax.Array:
     )
 
 
-def sum_dtype(x: jax.Array, kernel: jax.Array, dtype: Any) -> np.dtype:
-    """The dtype of sums, and of a result that is not rounded yet."""
-    return accumulation_dtype(x, kernel, dtype)
+def sum_dtype(*arrays: jax.Array, dtype: Any) -> np.dtype:
+    """The dtype of sums, and of a result of `dtype` that is not rounded yet."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.dtype(np.int32)
+    return accumulation_dtype(*arrays, dtype)
 
 
 def over_pixels(bias: jax.Array, options: Options) -> jax.Array:

@@ -118,10 +118,11 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     if activation not in (None, "relu"):
 
         def unfused(*operands):
-            wide = sum_dtype(operands[0], operands[1], dtype)
+            wide = sum_dtype(*operands[:2], dtype=dtype)
             # Named as well: it is what the gradient needs, so that a policy which saves the
             # operator's result spares the backward pass a second forward one.
-            y = checkpoint_name(forward(*operands, options=options, dtype=wide), "conv2d")
+            y = forward(*operands, options=options, dtype=wide)
+            y = checkpoint_name(y, f"conv{options.rank}d")
             return ACTIVATIONS[activation](y).astype(dtype)
 
         y, dy = rules.jvp(unfused, primals, tangents)
@@ -130,11 +131,11 @@ def _forward_jvp(primals, tangents, *, options, dtype, activation, **_):
     y = forward(*primals, options=options, dtype=dtype, activation=activation)
     if activation is not None:
         # The result tells where it was positive, so that nothing else is kept for the gradient.
-        y = checkpoint_name(y, "conv2d")
+        y = checkpoint_name(y, f"conv{options.rank}d")
     *moving, dbias = rules.nonzero(tangents, 3)
     plain = dict(options=options, activation=None, with_bias=False)
     # The sum that the bias is added to is rounded with it.
-    summed = dtype if dbias is None else sum_dtype(primals[0], primals[1], dtype)
+    summed = dtype if dbias is None else sum_dtype(*primals[:2], dtype=dtype)
     dy = _tangent(_forward_operator, primals[:2], moving, dtype=np.dtype(summed), **plain)
     if dbias is not None:
         spread = rules.broadcast_like(over_pixels(dbias, options), jax.typeof(y)).astype(summed)

@@ -20,14 +20,73 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxops._core import checks, compat
-from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.native import NoKernelWarning
 from jaxops._families.windows import Windows, make_windows, per_dimension
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import primitives
-from jaxops.conv.options import Options, transposed_kernel
+from jaxops.conv.options import Options, sum_dtype, transposed_kernel
 
-_LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
+_Numbers = tuple[str, str, str]
+# By the number of spatial dimensions: channels last, and channels first.
+_LAYOUTS: dict[int, tuple[_Numbers, _Numbers]] = {
+    1: (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW")),
+    2: (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")),
+    3: (("NDHWC", "DHWIO", "NDHWC"), ("NCDHW", "OIDHW", "NCDHW")),
+}
+
+
+def conv1d(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    dimension_numbers: tuple[str, str, str] = ("NWC", "WIO", "NWC"),
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """Convolution of sequences: `conv2d` in one dimension.
+
+    Policies of `jax.checkpoint` can name the result "conv1d".
+
+    Args:
+      x: (N, W, C), or (N, C, W); dtypes as for `conv2d`.
+      kernel: (KW, C // groups, O), or (O, C // groups, KW), with KW >= 1.
+      strides: an int >= 1, or a sequence of one; so is `dilation`.
+      padding: "SAME", "VALID", an int >= 0, a sequence of one, or of one (low, high) pair.
+      dilation: the steps between neighbouring entries of the window.
+      groups: as for `conv2d`, like `bias`, `activation`, `precision` and `preferred_element_type`.
+      bias: (O,).
+      activation: None, "relu", "silu" or "gelu".
+      dimension_numbers: ("NWC", "WIO", "NWC") or ("NCW", "OIW", "NCW").
+      precision: of the matrix products.
+      preferred_element_type: the dtype of the result.
+
+    Returns:
+      (N, OW, O), or (N, O, OW).
+
+    Raises:
+      TypeError, ValueError: as for `conv2d`.
+    """
+    return _convolve(
+        "conv1d",
+        1,
+        x,
+        kernel,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=bias,
+        activation=activation,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
 
 
 def conv2d(
@@ -56,7 +115,9 @@ def conv2d(
     ``jax.checkpoint_policies.save_only_these_names("conv2d")`` can name the result.
 
     Args:
-      x: (N, H, W, C), or (N, C, H, W); float16, bfloat16, float32 or float64.
+      x: (N, H, W, C), or (N, C, H, W); float16, bfloat16, float32 or float64, or, with a kernel of
+        the same and `preferred_element_type=jnp.int32`, int8. Such results are exact, and have no
+        derivatives.
       kernel: (KH, KW, C // groups, O), or (O, C // groups, KH, KW), with KH, KW >= 1; any float
         dtype.
       strides: an int, or one for each of H and W, >= 1; so is `dilation`.
@@ -81,22 +142,126 @@ def conv2d(
       TypeError: an argument is not of a float dtype, or an option not a static integer.
       ValueError: shapes do not fit each other, or an option is out of what is listed above.
     """
-    name = "conv2d"
+    return _convolve(
+        "conv2d",
+        2,
+        x,
+        kernel,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=bias,
+        activation=activation,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+
+
+def conv3d(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    dimension_numbers: tuple[str, str, str] = ("NDHWC", "DHWIO", "NDHWC"),
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """Convolution of volumes: `conv2d` in three dimensions.
+
+    Policies of `jax.checkpoint` can name the result "conv3d".
+
+    Args:
+      x: (N, D, H, W, C), or (N, C, D, H, W); dtypes as for `conv2d`.
+      kernel: (KD, KH, KW, C // groups, O), or (O, C // groups, KD, KH, KW), with KD, KH, KW >= 1.
+      strides: an int >= 1, or one for each of D, H and W; so is `dilation`.
+      padding: "SAME", "VALID", an int >= 0, one for each of D, H and W, or a (low, high) pair for
+        each.
+      dilation: the steps between neighbouring entries of the window.
+      groups: as for `conv2d`, like `bias`, `activation`, `precision` and `preferred_element_type`.
+      bias: (O,).
+      activation: None, "relu", "silu" or "gelu".
+      dimension_numbers: ("NDHWC", "DHWIO", "NDHWC") or ("NCDHW", "OIDHW", "NCDHW").
+      precision: of the matrix products.
+      preferred_element_type: the dtype of the result.
+
+    Returns:
+      (N, OD, OH, OW, O), or (N, O, OD, OH, OW).
+
+    Raises:
+      TypeError, ValueError: as for `conv2d`.
+    """
+    return _convolve(
+        "conv3d",
+        3,
+        x,
+        kernel,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=bias,
+        activation=activation,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+
+
+def _convolve(
+    name: str,
+    rank: int,
+    x: ArrayLike,
+    kernel: ArrayLike,
+    *,
+    strides: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    bias: ArrayLike | None,
+    activation: str | None,
+    dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: DTypeLike | None,
+) -> jax.Array:
+    """What `conv1d`, `conv2d` and `conv3d` compute."""
+    layouts = _LAYOUTS[rank]
     layout = tuple(dimension_numbers) if isinstance(dimension_numbers, (tuple, list)) else ()
-    if not all(isinstance(names, str) for names in layout) or layout not in _LAYOUTS:
+    if not all(isinstance(names, str) for names in layout) or layout not in layouts:
         raise ValueError(
-            f"{name}: dimension_numbers must be one of {', '.join(map(str, _LAYOUTS))}, got "
+            f"{name}: dimension_numbers must be one of {', '.join(map(str, layouts))}, got "
             f"{checks.describe(dimension_numbers)}"
         )
     checks.choice(name, "activation", activation, ACTIVATIONS)
-    channels_last = layout == _LAYOUTS[0]
-    x = checks.float_array(name, "x", x, 4, "(N, H, W, C)" if channels_last else "(N, C, H, W)")
-    kernel_shape = "(KH, KW, C // groups, O)" if channels_last else "(O, C // groups, KH, KW)"
-    kernel = checks.float_array(name, "kernel", kernel, 4, kernel_shape)
-    result_dtype = _float_dtype(name, "preferred_element_type", preferred_element_type, x.dtype)
+    channels_last = layout == layouts[0]
+    space, window = list("DHW"[3 - rank :]), [f"K{d}" for d in "DHW"[3 - rank :]]
+    x_shape = ["N", *space, "C"] if channels_last else ["N", "C", *space]
+    fans = ["C // groups", "O"]
+    kernel_shape = ", ".join([*window, *fans] if channels_last else [*fans[::-1], *window])
+    kernel_shape = f"({kernel_shape})"
+    # Products of integers are exact, and have no derivatives.
+    is_integer = getattr(x, "dtype", None) == np.int8
+    array = (
+        functools.partial(_int8_array, name)
+        if is_integer
+        else functools.partial(checks.float_array, name)
+    )
+    x = array("x", x, rank + 2, f"({', '.join(x_shape)})")
+    kernel = array("kernel", kernel, rank + 2, kernel_shape)
+    if is_integer:
+        result_dtype = _check_integers(name, preferred_element_type, bias, activation)
+    else:
+        result_dtype = _float_dtype(name, "preferred_element_type", preferred_element_type, x.dtype)
     precision = _precision(name, precision)
     if not channels_last:
-        x, kernel = lax.transpose(x, (0, 2, 3, 1)), lax.transpose(kernel, (2, 3, 1, 0))
+        x = lax.transpose(x, (0, *range(2, rank + 2), 1))
+        kernel = lax.transpose(kernel, (*range(2, rank + 2), 1, 0))
     *taps, fan_in, outputs = kernel.shape
     groups = checks.integer(name, "groups", groups, 1)
     if x.shape[-1] % groups:
@@ -112,7 +277,7 @@ def conv2d(
         )
     if 0 in taps:
         raise ValueError(
-            f"{name}: kernel must have KH >= 1 and KW >= 1, got {taps[0]} and {taps[1]}"
+            f"{name}: kernel must have {_and([f'{k} >= 1' for k in window])}, got {_and(taps)}"
         )
     windows = make_windows(
         name,
@@ -125,10 +290,14 @@ def conv2d(
     )
     arrays = [x, kernel]
     if bias is not None:
-        bias = checks.float_array(name, "bias", bias, 1, "(O,)")
+        bias = (
+            checks.as_array(name, "bias", bias)
+            if is_integer
+            else checks.float_array(name, "bias", bias, 1, "(O,)")
+        )
         checks.shape(name, "bias", bias, (outputs,), "(O,), one entry an output channel of kernel")
         arrays.append(bias)
-    wide = accumulation_dtype(result_dtype, *arrays)
+    wide = sum_dtype(*arrays, dtype=result_dtype)
     if x.dtype != kernel.dtype or wide == jnp.float64:
         x, kernel = x.astype(wide), kernel.astype(wide)
     options = Options(
@@ -148,7 +317,51 @@ def conv2d(
         dtype=result_dtype,
         activation=activation,
     )
-    return checkpoint_name(y if channels_last else lax.transpose(y, (0, 3, 1, 2)), name)
+    return checkpoint_name(
+        y if channels_last else lax.transpose(y, (0, rank + 1, *range(1, rank + 1))), name
+    )
+
+
+def _int8_array(name: str, argument: str, value: Any, rank: int, shape: str) -> jax.Array:
+    array = checks.as_array(name, argument, value)
+    if array.dtype != jnp.int8:
+        raise TypeError(
+            f"{name}: {argument} must have dtype int8 if x has, got {checks.describe(array)}"
+        )
+    if array.ndim != rank:
+        raise ValueError(
+            f"{name}: {argument} must have shape {shape}, which has {rank} dimensions, got shape "
+            f"{array.shape}"
+        )
+    return array
+
+
+def _check_integers(name: str, preferred: Any, bias: Any, activation: str | None) -> np.dtype:
+    """The dtype of a result of int8."""
+    try:
+        is_int32 = preferred is not None and jnp.dtype(preferred) == np.int32
+    except TypeError:
+        is_int32 = False
+    if not is_int32:
+        raise TypeError(
+            f"{name}: preferred_element_type must be int32 if x has dtype int8, got "
+            f"{checks.describe(preferred)}"
+        )
+    if bias is not None and getattr(bias, "dtype", None) != np.int32:
+        raise TypeError(
+            f"{name}: bias must be an array of dtype int32 if x has dtype int8, got "
+            f"{checks.describe(bias)}"
+        )
+    if activation not in (None, "relu"):
+        raise ValueError(
+            f"{name}: activation must be None or 'relu' if x has dtype int8, got {activation!r}"
+        )
+    return np.dtype(np.int32)
+
+
+def _and(values: Sequence[Any]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def conv_general_dilated(
@@ -168,9 +381,9 @@ def conv_general_dilated(
     """`jax.lax.conv_general_dilated`, argument by argument, on the kernels of this library.
 
     `flax.linen.Conv` and `flax.nnx.Conv` take it as their ``conv_general_dilated=``. It has
-    convolutions in one to three dimensions of equal float dtypes, with any layout, padding,
-    negative too, strides, dilation and groups, and transposed ones, which are those with
-    `lhs_dilation` and without strides. Other calls go to `jax.lax`, with a
+    convolutions in one to three dimensions of equal float dtypes, or of int8 with int32 results,
+    with any layout, padding, negative too, strides, dilation and groups, and transposed ones, which
+    are those with `lhs_dilation` and without strides. Other calls go to `jax.lax`, with a
     `NoKernelWarning`, once a case:
     ``warnings.simplefilter("error", jaxops.NoKernelWarning)`` makes that an error, and
     ``jaxops.conv_general_dilated.supported(...)``, which takes the same arguments and structures of
@@ -454,7 +667,8 @@ class _LaxCase:
 
     def _find_missing(self, batch_groups: int) -> str | None:
         wanted = (*self._dtypes, self._result.dtype)
-        unknown = [str(d) for d in wanted if d not in checks.FLOATS]
+        is_integer = wanted == (jnp.int8, jnp.int8, jnp.int32)
+        unknown = [str(d) for d in wanted if d not in checks.FLOATS and not is_integer]
         if not 1 <= len(self._ins) <= 3:
             return f"{len(self._ins)} spatial dimensions"
         if unknown:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._core import compat
 from jaxops.conv.options import Options
 
 Map = Callable[[jax.Array], jax.Array]
@@ -49,10 +50,11 @@ class Rearranged:
     is_copy: bool = True
 
 
-def transpose(function: Map, result: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The transpose of a linear map from arrays `like` that one, applied to `result`."""
-    struct = jax.ShapeDtypeStruct(like.shape, result.dtype)
-    (pulled,) = jax.linear_transpose(function, struct)(result)
+def transpose(function: Map, result: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The transpose of a linear map from arrays of this shape, applied to `result`."""
+    # Inside a shard_map these vary over the mesh as the result does. Of them the type is needed.
+    like, _ = compat.make_varying([jnp.zeros(shape, result.dtype), result])
+    (pulled,) = jax.linear_transpose(function, like)(result)
     return pulled
 
 
@@ -208,7 +210,7 @@ def strides_to_channels(options: Options) -> Rearranged:
 
 
 def cut_taps(options: Options, blocks: Sequence[int]) -> list[tuple[Options, tuple[slice, ...]]]:
-    """The windows in parts of at most so many taps along each dimension, and the taps of each."""
+    """The windows in parts of at most `blocks` taps along each dimension, and the taps of each."""
     windows = options.windows
     parts: list[tuple[slice, ...]] = [()]
     for size, block in zip(windows.taps, blocks, strict=True):

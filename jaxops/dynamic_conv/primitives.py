@@ -25,6 +25,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._core import compat, rules
@@ -428,7 +429,7 @@ _weight_grad_operator = Operator(
 def _weight_grad(x, g, starts, like, *, options):
     """dp of conv(x, p), in the dtype of `like`, or wider if batch entries are yet to be added."""
     heads, taps = like.shape[-2:]
-    batch = np.broadcast_shapes(x.shape[:-2], g.shape[:-2])
+    batch = lax.broadcast_shapes(x.shape[:-2], g.shape[:-2])
     dtype = like.dtype if batch == like.shape[:-3] else accumulation_dtype(x, like)
     (dp,) = _weight_grad_operator(
         *_present(x, g, starts),
@@ -483,7 +484,7 @@ def _backward_reference(x, weight, g, starts=None, *, options, with_starts, dtyp
         x, g, starts, heads=heads, taps=taps, **options.unnormalized
     )
     dweight = reference.softmax_grad(weight, dp) if options.normalize else dp
-    batch = np.broadcast_shapes(dx.shape[:-2], dweight.shape[:-3])
+    batch = lax.broadcast_shapes(dx.shape[:-2], dweight.shape[:-3])
     return [
         jnp.broadcast_to(dx, (*batch, *dx.shape[-2:])),
         jnp.broadcast_to(dweight.astype(dtype), (*batch, *dweight.shape[-3:])),
@@ -501,7 +502,7 @@ _backward_operator = Operator(
 
 
 def _backward(x, weight, g, starts, *, options):
-    batch = np.broadcast_shapes(x.shape[:-2], weight.shape[:-3], g.shape[:-2])
+    batch = lax.broadcast_shapes(x.shape[:-2], weight.shape[:-3], g.shape[:-2])
     # Wider where batch entries have yet to be added.
     dtype = weight.dtype if batch == weight.shape[:-3] else accumulation_dtype(x, weight)
     return _backward_operator(
@@ -517,7 +518,7 @@ def _backward_unfused(x, weight, g, starts=None, *, options, dtype, **_):
     if options.normalize:
         (dp,) = jax.vjp(_softmax, weight)[1](dp.astype(accumulation_dtype(weight)))
     dx = _input_grad(g, weight, starts, options=options)
-    batch = np.broadcast_shapes(dx.shape[:-2], dp.shape[:-3])
+    batch = lax.broadcast_shapes(dx.shape[:-2], dp.shape[:-3])
     return [
         jnp.broadcast_to(dx, (*batch, *dx.shape[-2:])),
         jnp.broadcast_to(dp, (*batch, *dp.shape[-3:])).astype(dtype),
@@ -553,15 +554,15 @@ def _backward_transpose(cotangents, x, weight, g, *starts, options, **_):
 @_backward_operator.def_dead_code
 def _backward_dead_code(used, x, weight, g, *starts, options, with_starts, dtype):
     """With one gradient unused, the other's own primitive serves if its operands have the batch."""
-    batch = np.broadcast_shapes(x.shape[:-2], weight.shape[:-3], g.shape[:-2])
+    batch = lax.broadcast_shapes(x.shape[:-2], weight.shape[:-3], g.shape[:-2])
     others = range(3, 3 + len(starts))
     params = {"options": options, "with_starts": with_starts}
-    if used[0] and batch == np.broadcast_shapes(g.shape[:-2], weight.shape[:-3]):
+    if used[0] and batch == lax.broadcast_shapes(g.shape[:-2], weight.shape[:-3]):
         return _input_grad_operator, (2, 1, *others), params
     if (
         used[1]
         and not options.normalize
-        and batch == np.broadcast_shapes(x.shape[:-2], g.shape[:-2])
+        and batch == lax.broadcast_shapes(x.shape[:-2], g.shape[:-2])
     ):
         heads, taps = weight.shape[-2:]
         params |= {"heads": heads, "taps": taps, "dtype": dtype}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._core import checks, compat
+from jaxops._core import checks
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops.focal_loss.options import Scalar
 from jaxops.reference import focal_loss as reference
@@ -83,12 +83,6 @@ class Arguments:
             if reduction == "mean":
                 raise ValueError(f'{name}: reduction must not be "mean" where normalizer is given')
             normalizer = scalar(name, "normalizer", normalizer, integers=True)
-        if (reduction != "none" or normalizer is not None) and compat.has_symbolic_shape(logits):
-            raise NotImplementedError(
-                f"{name}: a reduced loss of logits of symbolic shape "
-                f"({', '.join(map(str, logits.shape))}) is not supported; export it with "
-                'reduction="none"'
-            )
         return cls(
             logits,
             jnp.asarray(labels),
@@ -139,7 +133,10 @@ class Arguments:
         if self.reduction != "mean":
             return np.ones((), dtype)
         if self.ignored is None:
-            return np.asarray(1 / max(1, math.prod(self.logits.shape[:-1])), dtype)
+            rows = math.prod(self.logits.shape[:-1])
+            if jax.export.is_symbolic_dim(rows):
+                return 1 / jnp.maximum(jnp.asarray(rows), 1).astype(dtype)
+            return np.asarray(1 / max(1, rows), dtype)
         counted = jnp.sum(self.labels != self.ignored)
         return 1 / jnp.maximum(counted, 1).astype(dtype)
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._core import compat, rules
@@ -89,7 +90,7 @@ def _gradient(logits, labels, gamma, ct, options):
 
 
 def _inner_product(logits, labels, gamma, dlogits, *, options):
-    shape = np.broadcast_shapes(logits.shape[:-1], labels.shape)
+    shape = lax.broadcast_shapes(logits.shape[:-1], labels.shape)
     gradient = _gradient(logits, labels, gamma, jnp.ones(shape, gamma.dtype), options)
     return [(gradient.astype(gamma.dtype) * dlogits.astype(gamma.dtype)).sum(-1)]
 
@@ -148,7 +149,7 @@ def _gradient_reference(logits, labels, scale, gamma, weight=None, *, options):
         others = (labels, scale, gamma, weight)
         return _sum_reference(z, *others, options=options)[0].sum()
 
-    batch = np.broadcast_shapes(
+    batch = lax.broadcast_shapes(
         *_batch_shapes(logits, labels, scale, gamma, weight, options=options)
     )
     core = logits.shape[logits.ndim - options.rows - 1 :]

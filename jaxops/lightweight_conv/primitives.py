@@ -29,6 +29,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._core import compat, rules
@@ -664,7 +665,7 @@ def _backward_unfused(x, weight, g, starts=None, *, options, summed, bias_dtype,
 
 def _batch_shape(x, weight, g, starts):
     shapes = [a.shape[:-2] for a in (x, weight, g)]
-    return np.broadcast_shapes(*shapes, *(a.shape[:-1] for a in _present(starts)))
+    return lax.broadcast_shapes(*shapes, *(a.shape[:-1] for a in _present(starts)))
 
 
 def _backward_reference(x, weight, g, starts=None, *, options, summed, bias_dtype, **_):

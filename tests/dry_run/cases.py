@@ -232,6 +232,32 @@ CASES = (
     _conv("3x3, groups of 4", (16, 56, 56, 128), (3, 3, 4, 128), FLOATS, groups=32),
     _conv("3x3, groups of 16", (16, 56, 56, 128), (3, 3, 16, 128), FLOATS, groups=8),
     _conv("5x5, one channel", (64, 28, 28, 1), (5, 5, 1, 1)),
+    # Other ways than a call of one kernel.
+    _conv("13x13", (8, 28, 28, 32), (13, 13, 32, 32), ("bfloat16",)),
+    _conv("13x13, depthwise", (8, 28, 28, 64), (13, 13, 1, 64), ("bfloat16",), groups=64),
+    _conv(
+        "7x7, depthwise, stride 2",
+        (8, 28, 28, 64),
+        (7, 7, 1, 64),
+        ("bfloat16",),
+        groups=64,
+        strides=2,
+    ),
+    _conv("9x9, 3 channels", (8, 112, 112, 3), (9, 9, 3, 64), ("bfloat16",)),
+    _conv(
+        "11x11, stride 4, 3 channels", (8, 227, 227, 3), (11, 11, 3, 64), ("bfloat16",), strides=4
+    ),
+    _conv(
+        "16x16, stride 16, 3 channels",
+        (8, 224, 224, 3),
+        (16, 16, 3, 768),
+        ("bfloat16",),
+        strides=16,
+    ),
+    _conv("3x3, groups of 12", (8, 28, 28, 96), (3, 3, 12, 96), ("bfloat16",), groups=8),
+    _conv("3x3, groups of 32 to 4", (8, 28, 28, 256), (3, 3, 32, 32), ("bfloat16",), groups=8),
+    _conv("3x3, groups of 64 to 2", (8, 28, 28, 256), (3, 3, 64, 8), ("bfloat16",), groups=4),
+    _conv("3x3, 2^30 pixels", (1050, 1024, 1024, 8), (3, 3, 8, 8), ("bfloat16",)),
     _general("one dimension, 5 taps", (16, 4000, 64), (5, 64, 64), FLOATS),
     _general(
         "transposed, stride 2",

@@ -20,6 +20,34 @@ def _bad(name, call, error, *fragments):
     return BadInput(name=name, call=call, error=error, fragments=("conv2d: ", *fragments))
 
 
+def _bad_of_rank(rank, kernel_shape, layouts):
+    """Calls of `conv1d` and `conv3d` whose errors name their own dimensions."""
+    name, x = f"conv{rank}d", np.zeros((2, *(5, 4, 3)[:rank], 6), np.float32)
+    kernel = np.zeros((*(2,) * rank, 6, 4), np.float32)
+    convolve = getattr(jaxops, name)
+
+    def bad(what, call, *fragments):
+        return BadInput(name=what, call=call, error=ValueError, fragments=(f"{name}: ", *fragments))
+
+    return (
+        bad(
+            "a vector as kernel",
+            lambda *_: convolve(x, np.zeros(3, np.float32)),
+            f"kernel must have shape {kernel_shape}, which has {rank + 2} dimensions",
+        ),
+        bad(
+            "dimension numbers of images",
+            lambda *_: convolve(x, kernel, dimension_numbers=("NH", "IO", "NH")),
+            f"dimension_numbers must be one of {layouts[0]}, {layouts[1]}, got",
+        ),
+        bad(
+            "strides of another rank",
+            lambda *_: convolve(x, kernel, strides=(1,) * (rank + 1)),
+            f"strides must be an integer or {rank} of them",
+        ),
+    )
+
+
 _X = np.zeros((2, 5, 4, 6), np.float32)
 _KERNEL = np.zeros((3, 3, 6, 4), np.float32)
 
@@ -100,19 +128,20 @@ _BAD_INPUTS = (
 )
 
 
-def _placements(*, depthwise, bias):
+def _placements(rank, *, depthwise, bias):
     """By images, by output channels, and by both."""
+    space = (None,) * rank
 
     def placement(name, axes, row, channel):
         # Every device has a part of the images, or of what an image's gradient is the sum of. XLA
         # joins the sums over images of the kernel and bias gradients.
         sums = (row is not None) + (channel is not None and not depthwise)
-        shared = (P(None, None, None, channel), *([P(channel)] if bias else []))
+        shared = (P(*space, None, channel), *([P(channel)] if bias else []))
         return Placement(
             name=name,
             axes=axes,
-            arguments=(P(row, None, None, channel if depthwise else None), *shared),
-            results=(P(row, None, None, channel),),
+            arguments=(P(row, *space, channel if depthwise else None), *shared),
+            results=(P(row, *space, channel),),
             backward={"all-reduce": sums} if sums else {},
         )
 
@@ -131,9 +160,24 @@ def _calls(platform, *, depthwise, passes):
     return {"jaxops_im2col": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
 
 
-def _spec(variant, *, fans, large, strides, low, high, dilation, bias=False, activation=None):
+def _spec(
+    variant,
+    *,
+    fans,
+    large,
+    strides,
+    low,
+    high,
+    dilation,
+    bias=False,
+    activation=None,
+    ins=(5, 4),
+    taps=(3, 2),
+    bad_inputs=_BAD_INPUTS,
+):
     """`fans` are the channels of a group, input and output; there are three groups of one each."""
-    ins, taps = (5, 4), (3, 2)
+    rank = len(ins)
+    convolve = getattr(jaxops, f"conv{rank}d")
     outs = tuple(
         (n + lo + hi - (k - 1) * d - 1) // s + 1
         for n, k, s, lo, hi, d in zip(ins, taps, strides, low, high, dilation, strict=True)
@@ -153,9 +197,7 @@ def _spec(variant, *, fans, large, strides, low, high, dilation, bias=False, act
     def function(x, kernel, bias=None):
         finish = {"bias": bias, "activation": activation}
         padding = tuple(zip(low, high, strict=True))
-        return jaxops.conv2d(
-            x, kernel, padding=padding, precision="highest", **finish, **options(x)
-        )
+        return convolve(x, kernel, padding=padding, precision="highest", **finish, **options(x))
 
     def compute_reference(x, kernel, bias=None):
         finish = {"bias": bias, "activation": activation}
@@ -163,7 +205,7 @@ def _spec(variant, *, fans, large, strides, low, high, dilation, bias=False, act
 
     def terms(x, kernel, *_):
         images = x.shape[0] * math.prod(outs)
-        return max(images, math.prod(kernel.shape[:3]), math.prod(taps) * kernel.shape[3])
+        return max(images, math.prod(kernel.shape[:-1]), math.prod(taps) * kernel.shape[-1])
 
     def reach(index, x, kernel):
         """The zeros around the cotangent are multiplied by every tap of their channel."""
@@ -176,7 +218,7 @@ def _spec(variant, *, fans, large, strides, low, high, dilation, bias=False, act
     if not depthwise:
         empty |= {"no input channels": {"fan_in": 0}, "no output channels": {"fan_out": 0}}
     return OperatorSpec(
-        operator="conv2d",
+        operator=f"conv{rank}d",
         variant=variant,
         function=function,
         reference=compute_reference,
@@ -188,12 +230,12 @@ def _spec(variant, *, fans, large, strides, low, high, dilation, bias=False, act
         value_terms=lambda x, kernel, *_: math.prod(kernel.shape[:-1]) + bias,
         vjp_terms=lambda *arguments: 4 * terms(*arguments),
         vjp_roundings=1,
-        placements=tuple(_placements(depthwise=depthwise, bias=bias)),
+        placements=tuple(_placements(rank, depthwise=depthwise, bias=bias)),
         empty={name: functools.partial(arguments, **n) for name, n in empty.items()},
-        bad_inputs=_BAD_INPUTS,
+        bad_inputs=bad_inputs,
         padded_reach={1: reach} if depthwise else {},
         vjp_bitwise=False,
-        checkpoint_name="conv2d",
+        checkpoint_name=f"conv{rank}d",
     )
 
 
@@ -304,6 +346,38 @@ SPECS = (
         low=(2, 1),
         high=(2, 0),
         dilation=(2, 1),
+    ),
+    _spec(
+        "dilated, bias, silu",
+        fans=(3, 2),
+        large={"fan_in": 8, "fan_out": 16},
+        ins=(6,),
+        taps=(3,),
+        strides=(1,),
+        low=(2,),
+        high=(1,),
+        dilation=(2,),
+        bias=True,
+        activation="silu",
+        bad_inputs=_bad_of_rank(
+            1, "(KW, C // groups, O)", (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW"))
+        ),
+    ),
+    _spec(
+        "strides",
+        fans=(3, 2),
+        large={"fan_in": 8, "fan_out": 16},
+        ins=(3, 4, 3),
+        taps=(2, 3, 1),
+        strides=(1, 2, 1),
+        low=(1, 1, 0),
+        high=(0, 1, 0),
+        dilation=(1, 1, 1),
+        bad_inputs=_bad_of_rank(
+            3,
+            "(KD, KH, KW, C // groups, O)",
+            (("NDHWC", "DHWIO", "NDHWC"), ("NCDHW", "OIDHW", "NCDHW")),
+        ),
     ),
     _transposed_spec(),
 )
