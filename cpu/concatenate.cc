@@ -4,6 +4,7 @@
 // line. A thread takes a block of whole lines, or a segment of one line if a line is long. A block
 // is copied piece by piece: the rows of a piece are a column, copied with loads and stores of fixed
 // sizes up to 256 bytes. A block is small enough for the cache to collect the columns into rows.
+// If the caches do not hold the result, stores of wide pieces bypass them.
 // kMany and more equal narrow pieces are copied row by row instead.
 #include "cpu/concatenate.h"
 
@@ -26,6 +27,9 @@ constexpr int64_t kPieceBytes = 32;           // that take as long to copy as st
 constexpr int64_t kUncachedBytes = 32 << 20;  // of which a cache keeps little for the reader
 constexpr int64_t kBlockBytes = 16 * 1024;    // of the L1 cache, which has to hold twice as many
 constexpr int64_t kBlockRows = 128;           // at least, which repay starting a piece
+
+constexpr int64_t kLine = 64;           // bytes of a line of the caches
+constexpr int64_t kMinPastCache = 256;  // bytes of a piece, most of whose lines are its own
 
 constexpr int64_t kNarrow = 64;     // bytes of a piece that is not worth a column of its own
 constexpr int64_t kMany = 32;       // such pieces, whose columns the caches would fetch one by one
@@ -90,6 +94,38 @@ int64_t SourceRow(const Job& job, const Piece& piece, int64_t row) {
   return source;
 }
 
+// --- stores past the caches ----------------------------------------------------------------------
+
+// Copies with stores that bypass the caches: a cached store would first read its line from memory.
+// FenceStores must follow before another thread may read the copy.
+void CopyPastCache(char* to, const char* from, int64_t bytes) {
+#if defined(__x86_64__)
+  const auto misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kLine);
+  const int64_t head = std::min(bytes, (kLine - misalignment) % kLine);
+  std::memcpy(to, from, head);
+  to += head;
+  from += head;
+  bytes -= head;
+  for (; bytes >= kLine; bytes -= kLine, to += kLine, from += kLine) {
+    const auto* words = reinterpret_cast<const __m128i*>(from);
+    const __m128i a = _mm_loadu_si128(words), b = _mm_loadu_si128(words + 1);
+    const __m128i c = _mm_loadu_si128(words + 2), d = _mm_loadu_si128(words + 3);
+    auto* line = reinterpret_cast<__m128i*>(to);
+    _mm_stream_si128(line, a);
+    _mm_stream_si128(line + 1, b);
+    _mm_stream_si128(line + 2, c);
+    _mm_stream_si128(line + 3, d);
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
+
+void FenceStores() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // --- columns -------------------------------------------------------------------------------------
 
 // Rows of `size` bytes each, `from_stride` and `to_stride` apart.
@@ -150,8 +186,14 @@ void WithCopy(int64_t size, F f) {
   f([size](char* to, const char* from) { std::memcpy(to, from, size); });
 }
 
-void CopyColumn(const Column& c) {
+void CopyColumn(const Column& c, bool past_cache = false) {
   if (c.size == 0) return;
+  if (past_cache) {
+    for (int64_t row = 0; row < c.rows; ++row) {
+      CopyPastCache(c.to + row * c.to_stride, c.from + row * c.from_stride, c.size);
+    }
+    return;
+  }
   // The copy is by value: a store through a char* might change the referent of a reference.
   WithCopy(c.size, [c](auto copy) {
     for (int64_t row = 0; row < c.rows; ++row) {
@@ -172,9 +214,19 @@ void PadRows(const Segment& segment, int64_t first, int64_t last) {
   }
 }
 
+// Returns whether the rows of a piece are stored past the caches at a gain: most lines that they
+// touch are then their own.
+bool HasOwnLines(const Segment& segment) {
+  const int64_t size = segment.piece->size;
+  const auto out = static_cast<int64_t>(reinterpret_cast<uintptr_t>(segment.out));
+  return size >= kMinPastCache || (out | segment.row_bytes | size) % kLine == 0;
+}
+
 // Copies a piece of the rows [first, last), and its padding.
-void CopyRows(const Job& job, const Segment& segment, int64_t first, int64_t last) {
+void CopyRows(const Job& job, const Segment& segment, int64_t first, int64_t last,
+              bool past_cache) {
   const Piece& piece = *segment.piece;
+  past_cache = past_cache && HasOwnLines(segment);
   PadRows(segment, first, last);
   // Along the last row dimension, the rows of a source are neighbours or all the same.
   const int d = job.row_dims - 1;
@@ -185,7 +237,8 @@ void CopyRows(const Job& job, const Segment& segment, int64_t first, int64_t las
     const auto* from = static_cast<const char*>(piece.source);
     if (piece.size > 0) from += SourceRow(job, piece, first) * piece.stride;
     CopyColumn({segment.out + first * segment.row_bytes, from, segment.row_bytes, from_stride,
-                piece.size, end - first});
+                piece.size, end - first},
+               past_cache);
     first = end;
   }
 }
@@ -214,14 +267,14 @@ void CopyRowByRow(const Segment* segments, int64_t count, int64_t first, int64_t
 }
 
 void CopySegments(const Job& job, const Segment* segments, int64_t count, int64_t first,
-                  int64_t last) {
+                  int64_t last, bool past_cache) {
   for (int64_t s = 0; s < count;) {
     const int64_t alike = std::min({segments[s].alike, count - s, kMaxAlike});
     if (alike >= kMany) {
       CopyRowByRow(segments + s, alike, first, last);
       s += alike;
     } else {
-      CopyRows(job, segments[s++], first, last);
+      CopyRows(job, segments[s++], first, last, past_cache);
     }
   }
 }
@@ -354,7 +407,7 @@ struct Target {
 };
 
 // Fills the rows [first, last) of a destination; `first` is a multiple of kLanes.
-void MakeRows(const Job& job, const Target& target, int64_t first, int64_t last) {
+void MakeRows(const Job& job, const Target& target, int64_t first, int64_t last, bool past_cache) {
   const Pattern& pattern = target.pattern;
   const int64_t first_period = first / pattern.rows;
   const int64_t last_period = std::min(last / pattern.rows, pattern.periods);
@@ -362,35 +415,12 @@ void MakeRows(const Job& job, const Target& target, int64_t first, int64_t last)
     Weave(pattern, target.segments->out, first_period, last_period);
     first = last_period * pattern.rows;
   }
-  if (first < last) CopySegments(job, target.segments, target.count, first, last);
+  if (first < last) {
+    CopySegments(job, target.segments, target.count, first, last, past_cache);
+  }
 }
 
 // --- long lines ----------------------------------------------------------------------------------
-
-// Copies with stores that bypass the caches: a cached store would first read its line from memory.
-void CopyPastCache(char* to, const char* from, int64_t bytes) {
-#if defined(__x86_64__)
-  constexpr int64_t kLine = 64;
-  const auto misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kLine);
-  const int64_t head = std::min(bytes, (kLine - misalignment) % kLine);
-  std::memcpy(to, from, head);
-  to += head;
-  from += head;
-  bytes -= head;
-  for (; bytes >= kLine; bytes -= kLine, to += kLine, from += kLine) {
-    const auto* words = reinterpret_cast<const __m128i*>(from);
-    const __m128i a = _mm_loadu_si128(words), b = _mm_loadu_si128(words + 1);
-    const __m128i c = _mm_loadu_si128(words + 2), d = _mm_loadu_si128(words + 3);
-    auto* line = reinterpret_cast<__m128i*>(to);
-    _mm_stream_si128(line, a);
-    _mm_stream_si128(line + 1, b);
-    _mm_stream_si128(line + 2, c);
-    _mm_stream_si128(line + 3, d);
-  }
-  _mm_sfence();
-#endif
-  std::memcpy(to, from, bytes);
-}
 
 // Copies the bytes [first, last) of a piece of one row.
 void CopySpan(const Job& job, const Segment& segment, int64_t row, int64_t first, int64_t last,
@@ -423,6 +453,7 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
     if (job.rows * line_cost >= kThreadsBytes) return parallel_for(tasks, task);
     for (int64_t i = 0; i < tasks; ++i) task(i);
   };
+  const bool past_cache = job.rows * line_bytes >= kUncachedBytes;
   if (line_bytes < kTaskBytes) {
     std::vector<Target> targets;
     for (size_t s = 0, end = 0; s < line.size(); s = end) {
@@ -441,12 +472,12 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
       const int64_t last = std::min((task + 1) * task_rows, job.rows);
       for (int64_t row = task * task_rows; row < last; row += block_rows) {
         const int64_t end = std::min(row + block_rows, last);
-        for (const Target& target : targets) MakeRows(job, target, row, end);
+        for (const Target& target : targets) MakeRows(job, target, row, end, past_cache);
       }
+      if (past_cache) FenceStores();
     });
     return;
   }
-  const bool past_cache = job.rows * line_bytes >= kUncachedBytes;
   const int64_t spans = (line_bytes + kTaskBytes - 1) / kTaskBytes;
   run(job.rows * spans, [&](int64_t task) {
     const int64_t row = task / spans;
@@ -459,6 +490,7 @@ void RunMove(const Job& job, const jaxops::cpu::ParallelFor& parallel_for) {
       CopySpan(job, *segment, row, std::max(first - segment->begin, int64_t{0}),
                std::min(last, segment->end()) - segment->begin, past_cache);
     }
+    if (past_cache) FenceStores();
   });
 }
 

@@ -140,6 +140,21 @@ JAXOPS_ALWAYS_INLINE void ReadCorners(const S* features, int64_t stride, int cou
   }
 }
 
+// Reads the features of corner c of a cell. Three features are read with a neighbour of the same
+// cell, because masked loads are slower; lane 3 is then arbitrary.
+template <int kWidth, typename A, typename S>
+JAXOPS_ALWAYS_INLINE typename Row<A, kWidth>::V ReadCorner(const S* features, int c) {
+  using R = Row<A, kWidth>;
+  using V = typename R::V;
+  if constexpr (kWidth == 3 && sizeof(S) == sizeof(A)) {
+    if (c + 1 < kCorners) return LoadBits<V>(features + c * kWidth);
+    const V shifted = LoadBits<V>(features + c * kWidth - 1);
+    return V{shifted[1], shifted[2], shifted[3], 0};
+  } else {
+    return R::Read(features + c * kWidth);
+  }
+}
+
 template <typename S, int kWidth>
 void Interpolate(const Cells& args, int64_t first, int count,
                  const Weights<Arithmetic<S>>& weights) {
@@ -162,10 +177,17 @@ void Interpolate(const Cells& args, int64_t first, int count,
     Rows<S, kWidth> rows;
     A* to = rows.For(out);
     for (int i = 0; i < count; ++i, features += args.features_stride) {
-      auto sum = weights.of[0][i] * R::Read(features);
+      auto sum = weights.of[0][i] * ReadCorner<kWidth, A>(features, 0);
       JAXOPS_UNROLL
-      for (int c = 1; c < kCorners; ++c) sum += weights.of[c][i] * R::Read(features + c * kWidth);
-      R::Write(sum, to + i * kWidth);
+      for (int c = 1; c < kCorners; ++c) {
+        sum += weights.of[c][i] * ReadCorner<kWidth, A>(features, c);
+      }
+      if (i + 1 < count) {
+        // The next cell overwrites lanes after the last feature.
+        __builtin_memcpy(to + i * kWidth, &sum, sizeof(sum));
+      } else {
+        R::Write(sum, to + i * kWidth);
+      }
     }
     rows.Finish(count, out);
   } else {
@@ -246,7 +268,7 @@ void PointGradients(const Cells& args, int64_t first, int count,
         const auto row = R::Read(g);
         JAXOPS_UNROLL
         for (int c = 0; c < kCorners; ++c) {
-          dots[c][i] = R::Sum(row * R::Read(features + c * kWidth));
+          dots[c][i] = R::Sum(row * ReadCorner<kWidth, A>(features, c));
         }
       } else {
         const int64_t width = args.width;

@@ -156,6 +156,9 @@ xf::Error RunSample(Context context, const SampleAttributes& attributes, const B
                                                         [](size_t) { return true; }));
   call.scratch_bytes = jaxops::grid_sample::WorkSpaceBytes(call);
   JAXOPS_RETURN_IF_ERROR(TakeWorkSpace(call.scratch, kName, work_space, call.scratch_bytes));
+  for (const auto* result : {&buffers.out, &buffers.dvolume, &buffers.dpoints}) {
+    if (*result) ExpectWrites(**result);
+  }
   return Run(context, kName, JAXOPS_KERNEL(grid_sample, Sample), call);
 }
 

@@ -95,6 +95,9 @@ xf::Error RunCells(Context context, const Buffers& buffers, xf::RemainingArgs di
   std::copy_n(batch.begin(), operands.size(), operands.begin());
   JAXOPS_RETURN_IF_ERROR(BuildBatchMap<Call::kOperands>(kName, call.cells, operands, rank,
                                                         [](size_t) { return true; }));
+  for (const auto* result : {&buffers.out, &buffers.dfeatures, &buffers.dpoints}) {
+    if (*result) ExpectWrites(**result);
+  }
   return Run(context, kName, JAXOPS_KERNEL(trilinear, Cells), call);
 }
 
