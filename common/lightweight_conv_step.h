@@ -52,9 +52,11 @@ struct Step {
     return slot < slots ? slot : -1;
   }
 
-  // Returns whether slots that no entry names have to be copied.
+  // Returns whether slots that no entry names have to be copied. Indices of no entries may have no
+  // address.
   bool copies_slots() const {
-    return indices != nullptr && new_state != state && slots * reach * channels > 0;
+    return (indices != nullptr || entries == 0) && new_state != state &&
+           slots * reach * channels > 0;
   }
 };
 

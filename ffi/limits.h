@@ -4,8 +4,10 @@
 #ifndef JAXOPS_FFI_LIMITS_H_
 #define JAXOPS_FFI_LIMITS_H_
 
+#include <algorithm>
 #include <cstdint>
 
+#include "common/batch.h"
 #include "common/concatenate.h"
 #include "common/conv.h"
 
@@ -17,7 +19,12 @@ struct Limit {
   int64_t value;
 };
 
+// Batch dimensions that vary in different ways. Concatenation counts dimensions of its own, too.
+inline constexpr int64_t kMaxBatchGroups =
+    std::min<int64_t>(kMaxBatchDims, jaxops::concatenate::kMaxRowDims) - 1;
+
 inline constexpr Limit kLimits[] = {
+    {"batch", "max_groups", kMaxBatchGroups},
     {"concatenate", "max_pieces", jaxops::concatenate::kMaxPieces},
     {"concatenate", "max_parts", jaxops::concatenate::kMaxDestinations},
     {"conv", "max_taps", jaxops::conv::kMaxTaps},

@@ -21,7 +21,14 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops.testing import platforms
 
-CONVOLUTIONS = (jaxops.lightweight_conv, jaxops.conv2d, jaxops.conv_general_dilated)
+#: Operators whose first argument alone is sharded.
+CONVOLUTIONS = (
+    jaxops.lightweight_conv,
+    jaxops.ragged_conv,
+    jaxops.conv2d,
+    jaxops.conv_general_dilated,
+    jaxops.conv_transpose,
+)
 RNG = np.random.default_rng(0)
 DEVICES = 2
 
@@ -44,6 +51,11 @@ def with_gradient(function):
     return both
 
 
+def step(*arrays, **options):
+    """Without its derivative, whose program would tell the options apart."""
+    return jaxops.lightweight_conv_step(*map(jax.lax.stop_gradient, arrays), **options)
+
+
 SEQUENCES = normal(4, 6, 6), normal(2, 3)
 IMAGES = normal(4, 6, 6, 2), normal(3, 3, 2, 4)
 # A program: its operator, its arguments, and options by which it differs from the others.
@@ -55,7 +67,30 @@ CASES = [
         {"padding": 2, "activation": "relu"},
         {"padding": 2, "activation": "silu"},
         {"padding": 2, "data_format": "NCT"},
+        {"padding": 1, "segment_ids": np.arange(24, dtype=np.int32).reshape(4, 6) // 4},
+        {"padding": 2, "segment_ids": np.arange(24, dtype=np.int32).reshape(4, 6) // 4},
     )
+]
+CASES += [
+    (jaxops.ragged_conv, (SEQUENCES[0][0], SEQUENCES[1], np.array([0, 4, 6])), options)
+    for options in ({}, {"dilation": 2})
+]
+CASES += [
+    (step, (normal(4, 6), normal(4, 2, 6), SEQUENCES[1]), options)
+    for options in ({}, {"activation": "silu"})
+]
+CASES += [
+    (jaxops.dynamic_conv, (SEQUENCES[0], normal(4, 6, 2, 3)), options)
+    for options in (
+        {"padding": 1},
+        {"padding": 2},
+        {"padding": 2, "dilation": 2},
+        {"padding": 2, "normalize": True},
+    )
+]
+CASES += [
+    (jaxops.dynamic_conv_step, (normal(4, 6), normal(4, 2, 6), normal(4, 2, 3)), options)
+    for options in ({}, {"normalize": True})
 ]
 CASES += [
     (jaxops.grid_sample, (normal(4, 5, 6, 2), points(4, 7, 2)), options)
@@ -86,8 +121,16 @@ CASES += [
     )
 ]
 CASES += [
-    (jaxops.im2col, IMAGES[:1], {"kernel_size": 3, "padding": padding})
-    for padding in (1, [(0, 2), (1, 1)])
+    (jaxops.conv_transpose, (IMAGES[0], normal(3, 3, 2, 2)), {"strides": (1, 1), **options})
+    for options in ({"padding": "SAME"}, {"padding": [(2, 0), (1, 1)]})
+]
+CASES += [
+    (jaxops.im2col, IMAGES[:1], {"kernel_size": 3, **options})
+    for options in (
+        {"padding": 1},
+        {"padding": [(0, 2), (1, 1)]},
+        {"padding": 2, "dilation": 2},
+    )
 ]
 CASES += [
     (jaxops.col2im, (normal(4, 6, 6, 3, 3, 2),), {"input_shape": (4, 6, 6, 2), "padding": padding})
@@ -95,7 +138,7 @@ CASES += [
 ]
 CASES += [
     (lambda *arrays, **options: jaxops.concatenate(arrays, -1, **options), SEQUENCES[:1] * 2, o)
-    for o in ({"sizes": (2, 3)}, {"sizes": (3, 2)})
+    for o in ({"sizes": (2, 3)}, {"sizes": (3, 2)}, {"sizes": (2, 2), "padded_size": 5})
 ]
 CASES += [
     (jaxops.split, SEQUENCES[:1], {"sizes": sizes, "axis": -1, "padded_sizes": (5, 5)})

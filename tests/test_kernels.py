@@ -132,6 +132,8 @@ def test_command_line(capsys):
         (["im2col", "2,9,9,4", "--option", "kernel_size=3"], "jaxops_im2col"),
         (["trilinear_interpolate", "9,8,4", "9,3", "--dtype", "float32"], "jaxops_trilinear"),
         (["lightweight_conv", "2,64,16", "4,3"], "jaxops_lightweight_conv"),
+        (["lightweight_conv_step", "4,64", "4,3,64", "64,4"], "jaxops_lightweight_conv_step"),
+        (["dynamic_conv", "2,64,16", "2,64,4,3"], "jaxops_dynamic_conv"),
         (["grid_sample", "8,8,8,4", "9,3"], "jaxops_grid_sample"),
     ],
     ids=lambda words: words[0] if isinstance(words, list) else "",

@@ -161,7 +161,7 @@ def test_modules_have_the_same_limits():
     from jaxops import _cpu
 
     assert cuda.LIMITS == _cpu.LIMITS
-    assert set(cuda.LIMITS) == {"concatenate", "conv"}
+    assert set(cuda.LIMITS) == {"batch", "concatenate", "conv"}
 
 
 def test_wrong_calls_of_handlers_are_errors():

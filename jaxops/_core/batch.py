@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Less than what `kMaxBatchDims` and `kMaxRowDims` of the kernels hold, because the latter counts
-# dimensions of the operator's own, too.
-_MAX_GROUPS = 7
+from jaxops._core import native
 
 
 def call_grouped(
@@ -30,9 +28,10 @@ def call_grouped(
     """
     patterns = _patterns(rank, operands, params)
     groups = [pattern for pattern, _ in itertools.groupby(filter(None, patterns))]
-    if len(groups) <= _MAX_GROUPS:
+    most = native.limits("batch").max_groups
+    if len(groups) <= most:
         return call(*operands, **params)
-    if len(set(groups)) > _MAX_GROUPS:
+    if len(set(groups)) > most:
         batch = lax.broadcast_shapes(*(x.shape[:rank] for x in operands))
         operands = [jnp.broadcast_to(x, (*batch, *x.shape[rank:])) for x in operands]
         patterns = _patterns(rank, operands, params)

@@ -280,10 +280,16 @@ def im2col(r: Random):
     return lambda p: jaxops.col2im(p, shape, **options), [patches], (0,)
 
 
-def lightweight_conv(r: Random):
-    dtype = r.float_dtype()
+def _heads(r: Random) -> tuple[int, int]:
+    """Heads, and channels that they divide."""
     heads = r.upto(r.pick(4, 16, 1024))
     channels = heads * r.upto(max(r.pick(4, 64, 2048) // heads, 1))
+    return heads, channels
+
+
+def lightweight_conv(r: Random):
+    dtype = r.float_dtype()
+    heads, channels = _heads(r)
     if r.happens(0.3):
         heads = r.pick(1, 4, 8, 16)
         channels = heads * r.pick(16, 32, 64, 128)
@@ -312,8 +318,7 @@ def lightweight_conv(r: Random):
 
 def lightweight_conv_packed(r: Random):
     dtype = r.float_dtype()
-    heads = r.upto(r.pick(4, 16, 1024))
-    channels = heads * r.upto(max(r.pick(4, 64, 2048) // heads, 1))
+    heads, channels = _heads(r)
     taps = r.upto(r.pick(4, 8, 31, 200))
     dilation = r.pick(1, 1, 1, 2, 9)
     images = r.upto(r.pick(4, 64, 10_000))
@@ -386,16 +391,92 @@ def lightweight_conv_packed(r: Random):
     return convolve, arguments, tuple(range(len(arguments) - has_ids))
 
 
+def lightweight_conv_step(r: Random):
+    dtype = r.float_dtype()
+    heads, channels = _heads(r)
+    if r.happens(0.3):
+        heads = channels = 8 * r.upto(1024)
+    taps, dilation = r.upto(r.pick(4, 8, 8, 100)), r.pick(1, 1, 1, 2, 9)
+    entries = r.upto(r.pick(4, 64, 100_000))
+    options = {"dilation": dilation, "activation": r.pick(None, None, "relu", "silu", "gelu")}
+    bias, indices = r.happens(0.4), r.happens(0.6)
+    slots = r.upto(r.pick(4, 100, 100_000)) if indices else entries + r.pick(0, 0, 3)
+    steps = () if r.happens(0.5) else (r.upto(r.pick(8, 300)),)
+    arguments = [
+        array((entries, *steps, channels), dtype),
+        array((slots, (taps - 1) * dilation, channels), r.float_dtype(dtype)),
+        array((heads, taps), r.float_dtype(dtype)),
+        *([array((channels,), r.float_dtype(dtype))] if bias else []),
+        *([array((entries,), r.pick("int32", "int32", "uint8", "int64"))] if indices else []),
+    ]
+
+    def step(x, state, weight, *rest):
+        return jaxops.lightweight_conv_step(
+            x,
+            state,
+            weight,
+            bias=rest[0] if bias else None,
+            state_indices=rest[-1] if indices else None,
+            **options,
+        )
+
+    # The derivatives are made of other operators.
+    return step, arguments, ()
+
+
+def dynamic_conv(r: Random):
+    dtype = r.float_dtype()
+    heads, channels = _heads(r)
+    taps, dilation = r.upto(r.pick(4, 8, 31, 200)), r.pick(1, 1, 1, 2, 9)
+    images, time = r.upto(r.pick(4, 64, 10_000)), r.upto(r.pick(1, 16, 512, 10_000))
+    layout = r.pick("NTC", "NCT")
+    reach = (taps - 1) * dilation
+    padding = r.pick(reach, reach, reach // 2, r.upto(reach + 1) - 1)
+    bias, ids, state = r.happens(0.4), r.happens(0.3), r.happens(0.3)
+    options = {
+        "normalize": r.happens(0.5),
+        "padding": padding,
+        "dilation": dilation,
+        "activation": r.pick(None, None, "relu", "silu", "gelu"),
+        "data_format": layout,
+    }
+
+    def rows(steps):
+        return (images, steps, channels) if layout == "NTC" else (images, channels, steps)
+
+    arguments = [
+        array(rows(time), dtype),
+        array((images, time, heads, taps), r.float_dtype(dtype)),
+        *([array((channels,), r.float_dtype(dtype))] if bias else []),
+        *([array(rows(padding), r.float_dtype(dtype))] if state else []),
+        *([array((images, time), "int32")] if ids else []),
+    ]
+
+    def convolve(x, weight, *rest):
+        return jaxops.dynamic_conv(
+            x,
+            weight,
+            bias=rest[0] if bias else None,
+            initial_state=rest[bias] if state else None,
+            segment_ids=rest[-1] if ids else None,
+            **options,
+        )
+
+    return convolve, arguments, tuple(range(len(arguments) - ids))
+
+
 OPERATORS = {
     f.__name__: f
     for f in (
         concatenate,
         conv2d,
         conv_general_dilated,
+        dynamic_conv,
         grid_sample,
         im2col,
         lightweight_conv,
         lightweight_conv_packed,
+        lightweight_conv_step,
         sigmoid_focal_loss,
         softmax_focal_loss,
         trilinear_interpolate,
