@@ -21,6 +21,7 @@ from jaxops.testing.measure import (
     assert_close,
     compile_without_loops,
     custom_calls,
+    hasty_options,
     on_reference,
     run,
     vjp_of,
@@ -86,6 +87,7 @@ def check_everything(platform, dtype, cases, cotangents, repeats=None, batched=l
         platform,
         [[repeated(x, n) for x in case] for case, n in zip(cases, repeats, strict=True)],
         [repeated(g, n) for g, n in zip(cotangents, repeats, strict=True)],
+        options=hasty_options(platform),
     )
     # The reference computes every gradient once: it does not depend on the other results.
     oracle = everything(reference.trilinear_interpolate, [(0, 1)])
