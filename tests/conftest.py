@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxops.testing import platforms
+from jaxops.testing.measure import hasty_options
 
 platforms.prepare()
 # The workers of pytest-xdist share the GPU, and the first would take most of its memory.
@@ -39,6 +40,13 @@ def pytest_report_header(config):
         else:
             lines.append(f"platform {name}: {len(found.devices)} x {found.device.device_kind}")
     return lines
+
+
+@pytest.fixture
+def hasty():
+    """`hasty_options` for the default device."""
+    name = jax.default_backend()
+    return hasty_options(FOUND["cuda" if name == "gpu" else name])
 
 
 def pytest_generate_tests(metafunc):

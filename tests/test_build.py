@@ -16,6 +16,8 @@ import pytest
 
 from jaxops._core import native
 
+pytestmark = pytest.mark.any_jax
+
 ROOT = pathlib.Path(__file__).parents[1]
 CHOICE = ROOT / "cmake" / "choose_cuda.cmake"
 

@@ -15,7 +15,10 @@ import jaxops
 ROOT = pathlib.Path(__file__).parents[1]
 RUN = ROOT / ".ci" / "run"
 
-pytestmark = pytest.mark.skipif(not RUN.exists(), reason="only a clone has .ci")
+pytestmark = [
+    pytest.mark.any_jax,
+    pytest.mark.skipif(not RUN.exists(), reason="only a clone has .ci"),
+]
 
 
 def run(*arguments):

@@ -252,6 +252,7 @@ def test_small_arrays(platform, widths, rows):
     check(platform, arrays, 1, widths, sum(widths) + 2 * widths[0], [n + 1 for n in widths])
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "widths",
     [
@@ -286,6 +287,7 @@ def test_few_channels_are_filled_up(platform, dtype, channels, filled):
     assert_bitwise(got, [padded(x, 1, filled), g[:, :channels]], f"{channels} of {filled} {dtype}")
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize(
     ("channels", "all_channels"),
@@ -327,6 +329,7 @@ def test_more_than_the_cache_holds(platform):
     check(platform, arrays, 0)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("count", [63, 64, 65, 199, 200, 201, 300, 480, 481])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_many_arrays(platform, count, axis):
@@ -336,6 +339,7 @@ def test_many_arrays(platform, count, axis):
     check(platform, arrays, axis, [n // 2 for n in sizes], sum(sizes))
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("rows", [1, 130, 700])
 @pytest.mark.parametrize(
     "sizes", [[7] * 40, [3] * 33 + [5] * 600 + [1, 9] + [64] * 35, [2] * 31 + [4] * 520 + [65] * 40]

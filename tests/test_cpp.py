@@ -9,6 +9,8 @@ import subprocess
 
 import pytest
 
+pytestmark = pytest.mark.any_jax
+
 ROOT = pathlib.Path(__file__).parents[1]
 SANITIZERS = {
     "batch_map": "address,undefined",

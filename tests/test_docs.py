@@ -17,6 +17,8 @@ import pytest
 
 from jaxops._bench import figures, report, results
 
+pytestmark = pytest.mark.any_jax
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 MODULES = sorted((ROOT / "jaxops").rglob("*.py"))

@@ -234,6 +234,7 @@ def test_against_float64(platform, case):
 
 
 # Tiles, blocks of steps and of heads, and their ends.
+@pytest.mark.any_jax
 @pytest.mark.parametrize("data_format", LAYOUTS)
 @pytest.mark.parametrize(
     ("shape", "heads", "taps", "options"),

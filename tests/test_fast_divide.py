@@ -7,6 +7,8 @@ import pytest
 
 from jaxops import _cpu
 
+pytestmark = pytest.mark.any_jax
+
 TYPES = (np.uint32, np.uint64)
 
 

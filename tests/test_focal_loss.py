@@ -29,11 +29,13 @@ OPERATORS = ("sigmoid_focal_loss", "softmax_focal_loss")
 # --- accuracy ------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("gamma", focal_accuracy.GAMMAS)
 def test_the_measure_of_accuracy_is_exact(gamma):
     assert focal_accuracy.check_truth(focal_accuracy.number(gamma)) < 1e-17
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("gamma", focal_accuracy.GAMMAS)
 @pytest.mark.parametrize("dtype", focal_accuracy.FLOATS)
 @pytest.mark.parametrize("function", [focal_accuracy.sigmoid, focal_accuracy.softmax])
@@ -44,6 +46,7 @@ def test_accuracy(function, dtype, gamma, platform):
     assert not wrong, f"{function.__name__} {dtype}, gamma {gamma}: {wrong} ulp"
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0, 5.0])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_soft_zeros_and_ones_are_hard(dtype, gamma, platform):
@@ -490,6 +493,7 @@ def test_shapes_and_options(data, platform):
 
 # Sums of this length go through shared memory on GPUs. The cases have many short rows in a tile,
 # rows that begin in one tile and end in the next, and rows longer than a tile, all with odd ends.
+@pytest.mark.any_jax
 @pytest.mark.parametrize("gamma", [2.0, 1.7])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "classes"), [(409_201, 41), (184_371, 91), (1_679, 10_007)])
@@ -515,6 +519,7 @@ def test_a_long_sum_is_that_of_its_elements(rows, classes, dtype, gamma, platfor
 
 # A thread of a GPU computes results of this number of elements far apart. Rows are whole vectors,
 # or not, or of one class; the last block is not full.
+@pytest.mark.any_jax
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("rows", "classes"), [(26_221, 80), (23_052, 91), (2_100_004, 1)])
 def test_sigmoid_of_many_elements(rows, classes, gamma, platform):
@@ -582,6 +587,7 @@ MANY = (
 )
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(("rows", "classes", "dtype"), MANY)
 def test_softmax_of_many_rows_or_classes(rows, classes, dtype, platform):
     rng = np.random.default_rng(classes)

@@ -16,6 +16,8 @@ import pytest
 
 import jaxops
 
+pytestmark = pytest.mark.any_jax
+
 PACKAGE = pathlib.Path(jaxops.__file__).parent
 #: These modules import operators, and no operator imports them.
 USERS = {"__init__", "__main__", "_bench", "_cli", "benchmarks", "flax", "testing"}

@@ -227,6 +227,7 @@ def case_id(case):
     return ",".join(str(v).replace(" ", "") for v in case.values())
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("case", list(sampled_cases(100)), ids=case_id)
 def test_edges_of_tiles(platform, case):
     check(platform, **case)

@@ -113,6 +113,7 @@ def in_chunks(x, weight, chunk, *, dilation, **options):
     return np.concatenate(results, axis=1), state
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("dilation", [1, 2, 5])
 @pytest.mark.parametrize("taps", [1, 2, 3, 4, 7, 16, 31])
@@ -120,10 +121,12 @@ def test_steps_and_chunks_have_the_bits_of_the_whole(taps, dilation, dtype):
     if jax.default_backend() != "cpu":
         pytest.skip("the kernels of GPUs have several orders of sums")
     rng = np.random.default_rng(taps)
-    sizes = itertools.cycle([(1, 1), (6, 3), (40, 40), (530, 5)])
+    sizes = (1, 1), (6, 3), (40, 40), (530, 5)
+    # All ends of a sum meet all taps, but not each size: the sums come before them.
+    ends = itertools.cycle(itertools.product(ACTIVATIONS, (False, True)))
+    ends = itertools.islice(ends, 4 * dilation + 2 * (dtype == "float64"), None)
     with jax.enable_x64(True):
-        for activation, with_bias in itertools.product(ACTIVATIONS, (False, True)):
-            channels, heads = next(sizes)
+        for (channels, heads), (activation, with_bias) in zip(sizes, ends, strict=False):
             x, weight = normal(rng, (2, 12, channels), dtype), normal(rng, (heads, taps), dtype)
             bias = normal(rng, (channels,), dtype) if with_bias else None
             options = {"dilation": dilation, "activation": activation, "bias": bias}

@@ -164,6 +164,7 @@ def test_modules_have_the_same_limits():
     assert set(cuda.LIMITS) == {"batch", "concatenate", "conv"}
 
 
+@pytest.mark.any_jax
 def test_wrong_calls_of_handlers_are_errors():
     """Runs in a separate process, which a handler without checks would end."""
     program = pathlib.Path(__file__).with_name("wrong_calls.py")

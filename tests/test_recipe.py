@@ -24,6 +24,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.any_jax
+
 ROOT = pathlib.Path(__file__).parents[1]
 TOY = ROOT / "tests" / "toy_operator"
 NEW = sorted(str(f.relative_to(TOY)) for f in TOY.rglob("*.*") if f.suffix != ".pyc")

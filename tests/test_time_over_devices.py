@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops._families import sequences
-from jaxops.testing.measure import collectives
+from jaxops.testing.measure import collectives, hasty_options
 
 PARTS = 8
 BATCH, HEADS, CHANNELS = 2, 3, 6
@@ -82,20 +82,24 @@ class Case:
     def value(self, platform):
         """The value of one device."""
         with jax.default_device(platform.devices[0]):
-            return jax.jit(self)(self.ids, *self.arguments)
+            compiled = jax.jit(self, compiler_options=hasty_options(platform))
+            return compiled(self.ids, *self.arguments)
 
     def whole(self, platform):
         """The value and gradients of one device."""
         with jax.default_device(platform.devices[0]):
-            return jax.jit(self.value_and_gradients)(self.g, self.ids, *self.arguments)
+            options = hasty_options(platform)
+            compiled = jax.jit(self.value_and_gradients, compiler_options=options)
+            return compiled(self.g, self.ids, *self.arguments)
 
 
 def check(case, platform, mesh):
     """Results as those of one device, and the collectives of value, and of value and gradients."""
     g, *others = case.placed(mesh)
     with jax.set_mesh(mesh):
-        value = jax.jit(case).lower(*others).compile()
-        both = jax.jit(case.value_and_gradients).lower(g, *others).compile()
+        options = hasty_options(platform)
+        value = jax.jit(case).lower(*others).compile(options)
+        both = jax.jit(case.value_and_gradients).lower(g, *others).compile(options)
     y, (same, gradients) = value(*others), both(g, *others)
     want_y, (want_same, want) = case.value(platform), case.whole(platform)
     for rows in (y, same, gradients[0]):
@@ -173,7 +177,9 @@ def test_a_nan_reaches_what_it_reaches_on_one_device(padding, platform):
             spoiled = Case.__new__(Case)
             spoiled.__dict__.update(case.__dict__, g=g, arguments=[x, *case.arguments[1:]])
             placed = spoiled.placed(mesh)
-            program = program or jax.jit(case.value_and_gradients).lower(*placed).compile()
+            if program is None:
+                lowered = jax.jit(case.value_and_gradients).lower(*placed)
+                program = lowered.compile(hasty_options(platform))
             got, want = program(*placed), spoiled.whole(platform)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
@@ -190,7 +196,8 @@ def test_two_axes_of_a_mesh(order, platform):
     placed = [
         jax.device_put(a, s) for a, s in zip(arrays, [*places[:3], whole, whole], strict=True)
     ]
-    program = jax.jit(case.value_and_gradients).lower(*placed).compile()
+    lowered = jax.jit(case.value_and_gradients).lower(*placed)
+    program = lowered.compile(hasty_options(platform))
     assert not GATHERS & set(collectives(program))
     got, want = program(*placed), case.whole(platform)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -225,12 +232,13 @@ def test_vmap_and_second_derivatives(platform):
         moving = (weights, x, state)
         return jax.jvp(first, moving, moving)
 
-    program = jax.jit(second).lower(g, ids, x, weights, bias, state).compile()
+    options = hasty_options(platform)
+    program = jax.jit(second).lower(g, ids, x, weights, bias, state).compile(options)
     assert not GATHERS & set(collectives(program))
     got = program(g, ids, x, weights, bias, state)
     whole = map(np.asarray, (g, ids, x, weights, bias, state))
     with jax.default_device(platform.devices[0]):
-        want = jax.jit(second)(*whole)
+        want = jax.jit(second, compiler_options=options)(*whole)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
@@ -248,11 +256,13 @@ def test_final_states(time, kind, platform):
         return results, pull(results)
 
     with jax.set_mesh(mesh):
-        program = jax.jit(value_and_gradients).lower(ids, *arguments).compile()
+        options = hasty_options(platform)
+        program = jax.jit(value_and_gradients).lower(ids, *arguments).compile(options)
     assert not GATHERS & set(collectives(program))
     got = program(ids, *arguments)
     with jax.default_device(platform.devices[0]):
-        want = jax.jit(value_and_gradients)(case.ids, *case.arguments)
+        compiled = jax.jit(value_and_gradients, compiler_options=options)
+        want = compiled(case.ids, *case.arguments)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 

@@ -21,6 +21,7 @@ from jaxops.testing.measure import (
     assert_close,
     compile_without_loops,
     custom_calls,
+    hasty_options,
     on_reference,
     run,
     vjp_of,
@@ -86,6 +87,7 @@ def check_everything(platform, dtype, cases, cotangents, repeats=None, batched=l
         platform,
         [[repeated(x, n) for x in case] for case, n in zip(cases, repeats, strict=True)],
         [repeated(g, n) for g, n in zip(cotangents, repeats, strict=True)],
+        options=hasty_options(platform),
     )
     # The reference computes every gradient once: it does not depend on the other results.
     oracle = everything(reference.trilinear_interpolate, [(0, 1)])
@@ -103,12 +105,14 @@ def check_everything(platform, dtype, cases, cotangents, repeats=None, batched=l
     assert next(found, None) is None
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_width(dtype, platform):
     cases = [random_case(7 if width > 500 else 67, width, dtype, seed=width) for width in WIDTHS]
     check_everything(platform, dtype, cases, [f[:, 3] for f, _ in cases])
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_width_of_nested_cells(dtype, platform):
     """Several sets of features share points: such calls have separate kernels."""
@@ -133,6 +137,7 @@ def many_cells(width):
     return 9000 if width < 200 else 4200
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_cells(dtype, platform):
     """A prime number of cells is repeated, so that these cells determine all results."""
@@ -272,6 +277,7 @@ def test_cells_share_what_vmap_does_not_batch(platform):
     assert_close(got, want, "shared features", dtype="float64", terms=200)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 5, 13, 17, 33])
 def test_many_points_of_one_cell(width, dtype, platform):
