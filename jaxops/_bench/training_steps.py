@@ -175,7 +175,7 @@ class Program:
         """Bytes of arguments, results and temporaries."""
         return memory_of(self._compiled)
 
-    # What a `Contender` does for clocks.
+    # Clocks take a `Contender`.
 
     def calls(self, argument_sets: Sequence[tuple]) -> list[Callable[[], Any]]:
         """See `Contender`; a step has its arguments already."""

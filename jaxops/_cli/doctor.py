@@ -1,4 +1,4 @@
-"""What keeps kernels from running on this machine, and what to do about it."""
+"""Finds what keeps kernels from running on this machine, and says what to do about it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def environment() -> dict[str, str]:
 
 
 def diagnose(found: dict[str, Any]) -> list[Finding]:
-    """What `info.collect` found, judged."""
+    """Judges the facts that `info.collect` found."""
     driver_gpus = [Gpu(**gpu) for gpu in found["gpus"]]
     sees_gpu = any(device["platform"] == "gpu" for device in found["devices"])
     handlers = {handler["platform"]: handler for handler in found["handlers"]}

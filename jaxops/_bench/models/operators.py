@@ -1,4 +1,4 @@
-"""What the models are made of: our operators, or the fastest that plain JAX has for the same."""
+"""The operators of the models: ours, or the fastest that plain JAX has for the same."""
 
 from __future__ import annotations
 
