@@ -48,7 +48,7 @@ class Effort:
     single_calls: int
 
 
-EFFORTS = {"cuda": Effort(10, 5, 0.5, 10), "cpu": Effort(5, 3, 0.4, 3)}
+EFFORTS = {"cuda": Effort(10, 5, 0.5, 10), "cpu": Effort(5, 3, 0.2, 3)}
 QUICK_EFFORT = Effort(3, 1, 0.1, 1)
 _MAX_QUEUED = 100  # steps
 _PROFILED = 3  # steps
