@@ -1,10 +1,12 @@
 """Handwritten digits classified by a network whose every convolution is ours.
 
-    python examples/conv2d_digits.py [--steps N]
+    python examples/conv2d_digits.py [--steps N] [--picture FILE]
 
 The images are scikit-learn's digits, 8 x 8 pixels, nothing is downloaded. A small Flax network is
 trained with `jaxops.conv_general_dilated` in its layers; a layer without a kernel would raise an
-error. The trained parameters are then used with `jax.lax`'s convolution for comparison.
+error. The trained parameters are then used with `jax.lax`'s convolution for comparison. The
+picture shows held-out digits and what they were told to be. It needs scikit-learn, optax, and
+matplotlib for the picture.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rich.progress import track
 from sklearn.datasets import load_digits
 
 import jaxops
@@ -57,20 +60,23 @@ def train(images, labels, steps: int):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     @jax.jit
-    def step(carry, key):
-        params, state = carry
+    def step(params, state, key):
         batch = jax.random.randint(key, (128,), 0, len(images))
         gradients = jax.grad(loss)(params, jnp.asarray(images)[batch], jnp.asarray(labels)[batch])
         updates, state = optimizer.update(gradients, state)
-        return (optax.apply_updates(params, updates), state), None
+        return optax.apply_updates(params, updates), state
 
-    keys = jax.random.split(jax.random.key(1), steps)
-    (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), keys)
+    state = optimizer.init(params)
+    for key in track(jax.random.split(jax.random.key(1), steps), "training"):
+        params, state = step(params, state, key)
     return params
 
 
-def classify(steps: int) -> dict[str, float]:
-    """The accuracy on held-out digits, and the distance of `jax.lax`'s logits from ours."""
+def classify(steps: int) -> dict:
+    """The accuracy on held-out digits, and the distance of `jax.lax`'s logits from ours.
+
+    Also the digits, "images", and what they were told to be, "found".
+    """
     training, (images, labels) = split_digits()
     with warnings.catch_warnings():
         warnings.simplefilter("error", jaxops.NoKernelWarning)
@@ -82,18 +88,38 @@ def classify(steps: int) -> dict[str, float]:
     return {
         "accuracy": float((logits.argmax(-1) == labels).mean()),
         "difference": float(jnp.abs(logits - by_lax).max() / jnp.abs(by_lax).max()),
+        "images": images,
+        "labels": labels,
+        "found": np.asarray(logits.argmax(-1)),
     }
 
 
+def draw(images, labels, found, file: str) -> None:
+    """Digits with what they were told to be: all wrong ones, in red, before right ones."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    first_wrong = np.argsort(found == labels, kind="stable")
+    for subplot, i in zip(figure.subplots(4, 10).flat, first_wrong, strict=False):
+        subplot.imshow(images[i, ..., 0], cmap="gray_r")
+        subplot.set_title(found[i], color="black" if found[i] == labels[i] else "red")
+        subplot.set_axis_off()
+    figure.savefig(file, dpi=100)
+
+
 def main() -> None:
-    """Prints what `classify` finds."""
+    """Prints and draws what `classify` finds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600)
-    found = classify(parser.parse_args().steps)
+    parser.add_argument("--picture", default="conv2d_digits.png")
+    arguments = parser.parse_args()
+    found = classify(arguments.steps)
     print(f"{found['accuracy']:.1%} of the held-out digits are told")
     print(
         f"with jax.lax's convolution the logits differ by {found['difference']:.1e} of the largest"
     )
+    draw(found["images"], found["labels"], found["found"], arguments.picture)
+    print(f"digits are in {arguments.picture}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A gated mixer with a short convolution: trained on packed texts, decoded with a cache.
 
-    python examples/short_conv_mixer.py [--steps N]
+    python examples/short_conv_mixer.py [--steps N] [--picture FILE]
 
 The mixer is that of Mamba and of gated linear recurrences in small: a linear map to a path and a
 gate, a short causal convolution with SiLU on the path (`jaxops.flax.linen.ShortConv`), a recurrence
@@ -8,7 +8,8 @@ whose decay depends on the input, and a linear map of the gated result. The text
 Python's built-in types, nothing is downloaded. They are packed into rows of one length:
 `segment_ids` keep the convolution and the recurrence inside each text, so a packed text gives the
 logits that it gives alone. The same weights decode character by character, where a cache holds the
-last inputs of each convolution and the state of each recurrence.
+last inputs of each convolution and the state of each recurrence. The picture shows the bits a
+character during training; it needs matplotlib.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rich.progress import track
 
 from jaxops.flax.linen import ShortConv
 
@@ -125,7 +127,7 @@ def train(rows, ids, steps: int):
         return optax.apply_updates(params, updates), state, bits
 
     state, bits = optimizer.init(params), []
-    for key in jax.random.split(jax.random.key(1), steps):
+    for key in track(jax.random.split(jax.random.key(1), steps), "training"):
         params, state, of_step = step(params, state, key)
         bits.append(float(of_step))
     return params, bits
@@ -181,22 +183,39 @@ def compare(steps: int) -> dict:
         "texts": len(texts),
         "rows": len(rows),
         "bits": (bits[0], float(np.mean(bits[-10:]))),
+        "curve": bits,
         "packed": max(differences),
         "decoded": largest_difference(logits, model(params, whole[None])[0]),
         "text": bytes(whole[1:].astype(np.uint8)).decode(),
     }
 
 
+def draw(bits: list[float], file: str) -> None:
+    """The bits a character over the steps of training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(bits)
+    axes.set(xlabel="step", ylabel="bits a character", ylim=(0, None))
+    axes.set_title("A mixer with short convolutions, on packed docstrings")
+    figure.savefig(file, dpi=100)
+
+
 def main() -> None:
-    """Prints what was found."""
+    """Prints what was found, and draws the training."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
-    found = compare(parser.parse_args().steps)
+    parser.add_argument("--picture", default="short_conv_mixer.png")
+    arguments = parser.parse_args()
+    found = compare(arguments.steps)
     print(f"{found['texts']} docstrings in {found['rows']} rows of {LENGTH} characters")
     print("{:.2f} bits a character at first, {:.2f} after training".format(*found["bits"]))
     print(f"packed and alone, logits differ by {found['packed']:.1e}")
     print(f"decoded and whole, logits differ by {found['decoded']:.1e}")
     print(repr(found["text"]))
+    draw(found["curve"], arguments.picture)
+    print(f"the bits are in {arguments.picture}")
 
 
 if __name__ == "__main__":

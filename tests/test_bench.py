@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxops import _cli
 from jaxops._bench import (
@@ -725,6 +726,53 @@ def test_quick_leaves_out_what_is_slow_to_compile(only_twice, tmp_path):
     for asked, there in (([], False), (["--peers", "slow*"], True)):
         assert on_cpu("--quick", *asked, "--json", str(kept)) == 0
         assert ("slow to compile" in results.load(kept).rows[0].outcomes) == there
+
+
+def test_a_problem_of_ones_own(only_twice, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "r.json"
+    asked = ["twice", "--shape", "7", "--dtype", "float64"]
+    assert on_cpu(*asked, "--peers", "XLA*", "--json", str(file)) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    (title,) = (line.strip() for line in printed.splitlines() if line.startswith("twice (7)"))
+    assert title == "twice (7) f64, shapes are N"
+    for name in ("jaxops", "XLA product", "limit"):
+        assert sum(line.lstrip().startswith(name) for line in printed.splitlines()) >= 1
+    assert "of limit" not in printed
+    found = results.load(file)
+    assert {(r.case, r.group) for r in found.rows} == {("(7) f64", "own")}
+    assert f"bench {' '.join(['twice', '--platform cpu', *asked[1:]])}" in found.command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lightweight_conv", "--shape", "3,4"], "must be 5 sizes, B,C,T,H,K, such as 2,64,65,8,5"),
+        (["split", "--shape", "2,x"], "got '2,x'"),
+        (["split", "--shape", "0,1,1,1"], "got '0,1,1,1'"),
+        (["conv2d", "--shape", "1,2,3,4,5,6", "--dtype", "real"], "got 'real'"),
+        (["im2col", "--shape", "1,2,3,4,5", "--option", "x=1"], "a name out of layout, strides"),
+        (["lightweight_conv", "--shape", "8,64,128,5,7"], "the H = 5 rows of weight must divide"),
+        (["--shape", "3"], "--shape goes with one operator"),
+        (["conv2d", "--dtype", "float32"], "--dtype and --option go with --shape"),
+    ],
+)
+def test_problems_that_are_none(arguments, message, capsys):
+    assert on_cpu(*arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_wide_tables_become_several(capsys):
+    names = [f"peer {letter}" for letter in "abcdefghijkl"]
+    grid = report.Grid("a title", ("case", "direction", *names), [["a", "forward", *names]])
+    report.show([grid], Console(width=60))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert sum("a title" in line for line in lines) == 1
+    assert sum("forward" in line for line in lines) > 1
+    for name in names:
+        assert sum(name in line for line in lines) == 1
 
 
 def test_slower_is_an_exit_code(tmp_path):

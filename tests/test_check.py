@@ -121,6 +121,20 @@ def test_the_matrix(capabilities, capsys):
     assert f"{n} pass, {n} fail, {n} not applicable" in printed
 
 
+def test_quick_has_one_table_that_fits_a_narrow_terminal(capabilities, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    capabilities(good=passes, other=is_elsewhere)
+    assert _cli.main(["check", "--quick", "--platform", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    n = len(registry.operators())
+    assert max(map(len, lines)) <= 80
+    (good,) = (line for line in lines if line.startswith("good"))
+    assert good.count(check.MARKS[check.PASS].plain) == n
+    for number, operator in enumerate(registry.operators(), 1):
+        assert any(line.startswith(f"{number:3}  {operator}[") for line in lines)
+    assert lines[-1].startswith(f"{n} pass, 0 fail, {n} not applicable")
+
+
 def test_absent_platforms(capabilities, capsys, monkeypatch):
     find = platforms.find
 

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxops
 from jaxops import _cli
-from jaxops._cli import char_lm, corpus, demo, info
+from jaxops._cli import char_lm, corpus, demo, doctor, info
+from jaxops._core import native
 
 TINY = char_lm.Config(
     features=16,
@@ -119,6 +121,108 @@ def test_info_tables(capsys):
     printed = capsys.readouterr().out
     for word in ("Versions", jax.__version__, "Devices", "Handlers"):
         assert word in printed
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        _cli.main(["--version"])
+    assert capsys.readouterr().out == f"jaxops {jaxops.__version__}\n"
+
+
+def test_info_names_handlers_only_if_asked(capsys):
+    assert _cli.main(["info"]) == 0
+    brief = capsys.readouterr().out
+    assert max(map(len, brief.splitlines())) <= 80
+    assert "jaxops_im2col" not in brief
+    assert _cli.main(["info", "--verbose"]) == 0
+    assert "jaxops_im2col" in capsys.readouterr().out
+
+
+H100 = {"name": "NVIDIA H100", "capability": "9.0", "driver": "580.65.06"}
+V100 = {"name": "NVIDIA V100", "capability": "7.0", "driver": "570.10"}
+CUDA = {"platform": "cuda", "available": True, "build": "CUDA 13.0 for sm 90a", "reason": None}
+NOT_BUILT = "it was not built. Rebuild jaxops with `pip install .`."
+ON_GPU = [{"id": 0, "platform": "gpu", "kind": "NVIDIA H100", "compute_capability": "9.0"}]
+PLUGIN = {"jax-cuda13-plugin": "0.10.2"}
+
+
+def facts(**changed):
+    """A machine with an H100 on which everything is right, or what is changed of it."""
+    handlers = {**CUDA, "targets": ["a"], **changed.pop("cuda", {})}
+    cpu = {"platform": "cpu", "available": True, "build": "C++", "reason": None, "targets": ["a"]}
+    machine = {
+        "versions": {"jax": "0.10.2", "jaxlib": "0.10.2"},
+        "devices": ON_GPU,
+        "devices_error": None,
+        "handlers": [cpu, handlers],
+        "gpus": [H100],
+        "gpu_files": [],
+        "plugins": PLUGIN,
+        "environment": {},
+    }
+    return machine | changed
+
+
+OLD = {"devices": [], "gpus": [H100 | {"driver": "550.1"}]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "fact", "advice"),
+    [
+        ({"gpus": [], "gpu_files": ["/dev/nvidia0"], "devices": []}, "nvidia-smi", "Install NVID"),
+        ({"devices": [], "environment": {"JAX_PLATFORMS": "cpu"}}, "is 'cpu'", "Unset JAX_PLAT"),
+        ({"devices": [], "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "hides it", "Unset CUDA_V"),
+        ({"devices": [], "plugins": {}}, "plugin is not installed", "-U 'jax[cuda13]'"),
+        ({**OLD, "plugins": {}}, "plugin is not installed", "-U 'jax[cuda12]'"),
+        (OLD, "550.1 is too old for the plugin", "-U 'jax[cuda12]'"),
+        (OLD, "built with CUDA 13", "Update the driver to 580 or later"),
+        ({"devices": [], "gpus": [H100 | {"driver": "470.1"}]}, "driver is too old", "to 525"),
+        ({"devices": []}, "JAX does not see the GPU", "jax.devices('cuda')"),
+        (
+            {"plugins": {"jax-cuda13-plugin": "0.9"}},
+            "is 0.9, and jaxlib 0.10.2",
+            "[cuda13]==0.10.2",
+        ),
+        ({"cuda": {"available": False, "reason": NOT_BUILT}}, "it was not built", "Rebuild jaxops"),
+        ({"gpus": [H100, V100]}, "NVIDIA V100 (7.0) runs no code for sm 90a", "Rebuild jaxops on"),
+        (
+            {"devices": [], "devices_error": "none", "environment": {"JAX_PLATFORMS": "tpu"}},
+            "JAX has no device: none",
+            "Unset JAX_PLATFORMS, which is 'tpu'",
+        ),
+    ],
+)
+def test_the_doctor_says_what_to_do(changed, fact, advice, monkeypatch):
+    monkeypatch.setattr(native, "cuda_architectures", lambda: ("90a",))
+    problems = [f for f in doctor.diagnose(facts(**changed)) if f.advice]
+    assert any(fact in p.fact and advice in p.advice for p in problems), problems
+
+
+def test_the_doctor_finds_nothing_on_a_healthy_machine(monkeypatch):
+    monkeypatch.setattr(native, "cuda_architectures", lambda: ("90a",))
+    without_gpu = {"gpus": [], "devices": [], "plugins": {}, "cuda": {"reason": NOT_BUILT}}
+    for machine in (facts(), facts(**without_gpu)):
+        found = doctor.diagnose(machine)
+        assert found
+        assert not [f for f in found if f.advice]
+
+
+@pytest.mark.parametrize(
+    ("printed", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3, 9.0, 580.65.06", [("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")]),
+        ("No devices were found", []),
+        ("Tesla K20, [N/A], 340.1", []),
+    ],
+)
+def test_gpus_of_the_driver(printed, found, monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{printed}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert [dataclasses.astuple(gpu) for gpu in doctor.gpus()] == found
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert doctor.gpus() == []
 
 
 def test_info_reports_that_there_is_no_device(monkeypatch, capsys):

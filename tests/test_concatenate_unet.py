@@ -10,6 +10,7 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 def test_skip_connections_help_to_remove_noise(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    results = importlib.import_module("concatenate_unet").compare(steps=120)
+    example = importlib.import_module("concatenate_unet")
+    results = example.compare(example.restore(steps=120))
     assert results["U-Net"] > results["noisy"] + 3
     assert results["U-Net"] > results["without skips"] + 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pathlib
 
+import numpy as np
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
@@ -42,6 +44,23 @@ def test_tomography_draws_its_slices(tmp_path):
     file = tmp_path / "slices.png"
     tomography.draw({"before": 0 * truth, "after": truth, "truth": truth}, str(file))
     assert file.stat().st_size > 10_000
+
+
+def test_pictures_are_drawn(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    images, labels = np.random.default_rng(0).random((60, 8, 8, 1)), np.arange(60) % 10
+    metrics = {"recall": 0.5, "F1": 0.4}
+    for name, arguments in {
+        "concatenate_unet": ({"clean": images, "noisy": images},),
+        "conv2d_digits": (images, labels, labels // 2),
+        "focal_loss_digits": ({"cross-entropy": metrics, "focal": metrics},),
+        "short_conv_mixer": ([3.0, 2.0, 1.5],),
+    }.items():
+        file = tmp_path / f"{name}.png"
+        importlib.import_module(name).draw(*arguments, str(file))
+        assert file.stat().st_size > 5_000
 
 
 def test_every_convolution_of_the_digits_is_ours():

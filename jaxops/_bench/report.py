@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxops._bench import ceilings, figures
-from jaxops._bench.results import Document, Outcome, ResultsError, Row
+from jaxops._bench.results import OURS, Document, Outcome, ResultsError, Row
+from jaxops._bench.spec import OWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +63,10 @@ def _head(document: Document) -> list[Block]:
 
 
 def _operator(document: Document, operator: str, rows: list[Row]) -> list[Block]:
-    ordinary = [row for row in rows if row.group != "scaling"]
+    own = [row for row in rows if row.group == OWN]
+    ordinary = [row for row in rows if row.group not in ("scaling", OWN)]
     scaling = [row for row in rows if row.group == "scaling"]
-    found: list[Block] = []
+    found: list[Block] = [*_own(document, own), *_not_timed(own)] if own else []
     if ordinary:
         found.append(_times(document, operator, ordinary))
         if any(row.target for row in ordinary):
@@ -73,6 +75,34 @@ def _operator(document: Document, operator: str, rows: list[Row]) -> list[Block]
     if scaling:
         found += [_scaling(operator, scaling), *_not_timed(scaling)]
     return found
+
+
+def _own(document: Document, rows: list[Row]) -> list[Block]:
+    """One case: a line a contender, and a pair of columns a direction."""
+    names = list(dict.fromkeys(name for row in rows for name in row.outcomes))
+    directions = [row.direction for row in rows]
+    outcomes = {name: [row.outcomes.get(name, Outcome()) for row in rows] for name in names}
+    cells = [
+        (
+            name,
+            *itertools.chain.from_iterable(
+                (number(outcome.us), "" if name == OURS else ratio(figures.speedup(row, name)))
+                for row, outcome in zip(rows, outcomes[name], strict=True)
+            ),
+        )
+        for name in names
+    ]
+    least = [(number(figures.limit(document, row)[0]), "") for row in rows]
+    cells.append(("limit", *itertools.chain.from_iterable(least)))
+    times = [(f"{direction} µs", "over ours") for direction in directions]
+    title = f"{rows[0].operator} {rows[0].case}, shapes are {document.shapes[rows[0].operator]}"
+    memory = [
+        (name, *(number(o.memory and o.memory / 1e6) for o in outcomes[name])) for name in names
+    ]
+    return [
+        Grid(title, ("", *itertools.chain.from_iterable(times)), cells, left=1),
+        Grid("MB of arguments, results and temporaries", ("", *directions), memory, left=1),
+    ]
 
 
 def _times(document: Document, operator: str, rows: list[Row]) -> Grid:
@@ -169,7 +199,7 @@ def _some(places: Sequence[str]) -> str:
 
 
 def _summary(document: Document) -> list[Block]:
-    ordinary = [row for row in document.rows if row.group != "scaling"]
+    ordinary = [row for row in document.rows if row.group not in ("scaling", OWN)]
     cells = []
     for operator, rows in itertools.groupby(ordinary, key=lambda row: row.operator):
         rows = list(rows)
@@ -253,22 +283,51 @@ def _si(value: float, unit: str) -> str:
 
 
 def show(shown: Iterable[Block], console: Console) -> None:
-    """Prints blocks on a terminal."""
+    """Prints blocks on a terminal; a table that is wider than it becomes several."""
     for block in shown:
         # Text and not str: what others say may hold the square brackets that rich reads as markup.
         if isinstance(block, str):
             console.print(Text(block))
             continue
-        table = Table(title=block.title, title_justify="left", box=None)
-        for i, name in enumerate(block.columns):
-            left = i < block.left
-            # The names of peers are wider than what is said of them.
-            name = name if left else name.replace(" ", "\n")
-            table.add_column(name, justify="left" if left else "right", vertical="bottom")
-        for row in block.rows:
-            table.add_row(*map(Text, row))
         console.print()
-        console.print(table)
+        for i, columns in enumerate(_fitting(block, console.width)):
+            table = Table(title=None if i else block.title, title_justify="left", box=None)
+            for column in columns:
+                left = column < block.left
+                name = _heading(block, column)
+                justify = "left" if left else "right"
+                table.add_column(name, justify=justify, vertical="bottom", no_wrap=not left)
+            for row in block.rows:
+                table.add_row(*(Text(row[column]) for column in columns))
+            console.print(table)
+
+
+def _heading(grid: Grid, column: int) -> str:
+    # The names of peers are wider than what is said of them.
+    name = grid.columns[column]
+    return name if column < grid.left else name.replace(" ", "\n")
+
+
+#: Wider columns of words are folded.
+_MAX_WORDS = 34
+
+
+def _fitting(grid: Grid, width: int) -> Iterable[list[int]]:
+    """The columns of each table: those of words, and as many others as there is room for."""
+    widths = [
+        max(map(len, [*_heading(grid, i).split("\n"), *(row[i] for row in grid.rows)])) + 2
+        for i in range(len(grid.columns))
+    ]
+    words = list(range(grid.left))
+    room = width - sum(min(widths[i], _MAX_WORDS) for i in words)
+    columns, taken = list(words), 0
+    for i in range(grid.left, len(widths)):
+        if len(columns) > grid.left and taken + widths[i] > room:
+            yield columns
+            columns, taken = list(words), 0
+        columns.append(i)
+        taken += widths[i]
+    yield columns
 
 
 def markdown(shown: Iterable[Block]) -> str:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 Function = Callable[..., Any]
 
 GROUPS = ("small", "typical", "large", "odd", "scaling")
+#: The group of a case that a user names.
+OWN = "own"
 TARGET_TAG = "PERFORMANCE"
 _SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
@@ -23,7 +25,8 @@ class Case:
     """One problem: shapes, dtype and options.
 
     Attributes:
-      group: one of `GROUPS`. Sizes of "scaling" grow over several decades and are reported apart.
+      group: one of `GROUPS`, or `OWN`. Sizes of "scaling" grow over several decades and are
+        reported apart.
       shape: the sizes of the problem, in the order that the operator's file says.
       dtype: the dtype of the arrays that have gradients, or of all where none has.
       options: what else the operator is told.

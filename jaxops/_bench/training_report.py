@@ -62,8 +62,8 @@ def _on_gpu(rows: list[Row]) -> bool:
 
 
 def _speed_up(row: Row) -> str:
-    times = [outcome.ms for outcome in row.outcomes.values()]
-    return ratio(times[1] / times[0] if all(times) else None)
+    ours, plain = (outcome.ms for outcome in row.outcomes.values())
+    return ratio(plain / ours if plain and ours else None)
 
 
 def _compile_seconds(outcome: Outcome) -> float | None:

@@ -48,7 +48,7 @@ class Effort:
     single_calls: int
 
 
-EFFORTS = {"cuda": Effort(10, 5, 0.5, 10), "cpu": Effort(5, 3, 0.4, 3)}
+EFFORTS = {"cuda": Effort(10, 5, 0.5, 10), "cpu": Effort(5, 3, 0.2, 3)}
 QUICK_EFFORT = Effort(3, 1, 0.1, 1)
 _MAX_QUEUED = 100  # steps
 _PROFILED = 3  # steps
@@ -98,10 +98,10 @@ class Row:
     @property
     def difference(self) -> float | None:
         """The largest difference of our losses from those of plain JAX; NaN if one is NaN."""
-        losses = [outcome.losses for outcome in self.outcomes.values()]
-        if not all(losses):
+        ours, plain = (outcome.losses for outcome in self.outcomes.values())
+        if not (ours and plain):
             return None
-        return float(np.abs(np.subtract(*losses)).max())
+        return float(np.abs(np.subtract(ours, plain)).max())
 
     @property
     def agrees(self) -> bool:
@@ -175,7 +175,7 @@ class Program:
         """Bytes of arguments, results and temporaries."""
         return memory_of(self._compiled)
 
-    # What a `Contender` does for clocks.
+    # Clocks take a `Contender`.
 
     def calls(self, argument_sets: Sequence[tuple]) -> list[Callable[[], Any]]:
         """See `Contender`; a step has its arguments already."""
@@ -358,7 +358,8 @@ def _queued(program: Program, count: int) -> float:
 @contextlib.contextmanager
 def _without_compilation_cache() -> Generator[None]:
     """Programs are compiled, and not read from a file, so that the seconds are XLA's."""
-    was = jax.config.jax_enable_compilation_cache
+    # jax.config finds its attributes when it is asked for them.
+    was = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         yield

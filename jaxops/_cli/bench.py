@@ -25,6 +25,7 @@ from jaxops._bench import (
     families,
     figures,
     overview,
+    own,
     registry,
     report,
     results,
@@ -41,6 +42,10 @@ PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu"}
 # A clone shows one run: its table on this page, its picture in README.
 RESULTS_PAGE = registry.FOLDER.parent / "docs" / "results.md"
 PICTURE = RESULTS_PAGE.with_name("speedups.svg")
+
+
+#: The arguments that choose cases.
+_CHOICES = ("shape", "dtype", "option", "cases", "without")
 
 
 class UsageError(Exception):
@@ -68,6 +73,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="only cases in whose group and name this shell pattern occurs, such as 'large*bf16'; "
         f"{TARGET_TAG} stands for the cases that targets were set on; may be given several times",
+    )
+    measuring.add_argument(
+        "--shape",
+        metavar="SIZES",
+        help="time one operator on a problem of your own, of these sizes, such as "
+        "8,1024,2048,16,31 for lightweight_conv; a wrong number of them is answered with their "
+        "names",
+    )
+    measuring.add_argument(
+        "--dtype", help="that of the arrays of --shape, such as bfloat16 (default: float32)"
+    )
+    measuring.add_argument(
+        "--option",
+        action="append",
+        metavar="NAME=VALUE",
+        help="an option of the problem of --shape, such as layout=NTC; may be given several times",
     )
     measuring.add_argument(
         "--without",
@@ -164,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_models(args: argparse.Namespace) -> int:
-    others = ("cases", "without", "peers", "kernels", "rounds", "plot", "compare", "update_readme")
+    others = (*_CHOICES, "peers", "kernels", "rounds", "plot", "compare", "update_readme")
     given = [name for name in others if getattr(args, name)]
     if args.source:
         given += [name for name in ("operators", "platform", "quick") if getattr(args, name)]
@@ -193,7 +214,7 @@ def _run_models(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> Document:
-    measuring = ("operators", "platform", "quick", "cases", "without", "peers", "kernels", "rounds")
+    measuring = ("operators", "platform", "quick", *_CHOICES, "peers", "kernels", "rounds")
     given = [name for name in measuring if getattr(args, name)]
     if given:
         raise UsageError(f"--from measures nothing, so it goes without {', '.join(given)}")
@@ -201,7 +222,7 @@ def _read(args: argparse.Namespace) -> Document:
 
 
 def _measure(args: argparse.Namespace) -> Document:
-    benchmarks = _benchmarks(args.operators)
+    benchmarks = _benchmarks(args)
     device = _device(args.platform)
     platform = "cuda" if device.platform == "gpu" else device.platform
     if platform not in PLATFORMS:
@@ -254,12 +275,23 @@ def _measure(args: argparse.Namespace) -> Document:
     )
 
 
-def _benchmarks(operators: Sequence[str]) -> list[Benchmark]:
+def _benchmarks(args: argparse.Namespace) -> list[Benchmark]:
     known = registry.operators()
-    for name in operators:
+    for name in args.operators:
         if name not in known:
             raise UsageError(f"there is no benchmark of {name!r}; there are {', '.join(known)}")
-    return [registry.load(name) for name in dict.fromkeys(operators or known)]
+    found = [registry.load(name) for name in dict.fromkeys(args.operators or known)]
+    if args.shape is None:
+        if args.dtype or args.option:
+            raise UsageError("--dtype and --option go with --shape")
+        return found
+    if len(args.operators) != 1 or args.cases or args.without:
+        raise UsageError("--shape goes with one operator, and without --cases and --without")
+    try:
+        case = own.make_case(found[0], args.shape, args.dtype or "float32", args.option or ())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return [dataclasses.replace(found[0], cases=[case])]
 
 
 def _device(platform: str | None) -> jax.Device:
@@ -347,7 +379,7 @@ def _about(
 def _command(args: argparse.Namespace) -> str:
     """The command that measures the same again."""
     words = ["python", "-m", "jaxops", "bench", *args.operators]
-    for option in ("platform", "cases", "without", "peers", "rounds"):
+    for option in ("platform", *_CHOICES, "peers", "rounds"):
         value = getattr(args, option)
         values = value if isinstance(value, list) else [] if value is None else [value]
         for each in values:
@@ -399,7 +431,7 @@ def _write(args: argparse.Namespace, document: Document, draw) -> None:
     if args.markdown == "-":
         print(report.markdown(blocks), end="")
     else:
-        report.show(blocks, Console(width=None if sys.stdout.isatty() else 200, highlight=False))
+        report.show(blocks, Console(highlight=False))
         if args.markdown:
             pathlib.Path(args.markdown).write_text(report.markdown(blocks))
     if draw is not None:

@@ -175,20 +175,29 @@ def _show(found, specs: Sequence[OperatorSpec], results: Sequence[Result]) -> No
         if not isinstance(platform, Platform):
             console.print(f"{name}: not checked. {platform.reason}\n", markup=False)
             continue
-        for operator in dict.fromkeys(s.operator for s in specs):
-            variants = [s.variant for s in specs if s.operator == operator]
-            devices = f"{len(platform.devices)} x {platform.device.device_kind}"
-            table = Table(title=f"{operator} on {name} ({devices})", title_justify="left")
+        devices = f"{len(platform.devices)} x {platform.device.device_kind}"
+        operators = list(dict.fromkeys(s.operator for s in specs))
+        if len(operators) == len(specs):  # one variant each, as with --quick
+            groups = {f"every operator on {name} ({devices})": list(specs)}
+        else:
+            groups = {
+                f"{operator} on {name} ({devices})": [s for s in specs if s.operator == operator]
+                for operator in operators
+            }
+        for title, columns in groups.items():
+            # Rules between the columns of all operators would not fit a narrow screen.
+            table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
             table.add_column("", no_wrap=True)
             # Numbers, which fit next to each other on every screen; their meaning is listed below.
-            for number in range(1, len(variants) + 1):
+            for number in range(1, len(columns) + 1):
                 table.add_column(str(number), justify="center")
             for capability in CAPABILITIES:
-                cells = [by_cell[name, operator, v, capability] for v in variants]
+                cells = [by_cell[name, s.operator, s.variant, capability] for s in columns]
                 table.add_row(capability, *(MARKS[c.status] for c in cells))
             console.print(table)
-            for number, variant in enumerate(variants, 1):
-                console.print(f"{number:3}  {variant}", markup=False)
+            for number, spec in enumerate(columns, 1):
+                shown = spec if len(groups) == 1 else spec.variant
+                console.print(f"{number:3}  {shown}", markup=False)
             console.print()
     for status in (NOT_APPLICABLE, FAIL):
         _show_reasons(console, status, results)
@@ -202,11 +211,13 @@ def _show_reasons(console: Console, status: str, results: Sequence[Result]) -> N
     cells = collections.defaultdict(list)
     for r in results:
         if r.status == status:
-            cells[r.platform, r.operator, r.capability, r.reason].append(r.variant)
-    for (platform, operator, capability, reason), variants in cells.items():
+            cells[r.platform, r.capability, r.reason].append(r)
+    for (platform, capability, reason), found in cells.items():
+        operators = ", ".join(dict.fromkeys(r.operator for r in found))
         # Text and not str: reasons may hold the square brackets that rich reads as markup.
-        console.print(Text.assemble(MARKS[status], f" {operator} on {platform}, {capability}"))
+        console.print(Text.assemble(MARKS[status], f" {operators} on {platform}, {capability}"))
         if status == FAIL:
+            broken = "; ".join(f"{r.operator}, {r.variant}" for r in found)
             console.print(f"  promised: {CAPABILITIES[capability].summary}", markup=False)
-            console.print(f"  broken by: {'; '.join(variants)}", markup=False)
+            console.print(f"  broken by: {broken}", markup=False)
         console.print(f"  {reason}", markup=False)

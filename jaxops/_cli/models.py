@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxops._bench.models import Model
     from jaxops._bench.training_steps import Document
 
-#: What the models need beyond the package itself.
+#: Packages that the models need beyond those of jaxops itself.
 EXTRAS = {"flax", "optax"}
 
 

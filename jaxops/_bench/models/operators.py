@@ -1,4 +1,4 @@
-"""What the models are made of: our operators, or the fastest that plain JAX has for the same."""
+"""The operators of the models: ours, or the fastest that plain JAX has for the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Operators:
     Conv: type[nn.Module]
     ConvTranspose: type[nn.Module]
     concatenate: Callable[..., jax.Array]
-    lightweight_conv: Callable[[jax.Array, jax.Array], jax.Array]
+    lightweight_conv: Callable[..., Any]
     focal_loss: Callable[[jax.Array, jax.Array, float], jax.Array]
     grid_sample: Callable[[jax.Array, jax.Array], jax.Array]
 
