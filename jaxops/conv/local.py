@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxops.activations import ACTIVATIONS
-from jaxops.conv import cuda_kernels
+from jaxops.conv import cpu_kernels, cuda_kernels
 from jaxops.conv.options import Options, over_pixels, sum_dtype, transposed_kernel
 from jaxops.conv.patches import (
     block_size,
@@ -40,6 +40,9 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
     axis = x.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
     a, b, sums = cuda_kernels.operands(platform, dtype, x, kernel)
+    if cpu_kernels.prefers(options, platform):
+        more = {"options": options, "dtype": sums, "activation": activation}
+        return [cpu_kernels.forward(a, b, bias, **more).astype(dtype)]
     call = _find_call(options, platform, sums, a, b, batch)
     if call is not None and (bias is None or batch.has(bias)):
         in_groups, kernels = batch.to_groups(a), batch.to_groups(b)
@@ -87,6 +90,8 @@ def input_grad(g, kernel, *, options, dtype, platform):
     axis = g.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
     a, b, sums = cuda_kernels.operands(platform, dtype, g, kernel)
+    if cpu_kernels.prefers(options, platform):
+        return [cpu_kernels.input_grad(a, b, options=options, dtype=sums).astype(dtype)]
     call = _find_call(options, platform, sums, a, b, batch)
     if call is not None:
         in_groups, kernels = batch.to_groups(a), batch.to_groups(b)
@@ -134,6 +139,9 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
     shape = np.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
     a, b, sums = cuda_kernels.operands(platform, dtype, x, g)
+    if cpu_kernels.prefers(options, platform):
+        more = {"options": options, "dtype": sums, "summed": summed}
+        return [cpu_kernels.kernel_grad(a, b, **more).astype(dtype)]
     call = cuda_kernels.find_kernel_grad_call(options, platform, sums, a, b, batch.count)
     if call is not None and (
         0 not in shape

@@ -1,0 +1,64 @@
+// The vectorised inner parts of depthwise convolution, built once per instruction set.
+//
+// A task has one vector of channels. It copies the lines of an image that its windows cover, with
+// their padding, to a ring that stays in the first cache, and has the sums of neighbouring pixels,
+// or of the taps of a line in the kernel gradient, in registers.
+#ifndef JAXOPS_CPU_CONV_DEPTHWISE_KERNELS_H_
+#define JAXOPS_CPU_CONV_DEPTHWISE_KERNELS_H_
+
+#include <cstdint>
+
+#include "common/im2col.h"
+#include "common/types.h"
+#include "cpu/conv_axes.h"
+#include "cpu/isa.h"
+
+namespace jaxops::conv::cpu::depthwise {
+
+// The forward product, or the input gradient at the pixels of some remainders by the strides.
+struct Product {
+  Axis axes[im2col::kMaxDims];
+  const void* const* sources;
+  void* const* results;
+  int64_t channels;
+  DType dtype;
+  Results finish;
+  const void* kernel;  // (taps..., channels), of `dtype`
+};
+
+// Lines [begin, end) of the results of an image, by one vector of channels.
+struct Task {
+  int64_t image;
+  int64_t channel;
+  int64_t line_begin, line_end;  // first and second dimension
+};
+
+struct GradProduct {
+  im2col::Window dims[im2col::kMaxDims];
+  const void* const* sources;
+  const void* const* cotangents;
+  int64_t channels;
+  DType dtype;
+};
+
+// The same for the kernel gradient, of lines of all images.
+struct GradTask {
+  int64_t channel;
+  int64_t line_begin, line_end;  // image, first and second dimension
+};
+
+struct Kernels {
+  int64_t vector_bytes;
+  int64_t (*convolve_space)(const Product& product);
+  void (*convolve)(const Product& product, const Task& task, void* space);
+  int64_t (*grad_space)(const GradProduct& product);
+  // Writes sums (taps, lanes), `stride` entries apart.
+  void (*grad)(const GradProduct& product, const GradTask& task, void* space, void* sums,
+               int64_t stride);
+};
+
+JAXOPS_DECLARE_KERNELS();
+
+}  // namespace jaxops::conv::cpu::depthwise
+
+#endif  // JAXOPS_CPU_CONV_DEPTHWISE_KERNELS_H_
