@@ -160,6 +160,20 @@ bool IsDepthwise(const Call& call) {
 
 // --- depthwise -----------------------------------------------------------------------------------
 
+// Channels in blocks of whole vectors, of which a task copies lines to a cache.
+struct ChannelBlocks {
+  int64_t count;
+  int64_t vectors;  // of a block
+
+  ChannelBlocks(int64_t channels, int64_t lanes, int64_t vector_bytes) {
+    constexpr int64_t kRingBytes = 256 * 1024;
+    const int64_t all = CeilDiv(channels, lanes);
+    const int64_t most = std::max<int64_t>(1, kRingBytes / std::max<int64_t>(1, vector_bytes));
+    vectors = CeilDiv(all, CeilDiv(all, most));
+    count = CeilDiv(all, vectors);
+  }
+};
+
 void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& parallel_for) {
   const depthwise::Kernels& kernels = depthwise::BestKernels();
   depthwise::Product product = {};
@@ -175,18 +189,20 @@ void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& par
     const int64_t lines = a0.count * a1.count;
     if (lines * a2.count == 0) return;
     const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
-    const int64_t vectors = CeilDiv(call.channels, lanes);
-    const int64_t line_vectors = a2.count * (a0.taps * a1.taps * a2.taps + 1);
+    const ChannelBlocks blocks(call.channels, lanes,
+                               a2.count * a2.step * a0.taps * (a1.taps + 1) * kernels.vector_bytes);
+    const int64_t line_vectors = blocks.vectors * a2.count * (a0.taps * a1.taps * a2.taps + 1);
     // A task copies the lines before its first one again.
     const int64_t per_task = std::clamp<int64_t>(kTaskVectors / line_vectors,
                                                  std::min(lines, 4 * a1.taps), lines);
     const int64_t tasks = CeilDiv(lines, per_task);
     const int64_t images = call.images.size();
-    RunTasks(images * vectors * tasks, parallel_for, [&](int64_t i) {
+    RunTasks(images * blocks.count * tasks, parallel_for, [&](int64_t i) {
       const int64_t begin = i % tasks * per_task;
-      const depthwise::Task task = {i / tasks / vectors, i / tasks % vectors * lanes, begin,
-                                    std::min(lines, begin + per_task)};
-      const Memory space(kernels.convolve_space(product));
+      const depthwise::Task task = {i / tasks / blocks.count,
+                                    i / tasks % blocks.count * blocks.vectors * lanes,
+                                    blocks.vectors, begin, std::min(lines, begin + per_task)};
+      const Memory space(kernels.convolve_space(product, blocks.vectors));
       kernels.convolve(product, task, space.get());
     });
   });
@@ -216,17 +232,20 @@ void DepthwiseKernelGrad(const Call& call, const ParallelFor& parallel_for) {
   product.dtype = call.dtype;
   const DType wide = SumType(call.dtype);
   const int64_t lanes = kernels.vector_bytes / SizeOf(wide);
-  const int64_t vectors = CeilDiv(call.channels, lanes);
+  const auto& [d0, d1, d2] = call.dims;
+  const ChannelBlocks blocks(call.channels, lanes,
+                             d2.out * d2.stride * d0.taps * (d1.taps + 1) * kernels.vector_bytes);
   const int64_t images = call.images.size();
-  const int64_t lines = images * call.dims[0].out * call.dims[1].out;
-  const auto [parts, per_part] = CutLines(lines, call.dims[2].out * call.taps(), vectors);
+  const int64_t lines = images * d0.out * d1.out;
+  const auto [parts, per_part] =
+      CutLines(lines, d2.out * call.taps() * blocks.vectors, blocks.count);
   const int64_t size = call.taps() * call.channels;
   const Memory sums(parts * size * SizeOf(wide));
-  RunTasks(vectors * parts, parallel_for, [&](int64_t i) {
-    const int64_t part = i % parts, channel = i / parts * lanes;
-    const depthwise::GradTask task = {channel, part * per_part,
+  RunTasks(blocks.count * parts, parallel_for, [&](int64_t i) {
+    const int64_t part = i % parts, channel = i / parts * blocks.vectors * lanes;
+    const depthwise::GradTask task = {channel, blocks.vectors, part * per_part,
                                       std::min(lines, (part + 1) * per_part)};
-    const Memory space(kernels.grad_space(product));
+    const Memory space(kernels.grad_space(product, blocks.vectors));
     kernels.grad(product, task, space.get(), At(sums.get(), part * size + channel, wide),
                  call.channels);
   });

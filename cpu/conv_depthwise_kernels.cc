@@ -18,22 +18,27 @@ int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t Aligned(int64_t bytes) { return CeilDiv(bytes, 64) * 64; }
 
-// Copies one vector of channels of neighbouring pixels. Returns whether all are finite.
+// Copies `channels` of each of `count` pixels, vector by vector: those of a vector of channels follow
+// each other, and those of the next one begin `plane` entries later.
 template <typename S, typename A>
-bool CopyPixels(const S* from, int64_t channels, int64_t lanes, int64_t count, A* to) {
+void CopyPixels(const S* from, int64_t stride, int64_t channels, int64_t count, A* to,
+                int64_t plane) {
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t c = 0;
+    A* vector = to + i * kLanes<A>;
+    for (; c + kLanes<A> <= channels; c += kLanes<A>, vector += plane) {
+      Store(Load(from + i * stride + c), vector);
+    }
+    if (c < channels) Store(LoadPartial(from + i * stride + c, channels - c), vector);
+  }
+}
+
+template <typename A>
+bool AreFinite(const A* entries, int64_t count) {
   Vec<A> differences = {};
-  if (lanes == kLanes<A>) {
-    for (int64_t i = 0; i < count; ++i) {
-      const Vec<A> v = Load(from + i * channels);
-      differences += v - v;
-      Store(v, to + i * kLanes<A>);
-    }
-  } else {
-    for (int64_t i = 0; i < count; ++i) {
-      const Vec<A> v = LoadPartial(from + i * channels, lanes);
-      differences += v - v;
-      Store(v, to + i * kLanes<A>);
-    }
+  for (int64_t i = 0; i < count; i += kLanes<A>) {
+    const Vec<A> v = Load(entries + i);
+    differences += v - v;
   }
   A sum = 0;
   for (int i = 0; i < kLanes<A>; ++i) sum += differences[i];
@@ -41,63 +46,85 @@ bool CopyPixels(const S* from, int64_t channels, int64_t lanes, int64_t count, A
 }
 
 // The lines of an image that the windows of some line cover, for each tap of the first dimension,
-// with what windows cover beyond both ends.
+// with what windows cover beyond both ends: for each vector of channels (taps, slots, width).
 template <typename S>
 struct Ring {
   using A = Arithmetic<S>;
 
-  // Lines of `width` pixels, from entry `first` of the image's lines on.
-  int64_t width, first;
-  int64_t slots;  // for each tap of the first dimension
+  int64_t width, first;  // a line has `width` pixels, from entry `first` of the image's lines on
+  int64_t taps0, slots;
   int64_t* held;  // the number of the line in each slot
   A* entries;
 
-  static int64_t Bytes(int64_t width, int64_t taps0, int64_t slots) {
+  static int64_t Bytes(int64_t width, int64_t taps0, int64_t slots, int64_t vectors) {
     return Aligned(taps0 * slots * sizeof(int64_t)) +
-           taps0 * slots * width * static_cast<int64_t>(kVectorBytes);
+           vectors * taps0 * slots * width * static_cast<int64_t>(kVectorBytes);
   }
 
   Ring(int64_t width, int64_t first, int64_t taps0, int64_t slots, void* memory)
-      : width(width), first(first), slots(slots), held(static_cast<int64_t*>(memory)) {
+      : width(width),
+        first(first),
+        taps0(taps0),
+        slots(slots),
+        held(static_cast<int64_t*>(memory)) {
     entries = reinterpret_cast<A*>(static_cast<char*>(memory) +
                                    Aligned(taps0 * slots * sizeof(int64_t)));
     for (int64_t i = 0; i < taps0 * slots; ++i) held[i] = -1;
   }
 
-  // Returns line `number` of an image and copies it if it is not there. `image` is the image at the
-  // first channel, `line` the number of the line in that.
+  // Entries between vectors of channels.
+  int64_t plane() const { return taps0 * slots * width * kLanes<A>; }
+
+  // Returns line `number` of an image, line `line` along the second dimension, and copies it if it
+  // is not there. `image` is the image at the first of `count` channels of all `channels`.
   const A* Get(int64_t tap0, int64_t line, int64_t number, const S* image, int64_t size,
-               int64_t channels, int64_t lanes) const {
+               int64_t channels, int64_t count) const {
     const int64_t slot = tap0 * slots + line % slots;
     A* to = entries + slot * width * kLanes<A>;
     if (held[slot] == number) return to;
     held[slot] = number;
     const int64_t low = Min(Max(0, -first), width);
     const int64_t high = Max(low, Min(width, size - first));
-    __builtin_memset(to, 0, low * kVectorBytes);
-    CopyPixels(image + (number * size + first + low) * channels, channels, lanes, high - low,
-               to + low * kLanes<A>);
-    __builtin_memset(to + high * kLanes<A>, 0, (width - high) * kVectorBytes);
+    for (int64_t c = 0; c < count; c += kLanes<A>) {
+      A* vector = to + c / kLanes<A> * plane();
+      __builtin_memset(vector, 0, low * kVectorBytes);
+      __builtin_memset(vector + high * kLanes<A>, 0, (width - high) * kVectorBytes);
+    }
+    CopyPixels(image + (number * size + first + low) * channels, channels, count, high - low,
+               to + low * kLanes<A>, plane());
     return to;
   }
 };
 
-// Taps of a line: entries of the source are `step` vectors apart, see Axis.
+// Lines of results that are computed for one vector of channels after the other.
+constexpr int kLines = 2;
+
+// A line of the source, and the entries of the kernel before those of its taps.
 template <typename A>
 struct LineOfTaps {
   const A* source;
+  int64_t kernel;
+};
+
+// All lines of a line of results, at one of the vectors of channels.
+template <typename A>
+struct Shifted {
+  const LineOfTaps<A>* lines;
+  int64_t count;
+  int64_t offset;  // of the entries of the source
   const A* kernel;
 };
 
 // Sums of products of `kPixels` neighbouring pixels.
 template <int kPixels, int kStep, typename A>
-JAXOPS_ALWAYS_INLINE void ConvolvePixels(const LineOfTaps<A>* lines, int64_t count, int64_t taps,
-                                         int64_t pixel, int64_t step, int64_t tap_step, A* sums) {
+JAXOPS_ALWAYS_INLINE void ConvolvePixels(const Shifted<A>& all, int64_t taps, int64_t pixel,
+                                         int64_t step, int64_t tap_step, A* sums,
+                                         int64_t stride) {
   if (kStep > 0) step = kStep;
   Vec<A> total[kPixels] = {};
-  for (int64_t l = 0; l < count; ++l) {
-    const A* source = lines[l].source + pixel * step * kLanes<A>;
-    const A* kernel = lines[l].kernel;
+  for (int64_t l = 0; l < all.count; ++l) {
+    const A* source = all.lines[l].source + all.offset + pixel * step * kLanes<A>;
+    const A* kernel = all.kernel + all.lines[l].kernel;
     for (int64_t tap = 0; tap < taps; ++tap) {
       const Vec<A> entry = Load(kernel);
 #pragma GCC unroll 8
@@ -109,42 +136,44 @@ JAXOPS_ALWAYS_INLINE void ConvolvePixels(const LineOfTaps<A>* lines, int64_t cou
     }
   }
 #pragma GCC unroll 8
-  for (int p = 0; p < kPixels; ++p) Store(total[p], sums + (pixel + p) * kLanes<A>);
+  for (int p = 0; p < kPixels; ++p) Store(total[p], sums + (pixel + p) * stride);
 }
 
 // All pixels of a line; the last ones of a tile of pixels may be computed twice.
 template <int kStep, typename A>
-void ConvolveLine(const LineOfTaps<A>* lines, int64_t count, int64_t taps, int64_t pixels,
-                  int64_t step, int64_t tap_step, A* sums) {
+void ConvolveLine(const Shifted<A>& all, int64_t taps, int64_t pixels, int64_t step,
+                  int64_t tap_step, A* sums, int64_t stride) {
   if (pixels >= 8) {
     for (int64_t p = 0; p < pixels; p += 8) {
-      ConvolvePixels<8, kStep>(lines, count, taps, Min(p, pixels - 8), step, tap_step, sums);
+      ConvolvePixels<8, kStep>(all, taps, Min(p, pixels - 8), step, tap_step, sums,
+                               stride);
     }
   } else if (pixels >= 4) {
     for (int64_t p = 0; p < pixels; p += 4) {
-      ConvolvePixels<4, kStep>(lines, count, taps, Min(p, pixels - 4), step, tap_step, sums);
+      ConvolvePixels<4, kStep>(all, taps, Min(p, pixels - 4), step, tap_step, sums,
+                               stride);
     }
   } else {
     for (int64_t p = 0; p < pixels; ++p) {
-      ConvolvePixels<1, kStep>(lines, count, taps, p, step, tap_step, sums);
+      ConvolvePixels<1, kStep>(all, taps, p, step, tap_step, sums, stride);
     }
   }
 }
 
 // The same, without products with what is outside of the image: for kernels that are not finite.
 template <typename A>
-void ConvolveInside(const LineOfTaps<A>* lines, int64_t count, const Axis& axis, A* sums) {
+void ConvolveInside(const Shifted<A>& all, const Axis& axis, A* sums, int64_t stride) {
   for (int64_t p = 0; p < axis.count; ++p) {
     Vec<A> total = {};
-    for (int64_t l = 0; l < count; ++l) {
+    for (int64_t l = 0; l < all.count; ++l) {
       for (int64_t tap = 0; tap < axis.taps; ++tap) {
         const int64_t at = p * axis.step + tap * axis.tap_step;
         if (axis.first + at < 0 || axis.first + at >= axis.size) continue;
-        total = MultiplyAdd(Load(lines[l].kernel + tap * kLanes<A>),
-                            Load(lines[l].source + at * kLanes<A>), total);
+        const Vec<A> entry = Load(all.kernel + all.lines[l].kernel + tap * kLanes<A>);
+        total = MultiplyAdd(entry, Load(all.lines[l].source + all.offset + at * kLanes<A>), total);
       }
     }
-    Store(total, sums + p * kLanes<A>);
+    Store(total, sums + p * stride);
   }
 }
 
@@ -155,119 +184,184 @@ int64_t Width(const Axis& axis) {
 int64_t Slots(const Axis& axis) { return Max(0, axis.taps - 1) * axis.tap_step + 1; }
 
 template <typename S>
-int64_t SpaceOf(const Product& product) {
+int64_t SpaceOf(const Product& product, int64_t vectors) {
   using A = Arithmetic<S>;
   const auto& [a0, a1, a2] = product.axes;
-  return Ring<S>::Bytes(Width(a2), a0.taps, Slots(a1)) +
-         Aligned((a0.taps * a1.taps + 1) * sizeof(LineOfTaps<A>)) +
-         (a0.taps * a1.taps * a2.taps + a2.count) * kVectorBytes;
+  return Ring<S>::Bytes(Width(a2), a0.taps, Slots(a1) + kLines - 1, vectors) +
+         Aligned((a0.taps * a1.taps + 1) * kLines * sizeof(LineOfTaps<A>)) +
+         (vectors * a0.taps * a1.taps * a2.taps + a2.count) * kVectorBytes;
 }
 
 template <typename S>
-void ConvolveTask(const Product& product, const Task& task, char* memory) {
+struct Convolver {
   using A = Arithmetic<S>;
-  const auto& [a0, a1, a2] = product.axes;
-  const int64_t lanes = Min(kLanes<A>, product.channels - task.channel);
-  const Ring<S> ring(Width(a2), a2.first, a0.taps, Slots(a1), memory);
-  memory += Ring<S>::Bytes(Width(a2), a0.taps, Slots(a1));
-  auto* lines = reinterpret_cast<LineOfTaps<A>*>(memory);
-  memory += Aligned((a0.taps * a1.taps + 1) * sizeof(LineOfTaps<A>));
-  A* kernel = reinterpret_cast<A*>(memory);
-  A* sums = kernel + a0.taps * a1.taps * a2.taps * kLanes<A>;
 
-  bool is_finite = true;
-  A* to = kernel;
-  for (int64_t j0 = 0; j0 < a0.taps; ++j0) {
-    for (int64_t j1 = 0; j1 < a1.taps; ++j1) {
-      for (int64_t j2 = 0; j2 < a2.taps; ++j2, to += kLanes<A>) {
-        const int64_t t0 = a0.kernel_first + j0 * a0.kernel_step;
-        const int64_t t1 = a1.kernel_first + j1 * a1.kernel_step;
-        const int64_t t2 = a2.kernel_first + j2 * a2.kernel_step;
-        const int64_t tap = (t0 * a1.kernel_taps + t1) * a2.kernel_taps + t2;
-        const S* from =
-            static_cast<const S*>(product.kernel) + tap * product.channels + task.channel;
-        is_finite &= CopyPixels(from, product.channels, lanes, 1, to);
+  const Product& product;
+  const Task& task;
+
+  // Copies the kernel (vectors, taps, lanes) in the order of the axes' taps.
+  void CopyKernel(int64_t channels, A* to) const {
+    const auto& [a0, a1, a2] = product.axes;
+    const int64_t plane = a0.taps * a1.taps * a2.taps * kLanes<A>;
+    for (int64_t j0 = 0; j0 < a0.taps; ++j0) {
+      for (int64_t j1 = 0; j1 < a1.taps; ++j1) {
+        for (int64_t j2 = 0; j2 < a2.taps; ++j2, to += kLanes<A>) {
+          const int64_t t0 = a0.kernel_first + j0 * a0.kernel_step;
+          const int64_t t1 = a1.kernel_first + j1 * a1.kernel_step;
+          const int64_t t2 = a2.kernel_first + j2 * a2.kernel_step;
+          const int64_t tap = (t0 * a1.kernel_taps + t1) * a2.kernel_taps + t2;
+          const S* from = static_cast<const S*>(product.kernel) + tap * product.channels;
+          CopyPixels(from + task.channel, product.channels, channels, 1, to, plane);
+        }
       }
     }
   }
 
-  const S* source = static_cast<const S*>(product.sources[task.image]) + task.channel;
-  const int64_t stride = a2.result_step * product.channels;
-  for (int64_t line = task.line_begin; line < task.line_end; ++line) {
-    const int64_t at0 = line / a1.count, at1 = line % a1.count;
+  // Finds the taps of a line of results that are in the image, and returns their number.
+  int64_t FindLines(const Ring<S>& ring, int64_t line, int64_t channels,
+                    LineOfTaps<A>* lines) const {
+    const auto& [a0, a1, a2] = product.axes;
+    const S* source = static_cast<const S*>(product.sources[task.image]) + task.channel;
     int64_t count = 0;
     for (int64_t j0 = 0; j0 < a0.taps; ++j0) {
-      const int64_t in0 = a0.first + at0 * a0.step + j0 * a0.tap_step;
+      const int64_t in0 = a0.first + line / a1.count * a0.step + j0 * a0.tap_step;
       if (in0 < 0 || in0 >= a0.size) continue;
       for (int64_t j1 = 0; j1 < a1.taps; ++j1) {
-        const int64_t in1 = a1.first + at1 * a1.step + j1 * a1.tap_step;
+        const int64_t in1 = a1.first + line % a1.count * a1.step + j1 * a1.tap_step;
         if (in1 < 0 || in1 >= a1.size) continue;
-        lines[count++] = {ring.Get(j0, in1, in0 * a1.size + in1, source, a2.size,
-                                   product.channels, lanes),
-                          kernel + (j0 * a1.taps + j1) * a2.taps * kLanes<A>};
+        const A* entries = ring.Get(j0, in1, in0 * a1.size + in1, source, a2.size,
+                                    product.channels, channels);
+        lines[count++] = {entries, (j0 * a1.taps + j1) * a2.taps * kLanes<A>};
       }
     }
-    const int64_t out0 = a0.result_first + at0 * a0.result_step;
-    const int64_t out1 = a1.result_first + at1 * a1.result_step;
-    const int64_t first = (out0 * a1.result_size + out1) * a2.result_size + a2.result_first;
-    void* result = EntryAt(product.results[task.image], first * product.channels + task.channel,
-                           product.finish.dtype);
-    if (!is_finite) {
-      ConvolveInside(lines, count, a2, sums);
-    } else if (a2.step == 1) {
-      ConvolveLine<1>(lines, count, a2.taps, a2.count, 1, a2.tap_step, sums);
-    } else if (a2.step == 2) {
-      ConvolveLine<2>(lines, count, a2.taps, a2.count, 2, a2.tap_step, sums);
-    } else {
-      ConvolveLine<0>(lines, count, a2.taps, a2.count, a2.step, a2.tap_step, sums);
-    }
-    FinishPixels(product.finish, sums, kLanes<A>, a2.count, task.channel, lanes, result, stride);
+    return count;
   }
-}
 
-int64_t ConvolveSpace(const Product& product) {
+  // Computes a line of results of one vector of channels.
+  void ConvolveVector(const Shifted<A>& taps, int64_t line, int64_t channel, int64_t lanes,
+                      bool is_finite, A* sums) const {
+    const auto& [a0, a1, a2] = product.axes;
+    const int64_t out0 = a0.result_first + line / a1.count * a0.result_step;
+    const int64_t out1 = a1.result_first + line % a1.count * a1.result_step;
+    const int64_t first = (out0 * a1.result_size + out1) * a2.result_size + a2.result_first;
+    void* result = EntryAt(product.results[task.image], first * product.channels + channel,
+                           product.finish.dtype);
+    const int64_t result_stride = a2.result_step * product.channels;
+    // Sums that are results are written there.
+    const bool is_direct = SizeOf(product.finish.dtype) == sizeof(A) && lanes == kLanes<A> &&
+                           product.finish.activation == Activation::kNone && !product.finish.bias;
+    A* to = is_direct ? static_cast<A*>(result) : sums;
+    const int64_t stride = is_direct ? result_stride : kLanes<A>;
+    if (!is_finite) {
+      ConvolveInside(taps, a2, to, stride);
+    } else if (a2.step == 1) {
+      ConvolveLine<1>(taps, a2.taps, a2.count, 1, a2.tap_step, to, stride);
+    } else {
+      ConvolveLine<0>(taps, a2.taps, a2.count, a2.step, a2.tap_step, to, stride);
+    }
+    if (is_direct) return;
+    FinishPixels(product.finish, sums, kLanes<A>, a2.count, channel, lanes, result, result_stride);
+  }
+
+  void Run(char* memory) const {
+    const auto& [a0, a1, a2] = product.axes;
+    const int64_t channels = Min(task.vectors * kLanes<A>, product.channels - task.channel);
+    const int64_t slots = Slots(a1) + kLines - 1;
+    const Ring<S> ring(Width(a2), a2.first, a0.taps, slots, memory);
+    memory += Ring<S>::Bytes(Width(a2), a0.taps, slots, task.vectors);
+    auto* lines = reinterpret_cast<LineOfTaps<A>*>(memory);
+    const int64_t max_lines = a0.taps * a1.taps + 1;
+    memory += Aligned(max_lines * kLines * sizeof(LineOfTaps<A>));
+    A* kernel = reinterpret_cast<A*>(memory);
+    const int64_t kernel_plane = a0.taps * a1.taps * a2.taps * kLanes<A>;
+    A* sums = kernel + task.vectors * kernel_plane;
+    CopyKernel(channels, kernel);
+    const bool is_finite = AreFinite(kernel, CeilDiv(channels, kLanes<A>) * kernel_plane);
+    for (int64_t line = task.line_begin; line < task.line_end;) {
+      // Neighbouring lines share most of the lines that they read.
+      int64_t counts[kLines];
+      int64_t block = 0;
+      do {
+        counts[block] = FindLines(ring, line + block, channels, lines + block * max_lines);
+        ++block;
+      } while (block < kLines && line + block < task.line_end && a1.step == 1 &&
+               (line + block) % a1.count != 0);
+      for (int64_t c = 0; c < channels; c += kLanes<A>) {
+        const int64_t vector = c / kLanes<A>;
+        for (int64_t i = 0; i < block; ++i) {
+          const Shifted<A> taps = {lines + i * max_lines, counts[i], vector * ring.plane(),
+                                   kernel + vector * kernel_plane};
+          ConvolveVector(taps, line + i, task.channel + c, Min(kLanes<A>, channels - c), is_finite,
+                         sums);
+        }
+      }
+      line += block;
+    }
+  }
+};
+
+int64_t ConvolveSpace(const Product& product, int64_t vectors) {
   int64_t bytes = 0;
   WithStorage(product.dtype, nullptr, 0,
-              [&]<typename S>(const S*) { bytes = SpaceOf<S>(product); });
+              [&]<typename S>(const S*) { bytes = SpaceOf<S>(product, vectors); });
   return bytes;
 }
 
 void Convolve(const Product& product, const Task& task, void* memory) {
   WithStorage(product.dtype, nullptr, 0, [&]<typename S>(const S*) {
-    ConvolveTask<S>(product, task, static_cast<char*>(memory));
+    Convolver<S>{product, task}.Run(static_cast<char*>(memory));
   });
 }
 
 // --- the kernel gradient -------------------------------------------------------------------------
 
-// Adds products of `count` cotangents with `kTaps` taps of a line.
-template <int kTaps, int kStep, typename A>
-void AddTaps(const A* source, const A* cotangent, int64_t count, int64_t step, int64_t tap_step,
-             A* sums) {
-  if (kStep > 0) step = kStep;
-  Vec<A> total[kTaps];
+// Adds products of `count` cotangents with `kTaps` taps of `kCount` lines.
+template <int kCount, int kTaps, typename A>
+void AddTaps(const A* const* lines, const A* cotangent, int64_t count, int64_t step,
+             int64_t tap_step, A* const* sums) {
+  Vec<A> total[kCount][kTaps];
+  const A* sources[kCount];
+#pragma GCC unroll 4
+  for (int l = 0; l < kCount; ++l) {
+    sources[l] = lines[l];
 #pragma GCC unroll 8
-  for (int tap = 0; tap < kTaps; ++tap) total[tap] = Load(sums + tap * kLanes<A>);
+    for (int tap = 0; tap < kTaps; ++tap) total[l][tap] = Load(sums[l] + tap * kLanes<A>);
+  }
   for (int64_t i = 0; i < count; ++i) {
     const Vec<A> entry = Load(cotangent);
+#pragma GCC unroll 4
+    for (int l = 0; l < kCount; ++l) {
 #pragma GCC unroll 8
-    for (int tap = 0; tap < kTaps; ++tap) {
-      total[tap] = MultiplyAdd(entry, Load(source + tap * tap_step * kLanes<A>), total[tap]);
+      for (int tap = 0; tap < kTaps; ++tap) {
+        const Vec<A> source = Load(sources[l] + tap * tap_step * kLanes<A>);
+        total[l][tap] = MultiplyAdd(entry, source, total[l][tap]);
+      }
+      sources[l] += step * kLanes<A>;
     }
-    source += step * kLanes<A>;
     cotangent += kLanes<A>;
   }
+#pragma GCC unroll 4
+  for (int l = 0; l < kCount; ++l) {
 #pragma GCC unroll 8
-  for (int tap = 0; tap < kTaps; ++tap) Store(total[tap], sums + tap * kLanes<A>);
+    for (int tap = 0; tap < kTaps; ++tap) Store(total[l][tap], sums[l] + tap * kLanes<A>);
+  }
 }
 
+// The same for any number of lines of `taps` taps, of which there are at most kMaxTaps.
 template <typename A>
-void AddSomeTaps(int64_t taps, const A* source, const A* cotangent, int64_t count, int64_t step,
-                 int64_t tap_step, A* sums) {
+void AddLines(const A* const* lines, int64_t line_count, int64_t taps, const A* cotangent,
+              int64_t count, int64_t step, int64_t tap_step, A* const* sums) {
   const auto add = [&](auto number) {
     constexpr int kTaps = decltype(number)::value;
-    if (tap_step == 1) return AddTaps<kTaps, 0>(source, cotangent, count, step, 1, sums);
-    AddTaps<kTaps, 0>(source, cotangent, count, step, tap_step, sums);
+    // Fewer sums would wait for each other.
+    constexpr int kCount = kTaps <= 3 ? 3 : kTaps <= 5 ? 2 : 1;
+    int64_t l = 0;
+    for (; l + kCount <= line_count; l += kCount) {
+      AddTaps<kCount, kTaps>(lines + l, cotangent, count, step, tap_step, sums + l);
+    }
+    for (; l < line_count && kCount > 1; ++l) {
+      AddTaps<1, kTaps>(lines + l, cotangent, count, step, tap_step, sums + l);
+    }
   };
   switch (taps) {
     case 1:
@@ -295,79 +389,121 @@ int64_t Width(const im2col::Window& window) {
 
 int64_t Slots(const im2col::Window& window) { return (window.taps - 1) * window.dilation + 1; }
 
+// Lines of taps of a line of cotangents that are added at a time.
+constexpr int kMaxLines = 32;
+
 template <typename S>
-int64_t GradSpaceOf(const GradProduct& product) {
+int64_t GradSpaceOf(const GradProduct& product, int64_t vectors) {
   const auto& [d0, d1, d2] = product.dims;
-  return Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1)) +
-         (d0.taps * d1.taps * d2.taps + d2.out) * kVectorBytes;
+  return Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1), vectors) +
+         vectors * (d0.taps * d1.taps * d2.taps + d2.out) * kVectorBytes;
 }
 
 template <typename S>
-void GradTaskOf(const GradProduct& product, const GradTask& task, char* memory,
-                Arithmetic<S>* result, int64_t stride) {
+struct GradSummer {
   using A = Arithmetic<S>;
-  const auto& [d0, d1, d2] = product.dims;
-  const int64_t lanes = Min(kLanes<A>, product.channels - task.channel);
-  const int64_t taps = d0.taps * d1.taps * d2.taps;
-  A* sums = reinterpret_cast<A*>(memory + Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1)));
-  A* cotangents = sums + taps * kLanes<A>;
-  for (int64_t i = 0; i < taps * kLanes<A>; ++i) sums[i] = 0;
-  for (int64_t line = task.line_begin; line < task.line_end;) {
-    const int64_t image = line / d1.out / d0.out;
-    const int64_t end = Min(task.line_end, (image + 1) * d0.out * d1.out);
-    const Ring<S> ring(Width(d2), -d2.low, d0.taps, Slots(d1), memory);
-    const S* source = static_cast<const S*>(product.sources[image]) + task.channel;
-    for (; line < end; ++line) {
-      const int64_t out1 = line % d1.out;
-      const int64_t out0 = line / d1.out % d0.out;
-      const S* from = static_cast<const S*>(product.cotangents[image]) + task.channel +
-                      (out0 * d1.out + out1) * d2.out * product.channels;
-      const bool is_finite = CopyPixels(from, product.channels, lanes, d2.out, cotangents);
-      for (int64_t t0 = 0; t0 < d0.taps; ++t0) {
-        const int64_t in0 = out0 * d0.stride + t0 * d0.dilation - d0.low;
-        if (in0 < 0 || in0 >= d0.in) continue;
-        for (int64_t t1 = 0; t1 < d1.taps; ++t1) {
-          const int64_t in1 = out1 * d1.stride + t1 * d1.dilation - d1.low;
-          if (in1 < 0 || in1 >= d1.in) continue;
-          const A* entries = ring.Get(t0, in1, in0 * d1.in + in1, source, d2.in,
-                                      product.channels, lanes);
-          A* to = sums + (t0 * d1.taps + t1) * d2.taps * kLanes<A>;
-          const int64_t per_loop = is_finite ? kMaxTaps : 1;
-          for (int64_t t2 = 0; t2 < d2.taps; t2 += per_loop) {
-            // Cotangents that are not finite are not multiplied by zeros of the padding.
-            int64_t low = 0, high = d2.out;
-            if (!is_finite) {
-              const int64_t first = t2 * d2.dilation - d2.low;
-              low = first < 0 ? CeilDiv(-first, d2.stride) : 0;
-              high = first < d2.in ? Min(high, CeilDiv(d2.in - first, d2.stride)) : 0;
-              if (low >= high) continue;
-            }
-            AddSomeTaps(Min(per_loop, d2.taps - t2),
-                        entries + (low * d2.stride + t2 * d2.dilation) * kLanes<A>,
-                        cotangents + low * kLanes<A>, high - low, d2.stride, d2.dilation,
-                        to + t2 * kLanes<A>);
-          }
-        }
+
+  const GradProduct& product;
+  const GradTask& task;
+
+  // Adds the products of a line of cotangents of one vector of channels.
+  void AddLine(const A* const* lines, A* const* sums, int64_t count, const A* cotangents) const {
+    const im2col::Window& window = product.dims[2];
+    const bool is_finite = AreFinite(cotangents, window.out * kLanes<A>);
+    const int64_t per_loop = is_finite ? kMaxTaps : 1;
+    for (int64_t tap = 0; tap < window.taps; tap += per_loop) {
+      // Cotangents that are not finite are not multiplied by zeros of the padding.
+      int64_t low = 0, high = window.out;
+      const int64_t first = tap * window.dilation - window.low;
+      if (!is_finite) {
+        low = first < 0 ? CeilDiv(-first, window.stride) : 0;
+        high = first < window.in ? Min(high, CeilDiv(window.in - first, window.stride)) : 0;
+        if (low >= high) continue;
+      }
+      const A* sources[kMaxLines];
+      A* to[kMaxLines];
+      for (int64_t i = 0; i < count; ++i) {
+        sources[i] = lines[i] + (low * window.stride + tap * window.dilation) * kLanes<A>;
+        to[i] = sums[i] + tap * kLanes<A>;
+      }
+      AddLines(sources, count, Min(per_loop, window.taps - tap), cotangents + low * kLanes<A>,
+               high - low, window.stride, window.dilation, to);
+    }
+  }
+
+  void Run(char* memory, A* result, int64_t stride) const {
+    const auto& [d0, d1, d2] = product.dims;
+    const int64_t channels = Min(task.vectors * kLanes<A>, product.channels - task.channel);
+    const int64_t plane = d0.taps * d1.taps * d2.taps * kLanes<A>;
+    A* sums = reinterpret_cast<A*>(
+        memory + Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1), task.vectors));
+    A* cotangents = sums + task.vectors * plane;
+    for (int64_t i = 0; i < task.vectors * plane; ++i) sums[i] = 0;
+    for (int64_t line = task.line_begin; line < task.line_end;) {
+      const int64_t image = line / d1.out / d0.out;
+      const int64_t end = Min(task.line_end, (image + 1) * d0.out * d1.out);
+      const Ring<S> ring(Width(d2), -d2.low, d0.taps, Slots(d1), memory);
+      for (; line < end; ++line) AddImageLine(ring, image, line, channels, cotangents, sums);
+    }
+    for (int64_t c = 0; c < channels; c += kLanes<A>) {
+      for (int64_t i = 0; i < plane; i += kLanes<A>) {
+        StoreUpTo(Load(sums + c / kLanes<A> * plane + i), result + i / kLanes<A> * stride + c,
+                  channels - c);
       }
     }
   }
-  for (int64_t tap = 0; tap < taps; ++tap) {
-    StoreUpTo(Load(sums + tap * kLanes<A>), result + tap * stride, lanes);
-  }
-}
 
-int64_t GradSpace(const GradProduct& product) {
+  void AddImageLine(const Ring<S>& ring, int64_t image, int64_t line, int64_t channels,
+                    A* cotangents, A* sums) const {
+    const auto& [d0, d1, d2] = product.dims;
+    const int64_t plane = d0.taps * d1.taps * d2.taps * kLanes<A>;
+    const int64_t out1 = line % d1.out;
+    const int64_t out0 = line / d1.out % d0.out;
+    const S* source = static_cast<const S*>(product.sources[image]) + task.channel;
+    const S* from = static_cast<const S*>(product.cotangents[image]) + task.channel +
+                    (out0 * d1.out + out1) * d2.out * product.channels;
+    CopyPixels(from, product.channels, channels, d2.out, cotangents, d2.out * kLanes<A>);
+    const A* lines[kMaxLines];
+    A* to[kMaxLines];
+    int64_t count = 0;
+    const auto add = [&] {
+      for (int64_t c = 0; c < channels; c += kLanes<A>) {
+        AddLine(lines, to, count, cotangents + c * d2.out);
+        for (int64_t i = 0; i < count; ++i) {
+          lines[i] += ring.plane();
+          to[i] += plane;
+        }
+      }
+      count = 0;
+    };
+    for (int64_t t0 = 0; t0 < d0.taps; ++t0) {
+      const int64_t in0 = out0 * d0.stride + t0 * d0.dilation - d0.low;
+      if (in0 < 0 || in0 >= d0.in) continue;
+      for (int64_t t1 = 0; t1 < d1.taps; ++t1) {
+        const int64_t in1 = out1 * d1.stride + t1 * d1.dilation - d1.low;
+        if (in1 < 0 || in1 >= d1.in) continue;
+        lines[count] = ring.Get(t0, in1, in0 * d1.in + in1, source, d2.in, product.channels,
+                                channels);
+        to[count] = sums + (t0 * d1.taps + t1) * d2.taps * kLanes<A>;
+        if (++count == kMaxLines) add();
+      }
+    }
+    if (count > 0) add();
+  }
+};
+
+int64_t GradSpace(const GradProduct& product, int64_t vectors) {
   int64_t bytes = 0;
   WithStorage(product.dtype, nullptr, 0,
-              [&]<typename S>(const S*) { bytes = GradSpaceOf<S>(product); });
+              [&]<typename S>(const S*) { bytes = GradSpaceOf<S>(product, vectors); });
   return bytes;
 }
 
 void Grad(const GradProduct& product, const GradTask& task, void* memory, void* sums,
           int64_t stride) {
   WithStorage(product.dtype, nullptr, 0, [&]<typename S>(const S*) {
-    GradTaskOf<S>(product, task, static_cast<char*>(memory),
-                  static_cast<Arithmetic<S>*>(sums), stride);
+    GradSummer<S>{product, task}.Run(static_cast<char*>(memory),
+                                     static_cast<Arithmetic<S>*>(sums), stride);
   });
 }
 

@@ -1,8 +1,8 @@
 // The vectorised inner parts of depthwise convolution, built once per instruction set.
 //
-// A task has one vector of channels. It copies the lines of an image that its windows cover, with
-// their padding, to a ring that stays in the first cache, and has the sums of neighbouring pixels,
-// or of the taps of a line in the kernel gradient, in registers.
+// A task has some vectors of channels. It copies the lines of an image that its windows cover, with
+// their padding, vector by vector to a ring that stays in a cache, and has the sums of neighbouring
+// pixels, or of taps in the kernel gradient, in registers.
 #ifndef JAXOPS_CPU_CONV_DEPTHWISE_KERNELS_H_
 #define JAXOPS_CPU_CONV_DEPTHWISE_KERNELS_H_
 
@@ -26,10 +26,12 @@ struct Product {
   const void* kernel;  // (taps..., channels), of `dtype`
 };
 
-// Lines [begin, end) of the results of an image, by one vector of channels.
+// Lines [begin, end) of the results of an image, by some whole vectors of channels, of which the
+// last one may end beyond the channels.
 struct Task {
   int64_t image;
   int64_t channel;
+  int64_t vectors;
   int64_t line_begin, line_end;  // first and second dimension
 };
 
@@ -44,15 +46,16 @@ struct GradProduct {
 // The same for the kernel gradient, of lines of all images.
 struct GradTask {
   int64_t channel;
+  int64_t vectors;
   int64_t line_begin, line_end;  // image, first and second dimension
 };
 
 struct Kernels {
   int64_t vector_bytes;
-  int64_t (*convolve_space)(const Product& product);
+  int64_t (*convolve_space)(const Product& product, int64_t vectors);
   void (*convolve)(const Product& product, const Task& task, void* space);
-  int64_t (*grad_space)(const GradProduct& product);
-  // Writes sums (taps, lanes), `stride` entries apart.
+  int64_t (*grad_space)(const GradProduct& product, int64_t vectors);
+  // Writes sums (taps, channels of the task), `stride` entries apart.
   void (*grad)(const GradProduct& product, const GradTask& task, void* space, void* sums,
                int64_t stride);
 };

@@ -27,7 +27,28 @@ int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The arithmetic type of entries, and how many of them are multiplied at a time.
+// An entry in all lanes. Its sum with zeros would be another operation, because of the sign of zero.
+JAXOPS_ALWAYS_INLINE Vec<float> Broadcast(float entry) {
+#if defined(__AVX512F__)
+  return BitCast<Vec<float>>(_mm512_set1_ps(entry));
+#elif defined(__AVX2__)
+  return BitCast<Vec<float>>(_mm256_set1_ps(entry));
+#else
+  return Vec<float>{entry, entry, entry, entry};
+#endif
+}
+
+JAXOPS_ALWAYS_INLINE Vec<double> Broadcast(double entry) {
+#if defined(__AVX512F__)
+  return BitCast<Vec<double>>(_mm512_set1_pd(entry));
+#elif defined(__AVX2__)
+  return BitCast<Vec<double>>(_mm256_set1_pd(entry));
+#else
+  return Vec<double>{entry, entry};
+#endif
+}
+
+// How many entries are multiplied at a time.
 template <typename E>
 inline constexpr int kPair = sizeof(E) == sizeof(uint16_t) ? 2 : 1;
 
@@ -47,51 +68,59 @@ struct Segment {
 
 bool MultipliesPairs() { return __builtin_cpu_supports("avx512bf16"); }
 
+// Adds the products of a pair of entries of each pixel.
+template <int kPixels, int kVectors>
+JAXOPS_ALWAYS_INLINE JAXOPS_PAIRS_TARGET void AddPair(const BFloat* kernel, const int32_t* pairs,
+                                                      __m512 (*total)[kVectors]) {
+  __m512i entries[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) entries[v] = _mm512_loadu_si512(kernel + 2 * v * kLanes<float>);
+#pragma GCC unroll 16
+  for (int p = 0; p < kPixels; ++p) {
+    const __m512i pair = _mm512_set1_epi32(pairs[p]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      total[p][v] = _mm512_dpbf16_ps(total[p][v], (__m512bh)pair, (__m512bh)entries[v]);
+    }
+  }
+}
+
 template <int kPixels, int kVectors>
 JAXOPS_PAIRS_TARGET void AddPairs(const Segment<BFloat>* segments, int64_t count, bool adds,
                                   float* sums) {
   constexpr int kWidth = kVectors * kLanes<float>;
   __m512 total[kPixels][kVectors];
+#pragma GCC unroll 16
   for (int p = 0; p < kPixels; ++p) {
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      total[p][v] = _mm512_setzero_ps();
-      if (adds) total[p][v] = _mm512_loadu_ps(sums + p * kWidth + v * kLanes<float>);
+      total[p][v] = adds ? _mm512_loadu_ps(sums + p * kWidth + v * kLanes<float>)
+                         : _mm512_setzero_ps();
     }
   }
   for (int64_t s = 0; s < count; ++s) {
-    const Segment<BFloat>& segment = segments[s];
-    const BFloat* kernel = segment.kernel;
+    const BFloat* kernel = segments[s].kernel;
     const BFloat* source[kPixels];
-    for (int p = 0; p < kPixels; ++p) source[p] = segment.source[p];
-    const auto add = [&](auto load) __attribute__((always_inline)) JAXOPS_PAIRS_TARGET {
-      __m512i entries[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        entries[v] = _mm512_loadu_si512(kernel + 2 * v * kLanes<float>);
-      }
-      for (int p = 0; p < kPixels; ++p) {
-        const __m512i pair = _mm512_set1_epi32(load(source[p]));
-        for (int v = 0; v < kVectors; ++v) {
-          total[p][v] = _mm512_dpbf16_ps(total[p][v], (__m512bh)pair, (__m512bh)entries[v]);
-        }
-      }
-      kernel += 2 * kWidth;
-    };
-    for (int64_t i = 0; i + 2 <= segment.length; i += 2) {
-      add([i](const BFloat* from) __attribute__((always_inline)) {
-        int32_t pair;
-        __builtin_memcpy(&pair, from + i, sizeof(pair));
-        return pair;
-      });
+#pragma GCC unroll 16
+    for (int p = 0; p < kPixels; ++p) source[p] = segments[s].source[p];
+    const int64_t length = segments[s].length;
+    int32_t pairs[kPixels];
+    int64_t i = 0;
+    for (; i + 2 <= length; i += 2, kernel += 2 * kWidth) {
+#pragma GCC unroll 16
+      for (int p = 0; p < kPixels; ++p) __builtin_memcpy(&pairs[p], source[p] + i, sizeof(pairs[p]));
+      AddPair<kPixels, kVectors>(kernel, pairs, total);
     }
-    // The entry after the last one may be NaN.
-    if (segment.length % 2) {
-      const int64_t last = segment.length - 1;
-      add([last](const BFloat* from) __attribute__((always_inline)) {
-        return static_cast<int32_t>(static_cast<uint16_t>(from[last]));
-      });
+    if (i < length) {
+      // The entry after the last one may be NaN.
+#pragma GCC unroll 16
+      for (int p = 0; p < kPixels; ++p) pairs[p] = static_cast<uint16_t>(source[p][i]);
+      AddPair<kPixels, kVectors>(kernel, pairs, total);
     }
   }
+#pragma GCC unroll 16
   for (int p = 0; p < kPixels; ++p) {
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       _mm512_storeu_ps(sums + p * kWidth + v * kLanes<float>, total[p][v]);
     }
@@ -126,7 +155,7 @@ void AddProducts(const Segment<A>* segments, int64_t count, bool adds, A* sums) 
       for (int v = 0; v < kVectors; ++v) entries[v] = Load(kernel + v * kLanes<A>);
 #pragma GCC unroll 16
       for (int p = 0; p < kPixels; ++p) {
-        const Vec<A> entry = Vec<A>{} + source[p][i];
+        const Vec<A> entry = Broadcast(source[p][i]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
           total[p][v] = MultiplyAdd(entry, entries[v], total[p][v]);
@@ -153,7 +182,7 @@ JAXOPS_ALWAYS_INLINE void Add(const Segment<E>* segments, int64_t count, bool ad
   }
 }
 
-// A pixel of the result: its image, its place there, and the entry of its first tap.
+// A pixel of the result: its image, and its place there.
 struct Pixel {
   int64_t image;
   int64_t at[im2col::kMaxDims];
@@ -176,6 +205,19 @@ JAXOPS_ALWAYS_INLINE void Advance(const Axis* axes, Pixel& pixel) {
   }
   ++pixel.image;
 }
+
+// The entry of the source at the first tap of a pixel, which may be outside of the image.
+template <typename E>
+struct Entry {
+  const E* image;
+  int64_t offset;
+  int64_t in[im2col::kMaxDims];
+};
+
+// The taps of a segment, or its first ones.
+struct Taps {
+  int64_t at[im2col::kMaxDims];
+};
 
 // The memory of a task.
 template <typename E>
@@ -233,88 +275,134 @@ struct Multiplier {
     return static_cast<const E*>(panel.packed) + (index * rows + first) * kWidth;
   }
 
-  // Returns the entries at the taps of the first two dimensions, or null outside of the image.
-  const E* LineAt(const Pixel& pixel, int64_t tap0, int64_t tap1) const {
+  Entry<E> EntryOf(const Pixel& pixel) const {
     const Axis* axes = product.axes;
-    const int64_t in0 = axes[0].first + pixel.at[0] * axes[0].step + tap0 * axes[0].tap_step;
-    const int64_t in1 = axes[1].first + pixel.at[1] * axes[1].step + tap1 * axes[1].tap_step;
-    if (in0 < 0 || in0 >= axes[0].size || in1 < 0 || in1 >= axes[1].size) return nullptr;
-    return static_cast<const E*>(product.sources[pixel.image]) +
-           (in0 * axes[1].size + in1) * axes[2].size * product.source_channels +
-           panel.group * product.fan;
+    Entry<E> entry = {};
+    entry.image = static_cast<const E*>(product.sources[pixel.image]) + panel.group * product.fan;
+    for (int d = 0; d < im2col::kMaxDims; ++d) {
+      entry.in[d] = axes[d].first + pixel.at[d] * axes[d].step;
+      entry.offset = entry.offset * axes[d].size + entry.in[d];
+    }
+    entry.offset *= product.source_channels;
+    return entry;
   }
 
-  // Finds the entries of a segment that are in the image: [low, high) of it, from which `from`
-  // points to the first one of the segment.
-  const E* Find(const Pixel& pixel, int64_t index, int64_t& low, int64_t& high) const {
-    const Axis* axes = product.axes;
-    const int64_t per_line = product.is_merged ? 1 : axes[2].taps;
-    const int64_t tap2 = index % per_line;
+  Taps TapsOf(int64_t index) const {
+    const int64_t per_line = product.is_merged ? 1 : product.axes[2].taps;
     const int64_t line = index / per_line;
-    const E* from = LineAt(pixel, line / axes[1].taps, line % axes[1].taps);
+    return {line / product.axes[1].taps, line % product.axes[1].taps, index % per_line};
+  }
+
+  void NextTaps(Taps& taps) const {
+    if (!product.is_merged && ++taps.at[2] < product.axes[2].taps) return;
+    taps.at[2] = 0;
+    if (++taps.at[1] < product.axes[1].taps) return;
+    taps.at[1] = 0;
+    ++taps.at[0];
+  }
+
+  // Entries of the source between the first tap and these.
+  int64_t OffsetOf(const Taps& taps) const {
+    int64_t offset = 0;
+    for (int d = 0; d < im2col::kMaxDims; ++d) {
+      offset = offset * product.axes[d].size + taps.at[d] * product.axes[d].tap_step;
+    }
+    return offset * product.source_channels;
+  }
+
+  // Whether an image has all taps of a pixel.
+  bool IsInside(const Entry<E>& entry) const {
+    bool is_inside = true;
+    for (int d = 0; d < im2col::kMaxDims; ++d) {
+      const Axis& axis = product.axes[d];
+      is_inside &= entry.in[d] >= 0 && entry.in[d] + (axis.taps - 1) * axis.tap_step < axis.size;
+    }
+    return is_inside;
+  }
+
+  // Finds the entries [low, high) of a segment that are in the image.
+  void Find(const Entry<E>& entry, const Taps& taps, int64_t& low, int64_t& high) const {
+    const Axis* axes = product.axes;
+    int64_t in[im2col::kMaxDims];
+    for (int d = 0; d < im2col::kMaxDims; ++d) {
+      in[d] = entry.in[d] + taps.at[d] * axes[d].tap_step;
+    }
     low = high = 0;
-    if (from == nullptr) return space.zeros;
-    const int64_t in2 = axes[2].first + pixel.at[2] * axes[2].step + tap2 * axes[2].tap_step;
+    if (in[0] < 0 || in[0] >= axes[0].size || in[1] < 0 || in[1] >= axes[1].size) return;
     if (product.is_merged) {
-      low = Min(Max(0, -in2), axes[2].taps) * product.fan;
-      high = Max(low, Min(axes[2].taps, axes[2].size - in2) * product.fan);
-    } else if (0 <= in2 && in2 < axes[2].size) {
+      low = Min(Max(0, -in[2]), axes[2].taps) * product.fan;
+      high = Max(low, Min(axes[2].taps, axes[2].size - in[2]) * product.fan);
+    } else if (0 <= in[2] && in[2] < axes[2].size) {
       high = product.fan;
     }
-    return from + in2 * product.source_channels;
   }
 
   // Adds segments [begin, end) of a tile whose kernel is finite: what is outside is zeros.
-  void AddTile(const Pixel* pixels, int64_t begin, int64_t end, A* sums) const {
+  void AddTile(const Entry<E>* entries, int64_t begin, int64_t end, A* sums) const {
     const int64_t length = product.segment();
     Segment<E>* segments = space.segments;
     E* copy = space.copies;
     int64_t count = 0;
-    for (int64_t index = begin; index < end; ++index) {
+    bool are_inside = true;
+    for (int p = 0; p < kPixels; ++p) are_inside &= IsInside(entries[p]);
+    Taps taps = TapsOf(begin);
+    for (int64_t index = begin; index < end; ++index, NextTaps(taps)) {
       Segment<E>& segment = segments[count];
       segment.kernel = KernelAt(index);
       segment.length = length;
-      bool is_inside = false;
+      const int64_t offset = OffsetOf(taps);
+      if (are_inside) {
+        for (int p = 0; p < kPixels; ++p) {
+          segment.source[p] = entries[p].image + (entries[p].offset + offset);
+        }
+        ++count;
+        continue;
+      }
+      bool has_entries = false;
       for (int p = 0; p < kPixels; ++p) {
         int64_t low, high;
-        const E* from = Find(pixels[p], index, low, high);
-        is_inside |= low < high;
+        Find(entries[p], taps, low, high);
+        has_entries |= low < high;
+        const E* image = entries[p].image;
+        const int64_t at = entries[p].offset + offset;
         if (high - low == length) {
-          segment.source[p] = from;
+          segment.source[p] = image + at;
         } else if (low == high) {
           segment.source[p] = space.zeros;
         } else {
           __builtin_memset(copy, 0, low * sizeof(E));
-          __builtin_memcpy(copy + low, from + low, (high - low) * sizeof(E));
+          __builtin_memcpy(copy + low, image + (at + low), (high - low) * sizeof(E));
           __builtin_memset(copy + high, 0, (length - high) * sizeof(E));
           segment.source[p] = copy;
           copy += length;
         }
       }
-      count += is_inside;
+      count += has_entries;
     }
     Add<kPixels, kVectors>(segments, count, begin > 0, sums);
   }
 
   // Adds segments [begin, end) of a pixel, and no products with what is outside of the image.
-  void AddPixel(const Pixel& pixel, int64_t begin, int64_t end, A* sums) const {
+  void AddPixel(const Entry<E>& entry, int64_t begin, int64_t end, A* sums) const {
     Segment<E>* segments = space.segments;
     E* copy = space.copies;
     int64_t count = 0;
-    for (int64_t index = begin; index < end; ++index) {
+    Taps taps = TapsOf(begin);
+    for (int64_t index = begin; index < end; ++index, NextTaps(taps)) {
       int64_t low, high;
-      const E* from = Find(pixel, index, low, high);
+      Find(entry, taps, low, high);
       if (low == high) continue;
+      const int64_t at = entry.offset + OffsetOf(taps);
       const E* kernel = KernelAt(index, low / kPair<E> * kPair<E>);
       if (low % kPair<E> != 0) {
-        // The first one of a pair is outside: the pair of the second one follows a zero entry, and
+        // The first one of a pair is outside: the row of the second one follows a zero entry, and
         // the kernel is not finite, so its own row would not do.
-        segments[count++] = {OddRow(index, low, copy), 1, {from + low}};
+        segments[count++] = {OddRow(index, low, copy), 1, {entry.image + (at + low)}};
         copy += 2 * kWidth;
         kernel += 2 * kWidth;
         ++low;
       }
-      if (low < high) segments[count++] = {kernel, high - low, {from + low}};
+      if (low < high) segments[count++] = {kernel, high - low, {entry.image + (at + low)}};
     }
     Add<1, kVectors>(segments, count, begin > 0, sums);
   }
@@ -345,11 +433,13 @@ struct Multiplier {
           pixels[p] = pixels[p - 1];
           if (p < count) Advance(product.axes, pixels[p]);
         }
+        Entry<E> entries[kPixels];
+        for (int p = 0; p < kPixels; ++p) entries[p] = EntryOf(pixels[p]);
         A* sums = space.sums + (tile - tile_begin) * kPixels * kWidth;
         if (panel.is_finite) {
-          AddTile(pixels, begin, end, sums);
+          AddTile(entries, begin, end, sums);
         } else {
-          for (int64_t p = 0; p < count; ++p) AddPixel(pixels[p], begin, end, sums + p * kWidth);
+          for (int64_t p = 0; p < count; ++p) AddPixel(entries[p], begin, end, sums + p * kWidth);
         }
         if (begin + per_block >= segments) Finish(pixels, count, sums);
       }
@@ -546,7 +636,7 @@ void AddLines(const Line<A>* lines, int64_t count, int64_t source_step, int64_t 
       for (int v = 0; v < kVectors; ++v) entries[v] = Load(cotangent + v * kLanes<A>);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Vec<A> entry = Vec<A>{} + source[r];
+        const Vec<A> entry = Broadcast(source[r]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
           total[r][v] = MultiplyAdd(entry, entries[v], total[r][v]);
