@@ -1,6 +1,7 @@
 // Convolution on the host: how its work is divided.
 //
-// Depthwise convolutions are sums of vectors of channels. All others are matrix products of the
+// Depthwise convolutions and those of small groups are sums of vectors of channels. All others are
+// matrix products of the
 // segments that windows cover, see `conv_kernels.h`, with one kernel of packed columns. How sums
 // are cut depends on sizes alone, so that results have the same bits with any number of threads.
 #include "cpu/conv.h"
@@ -154,8 +155,10 @@ void ForEachPhase(const Call& call, bool is_forward, F f) {
   }
 }
 
-bool IsDepthwise(const Call& call) {
-  return call.channels == call.groups && call.outputs == call.groups;
+// Whether groups are too small to be matrix products: their channels are lanes of vectors.
+bool AreGroupsSmall(const Call& call) {
+  constexpr int64_t kMaxFan = 8;
+  return std::max(call.channels, call.outputs) <= kMaxFan * call.groups && call.groups > 1;
 }
 
 // --- depthwise -----------------------------------------------------------------------------------
@@ -179,19 +182,28 @@ void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& par
   depthwise::Product product = {};
   product.sources = call.images.data();
   product.results = call.results.data();
-  product.channels = call.channels;
+  const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
+  product.channels = is_forward ? call.outputs : call.channels;
+  product.fan = is_forward ? fan_in : fan_out;
+  product.columns = is_forward ? fan_out : fan_in;
   product.dtype = call.dtype;
   product.finish = {call.result_dtype, call.activation, call.bias};
   product.kernel = call.kernel;
+  product.tap_stride = fan_in * call.outputs;
+  product.fan_stride = is_forward ? call.outputs : 1;
+  product.column_stride = is_forward ? 1 : call.outputs;
+  product.group_stride = fan_out;
   ForEachPhase(call, is_forward, [&](const Axis(&axes)[kMaxDims]) {
     std::copy_n(axes, kMaxDims, product.axes);
     const auto& [a0, a1, a2] = axes;
     const int64_t lines = a0.count * a1.count;
     if (lines * a2.count == 0) return;
     const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
-    const ChannelBlocks blocks(call.channels, lanes,
-                               a2.count * a2.step * a0.taps * (a1.taps + 1) * kernels.vector_bytes);
-    const int64_t line_vectors = blocks.vectors * a2.count * (a0.taps * a1.taps * a2.taps + 1);
+    const int64_t width = a2.count * a2.step * product.fan;
+    const ChannelBlocks blocks(product.channels, lanes,
+                               width * a0.taps * (a1.taps + 1) * kernels.vector_bytes);
+    const int64_t line_vectors =
+        blocks.vectors * a2.count * (product.fan * a0.taps * a1.taps * a2.taps + 1);
     // A task copies the lines before its first one again.
     const int64_t per_task = std::clamp<int64_t>(kTaskVectors / line_vectors,
                                                  std::min(lines, 4 * a1.taps), lines);
@@ -228,18 +240,21 @@ void DepthwiseKernelGrad(const Call& call, const ParallelFor& parallel_for) {
   std::copy_n(call.dims, kMaxDims, product.dims);
   product.sources = call.images.data();
   product.cotangents = call.cotangents.data();
-  product.channels = call.channels;
+  product.channels = call.outputs;
+  product.fan = call.channels / call.groups;
+  product.columns = call.outputs / call.groups;
   product.dtype = call.dtype;
   const DType wide = SumType(call.dtype);
   const int64_t lanes = kernels.vector_bytes / SizeOf(wide);
   const auto& [d0, d1, d2] = call.dims;
-  const ChannelBlocks blocks(call.channels, lanes,
-                             d2.out * d2.stride * d0.taps * (d1.taps + 1) * kernels.vector_bytes);
+  const int64_t width = d2.out * d2.stride * product.fan;
+  const ChannelBlocks blocks(call.outputs, lanes,
+                             width * d0.taps * (d1.taps + 1) * kernels.vector_bytes);
   const int64_t images = call.images.size();
   const int64_t lines = images * d0.out * d1.out;
   const auto [parts, per_part] =
-      CutLines(lines, d2.out * call.taps() * blocks.vectors, blocks.count);
-  const int64_t size = call.taps() * call.channels;
+      CutLines(lines, d2.out * product.fan * call.taps() * blocks.vectors, blocks.count);
+  const int64_t size = call.taps() * product.fan * call.outputs;
   const Memory sums(parts * size * SizeOf(wide));
   RunTasks(blocks.count * parts, parallel_for, [&](int64_t i) {
     const int64_t part = i % parts, channel = i / parts * blocks.vectors * lanes;
@@ -247,7 +262,7 @@ void DepthwiseKernelGrad(const Call& call, const ParallelFor& parallel_for) {
                                       std::min(lines, (part + 1) * per_part)};
     const Memory space(kernels.grad_space(product, blocks.vectors));
     kernels.grad(product, task, space.get(), At(sums.get(), part * size + channel, wide),
-                 call.channels);
+                 call.outputs);
   });
   BestKernels().add_parts(wide, sums.get(), parts, size, 1, size, size, call.result_dtype,
                           call.results[0]);
@@ -428,7 +443,7 @@ void ForEachCall(const Calls& calls, const ParallelFor& parallel_for, F run) {
 
 void Convolve(const Calls& calls, bool is_forward, const ParallelFor& parallel_for) {
   ForEachCall(calls, parallel_for, [&](const Call& call, const ParallelFor& threads) {
-    if (IsDepthwise(call)) {
+    if (AreGroupsSmall(call)) {
       ConvolveDepthwise(call, is_forward, threads);
     } else {
       Multiply(call, is_forward, threads);
@@ -449,7 +464,7 @@ void RunInputGrad(const Calls& calls, const ParallelFor& parallel_for) {
 void RunKernelGrad(const Calls& calls, const ParallelFor& parallel_for) {
   ForEachCall(calls, parallel_for, [&](const Call& call, const ParallelFor& threads) {
     if (call.taps() * call.channels * call.outputs == 0) return;
-    if (IsDepthwise(call)) {
+    if (AreGroupsSmall(call)) {
       DepthwiseKernelGrad(call, threads);
     } else {
       MultiplyGrad(call, threads);

@@ -10,6 +10,9 @@ namespace {
 
 using namespace jaxops::conv::cpu::JAXOPS_ISA;
 
+// Long functions with several callers are compiled once.
+#define JAXOPS_NEVER_INLINE __attribute__((noinline))
+
 // Taps of a line whose sums are in registers at a time.
 constexpr int kMaxTaps = 8;
 
@@ -21,7 +24,7 @@ int64_t Aligned(int64_t bytes) { return CeilDiv(bytes, 64) * 64; }
 // Copies `channels` of each of `count` pixels, vector by vector: those of a vector of channels follow
 // each other, and those of the next one begin `plane` entries later.
 template <typename S, typename A>
-void CopyPixels(const S* from, int64_t stride, int64_t channels, int64_t count, A* to,
+JAXOPS_NEVER_INLINE void CopyPixels(const S* from, int64_t stride, int64_t channels, int64_t count, A* to,
                 int64_t plane) {
   for (int64_t i = 0; i < count; ++i) {
     int64_t c = 0;
@@ -30,6 +33,37 @@ void CopyPixels(const S* from, int64_t stride, int64_t channels, int64_t count, 
       Store(Load(from + i * stride + c), vector);
     }
     if (c < channels) Store(LoadPartial(from + i * stride + c, channels - c), vector);
+  }
+}
+
+// Copies channel `member` of the group of each of some result channels, from pixels of `stride`
+// channels: see the header.
+template <typename S, typename A>
+JAXOPS_NEVER_INLINE void SpreadPixels(const S* from, int64_t stride, int64_t fan, int64_t columns, int64_t member,
+                  int64_t channel, int64_t lanes, int64_t count, A* to) {
+  int32_t sources[kLanes<A>] = {};
+  for (int64_t i = 0; i < lanes; ++i) {
+    sources[i] = static_cast<int32_t>(((channel + i) / columns - channel / columns) * fan + member);
+  }
+  from += channel / columns * fan;
+#if defined(__AVX512F__)
+  // All sources of a vector are among as many neighbouring channels.
+  if constexpr (sizeof(A) == sizeof(float)) {
+    if (lanes == kLanes<A> && sources[kLanes<A> - 1] < kLanes<A> &&
+        channel / columns * fan + kLanes<A> <= stride) {
+      const __m512i order = _mm512_loadu_si512(sources);
+      for (int64_t i = 0; i < count; ++i) {
+        const __m512 v = BitCast<__m512>(Load(from + i * stride));
+        Store(BitCast<Vec<A>>(_mm512_maskz_permutexvar_ps(0xffff, order, v)), to + i * kLanes<A>);
+      }
+      return;
+    }
+  }
+#endif
+  for (int64_t i = 0; i < count; ++i) {
+    S entries[kLanes<A>] = {};
+    for (int64_t lane = 0; lane < lanes; ++lane) entries[lane] = from[i * stride + sources[lane]];
+    Store(Load(entries), to + i * kLanes<A>);
   }
 }
 
@@ -46,53 +80,69 @@ bool AreFinite(const A* entries, int64_t count) {
 }
 
 // The lines of an image that the windows of some line cover, for each tap of the first dimension,
-// with what windows cover beyond both ends: for each vector of channels (taps, slots, width).
+// with what windows cover beyond both ends: for each vector of channels and each source channel of
+// a group (taps, slots, width).
 template <typename S>
 struct Ring {
   using A = Arithmetic<S>;
 
   int64_t width, first;  // a line has `width` pixels, from entry `first` of the image's lines on
   int64_t taps0, slots;
+  int64_t fan, columns;
   int64_t* held;  // the number of the line in each slot
   A* entries;
 
-  static int64_t Bytes(int64_t width, int64_t taps0, int64_t slots, int64_t vectors) {
+  static int64_t Bytes(int64_t width, int64_t taps0, int64_t slots, int64_t planes) {
     return Aligned(taps0 * slots * sizeof(int64_t)) +
-           vectors * taps0 * slots * width * static_cast<int64_t>(kVectorBytes);
+           planes * taps0 * slots * width * static_cast<int64_t>(kVectorBytes);
   }
 
-  Ring(int64_t width, int64_t first, int64_t taps0, int64_t slots, void* memory)
+  Ring(int64_t width, int64_t first, int64_t taps0, int64_t slots, int64_t fan, int64_t columns,
+       void* memory)
       : width(width),
         first(first),
         taps0(taps0),
         slots(slots),
+        fan(fan),
+        columns(columns),
         held(static_cast<int64_t*>(memory)) {
     entries = reinterpret_cast<A*>(static_cast<char*>(memory) +
                                    Aligned(taps0 * slots * sizeof(int64_t)));
     for (int64_t i = 0; i < taps0 * slots; ++i) held[i] = -1;
   }
 
-  // Entries between vectors of channels.
+  // Entries between source channels of a group; vectors of channels are `fan` such planes apart.
   int64_t plane() const { return taps0 * slots * width * kLanes<A>; }
 
   // Returns line `number` of an image, line `line` along the second dimension, and copies it if it
-  // is not there. `image` is the image at the first of `count` channels of all `channels`.
-  const A* Get(int64_t tap0, int64_t line, int64_t number, const S* image, int64_t size,
-               int64_t channels, int64_t count) const {
+  // is not there, for result channels [channel, channel + count) of all `channels`.
+  JAXOPS_NEVER_INLINE const A* Get(int64_t tap0, int64_t line, int64_t number, const S* image, int64_t size,
+               int64_t channels, int64_t channel, int64_t count) const {
     const int64_t slot = tap0 * slots + line % slots;
     A* to = entries + slot * width * kLanes<A>;
     if (held[slot] == number) return to;
     held[slot] = number;
     const int64_t low = Min(Max(0, -first), width);
     const int64_t high = Max(low, Min(width, size - first));
-    for (int64_t c = 0; c < count; c += kLanes<A>) {
-      A* vector = to + c / kLanes<A> * plane();
-      __builtin_memset(vector, 0, low * kVectorBytes);
-      __builtin_memset(vector + high * kLanes<A>, 0, (width - high) * kVectorBytes);
+    for (int64_t i = 0; i < CeilDiv(count, kLanes<A>) * fan; ++i) {
+      __builtin_memset(to + i * plane(), 0, low * kVectorBytes);
+      __builtin_memset(to + i * plane() + high * kLanes<A>, 0, (width - high) * kVectorBytes);
     }
-    CopyPixels(image + (number * size + first + low) * channels, channels, count, high - low,
-               to + low * kLanes<A>, plane());
-    return to;
+    to += low * kLanes<A>;
+    const int64_t stride = channels / columns * fan;
+    const S* from = image + (number * size + first + low) * stride;
+    if (fan == 1 && columns == 1) {
+      CopyPixels(from + channel, stride, count, high - low, to, plane());
+    } else {
+      for (int64_t c = 0; c < count; c += kLanes<A>) {
+        for (int64_t member = 0; member < fan; ++member) {
+          SpreadPixels(from, stride, fan, columns, member, channel + c,
+                       Min(kLanes<A>, count - c), high - low,
+                       to + (c / kLanes<A> * fan + member) * plane());
+        }
+      }
+    }
+    return to - low * kLanes<A>;
   }
 };
 
@@ -141,7 +191,7 @@ JAXOPS_ALWAYS_INLINE void ConvolvePixels(const Shifted<A>& all, int64_t taps, in
 
 // All pixels of a line; the last ones of a tile of pixels may be computed twice.
 template <int kStep, typename A>
-void ConvolveLine(const Shifted<A>& all, int64_t taps, int64_t pixels, int64_t step,
+JAXOPS_NEVER_INLINE void ConvolveLine(const Shifted<A>& all, int64_t taps, int64_t pixels, int64_t step,
                   int64_t tap_step, A* sums, int64_t stride) {
   if (pixels >= 8) {
     for (int64_t p = 0; p < pixels; p += 8) {
@@ -187,9 +237,10 @@ template <typename S>
 int64_t SpaceOf(const Product& product, int64_t vectors) {
   using A = Arithmetic<S>;
   const auto& [a0, a1, a2] = product.axes;
-  return Ring<S>::Bytes(Width(a2), a0.taps, Slots(a1) + kLines - 1, vectors) +
-         Aligned((a0.taps * a1.taps + 1) * kLines * sizeof(LineOfTaps<A>)) +
-         (vectors * a0.taps * a1.taps * a2.taps + a2.count) * kVectorBytes;
+  const int64_t planes = vectors * product.fan;
+  return Ring<S>::Bytes(Width(a2), a0.taps, Slots(a1) + kLines - 1, planes) +
+         Aligned((a0.taps * a1.taps * product.fan + 1) * kLines * sizeof(LineOfTaps<A>)) +
+         (planes * a0.taps * a1.taps * a2.taps + a2.count) * kVectorBytes;
 }
 
 template <typename S>
@@ -199,19 +250,32 @@ struct Convolver {
   const Product& product;
   const Task& task;
 
-  // Copies the kernel (vectors, taps, lanes) in the order of the axes' taps.
+  // Copies the kernel (vectors, fan, taps, lanes) in the order of the axes' taps.
   void CopyKernel(int64_t channels, A* to) const {
     const auto& [a0, a1, a2] = product.axes;
-    const int64_t plane = a0.taps * a1.taps * a2.taps * kLanes<A>;
-    for (int64_t j0 = 0; j0 < a0.taps; ++j0) {
-      for (int64_t j1 = 0; j1 < a1.taps; ++j1) {
-        for (int64_t j2 = 0; j2 < a2.taps; ++j2, to += kLanes<A>) {
-          const int64_t t0 = a0.kernel_first + j0 * a0.kernel_step;
-          const int64_t t1 = a1.kernel_first + j1 * a1.kernel_step;
-          const int64_t t2 = a2.kernel_first + j2 * a2.kernel_step;
-          const int64_t tap = (t0 * a1.kernel_taps + t1) * a2.kernel_taps + t2;
-          const S* from = static_cast<const S*>(product.kernel) + tap * product.channels;
-          CopyPixels(from + task.channel, product.channels, channels, 1, to, plane);
+    const S* kernel = static_cast<const S*>(product.kernel);
+    for (int64_t c = 0; c < channels; c += kLanes<A>) {
+      const int64_t lanes = Min(kLanes<A>, channels - c);
+      int64_t offsets[kLanes<A>] = {};
+      for (int64_t i = 0; i < lanes; ++i) {
+        const int64_t channel = task.channel + c + i;
+        offsets[i] = channel / product.columns * product.group_stride +
+                     channel % product.columns * product.column_stride;
+      }
+      for (int64_t member = 0; member < product.fan; ++member) {
+        for (int64_t j0 = 0; j0 < a0.taps; ++j0) {
+          for (int64_t j1 = 0; j1 < a1.taps; ++j1) {
+            for (int64_t j2 = 0; j2 < a2.taps; ++j2, to += kLanes<A>) {
+              const int64_t t0 = a0.kernel_first + j0 * a0.kernel_step;
+              const int64_t t1 = a1.kernel_first + j1 * a1.kernel_step;
+              const int64_t t2 = a2.kernel_first + j2 * a2.kernel_step;
+              const int64_t tap = (t0 * a1.kernel_taps + t1) * a2.kernel_taps + t2;
+              const S* from = kernel + tap * product.tap_stride + member * product.fan_stride;
+              S entries[kLanes<A>] = {};
+              for (int64_t i = 0; i < lanes; ++i) entries[i] = from[offsets[i]];
+              Store(Load(entries), to);
+            }
+          }
         }
       }
     }
@@ -221,7 +285,8 @@ struct Convolver {
   int64_t FindLines(const Ring<S>& ring, int64_t line, int64_t channels,
                     LineOfTaps<A>* lines) const {
     const auto& [a0, a1, a2] = product.axes;
-    const S* source = static_cast<const S*>(product.sources[task.image]) + task.channel;
+    const S* source = static_cast<const S*>(product.sources[task.image]);
+    const int64_t kernel_plane = a0.taps * a1.taps * a2.taps * kLanes<A>;
     int64_t count = 0;
     for (int64_t j0 = 0; j0 < a0.taps; ++j0) {
       const int64_t in0 = a0.first + line / a1.count * a0.step + j0 * a0.tap_step;
@@ -230,8 +295,12 @@ struct Convolver {
         const int64_t in1 = a1.first + line % a1.count * a1.step + j1 * a1.tap_step;
         if (in1 < 0 || in1 >= a1.size) continue;
         const A* entries = ring.Get(j0, in1, in0 * a1.size + in1, source, a2.size,
-                                    product.channels, channels);
-        lines[count++] = {entries, (j0 * a1.taps + j1) * a2.taps * kLanes<A>};
+                                    product.channels, task.channel, channels);
+        const int64_t tap = (j0 * a1.taps + j1) * a2.taps;
+        for (int64_t member = 0; member < product.fan; ++member) {
+          lines[count++] = {entries + member * ring.plane(),
+                            member * kernel_plane + tap * kLanes<A>};
+        }
       }
     }
     return count;
@@ -267,16 +336,16 @@ struct Convolver {
     const auto& [a0, a1, a2] = product.axes;
     const int64_t channels = Min(task.vectors * kLanes<A>, product.channels - task.channel);
     const int64_t slots = Slots(a1) + kLines - 1;
-    const Ring<S> ring(Width(a2), a2.first, a0.taps, slots, memory);
-    memory += Ring<S>::Bytes(Width(a2), a0.taps, slots, task.vectors);
+    const Ring<S> ring(Width(a2), a2.first, a0.taps, slots, product.fan, product.columns, memory);
+    memory += Ring<S>::Bytes(Width(a2), a0.taps, slots, task.vectors * product.fan);
     auto* lines = reinterpret_cast<LineOfTaps<A>*>(memory);
-    const int64_t max_lines = a0.taps * a1.taps + 1;
+    const int64_t max_lines = a0.taps * a1.taps * product.fan + 1;
     memory += Aligned(max_lines * kLines * sizeof(LineOfTaps<A>));
     A* kernel = reinterpret_cast<A*>(memory);
-    const int64_t kernel_plane = a0.taps * a1.taps * a2.taps * kLanes<A>;
-    A* sums = kernel + task.vectors * kernel_plane;
+    const int64_t of_vector = product.fan * a0.taps * a1.taps * a2.taps * kLanes<A>;
+    A* sums = kernel + task.vectors * of_vector;
     CopyKernel(channels, kernel);
-    const bool is_finite = AreFinite(kernel, CeilDiv(channels, kLanes<A>) * kernel_plane);
+    const bool is_finite = AreFinite(kernel, CeilDiv(channels, kLanes<A>) * of_vector);
     for (int64_t line = task.line_begin; line < task.line_end;) {
       // Neighbouring lines share most of the lines that they read.
       int64_t counts[kLines];
@@ -289,8 +358,8 @@ struct Convolver {
       for (int64_t c = 0; c < channels; c += kLanes<A>) {
         const int64_t vector = c / kLanes<A>;
         for (int64_t i = 0; i < block; ++i) {
-          const Shifted<A> taps = {lines + i * max_lines, counts[i], vector * ring.plane(),
-                                   kernel + vector * kernel_plane};
+          const Shifted<A> taps = {lines + i * max_lines, counts[i],
+                                   vector * product.fan * ring.plane(), kernel + vector * of_vector};
           ConvolveVector(taps, line + i, task.channel + c, Min(kLanes<A>, channels - c), is_finite,
                          sums);
         }
@@ -349,7 +418,7 @@ void AddTaps(const A* const* lines, const A* cotangent, int64_t count, int64_t s
 
 // The same for any number of lines of `taps` taps, of which there are at most kMaxTaps.
 template <typename A>
-void AddLines(const A* const* lines, int64_t line_count, int64_t taps, const A* cotangent,
+JAXOPS_NEVER_INLINE void AddLines(const A* const* lines, int64_t line_count, int64_t taps, const A* cotangent,
               int64_t count, int64_t step, int64_t tap_step, A* const* sums) {
   const auto add = [&](auto number) {
     constexpr int kTaps = decltype(number)::value;
@@ -395,8 +464,8 @@ constexpr int kMaxLines = 32;
 template <typename S>
 int64_t GradSpaceOf(const GradProduct& product, int64_t vectors) {
   const auto& [d0, d1, d2] = product.dims;
-  return Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1), vectors) +
-         vectors * (d0.taps * d1.taps * d2.taps + d2.out) * kVectorBytes;
+  return Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1), vectors * product.fan) +
+         vectors * (product.fan * d0.taps * d1.taps * d2.taps + d2.out) * kVectorBytes;
 }
 
 template <typename S>
@@ -431,24 +500,37 @@ struct GradSummer {
     }
   }
 
+  // Entries of sums of a tap, and of a vector of channels: sums are (vectors, taps of the first two
+  // dimensions, fan, taps of the last one, lanes).
+  int64_t plane() const {
+    const auto& [d0, d1, d2] = product.dims;
+    return d0.taps * d1.taps * product.fan * d2.taps * kLanes<A>;
+  }
+
   void Run(char* memory, A* result, int64_t stride) const {
     const auto& [d0, d1, d2] = product.dims;
     const int64_t channels = Min(task.vectors * kLanes<A>, product.channels - task.channel);
-    const int64_t plane = d0.taps * d1.taps * d2.taps * kLanes<A>;
-    A* sums = reinterpret_cast<A*>(
-        memory + Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1), task.vectors));
-    A* cotangents = sums + task.vectors * plane;
-    for (int64_t i = 0; i < task.vectors * plane; ++i) sums[i] = 0;
+    const int64_t planes = task.vectors * product.fan;
+    A* sums =
+        reinterpret_cast<A*>(memory + Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1), planes));
+    A* cotangents = sums + task.vectors * plane();
+    for (int64_t i = 0; i < task.vectors * plane(); ++i) sums[i] = 0;
     for (int64_t line = task.line_begin; line < task.line_end;) {
       const int64_t image = line / d1.out / d0.out;
       const int64_t end = Min(task.line_end, (image + 1) * d0.out * d1.out);
-      const Ring<S> ring(Width(d2), -d2.low, d0.taps, Slots(d1), memory);
+      const Ring<S> ring(Width(d2), -d2.low, d0.taps, Slots(d1), product.fan, product.columns,
+                         memory);
       for (; line < end; ++line) AddImageLine(ring, image, line, channels, cotangents, sums);
     }
     for (int64_t c = 0; c < channels; c += kLanes<A>) {
-      for (int64_t i = 0; i < plane; i += kLanes<A>) {
-        StoreUpTo(Load(sums + c / kLanes<A> * plane + i), result + i / kLanes<A> * stride + c,
-                  channels - c);
+      const A* from = sums + c / kLanes<A> * plane();
+      for (int64_t line = 0; line < d0.taps * d1.taps; ++line) {
+        for (int64_t member = 0; member < product.fan; ++member) {
+          for (int64_t tap = 0; tap < d2.taps; ++tap, from += kLanes<A>) {
+            A* to = result + ((line * d2.taps + tap) * product.fan + member) * stride + c;
+            StoreUpTo(Load(from), to, channels - c);
+          }
+        }
       }
     }
   }
@@ -456,10 +538,9 @@ struct GradSummer {
   void AddImageLine(const Ring<S>& ring, int64_t image, int64_t line, int64_t channels,
                     A* cotangents, A* sums) const {
     const auto& [d0, d1, d2] = product.dims;
-    const int64_t plane = d0.taps * d1.taps * d2.taps * kLanes<A>;
     const int64_t out1 = line % d1.out;
     const int64_t out0 = line / d1.out % d0.out;
-    const S* source = static_cast<const S*>(product.sources[image]) + task.channel;
+    const S* source = static_cast<const S*>(product.sources[image]);
     const S* from = static_cast<const S*>(product.cotangents[image]) + task.channel +
                     (out0 * d1.out + out1) * d2.out * product.channels;
     CopyPixels(from, product.channels, channels, d2.out, cotangents, d2.out * kLanes<A>);
@@ -470,8 +551,8 @@ struct GradSummer {
       for (int64_t c = 0; c < channels; c += kLanes<A>) {
         AddLine(lines, to, count, cotangents + c * d2.out);
         for (int64_t i = 0; i < count; ++i) {
-          lines[i] += ring.plane();
-          to[i] += plane;
+          lines[i] += product.fan * ring.plane();
+          to[i] += plane();
         }
       }
       count = 0;
@@ -482,10 +563,13 @@ struct GradSummer {
       for (int64_t t1 = 0; t1 < d1.taps; ++t1) {
         const int64_t in1 = out1 * d1.stride + t1 * d1.dilation - d1.low;
         if (in1 < 0 || in1 >= d1.in) continue;
-        lines[count] = ring.Get(t0, in1, in0 * d1.in + in1, source, d2.in, product.channels,
-                                channels);
-        to[count] = sums + (t0 * d1.taps + t1) * d2.taps * kLanes<A>;
-        if (++count == kMaxLines) add();
+        const A* entries = ring.Get(t0, in1, in0 * d1.in + in1, source, d2.in, product.channels,
+                                    task.channel, channels);
+        for (int64_t member = 0; member < product.fan; ++member) {
+          lines[count] = entries + member * ring.plane();
+          to[count] = sums + ((t0 * d1.taps + t1) * product.fan + member) * d2.taps * kLanes<A>;
+          if (++count == kMaxLines) add();
+        }
       }
     }
     if (count > 0) add();

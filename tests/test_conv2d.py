@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxops
-from jaxops.conv import patches, public
+from jaxops.conv import cpu_kernels, patches, public
 from jaxops.testing.measure import (
     assert_close,
     collectives,
