@@ -64,7 +64,7 @@ class Memory {
 
 DType SumType(DType dtype) { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
 
-int64_t Entries(const Window (&dims)[kMaxDims], int64_t Window::*size) {
+int64_t Entries(const Window (&dims)[kMaxDims], int64_t Window::* size) {
   return dims[0].*size * dims[1].*size * dims[2].*size;
 }
 
@@ -205,8 +205,8 @@ void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& par
     const int64_t line_vectors =
         blocks.vectors * a2.count * (product.fan * a0.taps * a1.taps * a2.taps + 1);
     // A task copies the lines before its first one again.
-    const int64_t per_task = std::clamp<int64_t>(kTaskVectors / line_vectors,
-                                                 std::min(lines, 4 * a1.taps), lines);
+    const int64_t per_task =
+        std::clamp<int64_t>(kTaskVectors / line_vectors, std::min(lines, 4 * a1.taps), lines);
     const int64_t tasks = CeilDiv(lines, per_task);
     const int64_t images = call.images.size();
     RunTasks(images * blocks.count * tasks, parallel_for, [&](int64_t i) {

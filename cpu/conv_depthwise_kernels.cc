@@ -21,11 +21,11 @@ int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t Aligned(int64_t bytes) { return CeilDiv(bytes, 64) * 64; }
 
-// Copies `channels` of each of `count` pixels, vector by vector: those of a vector of channels follow
-// each other, and those of the next one begin `plane` entries later.
+// Copies `channels` of each of `count` pixels, vector by vector: those of a vector of channels
+// follow each other, and those of the next one begin `plane` entries later.
 template <typename S, typename A>
-JAXOPS_NEVER_INLINE void CopyPixels(const S* from, int64_t stride, int64_t channels, int64_t count, A* to,
-                int64_t plane) {
+JAXOPS_NEVER_INLINE void CopyPixels(const S* from, int64_t stride, int64_t channels, int64_t count,
+                                    A* to, int64_t plane) {
   for (int64_t i = 0; i < count; ++i) {
     int64_t c = 0;
     A* vector = to + i * kLanes<A>;
@@ -39,8 +39,9 @@ JAXOPS_NEVER_INLINE void CopyPixels(const S* from, int64_t stride, int64_t chann
 // Copies channel `member` of the group of each of some result channels, from pixels of `stride`
 // channels: see the header.
 template <typename S, typename A>
-JAXOPS_NEVER_INLINE void SpreadPixels(const S* from, int64_t stride, int64_t fan, int64_t columns, int64_t member,
-                  int64_t channel, int64_t lanes, int64_t count, A* to) {
+JAXOPS_NEVER_INLINE void SpreadPixels(const S* from, int64_t stride, int64_t fan, int64_t columns,
+                                      int64_t member, int64_t channel, int64_t lanes, int64_t count,
+                                      A* to) {
   int32_t sources[kLanes<A>] = {};
   for (int64_t i = 0; i < lanes; ++i) {
     sources[i] = static_cast<int32_t>(((channel + i) / columns - channel / columns) * fan + member);
@@ -106,8 +107,8 @@ struct Ring {
         fan(fan),
         columns(columns),
         held(static_cast<int64_t*>(memory)) {
-    entries = reinterpret_cast<A*>(static_cast<char*>(memory) +
-                                   Aligned(taps0 * slots * sizeof(int64_t)));
+    entries =
+        reinterpret_cast<A*>(static_cast<char*>(memory) + Aligned(taps0 * slots * sizeof(int64_t)));
     for (int64_t i = 0; i < taps0 * slots; ++i) held[i] = -1;
   }
 
@@ -116,8 +117,9 @@ struct Ring {
 
   // Returns line `number` of an image, line `line` along the second dimension, and copies it if it
   // is not there, for result channels [channel, channel + count) of all `channels`.
-  JAXOPS_NEVER_INLINE const A* Get(int64_t tap0, int64_t line, int64_t number, const S* image, int64_t size,
-               int64_t channels, int64_t channel, int64_t count) const {
+  JAXOPS_NEVER_INLINE const A* Get(int64_t tap0, int64_t line, int64_t number, const S* image,
+                                   int64_t size, int64_t channels, int64_t channel,
+                                   int64_t count) const {
     const int64_t slot = tap0 * slots + line % slots;
     A* to = entries + slot * width * kLanes<A>;
     if (held[slot] == number) return to;
@@ -136,9 +138,8 @@ struct Ring {
     } else {
       for (int64_t c = 0; c < count; c += kLanes<A>) {
         for (int64_t member = 0; member < fan; ++member) {
-          SpreadPixels(from, stride, fan, columns, member, channel + c,
-                       Min(kLanes<A>, count - c), high - low,
-                       to + (c / kLanes<A> * fan + member) * plane());
+          SpreadPixels(from, stride, fan, columns, member, channel + c, Min(kLanes<A>, count - c),
+                       high - low, to + (c / kLanes<A> * fan + member) * plane());
         }
       }
     }
@@ -168,8 +169,7 @@ struct Shifted {
 // Sums of products of `kPixels` neighbouring pixels.
 template <int kPixels, int kStep, typename A>
 JAXOPS_ALWAYS_INLINE void ConvolvePixels(const Shifted<A>& all, int64_t taps, int64_t pixel,
-                                         int64_t step, int64_t tap_step, A* sums,
-                                         int64_t stride) {
+                                         int64_t step, int64_t tap_step, A* sums, int64_t stride) {
   if (kStep > 0) step = kStep;
   Vec<A> total[kPixels] = {};
   for (int64_t l = 0; l < all.count; ++l) {
@@ -191,17 +191,15 @@ JAXOPS_ALWAYS_INLINE void ConvolvePixels(const Shifted<A>& all, int64_t taps, in
 
 // All pixels of a line; the last ones of a tile of pixels may be computed twice.
 template <int kStep, typename A>
-JAXOPS_NEVER_INLINE void ConvolveLine(const Shifted<A>& all, int64_t taps, int64_t pixels, int64_t step,
-                  int64_t tap_step, A* sums, int64_t stride) {
+JAXOPS_NEVER_INLINE void ConvolveLine(const Shifted<A>& all, int64_t taps, int64_t pixels,
+                                      int64_t step, int64_t tap_step, A* sums, int64_t stride) {
   if (pixels >= 8) {
     for (int64_t p = 0; p < pixels; p += 8) {
-      ConvolvePixels<8, kStep>(all, taps, Min(p, pixels - 8), step, tap_step, sums,
-                               stride);
+      ConvolvePixels<8, kStep>(all, taps, Min(p, pixels - 8), step, tap_step, sums, stride);
     }
   } else if (pixels >= 4) {
     for (int64_t p = 0; p < pixels; p += 4) {
-      ConvolvePixels<4, kStep>(all, taps, Min(p, pixels - 4), step, tap_step, sums,
-                               stride);
+      ConvolvePixels<4, kStep>(all, taps, Min(p, pixels - 4), step, tap_step, sums, stride);
     }
   } else {
     for (int64_t p = 0; p < pixels; ++p) {
@@ -294,8 +292,8 @@ struct Convolver {
       for (int64_t j1 = 0; j1 < a1.taps; ++j1) {
         const int64_t in1 = a1.first + line % a1.count * a1.step + j1 * a1.tap_step;
         if (in1 < 0 || in1 >= a1.size) continue;
-        const A* entries = ring.Get(j0, in1, in0 * a1.size + in1, source, a2.size,
-                                    product.channels, task.channel, channels);
+        const A* entries = ring.Get(j0, in1, in0 * a1.size + in1, source, a2.size, product.channels,
+                                    task.channel, channels);
         const int64_t tap = (j0 * a1.taps + j1) * a2.taps;
         for (int64_t member = 0; member < product.fan; ++member) {
           lines[count++] = {entries + member * ring.plane(),
@@ -359,7 +357,8 @@ struct Convolver {
         const int64_t vector = c / kLanes<A>;
         for (int64_t i = 0; i < block; ++i) {
           const Shifted<A> taps = {lines + i * max_lines, counts[i],
-                                   vector * product.fan * ring.plane(), kernel + vector * of_vector};
+                                   vector * product.fan * ring.plane(),
+                                   kernel + vector * of_vector};
           ConvolveVector(taps, line + i, task.channel + c, Min(kLanes<A>, channels - c), is_finite,
                          sums);
         }
@@ -418,8 +417,9 @@ void AddTaps(const A* const* lines, const A* cotangent, int64_t count, int64_t s
 
 // The same for any number of lines of `taps` taps, of which there are at most kMaxTaps.
 template <typename A>
-JAXOPS_NEVER_INLINE void AddLines(const A* const* lines, int64_t line_count, int64_t taps, const A* cotangent,
-              int64_t count, int64_t step, int64_t tap_step, A* const* sums) {
+JAXOPS_NEVER_INLINE void AddLines(const A* const* lines, int64_t line_count, int64_t taps,
+                                  const A* cotangent, int64_t count, int64_t step, int64_t tap_step,
+                                  A* const* sums) {
   const auto add = [&](auto number) {
     constexpr int kTaps = decltype(number)::value;
     // Fewer sums would wait for each other.
@@ -511,8 +511,7 @@ struct GradSummer {
     const auto& [d0, d1, d2] = product.dims;
     const int64_t channels = Min(task.vectors * kLanes<A>, product.channels - task.channel);
     const int64_t planes = task.vectors * product.fan;
-    A* sums =
-        reinterpret_cast<A*>(memory + Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1), planes));
+    A* sums = reinterpret_cast<A*>(memory + Ring<S>::Bytes(Width(d2), d0.taps, Slots(d1), planes));
     A* cotangents = sums + task.vectors * plane();
     for (int64_t i = 0; i < task.vectors * plane(); ++i) sums[i] = 0;
     for (int64_t line = task.line_begin; line < task.line_end;) {
@@ -586,8 +585,8 @@ int64_t GradSpace(const GradProduct& product, int64_t vectors) {
 void Grad(const GradProduct& product, const GradTask& task, void* memory, void* sums,
           int64_t stride) {
   WithStorage(product.dtype, nullptr, 0, [&]<typename S>(const S*) {
-    GradSummer<S>{product, task}.Run(static_cast<char*>(memory),
-                                     static_cast<Arithmetic<S>*>(sums), stride);
+    GradSummer<S>{product, task}.Run(static_cast<char*>(memory), static_cast<Arithmetic<S>*>(sums),
+                                     stride);
   });
 }
 

@@ -2,7 +2,8 @@
 // instruction set.
 //
 // A convolution in groups of `fan` source channels is the sum of as many depthwise ones, whose
-// sources have the first, second, ... channel of each group at all the result channels of the group.
+// sources have the first, second, ... channel of each group at all the result channels of the
+// group.
 //
 // A task has some vectors of channels. It copies the lines of an image that its windows cover, with
 // their padding, vector by vector to a ring that stays in a cache, and has the sums of neighbouring
@@ -29,9 +30,9 @@ struct Product {
   int64_t columns;   // result channels of a group
   DType dtype;
   Results finish;
-  const void* kernel;   // of `dtype`
-  int64_t tap_stride;   // entries of the kernel between taps
-  int64_t fan_stride;   // between source channels of a group
+  const void* kernel;  // of `dtype`
+  int64_t tap_stride;  // entries of the kernel between taps
+  int64_t fan_stride;  // between source channels of a group
   int64_t group_stride;
   int64_t column_stride;
 };

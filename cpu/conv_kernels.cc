@@ -27,7 +27,8 @@ int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// An entry in all lanes. Its sum with zeros would be another operation, because of the sign of zero.
+// An entry in all lanes. Its sum with zeros would be another operation, because of the sign of
+// zero.
 JAXOPS_ALWAYS_INLINE Vec<float> Broadcast(float entry) {
 #if defined(__AVX512F__)
   return BitCast<Vec<float>>(_mm512_set1_ps(entry));
@@ -74,7 +75,8 @@ JAXOPS_ALWAYS_INLINE JAXOPS_PAIRS_TARGET void AddPair(const BFloat* kernel, cons
                                                       __m512 (*total)[kVectors]) {
   __m512i entries[kVectors];
 #pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) entries[v] = _mm512_loadu_si512(kernel + 2 * v * kLanes<float>);
+  for (int v = 0; v < kVectors; ++v)
+    entries[v] = _mm512_loadu_si512(kernel + 2 * v * kLanes<float>);
 #pragma GCC unroll 16
   for (int p = 0; p < kPixels; ++p) {
     const __m512i pair = _mm512_set1_epi32(pairs[p]);
@@ -94,8 +96,8 @@ JAXOPS_PAIRS_TARGET void AddPairs(const Segment<BFloat>* segments, int64_t count
   for (int p = 0; p < kPixels; ++p) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      total[p][v] = adds ? _mm512_loadu_ps(sums + p * kWidth + v * kLanes<float>)
-                         : _mm512_setzero_ps();
+      total[p][v] =
+          adds ? _mm512_loadu_ps(sums + p * kWidth + v * kLanes<float>) : _mm512_setzero_ps();
     }
   }
   for (int64_t s = 0; s < count; ++s) {
@@ -108,7 +110,8 @@ JAXOPS_PAIRS_TARGET void AddPairs(const Segment<BFloat>* segments, int64_t count
     int64_t i = 0;
     for (; i + 2 <= length; i += 2, kernel += 2 * kWidth) {
 #pragma GCC unroll 16
-      for (int p = 0; p < kPixels; ++p) __builtin_memcpy(&pairs[p], source[p] + i, sizeof(pairs[p]));
+      for (int p = 0; p < kPixels; ++p)
+        __builtin_memcpy(&pairs[p], source[p] + i, sizeof(pairs[p]));
       AddPair<kPixels, kVectors>(kernel, pairs, total);
     }
     if (i < length) {
@@ -222,10 +225,10 @@ struct Taps {
 // The memory of a task.
 template <typename E>
 struct Space {
-  E* zeros;               // of a segment
-  E* copies;              // of segments that are partly outside of the image
+  E* zeros;   // of a segment
+  E* copies;  // of segments that are partly outside of the image
   Segment<E>* segments;
-  Arithmetic<E>* sums;    // of all tiles
+  Arithmetic<E>* sums;  // of all tiles
 };
 
 int64_t Aligned(int64_t bytes) { return CeilDiv(bytes, 64) * 64; }
@@ -250,8 +253,7 @@ int64_t Lay(const Product& product, int vectors, int64_t tiles, char* memory, Sp
     return at;
   };
   space.zeros = reinterpret_cast<E*>(take(product.segment() * sizeof(E)));
-  space.copies = reinterpret_cast<E*>(
-      take(product.is_merged ? segments * copies * sizeof(E) : 0));
+  space.copies = reinterpret_cast<E*>(take(product.is_merged ? segments * copies * sizeof(E) : 0));
   space.segments = reinterpret_cast<Segment<E>*>(take((2 * segments + 1) * sizeof(Segment<E>)));
   space.sums = reinterpret_cast<Arithmetic<E>*>(take(tiles * pixels * vectors * kVectorBytes));
   return used;
@@ -457,8 +459,8 @@ struct Multiplier {
       while (next < count && pixels[next].at[2] > 0) ++next;
       int64_t at = 0;
       for (int d = 0; d < im2col::kMaxDims; ++d) {
-        at = at * axes[d].result_size + axes[d].result_first +
-             pixels[p].at[d] * axes[d].result_step;
+        at =
+            at * axes[d].result_size + axes[d].result_first + pixels[p].at[d] * axes[d].result_step;
       }
       void* to = EntryAt(product.results[pixels[p].image], at * product.result_channels + channel,
                          product.finish.dtype);
@@ -766,7 +768,8 @@ struct GradMultiplier {
       const int64_t tile = is_tiled ? Min(r / kRows, tiles - 1) : 0;
       const int64_t within = is_tiled ? task.row_begin + r - RowOf(tile) : r;
       const A* from = sums + (tile * kRows + within) * kWidth;
-      for (int64_t i = 0; i < kWidth; i += kLanes<A>) Store(Load(from + i), result + r * stride + i);
+      for (int64_t i = 0; i < kWidth; i += kLanes<A>)
+        Store(Load(from + i), result + r * stride + i);
     }
   }
 };
@@ -855,15 +858,14 @@ void AddParts(DType dtype, const void* sums, int64_t parts, int64_t part_stride,
     AddPartsOf(static_cast<const double*>(sums), parts, part_stride, rows, fan, padded,
                result_dtype, to);
   } else {
-    AddPartsOf(static_cast<const float*>(sums), parts, part_stride, rows, fan, padded,
-               result_dtype, to);
+    AddPartsOf(static_cast<const float*>(sums), parts, part_stride, rows, fan, padded, result_dtype,
+               to);
   }
 }
 
 }  // namespace
 
-const Kernels kKernels = {kVectorBytes, kMaxVectors, MultipliesPairs, PixelsOfTile, WidenTo,
-                          Pack,         MultiplySpace, Multiply,     GradSpace,    Grad,
-                          AddParts};
+const Kernels kKernels = {kVectorBytes,  kMaxVectors, MultipliesPairs, PixelsOfTile, WidenTo, Pack,
+                          MultiplySpace, Multiply,    GradSpace,       Grad,         AddParts};
 
 }  // namespace jaxops::conv::cpu::JAXOPS_ISA

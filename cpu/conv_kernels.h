@@ -29,7 +29,7 @@ struct Product {
   DType dtype;      // of the sources: f32 or f64, or bf16 if `multiplies_pairs`
   bool is_merged;   // whether a segment has all taps of the last dimension
   Results finish;
-  const void* kernel;   // of `dtype`
+  const void* kernel;  // of `dtype`
   int64_t tap_stride;  // entries of the kernel between taps
   int64_t fan_stride;
   int64_t column_stride;
@@ -76,7 +76,7 @@ struct GradTask {
 
 struct Kernels {
   int64_t vector_bytes;
-  int max_vectors;         // of a block
+  int max_vectors;             // of a block
   bool (*multiplies_pairs)();  // whether products of bf16 are those of the processor
   int64_t (*tile_pixels)(int vectors);
   // Copies pixels to f32, each group filled up with zeros to `padded` channels.
@@ -86,16 +86,16 @@ struct Kernels {
   void (*pack)(const Product& product, Panel& panel);
   // Bytes that `multiply` needs for `tiles` tiles.
   int64_t (*multiply_space)(const Product& product, int vectors, int64_t tiles);
-  void (*multiply)(const Product& product, const Panel& panel, int64_t tile_begin,
-                   int64_t tile_end, void* space);
+  void (*multiply)(const Product& product, const Panel& panel, int64_t tile_begin, int64_t tile_end,
+                   void* space);
   // Bytes that `grad` needs.
   int64_t (*grad_space)(const GradProduct& product, const GradTask& task);
   // Writes (rows, columns) of sums, `sums_stride` entries apart.
   void (*grad)(const GradProduct& product, const GradTask& task, void* space, void* sums,
                int64_t sums_stride);
   // to = the sum of `parts` arrays of f32 or f64, rounded. Rows of `padded` columns become `fan`.
-  void (*add_parts)(DType dtype, const void* sums, int64_t parts, int64_t part_stride,
-                    int64_t rows, int64_t fan, int64_t padded, DType result_dtype, void* to);
+  void (*add_parts)(DType dtype, const void* sums, int64_t parts, int64_t part_stride, int64_t rows,
+                    int64_t fan, int64_t padded, DType result_dtype, void* to);
 };
 
 JAXOPS_DECLARE_KERNELS();

@@ -35,8 +35,9 @@ JAXOPS_ALWAYS_INLINE void WithResult(DType dtype, void* to, F f) {
 // Writes `pixels` results of `count` channels each, from channel `channel` on. Sums are
 // `sums_stride` entries apart and have whole vectors of channels; results are `stride` apart.
 template <typename A>
-__attribute__((noinline)) void FinishPixels(const Results& finish, const A* sums, int64_t sums_stride, int64_t pixels,
-                  int64_t channel, int64_t count, void* to, int64_t stride) {
+__attribute__((noinline)) void FinishPixels(const Results& finish, const A* sums,
+                                            int64_t sums_stride, int64_t pixels, int64_t channel,
+                                            int64_t count, void* to, int64_t stride) {
   const A* bias = finish.bias ? static_cast<const A*>(finish.bias) + channel : nullptr;
   WithResult<A>(finish.dtype, to, [&](auto* result) {
     WithActivation(finish.activation, [&](auto activation) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -70,8 +71,8 @@ xf::Error Decode(Call& call, size_t& rank, const Arrays& arrays, const ConvAttri
   call.outputs = out.back();
   const int64_t fan_in = taps[rank + count];
   call.groups = fan_in > 0 ? call.channels / fan_in : 1;
-  if (call.groups < 1 || call.groups * fan_in != call.channels ||
-      call.outputs % call.groups != 0 || taps.back() != call.outputs) {
+  if (call.groups < 1 || call.groups * fan_in != call.channels || call.outputs % call.groups != 0 ||
+      taps.back() != call.outputs) {
     return mismatch();
   }
   return xf::Error::Success();
@@ -121,8 +122,8 @@ xf::Error Convolve(Context context, const Call& sizes, size_t rank, const Buffer
                    void (*run)(const Calls&, const cpu::ParallelFor&)) {
   const size_t core = images.dimensions().size() - rank;
   if (bias) {
-    JAXOPS_RETURN_IF_ERROR(CheckBuffer(kName, "bias", *bias, rank, {sizes.outputs},
-                                       ArithmeticType(sizes.dtype)));
+    JAXOPS_RETURN_IF_ERROR(
+        CheckBuffer(kName, "bias", *bias, rank, {sizes.outputs}, ArithmeticType(sizes.dtype)));
   }
   // The kernel stands in for the batch dimensions of an absent bias.
   const std::array<BatchOperand, 4> operands = {
@@ -149,8 +150,7 @@ xf::Error Convolve(Context context, const Call& sizes, size_t rank, const Buffer
     }
     Call& call = calls[found->second];
     for (int64_t row = 0; row < rows; ++row) {
-      call.images.push_back(
-          At(images.untyped_data(), offsets[0] + row * image, sizes.dtype));
+      call.images.push_back(At(images.untyped_data(), offsets[0] + row * image, sizes.dtype));
       call.results.push_back(
           At(result->untyped_data(), offsets[3] + row * of_result, sizes.result_dtype));
     }
@@ -176,8 +176,7 @@ xf::Error InputGrad(Context context, Buffer g, Buffer kernel, Result dx,
   JAXOPS_RETURN_IF_ERROR(
       Decode(call, rank, {dx->dimensions(), kernel.dimensions(), g.dimensions()}, attributes));
   JAXOPS_RETURN_IF_ERROR(DecodeTypes(call, g, kernel, *dx));
-  return Convolve(context, call, rank, g, kernel, std::nullopt, dx,
-                  JAXOPS_KERNEL(conv, InputGrad));
+  return Convolve(context, call, rank, g, kernel, std::nullopt, dx, JAXOPS_KERNEL(conv, InputGrad));
 }
 
 // Sums over the batch dimensions along which the result has size 1.
@@ -205,7 +204,8 @@ xf::Error KernelGrad(Context context, Buffer x, Buffer g, Result dkernel,
   ForEachEntry(operands, rank, [&](const std::array<int64_t, 3>& offsets) {
     Call& call = calls[offsets[2] / of_kernel];
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t image = operands[0].CoreSize() / rows, cotangent = operands[1].CoreSize() / rows;
+      const int64_t image = operands[0].CoreSize() / rows,
+                    cotangent = operands[1].CoreSize() / rows;
       call.images.push_back(At(x.untyped_data(), offsets[0] + row * image, sizes.dtype));
       call.cotangents.push_back(At(g.untyped_data(), offsets[1] + row * cotangent, sizes.dtype));
     }
