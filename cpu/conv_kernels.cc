@@ -290,6 +290,7 @@ struct Multiplier {
   }
 
   Taps TapsOf(int64_t index) const {
+    if (index == 0) return {};  // and no division by taps that a remainder by the strides lacks
     const int64_t per_line = product.is_merged ? 1 : product.axes[2].taps;
     const int64_t line = index / per_line;
     return {line / product.axes[1].taps, line % product.axes[1].taps, index % per_line};
