@@ -1,8 +1,8 @@
 """The computation of one device in a convolution.
 
-Where there are kernels, see `cuda_kernels`, they take images as they are. Elsewhere convolutions
-are made of `im2col` and `col2im` and of a matrix product of XLA's, see `patches`, or by XLA's own
-convolution where that was measured to be faster.
+Where there are kernels, see `cuda_kernels` and `cpu_kernels`, they take images as they are.
+Elsewhere convolutions are made of `im2col` and `col2im` and of a matrix product of XLA's, see
+`patches`, or by XLA's own convolution where that was measured to be faster.
 """
 
 from __future__ import annotations
@@ -292,8 +292,9 @@ def _is_faster_by_xla(
 ):
     """Whether XLA's convolution takes the place of patches, of which there are too many.
 
-    On CPUs that is so of float32. On other devices, which have more memory, it is so where the
-    patches of one image are too many: in three dimensions it was measured to be faster on GPUs.
+    On CPUs, where patches are single entries, that is so of float32. On other devices, which have
+    more memory, it is so where the patches of one image are too many: in three dimensions it was
+    measured to be faster on GPUs.
     """
     if images.ndim != options.rank + 2 or kernel.ndim != images.ndim or options.is_depthwise:
         return False
