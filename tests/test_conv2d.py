@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxops
-from jaxops.conv import patches, public
+from jaxops.conv import cpu_kernels, patches, public
 from jaxops.testing.measure import (
     assert_close,
     collectives,
@@ -560,6 +560,7 @@ def test_groups_that_do_not_divide_the_channels():
 def test_more_patches_than_caches_hold(dtype, rows, groups, platform, monkeypatch):
     """The CPU computes patches in blocks, the last one smaller, or XLA does in float32."""
     x, kernel = normal(0, (rows, 6, 5, 3), (3, 2, 3 // groups, 3), dtype=dtype)
+    monkeypatch.setattr(cpu_kernels, "prefers", lambda *_: False)
     monkeypatch.setattr(patches, "_BLOCK_BYTES", 3 * (6 * 5 * 18 * x.itemsize) + 1)
     options = {"strides": (1, 1), "padding": "SAME", "dilation": (1, 2), "groups": groups}
 
@@ -595,6 +596,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
     """Patches are made by slabs of windows; a NaN reaches the same entries as without slabs."""
     if platform.name != "cpu":
         pytest.skip("the bound is that of CPUs")
+    monkeypatch.setattr(cpu_kernels, "prefers", lambda *_: False)
     sizes, taps, options, groups, dtype = BOUNDED[name]
     names = "DHW"[3 - len(sizes) :]
     options = {

@@ -22,7 +22,7 @@ import jaxops
 from jaxops._core import compat, native
 from jaxops._families.windows import Windows, make_windows
 from jaxops.activations import ACTIVATIONS
-from jaxops.conv import cuda_kernels
+from jaxops.conv import cpu_kernels, cuda_kernels
 from jaxops.testing.measure import assert_close, on_reference, run, vjp_of
 
 NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
@@ -286,6 +286,7 @@ def faked(monkeypatch):
         calls.append((target, call))
         return fake_convolve(target, results, call, *operands, **attributes)
 
+    monkeypatch.setattr(cpu_kernels, "prefers", lambda *_: False)
     monkeypatch.setattr(cuda_kernels, "_convolve", convolve)
     monkeypatch.setattr(cuda_kernels, "has_kernels", lambda: True)
     monkeypatch.setattr(cuda_kernels, "are_hopper", lambda: True)
@@ -309,7 +310,7 @@ def test_operands_that_are_cast_for_kernels(dtypes, preferred, faked):
         return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS[2])
 
     want = on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel)
-    assert sorted(target for target, _ in faked) == sorted(cuda_kernels.TARGETS)
+    assert sorted(target for target, _ in faked) == sorted(cpu_kernels.TARGETS)
     # The kernel is rounded to TF32, which has as many digits as float16.
     for a, b in zip(jax.tree.leaves(got), want, strict=True):
         np.testing.assert_allclose(a.astype(np.float64), b, rtol=2e-2, atol=0.1)
@@ -338,7 +339,7 @@ def test_kernels_take_any_dtypes(dtypes, preferred, groups, monkeypatch):
         disabled_checks=jaxops.DISABLE_JAX_EXPORT_CHECKS,
     )((g,), x, kernel)
     targets = re.findall(r"custom_call @(jaxops_\w+)", exported.mlir_module())
-    assert sorted(targets) == sorted(cuda_kernels.TARGETS)
+    assert sorted(targets) == sorted(cpu_kernels.TARGETS)
     assert [a.dtype for a in exported.out_avals] == [result, *map(jnp.dtype, dtypes)]
 
 
@@ -364,7 +365,7 @@ def test_shards_of_a_depthwise_convolution_are_groups(over, count, faked):
     got = jax.jit(vjp_of(function, (0, 1)))((g,), x, kernel)
 
     local = channels // mesh.shape["c"]
-    assert {target for target, _ in faked} == set(cuda_kernels.TARGETS)
+    assert {target for target, _ in faked} == set(cpu_kernels.TARGETS)
     assert {(f.kernels, f.groups, f.channels, f.outputs) for _, f in faked} == {
         ("direct", local, local, local)
     }
@@ -414,7 +415,7 @@ def test_a_batch_of_kernels_is_more_groups(axes, groups, fan_in, fan_out, faked,
     )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
-    assert sorted(target for target, _ in faked) == sorted(cuda_kernels.TARGETS)
+    assert sorted(target for target, _ in faked) == sorted(cpu_kernels.TARGETS)
 
 
 @pytest.mark.parametrize("axes", [(None, None, 0), (0, 0, 0), (0, None, 0), (None, 0, None)])
@@ -443,7 +444,7 @@ def test_a_batch_of_biases(axes, activation, faked, hasty):
     )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
-    assert sorted(target for target, _ in faked) == sorted(cuda_kernels.TARGETS)
+    assert sorted(target for target, _ in faked) == sorted(cpu_kernels.TARGETS)
 
 
 @pytest.mark.parametrize("over", ["images", "channels", "outputs"])
@@ -463,7 +464,7 @@ def test_shards_have_forms_of_their_own(over, faked):
     got = jax.jit(vjp_of(lambda x, k: jaxops.conv2d(x, k), (0, 1)))((g,), x, kernel)
 
     fans = (8 if over == "channels" else 16), (16 if over == "outputs" else 32)
-    assert {target for target, _ in faked} == set(cuda_kernels.TARGETS)
+    assert {target for target, _ in faked} == set(cpu_kernels.TARGETS)
     assert {(call.fan_in, call.fan_out) for _, call in faked} == {fans}
     x, kernel, g = arrays
 
@@ -509,7 +510,7 @@ def test_what_has_work_space(dtype, precision, groups, are_hopper, has, faked, m
         return jaxops.conv2d(x, kernel, groups=groups, strides=(1, 2), precision=precision)
 
     jax.jit(vjp_of(function, (0,)))((np.zeros((2, 8, 5, 32), kernel.dtype),), x, kernel)
-    assert [t for t, _ in given] == [cuda_kernels.TARGETS[0], cuda_kernels.TARGETS[1]]
+    assert [t for t, _ in given] == [cpu_kernels.TARGETS[0], cpu_kernels.TARGETS[1]]
     images, results = (2, 8, 9, 16), (2, 8, 5, 32)
     wanted = [[images, kernel.shape, results], [results, kernel.shape, images]]
     assert asked == (wanted if has else [])
@@ -550,7 +551,7 @@ def test_true_float32_is_filled_up_for_tensor_cores(channels, outputs, sizes, fa
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     found = {target: (call.channels, call.outputs) for target, call in faked}
-    assert [found[t] for t in cuda_kernels.TARGETS] == [sizes] * 3
+    assert [found[t] for t in cpu_kernels.TARGETS] == [sizes] * 3
     channels, outputs = sizes
     placed = (2, 6, 7, channels), (3, 2, channels, outputs), (2, 6, 4, outputs)
     assert asked == ([placed] if channels % 4 == 0 else [])
@@ -729,7 +730,7 @@ def test_values_and_gradients(name, dtype, hopper):
     (g,) = normal(1, y.shape, dtype=dtype)
     derivatives = vjp_of(function, (0, 1))
     text = jax.jit(derivatives).lower(*jax.device_put(((g,), x, kernel), hopper.device)).as_text()
-    assert all(f"@{target}(" in text for target in cuda_kernels.TARGETS[:3])
+    assert all(f"@{target}(" in text for target in cpu_kernels.TARGETS[:3])
     assert "jaxops_im2col" not in text
 
     def oracle(x, kernel):
@@ -969,7 +970,7 @@ def test_what_every_gpu_has(name, platform):
     derivatives = vjp_of(function, (0, 1))
     operands = jax.device_put(((g,), x, kernel), platform.device)
     text = jax.jit(derivatives).lower(*operands).as_text()
-    assert all(f"@{target}(" in text for target in cuda_kernels.TARGETS)
+    assert all(f"@{target}(" in text for target in cpu_kernels.TARGETS)
     assert "jaxops_im2col" not in text
 
     def oracle(x, kernel):

@@ -147,6 +147,12 @@ def valid_calls() -> list[Call]:
     image = of(2, 6, 5, 3)
     window = dict(strides=(2, 1), padding=1, dilation=(1, 2))
     patches = jax.eval_shape(lambda x: jaxops.im2col(x, (3, 2), **window), image)
+
+    def convolve(x, kernel, bias=None, groups=1):
+        more = {"groups": groups, "bias": bias, "strides": (2, 1), "dilation": (1, 2)}
+        return jaxops.conv2d(x, kernel, **more)
+
+    half, depthwise = of(2, 6, 5, 3, dtype=jnp.float16), functools.partial(convolve, groups=3)
     parts = [of(3, 2, 4), of(3, 5, 4), of(3, 1, 4)]
     functions = [
         (conv, x, weight, bias),
@@ -201,6 +207,10 @@ def valid_calls() -> list[Call]:
         (lambda x: jaxops.im2col(x, (3, 2), **window), image),
         (lambda x: jaxops.im2col(x, 2, data_format="NCHW"), image),
         (lambda p: jaxops.col2im(p, image.shape, **window), patches),
+        (convolve, image, of(3, 2, 3, 4), of(4)),
+        (gradients(convolve, 0, 1), image, of(3, 2, 3, 4)),
+        (gradients(depthwise, 0, 1), half, of(3, 2, 1, 3, dtype=jnp.float16)),
+        (jax.vmap(gradients(convolve, 0, 1), (0, None)), of(4, *image.shape), of(3, 2, 3, 4)),
         (lambda *xs: jaxops.concatenate(xs, 1, padded_size=9), *parts),
         (jax.vmap(lambda *xs: jaxops.concatenate(xs, 1), (None, 0)), parts[0], of(5, 3, 1, 4)),
         (lambda x: jaxops.split(x, (2, 5, 1), 1, padded_sizes=(2, 6, 4)), of(3, 8, 4)),
@@ -318,6 +328,12 @@ _FREE = {
     "softmax_focal_loss_value_and_gradient": "operands less 4",
     "im2col": "operand 0 size [123]|result 0 size [12345]|strides|dilation|low|again",
     "col2im": "operand 0 size [1234]|result 0 size [12]|strides|dilation|low",
+    "conv": "operand 0 size [123]|operand 1 size [01]|operands less 2|result 0 (size [23]|dtype)"
+    "|strides|dilation|low",
+    "conv_input_grad": "operand 0 size [23]|operand 1 size [01]|result 0 (size [123]|dtype)"
+    "|strides|dilation|low",
+    "conv_kernel_grad": "operand 0 size [123]|operand 1 size [23]|result 0 (size [01]|dtype)"
+    "|strides|dilation|low",
     "concatenate": "operand . size [012]|operands more|sources",
     "split": "operand 0 size 1|result . size 1|starts|sizes",
 }

@@ -32,10 +32,8 @@ from jaxops._core import compat
 PLATFORMS = {"cpu": "jaxops._cpu", "cuda": "jaxops._cuda"}
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 
-# Target names that the operators ask for, filled in as they are defined: those of every platform,
-# and those that other platforms do without.
+# Target names that the operators ask for, filled in as they are defined.
 TARGETS: list[str] = []
-CUDA_TARGETS: list[str] = []
 
 #: Set to 1 in the environment, a platform without kernels is an error.
 REQUIRE_VARIABLE = "JAXOPS_REQUIRE_KERNELS"
@@ -380,4 +378,4 @@ def allows_new_kernels() -> bool:
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Allows the operators' custom calls in `jax.export`."""
-    return [jax.export.DisabledSafetyCheck.custom_call(t) for t in (*TARGETS, *CUDA_TARGETS)]
+    return [jax.export.DisabledSafetyCheck.custom_call(t) for t in TARGETS]

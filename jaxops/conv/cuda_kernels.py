@@ -26,16 +26,12 @@ from jaxops._core import checks, native
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._families.windows import Windows
 from jaxops.activations import activation_name
+from jaxops.conv import cpu_kernels
 
 # From this number of channels and outputs on, filling them up costs little.
 _MIN_WIDENED = 24
 
-_FORWARD, _INPUT_GRAD, _KERNEL_GRAD = TARGETS = (
-    "jaxops_conv",
-    "jaxops_conv_input_grad",
-    "jaxops_conv_kernel_grad",
-)
-native.CUDA_TARGETS.extend(TARGETS)
+_FORWARD, _INPUT_GRAD, _KERNEL_GRAD = cpu_kernels.TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +176,7 @@ def operands(
 
     Kernels take operands of one dtype; results have that too, or float32 where it has 16 bits.
     """
-    if platform != "cuda":
+    if platform not in native.PLATFORMS:
         return a, b, dtype
     wide = accumulation_dtype(a, b, dtype)
     if a.dtype != b.dtype or wide == np.float64:

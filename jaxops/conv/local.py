@@ -1,8 +1,8 @@
 """The computation of one device in a convolution.
 
-Where there are kernels, see `cuda_kernels`, they take images as they are. Elsewhere convolutions
-are made of `im2col` and `col2im` and of a matrix product of XLA's, see `patches`, or by XLA's own
-convolution where that was measured to be faster.
+Where there are kernels, see `cuda_kernels` and `cpu_kernels`, they take images as they are.
+Elsewhere convolutions are made of `im2col` and `col2im` and of a matrix product of XLA's, see
+`patches`, or by XLA's own convolution where that was measured to be faster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops.activations import ACTIVATIONS
-from jaxops.conv import alternatives, choices, cuda_kernels
+from jaxops.conv import alternatives, choices, cpu_kernels, cuda_kernels
 from jaxops.conv.options import Options, over_pixels, sum_dtype, transposed_kernel
 from jaxops.conv.patches import (
     block_size,
@@ -39,6 +39,9 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
     axis = x.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
     a, b, sums = cuda_kernels.operands(platform, dtype, x, kernel)
+    if cpu_kernels.prefers(options, platform):
+        more = {"options": options, "dtype": sums, "activation": activation}
+        return [cpu_kernels.forward(a, b, bias, **more).astype(dtype)]
     call = _find_call(options, platform, sums, a, b, batch)
     call = call if bias is None or batch.has(bias) else None
     own = options.of_shard(*kernel.shape[-2:])
@@ -93,6 +96,8 @@ def input_grad(g, kernel, *, options, dtype, platform):
     axis = g.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
     a, b, sums = cuda_kernels.operands(platform, dtype, g, kernel)
+    if cpu_kernels.prefers(options, platform):
+        return [cpu_kernels.input_grad(a, b, options=options, dtype=sums).astype(dtype)]
     call = _find_call(options, platform, sums, a, b, batch)
     own = options.of_shard(*kernel.shape[-2:])
     way = choices.find("input_grad", own, platform, dtype, call, batch.count, g, kernel)
@@ -146,6 +151,9 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
     shape: tuple[Any, ...] = lax.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
     a, b, sums = cuda_kernels.operands(platform, dtype, x, g)
+    if cpu_kernels.prefers(options, platform):
+        more = {"options": options, "dtype": sums, "summed": summed}
+        return [cpu_kernels.kernel_grad(a, b, **more).astype(dtype)]
     call = cuda_kernels.find_kernel_grad_call(options, platform, sums, a, b, batch.count)
     if call is not None and not (
         0 not in shape
@@ -303,8 +311,9 @@ def _is_faster_by_xla(
 ):
     """Whether XLA's convolution takes the place of patches, of which there are too many.
 
-    On CPUs that is so of float32. On other devices, which have more memory, it is so where the
-    patches of one image are too many: in three dimensions it was measured to be faster on GPUs.
+    On CPUs, where patches are single entries, that is so of float32. On other devices, which have
+    more memory, it is so where the patches of one image are too many: in three dimensions it was
+    measured to be faster on GPUs.
     """
     if images.ndim != options.rank + 2 or kernel.ndim != images.ndim or options.is_depthwise:
         return False

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops.conv import cuda_kernels
+from jaxops.conv import cpu_kernels, cuda_kernels
 from jaxops.reference import conv as reference
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
 
@@ -151,13 +151,21 @@ def _placements(rank, *, depthwise, bias):
 
 
 def _calls(platform, *, depthwise, passes):
-    """Calls of a pass, or of value and gradients: patches, but for a depthwise one on a GPU.
+    """Calls of a pass, or of value and gradients: patches on a GPU, but for a depthwise one.
 
-    Images of so few channels have no other kernels.
+    Images of so few channels have no other kernels there.
     """
-    if depthwise and platform == "cuda" and cuda_kernels.has_kernels():
-        return dict.fromkeys(cuda_kernels.TARGETS[:passes], 1)
+    if platform == "cpu" or (depthwise and platform == "cuda" and cuda_kernels.has_kernels()):
+        return dict.fromkeys(cpu_kernels.TARGETS[:passes], 1)
     return {"jaxops_im2col": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
+
+
+def transposed_calls(platform, *, passes):
+    """Calls of a transposed convolution of few channels, or of it and its gradients."""
+    if platform == "cpu":
+        forward, input_grad, kernel_grad = cpu_kernels.TARGETS
+        return dict.fromkeys((input_grad, forward, kernel_grad)[:passes], 1)
+    return {"jaxops_col2im": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
 
 
 def _spec(
@@ -296,8 +304,8 @@ def _transposed_spec():
         arguments=arguments,
         large=functools.partial(arguments, rows=8, channels=8, outputs=16),
         differentiable=(0, 1),
-        calls={"jaxops_col2im": 1},
-        vjp_calls={"jaxops_col2im": 1, "jaxops_im2col": 2},
+        calls=functools.partial(transposed_calls, passes=1),
+        vjp_calls=functools.partial(transposed_calls, passes=3),
         value_terms=lambda x, kernel: math.prod(kernel.shape[1:]),
         vjp_terms=lambda x, kernel: 4 * max(x.size, kernel.size),
         vjp_roundings=2,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops.reference import conv as reference
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal
+from jaxops.testing.specs.conv import transposed_calls
 
 _ME = "conv_transpose"
 
@@ -131,8 +132,8 @@ def _spec(variant, *, taps, strides, padding, low, outs, ins, groups=1, is_trans
         arguments=arguments,
         large=functools.partial(arguments, rows=8, fan_in=8, fan_out=16),
         differentiable=(0, 1),
-        calls={"jaxops_col2im": 1},
-        vjp_calls={"jaxops_col2im": 1, "jaxops_im2col": 2},
+        calls=functools.partial(transposed_calls, passes=1),
+        vjp_calls=functools.partial(transposed_calls, passes=3),
         value_terms=lambda x, kernel: math.prod(taps) * x.shape[-1] // groups,
         vjp_terms=lambda x, kernel: 4 * max(x.size, kernel.size),
         vjp_roundings=2,

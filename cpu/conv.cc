@@ -1,0 +1,475 @@
+// Convolution on the host: how its work is divided.
+//
+// Depthwise convolutions and those of small groups are sums of vectors of channels. All others are
+// matrix products of the
+// segments that windows cover, see `conv_kernels.h`, with one kernel of packed columns. How sums
+// are cut depends on sizes alone, so that results have the same bits with any number of threads.
+#include "cpu/conv.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <vector>
+
+#include "cpu/arrays.h"
+#include "cpu/conv_depthwise_kernels.h"
+#include "cpu/conv_kernels.h"
+#include "cpu/isa.h"
+
+namespace jaxops::conv::cpu {
+namespace depthwise {
+namespace {
+JAXOPS_DEFINE_BEST_KERNELS();
+}  // namespace
+}  // namespace depthwise
+
+namespace {
+
+using im2col::kMaxDims;
+using im2col::Window;
+using jaxops::cpu::At;
+using jaxops::cpu::CeilDiv;
+using jaxops::cpu::ParallelFor;
+using jaxops::cpu::RunTasks;
+
+JAXOPS_DEFINE_BEST_KERNELS();
+
+// Multiply-adds of vectors in a task, which takes much longer than handing it to a thread.
+constexpr int64_t kTaskVectors = 200'000;
+// Tasks that keep the threads of a large machine busy, if sums have to be cut for that.
+constexpr int64_t kManyTasks = 64;
+constexpr int64_t kAlignment = 64;
+
+// Memory that is aligned to a cache line and not initialised.
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(int64_t bytes)
+      : data_(static_cast<std::byte*>(
+            ::operator new(std::max<int64_t>(bytes, 1), std::align_val_t(kAlignment)))) {}
+  void* get() const { return data_.get(); }
+
+ private:
+  struct Delete {
+    void operator()(std::byte* data) const {
+      ::operator delete(data, std::align_val_t(kAlignment));
+    }
+  };
+  std::unique_ptr<std::byte, Delete> data_;
+};
+
+DType SumType(DType dtype) { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+int64_t Entries(const Window (&dims)[kMaxDims], int64_t Window::* size) {
+  return dims[0].*size * dims[1].*size * dims[2].*size;
+}
+
+// Arrays of a type that is summed, each group of channels filled up to `padded`.
+struct Wide {
+  std::vector<const void*> images;
+  Memory memory;
+};
+
+// Returns `images` of `pixels` each as they are, or copies where `dtype` or `fan` differ.
+Wide Widen(const std::vector<const void*>& images, DType dtype, int64_t pixels, int64_t groups,
+           int64_t fan, int64_t padded, const ParallelFor& parallel_for) {
+  Wide wide;
+  if (dtype == SumType(dtype) && fan == padded) {
+    wide.images = images;
+    return wide;
+  }
+  const int64_t rows = pixels * groups;
+  const int64_t size = rows * padded;
+  const int64_t count = images.size();
+  wide.memory = Memory(size * count * SizeOf(SumType(dtype)));
+  for (int64_t i = 0; i < count; ++i) {
+    wide.images.push_back(At(wide.memory.get(), i * size, SumType(dtype)));
+  }
+  constexpr int64_t kTaskEntries = 32 * 1024;
+  const int64_t per_task = std::max<int64_t>(1, kTaskEntries / std::max<int64_t>(1, padded));
+  const int64_t tasks = CeilDiv(rows, per_task);
+  RunTasks(tasks * count, parallel_for, [&](int64_t task) {
+    const int64_t image = task / tasks;
+    const int64_t begin = task % tasks * per_task;
+    const int64_t end = std::min(rows, begin + per_task);
+    void* to = At(const_cast<void*>(wide.images[image]), begin * padded, SumType(dtype));
+    BestKernels().widen(dtype, At(images[image], begin * fan, dtype), end - begin, fan, padded, to);
+  });
+  return wide;
+}
+
+Axis ForwardAxis(const Window& window) {
+  return {.size = window.in,
+          .count = window.out,
+          .taps = window.taps,
+          .first = -window.low,
+          .step = window.stride,
+          .tap_step = window.dilation,
+          .result_size = window.out,
+          .kernel_taps = window.taps};
+}
+
+// Every stride-th entry of an image, from entry `begin` on, and the taps that reach these from
+// cotangents: from the last one on, those that are whole strides apart.
+Axis InputGradAxis(const Window& window, int64_t begin) {
+  const int64_t stride = window.stride;
+  Axis axis = {.size = window.out, .result_size = window.in, .kernel_taps = window.taps};
+  axis.count = CeilDiv(window.in - begin, stride);
+  axis.result_first = begin;
+  axis.result_step = stride;
+  const int64_t period = stride / std::gcd(stride, window.dilation);
+  int64_t tap = 0;
+  while (tap < std::min(period, window.taps) &&
+         (begin + window.low - tap * window.dilation) % stride != 0) {
+    ++tap;
+  }
+  const bool has_taps = tap < std::min(period, window.taps);
+  axis.taps = has_taps ? (window.taps - 1 - tap) / period + 1 : 0;
+  axis.kernel_first = tap + (axis.taps - 1) * period;
+  axis.kernel_step = -period;
+  axis.tap_step = period * window.dilation / stride;
+  if (has_taps) axis.first = (begin + window.low - axis.kernel_first * window.dilation) / stride;
+  return axis;
+}
+
+// Calls f with the axes of the results, all of them or those of each remainder by the strides.
+template <typename F>
+void ForEachPhase(const Call& call, bool is_forward, F f) {
+  const auto& [d0, d1, d2] = call.dims;
+  if (is_forward) {
+    const Axis axes[] = {ForwardAxis(d0), ForwardAxis(d1), ForwardAxis(d2)};
+    return f(axes);
+  }
+  for (int64_t begin0 = 0; begin0 < std::min(d0.stride, d0.in); ++begin0) {
+    for (int64_t begin1 = 0; begin1 < std::min(d1.stride, d1.in); ++begin1) {
+      for (int64_t begin2 = 0; begin2 < std::min(d2.stride, d2.in); ++begin2) {
+        const Axis axes[] = {InputGradAxis(d0, begin0), InputGradAxis(d1, begin1),
+                             InputGradAxis(d2, begin2)};
+        f(axes);
+      }
+    }
+  }
+}
+
+// Whether groups are too small to be matrix products: their channels are lanes of vectors.
+bool AreGroupsSmall(const Call& call) {
+  constexpr int64_t kMaxFan = 8;
+  return std::max(call.channels, call.outputs) <= kMaxFan * call.groups && call.groups > 1;
+}
+
+// --- depthwise -----------------------------------------------------------------------------------
+
+// Channels in blocks of whole vectors, of which a task copies lines to a cache.
+struct ChannelBlocks {
+  int64_t count;
+  int64_t vectors;  // of a block
+
+  ChannelBlocks(int64_t channels, int64_t lanes, int64_t vector_bytes) {
+    constexpr int64_t kRingBytes = 256 * 1024;
+    const int64_t all = CeilDiv(channels, lanes);
+    const int64_t most = std::max<int64_t>(1, kRingBytes / std::max<int64_t>(1, vector_bytes));
+    vectors = CeilDiv(all, CeilDiv(all, most));
+    count = CeilDiv(all, vectors);
+  }
+};
+
+void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& parallel_for) {
+  const depthwise::Kernels& kernels = depthwise::BestKernels();
+  depthwise::Product product = {};
+  product.sources = call.images.data();
+  product.results = call.results.data();
+  const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
+  product.channels = is_forward ? call.outputs : call.channels;
+  product.fan = is_forward ? fan_in : fan_out;
+  product.columns = is_forward ? fan_out : fan_in;
+  product.dtype = call.dtype;
+  product.finish = {call.result_dtype, call.activation, call.bias};
+  product.kernel = call.kernel;
+  product.tap_stride = fan_in * call.outputs;
+  product.fan_stride = is_forward ? call.outputs : 1;
+  product.column_stride = is_forward ? 1 : call.outputs;
+  product.group_stride = fan_out;
+  ForEachPhase(call, is_forward, [&](const Axis(&axes)[kMaxDims]) {
+    std::copy_n(axes, kMaxDims, product.axes);
+    const auto& [a0, a1, a2] = axes;
+    const int64_t lines = a0.count * a1.count;
+    if (lines * a2.count == 0) return;
+    const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
+    const int64_t width = a2.count * a2.step * product.fan;
+    const ChannelBlocks blocks(product.channels, lanes,
+                               width * a0.taps * (a1.taps + 1) * kernels.vector_bytes);
+    const int64_t line_vectors =
+        blocks.vectors * a2.count * (product.fan * a0.taps * a1.taps * a2.taps + 1);
+    // A task copies the lines before its first one again.
+    const int64_t per_task =
+        std::clamp<int64_t>(kTaskVectors / line_vectors, std::min(lines, 4 * a1.taps), lines);
+    const int64_t tasks = CeilDiv(lines, per_task);
+    const int64_t images = call.images.size();
+    RunTasks(images * blocks.count * tasks, parallel_for, [&](int64_t i) {
+      const int64_t begin = i % tasks * per_task;
+      const depthwise::Task task = {i / tasks / blocks.count,
+                                    i / tasks % blocks.count * blocks.vectors * lanes,
+                                    blocks.vectors, begin, std::min(lines, begin + per_task)};
+      const Memory space(kernels.convolve_space(product, blocks.vectors));
+      kernels.convolve(product, task, space.get());
+    });
+  });
+}
+
+// How the lines of all images are cut into sums.
+struct Parts {
+  int64_t count;
+  int64_t lines;  // of a part
+};
+
+// Parts of about the work of a task, but no more than threads of large machines need.
+Parts CutLines(int64_t lines, int64_t line_vectors, int64_t other_tasks) {
+  const int64_t most = std::max<int64_t>(1, CeilDiv(kManyTasks, std::max<int64_t>(1, other_tasks)));
+  const int64_t least = std::max<int64_t>(1, kTaskVectors / std::max<int64_t>(1, line_vectors));
+  const int64_t per_part = std::max<int64_t>(1, std::max(CeilDiv(lines, most), least));
+  return {std::max<int64_t>(1, CeilDiv(lines, per_part)), per_part};
+}
+
+void DepthwiseKernelGrad(const Call& call, const ParallelFor& parallel_for) {
+  const depthwise::Kernels& kernels = depthwise::BestKernels();
+  depthwise::GradProduct product = {};
+  std::copy_n(call.dims, kMaxDims, product.dims);
+  product.sources = call.images.data();
+  product.cotangents = call.cotangents.data();
+  product.channels = call.outputs;
+  product.fan = call.channels / call.groups;
+  product.columns = call.outputs / call.groups;
+  product.dtype = call.dtype;
+  const DType wide = SumType(call.dtype);
+  const int64_t lanes = kernels.vector_bytes / SizeOf(wide);
+  const auto& [d0, d1, d2] = call.dims;
+  const int64_t width = d2.out * d2.stride * product.fan;
+  const ChannelBlocks blocks(call.outputs, lanes,
+                             width * d0.taps * (d1.taps + 1) * kernels.vector_bytes);
+  const int64_t images = call.images.size();
+  const int64_t lines = images * d0.out * d1.out;
+  const auto [parts, per_part] =
+      CutLines(lines, d2.out * product.fan * call.taps() * blocks.vectors, blocks.count);
+  const int64_t size = call.taps() * product.fan * call.outputs;
+  const Memory sums(parts * size * SizeOf(wide));
+  RunTasks(blocks.count * parts, parallel_for, [&](int64_t i) {
+    const int64_t part = i % parts, channel = i / parts * blocks.vectors * lanes;
+    const depthwise::GradTask task = {channel, blocks.vectors, part * per_part,
+                                      std::min(lines, (part + 1) * per_part)};
+    const Memory space(kernels.grad_space(product, blocks.vectors));
+    kernels.grad(product, task, space.get(), At(sums.get(), part * size + channel, wide),
+                 call.outputs);
+  });
+  BestKernels().add_parts(wide, sums.get(), parts, size, 1, size, size, call.result_dtype,
+                          call.results[0]);
+}
+
+// --- matrix products -----------------------------------------------------------------------------
+
+// The columns of a group in blocks of nearly the same number of vectors.
+struct Blocks {
+  int64_t count;
+  int64_t vectors;  // of all blocks
+
+  Blocks(int64_t columns, int64_t lanes)
+      : count(CeilDiv(CeilDiv(columns, lanes), BestKernels().max_vectors)),
+        vectors(CeilDiv(columns, lanes)) {}
+
+  int64_t First(int64_t block) const { return block * vectors / count; }
+  int Vectors(int64_t block) const { return static_cast<int>(First(block + 1) - First(block)); }
+};
+
+void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for) {
+  const Kernels& kernels = BestKernels();
+  const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
+  const bool has_pairs = call.dtype == DType::kBF16 && kernels.multiplies_pairs();
+  Product product = {};
+  product.images = call.images.size();
+  product.results = call.results.data();
+  product.source_channels = is_forward ? call.channels : call.outputs;
+  product.result_channels = is_forward ? call.outputs : call.channels;
+  product.fan = is_forward ? fan_in : fan_out;
+  product.columns = is_forward ? fan_out : fan_in;
+  product.dtype = has_pairs ? DType::kBF16 : SumType(call.dtype);
+  product.finish = {call.result_dtype, call.activation, call.bias};
+  product.tap_stride = fan_in * call.outputs;
+  product.fan_stride = is_forward ? call.outputs : 1;
+  product.column_stride = is_forward ? 1 : call.outputs;
+  product.group_stride = fan_out;
+  const int64_t pixels = Entries(call.dims, is_forward ? &Window::in : &Window::out);
+  Wide sources, kernel;
+  if (has_pairs) {
+    sources.images = call.images;
+    kernel.images = {call.kernel};
+  } else {
+    sources = Widen(call.images, call.dtype, pixels, 1, product.source_channels,
+                    product.source_channels, parallel_for);
+    kernel = Widen({call.kernel}, call.dtype, call.taps(), 1, product.tap_stride,
+                   product.tap_stride, parallel_for);
+  }
+  product.sources = sources.images.data();
+  product.kernel = kernel.images[0];
+  const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
+  const Blocks blocks(product.columns, lanes);
+  const int64_t panels = call.groups * blocks.count;
+  // A segment of pairs has an even number of entries.
+  const int64_t unit = has_pairs ? 2 : 1;
+  ForEachPhase(call, is_forward, [&](const Axis(&axes)[kMaxDims]) {
+    std::copy_n(axes, kMaxDims, product.axes);
+    if (product.pixels() == 0 || panels == 0) return;
+    product.is_merged = axes[2].tap_step == 1 && call.groups == 1;
+    const int64_t rows = product.segments() * CeilDiv(product.segment(), unit) * unit;
+    const Memory packed(rows * call.groups * blocks.vectors * lanes * SizeOf(product.dtype));
+    std::vector<Panel> all(panels);
+    RunTasks(panels, parallel_for, [&](int64_t i) {
+      const int64_t group = i / blocks.count, block = i % blocks.count;
+      const int64_t first = blocks.First(block) * lanes;
+      all[i] = {group, first, blocks.Vectors(block), true,
+                At(packed.get(), (group * blocks.vectors * lanes + first) * rows, product.dtype)};
+      kernels.pack(product, all[i]);
+    });
+    // Tasks of a panel have about the same number of multiply-adds, but where a panel is larger
+    // than caches several tiles.
+    const int64_t tile_vectors = std::max<int64_t>(1, rows / unit) * 24;
+    const int64_t per_panel = CeilDiv(product.pixels(), kernels.tile_pixels(all[0].vectors));
+    const int64_t few = std::min<int64_t>(8, CeilDiv(per_panel * panels, kManyTasks));
+    const int64_t per_task = std::max(few, kTaskVectors / tile_vectors);
+    std::vector<int64_t> begins = {0};  // of the tasks of each panel
+    for (const Panel& panel : all) {
+      const int64_t tiles = CeilDiv(product.pixels(), kernels.tile_pixels(panel.vectors));
+      begins.push_back(begins.back() + CeilDiv(tiles, per_task));
+    }
+    RunTasks(begins.back(), parallel_for, [&](int64_t i) {
+      const auto next = std::upper_bound(begins.begin(), begins.end(), i);
+      const Panel& panel = all[next - begins.begin() - 1];
+      const int64_t tiles = CeilDiv(product.pixels(), kernels.tile_pixels(panel.vectors));
+      const int64_t begin = (i - *(next - 1)) * per_task;
+      const int64_t end = std::min(tiles, begin + per_task);
+      const Memory space(kernels.multiply_space(product, panel.vectors, end - begin));
+      kernels.multiply(product, panel, begin, end, space.get());
+    });
+  });
+}
+
+void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
+  const Kernels& kernels = BestKernels();
+  const auto& [d0, d1, d2] = call.dims;
+  const DType wide = SumType(call.dtype);
+  const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
+  const int64_t lanes = kernels.vector_bytes / SizeOf(wide);
+  const int64_t padded = CeilDiv(fan_out, lanes) * lanes;
+  const Wide sources = Widen(call.images, call.dtype, Entries(call.dims, &Window::in), 1,
+                             call.channels, call.channels, parallel_for);
+  const Wide cotangents = Widen(call.cotangents, call.dtype, Entries(call.dims, &Window::out),
+                                call.groups, fan_out, padded, parallel_for);
+  GradProduct product = {};
+  std::copy_n(call.dims, kMaxDims, product.dims);
+  product.images = call.images.size();
+  product.sources = sources.images.data();
+  product.cotangents = cotangents.images.data();
+  product.source_channels = call.channels;
+  product.cotangent_channels = call.groups * padded;
+  product.fan_in = fan_in;
+  product.dtype = wide;
+  // Rows of several taps waste none of a tile of rows.
+  constexpr int64_t kMaxMerged = 24;
+  product.is_merged = d2.dilation == 1 && call.groups == 1 && fan_in < kMaxMerged;
+
+  const Blocks blocks(fan_out, lanes);
+  const int64_t rows = (product.is_merged ? d2.taps : 1) * fan_in;
+  const int64_t segments = d0.taps * d1.taps * (product.is_merged ? 1 : d2.taps);
+  constexpr int64_t kMaxRows = 96;  // of a task
+  const int64_t row_blocks = CeilDiv(rows, kMaxRows);
+  const int64_t tiles = segments * call.groups * blocks.count * row_blocks;
+  const int64_t lines = product.images * d0.out * d1.out;
+  const int64_t line_vectors = d2.out * CeilDiv(rows * blocks.vectors, row_blocks * blocks.count);
+  const auto [parts, per_part] = CutLines(lines, line_vectors, tiles);
+  const int64_t columns = call.groups * padded;
+  const int64_t size = segments * rows * columns;
+  const Memory sums(parts * size * SizeOf(wide));
+  RunTasks(tiles * parts, parallel_for, [&](int64_t i) {
+    const int64_t part = i % parts;
+    int64_t rest = i / parts;
+    const int64_t block = rest % blocks.count;
+    rest /= blocks.count;
+    const int64_t group = rest % call.groups;
+    rest /= call.groups;
+    const int64_t row_block = rest % row_blocks;
+    const int64_t segment = rest / row_blocks;
+    const int64_t per_line = product.is_merged ? 1 : d2.taps;
+    GradTask task = {};
+    task.taps[0] = segment / per_line / d1.taps;
+    task.taps[1] = segment / per_line % d1.taps;
+    task.taps[2] = segment % per_line;
+    task.channel = group * fan_in;
+    task.output = group * padded + blocks.First(block) * lanes;
+    task.vectors = blocks.Vectors(block);
+    task.row_begin = row_block * rows / row_blocks;
+    task.row_end = (row_block + 1) * rows / row_blocks;
+    task.line_begin = part * per_part;
+    task.line_end = std::min(lines, (part + 1) * per_part);
+    const Memory space(kernels.grad_space(product, task));
+    const int64_t at = (part * segments + segment) * rows * columns + task.row_begin * columns;
+    kernels.grad(product, task, space.get(), At(sums.get(), at + task.output, wide), columns);
+  });
+  // Rows of the kernel, in each of which groups are filled up.
+  const int64_t all_rows = segments * rows * call.groups;
+  constexpr int64_t kTaskEntries = 32 * 1024;
+  const int64_t per_task = std::max<int64_t>(1, kTaskEntries / (padded * parts));
+  RunTasks(CeilDiv(all_rows, per_task), parallel_for, [&](int64_t i) {
+    const int64_t begin = i * per_task, end = std::min(all_rows, begin + per_task);
+    kernels.add_parts(wide, At(sums.get(), begin * padded, wide), parts, size, end - begin, fan_out,
+                      padded, call.result_dtype,
+                      At(call.results[0], begin * fan_out, call.result_dtype));
+  });
+}
+
+// Runs calls one after the other, or several at a time if there are enough for that.
+template <typename F>
+void ForEachCall(const Calls& calls, const ParallelFor& parallel_for, F run) {
+  if (static_cast<int64_t>(calls.size()) < kManyTasks) {
+    for (const Call& call : calls) run(call, parallel_for);
+    return;
+  }
+  const ParallelFor serial = [](int64_t count, const std::function<void(int64_t)>& task) {
+    for (int64_t i = 0; i < count; ++i) task(i);
+  };
+  parallel_for(calls.size(), [&](int64_t i) { run(calls[i], serial); });
+}
+
+void Convolve(const Calls& calls, bool is_forward, const ParallelFor& parallel_for) {
+  ForEachCall(calls, parallel_for, [&](const Call& call, const ParallelFor& threads) {
+    if (AreGroupsSmall(call)) {
+      ConvolveDepthwise(call, is_forward, threads);
+    } else {
+      Multiply(call, is_forward, threads);
+    }
+  });
+}
+
+}  // namespace
+
+void RunForward(const Calls& calls, const ParallelFor& parallel_for) {
+  Convolve(calls, /*is_forward=*/true, parallel_for);
+}
+
+void RunInputGrad(const Calls& calls, const ParallelFor& parallel_for) {
+  Convolve(calls, /*is_forward=*/false, parallel_for);
+}
+
+void RunKernelGrad(const Calls& calls, const ParallelFor& parallel_for) {
+  ForEachCall(calls, parallel_for, [&](const Call& call, const ParallelFor& threads) {
+    if (call.taps() * call.channels * call.outputs == 0) return;
+    if (AreGroupsSmall(call)) {
+      DepthwiseKernelGrad(call, threads);
+    } else {
+      MultiplyGrad(call, threads);
+    }
+  });
+}
+
+}  // namespace jaxops::conv::cpu

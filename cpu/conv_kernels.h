@@ -1,0 +1,105 @@
+// The vectorised inner parts of convolution as matrix products, built once per instruction set.
+//
+// The sum over taps and channels of a pixel is cut into segments, whose entries are contiguous in
+// the source: the channels of a tap, or of a row of taps if the last dimension is not dilated and
+// there is one group. Tiles of pixels and columns have their sums in registers, and read segments
+// where they are. The columns of the kernel are packed in blocks of vectors.
+#ifndef JAXOPS_CPU_CONV_KERNELS_H_
+#define JAXOPS_CPU_CONV_KERNELS_H_
+
+#include <cstdint>
+
+#include "common/im2col.h"
+#include "common/types.h"
+#include "cpu/conv_axes.h"
+#include "cpu/isa.h"
+
+namespace jaxops::conv::cpu {
+
+// The forward product, or the input gradient at the pixels of some remainders by the strides.
+struct Product {
+  Axis axes[im2col::kMaxDims];
+  int64_t images;
+  const void* const* sources;
+  void* const* results;
+  int64_t source_channels;  // of all groups
+  int64_t result_channels;
+  int64_t fan;      // source channels of a group
+  int64_t columns;  // result channels of a group
+  DType dtype;      // of the sources: f32 or f64, or bf16 if `multiplies_pairs`
+  bool is_merged;   // whether a segment has all taps of the last dimension
+  Results finish;
+  const void* kernel;  // of `dtype`
+  int64_t tap_stride;  // entries of the kernel between taps
+  int64_t fan_stride;
+  int64_t column_stride;
+  int64_t group_stride;
+
+  int64_t pixels() const { return images * axes[0].count * axes[1].count * axes[2].count; }
+  // Segments of a pixel, and entries of a segment.
+  int64_t segments() const { return axes[0].taps * axes[1].taps * (is_merged ? 1 : axes[2].taps); }
+  int64_t segment() const { return (is_merged ? axes[2].taps : 1) * fan; }
+};
+
+// A block of columns of a group.
+struct Panel {
+  int64_t group;
+  int64_t first_column;
+  int vectors;
+  bool is_finite;  // whether all entries are finite, so that their products with zeros are zeros
+  void* packed;    // (segments, entries, columns); for bf16 (segments, pairs, columns, 2)
+};
+
+// The kernel gradient. Sums are of `vectors` whole vectors of outputs.
+struct GradProduct {
+  im2col::Window dims[im2col::kMaxDims];
+  int64_t images;
+  const void* const* sources;
+  const void* const* cotangents;
+  int64_t source_channels;     // of all groups
+  int64_t cotangent_channels;  // the same, filled up to whole vectors in each group
+  int64_t fan_in;
+  DType dtype;  // f32 or f64
+  bool is_merged;
+};
+
+// The part of a kernel gradient that a task computes: rows of the product of a segment of taps and
+// channels, see above, by a block of outputs, summed over lines of pixels.
+struct GradTask {
+  int64_t taps[im2col::kMaxDims];  // the taps of the segment, or the first ones
+  int64_t channel;                 // of the source, the first of the group
+  int64_t output;                  // of the cotangents
+  int vectors;
+  int64_t row_begin, row_end;    // entries of the segment
+  int64_t line_begin, line_end;  // lines of the results: image, first and second dimension
+};
+
+struct Kernels {
+  int64_t vector_bytes;
+  int max_vectors;             // of a block
+  bool (*multiplies_pairs)();  // whether products of bf16 are those of the processor
+  int64_t (*tile_pixels)(int vectors);
+  // Copies pixels to f32, each group filled up with zeros to `padded` channels.
+  void (*widen)(DType dtype, const void* from, int64_t groups_of_pixels, int64_t fan,
+                int64_t padded, void* to);
+  // Fills panel.packed and sets panel.is_finite.
+  void (*pack)(const Product& product, Panel& panel);
+  // Bytes that `multiply` needs for `tiles` tiles.
+  int64_t (*multiply_space)(const Product& product, int vectors, int64_t tiles);
+  void (*multiply)(const Product& product, const Panel& panel, int64_t tile_begin, int64_t tile_end,
+                   void* space);
+  // Bytes that `grad` needs.
+  int64_t (*grad_space)(const GradProduct& product, const GradTask& task);
+  // Writes (rows, columns) of sums, `sums_stride` entries apart.
+  void (*grad)(const GradProduct& product, const GradTask& task, void* space, void* sums,
+               int64_t sums_stride);
+  // to = the sum of `parts` arrays of f32 or f64, rounded. Rows of `padded` columns become `fan`.
+  void (*add_parts)(DType dtype, const void* sums, int64_t parts, int64_t part_stride, int64_t rows,
+                    int64_t fan, int64_t padded, DType result_dtype, void* to);
+};
+
+JAXOPS_DECLARE_KERNELS();
+
+}  // namespace jaxops::conv::cpu
+
+#endif  // JAXOPS_CPU_CONV_KERNELS_H_

@@ -1,0 +1,121 @@
+"""The kernels of convolution on CPUs: what `test_conv2d.py` and the capabilities do not show."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxops
+from jaxops.conv import cpu_kernels
+from jaxops.testing.measure import assert_close, on_reference, vjp_of
+
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+# Channels, outputs, groups, and options: whole tiles and parts of them, taps in pairs or not, rows
+# of taps or single ones, remainders by the strides that have no taps, channels as lanes.
+CASES = {
+    "tiles": (64, 64, 1, (3, 3), {}),
+    "parts of tiles": (37, 50, 1, (3, 2), {"window_strides": (2, 1)}),
+    "few channels": (3, 70, 1, (5, 7), {"window_strides": (2, 2)}),
+    "few outputs": (40, 3, 1, (2, 3), {"rhs_dilation": (2, 3)}),
+    "no taps": (5, 20, 1, (1, 2), {"window_strides": (3, 4)}),
+    "groups": (36, 72, 4, (3, 3), {}),
+    "small groups": (24, 48, 8, (3, 3), {"window_strides": (1, 2)}),
+    "depthwise": (37, 37, 37, (3, 5), {"padding": ((-1, 2), (4, 0))}),
+}
+
+
+def arrays(name, dtype, seed=0):
+    channels, outputs, groups, taps, options = CASES[name]
+    options = {"window_strides": (1, 1), "padding": "SAME", **options}
+    options |= {"feature_group_count": groups, "dimension_numbers": NUMBERS}
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((2, 9, 11, channels)).astype(jnp.dtype(dtype))
+    kernel = rng.standard_normal((*taps, channels // groups, outputs)).astype(jnp.dtype(dtype))
+    oracle = functools.partial(lax.conv_general_dilated, **options)
+    g = rng.standard_normal(jax.eval_shape(oracle, x, kernel).shape).astype(jnp.dtype(dtype))
+    return functools.partial(jaxops.conv_general_dilated, **options), oracle, x, kernel, g
+
+
+def on_cpu(function, *arguments):
+    placed = jax.device_put(arguments, jax.devices("cpu")[0])
+    return jax.tree.map(np.asarray, jax.tree.leaves(jax.jit(function)(*placed)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradients(name, dtype):
+    ours, oracle, x, kernel, g = arrays(name, dtype)
+    got = on_cpu(vjp_of(ours, (0, 1)), (g,), x, kernel)
+    want = jax.tree.leaves(on_reference(vjp_of(oracle, (0, 1)), (g,), x, kernel))
+    assert_close(got, want, name, dtype=dtype, terms=4 * max(x.size, kernel.size), roundings=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", CASES)
+def test_padding_meets_no_nan(name, value, dtype):
+    """What is not finite reaches what depends on it; products with padding would be NaN."""
+    ours, oracle, x, kernel, g = arrays(name, dtype)
+    x, kernel, g = map(np.abs, (x, kernel, g))
+    for i, poisoned in enumerate((x, kernel, g)):
+        at = tuple(n // 2 for n in poisoned.shape) if i == 0 else (0,) * poisoned.ndim
+        changed = [a.copy() for a in (x, kernel, g)]
+        changed[i][at] = value
+        unit = np.zeros(poisoned.shape)
+        unit[at] = 1
+        got = on_cpu(vjp_of(ours, (0, 1)), (changed[2],), changed[0], changed[1])
+        ones = [np.ones(a.shape) for a in (x, kernel, g)]
+        ones[i] = unit
+        reached = jax.tree.leaves(on_reference(vjp_of(oracle, (0, 1)), (ones[2],), *ones[:2]))
+        # The value has no cotangent in it, and a gradient not what it is the gradient of.
+        depends = (i < 2, i != 0, i != 1)
+        for a, count, may_reach in zip(got, reached, depends, strict=True):
+            where = (np.asarray(count) > 0.5) & may_reach
+            np.testing.assert_array_equal(~np.isfinite(a.astype(np.float64)), where)
+            if np.isinf(value):
+                assert not np.isnan(a.astype(np.float64)).any()
+
+
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0)])
+@pytest.mark.parametrize("name", ["parts of tiles", "small groups"])
+def test_a_batch_is_one_call(name, axes):
+    ours, oracle, x, kernel, _ = arrays(name, "float64")
+    x, kernel = (
+        a if axis is None else np.stack([a, 2 * a, -a])
+        for a, axis in zip((x, kernel), axes, strict=True)
+    )
+
+    def gradients(convolve):
+        def loss(x, kernel):
+            y = jax.vmap(convolve, axes)(x, kernel)
+            return (y * jnp.cos(y)).sum()
+
+        return jax.value_and_grad(loss, (0, 1))
+
+    with jax.enable_x64(True):
+        text = jax.jit(gradients(ours)).lower(x, kernel).as_text()
+        got = on_cpu(gradients(ours), x, kernel)
+        want = jax.tree.leaves(jax.jit(gradients(oracle))(x, kernel))
+    if jax.default_backend() == "cpu":
+        assert [text.count(f"@{target}(") for target in cpu_kernels.TARGETS] == [1, 1, 1]
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_the_bits_of_an_image_are_those_of_any_batch():
+    """Tiles, tasks and threads do not show in the sums of an image."""
+    ours, _, x, kernel, g = arrays("parts of tiles", "float32")
+
+    def function(x, g):
+        y, pull = jax.vjp(lambda x: ours(x, kernel), x)
+        return y, pull(g)[0]
+
+    whole = on_cpu(function, np.tile(x, (9, 1, 1, 1)), np.tile(g, (9, 1, 1, 1)))
+    for a, b in zip(whole, on_cpu(function, x[1:], g[1:]), strict=True):
+        for image in a[1::2]:
+            np.testing.assert_array_equal(image, b[0])
