@@ -12,6 +12,7 @@ from jaxops.grid_sample import grid_sample
 from jaxops.im2col import col2im, im2col
 from jaxops.lightweight_conv import lightweight_conv, ragged_conv
 from jaxops.lightweight_conv_step import lightweight_conv_step
+from jaxops.map_coordinates import map_coordinates
 from jaxops.trilinear import trilinear_interpolate
 
 __version__ = _version("jaxops")
@@ -36,6 +37,7 @@ __all__ = [
     "im2col",
     "lightweight_conv",
     "lightweight_conv_step",
+    "map_coordinates",
     "ragged_conv",
     "sigmoid_focal_loss",
     "softmax_focal_loss",

@@ -37,6 +37,7 @@ class _Options:
     sizes: tuple[int, ...]
     point_rank: int
     taps: int
+    deterministic: bool
 
     @property
     def axes(self) -> int:
@@ -64,22 +65,27 @@ class _Options:
 
 
 def sum_taps(
-    volume: jax.Array, indices: jax.Array, weights: Sequence[jax.Array], point_rank: int
+    volume: jax.Array,
+    indices: jax.Array,
+    weights: Sequence[jax.Array],
+    point_rank: int,
+    deterministic: bool = False,
 ) -> jax.Array:
     """The sum of the volume (..., *sizes, F) at int32 indices (..., *P, axes, K).
 
     `weights` are (..., *P, K) for each axis, in float32, or in float64 if the volume is float64.
     Combinations with an index outside of the volume contribute nothing. Leading dimensions
-    broadcast. A point reads at most 64 entries.
+    broadcast. A point reads at most 64 entries. `deterministic` fixes the order in which GPUs add
+    to the volume's gradient.
     """
     axes, taps = indices.shape[-2:]
     rank = volume.ndim - axes - 1
-    options = _Options(volume.shape[rank:-1], point_rank, taps)
+    options = _Options(volume.shape[rank:-1], point_rank, taps, deterministic)
     (result,) = _sample(volume, indices, *weights, options=options)
     return result
 
 
-# --- what each primitive computes, in jax.numpy ----------------------------------------------------
+# --- what each primitive computes, in jax.numpy ---------------------------------------------------
 
 
 def _sample_reference(volume, indices, *weights, options):
@@ -91,6 +97,9 @@ def _volume_grad_reference(indices, g, *weights, options, summed):
     leading = [x.shape[:rank] for x in (indices, g, *weights)]
     batch = np.broadcast_shapes(*leading)
     kept = tuple(1 if s else n for n, s in zip(batch, summed, strict=True))
+    if options.deterministic:
+        shape = (*kept, *options.sizes, g.shape[-1])
+        return [reference.ordered_volume_grad(shape, indices, g, weights, options.point_rank)]
     wide = g.astype(accumulation_dtype(g))
     wide = jnp.broadcast_to(wide, (*batch, *g.shape[rank:]))
     like = jnp.zeros((*kept, *options.sizes, g.shape[-1]), wide.dtype)
@@ -206,7 +215,9 @@ def _match_volume(terms, like, options):
 
 
 def _match_points(terms, like, options):
-    return rules.match_type(sum(terms), like, options.point_rank + 1) if terms else compat.Zero(like)
+    return (
+        rules.match_type(sum(terms), like, options.point_rank + 1) if terms else compat.Zero(like)
+    )
 
 
 def _defined(weights):
@@ -221,7 +232,7 @@ def _undefined(weights):
     return [a for a, w in enumerate(weights) if compat.is_undefined_primal(w)]
 
 
-# --- derivatives -----------------------------------------------------------------------------------
+# --- derivatives ----------------------------------------------------------------------------------
 
 
 @_sample.def_jvp

@@ -1,4 +1,4 @@
-"""Weighted sums of the entries of a volume in plain `jax.numpy`, and the weights of interpolation."""
+"""Weighted sums of the entries of a volume in plain `jax.numpy`, and weights of interpolation."""
 
 from __future__ import annotations
 
@@ -64,6 +64,63 @@ def sum_taps(volume: jax.Array, indices: jax.Array, weights: Sequence[jax.Array]
     return total.astype(volume.dtype)
 
 
+def ordered_volume_grad(
+    shape: tuple[int, ...],
+    indices: jax.Array,
+    g: jax.Array,
+    weights: Sequence[jax.Array],
+    point_rank: int,
+) -> jax.Array:
+    """The transpose of `sum_taps` in a volume of a shape, whose sums have a fixed order.
+
+    A scatter may add to an entry in any order, so each entry's terms are sorted to be neighbours
+    and summed by a scan first.
+    """
+    axes, taps = indices.shape[-2:]
+    rank = g.ndim - 1 - point_rank
+    batch = jnp.broadcast_shapes(*(x.shape[:rank] for x in (indices, g, *weights)))
+    points = g.shape[rank:-1]
+    dtype = accumulation_dtype(g)
+    # The volume that a batch entry adds to.
+    which: Any = 0
+    for i, (n, kept) in enumerate(zip(batch, shape[:rank], strict=True)):
+        along = jnp.arange(n).reshape(n, *[1] * (rank - 1 - i + point_rank))
+        which = which * kept + (along if kept > 1 else 0)
+    total = math.prod(shape[:-1])
+    flats, terms = [], []
+    for combination in itertools.product(range(taps), repeat=axes):
+        flat, weight, valid = which, jnp.ones((), dtype), True
+        for a, (k, n) in enumerate(zip(combination, shape[rank:-1], strict=True)):
+            index = indices[..., a, k]
+            valid = valid & (index >= 0) & (index < n)
+            flat = flat * n + index
+            weight = weight * weights[a][..., k]
+        flat = jnp.where(valid, flat, total)
+        flats.append(jnp.broadcast_to(flat, (*batch, *points)).reshape(-1))
+        term = jnp.where(valid, weight, 0)[..., None] * jnp.where(valid[..., None], g, 0)
+        term = jnp.broadcast_to(term.astype(dtype), (*batch, *points, g.shape[-1]))
+        terms.append(term.reshape(-1, g.shape[-1]))
+    flat, term = jnp.concatenate(flats), jnp.concatenate(terms)
+    if not term.size or not total:
+        return jnp.zeros(shape, g.dtype)
+    order = jnp.argsort(flat, stable=True)
+    flat, term = flat[order], term[order]
+    begins = jnp.concatenate([jnp.ones(1, bool), flat[1:] != flat[:-1]])
+
+    def add(left, right):
+        (left_begins, left_sum), (right_begins, right_sum) = left, right
+        kept = jnp.where(right_begins[:, None], 0, left_sum)
+        return left_begins | right_begins, kept + right_sum
+
+    _, sums = jax.lax.associative_scan(add, (begins, term))
+    ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
+    # Entries are written once; places after the volume are dropped.
+    place = jnp.where(ends & (flat < total), flat, total + jnp.arange(len(flat)))
+    result = jnp.zeros((total, g.shape[-1]), dtype)
+    result = result.at[place].set(sums, mode="drop", unique_indices=True)
+    return result.reshape(shape).astype(g.dtype)
+
+
 def stencil(x: jax.Array, n: int, method: str, padding: str) -> tuple[jax.Array, jax.Array]:
     """The entries that positions x along an axis of n entries read, and their weights, (..., K).
 
@@ -84,7 +141,7 @@ def stencil(x: jax.Array, n: int, method: str, padding: str) -> tuple[jax.Array,
     first = jax.lax.stop_gradient(first).astype(jnp.int32) - (taps // 2 - 1 if taps > 1 else 0)
     indices = first[..., None] + jnp.arange(taps, dtype=jnp.int32)
     weights = [jnp.ones_like(x)] if fraction is None else _WEIGHTS[method](fraction)
-    return _fold(indices, n, padding), jnp.stack(weights, -1)
+    return fold(indices, n, padding), jnp.stack(weights, -1)
 
 
 def outside(indices: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
@@ -131,7 +188,7 @@ _PERIODS = {
 
 
 def _near(x, n: int, padding: str):
-    """Positions with the values of x, moved close to the volume, so that they are integers of 32 bits.
+    """Positions with the values of x, moved so close that they are integers of 32 bits.
 
     Infinite ones are clamped.
     """
@@ -147,7 +204,7 @@ def _near(x, n: int, padding: str):
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
 
 
-def _fold(indices, n: int, padding: str):
+def fold(indices, n: int, padding: str):
     """The entries that indices are in the extension of a volume; -1 where there is none."""
     if padding == "zeros":
         return jnp.where((indices >= 0) & (indices < n), indices, -1)
