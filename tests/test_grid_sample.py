@@ -148,15 +148,18 @@ def test_torch(sizes, method, padding_mode, align_corners, platform):
     shape=st.sampled_from([(), (0,), (1,), (37,), (5, 3), (2, 1, 4)]),
     dtype=st.sampled_from(DTYPES),
     point_dtype=st.sampled_from(DTYPES),
-    method=st.sampled_from(METHODS),
-    padding_mode=st.sampled_from(PADDINGS),
-    align_corners=st.booleans(),
+    method=st.sampled_from([*METHODS, "cubic"]),
+    padding_mode=st.sampled_from([*PADDINGS, "wrap", "constant"]),
+    frame=st.sampled_from(
+        [("align_corners", True), ("align_corners", False), ("coordinates", "pixel")]
+    ),
     deterministic=st.booleans(),
     seed=st.integers(0, 2**20),
 )
 def test_anything(
-    platform, sizes, width, lead, shape, dtype, point_dtype, deterministic, seed, **options
+    platform, sizes, width, lead, shape, dtype, point_dtype, frame, deterministic, seed, **options
 ):
+    options.update([frame])
     rng = np.random.default_rng(seed)
     axes = len(sizes)
     volume = rng.standard_normal((*lead, *sizes, width)).astype(jnp.dtype(dtype))
@@ -168,6 +171,7 @@ def test_anything(
     want = on_reference(oracle, volume, points)
     coarser = max((dtype, point_dtype), key=lambda d: float(jnp.finfo(d).eps))
     terms = 32 + 16 * max(sizes) * (1 + width) + points.size
+    terms *= 4 if options["method"] == "cubic" else 1
     for g, w, of in zip(got, want, (dtype, dtype, coarser), strict=True):
         assert_close([g], [w], f"{options}", dtype=of, terms=terms)
 

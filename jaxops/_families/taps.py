@@ -163,7 +163,7 @@ _weight_grad = Operator(
 )
 
 
-def _tangent_unfused(volume, indices, *weights, options):
+def _tangent_unfused(volume, indices, *weights, options) -> list[Any]:
     weights, moved = weights[: options.axes], weights[options.axes :]
     return [sum(_samples(volume, indices, weights, moved, options))]
 
@@ -241,8 +241,9 @@ def _(primals, tangents, *, options):
     dvolume, _, *moved = rules.nonzero(tangents, len(primals))
     (result,) = _sample(*primals, options=options)
     terms = [] if dvolume is None else _sample(dvolume, indices, *weights, options=options)
-    if all(t is not None for t in moved):
-        terms += _tangent(volume, indices, *weights, *moved, options=options)
+    all_move = [t for t in moved if t is not None]
+    if len(all_move) == options.axes:
+        terms += _tangent(volume, indices, *weights, *all_move, options=options)
     else:
         terms += _samples(volume, indices, weights, moved, options)
     return [result], [_total(terms, result)]

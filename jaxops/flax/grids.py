@@ -72,12 +72,12 @@ class Levels:
         checks.integer(layer, "base_resolution", base_resolution, 1)
         if axes not in (2, 3):
             raise ValueError(f"{layer}: points must have two or three coordinates, got {axes}")
-        growth = checks.scalar(layer, "growth", growth, integers=True)
-        if not isinstance(growth, float) or not 1 <= growth <= 64:
+        factor = checks.scalar(layer, "growth", growth, integers=True)
+        if not isinstance(factor, float) or not 1 <= factor <= 64:
             raise ValueError(
                 f"{layer}: growth must be a number in [1, 64], got {checks.describe(growth)}"
             )
-        sizes = [base_resolution * growth**level for level in range(num_levels)]
+        sizes = [base_resolution * factor**level for level in range(num_levels)]
         # A power such as 16 * 2 ** (1 / 3) ** 3 may be rounded to just below a whole number.
         cells = tuple(math.floor(size * (1 + 1e-12)) for size in sizes)
         if cells[-1] >= 2**24:

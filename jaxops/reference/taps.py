@@ -89,7 +89,9 @@ def ordered_volume_grad(
     total = math.prod(shape[:-1])
     flats, terms = [], []
     for combination in itertools.product(range(taps), repeat=axes):
-        flat, weight, valid = which, jnp.ones((), dtype), True
+        flat: Any = which
+        weight: Any = 1
+        valid: Any = True
         for a, (k, n) in enumerate(zip(combination, shape[rank:-1], strict=True)):
             index = indices[..., a, k]
             valid = valid & (index >= 0) & (index < n)
