@@ -95,7 +95,7 @@ def test_voxel_grid(options):
     layer = linen_layers.VoxelGrid((4, 3, 5), 6, **options)
     value, variables = layer.init_with_output(jax.random.key(0), points)
     assert not value.any()
-    grid = jax.random.normal(jax.random.key(1), (4, 3, 5, 6))
+    grid = jax.random.normal(jax.random.key(1), (4, 3, 5, 6), jnp.float32)
     assert variables["params"]["grid"].shape == grid.shape
     want = jaxops.grid_sample(grid, points, **options)
     np.testing.assert_array_equal(layer.apply({"params": {"grid": grid}}, points), want)

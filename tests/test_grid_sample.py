@@ -105,7 +105,9 @@ def test_onnx(published, platform):
         # ONNX orders coordinates from the last axis to the first.
         np.ascontiguousarray(grid[..., ::-1]),
     )
-    np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=1e-5, atol=1e-6)
+    # Some cases have values of four decimals.
+    tolerance = 6e-5 if options.get("mode") == b"cubic" else 1e-6
+    np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=1e-5, atol=tolerance)
 
 
 @pytest.mark.parametrize("align_corners", BOTH)

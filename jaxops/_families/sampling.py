@@ -86,6 +86,8 @@ def sample(
     if options.method == "nearest":
         points = jax.lax.stop_gradient(points)  # a derivative that is zero needs no kernel
     wide = points.astype(accumulation_dtype(volume, points))
+    if options.padding_mode == "constant":
+        volume = volume.astype(wide.dtype)  # the sum with the constant is rounded once
     frame = (options.align_corners, options.pixel)
     if options.has_stencils:
         indices, weights = reference.stencils(
