@@ -32,8 +32,8 @@ from jaxops._core import compat
 PLATFORMS = {"cpu": "jaxops._cpu", "cuda": "jaxops._cuda"}
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 
-# Target names that the operators ask for, filled in as they are defined: those of every platform,
-# and those that other platforms do without.
+# Target names that the operators ask for, filled in as they are defined: those of CPUs, most of
+# which CUDA devices have too, and those of CUDA devices only.
 TARGETS: list[str] = []
 CUDA_TARGETS: list[str] = []
 
