@@ -19,10 +19,13 @@ CASES = [
     *cases("typical", (100_000, 256, 256), "float32", order=1,
            mode=["constant", "wrap", "reflect"]),
     *cases("typical", (100_000, 64, 64, 64), "float32", order=[1, 3], mode="mirror"),
+    *cases("large", (2_000_000, 2048, 2048), "float32", order=1, mode="nearest"),
     *cases("odd", (50_009, 31, 33, 29), "float32", order=1, mode="wrap"),
     *cases("odd", (50_009, 255, 127), "bfloat16", order=1, mode="nearest"),
 ]
 # fmt: on
+for points in (2**n for n in range(8, 23, 2)):
+    CASES += cases("scaling", (points, 16, 16, 16), "float32", order=1, mode="nearest")
 
 DIRECTIONS = (
     Direction("forward", True, ()),
