@@ -8,11 +8,10 @@ from jaxops.concatenate import concatenate, split
 from jaxops.conv import conv2d, conv_general_dilated, conv_transpose
 from jaxops.dynamic_conv import dynamic_conv, dynamic_conv_step
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
-from jaxops.grid_sample import grid_sample
+from jaxops.grid_sample import grid_sample, map_coordinates
 from jaxops.im2col import col2im, im2col
 from jaxops.lightweight_conv import lightweight_conv, ragged_conv
 from jaxops.lightweight_conv_step import lightweight_conv_step
-from jaxops.map_coordinates import map_coordinates
 from jaxops.trilinear import trilinear_interpolate
 
 __version__ = _version("jaxops")

@@ -16,7 +16,7 @@ from flax import linen as nn
 import jaxops
 from jaxops._core import checks
 from jaxops._core.dtypes import accumulation_dtype
-from jaxops._families import taps
+from jaxops.grid_sample import taps
 
 default_grid_init = nn.initializers.zeros_init()
 

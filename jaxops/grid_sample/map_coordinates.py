@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxops._core import checks
 from jaxops._core.dtypes import accumulation_dtype
-from jaxops._families import sampling, taps
+from jaxops.grid_sample import sampling, taps
 from jaxops.reference import grid_sample as sample_reference
 from jaxops.reference import map_coordinates as reference
 from jaxops.reference import taps as taps_reference

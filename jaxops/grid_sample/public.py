@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
-from jaxops._families import sampling
+from jaxops.grid_sample import sampling
 
 _NAME = "grid_sample"
 _METHODS = ("linear", "bilinear", "trilinear", "nearest", "cubic")

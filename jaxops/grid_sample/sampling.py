@@ -1,7 +1,8 @@
 """The sampling of volumes at points that `grid_sample` and `map_coordinates` share.
 
-Linear and nearest samples have kernels that locate the points, see `multilinear.py`. Others have
-stencils that `jax.numpy` makes, and kernels that sum the entries of these, see `taps.py`.
+Linear and nearest samples have kernels that locate the points; their primitives and rules are those
+of every interpolation, see `_families/multilinear.py`. Others have stencils that `jax.numpy` makes,
+and kernels that sum the entries of these, see `taps.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxops._core.dtypes import accumulation_dtype
-from jaxops._families import multilinear, taps
+from jaxops._families import multilinear
+from jaxops.grid_sample import taps
 from jaxops.reference import grid_sample as reference
 from jaxops.reference import taps as taps_reference
 
@@ -43,14 +45,17 @@ class Options:
 
     @property
     def values(self) -> str:
+        """The dimensions of the volume in a signature."""
         return " ".join(f"size{i}={n}" for i, n in enumerate(self.sizes)) + " features"
 
     @property
     def points(self) -> str:
+        """Those of the points."""
         return " ".join([*self._points, f"axes={self.axes}"])
 
     @property
     def result(self) -> str:
+        """Those of the result."""
         return " ".join([*self._points, "features"])
 
     @property
@@ -59,10 +64,12 @@ class Options:
 
     @property
     def entries(self) -> tuple[int, ...]:
+        """The sizes of the volume's dimensions but that of channels."""
         return self.sizes
 
     @property
     def axes(self) -> int:
+        """The number of axes."""
         return len(self.sizes)
 
     @property
