@@ -80,10 +80,9 @@ def map_coordinates(
             f"{_NAME}: mode {mode!r} needs an entry along every axis, got input {input.shape}"
         )
     order = int(order)
-    if order == 3 or mode == "wrap":
-        result = _sum_stencils(input, points, order, mode, cval)
-    else:
-        result = _locate(input, points, order, mode, cval)
+    compute = _sum_stencils if order == 3 or mode == "wrap" else _locate
+    with jax.numpy_dtype_promotion("standard"):  # how dtypes promote is the caller's business
+        result = compute(input, points, order, mode, cval)
     return checkpoint_name(result, _NAME)
 
 

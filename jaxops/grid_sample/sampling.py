@@ -87,6 +87,11 @@ def sample(
 
     Leading dimensions broadcast. `cval` is what lies outside with padding_mode "constant".
     """
+    with jax.numpy_dtype_promotion("standard"):  # how dtypes promote is the caller's business
+        return _sample(volume, points, options, cval)
+
+
+def _sample(volume, points, options, cval):
     dtype = volume.dtype
     if points.dtype == jnp.float64:
         volume = volume.astype(jnp.float64)

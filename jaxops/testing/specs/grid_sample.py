@@ -193,6 +193,8 @@ def _spec(variant, *, sizes, width, large_width, batched=False, reach=1.3, **opt
         bad_inputs=_bad_inputs(axes),
         # A NaN in a point does not reach the volume's gradient.
         untouched={} if nearest else {1: (1,)},
+        # XLA makes the weights of stencils, and their gradients.
+        vjp_bitwise=not has_stencils,
         arrival_order=not options.get("deterministic", False),
         checkpoint_name=_ME,
     )
