@@ -50,12 +50,12 @@ class Options:
 
     @property
     def points(self) -> str:
-        """Those of the points."""
+        """The dimensions of the points."""
         return " ".join([*self._points, f"axes={self.axes}"])
 
     @property
     def result(self) -> str:
-        """Those of the result."""
+        """The dimensions of the result."""
         return " ".join([*self._points, "features"])
 
     @property
