@@ -841,12 +841,14 @@ def test_derivatives_of_stencils(options, platform):
     """Against differences, to the third order, and the sums of a fixed order of other platforms."""
     volume, points = random_case((4, 3), width=2, points=5, reach=1.4)
 
+    @jax.jit
     def sample(volume, points):
         return jnp.sin(jaxops.grid_sample(volume, points, **options))
 
     with jax.default_device(platform.device):
         check_grads(sample, (volume, points), 2, eps=1e-4, rtol=1e-4, atol=1e-4)
 
+        @jax.jit
         def third(points):
             return jax.grad(lambda p: jax.grad(lambda q: sample(volume, q).sum())(p)[0, 0])(points)
 

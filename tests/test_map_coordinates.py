@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,24 +75,27 @@ def test_a_spline_goes_through_its_entries_in_every_dtype(platform):
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         x = np.random.default_rng(1).standard_normal((6, 3)).astype(jnp.dtype(dtype))
         at = np.stack(np.meshgrid(np.arange(6.0), np.arange(3.0), indexing="ij"))
-        for mode in MODES:
-            function = functools.partial(jaxops.map_coordinates, order=3, mode=mode)
-            (got,) = run(function, platform, x, at.astype(x.dtype))
+
+        def every_mode(x, at):
+            return [jaxops.map_coordinates(x, at, 3, mode) for mode in MODES]
+
+        for got in run(every_mode, platform, x, at.astype(x.dtype)):
             assert got.dtype == x.dtype
             tolerance = 32 * float(jnp.finfo(dtype).eps)
             got, want = (a.astype(np.float64) for a in (got, x))
             np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("order", "mode"), [(1, "constant"), (3, "constant"), (3, "wrap")])
-def test_derivatives(order, mode, platform):
+@pytest.mark.parametrize(("order", "sizes"), [(1, (4, 3)), (3, (5,))])
+def test_derivatives(order, sizes, platform):
     """In the array, the coordinates and the constant, away from whole positions."""
-    x, _ = random_case((4, 3))
+    x, _ = random_case(sizes)
     rng = np.random.default_rng(2)
     at = [rng.integers(-1, n, 6) + rng.uniform(0.2, 0.8, 6) for n in x.shape]
 
+    @jax.jit
     def function(x, cval, *at):
-        return jnp.sin(jaxops.map_coordinates(x, at, order, mode, cval))
+        return jnp.sin(jaxops.map_coordinates(x, at, order, "constant", cval))
 
     with jax.default_device(platform.device):
         check_grads(function, (x, 0.5, *at), 2, eps=1e-4, rtol=1e-4, atol=1e-4)
