@@ -14,6 +14,7 @@ import numpy as np
 
 import jaxops
 from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, normal
+from jaxops.reference import grid_sample as reference
 
 SAMPLES = 128  # along a ray
 
@@ -48,6 +49,14 @@ for sizes in ((64, 64), (32, 32, 32)):
     CASES += cases(
         "typical", (100_000, 2, *sizes), "float32", where="random", padding=["border", "reflection"]
     )
+# Stencils that jax.numpy makes, and the kernels that sum their entries.
+# fmt: off
+CASES += cases("typical", (100_000, 3, 256, 256), "float32", where="random", method="cubic")
+CASES += cases("typical", (100_000, 16, 256, 256), "float32", where="random", method="cubic")
+CASES += cases("typical", (50_000, 4, 64, 64, 64), "float32", where="random", method="cubic")
+CASES += cases("typical", (100_000, 4, 64, 64, 64), "float32", where="random", padding="wrap")
+CASES += cases("odd", (50_009, 7, 97, 89), "bfloat16", where="random", method="cubic")
+# fmt: on
 for points in (2**n for n in range(8, 23, 2)):
     CASES += cases("scaling", (points, 8, 16, 16, 16), "float32", where="random")
 
@@ -91,10 +100,12 @@ def padding_of(case):
 
 
 def ours(case):
-    deterministic = case.options.get("sums") == "deterministic"
-    return lambda volume, points: jaxops.grid_sample(
-        volume, points, padding_mode=padding_of(case), deterministic=deterministic
-    )
+    options = {
+        "method": case.options.get("method", "linear"),
+        "padding_mode": padding_of(case),
+        "deterministic": case.options.get("sums") == "deterministic",
+    }
+    return lambda volume, points: jaxops.grid_sample(volume, points, **options)
 
 
 def positions(case, points):
@@ -109,8 +120,16 @@ def positions(case, points):
     return x
 
 
+def has_stencils(case):
+    """Whether jax.numpy makes the stencils of the points."""
+    return "method" in case.options or padding_of(case) == "wrap"
+
+
 def by_gathers(case):
     """The rows of all corners, gathered and weighted, which XLA fuses; its gradient scatters."""
+    if has_stencils(case):
+        options = {"method": case.options.get("method", "linear"), "padding_mode": padding_of(case)}
+        return lambda volume, points: reference.grid_sample(volume, points, **options)
     sizes = case.shape[2:]
     axes = len(sizes)
 
@@ -138,7 +157,12 @@ def by_gathers(case):
 
 def by_map_coordinates(case):
     """JAX's interpolation of one channel, applied to each channel."""
-    mode = {"zeros": "constant", "border": "nearest", "reflection": "mirror"}[padding_of(case)]
+    mode = {
+        "zeros": "constant",
+        "border": "nearest",
+        "reflection": "mirror",
+        "wrap": "wrap",
+    }[padding_of(case)]
     last = np.array(case.shape[2:]) - 1
 
     def function(volume, points):
@@ -163,11 +187,25 @@ def by_torch(case):
         image = volume.movedim(-1, 0)[None]
         grid = points.flip(-1).reshape(1, -1, *[1] * (len(sizes) - 1), len(sizes))
         found = torch.nn.functional.grid_sample(
-            image, grid.to(volume.dtype), padding_mode=padding_of(case), align_corners=True
+            image,
+            grid.to(volume.dtype),
+            mode="bicubic" if "method" in case.options else "bilinear",
+            padding_mode=padding_of(case),
+            align_corners=True,
         )
         return found.reshape(volume.shape[-1], -1).T
 
     return function
+
+
+def no_cubic(case, direction, platform):
+    return "has no cubic interpolation" if "method" in case.options else None
+
+
+def not_in_torch(case, direction, platform):
+    if padding_of(case) == "wrap" or ("method" in case.options and len(case.shape) == 5):
+        return "has neither wrap nor cubic interpolation of volumes"
+    return not_in_half(case, direction, platform)
 
 
 def not_in_half(case, direction, platform):
@@ -184,7 +222,8 @@ def cost(case: Case, direction: Direction) -> Cost:
     points = count * len(sizes) * max(4, itemsize)
     by_volume, by_points = 0 in direction.wrt, 1 in direction.wrt
     reads_volume = direction.value or by_points
-    products = (1 << len(sizes)) * (direction.value + len(direction.wrt))
+    entries = (4 if "method" in case.options else 2) ** len(sizes)
+    products = entries * (direction.value + len(direction.wrt))
     return Cost(
         bytes=volume * (reads_volume + by_volume)
         + rows * (direction.value + bool(direction.wrt))
@@ -213,8 +252,8 @@ BENCHMARK = Benchmark(
     reference=by_gathers,
     peers=(
         Peer("XLA gathers", by_gathers),
-        Peer("XLA map_coordinates", by_map_coordinates),
-        Peer("torch grid_sample", by_torch, torch=True, declines=not_in_half),
+        Peer("XLA map_coordinates", by_map_coordinates, declines=no_cubic),
+        Peer("torch grid_sample", by_torch, torch=True, declines=not_in_torch),
     ),
     cost=cost,
     terms=terms,

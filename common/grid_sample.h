@@ -37,6 +37,7 @@ struct Geometry {
   Method method;
   Padding padding;
   bool align_corners;
+  bool pixel;  // coordinates count entries; align_corners then tells what they are reflected about
 
   JAXOPS_HOST_DEVICE int64_t grid() const {
     int64_t product = 1;
@@ -108,15 +109,21 @@ struct Place {
   multilinear::Axis<A> axis;
 };
 
+// Returns the entries that one unit of a coordinate spans, along an axis of n entries.
+template <typename A>
+JAXOPS_HOST_DEVICE_INLINE A SlopeOf(A n, const Geometry& geometry) {
+  return geometry.pixel ? A(1) : (geometry.align_corners ? n - 1 : n) / 2;
+}
+
 // A NaN is located far outside; the caller checks for NaN.
 template <typename A>
 JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geometry) {
   // Both are rounded, and may be equal, if A does not represent every entry of such a large axis.
   const A n = static_cast<A>(size);
   const A last = n - 1;
-  A slope = geometry.align_corners ? last / 2 : n / 2;
-  A x = MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
-  if (geometry.align_corners && size == 1) x = 0;
+  A slope = SlopeOf(n, geometry);
+  A x = geometry.pixel ? p : MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
+  if (geometry.align_corners && size == 1 && !geometry.pixel) x = 0;
   if (geometry.padding == Padding::kZeros) {
     if (!(x > -1 && (x < n || x == last))) return {-2, false, false, {0, 0, 0}};
   } else {
@@ -155,9 +162,9 @@ template <typename A>
 JAXOPS_HOST_DEVICE_INLINE Place<A> LocateInZeros(A p, int32_t size, const Geometry& geometry) {
   const A n = static_cast<A>(size);
   const A last = n - 1;
-  const A slope = geometry.align_corners ? last / 2 : n / 2;
-  A x = MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
-  x = geometry.align_corners && size == 1 ? A(0) : x;
+  const A slope = SlopeOf(n, geometry);
+  A x = geometry.pixel ? p : MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
+  x = geometry.align_corners && size == 1 && !geometry.pixel ? A(0) : x;
   const bool near = x > -1 && (x < n || x == last);
   x = near ? x : A(0);
   const bool ends = x == last && size > 1;

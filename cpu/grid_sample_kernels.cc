@@ -67,10 +67,10 @@ struct AxisOf {
   Padding padding;
   bool nearest;
   bool single;  // every coordinate is on the only entry
+  bool pixel;   // coordinates count entries
   A last;
   A slope;
-  A shift;
-  A low;  // reflection is about low and low + span
+  A low;  // the coordinate -1 is at low, and reflection is about low and low + span
   A span;
 
   struct Found {
@@ -89,19 +89,20 @@ struct AxisOf {
         end(size),
         padding(geometry.padding),
         nearest(geometry.method == Method::kNearest),
-        single(size == 1 && (geometry.align_corners || padding != Padding::kZeros)),
+        single(size == 1 &&
+               ((geometry.align_corners && !geometry.pixel) || padding != Padding::kZeros)),
+        pixel(geometry.pixel),
         last(static_cast<A>(size) - 1) {
     const bool align = geometry.align_corners;
     const A n = static_cast<A>(size);
-    slope = single ? A(0) : align ? last / 2 : n / 2;
-    shift = align ? A(0) : A(-0.5);
-    low = shift;
+    slope = single ? A(0) : SlopeOf(n, geometry);
+    low = align ? A(0) : A(-0.5);
     span = align ? last : n;
   }
 
   JAXOPS_ALWAYS_INLINE Found Find(V p) const {
     const V zero = {};
-    V x = single ? zero : (p + 1) * slope + shift;
+    V x = single ? zero : pixel ? p : (p + 1) * slope + low;
     V along = zero + slope;
     Int inside = x == x;
     if (padding == Padding::kZeros) {

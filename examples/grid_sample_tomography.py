@@ -1,13 +1,13 @@
-"""Tomography with jaxops.grid_sample: fits a volume to rays through a real MRI image of a head.
+"""Tomography with a VoxelGrid of jaxops: fits a volume to rays through a real MRI image of a head.
 
     python examples/grid_sample_tomography.py [--steps N] [--picture FILE]
 
 The image is the small anatomical one that nibabel ships with its tests, 33 x 41 x 25 voxels;
 nothing is downloaded. A scan is what a detector sees: the mean intensity along straight rays in
 random directions, with 1 % of noise. The fit starts from an empty volume and follows the gradient
-of the squared error, which goes through `grid_sample` into the volume. The picture shows three
-slices of the volume before, after, and of the truth; the metric is the peak signal-to-noise ratio
-of the volume in dB. It needs nibabel, optax, and matplotlib for the picture.
+of the squared error, which goes through `grid_sample` into the grid of the layer. The picture shows
+three slices of the volume before, after, and of the truth; the metric is the peak signal-to-noise
+ratio of the volume in dB. It needs flax, nibabel, optax, and matplotlib for the picture.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import optax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import jaxops
+from jaxops.flax import linen as layers
 
 RAYS = 60_000  # of a scan
 SAMPLES = 48  # along a ray
@@ -46,35 +47,39 @@ def random_rays(key, count: int):
     return 3**0.5 * ends / jnp.linalg.norm(ends, axis=-1, keepdims=True)
 
 
-def scan(volume, rays):
-    """The mean intensity along each ray, (count,); it is zero outside of the volume."""
+def scan(sample, rays):
+    """The mean intensity along each ray, (count,), of a volume that `sample` reads at points."""
     t = (jnp.arange(SAMPLES) + 0.5)[:, None] / SAMPLES
     start, end = rays[:, None, 0], rays[:, None, 1]
     points = start + t * (end - start)  # (count, SAMPLES, 3)
-    return jaxops.grid_sample(volume, points)[..., 0].mean(-1)
+    return sample(points)[..., 0].mean(-1)
 
 
 def fit(rays, measured, shape, steps: int, on_step=lambda loss: None):
     """The volume of `shape` that explains the measurements, after `steps` steps."""
+    *resolution, features = shape
+    layer = layers.VoxelGrid(resolution, features)  # zero at first, and outside of the volume
     optimizer = optax.adam(optax.cosine_decay_schedule(0.03, steps))
 
-    def loss(volume, rays, measured):
-        return jnp.mean((scan(volume, rays) - measured) ** 2)
+    def loss(variables, rays, measured):
+        found = scan(functools.partial(layer.apply, variables), rays)
+        return jnp.mean((found - measured) ** 2)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(volume, state, key):
+    def step(variables, state, key):
         batch = jax.random.randint(key, (BATCH,), 0, len(rays))
-        value, gradient = jax.value_and_grad(loss)(volume, rays[batch], measured[batch])
+        value, gradient = jax.value_and_grad(loss)(variables, rays[batch], measured[batch])
         updates, state = optimizer.update(gradient, state)
         # Intensities are not negative.
-        return jnp.maximum(optax.apply_updates(volume, updates), 0), state, value
+        variables = jax.tree.map(jax.nn.relu, optax.apply_updates(variables, updates))
+        return variables, state, value
 
-    volume = jnp.zeros(shape)
-    state = optimizer.init(volume)
+    variables = layer.init(jax.random.key(1), rays[0])
+    state = optimizer.init(variables)
     for key in jax.random.split(jax.random.key(2), steps):
-        volume, state, value = step(volume, state, key)
+        variables, state, value = step(variables, state, key)
         on_step(value)
-    return volume
+    return variables["params"]["grid"]
 
 
 def psnr(volume, truth) -> float:
@@ -87,7 +92,7 @@ def reconstruct(steps: int, on_step=lambda loss: None):
     truth = jnp.asarray(load_image())
     of_rays, of_noise = jax.random.split(jax.random.key(0))
     rays = random_rays(of_rays, RAYS)
-    clean = scan(truth, rays)
+    clean = scan(functools.partial(jaxops.grid_sample, truth), rays)
     measured = clean + NOISE * clean.max() * jax.random.normal(of_noise, clean.shape)
     return truth, fit(rays, measured, truth.shape, steps, on_step)
 

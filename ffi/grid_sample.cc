@@ -48,8 +48,9 @@ struct SampleAttributes {
   Method method;
   Padding padding_mode;
   bool align_corners;
+  bool pixel;
   bool deterministic;
-  JAXOPS_ATTRIBUTES(point_rank, method, padding_mode, align_corners, deterministic);
+  JAXOPS_ATTRIBUTES(point_rank, method, padding_mode, align_corners, pixel, deterministic);
 };
 
 // The buffers of a call, which has a volume or the volume's gradient.
@@ -96,6 +97,7 @@ xf::Error RunSample(Context context, const SampleAttributes& attributes, const B
   geometry.method = attributes.method;
   geometry.padding = attributes.padding_mode;
   geometry.align_corners = attributes.align_corners;
+  geometry.pixel = attributes.pixel;
   if (directions.size() > multilinear::kMaxDirections) {
     return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",
                            directions.size());

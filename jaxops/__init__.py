@@ -8,7 +8,7 @@ from jaxops.concatenate import concatenate, split
 from jaxops.conv import conv1d, conv2d, conv3d, conv_general_dilated, conv_transpose
 from jaxops.dynamic_conv import dynamic_conv, dynamic_conv_step
 from jaxops.focal_loss import sigmoid_focal_loss, softmax_focal_loss
-from jaxops.grid_sample import grid_sample
+from jaxops.grid_sample import grid_sample, map_coordinates
 from jaxops.im2col import col2im, im2col
 from jaxops.lightweight_conv import lightweight_conv, ragged_conv
 from jaxops.lightweight_conv_step import lightweight_conv_step
@@ -38,6 +38,7 @@ __all__ = [
     "im2col",
     "lightweight_conv",
     "lightweight_conv_step",
+    "map_coordinates",
     "ragged_conv",
     "sigmoid_focal_loss",
     "softmax_focal_loss",

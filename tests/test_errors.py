@@ -159,9 +159,19 @@ CALLS = {
         "volume": np.zeros((3, 3, 2), np.float32),
         "points": np.zeros((7, 2), np.float32),
         "method": "linear",
-        "padding_mode": "zeros",
+        "padding_mode": "constant",
         "align_corners": True,
+        "coordinates": "normalized",
+        "cval": 0.5,
+        "data_format": "NHWC",
         "deterministic": False,
+    },
+    "map_coordinates": {
+        "input": np.zeros((3, 4, 5), np.float32),
+        "coordinates": [np.zeros(5, np.float32)] * 3,
+        "order": 1,
+        "mode": "nearest",
+        "cval": 0.0,
     },
     "trilinear_interpolate": {
         "features": np.zeros((2, 8, 3), np.float32),
@@ -188,6 +198,7 @@ BAD = {
     "list of traced": lambda: [jnp.full((7,), SENTINEL), jnp.full((6,), SENTINEL)],
 }
 LISTS = ("list", "short list")
+OF_ARRAYS = (("concatenate", "arrays"), ("map_coordinates", "coordinates"))
 
 LAX_OPTIONS = {
     "window_strides": (1, 1),
@@ -215,8 +226,8 @@ def messages(error):
 def test_errors_have_no_arrays(function, argument):
     call = functools.partial(getattr(jaxops, function), **CALLS[function])
     for kind, make in BAD.items():
-        if argument == "arrays" and kind in ("jax", "numpy", "traced"):
-            continue  # the arrays to join
+        if (function, argument) in OF_ARRAYS and kind in ("jax", "numpy", "traced"):
+            continue  # an array is a sequence of arrays
         bad = make()
         given = [bad] if "traced" in kind else []
         with pytest.raises((TypeError, ValueError)) as caught:

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import onnx_nodes
 import pytest
+from jax.test_util import check_grads
 
 import jaxops
 from jaxops.reference import grid_sample as reference
+from jaxops.reference import taps
 from jaxops.testing.measure import (
     assert_close,
     compile_without_loops,
@@ -82,12 +84,9 @@ def test_scipy(sizes, padding_mode, align_corners, platform):
 
 
 def onnx_cases():
-    """The published cases of ONNX's GridSample that are linear or nearest, by name."""
-    cases = [
-        pytest.param(case, id=name)
-        for name, case in onnx_nodes.cases("GridSample").items()
-        if case.attributes.get("mode", b"linear") in (b"linear", b"bilinear", b"nearest")
-    ]
+    """The published cases of ONNX's GridSample, by name."""
+    found = onnx_nodes.cases("GridSample").items()
+    cases = [pytest.param(case, id=name) for name, case in found]
     skipped = pytest.param(None, marks=pytest.mark.skip(reason="onnx is not installed"))
     return cases or [skipped]
 
@@ -98,7 +97,7 @@ def test_onnx(published, platform):
     (got,) = run(
         functools.partial(
             jaxops.grid_sample,
-            method="nearest" if options.get("mode") == b"nearest" else "linear",
+            method=options.get("mode", b"linear").decode().replace("bicubic", "cubic"),
             padding_mode=options.get("padding_mode", b"zeros").decode(),
             align_corners=bool(options.get("align_corners", 0)),
         ),
@@ -107,7 +106,9 @@ def test_onnx(published, platform):
         # ONNX orders coordinates from the last axis to the first.
         np.ascontiguousarray(grid[..., ::-1]),
     )
-    np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=1e-5, atol=1e-6)
+    # Some cases have values of four decimals.
+    tolerance = 6e-5 if options.get("mode") == b"cubic" else 1e-6
+    np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=1e-5, atol=tolerance)
 
 
 @pytest.mark.parametrize("align_corners", BOTH)
@@ -150,15 +151,18 @@ def test_torch(sizes, method, padding_mode, align_corners, platform):
     shape=st.sampled_from([(), (0,), (1,), (37,), (5, 3), (2, 1, 4)]),
     dtype=st.sampled_from(DTYPES),
     point_dtype=st.sampled_from(DTYPES),
-    method=st.sampled_from(METHODS),
-    padding_mode=st.sampled_from(PADDINGS),
-    align_corners=st.booleans(),
+    method=st.sampled_from([*METHODS, "cubic"]),
+    padding_mode=st.sampled_from([*PADDINGS, "wrap", "constant"]),
+    frame=st.sampled_from(
+        [("align_corners", True), ("align_corners", False), ("coordinates", "pixel")]
+    ),
     deterministic=st.booleans(),
     seed=st.integers(0, 2**20),
 )
 def test_anything(
-    platform, sizes, width, lead, shape, dtype, point_dtype, deterministic, seed, **options
+    platform, sizes, width, lead, shape, dtype, point_dtype, frame, deterministic, seed, **options
 ):
+    options.update([frame])
     rng = np.random.default_rng(seed)
     axes = len(sizes)
     volume = rng.standard_normal((*lead, *sizes, width)).astype(jnp.dtype(dtype))
@@ -170,6 +174,7 @@ def test_anything(
     want = on_reference(oracle, volume, points)
     coarser = max((dtype, point_dtype), key=lambda d: float(jnp.finfo(d).eps))
     terms = 32 + 16 * max(sizes) * (1 + width) + points.size
+    terms *= 4 if options["method"] == "cubic" else 1
     for g, w, of in zip(got, want, (dtype, dtype, coarser), strict=True):
         assert_close([g], [w], f"{options}", dtype=of, terms=terms)
 
@@ -641,3 +646,232 @@ def test_continuity(method, padding_mode, align_corners, platform):
         assert largest < 3 * 6 * np.abs(volume).max() * (t[1] - t[0])
     else:
         assert largest > 0.1
+
+
+# --- cubic convolution, other paddings and coordinates -------------------------------------------
+
+
+def keys(distance):
+    """The kernel of cubic convolution with a = -0.75, as Keys wrote it."""
+    s, a = abs(distance), -0.75
+    if s <= 1:
+        return (a + 2) * s**3 - (a + 3) * s**2 + 1
+    return a * s**3 - 5 * a * s**2 + 8 * a * s - 4 * a if s < 2 else 0.0
+
+
+def triangle(distance):
+    return max(0.0, 1 - abs(distance))
+
+
+def entry_of(index, n, padding_mode, align_corners):
+    """The entry that PyTorch reads at an index, None for one outside."""
+    if padding_mode == "border":
+        return min(max(index, 0), n - 1)
+    if padding_mode == "wrap":
+        return index % n
+    if padding_mode == "reflection":
+        low, high = (0, n - 1) if align_corners else (-0.5, n - 0.5)
+        while not low <= index <= high:
+            index = 2 * (low if index < low else high) - index
+            if low == high:
+                index = low
+        return int(index)
+    return index if 0 <= index < n else None
+
+
+def by_sums(volume, at, kernel, padding_mode, align_corners=True, cval=0.0):
+    """The sum over all entries that the kernel reaches from positions in entries, one by one."""
+    out = np.zeros((len(at), volume.shape[-1]))
+    for row, x in zip(out, at, strict=True):
+        near = [range(int(np.floor(p)) - 2, int(np.floor(p)) + 4) for p in x]
+        for index in itertools.product(*near):
+            weight = np.prod([kernel(p - i) for p, i in zip(x, index, strict=True)])
+            entry = [
+                entry_of(i, n, padding_mode, align_corners)
+                for i, n in zip(index, volume.shape[:-1], strict=True)
+            ]
+            row += weight * (cval if None in entry else volume[tuple(entry)])
+    return out
+
+
+KERNELS = {"linear": triangle, "cubic": keys}
+
+
+@pytest.mark.parametrize("frame", ["corners", "edges", "pixel"])
+@pytest.mark.parametrize("padding_mode", [*PADDINGS, "wrap", "constant"])
+def test_sums_over_entries(padding_mode, frame, platform):
+    """PyTorch's bicubic, its tensor product in space, and every padding of both methods."""
+    options = {
+        "corners": {},
+        "edges": {"align_corners": False},
+        "pixel": {"coordinates": "pixel"},
+    }[frame]
+    cval = {"cval": 0.7} if padding_mode == "constant" else {}
+    cases, wanted = [], []
+    for sizes, method in itertools.product([(5, 4), (1, 3), (3, 4, 2)], KERNELS):
+        volume, points = random_case(sizes, width=2, points=9, reach=2.3)
+        n = np.array(sizes)
+        if frame == "pixel":
+            points = at = (points + 1) / 2 * n
+        elif frame == "edges":
+            at = ((points + 1) * n - 1) / 2
+        else:
+            at = (points + 1) / 2 * (n - 1)
+        cases.append((method, volume, points))
+        wanted.append(by_sums(volume, at, KERNELS[method], padding_mode, frame != "edges", **cval))
+
+    def ours(arrays):
+        return [
+            jaxops.grid_sample(*a, method=case[0], padding_mode=padding_mode, **options, **cval)
+            for a, case in zip(arrays, cases, strict=True)
+        ]
+
+    got = run(ours, platform, [case[1:] for case in cases])
+    for g, w, case in zip(got, wanted, cases, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-11, atol=1e-11, err_msg=str(case[0]))
+
+
+def test_names_of_linear_and_formats_with_channels_first(platform):
+    volume, points = random_case((4, 3, 5), points=6)
+    image, places = random_case((4, 3), points=6)
+    batch = np.stack([image, 2 * image])
+
+    def ours(volume, points, image, places, batch):
+        first = jnp.moveaxis(batch, -1, 1)
+        shared = jaxops.grid_sample(first, places[None], data_format="nchw")
+        return (
+            jaxops.grid_sample(volume, points, method="trilinear"),
+            jaxops.grid_sample(image, places, method="bilinear", data_format="NHWC"),
+            jaxops.grid_sample(jnp.moveaxis(volume, -1, 0), points, data_format="NCDHW"),
+            jnp.moveaxis(shared, 1, -1),
+            jax.vmap(jaxops.grid_sample, (0, None))(batch, places),
+        )
+
+    def plain(volume, points, image, places, batch):
+        space = jaxops.grid_sample(volume, points)
+        plane = jaxops.grid_sample(image, places)
+        both = jnp.stack([plane, 2 * plane])
+        return space, plane, jnp.moveaxis(space, -1, 0), both, both
+
+    arguments = (volume, points, image, places, batch)
+    got, want = run(ours, platform, *arguments), run(plain, platform, *arguments)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("method", ["linear", "cubic"])
+def test_points_shared_by_a_batch_are_one_call(method, platform):
+    """Points of size 1 along a batch dimension are not copied, and their gradient is summed."""
+    image, points = random_case((6, 5), width=3, points=8)
+    batch = np.stack([image, -image, image**2])
+
+    def total(sample):
+        def loss(batch, points):
+            return (sample(batch, points[None]) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1))
+
+    def one_by_one(batch, points):
+        return jnp.stack([jaxops.grid_sample(v, points[0], method=method) for v in batch])
+
+    ours = total(functools.partial(jaxops.grid_sample, method=method))
+    got, want = run(ours, platform, batch, points), run(total(one_by_one), platform, batch, points)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-12, atol=1e-12)
+    program = compile_without_loops(ours, *jax.device_put((batch, points), platform.device))
+    counts = custom_calls(program)
+    if platform.name == "cpu":
+        assert set(counts.values()) == {1}
+    with pytest.raises(ValueError, match="or 1 in their place"):
+        jaxops.grid_sample(batch, np.stack([points] * 2))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pixels_are_exact(method, platform):
+    """Whole positions are entries, bit for bit, and only infinity and NaN are anywhere else."""
+    volume, _ = random_case((1000, 3), width=1, dtype="float32")
+    volume[501] = np.nan
+    rows = np.array([0, 500, 502, 999, INF, -INF, NAN], np.float32)
+    points = np.stack([rows, np.ones_like(rows)], -1)
+    options = {"method": method, "coordinates": "pixel", "padding_mode": "border"}
+    value, _, _ = run(sample_and_gradients(**options), platform, volume, points)
+    lost = NAN if method == "linear" else 0
+    # All entries around a position count, those with the weight zero too.
+    beside = NAN if method == "linear" else volume[500, 1, 0]
+    want = [volume[0, 1, 0], beside, *volume[[502, 999, 999, 0], 1, 0], lost]
+    np.testing.assert_array_equal(value[:, 0], want)
+
+
+@pytest.mark.parametrize("padding_mode", [*PADDINGS, "wrap", "constant"])
+def test_cubic_of_nan_and_infinity(padding_mode, platform):
+    line = np.arange(1.0, 6.0)
+    image = np.broadcast_to(line[:, None, None], (5, 1, 1))
+    points = np.array([[NAN, 0], [0, NAN], [INF, 0], [-INF, 0], [0, 0], [1e30, 0]])
+    options = {"method": "cubic", "padding_mode": padding_mode, "coordinates": "pixel"}
+    value, of_image, of_points = run(sample_and_gradients(**options), platform, image, points)
+    assert np.isnan(value[:2]).all()
+    assert np.isnan(of_points[:2]).all()
+    assert np.isfinite(of_image).all()
+    ends = (0, 0) if padding_mode in ("zeros", "constant") else (5, 1)
+    np.testing.assert_allclose(value[2:4, 0], ends, atol=1e-12)
+    assert np.isfinite(value[2:]).all()
+    np.testing.assert_allclose(of_points[2:4], 0, atol=1e-12)
+
+
+def test_a_constant_that_is_nan_marks_what_is_outside(platform):
+    """Also where its gradient is taken, and a traced one has a gradient of its own."""
+    image, _ = random_case((3, 3), width=1)
+    points = np.array([[0.1, 0.2], [0.4, -0.9], [1.4, 0], [9, 0]])
+
+    def value_and_gradients(image, points, cval):
+        def total(image, points, cval):
+            y = jaxops.grid_sample(image, points, padding_mode="constant", cval=cval)
+            return y[:2].sum() + 0 * cval, y[:, 0]
+
+        gradients, y = jax.grad(total, (0, 1), has_aux=True)(image, points, cval)
+
+        def outside(cval):
+            options = {"padding_mode": "constant", "cval": cval}
+            return jaxops.grid_sample(image, points, **options)[2:].sum()
+
+        return y, *gradients, jax.grad(outside)(2.0)
+
+    y, of_image, of_points, of_constant = run(value_and_gradients, platform, image, points, NAN)
+    np.testing.assert_array_equal(np.isnan(y), [False, False, True, True])
+    assert np.isfinite(of_image).all()
+    assert np.isfinite(of_points[:2]).all()
+    np.testing.assert_allclose(of_constant, 0.4 + 1, rtol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"method": "cubic"}, {"padding_mode": "wrap"}], ids=str)
+def test_derivatives_of_stencils(options, platform):
+    """Against differences, to the third order, and the sums of a fixed order of other platforms."""
+    volume, points = random_case((4, 3), width=2, points=5, reach=1.4)
+
+    @jax.jit
+    def sample(volume, points):
+        return jnp.sin(jaxops.grid_sample(volume, points, **options))
+
+    with jax.default_device(platform.device):
+        check_grads(sample, (volume, points), 2, eps=1e-4, rtol=1e-4, atol=1e-4)
+
+        @jax.jit
+        def third(points):
+            return jax.grad(lambda p: jax.grad(lambda q: sample(volume, q).sum())(p)[0, 0])(points)
+
+        check_grads(third, (points,), 1, eps=1e-5, rtol=1e-4, atol=1e-4)
+
+
+def test_the_ordered_gradient_of_taps():
+    """GPUs have no kernels of it, and sum in a fixed order where `deterministic` asks for that."""
+    rng = np.random.default_rng(0)
+    indices = rng.integers(-1, 4, (3, 50, 2, 2)).astype(np.int32)
+    weights = [rng.standard_normal((n, 50, 2)) for n in (3, 1)]
+    g = rng.standard_normal((3, 50, 5))
+    for kept in ((3,), (1,)):
+        shape = (*kept, 4, 3, 5)
+        _, pull = jax.vjp(lambda v: taps.sum_taps(v, indices, weights, 1), jnp.zeros(shape))
+        got = jax.jit(taps.ordered_volume_grad, static_argnums=(0, 4))(
+            shape, indices, g, weights, 1
+        )
+        np.testing.assert_allclose(got, pull(jnp.asarray(g))[0], rtol=1e-12, atol=1e-12)

@@ -126,6 +126,9 @@ def valid_calls() -> list[Call]:
     def grid(volume, points):
         return jaxops.grid_sample(volume, points, padding_mode="border")
 
+    def cubic(volume, points):
+        return jaxops.grid_sample(volume, points, method="cubic")
+
     def hard(logits, labels):
         return jaxops.sigmoid_focal_loss(logits, labels)
 
@@ -189,6 +192,10 @@ def valid_calls() -> list[Call]:
         (jax.vmap(gradients(grid, 0, 1), (None, 0)), volume, of(5, 6, 3)),
         (grid, of(4, 5, 2), of(2, 3, 2)),
         (lambda v, p: jax.jvp(lambda p: grid(v, p), (p,), (p,))[1], volume, points),
+        (cubic, volume, points),
+        (gradients(cubic, 0), volume, points),
+        (gradients(cubic, 1), volume, points),
+        (jax.vmap(gradients(cubic, 0, 1), (None, 0)), of(4, 5, 2), of(5, 6, 2)),
         (jaxops.trilinear_interpolate, cells, places),
         (gradients(jaxops.trilinear_interpolate, 0), cells, places),
         (gradients(jaxops.trilinear_interpolate, 1), cells, places),
@@ -309,10 +316,14 @@ _FREE = {
     "|normalize",
     "dynamic_conv_weight_grad": "operand [01] size 0|result 0 (size [23]|dtype)|padding|dilation",
     "grid_sample": "operand 0 size [012]|operand 1 dtype|operands (more|less .)|align_corners"
+    "|pixel|deterministic",
+    "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|align_corners|pixel"
     "|deterministic",
-    "grid_sample_volume_grad": "operand 0 dtype|result 0 size [012]|align_corners|deterministic",
-    "grid_sample_point_grad": "operand 0 size [012]|align_corners|deterministic",
-    "grid_sample_backward": "result 0 size 0|align_corners|deterministic",
+    "grid_sample_point_grad": "operand 0 size [012]|align_corners|pixel|deterministic",
+    "grid_sample_backward": "result 0 size 0|align_corners|pixel|deterministic",
+    "taps": "operand 0 size [012]|operand . size 0",
+    "taps_volume_grad": "operand . size 0|result 0 size [012]",
+    "taps_weight_grad": "operand 0 size [012]|operand . size 0",
     "trilinear_interpolate": "operand . size [01]|operand 1 dtype|operands more",
     "trilinear_feature_grad": "operand . size 0|operand 0 dtype",
     "trilinear_point_grad": "operand . size 0",

@@ -164,6 +164,27 @@ def boolean(function: str, argument: str, value: Any) -> bool:
     return bool(value)
 
 
+def scalar(
+    function: str, argument: str, value: Any, integers: bool = False
+) -> float | jax.Array | np.ndarray:
+    """A number as a float, a scalar array as it is."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        return float(value)
+    kinds = (jnp.floating, jnp.integer) if integers else (jnp.floating,)
+    got = value.dtype if isinstance(value, (jax.Array, np.ndarray)) else type(value).__name__
+    if not isinstance(value, (jax.Array, np.ndarray)) or not any(
+        jnp.issubdtype(value.dtype, k) for k in kinds
+    ):
+        raise TypeError(
+            f"{function}: {argument} must be a number or a float scalar array, got {got}"
+        )
+    if value.ndim:
+        raise ValueError(f"{function}: {argument} must be a scalar, got shape {value.shape}")
+    return value
+
+
 def shape(function: str, argument: str, array: jax.Array, expected: Sequence[int], why: str):
     """Raises unless `array` has exactly the expected shape."""
     if array.shape != tuple(expected):

@@ -99,6 +99,7 @@ class Operator:
         is made of `on_one_device` of other operators, yet is sharded as a whole. Called as
         local(*operands, platform=..., **params), the platform being None where there are no
         handlers.
+      platforms: those that have handlers of it; others run the reference.
       work_space: whether CUDA calls may have one, as an extra result. The handler tells its size.
       replicated: factors that each device needs whole; "part" stands for part0, part1, ... as well.
       summed_outputs: the results that are summed over the batch dimensions flagged in the
@@ -130,6 +131,7 @@ class Operator:
         attributes: Callable[..., Mapping[str, Any]] | None = None,
         composition: Callable[..., Sequence[jax.Array]] | None = None,
         local: Callable[..., Sequence[jax.Array]] | None = None,
+        platforms: Sequence[str] = tuple(native.PLATFORMS),
         work_space: bool = False,
         replicated: Sequence[str] = (),
         summed_outputs: Sequence[int] = (),
@@ -173,7 +175,7 @@ class Operator:
             return
         native.TARGETS.append(self.target)
         mlir.register_lowering(self._local, self._lower_reference)
-        for platform in native.PLATFORMS:
+        for platform in platforms:
             lower = functools.partial(self._lower_native, platform=platform)
             mlir.register_lowering(self._local, lower, platform=platform)
 

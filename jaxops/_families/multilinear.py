@@ -63,6 +63,7 @@ class Family:
       sums_batches: whether the kernels sum the values' gradient over batch dimensions that the
         values do not have.
       work_space: whether CUDA calls of the values' gradients, and of the values, may have one.
+      is_new_on_gpu: whether calls with these options run kernels that no GPU has run.
     """
 
     def __init__(
@@ -76,11 +77,16 @@ class Family:
         sums_batches: bool = False,
         work_space: bool = False,
         prefix: str | None = None,
+        is_new_on_gpu: Callable[[Any], bool] = lambda options: False,
     ):
         self._reference = reference
         self._sums_batches = sums_batches
         common: dict[str, Any] = {"replicated": tuple(replicated)}
-        handled = {**common, "attributes": lambda *, options, **_: attributes(options)}
+        handled = {
+            **common,
+            "attributes": lambda *, options, **_: attributes(options),
+            "is_new_on_gpu": lambda *, options, **_: is_new_on_gpu(options),
+        }
         prefix = prefix or name
         self._sample = Operator(
             name,

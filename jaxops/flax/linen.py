@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
@@ -13,7 +14,8 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 import jaxops
-from jaxops.flax import shared
+from jaxops._core import checks
+from jaxops.flax import grids, shared
 from jaxops.flax.shared import (
     default_bias_init,
     default_dense_init,
@@ -490,3 +492,100 @@ def _store(layer: nn.Module, cache: nn.Variable | None, state: jax.Array | None)
     # The x of `init` is there for its shape, and no sequence begins with it.
     if cache is not None and not layer.is_initializing():
         cache.value = state
+
+
+class VoxelGrid(nn.Module):
+    """A grid of features in space, sampled at points: `jaxops.grid_sample` of a parameter.
+
+    Parameters: `grid` (*resolution, features).
+
+    Attributes:
+      resolution: the entries along each of two or three axes.
+      features: the channels of an entry.
+      method: "linear", "nearest" or "cubic"; the points have no gradient with "nearest".
+      padding_mode: what lies outside of the grid: "zeros", "border", "reflection" or "wrap".
+      align_corners: whether -1 and 1 are the centres of the first and last entries, or the outer
+        edges of these.
+      dtype: dtype of the computation and the result; None: that of the grid.
+      param_dtype: dtype of the parameter.
+      grid_init: initializer of `grid`; zeros by default.
+    """
+
+    resolution: Sequence[int]
+    features: int
+    _: KW_ONLY
+    method: str = "linear"
+    padding_mode: str = "zeros"
+    align_corners: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    grid_init: Initializer = grids.default_grid_init
+
+    @nn.compact
+    def __call__(self, points: jax.Array) -> jax.Array:
+        """The features (..., features) at points (..., axes) in [-1, 1]."""
+        shape = grids.grid_shape("VoxelGrid", self.resolution, self.features)
+        grid = self.param("grid", self.grid_init, shape, self.param_dtype)
+        (grid,) = promote_dtype(grid, dtype=self.dtype)
+        return jaxops.grid_sample(
+            grid,
+            points,
+            method=self.method,
+            padding_mode=self.padding_mode,
+            align_corners=self.align_corners,
+        )
+
+
+class HashGrid(nn.Module):
+    """The multiresolution hash encoding of instant-ngp: features of points, from many grids.
+
+    Level l has ``N_l = floor(base_resolution * growth ** l)`` cells along each axis of [-1, 1], and
+    features at their vertices, which are interpolated linearly. A level of more than 2 **
+    log2_table_size vertices has a table of that size, where vertex v is at row
+    ``(v_0 * 1 ^ v_1 * 2654435761 ^ v_2 * 805459861) mod 2 ** log2_table_size``, and vertices may
+    share rows. Points outside of [-1, 1] have the features of the nearest point inside.
+
+    Parameters: `table` (entries of all levels one after another, features_per_level). Vertices of
+    levels that are not hashed are in the order of their indices, the last one fastest.
+
+    Attributes:
+      num_levels: the number of levels.
+      features_per_level: the channels of an entry.
+      log2_table_size: the size of a level's table, at most, is 2 to this power.
+      base_resolution: the cells of level 0 along an axis.
+      growth: the factor between the cells of a level and the next one, at least 1.
+      dtype: dtype of the computation and the result; None: that of the table.
+      param_dtype: dtype of the parameter.
+      table_init: initializer of `table`; uniform in [-1e-4, 1e-4] by default.
+
+    Source: Müller, Evans, Schied and Keller, "Instant Neural Graphics Primitives with a
+    Multiresolution Hash Encoding", ACM Transactions on Graphics 41 (4), 2022.
+    """
+
+    num_levels: int = 16
+    features_per_level: int = 2
+    _: KW_ONLY
+    log2_table_size: int = 19
+    base_resolution: int = 16
+    growth: float = 1.5
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    table_init: Initializer = grids.default_table_init
+
+    @nn.compact
+    def __call__(self, points: jax.Array) -> jax.Array:
+        """The features (..., num_levels * features_per_level) of points (..., 2) or (..., 3)."""
+        points = checks.float_array("HashGrid", "points", points, None, "(..., 3) or (..., 2)")
+        levels = grids.Levels.of(
+            "HashGrid",
+            points.shape[-1] if points.ndim else 0,
+            self.num_levels,
+            self.features_per_level,
+            self.log2_table_size,
+            self.base_resolution,
+            self.growth,
+        )
+        shape = (levels.total, self.features_per_level)
+        table = self.param("table", self.table_init, shape, self.param_dtype)
+        (table,) = promote_dtype(table, dtype=self.dtype)
+        return levels.encode(table, points)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +13,8 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 import jaxops
-from jaxops.flax import shared
+from jaxops._core import checks
+from jaxops.flax import grids, shared
 from jaxops.flax.shared import (
     default_bias_init,
     default_dense_init,
@@ -554,6 +555,123 @@ class ConvTranspose(nnx.ConvTranspose):
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
         return shared.transpose_images(self, x, kernel, bias)
+
+
+class VoxelGrid(nnx.Module):
+    """A grid of features in space, sampled at points: `jaxops.grid_sample` of a parameter.
+
+    Parameters: `grid` (*resolution, features).
+
+    Args:
+      resolution: the entries along each of two or three axes.
+      features: the channels of an entry.
+      method: "linear", "nearest" or "cubic"; the points have no gradient with "nearest".
+      padding_mode: what lies outside of the grid: "zeros", "border", "reflection" or "wrap".
+      align_corners: whether -1 and 1 are the centres of the first and last entries, or the outer
+        edges of these.
+      dtype: dtype of the computation and the result; None: that of the grid.
+      param_dtype: dtype of the parameter.
+      grid_init: initializer of `grid`; zeros by default.
+      rngs: the stream `params`.
+    """
+
+    def __init__(
+        self,
+        resolution: Sequence[int],
+        features: int,
+        *,
+        method: str = "linear",
+        padding_mode: str = "zeros",
+        align_corners: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        grid_init: Initializer = grids.default_grid_init,
+        rngs: nnx.Rngs,
+    ):
+        shape = grids.grid_shape("VoxelGrid", resolution, features)
+        self.method = method
+        self.padding_mode = padding_mode
+        self.align_corners = align_corners
+        self.dtype = dtype
+        self.grid = nnx.Param(grid_init(rngs.params(), shape, param_dtype))
+
+    def __call__(self, points: jax.Array) -> jax.Array:
+        """The features (..., features) at points (..., axes) in [-1, 1]."""
+        (grid,) = promote_dtype(self.grid[...], dtype=self.dtype)
+        return jaxops.grid_sample(
+            grid,
+            points,
+            method=self.method,
+            padding_mode=self.padding_mode,
+            align_corners=self.align_corners,
+        )
+
+
+class HashGrid(nnx.Module):
+    """The multiresolution hash encoding of instant-ngp: features of points, from many grids.
+
+    Level l has ``N_l = floor(base_resolution * growth ** l)`` cells along each axis of [-1, 1], and
+    features at their vertices, which are interpolated linearly. A level of more than 2 **
+    log2_table_size vertices has a table of that size, where vertex v is at row
+    ``(v_0 * 1 ^ v_1 * 2654435761 ^ v_2 * 805459861) mod 2 ** log2_table_size``, and vertices may
+    share rows. Points outside of [-1, 1] have the features of the nearest point inside.
+
+    Parameters: `table` (entries of all levels one after another, features_per_level). Vertices of
+    levels that are not hashed are in the order of their indices, the last one fastest.
+
+    Args:
+      axes: the coordinates of a point, 2 or 3.
+      num_levels: the number of levels.
+      features_per_level: the channels of an entry.
+      log2_table_size: the size of a level's table, at most, is 2 to this power.
+      base_resolution: the cells of level 0 along an axis.
+      growth: the factor between the cells of a level and the next one, at least 1.
+      dtype: dtype of the computation and the result; None: that of the table.
+      param_dtype: dtype of the parameter.
+      table_init: initializer of `table`; uniform in [-1e-4, 1e-4] by default.
+      rngs: the stream `params`.
+
+    Source: Müller, Evans, Schied and Keller, "Instant Neural Graphics Primitives with a
+    Multiresolution Hash Encoding", ACM Transactions on Graphics 41 (4), 2022.
+    """
+
+    def __init__(
+        self,
+        axes: int,
+        num_levels: int = 16,
+        features_per_level: int = 2,
+        *,
+        log2_table_size: int = 19,
+        base_resolution: int = 16,
+        growth: float = 1.5,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        table_init: Initializer = grids.default_table_init,
+        rngs: nnx.Rngs,
+    ):
+        self.levels = grids.Levels.of(
+            "HashGrid",
+            axes,
+            num_levels,
+            features_per_level,
+            log2_table_size,
+            base_resolution,
+            growth,
+        )
+        self.dtype = dtype
+        shape = (self.levels.total, features_per_level)
+        self.table = nnx.Param(table_init(rngs.params(), shape, param_dtype))
+
+    def __call__(self, points: jax.Array) -> jax.Array:
+        """The features (..., num_levels * features_per_level) of points (..., axes)."""
+        points = checks.float_array("HashGrid", "points", points, None, "(..., axes)")
+        if points.shape[-1:] != (self.levels.axes,):
+            raise ValueError(
+                f"HashGrid: points must have {self.levels.axes} coordinates, got shape "
+                f"{points.shape}"
+            )
+        (table,) = promote_dtype(self.table[...], dtype=self.dtype)
+        return self.levels.encode(table, points)
 
 
 def _drop_connect(

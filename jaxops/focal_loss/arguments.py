@@ -82,7 +82,7 @@ class Arguments:
         if normalizer is not None:
             if reduction == "mean":
                 raise ValueError(f'{name}: reduction must not be "mean" where normalizer is given')
-            normalizer = scalar(name, "normalizer", normalizer, integers=True)
+            normalizer = checks.scalar(name, "normalizer", normalizer, integers=True)
         return cls(
             logits,
             jnp.asarray(labels),
@@ -187,23 +187,6 @@ def _as_int32(labels, classes: int, ignore_index: int | None):
     # As an array: JAX takes a number for an int32.
     is_ignored = labels == np.asarray(ignore_index, labels.dtype)
     return library.where(is_ignored, np.int32(-2), narrow), -2
-
-
-def scalar(name: str, argument: str, value: Any, integers: bool = False) -> Scalar:
-    """A number as a float, a scalar array as it is."""
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
-        return float(value)
-    kinds = (jnp.floating, jnp.integer) if integers else (jnp.floating,)
-    got = value.dtype if isinstance(value, (jax.Array, np.ndarray)) else type(value).__name__
-    if not isinstance(value, (jax.Array, np.ndarray)) or not any(
-        jnp.issubdtype(value.dtype, k) for k in kinds
-    ):
-        raise TypeError(f"{name}: {argument} must be a number or a float scalar array, got {got}")
-    if value.ndim:
-        raise ValueError(f"{name}: {argument} must be a scalar, got shape {value.shape}")
-    return value
 
 
 def check_gamma(name: str, gamma: Scalar, dtype: jnp.dtype):

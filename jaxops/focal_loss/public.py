@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxops._core import checks, compat
 from jaxops.focal_loss import sigmoid, softmax
-from jaxops.focal_loss.arguments import Arguments, check_gamma, scalar
+from jaxops.focal_loss.arguments import Arguments, check_gamma
 from jaxops.focal_loss.options import power
 from jaxops.reference import focal_loss as reference
 
@@ -85,8 +85,8 @@ def sigmoid_focal_loss(
         normalizer,
         soft=True,
     )
-    gamma = scalar(name, "gamma", gamma)
-    alpha = None if alpha is None else scalar(name, "alpha", alpha)
+    gamma = checks.scalar(name, "gamma", gamma)
+    alpha = None if alpha is None else checks.scalar(name, "alpha", alpha)
     if isinstance(alpha, float) and not 0 <= alpha <= 1:
         raise ValueError(f"{name}: alpha must be in [0, 1] or None, got {alpha}")
     dtype = call.dtype(call.labels if call.soft else None, class_weight, sample_weight)
@@ -171,7 +171,7 @@ def softmax_focal_loss(
         normalizer,
         soft=False,
     )
-    gamma = scalar(name, "gamma", gamma)
+    gamma = checks.scalar(name, "gamma", gamma)
     by_class = None
     if isinstance(alpha, (list, tuple)) or (
         alpha is not None and checks.is_array(alpha) and jnp.ndim(alpha)
@@ -191,7 +191,7 @@ def softmax_focal_loss(
         of_class = reference.gather_class(by_class.astype(dtype), labels, call.classes, 0)
         weight = of_class if weight is None else weight * of_class
     elif alpha is not None:
-        alpha = scalar(name, "alpha", alpha)
+        alpha = checks.scalar(name, "alpha", alpha)
         of_alpha = (
             np.asarray(alpha, dtype) if isinstance(alpha, (int, float)) else alpha.astype(dtype)
         )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxops._core.dtypes import accumulation_dtype
+from jaxops.reference import taps
 
 
 def grid_sample(
@@ -19,13 +22,20 @@ def grid_sample(
     method: str = "linear",
     padding_mode: str = "zeros",
     align_corners: bool = True,
+    coordinates: str = "normalized",
+    cval: ArrayLike = 0.0,
     point_rank: int = 1,
 ) -> jax.Array:
     """out[..., p, f] = sum_c w_c(points[..., p]) volume[..., entry_c(points[..., p]), f].
 
     volume is (..., *sizes, F) and points (..., *P, len(sizes)), with `point_rank` dimensions in P
-    and the same leading ones.
+    and the same leading ones. "pixel" coordinates are reflected about entries with `align_corners`.
     """
+    pixel = coordinates == "pixel"
+    if method == "cubic" or padding_mode in ("wrap", "constant"):
+        return _by_stencils(
+            volume, points, method, padding_mode, align_corners, pixel, cval, point_rank
+        )
     axes = points.shape[-1]
     batch = points.shape[: points.ndim - 1 - point_rank]
     sizes, width = volume.shape[len(batch) : -1], volume.shape[-1]
@@ -34,7 +44,7 @@ def grid_sample(
     # A coordinate that is not a number has no place: it is put outside here and marked at the end.
     lost = jnp.isnan(p).any(-1)
     at = [
-        _positions(jnp.where(lost, -2, p[..., a]), sizes[a], padding_mode, align_corners)
+        _positions(jnp.where(lost, -2, p[..., a]), sizes[a], padding_mode, align_corners, pixel)
         for a in range(axes)
     ]
     places = []
@@ -88,10 +98,81 @@ def _mark(total, p, lost, method):
     return jnp.where(lost, found * jnp.nan, total)
 
 
-def _positions(p, n: int, padding_mode: str, align_corners: bool):
+def _by_stencils(
+    volume, points, method, padding_mode, align_corners, pixel, cval, point_rank
+) -> jax.Array:
+    dtype = accumulation_dtype(volume, points)
+    axes = points.shape[-1]
+    sizes = volume.shape[volume.ndim - axes - 1 : -1]
+    indices, weights = stencils(
+        points.astype(dtype), sizes, method, padding_mode, align_corners, pixel
+    )
+    total = taps.sum_taps(volume.astype(dtype), indices, weights, point_rank)
+    if padding_mode == "constant":
+        total = add_outside(total, taps.outside(indices, weights), cval)
+    return mark(total, points.astype(dtype), method).astype(volume.dtype)
+
+
+def add_outside(total: jax.Array, weight: jax.Array, cval: ArrayLike) -> jax.Array:
+    """The result plus `cval`, which may be NaN, times the weight of the entries outside."""
+    weight = weight[..., None]
+    cval = jnp.where(weight == 0, 0, jnp.asarray(cval, total.dtype))
+    return total + weight.astype(total.dtype) * cval
+
+
+def outside(points: jax.Array, sizes: Sequence[int], align_corners: bool, pixel: bool) -> jax.Array:
+    """The weight (...) of the entries outside around points, with "linear"."""
+    inside: Any = 1
+    for a, n in enumerate(sizes):
+        x = entry_position(points[..., a], n, align_corners, pixel)
+        of_axis = jnp.where(x < 0, x + 1, jnp.where(x > n - 1, n - x, 1))
+        inside = inside * jnp.where(of_axis > 0, of_axis, 0)
+    return 1 - inside
+
+
+def stencils(
+    points: jax.Array,
+    sizes: Sequence[int],
+    method: str,
+    padding_mode: str,
+    align_corners: bool,
+    pixel: bool,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The indices (..., axes, K) that points (..., axes) read, and the weights of each axis.
+
+    A point with a NaN reads no entry.
+    """
+    lost = jnp.isnan(points).any(-1)
+    padding = "zeros" if padding_mode == "constant" else padding_mode
+    if padding == "reflection":
+        padding = "mirror" if align_corners else "reflect"
+    indices, weights = [], []
+    for a, n in enumerate(sizes):
+        x = entry_position(jnp.where(lost, 0, points[..., a]), n, align_corners, pixel)
+        index, weight = taps.stencil(x, n, method, padding)
+        indices.append(jnp.where(lost[..., None], -1, index))
+        weights.append(weight)
+    return jnp.stack(indices, -2), weights
+
+
+def mark(total: jax.Array, points: jax.Array, method: str) -> jax.Array:
+    """The result with the rows of points with a NaN: NaN, or zeros with "nearest"."""
+    return _mark(total, points, jnp.isnan(points).any(-1), method)
+
+
+def entry_position(p: jax.Array, n: int, align_corners: bool, pixel: bool) -> jax.Array:
+    """Where coordinates are along an axis of n entries, in entries, before any padding."""
+    if pixel:
+        return p
+    if n == 1 and align_corners:
+        return jnp.zeros_like(p)
+    return (p + 1) * ((n - 1) / 2) if align_corners else (p + 1) * (n / 2) - 0.5
+
+
+def _positions(p, n: int, padding_mode: str, align_corners: bool, pixel: bool):
     """Where coordinates are along an axis of n entries, in entries; and whether that counts."""
-    x = (p + 1) * ((n - 1) / 2) if align_corners else (p + 1) * (n / 2) - 0.5
-    if n == 1 and (align_corners or padding_mode != "zeros"):
+    x = entry_position(p, n, align_corners, pixel)
+    if n == 1 and padding_mode != "zeros":
         x = jnp.zeros_like(p)  # every place is the only entry's, so that derivatives are zero
     last = n - 1
     if padding_mode == "zeros":

@@ -45,17 +45,41 @@ def _bad_inputs(axes):
         ),
         _bad(
             "an unknown method",
-            lambda v, p: call(v, p, method="cubic"),
+            lambda v, p: call(v, p, method="quintic"),
             ValueError,
-            "method must be one of 'linear', 'nearest'",
-            "'cubic'",
+            "method must be one of 'linear', 'bilinear', 'trilinear', 'nearest', 'cubic'",
+            "'quintic'",
         ),
         _bad(
             "an unknown padding",
-            lambda v, p: call(v, p, padding_mode="wrap"),
+            lambda v, p: call(v, p, padding_mode="clip"),
             ValueError,
             "padding_mode must be one of",
-            "'wrap'",
+            "'clip'",
+        ),
+        _bad(
+            "unknown coordinates",
+            lambda v, p: call(v, p, coordinates="voxel"),
+            ValueError,
+            "coordinates must be one of 'normalized', 'pixel'",
+        ),
+        _bad(
+            "corners of pixels",
+            lambda v, p: call(v, p, coordinates="pixel", align_corners=True),
+            ValueError,
+            "align_corners has no meaning",
+        ),
+        _bad(
+            "a constant without its padding",
+            lambda v, p: call(v, p, cval=1.0),
+            ValueError,
+            'cval needs padding_mode="constant"',
+        ),
+        _bad(
+            "a format of another rank",
+            lambda v, p: call(v, p, data_format="NCW"),
+            ValueError,
+            "data_format must be one of",
         ),
         _bad(
             "a number as flag", lambda v, p: call(v, p, align_corners=1), TypeError, "align_corners"
@@ -107,9 +131,12 @@ def _placements(axes, batched, nearest):
     )
 
 
-def _spec(variant, *, sizes, width, large_width, batched=False, **options):
+def _spec(variant, *, sizes, width, large_width, batched=False, reach=1.3, **options):
     axes = len(sizes)
     nearest = options.get("method") == "nearest"
+    cubic = options.get("method") == "cubic"
+    # Weights of the entries are made in jax.numpy, and a kernel of CPUs sums these.
+    has_stencils = cubic or options.get("padding_mode") == "wrap"
     lead = (2,) if batched else ()
 
     def function(volume, points):
@@ -121,10 +148,26 @@ def _spec(variant, *, sizes, width, large_width, batched=False, **options):
 
     def arrays(rng, dtype, lead=lead, sizes=sizes, points=6, width=width):
         volume = normal(rng, (*lead, *sizes, width), dtype)
-        return volume, rng.uniform(-1.3, 1.3, (*lead, points, axes)).astype(dtype)
+        at = rng.uniform(-reach, reach, (*lead, points, axes))
+        if options.get("coordinates") == "pixel":
+            at = (at + 1) / 2 * np.array(sizes) - 0.5
+        return volume, at.astype(dtype)
 
     # Positions are rounded relative to the extent of the volume.
-    position = 8 * max(sizes) + 16
+    position = (8 * max(sizes) + 16) * (8 if cubic else 1)
+    kernel = "jaxops_taps" if has_stencils else "jaxops_grid_sample"
+    gradients = (
+        (f"{kernel}_volume_grad", f"{kernel}_weight_grad")
+        if has_stencils
+        else (f"{kernel}_volume_grad" if nearest else f"{kernel}_backward",)
+    )
+    # No GPU has run kernels of coordinates in entries.
+    only_on_cpus = has_stencils or options.get("coordinates") == "pixel"
+
+    def calls(*names):
+        counts = dict.fromkeys(names, 1)
+        return (lambda platform: counts if platform == "cpu" else {}) if only_on_cpus else counts
+
     empty = {
         "no points": functools.partial(arrays, points=0),
         "no channels": functools.partial(arrays, width=0),
@@ -139,11 +182,8 @@ def _spec(variant, *, sizes, width, large_width, batched=False, **options):
         arguments=arrays,
         large=functools.partial(arrays, lead=(8,) if batched else (), points=64, width=large_width),
         differentiable=(0,) if nearest else (0, 1),
-        calls={"jaxops_grid_sample": 1},
-        vjp_calls={
-            "jaxops_grid_sample": 1,
-            "jaxops_grid_sample_volume_grad" if nearest else "jaxops_grid_sample_backward": 1,
-        },
+        calls=calls(kernel),
+        vjp_calls=calls(kernel, *gradients),
         value_terms=lambda volume, points: position,
         vjp_terms=lambda volume, points: (
             position * (1 + volume.shape[-1]) + points.size // points.shape[-1]
@@ -153,6 +193,8 @@ def _spec(variant, *, sizes, width, large_width, batched=False, **options):
         bad_inputs=_bad_inputs(axes),
         # A NaN in a point does not reach the volume's gradient.
         untouched={} if nearest else {1: (1,)},
+        # XLA makes the weights of stencils, and their gradients.
+        vjp_bitwise=not has_stencils,
         arrival_order=not options.get("deterministic", False),
         checkpoint_name=_ME,
     )
@@ -194,6 +236,26 @@ SPECS = (
         large_width=40,
         method="nearest",
         padding_mode="reflection",
+        deterministic=True,
+    ),
+    _spec(
+        "3-D, pixel, constant",
+        sizes=(4, 3, 5),
+        width=3,
+        large_width=16,
+        coordinates="pixel",
+        padding_mode="constant",
+        cval=0.5,
+    ),
+    _spec(
+        "2-D, cubic, wrap, batch, deterministic",
+        sizes=(4, 5),
+        width=2,
+        large_width=8,
+        batched=True,
+        method="cubic",
+        padding_mode="wrap",
+        align_corners=False,
         deterministic=True,
     ),
 )

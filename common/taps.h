@@ -1,0 +1,60 @@
+// Calls of the kernels that sum the entries of a volume at given indices with given weights.
+//
+// A batch entry has a volume, whose `axes` grid dimensions are followed by channels. A point has
+// `taps` indices and as many weights along each axis, and reads the entries of all combinations:
+//
+//   out[p, f]     = sum_k prod_a w_a[p, k_a] volume[i_0[p, k_0], i_1[p, k_1], ..., f]
+//   dvolume, dw_a = the gradients of sum_{p, f} out[p, f] cotangent[p, f]
+//
+// A combination with an index outside of the volume contributes nothing.
+#ifndef JAXOPS_COMMON_TAPS_H_
+#define JAXOPS_COMMON_TAPS_H_
+
+#include <cstdint>
+
+#include "common/batch.h"
+#include "common/types.h"
+
+namespace jaxops::taps {
+
+inline constexpr int kMaxAxes = 3;
+
+// Combinations of a point, at most.
+inline constexpr int kMaxCombinations = 64;
+
+struct Geometry {
+  int axes;  // 1 to 3
+  int taps;  // of an axis; taps^axes is at most kMaxCombinations
+  int combinations;
+  int64_t sizes[kMaxAxes];
+  int64_t width;   // channels
+  int64_t points;  // of a batch entry
+};
+
+struct Call {
+  enum Operand {
+    kVolume,
+    kIndices,
+    kCotangent,
+    kGradient,  // dvolume, which does not vary along the batch dimensions that it sums
+    kWeights,
+    kOperands = kWeights + kMaxAxes
+  };
+
+  Geometry geometry;
+  int64_t gradients;      // entries of dvolume
+  DType dtype;            // of volume, cotangent, out and dvolume; weights are of its arithmetic type
+  const void* volume;     // null if dvolume is wanted
+  const int32_t* indices;  // (points, axes, taps)
+  const void* cotangent;  // null if out is wanted
+  const void* weights[kMaxAxes];  // (points, taps) each
+  // A call computes out, dvolume, or dweights; out and dweights are dense.
+  void* out;
+  void* dvolume;
+  void* dweights[kMaxAxes];
+  BatchMap<kOperands> batch;
+};
+
+}  // namespace jaxops::taps
+
+#endif  // JAXOPS_COMMON_TAPS_H_

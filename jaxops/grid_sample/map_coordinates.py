@@ -1,0 +1,158 @@
+"""Interpolation of an array at coordinates, with the signature of `jax.scipy.ndimage`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from jaxops._core import checks
+from jaxops._core.dtypes import accumulation_dtype
+from jaxops.grid_sample import sampling, taps
+from jaxops.reference import grid_sample as sample_reference
+from jaxops.reference import map_coordinates as reference
+from jaxops.reference import taps as taps_reference
+
+_NAME = "map_coordinates"
+_ORDERS = (0, 1, 3)
+_MAX_RANK = 3
+
+# The padding of the modes whose points kernels locate, and what "reflection" is about: entries
+# (True) or edges.
+_LOCATED = {
+    "constant": ("constant", True),
+    "nearest": ("border", True),
+    "mirror": ("reflection", True),
+    "reflect": ("reflection", False),
+}
+
+
+def map_coordinates(
+    input: ArrayLike,
+    coordinates: Sequence[ArrayLike],
+    order: int,
+    mode: str = "constant",
+    cval: ArrayLike = 0.0,
+) -> jax.Array:
+    """Interpolates an array of one to three axes at coordinates that count its entries.
+
+    The values for orders 0 and 1 are those of `jax.scipy.ndimage.map_coordinates`, and for order 3
+    those of `scipy.ndimage.map_coordinates`, whose modes "grid-constant" and "grid-wrap" are
+    "constant" and "wrap" here, as in `jax.scipy`. Gradients with respect to the input, the
+    coordinates (of orders 1 and 3) and `cval`, of any order, run kernels.
+
+    Args:
+      input: the array, of one to three axes and a float dtype.
+      coordinates: for each axis an array of a float dtype; together they broadcast to the shape of
+        the result. An array (axes, ...) is taken too.
+      order: 0 (the nearest entry, halves rounded away from zero), 1 (linear) or 3 (the cubic
+        spline through all entries; the entries are filtered first).
+      mode: what lies outside. "constant": `cval`. "nearest": the nearest entry. "wrap": the entries
+        repeat. "mirror" and "reflect": the entries are reflected about the centre of the last one,
+        or its edge.
+      cval: the constant outside, a number or a scalar array.
+
+    Returns:
+      The values, of the dtype of `input` and the shape of the coordinates. Sums are made in
+      float32, or in float64 if an array is float64. A NaN among the coordinates of a point gives
+      NaN, with order 0 zero.
+
+    Raises:
+      TypeError: an argument is not an array of float16, bfloat16, float32 or float64.
+      ValueError: the number of coordinates is not that of axes, or there are more than three; an
+        option is unknown, or an axis without entries is filled from entries.
+    """
+    input = checks.float_array(_NAME, "input", input, None, "of one to three axes")
+    axes = input.ndim
+    if not 1 <= axes <= _MAX_RANK:
+        raise ValueError(f"{_NAME}: input must have 1 to 3 axes, got shape {input.shape}")
+    points = _stacked(coordinates, axes, input.shape)
+    if isinstance(order, bool) or checks.integer(_NAME, "order", order) not in _ORDERS:
+        raise ValueError(f"{_NAME}: order must be one of 0, 1, 3, got {checks.describe(order)}")
+    checks.choice(_NAME, "mode", mode, tuple(reference.PADDINGS))
+    cval = checks.scalar(_NAME, "cval", cval, integers=True)
+    if 0 in input.shape and mode != "constant":
+        raise ValueError(
+            f"{_NAME}: mode {mode!r} needs an entry along every axis, got input {input.shape}"
+        )
+    order = int(order)
+    compute = _sum_stencils if order == 3 or mode == "wrap" else _locate
+    with jax.numpy_dtype_promotion("standard"):  # how dtypes promote is the caller's business
+        result = compute(input, points, order, mode, cval)
+    return checkpoint_name(result, _NAME)
+
+
+def _stacked(coordinates: Any, axes: int, shape: tuple[int, ...]) -> jax.Array:
+    """The coordinates as an array (..., axes)."""
+    if checks.is_array(coordinates):
+        coordinates = list(
+            checks.float_array(_NAME, "coordinates", coordinates, None, "(axes, ...)")
+        )
+    if not isinstance(coordinates, (list, tuple)):
+        raise TypeError(
+            f"{_NAME}: coordinates must be a sequence of arrays, got {checks.describe(coordinates)}"
+        )
+    if len(coordinates) != axes:
+        raise ValueError(
+            f"{_NAME}: coordinates must be {axes} arrays, one for each axis of input {shape}, got "
+            f"{len(coordinates)}"
+        )
+    arrays = [
+        checks.float_array(_NAME, "coordinates", c, None, "that broadcasts to the result's")
+        for c in coordinates
+    ]
+    try:
+        common = jnp.broadcast_shapes(*(a.shape for a in arrays))
+    except ValueError:
+        shapes = ", ".join(str(a.shape) for a in arrays)
+        raise ValueError(
+            f"{_NAME}: coordinates must have shapes that broadcast together, got {shapes}"
+        ) from None
+    dtypes = {a.dtype for a in arrays}
+    dtype = arrays[0].dtype if len(dtypes) == 1 else accumulation_dtype(*arrays)
+    return jnp.stack([jnp.broadcast_to(a, common).astype(dtype) for a in arrays], -1)
+
+
+def _locate(input, points, order, mode, cval):
+    """By the kernels that locate points, which know two and three axes."""
+    padding_mode, align_corners = _LOCATED[mode]
+    if isinstance(cval, float) and cval == 0 and padding_mode == "constant":
+        padding_mode = "zeros"
+    rank = points.ndim - 1
+    if order == 0:
+        points = reference.round_away(points)
+    volume = input[..., None]
+    if input.ndim == 1:
+        volume = volume[:, None]
+        points = jnp.concatenate([points, jnp.zeros_like(points)], -1)
+    options = sampling.Options(
+        sizes=volume.shape[:-1],
+        point_rank=rank,
+        method="linear" if order else "nearest",
+        padding_mode=padding_mode,
+        align_corners=align_corners,
+        pixel=True,
+        deterministic=False,
+    )
+    return sampling.sample(volume, points, options, cval)[..., 0]
+
+
+def _sum_stencils(input, points, order, mode, cval):
+    dtype = accumulation_dtype(input, points)
+    points = points.astype(dtype)
+    volume = input.astype(dtype) if order == 3 or dtype == jnp.float64 else input
+    if order == 0:
+        points = reference.round_away(points)
+    if order == 3:
+        volume, margin = reference.prefiltered(volume, mode, cval)
+        points = points + margin
+    indices, weights = reference.stencils(points, volume.shape, order, mode)
+    total = taps.sum_taps(volume[..., None], indices, weights, points.ndim - 1)
+    if mode == "constant":
+        total = sample_reference.add_outside(total, taps_reference.outside(indices, weights), cval)
+    total = sample_reference.mark(total, points, "linear" if order else "nearest")
+    return total[..., 0].astype(input.dtype)
