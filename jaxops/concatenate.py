@@ -24,16 +24,19 @@ from jax.typing import ArrayLike
 
 from jaxops._core import checks, compat, native, rules
 from jaxops._core.primitive import Operator
+from jaxops._core.public import public_function
 
 _MAX_SIZE = np.iinfo(np.int64).max
 
 
+@public_function
 def concatenate(
     arrays: Sequence[ArrayLike],
     axis: int | None = 0,
     *,
     sizes: Sequence[int] | None = None,
     padded_size: int | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Joins arrays along an axis: `jax.numpy.concatenate` in one launch, with padded channels.
 
@@ -49,6 +52,7 @@ def concatenate(
       sizes: how many entries of each array along the axis are valid; all of them by default. The
         others are never read.
       padded_size: the result's extent along the axis; the sum of the sizes by default.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       An array of the promoted dtype.
@@ -107,12 +111,14 @@ def concatenate(
     return checkpoint_name(storage.restore(whole), name)
 
 
+@public_function
 def split(
     array: ArrayLike,
     sizes: Sequence[int],
     axis: int = 0,
     *,
     padded_sizes: Sequence[int] | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Cuts an array into neighbouring parts along an axis, in one launch: undoes `concatenate`.
 
@@ -124,6 +130,7 @@ def split(
       sizes: the extents of the parts along the axis; they sum to the array's.
       axis: the axis to cut.
       padded_sizes: the extents of the results, not less than `sizes`, which are the default.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       A tuple with one array a size.

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops._families import multilinear
 from jaxops.reference import grid_sample as reference
 
@@ -23,6 +24,7 @@ _METHODS = ("linear", "nearest")
 _PADDING_MODES = ("zeros", "border", "reflection")
 
 
+@public_function
 def grid_sample(
     volume: ArrayLike,
     points: ArrayLike,
@@ -31,6 +33,7 @@ def grid_sample(
     padding_mode: str = "zeros",
     align_corners: bool = True,
     deterministic: bool = False,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Samples a volume (or image) of F channels at points.
 
@@ -59,6 +62,7 @@ def grid_sample(
       align_corners: see above.
       deterministic: whether the volume's gradient has the same bits in every run on a GPU,
         where by default its sums are in the order of arrival. It then sorts the points.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (..., F), the leading dimensions those of `points`, of the dtype of `volume`. Weights and sums

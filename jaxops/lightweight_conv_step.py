@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from jaxops._core import checks, compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
+from jaxops._core.public import public_function
 from jaxops.activations import ACTIVATIONS, activation_name
 from jaxops.lightweight_conv import lightweight_conv
 from jaxops.reference import lightweight_conv_step as reference
@@ -25,6 +26,7 @@ from jaxops.reference import lightweight_conv_step as reference
 NAME = "lightweight_conv_step"
 
 
+@public_function
 def lightweight_conv_step(
     x_t: ArrayLike,
     state: ArrayLike,
@@ -34,6 +36,7 @@ def lightweight_conv_step(
     bias: ArrayLike | None = None,
     activation: str | None = None,
     state_indices: ArrayLike | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One step, or several, of ``lightweight_conv(..., padding="causal")``.
 
@@ -56,6 +59,7 @@ def lightweight_conv_step(
       state_indices: (B,), integers: the slot of each entry of x_t, all different; the default is
         ``arange(B)``. Entries that are no slot, such as -1, are padding: they read zeros and write
         nothing. Slots that none names keep their state.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (y, state): y has the shape and dtype of x_t, the state those of the state given. Arithmetic

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxops._core import implementation
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import cuda_kernels
 from jaxops.conv.options import Options, over_pixels, sum_dtype, transposed_kernel
@@ -184,6 +185,13 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
     return [sum_blocks(images, axis, block, x, g).astype(dtype)]
 
 
+def by_xla(x, kernel, bias=None, *, options, dtype, activation, **_):
+    """The convolution, with bias and activation, by `jax.lax` alone."""
+    y = _convolution(x, kernel, options, sum_dtype(x, kernel, dtype))
+    apart = epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
+    return [y.astype(dtype)] if apart is None else apart[2](y)
+
+
 def epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
     """Bias, activation and rounding apart from the sums, see `Operator`."""
     if bias is None and activation is None:
@@ -287,6 +295,8 @@ def _is_faster_by_xla(
     On CPUs that is so of float32. On other devices, which have more memory, it is so where the
     patches of one image are too many: in three dimensions it was measured to be faster on GPUs.
     """
+    if implementation.insists():
+        return False
     if images.ndim != options.rank + 2 or kernel.ndim != images.ndim or options.is_depthwise:
         return False
     if platform == "cpu":
@@ -308,6 +318,7 @@ def _is_faster_by_cudnn(options: Options, platform: str | None, dtype: Any, g, k
     """
     return (
         platform == "cuda"
+        and not implementation.insists()
         and options.windows.are_entries
         and options.groups == 1
         and g.ndim == kernel.ndim == options.rank + 2
@@ -316,8 +327,8 @@ def _is_faster_by_cudnn(options: Options, platform: str | None, dtype: Any, g, k
     )
 
 
-def _convolution(x: jax.Array, kernel: jax.Array, options: Options) -> jax.Array:
-    """XLA's convolution of one group."""
+def _convolution(x: jax.Array, kernel: jax.Array, options: Options, dtype: Any = None) -> jax.Array:
+    """XLA's convolution, with a result of the dtype given."""
     windows = options.windows
     reaches = [
         (out - 1) * s + (k - 1) * d + 1
@@ -337,5 +348,7 @@ def _convolution(x: jax.Array, kernel: jax.Array, options: Options) -> jax.Array
         padding,
         rhs_dilation=windows.dilation,
         dimension_numbers=(f"N{sizes}C", f"{sizes}IO", f"N{sizes}C"),
+        feature_group_count=options.groups,
         precision=options.precision,
+        preferred_element_type=dtype,
     )

@@ -55,7 +55,13 @@ def _forward_signature(options, *, with_bias, **_):
     return f"{', '.join(operands)} -> {options.y}"
 
 
-_forward_operator = _operator("conv", _forward_signature, local.forward, epilogue=local.epilogue)
+_forward_operator = _operator(
+    "conv",
+    _forward_signature,
+    local.forward,
+    reference=local.by_xla,
+    epilogue=local.epilogue,
+)
 _input_grad_operator = _operator(
     "conv_input_grad", lambda o, **_: f"{o.y}, {o.kernel} -> {o.x}", local.input_grad
 )

@@ -21,7 +21,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxops._core import checks, compat
 from jaxops._core.dtypes import accumulation_dtype
+from jaxops._core.implementation import is_xla, needs_kernels
 from jaxops._core.native import NoKernelWarning
+from jaxops._core.public import public_function
 from jaxops._families.windows import Windows, make_windows, per_dimension
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import primitives
@@ -30,6 +32,7 @@ from jaxops.conv.options import Options, transposed_kernel
 _LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
 
 
+@public_function
 def conv2d(
     x: ArrayLike,
     kernel: ArrayLike,
@@ -43,6 +46,7 @@ def conv2d(
     dimension_numbers: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC"),
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Convolution of images: `im2col` followed by a matrix product.
 
@@ -72,6 +76,7 @@ def conv2d(
       precision: of the matrix products, as in `jax.lax`: by default float32 may use TF32 on GPUs;
         "highest" is true float32.
       preferred_element_type: the dtype of the result, that of x by default.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (N, OH, OW, O), or (N, O, OH, OW). Sums are made in float32, or in float64 where an argument
@@ -151,6 +156,7 @@ def conv2d(
     return checkpoint_name(y if channels_last else lax.transpose(y, (0, 3, 1, 2)), name)
 
 
+@public_function
 def conv_general_dilated(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -164,6 +170,8 @@ def conv_general_dilated(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
+    *,
+    implementation: str | None = None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated`, argument by argument, on the kernels of this library.
 
@@ -189,6 +197,7 @@ def conv_general_dilated(
       precision: as for `conv2d`.
       preferred_element_type: the dtype of the result, that of lhs by default.
       out_sharding: the sharding of the result on meshes of explicit axes.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       The array that `jax.lax.conv_general_dilated` returns, but for the order of its sums.
@@ -210,8 +219,11 @@ def conv_general_dilated(
         "preferred_element_type": preferred_element_type,
     }
     case = _find_case(lhs, rhs, options)
+    if is_xla():
+        y = lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
+        return checkpoint_name(y, name)
     if case.missing is not None:
-        case.warn()
+        case.refuse_or_warn()
         return lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
     if isinstance(lhs, jax.core.Tracer) or isinstance(rhs, jax.core.Tracer):
         y = checkpoint_name(case.compute(lhs, rhs), name)
@@ -220,6 +232,7 @@ def conv_general_dilated(
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
+@public_function
 def conv_transpose(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -233,6 +246,7 @@ def conv_transpose(
     use_consistent_padding: bool = False,
     *,
     feature_group_count: int = 1,
+    implementation: str | None = None,
 ) -> jax.Array:
     """`jax.lax.conv_transpose`, argument by argument, on the kernels of this library, with groups.
 
@@ -262,6 +276,7 @@ def conv_transpose(
       use_consistent_padding: whether pairs are those of the convolution whose transpose this is, as
         in PyTorch: (low, high) stands for K - 1 - low and K - 1 - high, of the dilated window K.
       feature_group_count: how many groups the channels form, each with its own part of the kernel.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       The array that `jax.lax.conv_transpose` returns, but for the order of its sums.
@@ -363,7 +378,8 @@ def _supported(*arguments: Any, **options: Any) -> bool:
     """
     bound = _SIGNATURE.bind(*arguments, **options)
     bound.apply_defaults()
-    del bound.arguments["out_sharding"]
+    for name in ("out_sharding", "implementation"):
+        del bound.arguments[name]
     for name in ("lhs", "rhs"):
         if not isinstance(bound.arguments[name], jax.ShapeDtypeStruct):
             bound.arguments[name] = jnp.asarray(bound.arguments[name])
@@ -469,14 +485,20 @@ class _LaxCase:
             return "window_strides and lhs_dilation at once"
         return None
 
-    def warn(self) -> None:
-        """Says once that `jax.lax` computes this case."""
+    def refuse_or_warn(self) -> None:
+        """Says once that `jax.lax` computes this case, or raises where kernels are insisted on."""
+        function = needs_kernels("conv_general_dilated")
+        if function is not None:
+            raise NotImplementedError(
+                f"{function}: implementation='native' needs a kernel, and jaxops has none for "
+                f"{self.missing}"
+            )
         if self.missing is None or self.missing in self._warned:
             return
         warnings.warn(
             f"conv_general_dilated: jaxops has no kernel for {self.missing}; jax.lax computes it",
             NoKernelWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         self._warned.add(self.missing)
 

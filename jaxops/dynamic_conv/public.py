@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops._families import sequences
 from jaxops.activations import ACTIVATIONS
 from jaxops.dynamic_conv import primitives
@@ -15,6 +16,7 @@ from jaxops.dynamic_conv import primitives
 _DATA_FORMATS = ("NTC", "NCT")
 
 
+@public_function
 def dynamic_conv(
     x: ArrayLike,
     weight: ArrayLike,
@@ -28,6 +30,7 @@ def dynamic_conv(
     initial_state: ArrayLike | None = None,
     return_final_state: bool = False,
     data_format: str = "NTC",
+    implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Depthwise convolution over time with a filter of its own at each step and head.
 
@@ -56,6 +59,7 @@ def dynamic_conv(
         of x, oldest first; any float dtype. Without it they are zero.
       return_final_state: whether to return the initial state of a next call as well.
       data_format: "NTC" or "NCT"; neither is transposed.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       An array of x's shape and dtype. Arithmetic is in float32, or in float64 where an argument is.

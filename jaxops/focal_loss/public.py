@@ -12,12 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks, compat
+from jaxops._core.public import public_function
 from jaxops.focal_loss import sigmoid, softmax
 from jaxops.focal_loss.arguments import Arguments, check_gamma, scalar
 from jaxops.focal_loss.options import power
 from jaxops.reference import focal_loss as reference
 
 
+@public_function
 def sigmoid_focal_loss(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -29,6 +31,7 @@ def sigmoid_focal_loss(
     ignore_index: int | None = None,
     reduction: str = "none",
     normalizer: ArrayLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Focal loss of independent classes: cross-entropy in which easy examples count less.
 
@@ -60,6 +63,7 @@ def sigmoid_focal_loss(
         that of elements), and 0 where there is no such row.
       normalizer: a number or scalar array, which may be traced. The result is the sum divided by
         it, with "none" as with "sum"; not allowed with "mean".
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       The shape and dtype of logits for "none" without normalizer, otherwise a scalar, float32 for
@@ -118,6 +122,7 @@ def sigmoid_focal_loss(
     return checkpoint_name(loss.astype(call.result_dtype), name)
 
 
+@public_function
 def softmax_focal_loss(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -129,6 +134,7 @@ def softmax_focal_loss(
     ignore_index: int | None = None,
     reduction: str = "none",
     normalizer: ArrayLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Focal loss of exclusive classes: ``-a_y (1 - p_y)^gamma log p_y``, p the softmax of logits.
 
@@ -146,6 +152,7 @@ def softmax_focal_loss(
       class_weight, sample_weight, ignore_index, normalizer: as for `sigmoid_focal_loss`.
       reduction: "none", "sum", or "mean": the sum divided by the number of rows not ignored, and 0
         where there is no such row.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       The shape (...,) and dtype of logits for "none" without normalizer, otherwise a scalar,

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops._families import sequences
 from jaxops.activations import ACTIVATIONS
 from jaxops.lightweight_conv import primitives
@@ -16,6 +17,7 @@ from jaxops.lightweight_conv.public import check_parameters
 _NAME = "ragged_conv"
 
 
+@public_function
 def ragged_conv(
     x: ArrayLike,
     weight: ArrayLike,
@@ -27,6 +29,7 @@ def ragged_conv(
     bias: ArrayLike | None = None,
     activation: str | None = None,
     return_final_state: bool = False,
+    implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal `lightweight_conv` of sequences of any lengths, whose tokens follow each other.
 
@@ -48,6 +51,7 @@ def ragged_conv(
       bias: (C,), any float dtype.
       activation: None, "relu", "silu" or "gelu" (the tanh form).
       return_final_state: whether to return the states after the tokens as well.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       An array of x's shape and dtype. Arithmetic is in float32, or in float64 where an argument is.
