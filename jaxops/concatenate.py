@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxops._core import checks, compat, native, rules
 from jaxops._core.primitive import Operator
@@ -33,6 +33,7 @@ _MAX_SIZE = np.iinfo(np.int64).max
 def concatenate(
     arrays: Sequence[ArrayLike],
     axis: int | None = 0,
+    dtype: DTypeLike | None = None,
     *,
     sizes: Sequence[int] | None = None,
     padded_size: int | None = None,
@@ -40,22 +41,24 @@ def concatenate(
 ) -> jax.Array:
     """Joins arrays along an axis: `jax.numpy.concatenate` in one launch, with padded channels.
 
-    The result is, bit for bit, ``jnp.concatenate([a[:s] for a, s in zip(arrays, sizes)], axis)``,
-    the slices taken along the axis, followed by zeros up to `padded_size`. Inference engines keep
-    the channels of NHWC arrays at multiples of 8 or 16 in this way. Gradients are the matching
-    `split`, zero in padding.
+    The result is, bit for bit,
+    ``jnp.concatenate([a[:s] for a, s in zip(arrays, sizes)], axis, dtype)``, the slices taken along
+    the axis, followed by zeros up to `padded_size`. Inference engines keep the channels of NHWC
+    arrays at multiples of 8 or 16 in this way. Gradients are the matching `split`, zero in padding.
 
     Args:
       arrays: one or more arrays of any one rank >= 1 and of any dtypes, which promote as in
         jax.numpy; equal in shape but along the axis.
       axis: the axis to join along; None flattens the arrays first.
+      dtype: that of the result, to which the arrays are converted first; the promoted one of the
+        arrays by default.
       sizes: how many entries of each array along the axis are valid; all of them by default. The
         others are never read.
       padded_size: the result's extent along the axis; the sum of the sizes by default.
       implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
-      An array of the promoted dtype.
+      An array of the dtype given, or the promoted one.
 
     Raises:
       TypeError: something is not an array, or a size not a static integer.
@@ -97,10 +100,13 @@ def concatenate(
                 f"{name}: padded_size must be at most {_MAX_SIZE}, got "
                 f"{checks.describe(padded_size)}"
             )
-    dtype = arrays[0].dtype
-    if any(a.dtype != dtype for a in arrays):
-        dtype = _promoted(name, arrays)
-    arrays = [a if a.dtype == dtype else a.astype(dtype) for a in arrays]
+    if dtype is not None:
+        joined = checks.dtype(name, "dtype", dtype)
+    else:
+        joined = arrays[0].dtype
+        if any(a.dtype != joined for a in arrays):
+            joined = _promoted(name, arrays)
+    arrays = [a if a.dtype == joined else _convert(name, a, joined) for a in arrays]
     pieces: list[tuple[jax.Array | None, int]] = list(zip(arrays, sizes, strict=True))
     if padded_size is not None and padded_size > total:
         pieces.append((None, padded_size - total))
@@ -167,6 +173,15 @@ def _array(function: str, argument: str, value: Any) -> jax.Array:
     if array.ndim == 0:
         raise ValueError(f"{function}: {argument} must have one dimension or more, got a scalar")
     return array
+
+
+def _convert(function: str, array: jax.Array, dtype: Any) -> jax.Array:
+    try:
+        return array.astype(dtype)
+    except (TypeError, ValueError, NotImplementedError) as error:  # such as of random keys
+        raise TypeError(
+            f"{function}: arrays of dtype {array.dtype} cannot be converted to dtype {dtype}"
+        ) from error
 
 
 def _promoted(function: str, arrays: Sequence[jax.Array]) -> Any:

@@ -25,7 +25,7 @@ from jaxops._core.implementation import is_xla, needs_kernels
 from jaxops._core.native import NoKernelWarning
 from jaxops._core.public import public_function
 from jaxops._families.windows import Windows, make_windows, per_dimension
-from jaxops.activations import ACTIVATIONS
+from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.conv import primitives
 from jaxops.conv.options import Options, transposed_kernel
 
@@ -42,7 +42,7 @@ def conv2d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     dimension_numbers: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC"),
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -70,7 +70,8 @@ def conv2d(
       groups: how many groups the channels form, each with its own part of the kernel; divides C and
         O. C groups make a depthwise convolution.
       bias: (O,), any float dtype.
-      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
+      activation: None, "relu", "silu" (or "swish") or "gelu" (the tanh form, `jax.nn.gelu`'s
+        default), in any case, or the function of `jax.nn`.
       dimension_numbers: ("NHWC", "HWIO", "NHWC") or ("NCHW", "OIHW", "NCHW"), the layouts of x,
         kernel and result.
       precision: of the matrix products, as in `jax.lax`: by default float32 may use TF32 on GPUs;
@@ -93,7 +94,7 @@ def conv2d(
             f"{name}: dimension_numbers must be one of {', '.join(map(str, _LAYOUTS))}, got "
             f"{checks.describe(dimension_numbers)}"
         )
-    checks.choice(name, "activation", activation, ACTIVATIONS)
+    activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
     channels_last = layout == _LAYOUTS[0]
     x = checks.float_array(name, "x", x, 4, "(N, H, W, C)" if channels_last else "(N, C, H, W)")
     kernel_shape = "(KH, KW, C // groups, O)" if channels_last else "(O, C // groups, KH, KW)"
@@ -219,7 +220,8 @@ def conv_general_dilated(
         "preferred_element_type": preferred_element_type,
     }
     case = _find_case(lhs, rhs, options)
-    if is_xla():
+    # On explicit meshes `jax.lax` would want an out_sharding of some calls.
+    if is_xla() and (case.missing is not None or not compat.has_explicit_axes(lhs)):
         y = lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
         return checkpoint_name(y, name)
     if case.missing is not None:

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jaxops._core import checks
 from jaxops._core.public import public_function
 from jaxops._families import sequences
-from jaxops.activations import ACTIVATIONS
+from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.dynamic_conv import primitives
 
 _DATA_FORMATS = ("NTC", "NCT")
@@ -25,7 +25,7 @@ def dynamic_conv(
     padding: str | int = "causal",
     dilation: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     segment_ids: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_final_state: bool = False,
@@ -53,7 +53,8 @@ def dynamic_conv(
         int P with 0 <= P <= (K - 1) * dilation. The result always has T steps.
       dilation: steps between neighbouring taps, >= 1.
       bias: (C,), any float dtype.
-      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
+      activation: None, "relu", "silu" (or "swish") or "gelu" (the tanh form, `jax.nn.gelu`'s
+        default), in any case, or the function of `jax.nn`.
       segment_ids: (..., T), any integer dtype. A segment is a run of equal neighbouring ids.
       initial_state: (..., P, C), or (..., C, P) with data_format "NCT": the P inputs before those
         of x, oldest first; any float dtype. Without it they are zero.
@@ -77,7 +78,7 @@ def dynamic_conv(
     """
     name = primitives.NAME
     data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
-    activation = checks.choice(name, "activation", activation, ACTIVATIONS)
+    activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
     normalize = checks.boolean(name, "normalize", normalize)
     return_final_state = checks.boolean(name, "return_final_state", return_final_state)
     x = sequences.sequence_array(name, "x", x, data_format)

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxops._core import checks
 from jaxops._core.public import public_function
 from jaxops._families import sequences
-from jaxops.activations import ACTIVATIONS
+from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.dynamic_conv.public import check_bias, check_weight, dynamic_conv
 
 _NAME = "dynamic_conv_step"
@@ -24,7 +24,7 @@ def dynamic_conv_step(
     normalize: bool = False,
     dilation: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     state_indices: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -50,7 +50,7 @@ def dynamic_conv_step(
     Raises:
       TypeError, ValueError: as `dynamic_conv`.
     """
-    activation = checks.choice(_NAME, "activation", activation, ACTIVATIONS)
+    activation = checks.choice(_NAME, "activation", find_name(activation), ACTIVATIONS)
     normalize = checks.boolean(_NAME, "normalize", normalize)
     x = checks.float_array(_NAME, "x_t", x_t, None, "(B, C) or (B, S, C)")
     if x.ndim not in (2, 3):
