@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -192,6 +193,14 @@ def by_xla(x, kernel, bias=None, *, options, dtype, activation, **_):
     return [y.astype(dtype)] if apart is None else apart[2](y)
 
 
+def input_grad_by_xla(g, kernel, *, options, dtype, **_):
+    """Its transpose in x, by `jax.lax` alone."""
+    mirrored = options.transposed((1,) * options.rank)
+    flipped = transposed_kernel(kernel, options.groups)
+    wide = sum_dtype(g, kernel, dtype)
+    return [_convolution(g, flipped, mirrored, wide, options.windows.strides).astype(dtype)]
+
+
 def epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
     """Bias, activation and rounding apart from the sums, see `Operator`."""
     if bias is None and activation is None:
@@ -327,9 +336,19 @@ def _is_faster_by_cudnn(options: Options, platform: str | None, dtype: Any, g, k
     )
 
 
-def _convolution(x: jax.Array, kernel: jax.Array, options: Options, dtype: Any = None) -> jax.Array:
-    """XLA's convolution, with a result of the dtype given."""
+def _convolution(
+    x: jax.Array,
+    kernel: jax.Array,
+    options: Options,
+    dtype: Any = None,
+    zeros: Sequence[int] | None = None,
+) -> jax.Array:
+    """XLA's convolution, with a result of the dtype given.
+
+    The entries of x are `zeros` apart, next to each other by default.
+    """
     windows = options.windows
+    zeros = (1,) * options.rank if zeros is None else zeros
     reaches = [
         (out - 1) * s + (k - 1) * d + 1
         for out, s, k, d in zip(
@@ -337,8 +356,8 @@ def _convolution(x: jax.Array, kernel: jax.Array, options: Options, dtype: Any =
         )
     ]
     padding = [
-        (low, reach - n - low)
-        for low, reach, n in zip(windows.low, reaches, windows.ins, strict=True)
+        (low, reach - max(0, (n - 1) * step + 1) - low)
+        for low, reach, n, step in zip(windows.low, reaches, windows.ins, zeros, strict=True)
     ]
     sizes = "DHW"[3 - options.rank :]
     return lax.conv_general_dilated(
@@ -346,7 +365,8 @@ def _convolution(x: jax.Array, kernel: jax.Array, options: Options, dtype: Any =
         kernel,
         windows.strides,
         padding,
-        rhs_dilation=windows.dilation,
+        zeros,
+        windows.dilation,
         dimension_numbers=(f"N{sizes}C", f"{sizes}IO", f"N{sizes}C"),
         feature_group_count=options.groups,
         precision=options.precision,

@@ -63,7 +63,10 @@ _forward_operator = _operator(
     epilogue=local.epilogue,
 )
 _input_grad_operator = _operator(
-    "conv_input_grad", lambda o, **_: f"{o.y}, {o.kernel} -> {o.x}", local.input_grad
+    "conv_input_grad",
+    lambda o, **_: f"{o.y}, {o.kernel} -> {o.x}",
+    local.input_grad,
+    reference=local.input_grad_by_xla,
 )
 _kernel_grad_operator = _operator(
     "conv_kernel_grad", lambda o, **_: f"{o.x}, {o.y} -> {o.kernel}", local.kernel_grad
