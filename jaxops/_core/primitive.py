@@ -115,13 +115,14 @@ class Operator:
       signature: einsum-like text of a call with the given parameters (see `signature`).
       dtypes: the results' dtypes, called as dtypes(*operands, **params).
       reference: the operator in jax.numpy, called as reference(*operands, **params); it returns
-        one array a result, with numpy broadcasting over the batch dimensions. With `local`, it is
-        what the implementation "xla" computes, which has no batch dimensions.
+        one array a result, with numpy broadcasting over the batch dimensions. With `local` it is
+        only for the implementation "xla", under which there are no batch dimensions.
       attributes: what the native handlers are passed, as numpy scalars.
       composition: instead of handlers and a reference, the operator in terms of other operators:
         for what needs derivative rules of its own but no kernel.
-      local: instead of handlers and a reference, what one device computes of its shards: for what
-        is made of `on_one_device` of other operators, yet is sharded as a whole. Called as
+      local: instead of handlers, what one device computes of its shards: for what is made of
+        `on_one_device` of other operators, yet is sharded as a whole; without a reference it is
+        that, too. Called as
         local(*operands, platform=..., **params), the platform being None where there are no
         handlers.
       work_space: whether CUDA calls may have one, as an extra result. The handler tells its size.
@@ -221,7 +222,7 @@ class Operator:
 
     def _compute_plainly(self, *operands, **params):
         """What the primitive stands for, written into the program in its place."""
-        assert self._plain is not None
+        assert self._plain is not None  # every operator has one of the three
         function = _promoting(self._scope(functools.partial(self._plain, **params)))
         with _refusing_symbolic(self.name, operands):
             if not compat.has_explicit_axes(operands[0]):

@@ -13,6 +13,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 import jaxops
+from jaxops.activations import Activation
 from jaxops.flax import shared
 from jaxops.flax.shared import (
     default_bias_init,
@@ -38,7 +39,7 @@ class LightweightConv(nn.Module):
       padding: "causal" (position t sees nothing after t), "same", or an int P.
       kernel_dilation: distance in time between two taps.
       use_bias: whether to add a bias to each channel.
-      activation: None, "relu", "silu" or "gelu", applied to the result.
+      activation: None, "relu", "silu", "gelu" or the function of `jax.nn`, applied to the result.
       data_format: "NTC" for x of shape (B, T, C), "NCT" for (B, C, T).
       normalize: whether a filter is the softmax of its kernel over the taps, as in the paper; the
         softmax is taken in float32 or wider. Otherwise the filter is the kernel itself.
@@ -52,6 +53,7 @@ class LightweightConv(nn.Module):
       param_dtype: dtype of the parameters.
       kernel_init: initializer of `kernel`.
       bias_init: initializer of `bias`.
+      implementation: of the convolution, see `jaxops.use_implementation`.
       heads, dilation: earlier names of num_heads and kernel_dilation, until a release.
 
     Source: Wu, Fan, Baevski, Dauphin and Auli, "Pay Less Attention with Lightweight and Dynamic
@@ -64,7 +66,7 @@ class LightweightConv(nn.Module):
     padding: str | int = "causal"
     kernel_dilation: int = 1
     use_bias: bool = False
-    activation: str | None = None
+    activation: Activation = None
     data_format: str = "NTC"
     normalize: bool = True
     drop_connect: float = 0.0
@@ -75,6 +77,7 @@ class LightweightConv(nn.Module):
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    implementation: str | None = None
     heads: int | None = None
     dilation: int | None = None
 
@@ -143,6 +146,7 @@ class LightweightConv(nn.Module):
             padding=self.padding,
             segment_ids=segment_ids,
             data_format=self.data_format,
+            implementation=self.implementation,
         )
         _store(self, cache, state)
         return y
@@ -175,25 +179,27 @@ class ShortConv(nn.Module):
       kernel_size: taps of the filter of a channel, at least 1.
       kernel_dilation: distance in time between two taps.
       use_bias: whether to add a bias to each channel.
-      activation: None, "relu", "silu" or "gelu", applied to the result.
+      activation: None, "relu", "silu", "gelu" or the function of `jax.nn`, applied to the result.
       decode: whether calls continue the sequences of earlier calls.
       dtype: dtype of the computation and the result; None: that of x and the parameters together.
         A float32 kernel is not rounded to a narrower dtype.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of `kernel`.
       bias_init: initializer of `bias`.
+      implementation: of the convolution, see `jaxops.use_implementation`.
     """
 
     kernel_size: int
     _: KW_ONLY
     kernel_dilation: int = 1
     use_bias: bool = True
-    activation: str | None = "silu"
+    activation: Activation = "silu"
     decode: bool = False
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = default_short_kernel_init
     bias_init: Initializer = default_bias_init
+    implementation: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
@@ -229,6 +235,7 @@ class ShortConv(nn.Module):
             dilation=self.kernel_dilation,
             activation=self.activation,
             segment_ids=segment_ids,
+            implementation=self.implementation,
         )
         _store(self, cache, state)
         return y
@@ -255,6 +262,7 @@ class _Block(nn.Module):
     kernel_init: Initializer = default_dense_init
     conv_kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    implementation: str | None = None
 
     _convolution: ClassVar[type[nn.Module]]
 
@@ -301,6 +309,7 @@ class _Block(nn.Module):
             param_dtype=self.param_dtype,
             kernel_init=self.conv_kernel_init,
             bias_init=self.bias_init,
+            implementation=self.implementation,
             name="conv",
         )(y, deterministic, segment_ids=segment_ids)
         return dense(features, name="out_proj")(y)
@@ -343,6 +352,7 @@ class LightConv(_Block):
       kernel_init: initializer of the kernels of the linear maps.
       conv_kernel_init: initializer of the filters.
       bias_init: initializer of every bias.
+      implementation: of the convolution, see `jaxops.use_implementation`.
 
     Source: Wu et al. 2019, as of `LightweightConv`; figure 2.
     """
@@ -371,6 +381,7 @@ class _DynamicFilters(nn.Module):
     param_dtype: Dtype
     kernel_init: Initializer
     bias_init: Initializer
+    implementation: str | None
 
     @nn.compact
     def __call__(
@@ -414,6 +425,7 @@ class _DynamicFilters(nn.Module):
             padding=self.padding,
             segment_ids=segment_ids,
             normalize=normalize,
+            implementation=self.implementation,
         )
         _store(self, cache, state)
         return y
