@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import inspect
+import pathlib
+import re
 import threading
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import processes
@@ -19,6 +22,7 @@ import jaxops
 from jaxops._core import native
 from jaxops.testing.measure import custom_calls, lowered_calls
 
+ROOT = pathlib.Path(__file__).parents[1]
 X = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float32)
 WEIGHT = np.ones((2, 3), np.float32)
 IMAGE, KERNEL = np.ones((1, 5, 5, 4), np.float32), np.ones((3, 3, 4, 2), np.float32)
@@ -140,7 +144,10 @@ def test_native_over_devices():
     with jaxops.use_implementation("xla"):
         plain = jax.jit(jax.grad(lambda x: conv(x).sum())).lower(x).compile()
         assert not custom_calls(plain)
+        # A call of a kernel would have to be partitioned by this process.
+        exported = jax.export.export(jax.jit(conv))(x)
     np.testing.assert_allclose(native(x), plain(x), rtol=1e-6)
+    assert "custom_call @jaxops" not in exported.mlir_module()
 
 
 def test_native_without_a_platform(monkeypatch):
@@ -294,3 +301,17 @@ def test_activations_by_function_and_name():
     )
     with pytest.raises(ValueError, match=r"activation must be one of .* got function"):
         conv(X, activation=lambda x: x)
+
+
+@pytest.mark.parametrize("page", ["implementation", "focal_loss"])
+def test_examples_of_the_pages(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(compile(example, f"{page}.md", "exec"), names)
+    if page == "implementation":
+        assert "custom_call" not in names["exported"].mlir_module()
+    else:
+        np.testing.assert_allclose(names["mean"], np.log(1000), rtol=1e-6)
+        # Half of the classes are left out, with half of what is smoothed.
+        np.testing.assert_allclose(names["soft"], 0.95 * np.log(500), rtol=1e-5)
