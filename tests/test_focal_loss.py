@@ -909,7 +909,8 @@ def test_bad_options_of_targets(error, message, options, dtype):
         ("softmax_focal_loss", (2,), bool, TypeError),
         ("softmax_focal_loss", (2, 3), bool, TypeError),
         ("softmax_focal_loss", (2, 3), np.int32, TypeError),
-        ("softmax_focal_loss", (2, 3), np.float32, TypeError),
+        ("softmax_focal_loss", (2,), np.float32, ValueError),
+        ("softmax_focal_loss", (2, 3), np.complex64, TypeError),
         ("softmax_focal_loss", (3,), np.int32, ValueError),
     ],
 )

@@ -220,7 +220,7 @@ class Operator:
         needs_kernels = implementation.needs_kernels(self.name)
         return self._local.bind(*operands, **params, needs_kernels=needs_kernels)
 
-    def _compute_plainly(self, *operands, **params):
+    def _compute_plainly(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         """What the primitive stands for, written into the program in its place."""
         assert self._plain is not None  # every operator has one of the three
         function = _promoting(self._scope(functools.partial(self._plain, **params)))
@@ -230,7 +230,7 @@ class Operator:
             # The definition is sharded as XLA finds it best, but for what the types promise.
             types = self._types(*map(jax.typeof, operands), **params)
             shardings = [t.sharding for t in types]
-            call = jax.sharding.auto_axes(
+            call: Any = jax.sharding.auto_axes(
                 lambda *shards: list(function(*shards)), out_sharding=shardings
             )
             return call(*operands)

@@ -488,7 +488,7 @@ def softmax_focal(logits, labels, gamma, dtype):
     return jnp.where(known, focal(lead, gamma), 0)
 
 
-def soft_softmax_focal(logits, y, gamma, kept=True):
+def soft_softmax_focal(logits, y, gamma, kept: Any = True):
     """sum_c y_c (1 - p_c)^gamma (-log p_c) of rows of logits, p the softmax of those `kept`.
 
     Class c is led by the others by log(sum_{j != c} exp(z_j)) - z_c, which is exact for each: the
