@@ -682,9 +682,9 @@ def implementation(spec: OperatorSpec, platform: Platform) -> None:
         return spec.function(*arguments)
 
     function = vjp_of(plain, spec.differentiable)
-    export = jax.export.export(jax.jit(function), platforms=("cpu", "cuda", "tpu"))
+    make = jax.export.export(jax.jit(function), platforms=("cpu", "cuda", "tpu"))
     # An export with a custom call that JAX does not know is refused.
-    text = export(cotangents, *arguments).mlir_module()
+    text = make(cotangents, *arguments).mlir_module()
     assert "custom_call" not in text, "plain JAX has a custom call"
     options = hasty_options(platform)
     got = run(function, platform, cotangents, *arguments, options=options)
