@@ -266,7 +266,7 @@ class Operator:
             if cheaper is None:
                 return keep, equation
             operator, numbers, params = cheaper
-            params["needs_kernels"] = equation.params["needs_kernels"]
+            params = {**params, "needs_kernels": equation.params["needs_kernels"]}
             return [i in numbers for i in range(len(keep))], equation.replace(
                 primitive=operator.primitive,
                 invars=[equation.invars[i] for i in numbers],
