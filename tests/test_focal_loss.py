@@ -1102,7 +1102,9 @@ def test_one_hot_soft_labels_are_class_ids(dtype, gamma, platform):
         for s, h in zip(soft, hard, strict=True):
             assert s.dtype == h.dtype
             s, h = s.astype(np.float64), h.astype(np.float64)
-            np.testing.assert_allclose(s, h, rtol=8 * float(jnp.finfo(dtype).eps), atol=1e-30)
+            # One rounding of subnormal numbers of float16; CPUs flush those of other dtypes.
+            atol = 2.0**-24 if dtype == "float16" else float(jnp.finfo(dtype).tiny)
+            np.testing.assert_allclose(s, h, rtol=32 * float(jnp.finfo(dtype).eps), atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["ids", "soft"])
