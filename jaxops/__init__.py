@@ -1,8 +1,11 @@
 """jaxops: operators that XLA serves badly, as CUDA and C++ kernels behind real JAX primitives."""
 
+import importlib as _importlib
 from importlib.metadata import version as _version
+from typing import Any as _Any
 
 from jaxops._core import native as _native
+from jaxops._core.implementation import use_implementation
 from jaxops._core.native import NoKernelWarning
 from jaxops.concatenate import concatenate, split
 from jaxops.conv import conv1d, conv2d, conv3d, conv_general_dilated, conv_transpose
@@ -44,4 +47,16 @@ __all__ = [
     "softmax_focal_loss",
     "split",
     "trilinear_interpolate",
+    "use_implementation",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    # Flax is an extra, and takes a second to import.
+    if name == "flax":
+        return _importlib.import_module("jaxops.flax")
+    raise AttributeError(f"module 'jaxops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "flax"})

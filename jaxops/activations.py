@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
+
+#: What an argument `activation` may be.
+Activation = str | Callable[[jax.Array], jax.Array] | None
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -19,6 +24,24 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": gelu,
 }
+
+
+_FUNCTIONS = ((jax.nn.relu, "relu"), (jax.nn.silu, "silu"), (jax.nn.gelu, "gelu"))
+
+
+def find_name(activation: Any) -> Any:
+    """The key in `ACTIVATIONS` of a name in any case, or of a function of `jax.nn`.
+
+    What is neither is returned as it is.
+    """
+    for function, name in _FUNCTIONS:
+        if activation is function:
+            return name
+    if isinstance(activation, str):
+        name = activation.lower()
+        name = "silu" if name == "swish" else name
+        return name if name in ACTIVATIONS else activation
+    return activation
 
 
 def activation_name(activation: str | None) -> str:

@@ -20,38 +20,45 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxops._core import checks, compat, native, rules
 from jaxops._core.primitive import Operator
+from jaxops._core.public import public_function
 
 _MAX_SIZE = np.iinfo(np.int64).max
 
 
+@public_function
 def concatenate(
     arrays: Sequence[ArrayLike],
     axis: int | None = 0,
+    dtype: DTypeLike | None = None,
     *,
     sizes: Sequence[int] | None = None,
     padded_size: int | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Joins arrays along an axis: `jax.numpy.concatenate` in one launch, with padded channels.
 
-    The result is, bit for bit, ``jnp.concatenate([a[:s] for a, s in zip(arrays, sizes)], axis)``,
-    the slices taken along the axis, followed by zeros up to `padded_size`. Inference engines keep
-    the channels of NHWC arrays at multiples of 8 or 16 in this way. Gradients are the matching
-    `split`, zero in padding.
+    The result is, bit for bit,
+    ``jnp.concatenate([a[:s] for a, s in zip(arrays, sizes)], axis, dtype)``, the slices taken along
+    the axis, followed by zeros up to `padded_size`. Inference engines keep the channels of NHWC
+    arrays at multiples of 8 or 16 in this way. Gradients are the matching `split`, zero in padding.
 
     Args:
       arrays: one or more arrays of any one rank >= 1 and of any dtypes, which promote as in
         jax.numpy; equal in shape but along the axis.
       axis: the axis to join along; None flattens the arrays first.
+      dtype: that of the result, to which the arrays are converted first; the promoted one of the
+        arrays by default.
       sizes: how many entries of each array along the axis are valid; all of them by default. The
         others are never read.
       padded_size: the result's extent along the axis; the sum of the sizes by default.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
-      An array of the promoted dtype.
+      An array of the dtype given, or the promoted one.
 
     Raises:
       TypeError: something is not an array, or a size not a static integer.
@@ -93,10 +100,13 @@ def concatenate(
                 f"{name}: padded_size must be at most {_MAX_SIZE}, got "
                 f"{checks.describe(padded_size)}"
             )
-    dtype = arrays[0].dtype
-    if any(a.dtype != dtype for a in arrays):
-        dtype = _promoted(name, arrays)
-    arrays = [a if a.dtype == dtype else a.astype(dtype) for a in arrays]
+    if dtype is not None:
+        joined = checks.dtype(name, "dtype", dtype)
+    else:
+        joined = arrays[0].dtype
+        if any(a.dtype != joined for a in arrays):
+            joined = _promoted(name, arrays)
+    arrays = [a if a.dtype == joined else _convert(name, a, joined) for a in arrays]
     pieces: list[tuple[jax.Array | None, int]] = list(zip(arrays, sizes, strict=True))
     if padded_size is not None and padded_size > total:
         pieces.append((None, padded_size - total))
@@ -107,12 +117,14 @@ def concatenate(
     return checkpoint_name(storage.restore(whole), name)
 
 
+@public_function
 def split(
     array: ArrayLike,
     sizes: Sequence[int],
     axis: int = 0,
     *,
     padded_sizes: Sequence[int] | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Cuts an array into neighbouring parts along an axis, in one launch: undoes `concatenate`.
 
@@ -124,6 +136,7 @@ def split(
       sizes: the extents of the parts along the axis; they sum to the array's.
       axis: the axis to cut.
       padded_sizes: the extents of the results, not less than `sizes`, which are the default.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       A tuple with one array a size.
@@ -160,6 +173,15 @@ def _array(function: str, argument: str, value: Any) -> jax.Array:
     if array.ndim == 0:
         raise ValueError(f"{function}: {argument} must have one dimension or more, got a scalar")
     return array
+
+
+def _convert(function: str, array: jax.Array, dtype: Any) -> jax.Array:
+    try:
+        return array.astype(dtype)
+    except (TypeError, ValueError, NotImplementedError) as error:  # such as of random keys
+        raise TypeError(
+            f"{function}: arrays of dtype {array.dtype} cannot be converted to dtype {dtype}"
+        ) from error
 
 
 def _promoted(function: str, arrays: Sequence[jax.Array]) -> Any:

@@ -15,10 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops._families import windows
 from jaxops._families.windows import col2im_operator, im2col_operator
 
 
+@public_function
 def im2col(
     x: ArrayLike,
     kernel_size: int | Sequence[int],
@@ -27,6 +29,7 @@ def im2col(
     padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = 0,
     dilation: int | Sequence[int] = 1,
     data_format: str = "NHWC",
+    implementation: str | None = None,
 ) -> jax.Array:
     """Copies the patches that a window covers as it slides over an image.
 
@@ -51,6 +54,7 @@ def im2col(
       dilation: the steps between neighbouring entries of a window, >= 1.
       data_format: "NHWC" or "NCHW" in two dimensions, "NWC" or "NCW" in one, "NDHWC" or "NCDHW" in
         three.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (N, OH, OW, KH, KW, C), or (N, C, KH, KW, OH, OW), of the dtype of x.
@@ -97,6 +101,7 @@ def _has_whole_bytes(dtype: np.dtype) -> bool:
     return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 8
 
 
+@public_function
 def col2im(
     patches: ArrayLike,
     input_shape: Sequence[int],
@@ -105,6 +110,7 @@ def col2im(
     padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = 0,
     dilation: int | Sequence[int] = 1,
     data_format: str = "NHWC",
+    implementation: str | None = None,
 ) -> jax.Array:
     """Sums patches into the image that they would stem from: the transpose of `im2col`.
 
@@ -120,6 +126,7 @@ def col2im(
       padding: see `im2col`.
       dilation: see `im2col`.
       data_format: see `im2col`.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       An array of `input_shape` and of the dtype of `patches`; float16 and bfloat16 are summed in

@@ -18,13 +18,15 @@ from jax.typing import ArrayLike
 from jaxops._core import checks, compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
-from jaxops.activations import ACTIVATIONS, activation_name
+from jaxops._core.public import public_function
+from jaxops.activations import ACTIVATIONS, Activation, activation_name, find_name
 from jaxops.lightweight_conv import lightweight_conv
 from jaxops.reference import lightweight_conv_step as reference
 
 NAME = "lightweight_conv_step"
 
 
+@public_function
 def lightweight_conv_step(
     x_t: ArrayLike,
     state: ArrayLike,
@@ -32,8 +34,9 @@ def lightweight_conv_step(
     *,
     dilation: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     state_indices: ArrayLike | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One step, or several, of ``lightweight_conv(..., padding="causal")``.
 
@@ -52,10 +55,12 @@ def lightweight_conv_step(
       weight: (H, K), K >= 1, H >= 1 dividing C; any float dtype.
       dilation: steps between neighbouring taps, >= 1.
       bias: (C,), any float dtype.
-      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
+      activation: None, "relu", "silu" (or "swish") or "gelu" (the tanh form, `jax.nn.gelu`'s
+        default), in any case, or the function of `jax.nn`.
       state_indices: (B,), integers: the slot of each entry of x_t, all different; the default is
         ``arange(B)``. Entries that are no slot, such as -1, are padding: they read zeros and write
         nothing. Slots that none names keep their state.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (y, state): y has the shape and dtype of x_t, the state those of the state given. Arithmetic
@@ -68,7 +73,7 @@ def lightweight_conv_step(
         slots than entries and no state_indices.
     """
     name = NAME
-    activation = checks.choice(name, "activation", activation, ACTIVATIONS)
+    activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
     dilation = checks.integer(name, "dilation", dilation, 1)
     x = checks.float_array(name, "x_t", x_t, None, "(B, C) or (B, S, C)")
     if x.ndim not in (2, 3):

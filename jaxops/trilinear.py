@@ -13,13 +13,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops._families import multilinear
 from jaxops.reference import trilinear as reference
 
 _NAME = "trilinear_interpolate"
 
 
-def trilinear_interpolate(features: ArrayLike, points: ArrayLike) -> jax.Array:
+@public_function
+def trilinear_interpolate(
+    features: ArrayLike, points: ArrayLike, *, implementation: str | None = None
+) -> jax.Array:
     """Interpolates between the features of the eight corners of a cell, for each of many cells.
 
     ``out[..., f] = Σ_ijk a_i(u) a_j(v) a_k(w) · features[..., 4i + 2j + k, f]``
@@ -32,6 +36,7 @@ def trilinear_interpolate(features: ArrayLike, points: ArrayLike) -> jax.Array:
       features: (..., 8, F), of a float dtype; the last dimension is the fastest.
       points: (..., 3), local coordinates in [−1, 1], of any float dtype; its leading dimensions are
         those of `features` (`jax.vmap` broadcasts).
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (..., F), of the dtype of `features`. Weights and sums are made in float32, or in float64 if

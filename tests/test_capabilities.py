@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from jaxops._core import implementation
 from jaxops.testing import measure, registry
 from jaxops.testing.capabilities import CAPABILITIES, NotApplicable
 from jaxops.testing.platforms import Platform
@@ -239,6 +240,16 @@ def never_the_same(f):
     return function
 
 
+def content_without_kernels(f):
+    def function(x, w):
+        if not implementation.insists():
+            return f(x, w)
+        with jaxops.use_implementation(None):
+            return f(x, w)
+
+    return function
+
+
 def without_zero_sizes(f):
     return lambda x, w: f(x, w) if x.size else jnp.zeros(x.shape[::-1], x.dtype)
 
@@ -268,6 +279,7 @@ BROKEN = {
         "has the type",
     ),
     "export": (function_of(with_a_callback), "python_callback"),
+    "implementation": (function_of(content_without_kernels), "native says nothing"),
     "checkpoint": (changed(checkpoint_name="another_name"), "with 'another_name' saved calls"),
     "donation": (function_of(never_the_same), "in donated memory"),
     "size zero": (function_of(without_zero_sizes), "the results are"),

@@ -87,7 +87,13 @@ CALLS = {
         "activation": None,
         "return_final_state": False,
     },
-    "concatenate": {"arrays": [X, X], "axis": 1, "sizes": (4, 4), "padded_size": 9},
+    "concatenate": {
+        "arrays": [X, X],
+        "axis": 1,
+        "dtype": "float32",
+        "sizes": (4, 4),
+        "padded_size": 9,
+    },
     "split": {"array": X, "sizes": (1, 3), "axis": 1, "padded_sizes": (1, 4)},
     "conv1d": {
         "x": IMAGE[0],
@@ -178,7 +184,9 @@ CALLS = {
         "points": np.zeros((2, 3), np.float32),
     },
 }
-CALLS["softmax_focal_loss"] = CALLS["sigmoid_focal_loss"]
+CALLS["softmax_focal_loss"] = CALLS["sigmoid_focal_loss"] | {"where": np.ones((3, 5), bool)}
+for of_function in CALLS.values():
+    of_function["implementation"] = None
 
 # No argument accepts these values.
 BAD = {
@@ -276,6 +284,7 @@ def test_operands_of_lax(argument):
 
 def test_calls_are_complete():
     others = {"DISABLE_JAX_EXPORT_CHECKS", "NoKernelWarning", "conv_general_dilated"}
+    others.add("use_implementation")
     assert {*CALLS, *others} == set(jaxops.__all__)
     for function, arguments in CALLS.items():
         jax.eval_shape(functools.partial(getattr(jaxops, function), **arguments))

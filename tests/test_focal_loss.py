@@ -915,7 +915,8 @@ def test_bad_options_of_targets(error, message, options, dtype):
         ("softmax_focal_loss", (2,), bool, TypeError),
         ("softmax_focal_loss", (2, 3), bool, TypeError),
         ("softmax_focal_loss", (2, 3), np.int32, TypeError),
-        ("softmax_focal_loss", (2, 3), np.float32, TypeError),
+        ("softmax_focal_loss", (2,), np.float32, ValueError),
+        ("softmax_focal_loss", (2, 3), np.complex64, TypeError),
         ("softmax_focal_loss", (3,), np.int32, ValueError),
     ],
 )
@@ -1043,3 +1044,116 @@ def test_many_small_sums(operator, dtype, platform):
                     np.testing.assert_array_equal(g[i], w)
                 else:  # one entry is aligned to vectors, and is added up in another order
                     np.testing.assert_allclose(g[i], w, rtol=8 * jnp.finfo(w.dtype).eps)
+
+
+# --- soft labels and classes left out of the softmax ---------------------------------------------
+
+
+def soft_softmax(z, y, gamma, alpha=1.0, kept=True):
+    """The formula as it stands, exact enough for logits that are near each other."""
+    p = jax.nn.softmax(jnp.where(kept, z, -jnp.inf), axis=-1)
+    log_p = jnp.log(jnp.where(kept, p, 1))
+    return -jnp.where(kept, y * alpha * (1 - p) ** gamma * log_p, 0).sum(-1)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0, 1.7])
+def test_soft_labels_of_a_softmax(gamma):
+    rng = np.random.default_rng(0)
+    z, y = rng.standard_normal((3, 5)), rng.dirichlet(np.ones(5), 3)
+    alpha, weight = rng.random(5), rng.random(3)
+
+    def ours(z, y, gamma):
+        return jaxops.softmax_focal_loss(z, y, gamma=gamma, alpha=alpha, sample_weight=weight)
+
+    def formula(z, y, gamma):
+        return weight * soft_softmax(z, y, gamma, alpha)
+
+    def orders(function):
+        def both(z, y, gamma):
+            def total(z, y):
+                return function(z, y, gamma).sum()
+
+            return function(z, y, gamma), jax.grad(total, (0, 1))(z, y), jax.hessian(total)(z, y)
+
+        return jax.jit(both)(z, y, gamma)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12),
+        orders(ours),
+        orders(formula),
+    )
+    np.testing.assert_allclose(
+        jaxops.softmax_focal_loss(z, y, gamma=gamma, alpha=alpha, reduction="mean"),
+        soft_softmax(z, y, gamma, alpha).mean(),
+    )
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_one_hot_soft_labels_are_class_ids(dtype, gamma, platform):
+    """Also for logits so far apart that a probability is 1 or 0 in the dtype."""
+    far = np.array([0, 1e-3, 30, 90, 800, 6e4])
+    z = np.stack([far, -far, far[::-1], np.zeros(6)]).astype(jnp.dtype(dtype))
+    for label in range(6):
+        one_hot = np.eye(6, dtype=z.dtype)[[label] * 4]
+
+        def loss(z, labels):
+            def total(z):
+                return jaxops.softmax_focal_loss(z, labels, gamma=gamma, reduction="sum")
+
+            return jaxops.softmax_focal_loss(z, labels, gamma=gamma), jax.grad(total)(z)
+
+        soft = run(loss, platform, z, one_hot)
+        hard = run(loss, platform, z, np.full(4, label))
+        for s, h in zip(soft, hard, strict=True):
+            assert s.dtype == h.dtype
+            s, h = s.astype(np.float64), h.astype(np.float64)
+            # One rounding of subnormal numbers of float16; CPUs flush those of other dtypes.
+            atol = 2.0**-24 if dtype == "float16" else float(jnp.finfo(dtype).tiny)
+            np.testing.assert_allclose(s, h, rtol=32 * float(jnp.finfo(dtype).eps), atol=atol)
+
+
+@pytest.mark.parametrize("kind", ["ids", "soft"])
+def test_classes_left_out_of_a_softmax(kind, platform):
+    rng = np.random.default_rng(1)
+    z, kept = rng.standard_normal((6, 5)), rng.random((6, 5)) < 0.6
+    kept[0], kept[1] = False, [True, False, False, False, False]
+    ids = np.array([0, 0, 1, 2, 3, 4])
+    kept[2:4, 1:3] = True
+    one_hot = np.eye(5)[ids]
+    labels = ids if kind == "ids" else one_hot
+    some = kept.any(-1, keepdims=True)
+    # Whatever logits are left out, no derivative meets them.
+    lost = np.where(kept, z, np.array([np.nan, np.inf, -np.inf])[rng.integers(0, 3, z.shape)])
+
+    def ours(z):
+        return jaxops.softmax_focal_loss(z, labels, gamma=1.5, alpha=None, where=kept)
+
+    def formula(z):
+        y = one_hot * kept
+        return soft_softmax(z, y, 1.5, kept=kept | ~some)
+
+    def orders(function):
+        def total(z):
+            return function(z).sum()
+
+        return lambda z: (function(z), jax.grad(total)(z), jax.hessian(total)(z))
+
+    got = run(orders(ours), platform, lost)
+    want = run(orders(formula), platform, np.where(kept, z, 0))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, np.where(np.isnan(w), 0, w), rtol=1e-9, atol=1e-12)
+    row = run(lambda z: jaxops.softmax_focal_loss(z, labels, where=kept[3]), platform, z)
+    every = np.broadcast_to(kept[3], z.shape)
+    np.testing.assert_array_equal(
+        row, run(lambda z: jaxops.softmax_focal_loss(z, labels, where=every), platform, z)
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [(np.ones((2, 3), np.int32), TypeError), (np.ones((4, 3), bool), ValueError)],
+)
+def test_bad_where(where, error):
+    with pytest.raises(error, match=r"^softmax_focal_loss: where must"):
+        jaxops.softmax_focal_loss(np.zeros((2, 3), np.float32), [0, 1], where=where)

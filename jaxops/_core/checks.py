@@ -126,6 +126,19 @@ def float_array(
     return array
 
 
+def dtype(function: str, argument: str, value: Any) -> np.dtype:
+    """`value` as a dtype that JAX has; without 64 bits, one of 32, as everywhere in JAX."""
+    if not is_array(value):  # NumPy takes an array for its dtype
+        try:
+            known = jax.dtypes.canonicalize_dtype(jnp.dtype(value))
+        except (TypeError, ValueError, SyntaxError):
+            pass
+        else:
+            if jnp.issubdtype(known, jnp.number) or known == np.bool_:
+                return known
+    raise TypeError(f"{function}: {argument} must be a dtype that JAX has, got {describe(value)}")
+
+
 def choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
     """`value` if it is one of `choices`."""
     if not (value is None or isinstance(value, str)) or value not in choices:

@@ -47,6 +47,7 @@ __all__ = [
     "def_jet",
     "exporting",
     "gpu_capabilities",
+    "has_explicit_axes",
     "has_symbolic_shape",
     "is_manual",
     "is_undefined_primal",
@@ -57,6 +58,7 @@ __all__ = [
     "mlir",
     "needs_devices_to_lower",
     "partitions",
+    "platforms",
     "reshard_like",
     "run_eagerly",
     "shard_like_last",
@@ -120,6 +122,11 @@ def reshard_like(array: jax.Array, like: ShapedArray) -> jax.Array:
     if not any(t == jax.sharding.AxisType.Explicit for t in like.sharding.mesh.axis_types):
         return array
     return jax.sharding.reshard(array, like.sharding)
+
+
+def has_explicit_axes(array: jax.Array) -> bool:
+    """Whether an array is on a mesh of which axes are explicit."""
+    return jax.sharding.AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types
 
 
 def has_symbolic_shape(value) -> bool:
@@ -207,6 +214,11 @@ def gpu_capabilities() -> set[str]:
 def exporting(ctx) -> bool:
     """Whether a lowering is for `jax.export`."""
     return ctx.module_context.lowering_parameters.for_export
+
+
+def platforms(ctx) -> tuple[str, ...]:
+    """The platforms that a lowering is for."""
+    return tuple(ctx.module_context.platforms)
 
 
 def partitions(ctx) -> bool:

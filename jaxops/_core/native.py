@@ -26,7 +26,7 @@ import jax.export
 import jaxlib.version
 import numpy as np
 
-from jaxops._core import compat
+from jaxops._core import compat, implementation
 
 # JAX platform names, and the module that holds each one's handlers.
 PLATFORMS = {"cpu": "jaxops._cpu", "cuda": "jaxops._cuda"}
@@ -347,7 +347,22 @@ def has_code(capability: str) -> bool:
     )
 
 
-def use_kernels(platform: str, ctx) -> bool:
+def _refuse(function: str, platform: str, reason: str) -> None:
+    """Raises where a call insists on kernels that there are not."""
+    raise NotImplementedError(
+        f"{function}: implementation='native' needs kernels for platform {platform!r}: {reason}"
+    )
+
+
+def refuse_elsewhere(operator: str, ctx) -> None:
+    """Raises where a lowering for a platform without handlers insists on them."""
+    function = implementation.needs_kernels(operator)
+    if function is not None:
+        others = [p for p in compat.platforms(ctx) if p not in PLATFORMS]
+        _refuse(function, ", ".join(others), f"there are some for {' and '.join(PLATFORMS)} only")
+
+
+def use_kernels(operator: str, platform: str, ctx) -> bool:
     """Whether a lowering for a platform calls its handlers, or else the reference, with a warning.
 
     Exporting needs only the handlers' names: the machine that runs the export must have them.
@@ -355,6 +370,9 @@ def use_kernels(platform: str, ctx) -> bool:
     reason = None if compat.exporting(ctx) else missing_kernels(platform)
     if reason is None:
         return True
+    function = implementation.needs_kernels(operator)
+    if function is not None:
+        _refuse(function, platform, reason)
     if os.environ.get(REQUIRE_VARIABLE, "0") not in ("", "0"):
         raise RuntimeError(f"jaxops has no kernels for platform {platform!r}: {reason}")
     if reason not in _warned:
@@ -371,9 +389,14 @@ def use_kernels(platform: str, ctx) -> bool:
 def allows_new_kernels() -> bool:
     """Whether lowerings for CUDA devices choose kernels even if these are new, or XLA is faster.
 
-    Dry runs, for which there is no device, always look at them.
+    Dry runs, for which there is no device, always look at them, and so do calls that insist on
+    kernels.
     """
-    return _recording.get() is not None or os.environ.get(NEW_KERNELS_VARIABLE) == "on"
+    return (
+        _recording.get() is not None
+        or implementation.insists()
+        or os.environ.get(NEW_KERNELS_VARIABLE) == "on"
+    )
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:

@@ -22,7 +22,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxops._core import batch, cache_key, compat, native, partition, rules, signature
+from jaxops._core import (
+    batch,
+    cache_key,
+    compat,
+    implementation,
+    native,
+    partition,
+    rules,
+    signature,
+)
 from jaxops._core.compat import ad, batching, mlir
 
 Params = Mapping[str, Any]
@@ -35,6 +44,7 @@ class _Static:
     params: tuple[tuple[str, Any], ...]
     is_manual: bool
     settings: compat.Settings
+    needs_kernels: str | None
 
 
 def _spec_of(sharding, is_manual: bool) -> P:
@@ -57,6 +67,20 @@ def _promoting(function: Callable) -> Callable:
     def run(*operands, **params):
         with jax.numpy_dtype_promotion("standard"):
             return function(*operands, **params)
+
+    return run
+
+
+def _as_bound(rule: Callable) -> Callable:
+    """A rule of a primitive, which runs under the implementation that its call was bound under.
+
+    `needs_kernels` is a parameter of every primitive, and no rule has to know it.
+    """
+
+    @functools.wraps(rule)
+    def run(*arguments, needs_kernels, **params):
+        with implementation.as_bound(needs_kernels):
+            return rule(*arguments, **params)
 
     return run
 
@@ -91,12 +115,14 @@ class Operator:
       signature: einsum-like text of a call with the given parameters (see `signature`).
       dtypes: the results' dtypes, called as dtypes(*operands, **params).
       reference: the operator in jax.numpy, called as reference(*operands, **params); it returns
-        one array a result, with numpy broadcasting over the batch dimensions.
+        one array a result, with numpy broadcasting over the batch dimensions. With `local` it is
+        only for the implementation "xla", under which there are no batch dimensions.
       attributes: what the native handlers are passed, as numpy scalars.
       composition: instead of handlers and a reference, the operator in terms of other operators:
         for what needs derivative rules of its own but no kernel.
-      local: instead of handlers and a reference, what one device computes of its shards: for what
-        is made of `on_one_device` of other operators, yet is sharded as a whole. Called as
+      local: instead of handlers, what one device computes of its shards: for what is made of
+        `on_one_device` of other operators, yet is sharded as a whole; without a reference it is
+        that, too. Called as
         local(*operands, platform=..., **params), the platform being None where there are no
         handlers.
       platforms: those that have handlers of it; others run the reference.
@@ -159,49 +185,73 @@ class Operator:
         self._asks_on_gpu = asks_on_gpu
         # The outer primitive is what JAX transforms see; the inner one is the call on one device.
         self.primitive = self._new_primitive(name)
-        batching.primitive_batchers[self.primitive] = self._batch
+        batching.primitive_batchers[self.primitive] = _as_bound(self._batch)
         compat.needs_devices_to_lower(self.primitive)
+        self._scope = jax.named_scope(f"jaxops.{name}")
+        self._plain = reference or composition
+        if self._plain is None and local is not None:
+            self._plain = functools.partial(local, platform=None)
         if composition is not None:
-            scope = jax.named_scope(f"jaxops.{name}")
-            mlir.register_lowering(self.primitive, _lower_fun(scope(composition)))
+            lower = _as_bound(_lower_fun(self._scope(composition)))
+            mlir.register_lowering(self.primitive, lower)
             return
-        mlir.register_lowering(self.primitive, self._lower)
+        mlir.register_lowering(self.primitive, _as_bound(self._lower))
         self._partitioned = self._custom_partitioning()
         self._local = self._new_primitive(f"{name}_local")
         if local is not None:
             for platform in (None, *native.PLATFORMS):
                 lower = functools.partial(self._lower_composed, local=local, platform=platform)
-                mlir.register_lowering(self._local, lower, platform=platform)
+                mlir.register_lowering(self._local, _as_bound(lower), platform=platform)
             return
         native.TARGETS.append(self.target)
-        mlir.register_lowering(self._local, self._lower_reference)
+        mlir.register_lowering(self._local, _as_bound(self._lower_elsewhere))
         for platform in platforms:
             lower = functools.partial(self._lower_native, platform=platform)
-            mlir.register_lowering(self._local, lower, platform=platform)
+            mlir.register_lowering(self._local, _as_bound(lower), platform=platform)
 
     def _new_primitive(self, name):
         primitive = compat.Primitive(name)
         primitive.multiple_results = True
-        primitive.def_abstract_eval(self._abstract_eval)
+        primitive.def_abstract_eval(_as_bound(self._abstract_eval))
         compat.run_eagerly(primitive)
         compat.def_jet(primitive, functools.partial(_taylor, primitive))
         return primitive
 
     def __call__(self, *operands: jax.Array | np.ndarray, **params: Any) -> list[jax.Array]:
-        return self.primitive.bind(*compat.make_varying(list(operands)), **params)
+        varying = compat.make_varying(list(operands))
+        if implementation.is_xla():
+            return self._compute_plainly(*varying, **params)
+        needs_kernels = implementation.needs_kernels(self.name)
+        return self.primitive.bind(*varying, **params, needs_kernels=needs_kernels)
 
     def on_one_device(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         """The call on what one device has, for the `local` of other operators."""
-        return self._local.bind(*operands, **params)
+        needs_kernels = implementation.needs_kernels(self.name)
+        return self._local.bind(*operands, **params, needs_kernels=needs_kernels)
+
+    def _compute_plainly(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+        """What the primitive stands for, written into the program in its place."""
+        assert self._plain is not None  # every operator has one of the three
+        function = _promoting(self._scope(functools.partial(self._plain, **params)))
+        with _refusing_symbolic(self.name, operands):
+            if not compat.has_explicit_axes(operands[0]):
+                return list(function(*operands))
+            # The definition is sharded as XLA finds it best, but for what the types promise.
+            types = self._types(*map(jax.typeof, operands), **params)
+            shardings = [t.sharding for t in types]
+            call: Any = jax.sharding.auto_axes(
+                lambda *shards: list(function(*shards)), out_sharding=shardings
+            )
+            return call(*operands)
 
     def def_jvp(self, rule: Callable) -> Callable:
         """Registers rule(primals, tangents, **params); tangents may be symbolic zeros."""
-        ad.primitive_jvps[self.primitive] = rule
+        ad.primitive_jvps[self.primitive] = _as_bound(rule)
         return rule
 
     def def_transpose(self, rule: Callable) -> Callable:
         """Registers rule(cotangents, *operands, **params) for the operands that are linear."""
-        ad.primitive_transposes[self.primitive] = rule
+        ad.primitive_transposes[self.primitive] = _as_bound(rule)
         return rule
 
     def def_dead_code(self, rule: Callable) -> Callable:
@@ -211,6 +261,8 @@ class Operator:
         cheaper call that makes just the results flagged in `used`.
         """
 
+        bound = _as_bound(rule)
+
         def dce(used, equation):
             keep = [True] * len(equation.invars)
             if not any(used):
@@ -218,11 +270,12 @@ class Operator:
             cheaper = (
                 None
                 if all(used)
-                else rule(used, *(v.aval for v in equation.invars), **equation.params)
+                else bound(used, *(v.aval for v in equation.invars), **equation.params)
             )
             if cheaper is None:
                 return keep, equation
             operator, numbers, params = cheaper
+            params = {**params, "needs_kernels": equation.params["needs_kernels"]}
             return [i in numbers for i in range(len(keep))], equation.replace(
                 primitive=operator.primitive,
                 invars=[equation.invars[i] for i in numbers],
@@ -321,7 +374,8 @@ class Operator:
 
     def _custom_partitioning(self):
         def run(static, *operands):
-            return self._local.bind(*operands, **dict(static.params))
+            with implementation.as_bound(static.needs_kernels):
+                return self.on_one_device(*operands, **dict(static.params))
 
         def rule(static, mesh, operand_types, result_types):
             del result_types
@@ -350,16 +404,18 @@ class Operator:
                 has_parts = any(map(plan.summed_axes, call.signature.outputs))
                 apart = self._epilogue(*shards, **local) if has_parts else None
                 if apart is None:
-                    results = self._local.bind(*shards, **local)
+                    results = self.on_one_device(*shards, **local)
                     return results if complete is None else complete(*results), None
                 operands, of_sums, finish = apart
-                return self._local.bind(*operands, **of_sums), finish
+                return self.on_one_device(*operands, **of_sums), finish
 
+            # JAX traces what is without a mesh when it lowers it, so this context is inside.
+            lower = implementation.applied(
+                static.needs_kernels, partition.run_locally(plan, compute)
+            )
             return (
                 mesh,
-                static.settings.applied(
-                    compat.without_mesh(_promoting(partition.run_locally(plan, compute)))
-                ),
+                static.settings.applied(compat.without_mesh(_promoting(lower))),
                 [plan.sharding(term) for term in call.signature.outputs],
                 tuple(plan.sharding(term) for term in call.signature.operands),
             )
@@ -372,7 +428,7 @@ class Operator:
         if compat.partitions(ctx):
             call = self._partitioned_call(ctx, params)
         else:
-            call = functools.partial(self._local.bind, **params)
+            call = functools.partial(self.on_one_device, **params)
         results = _lower_fun(jax.named_scope(f"jaxops.{self.name}")(call))(ctx, *values)
         compat.let_pickle(ctx)
         return compat.with_output_sharding(ctx, results)
@@ -391,11 +447,18 @@ class Operator:
                 "in jax.shard_map."
             )
         is_manual = any(map(compat.is_manual, ctx.avals_in))
-        static = _Static(tuple(params.items()), is_manual, compat.Settings.current())
+        needs_kernels = implementation.needs_kernels(self.name)
+        settings = compat.Settings.current()
+        static = _Static(tuple(params.items()), is_manual, settings, needs_kernels)
         switches = native.allows_new_kernels()
         digest = cache_key.digest(self.name, static, compat.mesh_shapes(ctx), switches)
         call = functools.partial(self._partitioned, static)
         return compat.with_metadata(call, jaxops_digest=digest)
+
+    def _lower_elsewhere(self, ctx, *values, **params):
+        """The lowering for platforms that have no handlers."""
+        native.refuse_elsewhere(self.name, ctx)
+        return self._lower_reference(ctx, *values, **params)
 
     def _lower_reference(self, ctx, *values, **params):
         with _refusing_symbolic(self.name, ctx.avals_in):
@@ -428,7 +491,7 @@ class Operator:
 
     def _may_call(self, platform, ctx, params):
         """Whether a platform runs the handlers of a call: on a GPU XLA may be faster, or known."""
-        if platform != "cuda" or native.allows_new_kernels():
+        if platform != "cuda" or native.allows_new_kernels() or implementation.insists():
             return True
         is_new = self._is_new_on_gpu
         if is_new(**params) if callable(is_new) else is_new:
@@ -450,7 +513,7 @@ class Operator:
         if (
             not self._may_call(platform, ctx, params)
             or not self._has_known_work_space(platform, ctx.avals_in)
-            or not native.use_kernels(platform, ctx)
+            or not native.use_kernels(self.name, platform, ctx)
         ):
             return self._lower_reference(ctx, *values, **params)
         run = functools.partial(self._run_native, platform=platform)
@@ -458,7 +521,9 @@ class Operator:
             return _lower_fun(run)(ctx, *values, **params)
 
     def _lower_composed(self, ctx, *values, local, platform, **params):
-        if platform is not None and not native.use_kernels(platform, ctx):
+        if platform is None:
+            native.refuse_elsewhere(self.name, ctx)
+        elif not native.use_kernels(self.name, platform, ctx):
             platform = None
         run = functools.partial(local, platform=platform)
         with _refusing_symbolic(self.name, ctx.avals_in):

@@ -264,12 +264,16 @@ def make_windows(
     )
 
 
+_PADDINGS = ("SAME", "VALID")
+
+
 def _padding(function, padding, ins, reaches, strides):
     """(low, high) for each dimension."""
     rank = len(ins)
     if isinstance(padding, str):
-        checks.choice(function, "padding", padding, ("SAME", "VALID"))
-        if padding == "VALID":
+        name = padding.upper()
+        checks.choice(function, "padding", name if name in _PADDINGS else padding, _PADDINGS)
+        if name == "VALID":
             return [(0, 0)] * rank
         totals = [
             max(0, (-(-n // stride) - 1) * stride + reach - n)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -221,9 +221,19 @@ def _with_kernels(function, axis, summed, x, g):
     return jax.vmap(lambda x, g: _with_kernels(function, axis - 1, summed[1:], x, g))(x, g)
 
 
-def convolve(x: jax.Array, kernel: jax.Array, options: Options) -> jax.Array:
-    """XLA's convolution of images (rows, ...)."""
+def convolve(
+    x: jax.Array,
+    kernel: jax.Array,
+    options: Options,
+    dtype: Any = None,
+    zeros: Sequence[int] | None = None,
+) -> jax.Array:
+    """XLA's convolution of images (rows, ...), with a result of the dtype given.
+
+    The entries of x are `zeros` apart, next to each other by default.
+    """
     windows = options.windows
+    zeros = (1,) * options.rank if zeros is None else zeros
     reaches = [
         (out - 1) * s + (k - 1) * d + 1
         for out, s, k, d in zip(
@@ -231,8 +241,8 @@ def convolve(x: jax.Array, kernel: jax.Array, options: Options) -> jax.Array:
         )
     ]
     padding = [
-        (low, reach - n - low)
-        for low, reach, n in zip(windows.low, reaches, windows.ins, strict=True)
+        (low, reach - max(0, (n - 1) * step + 1) - low)
+        for low, reach, n, step in zip(windows.low, reaches, windows.ins, zeros, strict=True)
     ]
     sizes = "DHW"[3 - options.rank :]
     return lax.conv_general_dilated(
@@ -240,8 +250,10 @@ def convolve(x: jax.Array, kernel: jax.Array, options: Options) -> jax.Array:
         kernel,
         windows.strides,
         padding,
-        rhs_dilation=windows.dilation,
+        zeros,
+        windows.dilation,
         dimension_numbers=(f"N{sizes}C", f"{sizes}IO", f"N{sizes}C"),
         feature_group_count=kernel.shape[-1] // options.fan_out if options.groups > 1 else 1,
         precision=options.precision,
+        preferred_element_type=dtype,
     )

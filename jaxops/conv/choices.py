@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._core import native
+from jaxops._core import implementation, native
 from jaxops.conv import cuda_kernels, rearranged
 from jaxops.conv.cuda_kernels import KernelCall
 from jaxops.conv.options import Options
@@ -99,6 +99,12 @@ def find(
     `options` are those of the shards of a device, and `count` is the number of kernels, or of
     kernel gradients, of which each has images of its own.
     """
+    way = _find(direction, options, platform, dtype, call, count, *arrays)
+    is_kernel = way is None or way.kind != "xla"
+    return way if is_kernel or not implementation.insists() else None
+
+
+def _find(direction, options, platform, dtype, call, count, *arrays):
     way = _forced.get()
     if way is not None and way.kind == "own":
         return None

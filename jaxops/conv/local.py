@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._core import implementation
 from jaxops.activations import ACTIVATIONS
 from jaxops.conv import alternatives, choices, cpu_kernels, cuda_kernels
 from jaxops.conv.options import Options, over_pixels, sum_dtype, transposed_kernel
@@ -209,6 +210,22 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
     return [sum_blocks(images, axis, block, x, g).astype(dtype)]
 
 
+def by_xla(x, kernel, bias=None, *, options, dtype, activation, **_):
+    """The convolution, with bias and activation, by `jax.lax` alone."""
+    y = alternatives.convolve(x, kernel, options, sum_dtype(x, kernel, dtype=dtype))
+    apart = epilogue(x, kernel, bias, options=options, dtype=dtype, activation=activation)
+    return [y.astype(dtype)] if apart is None else apart[2](y)
+
+
+def input_grad_by_xla(g, kernel, *, options, dtype, **_):
+    """Its transpose in x, by `jax.lax` alone."""
+    mirrored = options.transposed((1,) * options.rank)
+    flipped = transposed_kernel(kernel, options.groups)
+    wide = sum_dtype(g, kernel, dtype=dtype)
+    dx = alternatives.convolve(g, flipped, mirrored, wide, options.windows.strides)
+    return [dx.astype(dtype)]
+
+
 def epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
     """Bias, activation and rounding apart from the sums, see `Operator`."""
     if bias is None and activation is None:
@@ -315,6 +332,8 @@ def _is_faster_by_xla(
     more memory, it is so where the patches of one image are too many: in three dimensions it was
     measured to be faster on GPUs.
     """
+    if implementation.insists():
+        return False
     if images.ndim != options.rank + 2 or kernel.ndim != images.ndim or options.is_depthwise:
         return False
     if platform == "cpu":
@@ -336,6 +355,7 @@ def _is_faster_by_cudnn(options: Options, platform: str | None, dtype: Any, g, k
     """
     return (
         platform == "cuda"
+        and not implementation.insists()
         and options.windows.are_entries
         and options.groups == 1
         and g.ndim == kernel.ndim == options.rank + 2

@@ -55,9 +55,18 @@ def _forward_signature(options, *, with_bias, **_):
     return f"{', '.join(operands)} -> {options.y}"
 
 
-_forward_operator = _operator("conv", _forward_signature, local.forward, epilogue=local.epilogue)
+_forward_operator = _operator(
+    "conv",
+    _forward_signature,
+    local.forward,
+    reference=local.by_xla,
+    epilogue=local.epilogue,
+)
 _input_grad_operator = _operator(
-    "conv_input_grad", lambda o, **_: f"{o.y}, {o.kernel} -> {o.x}", local.input_grad
+    "conv_input_grad",
+    lambda o, **_: f"{o.y}, {o.kernel} -> {o.x}",
+    local.input_grad,
+    reference=local.input_grad_by_xla,
 )
 _kernel_grad_operator = _operator(
     "conv_kernel_grad", lambda o, **_: f"{o.x}, {o.y} -> {o.kernel}", local.kernel_grad

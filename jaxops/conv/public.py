@@ -20,9 +20,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxops._core import checks, compat
+from jaxops._core.implementation import is_xla, needs_kernels
 from jaxops._core.native import NoKernelWarning
+from jaxops._core.public import public_function
 from jaxops._families.windows import Windows, make_windows, per_dimension
-from jaxops.activations import ACTIVATIONS
+from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.conv import primitives
 from jaxops.conv.options import Options, sum_dtype, transposed_kernel
 
@@ -35,6 +37,7 @@ _LAYOUTS: dict[int, tuple[_Numbers, _Numbers]] = {
 }
 
 
+@public_function
 def conv1d(
     x: ArrayLike,
     kernel: ArrayLike,
@@ -44,10 +47,11 @@ def conv1d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     dimension_numbers: tuple[str, str, str] = ("NWC", "WIO", "NWC"),
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Convolution of sequences: `conv2d` in one dimension.
 
@@ -65,6 +69,7 @@ def conv1d(
       dimension_numbers: ("NWC", "WIO", "NWC") or ("NCW", "OIW", "NCW").
       precision: of the matrix products.
       preferred_element_type: the dtype of the result.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (N, OW, O), or (N, O, OW).
@@ -89,6 +94,7 @@ def conv1d(
     )
 
 
+@public_function
 def conv2d(
     x: ArrayLike,
     kernel: ArrayLike,
@@ -98,10 +104,11 @@ def conv2d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     dimension_numbers: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC"),
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Convolution of images: `im2col` followed by a matrix product.
 
@@ -127,12 +134,14 @@ def conv2d(
       groups: how many groups the channels form, each with its own part of the kernel; divides C and
         O. C groups make a depthwise convolution.
       bias: (O,), any float dtype.
-      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
+      activation: None, "relu", "silu" (or "swish") or "gelu" (the tanh form, `jax.nn.gelu`'s
+        default), in any case, or the function of `jax.nn`.
       dimension_numbers: ("NHWC", "HWIO", "NHWC") or ("NCHW", "OIHW", "NCHW"), the layouts of x,
         kernel and result.
       precision: of the matrix products, as in `jax.lax`: by default float32 may use TF32 on GPUs;
         "highest" is true float32.
       preferred_element_type: the dtype of the result, that of x by default.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (N, OH, OW, O), or (N, O, OH, OW). Sums are made in float32, or in float64 where an argument
@@ -159,6 +168,7 @@ def conv2d(
     )
 
 
+@public_function
 def conv3d(
     x: ArrayLike,
     kernel: ArrayLike,
@@ -168,10 +178,11 @@ def conv3d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     dimension_numbers: tuple[str, str, str] = ("NDHWC", "DHWIO", "NDHWC"),
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Convolution of volumes: `conv2d` in three dimensions.
 
@@ -190,6 +201,7 @@ def conv3d(
       dimension_numbers: ("NDHWC", "DHWIO", "NDHWC") or ("NCDHW", "OIDHW", "NCDHW").
       precision: of the matrix products.
       preferred_element_type: the dtype of the result.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (N, OD, OH, OW, O), or (N, O, OD, OH, OW).
@@ -238,7 +250,7 @@ def _convolve(
             f"{name}: dimension_numbers must be one of {', '.join(map(str, layouts))}, got "
             f"{checks.describe(dimension_numbers)}"
         )
-    checks.choice(name, "activation", activation, ACTIVATIONS)
+    activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
     channels_last = layout == layouts[0]
     space, window = list("DHW"[3 - rank :]), [f"K{d}" for d in "DHW"[3 - rank :]]
     x_shape = ["N", *space, "C"] if channels_last else ["N", "C", *space]
@@ -364,6 +376,7 @@ def _and(values: Sequence[Any]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+@public_function
 def conv_general_dilated(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -377,6 +390,8 @@ def conv_general_dilated(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
+    *,
+    implementation: str | None = None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated`, argument by argument, on the kernels of this library.
 
@@ -402,6 +417,7 @@ def conv_general_dilated(
       precision: as for `conv2d`.
       preferred_element_type: the dtype of the result, that of lhs by default.
       out_sharding: the sharding of the result on meshes of explicit axes.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       The array that `jax.lax.conv_general_dilated` returns, but for the order of its sums.
@@ -423,8 +439,12 @@ def conv_general_dilated(
         "preferred_element_type": preferred_element_type,
     }
     case = _find_case(lhs, rhs, options)
+    # On explicit meshes `jax.lax` would want an out_sharding of some calls.
+    if is_xla() and (case.missing is not None or not compat.has_explicit_axes(lhs)):
+        y = lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
+        return checkpoint_name(y, name)
     if case.missing is not None:
-        case.warn()
+        case.refuse_or_warn()
         return lax.conv_general_dilated(lhs, rhs, **options, out_sharding=out_sharding)
     if isinstance(lhs, jax.core.Tracer) or isinstance(rhs, jax.core.Tracer):
         y = checkpoint_name(case.compute(lhs, rhs), name)
@@ -433,6 +453,7 @@ def conv_general_dilated(
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
+@public_function
 def conv_transpose(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -446,6 +467,7 @@ def conv_transpose(
     use_consistent_padding: bool = False,
     *,
     feature_group_count: int = 1,
+    implementation: str | None = None,
 ) -> jax.Array:
     """`jax.lax.conv_transpose`, argument by argument, on the kernels of this library, with groups.
 
@@ -475,6 +497,7 @@ def conv_transpose(
       use_consistent_padding: whether pairs are those of the convolution whose transpose this is, as
         in PyTorch: (low, high) stands for K - 1 - low and K - 1 - high, of the dilated window K.
       feature_group_count: how many groups the channels form, each with its own part of the kernel.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       The array that `jax.lax.conv_transpose` returns, but for the order of its sums.
@@ -576,7 +599,8 @@ def _supported(*arguments: Any, **options: Any) -> bool:
     """
     bound = _SIGNATURE.bind(*arguments, **options)
     bound.apply_defaults()
-    del bound.arguments["out_sharding"]
+    for name in ("out_sharding", "implementation"):
+        del bound.arguments[name]
     for name in ("lhs", "rhs"):
         if not isinstance(bound.arguments[name], jax.ShapeDtypeStruct):
             bound.arguments[name] = jnp.asarray(bound.arguments[name])
@@ -683,14 +707,20 @@ class _LaxCase:
             return "window_strides and lhs_dilation at once"
         return None
 
-    def warn(self) -> None:
-        """Says once that `jax.lax` computes this case."""
+    def refuse_or_warn(self) -> None:
+        """Says once that `jax.lax` computes this case, or raises where kernels are insisted on."""
+        function = needs_kernels("conv_general_dilated")
+        if function is not None:
+            raise NotImplementedError(
+                f"{function}: implementation='native' needs a kernel, and jaxops has none for "
+                f"{self.missing}"
+            )
         if self.missing is None or self.missing in self._warned:
             return
         warnings.warn(
             f"conv_general_dilated: jaxops has no kernel for {self.missing}; jax.lax computes it",
             NoKernelWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         self._warned.add(self.missing)
 

@@ -8,13 +8,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops._families import sequences
-from jaxops.activations import ACTIVATIONS
+from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.dynamic_conv import primitives
 
 _DATA_FORMATS = ("NTC", "NCT")
 
 
+@public_function
 def dynamic_conv(
     x: ArrayLike,
     weight: ArrayLike,
@@ -23,11 +25,12 @@ def dynamic_conv(
     padding: str | int = "causal",
     dilation: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     segment_ids: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_final_state: bool = False,
     data_format: str = "NTC",
+    implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Depthwise convolution over time with a filter of its own at each step and head.
 
@@ -50,12 +53,14 @@ def dynamic_conv(
         int P with 0 <= P <= (K - 1) * dilation. The result always has T steps.
       dilation: steps between neighbouring taps, >= 1.
       bias: (C,), any float dtype.
-      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
+      activation: None, "relu", "silu" (or "swish") or "gelu" (the tanh form, `jax.nn.gelu`'s
+        default), in any case, or the function of `jax.nn`.
       segment_ids: (..., T), any integer dtype. A segment is a run of equal neighbouring ids.
       initial_state: (..., P, C), or (..., C, P) with data_format "NCT": the P inputs before those
         of x, oldest first; any float dtype. Without it they are zero.
       return_final_state: whether to return the initial state of a next call as well.
       data_format: "NTC" or "NCT"; neither is transposed.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       An array of x's shape and dtype. Arithmetic is in float32, or in float64 where an argument is.
@@ -73,7 +78,7 @@ def dynamic_conv(
     """
     name = primitives.NAME
     data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
-    activation = checks.choice(name, "activation", activation, ACTIVATIONS)
+    activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
     normalize = checks.boolean(name, "normalize", normalize)
     return_final_state = checks.boolean(name, "return_final_state", return_final_state)
     x = sequences.sequence_array(name, "x", x, data_format)

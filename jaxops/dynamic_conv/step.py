@@ -7,13 +7,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops._families import sequences
-from jaxops.activations import ACTIVATIONS
+from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.dynamic_conv.public import check_bias, check_weight, dynamic_conv
 
 _NAME = "dynamic_conv_step"
 
 
+@public_function
 def dynamic_conv_step(
     x_t: ArrayLike,
     state: ArrayLike,
@@ -22,8 +24,9 @@ def dynamic_conv_step(
     normalize: bool = False,
     dilation: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     state_indices: ArrayLike | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The next step, or the next few, of causal `dynamic_conv` of sequences with cached states.
 
@@ -39,6 +42,7 @@ def dynamic_conv_step(
       state_indices: (B,), any integer dtype, all different: the slot of each sequence. Without it
         sequence b has slot b, and there are B slots. A sequence whose index is outside of
         [0, slots) is padding: it reads zeros and writes nothing.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (y, state): y of x_t's shape and dtype, and the states with those of the sequences moved on.
@@ -46,7 +50,7 @@ def dynamic_conv_step(
     Raises:
       TypeError, ValueError: as `dynamic_conv`.
     """
-    activation = checks.choice(_NAME, "activation", activation, ACTIVATIONS)
+    activation = checks.choice(_NAME, "activation", find_name(activation), ACTIVATIONS)
     normalize = checks.boolean(_NAME, "normalize", normalize)
     x = checks.float_array(_NAME, "x_t", x_t, None, "(B, C) or (B, S, C)")
     if x.ndim not in (2, 3):

@@ -15,6 +15,7 @@ from flax.typing import Dtype, Initializer
 
 import jaxops
 from jaxops._core import checks
+from jaxops.activations import Activation
 from jaxops.flax import grids, shared
 from jaxops.flax.shared import (
     default_bias_init,
@@ -40,7 +41,7 @@ class LightweightConv(nn.Module):
       padding: "causal" (position t sees nothing after t), "same", or an int P.
       kernel_dilation: distance in time between two taps.
       use_bias: whether to add a bias to each channel.
-      activation: None, "relu", "silu" or "gelu", applied to the result.
+      activation: None, "relu", "silu", "gelu" or the function of `jax.nn`, applied to the result.
       data_format: "NTC" for x of shape (B, T, C), "NCT" for (B, C, T).
       normalize: whether a filter is the softmax of its kernel over the taps, as in the paper; the
         softmax is taken in float32 or wider. Otherwise the filter is the kernel itself.
@@ -54,6 +55,7 @@ class LightweightConv(nn.Module):
       param_dtype: dtype of the parameters.
       kernel_init: initializer of `kernel`.
       bias_init: initializer of `bias`.
+      implementation: of the convolution, see `jaxops.use_implementation`.
       heads, dilation: earlier names of num_heads and kernel_dilation, until a release.
 
     Source: Wu, Fan, Baevski, Dauphin and Auli, "Pay Less Attention with Lightweight and Dynamic
@@ -66,7 +68,7 @@ class LightweightConv(nn.Module):
     padding: str | int = "causal"
     kernel_dilation: int = 1
     use_bias: bool = False
-    activation: str | None = None
+    activation: Activation = None
     data_format: str = "NTC"
     normalize: bool = True
     drop_connect: float = 0.0
@@ -77,6 +79,7 @@ class LightweightConv(nn.Module):
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    implementation: str | None = None
     heads: int | None = None
     dilation: int | None = None
 
@@ -145,6 +148,7 @@ class LightweightConv(nn.Module):
             padding=self.padding,
             segment_ids=segment_ids,
             data_format=self.data_format,
+            implementation=self.implementation,
         )
         _store(self, cache, state)
         return y
@@ -177,25 +181,27 @@ class ShortConv(nn.Module):
       kernel_size: taps of the filter of a channel, at least 1.
       kernel_dilation: distance in time between two taps.
       use_bias: whether to add a bias to each channel.
-      activation: None, "relu", "silu" or "gelu", applied to the result.
+      activation: None, "relu", "silu", "gelu" or the function of `jax.nn`, applied to the result.
       decode: whether calls continue the sequences of earlier calls.
       dtype: dtype of the computation and the result; None: that of x and the parameters together.
         A float32 kernel is not rounded to a narrower dtype.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of `kernel`.
       bias_init: initializer of `bias`.
+      implementation: of the convolution, see `jaxops.use_implementation`.
     """
 
     kernel_size: int
     _: KW_ONLY
     kernel_dilation: int = 1
     use_bias: bool = True
-    activation: str | None = "silu"
+    activation: Activation = "silu"
     decode: bool = False
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = default_short_kernel_init
     bias_init: Initializer = default_bias_init
+    implementation: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
@@ -231,6 +237,7 @@ class ShortConv(nn.Module):
             dilation=self.kernel_dilation,
             activation=self.activation,
             segment_ids=segment_ids,
+            implementation=self.implementation,
         )
         _store(self, cache, state)
         return y
@@ -257,6 +264,7 @@ class _Block(nn.Module):
     kernel_init: Initializer = default_dense_init
     conv_kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    implementation: str | None = None
 
     _convolution: ClassVar[type[nn.Module]]
 
@@ -303,6 +311,7 @@ class _Block(nn.Module):
             param_dtype=self.param_dtype,
             kernel_init=self.conv_kernel_init,
             bias_init=self.bias_init,
+            implementation=self.implementation,
             name="conv",
         )(y, deterministic, segment_ids=segment_ids)
         return dense(features, name="out_proj")(y)
@@ -345,6 +354,7 @@ class LightConv(_Block):
       kernel_init: initializer of the kernels of the linear maps.
       conv_kernel_init: initializer of the filters.
       bias_init: initializer of every bias.
+      implementation: of the convolution, see `jaxops.use_implementation`.
 
     Source: Wu et al. 2019, as of `LightweightConv`; figure 2.
     """
@@ -373,6 +383,7 @@ class _DynamicFilters(nn.Module):
     param_dtype: Dtype
     kernel_init: Initializer
     bias_init: Initializer
+    implementation: str | None
 
     @nn.compact
     def __call__(
@@ -416,6 +427,7 @@ class _DynamicFilters(nn.Module):
             padding=self.padding,
             segment_ids=segment_ids,
             normalize=normalize,
+            implementation=self.implementation,
         )
         _store(self, cache, state)
         return y

@@ -14,6 +14,7 @@ from flax.typing import Dtype, Initializer
 
 import jaxops
 from jaxops._core import checks
+from jaxops.activations import Activation
 from jaxops.flax import grids, shared
 from jaxops.flax.shared import (
     default_bias_init,
@@ -37,6 +38,7 @@ class _Convolution(nnx.Module):
     data_format: str = "NTC"
     decode: bool
     dtype: Dtype | None
+    implementation: str | None
     cached_inputs: nnx.Cache | None
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Dtype | None = None) -> None:
@@ -82,6 +84,7 @@ class _Convolution(nnx.Module):
             dilation=self.kernel_dilation,
             padding=self.padding,
             data_format=self.data_format,
+            implementation=self.implementation,
             **options,
         )
         if state is not None:
@@ -107,7 +110,7 @@ class LightweightConv(_Convolution):
       padding: "causal" (position t sees nothing after t), "same", or an int P.
       kernel_dilation: distance in time between two taps.
       use_bias: whether to add a bias to each channel.
-      activation: None, "relu", "silu" or "gelu", applied to the result.
+      activation: None, "relu", "silu", "gelu" or the function of `jax.nn`, applied to the result.
       data_format: "NTC" for x of shape (B, T, C), "NCT" for (B, C, T).
       normalize: whether a filter is the softmax of its kernel over the taps, as in the paper; the
         softmax is taken in float32 or wider. Otherwise the filter is the kernel itself.
@@ -122,6 +125,7 @@ class LightweightConv(_Convolution):
       param_dtype: dtype of the parameters.
       kernel_init: initializer of `kernel`.
       bias_init: initializer of `bias`.
+      implementation: of the convolution, see `jaxops.use_implementation`.
       rngs: the streams `params` and, with DropConnect, `rng_collection`.
       heads, dilation: earlier names of num_heads and kernel_dilation, until a release.
 
@@ -143,7 +147,7 @@ class LightweightConv(_Convolution):
         padding: str | int = "causal",
         kernel_dilation: int = 1,
         use_bias: bool = False,
-        activation: str | None = None,
+        activation: Activation = None,
         data_format: str = "NTC",
         normalize: bool = True,
         drop_connect: float = 0.0,
@@ -154,6 +158,7 @@ class LightweightConv(_Convolution):
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
         heads: int | None = None,
         dilation: int | None = None,
@@ -179,6 +184,7 @@ class LightweightConv(_Convolution):
         self.normalize = normalize
         self.decode = decode
         self.dtype = dtype
+        self.implementation = implementation
         self.cached_inputs = nnx.data(None)
 
     def __call__(
@@ -237,13 +243,14 @@ class ShortConv(_Convolution):
       kernel_size: taps of the filter of a channel, at least 1.
       kernel_dilation: distance in time between two taps.
       use_bias: whether to add a bias to each channel.
-      activation: None, "relu", "silu" or "gelu", applied to the result.
+      activation: None, "relu", "silu", "gelu" or the function of `jax.nn`, applied to the result.
       decode: whether calls continue the sequences of earlier calls.
       dtype: dtype of the computation and the result; None: that of x and the parameters together.
         A float32 kernel is not rounded to a narrower dtype.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of `kernel`.
       bias_init: initializer of `bias`.
+      implementation: of the convolution, see `jaxops.use_implementation`.
       rngs: the stream `params`.
 
     Raises:
@@ -259,12 +266,13 @@ class ShortConv(_Convolution):
         *,
         kernel_dilation: int = 1,
         use_bias: bool = True,
-        activation: str | None = "silu",
+        activation: Activation = "silu",
         decode: bool = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = default_short_kernel_init,
         bias_init: Initializer = default_bias_init,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
         shared.check("ShortConv", features, kernel_size, kernel_dilation)
@@ -278,6 +286,7 @@ class ShortConv(_Convolution):
         self.activation = activation
         self.decode = decode
         self.dtype = dtype
+        self.implementation = implementation
         self.cached_inputs = nnx.data(None)
 
     def __call__(
@@ -331,6 +340,7 @@ class _Block(nnx.Module):
         kernel_init: Initializer = default_dense_init,
         conv_kernel_init: Initializer | None = None,
         bias_init: Initializer = default_bias_init,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
         conv_features = conv_features or features
@@ -360,6 +370,7 @@ class _Block(nnx.Module):
             param_dtype=param_dtype,
             kernel_init=conv_kernel_init or self._default_conv_kernel_init,
             bias_init=bias_init,
+            implementation=implementation,
             rngs=rngs,
         )
         self.out_proj = dense(conv_features, features)
@@ -426,6 +437,7 @@ class LightConv(_Block):
       kernel_init: initializer of the kernels of the linear maps.
       conv_kernel_init: initializer of the filters; None: that of `LightweightConv`.
       bias_init: initializer of every bias.
+      implementation: of the convolution, see `jaxops.use_implementation`.
       rngs: the streams `params` and, with DropConnect, `rng_collection`.
 
     Raises:
@@ -461,6 +473,7 @@ class _DynamicFilters(_Convolution):
         param_dtype: Dtype,
         kernel_init: Initializer,
         bias_init: Initializer,
+        implementation: str | None,
         rngs: nnx.Rngs,
     ):
         shared.check(self.name, features, kernel_size, kernel_dilation, num_heads, drop_connect)
@@ -485,6 +498,7 @@ class _DynamicFilters(_Convolution):
         self.normalize = normalize
         self.decode = decode
         self.dtype = dtype
+        self.implementation = implementation
         self.cached_inputs = nnx.data(None)
 
     def __call__(

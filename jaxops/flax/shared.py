@@ -17,6 +17,7 @@ import jaxops
 from jaxops._core import checks
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._families import sequences
+from jaxops.activations import Activation
 
 # A tap sees one channel of one position, so the K taps of a filter are its fan-in.
 default_kernel_init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
@@ -119,10 +120,11 @@ def convolve(
     state: jax.Array | None = None,
     *,
     dilation: int,
-    activation: str | None = None,
+    activation: Activation = None,
     padding: str | int = "causal",
     segment_ids: jax.Array | None = None,
     data_format: str = "NTC",
+    implementation: str | None = None,
     **normalize: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The convolution of x, and the next state of decoding; without a state x is all there is.
@@ -136,6 +138,7 @@ def convolve(
         "dilation": dilation,
         "bias": bias,
         "activation": activation,
+        "implementation": implementation,
         **normalize,
     }
     if state is not None:

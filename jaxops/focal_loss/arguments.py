@@ -46,15 +46,19 @@ class Arguments:
         reduction,
         normalizer,
         *,
-        soft,
+        hard_targets,
     ):
-        """Checks the arguments of `name`; `soft` says that labels may be targets of each logit."""
+        """Checks the arguments of `name`.
+
+        Labels may be floats of the shape of logits, and with `hard_targets` also booleans and
+        integers of that shape.
+        """
         logits = checks.float_array(name, "logits", logits, None, "(..., C)")
         if logits.ndim == 0:
             raise ValueError(f"{name}: logits must have shape (..., C), got shape ()")
         classes = logits.shape[-1]
         labels = checks.array(name, "labels", labels, "(...,)")
-        is_target = _check_labels(name, labels, logits.shape, soft)
+        is_target = _check_labels(name, labels, logits.shape, hard_targets)
         ignored = None
         if is_target:
             for argument, value in (("class_weight", class_weight), ("ignore_index", ignore_index)):
@@ -141,29 +145,32 @@ class Arguments:
         return 1 / jnp.maximum(counted, 1).astype(dtype)
 
 
-def _check_labels(name: str, labels, logits_shape: tuple[int, ...], soft: bool) -> bool:
+def _check_labels(name: str, labels, logits_shape: tuple[int, ...], hard_targets: bool) -> bool:
     """Whether labels are targets of each logit rather than class ids.
 
     They are told apart by their shapes, of which one has a dimension more than the other.
     """
     is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
     is_bool = labels.dtype == np.bool_
-    ids = "integers of shape (...,), class ids"
-    kinds = f"{ids}, or targets of the shape of logits" if soft else ids
-    known = is_integer or (soft and (is_bool or labels.dtype in checks.FLOATS))
-    misfit = labels.shape == (logits_shape[:-1] if is_bool else logits_shape)
-    if not known or (misfit and (is_bool or not soft)):
+    is_float = labels.dtype in checks.FLOATS
+    of_logits = labels.shape == logits_shape
+    targets = "targets" if hard_targets else "floats"
+    known = is_integer or is_float or (is_bool and hard_targets)
+    is_misfit = (of_logits and not is_float and not hard_targets) or (
+        is_bool and labels.shape == logits_shape[:-1]
+    )
+    if not known or is_misfit:
         raise TypeError(
-            f"{name}: labels must be {kinds}, got dtype {labels.dtype} and shape {labels.shape}"
+            f"{name}: labels must be integers of shape (...,), class ids, or {targets} of the "
+            f"shape of logits, got dtype {labels.dtype} and shape {labels.shape}"
         )
-    if soft and labels.shape == logits_shape:
+    if of_logits:
         return True
     if not is_integer:
-        why = "(..., C), targets of the shape of logits"
+        why = f"(..., C), {targets} of the shape of logits"
         checks.shape(name, "labels", labels, logits_shape, why)
-    why = "(...,), one class a row of logits"
-    if soft:
-        why += f"; or {logits_shape}, (..., C), targets 0 and 1"
+    why = f"(...,), one class a row of logits; or {logits_shape}, (..., C), "
+    why += "targets 0 and 1" if hard_targets else "floats"
     checks.shape(name, "labels", labels, logits_shape[:-1], why)
     return False
 

@@ -12,12 +12,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks, compat
+from jaxops._core.implementation import needs_kernels
+from jaxops._core.public import public_function
 from jaxops.focal_loss import sigmoid, softmax
 from jaxops.focal_loss.arguments import Arguments, check_gamma
 from jaxops.focal_loss.options import power
 from jaxops.reference import focal_loss as reference
 
 
+@public_function
 def sigmoid_focal_loss(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -29,6 +32,7 @@ def sigmoid_focal_loss(
     ignore_index: int | None = None,
     reduction: str = "none",
     normalizer: ArrayLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Focal loss of independent classes: cross-entropy in which easy examples count less.
 
@@ -60,6 +64,7 @@ def sigmoid_focal_loss(
         that of elements), and 0 where there is no such row.
       normalizer: a number or scalar array, which may be traced. The result is the sum divided by
         it, with "none" as with "sum"; not allowed with "mean".
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       The shape and dtype of logits for "none" without normalizer, otherwise a scalar, float32 for
@@ -83,7 +88,7 @@ def sigmoid_focal_loss(
         ignore_index,
         reduction,
         normalizer,
-        soft=True,
+        hard_targets=True,
     )
     gamma = checks.scalar(name, "gamma", gamma)
     alpha = None if alpha is None else checks.scalar(name, "alpha", alpha)
@@ -118,6 +123,7 @@ def sigmoid_focal_loss(
     return checkpoint_name(loss.astype(call.result_dtype), name)
 
 
+@public_function
 def softmax_focal_loss(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -129,8 +135,14 @@ def softmax_focal_loss(
     ignore_index: int | None = None,
     reduction: str = "none",
     normalizer: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Focal loss of exclusive classes: ``-a_y (1 - p_y)^gamma log p_y``, p the softmax of logits.
+
+    With ``gamma=0, alpha=None`` it is the softmax cross-entropy, fused: logits are read once, and
+    no probabilities are in memory. Soft labels, (..., C), give
+    ``-sum_c y_c a_c (1 - p_c)^gamma log p_c``, which XLA compiles.
 
     It is computed in log space: value and derivatives are finite and exact to a few roundings for
     every logit.
@@ -138,7 +150,8 @@ def softmax_focal_loss(
     Args:
       logits: (..., C), float16, bfloat16, float32 or float64.
       labels: integers (...,), the class y of each row. A row whose label is outside [0, C) has no
-        class and contributes zero, whatever its logits; it counts in a mean.
+        class and contributes zero, whatever its logits; it counts in a mean. Or floats (..., C),
+        the weight of each class in each row, such as smoothed or mixed labels.
       gamma: focusing parameter >= 0, a number or a scalar array, which may be traced. 0, 1/2, 1
         and 2, given as numbers, are the cheapest.
       alpha: a factor of every row, as a number or scalar array, or (C,) of the rows of each class;
@@ -146,6 +159,9 @@ def softmax_focal_loss(
       class_weight, sample_weight, ignore_index, normalizer: as for `sigmoid_focal_loss`.
       reduction: "none", "sum", or "mean": the sum divided by the number of rows not ignored, and 0
         where there is no such row.
+      where: booleans that broadcast to the shape of logits: False leaves a class out of the softmax
+        of a row, whatever its logit. A row whose label is such a class has no class.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       The shape (...,) and dtype of logits for "none" without normalizer, otherwise a scalar,
@@ -169,7 +185,7 @@ def softmax_focal_loss(
         ignore_index,
         reduction,
         normalizer,
-        soft=False,
+        hard_targets=False,
     )
     gamma = checks.scalar(name, "gamma", gamma)
     by_class = None
@@ -178,12 +194,19 @@ def softmax_focal_loss(
     ):
         by_class = checks.float_array(name, "alpha", alpha, 1, "() or (C,)")
         checks.shape(name, "alpha", by_class, (call.classes,), "(C,), one entry a class")
-    dtype = call.dtype(class_weight, sample_weight, by_class)
+    dtype = call.dtype(call.labels if call.soft else None, class_weight, sample_weight, by_class)
     check_gamma(name, gamma, dtype)
+    kept = True if where is None else _classes_kept(where, call.logits)
     labels = call.labels
+    if call.soft:
+        if by_class is None and alpha is not None:
+            alpha = checks.scalar(name, "alpha", alpha)
+        factor = alpha if by_class is None else by_class
+        return checkpoint_name(_soft_softmax(call, gamma, factor, kept, dtype), name)
     if call.ignored is not None:
         labels = jnp.where(labels == call.ignored, -1, labels)
     logits = call.logits.astype(dtype) if dtype == jnp.float64 else call.logits
+    logits, labels = reference.without_classes(logits, labels, kept)
     gamma_array = jnp.asarray(gamma, dtype)
     options = softmax.Options(rows=labels.ndim, power=power(gamma))
     weight, of_alpha = call.row_weight(dtype), None
@@ -210,6 +233,42 @@ def softmax_focal_loss(
             # Whatever the weights of rows without a class.
             loss = jnp.where(known, loss * math.prod(factors), 0)
     return checkpoint_name(loss.astype(call.result_dtype), name)
+
+
+def _classes_kept(where, logits):
+    name = softmax.NAME
+    kept = checks.as_array(name, "where", checks.array(name, "where", where, "(..., C)"))
+    if kept.dtype != np.bool_:
+        raise TypeError(f"{name}: where must have dtype bool, got {kept.dtype}")
+    try:
+        fits = jnp.broadcast_shapes(kept.shape, logits.shape) == logits.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name}: where must broadcast to the shape of logits, {logits.shape}, got {kept.shape}"
+        )
+    return jnp.broadcast_to(kept, logits.shape)
+
+
+@jax.named_scope(f"jaxops.{softmax.NAME}")
+def _soft_softmax(call: Arguments, gamma, alpha, kept, dtype):
+    """The loss of soft labels, which has no kernels."""
+    function = needs_kernels(softmax.NAME)
+    if function is not None:
+        raise NotImplementedError(
+            f"{function}: implementation='native' needs kernels, and there are none for labels "
+            f"{call.labels.shape} of dtype {call.labels.dtype}, only for class ids"
+        )
+    with jax.numpy_dtype_promotion("standard"):
+        y = call.labels.astype(dtype)
+        if alpha is not None:
+            y = y * jnp.asarray(alpha, dtype)
+        loss = reference.soft_softmax_focal(call.logits, y, jnp.asarray(gamma, dtype), kept)
+        weight = call.row_weight(dtype)
+        loss = loss if weight is None else loss * weight
+        loss = loss.sum() * call.scale(dtype) if call.reduced else loss
+    return loss.astype(call.result_dtype)
 
 
 def _stack(scalars, dtype):

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxops._core import checks
 from jaxops._core.dtypes import accumulation_dtype
+from jaxops._core.public import public_function
 from jaxops.grid_sample import sampling, taps
 from jaxops.reference import grid_sample as sample_reference
 from jaxops.reference import map_coordinates as reference
@@ -31,12 +32,15 @@ _LOCATED = {
 }
 
 
+@public_function
 def map_coordinates(
     input: ArrayLike,
     coordinates: Sequence[ArrayLike],
     order: int,
     mode: str = "constant",
     cval: ArrayLike = 0.0,
+    *,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Interpolates an array of one to three axes at coordinates that count its entries.
 
@@ -55,6 +59,7 @@ def map_coordinates(
         repeat. "mirror" and "reflect": the entries are reflected about the centre of the last one,
         or its edge.
       cval: the constant outside, a number or a scalar array.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       The values, of the dtype of `input` and the shape of the coordinates. Sums are made in

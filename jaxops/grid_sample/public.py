@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops.grid_sample import sampling
 
 _NAME = "grid_sample"
@@ -20,6 +21,7 @@ _CHANNELS_LAST = {2: "NHWC", 3: "NDHWC"}
 _CHANNELS_FIRST = {2: "NCHW", 3: "NCDHW"}
 
 
+@public_function
 def grid_sample(
     volume: ArrayLike,
     points: ArrayLike,
@@ -31,6 +33,7 @@ def grid_sample(
     cval: ArrayLike | None = None,
     data_format: str | None = None,
     deterministic: bool = False,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Samples a volume (or image) of F channels at points.
 
@@ -71,6 +74,7 @@ def grid_sample(
         N stands for any number of batch dimensions. The kernels read F last: others are transposed.
       deterministic: whether the volume's gradient has the same bits in every run on a GPU,
         where by default its sums are in the order of arrival. It then sorts the points.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       (..., F), the leading dimensions those of `points`, of the dtype of `volume`. Weights and sums

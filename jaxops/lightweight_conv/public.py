@@ -8,13 +8,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops._families import sequences
-from jaxops.activations import ACTIVATIONS
+from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.lightweight_conv import primitives
 
 _DATA_FORMATS = ("NTC", "NCT")
 
 
+@public_function
 def lightweight_conv(
     x: ArrayLike,
     weight: ArrayLike,
@@ -22,11 +24,12 @@ def lightweight_conv(
     padding: str | int = "causal",
     dilation: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     segment_ids: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_final_state: bool = False,
     data_format: str = "NTC",
+    implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Depthwise convolution over time whose filters are shared by the channels of a head.
 
@@ -48,12 +51,14 @@ def lightweight_conv(
         int P with 0 <= P <= (K - 1) * dilation. The result always has T steps.
       dilation: steps between neighbouring taps, >= 1.
       bias: (C,), any float dtype.
-      activation: None, "relu", "silu" or "gelu" (the tanh form, `jax.nn.gelu`'s default).
+      activation: None, "relu", "silu" (or "swish") or "gelu" (the tanh form, `jax.nn.gelu`'s
+        default), in any case, or the function of `jax.nn`.
       segment_ids: (..., T), any integer dtype. A segment is a run of equal neighbouring ids.
       initial_state: (..., P, C), or (..., C, P) with data_format "NCT": the P inputs before those
         of x, oldest first; any float dtype. Without it they are zero.
       return_final_state: whether to return the initial state of a next call as well.
       data_format: "NTC" or "NCT"; neither is transposed.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       An array of x's shape and dtype. Arithmetic is in float32, or in float64 where an argument is.
@@ -71,7 +76,7 @@ def lightweight_conv(
     """
     name = primitives.NAME
     data_format = checks.choice(name, "data_format", data_format, _DATA_FORMATS)
-    activation = checks.choice(name, "activation", activation, ACTIVATIONS)
+    activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
     return_final_state = checks.boolean(name, "return_final_state", return_final_state)
     x = sequences.sequence_array(name, "x", x, data_format)
     time_axis = sequences.time_axis(data_format)

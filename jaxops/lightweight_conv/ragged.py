@@ -8,14 +8,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jaxops._core import checks
+from jaxops._core.public import public_function
 from jaxops._families import sequences
-from jaxops.activations import ACTIVATIONS
+from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.lightweight_conv import primitives
 from jaxops.lightweight_conv.public import check_parameters
 
 _NAME = "ragged_conv"
 
 
+@public_function
 def ragged_conv(
     x: ArrayLike,
     weight: ArrayLike,
@@ -25,8 +27,9 @@ def ragged_conv(
     state_indices: ArrayLike | None = None,
     dilation: int = 1,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation = None,
     return_final_state: bool = False,
+    implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal `lightweight_conv` of sequences of any lengths, whose tokens follow each other.
 
@@ -46,8 +49,9 @@ def ragged_conv(
         different. Sequences whose index is outside of the cache read zeros and write nothing.
       dilation: steps between neighbouring taps, >= 1.
       bias: (C,), any float dtype.
-      activation: None, "relu", "silu" or "gelu" (the tanh form).
+      activation: as in `lightweight_conv`.
       return_final_state: whether to return the states after the tokens as well.
+      implementation: None, "native" or "xla", see `jaxops.use_implementation`.
 
     Returns:
       An array of x's shape and dtype. Arithmetic is in float32, or in float64 where an argument is.
@@ -62,7 +66,7 @@ def ragged_conv(
         state_indices come without initial_state.
     """
     name = _NAME
-    activation = checks.choice(name, "activation", activation, ACTIVATIONS)
+    activation = checks.choice(name, "activation", find_name(activation), ACTIVATIONS)
     return_final_state = checks.boolean(name, "return_final_state", return_final_state)
     x = checks.float_array(name, "x", x, 2, "(N, C)")
     tokens, channels = x.shape

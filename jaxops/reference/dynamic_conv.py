@@ -49,9 +49,13 @@ def dynamic_conv(
         tap = _by_channel(jnp.where(valid[..., None], tap, 0), channels)
         return total + tap * rows, None
 
-    total = jnp.zeros((*_batch(x, weight, starts, state), time, channels), dtype)
-    if total.size:
-        total, _ = jax.lax.scan(add_tap, total, jnp.arange(taps), unroll=_unroll(taps))
+    shape = (*_batch(x, weight, starts, state), time, channels)
+    if 0 in shape:
+        total = jnp.zeros(shape, dtype)
+    else:
+        # The first tap's sum varies over a mesh as the others do, under `shard_map`.
+        total, _ = add_tap(jnp.zeros((), dtype), 0)
+        total, _ = jax.lax.scan(add_tap, total, jnp.arange(1, taps), unroll=_unroll(taps))
     if bias is not None:
         total = total + bias.astype(dtype)[..., None, :]
     y = ACTIVATIONS[activation](total).astype(x.dtype)
@@ -152,7 +156,7 @@ def _batch(x, weight, starts, state=None):
 
 def _unroll(taps):
     # Unrolled, XLA fuses the taps into one pass over x; very long filters stay a loop.
-    return taps if taps <= 64 else 1
+    return max(1, taps - 1) if taps <= 64 else 1
 
 
 class _Shifted:

@@ -65,20 +65,33 @@ def softmax_focal_loss(
     ignore_index=None,
     reduction="none",
     normalizer=None,
+    where=None,
 ):
-    """-a_y (1 - p_y)^gamma log p_y over softmax(logits); zero where the label is no class."""
-    arrays = (alpha, class_weight, sample_weight)
+    """-a_y (1 - p_y)^gamma log p_y over softmax(logits); zero where the label is no class.
+
+    With labels (..., C), sum_c y_c of that. Classes where `where` is False are none of their row.
+    """
+    kept = True if where is None else jnp.broadcast_to(where, logits.shape)
+    soft = _is_float(labels)
+    arrays = (alpha, class_weight, sample_weight, labels)
     dtype = accumulation_dtype(
         logits, *(a for a in arrays if a is not None and _is_float(a) and jnp.ndim(a))
     )
     counted = _counted(labels, ignore_index)
     classes = logits.shape[-1]
-    loss = softmax_focal(logits, jnp.where(counted, labels, -1), jnp.asarray(gamma, dtype), dtype)
+    gamma = jnp.asarray(gamma, dtype)
+    if soft:
+        y = labels.astype(dtype) * (1 if alpha is None else jnp.asarray(alpha, dtype))
+        loss = soft_softmax_focal(logits, y, gamma, kept)
+        weight = row_weight(labels, classes, None, sample_weight, dtype)
+        return _reduce(loss * weight, logits, counted, reduction, normalizer)
+    logits, of_kept = without_classes(logits, labels, kept)
+    loss = softmax_focal(logits, jnp.where(counted, of_kept, -1), gamma, dtype)
     if alpha is not None:
         alpha = jnp.asarray(alpha, dtype)
         loss = loss * (gather_class(alpha, labels, classes, 0) if alpha.ndim else alpha)
     weight = row_weight(labels, classes, class_weight, sample_weight, dtype)
-    valid = counted & (labels >= 0) & (labels < classes)
+    valid = counted & (of_kept >= 0) & (of_kept < classes)
     return _reduce(jnp.where(valid, loss * weight, 0), logits, counted, reduction, normalizer)
 
 
@@ -473,6 +486,37 @@ def softmax_focal(logits, labels, gamma, dtype):
     target = labels[..., None] == class_ids(classes, labels.ndim + 1)
     lead = _log_sum_exp_of(z, ~target) - jnp.where(target, z, 0).sum(-1)
     return jnp.where(known, focal(lead, gamma), 0)
+
+
+def soft_softmax_focal(logits, y, gamma, kept: Any = True):
+    """sum_c y_c (1 - p_c)^gamma (-log p_c) of rows of logits, p the softmax of those `kept`.
+
+    Class c is led by the others by log(sum_{j != c} exp(z_j)) - z_c, which is exact for each: the
+    sum of all but c is at least half of the sum of all, unless z_c is the largest, and that one
+    sum is made of the others alone.
+    """
+    if not logits.shape[-1]:
+        return jnp.zeros(logits.shape[:-1], y.dtype)
+    z = jnp.where(kept, logits.astype(y.dtype), jnp.finfo(y.dtype).min)
+    largest = lax.stop_gradient(z.max(-1, keepdims=True))
+    is_first = class_ids(z.shape[-1], z.ndim) == z.argmax(-1, keepdims=True)
+    terms = jnp.exp(z - largest)
+    others = largest + jnp.log(jnp.where(is_first, 1, terms.sum(-1, keepdims=True) - terms))
+    lead = jnp.where(is_first, _log_sum_exp_of(z, ~is_first)[..., None], others) - z
+    lead = jnp.where(kept, lead, 0)
+    return jnp.where(kept, y * focal(lead, gamma), 0).sum(-1)
+
+
+def without_classes(logits, labels, kept):
+    """Logits that are as good as none where `kept` is False, and labels of which those are none."""
+    if kept is True:
+        return logits, labels
+    target = labels[..., None] == class_ids(logits.shape[-1], logits.ndim)
+    # Minus infinity would make differences of infinities; float16 has logits near its least number.
+    z = logits.astype(jnp.float32) if logits.dtype == jnp.float16 else logits
+    return jnp.where(kept, z, jnp.finfo(z.dtype).min), jnp.where(
+        (target & kept).any(-1), labels, -1
+    )
 
 
 @jax.custom_jvp

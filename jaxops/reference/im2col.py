@@ -6,6 +6,7 @@ Entry `tap` of patch `out` is, along each dimension of the window, entry
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -26,6 +27,29 @@ def im2col(
     channels_last: bool,
 ) -> jax.Array:
     """(..., *in, C) -> (..., *outs, *taps, C), or (..., *in) -> (..., *taps, *outs)."""
+    copy = functools.partial(
+        _im2col,
+        taps=taps,
+        outs=outs,
+        strides=strides,
+        dilation=dilation,
+        low=low,
+        channels_last=channels_last,
+    )
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        return copy(x)
+    of_half = jax.custom_jvp(copy)
+
+    @of_half.defjvp
+    def _jvp(primals, tangents):
+        # The transpose adds what was copied from one entry, and does so in float32.
+        tangent = copy(tangents[0].astype(jnp.float32)).astype(x.dtype)
+        return of_half(*primals), tangent
+
+    return of_half(x)
+
+
+def _im2col(x, *, taps, outs, strides, dilation, low, channels_last):
     rank = len(taps)
     first = x.ndim - rank - channels_last
     at = first + rank if channels_last else first

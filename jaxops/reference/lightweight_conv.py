@@ -52,11 +52,15 @@ def lightweight_conv(
         taken = jax.lax.dynamic_index_in_dim(weight, tap, axis=-1, keepdims=False)
         return total + taken[..., None, :] * read(tap, offset), None
 
-    total = jnp.zeros((*batch, time, channels), dtype)
-    if total.size:
+    if 0 in (*batch, time, channels):
+        total = jnp.zeros((*batch, time, channels), dtype)
+    else:
         # Unrolled, XLA fuses the taps into one pass over x; very long filters stay a loop.
-        unroll = taps if taps <= 64 else 1
-        total, _ = jax.lax.scan(add_tap, total, (jnp.arange(taps), offsets), unroll=unroll)
+        unroll = max(1, taps - 1) if taps <= 64 else 1
+        # The first tap's sum varies over a mesh as the others do, under `shard_map`.
+        total, _ = add_tap(jnp.zeros((), dtype), (0, offsets[0]))
+        taps_left = (jnp.arange(1, taps), offsets[1:])
+        total, _ = jax.lax.scan(add_tap, total, taps_left, unroll=unroll)
     if bias is not None:
         total = total + bias.astype(dtype)[..., None, :]
     y = ACTIVATIONS[activation](total).astype(x.dtype)

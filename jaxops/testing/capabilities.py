@@ -685,6 +685,42 @@ def export(spec: OperatorSpec, platform: Platform) -> None:
         assert_vjp(spec, got, want, arguments, "the gradient of the loaded export", dtype)
 
 
+@_capability("implementation")
+def implementation(spec: OperatorSpec, platform: Platform) -> None:
+    """ "xla" is plain JAX, which exports as it is; "native" is an error without kernels."""
+    dtype = _single(spec)
+    arguments = spec.case(dtype)
+    cotangents = cotangents_for(spec, arguments)
+
+    @jaxops.use_implementation("xla")
+    def plain(*arguments):
+        return spec.function(*arguments)
+
+    function = vjp_of(plain, spec.differentiable)
+    make = jax.export.export(jax.jit(function), platforms=("cpu", "cuda", "tpu"))
+    # An export with a custom call that JAX does not know is refused.
+    text = make(cotangents, *arguments).mlir_module()
+    assert "custom_call" not in text, "plain JAX has a custom call"
+    options = hasty_options(platform)
+    got = run(function, platform, cotangents, *arguments, options=options)
+    want = on_reference(vjp_of(spec.reference, spec.differentiable), cotangents, *arguments)
+    assert_vjp(spec, got, want, arguments, "value and gradient in plain JAX", dtype)
+
+    @jaxops.use_implementation("native")
+    def native(*arguments):
+        return spec.function(*arguments)
+
+    traced = jax.jit(native).trace(*jax.device_put(arguments, platform.device))
+    assert lowered_calls(traced.lower()), "native runs no handler"
+    message = "nothing, and so lowers for a platform without kernels"
+    try:
+        traced.lower(lowering_platforms=("tpu",))
+    except NotImplementedError as error:
+        message = str(error)
+    start = f"{spec.operator}: implementation='native' needs kernels for platform 'tpu'"
+    assert message.startswith(start), f"native says {message}"
+
+
 @_capability("checkpoint")
 def checkpoint(spec: OperatorSpec, platform: Platform) -> None:
     """`jax.checkpoint` can save the result by name, so that backward does not run forward again."""

@@ -10,12 +10,16 @@ from jax.typing import ArrayLike
 from jaxops._core import checks, compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
+from jaxops._core.public import public_function
 from jaxops.reference import scaled_product as reference
 
 _NAME = "scaled_product"
 
 
-def scaled_product(a: ArrayLike, b: ArrayLike, *, scale: float = 1.0) -> jax.Array:
+@public_function
+def scaled_product(
+    a: ArrayLike, b: ArrayLike, *, scale: float = 1.0, implementation: str | None = None
+) -> jax.Array:
     """Computes ``scale · a · b`` of two arrays of one shape (..., N) and one dtype.
 
     Raises:
