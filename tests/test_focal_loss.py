@@ -1088,29 +1088,28 @@ def test_soft_labels_of_a_softmax(gamma):
     )
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_one_hot_soft_labels_are_class_ids(dtype, gamma, platform):
     """Also for logits so far apart that a probability is 1 or 0 in the dtype."""
     far = np.array([0, 1e-3, 30, 90, 800, 6e4])
-    z = np.stack([far, -far, far[::-1], np.zeros(6)]).astype(jnp.dtype(dtype))
-    for label in range(6):
-        one_hot = np.eye(6, dtype=z.dtype)[[label] * 4]
+    rows = np.stack([far, -far, far[::-1], np.zeros(6)]).astype(jnp.dtype(dtype))
+    z, ids = np.repeat(rows, 6, axis=0), np.tile(np.arange(6), 4)
 
-        def loss(z, labels):
-            def total(z):
-                return jaxops.softmax_focal_loss(z, labels, gamma=gamma, reduction="sum")
+    def loss(z, labels):
+        def total(z):
+            return jaxops.softmax_focal_loss(z, labels, gamma=gamma, reduction="sum")
 
-            return jaxops.softmax_focal_loss(z, labels, gamma=gamma), jax.grad(total)(z)
+        return jaxops.softmax_focal_loss(z, labels, gamma=gamma), jax.grad(total)(z)
 
-        soft = run(loss, platform, z, one_hot)
-        hard = run(loss, platform, z, np.full(4, label))
-        for s, h in zip(soft, hard, strict=True):
-            assert s.dtype == h.dtype
-            s, h = s.astype(np.float64), h.astype(np.float64)
-            # One rounding of subnormal numbers of float16; CPUs flush those of other dtypes.
-            atol = 2.0**-24 if dtype == "float16" else float(jnp.finfo(dtype).tiny)
-            np.testing.assert_allclose(s, h, rtol=32 * float(jnp.finfo(dtype).eps), atol=atol)
+    soft = run(loss, platform, z, np.eye(6, dtype=z.dtype)[ids])
+    hard = run(loss, platform, z, ids)
+    # One rounding of subnormal numbers of float16; CPUs flush those of other dtypes.
+    atol = 2.0**-24 if dtype == "float16" else float(jnp.finfo(dtype).tiny)
+    for s, h in zip(soft, hard, strict=True):
+        assert s.dtype == h.dtype
+        s, h = s.astype(np.float64), h.astype(np.float64)
+        np.testing.assert_allclose(s, h, rtol=32 * float(jnp.finfo(dtype).eps), atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["ids", "soft"])
