@@ -42,11 +42,11 @@ struct Call {
   };
 
   Geometry geometry;
-  int64_t gradients;      // entries of dvolume
-  DType dtype;            // of volume, cotangent, out and dvolume; weights are of its arithmetic type
-  const void* volume;     // null if dvolume is wanted
-  const int32_t* indices;  // (points, axes, taps)
-  const void* cotangent;  // null if out is wanted
+  int64_t gradients;   // entries of dvolume
+  DType dtype;         // of volume, cotangent, out and dvolume; weights are of its arithmetic type
+  const void* volume;  // null if dvolume is wanted
+  const int32_t* indices;         // (points, axes, taps)
+  const void* cotangent;          // null if out is wanted
   const void* weights[kMaxAxes];  // (points, taps) each
   // A call computes out, dvolume, or dweights; out and dweights are dense.
   void* out;

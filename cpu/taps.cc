@@ -77,8 +77,7 @@ void RunGathers(const Kernels& kernels, const Call& call, const ParallelFor& par
     }
     WeightGradients gradients = {points, volume, CotangentOf(call, entry, begin), {}};
     for (int a = 0; a < geometry.axes; ++a) {
-      gradients.dweights[a] =
-          At(call.dweights[a], point * geometry.taps, ArithmeticOf(call.dtype));
+      gradients.dweights[a] = At(call.dweights[a], point * geometry.taps, ArithmeticOf(call.dtype));
     }
     kernels.weight_gradients(gradients);
   });

@@ -154,12 +154,10 @@ xf::Error VolumeGrad(Context context, Buffer indices, Buffer cotangent, xf::Rema
 xf::Error WeightGrad(Context context, Buffer volume, Buffer indices, Buffer cotangent,
                      xf::RemainingArgs weights, xf::RemainingRets dweights,
                      const TapsAttributes& attributes) {
-  return RunTaps(context, attributes,
-                 {.indices = indices,
-                  .volume = volume,
-                  .cotangent = cotangent,
-                  .dweights = &dweights},
-                 weights);
+  return RunTaps(
+      context, attributes,
+      {.indices = indices, .volume = volume, .cotangent = cotangent, .dweights = &dweights},
+      weights);
 }
 
 const Registration kSample("jaxops_taps", kHandler<Sample>);
