@@ -339,12 +339,11 @@ _FREE = {
     "softmax_focal_loss_value_and_gradient": "operands less 4",
     "im2col": "operand 0 size [123]|result 0 size [12345]|strides|dilation|low|again",
     "col2im": "operand 0 size [1234]|result 0 size [12]|strides|dilation|low",
-    "conv": "operand 0 size [123]|operand 1 size [01]|operands less 2|result 0 (size [23]|dtype)"
+    "conv": "operand 0 size [1234]|operand 1 size [012]|operands less 2"
+    "|result 0 (size [123]|dtype)|strides|dilation|low",
+    "conv_input_grad": "operand 0 size [123]|operand 1 size [012]|result 0 (size [1234]|dtype)"
     "|strides|dilation|low",
-    "conv_input_grad": "operand 0 size [23]|operand 1 size [01]|result 0 (size [123]|dtype)"
-    "|strides|dilation|low",
-    "conv_kernel_grad": "operand 0 size [123]|operand 1 size [23]|result 0 (size [01]|dtype)"
-    "|strides|dilation|low",
+    "conv_kernel_grad": "operand [01] size .|result 0 (size [012]|dtype)|strides|dilation|low",
     "concatenate": "operand . size [012]|operands more|sources",
     "split": "operand 0 size 1|result . size 1|starts|sizes",
 }
