@@ -329,6 +329,15 @@ def test_more_than_the_cache_holds(platform):
     check(platform, arrays, 0)
 
 
+@pytest.mark.parametrize("widths", [(64, 128, 320), (257, 40, 300)], ids=str)
+def test_more_rows_than_the_cache_holds(platform, widths):
+    """The host's stores of arrays that fill cache lines, or most of them, bypass its caches too."""
+    rng = np.random.default_rng(3)
+    rows = (33 << 20) // sum(widths)
+    arrays = [arbitrary(rng, (rows, n), "uint8") for n in widths]
+    check(platform, arrays, 1)
+
+
 @pytest.mark.any_jax
 @pytest.mark.parametrize("count", [63, 64, 65, 199, 200, 201, 300, 480, 481])
 @pytest.mark.parametrize("axis", [0, 1])
