@@ -144,7 +144,9 @@ def _of_gpus(
     if options.rank == 3:
         return _of_volumes(direction, options)
     if call is None and math.prod(options.windows.taps) > native.limits("conv").max_taps:
-        return _of_many_taps(options, dtype)
+        way = _of_many_taps(options, dtype)
+        if way is not None:
+            return way
     if options.is_depthwise:
         # cuDNN has a kernel for these windows.
         is_special = options.windows.taps == (7, 7) and options.windows.strides == (2, 2)
