@@ -200,7 +200,7 @@ def test_int8(groups, taps, platform):
 
     options = {**placed, "preferred_element_type": np.int32}
     want = jnp.stack([oracle(k) for k in kernels])
-    got = run(
+    (got,) = run(
         jax.vmap(lambda k, x: jaxops.conv2d(x, k, **options), (0, None)), platform, kernels, x
     )
     assert got.dtype == np.int32

@@ -39,6 +39,8 @@ def compute(direction, way, options, *operands, bias=None):
     more = dict(options=options, dtype=operands[0].dtype, platform="cpu")
     if direction == "kernel_grad":
         more["summed"] = (True,) * batch
+    else:
+        operands = operands[0], operands[1][(None,) * batch]
     if bias is not None:
         more |= {"bias": bias, "activation": "silu"}
     with choices.forced(way):

@@ -150,9 +150,11 @@ def _of_gpus(
     if options.rank == 3:
         return _of_volumes(direction, options)
     if call is None and math.prod(options.windows.taps) > native.limits("conv").max_taps:
-        return _of_many_taps(options, dtype)
+        way = _of_many_taps(options, dtype)
+        if way is not None:
+            return way
     if options.is_depthwise:
-        # That of cuDNN has a kernel for these windows.
+        # cuDNN has a kernel for these windows.
         is_special = options.windows.taps == (7, 7) and options.windows.strides == (2, 2)
         return Way("xla") if is_special and direction == "kernel_grad" else None
     if options.groups > 1:
@@ -221,7 +223,7 @@ def _of_one_group(direction: Direction, options: Options, call: KernelCall | Non
         return None
     if is_apart:
         return Way("strides_to_channels")
-    # Those of few channels have kernels on Hopper GPUs, unless their windows are large.
+    # Few channels have kernels of their own on Hopper GPUs, unless their windows are large.
     is_filled = call.channels > options.fan_in
     if not is_filled or direction == "forward" or not cuda_kernels.are_hopper():
         return None

@@ -242,7 +242,7 @@ def _convolve(
     precision: Any,
     preferred_element_type: DTypeLike | None,
 ) -> jax.Array:
-    """What `conv1d`, `conv2d` and `conv3d` compute."""
+    """The convolution of `conv1d`, `conv2d` and `conv3d`."""
     layouts = _LAYOUTS[rank]
     layout = tuple(dimension_numbers) if isinstance(dimension_numbers, (tuple, list)) else ()
     if not all(isinstance(names, str) for names in layout) or layout not in layouts:

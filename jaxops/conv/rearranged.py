@@ -52,7 +52,7 @@ class Rearranged:
 
 def transpose(function: Map, result: jax.Array, shape: Sequence[int]) -> jax.Array:
     """The transpose of a linear map from arrays of this shape, applied to `result`."""
-    # Inside a shard_map these vary over the mesh as the result does. Of them the type is needed.
+    # Inside a shard_map these vary over the mesh as the result does. Their type alone is needed.
     like, _ = compat.make_varying([jnp.zeros(shape, result.dtype), result])
     (pulled,) = jax.linear_transpose(function, like)(result)
     return pulled
