@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-#: What an argument `activation` may be.
+#: The type of an argument `activation`.
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
 
@@ -32,7 +32,7 @@ _FUNCTIONS = ((jax.nn.relu, "relu"), (jax.nn.silu, "silu"), (jax.nn.gelu, "gelu"
 def find_name(activation: Any) -> Any:
     """The key in `ACTIVATIONS` of a name in any case, or of a function of `jax.nn`.
 
-    What is neither is returned as it is.
+    Anything else is returned as it is.
     """
     for function, name in _FUNCTIONS:
         if activation is function:

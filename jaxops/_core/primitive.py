@@ -230,7 +230,7 @@ class Operator:
         return self._local.bind(*operands, **params, needs_kernels=needs_kernels)
 
     def _compute_plainly(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-        """What the primitive stands for, written into the program in its place."""
+        """The definition of the primitive, written into the program in its place."""
         assert self._plain is not None  # every operator has one of the three
         function = _promoting(self._scope(functools.partial(self._plain, **params)))
         with _refusing_symbolic(self.name, operands):

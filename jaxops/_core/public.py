@@ -19,8 +19,8 @@ from jaxops._core import implementation
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: What PyTorch, jax.lax, Keras and NumPy call an argument, by what we may call it. The first name
-#: that a function has is meant.
+#: The names that PyTorch, jax.lax, Keras and NumPy have for an argument, by those that it may have
+#: here. The first name that a function has is meant.
 _NAMES_ELSEWHERE = {
     "x": ("input", "inputs", "lhs"),
     "x_t": ("input", "inputs", "x"),
