@@ -1,4 +1,4 @@
-"""What every public function does before its own code: its implementation, and misnamed arguments.
+"""The steps of every public function before its own: its implementation, and misnamed arguments.
 
     @public_function
     def operator(x, *, option=1, implementation=None):
