@@ -65,7 +65,7 @@ def conv1d(
       dilation: the steps between neighbouring entries of the window.
       groups: as for `conv2d`, like `bias`, `activation`, `precision` and `preferred_element_type`.
       bias: (O,).
-      activation: None, "relu", "silu" or "gelu".
+      activation: as for `conv2d`.
       dimension_numbers: ("NWC", "WIO", "NWC") or ("NCW", "OIW", "NCW").
       precision: of the matrix products.
       preferred_element_type: the dtype of the result.
@@ -197,7 +197,7 @@ def conv3d(
       dilation: the steps between neighbouring entries of the window.
       groups: as for `conv2d`, like `bias`, `activation`, `precision` and `preferred_element_type`.
       bias: (O,).
-      activation: None, "relu", "silu" or "gelu".
+      activation: as for `conv2d`.
       dimension_numbers: ("NDHWC", "DHWIO", "NDHWC") or ("NCDHW", "OIDHW", "NCDHW").
       precision: of the matrix products.
       preferred_element_type: the dtype of the result.
@@ -237,7 +237,7 @@ def _convolve(
     dilation: Any,
     groups: int,
     bias: ArrayLike | None,
-    activation: str | None,
+    activation: Activation,
     dimension_numbers: Any,
     precision: Any,
     preferred_element_type: DTypeLike | None,
