@@ -765,4 +765,4 @@ def test_traced_sizes_are_refused():
 
 def test_sizes_are_by_keyword():
     with pytest.raises(TypeError, match="positional"):
-        jaxops.concatenate([np.zeros(2)], 0, [2])
+        jaxops.concatenate([np.zeros(2)], 0, None, [2])

@@ -638,7 +638,7 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
 @pytest.mark.parametrize(("groups", "by_xla"), [(1, True), (2, False)])
 def test_what_devices_do_with_too_many_patches_of_one_image(groups, by_xla, monkeypatch):
     """Lowers for a GPU: XLA's convolution of one group, and slabs of several."""
-    monkeypatch.setattr(patches, "_DEVICE_BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(patches, "DEVICE_BLOCK_BYTES", 1 << 14)
     options = {
         "window_strides": (1, 1, 1),
         "padding": "SAME",

@@ -85,6 +85,11 @@ def forced(way: Way) -> Generator[None]:
         _forced.reset(token)
 
 
+def is_forced() -> bool:
+    """Whether the next convolution is to be computed in a way of `forced`."""
+    return _forced.get() is not None
+
+
 def find(
     direction: Direction,
     options: Options,

@@ -55,7 +55,7 @@ def dynamic_conv(
     else:
         # The first tap's sum varies over a mesh as the others do, under `shard_map`.
         total, _ = add_tap(jnp.zeros((), dtype), 0)
-        total, _ = jax.lax.scan(add_tap, total, jnp.arange(1, taps), unroll=_unroll(taps))
+        total, _ = jax.lax.scan(add_tap, total, jnp.arange(1, taps), unroll=_unroll(taps - 1))
     if bias is not None:
         total = total + bias.astype(dtype)[..., None, :]
     y = ACTIVATIONS[activation](total).astype(x.dtype)
@@ -81,7 +81,8 @@ def dynamic_conv_input_grad(
     # Step s reads what tap K - 1 - k of a convolution with the mirrored padding reads.
     mirrored = (taps - 1) * dilation - padding
     shifted = _Shifted(g.astype(dtype), None, starts, taps, mirrored, dilation)
-    filters = _Shifted(p.reshape(*p.shape[:-2], -1), None, starts, taps, mirrored, dilation)
+    of_steps = p.reshape(*p.shape[:-2], p.shape[-2] * taps)
+    filters = _Shifted(of_steps, None, starts, taps, mirrored, dilation)
 
     def add_tap(total, k):
         _, rows = shifted.at(k)
@@ -125,7 +126,7 @@ def dynamic_conv_weight_grad(
         products = jnp.where(valid[..., None], g, 0) * rows
         return None, products.reshape(*products.shape[:-1], heads, -1).sum(axis=-1)
 
-    _, by_tap = jax.lax.scan(correlate, None, jnp.arange(taps))
+    _, by_tap = jax.lax.scan(correlate, None, jnp.arange(taps), unroll=_unroll(taps))
     return jnp.moveaxis(by_tap, 0, -1)
 
 
@@ -154,9 +155,9 @@ def _batch(x, weight, starts, state=None):
     return jnp.broadcast_shapes(*shapes)
 
 
-def _unroll(taps):
+def _unroll(count):
     # Unrolled, XLA fuses the taps into one pass over x; very long filters stay a loop.
-    return max(1, taps - 1) if taps <= 64 else 1
+    return max(1, count) if count < 64 else 1
 
 
 class _Shifted:

@@ -151,6 +151,7 @@ def lightweight_conv_filter_grad(
     def correlate(_, tap_and_offset):
         return None, jnp.sum(read(*tap_and_offset) * g, axis=-2)
 
-    _, by_channel = jax.lax.scan(correlate, None, (jnp.arange(taps), offsets))
+    unroll = taps if taps <= 64 else 1
+    _, by_channel = jax.lax.scan(correlate, None, (jnp.arange(taps), offsets), unroll=unroll)
     by_head = by_channel.reshape(*by_channel.shape[:-1], heads, channels // heads).sum(axis=-1)
     return jnp.moveaxis(by_head, 0, -1)
