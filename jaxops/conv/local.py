@@ -40,7 +40,7 @@ def forward(x, kernel, bias=None, *, options, dtype, activation=None, platform, 
     axis = x.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
     a, b, sums = cuda_kernels.operands(platform, dtype, x, kernel)
-    if _runs_on_cpu("forward", options, platform, sums, a, b):
+    if _runs_on_cpu("forward", options, platform, a, b):
         more = {"options": options, "dtype": sums, "activation": activation}
         return [cpu_kernels.forward(a, b, bias, **more).astype(dtype)]
     call = _find_call(options, platform, sums, a, b, batch)
@@ -97,7 +97,7 @@ def input_grad(g, kernel, *, options, dtype, platform):
     axis = g.ndim - 2 - options.rank
     batch = _Batch.from_kernels(kernel, axis)
     a, b, sums = cuda_kernels.operands(platform, dtype, g, kernel)
-    if _runs_on_cpu("input_grad", options, platform, sums, a, b):
+    if _runs_on_cpu("input_grad", options, platform, a, b):
         return [cpu_kernels.input_grad(a, b, options=options, dtype=sums).astype(dtype)]
     call = _find_call(options, platform, sums, a, b, batch)
     own = options.of_shard(*kernel.shape[-2:])
@@ -152,7 +152,7 @@ def kernel_grad(x, g, *, options, dtype, summed, platform):
     shape: tuple[Any, ...] = lax.broadcast_shapes(x.shape[:axis], g.shape[:axis])
     batch = _Batch({i: n for i, n in enumerate(shape) if not summed[i] and n != 1})
     a, b, sums = cuda_kernels.operands(platform, dtype, x, g)
-    if _runs_on_cpu("kernel_grad", options, platform, sums, a, b):
+    if _runs_on_cpu("kernel_grad", options, platform, a, b):
         more = {"options": options, "dtype": sums, "summed": summed}
         return [cpu_kernels.kernel_grad(a, b, **more).astype(dtype)]
     call = cuda_kernels.find_kernel_grad_call(options, platform, sums, a, b, batch.count)
@@ -245,11 +245,11 @@ def epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
     return (x, kernel), of_sums, finish
 
 
-def _runs_on_cpu(direction, options: Options, platform: str | None, sums: Any, *arrays) -> bool:
+def _runs_on_cpu(direction, options: Options, platform: str | None, *arrays) -> bool:
     """Whether a kernel of CPUs computes a call, whose sizes it needs to know."""
     return (
         cpu_kernels.prefers(options, platform, direction)
-        and jnp.issubdtype(sums, jnp.floating)
+        and all(jnp.issubdtype(a.dtype, jnp.floating) for a in arrays)
         and not any(jax.export.is_symbolic_dim(n) for a in arrays for n in a.shape)
         and not choices.is_forced()
     )
