@@ -139,8 +139,7 @@ constexpr Family<Forward> kPackedForwardFamilies[] = {
     {"packed", CanRunPacked, Always, LaunchPacked},
 };
 const Table<Forward> kPackedForward("lightweight_conv_packed", "forward", kPackedForwardFamilies);
-const Table<Forward> kPackedPart("lightweight_conv_packed_part", "forward",
-                                 kPackedForwardFamilies);
+const Table<Forward> kPackedPart("lightweight_conv_packed_part", "forward", kPackedForwardFamilies);
 
 cudaError_t LaunchHeads(cudaStream_t stream, const Forward& call, const Device&) {
   Forward stateless = call;

@@ -348,7 +348,7 @@ def _int8_array(name: str, argument: str, value: Any, rank: int, shape: str) -> 
     return array
 
 
-def _check_integers(name: str, preferred: Any, bias: Any, activation: str | None) -> np.dtype:
+def _check_integers(name: str, preferred: Any, bias: Any, activation: Any) -> np.dtype:
     """The dtype of a result of int8."""
     try:
         is_int32 = preferred is not None and jnp.dtype(preferred) == np.int32
