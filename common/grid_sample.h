@@ -109,10 +109,20 @@ struct Place {
   multilinear::Axis<A> axis;
 };
 
+// Tells whether coordinates count entries. Kernels of GPUs do not take such coordinates.
+JAXOPS_HOST_DEVICE_INLINE bool CountsEntries([[maybe_unused]] const Geometry& geometry) {
+#if defined(__CUDA_ARCH__)
+  return false;
+#else
+  return geometry.pixel;
+#endif
+}
+
 // Returns the entries that one unit of a coordinate spans, along an axis of n entries.
 template <typename A>
 JAXOPS_HOST_DEVICE_INLINE A SlopeOf(A n, const Geometry& geometry) {
-  return geometry.pixel ? A(1) : (geometry.align_corners ? n - 1 : n) / 2;
+  if (CountsEntries(geometry)) return 1;
+  return geometry.align_corners ? (n - 1) / 2 : n / 2;
 }
 
 // A NaN is located far outside; the caller checks for NaN.
@@ -122,8 +132,9 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> Locate(A p, int32_t size, const Geometry& geo
   const A n = static_cast<A>(size);
   const A last = n - 1;
   A slope = SlopeOf(n, geometry);
-  A x = geometry.pixel ? p : MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
-  if (geometry.align_corners && size == 1 && !geometry.pixel) x = 0;
+  A x = MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
+  if (geometry.align_corners && size == 1) x = 0;
+  if (CountsEntries(geometry)) x = p;
   if (geometry.padding == Padding::kZeros) {
     if (!(x > -1 && (x < n || x == last))) return {-2, false, false, {0, 0, 0}};
   } else {
@@ -163,8 +174,9 @@ JAXOPS_HOST_DEVICE_INLINE Place<A> LocateInZeros(A p, int32_t size, const Geomet
   const A n = static_cast<A>(size);
   const A last = n - 1;
   const A slope = SlopeOf(n, geometry);
-  A x = geometry.pixel ? p : MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
-  x = geometry.align_corners && size == 1 && !geometry.pixel ? A(0) : x;
+  A x = MultiplyAdd(p + 1, slope, geometry.align_corners ? A(0) : A(-0.5));
+  x = geometry.align_corners && size == 1 ? A(0) : x;
+  if (CountsEntries(geometry)) x = p;
   const bool near = x > -1 && (x < n || x == last);
   x = near ? x : A(0);
   const bool ends = x == last && size > 1;

@@ -98,6 +98,11 @@ xf::Error RunSample(Context context, const SampleAttributes& attributes, const B
   geometry.padding = attributes.padding_mode;
   geometry.align_corners = attributes.align_corners;
   geometry.pixel = attributes.pixel;
+#ifdef JAXOPS_PLATFORM_CUDA
+  if (geometry.pixel) {
+    return InvalidArgument(kName, ": there are no CUDA kernels of coordinates that count entries");
+  }
+#endif
   if (directions.size() > multilinear::kMaxDirections) {
     return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",
                            directions.size());

@@ -596,7 +596,7 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
     # No cache holds a large volume, and its points are enough to be sorted.
     is_large = n.prod() > LARGE
     widths = (32,) if is_large else (1, 5, 16, 33)
-    for width, frame in itertools.product(widths, ("edges", "corners", "pixel")):
+    for width, align_corners in itertools.product(widths, (False, True)):
         points_of = n.prod() // 2 if is_large else 600
         if dtype == "float32" and width == 5 and not deterministic and not is_large:
             points_of = 53_000  # kernels whose threads locate their own points take fewer
@@ -610,22 +610,13 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
         # A large volume's brick gets more points than one warp sums.
         of_one_cell = 3000 if is_large else 400
         x[:of_one_cell] = n // 2 + rng.uniform(0.2, 0.8, (of_one_cell, n.size))
-        frames = {"edges": (2 * x + 1) / n - 1, "corners": 2 * x / (n - 1) - 1, "pixel": x}
-        points = frames[frame]
+        points = (2 * x / (n - 1) if align_corners else (2 * x + 1) / n) - 1
         points = points.astype("float64" if dtype == "float64" else "float32")
         g = rng.normal(size=(points_of, width)).astype(jnp.dtype(dtype))
-        options = {"deterministic": deterministic}
-        if frame == "pixel":
-            options["coordinates"] = "pixel"
-        else:
-            options["align_corners"] = frame == "corners"
+        options = {"align_corners": align_corners, "deterministic": deterministic}
 
-        def sums(points, n=n, frame=frame):
-            x = {
-                "edges": ((points + 1) * n - 1) / 2,
-                "corners": (points + 1) / 2 * (n - 1),
-                "pixel": points,
-            }[frame]
+        def sums(points, n=n, align_corners=align_corners):
+            x = (points + 1) / 2 * (n - 1) if align_corners else ((points + 1) * n - 1) / 2
             low = np.floor(x).astype(int)
             corners = [
                 np.ravel_multi_index((low + c).T, n)
@@ -637,8 +628,7 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
         program = jax.jit(functools.partial(interpolations, function))
         got = program(*jax.device_put((volume, points, g), device))
         wide = [a.astype(np.float64) for a in (volume, points, g)]
-        step = 0.09 if frame == "pixel" else 0.09 / n.max()
-        want = expected_interpolations(sums, *wide, step=step)
+        want = expected_interpolations(sums, *wide, step=0.09 / n.max())
         name = f"{dtype}, {sizes}, F={width}, {options}"
         terms = max(600, of_one_cell if is_large else points_of // 10)
         found, bad = compared(name, got, want, dtype, terms)

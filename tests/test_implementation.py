@@ -183,6 +183,41 @@ def test_native_of_an_option_without_kernels():
         jaxops.softmax_focal_loss(X, X, implementation="native")
 
 
+def cuda_program(function, *arguments):
+    checks = jaxops.DISABLE_JAX_EXPORT_CHECKS
+    export = jax.export.export(jax.jit(function), platforms=("cuda",), disabled_checks=checks)
+    return export(*arguments).mlir_module()
+
+
+@pytest.mark.parametrize("options", [{"coordinates": "pixel"}, {"method": "cubic"}], ids=str)
+def test_native_of_an_option_that_cpus_alone_have(options, monkeypatch):
+    volume, points = np.ones((4, 4, 2), np.float32), np.zeros((5, 2), np.float32)
+    with pytest.raises(
+        NotImplementedError, match=r"^grid_sample: .* platform 'cuda': there are some for cpu only"
+    ):
+        cuda_program(
+            lambda v, p: jaxops.grid_sample(v, p, implementation="native", **options),
+            volume,
+            points,
+        )
+    # The definition runs there otherwise, whatever kernels are allowed.
+    monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, "on")
+    text = cuda_program(lambda v, p: jaxops.grid_sample(v, p, **options), volume, points)
+    assert "@jaxops_" not in text
+
+
+def test_native_with_an_unknown_work_space():
+    (rows,) = jax.export.symbolic_shape("b")
+    logits = jax.ShapeDtypeStruct((rows, 4), np.float32)
+    labels = jax.ShapeDtypeStruct((rows,), np.int32)
+    with pytest.raises(NotImplementedError, match=r"platform 'cuda': their work space needs sizes"):
+        cuda_program(
+            lambda z, y: jaxops.sigmoid_focal_loss(z, y, reduction="sum", implementation="native"),
+            logits,
+            labels,
+        )
+
+
 def test_native_takes_patches_by_our_kernels():
     """XLA's convolution, which conv2d leaves large images to on CPUs, is none of them."""
     x = jax.ShapeDtypeStruct((64, 224, 224, 64), np.float32)

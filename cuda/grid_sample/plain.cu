@@ -401,8 +401,7 @@ cudaError_t LaunchWith(cudaStream_t stream, const Job& job) {
 bool CanRunPlain(const Job& job, const Device&) {
   const Call& call = job.call;
   const Geometry& geometry = call.geometry;
-  if (call.order > 0 || geometry.method != Method::kLinear || geometry.padding != Padding::kZeros ||
-      geometry.pixel) {
+  if (call.order > 0 || geometry.method != Method::kLinear || geometry.padding != Padding::kZeros) {
     return false;
   }
   if (call.point_dtype != (call.dtype == DType::kF64 ? DType::kF64 : DType::kF32)) return false;

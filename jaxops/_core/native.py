@@ -354,12 +354,19 @@ def _refuse(function: str, platform: str, reason: str) -> None:
     )
 
 
-def refuse_elsewhere(operator: str, ctx) -> None:
+def refuse_elsewhere(operator: str, ctx, handled: Sequence[str]) -> None:
     """Raises where a lowering for a platform without handlers insists on them."""
     function = implementation.needs_kernels(operator)
     if function is not None:
-        others = [p for p in compat.platforms(ctx) if p not in PLATFORMS]
-        _refuse(function, ", ".join(others), f"there are some for {' and '.join(PLATFORMS)} only")
+        others = [p for p in compat.platforms(ctx) if p not in handled]
+        _refuse(function, ", ".join(others), f"there are some for {' and '.join(handled)} only")
+
+
+def refuse_symbolic(operator: str, platform: str) -> None:
+    """Raises where a lowering insists on kernels whose work space needs sizes that are numbers."""
+    function = implementation.needs_kernels(operator)
+    if function is not None:
+        _refuse(function, platform, "their work space needs sizes that are numbers")
 
 
 def use_kernels(operator: str, platform: str, ctx) -> bool:

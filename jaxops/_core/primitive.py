@@ -125,7 +125,8 @@ class Operator:
         that, too. Called as
         local(*operands, platform=..., **params), the platform being None where there are no
         handlers.
-      platforms: those that have handlers of it; others run the reference.
+      platforms: those that have handlers of it, or a function of the params that returns them;
+        others run the reference.
       work_space: whether CUDA calls may have one, as an extra result. The handler tells its size.
       replicated: factors that each device needs whole; "part" stands for part0, part1, ... as well.
       summed_outputs: the results that are summed over the batch dimensions flagged in the
@@ -157,7 +158,7 @@ class Operator:
         attributes: Callable[..., Mapping[str, Any]] | None = None,
         composition: Callable[..., Sequence[jax.Array]] | None = None,
         local: Callable[..., Sequence[jax.Array]] | None = None,
-        platforms: Sequence[str] = tuple(native.PLATFORMS),
+        platforms: Sequence[str] | Callable[..., Sequence[str]] = tuple(native.PLATFORMS),
         work_space: bool = False,
         replicated: Sequence[str] = (),
         summed_outputs: Sequence[int] = (),
@@ -183,6 +184,7 @@ class Operator:
         self._aliases = aliases or {}
         self._is_new_on_gpu = is_new_on_gpu
         self._asks_on_gpu = asks_on_gpu
+        self._platforms = platforms
         # The outer primitive is what JAX transforms see; the inner one is the call on one device.
         self.primitive = self._new_primitive(name)
         batching.primitive_batchers[self.primitive] = _as_bound(self._batch)
@@ -205,7 +207,7 @@ class Operator:
             return
         native.TARGETS.append(self.target)
         mlir.register_lowering(self._local, _as_bound(self._lower_elsewhere))
-        for platform in platforms:
+        for platform in native.PLATFORMS:
             lower = functools.partial(self._lower_native, platform=platform)
             mlir.register_lowering(self._local, _as_bound(lower), platform=platform)
 
@@ -457,7 +459,7 @@ class Operator:
 
     def _lower_elsewhere(self, ctx, *values, **params):
         """The lowering for platforms that have no handlers."""
-        native.refuse_elsewhere(self.name, ctx)
+        native.refuse_elsewhere(self.name, ctx, self._handled(params))
         return self._lower_reference(ctx, *values, **params)
 
     def _lower_reference(self, ctx, *values, **params):
@@ -509,11 +511,18 @@ class Operator:
         has_one = self._work_space and platform == "cuda"
         return not (has_one and any(map(compat.has_symbolic_shape, operands)))
 
+    def _handled(self, params):
+        """The platforms that have handlers of such a call."""
+        return self._platforms(**params) if callable(self._platforms) else self._platforms
+
     def _lower_native(self, ctx, *values, platform, **params):
-        if (
-            not self._may_call(platform, ctx, params)
-            or not self._has_known_work_space(platform, ctx.avals_in)
-            or not native.use_kernels(self.name, platform, ctx)
+        if platform not in self._handled(params):
+            return self._lower_elsewhere(ctx, *values, **params)
+        if not self._has_known_work_space(platform, ctx.avals_in):
+            native.refuse_symbolic(self.name, platform)
+            return self._lower_reference(ctx, *values, **params)
+        if not self._may_call(platform, ctx, params) or not native.use_kernels(
+            self.name, platform, ctx
         ):
             return self._lower_reference(ctx, *values, **params)
         run = functools.partial(self._run_native, platform=platform)
@@ -522,7 +531,7 @@ class Operator:
 
     def _lower_composed(self, ctx, *values, local, platform, **params):
         if platform is None:
-            native.refuse_elsewhere(self.name, ctx)
+            native.refuse_elsewhere(self.name, ctx, tuple(native.PLATFORMS))
         elif not native.use_kernels(self.name, platform, ctx):
             platform = None
         run = functools.partial(local, platform=platform)

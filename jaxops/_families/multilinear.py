@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._core import compat, rules
+from jaxops._core import compat, native, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 
@@ -63,7 +63,7 @@ class Family:
       sums_batches: whether the kernels sum the values' gradient over batch dimensions that the
         values do not have.
       work_space: whether CUDA calls of the values' gradients, and of the values, may have one.
-      is_new_on_gpu: whether calls with these options run kernels that no GPU has run.
+      platforms: those that have handlers of calls with these options.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Family:
         sums_batches: bool = False,
         work_space: bool = False,
         prefix: str | None = None,
-        is_new_on_gpu: Callable[[Any], bool] = lambda options: False,
+        platforms: Callable[[Any], Sequence[str]] = lambda options: tuple(native.PLATFORMS),
     ):
         self._reference = reference
         self._sums_batches = sums_batches
@@ -85,7 +85,7 @@ class Family:
         handled = {
             **common,
             "attributes": lambda *, options, **_: attributes(options),
-            "is_new_on_gpu": lambda *, options, **_: is_new_on_gpu(options),
+            "platforms": lambda *, options, **_: platforms(options),
         }
         prefix = prefix or name
         self._sample = Operator(

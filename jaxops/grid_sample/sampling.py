@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxops._core import native
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._families import multilinear
 from jaxops.grid_sample import taps
@@ -147,5 +148,5 @@ _family = multilinear.Family(
     replicated=("size", "axes"),
     sums_batches=True,
     work_space=True,
-    is_new_on_gpu=lambda options: options.pixel,
+    platforms=lambda options: ("cpu",) if options.pixel else tuple(native.PLATFORMS),
 )

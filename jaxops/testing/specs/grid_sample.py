@@ -161,7 +161,7 @@ def _spec(variant, *, sizes, width, large_width, batched=False, reach=1.3, **opt
         if has_stencils
         else (f"{kernel}_volume_grad" if nearest else f"{kernel}_backward",)
     )
-    # No GPU has run kernels of coordinates in entries.
+    # CPUs alone have kernels of stencils and of coordinates in entries.
     only_on_cpus = has_stencils or options.get("coordinates") == "pixel"
 
     def calls(*names):
