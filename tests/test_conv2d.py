@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxops
-from jaxops.conv import cpu_kernels, patches, public
+from jaxops.conv import cpu_kernels, cuda_kernels, patches, public
 from jaxops.testing.measure import (
     assert_close,
     collectives,
@@ -637,7 +637,8 @@ def test_patches_of_one_image_are_bounded(name, platform, monkeypatch):
 
 @pytest.mark.parametrize(("groups", "by_xla"), [(1, True), (2, False)])
 def test_what_devices_do_with_too_many_patches_of_one_image(groups, by_xla, monkeypatch):
-    """Lowers for a GPU: XLA's convolution of one group, and slabs of several."""
+    """Lowers for a GPU without kernels: XLA's convolution of one group, and slabs of several."""
+    monkeypatch.setattr(cuda_kernels, "has_kernels", lambda: False)
     monkeypatch.setattr(patches, "DEVICE_BLOCK_BYTES", 1 << 14)
     options = {
         "window_strides": (1, 1, 1),

@@ -34,9 +34,9 @@ def arrays_of(direction, x, kernel, options):
     return {"forward": (x, kernel), "input_grad": (g, kernel), "kernel_grad": (x, g)}[direction]
 
 
-def compute(direction, way, options, *operands, bias=None):
+def compute(direction, way, options, platform, *operands, bias=None):
     batch = operands[0].ndim - 2 - options.rank
-    more = dict(options=options, dtype=operands[0].dtype, platform="cpu")
+    more = dict(options=options, dtype=operands[0].dtype, platform=platform)
     if direction == "kernel_grad":
         more["summed"] = (True,) * batch
     else:
@@ -69,7 +69,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_ways_compute_the_convolution(name, monkeypatch):
+def test_ways_compute_the_convolution(name, monkeypatch, platform):
     """Tests float64 against `jax.lax`, and bfloat16, whose sums are rounded once."""
     way, x, kernel, placed = WAYS[name]
     options = options_of(x, kernel, **placed)
@@ -80,7 +80,8 @@ def test_ways_compute_the_convolution(name, monkeypatch):
         rng = np.random.default_rng(0)
         exact = [jnp.asarray(rng.standard_normal(s), jnp.float64) for s in shapes]
         bias = jnp.asarray(rng.standard_normal(kernel[-1])) if direction == "forward" else None
-        run = jax.jit(functools.partial(compute, direction, way, options))
+        exact, bias = jax.device_put((exact, bias), platform.device)
+        run = jax.jit(functools.partial(compute, direction, way, options, platform.name))
         got = run(*exact, bias=bias)
         want = _by_lax(direction, options, x, kernel, *exact, bias=bias)
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
@@ -146,9 +147,10 @@ def test_entries_that_become_channels_keep_nan_apart(direction):
     """A pixel that is not finite is in one window, and no other result may have it."""
     x, kernel = (1, 9, 9, 2), (3, 3, 2, 4)
     options = options_of(x, kernel, strides=3, padding="VALID")
-    operands = [jnp.ones(s) for s in arrays_of(direction, x, kernel, options)]
-    operands[0] = operands[0].at[0, 1, 1].set(jnp.nan)
-    y = compute(direction, CHANNELS, options, *operands)
+    operands = [np.ones(s) for s in arrays_of(direction, x, kernel, options)]
+    operands[0][0, 1, 1] = np.nan
+    operands = jax.device_put(operands, jax.devices("cpu")[0])
+    y = compute(direction, CHANNELS, options, "cpu", *operands)
     of_window = {"forward": jnp.s_[0, 0, 0], "input_grad": jnp.s_[0, 3:6, 3:6]}[direction]
     assert jnp.isnan(y[of_window]).all()
     assert jnp.isnan(y).sum() == y[of_window].size

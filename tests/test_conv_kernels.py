@@ -22,7 +22,8 @@ import jaxops
 from jaxops._core import compat, native
 from jaxops._families.windows import Windows, make_windows
 from jaxops.activations import ACTIVATIONS
-from jaxops.conv import cpu_kernels, cuda_kernels
+from jaxops.conv import choices, cpu_kernels, cuda_kernels
+from jaxops.conv.choices import Way
 from jaxops.testing.measure import assert_close, on_reference, run, vjp_of
 
 NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
@@ -716,6 +717,7 @@ def hopper(platform):
     return platform
 
 
+@choices.forced(Way("own"))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name, dtype, hopper):
@@ -952,6 +954,7 @@ DIRECT = {
 }
 
 
+@choices.forced(Way("own"))
 @pytest.mark.parametrize("name", [*OF_EVERY_GPU, *DIRECT])
 def test_what_every_gpu_has(name, platform):
     if platform.name != "cuda" or not cuda_kernels.has_kernels():

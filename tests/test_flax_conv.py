@@ -61,6 +61,13 @@ EACH = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def exact_products():
+    """GPUs round the operands of float32 products by default, so that two ways give two results."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def assert_same(ours, theirs, parameters, x, hasty):
     """Values, and gradients with respect to the parameters and x."""
     # XLA compiles a layer as one program faster than each of its operations.

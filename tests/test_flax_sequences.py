@@ -31,6 +31,13 @@ eps = np.finfo(np.float32).eps
 
 
 @pytest.fixture(scope="module", autouse=True)
+def exact_products():
+    """GPUs round the operands of float32 products by default, so that two ways give two results."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def hasty_compiler():
     """XLA takes far longer to optimize these programs than to run them."""
     if jax.default_backend() != "cpu":

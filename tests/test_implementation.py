@@ -23,6 +23,7 @@ from jaxops._core import native
 from jaxops.testing.measure import custom_calls, lowered_calls
 
 ROOT = pathlib.Path(__file__).parents[1]
+CPU = jax.devices("cpu")[0]
 X = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float32)
 WEIGHT = np.ones((2, 3), np.float32)
 IMAGE, KERNEL = np.ones((1, 5, 5, 4), np.float32), np.ones((3, 3, 4, 2), np.float32)
@@ -161,7 +162,7 @@ def test_native_without_a_platform(monkeypatch):
         "conv_transpose": lambda **o: jaxops.conv_transpose(IMAGE, KERNEL, (2, 2), "SAME", **o),
     }
     for name, call in calls.items():
-        with pytest.raises(NotImplementedError) as caught:
+        with jax.default_device(CPU), pytest.raises(NotImplementedError) as caught:
             call(implementation="native")
         assert str(caught.value) == (
             f"{name}: implementation='native' needs kernels for platform 'cpu': there are none "
@@ -227,14 +228,15 @@ def test_native_takes_patches_by_our_kernels():
 
 
 def test_plain_calls_of_lax_do_not_warn():
-    jaxops.conv_general_dilated(
-        IMAGE.astype(np.int16),
-        KERNEL.astype(np.int16),
-        (1, 1),
-        "SAME",
-        dimension_numbers=NHWC,
-        implementation="xla",
-    )
+    with jax.default_device(CPU):  # XLA has no convolution of integers on GPUs
+        jaxops.conv_general_dilated(
+            IMAGE.astype(np.int16),
+            KERNEL.astype(np.int16),
+            (1, 1),
+            "SAME",
+            dimension_numbers=NHWC,
+            implementation="xla",
+        )
 
 
 def test_wrong_names():

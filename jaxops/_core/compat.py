@@ -53,6 +53,7 @@ __all__ = [
     "is_undefined_primal",
     "let_pickle",
     "literal",
+    "lower_as_on_one_device",
     "make_varying",
     "mesh_shapes",
     "mlir",
@@ -287,6 +288,23 @@ def _without_mesh_lowering(ctx, *values, function):
 
 
 mlir.register_lowering(_without_mesh, _without_mesh_lowering)
+
+
+def lower_as_on_one_device(function):
+    """The lowering of `function` for values of a `shard_map` as if there were none around it.
+
+    Its values would vary over a mesh or not, and JAX sums what its derivatives give to those that
+    do not vary. The operator that is being lowered has its own rules for that.
+    """
+
+    def lower(ctx, *values, **params):
+        types = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            return mlir.lower_fun(function, multiple_results=True)(
+                ctx.replace(avals_in=types), *values, **params
+            )
+
+    return lower
 
 
 def with_output_sharding(ctx, values):

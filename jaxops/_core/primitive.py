@@ -464,7 +464,7 @@ class Operator:
 
     def _lower_reference(self, ctx, *values, **params):
         with _refusing_symbolic(self.name, ctx.avals_in):
-            return _lower_fun(self._run_reference)(ctx, *values, **params)
+            return compat.lower_as_on_one_device(self._run_reference)(ctx, *values, **params)
 
     def _run_reference(self, *operands, **params):
         assert self._reference is not None

@@ -678,12 +678,15 @@ def _backward_reference(x, weight, g, starts=None, *, options, summed, bias_dtyp
     dweight = reference.lightweight_conv_filter_grad(
         x, g, starts=starts, heads=heads, taps=taps, **dataclasses.asdict(options)
     )
-    dx = jnp.broadcast_to(dx, (*_batch_shape(x, weight, g, starts), *dx.shape[-2:]))
-    results = [dx, dweight.sum(axes, keepdims=True).astype(weight.dtype)]
+    batch = _batch_shape(x, weight, g, starts)
+
+    def of_batch(array, rank):
+        return jnp.broadcast_to(array, (*batch, *array.shape[array.ndim - rank :]))
+
+    results = [of_batch(dx, 2), of_batch(dweight, 2).sum(axes, keepdims=True).astype(weight.dtype)]
     if bias_dtype is not None:
-        wide = g.astype(accumulation_dtype(g))
-        dbias = jnp.sum(wide, axis=options.time_axis).sum(axes, keepdims=True)
-        results.append(dbias.astype(bias_dtype))
+        dbias = of_batch(jnp.sum(g.astype(accumulation_dtype(g)), axis=options.time_axis), 1)
+        results.append(dbias.sum(axes, keepdims=True).astype(bias_dtype))
     return results
 
 

@@ -160,9 +160,11 @@ def _calls(platform, *, depthwise, passes):
     return {"jaxops_im2col": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
 
 
-def transposed_calls(platform, *, passes):
+def transposed_calls(platform, *, passes, groups=1):
     """Calls of a transposed convolution of few channels, or of it and its gradients."""
-    if platform == "cpu":
+    if (
+        platform == "cpu" or groups > 1
+    ):  # GPUs have kernels of small groups, but of few channels none
         forward, input_grad, kernel_grad = cpu_kernels.TARGETS
         return dict.fromkeys((input_grad, forward, kernel_grad)[:passes], 1)
     return {"jaxops_col2im": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
