@@ -279,10 +279,7 @@ BROKEN = {
         "has the type",
     ),
     "export": (function_of(with_a_callback), "python_callback"),
-    "implementation": (
-        function_of(content_without_kernels),
-        "native lowers for a platform without kernels",
-    ),
+    "implementation": (function_of(content_without_kernels), "native runs no handler on tpu"),
     "checkpoint": (changed(checkpoint_name="another_name"), "with 'another_name' saved calls"),
     "donation": (function_of(never_the_same), "in donated memory"),
     "size zero": (function_of(without_zero_sizes), "the results are"),
