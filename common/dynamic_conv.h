@@ -77,9 +77,24 @@ int64_t WorkSpaceBytes(const Call& call) {
   return 2 * call.batch.size() * g.time * g.heads * (call.dtype == DType::kF64 ? 8 : 4);
 }
 
+// GPUs have a kernel for the value with at most so many taps.
+inline constexpr int64_t kMaxShortTaps = 8;
+
+// IsShort says whether that kernel takes a call, wherever its arrays are: without dilation, in NTC,
+// with heads of 2^n vectors of 16 bytes and at most 32.
+inline bool IsShort(const Forward& call) {
+  const Geometry& g = call.geometry;
+  const int64_t vector = 16 / SizeOf(call.dtype);
+  const int64_t depth = g.channels / g.heads, lanes = depth / vector;
+  return call.dtype != DType::kF64 && g.data_format == DataFormat::kNTC &&
+         g.taps <= kMaxShortTaps && (g.dilation == 1 || g.taps == 1) && depth % vector == 0 &&
+         lanes > 0 && lanes <= 32 && (lanes & (lanes - 1)) == 0 &&
+         (call.state == nullptr || call.state_dtype == call.dtype);
+}
+
 // PrefersKernels says whether a GPU is to run kernels, and not XLA's program: docs/dynamic_conv.md
-// has times. Short filters are faster in XLA, and heads of other numbers of channels were not
-// measured.
+// has times. Gradients of short filters are faster in XLA, and heads of other numbers of channels
+// were not measured. The kernel of short filters has not run on a GPU in its present form.
 inline bool PrefersKernels(const Forward& call) {
   const Geometry& g = call.geometry;
   return g.taps >= 15 && g.channels / g.heads % 32 == 0 && g.data_format == DataFormat::kNTC;

@@ -100,6 +100,7 @@ CASES = [
         (XLA, _cut(7, 13)),
         groups=384,
     ),
+    Case("RGB 7x7 strides 2", (32, 224, 224, 3), (7, 7, 3, 64), (XLA,), (CHANNELS,), strides=2),
     Case(
         "RGB 11x11 strides 4",
         (64, 227, 227, 3),

@@ -23,9 +23,10 @@ DIRECTIONS = ("forward", "input_grad", "kernel_grad")
 def options_of(x, kernel, groups=1, **placed):
     *taps, fan_in, outputs = kernel
     placed = {"strides": 1, "padding": "SAME", "dilation": 1, **placed}
+    precision = placed.pop("precision", "highest")
     rank = len(taps)
     windows = make_windows("conv", x[-1 - rank : -1], taps, channels_last=True, **placed)
-    return Options(windows, groups, fan_in, outputs // groups, "highest", True)
+    return Options(windows, groups, fan_in, outputs // groups, precision, True)
 
 
 def arrays_of(direction, x, kernel, options):
@@ -198,6 +199,7 @@ CHOICES = {
     "16x16 of RGB": ((8, 64, 64, 3), (16, 16, 3, 64), {"strides": 16}, (None, CHANNELS, None)),
     "4x4 of RGB": ((8, 64, 64, 3), (4, 4, 3, 64), {"strides": 4}, (None, CHANNELS, None)),
     "groups of 12": ((8, 28, 28, 96), (3, 3, 12, 96), {"groups": 8}, (FILL, FILL, None)),
+    "groups of 10 to 20": ((8, 28, 28, 80), (3, 3, 10, 160), {"groups": 8}, (FILL, FILL, None)),
     "groups of 16": ((8, 28, 28, 128), (3, 3, 16, 128), {"groups": 8}, (None, None, None)),
     "groups of 4": ((8, 28, 28, 32), (3, 3, 4, 32), {"groups": 8}, (None, None, None)),
     "groups of 32 to 4": ((8, 28, 28, 128), (3, 3, 32, 16), {"groups": 4}, (FILL, FILL, FILL)),
@@ -209,6 +211,30 @@ CHOICES = {
         {},
         (Way("images", block=525),) * 3,
     ),
+}
+
+
+FILL_4 = Way("fill_groups", multiple=4)
+# The same of float32 that may be multiplied as TF32.
+TF32_CHOICES = {
+    "3x3": (None, None, None),
+    "3x3x3": (DEPTH, DEPTH, DEPTH),
+    "3x3x3, depthwise": (DEPTH, DEPTH, None),
+    "3x3x3, groups": (XLA, DEPTH, XLA),
+    "7x7, depthwise, strides of 2": (None, None, None),
+    "13x13, depthwise": (_cut(9, 13),) * 3,
+    "12x12": (_cut(10, 12), XLA, _cut(10, 12)),
+    "7x7 of RGB": (XLA, None, CHANNELS),
+    "9x9 of RGB": (XLA, XLA, XLA),
+    "11x11 of RGB": (XLA, XLA, CHANNELS),
+    "16x16 of RGB": (CHANNELS, CHANNELS, CHANNELS),
+    "4x4 of RGB": (CHANNELS, CHANNELS, CHANNELS),
+    "groups of 12": (None, None, None),
+    "groups of 10 to 20": (FILL_4, FILL_4, FILL_4),
+    "groups of 4": (None, None, None),
+    "groups of 32 to 4": (FILL, FILL, FILL),
+    "groups of 32 to 1": (None, None, None),
+    "groups of 64 to 2": (FILL, FILL, FILL),
 }
 
 
@@ -248,6 +274,20 @@ def test_choices(name, hopper, monkeypatch):
     options = options_of(x, kernel, **placed)
     got = tuple(choice_of(monkeypatch, d, x, kernel, options, BF16) for d in DIRECTIONS)
     assert got == want
+
+
+@pytest.mark.parametrize("name", TF32_CHOICES)
+def test_choices_of_float32(name, hopper, monkeypatch):
+    x, kernel, placed, _ = CHOICES[name]
+
+    def choices_with(precision):
+        options = options_of(x, kernel, **placed, precision=precision)
+        return tuple(choice_of(monkeypatch, d, x, kernel, options, F32) for d in DIRECTIONS)
+
+    assert choices_with(None) == TF32_CHOICES[name]
+    # Channels of their own are not multiplied as TF32, whatever is allowed.
+    exact = TF32_CHOICES[name] if "depthwise" in name else (None,) * 3
+    assert choices_with("highest") == exact
 
 
 def test_choices_that_are_not_measured(hopper, monkeypatch):

@@ -615,7 +615,7 @@ def test_kernel_gradients_are_planned_in_no_time(name, dtype):
     ],
 )
 def test_what_may_be_multiplied_as_tf32(precision, may):
-    assert cuda_kernels._may_be_tf32(precision) == may
+    assert cuda_kernels.may_be_tf32(precision) == may
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ FOLDER = ROOT / "tests" / "kernels_on_host"
 #: The files that a program needs next to its own.
 PROGRAMS = {
     "dynamic_conv": [
-        f"cuda/dynamic_conv/{name}.cu" for name in ("apply", "dispatch", "scales", "weight_grad")
+        f"cuda/dynamic_conv/{name}.cu"
+        for name in ("apply", "dispatch", "scales", "short", "weight_grad")
     ],
     "im2col": [f"cuda/im2col/{name}.cu" for name in ("dispatch", "items", "sum", "vectors")],
     "lightweight_conv_step": ["cuda/lightweight_conv_step/dispatch.cu"],

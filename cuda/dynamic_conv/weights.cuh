@@ -91,6 +91,13 @@ cudaError_t LaunchApply(cudaStream_t stream, const Backward& call, void* scales)
 
 cudaError_t LaunchWeightGrad(cudaStream_t stream, const Backward& call, void* scales);
 
+// CanRunShort says whether the kernels of short filters take a call; LaunchShort computes all of
+// it.
+bool CanRunShort(const Forward& call);
+bool CanRunShort(const Backward& call);
+cudaError_t LaunchShort(cudaStream_t stream, const Forward& call);
+cudaError_t LaunchShort(cudaStream_t stream, const Backward& call);
+
 }  // namespace jaxops::dynamic_conv::cuda
 
 #endif  // JAXOPS_CUDA_DYNAMIC_CONV_WEIGHTS_CUH_

@@ -468,7 +468,10 @@ class Operator:
 
     def _run_reference(self, *operands, **params):
         assert self._reference is not None
-        return list(self._reference(*operands, **params))
+        results = self._reference(*operands, **params)
+        # Batch dimensions that a result does not depend on are 1 in the definition's.
+        types = self._types(*map(jax.typeof, operands), **params)
+        return [jnp.broadcast_to(r, t.shape) for r, t in zip(results, types, strict=True)]
 
     def _run_native(self, *operands, platform, **params):
         call = functools.partial(self._call_native, platform=platform)

@@ -32,6 +32,8 @@ _MIN_FILLED_FAN = 3
 _MIN_STRIDE_CHANNELS = 48
 # With strides of this product a pixel has the taps of few windows.
 _MIN_STEP_BY_XLA = 16
+# Fewer taps of few channels were not measured in float32.
+_MIN_TAPS_BY_XLA = 49
 
 Kind = Literal[
     "own",
@@ -150,25 +152,36 @@ def _of_gpus(
 ) -> Way | None:
     if options.rank < 3 and call is None and cuda_kernels.can_take(options, dtype):
         return _of_many_images(options, images)
-    if dtype not in (jnp.float16, jnp.bfloat16):
+    if dtype == jnp.float32:
+        # Channels of their own are never multiplied as TF32.
+        if not (options.is_depthwise or cuda_kernels.may_be_tf32(options.precision)):
+            return None
+    elif dtype not in (jnp.float16, jnp.bfloat16):
         return None
     if options.rank == 3:
-        return _of_volumes(direction, options)
+        return _of_volumes(direction, options, dtype)
     if call is None and math.prod(options.windows.taps) > native.limits("conv").max_taps:
-        way = _of_many_taps(options, dtype)
+        way = _of_many_taps(direction, options, dtype)
         if way is not None:
             return way
+    if options.is_depthwise and dtype == jnp.float32:
+        return None
     if options.is_depthwise:
         # cuDNN has a kernel for these windows.
         is_special = options.windows.taps == (7, 7) and options.windows.strides == (2, 2)
         return Way("xla") if is_special and direction == "kernel_grad" else None
     if options.groups > 1:
         return _of_groups(direction, options, dtype, call)
+    if dtype == jnp.float32:
+        return _of_few_wide_channels(direction, options)
     return _of_one_group(direction, options, call)
 
 
-def _of_volumes(direction: Direction, options: Options) -> Way | None:
+def _of_volumes(direction: Direction, options: Options, dtype: Any) -> Way | None:
     has_columns = math.prod(options.windows.taps[1:]) > 1
+    is_grouped = options.groups > 1 and not options.is_depthwise
+    if dtype == jnp.float32 and is_grouped and has_columns and direction == "forward":
+        return Way("xla")
     if direction != "kernel_grad":
         # The product of entries alone is XLA's, and needs no copy of them.
         return Way("fold_depth") if has_columns or direction == "input_grad" else None
@@ -177,7 +190,11 @@ def _of_volumes(direction: Direction, options: Options) -> Way | None:
     return None if options.is_depthwise else Way("xla")
 
 
-def _of_many_taps(options: Options, dtype: Any) -> Way | None:
+def _of_many_taps(direction: Direction, options: Options, dtype: Any) -> Way | None:
+    is_apart = options.windows.taps == options.windows.strides
+    is_wide = dtype == jnp.float32 and options.groups == 1
+    if is_wide and direction == "input_grad" and not is_apart:
+        return Way("xla")
     most = native.limits("conv").max_taps
     blocks: list[int] = []
     for taps in reversed(options.windows.taps):
@@ -204,17 +221,38 @@ def _of_many_images(options: Options, images: jax.Array) -> Way | None:
 def _of_groups(
     direction: Direction, options: Options, dtype: Any, call: KernelCall | None
 ) -> Way | None:
-    unit = native.limits("conv").channel_bytes // np.dtype(dtype).itemsize
+    limits, is_wide = native.limits("conv"), dtype == jnp.float32
     least, most = sorted((options.fan_in, options.fan_out))
-    way = Way("fill_groups", multiple=unit)
-    if not cuda_kernels.can_take(rearranged.fill_groups(options, unit).options, dtype):
+    multiple = limits.channel_bytes // np.dtype(dtype).itemsize
+    if least < limits.min_fan:
+        multiple = max(multiple, limits.min_fan)
+    way = Way("fill_groups", multiple=multiple)
+    if not cuda_kernels.can_take(rearranged.fill_groups(options, multiple).options, dtype):
         return None
-    if least < native.limits("conv").min_fan:
+    if least < limits.min_fan:
         if least < _MIN_SMALL_FAN or most < _MIN_WIDE_FAN:
             return None
         is_mostly_zeros = least < _MIN_FILLED_FAN and direction == "kernel_grad"
-        return Way("xla") if is_mostly_zeros else way
+        return Way("xla") if is_mostly_zeros and not is_wide else way
+    if is_wide:  # other kernels of such groups do not use tensor cores
+        return way if call is None or call.kernels != "mma" else None
     return way if call is None and direction != "kernel_grad" else None
+
+
+def _of_few_wide_channels(direction: Direction, options: Options) -> Way | None:
+    """The way of float32 images that may be multiplied as TF32: kernels of few channels do not."""
+    windows, limits = options.windows, native.limits("conv")
+    if set(windows.dilation) != {1} or options.fan_in > limits.max_few_channels:
+        return None
+    if not cuda_kernels.are_hopper():
+        return None
+    if windows.taps == windows.strides:
+        return Way("strides_to_channels")
+    taps = math.prod(windows.taps)
+    if taps < _MIN_TAPS_BY_XLA or (direction == "input_grad" and taps == _MIN_TAPS_BY_XLA):
+        return None
+    is_strided = math.prod(windows.strides) > 1
+    return Way("strides_to_channels" if is_strided and direction == "kernel_grad" else "xla")
 
 
 def _of_one_group(direction: Direction, options: Options, call: KernelCall | None) -> Way | None:

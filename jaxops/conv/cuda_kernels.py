@@ -212,7 +212,7 @@ def find_call(
         groups,
         itemsize=itemsize,
         takes_few=are_hopper(),
-        tf32=_may_be_tf32(options.precision),
+        tf32=may_be_tf32(options.precision),
     )
     if found is None:
         return None
@@ -247,7 +247,7 @@ def find_kernel_grad_call(
     return None if found and has_small_patches and _is_tf32(x, found) else found
 
 
-def _may_be_tf32(precision: Any) -> bool:
+def may_be_tf32(precision: Any) -> bool:
     """Whether XLA, too, multiplies float32 as TF32 on GPUs that have it."""
     parts = precision if isinstance(precision, tuple) else (precision,)
     try:
@@ -270,7 +270,7 @@ def can_take(options: Any, dtype: Any) -> bool:
         options.groups,
         itemsize=np.dtype(dtype).itemsize,
         takes_few=are_hopper(),
-        tf32=_may_be_tf32(options.precision),
+        tf32=may_be_tf32(options.precision),
     )
     return found is not None
 

@@ -298,6 +298,7 @@ CASES = (
     _ragged("4 taps", (4096, 1024), (1024, 4), 64, 256, FLOATS),
     _dynamic("NTC, 7 taps", (8, 512, 1024), 16, 7, FLOATS),
     _dynamic("NTC, 31 taps, softmax", (8, 512, 1024), 16, 31, normalize=True),
+    _dynamic("NTC, 3 taps, softmax", (2, 70, 64), 4, 3, normalize=True),
     _dynamic("NCT, 4 taps", (1, 512, 2048), 8, 4, data_format="NCT"),
     _sigmoid("80 classes", 100_000, 80, FLOATS),
     _sigmoid("80 classes, sum", 100_000, 80, FLOATS, reduction="sum"),

@@ -51,6 +51,14 @@ Case MakeCase(bool has_state) {
   g.normalize = Happens(50);
   made.batch = Pick(1, 3);
   made.dtype = PickFloat();
+  if (Happens(40)) {  // short filters of whole vectors of channels
+    g.taps = Pick(1, 8);
+    g.dilation = 1;
+    g.padding = Happens(60) ? g.taps - 1 : Pick(0, g.taps - 1);
+    g.channels = g.heads * (16 / jaxops::SizeOf(made.dtype)) << Pick(0, 4);
+    g.time = Pick(0, Happens(20) ? 90 : 20);
+    g.data_format = jaxops::DataFormat::kNTC;
+  }
   made.weight_dtype = PickFloatFor(made.dtype);
   if (Happens(50)) {
     for (int64_t n = 0; n < made.batch; ++n) {
