@@ -6,12 +6,14 @@
 
 Each example has an image and a text. The image goes through `conv2d`, `im2col`, `concatenate`,
 `grid_sample` and `trilinear_interpolate`, and the text, which is packed of segments, through
-`lightweight_conv` and `dynamic_conv`. A softmax focal loss predicts the next symbols, a sigmoid focal
-loss the objects of the image. The data are made from the number of the step, nothing is downloaded.
+`lightweight_conv` and `dynamic_conv`. A softmax focal loss predicts the next symbols, a sigmoid
+focal loss the objects of the image. The data are made from the number of the step, nothing is
+downloaded.
 
-The axis "data" of the mesh shards the batch, "tensor" the inner channels of both paths, and "time" the
-steps of the text. Checkpoints in `--checkpoints FOLDER`, which all processes must reach, are continued
-by any number of processes: another mesh gives the same losses but for roundings. They need orbax.
+The axis "data" of the mesh shards the batch, "tensor" the inner channels of both paths, and "time"
+the steps of the text. Checkpoints in `--checkpoints FOLDER`, which all processes must reach, are
+continued by any number of processes: another mesh gives the same losses but for roundings. They
+need orbax.
 `--collectives` shows what the devices of a step send, next to the same model in plain JAX.
 """
 
@@ -254,7 +256,7 @@ def sent_seconds(size: float, devices: int, node: int = 8, inside=450e9, outside
 
 
 def weak_scaling(size: float, seconds: float) -> dict[int, float]:
-    """By number of devices, the share of a step that is computation, with the gradients' sum last."""
+    """By number of devices, the share of a step that is computation, if sums are not hidden."""
     counts = [8 * 2**k for k in range(10)]
     return {n: seconds / (seconds + sent_seconds(size, n)) for n in counts}
 
@@ -336,7 +338,9 @@ def main() -> None:
         )
     mesh = make_mesh(arguments.mesh)
     console = Console(highlight=False, quiet=jax.process_index() != 0)
-    console.print(f"{jax.device_count()} devices, {jax.process_count()} processes, {dict(mesh.shape)}")
+    console.print(
+        f"{jax.device_count()} devices, {jax.process_count()} processes, {dict(mesh.shape)}"
+    )
     if arguments.collectives:
         show_collectives(mesh, console)
         return

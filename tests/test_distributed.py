@@ -76,8 +76,7 @@ def compare(got, want):
 
 
 def test_killed_processes_are_continued_by_other_numbers_of_them(tmp_path):
-    """Two processes over data and time, then four over tensor, then one, as one process at once."""
-    pytest.importorskip("orbax.checkpoint")
+    """Two processes over data and time, then four over tensor, as one process at once."""
     with Run(tmp_path, "--steps", STEPS, checkpoints=False) as run:
         run.start()
         run.wait()
@@ -86,7 +85,9 @@ def test_killed_processes_are_continued_by_other_numbers_of_them(tmp_path):
     assert want[STEPS - 1] < 0.8 * want[0]
 
     mesh = ("--mesh", "data=2,time=2", "--cpu-devices", "2", "--steps", "10000")
-    with Run(tmp_path, *mesh, "--processes", "2", "--coordinator", f"localhost:{free_port()}") as run:
+    with Run(
+        tmp_path, *mesh, "--processes", "2", "--coordinator", f"localhost:{free_port()}"
+    ) as run:
         for process in range(2):
             run.start("--process", process)
         run.wait_for(5)
@@ -96,19 +97,14 @@ def test_killed_processes_are_continued_by_other_numbers_of_them(tmp_path):
 
     newest = max(int(f.name) for f in (tmp_path / "checkpoints").iterdir() if f.name.isdigit())
     assert 0 < newest < STEPS - 4, "the processes were killed too late"
-    for steps, *arguments in (
-        (newest + 2, "--processes", "4", "--mesh", "tensor=4"),
-        (STEPS, "--cpu-devices", "2", "--mesh", "tensor=2"),
-    ):
-        with Run(tmp_path, *arguments, "--steps", steps) as run:
-            run.start()
-            run.wait()
-            compare(run.by_step(), want)
-            assert sorted(run.by_step()) == list(range(newest, steps))
-            newest = steps
+    with Run(tmp_path, "--processes", "4", "--mesh", "tensor=4", "--steps", STEPS) as run:
+        run.start()
+        run.wait()
+        compare(run.by_step(), want)
+        assert sorted(run.by_step()) == list(range(newest, STEPS))
 
 
-@pytest.mark.parametrize("mesh", ["data=8", "tensor=8", "time=8", "data=2,tensor=2,time=2"])
+@pytest.mark.parametrize("mesh", ["time=8", "data=2,tensor=2,time=2"])
 def test_devices_send_no_more_than_in_plain_jax(mesh, monkeypatch):
     """Neither more often nor more bytes."""
     example = load("train_distributed")

@@ -609,9 +609,7 @@ def _backward_on_part(x, weight, g, starts=None, *, plan, options, **params):
     def of_steps(begin, end):
         filters = part.own(weight, shards.FILTER_AXIS, begin, end)
         cotangents = part.own(g, options.time_axis, begin, end)
-        operands = _present(
-            around.rows(begin, end), filters, cotangents, around.starts(begin, end)
-        )
+        operands = _present(around.rows(begin, end), filters, cotangents, around.starts(begin, end))
         return _backward_operator.on_one_device(*operands, **params)[1]
 
     def complete(dx, dweight):

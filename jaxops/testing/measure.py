@@ -229,7 +229,7 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def traffic(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
-    """How often a compiled program communicates in each way, and the bytes of a device's results."""
+    """How often a compiled program communicates in each way, and the bytes of what comes of it."""
     found: dict[str, tuple[int, int]] = {}
     kinds = "|".join(_COLLECTIVES)
     for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text() or ""):

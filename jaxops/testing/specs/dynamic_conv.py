@@ -170,7 +170,7 @@ def _placements(swap, heads, names, parts):
         ),
         placement("time", ("t",), "t", sent_by_both, False, sent),
     )
-    # A state's terms are exchanged by sums that XLA joins or not; `test_time_over_devices` has them.
+    # A state's terms are exchanged by sums that XLA may join; `test_time_over_devices` has them.
     return placements[:-1] if "state" in names else placements
 
 
