@@ -325,9 +325,6 @@ def main() -> None:
         sys.exit(start_local(arguments.processes, passed))
     if arguments.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", arguments.cpu_devices)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Devices of several processes draw what those of one draw.
-    jax.config.update("jax_threefry_partitionable", True)
     if arguments.cluster:
         jax.distributed.initialize()
     elif arguments.process is not None:

@@ -344,10 +344,11 @@ def test_ragged_tokens_may_be_sharded(platform):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_the_example_of_the_documentation(platform):
-    """Under `shard_map` the steps before a part are its initial state."""
+@pytest.mark.parametrize("make", [Case, DynamicCase])
+def test_the_example_of_the_documentation(make, platform):
+    """Under `shard_map` the steps before a part are its initial state, and so it has gradients."""
     mesh = mesh_of(platform)
-    case = Case("NTC", 64, 4, "causal", 1, segments=True)
+    case = make("NTC", 64, 4, "causal", 1, segments=True)
     x, weight, bias = case.arguments
 
     def of_part(x, segment_ids, weight, bias):
@@ -357,7 +358,7 @@ def test_the_example_of_the_documentation(platform):
             (x[:, -count:], segment_ids[:, -count:]), "t", to_the_next
         )
         is_same = (ids_before == segment_ids[:, :1]) & (lax.axis_index("t") > 0)
-        return jaxops.lightweight_conv(
+        return case.operator(
             x,
             weight,
             bias=bias,
@@ -367,10 +368,23 @@ def test_the_example_of_the_documentation(platform):
 
     steps, whole = P(None, "t"), P()
     mapped = jax.shard_map(
-        of_part, mesh=mesh, in_specs=(steps, steps, whole, whole), out_specs=steps
+        of_part,
+        mesh=mesh,
+        in_specs=(steps, steps, case.weight_spec, whole),
+        out_specs=steps,
+        check_vma=True,
     )
-    got = jax.jit(mapped)(x, case.ids, weight, bias)
-    np.testing.assert_allclose(got, case.value(platform), rtol=1e-6, atol=1e-6)
+
+    def value_and_gradients(g, ids, *arguments):
+        y, pull = jax.vjp(lambda x, weight, bias: mapped(x, ids, weight, bias), *arguments)
+        return y, pull(g)
+
+    lowered = jax.jit(value_and_gradients).lower(*case.placed(mesh))
+    program = lowered.compile(hasty_options(platform))
+    assert not GATHERS & set(collectives(program))
+    got = program(*case.placed(mesh))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(case.whole(platform)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
