@@ -349,7 +349,6 @@ def test_the_example_of_the_documentation(make, platform):
     """Under `shard_map` the steps before a part are its initial state, and so it has gradients."""
     mesh = mesh_of(platform)
     case = make("NTC", 64, 4, "causal", 1, segments=True)
-    x, weight, bias = case.arguments
 
     def of_part(x, segment_ids, weight, bias):
         count = 3  # (K - 1) * dilation
