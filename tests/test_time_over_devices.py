@@ -34,7 +34,9 @@ def mesh_of(platform, kind=AxisType.Auto, shape=(PARTS,), names=("t",)):
 
 
 class Case:
-    """A call of `lightweight_conv` and its arguments, in float32, and where they lie."""
+    """A call of an operator over time and its arguments, in float32, and where they lie."""
+
+    operator = staticmethod(jaxops.lightweight_conv)
 
     def __init__(
         self, layout, time, taps, padding, dilation, *, segments=False, state=False, **more
@@ -53,15 +55,20 @@ class Case:
         self.ids = np.cumsum(rng.random((BATCH, time)) < 0.15, axis=1, dtype=np.int32)
         self.arguments = [
             rows(time),
-            rng.standard_normal((HEADS, taps)).astype(np.float32),
+            self.weight(rng, time, taps),
             rng.standard_normal(CHANNELS).astype(np.float32),
             *([rows(count)] if state else []),
         ]
         self.spec = P(None, "t", None) if layout == "NTC" else P(None, None, "t")
+        self.weight_spec = P()
+
+    def weight(self, rng, time, taps):
+        del time
+        return rng.standard_normal((HEADS, taps)).astype(np.float32)
 
     def __call__(self, ids, x, weight, bias, state=None):
         segment_ids = ids if self.has_segments else None
-        return jaxops.lightweight_conv(
+        return self.operator(
             x, weight, bias=bias, segment_ids=segment_ids, initial_state=state, **self.options
         )
 
@@ -75,9 +82,9 @@ class Case:
         def put(array, spec):
             return jax.device_put(array, NamedSharding(mesh, spec))
 
-        x, *shared = self.arguments
-        shared = [put(a, P(*[None] * a.ndim)) for a in shared]
-        return [put(self.g, self.spec), put(self.ids, P(None, "t")), put(x, self.spec), *shared]
+        specs = [self.spec, self.weight_spec, P(), P()]
+        arguments = map(put, self.arguments, specs[: len(self.arguments)])
+        return [put(self.g, self.spec), put(self.ids, P(None, "t")), *arguments]
 
     def value(self, platform):
         """The value of one device."""
@@ -93,6 +100,19 @@ class Case:
             return compiled(self.g, self.ids, *self.arguments)
 
 
+class DynamicCase(Case):
+    """A call of `dynamic_conv`, whose filters lie where their steps do."""
+
+    operator = staticmethod(jaxops.dynamic_conv)
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.weight_spec = P(None, "t", None, None)
+
+    def weight(self, rng, time, taps):
+        return rng.standard_normal((BATCH, time, HEADS, taps)).astype(np.float32)
+
+
 def check(case, platform, mesh):
     """Results as those of one device, and the collectives of value, and of value and gradients."""
     g, *others = case.placed(mesh)
@@ -104,6 +124,7 @@ def check(case, platform, mesh):
     want_y, (want_same, want) = case.value(platform), case.whole(platform)
     for rows in (y, same, gradients[0]):
         assert rows.sharding.is_equivalent_to(others[1].sharding, y.ndim)
+    assert gradients[1].sharding.is_equivalent_to(others[2].sharding, others[2].ndim)
 
     def compare(got, want, exact):
         if exact and platform.name == "cpu":
@@ -115,7 +136,7 @@ def check(case, platform, mesh):
     # XLA's activations and their derivatives are rounded as they are fused.
     exact = case.options.get("activation") is None
     compare(same, want_same, exact)
-    sums_over_time = (1, 2)
+    sums_over_time = (2,) if isinstance(case, DynamicCase) else (1, 2)
     for i, (a, b) in enumerate(zip(gradients, want, strict=True)):
         compare(a, b, exact and i not in sums_over_time)
     return collectives(value), collectives(both)
@@ -131,15 +152,24 @@ def check(case, platform, mesh):
         (True, True, AxisType.Explicit),
     ],
 )
-@pytest.mark.parametrize("layout", ["NTC", "NCT"])
-def test_causal_calls_send_steps_once(segments, state, kind, layout, platform):
-    case = Case(layout, 64, 4, "causal", 1, segments=segments, state=state)
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (Case, "NTC"),
+        (Case, "NCT"),
+        (functools.partial(DynamicCase, normalize=True), "NTC"),
+        (DynamicCase, "NCT"),
+    ],
+    ids=["NTC", "NCT", "dynamic NTC softmax", "dynamic NCT"],
+)
+def test_causal_calls_send_steps_once(segments, state, kind, make, layout, platform):
+    case = make(layout, 64, 4, "causal", 1, segments=segments, state=state)
     value, both = check(case, platform, mesh_of(platform, kind))
     # Ids send one step as well, and where segments begin is one number a device.
     assert value == {"collective-permute": 1 + segments} | ({"all-reduce": 1} if segments else {})
     assert not GATHERS & set(both)
-    # x again and the cotangent; with segments where those of its steps begin.
-    assert both["collective-permute"] == 3 + 2 * segments
+    # x again, and the cotangent with its filters and where the segments of its steps begin.
+    assert both["collective-permute"] == 3 + segments
 
 
 @pytest.mark.parametrize(
@@ -152,29 +182,41 @@ def test_causal_calls_send_steps_once(segments, state, kind, layout, platform):
         (Case("NTC", 8, 4, "same", 2, segments=True), 3 + 3),
         (Case("NCT", 8, 6, 7, 3, state=True), 7 + 7),
         (Case("NTC", 16, 5, "causal", 40), 7),
+        (DynamicCase("NCT", 64, 5, "same", 2, segments=True, state=True, activation="silu"), 2),
+        (DynamicCase("NTC", 8, 4, "same", 2, segments=True, normalize=True), 3 + 3),
     ],
-    ids=["both sides", "ahead", "two parts", "parts of one step", "all", "beyond all"],
+    ids=[
+        "both sides",
+        "ahead",
+        "two parts",
+        "parts of one step",
+        "all",
+        "beyond all",
+        "dynamic, both sides",
+        "dynamic, parts of one step",
+    ],
 )
 def test_steps_come_from_as_many_parts_as_have_them(case, platform):
     case, count = case
     value, both = check(case, platform, mesh_of(platform))
-    starts = case.has_segments * (count if case.options["padding"] != "causal" else 0)
-    assert value["collective-permute"] >= count
-    assert value["collective-permute"] <= count + starts + case.has_segments
+    # Where segments begin is sent with the steps, and ids before that.
+    assert value["collective-permute"] == count + case.has_segments
     assert not GATHERS & {*value, *both}
 
 
-@pytest.mark.parametrize("padding", ["causal", "same"])
-def test_a_nan_reaches_what_it_reaches_on_one_device(padding, platform):
+@pytest.mark.parametrize(
+    ("make", "padding"), [(Case, "causal"), (Case, "same"), (DynamicCase, "same")]
+)
+def test_a_nan_reaches_what_it_reaches_on_one_device(make, padding, platform):
     """In x and in the cotangent, at both ends of a part, within segments and not beyond."""
-    case = Case("NTC", 64, 4, padding, 1, segments=True)
+    case = make("NTC", 64, 4, padding, 1, segments=True)
     mesh = mesh_of(platform)
     program = None
     for of_g in (False, True):
         for step in (23, 24, 39, 40):
             g, x = case.g.copy(), case.arguments[0].copy()
             (g if of_g else x)[:, step, :2] = np.nan
-            spoiled = Case.__new__(Case)
+            spoiled = type(case).__new__(type(case))
             spoiled.__dict__.update(case.__dict__, g=g, arguments=[x, *case.arguments[1:]])
             placed = spoiled.placed(mesh)
             if program is None:
@@ -218,10 +260,13 @@ def test_parts_are_neither_copied_nor_kept(platform):
     assert memory.temp_size_in_bytes < np.prod(shape) * 4 / PARTS / 4
 
 
-def test_vmap_and_second_derivatives(platform):
-    case = Case("NTC", 32, 4, "same", 1, segments=True, state=True)
-    g, ids, x, weight, bias, state = case.placed(mesh_of(platform))
+@pytest.mark.parametrize("make", [Case, functools.partial(DynamicCase, normalize=True)])
+def test_vmap_and_second_derivatives(make, platform):
+    case = make("NTC", 32, 4, "same", 1, segments=True, state=True)
+    mesh = mesh_of(platform)
+    g, ids, x, weight, bias, state = case.placed(mesh)
     weights = np.stack([weight, -2 * np.asarray(weight)])
+    weights = jax.device_put(weights, NamedSharding(mesh, P(None, *case.weight_spec)))
 
     def second(g, ids, x, weights, bias, state):
         call = jax.vmap(lambda w, x, s: jnp.sin(case(ids, x, w, bias, s)) * g, (0, None, None))
@@ -236,7 +281,7 @@ def test_vmap_and_second_derivatives(platform):
     program = jax.jit(second).lower(g, ids, x, weights, bias, state).compile(options)
     assert not GATHERS & set(collectives(program))
     got = program(g, ids, x, weights, bias, state)
-    whole = map(np.asarray, (g, ids, x, weights, bias, state))
+    whole = [*map(np.asarray, (g, ids, x, weights, bias, state))]
     with jax.default_device(platform.devices[0]):
         want = jax.jit(second, compiler_options=options)(*whole)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -299,11 +344,11 @@ def test_ragged_tokens_may_be_sharded(platform):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_the_example_of_the_documentation(platform):
-    """Under `shard_map` the steps before a part are its initial state."""
+@pytest.mark.parametrize("make", [Case, DynamicCase])
+def test_the_example_of_the_documentation(make, platform):
+    """Under `shard_map` the steps before a part are its initial state, and so it has gradients."""
     mesh = mesh_of(platform)
-    case = Case("NTC", 64, 4, "causal", 1, segments=True)
-    x, weight, bias = case.arguments
+    case = make("NTC", 64, 4, "causal", 1, segments=True)
 
     def of_part(x, segment_ids, weight, bias):
         count = 3  # (K - 1) * dilation
@@ -312,7 +357,7 @@ def test_the_example_of_the_documentation(platform):
             (x[:, -count:], segment_ids[:, -count:]), "t", to_the_next
         )
         is_same = (ids_before == segment_ids[:, :1]) & (lax.axis_index("t") > 0)
-        return jaxops.lightweight_conv(
+        return case.operator(
             x,
             weight,
             bias=bias,
@@ -322,10 +367,23 @@ def test_the_example_of_the_documentation(platform):
 
     steps, whole = P(None, "t"), P()
     mapped = jax.shard_map(
-        of_part, mesh=mesh, in_specs=(steps, steps, whole, whole), out_specs=steps
+        of_part,
+        mesh=mesh,
+        in_specs=(steps, steps, case.weight_spec, whole),
+        out_specs=steps,
+        check_vma=True,
     )
-    got = jax.jit(mapped)(x, case.ids, weight, bias)
-    np.testing.assert_allclose(got, case.value(platform), rtol=1e-6, atol=1e-6)
+
+    def value_and_gradients(g, ids, *arguments):
+        y, pull = jax.vjp(lambda x, weight, bias: mapped(x, ids, weight, bias), *arguments)
+        return y, pull(g)
+
+    lowered = jax.jit(value_and_gradients).lower(*case.placed(mesh))
+    program = lowered.compile(hasty_options(platform))
+    assert not GATHERS & set(collectives(program))
+    got = program(*case.placed(mesh))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(case.whole(platform)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])

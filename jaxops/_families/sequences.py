@@ -165,7 +165,7 @@ _segment_starts_operator = Operator(
 def take_steps(rows: jax.Array, begin: int, count: int, axis: int) -> jax.Array:
     """The steps of `rows` from `begin` on, which every device gets where devices have parts.
 
-    Time is the dimension -1 or -2, given by `axis`.
+    Time is the dimension `axis`, counted from the last.
     """
     if jax.export.is_symbolic_dim(rows.shape[axis]):  # exported, and so for one device
         return jax.lax.slice_in_dim(rows, begin, begin + count, axis=rows.ndim + axis)
@@ -194,7 +194,10 @@ def _add_steps(rows, some, *, begin, axis, **_):
 
 
 def _signature(text):
-    return lambda *, axis, **_: text.replace(" others", "") if axis == -1 else text
+    def of_axis(*, axis, **_):
+        return text.replace(" others", "".join(f" other{i}" for i in range(-1 - axis)))
+
+    return of_axis
 
 
 def _some_steps(rows, first, count, axis):
@@ -202,7 +205,8 @@ def _some_steps(rows, first, count, axis):
     at = first + jnp.arange(count, dtype=jnp.int32)
     is_inside = (at >= 0) & (at < rows.shape[axis])
     taken = jnp.take(rows, jnp.clip(at, 0, rows.shape[axis] - 1), axis=axis)
-    return jnp.where(is_inside if axis == -1 else is_inside[:, None], taken, jnp.zeros_like(taken))
+    is_inside = is_inside.reshape(count, *[1] * (-1 - axis))
+    return jnp.where(is_inside, taken, jnp.zeros_like(taken))
 
 
 def _take_steps_on_part(rows, *, plan: Plan, begin: int, kept: int, axis: int):

@@ -31,6 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxops._core import compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
+from jaxops._families import sequences, shards
 from jaxops.activations import ACTIVATIONS, activation_name
 from jaxops.reference import dynamic_conv as reference
 
@@ -46,15 +47,31 @@ class Options:
     data_format: str
     normalize: bool
 
+    def mirrored(self, taps: int) -> Options:
+        """The options of the steps that the input gradient of a step depends on."""
+        return dataclasses.replace(self, padding=(taps - 1) * self.dilation - self.padding)
+
+    @property
+    def time(self) -> str:
+        """The factor of time in signatures."""
+        return shards.TIME
+
     @property
     def rows(self) -> str:
         """The dimensions of a sequence in signatures."""
-        return "time (heads depth)" if self.data_format == "NTC" else "(heads depth) time"
+        channels = "(heads depth)"
+        ordered = (self.time, channels) if self.data_format == "NTC" else (channels, self.time)
+        return " ".join(ordered)
+
+    @property
+    def weight(self) -> str:
+        """The dimensions of the weight in signatures."""
+        return f"{self.time} heads taps"
 
     @property
     def state(self) -> str:
         """The dimensions of the state of a sequence in signatures."""
-        return self.rows.replace("time", "before")
+        return self.rows.replace(self.time, "before")
 
     @property
     def time_axis(self) -> int:
@@ -76,6 +93,14 @@ class Options:
         }
 
 
+class _WholeOptions(Options):
+    """Options of calls whose sequences are short: devices have all of their steps."""
+
+    @property
+    def time(self) -> str:
+        return "token"
+
+
 def _attributes(*, options, with_starts, **_):
     return {
         "padding": np.int64(options.padding),
@@ -87,7 +112,7 @@ def _attributes(*, options, with_starts, **_):
 
 
 _COMMON = {
-    "replicated": ("time", "taps", "before"),
+    "replicated": ("token", "taps", "before"),
     "work_space": True,
     "asks_on_gpu": lambda **_: True,
 }
@@ -105,9 +130,9 @@ def _softmax(weight):
 
 
 def _conv_signature(*, options, with_bias, with_starts, with_state, **_):
-    operands = [options.rows, "time heads taps"]
+    operands = [options.rows, options.weight]
     operands += ["(heads depth)"] if with_bias else []
-    operands += ["time"] if with_starts else []
+    operands += [options.time] if with_starts else []
     operands += [options.state] if with_state else []
     return f"{', '.join(operands)} -> {options.rows}"
 
@@ -131,6 +156,33 @@ def _conv_reference(x, weight, *rest, options, activation, **present):
     ]
 
 
+def _reach(weight, options):
+    return (weight.shape[-1] - 1) * options.dilation
+
+
+def _conv_on_part(*operands, plan, options, activation, **present):
+    """The call of a device that has a part of the steps."""
+    x, weight, *rest = operands
+    part = shards.part_of(plan, x, options.time_axis)
+    params = {"options": options, "activation": activation}
+    if part is None:
+        return operands, {**params, **present}, None
+    bias, starts, state = _named(rest, **present)
+    reach = _reach(weight, options)
+    around = shards.Surroundings(x, starts, state, part=part, options=options, reach=reach)
+    params |= {**present, "with_state": False}
+
+    def of_steps(begin, end):
+        filters = part.own(weight, shards.FILTER_AXIS, begin, end)
+        others = _present(bias, around.starts(begin, end))
+        return _conv_operator.on_one_device(around.rows(begin, end), filters, *others, **params)[0]
+
+    def complete(y):
+        return [shards.completed(y, around, part, options.time_axis, of_steps)]
+
+    return _present(x, weight, bias, part.own_starts(starts)), params, complete
+
+
 _conv_operator = Operator(
     NAME,
     signature=_conv_signature,
@@ -144,6 +196,7 @@ _conv_operator = Operator(
             "has_state": np.bool_(with_state),
         }
     ),
+    neighbours=_conv_on_part,
     **_COMMON,
 )
 
@@ -218,20 +271,21 @@ def _head(state, weight, *, starts, options, like):
 
     No more steps than the state has read it: the result has the convolution of these alone.
     """
-    axis, time = options.time_axis, weight.shape[-3]
+    axis, time = options.time_axis, weight.shape[shards.FILTER_AXIS]
     before = state.shape[axis]
     steps = min(before, time)
-    first = jax.lax.slice_in_dim(weight, 0, steps, axis=-3)
+    first = sequences.take_steps(weight, 0, steps, shards.FILTER_AXIS)
     first = jnp.pad(first, [(0, 0)] * (weight.ndim - 3) + [(0, before - steps), (0, 0), (0, 0)])
     state = state.astype(accumulation_dtype(like, state))
-    sums = conv(state, first, options=dataclasses.replace(options, padding=0))
+    whole = _WholeOptions(0, options.dilation, options.data_format, options.normalize)
+    sums = conv(state, first, options=whole)
     sums = jax.lax.slice_in_dim(sums, 0, steps, axis=axis % sums.ndim)
-    if starts is not None:
-        own = starts[..., :steps] == starts[..., :1]
+    if starts is not None and steps > 0:
+        starts = sequences.take_steps(starts, 0, steps, -1)
+        own = starts == starts[..., :1]
         sums = jnp.where(jnp.expand_dims(own, -1 if axis == -2 else -2), sums, 0)
-    rest = [(0, 0)] * sums.ndim
-    rest[axis] = (0, time - steps)
-    return rules.match_type(jnp.pad(sums, rest), jax.typeof(like))
+    zeros = rules.broadcast_like(jnp.zeros((), sums.dtype), jax.typeof(like))
+    return sequences.add_steps(zeros, sums, 0, axis).astype(like.dtype)
 
 
 @_conv_operator.def_transpose
@@ -286,9 +340,9 @@ def _tangent_unfused(*operands, options, **present):
 
 
 def _tangent_signature(*, options, with_bias, with_starts):
-    operands = [options.rows, "time heads taps"] * 2
+    operands = [options.rows, options.weight] * 2
     operands += ["(heads depth)"] if with_bias else []
-    operands += ["time"] if with_starts else []
+    operands += [options.time] if with_starts else []
     return f"{', '.join(operands)} -> {options.rows}"
 
 
@@ -358,12 +412,42 @@ def _input_grad_reference(g, weight, starts=None, *, options, with_starts):
     ]
 
 
+def _completed_input_grad(dx, g, weight, starts, part, options):
+    """The input gradient dx of a part, with the terms of other devices' cotangents and filters."""
+    mirrored = options.mirrored(weight.shape[-1])
+    around = shards.Surroundings(
+        g, starts, part=part, options=mirrored, reach=_reach(weight, options), filters=weight
+    )
+
+    def of_steps(begin, end):
+        operands = around.rows(begin, end), around.filters(begin, end)
+        own_starts = _present(around.starts(begin, end))
+        params = {"options": options, "with_starts": starts is not None}
+        return _input_grad_operator.on_one_device(*operands, *own_starts, **params)[0]
+
+    return shards.completed(dx, around, part, options.time_axis, of_steps)
+
+
+def _input_grad_on_part(g, weight, starts=None, *, plan, options, **params):
+    """The call of a device that has a part of the steps."""
+    part = shards.part_of(plan, g, options.time_axis)
+    params["options"] = options
+    if part is None:
+        return _present(g, weight, starts), params, None
+
+    def complete(dx):
+        return [_completed_input_grad(dx, g, weight, starts, part, options)]
+
+    return _present(g, weight, part.own_starts(starts)), params, complete
+
+
 _input_grad_operator = Operator(
     "dynamic_conv_input_grad",
     signature=lambda *, options, with_starts: (
-        f"{options.rows}, time heads taps{', time' * with_starts} -> {options.rows}"
+        f"{options.rows}, {options.weight}{f', {options.time}' * with_starts} -> {options.rows}"
     ),
     reference=_input_grad_reference,
+    neighbours=_input_grad_on_part,
     dtypes=lambda g, *_, **__: [g.dtype],
     attributes=_attributes,
     **_COMMON,
@@ -414,12 +498,33 @@ def _weight_grad_reference(x, g, starts=None, *, options, heads, taps, dtype, wi
     return [dp.astype(dtype)]
 
 
+def _weight_grad_on_part(x, g, starts=None, *, plan, options, **params):
+    """The call of a device that has a part of the steps."""
+    part = shards.part_of(plan, x, options.time_axis)
+    params["options"] = options
+    if part is None:
+        return _present(x, g, starts), params, None
+    reach = (params["taps"] - 1) * options.dilation
+    around = shards.Surroundings(x, starts, part=part, options=options, reach=reach)
+
+    def of_steps(begin, end):
+        cotangents = part.own(g, options.time_axis, begin, end)
+        operands = _present(around.rows(begin, end), cotangents, around.starts(begin, end))
+        return _weight_grad_operator.on_one_device(*operands, **params)[0]
+
+    def complete(dp):
+        return [shards.completed(dp, around, part, shards.FILTER_AXIS, of_steps)]
+
+    return _present(x, g, part.own_starts(starts)), params, complete
+
+
 _weight_grad_operator = Operator(
     "dynamic_conv_weight_grad",
     signature=lambda *, options, with_starts, **_: (
-        f"{options.rows}, {options.rows}{', time' * with_starts} -> time heads taps"
+        f"{options.rows}, {options.rows}{f', {options.time}' * with_starts} -> {options.weight}"
     ),
     reference=_weight_grad_reference,
+    neighbours=_weight_grad_on_part,
     dtypes=lambda *_, dtype, **__: [dtype],
     attributes=_attributes,
     **_COMMON,
@@ -470,8 +575,9 @@ def _weight_grad_transpose(cotangents, x, g, *starts, options, **_):
 
 
 def _backward_signature(*, options, with_starts, **_):
-    operands = f"{options.rows}, time heads taps, {options.rows}{', time' * with_starts}"
-    return f"{operands} -> {options.rows}, time heads taps"
+    operands = f"{options.rows}, {options.weight}, {options.rows}"
+    operands += f", {options.time}" * with_starts
+    return f"{operands} -> {options.rows}, {options.weight}"
 
 
 def _backward_reference(x, weight, g, starts=None, *, options, with_starts, dtype):
@@ -491,10 +597,35 @@ def _backward_reference(x, weight, g, starts=None, *, options, with_starts, dtyp
     ]
 
 
+def _backward_on_part(x, weight, g, starts=None, *, plan, options, **params):
+    """The call of a device that has a part of the steps."""
+    part = shards.part_of(plan, x, options.time_axis)
+    params["options"] = options
+    if part is None:
+        return _present(x, weight, g, starts), params, None
+    reach = _reach(weight, options)
+    around = shards.Surroundings(x, starts, part=part, options=options, reach=reach)
+
+    def of_steps(begin, end):
+        filters = part.own(weight, shards.FILTER_AXIS, begin, end)
+        cotangents = part.own(g, options.time_axis, begin, end)
+        operands = _present(around.rows(begin, end), filters, cotangents, around.starts(begin, end))
+        return _backward_operator.on_one_device(*operands, **params)[1]
+
+    def complete(dx, dweight):
+        return [
+            _completed_input_grad(dx, g, weight, starts, part, options),
+            shards.completed(dweight, around, part, shards.FILTER_AXIS, of_steps),
+        ]
+
+    return _present(x, weight, g, part.own_starts(starts)), params, complete
+
+
 _backward_operator = Operator(
     "dynamic_conv_backward",
     signature=_backward_signature,
     reference=_backward_reference,
+    neighbours=_backward_on_part,
     dtypes=lambda x, *_, dtype, **__: [x.dtype, dtype],
     attributes=_attributes,
     **_COMMON,

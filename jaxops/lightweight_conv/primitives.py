@@ -35,9 +35,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxops._core import compat, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
-from jaxops._families import sequences
+from jaxops._families import sequences, shards
 from jaxops.activations import ACTIVATIONS, activation_name
-from jaxops.lightweight_conv import shards
 from jaxops.reference import lightweight_conv as reference
 
 NAME = "lightweight_conv"
@@ -162,12 +161,13 @@ def _conv_on_part(*operands, plan, options, flip, activation, **has):
     )
     has = dict(has, with_state=False)
 
-    def of_rows(rows, starts):
+    def of_steps(begin, end):
+        rows, starts = around.rows(begin, end), around.starts(begin, end)
         operands = (rows, weight, *_present(bias), *_present(starts))
         return _conv_operator.on_one_device(*operands, **params, **has)[0]
 
     def complete(y):
-        return [shards.completed(y, around, part, options.time_axis, of_rows)]
+        return [shards.completed(y, around, part, options.time_axis, of_steps)]
 
     own = _present(part.own_starts(starts))
     return (x, weight, *_present(bias), *own), {**params, **has}, complete
@@ -701,7 +701,8 @@ def _backward_on_part(x, weight, g, starts=None, *, plan, options, summed, **par
     around_g = shards.Surroundings(g, starts, part=part, options=mirrored, reach=reach)
     has = dict(with_bias=False, with_starts=starts is not None, with_state=False, with_slots=False)
 
-    def input_grad(rows, starts):
+    def input_grad(begin, end):
+        rows, starts = around_g.rows(begin, end), around_g.starts(begin, end)
         operands = (rows, weight, *_present(starts))
         return _conv_operator.on_one_device(
             *operands, options=mirrored, flip=True, activation=None, **has

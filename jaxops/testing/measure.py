@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -225,6 +226,20 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
     text = compiled.as_text() or ""
     counts = {k: len(re.findall(rf"\s{k}(?:-start)?\(", text)) for k in _COLLECTIVES}
     return {k: n for k, n in counts.items() if n}
+
+
+def traffic(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
+    """How often a compiled program communicates in each way, and the bytes of what comes of it."""
+    found: dict[str, tuple[int, int]] = {}
+    kinds = "|".join(_COLLECTIVES)
+    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text() or ""):
+        size = 0
+        for bits, shape in re.findall(r"[a-z]+(\d*)\[([\d,]*)\]", result):
+            # A predicate, which has no number of bits, is a byte.
+            size += math.prod(map(int, filter(None, shape.split(",")))) * int(bits or 8) // 8
+        count, before = found.get(kind, (0, 0))
+        found[kind] = count + 1, before + size
+    return found
 
 
 def compile_without_loops(

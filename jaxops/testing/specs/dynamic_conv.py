@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,29 +115,32 @@ def _bad_inputs(swap):
     )
 
 
-def _placements(swap, heads, names):
-    """By batch, by channel and by both; weights with a filter a channel go with the channels.
+def _placements(swap, heads, names, parts):
+    """By batch, by channel, by both and by time; weights with a filter a channel go with channels.
 
     The gradient of a bias is summed over the batch, and that of weights over the channels of a head
-    where devices have parts of these.
+    where devices have parts of these. `parts` is the number of other devices' parts of time that
+    filters reach.
     """
 
-    def rows(batch, channels):
-        return P(batch, channels, None) if swap else P(batch, None, channels)
+    def rows(batch, time, channels):
+        return P(batch, channels, time) if swap else P(batch, time, channels)
 
-    def placement(name, axes, batch, channels, backward, manual):
+    def placement(name, axes, by, backward, manual, forward=None):
+        batch, time, channels = (axis if axis in by else None for axis in "ntc")
         per_channel = channels if heads == _CHANNELS else None
         specs = {
-            "weight": P(batch, None, per_channel, None),
+            "weight": P(batch, time, per_channel, None),
             "bias": P(channels),
-            "ids": P(batch, None),
-            "state": rows(batch, channels),
+            "ids": P(batch, time),
+            "state": rows(batch, None, channels),
         }
         return Placement(
             name=name,
             axes=axes,
-            arguments=(rows(batch, channels), *(specs[n] for n in names)),
-            results=(rows(batch, channels),),
+            arguments=(rows(batch, time, channels), *(specs[n] for n in names)),
+            results=(rows(batch, time, channels),),
+            forward=forward or {},
             backward=backward,
             manual=manual,
         )
@@ -147,18 +151,27 @@ def _placements(swap, heads, names):
     sums = 0 if heads == _CHANNELS else 2 if "state" in names else 1
     by_channel = {"all-reduce": sums} if sums else {}
     both = sums + bool(by_batch)
-    return (
-        placement("batch", ("n",), "n", None, by_batch, True),
-        placement("channels", ("c",), None, "c", by_channel, whole_heads),
+    # Steps of x, and in the backward pass those of x and the cotangent; of ids one step, and one
+    # number for where segments begin.
+    has_ids = "ids" in names
+    sent = {"collective-permute": parts + has_ids}
+    sent_by_both = {"collective-permute": 3 * parts + has_ids}
+    sent |= {"all-reduce": 1} if has_ids else {}
+    sent_by_both |= {"all-reduce": 1} if has_ids or "bias" in names else {}
+    placements = (
+        placement("batch", ("n",), "n", by_batch, True),
+        placement("channels", ("c",), "c", by_channel, whole_heads),
         placement(
             "batch and channels",
             ("n", "c"),
-            "n",
-            "c",
+            "nc",
             {"all-reduce": both} if both else {},
             whole_heads,
         ),
+        placement("time", ("t",), "t", sent_by_both, False, sent),
     )
+    # A state's terms are exchanged by sums that XLA may join; `test_time_over_devices` has them.
+    return placements[:-1] if "state" in names else placements
 
 
 # By how many eps the derivative of jax.nn.gelu is itself wrong for |x| < 6, where 1 - tanh² cancels
@@ -185,6 +198,8 @@ def _spec(
     names = ("weight", *names)
     reach = (taps - 1) * dilation
     resolved = {"causal": reach, "same": reach // 2}.get(padding, padding)
+    part = _TIME // 8  # the steps of each of eight devices
+    parts = math.ceil(resolved / part) + math.ceil((reach - resolved) / part)
     options = {"dilation": dilation, "activation": activation, "data_format": data_format}
     options["normalize"] = normalize
 
@@ -256,7 +271,7 @@ def _spec(
         vjp_terms=gradient_terms,
         # The value before the activation, the activation's derivative, and their product.
         vjp_roundings=3 if activation else 0,
-        placements=_placements(swap, large_heads, names),
+        placements=_placements(swap, large_heads, names, parts),
         empty={
             "no batch": functools.partial(arrays, batch=0),
             "no time": functools.partial(arrays, time=0),

@@ -170,10 +170,10 @@ def _placements(swap, heads, names, sides):
 def _sent_over_time(names, sides):
     """The collectives of value, and of value and gradients, of parts of the steps."""
     segments, state = "segment_ids" in names, "initial_state" in names
-    # Steps of x, and in the backward pass those of x and the cotangent; of the ids one step, and of
-    # the starts of segments those of the steps that follow the part.
-    permutes = sides + segments * (1 + (sides > 1))
-    permutes_of_both = 3 * sides + segments * (1 + sides)
+    # Steps of x, and in the backward pass those of x and the cotangent, each with the starts of
+    # segments; of the ids one step.
+    permutes = sides + segments
+    permutes_of_both = 3 * sides + segments
     # Where segments begin, the final state, and where its segment begins. XLA sums what belongs to
     # states with the gradients.
     sums = segments + state + (segments and state)

@@ -19,6 +19,7 @@ from jaxops._core import halo
 from jaxops._core.partition import Plan
 
 TIME = "time"  # the factor of signatures
+FILTER_AXIS = -3  # the dimension of time in filters (..., T, H, K)
 
 
 class Part:
@@ -40,6 +41,21 @@ class Part:
         sides = halo.borders(array, dim, before, after, self.axes, self.mesh)
         return tuple(_joined(arrays, dim) if arrays else None for arrays in sides)
 
+    def borders_of_several(self, wanted):
+        """The `borders` of arrays (array, axis, before, after), which are sent together."""
+        wanted = [(a, a.ndim + axis, before, after) for a, axis, before, after in wanted]
+        found = halo.borders_of_several(wanted, self.axes, self.mesh)
+        return [
+            [_joined(arrays, dim) if arrays else None for arrays in sides]
+            for (_, dim, *_), sides in zip(wanted, found, strict=True)
+        ]
+
+    def own(self, array: jax.Array, axis: int, begin: int, end: int) -> jax.Array:
+        """These steps of `array`, with zeros for those that other devices have."""
+        low, high = max(begin, 0), min(end, self.steps)
+        steps = lax.slice_in_dim(array, low, high, axis=array.ndim + axis)
+        return _padded(steps, low - begin, end - high, axis)
+
     def own_starts(self, starts: jax.Array | None) -> jax.Array | None:
         """The first step of the segment of each step; segments that began earlier begin at 0."""
         return None if starts is None else jnp.maximum(starts - self.first, 0)
@@ -55,11 +71,15 @@ def part_of(plan: Plan, operand: jax.Array, axis: int) -> Part | None:
 class Surroundings:
     """The steps of a sequence, and the steps of other devices that filters reach.
 
+    Filters that differ from step to step are exchanged with the rows if they are given.
+
     Attributes:
       before, after: how many steps of other devices there are on each side.
     """
 
-    def __init__(self, rows, starts, state=None, *, part: Part, options: Any, reach: int):
+    def __init__(
+        self, rows, starts, state=None, *, part: Part, options: Any, reach: int, filters=None
+    ):
         self._axis = axis = options.time_axis
         self._own = rows
         self._part = part
@@ -67,10 +87,18 @@ class Surroundings:
         others = (part.devices - 1) * part.steps
         # Beyond the ends are zeros, which nobody sends.
         self.before, self.after = min(self.padding, others), min(self.beyond, others)
-        self._before, self._after = part.borders(rows, axis, self.before, self.after)
+        wanted = [(rows, axis, self.before, self.after)]
+        if filters is not None:
+            wanted.append((filters, FILTER_AXIS, self.before, self.after))
+        if starts is not None:
+            wanted.append((starts, -1, 0, self.after))
+        (self._before, self._after), *others = part.borders_of_several(wanted)
+        if filters is not None:
+            before, after = others[0]
+            self._filters = self._places(before, filters, after)
         if state is not None:
             self._put_state_before(state)
-        self._starts = None if starts is None else self._starts_around(starts)
+        self._starts = None if starts is None else self._starts_around(starts, others[-1][1])
 
     def _put_state_before(self, state):
         """The state of the whole sequence precedes its first step."""
@@ -87,9 +115,8 @@ class Surroundings:
             rows = jnp.where(is_input, received, rows.astype(wide))
         self._before, self.before = rows, self.padding
 
-    def _starts_around(self, starts):
+    def _starts_around(self, starts, received):
         part = self._part
-        _, received = part.borders(starts, -1, 0, self.after)
         starts = starts - part.first
         steps = jnp.arange(-self.before, 0, dtype=jnp.int32)
         first = starts[..., :1]
@@ -110,15 +137,28 @@ class Surroundings:
 
     def rows(self, begin: int, end: int) -> jax.Array:
         """These steps, of which those before 0 are of the devices before, and so on."""
-        axis, steps, found = self._own.ndim + self._axis, self._part.steps, []
-        places = ((-self.before, self._before), (0, self._own), (steps, self._after))
-        for place, rows in places:
-            if rows is None:
-                continue
-            low, high = max(begin, place), min(end, place + rows.shape[axis])
-            if low < high:
-                found.append(lax.slice_in_dim(rows, low - place, high - place, axis=axis))
-        return _joined(found, axis)
+        places = self._places(self._before, self._own, self._after)
+        return _steps_of(places, self._own.ndim + self._axis, begin, end)
+
+    def filters(self, begin: int, end: int) -> jax.Array:
+        """The filters of these steps."""
+        _, (_, own), _ = self._filters
+        return _steps_of(self._filters, own.ndim + FILTER_AXIS, begin, end)
+
+    def _places(self, before, own, after):
+        """The steps of three arrays, each with its first one."""
+        return ((-self.before, before), (0, own), (self._part.steps, after))
+
+
+def _steps_of(places, axis: int, begin: int, end: int) -> jax.Array:
+    found = []
+    for place, rows in places:
+        if rows is None:
+            continue
+        low, high = max(begin, place), min(end, place + rows.shape[axis])
+        if low < high:
+            found.append(lax.slice_in_dim(rows, low - place, high - place, axis=axis))
+    return _joined(found, axis)
 
 
 def _joined(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
@@ -150,7 +190,7 @@ def completed(
 ) -> jax.Array:
     """The convolution y of a part, with the results that depend on steps of other devices.
 
-    compute(rows, starts) is the convolution of some steps, with zeros around them.
+    compute(begin, end) is the convolution of these steps, with zeros around them.
     """
     head, tail = min(around.before, part.steps), min(around.after, part.steps)
     ends = [(0, head), (part.steps - tail, part.steps)]
@@ -161,7 +201,7 @@ def completed(
             continue
         low = max(begin - around.padding, -around.before)
         high = min(end + around.beyond, part.steps + around.after)
-        results = compute(around.rows(low, high), around.starts(low, high))
+        results = compute(low, high)
         dim = results.ndim + axis
         results = lax.slice_in_dim(results, begin - low, end - low, axis=dim).astype(y.dtype)
         shape = [*y.shape]
