@@ -714,10 +714,11 @@ def implementation(spec: OperatorSpec, platform: Platform) -> None:
 
     def is_refused(where: str) -> bool:
         """Whether there are no kernels for a platform; those that there are must be called."""
+        lowered, message = None, ""
         try:
-            lowered, message = traced.lower(lowering_platforms=(where,)), None
+            lowered = traced.lower(lowering_platforms=(where,))
         except NotImplementedError as error:
-            lowered, message = None, str(error)
+            message = str(error)
         if lowered is not None:
             assert lowered_calls(lowered), f"native runs no handler on {where}"
             return False
