@@ -139,7 +139,9 @@ inline XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Co
 }
 
 // Calls a function as a handler. XLA does not check for buffers after the optional ones, nor for
-// attributes if the handler has none, so this does.
+// attributes if the handler has none, so this does. It checks for too few buffers as well: the
+// error that XLA's headers make of these ended the process with jaxlib 0.11.2 on one machine. A
+// frame with an extension may ask for no call, and has no buffers then.
 template <auto kFunction>
 struct Caller;
 
@@ -148,6 +150,7 @@ struct Caller<kFunction> {
   template <typename... Types>
   static constexpr int64_t kCount = (kHas<Parameters, Types...> + ...);
 
+  static constexpr int64_t kMinArgs = kCount<Buffer>, kMinRets = kCount<Result>;
   static constexpr int64_t kMaxArgs = kHas<xla::ffi::RemainingArgs, Parameters...>
                                           ? INT64_MAX
                                           : kCount<Buffer, std::optional<Buffer>>;
@@ -164,6 +167,11 @@ struct Caller<kFunction> {
     if (frame->args.size > kMaxArgs || frame->rets.size > kMaxRets) {
       return MakeError(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
                        "jaxops: more operands or results than a handler takes");
+    }
+    if (frame->extension_start == nullptr &&
+        (frame->args.size < kMinArgs || frame->rets.size < kMinRets)) {
+      return MakeError(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                       "jaxops: fewer operands or results than a handler takes");
     }
     if (!(Attributes<std::remove_cvref_t<Parameters>> || ...) && frame->attrs.size > 0) {
       return MakeError(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
