@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pathlib
+import re
+import warnings
 
+import jax
 import numpy as np
 import pytest
 
@@ -76,3 +79,39 @@ def test_mixer_of_packed_texts_decodes_what_it_trained():
     assert after < before - 2
     assert found["packed"] < 1e-5
     assert found["decoded"] < 1e-5
+
+
+PAGES = [EXAMPLES.parent / "README.md", *sorted((EXAMPLES.parent / "docs").glob("*.md"))]
+BLOCKS = {
+    page.name: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for page in PAGES
+}
+# What a page's text says of the names in its blocks.
+IMPORTS = (
+    "import jax, jaxops, warnings; from jax import lax, numpy as jnp; from flax import linen as nn"
+)
+NAMES = {
+    "conv2d.md": "x, kernel = jnp.ones((2, 5, 6, 3)), jnp.ones((4, 4, 3, 2))",
+    "lightweight_conv.md": (
+        "slots, K, dilation, C = 5, 4, 1, 6; x_t, weight = jnp.ones((3, C)), jnp.ones((C, K)); "
+        "indices = jnp.arange(3)"
+    ),
+}
+
+
+@pytest.fixture
+def hasty_compiler():
+    """XLA takes far longer to optimize these programs than to run them."""
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("page", [name for name, blocks in BLOCKS.items() if blocks])
+def test_blocks_of_pages_run(page, monkeypatch, tmp_path, hasty_compiler):
+    """One after another, with the names of the blocks before."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": page}
+    with warnings.catch_warnings():
+        for block in (IMPORTS, NAMES.get(page, ""), *BLOCKS[page]):
+            exec(compile(block, page, "exec"), names)

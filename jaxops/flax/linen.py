@@ -509,7 +509,7 @@ def _store(layer: nn.Module, cache: nn.Variable | None, state: jax.Array | None)
 class VoxelGrid(nn.Module):
     """A grid of features in space, sampled at points: `jaxops.grid_sample` of a parameter.
 
-    Parameters: `grid` (*resolution, features).
+    Parameters: `grid`, of shape ``(*resolution, features)``.
 
     Attributes:
       resolution: the entries along each of two or three axes.

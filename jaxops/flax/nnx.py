@@ -574,7 +574,7 @@ class ConvTranspose(nnx.ConvTranspose):
 class VoxelGrid(nnx.Module):
     """A grid of features in space, sampled at points: `jaxops.grid_sample` of a parameter.
 
-    Parameters: `grid` (*resolution, features).
+    Parameters: `grid`, of shape ``(*resolution, features)``.
 
     Args:
       resolution: the entries along each of two or three axes.
