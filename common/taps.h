@@ -22,6 +22,9 @@ inline constexpr int kMaxAxes = 3;
 // Combinations of a point, at most.
 inline constexpr int kMaxCombinations = 64;
 
+// Taps of an axis, at most, for which there are CUDA kernels.
+inline constexpr int kMaxCudaTaps = 8;
+
 struct Geometry {
   int axes;  // 1 to 3
   int taps;  // of an axis; taps^axes is at most kMaxCombinations
@@ -52,8 +55,21 @@ struct Call {
   void* out;
   void* dvolume;
   void* dweights[kMaxAxes];
+  void* scratch;  // the work space, WorkSpaceBytes of it on CUDA devices
   BatchMap<kOperands> batch;
+
+  // The elements of dvolume.
+  int64_t gradient_size() const {
+    int64_t size = gradients * geometry.width;
+    for (int a = 0; a < geometry.axes; ++a) size *= geometry.sizes[a];
+    return size;
+  }
 };
+
+// CUDA kernels add to 2-byte entries of dvolume in f32.
+inline int64_t WorkSpaceBytes(const Call& call) {
+  return call.dvolume == nullptr || SizeOf(call.dtype) > 2 ? 0 : 4 * call.gradient_size();
+}
 
 }  // namespace jaxops::taps
 

@@ -10,6 +10,7 @@
 #include "common/batch.h"
 #include "common/concatenate.h"
 #include "common/conv.h"
+#include "common/taps.h"
 
 namespace jaxops::ffi {
 
@@ -38,6 +39,7 @@ inline constexpr Limit kLimits[] = {
     {"conv", "max_few_tap_rows", jaxops::conv::kMaxFewTapRows},
     {"conv", "max_few_row_entries", jaxops::conv::kMaxFewRowEntries},
     {"conv", "max_few_outputs", jaxops::conv::kMaxFewOutputs},
+    {"taps", "max_taps", jaxops::taps::kMaxCudaTaps},
 };
 
 }  // namespace jaxops::ffi

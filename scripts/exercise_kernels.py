@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxops
+from jaxops.grid_sample import taps as taps_family
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LAYOUTS = ("NTC", "NCT")
@@ -636,6 +637,62 @@ def exercise_grid_sample(device, dtype, sizes, deterministic):
     return count, wrong
 
 
+# Axes, taps and channels of stencils: linear and cubic ones, and those of hash grids.
+STENCILS = (
+    *((1, 8, 2), (1, 8, 16), (1, 4, 33)),
+    *((2, 4, 1), (2, 4, 16), (2, 1, 5)),
+    *((3, 2, 40), (3, 4, 3), (3, 4, 8)),
+)
+
+
+def stencil_results(volume, indices, weights, g):
+    """The sums of entries, and both gradients."""
+
+    def function(volume, weights):
+        return taps_family.sum_taps(volume, indices, weights, 1)
+
+    y, pull = jax.vjp(function, volume, weights)
+    return {"value": y, "gradients": pull(g)}
+
+
+def exercise_stencils(device, dtype, axes, taps, width):
+    """The comparisons of `exercise`, for sums of entries: of one volume, and of a batch of them."""
+    rng = np.random.default_rng(taps)
+    count, sizes = 700, (6, 5, 7)[:axes]
+    wide = "float64" if dtype == "float64" else "float32"
+    # Some entries are outside.
+    indices = rng.integers(-1, np.array(sizes)[:, None] + 1, (BATCH, count, axes, taps))
+    indices = indices.astype(np.int32)
+    weights = [rng.normal(size=(BATCH, count, taps)).astype(wide) for _ in sizes]
+    g = rng.normal(size=(BATCH, count, width)).astype(jnp.dtype(dtype))
+    wrong, found = [], 0
+    for volumes in (1, BATCH):
+        volume = rng.normal(size=(volumes, *sizes, width)).astype(jnp.dtype(dtype))
+        got = jax.jit(stencil_results)(*jax.device_put((volume, indices, weights, g), device))
+        rows, cotangent = (a.astype(np.float64) for a in (volume, g))
+        factors = [w.astype(np.float64) for w in weights]
+        value, by_rows = np.zeros_like(cotangent), np.zeros_like(rows)
+        by_weights = [np.zeros_like(w) for w in factors]
+        which = np.arange(BATCH)[:, None] % volumes
+        for combination in itertools.product(range(taps), repeat=axes):
+            at = [indices[..., a, k] for a, k in enumerate(combination)]
+            inside = np.all([(i >= 0) & (i < n) for i, n in zip(at, sizes, strict=True)], axis=0)
+            entry = (which, *(np.clip(i, 0, n - 1) for i, n in zip(at, sizes, strict=True)))
+            of_taps = [w[..., k] for w, k in zip(factors, combination, strict=True)]
+            weight = np.prod(of_taps, axis=0) * inside
+            value += weight[..., None] * rows[entry]
+            np.add.at(by_rows, entry, weight[..., None] * cotangent)
+            dots = (rows[entry] * cotangent).sum(-1) * inside
+            for a, k in enumerate(combination):
+                others = [w for b, w in enumerate(of_taps) if b != a]
+                by_weights[a][..., k] += dots * np.prod(others, axis=0)
+        want = {"value": value, "gradients": (by_rows, by_weights)}
+        name = f"taps {dtype}, {axes} axes, {taps} taps, F={width}, {volumes} volumes"
+        more, bad = compared(name, got, want, dtype, 64 + BATCH * count)
+        wrong, found = wrong + bad, found + more
+    return found, wrong
+
+
 # --- steps of the lightweight convolution ---
 
 # Sequences, slots, C and H.
@@ -1154,6 +1211,10 @@ EXERCISES = {
     "lightweight_conv_packed": (
         exercise_packed,
         tuple(itertools.product(DTYPES, LAYOUTS, SIZES)),
+    ),
+    "taps": (
+        exercise_stencils,
+        tuple((dtype, *stencil) for dtype in DTYPES for stencil in STENCILS),
     ),
     "trilinear": (exercise_trilinear, tuple(itertools.product(DTYPES, WIDTHS))),
 }

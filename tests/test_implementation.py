@@ -20,6 +20,7 @@ from test_errors import CALLS
 
 import jaxops
 from jaxops._core import native
+from jaxops.grid_sample.taps import sum_taps
 from jaxops.testing.measure import custom_calls, lowered_calls
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -190,8 +191,8 @@ def cuda_program(function, *arguments):
     return export(*arguments).mlir_module()
 
 
-@pytest.mark.parametrize("options", [{"coordinates": "pixel"}, {"method": "cubic"}], ids=str)
-def test_native_of_an_option_that_cpus_alone_have(options, monkeypatch):
+def test_native_of_an_option_that_cpus_alone_have(monkeypatch):
+    options = {"coordinates": "pixel"}
     volume, points = np.ones((4, 4, 2), np.float32), np.zeros((5, 2), np.float32)
     with pytest.raises(
         NotImplementedError, match=r"^grid_sample: .* platform 'cuda': there are some for cpu only"
@@ -205,6 +206,33 @@ def test_native_of_an_option_that_cpus_alone_have(options, monkeypatch):
     monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, "on")
     text = cuda_program(lambda v, p: jaxops.grid_sample(v, p, **options), volume, points)
     assert "@jaxops_" not in text
+
+
+def test_new_kernels_of_stencils(monkeypatch):
+    """GPUs have them for calls whose sums may have any order and whose stencils are short."""
+
+    def text(taps, deterministic):
+        sizes, weights = (8, 1), np.ones((5, taps), np.float32)
+        volume, indices = np.ones(sizes, np.float32), np.zeros((5, 1, taps), np.int32)
+
+        def both(volume, weights):
+            value, pull = jax.vjp(
+                lambda v, w: sum_taps(v, indices, [w], 1, deterministic), volume, weights
+            )
+            return value, pull(value)
+
+        return cuda_program(both, volume, weights)
+
+    names = {"@jaxops_taps(", "@jaxops_taps_volume_grad(", "@jaxops_taps_weight_grad("}
+    for switch, taps, deterministic, expected in (
+        ("off", 4, False, set()),
+        ("on", 4, False, names),
+        ("on", 8, True, names - {"@jaxops_taps_volume_grad("}),
+        ("on", 9, False, set()),
+    ):
+        monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, switch)
+        program = text(taps, deterministic)
+        assert {name for name in names if name in program} == expected
 
 
 def test_native_with_an_unknown_work_space():

@@ -25,6 +25,9 @@ PROGRAMS = {
     ],
     "im2col": [f"cuda/im2col/{name}.cu" for name in ("dispatch", "items", "sum", "vectors")],
     "lightweight_conv_step": ["cuda/lightweight_conv_step/dispatch.cu"],
+    "taps": [
+        f"cuda/taps/{name}.cu" for name in ("dispatch", "values", "volume_grad", "weight_grad")
+    ],
 }
 #: Code of device compilers, and what stands for it. Each is somewhere in the sources.
 REPLACEMENTS = {

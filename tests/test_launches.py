@@ -330,6 +330,14 @@ EDGES = {
     "2^32 rows": (jaxops.softmax_focal_loss, rows(1 << 32, 4)),
     "2^31 cells": (jaxops.trilinear_interpolate, arrays(BF16, (1 << 31, 8, 1), (1 << 31, 3))),
     "2^31 points": (jaxops.grid_sample, arrays(BF16, (8, 8, 8, 1), (1 << 31, 3))),
+    "2^31 points of stencils": (
+        functools.partial(jaxops.grid_sample, method="cubic"),
+        arrays(BF16, (8, 8, 1), (1 << 31, 2)),
+    ),
+    "2^32 entries of stencils": (
+        functools.partial(jaxops.grid_sample, padding_mode="wrap"),
+        arrays(BF16, (1 << 16, 1 << 16, 1), (1000, 2)),
+    ),
     "65536 volumes": (jaxops.grid_sample, arrays(BF16, (65536, 4, 4, 4, 4), (65536, 9, 3))),
     "2^32 pixels": (
         functools.partial(jaxops.im2col, kernel_size=3),

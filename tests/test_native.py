@@ -168,7 +168,7 @@ def test_modules_have_the_same_limits():
     from jaxops import _cpu
 
     assert cuda.LIMITS == _cpu.LIMITS
-    assert set(cuda.LIMITS) == {"batch", "concatenate", "conv"}
+    assert set(cuda.LIMITS) == {"batch", "concatenate", "conv", "taps"}
 
 
 @pytest.mark.any_jax

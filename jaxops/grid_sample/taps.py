@@ -10,7 +10,7 @@ operands, or its transpose in one of them:
     volume_grad  indices, g, w...             -> its transpose in the volume
     weight_grad  volume, indices, g, w...     -> its transposes in the weights of each axis
 
-CPUs have kernels of these; other platforms run the reference.
+CPUs have kernels of these; so have GPUs, but for long stencils and sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._core import compat, rules
+from jaxops._core import compat, native, rules
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops.reference import taps as reference
@@ -129,8 +129,22 @@ def _attributes(*, options, **_):
     return {"point_rank": np.int64(options.point_rank)}
 
 
+def _platforms(*, options, **_):
+    has_cuda = options.taps <= native.limits("taps").max_taps
+    return tuple(native.PLATFORMS) if has_cuda else ("cpu",)
+
+
+def _volume_grad_platforms(*, options, **_):
+    return ("cpu",) if options.deterministic else _platforms(options=options)
+
+
 _COMMON: dict[str, Any] = {"replicated": ("size", "axes", "taps")}
-_HANDLED: dict[str, Any] = {**_COMMON, "attributes": _attributes, "platforms": ("cpu",)}
+_HANDLED: dict[str, Any] = {
+    **_COMMON,
+    "attributes": _attributes,
+    "platforms": _platforms,
+    "is_new_on_gpu": True,
+}
 
 _sample = Operator(
     "taps",
@@ -149,7 +163,8 @@ _volume_grad = Operator(
     dtypes=lambda indices, g, *_, **__: [g.dtype],
     reference=_volume_grad_reference,
     summed_outputs=(0,),
-    **_HANDLED,
+    work_space=True,
+    **{**_HANDLED, "platforms": _volume_grad_platforms},
 )
 _weight_grad = Operator(
     "taps_weight_grad",

@@ -241,6 +241,25 @@ def grid_sample(r: Random):
     return lambda v, p: jaxops.grid_sample(v, p, **options), arguments, (0, 1)
 
 
+def stencils(r: Random):
+    """Samples whose stencils `jax.numpy` makes, for kernels that sum their entries."""
+    dtype = r.float_dtype()
+    rank = r.pick(2, 3)
+    batch = r.dims(0, 1)
+    method = r.pick("cubic", "linear", "nearest")
+    options = {
+        "method": method,
+        "padding_mode": r.pick("zeros", "border", "wrap") if method == "cubic" else "wrap",
+        "coordinates": r.pick("pixel", "normalized"),
+    }
+    volume = [r.upto(r.pick(8, 64)) for _ in range(rank)]
+    arguments = [
+        array((*batch, *volume, r.upto(r.pick(1, 4, 32, 400))), dtype),
+        array((*batch, r.upto(r.pick(100, 10_000, 1_000_000)), rank), r.float_dtype(dtype)),
+    ]
+    return lambda v, p: jaxops.grid_sample(v, p, **options), arguments, (0, 1)
+
+
 def trilinear_interpolate(r: Random):
     dtype = r.float_dtype()
     lead = (r.upto(r.pick(100, 100_000, 50_000_000)),) if r.happens(0.7) else r.dims(0, 3)
@@ -479,6 +498,7 @@ OPERATORS = {
         lightweight_conv_step,
         sigmoid_focal_loss,
         softmax_focal_loss,
+        stencils,
         trilinear_interpolate,
     )
 }

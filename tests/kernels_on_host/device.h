@@ -95,6 +95,13 @@ template <typename T>
 T __ldg(const T* address) {
   return *address;
 }
+// Fibers take turns at barriers alone.
+template <typename T>
+T atomicAdd(T* address, T value) {
+  const T before = *address;
+  *address += value;
+  return before;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline uint32_t __clz(uint32_t n) { return n == 0 ? 32 : __builtin_clz(n); }
 inline uint32_t __popc(uint32_t n) { return __builtin_popcount(n); }

@@ -1,14 +1,20 @@
 // Handlers of weighted sums of the entries of a volume.
+#include "common/taps.h"
+
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
 #include <vector>
 
-#include "common/taps.h"
+#ifdef JAXOPS_PLATFORM_CUDA
+#include "cuda/taps/launch.h"
+#else
 #include "cpu/taps.h"
+#endif
 #include "ffi/bind.h"
 #include "ffi/decode.h"
+#include "ffi/work_space.h"
 
 namespace jaxops::ffi::taps {
 namespace {
@@ -35,7 +41,7 @@ struct Buffers {
 };
 
 xf::Error RunTaps(Context context, const TapsAttributes& attributes, const Buffers& buffers,
-                  xf::RemainingArgs weights) {
+                  xf::RemainingArgs weights, WorkSpace work_space = {}) {
   Call call = {};
   const Buffer& volume = buffers.volume ? *buffers.volume : *buffers.dvolume;
   const Dimensions index_dims = buffers.indices.dimensions();
@@ -137,6 +143,7 @@ xf::Error RunTaps(Context context, const TapsAttributes& attributes, const Buffe
   if (buffers.dvolume) {
     for (size_t i = 0; i < rank; ++i) call.gradients *= buffers.dvolume->dimensions()[i];
   }
+  JAXOPS_RETURN_IF_ERROR(TakeWorkSpace(call.scratch, kName, work_space, WorkSpaceBytes(call)));
   return Run(context, kName, JAXOPS_KERNEL(taps, Taps), call);
 }
 
@@ -146,9 +153,10 @@ xf::Error Sample(Context context, Buffer volume, Buffer indices, xf::RemainingAr
 }
 
 xf::Error VolumeGrad(Context context, Buffer indices, Buffer cotangent, xf::RemainingArgs weights,
-                     Result dvolume, const TapsAttributes& attributes) {
+                     Result dvolume, WorkSpace work_space, const TapsAttributes& attributes) {
   return RunTaps(context, attributes,
-                 {.indices = indices, .cotangent = cotangent, .dvolume = *dvolume}, weights);
+                 {.indices = indices, .cotangent = cotangent, .dvolume = *dvolume}, weights,
+                 work_space);
 }
 
 xf::Error WeightGrad(Context context, Buffer volume, Buffer indices, Buffer cotangent,
