@@ -464,7 +464,8 @@ class Operator:
 
     def _lower_reference(self, ctx, *values, **params):
         with _refusing_symbolic(self.name, ctx.avals_in):
-            return compat.lower_as_on_one_device(self._run_reference)(ctx, *values, **params)
+            lower = compat.lower_as_on_one_device(_promoting(self._run_reference))
+            return lower(ctx, *values, **params)
 
     def _run_reference(self, *operands, **params):
         assert self._reference is not None
