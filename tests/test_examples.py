@@ -83,7 +83,11 @@ def test_mixer_of_packed_texts_decodes_what_it_trained():
 
 PAGES = [EXAMPLES.parent / "README.md", *sorted((EXAMPLES.parent / "docs").glob("*.md"))]
 BLOCKS = {
-    page.name: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    page.name: re.findall(
+        r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?",
+        page.read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     for page in PAGES
 }
 # What a page's text says of the names in its blocks.
@@ -108,10 +112,18 @@ def hasty_compiler():
 
 
 @pytest.mark.parametrize("page", [name for name, blocks in BLOCKS.items() if blocks])
-def test_blocks_of_pages_run(page, monkeypatch, tmp_path, hasty_compiler):
-    """One after another, with the names of the blocks before."""
+def test_blocks_of_pages_run(page, monkeypatch, tmp_path, hasty_compiler, capsys):
+    """One after another, with the names of the blocks before, in float32 as a reader has it.
+
+    A block of text after one of Python is what that prints, on eight CPU devices.
+    """
     monkeypatch.chdir(tmp_path)
     names = {"__name__": page}
-    with warnings.catch_warnings():
-        for block in (IMPORTS, NAMES.get(page, ""), *BLOCKS[page]):
+    with warnings.catch_warnings(), jax.enable_x64(False):
+        for block in (IMPORTS, NAMES.get(page, "")):
+            exec(block, names)
+        for block, printed in BLOCKS[page]:
+            capsys.readouterr()
             exec(compile(block, page, "exec"), names)
+            if printed and jax.default_backend() == "cpu":
+                assert capsys.readouterr().out == printed
