@@ -164,6 +164,35 @@ def _time_of(row, peer):
     return min(row.outcomes[name].us or math.inf for name in figures.peers([row]))
 
 
+def rows_behind():
+    """The table of `docs/performance.md`: how often and how far a peer is faster, in every file."""
+    lines = [
+        "| file | operator | rows | behind | mean speed-up | least |",
+        "| :-- | :-- | --: | --: | --: | --: |",
+    ]
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        rows = [row for row in results.load(file).rows if row.ours.us is not None]
+        for operator in dict.fromkeys(row.operator for row in rows):
+            fastest = [
+                (row, min(timed, key=lambda outcome: outcome.us))
+                for row in rows
+                if row.operator == operator
+                and (timed := [o for n, o in row.outcomes.items() if row.is_peer(n) and o.us])
+            ]
+            behind = sum(figures.beyond_spread(peer, row.ours) for row, peer in fastest)
+            ratios = [peer.us / row.ours.us for row, peer in fastest]
+            lines.append(
+                f"| `{file.name}` | `{operator}` | {len(fastest)} | {behind} "
+                f"| {figures.geomean(ratios):.2f} | {min(ratios):.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def test_rows_behind_are_those_of_results_files():
+    _, _, after = (ROOT / "docs" / "performance.md").read_text().partition("<!-- rows behind -->\n")
+    assert after.split("\n\n")[0] == rows_behind()
+
+
 @texts
 def test_words(text):
     found = [
