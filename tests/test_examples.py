@@ -124,6 +124,6 @@ def test_blocks_of_pages_run(page, monkeypatch, tmp_path, hasty_compiler, capsys
             exec(block, names)
         for block, printed in BLOCKS[page]:
             capsys.readouterr()
-            exec(compile(block, page, "exec"), names)
+            exec(compile(block, page, "exec", dont_inherit=True), names)
             if printed and jax.default_backend() == "cpu":
                 assert capsys.readouterr().out == printed
