@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 #: The type of an argument `activation`.
 Activation = str | Callable[[jax.Array], jax.Array] | None
@@ -14,7 +15,9 @@ Activation = str | Callable[[jax.Array], jax.Array] | None
 
 def gelu(x: jax.Array) -> jax.Array:
     """`jax.nn.gelu` in its default form, with nothing that cancels where x is negative."""
-    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
+    # The sigmoid is 0 or 1 beyond 30. Powers that overflow would make derivatives NaN there.
+    near = jnp.clip(x, -30, 30)
+    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (near + 0.044715 * near**3))
 
 
 #: By name.

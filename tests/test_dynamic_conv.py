@@ -573,3 +573,20 @@ def test_gpus_run_what_is_fast(shape, heads, taps, data_format, chosen, monkeypa
     assert ("@jaxops_dynamic_conv(" in of_value) == ("value" in chosen)
     of_both = text(lambda x, w, g: jax.vjp(function, x, w)[1](g), x, weight, x)
     assert ("@jaxops_dynamic_conv_backward(" in of_both) == ("gradients" in chosen)
+
+
+def test_normalized_derivatives_under_vmaps_of_other_arguments():
+    """The weight and its tangent have other batch dimensions each."""
+    rng = np.random.default_rng(0)
+    x, dx = rng.standard_normal((2, 4, 3))
+    weight, dweight = rng.standard_normal((4, 1, 2)), rng.standard_normal((3, 4, 1, 2))
+    weights = np.stack([weight, 2 * weight])
+
+    def jvp(weight, dweight):
+        call = functools.partial(jaxops.dynamic_conv, normalize=True)
+        return jax.jvp(call, (x, weight), (dx, dweight))[1]
+
+    batched = jax.vmap(jax.vmap(jvp, (None, 0)), (0, None))
+    got = jax.jit(batched)(weights, dweight)
+    want = [[jvp(w, d) for d in dweight] for w in weights]
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)

@@ -905,3 +905,16 @@ def test_work_space_has_room_for_every_kept_entry(data_format):
         # Sums in float32 of 3 taps and a bias by 6 channels.
         splits, rest = divmod(work.shape[0], kept * 4 * 6 * 4)
         assert (splits >= 1, rest, work.dtype) == (True, 0, jnp.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_gelu_has_derivatives_far_from_zero(dtype):
+    """Powers of such numbers overflow."""
+    far = float(jnp.finfo(dtype).max) / 4
+    x = jnp.array([[-far], [far]], dtype)
+    weight = jnp.ones((1, 1), dtype)
+
+    def convolve(x):
+        return jaxops.lightweight_conv(x, weight, activation="gelu")
+
+    np.testing.assert_array_equal(jax.jvp(convolve, (x,), (jnp.ones_like(x),))[1], [[0], [1]])

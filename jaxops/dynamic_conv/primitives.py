@@ -122,10 +122,6 @@ def _present(*operands):
     return [x for x in operands if x is not None]
 
 
-def _softmax(weight):
-    return jax.nn.softmax(weight.astype(accumulation_dtype(weight)), axis=-1)
-
-
 # --- the operator itself: x, weight, bias, starts, state -> y ------------------------------------
 
 
@@ -261,9 +257,8 @@ def _conv_tangent(primals, tangents, y, options):
 
 
 def _probability_tangent(weight, dweight, options):
-    if not options.normalize:
-        return dweight
-    return jax.jvp(_softmax, (weight,), (dweight,))[1]
+    # The Jacobian of a softmax is symmetric, and batch dimensions of the two may differ under vmap.
+    return reference.softmax_grad(weight, dweight) if options.normalize else dweight
 
 
 def _head(state, weight, *, starts, options, like):
@@ -647,7 +642,7 @@ def _backward(x, weight, g, starts, *, options):
 def _backward_unfused(x, weight, g, starts=None, *, options, dtype, **_):
     dp = _weight_grad(x, g, starts, weight, options=options)
     if options.normalize:
-        (dp,) = jax.vjp(_softmax, weight)[1](dp.astype(accumulation_dtype(weight)))
+        dp = reference.softmax_grad(weight, dp)
     dx = _input_grad(g, weight, starts, options=options)
     batch = lax.broadcast_shapes(dx.shape[:-2], dp.shape[:-3])
     return [

@@ -131,7 +131,7 @@ def dynamic_conv_weight_grad(
 
 
 def softmax_grad(weight: jax.Array, dp: jax.Array) -> jax.Array:
-    """The cotangent of `weight` for that of its softmax over the last axis."""
+    """The cotangent of `weight` for that of its softmax over the last axis; so too its tangent."""
     dtype = accumulation_dtype(weight, dp)
     p, dp = _probabilities(weight, dtype, True), dp.astype(dtype)
     return p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True))
