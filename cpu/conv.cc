@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <new>
@@ -441,8 +442,19 @@ void ForEachCall(const Calls& calls, const ParallelFor& parallel_for, F run) {
   parallel_for(calls.size(), [&](int64_t i) { run(calls[i], serial); });
 }
 
+// Gradients of a convolution without results are zero, which has the same bits in every dtype. Returns
+// whether the call, whose results have this size, is one of these.
+bool WriteSumsOverNothing(const Call& call, int64_t size) {
+  const auto& [d0, d1, d2] = call.dims;
+  if (d0.out * d1.out * d2.out > 0) return false;
+  for (void* result : call.results) std::memset(result, 0, size * SizeOf(call.result_dtype));
+  return true;
+}
+
 void Convolve(const Calls& calls, bool is_forward, const ParallelFor& parallel_for) {
   ForEachCall(calls, parallel_for, [&](const Call& call, const ParallelFor& threads) {
+    const auto& [d0, d1, d2] = call.dims;
+    if (!is_forward && WriteSumsOverNothing(call, d0.in * d1.in * d2.in * call.channels)) return;
     if (AreGroupsSmall(call)) {
       ConvolveDepthwise(call, is_forward, threads);
     } else {
@@ -463,7 +475,8 @@ void RunInputGrad(const Calls& calls, const ParallelFor& parallel_for) {
 
 void RunKernelGrad(const Calls& calls, const ParallelFor& parallel_for) {
   ForEachCall(calls, parallel_for, [&](const Call& call, const ParallelFor& threads) {
-    if (call.taps() * call.channels * call.outputs == 0) return;
+    const int64_t size = call.taps() * (call.channels / call.groups) * call.outputs;
+    if (size == 0 || WriteSumsOverNothing(call, size)) return;
     if (AreGroupsSmall(call)) {
       DepthwiseKernelGrad(call, threads);
     } else {

@@ -48,7 +48,8 @@ struct Blocks {
     steps = std::clamp<int64_t>(RoundUp(2 * reach), 256, 1024);
     steps = std::clamp<int64_t>(kMaxWeights / g.taps / kMaxLanes * kMaxLanes, kMaxLanes, steps);
     heads = std::clamp<int64_t>(kMaxWeights / (g.taps * steps), 1, heads);
-    steps = std::min(steps, RoundUp(g.time));
+    // Without steps there are no blocks, of any size.
+    steps = std::clamp<int64_t>(RoundUp(g.time), 1, steps);
     over_heads = CeilDiv(g.heads, heads);
     over_time = CeilDiv(g.time, steps);
     width = std::min(kWidth, heads * depth);
@@ -61,7 +62,8 @@ struct Blocks {
     const int64_t channels = kRowsCache / (g.taps + 1);
     blocks.heads = std::clamp<int64_t>(channels / depth, 1, g.heads);
     blocks.over_heads = CeilDiv(g.heads, blocks.heads);
-    blocks.steps = std::min<int64_t>(RoundUp(g.time), std::max<int64_t>(64, kMaxLanes));
+    blocks.steps =
+        std::clamp<int64_t>(RoundUp(g.time), 1, std::max<int64_t>(64, kMaxLanes));
     blocks.over_time = CeilDiv(g.time, blocks.steps);
     blocks.width = blocks.heads * depth;
     return blocks;

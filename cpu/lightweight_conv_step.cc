@@ -95,7 +95,8 @@ void RunStep(const Step& call, const ParallelFor& parallel_for) {
       }
       const int64_t row = entry * call.steps * call.channels;
       const int64_t slot = call.SlotOf(n, entry);
-      const int64_t at = slot * call.reach * call.channels;
+      // Any negative number is no slot, also one that may not be multiplied.
+      const int64_t at = std::max<int64_t>(slot, 0) * call.reach * call.channels;
       const int64_t state = call.batch.Offset(n, Step::kState) + at;
       const int64_t new_state = call.batch.Offset(n, Step::kNewState) + at;
       kernels.step({call, begin, filters.channel_end, packed.get(),
