@@ -93,11 +93,15 @@ inline bool IsShort(const Forward& call) {
 }
 
 // PrefersKernels says whether a GPU is to run kernels, and not XLA's program: docs/dynamic_conv.md
-// has times. Gradients of short filters are faster in XLA, and heads of other numbers of channels
-// were not measured. The kernel of short filters has not run on a GPU in its present form.
+// has times. Gradients of short filters are faster in XLA, small arrays are for any filter, and heads
+// of other numbers of channels were not measured.
 inline bool PrefersKernels(const Forward& call) {
   const Geometry& g = call.geometry;
-  return g.taps >= 15 && g.channels / g.heads % 32 == 0 && g.data_format == DataFormat::kNTC;
+  if (g.taps >= 15) return g.channels / g.heads % 32 == 0 && g.data_format == DataFormat::kNTC;
+  const int64_t entries = call.batch.size() * g.time * g.channels;
+  const bool has_work = SizeOf(call.dtype) >= 4 || g.normalize;
+  return IsShort(call) && ((g.taps >= 5 && entries >= int64_t{1} << 21) ||
+                           (g.taps >= 3 && entries >= int64_t{1} << 22 && has_work));
 }
 inline bool PrefersKernels(const Backward& call) {
   const Geometry& g = call.geometry;

@@ -71,6 +71,16 @@ inline int64_t WorkSpaceBytes(const Call& call) {
   return call.dvolume == nullptr || SizeOf(call.dtype) > 2 ? 0 : 4 * call.gradient_size();
 }
 
+// PrefersKernels says whether a GPU is to run kernels, and not XLA's gathers and scatters:
+// docs/grid_sample.md has times. Tables are those of one axis, such as hash grids have.
+inline bool PrefersKernels(const Call& call) {
+  const Geometry& g = call.geometry;
+  const bool is_long = g.combinations >= 8;
+  if (call.dvolume != nullptr) return is_long || g.width > 1 || SizeOf(call.dtype) == 2;
+  if (g.axes == 1) return is_long;
+  return call.out == nullptr && g.combinations == kMaxCombinations;
+}
+
 }  // namespace jaxops::taps
 
 #endif  // JAXOPS_COMMON_TAPS_H_

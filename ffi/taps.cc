@@ -13,6 +13,7 @@
 #include "cpu/taps.h"
 #endif
 #include "ffi/bind.h"
+#include "ffi/choice.h"
 #include "ffi/decode.h"
 #include "ffi/work_space.h"
 
@@ -143,6 +144,7 @@ xf::Error RunTaps(Context context, const TapsAttributes& attributes, const Buffe
   if (buffers.dvolume) {
     for (size_t i = 0; i < rank; ++i) call.gradients *= buffers.dvolume->dimensions()[i];
   }
+  JAXOPS_RETURN_IF_ERROR(AnswerChoice(PrefersKernels(call)));
   JAXOPS_RETURN_IF_ERROR(TakeWorkSpace(call.scratch, kName, work_space, WorkSpaceBytes(call)));
   return Run(context, kName, JAXOPS_KERNEL(taps, Taps), call);
 }

@@ -553,13 +553,18 @@ def test_states_with_segments():
         ((2, 64, 64), 1, 31, "NCT", ("gradients",)),
         ((2, 64, 64), 1, 7, "NTC", ()),
         ((2, 64, 48), 1, 31, "NTC", ()),
+        ((8, 1024, 256), 4, 7, "NTC", ("value",)),
+        ((8, 1024, 256), 4, 3, "NTC", ()),
+        ((16, 1024, 256), 4, 3, "NTC", ("value",)),
+        ((16, 1024, 256), 4, 2, "NTC", ()),
+        ((16, 1024, 256), 4, 7, "NCT", ()),
     ],
 )
 def test_gpus_run_what_is_fast(shape, heads, taps, data_format, chosen, monkeypatch):
     monkeypatch.delenv(native.NEW_KERNELS_VARIABLE, raising=False)
     batch, time, channels = shape
-    weight = jnp.ones((batch, time, heads, taps))
-    x = jnp.ones(shape if data_format == "NTC" else (batch, channels, time))
+    weight = jnp.ones((batch, time, heads, taps), jnp.float32)
+    x = jnp.ones(shape if data_format == "NTC" else (batch, channels, time), jnp.float32)
 
     def function(x, weight):
         return jaxops.dynamic_conv(x, weight, normalize=True, data_format=data_format)

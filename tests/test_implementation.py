@@ -208,31 +208,41 @@ def test_native_of_an_option_that_cpus_alone_have(monkeypatch):
     assert "@jaxops_" not in text
 
 
-def test_new_kernels_of_stencils(monkeypatch):
-    """GPUs have them for calls whose sums may have any order and whose stencils are short."""
+@pytest.mark.parametrize(
+    ("switch", "axes", "taps", "channels", "dtype", "deterministic", "chosen"),
+    [
+        ("off", 1, 8, 1, "float32", False, "value volume weight"),
+        ("off", 1, 8, 1, "float32", True, "value weight"),
+        ("off", 1, 4, 1, "float32", False, ""),
+        ("off", 1, 4, 2, "float32", False, "volume"),
+        ("off", 1, 4, 1, "bfloat16", False, "volume"),
+        ("off", 2, 2, 1, "float32", False, ""),
+        ("off", 2, 4, 1, "float32", False, "volume"),
+        ("off", 3, 2, 4, "float32", False, "volume"),
+        ("off", 3, 4, 1, "float32", False, "volume weight"),
+        ("on", 1, 4, 1, "float32", False, "value volume weight"),
+        ("on", 1, 8, 1, "float32", True, "value weight"),
+        ("on", 1, 9, 1, "float32", False, ""),
+    ],
+)
+def test_kernels_of_stencils_on_gpus(
+    switch, axes, taps, channels, dtype, deterministic, chosen, monkeypatch
+):
+    """Sums of any order and short stencils have some, and run those that are faster than XLA."""
+    volume, indices = np.ones((8,) * axes + (channels,), dtype), np.zeros((5, axes, taps), np.int32)
+    weights = [np.ones((5, taps), np.float32)] * axes
 
-    def text(taps, deterministic):
-        sizes, weights = (8, 1), np.ones((5, taps), np.float32)
-        volume, indices = np.ones(sizes, np.float32), np.zeros((5, 1, taps), np.int32)
+    def both(volume, weights):
+        value, pull = jax.vjp(
+            lambda v, w: sum_taps(v, indices, w, 1, deterministic), volume, weights
+        )
+        return value, pull(value)
 
-        def both(volume, weights):
-            value, pull = jax.vjp(
-                lambda v, w: sum_taps(v, indices, [w], 1, deterministic), volume, weights
-            )
-            return value, pull(value)
-
-        return cuda_program(both, volume, weights)
-
-    names = {"@jaxops_taps(", "@jaxops_taps_volume_grad(", "@jaxops_taps_weight_grad("}
-    for switch, taps, deterministic, expected in (
-        ("off", 4, False, set()),
-        ("on", 4, False, names),
-        ("on", 8, True, names - {"@jaxops_taps_volume_grad("}),
-        ("on", 9, False, set()),
-    ):
-        monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, switch)
-        program = text(taps, deterministic)
-        assert {name for name in names if name in program} == expected
+    monkeypatch.setenv(native.NEW_KERNELS_VARIABLE, switch)
+    program = cuda_program(both, volume, weights)
+    names = {"value": "@jaxops_taps(", "volume": "@jaxops_taps_volume_grad("}
+    names["weight"] = "@jaxops_taps_weight_grad("
+    assert {result for result, name in names.items() if name in program} == set(chosen.split())
 
 
 def test_native_with_an_unknown_work_space():
