@@ -93,8 +93,8 @@ inline bool IsShort(const Forward& call) {
 }
 
 // PrefersKernels says whether a GPU is to run kernels, and not XLA's program: docs/dynamic_conv.md
-// has times. Gradients of short filters are faster in XLA, small arrays are for any filter, and heads
-// of other numbers of channels were not measured.
+// has times. Gradients of short filters are faster in XLA, small arrays are for any filter, and
+// heads of other numbers of channels were not measured.
 inline bool PrefersKernels(const Forward& call) {
   const Geometry& g = call.geometry;
   if (g.taps >= 15) return g.channels / g.heads % 32 == 0 && g.data_format == DataFormat::kNTC;

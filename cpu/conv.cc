@@ -442,8 +442,8 @@ void ForEachCall(const Calls& calls, const ParallelFor& parallel_for, F run) {
   parallel_for(calls.size(), [&](int64_t i) { run(calls[i], serial); });
 }
 
-// Gradients of a convolution without results are zero, which has the same bits in every dtype. Returns
-// whether the call, whose results have this size, is one of these.
+// Gradients of a convolution without results are zero, which has the same bits in every dtype.
+// Returns whether the call, whose results have this size, is one of these.
 bool WriteSumsOverNothing(const Call& call, int64_t size) {
   const auto& [d0, d1, d2] = call.dims;
   if (d0.out * d1.out * d2.out > 0) return false;

@@ -62,8 +62,7 @@ struct Blocks {
     const int64_t channels = kRowsCache / (g.taps + 1);
     blocks.heads = std::clamp<int64_t>(channels / depth, 1, g.heads);
     blocks.over_heads = CeilDiv(g.heads, blocks.heads);
-    blocks.steps =
-        std::clamp<int64_t>(RoundUp(g.time), 1, std::max<int64_t>(64, kMaxLanes));
+    blocks.steps = std::clamp<int64_t>(RoundUp(g.time), 1, std::max<int64_t>(64, kMaxLanes));
     blocks.over_time = CeilDiv(g.time, blocks.steps);
     blocks.width = blocks.heads * depth;
     return blocks;

@@ -1,6 +1,7 @@
 """jaxops: operators that XLA serves badly, as CUDA and C++ kernels behind real JAX primitives."""
 
 import importlib as _importlib
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import Any as _Any
 
@@ -17,7 +18,10 @@ from jaxops.lightweight_conv import lightweight_conv, ragged_conv
 from jaxops.lightweight_conv_step import lightweight_conv_step
 from jaxops.trilinear import trilinear_interpolate
 
-__version__ = _version("jaxops")
+try:
+    __version__ = _version("jaxops")
+except _PackageNotFoundError:  # a clone that is not installed
+    __version__ = "0+unknown"
 
 _native.register()
 

@@ -165,6 +165,32 @@ def test_what_is_refused(choose, machine, parts):
     assert message.count(". ") <= 1  # one sentence, and what to do
 
 
+@needs_cmake
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_compiler_without_cxx20_is_refused(knows, tmp_path):
+    compiler = tmp_path / "c++"
+    older = 'for a in "$@"; do [ "$a" != -std=c++20 ] || set -- "$@" -std=c++14; done\n'
+    real = shutil.which(os.environ.get("CXX", "c++"))
+    compiler.write_text(f'#!/bin/sh\n{"" if knows else older}exec {real} "$@"\n')
+    compiler.chmod(0o755)
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.26)\n"
+        f'set(CMAKE_CXX_COMPILER "{compiler}")\n'
+        "project(probe LANGUAGES CXX)\n"
+        "set(CMAKE_CXX_STANDARD 20)\n"
+        "set(CMAKE_CXX_EXTENSIONS OFF)\n"
+        f"include({ROOT / 'cmake' / 'check_cxx.cmake'})\n"
+    )
+    command = [CMAKE, "-S", tmp_path, "-B", tmp_path / "build"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if knows:
+        assert done.returncode == 0, done.stderr
+        return
+    message = " ".join(done.stderr.split())
+    assert f"jaxops needs a C++20 compiler, such as GCC 11 or Clang 16, and {compiler}" in message
+    assert "name another one in CXX." in message
+
+
 @pytest.mark.parametrize(
     ("cpu_only", "said"),
     [

@@ -120,8 +120,55 @@ def test_a_newer_module_registers_nothing(monkeypatch):
     newer.FFI_VERSION, newer.JAXLIB_VERSION = (0, 10_000), "99.0"
     newer.registrations = registrations
     monkeypatch.setitem(sys.modules, "jaxops_newer", newer)
-    with pytest.raises(ImportError, match=r"jaxlib 99\.0"):
-        native._register("cuda", "jaxops_newer")
+    status = native._register("cuda", "jaxops_newer")
+    assert not status.available
+    assert "built against jaxlib 99.0" in status.reason
+
+
+def in_a_process(program):
+    """What a program prints that imports this jaxops."""
+    package = str(pathlib.Path(jaxops.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": package, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.any_jax
+def test_without_modules_every_operator_runs_its_reference():
+    """And one warning says so, in place of an error of `import jaxops`."""
+    said = in_a_process("""if True:
+        import sys, warnings
+        sys.modules.update({"jaxops._cpu": None, "jaxops._cuda": None})
+        import jax, jax.numpy as jnp, jaxops
+        from jaxops.testing import registry
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for spec in {s.operator: s for s in registry.all_specs()}.values():
+                for platform in ("cpu", "cuda"):
+                    arguments = spec.case(spec.dtypes[0])
+                    traced = jax.jit(lambda *a: spec.function(*a)).trace(*arguments)
+                    text = traced.lower(lowering_platforms=(platform,)).as_text()
+                    assert "@jaxops_" not in text, spec
+            x = jnp.ones((2, 3))
+            assert jaxops.concatenate([x] * 300).shape == (600, 3)
+        print(sorted(str(w.message).split("kernels, ")[1].split(".")[1] for w in caught))
+    """)
+    assert said.strip() == "['numpy: jaxops', 'numpy: jaxops']", said
+
+
+@pytest.mark.any_jax
+def test_a_jax_without_a_name_is_an_error_that_names_tested_versions():
+    said = in_a_process("import jax._src.mesh as m; del m.thread_resources; import jaxops")
+    oldest, newest = compat.TESTED_JAX
+    assert f"jax {jax.__version__} lacks one: cannot import name 'thread_resources'" in said
+    assert f"jaxops is tested with jax {oldest} to {newest}: upgrade jaxops" in said
+    assert f"pip install 'jax>={oldest},<={newest}'" in said
 
 
 ROOT = pathlib.Path(native.__file__).parents[2]

@@ -20,20 +20,10 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda/common/device.h"
 #include "cuda/common/refusal.h"
 
 namespace jaxops::cuda {
-
-// The device of a call. Choices depend only on the call and on this struct.
-struct Device {
-  int number = -1;
-  int major = 0, minor = 0;  // its compute capability
-  int processors = 0;        // multiprocessors
-  int shared_bytes = 0;      // of shared memory that a block can opt in to
-  bool has_wgmma = false;    // capability 9.0, and the module has code for 90a
-
-  bool has_clusters() const { return major >= 9; }
-};
 
 // Describes the current device. A thread queries the attributes again only if its device changed.
 inline cudaError_t DescribeCurrentDevice(const Device** described) {

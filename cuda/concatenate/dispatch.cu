@@ -5,6 +5,7 @@
 // which a CUDA graph can capture.
 #include <algorithm>
 
+#include "cuda/common/dispatch.h"
 #include "cuda/common/numeric.cuh"
 #include "cuda/concatenate/families.h"
 #include "cuda/concatenate/job.h"

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "common/concatenate.h"
-#include "cuda/common/dispatch.h"
+#include "cuda/common/device.h"
 
 namespace jaxops::concatenate::cuda {
 

@@ -6,7 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "common/grid_sample.h"
-#include "cuda/common/dispatch.h"
+#include "cuda/common/device.h"
 #include "cuda/common/numeric.cuh"
 #include "cuda/grid_sample/order.cuh"
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "common/im2col.h"
-#include "cuda/common/dispatch.h"
+#include "cuda/common/device.h"
 #include "cuda/common/numeric.cuh"
 
 namespace jaxops::im2col::cuda {

@@ -12,7 +12,7 @@
 #include <cstdint>
 
 #include "common/lightweight_conv.h"
-#include "cuda/common/dispatch.h"
+#include "cuda/common/device.h"
 
 namespace jaxops::lightweight_conv::cuda {
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "common/trilinear.h"
-#include "cuda/common/dispatch.h"
+#include "cuda/common/device.h"
 #include "cuda/common/numeric.cuh"
 
 namespace jaxops::trilinear::cuda {

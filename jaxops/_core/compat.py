@@ -10,32 +10,44 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax._src import ad_checkpoint as _ad_checkpoint
-from jax._src import core as _core
-from jax._src import dispatch as _dispatch
-from jax._src import mesh as _mesh_lib
-from jax._src.custom_partitioning import (
-    _ShardingCallbackInfo,  # pyright: ignore[reportPrivateUsage]: what JAX has no public name for
-)
-from jax._src.interpreters import mlir as _mlir
-from jax.experimental import jet
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
 
-ShapedArray = _core.ShapedArray
-Zero = ad.Zero
-is_undefined_primal = ad.is_undefined_primal
+#: The oldest and the newest JAX that CI runs the tests with.
+TESTED_JAX = ("0.10.2", "0.12.0.1")
+
+try:
+    from jax._src.ad_checkpoint import name_p as _name_p
+    from jax._src.core import Literal as _Literal
+    from jax._src.core import ShapedArray
+    from jax._src.core import is_constant_shape as _is_constant_shape
+    from jax._src.custom_partitioning import (
+        _ShardingCallbackInfo,  # pyright: ignore[reportPrivateUsage]: JAX has no public name for it
+    )
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
+    from jax._src.dispatch import simple_impl as _simple_impl
+    from jax._src.interpreters.mlir import lower_with_sharding_in_types as _lower_with_sharding
+    from jax._src.mesh import thread_resources as _thread_resources
+    from jax.experimental import jet
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.experimental.xla_metadata import set_xla_metadata
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+    from jax.interpreters import partial_eval as pe
+    from jax.interpreters.ad import Zero, is_undefined_primal
+except ImportError as error:
+    raise ImportError(
+        f"jaxops uses names that JAX does not promise to keep, and jax {jax.__version__} lacks "
+        f"one: {error}. jaxops is tested with jax {TESTED_JAX[0]} to {TESTED_JAX[1]}: upgrade "
+        f"jaxops, or pip install 'jax>={TESTED_JAX[0]},<={TESTED_JAX[1]}'."
+    ) from error
 
 # `checkpoint_name`, in which results are wrapped, is linear, but JAX (0.10 to 0.12) has no rule for
 # its transpose: without one `jax.linear_transpose` and linear solvers would stop at it. Neither has
 # it one for Taylor series, which pass through it.
-ad.primitive_transposes.setdefault(_ad_checkpoint.name_p, lambda ct, x, *, name: [ct])
-jet.jet_rules.setdefault(_ad_checkpoint.name_p, lambda x, series, *, name: (x[0], series[0]))
+ad.primitive_transposes.setdefault(_name_p, lambda ct, x, *, name: [ct])
+jet.jet_rules.setdefault(_name_p, lambda x, series, *, name: (x[0], series[0]))
 
 __all__ = [
+    "TESTED_JAX",
     "Primitive",
     "Settings",
     "ShapedArray",
@@ -72,12 +84,12 @@ __all__ = [
 
 def run_eagerly(primitive: Primitive) -> None:
     """Lets `primitive` be called outside `jit`: it is compiled on its own and cached."""
-    _dispatch.simple_impl(primitive)
+    _simple_impl(primitive)
 
 
 def needs_devices_to_lower(primitive: Primitive) -> None:
     """Custom partitioning asks for the device assignment while it lowers."""
-    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+    _needs_devices.add(primitive)
 
 
 def def_dead_code(primitive: Primitive, rule) -> None:
@@ -132,13 +144,13 @@ def has_explicit_axes(array: jax.Array) -> bool:
 
 def has_symbolic_shape(value) -> bool:
     """Whether a dimension of an array or its type is an expression of `jax.export`."""
-    return not _core.is_constant_shape(getattr(value, "shape", ()))
+    return not _is_constant_shape(getattr(value, "shape", ()))
 
 
 def literal(value):
     """The number that a traced scalar is known to be while it is traced, else None."""
     found = getattr(value, "val", None)
-    if isinstance(found, _core.Literal):
+    if isinstance(found, _Literal):
         return found.val
     # On explicit meshes it is given the sharding of what it is a cotangent of.
     made_by = getattr(value, "parent", None)
@@ -200,7 +212,7 @@ def mesh_shapes(ctx) -> tuple:
     """The axes of the meshes that a partitioned call may refer to, with their sizes."""
     context = ctx.module_context.axis_context
     meshes = [getattr(context, "abstract_mesh", None), getattr(context, "mesh", None)]
-    meshes.append(_mesh_lib.thread_resources.env.physical_mesh)
+    meshes.append(_thread_resources.env.physical_mesh)
     return tuple(None if mesh is None else tuple(mesh.shape.items()) for mesh in meshes)
 
 
@@ -309,5 +321,6 @@ def lower_as_on_one_device(function):
 
 def with_output_sharding(ctx, values):
     """Pins lowered results to the shardings that their types promise on explicit meshes."""
-    lower = _mlir.lower_with_sharding_in_types
-    return [lower(ctx, v, aval) for v, aval in zip(values, ctx.avals_out, strict=True)]
+    return [
+        _lower_with_sharding(ctx, v, aval) for v, aval in zip(values, ctx.avals_out, strict=True)
+    ]

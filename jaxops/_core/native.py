@@ -97,13 +97,13 @@ def interface(platform: str, root: pathlib.Path) -> str | None:
 
 
 def register() -> None:
-    """Loads and registers the handlers of every platform; called once, by `import jaxops`."""
+    """Loads and registers the handlers of every platform; called once, by `import jaxops`.
+
+    A platform without handlers runs the reference, and its first program says why in a warning.
+    """
     _search_installed_copy()
     for platform, module_name in PLATFORMS.items():
         _statuses[platform] = _register(platform, module_name)
-    cpu = _statuses["cpu"]
-    if not cpu.available:
-        raise ImportError(cpu.reason)
 
 
 def _search_installed_copy() -> None:
@@ -140,7 +140,10 @@ def _register(platform: str, module_name: str) -> PlatformStatus:
         return PlatformStatus(
             platform, available=False, reason=f"{module_name} could not be loaded: {error}"
         )
-    check_version(module.FFI_VERSION, module.JAXLIB_VERSION, running_ffi_version())
+    try:
+        check_version(module.FFI_VERSION, module.JAXLIB_VERSION, running_ffi_version())
+    except ImportError as error:
+        return PlatformStatus(platform, available=False, reason=str(error))
     root = pathlib.Path(__file__).parents[2]
     if interface(platform, root) not in (None, module.INTERFACE):
         return PlatformStatus(
@@ -226,12 +229,19 @@ def cuda_architectures() -> tuple[str, ...]:
     return tuple(module.ARCHITECTURES.split(", ")) if module is not None else ()
 
 
+class _Unbounded(types.SimpleNamespace):
+    def __getattr__(self, name: str) -> int:
+        return sys.maxsize
+
+
 def limits(operator: str) -> types.SimpleNamespace:
     """The limits that calls of an operator on CUDA devices keep to; see `ffi/limits.h`.
 
-    The CPU module tells them, because it is on every machine.
+    Every module tells them. Without one there are no kernels, and no bounds.
     """
-    return types.SimpleNamespace(**_modules["cpu"].LIMITS[operator])
+    for module in _modules.values():
+        return types.SimpleNamespace(**module.LIMITS[operator])
+    return _Unbounded()
 
 
 def conv_is_kernel_grad_split(*sizes: Sequence[int]) -> bool:
@@ -285,8 +295,11 @@ def work_space(
 def prefers_kernels(
     target: str, operands: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, Any]
 ) -> bool:
-    """Whether CUDA devices are to run the kernels of a call, and not XLA's program of it."""
-    return _ask("prefers_kernels", target, operands, results, attributes)
+    """Whether CUDA devices are to run the kernels of a call, and not XLA's program of it.
+
+    Without a module that could tell, they are to: `use_kernels` says what is missing.
+    """
+    return not _modules or _ask("prefers_kernels", target, operands, results, attributes)
 
 
 def _ask(query, target, operands, results, attributes):
@@ -372,9 +385,10 @@ def refuse_symbolic(operator: str, platform: str) -> None:
 def use_kernels(operator: str, platform: str, ctx) -> bool:
     """Whether a lowering for a platform calls its handlers, or else the reference, with a warning.
 
-    Exporting needs only the handlers' names: the machine that runs the export must have them.
+    Exporting needs only a module that tells work spaces and limits: the machine that runs the
+    export must have the handlers.
     """
-    reason = None if compat.exporting(ctx) else missing_kernels(platform)
+    reason = None if compat.exporting(ctx) and _modules else missing_kernels(platform)
     if reason is None:
         return True
     function = implementation.needs_kernels(operator)

@@ -15,6 +15,7 @@ import importlib
 import pathlib
 import re
 import struct
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -311,14 +312,52 @@ _REGISTERS, _MAX_THREADS = 0x2F, 0x05  # attributes in .nv.info
 _RESERVED_BYTES = 1024
 
 
+# A fat binary has machine code (kind 2) and PTX. Its header has a magic number, a version, its own
+# size and that of the entries.
+_FAT_BINARY = re.compile(re.escape(struct.pack("<IHH", 0xBA55ED50, 1, 16)))
+_MACHINE_CODE = 2
+_ZSTANDARD = b"\x28\xb5\x2f\xfd"  # begins what nvcc --compress-mode=size has compressed
+
+
 def _read_resources(module: bytes) -> dict[str, tuple[int, int, int, bool]]:
-    # The code must not be compressed.
-    found = {}
-    for match in re.finditer(rb"\x7fELF\x02", module):
-        elf = memoryview(module)[match.start() :]
-        if struct.unpack_from("<H", elf, 18)[0] == _EM_CUDA:
-            found |= _resources_of_elf(elf)
-    return found
+    # Dry runs know the registers of 9.0; a build without code for it has those of another GPU.
+    found, preferred = {}, {}
+    for architecture, elf in _machine_code(memoryview(module)):
+        (preferred if architecture == 90 else found).update(_resources_of_elf(elf))
+    return found | preferred
+
+
+def _machine_code(module: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """The machine code in a module's fat binaries, each with the number of its architecture."""
+    for match in _FAT_BINARY.finditer(module):
+        (size,) = struct.unpack_from("<Q", module, match.end())
+        at = match.start() + 16
+        end = at + size
+        while at < end:
+            kind, _, header, padded = struct.unpack_from("<HHIQ", module, at)
+            compressed, _, _, architecture = struct.unpack_from("<IIII", module, at + 16)
+            code = module[at + header : at + header + (compressed or padded)]
+            if kind == _MACHINE_CODE:
+                if bytes(code[:4]) == _ZSTANDARD:
+                    code = memoryview(_decompress(code))
+                if struct.unpack_from("<H", code, 18)[0] == _EM_CUDA:
+                    yield architecture, code
+            at += header + padded
+
+
+def _decompress(code: memoryview) -> bytes:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+
+        return zstd.decompress(code)
+    try:
+        import zstandard  # pyright: ignore[reportMissingImports]: an extra of tests
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "The machine code of this build of jaxops._cuda is compressed, and dry runs read it: "
+            "pip install zstandard."
+        ) from error
+    return zstandard.ZstdDecompressor().decompressobj().decompress(code)
 
 
 def _resources_of_elf(elf):

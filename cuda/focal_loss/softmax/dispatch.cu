@@ -1,5 +1,6 @@
 // This file chooses the kernel family of a softmax focal loss: one pass over the logits for a sum,
 // the gradient, or both, unless rows are too long for that.
+#include "cuda/common/dispatch.h"
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/softmax/families.h"
 

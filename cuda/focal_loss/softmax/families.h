@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "common/focal_loss.h"
-#include "cuda/common/dispatch.h"
+#include "cuda/common/device.h"
 
 namespace jaxops::focal_loss::cuda {
 
