@@ -113,6 +113,9 @@ INTERRUPTED = """
 import os, signal, threading
 import jax, jax.numpy as jnp, jaxops
 
+# Shells that run tests in the background ignore the signal, and so do their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 @jax.jit
 def long(x, weight):
     return jax.lax.fori_loop(0, COUNT, lambda _, x: jaxops.lightweight_conv(x, weight), x)
