@@ -42,6 +42,9 @@ def lightweight_conv(dtype) -> Iterator[Case]:
             options = {"data_format": data_format, "dilation": dilation}
             function = functools.partial(jaxops.lightweight_conv, **options)
             yield function, [normal(*shape, dtype=dtype), normal(16, taps, dtype=dtype)], (0, 1)
+    function = functools.partial(jaxops.lightweight_conv, data_format="NCT")
+    for shape, taps in (((50, 64, 24), 4), ((50, 64, 9), 7), ((9, 64, 16), 15), ((2100, 64, 64), 3)):
+        yield function, [normal(*shape, dtype=dtype), normal(64, taps, dtype=dtype)], (0, 1)
 
 
 def packed(dtype) -> Iterator[Case]:

@@ -21,11 +21,16 @@ bool PrefersMma(const Gradients& gradients, const Device&) {
   return gradients.call.geometry.taps > kShortTaps;
 }
 
+int64_t CountBytes(const Geometry& g, DType dtype, int64_t batch) {
+  return batch * g.channels * g.time * jaxops::cuda::SizeOf(dtype);
+}
+
 // Latency bounds calls up to 1 MiB of x, and up to 8 MiB if rows are not whole vectors, which other
-// kernels would read element by element.
+// kernels than nct/rows would read element by element.
+constexpr int64_t kSmallBytes = 1 << 20;
+
 bool IsSmallNct(const Geometry& g, DType dtype, int64_t batch) {
-  const int64_t bytes = batch * g.channels * g.time * jaxops::cuda::SizeOf(dtype);
-  return bytes <= (RowsAligned(g.time, dtype, 16) ? 1 << 20 : 8 << 20);
+  return CountBytes(g, dtype, batch) <= (RowsAligned(g.time, dtype, 16) ? 1 : 8) * kSmallBytes;
 }
 
 bool PrefersStepsNct(const Forward& call, const Device&) {
@@ -47,6 +52,47 @@ bool PrefersStepsNct(const Gradients& gradients, const Device&) {
 bool PrefersDilatedStepsNct(const Gradients& gradients, const Device&) {
   const Geometry& g = gradients.call.geometry;
   return g.time <= kMaxStepTime && g.dilation > 1;
+}
+
+// Tensor cores compute tiles of many steps, most of them beyond the ends of shorter rows.
+constexpr int64_t kMinMmaTime = 32;
+
+// RowVectors is the number of vectors of a row, and of the threads that kernels of longer rows have
+// for it: powers of two from kNctMinRowThreads to kNctThreads.
+struct RowVectors {
+  int64_t count, threads;
+
+  RowVectors(const Geometry& g, DType dtype)
+      : count(CeilDiv(g.time * jaxops::cuda::SizeOf(dtype), 16)) {
+    threads = kNctMinRowThreads;
+    while (threads < count && threads < kNctThreads) threads *= 2;
+    threads *= CeilDiv(count, threads);
+  }
+};
+
+// nct/rows leaves long filters to tensor cores, and short ones of small calls to nct/steps.
+template <typename Call>
+bool IsForOthers(const Call& call, const Geometry& g, int64_t bytes, const Device& device) {
+  if (g.taps <= kShortTaps) return bytes <= kSmallBytes;
+  return g.time >= kMinMmaTime && CanRunMma(call, device);
+}
+
+bool PrefersRows(const Forward& call, const Device& device) {
+  const Geometry& g = call.geometry;
+  const int64_t bytes = CountBytes(g, call.dtype, call.batch.size());
+  if (IsForOthers(call, g, bytes, device)) return false;
+  if (!RowsAligned(g.time, call.dtype, 16) || g.taps > kShortTaps) return true;
+  const RowVectors vectors(g, call.dtype);
+  return vectors.count < (g.taps > 4 || vectors.count < vectors.threads ? 128 : 32);
+}
+
+bool PrefersRows(const Gradients& gradients, const Device& device) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
+  const int64_t bytes = CountBytes(g, call.dtype, call.kept.size() * call.summed.size());
+  if (IsForOthers(gradients, g, bytes, device)) return false;
+  const RowVectors vectors(g, call.dtype);
+  return !RowsAligned(g.time, call.dtype, 16) || 8 * vectors.count <= 5 * vectors.threads;
 }
 
 bool IsShortUnaligned(const Geometry& g, DType dtype) {
@@ -78,6 +124,10 @@ bool PrefersStepsNtc(const Forward& call, const Device&) {
 // Times are those of an H200; rows without a time were not measured. All families but mma run one
 // data format, and the last row of each format runs every call.
 constexpr Family<Forward> kForwardFamilies[] = {
+    // Neighbouring threads have neighbouring memory, whatever the length of rows, and rows of any
+    // length are read in vectors: 574 -> 29.3 us for (4096,512,8,512,4) bf16, 74.5 -> 40.4 for
+    // (254,512,129,512,4) f32.
+    {"nct/rows", nct::CanRunRows, PrefersRows, nct::LaunchRows},
     // Multiply-adds bound long filters, but not on tensor cores: 53.9 -> 20.1 us for
     // (8,1024,2048,16,31) bf16 NTC, 61.5 -> 23.8 in NCT.
     {"mma", CanRunMma, PrefersMma, LaunchMma},
@@ -119,7 +169,7 @@ bool CanRunHeads(const Forward& call, const Device& device) {
 // faster, which a second launch is worth if x is large.
 bool PrefersHeads(const Forward& call, const Device&) {
   const Geometry& g = call.geometry;
-  const int64_t bytes = call.batch.size() * g.channels * g.time * jaxops::cuda::SizeOf(call.dtype);
+  const int64_t bytes = CountBytes(g, call.dtype, call.batch.size());
   return g.time > g.padding &&
          (g.taps > kShortTaps || (call.starts == nullptr && bytes >= int64_t{32} << 20));
 }
@@ -195,6 +245,9 @@ cudaError_t WithInputGrad(cudaStream_t stream, const Gradients& gradients, const
 }
 
 constexpr Family<Gradients> kGradientFamilies[] = {
+    // The reason is that of forward: 463 -> 53.6 us for (4096,512,8,512,4) bf16, 145 -> 63.1 for
+    // (254,512,129,512,4) f32.
+    {"nct/rows", nct::CanRunRows, PrefersRows, nct::LaunchRows},
     // The reason is that of forward: 178 -> 34.5 us for (8,1024,2048,16,31) bf16 NTC, 172 -> 37.3
     // in NCT.
     {"mma", CanRunMma, PrefersMma, WithInputGrad<LaunchMma, ComputesInputGradMma>},

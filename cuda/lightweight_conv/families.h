@@ -97,6 +97,13 @@ bool CanRunSteps(const Gradients& gradients, const Device& device);
 cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchSteps(cudaStream_t stream, const Gradients& gradients, const Device& device);
 
+// nct/rows.cu runs calls without dilation of up to 16 taps, fewer if the gradients of float64 are
+// wanted, and its gradients rows of up to 256 vectors, or steps if rows are not whole vectors.
+bool CanRunRows(const Forward& call, const Device& device);
+bool CanRunRows(const Gradients& gradients, const Device& device);
+cudaError_t LaunchRows(cudaStream_t stream, const Forward& call, const Device& device);
+cudaError_t LaunchRows(cudaStream_t stream, const Gradients& gradients, const Device& device);
+
 // nct/segments.cu runs rows of any length and any dilation, in tiles that fit shared memory.
 bool CanRunSegments(const Forward& call, const Device& device);
 bool CanRunSegments(const Gradients& gradients, const Device& device);

@@ -1,0 +1,164 @@
+"""Times training steps of models by one, two, ... devices, with our operators and plain JAX's.
+
+Every device has the batch that one device alone has, so that the losses are the same to rounding,
+and a step that scales takes the same time. Steps are a `jax.shard_map` over the batch; statistics
+of batches are those of a device's own.
+
+python scripts/time_scaling.py [MODEL ...] [--devices 1,2,4] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+import re
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxops._bench.models import MODELS, Model, Operators, ours, plain
+from jaxops._bench.models.model import Setup
+
+DEFAULT = ("resnet50-bf16", "lightconv-lm-bf16", "shortconv-lm-bf16", "retinanet-bf16")
+LOSSES = 3  # steps whose losses are compared
+ROUNDS = 5
+SECONDS = 0.3  # of the steps of a round
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def make_step(model: Model, setup: Setup, operators: Operators, mesh):
+    """A training step whose gradients are the means over the devices."""
+
+    def step(state, batch):
+        params, kept_statistics, kept = state
+        inputs, targets = batch
+
+        def loss_of(params):
+            variables = {"params": params, **kept_statistics}
+            found, changed = setup.module(operators).apply(
+                variables, *inputs, mutable=list(kept_statistics)
+            )
+            return jax.lax.pmean(setup.loss(operators, found, *targets), "data"), changed
+
+        (loss, changed), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+        changed = jax.tree.map(lambda found: jax.lax.pmean(found, "data"), changed)
+        updates, kept = model.optimizer.update(gradients, kept, params)
+        return (optax.apply_updates(params, updates), changed, kept), loss
+
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()))
+    return jax.jit(sharded, donate_argnums=0)
+
+
+def collectives(compiled) -> dict[str, int]:
+    """How many of each kind a step has, those that are begun and ended apart counted once."""
+    text = compiled.as_text()
+    found = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+    return {name: count for name, count in found.items() if count}
+
+
+def prepare(model: Model, setup: Setup, operators: Operators, devices):
+    """The compiled step, the first state, and the batch of all devices."""
+    mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+    one = jax.tree.map(np.asarray, setup.batch(np.random.default_rng(0)))
+    batch = jax.tree.map(
+        lambda array: jax.device_put(
+            np.concatenate([array] * len(devices)), NamedSharding(mesh, P("data"))
+        ),
+        one,
+    )
+    examples = [jnp.asarray(x[:1]) for x in one[0]]
+
+    def first(key):
+        variables = dict(setup.module(plain()).init(key, *examples))
+        params = variables.pop("params")
+        return params, variables, model.optimizer.init(params)
+
+    first = jax.jit(first, out_shardings=NamedSharding(mesh, P()))
+    state = first(jax.random.key(0, impl="rbg"))
+    return make_step(model, setup, operators, mesh).lower(state, batch).compile(), state, batch
+
+
+class Run:
+    """Training with a compiled step, from the first state on."""
+
+    def __init__(self, compiled, state, batch):
+        self.compiled, self.state, self.batch = compiled, state, batch
+
+    def losses(self, count: int) -> list[float]:
+        """The losses of so many steps, which are queued."""
+        found = []
+        for _ in range(count):
+            self.state, loss = self.compiled(self.state, self.batch)
+            found.append(loss)
+        return [float(loss) for loss in found]
+
+    def seconds(self, count: int) -> float:
+        """The seconds of a step, of so many."""
+        start = time.perf_counter()
+        self.losses(count)
+        return (time.perf_counter() - start) / count
+
+
+def measure(run: Run) -> dict:
+    """The losses of the first steps, the collectives, and the milliseconds of a step."""
+    losses = run.losses(LOSSES)
+    count = max(3, int(SECONDS / run.seconds(3)))
+    rounds = [1e3 * run.seconds(count) for _ in range(ROUNDS)]
+    return {
+        "losses": losses,
+        "collectives": collectives(run.compiled),
+        "ms": statistics.median(rounds),
+        "spread": (max(rounds) - min(rounds)) / 2,
+    }
+
+
+def main() -> None:
+    """Prints a table, and writes its figures where it is told to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--devices", metavar="1,2,4", help="how many (default: powers of two)")
+    parser.add_argument("--small", action="store_true", help="the sizes of a CPU")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures")
+    options = parser.parse_args()
+    devices = jax.devices()
+    counts = [2**n for n in range(len(devices).bit_length()) if 2**n <= len(devices)]
+    if options.devices:
+        counts = [int(count) for count in options.devices.split(",")]
+    if not 0 < min(counts) <= max(counts) <= len(devices):
+        parser.error(f"--devices {options.devices}: there are {len(devices)}")
+    unknown = set(options.models) - set(MODELS)
+    if unknown:
+        parser.error(f"there are {', '.join(MODELS)}, not {', '.join(unknown)}")
+    print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
+    tasks = list(itertools.product(options.models or DEFAULT, (ours(), plain()), counts))
+
+    rows, alone = [], {}
+    for name, operators, count in tasks:
+        setup = MODELS[name].small if options.small else MODELS[name].full
+        run = Run(*prepare(MODELS[name], setup, operators, devices[:count]))
+        found = measure(run)
+        alone = found if count == counts[0] else alone
+        difference = float(np.abs(np.subtract(found["losses"], alone["losses"])).max())
+        scaling = alone["ms"] / found["ms"]
+        about = {"model": name, "operators": operators.name, "devices": count}
+        rows.append({**about, **found, "difference": difference, "scaling": scaling})
+        print(
+            f"{name}, {operators.name}, {count}: {found['ms']:.2f} +- {found['spread']:.2f} ms, "
+            f"{100 * scaling:.1f} %, {found['collectives']}, losses differ by {difference:.1e}",
+            flush=True,
+        )
+    if options.json:
+        about = {"jax": jax.__version__, "device": devices[0].device_kind, "rows": rows}
+        options.json.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
