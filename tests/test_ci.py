@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import jaxops
+from jaxops._core import compat
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUN = ROOT / ".ci" / "run"
@@ -52,8 +53,9 @@ def test_hosted_ci_runs_every_section_once(sections):
     assert sorted(named.split()) == sorted(sections)
 
 
-def test_types_are_those_of_the_oldest_jax():
+def test_the_oldest_jax_is_the_same_everywhere():
     (oldest,) = re.findall(r"^OLDEST_JAX=(.+)$", RUN.read_text(), re.MULTILINE)
+    assert compat.TESTED_JAX[0] == oldest
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     tools = next(hook for hook in hooks if hook["id"] == "pyright")["additional_dependencies"]
     assert {f"jax=={oldest}", f"jaxlib=={oldest}"} <= set(tools)

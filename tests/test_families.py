@@ -43,7 +43,8 @@ def lightweight_conv(dtype) -> Iterator[Case]:
             function = functools.partial(jaxops.lightweight_conv, **options)
             yield function, [normal(*shape, dtype=dtype), normal(16, taps, dtype=dtype)], (0, 1)
     function = functools.partial(jaxops.lightweight_conv, data_format="NCT")
-    for shape, taps in (((50, 64, 24), 4), ((50, 64, 9), 7), ((9, 64, 16), 15), ((2100, 64, 64), 3)):
+    short_rows = ((50, 64, 24), 4), ((50, 64, 9), 7), ((9, 64, 16), 15), ((2100, 64, 64), 3)
+    for shape, taps in short_rows:
         yield function, [normal(*shape, dtype=dtype), normal(64, taps, dtype=dtype)], (0, 1)
 
 

@@ -71,11 +71,11 @@ def _type(x) -> Type:
     return tuple(x.shape), np.dtype(x.dtype)
 
 
-def valid_calls() -> list[Call]:
-    """At least one call of every CPU handler; vmap batches operands of some calls."""
+def record(functions) -> list[Call]:
+    """The calls of handlers that functions, each with its arguments, make."""
     calls = {}
 
-    def record(target, results, **_):
+    def call_of(target, results, **_):
         def call(*operands, **attributes):
             made = Call(
                 target,
@@ -90,6 +90,15 @@ def valid_calls() -> list[Call]:
             return [jnp.zeros(r.shape, r.dtype) for r in results]
 
         return call
+
+    with mock.patch.object(jax.ffi, "ffi_call", call_of):
+        for function, *arguments in functions:
+            jax.jit(function).lower(*arguments)
+    return [dataclasses.replace(c, attributes=tuple(a.items())) for c, a in calls.values()]
+
+
+def valid_calls() -> list[Call]:
+    """At least one call of every CPU handler; vmap batches operands of some calls."""
 
     def of(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -222,10 +231,7 @@ def valid_calls() -> list[Call]:
         (jax.vmap(lambda *xs: jaxops.concatenate(xs, 1), (None, 0)), parts[0], of(5, 3, 1, 4)),
         (lambda x: jaxops.split(x, (2, 5, 1), 1, padded_sizes=(2, 6, 4)), of(3, 8, 4)),
     ]
-    with mock.patch.object(jax.ffi, "ffi_call", record):
-        for function, *arguments in functions:
-            jax.jit(function).lower(*arguments)
-    return [dataclasses.replace(c, attributes=tuple(a.items())) for c, a in calls.values()]
+    return record(functions)
 
 
 _DTYPES = [jnp.dtype(n) for n in ("f2", "f4", "f8", "i4", "?", "c16")]
