@@ -34,6 +34,10 @@ CASES = [
     *conv("large", (4, 2048, 8192, 2048, 4), "bfloat16", layout="NCT", target=True),
     *conv("large", (4, 2048, 8192, 2048, 4), "bfloat16", layout="NTC", target=True),
     *conv("large", (8, 1024, 4096, 1024, 3), "bfloat16", dilation=8),
+    # Rows of few vectors, and rows that are not whole vectors.
+    *conv("typical", (2048, 512, 16, 512, 7), ["float32", "bfloat16"], layout="NCT"),
+    *conv("typical", (2048, 512, 16, 8, 15), "bfloat16", layout="NCT"),
+    *conv("odd", (254, 512, 129, 512, 4), ["float32", "bfloat16"], layout="NCT"),
     *conv("odd", (8, 777, 1001, 7, 15), "bfloat16", layout="NTC", padding="same"),
     *conv("odd", (64, 255, 65, 5, 3), "float32", layout="NCT"),
     *conv("odd", (3, 129, 4099, 3, 63), "float32", layout="NTC", padding="same"),
