@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import pathlib
 import shutil
@@ -35,6 +36,21 @@ CPU_TARGETS = (
     "jaxops_lightweight_conv_filter_grad",
     "jaxops_split",
 )
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("name", [f"_{platform}" for platform in native.PLATFORMS])
+def test_modules_export_their_initialization_alone(name):
+    """Libraries inside, such as CUB, would otherwise be those of whichever module came first."""
+    try:
+        module = importlib.import_module(f"jaxops.{name}")
+    except ImportError:
+        pytest.skip(f"jaxops{name} is not built here")
+    if shutil.which("nm") is None:
+        pytest.skip("nm, which lists symbols, is not here")
+    listed = ["nm", "--dynamic", "--defined-only", "--format=posix", module.__file__]
+    lines = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [f"PyInit_{name}"]
 
 
 @pytest.mark.parametrize("running", [(0, 3), (0, 4), (0, 12)])
