@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--picture", default="conv2d_digits.png")
     arguments = parser.parse_args()
     found = classify(arguments.steps)
-    print(f"{found['accuracy']:.1%} of the held-out digits are told")
+    print(f"{found['accuracy']:.1%} of the held-out digits are recognised")
     print(
         f"with jax.lax's convolution the logits differ by {found['difference']:.1e} of the largest"
     )

@@ -93,7 +93,7 @@ class Run:
         self.compiled, self.state, self.batch = compiled, state, batch
 
     def losses(self, count: int) -> list[float]:
-        """The losses of so many steps, which are queued."""
+        """The losses of `count` steps, which are queued."""
         found = []
         for _ in range(count):
             self.state, loss = self.compiled(self.state, self.batch)
@@ -101,7 +101,7 @@ class Run:
         return [float(loss) for loss in found]
 
     def seconds(self, count: int) -> float:
-        """The seconds of a step, of so many."""
+        """The seconds of a step, the mean of `count`."""
         start = time.perf_counter()
         self.losses(count)
         return (time.perf_counter() - start) / count

@@ -25,7 +25,7 @@ constexpr int kWindowTaps = kV * (kVectors - 1) + 1;
 JAXOPS_HOST_DEVICE constexpr int CountEntries(int window) { return window <= 12 ? 2 : 1; }
 
 // Registers are limited so that a multiprocessor has this number of blocks. Both functions have the
-// numbers that were fastest for a window of so many values.
+// numbers that were fastest for a window of `window` values.
 JAXOPS_HOST_DEVICE constexpr int CountForwardBlocks(int bytes, int window) {
   return bytes == 8 ? 1 : window == 16 ? 5 : 4;
 }
