@@ -559,20 +559,20 @@ def _assert_sharded(results, specs: Sequence[PartitionSpec], mesh: Mesh, what: s
 @_capability("sharded jit")
 def sharded_jit(spec: OperatorSpec, platform: Platform) -> None:
     """Sharded arguments stay where they are, with no collective beyond those declared."""
+    options = hasty_options(platform)
     for placement in _placements(spec, platform):
         case = _spread(spec, placement, platform, AxisType.Auto)
         what = f"sharded by {placement.name}"
         with _arguments_decide_devices():
             results = _check_program(
-                spec, case, spec.function, False, placement.forward, f"{what}, value"
+                spec, case, spec.function, False, placement.forward, f"{what}, value", options
             )
             _assert_sharded(results, placement.results, case.mesh, f"{what}, the result")
             if not spec.differentiable:
                 continue
             function = vjp_of(spec.function, spec.differentiable)
-            results = _check_program(
-                spec, case, function, True, placement.backward, f"{what}, value and gradient"
-            )
+            where = f"{what}, value and gradient"
+            results = _check_program(spec, case, function, True, placement.backward, where, options)
             _assert_sharded(
                 results[: len(placement.results)], placement.results, case.mesh, f"{what}, result"
             )
@@ -584,6 +584,7 @@ def shard_map(spec: OperatorSpec, platform: Platform) -> None:
     placements = [p for p in _placements(spec, platform) if p.manual]
     if not placements:
         raise NotApplicable("no placement can be computed shard by shard")
+    options = hasty_options(platform)
 
     def results_of(*arguments):
         return tuple(leaves(spec.function(*arguments)))
@@ -594,7 +595,7 @@ def shard_map(spec: OperatorSpec, platform: Platform) -> None:
         mapped = functools.partial(jax.shard_map, mesh=case.mesh, check_vma=True)
         with _arguments_decide_devices():
             whole = mapped(results_of, in_specs=placement.arguments, out_specs=placement.results)
-            _check_program(spec, case, whole, False, placement.forward, f"{what}, value")
+            _check_program(spec, case, whole, False, placement.forward, f"{what}, value", options)
             if not spec.differentiable:
                 continue
             of_shards = vjp_of(spec.function, spec.differentiable)
@@ -607,7 +608,7 @@ def shard_map(spec: OperatorSpec, platform: Platform) -> None:
             outside = vjp_of(whole, spec.differentiable)
             for name, function in (("inside", inside), ("outside", outside)):
                 where = f"{what}, gradient taken {name}"
-                _check_program(spec, case, function, True, placement.backward, where)
+                _check_program(spec, case, function, True, placement.backward, where, options)
 
 
 @_capability("explicit mesh")
