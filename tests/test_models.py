@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,22 @@ def test_both_sets_of_operators_train_the_same_state(name):
         assert (loss.shape, loss.dtype) == ((), jnp.float32)
         calls.append(str(jaxpr))
     assert calls[0] != calls[1]
+
+
+def test_steps_of_several_devices_have_the_losses_of_one():
+    file = pathlib.Path(__file__).parents[1] / "scripts" / "time_scaling.py"
+    spec = importlib.util.spec_from_file_location("time_scaling", file)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    model = MODELS["retinanet-bf16"]
+    losses = []
+    for count in (1, 2):
+        devices = jax.devices("cpu")[:count]
+        run = script.Run(*script.prepare(model, model.small, ours(), devices))
+        assert script.collectives(run.compiled) == {"all-reduce": 1}
+        losses.append(run.losses(2))
+    assert losses[0][1] != losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
