@@ -92,6 +92,9 @@ bool PrefersRows(const Gradients& gradients, const Device& device) {
   const int64_t bytes = CountBytes(g, call.dtype, call.kept.size() * call.summed.size());
   if (IsForOthers(gradients, g, bytes, device)) return false;
   const RowVectors vectors(g, call.dtype);
+  // The threads of a block share channels, and have different sequences: a few leave some idle.
+  constexpr int64_t kThreads = 256;
+  if (call.summed.size() * std::max<int64_t>(kWarp, vectors.count) < kThreads) return false;
   return !RowsAligned(g.time, call.dtype, 16) || 8 * vectors.count <= 5 * vectors.threads;
 }
 
@@ -124,8 +127,8 @@ bool PrefersStepsNtc(const Forward& call, const Device&) {
 // Times are those of an H200; rows without a time were not measured. All families but mma run one
 // data format, and the last row of each format runs every call.
 constexpr Family<Forward> kForwardFamilies[] = {
-    // Neighbouring threads have neighbouring memory, whatever the length of rows, and rows of any
-    // length are read in vectors: 574 -> 29.3 us for (4096,512,8,512,4) bf16, 74.5 -> 40.4 for
+    // Neighbouring threads have neighbouring memory, whatever the length of rows, and a thread has
+    // several steps of odd rows, too: 574 -> 29.3 us for (4096,512,8,512,4) bf16, 74.5 -> 40.4 for
     // (254,512,129,512,4) f32.
     {"nct/rows", nct::CanRunRows, PrefersRows, nct::LaunchRows},
     // Multiply-adds bound long filters, but not on tensor cores: 53.9 -> 20.1 us for

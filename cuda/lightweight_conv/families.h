@@ -97,8 +97,9 @@ bool CanRunSteps(const Gradients& gradients, const Device& device);
 cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchSteps(cudaStream_t stream, const Gradients& gradients, const Device& device);
 
-// nct/rows.cu runs calls without dilation of up to 16 taps, fewer if the gradients of float64 are
-// wanted, and its gradients rows of up to 256 vectors, or steps if rows are not whole vectors.
+// nct/rows.cu runs calls without dilation of up to 17 taps, 9 of float64, less the empty taps by
+// which windows begin at whole vectors. Its gradients run rows of up to 256 vectors of 16 bytes; if
+// rows are not whole vectors, of up to 1024 steps, 512 of float64.
 bool CanRunRows(const Forward& call, const Device& device);
 bool CanRunRows(const Gradients& gradients, const Device& device);
 cudaError_t LaunchRows(cudaStream_t stream, const Forward& call, const Device& device);
