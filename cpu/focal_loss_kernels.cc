@@ -397,6 +397,10 @@ JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadOthers(const S* row, int64_t i, int6
   return LaneNumbers<A>() == static_cast<Lane<A>>(place) ? Vec<A>{} - __builtin_inff() : z;
 }
 
+// The classes whose exponentials are added up before they are added to those of other blocks.
+template <typename A>
+constexpr int64_t kSumBlock = 128 * kLanes<A>;
+
 // Evaluates rows that have at least one vector of classes. The last vector of a row ends with the
 // row and overlaps the vector before.
 template <typename S>
@@ -432,8 +436,15 @@ void EvaluateAlong(const Rows& args) {
         }
         return e;
       };
+      // Sums of blocks first: one sum of all was off by 7e-5 of itself for 300000 classes in
+      // float32.
       int64_t i = 0;
-      for (; i < last; i += kLanes<A>) sum += exponentials(i);
+      while (i < last) {
+        const int64_t end = last - i < kSumBlock<A> ? last : i + kSumBlock<A>;
+        V part = {};
+        for (; i < end; i += kLanes<A>) part += exponentials(i);
+        sum += part;
+      }
       const Int<A> is_new = LaneNumbers<A>() >= static_cast<Lane<A>>(i - last);
       sum += is_new ? exponentials(last) : V{};
       sums[r] = Sum<A>(sum);
