@@ -93,9 +93,10 @@ inline bool IsShort(const Forward& call) {
 }
 
 // PrefersKernels says whether a GPU is to run kernels, and not XLA's program: docs/dynamic_conv.md
-// has times. XLA is faster at gradients of short filters, and at their values for small arrays. Those
-// times are of 3, 4 and 7 taps, of heads of 64 channels, and of arrays of 2^18 and of 2^20 to 2^24
-// entries: other taps and heads, and the limits of entries, lie between them and were not measured.
+// has times. XLA is faster at gradients of short filters, and at their values for small arrays.
+// Those times are of 3, 4 and 7 taps, of heads of 64 channels, and of arrays of 2^18 and of 2^20 to
+// 2^24 entries: other taps and heads, and the limits of entries, lie between them and were not
+// measured.
 inline bool PrefersKernels(const Forward& call) {
   const Geometry& g = call.geometry;
   if (g.taps >= 15) return g.channels / g.heads % 32 == 0 && g.data_format == DataFormat::kNTC;
