@@ -31,7 +31,7 @@ if "90a" not in native.cuda_architectures():
     pytest.skip("kernels for 90a were not compiled", allow_module_level=True)
 
 H200, A100, L4, B200 = kernel_table.DEVICES
-RANDOM_CALLS = int(os.environ.get("JAXOPS_RANDOM_CALLS", "400"))
+RANDOM_CALLS = int(os.environ.get("JAXOPS_RANDOM_CALLS", "600"))
 RANDOM_SEED = int(os.environ.get("JAXOPS_RANDOM_SEED", "0"))
 
 #: The number of random programs for each kernel family, and the functions in them, by the operator
