@@ -1,7 +1,7 @@
 """Times training steps of models by one, two, ... devices, with our operators and plain JAX's.
 
-Every device has the batch that one device alone has, so that the losses are the same to rounding,
-and a step that scales takes the same time. Steps are a `jax.shard_map` over the batch; statistics
+Each device has the batch that one device has alone, so the losses are the same to rounding, and a
+step that scales takes the same time. Steps are a `jax.shard_map` over the batch; statistics
 of batches are those of a device's own.
 
 python scripts/time_scaling.py [MODEL ...] [--devices 1,2,4] [--json FILE]
@@ -10,58 +10,34 @@ python scripts/time_scaling.py [MODEL ...] [--devices 1,2,4] [--json FILE]
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import pathlib
-import re
 import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxops._bench.models import MODELS, Model, Operators, ours, plain
 from jaxops._bench.models.model import Setup
+from jaxops._bench.training_steps import initial_state, train_step
+from jaxops.testing.measure import collectives
 
 DEFAULT = ("resnet50-bf16", "lightconv-lm-bf16", "shortconv-lm-bf16", "retinanet-bf16")
 LOSSES = 3  # steps whose losses are compared
 ROUNDS = 5
 SECONDS = 0.3  # of the steps of a round
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def make_step(model: Model, setup: Setup, operators: Operators, mesh):
     """A training step whose gradients are the means over the devices."""
-
-    def step(state, batch):
-        params, kept_statistics, kept = state
-        inputs, targets = batch
-
-        def loss_of(params):
-            variables = {"params": params, **kept_statistics}
-            found, changed = setup.module(operators).apply(
-                variables, *inputs, mutable=list(kept_statistics)
-            )
-            return jax.lax.pmean(setup.loss(operators, found, *targets), "data"), changed
-
-        (loss, changed), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
-        changed = jax.tree.map(lambda found: jax.lax.pmean(found, "data"), changed)
-        updates, kept = model.optimizer.update(gradients, kept, params)
-        return (optax.apply_updates(params, updates), changed, kept), loss
-
+    step = functools.partial(train_step, model, setup, operators, axis="data")
     sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()))
     return jax.jit(sharded, donate_argnums=0)
-
-
-def collectives(compiled) -> dict[str, int]:
-    """How many of each kind a step has, those that are begun and ended apart counted once."""
-    text = compiled.as_text()
-    found = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
-    return {name: count for name, count in found.items() if count}
 
 
 def prepare(model: Model, setup: Setup, operators: Operators, devices):
@@ -74,15 +50,8 @@ def prepare(model: Model, setup: Setup, operators: Operators, devices):
         ),
         one,
     )
-    examples = [jnp.asarray(x[:1]) for x in one[0]]
-
-    def first(key):
-        variables = dict(setup.module(plain()).init(key, *examples))
-        params = variables.pop("params")
-        return params, variables, model.optimizer.init(params)
-
-    first = jax.jit(first, out_shardings=NamedSharding(mesh, P()))
-    state = first(jax.random.key(0, impl="rbg"))
+    initial = initial_state(model, setup, one[0])
+    state = jax.device_put(initial(), NamedSharding(mesh, P()))
     return make_step(model, setup, operators, mesh).lower(state, batch).compile(), state, batch
 
 

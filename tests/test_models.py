@@ -17,6 +17,7 @@ from jaxops import _cli
 from jaxops._bench import training_steps
 from jaxops._bench.models import MODELS, ours, plain
 from jaxops._bench.training_steps import Outcome, Row
+from jaxops.testing import measure
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,11 +36,11 @@ def on_cpu(*arguments):
 def test_both_sets_of_operators_train_the_same_state(name):
     model = MODELS[name]
     batch = model.small.batch(np.random.default_rng(0))
-    initial = training_steps._initial(model, model.small, batch[0])
+    initial = training_steps.initial_state(model, model.small, batch[0])
     before = jax.eval_shape(initial)
     calls = []
     for operators in (ours(), plain()):
-        step = functools.partial(training_steps._step, model, model.small, operators)
+        step = functools.partial(training_steps.train_step, model, model.small, operators)
         jaxpr, (after, loss) = jax.make_jaxpr(step, return_shape=True)(before, batch)
         assert after == before
         assert (loss.shape, loss.dtype) == ((), jnp.float32)
@@ -57,7 +58,7 @@ def test_steps_of_several_devices_have_the_losses_of_one():
     for count in (1, 2):
         devices = jax.devices("cpu")[:count]
         run = script.Run(*script.prepare(model, model.small, ours(), devices))
-        assert script.collectives(run.compiled) == {"all-reduce": 1}
+        assert measure.collectives(run.compiled) == {"all-reduce": 1}
         losses.append(run.losses(2))
     assert losses[0][1] != losses[0][0]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

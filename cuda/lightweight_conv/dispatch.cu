@@ -70,19 +70,28 @@ struct RowVectors {
   }
 };
 
-// nct/rows leaves long filters to tensor cores, and short ones of small calls to nct/steps.
+// PrefersMmaOrSteps says whether tensor cores or, for latency, nct/steps run a call that nct/rows
+// can run. Tensor cores took 27 us where nct/rows took 40 for (512,512,64,8,15) bf16.
 template <typename Call>
-bool IsForOthers(const Call& call, const Geometry& g, int64_t bytes, const Device& device) {
+bool PrefersMmaOrSteps(const Call& call, const Geometry& g, int64_t bytes, const Device& device) {
   if (g.taps <= kShortTaps) return bytes <= kSmallBytes;
   return g.time >= kMinMmaTime && CanRunMma(call, device);
 }
 
+// Odd rows of up to 4 taps were measured up to 1001 steps, those of more taps only below this
+// number of vectors: nct/rows took 35 us where nct/segments took 47 for (32,512,1001,512,4) bf16.
+constexpr int64_t kManyOddVectors = 16;
+
 bool PrefersRows(const Forward& call, const Device& device) {
   const Geometry& g = call.geometry;
   const int64_t bytes = CountBytes(g, call.dtype, call.batch.size());
-  if (IsForOthers(call, g, bytes, device)) return false;
-  if (!RowsAligned(g.time, call.dtype, 16) || g.taps > kShortTaps) return true;
+  if (PrefersMmaOrSteps(call, g, bytes, device)) return false;
   const RowVectors vectors(g, call.dtype);
+  if (!RowsAligned(g.time, call.dtype, 16)) return g.taps <= 4 || vectors.count < kManyOddVectors;
+  // 52 and 63 us for (64,512,512,512,15) f32.
+  if (g.taps > kShortTaps) return true;
+  // 37 and 38 us for 64 vectors of 4 taps in f32, 42 and 48 of 7 taps, and 39 and 49 for 40 vectors
+  // of 4 taps; 29 and 27 us for 32 vectors of 4 taps in bf16.
   return vectors.count < (g.taps > 4 || vectors.count < vectors.threads ? 128 : 32);
 }
 
@@ -90,12 +99,18 @@ bool PrefersRows(const Gradients& gradients, const Device& device) {
   const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   const int64_t bytes = CountBytes(g, call.dtype, call.kept.size() * call.summed.size());
-  if (IsForOthers(gradients, g, bytes, device)) return false;
+  if (PrefersMmaOrSteps(gradients, g, bytes, device)) return false;
   const RowVectors vectors(g, call.dtype);
   // The threads of a block share channels, and have different sequences: a few leave some idle.
   constexpr int64_t kThreads = 256;
   if (call.summed.size() * std::max<int64_t>(kWarp, vectors.count) < kThreads) return false;
-  return !RowsAligned(g.time, call.dtype, 16) || 8 * vectors.count <= 5 * vectors.threads;
+  if (!RowsAligned(g.time, call.dtype, 16)) {
+    // nct/window was faster for 9 vectors of 15 taps in f32: 246 us, nct/rows 291.
+    return g.taps <= 4 || vectors.count < (g.taps <= kShortTaps ? kManyOddVectors : 8);
+  }
+  // 77 and 82 us for 20 vectors of 4 taps in f32, whose rows have 32 threads elsewhere; 75 and 69
+  // for 24 vectors.
+  return 8 * vectors.count <= 5 * vectors.threads;
 }
 
 bool IsShortUnaligned(const Geometry& g, DType dtype) {

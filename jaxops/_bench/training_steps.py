@@ -149,7 +149,7 @@ class Program:
     """A compiled training step, and the state that it moves on."""
 
     def __init__(self, model: Model, setup: Setup, operators: Operators, state: Any, batch: Any):
-        step = functools.partial(_step, model, setup, operators)
+        step = functools.partial(train_step, model, setup, operators)
         start = time.perf_counter()
         lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
         self.trace_s = time.perf_counter() - start
@@ -190,7 +190,15 @@ class Program:
         return [result]
 
 
-def _step(model: Model, setup: Setup, operators: Operators, state: State, batch: Any):
+def train_step(
+    model: Model,
+    setup: Setup,
+    operators: Operators,
+    state: State,
+    batch: Any,
+    axis: str | None = None,
+):
+    """The next state and the loss; with `axis`, the means over this axis of a `shard_map`."""
     params, statistics_, kept = state
     inputs, targets = batch
 
@@ -199,14 +207,18 @@ def _step(model: Model, setup: Setup, operators: Operators, state: State, batch:
         found, changed = setup.module(operators).apply(
             variables, *inputs, mutable=list(statistics_)
         )
-        return setup.loss(operators, found, *targets), changed
+        return mean(setup.loss(operators, found, *targets)), changed
+
+    def mean(found):
+        return found if axis is None else jax.lax.pmean(found, axis)
 
     (loss, statistics_), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+    statistics_ = jax.tree.map(mean, statistics_)
     updates, kept = model.optimizer.update(gradients, kept, params)
     return (optax.apply_updates(params, updates), statistics_, kept), loss
 
 
-def _initial(model: Model, setup: Setup, inputs: Sequence[jax.Array]) -> Callable[[], State]:
+def initial_state(model: Model, setup: Setup, inputs: Sequence[jax.Array]) -> Callable[[], State]:
     """Makes the same state whenever it is called, for a step that is given the state's memory."""
     examples = [x[:1] for x in inputs]
 
@@ -261,7 +273,7 @@ def _measure(model: Model, platform: str, quick: bool, report: Callable[[str], N
     effort = QUICK_EFFORT if quick else EFFORTS[platform]
     setup = model.small if quick or platform == "cpu" else model.full
     batch = jax.tree.map(jnp.asarray, setup.batch(np.random.default_rng(0)))
-    initial = _initial(model, setup, batch[0])
+    initial = initial_state(model, setup, batch[0])
     shapes = jax.eval_shape(initial)
     programs: dict[str, Program] = {}
     found: dict[str, dict[str, Any]] = {}

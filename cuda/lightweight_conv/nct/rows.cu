@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, CountBackwardBlocks(sizeof(T), kV* k
     RowsBackwardNct(const __grid_constant__ RowsBackwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kTaps = kWindowTaps<kV, kVectors>;
-  // Sums of the taps, and after them of the bias, of each thread.
+  // A thread's sums for the taps and for the bias.
   __shared__ Acc shared[(kTaps + 1) * kThreads];
   uint32_t block = blockIdx.x;
   const int first_channel = p.channel_blocks.DivMod(block) * p.rows;
