@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import math
 import os
+import zlib
 
 import jax
 import pytest
@@ -21,6 +24,44 @@ collect_ignore = ["toy_operator"]
 REQUIRED_VARIABLE = "JAXOPS_REQUIRE_PLATFORMS"
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run every test, but for one in N of its parameters; at least one (default: all)",
+    )
+    parser.addoption(
+        "--choice",
+        default="",
+        metavar="TEXT",
+        help="what decides which parameters --one-in takes: the same text, the same parameters",
+    )
+
+
+def one_in(share, items, choice=""):
+    """The tests that `--one-in` keeps, in their order."""
+    tests = collections.defaultdict(list)
+    for item in items:
+        tests[item.nodeid.split("[")[0]].append(item)
+    kept = set()
+    for same in tests.values():
+        # By a hash, so that no pattern of the parameters is that of what is left out.
+        same.sort(key=lambda item: zlib.crc32(f"{choice} {item.nodeid}".encode()))
+        kept.update(same[: math.ceil(len(same) / share)])
+    return [item for item in items if item in kept]
+
+
+def pytest_collection_modifyitems(config, items):
+    share = config.getoption("--one-in")
+    if share < 1:
+        raise pytest.UsageError(f"--one-in takes a number from 1, got {share}")
+    kept = one_in(share, items, config.getoption("--choice"))
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+
+
 def pytest_configure(config):
     required = [name for name in os.environ.get(REQUIRED_VARIABLE, "").split(",") if name]
     unknown = sorted(set(required) - set(FOUND))
@@ -34,6 +75,9 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     lines = [f"jax {jax.__version__}"]
+    share, choice = config.getoption("--one-in"), config.getoption("--choice")
+    if share > 1:
+        lines.append(f"one in {share} of the parameters of each test: --choice '{choice}'")
     for name, found in FOUND.items():
         if isinstance(found, platforms.Absent):
             lines.append(f"platform {name}: NOT TESTED, {found.reason}")

@@ -23,26 +23,8 @@ SPECS = registry.all_specs()
 CPU = Platform("cpu", tuple(jax.devices("cpu")))
 
 
-#: These take XLA half of the time of all. Of an operator's variants, which have the same rules, one
-#: alone asks them of the newest JAX.
-LONG = ("check_grads", "nested vmap", "second order")
-
-
-def capabilities_of_specs():
-    seen = set()
-    for spec in SPECS:
-        for capability in CAPABILITIES.values():
-            is_left_out = spec.operator in seen and capability.name in LONG
-            marks = [pytest.mark.any_jax] if is_left_out else []
-            yield pytest.param(spec, capability, id=f"{spec}-{capability.name}", marks=marks)
-        seen.add(spec.operator)
-
-
-def test_long_capabilities_are_there():
-    assert set(LONG) <= CAPABILITIES.keys()
-
-
-@pytest.mark.parametrize(("spec", "capability"), list(capabilities_of_specs()))
+@pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=lambda c: c.name)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_capability(spec, capability, platform):
     try:
         capability.check(spec, platform)

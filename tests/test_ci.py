@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 import re
 import subprocess
@@ -9,6 +10,7 @@ import tomllib
 
 import pytest
 import yaml
+from conftest import one_in
 
 import jaxops
 from jaxops._core import compat
@@ -69,3 +71,18 @@ def test_the_version_is_that_of_the_project_and_of_the_newest_changes():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     newest = re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert jaxops.__version__ == project["version"] == newest.group(1)
+
+
+Item = collections.namedtuple("Item", "nodeid")
+
+
+@pytest.mark.parametrize("share", [1, 3, 1000])
+def test_a_share_of_the_parameters_has_every_test(share):
+    sizes = {"a.py::one": 1, "a.py::seven": 7, "b.py::seven": 7, "b.py::many": 100}
+    items = [Item(f"{name}[{n}]") for name, size in sizes.items() for n in range(size)]
+    kept = one_in(share, items)
+    assert kept == sorted(kept, key=items.index)
+    assert kept == one_in(share, items)
+    assert (kept == one_in(share, items, "another")) == (share == 1)
+    counts = collections.Counter(item.nodeid.split("[")[0] for item in kept)
+    assert counts == {name: -(-size // share) for name, size in sizes.items()}

@@ -35,7 +35,10 @@ def test_example(capsys):
 
 @pytest.mark.parametrize(
     ("name", "extra", "main"),
-    [("demo-command", "flax", "-m jaxops demo"), ("test-command", "test", "-m pytest -n 2 tests")],
+    [
+        ("demo-command", "flax", "-m jaxops demo"),
+        ("test-command", "test", "-m pytest -n 2 --one-in 8 tests"),
+    ],
 )
 def test_commands(name, extra, main):
     venv, install, run = command(name).split(" && ")
