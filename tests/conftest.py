@@ -36,7 +36,15 @@ def pytest_addoption(parser):
         "--choice",
         default="",
         metavar="TEXT",
-        help="what decides which parameters --one-in takes: the same text, the same parameters",
+        help="what decides which parameters --one-in takes, and which calls are random: the same "
+        "text, the same parameters and calls",
+    )
+    parser.addoption(
+        "--cases",
+        type=int,
+        default=5,
+        metavar="N",
+        help="the number of random calls of each operator in test_random_calls.py (default: 5)",
     )
 
 
@@ -76,8 +84,7 @@ def pytest_configure(config):
 def pytest_report_header(config):
     lines = [f"jax {jax.__version__}"]
     share, choice = config.getoption("--one-in"), config.getoption("--choice")
-    if share > 1:
-        lines.append(f"one in {share} of the parameters of each test: --choice '{choice}'")
+    lines.append(f"one in {share} of the parameters of each test, random calls: --choice '{choice}'")
     for name, found in FOUND.items():
         if isinstance(found, platforms.Absent):
             lines.append(f"platform {name}: NOT TESTED, {found.reason}")

@@ -62,6 +62,9 @@ def test_the_oldest_jax_is_the_same_everywhere():
     tools = next(hook for hook in hooks if hook["id"] == "pyright")["additional_dependencies"]
     assert {f"jax=={oldest}", f"jaxlib=={oldest}"} <= set(tools)
     assert all("==" in tool for tool in tools)
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    tested = [entry["jax"] for entry in release["jobs"]["test"]["strategy"]["matrix"]["include"]]
+    assert set(tested) == {f"jax=={oldest} jaxlib=={oldest}", "jax"}
     # The configuration of the hooks has the only copy of these versions.
     for tool in ("ruff", "clang-format", "pyright"):
         assert f"{tool}==" not in RUN.read_text()

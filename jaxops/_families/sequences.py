@@ -295,9 +295,11 @@ def ragged_starts(starts: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     starts = starts.astype(jnp.int32)
     steps = jnp.arange(tokens, dtype=jnp.int32)
     # The last of the sequences that start at a token is the one that is not empty.
-    # A search takes as many steps as the number of sequences has bits, if that is a number.
-    is_symbolic = jax.export.is_symbolic_dim(starts.shape[0])
-    method = "compare_all" if is_symbolic else "scan_unrolled"
+    # A search takes as many steps as the number of sequences has bits, if that is a number; of one
+    # entry jax.numpy makes a loop.
+    count = starts.shape[0]
+    is_short = jax.export.is_symbolic_dim(count) or count < 2
+    method = "compare_all" if is_short else "scan_unrolled"
     number = jnp.searchsorted(starts, steps, side="right", method=method)
     number = number.astype(jnp.int32) - 1
     return jnp.take(starts, number, mode="clip"), number

@@ -323,7 +323,7 @@ _BATCHED = 3
 _MOST_CASES = 24
 
 # The in_axes of nested vmaps, the outermost first; each has an axis or None for every argument.
-_Levels = Sequence[tuple[int | None, ...]]
+Levels = Sequence[tuple[int | None, ...]]
 
 
 @_capability("vmap")
@@ -347,7 +347,7 @@ def nested_vmap(spec: OperatorSpec, platform: Platform) -> None:
     _check_vmap(spec, platform, _sample(spec, cases))
 
 
-def _sample(spec: OperatorSpec, cases: Sequence[_Levels]) -> Sequence[_Levels]:
+def _sample(spec: OperatorSpec, cases: Sequence[Levels]) -> Sequence[Levels]:
     """All cases, or `_MOST_CASES` of them, always the same for a spec and others for another.
 
     Every two arguments have every two of their axes in one of them, at every two levels.
@@ -374,11 +374,11 @@ def _batch_axes(rank: int) -> list[int | None]:
     return [None, *sorted({0, (rank + 1) // 2, rank})]
 
 
-def _check_vmap(spec: OperatorSpec, platform: Platform, cases: Sequence[_Levels]) -> None:
+def _check_vmap(spec: OperatorSpec, platform: Platform, cases: Sequence[Levels]) -> None:
     arguments = spec.case(_widest(spec))
     # Cotangents are batched in every other case, so that rules meet both kinds.
     cases = [[((0, None)[n % 2], *axes) for axes in levels] for n, levels in enumerate(cases)]
-    batches = [_Batched(spec, arguments, levels) for levels in cases]
+    batches = [Batched(spec, arguments, levels) for levels in cases]
 
     def value(cotangents, *arguments):
         return spec.function(*arguments)
@@ -395,7 +395,7 @@ def _check_vmap(spec: OperatorSpec, platform: Platform, cases: Sequence[_Levels]
         _check_batches(spec, platform, batches, function, reference, calls, assert_vjp)
 
 
-class _Batched:
+class Batched:
     """Cotangents and arguments, different in every entry of every batch dimension.
 
     Attributes:
@@ -403,7 +403,7 @@ class _Batched:
       inputs: cotangents and arguments, batched where and as `levels` says.
     """
 
-    def __init__(self, spec: OperatorSpec, arguments: Arrays, levels: _Levels):
+    def __init__(self, spec: OperatorSpec, arguments: Arrays, levels: Levels):
         self.levels = levels
         self._shape = (_BATCHED,) * len(levels)
         rng = np.random.default_rng(4)

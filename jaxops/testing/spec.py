@@ -59,7 +59,7 @@ class BadInput:
     fragments: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class OperatorSpec:
     """One operator with its options bound: all that the capabilities need to know.
 
@@ -119,7 +119,7 @@ class OperatorSpec:
     vjp_bitwise: bool = True
     checkpoint_name: str | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.operator}[{self.variant}]"
 
     def calls_on(self, platform: str) -> Mapping[str, int]:

@@ -533,7 +533,8 @@ void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool 
     if (parts > most) break;
     const int64_t load = CeilDiv(tiles * parts, processors), chunks = CeilDiv(p.chunks, parts);
     const int64_t turns = CeilDiv(load, Tile::kBlocks);
-    const double few_warps = 960 / std::pow(Warps<Tile>(load), 1.5);
+    const double warps = static_cast<double>(Warps<Tile>(load));
+    const double few_warps = 960 / (warps * std::sqrt(warps));
     const int64_t products =
         ProductCycles<Tile>(load, chunks, Tile::kPercent + static_cast<int64_t>(few_warps));
     const int64_t added = load * Tile::kRows * Tile::kUnits * kUnitBytes;

@@ -46,7 +46,7 @@ def _placements(axis, rank, arrays, results, gathered):
         yield placement("the axis", {axis: "n"})
 
 
-class _Shape:
+class Shape:
     """A shape with None at the axis, of a small case and of a large one that devices divide."""
 
     def __init__(self, *dims):
@@ -175,7 +175,7 @@ _CONCATENATE_BAD_INPUTS = tuple(
 )
 
 
-def _concatenate_spec(variant, shape, extents, large, *, unused=None, padding=0, axis=None):
+def make_concatenate_spec(variant, shape, extents, large, *, unused=None, padding=0, axis=None):
     """The last `unused[i]` entries of array i are invalid; `padding` zeros follow them all."""
     axis = shape.axis if axis is None else axis
     unused = unused or (0,) * len(extents)
@@ -268,7 +268,7 @@ _SPLIT_BAD_INPUTS = tuple(
 )
 
 
-def _split_spec(variant, shape, first, *, rest, large_rest, padding=None, axis=None):
+def make_split_spec(variant, shape, first, *, rest, large_rest, padding=None, axis=None):
     """The parts have `first` entries and the last of them what is left; zeros follow each."""
     axis = shape.axis if axis is None else axis
 
@@ -305,20 +305,20 @@ def _split_spec(variant, shape, first, *, rest, large_rest, padding=None, axis=N
 
 
 SPECS = (
-    _concatenate_spec("last axis", _Shape(2, 3, None), (3, 5), (64, 72), axis=-1),
-    _concatenate_spec("first axis", _Shape(None, 3, 2), (2, 1), (8, 16)),
-    _concatenate_spec("middle axis, odd", _Shape(2, None, 3), (3, 4), (63, 65)),
-    _concatenate_spec(
-        "padded channels", _Shape(2, 2, None), (4, 2), (40, 24), unused=(1, 0), padding=3
+    make_concatenate_spec("last axis", Shape(2, 3, None), (3, 5), (64, 72), axis=-1),
+    make_concatenate_spec("first axis", Shape(None, 3, 2), (2, 1), (8, 16)),
+    make_concatenate_spec("middle axis, odd", Shape(2, None, 3), (3, 4), (63, 65)),
+    make_concatenate_spec(
+        "padded channels", Shape(2, 2, None), (4, 2), (40, 24), unused=(1, 0), padding=3
     ),
-    _concatenate_spec("three arrays", _Shape(2, None), (3, 2, 1), (31, 8, 5), axis=-1),
-    _concatenate_spec("one dimension", _Shape(None), (3, 4), (4096, 40_000)),
-    _concatenate_spec("one array, padded", _Shape(2, None), (3,), (130,), padding=5),
-    _split_spec("last axis", _Shape(2, 3, None), (3,), rest=2, large_rest=133, axis=-1),
-    _split_spec("first axis", _Shape(None, 3, 2), (2, 1), rest=1, large_rest=13),
-    _split_spec("middle axis, odd", _Shape(2, None, 3), (3,), rest=4, large_rest=126),
-    _split_spec(
-        "padded channels", _Shape(2, 2, None), (3, 1), rest=2, large_rest=60, padding=(1, 0, 2)
+    make_concatenate_spec("three arrays", Shape(2, None), (3, 2, 1), (31, 8, 5), axis=-1),
+    make_concatenate_spec("one dimension", Shape(None), (3, 4), (4096, 40_000)),
+    make_concatenate_spec("one array, padded", Shape(2, None), (3,), (130,), padding=5),
+    make_split_spec("last axis", Shape(2, 3, None), (3,), rest=2, large_rest=133, axis=-1),
+    make_split_spec("first axis", Shape(None, 3, 2), (2, 1), rest=1, large_rest=13),
+    make_split_spec("middle axis, odd", Shape(2, None, 3), (3,), rest=4, large_rest=126),
+    make_split_spec(
+        "padded channels", Shape(2, 2, None), (3, 1), rest=2, large_rest=60, padding=(1, 0, 2)
     ),
-    _split_spec("one dimension", _Shape(None), (3,), rest=4, large_rest=70_005),
+    make_split_spec("one dimension", Shape(None), (3,), rest=4, large_rest=70_005),
 )

@@ -170,7 +170,7 @@ def transposed_calls(platform, *, passes, groups=1):
     return {"jaxops_col2im": 1} if passes == 1 else {"jaxops_im2col": 2, "jaxops_col2im": 1}
 
 
-def _spec(
+def make_spec(
     variant,
     *,
     fans,
@@ -337,7 +337,7 @@ def _transposed_spec():
 
 
 SPECS = (
-    _spec(
+    make_spec(
         "strides, bias, relu",
         fans=(3, 2),
         large={"fan_in": 8, "fan_out": 16},
@@ -348,7 +348,7 @@ SPECS = (
         bias=True,
         activation="relu",
     ),
-    _spec(
+    make_spec(
         "depthwise, dilated",
         fans=(1, 1),
         large={"groups": 32},
@@ -357,7 +357,7 @@ SPECS = (
         high=(2, 0),
         dilation=(2, 1),
     ),
-    _spec(
+    make_spec(
         "dilated, bias, silu",
         fans=(3, 2),
         large={"fan_in": 8, "fan_out": 16},
@@ -373,7 +373,7 @@ SPECS = (
             1, "(KW, C // groups, O)", (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW"))
         ),
     ),
-    _spec(
+    make_spec(
         "strides",
         fans=(3, 2),
         large={"fan_in": 8, "fan_out": 16},

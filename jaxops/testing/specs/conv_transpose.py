@@ -63,7 +63,7 @@ def _bad_inputs(rank):
     )
 
 
-def _spec(variant, *, taps, strides, padding, low, outs, ins, groups=1, is_transposed=False):
+def make_spec(variant, *, taps, strides, padding, low, outs, ins, groups=1, is_transposed=False):
     """A convolution of `ins` entries, whose result has `outs`, with `low` zeros before them."""
     rank = len(taps)
     dims = range(rank)
@@ -150,7 +150,7 @@ def _spec(variant, *, taps, strides, padding, low, outs, ins, groups=1, is_trans
 
 
 SPECS = (
-    _spec(
+    make_spec(
         "2-D",
         taps=(3, 4),
         strides=(2, 2),
@@ -159,7 +159,7 @@ SPECS = (
         ins=(3, 2),
         outs=(6, 4),
     ),
-    _spec(
+    make_spec(
         "1-D, groups, transposed kernel",
         taps=(5,),
         strides=(3,),

@@ -179,7 +179,7 @@ def _placements(swap, heads, names, parts):
 _GELU_ERROR = 48
 
 
-def _spec(
+def make_spec(
     variant,
     *,
     heads,
@@ -194,6 +194,7 @@ def _spec(
     activation=None,
     vjp_calls=None,
 ):
+    """A call of `dynamic_conv`; `names` are its optional arguments among "bias", "ids" and "state"."""
     swap = data_format == "NCT"
     names = ("weight", *names)
     reach = (taps - 1) * dilation
@@ -283,9 +284,9 @@ def _spec(
 
 
 SPECS = (
-    _spec("NTC", heads=3, large_heads=3, taps=3),
-    _spec("NCT, even K", heads=3, large_heads=3, taps=4, padding="same", data_format="NCT"),
-    _spec(
+    make_spec("NTC", heads=3, large_heads=3, taps=3),
+    make_spec("NCT, even K", heads=3, large_heads=3, taps=4, padding="same", data_format="NCT"),
+    make_spec(
         "NTC, softmax, bias, gelu",
         heads=2,
         large_heads=1,
@@ -296,7 +297,7 @@ SPECS = (
         names=("bias",),
         activation="gelu",
     ),
-    _spec(
+    make_spec(
         "NCT, softmax, segments, state, silu",
         heads=6,
         large_heads=_CHANNELS,
@@ -308,5 +309,5 @@ SPECS = (
         data_format="NCT",
         vjp_calls={"jaxops_dynamic_conv": 1, "jaxops_dynamic_conv_backward": 2},
     ),
-    _spec("NTC, segments, K > T", heads=6, large_heads=_CHANNELS, taps=9, names=("ids",)),
+    make_spec("NTC, segments, K > T", heads=6, large_heads=_CHANNELS, taps=9, names=("ids",)),
 )

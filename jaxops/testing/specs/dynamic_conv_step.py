@@ -113,7 +113,7 @@ def _placements(heads, with_indices, rank):
     )
 
 
-def _spec(
+def make_spec(
     variant,
     *,
     heads,
@@ -125,6 +125,7 @@ def _spec(
     indices=False,
     activation=None,
 ):
+    """A call of `dynamic_conv_step`, of one step without a dimension of steps if `steps` is None."""
     reach = (taps - 1) * dilation
     options = {"dilation": dilation, "activation": activation, "normalize": normalize}
 
@@ -185,7 +186,7 @@ def _spec(
 
 
 SPECS = (
-    _spec(
+    make_spec(
         "one step, softmax, silu",
         heads=6,
         large_heads=_CHANNELS,
@@ -193,8 +194,8 @@ SPECS = (
         normalize=True,
         activation="silu",
     ),
-    _spec("3 steps, heads", heads=3, large_heads=1, taps=3, steps=3),
-    _spec(
+    make_spec("3 steps, heads", heads=3, large_heads=1, taps=3, steps=3),
+    make_spec(
         "indices, 2 steps, dilated, softmax",
         heads=2,
         large_heads=2,

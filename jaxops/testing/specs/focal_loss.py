@@ -106,7 +106,7 @@ def _placements(operator, reduced, extra, backward):
     )
 
 
-def _spec(
+def make_spec(
     variant,
     *,
     operator=_SIGMOID,
@@ -224,7 +224,7 @@ def _softmax_mean(module, logits, labels, weight):
 _SUM, _GRADIENT = f"{_SIGMOID}_sum", f"{_SIGMOID}_gradient"
 
 SPECS = (
-    _spec(
+    make_spec(
         "hard labels",
         function=_plain,
         others=_labels,
@@ -232,7 +232,7 @@ SPECS = (
         vjp_calls=[_SIGMOID, _GRADIENT],
         differentiable=(0,),
     ),
-    _spec(
+    make_spec(
         "sum, gamma = 1/2, weighted and ignored rows",
         function=_weighted_sum,
         others=_labels_and_row_weights,
@@ -244,7 +244,7 @@ SPECS = (
         # The sum, and for the weight of a row the sum over its classes.
         backward=lambda row, column: {"all-reduce": 2 if row and column else 1},
     ),
-    _spec(
+    make_spec(
         "mean, gamma = 1, soft labels",
         function=_soft_mean,
         others=lambda rng, rows, classes, dtype: (normal(rng, (rows, classes), dtype),),
@@ -254,7 +254,7 @@ SPECS = (
         reduced=True,
         extra=lambda row, column: (P(row, column),),
     ),
-    _spec(
+    make_spec(
         "mean, gamma = 3/2, integer targets",
         function=_targets_mean,
         others=lambda rng, rows, classes, dtype: (
@@ -266,7 +266,7 @@ SPECS = (
         reduced=True,
         extra=lambda row, column: (P(row, column),),
     ),
-    _spec(
+    make_spec(
         "traced gamma, alpha and normalizer",
         function=_traced,
         others=lambda rng, rows, classes, dtype: (
@@ -281,7 +281,7 @@ SPECS = (
         # The scalars' derivatives are sums over one axis after the other.
         backward=lambda row, column: {"all-reduce": 3 if row and column else 1},
     ),
-    _spec(
+    make_spec(
         "rows",
         operator=_SOFTMAX,
         function=_softmax,
@@ -290,7 +290,7 @@ SPECS = (
         vjp_calls=[_SOFTMAX, f"{_SOFTMAX}_gradient"],
         differentiable=(0,),
     ),
-    _spec(
+    make_spec(
         "mean, gamma = 5, weighted classes",
         operator=_SOFTMAX,
         function=_softmax_mean,
@@ -301,7 +301,7 @@ SPECS = (
         reduced=True,
         extra=lambda row, column: (P(row), P(None)),
     ),
-    _spec(
+    make_spec(
         "traced gamma, alpha and normalizer",
         operator=_SOFTMAX,
         function=_softmax_traced,

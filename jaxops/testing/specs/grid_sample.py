@@ -131,7 +131,8 @@ def _placements(axes, batched, nearest):
     )
 
 
-def _spec(variant, *, sizes, width, large_width, batched=False, reach=1.3, **options):
+def make_spec(variant, *, sizes, width, large_width, batched=False, reach=1.3, **options):
+    """A call of `grid_sample` with its options; points are within `reach` times the volume."""
     axes = len(sizes)
     nearest = options.get("method") == "nearest"
     cubic = options.get("method") == "cubic"
@@ -201,8 +202,8 @@ def _spec(variant, *, sizes, width, large_width, batched=False, reach=1.3, **opt
 
 
 SPECS = (
-    _spec("3-D, zeros", sizes=(4, 3, 5), width=4, large_width=16),
-    _spec(
+    make_spec("3-D, zeros", sizes=(4, 3, 5), width=4, large_width=16),
+    make_spec(
         "3-D, border, edges, deterministic",
         sizes=(3, 5, 4),
         width=3,
@@ -211,7 +212,7 @@ SPECS = (
         align_corners=False,
         deterministic=True,
     ),
-    _spec(
+    make_spec(
         "2-D, reflection, edges, batch",
         sizes=(5, 4),
         width=2,
@@ -220,7 +221,7 @@ SPECS = (
         padding_mode="reflection",
         align_corners=False,
     ),
-    _spec(
+    make_spec(
         "2-D, zeros, edges, deterministic, batch",
         sizes=(4, 6),
         width=5,
@@ -229,7 +230,7 @@ SPECS = (
         align_corners=False,
         deterministic=True,
     ),
-    _spec(
+    make_spec(
         "3-D, nearest, reflection, deterministic",
         sizes=(4, 3, 3),
         width=8,
@@ -238,7 +239,7 @@ SPECS = (
         padding_mode="reflection",
         deterministic=True,
     ),
-    _spec(
+    make_spec(
         "3-D, pixel, constant",
         sizes=(4, 3, 5),
         width=3,
@@ -247,7 +248,7 @@ SPECS = (
         padding_mode="constant",
         cval=0.5,
     ),
-    _spec(
+    make_spec(
         "2-D, cubic, wrap, batch, deterministic",
         sizes=(4, 5),
         width=2,

@@ -134,7 +134,7 @@ def _placements(rank, channels_last, *, folds):
     )
 
 
-def _specs(variant, data_format, ins, taps, *, strides, low, high, dilation, large):
+def make_specs(variant, data_format, ins, taps, *, strides, low, high, dilation, large):
     """One of each operator. `large` is a scale of the number of images, and that of channels."""
     rank = len(ins)
     channels_last = data_format.endswith("C")
@@ -205,7 +205,7 @@ def _specs(variant, data_format, ins, taps, *, strides, low, high, dilation, lar
 
 
 SPECS = (
-    *_specs(
+    *make_specs(
         "NHWC",
         "NHWC",
         (5, 4),
@@ -216,7 +216,7 @@ SPECS = (
         dilation=(1, 2),
         large=(16, 32),
     ),
-    *_specs(
+    *make_specs(
         "NCHW",
         "NCHW",
         (4, 6),

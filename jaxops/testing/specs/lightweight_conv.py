@@ -193,7 +193,7 @@ _BATCH, _TIME, _CHANNELS = 8, 64, 48  # of the large case
 _GELU_ERROR = 48
 
 
-def _spec(
+def make_spec(
     variant,
     *,
     heads,
@@ -208,6 +208,7 @@ def _spec(
     segments=False,
     state=False,
 ):
+    """A call of `lightweight_conv`."""
     swap = data_format == "NCT"
     reach = (taps - 1) * dilation
     options = {"dilation": dilation, "activation": activation, "data_format": data_format}
@@ -301,9 +302,9 @@ def _spec(
 
 
 SPECS = (
-    _spec("NTC", heads=3, large_heads=3, taps=3, data_format="NTC"),
-    _spec("NCT, even K", heads=3, large_heads=3, taps=4, padding="same", data_format="NCT"),
-    _spec(
+    make_spec("NTC", heads=3, large_heads=3, taps=3, data_format="NTC"),
+    make_spec("NCT, even K", heads=3, large_heads=3, taps=4, padding="same", data_format="NCT"),
+    make_spec(
         "NTC, dilated, bias, gelu",
         heads=2,
         large_heads=3,
@@ -314,7 +315,7 @@ SPECS = (
         activation="gelu",
         data_format="NTC",
     ),
-    _spec(
+    make_spec(
         "NCT, dilated, bias, silu",
         heads=2,
         large_heads=1,
@@ -325,7 +326,7 @@ SPECS = (
         activation="silu",
         data_format="NCT",
     ),
-    _spec(
+    make_spec(
         "NTC, H = 1, bias, relu",
         heads=1,
         large_heads=1,
@@ -335,7 +336,7 @@ SPECS = (
         activation="relu",
         data_format="NTC",
     ),
-    _spec(
+    make_spec(
         "NCT, H = C, bias",
         heads=6,
         large_heads=_CHANNELS,
@@ -343,9 +344,9 @@ SPECS = (
         bias=True,
         data_format="NCT",
     ),
-    _spec("NTC, H = C, K = 1", heads=6, large_heads=_CHANNELS, taps=1, data_format="NTC"),
-    _spec("NCT, K > T", heads=3, large_heads=3, taps=17, padding="same", data_format="NCT"),
-    _spec(
+    make_spec("NTC, H = C, K = 1", heads=6, large_heads=_CHANNELS, taps=1, data_format="NTC"),
+    make_spec("NCT, K > T", heads=3, large_heads=3, taps=17, padding="same", data_format="NCT"),
+    make_spec(
         "NTC, segments, state, silu",
         heads=6,
         large_heads=_CHANNELS,
@@ -355,7 +356,7 @@ SPECS = (
         state=True,
         data_format="NTC",
     ),
-    _spec(
+    make_spec(
         "NCT, segments, dilated",
         heads=3,
         large_heads=3,
@@ -365,5 +366,5 @@ SPECS = (
         segments=True,
         data_format="NCT",
     ),
-    _spec("NCT, state", heads=2, large_heads=3, taps=3, state=True, data_format="NCT"),
+    make_spec("NCT, state", heads=2, large_heads=3, taps=3, state=True, data_format="NCT"),
 )

@@ -138,7 +138,7 @@ def _placements(heads, with_bias, with_indices, rank):
     return tuple(found)
 
 
-def _spec(
+def make_spec(
     variant,
     *,
     heads,
@@ -151,6 +151,7 @@ def _spec(
     channels=6,
     large_heads,
 ):
+    """A call of `lightweight_conv_step`, of one step without a dimension of steps if `steps` is None."""
     reach = (taps - 1) * dilation
     options = {"dilation": dilation, "activation": activation}
 
@@ -203,9 +204,9 @@ def _spec(
 
 
 SPECS = (
-    _spec("one step", heads=6, large_heads=_CHANNELS, taps=4, activation="silu"),
-    _spec("3 steps, heads, bias", heads=3, large_heads=3, taps=3, steps=3, bias=True),
-    _spec(
+    make_spec("one step", heads=6, large_heads=_CHANNELS, taps=4, activation="silu"),
+    make_spec("3 steps, heads, bias", heads=3, large_heads=3, taps=3, steps=3, bias=True),
+    make_spec(
         "indices, 2 steps, dilated, gelu",
         heads=2,
         large_heads=1,
@@ -215,7 +216,7 @@ SPECS = (
         indices=True,
         activation="gelu",
     ),
-    _spec(
+    make_spec(
         "9 taps, 2 steps, H = 1, dilated, relu",
         heads=1,
         large_heads=1,

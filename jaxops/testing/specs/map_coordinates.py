@@ -36,7 +36,8 @@ def _bad_inputs():
     )
 
 
-def _spec(variant, *, sizes, order, mode, large_points=64, **options):
+def make_spec(variant, *, sizes, order, mode, large_points=64, **options):
+    """A call of `map_coordinates`."""
     axes = len(sizes)
 
     def function(x, *coordinates):
@@ -94,6 +95,6 @@ def _spec(variant, *, sizes, order, mode, large_points=64, **options):
 
 
 SPECS = (
-    _spec("2-D, linear, reflect", sizes=(5, 4), order=1, mode="reflect"),
-    _spec("1-D, cubic spline, constant", sizes=(7,), order=3, mode="constant", cval=0.5),
+    make_spec("2-D, linear, reflect", sizes=(5, 4), order=1, mode="reflect"),
+    make_spec("1-D, cubic spline, constant", sizes=(7,), order=3, mode="constant", cval=0.5),
 )

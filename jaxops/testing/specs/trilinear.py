@@ -86,7 +86,8 @@ def _placement(name, axes, row, feature, rank):
     )
 
 
-def _spec(variant, *, leading, width, large_width):
+def make_spec(variant, *, leading, width, large_width):
+    """A call of `trilinear_interpolate`; `leading` are the dimensions before the corners."""
     rank = len(leading)
 
     def arrays(rng, dtype, leading=leading, width=width):
@@ -123,9 +124,9 @@ def _spec(variant, *, leading, width, large_width):
 
 
 SPECS = (
-    _spec("F = 4", leading=(5,), width=4, large_width=8),
-    _spec("F = 3", leading=(5,), width=3, large_width=40),
-    _spec("F = 1, two leading dimensions", leading=(2, 3), width=1, large_width=16),
-    _spec("F = 64", leading=(3,), width=64, large_width=256),
-    _spec("F = 37", leading=(3,), width=37, large_width=72),
+    make_spec("F = 4", leading=(5,), width=4, large_width=8),
+    make_spec("F = 3", leading=(5,), width=3, large_width=40),
+    make_spec("F = 1, two leading dimensions", leading=(2, 3), width=1, large_width=16),
+    make_spec("F = 64", leading=(3,), width=64, large_width=256),
+    make_spec("F = 37", leading=(3,), width=37, large_width=72),
 )

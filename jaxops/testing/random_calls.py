@@ -1,0 +1,67 @@
+"""One call of an operator, compared with its definition in all that JAX makes of it."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxops.testing.capabilities import Batched
+from jaxops.testing.measure import (
+    assert_close,
+    compile_without_loops,
+    cotangents_for,
+    custom_calls,
+    hasty_options,
+    host,
+    jvp_of,
+    on_reference,
+    vjp_of,
+)
+from jaxops.testing.platforms import Platform
+from jaxops.testing.spec import OperatorSpec
+
+
+def check_call(
+    spec: OperatorSpec, platform: Platform, dtype: str, axes: tuple[int | None, ...]
+) -> None:
+    """Raises AssertionError unless the call is right, alone and under `jax.vmap`.
+
+    Value, gradients and JVP by all differentiable arguments come of one program, and of another
+    where the call is batched over `axes`, those of the cotangents and of the arguments. Both
+    programs run the same handlers.
+    """
+    arguments = spec.case(dtype)
+    inputs = (cotangents_for(spec, arguments), *arguments)
+
+    def everything_of(function):
+        def everything(cotangents, *arguments):
+            # Exact in every dtype, so that both programs have the same ones.
+            tangents = [arguments[i] / -2 for i in spec.differentiable]
+            return (
+                vjp_of(function, spec.differentiable)(cotangents, *arguments),
+                jvp_of(function, spec.differentiable)(tangents, *arguments)[1],
+            )
+
+        return everything
+
+    ours, reference = map(everything_of, (spec.function, spec.reference))
+    batch = Batched(spec, arguments, [axes])
+    cases = {
+        "the call": (ours, inputs, on_reference(reference, *inputs)),
+        f"vmap over in_axes {axes}, cotangents first": (
+            batch.nest(ours),
+            batch.inputs,
+            batch.loop(lambda *entry: on_reference(reference, *entry)),
+        ),
+    }
+    # A tangent is a sum of one for each argument, and these are rounded.
+    roundings = spec.vjp_roundings + len(spec.differentiable)
+    terms = spec.vjp_terms(*arguments)
+    counts = {}
+    for what, (function, given, want) in cases.items():
+        placed = jax.device_put(given, platform.device)
+        program = compile_without_loops(function, *placed, options=hasty_options(platform))
+        counts[what] = custom_calls(program)
+        got = host(program(*placed))
+        assert_close(got, want, what, dtype=dtype, terms=terms, roundings=roundings)
+    alone, batched = counts.values()
+    assert alone == batched, f"the call runs the handlers {alone}, under vmap {batched}"
