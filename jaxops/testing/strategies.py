@@ -1,8 +1,7 @@
 """Random calls of every operator, as strategies of Hypothesis that make an `OperatorSpec`.
 
-Sizes are small, because XLA compiles a program for each call, but around the numbers at which kernels
-change, zero among them. Options and the presence of optional arguments are any that the operator
-takes.
+XLA compiles programs for each call, so sizes are small, zero among them, or next to the numbers
+at which kernels change. Options and optional arguments are any that the operator takes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def calls(operator: str) -> st.SearchStrategy[OperatorSpec]:
 
 
 def _make(make: Callable[..., Any], *arguments, **options) -> Any:
-    """What `make` makes of the options, with these as the name of the variant."""
+    """Calls `make` with the options, which are the name of the variant too."""
     named = ", ".join([*map(str, arguments), *(f"{k}={v!r}" for k, v in options.items())])
     return make(named, *arguments, **options)
 
@@ -146,7 +145,9 @@ def _lightweight_conv_step(draw):
 @st.composite
 def _ragged_conv(draw):
     (spec,) = ragged_conv.SPECS
-    return _with_sizes(spec, channels=draw(_SIZES), lengths=tuple(draw(st.lists(_SIZES, max_size=4))))
+    return _with_sizes(
+        spec, channels=draw(_SIZES), lengths=tuple(draw(st.lists(_SIZES, max_size=4)))
+    )
 
 
 @st.composite
@@ -180,7 +181,13 @@ def _split(draw):
     rest = draw(_SIZES)
     padding = tuple(draw(_FEW) for _ in range(len(first) + 1)) if draw(_FLAGS) else None
     return _make(
-        concatenate.make_split_spec, shape, first, rest=rest, large_rest=rest, padding=padding, axis=axis
+        concatenate.make_split_spec,
+        shape,
+        first,
+        rest=rest,
+        large_rest=rest,
+        padding=padding,
+        axis=axis,
     )
 
 

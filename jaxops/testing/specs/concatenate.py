@@ -55,6 +55,7 @@ class Shape:
         self._dims = dims
 
     def array(self, rng, dtype, extent, scale=1):
+        """Numbers of this shape with `extent` entries along the axis, `scale` times in others."""
         shape = [extent if n is None else n * scale for n in self._dims]
         return normal(rng, tuple(shape), dtype)
 

@@ -194,7 +194,7 @@ def make_spec(
     activation=None,
     vjp_calls=None,
 ):
-    """A call of `dynamic_conv`; `names` are its optional arguments among "bias", "ids" and "state"."""
+    """A call of `dynamic_conv`, whose other arguments are `names`: "bias", "ids" and "state"."""
     swap = data_format == "NCT"
     names = ("weight", *names)
     reach = (taps - 1) * dilation

@@ -125,7 +125,7 @@ def make_spec(
     indices=False,
     activation=None,
 ):
-    """A call of `dynamic_conv_step`, of one step without a dimension of steps if `steps` is None."""
+    """A call of `dynamic_conv_step`, of one step without its dimension if `steps` is None."""
     reach = (taps - 1) * dilation
     options = {"dilation": dilation, "activation": activation, "normalize": normalize}
 

@@ -151,7 +151,7 @@ def make_spec(
     channels=6,
     large_heads,
 ):
-    """A call of `lightweight_conv_step`, of one step without a dimension of steps if `steps` is None."""
+    """A call of `lightweight_conv_step`, of one step without its dimension if `steps` is None."""
     reach = (taps - 1) * dilation
     options = {"dilation": dilation, "activation": activation}
 
