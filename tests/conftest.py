@@ -52,7 +52,9 @@ def one_in(share, items, choice=""):
     """The tests that `--one-in` keeps, in their order."""
     tests = collections.defaultdict(list)
     for item in items:
-        tests[item.nodeid.split("[")[0]].append(item)
+        # A platform is not a parameter to leave out.
+        parameters = getattr(item, "callspec", None) and item.callspec.params
+        tests[item.nodeid.split("[")[0], str((parameters or {}).get("platform"))].append(item)
     kept = set()
     for same in tests.values():
         # By a hash, so that no pattern of the parameters is that of what is left out.
@@ -61,16 +63,17 @@ def one_in(share, items, choice=""):
     return [item for item in items if item in kept]
 
 
+@pytest.hookimpl(trylast=True)  # a share of what -k and -m select
 def pytest_collection_modifyitems(config, items):
-    share = config.getoption("--one-in")
-    if share < 1:
-        raise pytest.UsageError(f"--one-in takes a number from 1, got {share}")
-    kept = one_in(share, items, config.getoption("--choice"))
+    kept = one_in(config.getoption("--one-in"), items, config.getoption("--choice"))
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
 
 
 def pytest_configure(config):
+    share = config.getoption("--one-in")
+    if share < 1:
+        raise pytest.UsageError(f"--one-in takes a number from 1, got {share}")
     required = [name for name in os.environ.get(REQUIRED_VARIABLE, "").split(",") if name]
     unknown = sorted(set(required) - set(FOUND))
     if unknown:

@@ -25,17 +25,18 @@ def check_call(
 ) -> None:
     """Raises AssertionError unless the call is right, alone and under `jax.vmap`.
 
-    Value, gradients and JVP by all differentiable arguments come of one program, and of another
-    where the call is batched over `axes`, those of the cotangents and of the arguments. Both
-    programs run the same handlers.
+    Value, gradients and JVP with respect to all differentiable arguments come from one program, and
+    from another one for the call that is batched over `axes`, those of the cotangents and of the
+    arguments. On CPUs both programs run the same handlers; on GPUs the size of a call may decide.
     """
     arguments = spec.case(dtype)
     inputs = (cotangents_for(spec, arguments), *arguments)
 
     def everything_of(function):
         def everything(cotangents, *arguments):
-            # Exact in every dtype, so that both programs have the same ones.
-            tangents = [arguments[i] / -2 for i in spec.differentiable]
+            # Exact in every dtype, so that both programs have the same ones, and of another scale
+            # for each argument, so that one cannot stand for another.
+            tangents = [arguments[i] / -(2 << n) for n, i in enumerate(spec.differentiable)]
             return (
                 vjp_of(function, spec.differentiable)(cotangents, *arguments),
                 jvp_of(function, spec.differentiable)(tangents, *arguments)[1],
@@ -64,4 +65,5 @@ def check_call(
         got = host(program(*placed))
         assert_close(got, want, what, dtype=dtype, terms=terms, roundings=roundings)
     alone, batched = counts.values()
-    assert alone == batched, f"the call runs the handlers {alone}, under vmap {batched}"
+    same = alone == batched or platform.name == "cuda"
+    assert same, f"the call runs the handlers {alone}, under vmap {batched}"

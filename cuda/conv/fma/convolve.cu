@@ -533,6 +533,7 @@ void Consider(Plan& plan, const Params& p, int64_t groups, int processors, bool 
     if (parts > most) break;
     const int64_t load = CeilDiv(tiles * parts, processors), chunks = CeilDiv(p.chunks, parts);
     const int64_t turns = CeilDiv(load, Tile::kBlocks);
+    // Not std::pow, which needs glibc 2.29: wheels are for older ones.
     const double warps = static_cast<double>(Warps<Tile>(load));
     const double few_warps = 960 / (warps * std::sqrt(warps));
     const int64_t products =

@@ -54,6 +54,9 @@ class Shape:
         self.rank = len(dims)
         self._dims = dims
 
+    def __repr__(self):
+        return f"Shape{self._dims}"
+
     def array(self, rng, dtype, extent, scale=1):
         """Numbers of this shape with `extent` entries along the axis, `scale` times in others."""
         shape = [extent if n is None else n * scale for n in self._dims]
