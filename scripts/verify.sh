@@ -1,22 +1,20 @@
 #!/usr/bin/env bash
-# Verifies jaxops on this machine, which needs no network: build, all tests, random calls, the CPU
-# module under AddressSanitizer, check, and where there is a GPU compute-sanitizer and the benchmark.
-# All stages run even where one fails; a table at the end says how each went.
+# Verifies jaxops on this machine, which needs no network: build, all tests, random calls, check, and
+# where there is a GPU compute-sanitizer and the benchmark. All stages run even where one fails; a table at the end says how each went.
 #
 #   scripts/verify.sh                       # without a GPU
 #   scripts/verify.sh BENCHMARK.json        # with one; the benchmark's results are kept in the file
-#   STAGES="build test" scripts/verify.sh   # some of: build test random address check sanitize bench
+#   STAGES="build test" scripts/verify.sh   # some of: build test random check sanitize bench
 #
 # CASES is the number of random calls of each operator, 400 by default; with 5300 they are 100,000.
-# CASES_ADDRESS is the number under AddressSanitizer, 50 by default. CHOICE, by default the date,
-# decides which.
+# CHOICE, by default the date, decides which.
 #
 # python3 must already have JAX, with CUDA support where there is a GPU, the packages of jaxops[test],
 # and those that the build needs (scikit-build-core, nanobind and a C++ toolchain with CMake, and nvcc
 # where there is a GPU). PYTHON names another Python.
 set -uo pipefail
 
-known="build test random address check sanitize bench"
+known="build test random check sanitize bench"
 stages=${STAGES:-$known}
 tools=(memcheck racecheck synccheck initcheck)
 
@@ -47,8 +45,6 @@ if has_gpu && [[ " $stages " == *" bench "* && -z $benchmark_file ]]; then
   echo "verify.sh: name the file for the benchmark's results as the first argument" >&2
   exit 2
 fi
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 
 # The workers of the tests share the GPU.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -91,24 +87,6 @@ random_calls() {
     --cases "${CASES:-400}" --choice "$choice"
 }
 
-# The CPU module where every access to memory is checked, in a folder that Python searches first. XLA
-# gives arguments and results memory of their own, so that what is beyond an end is found. That ends
-# the process: the last call in the log is the one that did it.
-address() {
-  local library
-  library=$("${CXX:-c++}" -print-file-name=libasan.so)
-  JAXOPS_CUDA=off JAXOPS_SANITIZE=address,undefined "$python" -m pip install -q --no-deps \
-    --no-build-isolation --config-settings=build-dir="$work/address-build" \
-    --config-settings=install.strip=false --target "$work/address" . || return
-  # Python and JAX keep what they allocate.
-  LD_PRELOAD=$library ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-    PYTHONPATH=$work/address JAX_PLATFORMS=cpu JAXOPS_REQUIRE_KERNELS=1 \
-    "$python" -m pytest -q -s --hypothesis-verbosity=verbose tests/test_random_calls.py \
-    --cases "${CASES_ADDRESS:-50}" --choice "$choice" >"$work/address.log" 2>&1 && return
-  tail -n 100 "$work/address.log"
-  return 1
-}
-
 if selected build; then
   if has_gpu; then export JAXOPS_CUDA=on; fi
   stage build env CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}" \
@@ -120,9 +98,6 @@ if selected test; then
 fi
 if selected random; then
   stage random random_calls
-fi
-if selected address; then
-  stage address address
 fi
 if selected check; then
   stage check "$python" -m jaxops check --platform "${platforms##*,}"
