@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Verifies jaxops on this machine, which needs no network: build, all tests, random calls, check, and
-# where there is a GPU compute-sanitizer and the benchmark. All stages run even where one fails; a table at the end says how each went.
+# where there is a GPU compute-sanitizer and the benchmark. All stages run even where one fails; a table
+# at the end says how each went.
 #
 #   scripts/verify.sh                       # without a GPU
 #   scripts/verify.sh BENCHMARK.json        # with one; the benchmark's results are kept in the file

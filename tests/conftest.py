@@ -44,7 +44,7 @@ def pytest_addoption(parser):
         type=int,
         default=5,
         metavar="N",
-        help="the number of random calls of each operator in test_random_calls.py (default: 5)",
+        help="random calls for each operator in test_random_calls.py (default: 5)",
     )
 
 
@@ -87,9 +87,7 @@ def pytest_configure(config):
 def pytest_report_header(config):
     lines = [f"jax {jax.__version__}"]
     share, choice = config.getoption("--one-in"), config.getoption("--choice")
-    lines.append(
-        f"one in {share} of the parameters of each test, random calls: --choice '{choice}'"
-    )
+    lines.append(f"parameters and random calls: --one-in {share} --choice '{choice}'")
     for name, found in FOUND.items():
         if isinstance(found, platforms.Absent):
             lines.append(f"platform {name}: NOT TESTED, {found.reason}")

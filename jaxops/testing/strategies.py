@@ -116,36 +116,20 @@ def _dynamic_conv(draw):
 
 
 @st.composite
-def _dynamic_conv_step(draw):
+def _step(draw, make, flag):
+    """Steps of decoding; `flag` is the option that only one of the two operators has."""
     heads, channels, filters, _ = draw(_sequence_options())
     spec = _make(
-        dynamic_conv_step.make_spec,
+        make,
         heads=heads,
         large_heads=heads,
         steps=draw(st.sampled_from([None, 1, 2, 4])),
-        normalize=draw(_FLAGS),
         indices=draw(_FLAGS),
         activation=draw(_ACTIVATIONS),
+        **{flag: draw(_FLAGS)},
         **filters,
     )
     return _with_sizes(spec, batch=draw(_FEW), channels=channels)
-
-
-@st.composite
-def _lightweight_conv_step(draw):
-    heads, channels, filters, _ = draw(_sequence_options())
-    spec = _make(
-        lightweight_conv_step.make_spec,
-        heads=heads,
-        large_heads=heads,
-        channels=channels,
-        steps=draw(st.sampled_from([None, 1, 2, 4])),
-        bias=draw(_FLAGS),
-        indices=draw(_FLAGS),
-        activation=draw(_ACTIVATIONS),
-        **filters,
-    )
-    return _with_sizes(spec, batch=draw(_FEW))
 
 
 @st.composite
@@ -385,14 +369,14 @@ _STRATEGIES: dict[str, Callable[[], st.SearchStrategy[OperatorSpec]]] = {
     "conv_general_dilated": _conv_general_dilated,
     "conv_transpose": _conv_transpose,
     "dynamic_conv": _dynamic_conv,
-    "dynamic_conv_step": _dynamic_conv_step,
+    "dynamic_conv_step": functools.partial(_step, dynamic_conv_step.make_spec, "normalize"),
     "sigmoid_focal_loss": functools.partial(_focal_loss, "sigmoid_focal_loss"),
     "softmax_focal_loss": functools.partial(_focal_loss, "softmax_focal_loss"),
     "grid_sample": _grid_sample,
     "im2col": functools.partial(_im2col, "im2col"),
     "col2im": functools.partial(_im2col, "col2im"),
     "lightweight_conv": _lightweight_conv,
-    "lightweight_conv_step": _lightweight_conv_step,
+    "lightweight_conv_step": functools.partial(_step, lightweight_conv_step.make_spec, "bias"),
     "map_coordinates": _map_coordinates,
     "ragged_conv": _ragged_conv,
     "trilinear_interpolate": _trilinear_interpolate,
