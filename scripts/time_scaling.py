@@ -14,7 +14,9 @@ import functools
 import itertools
 import json
 import pathlib
+import re
 import statistics
+import tempfile
 import time
 
 import jax
@@ -76,6 +78,31 @@ class Run:
         return (time.perf_counter() - start) / count
 
 
+def launched_collectives(run: Run, count: int = 3) -> dict[str, dict[str, float]]:
+    """NCCL's kernels of a step on one GPU by the profiler: how many by name, and their ms."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run.losses(count)
+        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+    events = [
+        event
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU:0")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+    found: dict[str, dict[str, float]] = {}
+    for event in events:
+        name = re.match(r"nccl\w+?Kernel_([A-Za-z]+)", event.name)
+        if name is not None:
+            kernels = found.setdefault(name[1], {"count": 0, "ms": 0})
+            kernels["count"] += 1 / count
+            kernels["ms"] += 1e-6 * event.duration_ns / count
+    return found
+
+
 def measure(run: Run) -> dict:
     """The losses of the first steps, the collectives, and the milliseconds of a step."""
     losses = run.losses(LOSSES)
@@ -114,6 +141,8 @@ def main() -> None:
         setup = MODELS[name].small if options.small else MODELS[name].full
         run = Run(*prepare(MODELS[name], setup, operators, devices[:count]))
         found = measure(run)
+        if devices[0].platform == "gpu":
+            found["launched"] = launched_collectives(run)
         alone = found if count == counts[0] else alone
         difference = float(np.abs(np.subtract(found["losses"], alone["losses"])).max())
         scaling = alone["ms"] / found["ms"]
@@ -121,12 +150,12 @@ def main() -> None:
         rows.append({**about, **found, "difference": difference, "scaling": scaling})
         print(
             f"{name}, {operators.name}, {count}: {found['ms']:.2f} +- {found['spread']:.2f} ms, "
-            f"{100 * scaling:.1f} %, {found['collectives']}, losses differ by {difference:.1e}",
+            f"{100 * scaling:.1f} %, {found['collectives']}, losses differ by {difference:.1e} {found.get('launched', '')}",
             flush=True,
         )
-    if options.json:
-        about = {"jax": jax.__version__, "device": devices[0].device_kind, "rows": rows}
-        options.json.write_text(json.dumps(about, indent=1) + "\n")
+        if options.json:
+            about = {"jax": jax.__version__, "device": devices[0].device_kind, "rows": rows}
+            options.json.write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":
