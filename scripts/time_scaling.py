@@ -150,7 +150,8 @@ def main() -> None:
         rows.append({**about, **found, "difference": difference, "scaling": scaling})
         print(
             f"{name}, {operators.name}, {count}: {found['ms']:.2f} +- {found['spread']:.2f} ms, "
-            f"{100 * scaling:.1f} %, {found['collectives']}, losses differ by {difference:.1e} {found.get('launched', '')}",
+            f"{100 * scaling:.1f} %, {found['collectives']}, losses differ by {difference:.1e} "
+            f"{found.get('launched', '')}",
             flush=True,
         )
         if options.json:
