@@ -10,6 +10,7 @@ python scripts/time_scaling.py [MODEL ...] [--devices 1,2,4] [--json FILE]
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import itertools
 import json
@@ -79,7 +80,7 @@ class Run:
 
 
 def launched_collectives(run: Run, count: int = 3) -> dict[str, dict[str, float]]:
-    """NCCL's kernels of a step on one GPU by the profiler: how many by name, and their ms."""
+    """`by_collective` of the kernels that the profiler sees on the first GPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run.losses(count)
@@ -93,14 +94,20 @@ def launched_collectives(run: Run, count: int = 3) -> dict[str, dict[str, float]
         if line.name.startswith("Stream")
         for event in line.events
     ]
-    found: dict[str, dict[str, float]] = {}
+    return by_collective(events, count)
+
+
+def by_collective(events, count: int) -> dict[str, dict[str, float]]:
+    """How many kernels each of NCCL's collectives has in one of `count` steps, and their ms."""
+    durations = collections.defaultdict(list)
     for event in events:
         name = re.match(r"nccl\w+?Kernel_([A-Za-z]+)", event.name)
         if name is not None:
-            kernels = found.setdefault(name[1], {"count": 0, "ms": 0})
-            kernels["count"] += 1 / count
-            kernels["ms"] += 1e-6 * event.duration_ns / count
-    return found
+            durations[name[1]].append(event.duration_ns)
+    return {
+        name: {"count": len(ns) / count, "ms": 1e-6 * sum(ns) / count}
+        for name, ns in durations.items()
+    }
 
 
 def measure(run: Run) -> dict:

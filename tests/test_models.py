@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +49,17 @@ def test_both_sets_of_operators_train_the_same_state(name):
     assert calls[0] != calls[1]
 
 
-def test_steps_of_several_devices_have_the_losses_of_one():
+@pytest.fixture(scope="module")
+def script():
+    """`scripts/time_scaling.py`."""
     file = pathlib.Path(__file__).parents[1] / "scripts" / "time_scaling.py"
     spec = importlib.util.spec_from_file_location("time_scaling", file)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_steps_of_several_devices_have_the_losses_of_one(script):
     model = MODELS["retinanet-bf16"]
     losses = []
     for count in (1, 2):
@@ -62,6 +69,16 @@ def test_steps_of_several_devices_have_the_losses_of_one():
         losses.append(run.losses(2))
     assert losses[0][1] != losses[0][0]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def test_kernels_of_collectives_are_counted_for_a_step(script):
+    names = ["ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage)"] * 6
+    names += ["ncclDevKernel_SendRecv(ncclDevKernelArgsStorage)"] * 3 + ["ConvolveWgmma"]
+    events = [types.SimpleNamespace(name=name, duration_ns=5e5) for name in names]
+    assert script.by_collective(events, 3) == {
+        "AllReduce": {"count": 2, "ms": pytest.approx(1)},
+        "SendRecv": {"count": 1, "ms": pytest.approx(0.5)},
+    }
 
 
 @pytest.fixture(scope="module")
