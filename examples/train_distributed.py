@@ -180,8 +180,9 @@ def traffic_of(mesh, implementation=None) -> dict[str, tuple[int, int]]:
     return traffic(make_step(mesh, implementation).lower(state, make_batch(0)).compile())
 
 
-def make_mesh(text: str):
+def make_mesh(text: str, devices=None):
     """The mesh of all devices: "data=2,time=4"; the data have what is not named."""
+    devices = jax.devices() if devices is None else devices
     sizes = dict.fromkeys(AXES, 1)
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
@@ -189,10 +190,11 @@ def make_mesh(text: str):
             sys.exit(f"--mesh must be like data=2,tensor=2,time=2, got {text!r}")
         sizes[axis] = int(size)
     if "data=" not in text:
-        sizes["data"] = jax.device_count() // (sizes["tensor"] * sizes["time"])
-    if np.prod([*sizes.values()]) != jax.device_count():
-        sys.exit(f"--mesh {text} must have all {jax.device_count()} devices, got {sizes}")
-    return jax.make_mesh(tuple(sizes.values()), AXES, (AxisType.Auto,) * len(AXES))
+        sizes["data"] = len(devices) // (sizes["tensor"] * sizes["time"])
+    if np.prod([*sizes.values()]) != len(devices):
+        sys.exit(f"--mesh {text} must have all {len(devices)} devices, got {sizes}")
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes.values()), AXES, types, devices=devices)
 
 
 def put(batch, mesh):

@@ -5,6 +5,7 @@ step that scales takes the same time. Steps are a `jax.shard_map` over the batch
 of batches are those of a device's own.
 
 python scripts/time_scaling.py [MODEL ...] [--devices 1,2,4] [--json FILE]
+python scripts/time_scaling.py [MODEL ...] --processes 4 [--json FILE]   # each has one of the GPUs
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import json
 import pathlib
 import re
 import statistics
-import tempfile
+import subprocess
+import sys
 import time
 
 import jax
@@ -25,6 +27,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxops._bench import clock
 from jaxops._bench.models import MODELS, Model, Operators, ours, plain
 from jaxops._bench.models.model import Setup
 from jaxops._bench.training_steps import initial_state, train_step
@@ -33,7 +36,8 @@ from jaxops.testing.measure import collectives
 DEFAULT = ("resnet50-bf16", "lightconv-lm-bf16", "shortconv-lm-bf16", "retinanet-bf16")
 LOSSES = 3  # steps whose losses are compared
 ROUNDS = 5
-SECONDS = 0.3  # of the steps of a round
+STEPS = 25  # of a round
+COORDINATOR = "localhost:12765"  # where the first of several processes listens
 
 
 def make_step(model: Model, setup: Setup, operators: Operators, mesh):
@@ -44,17 +48,23 @@ def make_step(model: Model, setup: Setup, operators: Operators, mesh):
 
 
 def prepare(model: Model, setup: Setup, operators: Operators, devices):
-    """The compiled step, the first state, and the batch of all devices."""
+    """The compiled step, the first state, and the batch of all devices.
+
+    Devices of other processes get theirs from those, which call this as well.
+    """
     mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
     one = jax.tree.map(np.asarray, setup.batch(np.random.default_rng(0)))
-    batch = jax.tree.map(
-        lambda array: jax.device_put(
-            np.concatenate([array] * len(devices)), NamedSharding(mesh, P("data"))
-        ),
-        one,
-    )
-    initial = initial_state(model, setup, one[0])
-    state = jax.device_put(initial(), NamedSharding(mesh, P()))
+
+    def put(tree, spec):
+        return jax.tree.map(
+            lambda array: jax.make_array_from_callback(
+                array.shape, NamedSharding(mesh, spec), np.asarray(array).__getitem__
+            ),
+            tree,
+        )
+
+    batch = put(jax.tree.map(lambda array: np.concatenate([array] * len(devices)), one), P("data"))
+    state = put(initial_state(model, setup, one[0])(), P())
     return make_step(model, setup, operators, mesh).lower(state, batch).compile(), state, batch
 
 
@@ -79,31 +89,22 @@ class Run:
         return (time.perf_counter() - start) / count
 
 
-def launched_collectives(run: Run, count: int = 3) -> dict[str, dict[str, float]]:
-    """`by_collective` of the kernels that the profiler sees on the first GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run.losses(count)
-        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(file))
-    events = [
-        event
-        for plane in profile.planes
-        if plane.name.startswith("/device:GPU:0")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-    return by_collective(events, count)
+def launched(run: Run, devices, count: int = 3) -> dict[str, dict[str, float]]:
+    """`by_collective` of a step on one of the devices, the mean over those of this process."""
+    own = set(devices) & set(jax.local_devices())
+    events = clock.gpu_events(clock.profile_of(lambda: run.losses(count)))
+    return by_collective(events, count * len(own))
 
 
 def by_collective(events, count: int) -> dict[str, dict[str, float]]:
-    """How many kernels each of NCCL's collectives has in one of `count` steps, and their ms."""
+    """How many kernels each of NCCL's collectives has in one of `count` steps, and their ms.
+
+    "other" are kernels, copies and fills that are none of NCCL's.
+    """
     durations = collections.defaultdict(list)
     for event in events:
         name = re.match(r"nccl\w+?Kernel_([A-Za-z]+)", event.name)
-        if name is not None:
-            durations[name[1]].append(event.duration_ns)
+        durations[name[1] if name is not None else "other"].append(event.duration_ns)
     return {
         name: {"count": len(ns) / count, "ms": 1e-6 * sum(ns) / count}
         for name, ns in durations.items()
@@ -113,8 +114,8 @@ def by_collective(events, count: int) -> dict[str, dict[str, float]]:
 def measure(run: Run) -> dict:
     """The losses of the first steps, the collectives, and the milliseconds of a step."""
     losses = run.losses(LOSSES)
-    count = max(3, int(SECONDS / run.seconds(3)))
-    rounds = [1e3 * run.seconds(count) for _ in range(ROUNDS)]
+    run.losses(STEPS)  # not timed: the first are slower
+    rounds = [1e3 * run.seconds(STEPS) for _ in range(ROUNDS)]
     return {
         "losses": losses,
         "collectives": collectives(run.compiled),
@@ -123,16 +124,35 @@ def measure(run: Run) -> dict:
     }
 
 
+def start_processes(count: int) -> int:
+    """Runs this program in local processes; the first of their exit codes that is not 0, or 0."""
+    children = [
+        subprocess.Popen([sys.executable, *sys.argv, "--process", str(i)]) for i in range(count)
+    ]
+    return next(filter(None, [child.wait() for child in children]), 0)
+
+
 def main() -> None:
     """Prints a table, and writes its figures where it is told to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--devices", metavar="1,2,4", help="how many (default: powers of two)")
+    parser.add_argument("--processes", type=int, help="local ones, each of one of the GPUs")
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="the sizes of a CPU")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures")
     options = parser.parse_args()
+    if options.processes:
+        if options.devices:
+            parser.error("--devices is for one process")
+        if options.process is None:
+            sys.exit(start_processes(options.processes))
+        own = options.process
+        jax.distributed.initialize(COORDINATOR, options.processes, own, [own])
     devices = jax.devices()
     counts = [2**n for n in range(len(devices).bit_length()) if 2**n <= len(devices)]
+    if options.processes:
+        counts = [1, len(devices)]  # at first each alone, all at the same time
     if options.devices:
         counts = [int(count) for count in options.devices.split(",")]
     if not 0 < min(counts) <= max(counts) <= len(devices):
@@ -140,21 +160,27 @@ def main() -> None:
     unknown = set(options.models) - set(MODELS)
     if unknown:
         parser.error(f"there are {', '.join(MODELS)}, not {', '.join(unknown)}")
-    print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
+    is_first = jax.process_index() == 0
+    if is_first:
+        print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
     tasks = list(itertools.product(options.models or DEFAULT, (ours(), plain()), counts))
 
     rows, alone = [], {}
     for name, operators, count in tasks:
         setup = MODELS[name].small if options.small else MODELS[name].full
-        run = Run(*prepare(MODELS[name], setup, operators, devices[:count]))
+        those = jax.local_devices() if count == jax.local_device_count() else devices[:count]
+        run = Run(*prepare(MODELS[name], setup, operators, those))
         found = measure(run)
         if devices[0].platform == "gpu":
-            found["launched"] = launched_collectives(run)
+            found["launched"] = launched(run, those)
         alone = found if count == counts[0] else alone
         difference = float(np.abs(np.subtract(found["losses"], alone["losses"])).max())
         scaling = alone["ms"] / found["ms"]
         about = {"model": name, "operators": operators.name, "devices": count}
+        about["processes"] = jax.process_count()
         rows.append({**about, **found, "difference": difference, "scaling": scaling})
+        if not is_first:
+            continue
         print(
             f"{name}, {operators.name}, {count}: {found['ms']:.2f} +- {found['spread']:.2f} ms, "
             f"{100 * scaling:.1f} %, {found['collectives']}, losses differ by {difference:.1e} "

@@ -13,6 +13,13 @@ import wrong_calls
 import jaxops
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Calls of its handlers are recorded even where the default device is a GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 def of(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 

@@ -78,7 +78,8 @@ def test_mixer_of_packed_texts_decodes_what_it_trained():
     before, after = found["bits"]
     assert after < before - 2
     assert found["packed"] < 1e-5
-    assert found["decoded"] < 1e-5
+    # On a GPU XLA rounds products to TF32, of one step not as of many.
+    assert found["decoded"] < (1e-5 if jax.default_backend() == "cpu" else 1e-3)
 
 
 PAGES = [EXAMPLES.parent / "README.md", *sorted((EXAMPLES.parent / "docs").glob("*.md"))]

@@ -58,24 +58,44 @@ def device_seconds(batches: Sequence[Batch]) -> list[float | ProfileError]:
 
     Busy is with kernels, copies and fills.
     """
+
+    def run() -> None:
+        for i, batch in enumerate(batches):
+            # Not timed, and a pause away from what is: arguments that fit the caches would be
+            # found there or not, as the batch before left them.
+            time.sleep(_PAUSE)
+            _run_queued(batch)
+            time.sleep(_PAUSE)
+            with jax.profiler.TraceAnnotation(f"{_WINDOW}{i}"):
+                _run_queued(batch)
+        time.sleep(_PAUSE)
+
+    windows, events = read_profile(profile_of(run))
+    return [_seconds(events, windows.get(i)) for i in range(len(batches))]
+
+
+def profile_of(run: Callable[[], object]) -> Any:
+    """What JAX's profiler sees of the devices, and of the annotations of the host, during a call."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 1  # the annotations
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            for i, batch in enumerate(batches):
-                # Not timed, and a pause away from what is: arguments that fit the caches would be
-                # found there or not, as the batch before left them.
-                time.sleep(_PAUSE)
-                _run_queued(batch)
-                time.sleep(_PAUSE)
-                with jax.profiler.TraceAnnotation(f"{_WINDOW}{i}"):
-                    _run_queued(batch)
-            time.sleep(_PAUSE)
+            run()
         (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(file))
-    windows, events = read_profile(profile)
-    return [_seconds(events, windows.get(i)) for i in range(len(batches))]
+        return jax.profiler.ProfileData.from_file(str(file))
+
+
+def gpu_events(profile: Any) -> list[Any]:
+    """The kernels, copies and fills of all GPUs in a profile, which have a name and times in ns."""
+    return [
+        event
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
 
 
 def _seconds(events: Sequence[Interval], window: Interval | None) -> float | ProfileError:
@@ -97,19 +117,20 @@ def _run_queued(batch: Batch) -> None:
 
 def read_profile(profile: Any) -> tuple[dict[int, Interval], list[Interval]]:
     """The windows of the batches by their number, and when the GPU was busy; in nanoseconds."""
-    windows, events = {}, []
-    for plane in profile.planes:
-        on_gpu = plane.name.startswith("/device:GPU")
-        for line in plane.lines:
-            if on_gpu and line.name.startswith("Stream"):
-                events += [(e.start_ns, e.start_ns + e.duration_ns) for e in line.events]
-            elif not on_gpu:
-                windows |= {
-                    int(e.name.removeprefix(_WINDOW)): (e.start_ns, e.start_ns + e.duration_ns)
-                    for e in line.events
-                    if e.name.startswith(_WINDOW)
-                }
-    return windows, sorted(events)
+    windows = {
+        int(e.name.removeprefix(_WINDOW)): interval(e)
+        for plane in profile.planes
+        if not plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        for e in line.events
+        if e.name.startswith(_WINDOW)
+    }
+    return windows, sorted(map(interval, gpu_events(profile)))
+
+
+def interval(event: Any) -> Interval:
+    """When an event of a profile was."""
+    return event.start_ns, event.start_ns + event.duration_ns
 
 
 def busy(events: Sequence[Interval], window: Interval) -> float:
