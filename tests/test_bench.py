@@ -604,6 +604,24 @@ def test_results_survive_a_file(tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["format"] == results.FORMAT
 
 
+def test_files_of_one_device_are_shown_as_one(tmp_path, capsys):
+    a = document(row("a"), row("b"))
+    b = dataclasses.replace(document(row("c")), date="2099-01-01", command="it")
+    files = [str(tmp_path / name) for name in "ab"]
+    for kept, file in zip((a, b), files, strict=True):
+        results.save(kept, pathlib.Path(file))
+    both = tmp_path / "both.json"
+    assert _cli.main(["bench", "--from", *files, "--json", str(both)]) == 0
+    found = results.load(both)
+    assert [r.case for r in found.rows] == ["a", "b", "c"]
+    assert (found.command, found.date) == (f"{a.command}; it", a.date)
+    results.save(dataclasses.replace(b, device="another"), pathlib.Path(files[1]))
+    assert _cli.main(["bench", "--from", *files]) == 2
+    assert "another" in capsys.readouterr().err
+    assert _cli.main(["bench", "--models", "--from", *files]) == 2
+    assert "takes one file, got 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -625,14 +643,16 @@ def test_other_files_are_refused(content, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_readme_shows_the_newest_run_of_its_command():
-    """The picture and the table that it links to are of one file, and of its newest run."""
+def test_readme_shows_the_newest_runs_of_its_commands():
+    """The picture and the table that it links to are of the same files, and of the newest runs."""
     text = bench.RESULTS_PAGE.read_text()
     start, end = map(re.escape, report.MARKERS)
     (shown,) = re.findall(f"{start}\n(.*?){end}", text, re.DOTALL)
+    (commands,) = re.findall("`(python -m jaxops bench .*?)`", shown)
     kept = [results.load(file) for file in (ROOT / "benchmarks" / "results").glob("*.json")]
-    (source,) = [document for document in kept if report.results_section(document) == shown]
-    assert source.date == max(d.date for d in kept if d.command == source.command)
+    newest = {d.command: d for d in sorted(kept, key=lambda d: d.date)}
+    source = results.merge([newest[command] for command in commands.split("; ")])
+    assert report.results_section(source) == shown
     assert bench.PICTURE.read_text() == overview.svg(source)
     readme = (ROOT / "README.md").read_text()
     for file in (bench.RESULTS_PAGE, bench.PICTURE):
@@ -918,7 +938,7 @@ def test_results_of_another_device(tmp_path, capsys):
     results.save(document(row(), device="Another"), tmp_path / "new.json")
     old, new = (str(tmp_path / name) for name in ("old.json", "new.json"))
     assert _cli.main(["bench", "--from", new, "--compare", old]) == 2
-    assert "another device: A device (cuda), not Another (cuda)" in capsys.readouterr().err
+    assert "two devices: A device (cuda) and Another (cuda)" in capsys.readouterr().err
 
 
 # --- documents -----------------------------------------------------------------------------------

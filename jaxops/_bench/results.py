@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 #: Counted up whenever a file of before cannot be read as one of today.
@@ -137,6 +138,26 @@ def load(file: pathlib.Path) -> Document:
         return Document(**content, rows=rows)
 
     return read(file, document)
+
+
+def merge(documents: Sequence[Document]) -> Document:
+    """The rows of several runs on machines of one kind, from the date of the earliest.
+
+    Ceilings and versions are the first's.
+    """
+    seconds = collections.Counter[str]()
+    for document in documents:
+        seconds.update(document.seconds)
+    return dataclasses.replace(
+        documents[0],
+        command="; ".join(d.command for d in documents),
+        date=min(d.date for d in documents),
+        absent={peer: why for d in documents for peer, why in d.absent.items()},
+        shapes={operator: shape for d in documents for operator, shape in d.shapes.items()},
+        unfinished=sum(d.unfinished for d in documents),
+        rows=[row for d in documents for row in d.rows],
+        seconds=dict(seconds),
+    )
 
 
 _Document = TypeVar("_Document")

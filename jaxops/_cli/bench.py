@@ -118,10 +118,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     measuring.add_argument(
         "--from",
-        dest="source",
+        dest="sources",
+        nargs="+",
         type=pathlib.Path,
         metavar="FILE",
-        help="measure nothing, and show the results in FILE",
+        help="measure nothing, and show the results in these files, of one device",
     )
     showing = parser.add_argument_group("what is made of it, besides tables on a terminal")
     showing.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results")
@@ -170,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
             return _run_models(args)
         draw = _plotter(args)
         old = results.load(args.compare) if args.compare else None
-        document = _read(args) if args.source else _measure(args)
+        document = _read(args) if args.sources else _measure(args)
         if old is not None:
             _refuse_other_device(old, document)
         _write(args, document, draw)
@@ -187,11 +188,13 @@ def run(args: argparse.Namespace) -> int:
 def _run_models(args: argparse.Namespace) -> int:
     others = (*_CHOICES, "peers", "kernels", "rounds", "plot", "compare", "update_readme")
     given = [name for name in others if getattr(args, name)]
-    if args.source:
+    if args.sources:
         given += [name for name in ("operators", "platform", "quick") if getattr(args, name)]
     if given:
-        mode = "--models --from" if args.source else "--models"
+        mode = "--models --from" if args.sources else "--models"
         raise UsageError(f"{mode} goes without {', '.join(given)}")
+    if args.sources and len(args.sources) > 1:
+        raise UsageError(f"--models --from takes one file, got {len(args.sources)}")
 
     def describe(platform: str, device: jax.Device) -> dict[str, Any]:
         return _about(args, platform, device, ("jax", "jaxlib", "jaxops", "flax", "optax", "numpy"))
@@ -204,7 +207,7 @@ def _run_models(args: argparse.Namespace) -> int:
             quick=args.quick,
             json=args.json,
             markdown=args.markdown,
-            source=args.source,
+            source=args.sources[0] if args.sources else None,
         )
     except (ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
@@ -218,7 +221,10 @@ def _read(args: argparse.Namespace) -> Document:
     given = [name for name in measuring if getattr(args, name)]
     if given:
         raise UsageError(f"--from measures nothing, so it goes without {', '.join(given)}")
-    return results.load(args.source)
+    documents = [results.load(file) for file in args.sources]
+    for other in documents[1:]:
+        _refuse_other_device(documents[0], other)
+    return results.merge(documents)
 
 
 def _measure(args: argparse.Namespace) -> Document:
@@ -394,8 +400,8 @@ def _command(args: argparse.Namespace) -> str:
 def _refuse_other_device(old: Document, new: Document) -> None:
     if (old.platform, old.device) != (new.platform, new.device):
         raise UsageError(
-            f"the results to compare with are those of another device: {old.device} "
-            f"({old.platform}), not {new.device} ({new.platform})"
+            f"the results are those of two devices: {old.device} ({old.platform}) and "
+            f"{new.device} ({new.platform})"
         )
 
 

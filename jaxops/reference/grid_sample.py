@@ -32,6 +32,18 @@ def grid_sample(
     and the same leading ones. "pixel" coordinates are reflected about entries with `align_corners`.
     """
     pixel = coordinates == "pixel"
+    if method == "linear" and padding_mode == "constant":
+        dtype = accumulation_dtype(volume, points)
+        total = grid_sample(
+            volume.astype(dtype),
+            points,
+            align_corners=align_corners,
+            coordinates=coordinates,
+            point_rank=point_rank,
+        )
+        sizes = volume.shape[-1 - points.shape[-1] : -1]
+        beyond = outside(points.astype(dtype), sizes, align_corners, pixel)
+        return add_outside(total, beyond, cval).astype(volume.dtype)
     if method == "cubic" or padding_mode in ("wrap", "constant"):
         return _by_stencils(
             volume, points, method, padding_mode, align_corners, pixel, cval, point_rank
