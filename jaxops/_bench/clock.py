@@ -75,7 +75,7 @@ def device_seconds(batches: Sequence[Batch]) -> list[float | ProfileError]:
 
 
 def profile_of(run: Callable[[], object]) -> Any:
-    """What the profiler sees of the devices, and of the annotations of the host, during a call."""
+    """The profile of a call: what devices did, and the annotations of the host."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 1  # the annotations
