@@ -1,30 +1,57 @@
-// The choice of the fastest build of a kernel file for this machine.
+// The instruction sets that kernels are compiled for, and the choice of the best one of this
+// machine.
 #ifndef JAXOPS_CPU_ISA_H_
 #define JAXOPS_CPU_ISA_H_
 
 namespace jaxops::cpu {
 
+// From the slowest to the fastest. A module has one or several of them, JAXOPS_HAS_... say which.
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+// Whether this machine has the features that kernels of an instruction set may use.
+inline bool Has(Isa isa) {
 #if defined(__x86_64__)
-// Returns one of the kernels that were compiled for each instruction set.
-template <typename Kernels>
-const Kernels& BestFor(const Kernels& baseline, const Kernels& avx2, const Kernels& avx512) {
-  // The builds of the kernel files may use exactly these features.
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("f16c");
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx2 && has_avx512) return avx512;
-  return has_avx2 ? avx2 : baseline;
-}
+  if (isa == Isa::kAvx2) return has_avx2;
+  if (isa == Isa::kAvx512) return has_avx2 && has_avx512;
 #endif
+  return isa == Isa::kBaseline;
+}
+
+// Returns the best of the kernels that are not null and run on this machine, or null.
+template <typename Kernels>
+const Kernels* BestOf(const Kernels* baseline, const Kernels* avx2, const Kernels* avx512) {
+  if (avx512 != nullptr && Has(Isa::kAvx512)) return avx512;
+  if (avx2 != nullptr && Has(Isa::kAvx2)) return avx2;
+  return baseline;
+}
 
 }  // namespace jaxops::cpu
 
+#ifdef JAXOPS_HAS_BASELINE
+#define JAXOPS_IF_BASELINE(kernels) (kernels)
+#else
+#define JAXOPS_IF_BASELINE(kernels) nullptr
+#endif
+#ifdef JAXOPS_HAS_AVX2
+#define JAXOPS_IF_AVX2(kernels) (kernels)
+#else
+#define JAXOPS_IF_AVX2(kernels) nullptr
+#endif
+#ifdef JAXOPS_HAS_AVX512
+#define JAXOPS_IF_AVX512(kernels) (kernels)
+#else
+#define JAXOPS_IF_AVX512(kernels) nullptr
+#endif
+
 // JAXOPS_DECLARE_KERNELS declares the Kernels of an operator in its namespace, one for each
-// instruction set. JAXOPS_DEFINE_BEST_KERNELS defines the function that returns the best of them;
-// no file that is compiled for one of these instruction sets may have it.
-#if defined(__x86_64__)
+// instruction set. JAXOPS_DEFINE_BEST_KERNELS defines the function that returns the best of them,
+// which there is: the module is not imported without one. No file that is compiled for one of these
+// instruction sets may have it.
 #define JAXOPS_DECLARE_KERNELS() \
   namespace baseline {           \
   extern const Kernels kKernels; \
@@ -36,22 +63,13 @@ const Kernels& BestFor(const Kernels& baseline, const Kernels& avx2, const Kerne
   extern const Kernels kKernels; \
   }                              \
   static_assert(true)
-#define JAXOPS_DEFINE_BEST_KERNELS()                                                \
-  const Kernels& BestKernels() {                                                    \
-    static const Kernels& best =                                                    \
-        jaxops::cpu::BestFor(baseline::kKernels, avx2::kKernels, avx512::kKernels); \
-    return best;                                                                    \
-  }                                                                                 \
+#define JAXOPS_DEFINE_BEST_KERNELS()                                              \
+  const Kernels& BestKernels() {                                                  \
+    static const Kernels& best = *jaxops::cpu::BestOf<Kernels>(                   \
+        JAXOPS_IF_BASELINE(&baseline::kKernels), JAXOPS_IF_AVX2(&avx2::kKernels), \
+        JAXOPS_IF_AVX512(&avx512::kKernels));                                     \
+    return best;                                                                  \
+  }                                                                               \
   static_assert(true)
-#else
-#define JAXOPS_DECLARE_KERNELS() \
-  namespace baseline {           \
-  extern const Kernels kKernels; \
-  }                              \
-  static_assert(true)
-#define JAXOPS_DEFINE_BEST_KERNELS()                          \
-  const Kernels& BestKernels() { return baseline::kKernels; } \
-  static_assert(true)
-#endif
 
 #endif  // JAXOPS_CPU_ISA_H_

@@ -2,6 +2,7 @@
 #include <nanobind/ndarray.h>
 
 #include "common/fast_divide.h"
+#include "cpu/isa.h"
 #include "ffi/module.h"
 
 namespace jaxops::ffi {
@@ -18,6 +19,14 @@ void DivideInPlace(nanobind::ndarray<UInt, nanobind::shape<-1>, nanobind::c_cont
 }  // namespace
 
 NB_MODULE(_cpu, module) {
+  static constexpr bool kBuilt = true;
+  if (cpu::BestOf<bool>(JAXOPS_IF_BASELINE(&kBuilt), JAXOPS_IF_AVX2(&kBuilt),
+                        JAXOPS_IF_AVX512(&kBuilt)) == nullptr) {
+    throw nanobind::import_error(
+        "it was built for " JAXOPS_CPU_ISAS
+        ", which this processor does not have. Rebuild jaxops in its source tree with "
+        "`pip install .` on this machine, or with `JAXOPS_CPU_ISAS=all pip install .` for all.");
+  }
   DefineCommon(module, "C++ for " JAXOPS_CPU_ISAS);
   module.attr("CPU_ONLY") = JAXOPS_CPU_ONLY;
   // A converted array would be a copy, and the caller would not see its quotients.

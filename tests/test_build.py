@@ -165,6 +165,45 @@ def test_what_is_refused(choose, machine, parts):
     assert message.count(". ") <= 1  # one sentence, and what to do
 
 
+@pytest.fixture
+def choose_isas(tmp_path):
+    """Runs the choice of the CPU's instruction sets, on this machine."""
+
+    def run(asked, processor="x86_64"):
+        source = tmp_path / "CMakeLists.txt"
+        source.write_text(
+            "cmake_minimum_required(VERSION 3.26)\nproject(choice LANGUAGES CXX)\n"
+            f"set(CMAKE_SYSTEM_PROCESSOR {processor})\n"
+            f"include({ROOT / 'cmake' / 'choose_isas.cmake'})\n"
+            'message(STATUS "chosen: ${JAXOPS_ISAS}")\n'
+        )
+        done = subprocess.run(
+            [CMAKE, "-S", tmp_path, "-B", tmp_path / "build"],
+            env=os.environ | {"JAXOPS_CPU_ISAS": asked},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            return " ".join(done.stderr.split())
+        return re.findall("chosen: (.*)", done.stdout)[0].split(";")
+
+    return run
+
+
+@needs_cmake
+def test_instruction_sets(choose_isas):
+    for asked in ("", "auto"):
+        (best,) = choose_isas(asked)
+        flags = pathlib.Path("/proc/cpuinfo").read_text().split()
+        expected = "avx512" if "avx512vl" in flags else "avx2" if "avx2" in flags else "baseline"
+        assert best == expected
+    assert choose_isas("all") == ["baseline", "avx2", "avx512"]
+    assert choose_isas("avx512;baseline") == ["avx512", "baseline"]
+    assert choose_isas("all", processor="aarch64") == ["baseline"]
+    assert "JAXOPS_CPU_ISAS has 'sse'; it is auto, all, or a list" in choose_isas("sse;avx2")
+
+
 @needs_cmake
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_compiler_without_cxx20_is_refused(knows, tmp_path):

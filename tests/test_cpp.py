@@ -14,6 +14,7 @@ pytestmark = pytest.mark.any_jax
 ROOT = pathlib.Path(__file__).parents[1]
 SANITIZERS = {
     "batch_map": "address,undefined",
+    "isa": "address,undefined",
     "packed_taps": "address,undefined",
     "plan_cache": "thread",
 }
