@@ -49,9 +49,9 @@ const Kernels* BestOf(const Kernels* baseline, const Kernels* avx2, const Kernel
 #endif
 
 // JAXOPS_DECLARE_KERNELS declares the Kernels of an operator in its namespace, one for each
-// instruction set. JAXOPS_DEFINE_BEST_KERNELS defines the function that returns the best of them,
-// which there is: the module is not imported without one. No file that is compiled for one of these
-// instruction sets may have it.
+// instruction set. JAXOPS_DEFINE_BEST_KERNELS defines the function that returns the best of them.
+// There always is one: without it the module is not imported. No file that is compiled for one of
+// these instruction sets may have it.
 #define JAXOPS_DECLARE_KERNELS() \
   namespace baseline {           \
   extern const Kernels kKernels; \

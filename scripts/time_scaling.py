@@ -17,6 +17,7 @@ import itertools
 import json
 import pathlib
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,6 @@ DEFAULT = ("resnet50-bf16", "lightconv-lm-bf16", "shortconv-lm-bf16", "retinanet
 LOSSES = 3  # steps whose losses are compared
 ROUNDS = 5
 STEPS = 25  # of a round
-COORDINATOR = "localhost:12765"  # where the first of several processes listens
 
 
 def make_step(model: Model, setup: Setup, operators: Operators, mesh):
@@ -90,10 +90,17 @@ class Run:
 
 
 def launched(run: Run, devices, count: int = 3) -> dict[str, dict[str, float]]:
-    """`by_collective` of a step on one of the devices, the mean over those of this process."""
+    """`by_collective` of a step on one of the devices, the mean over those of this process.
+
+    Processes enter the profiler at different times, and all but the last one's collectives wait for
+    it: of several processes only the numbers of kernels are kept.
+    """
     own = set(devices) & set(jax.local_devices())
     events = clock.gpu_events(clock.profile_of(lambda: run.losses(count)))
-    return by_collective(events, count * len(own))
+    found = by_collective(events, count * len(own))
+    if jax.process_count() > 1:
+        return {name: {"count": of_step["count"]} for name, of_step in found.items()}
+    return found
 
 
 def by_collective(events, count: int) -> dict[str, dict[str, float]]:
@@ -125,11 +132,23 @@ def measure(run: Run) -> dict:
 
 
 def start_processes(count: int) -> int:
-    """Runs this program in local processes; the first of their exit codes that is not 0, or 0."""
-    children = [
-        subprocess.Popen([sys.executable, *sys.argv, "--process", str(i)]) for i in range(count)
-    ]
-    return next(filter(None, [child.wait() for child in children]), 0)
+    """Runs this program in local processes, and ends all when one fails; returns its exit code."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, *sys.argv, "--coordinator", coordinator]
+    children = [subprocess.Popen([*command, "--process", str(i)]) for i in range(count)]
+    try:
+        while True:
+            codes = [child.poll() for child in children]
+            failed = [code for code in codes if code]
+            if failed or None not in codes:
+                return failed[0] if failed else 0
+            time.sleep(0.1)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def main() -> None:
@@ -139,16 +158,22 @@ def main() -> None:
     parser.add_argument("--devices", metavar="1,2,4", help="how many (default: powers of two)")
     parser.add_argument("--processes", type=int, help="local ones, each of one of the GPUs")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="the sizes of a CPU")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures")
     options = parser.parse_args()
-    if options.processes:
+    unknown = set(options.models) - set(MODELS)
+    if unknown:
+        parser.error(f"there are {', '.join(MODELS)}, not {', '.join(unknown)}")
+    if options.processes is not None:
         if options.devices:
             parser.error("--devices is for one process")
+        if options.processes < 2:
+            parser.error(f"--processes must be at least 2, got {options.processes}")
         if options.process is None:
             sys.exit(start_processes(options.processes))
         own = options.process
-        jax.distributed.initialize(COORDINATOR, options.processes, own, [own])
+        jax.distributed.initialize(options.coordinator, options.processes, own, [own])
     devices = jax.devices()
     counts = [2**n for n in range(len(devices).bit_length()) if 2**n <= len(devices)]
     if options.processes:
@@ -157,9 +182,6 @@ def main() -> None:
         counts = [int(count) for count in options.devices.split(",")]
     if not 0 < min(counts) <= max(counts) <= len(devices):
         parser.error(f"--devices {options.devices}: there are {len(devices)}")
-    unknown = set(options.models) - set(MODELS)
-    if unknown:
-        parser.error(f"there are {', '.join(MODELS)}, not {', '.join(unknown)}")
     is_first = jax.process_index() == 0
     if is_first:
         print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
@@ -168,7 +190,7 @@ def main() -> None:
     rows, alone = [], {}
     for name, operators, count in tasks:
         setup = MODELS[name].small if options.small else MODELS[name].full
-        those = jax.local_devices() if count == jax.local_device_count() else devices[:count]
+        those = jax.local_devices()[:1] if count == 1 else devices[:count]
         run = Run(*prepare(MODELS[name], setup, operators, those))
         found = measure(run)
         if devices[0].platform == "gpu":

@@ -606,7 +606,8 @@ def test_results_survive_a_file(tmp_path):
 
 def test_files_of_one_device_are_shown_as_one(tmp_path, capsys):
     a = document(row("a"), row("b"))
-    b = dataclasses.replace(document(row("c")), date="2099-01-01", command="it")
+    c = row("c", operator="thrice")
+    b = dataclasses.replace(document(c), date="2099-01-01", command="it", shapes={"thrice": "N"})
     files = [str(tmp_path / name) for name in "ab"]
     for kept, file in zip((a, b), files, strict=True):
         results.save(kept, pathlib.Path(file))
@@ -615,6 +616,8 @@ def test_files_of_one_device_are_shown_as_one(tmp_path, capsys):
     found = results.load(both)
     assert [r.case for r in found.rows] == ["a", "b", "c"]
     assert (found.command, found.date) == (f"{a.command}; it", a.date)
+    assert _cli.main(["bench", "--from", files[0], files[0]]) == 2
+    assert "2 of the files have rows of twice" in capsys.readouterr().err
     results.save(dataclasses.replace(b, device="another"), pathlib.Path(files[1]))
     assert _cli.main(["bench", "--from", *files]) == 2
     assert "another" in capsys.readouterr().err
@@ -938,7 +941,7 @@ def test_results_of_another_device(tmp_path, capsys):
     results.save(document(row(), device="Another"), tmp_path / "new.json")
     old, new = (str(tmp_path / name) for name in ("old.json", "new.json"))
     assert _cli.main(["bench", "--from", new, "--compare", old]) == 2
-    assert "two devices: A device (cuda) and Another (cuda)" in capsys.readouterr().err
+    assert "another device: A device (cuda), not Another (cuda)" in capsys.readouterr().err
 
 
 # --- documents -----------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_mixer_of_packed_texts_decodes_what_it_trained():
     before, after = found["bits"]
     assert after < before - 2
     assert found["packed"] < 1e-5
-    # On a GPU XLA rounds products to TF32, of one step not as of many.
+    # On a GPU XLA rounds products to TF32, and those of one step differently.
     assert found["decoded"] < (1e-5 if jax.default_backend() == "cpu" else 1e-3)
 
 

@@ -379,6 +379,8 @@ def test_point_gradients_at_entries_are_one_sided(align_corners, padding_mode, p
     at = index / 1.5 - 1 if align_corners else (2 * index + 1) / 4 - 1
     points = np.stack([at, np.zeros(4)], axis=-1)
     options = {"padding_mode": padding_mode, "align_corners": align_corners}
+    if padding_mode == "constant":
+        options["cval"] = 7.0
     scale = 1.5 if align_corners else 2
     oracle = sample_and_gradients(reference.grid_sample, **options)
     for value, _, slopes in (
@@ -387,6 +389,30 @@ def test_point_gradients_at_entries_are_one_sided(align_corners, padding_mode, p
     ):
         np.testing.assert_allclose(value[:, 0], line, rtol=1e-12)
         np.testing.assert_allclose(slopes[:, 0], scale * np.array([2, 1, 5, 5]), rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["linear", "cubic"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_slopes_at_entries_with_a_constant_outside(method, n, platform):
+    """One of the differences to both sides, which are equal where the weights have no kink."""
+    line = np.array([2.0, -1.0, 3.0, 0.5])[:n]
+    image = np.broadcast_to(line[:, None, None], (n, 3, 1))
+    points = np.stack([np.arange(-2.0, n + 2), np.ones(n + 4)], axis=-1)
+    sample = functools.partial(
+        jaxops.grid_sample,
+        image,
+        method=method,
+        padding_mode="constant",
+        coordinates="pixel",
+        cval=10.0,
+    )
+    slopes = run(jax.grad(lambda p: sample(p).sum()), platform, points)[0][:, 0]
+    step = np.array([2.0**-20, 0])
+    before, at, after = (run(sample, platform, points + d * step)[0][:, 0] for d in (-1, 0, 1))
+    sides = np.stack([at - before, after - at]) * 2.0**20
+    np.testing.assert_allclose(np.abs(sides - slopes).min(0), 0, atol=1e-4)
+    if method == "cubic":
+        np.testing.assert_allclose(sides[0], sides[1], atol=1e-3)
 
 
 def special_coordinates(size, align_corners):

@@ -78,6 +78,7 @@ def test_kernels_of_collectives_are_counted_for_a_step(script):
     assert script.by_collective(events, 3) == {
         "AllReduce": {"count": 2, "ms": pytest.approx(1)},
         "SendRecv": {"count": 1, "ms": pytest.approx(0.5)},
+        "other": {"count": pytest.approx(1 / 3), "ms": pytest.approx(0.5 / 3)},
     }
 
 

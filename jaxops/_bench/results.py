@@ -144,7 +144,16 @@ def merge(documents: Sequence[Document]) -> Document:
     """The rows of several runs on machines of one kind, from the date of the earliest.
 
     Ceilings and versions are the first's.
+
+    Raises:
+      ResultsError: an operator is in several of them.
     """
+    operators = [
+        operator for d in documents for operator in dict.fromkeys(r.operator for r in d.rows)
+    ]
+    for operator, count in collections.Counter(operators).items():
+        if count > 1:
+            raise ResultsError(f"{count} of the files have rows of {operator}")
     seconds = collections.Counter[str]()
     for document in documents:
         seconds.update(document.seconds)

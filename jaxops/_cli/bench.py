@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
         old = results.load(args.compare) if args.compare else None
         document = _read(args) if args.sources else _measure(args)
         if old is not None:
-            _refuse_other_device(old, document)
+            _refuse_other_device(old, document, "the results to compare with")
         _write(args, document, draw)
     except (UsageError, ResultsError, ProfileError) as error:
         print(f"jaxops bench: {error}", file=sys.stderr)
@@ -222,8 +222,8 @@ def _read(args: argparse.Namespace) -> Document:
     if given:
         raise UsageError(f"--from measures nothing, so it goes without {', '.join(given)}")
     documents = [results.load(file) for file in args.sources]
-    for other in documents[1:]:
-        _refuse_other_device(documents[0], other)
+    for file, other in zip(args.sources, documents, strict=True):
+        _refuse_other_device(other, documents[0], f"the results in {file}")
     return results.merge(documents)
 
 
@@ -397,10 +397,10 @@ def _command(args: argparse.Namespace) -> str:
 # --- showing -------------------------------------------------------------------------------------
 
 
-def _refuse_other_device(old: Document, new: Document) -> None:
+def _refuse_other_device(old: Document, new: Document, what: str) -> None:
     if (old.platform, old.device) != (new.platform, new.device):
         raise UsageError(
-            f"the results are those of two devices: {old.device} ({old.platform}) and "
+            f"{what} are those of another device: {old.device} ({old.platform}), not "
             f"{new.device} ({new.platform})"
         )
 

@@ -127,8 +127,9 @@ def _by_stencils(
 
 def add_outside(total: jax.Array, weight: jax.Array, cval: ArrayLike) -> jax.Array:
     """The result plus `cval`, which may be NaN, times the weight of the entries outside."""
-    weight = weight[..., None]
-    cval = jnp.where(weight == 0, 0, jnp.asarray(cval, total.dtype))
+    weight, cval = weight[..., None], jnp.asarray(cval, total.dtype)
+    # A finite one stays where the weight is zero, whose slope is not.
+    cval = jnp.where((weight == 0) & ~jnp.isfinite(cval), 0, cval)
     return total + weight.astype(total.dtype) * cval
 
 
@@ -137,7 +138,9 @@ def outside(points: jax.Array, sizes: Sequence[int], align_corners: bool, pixel:
     inside: Any = 1
     for a, n in enumerate(sizes):
         x = entry_position(points[..., a], n, align_corners, pixel)
-        of_axis = jnp.where(x < 0, x + 1, jnp.where(x > n - 1, n - x, 1))
+        # As with the entries, the slope at the last one is that inside, if there is an inside.
+        after = x > n - 1 if n > 1 else x >= 0
+        of_axis = jnp.where(x < 0, x + 1, jnp.where(after, n - x, 1))
         inside = inside * jnp.where(of_axis > 0, of_axis, 0)
     return 1 - inside
 

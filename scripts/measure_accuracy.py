@@ -1,0 +1,114 @@
+"""Measures how far the results of every operator are from exact ones.
+
+python scripts/measure_accuracy.py                        # prints the table
+python scripts/measure_accuracy.py --platform cuda --json FILE
+python scripts/measure_accuracy.py --update               # the file and the page in this clone
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import platform as host
+
+import jax
+from rich.progress import track
+
+import jaxops
+from jaxops._core import native
+from jaxops.testing import accuracy, platforms
+from jaxops.testing.registry import all_specs
+
+ROOT = pathlib.Path(__file__).parents[1]
+KEPT = ROOT / "benchmarks" / "results" / "accuracy" / "cpu.json"
+PAGE = ROOT / "docs" / "accuracy.md"
+MARKERS = ("<!-- accuracy -->", "<!-- end of accuracy -->")
+
+
+def measure(platform: platforms.Platform) -> dict:
+    """The errors of every spec and dtype, and where they were measured."""
+    tasks = [(spec, dtype) for spec in all_specs() for dtype in spec.dtypes]
+    rows = [
+        {
+            "operator": spec.operator,
+            "variant": spec.variant,
+            "dtype": dtype,
+            **_rounded(accuracy.measure(spec, dtype, platform)),
+        }
+        for spec, dtype in track(tasks, "measuring")
+    ]
+    return {
+        "device": platform.device.device_kind,
+        "machine": host.machine(),
+        "build": dict(native.builds())[platform.name],
+        "jax": jax.__version__,
+        "jaxops": jaxops.__version__,
+        "rows": rows,
+    }
+
+
+def _rounded(errors: dict[str, float]) -> dict[str, float]:
+    return {kind: float(f"{error:.3g}") for kind, error in errors.items()}
+
+
+def worst(found: dict) -> dict[tuple[str, str], dict[str, float]]:
+    """The largest error of each kind over the variants of an operator, by operator and dtype."""
+    errors: dict[tuple[str, str], dict[str, float]] = {}
+    for row in found["rows"]:
+        of_dtype = errors.setdefault((row["operator"], row["dtype"]), {})
+        for kind in accuracy.KINDS:
+            if kind in row:
+                of_dtype[kind] = max(of_dtype.get(kind, 0.0), row[kind])
+    return errors
+
+
+def table(found: dict) -> str:
+    """The worst errors in Markdown, a line for each operator."""
+    errors = worst(found)
+    operators = dict.fromkeys(operator for operator, _ in errors)
+    dtypes = sorted({dtype for _, dtype in errors}, key=accuracy.DTYPES.index)
+    lines = [f"| operator | {' | '.join(dtypes)} |", "|---" * (1 + len(dtypes)) + "|"]
+    for operator in operators:
+        cells = [
+            " / ".join(f"{e:.2f}" for e in errors.get((operator, dtype), {}).values())
+            for dtype in dtypes
+        ]
+        lines.append(f"| `{operator}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def section(found: dict) -> str:
+    """What the page has of a file."""
+    where = f"{found['build']} on {found['machine']}, jax {found['jax']}, jaxops {found['jaxops']}"
+    return f"\nMeasured with {where}:\n\n{table(found)}\n"
+
+
+def main() -> None:
+    """Prints a table, and writes its figures where it is told to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--platform", choices=platforms.NAMES, default="cpu")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--update", action="store_true", help=f"write {KEPT.name} and {PAGE.name}")
+    options = parser.parse_args()
+    if options.update and options.platform != "cpu":
+        parser.error("--update is for the CPU, whose figures the tests use")
+    platforms.prepare()
+    platform = platforms.find(options.platform)
+    if isinstance(platform, platforms.Absent):
+        parser.error(platform.reason)
+    found = measure(platform)
+    print(section(found))
+    text = json.dumps(found, indent=1) + "\n"
+    if options.json:
+        options.json.write_text(text)
+    if options.update:
+        KEPT.write_text(text)
+        page = PAGE.read_text()
+        before, start, rest = page.partition(MARKERS[0])
+        _, end, after = rest.partition(MARKERS[1])
+        PAGE.write_text(f"{before}{start}\n{section(found)}{end}{after}")
+
+
+if __name__ == "__main__":
+    main()
