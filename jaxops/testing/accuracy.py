@@ -12,7 +12,7 @@ from jaxops.testing.platforms import Platform
 from jaxops.testing.spec import FLOATS, OperatorSpec, normal
 
 #: What is measured of a call.
-KINDS = ("value", "gradients", "tangents")
+KINDS: tuple[str, ...] = ("value", "gradients", "tangents")
 SEEDS = (0, 1)
 DTYPES = FLOATS
 
@@ -42,7 +42,7 @@ def measure(spec: OperatorSpec, dtype: str, platform: Platform) -> dict[str, flo
     The exact ones are those of its reference in float64, of the same rounded arguments.
     """
     moved = spec.differentiable
-    found = dict.fromkeys(KINDS if moved else KINDS[:1], 0.0)
+    found: dict[str, float] = dict.fromkeys(KINDS if moved else KINDS[:1], 0.0)
     for seed in SEEDS:
         rng = np.random.default_rng(seed)
         arguments = tuple(np.asarray(a) for a in spec.large(rng, jnp.dtype(dtype)))
