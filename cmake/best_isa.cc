@@ -6,7 +6,7 @@
 int main() {
   using jaxops::cpu::Isa;
   const char* best = "baseline";
-  if (Has(Isa::kAvx2)) best = "avx2";
-  if (Has(Isa::kAvx512)) best = "avx512";
+  if (CanRun(Isa::kAvx2)) best = "avx2";
+  if (CanRun(Isa::kAvx512)) best = "avx512";
   std::fputs(best, stdout);
 }

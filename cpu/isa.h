@@ -9,7 +9,7 @@ namespace jaxops::cpu {
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
 // Whether this machine has the features that kernels of an instruction set may use.
-inline bool Has(Isa isa) {
+inline bool CanRun(Isa isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -25,8 +25,8 @@ inline bool Has(Isa isa) {
 // Returns the best of the kernels that are not null and run on this machine, or null.
 template <typename Kernels>
 const Kernels* BestOf(const Kernels* baseline, const Kernels* avx2, const Kernels* avx512) {
-  if (avx512 != nullptr && Has(Isa::kAvx512)) return avx512;
-  if (avx2 != nullptr && Has(Isa::kAvx2)) return avx2;
+  if (avx512 != nullptr && CanRun(Isa::kAvx512)) return avx512;
+  if (avx2 != nullptr && CanRun(Isa::kAvx2)) return avx2;
   return baseline;
 }
 

@@ -23,8 +23,6 @@ import argparse
 import functools
 import json
 import pathlib
-import socket
-import subprocess
 import sys
 import time
 
@@ -39,6 +37,7 @@ from rich.progress import track
 
 import jaxops
 from jaxops.testing.measure import traffic
+from jaxops.testing.processes import run_local
 
 AXES = ("data", "tensor", "time")
 BATCH, TIME, PIXELS = 16, 64, 16
@@ -263,31 +262,8 @@ def weak_scaling(size: float, seconds: float) -> dict[int, float]:
     return {n: seconds / (seconds + sent_seconds(size, n)) for n in counts}
 
 
-def start_local(count: int, arguments: list[str]) -> int:
-    """Runs this program in `count` processes, and ends all when one fails."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, __file__, *arguments, "--coordinator", coordinator]
-    children = [
-        subprocess.Popen([*command, "--process", str(i), "--processes", str(count)])
-        for i in range(count)
-    ]
-    try:
-        while True:
-            codes = [child.poll() for child in children]
-            failed = [code for code in codes if code]
-            if failed or None not in codes:
-                return failed[0] if failed else 0
-            time.sleep(0.1)
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-
-
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    """The arguments, and those that local processes get."""
+def parse() -> argparse.Namespace:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--mesh", default="", help="like data=2,tensor=2,time=2")
@@ -303,14 +279,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     given = parser.parse_args()
     if (given.process is None) != (given.coordinator is None):
         parser.error("--process and --coordinator belong together")
-    kept = iter(sys.argv[1:])
-    passed = []
-    for argument in kept:
-        if argument == "--processes":
-            next(kept)
-        elif not argument.startswith("--processes="):
-            passed.append(argument)
-    return given, passed
+    return given
 
 
 def show_collectives(mesh, console) -> None:
@@ -322,9 +291,9 @@ def show_collectives(mesh, console) -> None:
 
 def main() -> None:
     """Trains, and prints the first and the last loss."""
-    arguments, passed = parse()
+    arguments = parse()
     if arguments.processes > 1 and arguments.process is None:
-        sys.exit(start_local(arguments.processes, passed))
+        sys.exit(run_local([sys.executable, *sys.argv], arguments.processes))
     if arguments.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", arguments.cpu_devices)
     if arguments.cluster:

@@ -19,6 +19,7 @@ import jaxops
 from jaxops._core import native
 from jaxops.testing import accuracy, platforms
 from jaxops.testing.registry import all_specs
+from jaxops.testing.spec import FLOATS
 
 ROOT = pathlib.Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "accuracy" / "cpu.json"
@@ -53,13 +54,13 @@ def _rounded(errors: dict[str, float]) -> dict[str, float]:
 
 
 def worst(found: dict) -> dict[tuple[str, str], dict[str, float]]:
-    """The largest error of each kind over the variants of an operator, by operator and dtype."""
+    """The largest errors over the variants, for every operator and dtype."""
     errors: dict[tuple[str, str], dict[str, float]] = {}
     for row in found["rows"]:
-        of_dtype = errors.setdefault((row["operator"], row["dtype"]), {})
+        largest = errors.setdefault((row["operator"], row["dtype"]), {})
         for kind in accuracy.KINDS:
             if kind in row:
-                of_dtype[kind] = max(of_dtype.get(kind, 0.0), row[kind])
+                largest[kind] = max(largest.get(kind, 0.0), row[kind])
     return errors
 
 
@@ -67,7 +68,7 @@ def table(found: dict) -> str:
     """The worst errors in Markdown, a line for each operator."""
     errors = worst(found)
     operators = dict.fromkeys(operator for operator, _ in errors)
-    dtypes = sorted({dtype for _, dtype in errors}, key=accuracy.DTYPES.index)
+    dtypes = sorted({dtype for _, dtype in errors}, key=FLOATS.index)
     lines = [f"| operator | {' | '.join(dtypes)} |", "|---" * (1 + len(dtypes)) + "|"]
     for operator in operators:
         cells = [

@@ -17,9 +17,7 @@ import itertools
 import json
 import pathlib
 import re
-import socket
 import statistics
-import subprocess
 import sys
 import time
 
@@ -33,6 +31,7 @@ from jaxops._bench.models import MODELS, Model, Operators, ours, plain
 from jaxops._bench.models.model import Setup
 from jaxops._bench.training_steps import initial_state, train_step
 from jaxops.testing.measure import collectives
+from jaxops.testing.processes import run_local
 
 DEFAULT = ("resnet50-bf16", "lightconv-lm-bf16", "shortconv-lm-bf16", "retinanet-bf16")
 LOSSES = 3  # steps whose losses are compared
@@ -131,26 +130,6 @@ def measure(run: Run) -> dict:
     }
 
 
-def start_processes(count: int) -> int:
-    """Runs this program in local processes, and ends all when one fails; returns its exit code."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, *sys.argv, "--coordinator", coordinator]
-    children = [subprocess.Popen([*command, "--process", str(i)]) for i in range(count)]
-    try:
-        while True:
-            codes = [child.poll() for child in children]
-            failed = [code for code in codes if code]
-            if failed or None not in codes:
-                return failed[0] if failed else 0
-            time.sleep(0.1)
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-
-
 def main() -> None:
     """Prints a table, and writes its figures where it is told to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -171,7 +150,7 @@ def main() -> None:
         if options.processes < 2:
             parser.error(f"--processes must be at least 2, got {options.processes}")
         if options.process is None:
-            sys.exit(start_processes(options.processes))
+            sys.exit(run_local([sys.executable, *sys.argv], options.processes))
         own = options.process
         jax.distributed.initialize(options.coordinator, options.processes, own, [own])
     devices = jax.devices()

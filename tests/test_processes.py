@@ -6,13 +6,17 @@ import concurrent.futures
 import functools
 import multiprocessing
 import pickle
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import processes
+import pytest
 
 import jaxops
+from jaxops.testing.processes import run_local
 
 THREADS = 16
 
@@ -170,3 +174,19 @@ def test_a_handler_without_memory_is_an_error_and_the_process_lives():
     said = processes.run_python(["-c", WITHOUT_MEMORY], {"JAX_PLATFORMS": "cpu"})
     assert "RESOURCE_EXHAUSTED: jaxops: out of host memory" in said
     assert said.splitlines()[-1] == "0.0"
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("failing", [None, 1])
+def test_local_processes_end_with_the_first_that_fails(failing, tmp_path):
+    program = (
+        "import pathlib, sys, time; n = sys.argv[sys.argv.index('--process') + 1]; "
+        "assert sys.argv[sys.argv.index('--processes') + 1] == '2'; "
+        f"pathlib.Path({str(tmp_path)!r}, n).touch(); "
+        f"n == '{failing}' and sys.exit(7); time.sleep(0 if {failing is None} else 600)"
+    )
+    start = time.monotonic()
+    assert run_local([sys.executable, "-c", program], 2) == (0 if failing is None else 7)
+    assert time.monotonic() - start < 60
+    if failing is None:
+        assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}

@@ -9,12 +9,11 @@ import numpy as np
 
 from jaxops.testing.measure import cotangents_for, jvp_of, on_reference, run, vjp_of
 from jaxops.testing.platforms import Platform
-from jaxops.testing.spec import FLOATS, OperatorSpec, normal
+from jaxops.testing.spec import OperatorSpec, normal
 
-#: What is measured of a call.
+#: The results of a call that are measured.
 KINDS: tuple[str, ...] = ("value", "gradients", "tangents")
 SEEDS = (0, 1)
-DTYPES = FLOATS
 
 
 def ulps(got: np.ndarray, want: np.ndarray, dtype: str) -> float:

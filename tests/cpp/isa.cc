@@ -7,7 +7,7 @@
 namespace {
 
 using jaxops::cpu::BestOf;
-using jaxops::cpu::Has;
+using jaxops::cpu::CanRun;
 using jaxops::cpu::Isa;
 
 void Check(const int* chosen, const int* expected, const char* what) {
@@ -20,8 +20,8 @@ void Check(const int* chosen, const int* expected, const char* what) {
 
 int main() {
   const int baseline = 0, avx2 = 0, avx512 = 0;
-  const bool has_avx2 = Has(Isa::kAvx2), has_avx512 = Has(Isa::kAvx512);
-  if (!Has(Isa::kBaseline) || (has_avx512 && !has_avx2)) return 1;
+  const bool has_avx2 = CanRun(Isa::kAvx2), has_avx512 = CanRun(Isa::kAvx512);
+  if (!CanRun(Isa::kBaseline) || (has_avx512 && !has_avx2)) return 1;
   const int* best = has_avx2 ? &avx2 : &baseline;
   Check(BestOf(&baseline, &avx2, &avx512), has_avx512 ? &avx512 : best, "all");
   Check(BestOf<int>(&baseline, &avx2, nullptr), best, "two");
