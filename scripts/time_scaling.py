@@ -6,6 +6,7 @@ of batches are those of a device's own.
 
 python scripts/time_scaling.py [MODEL ...] [--devices 1,2,4] [--json FILE]
 python scripts/time_scaling.py [MODEL ...] --processes 4 [--json FILE]   # each has one of the GPUs
+python scripts/time_scaling.py [MODEL ...] --batch 4   # four times the examples on each device
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def make_step(model: Model, setup: Setup, operators: Operators, mesh):
     return jax.jit(sharded, donate_argnums=0)
 
 
-def prepare(model: Model, setup: Setup, operators: Operators, devices):
-    """The compiled step, the first state, and the batch of all devices.
+def prepare(model: Model, setup: Setup, operators: Operators, devices, batches: int):
+    """The compiled step, the first state, and the batch of all devices, each with some batches.
 
     Devices of other processes get theirs from those, which call this as well.
     """
@@ -62,7 +63,8 @@ def prepare(model: Model, setup: Setup, operators: Operators, devices):
             tree,
         )
 
-    batch = put(jax.tree.map(lambda array: np.concatenate([array] * len(devices)), one), P("data"))
+    count = batches * len(devices)
+    batch = put(jax.tree.map(lambda array: np.concatenate([array] * count), one), P("data"))
     state = put(initial_state(model, setup, one[0])(), P())
     return make_step(model, setup, operators, mesh).lower(state, batch).compile(), state, batch
 
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, help="local ones, each of one of the GPUs")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, default=1, help="how many batches a device has")
     parser.add_argument("--small", action="store_true", help="the sizes of a CPU")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures")
     options = parser.parse_args()
@@ -159,6 +162,8 @@ def main() -> None:
         counts = [1, len(devices)]  # at first each alone, all at the same time
     if options.devices:
         counts = [int(count) for count in options.devices.split(",")]
+    if options.batch < 1:
+        parser.error(f"--batch must be at least 1, got {options.batch}")
     if not 0 < min(counts) <= max(counts) <= len(devices):
         parser.error(f"--devices {options.devices}: there are {len(devices)}")
     is_first = jax.process_index() == 0
@@ -170,7 +175,7 @@ def main() -> None:
     for name, operators, count in tasks:
         setup = MODELS[name].small if options.small else MODELS[name].full
         those = jax.local_devices()[:1] if count == 1 else devices[:count]
-        run = Run(*prepare(MODELS[name], setup, operators, those))
+        run = Run(*prepare(MODELS[name], setup, operators, those, options.batch))
         found = measure(run)
         if devices[0].platform == "gpu":
             found["launched"] = launched(run, those)
@@ -178,7 +183,7 @@ def main() -> None:
         difference = float(np.abs(np.subtract(found["losses"], alone["losses"])).max())
         scaling = alone["ms"] / found["ms"]
         about = {"model": name, "operators": operators.name, "devices": count}
-        about["processes"] = jax.process_count()
+        about |= {"processes": jax.process_count(), "batches": options.batch}
         rows.append({**about, **found, "difference": difference, "scaling": scaling})
         if not is_first:
             continue
