@@ -83,8 +83,73 @@ def _fill(multiple):
 
 FILLED = (XLA, _fill(8), _fill(4))
 BF16 = ("bfloat16",)
+GRADIENTS = ("input_grad", "kernel_grad")
 # The first ones matter most: time may not suffice for all.
 CASES = [
+    Case(
+        "transposed 2x2 strides 2",
+        (16, 32, 32, 128),
+        (2, 2, 128, 256),
+        (XLA, CHANNELS),
+        strides=2,
+        directions=GRADIENTS,
+    ),
+    Case(
+        "transposed 4x4 strides 2",
+        (16, 64, 64, 64),
+        (4, 4, 64, 128),
+        (XLA, CHANNELS),
+        strides=2,
+        directions=GRADIENTS,
+    ),
+    Case(
+        "transposed 4x4 strides 2, large",
+        (32, 128, 128, 64),
+        (4, 4, 64, 128),
+        (XLA, CHANNELS),
+        strides=2,
+        directions=GRADIENTS,
+    ),
+    Case(
+        "transposed 4x4 strides 2, small",
+        (1, 16, 16, 16),
+        (4, 4, 16, 16),
+        (XLA, CHANNELS),
+        strides=2,
+        directions=GRADIENTS,
+    ),
+    Case(
+        "transposed 16 strides 8",
+        (8, 4096, 256),
+        (16, 256, 128),
+        (XLA, CHANNELS),
+        strides=8,
+        directions=GRADIENTS,
+    ),
+    Case(
+        "transposed 8x8 strides 4",
+        (16, 64, 64, 64),
+        (8, 8, 64, 64),
+        (XLA, CHANNELS),
+        strides=4,
+        directions=GRADIENTS,
+    ),
+    Case(
+        "3x3 strides 2",
+        (64, 56, 56, 128),
+        (3, 3, 128, 128),
+        (XLA,),
+        strides=2,
+        directions=GRADIENTS,
+    ),
+    Case(
+        "3x3 strides 2, small",
+        (64, 14, 14, 512),
+        (3, 3, 512, 512),
+        (XLA,),
+        strides=2,
+        directions=GRADIENTS,
+    ),
     Case("3x3x3, 32", (2, 32, 64, 64, 32), (3, 3, 3, 32, 32), (XLA, DEPTH)),
     Case("3x3x3, 64", (8, 16, 32, 32, 64), (3, 3, 3, 64, 64), (XLA, DEPTH)),
     Case("3x3x3 strides 2", (4, 32, 64, 64, 32), (3, 3, 3, 32, 64), (XLA, DEPTH), strides=2),

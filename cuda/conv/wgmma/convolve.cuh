@@ -8,9 +8,11 @@
 // the warpgroups that multiply, through two rings of stages.
 //
 // The input gradient is the same sum over the cotangent with taps mirrored and the kernel
-// transposed, or several such sums, each a launch.
+// transposed. With strides it is several such sums, up to kMaxSums of which are one launch.
 #ifndef JAXOPS_CUDA_CONV_WGMMA_CONVOLVE_CUH_
 #define JAXOPS_CUDA_CONV_WGMMA_CONVOLVE_CUH_
+
+#include <span>
 
 #include "cuda/conv/tf32x3.cuh"
 #include "cuda/conv/tiles.cuh"
@@ -37,21 +39,18 @@ inline constexpr int kMaxLogSplits = 3;  // clusters have at most 8 blocks
 inline constexpr int kStagesBytes =
     kSharedBytes - kBarrierBytes - 1024;  // less the alignment of the stages
 
-struct Params : Layout {
-  CUtensorMap image_map;
+// The sums of one launch. Input gradients alone have several; those of split entries also launch
+// each on its own.
+inline constexpr int kMaxSums = 8;
+template <typename T, bool kAcross>
+inline constexpr int kSums = kAcross || kIsPaired<T> ? 1 : kMaxSums;
+
+// What the sums of a launch share: an array has the entries of all of them, one sum after the
+// other. Together these have no more taps than the window, because each tap is in one sum.
+struct Common {
   CUtensorMap kernel_map;
-  void* result;
-  int64_t result_image, result_row, result_column;  // entries between neighbours of the result
-  int outputs, pixels, tiles;
-  FastDivider column_tiles;
-  int channel_blocks, last_steps;  // steps of a tap in the last block
-  int chunk_taps;
-  FastDivider chunks;  // of a block of channels
-  int log_splits;      // log2 of the blocks of a cluster that share the sum of a tile
-  int image_stage, image_stages, kernel_stage, kernel_stages;  // bytes of a stage; number of stages
-  int groups;
-  bool has_taps;
-  bool is_wide;  // the result is f32
+  int log_splits;  // log2 of the blocks of a cluster that share the sum of a tile
+  bool is_wide;    // the result is f32
   // For split entries: the distance from a matrix of the kernel to its low part, in matrices, and
   // the flag to set where a sum is not finite.
   int low_matrices;
@@ -62,7 +61,27 @@ struct Params : Layout {
   // The distance from the entry of a group's first tap and channel to the entry of a step, in a
   // stage. A chunk has one tap or several.
   int4 step_bytes[kMaxTaps];
-  int16_t first_chunk[kMaxTaps + 1];  // of a group
+  int16_t first_chunk[kMaxTaps], end_chunk[kMaxTaps];  // of a group, counted from those of its sum
+};
+
+struct SumParams : Layout {
+  CUtensorMap image_map;
+  void* result;
+  int64_t result_image, result_row, result_column;  // entries between neighbours of the result
+  int outputs, pixels, tiles;
+  FastDivider column_tiles;
+  int channel_blocks, last_steps;  // steps of a tap in the last block
+  int chunk_taps;
+  FastDivider chunks;                                          // of a block of channels
+  int image_stage, image_stages, kernel_stage, kernel_stages;  // bytes of a stage; number of stages
+  int first_group, end_group, first_tap;
+  bool has_taps;
+};
+
+template <int kCount>
+struct Params {
+  Common common;
+  SumParams sum[kCount];
 };
 
 // A block's part of the sum of a tile, in chunks of all blocks of channels. A block that has the
@@ -71,37 +90,39 @@ template <bool kSplit>
 struct Part {
   int first, end;
 
-  __device__ explicit Part(const Params& p) {
+  __device__ Part(const Common& common, const SumParams& p) {
     const int chunks = p.channel_blocks * static_cast<int>(p.chunks.divisor());
-    const int rank = blockIdx.x & ((1 << p.log_splits) - 1);
-    first = chunks * rank >> p.log_splits;
-    end = chunks * (rank + 1) >> p.log_splits;
+    const int rank = blockIdx.x & ((1 << common.log_splits) - 1);
+    first = chunks * rank >> common.log_splits;
+    end = chunks * (rank + 1) >> common.log_splits;
   }
 
-  __device__ bool HasChunk(const Params& p, int block, int chunk) const {
+  __device__ bool HasChunk(const SumParams& p, int block, int chunk) const {
     const int number = block * static_cast<int>(p.chunks.divisor()) + chunk;
     return !kSplit || (number >= first && number < end);
   }
 
   // FirstBlock and EndBlock bound the blocks of channels that the part touches.
-  __device__ int FirstBlock(const Params& p) const { return kSplit ? p.chunks.Quotient(first) : 0; }
-  __device__ int EndBlock(const Params& p) const {
+  __device__ int FirstBlock(const SumParams& p) const {
+    return kSplit ? p.chunks.Quotient(first) : 0;
+  }
+  __device__ int EndBlock(const SumParams& p) const {
     return kSplit ? p.chunks.Quotient(end - 1) + 1 : p.channel_blocks;
   }
 
   // Tells whether any chunk of the group is in the part.
-  __device__ bool HasGroup(const Params& p, int block, int group) const {
+  __device__ bool HasGroup(const Common& common, const SumParams& p, int block, int group) const {
     const int before = block * static_cast<int>(p.chunks.divisor());
     return !kSplit ||
-           (before + p.first_chunk[group + 1] > first && before + p.first_chunk[group] < end);
+           (before + common.end_chunk[group] > first && before + common.first_chunk[group] < end);
   }
 
   // FirstTile and TileStep tell the tiles of the block; blocks of a cluster have the same tiles.
-  __device__ static int FirstTile(const Params& p) {
-    return kSplit ? blockIdx.x >> p.log_splits : blockIdx.x;
+  __device__ static int FirstTile(const Common& common) {
+    return kSplit ? blockIdx.x >> common.log_splits : blockIdx.x;
   }
-  __device__ static int TileStep(const Params& p) {
-    return kSplit ? gridDim.x >> p.log_splits : gridDim.x;
+  __device__ static int TileStep(const Common& common) {
+    return kSplit ? gridDim.x >> common.log_splits : gridDim.x;
   }
 };
 
@@ -109,7 +130,7 @@ struct Part {
 struct Pixel {
   uint32_t strip, row, column;
 
-  __device__ Pixel(const Params& p, uint32_t number) {
+  __device__ Pixel(const SumParams& p, uint32_t number) {
     column = p.strip_width.DivMod(number);
     row = p.rows.DivMod(number);
     strip = number;
@@ -123,24 +144,25 @@ struct Barriers {
 static_assert(sizeof(Barriers) <= kBarrierBytes);
 
 template <typename T, int kRows, bool kSplit>
-__device__ void CopyImages(const Params& p, Barriers& barriers, char* stages) {
+__device__ void CopyImages(const Common& common, const SumParams& p, Barriers& barriers,
+                           char* stages) {
   constexpr int kItem = sizeof(T);
   const int lane = threadIdx.x % 32;
-  const Part<kSplit> part(p);
+  const Part<kSplit> part(common, p);
   Ring ring;
-  for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
+  for (int tile = part.FirstTile(common); tile < p.tiles; tile += part.TileStep(common)) {
     const int begin = p.column_tiles.Quotient(tile) * kRows;
     const int end = min(begin + kRows, p.pixels);
     const Rows rows(p, p.strip_width.Quotient(begin), p.strip_width.Quotient(end - 1));
     for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
-      for (int g = 0; g < p.groups; ++g) {
-        if (!part.HasGroup(p, block, g)) continue;
+      for (int g = p.first_group; g < p.end_group; ++g) {
+        if (!part.HasGroup(common, p, block, g)) continue;
         Wait(&barriers.image_empty[ring.stage], ring.parity ^ 1);
         uint64_t* full = &barriers.image_full[ring.stage];
         if (lane == 0) Expect(full, rows.count * p.copy_bytes);
         __syncwarp();
         char* stage = stages + ring.stage * p.image_stage;
-        CopyRows(p, p.image_map, rows, p.group[g], block * (p.row_bytes / kItem), stage, full);
+        CopyRows(p, p.image_map, rows, common.group[g], block * (p.row_bytes / kItem), stage, full);
         ring.Advance(p.image_stages);
       }
     }
@@ -153,21 +175,22 @@ template <int kColumns, bool kAcross>
 inline constexpr int kKernelColumns = kAcross && kColumns < 64 ? 64 : kColumns;
 
 template <typename T, int kColumns, bool kAcross, bool kSplit>
-__device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
+__device__ void CopyKernels(const Common& common, const SumParams& p, Barriers& barriers,
+                            char* stages) {
   if (threadIdx.x % 32 != 0) return;
-  const Part<kSplit> part(p);
+  const Part<kSplit> part(common, p);
   Ring ring;
   const int tap_bytes = kKernelColumns<kColumns, kAcross> * p.row_bytes;
   constexpr int kEntryParts = tiled::kEntryParts<T>;
-  for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
+  for (int tile = part.FirstTile(common); tile < p.tiles; tile += part.TileStep(common)) {
     uint32_t column = tile;
     column = p.column_tiles.DivMod(column) * kColumns;
     for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
       const int channel = block * (p.row_bytes / static_cast<int>(sizeof(T)));
       int chunk = 0;
-      for (int g = 0; g < p.groups; ++g) {
-        const int end = p.group[g].end;
-        for (int begin = p.group[g].begin; begin < end; begin += p.chunk_taps, ++chunk) {
+      for (int g = p.first_group; g < p.end_group; ++g) {
+        const int end = common.group[g].end;
+        for (int begin = common.group[g].begin; begin < end; begin += p.chunk_taps, ++chunk) {
           if (!part.HasChunk(p, block, chunk)) continue;
           const int taps = min(p.chunk_taps, end - begin);
           Wait(&barriers.kernel_empty[ring.stage], ring.parity ^ 1);
@@ -179,16 +202,17 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
           for (int k = 0; k < kEntryParts; ++k) {
             char* to = stages + ring.stage * p.kernel_stage + k * (p.kernel_stage / kEntryParts);
             for (int t = begin; t < begin + copied; ++t) {
-              const int matrix =
-                  kIsPaired<T> && t >= end ? 2 * p.low_matrices : p.matrix[t] + k * p.low_matrices;
+              const int matrix = kIsPaired<T> && t >= end
+                                     ? 2 * common.low_matrices
+                                     : common.matrix[t] + k * common.low_matrices;
               constexpr int kParts = kAcross ? kKernelColumns<kColumns, kAcross> / 64 : 1;
 #pragma unroll
               for (int i = 0; i < kParts; ++i) {
                 const int at_column = column + 64 * i;
                 const int32_t at[3] = {kAcross ? at_column : channel, kAcross ? channel : at_column,
                                        matrix};
-                ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &p.kernel_map,
-                                          at, full);
+                ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to,
+                                          &common.kernel_map, at, full);
                 to += tap_bytes / kParts;
               }
             }
@@ -202,13 +226,13 @@ __device__ void CopyKernels(const Params& p, Barriers& barriers, char* stages) {
 
 // Finishes and writes a warp's sums of 16 rows of a tile that begins at pixel `begin`.
 template <typename T, int kColumns>
-__device__ void StoreSums(const Params& p, float (&sums)[kColumns / 2], int begin, int row,
-                          int column) {
+__device__ void StoreSums(const Common& common, const SumParams& p, float (&sums)[kColumns / 2],
+                          int begin, int row, int column) {
   const int left = p.outputs - column;
   if constexpr (kIsPaired<T>) {
-    if (!AreFinite(sums)) *p.flag = 1;
+    if (!AreFinite(sums)) *common.flag = 1;
   }
-  Finish<kColumns>(p.epilogue, sums, column, left);
+  Finish<kColumns>(common.epilogue, sums, column, left);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int number = begin + row + 8 * half + static_cast<int>(threadIdx.x % 32 / 4);
@@ -222,7 +246,7 @@ __device__ void StoreSums(const Params& p, float (&sums)[kColumns / 2], int begi
     if constexpr (kIsPaired<T>) {
       StoreQuads<kColumns>(sums, half, exists ? static_cast<float*>(p.result) + offset : nullptr,
                            left);
-    } else if (std::is_same_v<T, float> || p.is_wide) {
+    } else if (std::is_same_v<T, float> || common.is_wide) {
       StoreRow<kColumns>(sums, half, exists ? static_cast<float*>(p.result) + offset : nullptr,
                          left);
     } else if constexpr (!std::is_same_v<T, float>) {
@@ -235,8 +259,9 @@ __device__ void StoreSums(const Params& p, float (&sums)[kColumns / 2], int begi
 // Adds the sums of a tile over the blocks of a cluster and writes them, each block its share. The
 // sums pass through the stages, which no copy writes any more.
 template <typename T, int kWarpgroups, int kBlocks, int kColumns>
-__device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumns / 2],
-                           char* stages, int begin, int column) {
+__device__ void StoreSplit(const Common& common, const SumParams& p,
+                           const float (&sums)[kBlocks][kColumns / 2], char* stages, int begin,
+                           int column) {
   constexpr int kWarps = 4 * kWarpgroups;
   constexpr int kPieces = kBlocks * kColumns / 32;  // segments of a warp, of 32 columns each
   static_assert(kWarps * kPieces * 2048 <= kStagesBytes);
@@ -277,10 +302,10 @@ __device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumn
       }
       const int of_warp = piece / kPieces, block = piece % kPieces / (kColumns / 32);
       const int row = of_warp / 4 * 64 * kBlocks + 64 * block + of_warp % 4 * 16;
-      StoreSums<T, 32>(p, all, begin, row, column + piece % (kColumns / 32) * 32);
+      StoreSums<T, 32>(common, p, all, begin, row, column + piece % (kColumns / 32) * 32);
     }
   };
-  switch (p.log_splits) {
+  switch (common.log_splits) {
     case 1:
       add(std::integral_constant<int, 2>{});
       break;
@@ -295,8 +320,8 @@ __device__ void StoreSplit(const Params& p, const float (&sums)[kBlocks][kColumn
 }
 
 template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit>
-__device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
-                              uint32_t image_stages, uint32_t kernel_stages) {
+__device__ void MultiplyTiles(const Common& common, const SumParams& p, Barriers& barriers,
+                              char* stages, uint32_t image_stages, uint32_t kernel_stages) {
   constexpr int kRows = 64 * kWarpgroups * kBlocks;
   // The products of a chunk are issued in two halves, so that the fragments of one half are loaded
   // while the other half is multiplied. The halves are halves of the rows or, with one block of
@@ -316,9 +341,9 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
                      16;
   }
 
-  const Part<kSplit> part(p);
+  const Part<kSplit> part(common, p);
   Ring image, kernel;
-  for (int tile = part.FirstTile(p); tile < p.tiles; tile += part.TileStep(p)) {
+  for (int tile = part.FirstTile(common); tile < p.tiles; tile += part.TileStep(common)) {
     uint32_t row_tile = tile;
     const int column = p.column_tiles.DivMod(row_tile) * kColumns;
     const int begin = row_tile * kRows;
@@ -368,17 +393,17 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
     for (int block = part.FirstBlock(p); block < part.EndBlock(p); ++block) {
       const int block_steps = block + 1 == p.channel_blocks ? p.last_steps : tap_steps;
       int chunk = 0;
-      for (int g = 0; g < p.groups; ++g) {
-        const int taps_end = p.group[g].end;
-        if (!part.HasGroup(p, block, g)) {
-          chunk = p.first_chunk[g + 1];
+      for (int g = p.first_group; g < p.end_group; ++g) {
+        const int taps_end = common.group[g].end;
+        if (!part.HasGroup(common, p, block, g)) {
+          chunk = common.end_chunk[g];
           continue;
         }
         Wait(&barriers.image_full[image.stage], image.parity);
         const uint32_t image_stage = image_stages + image.stage * p.image_stage;
-        for (int t = p.group[g].begin; t < taps_end; t += p.chunk_taps, ++chunk) {
+        for (int t = common.group[g].begin; t < taps_end; t += p.chunk_taps, ++chunk) {
           if (!part.HasChunk(p, block, chunk)) continue;
-          const int4 step_bytes = p.step_bytes[chunk];
+          const int4 step_bytes = common.step_bytes[p.first_tap + chunk];
           const int steps = min(p.chunk_taps, taps_end - t) * block_steps;
           Wait(&barriers.kernel_full[kernel.stage], kernel.parity);
           const uint64_t b = At(descriptor, kernel_stages + kernel.stage * p.kernel_stage);
@@ -481,7 +506,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
     }
 
     if constexpr (kSplit) {
-      StoreSplit<T, kWarpgroups, kBlocks, kColumns>(p, sums, stages, begin, column);
+      StoreSplit<T, kWarpgroups, kBlocks, kColumns>(common, p, sums, stages, begin, column);
       return;  // a cluster has one tile
     } else {
 #pragma unroll
@@ -490,7 +515,7 @@ __device__ void MultiplyTiles(const Params& p, Barriers& barriers, char* stages,
 #pragma unroll
           for (float& sum : sums[b]) sum = 0;
         }
-        StoreSums<T, kColumns>(p, sums[b], begin, warp_row + 64 * b, column);
+        StoreSums<T, kColumns>(common, p, sums[b], begin, warp_row + 64 * b, column);
       }
     }
   }
@@ -506,8 +531,10 @@ inline constexpr int kMultiplyingRegisters = kWarpgroups == 4   ? 104
 
 template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit>
 __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
-    ConvolveWgmma(const __grid_constant__ Params p) {
+    ConvolveWgmma(const __grid_constant__ Params<kSums<T, kAcross>> params) {
 #if JAXOPS_HAS_WGMMA
+  const Common& common = params.common;
+  const SumParams& p = params.sum[kSums<T, kAcross> == 1 ? 0 : blockIdx.y];
   extern __shared__ char shared[];
   char* aligned = shared + (1024 - SharedAddress(shared) % 1024) % 1024;
   Barriers& barriers = *reinterpret_cast<Barriers*>(aligned);
@@ -529,14 +556,15 @@ __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
   if (threadIdx.x < 128) {
     if constexpr (kWarpgroups > 1) GiveRegisters<kCopyingRegisters>();
     if (threadIdx.x / 32 == 0) {
-      CopyImages<T, 64 * kWarpgroups * kBlocks, kSplit>(p, barriers, image_stages);
+      CopyImages<T, 64 * kWarpgroups * kBlocks, kSplit>(common, p, barriers, image_stages);
     } else if (threadIdx.x / 32 == 1) {
-      CopyKernels<T, kColumns, kAcross, kSplit>(p, barriers, kernel_stages);
+      CopyKernels<T, kColumns, kAcross, kSplit>(common, p, barriers, kernel_stages);
     }
   } else {
     if constexpr (kWarpgroups > 1) TakeRegisters<kMultiplyingRegisters<kWarpgroups>>();
     MultiplyTiles<T, kWarpgroups, kBlocks, kColumns, kAcross, kSplit>(
-        p, barriers, image_stages, SharedAddress(image_stages), SharedAddress(kernel_stages));
+        common, p, barriers, image_stages, SharedAddress(image_stages),
+        SharedAddress(kernel_stages));
   }
 #endif
 }
@@ -572,10 +600,10 @@ inline int64_t ClustersAtOnce(int processors, int splits) {
   return (splits > 2 ? processors * 7 / 8 : processors) / splits;
 }
 
-// Fills in how the sum is cut up with tiles of this shape; returns false where the tile does not
-// fit.
-inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Shape& shape,
-                 Grouping grouping) {
+// Fills in how the sum is cut up with tiles of this shape, and its entries of the arrays, from
+// p.first_group and p.first_tap on; returns false where the tile does not fit.
+inline bool Plan(Common& common, SumParams& p, const Sum& sum, int item, int entry_parts,
+                 const Shape& shape, Grouping grouping) {
   p.CutColumns(sum.rows, sum.columns, sum.stride_row, sum.stride_column);
   const int strip_width = p.strip_width.divisor(), rows = p.rows.divisor();
   p.outputs = static_cast<int>(sum.outputs);
@@ -588,7 +616,9 @@ inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Sha
   if (tiles > INT32_MAX) return false;
   p.tiles = static_cast<int>(tiles);
 
-  p.groups = FillGroups(p.group, sum.tap, sum.taps, grouping);
+  Group* const groups = common.group + p.first_group;
+  const int count = FillGroups(groups, sum.tap, sum.taps, grouping);
+  p.end_group = p.first_group + count;
 
   // Channels are counted in 2 bytes: a channel of float32 counts as two.
   const int64_t channels = sum.channels * item / 2;
@@ -597,11 +627,11 @@ inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Sha
     // Chunks are whole here: smaller blocks of channels, whose copies are slower, are used where
     // they save chunks.
     const auto chunks = [&](int size) {
-      int64_t count = 0;
-      for (int g = 0; g < p.groups; ++g) {
-        count += CeilDiv(p.group[g].end - p.group[g].begin, 64 / size);
+      int64_t chunks = 0;
+      for (int g = 0; g < count; ++g) {
+        chunks += CeilDiv(groups[g].end - groups[g].begin, 64 / size);
       }
-      return count * CeilDiv(channels, size);
+      return chunks * CeilDiv(channels, size);
     };
     for (const int size : {32, 16}) {
       if (size < block && 8 * chunks(size) <= 7 * chunks(block)) block = size;
@@ -612,7 +642,7 @@ inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Sha
   p.row_bytes = 2 * block;
   p.chunk_taps = 64 / block;
 
-  if (!p.LayRows(sum.tap, p.group, p.groups)) return false;
+  if (!p.LayRows(sum.tap, groups, count)) return false;
 
   const bool aligned = shape.rows() % strip_width == 0;
   const int pixel_rows = Touched(shape.rows(), strip_width, true);
@@ -623,7 +653,7 @@ inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Sha
   // A stage of the image lasts for the chunks of a group, each of which has a stage of the kernel.
   p.image_stages = 2;
   p.kernel_stages = 3;
-  const int per_image = static_cast<int>(CeilDiv(sum.taps, std::max(1, p.groups * p.chunk_taps)));
+  const int per_image = static_cast<int>(CeilDiv(sum.taps, std::max(1, count * p.chunk_taps)));
   while (true) {
     const int free =
         kStagesBytes - p.image_stages * p.image_stage - p.kernel_stages * p.kernel_stage;
@@ -638,9 +668,9 @@ inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Sha
   }
 
   int chunk = 0;
-  for (int g = 0; g < p.groups; ++g) {
-    const Group& group = p.group[g];
-    p.first_chunk[g] = static_cast<int16_t>(chunk);
+  for (int g = 0; g < count; ++g) {
+    Group& group = groups[g];
+    common.first_chunk[p.first_group + g] = static_cast<int16_t>(chunk);
     for (int t = group.begin; t < group.end; t += p.chunk_taps, ++chunk) {
       int bytes[kSteps] = {};
       for (int i = 0; i < kSteps; ++i) {
@@ -648,58 +678,100 @@ inline bool Plan(Params& p, const Sum& sum, int item, int entry_parts, const Sha
         if (t + i / tap_steps >= group.end) break;
         bytes[i] = p.TapBytes(sum.tap[t + i / tap_steps], group) + i % tap_steps * 32;
       }
-      p.step_bytes[chunk] = {bytes[0], bytes[1], bytes[2], bytes[3]};
+      common.step_bytes[p.first_tap + chunk] = {bytes[0], bytes[1], bytes[2], bytes[3]};
     }
+    common.end_chunk[p.first_group + g] = static_cast<int16_t>(chunk);
+    group.begin = static_cast<int16_t>(group.begin + p.first_tap);
+    group.end = static_cast<int16_t>(group.end + p.first_tap);
   }
-  p.first_chunk[p.groups] = static_cast<int16_t>(chunk);
   p.chunks = FastDivider(std::max(1, chunk));
-  p.log_splits = 0;
-  for (int t = 0; t < sum.taps; ++t) p.matrix[t] = static_cast<int16_t>(sum.tap[t].matrix);
+  for (int t = 0; t < sum.taps; ++t) {
+    common.matrix[p.first_tap + t] = static_cast<int16_t>(sum.tap[t].matrix);
+  }
   p.has_taps = sum.taps > 0;
   return true;
 }
 
+// The parameters of some sums without addresses; the shape is null where none fits.
+template <int kCount>
+struct SumsPlan {
+  const Shape* shape;
+  int64_t cycles;
+  int sums;
+  Params<kCount> params;
+};
+
 template <typename T, int kWarpgroups, int kBlocks, int kColumns, bool kAcross, bool kSplit = false>
-cudaError_t LaunchTiles(cudaStream_t stream, const Params& params, int processors) {
+cudaError_t LaunchTiles(cudaStream_t stream, const Params<kSums<T, kAcross>>& params, int sums,
+                        int processors) {
   auto* kernel = &ConvolveWgmma<T, kWarpgroups, kBlocks, kColumns, kAcross, kSplit>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   constexpr int kThreads = 128 * (kWarpgroups + 1);
+  int tiles = 0;
+  for (int i = 0; i < sums; ++i) tiles = std::max(tiles, params.sum[i].tiles);
   if constexpr (kSplit) {
-    return jaxops::cuda::LaunchClusters(kernel, int64_t{params.tiles} << params.log_splits,
-                                        1u << params.log_splits, kThreads, kSharedBytes, stream,
-                                        params);
+    const int64_t blocks = int64_t{tiles} << params.common.log_splits;
+    if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+    return jaxops::cuda::LaunchClusters(
+        kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(sums)),
+        1u << params.common.log_splits, kThreads, kSharedBytes, stream, params);
   }
-  kernel<<<std::min(params.tiles, processors), kThreads, kSharedBytes, stream>>>(params);
+  const dim3 grid(static_cast<unsigned>(std::min(tiles, processors)), static_cast<unsigned>(sums));
+  kernel<<<grid, kThreads, kSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }
 
-// Returns the shape whose blocks finish first, and fills in how the sum is cut up. Ties go to large
-// tiles, which read less, and to sums that clusters do not share. The shape is null where none
-// fits. `least` is the estimated number of cycles.
-template <int kEntryParts, size_t kShapes, size_t kSharedShapes>
-const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int processors,
-                    const Shape (&shapes)[kShapes], const Shape (&shared_shapes)[kSharedShapes]) {
-  Params params;
+// Returns the shape whose blocks finish first, and fills in how the sums are cut up. Ties go to
+// large tiles, which read less, and to sums that clusters do not share. The shape is null where
+// none fits. `least` is the estimated number of cycles.
+template <int kEntryParts, int kCount, size_t kShapes, size_t kSharedShapes>
+const Shape* Decide(Params<kCount>& best, int64_t& least, std::span<const Sum* const> sums,
+                    int item, int processors, const Shape (&shapes)[kShapes],
+                    const Shape (&shared_shapes)[kSharedShapes]) {
+  Params<kCount> params{};
+  Common& common = params.common;
+  const int64_t outputs = sums[0]->outputs;
   const Shape* chosen = nullptr;
   // A multiprocessor computes 2048 products a cycle, or 1024 of TF32.
-  const auto cycles = [&](const Shape& shape) {
+  const auto cycles = [&](const Sum& sum, const SumParams& p, const Shape& shape) {
     if (kEntryParts == 1) {
       const int64_t depth = sum.taps * sum.channels * item / 2;
       return shape.rows() * shape.columns * depth / 2048 * shape.percent / 100;
     }
     if (sum.taps == 0) return int64_t{0};
-    const int64_t depth = int64_t{params.channel_blocks} * params.chunks.divisor() * 16 * kSteps;
+    const int64_t depth = int64_t{p.channel_blocks} * p.chunks.divisor() * 16 * kSteps;
     const int64_t products = shape.rows() * shape.columns * depth / 2048 * 3 * shape.percent / 100;
     const int64_t copies =
-        int64_t{params.channel_blocks} * params.groups * (params.image_stage / params.pitch);
+        int64_t{p.channel_blocks} * (p.end_group - p.first_group) * (p.image_stage / p.pitch);
     return std::max(products, copies * kCopyCycles);
   };
+  // The tiles of all sums, the mean cycles of a tile, and the minimum of a sum's chunks.
+  int64_t tiles = 0, tile_cycles = 0, chunks = 0;
   const auto plan = [&](const Shape& shape) {
-    return Plan(params, sum, item, kEntryParts, shape, Grouping::kAll) ||
-           Plan(params, sum, item, kEntryParts, shape, Grouping::kRow) ||
-           Plan(params, sum, item, kEntryParts, shape, Grouping::kTap);
+    common.log_splits = 0;
+    tiles = tile_cycles = 0;
+    chunks = INT64_MAX;
+    int group = 0, tap = 0;
+    for (size_t i = 0; i < sums.size(); ++i) {
+      const Sum& sum = *sums[i];
+      SumParams& p = params.sum[i];
+      p.first_group = group;
+      p.first_tap = tap;
+      const auto fits = [&](Grouping grouping) {
+        return Plan(common, p, sum, item, kEntryParts, shape, grouping);
+      };
+      if (!fits(Grouping::kAll) && !fits(Grouping::kRow) && !fits(Grouping::kTap)) return false;
+      group = p.end_group;
+      tap += sum.taps;
+      tiles += p.tiles;
+      tile_cycles += p.tiles * cycles(sum, p, shape);
+      const int64_t of_block = sum.taps > 0 ? p.chunks.divisor() : 0;
+      chunks = std::min(chunks, of_block * p.channel_blocks);
+    }
+    tile_cycles /= tiles;
+    return true;
   };
   const auto consider = [&](const Shape& shape, int64_t cost) {
     if (chosen && cost >= least) return;
@@ -709,41 +781,36 @@ const Shape* Decide(Params& best, int64_t& least, const Sum& sum, int item, int 
   };
   for (const Shape& shape : shapes) {
     // Tiles are skipped if half of each would have no columns.
-    if ((shape.columns > 32 && sum.outputs <= shape.columns / 2) || !plan(shape)) continue;
-    consider(shape, CeilDiv(params.tiles, processors) * (cycles(shape) + kTileCycles));
+    if ((shape.columns > 32 && outputs <= shape.columns / 2) || !plan(shape)) continue;
+    consider(shape, CeilDiv(tiles, processors) * (tile_cycles + kTileCycles));
   }
   for (const Shape& shape : shared_shapes) {
-    if ((shape.columns > 64 && sum.outputs <= shape.columns / 2) || !plan(shape)) continue;
-    const int64_t chunks =
-        sum.taps > 0 ? int64_t{params.channel_blocks} * params.chunks.divisor() : 0;
+    if ((shape.columns > 64 && outputs <= shape.columns / 2) || !plan(shape)) continue;
     for (int log = 1; log <= kMaxLogSplits && chunks >> log >= kMinChunks; ++log) {
       const int64_t at_once = ClustersAtOnce(processors, 1 << log);
       if (at_once == 0) break;
-      params.log_splits = log;
-      consider(shape, CeilDiv(params.tiles, at_once) *
-                          ((cycles(shape) >> log) + kTileCycles + SplitCycles(shape)));
+      common.log_splits = log;
+      consider(shape,
+               CeilDiv(tiles, at_once) * ((tile_cycles >> log) + kTileCycles + SplitCycles(shape)));
     }
   }
   if (!chosen) return nullptr;
-  best.result_image = sum.result_image;
-  best.result_row = sum.result_row;
-  best.result_column = sum.result_column;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    best.sum[i].result_image = sums[i]->result_image;
+    best.sum[i].result_row = sums[i]->result_row;
+    best.sum[i].result_column = sums[i]->result_column;
+  }
   return chosen;
 }
 
-// The parameters of a sum without addresses; the shape is null where none fits.
-struct SumPlan {
-  const Shape* shape;
-  int64_t cycles;
-  Params params;
-};
-
-template <int kEntryParts, size_t kShapes, size_t kSharedShapes>
-SumPlan MakePlan(const Sum& sum, int item, int processors, const Shape (&shapes)[kShapes],
-                 const Shape (&shared_shapes)[kSharedShapes]) {
-  SumPlan plan{};
+template <int kEntryParts, int kCount, size_t kShapes, size_t kSharedShapes>
+SumsPlan<kCount> MakePlan(std::span<const Sum* const> sums, int item, int processors,
+                          const Shape (&shapes)[kShapes],
+                          const Shape (&shared_shapes)[kSharedShapes]) {
+  SumsPlan<kCount> plan{};
+  plan.sums = static_cast<int>(sums.size());
   plan.shape =
-      Decide<kEntryParts>(plan.params, plan.cycles, sum, item, processors, shapes, shared_shapes);
+      Decide<kEntryParts>(plan.params, plan.cycles, sums, item, processors, shapes, shared_shapes);
   return plan;
 }
 

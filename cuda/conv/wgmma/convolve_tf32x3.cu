@@ -110,20 +110,21 @@ cudaError_t Split(cudaStream_t stream, const Call& call, const Workspace& worksp
   return cudaGetLastError();
 }
 
-cudaError_t LaunchShape(cudaStream_t stream, const Params& params, const Shape& shape,
+cudaError_t LaunchShape(cudaStream_t stream, const Params<1>& params, const Shape& shape,
                         int processors) {
   const auto is = [&](int warpgroups, int blocks, int columns) {
     return shape.warpgroups == warpgroups && shape.blocks == blocks && shape.columns == columns;
   };
-  if (params.log_splits > 0) {
-    return is(2, 1, 64) ? LaunchTiles<FloatPair, 2, 1, 64, false, true>(stream, params, processors)
-                        : LaunchTiles<FloatPair, 1, 1, 64, false, true>(stream, params, processors);
+  if (params.common.log_splits > 0) {
+    return is(2, 1, 64)
+               ? LaunchTiles<FloatPair, 2, 1, 64, false, true>(stream, params, 1, processors)
+               : LaunchTiles<FloatPair, 1, 1, 64, false, true>(stream, params, 1, processors);
   }
-  if (is(2, 1, 128)) return LaunchTiles<FloatPair, 2, 1, 128, false>(stream, params, processors);
-  if (is(2, 2, 64)) return LaunchTiles<FloatPair, 2, 2, 64, false>(stream, params, processors);
-  if (is(3, 1, 64)) return LaunchTiles<FloatPair, 3, 1, 64, false>(stream, params, processors);
-  if (is(2, 1, 64)) return LaunchTiles<FloatPair, 2, 1, 64, false>(stream, params, processors);
-  return LaunchTiles<FloatPair, 4, 1, 32, false>(stream, params, processors);
+  if (is(2, 1, 128)) return LaunchTiles<FloatPair, 2, 1, 128, false>(stream, params, 1, processors);
+  if (is(2, 2, 64)) return LaunchTiles<FloatPair, 2, 2, 64, false>(stream, params, 1, processors);
+  if (is(3, 1, 64)) return LaunchTiles<FloatPair, 3, 1, 64, false>(stream, params, 1, processors);
+  if (is(2, 1, 64)) return LaunchTiles<FloatPair, 2, 1, 64, false>(stream, params, 1, processors);
+  return LaunchTiles<FloatPair, 4, 1, 32, false>(stream, params, 1, processors);
 }
 
 struct ForwardPlans;
@@ -132,7 +133,8 @@ struct InputGradPlans;
 auto PlanOf(const Call& call, const Sum& sum, bool is_input_grad, int processors) {
   const PlanKey key(call, processors, sum.number);
   const auto make = [&] {
-    return MakePlan<2>(sum, sizeof(float), processors, kShapes, kSharedShapes);
+    const Sum* const sums[] = {&sum};
+    return MakePlan<2, 1>(sums, sizeof(float), processors, kShapes, kSharedShapes);
   };
   return is_input_grad ? KeptPlan<InputGradPlans>(key, make) : KeptPlan<ForwardPlans>(key, make);
 }
@@ -145,19 +147,21 @@ cudaError_t Launch(cudaStream_t stream, const Call& call, const Sum& sum, bool i
   const auto plan = PlanOf(call, sum, is_input_grad, processors);
   const Shape* const shape = plan->shape;
   if (!shape) return cudaErrorNotSupported;
-  Params params = plan->params;
-  params.result = sum.result;
-  params.epilogue = sum.epilogue;
-  params.is_wide = true;
-  params.low_matrices = sum.matrices;
-  params.flag = workspace.flag;
-  const int block = params.row_bytes / static_cast<int>(sizeof(float));
-  error = MapRows(params.image_map, params, DType::kF32, sum.image,
+  Params<1> params = plan->params;
+  Common& common = params.common;
+  SumParams& p = params.sum[0];
+  p.result = sum.result;
+  common.epilogue = sum.epilogue;
+  common.is_wide = true;
+  common.low_matrices = sum.matrices;
+  common.flag = workspace.flag;
+  const int block = p.row_bytes / static_cast<int>(sizeof(float));
+  error = MapRows(p.image_map, p, DType::kF32, sum.image,
                   {sum.channels, sum.image_columns, sum.image_rows, sum.images});
   if (error != cudaSuccess) return error;
-  error = Map<3>(params.kernel_map, DType::kF32, workspace.high,
+  error = Map<3>(common.kernel_map, DType::kF32, workspace.high,
                  {sum.channels, sum.outputs, 2 * sum.matrices}, {block, shape->columns, 1},
-                 {1, 1, 1}, params.row_bytes);
+                 {1, 1, 1}, p.row_bytes);
   if (error != cudaSuccess) return error;
   return LaunchShape(stream, params, *shape, processors);
 }
