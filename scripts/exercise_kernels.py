@@ -888,6 +888,9 @@ CONVOLUTIONS = (
     ((2, 40, 48), 3, 64, 7, 2, 1, 1),
     ((2, 20, 140), 1, 72, 5, 1, 1, 1),
     ((2, 17, 30), 96, 72, 3, 2, 1, 1),
+    # The sums of an input gradient with strides: two launches of 8, and windows with gaps.
+    ((2, 21, 24), 40, 48, 4, 4, 1, 1),
+    ((2, 20, 23), 64, 32, 3, 3, 2, 1),
     ((1, 40, 40), 64, 64, 3, 1, 15, 1),
     ((2, 13, 19), 48, 32, 3, 2, 1, 2),
     # Clusters of blocks share the long sums of few pixels.
