@@ -30,6 +30,9 @@ _MIN_WIDE_FAN = 32
 _MIN_FILLED_FAN = 3
 # The strides of windows over a few channels become at least this number of channels.
 _MIN_STRIDE_CHANNELS = 48
+# Gradients of windows that do not overlap are products of their entries, which is worth copies from
+# this number of entries on.
+_MIN_ENTRIES_APART = 8
 # With strides of this product a pixel has the taps of few windows.
 _MIN_STEP_BY_XLA = 16
 # Fewer taps of few channels were not measured in float32.
@@ -150,6 +153,8 @@ def _find(direction, options, platform, dtype, call, count, *arrays):
 def _of_gpus(
     direction: Direction, options: Options, dtype: Any, call: KernelCall | None, images: jax.Array
 ) -> Way | None:
+    if _are_windows_apart(direction, options, dtype):
+        return Way("strides_to_channels")
     if options.rank < 3 and call is None and cuda_kernels.can_take(options, dtype):
         return _of_many_images(options, images)
     if dtype == jnp.float32:
@@ -175,6 +180,25 @@ def _of_gpus(
     if dtype == jnp.float32:
         return _of_few_wide_channels(direction, options)
     return _of_one_group(direction, options, call)
+
+
+def _are_windows_apart(direction: Direction, options: Options, dtype: Any) -> bool:
+    """Whether these are gradients of windows that do not overlap, and better be products."""
+    windows = options.windows
+    is_apart = windows.taps == windows.strides and set(windows.dilation) == {1}
+    is_wide = dtype == jnp.float32
+    if dtype not in (jnp.float16, jnp.bfloat16) and not (
+        is_wide and cuda_kernels.may_be_tf32(options.precision)
+    ):
+        return False
+    if direction == "forward" or not is_apart or options.rank == 3 or options.groups > 1:
+        return False
+    if options.fan_in <= native.limits("conv").max_few_channels:
+        return False
+    entries = math.prod(windows.taps)
+    return entries >= _MIN_ENTRIES_APART or (
+        direction == "kernel_grad" and not is_wide and entries > 1
+    )
 
 
 def _of_volumes(direction: Direction, options: Options, dtype: Any) -> Way | None:
