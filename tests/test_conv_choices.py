@@ -199,12 +199,18 @@ CHOICES = {
         (8, 28, 28, 64),
         (2, 2, 64, 64),
         {"strides": 2},
-        (None, None, CHANNELS),
+        (None, None, None),
     ),
-    "2x2, strides of 2, dilation of 3": (
+    "4x4, strides of 4": (
         (8, 28, 28, 64),
-        (2, 2, 64, 64),
-        {"strides": 2, "dilation": 3},
+        (4, 4, 64, 64),
+        {"strides": 4},
+        (None, CHANNELS, CHANNELS),
+    ),
+    "4x4, strides of 4, dilation of 3": (
+        (8, 28, 28, 64),
+        (4, 4, 64, 64),
+        {"strides": 4, "dilation": 3},
         (None, None, None),
     ),
     "7x7 of RGB": ((8, 64, 64, 3), (7, 7, 3, 64), {"strides": 2}, (None, None, None)),

@@ -186,19 +186,17 @@ def _are_windows_apart(direction: Direction, options: Options, dtype: Any) -> bo
     """Whether these are gradients of windows that do not overlap, and better be products."""
     windows = options.windows
     is_apart = windows.taps == windows.strides and set(windows.dilation) == {1}
-    is_wide = dtype == jnp.float32
-    if dtype not in (jnp.float16, jnp.bfloat16) and not (
-        is_wide and cuda_kernels.may_be_tf32(options.precision)
-    ):
+    if dtype == jnp.float32:
+        is_rounded = cuda_kernels.may_be_tf32(options.precision)
+    else:
+        is_rounded = dtype in (jnp.float16, jnp.bfloat16)
+    if direction == "forward" or not is_apart:
         return False
-    if direction == "forward" or not is_apart or options.rank == 3 or options.groups > 1:
+    if not is_rounded or options.rank == 3 or options.groups > 1:
         return False
     if options.fan_in <= native.limits("conv").max_few_channels:
         return False
-    entries = math.prod(windows.taps)
-    return entries >= _MIN_ENTRIES_APART or (
-        direction == "kernel_grad" and not is_wide and entries > 1
-    )
+    return math.prod(windows.taps) >= _MIN_ENTRIES_APART
 
 
 def _of_volumes(direction: Direction, options: Options, dtype: Any) -> Way | None:
