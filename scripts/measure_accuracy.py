@@ -1,8 +1,10 @@
 """Measures how far the results of every operator are from exact ones.
 
 python scripts/measure_accuracy.py                        # prints the table
-python scripts/measure_accuracy.py --platform cuda --json FILE
-python scripts/measure_accuracy.py --update               # the file and the page in this clone
+python scripts/measure_accuracy.py --platform cuda        # of a GPU
+python scripts/measure_accuracy.py --json FILE            # writes the figures
+python scripts/measure_accuracy.py --update               # the platform's file and the page here
+python scripts/measure_accuracy.py --page                 # the page, of the files that are here
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from jaxops.testing.registry import all_specs
 from jaxops.testing.spec import FLOATS
 
 ROOT = pathlib.Path(__file__).parents[1]
-KEPT = ROOT / "benchmarks" / "results" / "accuracy" / "cpu.json"
+#: The file of each platform.
+KEPT = {name: ROOT / f"benchmarks/results/accuracy/{name}.json" for name in ("cpu", "cuda")}
 PAGE = ROOT / "docs" / "accuracy.md"
 MARKERS = ("<!-- accuracy -->", "<!-- end of accuracy -->")
 
@@ -81,8 +84,14 @@ def table(found: dict) -> str:
 
 def section(found: dict) -> str:
     """What the page has of a file."""
-    where = f"{found['build']} on {found['machine']}, jax {found['jax']}, jaxops {found['jaxops']}"
+    machine = found["machine"] if found["device"] == "cpu" else found["device"]
+    where = f"{found['build']} on {machine}, jax {found['jax']}, jaxops {found['jaxops']}"
     return f"\nMeasured with {where}:\n\n{table(found)}\n"
+
+
+def sections() -> str:
+    """What the page has of the files."""
+    return "".join(section(json.loads(file.read_text())) for file in KEPT.values())
 
 
 def main() -> None:
@@ -90,25 +99,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--platform", choices=platforms.NAMES, default="cpu")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--update", action="store_true", help=f"write {KEPT.name} and {PAGE.name}")
+    parser.add_argument("--update", action="store_true", help=f"write its file and {PAGE.name}")
+    parser.add_argument("--page", action="store_true", help=f"measure nothing, write {PAGE.name}")
     options = parser.parse_args()
-    if options.update and options.platform != "cpu":
-        parser.error("--update is for the CPU, whose figures the tests use")
-    platforms.prepare()
-    platform = platforms.find(options.platform)
-    if isinstance(platform, platforms.Absent):
-        parser.error(platform.reason)
-    found = measure(platform)
-    print(section(found))
-    text = json.dumps(found, indent=1) + "\n"
-    if options.json:
-        options.json.write_text(text)
-    if options.update:
-        KEPT.write_text(text)
-        page = PAGE.read_text()
-        before, start, rest = page.partition(MARKERS[0])
+    if not options.page:
+        platforms.prepare()
+        platform = platforms.find(options.platform)
+        if isinstance(platform, platforms.Absent):
+            parser.error(platform.reason)
+        found = measure(platform)
+        print(section(found))
+        text = json.dumps(found, indent=1) + "\n"
+        for file in (options.json, KEPT[options.platform] if options.update else None):
+            if file is not None:
+                file.write_text(text)
+    if options.update or options.page:
+        before, start, rest = PAGE.read_text().partition(MARKERS[0])
         _, end, after = rest.partition(MARKERS[1])
-        PAGE.write_text(f"{before}{start}\n{section(found)}{end}{after}")
+        PAGE.write_text(f"{before}{start}\n{sections()}{end}{after}")
 
 
 if __name__ == "__main__":
