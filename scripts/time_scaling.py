@@ -47,7 +47,7 @@ def make_step(model: Model, setup: Setup, operators: Operators, mesh):
     return jax.jit(sharded, donate_argnums=0)
 
 
-def prepare(model: Model, setup: Setup, operators: Operators, devices, batches: int):
+def prepare(model: Model, setup: Setup, operators: Operators, devices, batches: int = 1):
     """The compiled step, the first state, and the batch of all devices, each with some batches.
 
     Devices of other processes get theirs from those, which call this as well.
