@@ -147,6 +147,8 @@ def main() -> None:
     unknown = set(options.models) - set(MODELS)
     if unknown:
         parser.error(f"there are {', '.join(MODELS)}, not {', '.join(unknown)}")
+    if options.batch < 1:
+        parser.error(f"--batch must be at least 1, got {options.batch}")
     if options.processes is not None:
         if options.devices:
             parser.error("--devices is for one process")
@@ -162,8 +164,6 @@ def main() -> None:
         counts = [1, len(devices)]  # at first each alone, all at the same time
     if options.devices:
         counts = [int(count) for count in options.devices.split(",")]
-    if options.batch < 1:
-        parser.error(f"--batch must be at least 1, got {options.batch}")
     if not 0 < min(counts) <= max(counts) <= len(devices):
         parser.error(f"--devices {options.devices}: there are {len(devices)}")
     is_first = jax.process_index() == 0

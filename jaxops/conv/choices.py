@@ -183,7 +183,7 @@ def _of_gpus(
 
 
 def _are_windows_apart(direction: Direction, options: Options, dtype: Any) -> bool:
-    """Whether these are gradients of windows that do not overlap, and better be products."""
+    """Whether these are gradients of windows that do not overlap, and faster as products."""
     windows = options.windows
     is_apart = windows.taps == windows.strides and set(windows.dilation) == {1}
     if dtype == jnp.float32:
