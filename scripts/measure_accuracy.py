@@ -24,7 +24,7 @@ from jaxops.testing.registry import all_specs
 from jaxops.testing.spec import FLOATS
 
 ROOT = pathlib.Path(__file__).parents[1]
-#: The file of each platform.
+#: Results files, by platform.
 KEPT = {name: ROOT / f"benchmarks/results/accuracy/{name}.json" for name in ("cpu", "cuda")}
 PAGE = ROOT / "docs" / "accuracy.md"
 MARKERS = ("<!-- accuracy -->", "<!-- end of accuracy -->")
@@ -83,14 +83,14 @@ def table(found: dict) -> str:
 
 
 def section(found: dict) -> str:
-    """What the page has of a file."""
+    """The text of the page for one results file."""
     machine = found["machine"] if found["device"] == "cpu" else found["device"]
     where = f"{found['build']} on {machine}, jax {found['jax']}, jaxops {found['jaxops']}"
     return f"\nMeasured with {where}:\n\n{table(found)}\n"
 
 
 def sections() -> str:
-    """What the page has of the files."""
+    """The text of the page between the markers."""
     return "".join(section(json.loads(file.read_text())) for file in KEPT.values())
 
 
@@ -99,9 +99,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--platform", choices=platforms.NAMES, default="cpu")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--update", action="store_true", help=f"write its file and {PAGE.name}")
+    parser.add_argument(
+        "--update", action="store_true", help=f"write the platform's file and {PAGE.name}"
+    )
     parser.add_argument("--page", action="store_true", help=f"measure nothing, write {PAGE.name}")
     options = parser.parse_args()
+    if options.page and (options.json or options.update):
+        parser.error(
+            "--page measures nothing, so that there is nothing to write with --json, --update"
+        )
     if not options.page:
         platforms.prepare()
         platform = platforms.find(options.platform)

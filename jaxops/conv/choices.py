@@ -153,7 +153,7 @@ def _find(direction, options, platform, dtype, call, count, *arrays):
 def _of_gpus(
     direction: Direction, options: Options, dtype: Any, call: KernelCall | None, images: jax.Array
 ) -> Way | None:
-    if _are_windows_apart(direction, options, dtype):
+    if _prefers_products(direction, options, dtype):
         return Way("strides_to_channels")
     if options.rank < 3 and call is None and cuda_kernels.can_take(options, dtype):
         return _of_many_images(options, images)
@@ -182,15 +182,15 @@ def _of_gpus(
     return _of_one_group(direction, options, call)
 
 
-def _are_windows_apart(direction: Direction, options: Options, dtype: Any) -> bool:
-    """Whether these are gradients of windows that do not overlap, and faster as products."""
+def _prefers_products(direction: Direction, options: Options, dtype: Any) -> bool:
+    """Whether these are gradients of windows that do not overlap; on Hopper, others unmeasured."""
     windows = options.windows
     is_apart = windows.taps == windows.strides and set(windows.dilation) == {1}
     if dtype == jnp.float32:
         is_rounded = cuda_kernels.may_be_tf32(options.precision)
     else:
         is_rounded = dtype in (jnp.float16, jnp.bfloat16)
-    if direction == "forward" or not is_apart:
+    if direction == "forward" or not is_apart or not cuda_kernels.are_hopper():
         return False
     if not is_rounded or options.rank == 3 or options.groups > 1:
         return False

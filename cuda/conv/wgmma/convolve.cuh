@@ -785,6 +785,8 @@ const Shape* Decide(Params<kCount>& best, int64_t& least, std::span<const Sum* c
     consider(shape, CeilDiv(tiles, processors) * (tile_cycles + kTileCycles));
   }
   for (const Shape& shape : shared_shapes) {
+    // No GPU has run clusters that have several sums.
+    if (sums.size() > 1) break;
     if ((shape.columns > 64 && outputs <= shape.columns / 2) || !plan(shape)) continue;
     for (int log = 1; log <= kMaxLogSplits && chunks >> log >= kMinChunks; ++log) {
       const int64_t at_once = ClustersAtOnce(processors, 1 << log);
