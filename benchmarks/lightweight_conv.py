@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 
 import jax
 import jax.numpy as jnp
 
 import jaxops
-from jaxops._bench.spec import Benchmark, Case, Cost, Direction, Peer, cases, directions, normal
+from jaxops._bench.spec import (
+    GRID,
+    Benchmark,
+    Case,
+    Cost,
+    Direction,
+    Peer,
+    cases,
+    directions,
+    normal,
+)
 
 LAYOUTS = ["NCT", "NTC"]
 
@@ -62,6 +73,26 @@ for steps in (2**n for n in range(6, 21, 2)):
     CASES += conv("scaling", (1, 256, steps, 4, 7), "float32", layout="NTC")
 
 
+def grid() -> list[Case]:
+    """All numbers of taps with all numbers of steps, as 2^23 elements or more, in both layouts.
+
+    Heads and dtypes take turns, so that each pair of two properties occurs. Filters of more than
+    16 times the steps are left out.
+    """
+    channels, found = 1024, []
+    dtypes = [("bfloat16", {}), ("float32", {}), ("bfloat16", {"weights": "float32"})]
+    dtypes.append(("float16", {}))
+    indices = itertools.product(range(6), range(6), range(2))
+    for by_steps, by_taps, by_layout in indices:
+        steps, taps = (1, 8, 64, 512, 4096, 65536)[by_steps], (3, 4, 7, 31, 127, 1023)[by_taps]
+        heads = (channels, 128, 16, 1)[(by_steps + by_taps + by_layout) % 4]
+        dtype, options = dtypes[(by_steps + 2 * by_taps + 3 * by_layout) % 4]
+        shape = (max(1, 2**23 // (channels * steps)), channels, steps, heads, taps)
+        if taps <= 16 * steps:
+            found += conv(GRID, shape, dtype, layout=LAYOUTS[by_layout], **options)
+    return found
+
+
 def time_axis(case: Case) -> int:
     return 2 if case.options["layout"] == "NCT" else 1
 
@@ -83,7 +114,8 @@ def arguments(case, key):
     is_nct = time_axis(case) == 2
     shape = (B, C, T) if is_nct else (B, T, C)
     x = normal(of_x, shape, case.dtype)
-    weight = (normal(of_weight, (H, K), "float32") / K**0.5).astype(case.dtype)
+    weights = case.options.get("weights", case.dtype)
+    weight = (normal(of_weight, (H, K), "float32") / K**0.5).astype(weights)
     rest = []
     if "segments" in case.options:
         ids = jnp.arange(T, dtype=jnp.int32) // case.options["segments"]
@@ -283,20 +315,32 @@ def not_causal_conv1d(case, direction, platform):
         return "has 2 to 4 taps"
     if case.options["padding"] != "causal" or dilation(case) != 1:
         return "has causal padding without dilation only"
-    if case.dtype == "float64":
-        return "has no float64"
+    if case.dtype == "float64" or "weights" in case.options:
+        return "has no float64, and one dtype"
     if "segments" in case.options and time_axis(case) == 2:
         return "has segments in NTC only"
     return "is timed without states" if "state" in case.options else None
 
 
-def is_packed(case, direction, platform):
-    """Why a peer does not run on a case with segments or a state."""
-    return "has no segments and states" if {"segments", "state"} & set(case.options) else None
+def not_plain(case, direction, platform):
+    """Why a library's convolution does not run on a case."""
+    if {"segments", "state"} & set(case.options):
+        return "has no segments and states"
+    return "has one dtype" if "weights" in case.options else None
+
+
+def many_taps(case, direction, platform):
+    """Why shift-and-add does not run on a case."""
+    return "takes minutes to compile" if case.shape[-1] > 128 else None
+
+
+def not_compiled(case, direction, platform):
+    """Why torch.compile does not run on a case."""
+    return not_plain(case, direction, platform) or many_taps(case, direction, platform)
 
 
 def slow_conv(case, direction, platform):
-    if why := is_packed(case, direction, platform):
+    if why := not_plain(case, direction, platform):
         return why
     B, C, T, _, K = case.shape
     much = case.dtype == "float64" or B * C * T * K > 2**26
@@ -304,7 +348,7 @@ def slow_conv(case, direction, platform):
 
 
 def slow_fft(case, direction, platform):
-    if why := is_packed(case, direction, platform):
+    if why := not_plain(case, direction, platform):
         return why
     B, C, T, *_ = case.shape
     return SLOW if platform == "cpu" and B * C * T > 2**24 else None
@@ -347,13 +391,14 @@ BENCHMARK = Benchmark(
     function=ours,
     reference=exact,
     peers=(
-        Peer("XLA shift-and-add", shift_and_add),
+        Peer("XLA shift-and-add", shift_and_add, declines=many_taps),
         Peer("XLA conv", grouped_conv, declines=slow_conv, costly=True),
         Peer("XLA FFT", fft, declines=slow_fft),
-        Peer("torch conv1d", torch_conv, declines=is_packed, torch=True),
+        Peer("torch conv1d", torch_conv, declines=not_plain, torch=True),
         Peer("causal-conv1d", causal_conv1d, declines=not_causal_conv1d, torch=True),
-        Peer("torch.compile", torch_shift_and_add, declines=is_packed, torch=True, costly=True),
+        Peer("torch.compile", torch_shift_and_add, declines=not_compiled, torch=True, costly=True),
     ),
     cost=cost,
     terms=terms,
+    grid=grid(),
 )

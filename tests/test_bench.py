@@ -744,6 +744,27 @@ def test_cases_are_chosen_and_left_out(only_twice, tmp_path):
     assert "--cases small --cases scaling --without '(8)'" in found.command
 
 
+def test_a_grid_replaces_the_cases(only_twice, tmp_path, capsys, monkeypatch):
+    assert on_cpu("--grid") == 2
+    assert "--grid: there is no grid of twice" in capsys.readouterr().err
+    grid = spec.cases(spec.GRID, (6,), "float32")
+    gridded = dataclasses.replace(registry.load("twice"), grid=grid)
+    monkeypatch.setattr(registry, "load", lambda name: gridded)
+    kept = tmp_path / "r.json"
+    assert on_cpu("--grid", "--rounds", "1", "--json", str(kept)) == 0
+    found = results.load(kept)
+    assert [(row.group, row.case) for row in found.rows[:1]] == [(spec.GRID, "(6) f32")]
+    assert "--grid" in found.command
+
+
+def test_grids_cover_sizes():
+    grid = registry.load("lightweight_conv").grid
+    assert {case.shape[-1] for case in grid} == {3, 4, 7, 31, 127, 1023}
+    assert {case.shape[2] for case in grid} == {1, 8, 64, 512, 4096, 65536}
+    found = {(case.dtype, case.options["layout"]) for case in grid}
+    assert len(found) == 6
+
+
 def test_quick_leaves_out_what_is_slow_to_compile(only_twice, tmp_path):
     kept = tmp_path / "r.json"
     for asked, there in (([], False), (["--peers", "slow*"], True)):
@@ -778,6 +799,7 @@ def test_a_problem_of_ones_own(only_twice, tmp_path, capsys, monkeypatch):
         (["im2col", "--shape", "1,2,3,4,5", "--option", "x=1"], "a name out of layout, strides"),
         (["lightweight_conv", "--shape", "8,64,128,5,7"], "the H = 5 rows of weight must divide"),
         (["--shape", "3"], "--shape goes with one operator"),
+        (["im2col", "--shape", "1,2,3,4,5", "--grid"], "without --cases, --without and --grid"),
         (["conv2d", "--dtype", "float32"], "--dtype and --option go with --shape"),
     ],
 )

@@ -16,6 +16,8 @@ Function = Callable[..., Any]
 GROUPS = ("small", "typical", "large", "odd", "scaling")
 #: The group of a case that a user names.
 OWN = "own"
+#: The group of a case of `Benchmark.grid`.
+GRID = "grid"
 TARGET_TAG = "PERFORMANCE"
 _SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
@@ -25,7 +27,7 @@ class Case:
     """One problem: shapes, dtype and options.
 
     Attributes:
-      group: one of `GROUPS`, or `OWN`. Sizes of "scaling" grow over several decades and are
+      group: one of `GROUPS`, `OWN` or `GRID`. Sizes of "scaling" grow over several decades and are
         reported apart.
       shape: the sizes of the problem, in the order that the operator's file says.
       dtype: the dtype of the arrays that have gradients, or of all where none has.
@@ -61,8 +63,8 @@ def cases(
     **options: Any,
 ) -> list[Case]:
     """A case for every combination of the dtypes and of those options that are given as lists."""
-    if group not in GROUPS:
-        raise ValueError(f"a case's group must be one of {GROUPS}, got {group!r}")
+    if group not in (*GROUPS, GRID):
+        raise ValueError(f"a case's group must be one of {(*GROUPS, GRID)}, got {group!r}")
     dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
     choices = [v if isinstance(v, list) else [v] for v in options.values()]
     return [
@@ -170,6 +172,7 @@ class Benchmark:
       rounding: the dtype that a case's results are rounded like, where products are narrower than
         its own dtype.
       near_limit: whether the target of being near the machine's limit holds for this operator.
+      grid: cases that cover the sizes evenly, to find slow ones; `--grid` times them.
     """
 
     operator: str
@@ -184,9 +187,10 @@ class Benchmark:
     terms: Callable[[Case, Direction], int]
     rounding: Callable[[Case], str] = lambda case: case.dtype
     near_limit: bool = True
+    grid: Sequence[Case] = ()
 
     def __post_init__(self) -> None:
-        names = [case.name for case in self.cases]
+        names = [case.name for case in (*self.cases, *self.grid)]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(f"{self.operator}: cases declared twice: {', '.join(twice)}")

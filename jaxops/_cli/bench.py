@@ -45,7 +45,7 @@ PICTURE = RESULTS_PAGE.with_name("speedups.svg")
 
 
 #: The arguments that choose cases.
-_CHOICES = ("shape", "dtype", "option", "cases", "without")
+_CHOICES = ("shape", "dtype", "option", "cases", "without", "grid")
 
 
 class UsageError(Exception):
@@ -73,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="only cases in whose group and name this shell pattern occurs, such as 'large*bf16'; "
         f"{TARGET_TAG} stands for the cases that targets were set on; may be given several times",
+    )
+    measuring.add_argument(
+        "--grid",
+        action="store_true",
+        help="in place of an operator's cases, those that cover the sizes evenly",
     )
     measuring.add_argument(
         "--shape",
@@ -290,14 +295,24 @@ def _benchmarks(args: argparse.Namespace) -> list[Benchmark]:
     if args.shape is None:
         if args.dtype or args.option:
             raise UsageError("--dtype and --option go with --shape")
-        return found
-    if len(args.operators) != 1 or args.cases or args.without:
-        raise UsageError("--shape goes with one operator, and without --cases and --without")
+        return _grids(found) if args.grid else found
+    if len(args.operators) != 1 or args.cases or args.without or args.grid:
+        raise UsageError(
+            "--shape goes with one operator, and without --cases, --without and --grid"
+        )
     try:
         case = own.make_case(found[0], args.shape, args.dtype or "float32", args.option or ())
     except ValueError as error:
         raise UsageError(str(error)) from error
     return [dataclasses.replace(found[0], cases=[case])]
+
+
+def _grids(benchmarks: Sequence[Benchmark]) -> list[Benchmark]:
+    found = [dataclasses.replace(b, cases=b.grid, grid=()) for b in benchmarks if b.grid]
+    if not found:
+        names = ", ".join(benchmark.operator for benchmark in benchmarks)
+        raise UsageError(f"--grid: there is no grid of {names}")
+    return found
 
 
 def _device(platform: str | None) -> jax.Device:
@@ -385,12 +400,12 @@ def _about(
 def _command(args: argparse.Namespace) -> str:
     """The command that measures the same again."""
     words = ["python", "-m", "jaxops", "bench", *args.operators]
-    for option in ("platform", *_CHOICES, "peers", "rounds"):
+    for option in ("platform", *(c for c in _CHOICES if c != "grid"), "peers", "rounds"):
         value = getattr(args, option)
         values = value if isinstance(value, list) else [] if value is None else [value]
         for each in values:
             words += [f"--{option}", str(each)]
-    words += [f"--{name}" for name in ("kernels", "models", "quick") if getattr(args, name)]
+    words += [f"--{name}" for name in ("grid", "kernels", "models", "quick") if getattr(args, name)]
     return shlex.join(words)
 
 
