@@ -331,7 +331,7 @@ def not_plain(case, direction, platform):
 
 def many_taps(case, direction, platform):
     """Why shift-and-add does not run on a case."""
-    return "takes minutes to compile" if case.shape[-1] > 128 else None
+    return "takes up to 80 ms a call of 127 taps on an H200" if case.shape[-1] > 64 else None
 
 
 def not_compiled(case, direction, platform):

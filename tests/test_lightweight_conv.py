@@ -12,12 +12,16 @@ import itertools
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops._core import native
+from jaxops._families import sequences
 from jaxops.reference import lightweight_conv as reference
 from jaxops.testing.measure import assert_close, custom_calls, on_reference, run, vjp_of
 from jaxops.testing.spec import normal
@@ -615,6 +619,89 @@ def test_unused_gradients_cost_nothing(platform, argnums, calls):
         terms = 2 * 9 * 6
         exact = [np.asarray(want[i], np.float64)]
         assert_close([np.asarray(got)], exact, f"{i}", dtype="float32", terms=terms)
+
+
+# --- taps that read nothing ----------------------------------------------------------------------
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("has_state", [False, True])
+def test_taps_that_read_are_kept(has_state):
+    """No tap that reads is left out, and no more are kept than the padding of the rest needs."""
+    for time, taps, dilation in itertools.product((1, 2, 3, 8), range(1, 8), (1, 2, 3, 5, 9, 20)):
+        for padding in range((taps - 1) * dilation + 1):
+            kept = sequences.taps_that_read(padding, dilation, taps, time, has_state)
+            distances = [k * dilation - padding for k in range(taps)]
+            least = -padding if has_state else 1 - time
+            read = {k for k, distance in enumerate(distances) if least <= distance < time}
+            assert read <= {*kept} <= {*range(taps)}
+            before, after = distances[kept.start], distances[kept.stop - 1]
+            assert before <= 0 <= after
+            if kept.start not in read:
+                assert before + dilation > 0
+            if kept.stop - 1 not in read:
+                assert after - dilation < 0
+
+
+def primitives_of(function, *arguments):
+    """The equations of a function's program."""
+    return {e.primitive.name: e for e in jax.make_jaxpr(function)(*arguments).eqns}
+
+
+@pytest.mark.parametrize(
+    ("time", "taps", "padding", "with_state", "kept"),
+    [
+        (8, 31, "causal", False, 8),
+        (8, 31, 0, False, 8),
+        (8, 31, "same", False, 15),
+        (8, 31, "same", True, 23),
+        (1, 31, "causal", False, 1),
+        # All taps read.
+        (8, 31, "causal", True, 31),
+        (31, 31, "causal", False, 31),
+        (16, 31, "same", False, 31),
+        (8, 4, "causal", False, 4),
+    ],
+)
+def test_kernels_get_no_tap_that_reads_nothing(time, taps, padding, with_state, kept):
+    x, weight = jnp.ones((2, 6, time)), jnp.ones((3, taps))
+    state = jnp.ones((2, 6, resolve(padding, taps, 1))) if with_state else None
+
+    def function(x, weight):
+        return jaxops.lightweight_conv(
+            x, weight, padding=padding, initial_state=state, data_format="NCT"
+        )
+
+    found = primitives_of(function, x, weight)
+    assert found["lightweight_conv"].invars[1].aval.shape == (1, 3, kept)
+    assert ("slice" in found) == (kept < taps)
+    derivative = jax.grad(lambda x, weight: function(x, weight).sum(), (0, 1))
+    found = primitives_of(derivative, x, weight)
+    assert found["lightweight_conv_backward"].invars[1].aval.shape == (1, 3, kept)
+
+
+def test_sequences_of_unknown_length_have_all_taps():
+    (time,) = jax.export.symbolic_shape("t")
+    for length in (0, time):
+        x, weight = jax.ShapeDtypeStruct((2, length, 6), np.float32), jnp.ones((3, 31))
+        found = primitives_of(jaxops.lightweight_conv, x, weight)
+        assert found["lightweight_conv"].invars[1].aval.shape == (1, 3, 31)
+
+
+def test_taps_that_devices_share_on_explicit_meshes(platform):
+    if len(platform.devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(platform.devices[:2], ("d",), axis_types=(AxisType.Explicit,))
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(2, 8, 6)), rng.normal(size=(3, 32))
+    function = functools.partial(jaxops.lightweight_conv, padding="same")
+    pulled = vjp_of(function, (0, 1))
+    want = run(pulled, platform, (x,), x, weight)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, P()), jax.device_put(weight, P(None, "d"))
+        got = jax.jit(pulled)((placed[0],), *placed)
+    for a, b in zip(jax.tree.leaves(got), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
 # --- NaN stays in its windows --------------------------------------------------------------------

@@ -278,6 +278,30 @@ def test_fewer_steps_than_taps(platform, time, channels, data_format):
         )
 
 
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("padding", ["causal", "same", 0, "one less than causal"])
+@pytest.mark.parametrize("dilation", [1, 4])
+@pytest.mark.parametrize("taps", [5, 31])
+@pytest.mark.parametrize("time", [1, 3, 8])
+def test_taps_that_read_nothing(platform, time, taps, dilation, padding, data_format):
+    reach = (taps - 1) * dilation
+    ids = (np.arange(2 * time).reshape(2, time) // 3 % 2).astype(np.int32)
+    for with_state, with_ids in itertools.product([False, True], repeat=2):
+        check(
+            platform,
+            shape=(2, time, 6),
+            heads=3,
+            taps=taps,
+            dilation=dilation,
+            padding=reach - 1 if padding == "one less than causal" else padding,
+            ids=ids if with_ids else None,
+            with_state=with_state,
+            with_bias=True,
+            data_format=data_format,
+            dtype="float64",
+        )
+
+
 def test_equal_ids_apart_are_two_segments(platform):
     x = np.ones((6, 1), np.float32)
     weight = np.ones((1, 3), np.float32)

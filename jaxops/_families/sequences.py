@@ -33,6 +33,24 @@ def resolve_padding(function: str, padding: Any, reach: int) -> int:
     return checks.integer(function, "padding", padding, 0, reach)
 
 
+def taps_that_read(padding: int, dilation: int, taps: int, time: int, has_state: bool) -> range:
+    """The taps that read something at any step; others at both ends of a filter add zeros alone.
+
+    Tap k reads the step that is ``k * dilation - padding`` after its own. Steps are those of the
+    sequence, and the `padding` steps before it that a state has. Kept taps have the padding
+    ``padding - start * dilation``, which `resolve_padding` would take: for that, a tap on either
+    side of the step itself stays, even if it reads nothing.
+    """
+    if jax.export.is_symbolic_dim(time) or time == 0:
+        return range(taps)
+    # The last tap that reads no step after its own, and the first that reads none before it.
+    back, ahead = padding // dilation, -(-padding // dilation)
+    # A state begins where tap 0 reads at step 0.
+    first = 0 if has_state else min(max(0, -((time - 1 - padding) // dilation)), back)
+    last = max(min(taps - 1, (padding + time - 1) // dilation), ahead)
+    return range(first, last + 1)
+
+
 def bounded(padding: int, dilation: int, taps: int, time: int) -> tuple[int, int]:
     """A padding and a dilation with the same terms, of which the dilation is at most 2 * time.
 

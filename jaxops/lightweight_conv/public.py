@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jaxops._core import checks
+from jaxops._core import checks, compat
 from jaxops._core.public import public_function
 from jaxops._families import sequences
 from jaxops.activations import ACTIVATIONS, Activation, find_name
@@ -84,7 +84,15 @@ def lightweight_conv(
     taps = weight.shape[1]
     dilation = checks.integer(name, "dilation", dilation, 1)
     padding = sequences.resolve_padding(name, padding, (taps - 1) * dilation)
-    rank = x.ndim - 2
+    rank, time = x.ndim - 2, x.shape[time_axis]
+    has_state = initial_state is not None and padding > 0
+    kept = sequences.taps_that_read(padding, dilation, taps, time, has_state)
+    if len(kept) < taps:
+        # Kernels multiply by every tap that they get, also where it reads nothing but zeros.
+        if compat.has_explicit_axes(weight):  # a slice of taps that devices share is an error
+            weight = sequences.take_steps(weight, kept.start, len(kept), -1)
+        else:
+            weight = jax.lax.slice_in_dim(weight, kept.start, kept.stop, axis=1)
     arrays: list[jax.Array | None] = [x, sequences.unvarying(weight, rank), None, None, None]
     if bias is not None:
         arrays[2] = sequences.unvarying(bias, rank)
@@ -92,20 +100,19 @@ def lightweight_conv(
     if initial_state is not None:
         state = sequences.state_array(name, "initial_state", initial_state, x, padding, data_format)
     if segment_ids is not None:
-        time = x.shape[time_axis]
         why = "(..., T), one id a step of x"
         ids = sequences.integer_array(name, "segment_ids", segment_ids, (*x.shape[:-2], time), why)
         starts = sequences.segment_starts(ids, 0 if state is None else -padding)
     final = None
     if return_final_state:
         final = sequences.final_state(x, padding, data_format, starts, state)
-    if state is None or padding == 0:
-        bounded = sequences.bounded(padding, dilation, taps, x.shape[time_axis])
-        options = primitives.Options(*bounded, data_format)
-    else:
-        options = primitives.Options(padding, dilation, data_format)
-        arrays[4] = state
     arrays[3] = starts
+    if has_state:
+        arrays[4] = state
+    else:
+        padding -= kept.start * dilation
+        padding, dilation = sequences.bounded(padding, dilation, len(kept), time)
+    options = primitives.Options(padding, dilation, data_format)
     result_dtype = x.dtype
     if any(a is not None and a.dtype == jnp.float64 for a in arrays):
         arrays[0] = x.astype(jnp.float64)
