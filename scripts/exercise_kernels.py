@@ -26,6 +26,8 @@ LAYOUTS = ("NTC", "NCT")
 # T, C and the numbers of heads: the first sizes are divisible by vector widths and include heads of
 # 16 channels; the others are odd.
 SIZES = ((72, 48, (3, 6, 48)), (65, 33, (3, 33)))
+# Sequences long enough for the kernels of single channels.
+LONG_SIZES = ((528, 40, (5, 40)),)
 TAPS = (3, 7, 31, 70)
 DILATIONS = (1, 2)
 BATCH = 2  # sequences a call
@@ -1229,6 +1231,10 @@ EXERCISES = {
         tuple((dtype, *image) for dtype in DTYPES for image in IMAGES),
     ),
     "lightweight_conv": (exercise, tuple(itertools.product(DTYPES, LAYOUTS, SIZES))),
+    "lightweight_conv_channels": (
+        exercise,
+        tuple(itertools.product(("float16", "bfloat16"), LAYOUTS, LONG_SIZES)),
+    ),
     "lightweight_conv_short_rows": (
         exercise_short_rows,
         (*itertools.product(DTYPES, SHORT_ROWS), ("float32", MANY_SHORT_ROWS)),

@@ -46,6 +46,10 @@ def lightweight_conv(dtype) -> Iterator[Case]:
     short_rows = ((50, 64, 24), 4), ((50, 64, 9), 7), ((9, 64, 16), 15), ((2100, 64, 64), 3)
     for shape, taps in short_rows:
         yield function, [normal(*shape, dtype=dtype), normal(64, taps, dtype=dtype)], (0, 1)
+    for data_format, shape in (("NTC", (2, 1100, 40)), ("NCT", (2, 40, 1096))):
+        function = functools.partial(jaxops.lightweight_conv, data_format=data_format)
+        for heads, taps in ((40, 31), (8, 70), (1, 300)):
+            yield function, [normal(*shape, dtype=dtype), normal(heads, taps, dtype=dtype)], (0, 1)
 
 
 def packed(dtype) -> Iterator[Case]:

@@ -57,6 +57,28 @@ bool PrefersDilatedStepsNct(const Gradients& gradients, const Device&) {
 // Tensor cores compute tiles of many steps, most of them beyond the ends of shorter rows.
 constexpr int64_t kMinMmaTime = 32;
 
+// Kernels of single channels compute 256 steps at a time: at least three quarters of them are to be
+// steps of a sequence. 192 steps took 29.4 us where other kernels took 31.7, 128 took 43.8
+// and 25.7, for 2^23 elements and 15 taps in bf16 NCT.
+bool HasFullParts(const Geometry& g) {
+  constexpr int64_t kPart = 256;
+  return 4 * g.time >= 3 * kPart * CeilDiv(g.time, kPart);
+}
+
+// The kernels of NTC transpose their tiles, for which others have up to 20 taps: 26.2 us for 15
+// taps of (2,4096,1024,1024,K) bf16, and 26.7 for 31; ntc/long took 22 and 37.
+bool PrefersMmaChannels(const Forward& call, const Device&) {
+  const Geometry& g = call.geometry;
+  return g.taps > (g.data_format == DataFormat::kNCT ? kShortTaps : 20) && HasFullParts(g);
+}
+
+// A block adds up the diagonals of few steps of short sequences: 83.4 us for 192 steps of 31 taps,
+// nct/window 59.9. Others compute both gradients in one pass: 34 us for 15 taps in NCT, these 33.
+bool PrefersMmaChannels(const Gradients& gradients, const Device&) {
+  const Geometry& g = gradients.call.geometry;
+  return g.taps > (g.data_format == DataFormat::kNCT ? 16 : 32) && g.time >= 512 && HasFullParts(g);
+}
+
 // RowVectors is the number of vectors of a row, and of the threads that kernels of longer rows have
 // for it: powers of two from kNctMinRowThreads to kNctThreads.
 struct RowVectors {
@@ -75,7 +97,8 @@ struct RowVectors {
 template <typename Call>
 bool PrefersMmaOrSteps(const Call& call, const Geometry& g, int64_t bytes, const Device& device) {
   if (g.taps <= kShortTaps) return bytes <= kSmallBytes;
-  return g.time >= kMinMmaTime && CanRunMma(call, device);
+  return (g.time >= kMinMmaTime && CanRunMma(call, device)) ||
+         (PrefersMmaChannels(call, device) && CanRunMmaChannels(call, device));
 }
 
 // Odd rows of up to 4 taps were measured up to 1001 steps, those of more taps only below this
@@ -134,9 +157,11 @@ bool PrefersSegments(const Gradients& gradients, const Device&) {
          (g.dilation > 1 && nct::CountSegmentSteps(g, call.dtype) <= 6 * g.time);
 }
 
+// Short sequences end before ntc/short has its loads in flight: ntc/steps took 22.1 us where that
+// took 30.4 for (1024,1024,8,16,3) bf16, but 26.1 and 18.9 for 16 steps of 4 taps.
 bool PrefersStepsNtc(const Forward& call, const Device&) {
   const Geometry& g = call.geometry;
-  return call.batch.size() * g.time * g.channels <= int64_t{1} << 19;
+  return g.time <= 8 || call.batch.size() * g.time * g.channels <= int64_t{1} << 19;
 }
 
 // Times are those of an H200; rows without a time were not measured. All families but mma run one
@@ -149,6 +174,8 @@ constexpr Family<Forward> kForwardFamilies[] = {
     // Multiply-adds bound long filters, but not on tensor cores: 53.9 -> 20.1 us for
     // (8,1024,2048,16,31) bf16 NTC, 61.5 -> 23.8 in NCT.
     {"mma", CanRunMma, PrefersMma, LaunchMma},
+    // The reason is the same, where channels do not share filters.
+    {"mma/channels", CanRunMmaChannels, PrefersMmaChannels, LaunchMmaChannels},
     // Latency bounds a small call: a thread computes single steps, and all its loads are in flight.
     {"nct/steps", nct::CanRunSteps, PrefersStepsNct, nct::LaunchSteps},
     // Shared memory holds a tile of rows as in global memory, so that taps may read it at any
@@ -216,6 +243,49 @@ cudaError_t LaunchHeads(cudaStream_t stream, const Forward& call, const Device&)
   return error != cudaSuccess ? error : LaunchPackedHeads(stream, call);
 }
 
+// HasRows says whether the batch entries of an operand follow each other in memory.
+template <int kOperands>
+bool HasRows(const jaxops::BatchMap<kOperands>& batch, int operand, const Geometry& g) {
+  return batch.rank() == 0 || batch.stride(0, operand) == g.time * g.channels;
+}
+
+// AsSteps makes steps of one sequence of the batch entries of a call, where a filter of one tap has
+// no neighbours: kernels share work over time. It returns whether it has.
+bool AsSteps(Geometry& g, int64_t entries) {
+  constexpr int64_t kMaxTime = (int64_t{1} << 30) - 1;
+  if (entries * g.time > kMaxTime) return false;
+  g.time *= entries;
+  g.dilation = 1;
+  g.data_format = DataFormat::kNTC;
+  return true;
+}
+
+bool HasOneTap(const Geometry& g) {
+  return g.taps == 1 && (g.data_format == DataFormat::kNTC || g.time == 1);
+}
+
+Forward MergeEntries(Forward call) {
+  const auto& batch = call.batch;
+  if (HasOneTap(call.geometry) && !IsPacked(call) && batch.rank() <= 1 && SharesFilters(call) &&
+      HasRows(batch, Forward::kX, call.geometry) && HasRows(batch, Forward::kY, call.geometry) &&
+      AsSteps(call.geometry, batch.size())) {
+    call.batch = {};
+  }
+  return call;
+}
+
+Backward MergeEntries(Backward call) {
+  const auto& batch = call.summed;
+  if (HasOneTap(call.geometry) && !IsPacked(call) && batch.rank() <= 1 &&
+      (batch.rank() == 0 || batch.stride(0, Backward::kWeight) == 0) &&
+      HasRows(batch, Backward::kX, call.geometry) && HasRows(batch, Backward::kG, call.geometry) &&
+      (call.dx == nullptr || HasRows(batch, Backward::kDx, call.geometry)) &&
+      AsSteps(call.geometry, batch.size())) {
+    call.summed = {};
+  }
+  return call;
+}
+
 // The input gradient is a forward convolution of g over every batch entry.
 cudaError_t LaunchInputGrad(cudaStream_t stream, const Backward& call) {
   Forward forward{};
@@ -269,6 +339,9 @@ constexpr Family<Gradients> kGradientFamilies[] = {
     // The reason is that of forward: 178 -> 34.5 us for (8,1024,2048,16,31) bf16 NTC, 172 -> 37.3
     // in NCT.
     {"mma", CanRunMma, PrefersMma, WithInputGrad<LaunchMma, ComputesInputGradMma>},
+    // The reason is the same, where channels do not share filters.
+    {"mma/channels", CanRunMmaChannels, PrefersMmaChannels,
+     WithInputGrad<LaunchMmaChannels, Never>},
     // Latency bounds a small call.
     {"nct/steps", nct::CanRunSteps, PrefersStepsNct, nct::LaunchSteps},
     // Taps meet whole vectors.
@@ -336,7 +409,7 @@ cudaError_t LaunchForward(cudaStream_t stream, const Forward& call) {
   if (const std::string error = RangeError(g); !error.empty()) {
     return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
   }
-  return (IsPacked(call) ? kPackedForward : kForward).Run(stream, call);
+  return (IsPacked(call) ? kPackedForward : kForward).Run(stream, MergeEntries(call));
 }
 
 cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t splits,
@@ -354,7 +427,8 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
   if (const std::string error = RangeError(g); !error.empty()) {
     return jaxops::cuda::Refuse(cudaErrorInvalidValue, "lightweight_conv: " + error);
   }
-  return (IsPacked(call) ? kPackedGradients : kGradients).Run(stream, {call, splits, partials});
+  const Backward merged = MergeEntries(call);
+  return (IsPacked(call) ? kPackedGradients : kGradients).Run(stream, {merged, splits, partials});
 }
 
 }  // namespace jaxops::lightweight_conv::cuda

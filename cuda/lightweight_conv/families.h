@@ -41,6 +41,15 @@ cudaError_t LaunchMmaOfSegments(cudaStream_t stream, const Forward& call, const 
 cudaError_t LaunchMmaOfSegments(cudaStream_t stream, const Gradients& gradients,
                                 const Device& device);
 
+// mma/channels_forward.cu and mma/channels_backward.cu run filters of any length on tensor cores,
+// for 16-bit arrays without dilation. Their launcher of gradients does not compute the input
+// gradient.
+bool CanRunMmaChannels(const Forward& call, const Device& device);
+bool CanRunMmaChannels(const Gradients& gradients, const Device& device);
+cudaError_t LaunchMmaChannels(cudaStream_t stream, const Forward& call, const Device& device);
+cudaError_t LaunchMmaChannels(cudaStream_t stream, const Gradients& gradients,
+                              const Device& device);
+
 // packed.cu runs all filters of calls with segments or states. Its launcher of gradients does not
 // compute the input gradient.
 bool CanRunPacked(const Forward& call, const Device& device);

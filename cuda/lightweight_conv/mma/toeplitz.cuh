@@ -241,9 +241,14 @@ class Toeplitz {
   // tap(k) is tap k of the filter, 0 <= k < taps.
   template <typename Tap>
   __device__ __forceinline__ void Read(int taps, int shift, Tap&& tap) {
-    const auto read = [&](int k) {
+    ReadPadded(shift, [&](int k) {
       return static_cast<unsigned>(k) < static_cast<unsigned>(taps) ? tap(k) : 0.0f;
-    };
+    });
+  }
+
+  // read(k) is tap k of the filter, or zero.
+  template <typename Tap>
+  __device__ __forceinline__ void ReadPadded(int shift, Tap&& read) {
     const int row = Lane::Row() + shift, column = Lane::Column();
     is_finite_ = true;
 #pragma unroll
