@@ -277,7 +277,7 @@ Forward MergeEntries(Forward call) {
 Backward MergeEntries(Backward call) {
   const auto& batch = call.summed;
   if (HasOneTap(call.geometry) && !IsPacked(call) && batch.rank() <= 1 &&
-      (batch.rank() == 0 || batch.stride(0, Backward::kWeight) == 0) &&
+      (call.dx == nullptr || batch.rank() == 0 || batch.stride(0, Backward::kWeight) == 0) &&
       HasRows(batch, Backward::kX, call.geometry) && HasRows(batch, Backward::kG, call.geometry) &&
       (call.dx == nullptr || HasRows(batch, Backward::kDx, call.geometry)) &&
       AsSteps(call.geometry, batch.size())) {
