@@ -364,6 +364,41 @@ void EvaluateValues(const Gather& args) {
   }
 }
 
+// Writes the gradients with respect to the points of a block, of the products of the cotangent and
+// the entries around each point. It is a function of its own, which the instances for all widths
+// share, and overwrites the products.
+template <typename A, int kAxes>
+__attribute__((noinline)) void WritePointGradients(const Gather& args, int64_t first,
+                                                   const Stencils<A, kAxes>& block,
+                                                   A (&products)[kBlock][1 << kAxes]) {
+  constexpr int kCorners = 1 << kAxes;
+  const bool is_linear = args.points.geometry.method == Method::kLinear;
+  const A lost = is_linear ? A(__builtin_nan("")) : A(0);
+  A gradients[kBlock * kAxes];
+  for (int i = 0; i < block.count; ++i) {
+    multilinear::Axis<A> factors[kAxes];
+    for (int a = 0; a < kAxes; ++a) {
+      factors[a] = {block.lower[a][i], block.upper[a][i], block.slope[a][i]};
+    }
+    A gradient[kAxes];
+    if (args.points.order == 0) {
+      multilinear::PlainPointGradient<kAxes>(factors, products[i], gradient);
+    } else {
+      A terms[kCorners];
+      for (int c = 0; c < kCorners; ++c) terms[c] = block.terms[c][i];
+      multilinear::PointGradient<kAxes>(factors, terms, products[i], gradient);
+    }
+    for (int a = 0; a < kAxes; ++a) gradients[i * kAxes + a] = block.lost[i] ? lost : gradient[a];
+  }
+  WithStorage(args.points.point_dtype, args.dpoints, first * kAxes, [&]<typename P>(const P* to) {
+    if constexpr (sizeof(Arithmetic<P>) == sizeof(A)) {
+      StoreRounded(gradients, int64_t{block.count} * kAxes, const_cast<P*>(to));
+    } else {
+      Narrow(gradients, block.count * kAxes, const_cast<P*>(to));
+    }
+  });
+}
+
 template <typename S, int kAxes, int kWidth>
 void EvaluatePointGradients(const Gather& args) {
   using A = Arithmetic<S>;
@@ -375,15 +410,15 @@ void EvaluatePointGradients(const Gather& args) {
   for (int a = 0; a < kAxes; ++a) axes[a] = AxisOf<A>(geometry, a);
   const Grid<S, kAxes> grid(geometry, width);
   const auto* volume = static_cast<const S*>(args.volume);
-  const A lost = geometry.method == Method::kLinear ? A(__builtin_nan("")) : A(0);
   Block block;
   for (int64_t first = 0; first < args.points.count; first += kBlock) {
     Find(args.points, axes, first, block);
     const S* g = static_cast<const S*>(args.points.cotangent) + first * width;
-    A gradients[kBlock * kAxes];
+    A products[kBlock][kCorners];
     for (int i = 0; i < block.count; ++i, g += width) {
       const S* base = volume + block.low[i] * width;
-      A dots[kCorners] = {};
+      A(&dots)[kCorners] = products[i];
+      for (A& dot : dots) dot = 0;
       if constexpr (kWidth > 0) {
         using R = Row<A, kWidth>;
         const auto row = R::Read(g);
@@ -400,29 +435,8 @@ void EvaluatePointGradients(const Gather& args) {
           dots[c] = SumLanes<A>(sum);
         });
       }
-      multilinear::Axis<A> factors[kAxes];
-      for (int a = 0; a < kAxes; ++a) {
-        factors[a] = {block.lower[a][i], block.upper[a][i], block.slope[a][i]};
-      }
-      A gradient[kAxes];
-      if (args.points.order == 0) {
-        multilinear::PlainPointGradient<kAxes>(factors, dots, gradient);
-      } else {
-        A terms[kCorners];
-        for (int c = 0; c < kCorners; ++c) terms[c] = block.terms[c][i];
-        multilinear::PointGradient<kAxes>(factors, terms, dots, gradient);
-      }
-      for (int a = 0; a < kAxes; ++a) {
-        gradients[i * kAxes + a] = block.lost[i] ? lost : gradient[a];
-      }
     }
-    WithStorage(args.points.point_dtype, args.dpoints, first * kAxes, [&]<typename P>(const P* to) {
-      if constexpr (sizeof(Arithmetic<P>) == sizeof(A)) {
-        StoreRounded(gradients, int64_t{block.count} * kAxes, const_cast<P*>(to));
-      } else {
-        Narrow(gradients, block.count * kAxes, const_cast<P*>(to));
-      }
-    });
+    WritePointGradients(args, first, block, products);
   }
 }
 

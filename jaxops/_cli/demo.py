@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from jaxops._cli import char_lm
 
-DEFAULT_STEPS = 1000
+DEFAULT_STEPS = 500
 # Platforms that JAX looks for. The CPU comes second to "cuda": told to look for "cuda" alone, on a
 # machine without a GPU, JAX fails an assertion that says nothing.
 PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu"}
