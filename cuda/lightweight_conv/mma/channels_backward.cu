@@ -105,7 +105,6 @@ __global__ void __launch_bounds__(kChannelThreads, kBlocks == kFewBlocks && !kNc
 
   const uint32_t base = SharedAddress(shared);
   float* const sums = reinterpret_cast<float*>(shared + kStages<kNct> * p.stage_bytes);
-  // A row of products has an even number of floats before it, as their pairs need it.
   float* const own_products =
       sums + p.tile.channels() * p.sums + threadIdx.x / kWarp * kEdge * kProductPitch;
   Products<kKeepsProducts<kNct, kBlocks> ? kBlocks : 0> kept_products;
@@ -277,7 +276,7 @@ struct ChannelPlan {
 
 template <typename T, bool kNct, int kBlocks>
 cudaError_t LaunchKernelGradChannels(cudaStream_t stream, const Gradients& gradients,
-                                     const ChannelPlan& plan) {
+                                     const ChannelPlan& plan, int opt_in_limit) {
   const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   const int mirrored = static_cast<int>(Mirrored(g)), lead = WindowLead(g, Mirrored(g));
@@ -309,7 +308,7 @@ cudaError_t LaunchKernelGradChannels(cudaStream_t stream, const Gradients& gradi
   };
   const cudaError_t error =
       jaxops::cuda::Launch(KernelGradChannels<T, kNct, kBlocks>, plan.grid, kChannelThreads,
-                           plan.shared_bytes, stream, params, static_cast<int>(plan.shared_bytes));
+                           plan.shared_bytes, stream, params, opt_in_limit);
   if (error != cudaSuccess) return error;
   return AddPartialSums(stream, call, {gradients.partials, plan.splits});
 }
@@ -324,18 +323,20 @@ bool CanRunMmaChannels(const Gradients& gradients, const Device& device) {
          plan.grid <= kMaxBlocks;
 }
 
-cudaError_t LaunchMmaChannels(cudaStream_t stream, const Gradients& gradients, const Device&) {
+cudaError_t LaunchMmaChannels(cudaStream_t stream, const Gradients& gradients,
+                              const Device& device) {
   const Backward& call = gradients.call;
   const mma::ChannelPlan plan(gradients);
+  const int limit = device.shared_bytes;
   return DispatchBool(call.geometry.data_format == DataFormat::kNCT, [&](auto is_nct) {
     return DispatchBool(plan.blocks <= mma::kFewBlocks, [&](auto has_few_blocks) {
       constexpr int kBlocks = has_few_blocks.value ? mma::kFewBlocks : mma::kMaxGroupBlocks;
       if (call.dtype == DType::kF16) {
-        return mma::LaunchKernelGradChannels<__half, is_nct.value, kBlocks>(stream, gradients,
-                                                                            plan);
+        return mma::LaunchKernelGradChannels<__half, is_nct.value, kBlocks>(stream, gradients, plan,
+                                                                            limit);
       }
       return mma::LaunchKernelGradChannels<__nv_bfloat16, is_nct.value, kBlocks>(stream, gradients,
-                                                                                 plan);
+                                                                                 plan, limit);
     });
   });
 }

@@ -233,8 +233,8 @@ struct ChannelPlan {
 };
 
 template <typename T, typename W, bool kNct, int kBlocks>
-cudaError_t LaunchForwardChannels(cudaStream_t stream, const Forward& call,
-                                  const ChannelPlan& plan) {
+cudaError_t LaunchForwardChannels(cudaStream_t stream, const Forward& call, const ChannelPlan& plan,
+                                  int opt_in_limit) {
   const Geometry& g = call.geometry;
   const ChannelParams params{
       .call = call,
@@ -255,8 +255,7 @@ cudaError_t LaunchForwardChannels(cudaStream_t stream, const Forward& call,
       .depth = FastDivider(g.channels / g.heads),
   };
   return jaxops::cuda::Launch(ForwardChannels<T, W, kNct, kBlocks>, plan.grid, kChannelThreads,
-                              plan.shared_bytes, stream, params,
-                              static_cast<int>(plan.shared_bytes));
+                              plan.shared_bytes, stream, params, opt_in_limit);
 }
 
 }  // namespace
@@ -272,7 +271,7 @@ bool CanRunMmaChannels(const Forward& call, const Device& device) {
          plan.grid <= kMaxBlocks;
 }
 
-cudaError_t LaunchMmaChannels(cudaStream_t stream, const Forward& call, const Device&) {
+cudaError_t LaunchMmaChannels(cudaStream_t stream, const Forward& call, const Device& device) {
   const mma::ChannelPlan plan(call);
   return DispatchBool(call.geometry.data_format == DataFormat::kNCT, [&](auto is_nct) {
     const auto launch = [&](auto element, auto weight) {
@@ -280,7 +279,8 @@ cudaError_t LaunchMmaChannels(cudaStream_t stream, const Forward& call, const De
       using W = decltype(weight);
       return DispatchBool(plan.has_few_blocks, [&](auto has_few_blocks) {
         constexpr int kBlocks = has_few_blocks.value ? mma::kFewBlocks : mma::kManyBlocks;
-        return mma::LaunchForwardChannels<T, W, is_nct.value, kBlocks>(stream, call, plan);
+        return mma::LaunchForwardChannels<T, W, is_nct.value, kBlocks>(stream, call, plan,
+                                                                       device.shared_bytes);
       });
     };
     if (call.dtype == DType::kF16) return launch(__half{}, __half{});
