@@ -60,23 +60,23 @@ constexpr int64_t kMinMmaTime = 32;
 // Kernels of single channels compute 256 steps at a time: at least three quarters of them are to be
 // steps of a sequence. 192 steps took 29.4 us where other kernels took 31.7, 128 took 43.8
 // and 25.7, for 2^23 elements and 15 taps in bf16 NCT.
-bool HasFullParts(const Geometry& g) {
+bool FillsParts(const Geometry& g) {
   constexpr int64_t kPart = 256;
   return 4 * g.time >= 3 * kPart * CeilDiv(g.time, kPart);
 }
 
-// The kernels of NTC transpose their tiles, for which others have up to 20 taps: 26.2 us for 15
-// taps of (2,4096,1024,1024,K) bf16, and 26.7 for 31; ntc/long took 22 and 37.
+// The kernels of NTC transpose their tiles: 46.3 us for 15 taps of (8,2048,1024) bf16, and 46.2 for
+// 31. ntc/long had taken 44 and 74 before, of which the limit of 20 is an estimate.
 bool PrefersMmaChannels(const Forward& call, const Device&) {
   const Geometry& g = call.geometry;
-  return g.taps > (g.data_format == DataFormat::kNCT ? kShortTaps : 20) && HasFullParts(g);
+  return g.taps > (g.data_format == DataFormat::kNCT ? kShortTaps : 20) && FillsParts(g);
 }
 
-// A block adds up the diagonals of few steps of short sequences: 83.4 us for 192 steps of 31 taps,
-// nct/window 59.9. Others compute both gradients in one pass: 34 us for 15 taps in NCT, these 33.
+// A block adds up diagonals for each tile of a sequence: 83.4 us for 192 steps of 31 taps in NCT,
+// nct/window 59.9, which computes both gradients in one pass. The limits of taps are estimated.
 bool PrefersMmaChannels(const Gradients& gradients, const Device&) {
   const Geometry& g = gradients.call.geometry;
-  return g.taps > (g.data_format == DataFormat::kNCT ? 16 : 32) && g.time >= 512 && HasFullParts(g);
+  return g.taps > (g.data_format == DataFormat::kNCT ? 16 : 32) && g.time >= 512 && FillsParts(g);
 }
 
 // RowVectors is the number of vectors of a row, and of the threads that kernels of longer rows have
@@ -164,8 +164,8 @@ bool PrefersStepsNtc(const Forward& call, const Device&) {
   return g.time <= 8 || call.batch.size() * g.time * g.channels <= int64_t{1} << 19;
 }
 
-// Times are those of an H200; rows without a time were not measured. All families but mma run one
-// data format, and the last row of each format runs every call.
+// Times are those of an H200; rows without a time were not measured. All families but those of mma
+// run one data format, and the last row of each format runs every call.
 constexpr Family<Forward> kForwardFamilies[] = {
     // Neighbouring threads have neighbouring memory, whatever the length of rows, and a thread has
     // several steps of odd rows, too: 574 -> 29.3 us for (4096,512,8,512,4) bf16, 74.5 -> 40.4 for
@@ -174,7 +174,7 @@ constexpr Family<Forward> kForwardFamilies[] = {
     // Multiply-adds bound long filters, but not on tensor cores: 53.9 -> 20.1 us for
     // (8,1024,2048,16,31) bf16 NTC, 61.5 -> 23.8 in NCT.
     {"mma", CanRunMma, PrefersMma, LaunchMma},
-    // The reason is the same, where channels do not share filters.
+    // The reason is the same, where fewer channels share a filter, or filters are longer.
     {"mma/channels", CanRunMmaChannels, PrefersMmaChannels, LaunchMmaChannels},
     // Latency bounds a small call: a thread computes single steps, and all its loads are in flight.
     {"nct/steps", nct::CanRunSteps, PrefersStepsNct, nct::LaunchSteps},
@@ -243,15 +243,15 @@ cudaError_t LaunchHeads(cudaStream_t stream, const Forward& call, const Device&)
   return error != cudaSuccess ? error : LaunchPackedHeads(stream, call);
 }
 
-// HasRows says whether the batch entries of an operand follow each other in memory.
+// CanMergeRows says whether the batch entries of an operand follow each other in memory.
 template <int kOperands>
-bool HasRows(const jaxops::BatchMap<kOperands>& batch, int operand, const Geometry& g) {
+bool CanMergeRows(const jaxops::BatchMap<kOperands>& batch, int operand, const Geometry& g) {
   return batch.rank() == 0 || batch.stride(0, operand) == g.time * g.channels;
 }
 
-// AsSteps makes steps of one sequence of the batch entries of a call, where a filter of one tap has
-// no neighbours: kernels share work over time. It returns whether it has.
-bool AsSteps(Geometry& g, int64_t entries) {
+// MergeIntoSteps makes the batch entries of a call steps of one sequence, and says whether it
+// could. A filter of one tap reads no other step, and kernels share work over time.
+bool MergeIntoSteps(Geometry& g, int64_t entries) {
   constexpr int64_t kMaxTime = (int64_t{1} << 30) - 1;
   if (entries * g.time > kMaxTime) return false;
   g.time *= entries;
@@ -267,8 +267,9 @@ bool HasOneTap(const Geometry& g) {
 Forward MergeEntries(Forward call) {
   const auto& batch = call.batch;
   if (HasOneTap(call.geometry) && !IsPacked(call) && batch.rank() <= 1 && SharesFilters(call) &&
-      HasRows(batch, Forward::kX, call.geometry) && HasRows(batch, Forward::kY, call.geometry) &&
-      AsSteps(call.geometry, batch.size())) {
+      CanMergeRows(batch, Forward::kX, call.geometry) &&
+      CanMergeRows(batch, Forward::kY, call.geometry) &&
+      MergeIntoSteps(call.geometry, batch.size())) {
     call.batch = {};
   }
   return call;
@@ -278,9 +279,10 @@ Backward MergeEntries(Backward call) {
   const auto& batch = call.summed;
   if (HasOneTap(call.geometry) && !IsPacked(call) && batch.rank() <= 1 &&
       (call.dx == nullptr || batch.rank() == 0 || batch.stride(0, Backward::kWeight) == 0) &&
-      HasRows(batch, Backward::kX, call.geometry) && HasRows(batch, Backward::kG, call.geometry) &&
-      (call.dx == nullptr || HasRows(batch, Backward::kDx, call.geometry)) &&
-      AsSteps(call.geometry, batch.size())) {
+      CanMergeRows(batch, Backward::kX, call.geometry) &&
+      CanMergeRows(batch, Backward::kG, call.geometry) &&
+      (call.dx == nullptr || CanMergeRows(batch, Backward::kDx, call.geometry)) &&
+      MergeIntoSteps(call.geometry, batch.size())) {
     call.summed = {};
   }
   return call;
@@ -339,7 +341,7 @@ constexpr Family<Gradients> kGradientFamilies[] = {
     // The reason is that of forward: 178 -> 34.5 us for (8,1024,2048,16,31) bf16 NTC, 172 -> 37.3
     // in NCT.
     {"mma", CanRunMma, PrefersMma, WithInputGrad<LaunchMma, ComputesInputGradMma>},
-    // The reason is the same, where channels do not share filters.
+    // The reason is the same, where fewer channels share a filter, or filters are longer.
     {"mma/channels", CanRunMmaChannels, PrefersMmaChannels,
      WithInputGrad<LaunchMmaChannels, Never>},
     // Latency bounds a small call.

@@ -27,8 +27,8 @@ struct Gradients {
 };
 
 // ComputesInputGrad says whether the kernels that compute the kernel gradient compute the input
-// gradient, too. Families without such a function always do, except ntc/long and nct/dilated, which
-// never do.
+// gradient, too. Families without such a function always do, except mma/channels, ntc/long,
+// nct/dilated and packed, which never do.
 
 // mma/ runs long filters on tensor cores.
 bool CanRunMma(const Forward& call, const Device& device);
@@ -41,9 +41,9 @@ cudaError_t LaunchMmaOfSegments(cudaStream_t stream, const Forward& call, const 
 cudaError_t LaunchMmaOfSegments(cudaStream_t stream, const Gradients& gradients,
                                 const Device& device);
 
-// mma/channels_forward.cu and mma/channels_backward.cu run filters of any length on tensor cores,
-// for 16-bit arrays without dilation. Their launcher of gradients does not compute the input
-// gradient.
+// mma/channels_forward.cu and mma/channels_backward.cu run filters of single channels on tensor
+// cores, for 16-bit arrays without dilation and windows that fit shared memory. Their launcher of
+// gradients does not compute the input gradient.
 bool CanRunMmaChannels(const Forward& call, const Device& device);
 bool CanRunMmaChannels(const Gradients& gradients, const Device& device);
 cudaError_t LaunchMmaChannels(cudaStream_t stream, const Forward& call, const Device& device);

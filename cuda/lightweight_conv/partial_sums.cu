@@ -105,11 +105,11 @@ cudaError_t LaunchAddPartials(cudaStream_t stream, const Backward& call,
   params.weight_dtype = call.weight_dtype;
   params.bias_dtype = call.bias_dtype;
   params.kept = call.kept.size();
-  // Many blocks of few sums each: 131072 for 16 took 240 us, for (2,4096,1024,128,1023) bf16 NCT.
-  constexpr int64_t kFewBlocks = 2048;
+  // A block for each entry costs more than it saves if it has a small part of an entry's threads to
+  // keep busy: 131072 blocks of 16 sums took 240 us for (2,4096,1024,128,1023) bf16 NCT.
   const int64_t sums = params.row * partials.splits;
   const bool deep = params.row >= 8 && sums <= INT32_MAX &&
-                    (sums >= kNtcThreads || g.heads * g.taps <= kFewBlocks);
+                    (sums >= kNtcThreads || g.heads * g.taps <= kNtcThreads * sums);
   const int64_t biases = call.dbias == nullptr ? 0 : CeilDiv(g.channels, kWarp);
   const dim3 grid(static_cast<unsigned>(std::max(deep ? g.heads : CeilDiv(g.heads, kWarp), biases)),
                   static_cast<unsigned>(std::min(kMaxGridBlocks, g.taps + (call.dbias != nullptr))),

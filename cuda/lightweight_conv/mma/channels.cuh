@@ -4,8 +4,8 @@
 // Where 16 channels share a filter, they are the rows of a product (`mma/mma.cuh`). Here 16 rows of
 // 16 steps of one channel are: row r of part p of a tile has the steps from 256 p + 16 r on, and
 // its window continues in the rows after it. In shared memory, the steps of a channel are
-// neighbours in both layouts. "NTC" is transposed on its way to shared memory and back, 8 steps of
-// 8 channels at a time, in registers.
+// neighbours in both layouts. "NTC" is transposed in registers between global and shared memory, 8
+// steps of 8 channels at a time.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_CHANNELS_CUH_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_MMA_CHANNELS_CUH_
 
@@ -266,8 +266,8 @@ __device__ __forceinline__ void WriteChannels(T* array, uint32_t shared, int pit
 
 // --- host ----------------------------------------------------------------------------------------
 
-// HasChannelTiles says whether the kernels of single channels can read the arrays of a call.
-inline bool HasChannelTiles(const Geometry& g, DType dtype) {
+// CanTileChannels says whether the kernels of single channels can read the arrays of a call.
+inline bool CanTileChannels(const Geometry& g, DType dtype) {
   if (g.dilation != 1 || jaxops::cuda::SizeOf(dtype) != 2) return false;
   return (g.data_format == DataFormat::kNCT ? g.time : g.channels) % kOctet == 0;
 }

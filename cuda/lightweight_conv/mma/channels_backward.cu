@@ -19,7 +19,7 @@ namespace {
 // to which one block more contributes.
 constexpr int kGroupBlocks = 8, kMaxGroupBlocks = kGroupBlocks + 1;
 // Filters of up to 49 taps or so have this number of blocks.
-constexpr int kFewBlocks = 4;
+constexpr int kShortBlocks = 4;
 // The rows of products in shared memory are this number of floats apart, so that four neighbouring
 // ones are in different banks.
 constexpr int kProductPitch = kEdge + 8;
@@ -43,7 +43,7 @@ struct ChannelParams {
 // A warp of few blocks in NCT has one channel, and keeps its products in registers. Others add the
 // diagonals of a tile in shared memory.
 template <bool kNct, int kBlocks>
-constexpr bool kKeepsProducts = kNct && kBlocks == kFewBlocks;
+constexpr bool kKeepsProducts = kNct && kBlocks == kShortBlocks;
 
 // Products are the sums of the products of 16 steps (rows) and 16 kBlocks steps of a window.
 template <int kBlocks>
@@ -91,7 +91,7 @@ struct Products {
 };
 
 template <typename T, bool kNct, int kBlocks>
-__global__ void __launch_bounds__(kChannelThreads, kBlocks == kFewBlocks && !kNct ? 3 : 2)
+__global__ void __launch_bounds__(kChannelThreads, kBlocks == kShortBlocks && !kNct ? 3 : 2)
     KernelGradChannels(const __grid_constant__ ChannelParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   uint32_t block = blockIdx.x;
@@ -256,7 +256,7 @@ struct ChannelPlan {
     // One block more, so that the window has the steps of x for dbias.
     const int64_t more = blocks_of_group * kEdge;
     const int64_t all_steps = CeilDiv(g.time, kPartSteps) * kPartSteps;
-    const int64_t max_steps = (is_nct ? 4 : blocks <= kFewBlocks ? 2 : 1) * kPartSteps;
+    const int64_t max_steps = (is_nct ? 4 : blocks <= kShortBlocks ? 2 : 1) * kPartSteps;
     tile = {static_cast<int>(std::min(max_steps, all_steps)), is_nct ? 0 : 2};
     window_steps = tile.steps + more;
     own_pitch = 2 * tile.steps;
@@ -317,7 +317,7 @@ cudaError_t LaunchKernelGradChannels(cudaStream_t stream, const Gradients& gradi
 }  // namespace mma
 
 bool CanRunMmaChannels(const Gradients& gradients, const Device& device) {
-  if (!mma::HasChannelTiles(gradients.call.geometry, gradients.call.dtype)) return false;
+  if (!mma::CanTileChannels(gradients.call.geometry, gradients.call.dtype)) return false;
   const mma::ChannelPlan plan(gradients);
   return plan.shared_bytes <= device.shared_bytes && plan.items <= INT32_MAX &&
          plan.grid <= kMaxBlocks;
@@ -329,8 +329,8 @@ cudaError_t LaunchMmaChannels(cudaStream_t stream, const Gradients& gradients,
   const mma::ChannelPlan plan(gradients);
   const int limit = device.shared_bytes;
   return DispatchBool(call.geometry.data_format == DataFormat::kNCT, [&](auto is_nct) {
-    return DispatchBool(plan.blocks <= mma::kFewBlocks, [&](auto has_few_blocks) {
-      constexpr int kBlocks = has_few_blocks.value ? mma::kFewBlocks : mma::kMaxGroupBlocks;
+    return DispatchBool(plan.blocks <= mma::kShortBlocks, [&](auto is_short) {
+      constexpr int kBlocks = is_short.value ? mma::kShortBlocks : mma::kMaxGroupBlocks;
       if (call.dtype == DType::kF16) {
         return mma::LaunchKernelGradChannels<__half, is_nct.value, kBlocks>(stream, gradients, plan,
                                                                             limit);

@@ -18,18 +18,18 @@ using jaxops::cuda::Activate;
 
 // A tile has up to this number of parts.
 constexpr int kParts = 4;
-// A warp has kFewBlocks blocks of taps in registers, for filters of up to 33 taps or so, or
-// kManyBlocks at a time.
-constexpr int kFewBlocks = 3, kManyBlocks = 9;
+// A warp has kShortBlocks blocks of taps in registers, for filters of up to 33 taps or so, or
+// kLongBlocks at a time.
+constexpr int kShortBlocks = 3, kLongBlocks = 9;
 // A warp multiplies one part after the other by few blocks. Many blocks, which it reads again for
 // each tile, serve all parts.
 template <int kBlocks>
-constexpr int kSumParts = kBlocks == kFewBlocks ? 1 : kParts;
+constexpr int kSumParts = kBlocks == kShortBlocks ? 1 : kParts;
 // A filter in shared memory has this number of zeros before it, which the first block has.
 constexpr int kMargin = 24;
 
 // A multiprocessor of a large GPU has registers for this number of blocks.
-constexpr int ResidentBlocks(int64_t blocks) { return blocks == kFewBlocks ? 4 : 2; }
+constexpr int ResidentBlocks(int64_t blocks) { return blocks == kShortBlocks ? 4 : 2; }
 
 struct ChannelParams {
   Forward call;
@@ -63,7 +63,7 @@ template <typename T, typename W, bool kNct, int kBlocks>
 __global__ void __launch_bounds__(kChannelThreads, ResidentBlocks(kBlocks))
     ForwardChannels(const __grid_constant__ ChannelParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  constexpr bool kIsFew = kBlocks == kFewBlocks;
+  constexpr bool kIsShort = kBlocks == kShortBlocks;
   constexpr int kGroup = kSumParts<kBlocks>;
   uint32_t first_item = blockIdx.x;
   const int first_channel = p.channel_blocks.DivMod(first_item) * p.tile.channels();
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kChannelThreads, ResidentBlocks(kBlocks))
       const W* const taps = filters + c * p.filter_taps + kMargin;
       const auto tap = [&](int k) { return Widen(taps[k]); };
       Toeplitz<T, W, kBlocks> filter;
-      if constexpr (kIsFew) filter.ReadPadded(p.lead, tap);
+      if constexpr (kIsShort) filter.ReadPadded(p.lead, tap);
       float bias = 0;
       if (p.call.bias != nullptr) {
         const int64_t at = p.call.batch.Offset(entry, Forward::kBias) + channel;
@@ -143,10 +143,10 @@ __global__ void __launch_bounds__(kChannelThreads, ResidentBlocks(kBlocks))
         Sums sums[kGroup];
 #pragma unroll 1
         for (int first = 0; first < p.blocks; first += kBlocks) {
-          if constexpr (!kIsFew) filter.ReadPadded(p.lead - first * kEdge, tap);
+          if constexpr (!kIsShort) filter.ReadPadded(p.lead - first * kEdge, tap);
 #pragma unroll
           for (int j = 0; j < kBlocks; ++j) {
-            if (!kIsFew && first + j >= p.blocks) break;
+            if (!kIsShort && first + j >= p.blocks) break;
 #pragma unroll
             for (int part = 0; part < kGroup; ++part) {
               if (from + part >= p.tile.parts()) break;
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kChannelThreads, ResidentBlocks(kBlocks))
 
 struct ChannelPlan {
   int64_t blocks;  // of 16 taps
-  bool has_few_blocks;
+  bool is_short;
   ChannelTile tile;
   int64_t window_steps, pitch, filter_taps, shared_bytes, tiles, channel_blocks, items;
   int64_t grid;
@@ -206,15 +206,15 @@ struct ChannelPlan {
     const Geometry& g = call.geometry;
     const bool is_nct = g.data_format == DataFormat::kNCT;
     blocks = CountTapBlocks(g, g.padding);
-    has_few_blocks = blocks <= kFewBlocks;
-    if (has_few_blocks) blocks = kFewBlocks;
-    const int64_t many = has_few_blocks ? kFewBlocks : kManyBlocks;
+    is_short = blocks <= kShortBlocks;
+    if (is_short) blocks = kShortBlocks;
+    const int64_t many = is_short ? kShortBlocks : kLongBlocks;
     const int64_t more = (blocks - 1) * kEdge;  // steps of a window than of its tile
     // Windows of few taps and 32 channels of NTC have half of the parts, for more blocks at a time.
-    const int64_t max_parts = !is_nct && (has_few_blocks || more > 512) ? kParts / 2 : kParts;
+    const int64_t max_parts = !is_nct && (is_short || more > 512) ? kParts / 2 : kParts;
     filter_taps = kMargin + CeilDiv(blocks, many) * many * kEdge + kEdge;
     const int64_t steps = std::min(max_parts, CeilDiv(g.time, kPartSteps)) * kPartSteps;
-    // A row of channels in NTC is 64 bytes, or 32 if so many windows do not fit.
+    // A row of channels in NTC is 64 bytes, or 32 if their windows would not fit.
     for (int octet_bits : {is_nct ? 0 : 2, 1}) {
       tile = {static_cast<int>(steps), octet_bits};
       window_steps = steps + more;
@@ -262,7 +262,7 @@ cudaError_t LaunchForwardChannels(cudaStream_t stream, const Forward& call, cons
 }  // namespace mma
 
 bool CanRunMmaChannels(const Forward& call, const Device& device) {
-  if (call.state != nullptr || !mma::HasChannelTiles(call.geometry, call.dtype) ||
+  if (call.state != nullptr || !mma::CanTileChannels(call.geometry, call.dtype) ||
       !HasMatrix(call.dtype, call.weight_dtype)) {
     return false;
   }
@@ -277,8 +277,8 @@ cudaError_t LaunchMmaChannels(cudaStream_t stream, const Forward& call, const De
     const auto launch = [&](auto element, auto weight) {
       using T = decltype(element);
       using W = decltype(weight);
-      return DispatchBool(plan.has_few_blocks, [&](auto has_few_blocks) {
-        constexpr int kBlocks = has_few_blocks.value ? mma::kFewBlocks : mma::kManyBlocks;
+      return DispatchBool(plan.is_short, [&](auto is_short) {
+        constexpr int kBlocks = is_short.value ? mma::kShortBlocks : mma::kLongBlocks;
         return mma::LaunchForwardChannels<T, W, is_nct.value, kBlocks>(stream, call, plan,
                                                                        device.shared_bytes);
       });
