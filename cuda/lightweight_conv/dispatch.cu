@@ -165,7 +165,7 @@ bool PrefersStepsNtc(const Forward& call, const Device&) {
 }
 
 // Times are those of an H200; rows without a time were not measured. All families but those of mma
-// run one data format, and the last row of each format runs every call.
+// compute one data format, and the last row of each format computes every call.
 constexpr Family<Forward> kForwardFamilies[] = {
     // Neighbouring threads have neighbouring memory, whatever the length of rows, and a thread has
     // several steps of odd rows, too: 574 -> 29.3 us for (4096,512,8,512,4) bf16, 74.5 -> 40.4 for
@@ -250,7 +250,9 @@ bool CanMergeRows(const jaxops::BatchMap<kOperands>& batch, int operand, const G
 }
 
 // MergeIntoSteps makes the batch entries of a call steps of one sequence, and says whether it
-// could. A filter of one tap reads no other step, and kernels share work over time.
+// could. A filter of one tap reads no other step, and kernels share work over time: without that,
+// values of (8192,1,1024) took 58 us in NCT and 162 in NTC, XLA's 11 and 17. With it, no GPU has
+// timed them.
 bool MergeIntoSteps(Geometry& g, int64_t entries) {
   constexpr int64_t kMaxTime = (int64_t{1} << 30) - 1;
   if (entries * g.time > kMaxTime) return false;
