@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Verifies jaxops on this machine, which needs no network: build, all tests, random calls, check, and
-# where there is a GPU compute-sanitizer and the benchmark. All stages run even where one fails; a table
-# at the end says how each went.
+# Verifies jaxops on this machine: build, all tests, random calls, check, the CPU kernels under sanitizers,
+# and where there is a GPU compute-sanitizer and the benchmark. All stages run even where one fails; a
+# table at the end says how each went. Only sanitize_cpu needs a network, or pip's cache: its builds are
+# isolated.
 #
 #   scripts/verify.sh                       # without a GPU
 #   scripts/verify.sh BENCHMARK.json        # with one; the benchmark's results are kept in the file
-#   STAGES="build test" scripts/verify.sh   # some of: build test random check sanitize bench
+#   STAGES="build test" scripts/verify.sh   # some of: build test random check sanitize_cpu sanitize bench
 #
 # CASES is the number of random calls of each operator, 400 by default; with 5300 they are 100,000.
+# sanitize_cpu makes 25 times as many calls of the kernels, and a 20th as many from Python.
 # CHOICE, by default the date, decides which.
 #
 # python3 must already have JAX, with CUDA support where there is a GPU, the packages of jaxops[test],
@@ -15,7 +17,7 @@
 # where there is a GPU). PYTHON names another Python.
 set -uo pipefail
 
-known="build test random check sanitize bench"
+known="build test random check sanitize_cpu sanitize bench"
 stages=${STAGES:-$known}
 tools=(memcheck racecheck synccheck initcheck)
 
@@ -102,6 +104,12 @@ if selected random; then
 fi
 if selected check; then
   stage check "$python" -m jaxops check --platform "${platforms##*,}"
+fi
+if selected sanitize_cpu; then
+  builds=$(mktemp -d)
+  stage sanitize_cpu scripts/sanitize.sh "$builds" "$python" $((25 * ${CASES:-400})) \
+    $((${CASES:-400} / 20)) "$choice"
+  rm -rf "$builds"
 fi
 if selected_on_gpu sanitize; then
   for tool in "${tools[@]}"; do

@@ -211,6 +211,8 @@ def _conv(draw, rank):
     spec = _make(
         conv.make_spec,
         fans=fans,
+        groups=draw(st.sampled_from([1, 2, 3, 8])),
+        channels_first=draw(_FLAGS),
         large={},
         bias=draw(_FLAGS),
         activation=draw(_ACTIVATIONS),
@@ -342,7 +344,7 @@ def _map_coordinates(draw):
     spec = _make(
         map_coordinates.make_spec,
         sizes=tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))),
-        order=draw(st.sampled_from([1, 3])),
+        order=draw(st.sampled_from([0, 1, 3])),
         mode=draw(st.sampled_from(["constant", "nearest", "wrap", "mirror", "reflect"])),
         cval=0.5,
     )

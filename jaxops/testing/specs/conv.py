@@ -183,39 +183,67 @@ def make_spec(
     activation=None,
     ins=(5, 4),
     taps=(3, 2),
+    groups=None,
+    channels_first=False,
     bad_inputs=_BAD_INPUTS,
 ):
-    """`fans` are the channels of a group, input and output; there are three groups of one each."""
+    """`fans` are the channels of a group, input and output; by default three groups have one each."""
     rank = len(ins)
     convolve = getattr(jaxops, f"conv{rank}d")
+    space = "DHW"[3 - rank :]
+    images, kernels = f"N{space}C", f"{space}IO"
+    if channels_first:
+        images, kernels = f"NC{space}", f"OI{space}"
     outs = tuple(
         (n + lo + hi - (k - 1) * d - 1) // s + 1
         for n, k, s, lo, hi, d in zip(ins, taps, strides, low, high, dilation, strict=True)
     )
     depthwise = fans == (1, 1)
+    groups = groups or (3 if depthwise else 1)
+    channel, fan_in_axis, output = (1, 1, 0) if channels_first else (-1, -2, -1)
 
-    def arguments(rng, dtype, rows=2, fan_in=fans[0], fan_out=fans[1], groups=None):
-        groups = groups or (3 if depthwise else 1)
-        shapes = [(rows, *ins, groups * fan_in), (*taps, fan_in, groups * fan_out)]
-        shapes += [(groups * fan_out,)] if bias else []
+    def arguments(rng, dtype, rows=2, fan_in=fans[0], fan_out=fans[1], groups=groups):
+        channels, outputs = groups * fan_in, groups * fan_out
+        if channels_first:
+            shapes = [(rows, channels, *ins), (outputs, fan_in, *taps)]
+        else:
+            shapes = [(rows, *ins, channels), (*taps, fan_in, outputs)]
+        shapes += [(outputs,)] if bias else []
         return tuple(normal(rng, shape, dtype) for shape in shapes)
 
-    def options(x):
-        groups = x.shape[-1] if depthwise else 1
-        return {"strides": strides, "dilation": dilation, "groups": groups}
+    def options(x, kernel):
+        fan_in = kernel.shape[fan_in_axis]
+        found = x.shape[channel] // fan_in if fan_in else groups
+        return {"strides": strides, "dilation": dilation, "groups": found}
 
     def function(x, kernel, bias=None):
-        finish = {"bias": bias, "activation": activation}
-        padding = tuple(zip(low, high, strict=True))
-        return convolve(x, kernel, padding=padding, precision="highest", **finish, **options(x))
+        return convolve(
+            x,
+            kernel,
+            padding=tuple(zip(low, high, strict=True)),
+            precision="highest",
+            dimension_numbers=(images, kernels, images),
+            bias=bias,
+            activation=activation,
+            **options(x, kernel),
+        )
 
     def compute_reference(x, kernel, bias=None):
-        finish = {"bias": bias, "activation": activation}
-        return reference.conv(x, kernel, outs=outs, low=low, **finish, **options(x))
+        finish = {"outs": outs, "low": low, "bias": bias, "activation": activation}
+        finish |= options(x, kernel)
+        if not channels_first:
+            return reference.conv(x, kernel, **finish)
+        y = reference.conv(
+            jnp.moveaxis(x, 1, -1), jnp.moveaxis(kernel, (1, 0), (-2, -1)), **finish
+        )
+        return jnp.moveaxis(y, -1, 1)
+
+    def terms_of_sum(kernel):
+        return math.prod(taps) * kernel.shape[fan_in_axis]
 
     def terms(x, kernel, *_):
         images = x.shape[0] * math.prod(outs)
-        return max(images, math.prod(kernel.shape[:-1]), math.prod(taps) * kernel.shape[-1])
+        return max(images, terms_of_sum(kernel), math.prod(taps) * kernel.shape[output])
 
     def reach(index, x, kernel):
         """The zeros around the cotangent are multiplied by every tap of their channel."""
@@ -237,7 +265,7 @@ def make_spec(
         differentiable=(0, 1, 2) if bias else (0, 1),
         calls=functools.partial(calls, passes=1),
         vjp_calls=functools.partial(calls, passes=3),
-        value_terms=lambda x, kernel, *_: math.prod(kernel.shape[:-1]) + bias,
+        value_terms=lambda x, kernel, *_: terms_of_sum(kernel) + bias,
         vjp_terms=lambda *arguments: 4 * terms(*arguments),
         vjp_roundings=1,
         placements=tuple(_placements(rank, depthwise=depthwise, bias=bias)),

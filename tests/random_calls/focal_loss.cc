@@ -1,0 +1,108 @@
+#include "cpu/focal_loss.h"
+
+#include "tests/random_calls/calls.h"
+
+namespace jaxops::random_calls {
+namespace {
+
+using focal_loss::Power;
+using focal_loss::Sigmoid;
+using focal_loss::Softmax;
+
+Power AnyPower(Random& random) {
+  return random.Pick({Power::kAny, Power::kZero, Power::kHalf, Power::kOne, Power::kTwo});
+}
+
+// The results of the handlers.
+struct Wanted {
+  bool loss, gradient, sum;
+};
+
+Wanted AnyResults(Random& random) {
+  return random.Pick<Wanted>(
+      {{true, false, false}, {false, true, false}, {false, false, true}, {false, true, true}});
+}
+
+Call MakeSigmoid(Random& random, Arrays& arrays) {
+  Sigmoid call = {};
+  const Batch<Sigmoid::kOperands> batch(random, {Sigmoid::kElements, Sigmoid::kSum});
+  const auto count = [&](Sigmoid::Operand operand, int64_t elements) {
+    return batch.Entries(operand) * elements;
+  };
+  call.classes = random.Size();
+  call.rows = random.OneIn(kLargeCalls) ? LargeCount(random, 27 * call.classes) : random.Size();
+  call.dtype = random.Float();
+  call.power = AnyPower(random);
+  call.soft = random.OneIn(2);
+  const DType arithmetic = ArithmeticOf(call.dtype);
+  call.label_dtype = random.Pick({call.dtype, arithmetic});
+  call.has_ignored = !call.soft && random.OneIn(2);
+  call.ignored = static_cast<int32_t>(random.Between(-1, 2));
+  const int64_t size = call.rows * call.classes;
+  call.logits = arrays.Floats(count(Sigmoid::kLogits, size), call.dtype);
+  if (call.soft) {
+    call.labels = arrays.Floats(count(Sigmoid::kLabels, size), call.label_dtype);
+  } else {
+    call.labels = arrays.Integers(count(Sigmoid::kLabels, call.rows), 0, call.classes);
+  }
+  const int64_t lists = batch.Entries(Sigmoid::kClassIds);
+  int32_t* const ids = arrays.Integers(lists * call.classes, 0, 0, false);
+  for (int64_t i = 0; i < lists; ++i) {
+    const auto first = static_cast<int32_t>(focal_loss::kFirstClassId + random.Between(0, 100));
+    for (int64_t c = 0; c < call.classes; ++c) {
+      ids[i * call.classes + c] = first + static_cast<int32_t>(c);
+    }
+  }
+  call.class_ids = ids;
+  call.scale = arrays.Floats(count(Sigmoid::kScale, 1), arithmetic);
+  call.parameters = arrays.Floats(count(Sigmoid::kParameters, 3), arithmetic);
+  if (random.OneIn(2)) {
+    call.weight = arrays.Floats(count(Sigmoid::kWeight, call.rows), arithmetic);
+  }
+  const Wanted wanted = AnyResults(random);
+  if (wanted.loss) call.loss = arrays.Result(batch.size() * size, call.dtype);
+  if (wanted.gradient) call.gradient = arrays.Result(batch.size() * size, call.dtype);
+  if (wanted.sum) call.sum = arrays.Result(batch.size(), arithmetic);
+  call.batch =
+      batch.Map({size, call.soft ? size : call.rows, call.classes, 1, 3, call.rows, size, 1});
+  return [call](const cpu::ParallelFor& run) { focal_loss::cpu::RunSigmoid(call, run); };
+}
+
+Call MakeSoftmax(Random& random, Arrays& arrays) {
+  Softmax call = {};
+  const Batch<Softmax::kOperands> batch(random, {Softmax::kResult, Softmax::kSum});
+  const auto count = [&](Softmax::Operand operand, int64_t elements) {
+    return batch.Entries(operand) * elements;
+  };
+  call.classes = random.Size();
+  call.rows = random.OneIn(kLargeCalls) ? LargeCount(random, 27 * call.classes) : random.Size();
+  call.dtype = random.Float();
+  call.power = AnyPower(random);
+  const DType arithmetic = ArithmeticOf(call.dtype);
+  const int64_t size = call.rows * call.classes;
+  const Wanted wanted = AnyResults(random);
+  call.logits = arrays.Floats(count(Softmax::kLogits, size), call.dtype);
+  call.labels = arrays.Integers(count(Softmax::kLabels, call.rows), 0, call.classes);
+  call.gamma = arrays.Floats(count(Softmax::kGamma, 1), arithmetic);
+  if (!wanted.loss || random.OneIn(2)) {
+    call.scale = arrays.Floats(count(Softmax::kScale, 1), arithmetic);
+  }
+  if (random.OneIn(2)) {
+    call.weight = arrays.Floats(count(Softmax::kWeight, call.rows), arithmetic);
+  }
+  if (wanted.loss) call.loss = arrays.Result(batch.size() * call.rows, arithmetic);
+  if (wanted.gradient) call.gradient = arrays.Result(batch.size() * size, call.dtype);
+  if (wanted.sum) call.sum = arrays.Result(batch.size(), arithmetic);
+  call.batch = batch.Map({size, call.rows, 1, 1, call.rows, wanted.loss ? call.rows : size, 1});
+  return [call](const cpu::ParallelFor& run) { focal_loss::cpu::RunSoftmax(call, run); };
+}
+
+Call Make(Random& random, Arrays& arrays) {
+  return (random.OneIn(2) ? MakeSigmoid : MakeSoftmax)(random, arrays);
+}
+
+const Registration kRegistration("focal_loss", Make);
+
+}  // namespace
+
+}  // namespace jaxops::random_calls
