@@ -8,7 +8,6 @@
 //   slope(x) = sigmoid(x)^gamma (gamma sigmoid(-x) softplus(x) + sigmoid(x))
 // Both are sums of positive terms: computed from exp(-|x|), they are exact to a few roundings for
 // every x.
-// every x.
 #ifndef JAXOPS_COMMON_FOCAL_LOSS_H_
 #define JAXOPS_COMMON_FOCAL_LOSS_H_
 

@@ -36,3 +36,11 @@ def test_program(name, tmp_path):
 
 def test_every_program_is_run():
     assert {file.stem for file in (ROOT / "tests" / "cpp").glob("*.cc")} == set(SANITIZERS)
+
+
+def test_every_operator_of_the_cpu_has_random_calls():
+    """Those of `random_calls`, which `scripts/sanitize.sh` makes."""
+    operators = {f.stem for f in (ROOT / "cpu").glob("*.cc") if not f.stem.endswith("_kernels")}
+    made = {f.stem for f in (ROOT / "tests" / "random_calls").glob("*.cc")}
+    assert made - operators == {"calls", "main"}
+    assert operators <= made

@@ -187,7 +187,7 @@ def make_spec(
     channels_first=False,
     bad_inputs=_BAD_INPUTS,
 ):
-    """`fans` are the channels of a group, input and output; by default three groups have one each."""
+    """`fans` are the channels of a group, input and output; three groups by default if one each."""
     rank = len(ins)
     convolve = getattr(jaxops, f"conv{rank}d")
     space = "DHW"[3 - rank :]
@@ -233,9 +233,7 @@ def make_spec(
         finish |= options(x, kernel)
         if not channels_first:
             return reference.conv(x, kernel, **finish)
-        y = reference.conv(
-            jnp.moveaxis(x, 1, -1), jnp.moveaxis(kernel, (1, 0), (-2, -1)), **finish
-        )
+        y = reference.conv(jnp.moveaxis(x, 1, -1), jnp.moveaxis(kernel, (1, 0), (-2, -1)), **finish)
         return jnp.moveaxis(y, -1, 1)
 
     def terms_of_sum(kernel):
