@@ -1,5 +1,5 @@
-# Writes what is compiled into the modules, with versions and licences, as CycloneDX, and installs it with
-# the licences of what is redistributed, where PEP 770 and PEP 639 say.
+# Writes what is compiled into the modules, with versions and licences, as CycloneDX, and installs it where
+# PEP 770 says, and where PEP 639 says the licences that ask to be passed on: Apache-2.0 is jaxops' own.
 
 set(components "")
 
@@ -25,9 +25,20 @@ jaxops_component(jaxlib ${JAXLIB_VERSION} Apache-2.0
 if(NOT JAXOPS_CPU_ONLY)
   jaxops_component("CUDA Runtime" ${JAXOPS_NVCC_VERSION} LicenseRef-NVIDIA-CUDA-Toolkit-EULA
     "pkg:generic/cuda-runtime@${JAXOPS_NVCC_VERSION}" "libcudart_static of the CUDA toolkit")
-  jaxops_component(CCCL ${JAXOPS_NVCC_VERSION}
+  find_file(cub_version_header cub/version.cuh NO_DEFAULT_PATH REQUIRED
+    PATHS ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  file(STRINGS "${cub_version_header}" cub_version REGEX "define CUB_VERSION [0-9]+")
+  string(REGEX MATCH "[0-9]+" cub_version "${cub_version}")
+  math(EXPR major "${cub_version} / 100000")
+  math(EXPR minor "${cub_version} / 100 % 1000")
+  math(EXPR patch "${cub_version} % 100")
+  jaxops_component(CCCL ${major}.${minor}.${patch}
     "Apache-2.0 WITH LLVM-exception AND BSD-3-Clause AND BSL-1.0"
-    "pkg:generic/cccl@${JAXOPS_NVCC_VERSION}" "CUB and libcu++, as the CUDA toolkit has them")
+    "pkg:github/NVIDIA/cccl@v${major}.${minor}.${patch}" "CUB and libcu++, of the CUDA toolkit")
+endif()
+if("$ENV{JAXOPS_WHEEL_LIBRARIES}" STREQUAL "debian11")
+  jaxops_component("libstdc++" 10.2 "GPL-3.0-or-later WITH GCC-exception-3.1"
+    "pkg:deb/debian/libstdc++-10-dev@10.2" "the C++ library, linked statically")
 endif()
 list(JOIN components ",\n    " components)
 
@@ -61,10 +72,21 @@ file(CONFIGURE OUTPUT jaxops.cdx.json @ONLY CONTENT [[{
 
 if(SKBUILD)
   install(FILES "${PROJECT_BINARY_DIR}/jaxops.cdx.json" DESTINATION "${SKBUILD_METADATA_DIR}/sboms")
-  file(GLOB nanobind_licences
-    "${nanobind_cmake_dir}/../../nanobind-${nanobind_version}.dist-info/licenses")
-  if(nanobind_licences)
-    install(DIRECTORY "${nanobind_licences}/"
-      DESTINATION "${SKBUILD_METADATA_DIR}/licenses/nanobind")
+  set(licences "${SKBUILD_METADATA_DIR}/licenses")
+  file(GLOB nanobind_licence
+    "${nanobind_cmake_dir}/../../nanobind-${nanobind_version}.dist-info/licenses/LICENSE")
+  file(GLOB robin_map "${nanobind_copy}/ext/robin_map/include/tsl/robin_map.h")
+  if(nanobind_licence AND robin_map)
+    configure_file("${nanobind_licence}" nanobind/LICENSE COPYONLY)
+    # robin-map has its licence in the first comment of its header.
+    file(READ "${robin_map}" text LIMIT 4000)
+    string(FIND "${text}" "*/" end)
+    string(SUBSTRING "${text}" 0 ${end} text)
+    file(CONFIGURE OUTPUT robin_map/LICENSE CONTENT "${text}*/\n" @ONLY)
+    install(FILES "${PROJECT_BINARY_DIR}/nanobind/LICENSE" DESTINATION "${licences}/nanobind")
+    install(FILES "${PROJECT_BINARY_DIR}/robin_map/LICENSE" DESTINATION "${licences}/robin_map")
+  else()
+    message(WARNING "jaxops: nanobind ${nanobind_version} has no licences where they are looked for; "
+      "a wheel that is passed on must have them")
   endif()
 endif()

@@ -340,17 +340,21 @@ JAXOPS_ALWAYS_INLINE V Log1p(V x) {
   return TwiceAtanh<V>(x / (x + A(2)));
 }
 
-// log(x) for x > 0 that is not subnormal, as exact + rest: `exact` is a multiple of the high part
-// of log(2) and has no rounding error.
+// log(|x|) for x that is not subnormal, as exact + rest: `exact` is a multiple of the high part of
+// log(2) and has no rounding error.
 template <typename V>
 JAXOPS_ALWAYS_INLINE void LogInParts(V x, V& exact, V& rest) {
   using A = decltype(x[0] + 0);
   using T = Simd<A>;
   using Int = typename T::Int;
-  // x = fraction * 2^power with a fraction between 3/4 and 3/2.
+  // |x| = fraction * 2^power with a fraction between 3/4 and 3/2. With a sign, which targets
+  // outside of [0, 1] can give x, the difference of integers would overflow.
+  constexpr auto kMagnitude =
+      static_cast<decltype(Int{}[0] + 0)>((uint64_t{1} << (8 * sizeof(A) - 1)) - 1);
+  const Int bits = BitCast<Int>(x) & kMagnitude;
   const Int three_quarters = BitCast<Int>(V{} + A(0.75));
-  const Int power = (BitCast<Int>(x) - three_quarters) >> T::kMantissaBits;
-  const V fraction = BitCast<V>(BitCast<Int>(x) - (power << T::kMantissaBits));
+  const Int power = (bits - three_quarters) >> T::kMantissaBits;
+  const V fraction = BitCast<V>(bits - (power << T::kMantissaBits));
   const V exponent = __builtin_convertvector(power, V);
   const V log = TwiceAtanh<V>((fraction - A(1)) / (fraction + A(1)));
   exact = exponent * T::kLog2High;

@@ -26,7 +26,7 @@ libraries=${JAXOPS_WHEEL_LIBRARIES:-debian11}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export JAXOPS_CPU_ISAS=all JAXOPS_CUDA=${JAXOPS_CUDA:-on}
+export JAXOPS_CPU_ISAS=all JAXOPS_CUDA=${JAXOPS_CUDA:-on} JAXOPS_WHEEL_LIBRARIES=$libraries
 export JAXOPS_CUDA_ARCHS=${JAXOPS_CUDA_ARCHS-80;86;89;90a;100;120;120-virtual}
 
 # Unpacks the packages of Debian 11 that have its C and C++ libraries into $work/root.

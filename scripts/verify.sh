@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Verifies jaxops on this machine: build, all tests, random calls, check, the CPU kernels under sanitizers,
-# and where there is a GPU compute-sanitizer and the benchmark. All stages run even where one fails; a
-# table at the end says how each went. Only sanitize_cpu needs a network, or pip's cache: its builds are
-# isolated.
+# Verifies jaxops on this machine, which needs no network: build, all tests, random calls, check, the CPU
+# kernels under sanitizers, and where there is a GPU compute-sanitizer and the benchmark. All stages run
+# even where one fails; a table at the end says how each went.
 #
 #   scripts/verify.sh                       # without a GPU
 #   scripts/verify.sh BENCHMARK.json        # with one; the benchmark's results are kept in the file
 #   STAGES="build test" scripts/verify.sh   # some of: build test random check sanitize_cpu sanitize bench
 #
 # CASES is the number of random calls of each operator, 400 by default; with 5300 they are 100,000.
-# sanitize_cpu makes 25 times as many calls of the kernels, and a 20th as many from Python.
+# sanitize_cpu makes 25 times as many calls of the kernels with each of its builds, and a 20th as many
+# from Python.
 # CHOICE, by default the date, decides which.
 #
 # python3 must already have JAX, with CUDA support where there is a GPU, the packages of jaxops[test],
@@ -108,7 +108,7 @@ fi
 if selected sanitize_cpu; then
   builds=$(mktemp -d)
   stage sanitize_cpu scripts/sanitize.sh "$builds" "$python" $((25 * ${CASES:-400})) \
-    $((${CASES:-400} / 20)) "$choice"
+    $(((${CASES:-400} + 19) / 20)) "$choice"
   rm -rf "$builds"
 fi
 if selected_on_gpu sanitize; then

@@ -55,6 +55,32 @@ def test_hosted_ci_runs_every_section_once(sections):
     assert sorted(named.split()) == sorted(sections)
 
 
+def locked(name):
+    """The versions of a file that `.ci/lock` writes, each with a hash."""
+    lines = (RUN.parent / name).read_text().splitlines()
+    found = [re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    assert all(found)
+    return {match[1].lower().replace("_", "-"): match[2] for match in found}
+
+
+def test_locks_have_what_is_installed():
+    (oldest,) = re.findall(r"^OLDEST_JAX=(.+)$", RUN.read_text(), re.MULTILINE)
+    (pre_commit,) = re.findall(r"^PRE_COMMIT=(.+)$", RUN.read_text(), re.MULTILINE)
+    packages = locked("oldest.txt")
+    assert packages["jax"] == packages["jaxlib"] == oldest
+    assert locked("lint.txt")["pre-commit"] == pre_commit
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    wanted += [
+        line
+        for name in ("test", "examples", "bench", "distributed", "flax")
+        for line in extras[name]
+    ]
+    names = {re.match(r"[\w-]+", line)[0].lower() for line in wanted} - {"jaxops"}
+    assert names <= set(packages)
+
+
 def test_the_oldest_jax_is_the_same_everywhere():
     (oldest,) = re.findall(r"^OLDEST_JAX=(.+)$", RUN.read_text(), re.MULTILINE)
     assert compat.TESTED_JAX[0] == oldest

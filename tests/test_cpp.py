@@ -39,7 +39,7 @@ def test_every_program_is_run():
 
 
 def test_every_operator_of_the_cpu_has_random_calls():
-    """Those of `random_calls`, which `scripts/sanitize.sh` makes."""
+    """`scripts/sanitize.sh` makes the calls of `random_calls`."""
     operators = {f.stem for f in (ROOT / "cpu").glob("*.cc") if not f.stem.endswith("_kernels")}
     made = {f.stem for f in (ROOT / "tests" / "random_calls").glob("*.cc")}
     assert made - operators == {"calls", "main"}

@@ -7,20 +7,20 @@ namespace jaxops::random_calls {
 namespace {
 
 // The bits of a number: ordinary ones are of about -4 to 4.
-uint64_t FloatBits(Random& random, DType dtype, bool hostile) {
+uint64_t FloatBits(Random& random, DType dtype, bool is_special) {
   const int exponent_bits = dtype == DType::kF64 ? 11 : dtype == DType::kF16 ? 5 : 8;
   const int mantissa_bits = static_cast<int>(8 * SizeOf(dtype)) - 1 - exponent_bits;
-  const uint64_t most = (uint64_t{1} << exponent_bits) - 1;
+  const uint64_t max = (uint64_t{1} << exponent_bits) - 1;
   const uint64_t sign = random.Below(2);
-  uint64_t exponent = most / 2 + random.Between(-3, 1);
+  uint64_t exponent = max / 2 + random.Between(-3, 1);
   uint64_t mantissa = random.Bits() & ((uint64_t{1} << mantissa_bits) - 1);
-  if (hostile) {
+  if (is_special) {
     switch (random.Below(8)) {
       case 0:
-        exponent = most, mantissa = 0;
+        exponent = max, mantissa = 0;
         break;  // infinity
       case 1:
-        exponent = most, mantissa |= 1;
+        exponent = max, mantissa |= 1;
         break;  // NaN
       case 2:
         exponent = 0;
@@ -29,7 +29,7 @@ uint64_t FloatBits(Random& random, DType dtype, bool hostile) {
         exponent = mantissa = 0;
         break;  // zero
       case 4:
-        exponent = most - 1;
+        exponent = max - 1;
         break;  // huge
       default:
         break;
@@ -38,9 +38,9 @@ uint64_t FloatBits(Random& random, DType dtype, bool hostile) {
   return (sign << exponent_bits | exponent) << mantissa_bits | mantissa;
 }
 
-void FillFloats(Random& random, char* data, int64_t count, DType dtype, bool hostile) {
+void FillFloats(Random& random, char* data, int64_t count, DType dtype, bool has_special) {
   for (int64_t i = 0; i < count; ++i) {
-    const uint64_t bits = FloatBits(random, dtype, hostile && random.OneIn(3));
+    const uint64_t bits = FloatBits(random, dtype, has_special && random.OneIn(3));
     std::memcpy(data + i * SizeOf(dtype), &bits, SizeOf(dtype));  // of a little-endian machine
   }
 }
@@ -59,6 +59,9 @@ Registration::Registration(const char* name, MakeCall make) : name(name), make(m
 const std::vector<Registration>& Registered() { return AllRegistered(); }
 
 Arrays::Array& Arrays::New(int64_t count, int64_t item) {
+  constexpr int64_t kMaxBytes = int64_t{1} << 28;
+  if (count > (kMaxBytes - static_cast<int64_t>(bytes_)) / item) throw TooLarge();
+  bytes_ += count * item;
   // Some arrays begin where memory does, others are only as aligned as their elements.
   const size_t offset = random_.OneIn(2) ? 0 : item * random_.Below(16);
   const size_t bytes = count * item;
@@ -73,13 +76,13 @@ void* Arrays::Floats(int64_t count, DType dtype) {
   return array.data;
 }
 
-int32_t* Arrays::Integers(int64_t count, int64_t least, int64_t most, bool hostile) {
+int32_t* Arrays::Integers(int64_t count, int64_t min, int64_t max, bool has_any) {
   auto* data = reinterpret_cast<int32_t*>(New(count, sizeof(int32_t)).data);
   constexpr auto kFar = std::numeric_limits<int32_t>();
   for (int64_t i = 0; i < count; ++i) {
-    data[i] = static_cast<int32_t>(random_.Between(least, most));
-    if (hostile && random_.OneIn(6)) {
-      data[i] = random_.Pick({kFar.min(), kFar.max(), -1, static_cast<int32_t>(most) + 1,
+    data[i] = static_cast<int32_t>(random_.Between(min, max));
+    if (has_any && random_.OneIn(6)) {
+      data[i] = random_.Pick({kFar.min(), kFar.max(), -1, static_cast<int32_t>(max) + 1,
                               static_cast<int32_t>(random_.Bits())});
     }
   }

@@ -41,10 +41,10 @@ class Random {
     return choices.begin()[Below(static_cast<int64_t>(choices.size()))];
   }
 
-  // Usually a small number; sometimes `least`, or one beyond the blocks of kernels.
-  int64_t Size(int64_t least = 0) {
-    if (OneIn(12)) return least;
-    return OneIn(8) ? Between(least, 150) : Between(least, 9);
+  // Usually a small number; sometimes `min`, or one that fills several vectors.
+  int64_t Size(int64_t min = 0) {
+    if (OneIn(12)) return min;
+    return OneIn(8) ? Between(min, 150) : Between(min, 9);
   }
 
   DType Float() { return Pick({DType::kF16, DType::kBF16, DType::kF32, DType::kF64}); }
@@ -62,6 +62,9 @@ class Random {
 
 inline DType ArithmeticOf(DType dtype) { return dtype == DType::kF64 ? dtype : DType::kF32; }
 
+// Thrown for a call of more memory than tests should take; another one is made instead.
+struct TooLarge {};
+
 // The arrays of a call. An array without elements has an address from which nothing may be read.
 class Arrays {
  public:
@@ -69,8 +72,8 @@ class Arrays {
 
   // Floating numbers: ordinary ones, or with infinities, NaN and denormal numbers in between.
   void* Floats(int64_t count, DType dtype);
-  // Integers in [least, most], and a few from their whole range if `hostile`.
-  int32_t* Integers(int64_t count, int64_t least, int64_t most, bool hostile = true);
+  // Integers in [min, max], and a few of any bits if `has_any`.
+  int32_t* Integers(int64_t count, int64_t min, int64_t max, bool has_any = true);
   void* Bytes(int64_t count, int64_t item);
 
   // An array that the call writes whole.
@@ -96,15 +99,16 @@ class Arrays {
 
   Random& random_;
   std::vector<Array> arrays_;
+  size_t bytes_ = 0;
 };
 
-// One call of this number is large enough for several tasks.
-inline constexpr int64_t kLargeCalls = 50;
+// One call in 50 is large: several tasks share most of these.
+inline bool IsLarge(Random& random) { return random.OneIn(50); }
 
-// As many entries as make such a call.
+// The entries of a large call, each of these elements.
 inline int64_t LargeCount(Random& random, int64_t elements) {
-  const int64_t most = (int64_t{1} << 20) / std::max<int64_t>(elements, 1);
-  return std::min<int64_t>(random.Between(most / 2, most), 4000) + 1;
+  const int64_t max = (int64_t{1} << 20) / std::max<int64_t>(elements, 1);
+  return std::min<int64_t>(random.Between(max / 2, max), 4000) + 1;
 }
 
 // Leading dimensions of a call. Operands vary along all or some of them, and have one entry along
@@ -134,10 +138,11 @@ class Batch {
     return entries;
   }
 
-  // Adds a dimension to a few calls, whose work is then shared by several tasks; `elements` has
-  // those of an entry.
+  // Adds a dimension to large calls; `elements` has those of an entry.
   void Enlarge(Random& random, int64_t elements) {
-    if (random.OneIn(kLargeCalls)) sizes_.push_back(LargeCount(random, size() * elements));
+    if (IsLarge(random) && size() * elements > 0) {
+      sizes_.push_back(LargeCount(random, size() * elements));
+    }
   }
 
   // An operand that varies along these dimensions only.

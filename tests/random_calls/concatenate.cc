@@ -12,12 +12,18 @@ using concatenate::Job;
 
 // Some arrays do not vary along some dimensions of the rows.
 void AddJoin(Random& random, Arrays& arrays, Job& job, int64_t item) {
-  const int64_t count = random.Between(0, 6);
+  // Rows of many equal pieces and long rows are copied in ways of their own.
+  const bool has_many = random.OneIn(20);
+  const int64_t count = has_many ? random.Between(32, 80) : random.Between(0, 6);
+  const int64_t own_size = has_many && random.OneIn(2) ? random.Between(1, 8) : -1;
   int64_t row_bytes = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t extent = item * random.Size();
+    const int64_t size = own_size >= 0       ? own_size
+                         : random.OneIn(200) ? random.Between(100'000, 400'000)
+                                             : random.Size();
+    const int64_t extent = item * size;
     row_bytes += extent;
-    if (extent == 0 || random.OneIn(8)) {
+    if (extent == 0 || random.OneIn(has_many ? 100 : 8)) {
       job.pieces.push_back({nullptr, nullptr, 0, 0, extent, 0});
       continue;
     }
@@ -59,7 +65,7 @@ Call Make(Random& random, Arrays& arrays) {
     job.row_sizes[job.row_dims] = random.OneIn(4) ? random.Size() : random.Between(1, 4);
     job.rows *= job.row_sizes[job.row_dims++];
   }
-  if (random.OneIn(kLargeCalls)) {
+  if (IsLarge(random) && job.rows > 0) {
     job.row_sizes[job.row_dims] = LargeCount(random, 40 * job.rows);
     job.rows *= job.row_sizes[job.row_dims++];
   }

@@ -15,33 +15,35 @@ Call Make(Random& random, Arrays& arrays) {
   conv::cpu::Call sizes = {};
   SetWindow(random, sizes.dims);
   sizes.groups = random.OneIn(2) ? 1 : random.Between(1, 20);
-  const auto of_group = [&](int64_t least) {
-    return sizes.groups == 1 ? random.Size(least) : random.Between(least, 9);
+  const auto size_of_group = [&](int64_t min) {
+    return sizes.groups == 1 ? random.Size(min) : random.Between(min, 9);
   };
-  const int64_t channels = of_group(0), outputs = of_group(1);
+  const int64_t channels = size_of_group(0);
+  const int64_t outputs = size_of_group(direction == Direction::kInputGrad ? 0 : 1);
   sizes.groups = channels == 0 ? 1 : sizes.groups;
   sizes.channels = sizes.groups * channels;
   sizes.outputs = sizes.groups * outputs;
   sizes.dtype = random.Float();
   sizes.result_dtype = random.OneIn(3) ? ArithmeticOf(sizes.dtype) : sizes.dtype;
-  int64_t image = sizes.channels, of_result = sizes.outputs;
+  int64_t image = sizes.channels, output_image = sizes.outputs;
   for (const auto& dim : sizes.dims) {
     image *= dim.in;
-    of_result *= dim.out;
+    output_image *= dim.out;
   }
   const int64_t kernel = sizes.taps() * channels * sizes.outputs;
-  const int64_t result = direction == Direction::kForward     ? of_result
+  const int64_t result = direction == Direction::kForward     ? output_image
                          : direction == Direction::kInputGrad ? image
                                                               : kernel;
   // The handler makes no call without results.
-  Calls calls(result == 0 ? 0 : random.Between(1, 3), sizes);
+  const bool has_many = result * sizes.dims[2].taps < 2000 && random.OneIn(20);
+  Calls calls(result == 0 ? 0 : has_many ? random.Between(60, 80) : random.Between(1, 3), sizes);
   for (conv::cpu::Call& call : calls) {
     const int64_t images = random.Between(direction == Direction::kKernelGrad ? 0 : 1, 3);
     for (int64_t i = 0; i < images; ++i) {
       const bool has_g = direction == Direction::kInputGrad;
-      call.images.push_back(arrays.Floats(has_g ? of_result : image, sizes.dtype));
+      call.images.push_back(arrays.Floats(has_g ? output_image : image, sizes.dtype));
       if (direction == Direction::kKernelGrad) {
-        call.cotangents.push_back(arrays.Floats(of_result, sizes.dtype));
+        call.cotangents.push_back(arrays.Floats(output_image, sizes.dtype));
       } else {
         call.results.push_back(arrays.Result(result, sizes.result_dtype));
       }

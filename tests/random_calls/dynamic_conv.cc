@@ -11,8 +11,8 @@ using dynamic_conv::Geometry;
 
 Geometry AnyGeometry(Random& random) {
   Geometry g;
-  g.time = random.Size();
-  g.heads = random.Between(1, 9);
+  g.time = random.OneIn(40) ? random.Between(250, 1300) : random.Size();
+  g.heads = random.Between(1, g.time > 200 ? 2 : 9);
   g.channels = g.heads * random.Between(random.OneIn(8) ? 0 : 1, random.OneIn(4) ? 40 : 3);
   g.taps = random.OneIn(6) ? random.Between(1, 40) : random.Between(1, 9);
   g.dilation = random.OneIn(2) ? 1 : random.Between(1, 5);
@@ -26,7 +26,7 @@ Call MakeForward(Random& random, Arrays& arrays) {
   Forward call = {};
   const Geometry g = call.geometry = AnyGeometry(random);
   Batch<Forward::kOperands> batch(random, {Forward::kY});
-  batch.Enlarge(random, g.time * g.heads * g.taps);
+  batch.Enlarge(random, g.time * (g.heads * g.taps + g.channels));
   call.dtype = random.Float();
   call.weight_dtype = random.FloatWith(call.dtype);
   call.bias_dtype = random.FloatWith(call.dtype);
@@ -54,7 +54,7 @@ Call MakeBackward(Random& random, Arrays& arrays) {
   Backward call = {};
   const Geometry g = call.geometry = AnyGeometry(random);
   Batch<Backward::kOperands> batch(random, {Backward::kDx, Backward::kDWeight});
-  batch.Enlarge(random, g.time * g.heads * g.taps);
+  batch.Enlarge(random, g.time * (g.heads * g.taps + g.channels));
   call.dtype = random.Float();
   call.weight_dtype = random.FloatWith(call.dtype);
   call.dweight_dtype = random.FloatWith(call.dtype);

@@ -30,7 +30,7 @@ Call MakeSigmoid(Random& random, Arrays& arrays) {
     return batch.Entries(operand) * elements;
   };
   call.classes = random.Size();
-  call.rows = random.OneIn(kLargeCalls) ? LargeCount(random, 27 * call.classes) : random.Size();
+  call.rows = IsLarge(random) ? LargeCount(random, 27 * call.classes) : random.Size();
   call.dtype = random.Float();
   call.power = AnyPower(random);
   call.soft = random.OneIn(2);
@@ -40,18 +40,18 @@ Call MakeSigmoid(Random& random, Arrays& arrays) {
   call.ignored = static_cast<int32_t>(random.Between(-1, 2));
   const int64_t size = call.rows * call.classes;
   call.logits = arrays.Floats(count(Sigmoid::kLogits, size), call.dtype);
+  // The classes of a part of all logits.
+  const int64_t first = random.OneIn(2) ? 0 : random.Between(0, 100);
   if (call.soft) {
     call.labels = arrays.Floats(count(Sigmoid::kLabels, size), call.label_dtype);
   } else {
-    call.labels = arrays.Integers(count(Sigmoid::kLabels, call.rows), 0, call.classes);
+    call.labels =
+        arrays.Integers(count(Sigmoid::kLabels, call.rows), first - 1, first + call.classes);
   }
   const int64_t lists = batch.Entries(Sigmoid::kClassIds);
   int32_t* const ids = arrays.Integers(lists * call.classes, 0, 0, false);
-  for (int64_t i = 0; i < lists; ++i) {
-    const auto first = static_cast<int32_t>(focal_loss::kFirstClassId + random.Between(0, 100));
-    for (int64_t c = 0; c < call.classes; ++c) {
-      ids[i * call.classes + c] = first + static_cast<int32_t>(c);
-    }
+  for (int64_t i = 0; i < lists * call.classes; ++i) {
+    ids[i] = static_cast<int32_t>(focal_loss::kFirstClassId + first + i % call.classes);
   }
   call.class_ids = ids;
   call.scale = arrays.Floats(count(Sigmoid::kScale, 1), arithmetic);
@@ -75,7 +75,7 @@ Call MakeSoftmax(Random& random, Arrays& arrays) {
     return batch.Entries(operand) * elements;
   };
   call.classes = random.Size();
-  call.rows = random.OneIn(kLargeCalls) ? LargeCount(random, 27 * call.classes) : random.Size();
+  call.rows = IsLarge(random) ? LargeCount(random, 27 * call.classes) : random.Size();
   call.dtype = random.Float();
   call.power = AnyPower(random);
   const DType arithmetic = ArithmeticOf(call.dtype);

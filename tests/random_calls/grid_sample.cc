@@ -16,8 +16,10 @@ Call Make(Random& random, Arrays& arrays) {
   for (int a = 0; a < g.axes; ++a) {
     g.sizes[a] = static_cast<int32_t>(random.Between(random.OneIn(20) ? 0 : 1, 9));
   }
-  g.width = random.Size();
-  g.points = random.Size();
+  // Many points share the sums of the volume's gradient.
+  const bool has_many = random.OneIn(60);
+  g.width = has_many ? random.Between(1, 4) : random.Size();
+  g.points = has_many ? random.Between(20'000, 60'000) : random.Size();
   g.method = random.OneIn(4) ? Method::kNearest : Method::kLinear;
   g.padding = random.Pick({Padding::kZeros, Padding::kBorder, Padding::kReflection});
   g.align_corners = random.OneIn(2);

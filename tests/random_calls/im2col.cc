@@ -12,8 +12,8 @@ Call Make(Random& random, Arrays& arrays) {
   call.rows = 1;
   call.channels_last = random.OneIn(2);
   call.channels = call.channels_last ? random.Size() : 1;
-  call.rows =
-      random.OneIn(kLargeCalls) ? LargeCount(random, call.patches_size()) : random.Between(0, 5);
+  call.rows = IsLarge(random) ? LargeCount(random, call.patches_size() + call.image_size())
+                              : random.Between(0, 5);
   if (random.OneIn(2)) {
     call.item_bytes = random.Pick({1, 2, 4, 8});
     call.from = arrays.Bytes(call.image_size(), call.item_bytes);

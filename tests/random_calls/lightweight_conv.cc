@@ -11,11 +11,12 @@ using lightweight_conv::Geometry;
 
 Geometry AnyGeometry(Random& random) {
   Geometry g;
-  g.time = random.Size();
-  g.heads = random.Size(1);
+  const bool is_long = random.OneIn(40);
+  g.time = is_long ? random.Between(400, 2600) : random.Size();
+  g.heads = is_long ? random.Between(1, 4) : random.Size(1);
   g.channels = g.heads * random.Between(random.OneIn(8) ? 0 : 1, random.OneIn(4) ? 40 : 3);
-  g.taps = random.OneIn(6) ? random.Between(1, 70) : random.Between(1, 9);
-  g.dilation = random.OneIn(2) ? 1 : random.Between(1, 5);
+  g.taps = random.OneIn(6) ? random.Between(1, is_long ? 600 : 70) : random.Between(1, 9);
+  g.dilation = random.OneIn(2) ? 1 : random.Between(1, 8);
   g.padding = random.Between(0, (g.taps - 1) * g.dilation);
   g.data_format = random.Pick({DataFormat::kNTC, DataFormat::kNCT});
   return g;

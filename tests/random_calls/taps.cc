@@ -19,7 +19,9 @@ Call Make(Random& random, Arrays& arrays) {
     g.sizes[a] = random.Between(random.OneIn(20) ? 0 : 1, 9);
     volume *= g.sizes[a];
   }
-  g.points = random.OneIn(3) ? random.Size() : random.Between(0, 9);
+  g.points = random.OneIn(60)  ? random.Between(4'000, 20'000)
+             : random.OneIn(3) ? random.Size()
+                               : random.Between(0, 9);
   call.dtype = random.Float();
   const DType arithmetic = ArithmeticOf(call.dtype);
   const int64_t row = g.points * g.width, weights = g.points * g.taps;

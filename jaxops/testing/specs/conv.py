@@ -187,7 +187,9 @@ def make_spec(
     channels_first=False,
     bad_inputs=_BAD_INPUTS,
 ):
-    """`fans` are the channels of a group, input and output; three groups by default if one each."""
+    """`fans` are the channels of a group, input and output; there are three groups of one each, and
+    one group of more, unless `groups` says otherwise. Placements are those of channels last.
+    """
     rank = len(ins)
     convolve = getattr(jaxops, f"conv{rank}d")
     space = "DHW"[3 - rank :]
@@ -266,10 +268,12 @@ def make_spec(
         value_terms=lambda x, kernel, *_: terms_of_sum(kernel) + bias,
         vjp_terms=lambda *arguments: 4 * terms(*arguments),
         vjp_roundings=1,
-        placements=tuple(_placements(rank, depthwise=depthwise, bias=bias)),
+        placements=()
+        if channels_first
+        else tuple(_placements(rank, depthwise=depthwise, bias=bias)),
         empty={name: functools.partial(arguments, **n) for name, n in empty.items()},
         bad_inputs=bad_inputs,
-        padded_reach={1: reach} if depthwise else {},
+        padded_reach={1: reach} if depthwise and not channels_first else {},
         vjp_bitwise=False,
         checkpoint_name=f"conv{rank}d",
     )
