@@ -21,7 +21,6 @@ folder=$(realpath -- "$1")
 native=$3 python_calls=$4 seed=$5
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export JAXOPS_CUDA=off ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=halt_on_error=1
-PATH=$PATH:$(dirname "$python")
 
 # Installs the module, and leaves `random_calls` in the folder of its build.
 JAXOPS_SANITIZE=address,undefined "$python" -m pip install -q --no-build-isolation --no-deps --upgrade \
@@ -55,9 +54,11 @@ assert module.parent.samefile('jaxops') and b'__asan_init' in module.read_bytes(
 )
 
 # Threads: the program alone, because JAX and XLA have no such checks.
+cmake=$(dirname "$python")/cmake
+[[ -x $cmake ]] || cmake=cmake
 build_threads() {
-  cmake -S . -B "$folder/thread" -DPython_EXECUTABLE="$python" &&
-    cmake --build "$folder/thread" --target random_calls --parallel "$(nproc)"
+  "$cmake" -S . -B "$folder/thread" -DPython_EXECUTABLE="$python" &&
+    "$cmake" --build "$folder/thread" --target random_calls --parallel "$(nproc)"
 }
 export JAXOPS_SANITIZE=thread JAXOPS_CPU_ISAS=baseline
 build_threads >"$folder/thread.log" 2>&1 || {

@@ -102,13 +102,13 @@ class Arrays {
   size_t bytes_ = 0;
 };
 
-// One call in 50 is large: several tasks share most of these.
-inline bool IsLarge(Random& random) { return random.OneIn(50); }
+// One call in 30 is large: several tasks share most of these.
+inline bool IsLarge(Random& random) { return random.OneIn(30); }
 
 // The entries of a large call, each of these elements.
 inline int64_t LargeCount(Random& random, int64_t elements) {
   const int64_t max = (int64_t{1} << 20) / std::max<int64_t>(elements, 1);
-  return std::min<int64_t>(random.Between(max / 2, max), 4000) + 1;
+  return std::min<int64_t>(random.Between(max / 2, max), 20'000) + 1;
 }
 
 // Leading dimensions of a call. Operands vary along all or some of them, and have one entry along

@@ -123,7 +123,7 @@ int Main(int argc, char** argv) {
       }
     }
     std::printf("%s: %ld calls, %ld runs of several tasks\n", name, cases, parallel_runs);
-    if (cases >= 300 && parallel_runs == 0) {
+    if (cases >= 1000 && parallel_runs == 0) {
       std::fprintf(stderr, "random_calls: no call of %s had several tasks\n", name);
       return 1;
     }
