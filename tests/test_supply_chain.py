@@ -73,6 +73,20 @@ def test_modules_are_hardened(name):
     assert "__stack_chk_fail" in shown
 
 
+def test_a_wheel_needs_no_newer_c_library_than_it_says(distribution):
+    said = re.findall(r"manylinux_2_(\d+)", distribution.read_text("WHEEL"))
+    if not said:
+        pytest.skip("this installation was built for this machine alone")
+    if shutil.which("readelf") is None:
+        pytest.skip("readelf, which shows the versions of symbols, is not here")
+    for module in filter(None, (path_of_module(f"_{platform}") for platform in native.PLATFORMS)):
+        told = ["readelf", "--version-info", "--wide", module]
+        shown = subprocess.run(told, capture_output=True, text=True, check=True).stdout
+        needed = [int(minor) for minor in re.findall(r"\bGLIBC_2\.(\d+)", shown)]
+        assert needed
+        assert max(needed) <= min(map(int, said)), module
+
+
 def test_the_parts_of_the_modules_are_listed(distribution):
     (listed,) = (f for f in distribution.files if f.name == "jaxops.cdx.json")
     assert listed.parent.name == "sboms"
