@@ -29,7 +29,7 @@ PERMISSIVE = {
     "Python-2.0",
     "Zlib",
 }
-#: Those of parts of the modules, which may be passed on in programs.
+#: Licences of parts of the modules, which may be passed on in programs.
 OF_PARTS = PERMISSIVE | {
     "GCC-exception-3.1",
     "GPL-3.0-or-later",
@@ -122,8 +122,8 @@ def licence_of(name):
     return " AND ".join(NAMES.get(n, n) for n in names or [told.get("License", "none")])
 
 
-def needed():
-    """The names of the packages that an installation without extras brings."""
+def needed_packages():
+    """The packages that an installation without extras brings."""
     found, new = set(), {"jaxops"}
     while new:
         found |= new
@@ -136,7 +136,7 @@ def needed():
 
 @pytest.mark.usefixtures("distribution")
 def test_packages_have_permissive_licences():
-    licences = {name: licence_of(name) for name in needed()}
+    licences = {name: licence_of(name) for name in needed_packages()}
     assert {"jax", "jaxlib", "numpy"} <= set(licences)
     wrong = {name: licence for name, licence in licences.items() if words(licence) - PERMISSIVE}
     assert not wrong

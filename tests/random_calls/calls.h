@@ -1,6 +1,6 @@
 // Random calls of the CPU kernels, whose arrays are exactly as large as a call says, so that a
-// sanitizer sees any access beyond them. `main.cc` makes a call twice, with other tasks first and
-// with other memory under its results: both must have the same bits.
+// sanitizer sees any access beyond them. `main.cc` makes a call twice, with tasks in another order
+// and with other memory under its results: both must have the same bits.
 #ifndef JAXOPS_TESTS_RANDOM_CALLS_CALLS_H_
 #define JAXOPS_TESTS_RANDOM_CALLS_CALLS_H_
 
@@ -62,7 +62,7 @@ class Random {
 
 inline DType ArithmeticOf(DType dtype) { return dtype == DType::kF64 ? dtype : DType::kF32; }
 
-// Thrown for a call of more memory than tests should take; another one is made instead.
+// Thrown for a call of more memory than a test should take, which is counted and not made.
 struct TooLarge {};
 
 // The arrays of a call. An array without elements has an address from which nothing may be read.
@@ -79,10 +79,10 @@ class Arrays {
   // An array that the call writes whole.
   void* Result(int64_t count, int64_t item);
   void* Result(int64_t count, DType dtype) { return Result(count, SizeOf(dtype)); }
-  // Writes ordinary numbers into an array that the call reads and writes.
+  // An array of floating numbers that the call reads and writes.
   void* State(int64_t count, DType dtype);
 
-  // Gives results other contents, and states their first.
+  // Fills results with `content`, and gives states their first contents again.
   void Reset(unsigned char content);
   std::vector<std::string> Results() const;
 
@@ -102,7 +102,7 @@ class Arrays {
   size_t bytes_ = 0;
 };
 
-// One call in 30 is large: several tasks share most of these.
+// One call in 30 is large, so that several tasks share it where a task is small.
 inline bool IsLarge(Random& random) { return random.OneIn(30); }
 
 // The entries of a large call, each of these elements.
@@ -148,7 +148,7 @@ class Batch {
   // An operand that varies along these dimensions only.
   void SetVaries(int operand, uint32_t dims) { varies_[operand] = dims; }
 
-  // The map of the dimensions of these bits; `elements` has those of an entry of each operand.
+  // The map of the dimensions of these bits. An entry of operand i has elements[i] elements.
   BatchMap<kOperands> Map(const std::array<int64_t, kOperands>& elements,
                           uint32_t dims = ~uint32_t{0}) const {
     std::vector<std::array<int64_t, kOperands>> strides(rank());
@@ -176,7 +176,7 @@ class Batch {
 using Call = std::function<void(const cpu::ParallelFor&)>;
 using MakeCall = Call (*)(Random&, Arrays&);
 
-// The first step of the segment of each step, for each entry of an operand.
+// For every entry and step, the first step of its segment.
 int32_t* AllStarts(Random& random, Arrays& arrays, int64_t entries, int64_t time);
 
 // An operator that the program knows: `const Registration kName("name", Make);` at namespace scope.

@@ -1,13 +1,10 @@
 #include "cpu/concatenate.h"
 
-#include <algorithm>
-
 #include "tests/random_calls/calls.h"
 
 namespace jaxops::random_calls {
 namespace {
 
-using concatenate::Destination;
 using concatenate::Job;
 
 // Some arrays do not vary along some dimensions of the rows.

@@ -16,13 +16,13 @@
 
 #include "tests/random_calls/calls.h"
 
-// Sanitizers have it.
+// Defined by sanitizers alone.
 extern "C" [[gnu::weak]] void __sanitizer_set_death_callback(void (*)());
 
 namespace jaxops::random_calls {
 namespace {
 
-// What a signal handler prints: the arguments that make the current call again.
+// The text that a signal handler prints: the arguments that make the current call again.
 char current[256];
 
 void PrintCurrent() {
