@@ -34,6 +34,14 @@ BATCH = 2  # sequences a call
 GROUP = 2  # calls under vmap, each with its own filters
 # Rows of few vectors, whole ones and not: B, T, C, the numbers of heads and taps.
 SHORT_ROWS = ((5, 16, 40, (2, 40), (3, 7, 15)), (37, 9, 33, (3, 33), (3, 7, 15)))
+# Causal rows of whole vectors, whose kernels know the number of taps: threads that have sequences,
+# channels or parts of a row to share; and several sequences of a thread, the last of them fewer.
+CAUSAL_ROWS = (
+    (5, 16, 40, (2, 40), (2, 3, 4)),
+    (2, 2112, 6, (3,), (2, 3, 4)),
+    (1, 776, 24, (24,), (3, 4)),
+    (8191, 8, 72, (72,), (4,)),
+)
 # Threads have several sequences, and the last of them fewer.
 MANY_SHORT_ROWS = (17001, 8, 64, (64,), (7,))
 
@@ -127,10 +135,17 @@ def exercise_short_rows(device, dtype, size):
     return exercise_filters(device, dtype, "NCT", shape, filters)
 
 
-def exercise_filters(device, dtype, layout, shape, filters):
+def exercise_causal_rows(device, dtype, size):
+    """The same of causal filters."""
+    *shape, all_heads, all_taps = size
+    filters = list(itertools.product(all_heads, all_taps, (1,)))
+    return exercise_filters(device, dtype, "NCT", shape, filters, ("causal",))
+
+
+def exercise_filters(device, dtype, layout, shape, filters, paddings=("causal", "same")):
     """The same of some filters: (heads, taps, dilation)."""
     batch, time, channels = shape
-    paddings = itertools.cycle(("causal", "same"))
+    paddings = itertools.cycle(paddings)
     options = [
         {"padding": padding, "dilation": dilation, "data_format": layout}
         for (_, _, dilation), padding in zip(filters, paddings, strict=False)
@@ -1231,6 +1246,10 @@ EXERCISES = {
         tuple((dtype, *image) for dtype in DTYPES for image in IMAGES),
     ),
     "lightweight_conv": (exercise, tuple(itertools.product(DTYPES, LAYOUTS, SIZES))),
+    "lightweight_conv_causal": (
+        exercise_causal_rows,
+        tuple(itertools.product(DTYPES[:3], CAUSAL_ROWS)),
+    ),
     "lightweight_conv_channels": (
         exercise,
         tuple(itertools.product(("float16", "bfloat16"), LAYOUTS, LONG_SIZES)),

@@ -114,6 +114,12 @@ bool CanRunRows(const Gradients& gradients, const Device& device);
 cudaError_t LaunchRows(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchRows(cudaStream_t stream, const Gradients& gradients, const Device& device);
 
+// nct/causal.cu runs causal filters of two to four taps, for rows of whole vectors.
+bool CanRunCausal(const Forward& call, const Device& device);
+bool CanRunCausal(const Gradients& gradients, const Device& device);
+cudaError_t LaunchCausal(cudaStream_t stream, const Forward& call, const Device& device);
+cudaError_t LaunchCausal(cudaStream_t stream, const Gradients& gradients, const Device& device);
+
 // nct/segments.cu runs rows of any length and any dilation, in tiles that fit shared memory.
 bool CanRunSegments(const Forward& call, const Device& device);
 bool CanRunSegments(const Gradients& gradients, const Device& device);

@@ -1,11 +1,10 @@
 // These kernels compute lightweight convolution without dilation of short rows in the NCT layout: a
 // thread owns one vector of steps of a row and of the same row of other batch entries, so that
 // neighbouring threads have neighbouring memory however short a row is.
-#include <bit>
-
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/backward.cuh"
 #include "cuda/lightweight_conv/families.h"
+#include "cuda/lightweight_conv/nct/row_sums.cuh"
 
 namespace jaxops::lightweight_conv::cuda::nct {
 namespace {
@@ -179,14 +178,10 @@ __global__ void __launch_bounds__(kThreads, CountForwardBlocks(sizeof(T), kV* kV
 struct RowsBackwardParams {
   Backward call;
   Filter filter;
-  int time, channels, mirrored;
+  int time, mirrored;
   int entries, per_split;  // summed batch entries
-  int rows;                // channels of a block
-  int groups;              // of threads; each has other batch entries of these channels
-  int adders;              // threads that add the sums of a tap of a channel; a power of two
-  bool whole;              // a block computes a filter's whole sum
-  void* partials;          // (kept, splits, taps + 1, channels)
-  FastDivider row_vectors, group_threads, channel_blocks, splits;
+  FastDivider channel_blocks;
+  RowSums sums;
 };
 
 template <typename T, int kV, int kVectors, bool kWhole>
@@ -197,15 +192,15 @@ __global__ void __launch_bounds__(kThreads, CountBackwardBlocks(sizeof(T), kV* k
   // A thread's sums for the taps and for the bias.
   __shared__ Acc shared[(kTaps + 1) * kThreads];
   uint32_t block = blockIdx.x;
-  const int first_channel = p.channel_blocks.DivMod(block) * p.rows;
-  const int split = p.splits.DivMod(block);
+  const int first_channel = p.channel_blocks.DivMod(block) * p.sums.rows;
+  const int split = p.sums.splits.DivMod(block);
   const int64_t kept = block;
   uint32_t index = threadIdx.x;
-  uint32_t lane = p.group_threads.DivMod(index);
+  uint32_t lane = p.sums.group_threads.DivMod(index);
   const int group = index;
-  const int t = p.row_vectors.DivMod(lane) * kV;
+  const int t = p.sums.row_threads.DivMod(lane) * kV;
   const int channel = first_channel + lane;
-  const bool is_idle = group >= p.groups || channel >= p.channels;
+  const bool is_idle = group >= p.sums.groups || channel >= p.sums.channels;
   const int end_entry = is_idle ? 0 : min(p.entries, (split + 1) * p.per_split);
   const int64_t row = is_idle ? 0 : int64_t{channel} * p.time;
   const T* x = static_cast<const T*>(p.call.x) + p.call.kept.Offset(kept, Backward::kX) + row;
@@ -215,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, CountBackwardBlocks(sizeof(T), kV* k
   const int origin = t - p.mirrored - taps.first;
   const Inside inside(kWhole ? kV : min(kV, p.time - t), origin, 1, p.time);
   const bool wants_dx = p.call.dx != nullptr;
-  const bool wants_dbias = p.call.dbias != nullptr;
+  const bool wants_dbias = p.sums.dbias != nullptr;
 
   Acc weight[kTaps] = {};
   Acc dweight[kTaps][1] = {};
@@ -225,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, CountBackwardBlocks(sizeof(T), kV* k
   }
   // More threads hide latency better than more entries of a thread in flight: see CountEntries.
 #pragma unroll 1
-  for (int entry = split * p.per_split + group; entry < end_entry; entry += p.groups) {
+  for (int entry = split * p.per_split + group; entry < end_entry; entry += p.sums.groups) {
     Vector<T, kV> own_vector[1], window_vectors[kVectors];
     ReadWindow<kWhole>(own_vector, x + p.call.summed.Offset(entry, Backward::kX), t, p.time);
     ReadWindow<kWhole>(window_vectors, g + p.call.summed.Offset(entry, Backward::kG), origin,
@@ -260,48 +255,8 @@ __global__ void __launch_bounds__(kThreads, CountBackwardBlocks(sizeof(T), kV* k
   for (int j = 0; j < kTaps; ++j) shared[j * kThreads + threadIdx.x] = dweight[j][0];
   shared[kTaps * kThreads + threadIdx.x] = dbias;
   __syncthreads();
-  // Neighbouring threads add the sums of one tap of one channel.
-  const int row_vectors = p.row_vectors.divisor();
-  const int terms = row_vectors * p.groups;
-  const int adders = p.adders;
-  const int adder = threadIdx.x % adders;
-  const int tap_sums = p.filter.taps + wants_dbias;
-  Acc* partials = static_cast<Acc*>(p.partials) +
-                  (kept * p.splits.divisor() + split) * (p.filter.taps + 1) * p.channels;
-  // Threads of a warp leave the loop together.
-  const int warp_items = kWarp / adders;
-  const int items = (p.rows * tap_sums + warp_items - 1) / warp_items * warp_items;
-#pragma unroll 1
-  for (int item = threadIdx.x / adders; item < items; item += kThreads / adders) {
-    const int tap = item / p.rows;
-    const int own_row = item - tap * p.rows;
-    const bool is_bias = tap == p.filter.taps;
-    const int slot = is_bias ? kTaps : tap + taps.first;
-    Acc sum = 0;
-    if (tap < tap_sums) {
-#pragma unroll 1
-      for (int i = adder; i < terms; i += adders) {
-        uint32_t other = i;
-        const int vector = p.row_vectors.DivMod(other);
-        const int thread = other * p.group_threads.divisor() + own_row * row_vectors + vector;
-        sum += shared[slot * kThreads + thread];
-      }
-    }
-    for (int distance = adders / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, distance);
-    }
-    const int of_channel = first_channel + own_row;
-    if (adder != 0 || tap >= tap_sums || of_channel >= p.channels) continue;
-    const int k = p.filter.taps - 1 - tap;
-    if (!p.whole) {
-      partials[int64_t{is_bias ? tap : k} * p.channels + of_channel] = sum;
-    } else if (is_bias) {
-      StoreAs(p.call.dbias, kept * p.channels + of_channel, p.call.bias_dtype, sum);
-    } else {
-      StoreAs(p.call.dweight, (kept * p.channels + of_channel) * p.filter.taps + k,
-              p.call.weight_dtype, sum);
-    }
-  }
+  p.sums.template Write<kThreads>(shared, p.filter.taps, taps.first, kTaps, first_channel, kept,
+                                  split);
 }
 
 // --- launches ------------------------------------------------------------------------------------
@@ -392,8 +347,7 @@ ForwardPlan MakePlan(const Forward& call) {
 
 struct BackwardPlan {
   Kernel kernel;
-  int64_t rows, groups, group_threads;
-  int64_t terms;  // threads that have sums of a channel
+  int64_t rows, groups, group_threads, row_threads;
   int64_t splits, per_split, channel_blocks, blocks;
   bool whole;
 };
@@ -404,11 +358,10 @@ BackwardPlan MakePlan(const Gradients& gradients) {
   BackwardPlan plan;
   plan.kernel = FindKernel(g, call.dtype, Mirrored(g));
   // A group of threads reads the memory of a warp, and the groups of a block share their sums.
-  const int64_t row_vectors = CeilDiv(g.time, plan.kernel.vector);
-  plan.rows = std::min(g.channels, CeilDiv(kWarp, row_vectors));
-  plan.group_threads = plan.rows * row_vectors;
+  plan.row_threads = CeilDiv(g.time, plan.kernel.vector);
+  plan.rows = std::min(g.channels, CeilDiv(kWarp, plan.row_threads));
+  plan.group_threads = plan.rows * plan.row_threads;
   plan.groups = std::max<int64_t>(1, kThreads / plan.group_threads);
-  plan.terms = plan.groups * row_vectors;
   plan.channel_blocks = CeilDiv(g.channels, plan.rows);
   // A thread should have several batch entries before its block adds sums, and no more blocks than
   // run at once should add any: twice as many cost up to 20 %.
@@ -480,18 +433,10 @@ cudaError_t LaunchRows(cudaStream_t stream, const Gradients& gradients, const De
   p.mirrored = static_cast<int>(Mirrored(g));
   p.filter = MakeFilter(call.weight, call.weight_dtype, g, plan.kernel.lead, true);
   p.time = static_cast<int>(g.time);
-  p.channels = static_cast<int>(g.channels);
   p.entries = static_cast<int>(call.summed.size());
   p.per_split = static_cast<int>(plan.per_split);
-  p.rows = static_cast<int>(plan.rows);
-  p.groups = static_cast<int>(plan.groups);
-  p.adders = std::min<int>(kWarp, std::bit_ceil(static_cast<unsigned>(plan.terms)));
-  p.whole = plan.whole;
-  p.partials = gradients.partials;
-  p.row_vectors = FastDivider(CeilDiv(g.time, plan.kernel.vector));
-  p.group_threads = FastDivider(plan.group_threads);
   p.channel_blocks = FastDivider(plan.channel_blocks);
-  p.splits = FastDivider(plan.splits);
+  p.sums = RowSums(gradients, plan);
   const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     return DispatchKernel<T>(plan.kernel, [&](auto vector, auto vectors, auto is_whole) {
