@@ -30,6 +30,23 @@ JAXOPS_ALWAYS_INLINE V Activate(V v) {
   }
 }
 
+// The activation of one vector at a time, where the choice costs less than a copy of the code
+// around it.
+template <typename V>
+JAXOPS_ALWAYS_INLINE V ActivateAs(Activation activation, V v) {
+  switch (activation) {
+    case Activation::kNone:
+      break;
+    case Activation::kRelu:
+      return Activate<Activation::kRelu>(v);
+    case Activation::kSilu:
+      return Activate<Activation::kSilu>(v);
+    case Activation::kGelu:
+      return Activate<Activation::kGelu>(v);
+  }
+  return v;
+}
+
 // Calls f with the activation as a compile-time constant.
 template <typename F>
 JAXOPS_ALWAYS_INLINE void WithActivation(Activation activation, F f) {

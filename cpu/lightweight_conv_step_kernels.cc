@@ -14,73 +14,59 @@ constexpr int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The entries of two vectors at even places, or at odd ones, in their order.
-template <int kOdd, typename V>
-JAXOPS_ALWAYS_INLINE V EverySecond(V a, V b) {
-  constexpr int kLane = sizeof(V) / sizeof(a[0]);
-  if constexpr (kLane == 2) {
-    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd);
-  } else if constexpr (kLane == 4) {
-    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd, 4 + kOdd, 6 + kOdd);
-  } else if constexpr (kLane == 8) {
-    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd, 4 + kOdd, 6 + kOdd, 8 + kOdd, 10 + kOdd,
-                                   12 + kOdd, 14 + kOdd);
-  } else {
-    static_assert(kLane == 16);
-    return __builtin_shufflevector(a, b, kOdd, 2 + kOdd, 4 + kOdd, 6 + kOdd, 8 + kOdd, 10 + kOdd,
-                                   12 + kOdd, 14 + kOdd, 16 + kOdd, 18 + kOdd, 20 + kOdd, 22 + kOdd,
-                                   24 + kOdd, 26 + kOdd, 28 + kOdd, 30 + kOdd);
-  }
-}
+// A vector of 16 bytes, the largest that every instruction set shuffles in one instruction.
+template <typename A>
+struct Square;
+template <>
+struct Square<float> {
+  typedef float Row __attribute__((vector_size(16)));
+  static constexpr int kSize = 4;
 
-// Sets to[k * kLanes + i] = from[i * kTaps + k] for a power of two. Vectors are loaded and
-// shuffled: a call has to do this before it can compute anything.
-template <int kTaps, typename A>
-JAXOPS_ALWAYS_INLINE void Transpose(const A* from, A* to) {
-  constexpr int kLane = kLanes<A>;
-  Vec<A> v[kTaps];
-#pragma GCC unroll 8
-  for (int k = 0; k < kTaps; ++k) v[k] = Load(from + k * kLane);
-  // Each round brings the entries of every second tap of a part to its first half.
-#pragma GCC unroll 8
-  for (int part = kTaps; part > 1; part /= 2) {
-    Vec<A> next[kTaps];
-#pragma GCC unroll 8
-    for (int begin = 0; begin < kTaps; begin += part) {
-#pragma GCC unroll 8
-      for (int i = 0; i < part / 2; ++i) {
-        next[begin + i] = EverySecond<0>(v[begin + 2 * i], v[begin + 2 * i + 1]);
-        next[begin + part / 2 + i] = EverySecond<1>(v[begin + 2 * i], v[begin + 2 * i + 1]);
+  static JAXOPS_ALWAYS_INLINE void Transpose(Row (&rows)[kSize]) {
+    const Row low = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5);
+    const Row high = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7);
+    const Row next_low = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
+    const Row next_high = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
+    rows[0] = __builtin_shufflevector(low, next_low, 0, 1, 4, 5);
+    rows[1] = __builtin_shufflevector(low, next_low, 2, 3, 6, 7);
+    rows[2] = __builtin_shufflevector(high, next_high, 0, 1, 4, 5);
+    rows[3] = __builtin_shufflevector(high, next_high, 2, 3, 6, 7);
+  }
+};
+template <>
+struct Square<double> {
+  typedef double Row __attribute__((vector_size(16)));
+  static constexpr int kSize = 2;
+
+  static JAXOPS_ALWAYS_INLINE void Transpose(Row (&rows)[kSize]) {
+    const Row first = rows[0];
+    rows[0] = __builtin_shufflevector(first, rows[1], 0, 2);
+    rows[1] = __builtin_shufflevector(first, rows[1], 1, 3);
+  }
+};
+
+// Sets to[k * kLanes + i] = from[i * taps + k]. Squares are shuffled in registers: a call has to do
+// this before it can compute anything.
+template <typename A>
+JAXOPS_ALWAYS_INLINE void TransposeTaps(const A* from, int64_t taps, A* to) {
+  using Row = typename Square<A>::Row;
+  constexpr int kSize = Square<A>::kSize;
+  const int64_t squares = taps / kSize * kSize;
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes<A>; i += kSize) {
+    for (int64_t k = 0; k < squares; k += kSize) {
+      Row rows[kSize];
+#pragma GCC unroll 4
+      for (int r = 0; r < kSize; ++r) rows[r] = LoadBits<Row>(from + (i + r) * taps + k);
+      Square<A>::Transpose(rows);
+#pragma GCC unroll 4
+      for (int r = 0; r < kSize; ++r) {
+        __builtin_memcpy(to + (k + r) * kLanes<A> + i, &rows[r], sizeof(Row));
       }
     }
-#pragma GCC unroll 8
-    for (int k = 0; k < kTaps; ++k) v[k] = next[k];
   }
-  // The halves of halves are in the order of the taps with their bits reversed.
-#pragma GCC unroll 8
-  for (int k = 0; k < kTaps; ++k) {
-    const int tap = kTaps == 8   ? (k & 1) << 2 | (k & 2) | k >> 2
-                    : kTaps == 4 ? (k & 1) << 1 | k >> 1
-                                 : k;
-    Store(v[k], to + tap * kLane);
-  }
-}
-
-template <typename A>
-void TransposeTaps(const A* from, int64_t taps, A* to) {
-  switch (taps) {
-    case 1:
-      return Transpose<1>(from, to);
-    case 2:
-      return Transpose<2>(from, to);
-    case 4:
-      return Transpose<4>(from, to);
-    case 8:
-      return Transpose<8>(from, to);
-    default:
-      for (int64_t k = 0; k < taps; ++k) {
-        for (int i = 0; i < kLanes<A>; ++i) to[k * kLanes<A> + i] = from[i * taps + k];
-      }
+  for (int64_t k = squares; k < taps; ++k) {
+    for (int i = 0; i < kLanes<A>; ++i) to[k * kLanes<A> + i] = from[i * taps + k];
   }
 }
 
@@ -115,7 +101,14 @@ void PackFiltersAs(const Filters& args, const W* weight) {
     const int64_t lanes = Min(kLane, channels - p * kLane);
     if constexpr (__is_same(W, A)) {
       if (depth == 1 && taps <= kGroup && lanes == kLane) {
-        TransposeTaps(weight + first * taps, taps, packed + p * taps * kLane);
+        const W* from = weight + first * taps;
+        A* to = packed + p * taps * kLane;
+        // The usual number of taps is a constant for the compiler.
+        if (taps == 4) {
+          TransposeTaps(from, 4, to);
+        } else {
+          TransposeTaps(from, taps, to);
+        }
         continue;
       }
     }
@@ -162,7 +155,7 @@ JAXOPS_ALWAYS_INLINE Vec<A> LoadAs(const S* from, int64_t count) {
 
 // y = act(sum + bias) for each step, with the operations of a whole sequence
 // (cpu/lightweight_conv_kernels.cc) in the same order.
-template <Activation kActivation, typename S, typename T>
+template <typename S, typename T>
 void MakeSteps(const Rows& args, const S* x, const T* state, S* y) {
   using A = Arithmetic<S>;
   constexpr int kLane = kLanes<A>;
@@ -193,9 +186,58 @@ void MakeSteps(const Rows& args, const S* x, const T* state, S* y) {
         const S* row = x + (s + k * call.dilation - call.reach) * call.channels + at;
         sum = MultiplyAdd(Load(weight + k * kLane), LoadUpTo(row, lanes), sum);
       }
-      StoreUpTo(Activate<kActivation>(sum + Load(bias + at)), y + s * call.channels + at, lanes);
+      sum = ActivateAs(call.activation, sum + Load(bias + at));
+      StoreUpTo(sum, y + s * call.channels + at, lanes);
     }
   }
+}
+
+// The same for one step of kTaps taps without dilation, and the new state on the way, which spares
+// reading the old one twice. Both states may be the same memory.
+template <int kTaps, typename T>
+void MakeStep(const Rows& args, const T* x, const T* state, T* new_state, T* y) {
+  using A = Arithmetic<T>;
+  constexpr int kLane = kLanes<A>;
+  typedef uint8_t Bytes __attribute__((vector_size(kLane * sizeof(T))));
+  const int64_t pitch = args.call.channels;
+  const int64_t channels = args.channel_end - args.channel_begin;
+  const int64_t panels = CeilDiv(channels, kLane);
+  const A* weight = static_cast<const A*>(args.packed);
+  const A* bias = weight + panels * kTaps * kLane;
+  const auto widen = [](Bytes bytes) {
+    if constexpr (__is_same(T, A)) {
+      return BitCast<Vec<A>>(bytes);
+    } else {
+      T entries[kLane];
+      __builtin_memcpy(entries, &bytes, sizeof(bytes));
+      return Load(entries);
+    }
+  };
+  const auto make = [&](int64_t at, int64_t lanes) __attribute__((always_inline)) {
+    const auto read = [&](const T* from) {
+      if (lanes == kLane) return LoadBits<Bytes>(from);
+      Bytes bytes = {};
+      __builtin_memcpy(&bytes, from, lanes * sizeof(T));
+      return bytes;
+    };
+    Bytes rows[kTaps];
+#pragma GCC unroll 8
+    for (int k = 0; k < kTaps - 1; ++k) rows[k] = read(state + k * pitch + at);
+    rows[kTaps - 1] = read(x + at);
+    Vec<A> sum = {};
+#pragma GCC unroll 8
+    for (int k = 0; k < kTaps; ++k) {
+      sum = MultiplyAdd(Load(weight + (at * kTaps + k * kLane)), widen(rows[k]), sum);
+    }
+    StoreUpTo(ActivateAs(args.call.activation, sum + Load(bias + at)), y + at, lanes);
+#pragma GCC unroll 8
+    for (int k = 1; k < kTaps; ++k) {
+      __builtin_memcpy(new_state + (k - 1) * pitch + at, &rows[k], lanes * sizeof(T));
+    }
+  };
+  int64_t at = 0;
+  for (; at + kLane <= channels; at += kLane) make(at, kLane);
+  if (at < channels) make(at, channels - at);
 }
 
 // The new state in the order of its rows, which is safe in place: a row comes from a later one.
@@ -246,12 +288,17 @@ void RunStep(const Rows& args) {
       if constexpr (sizeof(T) <= sizeof(Arithmetic<S>)) {
         const T* state = static_cast<const T*>(args.state);
         if (state != nullptr) state += args.channel_begin;
-        WithActivation(call.activation, [&](auto activation) {
-          MakeSteps<static_cast<Activation>(activation.value)>(args, x, state, y);
-        });
-        if (args.new_state != nullptr) {
-          MoveRows(args, x, state, static_cast<T*>(args.new_state) + args.channel_begin);
+        T* new_state = static_cast<T*>(args.new_state);
+        if (new_state != nullptr) new_state += args.channel_begin;
+        if constexpr (__is_same(S, T)) {
+          if (call.steps == 1 && call.dilation == 1 && state != nullptr && new_state != nullptr) {
+            if (call.taps == 2) return MakeStep<2>(args, x, state, new_state, y);
+            if (call.taps == 3) return MakeStep<3>(args, x, state, new_state, y);
+            if (call.taps == 4) return MakeStep<4>(args, x, state, new_state, y);
+          }
         }
+        MakeSteps(args, x, state, y);
+        if (new_state != nullptr) MoveRows(args, x, state, new_state);
       }
     });
   });

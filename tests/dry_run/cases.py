@@ -281,7 +281,7 @@ CASES = (
     _patches("3x3, NCHW", (8, 3, 100, 100), 3, data_format="NCHW"),
     _lightweight("NTC, 3 taps", (16, 512, 1024), (16, 3), FLOATS),
     _lightweight("NTC, 31 taps", (16, 512, 1024), (16, 31), FLOATS),
-    _lightweight("NCT, 4 taps", (4, 2048, 8192), (2048, 4), FLOATS, data_format="NCT"),
+    _lightweight("NCT, 4 taps", (4, 2048, 8192), (2048, 4), FLOATS[:2], data_format="NCT"),
     _lightweight("NCT, 3 taps, short rows", (128, 1024, 64), (16, 3), data_format="NCT"),
     _lightweight("NCT, 7 taps", (16, 1024, 512), (16, 7), FLOATS, data_format="NCT"),
     _lightweight("NCT, 31 taps", (16, 1024, 512), (16, 31), data_format="NCT"),
