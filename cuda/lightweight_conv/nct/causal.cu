@@ -1,6 +1,6 @@
 // These kernels compute causal lightweight convolution of two to four taps in the NCT layout. The
 // number of taps and the padding are constants, because instructions bound short filters of 16-bit
-// elements elsewhere: nct/rows executes 662 a warp for two vectors of each thread.
+// elements in other kernels: a warp of nct/rows executes 662 for two vectors a thread.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/nct/row_sums.cuh"
@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
   if (index >= p.threads) return;
   const int first_t = p.row_threads.DivMod(index) * kV;
   const int channel = p.channels.DivMod(index);
+  // Both forms have the index type with which they were measured.
   using Index = std::conditional_t<kNested, int, uint32_t>;
   const Index inner = index * p.entries;
   const int outer = kNested ? blockIdx.y : 0;
