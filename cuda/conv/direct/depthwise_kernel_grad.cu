@@ -18,6 +18,7 @@
 #include "common/fast_divide.h"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/warp_matrix.cuh"
+#include "cuda/conv/add_parts.h"
 #include "cuda/conv/families.h"
 #include "cuda/conv/results.cuh"
 

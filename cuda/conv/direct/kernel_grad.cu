@@ -15,6 +15,7 @@
 // to a workspace, and a second kernel adds the sums of all blocks, always in the same order.
 #include <type_traits>
 
+#include "cuda/conv/add_parts.h"
 #include "cuda/conv/direct/direct.cuh"
 #include "cuda/conv/results.cuh"
 

@@ -6,6 +6,7 @@
 // and the upper halves for the other. The cotangent is the right operand as it lies in memory, from
 // where bulk copies bring it. Each block sums over some of the tiles, and a second kernel adds the
 // sums of the blocks, always in the same order.
+#include "cuda/conv/add_parts.h"
 #include "cuda/conv/few_channels/few_channels.cuh"
 #include "cuda/conv/plan.h"
 #include "cuda/conv/tiles.cuh"

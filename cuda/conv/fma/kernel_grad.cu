@@ -11,6 +11,7 @@
 // a workspace and a second kernel adds the parts, always in the same order.
 #include <type_traits>
 
+#include "cuda/conv/add_parts.h"
 #include "cuda/conv/fma/fma.cuh"
 #include "cuda/conv/results.cuh"
 

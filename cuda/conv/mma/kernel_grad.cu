@@ -8,6 +8,7 @@
 //
 // The blocks are too few to fill a GPU unless pixels are split. Each block then writes its part to
 // a workspace and a second kernel adds the parts, always in the same order.
+#include "cuda/conv/add_parts.h"
 #include "cuda/conv/mma/mma.cuh"
 
 namespace jaxops::conv::cuda {

@@ -29,6 +29,7 @@
 // the same sums and add them up in each other's shared memory. Where a cluster is not enough, each
 // cluster writes its part to a workspace and a second kernel adds the parts. The order is always
 // the same.
+#include "cuda/conv/add_parts.h"
 #include "cuda/conv/wgmma/kernel_grad.cuh"
 
 namespace jaxops::conv::cuda {
