@@ -3,10 +3,9 @@
 #ifndef JAXOPS_CUDA_FOCAL_LOSS_SUM_CUH_
 #define JAXOPS_CUDA_FOCAL_LOSS_SUM_CUH_
 
-#include <cooperative_groups.h>
-
 #include <cuda/ptx>
 
+#include "cuda/common/cluster.cuh"
 #include "cuda/focal_loss/math.cuh"
 
 namespace jaxops::focal_loss::cuda {
@@ -90,23 +89,23 @@ __device__ __forceinline__ void ArriveInCluster() {
 template <typename A>
 __device__ __forceinline__ bool SumOverCluster(A& sum) {
 #if __CUDA_ARCH__ >= 900
+  namespace cluster = jaxops::cuda::cluster;
   namespace ptx = ::cuda::ptx;
   __shared__ A of_block[kClusterBlocks];
-  const auto cluster = cooperative_groups::this_cluster();
-  const unsigned rank = cluster.block_rank();
+  const unsigned rank = cluster::BlockRank();
   // A block that was not launched in a cluster cannot send to itself.
-  if (cluster.num_blocks() == 1) return threadIdx.x == 0;
+  if (cluster::NumBlocks() == 1) return threadIdx.x == 0;
   ptx::barrier_cluster_wait(ptx::sem_acquire);
   if (threadIdx.x > 0) return false;
-  ptx::st_async(cluster.map_shared_rank(of_block + rank, 0), sum,
-                cluster.map_shared_rank(SumsArrived(), 0));
+  ptx::st_async(cluster::MapSharedRank(of_block + rank, 0), sum,
+                cluster::MapSharedRank(SumsArrived(), 0));
   if (rank > 0) return false;
   ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, SumsArrived(),
-                                 cluster.num_blocks() * sizeof(A));
+                                 cluster::NumBlocks() * sizeof(A));
   while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, SumsArrived(), 0)) {
   }
   sum = of_block[0];
-  for (unsigned block = 1; block < cluster.num_blocks(); ++block) sum += of_block[block];
+  for (unsigned block = 1; block < cluster::NumBlocks(); ++block) sum += of_block[block];
   return true;
 #else
   return threadIdx.x == 0;

@@ -10,6 +10,7 @@
 
 #include "cuda/trilinear/cells.cuh"
 #include "cuda/trilinear/families.h"
+#include "cuda/trilinear/feature_image.cuh"
 
 namespace jaxops::trilinear::cuda {
 namespace {

@@ -9,10 +9,9 @@
 //
 // A cluster of blocks shares a tile where there are few tiles: every block has a part of the sum,
 // and the blocks add the parts in their shared memories, always in the same order.
-#include <cooperative_groups.h>
-
 #include <cmath>
 
+#include "cuda/common/cluster.cuh"
 #include "cuda/conv/fma/fma.cuh"
 #include "cuda/conv/results.cuh"
 #include "cuda/conv/tf32x3.cuh"
@@ -257,13 +256,13 @@ __device__ __forceinline__ void AddParts(const Params& p, const Sums& sums, char
     *reinterpret_cast<Unit<T>*>(of_block + at(i)) =
         sums[i / Tile::kThreadUnits][i % Tile::kThreadUnits];
   }
-  const auto cluster = cooperative_groups::this_cluster();
-  cluster.sync();
-  for (int i = cluster.block_rank(); i < kCount; i += p.parts) {
+  namespace cluster = jaxops::cuda::cluster;
+  cluster::Sync();
+  for (int i = cluster::BlockRank(); i < kCount; i += p.parts) {
     Unit<T> parts[kMaxParts];
 #pragma unroll
     for (int k = 0; k < kMaxParts; ++k) {
-      if (k < p.parts) parts[k] = Load<T>(cluster.map_shared_rank(of_block, k) + at(i));
+      if (k < p.parts) parts[k] = Load<T>(cluster::MapSharedRank(of_block, k) + at(i));
     }
     Unit<T> sum = parts[0];
 #pragma unroll
@@ -275,7 +274,7 @@ __device__ __forceinline__ void AddParts(const Params& p, const Sums& sums, char
     }
     write(i / Tile::kThreadUnits, i % Tile::kThreadUnits, sum);
   }
-  cluster.sync();  // no block ends while others read its memory
+  cluster::Sync();  // no block ends while others read its memory
 #endif
 }
 

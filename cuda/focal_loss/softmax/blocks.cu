@@ -4,8 +4,7 @@
 // For the gradient, with or without a sum, a block or the blocks of a cluster keep a row in
 // registers. The blocks of a multiprocessor overlap: one waits for a row while others sum or write
 // theirs.
-#include <cooperative_groups.h>
-
+#include "cuda/common/cluster.cuh"
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/softmax/rows.cuh"
 
@@ -49,9 +48,9 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
   // A block has a segment of a row.
   const int thread = rank * kBlockThreads * kVectors + threadIdx.x;
 #if __CUDA_ARCH__ >= 900
-  const auto cluster = cooperative_groups::this_cluster();
+  namespace cluster = jaxops::cuda::cluster;
   // No block may write to the shared memory of a block that has not begun.
-  if (blocks_per_row > 1) cluster.barrier_arrive();
+  if (blocks_per_row > 1) cluster::Arrive();
   bool begun = blocks_per_row == 1;
 #endif
   A total = 0;
@@ -81,14 +80,14 @@ __global__ void __launch_bounds__(kBlockThreads, kResidentThreads / kBlockThread
     }
 #if __CUDA_ARCH__ >= 900
     if (blocks_per_row > 1) {
-      if (!begun) cluster.barrier_wait();
+      if (!begun) cluster::Wait();
       begun = true;
       // Blocks read one row's sums while the next row's arrive.
       SumOfExp<A>* of_blocks = of_block[(row - begin) % 2];
       if (warp == 0 && lane < blocks_per_row) {
-        cluster.map_shared_rank(of_blocks, lane)[rank] = others;
+        cluster::MapSharedRank(of_blocks, lane)[rank] = others;
       }
-      cluster.sync();
+      cluster::Sync();
       if (warp == 0) {
         others = of_blocks[lane % blocks_per_row];
         for (unsigned lanes = blocks_per_row / 2; lanes > 0; lanes /= 2) {
