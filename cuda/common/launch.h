@@ -7,11 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/host_device.h"
+#include "cuda/common/sizes.h"
 
 namespace jaxops::cuda {
-
-JAXOPS_HOST_DEVICE inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A kernel needs no opt-in for up to kSharedWithoutOptIn bytes of dynamic shared memory, whatever
 // static shared memory it has. The opt-in limit, kSharedOptInLimit, is above the need of every

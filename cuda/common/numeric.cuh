@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "common/types.h"
+#include "cuda/common/sizes.h"
 
 namespace jaxops::cuda {
 
@@ -33,8 +34,6 @@ __device__ __forceinline__ T Narrow(Accumulator<T> x) {
     return x;
   }
 }
-
-inline constexpr int kWarp = 32;
 
 // The bytes of the widest access, and its elements.
 inline constexpr int kVectorBytes = 16;

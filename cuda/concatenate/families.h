@@ -1,5 +1,5 @@
 // This header declares the kernel families of concatenation and splitting: the calls that each
-// family can run, and its launcher. dispatch.cu alone chooses between them.
+// family can run, and its launcher. dispatch.cc alone chooses between them.
 #ifndef JAXOPS_CUDA_CONCATENATE_FAMILIES_H_
 #define JAXOPS_CUDA_CONCATENATE_FAMILIES_H_
 

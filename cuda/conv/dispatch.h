@@ -28,7 +28,7 @@ int64_t KernelGradWorkspace(const Call& call);
 // Whether a Hopper GPU takes the kernel gradient of f32, which is not rounded, on tensor cores.
 bool IsKernelGradTf32x3(const Call& call);
 
-// Launches the kernels of the family that takes the call on the current device; dispatch.cu has the
+// Launches the kernels of the family that takes the call on the current device; dispatch.cc has the
 // tables. With too small a workspace the error is cudaErrorInvalidValue.
 cudaError_t Launch(cudaStream_t stream, const Call& call, Direction direction, Space workspace);
 

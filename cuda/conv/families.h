@@ -1,5 +1,5 @@
 // The kernel families of convolution: the calls that each can run, its workspace and its launchers.
-// dispatch.cu alone chooses between them. A launcher of a call that its family cannot run returns
+// dispatch.cc alone chooses between them. A launcher of a call that its family cannot run returns
 // cudaErrorNotSupported; one whose workspace is too small, cudaErrorInvalidValue. No size is zero.
 #ifndef JAXOPS_CUDA_CONV_FAMILIES_H_
 #define JAXOPS_CUDA_CONV_FAMILIES_H_

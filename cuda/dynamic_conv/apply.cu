@@ -12,6 +12,7 @@
 // A zero of the band times a NaN or infinity is NaN, so a thread that reads one adds it to the
 // steps that read the row only.
 #include "cuda/common/activation.cuh"
+#include "cuda/dynamic_conv/families.h"
 #include "cuda/dynamic_conv/weights.cuh"
 
 namespace jaxops::dynamic_conv::cuda {

@@ -2,6 +2,7 @@
 // one over the sum of its exponentials.
 #include <cmath>
 
+#include "cuda/dynamic_conv/families.h"
 #include "cuda/dynamic_conv/weights.cuh"
 
 namespace jaxops::dynamic_conv::cuda {

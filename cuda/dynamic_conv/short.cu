@@ -6,6 +6,7 @@
 // once. The weights of a block's steps, after the softmax, lie in shared memory with bits that say
 // which taps read a row of their own segment.
 #include "cuda/common/activation.cuh"
+#include "cuda/dynamic_conv/families.h"
 #include "cuda/dynamic_conv/weights.cuh"
 
 namespace jaxops::dynamic_conv::cuda {

@@ -5,6 +5,7 @@
 // on a diagonal belong to one tap; several threads share the channels of such a square if taps are
 // few. The cotangent of a softmax needs a sum over all taps first: filters that are longer than a
 // chunk are computed twice.
+#include "cuda/dynamic_conv/families.h"
 #include "cuda/dynamic_conv/weights.cuh"
 
 namespace jaxops::dynamic_conv::cuda {

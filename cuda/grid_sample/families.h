@@ -1,5 +1,5 @@
 // This header declares the kernel families of grid_sample: the calls that each family can run, and
-// its launcher. dispatch.cu alone chooses between them.
+// its launcher. dispatch.cc alone chooses between them.
 #ifndef JAXOPS_CUDA_GRID_SAMPLE_FAMILIES_H_
 #define JAXOPS_CUDA_GRID_SAMPLE_FAMILIES_H_
 

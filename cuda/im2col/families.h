@@ -1,5 +1,5 @@
 // This header declares the kernel families of im2col and col2im: the calls that each family can
-// run, and its launcher. dispatch.cu alone chooses between them. No family runs calls of images or
+// run, and its launcher. dispatch.cc alone chooses between them. No family runs calls of images or
 // patches without entries.
 #ifndef JAXOPS_CUDA_IM2COL_FAMILIES_H_
 #define JAXOPS_CUDA_IM2COL_FAMILIES_H_

@@ -23,15 +23,14 @@
 #include "common/lightweight_conv_choice.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/numeric.cuh"
+#include "cuda/lightweight_conv/calls.h"
 
 namespace jaxops::lightweight_conv::cuda {
 
 using jaxops::cuda::Accumulator;
-using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
 using jaxops::cuda::kVectorElements;
-using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
 using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
@@ -160,9 +159,6 @@ __device__ __forceinline__ void ReadRow(Accumulator<T> (&values)[kLaneChannels<T
 
 // --- NCT -----------------------------------------------------------------------------------------
 
-inline constexpr int kNctThreads = 128;
-
-inline constexpr int kNctMinRowThreads = 16;
 inline constexpr int kNctMaxRows = kNctThreads / kNctMinRowThreads;
 
 // The threads of a block are distributed over channels and time.
@@ -339,17 +335,7 @@ __device__ __forceinline__ void ReduceRows(const Acc (&thread_values)[kCount][1]
   }
 }
 
-// This number of blocks keeps today's devices busy; results depend on it, so it is the same on all
-// devices.
-inline constexpr int64_t kBusyBlocks = 480;
-
 // --- host ----------------------------------------------------------------------------------------
-
-// RowsAligned says whether rows of the array's fastest dimension can be read `bytes` bytes at a
-// time.
-inline bool RowsAligned(int64_t row_elements, DType dtype, int64_t bytes) {
-  return row_elements * jaxops::cuda::SizeOf(dtype) % bytes == 0;
-}
 
 // WindowShift returns the shift within a vector of windows that begin `padding` steps before a
 // vector, or kUnaligned for rows that are not whole vectors.
@@ -358,16 +344,6 @@ int WindowShift(int64_t time, DType dtype, int64_t padding) {
   if (!RowsAligned(time, dtype, 16)) return kUnaligned;
   constexpr int kVector = kVectorElements<T>;
   return static_cast<int>((kVector - padding % kVector) % kVector);
-}
-
-// SharesFilters says whether weight and bias are the same for all batch entries.
-inline bool SharesFilters(const Forward& call) {
-  for (int d = 0; d < call.batch.rank(); ++d) {
-    if (call.batch.stride(d, Forward::kWeight) != 0 || call.batch.stride(d, Forward::kBias) != 0) {
-      return false;
-    }
-  }
-  return true;
 }
 
 // DispatchShift calls `function` with the shift of rows of whole vectors as a constant.
@@ -382,13 +358,6 @@ cudaError_t DispatchShift(int shift, Function&& function) {
   }(std::make_integer_sequence<int, kVectorElements<T>>{});
   return error;
 }
-
-// With this padding of the flipped taps, the input gradient is a convolution.
-inline int64_t Mirrored(const Geometry& g) { return (g.taps - 1) * g.dilation - g.padding; }
-
-// A grid has at most this number of blocks along x, and along y and z.
-inline constexpr int64_t kMaxBlocks = INT32_MAX;
-inline constexpr int64_t kMaxGridBlocks = 65535;
 
 // PartialSums describes the sums over time that the blocks of a backward kernel write: (kept,
 // splits, taps + 1, channels), and the last tap is the bias. If vectors of neighbouring channels

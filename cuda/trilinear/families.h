@@ -1,5 +1,5 @@
 // This header declares the kernel families of trilinear interpolation in cells: the calls that each
-// family can run, and its launcher. dispatch.cu alone chooses between them. All families except
+// family can run, and its launcher. dispatch.cc alone chooses between them. All families except
 // `elements` need arrays aligned to 16 bytes.
 #ifndef JAXOPS_CUDA_TRILINEAR_FAMILIES_H_
 #define JAXOPS_CUDA_TRILINEAR_FAMILIES_H_

@@ -1,5 +1,5 @@
 // This header declares the kernel families of the softmax focal loss: the calls that each family
-// can run, and its launcher. dispatch.cu alone chooses between them. No size is zero.
+// can run, and its launcher. dispatch.cc alone chooses between them. No size is zero.
 #ifndef JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_FAMILIES_H_
 #define JAXOPS_CUDA_FOCAL_LOSS_SOFTMAX_FAMILIES_H_
 

@@ -1,6 +1,7 @@
+#include "cuda/common/dispatch.h"
+
 #include <algorithm>
 
-#include "cuda/common/dispatch.h"
 #include "cuda/conv/dispatch.h"
 #include "cuda/conv/families.h"
 

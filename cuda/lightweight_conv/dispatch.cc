@@ -1,11 +1,12 @@
 // This file chooses the kernel family of a lightweight convolution. docs/lightweight_conv.md has
 // the table with the condition of each row.
+#include "cuda/common/dispatch.h"
+
 #include <string>
 
-#include "cuda/common/dispatch.h"
 #include "cuda/common/refusal.h"
+#include "cuda/lightweight_conv/calls.h"
 #include "cuda/lightweight_conv/families.h"
-#include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/launch.h"
 #include "cuda/lightweight_conv/packed.h"
 
@@ -22,7 +23,7 @@ bool PrefersMma(const Gradients& gradients, const Device&) {
 }
 
 int64_t CountBytes(const Geometry& g, DType dtype, int64_t batch) {
-  return batch * g.channels * g.time * jaxops::cuda::SizeOf(dtype);
+  return batch * g.channels * g.time * SizeOf(dtype);
 }
 
 // Latency bounds calls up to 1 MiB of x, and up to 8 MiB if rows are not whole vectors, which other
@@ -42,7 +43,7 @@ bool PrefersStepsNct(const Forward& call, const Device&) {
 // (8,1024,64,1024,4) bf16 19.2 and 34.9.
 bool PrefersCausal(const Gradients& gradients, const Device&) {
   const Backward& call = gradients.call;
-  const int64_t row_bytes = call.geometry.time * jaxops::cuda::SizeOf(call.dtype);
+  const int64_t row_bytes = call.geometry.time * SizeOf(call.dtype);
   return call.kept.size() == 1 || call.summed.size() >= 16 || row_bytes < 16 * kWarp;
 }
 
@@ -93,8 +94,7 @@ bool PrefersMmaChannels(const Gradients& gradients, const Device&) {
 struct RowVectors {
   int64_t count, threads;
 
-  RowVectors(const Geometry& g, DType dtype)
-      : count(CeilDiv(g.time * jaxops::cuda::SizeOf(dtype), 16)) {
+  RowVectors(const Geometry& g, DType dtype) : count(CeilDiv(g.time * SizeOf(dtype), 16)) {
     threads = kNctMinRowThreads;
     while (threads < count && threads < kNctThreads) threads *= 2;
     threads *= CeilDiv(count, threads);
@@ -153,8 +153,7 @@ bool PrefersSegments(const Forward& call, const Device&) {
   const Geometry& g = call.geometry;
   // A vector of wide elements is hardly larger than the reach of its taps, so a single read is
   // better.
-  const bool is_wide =
-      g.dilation == 1 && g.taps <= 4 && jaxops::cuda::SizeOf(call.dtype) >= 4 && g.time >= 1024;
+  const bool is_wide = g.dilation == 1 && g.taps <= 4 && SizeOf(call.dtype) >= 4 && g.time >= 1024;
   return is_wide || IsShortUnaligned(g, call.dtype) ||
          (g.dilation > 1 && nct::CountSegmentSteps(g, call.dtype) <= 3 * g.time);
 }
@@ -438,10 +437,10 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Backward& call, int64_t sp
   const int64_t kept = call.kept.size();
   if (kept == 0) return cudaSuccess;
   if (call.summed.size() == 0 || g.time == 0 || g.channels == 0) {
-    const int64_t weights = kept * g.heads * g.taps * jaxops::cuda::SizeOf(call.weight_dtype);
+    const int64_t weights = kept * g.heads * g.taps * SizeOf(call.weight_dtype);
     const cudaError_t error = cudaMemsetAsync(call.dweight, 0, weights, stream);
     if (error != cudaSuccess || call.dbias == nullptr) return error;
-    const int64_t biases = kept * g.channels * jaxops::cuda::SizeOf(call.bias_dtype);
+    const int64_t biases = kept * g.channels * SizeOf(call.bias_dtype);
     return cudaMemsetAsync(call.dbias, 0, biases, stream);
   }
   if (const std::string error = RangeError(g); !error.empty()) {

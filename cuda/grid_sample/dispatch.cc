@@ -6,11 +6,12 @@
 // work space for an order orders its points.
 //
 // The measured gains are in docs/grid_sample.md; all were measured on an H200.
+#include "cuda/common/dispatch.h"
+
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/common/dispatch.h"
-#include "cuda/common/launch.h"
+#include "cuda/common/sizes.h"
 #include "cuda/grid_sample/families.h"
 #include "cuda/grid_sample/launch.h"
 

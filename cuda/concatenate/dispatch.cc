@@ -3,9 +3,10 @@
 //
 // The table of pieces is a parameter of the kernel, so that any number of arrays takes one launch,
 // which a CUDA graph can capture.
+#include "cuda/common/dispatch.h"
+
 #include <algorithm>
 
-#include "cuda/common/dispatch.h"
 #include "cuda/common/numeric.cuh"
 #include "cuda/concatenate/families.h"
 #include "cuda/concatenate/job.h"

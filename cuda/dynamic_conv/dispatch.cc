@@ -1,8 +1,8 @@
 // Dynamic convolution has one kernel a result: apply.cu computes the value and the input gradient,
 // short.cu the value of short filters, weight_grad.cu the gradient of the weights. Where there is a
 // softmax, scales.cu computes what it is made of before, except for short.cu.
+#include "cuda/dynamic_conv/families.h"
 #include "cuda/dynamic_conv/launch.h"
-#include "cuda/dynamic_conv/weights.cuh"
 
 namespace jaxops::dynamic_conv::cuda {
 
