@@ -505,6 +505,23 @@ def test_taps_past_a_sequence_are_in_range():
         check(call, H200)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_single_steps_launch_alike_in_both_formats(dtype):
+    """They are the same in memory. The kernel gradient of "NCT" had a sixth of the blocks."""
+
+    def launches(data_format, shape):
+        function = functools.partial(jaxops.lightweight_conv, data_format=data_format)
+        x, weight = arrays(dtype, shape, (16, 3))
+        return [
+            kernels.kernels(function, x, weight),
+            kernels.kernels(vjp_of(function, (0, 1)), (x,), x, weight),
+        ]
+
+    one, other = launches("NCT", (8192, 1024, 1)), launches("NTC", (8192, 1, 1024))
+    assert [[*calls.values()] for calls in one] == [[*calls.values()] for calls in other]
+    assert all(one)
+
+
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_devices_of_several_kinds_in_one_process(case):
     """The launches on a device do not depend on devices that ran the same program before."""
