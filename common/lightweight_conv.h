@@ -88,9 +88,9 @@ struct Backward {
   void* dbias;            // (kept, channels); null: not wanted
 };
 
-// Says whether no step reads another one and rows are alike in both data formats, so that kernels
-// may take batch entries for steps of one sequence of "NTC".
-inline bool HasOneTap(const Geometry& g) {
+// Says whether no step reads another one and rows are those of "NTC", as those of single steps in
+// "NCT" are, so that kernels may treat batch entries as steps of one sequence.
+inline bool AreEntriesSteps(const Geometry& g) {
   return g.taps == 1 && (g.data_format == DataFormat::kNTC || g.time == 1);
 }
 
@@ -108,9 +108,8 @@ inline int64_t CountSplits(const Backward& call) {
   };
   const Geometry& g = call.geometry;
   const int64_t item = SizeOf(call.dtype);
-  const bool is_ntc = g.data_format == DataFormat::kNTC || HasOneTap(g);
   int64_t channel_blocks, wanted, min_steps;
-  if (is_ntc && g.taps <= 8) {
+  if (AreEntriesSteps(g) || (g.data_format == DataFormat::kNTC && g.taps <= 8)) {
     // Neighbouring threads have neighbouring channels, up to 32 vectors of them, and then segments
     // of time; each thread loops over the steps of its segment.
     const int64_t wide = item == 8 ? 2 : 4, narrow = item == 2 ? 2 : 1;
@@ -119,7 +118,7 @@ inline int64_t CountSplits(const Backward& call) {
     channel_blocks = ceil_div(vectors, lanes);
     wanted = 384;
     min_steps = 4 * 128 / lanes;
-  } else if (is_ntc) {
+  } else if (g.data_format == DataFormat::kNTC) {
     channel_blocks = ceil_div(g.channels, 64);
     wanted = 1024;
     min_steps = 4 * 64;

@@ -19,6 +19,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 FOUND = {name: platforms.find(name) for name in platforms.NAMES}
 PRESENT = [p for p in FOUND.values() if isinstance(p, platforms.Platform)]
+# XLA takes longer to optimize the machine code of most tests' programs for CPUs than to run it. It
+# rewrites and fuses the programs all the same.
+HASTY = all(p.name == "cpu" for p in PRESENT)
+jax.config.update("jax_disable_most_optimizations", HASTY)
 #: Files of another tree, see `test_recipe.py`.
 collect_ignore = ["toy_operator"]
 REQUIRED_VARIABLE = "JAXOPS_REQUIRE_PLATFORMS"
@@ -94,6 +98,15 @@ def pytest_report_header(config):
         else:
             lines.append(f"platform {name}: {len(found.devices)} x {found.device.device_kind}")
     return lines
+
+
+@pytest.fixture
+def optimized():
+    """For questions of rounding: programs as users have them, whose machine code is optimized."""
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", HASTY)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ ROWS = {
 CASES = [pytest.param(spec, d, id=f"{spec}-{d}") for spec in all_specs() for d in spec.dtypes]
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("spec", "dtype"), CASES)
 def test_errors(spec, dtype, platform):
     kept = ROWS[platform.name, spec.operator, spec.variant, dtype]

@@ -34,17 +34,6 @@ TINY = char_lm.Config(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def hasty_compiler():
-    """XLA takes far longer to optimize models that are trained for some steps than to run them."""
-    if jax.default_backend() != "cpu":
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def run_module(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "jaxops", *arguments],

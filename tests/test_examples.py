@@ -104,16 +104,8 @@ NAMES = {
 }
 
 
-@pytest.fixture
-def hasty_compiler():
-    """XLA takes far longer to optimize these programs than to run them."""
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize("page", [name for name, blocks in BLOCKS.items() if blocks])
-def test_blocks_of_pages_run(page, monkeypatch, tmp_path, hasty_compiler, capsys):
+def test_blocks_of_pages_run(page, monkeypatch, tmp_path, capsys):
     """One after another, with the names of the blocks before, in float32 as a reader has it.
 
     A block of text after one of Python is what that prints, on eight CPU devices.

@@ -37,17 +37,6 @@ def exact_products():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def hasty_compiler():
-    """XLA takes far longer to optimize these programs than to run them."""
-    if jax.default_backend() != "cpu":
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def normal(seed, shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 

@@ -446,7 +446,7 @@ def test_the_gradient_is_the_same_whichever_pass_makes_it(operator, scale, platf
 # --- shapes and options --------------------------------------------------------------------------
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=16, deadline=None)
 @hypothesis.given(data=st.data())
 def test_shapes_and_options(data, platform):
     """Compares with the reference, over shapes that reach every kernel."""

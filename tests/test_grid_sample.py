@@ -143,7 +143,7 @@ def test_torch(sizes, method, padding_mode, align_corners, platform):
 # --- shapes, dtypes and options ------------------------------------------------------------------
 
 
-@hypothesis.settings(deadline=None, max_examples=20)
+@hypothesis.settings(deadline=None, max_examples=8)
 @hypothesis.given(
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),
     width=st.integers(0, 40),

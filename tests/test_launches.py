@@ -507,7 +507,7 @@ def test_taps_past_a_sequence_are_in_range():
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_single_steps_launch_alike_in_both_formats(dtype):
-    """They are the same in memory. The kernel gradient of "NCT" had a sixth of the blocks."""
+    """They are the same in memory in both. Gradients of "NCT" once had a sixth of the blocks."""
 
     def launches(data_format, shape):
         function = functools.partial(jaxops.lightweight_conv, data_format=data_format)

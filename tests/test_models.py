@@ -21,14 +21,6 @@ from jaxops._bench.training_steps import Outcome, Row
 from jaxops.testing import measure
 
 
-@pytest.fixture(scope="module", autouse=True)
-def hasty_compiler():
-    """XLA takes far longer to optimize these models than to run them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def on_cpu(*arguments):
     return _cli.main(["bench", "--models", "--platform", "cpu", "--quick", *arguments])
 

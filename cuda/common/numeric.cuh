@@ -35,8 +35,7 @@ __device__ __forceinline__ T Narrow(Accumulator<T> x) {
   }
 }
 
-// The bytes of the widest access, and its elements.
-inline constexpr int kVectorBytes = 16;
+// The elements of the widest access.
 template <typename T>
 inline constexpr int kVectorElements = kVectorBytes / sizeof(T);
 
@@ -107,8 +106,6 @@ __device__ __forceinline__ void StoreAs(void* base, int64_t index, DType dtype, 
       break;
   }
 }
-
-using jaxops::SizeOf;
 
 // Calls `function` with a value of the element type: the only step from run time to templates.
 template <typename Function>

@@ -1,13 +1,20 @@
+// Sizes and counts that hosts and kernels compute with.
 #ifndef JAXOPS_CUDA_COMMON_SIZES_H_
 #define JAXOPS_CUDA_COMMON_SIZES_H_
 
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "common/types.h"
 
 namespace jaxops::cuda {
 
+using jaxops::SizeOf;
+
 inline constexpr int kWarp = 32;
+
+// The bytes of the widest access.
+inline constexpr int kVectorBytes = 16;
 
 JAXOPS_HOST_DEVICE inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "cuda/common/numeric.cuh"
+#include "cuda/common/sizes.h"
 #include "cuda/concatenate/families.h"
 #include "cuda/concatenate/job.h"
 #include "cuda/concatenate/launch.h"

@@ -10,7 +10,6 @@
 
 #include "common/conv.h"
 #include "cuda/common/activation.cuh"
-#include "cuda/common/launch.h"
 #include "cuda/common/numeric.cuh"
 
 namespace jaxops::conv::cuda {

@@ -7,7 +7,7 @@
 
 #include "common/grid_sample.h"
 #include "cuda/common/device.h"
-#include "cuda/common/numeric.cuh"
+#include "cuda/common/sizes.h"
 #include "cuda/grid_sample/order.cuh"
 
 #define JAXOPS_RETURN_IF_ERROR(expression) \

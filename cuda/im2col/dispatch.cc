@@ -1,7 +1,7 @@
 // This file chooses the kernels of im2col and col2im, see common/im2col.h.
 #include "cuda/common/dispatch.h"
 
-#include "cuda/common/numeric.cuh"
+#include "cuda/common/sizes.h"
 #include "cuda/im2col/families.h"
 #include "cuda/im2col/launch.h"
 

@@ -1,11 +1,11 @@
-// What dispatch and the kernel families ask of a call of lightweight convolution.
+// This header has properties of calls of lightweight convolution, and sizes of blocks, that
+// dispatch and kernel families share.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_CALLS_H_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_CALLS_H_
 
 #include <cstdint>
 
 #include "common/lightweight_conv.h"
-#include "common/lightweight_conv_choice.h"
 #include "cuda/common/sizes.h"
 
 namespace jaxops::lightweight_conv::cuda {
@@ -17,7 +17,7 @@ using jaxops::cuda::kWarp;
 // devices.
 inline constexpr int64_t kBusyBlocks = 480;
 
-// NCT: the threads of a block, and of them those of a row at least.
+// NCT: the threads of a block, and the minimum for a row.
 inline constexpr int kNctThreads = 128;
 inline constexpr int kNctMinRowThreads = 16;
 

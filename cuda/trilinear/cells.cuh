@@ -3,11 +3,9 @@
 #ifndef JAXOPS_CUDA_TRILINEAR_CELLS_CUH_
 #define JAXOPS_CUDA_TRILINEAR_CELLS_CUH_
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
-#include "common/fast_divide.h"
 #include "common/trilinear.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/multilinear.cuh"

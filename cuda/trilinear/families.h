@@ -10,7 +10,7 @@
 
 #include "common/trilinear.h"
 #include "cuda/common/device.h"
-#include "cuda/common/numeric.cuh"
+#include "cuda/common/sizes.h"
 
 namespace jaxops::trilinear::cuda {
 

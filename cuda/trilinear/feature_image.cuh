@@ -1,4 +1,5 @@
-// The features of a block's cells in shared memory: copies there and of their gradients from there.
+// This header copies the features of a block's cells to shared memory, and their gradients from
+// shared memory.
 #ifndef JAXOPS_CUDA_TRILINEAR_FEATURE_IMAGE_CUH_
 #define JAXOPS_CUDA_TRILINEAR_FEATURE_IMAGE_CUH_
 

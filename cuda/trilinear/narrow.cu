@@ -7,6 +7,7 @@
 #include <cuda_pipeline.h>
 
 #include <cstdint>
+#include <cuda/ptx>
 
 #include "cuda/trilinear/cells.cuh"
 #include "cuda/trilinear/families.h"

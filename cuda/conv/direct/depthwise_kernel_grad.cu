@@ -17,10 +17,11 @@
 
 #include "common/fast_divide.h"
 #include "cuda/common/async_copy.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/common/numeric.cuh"
 #include "cuda/common/warp_matrix.cuh"
 #include "cuda/conv/add_parts.h"
 #include "cuda/conv/families.h"
-#include "cuda/conv/results.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {

@@ -17,7 +17,6 @@
 
 #include "cuda/conv/add_parts.h"
 #include "cuda/conv/direct/direct.cuh"
-#include "cuda/conv/results.cuh"
 
 namespace jaxops::conv::cuda {
 namespace {
