@@ -19,8 +19,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 FOUND = {name: platforms.find(name) for name in platforms.NAMES}
 PRESENT = [p for p in FOUND.values() if isinstance(p, platforms.Platform)]
-# XLA takes longer to optimize the machine code of most tests' programs for CPUs than to run it. It
-# rewrites and fuses the programs all the same.
+# XLA takes longer to optimize the machine code of most tests' programs for CPUs than to run it. XLA
+# rewrites and fuses the programs all the same. The fixture `optimized` is for tests of rounding.
 HASTY = all(p.name == "cpu" for p in PRESENT)
 jax.config.update("jax_disable_most_optimizations", HASTY)
 #: Files of another tree, see `test_recipe.py`.

@@ -19,7 +19,8 @@ __device__ __forceinline__ T* MapSharedRank(T* shared, int rank) {
   return static_cast<T*>(__cluster_map_shared_rank(shared, rank));
 }
 
-// Wait waits until all threads of the cluster have called Arrive, and sees what they wrote before.
+// Wait returns when all threads of the cluster have called Arrive. Their writes before that are
+// visible then.
 __device__ __forceinline__ void Arrive() { __cluster_barrier_arrive(); }
 __device__ __forceinline__ void Wait() { __cluster_barrier_wait(); }
 
