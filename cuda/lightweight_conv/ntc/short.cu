@@ -6,7 +6,6 @@
 // few rows that neighbouring segments share. The next rows of a thread are in flight to a ring of
 // its own in shared memory: registers do not limit the number of rows in flight, and the loop never
 // synchronises, because no thread reads rows that another thread copied.
-// another copied, the loop never synchronises.
 #include "cuda/common/activation.cuh"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/lightweight_conv/families.h"
