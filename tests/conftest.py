@@ -20,7 +20,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 FOUND = {name: platforms.find(name) for name in platforms.NAMES}
 PRESENT = [p for p in FOUND.values() if isinstance(p, platforms.Platform)]
 # XLA takes longer to optimize the machine code of most tests' programs for CPUs than to run it. XLA
-# rewrites and fuses the programs all the same. The fixture `optimized` is for tests of rounding.
+# rewrites and fuses the programs all the same. The fixture `optimized` is for tests of rounding
+# and of the time to compile.
 HASTY = all(p.name == "cpu" for p in PRESENT)
 jax.config.update("jax_disable_most_optimizations", HASTY)
 #: Files of another tree, see `test_recipe.py`.
@@ -102,7 +103,7 @@ def pytest_report_header(config):
 
 @pytest.fixture
 def optimized():
-    """For questions of rounding: programs as users have them, whose machine code is optimized."""
+    """For questions of rounding and of the time to compile: machine code as users have it."""
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
