@@ -44,6 +44,8 @@ constexpr int64_t kTaskVectors = 200'000;
 // Tasks that keep the threads of a large machine busy, if sums have to be cut for that.
 constexpr int64_t kManyTasks = 64;
 constexpr int64_t kAlignment = 64;
+// Pixels after which tiles of 6, 8 and 12 end.
+constexpr int64_t kTilesEnd = 24;
 
 // Memory that is aligned to a cache line and not initialised.
 class Memory {
@@ -75,15 +77,12 @@ struct Wide {
   Memory memory;
 };
 
-// Returns `images` of `pixels` each as they are, or copies where `dtype` or `fan` differ.
-Wide Widen(const std::vector<const void*>& images, DType dtype, int64_t pixels, int64_t groups,
-           int64_t fan, int64_t padded, const ParallelFor& parallel_for) {
+// Copies of `images` of `rows` each in entries as wide as sums: copy(from, begin, end, to) makes
+// rows [begin, end) of an image, of `padded` entries each.
+template <typename Copy>
+Wide CopyWide(const std::vector<const void*>& images, DType dtype, int64_t rows, int64_t padded,
+              const ParallelFor& parallel_for, Copy copy) {
   Wide wide;
-  if (dtype == SumType(dtype) && fan == padded) {
-    wide.images = images;
-    return wide;
-  }
-  const int64_t rows = pixels * groups;
   const int64_t size = rows * padded;
   const int64_t count = images.size();
   wide.memory = Memory(size * count * SizeOf(SumType(dtype)));
@@ -98,9 +97,29 @@ Wide Widen(const std::vector<const void*>& images, DType dtype, int64_t pixels, 
     const int64_t begin = task % tasks * per_task;
     const int64_t end = std::min(rows, begin + per_task);
     void* to = At(const_cast<void*>(wide.images[image]), begin * padded, SumType(dtype));
-    BestKernels().widen(dtype, At(images[image], begin * fan, dtype), end - begin, fan, padded, to);
+    copy(images[image], begin, end, to);
   });
   return wide;
+}
+
+// Returns `images` of `pixels` each as they are, or copies where `dtype` or `fan` differ.
+Wide Widen(const std::vector<const void*>& images, DType dtype, int64_t pixels, int64_t groups,
+           int64_t fan, int64_t padded, const ParallelFor& parallel_for) {
+  if (dtype == SumType(dtype) && fan == padded) return {.images = images, .memory = {}};
+  const auto copy = [&](const void* from, int64_t begin, int64_t end, void* to) {
+    BestKernels().widen(dtype, At(from, begin * fan, dtype), end - begin, fan, padded, to);
+  };
+  return CopyWide(images, dtype, pixels * groups, padded, parallel_for, copy);
+}
+
+// Returns images of bf16 as pairs of the same channel of pixels that are `step` apart.
+Wide JoinPairs(const std::vector<const void*>& images, int64_t step, int64_t pixels, int64_t groups,
+               int64_t fan, int64_t padded, const ParallelFor& parallel_for) {
+  const int64_t rows = pixels * groups;
+  const auto copy = [&](const void* from, int64_t begin, int64_t end, void* to) {
+    BestKernels().join_pairs(from, begin, end, step * groups, rows, fan, padded, to);
+  };
+  return CopyWide(images, DType::kBF16, rows, padded, parallel_for, copy);
 }
 
 Axis ForwardAxis(const Window& window) {
@@ -333,25 +352,30 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
                 At(packed.get(), (group * blocks.vectors * lanes + first) * rows, product.dtype)};
       kernels.pack(product, all[i]);
     });
-    // Tasks of a panel have about the same number of multiply-adds, but where a panel is larger
-    // than caches several tiles.
-    const int64_t tile_vectors = std::max<int64_t>(1, rows / unit) * 24;
-    const int64_t per_panel = CeilDiv(product.pixels(), kernels.tile_pixels(all[0].vectors));
-    const int64_t few = std::min<int64_t>(8, CeilDiv(per_panel * panels, kManyTasks));
-    const int64_t per_task = std::max(few, kTaskVectors / tile_vectors);
-    std::vector<int64_t> begins = {0};  // of the tasks of each panel
-    for (const Panel& panel : all) {
-      const int64_t tiles = CeilDiv(product.pixels(), kernels.tile_pixels(panel.vectors));
-      begins.push_back(begins.back() + CeilDiv(tiles, per_task));
-    }
-    RunTasks(begins.back(), parallel_for, [&](int64_t i) {
-      const auto next = std::upper_bound(begins.begin(), begins.end(), i);
-      const Panel& panel = all[next - begins.begin() - 1];
-      const int64_t tiles = CeilDiv(product.pixels(), kernels.tile_pixels(panel.vectors));
-      const int64_t begin = (i - *(next - 1)) * per_task;
-      const int64_t end = std::min(tiles, begin + per_task);
-      const Memory space(kernels.multiply_space(product, panel.vectors, end - begin));
-      kernels.multiply(product, panel, begin, end, space.get());
+    // A task has all panels if a cache holds them: two threads that write neighbouring columns of
+    // the same results would wait for one another. Otherwise it has one, and there are no more
+    // tasks than threads need to end at about the same time, as each reads all of its panel.
+    constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8, kMaxTiles = 32;
+    const int64_t packed_bytes = rows * blocks.vectors * lanes * SizeOf(product.dtype);
+    const int64_t in_task = packed_bytes * call.groups <= kCacheBytes ? panels : 1;
+    const int64_t tile_pixels = kernels.tile_pixels(all[0].vectors);
+    const int64_t tile_vectors = std::max<int64_t>(1, rows / unit) * 24 * in_task;
+    const int64_t tiles =
+        std::min(kMaxTiles, CeilDiv(product.pixels(), tile_pixels) * panels /
+                                (in_task * kTasksPerThread * parallel_for.threads));
+    const int64_t per_task = std::max({int64_t{1}, tiles, kTaskVectors / tile_vectors});
+    const int64_t task_pixels = CeilDiv(per_task * tile_pixels, kTilesEnd) * kTilesEnd;
+    const int64_t tasks = CeilDiv(product.pixels(), task_pixels);
+    RunTasks(panels / in_task * tasks, parallel_for, [&](int64_t i) {
+      for (int64_t j = 0; j < in_task; ++j) {
+        const Panel& panel = all[i / tasks * in_task + j];
+        const int64_t first = i % tasks * task_pixels;
+        const int64_t in_tile = kernels.tile_pixels(panel.vectors);
+        const int64_t begin = first / in_tile;
+        const int64_t end = CeilDiv(std::min(product.pixels(), first + task_pixels), in_tile);
+        const Memory space(kernels.multiply_space(product, panel.vectors, end - begin));
+        kernels.multiply(product, panel, begin, end, space.get());
+      }
     });
   });
 }
@@ -363,10 +387,17 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
   const int64_t lanes = kernels.vector_bytes / SizeOf(wide);
   const int64_t padded = CeilDiv(fan_out, lanes) * lanes;
-  const Wide sources = Widen(call.images, call.dtype, Entries(call.dims, &Window::in), 1,
-                             call.channels, call.channels, parallel_for);
-  const Wide cotangents = Widen(call.cotangents, call.dtype, Entries(call.dims, &Window::out),
-                                call.groups, fan_out, padded, parallel_for);
+  const int64_t ins = Entries(call.dims, &Window::in), outs = Entries(call.dims, &Window::out);
+  const bool has_pairs = call.dtype == DType::kBF16 && kernels.multiplies_pairs();
+  Wide sources, cotangents;
+  if (has_pairs) {  // of windows that follow one another
+    sources = JoinPairs(call.images, d2.stride, ins, 1, call.channels, call.channels, parallel_for);
+    cotangents = JoinPairs(call.cotangents, 1, outs, call.groups, fan_out, padded, parallel_for);
+  } else {
+    sources = Widen(call.images, call.dtype, ins, 1, call.channels, call.channels, parallel_for);
+    cotangents =
+        Widen(call.cotangents, call.dtype, outs, call.groups, fan_out, padded, parallel_for);
+  }
   GradProduct product = {};
   std::copy_n(call.dims, kMaxDims, product.dims);
   product.images = call.images.size();
@@ -375,7 +406,7 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   product.source_channels = call.channels;
   product.cotangent_channels = call.groups * padded;
   product.fan_in = fan_in;
-  product.dtype = wide;
+  product.dtype = has_pairs ? DType::kBF16 : wide;
   // Rows of several taps waste none of a tile of rows.
   constexpr int64_t kMaxMerged = 24;
   product.is_merged = d2.dilation == 1 && call.groups == 1 && fan_in < kMaxMerged;
@@ -436,9 +467,10 @@ void ForEachCall(const Calls& calls, const ParallelFor& parallel_for, F run) {
     for (const Call& call : calls) run(call, parallel_for);
     return;
   }
-  const ParallelFor serial = [](int64_t count, const std::function<void(int64_t)>& task) {
+  const auto run_all = [](int64_t count, const std::function<void(int64_t)>& task) {
     for (int64_t i = 0; i < count; ++i) task(i);
   };
+  const ParallelFor serial = {1, run_all};
   parallel_for(calls.size(), [&](int64_t i) { run(calls[i], serial); });
 }
 
@@ -451,8 +483,23 @@ bool WriteSumsOverNothing(const Call& call, int64_t size) {
   return true;
 }
 
+// A call whose windows are entries, as one of a single line.
+Call Flattened(const Call& call) {
+  const auto is_entry = [](const Window& window) {
+    return window.taps == 1 && window.stride == 1 && window.low == 0 && window.in == window.out;
+  };
+  Call flat = call;
+  if (std::all_of(std::begin(call.dims), std::end(call.dims), is_entry)) {
+    const int64_t pixels = Entries(call.dims, &Window::in);
+    flat.dims[0].in = flat.dims[0].out = flat.dims[1].in = flat.dims[1].out = 1;
+    flat.dims[2].in = flat.dims[2].out = pixels;
+  }
+  return flat;
+}
+
 void Convolve(const Calls& calls, bool is_forward, const ParallelFor& parallel_for) {
-  ForEachCall(calls, parallel_for, [&](const Call& call, const ParallelFor& threads) {
+  ForEachCall(calls, parallel_for, [&](const Call& original, const ParallelFor& threads) {
+    const Call call = Flattened(original);
     const auto& [d0, d1, d2] = call.dims;
     if (!is_forward && WriteSumsOverNothing(call, d0.in * d1.in * d2.in * call.channels)) return;
     if (AreGroupsSmall(call)) {
@@ -474,7 +521,8 @@ void RunInputGrad(const Calls& calls, const ParallelFor& parallel_for) {
 }
 
 void RunKernelGrad(const Calls& calls, const ParallelFor& parallel_for) {
-  ForEachCall(calls, parallel_for, [&](const Call& call, const ParallelFor& threads) {
+  ForEachCall(calls, parallel_for, [&](const Call& original, const ParallelFor& threads) {
+    const Call call = Flattened(original);
     const int64_t size = call.taps() * (call.channels / call.groups) * call.outputs;
     if (size == 0 || WriteSumsOverNothing(call, size)) return;
     if (AreGroupsSmall(call)) {

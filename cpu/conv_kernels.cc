@@ -16,7 +16,7 @@ constexpr int TilePixels(int vectors) { return vectors == 4 ? 6 : vectors == 3 ?
 constexpr int kMaxVectors = 2;
 constexpr int TilePixels(int vectors) { return vectors == 2 ? 6 : 8; }
 #endif
-constexpr int kMaxTilePixels = 12;
+constexpr int kMaxTilePixels = 12;  // and all are factors of 24, see conv.cc
 
 // Entries of a packed kernel that stay in a cache while tiles are multiplied by them.
 constexpr int64_t kPanelBytes = 512 * 1024;
@@ -69,20 +69,25 @@ struct Segment {
 
 bool MultipliesPairs() { return __builtin_cpu_supports("avx512bf16"); }
 
-// Adds the products of a pair of entries of each pixel.
-template <int kPixels, int kVectors>
-JAXOPS_ALWAYS_INLINE JAXOPS_PAIRS_TARGET void AddPair(const BFloat* kernel, const int32_t* pairs,
-                                                      __m512 (*total)[kVectors]) {
+// Adds the products of entries `i` and `i` + 1 of each pixel, or of the first one alone. The entry
+// after the last one may be NaN.
+template <int kPixels, int kVectors, bool kIsSingle>
+JAXOPS_ALWAYS_INLINE JAXOPS_PAIRS_TARGET void AddPair(const BFloat* kernel,
+                                                      const BFloat* const (&source)[kPixels],
+                                                      int64_t i, __m512 (*total)[kVectors]) {
   __m512i entries[kVectors];
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v)
     entries[v] = _mm512_loadu_si512(kernel + 2 * v * kLanes<float>);
 #pragma GCC unroll 16
   for (int p = 0; p < kPixels; ++p) {
-    const __m512i pair = _mm512_set1_epi32(pairs[p]);
+    // No array of the pairs of all pixels: GCC would collect it in a vector, entry by entry.
+    int32_t pair = static_cast<uint16_t>(source[p][i]);
+    if constexpr (!kIsSingle) __builtin_memcpy(&pair, source[p] + i, sizeof(pair));
+    const __m512i pairs = _mm512_set1_epi32(pair);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      total[p][v] = _mm512_dpbf16_ps(total[p][v], (__m512bh)pair, (__m512bh)entries[v]);
+      total[p][v] = _mm512_dpbf16_ps(total[p][v], (__m512bh)pairs, (__m512bh)entries[v]);
     }
   }
 }
@@ -106,20 +111,11 @@ JAXOPS_PAIRS_TARGET void AddPairs(const Segment<BFloat>* segments, int64_t count
 #pragma GCC unroll 16
     for (int p = 0; p < kPixels; ++p) source[p] = segments[s].source[p];
     const int64_t length = segments[s].length;
-    int32_t pairs[kPixels];
     int64_t i = 0;
     for (; i + 2 <= length; i += 2, kernel += 2 * kWidth) {
-#pragma GCC unroll 16
-      for (int p = 0; p < kPixels; ++p)
-        __builtin_memcpy(&pairs[p], source[p] + i, sizeof(pairs[p]));
-      AddPair<kPixels, kVectors>(kernel, pairs, total);
+      AddPair<kPixels, kVectors, false>(kernel, source, i, total);
     }
-    if (i < length) {
-      // The entry after the last one may be NaN.
-#pragma GCC unroll 16
-      for (int p = 0; p < kPixels; ++p) pairs[p] = static_cast<uint16_t>(source[p][i]);
-      AddPair<kPixels, kVectors>(kernel, pairs, total);
-    }
+    if (i < length) AddPair<kPixels, kVectors, true>(kernel, source, i, total);
   }
 #pragma GCC unroll 16
   for (int p = 0; p < kPixels; ++p) {
@@ -174,8 +170,8 @@ void AddProducts(const Segment<A>* segments, int64_t count, bool adds, A* sums) 
 }
 
 template <int kPixels, int kVectors, typename E>
-JAXOPS_ALWAYS_INLINE void Add(const Segment<E>* segments, int64_t count, bool adds,
-                              Arithmetic<E>* sums) {
+JAXOPS_ALWAYS_INLINE void AddSegments(const Segment<E>* segments, int64_t count, bool adds,
+                                      Arithmetic<E>* sums) {
   if constexpr (kPair<E> == 1) {
     AddProducts<kPixels, kVectors>(segments, count, adds, sums);
   } else {
@@ -228,7 +224,7 @@ struct Space {
   E* zeros;   // of a segment
   E* copies;  // of segments that are partly outside of the image
   Segment<E>* segments;
-  Arithmetic<E>* sums;  // of all tiles
+  Arithmetic<E>* sums;  // of a tile, or of all tiles where these wait for other segments
 };
 
 int64_t Aligned(int64_t bytes) { return CeilDiv(bytes, 64) * 64; }
@@ -255,7 +251,8 @@ int64_t Lay(const Product& product, int vectors, int64_t tiles, char* memory, Sp
   space.zeros = reinterpret_cast<E*>(take(product.segment() * sizeof(E)));
   space.copies = reinterpret_cast<E*>(take(product.is_merged ? segments * copies * sizeof(E) : 0));
   space.segments = reinterpret_cast<Segment<E>*>(take((2 * segments + 1) * sizeof(Segment<E>)));
-  space.sums = reinterpret_cast<Arithmetic<E>*>(take(tiles * pixels * vectors * kVectorBytes));
+  const int64_t waiting = segments < product.segments() ? tiles : 1;
+  space.sums = reinterpret_cast<Arithmetic<E>*>(take(waiting * pixels * vectors * kVectorBytes));
   return used;
 }
 
@@ -341,13 +338,12 @@ struct Multiplier {
   }
 
   // Adds segments [begin, end) of a tile whose kernel is finite: what is outside is zeros.
-  void AddTile(const Entry<E>* entries, int64_t begin, int64_t end, A* sums) const {
+  void AddTile(const Entry<E>* entries, bool are_inside, int64_t begin, int64_t end,
+               A* sums) const {
     const int64_t length = product.segment();
     Segment<E>* segments = space.segments;
     E* copy = space.copies;
     int64_t count = 0;
-    bool are_inside = true;
-    for (int p = 0; p < kPixels; ++p) are_inside &= IsInside(entries[p]);
     Taps taps = TapsOf(begin);
     for (int64_t index = begin; index < end; ++index, NextTaps(taps)) {
       Segment<E>& segment = segments[count];
@@ -382,7 +378,7 @@ struct Multiplier {
       }
       count += has_entries;
     }
-    Add<kPixels, kVectors>(segments, count, begin > 0, sums);
+    AddSegments<kPixels, kVectors>(segments, count, begin > 0, sums);
   }
 
   // Adds segments [begin, end) of a pixel, and no products with what is outside of the image.
@@ -407,7 +403,7 @@ struct Multiplier {
       }
       if (low < high) segments[count++] = {kernel, high - low, {entry.image + (at + low)}};
     }
-    Add<1, kVectors>(segments, count, begin > 0, sums);
+    AddSegments<1, kVectors>(segments, count, begin > 0, sums);
   }
 
   // The row of the kernel for entry `entry`, the second one of a pair, as the first one.
@@ -424,51 +420,81 @@ struct Multiplier {
     const int64_t all = product.pixels();
     const int64_t per_block = SegmentsPerBlock<E>(product, kVectors);
     const int64_t segments = product.segments();
+    const int64_t line = product.axes[2].count;
+    const int64_t entry_step = product.axes[2].step * product.source_channels;
     for (int64_t i = 0; i < product.segment(); ++i) space.zeros[i] = E{};
     int64_t begin = 0;
     do {  // at least once, so that sums of nothing are zeros
       const int64_t end = product.segment() == 0 ? begin : Min(segments, begin + per_block);
+      Pixel pixel = PixelAt(product.axes, tile_begin * kPixels);  // the first one of a tile
       for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+        const bool is_waiting = per_block < segments;
+        A* sums = space.sums + (is_waiting ? tile - tile_begin : 0) * kPixels * kWidth;
+        const bool is_last = begin + per_block >= segments;
+        // Most tiles are of a line. Their entries are steps apart, and are not copied from one to
+        // the next: a copy of what was just written in parts waits for it.
+        if (pixel.at[2] + kPixels <= line) {
+          const Entry<E> first = EntryOf(pixel);
+          Entry<E> entries[kPixels];
+          for (int p = 0; p < kPixels; ++p) {
+            entries[p].image = first.image;
+            entries[p].offset = first.offset + p * entry_step;
+            entries[p].in[0] = first.in[0];
+            entries[p].in[1] = first.in[1];
+            entries[p].in[2] = first.in[2] + p * product.axes[2].step;
+          }
+          const bool are_inside = IsInside(first) && IsInside(entries[kPixels - 1]);
+          Add(entries, are_inside, kPixels, begin, end, sums);
+          if (is_last) Finish(pixel, kPixels, sums);
+          pixel.at[2] += kPixels - 1;
+          Advance(product.axes, pixel);
+          continue;
+        }
         Pixel pixels[kPixels];
         const int64_t count = Min(kPixels, all - tile * kPixels);
-        pixels[0] = PixelAt(product.axes, tile * kPixels);
-        for (int p = 1; p < kPixels; ++p) {
-          pixels[p] = pixels[p - 1];
-          if (p < count) Advance(product.axes, pixels[p]);
-        }
         Entry<E> entries[kPixels];
-        for (int p = 0; p < kPixels; ++p) entries[p] = EntryOf(pixels[p]);
-        A* sums = space.sums + (tile - tile_begin) * kPixels * kWidth;
-        if (panel.is_finite) {
-          AddTile(entries, begin, end, sums);
-        } else {
-          for (int64_t p = 0; p < count; ++p) AddPixel(entries[p], begin, end, sums + p * kWidth);
+        bool are_inside = true;
+        for (int p = 0; p < kPixels; ++p) {
+          // After the last pixel it is repeated.
+          pixels[p] = p < count ? pixel : pixels[p - 1];
+          if (p < count) Advance(product.axes, pixel);
+          entries[p] = EntryOf(pixels[p]);
+          are_inside &= IsInside(entries[p]);
         }
-        if (begin + per_block >= segments) Finish(pixels, count, sums);
+        Add(entries, are_inside, count, begin, end, sums);
+        for (int64_t p = 0; p < count && is_last;) {
+          int64_t next = p + 1;
+          while (next < count && pixels[next].at[2] > 0) ++next;
+          Finish(pixels[p], next - p, sums + p * kWidth);
+          p = next;
+        }
       }
       begin += per_block;
     } while (begin < segments);
   }
 
-  void Finish(const Pixel* pixels, int64_t count, const A* sums) const {
+  void Add(const Entry<E>* entries, bool are_inside, int64_t count, int64_t begin, int64_t end,
+           A* sums) const {
+    if (panel.is_finite) {
+      AddTile(entries, are_inside, begin, end, sums);
+    } else {
+      for (int64_t p = 0; p < count; ++p) AddPixel(entries[p], begin, end, sums + p * kWidth);
+    }
+  }
+
+  // Writes the results of `count` pixels of a line.
+  void Finish(const Pixel& first, int64_t count, const A* sums) const {
     const Axis* axes = product.axes;
     const int64_t columns = Min(kWidth, product.columns - panel.first_column);
     const int64_t channel = panel.group * product.columns + panel.first_column;
-    for (int64_t p = 0; p < count;) {
-      // Pixels of a line are written at once.
-      int64_t next = p + 1;
-      while (next < count && pixels[next].at[2] > 0) ++next;
-      int64_t at = 0;
-      for (int d = 0; d < im2col::kMaxDims; ++d) {
-        at =
-            at * axes[d].result_size + axes[d].result_first + pixels[p].at[d] * axes[d].result_step;
-      }
-      void* to = EntryAt(product.results[pixels[p].image], at * product.result_channels + channel,
-                         product.finish.dtype);
-      FinishPixels(product.finish, sums + p * kWidth, kWidth, next - p, channel, columns, to,
-                   axes[2].result_step * product.result_channels);
-      p = next;
+    int64_t at = 0;
+    for (int d = 0; d < im2col::kMaxDims; ++d) {
+      at = at * axes[d].result_size + axes[d].result_first + first.at[d] * axes[d].result_step;
     }
+    void* to = EntryAt(product.results[first.image], at * product.result_channels + channel,
+                       product.finish.dtype);
+    FinishPixels(product.finish, sums, kWidth, count, channel, columns, to,
+                 axes[2].result_step * product.result_channels);
   }
 };
 
@@ -516,46 +542,116 @@ void Multiply(const Product& product, const Panel& panel, int64_t tile_begin, in
   });
 }
 
+// The bits of an entry, and those that are all set in NaN and Inf.
 template <typename E>
-JAXOPS_ALWAYS_INLINE bool IsFinite(E value) {
-  if constexpr (sizeof(E) == sizeof(uint16_t)) {
-    return (static_cast<uint16_t>(value) & 0x7f80) != 0x7f80;
-  } else {
-    return value - value == 0;
+struct Bits {
+  using Type = uint32_t;
+  static constexpr Type kExponent = 0x7f800000;
+};
+template <>
+struct Bits<double> {
+  using Type = uint64_t;
+  static constexpr Type kExponent = 0x7ff0000000000000;
+};
+template <>
+struct Bits<BFloat> {
+  using Type = uint16_t;
+  static constexpr Type kExponent = 0x7f80;
+};
+
+template <typename E>
+bool AreFinite(const E* entries, int64_t count) {
+  using B = Bits<E>;
+  typename B::Type bad = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    bad |= (BitCast<typename B::Type>(entries[i]) & B::kExponent) == B::kExponent ? 1 : 0;
+  }
+  return bad == 0;
+}
+
+// to[i][n] = from[n][i] for entries of 32 bits, rows `from_stride` and `to_stride` bytes apart.
+void Transpose(const void* from, int64_t from_stride, int64_t columns, int64_t count, void* to,
+               int64_t to_stride) {
+  constexpr int64_t kEntry = sizeof(uint32_t);
+  const auto from_at = [&](int64_t i, int64_t n) {
+    return static_cast<const char*>(from) + n * from_stride + i * kEntry;
+  };
+  const auto to_at = [&](int64_t i, int64_t n) {
+    return static_cast<char*>(to) + i * to_stride + n * kEntry;
+  };
+  constexpr int64_t kBlock = 16;  // whole cache lines of results
+  for (int64_t first = 0; first < columns; first += kBlock) {
+    const int64_t last = Min(columns, first + kBlock);
+    for (int64_t i = 0; i < count; i += 4) {
+      int64_t n = first;
+#if defined(__AVX2__)
+      for (; n + 4 <= last && i + 4 <= count; n += 4) {
+        __m128 rows[4];
+        for (int j = 0; j < 4; ++j) rows[j] = LoadBits<__m128>(from_at(i, n + j));
+        _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
+        for (int j = 0; j < 4; ++j) __builtin_memcpy(to_at(i + j, n), &rows[j], sizeof(rows[j]));
+      }
+#endif
+      for (; n < last; ++n) {
+        for (int64_t j = i; j < Min(count, i + 4); ++j) {
+          __builtin_memcpy(to_at(j, n), from_at(j, n), kEntry);
+        }
+      }
+    }
   }
 }
 
-// Copies the rows of a tap of the kernel.
+// Copies a row of a tap of the kernel to row `row` of a segment.
+template <typename E>
+void PackRow(const Product& product, const E* from, int64_t columns, int64_t width, int64_t row,
+             E* to) {
+  E* line = to + row / kPair<E> * kPair<E> * width + row % kPair<E>;
+  for (int64_t n = 0; n < columns; ++n) line[n * kPair<E>] = from[n * product.column_stride];
+}
+
+// Copies two rows of columns that are contiguous.
+void PackTwoRows(const BFloat* first, const BFloat* second, int64_t columns, BFloat* to) {
+  for (int64_t n = 0; n < columns; ++n) {
+    const uint32_t both = static_cast<uint16_t>(first[n]) |
+                          static_cast<uint32_t>(static_cast<uint16_t>(second[n])) << 16;
+    __builtin_memcpy(to + 2 * n, &both, sizeof(both));
+  }
+}
+
+// Copies the rows of a tap of the kernel, which are `row` and those that follow of a segment.
 template <typename E>
 bool PackTap(const Product& product, const E* tap, int64_t columns, int64_t width, int64_t row,
              E* to) {
+  const bool has_rows =
+      product.column_stride == 1;  // or else the entries of a column are contiguous
   bool is_finite = true;
-  for (int64_t k = 0; k < product.fan; ++k, ++row) {
-    const E* from = tap + k * product.fan_stride;
-    E* line = to + row / kPair<E> * kPair<E> * width + row % kPair<E>;
-    for (int64_t n = 0; n < columns; ++n) {
-      const E value = from[n * product.column_stride];
-      is_finite &= IsFinite(value);
-      line[n * kPair<E>] = value;
+  for (int64_t i = 0; i < (has_rows ? product.fan : columns); ++i) {
+    is_finite &= has_rows ? AreFinite(tap + i * product.fan_stride, columns)
+                          : AreFinite(tap + i * product.column_stride, product.fan);
+  }
+  int64_t k = 0;
+  if constexpr (kPair<E> == 2) {
+    if (row % 2 == 1 && product.fan > 0) {
+      PackRow(product, tap, columns, width, row, to);
+      k = 1;
     }
+  }
+  if (!has_rows && sizeof(E) * kPair<E> == sizeof(uint32_t)) {
+    const int64_t count = (product.fan - k) / kPair<E>;
+    Transpose(tap + k, product.column_stride * sizeof(E), columns, count, to + (row + k) * width,
+              width * sizeof(uint32_t));
+    k += count * kPair<E>;
+  }
+  if constexpr (kPair<E> == 2) {
+    for (; k + 2 <= product.fan && has_rows; k += 2) {
+      const E* from = tap + k * product.fan_stride;
+      PackTwoRows(from, from + product.fan_stride, columns, to + (row + k) * width);
+    }
+  }
+  for (; k < product.fan; ++k) {
+    PackRow(product, tap + k * product.fan_stride, columns, width, row + k, to);
   }
   return is_finite;
-}
-
-// The same for rows that are contiguous and of the type of the sums.
-template <typename E>
-bool PackContiguousTap(const Product& product, const E* tap, int64_t width, int64_t row, E* to) {
-  Vec<E> differences = {};
-  for (int64_t k = 0; k < product.fan; ++k, ++row) {
-    for (int64_t n = 0; n < width; n += kLanes<E>) {
-      const Vec<E> v = Load(tap + k * product.fan_stride + n);
-      differences += v - v;
-      Store(v, to + row * width + n);
-    }
-  }
-  E sum = 0;
-  for (int i = 0; i < kLanes<E>; ++i) sum += differences[i];
-  return sum == 0;
 }
 
 template <typename E>
@@ -578,15 +674,7 @@ bool PackPanel(const Product& product, const Panel& panel, const E* kernel, E* t
         const int64_t t1 = axes[1].kernel_first + j1 * axes[1].kernel_step;
         const int64_t t2 = axes[2].kernel_first + j2 * axes[2].kernel_step;
         const int64_t tap = (t0 * axes[1].kernel_taps + t1) * axes[2].kernel_taps + t2;
-        const E* from = kernel + tap * product.tap_stride;
-        bool is_packed = false;
-        if constexpr (kPair<E> == 1) {
-          if (columns == width && product.column_stride == 1) {
-            is_finite &= PackContiguousTap(product, from, width, row, to);
-            is_packed = true;
-          }
-        }
-        if (!is_packed) is_finite &= PackTap(product, from, columns, width, row, to);
+        is_finite &= PackTap(product, kernel + tap * product.tap_stride, columns, width, row, to);
         row += product.fan;
         if (row == length) {
           row = 0;
@@ -610,11 +698,14 @@ void Pack(const Product& product, Panel& panel) {
 
 // --- the kernel gradient -------------------------------------------------------------------------
 
+// The bfloat16 entries of a channel in two windows that follow one another.
+enum class Pair : uint32_t {};
+
 // Neighbouring pixels of a line: products of `count` of them are summed.
-template <typename A>
+template <typename E>
 struct Line {
-  const A* source;
-  const A* cotangent;
+  const E* source;
+  const E* cotangent;
   int64_t count;
 };
 
@@ -656,6 +747,62 @@ void AddLines(const Line<A>* lines, int64_t count, int64_t source_step, int64_t 
   }
 }
 
+#if defined(JAXOPS_HAS_PAIRS)
+// Adds the products of two windows, or of the first one alone.
+template <int kRows, int kVectors, bool kIsSingle>
+JAXOPS_ALWAYS_INLINE JAXOPS_PAIRS_TARGET void AddWindows(const Pair* source, const Pair* cotangent,
+                                                         __m512 (*total)[kVectors]) {
+  const __m512i first = _mm512_set1_epi32(0xffff);
+  __m512i entries[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    entries[v] = _mm512_loadu_si512(cotangent + v * kLanes<float>);
+    if (kIsSingle) entries[v] = _mm512_and_si512(entries[v], first);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    __m512i pair = _mm512_set1_epi32(static_cast<int32_t>(source[r]));
+    if (kIsSingle) pair = _mm512_and_si512(pair, first);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      total[r][v] = _mm512_dpbf16_ps(total[r][v], (__m512bh)pair, (__m512bh)entries[v]);
+    }
+  }
+}
+
+template <int kRows, int kVectors>
+JAXOPS_PAIRS_TARGET void AddLines(const Line<Pair>* lines, int64_t count, int64_t source_step,
+                                  int64_t cotangent_step, float* sums) {
+  constexpr int kWidth = kVectors * kLanes<float>;
+  __m512 total[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      total[r][v] = _mm512_loadu_ps(sums + r * kWidth + v * kLanes<float>);
+    }
+  }
+  for (int64_t l = 0; l < count; ++l) {
+    const Pair* source = lines[l].source;
+    const Pair* cotangent = lines[l].cotangent;
+    const int64_t pixels = lines[l].count;
+    for (int64_t i = 0; i + 2 <= pixels; i += 2) {
+      AddWindows<kRows, kVectors, false>(source, cotangent, total);
+      source += 2 * source_step;
+      cotangent += 2 * cotangent_step;
+    }
+    if (pixels % 2 != 0) AddWindows<kRows, kVectors, true>(source, cotangent, total);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      _mm512_storeu_ps(sums + r * kWidth + v * kLanes<float>, total[r][v]);
+    }
+  }
+}
+#endif
+
 // Windows [low, high) whose tap is in the image.
 struct Range {
   int64_t low, high;
@@ -671,21 +818,22 @@ JAXOPS_ALWAYS_INLINE Range WindowsOf(const im2col::Window& window, int64_t tap) 
   return range;
 }
 
-template <typename A>
+template <typename E>
 int64_t LinesPerBlock(const GradProduct& product, const GradTask& task) {
-  const int64_t entries = task.vectors * kLanes<A> + task.row_end - task.row_begin;
-  const int64_t bytes = Max(1, product.dims[2].out * entries * static_cast<int64_t>(sizeof(A)));
+  const int64_t entries = task.vectors * kLanes<Arithmetic<E>> + task.row_end - task.row_begin;
+  const int64_t bytes = Max(1, product.dims[2].out * entries * static_cast<int64_t>(sizeof(E)));
   return Min(Max(1, kGradBytes / bytes), Max(1, task.line_end - task.line_begin));
 }
 
-template <typename A, int kVectors>
+template <typename E, int kVectors>
 struct GradMultiplier {
+  using A = Arithmetic<E>;
   static constexpr int kRows = TilePixels(kVectors);
   static constexpr int64_t kWidth = kVectors * kLanes<A>;
 
   const GradProduct& product;
   const GradTask& task;
-  Line<A>* lines;
+  Line<E>* lines;
   A* sums;  // of tiles of kRows rows
 
   // Adds the products of rows [row, row + kCount) of the segment with windows of `range`.
@@ -702,11 +850,11 @@ struct GradMultiplier {
       const int64_t in0 = out0 * d0.stride + task.taps[0] * d0.dilation - d0.low;
       const int64_t in1 = out1 * d1.stride + task.taps[1] * d1.dilation - d1.low;
       if (in0 < 0 || in0 >= d0.in || in1 < 0 || in1 >= d1.in) continue;
-      const A* source = static_cast<const A*>(product.sources[image]) +
+      const E* source = static_cast<const E*>(product.sources[image]) +
                         ((in0 * d1.in + in1) * d2.in + in2) * product.source_channels +
                         task.channel + row;
-      const A* cotangent =
-          static_cast<const A*>(product.cotangents[image]) +
+      const E* cotangent =
+          static_cast<const E*>(product.cotangents[image]) +
           ((out0 * d1.out + out1) * d2.out + range.low) * product.cotangent_channels + task.output;
       lines[count++] = {source, cotangent, range.high - range.low};
     }
@@ -754,7 +902,7 @@ struct GradMultiplier {
     const int64_t rows = task.row_end - task.row_begin;
     const bool is_tiled = rows >= kRows;
     const int64_t tiles = is_tiled ? CeilDiv(rows, kRows) : 1;
-    const int64_t per_block = LinesPerBlock<A>(product, task);
+    const int64_t per_block = LinesPerBlock<E>(product, task);
     for (int64_t i = 0; i < tiles * kRows * kWidth; ++i) sums[i] = 0;
     for (int64_t begin = task.line_begin; begin < task.line_end; begin += per_block) {
       const int64_t end = Min(task.line_end, begin + per_block);
@@ -775,44 +923,50 @@ struct GradMultiplier {
   }
 };
 
-template <typename A>
-int64_t LayGrad(const GradProduct& product, const GradTask& task, char* memory, Line<A>*& lines,
-                A*& sums) {
+template <typename E>
+int64_t LayGrad(const GradProduct& product, const GradTask& task, char* memory, Line<E>*& lines,
+                Arithmetic<E>*& sums) {
   const int64_t rows = task.row_end - task.row_begin;
   const int64_t tile = TilePixels(task.vectors);
-  const int64_t of_lines = Aligned(LinesPerBlock<A>(product, task) * sizeof(Line<A>));
-  lines = reinterpret_cast<Line<A>*>(memory);
-  sums = reinterpret_cast<A*>(memory + of_lines);
+  const int64_t of_lines = Aligned(LinesPerBlock<E>(product, task) * sizeof(Line<E>));
+  lines = reinterpret_cast<Line<E>*>(memory);
+  sums = reinterpret_cast<Arithmetic<E>*>(memory + of_lines);
   return of_lines + Aligned(CeilDiv(Max(1, rows), tile) * tile * task.vectors * kVectorBytes);
 }
 
+// Calls f with the entry type of a kernel gradient.
+template <typename F>
+JAXOPS_ALWAYS_INLINE void WithGradEntries(DType dtype, F f) {
+  if (dtype == DType::kF64) return f(double());
+#if defined(JAXOPS_HAS_PAIRS)
+  if (dtype == DType::kBF16) return f(Pair());
+#endif
+  f(float());
+}
+
 int64_t GradSpace(const GradProduct& product, const GradTask& task) {
-  Line<float>* lines;
-  float* sums;
-  Line<double>* wide_lines;
-  double* wide_sums;
-  return product.dtype == DType::kF64 ? LayGrad(product, task, nullptr, wide_lines, wide_sums)
-                                      : LayGrad(product, task, nullptr, lines, sums);
-}
-
-template <typename A>
-void GradOf(const GradProduct& product, const GradTask& task, void* memory, A* result,
-            int64_t stride) {
-  Line<A>* lines;
-  A* sums;
-  LayGrad(product, task, static_cast<char*>(memory), lines, sums);
-  WithVectors(task.vectors, [&](auto vectors) {
-    GradMultiplier<A, decltype(vectors)::value>{product, task, lines, sums}.Run(result, stride);
+  int64_t bytes = 0;
+  WithGradEntries(product.dtype, [&](auto entry) {
+    Line<decltype(entry)>* lines;
+    Arithmetic<decltype(entry)>* sums;
+    bytes = LayGrad(product, task, nullptr, lines, sums);
   });
+  return bytes;
 }
 
-void Grad(const GradProduct& product, const GradTask& task, void* memory, void* sums,
+void Grad(const GradProduct& product, const GradTask& task, void* memory, void* result,
           int64_t stride) {
-  if (product.dtype == DType::kF64) {
-    GradOf(product, task, memory, static_cast<double*>(sums), stride);
-  } else {
-    GradOf(product, task, memory, static_cast<float*>(sums), stride);
-  }
+  WithGradEntries(product.dtype, [&](auto entry) {
+    using E = decltype(entry);
+    using A = Arithmetic<E>;
+    Line<E>* lines;
+    A* sums;
+    LayGrad(product, task, static_cast<char*>(memory), lines, sums);
+    WithVectors(task.vectors, [&](auto vectors) {
+      GradMultiplier<E, decltype(vectors)::value>{product, task, lines, sums}.Run(
+          static_cast<A*>(result), stride);
+    });
+  });
 }
 
 // --- copies --------------------------------------------------------------------------------------
@@ -834,6 +988,34 @@ void WidenTo(DType dtype, const void* from, int64_t rows, int64_t fan, int64_t p
   WithStorage(dtype, from, 0, [&]<typename S>(const S* entries) {
     WidenRows(entries, rows, fan, padded, static_cast<Arithmetic<S>*>(to));
   });
+}
+
+// Copies `count` entries as pairs with those that are `distance` after them, or with zeros from
+// entry `paired` on.
+void JoinEntries(const BFloat* from, int64_t count, int64_t distance, int64_t paired,
+                 uint32_t* to) {
+  int64_t i = 0;
+  for (; i + kLanes<float> <= paired; i += kLanes<float>) {
+    const U32Vec both = WidenBits(from + i) | (WidenBits(from + distance + i) << 16);
+    __builtin_memcpy(to + i, &both, sizeof(both));
+  }
+  for (; i < count; ++i) {
+    const uint32_t high = i < paired ? static_cast<uint16_t>(from[distance + i]) : 0;
+    to[i] = static_cast<uint16_t>(from[i]) | high << 16;
+  }
+}
+
+void JoinPairs(const void* from, int64_t row_begin, int64_t row_end, int64_t step, int64_t rows,
+               int64_t fan, int64_t padded, void* to) {
+  const BFloat* entries = static_cast<const BFloat*>(from) + row_begin * fan;
+  uint32_t* pairs = static_cast<uint32_t*>(to);
+  const int64_t count = row_end - row_begin;
+  const int64_t paired = Min(count, Max(0, rows - step - row_begin));
+  if (fan == padded) return JoinEntries(entries, count * fan, step * fan, paired * fan, pairs);
+  for (int64_t row = 0; row < count; ++row, entries += fan, pairs += padded) {
+    JoinEntries(entries, fan, step * fan, row < paired ? fan : 0, pairs);
+    for (int64_t i = fan; i < padded; ++i) pairs[i] = 0;
+  }
 }
 
 template <typename A>
@@ -866,7 +1048,8 @@ void AddParts(DType dtype, const void* sums, int64_t parts, int64_t part_stride,
 
 }  // namespace
 
-const Kernels kKernels = {kVectorBytes,  kMaxVectors, MultipliesPairs, PixelsOfTile, WidenTo, Pack,
-                          MultiplySpace, Multiply,    GradSpace,       Grad,         AddParts};
+const Kernels kKernels = {kVectorBytes, kMaxVectors, MultipliesPairs, PixelsOfTile, WidenTo,
+                          JoinPairs,    Pack,        MultiplySpace,   Multiply,     GradSpace,
+                          Grad,         AddParts};
 
 }  // namespace jaxops::conv::cpu::JAXOPS_ISA

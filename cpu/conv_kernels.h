@@ -59,7 +59,7 @@ struct GradProduct {
   int64_t source_channels;     // of all groups
   int64_t cotangent_channels;  // the same, filled up to whole vectors in each group
   int64_t fan_in;
-  DType dtype;  // f32 or f64
+  DType dtype;  // f32 or f64, or bf16 if both have pairs of entries, see `join_pairs`
   bool is_merged;
 };
 
@@ -82,6 +82,10 @@ struct Kernels {
   // Copies pixels to f32, each group filled up with zeros to `padded` channels.
   void (*widen)(DType dtype, const void* from, int64_t groups_of_pixels, int64_t fan,
                 int64_t padded, void* to);
+  // Copies rows of bf16 entries, each filled up with zeros to `padded`, as pairs with the entries
+  // that are `step` rows after them, or with zeros after the last of all `rows`.
+  void (*join_pairs)(const void* from, int64_t row_begin, int64_t row_end, int64_t step,
+                     int64_t rows, int64_t fan, int64_t padded, void* to);
   // Fills panel.packed and sets panel.is_finite.
   void (*pack)(const Product& product, Panel& panel);
   // Bytes that `multiply` needs for `tiles` tiles.

@@ -39,8 +39,10 @@ __attribute__((noinline)) void FinishPixels(const Results& finish, const A* sums
                                             int64_t sums_stride, int64_t pixels, int64_t channel,
                                             int64_t count, void* to, int64_t stride) {
   const A* bias = finish.bias ? static_cast<const A*>(finish.bias) + channel : nullptr;
-  WithResult<A>(finish.dtype, to, [&](auto* result) {
-    WithActivation(finish.activation, [&](auto activation) {
+  const Activation named = finish.activation;
+  // Copies of the variables, which results may not be written over.
+  WithResult<A>(finish.dtype, to, [=](auto* result) {
+    WithActivation(named, [=](auto activation) {
       constexpr auto kActivation = static_cast<Activation>(decltype(activation)::value);
       for (int64_t p = 0; p < pixels; ++p) {
         for (int64_t i = 0; i < count; i += kLanes<A>) {

@@ -8,7 +8,16 @@
 namespace jaxops::cpu {
 
 // Runs task(0), ..., task(count - 1) in any order on any threads and returns when all are done.
-using ParallelFor = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;
+struct ParallelFor {
+  using Run = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;
+
+  int64_t threads;  // that may run tasks at a time
+  Run run;
+
+  void operator()(int64_t count, const std::function<void(int64_t)>& task) const {
+    run(count, task);
+  }
+};
 
 // Runs any number of tasks; a single task wakes no thread.
 inline void RunTasks(int64_t count, const ParallelFor& parallel_for,

@@ -19,7 +19,7 @@ namespace jaxops::ffi {
 // The calling thread works too, and waits only for tasks that have begun. A pool whose every thread
 // is inside a handler thus cannot deadlock: helpers that start late find no task.
 inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
-  return [&pool](int64_t count, const std::function<void(int64_t)>& task) {
+  const auto run = [&pool](int64_t count, const std::function<void(int64_t)>& task) {
     const int64_t helpers = std::min(pool.num_threads(), count) - 1;
     if (helpers <= 0) {
       for (int64_t i = 0; i < count; ++i) task(i);
@@ -60,6 +60,7 @@ inline cpu::ParallelFor ParallelForOn(xla::ffi::ThreadPool& pool) {
     state->all_done.wait(lock, [&] { return state->done == count; });
     if (state->exception) std::rethrow_exception(state->exception);
   };
+  return {std::max<int64_t>(1, pool.num_threads()), run};
 }
 
 }  // namespace jaxops::ffi

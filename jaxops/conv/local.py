@@ -262,7 +262,7 @@ def epilogue(x, kernel, bias=None, *, options, dtype, activation, **_):
 def _runs_on_cpu(direction, options: Options, platform: str | None, *arrays) -> bool:
     """Whether a kernel of CPUs computes a call, whose sizes it needs to know."""
     return (
-        cpu_kernels.prefers(options, platform, direction)
+        cpu_kernels.prefers(options, platform, direction, max(a.dtype.itemsize for a in arrays))
         and all(jnp.issubdtype(a.dtype, jnp.floating) for a in arrays)
         and not any(jax.export.is_symbolic_dim(n) for a in arrays for n in a.shape)
         and not choices.is_forced()
@@ -352,9 +352,8 @@ def _is_faster_by_xla(
 ):
     """Whether XLA's convolution takes the place of patches, of which there are too many.
 
-    On CPUs, where patches are single entries, that is so of float32. On other devices, which have
-    more memory, it is so where the patches of one image are too many: in three dimensions it was
-    measured to be faster on GPUs.
+    On CPUs that is so of float32. On other devices, which have more memory, it is so where the
+    patches of one image are too many: in three dimensions it was measured to be faster on GPUs.
     """
     if implementation.insists():
         return False

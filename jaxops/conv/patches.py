@@ -154,9 +154,9 @@ def block_size(
     window_bytes = math.prod((*batch, *windows.taps)) * channels * itemsize
     image_bytes = window_bytes * math.prod(windows.outs)
     most = _BLOCK_BYTES if platform == "cpu" else DEVICE_BLOCK_BYTES
-    if image_bytes == 0:
+    # The patches of single entries are the image: in the caches of a CPU or not, they are not made.
+    if image_bytes == 0 or (windows.are_entries and platform == "cpu"):
         return rows, None
-    # The patches of single entries are the image.
     fits = image_bytes <= most or windows.are_entries
     return most // image_bytes, None if fits else Slabs.cut(windows, most // window_bytes)
 

@@ -65,10 +65,10 @@ bool IsReproducible(const std::string& seed, MakeCall make) try {
   Arrays arrays(random);
   const Call call = make(random, arrays);
   arrays.Reset(0x5a);
-  call(RunInOrder);
+  call({1, RunInOrder});
   const std::vector<std::string> first = arrays.Results();
   arrays.Reset(0xa5);
-  call(random.OneIn(4) ? RunBackwards : RunInThreads);
+  call({3, random.OneIn(4) ? RunBackwards : RunInThreads});
   const std::vector<std::string> second = arrays.Results();
   for (size_t i = 0; i < first.size(); ++i) {
     if (first[i] == second[i]) continue;
