@@ -71,55 +71,32 @@ int64_t Entries(const Window (&dims)[kMaxDims], int64_t Window::* size) {
   return dims[0].*size * dims[1].*size * dims[2].*size;
 }
 
-// Arrays of a type that is summed, each group of channels filled up to `padded`.
+// Arrays of a type that is summed.
 struct Wide {
   std::vector<const void*> images;
   Memory memory;
 };
 
-// Copies of `images` of `rows` each in entries as wide as sums: copy(from, begin, end, to) makes
-// rows [begin, end) of an image, of `padded` entries each.
-template <typename Copy>
-Wide CopyWide(const std::vector<const void*>& images, DType dtype, int64_t rows, int64_t padded,
-              const ParallelFor& parallel_for, Copy copy) {
+// Returns `images` of `size` entries each as they are, or copies of another dtype.
+Wide Widen(const std::vector<const void*>& images, DType dtype, int64_t size,
+           const ParallelFor& parallel_for) {
+  if (dtype == SumType(dtype)) return {.images = images, .memory = {}};
   Wide wide;
-  const int64_t size = rows * padded;
   const int64_t count = images.size();
   wide.memory = Memory(size * count * SizeOf(SumType(dtype)));
   for (int64_t i = 0; i < count; ++i) {
     wide.images.push_back(At(wide.memory.get(), i * size, SumType(dtype)));
   }
   constexpr int64_t kTaskEntries = 32 * 1024;
-  const int64_t per_task = std::max<int64_t>(1, kTaskEntries / std::max<int64_t>(1, padded));
-  const int64_t tasks = CeilDiv(rows, per_task);
+  const int64_t tasks = CeilDiv(size, kTaskEntries);
   RunTasks(tasks * count, parallel_for, [&](int64_t task) {
     const int64_t image = task / tasks;
-    const int64_t begin = task % tasks * per_task;
-    const int64_t end = std::min(rows, begin + per_task);
-    void* to = At(const_cast<void*>(wide.images[image]), begin * padded, SumType(dtype));
-    copy(images[image], begin, end, to);
+    const int64_t begin = task % tasks * kTaskEntries;
+    const int64_t end = std::min(size, begin + kTaskEntries);
+    BestKernels().widen(dtype, At(images[image], begin, dtype), end - begin,
+                        At(const_cast<void*>(wide.images[image]), begin, SumType(dtype)));
   });
   return wide;
-}
-
-// Returns `images` of `pixels` each as they are, or copies where `dtype` or `fan` differ.
-Wide Widen(const std::vector<const void*>& images, DType dtype, int64_t pixels, int64_t groups,
-           int64_t fan, int64_t padded, const ParallelFor& parallel_for) {
-  if (dtype == SumType(dtype) && fan == padded) return {.images = images, .memory = {}};
-  const auto copy = [&](const void* from, int64_t begin, int64_t end, void* to) {
-    BestKernels().widen(dtype, At(from, begin * fan, dtype), end - begin, fan, padded, to);
-  };
-  return CopyWide(images, dtype, pixels * groups, padded, parallel_for, copy);
-}
-
-// Returns images of bf16 as pairs of the same channel of pixels that are `step` apart.
-Wide JoinPairs(const std::vector<const void*>& images, int64_t step, int64_t pixels, int64_t groups,
-               int64_t fan, int64_t padded, const ParallelFor& parallel_for) {
-  const int64_t rows = pixels * groups;
-  const auto copy = [&](const void* from, int64_t begin, int64_t end, void* to) {
-    BestKernels().join_pairs(from, begin, end, step * groups, rows, fan, padded, to);
-  };
-  return CopyWide(images, DType::kBF16, rows, padded, parallel_for, copy);
 }
 
 Axis ForwardAxis(const Window& window) {
@@ -326,10 +303,8 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
     sources.images = call.images;
     kernel.images = {call.kernel};
   } else {
-    sources = Widen(call.images, call.dtype, pixels, 1, product.source_channels,
-                    product.source_channels, parallel_for);
-    kernel = Widen({call.kernel}, call.dtype, call.taps(), 1, product.tap_stride,
-                   product.tap_stride, parallel_for);
+    sources = Widen(call.images, call.dtype, pixels * product.source_channels, parallel_for);
+    kernel = Widen({call.kernel}, call.dtype, call.taps() * product.tap_stride, parallel_for);
   }
   product.sources = sources.images.data();
   product.kernel = kernel.images[0];
@@ -387,66 +362,76 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
   const int64_t lanes = kernels.vector_bytes / SizeOf(wide);
   const int64_t padded = CeilDiv(fan_out, lanes) * lanes;
-  const int64_t ins = Entries(call.dims, &Window::in), outs = Entries(call.dims, &Window::out);
-  const bool has_pairs = call.dtype == DType::kBF16 && kernels.multiplies_pairs();
-  Wide sources, cotangents;
-  if (has_pairs) {  // of windows that follow one another
-    sources = JoinPairs(call.images, d2.stride, ins, 1, call.channels, call.channels, parallel_for);
-    cotangents = JoinPairs(call.cotangents, 1, outs, call.groups, fan_out, padded, parallel_for);
-  } else {
-    sources = Widen(call.images, call.dtype, ins, 1, call.channels, call.channels, parallel_for);
-    cotangents =
-        Widen(call.cotangents, call.dtype, outs, call.groups, fan_out, padded, parallel_for);
-  }
   GradProduct product = {};
   std::copy_n(call.dims, kMaxDims, product.dims);
   product.images = call.images.size();
-  product.sources = sources.images.data();
-  product.cotangents = cotangents.images.data();
+  product.sources = call.images.data();
+  product.cotangents = call.cotangents.data();
   product.source_channels = call.channels;
-  product.cotangent_channels = call.groups * padded;
+  product.cotangent_channels = call.outputs;
   product.fan_in = fan_in;
-  product.dtype = has_pairs ? DType::kBF16 : wide;
+  product.dtype = call.dtype;
+  product.has_pairs = call.dtype == DType::kBF16 && kernels.multiplies_pairs();
+  product.copies_sources = call.dtype != wide;
+  product.copies_cotangents = call.dtype != wide || fan_out != padded;
   // Rows of several taps waste none of a tile of rows.
   constexpr int64_t kMaxMerged = 24;
   product.is_merged = d2.dilation == 1 && call.groups == 1 && fan_in < kMaxMerged;
+  // Long lines are cut so that a cache holds the operands of a span.
+  constexpr int64_t kMaxSpan = 256;
+  product.span = CeilDiv(d2.out, CeilDiv(d2.out, kMaxSpan));
 
   const Blocks blocks(fan_out, lanes);
   const int64_t rows = (product.is_merged ? d2.taps : 1) * fan_in;
-  const int64_t segments = d0.taps * d1.taps * (product.is_merged ? 1 : d2.taps);
+  const int64_t segments = product.segments();
   constexpr int64_t kMaxRows = 96;  // of a task
   const int64_t row_blocks = CeilDiv(rows, kMaxRows);
-  const int64_t tiles = segments * call.groups * blocks.count * row_blocks;
-  const int64_t lines = product.images * d0.out * d1.out;
-  const int64_t line_vectors = d2.out * CeilDiv(rows * blocks.vectors, row_blocks * blocks.count);
-  const auto [parts, per_part] = CutLines(lines, line_vectors, tiles);
+  const int64_t tiles = call.groups * blocks.count * row_blocks;
+  // A task has as many segments as a cache holds sums of, so that it reads its spans once.
+  constexpr int64_t kSumBytes = 256 * 1024;
+  const int64_t tile_vectors = CeilDiv(rows, row_blocks) * CeilDiv(blocks.vectors, blocks.count);
+  const int64_t held =
+      std::max<int64_t>(1, kSumBytes / std::max<int64_t>(1, tile_vectors * kernels.vector_bytes));
+  const int64_t passes = CeilDiv(segments, held);
+  // A part sums over enough windows that writing its sums takes little of its time.
+  constexpr int64_t kMinWindows = 1024;
+  const int64_t spans = product.images * d0.out * d1.out * product.spans();
+  const int64_t pass_vectors = product.span * tile_vectors * CeilDiv(segments, passes);
+  const auto [parts, per_part] = CutLines(
+      spans, std::min(pass_vectors, kTaskVectors * product.span / kMinWindows), tiles * passes);
+  // The segments of a part become more tasks if there is enough work.
+  const int64_t all_vectors = spans * product.span * tile_vectors * segments;
+  const int64_t splits =
+      std::clamp(std::min(CeilDiv(kManyTasks, tiles * parts), all_vectors / (kTaskVectors * parts)),
+                 passes, std::max(passes, segments));
   const int64_t columns = call.groups * padded;
   const int64_t size = segments * rows * columns;
   const Memory sums(parts * size * SizeOf(wide));
-  RunTasks(tiles * parts, parallel_for, [&](int64_t i) {
-    const int64_t part = i % parts;
-    int64_t rest = i / parts;
+  RunTasks(parts * tiles * splits, parallel_for, [&](int64_t i) {
+    const int64_t split = i % splits;
+    int64_t rest = i / splits;
     const int64_t block = rest % blocks.count;
     rest /= blocks.count;
-    const int64_t group = rest % call.groups;
-    rest /= call.groups;
     const int64_t row_block = rest % row_blocks;
-    const int64_t segment = rest / row_blocks;
-    const int64_t per_line = product.is_merged ? 1 : d2.taps;
+    rest /= row_blocks;
+    const int64_t group = rest % call.groups;
+    const int64_t part = rest / call.groups;
     GradTask task = {};
-    task.taps[0] = segment / per_line / d1.taps;
-    task.taps[1] = segment / per_line % d1.taps;
-    task.taps[2] = segment % per_line;
+    task.segment_begin = split * segments / splits;
+    task.segment_end = (split + 1) * segments / splits;
     task.channel = group * fan_in;
-    task.output = group * padded + blocks.First(block) * lanes;
+    const int64_t output = blocks.First(block) * lanes;
+    task.output = group * fan_out + output;
     task.vectors = blocks.Vectors(block);
+    task.outputs = std::min(fan_out - output, task.vectors * lanes);
     task.row_begin = row_block * rows / row_blocks;
     task.row_end = (row_block + 1) * rows / row_blocks;
-    task.line_begin = part * per_part;
-    task.line_end = std::min(lines, (part + 1) * per_part);
+    task.span_begin = part * per_part;
+    task.span_end = std::min(spans, (part + 1) * per_part);
     const Memory space(kernels.grad_space(product, task));
-    const int64_t at = (part * segments + segment) * rows * columns + task.row_begin * columns;
-    kernels.grad(product, task, space.get(), At(sums.get(), at + task.output, wide), columns);
+    const int64_t row = (part * segments + task.segment_begin) * rows + task.row_begin;
+    const int64_t at = row * columns + group * padded + output;
+    kernels.grad(product, task, space.get(), At(sums.get(), at, wide), rows * columns, columns);
   });
   // Rows of the kernel, in each of which groups are filled up.
   const int64_t all_rows = segments * rows * call.groups;

@@ -208,6 +208,47 @@ JAXOPS_NEVER_INLINE void ConvolveLine(const Shifted<A>& all, int64_t taps, int64
   }
 }
 
+// All pixels of a line whose neighbours have the same entries at neighbouring taps: an entry is
+// loaded once for all its products. The sums have the order of `ConvolvePixels`.
+template <int kPixels, int kTaps, typename A>
+JAXOPS_NEVER_INLINE void ConvolveNeighbours(const Shifted<A>& all, int64_t pixels, A* sums,
+                                            int64_t stride) {
+  for (int64_t first = 0; first < pixels; first += kPixels) {
+    const int64_t pixel = Min(first, pixels - kPixels);
+    Vec<A> total[kPixels] = {};
+    for (int64_t l = 0; l < all.count; ++l) {
+      const A* source = all.lines[l].source + all.offset + pixel * kLanes<A>;
+      const A* kernel = all.kernel + all.lines[l].kernel;
+      Vec<A> entries[kTaps];
+#pragma GCC unroll 8
+      for (int tap = 0; tap < kTaps; ++tap) entries[tap] = Load(kernel + tap * kLanes<A>);
+#pragma GCC unroll 32
+      for (int i = 0; i < kPixels + kTaps - 1; ++i) {
+        const Vec<A> v = Load(source + i * kLanes<A>);
+#pragma GCC unroll 8
+        for (int tap = 0; tap < kTaps; ++tap) {
+          const int p = i - tap;
+          if (0 <= p && p < kPixels) total[p] = MultiplyAdd(entries[tap], v, total[p]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < kPixels; ++p) Store(total[p], sums + (pixel + p) * stride);
+  }
+}
+
+// Returns whether the taps and the pixels are of a number that it computes.
+template <int kTaps, typename A>
+bool TryNeighbours(const Shifted<A>& all, int64_t taps, int64_t pixels, A* sums, int64_t stride) {
+  if (taps != kTaps || pixels < 7) return false;
+  if (pixels >= 14) {
+    ConvolveNeighbours<14, kTaps>(all, pixels, sums, stride);
+  } else {
+    ConvolveNeighbours<7, kTaps>(all, pixels, sums, stride);
+  }
+  return true;
+}
+
 // The same, without products with what is outside of the image: for kernels that are not finite.
 template <typename A>
 void ConvolveInside(const Shifted<A>& all, const Axis& axis, A* sums, int64_t stride) {
@@ -321,6 +362,10 @@ struct Convolver {
     const int64_t stride = is_direct ? result_stride : kLanes<A>;
     if (!is_finite) {
       ConvolveInside(taps, a2, to, stride);
+    } else if (a2.step == 1 && a2.tap_step == 1 &&
+               (TryNeighbours<3>(taps, a2.taps, a2.count, to, stride) ||
+                TryNeighbours<5>(taps, a2.taps, a2.count, to, stride) ||
+                TryNeighbours<7>(taps, a2.taps, a2.count, to, stride))) {
     } else if (a2.step == 1) {
       ConvolveLine<1>(taps, a2.taps, a2.count, 1, a2.tap_step, to, stride);
     } else {

@@ -20,7 +20,7 @@ constexpr int kMaxTilePixels = 12;  // and all are factors of 24, see conv.cc
 
 // Entries of a packed kernel that stay in a cache while tiles are multiplied by them.
 constexpr int64_t kPanelBytes = 512 * 1024;
-// Pixels of both operands of a kernel gradient that stay in a cache.
+// Entries of both operands of a kernel gradient that stay in a cache.
 constexpr int64_t kGradBytes = 256 * 1024;
 
 int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -818,11 +818,131 @@ JAXOPS_ALWAYS_INLINE Range WindowsOf(const im2col::Window& window, int64_t tap) 
   return range;
 }
 
+template <typename S, typename A>
+void WidenRows(const S* from, int64_t rows, int64_t stride, int64_t fan, int64_t padded, A* to) {
+  if (fan == padded && fan == stride) {
+    fan = padded = rows * fan;
+    rows = 1;
+  }
+  for (int64_t row = 0; row < rows; ++row, from += stride, to += padded) {
+    for (int64_t i = 0; i < fan; i += kLanes<A>) {
+      StoreUpTo(LoadUpTo(from + i, fan - i), to + i, padded - i);
+    }
+  }
+}
+
+// Copies pixels of `count` entries each, filled up with zeros to `width`, in the type of sums.
+void CopyPixels(DType dtype, const void* from, int64_t stride, int64_t pixels, int64_t count,
+                int64_t width, float* to) {
+  WithStorage(dtype, from, 0, [=]<typename S>(const S* entries) {
+    if constexpr (sizeof(Arithmetic<S>) == sizeof(float)) {
+      WidenRows(entries, pixels, stride, count, width, to);
+    }
+  });
+}
+
+void CopyPixels(DType, const void* from, int64_t stride, int64_t pixels, int64_t count,
+                int64_t width, double* to) {
+  WidenRows(static_cast<const double*>(from), pixels, stride, count, width, to);
+}
+
+// Copies pixels of bf16 as pairs with those that are `step` pixels after them, which the first
+// `paired` pixels have.
+void JoinPixels(const void* from, int64_t stride, int64_t pixels, int64_t count, int64_t width,
+                int64_t step, int64_t paired, Pair* to) {
+  const BFloat* entries = static_cast<const BFloat*>(from);
+  for (int64_t p = 0; p < pixels; ++p, entries += stride, to += width) {
+    const BFloat* next = p < paired ? entries + step * stride : nullptr;
+    int64_t i = 0;
+    for (; i + kLanes<float> <= count; i += kLanes<float>) {
+      const U32Vec high = next ? WidenBits(next + i) : U32Vec{};
+      const U32Vec both = WidenBits(entries + i) | (high << 16);
+      __builtin_memcpy(to + i, &both, sizeof(both));
+    }
+    for (; i < width; ++i) {
+      const uint32_t low = i < count ? static_cast<uint16_t>(entries[i]) : 0;
+      const uint32_t high = i < count && next ? static_cast<uint16_t>(next[i]) : 0;
+      to[i] = static_cast<Pair>(low | high << 16);
+    }
+  }
+}
+
+// The size of a block of spans, whose pixels stay in a cache with their copies.
+struct GradBlock {
+  int64_t spans;
+  int64_t source_width;  // entries of a copied pixel
+  int64_t source_span;   // pixels that the windows of a span cover
+  int64_t copies;        // of spans of the source: more than a tap of the block needs
+
+  template <typename E>
+  static GradBlock Of(const GradProduct& product, const GradTask& task, E) {
+    const im2col::Window& d2 = product.dims[2];
+    GradBlock block;
+    block.source_width = product.is_merged ? product.fan_in : task.row_end - task.row_begin;
+    block.source_span = (product.span - 1) * d2.stride + (d2.taps - 1) * d2.dilation + 1;
+    const int64_t entries = task.vectors * kLanes<Arithmetic<E>> + task.row_end - task.row_begin;
+    const int64_t bytes = Max(1, product.span * entries * static_cast<int64_t>(sizeof(E)));
+    block.spans = Min(Max(1, kGradBytes / bytes), Max(1, task.span_end - task.span_begin));
+    block.copies = 2 * block.spans + 8;
+    return block;
+  }
+};
+
+// Some neighbouring windows of a line.
 template <typename E>
-int64_t LinesPerBlock(const GradProduct& product, const GradTask& task) {
-  const int64_t entries = task.vectors * kLanes<Arithmetic<E>> + task.row_end - task.row_begin;
-  const int64_t bytes = Max(1, product.dims[2].out * entries * static_cast<int64_t>(sizeof(E)));
-  return Min(Max(1, kGradBytes / bytes), Max(1, task.line_end - task.line_begin));
+struct Span {
+  int64_t image, out0, out1;
+  int64_t part;  // of the line
+  Range windows;
+  const E* cotangents;  // of the first window: copies, or in the array
+};
+
+// A span of a line of the source: a copy, or the line itself.
+template <typename E>
+struct Source {
+  const E* entries;
+  int64_t first;  // the pixel of the line that they begin with
+};
+
+// The memory of a task.
+template <typename E>
+struct GradSpace {
+  Arithmetic<E>* sums;  // of tiles of rows, for all segments
+  Span<E>* spans;       // of a block
+  Line<E>* lines;       // of the block at a tap
+  Source<E>* sources;   // of the spans at a tap, null outside of the image
+  E* cotangents;        // copies, if any are made
+  E* copies;            // of sources
+  int64_t* held;        // for each span of each line of the images: the number of its copy, or -1
+};
+
+template <typename E>
+int64_t LayGrad(const GradProduct& product, const GradTask& task, char* memory,
+                GradSpace<E>& space) {
+  const auto& [d0, d1, d2] = product.dims;
+  const GradBlock block = GradBlock::Of(product, task, E());
+  const int64_t tile = TilePixels(task.vectors);
+  const int64_t rows = CeilDiv(Max(1, task.row_end - task.row_begin), tile) * tile;
+  const int64_t width = task.vectors * kLanes<Arithmetic<E>>;
+  int64_t used = 0;
+  const auto take = [&](int64_t bytes) {
+    char* at = memory + used;
+    used += Aligned(bytes);
+    return at;
+  };
+  space.sums = reinterpret_cast<Arithmetic<E>*>(
+      take((task.segment_end - task.segment_begin) * rows * task.vectors * kVectorBytes));
+  space.spans = reinterpret_cast<Span<E>*>(take(block.spans * sizeof(Span<E>)));
+  space.lines = reinterpret_cast<Line<E>*>(take(block.spans * sizeof(Line<E>)));
+  space.sources = reinterpret_cast<Source<E>*>(take(block.spans * sizeof(Source<E>)));
+  space.cotangents = reinterpret_cast<E*>(
+      take(product.copies_cotangents ? block.spans * product.span * width * sizeof(E) : 0));
+  const bool copies = product.copies_sources;
+  space.copies = reinterpret_cast<E*>(
+      take(copies ? block.copies * block.source_span * block.source_width * sizeof(E) : 0));
+  space.held = reinterpret_cast<int64_t*>(
+      take(copies ? product.images * d0.in * d1.in * product.spans() * sizeof(int64_t) : 0));
+  return used;
 }
 
 template <typename E, int kVectors>
@@ -833,39 +953,136 @@ struct GradMultiplier {
 
   const GradProduct& product;
   const GradTask& task;
-  Line<E>* lines;
-  A* sums;  // of tiles of kRows rows
+  const GradSpace<E>& space;
+  const GradBlock block = GradBlock::Of(product, task, E());
+  int64_t used = 0;     // copies of sources
+  int64_t retired = 0;  // copies that were replaced, whose numbers are below this
 
-  // Adds the products of rows [row, row + kCount) of the segment with windows of `range`.
-  template <int kCount>
-  void AddRows(int64_t row, Range range, int64_t line_begin, int64_t line_end, A* to) const {
-    if (range.low >= range.high) return;
+  // The first row of copies of sources, which have those of the task.
+  int64_t FirstRow() const {
+    return product.copies_sources && !product.is_merged ? task.row_begin : 0;
+  }
+
+  int64_t SourceStep() const {
+    return product.copies_sources ? block.source_width : product.source_channels;
+  }
+
+  int64_t CotangentStep() const {
+    return product.copies_cotangents ? kWidth : product.cotangent_channels;
+  }
+
+  Span<E> SpanAt(int64_t index) const {
     const auto& [d0, d1, d2] = product.dims;
-    const int64_t in2 = range.low * d2.stride + task.taps[2] * d2.dilation - d2.low;
-    int64_t count = 0;
-    for (int64_t line = line_begin; line < line_end; ++line) {
-      const int64_t out1 = line % d1.out;
-      const int64_t out0 = line / d1.out % d0.out;
-      const int64_t image = line / d1.out / d0.out;
-      const int64_t in0 = out0 * d0.stride + task.taps[0] * d0.dilation - d0.low;
-      const int64_t in1 = out1 * d1.stride + task.taps[1] * d1.dilation - d1.low;
-      if (in0 < 0 || in0 >= d0.in || in1 < 0 || in1 >= d1.in) continue;
-      const E* source = static_cast<const E*>(product.sources[image]) +
-                        ((in0 * d1.in + in1) * d2.in + in2) * product.source_channels +
-                        task.channel + row;
-      const E* cotangent =
-          static_cast<const E*>(product.cotangents[image]) +
-          ((out0 * d1.out + out1) * d2.out + range.low) * product.cotangent_channels + task.output;
-      lines[count++] = {source, cotangent, range.high - range.low};
+    Span<E> span;
+    span.part = index % product.spans();
+    index /= product.spans();
+    span.out1 = index % d1.out;
+    span.out0 = index / d1.out % d0.out;
+    span.image = index / d1.out / d0.out;
+    span.windows.low = span.part * product.span;
+    span.windows.high = Min(d2.out, span.windows.low + product.span);
+    return span;
+  }
+
+  // Finds the spans of a block, and copies their cotangents.
+  void FindSpans(int64_t begin, int64_t end) const {
+    const auto& [d0, d1, d2] = product.dims;
+    for (int64_t i = begin; i < end; ++i) {
+      Span<E> span = SpanAt(i);
+      const int64_t window = (span.out0 * d1.out + span.out1) * d2.out + span.windows.low;
+      const int64_t stride = product.cotangent_channels;
+      const void* from = EntryAt(const_cast<void*>(product.cotangents[span.image]),
+                                 window * stride + task.output, product.dtype);
+      span.cotangents = static_cast<const E*>(from);
+      if (product.copies_cotangents) {
+        E* to = space.cotangents + (i - begin) * product.span * kWidth;
+        const int64_t windows = span.windows.high - span.windows.low;
+        if constexpr (__is_same(E, Pair)) {
+          JoinPixels(from, stride, windows, task.outputs, kWidth, 1, d2.out - 1 - span.windows.low,
+                     to);
+        } else {
+          CopyPixels(product.dtype, from, stride, windows, task.outputs, kWidth, to);
+        }
+        span.cotangents = to;
+      }
+      space.spans[i - begin] = span;
     }
-    AddLines<kCount, kVectors>(lines, count, d2.stride * product.source_channels,
-                               product.cotangent_channels, to);
+  }
+
+  // Copies what the windows of a span cover of a line of an image, if it is not there.
+  Source<E> CopySource(const Span<E>& span, int64_t in0, int64_t in1) {
+    const auto& [d0, d1, d2] = product.dims;
+    const int64_t covered = span.windows.low * d2.stride - d2.low;
+    const int64_t first = Min(Max(0, covered), d2.in);
+    const int64_t line = (span.image * d0.in + in0) * d1.in + in1;
+    int64_t& held = space.held[line * product.spans() + span.part];
+    const int64_t size = block.source_span * block.source_width;
+    if (held >= retired) return {space.copies + (held - retired) * size, first};
+    held = retired + used;
+    E* to = space.copies + used * size;
+    ++used;
+    const int64_t pixels = Max(0, Min(d2.in, covered + block.source_span) - first);
+    const int64_t at = ((in0 * d1.in + in1) * d2.in + first) * product.source_channels;
+    const void* from = EntryAt(const_cast<void*>(product.sources[span.image]),
+                               at + task.channel + FirstRow(), product.dtype);
+    const int64_t width = block.source_width;
+    if constexpr (__is_same(E, Pair)) {
+      JoinPixels(from, product.source_channels, pixels, width, width, d2.stride,
+                 d2.in - d2.stride - first, to);
+    } else {
+      CopyPixels(product.dtype, from, product.source_channels, pixels, width, width, to);
+    }
+    return {to, first};
+  }
+
+  // Finds the sources of `count` spans at the taps of a segment.
+  void FindSources(const int64_t* taps, int64_t count) {
+    const auto& [d0, d1, d2] = product.dims;
+    if (used + count > block.copies) {
+      retired += used;
+      used = 0;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const Span<E>& span = space.spans[i];
+      const int64_t in0 = span.out0 * d0.stride + taps[0] * d0.dilation - d0.low;
+      const int64_t in1 = span.out1 * d1.stride + taps[1] * d1.dilation - d1.low;
+      Source<E>& source = space.sources[i];
+      if (in0 < 0 || in0 >= d0.in || in1 < 0 || in1 >= d1.in) {
+        source = {};
+      } else if (product.copies_sources) {
+        source = CopySource(span, in0, in1);
+      } else {
+        source.entries = static_cast<const E*>(product.sources[span.image]) +
+                         (in0 * d1.in + in1) * d2.in * product.source_channels + task.channel;
+        source.first = 0;
+      }
+    }
+  }
+
+  // Adds the products of rows [row, row + kCount) of a segment, whose first tap of the last
+  // dimension is `tap`, with windows of `range`.
+  template <int kCount>
+  void AddRows(int64_t row, int64_t tap, Range range, int64_t count, A* to) const {
+    const im2col::Window& d2 = product.dims[2];
+    int64_t lines = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const Span<E>& span = space.spans[i];
+      const Source<E>& source = space.sources[i];
+      const int64_t low = Max(range.low, span.windows.low);
+      const int64_t high = Min(range.high, span.windows.high);
+      if (source.entries == nullptr || low >= high) continue;
+      const int64_t in2 = low * d2.stride + tap * d2.dilation - d2.low - source.first;
+      space.lines[lines++] = {source.entries + in2 * SourceStep() + row - FirstRow(),
+                              span.cotangents + (low - span.windows.low) * CotangentStep(),
+                              high - low};
+    }
+    if (lines == 0) return;
+    AddLines<kCount, kVectors>(space.lines, lines, d2.stride * SourceStep(), CotangentStep(), to);
   }
 
   // The windows whose tap at a row of the segment is in the image.
-  Range RangeOf(int64_t row) const {
-    const int64_t tap = product.is_merged ? row / product.fan_in : 0;
-    return WindowsOf(product.dims[2], task.taps[2] + tap);
+  Range RangeOf(int64_t row, int64_t tap) const {
+    return WindowsOf(product.dims[2], tap + (product.is_merged ? row / product.fan_in : 0));
   }
 
   // The first row of a tile; the last one ends where the rows end.
@@ -873,149 +1090,111 @@ struct GradMultiplier {
     return Min(task.row_begin + tile * kRows, task.row_end - kRows);
   }
 
-  void AddTile(int64_t tile, int64_t line_begin, int64_t line_end) const {
-    A* to = sums + tile * kRows * kWidth;
+  void AddTile(int64_t tile, int64_t tap, int64_t count, A* to) const {
     const int64_t row = RowOf(tile);
-    Range shared = RangeOf(row);
+    Range shared = RangeOf(row, tap);
     bool is_same = true;
     for (int r = 1; r < kRows && product.is_merged; ++r) {
-      const Range range = RangeOf(row + r);
+      const Range range = RangeOf(row + r, tap);
       is_same &= range.low == shared.low && range.high == shared.high;
       shared.low = Max(shared.low, range.low);
       shared.high = Min(shared.high, range.high);
     }
     if (shared.high < shared.low) shared.high = shared.low;
-    AddRows<kRows>(row, shared, line_begin, line_end, to);
+    AddRows<kRows>(row, tap, shared, count, to);
     if (is_same) return;
     // The others are added row by row: none is multiplied by what is outside of the image.
     for (int r = 0; r < kRows; ++r) {
-      const Range range = RangeOf(row + r);
+      const Range range = RangeOf(row + r, tap);
       const Range before = {range.low, Min(range.high, shared.low)};
       const Range after = {Max(range.low, shared.high), range.high};
       A* single = to + r * kWidth;
-      AddRows<1>(row + r, before, line_begin, line_end, single);
-      AddRows<1>(row + r, after, line_begin, line_end, single);
+      AddRows<1>(row + r, tap, before, count, single);
+      AddRows<1>(row + r, tap, after, count, single);
     }
   }
 
-  void Run(A* result, int64_t stride) const {
+  void Run(A* result, int64_t segment_stride, int64_t stride) {
+    const auto& [d0, d1, d2] = product.dims;
     const int64_t rows = task.row_end - task.row_begin;
     const bool is_tiled = rows >= kRows;
     const int64_t tiles = is_tiled ? CeilDiv(rows, kRows) : 1;
-    const int64_t per_block = LinesPerBlock<E>(product, task);
-    for (int64_t i = 0; i < tiles * kRows * kWidth; ++i) sums[i] = 0;
-    for (int64_t begin = task.line_begin; begin < task.line_end; begin += per_block) {
-      const int64_t end = Min(task.line_end, begin + per_block);
-      for (int64_t tile = 0; tile < tiles && is_tiled; ++tile) AddTile(tile, begin, end);
-      for (int64_t r = 0; r < rows && !is_tiled; ++r) {
-        const int64_t row = task.row_begin + r;
-        AddRows<1>(row, RangeOf(row), begin, end, sums + r * kWidth);
+    const int64_t segments = task.segment_end - task.segment_begin;
+    const int64_t of_segment = tiles * kRows * kWidth;
+    for (int64_t i = 0; i < segments * of_segment; ++i) space.sums[i] = 0;
+    if (product.copies_sources) {
+      const int64_t lines = product.images * d0.in * d1.in * product.spans();
+      for (int64_t i = 0; i < lines; ++i) space.held[i] = -1;
+    }
+    for (int64_t begin = task.span_begin; begin < task.span_end; begin += block.spans) {
+      const int64_t end = Min(task.span_end, begin + block.spans);
+      const int64_t count = end - begin;
+      FindSpans(begin, end);
+      for (int64_t s = 0; s < segments; ++s) {
+        int64_t taps[im2col::kMaxDims];
+        product.TapsOf(task.segment_begin + s, taps);
+        FindSources(taps, count);
+        A* sums = space.sums + s * of_segment;
+        for (int64_t tile = 0; tile < tiles && is_tiled; ++tile) {
+          AddTile(tile, taps[2], count, sums + tile * kRows * kWidth);
+        }
+        for (int64_t r = 0; r < rows && !is_tiled; ++r) {
+          const int64_t row = task.row_begin + r;
+          AddRows<1>(row, taps[2], RangeOf(row, taps[2]), count, sums + r * kWidth);
+        }
       }
     }
-    for (int64_t r = 0; r < rows; ++r) {
-      // A row of the last tile may be in the tile before as well.
-      const int64_t tile = is_tiled ? Min(r / kRows, tiles - 1) : 0;
-      const int64_t within = is_tiled ? task.row_begin + r - RowOf(tile) : r;
-      const A* from = sums + (tile * kRows + within) * kWidth;
-      for (int64_t i = 0; i < kWidth; i += kLanes<A>)
-        Store(Load(from + i), result + r * stride + i);
+    for (int64_t s = 0; s < segments; ++s) {
+      for (int64_t r = 0; r < rows; ++r) {
+        // A row of the last tile may be in the tile before as well.
+        const int64_t tile = is_tiled ? Min(r / kRows, tiles - 1) : 0;
+        const int64_t within = is_tiled ? task.row_begin + r - RowOf(tile) : r;
+        const A* from = space.sums + s * of_segment + (tile * kRows + within) * kWidth;
+        A* to = result + s * segment_stride + r * stride;
+        for (int64_t i = 0; i < kWidth; i += kLanes<A>) Store(Load(from + i), to + i);
+      }
     }
   }
 };
 
-template <typename E>
-int64_t LayGrad(const GradProduct& product, const GradTask& task, char* memory, Line<E>*& lines,
-                Arithmetic<E>*& sums) {
-  const int64_t rows = task.row_end - task.row_begin;
-  const int64_t tile = TilePixels(task.vectors);
-  const int64_t of_lines = Aligned(LinesPerBlock<E>(product, task) * sizeof(Line<E>));
-  lines = reinterpret_cast<Line<E>*>(memory);
-  sums = reinterpret_cast<Arithmetic<E>*>(memory + of_lines);
-  return of_lines + Aligned(CeilDiv(Max(1, rows), tile) * tile * task.vectors * kVectorBytes);
-}
-
 // Calls f with the entry type of a kernel gradient.
 template <typename F>
-JAXOPS_ALWAYS_INLINE void WithGradEntries(DType dtype, F f) {
-  if (dtype == DType::kF64) return f(double());
+JAXOPS_ALWAYS_INLINE void WithGradEntries(const GradProduct& product, F f) {
+  if (product.dtype == DType::kF64) return f(double());
 #if defined(JAXOPS_HAS_PAIRS)
-  if (dtype == DType::kBF16) return f(Pair());
+  if (product.has_pairs) return f(Pair());
 #endif
   f(float());
 }
 
-int64_t GradSpace(const GradProduct& product, const GradTask& task) {
+int64_t GradBytes(const GradProduct& product, const GradTask& task) {
   int64_t bytes = 0;
-  WithGradEntries(product.dtype, [&](auto entry) {
-    Line<decltype(entry)>* lines;
-    Arithmetic<decltype(entry)>* sums;
-    bytes = LayGrad(product, task, nullptr, lines, sums);
+  WithGradEntries(product, [&](auto entry) {
+    GradSpace<decltype(entry)> space;
+    bytes = LayGrad(product, task, nullptr, space);
   });
   return bytes;
 }
 
 void Grad(const GradProduct& product, const GradTask& task, void* memory, void* result,
-          int64_t stride) {
-  WithGradEntries(product.dtype, [&](auto entry) {
+          int64_t segment_stride, int64_t stride) {
+  WithGradEntries(product, [&](auto entry) {
     using E = decltype(entry);
-    using A = Arithmetic<E>;
-    Line<E>* lines;
-    A* sums;
-    LayGrad(product, task, static_cast<char*>(memory), lines, sums);
+    GradSpace<E> space;
+    LayGrad(product, task, static_cast<char*>(memory), space);
     WithVectors(task.vectors, [&](auto vectors) {
-      GradMultiplier<E, decltype(vectors)::value>{product, task, lines, sums}.Run(
-          static_cast<A*>(result), stride);
+      GradMultiplier<E, decltype(vectors)::value> multiplier = {product, task, space};
+      multiplier.Run(static_cast<Arithmetic<E>*>(result), segment_stride, stride);
     });
   });
 }
 
 // --- copies --------------------------------------------------------------------------------------
 
-template <typename S, typename A>
-void WidenRows(const S* from, int64_t rows, int64_t fan, int64_t padded, A* to) {
-  if (fan == padded) {
-    fan = padded = rows * fan;
-    rows = 1;
-  }
-  for (int64_t row = 0; row < rows; ++row, from += fan, to += padded) {
-    for (int64_t i = 0; i < fan; i += kLanes<A>) {
-      StoreUpTo(LoadUpTo(from + i, fan - i), to + i, padded - i);
-    }
-  }
-}
-
-void WidenTo(DType dtype, const void* from, int64_t rows, int64_t fan, int64_t padded, void* to) {
+void WidenTo(DType dtype, const void* from, int64_t count, void* to) {
   WithStorage(dtype, from, 0, [&]<typename S>(const S* entries) {
-    WidenRows(entries, rows, fan, padded, static_cast<Arithmetic<S>*>(to));
+    WidenRows(entries, 1, count, count, count, static_cast<Arithmetic<S>*>(to));
   });
-}
-
-// Copies `count` entries as pairs with those that are `distance` after them, or with zeros from
-// entry `paired` on.
-void JoinEntries(const BFloat* from, int64_t count, int64_t distance, int64_t paired,
-                 uint32_t* to) {
-  int64_t i = 0;
-  for (; i + kLanes<float> <= paired; i += kLanes<float>) {
-    const U32Vec both = WidenBits(from + i) | (WidenBits(from + distance + i) << 16);
-    __builtin_memcpy(to + i, &both, sizeof(both));
-  }
-  for (; i < count; ++i) {
-    const uint32_t high = i < paired ? static_cast<uint16_t>(from[distance + i]) : 0;
-    to[i] = static_cast<uint16_t>(from[i]) | high << 16;
-  }
-}
-
-void JoinPairs(const void* from, int64_t row_begin, int64_t row_end, int64_t step, int64_t rows,
-               int64_t fan, int64_t padded, void* to) {
-  const BFloat* entries = static_cast<const BFloat*>(from) + row_begin * fan;
-  uint32_t* pairs = static_cast<uint32_t*>(to);
-  const int64_t count = row_end - row_begin;
-  const int64_t paired = Min(count, Max(0, rows - step - row_begin));
-  if (fan == padded) return JoinEntries(entries, count * fan, step * fan, paired * fan, pairs);
-  for (int64_t row = 0; row < count; ++row, entries += fan, pairs += padded) {
-    JoinEntries(entries, fan, step * fan, row < paired ? fan : 0, pairs);
-    for (int64_t i = fan; i < padded; ++i) pairs[i] = 0;
-  }
 }
 
 template <typename A>
@@ -1048,8 +1227,7 @@ void AddParts(DType dtype, const void* sums, int64_t parts, int64_t part_stride,
 
 }  // namespace
 
-const Kernels kKernels = {kVectorBytes, kMaxVectors, MultipliesPairs, PixelsOfTile, WidenTo,
-                          JoinPairs,    Pack,        MultiplySpace,   Multiply,     GradSpace,
-                          Grad,         AddParts};
+const Kernels kKernels = {kVectorBytes,  kMaxVectors, MultipliesPairs, PixelsOfTile, WidenTo, Pack,
+                          MultiplySpace, Multiply,    GradBytes,       Grad,         AddParts};
 
 }  // namespace jaxops::conv::cpu::JAXOPS_ISA

@@ -57,21 +57,36 @@ struct GradProduct {
   const void* const* sources;
   const void* const* cotangents;
   int64_t source_channels;     // of all groups
-  int64_t cotangent_channels;  // the same, filled up to whole vectors in each group
+  int64_t cotangent_channels;  // of all groups
   int64_t fan_in;
-  DType dtype;  // f32 or f64, or bf16 if both have pairs of entries, see `join_pairs`
+  DType dtype;             // of both
+  bool has_pairs;          // whether bf16 products are those of pairs of windows by the processor
+  bool copies_sources;     // of a dtype that is not that of sums
+  bool copies_cotangents;  // the same, or of outputs that are no whole vectors
   bool is_merged;
+  int64_t span;  // windows of a line that are taken at a time
+
+  int64_t spans() const { return (dims[2].out + span - 1) / span; }  // of a line
+  int64_t segments() const { return dims[0].taps * dims[1].taps * (is_merged ? 1 : dims[2].taps); }
+  // The taps of a segment, or its first ones.
+  void TapsOf(int64_t segment, int64_t* taps) const {
+    const int64_t per_line = is_merged ? 1 : dims[2].taps;
+    taps[0] = segment / per_line / dims[1].taps;
+    taps[1] = segment / per_line % dims[1].taps;
+    taps[2] = segment % per_line;
+  }
 };
 
-// The part of a kernel gradient that a task computes: rows of the product of a segment of taps and
-// channels, see above, by a block of outputs, summed over lines of pixels.
+// The part of a kernel gradient that a task computes: rows of the products of some segments of taps
+// and channels, see above, by a block of outputs, summed over spans of windows.
 struct GradTask {
-  int64_t taps[im2col::kMaxDims];  // the taps of the segment, or the first ones
-  int64_t channel;                 // of the source, the first of the group
-  int64_t output;                  // of the cotangents
+  int64_t segment_begin, segment_end;
+  int64_t channel;  // of the source, the first of the group
+  int64_t output;   // of the cotangents
+  int64_t outputs;  // at most those of the vectors
   int vectors;
-  int64_t row_begin, row_end;    // entries of the segment
-  int64_t line_begin, line_end;  // lines of the results: image, first and second dimension
+  int64_t row_begin, row_end;    // entries of a segment
+  int64_t span_begin, span_end;  // image, first and second dimension, part of a line
 };
 
 struct Kernels {
@@ -79,13 +94,8 @@ struct Kernels {
   int max_vectors;             // of a block
   bool (*multiplies_pairs)();  // whether products of bf16 are those of the processor
   int64_t (*tile_pixels)(int vectors);
-  // Copies pixels to f32, each group filled up with zeros to `padded` channels.
-  void (*widen)(DType dtype, const void* from, int64_t groups_of_pixels, int64_t fan,
-                int64_t padded, void* to);
-  // Copies rows of bf16 entries, each filled up with zeros to `padded`, as pairs with the entries
-  // that are `step` rows after them, or with zeros after the last of all `rows`.
-  void (*join_pairs)(const void* from, int64_t row_begin, int64_t row_end, int64_t step,
-                     int64_t rows, int64_t fan, int64_t padded, void* to);
+  // Copies entries to f32, or entries of f64.
+  void (*widen)(DType dtype, const void* from, int64_t count, void* to);
   // Fills panel.packed and sets panel.is_finite.
   void (*pack)(const Product& product, Panel& panel);
   // Bytes that `multiply` needs for `tiles` tiles.
@@ -94,9 +104,9 @@ struct Kernels {
                    void* space);
   // Bytes that `grad` needs.
   int64_t (*grad_space)(const GradProduct& product, const GradTask& task);
-  // Writes (rows, columns) of sums, `sums_stride` entries apart.
+  // Writes (segments, rows, columns) of sums; segments and rows are these numbers of entries apart.
   void (*grad)(const GradProduct& product, const GradTask& task, void* space, void* sums,
-               int64_t sums_stride);
+               int64_t segment_stride, int64_t row_stride);
   // to = the sum of `parts` arrays of f32 or f64, rounded. Rows of `padded` columns become `fan`.
   void (*add_parts)(DType dtype, const void* sums, int64_t parts, int64_t part_stride, int64_t rows,
                     int64_t fan, int64_t padded, DType result_dtype, void* to);
