@@ -1,9 +1,9 @@
 // Convolution on the host: how its work is divided.
 //
 // Depthwise convolutions and those of small groups are sums of vectors of channels. All others are
-// matrix products of the
-// segments that windows cover, see `conv_kernels.h`, with one kernel of packed columns. How sums
-// are cut depends on sizes alone, so that results have the same bits with any number of threads.
+// matrix products of the segments that windows cover, see `conv_kernels.h`, with one kernel of
+// packed columns. How sums are cut depends on sizes alone, so that results have the same bits with
+// any number of threads.
 #include "cpu/conv.h"
 
 #include <algorithm>
@@ -44,8 +44,6 @@ constexpr int64_t kTaskVectors = 200'000;
 // Tasks that keep the threads of a large machine busy, if sums have to be cut for that.
 constexpr int64_t kManyTasks = 64;
 constexpr int64_t kAlignment = 64;
-// Pixels after which tiles of 6, 8 and 12 end.
-constexpr int64_t kTilesEnd = 24;
 
 // Memory that is aligned to a cache line and not initialised.
 class Memory {
@@ -202,8 +200,8 @@ void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& par
     const int64_t line_vectors =
         blocks.vectors * a2.count * (product.fan * a0.taps * a1.taps * a2.taps + 1);
     // A task copies the lines before its first one again.
-    const int64_t per_task =
-        std::clamp<int64_t>(kTaskVectors / line_vectors, std::min(lines, 4 * a1.taps), lines);
+    const int64_t per_task = std::clamp(kTaskVectors / line_vectors,
+                                        std::min(lines, std::max<int64_t>(1, 4 * a1.taps)), lines);
     const int64_t tasks = CeilDiv(lines, per_task);
     const int64_t images = call.images.size();
     RunTasks(images * blocks.count * tasks, parallel_for, [&](int64_t i) {
@@ -217,18 +215,18 @@ void ConvolveDepthwise(const Call& call, bool is_forward, const ParallelFor& par
   });
 }
 
-// How the lines of all images are cut into sums.
+// How lines of all images, or their spans, are cut into sums.
 struct Parts {
   int64_t count;
-  int64_t lines;  // of a part
+  int64_t size;  // of a part
 };
 
 // Parts of about the work of a task, but no more than threads of large machines need.
-Parts CutLines(int64_t lines, int64_t line_vectors, int64_t other_tasks) {
+Parts CutSums(int64_t items, int64_t item_vectors, int64_t other_tasks) {
   const int64_t most = std::max<int64_t>(1, CeilDiv(kManyTasks, std::max<int64_t>(1, other_tasks)));
-  const int64_t least = std::max<int64_t>(1, kTaskVectors / std::max<int64_t>(1, line_vectors));
-  const int64_t per_part = std::max<int64_t>(1, std::max(CeilDiv(lines, most), least));
-  return {std::max<int64_t>(1, CeilDiv(lines, per_part)), per_part};
+  const int64_t least = std::max<int64_t>(1, kTaskVectors / std::max<int64_t>(1, item_vectors));
+  const int64_t per_part = std::max<int64_t>(1, std::max(CeilDiv(items, most), least));
+  return {std::max<int64_t>(1, CeilDiv(items, per_part)), per_part};
 }
 
 void DepthwiseKernelGrad(const Call& call, const ParallelFor& parallel_for) {
@@ -250,7 +248,7 @@ void DepthwiseKernelGrad(const Call& call, const ParallelFor& parallel_for) {
   const int64_t images = call.images.size();
   const int64_t lines = images * d0.out * d1.out;
   const auto [parts, per_part] =
-      CutLines(lines, d2.out * product.fan * call.taps() * blocks.vectors, blocks.count);
+      CutSums(lines, d2.out * product.fan * call.taps() * blocks.vectors, blocks.count);
   const int64_t size = call.taps() * product.fan * call.outputs;
   const Memory sums(parts * size * SizeOf(wide));
   RunTasks(blocks.count * parts, parallel_for, [&](int64_t i) {
@@ -330,11 +328,13 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
     // A task has all panels if a cache holds them: two threads that write neighbouring columns of
     // the same results would wait for one another. Otherwise it has one, and there are no more
     // tasks than threads need to end at about the same time, as each reads all of its panel.
-    constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8, kMaxTiles = 32;
+    constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8;
+    constexpr int64_t kMaxTiles = 32;     // whose sums a cache holds
+    constexpr int64_t kTileVectors = 24;  // of sums, at most
     const int64_t packed_bytes = rows * blocks.vectors * lanes * SizeOf(product.dtype);
     const int64_t in_task = packed_bytes * call.groups <= kCacheBytes ? panels : 1;
     const int64_t tile_pixels = kernels.tile_pixels(all[0].vectors);
-    const int64_t tile_vectors = std::max<int64_t>(1, rows / unit) * 24 * in_task;
+    const int64_t tile_vectors = std::max<int64_t>(1, rows / unit) * kTileVectors * in_task;
     const int64_t tiles =
         std::min(kMaxTiles, CeilDiv(product.pixels(), tile_pixels) * panels /
                                 (in_task * kTasksPerThread * parallel_for.threads));
@@ -390,14 +390,14 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   // A task has as many segments as a cache holds sums of, so that it reads its spans once.
   constexpr int64_t kSumBytes = 256 * 1024;
   const int64_t tile_vectors = CeilDiv(rows, row_blocks) * CeilDiv(blocks.vectors, blocks.count);
-  const int64_t held =
+  const int64_t max_segments =
       std::max<int64_t>(1, kSumBytes / std::max<int64_t>(1, tile_vectors * kernels.vector_bytes));
-  const int64_t passes = CeilDiv(segments, held);
+  const int64_t passes = CeilDiv(segments, max_segments);
   // A part sums over enough windows that writing its sums takes little of its time.
   constexpr int64_t kMinWindows = 1024;
   const int64_t spans = product.images * d0.out * d1.out * product.spans();
   const int64_t pass_vectors = product.span * tile_vectors * CeilDiv(segments, passes);
-  const auto [parts, per_part] = CutLines(
+  const auto [parts, per_part] = CutSums(
       spans, std::min(pass_vectors, kTaskVectors * product.span / kMinWindows), tiles * passes);
   // The segments of a part become more tasks if there is enough work.
   const int64_t all_vectors = spans * product.span * tile_vectors * segments;
@@ -468,18 +468,18 @@ bool WriteSumsOverNothing(const Call& call, int64_t size) {
   return true;
 }
 
-// A call whose windows are entries, as one of a single line.
-Call Flattened(const Call& call) {
+// Makes a line of each image whose windows are entries. Small groups keep their lines, which are
+// cut into tasks.
+Call Flattened(Call call) {
   const auto is_entry = [](const Window& window) {
     return window.taps == 1 && window.stride == 1 && window.low == 0 && window.in == window.out;
   };
-  Call flat = call;
-  if (std::all_of(std::begin(call.dims), std::end(call.dims), is_entry)) {
+  if (std::all_of(std::begin(call.dims), std::end(call.dims), is_entry) && !AreGroupsSmall(call)) {
     const int64_t pixels = Entries(call.dims, &Window::in);
-    flat.dims[0].in = flat.dims[0].out = flat.dims[1].in = flat.dims[1].out = 1;
-    flat.dims[2].in = flat.dims[2].out = pixels;
+    call.dims[0].in = call.dims[0].out = call.dims[1].in = call.dims[1].out = 1;
+    call.dims[2].in = call.dims[2].out = pixels;
   }
-  return flat;
+  return call;
 }
 
 void Convolve(const Calls& calls, bool is_forward, const ParallelFor& parallel_for) {

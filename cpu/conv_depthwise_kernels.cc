@@ -237,15 +237,17 @@ JAXOPS_NEVER_INLINE void ConvolveNeighbours(const Shifted<A>& all, int64_t pixel
   }
 }
 
-// Returns whether the taps and the pixels are of a number that it computes.
+// Computes a line of kTaps taps and at least 7 pixels and returns true, or returns false.
 template <int kTaps, typename A>
 bool TryNeighbours(const Shifted<A>& all, int64_t taps, int64_t pixels, A* sums, int64_t stride) {
   if (taps != kTaps || pixels < 7) return false;
-  if (pixels >= 14) {
+#if defined(__AVX512F__) || defined(__aarch64__)
+  if (pixels >= 14) {  // whose sums are in half of 32 registers
     ConvolveNeighbours<14, kTaps>(all, pixels, sums, stride);
-  } else {
-    ConvolveNeighbours<7, kTaps>(all, pixels, sums, stride);
+    return true;
   }
+#endif
+  ConvolveNeighbours<7, kTaps>(all, pixels, sums, stride);
   return true;
 }
 
@@ -362,14 +364,14 @@ struct Convolver {
     const int64_t stride = is_direct ? result_stride : kLanes<A>;
     if (!is_finite) {
       ConvolveInside(taps, a2, to, stride);
-    } else if (a2.step == 1 && a2.tap_step == 1 &&
-               (TryNeighbours<3>(taps, a2.taps, a2.count, to, stride) ||
-                TryNeighbours<5>(taps, a2.taps, a2.count, to, stride) ||
-                TryNeighbours<7>(taps, a2.taps, a2.count, to, stride))) {
-    } else if (a2.step == 1) {
-      ConvolveLine<1>(taps, a2.taps, a2.count, 1, a2.tap_step, to, stride);
-    } else {
+    } else if (a2.step != 1) {
       ConvolveLine<0>(taps, a2.taps, a2.count, a2.step, a2.tap_step, to, stride);
+    } else {
+      const bool is_done =
+          a2.tap_step == 1 && (TryNeighbours<3>(taps, a2.taps, a2.count, to, stride) ||
+                               TryNeighbours<5>(taps, a2.taps, a2.count, to, stride) ||
+                               TryNeighbours<7>(taps, a2.taps, a2.count, to, stride));
+      if (!is_done) ConvolveLine<1>(taps, a2.taps, a2.count, 1, a2.tap_step, to, stride);
     }
     if (is_direct) return;
     FinishPixels(product.finish, sums, kLanes<A>, a2.count, channel, lanes, result, result_stride);

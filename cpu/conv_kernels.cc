@@ -16,12 +16,14 @@ constexpr int TilePixels(int vectors) { return vectors == 4 ? 6 : vectors == 3 ?
 constexpr int kMaxVectors = 2;
 constexpr int TilePixels(int vectors) { return vectors == 2 ? 6 : 8; }
 #endif
-constexpr int kMaxTilePixels = 12;  // and all are factors of 24, see conv.cc
+constexpr int kMaxTilePixels = 12;
+static_assert(kTilesEnd % TilePixels(1) == 0 && kTilesEnd % TilePixels(2) == 0 &&
+              kTilesEnd % TilePixels(3) == 0 && kTilesEnd % TilePixels(4) == 0);
 
 // Entries of a packed kernel that stay in a cache while tiles are multiplied by them.
 constexpr int64_t kPanelBytes = 512 * 1024;
 // Entries of both operands of a kernel gradient that stay in a cache.
-constexpr int64_t kGradBytes = 256 * 1024;
+constexpr int64_t kGradCacheBytes = 256 * 1024;
 
 int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
@@ -63,22 +65,24 @@ struct Segment {
 
 #if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 10)
 #define JAXOPS_HAS_PAIRS 1
-// The only function that needs more than the features of this file: `MultipliesPairs` is asked
-// before it is called.
+// For functions that need more than the features of this file: `MultipliesPairs` is asked before
+// they are called.
 #define JAXOPS_PAIRS_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
 bool MultipliesPairs() { return __builtin_cpu_supports("avx512bf16"); }
 
-// Adds the products of entries `i` and `i` + 1 of each pixel, or of the first one alone. The entry
-// after the last one may be NaN.
+// Adds the products of entries `i` and `i` + 1 of each pixel, or of the first one alone: what
+// follows it in the source and in the kernel may be NaN or Inf.
 template <int kPixels, int kVectors, bool kIsSingle>
 JAXOPS_ALWAYS_INLINE JAXOPS_PAIRS_TARGET void AddPair(const BFloat* kernel,
                                                       const BFloat* const (&source)[kPixels],
                                                       int64_t i, __m512 (*total)[kVectors]) {
   __m512i entries[kVectors];
 #pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v)
+  for (int v = 0; v < kVectors; ++v) {
     entries[v] = _mm512_loadu_si512(kernel + 2 * v * kLanes<float>);
+    if (kIsSingle) entries[v] = _mm512_and_si512(entries[v], _mm512_set1_epi32(0xffff));
+  }
 #pragma GCC unroll 16
   for (int p = 0; p < kPixels; ++p) {
     // No array of the pairs of all pixels: GCC would collect it in a vector, entry by entry.
@@ -846,8 +850,8 @@ void CopyPixels(DType, const void* from, int64_t stride, int64_t pixels, int64_t
   WidenRows(static_cast<const double*>(from), pixels, stride, count, width, to);
 }
 
-// Copies pixels of bf16 as pairs with those that are `step` pixels after them, which the first
-// `paired` pixels have.
+// Joins each bf16 pixel with the one that is `step` pixels later. The first `paired` pixels have
+// one; the others are joined with zeros.
 void JoinPixels(const void* from, int64_t stride, int64_t pixels, int64_t count, int64_t width,
                 int64_t step, int64_t paired, Pair* to) {
   const BFloat* entries = static_cast<const BFloat*>(from);
@@ -870,20 +874,28 @@ void JoinPixels(const void* from, int64_t stride, int64_t pixels, int64_t count,
 // The size of a block of spans, whose pixels stay in a cache with their copies.
 struct GradBlock {
   int64_t spans;
-  int64_t source_width;  // entries of a copied pixel
-  int64_t source_span;   // pixels that the windows of a span cover
-  int64_t copies;        // of spans of the source: more than a tap of the block needs
+  int64_t source_width;   // entries of a copied pixel
+  int64_t source_span;    // pixels that the windows of a span cover
+  int64_t source_pixels;  // the same, but at most a line
+  int64_t copies;         // of spans of the source: more than a tap of the block needs
+  int64_t first_line;     // of the images that the task sums over
+  int64_t source_lines;   // of these images
 
   template <typename E>
   static GradBlock Of(const GradProduct& product, const GradTask& task, E) {
-    const im2col::Window& d2 = product.dims[2];
+    const auto& [d0, d1, d2] = product.dims;
     GradBlock block;
     block.source_width = product.is_merged ? product.fan_in : task.row_end - task.row_begin;
     block.source_span = (product.span - 1) * d2.stride + (d2.taps - 1) * d2.dilation + 1;
+    block.source_pixels = Min(block.source_span, d2.in);
     const int64_t entries = task.vectors * kLanes<Arithmetic<E>> + task.row_end - task.row_begin;
     const int64_t bytes = Max(1, product.span * entries * static_cast<int64_t>(sizeof(E)));
-    block.spans = Min(Max(1, kGradBytes / bytes), Max(1, task.span_end - task.span_begin));
+    block.spans = Min(Max(1, kGradCacheBytes / bytes), Max(1, task.span_end - task.span_begin));
     block.copies = 2 * block.spans + 8;
+    const int64_t per_image = Max(1, d0.out * d1.out * product.spans());
+    const int64_t first_image = task.span_begin / per_image;
+    block.first_line = first_image * d0.in * d1.in;
+    block.source_lines = (CeilDiv(task.span_end, per_image) - first_image) * d0.in * d1.in;
     return block;
   }
 };
@@ -913,7 +925,7 @@ struct GradSpace {
   Source<E>* sources;   // of the spans at a tap, null outside of the image
   E* cotangents;        // copies, if any are made
   E* copies;            // of sources
-  int64_t* held;        // for each span of each line of the images: the number of its copy, or -1
+  int64_t* held;        // for each span of each line of these images: the number of its copy, or -1
 };
 
 template <typename E>
@@ -939,9 +951,9 @@ int64_t LayGrad(const GradProduct& product, const GradTask& task, char* memory,
       take(product.copies_cotangents ? block.spans * product.span * width * sizeof(E) : 0));
   const bool copies = product.copies_sources;
   space.copies = reinterpret_cast<E*>(
-      take(copies ? block.copies * block.source_span * block.source_width * sizeof(E) : 0));
+      take(copies ? block.copies * block.source_pixels * block.source_width * sizeof(E) : 0));
   space.held = reinterpret_cast<int64_t*>(
-      take(copies ? product.images * d0.in * d1.in * product.spans() * sizeof(int64_t) : 0));
+      take(copies ? block.source_lines * product.spans() * sizeof(int64_t) : 0));
   return used;
 }
 
@@ -1014,9 +1026,9 @@ struct GradMultiplier {
     const auto& [d0, d1, d2] = product.dims;
     const int64_t covered = span.windows.low * d2.stride - d2.low;
     const int64_t first = Min(Max(0, covered), d2.in);
-    const int64_t line = (span.image * d0.in + in0) * d1.in + in1;
+    const int64_t line = (span.image * d0.in + in0) * d1.in + in1 - block.first_line;
     int64_t& held = space.held[line * product.spans() + span.part];
-    const int64_t size = block.source_span * block.source_width;
+    const int64_t size = block.source_pixels * block.source_width;
     if (held >= retired) return {space.copies + (held - retired) * size, first};
     held = retired + used;
     E* to = space.copies + used * size;
@@ -1123,7 +1135,7 @@ struct GradMultiplier {
     const int64_t of_segment = tiles * kRows * kWidth;
     for (int64_t i = 0; i < segments * of_segment; ++i) space.sums[i] = 0;
     if (product.copies_sources) {
-      const int64_t lines = product.images * d0.in * d1.in * product.spans();
+      const int64_t lines = block.source_lines * product.spans();
       for (int64_t i = 0; i < lines; ++i) space.held[i] = -1;
     }
     for (int64_t begin = task.span_begin; begin < task.span_end; begin += block.spans) {
@@ -1167,7 +1179,7 @@ JAXOPS_ALWAYS_INLINE void WithGradEntries(const GradProduct& product, F f) {
   f(float());
 }
 
-int64_t GradBytes(const GradProduct& product, const GradTask& task) {
+int64_t GradSpaceBytes(const GradProduct& product, const GradTask& task) {
   int64_t bytes = 0;
   WithGradEntries(product, [&](auto entry) {
     GradSpace<decltype(entry)> space;
@@ -1192,9 +1204,7 @@ void Grad(const GradProduct& product, const GradTask& task, void* memory, void* 
 // --- copies --------------------------------------------------------------------------------------
 
 void WidenTo(DType dtype, const void* from, int64_t count, void* to) {
-  WithStorage(dtype, from, 0, [&]<typename S>(const S* entries) {
-    WidenRows(entries, 1, count, count, count, static_cast<Arithmetic<S>*>(to));
-  });
+  CopyPixels(dtype, from, count, 1, count, count, static_cast<float*>(to));
 }
 
 template <typename A>
@@ -1228,6 +1238,6 @@ void AddParts(DType dtype, const void* sums, int64_t parts, int64_t part_stride,
 }  // namespace
 
 const Kernels kKernels = {kVectorBytes,  kMaxVectors, MultipliesPairs, PixelsOfTile, WidenTo, Pack,
-                          MultiplySpace, Multiply,    GradBytes,       Grad,         AddParts};
+                          MultiplySpace, Multiply,    GradSpaceBytes,  Grad,         AddParts};
 
 }  // namespace jaxops::conv::cpu::JAXOPS_ISA

@@ -16,6 +16,9 @@
 
 namespace jaxops::conv::cpu {
 
+// Pixels after which tiles of any number of vectors end.
+inline constexpr int64_t kTilesEnd = 24;
+
 // The forward product, or the input gradient at the pixels of some remainders by the strides.
 struct Product {
   Axis axes[im2col::kMaxDims];
@@ -94,7 +97,7 @@ struct Kernels {
   int max_vectors;             // of a block
   bool (*multiplies_pairs)();  // whether products of bf16 are those of the processor
   int64_t (*tile_pixels)(int vectors);
-  // Copies entries to f32, or entries of f64.
+  // Copies 16-bit entries to f32.
   void (*widen)(DType dtype, const void* from, int64_t count, void* to);
   // Fills panel.packed and sets panel.is_finite.
   void (*pack)(const Product& product, Panel& panel);

@@ -40,7 +40,7 @@ __attribute__((noinline)) void FinishPixels(const Results& finish, const A* sums
                                             int64_t count, void* to, int64_t stride) {
   const A* bias = finish.bias ? static_cast<const A*>(finish.bias) + channel : nullptr;
   const Activation named = finish.activation;
-  // Copies of the variables, which results may not be written over.
+  // The lambdas capture copies: the compiler then knows that writing results does not change them.
   WithResult<A>(finish.dtype, to, [=](auto* result) {
     WithActivation(named, [=](auto activation) {
       constexpr auto kActivation = static_cast<Activation>(decltype(activation)::value);

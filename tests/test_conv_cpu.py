@@ -22,6 +22,7 @@ CASES = {
     "parts of tiles": (37, 50, 1, (3, 2), {"window_strides": (2, 1)}),
     "few channels": (3, 70, 1, (5, 7), {"window_strides": (2, 2)}),
     "few outputs": (40, 3, 1, (2, 3), {"rhs_dilation": (2, 3)}),
+    "one channel": (1, 20, 1, (3, 4), {}),
     "no taps": (5, 20, 1, (1, 2), {"window_strides": (3, 4)}),
     "groups": (36, 72, 4, (3, 3), {}),
     "small groups": (24, 48, 8, (3, 3), {"window_strides": (1, 2)}),
@@ -62,8 +63,11 @@ def test_padding_meets_no_nan(name, value, dtype):
     """What is not finite reaches what depends on it; products with padding would be NaN."""
     ours, oracle, x, kernel, g = arrays(name, dtype)
     x, kernel, g = map(np.abs, (x, kernel, g))
-    for i, poisoned in enumerate((x, kernel, g)):
-        at = tuple(n // 2 for n in poisoned.shape) if i == 0 else (0,) * poisoned.ndim
+    entries = [(i, at) for i in range(3) for at in ("first", "middle", "last")]
+    for i, entry in entries:
+        poisoned = (x, kernel, g)[i]
+        of = {"first": lambda n: 0, "middle": lambda n: n // 2, "last": lambda n: n - 1}[entry]
+        at = tuple(map(of, poisoned.shape))
         changed = [a.copy() for a in (x, kernel, g)]
         changed[i][at] = value
         unit = np.zeros(poisoned.shape)
@@ -119,3 +123,27 @@ def test_the_bits_of_an_image_are_those_of_any_batch():
     for a, b in zip(whole, on_cpu(function, x[1:], g[1:]), strict=True):
         for image in a[1::2]:
             np.testing.assert_array_equal(image, b[0])
+
+
+def test_strides_beyond_taps_and_long_lines():
+    """Lines of a remainder that has no taps in two dimensions were cut into tasks of none."""
+    channels, length = 1024, 3300
+    options = {"window_strides": (2, 2, 1), "padding": ((0, 0), (0, 0), (1, 1))}
+    options |= {"dimension_numbers": ("NDHWC", "DHWIO", "NDHWC")}
+    rng = np.random.default_rng(0)
+    kernel = rng.standard_normal((1, 1, 3, 1, channels)).astype(np.float32)
+    g = rng.standard_normal((1, 1, 1, length, channels)).astype(np.float32)
+
+    def input_grad(g, kernel):
+        def convolve(x):
+            return jaxops.conv_general_dilated(x, kernel, feature_group_count=channels, **options)
+
+        (dx,) = jax.vjp(convolve, jnp.zeros((1, 2, 2, length, channels), g.dtype))[1](g)
+        return dx
+
+    (dx,) = on_cpu(input_grad, g, kernel)
+    padded = np.pad(g[0, 0, 0], ((1, 1), (0, 0)))
+    want = sum(padded[2 - t : 2 - t + length] * kernel[0, 0, t, 0] for t in range(3))
+    np.testing.assert_allclose(dx[0, 0, 0], want, rtol=1e-5, atol=1e-5)
+    assert not dx[0, 1].any()
+    assert not dx[0, 0, 1].any()

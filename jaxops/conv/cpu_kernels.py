@@ -21,12 +21,11 @@ native.TARGETS.extend(TARGETS)
 
 
 def prefers(options: Options, platform: str | None, direction: str, itemsize: int) -> bool:
-    """Whether these kernels take a call: they can run all, in any dtype of floats.
+    """Whether these kernels take a call: all calls of floats on CPUs, but two of one group.
 
-    The input gradient of one group of few channels, such as RGB, takes twice the time of patches
-    (6.8 and 3.2 ms for a stem). A window of one entry without strides is a matrix product, which
-    XLA computes as fast, or faster by up to a third, for the value and the input gradient of dtypes
-    of 32 bits or more.
+    The input gradient of few channels, such as RGB, takes twice the time of patches (6.8 and 3.2 ms
+    for a stem). A window of one entry without strides is a matrix product: XLA computes the value
+    and the input gradient of float32 and float64 as fast, or faster by up to a third.
     """
     if platform != "cpu":
         return False

@@ -154,7 +154,7 @@ def block_size(
     window_bytes = math.prod((*batch, *windows.taps)) * channels * itemsize
     image_bytes = window_bytes * math.prod(windows.outs)
     most = _BLOCK_BYTES if platform == "cpu" else DEVICE_BLOCK_BYTES
-    # The patches of single entries are the image: in the caches of a CPU or not, they are not made.
+    # Patches of single entries are the image, so that none are made.
     if image_bytes == 0 or (windows.are_entries and platform == "cpu"):
         return rows, None
     fits = image_bytes <= most or windows.are_entries
