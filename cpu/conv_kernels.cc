@@ -613,6 +613,7 @@ void PackRow(const Product& product, const E* from, int64_t columns, int64_t wid
   for (int64_t n = 0; n < columns; ++n) line[n * kPair<E>] = from[n * product.column_stride];
 }
 
+#if defined(JAXOPS_HAS_PAIRS)
 // Copies two rows of columns that are contiguous.
 void PackTwoRows(const BFloat* first, const BFloat* second, int64_t columns, BFloat* to) {
   for (int64_t n = 0; n < columns; ++n) {
@@ -621,6 +622,7 @@ void PackTwoRows(const BFloat* first, const BFloat* second, int64_t columns, BFl
     __builtin_memcpy(to + 2 * n, &both, sizeof(both));
   }
 }
+#endif
 
 // Copies the rows of a tap of the kernel, which are `row` and those that follow of a segment.
 template <typename E>
@@ -850,6 +852,7 @@ void CopyPixels(DType, const void* from, int64_t stride, int64_t pixels, int64_t
   WidenRows(static_cast<const double*>(from), pixels, stride, count, width, to);
 }
 
+#if defined(JAXOPS_HAS_PAIRS)
 // Joins each bf16 pixel with the one that is `step` pixels later. The first `paired` pixels have
 // one; the others are joined with zeros.
 void JoinPixels(const void* from, int64_t stride, int64_t pixels, int64_t count, int64_t width,
@@ -870,6 +873,7 @@ void JoinPixels(const void* from, int64_t stride, int64_t pixels, int64_t count,
     }
   }
 }
+#endif
 
 // The size of a block of spans, whose pixels stay in a cache with their copies.
 struct GradBlock {
@@ -931,7 +935,6 @@ struct GradSpace {
 template <typename E>
 int64_t LayGrad(const GradProduct& product, const GradTask& task, char* memory,
                 GradSpace<E>& space) {
-  const auto& [d0, d1, d2] = product.dims;
   const GradBlock block = GradBlock::Of(product, task, E());
   const int64_t tile = TilePixels(task.vectors);
   const int64_t rows = CeilDiv(Max(1, task.row_end - task.row_begin), tile) * tile;
@@ -1127,7 +1130,6 @@ struct GradMultiplier {
   }
 
   void Run(A* result, int64_t segment_stride, int64_t stride) {
-    const auto& [d0, d1, d2] = product.dims;
     const int64_t rows = task.row_end - task.row_begin;
     const bool is_tiled = rows >= kRows;
     const int64_t tiles = is_tiled ? CeilDiv(rows, kRows) : 1;
