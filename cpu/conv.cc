@@ -325,9 +325,10 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
                 At(packed.get(), (group * blocks.vectors * lanes + first) * rows, product.dtype)};
       kernels.pack(product, all[i]);
     });
-    // A task has all panels if a cache holds them: two threads that write neighbouring columns of
-    // the same results would wait for one another. Otherwise it has one, and there are no more
-    // tasks than threads need to end at about the same time, as each reads all of its panel.
+    // A task has all panels if a cache holds them, so that no two threads write neighbouring
+    // columns of the same results: (1,64,56,56,256,1) bfloat16 takes 0.35 in place of 0.40 ms.
+    // Otherwise it has one, and there are no more tasks than threads need to end at about the same
+    // time, as each reads all of its panel.
     constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8;
     constexpr int64_t kMaxTiles = 32;     // whose sums a cache holds
     constexpr int64_t kTileVectors = 24;  // of sums, at most
@@ -468,7 +469,7 @@ bool WriteSumsOverNothing(const Call& call, int64_t size) {
   return true;
 }
 
-// Makes a line of each image whose windows are entries. Small groups keep their lines, which are
+// Joins the lines of an image whose windows are entries. Small groups keep their lines, which are
 // cut into tasks.
 Call Flattened(Call call) {
   const auto is_entry = [](const Window& window) {

@@ -63,6 +63,31 @@ struct Segment {
   const E* source[kMaxTilePixels];
 };
 
+// Reads the sums of a tile, or sets them to zeros.
+template <int kRows, int kVectors, typename V>
+JAXOPS_ALWAYS_INLINE void LoadSums(const void* sums, bool adds, V (&total)[kRows][kVectors]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const char* from = static_cast<const char*>(sums) + (r * kVectors + v) * sizeof(V);
+      total[r][v] = adds ? LoadBits<V>(from) : V{};
+    }
+  }
+}
+
+template <int kRows, int kVectors, typename V>
+JAXOPS_ALWAYS_INLINE void StoreSums(const V (&total)[kRows][kVectors], void* sums) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      char* to = static_cast<char*>(sums) + (r * kVectors + v) * sizeof(V);
+      __builtin_memcpy(to, &total[r][v], sizeof(V));
+    }
+  }
+}
+
 #if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 10)
 #define JAXOPS_HAS_PAIRS 1
 // For functions that need more than the features of this file: `MultipliesPairs` is asked before
@@ -71,8 +96,8 @@ struct Segment {
 
 bool MultipliesPairs() { return __builtin_cpu_supports("avx512bf16"); }
 
-// Adds the products of entries `i` and `i` + 1 of each pixel, or of the first one alone: what
-// follows it in the source and in the kernel may be NaN or Inf.
+// Adds the products of entries `i` and `i` + 1 of all pixels, or of entry `i` alone: what follows
+// it in the source and in the kernel may be NaN or Inf.
 template <int kPixels, int kVectors, bool kIsSingle>
 JAXOPS_ALWAYS_INLINE JAXOPS_PAIRS_TARGET void AddPair(const BFloat* kernel,
                                                       const BFloat* const (&source)[kPixels],
@@ -101,14 +126,7 @@ JAXOPS_PAIRS_TARGET void AddPairs(const Segment<BFloat>* segments, int64_t count
                                   float* sums) {
   constexpr int kWidth = kVectors * kLanes<float>;
   __m512 total[kPixels][kVectors];
-#pragma GCC unroll 16
-  for (int p = 0; p < kPixels; ++p) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      total[p][v] =
-          adds ? _mm512_loadu_ps(sums + p * kWidth + v * kLanes<float>) : _mm512_setzero_ps();
-    }
-  }
+  LoadSums(sums, adds, total);
   for (int64_t s = 0; s < count; ++s) {
     const BFloat* kernel = segments[s].kernel;
     const BFloat* source[kPixels];
@@ -121,13 +139,7 @@ JAXOPS_PAIRS_TARGET void AddPairs(const Segment<BFloat>* segments, int64_t count
     }
     if (i < length) AddPair<kPixels, kVectors, true>(kernel, source, i, total);
   }
-#pragma GCC unroll 16
-  for (int p = 0; p < kPixels; ++p) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      _mm512_storeu_ps(sums + p * kWidth + v * kLanes<float>, total[p][v]);
-    }
-  }
+  StoreSums(total, sums);
 }
 #else
 bool MultipliesPairs() { return false; }
@@ -139,13 +151,7 @@ template <int kPixels, int kVectors, typename A>
 void AddProducts(const Segment<A>* segments, int64_t count, bool adds, A* sums) {
   constexpr int kWidth = kVectors * kLanes<A>;
   Vec<A> total[kPixels][kVectors];
-#pragma GCC unroll 16
-  for (int p = 0; p < kPixels; ++p) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      total[p][v] = adds ? Load(sums + p * kWidth + v * kLanes<A>) : Vec<A>{};
-    }
-  }
+  LoadSums(sums, adds, total);
   for (int64_t s = 0; s < count; ++s) {
     const A* kernel = segments[s].kernel;
     const A* source[kPixels];
@@ -166,11 +172,7 @@ void AddProducts(const Segment<A>* segments, int64_t count, bool adds, A* sums) 
       }
     }
   }
-#pragma GCC unroll 16
-  for (int p = 0; p < kPixels; ++p) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) Store(total[p][v], sums + p * kWidth + v * kLanes<A>);
-  }
+  StoreSums(total, sums);
 }
 
 template <int kPixels, int kVectors, typename E>
@@ -719,13 +721,8 @@ struct Line {
 template <int kRows, int kVectors, typename A>
 void AddLines(const Line<A>* lines, int64_t count, int64_t source_step, int64_t cotangent_step,
               A* sums) {
-  constexpr int kWidth = kVectors * kLanes<A>;
   Vec<A> total[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) total[r][v] = Load(sums + r * kWidth + v * kLanes<A>);
-  }
+  LoadSums(sums, true, total);
   for (int64_t l = 0; l < count; ++l) {
     const A* source = lines[l].source;
     const A* cotangent = lines[l].cotangent;
@@ -746,11 +743,7 @@ void AddLines(const Line<A>* lines, int64_t count, int64_t source_step, int64_t 
       cotangent += cotangent_step;
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) Store(total[r][v], sums + r * kWidth + v * kLanes<A>);
-  }
+  StoreSums(total, sums);
 }
 
 #if defined(JAXOPS_HAS_PAIRS)
@@ -779,15 +772,8 @@ JAXOPS_ALWAYS_INLINE JAXOPS_PAIRS_TARGET void AddWindows(const Pair* source, con
 template <int kRows, int kVectors>
 JAXOPS_PAIRS_TARGET void AddLines(const Line<Pair>* lines, int64_t count, int64_t source_step,
                                   int64_t cotangent_step, float* sums) {
-  constexpr int kWidth = kVectors * kLanes<float>;
   __m512 total[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      total[r][v] = _mm512_loadu_ps(sums + r * kWidth + v * kLanes<float>);
-    }
-  }
+  LoadSums(sums, true, total);
   for (int64_t l = 0; l < count; ++l) {
     const Pair* source = lines[l].source;
     const Pair* cotangent = lines[l].cotangent;
@@ -799,13 +785,7 @@ JAXOPS_PAIRS_TARGET void AddLines(const Line<Pair>* lines, int64_t count, int64_
     }
     if (pixels % 2 != 0) AddWindows<kRows, kVectors, true>(source, cotangent, total);
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      _mm512_storeu_ps(sums + r * kWidth + v * kLanes<float>, total[r][v]);
-    }
-  }
+  StoreSums(total, sums);
 }
 #endif
 
@@ -929,7 +909,7 @@ struct GradSpace {
   Source<E>* sources;   // of the spans at a tap, null outside of the image
   E* cotangents;        // copies, if any are made
   E* copies;            // of sources
-  int64_t* held;        // for each span of each line of these images: the number of its copy, or -1
+  int64_t* held;        // the number of the copy of a span of a line, or -1
 };
 
 template <typename E>
@@ -1050,6 +1030,14 @@ struct GradMultiplier {
     return {to, first};
   }
 
+  // Finds the taps of a segment, or its first ones.
+  void FindTaps(int64_t segment, int64_t* taps) const {
+    const int64_t per_line = product.is_merged ? 1 : product.dims[2].taps;
+    taps[0] = segment / per_line / product.dims[1].taps;
+    taps[1] = segment / per_line % product.dims[1].taps;
+    taps[2] = segment % per_line;
+  }
+
   // Finds the sources of `count` spans at the taps of a segment.
   void FindSources(const int64_t* taps, int64_t count) {
     const auto& [d0, d1, d2] = product.dims;
@@ -1146,7 +1134,7 @@ struct GradMultiplier {
       FindSpans(begin, end);
       for (int64_t s = 0; s < segments; ++s) {
         int64_t taps[im2col::kMaxDims];
-        product.TapsOf(task.segment_begin + s, taps);
+        FindTaps(task.segment_begin + s, taps);
         FindSources(taps, count);
         A* sums = space.sums + s * of_segment;
         for (int64_t tile = 0; tile < tiles && is_tiled; ++tile) {

@@ -71,13 +71,6 @@ struct GradProduct {
 
   int64_t spans() const { return (dims[2].out + span - 1) / span; }  // of a line
   int64_t segments() const { return dims[0].taps * dims[1].taps * (is_merged ? 1 : dims[2].taps); }
-  // The taps of a segment, or its first ones.
-  void TapsOf(int64_t segment, int64_t* taps) const {
-    const int64_t per_line = is_merged ? 1 : dims[2].taps;
-    taps[0] = segment / per_line / dims[1].taps;
-    taps[1] = segment / per_line % dims[1].taps;
-    taps[2] = segment % per_line;
-  }
 };
 
 // The part of a kernel gradient that a task computes: rows of the products of some segments of taps

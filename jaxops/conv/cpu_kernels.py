@@ -24,8 +24,9 @@ def prefers(options: Options, platform: str | None, direction: str, itemsize: in
     """Whether these kernels take a call: all calls of floats on CPUs, but two of one group.
 
     The input gradient of few channels, such as RGB, takes twice the time of patches (6.8 and 3.2 ms
-    for a stem). A window of one entry without strides is a matrix product: XLA computes the value
-    and the input gradient of float32 and float64 as fast, or faster by up to a third.
+    for a stem). A window of one entry without strides is a matrix product, which XLA computes for
+    float32 and float64: the value of (4,64,56,56,256,1) float32 takes 2.0 ms, and 2.8 here; the
+    kernel gradient of (4,512,28,28,128,1) takes 3.8, and 2.4 here (7469577, two cores).
     """
     if platform != "cpu":
         return False
