@@ -37,11 +37,14 @@ SHORT_ROWS = ((5, 16, 40, (2, 40), (3, 7, 15)), (37, 9, 33, (3, 33), (3, 7, 15))
 # Causal rows of whole vectors, whose kernels know the number of taps: threads that have sequences,
 # channels or parts of a row to share; and several sequences of a thread, the last of them fewer.
 CAUSAL_ROWS = (
-    (5, 16, 40, (2, 40), (2, 3, 4)),
-    (2, 2112, 6, (3,), (2, 3, 4)),
-    (1, 776, 24, (24,), (3, 4)),
+    (5, 16, 40, (2, 40), (2, 3, 4, 5, 6, 7, 8)),
+    (2, 2112, 6, (3,), (2, 3, 4, 6, 8)),
+    (1, 776, 24, (24,), (3, 4, 7)),
     (8191, 8, 72, (72,), (4,)),
 )
+# Enough short sequences in NTC for the kernel whose threads read whole windows; the last of their
+# segments has one step, or few, and a vector of channels has one filter, one each, or some.
+MANY_WINDOWS = (909, 9, 72, (2, 36, 72), (3, 8))
 # Threads have several sequences, and the last of them fewer.
 MANY_SHORT_ROWS = (17001, 8, 64, (64,), (7,))
 
@@ -140,6 +143,13 @@ def exercise_causal_rows(device, dtype, size):
     *shape, all_heads, all_taps = size
     filters = list(itertools.product(all_heads, all_taps, (1,)))
     return exercise_filters(device, dtype, "NCT", shape, filters, ("causal",))
+
+
+def exercise_windows(device, dtype, size):
+    """The same of short sequences in NTC."""
+    *shape, all_heads, all_taps = size
+    filters = list(itertools.product(all_heads, all_taps, (1, 2)))
+    return exercise_filters(device, dtype, "NTC", shape, filters)
 
 
 def exercise_filters(device, dtype, layout, shape, filters, paddings=("causal", "same")):
@@ -1257,6 +1267,10 @@ EXERCISES = {
     "lightweight_conv_short_rows": (
         exercise_short_rows,
         (*itertools.product(DTYPES, SHORT_ROWS), ("float32", MANY_SHORT_ROWS)),
+    ),
+    "lightweight_conv_windows": (
+        exercise_windows,
+        tuple(itertools.product(DTYPES[:3], (MANY_WINDOWS,))),
     ),
     "lightweight_conv_step": (exercise_steps, tuple(itertools.product(DTYPES, STEPS))),
     "lightweight_conv_packed": (

@@ -44,8 +44,12 @@ def lightweight_conv(dtype) -> Iterator[Case]:
             yield function, [normal(*shape, dtype=dtype), normal(16, taps, dtype=dtype)], (0, 1)
     function = functools.partial(jaxops.lightweight_conv, data_format="NCT")
     short_rows = ((50, 64, 24), 4), ((50, 64, 9), 7), ((9, 64, 16), 15), ((2100, 64, 64), 3)
+    short_rows += ((9, 64, 64), 5), ((9, 64, 64), 8)
     for shape, taps in short_rows:
         yield function, [normal(*shape, dtype=dtype), normal(64, taps, dtype=dtype)], (0, 1)
+    for taps in (4, 7):
+        x = normal(1030, 9, 64, dtype=dtype)
+        yield jaxops.lightweight_conv, [x, normal(16, taps, dtype=dtype)], (0, 1)
     for data_format, shape in (("NTC", (2, 1100, 40)), ("NCT", (2, 40, 1096))):
         function = functools.partial(jaxops.lightweight_conv, data_format=data_format)
         for heads, taps in ((40, 31), (8, 70), (1, 300)):

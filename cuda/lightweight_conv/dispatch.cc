@@ -168,11 +168,27 @@ bool PrefersSegments(const Gradients& gradients, const Device&) {
          (g.dilation > 1 && nct::CountSegmentSteps(g, call.dtype) <= 6 * g.time);
 }
 
+// Latency bounds calls up to this number of elements.
+bool IsSmallNtc(const Forward& call) {
+  const Geometry& g = call.geometry;
+  return call.batch.size() * g.time * g.channels <= int64_t{1} << 19;
+}
+
+// A window of more taps has fewer threads, and ntc/short reads long sequences of 16-bit elements
+// faster: for 7 taps of 2^23 elements in bf16, ntc/window takes 15.2, 15.4, 15.8 and 16.0 us with
+// 8, 32, 64 and 4096 steps, ntc/short 32.0, 16.6, 15.0 and 12.9. Both take 13.3 us for 64 steps of
+// 4 taps. The dilation of 16-bit elements was not measured.
+bool PrefersWindowNtc(const Forward& call, const Device&) {
+  const Geometry& g = call.geometry;
+  if (IsSmallNtc(call)) return false;
+  if (SizeOf(call.dtype) != 2) return true;
+  return g.dilation == 1 && (g.taps <= 3 || g.time <= 32);
+}
+
 // Short sequences end before ntc/short has its loads in flight: ntc/steps took 22.1 us where that
 // took 30.4 for (1024,1024,8,16,3) bf16, but 26.1 and 18.9 for 16 steps of 4 taps.
 bool PrefersStepsNtc(const Forward& call, const Device&) {
-  const Geometry& g = call.geometry;
-  return g.time <= 8 || call.batch.size() * g.time * g.channels <= int64_t{1} << 19;
+  return call.geometry.time <= 8 || IsSmallNtc(call);
 }
 
 // Times are those of an H200; rows without a time were not measured. All families but those of mma
@@ -180,7 +196,7 @@ bool PrefersStepsNtc(const Forward& call, const Device&) {
 constexpr Family<Forward> kForwardFamilies[] = {
     // Instructions bound other kernels of short filters: 17.1 -> 10.6 us for (128,1024,64,16,3)
     // bf16, 13.6 -> 10.8 for (2,1024,4096,1024,4), 79.2 -> 70.2 for (4,2048,8192,2048,4), and 20.2
-    // -> 18.0 for (16,1024,512,1024,4) f32.
+    // -> 18.0 for (16,1024,512,1024,4) f32; 18.5 -> 10.6 for (128,1024,64,16,7) bf16.
     {"nct/causal", nct::CanRunCausal, Always, nct::LaunchCausal},
     // Neighbouring threads have neighbouring memory, whatever the length of rows, and a thread has
     // several steps of odd rows, too: 574 -> 29.3 us for (4096,512,8,512,4) bf16, 74.5 -> 40.4 for
@@ -202,6 +218,9 @@ constexpr Family<Forward> kForwardFamilies[] = {
     {"nct/long", nct::CanRunLong, Always, nct::LaunchLong},
     // Every tap is read through the cache.
     {"nct/dilated", nct::CanRunDilated, Always, nct::LaunchDilated},
+    // All loads of a window are in flight at once, also where a sequence ends early: 24.9 -> 12.7
+    // us for (1024,1024,8,16,4) bf16, 20.4 -> 18.6 for (2,1024,4096,1,7) f32.
+    {"ntc/window", ntc::CanRunWindow, PrefersWindowNtc, ntc::LaunchWindow},
     // Latency bounds a small call.
     {"ntc/steps", ntc::CanRunSteps, PrefersStepsNtc, ntc::LaunchSteps},
     // Memory bounds short filters: the window is in registers, and the next rows are in flight to
@@ -348,7 +367,8 @@ cudaError_t WithInputGrad(cudaStream_t stream, const Gradients& gradients, const
 
 constexpr Family<Gradients> kGradientFamilies[] = {
     // The reason is that of forward: 37.4 -> 18.1 us for (128,1024,64,16,3) bf16, 18.8 -> 17.3 for
-    // (2,1024,4096,1024,4), 32.0 -> 28.5 for (16,1024,512,1024,4) f32.
+    // (2,1024,4096,1024,4), 32.0 -> 28.5 for (16,1024,512,1024,4) f32; 37.6 -> 20.1 for
+    // (128,1024,64,16,7) bf16.
     {"nct/causal", nct::CanRunCausal, PrefersCausal, nct::LaunchCausal},
     // The reason is that of forward: 463 -> 53.6 us for (4096,512,8,512,4) bf16, 145 -> 63.1 for
     // (254,512,129,512,4) f32.

@@ -71,6 +71,10 @@ cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const 
 bool CanRunSteps(const Forward& call, const Device& device);
 cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device& device);
 
+// ntc/window.cu runs short filters, not of float64, of rows that are whole vectors of 8 bytes.
+bool CanRunWindow(const Forward& call, const Device& device);
+cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device& device);
+
 // ntc/short.cu runs short filters of rows that are whole vectors.
 bool CanRunShort(const Forward& call, const Device& device);
 bool CanRunShort(const Gradients& gradients, const Device& device);
@@ -114,7 +118,7 @@ bool CanRunRows(const Gradients& gradients, const Device& device);
 cudaError_t LaunchRows(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchRows(cudaStream_t stream, const Gradients& gradients, const Device& device);
 
-// nct/causal.cu runs causal filters of two to four taps, for rows of whole vectors.
+// nct/causal.cu runs causal filters of two to eight taps, for rows of whole vectors.
 bool CanRunCausal(const Forward& call, const Device& device);
 bool CanRunCausal(const Gradients& gradients, const Device& device);
 cudaError_t LaunchCausal(cudaStream_t stream, const Forward& call, const Device& device);

@@ -165,8 +165,12 @@ inline constexpr int kNctMaxRows = kNctThreads / kNctMinRowThreads;
 struct NctTile {
   int row_bits;  // log2 of the threads that share a channel
 
-  NctTile(int64_t time, int per_thread) : row_bits(4) {
-    static_assert(kNctMinRowThreads == 1 << 4);
+  // Kernels that add the values of a row's threads need kNctMinRowThreads of them.
+  static constexpr int kMinSummedRowBits = 4;
+  static_assert(kNctMinRowThreads == 1 << kMinSummedRowBits);
+
+  NctTile(int64_t time, int per_thread, int min_row_bits = kMinSummedRowBits)
+      : row_bits(min_row_bits) {
     while ((1 << row_bits) < kNctThreads && (int64_t{per_thread} << row_bits) < time) ++row_bits;
   }
   __host__ __device__ int threads_per_row() const { return 1 << row_bits; }
@@ -356,6 +360,19 @@ cudaError_t DispatchShift(int shift, Function&& function) {
   [&]<int... kShifts>(std::integer_sequence<int, kShifts...>) {
     (call_if(std::integral_constant<int, kShifts>{}), ...);
   }(std::make_integer_sequence<int, kVectorElements<T>>{});
+  return error;
+}
+
+// DispatchTaps calls `function` with a number of taps from kMin to kMax as a constant.
+template <int kMin, int kMax, typename Function>
+cudaError_t DispatchTaps(int64_t taps, Function&& function) {
+  cudaError_t error = cudaErrorInvalidValue;
+  const auto call_if = [&](auto candidate) {
+    if (taps == candidate.value) error = function(candidate);
+  };
+  [&]<int... kMore>(std::integer_sequence<int, kMore...>) {
+    (call_if(std::integral_constant<int, kMin + kMore>{}), ...);
+  }(std::make_integer_sequence<int, kMax - kMin + 1>{});
   return error;
 }
 

@@ -32,7 +32,8 @@ struct ForwardParams {
   ShortNtcTile ntc;
   NctTile nct;
 
-  ForwardParams(const Forward& forward, const ForwardPlan& plan, int ntc_channels, int nct_steps)
+  ForwardParams(const Forward& forward, const ForwardPlan& plan, int ntc_channels, int nct_steps,
+                int nct_min_row_bits = NctTile::kMinSummedRowBits)
       : call(forward),
         time(static_cast<int>(forward.geometry.time)),
         channels(static_cast<int>(forward.geometry.channels)),
@@ -45,7 +46,7 @@ struct ForwardParams {
         depth(forward.geometry.channels / forward.geometry.heads),
         chunks(plan.chunks),
         ntc(forward.geometry.channels, ntc_channels),
-        nct(forward.geometry.time, nct_steps) {}
+        nct(forward.geometry.time, nct_steps, nct_min_row_bits) {}
 
   __device__ int TapIndex(int tap) const { return call.flip_taps ? taps - 1 - tap : tap; }
 

@@ -1,4 +1,4 @@
-// These kernels compute causal lightweight convolution of two to four taps in the NCT layout. The
+// These kernels compute causal lightweight convolution of two to eight taps in the NCT layout. The
 // number of taps and the padding are constants, because instructions bound short filters of 16-bit
 // elements in other kernels: a warp of nct/rows executes 662 for two vectors a thread.
 #include "cuda/common/activation.cuh"
@@ -12,11 +12,16 @@ using jaxops::cuda::Activate;
 using jaxops::cuda::StoreVector;
 
 constexpr int kThreads = 256;
-constexpr int kMinTaps = 2, kMaxTaps = 4;
+constexpr int kMinTaps = 2, kMaxTaps = 8;
 
 // A thread reads its own vector and this number of elements before it (forward) or after it
-// (backward).
-constexpr int kReach = 4;
+// (backward), as vectors of kReachVector elements.
+template <int kTaps>
+constexpr int kReach = kTaps <= 5 ? 4 : 8;
+template <typename T, int kTaps>
+constexpr int kReachVector = std::min(kReach<kTaps>, kVectorElements<T>);
+template <typename T, int kTaps>
+constexpr int kReachVectors = kReach<kTaps> / kReachVector<T, kTaps>;
 
 // A thread has the loads of this number of items in flight. Items of 16-bit elements have more
 // instructions, and more threads hide more of their latency than more items: one item instead of
@@ -28,14 +33,15 @@ constexpr int kAtOnce = sizeof(T) == 2 ? 1 : 2;
 // Registers are limited so that a multiprocessor has this number of blocks, if it has 2048 threads.
 // Six forward blocks of 16-bit elements and five of 32-bit ones, with up to eight items a thread,
 // took 71.2 us instead of 69.3 for (4,2048,8192,2048,4) bf16, and 133 instead of 127 for
-// (1,1024,65536,128,4) f32.
+// (1,1024,65536,128,4) f32. Of 32-bit elements six blocks take 131.6 and five 134.5 us with six
+// taps, but 150 and 135 with seven.
+template <typename T, int kTaps>
+constexpr int kForwardBlocks =
 #if __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100)
-template <typename T>
-constexpr int kForwardBlocks = sizeof(T) == 2 ? 8 : 6;
-#else
-template <typename T>
-constexpr int kForwardBlocks = 6;
+    sizeof(T) == 2 ? 8 :
 #endif
+    kTaps <= 6 ? 6
+               : 5;
 constexpr int kBackwardBlocks = 4;
 
 // ReadTaps reads the taps of a channel in the order in which they are used.
@@ -76,10 +82,11 @@ struct CausalForwardParams {
 // If kNested, blockIdx.y is the outer batch entry. Calls without an outer dimension have a kernel
 // without it, which takes 18.0 us instead of 19.3 for (16,1024,512,1024,4) f32.
 template <typename T, int kTaps, bool kNested>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<T, kTaps>)
     CausalForwardNct(const __grid_constant__ CausalForwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kV = kVectorElements<T>;
+  constexpr int kRead = kReachVector<T, kTaps>, kReads = kReachVectors<T, kTaps>;
   uint32_t index = blockIdx.x * kThreads + threadIdx.x;
   if (index >= p.threads) return;
   const int first_t = p.row_threads.DivMod(index) * kV;
@@ -108,15 +115,22 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
 #pragma unroll 1
   for (int item = 0; item < count; item += kAtOnce<T>) {
     Vector<T, kV> own[kAtOnce<T>];
-    Vector<T, kReach> before[kAtOnce<T>];
+    Vector<T, kRead> before[kAtOnce<T>][kReads];
 #pragma unroll
     for (int e = 0; e < kAtOnce<T>; ++e) {
       own[e] = {};
-      before[e] = {};
+#pragma unroll
+      for (int r = 0; r < kReads; ++r) before[e][r] = {};
       if (item + e < count) {
         const T* at = x + (item + e) * p.x_step;
         own[e] = LoadVector<kV>(at);
-        if (first_t + (item + e) * p.time_step > 0) before[e] = LoadVector<kReach>(at - kReach);
+#pragma unroll
+        for (int r = 0; r < kReads; ++r) {
+          const int distance = kReach<kTaps> - r * kRead;
+          if (first_t + (item + e) * p.time_step >= distance) {
+            before[e][r] = LoadVector<kRead>(at - distance);
+          }
+        }
       }
     }
 #pragma unroll
@@ -125,7 +139,8 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
       Acc window[kTaps - 1 + kV], sums[kV];
 #pragma unroll
       for (int i = 0; i < kTaps - 1; ++i) {
-        window[i] = Widen(before[e].values[kReach - (kTaps - 1) + i]);
+        const int from = kReach<kTaps> - (kTaps - 1) + i;
+        window[i] = Widen(before[e][from / kRead].values[from % kRead]);
       }
 #pragma unroll
       for (int i = 0; i < kV; ++i) window[kTaps - 1 + i] = Widen(own[e].values[i]);
@@ -165,6 +180,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     CausalBackwardNct(const __grid_constant__ CausalBackwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kV = kVectorElements<T>;
+  constexpr int kRead = kReachVector<T, kTaps>, kReads = kReachVectors<T, kTaps>;
   __shared__ Acc shared[(kTaps + 1) * kThreads];
   uint32_t block = blockIdx.x;
   const int first_channel = p.channel_blocks.DivMod(block) * p.sums.rows;
@@ -191,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 #pragma unroll 1
   for (int first = split * p.per_split + group; first < end; first += p.sums.groups * kAtOnce<T>) {
     Vector<T, kV> own[kAtOnce<T>], own_g[kAtOnce<T>];
-    Vector<T, kReach> after[kAtOnce<T>];
+    Vector<T, kRead> after[kAtOnce<T>][kReads];
     uint32_t entry[kAtOnce<T>];
     int t[kAtOnce<T>];
     bool exists[kAtOnce<T>];
@@ -202,12 +218,17 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
       t[e] = (p.parts.DivMod(entry[e]) * p.sums.row_threads.divisor() + row_thread) * kV;
       exists[e] = item < end && t[e] < p.time;
       own[e] = own_g[e] = {};
-      after[e] = {};
+#pragma unroll
+      for (int r = 0; r < kReads; ++r) after[e][r] = {};
       if (exists[e]) {
         const T* g_at = g + entry[e] * p.summed_g + t[e];
         own[e] = LoadVector<kV>(x + entry[e] * p.summed_x + t[e]);
         own_g[e] = LoadVector<kV>(g_at);
-        if (t[e] + kV < p.time) after[e] = LoadVector<kReach>(g_at + kV);
+#pragma unroll
+        for (int r = 0; r < kReads; ++r) {
+          const int distance = kV + r * kRead;
+          if (t[e] + distance < p.time) after[e][r] = LoadVector<kRead>(g_at + distance);
+        }
       }
     }
 #pragma unroll
@@ -219,7 +240,9 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 #pragma unroll
       for (int i = 0; i < kV; ++i) window[i] = Widen(own_g[e].values[i]);
 #pragma unroll
-      for (int i = 0; i < kTaps - 1; ++i) window[kV + i] = Widen(after[e].values[i]);
+      for (int i = 0; i < kTaps - 1; ++i) {
+        window[kV + i] = Widen(after[e][i / kRead].values[i % kRead]);
+      }
       if (wants_dx) {
         Acc sums[kV] = {};
 #pragma unroll
@@ -233,13 +256,12 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
         StoreVector(dx + entry[e] * p.summed_dx + t[e], result);
       }
       // Inputs at the end of a row form no pair with later steps, whose zeros do not cancel a NaN.
-      const bool is_last = t[e] + kV == p.time;
 #pragma unroll
       for (int i = 0; i < kV; ++i) {
-        const Acc paired = is_last ? Acc(0) : inputs[i];
 #pragma unroll
         for (int j = 0; j < kTaps; ++j) {
-          dweight[j] += (i + j < kV ? inputs[i] : paired) * window[i + j];
+          const bool has_pair = i + j < kV || t[e] + (i + j) / kV * kV < p.time;
+          dweight[j] += (has_pair ? inputs[i] : Acc(0)) * window[i + j];
         }
         dbias += window[i];
       }
@@ -356,9 +378,8 @@ cudaError_t DispatchKernel(DType dtype, int64_t taps, Function&& launch) {
   return DispatchFloat(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (!std::is_same_v<T, double>) {
-      if (taps == 2) return launch(element, std::integral_constant<int, 2>{});
-      if (taps == 3) return launch(element, std::integral_constant<int, 3>{});
-      if (taps == 4) return launch(element, std::integral_constant<int, 4>{});
+      return DispatchTaps<kMinTaps, kMaxTaps>(
+          taps, [&](auto constant) { return launch(element, constant); });
     }
     return cudaErrorInvalidValue;
   });

@@ -115,13 +115,10 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& pla
   params.depth = FastDivider(g.channels / g.heads);
   params.bias = call.bias;
   params.y = call.y;
-  [&]<int... kFewer>(std::integer_sequence<int, kFewer...>) {
-    ((g.taps == kFewer + 1
-          ? StepForwardNtc<T, kV, kFewer + 1><<<plan.grid, kStepThreads, 0, stream>>>(params)
-          : void()),
-     ...);
-  }(std::make_integer_sequence<int, kShortTaps>{});
-  return cudaGetLastError();
+  return DispatchTaps<1, kShortTaps>(g.taps, [&](auto taps) {
+    StepForwardNtc<T, kV, taps.value><<<plan.grid, kStepThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace
