@@ -21,8 +21,17 @@ using jaxops::cuda::Family;
 using jaxops::cuda::Table;
 
 bool PrefersMma(const Forward& call, const Device&) { return call.geometry.taps > kShortTaps; }
+
+// Tiles of float32 have few steps of rows of up to 64: gradients of (128,1024,64,16,15) f32 NCT
+// took 62.5 us where nct/window took 46.7, of 31 taps 72.8 and 61.7, and 15 taps of 32 steps 97.3
+// where nct/rows took 54.4; but 31 taps of 32 steps took 94.9 and nct/window 113, 15 taps of 96
+// steps 50.9 and 59.5, and bf16 26.0 and 46.5. Other sizes and NTC were not measured.
 bool PrefersMma(const Gradients& gradients, const Device&) {
-  return gradients.call.geometry.taps > kShortTaps;
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
+  const bool leaves_tiles_empty = g.data_format == DataFormat::kNCT && call.dtype == DType::kF32 &&
+                                  g.time >= 32 && g.time <= 64 && g.taps <= (g.time > 32 ? 32 : 16);
+  return g.taps > kShortTaps && !leaves_tiles_empty;
 }
 
 int64_t CountBytes(const Geometry& g, DType dtype, int64_t batch) {
@@ -43,10 +52,15 @@ bool PrefersStepsNct(const Forward& call, const Device&) {
 
 // Blocks of nct/causal add the sums of few sequences often: the gradients of 8 examples of
 // (8,1024,128,1024,4) f32 took 32.7 us where nct/window took 30.2, those of 16 examples of
-// (8,1024,64,1024,4) bf16 19.2 and 34.9.
+// (8,1024,64,1024,4) bf16 19.2 and 34.9. The smallest calls wait for these sums: gradients of
+// (2,64,64,8,4) f32 took 3.7 us where nct/steps took 2.5, those of (8,256,128,256,4) bf16 2.7
+// and 3.6.
 bool PrefersCausal(const Gradients& gradients, const Device&) {
+  constexpr int64_t kSmallestBytes = 1 << 15;
   const Backward& call = gradients.call;
   const int64_t row_bytes = call.geometry.time * SizeOf(call.dtype);
+  const int64_t entries = call.kept.size() * call.summed.size();
+  if (CountBytes(call.geometry, call.dtype, entries) <= kSmallestBytes) return false;
   return call.kept.size() == 1 || call.summed.size() >= 16 || row_bytes < 16 * kWarp;
 }
 
@@ -109,7 +123,7 @@ struct RowVectors {
 template <typename Call>
 bool PrefersMmaOrSteps(const Call& call, const Geometry& g, int64_t bytes, const Device& device) {
   if (g.taps <= kShortTaps) return bytes <= kSmallBytes;
-  return (g.time >= kMinMmaTime && CanRunMma(call, device)) ||
+  return (g.time >= kMinMmaTime && PrefersMma(call, device) && CanRunMma(call, device)) ||
          (PrefersMmaChannels(call, device) && CanRunMmaChannels(call, device));
 }
 
@@ -176,13 +190,12 @@ bool IsSmallNtc(const Forward& call) {
 
 // A window of more taps has fewer threads, and ntc/short reads long sequences of 16-bit elements
 // faster: for 7 taps of 2^23 elements in bf16, ntc/window takes 15.2, 15.4, 15.8 and 16.0 us with
-// 8, 32, 64 and 4096 steps, ntc/short 32.0, 16.6, 15.0 and 12.9. Both take 13.3 us for 64 steps of
-// 4 taps. The dilation of 16-bit elements was not measured.
-bool PrefersWindowNtc(const Forward& call, const Device&) {
+// 8, 32, 64 and 4096 steps, ntc/short 32.0, 16.6, 15.0 and 12.9; for 48 steps of 128 sequences 12.1
+// and 13.1. With dilation the steps of a phase count: 15.3 and 19.9 us for 64 steps of dilation 8.
+bool PrefersWindowNtc(const Forward& call, const Device& device) {
   const Geometry& g = call.geometry;
-  if (IsSmallNtc(call)) return false;
-  if (SizeOf(call.dtype) != 2) return true;
-  return g.dilation == 1 && (g.taps <= 3 || g.time <= 32);
+  if (IsSmallNtc(call) && ntc::CanRunSteps(call, device)) return false;
+  return SizeOf(call.dtype) != 2 || g.taps <= 3 || CeilDiv(g.time, g.dilation) <= 48;
 }
 
 // Short sequences end before ntc/short has its loads in flight: ntc/steps took 22.1 us where that
@@ -224,7 +237,8 @@ constexpr Family<Forward> kForwardFamilies[] = {
     // Latency bounds a small call.
     {"ntc/steps", ntc::CanRunSteps, PrefersStepsNtc, ntc::LaunchSteps},
     // Memory bounds short filters: the window is in registers, and the next rows are in flight to
-    // shared memory. 77.4 -> 72.3 us for (4,2048,8192,2048,4) bf16.
+    // shared memory. 77.4 -> 72.3 us for (4,2048,8192,2048,4) bf16, and ntc/window takes 84.8. That
+    // is never slower for float32, of which this family has no kernels of values.
     {"ntc/short", ntc::CanRunShort, Always, ntc::LaunchShort},
     // The window and the next rows are in registers, for any number of channels.
     {"ntc/scalar", ntc::CanRunScalar, Always, ntc::LaunchScalar},

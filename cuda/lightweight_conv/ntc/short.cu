@@ -654,9 +654,10 @@ bool IsShort(const Geometry& g) {
 }  // namespace
 
 // An asynchronous copy cannot move a single channel of 2 bytes, and no forward kernels of one
-// channel exist for other types.
+// channel exist for other types. ntc/window runs float32.
 bool CanRunShort(const Forward& call, const Device&) {
-  return IsShort(call.geometry) && call.geometry.channels % 2 == 0 && MakePlan(call).CanLaunch();
+  return IsShort(call.geometry) && call.dtype != DType::kF32 && call.geometry.channels % 2 == 0 &&
+         MakePlan(call).CanLaunch();
 }
 bool CanRunShort(const Gradients& gradients, const Device&) {
   const Backward& call = gradients.call;
@@ -668,9 +669,13 @@ cudaError_t LaunchShort(cudaStream_t stream, const Forward& call, const Device&)
   const Plan plan = MakePlan(call);
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return DispatchPlan<T, 2>(plan, [&](auto vector, auto taps, auto one_head) {
-      return LaunchPlan<T, vector.value, taps.value, one_head.value>(stream, call, plan);
-    });
+    if constexpr (std::is_same_v<T, float>) {
+      return cudaErrorInvalidValue;
+    } else {
+      return DispatchPlan<T, 2>(plan, [&](auto vector, auto taps, auto one_head) {
+        return LaunchPlan<T, vector.value, taps.value, one_head.value>(stream, call, plan);
+      });
+    }
   });
 }
 
