@@ -21,7 +21,7 @@ namespace jaxops::lightweight_conv::cpu {
 inline constexpr int64_t kMaxLanes = 16;
 
 // Channels of a block, at most.
-inline constexpr int64_t kMaxBlockChannels = 512;
+inline constexpr int64_t kMaxBlockChannels = 1024;
 
 // Taps are computed in groups that span at most this number of steps, which bounds the panels.
 inline constexpr int64_t kMaxTapSpan = 384;

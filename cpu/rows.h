@@ -170,6 +170,15 @@ JAXOPS_ALWAYS_INLINE void StoreRounded(const Arithmetic<S>* from, int64_t count,
   if (i < count) StorePartial(LoadPartial(from + i, count - i), to + i, count - i);
 }
 
+// Entries of a storage type in the arithmetic type.
+template <typename S>
+JAXOPS_ALWAYS_INLINE void LoadWide(const S* from, int64_t count, Arithmetic<S>* to) {
+  constexpr int64_t kStep = kLanes<Arithmetic<S>>;
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) Store(Load(from + i), to + i);
+  if (i < count) StorePartial(LoadPartial(from + i, count - i), to + i, count - i);
+}
+
 // The sum of all lanes, by halves.
 template <typename A, int kCount = kLanes<A>>
 JAXOPS_ALWAYS_INLINE A SumLanes(Lanes<A, kCount> v) {

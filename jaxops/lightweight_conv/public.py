@@ -93,6 +93,8 @@ def lightweight_conv(
             weight = sequences.take_steps(weight, kept.start, len(kept), -1)
         else:
             weight = jax.lax.slice_in_dim(weight, kept.start, kept.stop, axis=1)
+    if x.dtype == jnp.float32 and weight.dtype.itemsize == 2:
+        weight = weight.astype(jnp.float32)  # exact: tensor cores multiply filters of x's dtype
     arrays: list[jax.Array | None] = [x, sequences.unvarying(weight, rank), None, None, None]
     if bias is not None:
         arrays[2] = sequences.unvarying(bias, rank)

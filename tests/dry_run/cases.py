@@ -116,11 +116,11 @@ def _patches(name, x, taps, dtypes=FEW, **options):
     )
 
 
-def _lightweight(name, x, weight, dtypes=FEW, **options):
+def _lightweight(name, x, weight, dtypes=FEW, weight_dtype=None, **options):
     return Case(
         f"lightweight_conv {name}",
         functools.partial(jaxops.lightweight_conv, **options),
-        lambda d: (_array(*x, dtype=d), _array(*weight, dtype=d)),
+        lambda d: (_array(*x, dtype=d), _array(*weight, dtype=weight_dtype or d)),
         (0, 1),
         dtypes,
     )
@@ -281,6 +281,9 @@ CASES = (
     _patches("3x3, NCHW", (8, 3, 100, 100), 3, data_format="NCHW"),
     _lightweight("NTC, 3 taps", (16, 512, 1024), (16, 3), FLOATS),
     _lightweight("NTC, 31 taps", (16, 512, 1024), (16, 31), FLOATS),
+    _lightweight(
+        "NTC, 31 taps in bfloat16", (16, 512, 1024), (16, 31), ("float32",), weight_dtype="bfloat16"
+    ),
     _lightweight("NCT, 4 taps", (4, 2048, 8192), (2048, 4), FLOATS[:2], data_format="NCT"),
     _lightweight("NCT, 3 taps, short rows", (128, 1024, 64), (16, 3), data_format="NCT"),
     _lightweight("NCT, 7 taps", (16, 1024, 512), (16, 7), FLOATS, data_format="NCT"),
@@ -295,6 +298,7 @@ CASES = (
     _lightweight("NTC, one step", (256, 1, 1024), (16, 7)),
     _lightweight("NCT, one step", (256, 1024, 1), (16, 7), data_format="NCT"),
     _lightweight("NTC, eight steps", (1024, 8, 1024), (1024, 4)),
+    _lightweight("NCT, 15 taps, 64 steps", (128, 1024, 64), (16, 15), data_format="NCT"),
     _step("4 taps", (64, 4096), (64, 3, 4096), (4096, 4), FLOATS),
     _step("4 taps, one sequence", (1, 4096), (8, 3, 4096), (4096, 4), indices=True),
     _step("4 taps, 5 tokens", (64, 5, 1536), (64, 3, 1536), (1536, 4), activation="silu"),
