@@ -36,7 +36,7 @@ def by_xla(case):
 def by_torch(case):
     """Copies of the parts: PyTorch's own split is a view."""
     parts, axis = sizes(case), case.options["axis"]
-    return lambda array: [part.contiguous() for part in array.split(parts, axis)]
+    return lambda array: [part.clone() for part in array.split(parts, axis)]
 
 
 def cost(case: Case, direction: Direction) -> Cost:
