@@ -178,8 +178,8 @@ struct Features {
   static constexpr int kCell = kCorners * kWidth;
   static constexpr bool kConverts = sizeof(S) < sizeof(A) && kWidth > 0 && kWidth <= 3;
 
-  const std::conditional_t<kConverts, A, S>* cells;
-  int64_t stride;
+  const std::conditional_t<kConverts, A, S>* cells = nullptr;
+  int64_t stride = 0;
   A converted[kConverts ? kBlock * kCell : 1];
 
   JAXOPS_ALWAYS_INLINE void Read(const Cells& args, int64_t first, int count) {
