@@ -137,7 +137,7 @@ int64_t PackPanels(const PanelLayout<A, kFormat>& layout, const Geometry& geomet
     for (int64_t t = begin; t < end; ++t) {
       const S* from = x + (first + t) * geometry.channels + channel_begin;
       A* to = panels + t * kLane;
-      // Processors stop to prefetch at the ends of pages. With this, and blocks of 1024 channels in
+      // Processors stop prefetching at the ends of pages. With this, and blocks of 1024 channels in
       // place of 512, (32,128,1024) f32 with 7 taps took 1.8 ms instead of 2.1.
       const S* ahead = t + 2 < end ? from + 2 * geometry.channels : from;
       for (int64_t p = 0; p < whole; ++p) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import jaxops
 from jaxops import _cli
 from jaxops._core import native
+from jaxops.lightweight_conv import primitives
 from jaxops.testing import kernels
 
 X, KERNEL = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 56, 56, 64), (3, 3, 64, 128)))
@@ -83,6 +85,35 @@ def test_nothing_is_left_of_a_dry_run():
     with jax.default_device(jax.devices("cpu")[0]):
         y = jax.jit(jaxops.conv2d)(jnp.ones((1, 4, 4, 8)), jnp.ones((1, 1, 8, 8)))
     assert (y == 8).all()
+
+
+@needs_module
+@pytest.mark.parametrize("device", ["H200", "L4"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("steps", [1, 8, 9, 64])
+def test_sequences_shorter_than_their_filter(dtype, steps, device):
+    """A device's part of a sequence, and a symbolic one, keep the taps that read nothing."""
+    options = primitives.Options(padding=63, dilation=1, data_format="NCT")
+    with jax.enable_x64(True):
+        x, weight = (jax.ShapeDtypeStruct(s, dtype) for s in ((2, 64, steps), (1, 64, 64)))
+        function = functools.partial(primitives.conv, options=options)
+        (launches,) = kernels.kernels(function, x, weight, device=device).values()
+    assert launches
+
+
+@needs_module
+def test_segments_keep_tensor_cores():
+    """Rows of 64 steps in float32, whose gradients have other kernels without segments."""
+    x, weight = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((128, 1024, 64), (16, 15)))
+    ids = jax.ShapeDtypeStruct((128, 64), jnp.int32)
+
+    def total(x, weight, ids=None):
+        return jaxops.lightweight_conv(x, weight, data_format="NCT", segment_ids=ids).sum()
+
+    gradient = jax.grad(total, (0, 1))
+    target = "jaxops_lightweight_conv_backward"
+    assert names(kernels.kernels(gradient, x, weight))[target][0] == "WindowNct"
+    assert names(kernels.kernels(gradient, x, weight, ids))[target][0] == "BackwardMma"
 
 
 def test_unknown_device():

@@ -22,6 +22,10 @@ using jaxops::cuda::Table;
 
 bool PrefersMma(const Forward& call, const Device&) { return call.geometry.taps > kShortTaps; }
 
+bool PrefersMmaOfSegments(const Gradients& gradients, const Device&) {
+  return gradients.call.geometry.taps > kShortTaps;
+}
+
 // Tiles of float32 have few steps of rows of up to 64: gradients of (128,1024,64,16,15) f32 NCT
 // took 62.5 us where nct/window took 46.7, of 31 taps 72.8 and 61.7, and 15 taps of 32 steps 97.3
 // where nct/rows took 54.4; but 31 taps of 32 steps took 94.9 and nct/window 113, 15 taps of 96
@@ -54,7 +58,7 @@ bool PrefersStepsNct(const Forward& call, const Device&) {
 // (8,1024,128,1024,4) f32 took 32.7 us where nct/window took 30.2, those of 16 examples of
 // (8,1024,64,1024,4) bf16 19.2 and 34.9. The smallest calls wait for these sums: gradients of
 // (2,64,64,8,4) f32 took 3.7 us where nct/steps took 2.5, those of (8,256,128,256,4) bf16 2.7
-// and 3.6.
+// and 3.6. Those of (1,1024,256,16,7) bf16 took 7.1, nct/steps 10.6 and nct/window 5.4.
 bool PrefersCausal(const Gradients& gradients, const Device&) {
   constexpr int64_t kSmallestBytes = 1 << 15;
   const Backward& call = gradients.call;
@@ -190,12 +194,17 @@ bool IsSmallNtc(const Forward& call) {
 
 // A window of more taps has fewer threads, and ntc/short reads long sequences of 16-bit elements
 // faster: for 7 taps of 2^23 elements in bf16, ntc/window takes 15.2, 15.4, 15.8 and 16.0 us with
-// 8, 32, 64 and 4096 steps, ntc/short 32.0, 16.6, 15.0 and 12.9; for 48 steps of 128 sequences 12.1
-// and 13.1. With dilation the steps of a phase count: 15.3 and 19.9 us for 64 steps of dilation 8.
+// 8, 32, 64 and 4096 steps, ntc/short 32.0, 16.6, 15.0 and 12.8; for 48 steps of 128 sequences 12.1
+// and 13.1. With dilation the steps of a phase count: 15.3 and 19.8 us for 64 steps of dilation 8.
+// Three taps of 2^23 elements take 11.7 and 12.0 us for 4096 steps; more elements were measured
+// with 4 taps, where ntc/window falls behind: 13.4 and 12.0 us become 84.8 and 72.4.
 bool PrefersWindowNtc(const Forward& call, const Device& device) {
+  constexpr int64_t kMaxSteps = 48;  // of a phase
+  constexpr int64_t kMaxLongTaps = 3, kMaxLongElements = 1 << 23;
   const Geometry& g = call.geometry;
   if (IsSmallNtc(call) && ntc::CanRunSteps(call, device)) return false;
-  return SizeOf(call.dtype) != 2 || g.taps <= 3 || CeilDiv(g.time, g.dilation) <= 48;
+  if (SizeOf(call.dtype) != 2 || CeilDiv(g.time, g.dilation) <= kMaxSteps) return true;
+  return g.taps <= kMaxLongTaps && call.batch.size() * g.time * g.channels <= kMaxLongElements;
 }
 
 // Short sequences end before ntc/short has its loads in flight: ntc/steps took 22.1 us where that
@@ -232,13 +241,13 @@ constexpr Family<Forward> kForwardFamilies[] = {
     // Every tap is read through the cache.
     {"nct/dilated", nct::CanRunDilated, Always, nct::LaunchDilated},
     // All loads of a window are in flight at once, also where a sequence ends early: 24.9 -> 12.7
-    // us for (1024,1024,8,16,4) bf16, 20.4 -> 18.6 for (2,1024,4096,1,7) f32.
+    // us for (1024,1024,8,16,4) bf16, 20.5 -> 18.4 for (2,1024,4096,16,7) f32.
     {"ntc/window", ntc::CanRunWindow, PrefersWindowNtc, ntc::LaunchWindow},
     // Latency bounds a small call.
     {"ntc/steps", ntc::CanRunSteps, PrefersStepsNtc, ntc::LaunchSteps},
     // Memory bounds short filters: the window is in registers, and the next rows are in flight to
-    // shared memory. 77.4 -> 72.3 us for (4,2048,8192,2048,4) bf16, and ntc/window takes 84.8. That
-    // is never slower for float32, of which this family has no kernels of values.
+    // shared memory. 77.4 -> 72.3 us for (4,2048,8192,2048,4) bf16, and ntc/window takes 84.8. In
+    // float32 ntc/window was faster on all 38 calls that were measured, of up to 2^23 elements.
     {"ntc/short", ntc::CanRunShort, Always, ntc::LaunchShort},
     // The window and the next rows are in registers, for any number of channels.
     {"ntc/scalar", ntc::CanRunScalar, Always, ntc::LaunchScalar},
@@ -418,7 +427,8 @@ const Table<Gradients> kGradients("lightweight_conv", "backward", kGradientFamil
 
 constexpr Family<Gradients> kPackedGradientFamilies[] = {
     // Tensor cores multiply long filters, as without segments.
-    {"mma", CanRunMma, PrefersMma, WithInputGrad<LaunchMmaOfSegments, ComputesInputGradMma>},
+    {"mma", CanRunMma, PrefersMmaOfSegments,
+     WithInputGrad<LaunchMmaOfSegments, ComputesInputGradMma>},
     // One pass reads x and g once.
     {"ntc/packed", ntc::CanRunPacked, Always, ntc::LaunchPacked},
     {"nct/packed", nct::CanRunPacked, Always, nct::LaunchPacked},

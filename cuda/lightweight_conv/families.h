@@ -75,7 +75,8 @@ cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device& 
 bool CanRunWindow(const Forward& call, const Device& device);
 cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device& device);
 
-// ntc/short.cu runs short filters of rows that are whole vectors; values not of float32.
+// ntc/short.cu runs short filters of rows that are whole vectors: forward calls, but of float32,
+// and gradients.
 bool CanRunShort(const Forward& call, const Device& device);
 bool CanRunShort(const Gradients& gradients, const Device& device);
 cudaError_t LaunchShort(cudaStream_t stream, const Forward& call, const Device& device);

@@ -14,6 +14,7 @@ from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.lightweight_conv import primitives
 
 _DATA_FORMATS = ("NTC", "NCT")
+_SHORT_TAPS = 8  # filters of up to this number of taps have kernels of any dtype
 
 
 @public_function
@@ -93,8 +94,6 @@ def lightweight_conv(
             weight = sequences.take_steps(weight, kept.start, len(kept), -1)
         else:
             weight = jax.lax.slice_in_dim(weight, kept.start, kept.stop, axis=1)
-    if x.dtype == jnp.float32 and weight.dtype.itemsize == 2:
-        weight = weight.astype(jnp.float32)  # exact: tensor cores multiply filters of x's dtype
     arrays: list[jax.Array | None] = [x, sequences.unvarying(weight, rank), None, None, None]
     if bias is not None:
         arrays[2] = sequences.unvarying(bias, rank)
@@ -118,6 +117,9 @@ def lightweight_conv(
     result_dtype = x.dtype
     if any(a is not None and a.dtype == jnp.float64 for a in arrays):
         arrays[0] = x.astype(jnp.float64)
+    elif x.dtype == jnp.float32 and weight.dtype.itemsize == 2 and len(kept) > _SHORT_TAPS:
+        # The same numbers, and tensor cores multiply filters of x's dtype.
+        arrays[1] = sequences.unvarying(weight.astype(jnp.float32), rank)
     y = primitives.conv(*arrays, options=options, activation=activation)
     y = checkpoint_name(y.astype(result_dtype), name)
     return y if final is None else (y, final)

@@ -33,7 +33,7 @@ constexpr int kAtOnce = sizeof(T) == 2 ? 1 : 2;
 // Registers are limited so that a multiprocessor has this number of blocks, if it has 2048 threads.
 // Six forward blocks of 16-bit elements and five of 32-bit ones, with up to eight items a thread,
 // took 71.2 us instead of 69.3 for (4,2048,8192,2048,4) bf16, and 133 instead of 127 for
-// (1,1024,65536,128,4) f32. Of 32-bit elements six blocks take 131.6 and five 134.5 us with six
+// (1,1024,65536,128,4) f32. Six blocks of 32-bit elements take 131.6 us and five 134.5 with six
 // taps, but 150 and 135 with seven.
 template <typename T, int kTaps>
 constexpr int kForwardBlocks =

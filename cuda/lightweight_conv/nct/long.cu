@@ -93,13 +93,15 @@ __global__ void __launch_bounds__(kNctThreads) LongNct(const __grid_constant__ F
 }
 
 // A row has no more threads than it has steps for: with at least 16 of them
-// (128,1024,64,128,31) bf16 took 72.1 us instead of 39.9.
-constexpr int kMinRowBits = 0;
+// (128,1024,64,128,31) bf16 took 72.1 us instead of 39.8. More rows of float64 do not fit shared
+// memory.
+template <typename T>
+constexpr int kMinRowBits = sizeof(T) == 8 ? 1 : 0;
 
 template <typename T>
 ForwardPlan MakePlan(const Forward& call) {
   const Geometry& g = call.geometry;
-  const NctTile tile(g.time, kThreadSteps, kMinRowBits);
+  const NctTile tile(g.time, kThreadSteps, kMinRowBits<T>);
   const int64_t chunk = CeilDiv(std::min<int64_t>(g.taps, kTapChunk), kThreadSteps) * kThreadSteps;
   const int steps = tile.threads_per_row() * kThreadSteps;
   ForwardPlan plan;
@@ -124,7 +126,7 @@ cudaError_t LaunchLong(cudaStream_t stream, const Forward& call, const Device&) 
   return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     const ForwardPlan plan = MakePlan<T>(call);
-    const ForwardParams params(call, plan, 1, kThreadSteps, kMinRowBits);
+    const ForwardParams params(call, plan, 1, kThreadSteps, kMinRowBits<T>);
     return DispatchBool(RowsAligned(call.geometry.time, call.dtype, 16), [&](auto aligned) {
       return Launch(LongNct<T, aligned.value>, plan.blocks, kNctThreads, plan.shared_bytes, stream,
                     params);

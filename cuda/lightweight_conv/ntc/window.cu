@@ -15,6 +15,8 @@ namespace {
 using jaxops::cuda::Activate;
 
 constexpr int kThreads = 128;
+// Four steps took 18.5 us instead of 15.8 for (1024,1024,8,1024,4) bf16 with float32 filters, in
+// vectors of 16 bytes; 16 steps took 14.5 instead of 11.6 for (1024,1024,8,16,3) bf16.
 constexpr int kSteps = 8;
 
 // Larger vectors leave registers for fewer threads: 16 bytes took 15.8 us instead of 12.9 for
