@@ -376,6 +376,23 @@ def test_mixed_dtypes(platform, dtype, weight_dtype, bias_dtype, activation):
         )
 
 
+@pytest.mark.parametrize("bias_dtype", ["float32", "float64"])
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("data_format", LAYOUTS)
+def test_long_16_bit_filters_of_float32(platform, data_format, weight_dtype, bias_dtype):
+    check(
+        platform,
+        shape=(2, 40, 32),
+        heads=2,
+        taps=11,
+        dtype="float32",
+        weight_dtype=weight_dtype,
+        bias_dtype=bias_dtype,
+        bias=True,
+        data_format=data_format,
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("data_format", LAYOUTS)
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])

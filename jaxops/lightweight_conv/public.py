@@ -14,7 +14,7 @@ from jaxops.activations import ACTIVATIONS, Activation, find_name
 from jaxops.lightweight_conv import primitives
 
 _DATA_FORMATS = ("NTC", "NCT")
-_SHORT_TAPS = 8  # filters of up to this number of taps have kernels of any dtype
+_SHORT_TAPS = 8  # kShortTaps of common/lightweight_conv_choice.h: tensor cores run longer filters
 
 
 @public_function
@@ -118,7 +118,7 @@ def lightweight_conv(
     if any(a is not None and a.dtype == jnp.float64 for a in arrays):
         arrays[0] = x.astype(jnp.float64)
     elif x.dtype == jnp.float32 and weight.dtype.itemsize == 2 and len(kept) > _SHORT_TAPS:
-        # The same numbers, and tensor cores multiply filters of x's dtype.
+        # The numbers stay the same, and tensor cores multiply filters of x's dtype.
         arrays[1] = sequences.unvarying(weight.astype(jnp.float32), rank)
     y = primitives.conv(*arrays, options=options, activation=activation)
     y = checkpoint_name(y.astype(result_dtype), name)
