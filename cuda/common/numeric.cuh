@@ -52,6 +52,18 @@ __device__ __forceinline__ Vector<T, kCount> LoadVector(const T* address) {
   return *reinterpret_cast<const Vector<T, kCount>*>(address);
 }
 
+// Adds the products of taps and the rows that they read, in ascending order: sums of the same taps
+// then have the same bits in every kernel.
+template <typename T, typename Acc, typename W, int kTaps, int kV>
+__device__ __forceinline__ void AddTaps(Acc (&sums)[kV], const W (&weight)[kTaps][kV],
+                                        const Vector<T, kV>* rows) {
+#pragma unroll
+  for (int k = 0; k < kTaps; ++k) {
+#pragma unroll
+    for (int v = 0; v < kV; ++v) sums[v] += Widen(weight[k][v]) * Widen(rows[k].values[v]);
+  }
+}
+
 // Stores a Vector to global memory as one access, where the compiler might use one access for each
 // element.
 template <typename T, int kCount>

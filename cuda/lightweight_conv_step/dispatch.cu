@@ -19,6 +19,7 @@ namespace {
 
 using jaxops::cuda::Accumulator;
 using jaxops::cuda::Activate;
+using jaxops::cuda::AddTaps;
 using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchFloat;
 using jaxops::cuda::kVectorElements;
@@ -115,11 +116,7 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
     Acc sums[kV];
 #pragma unroll
     for (int v = 0; v < kV; ++v) sums[v] = bias[v];
-#pragma unroll
-    for (int k = 0; k < kTaps; ++k) {
-#pragma unroll
-      for (int v = 0; v < kV; ++v) sums[v] += weight[k][v] * Widen(rows[k].values[v]);
-    }
+    AddTaps(sums, weight, rows);
     Activate(sums, call.activation);
     Vector<T, kV> out;
 #pragma unroll

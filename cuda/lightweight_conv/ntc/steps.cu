@@ -13,6 +13,7 @@ namespace jaxops::lightweight_conv::cuda::ntc {
 namespace {
 
 using jaxops::cuda::Activate;
+using jaxops::cuda::AddTaps;
 
 // Up to this number of elements, a thread computes a single element.
 constexpr int64_t kMaxSingleElements = int64_t{1} << 15;
@@ -68,11 +69,7 @@ __global__ void __launch_bounds__(kStepThreads) StepForwardNtc(const __grid_cons
   if (p.bias != nullptr) {
     WidenRow(sums, LoadVector<kV>(static_cast<const T*>(p.bias) + channel));
   }
-#pragma unroll
-  for (int k = 0; k < kTaps; ++k) {
-#pragma unroll
-    for (int v = 0; v < kV; ++v) sums[v] += Widen(weight[k][v]) * Widen(rows[k].values[v]);
-  }
+  AddTaps(sums, weight, rows);
   Activate(sums, p.activation);
   StoreRow(static_cast<T*>(p.y) + at, sums);
 }
