@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxops
+from jaxops._families import sequences
 from jaxops.grid_sample import taps as taps_family
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -1218,6 +1219,25 @@ def exercise_packed(device, dtype, layout, size):
     return compared, wrong
 
 
+# Steps of one launch and of two, no multiples of those of a block, and lengths of segments.
+SEGMENTED = ((1, 1), (2049, 3), (8191, 2500), (8193, 8192), (70_001, 1), (1_100_000, 400_000))
+
+
+def exercise_segment_starts(device, dtype, time, length):
+    """The first steps of segments of equal length, of several rows."""
+    steps = np.arange(time)
+    numbers = [steps // length, (steps + length // 2) // length, np.zeros_like(steps)]
+    ids = np.stack([n % 2 for n in numbers]).astype(dtype)
+    found = jax.jit(lambda ids: sequences.segment_starts(ids, -2))(jax.device_put(ids, device))
+    wrong = []
+    for n, got in zip(numbers, np.asarray(found), strict=True):
+        begins = np.flatnonzero(np.diff(n, prepend=n[0]))
+        want = np.append(-2, begins)[np.searchsorted(begins, steps, side="right")]
+        if not np.array_equal(got, want):
+            wrong.append(f"segment_starts, {dtype}, {time} steps, segments of {length}")
+    return len(numbers), wrong
+
+
 EXERCISES = {
     "concatenate": (exercise_moves, MOVES),
     "conv2d": (
@@ -1276,6 +1296,10 @@ EXERCISES = {
     "lightweight_conv_packed": (
         exercise_packed,
         tuple(itertools.product(DTYPES, LAYOUTS, SIZES)),
+    ),
+    "segment_starts": (
+        exercise_segment_starts,
+        tuple((dtype, *case) for dtype in ("int8", "int32", "int64") for case in SEGMENTED),
     ),
     "taps": (
         exercise_stencils,

@@ -20,6 +20,7 @@ from jax import lax
 from jaxops._core import checks, compat, halo, rules
 from jaxops._core.partition import Plan
 from jaxops._core.primitive import Operator
+from jaxops.reference import segment_starts as reference
 
 PADDINGS = ("causal", "same")
 
@@ -127,16 +128,10 @@ def segment_starts(segment_ids: jax.Array, first: int) -> jax.Array:
     A segment is a run of equal neighbouring ids. The first one starts at `first`, which is at most
     0.
     """
+    if jnp.iinfo(segment_ids.dtype).bits < 8:
+        segment_ids = segment_ids.astype(jnp.int8)  # handlers read whole bytes
     (starts,) = _segment_starts_operator(segment_ids, first=first)
     return starts
-
-
-def _segment_starts(ids, *, first, **_):
-    time = ids.shape[-1]
-    steps = jnp.arange(time, dtype=jnp.int32)
-    changes = ids[..., 1:] != ids[..., :-1]
-    begins = jnp.pad(changes, [(0, 0)] * (ids.ndim - 1) + [(min(1, time), 0)])
-    return [jax.lax.cummax(jnp.where(begins, steps, jnp.int32(first)), axis=ids.ndim - 1)]
 
 
 def _segment_starts_on_part(ids, *, plan: Plan, first: int):
@@ -169,7 +164,8 @@ _segment_starts_operator = Operator(
     "segment_starts",
     signature=lambda **_: "time -> time",
     dtypes=lambda *_, **__: [np.int32],
-    local=_segment_starts,
+    reference=lambda ids, *, first: [reference.segment_starts(ids, first=first)],
+    attributes=lambda *, first: {"first": np.int64(first)},
     neighbours=_segment_starts_on_part,
 )
 

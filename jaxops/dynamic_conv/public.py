@@ -98,6 +98,7 @@ def dynamic_conv(
         why = "(..., T), one id a step of x"
         ids = sequences.integer_array(name, "segment_ids", segment_ids, (*x.shape[:-2], time), why)
         starts = sequences.segment_starts(ids, 0 if state is None else -padding)
+        starts = checkpoint_name(starts, name)  # gradients need them, too
     if return_final_state:
         final = sequences.final_state(x, padding, data_format, starts, state)
     if padding == 0:

@@ -19,9 +19,17 @@ MakeArguments = Callable[[np.random.Generator, np.dtype], Arrays]
 Calls = Mapping[str, int] | Callable[[str], Mapping[str, int]]
 
 
-def unless_xla_is_faster(calls: Mapping[str, int]) -> Calls:
-    """The handlers' calls: none on GPUs, unless kernels are chosen where XLA is faster."""
-    return lambda platform: {} if platform == "cuda" and not native.allows_new_kernels() else calls
+def unless_xla_is_faster(
+    calls: Mapping[str, int], always: Mapping[str, int] | None = None
+) -> Calls:
+    """The handlers' calls: on GPUs `always` alone, unless kernels run where XLA is faster."""
+    always = always or {}
+
+    def of_platform(platform):
+        leaves_out = platform == "cuda" and not native.allows_new_kernels()
+        return dict(always) if leaves_out else {**always, **calls}
+
+    return of_platform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._families import sequences
 from jaxops.reference import dynamic_conv as reference
+from jaxops.reference.segment_starts import segment_starts
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal, unless_xla_is_faster
 
 _NAME = "dynamic_conv"
@@ -227,7 +227,7 @@ def make_spec(
         given = dict(zip(names, rest, strict=True))
         ids, state = segment_ids(x, given), given.get("state")
         first = 0 if state is None else -resolved
-        starts = None if ids is None else sequences.segment_starts(jnp.asarray(ids), first)
+        starts = None if ids is None else segment_starts(jnp.asarray(ids), first=first)
         return reference.dynamic_conv(
             x, given["weight"], given.get("bias"), starts, state, padding=resolved, **options
         )
@@ -254,6 +254,8 @@ def make_spec(
         return max(depth, taps, summed) + 2 * softmax + gelu
 
     calls = {"jaxops_dynamic_conv": 1}
+    has_ids = "ids" in names or segment is not None
+    starts = {"jaxops_segment_starts": 1} if has_ids else {}
     return OperatorSpec(
         operator=_NAME,
         variant=variant,
@@ -264,9 +266,9 @@ def make_spec(
             arrays, batch=_BATCH, time=_TIME, channels=_CHANNELS, heads=large_heads
         ),
         differentiable=tuple(i for i, n in enumerate(("x", *names)) if n != "ids"),
-        calls=unless_xla_is_faster(calls),
+        calls=unless_xla_is_faster(calls, starts),
         vjp_calls=unless_xla_is_faster(
-            vjp_calls or {**calls, "jaxops_dynamic_conv_backward": 1},
+            vjp_calls or {**calls, "jaxops_dynamic_conv_backward": 1}, starts
         ),
         value_terms=lambda *_: taps + 1 + softmax,
         vjp_terms=gradient_terms,

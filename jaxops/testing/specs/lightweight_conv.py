@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops._families import sequences
 from jaxops.reference import lightweight_conv as reference
+from jaxops.reference.segment_starts import segment_starts
 from jaxops.testing.spec import BadInput, OperatorSpec, Placement, normal, unless_xla_is_faster
 
 _ME = "lightweight_conv"
@@ -225,7 +226,7 @@ def make_spec(
         rest = dict(zip(names, rest, strict=True))
         initial, ids, starts = rest.get("initial_state"), rest.get("segment_ids"), None
         if ids is not None:
-            starts = sequences.segment_starts(ids, -resolved if state else 0)
+            starts = segment_starts(ids, first=-resolved if state else 0)
         y = reference.lightweight_conv(
             x,
             weight,
@@ -272,7 +273,13 @@ def make_spec(
         arrays, batch=_BATCH, time=_TIME, channels=_CHANNELS, heads=large_heads
     )
     calls = {"jaxops_lightweight_conv": 1}
-    chosen = unless_xla_is_faster if segments and swap else dict
+    starts = {"jaxops_segment_starts": 1} if segments else {}
+
+    def chosen(calls):
+        if segments and swap:
+            return unless_xla_is_faster(calls, starts)
+        return {**starts, **calls}
+
     return OperatorSpec(
         operator=_ME,
         variant=variant,
