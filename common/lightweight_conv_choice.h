@@ -58,6 +58,13 @@ inline bool CanMultiply(const Geometry& g, DType dtype, DType weight_dtype, int6
          CountTapBlocks(g, padding) <= kMaxWindowBlocks;
 }
 
+// IsShortCausalNct says whether kernels exist that have the number of taps and the padding as
+// constants: causal filters of two to eight taps, in rows of whole vectors.
+inline bool IsShortCausalNct(const Geometry& g, DType dtype) {
+  return g.data_format == DataFormat::kNCT && dtype != DType::kF64 && g.dilation == 1 &&
+         g.taps >= 2 && g.taps <= kShortTaps && g.padding == g.taps - 1 && IsWholeVectors(g, dtype);
+}
+
 // PrefersKernels says whether a GPU is to run kernels, and not XLA's program. A state without
 // segments costs a launch for its steps, next to the kernels of calls without states.
 inline bool PrefersKernels(const Forward& call) {
@@ -69,13 +76,15 @@ inline bool PrefersKernels(const Forward& call) {
   if (call.slots != nullptr) return true;
   if (CanMultiply(g, call.dtype, call.weight_dtype, g.padding)) return true;
   if (g.taps > kShortTaps) return is_ntc && call.state == nullptr;
-  return is_ntc || (call.state != nullptr && g.dilation == 1 && IsWholeVectors(g, call.dtype));
+  if (is_ntc) return true;
+  return IsShortCausalNct(g, call.dtype) && (call.state != nullptr || SizeOf(call.dtype) == 2);
 }
 inline bool PrefersKernels(const Backward& call) {
   const Geometry& g = call.geometry;
   const int64_t mirrored = (g.taps - 1) * g.dilation - g.padding;
-  return call.starts == nullptr || g.data_format == DataFormat::kNTC ||
-         CanMultiply(g, call.dtype, call.weight_dtype, mirrored);
+  if (call.starts == nullptr || g.data_format == DataFormat::kNTC) return true;
+  if (CanMultiply(g, call.dtype, call.weight_dtype, mirrored)) return true;
+  return IsShortCausalNct(g, call.dtype) && call.kept.rank() <= 1 && call.summed.rank() <= 1;
 }
 
 }  // namespace jaxops::lightweight_conv

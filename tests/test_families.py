@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -76,8 +77,10 @@ def packed(dtype) -> Iterator[Case]:
             [normal(*shape, dtype=dtype), weight],
             (0, 1),
         )
-        state = normal(shape[0], *((30, 64) if data_format == "NTC" else (64, 30)), dtype=dtype)
-        for segments in (None, ids):
+        for segments, taps in itertools.product((None, ids), (31, 7, 4)):
+            rows = (taps - 1, 64)
+            state = normal(shape[0], *(rows if data_format == "NTC" else rows[::-1]), dtype=dtype)
+            weight = normal(4, taps, dtype=dtype)
             of_state = functools.partial(_with_state, function, segments)
             yield of_state, [normal(*shape, dtype=dtype), weight, state], (0, 1, 2)
 

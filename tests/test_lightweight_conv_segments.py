@@ -19,6 +19,7 @@ import pytest
 
 import jaxops
 from jaxops._core import native
+from jaxops._families import sequences
 from jaxops.testing.measure import assert_bitwise, assert_close, custom_calls, hasty_options, run
 from jaxops.testing.spec import normal
 
@@ -260,6 +261,38 @@ def test_blocks(platform, time, length, taps, dilation, padding, data_format):
     )
 
 
+# No tap reads a step itself: the rows that its taps read begin later, or end earlier.
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize(
+    ("time", "begins", "taps", "dilation", "padding"),
+    [
+        (10, (2,), 4, 3, 4),
+        (10, (9,), 4, 3, 4),
+        (2, (1,), 5, 5, 19),
+        (1, (), 3, 2, 3),
+        (3, (2,), 5, 4, 15),
+    ],
+)
+def test_paddings_between_taps(
+    platform, time, begins, taps, dilation, padding, with_state, data_format
+):
+    ids = np.zeros((3, time), np.int32)
+    for begin in begins:
+        ids[1:, begin:] = 1
+    check(
+        platform,
+        shape=(3, time, 12),
+        heads=4,
+        taps=taps,
+        dilation=dilation,
+        padding=padding,
+        ids=ids,
+        with_state=with_state,
+        data_format=data_format,
+    )
+
+
 @pytest.mark.parametrize("data_format", LAYOUTS)
 @pytest.mark.parametrize("channels", [1, 5])
 @pytest.mark.parametrize("time", [0, 1, 2])
@@ -300,6 +333,39 @@ def test_taps_that_read_nothing(platform, time, taps, dilation, padding, data_fo
             data_format=data_format,
             dtype="float64",
         )
+
+
+# Kernels of GPUs have chunks of 2048 steps, and a launch more from 8193 steps on.
+@pytest.mark.parametrize(
+    ("time", "lengths", "dtype"),
+    [
+        (1, (1,), "int32"),
+        (7, (3,), "int4"),
+        (500, (1, 70), "uint8"),
+        (2048, (2047,), "int64"),
+        (2049, (2048,), "int16"),
+        (8192, (1, 5000, 33), "int32"),
+        (8193, (8192,), "int32"),
+        (70_001, (40_000, 1, 2047, 2), "uint64"),
+        (1_100_000, (1_000_000, 3, 700), "int32"),
+    ],
+)
+def test_first_steps_of_segments(platform, time, lengths, dtype):
+    ends = np.cumsum(np.resize(lengths, time // min(lengths) + 1))
+    begins = np.append(0, ends[ends < time])
+    numbers = np.searchsorted(begins, np.arange(time), side="right") - 1
+    want = np.where(numbers == 0, -3, begins[numbers])
+    # The first bytes of wide ids are equal, and other rows end elsewhere.
+    ids = (numbers % 2 << (jnp.iinfo(dtype).bits - 2)).astype(dtype)
+    rows = np.stack([ids, np.full_like(ids, 1), np.roll(ids, 1)])
+    (got,) = run(lambda ids: sequences.segment_starts(ids, -3), platform, rows)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got[0], want)
+    np.testing.assert_array_equal(got[1], -3)
+    rolled = np.roll(ids, 1).astype(np.int64)
+    changes = np.flatnonzero(np.diff(rolled)) + 1
+    numbers = np.searchsorted(changes, np.arange(time), side="right")
+    np.testing.assert_array_equal(got[2], np.append(-3, changes)[numbers])
 
 
 def test_equal_ids_apart_are_two_segments(platform):
@@ -656,35 +722,38 @@ def test_ragged_batches(platform):
 
 # --- the choice on GPUs --------------------------------------------------------------------------
 
-BOTH, VALUE, NONE = ("value", "gradients"), ("value",), ()
+BOTH, NONE = ("value", "gradients"), ()
 
 
 @pytest.mark.parametrize(
-    ("data_format", "shape", "filters", "has_ids", "has_state", "chosen"),
+    ("data_format", "shape", "filters", "has_ids", "has_state", "dtype", "chosen"),
     [
-        ("NTC", (2, 64, 32), (32, 4), True, False, BOTH),
-        ("NTC", (2, 64, 32), (2, 31), True, False, BOTH),
-        ("NTC", (2, 64, 32), (2, 31), True, True, BOTH),
-        ("NTC", (2, 64, 32), (32, 31), True, False, BOTH),
-        ("NCT", (2, 32, 64), (2, 31), True, False, BOTH),
-        ("NCT", (2, 32, 256), (32, 31), False, True, BOTH),
-        ("NCT", (2, 32, 63), (32, 4), False, True, BOTH),
+        ("NTC", (2, 64, 32), (32, 4), True, False, "float32", BOTH),
+        ("NTC", (2, 64, 32), (2, 31), True, False, "float32", BOTH),
+        ("NTC", (2, 64, 32), (2, 31), True, True, "float32", BOTH),
+        ("NTC", (2, 64, 32), (32, 31), True, False, "float32", BOTH),
+        ("NCT", (2, 32, 64), (2, 31), True, False, "float32", BOTH),
+        ("NCT", (2, 32, 256), (32, 31), False, True, "float32", BOTH),
+        ("NCT", (2, 32, 63), (32, 4), False, True, "float32", BOTH),
+        ("NCT", (2, 32, 64), (32, 4), True, False, "bfloat16", BOTH),
+        ("NCT", (2, 32, 64), (32, 4), True, True, "float32", BOTH),
         # XLA's program is faster.
-        ("NCT", (2, 32, 64), (32, 4), True, False, NONE),
-        ("NCT", (2, 32, 64), (32, 4), True, True, VALUE),
-        ("NCT", (2, 32, 63), (2, 31), True, False, NONE),
-        ("NTC", (2, 64, 32), (32, 31), True, True, ("gradients",)),
-        ("NCT", (2, 32, 64), (32, 31), False, True, ("gradients",)),
+        ("NCT", (2, 32, 63), (32, 4), True, False, "float32", NONE),
+        ("NCT", (2, 32, 64), (32, 4), True, False, "float64", NONE),
+        ("NCT", (2, 32, 64), (32, 4), True, False, "float32", ("gradients",)),
+        ("NCT", (2, 32, 63), (2, 31), True, False, "float32", NONE),
+        ("NTC", (2, 64, 32), (32, 31), True, True, "float32", ("gradients",)),
+        ("NCT", (2, 32, 64), (32, 31), False, True, "float32", ("gradients",)),
     ],
 )
 def test_gpus_run_what_is_fast(
-    data_format, shape, filters, has_ids, has_state, chosen, monkeypatch
+    data_format, shape, filters, has_ids, has_state, dtype, chosen, monkeypatch
 ):
     monkeypatch.delenv(native.NEW_KERNELS_VARIABLE, raising=False)
     time, channels = shape[1:] if data_format == "NTC" else shape[:0:-1]
     before = filters[1] - 1
     state = (shape[0], *((before, channels) if data_format == "NTC" else (channels, before)))
-    x, weight, initial = (jnp.ones(s, jnp.float32) for s in (shape, filters, state))
+    x, weight, initial = (jnp.ones(s, dtype) for s in (shape, filters, state))
 
     def function(x, weight):
         return jaxops.lightweight_conv(

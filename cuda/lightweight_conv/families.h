@@ -3,7 +3,8 @@
 //
 // CanRun... says whether a family's kernels compute a call correctly, whether fast or not.
 // Launchers expect calls that can run. The geometry of a call is in the range of kernels, and has
-// work to do. Calls of the packed families have segments or states, and those of others do not.
+// work to do. Calls of functions named ...OfSegments or ...Packed have segments or states, and
+// those of others do not.
 #ifndef JAXOPS_CUDA_LIGHTWEIGHT_CONV_FAMILIES_H_
 #define JAXOPS_CUDA_LIGHTWEIGHT_CONV_FAMILIES_H_
 
@@ -61,12 +62,6 @@ cudaError_t LaunchPackedHeads(cudaStream_t stream, const Forward& call);
 
 namespace ntc {
 
-// ntc/packed.cu runs short filters of calls with segments or states.
-bool CanRunPacked(const Forward& call, const Device& device);
-bool CanRunPacked(const Gradients& gradients, const Device& device);
-cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device& device);
-cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device& device);
-
 // ntc/steps.cu runs short filters of small calls.
 bool CanRunSteps(const Forward& call, const Device& device);
 cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device& device);
@@ -74,6 +69,9 @@ cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device& 
 // ntc/window.cu runs short filters, not of float64, of rows that are whole vectors of 8 bytes.
 bool CanRunWindow(const Forward& call, const Device& device);
 cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device& device);
+// These run causal filters of float32 calls with segments, or with states of the type of x.
+bool CanRunWindowOfSegments(const Forward& call, const Device& device);
+cudaError_t LaunchWindowOfSegments(cudaStream_t stream, const Forward& call, const Device& device);
 
 // ntc/short.cu runs short filters of rows that are whole vectors: forward calls, but of float32,
 // and gradients.
@@ -81,6 +79,12 @@ bool CanRunShort(const Forward& call, const Device& device);
 bool CanRunShort(const Gradients& gradients, const Device& device);
 cudaError_t LaunchShort(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchShort(cudaStream_t stream, const Gradients& gradients, const Device& device);
+// These run calls with segments or states, for rows of any type and size.
+bool CanRunShortOfSegments(const Forward& call, const Device& device);
+bool CanRunShortOfSegments(const Gradients& gradients, const Device& device);
+cudaError_t LaunchShortOfSegments(cudaStream_t stream, const Forward& call, const Device& device);
+cudaError_t LaunchShortOfSegments(cudaStream_t stream, const Gradients& gradients,
+                                  const Device& device);
 
 // ntc/scalar.cu runs short filters of any number of channels.
 bool CanRunScalar(const Forward& call, const Device& device);
@@ -97,13 +101,6 @@ cudaError_t LaunchLong(cudaStream_t stream, const Gradients& gradients, const De
 }  // namespace ntc
 
 namespace nct {
-
-// nct/packed.cu runs short filters without dilation of calls with segments or states, for rows of
-// whole vectors.
-bool CanRunPacked(const Forward& call, const Device& device);
-bool CanRunPacked(const Gradients& gradients, const Device& device);
-cudaError_t LaunchPacked(cudaStream_t stream, const Forward& call, const Device& device);
-cudaError_t LaunchPacked(cudaStream_t stream, const Gradients& gradients, const Device& device);
 
 // nct/steps.cu runs short filters of small calls.
 bool CanRunSteps(const Forward& call, const Device& device);
@@ -124,6 +121,12 @@ bool CanRunCausal(const Forward& call, const Device& device);
 bool CanRunCausal(const Gradients& gradients, const Device& device);
 cudaError_t LaunchCausal(cudaStream_t stream, const Forward& call, const Device& device);
 cudaError_t LaunchCausal(cudaStream_t stream, const Gradients& gradients, const Device& device);
+// These run calls with segments or states.
+bool CanRunCausalOfSegments(const Forward& call, const Device& device);
+bool CanRunCausalOfSegments(const Gradients& gradients, const Device& device);
+cudaError_t LaunchCausalOfSegments(cudaStream_t stream, const Forward& call, const Device& device);
+cudaError_t LaunchCausalOfSegments(cudaStream_t stream, const Gradients& gradients,
+                                   const Device& device);
 
 // nct/segments.cu runs rows of any length and any dilation, in tiles that fit shared memory.
 bool CanRunSegments(const Forward& call, const Device& device);

@@ -1,9 +1,14 @@
 // These kernels compute causal lightweight convolution of two to eight taps in the NCT layout. The
 // number of taps and the padding are constants, because instructions bound short filters of 16-bit
 // elements in other kernels: a warp of nct/rows executes 662 for two vectors a thread.
+//
+// Kernels of calls with segments or states read the start of one step's segment, which tells
+// whether all windows of a part of a row are of one segment. Only other parts read the starts of
+// all steps. The rows of a block are of several channels, which share the starts.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/nct/row_sums.cuh"
+#include "cuda/lightweight_conv/packed.h"
 
 namespace jaxops::lightweight_conv::cuda::nct {
 namespace {
@@ -12,7 +17,7 @@ using jaxops::cuda::Activate;
 using jaxops::cuda::StoreVector;
 
 constexpr int kThreads = 256;
-constexpr int kMinTaps = 2, kMaxTaps = 8;
+constexpr int kMinTaps = 2, kMaxTaps = kShortTaps;
 
 // A thread reads its own vector and this number of elements before it (forward) or after it
 // (backward), as vectors of kReachVector elements.
@@ -42,7 +47,12 @@ constexpr int kForwardBlocks =
 #endif
     kTaps <= 6 ? 6
                : 5;
-constexpr int kBackwardBlocks = 4;
+// Of calls with segments: with 4, 5 and 6 blocks, (4,1024,2048,1024,4) f32 in segments of 16 steps
+// took 23.2, 22.9 and 23.6 us, and (4,1024,2048,1024,7) bf16 15.0, 16.7 and 30.7.
+template <int kTaps>
+constexpr int kPackedForwardBlocks = kTaps <= 4 ? 5 : 4;
+template <int kTaps, bool kPacked>
+constexpr int kBackwardBlocks = kPacked && kTaps > 5 ? 3 : 4;
 
 // ReadTaps reads the taps of a channel in the order in which they are used.
 template <int kTaps, typename Acc>
@@ -160,6 +170,182 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T, kTaps>)
   }
 }
 
+// --- forward, with segments or a state -----------------------------------------------------------
+
+// A thread has a vector of steps of several channels, `rows` apart.
+struct PackedForwardParams {
+  const void *x, *weight, *bias;
+  const int32_t* starts;  // null: one segment, which has begun before the state
+  const void* state;      // null: none
+  void* y;
+  int time, channels;
+  int rows, per_thread;  // channels of a block at once, and of a thread
+  bool flip_taps;
+  FastDivider row_threads, parts, channel_blocks, depth;
+  DType weight_dtype, bias_dtype, state_dtype;
+  Activation activation;
+  BatchMap<Forward::kOperands> batch;
+};
+
+// StepPairs has a bit for every pair of kV steps and kTaps taps.
+template <int kV, int kTaps>
+class StepPairs {
+ public:
+  // Step i has the taps from `first_tap` on.
+  __device__ __forceinline__ void Set(int i, int first_tap) {
+    const uint32_t taps = kAll & ~((1u << min(first_tap, kTaps)) - 1);
+    words_[i / kSteps] |= taps << i % kSteps * kTaps;
+  }
+  __device__ __forceinline__ bool Has(int i, int k) const {
+    return words_[i / kSteps] >> (i % kSteps * kTaps + k) & 1;
+  }
+
+ private:
+  static constexpr uint32_t kAll = (1u << kTaps) - 1;
+  static constexpr int kSteps = std::min(kV, 32 / kTaps);  // of a word
+  uint32_t words_[(kV + kSteps - 1) / kSteps] = {};
+};
+
+// Shared memory has the filters of a block's channels, each of this number of values.
+template <int kTaps>
+constexpr int kFilterSize = kTaps <= 4 ? 4 : 8;
+
+template <typename T, int kTaps>
+__global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<kTaps>)
+    CausalPackedForwardNct(const __grid_constant__ PackedForwardParams p) {
+  using Acc = Accumulator<T>;
+  constexpr int kV = kVectorElements<T>;
+  constexpr int kPadding = kTaps - 1;
+  constexpr int kRead = kReachVector<T, kTaps>, kReads = kReachVectors<T, kTaps>;
+  constexpr int kSize = kFilterSize<kTaps>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  Acc* const filters = reinterpret_cast<Acc*>(shared);
+  Acc* const biases = filters + p.rows * p.per_thread * kSize;
+  uint32_t block = blockIdx.x;
+  const int part_first = p.parts.DivMod(block) * p.row_threads.divisor() * kV;
+  const int first_channel = p.channel_blocks.DivMod(block) * p.rows * p.per_thread;
+  const int channels = min(p.channels - first_channel, p.rows * p.per_thread);
+  const auto batch = p.batch.AllOffsets(block);
+  uint32_t row = threadIdx.x;
+  const int t = part_first + p.row_threads.DivMod(row) * kV;
+  const bool is_idle = static_cast<int>(row) >= p.rows || t >= p.time;
+  const int first = is_idle ? channels : row;  // among the block's channels
+
+  const int64_t offset = int64_t{first_channel + static_cast<int>(row)} * p.time + t;
+  const T* x = static_cast<const T*>(p.x) + batch[Forward::kX] + offset;
+  T* y = static_cast<T*>(p.y) + batch[Forward::kY] + offset;
+  const int64_t advance = int64_t{p.rows} * p.time;
+  Vector<T, kV> own, next_own;
+  Vector<T, kRead> before[kReads], next_before[kReads];
+  const auto load = [&](int channel) {
+    if (channel >= channels) return;
+    next_own = LoadVector<kV>(x);
+#pragma unroll
+    for (int r = 0; r < kReads; ++r) {
+      const int distance = kReach<kTaps> - r * kRead;
+      next_before[r] = {};
+      if (t >= distance) next_before[r] = LoadVector<kRead>(x - distance);
+    }
+    x += advance;
+  };
+  load(first);
+
+  const int32_t* starts = p.starts == nullptr ? nullptr : p.starts + batch[Forward::kStarts];
+  // Taps read rows from here on, of the sequence and the state. Rows before the sequence are zeros
+  // without a state.
+  const int lowest = p.state == nullptr ? 0 : -kPadding;
+  bool are_whole = true;
+  if (starts != nullptr) {
+    const int part_last = min(part_first + p.row_threads.divisor() * kV, p.time) - 1;
+    are_whole = max(starts[part_last], lowest) <= max(part_first - kPadding, lowest);
+  }
+  WithElements(p.weight, p.weight_dtype, [&](const auto* weights) {
+    for (int i = threadIdx.x; i < channels * kTaps; i += kThreads) {
+      const int channel = i / kTaps, k = i % kTaps;
+      const auto* filter = weights + batch[Forward::kWeight] +
+                           int64_t{p.depth.Quotient(first_channel + channel)} * kTaps;
+      filters[channel * kSize + k] =
+          static_cast<Acc>(Widen(filter[p.flip_taps ? kTaps - 1 - k : k]));
+    }
+  });
+  WithElements(p.bias, p.bias_dtype, [&](const auto* elements) {
+    for (int i = threadIdx.x; i < channels; i += kThreads) {
+      biases[i] =
+          elements == nullptr
+              ? Acc(0)
+              : static_cast<Acc>(Widen(elements[batch[Forward::kBias] + first_channel + i]));
+    }
+  });
+  StepPairs<kV, kTaps> pairs;
+  if (!are_whole && !is_idle) {
+#pragma unroll
+    for (int i = 0; i < kV; i += 4) {
+      const auto vector = LoadVector<4>(starts + t + i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int first_row = max(lowest, vector.values[e]);
+        pairs.Set(i + e, max(first_row - (t + i + e - kPadding), 0));
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int channel = first; channel < channels; channel += p.rows) {
+    own = next_own;
+#pragma unroll
+    for (int r = 0; r < kReads; ++r) before[r] = next_before[r];
+    load(channel + p.rows);
+    Acc weight[kSize], window[kPadding + kV], sums[kV];
+#pragma unroll
+    for (int k = 0; k < kSize; k += 4) {
+      const auto vector = LoadVector<4>(filters + channel * kSize + k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) weight[k + e] = vector.values[e];
+    }
+#pragma unroll
+    for (int i = 0; i < kPadding; ++i) {
+      const int from = kReach<kTaps> - kPadding + i;
+      window[i] = Widen(before[from / kRead].values[from % kRead]);
+    }
+    if (p.state != nullptr && t < kPadding) {
+      WithElements(p.state, p.state_dtype, [&](const auto* states) {
+        const auto* state =
+            states + batch[Forward::kState] + int64_t{first_channel + channel} * kPadding;
+#pragma unroll
+        for (int i = 0; i < kPadding; ++i) {
+          if (t + i < kPadding) window[i] = static_cast<Acc>(Widen(state[t + i]));
+        }
+      });
+    }
+#pragma unroll
+    for (int i = 0; i < kV; ++i) window[kPadding + i] = Widen(own.values[i]);
+    const Acc bias = biases[channel];
+#pragma unroll
+    for (int i = 0; i < kV; ++i) sums[i] = bias;
+    if (are_whole) {
+#pragma unroll
+      for (int k = 0; k < kTaps; ++k) {
+#pragma unroll
+        for (int i = 0; i < kV; ++i) sums[i] += weight[k] * window[i + k];
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kTaps; ++k) {
+#pragma unroll
+        for (int i = 0; i < kV; ++i) {
+          if (pairs.Has(i, k)) sums[i] += weight[k] * window[i + k];
+        }
+      }
+    }
+    Activate(sums, p.activation);
+    Vector<T, kV> result;
+#pragma unroll
+    for (int i = 0; i < kV; ++i) result.values[i] = Narrow<T>(sums[i]);
+    StoreVector(y, result);
+    y += advance;
+  }
+}
+
 // --- backward ------------------------------------------------------------------------------------
 
 struct CausalBackwardParams {
@@ -175,9 +361,15 @@ struct CausalBackwardParams {
   RowSums sums;
 };
 
-template <typename T, int kTaps>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
-    CausalBackwardNct(const __grid_constant__ CausalBackwardParams p) {
+struct PackedBackwardParams : CausalBackwardParams {
+  const int32_t* starts;
+  int64_t kept_starts, summed_starts;  // from one batch entry to the next
+};
+
+template <typename T, int kTaps, bool kPacked>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<kTaps, kPacked>) CausalBackwardNct(
+    const __grid_constant__ std::conditional_t<kPacked, PackedBackwardParams, CausalBackwardParams>
+        p) {
   using Acc = Accumulator<T>;
   constexpr int kV = kVectorElements<T>;
   constexpr int kRead = kReachVector<T, kTaps>, kReads = kReachVectors<T, kTaps>;
@@ -209,14 +401,17 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     Vector<T, kV> own[kAtOnce<T>], own_g[kAtOnce<T>];
     Vector<T, kRead> after[kAtOnce<T>][kReads];
     uint32_t entry[kAtOnce<T>];
-    int t[kAtOnce<T>];
+    int first_t[kAtOnce<T>], t[kAtOnce<T>];  // of the part, and of the thread
     bool exists[kAtOnce<T>];
+    bool is_whole[kAtOnce<T>];
 #pragma unroll
     for (int e = 0; e < kAtOnce<T>; ++e) {
       const int item = first + e * p.sums.groups;
       entry[e] = item;
-      t[e] = (p.parts.DivMod(entry[e]) * p.sums.row_threads.divisor() + row_thread) * kV;
+      first_t[e] = p.parts.DivMod(entry[e]) * p.sums.row_threads.divisor() * kV;
+      t[e] = first_t[e] + row_thread * kV;
       exists[e] = item < end && t[e] < p.time;
+      is_whole[e] = true;
       own[e] = own_g[e] = {};
 #pragma unroll
       for (int r = 0; r < kReads; ++r) after[e][r] = {};
@@ -228,6 +423,11 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
         for (int r = 0; r < kReads; ++r) {
           const int distance = kV + r * kRead;
           if (t[e] + distance < p.time) after[e][r] = LoadVector<kRead>(g_at + distance);
+        }
+        if constexpr (kPacked) {
+          const int32_t* starts = p.starts + kept * p.kept_starts + entry[e] * p.summed_starts;
+          const int end_t = first_t[e] + p.sums.row_threads.divisor() * kV;
+          is_whole[e] = starts[min(end_t + kTaps - 2, p.time - 1)] <= first_t[e];
         }
       }
     }
@@ -243,6 +443,43 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
       for (int i = 0; i < kTaps - 1; ++i) {
         window[kV + i] = Widen(after[e][i / kRead].values[i % kRead]);
       }
+      const auto store = [&](const Acc(&sums)[kV]) {
+        Vector<T, kV> result;
+#pragma unroll
+        for (int i = 0; i < kV; ++i) result.values[i] = Narrow<T>(sums[i]);
+        StoreVector(dx + entry[e] * p.summed_dx + t[e], result);
+      };
+      if constexpr (kPacked) {
+        if (!is_whole[e]) {
+          // Step i and row i + j of the window are a pair if the row's segment has begun by then.
+          const int32_t* starts = p.starts + kept * p.kept_starts + entry[e] * p.summed_starts;
+          constexpr int kWindow = kV + kReach<kTaps>;
+          int begins[kWindow];  // from t on
+#pragma unroll
+          for (int i = 0; i < kWindow; i += 4) {
+            Vector<int32_t, 4> vector;
+            const bool is_inside = t[e] + i < p.time;
+            if (is_inside) vector = LoadVector<4>(starts + t[e] + i);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) begins[i + n] = is_inside ? vector.values[n] - t[e] : kV;
+          }
+          Acc sums[kV] = {};
+#pragma unroll
+          for (int j = 0; j < kTaps; ++j) {
+#pragma unroll
+            for (int i = 0; i < kV; ++i) {
+              if (begins[i + j] <= i) {
+                sums[i] += weight[j] * window[i + j];
+                dweight[j] += inputs[i] * window[i + j];
+              }
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kV; ++i) dbias += window[i];
+          if (wants_dx) store(sums);
+          continue;
+        }
+      }
       if (wants_dx) {
         Acc sums[kV] = {};
 #pragma unroll
@@ -250,10 +487,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 #pragma unroll
           for (int i = 0; i < kV; ++i) sums[i] += weight[j] * window[i + j];
         }
-        Vector<T, kV> result;
-#pragma unroll
-        for (int i = 0; i < kV; ++i) result.values[i] = Narrow<T>(sums[i]);
-        StoreVector(dx + entry[e] * p.summed_dx + t[e], result);
+        store(sums);
       }
       // Inputs at the end of a row form no pair with later steps, whose zeros do not cancel a NaN.
 #pragma unroll
@@ -275,12 +509,6 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 }
 
 // --- launches ------------------------------------------------------------------------------------
-
-bool CanRun(const Geometry& g, DType dtype) {
-  return g.data_format == DataFormat::kNCT && dtype != DType::kF64 && g.dilation == 1 &&
-         g.taps >= kMinTaps && g.taps <= kMaxTaps && g.padding == g.taps - 1 &&
-         RowsAligned(g.time, dtype, 16);
-}
 
 int64_t CountRowVectors(const Geometry& g, DType dtype) {
   return g.time * jaxops::cuda::SizeOf(dtype) / 16;
@@ -322,6 +550,34 @@ ForwardPlan MakePlan(const Forward& call) {
   return plan;
 }
 
+// The rows of a block share starts: it has up to this number of them.
+constexpr int64_t kSharingRows = 4;
+
+struct PackedForwardPlan {
+  int64_t parts;        // of a row
+  int64_t row_threads;  // of a part
+  int64_t rows, per_thread, channel_blocks, blocks;
+};
+
+PackedForwardPlan MakePackedPlan(const Forward& call) {
+  const Geometry& g = call.geometry;
+  // A thread finds the pairs of its steps once for several channels, whose filters are in shared
+  // memory, if threads that fill a device remain: for (4,1024,2048,1024,4) bf16 two, four and eight
+  // channels took 16.8, 14.9 and 13.7 us.
+  constexpr int64_t kManyThreads = 1 << 17;
+  constexpr int64_t kMaxBlockChannels = 32;
+  const int64_t vectors = CountRowVectors(g, call.dtype);
+  PackedForwardPlan plan;
+  plan.parts = CeilDiv(vectors, kThreads / kSharingRows);
+  plan.row_threads = CeilDiv(vectors, plan.parts);
+  plan.rows = std::min<int64_t>(g.channels, kThreads / plan.row_threads);
+  plan.per_thread = std::clamp<int64_t>(call.batch.size() * g.channels * vectors / kManyThreads, 1,
+                                        std::max<int64_t>(1, kMaxBlockChannels / plan.rows));
+  plan.channel_blocks = CeilDiv(g.channels, plan.rows * plan.per_thread);
+  plan.blocks = call.batch.size() * plan.parts * plan.channel_blocks;
+  return plan;
+}
+
 struct BackwardPlan {
   int64_t row_threads, parts, rows, group_threads, groups;
   int64_t items, splits, per_split, channel_blocks, blocks;
@@ -343,21 +599,29 @@ BackwardPlan MakePlan(const Gradients& gradients) {
   // A row is cut for up to four items. For (1,2048,2048,2048,4) bf16 one item took 15.5 us, two
   // 13.2, four 11.6 and eight 14.1.
   constexpr int64_t kMaxParts = 4;
+  const bool is_packed = IsPacked(call);
   plan.parts = std::max(
-      CeilDiv(vectors, kThreads),
+      CeilDiv(vectors, is_packed ? kWarp : kThreads),
       std::min(CeilDiv(std::min(per_thread, kMaxParts), entries), CeilDiv(vectors, kWarp)));
   plan.row_threads = CeilDiv(vectors, plan.parts);
   plan.items = entries * plan.parts;
   // A group of threads reads whole lines of memory. Groups of 8, 16 and 32 threads took 19.7, 17.9
   // and 24.3 us for (128,1024,64,16,3) bf16, and 30.5, 31.8 and 32.0 for (1024,1024,8,128,3) f32.
   const int64_t line_threads = jaxops::cuda::SizeOf(call.dtype) == 2 ? 16 : 8;
-  plan.groups = std::clamp<int64_t>(plan.items / per_thread, 1,
-                                    kThreads / std::max(line_threads, plan.row_threads));
+  // Rows share starts, if blocks for each multiprocessor remain. One, two, four and eight rows took
+  // 19.3, 19.3, 22.5 and 35.7 us for (4,1024,2048,1024,4) bf16, and 319, 301, 297 and 301 for
+  // (1,12288,16384,12288,4).
+  const int64_t sharing_rows =
+      std::clamp<int64_t>(call.kept.size() * g.channels / kBusyBlocks, 1, kSharingRows);
+  const int64_t group_threads =
+      is_packed ? plan.row_threads * sharing_rows : std::max(line_threads, plan.row_threads);
+  plan.groups = std::clamp<int64_t>(plan.items / per_thread, 1, kThreads / group_threads);
   // Few items leave threads for more channels, of which a small call has blocks for each
   // multiprocessor.
   constexpr int64_t kFewBlocks = 128;
   const int64_t max_rows =
-      std::max(CeilDiv(line_threads, plan.row_threads), call.kept.size() * g.channels / kFewBlocks);
+      std::max(is_packed ? sharing_rows : CeilDiv(line_threads, plan.row_threads),
+               call.kept.size() * g.channels / kFewBlocks);
   plan.rows = std::min({g.channels, max_rows, kThreads / (plan.groups * plan.row_threads)});
   plan.group_threads = plan.rows * plan.row_threads;
   plan.channel_blocks = CeilDiv(g.channels, plan.rows);
@@ -388,21 +652,67 @@ cudaError_t DispatchKernel(DType dtype, int64_t taps, Function&& launch) {
 // Kernels count threads and items in 32 bits.
 constexpr int64_t kMaxCount = int64_t{1} << 30;
 
+template <bool kPacked>
+cudaError_t LaunchGradients(cudaStream_t stream, const Gradients& gradients) {
+  const Backward& call = gradients.call;
+  const Geometry& g = call.geometry;
+  const BackwardPlan plan = MakePlan(gradients);
+  std::conditional_t<kPacked, PackedBackwardParams, CausalBackwardParams> p{};
+  p.x = call.x;
+  p.weight = call.weight;
+  p.g = call.g;
+  p.dx = call.dx;
+  p.kept_x = call.kept.stride(0, Backward::kX);
+  p.kept_weight = call.kept.stride(0, Backward::kWeight);
+  p.kept_g = call.kept.stride(0, Backward::kG);
+  p.kept_dx = call.kept.stride(0, Backward::kDx);
+  p.summed_x = call.summed.stride(0, Backward::kX);
+  p.summed_g = call.summed.stride(0, Backward::kG);
+  p.summed_dx = call.summed.stride(0, Backward::kDx);
+  p.time = static_cast<int>(g.time);
+  p.items = static_cast<int>(plan.items);
+  p.per_split = static_cast<int>(plan.per_split);
+  p.parts = FastDivider(plan.parts);
+  p.channel_blocks = FastDivider(plan.channel_blocks);
+  p.depth = FastDivider(g.channels / g.heads);
+  p.sums = RowSums(gradients, plan);
+  if constexpr (kPacked) {
+    p.starts = call.starts;
+    p.kept_starts = call.kept.stride(0, Backward::kStarts);
+    p.summed_starts = call.summed.stride(0, Backward::kStarts);
+  }
+  const cudaError_t error = DispatchKernel(call.dtype, g.taps, [&](auto element, auto taps) {
+    return Launch(CausalBackwardNct<decltype(element), taps.value, kPacked>, plan.blocks, kThreads,
+                  0, stream, p);
+  });
+  if (error != cudaSuccess || plan.whole) return error;
+  return AddPartialSums(stream, call, {gradients.partials, plan.splits});
+}
+
 }  // namespace
 
 bool CanRunCausal(const Forward& call, const Device&) {
-  if (!CanRun(call.geometry, call.dtype) || call.batch.rank() > 2) return false;
+  if (!IsShortCausalNct(call.geometry, call.dtype) || call.batch.rank() > 2) return false;
   const ForwardPlan plan = MakePlan(call);
   return plan.outer <= kMaxGridBlocks && plan.inner <= kMaxCount && plan.threads <= kMaxCount;
 }
 
+bool CanRunCausalOfSegments(const Forward& call, const Device&) {
+  return IsShortCausalNct(call.geometry, call.dtype) && MakePackedPlan(call).blocks <= kMaxBlocks;
+}
+
 bool CanRunCausal(const Gradients& gradients, const Device&) {
   const Backward& call = gradients.call;
-  if (!CanRun(call.geometry, call.dtype) || call.kept.rank() > 1 || call.summed.rank() > 1) {
+  if (!IsShortCausalNct(call.geometry, call.dtype) || call.kept.rank() > 1 ||
+      call.summed.rank() > 1) {
     return false;
   }
   const BackwardPlan plan = MakePlan(gradients);
   return plan.items <= kMaxCount && plan.blocks <= kMaxBlocks;
+}
+
+bool CanRunCausalOfSegments(const Gradients& gradients, const Device& device) {
+  return CanRunCausal(gradients, device);
 }
 
 cudaError_t LaunchCausal(cudaStream_t stream, const Forward& call, const Device&) {
@@ -450,35 +760,42 @@ cudaError_t LaunchCausal(cudaStream_t stream, const Forward& call, const Device&
   });
 }
 
-cudaError_t LaunchCausal(cudaStream_t stream, const Gradients& gradients, const Device&) {
-  const Backward& call = gradients.call;
+cudaError_t LaunchCausalOfSegments(cudaStream_t stream, const Forward& call, const Device&) {
   const Geometry& g = call.geometry;
-  const BackwardPlan plan = MakePlan(gradients);
-  CausalBackwardParams p{};
-  p.x = call.x;
-  p.weight = call.weight;
-  p.g = call.g;
-  p.dx = call.dx;
-  p.kept_x = call.kept.stride(0, Backward::kX);
-  p.kept_weight = call.kept.stride(0, Backward::kWeight);
-  p.kept_g = call.kept.stride(0, Backward::kG);
-  p.kept_dx = call.kept.stride(0, Backward::kDx);
-  p.summed_x = call.summed.stride(0, Backward::kX);
-  p.summed_g = call.summed.stride(0, Backward::kG);
-  p.summed_dx = call.summed.stride(0, Backward::kDx);
-  p.time = static_cast<int>(g.time);
-  p.items = static_cast<int>(plan.items);
-  p.per_split = static_cast<int>(plan.per_split);
-  p.parts = FastDivider(plan.parts);
-  p.channel_blocks = FastDivider(plan.channel_blocks);
-  p.depth = FastDivider(g.channels / g.heads);
-  p.sums = RowSums(gradients, plan);
-  const cudaError_t error = DispatchKernel(call.dtype, g.taps, [&](auto element, auto taps) {
-    return Launch(CausalBackwardNct<decltype(element), taps.value>, plan.blocks, kThreads, 0,
-                  stream, p);
+  const PackedForwardPlan plan = MakePackedPlan(call);
+  const PackedForwardParams p{.x = call.x,
+                              .weight = call.weight,
+                              .bias = call.bias,
+                              .starts = call.starts,
+                              .state = call.state,
+                              .y = call.y,
+                              .time = static_cast<int>(g.time),
+                              .channels = static_cast<int>(g.channels),
+                              .rows = static_cast<int>(plan.rows),
+                              .per_thread = static_cast<int>(plan.per_thread),
+                              .flip_taps = call.flip_taps,
+                              .row_threads = FastDivider(plan.row_threads),
+                              .parts = FastDivider(plan.parts),
+                              .channel_blocks = FastDivider(plan.channel_blocks),
+                              .depth = FastDivider(g.channels / g.heads),
+                              .weight_dtype = call.weight_dtype,
+                              .bias_dtype = call.bias_dtype,
+                              .state_dtype = call.state_dtype,
+                              .activation = call.activation,
+                              .batch = call.batch};
+  return DispatchKernel(call.dtype, g.taps, [&](auto element, auto taps) {
+    using Acc = Accumulator<decltype(element)>;
+    const size_t bytes = plan.rows * plan.per_thread * (kFilterSize<taps.value> + 1) * sizeof(Acc);
+    return Launch(CausalPackedForwardNct<decltype(element), taps.value>, plan.blocks, kThreads,
+                  bytes, stream, p);
   });
-  if (error != cudaSuccess || plan.whole) return error;
-  return AddPartialSums(stream, call, {gradients.partials, plan.splits});
+}
+
+cudaError_t LaunchCausal(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  return LaunchGradients<false>(stream, gradients);
+}
+cudaError_t LaunchCausalOfSegments(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  return LaunchGradients<true>(stream, gradients);
 }
 
 }  // namespace jaxops::lightweight_conv::cuda::nct

@@ -1,19 +1,145 @@
-// These kernels compute lightweight convolution with short filters in the NTC layout for rows that
-// are whole vectors of channels: forward, and all gradients in one pass over x and g.
+// These kernels compute lightweight convolution with short filters in the NTC layout: forward, and
+// all gradients in one pass over x and g. Rows are whole vectors of channels, but for calls with
+// segments or states.
 //
 // Memory bounds these calls. A thread owns a vector of channels and loops over a range of time
 // steps with the window of its filter in registers, so that every row is read once, except for the
 // few rows that neighbouring ranges share. The next rows of a thread are in flight to a ring of
 // its own in shared memory: registers do not limit the number of rows in flight, and the loop never
 // synchronises, because no thread reads rows that another thread copied.
+//
+// Of calls with segments, the start of the last row that a range reads tells whether all rows are
+// of one segment, as nearly all are if segments are long. Only otherwise do the threads of a group
+// read the starts of its steps and rows. The rows of a state precede those of x, unless each
+// segment has a state.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/ntc/ring.cuh"
+#include "cuda/lightweight_conv/packed.cuh"
 
 namespace jaxops::lightweight_conv::cuda::ntc {
 namespace {
 
 using jaxops::cuda::Activate;
+
+// The segments and states of a call.
+enum class Packing {
+  kNone,
+  kSegments,  // segments, or states of sequences, or both
+  kSlots,     // segments, each with its state
+};
+
+// SegmentPairs says which of kRows steps of a range meet which rows of their windows in their own
+// segment. The threads of a group share the work: pair (i, j) of step i and row i + j is bit
+// i * kTaps + j.
+template <int kTaps>
+class SegmentPairs {
+ public:
+  // `starts` is null if the sequence is one segment. The block's channels begin with
+  // `first_channel`.
+  template <int kV>
+  __device__ __forceinline__ SegmentPairs(const int32_t* starts, const StepRanges& ranges,
+                                          const StepRange& range, int first_channel,
+                                          std::integral_constant<int, kV>)
+      : starts_(starts),
+        dilation_(ranges.dilation),
+        range_(range),
+        inside_(range.low, min(range.count, range.high - ranges.taps + 1) - kRows + 1) {
+    const int lanes = ranges.tile.lanes();
+    // Threads without channels do not take part.
+    lanes_ = min(lanes, (ranges.channels - first_channel + kV - 1) / kV);
+    lane_ = threadIdx.x & (lanes - 1);
+    threads_ = (lanes_ == kWarp ? ~0u : (1u << lanes_) - 1) << (threadIdx.x % kWarp - lane_);
+    row_mask_ = (1u << ranges.taps) - 1;
+    // Where steps are not a multiple of the dilation from rows, they may be before the first row or
+    // after the last one.
+    const int last_row = Time(min(range.high, range.count + ranges.taps - 1) - 1);
+    const int last_step = range.first + (range.count - 1) * ranges.dilation;
+    // The comparison is later, so that nothing waits for the start before.
+    const bool has_segments = starts != nullptr && range.count > 0;
+    first_row_ = has_segments ? min(Time(range.low), range.first) : 0;
+    last_start_ = has_segments ? starts[max(last_row, last_step)] : 0;
+  }
+
+  // Take proceeds to the next kRows steps, at first to those from step 0 of the range on.
+  __device__ __forceinline__ void Take() {
+    first_ += kRows;
+    const bool is_single = last_start_ <= first_row_;
+    are_all_ = is_single && inside_.Has(first_);
+    if (are_all_) return;
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int pair = lane_; pair < kRows * kTaps; pair += lanes_) {
+      const int i = first_ + pair / kTaps;
+      const int j = pair % kTaps;
+      if (i >= range_.count || !range_.HasRow(i + j) || !(row_mask_ >> j & 1)) continue;
+      const int row = Time(i + j);
+      bool has_pair = is_single;
+      if (!has_pair) {
+        const int start = starts_[range_.first + i * dilation_];
+        has_pair = row < 0 ? start <= row : start == starts_[row];
+      }
+      found |= uint32_t{has_pair} << pair;
+    }
+    pairs_ = __reduce_or_sync(threads_, found);
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) all |= row_mask_ << i * kTaps;
+    are_all_ = pairs_ == all;
+  }
+
+  // AreAll says whether all pairs exist.
+  __device__ __forceinline__ bool AreAll() const { return are_all_; }
+  __device__ __forceinline__ bool Has(int i, int j) const { return pairs_ >> (i * kTaps + j) & 1; }
+
+ private:
+  static_assert(kRows * kTaps <= kWarp);
+
+  __device__ __forceinline__ int Time(int row) const { return range_.origin + row * dilation_; }
+
+  const int32_t* starts_;
+  int dilation_;
+  StepRange range_;
+  Interval inside_;  // steps from which on the rows of kRows steps are inside of the sequence
+  int lane_, lanes_;
+  uint32_t threads_;   // of the group
+  uint32_t row_mask_;  // pairs of a step
+  // All rows and steps of the range are of one segment if that of the last one begins no later than
+  // the first one.
+  int first_row_, last_start_;
+  bool are_all_;
+  uint32_t pairs_;
+  int first_ = -kRows;
+};
+
+// RangePairs says which of kRows steps meet which rows of their windows inside of the sequence.
+class RangePairs {
+ public:
+  template <typename Vector>
+  __device__ __forceinline__ RangePairs(const int32_t*, const StepRanges& ranges,
+                                        const StepRange& range, int, Vector)
+      : range_(range),
+        inside_(range.low, min(range.count, range.high - ranges.taps + 1) - kRows + 1) {}
+  __device__ __forceinline__ void Take() { first_ += kRows; }
+  __device__ __forceinline__ bool AreAll() const { return inside_.Has(first_); }
+  __device__ __forceinline__ bool Has(int i, int j) const {
+    return first_ + i < range_.count && range_.HasRow(first_ + i + j);
+  }
+
+ private:
+  StepRange range_;
+  Interval inside_;
+  int first_ = -kRows;
+};
+
+// NoPairs is for forward calls without segments: rows outside of the sequence are zeros.
+struct NoPairs {
+  template <typename Vector>
+  __device__ NoPairs(const int32_t*, const StepRanges&, const StepRange&, int, Vector) {}
+  __device__ void Take() {}
+  __device__ static constexpr bool AreAll() { return true; }
+  __device__ static constexpr bool Has(int, int) { return true; }
+};
 
 // --- forward -------------------------------------------------------------------------------------
 
@@ -28,9 +154,33 @@ struct ForwardParams {
   BatchMap<Forward::kOperands> batch;
 };
 
-template <typename T, int kV, int kTaps, bool kOneHead>
-__global__ void __launch_bounds__(kRingThreads, kTaps <= 4 ? 5 : 4)
-    ShortNtcForward(const __grid_constant__ ForwardParams p) {
+struct PackedForwardParams : ForwardParams {
+  const int32_t* starts;
+  States states;
+};
+
+// Reads the rows of a state that a range's first window has.
+template <int kTaps, typename Acc, int kV, int kWindow>
+__device__ __forceinline__ void ReadCarriedState(Acc (&window)[kWindow][kV],
+                                                 const StepRanges& ranges, const StepRange& range,
+                                                 const States& states, int64_t offset) {
+  WithElements(states.states, states.dtype, [&](const auto* elements) {
+#pragma unroll
+    for (int i = 0; i < kTaps - 1; ++i) {
+      const int t = range.origin + i * ranges.dilation;
+      if (t >= 0) break;
+      const auto* row = elements + offset + int64_t{t + ranges.padding} * ranges.channels;
+#pragma unroll
+      for (int v = 0; v < kV; ++v) window[i][v] = static_cast<Acc>(Widen(row[v]));
+    }
+  });
+}
+
+template <typename T, int kV, int kTaps, bool kOneHead, Packing kPacking>
+__global__ void __launch_bounds__(kRingThreads, kTaps <= 4 && kPacking != Packing::kSlots ? 5 : 4)
+    ShortNtcForward(const __grid_constant__ std::conditional_t<kPacking == Packing::kNone,
+                                                               ForwardParams, PackedForwardParams>
+                        p) {
   using Acc = Accumulator<T>;
   using Ring = RowRing<T, kV, kTaps, false>;
   using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
@@ -43,7 +193,8 @@ __global__ void __launch_bounds__(kRingThreads, kTaps <= 4 ? 5 : 4)
   const int first_channel = ranges.channel_blocks.DivMod(block) * ranges.tile.lanes() * kV;
   const int channel = first_channel + lane * kV;
   uint32_t index = p.tiles.DivMod(block) * ranges.groups() + group;
-  const auto batch = p.batch.AllOffsets(block);
+  const uint32_t entry = block;
+  const auto batch = p.batch.AllOffsets(entry);
   // Phases vary fastest, so that neighbouring groups read neighbouring rows.
   const int phase = ranges.phases.DivMod(index);
   const bool exists = index < ranges.per_phase.divisor() && channel < ranges.channels;
@@ -51,6 +202,16 @@ __global__ void __launch_bounds__(kRingThreads, kTaps <= 4 ? 5 : 4)
   if (!exists) range.count = 0;
   const T* x = static_cast<const T*>(p.x) + batch[Forward::kX] + channel;
   Ring ring(shared, ranges, range, x, nullptr);
+  const int32_t* starts = nullptr;
+  if constexpr (kPacking != Packing::kNone) {
+    if (p.starts != nullptr) starts = p.starts + batch[Forward::kStarts];
+  }
+  StepRange readable = range;  // with the rows of a state
+  if constexpr (kPacking == Packing::kSegments) {
+    if (p.states.states != nullptr) readable.low = 0;
+  }
+  std::conditional_t<kPacking == Packing::kNone, NoPairs, SegmentPairs<kTaps>> pairs(
+      starts, ranges, readable, first_channel, std::integral_constant<int, kV>{});
   staged.Stage(ranges, first_channel, p.weight, p.weight_dtype, batch[Forward::kWeight],
                p.flip_taps);
   __syncthreads();
@@ -73,8 +234,14 @@ __global__ void __launch_bounds__(kRingThreads, kTaps <= 4 ? 5 : 4)
       static_cast<T*>(p.y) + batch[Forward::kY] + channel + int64_t{range.first} * ranges.channels;
   Acc window[kTaps - 1 + kRows][kV];
   ReadCarried<kTaps>(window, ranges, range, x);
+  if constexpr (kPacking == Packing::kSegments) {
+    if (p.states.states != nullptr && range.origin < 0) {
+      ReadCarriedState<kTaps>(window, ranges, range, p.states, batch[Forward::kState] + channel);
+    }
+  }
 #pragma unroll 1
   for (int done = 0; done < range.count; done += kRows) {
+    pairs.Take();
     Vector<T, kV> rows[kRows], none[1];
     ring.Take(rows, none);
 #pragma unroll
@@ -85,17 +252,50 @@ __global__ void __launch_bounds__(kRingThreads, kTaps <= 4 ? 5 : 4)
 #pragma unroll
       for (int v = 0; v < kV; ++v) sums[i][v] = bias[v];
     }
+    const auto add_taps = [&](auto all) {
 #pragma unroll
-    for (int k = 0; k < kTaps; ++k) {
-      if (k < ranges.taps) {
+      for (int k = 0; k < kTaps; ++k) {
+        if (k < ranges.taps) {
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
+          for (int i = 0; i < kRows; ++i) {
+            if (all.value || pairs.Has(i, k)) {
 #pragma unroll
-          for (int v = 0; v < kV; ++v) {
-            sums[i][v] += weight[k][v % Taps::kWidth] * window[i + k][v];
+              for (int v = 0; v < kV; ++v) {
+                sums[i][v] += weight[k][v % Taps::kWidth] * window[i + k][v];
+              }
+            }
           }
         }
       }
+    };
+    if (pairs.AreAll()) {
+      add_taps(std::true_type{});
+    } else {
+      if constexpr (kPacking == Packing::kSlots) {
+        const int32_t* slots = p.states.slots + batch[Forward::kSlots];
+#pragma unroll 1
+        for (int i = 0; i < min(kRows, range.count - done); ++i) {
+          const int t = range.first + (done + i) * ranges.dilation;
+          Acc sum[kV];
+#pragma unroll
+          for (int v = 0; v < kV; ++v) sum[v] = bias[v];
+          p.states.template ForEachTap<kV, Acc>(slots, batch[Forward::kState] + channel, t,
+                                                starts[t], 0, [&](int k, const Acc(&row)[kV]) {
+                                                  Acc tap[Taps::kWidth];
+                                                  staged.Read(tap, k, lane);
+#pragma unroll
+                                                  for (int v = 0; v < kV; ++v)
+                                                    sum[v] += tap[v % Taps::kWidth] * row[v];
+                                                });
+          // Registers have no index that is known only at run time.
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int v = 0; v < kV; ++v) sums[r][v] = r == i ? sum[v] : sums[r][v];
+          }
+        }
+      }
+      add_taps(std::false_type{});
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -123,9 +323,13 @@ struct BackwardParams {
   BatchMap<Backward::kOperands> kept, summed;
 };
 
-template <typename T, int kV, int kTaps, bool kOneHead>
-__global__ void __launch_bounds__(kRingThreads, 3)
-    ShortNtcBackward(const __grid_constant__ BackwardParams p) {
+struct PackedBackwardParams : BackwardParams {
+  const int32_t* starts;
+};
+
+template <typename T, int kV, int kTaps, bool kOneHead, bool kPacked>
+__global__ void __launch_bounds__(kRingThreads, 3) ShortNtcBackward(
+    const __grid_constant__ std::conditional_t<kPacked, PackedBackwardParams, BackwardParams> p) {
   using Acc = Accumulator<T>;
   using Ring = RowRing<T, kV, kTaps, true>;
   using Taps = StagedTaps<Acc, kTaps, kV, kOneHead>;
@@ -169,12 +373,17 @@ __global__ void __launch_bounds__(kRingThreads, 3)
     const T* g = column(p.g, Backward::kG);
     Ring ring(shared, ranges, range, g, column(p.x, Backward::kX));
     T* dx = const_cast<T*>(column(p.dx, Backward::kDx)) + int64_t{range.first} * ranges.channels;
+    const int32_t* starts = nullptr;
+    if constexpr (kPacked) {
+      starts = p.starts + kept[Backward::kStarts] + summed[Backward::kStarts];
+    }
+    std::conditional_t<kPacked, SegmentPairs<kTaps>, RangePairs> pairs(
+        starts, ranges, range, first_channel, std::integral_constant<int, kV>{});
     Acc window[kTaps - 1 + kRows][kV];
     ReadCarried<kTaps>(window, ranges, range, g);
-    // From these steps on, all pairs of kRows steps and the taps are inside the sequence.
-    const Interval whole(range.low, min(range.count, range.high - ranges.taps + 1) - kRows + 1);
 #pragma unroll 1
     for (int done = 0; done < range.count; done += kRows) {
+      pairs.Take();
       Vector<T, kV> rows[kRows], own_rows[kRows];
       ring.Take(rows, own_rows);
       Acc own[kRows][kV];
@@ -192,19 +401,23 @@ __global__ void __launch_bounds__(kRingThreads, 3)
             staged.Read(weight, j, lane);
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-              if (all.value || (done + i < range.count && range.HasRow(done + i + j))) {
+              const bool has_pair = all.value || pairs.Has(i, j);
+              if (has_pair) {
 #pragma unroll
                 for (int v = 0; v < kV; ++v) {
                   dweight[j][v % kWidth] += own[i][v] * window[i + j][v];
                 }
               }
+              // Rows outside of the sequence are zeros, those of other segments are not.
+              if (!kPacked || has_pair) {
 #pragma unroll
-              for (int v = 0; v < kV; ++v) sums[i][v] += weight[v % kWidth] * window[i + j][v];
+                for (int v = 0; v < kV; ++v) sums[i][v] += weight[v % kWidth] * window[i + j][v];
+              }
             }
           }
         }
       };
-      if (whole.Has(done)) {
+      if (pairs.AreAll()) {
         work(std::true_type{});
       } else {
         work(std::false_type{});
@@ -264,23 +477,34 @@ __global__ void __launch_bounds__(kRingThreads, 3)
 
 // --- launches ------------------------------------------------------------------------------------
 
+// Calls with segments or states have kernels for rows of any size: of pairs of 16-bit channels, or
+// of single ones. An asynchronous copy cannot move a single channel of 2 bytes, so that others do
+// without, and forward kernels of one channel exist for no type.
+template <typename Call>
+RingPlan MakeRingPlan(const Call& call, bool is_packed, bool is_forward) {
+  const Geometry& g = call.geometry;
+  const bool has_two_bytes = SizeOf(call.dtype) == 2;
+  if (is_packed) return {g, call.dtype, has_two_bytes && g.channels % 2 == 0 ? 2 : 1};
+  return {g, call.dtype, has_two_bytes || is_forward ? 2 : 1};
+}
+
 RingPlan MakePlan(const Forward& call) {
-  RingPlan plan(call.geometry, call.dtype, 2);
+  RingPlan plan = MakeRingPlan(call, IsPacked(call), true);
   plan.CutForward(call);
   return plan;
 }
 
 RingPlan MakePlan(const Gradients& gradients) {
-  const Backward& call = gradients.call;
-  RingPlan plan(call.geometry, call.dtype, jaxops::cuda::SizeOf(call.dtype) == 2 ? 2 : 1);
+  RingPlan plan = MakeRingPlan(gradients.call, IsPacked(gradients.call), false);
   plan.CutBackward(gradients);
   return plan;
 }
 
-template <typename T, int kV, int kTaps, bool kOneHead>
+template <typename T, int kV, int kTaps, bool kOneHead, Packing kPacking>
 cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const RingPlan& plan) {
   const Geometry& g = call.geometry;
-  ForwardParams params{StepRanges(g, g.padding, plan)};
+  std::conditional_t<kPacking == Packing::kNone, ForwardParams, PackedForwardParams> params{
+      {StepRanges(g, g.padding, plan)}};
   params.x = call.x;
   params.weight = call.weight;
   params.bias = call.bias;
@@ -291,16 +515,22 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const RingPlan&
   params.flip_taps = call.flip_taps;
   params.tiles = FastDivider(plan.shares);
   params.batch = call.batch;
-  return Launch(ShortNtcForward<T, kV, kTaps, kOneHead>, plan.blocks, kRingThreads,
+  if constexpr (kPacking != Packing::kNone) {
+    params.starts = call.starts;
+    params.states = States(call);
+  }
+  return Launch(ShortNtcForward<T, kV, kTaps, kOneHead, kPacking>, plan.blocks, kRingThreads,
                 RowRing<T, kV, kTaps, false>::kBytes, stream, params);
 }
 
-template <typename T, int kV, int kTaps, bool kOneHead>
+template <typename T, int kV, int kTaps, bool kOneHead, Packing kPacking>
 cudaError_t LaunchPlan(cudaStream_t stream, const Gradients& gradients, const RingPlan& plan) {
   const Backward& call = gradients.call;
   const Geometry& g = call.geometry;
   const int64_t mirrored = Mirrored(g);
-  BackwardParams params{StepRanges(g, mirrored, plan)};
+  constexpr bool kPacked = kPacking != Packing::kNone;
+  std::conditional_t<kPacked, PackedBackwardParams, BackwardParams> params{
+      {StepRanges(g, mirrored, plan)}};
   params.x = call.x;
   params.weight = call.weight;
   params.g = call.g;
@@ -313,32 +543,50 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Gradients& gradients, const Ri
   params.splits = FastDivider(plan.shares);
   params.kept = call.kept;
   params.summed = call.summed;
+  if constexpr (kPacked) params.starts = call.starts;
   constexpr size_t kSums = size_t{kTaps} * (kRingThreads + kWarp) * kV * sizeof(Accumulator<T>);
-  return Launch(ShortNtcBackward<T, kV, kTaps, kOneHead>, plan.blocks, kRingThreads,
+  return Launch(ShortNtcBackward<T, kV, kTaps, kOneHead, kPacked>, plan.blocks, kRingThreads,
                 std::max(RowRing<T, kV, kTaps, true>::kBytes, kSums), stream, params);
 }
 
-// DispatchPlan calls `launch` with the template arguments of a plan.
-template <typename T, int kFew, typename Function>
-cudaError_t DispatchPlan(const RingPlan& plan, Function&& launch) {
-  constexpr std::integral_constant<int, sizeof(T) == 8 ? 2 : 4> many;
-  constexpr std::integral_constant<int, kFew> few;
-  constexpr std::integral_constant<int, 4> few_taps;
-  constexpr std::integral_constant<int, kShortTaps> all_taps;
-  if (plan.vector != many.value) return launch(few, all_taps, std::false_type{});
-  if (plan.max_taps == few_taps.value) return launch(many, few_taps, std::false_type{});
-  return DispatchBool(plan.one_head,
-                      [&](auto one_head) { return launch(many, all_taps, one_head); });
+// LaunchPlan launches the kernel of a plan whose smaller vectors have kFew channels.
+template <typename T, int kFew, Packing kPacking, typename Call>
+cudaError_t LaunchPlan(cudaStream_t stream, const Call& call, const RingPlan& plan) {
+  constexpr int kMany = sizeof(T) == 8 ? 2 : 4;
+  if constexpr (kPacking != Packing::kNone && kFew > 1) {
+    if (plan.vector == 1) {
+      return LaunchPlan<T, 1, kShortTaps, false, kPacking>(stream, call, plan);
+    }
+  }
+  if (plan.vector != kMany) {
+    return LaunchPlan<T, kFew, kShortTaps, false, kPacking>(stream, call, plan);
+  }
+  if (plan.max_taps == 4) return LaunchPlan<T, kMany, 4, false, kPacking>(stream, call, plan);
+  return DispatchBool(plan.one_head, [&](auto one_head) {
+    return LaunchPlan<T, kMany, kShortTaps, one_head.value, kPacking>(stream, call, plan);
+  });
 }
 
 bool IsShort(const Geometry& g) {
   return g.data_format == DataFormat::kNTC && g.taps <= kShortTaps;
 }
 
+template <Packing kPacking>
+cudaError_t LaunchGradients(cudaStream_t stream, const Gradients& gradients) {
+  const Backward& call = gradients.call;
+  const RingPlan plan = MakePlan(gradients);
+  const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    return LaunchPlan<T, sizeof(T) == 2 ? 2 : 1, kPacking>(stream, gradients, plan);
+  });
+  if (error != cudaSuccess) return error;
+  return AddPartialSums(stream, call,
+                        {gradients.partials, plan.shares, plan.one_head ? plan.vector : 1});
+}
+
 }  // namespace
 
-// An asynchronous copy cannot move a single channel of 2 bytes, and no forward kernels of one
-// channel exist for other types. ntc/window runs float32.
+// ntc/window runs float32.
 bool CanRunShort(const Forward& call, const Device&) {
   return IsShort(call.geometry) && call.dtype != DType::kF32 && call.geometry.channels % 2 == 0 &&
          MakePlan(call).CanLaunch();
@@ -348,6 +596,12 @@ bool CanRunShort(const Gradients& gradients, const Device&) {
   return IsShort(call.geometry) && RowsAligned(call.geometry.channels, call.dtype, 4) &&
          MakePlan(gradients).CanLaunch();
 }
+bool CanRunShortOfSegments(const Forward& call, const Device&) {
+  return IsShort(call.geometry) && MakePlan(call).CanLaunch();
+}
+bool CanRunShortOfSegments(const Gradients& gradients, const Device&) {
+  return IsShort(gradients.call.geometry) && MakePlan(gradients).CanLaunch();
+}
 
 cudaError_t LaunchShort(cudaStream_t stream, const Forward& call, const Device&) {
   const RingPlan plan = MakePlan(call);
@@ -356,26 +610,29 @@ cudaError_t LaunchShort(cudaStream_t stream, const Forward& call, const Device&)
     if constexpr (std::is_same_v<T, float>) {
       return cudaErrorInvalidValue;
     } else {
-      return DispatchPlan<T, 2>(plan, [&](auto vector, auto taps, auto one_head) {
-        return LaunchPlan<T, vector.value, taps.value, one_head.value>(stream, call, plan);
-      });
+      return LaunchPlan<T, 2, Packing::kNone>(stream, call, plan);
     }
   });
 }
 
 cudaError_t LaunchShort(cudaStream_t stream, const Gradients& gradients, const Device&) {
-  const Backward& call = gradients.call;
-  const RingPlan plan = MakePlan(gradients);
-  const cudaError_t error = DispatchFloat(call.dtype, [&](auto element) {
+  return LaunchGradients<Packing::kNone>(stream, gradients);
+}
+
+cudaError_t LaunchShortOfSegments(cudaStream_t stream, const Forward& call, const Device&) {
+  const RingPlan plan = MakePlan(call);
+  return DispatchFloat(call.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kFew = sizeof(T) == 2 ? 2 : 1;
-    return DispatchPlan<T, kFew>(plan, [&](auto vector, auto taps, auto one_head) {
-      return LaunchPlan<T, vector.value, taps.value, one_head.value>(stream, gradients, plan);
-    });
+    if (call.slots == nullptr) {
+      return LaunchPlan<T, kFew, Packing::kSegments>(stream, call, plan);
+    }
+    return LaunchPlan<T, kFew, Packing::kSlots>(stream, call, plan);
   });
-  if (error != cudaSuccess) return error;
-  return AddPartialSums(stream, call,
-                        {gradients.partials, plan.shares, plan.one_head ? plan.vector : 1});
+}
+
+cudaError_t LaunchShortOfSegments(cudaStream_t stream, const Gradients& gradients, const Device&) {
+  return LaunchGradients<Packing::kSegments>(stream, gradients);
 }
 
 }  // namespace jaxops::lightweight_conv::cuda::ntc

@@ -4,10 +4,14 @@
 // A thread computes kSteps steps of a vector of channels. Its window is in registers, and all loads
 // of the window are in flight at once: a loop over time, as in ntc/short, begins too slowly for
 // sequences that end early.
+//
+// Kernels with kPacked have segments or states, and causal filters. The start of the last step's
+// segment tells whether the windows of all steps are of one segment.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/ntc/rows.cuh"
+#include "cuda/lightweight_conv/packed.h"
 
 namespace jaxops::lightweight_conv::cuda::ntc {
 namespace {
@@ -44,6 +48,11 @@ struct WindowParams {
   FastDivider phases;
   FastDivider depth;  // channels of a head
   BatchMap<Forward::kOperands> batch;
+};
+
+struct PackedWindowParams : WindowParams {
+  const int32_t* starts;  // null: one segment, which has begun before the state
+  const void* state;      // of the type of x; null: none
 };
 
 // ReadFilters reads the taps of kV channels in the order in which they are used.
@@ -83,9 +92,9 @@ __device__ __forceinline__ void ReadFilters(Acc (&weight)[kTaps][kV], const W* w
   }
 }
 
-template <typename T, int kTaps>
-__global__ void __launch_bounds__(kThreads)
-    WindowForwardNtc(const __grid_constant__ WindowParams p) {
+template <typename T, int kTaps, bool kPacked>
+__global__ void __launch_bounds__(kThreads) WindowForwardNtc(
+    const __grid_constant__ std::conditional_t<kPacked, PackedWindowParams, WindowParams> p) {
   using Acc = Accumulator<T>;
   constexpr int kV = kChannels<T>;
   uint32_t index = blockIdx.x * kThreads + threadIdx.x;
@@ -107,8 +116,28 @@ __global__ void __launch_bounds__(kThreads)
     rows[i] = {};
     if (static_cast<unsigned>(t) < static_cast<unsigned>(p.time)) {
       rows[i] = LoadVector<kV>(x + int64_t{t} * p.channels);
+    } else if constexpr (kPacked) {
+      if (t < 0 && p.state != nullptr) {
+        rows[i] = LoadVector<kV>(static_cast<const T*>(p.state) + batch[Forward::kState] + channel +
+                                 int64_t{t + p.padding} * p.channels);
+      }
     }
     t += p.dilation;
+  }
+  const int32_t* starts = nullptr;
+  // Taps read rows from these steps on: of the sequence and the state, and of the last step's
+  // segment.
+  int lowest = 0, first_row = 0;
+  bool are_whole = true;
+  if constexpr (kPacked) {
+    if (p.state != nullptr) lowest = first_row = -p.padding;
+    if (p.starts != nullptr) {
+      starts = p.starts + batch[Forward::kStarts];
+      const int steps = min(kSteps, DivideByDilation(p.time - first, p.dilation));
+      first_row = max(lowest, starts[first + (steps - 1) * p.dilation]);
+    }
+    // Rows before the sequence are zeros, but those of a state are not.
+    are_whole = first_row <= max(first - p.padding, lowest);
   }
 
   Acc weight[kTaps][kV], bias[kV] = {};
@@ -132,7 +161,20 @@ __global__ void __launch_bounds__(kThreads)
     Acc sums[kV];
 #pragma unroll
     for (int v = 0; v < kV; ++v) sums[v] = bias[v];
-    AddTaps(sums, weight, rows + i);
+    if (are_whole) {
+      AddTaps(sums, weight, rows + i);
+    } else {
+      if (starts != nullptr) first_row = max(lowest, starts[step]);
+      const int first_tap = CountTapsBefore(first_row - (step - p.padding), p.dilation);
+#pragma unroll
+      for (int k = 0; k < kTaps; ++k) {
+        if (k < first_tap) continue;
+#pragma unroll
+        for (int v = 0; v < kV; ++v) {
+          sums[v] += weight[k][v] * static_cast<Acc>(Widen(rows[i + k].values[v]));
+        }
+      }
+    }
     Activate(sums, p.activation);
     StoreRow(y + int64_t{step} * p.channels, sums);
   }
@@ -152,11 +194,11 @@ Plan MakePlan(const Forward& call) {
   return plan;
 }
 
-template <typename T>
+template <typename T, bool kPacked>
 cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& plan) {
   const Geometry& g = call.geometry;
   const int64_t depth = g.channels / g.heads;
-  WindowParams p{};
+  std::conditional_t<kPacked, PackedWindowParams, WindowParams> p{};
   p.x = call.x;
   p.weight = call.weight;
   p.bias = call.bias;
@@ -178,9 +220,13 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& pla
   p.phases = FastDivider(plan.phases);
   p.depth = FastDivider(depth);
   p.batch = call.batch;
-  return DispatchTaps<1, kShortTaps>(g.taps, [&](auto taps) {
-    return Launch(WindowForwardNtc<T, taps.value>, CeilDiv(plan.threads, kThreads), kThreads, 0,
-                  stream, p);
+  if constexpr (kPacked) {
+    p.starts = call.starts;
+    p.state = call.state;
+  }
+  return DispatchTaps<kPacked ? 2 : 1, kShortTaps>(g.taps, [&](auto taps) {
+    return Launch(WindowForwardNtc<T, taps.value, kPacked>, CeilDiv(plan.threads, kThreads),
+                  kThreads, 0, stream, p);
   });
 }
 
@@ -191,6 +237,12 @@ bool CanRunWindow(const Forward& call, const Device&) {
   return g.data_format == DataFormat::kNTC && g.taps <= kShortTaps && call.dtype != DType::kF64 &&
          RowsAligned(g.channels, call.dtype, kVectorBytes) && MakePlan(call).threads <= INT32_MAX;
 }
+// ntc/short is faster for 16-bit elements of calls with segments.
+bool CanRunWindowOfSegments(const Forward& call, const Device& device) {
+  return call.dtype == DType::kF32 && call.geometry.taps > 1 && Mirrored(call.geometry) == 0 &&
+         call.slots == nullptr && (call.state == nullptr || call.state_dtype == call.dtype) &&
+         CanRunWindow(call, device);
+}
 
 cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device&) {
   const Plan plan = MakePlan(call);
@@ -199,9 +251,12 @@ cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device&
     if constexpr (std::is_same_v<T, double>) {
       return cudaErrorInvalidValue;
     } else {
-      return LaunchPlan<T>(stream, call, plan);
+      return LaunchPlan<T, false>(stream, call, plan);
     }
   });
+}
+cudaError_t LaunchWindowOfSegments(cudaStream_t stream, const Forward& call, const Device&) {
+  return LaunchPlan<float, true>(stream, call, MakePlan(call));
 }
 
 }  // namespace jaxops::lightweight_conv::cuda::ntc
