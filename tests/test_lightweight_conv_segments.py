@@ -764,12 +764,40 @@ def test_gpus_run_what_is_fast(
             data_format=data_format,
         )
 
+    assert kernels_on_a_gpu(function, x, weight) == set(chosen)
+
+
+def kernels_on_a_gpu(function, x, weight):
+    """Of the value and the gradients of function(x, weight), those that kernels compute."""
+
     def text(function, *arguments):
         checks = jaxops.DISABLE_JAX_EXPORT_CHECKS
         export = jax.export.export(jax.jit(function), platforms=("cuda",), disabled_checks=checks)
         return export(*arguments).mlir_module()
 
-    of_value = text(function, x, weight)
-    assert ("@jaxops_lightweight_conv(" in of_value) == ("value" in chosen)
+    found = set()
+    if "@jaxops_lightweight_conv(" in text(function, x, weight):
+        found.add("value")
     of_both = text(lambda x, w, g: jax.vjp(function, x, w)[1](g), x, weight, x)
-    assert ("@jaxops_lightweight_conv_backward(" in of_both) == ("gradients" in chosen)
+    if "@jaxops_lightweight_conv_backward(" in of_both:
+        found.add("gradients")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "taps", "dtype", "chosen"),
+    [
+        ((8, 1024, 2048), 4, "bfloat16", NONE),
+        ((8, 1024, 2048), 7, "bfloat16", ("value",)),
+        ((8, 1024, 2048), 15, "bfloat16", BOTH),
+        ((8, 1024, 2048), 4, "float32", BOTH),
+        ((128, 1024, 64), 7, "bfloat16", NONE),
+        ((128, 1024, 64), 7, "float32", ("gradients",)),
+        ((2, 1024, 2048), 4, "bfloat16", BOTH),
+    ],
+)
+def test_gpus_run_what_is_fast_of_dilated_filters(shape, taps, dtype, chosen, monkeypatch):
+    monkeypatch.delenv(native.NEW_KERNELS_VARIABLE, raising=False)
+    x, weight = (jax.ShapeDtypeStruct(s, dtype) for s in (shape, (16, taps)))
+    function = functools.partial(jaxops.lightweight_conv, data_format="NCT", dilation=2)
+    assert kernels_on_a_gpu(function, x, weight) == set(chosen)

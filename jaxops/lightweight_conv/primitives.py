@@ -94,6 +94,10 @@ def attributes(*, options, **_):
     }
 
 
+def _is_dilated_nct(options):
+    return options.dilation > 1 and options.data_format == "NCT"
+
+
 # --- the operator itself: x, weight, bias, starts, state, slots -> y -----------------------------
 
 
@@ -185,7 +189,9 @@ _conv_operator = Operator(
     attributes=_conv_attributes,
     replicated=("token", "taps", "before", "slots"),
     neighbours=_conv_on_part,
-    asks_on_gpu=lambda *, with_starts, with_state, **_: with_starts or with_state,
+    asks_on_gpu=lambda *, options, with_starts, with_state, **_: (
+        with_starts or with_state or _is_dilated_nct(options)
+    ),
 )
 
 
@@ -586,7 +592,7 @@ _filter_grad_operator = Operator(
     work_space=True,
     replicated=("token", "taps"),
     neighbours=_filter_grad_on_part,
-    asks_on_gpu=lambda *, with_starts, **_: with_starts,
+    asks_on_gpu=lambda *, options, with_starts, **_: with_starts or _is_dilated_nct(options),
     summed_outputs=(0,),
 )
 
@@ -742,7 +748,7 @@ _backward_operator = Operator(
     work_space=True,
     replicated=("token", "taps"),
     neighbours=_backward_on_part,
-    asks_on_gpu=lambda *, with_starts, **_: with_starts,
+    asks_on_gpu=lambda *, options, with_starts, **_: with_starts or _is_dilated_nct(options),
     summed_outputs=(1, 2),
 )
 
