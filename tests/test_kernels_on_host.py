@@ -17,11 +17,28 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "kernels_on_host"
-#: Operators all of whose kernels are plain C++.
-PROGRAMS = ["dynamic_conv", "im2col", "lightweight_conv_step", "taps"]
+#: Operators all of whose kernels are plain C++, and programs of `SOURCES`.
+PROGRAMS = ["dynamic_conv", "im2col", "lightweight_conv_segments", "lightweight_conv_step", "taps"]
+#: The sources in `cuda` of programs whose operators have other kernels, too.
+SOURCES = {
+    "lightweight_conv_segments": [
+        "lightweight_conv/nct/causal.cu",
+        "lightweight_conv/ntc/short.cu",
+        "lightweight_conv/ntc/window.cu",
+        "lightweight_conv/partial_sums.cu",
+        "segment_starts/dispatch.cu",
+    ],
+}
 #: Code of device compilers, and what stands for it. Each is somewhere in the sources.
 REPLACEMENTS = {
     r"(\w+)<<<(.+?), (\w+), (\w+), \w+>>>\((\w+)\);": r"host_cuda::Run(\1, \2, \3, \4, \5);",
+    r"(\w+<[\w(), .<>]+>)\s*<<<(.+?), (\w+), (\w+), \w+>>>\((\w+)\);": (
+        r"host_cuda::Run(\1, \2, \3, \4, \5);"
+    ),
+    r"#include <cuda_pipeline\.h>\n": "",
+    r'asm volatile\("cp\.async\.wait_group %0;" ::"n"\((\w+)\) : "memory"\);': (
+        r"host_cuda::WaitForCopies(\1);"
+    ),
     r'asm volatile\("st\.global\.v[24][^#]*?: "memory"\);': (
         "*reinterpret_cast<Vector<T, kCount>*>(address) = vector;"
     ),
@@ -65,7 +82,11 @@ def test_program(name, sources, tmp_path):
     options += [f"-I{sources}", f"-isystem{headers}"]
     options += ["-include", sources / "tests" / FOLDER.name / "device.h", "-x", "c++"]
     here = sources / "tests" / FOLDER.name
-    files = [here / f"{name}.cc", here / "device.cc", *(sources / "cuda" / name).glob("*.c[cu]")]
+    if name in SOURCES:
+        kernels = [sources / "cuda" / file for file in SOURCES[name]]
+    else:
+        kernels = [*(sources / "cuda" / name).glob("*.c[cu]")]
+    files = [here / f"{name}.cc", here / "device.cc", *kernels]
     program = tmp_path / name
     subprocess.run([compiler, *options, *files, "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True)

@@ -7,6 +7,8 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -16,11 +18,23 @@ namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
 
-struct Warp {
-  uint32_t alive = 0, arrived = 0;
+// The lanes of a mask.
+struct Group {
+  uint32_t arrived = 0;
   // A lane may enter an exchange while others still read the previous one.
   uint64_t values[2][kWarp] = {};
   int64_t exchanges = 0;
+};
+
+struct Warp {
+  uint32_t alive = 0;
+  std::map<uint32_t, Group> groups;  // by mask
+};
+
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes, zeros;
 };
 
 struct Fiber {
@@ -29,6 +43,7 @@ struct Fiber {
   void* fake_stack = nullptr;
   uint3 index;
   bool is_done;
+  std::deque<std::vector<Copy>> copies;  // groups in flight, and at last one that has not ended
 };
 
 struct Block {
@@ -73,24 +88,37 @@ void ReleaseBlock() {
   ++block.progress;
 }
 
-void ReleaseWarp(Warp& warp, uint32_t mask) {
-  if ((warp.arrived & mask) != (warp.alive & mask)) return;
-  warp.arrived = 0;
-  ++warp.exchanges;
+void ReleaseGroup(Group& group, uint32_t awaited) {
+  if ((group.arrived & awaited) != awaited) return;
+  group.arrived = 0;
+  ++group.exchanges;
   ++block.progress;
+}
+
+void CompleteCopies(size_t left) {
+  auto& copies = current->copies;
+  for (; copies.size() > left; copies.pop_front()) {
+    for (const Copy& copy : copies.front()) {
+      std::memcpy(copy.to, copy.from, copy.bytes - copy.zeros);
+      std::memset(static_cast<char*>(copy.to) + copy.bytes - copy.zeros, 0, copy.zeros);
+    }
+  }
 }
 
 void RunFiber() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
   (*block.thread)();
   Fiber& fiber = *current;
+  CompleteCopies(0);
   fiber.is_done = true;
   Warp& warp = block.warps[NumberOf(fiber) / kWarp];
   warp.alive &= ~(1u << NumberOf(fiber) % kWarp);
   --block.alive;
   ++block.progress;
   if (block.waiting > 0) ReleaseBlock();
-  if (warp.arrived != 0) ReleaseWarp(warp, 0xffffffff);
+  for (auto& [mask, group] : warp.groups) {
+    if (group.arrived != 0) ReleaseGroup(group, warp.alive & mask);
+  }
   Yield();
 }
 
@@ -115,6 +143,7 @@ void RunBlock(int threads, std::mt19937& random) {
     const auto n = static_cast<unsigned>(i);
     fiber.index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
     fiber.is_done = false;
+    fiber.copies.assign(1, {});
     fiber.fake_stack = nullptr;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -168,14 +197,26 @@ const uint64_t* Exchange(uint32_t mask, uint64_t value) {
   const int number = NumberOf(*current);
   Warp& warp = block.warps[number / kWarp];
   if ((mask >> number % kWarp & 1) == 0) Fail("its mask does not have the thread itself");
-  const int64_t exchange = warp.exchanges;
-  uint64_t* values = warp.values[exchange % 2];
+  Group& group = warp.groups[mask];
+  const int64_t exchange = group.exchanges;
+  uint64_t* values = group.values[exchange % 2];
   values[number % kWarp] = value;
-  warp.arrived |= 1u << number % kWarp;
-  ReleaseWarp(warp, mask);
-  while (warp.exchanges == exchange) Yield();
+  group.arrived |= 1u << number % kWarp;
+  ReleaseGroup(group, warp.alive & mask);
+  while (group.exchanges == exchange) Yield();
   return values;
 }
+
+void StartCopy(void* to, const void* from, size_t bytes, size_t zeros) {
+  const auto is_aligned = [&](const void* p) { return reinterpret_cast<size_t>(p) % bytes == 0; };
+  if ((bytes != 4 && bytes != 8 && bytes != 16) || zeros > bytes) Fail("no size of a copy");
+  if (!is_aligned(to) || !is_aligned(from)) Fail("a copy is not aligned");
+  current->copies.back().push_back({to, from, bytes, zeros});
+}
+
+void EndCopyGroup() { current->copies.emplace_back(); }
+
+void WaitForCopies(size_t left) { CompleteCopies(left + 1); }
 
 }  // namespace host_cuda
 

@@ -46,8 +46,16 @@ void* Shared();
 // Waits for all threads of the block.
 void WaitForBlock();
 
-// Waits for the lanes in `mask` that have not returned. Returns the value of each lane.
+// Waits for the lanes in `mask` that have not returned. Returns the value of each lane. Groups of a
+// warp's lanes do not wait for each other.
 const uint64_t* Exchange(uint32_t mask, uint64_t value);
+
+// Asynchronous copies of the thread: each happens as late as it may, so that a thread that does not
+// wait reads what was there before.
+void StartCopy(void* to, const void* from, size_t bytes, size_t zeros);
+void EndCopyGroup();
+// Completes all but the last `left` groups.
+void WaitForCopies(size_t left);
 
 inline int Lane() {
   return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % kWarp;
@@ -90,6 +98,32 @@ inline uint32_t __ballot_sync(uint32_t mask, bool holds) {
   return found;
 }
 inline bool __any_sync(uint32_t mask, bool holds) { return __ballot_sync(mask, holds) != 0; }
+
+inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value) {
+  const uint64_t* of_lane = host_cuda::Exchange(mask, value);
+  uint32_t all = 0;
+  for (int i = 0; i < host_cuda::kWarp; ++i) {
+    if ((mask >> i & 1) != 0) all |= static_cast<uint32_t>(of_lane[i]);
+  }
+  return all;
+}
+inline int __reduce_max_sync(uint32_t mask, int value) {
+  const uint64_t* of_lane = host_cuda::Exchange(mask, static_cast<uint32_t>(value));
+  for (int i = 0; i < host_cuda::kWarp; ++i) {
+    if ((mask >> i & 1) == 0) continue;
+    const int other = static_cast<int>(of_lane[i]);
+    value = value < other ? other : value;
+  }
+  return value;
+}
+
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zeros = 0) {
+  host_cuda::StartCopy(to, from, bytes, zeros);
+}
+inline void __pipeline_commit() { host_cuda::EndCopyGroup(); }
+inline size_t __cvta_generic_to_shared(const void* address) {
+  return reinterpret_cast<size_t>(address);
+}
 
 template <typename T>
 T __ldg(const T* address) {
