@@ -58,32 +58,36 @@ inline bool CanMultiply(const Geometry& g, DType dtype, DType weight_dtype, int6
          CountTapBlocks(g, padding) <= kMaxWindowBlocks;
 }
 
+inline constexpr int kMinCausalTaps = 2;
+
 // IsShortCausalNct says whether kernels exist that have the number of taps and the padding as
-// constants: causal filters of two to eight taps, in rows of whole vectors.
+// constants: causal filters of kMinCausalTaps to kShortTaps taps, in rows of whole vectors.
 inline bool IsShortCausalNct(const Geometry& g, DType dtype) {
   return g.data_format == DataFormat::kNCT && dtype != DType::kF64 && g.dilation == 1 &&
-         g.taps >= 2 && g.taps <= kShortTaps && g.padding == g.taps - 1 && IsWholeVectors(g, dtype);
+         g.taps >= kMinCausalTaps && g.taps <= kShortTaps && g.padding == g.taps - 1 &&
+         IsWholeVectors(g, dtype);
 }
 
-// IsLargeDilatedNct says whether a call of so many batch entries is dilated in NCT and has at least
-// the elements of those that were measured next to XLA's program.
-inline bool IsLargeDilatedNct(const Geometry& g, int64_t entries) {
-  return g.data_format == DataFormat::kNCT && g.dilation > 1 &&
+// IsLargeDilatedNct says whether a call is dilated in NCT, and of a type and a size that were
+// measured next to XLA's program: `entries` batch entries of 2^23 elements or more.
+inline bool IsLargeDilatedNct(const Geometry& g, DType dtype, int64_t entries) {
+  return g.data_format == DataFormat::kNCT && g.dilation > 1 && dtype != DType::kF64 &&
          entries * g.time * g.channels >= int64_t{1} << 23;
 }
-
-// XLA takes 19.2 us for (128,1024,64,16,7) bf16 with dilation 2, where kernels take 51.8.
-inline constexpr int64_t kFewSteps = 64;
 
 // PrefersKernels says whether a GPU is to run kernels, and not XLA's program. A state without
 // segments costs a launch for its steps, next to the kernels of calls without states.
 inline bool PrefersKernels(const Forward& call) {
   const Geometry& g = call.geometry;
   const bool is_ntc = g.data_format == DataFormat::kNTC;
-  if (call.starts == nullptr && call.state == nullptr && IsLargeDilatedNct(g, call.batch.size())) {
+  if (call.starts == nullptr && call.state == nullptr &&
+      IsLargeDilatedNct(g, call.dtype, call.batch.size())) {
+    // XLA takes 19.2 us for (128,1024,64,16,7) bf16 with dilation 2, where kernels take 51.8, and
+    // 26.9 in float32, where kernels take 44.5.
+    constexpr int64_t kMaxRowSteps = 64;
+    if (g.time <= kMaxRowSteps) return g.taps > kShortTaps;
     // For (8,1024,2048,1024,K) with dilation 2 XLA takes 24.7 us with four taps and 37.4 with seven
     // in bf16, where kernels take 31.1 and 36.3; in float32 37.6 and 35.6 with four.
-    if (g.time <= kFewSteps) return g.taps > kShortTaps;
     return SizeOf(call.dtype) != 2 || g.taps > 4;
   }
   if (call.starts == nullptr) {
@@ -98,7 +102,8 @@ inline bool PrefersKernels(const Forward& call) {
 inline bool PrefersKernels(const Backward& call) {
   const Geometry& g = call.geometry;
   const int64_t mirrored = (g.taps - 1) * g.dilation - g.padding;
-  if (call.starts == nullptr && IsLargeDilatedNct(g, call.kept.size() * call.summed.size())) {
+  if (call.starts == nullptr &&
+      IsLargeDilatedNct(g, call.dtype, call.kept.size() * call.summed.size())) {
     // For (8,1024,2048,1024,K) bf16 with dilation 2 XLA takes 33.1, 40.7 and 106 us with 4, 7 and
     // 15 taps, where kernels take 63.2, 70.3 and 97.6; in float32 97.7 and 72.7 with seven.
     return SizeOf(call.dtype) != 2 || g.taps > kShortTaps;

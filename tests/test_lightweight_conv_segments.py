@@ -768,7 +768,7 @@ def test_gpus_run_what_is_fast(
 
 
 def kernels_on_a_gpu(function, x, weight):
-    """Of the value and the gradients of function(x, weight), those that kernels compute."""
+    """What kernels compute of function(x, weight): the value, the gradients, both or neither."""
 
     def text(function, *arguments):
         checks = jaxops.DISABLE_JAX_EXPORT_CHECKS
@@ -793,6 +793,7 @@ def kernels_on_a_gpu(function, x, weight):
         ((8, 1024, 2048), 4, "float32", BOTH),
         ((128, 1024, 64), 7, "bfloat16", NONE),
         ((128, 1024, 64), 7, "float32", ("gradients",)),
+        ((128, 1024, 64), 7, "float64", BOTH),
         ((2, 1024, 2048), 4, "bfloat16", BOTH),
     ],
 )

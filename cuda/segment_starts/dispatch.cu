@@ -1,10 +1,10 @@
-// These kernels find the first step of the segment of each step. The latency of a launch bounds
-// them for all but very long or very many sequences.
+// These kernels find the first step of every step's segment. The latency of a launch bounds them
+// for all but very long or very many sequences.
 //
 // A block has a tile of a sequence, and needs the last step before the tile at which a segment
 // begins. Blocks of short sequences read all ids before their tile. Long sequences have two
-// launches: the first one writes the last begin of each tile to the tile's last step. A block of
-// the second launch reads these of all tiles before its own. It does not matter whether another
+// launches: the first one writes a tile's last begin to its last step. A block of the second launch
+// reads those of all tiles before its own. It does not matter whether another
 // block has already replaced one by the start of that step, which is the last begin of that tile or
 // of an earlier one.
 #include <algorithm>
@@ -28,7 +28,8 @@ constexpr int kMaxThreads = 512;
 constexpr int kMaxWarps = kMaxThreads / kWarp;
 constexpr int kSteps = 4;  // of a thread at a time
 constexpr int kChunk = kMaxThreads * kSteps;
-// Sequences of up to this number of steps are short.
+// Sequences of up to this number of steps are short: one launch for 16384 steps took 6.0 us before
+// (1,12288,16384,12288,4), two 4.2.
 constexpr int64_t kShortTime = 4 * kChunk;
 // A block reads the begins of this number of tiles at once.
 constexpr int64_t kMaxTiles = kMaxThreads;
@@ -53,7 +54,7 @@ __device__ __forceinline__ int BlockMax(int value) {
   return value;
 }
 
-// Replaces the value of each thread by the maximum of those of all threads before it and `carried`,
+// Replaces a thread's value by the maximum of `carried` and the values of the threads before it,
 // and returns the maximum of all.
 __device__ __forceinline__ int ExclusiveBlockMax(int& value, int carried) {
   __shared__ int of_warps[kMaxWarps];

@@ -46,7 +46,7 @@ void* Shared();
 // Waits for all threads of the block.
 void WaitForBlock();
 
-// Waits for the lanes in `mask` that have not returned. Returns the value of each lane. Groups of a
+// Waits for the lanes in `mask` that have not returned, and returns the lanes' values. Groups of a
 // warp's lanes do not wait for each other.
 const uint64_t* Exchange(uint32_t mask, uint64_t value);
 

@@ -17,7 +17,6 @@ using jaxops::cuda::Activate;
 using jaxops::cuda::StoreVector;
 
 constexpr int kThreads = 256;
-constexpr int kMinTaps = 2, kMaxTaps = kShortTaps;
 
 // A thread reads its own vector and this number of elements before it (forward) or after it
 // (backward), as vectors of kReachVector elements.
@@ -47,10 +46,13 @@ constexpr int kForwardBlocks =
 #endif
     kTaps <= 6 ? 6
                : 5;
-// Of calls with segments: with 4, 5 and 6 blocks, (4,1024,2048,1024,4) f32 in segments of 16 steps
+// With segments and four, five and six blocks, (4,1024,2048,1024,4) f32 in segments of 16 steps
 // took 23.2, 22.9 and 23.6 us, and (4,1024,2048,1024,7) bf16 15.0, 16.7 and 30.7.
 template <int kTaps>
 constexpr int kPackedForwardBlocks = kTaps <= 4 ? 5 : 4;
+// With four blocks, gradients of more than five taps with segments would spill registers: 36 bytes
+// of float32 with seven. Three take 33.8 us for (4,1024,2048,1024,7) f32 and 27.3 in bf16; four
+// were not timed.
 template <int kTaps, bool kPacked>
 constexpr int kBackwardBlocks = kPacked && kTaps > 5 ? 3 : 4;
 
@@ -642,7 +644,7 @@ cudaError_t DispatchKernel(DType dtype, int64_t taps, Function&& launch) {
   return DispatchFloat(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (!std::is_same_v<T, double>) {
-      return DispatchTaps<kMinTaps, kMaxTaps>(
+      return DispatchTaps<kMinCausalTaps, kShortTaps>(
           taps, [&](auto constant) { return launch(element, constant); });
     }
     return cudaErrorInvalidValue;

@@ -8,10 +8,10 @@
 // its own in shared memory: registers do not limit the number of rows in flight, and the loop never
 // synchronises, because no thread reads rows that another thread copied.
 //
-// Of calls with segments, the start of the last row that a range reads tells whether all rows are
+// In calls with segments, the start of the last row that a range reads tells whether all rows are
 // of one segment, as nearly all are if segments are long. Only otherwise do the threads of a group
-// read the starts of its steps and rows. The rows of a state precede those of x, unless each
-// segment has a state.
+// read the starts of its steps and rows. The rows of a state precede those of x, unless segments
+// have states of their own.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/ntc/ring.cuh"
@@ -26,7 +26,7 @@ using jaxops::cuda::Activate;
 enum class Packing {
   kNone,
   kSegments,  // segments, or states of sequences, or both
-  kSlots,     // segments, each with its state
+  kSlots,     // segments with states of their own
 };
 
 // SegmentPairs says which of kRows steps of a range meet which rows of their windows in their own
