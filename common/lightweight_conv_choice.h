@@ -96,8 +96,7 @@ inline bool PrefersKernels(const Forward& call) {
   if (call.slots != nullptr) return true;
   if (CanMultiply(g, call.dtype, call.weight_dtype, g.padding)) return true;
   if (g.taps > kShortTaps) return is_ntc && call.state == nullptr;
-  if (is_ntc) return true;
-  return IsShortCausalNct(g, call.dtype) && (call.state != nullptr || SizeOf(call.dtype) == 2);
+  return is_ntc || IsShortCausalNct(g, call.dtype);
 }
 inline bool PrefersKernels(const Backward& call) {
   const Geometry& g = call.geometry;

@@ -52,16 +52,77 @@ __device__ __forceinline__ Vector<T, kCount> LoadVector(const T* address) {
   return *reinterpret_cast<const Vector<T, kCount>*>(address);
 }
 
-// Adds the products of taps and the rows that they read, in ascending order: sums of the same taps
-// then have the same bits in every kernel.
+// Neighbouring elements as they are in memory. 16-bit elements stay in pairs until they are
+// widened: the compiler takes apart a Vector of them that a loop carries or a condition selects,
+// and puts it together again.
+template <typename T, int kCount>
+struct Raw {
+  using Word = std::conditional_t<sizeof(T) == 2 && kCount % 2 == 0, uint32_t, T>;
+  static constexpr int kWords = kCount * sizeof(T) / sizeof(Word);
+
+  Vector<Word, kWords> words;
+};
+
+template <int kCount, typename T>
+__device__ __forceinline__ Raw<T, kCount> LoadRaw(const T* address) {
+  return *reinterpret_cast<const Raw<T, kCount>*>(address);
+}
+
+// LoadRawIf returns zeros if the elements do not exist.
+template <int kCount, typename T>
+__device__ __forceinline__ Raw<T, kCount> LoadRawIf(bool exists, const T* address) {
+  if (exists) return LoadRaw<kCount>(address);
+  return {};
+}
+
+template <int kCount, typename T, typename Acc>
+__device__ __forceinline__ void WidenAll(Acc* wide, const Raw<T, kCount>& raw) {
+  if constexpr (std::is_same_v<typename Raw<T, kCount>::Word, T>) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) wide[i] = Widen(raw.words.values[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const uint32_t pair = raw.words.values[i];
+      if constexpr (std::is_same_v<T, __half>) {
+        __half2 halves;
+        memcpy(&halves, &pair, sizeof(pair));
+        const float2 both = __half22float2(halves);
+        wide[2 * i] = both.x;
+        wide[2 * i + 1] = both.y;
+      } else {
+        // Element by element, the compiler first moves the upper one to the lower half.
+        wide[2 * i] = __uint_as_float(pair << 16);
+        wide[2 * i + 1] = __uint_as_float(pair & 0xffff0000u);
+      }
+    }
+  }
+}
+
+template <int kCount, typename T, typename Acc>
+__device__ __forceinline__ void WidenAll(Acc* wide, const Vector<T, kCount>& vector) {
+  Raw<T, kCount> raw;
+  memcpy(&raw, &vector, sizeof(raw));
+  WidenAll(wide, raw);
+}
+
+// Adds the product of a tap and the row that it reads.
+template <typename T, typename Acc, typename W, int kV>
+__device__ __forceinline__ void AddTap(Acc (&sums)[kV], const W (&weight)[kV],
+                                       const Raw<T, kV>& row) {
+  Acc wide[kV];
+  WidenAll(wide, row);
+#pragma unroll
+  for (int v = 0; v < kV; ++v) sums[v] += Widen(weight[v]) * wide[v];
+}
+
+// Adds the products of taps and their rows in ascending order: sums of the same taps then have the
+// same bits in every kernel.
 template <typename T, typename Acc, typename W, int kTaps, int kV>
 __device__ __forceinline__ void AddTaps(Acc (&sums)[kV], const W (&weight)[kTaps][kV],
-                                        const Vector<T, kV>* rows) {
+                                        const Raw<T, kV>* rows) {
 #pragma unroll
-  for (int k = 0; k < kTaps; ++k) {
-#pragma unroll
-    for (int v = 0; v < kV; ++v) sums[v] += Widen(weight[k][v]) * Widen(rows[k].values[v]);
-  }
+  for (int k = 0; k < kTaps; ++k) AddTap(sums, weight[k], rows[k]);
 }
 
 // Stores a Vector to global memory as one access, where the compiler might use one access for each
@@ -82,6 +143,11 @@ __device__ __forceinline__ void StoreVector(T* address, const Vector<T, kCount>&
   } else {
     *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
   }
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void StoreRaw(T* address, const Raw<T, kCount>& raw) {
+  StoreVector(reinterpret_cast<typename Raw<T, kCount>::Word*>(address), raw.words);
 }
 
 // Calls `read` with `base` as a pointer to its element type, known only at run time: for small

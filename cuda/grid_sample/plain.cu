@@ -22,11 +22,13 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::kVectorElements;
 using jaxops::cuda::kWarp;
 using jaxops::cuda::Launch;
+using jaxops::cuda::LoadRawIf;
 using jaxops::cuda::Narrow;
+using jaxops::cuda::Raw;
 using jaxops::cuda::SizeOf;
 using jaxops::cuda::StoreVector;
 using jaxops::cuda::Vector;
-using jaxops::cuda::Widen;
+using jaxops::cuda::WidenAll;
 
 constexpr int kSampleThreads = 128;
 constexpr int kLanesThreads = 256;
@@ -154,48 +156,11 @@ __device__ __forceinline__ bool FindPoint(const PlainParams<A, kAxes>& params, u
   return true;
 }
 
-// Loaded holds kCount elements as they are loaded: elements of 2 bytes stay in pairs until they are
-// used.
-template <typename T, int kCount>
-using Loaded =
-    std::conditional_t<sizeof(T) * kCount % sizeof(uint32_t) == 0 && sizeof(T) < sizeof(uint32_t),
-                       Vector<uint32_t, (kCount + 1) / 2>, Vector<T, kCount>>;
-
-template <typename T, int kCount>
-__device__ __forceinline__ Loaded<T, kCount> LoadIf(bool there, const T* address) {
-  if (there) return *reinterpret_cast<const Loaded<T, kCount>*>(address);
-  return {};
-}
-
-template <typename T, int kCount>
-__device__ __forceinline__ void WidenAll(const Loaded<T, kCount>& loaded,
-                                         Accumulator<T> (&wide)[kCount]) {
-  if constexpr (std::is_same_v<Loaded<T, kCount>, Vector<T, kCount>>) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) wide[i] = Widen(loaded.values[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      const uint32_t word = loaded.values[i];
-      if constexpr (std::is_same_v<T, __half>) {
-        __half2 pair;
-        memcpy(&pair, &word, sizeof(pair));
-        const float2 both = __half22float2(pair);
-        wide[2 * i] = both.x;
-        wide[2 * i + 1] = both.y;
-      } else {
-        wide[2 * i] = __uint_as_float(word << 16);
-        wide[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
-      }
-    }
-  }
-}
-
 // Interpolate returns the weighted sums of the entries around a point for kCount channels.
 template <int kCount, typename T, int kAxes>
 __device__ __forceinline__ Vector<T, kCount> Interpolate(
     const PlainStencil<Accumulator<T>, kAxes>& stencil,
-    const Loaded<T, kCount> (&values)[1 << kAxes]) {
+    const Raw<T, kCount> (&values)[1 << kAxes]) {
   using A = Accumulator<T>;
   A weights[1 << kAxes], sums[kCount];
   multilinear::PlainWeights<kAxes>(stencil.axes, weights);
@@ -204,7 +169,7 @@ __device__ __forceinline__ Vector<T, kCount> Interpolate(
 #pragma unroll
   for (int c = 0; c < 1 << kAxes; ++c) {
     A wide[kCount];
-    WidenAll<T, kCount>(values[c], wide);
+    WidenAll(wide, values[c]);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sums[i] += weights[c] * wide[i];
   }
@@ -228,14 +193,14 @@ __global__ void __launch_bounds__(kSampleThreads, 1)
   const PlainStencil<A, kAxes> stencil(params, index, point, f);
   const T* volume = static_cast<const T*>(params.volume);
   const uint32_t step = params.row.divisor() * kCount;
-  Loaded<T, kCount> values[kTimes][kCorners];
+  Raw<T, kCount> values[kTimes][kCorners];
 #pragma unroll
   for (int t = 0; t < kTimes; ++t) {
     const bool real = kTimes == 1 || f + t * step < params.width;
 #pragma unroll
     for (int c = 0; c < kCorners; ++c) {
       values[t][c] =
-          LoadIf<T, kCount>(real && stencil.there[c], volume + (stencil.offsets[c] + t * step));
+          LoadRawIf<kCount>(real && stencil.there[c], volume + (stencil.offsets[c] + t * step));
     }
   }
   const uint64_t at =
@@ -266,11 +231,11 @@ __global__ void __launch_bounds__(kLanesThreads, kCount > 1 ? 4 : 1)
   // The loads of the cotangent do not wait for the point.
   const T* row = static_cast<const T*>(params.cotangent) + uint64_t{index} * params.width;
   const uint32_t step = lanes * kCount;
-  Loaded<T, kCount> rows[kTimes];
+  Raw<T, kCount> rows[kTimes];
   const auto load_rows = [&](uint32_t f) {
 #pragma unroll
     for (int t = 0; t < kTimes; ++t) {
-      rows[t] = LoadIf<T, kCount>(f + t * step < params.width, row + f + t * step);
+      rows[t] = LoadRawIf<kCount>(f + t * step < params.width, row + f + t * step);
     }
   };
   uint32_t f = lane * kCount;
@@ -280,24 +245,24 @@ __global__ void __launch_bounds__(kLanesThreads, kCount > 1 ? 4 : 1)
   A dots[kCorners] = {};
 #pragma unroll 1
   while (true) {
-    Loaded<T, kCount> values[kTimes][kCorners];
+    Raw<T, kCount> values[kTimes][kCorners];
 #pragma unroll
     for (int t = 0; t < kTimes; ++t) {
       const uint32_t at = f + t * step;
 #pragma unroll
       for (int c = 0; c < kCorners; ++c) {
-        values[t][c] = LoadIf<T, kCount>(stencil.there[c] && at < params.width,
+        values[t][c] = LoadRawIf<kCount>(stencil.there[c] && at < params.width,
                                          volume + (stencil.offsets[c] + at));
       }
     }
 #pragma unroll
     for (int t = 0; t < kTimes; ++t) {
       A g[kCount];
-      WidenAll<T, kCount>(rows[t], g);
+      WidenAll(g, rows[t]);
 #pragma unroll
       for (int c = 0; c < kCorners; ++c) {
         A wide[kCount];
-        WidenAll<T, kCount>(values[t][c], wide);
+        WidenAll(wide, values[t][c]);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) dots[c] += g[i] * wide[i];
       }

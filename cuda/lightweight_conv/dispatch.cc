@@ -186,31 +186,22 @@ bool PrefersSegments(const Gradients& gradients, const Device&) {
          (g.dilation > 1 && nct::CountSegmentSteps(g, call.dtype) <= 6 * g.time);
 }
 
-// Latency bounds calls up to this number of elements.
-bool IsSmallNtc(const Forward& call) {
+int64_t CountElements(const Forward& call) {
   const Geometry& g = call.geometry;
-  return call.batch.size() * g.time * g.channels <= int64_t{1} << 19;
+  return call.batch.size() * g.time * g.channels;
 }
 
-// A window of more taps has fewer threads, and ntc/short reads long sequences of 16-bit elements
-// faster: for 7 taps of 2^23 elements in bf16, ntc/window takes 15.2, 15.4, 15.8 and 16.0 us with
-// 8, 32, 64 and 4096 steps, ntc/short 32.0, 16.6, 15.0 and 12.8; for 48 steps of 128 sequences 12.1
-// and 13.1. With dilation the steps of a phase count: 15.3 and 19.8 us for 64 steps of dilation 8.
-// Three taps of 2^23 elements take 11.7 and 12.0 us for 4096 steps; more elements were measured
-// with 4 taps, where ntc/window falls behind: 13.4 and 12.0 us become 84.8 and 72.4.
+// Latency bounds small calls: of 2^16 elements with 4 taps ntc/steps takes 1.2 us in bf16 and
+// ntc/window 1.7, of 2^18 1.8 and 1.9, of 2^19 2.6 and 1.9.
 bool PrefersWindowNtc(const Forward& call, const Device& device) {
-  constexpr int64_t kMaxSteps = 48;  // of a phase
-  constexpr int64_t kMaxLongTaps = 3, kMaxLongElements = 1 << 23;
-  const Geometry& g = call.geometry;
-  if (IsSmallNtc(call) && ntc::CanRunSteps(call, device)) return false;
-  if (SizeOf(call.dtype) != 2 || CeilDiv(g.time, g.dilation) <= kMaxSteps) return true;
-  return g.taps <= kMaxLongTaps && call.batch.size() * g.time * g.channels <= kMaxLongElements;
+  constexpr int64_t kMaxSmall = 1 << 17;
+  return CountElements(call) > kMaxSmall || !ntc::CanRunSteps(call, device);
 }
 
 // Short sequences end before ntc/short has its loads in flight: ntc/steps took 22.1 us where that
 // took 30.4 for (1024,1024,8,16,3) bf16, but 26.1 and 18.9 for 16 steps of 4 taps.
 bool PrefersStepsNtc(const Forward& call, const Device&) {
-  return call.geometry.time <= 8 || IsSmallNtc(call);
+  return call.geometry.time <= 8 || CountElements(call) <= int64_t{1} << 19;
 }
 
 // Times are those of an H200; rows without a time were not measured. All families but those of mma
@@ -240,14 +231,13 @@ constexpr Family<Forward> kForwardFamilies[] = {
     {"nct/long", nct::CanRunLong, Always, nct::LaunchLong},
     // Every tap is read through the cache.
     {"nct/dilated", nct::CanRunDilated, Always, nct::LaunchDilated},
-    // All loads of a window are in flight at once, also where a sequence ends early: 24.9 -> 12.7
-    // us for (1024,1024,8,16,4) bf16, 20.5 -> 18.4 for (2,1024,4096,16,7) f32.
+    // All loads of a window are in flight at once, also where a sequence ends early: 24.9 -> 8.1 us
+    // for (1024,1024,8,16,4) bf16, 72.0 -> 65.3 for (4,2048,8192,2048,4).
     {"ntc/window", ntc::CanRunWindow, PrefersWindowNtc, ntc::LaunchWindow},
     // Latency bounds a small call.
     {"ntc/steps", ntc::CanRunSteps, PrefersStepsNtc, ntc::LaunchSteps},
     // Memory bounds short filters: the window is in registers, and the next rows are in flight to
-    // shared memory. 77.4 -> 72.3 us for (4,2048,8192,2048,4) bf16, and ntc/window takes 84.8. In
-    // float32 ntc/window was faster on all 38 calls that were measured, of up to 2^23 elements.
+    // shared memory. 77.4 -> 72.3 us for (4,2048,8192,2048,4) bf16, in vectors of four channels.
     {"ntc/short", ntc::CanRunShort, Always, ntc::LaunchShort},
     // The window and the next rows are in registers, for any number of channels.
     {"ntc/scalar", ntc::CanRunScalar, Always, ntc::LaunchScalar},
@@ -287,13 +277,14 @@ constexpr Family<Forward> kPackedForwardFamilies[] = {
     {"heads", CanRunHeads, PrefersHeads, LaunchHeads},
     // Tensor cores multiply long filters, as without segments.
     {"mma", CanRunMma, PrefersMma, LaunchMmaOfSegments},
-    // All loads of a window are in flight at once: 21.3 -> 19.7 us for (4,1024,2048,1024,4) f32 in
-    // segments of 1000 steps, and 20.1 -> 18.4 with a state in place of segments.
+    // All loads of a window are in flight at once. In segments of 1024 steps
+    // (1,12288,16384,12288,4) bf16 takes 197 us with the starts, ntc/short 216, and 191 without
+    // segments. Only with seven taps and segments of 16 steps was ntc/short faster: 16.4 and 17.0
+    // us for (4,1024,2048,1024,7) bf16.
     {"ntc/window", ntc::CanRunWindowOfSegments, Always, ntc::LaunchWindowOfSegments},
-    // Rows of one segment are computed as without segments: in segments of 1024 steps
-    // (1,12288,16384,12288,4) bf16 takes 215 us with the starts, and 206 without segments.
+    // Rows of one segment are computed as without segments.
     {"ntc/short", ntc::CanRunShortOfSegments, Always, ntc::LaunchShortOfSegments},
-    // The reason is the same: 233 us, where XLA takes 289, and 206 without segments.
+    // The reason is the same: 209 us, where XLA takes 289, and 203 without segments.
     {"nct/causal", nct::CanRunCausalOfSegments, Always, nct::LaunchCausalOfSegments},
     // Every tap is read through the cache.
     {"packed", CanRunPacked, Always, LaunchPacked},
@@ -437,9 +428,9 @@ constexpr Family<Gradients> kPackedGradientFamilies[] = {
     // Tensor cores multiply long filters, as without segments.
     {"mma", CanRunMma, PrefersMmaOfSegments,
      WithInputGrad<LaunchMmaOfSegments, ComputesInputGradMma>},
-    // One pass reads x and g once: the call above takes 344 us, XLA 1110, and 297 without segments.
+    // One pass reads x and g once: the call above takes 305 us, XLA 1110, and 296 without segments.
     {"ntc/short", ntc::CanRunShortOfSegments, Always, ntc::LaunchShortOfSegments},
-    // The reason is the same: 340 us, XLA 467, and 326 without segments.
+    // The reason is the same: 332 us, XLA 467, and 323 without segments.
     {"nct/causal", nct::CanRunCausalOfSegments, Always, nct::LaunchCausalOfSegments},
     // Every tap is read through the cache.
     {"packed", CanRunPacked, Always, WithInputGrad<LaunchPacked, Never>},

@@ -69,12 +69,12 @@ cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device& 
 // ntc/window.cu runs short filters, not of float64, of rows that are whole vectors of 8 bytes.
 bool CanRunWindow(const Forward& call, const Device& device);
 cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device& device);
-// These run causal filters of float32 calls with segments, or with states of the type of x.
+// These run causal filters of calls with segments, or with states of the type of x.
 bool CanRunWindowOfSegments(const Forward& call, const Device& device);
 cudaError_t LaunchWindowOfSegments(cudaStream_t stream, const Forward& call, const Device& device);
 
-// ntc/short.cu runs short filters of rows that are whole vectors: forward calls, but of float32,
-// and gradients.
+// ntc/short.cu runs short filters of rows that are whole vectors: forward calls of pairs of 16-bit
+// or float64 channels, and gradients.
 bool CanRunShort(const Forward& call, const Device& device);
 bool CanRunShort(const Gradients& gradients, const Device& device);
 cudaError_t LaunchShort(cudaStream_t stream, const Forward& call, const Device& device);

@@ -32,11 +32,15 @@ using jaxops::cuda::DispatchBool;
 using jaxops::cuda::DispatchFloat;
 using jaxops::cuda::kVectorElements;
 using jaxops::cuda::Launch;
+using jaxops::cuda::LoadRaw;
+using jaxops::cuda::LoadRawIf;
 using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
+using jaxops::cuda::Raw;
 using jaxops::cuda::StoreAs;
 using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
+using jaxops::cuda::WidenAll;
 using jaxops::cuda::WithElements;
 
 // --- NTC -----------------------------------------------------------------------------------------

@@ -24,8 +24,11 @@ using jaxops::cuda::CeilDiv;
 using jaxops::cuda::DispatchFloat;
 using jaxops::cuda::kVectorElements;
 using jaxops::cuda::Launch;
-using jaxops::cuda::LoadVector;
+using jaxops::cuda::LoadRaw;
+using jaxops::cuda::LoadRawIf;
 using jaxops::cuda::Narrow;
+using jaxops::cuda::Raw;
+using jaxops::cuda::StoreRaw;
 using jaxops::cuda::StoreVector;
 using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
@@ -83,14 +86,13 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
   const Item item(p, index, kV);
   const T* x = static_cast<const T*>(call.x) + item.x;
   T* y = static_cast<T*>(call.y) + item.y;
-  Vector<T, kV> rows[kTaps] = {};
+  Raw<T, kV> rows[kTaps] = {};
   if (item.slot >= 0) {
     const T* state = static_cast<const T*>(call.state) + item.state;
 #pragma unroll
-    for (int r = 0; r < kReach; ++r) rows[r] = LoadVector<kV>(state + r * call.channels);
+    for (int r = 0; r < kReach; ++r) rows[r] = LoadRaw<kV>(state + r * call.channels);
   }
-  Vector<T, kV> next = {};
-  if (call.steps > 0) next = LoadVector<kV>(x);
+  Raw<T, kV> next = LoadRawIf<kV>(call.steps > 0, x);
   Acc weight[kTaps][kV];
   WithElements(call.weight, call.weight_dtype, [&](const auto* filters) {
     filters += item.weight;
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
   for (int64_t s = 0; s < call.steps; ++s) {
     rows[kReach] = next;
     // The next row is in flight while this step is computed.
-    if (s + 1 < call.steps) next = LoadVector<kV>(x + (s + 1) * call.channels);
+    if (s + 1 < call.steps) next = LoadRaw<kV>(x + (s + 1) * call.channels);
     Acc sums[kV];
 #pragma unroll
     for (int v = 0; v < kV; ++v) sums[v] = bias[v];
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) StepInRegisters(const __grid_constan
   if (item.slot < 0) return;
   T* new_state = static_cast<T*>(call.new_state) + item.new_state;
 #pragma unroll
-  for (int r = 0; r < kReach; ++r) StoreVector(new_state + r * call.channels, rows[r]);
+  for (int r = 0; r < kReach; ++r) StoreRaw(new_state + r * call.channels, rows[r]);
 }
 
 // Rows that move at once.

@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -98,6 +99,7 @@ inline uint32_t __ballot_sync(uint32_t mask, bool holds) {
   return found;
 }
 inline bool __any_sync(uint32_t mask, bool holds) { return __ballot_sync(mask, holds) != 0; }
+inline bool __all_sync(uint32_t mask, bool holds) { return __ballot_sync(mask, !holds) == 0; }
 
 inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value) {
   const uint64_t* of_lane = host_cuda::Exchange(mask, value);
@@ -136,6 +138,7 @@ T atomicAdd(T* address, T value) {
   *address += value;
   return before;
 }
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline uint32_t __clz(uint32_t n) { return n == 0 ? 32 : __builtin_clz(n); }
 inline uint32_t __popc(uint32_t n) { return __builtin_popcount(n); }

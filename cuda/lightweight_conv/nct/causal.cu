@@ -46,10 +46,14 @@ constexpr int kForwardBlocks =
 #endif
     kTaps <= 6 ? 6
                : 5;
-// With segments and four, five and six blocks, (4,1024,2048,1024,4) f32 in segments of 16 steps
-// took 23.2, 22.9 and 23.6 us, and (4,1024,2048,1024,7) bf16 15.0, 16.7 and 30.7.
+// With segments a thread has the loads of this number of channels in flight. For
+// (1,12288,16384,12288,4) bf16 in segments of 1000 steps one channel and six blocks took 218 us,
+// two and five 204, two and four 213; for (4,1024,2048,1024,4) f32 24.1, 24.5 and 22.0. With seven
+// taps two channels would spill registers.
 template <int kTaps>
-constexpr int kPackedForwardBlocks = kTaps <= 4 ? 5 : 4;
+constexpr int kPackedForwardItems = kTaps <= 4 ? 2 : 1;
+template <typename T, int kTaps>
+constexpr int kPackedForwardBlocks = sizeof(T) == 2 && kTaps == 4 ? 5 : 4;
 // With four blocks, gradients of more than five taps with segments would spill registers: 36 bytes
 // of float32 with seven. Three take 33.8 us for (4,1024,2048,1024,7) f32 and 27.3 in bf16; four
 // were not timed.
@@ -69,6 +73,19 @@ __device__ __forceinline__ void ReadTaps(Acc (&weight)[kTaps], const void* base,
 }
 
 // --- forward -------------------------------------------------------------------------------------
+
+// ReadWindow reads the window of a thread's own steps.
+template <typename T, int kTaps, typename Acc, int kRead, int kReads, int kV>
+__device__ __forceinline__ void ReadWindow(Acc (&window)[kTaps - 1 + kV],
+                                           const Raw<T, kRead> (&before)[kReads],
+                                           const Raw<T, kV>& own) {
+  Acc reach[kReads * kRead];
+#pragma unroll
+  for (int r = 0; r < kReads; ++r) WidenAll(reach + r * kRead, before[r]);
+#pragma unroll
+  for (int i = 0; i < kTaps - 1; ++i) window[i] = reach[kReads * kRead - (kTaps - 1) + i];
+  WidenAll(window + kTaps - 1, own);
+}
 
 // A thread has several items: the same vector of neighbouring batch entries, or vectors of one row.
 struct CausalForwardParams {
@@ -126,8 +143,8 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T, kTaps>)
   }
 #pragma unroll 1
   for (int item = 0; item < count; item += kAtOnce<T>) {
-    Vector<T, kV> own[kAtOnce<T>];
-    Vector<T, kRead> before[kAtOnce<T>][kReads];
+    Raw<T, kV> own[kAtOnce<T>];
+    Raw<T, kRead> before[kAtOnce<T>][kReads];
 #pragma unroll
     for (int e = 0; e < kAtOnce<T>; ++e) {
       own[e] = {};
@@ -135,13 +152,12 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T, kTaps>)
       for (int r = 0; r < kReads; ++r) before[e][r] = {};
       if (item + e < count) {
         const T* at = x + (item + e) * p.x_step;
-        own[e] = LoadVector<kV>(at);
+        own[e] = LoadRaw<kV>(at);
 #pragma unroll
         for (int r = 0; r < kReads; ++r) {
           const int distance = kReach<kTaps> - r * kRead;
-          if (first_t + (item + e) * p.time_step >= distance) {
-            before[e][r] = LoadVector<kRead>(at - distance);
-          }
+          before[e][r] =
+              LoadRawIf<kRead>(first_t + (item + e) * p.time_step >= distance, at - distance);
         }
       }
     }
@@ -149,13 +165,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T, kTaps>)
     for (int e = 0; e < kAtOnce<T>; ++e) {
       if (item + e >= count) return;
       Acc window[kTaps - 1 + kV], sums[kV];
-#pragma unroll
-      for (int i = 0; i < kTaps - 1; ++i) {
-        const int from = kReach<kTaps> - (kTaps - 1) + i;
-        window[i] = Widen(before[e][from / kRead].values[from % kRead]);
-      }
-#pragma unroll
-      for (int i = 0; i < kV; ++i) window[kTaps - 1 + i] = Widen(own[e].values[i]);
+      ReadWindow<T, kTaps>(window, before[e], own[e]);
 #pragma unroll
       for (int i = 0; i < kV; ++i) sums[i] = bias;
 #pragma unroll
@@ -198,6 +208,16 @@ class StepPairs {
     const uint32_t taps = kAll & ~((1u << min(first_tap, kTaps)) - 1);
     words_[i / kSteps] |= taps << i % kSteps * kTaps;
   }
+  __device__ __forceinline__ bool AreAll() const {
+    bool are = true;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      constexpr int kRest = kV - (kWords - 1) * kSteps;
+      const int bits = (w < kWords - 1 ? kSteps : kRest) * kTaps;
+      are = are && words_[w] == ~0u >> (32 - bits);
+    }
+    return are;
+  }
   __device__ __forceinline__ bool Has(int i, int k) const {
     return words_[i / kSteps] >> (i % kSteps * kTaps + k) & 1;
   }
@@ -205,15 +225,16 @@ class StepPairs {
  private:
   static constexpr uint32_t kAll = (1u << kTaps) - 1;
   static constexpr int kSteps = std::min(kV, 32 / kTaps);  // of a word
-  uint32_t words_[(kV + kSteps - 1) / kSteps] = {};
+  static constexpr int kWords = (kV + kSteps - 1) / kSteps;
+  uint32_t words_[kWords] = {};
 };
 
-// Shared memory has the filters of a block's channels, each of this number of values.
+// Shared memory has the taps and the bias of each of a block's channels, as whole vectors.
 template <int kTaps>
-constexpr int kFilterSize = kTaps <= 4 ? 4 : 8;
+constexpr int kFilterSize = (kTaps + 1 + 3) / 4 * 4;
 
 template <typename T, int kTaps>
-__global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<kTaps>)
+__global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<T, kTaps>)
     CausalPackedForwardNct(const __grid_constant__ PackedForwardParams p) {
   using Acc = Accumulator<T>;
   constexpr int kV = kVectorElements<T>;
@@ -222,7 +243,6 @@ __global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<kTaps>)
   constexpr int kSize = kFilterSize<kTaps>;
   extern __shared__ __align__(16) unsigned char shared[];
   Acc* const filters = reinterpret_cast<Acc*>(shared);
-  Acc* const biases = filters + p.rows * p.per_thread * kSize;
   uint32_t block = blockIdx.x;
   const int part_first = p.parts.DivMod(block) * p.row_threads.divisor() * kV;
   const int first_channel = p.channel_blocks.DivMod(block) * p.rows * p.per_thread;
@@ -237,18 +257,21 @@ __global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<kTaps>)
   const T* x = static_cast<const T*>(p.x) + batch[Forward::kX] + offset;
   T* y = static_cast<T*>(p.y) + batch[Forward::kY] + offset;
   const int64_t advance = int64_t{p.rows} * p.time;
-  Vector<T, kV> own, next_own;
-  Vector<T, kRead> before[kReads], next_before[kReads];
+  constexpr int kItems = kPackedForwardItems<kTaps>;
+  Raw<T, kV> own[kItems];
+  Raw<T, kRead> before[kItems][kReads];
   const auto load = [&](int channel) {
-    if (channel >= channels) return;
-    next_own = LoadVector<kV>(x);
 #pragma unroll
-    for (int r = 0; r < kReads; ++r) {
-      const int distance = kReach<kTaps> - r * kRead;
-      next_before[r] = {};
-      if (t >= distance) next_before[r] = LoadVector<kRead>(x - distance);
+    for (int e = 0; e < kItems; ++e) {
+      const bool exists = channel + e * p.rows < channels;
+      own[e] = LoadRawIf<kV>(exists, x);
+#pragma unroll
+      for (int r = 0; r < kReads; ++r) {
+        const int distance = kReach<kTaps> - r * kRead;
+        before[e][r] = LoadRawIf<kRead>(exists && t >= distance, x - distance);
+      }
+      x += advance;
     }
-    x += advance;
   };
   load(first);
 
@@ -256,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<kTaps>)
   // Taps read rows from here on, of the sequence and the state. Rows before the sequence are zeros
   // without a state.
   const int lowest = p.state == nullptr ? 0 : -kPadding;
-  bool are_whole = true;
+  bool are_whole = true;  // the windows of a part, or of this thread, are of one segment each
   if (starts != nullptr) {
     const int part_last = min(part_first + p.row_threads.divisor() * kV, p.time) - 1;
     are_whole = max(starts[part_last], lowest) <= max(part_first - kPadding, lowest);
@@ -272,7 +295,7 @@ __global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<kTaps>)
   });
   WithElements(p.bias, p.bias_dtype, [&](const auto* elements) {
     for (int i = threadIdx.x; i < channels; i += kThreads) {
-      biases[i] =
+      filters[i * kSize + kTaps] =
           elements == nullptr
               ? Acc(0)
               : static_cast<Acc>(Widen(elements[batch[Forward::kBias] + first_channel + i]));
@@ -289,62 +312,61 @@ __global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<kTaps>)
         pairs.Set(i + e, max(first_row - (t + i + e - kPadding), 0));
       }
     }
+    are_whole = pairs.AreAll();
   }
+  // The lanes of a warp take the same branch.
+  are_whole = __all_sync(~0u, are_whole || is_idle);
+  const bool reads_state = p.state != nullptr && t < kPadding;
   __syncthreads();
 #pragma unroll 1
-  for (int channel = first; channel < channels; channel += p.rows) {
-    own = next_own;
+  for (int item = first; item < channels; item += kItems * p.rows) {
 #pragma unroll
-    for (int r = 0; r < kReads; ++r) before[r] = next_before[r];
-    load(channel + p.rows);
-    Acc weight[kSize], window[kPadding + kV], sums[kV];
+    for (int e = 0; e < kItems; ++e) {
+      const int channel = item + e * p.rows;
+      if (channel >= channels) break;
+      Acc weight[kSize], window[kPadding + kV], sums[kV];
 #pragma unroll
-    for (int k = 0; k < kSize; k += 4) {
-      const auto vector = LoadVector<4>(filters + channel * kSize + k);
+      for (int k = 0; k < kSize; k += 4) {
+        const auto vector = LoadVector<4>(filters + channel * kSize + k);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) weight[k + e] = vector.values[e];
-    }
-#pragma unroll
-    for (int i = 0; i < kPadding; ++i) {
-      const int from = kReach<kTaps> - kPadding + i;
-      window[i] = Widen(before[from / kRead].values[from % kRead]);
-    }
-    if (p.state != nullptr && t < kPadding) {
-      WithElements(p.state, p.state_dtype, [&](const auto* states) {
-        const auto* state =
-            states + batch[Forward::kState] + int64_t{first_channel + channel} * kPadding;
-#pragma unroll
-        for (int i = 0; i < kPadding; ++i) {
-          if (t + i < kPadding) window[i] = static_cast<Acc>(Widen(state[t + i]));
-        }
-      });
-    }
-#pragma unroll
-    for (int i = 0; i < kV; ++i) window[kPadding + i] = Widen(own.values[i]);
-    const Acc bias = biases[channel];
-#pragma unroll
-    for (int i = 0; i < kV; ++i) sums[i] = bias;
-    if (are_whole) {
-#pragma unroll
-      for (int k = 0; k < kTaps; ++k) {
-#pragma unroll
-        for (int i = 0; i < kV; ++i) sums[i] += weight[k] * window[i + k];
+        for (int n = 0; n < 4; ++n) weight[k + n] = vector.values[n];
       }
-    } else {
+      ReadWindow<T, kTaps>(window, before[e], own[e]);
+      if (reads_state) {
+        WithElements(p.state, p.state_dtype, [&](const auto* states) {
+          const auto* state =
+              states + batch[Forward::kState] + int64_t{first_channel + channel} * kPadding;
 #pragma unroll
-      for (int k = 0; k < kTaps; ++k) {
+          for (int i = 0; i < kPadding; ++i) {
+            if (t + i < kPadding) window[i] = static_cast<Acc>(Widen(state[t + i]));
+          }
+        });
+      }
 #pragma unroll
-        for (int i = 0; i < kV; ++i) {
-          if (pairs.Has(i, k)) sums[i] += weight[k] * window[i + k];
+      for (int i = 0; i < kV; ++i) sums[i] = weight[kTaps];
+      if (are_whole) {
+#pragma unroll
+        for (int k = 0; k < kTaps; ++k) {
+#pragma unroll
+          for (int i = 0; i < kV; ++i) sums[i] += weight[k] * window[i + k];
+        }
+      } else {
+#pragma unroll
+        for (int k = 0; k < kTaps; ++k) {
+#pragma unroll
+          for (int i = 0; i < kV; ++i) {
+            if (pairs.Has(i, k)) sums[i] += weight[k] * window[i + k];
+          }
         }
       }
-    }
-    Activate(sums, p.activation);
-    Vector<T, kV> result;
+      Activate(sums, p.activation);
+      Vector<T, kV> result;
 #pragma unroll
-    for (int i = 0; i < kV; ++i) result.values[i] = Narrow<T>(sums[i]);
-    StoreVector(y, result);
-    y += advance;
+      for (int i = 0; i < kV; ++i) result.values[i] = Narrow<T>(sums[i]);
+      StoreVector(y, result);
+      y += advance;
+    }
+    load(item + kItems * p.rows);
   }
 }
 
@@ -400,8 +422,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<kTaps, kPacked>) Cau
   }
 #pragma unroll 1
   for (int first = split * p.per_split + group; first < end; first += p.sums.groups * kAtOnce<T>) {
-    Vector<T, kV> own[kAtOnce<T>], own_g[kAtOnce<T>];
-    Vector<T, kRead> after[kAtOnce<T>][kReads];
+    Raw<T, kV> own[kAtOnce<T>], own_g[kAtOnce<T>];
+    Raw<T, kRead> after[kAtOnce<T>][kReads];
     uint32_t entry[kAtOnce<T>];
     int first_t[kAtOnce<T>], t[kAtOnce<T>];  // of the part, and of the thread
     bool exists[kAtOnce<T>];
@@ -419,12 +441,12 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<kTaps, kPacked>) Cau
       for (int r = 0; r < kReads; ++r) after[e][r] = {};
       if (exists[e]) {
         const T* g_at = g + entry[e] * p.summed_g + t[e];
-        own[e] = LoadVector<kV>(x + entry[e] * p.summed_x + t[e]);
-        own_g[e] = LoadVector<kV>(g_at);
+        own[e] = LoadRaw<kV>(x + entry[e] * p.summed_x + t[e]);
+        own_g[e] = LoadRaw<kV>(g_at);
 #pragma unroll
         for (int r = 0; r < kReads; ++r) {
           const int distance = kV + r * kRead;
-          if (t[e] + distance < p.time) after[e][r] = LoadVector<kRead>(g_at + distance);
+          after[e][r] = LoadRawIf<kRead>(t[e] + distance < p.time, g_at + distance);
         }
         if constexpr (kPacked) {
           const int32_t* starts = p.starts + kept * p.kept_starts + entry[e] * p.summed_starts;
@@ -437,14 +459,13 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<kTaps, kPacked>) Cau
     for (int e = 0; e < kAtOnce<T>; ++e) {
       if (!exists[e]) continue;
       Acc inputs[kV], window[kV + kTaps - 1];
+      WidenAll(inputs, own[e]);
+      WidenAll(window, own_g[e]);
+      Acc reach[kReads * kRead];
 #pragma unroll
-      for (int i = 0; i < kV; ++i) inputs[i] = Widen(own[e].values[i]);
+      for (int r = 0; r < kReads; ++r) WidenAll(reach + r * kRead, after[e][r]);
 #pragma unroll
-      for (int i = 0; i < kV; ++i) window[i] = Widen(own_g[e].values[i]);
-#pragma unroll
-      for (int i = 0; i < kTaps - 1; ++i) {
-        window[kV + i] = Widen(after[e][i / kRead].values[i % kRead]);
-      }
+      for (int i = 0; i < kTaps - 1; ++i) window[kV + i] = reach[i];
       const auto store = [&](const Acc(&sums)[kV]) {
         Vector<T, kV> result;
 #pragma unroll
@@ -564,8 +585,9 @@ struct PackedForwardPlan {
 PackedForwardPlan MakePackedPlan(const Forward& call) {
   const Geometry& g = call.geometry;
   // A thread finds the pairs of its steps once for several channels, whose filters are in shared
-  // memory, if threads that fill a device remain: for (4,1024,2048,1024,4) bf16 two, four and eight
-  // channels took 16.8, 14.9 and 13.7 us.
+  // memory, if threads that fill a device remain: for (4,1024,2048,1024,4) bf16 in segments of 1000
+  // steps four, eight and sixteen channels took 12.9, 12.0 and 11.9 us, and 209, 204 and 211 for
+  // (1,12288,16384,12288,4).
   constexpr int64_t kManyThreads = 1 << 17;
   constexpr int64_t kMaxBlockChannels = 32;
   const int64_t vectors = CountRowVectors(g, call.dtype);
@@ -787,7 +809,7 @@ cudaError_t LaunchCausalOfSegments(cudaStream_t stream, const Forward& call, con
                               .batch = call.batch};
   return DispatchKernel(call.dtype, g.taps, [&](auto element, auto taps) {
     using Acc = Accumulator<decltype(element)>;
-    const size_t bytes = plan.rows * plan.per_thread * (kFilterSize<taps.value> + 1) * sizeof(Acc);
+    const size_t bytes = plan.rows * plan.per_thread * kFilterSize<taps.value> * sizeof(Acc);
     return Launch(CausalPackedForwardNct<decltype(element), taps.value>, plan.blocks, kThreads,
                   bytes, stream, p);
   });

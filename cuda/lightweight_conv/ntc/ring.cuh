@@ -8,6 +8,7 @@
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/filters.cuh"
 #include "cuda/lightweight_conv/ntc/rows.cuh"
+#include "cuda/lightweight_conv/packed.h"
 
 namespace jaxops::lightweight_conv::cuda::ntc {
 
@@ -42,10 +43,10 @@ struct RingPlan {
   int64_t shares = 0;
   int64_t blocks = 0;  // blocks of the grid
 
-  // A thread has the maximum number of channels for which the window, and backward the sums, fit
-  // registers, or `few` channels if rows are not whole vectors of that size.
-  RingPlan(const Geometry& g, DType dtype, int few)
-      : vector(g.channels % MaxVector(dtype) == 0 ? MaxVector(dtype) : few),
+  // A thread has `many` channels, or `few` if rows are not whole vectors of that size. The maximum
+  // is the number for which the window, and backward the sums, fit registers.
+  RingPlan(const Geometry& g, DType dtype, int many, int few)
+      : vector(g.channels % many == 0 ? many : few),
         max_taps(vector == MaxVector(dtype) && g.taps <= 4 ? 4 : kShortTaps),
         one_head(vector == MaxVector(dtype) && max_taps == kShortTaps &&
                  g.channels / g.heads % vector == 0),
@@ -74,8 +75,10 @@ struct RingPlan {
     const Backward& call = gradients.call;
     const Geometry& g = call.geometry;
     const int64_t all_phases = call.summed.size() * phases;
+    // Longer ranges read fewer rows twice, but with segments more of them have the end of one.
+    const bool is_long = call.dx == nullptr && !IsPacked(call);
     Cut(g, gradients.splits * groups() / all_phases, kMinRange,
-        call.dx == nullptr ? g.time + kMinRange : kMaxBackwardRange);
+        is_long ? g.time + kMinRange : kMaxBackwardRange);
     items = all_phases * ranges;
     shares = std::min(gradients.splits, CeilDiv(items, groups()));
     blocks = call.kept.size() * shares * channel_blocks;
@@ -151,7 +154,7 @@ struct Interval {
 template <typename T, int kV, int kTaps, bool kOwn>
 class RowRing {
  public:
-  using Row = Vector<T, kV>;
+  using Row = Raw<T, kV>;
   static constexpr size_t kBytes =
       size_t{kStages} * (kOwn ? 2 : 1) * kRows * kRingThreads * sizeof(Row);
 
@@ -224,7 +227,7 @@ class RowRing {
   // An asynchronous copy cannot move a single channel of 2 bytes.
   __device__ __forceinline__ void Copy(Row* to, const T* from, bool exists) {
     if constexpr (sizeof(Row) < 4) {
-      *to = LoadIf<kV>(exists, from, good_);
+      *to = LoadRawIf<kV>(exists, from);
     } else {
       __pipeline_memcpy_async(to, exists ? from : good_, sizeof(Row), exists ? 0 : sizeof(Row));
     }
@@ -246,14 +249,14 @@ class RowRing {
 template <int kTaps, typename T, typename Acc, int kV, int kWindow>
 __device__ __forceinline__ void ReadCarried(Acc (&window)[kWindow][kV], const StepRanges& ranges,
                                             const StepRange& range, const T* column) {
-  Vector<T, kV> rows[kTaps - 1];
+  Raw<T, kV> rows[kTaps - 1];
 #pragma unroll
   for (int i = 0; i < kTaps - 1; ++i) {
     const int t = range.origin + i * ranges.dilation;
-    rows[i] = LoadIf<kV>(range.HasRow(i), column + int64_t{t} * ranges.channels, column);
+    rows[i] = LoadRawIf<kV>(range.HasRow(i), column + int64_t{t} * ranges.channels);
   }
 #pragma unroll
-  for (int i = 0; i < kTaps - 1; ++i) WidenRow(window[i], rows[i]);
+  for (int i = 0; i < kTaps - 1; ++i) WidenAll(window[i], rows[i]);
 }
 
 // Carry advances by kRows rows.

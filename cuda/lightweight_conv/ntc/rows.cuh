@@ -6,12 +6,6 @@
 
 namespace jaxops::lightweight_conv::cuda::ntc {
 
-template <typename T, typename Acc, int kV>
-__device__ __forceinline__ void WidenRow(Acc (&values)[kV], const Vector<T, kV>& row) {
-#pragma unroll
-  for (int v = 0; v < kV; ++v) values[v] = Widen(row.values[v]);
-}
-
 template <typename T, int kV>
 __device__ __forceinline__ void StoreRow(T* address, const Accumulator<T> (&values)[kV]) {
   Vector<T, kV> row;

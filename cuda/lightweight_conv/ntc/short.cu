@@ -30,31 +30,34 @@ enum class Packing {
 };
 
 // SegmentPairs says which of kRows steps of a range meet which rows of their windows in their own
-// segment. The threads of a group share the work: pair (i, j) of step i and row i + j is bit
-// i * kTaps + j.
+// segment. The threads of a group share the work, for kSets times kRows steps at once, so that they
+// wait for starts once; shared memory has the results.
 template <int kTaps>
 class SegmentPairs {
  public:
+  static constexpr int kSets = 8;
+  static constexpr size_t kGroupBytes = kSets * sizeof(uint32_t);
+
   // `starts` is null if the sequence is one segment. The block's channels begin with
-  // `first_channel`.
+  // `first_channel`. `storage` has kGroupBytes for each group of the block.
   template <int kV>
-  __device__ __forceinline__ SegmentPairs(const int32_t* starts, const StepRanges& ranges,
-                                          const StepRange& range, int first_channel,
-                                          std::integral_constant<int, kV>)
-      : starts_(starts),
-        dilation_(ranges.dilation),
-        range_(range),
-        inside_(range.low, min(range.count, range.high - ranges.taps + 1) - kRows + 1) {
+  __device__ __forceinline__ SegmentPairs(void* storage, const int32_t* starts,
+                                          const StepRanges& ranges, const StepRange& range,
+                                          int first_channel, std::integral_constant<int, kV>)
+      : starts_(starts), dilation_(ranges.dilation), range_(range) {
     const int lanes = ranges.tile.lanes();
     // Threads without channels do not take part.
     lanes_ = min(lanes, (ranges.channels - first_channel + kV - 1) / kV);
     lane_ = threadIdx.x & (lanes - 1);
     threads_ = (lanes_ == kWarp ? ~0u : (1u << lanes_) - 1) << (threadIdx.x % kWarp - lane_);
     row_mask_ = (1u << ranges.taps) - 1;
+    words_ = static_cast<uint32_t*>(storage) + (threadIdx.x >> ranges.tile.lane_bits) * kSets;
+    is_inside_ =
+        range.low == 0 && range.count % kRows == 0 && range.high - ranges.taps + 1 >= range.count;
     // Where steps are not a multiple of the dilation from rows, they may be before the first row or
     // after the last one.
     const int last_row = Time(min(range.high, range.count + ranges.taps - 1) - 1);
-    const int last_step = range.first + (range.count - 1) * ranges.dilation;
+    const int last_step = Step(range.count - 1);
     // The comparison is later, so that nothing waits for the start before.
     const bool has_segments = starts != nullptr && range.count > 0;
     first_row_ = has_segments ? min(Time(range.low), range.first) : 0;
@@ -64,24 +67,11 @@ class SegmentPairs {
   // Take proceeds to the next kRows steps, at first to those from step 0 of the range on.
   __device__ __forceinline__ void Take() {
     first_ += kRows;
-    const bool is_single = last_start_ <= first_row_;
-    are_all_ = is_single && inside_.Has(first_);
-    if (are_all_) return;
-    uint32_t found = 0;
-#pragma unroll 1
-    for (int pair = lane_; pair < kRows * kTaps; pair += lanes_) {
-      const int i = first_ + pair / kTaps;
-      const int j = pair % kTaps;
-      if (i >= range_.count || !range_.HasRow(i + j) || !(row_mask_ >> j & 1)) continue;
-      const int row = Time(i + j);
-      bool has_pair = is_single;
-      if (!has_pair) {
-        const int start = starts_[range_.first + i * dilation_];
-        has_pair = row < 0 ? start <= row : start == starts_[row];
-      }
-      found |= uint32_t{has_pair} << pair;
-    }
-    pairs_ = __reduce_or_sync(threads_, found);
+    if (first_ == 0) are_all_ = is_whole_ = is_inside_ && last_start_ <= first_row_;
+    if (is_whole_) return;
+    const int set = first_ / kRows % kSets;
+    if (set == 0) Find();
+    pairs_ = words_[set];
     uint32_t all = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) all |= row_mask_ << i * kTaps;
@@ -90,24 +80,69 @@ class SegmentPairs {
 
   // AreAll says whether all pairs exist.
   __device__ __forceinline__ bool AreAll() const { return are_all_; }
+  // Pair (i, j) is of step i and row i + j.
   __device__ __forceinline__ bool Has(int i, int j) const { return pairs_ >> (i * kTaps + j) & 1; }
 
  private:
   static_assert(kRows * kTaps <= kWarp);
 
   __device__ __forceinline__ int Time(int row) const { return range_.origin + row * dilation_; }
+  __device__ __forceinline__ int Step(int i) const { return range_.first + i * dilation_; }
+
+  // Find finds the pairs of the next kSets times kRows steps.
+  __device__ __forceinline__ void Find() {
+    constexpr int kAtOnce = 4;
+#pragma unroll 1
+    for (int set = 0; set < kSets; set += kAtOnce) {
+      uint32_t found[kAtOnce] = {};
+#pragma unroll 1
+      for (int pair = lane_; pair < kRows * kTaps; pair += lanes_) {
+        const int j = pair % kTaps;
+        int start[kAtOnce], row_start[kAtOnce];
+#pragma unroll
+        for (int s = 0; s < kAtOnce; ++s) {
+          const int i = first_ + (set + s) * kRows + pair / kTaps;
+          // A start after all others marks pairs that do not exist.
+          start[s] = INT32_MAX;
+          row_start[s] = 0;
+          if (i < range_.count && range_.HasRow(i + j) && (row_mask_ >> j & 1)) {
+            const int row = Time(i + j);
+            start[s] = row_start[s] = INT32_MIN;
+            if (starts_ != nullptr) {
+              start[s] = starts_[Step(i)];
+              // Rows of a state are of the first segment if that began before them.
+              row_start[s] = row < 0 ? row : starts_[row];
+            }
+          }
+        }
+#pragma unroll
+        for (int s = 0; s < kAtOnce; ++s) {
+          const bool has_begun = row_start[s] < 0 && start[s] < row_start[s];
+          found[s] |= uint32_t{has_begun || start[s] == row_start[s]} << pair;
+        }
+      }
+      __syncwarp(threads_);  // the words before have been read
+#pragma unroll
+      for (int s = 0; s < kAtOnce; ++s) {
+        const uint32_t word = __reduce_or_sync(threads_, found[s]);
+        if (lane_ == 0) words_[set + s] = word;
+      }
+    }
+    __syncwarp(threads_);
+  }
 
   const int32_t* starts_;
   int dilation_;
   StepRange range_;
-  Interval inside_;  // steps from which on the rows of kRows steps are inside of the sequence
   int lane_, lanes_;
   uint32_t threads_;   // of the group
   uint32_t row_mask_;  // pairs of a step
+  uint32_t* words_;    // the pairs of each kRows steps: pair (i, j) is bit i * kTaps + j
   // All rows and steps of the range are of one segment if that of the last one begins no later than
   // the first one.
   int first_row_, last_start_;
-  bool are_all_;
+  bool is_inside_;  // the windows of all steps are inside of the sequence
+  bool is_whole_, are_all_;
   uint32_t pairs_;
   int first_ = -kRows;
 };
@@ -116,7 +151,7 @@ class SegmentPairs {
 class RangePairs {
  public:
   template <typename Vector>
-  __device__ __forceinline__ RangePairs(const int32_t*, const StepRanges& ranges,
+  __device__ __forceinline__ RangePairs(void*, const int32_t*, const StepRanges& ranges,
                                         const StepRange& range, int, Vector)
       : range_(range),
         inside_(range.low, min(range.count, range.high - ranges.taps + 1) - kRows + 1) {}
@@ -135,7 +170,7 @@ class RangePairs {
 // NoPairs is for forward calls without segments: rows outside of the sequence are zeros.
 struct NoPairs {
   template <typename Vector>
-  __device__ NoPairs(const int32_t*, const StepRanges&, const StepRange&, int, Vector) {}
+  __device__ NoPairs(void*, const int32_t*, const StepRanges&, const StepRange&, int, Vector) {}
   __device__ void Take() {}
   __device__ static constexpr bool AreAll() { return true; }
   __device__ static constexpr bool Has(int, int) { return true; }
@@ -211,7 +246,8 @@ __global__ void __launch_bounds__(kRingThreads, kTaps <= 4 && kPacking != Packin
     if (p.states.states != nullptr) readable.low = 0;
   }
   std::conditional_t<kPacking == Packing::kNone, NoPairs, SegmentPairs<kTaps>> pairs(
-      starts, ranges, readable, first_channel, std::integral_constant<int, kV>{});
+      shared + Ring::kBytes, starts, ranges, readable, first_channel,
+      std::integral_constant<int, kV>{});
   staged.Stage(ranges, first_channel, p.weight, p.weight_dtype, batch[Forward::kWeight],
                p.flip_taps);
   __syncthreads();
@@ -242,10 +278,10 @@ __global__ void __launch_bounds__(kRingThreads, kTaps <= 4 && kPacking != Packin
 #pragma unroll 1
   for (int done = 0; done < range.count; done += kRows) {
     pairs.Take();
-    Vector<T, kV> rows[kRows], none[1];
+    Raw<T, kV> rows[kRows], none[1];
     ring.Take(rows, none);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) WidenRow(window[kTaps - 1 + i], rows[i]);
+    for (int i = 0; i < kRows; ++i) WidenAll(window[kTaps - 1 + i], rows[i]);
     Acc sums[kRows][kV];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -356,12 +392,16 @@ __global__ void __launch_bounds__(kRingThreads, 3) ShortNtcBackward(
   }
   Acc dweight[kTaps][kWidth] = {};
   Acc dbias[1][kV] = {};
+  // Groups change places in each round: ends of segments, at multiples of a power of two, would
+  // otherwise be in the ranges of the same groups, for which all others wait.
   const uint32_t stride = p.splits.divisor() * ranges.groups();
-  uint32_t index = split * ranges.groups() + group;
-  if (channel >= ranges.channels) index = p.items;
+  uint32_t place = split * ranges.groups() + group;
+  const uint32_t end = channel < ranges.channels ? p.items : 0;
 #pragma unroll 1
-  for (; index < p.items; index += stride) {
-    uint32_t item = index;
+  for (uint32_t round = 0; round < end; round += stride) {
+    uint32_t item = round + place;
+    if (++place == stride) place = 0;
+    if (item >= end) continue;
     const int phase = ranges.phases.DivMod(item);
     const int step = ranges.per_phase.DivMod(item) * ranges.length;
     const StepRange range(ranges, step, phase);
@@ -378,19 +418,20 @@ __global__ void __launch_bounds__(kRingThreads, 3) ShortNtcBackward(
       starts = p.starts + kept[Backward::kStarts] + summed[Backward::kStarts];
     }
     std::conditional_t<kPacked, SegmentPairs<kTaps>, RangePairs> pairs(
-        starts, ranges, range, first_channel, std::integral_constant<int, kV>{});
+        shared + Ring::kBytes, starts, ranges, range, first_channel,
+        std::integral_constant<int, kV>{});
     Acc window[kTaps - 1 + kRows][kV];
     ReadCarried<kTaps>(window, ranges, range, g);
 #pragma unroll 1
     for (int done = 0; done < range.count; done += kRows) {
       pairs.Take();
-      Vector<T, kV> rows[kRows], own_rows[kRows];
+      Raw<T, kV> rows[kRows], own_rows[kRows];
       ring.Take(rows, own_rows);
       Acc own[kRows][kV];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        WidenRow(window[kTaps - 1 + i], rows[i]);
-        WidenRow(own[i], own_rows[i]);
+        WidenAll(window[kTaps - 1 + i], rows[i]);
+        WidenAll(own[i], own_rows[i]);
       }
       Acc sums[kRows][kV] = {};
       const auto work = [&](auto all) {
@@ -447,9 +488,10 @@ __global__ void __launch_bounds__(kRingThreads, 3) ShortNtcBackward(
           // Under dilation a step's own g may be outside the window, but is still in the cache.
           for (int i = 0; i < min(kRows, range.count - done); ++i) {
             const int t = range.first + (done + i) * ranges.dilation;
-            const auto row = LoadVector<kV>(g + int64_t{t} * ranges.channels);
+            Acc row[kV];
+            WidenAll(row, LoadRaw<kV>(g + int64_t{t} * ranges.channels));
 #pragma unroll
-            for (int v = 0; v < kV; ++v) dbias[0][v] += Widen(row.values[v]);
+            for (int v = 0; v < kV; ++v) dbias[0][v] += row[v];
           }
         }
       }
@@ -479,13 +521,15 @@ __global__ void __launch_bounds__(kRingThreads, 3) ShortNtcBackward(
 
 // Calls with segments or states have kernels for rows of any size: of pairs of 16-bit channels, or
 // of single ones. An asynchronous copy cannot move a single channel of 2 bytes, so that others do
-// without, and forward kernels of one channel exist for no type.
+// without, and their forward kernels have two channels.
 template <typename Call>
 RingPlan MakeRingPlan(const Call& call, bool is_packed, bool is_forward) {
   const Geometry& g = call.geometry;
+  const int many = RingPlan::MaxVector(call.dtype);
   const bool has_two_bytes = SizeOf(call.dtype) == 2;
-  if (is_packed) return {g, call.dtype, has_two_bytes && g.channels % 2 == 0 ? 2 : 1};
-  return {g, call.dtype, has_two_bytes || is_forward ? 2 : 1};
+  if (is_packed) return {g, call.dtype, many, has_two_bytes && g.channels % 2 == 0 ? 2 : 1};
+  if (is_forward) return {g, call.dtype, 2, 2};
+  return {g, call.dtype, many, has_two_bytes ? 2 : 1};
 }
 
 RingPlan MakePlan(const Forward& call) {
@@ -519,8 +563,12 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const RingPlan&
     params.starts = call.starts;
     params.states = States(call);
   }
-  return Launch(ShortNtcForward<T, kV, kTaps, kOneHead, kPacking>, plan.blocks, kRingThreads,
-                RowRing<T, kV, kTaps, false>::kBytes, stream, params);
+  size_t bytes = RowRing<T, kV, kTaps, false>::kBytes;
+  if constexpr (kPacking != Packing::kNone) {
+    bytes += plan.groups() * SegmentPairs<kTaps>::kGroupBytes;
+  }
+  return Launch(ShortNtcForward<T, kV, kTaps, kOneHead, kPacking>, plan.blocks, kRingThreads, bytes,
+                stream, params);
 }
 
 template <typename T, int kV, int kTaps, bool kOneHead, Packing kPacking>
@@ -545,8 +593,10 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Gradients& gradients, const Ri
   params.summed = call.summed;
   if constexpr (kPacked) params.starts = call.starts;
   constexpr size_t kSums = size_t{kTaps} * (kRingThreads + kWarp) * kV * sizeof(Accumulator<T>);
+  size_t bytes = RowRing<T, kV, kTaps, true>::kBytes;
+  if constexpr (kPacked) bytes += plan.groups() * SegmentPairs<kTaps>::kGroupBytes;
   return Launch(ShortNtcBackward<T, kV, kTaps, kOneHead, kPacked>, plan.blocks, kRingThreads,
-                std::max(RowRing<T, kV, kTaps, true>::kBytes, kSums), stream, params);
+                std::max(bytes, kSums), stream, params);
 }
 
 // LaunchPlan launches the kernel of a plan whose smaller vectors have kFew channels.
@@ -558,13 +608,17 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Call& call, const RingPlan& pl
       return LaunchPlan<T, 1, kShortTaps, false, kPacking>(stream, call, plan);
     }
   }
-  if (plan.vector != kMany) {
-    return LaunchPlan<T, kFew, kShortTaps, false, kPacking>(stream, call, plan);
+  if constexpr (kMany > 2 && kPacking == Packing::kNone && std::is_same_v<Call, Forward>) {
+    return LaunchPlan<T, 2, kShortTaps, false, kPacking>(stream, call, plan);
+  } else {
+    if (plan.vector != kMany) {
+      return LaunchPlan<T, kFew, kShortTaps, false, kPacking>(stream, call, plan);
+    }
+    if (plan.max_taps == 4) return LaunchPlan<T, kMany, 4, false, kPacking>(stream, call, plan);
+    return DispatchBool(plan.one_head, [&](auto one_head) {
+      return LaunchPlan<T, kMany, kShortTaps, one_head.value, kPacking>(stream, call, plan);
+    });
   }
-  if (plan.max_taps == 4) return LaunchPlan<T, kMany, 4, false, kPacking>(stream, call, plan);
-  return DispatchBool(plan.one_head, [&](auto one_head) {
-    return LaunchPlan<T, kMany, kShortTaps, one_head.value, kPacking>(stream, call, plan);
-  });
 }
 
 bool IsShort(const Geometry& g) {
@@ -586,7 +640,7 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Gradients& gradients) {
 
 }  // namespace
 
-// ntc/window runs float32.
+// ntc/window runs float32, and whole vectors of four 16-bit channels.
 bool CanRunShort(const Forward& call, const Device&) {
   return IsShort(call.geometry) && call.dtype != DType::kF32 && call.geometry.channels % 2 == 0 &&
          MakePlan(call).CanLaunch();

@@ -50,10 +50,10 @@ __global__ void __launch_bounds__(kStepThreads) StepForwardNtc(const __grid_cons
   const int64_t at = blockIdx.z * p.plane + (int64_t{step} * p.channels + channel);
   const T* x = static_cast<const T*>(p.x) + at + p.before;
   int t = step + p.first;
-  Vector<T, kV> rows[kTaps] = {};
+  Raw<T, kV> rows[kTaps];
 #pragma unroll
   for (int k = 0; k < kTaps; ++k) {
-    if (static_cast<unsigned>(t) < static_cast<unsigned>(p.time)) rows[k] = LoadVector<kV>(x);
+    rows[k] = LoadRawIf<kV>(static_cast<unsigned>(t) < static_cast<unsigned>(p.time), x);
     x += p.advance;
     t += p.next;
   }
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kStepThreads) StepForwardNtc(const __grid_cons
   }
   Accumulator<T> sums[kV] = {};
   if (p.bias != nullptr) {
-    WidenRow(sums, LoadVector<kV>(static_cast<const T*>(p.bias) + channel));
+    WidenAll(sums, LoadRaw<kV>(static_cast<const T*>(p.bias) + channel));
   }
   AddTaps(sums, weight, rows);
   Activate(sums, p.activation);

@@ -1,9 +1,9 @@
 // This kernel computes forward calls of lightweight convolution with short filters in the NTC
 // layout, for rows that are whole vectors of 8 bytes.
 //
-// A thread computes kSteps steps of a vector of channels. Its window is in registers, and all loads
-// of the window are in flight at once: a loop over time, as in ntc/short, begins too slowly for
-// sequences that end early.
+// Memory bounds these calls. A thread computes kSteps steps of a vector of channels. Its window is
+// in registers, and all loads of the window are in flight at once. Neighbouring windows share rows,
+// which the cache has.
 //
 // Kernels with kPacked have segments or states, and causal filters. The start of the last step's
 // segment tells whether the windows of all steps are of one segment.
@@ -17,11 +17,13 @@ namespace jaxops::lightweight_conv::cuda::ntc {
 namespace {
 
 using jaxops::cuda::Activate;
+using jaxops::cuda::AddTap;
 using jaxops::cuda::AddTaps;
 
 constexpr int kThreads = 128;
-// Four steps took 18.5 us instead of 15.8 for (1024,1024,8,1024,4) bf16 with float32 filters, in
-// vectors of 16 bytes; 16 steps took 14.5 instead of 11.6 for (1024,1024,8,16,3) bf16.
+// Earlier forms took, with four steps in vectors of 16 bytes, 18.5 us instead of 15.8 for
+// (1024,1024,8,1024,4) bf16 with float32 filters, and with 16 steps 14.5 instead of 11.6 for
+// (1024,1024,8,16,3) bf16.
 constexpr int kSteps = 8;
 
 // Larger vectors leave registers for fewer threads: 16 bytes took 15.8 us instead of 12.9 for
@@ -92,8 +94,16 @@ __device__ __forceinline__ void ReadFilters(Acc (&weight)[kTaps][kV], const W* w
   }
 }
 
+// Registers are limited so that a multiprocessor has this number of blocks.
+template <int kTaps, bool kPacked>
+constexpr int kBlocks = kTaps == 8              ? 5
+                        : !kPacked || kTaps < 4 ? 1
+                        : kTaps == 4            ? 7
+                        : kTaps == 7            ? 5
+                                                : 6;
+
 template <typename T, int kTaps, bool kPacked>
-__global__ void __launch_bounds__(kThreads) WindowForwardNtc(
+__global__ void __launch_bounds__(kThreads, kBlocks<kTaps, kPacked>) WindowForwardNtc(
     const __grid_constant__ std::conditional_t<kPacked, PackedWindowParams, WindowParams> p) {
   using Acc = Accumulator<T>;
   constexpr int kV = kChannels<T>;
@@ -109,35 +119,32 @@ __global__ void __launch_bounds__(kThreads) WindowForwardNtc(
   // Row i is that of the first tap of step i.
   constexpr int kRows = kSteps + kTaps - 1;
   const T* x = static_cast<const T*>(p.x) + batch[Forward::kX] + channel;
-  Vector<T, kV> rows[kRows];
+  Raw<T, kV> rows[kRows];
   int t = first - p.padding;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    rows[i] = {};
-    if (static_cast<unsigned>(t) < static_cast<unsigned>(p.time)) {
-      rows[i] = LoadVector<kV>(x + int64_t{t} * p.channels);
-    } else if constexpr (kPacked) {
-      if (t < 0 && p.state != nullptr) {
-        rows[i] = LoadVector<kV>(static_cast<const T*>(p.state) + batch[Forward::kState] + channel +
-                                 int64_t{t + p.padding} * p.channels);
-      }
-    }
+    const bool exists = static_cast<unsigned>(t) < static_cast<unsigned>(p.time);
+    rows[i] = LoadRawIf<kV>(exists, x + int64_t{t} * p.channels);
     t += p.dilation;
   }
-  const int32_t* starts = nullptr;
-  // Taps read rows from these steps on: of the sequence and the state, and of the last step's
-  // segment.
-  int lowest = 0, first_row = 0;
-  bool are_whole = true;
   if constexpr (kPacked) {
-    if (p.state != nullptr) lowest = first_row = -p.padding;
+    if (p.state != nullptr && first < p.padding) {
+      const T* state = static_cast<const T*>(p.state) + batch[Forward::kState] + channel;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int row = first + i * p.dilation;  // of the state
+        if (row < p.padding) rows[i] = LoadRaw<kV>(state + int64_t{row} * p.channels);
+      }
+    }
+  }
+  const int32_t* starts = nullptr;
+  int last_start = INT32_MIN;  // of the last step's segment
+  if constexpr (kPacked) {
     if (p.starts != nullptr) {
       starts = p.starts + batch[Forward::kStarts];
       const int steps = min(kSteps, DivideByDilation(p.time - first, p.dilation));
-      first_row = max(lowest, starts[first + (steps - 1) * p.dilation]);
+      last_start = starts[first + (steps - 1) * p.dilation];
     }
-    // Rows before the sequence are zeros, but those of a state are not.
-    are_whole = first_row <= max(first - p.padding, lowest);
   }
 
   Acc weight[kTaps][kV], bias[kV] = {};
@@ -153,30 +160,41 @@ __global__ void __launch_bounds__(kThreads) WindowForwardNtc(
     });
   }
 
+  // Taps read rows from this step on, of the sequence and the state. Rows before the sequence are
+  // zeros, but those of a state are not.
+  int lowest = 0;
+  bool are_whole = true;
+  if constexpr (kPacked) {
+    if (p.state != nullptr) lowest = -p.padding;
+    // Here, so that the loads of filters do not wait for the start.
+    are_whole = max(last_start, lowest) <= max(first - p.padding, lowest);
+  }
   T* y = static_cast<T*>(p.y) + batch[Forward::kY] + channel;
+  // Calls add(sums, i, step) for each step.
+  const auto compute = [&](auto add) {
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    const int step = first + i * p.dilation;
-    if (step >= p.time) break;
-    Acc sums[kV];
+    for (int i = 0; i < kSteps; ++i) {
+      const int step = first + i * p.dilation;
+      if (step >= p.time) return;
+      Acc sums[kV];
 #pragma unroll
-    for (int v = 0; v < kV; ++v) sums[v] = bias[v];
-    if (are_whole) {
-      AddTaps(sums, weight, rows + i);
-    } else {
-      if (starts != nullptr) first_row = max(lowest, starts[step]);
+      for (int v = 0; v < kV; ++v) sums[v] = bias[v];
+      add(sums, i, step);
+      Activate(sums, p.activation);
+      StoreRow(y + int64_t{step} * p.channels, sums);
+    }
+  };
+  if (are_whole) {
+    compute([&](auto& sums, int i, int) { AddTaps(sums, weight, rows + i); });
+  } else {
+    compute([&](auto& sums, int i, int step) {
+      const int first_row = starts == nullptr ? lowest : max(lowest, starts[step]);
       const int first_tap = CountTapsBefore(first_row - (step - p.padding), p.dilation);
 #pragma unroll
       for (int k = 0; k < kTaps; ++k) {
-        if (k < first_tap) continue;
-#pragma unroll
-        for (int v = 0; v < kV; ++v) {
-          sums[v] += weight[k][v] * static_cast<Acc>(Widen(rows[i + k].values[v]));
-        }
+        if (k >= first_tap) AddTap(sums, weight[k], rows[i + k]);
       }
-    }
-    Activate(sums, p.activation);
-    StoreRow(y + int64_t{step} * p.channels, sums);
+    });
   }
 }
 
@@ -230,6 +248,19 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Forward& call, const Plan& pla
   });
 }
 
+template <bool kPacked>
+cudaError_t LaunchCall(cudaStream_t stream, const Forward& call) {
+  const Plan plan = MakePlan(call);
+  return DispatchFloat(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (std::is_same_v<T, double>) {
+      return cudaErrorInvalidValue;
+    } else {
+      return LaunchPlan<T, kPacked>(stream, call, plan);
+    }
+  });
+}
+
 }  // namespace
 
 bool CanRunWindow(const Forward& call, const Device&) {
@@ -237,26 +268,16 @@ bool CanRunWindow(const Forward& call, const Device&) {
   return g.data_format == DataFormat::kNTC && g.taps <= kShortTaps && call.dtype != DType::kF64 &&
          RowsAligned(g.channels, call.dtype, kVectorBytes) && MakePlan(call).threads <= INT32_MAX;
 }
-// ntc/short is faster for 16-bit elements of calls with segments.
 bool CanRunWindowOfSegments(const Forward& call, const Device& device) {
-  return call.dtype == DType::kF32 && call.geometry.taps > 1 && Mirrored(call.geometry) == 0 &&
-         call.slots == nullptr && (call.state == nullptr || call.state_dtype == call.dtype) &&
-         CanRunWindow(call, device);
+  return call.geometry.taps > 1 && Mirrored(call.geometry) == 0 && call.slots == nullptr &&
+         (call.state == nullptr || call.state_dtype == call.dtype) && CanRunWindow(call, device);
 }
 
 cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device&) {
-  const Plan plan = MakePlan(call);
-  return DispatchFloat(call.dtype, [&](auto element) {
-    using T = decltype(element);
-    if constexpr (std::is_same_v<T, double>) {
-      return cudaErrorInvalidValue;
-    } else {
-      return LaunchPlan<T, false>(stream, call, plan);
-    }
-  });
+  return LaunchCall<false>(stream, call);
 }
 cudaError_t LaunchWindowOfSegments(cudaStream_t stream, const Forward& call, const Device&) {
-  return LaunchPlan<float, true>(stream, call, MakePlan(call));
+  return LaunchCall<true>(stream, call);
 }
 
 }  // namespace jaxops::lightweight_conv::cuda::ntc
