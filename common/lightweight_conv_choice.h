@@ -96,6 +96,8 @@ inline bool PrefersKernels(const Forward& call) {
   if (call.slots != nullptr) return true;
   if (CanMultiply(g, call.dtype, call.weight_dtype, g.padding)) return true;
   if (g.taps > kShortTaps) return is_ntc && call.state == nullptr;
+  // XLA runs the definition in 24.9 us for (4,1024,2048,1024,4) f32 in segments of 128 steps,
+  // kernels take 22.2; for (1,6144,16384,6144,4) 219 and 212.
   return is_ntc || IsShortCausalNct(g, call.dtype);
 }
 inline bool PrefersKernels(const Backward& call) {

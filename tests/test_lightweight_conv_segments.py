@@ -737,10 +737,10 @@ BOTH, NONE = ("value", "gradients"), ()
         ("NCT", (2, 32, 63), (32, 4), False, True, "float32", BOTH),
         ("NCT", (2, 32, 64), (32, 4), True, False, "bfloat16", BOTH),
         ("NCT", (2, 32, 64), (32, 4), True, True, "float32", BOTH),
+        ("NCT", (2, 32, 64), (32, 4), True, False, "float32", BOTH),
         # XLA's program is faster.
         ("NCT", (2, 32, 63), (32, 4), True, False, "float32", NONE),
         ("NCT", (2, 32, 64), (32, 4), True, False, "float64", NONE),
-        ("NCT", (2, 32, 64), (32, 4), True, False, "float32", BOTH),
         ("NCT", (2, 32, 63), (2, 31), True, False, "float32", NONE),
         ("NTC", (2, 64, 32), (32, 31), True, True, "float32", ("gradients",)),
         ("NCT", (2, 32, 64), (32, 31), False, True, "float32", ("gradients",)),

@@ -68,7 +68,8 @@ __device__ __forceinline__ Raw<T, kCount> LoadRaw(const T* address) {
   return *reinterpret_cast<const Raw<T, kCount>*>(address);
 }
 
-// LoadRawIf returns zeros if the elements do not exist.
+// LoadRawIf returns zeros if the elements do not exist. The compiler loads under a predicate, so
+// that neighbouring loads do not wait for each other.
 template <int kCount, typename T>
 __device__ __forceinline__ Raw<T, kCount> LoadRawIf(bool exists, const T* address) {
   if (exists) return LoadRaw<kCount>(address);

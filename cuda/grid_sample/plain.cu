@@ -5,7 +5,6 @@
 // size of the kernels with all options, for whose instructions a small call waits.
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "common/fast_divide.h"

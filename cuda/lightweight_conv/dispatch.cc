@@ -191,15 +191,17 @@ int64_t CountElements(const Forward& call) {
   return call.batch.size() * g.time * g.channels;
 }
 
-// Latency bounds small calls: of 2^16 elements with 4 taps ntc/steps takes 1.2 us in bf16 and
-// ntc/window 1.7, of 2^18 1.8 and 1.9, of 2^19 2.6 and 1.9.
+// Latency bounds small calls. With 4 taps ntc/steps takes 1.2 us in bf16 and ntc/window 1.7 for
+// 2^16 elements, 1.8 and 1.9 for 2^18, 2.6 and 1.9 for 2^19; in float32 1.3 and 1.6, 2.4
+// and 1.9, 3.9 and 2.1.
 bool PrefersWindowNtc(const Forward& call, const Device& device) {
   constexpr int64_t kMaxSmall = 1 << 17;
   return CountElements(call) > kMaxSmall || !ntc::CanRunSteps(call, device);
 }
 
-// Short sequences end before ntc/short has its loads in flight: ntc/steps took 22.1 us where that
-// took 30.4 for (1024,1024,8,16,3) bf16, but 26.1 and 18.9 for 16 steps of 4 taps.
+// Short sequences end before ntc/short has its loads in flight: in vectors of four channels, which
+// ntc/window runs now, ntc/steps took 22.1 us where that took 30.4 for (1024,1024,8,16,3) bf16, but
+// 26.1 and 18.9 for 16 steps of 4 taps.
 bool PrefersStepsNtc(const Forward& call, const Device&) {
   return call.geometry.time <= 8 || CountElements(call) <= int64_t{1} << 19;
 }
@@ -231,13 +233,13 @@ constexpr Family<Forward> kForwardFamilies[] = {
     {"nct/long", nct::CanRunLong, Always, nct::LaunchLong},
     // Every tap is read through the cache.
     {"nct/dilated", nct::CanRunDilated, Always, nct::LaunchDilated},
-    // All loads of a window are in flight at once, also where a sequence ends early: 24.9 -> 8.1 us
-    // for (1024,1024,8,16,4) bf16, 72.0 -> 65.3 for (4,2048,8192,2048,4).
+    // All loads of a window are in flight at once, also where a sequence ends early:
+    // (4,2048,8192,2048,4) bf16 takes 65.3 us, and took 72.0 in ntc/short.
     {"ntc/window", ntc::CanRunWindow, PrefersWindowNtc, ntc::LaunchWindow},
     // Latency bounds a small call.
     {"ntc/steps", ntc::CanRunSteps, PrefersStepsNtc, ntc::LaunchSteps},
     // Memory bounds short filters: the window is in registers, and the next rows are in flight to
-    // shared memory. 77.4 -> 72.3 us for (4,2048,8192,2048,4) bf16, in vectors of four channels.
+    // shared memory. Not measured for pairs of channels.
     {"ntc/short", ntc::CanRunShort, Always, ntc::LaunchShort},
     // The window and the next rows are in registers, for any number of channels.
     {"ntc/scalar", ntc::CanRunScalar, Always, ntc::LaunchScalar},
@@ -258,7 +260,8 @@ bool CanRunHeads(const Forward& call, const Device& device) {
 }
 
 // Kernels of short filters read states on their way, but for NCT that nct/causal cannot run.
-// Without segments others are up to 15 % faster, which a second launch is worth if x is large.
+// Without segments others were up to 15 % faster, before ntc/window ran 16-bit calls with states:
+// that is worth a second launch if x is large.
 bool PrefersHeads(const Forward& call, const Device& device) {
   const Geometry& g = call.geometry;
   const int64_t bytes = CountBytes(g, call.dtype, call.batch.size());
@@ -284,7 +287,8 @@ constexpr Family<Forward> kPackedForwardFamilies[] = {
     {"ntc/window", ntc::CanRunWindowOfSegments, Always, ntc::LaunchWindowOfSegments},
     // Rows of one segment are computed as without segments.
     {"ntc/short", ntc::CanRunShortOfSegments, Always, ntc::LaunchShortOfSegments},
-    // The reason is the same: 209 us, where XLA takes 289, and 203 without segments.
+    // The reason is the same: 209 us for (1,12288,16384,12288,4) bf16 in segments of 1024 steps,
+    // where XLA takes 289, and 203 without segments.
     {"nct/causal", nct::CanRunCausalOfSegments, Always, nct::LaunchCausalOfSegments},
     // Every tap is read through the cache.
     {"packed", CanRunPacked, Always, LaunchPacked},
@@ -428,7 +432,8 @@ constexpr Family<Gradients> kPackedGradientFamilies[] = {
     // Tensor cores multiply long filters, as without segments.
     {"mma", CanRunMma, PrefersMmaOfSegments,
      WithInputGrad<LaunchMmaOfSegments, ComputesInputGradMma>},
-    // One pass reads x and g once: the call above takes 305 us, XLA 1110, and 296 without segments.
+    // One pass reads x and g once: (1,12288,16384,12288,4) bf16 in segments of 1024 steps takes 305
+    // us, in XLA 1110, and 296 without segments.
     {"ntc/short", ntc::CanRunShortOfSegments, Always, ntc::LaunchShortOfSegments},
     // The reason is the same: 332 us, XLA 467, and 323 without segments.
     {"nct/causal", nct::CanRunCausalOfSegments, Always, nct::LaunchCausalOfSegments},

@@ -69,7 +69,8 @@ cudaError_t LaunchSteps(cudaStream_t stream, const Forward& call, const Device& 
 // ntc/window.cu runs short filters, not of float64, of rows that are whole vectors of 8 bytes.
 bool CanRunWindow(const Forward& call, const Device& device);
 cudaError_t LaunchWindow(cudaStream_t stream, const Forward& call, const Device& device);
-// These run causal filters of calls with segments, or with states of the type of x.
+// These run causal filters of two to eight taps in calls with segments, or with states of sequences
+// in the type of x.
 bool CanRunWindowOfSegments(const Forward& call, const Device& device);
 cudaError_t LaunchWindowOfSegments(cudaStream_t stream, const Forward& call, const Device& device);
 

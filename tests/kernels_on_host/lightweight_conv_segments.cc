@@ -137,7 +137,7 @@ void CheckAll(const Floats& got, const std::vector<double>& want, int64_t terms,
 void RunForwardCall() {
   const Batch batch{Happens(70) ? 1 : 2, Pick(1, 3)};
   Forward call{};
-  call.dtype = Happens(25) ? DType::kF32 : PickFloat();  // ntc/window runs no other
+  call.dtype = PickFloat();
   const Geometry g = call.geometry = MakeGeometry(call.dtype, batch);
   const bool is_ntc = g.data_format == jaxops::DataFormat::kNTC;
   const bool has_slots = is_ntc && Happens(30);

@@ -4,7 +4,8 @@
 //
 // Kernels of calls with segments or states read the start of one step's segment, which tells
 // whether all windows of a part of a row are of one segment. Only other parts read the starts of
-// all steps. The rows of a block are of several channels, which share the starts.
+// all steps, and forward only warps in whose windows a segment ends add their pairs one by one. The
+// rows of a block are of several channels, which share the starts.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/nct/row_sums.cuh"
@@ -48,7 +49,7 @@ constexpr int kForwardBlocks =
                : 5;
 // With segments a thread has the loads of this number of channels in flight. For
 // (1,12288,16384,12288,4) bf16 in segments of 1000 steps one channel and six blocks took 218 us,
-// two and five 204, two and four 213; for (4,1024,2048,1024,4) f32 24.1, 24.5 and 22.0. With seven
+// two and five 204, two and four 213; for (4,1024,2048,1024,4) f32 24.7, 24.7 and 22.0. With seven
 // taps two channels would spill registers.
 template <int kTaps>
 constexpr int kPackedForwardItems = kTaps <= 4 ? 2 : 1;
@@ -74,11 +75,11 @@ __device__ __forceinline__ void ReadTaps(Acc (&weight)[kTaps], const void* base,
 
 // --- forward -------------------------------------------------------------------------------------
 
-// ReadWindow reads the window of a thread's own steps.
+// WidenWindow widens the window of a thread's own steps.
 template <typename T, int kTaps, typename Acc, int kRead, int kReads, int kV>
-__device__ __forceinline__ void ReadWindow(Acc (&window)[kTaps - 1 + kV],
-                                           const Raw<T, kRead> (&before)[kReads],
-                                           const Raw<T, kV>& own) {
+__device__ __forceinline__ void WidenWindow(Acc (&window)[kTaps - 1 + kV],
+                                            const Raw<T, kRead> (&before)[kReads],
+                                            const Raw<T, kV>& own) {
   Acc reach[kReads * kRead];
 #pragma unroll
   for (int r = 0; r < kReads; ++r) WidenAll(reach + r * kRead, before[r]);
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T, kTaps>)
     for (int e = 0; e < kAtOnce<T>; ++e) {
       if (item + e >= count) return;
       Acc window[kTaps - 1 + kV], sums[kV];
-      ReadWindow<T, kTaps>(window, before[e], own[e]);
+      WidenWindow<T, kTaps>(window, before[e], own[e]);
 #pragma unroll
       for (int i = 0; i < kV; ++i) sums[i] = bias;
 #pragma unroll
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<T, kTaps>)
   // Taps read rows from here on, of the sequence and the state. Rows before the sequence are zeros
   // without a state.
   const int lowest = p.state == nullptr ? 0 : -kPadding;
-  bool are_whole = true;  // the windows of a part, or of this thread, are of one segment each
+  bool are_whole = true;  // all windows of the part are of one segment, later those of the warp
   if (starts != nullptr) {
     const int part_last = min(part_first + p.row_threads.divisor() * kV, p.time) - 1;
     are_whole = max(starts[part_last], lowest) <= max(part_first - kPadding, lowest);
@@ -314,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<T, kTaps>)
     }
     are_whole = pairs.AreAll();
   }
-  // The lanes of a warp take the same branch.
+  // Otherwise a warp would run the loops of both kinds of windows.
   are_whole = __all_sync(~0u, are_whole || is_idle);
   const bool reads_state = p.state != nullptr && t < kPadding;
   __syncthreads();
@@ -331,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, kPackedForwardBlocks<T, kTaps>)
 #pragma unroll
         for (int n = 0; n < 4; ++n) weight[k + n] = vector.values[n];
       }
-      ReadWindow<T, kTaps>(window, before[e], own[e]);
+      WidenWindow<T, kTaps>(window, before[e], own[e]);
       if (reads_state) {
         WithElements(p.state, p.state_dtype, [&](const auto* states) {
           const auto* state =
@@ -586,7 +587,7 @@ PackedForwardPlan MakePackedPlan(const Forward& call) {
   const Geometry& g = call.geometry;
   // A thread finds the pairs of its steps once for several channels, whose filters are in shared
   // memory, if threads that fill a device remain: for (4,1024,2048,1024,4) bf16 in segments of 1000
-  // steps four, eight and sixteen channels took 12.9, 12.0 and 11.9 us, and 209, 204 and 211 for
+  // steps four, eight and sixteen channels took 12.9, 11.9 and 11.9 us, and 209, 204 and 211 for
   // (1,12288,16384,12288,4).
   constexpr int64_t kManyThreads = 1 << 17;
   constexpr int64_t kMaxBlockChannels = 32;

@@ -87,8 +87,8 @@ __device__ __forceinline__ void ReadWindow(Vector<T, kV> (&window)[kVectors], co
 }
 
 template <int kCount, int kV, int kVectors, typename T>
-__device__ __forceinline__ void WidenAll(Accumulator<T> (&values)[kCount],
-                                         const Vector<T, kV> (&vectors)[kVectors]) {
+__device__ __forceinline__ void WidenVectors(Accumulator<T> (&values)[kCount],
+                                             const Vector<T, kV> (&vectors)[kVectors]) {
   static_assert(kCount == kV * kVectors);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = Widen(vectors[i / kV].values[i % kV]);
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, CountForwardBlocks(sizeof(T), kV* kV
     for (int e = 0; e < kAtOnce; ++e) {
       if (entry + e >= end_entry) return;
       Acc window[kV * kVectors], sums[kV];
-      WidenAll(window, windows[e]);
+      WidenVectors(window, windows[e]);
 #pragma unroll
       for (int i = 0; i < kV; ++i) sums[i] = bias;
       taps.ForEach<kTaps>([&](int j) {
@@ -226,8 +226,8 @@ __global__ void __launch_bounds__(kThreads, CountBackwardBlocks(sizeof(T), kV* k
     ReadWindow<kWhole>(window_vectors, g + p.call.summed.Offset(entry, Backward::kG), origin,
                        p.time);
     Acc own[kV], window[kV * kVectors];
-    WidenAll(own, own_vector);
-    WidenAll(window, window_vectors);
+    WidenVectors(own, own_vector);
+    WidenVectors(window, window_vectors);
     if (wants_dx) {
       Acc sums[kV] = {};
       taps.ForEach<kTaps>([&](int j) {

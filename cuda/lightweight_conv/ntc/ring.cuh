@@ -43,8 +43,7 @@ struct RingPlan {
   int64_t shares = 0;
   int64_t blocks = 0;  // blocks of the grid
 
-  // A thread has `many` channels, or `few` if rows are not whole vectors of that size. The maximum
-  // is the number for which the window, and backward the sums, fit registers.
+  // A thread has `many` channels, or `few` if rows are not whole vectors of that size.
   RingPlan(const Geometry& g, DType dtype, int many, int few)
       : vector(g.channels % many == 0 ? many : few),
         max_taps(vector == MaxVector(dtype) && g.taps <= 4 ? 4 : kShortTaps),
@@ -54,6 +53,7 @@ struct RingPlan {
         channel_blocks(CeilDiv(g.channels, int64_t{vector} * tile.lanes())),
         phases(std::min(g.dilation, g.time)) {}
 
+  // The number of channels for which the window, and backward the sums, fit registers.
   static int MaxVector(DType dtype) { return jaxops::cuda::SizeOf(dtype) == 8 ? 2 : 4; }
 
   // A block has this number of ranges along time.
@@ -75,7 +75,7 @@ struct RingPlan {
     const Backward& call = gradients.call;
     const Geometry& g = call.geometry;
     const int64_t all_phases = call.summed.size() * phases;
-    // Longer ranges read fewer rows twice, but with segments more of them have the end of one.
+    // Longer ranges read fewer rows twice, but more of them contain the end of a segment.
     const bool is_long = call.dx == nullptr && !IsPacked(call);
     Cut(g, gradients.splits * groups() / all_phases, kMinRange,
         is_long ? g.time + kMinRange : kMaxBackwardRange);

@@ -9,9 +9,9 @@
 // synchronises, because no thread reads rows that another thread copied.
 //
 // In calls with segments, the start of the last row that a range reads tells whether all rows are
-// of one segment, as nearly all are if segments are long. Only otherwise do the threads of a group
-// read the starts of its steps and rows. The rows of a state precede those of x, unless segments
-// have states of their own.
+// of one segment, as nearly all are if segments are long. Otherwise, and at the ends of a sequence,
+// the threads of a group find the pairs of steps and rows. The rows of a state precede those of x,
+// unless segments have states of their own.
 #include "cuda/common/activation.cuh"
 #include "cuda/lightweight_conv/families.h"
 #include "cuda/lightweight_conv/ntc/ring.cuh"
@@ -30,12 +30,12 @@ enum class Packing {
 };
 
 // SegmentPairs says which of kRows steps of a range meet which rows of their windows in their own
-// segment. The threads of a group share the work, for kSets times kRows steps at once, so that they
-// wait for starts once; shared memory has the results.
+// segment. The threads of a group share the work for kSets times kRows steps, the length of most
+// ranges, with the loads of kAtOnce sets in flight; shared memory has the results.
 template <int kTaps>
 class SegmentPairs {
  public:
-  static constexpr int kSets = 8;
+  static constexpr int kSets = 8, kAtOnce = 4;
   static constexpr size_t kGroupBytes = kSets * sizeof(uint32_t);
 
   // `starts` is null if the sequence is one segment. The block's channels begin with
@@ -84,14 +84,13 @@ class SegmentPairs {
   __device__ __forceinline__ bool Has(int i, int j) const { return pairs_ >> (i * kTaps + j) & 1; }
 
  private:
-  static_assert(kRows * kTaps <= kWarp);
+  static_assert(kRows * kTaps <= kWarp && kSets % kAtOnce == 0);
 
   __device__ __forceinline__ int Time(int row) const { return range_.origin + row * dilation_; }
   __device__ __forceinline__ int Step(int i) const { return range_.first + i * dilation_; }
 
   // Find finds the pairs of the next kSets times kRows steps.
   __device__ __forceinline__ void Find() {
-    constexpr int kAtOnce = 4;
 #pragma unroll 1
     for (int set = 0; set < kSets; set += kAtOnce) {
       uint32_t found[kAtOnce] = {};
@@ -110,7 +109,8 @@ class SegmentPairs {
             start[s] = row_start[s] = INT32_MIN;
             if (starts_ != nullptr) {
               start[s] = starts_[Step(i)];
-              // Rows of a state are of the first segment if that began before them.
+              // Rows of a state are of the first segment if that began before them. Starts do not
+              // decrease, and only the first one is negative.
               row_start[s] = row < 0 ? row : starts_[row];
             }
           }
@@ -141,8 +141,9 @@ class SegmentPairs {
   // All rows and steps of the range are of one segment if that of the last one begins no later than
   // the first one.
   int first_row_, last_start_;
-  bool is_inside_;  // the windows of all steps are inside of the sequence
-  bool is_whole_, are_all_;
+  bool is_inside_;  // the windows of all steps are inside of the sequence, and all sets whole
+  bool is_whole_;   // all pairs of the range exist
+  bool are_all_;    // those of the next kRows steps
   uint32_t pairs_;
   int first_ = -kRows;
 };
@@ -392,15 +393,15 @@ __global__ void __launch_bounds__(kRingThreads, 3) ShortNtcBackward(
   }
   Acc dweight[kTaps][kWidth] = {};
   Acc dbias[1][kV] = {};
-  // Groups change places in each round: ends of segments, at multiples of a power of two, would
-  // otherwise be in the ranges of the same groups, for which all others wait.
+  // Groups exchange ranges from one iteration to the next. Segments often end at multiples of a
+  // power of two: the same groups would have all of these ends, and others would wait for them.
   const uint32_t stride = p.splits.divisor() * ranges.groups();
-  uint32_t place = split * ranges.groups() + group;
+  uint32_t offset = split * ranges.groups() + group;
   const uint32_t end = channel < ranges.channels ? p.items : 0;
 #pragma unroll 1
-  for (uint32_t round = 0; round < end; round += stride) {
-    uint32_t item = round + place;
-    if (++place == stride) place = 0;
+  for (uint32_t first = 0; first < end; first += stride) {
+    uint32_t item = first + offset;
+    if (++offset == stride) offset = 0;
     if (item >= end) continue;
     const int phase = ranges.phases.DivMod(item);
     const int step = ranges.per_phase.DivMod(item) * ranges.length;
@@ -521,7 +522,7 @@ __global__ void __launch_bounds__(kRingThreads, 3) ShortNtcBackward(
 
 // Calls with segments or states have kernels for rows of any size: of pairs of 16-bit channels, or
 // of single ones. An asynchronous copy cannot move a single channel of 2 bytes, so that others do
-// without, and their forward kernels have two channels.
+// without. Their forward kernels have two channels: ntc/window runs vectors of four.
 template <typename Call>
 RingPlan MakeRingPlan(const Call& call, bool is_packed, bool is_forward) {
   const Geometry& g = call.geometry;
@@ -609,7 +610,7 @@ cudaError_t LaunchPlan(cudaStream_t stream, const Call& call, const RingPlan& pl
     }
   }
   if constexpr (kMany > 2 && kPacking == Packing::kNone && std::is_same_v<Call, Forward>) {
-    return LaunchPlan<T, 2, kShortTaps, false, kPacking>(stream, call, plan);
+    return LaunchPlan<T, kFew, kShortTaps, false, kPacking>(stream, call, plan);
   } else {
     if (plan.vector != kMany) {
       return LaunchPlan<T, kFew, kShortTaps, false, kPacking>(stream, call, plan);

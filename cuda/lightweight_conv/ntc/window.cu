@@ -3,7 +3,7 @@
 //
 // Memory bounds these calls. A thread computes kSteps steps of a vector of channels. Its window is
 // in registers, and all loads of the window are in flight at once. Neighbouring windows share rows,
-// which the cache has.
+// which come from the cache.
 //
 // Kernels with kPacked have segments or states, and causal filters. The start of the last step's
 // segment tells whether the windows of all steps are of one segment.
@@ -21,13 +21,13 @@ using jaxops::cuda::AddTap;
 using jaxops::cuda::AddTaps;
 
 constexpr int kThreads = 128;
-// Earlier forms took, with four steps in vectors of 16 bytes, 18.5 us instead of 15.8 for
-// (1024,1024,8,1024,4) bf16 with float32 filters, and with 16 steps 14.5 instead of 11.6 for
+// Before 16-bit elements stayed in pairs, four steps in vectors of 16 bytes took 18.5 us instead of
+// 15.8 for (1024,1024,8,1024,4) bf16 with float32 filters, and 16 steps 14.5 instead of 11.6 for
 // (1024,1024,8,16,3) bf16.
 constexpr int kSteps = 8;
 
-// Larger vectors leave registers for fewer threads: 16 bytes took 15.8 us instead of 12.9 for
-// (1024,1024,8,1024,4) bf16 with float32 filters, and 19.2 instead of 18.6 for
+// Larger vectors leave registers for fewer threads: at that time 16 bytes took 15.8 us instead of
+// 12.9 for (1024,1024,8,1024,4) bf16 with float32 filters, and 19.2 instead of 18.6 for
 // (2,1024,4096,1,8) f32.
 constexpr int kVectorBytes = 8;
 template <typename T>
@@ -94,7 +94,9 @@ __device__ __forceinline__ void ReadFilters(Acc (&weight)[kTaps][kV], const W* w
   }
 }
 
-// Registers are limited so that a multiprocessor has this number of blocks.
+// Registers are limited so that a multiprocessor has this number of blocks. Without, 16-bit kernels
+// with segments would have 78, 90, 96 and 110 registers for four to seven taps and not 72, 80, 80
+// and 96, and others 102 for eight and not 96.
 template <int kTaps, bool kPacked>
 constexpr int kBlocks = kTaps == 8              ? 5
                         : !kPacked || kTaps < 4 ? 1
@@ -166,11 +168,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTaps, kPacked>) WindowForwa
   bool are_whole = true;
   if constexpr (kPacked) {
     if (p.state != nullptr) lowest = -p.padding;
-    // Here, so that the loads of filters do not wait for the start.
+    // The comparison is here so that the loads of filters do not wait for the start.
     are_whole = max(last_start, lowest) <= max(first - p.padding, lowest);
   }
   T* y = static_cast<T*>(p.y) + batch[Forward::kY] + channel;
-  // Calls add(sums, i, step) for each step.
+  // There is a loop for whole windows and one for others: a branch in each step would widen rows
+  // again for each of their taps.
   const auto compute = [&](auto add) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
