@@ -26,7 +26,6 @@ using jaxops::cuda::LoadVector;
 using jaxops::cuda::Narrow;
 using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
-using jaxops::cuda::WidenAll;
 
 inline constexpr int kThreads = 256;
 
@@ -299,6 +298,24 @@ __device__ __forceinline__ void Evaluate(A (&loss)[kCount], A (&slope)[kCount],
       slope[k] =
           scaled[k] * (power == Power::kZero ? wrong[k] : share * Finite(softplus[k]) + wrong[k]);
     }
+  }
+}
+
+// WidenVector widens a vector; each half of a pair of bf16 takes one instruction. WidenAll of
+// cuda/common/numeric.cuh does the same, with machine code that losses have not run with on a GPU.
+template <typename T, int kCount>
+__device__ __forceinline__ void WidenVector(Accumulator<T> (&wide)[kCount],
+                                            const Vector<T, kCount>& vec) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kCount > 1) {
+    const auto* words = reinterpret_cast<const uint32_t*>(&vec);
+#pragma unroll
+    for (int k = 0; k < kCount / 2; ++k) {
+      wide[2 * k] = __uint_as_float(words[k] << 16);
+      wide[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) wide[k] = Widen(vec.values[k]);
   }
 }
 

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kMaxThreads) FewElements(const __grid_constant
                              BitBelow(own.second - first_class, kCount - boundary) << boundary;
     A z[kCount], loss[kCount], slope[kCount], factor[kCount];
     bool target[kCount];
-    WidenAll(z, own.logits);
+    WidenVector(z, own.logits);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       target[k] = targets >> k & 1;

@@ -45,7 +45,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
     uint32_t second_target = second_ignored ? kCount : entry.Position(second.label);
     const bool in_first = target < boundary;
     const bool in_second = kRows == Rows::kTwo && second_target < kCount - boundary;
-    WidenAll(z, logits);
+    WidenVector(z, logits);
     const bool any = __any_sync(__activemask(), in_first || in_second);
     A total = 0;
     A of_target[2];
@@ -112,7 +112,7 @@ __device__ __forceinline__ Accumulator<T> EvaluateNeighbours(const SigmoidParams
         target[k] = entry.Position(terms[k].label) == position;
       }
     }
-    WidenAll(z, logits);
+    WidenVector(z, logits);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       factor[k] = target[k] ? terms[k].positive : terms[k].negative;

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ Sigmoid
       for (int k = 1; k < kCount; ++k) terms[k] = k < boundary ? terms[0] : second;
     }
     A z[kCount], loss[kCount], slope[kCount], factor[kCount], y[kCount];
-    WidenAll(z, logits);
+    WidenVector(z, logits);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       y[k] = static_cast<A>(Widen(labels.values[k]));

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     const uint32_t at = begin + i * kStride;
     if (at >= p.size) break;
     float z[kCount], loss[kCount], slope[kCount], factor[kCount];
-    WidenAll(z, vectors[i]);
+    WidenVector(z, vectors[i]);
     if constexpr (kRows == Rows::kEach) {
       bool target[kCount];
 #pragma unroll

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kEvaluators + kWarp, kStreamingBlocks<T>)
     const auto add = [&](auto&& vector) {
       A z[kVector], loss[kVector], slope[kVector], factor[kVector];
       const bool target[kVector] = {};
-      WidenAll(z, vector);
+      WidenVector(z, vector);
 #pragma unroll
       for (int k = 0; k < kVector; ++k) factor[k] = entry.negative();
       EvaluateHard<false, false>(loss, slope, z, target, factor, kThePower, entry.gamma);

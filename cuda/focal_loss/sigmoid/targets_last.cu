@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_consta
     if (own + i * kStride >= length) break;
     float z[kCount], loss[kCount], slope[kCount], factor[kCount];
     const bool none[kCount] = {};
-    WidenAll(z, vectors[i]);
+    WidenVector(z, vectors[i]);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) factor[k] = negative;
     EvaluateHard<kSlope, false, kDigits>(loss, slope, z, none, factor, power, gamma);

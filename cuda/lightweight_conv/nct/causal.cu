@@ -230,7 +230,8 @@ class StepPairs {
   uint32_t words_[kWords] = {};
 };
 
-// Shared memory has the taps and the bias of each of a block's channels, as whole vectors.
+// Shared memory has the taps and the biases of a block's channels. Those of a channel are whole
+// vectors.
 template <int kTaps>
 constexpr int kFilterSize = (kTaps + 1 + 3) / 4 * 4;
 

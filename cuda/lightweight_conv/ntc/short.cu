@@ -51,7 +51,7 @@ class SegmentPairs {
     lane_ = threadIdx.x & (lanes - 1);
     threads_ = (lanes_ == kWarp ? ~0u : (1u << lanes_) - 1) << (threadIdx.x % kWarp - lane_);
     row_mask_ = (1u << ranges.taps) - 1;
-    words_ = static_cast<uint32_t*>(storage) + (threadIdx.x >> ranges.tile.lane_bits) * kSets;
+    masks_ = static_cast<uint32_t*>(storage) + (threadIdx.x >> ranges.tile.lane_bits) * kSets;
     is_inside_ =
         range.low == 0 && range.count % kRows == 0 && range.high - ranges.taps + 1 >= range.count;
     // Where steps are not a multiple of the dilation from rows, they may be before the first row or
@@ -71,7 +71,7 @@ class SegmentPairs {
     if (is_whole_) return;
     const int set = first_ / kRows % kSets;
     if (set == 0) Find();
-    pairs_ = words_[set];
+    pairs_ = masks_[set];
     uint32_t all = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) all |= row_mask_ << i * kTaps;
@@ -121,11 +121,11 @@ class SegmentPairs {
           found[s] |= uint32_t{has_begun || start[s] == row_start[s]} << pair;
         }
       }
-      __syncwarp(threads_);  // the words before have been read
+      __syncwarp(threads_);  // the masks before have been read
 #pragma unroll
       for (int s = 0; s < kAtOnce; ++s) {
-        const uint32_t word = __reduce_or_sync(threads_, found[s]);
-        if (lane_ == 0) words_[set + s] = word;
+        const uint32_t mask = __reduce_or_sync(threads_, found[s]);
+        if (lane_ == 0) masks_[set + s] = mask;
       }
     }
     __syncwarp(threads_);
@@ -137,7 +137,7 @@ class SegmentPairs {
   int lane_, lanes_;
   uint32_t threads_;   // of the group
   uint32_t row_mask_;  // pairs of a step
-  uint32_t* words_;    // the pairs of each kRows steps: pair (i, j) is bit i * kTaps + j
+  uint32_t* masks_;    // of a set of kRows steps each: pair (i, j) is bit i * kTaps + j
   // All rows and steps of the range are of one segment if that of the last one begins no later than
   // the first one.
   int first_row_, last_start_;
