@@ -1219,6 +1219,56 @@ def exercise_packed(device, dtype, layout, size):
     return compared, wrong
 
 
+# Sizes (B, T, C) and the channels that repeat, for threads of one or two channels with ranges of 64
+# steps, which is more than the 32 whose segments they compare at once.
+LONG_RANGES = (("float32", (4, 600, 2047), 23), ("bfloat16", (8, 600, 2046), 62))
+
+
+def exercise_long_ranges(device, dtype, size, different):
+    """Segments in NTC for threads of many steps; sequences are equal, and channels repeat."""
+    batch, time, channels = size
+    times = channels // different
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+    starts = packed_starts(time, 0)
+    ids = np.broadcast_to(np.unique(starts, return_inverse=True)[1] % 3, (batch, time))
+    wrong = []
+    for taps in (3, 7):
+        x, g = normal(time, different), normal(time, different)
+        weight, bias = normal(different, taps), normal(different)
+        operands = (
+            np.tile(x, (batch, 1, times)),
+            np.tile(weight, (times, 1)),
+            np.tile(bias, times),
+        )
+
+        def program(x, weight, bias, g, ids=ids):
+            def function(x, weight, bias):
+                return jaxops.lightweight_conv(
+                    x, weight, bias=bias, padding="causal", segment_ids=ids
+                )
+
+            y, pullback = jax.vjp(function, x, weight, bias)
+            return y, *pullback(g)
+
+        arguments = jax.device_put((*operands, np.tile(g, (batch, 1, times))), device)
+        got = jax.device_get(jax.jit(program)(*arguments))
+        wide = [a.astype(np.float64) for a in (x, weight, bias, g)]
+        source = packed_sources(starts, taps - 1, 1, taps)
+        y, dx, dweight, dbias = packed_expected(source, *wide)
+        want = (y, dx, batch * dweight, batch * dbias)
+        for part, a, b in zip(PACKED_RESULTS, got, want, strict=False):
+            repeats = (batch, 1, times) if a.ndim == 3 else (times, 1)[: a.ndim]
+            b = np.tile(b, repeats)
+            error = np.max(np.abs(a.astype(np.float64) - b)) / np.max(np.abs(b))
+            if a.shape != b.shape or not error <= tolerance(dtype, batch * time):  # NaN is not
+                wrong.append(f"{dtype}, {size}, K={taps}, {part}: error {error:.1e}")
+    return 8, wrong
+
+
 # Steps of one launch and of two, no multiples of those of a block, and lengths of segments.
 SEGMENTED = ((1, 1), (2049, 3), (8191, 2500), (8193, 8192), (70_001, 1), (1_100_000, 400_000))
 
@@ -1297,6 +1347,7 @@ EXERCISES = {
         exercise_packed,
         tuple(itertools.product(DTYPES, LAYOUTS, SIZES)),
     ),
+    "lightweight_conv_long_ranges": (exercise_long_ranges, LONG_RANGES),
     "segment_starts": (
         exercise_segment_starts,
         tuple((dtype, *case) for dtype in ("int8", "int32", "int64") for case in SEGMENTED),
