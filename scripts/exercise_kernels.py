@@ -195,6 +195,15 @@ def exercise_filters(device, dtype, layout, shape, filters, paddings=("causal", 
 # Rows that fill a thread's vectors, rows that do not, and rows of less than one vector.
 CLASSES = (1, 3, 16, 80, 91, 1030)
 ROWS = 37
+# Many entries: numbers of them, of rows and of classes.
+ENTRIES = (
+    (1500, 1, 10),
+    (1500, 4, 17),
+    (1100, 33, 91),
+    (1100, 40, 9),
+    (600, 3, 300),
+    (1100, 2, 530),
+)
 GAMMAS = (0.0, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -225,7 +234,8 @@ def focal_losses(gammas, z, labels, soft, weight):
                 "loss": sigmoid_of(z[0], y[0], weight[0], reduction="none"),
                 "both": jax.value_and_grad(sigmoid_of)(z[0], y[0], weight[0]),
                 "scaled gradient": scaled(z[0], y[0], weight[0]),
-                "vmap": jax.vmap(sigmoid_of, (0, 0, None))(z, y, weight[0]),
+                "vmap": jax.vmap(jax.value_and_grad(sigmoid_of), (0, 0, None))(z, y, weight[0]),
+                "vmap of a gradient": jax.vmap(scaled, (0, 0, None))(z, y, weight[0]),
             }
         softmax_of = functools.partial(softmax, gamma=gamma)
         total = functools.partial(softmax_of, reduction="sum")
@@ -234,7 +244,7 @@ def focal_losses(gammas, z, labels, soft, weight):
             "loss": value,
             "gradient": pullback(jnp.ones_like(value))[0],
             "both": jax.value_and_grad(total)(z[0], labels[0], weight[0]),
-            "vmap": jax.vmap(total, (0, 0, None))(z, labels, weight[0]),
+            "vmap": jax.vmap(jax.value_and_grad(total), (0, 0, None))(z, labels, weight[0]),
         }
     return results
 
@@ -267,7 +277,8 @@ def expected_focal_losses(gammas, z, labels, soft, weight):
                 "loss": loss[0],
                 "both": (loss[0].sum(), slope[0]),
                 "scaled gradient": 0.5 * slope[0],
-                "vmap": loss.sum(axis=(1, 2)),
+                "vmap": (loss.sum(axis=(1, 2)), slope),
+                "vmap of a gradient": 0.5 * slope,
             }
         hit = (share * one_hot).sum(-1)
         known = (hit > 0) & (classes > 1)  # the loss of one class is zero
@@ -280,15 +291,15 @@ def expected_focal_losses(gammas, z, labels, soft, weight):
             "loss": loss[0],
             "gradient": gradient[0],
             "both": (loss[0].sum(), gradient[0]),
-            "vmap": loss.sum(axis=1),
+            "vmap": (loss.sum(axis=1), gradient),
         }
     return results
 
 
-def exercise_focal(device, dtype, classes):
+def exercise_focal(device, dtype, group, rows, classes):
     """The comparisons of `exercise`, for the focal losses."""
     rng = np.random.default_rng(classes)
-    shape = (GROUP, ROWS, classes)
+    shape = (group, rows, classes)
     z = (2 * rng.normal(size=shape)).astype(jnp.dtype(dtype))
     labels = rng.integers(-1, classes + 1, shape[:2]).astype(np.int32)
     soft = rng.uniform(size=shape).astype(jnp.dtype(dtype))
@@ -1301,7 +1312,14 @@ EXERCISES = {
         exercise_not_finite,
         tuple((dtype, *case) for dtype in ("bfloat16", "float16") for case in SPOILED),
     ),
-    "focal_loss": (exercise_focal, tuple(itertools.product(DTYPES, CLASSES))),
+    "focal_loss": (
+        exercise_focal,
+        tuple(itertools.product(DTYPES, (GROUP,), (ROWS,), CLASSES)),
+    ),
+    "focal_loss_entries": (
+        exercise_focal,
+        tuple((dtype, *entries) for dtype in DTYPES for entries in ENTRIES),
+    ),
     "focal_loss_sum": (
         exercise_long_sum,
         tuple((dtype, *shape) for dtype in DTYPES[:3] for shape in LONG_SUMS),

@@ -1046,6 +1046,49 @@ def test_many_small_sums(operator, dtype, platform):
                     np.testing.assert_allclose(g[i], w, rtol=8 * jnp.finfo(w.dtype).eps)
 
 
+# Blocks have several entries of their rows, one, or one after the other of its rows; some entries
+# have a warp or a part of one, or are as many rows of one.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(1, 10), (4, 17), (30, 80), (40, 9), (3, 300), (2, 1030)]
+)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_many_entries(operator, rows, classes, dtype, platform):
+    rng = np.random.default_rng(rows)
+    entries = 1100
+    logits = rng.standard_normal((entries, rows, classes)).astype(jnp.dtype(dtype))
+    labels = rng.integers(-1, classes + 1, (entries, rows)).astype(np.int32)
+    weights = rng.uniform(1, 2, (entries, rows)).astype(np.float32)
+    scales = rng.uniform(1, 2, entries).astype(np.float32)
+    soft = (np.arange(classes) == labels[..., None]).astype(jnp.dtype(dtype))
+
+    def losses(z, labels, weight, scale, implementation=None):
+        loss = functools.partial(getattr(jaxops, operator), implementation=implementation)
+
+        def total(z, scale, **options):
+            return scale * loss(z, labels, reduction="mean", **options)
+
+        (value, weighed), pull = jax.vjp(
+            lambda z: (total(z, scale), total(z, scale, sample_weight=weight, gamma=1.5)), z
+        )
+        (one,) = pull((jnp.ones_like(value), jnp.zeros_like(value)))
+        (other,) = pull((jnp.zeros_like(value), scale))
+        return value, weighed, one, other, *jax.value_and_grad(total)(z, 1.0), loss(z, labels)
+
+    kinds = (labels, soft) if operator == "sigmoid_focal_loss" else (labels,)
+    for given in kinds:
+        arguments = logits, given, weights, scales
+        got = run(jax.vmap(losses), platform, *arguments)
+        plain = functools.partial(losses, implementation="xla")
+        want = on_reference(jax.vmap(plain), *arguments)
+        for g, w in zip(got, want, strict=True):
+            # An entry of the losses' dtype, and sums of as many in float32.
+            allowed = float(jnp.finfo(g.dtype).eps) * (1 if g.dtype == dtype else 8) + 1e-5
+            np.testing.assert_allclose(
+                g.astype(np.float64), w, rtol=allowed, atol=allowed * np.abs(w).max()
+            )
+
+
 # --- soft labels and classes left out of the softmax ---------------------------------------------
 
 

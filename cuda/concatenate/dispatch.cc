@@ -69,6 +69,7 @@ bool PrefersNarrowSplit(const Call& call, const Device&) {
 bool PrefersTiles(const Call& call, const Device&) {
   constexpr int64_t kFewPieces = 4;
   constexpr int64_t kMinFewBytes = int64_t{1} << 20;
+  constexpr int64_t kMinFewJoinBytes = int64_t{1} << 22;
   constexpr int64_t kMinFewTiles = 256;
   constexpr int64_t kMinManyTiles = 8;
   constexpr int64_t kMaxFewWordsBytes = 64;  // per piece of a split into 4-byte items
@@ -84,7 +85,9 @@ bool PrefersTiles(const Call& call, const Device&) {
   const int64_t min_pieces = call.unit < 4 ? 1 : plan.splits && !is_vectors ? 2 : kFewPieces + 1;
   if (call.piece_count() < min_pieces) return false;
   if (is_vectors && !(plan.equal && plan.size <= MaxNarrowVectorBytes(plan.splits))) return false;
-  if (is_few && rows * plan.row_bytes < kMinFewBytes) return false;
+  if (is_few && rows * plan.row_bytes < (plan.splits ? kMinFewBytes : kMinFewJoinBytes)) {
+    return false;
+  }
   if (plan.splits) {
     // Tiles should read few bytes in vain, unless every piece would fetch whole rows anyway,
     // because a row fits a sector.

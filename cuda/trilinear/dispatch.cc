@@ -28,7 +28,8 @@ constexpr int64_t kMaxValueBytes = 8 << 20;     // bytes of features
 constexpr int64_t kMaxGradBytes = 4 << 20;      // bytes of feature gradients
 constexpr int64_t kMaxSpanElements = 1 << 20;   // feature gradient elements, if vectors span rows
 constexpr int64_t kMaxPointThreads = 128 * 1024;
-constexpr int64_t kMaxHalvedBytes = 48 << 20;  // bytes of features, if rows are not whole sectors
+constexpr int64_t kMaxSectorCells = 32 * 1024;  // rows of one sector, both gradients
+constexpr int64_t kMaxHalvedBytes = 7 << 20;    // bytes of features, if rows are not whole sectors
 
 bool PrefersPlainValue(const Call& call, const Device&) {
   if (call.width == 1 && call.cells.size() > kMaxSingleCells) return false;
@@ -83,8 +84,10 @@ bool PrefersPlainGradients(const Call& call, const Device&) {
            bytes <= kMaxHalvedBytes;
   }
   const bool is_16_bit = SizeOf(call.dtype) == 2;
-  // Rows of one sector are the fastest for any number of cells.
-  if (is_16_bit && call.width == 16 && call.dfeatures == nullptr) return true;
+  // Rows of one sector are the fastest for any number of cells, and with their gradient for some.
+  if (is_16_bit && call.width == 16) {
+    return call.dfeatures == nullptr || cells <= kMaxSectorCells;
+  }
   const int64_t max_cells = is_16_bit && plan.count == 1 ? 4 * 1024 : 8 * 1024;
   return cells <= max_cells && cells * plan.lanes <= kMaxPointThreads;
 }

@@ -12,43 +12,59 @@ using jaxops::cuda::Always;
 using jaxops::cuda::Family;
 using jaxops::cuda::Table;
 
+// From this number of entries on, of at most the second number of elements, lanes of a warp for
+// each are faster than a block.
+constexpr int64_t kManySmallEntries = 512;
+constexpr int64_t kMaxSmallEntry = 512;
+
 // FewElements takes sums of at most this number of elements, and elementwise results.
-constexpr int64_t kMaxFewSummed = 1 << 15;
-constexpr int64_t kMaxFewElementwise = 1 << 21;
+constexpr int64_t kMaxFewSummed = 5 << 13;
+constexpr int64_t kMaxFewElementwise = 1 << 19;
+constexpr int64_t kMaxFewOfFewClasses = 1 << 21;  // classes too few for TargetsLast
+constexpr int64_t kTargetsLastClasses = 20;
 
 // StreamedSum takes sums of at least this number of elements, with rows not so short that the warp
 // that evaluates their targets falls behind the other warps.
-constexpr int64_t kMinStreamed = 1 << 24;
+constexpr int64_t kMinStreamed = 1 << 20;
+constexpr int64_t kMinStreamedF32 = 1 << 21;
 constexpr int64_t kMinStreamedClasses = 40;
 
-// A sum does not depend on the number of batch entries.
-bool PrefersFewElements(const SigmoidCall& call, const Device& device) {
-  return call.loss.sum != nullptr ? call.size() <= kMaxFewSummed && device.has_clusters()
-                                  : call.size() <= kMaxFewElementwise;
+bool PrefersManyEntries(const SigmoidCall& call, const Device&) {
+  return call.entries() >= kManySmallEntries && call.size() <= kMaxSmallEntry;
 }
 
-// Instructions bound results of 16 bits, and results of f32 whose exponent needs a power of each
-// element. If f32 rows are not whole vectors, TargetsLast saves two row look-ups per vector.
-bool PrefersTargetsLast(const SigmoidCall& call, const Device&) {
-  return call.loss.dtype != DType::kF32 || call.loss.classes % 4 != 0 ||
-         call.loss.power == Power::kAny;
+// A sum of less entries does not depend on their number.
+bool PrefersFewElements(const SigmoidCall& call, const Device& device) {
+  return call.loss.sum != nullptr
+             ? call.size() <= kMaxFewSummed && device.has_clusters()
+             : call.size() <= (call.loss.classes >= kTargetsLastClasses ? kMaxFewElementwise
+                                                                        : kMaxFewOfFewClasses);
+}
+
+// Vectors in two rows are faster by Hard.
+bool PrefersSpreadElements(const SigmoidCall& call, const Device&) {
+  return call.loss.classes == 1 || call.loss.classes % 4 == 0;
 }
 
 bool PrefersStreamedSum(const SigmoidCall& call, const Device&) {
-  return call.size() >= kMinStreamed && call.loss.classes >= kMinStreamedClasses;
+  return call.size() >= (call.loss.dtype == DType::kF32 ? kMinStreamedF32 : kMinStreamed) &&
+         call.loss.classes >= kMinStreamedClasses;
 }
 
 constexpr Family<SigmoidCall> kFamilies[] = {
+    // Some lanes have an entry: the sums of (300000, 1, 10) f32 took 682 µs on an H200 with a block
+    // for each.
+    {"entries", CanRunManyEntries, PrefersManyEntries, LaunchManyEntries},
     // Small calls end before any other design gains. The gradient of (900, 91) f32 takes 1.28 µs on
     // an H200.
     {"few", CanRunFewElements, PrefersFewElements, LaunchFewElements},
     // Few rows have a target, so all elements are evaluated as if they were none, which takes fewer
     // instructions and no row look-ups; then a block writes the targets. The gradient of (1534176,
     // 80) bf16 takes 121 to 129 µs on an H200, for which memory alone takes 116.
-    {"targets_last", CanRunTargetsLast, PrefersTargetsLast, LaunchTargetsLast},
-    // Memory bounds f32. The gradient of (191772, 80) took 32.7 µs without this family on an H200,
-    // and 30.8 with it.
-    {"spread", CanRunSpreadElements, Always<SigmoidCall>, LaunchSpreadElements},
+    {"targets_last", CanRunTargetsLast, Always<SigmoidCall>, LaunchTargetsLast},
+    // Memory bounds f32 of few classes. The gradient of (16777216, 1) takes 47.3 µs on an H200, and
+    // 51.0 without this family.
+    {"spread", CanRunSpreadElements, PrefersSpreadElements, LaunchSpreadElements},
     // Instructions bound long sums. Blocks whose shared memory another warp fills wait for no
     // logits and look up no rows. (1534176, 80) f32 takes 128 µs on an H200.
     {"streamed", CanRunStreamedSum, PrefersStreamedSum, LaunchStreamedSum},
@@ -60,10 +76,32 @@ constexpr Family<SigmoidCall> kFamilies[] = {
 
 const Table<SigmoidCall> kTable("sigmoid_focal_loss", "loss and gradient", kFamilies);
 
+// AreRowsOfOneEntry says whether the entries of a call without a sum are like rows of one entry.
+bool AreRowsOfOneEntry(const Sigmoid& loss) {
+  const auto& batch = loss.batch;
+  if (loss.sum != nullptr || batch.rank() != 1) return false;
+  const auto advances = [&](Sigmoid::Operand operand, int64_t by) {
+    return batch.stride(0, operand) == by;
+  };
+  const int64_t size = loss.rows * loss.classes;
+  return advances(Sigmoid::kLogits, size) &&
+         advances(Sigmoid::kLabels, loss.soft ? size : loss.rows) &&
+         advances(Sigmoid::kClassIds, 0) && advances(Sigmoid::kScale, 0) &&
+         advances(Sigmoid::kParameters, 0) &&
+         (loss.weight == nullptr || advances(Sigmoid::kWeight, loss.rows)) &&
+         advances(Sigmoid::kElements, size);
+}
+
 }  // namespace
 
 cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& loss, int64_t splits,
                           void* partials) {
+  if (AreRowsOfOneEntry(loss)) {
+    Sigmoid flat = loss;
+    flat.rows *= loss.batch.size();
+    flat.batch = {};
+    return LaunchSigmoid(stream, flat, splits, partials);
+  }
   const SigmoidCall call{loss, splits, partials};
   if (call.entries() == 0) return cudaSuccess;
   if (call.size() == 0) {

@@ -175,6 +175,43 @@ __device__ __forceinline__ void EvaluateHard(A (&loss)[kCount], A (&slope)[kCoun
   }
 }
 
+// EvaluateSoft computes the loss and the slope for targets between 0 and 1; `small` and `big` are
+// the parts of y and 1 - y that weigh the less and the more probable of the two answers.
+template <bool kSlope, typename A, int kCount>
+__device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCount],
+                                             const A (&z)[kCount], const A (&y)[kCount],
+                                             const A (&factor)[kCount], Power power, A gamma) {
+  A e[kCount], scaled[kCount], entropy[kCount], log_high[kCount], log_low[kCount];
+  ExpOfMagnitude(e, z, power);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const A small = z[k] >= 0 ? y[k] : 1 - y[k];
+    const A big = z[k] >= 0 ? 1 - y[k] : y[k];
+    const A sum = small * e[k] + big;
+    const A inverse = Reciprocal(1 + e[k]);
+    const A log1p = Log1p(e[k], inverse * e[k], A(0));
+    scaled[k] = inverse * sum;
+    entropy[k] = log1p + (big == 0 ? A(0) : big * abs(z[k]));
+    const double log_sum = power == Power::kAny ? log(static_cast<double>(sum)) : 0;
+    log_high[k] = big == 0 ? -abs(z[k]) : static_cast<A>(log_sum);
+    log_low[k] = (big == 0 ? A(0) : static_cast<A>(log_sum - log_high[k])) - log1p;
+  }
+  RaiseToGamma(scaled, log_high, log_low, power, gamma);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    scaled[k] *= factor[k];
+    loss[k] = scaled[k] * entropy[k];
+    if constexpr (kSlope) {
+      const A inverse = Reciprocal(1 + e[k]);
+      const A small = z[k] >= 0 ? y[k] : 1 - y[k];
+      const A big = z[k] >= 0 ? 1 - y[k] : y[k];
+      const A share = big == 0 ? inverse : inverse * e[k] / (small * e[k] + big);
+      const A by_entropy = inverse * (z[k] >= 0 ? big - small * e[k] : small * e[k] - big);
+      slope[k] = scaled[k] * ((1 - 2 * y[k]) * gamma * (share * Finite(entropy[k])) + by_entropy);
+    }
+  }
+}
+
 // Finish adds the sum of a block to the sums of its batch entry.
 template <typename A>
 __device__ __forceinline__ void Finish(const SigmoidParams& p, uint32_t entry, bool clustered,
@@ -251,8 +288,14 @@ inline bool IsAligned(const SigmoidCall& call, int elements) {
   return call.entries() == 1 || call.size() % elements == 0;
 }
 
+// From this number of entries on, one block of Hard or Soft has all elements of an entry, if they
+// are at most the second number.
+inline constexpr int64_t kManyEntries = 1024;
+inline constexpr int64_t kMaxEntryOfBlock = 1 << 14;
+
 // Segments divides a batch entry among the blocks of Hard and Soft, a segment of neighbours each.
-// The order of a sum's additions must not depend on the number of entries.
+// The order of a sum's additions does not depend on the number of entries if they are less than
+// kManyEntries.
 struct Segments {
   int64_t count;     // per batch entry
   int64_t elements;  // per segment except the last
@@ -270,7 +313,9 @@ struct Segments {
       return CeilDiv(size, stride * std::clamp<int64_t>(elements / (stride * 1024), 1, max_steps));
     };
     const bool is_f32 = loss.dtype == DType::kF32, is_f64 = loss.dtype == DType::kF64;
-    if (loss.sum == nullptr) {
+    if (call.entries() >= kManyEntries && size <= kMaxEntryOfBlock) {
+      count = 1;
+    } else if (loss.sum == nullptr) {
       const int64_t all = call.entries() * size;
       // Short blocks keep memory busier until the end, but cost instructions.
       const bool by_memory = is_f32 && loss.classes >= width && loss.power != Power::kAny;

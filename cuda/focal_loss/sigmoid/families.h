@@ -26,6 +26,10 @@ struct SigmoidCall {
   int64_t entries() const { return loss.batch.size(); }
 };
 
+// entries.cu runs sums and gradients of entries of at most 1024 elements.
+bool CanRunManyEntries(const SigmoidCall& call, const Device& device);
+cudaError_t LaunchManyEntries(cudaStream_t stream, const SigmoidCall& call, const Device& device);
+
 // few.cu runs class ids without weights, not of f64. The blocks of a batch entry form a cluster if
 // a sum is wanted, and without a sum there is no batch.
 bool CanRunFewElements(const SigmoidCall& call, const Device& device);

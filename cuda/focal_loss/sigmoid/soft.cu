@@ -26,43 +26,6 @@ __device__ __forceinline__ void StoreSome(T* to, const Accumulator<T> (&values)[
   }
 }
 
-// EvaluateSoft computes the loss and the slope for targets between 0 and 1; `small` and `big` are
-// the parts of y and 1 - y that weigh the less and the more probable of the two answers.
-template <bool kSlope, typename A, int kCount>
-__device__ __forceinline__ void EvaluateSoft(A (&loss)[kCount], A (&slope)[kCount],
-                                             const A (&z)[kCount], const A (&y)[kCount],
-                                             const A (&factor)[kCount], Power power, A gamma) {
-  A e[kCount], scaled[kCount], entropy[kCount], log_high[kCount], log_low[kCount];
-  ExpOfMagnitude(e, z, power);
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    const A small = z[k] >= 0 ? y[k] : 1 - y[k];
-    const A big = z[k] >= 0 ? 1 - y[k] : y[k];
-    const A sum = small * e[k] + big;
-    const A inverse = Reciprocal(1 + e[k]);
-    const A log1p = Log1p(e[k], inverse * e[k], A(0));
-    scaled[k] = inverse * sum;
-    entropy[k] = log1p + (big == 0 ? A(0) : big * abs(z[k]));
-    const double log_sum = power == Power::kAny ? log(static_cast<double>(sum)) : 0;
-    log_high[k] = big == 0 ? -abs(z[k]) : static_cast<A>(log_sum);
-    log_low[k] = (big == 0 ? A(0) : static_cast<A>(log_sum - log_high[k])) - log1p;
-  }
-  RaiseToGamma(scaled, log_high, log_low, power, gamma);
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    scaled[k] *= factor[k];
-    loss[k] = scaled[k] * entropy[k];
-    if constexpr (kSlope) {
-      const A inverse = Reciprocal(1 + e[k]);
-      const A small = z[k] >= 0 ? y[k] : 1 - y[k];
-      const A big = z[k] >= 0 ? 1 - y[k] : y[k];
-      const A share = big == 0 ? inverse : inverse * e[k] / (small * e[k] + big);
-      const A by_entropy = inverse * (z[k] >= 0 ? big - small * e[k] : small * e[k] - big);
-      slope[k] = scaled[k] * ((1 - 2 * y[k]) * gamma * (share * Finite(entropy[k])) + by_entropy);
-    }
-  }
-}
-
 // Soft is the kernel for soft labels.
 template <typename T, typename L, int kCount, Rows kRows, Want kWant>
 __global__ void __launch_bounds__(kThreads) Soft(const __grid_constant__ SigmoidParams p) {

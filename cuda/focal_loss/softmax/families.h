@@ -42,6 +42,12 @@ struct RowVectors {
   }
 };
 
+// entries.cu runs rows of at most 1024 classes. A block takes EntryRows rows at a time, of whole
+// entries, and at most eight times as many of one entry.
+int64_t EntryRows(const SoftmaxCall& call);
+bool CanRunManyEntries(const SoftmaxCall& call, const Device& device);
+cudaError_t LaunchManyEntries(cudaStream_t stream, const SoftmaxCall& call, const Device& device);
+
 // few.cu runs rows of at most 128 classes, and 2^31 elements; a sum needs a partial sum for each 32
 // rows.
 bool CanRunFewRows(const SoftmaxCall& call, const Device& device);
