@@ -24,6 +24,7 @@ import time
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -132,6 +133,16 @@ def measure(run: Run) -> dict:
     }
 
 
+def add_scaling(found: dict, alone: dict) -> None:
+    """Adds the time of the step alone over that of this step.
+
+    Devices wait for each other: they cannot be faster than the slowest of them alone.
+    """
+    found["scaling"] = alone["ms"] / found["ms"]
+    if "ms_of_processes" in alone:
+        found["scaling_of_slowest"] = max(alone["ms_of_processes"]) / found["ms"]
+
+
 def main() -> None:
     """Prints a table, and writes its figures where it is told to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -179,17 +190,24 @@ def main() -> None:
         found = measure(run)
         if devices[0].platform == "gpu":
             found["launched"] = launched(run, those)
-        alone = found if count == counts[0] else alone
+        if count == counts[0]:
+            alone = found
+            if jax.process_count() > 1:
+                times = multihost_utils.process_allgather(np.float32(found["ms"]))
+                found["ms_of_processes"] = [float(ms) for ms in times]
         difference = float(np.abs(np.subtract(found["losses"], alone["losses"])).max())
-        scaling = alone["ms"] / found["ms"]
+        add_scaling(found, alone)
         about = {"model": name, "operators": operators.name, "devices": count}
         about |= {"processes": jax.process_count(), "batches": options.batch}
-        rows.append({**about, **found, "difference": difference, "scaling": scaling})
+        rows.append({**about, **found, "difference": difference})
         if not is_first:
             continue
+        slowest = found.get("scaling_of_slowest")
         print(
             f"{name}, {operators.name}, {count}: {found['ms']:.2f} +- {found['spread']:.2f} ms, "
-            f"{100 * scaling:.1f} %, {found['collectives']}, losses differ by {difference:.1e} "
+            f"{100 * found['scaling']:.1f} %, "
+            + (f"{100 * slowest:.1f} % of the slowest alone, " if slowest else "")
+            + f"{found['collectives']}, losses differ by {difference:.1e} "
             f"{found.get('launched', '')}",
             flush=True,
         )
