@@ -385,6 +385,76 @@ bool AddSlots(const Convolve& args, const PanelLayout<A, DataFormat::kNTC>& layo
   return has_sums;
 }
 
+// Steps of ConvolveRows that are computed together.
+constexpr int kRows = 4;
+
+// Tells whether a block's taps can be read from rows of x in memory, where neighbouring steps share
+// them. Packing such rows into panels takes longer than their few taps, unless it widens them.
+bool CanReadRows(const Convolve& args) {
+  const Geometry& geometry = args.geometry;
+  return geometry.dilation == 1 && geometry.taps <= kTile && args.segments.starts == nullptr &&
+         args.segments.state == nullptr;
+}
+
+// y = act(sum + bias) for kCount steps from `step` on, in the order of a block's sums. A row of x
+// that several of them read is loaded once.
+template <int kTaps, int kCount, typename A>
+JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const A* bias) {
+  constexpr int kLane = kLanes<A>;
+  constexpr int kWindow = kTaps + kCount - 1;
+  const Geometry& geometry = args.geometry;
+  const int64_t pitch = geometry.channels;
+  const int64_t channels = args.block.channel_end - args.block.channel_begin;
+  // Row r of the window is that of tap r of the first step.
+  const int64_t first = step - geometry.padding;
+  const int64_t begin = Max(0, -first);
+  const int64_t end = Min(kWindow, geometry.time - first);
+  const int64_t offset = first * pitch + args.block.channel_begin;
+  const A* x = static_cast<const A*>(args.x);
+  A* y = static_cast<A*>(args.y) + step * pitch + args.block.channel_begin;
+  // The rows that the next steps read first.
+  const int64_t fetched = Min(kCount, geometry.time - first - kWindow);
+
+  const auto make = [&](int64_t at, int64_t lanes, bool is_whole) __attribute__((always_inline)) {
+    Vec<A> sum[kCount] = {};
+    const A* weight = static_cast<const A*>(args.packed_weight) + at * kTaps;
+    for (int64_t i = 0; i < fetched; ++i) {
+      __builtin_prefetch(x + (offset + (kWindow + i) * pitch + at));
+    }
+    const auto add = [&](int64_t r) __attribute__((always_inline)) {
+      const Vec<A> row = LoadUpTo(x + (offset + r * pitch + at), lanes);
+#pragma GCC unroll 8
+      for (int j = 0; j < kCount; ++j) {
+        const int64_t k = r - j;
+        if (k < 0 || k >= kTaps) continue;
+        sum[j] = MultiplyAdd(Load(weight + k * kLane), row, sum[j]);
+      }
+    };
+    if (is_whole) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kWindow; ++r) add(r);
+    } else {
+      for (int64_t r = begin; r < end; ++r) add(r);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < kCount; ++j) {
+      StoreUpTo(ActivateAs(args.activation, sum[j] + Load(bias + at)), y + j * pitch + at, lanes);
+    }
+  };
+  int64_t at = 0;
+  if (begin == 0 && end == kWindow) {
+    for (; at + kLane <= channels; at += kLane) make(at, kLane, true);
+  }
+  for (; at < channels; at += kLane) make(at, channels - at, false);
+}
+
+template <int kTaps, typename A>
+void ConvolveBlockRows(const Convolve& args, const A* bias) {
+  int64_t t = args.block.time_begin;
+  for (; t + kRows <= args.block.time_end; t += kRows) ConvolveRows<kTaps, kRows>(args, t, bias);
+  for (; t < args.block.time_end; ++t) ConvolveRows<kTaps, 1>(args, t, bias);
+}
+
 template <DataFormat kFormat, typename S>
 void ConvolveBlock(const Convolve& args) {
   using A = Arithmetic<S>;
@@ -401,6 +471,12 @@ void ConvolveBlock(const Convolve& args) {
   if (args.bias != nullptr) {
     WithStorage(args.bias_dtype, args.bias, block.channel_begin,
                 [&](auto from) { Widen(from, layout.channels, bias); });
+  }
+  if constexpr (!layout.kTimeInLanes && __is_same(S, A)) {
+    if (CanReadRows(args)) {
+      WithTile(geometry.taps, [&](auto taps) { ConvolveBlockRows<taps.value>(args, bias); });
+      return;
+    }
   }
   Marks<A, kFormat> marks(layout, geometry, block, args.segments);
 

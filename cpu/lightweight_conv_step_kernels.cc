@@ -1,6 +1,7 @@
 #include "cpu/lightweight_conv_step_kernels.h"
 
 #include <cstdint>
+#include <utility>
 
 #include "cpu/activations.h"
 #include "cpu/simd.h"
@@ -70,6 +71,72 @@ JAXOPS_ALWAYS_INLINE void TransposeTaps(const A* from, int64_t taps, A* to) {
   }
 }
 
+// Element `kFirst + kIndex * kStride` of neighbouring vectors, for every lane kIndex.
+template <int kFirst, int kStride, int kVectors, typename V, int... kIndex>
+JAXOPS_ALWAYS_INLINE V EveryOf(const V (&vectors)[kVectors],
+                               std::integer_sequence<int, kIndex...> lanes) {
+  constexpr int kLane = sizeof...(kIndex);
+  static_assert(kFirst + (kLane - 1) * kStride < kVectors * kLane);
+  V found = vectors[0];
+  const auto take =
+      [&]<int kVector>(std::integral_constant<int, kVector>) __attribute__((always_inline)) {
+        // Lanes whose element is in this vector take it; in the first step the others are of vector
+        // 0.
+        found = __builtin_shufflevector(found, vectors[kVector],
+                                        ((kFirst + kIndex * kStride) / kLane == kVector
+                                             ? kLane + (kFirst + kIndex * kStride) % kLane
+                                         : kVector == 1 ? (kFirst + kIndex * kStride) % kLane
+                                                        : kIndex)...);
+      };
+  const auto take_all = [&]<int... kOther>(std::integer_sequence<int, kOther...>)
+                            __attribute__((always_inline)) {
+                              (take(std::integral_constant<int, kOther + 1>()), ...);
+                            };
+  (void)lanes;
+  take_all(std::make_integer_sequence<int, kVectors - 1>());
+  return found;
+}
+
+// TransposeTaps of a number of taps that is known: whole vectors are loaded and shuffled.
+template <int kTaps, typename A>
+JAXOPS_ALWAYS_INLINE void TransposeTapsOf(const A* from, A* to) {
+  constexpr int kLane = kLanes<A>;
+  constexpr auto kIndices = std::make_integer_sequence<int, kLane>();
+  Vec<A> read[kTaps];
+#pragma GCC unroll 8
+  for (int v = 0; v < kTaps; ++v) read[v] = Load(from + v * kLane);
+  if constexpr (kTaps == 4) {
+    // Halves of halves take fewer shuffles.
+    const Vec<A> low[] = {read[0], read[1]}, high[] = {read[2], read[3]};
+    const Vec<A> even[] = {EveryOf<0, 2>(low, kIndices), EveryOf<0, 2>(high, kIndices)};
+    const Vec<A> odd[] = {EveryOf<1, 2>(low, kIndices), EveryOf<1, 2>(high, kIndices)};
+    Store(EveryOf<0, 2>(even, kIndices), to);
+    Store(EveryOf<0, 2>(odd, kIndices), to + kLane);
+    Store(EveryOf<1, 2>(even, kIndices), to + 2 * kLane);
+    Store(EveryOf<1, 2>(odd, kIndices), to + 3 * kLane);
+  } else {
+    const auto store_all =
+        [&]<int... kTap>(std::integer_sequence<int, kTap...>) __attribute__((always_inline)) {
+          (Store(EveryOf<kTap, kTaps>(read, kIndices), to + kTap * kLane), ...);
+        };
+    store_all(std::make_integer_sequence<int, kTaps>());
+  }
+}
+
+// The same of four taps of bfloat16, whose bits are the upper half of a float's.
+JAXOPS_ALWAYS_INLINE void TransposeFourTaps(const BFloat* from, float* to) {
+  using Int = Simd<float>::Int;
+  constexpr int kLane = kLanes<float>;
+  constexpr auto kIndices = std::make_integer_sequence<int, kLane>();
+  const Int read[] = {LoadBits<Int>(from), LoadBits<Int>(from + 2 * kLane)};
+  const Int pairs[] = {EveryOf<0, 2>(read, kIndices), EveryOf<1, 2>(read, kIndices)};
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    Store(BitCast<Vec<float>>(pairs[i] << 16), to + 2 * i * kLane);
+    Store(BitCast<Vec<float>>(pairs[i] & (-1 << 16)), to + (2 * i + 1) * kLane);
+  }
+}
+
 // to[i] = from[i], in whole vectors where there are no others.
 template <typename A, typename W>
 JAXOPS_ALWAYS_INLINE void WidenMany(const W* from, int64_t count, A* to) {
@@ -99,13 +166,20 @@ void PackFiltersAs(const Filters& args, const W* weight) {
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t first = args.channel_begin + p * kLane;
     const int64_t lanes = Min(kLane, channels - p * kLane);
+    if constexpr (__is_same(W, BFloat) && __is_same(A, float)) {
+      if (depth == 1 && taps == 4 && lanes == kLane) {
+        TransposeFourTaps(weight + first * 4, packed + p * 4 * kLane);
+        continue;
+      }
+    }
     if constexpr (__is_same(W, A)) {
       if (depth == 1 && taps <= kGroup && lanes == kLane) {
         const W* from = weight + first * taps;
         A* to = packed + p * taps * kLane;
-        // The usual number of taps is a constant for the compiler.
-        if (taps == 4) {
-          TransposeTaps(from, 4, to);
+        if (taps == 3) {
+          TransposeTapsOf<3>(from, to);
+        } else if (taps == 4) {
+          TransposeTapsOf<4>(from, to);
         } else {
           TransposeTaps(from, taps, to);
         }
@@ -295,6 +369,7 @@ void RunStep(const Rows& args) {
             if (call.taps == 2) return MakeStep<2>(args, x, state, new_state, y);
             if (call.taps == 3) return MakeStep<3>(args, x, state, new_state, y);
             if (call.taps == 4) return MakeStep<4>(args, x, state, new_state, y);
+            if (call.taps == 7) return MakeStep<7>(args, x, state, new_state, y);
           }
         }
         MakeSteps(args, x, state, y);
