@@ -386,10 +386,10 @@ bool AddSlots(const Convolve& args, const PanelLayout<A, DataFormat::kNTC>& layo
 }
 
 // Steps of ConvolveRows that are computed together.
-constexpr int kRows = 4;
+constexpr int kRows = sizeof(Vec<float>) == 64 ? 8 : 4;
 
 // Tells whether a block's taps can be read from rows of x in memory, where neighbouring steps share
-// them. Packing such rows into panels takes longer than their few taps, unless it widens them.
+// them. Packing such rows into panels takes longer than their few taps.
 bool CanReadRows(const Convolve& args) {
   const Geometry& geometry = args.geometry;
   return geometry.dilation == 1 && geometry.taps <= kTile && args.segments.starts == nullptr &&
@@ -398,7 +398,7 @@ bool CanReadRows(const Convolve& args) {
 
 // y = act(sum + bias) for kCount steps from `step` on, in the order of a block's sums. A row of x
 // that several of them read is loaded once.
-template <int kTaps, int kCount, typename A>
+template <int kTaps, int kCount, typename S, typename A>
 JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const A* bias) {
   constexpr int kLane = kLanes<A>;
   constexpr int kWindow = kTaps + kCount - 1;
@@ -410,8 +410,8 @@ JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const
   const int64_t begin = Max(0, -first);
   const int64_t end = Min(kWindow, geometry.time - first);
   const int64_t offset = first * pitch + args.block.channel_begin;
-  const A* x = static_cast<const A*>(args.x);
-  A* y = static_cast<A*>(args.y) + step * pitch + args.block.channel_begin;
+  const S* x = static_cast<const S*>(args.x);
+  S* y = static_cast<S*>(args.y) + step * pitch + args.block.channel_begin;
   // The rows that the next steps read first.
   const int64_t fetched = Min(kCount, geometry.time - first - kWindow);
 
@@ -448,11 +448,11 @@ JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const
   for (; at < channels; at += kLane) make(at, channels - at, false);
 }
 
-template <int kTaps, typename A>
+template <int kTaps, typename S, typename A>
 void ConvolveBlockRows(const Convolve& args, const A* bias) {
   int64_t t = args.block.time_begin;
-  for (; t + kRows <= args.block.time_end; t += kRows) ConvolveRows<kTaps, kRows>(args, t, bias);
-  for (; t < args.block.time_end; ++t) ConvolveRows<kTaps, 1>(args, t, bias);
+  for (; t + kRows <= args.block.time_end; t += kRows) ConvolveRows<kTaps, kRows, S>(args, t, bias);
+  for (; t < args.block.time_end; ++t) ConvolveRows<kTaps, 1, S>(args, t, bias);
 }
 
 template <DataFormat kFormat, typename S>
@@ -472,9 +472,9 @@ void ConvolveBlock(const Convolve& args) {
     WithStorage(args.bias_dtype, args.bias, block.channel_begin,
                 [&](auto from) { Widen(from, layout.channels, bias); });
   }
-  if constexpr (!layout.kTimeInLanes && __is_same(S, A)) {
+  if constexpr (!layout.kTimeInLanes) {
     if (CanReadRows(args)) {
-      WithTile(geometry.taps, [&](auto taps) { ConvolveBlockRows<taps.value>(args, bias); });
+      WithTile(geometry.taps, [&](auto taps) { ConvolveBlockRows<taps.value, S>(args, bias); });
       return;
     }
   }
