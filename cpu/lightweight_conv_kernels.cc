@@ -385,8 +385,8 @@ bool AddSlots(const Convolve& args, const PanelLayout<A, DataFormat::kNTC>& layo
   return has_sums;
 }
 
-// Steps of ConvolveRows that are computed together.
-constexpr int kRows = sizeof(Vec<float>) == 64 ? 8 : 4;
+// Steps that ConvolveRows computes together.
+constexpr int kSteps = sizeof(Vec<float>) == 64 ? 8 : 4;
 
 // Tells whether a block's taps can be read from rows of x in memory, where neighbouring steps share
 // them. Packing such rows into panels takes longer than their few taps.
@@ -397,7 +397,8 @@ bool CanReadRows(const Convolve& args) {
 }
 
 // y = act(sum + bias) for kCount steps from `step` on, in the order of a block's sums. A row of x
-// that several of them read is loaded once.
+// that several of them read is loaded once. Rows outside the sequence are zeros, and are
+// multiplied: a tap that is not finite shows there, too.
 template <int kTaps, int kCount, typename S, typename A>
 JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const A* bias) {
   constexpr int kLane = kLanes<A>;
@@ -408,7 +409,7 @@ JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const
   // Row r of the window is that of tap r of the first step.
   const int64_t first = step - geometry.padding;
   const int64_t begin = Max(0, -first);
-  const int64_t end = Min(kWindow, geometry.time - first);
+  const int64_t end = Max(Min(kWindow, geometry.time - first), begin);
   const int64_t offset = first * pitch + args.block.channel_begin;
   const S* x = static_cast<const S*>(args.x);
   S* y = static_cast<S*>(args.y) + step * pitch + args.block.channel_begin;
@@ -421,8 +422,8 @@ JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const
     for (int64_t i = 0; i < fetched; ++i) {
       __builtin_prefetch(x + (offset + (kWindow + i) * pitch + at));
     }
-    const auto add = [&](int64_t r) __attribute__((always_inline)) {
-      const Vec<A> row = LoadUpTo(x + (offset + r * pitch + at), lanes);
+    const auto add = [&](int64_t r, bool exists) __attribute__((always_inline)) {
+      const Vec<A> row = exists ? LoadUpTo(x + (offset + r * pitch + at), lanes) : Vec<A>{};
 #pragma GCC unroll 8
       for (int j = 0; j < kCount; ++j) {
         const int64_t k = r - j;
@@ -432,9 +433,9 @@ JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const
     };
     if (is_whole) {
 #pragma GCC unroll 16
-      for (int r = 0; r < kWindow; ++r) add(r);
+      for (int r = 0; r < kWindow; ++r) add(r, true);
     } else {
-      for (int64_t r = begin; r < end; ++r) add(r);
+      for (int64_t r = 0; r < kWindow; ++r) add(r, r >= begin && r < end);
     }
 #pragma GCC unroll 8
     for (int j = 0; j < kCount; ++j) {
@@ -449,9 +450,10 @@ JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const
 }
 
 template <int kTaps, typename S, typename A>
-void ConvolveBlockRows(const Convolve& args, const A* bias) {
+void ConvolveBlockSteps(const Convolve& args, const A* bias) {
   int64_t t = args.block.time_begin;
-  for (; t + kRows <= args.block.time_end; t += kRows) ConvolveRows<kTaps, kRows, S>(args, t, bias);
+  for (; t + kSteps <= args.block.time_end; t += kSteps)
+    ConvolveRows<kTaps, kSteps, S>(args, t, bias);
   for (; t < args.block.time_end; ++t) ConvolveRows<kTaps, 1, S>(args, t, bias);
 }
 
@@ -474,7 +476,7 @@ void ConvolveBlock(const Convolve& args) {
   }
   if constexpr (!layout.kTimeInLanes) {
     if (CanReadRows(args)) {
-      WithTile(geometry.taps, [&](auto taps) { ConvolveBlockRows<taps.value, S>(args, bias); });
+      WithTile(geometry.taps, [&](auto taps) { ConvolveBlockSteps<taps.value, S>(args, bias); });
       return;
     }
   }

@@ -3,11 +3,12 @@
 // Both layouts are computed on panels: contiguous vectors in scratch memory, of the arithmetic type
 // and with the zeros around the sequence. With NTC a panel holds a vector of channels at every time
 // step. With NCT a panel holds one channel, and a vector holds consecutive time steps, one a lane.
-// In both a tap is a constant distance in the panel. With NTC and at most 8 taps, rows of x
-// are read where they are instead.
+// In both a tap is a constant distance in the panel. With NTC, at most 8 taps, and neither
+// dilation, segments nor a state, rows of x are read where they are instead.
 //
-// Segments cost nothing where all taps of a tile of steps are of one. Other tiles read, with NTC,
-// a row of zeros for taps of other segments, through a table of rows; with NCT they mask lanes.
+// In panels, segments cost nothing where all taps of a tile of steps are of one. Other tiles read,
+// with NTC, a row of zeros for taps of other segments, through a table of rows; with NCT they mask
+// lanes.
 #ifndef JAXOPS_CPU_LIGHTWEIGHT_CONV_KERNELS_H_
 #define JAXOPS_CPU_LIGHTWEIGHT_CONV_KERNELS_H_
 

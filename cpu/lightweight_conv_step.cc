@@ -77,6 +77,7 @@ void RunStep(const Step& call, const ParallelFor& parallel_for) {
   const int64_t cost = block * (call.steps * (call.taps + kEntryCost) + call.reach * 2);
   const int64_t tasks = std::min(units, CeilDiv(units * cost, kTaskCost));
   const Kernels& kernels = BestKernels();
+  const bool packs = rows > 1 || !CanReadFilters(call);
 
   RunTasks(tasks, parallel_for, [&](int64_t task) {
     Memory packed(kMaxBlockChannels * (call.taps + 1) * (call.dtype == DType::kF64 ? 8 : 4));
@@ -90,20 +91,21 @@ void RunStep(const Step& call, const ParallelFor& parallel_for) {
       const void* bias = call.bias == nullptr
                              ? nullptr
                              : At(call.bias, call.batch.Offset(n, Step::kBias), call.bias_dtype);
+      const int64_t slot = call.SlotOf(n, entry);
+      const bool reads = !packs && slot >= 0;
       if (filters.channel_begin != begin || filters.weight != weight || filters.bias != bias) {
         filters.channel_begin = begin;
         filters.channel_end = std::min(begin + block, call.channels);
         filters.weight = weight;
         filters.bias = bias;
-        kernels.pack_filters(filters);
+        if (!reads) kernels.pack_filters(filters);
       }
       const int64_t row = entry * call.steps * call.channels;
-      const int64_t slot = call.SlotOf(n, entry);
       // Any negative number is no slot, also one that may not be multiplied.
       const int64_t at = std::max<int64_t>(slot, 0) * call.reach * call.channels;
       const int64_t state = call.batch.Offset(n, Step::kState) + at;
       const int64_t new_state = call.batch.Offset(n, Step::kNewState) + at;
-      kernels.step({call, begin, filters.channel_end, packed.get(),
+      kernels.step({call, begin, filters.channel_end, reads ? nullptr : packed.get(), weight,
                     At(call.x, call.batch.Offset(n, Step::kX) + row, call.dtype),
                     slot < 0 ? nullptr : At(call.state, state, call.state_dtype),
                     At(call.y, call.batch.Offset(n, Step::kY) + row, call.dtype),

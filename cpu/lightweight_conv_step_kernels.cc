@@ -97,9 +97,9 @@ JAXOPS_ALWAYS_INLINE V EveryOf(const V (&vectors)[kVectors],
   return found;
 }
 
-// TransposeTaps of a number of taps that is known: whole vectors are loaded and shuffled.
+// Sets lane i of to[k] to from[i * kTaps + k]. Whole vectors are loaded and shuffled.
 template <int kTaps, typename A>
-JAXOPS_ALWAYS_INLINE void TransposeTapsOf(const A* from, A* to) {
+JAXOPS_ALWAYS_INLINE void LoadTaps(const A* from, Vec<A> (&to)[kTaps]) {
   constexpr int kLane = kLanes<A>;
   constexpr auto kIndices = std::make_integer_sequence<int, kLane>();
   Vec<A> read[kTaps];
@@ -110,21 +110,21 @@ JAXOPS_ALWAYS_INLINE void TransposeTapsOf(const A* from, A* to) {
     const Vec<A> low[] = {read[0], read[1]}, high[] = {read[2], read[3]};
     const Vec<A> even[] = {EveryOf<0, 2>(low, kIndices), EveryOf<0, 2>(high, kIndices)};
     const Vec<A> odd[] = {EveryOf<1, 2>(low, kIndices), EveryOf<1, 2>(high, kIndices)};
-    Store(EveryOf<0, 2>(even, kIndices), to);
-    Store(EveryOf<0, 2>(odd, kIndices), to + kLane);
-    Store(EveryOf<1, 2>(even, kIndices), to + 2 * kLane);
-    Store(EveryOf<1, 2>(odd, kIndices), to + 3 * kLane);
+    to[0] = EveryOf<0, 2>(even, kIndices);
+    to[1] = EveryOf<0, 2>(odd, kIndices);
+    to[2] = EveryOf<1, 2>(even, kIndices);
+    to[3] = EveryOf<1, 2>(odd, kIndices);
   } else {
-    const auto store_all =
-        [&]<int... kTap>(std::integer_sequence<int, kTap...>) __attribute__((always_inline)) {
-          (Store(EveryOf<kTap, kTaps>(read, kIndices), to + kTap * kLane), ...);
-        };
-    store_all(std::make_integer_sequence<int, kTaps>());
+    const auto set_all = [&]<int... kTap>(std::integer_sequence<int, kTap...>)
+                             __attribute__((always_inline)) {
+                               ((to[kTap] = EveryOf<kTap, kTaps>(read, kIndices)), ...);
+                             };
+    set_all(std::make_integer_sequence<int, kTaps>());
   }
 }
 
-// The same of four taps of bfloat16, whose bits are the upper half of a float's.
-JAXOPS_ALWAYS_INLINE void TransposeFourTaps(const BFloat* from, float* to) {
+// The same of bfloat16, whose bits are the upper half of a float's.
+JAXOPS_ALWAYS_INLINE void LoadTaps(const BFloat* from, Vec<float> (&to)[4]) {
   using Int = Simd<float>::Int;
   constexpr int kLane = kLanes<float>;
   constexpr auto kIndices = std::make_integer_sequence<int, kLane>();
@@ -132,9 +132,18 @@ JAXOPS_ALWAYS_INLINE void TransposeFourTaps(const BFloat* from, float* to) {
   const Int pairs[] = {EveryOf<0, 2>(read, kIndices), EveryOf<1, 2>(read, kIndices)};
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
-    Store(BitCast<Vec<float>>(pairs[i] << 16), to + 2 * i * kLane);
-    Store(BitCast<Vec<float>>(pairs[i] & (-1 << 16)), to + (2 * i + 1) * kLane);
+    to[2 * i] = BitCast<Vec<float>>(pairs[i] << 16);
+    to[2 * i + 1] = BitCast<Vec<float>>(pairs[i] & (-1 << 16));
   }
+}
+
+// LoadTaps for every channel's own filter in memory, in vectors of channels.
+template <int kTaps, typename A, typename W>
+JAXOPS_ALWAYS_INLINE void StoreTaps(const W* from, A* to) {
+  Vec<A> taps[kTaps];
+  LoadTaps(from, taps);
+#pragma GCC unroll 8
+  for (int k = 0; k < kTaps; ++k) Store(taps[k], to + k * kLanes<A>);
 }
 
 // to[i] = from[i], in whole vectors where there are no others.
@@ -166,24 +175,24 @@ void PackFiltersAs(const Filters& args, const W* weight) {
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t first = args.channel_begin + p * kLane;
     const int64_t lanes = Min(kLane, channels - p * kLane);
-    if constexpr (__is_same(W, BFloat) && __is_same(A, float)) {
-      if (depth == 1 && taps == 4 && lanes == kLane) {
-        TransposeFourTaps(weight + first * 4, packed + p * 4 * kLane);
-        continue;
-      }
-    }
-    if constexpr (__is_same(W, A)) {
-      if (depth == 1 && taps <= kGroup && lanes == kLane) {
-        const W* from = weight + first * taps;
-        A* to = packed + p * taps * kLane;
-        if (taps == 3) {
-          TransposeTapsOf<3>(from, to);
-        } else if (taps == 4) {
-          TransposeTapsOf<4>(from, to);
-        } else {
-          TransposeTaps(from, taps, to);
+    if (depth == 1 && lanes == kLane) {
+      const W* from = weight + first * taps;
+      A* to = packed + p * taps * kLane;
+      if constexpr (__is_same(W, A) || (__is_same(W, BFloat) && __is_same(A, float))) {
+        if (taps == 4) {
+          StoreTaps<4>(from, to);
+          continue;
         }
-        continue;
+      }
+      if constexpr (__is_same(W, A)) {
+        if (taps == 3) {
+          StoreTaps<3>(from, to);
+          continue;
+        }
+        if (taps <= kGroup) {
+          TransposeTaps(from, taps, to);
+          continue;
+        }
       }
     }
     const int64_t head = depth == 1 ? first : first / depth;
@@ -267,9 +276,11 @@ void MakeSteps(const Rows& args, const S* x, const T* state, S* y) {
 }
 
 // The same for one step of kTaps taps without dilation, and the new state on the way, which spares
-// reading the old one twice. Both states may be the same memory.
-template <int kTaps, typename T>
-void MakeStep(const Rows& args, const T* x, const T* state, T* new_state, T* y) {
+// reading the old one twice. Both states may be the same memory. If `filters` are not null, each
+// channel's is there, there is no bias, and nothing is packed.
+template <int kTaps, typename T, typename W = Arithmetic<T>>
+void MakeStep(const Rows& args, const T* x, const T* state, T* new_state, T* y,
+              const W* filters = nullptr) {
   using A = Arithmetic<T>;
   constexpr int kLane = kLanes<A>;
   typedef uint8_t Bytes __attribute__((vector_size(kLane * sizeof(T))));
@@ -298,12 +309,24 @@ void MakeStep(const Rows& args, const T* x, const T* state, T* new_state, T* y) 
 #pragma GCC unroll 8
     for (int k = 0; k < kTaps - 1; ++k) rows[k] = read(state + k * pitch + at);
     rows[kTaps - 1] = read(x + at);
+    Vec<A> taps[kTaps];
+    if (filters == nullptr) {
+#pragma GCC unroll 8
+      for (int k = 0; k < kTaps; ++k) taps[k] = Load(weight + (at * kTaps + k * kLane));
+    } else if constexpr (kTaps <= 4) {
+      if (lanes == kLane) {
+        LoadTaps(filters + at * kTaps, taps);
+      } else {
+        W some[kLane * kTaps] = {};
+        __builtin_memcpy(some, filters + at * kTaps, lanes * kTaps * sizeof(W));
+        LoadTaps(some, taps);
+      }
+    }
     Vec<A> sum = {};
 #pragma GCC unroll 8
-    for (int k = 0; k < kTaps; ++k) {
-      sum = MultiplyAdd(Load(weight + (at * kTaps + k * kLane)), widen(rows[k]), sum);
-    }
-    StoreUpTo(ActivateAs(args.call.activation, sum + Load(bias + at)), y + at, lanes);
+    for (int k = 0; k < kTaps; ++k) sum = MultiplyAdd(taps[k], widen(rows[k]), sum);
+    sum += filters == nullptr ? Load(bias + at) : Vec<A>{};
+    StoreUpTo(ActivateAs(args.call.activation, sum), y + at, lanes);
 #pragma GCC unroll 8
     for (int k = 1; k < kTaps; ++k) {
       __builtin_memcpy(new_state + (k - 1) * pitch + at, &rows[k], lanes * sizeof(T));
@@ -365,6 +388,12 @@ void RunStep(const Rows& args) {
         T* new_state = static_cast<T*>(args.new_state);
         if (new_state != nullptr) new_state += args.channel_begin;
         if constexpr (__is_same(S, T)) {
+          if (args.packed == nullptr) {
+            const int64_t first = args.channel_begin * call.taps;
+            const auto* own = static_cast<const Arithmetic<S>*>(args.filters);
+            if (call.taps == 3) return MakeStep<3>(args, x, state, new_state, y, own + first);
+            return MakeStep<4>(args, x, state, new_state, y, own + first);
+          }
           if (call.steps == 1 && call.dilation == 1 && state != nullptr && new_state != nullptr) {
             if (call.taps == 2) return MakeStep<2>(args, x, state, new_state, y);
             if (call.taps == 3) return MakeStep<3>(args, x, state, new_state, y);

@@ -31,12 +31,22 @@ struct Rows {
   const Step& call;
   int64_t channel_begin;
   int64_t channel_end;
-  const void* packed;
+  const void* packed;   // null: `filters` are read where they are, see CanReadFilters
+  const void* filters;  // (heads, taps)
   const void* x;
   const void* state;  // null: zeros
   void* y;
   void* new_state;  // null: nothing is written there
 };
+
+// Tells whether a step can read filters of 3 or 4 taps where they are, of the arithmetic type and
+// one for each channel. That is faster if each of them is read once.
+inline bool CanReadFilters(const Step& call) {
+  const DType arithmetic = call.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  return call.steps == 1 && call.dilation == 1 && (call.taps == 3 || call.taps == 4) &&
+         call.heads == call.channels && call.bias == nullptr && call.dtype == call.state_dtype &&
+         call.weight_dtype == arithmetic;
+}
 
 struct Kernels {
   void (*pack_filters)(const Filters&);

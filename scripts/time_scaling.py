@@ -202,7 +202,7 @@ def main() -> None:
         rows.append({**about, **found, "difference": difference})
         if not is_first:
             continue
-        slowest = found.get("scaling_of_slowest")
+        slowest = found.get("scaling_of_slowest") if found is not alone else None
         print(
             f"{name}, {operators.name}, {count}: {found['ms']:.2f} +- {found['spread']:.2f} ms, "
             f"{100 * found['scaling']:.1f} %, "

@@ -124,6 +124,12 @@ def _losses(function, dtype, sizes) -> Iterator[Case]:
         arguments = [normal(rows, classes, dtype=dtype), labels(rows, classes)]
         for reduction in ("none", "sum"):
             yield functools.partial(function, reduction=reduction), arguments, (0,)
+    for entries, rows, classes in ((1200, 3, 10), (1100, 40, 17)):
+        arguments = [
+            normal(entries, rows, classes, dtype=dtype),
+            labels(entries * rows, classes).reshape(entries, rows),
+        ]
+        yield jax.vmap(functools.partial(function, reduction="sum")), arguments, (0,)
 
 
 def sigmoid_focal_loss(dtype) -> Iterator[Case]:

@@ -1046,8 +1046,8 @@ def test_many_small_sums(operator, dtype, platform):
                     np.testing.assert_allclose(g[i], w, rtol=8 * jnp.finfo(w.dtype).eps)
 
 
-# Blocks have several entries of their rows, one, or one after the other of its rows; some entries
-# have a warp or a part of one, or are as many rows of one.
+# On GPUs a block has several entries, or one, whose rows it takes at once or in rounds; an entry
+# of a sigmoid has 8 lanes, a warp or a block.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("rows", "classes"), [(1, 10), (4, 17), (30, 80), (40, 9), (3, 300), (2, 1030)]

@@ -810,6 +810,42 @@ def test_infinite_filters_of_deep_heads(platform, weight_dtype, dtype, data_form
     np.testing.assert_array_equal(y[:, 12:, of_head], np.where(signs == 0, np.nan, signs * np.inf))
 
 
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("padding", ["same", "causal"])
+@pytest.mark.parametrize("taps", [2, 3, 4, 7, 8])
+def test_infinite_taps_beyond_the_ends(platform, taps, padding, dtype, data_format):
+    """A tap that is not finite is multiplied by the zeros around the sequence, too."""
+    batch, time, channels = 2, 21, 40
+    rng = np.random.default_rng(taps)
+    weight = normal(rng, (channels, taps), jnp.dtype(dtype))
+    weight[3, 0] = weight[20, -1] = np.inf
+    before = taps - 1 if padding == "causal" else (taps - 1) // 2
+    g, x = (normal(rng, (batch, time, channels), jnp.dtype(dtype)) for _ in range(2))
+    x[x == 0] = g[g == 0] = 1
+
+    def along(x, weight, before):
+        wide = np.pad(x.astype(np.float64), ((0, 0), (before, taps - 1 - before), (0, 0)))
+        windows = np.lib.stride_tricks.sliding_window_view(wide, taps, axis=1)
+        with np.errstate(invalid="ignore"):
+            return (windows * weight.astype(np.float64)).sum(-1)
+
+    def both(x, g):
+        function = functools.partial(
+            jaxops.lightweight_conv, weight=weight, padding=padding, data_format=data_format
+        )
+        y, pull = jax.vjp(function, x)
+        return y, *pull(g)
+
+    lay_out = (lambda a: a) if data_format == "NTC" else (lambda a: a.swapaxes(1, 2))
+    got = run(both, platform, lay_out(x), lay_out(g))
+    want = along(x, weight, before), along(g, weight[:, ::-1], taps - 1 - before)
+    for a, b in zip(got, want, strict=True):
+        a = lay_out(a).astype(np.float64)
+        for test in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(test(a), test(b))
+
+
 # --- arguments -----------------------------------------------------------------------------------
 
 

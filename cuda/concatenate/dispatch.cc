@@ -69,7 +69,7 @@ bool PrefersNarrowSplit(const Call& call, const Device&) {
 bool PrefersTiles(const Call& call, const Device&) {
   constexpr int64_t kFewPieces = 4;
   constexpr int64_t kMinFewBytes = int64_t{1} << 20;
-  constexpr int64_t kMinFewJoinBytes = int64_t{1} << 22;
+  constexpr int64_t kMinFewPairBytes = int64_t{1} << 22;  // of joins of 2-byte items
   constexpr int64_t kMinFewTiles = 256;
   constexpr int64_t kMinManyTiles = 8;
   constexpr int64_t kMaxFewWordsBytes = 64;  // per piece of a split into 4-byte items
@@ -85,7 +85,8 @@ bool PrefersTiles(const Call& call, const Device&) {
   const int64_t min_pieces = call.unit < 4 ? 1 : plan.splits && !is_vectors ? 2 : kFewPieces + 1;
   if (call.piece_count() < min_pieces) return false;
   if (is_vectors && !(plan.equal && plan.size <= MaxNarrowVectorBytes(plan.splits))) return false;
-  if (is_few && rows * plan.row_bytes < (plan.splits ? kMinFewBytes : kMinFewJoinBytes)) {
+  const bool is_join_of_pairs = !plan.splits && call.unit == 2;
+  if (is_few && rows * plan.row_bytes < (is_join_of_pairs ? kMinFewPairBytes : kMinFewBytes)) {
     return false;
   }
   if (plan.splits) {

@@ -13,7 +13,7 @@ using jaxops::cuda::Device;
 using jaxops::cuda::Family;
 using jaxops::cuda::Table;
 
-// Up to this number of bytes of patches, items are as fast as vectors or faster.
+// Up to this number of bytes of patches, items take between 0.67 and 1.05 of the time of vectors.
 constexpr int64_t kMaxItemsBytes = 8 << 20;
 
 bool PrefersVectors(const Call& call, const Device&) {

@@ -86,6 +86,19 @@ def _loss(function, name, rows, classes, dtypes=FEW, soft=False, **options):
     )
 
 
+def _losses_of_entries(function, entries, rows, classes, dtypes=FEW):
+    return Case(
+        f"{function.__name__} {entries} means of {rows} rows, {classes} classes",
+        jax.vmap(functools.partial(function, reduction="mean")),
+        lambda d: (
+            _array(entries, rows, classes, dtype=d),
+            _array(entries, rows, dtype=jnp.int32),
+        ),
+        (0,),
+        dtypes,
+    )
+
+
 def _sample(name, volume, points, dtypes=FEW, **options):
     return Case(
         f"grid_sample {name}",
@@ -329,6 +342,11 @@ CASES = (
     _softmax("1000 classes, sum", 4096, 1000, FLOATS, reduction="sum"),
     _softmax("50257 classes, mean", 4096, 50257, FLOATS, reduction="mean"),
     _softmax("2 classes, mean", 1_000_000, 2, reduction="mean"),
+    *(
+        _losses_of_entries(loss, *sizes)
+        for loss in (jaxops.sigmoid_focal_loss, jaxops.softmax_focal_loss)
+        for sizes in ((8, 10_000, 80), (4096, 1, 10), (4096, 8, 80), (4096, 1, 1000))
+    ),
     _trilinear("1 feature", 1_000_000, 1, FLOATS),
     _trilinear("4 features", 1_000_000, 4, FLOATS),
     _trilinear("64 features", 100_000, 64, FLOATS),

@@ -21,7 +21,6 @@ constexpr int64_t kMaxSmallEntry = 512;
 constexpr int64_t kMaxFewSummed = 5 << 13;
 constexpr int64_t kMaxFewElementwise = 1 << 19;
 constexpr int64_t kMaxFewOfFewClasses = 1 << 21;  // classes too few for TargetsLast
-constexpr int64_t kTargetsLastClasses = 20;
 
 // StreamedSum takes sums of at least this number of elements, with rows not so short that the warp
 // that evaluates their targets falls behind the other warps.
@@ -29,21 +28,30 @@ constexpr int64_t kMinStreamed = 1 << 20;
 constexpr int64_t kMinStreamedF32 = 1 << 21;
 constexpr int64_t kMinStreamedClasses = 40;
 
+constexpr int64_t kManyF32Elements = 1 << 26;
+
 bool PrefersManyEntries(const SigmoidCall& call, const Device&) {
   return call.entries() >= kManySmallEntries && call.size() <= kMaxSmallEntry;
 }
 
-// A sum of less entries does not depend on their number.
+// The sum of an entry is the same for any number of entries below kManySmallEntries.
 bool PrefersFewElements(const SigmoidCall& call, const Device& device) {
   return call.loss.sum != nullptr
              ? call.size() <= kMaxFewSummed && device.has_clusters()
-             : call.size() <= (call.loss.classes >= kTargetsLastClasses ? kMaxFewElementwise
-                                                                        : kMaxFewOfFewClasses);
+             : call.size() <= (call.loss.classes >= kMinTargetsLastClasses ? kMaxFewElementwise
+                                                                           : kMaxFewOfFewClasses);
 }
 
 // Vectors in two rows are faster by Hard.
 bool PrefersSpreadElements(const SigmoidCall& call, const Device&) {
   return call.loss.classes == 1 || call.loss.classes % 4 == 0;
+}
+
+// SpreadElements keeps f32 elements in whole vectors from this number on, for which TargetsLast was
+// not measured against it.
+bool PrefersTargetsLast(const SigmoidCall& call, const Device&) {
+  return call.loss.dtype != DType::kF32 || call.loss.classes % 4 != 0 ||
+         call.loss.power == Power::kAny || call.size() < kManyF32Elements;
 }
 
 bool PrefersStreamedSum(const SigmoidCall& call, const Device&) {
@@ -61,7 +69,7 @@ constexpr Family<SigmoidCall> kFamilies[] = {
     // Few rows have a target, so all elements are evaluated as if they were none, which takes fewer
     // instructions and no row look-ups; then a block writes the targets. The gradient of (1534176,
     // 80) bf16 takes 121 to 129 µs on an H200, for which memory alone takes 116.
-    {"targets_last", CanRunTargetsLast, Always<SigmoidCall>, LaunchTargetsLast},
+    {"targets_last", CanRunTargetsLast, PrefersTargetsLast, LaunchTargetsLast},
     // Memory bounds f32 of few classes. The gradient of (16777216, 1) takes 47.3 µs on an H200, and
     // 51.0 without this family.
     {"spread", CanRunSpreadElements, PrefersSpreadElements, LaunchSpreadElements},

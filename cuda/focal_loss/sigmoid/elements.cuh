@@ -294,8 +294,7 @@ inline constexpr int64_t kManyEntries = 1024;
 inline constexpr int64_t kMaxEntryOfBlock = 1 << 14;
 
 // Segments divides a batch entry among the blocks of Hard and Soft, a segment of neighbours each.
-// The order of a sum's additions does not depend on the number of entries if they are less than
-// kManyEntries.
+// The order of a sum's additions is the same for any number of entries below kManyEntries.
 struct Segments {
   int64_t count;     // per batch entry
   int64_t elements;  // per segment except the last

@@ -99,7 +99,9 @@ cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call) {
 }  // namespace
 
 bool CanRunManyEntries(const SigmoidCall& call, const Device&) {
-  return call.loss.loss == nullptr && call.size() <= kMaxElements && call.entries() <= INT32_MAX;
+  // 32 bits hold the index of a thread.
+  return call.loss.loss == nullptr && call.size() <= kMaxElements &&
+         call.entries() * kWarp <= INT32_MAX;
 }
 
 cudaError_t LaunchManyEntries(cudaStream_t stream, const SigmoidCall& call, const Device&) {

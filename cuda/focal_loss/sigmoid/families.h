@@ -37,6 +37,8 @@ cudaError_t LaunchFewElements(cudaStream_t stream, const SigmoidCall& call, cons
 
 // targets_last.cu runs class ids without weights, not of f64, elementwise and without a batch, with
 // rows that are not too short.
+// If rows are shorter, a block may have more rows than threads.
+inline constexpr int64_t kMinTargetsLastClasses = 20;
 bool CanRunTargetsLast(const SigmoidCall& call, const Device& device);
 cudaError_t LaunchTargetsLast(cudaStream_t stream, const SigmoidCall& call, const Device& device);
 

@@ -205,6 +205,7 @@ struct Plan {
     // The number of blocks is that which the 132 multiprocessors of an H100 or H200 run at a time.
     splits = std::min<int64_t>(call.splits, 132 * resident);
     per_block = CeilDiv(CeilDiv(call.size(), splits), kUnit) * kUnit;
+    splits = CeilDiv(call.size(), per_block);  // no block begins beyond the end
   }
 };
 

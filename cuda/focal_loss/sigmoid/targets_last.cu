@@ -1,5 +1,5 @@
-// This kernel computes the sigmoid focal loss, elementwise and without weights, for calls that
-// instructions bound.
+// This kernel computes the sigmoid focal loss, elementwise and without weights, of rows that are
+// not short.
 #include "cuda/focal_loss/sigmoid/elements.cuh"
 
 namespace jaxops::focal_loss::cuda {
@@ -8,8 +8,6 @@ namespace {
 constexpr int kBlockThreads = 128;
 // A thread has this number of vectors.
 constexpr int kVectors = 2;
-// If rows are shorter, a block may have more rows than threads.
-constexpr int64_t kMinClasses = 20;
 
 // TargetsLast is for class labels without weights: results without a sum, in one batch entry. All
 // elements are written as if they were no targets, without any use of rows; then each of the first
@@ -20,7 +18,7 @@ __global__ void __launch_bounds__(kBlockThreads) TargetsLast(const __grid_consta
   constexpr int kCount = kVectorElements<T>;
   constexpr uint32_t kStride = kBlockThreads * kCount;
   constexpr uint32_t kElements = kVectors * kStride;
-  static_assert(kElements / kMinClasses + 2 <= kBlockThreads);
+  static_assert(kElements / kMinTargetsLastClasses + 2 <= kBlockThreads);
   constexpr Digits kDigits = kDigitsOf<T, kWant>;
   constexpr auto power = static_cast<Power>(kPower);
   const uint32_t begin = blockIdx.x * kElements;
@@ -86,7 +84,7 @@ cudaError_t Launch(cudaStream_t stream, const SigmoidCall& call) {
 bool CanRunTargetsLast(const SigmoidCall& call, const Device&) {
   const Sigmoid& loss = call.loss;
   return IsUnweighted(loss) && loss.sum == nullptr && call.entries() == 1 &&
-         loss.classes >= kMinClasses && call.size() <= INT32_MAX &&
+         loss.classes >= kMinTargetsLastClasses && call.size() <= INT32_MAX &&
          call.size() % (kVectorBytes / jaxops::cuda::SizeOf(loss.dtype)) == 0;
 }
 

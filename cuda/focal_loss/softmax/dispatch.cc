@@ -28,7 +28,7 @@ bool PrefersManyEntries(const SoftmaxCall& call, const Device&) {
   return call.entries() >= (call.loss.rows <= EntryRows(call) ? kManyEntries : kManyLongEntries);
 }
 
-// A sum of less entries does not depend on their number.
+// The sum of an entry is the same for any number of entries below kManyEntries.
 bool PrefersFewRows(const SoftmaxCall& call, const Device&) {
   return call.size() * (call.loss.sum == nullptr ? call.entries() : 1) <= kMaxFewLogits;
 }

@@ -1,5 +1,6 @@
 // This file launches the kernel of the softmax focal loss for many batch entries of few rows each.
-// A block has as many of them as fit: with one each, the costs of blocks exceed all others.
+// A block has as many whole entries as it has groups of lanes for: with one each, the costs of
+// blocks exceed all others.
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/softmax/few.cuh"
 

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kBlockThreads) FewRows(const __grid_constant__
   if constexpr (!kManyEntries) row = static_cast<int>(split) * kBlockRows + threadIdx.x / kLanes;
   A loss, slope;
   A total = 0;
-  // Only one of many entries may have more rows than a block at a time.
+  // An entry has more rows than a block takes at a time only if it has the block to itself.
 #pragma unroll 1
   for (int begin = 0;; begin += kBlockRows, row += kBlockRows) {
     // No load waits for another. Lanes without a row read the last one.
