@@ -389,7 +389,9 @@ bool AddSlots(const Convolve& args, const PanelLayout<A, DataFormat::kNTC>& layo
 constexpr int kSteps = sizeof(Vec<float>) == 64 ? 8 : 4;
 
 // Tells whether a block's taps can be read from rows of x in memory, where neighbouring steps share
-// them. Packing such rows into panels takes longer than their few taps.
+// them. Packing such rows into panels takes longer than their few taps: (32,1024,128,16,7)
+// takes 3.1 ms in panels on two cores of an EPYC in float32 and 1.9 in bfloat16, and 1.6 and 1.0
+// without.
 bool CanReadRows(const Convolve& args) {
   const Geometry& geometry = args.geometry;
   return geometry.dilation == 1 && geometry.taps <= kTile && args.segments.starts == nullptr &&
@@ -452,8 +454,9 @@ JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const
 template <int kTaps, typename S, typename A>
 void ConvolveBlockSteps(const Convolve& args, const A* bias) {
   int64_t t = args.block.time_begin;
-  for (; t + kSteps <= args.block.time_end; t += kSteps)
+  for (; t + kSteps <= args.block.time_end; t += kSteps) {
     ConvolveRows<kTaps, kSteps, S>(args, t, bias);
+  }
   for (; t < args.block.time_end; ++t) ConvolveRows<kTaps, 1, S>(args, t, bias);
 }
 

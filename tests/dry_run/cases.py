@@ -86,10 +86,10 @@ def _loss(function, name, rows, classes, dtypes=FEW, soft=False, **options):
     )
 
 
-def _losses_of_entries(function, entries, rows, classes, dtypes=FEW):
+def _losses_of_entries(function, entries, rows, classes, dtypes=FEW, reduction="mean"):
     return Case(
-        f"{function.__name__} {entries} means of {rows} rows, {classes} classes",
-        jax.vmap(functools.partial(function, reduction="mean")),
+        f"{function.__name__} {entries} entries of {rows} rows, {classes} classes, {reduction}",
+        jax.vmap(functools.partial(function, reduction=reduction)),
         lambda d: (
             _array(entries, rows, classes, dtype=d),
             _array(entries, rows, dtype=jnp.int32),
@@ -345,7 +345,13 @@ CASES = (
     *(
         _losses_of_entries(loss, *sizes)
         for loss in (jaxops.sigmoid_focal_loss, jaxops.softmax_focal_loss)
-        for sizes in ((8, 10_000, 80), (4096, 1, 10), (4096, 8, 80), (4096, 1, 1000))
+        for sizes in (
+            (8, 10_000, 80),
+            (4096, 1, 10, FLOATS),
+            (4096, 8, 80),
+            (4096, 1, 1000),
+            (4096, 8, 80, FEW, "none"),
+        )
     ),
     _trilinear("1 feature", 1_000_000, 1, FLOATS),
     _trilinear("4 features", 1_000_000, 4, FLOATS),

@@ -2,6 +2,9 @@
 // the gradient, or both.
 #include "cuda/common/dispatch.h"
 
+#include <array>
+
+#include "cuda/focal_loss/as_one_entry.h"
 #include "cuda/focal_loss/launch.h"
 #include "cuda/focal_loss/sigmoid/families.h"
 
@@ -17,7 +20,8 @@ using jaxops::cuda::Table;
 constexpr int64_t kManySmallEntries = 512;
 constexpr int64_t kMaxSmallEntry = 512;
 
-// FewElements takes sums of at most this number of elements, and elementwise results.
+// FewElements takes sums of at most this number of elements, and elementwise results. The sum of
+// (2000, 20) f32 takes 2.9 µs by it, and 3.3 by Hard.
 constexpr int64_t kMaxFewSummed = 5 << 13;
 constexpr int64_t kMaxFewElementwise = 1 << 19;
 constexpr int64_t kMaxFewOfFewClasses = 1 << 21;  // classes too few for TargetsLast
@@ -30,7 +34,13 @@ constexpr int64_t kMinStreamedClasses = 40;
 
 constexpr int64_t kManyF32Elements = 1 << 26;
 
+// Calls that no GPU has run by that family keep the others: sums alone of these types, and soft
+// labels of another type than logits.
 bool PrefersManyEntries(const SigmoidCall& call, const Device&) {
+  const Sigmoid& loss = call.loss;
+  const bool is_sum = loss.gradient == nullptr;
+  if (is_sum && (loss.dtype == DType::kF16 || loss.dtype == DType::kF64)) return false;
+  if (loss.soft && loss.label_dtype != loss.dtype) return false;
   return call.entries() >= kManySmallEntries && call.size() <= kMaxSmallEntry;
 }
 
@@ -84,31 +94,19 @@ constexpr Family<SigmoidCall> kFamilies[] = {
 
 const Table<SigmoidCall> kTable("sigmoid_focal_loss", "loss and gradient", kFamilies);
 
-// AreRowsOfOneEntry says whether the entries of a call without a sum are like rows of one entry.
-bool AreRowsOfOneEntry(const Sigmoid& loss) {
-  const auto& batch = loss.batch;
-  if (loss.sum != nullptr || batch.rank() != 1) return false;
-  const auto advances = [&](Sigmoid::Operand operand, int64_t by) {
-    return batch.stride(0, operand) == by;
-  };
-  const int64_t size = loss.rows * loss.classes;
-  return advances(Sigmoid::kLogits, size) &&
-         advances(Sigmoid::kLabels, loss.soft ? size : loss.rows) &&
-         advances(Sigmoid::kClassIds, 0) && advances(Sigmoid::kScale, 0) &&
-         advances(Sigmoid::kParameters, 0) &&
-         (loss.weight == nullptr || advances(Sigmoid::kWeight, loss.rows)) &&
-         advances(Sigmoid::kElements, size);
-}
-
 }  // namespace
 
 cudaError_t LaunchSigmoid(cudaStream_t stream, const Sigmoid& loss, int64_t splits,
                           void* partials) {
-  if (AreRowsOfOneEntry(loss)) {
-    Sigmoid flat = loss;
-    flat.rows *= loss.batch.size();
-    flat.batch = {};
-    return LaunchSigmoid(stream, flat, splits, partials);
+  const int64_t size = loss.rows * loss.classes;
+  std::array<int64_t, Sigmoid::kOperands> strides =
+      {};  // of scalars and class ids, which entries share
+  strides[Sigmoid::kLogits] = strides[Sigmoid::kElements] = size;
+  strides[Sigmoid::kLabels] = loss.soft ? size : loss.rows;
+  strides[Sigmoid::kWeight] = loss.weight == nullptr ? kAnyStride : loss.rows;
+  strides[Sigmoid::kSum] = kAnyStride;
+  if (const auto flat = AsOneEntry(loss, strides)) {
+    return LaunchSigmoid(stream, *flat, splits, partials);
   }
   const SigmoidCall call{loss, splits, partials};
   if (call.entries() == 0) return cudaSuccess;
