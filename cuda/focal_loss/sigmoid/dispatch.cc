@@ -34,13 +34,7 @@ constexpr int64_t kMinStreamedClasses = 40;
 
 constexpr int64_t kManyF32Elements = 1 << 26;
 
-// Calls that no GPU has run by that family keep the others: sums alone of these types, and soft
-// labels of another type than logits.
 bool PrefersManyEntries(const SigmoidCall& call, const Device&) {
-  const Sigmoid& loss = call.loss;
-  const bool is_sum = loss.gradient == nullptr;
-  if (is_sum && (loss.dtype == DType::kF16 || loss.dtype == DType::kF64)) return false;
-  if (loss.soft && loss.label_dtype != loss.dtype) return false;
   return call.entries() >= kManySmallEntries && call.size() <= kMaxSmallEntry;
 }
 

@@ -28,11 +28,7 @@ constexpr int64_t kMinWholeLogits = 1 << 22;
 // longer rows of two warps each keep the memory of a multiprocessor busy.
 constexpr int64_t kMaxLaneVectorsOfGradient = 224;
 
-// No GPU has run values alone of these types by that family, so that they keep the others.
 bool PrefersManyEntries(const SoftmaxCall& call, const Device&) {
-  const Softmax& loss = call.loss;
-  const bool is_value = loss.gradient == nullptr;
-  if (is_value && (loss.dtype == DType::kF16 || loss.dtype == DType::kF64)) return false;
   return call.entries() >= (call.loss.rows <= EntryRows(call) ? kManyEntries : kManyLongEntries);
 }
 
