@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +17,22 @@ import jaxops
 from jaxops._families import sequences
 from jaxops.testing.measure import collectives, hasty_options
 
-PARTS = 8
+PARTS = 8  # or as many as there are devices
 BATCH, HEADS, CHANNELS = 2, 3, 6
 GATHERS = {"all-gather", "all-to-all"}
 
 
 @pytest.fixture(autouse=True)
 def enough_devices(platform):
-    if len(platform.devices) < PARTS:
-        pytest.skip(f"needs {PARTS} devices")
+    if len(platform.devices) < 2:
+        pytest.skip("needs two devices")
     with jax.default_device(None):
         yield
 
 
-def mesh_of(platform, kind=AxisType.Auto, shape=(PARTS,), names=("t",)):
-    return jax.make_mesh(shape, names, (kind,) * len(shape), devices=platform.devices[:PARTS])
+def mesh_of(platform, kind=AxisType.Auto):
+    devices = platform.devices[:PARTS]
+    return jax.make_mesh((len(devices),), ("t",), (kind,), devices=devices)
 
 
 class Case:
@@ -175,7 +177,7 @@ def test_causal_calls_send_steps_once(segments, state, kind, make, layout, platf
 @pytest.mark.parametrize(
     "case",
     [
-        # The second number is that of the parts that a device needs steps of.
+        # The second number is that of the parts that a device needs steps of, if there are 8.
         (Case("NTC", 64, 5, "same", 2, segments=True, state=True), 2),
         (Case("NCT", 64, 5, 0, 1, segments=True), 1),
         (Case("NCT", 16, 5, "causal", 1, segments=True, state=True, activation="silu"), 2),
@@ -201,9 +203,11 @@ def test_causal_calls_send_steps_once(segments, state, kind, make, layout, platf
 )
 def test_steps_come_from_as_many_parts_as_have_them(case, platform):
     case, count = case
-    value, both = check(case, platform, mesh_of(platform))
-    # Where segments begin is sent with the steps, and ids before that.
-    assert value.get("collective-permute", 0) == count + case.has_segments
+    mesh = mesh_of(platform)
+    value, both = check(case, platform, mesh)
+    if mesh.size == PARTS:
+        # Where segments begin is sent with the steps, and ids before that.
+        assert value.get("collective-permute", 0) == count + case.has_segments
     assert not GATHERS & {*value, *both}
 
 
@@ -234,7 +238,11 @@ def test_a_nan_reaches_what_it_reaches_on_one_device(make, padding, platform):
 def test_two_axes_of_a_mesh(order, platform):
     """The parts lie in the order of the axes in the spec, the batch may be sharded next to them."""
     case = Case("NTC", 32, 4, "causal", 2, segments=True)
-    mesh = mesh_of(platform, shape=(2, 2, 2), names=("n", "s", "t"))
+    if len(platform.devices) < 4:
+        pytest.skip("needs four devices")
+    shape = (min(2, len(platform.devices) // 4), 2, 2)
+    devices = platform.devices[: math.prod(shape)]
+    mesh = jax.make_mesh(shape, ("n", "s", "t"), (AxisType.Auto,) * 3, devices=devices)
     places = [NamedSharding(mesh, P("n", order, *more)) for more in ((None,), (), (None,), ())]
     whole = NamedSharding(mesh, P())
     arrays = [case.g, case.ids, *case.arguments]
