@@ -167,11 +167,17 @@ def check(case, platform, mesh):
 def test_causal_calls_send_steps_once(segments, state, kind, make, layout, platform):
     case = make(layout, 64, 4, "causal", 1, segments=segments, state=state)
     value, both = check(case, platform, mesh_of(platform, kind))
-    # Ids send one step as well, and where segments begin is one number a device.
-    assert value == {"collective-permute": 1 + segments} | ({"all-reduce": 1} if segments else {})
+    assert set(value) == {"collective-permute"} | ({"all-reduce"} if segments else set())
     assert not GATHERS & set(both)
-    # x again, and the cotangent with its filters and where the segments of its steps begin.
-    assert both["collective-permute"] == 3 + segments
+    # Ids send one step as well, and where segments begin is one number a device. Gradients need x
+    # again, and the cotangent with its filters and where the segments of its steps begin.
+    permutes = value["collective-permute"], both["collective-permute"]
+    if platform.name == "cpu":
+        assert permutes == (1 + segments, 3 + segments)
+        assert value.get("all-reduce", 0) == segments
+    else:  # XLA merges some of them
+        assert permutes[0] <= 1 + segments and permutes[1] <= 3 + segments
+        assert value.get("all-reduce", 0) <= segments
 
 
 @pytest.mark.parametrize(
