@@ -145,19 +145,6 @@ JAXOPS_ALWAYS_INLINE void StoreTaps(const W* from, A* to) {
   for (int k = 0; k < kTaps; ++k) Store(taps[k], to + k * kLanes<A>);
 }
 
-// to[i] = from[i], in whole vectors where there are no others.
-template <typename A, typename W>
-JAXOPS_ALWAYS_INLINE void WidenMany(const W* from, int64_t count, A* to) {
-  if constexpr (__is_same(Arithmetic<W>, A)) {
-    constexpr int kLane = kLanes<A>;
-    int64_t i = 0;
-    for (; i + kLane <= count; i += kLane) Store(Load(from + i), to + i);
-    if (i < count) StorePartial(LoadPartial(from + i, count - i), to + i, count - i);
-  } else {
-    Widen(from, count, to);
-  }
-}
-
 // Widens the filters of each channel, (taps,), into vectors of channels, (panels, taps, lanes),
 // with zeros for the channels past the block. The bias, zeros for none, comes after them.
 template <typename A, typename W>
@@ -200,15 +187,15 @@ void PackFiltersAs(const Filters& args, const W* weight) {
       const int64_t count = Min(kGroup, taps - tap);
       A* to = packed + (p * taps + tap) * kLane;
       if (is_of_one_head) {
-        WidenMany(weight + head * taps + tap, count, strip);
+        Widen(weight + head * taps + tap, count, strip);
         for (int64_t k = 0; k < count; ++k) Store(Vec<A>{} + strip[k], to + k * kLane);
         continue;
       }
       if (depth == 1 && count == taps) {
-        WidenMany(weight + first * taps, lanes * taps, strip);
+        Widen(weight + first * taps, lanes * taps, strip);
       } else {
         for (int64_t i = 0; i < lanes; ++i) {
-          WidenMany(weight + (first + i) / depth * taps + tap, count, strip + i * count);
+          Widen(weight + (first + i) / depth * taps + tap, count, strip + i * count);
         }
       }
       for (int64_t i = lanes * count; i < kLane * count; ++i) strip[i] = 0;
@@ -219,7 +206,7 @@ void PackFiltersAs(const Filters& args, const W* weight) {
   for (int64_t i = 0; i < panels * kLane; ++i) bias[i] = 0;
   if (args.bias != nullptr) {
     WithStorage(args.call.bias_dtype, args.bias, args.channel_begin,
-                [&](auto from) { WidenMany(from, channels, bias); });
+                [&](auto from) { Widen(from, channels, bias); });
   }
 }
 

@@ -383,18 +383,30 @@ JAXOPS_ALWAYS_INLINE float RoundToOdd(float value) { return value; }
 template <typename S, typename A>
 inline void Widen(const S* from, int64_t count, A* to) {
   using Wide = Arithmetic<S>;
-  for (int64_t i = 0; i < count; i += kLanes<Wide>) {
-    const int64_t lanes = count - i < kLanes<Wide> ? count - i : kLanes<Wide>;
-    const Vec<Wide> v = LoadPartial(from + i, lanes);
-    for (int64_t j = 0; j < lanes; ++j) to[i + j] = static_cast<A>(v[j]);
+  constexpr int kLane = kLanes<Wide>;
+  if constexpr (__is_same(Wide, A)) {
+    int64_t i = 0;
+    for (; i + kLane <= count; i += kLane) Store(Load(from + i), to + i);
+    if (i < count) StorePartial(LoadPartial(from + i, count - i), to + i, count - i);
+  } else {
+    for (int64_t i = 0; i < count; i += kLane) {
+      const int64_t lanes = count - i < kLane ? count - i : kLane;
+      const Vec<Wide> v = LoadPartial(from + i, lanes);
+      for (int64_t j = 0; j < lanes; ++j) to[i + j] = static_cast<A>(v[j]);
+    }
   }
 }
 
 template <typename A, typename S>
 inline void Narrow(const A* from, int64_t count, S* to) {
   using Wide = Arithmetic<S>;
-  for (int64_t i = 0; i < count; i += kLanes<Wide>) {
-    const int64_t lanes = count - i < kLanes<Wide> ? count - i : kLanes<Wide>;
+  constexpr int kLane = kLanes<Wide>;
+  for (int64_t i = 0; i < count; i += kLane) {
+    const int64_t lanes = count - i < kLane ? count - i : kLane;
+    if constexpr (__is_same(Wide, A)) {
+      StorePartial(LoadPartial(from + i, lanes), to + i, lanes);
+      continue;
+    }
     Vec<Wide> v = {};
     for (int64_t j = 0; j < lanes; ++j) {
       if constexpr (sizeof(S) == sizeof(uint16_t)) {
