@@ -38,6 +38,9 @@ struct Geometry {
   Padding padding;
   bool align_corners;
   bool pixel;  // coordinates count entries; align_corners then tells what they are reflected about
+  // Points vary fastest in points, directions and dpoints, (axes, points). CUDA kernels have no
+  // such calls.
+  bool points_minor;
 
   JAXOPS_HOST_DEVICE int64_t grid() const {
     int64_t product = 1;

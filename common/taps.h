@@ -29,6 +29,9 @@ struct Geometry {
   int axes;  // 1 to 3
   int taps;  // of an axis; taps^axes is at most kMaxCombinations
   int combinations;
+  // Points vary fastest in indices, (axes, taps, points), and weights, (taps, points). CUDA kernels
+  // have no such calls.
+  bool points_minor;
   int64_t sizes[kMaxAxes];
   int64_t width;   // channels
   int64_t points;  // of a batch entry

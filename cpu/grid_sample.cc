@@ -48,17 +48,17 @@ Points Slice(const Call& call, int64_t entry, int64_t begin, int64_t end) {
     return At(base, call.batch.Offset(entry, operand) + begin * size, dtype);
   };
   const Geometry& geometry = call.geometry;
+  const int64_t stride = geometry.points_minor ? 1 : geometry.axes;
   Points points = {};
   points.geometry = geometry;
   points.dtype = call.dtype;
   points.point_dtype = call.point_dtype;
   points.order = call.order;
   points.count = end - begin;
-  points.points = at(call.points, Call::kPoints, geometry.axes, call.point_dtype);
+  points.points = at(call.points, Call::kPoints, stride, call.point_dtype);
   points.cotangent = at(call.cotangent, Call::kCotangent, geometry.width, call.dtype);
   for (int d = 0; d < call.order; ++d) {
-    points.directions[d] =
-        at(call.directions[d], Call::kDirections + d, geometry.axes, call.point_dtype);
+    points.directions[d] = at(call.directions[d], Call::kDirections + d, stride, call.point_dtype);
   }
   return points;
 }
@@ -76,7 +76,9 @@ void RunGathers(const Kernels& kernels, const Call& call, const ParallelFor& par
     gather.points = Slice(call, entry, begin, end);
     gather.volume = At(call.volume, call.batch.Offset(entry, Call::kVolume), call.dtype);
     gather.out = At(call.out, point * geometry.width, call.dtype);
-    gather.dpoints = At(call.dpoints, point * geometry.axes, call.point_dtype);
+    const int64_t coordinates = entry * geometry.points * geometry.axes +
+                                begin * (geometry.points_minor ? 1 : geometry.axes);
+    gather.dpoints = At(call.dpoints, coordinates, call.point_dtype);
     kernels.gather(gather);
   });
 }

@@ -165,7 +165,7 @@ struct Stencils {
   Integer corners[kBlock];  // bit c is set if every axis has entry c
   Integer lost[kBlock];     // not 0 if a coordinate is NaN
   A weights[kCorners][kBlock];
-  // Only derivatives use the following.
+  // Only derivatives with respect to points use the following.
   A lower[kAxes][kBlock];
   A upper[kAxes][kBlock];
   A slope[kAxes][kBlock];
@@ -185,6 +185,18 @@ template <typename A, int kAxes>
 JAXOPS_ALWAYS_INLINE void ReadPoints(const Points& args, const void* points, int64_t first,
                                      int count, A (&to)[kAxes][kBlock]) {
   WithStorage(args.point_dtype, points, 0, [&]<typename P>(const P* from) {
+    if (args.geometry.points_minor) {
+      for (int a = 0; a < kAxes; ++a, from += args.geometry.points) {
+        if (args.chosen == nullptr) {
+          Widen(from + first, count, to[a]);
+        } else {
+          for (int i = 0; i < count; ++i) {
+            to[a][i] = LoadScalar<A>(from + args.chosen[first + i]);
+          }
+        }
+      }
+      return;
+    }
     P gathered[kBlock * kAxes];
     const P* next = from + first * kAxes;
     if (args.chosen != nullptr) {
@@ -200,8 +212,12 @@ JAXOPS_ALWAYS_INLINE void ReadPoints(const Points& args, const void* points, int
   });
 }
 
-// Locates the points from `first` on, at most a block.
-template <typename A, int kAxes>
+// Volumes of at most this number of entries have indices that vectors of 32-bit integers hold,
+// those around the volume included.
+constexpr int64_t kMaxGrid32 = int64_t{1} << 30;
+
+// Locates the points from `first` on, at most a block, with what derivatives use or without it.
+template <typename A, int kAxes, bool kDerivatives>
 __attribute__((noinline)) void Find(const Points& args, const AxisOf<A> (&axes)[kAxes],
                                     int64_t first, Stencils<A, kAxes>& found) {
   using V = Vec<A>;
@@ -216,9 +232,12 @@ __attribute__((noinline)) void Find(const Points& args, const AxisOf<A> (&axes)[
   for (int i = count; i % kLanes<A> != 0; ++i) {
     for (int a = 0; a < kAxes; ++a) points[a][i] = 0;
   }
+  const bool is_small = sizeof(A) == 8 || args.geometry.grid() <= kMaxGrid32;
+  const int weighted = axes[0].nearest ? 1 : kCorners;
   for (int i = 0; i < count; i += kLanes<A>) {
     Int corners = Int{} + Stencils<A, kAxes>::kAll;
     Int lost = {};
+    Int low = {};
     V weights[kCorners] = {V{} + 1};
     JAXOPS_UNROLL
     for (int a = 0; a < kAxes; ++a) {
@@ -228,22 +247,28 @@ __attribute__((noinline)) void Find(const Points& args, const AxisOf<A> (&axes)[
       corners &=
           (at.has_lower & CornersOf<kAxes>(a, false)) | (at.has_upper & CornersOf<kAxes>(a, true));
       MultiplyWeights(a, at.lower, at.upper, weights);
-      Store(at.lower, found.lower[a] + i);
-      Store(at.upper, found.upper[a] + i);
-      Store(at.slope, found.slope[a] + i);
-      __builtin_memcpy(entries[a] + i, &at.entry, sizeof(Int));
+      if constexpr (kDerivatives) {
+        Store(at.lower, found.lower[a] + i);
+        Store(at.upper, found.upper[a] + i);
+        Store(at.slope, found.slope[a] + i);
+      }
+      if (is_small) {
+        low = low * axes[a].size + at.entry;
+      } else {
+        __builtin_memcpy(entries[a] + i, &at.entry, sizeof(Int));
+      }
     }
+    if (is_small) __builtin_memcpy(entries[0] + i, &low, sizeof(Int));
     corners &= ~lost;
     __builtin_memcpy(found.corners + i, &corners, sizeof(Int));
     __builtin_memcpy(found.lost + i, &lost, sizeof(Int));
-    JAXOPS_UNROLL
-    for (int c = 0; c < kCorners; ++c) Store(weights[c], found.weights[c] + i);
+    for (int c = 0; c < weighted; ++c) Store(weights[c], found.weights[c] + i);
   }
-  for (int i = 0; i < count; ++i) {
-    int64_t low = entries[0][i];
-    for (int a = 1; a < kAxes; ++a) low = low * axes[a].size + entries[a][i];
-    found.low[i] = low;
+  for (int i = 0; i < count; ++i) found.low[i] = entries[0][i];
+  for (int a = 1; a < kAxes && !is_small; ++a) {
+    for (int i = 0; i < count; ++i) found.low[i] = found.low[i] * axes[a].size + entries[a][i];
   }
+  if constexpr (!kDerivatives) return;
   if (args.order == 0) return;
   A directions[multilinear::kMaxDirections][kAxes][kBlock];
   for (int d = 0; d < args.order; ++d) {
@@ -264,6 +289,17 @@ __attribute__((noinline)) void Find(const Points& args, const AxisOf<A> (&axes)[
     for (int c = 0; c < kCorners; ++c) found.terms[c][i] = terms[c];
     multilinear::TermsToWeights<kAxes>(factors, terms);
     for (int c = 0; c < kCorners; ++c) found.weights[c][i] = terms[c];
+  }
+}
+
+// Locates points with their weights, which may be derivatives.
+template <typename A, int kAxes>
+JAXOPS_ALWAYS_INLINE void FindWeights(const Points& args, const AxisOf<A> (&axes)[kAxes],
+                                      int64_t first, Stencils<A, kAxes>& found) {
+  if (args.order == 0) {
+    Find<A, kAxes, false>(args, axes, first, found);
+  } else {
+    Find<A, kAxes, true>(args, axes, first, found);
   }
 }
 
@@ -302,9 +338,10 @@ void EvaluateValues(const Gather& args) {
   const Grid<S, kAxes> grid(geometry, width);
   const auto* volume = static_cast<const S*>(args.volume);
   const A lost = geometry.method == Method::kLinear ? A(__builtin_nan("")) : A(0);
+  const bool is_nearest = args.points.order == 0 && geometry.method == Method::kNearest;
   Block block;
   for (int64_t first = 0; first < args.points.count; first += kBlock) {
-    Find(args.points, axes, first, block);
+    FindWeights(args.points, axes, first, block);
     S* out = static_cast<S*>(args.out) + first * width;
     if constexpr (kWidth > 0) {
       using R = Row<A, kWidth>;
@@ -314,7 +351,9 @@ void EvaluateValues(const Gather& args) {
       for (int i = 0; i < block.count; ++i) {
         const S* base = volume + block.low[i] * kWidth;
         V sum;
-        if (block.At(i) == Block::kAll) {
+        if (is_nearest) {
+          sum = V{} + (block.At(i) != 0 ? R::Read(base) : V{});
+        } else if (block.At(i) == Block::kAll) {
           sum = block.weights[0][i] * R::Read(base);
           JAXOPS_UNROLL
           for (int c = 1; c < kCorners; ++c) {
@@ -374,6 +413,9 @@ __attribute__((noinline)) void WritePointGradients(const Gather& args, int64_t f
   constexpr int kCorners = 1 << kAxes;
   const bool is_linear = args.points.geometry.method == Method::kLinear;
   const A lost = is_linear ? A(__builtin_nan("")) : A(0);
+  const Geometry& geometry = args.points.geometry;
+  const bool is_minor = geometry.points_minor;
+  const int64_t point_stride = is_minor ? 1 : kAxes, axis_stride = is_minor ? kBlock : 1;
   A gradients[kBlock * kAxes];
   for (int i = 0; i < block.count; ++i) {
     multilinear::Axis<A> factors[kAxes];
@@ -388,15 +430,26 @@ __attribute__((noinline)) void WritePointGradients(const Gather& args, int64_t f
       for (int c = 0; c < kCorners; ++c) terms[c] = block.terms[c][i];
       multilinear::PointGradient<kAxes>(factors, terms, products[i], gradient);
     }
-    for (int a = 0; a < kAxes; ++a) gradients[i * kAxes + a] = block.lost[i] ? lost : gradient[a];
-  }
-  WithStorage(args.points.point_dtype, args.dpoints, first * kAxes, [&]<typename P>(const P* to) {
-    if constexpr (sizeof(Arithmetic<P>) == sizeof(A)) {
-      StoreRounded(gradients, int64_t{block.count} * kAxes, const_cast<P*>(to));
-    } else {
-      Narrow(gradients, block.count * kAxes, const_cast<P*>(to));
+    for (int a = 0; a < kAxes; ++a) {
+      gradients[i * point_stride + a * axis_stride] = block.lost[i] ? lost : gradient[a];
     }
-  });
+  }
+  const auto store = [&](const A* from, int64_t count, int64_t begin) {
+    WithStorage(args.points.point_dtype, args.dpoints, begin, [&]<typename P>(const P* to) {
+      if constexpr (sizeof(Arithmetic<P>) == sizeof(A)) {
+        StoreRounded(from, count, const_cast<P*>(to));
+      } else {
+        Narrow(from, count, const_cast<P*>(to));
+      }
+    });
+  };
+  if (is_minor) {
+    for (int a = 0; a < kAxes; ++a) {
+      store(gradients + a * kBlock, block.count, a * geometry.points + first);
+    }
+  } else {
+    store(gradients, int64_t{block.count} * kAxes, first * kAxes);
+  }
 }
 
 template <typename S, int kAxes, int kWidth>
@@ -412,7 +465,7 @@ void EvaluatePointGradients(const Gather& args) {
   const auto* volume = static_cast<const S*>(args.volume);
   Block block;
   for (int64_t first = 0; first < args.points.count; first += kBlock) {
-    Find(args.points, axes, first, block);
+    Find<A, kAxes, true>(args.points, axes, first, block);
     const S* g = static_cast<const S*>(args.points.cotangent) + first * width;
     A products[kBlock][kCorners];
     for (int i = 0; i < block.count; ++i, g += width) {
@@ -462,7 +515,7 @@ void EvaluateScatter(const Scatter& args) {
   const auto* cotangent = static_cast<const S*>(args.points.cotangent);
   Block block;
   for (int64_t first = 0; first < args.points.count; first += kBlock) {
-    Find(args.points, axes, first, block);
+    FindWeights(args.points, axes, first, block);
     for (int i = 0; i < block.count; ++i) {
       if (args.points.chosen != nullptr && first + i + kAhead < args.points.count) {
         __builtin_prefetch(cotangent + args.points.chosen[first + i + kAhead] * width);

@@ -45,12 +45,12 @@ Points Slice(const Call& call, int64_t entry, int64_t begin, int64_t end) {
   points.geometry = geometry;
   points.dtype = call.dtype;
   points.count = end - begin;
+  const int64_t taps = geometry.points_minor ? 1 : geometry.taps;
   points.indices = call.indices + call.batch.Offset(entry, Call::kIndices) +
-                   begin * geometry.axes * geometry.taps;
+                   begin * (geometry.points_minor ? 1 : geometry.axes) * taps;
   for (int a = 0; a < geometry.axes; ++a) {
     const int64_t offset = call.batch.Offset(entry, Call::kWeights + a);
-    points.weights[a] =
-        At(call.weights[a], offset + begin * geometry.taps, ArithmeticOf(call.dtype));
+    points.weights[a] = At(call.weights[a], offset + begin * taps, ArithmeticOf(call.dtype));
   }
   return points;
 }
@@ -77,7 +77,9 @@ void RunGathers(const Kernels& kernels, const Call& call, const ParallelFor& par
     }
     WeightGradients gradients = {points, volume, CotangentOf(call, entry, begin), {}};
     for (int a = 0; a < geometry.axes; ++a) {
-      gradients.dweights[a] = At(call.dweights[a], point * geometry.taps, ArithmeticOf(call.dtype));
+      const int64_t weights = entry * geometry.points * geometry.taps +
+                              begin * (geometry.points_minor ? 1 : geometry.taps);
+      gradients.dweights[a] = At(call.dweights[a], weights, ArithmeticOf(call.dtype));
     }
     kernels.weight_gradients(gradients);
   });

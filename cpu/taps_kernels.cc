@@ -30,15 +30,36 @@ struct Finder {
   const A* weights[kMaxAxes];
   int64_t begin;  // of the indices of the first axis that count
   int64_t end;
+  // Entries of indices and weights between neighbouring taps, axes and points.
+  int64_t tap_stride;
+  int64_t axis_stride;
+  int64_t point_stride;
+  int64_t weight_stride;  // between points
 
   JAXOPS_ALWAYS_INLINE Finder(const Points& points, int64_t begin_, int64_t end_)
-      : geometry(points.geometry), indices(points.indices), begin(begin_), end(end_) {
+      : geometry(points.geometry),
+        indices(points.indices),
+        begin(begin_),
+        end(end_),
+        tap_stride(geometry.points_minor ? geometry.points : 1),
+        axis_stride(geometry.taps * tap_stride),
+        point_stride(geometry.points_minor ? 1 : geometry.axes * geometry.taps),
+        weight_stride(geometry.points_minor ? 1 : geometry.taps) {
     for (int a = 0; a < geometry.axes; ++a) weights[a] = static_cast<const A*>(points.weights[a]);
+  }
+
+  JAXOPS_ALWAYS_INLINE int32_t Index(int64_t p, int axis, int k) const {
+    return indices[p * point_stride + axis * axis_stride + k * tap_stride];
+  }
+
+  // The place of the weight of tap k of point p, and of its gradient.
+  JAXOPS_ALWAYS_INLINE int64_t PlaceOfWeight(int64_t p, int k) const {
+    return p * weight_stride + k * tap_stride;
   }
 
   // Returns whether index k of point p is in the volume along an axis.
   JAXOPS_ALWAYS_INLINE bool IsValid(int64_t p, int axis, int k) const {
-    const int32_t index = indices[(p * geometry.axes + axis) * geometry.taps + k];
+    const int32_t index = Index(p, axis, k);
     return index >= 0 && index < geometry.sizes[axis];
   }
 
@@ -50,7 +71,6 @@ struct Finder {
     found.weights[0] = 1;
     found.combinations[0] = 0;
     const int taps = geometry.taps;
-    const int32_t* index = indices + p * geometry.axes * taps;
     for (int a = 0; a < axes; ++a) {
       const int64_t size = geometry.sizes[a];
       const int64_t low = a == 0 ? begin : 0;
@@ -59,7 +79,8 @@ struct Finder {
       int count = 0;
       for (int k = 0; k < taps; ++k) {
         valid[count] = k;
-        count += index[a * taps + k] >= low && index[a * taps + k] < high;
+        const int32_t index = Index(p, a, k);
+        count += index >= low && index < high;
       }
       // The last combination is first, because those of this axis take the place of earlier ones.
       for (int c = found.count - 1; c >= 0; --c) {
@@ -69,8 +90,8 @@ struct Finder {
         for (int v = count - 1; v >= 0; --v) {
           const int k = valid[v];
           const int at = c * count + v;
-          found.offsets[at] = offset + index[a * taps + k];
-          found.weights[at] = weight * weights[a][p * taps + k];
+          found.offsets[at] = offset + Index(p, a, k);
+          found.weights[at] = weight * weights[a][PlaceOfWeight(p, k)];
           found.combinations[at] = static_cast<uint8_t>(combination + k);
         }
       }
@@ -84,23 +105,55 @@ struct Finder {
     for (int i = 0; i < found.count; ++i) found.offsets[i] *= geometry.width;
   }
 
-  // Returns whether point p reads kNeighbours neighbours along the last axis, and finds the rows
-  // that begin with the first of these. Volumes have one channel.
-  JAXOPS_ALWAYS_INLINE bool FindNeighbours(int64_t p, Entries<A>& found) const {
-    const int last = geometry.axes - 1;
+  // Calls with_row(offset, weight) for each row of kNeighbours neighbours along the last axis that
+  // point p reads, weighted by the other axes, and returns true; or returns false if an entry is no
+  // neighbour of the others or outside of the volume. Volumes have one channel.
+  template <typename WithRow>
+  JAXOPS_ALWAYS_INLINE bool ForEachRow(int64_t p, WithRow with_row) const {
     if (geometry.taps != kNeighbours) return false;
-    const int32_t* index = indices + (p * geometry.axes + last) * kNeighbours;
+    const int last = geometry.axes - 1;
+    const int64_t first = Index(p, last, 0);
+    bool is_row = true;
+    for (int k = 1; k < kNeighbours; ++k) is_row &= Index(p, last, k) == first + k;
+    // Rows of the axes before the last one, as one of no axis has.
+    int64_t offsets[kMaxAxes - 1][kNeighbours] = {};
+    A factors[kMaxAxes - 1][kNeighbours] = {{1}, {1}};
+    int64_t slice = geometry.sizes[last];
+    for (int a = last - 1; a >= 0; --a) {
+      const int64_t low = a == 0 ? begin : 0;
+      const int64_t high = a == 0 ? end : geometry.sizes[a];
+      for (int k = 0; k < kNeighbours; ++k) {
+        const int64_t index = Index(p, a, k);
+        is_row &= index >= low && index < high;
+        offsets[a][k] = index * slice;
+        factors[a][k] = weights[a][PlaceOfWeight(p, k)];
+      }
+      slice *= geometry.sizes[a];
+    }
     const int64_t low = last == 0 ? begin : 0;
     const int64_t high = last == 0 ? end : geometry.sizes[last];
-    if (index[0] < low || index[0] + int64_t{kNeighbours} > high) return false;
-    for (int k = 1; k < kNeighbours; ++k) {
-      if (index[k] != index[0] + k) return false;
-    }
-    Find(p, last, found);
-    for (int i = 0; i < found.count; ++i) {
-      found.offsets[i] = found.offsets[i] * geometry.sizes[last] + index[0];
+    if (!is_row || first < low || first + kNeighbours > high) return false;
+    const int outer = last > 1 ? kNeighbours : 1, inner = last > 0 ? kNeighbours : 1;
+    // The axis before the last one is the inner one, whichever its number is.
+    const int64_t* inner_offsets = offsets[last > 1 ? 1 : 0];
+    const A* inner_factors = factors[last > 1 ? 1 : 0];
+    for (int i = 0; i < outer; ++i) {
+      const int64_t offset = first + (last > 1 ? offsets[0][i] : 0);
+      const A factor = last > 1 ? factors[0][i] : A(1);
+      JAXOPS_UNROLL
+      for (int j = 0; j < inner; ++j) {
+        with_row(offset + inner_offsets[j], factor * inner_factors[j]);
+      }
     }
     return true;
+  }
+
+  // The weights of kNeighbours taps along the last axis.
+  JAXOPS_ALWAYS_INLINE auto LastWeights(int64_t p) const {
+    const A* from = weights[geometry.axes - 1];
+    A row[kNeighbours];
+    for (int k = 0; k < kNeighbours; ++k) row[k] = from[PlaceOfWeight(p, k)];
+    return Row<A, kNeighbours>::Read(row);
   }
 };
 
@@ -120,13 +173,10 @@ void EvaluateValues(const Values& args) {
   for (int64_t p = 0; p < points.count; ++p, out += width) {
     if constexpr (kWidth == 1 && kNeighbours <= kLanes<A>) {
       using R = Row<A, kNeighbours>;
-      if (finder.FindNeighbours(p, found)) {
-        typename R::V sum = {};
-        for (int i = 0; i < found.count; ++i) {
-          sum += found.weights[i] * R::Read(volume + found.offsets[i]);
-        }
-        const A* last = finder.weights[points.geometry.axes - 1] + p * kNeighbours;
-        const A total = R::Sum(sum * R::Read(last));
+      typename R::V sum = {};
+      if (finder.ForEachRow(
+              p, [&](int64_t offset, A weight) { sum += weight * R::Read(volume + offset); })) {
+        const A total = R::Sum(sum * finder.LastWeights(p));
         StorePartial(Vec<A>{total}, out, 1);
         continue;
       }
@@ -216,7 +266,7 @@ void EvaluateWeightGradients(const WeightGradients& args) {
     for (int a = geometry.axes - 1; a >= 0; --a) {
       rows /= taps;
       finder.Find(p, a, found);  // the combinations of the axes before this one
-      A* to = static_cast<A*>(args.dweights[a]) + p * taps;
+      A* to = static_cast<A*>(args.dweights[a]);
       A weights[kMaxCombinations];
       for (int k = 0; k < taps; ++k) {
         A sum = 0;
@@ -224,8 +274,8 @@ void EvaluateWeightGradients(const WeightGradients& args) {
         for (int i = 0; is_valid && i < found.count; ++i) {
           sum += found.weights[i] * dots[found.combinations[i] * taps + k];
         }
-        to[k] = sum;
-        weights[k] = is_valid ? finder.weights[a][p * taps + k] : A(0);
+        to[finder.PlaceOfWeight(p, k)] = sum;
+        weights[k] = is_valid ? finder.weights[a][finder.PlaceOfWeight(p, k)] : A(0);
       }
       for (int r = 0; r < rows; ++r) {
         A sum = 0;
@@ -251,14 +301,14 @@ void EvaluateScatter(const Scatter& args) {
   for (int64_t p = 0; p < points.count; ++p, g += width) {
     if constexpr (kWidth == 1 && kNeighbours <= kLanes<A>) {
       using R = Row<A, kNeighbours>;
-      if (finder.FindNeighbours(p, found)) {
-        const A* last = finder.weights[geometry.axes - 1] + p * kNeighbours;
-        const auto row = Row<A, 1>::Read(g) * R::Read(last);
-        for (int i = 0; i < found.count; ++i) {
-          A* to = sums + found.offsets[i];
-          R::Write(R::Read(to) + found.weights[i] * row, to);
+      if (geometry.taps == kNeighbours) {
+        const auto row = Row<A, 1>::Read(g) * finder.LastWeights(p);
+        if (finder.ForEachRow(p, [&](int64_t offset, A weight) {
+              A* to = sums + offset;
+              R::Write(R::Read(to) + weight * row, to);
+            })) {
+          continue;
         }
-        continue;
       }
     }
     finder.FindAll(p, found);

@@ -50,7 +50,9 @@ struct SampleAttributes {
   bool align_corners;
   bool pixel;
   bool deterministic;
-  JAXOPS_ATTRIBUTES(point_rank, method, padding_mode, align_corners, pixel, deterministic);
+  bool permuted;  // the dimensions of points are the fastest in memory
+  JAXOPS_ATTRIBUTES(point_rank, method, padding_mode, align_corners, pixel, deterministic,
+                    permuted);
 };
 
 // The buffers of a call, which has a volume or the volume's gradient.
@@ -98,10 +100,12 @@ xf::Error RunSample(Context context, const SampleAttributes& attributes, const B
   geometry.padding = attributes.padding_mode;
   geometry.align_corners = attributes.align_corners;
   geometry.pixel = attributes.pixel;
+  geometry.points_minor = attributes.permuted;
 #ifdef JAXOPS_PLATFORM_CUDA
   if (geometry.pixel) {
     return InvalidArgument(kName, ": there are no CUDA kernels of coordinates that count entries");
   }
+  if (geometry.points_minor) return InvalidArgument(kName, ": no CUDA kernel has points fastest");
 #endif
   if (directions.size() > multilinear::kMaxDirections) {
     return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",

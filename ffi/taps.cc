@@ -28,10 +28,12 @@ using jaxops::taps::kMaxCombinations;
 
 constexpr char kName[] = "taps";
 
-// The dimensions of points, which follow the batch dimensions of indices and weights.
+// The dimensions of points, which follow the batch dimensions of indices and weights, and whether
+// they are the fastest in memory.
 struct TapsAttributes {
   int64_t point_rank;
-  JAXOPS_ATTRIBUTES(point_rank);
+  bool permuted;
+  JAXOPS_ATTRIBUTES(point_rank, permuted);
 };
 
 // The buffers of a call, which has a volume or the volume's gradient.
@@ -81,6 +83,10 @@ xf::Error RunTaps(Context context, const TapsAttributes& attributes, const Buffe
   const Dimensions grid = volume.dimensions().last(grid_rank);
   std::copy_n(grid.begin(), axes, geometry.sizes);
   geometry.width = grid.back();
+  geometry.points_minor = attributes.permuted;
+#ifdef JAXOPS_PLATFORM_CUDA
+  if (geometry.points_minor) return InvalidArgument(kName, ": no CUDA kernel has points fastest");
+#endif
   geometry.points = 1;
   for (size_t i = 0; i < point_rank; ++i) geometry.points *= index_dims[rank + i];
   JAXOPS_RETURN_IF_ERROR(SetType(call.dtype, kName, "volume", volume));

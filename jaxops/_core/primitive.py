@@ -146,6 +146,10 @@ class Operator:
         chosen under `native.NEW_KERNELS_VARIABLE` alone.
       asks_on_gpu: whether the handler of calls with these params is asked if a GPU is to run its
         kernels, or XLA the reference because that is faster.
+      cpu_layout: the order in memory of the dimensions of operands and results in calls on CPUs,
+        slowest first: called as cpu_layout(term, **params) with an array's dimensions in the
+        signature; None is their own order. The attribute `permuted` tells a handler that there are
+        such orders.
     """
 
     def __init__(
@@ -168,6 +172,7 @@ class Operator:
         aliases: Mapping[int, int] | None = None,
         is_new_on_gpu: bool | Callable[..., bool] = False,
         asks_on_gpu: Callable[..., bool] = lambda **_: False,
+        cpu_layout: Callable[..., Sequence[int] | None] | None = None,
     ):
         self.name = name
         self.target = f"jaxops_{name}"
@@ -184,6 +189,7 @@ class Operator:
         self._aliases = aliases or {}
         self._is_new_on_gpu = is_new_on_gpu
         self._asks_on_gpu = asks_on_gpu
+        self._cpu_layout = cpu_layout
         self._platforms = platforms
         # The outer primitive is what JAX transforms see; the inner one is the call on one device.
         self.primitive = self._new_primitive(name)
@@ -482,8 +488,8 @@ class Operator:
     def _call_native(self, *operands, platform, **params):
         results = self._types(*map(jax.typeof, operands), **params)
         out = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
-        assert self._attributes is not None
-        attributes = self._attributes(**params)
+        orders = self._orders(platform, [*operands, *out], params)
+        attributes = self._handler_attributes(orders, params)
         space = []
         if self._work_space and platform == "cuda":
             space = native.work_space(self.target, operands, out, attributes)
@@ -492,8 +498,32 @@ class Operator:
             for i, j in self._aliases.items()
             if (operands[i].shape, operands[i].dtype) == (out[j].shape, out[j].dtype)
         }
-        call = native.ffi_call(self.target, [*out, *space], input_output_aliases=aliases)
+        layouts = {}
+        if any(orders):
+            layouts["input_layouts"] = orders[: len(operands)]
+            layouts["output_layouts"] = [*orders[len(operands) :], *[None for _ in space]]
+        call = native.ffi_call(self.target, [*out, *space], input_output_aliases=aliases, **layouts)
         return call(*operands, **attributes)[: len(out)]
+
+    def _orders(self, platform, arrays, params):
+        """The order in memory of each array's dimensions; None is their own order."""
+        if self._cpu_layout is None or platform != "cpu":
+            return [None for _ in arrays]
+        parsed = signature.parse(self._signature(**params))
+        orders: list[tuple[int, ...] | None] = []
+        for term, array in zip((*parsed.operands, *parsed.outputs), arrays, strict=True):
+            order = self._cpu_layout(term, **params)
+            rank = len(array.shape) - len(term)
+            batch = range(rank)
+            orders.append(None if order is None else (*batch, *(rank + i for i in order)))
+        return orders
+
+    def _handler_attributes(self, orders, params):
+        assert self._attributes is not None
+        attributes = self._attributes(**params)
+        if self._cpu_layout is None:
+            return attributes
+        return {**attributes, "permuted": np.bool_(any(orders))}
 
     def _may_call(self, platform, ctx, params):
         """Whether a platform runs the handlers of a call: on a GPU XLA may be faster, or known."""
@@ -506,8 +536,7 @@ class Operator:
             return True
         if any(map(compat.has_symbolic_shape, ctx.avals_in)):
             return False  # the handler needs sizes that are numbers
-        assert self._attributes is not None
-        attributes = self._attributes(**params)
+        attributes = self._handler_attributes([], params)
         return native.prefers_kernels(self.target, ctx.avals_in, ctx.avals_out, attributes)
 
     def _has_known_work_space(self, platform, operands):

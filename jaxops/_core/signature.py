@@ -40,6 +40,12 @@ def flat(term: Sequence[Dim]) -> list[str]:
     return [factor for dim in term for factor in dim]
 
 
+def with_last(term: Term, name: str) -> tuple[int, ...]:
+    """The order of a term's dimensions with those of name0, name1, ... after the others."""
+    last = [i for i, dim in enumerate(term) if any(re.fullmatch(rf"{name}\d+", f) for f in dim)]
+    return (*(i for i in range(len(term)) if i not in last), *last)
+
+
 @functools.cache
 def parse(text: str) -> Signature:
     """Reads "a (b c), b d -> a (b c) e=5"; several outputs are separated by commas."""

@@ -64,6 +64,7 @@ class Family:
         values do not have.
       work_space: whether CUDA calls of the values' gradients, and of the values, may have one.
       platforms: those that have handlers of calls with these options.
+      cpu_layout: as in `Operator`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Family:
         work_space: bool = False,
         prefix: str | None = None,
         platforms: Callable[[Any], Sequence[str]] = lambda options: tuple(native.PLATFORMS),
+        cpu_layout: Callable[..., Sequence[int] | None] | None = None,
     ):
         self._reference = reference
         self._sums_batches = sums_batches
@@ -86,6 +88,7 @@ class Family:
             **common,
             "attributes": lambda *, options, **_: attributes(options),
             "platforms": lambda *, options, **_: platforms(options),
+            "cpu_layout": cpu_layout,
         }
         prefix = prefix or name
         self._sample = Operator(

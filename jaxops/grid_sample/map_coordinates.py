@@ -27,6 +27,7 @@ _MAX_RANK = 3
 _LOCATED = {
     "constant": ("constant", True),
     "nearest": ("border", True),
+    "wrap": ("border", True),
     "mirror": ("reflection", True),
     "reflect": ("reflection", False),
 }
@@ -85,7 +86,9 @@ def map_coordinates(
             f"{_NAME}: mode {mode!r} needs an entry along every axis, got input {input.shape}"
         )
     order = int(order)
-    compute = _sum_stencils if order == 3 or mode == "wrap" else _locate
+    # A volume of more entries than points read is not copied for its first ones to follow its last.
+    is_large = mode == "wrap" and input.size > 2**axes * points.size
+    compute = _sum_stencils if order == 3 or is_large else _locate
     with jax.numpy_dtype_promotion("standard"):  # how dtypes promote is the caller's business
         result = compute(input, points, order, mode, cval)
     return checkpoint_name(result, _NAME)
@@ -119,17 +122,22 @@ def _stacked(coordinates: Any, axes: int, shape: tuple[int, ...]) -> jax.Array:
         ) from None
     dtypes = {a.dtype for a in arrays}
     dtype = arrays[0].dtype if len(dtypes) == 1 else accumulation_dtype(*arrays)
-    return jnp.stack([jnp.broadcast_to(a, common).astype(dtype) for a in arrays], -1)
+    # XLA writes arrays one after the other faster than interleaved.
+    arrays = [jnp.broadcast_to(a, common).astype(dtype) for a in arrays]
+    return jnp.moveaxis(jnp.stack(arrays), 0, -1)
 
 
 def _locate(input, points, order, mode, cval):
     """By the kernels that locate points, which know two and three axes."""
+    if order == 0:
+        points = reference.round_away(points)
+    if mode == "wrap":
+        points = _moved_inside(points.astype(accumulation_dtype(input, points)), input.shape)
+        input = jnp.pad(input, (0, 1), mode="wrap")
     padding_mode, align_corners = _LOCATED[mode]
     if isinstance(cval, float) and cval == 0 and padding_mode == "constant":
         padding_mode = "zeros"
     rank = points.ndim - 1
-    if order == 0:
-        points = reference.round_away(points)
     volume = input[..., None]
     if input.ndim == 1:
         volume = volume[:, None]
@@ -142,8 +150,15 @@ def _locate(input, points, order, mode, cval):
         align_corners=align_corners,
         pixel=True,
         deterministic=False,
+        by_axis=True,
     )
     return sampling.sample(volume, points, options, cval)[..., 0]
+
+
+def _moved_inside(points, sizes):
+    """Points (..., axes) at the same places of a volume that repeats, in [0, n] along each axis."""
+    along = [taps_reference.near(points[..., a], n, "wrap") for a, n in enumerate(sizes)]
+    return jnp.moveaxis(jnp.stack(along), 0, -1)
 
 
 def _sum_stencils(input, points, order, mode, cval):

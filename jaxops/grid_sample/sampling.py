@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxops._core import native
+from jaxops._core import native, signature
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._families import multilinear
 from jaxops.grid_sample import taps
@@ -34,6 +34,7 @@ class Options:
       align_corners: the same; "pixel" coordinates are reflected about the centres of entries with
         it, and about their edges without.
       pixel: whether coordinates count entries.
+      by_axis: whether the coordinates are arrays for each axis that are stacked for this call.
     """
 
     sizes: tuple[int, ...]
@@ -43,6 +44,7 @@ class Options:
     align_corners: bool
     pixel: bool
     deterministic: bool
+    by_axis: bool = False
 
     @property
     def values(self) -> str:
@@ -140,6 +142,10 @@ def _attributes(options) -> dict[str, Any]:
     }
 
 
+def _cpu_layout(term, *, options, **_):
+    return signature.with_last(term, "point") if options.by_axis and ("axes",) in term else None
+
+
 _family = multilinear.Family(
     "grid_sample",
     values_name="volume",
@@ -149,4 +155,5 @@ _family = multilinear.Family(
     sums_batches=True,
     work_space=True,
     platforms=lambda options: ("cpu",) if options.pixel else tuple(native.PLATFORMS),
+    cpu_layout=_cpu_layout,
 )

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._core import compat, native, rules
+from jaxops._core import compat, native, rules, signature
 from jaxops._core.dtypes import accumulation_dtype
 from jaxops._core.primitive import Operator
 from jaxops.reference import taps as reference
@@ -139,12 +139,18 @@ def _volume_grad_platforms(*, options, **_):
     return ("cpu",) if options.deterministic else _platforms(options=options)
 
 
+def _cpu_layout(term, **_):
+    """Points last in indices and weights: `jax.numpy` makes these tap by tap."""
+    return signature.with_last(term, "point") if ("taps",) in term else None
+
+
 _COMMON: dict[str, Any] = {"replicated": ("size", "axes", "taps")}
 _HANDLED: dict[str, Any] = {
     **_COMMON,
     "attributes": _attributes,
     "platforms": _platforms,
     "asks_on_gpu": lambda **_: True,
+    "cpu_layout": _cpu_layout,
 }
 
 _sample = Operator(

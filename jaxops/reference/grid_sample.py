@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +56,7 @@ def grid_sample(
     dtype = accumulation_dtype(volume, points)
     p = points.astype(dtype)
     # A coordinate that is not a number has no place: it is put outside here and marked at the end.
-    lost = jnp.isnan(p).any(-1)
+    lost = taps.lost(p)
     at = [
         _positions(jnp.where(lost, -2, p[..., a]), sizes[a], padding_mode, align_corners, pixel)
         for a in range(axes)
@@ -105,9 +107,10 @@ def _mark(total, p, lost, method):
     """The rows of points with a NaN: NaN, and so are the derivatives in their coordinates."""
     if method == "nearest":
         return total
-    lost = lost[..., None]
-    found = jnp.where(lost, p.sum(-1, keepdims=True), 0)
-    return jnp.where(lost, found * jnp.nan, total)
+    # XLA fuses the sum of slices, but not a reduction.
+    whole = functools.reduce(operator.add, [p[..., a] for a in range(p.shape[-1])])
+    found = jnp.where(lost, whole, 0)[..., None]
+    return jnp.where(lost[..., None], found * jnp.nan, total)
 
 
 def _by_stencils(
@@ -157,22 +160,20 @@ def stencils(
 
     A point with a NaN reads no entry.
     """
-    lost = jnp.isnan(points).any(-1)
+    lost = taps.lost(points)
     padding = "zeros" if padding_mode == "constant" else padding_mode
     if padding == "reflection":
         padding = "mirror" if align_corners else "reflect"
-    indices, weights = [], []
-    for a, n in enumerate(sizes):
-        x = entry_position(jnp.where(lost, 0, points[..., a]), n, align_corners, pixel)
-        index, weight = taps.stencil(x, n, method, padding)
-        indices.append(jnp.where(lost[..., None], -1, index))
-        weights.append(weight)
-    return jnp.stack(indices, -2), weights
+    positions = [
+        entry_position(jnp.where(lost, 0, points[..., a]), n, align_corners, pixel)
+        for a, n in enumerate(sizes)
+    ]
+    return taps.stencils(positions, lost, sizes, method, padding)
 
 
 def mark(total: jax.Array, points: jax.Array, method: str) -> jax.Array:
     """The result with the rows of points with a NaN: NaN, or zeros with "nearest"."""
-    return _mark(total, points, jnp.isnan(points).any(-1), method)
+    return _mark(total, points, taps.lost(points), method)
 
 
 def entry_position(p: jax.Array, n: int, align_corners: bool, pixel: bool) -> jax.Array:

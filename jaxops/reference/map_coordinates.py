@@ -60,14 +60,9 @@ def stencils(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The indices (..., axes, K) that points (..., axes) read, and the weights of each axis."""
     method = {0: "nearest", 1: "linear", 3: "spline"}[order]
-    lost = jnp.isnan(points).any(-1)
-    indices, weights = [], []
-    for a, n in enumerate(sizes):
-        x = jnp.where(lost, 0, points[..., a])
-        index, weight = taps.stencil(x, n, method, PADDINGS[mode])
-        indices.append(jnp.where(lost[..., None], -1, index))
-        weights.append(weight)
-    return jnp.stack(indices, -2), weights
+    lost = taps.lost(points)
+    positions = [jnp.where(lost, 0, points[..., a]) for a in range(len(sizes))]
+    return taps.stencils(positions, lost, sizes, method, PADDINGS[mode])
 
 
 def prefiltered(volume: jax.Array, mode: str, cval: ArrayLike) -> tuple[jax.Array, int]:

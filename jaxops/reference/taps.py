@@ -123,8 +123,31 @@ def ordered_volume_grad(
     return result.reshape(shape).astype(g.dtype)
 
 
+def stencils(
+    positions: Sequence[jax.Array],
+    lost: jax.Array,
+    sizes: Sequence[int],
+    method: str,
+    padding: str,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The entries (..., axes, K) that points read, and their weights (..., K) along each axis.
+
+    Args:
+      positions: those along each axis, in entries; there is no NaN among them.
+      lost: which points read no entry.
+      sizes: the numbers of entries.
+      method, padding: as in `stencil`.
+    """
+    found = [stencil(x, n, method, padding) for x, n in zip(positions, sizes, strict=True)]
+    indices = jnp.stack([jnp.where(lost, -1, index) for index, _ in found])
+    weights = [jnp.moveaxis(weight, 0, -1) for _, weight in found]
+    return jnp.moveaxis(indices, (0, 1), (-2, -1)), weights
+
+
 def stencil(x: jax.Array, n: int, method: str, padding: str) -> tuple[jax.Array, jax.Array]:
-    """The entries that positions x along an axis of n entries read, and their weights, (..., K).
+    """The entries that positions x along an axis of n entries read, and their weights, (K, ...).
+
+    The taps come first, because XLA writes arrays one after the other faster than interleaved.
 
     Args:
       x: positions in entries; there is no NaN among them.
@@ -133,7 +156,7 @@ def stencil(x: jax.Array, n: int, method: str, padding: str) -> tuple[jax.Array,
       padding: "zeros" (entries outside have the index -1), "border", "wrap", or what positions are
         reflected about: "mirror" (0 and n - 1) or "reflect" (-1/2 and n - 1/2).
     """
-    x = _near(x, n, padding)
+    x = near(x, n, padding)
     if method == "nearest":
         first, fraction, taps = jnp.round(x), None, 1
     else:
@@ -141,9 +164,15 @@ def stencil(x: jax.Array, n: int, method: str, padding: str) -> tuple[jax.Array,
         fraction = x - jax.lax.stop_gradient(first)
         taps = 2 if method == "linear" else 4
     first = jax.lax.stop_gradient(first).astype(jnp.int32) - (taps // 2 - 1 if taps > 1 else 0)
-    indices = first[..., None] + jnp.arange(taps, dtype=jnp.int32)
+    steps = jnp.arange(taps, dtype=jnp.int32).reshape(taps, *[1] * x.ndim)
     weights = [jnp.ones_like(x)] if fraction is None else _WEIGHTS[method](fraction)
-    return fold(indices, n, padding), jnp.stack(weights, -1)
+    return fold(first + steps, n, padding), jnp.stack(weights)
+
+
+def lost(points: jax.Array) -> jax.Array:
+    """Which points (..., axes) have a NaN; XLA fuses it with what reads the same coordinates."""
+    nans = [jnp.isnan(points[..., a]) for a in range(points.shape[-1])]
+    return functools.reduce(operator.or_, nans)
 
 
 def outside(indices: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
@@ -189,7 +218,7 @@ _PERIODS = {
 }
 
 
-def _near(x, n: int, padding: str):
+def near(x, n: int, padding: str):
     """Positions with the values of x, moved so close that they are integers of 32 bits.
 
     Infinite ones are clamped.

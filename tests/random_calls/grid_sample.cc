@@ -24,6 +24,7 @@ Call Make(Random& random, Arrays& arrays) {
   g.padding = random.Pick({Padding::kZeros, Padding::kBorder, Padding::kReflection});
   g.align_corners = random.OneIn(2);
   g.pixel = random.OneIn(3);
+  g.points_minor = random.OneIn(2);
   call.dtype = random.Float();
   call.point_dtype = random.FloatWith(call.dtype);
   call.order = static_cast<int>(random.OneIn(2) ? 0 : random.Between(0, 3));

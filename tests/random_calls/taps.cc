@@ -13,6 +13,7 @@ Call Make(Random& random, Arrays& arrays) {
   g.axes = static_cast<int>(random.Between(1, taps::kMaxAxes));
   g.taps = static_cast<int>(random.Between(1, g.axes == 1 ? 64 : g.axes == 2 ? 8 : 4));
   g.combinations = 1;
+  g.points_minor = random.OneIn(2);
   int64_t volume = g.width = random.Size();
   for (int a = 0; a < g.axes; ++a) {
     g.combinations *= g.taps;
