@@ -30,7 +30,7 @@ enum class Method : int32_t { kLinear, kNearest };
 enum class Padding : int32_t { kZeros, kBorder, kReflection };
 
 struct Geometry {
-  int axes;  // 2 or 3
+  int axes;  // 2 or 3, or 1 with `pixel`
   int32_t sizes[kMaxAxes];
   int64_t width;   // channels
   int64_t points;  // of a batch entry

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "cpu/arrays.h"
@@ -37,6 +38,12 @@ constexpr int64_t kSlabCost = int64_t{1} << 25;
 // such slabs, which are used only if points share entries.
 constexpr int64_t kSlabBytes = int64_t{1} << 20;
 constexpr int64_t kLargeBytes = int64_t{1} << 23;
+
+// Parts of the points, at most, that add to sums of their own where these are few.
+constexpr int64_t kMaxParts = 8;
+
+// The cost of an entry of such sums, in channels.
+constexpr int64_t kPartCost = 4;
 
 JAXOPS_DEFINE_BEST_KERNELS();
 
@@ -83,6 +90,42 @@ void RunGathers(const Kernels& kernels, const Call& call, const ParallelFor& par
   });
 }
 
+// Adds up the sums of parts, `size` each, in those of the first.
+template <typename A>
+void AddParts(A* sums, int64_t size, int64_t parts) {
+  for (int64_t part = 1; part < parts; ++part) {
+    const A* terms = sums + part * size;
+    for (int64_t i = 0; i < size; ++i) sums[i] += terms[i];
+  }
+}
+
+// Adds to one gradient from parts of its points at a time, which have sums of their own. `entries`
+// are the batch entries that add to it.
+void ScatterByParts(const Kernels& kernels, const Call& call, const ParallelFor& parallel_for,
+                    std::span<const int64_t> entries, int64_t parts, int64_t size, void* to) {
+  const Geometry& geometry = call.geometry;
+  const bool is_wide = call.dtype == DType::kF64;
+  const int64_t bytes = size * (is_wide ? sizeof(double) : sizeof(float));
+  std::vector<std::byte> sums(parts * bytes);
+  RunTasks(parts, parallel_for, [&](int64_t part) {
+    Scatter scatter = {};
+    scatter.begin = 0;
+    scatter.end = geometry.sizes[0];
+    scatter.sums = sums.data() + part * bytes;
+    for (const int64_t entry : entries) {
+      scatter.points =
+          Slice(call, entry, part * geometry.points / parts, (part + 1) * geometry.points / parts);
+      if (scatter.points.count > 0) kernels.scatter(scatter);
+    }
+  });
+  if (is_wide) {
+    AddParts(reinterpret_cast<double*>(sums.data()), size, parts);
+  } else {
+    AddParts(reinterpret_cast<float*>(sums.data()), size, parts);
+  }
+  kernels.store_sums({call.dtype, size, sums.data(), to});
+}
+
 void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& parallel_for) {
   const Geometry& geometry = call.geometry;
   const int64_t size = geometry.grid() * geometry.width;  // of one gradient
@@ -106,6 +149,13 @@ void RunScatters(const Kernels& kernels, const Call& call, const ParallelFor& pa
   while (CeilDiv(length, int64_t{1} << shift) > wanted) ++shift;
   const int64_t thickness = int64_t{1} << shift;
   const int64_t slabs = CeilDiv(length, thickness);
+
+  // Clearing and adding up the sums of a part costs less than the points that it has.
+  const int64_t parts = std::min(kMaxParts, points * Cost(geometry) / (kPartCost * size + kTask));
+  if (slabs == 1 && call.gradients == 1 && parts > 1) {
+    ScatterByParts(kernels, call, parallel_for, entries, parts, size, call.dvolume);
+    return;
+  }
 
   // Points are sorted by slabs once, in chunks.
   const int64_t per_entry = slabs == 1 ? 1 : CeilDiv(geometry.points, kMaxChunk);

@@ -604,9 +604,18 @@ void EvaluateBins(const Bins& args) {
 // kernel for that number exists, otherwise 0.
 template <typename Run>
 void Dispatch(const Points& points, Run run) {
+  const int axes = points.geometry.axes;
   WithStorage(points.dtype, nullptr, 0, [&]<typename S>(const S* storage) {
+    if (axes == 1) {  // `map_coordinates` alone has such calls, of one channel
+      if (points.geometry.width == 1) {
+        run(storage, Constant<1>(), Constant<1>());
+      } else {
+        run(storage, Constant<1>(), Constant<0>());
+      }
+      return;
+    }
     WithWidth<Arithmetic<S>>(points.geometry.width, [&](auto width) {
-      if (points.geometry.axes == 3) {
+      if (axes == 3) {
         run(storage, Constant<3>(), width);
       } else {
         run(storage, Constant<2>(), width);
@@ -634,10 +643,13 @@ void RunBins(const Bins& args) {
       EvaluateBins<float, kAxes>(args);
     }
   };
-  if (args.points.geometry.axes == 3) {
-    with_axes(Constant<3>());
-  } else {
-    with_axes(Constant<2>());
+  switch (args.points.geometry.axes) {
+    case 1:
+      return with_axes(Constant<1>());
+    case 2:
+      return with_axes(Constant<2>());
+    default:
+      return with_axes(Constant<3>());
   }
 }
 

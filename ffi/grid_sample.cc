@@ -76,9 +76,10 @@ xf::Error RunSample(Context context, const SampleAttributes& attributes, const B
   const size_t point_rank = attributes.point_rank;
   const size_t rank = most - point_rank;
   Geometry& geometry = call.geometry;
-  if (point_dims.back() < 2 || point_dims.back() > kMaxAxes) {
-    return InvalidArgument(kName, ": points must have 2 to ", kMaxAxes, " coordinates, got ",
-                           ToString(point_dims));
+  const int64_t fewest = attributes.pixel ? 1 : 2;
+  if (point_dims.back() < fewest || point_dims.back() > kMaxAxes) {
+    return InvalidArgument(kName, ": points must have ", fewest, " to ", kMaxAxes,
+                           " coordinates, got ", ToString(point_dims));
   }
   geometry.axes = static_cast<int>(point_dims.back());
   const size_t grid_rank = geometry.axes + 1;

@@ -128,7 +128,7 @@ def _stacked(coordinates: Any, axes: int, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _locate(input, points, order, mode, cval):
-    """By the kernels that locate points, which know two and three axes."""
+    """By the kernels that locate points."""
     if order == 0:
         points = reference.round_away(points)
     if mode == "wrap":
@@ -137,14 +137,9 @@ def _locate(input, points, order, mode, cval):
     padding_mode, align_corners = _LOCATED[mode]
     if isinstance(cval, float) and cval == 0 and padding_mode == "constant":
         padding_mode = "zeros"
-    rank = points.ndim - 1
-    volume = input[..., None]
-    if input.ndim == 1:
-        volume = volume[:, None]
-        points = jnp.concatenate([points, jnp.zeros_like(points)], -1)
     options = sampling.Options(
-        sizes=volume.shape[:-1],
-        point_rank=rank,
+        sizes=input.shape,
+        point_rank=points.ndim - 1,
         method="linear" if order else "nearest",
         padding_mode=padding_mode,
         align_corners=align_corners,
@@ -152,7 +147,7 @@ def _locate(input, points, order, mode, cval):
         deterministic=False,
         by_axis=True,
     )
-    return sampling.sample(volume, points, options, cval)[..., 0]
+    return sampling.sample(input[..., None], points, options, cval)[..., 0]
 
 
 def _moved_inside(points, sizes):
