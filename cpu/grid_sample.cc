@@ -39,10 +39,10 @@ constexpr int64_t kSlabCost = int64_t{1} << 25;
 constexpr int64_t kSlabBytes = int64_t{1} << 20;
 constexpr int64_t kLargeBytes = int64_t{1} << 23;
 
-// Parts of the points, at most, that add to sums of their own where these are few.
+// Parts of the points, at most, that add to sums of their own where a volume is small.
 constexpr int64_t kMaxParts = 8;
 
-// The cost of an entry of such sums, in channels.
+// The cost of clearing such a sum and adding it up, in channels.
 constexpr int64_t kPartCost = 4;
 
 JAXOPS_DEFINE_BEST_KERNELS();

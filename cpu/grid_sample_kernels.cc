@@ -212,9 +212,9 @@ JAXOPS_ALWAYS_INLINE void ReadPoints(const Points& args, const void* points, int
   });
 }
 
-// Volumes of at most this number of entries have indices that vectors of 32-bit integers hold,
-// those around the volume included.
-constexpr int64_t kMaxGrid32 = int64_t{1} << 30;
+// Volumes of fewer entries have indices that vectors of 32-bit integers hold, those around the
+// volume included.
+constexpr int64_t kGrid32 = int64_t{1} << 30;
 
 // Locates the points from `first` on, at most a block, with what derivatives use or without it.
 template <typename A, int kAxes, bool kDerivatives>
@@ -232,7 +232,7 @@ __attribute__((noinline)) void Find(const Points& args, const AxisOf<A> (&axes)[
   for (int i = count; i % kLanes<A> != 0; ++i) {
     for (int a = 0; a < kAxes; ++a) points[a][i] = 0;
   }
-  const bool is_small = sizeof(A) == 8 || args.geometry.grid() <= kMaxGrid32;
+  const bool is_small = sizeof(A) == 8 || args.geometry.grid() < kGrid32;
   const int weighted = axes[0].nearest ? 1 : kCorners;
   for (int i = 0; i < count; i += kLanes<A>) {
     Int corners = Int{} + Stencils<A, kAxes>::kAll;

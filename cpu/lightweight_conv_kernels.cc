@@ -504,8 +504,8 @@ void ConvolveBlock(const Convolve& args) {
       return [x = window + p * pitch + i * kLane, stride = layout.tap_stride](
                  int64_t j, int64_t k) { return Load(x + j * kLanes<A> + k * stride); };
     };
-    const auto convolve_to_sums = [&](int64_t p, int64_t i, int64_t count, bool is_one, bool add,
-                                      A* tile) {
+    const auto convolve_alike = [&](int64_t p, int64_t i, int64_t count, bool is_one, bool add,
+                                    A* tile) {
       WithTile(count, [&](auto constant) {
         const auto store = [&](const auto& sum) {
 #pragma GCC unroll 8
@@ -520,6 +520,17 @@ void ConvolveBlock(const Convolve& args) {
           convolve(constant, p, add, tile, read, store);
         }
       });
+    };
+    const auto convolve_to_sums = [&](int64_t p, int64_t i, int64_t count, bool is_one, bool add,
+                                      A* tile) {
+      if (!layout.kTimeInLanes || is_one) return convolve_alike(p, i, count, is_one, add, tile);
+      // A tile has many steps: vectors whose taps are of one segment need no marks.
+      for (int64_t j = 0, next; j < count; j = next) {
+        const bool alike = marks.AreOne(i + j, 1);
+        next = j + 1;
+        while (next < count && marks.AreOne(i + next, 1) == alike) ++next;
+        convolve_alike(p, i + j, next - j, alike, add, tile + j * kLane);
+      }
     };
     if constexpr (layout.kTimeInLanes) {
       for (int64_t p = 0; p < layout.panels; ++p) {

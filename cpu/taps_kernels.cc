@@ -115,7 +115,7 @@ struct Finder {
     const int64_t first = Index(p, last, 0);
     bool is_row = true;
     for (int k = 1; k < kNeighbours; ++k) is_row &= Index(p, last, k) == first + k;
-    // Rows of the axes before the last one, as one of no axis has.
+    // Without an axis before the last one there is one row, of offset 0 and weight 1.
     int64_t offsets[kMaxAxes - 1][kNeighbours] = {};
     A factors[kMaxAxes - 1][kNeighbours] = {{1}, {1}};
     int64_t slice = geometry.sizes[last];

@@ -106,7 +106,8 @@ xf::Error RunSample(Context context, const SampleAttributes& attributes, const B
   if (geometry.pixel) {
     return InvalidArgument(kName, ": there are no CUDA kernels of coordinates that count entries");
   }
-  if (geometry.points_minor) return InvalidArgument(kName, ": no CUDA kernel has points fastest");
+  if (geometry.points_minor)
+    return InvalidArgument(kName, ": no CUDA kernel reads points in the fastest dimension");
 #endif
   if (directions.size() > multilinear::kMaxDirections) {
     return InvalidArgument(kName, ": at most ", multilinear::kMaxDirections, " directions, got ",

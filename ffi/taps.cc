@@ -85,7 +85,8 @@ xf::Error RunTaps(Context context, const TapsAttributes& attributes, const Buffe
   geometry.width = grid.back();
   geometry.points_minor = attributes.permuted;
 #ifdef JAXOPS_PLATFORM_CUDA
-  if (geometry.points_minor) return InvalidArgument(kName, ": no CUDA kernel has points fastest");
+  if (geometry.points_minor)
+    return InvalidArgument(kName, ": no CUDA kernel reads points in the fastest dimension");
 #endif
   geometry.points = 1;
   for (size_t i = 0; i < point_rank; ++i) geometry.points *= index_dims[rank + i];

@@ -122,3 +122,43 @@ def test_shapes_and_nan(platform):
     np.testing.assert_allclose(array, np.full(5, 5.0))
     for order, found in zip((0, 1, 3), lost, strict=True):
         np.testing.assert_allclose(found, [np.nan if order else 0, 5])
+
+
+@pytest.mark.parametrize("sizes", [(3,), (4, 3), (900, 3)], ids=str)
+def test_a_wrapped_array_has_the_derivatives_of_the_definition(sizes, platform):
+    """Whether it is copied, with its first entries after its last, or is too large for that."""
+    x, coordinates = random_case(sizes, "float32", (60,))
+    coordinates[0][20:22] = np.inf, np.nan
+    coordinates[-1][22:24] = -np.inf, np.nan
+
+    def value_and_gradients(implementation):
+        def function(x, *coordinates):
+            return jaxops.map_coordinates(x, coordinates, 1, "wrap", implementation=implementation)
+
+        y, pull = jax.vjp(function, x, *coordinates)
+        return y, *pull(jnp.cos(jnp.arange(60, dtype=jnp.float32)))
+
+    got = run(lambda: value_and_gradients(None), platform)
+    want = run(lambda: value_and_gradients("xla"), platform)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_gradients_of_two_bytes_are_rounded_once(order, platform):
+    """Of an entry that many points read, from both ends of an array that repeats."""
+    places = jnp.tile(jnp.array([0.0, 5.0]), 600)
+    x = jnp.zeros(5, jnp.bfloat16)
+
+    def total(x):
+        return jaxops.map_coordinates(x, [places], order, "wrap").astype(jnp.float32).sum()
+
+    (gradient,) = run(jax.grad(total), platform, x)
+    np.testing.assert_array_equal(gradient.astype(np.float32), [1200, 0, 0, 0, 0])
+
+
+def test_a_nan_has_no_nearest_entry(platform):
+    at = [jnp.array([jnp.nan, 7.0, 1.0])]
+    x = np.arange(3, dtype=np.float32)
+    (got,) = run(lambda x: jaxops.map_coordinates(x, at, 0, "constant", 5.0), platform, x)
+    np.testing.assert_array_equal(got, [0, 5, 1])

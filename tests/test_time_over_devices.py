@@ -17,7 +17,7 @@ import jaxops
 from jaxops._families import sequences
 from jaxops.testing.measure import collectives, hasty_options
 
-PARTS = 8  # or as many as there are devices
+PARTS = 8  # at most
 BATCH, HEADS, CHANNELS = 2, 3, 6
 GATHERS = {"all-gather", "all-to-all"}
 
@@ -31,7 +31,8 @@ def enough_devices(platform):
 
 
 def mesh_of(platform, kind=AxisType.Auto):
-    devices = platform.devices[:PARTS]
+    count = min(PARTS, 2 ** (len(platform.devices).bit_length() - 1))
+    devices = platform.devices[:count]
     return jax.make_mesh((len(devices),), ("t",), (kind,), devices=devices)
 
 
@@ -212,7 +213,7 @@ def test_steps_come_from_as_many_parts_as_have_them(case, platform):
     case, count = case
     mesh = mesh_of(platform)
     value, both = check(case, platform, mesh)
-    if mesh.size == PARTS:
+    if platform.name == "cpu":  # which has 8; XLA for GPUs merges some
         # Where segments begin is sent with the steps, and ids before that.
         assert value.get("collective-permute", 0) == count + case.has_segments
     assert not GATHERS & {*value, *both}

@@ -27,7 +27,7 @@ _MAX_RANK = 3
 _LOCATED = {
     "constant": ("constant", True),
     "nearest": ("border", True),
-    "wrap": ("border", True),
+    "wrap": ("border", True),  # of a copy, in which the first entries follow the last
     "mirror": ("reflection", True),
     "reflect": ("reflection", False),
 }
@@ -86,9 +86,12 @@ def map_coordinates(
             f"{_NAME}: mode {mode!r} needs an entry along every axis, got input {input.shape}"
         )
     order = int(order)
-    # A volume of more entries than points read is not copied for its first ones to follow its last.
-    is_large = mode == "wrap" and input.size > 2**axes * points.size
-    compute = _sum_stencils if order == 3 or is_large else _locate
+    if order == 0:
+        compute = _read_nearest
+    elif order == 3 or (mode == "wrap" and not _may_copy(input, points)):
+        compute = _sum_stencils
+    else:
+        compute = _locate
     with jax.numpy_dtype_promotion("standard"):  # how dtypes promote is the caller's business
         result = compute(input, points, order, mode, cval)
     return checkpoint_name(result, _NAME)
@@ -127,12 +130,23 @@ def _stacked(coordinates: Any, axes: int, shape: tuple[int, ...]) -> jax.Array:
     return jnp.moveaxis(jnp.stack(arrays), 0, -1)
 
 
+def _read_nearest(input, points, order, mode, cval):
+    """Order 0: one gather by XLA, which makes the indices as it reads."""
+    del order
+    dtype = accumulation_dtype(input, points)
+    # Gradients of the array are summed in this dtype.
+    result = reference.nearest(input.astype(dtype), points.astype(dtype), mode, cval)
+    return result.astype(input.dtype)
+
+
 def _locate(input, points, order, mode, cval):
-    """By the kernels that locate points."""
-    if order == 0:
-        points = reference.round_away(points)
+    """Order 1, by the kernels that locate points."""
+    del order
+    result_dtype = input.dtype
     if mode == "wrap":
-        points = _moved_inside(points.astype(accumulation_dtype(input, points)), input.shape)
+        # Gradients of the copy are added to those of the array before they are rounded.
+        input = input.astype(accumulation_dtype(input, points))
+        points = _moved_inside(points.astype(input.dtype), input.shape)
         input = jnp.pad(input, (0, 1), mode="wrap")
     padding_mode, align_corners = _LOCATED[mode]
     if isinstance(cval, float) and cval == 0 and padding_mode == "constant":
@@ -140,19 +154,32 @@ def _locate(input, points, order, mode, cval):
     options = sampling.Options(
         sizes=input.shape,
         point_rank=points.ndim - 1,
-        method="linear" if order else "nearest",
+        method="linear",
         padding_mode=padding_mode,
         align_corners=align_corners,
         pixel=True,
         deterministic=False,
         by_axis=True,
     )
-    return sampling.sample(input[..., None], points, options, cval)[..., 0]
+    return sampling.sample(input[..., None], points, options, cval)[..., 0].astype(result_dtype)
+
+
+def _may_copy(input, points):
+    """Whether the array has no more entries than points read, so that a copy of it costs little.
+
+    Sizes that are no numbers do not tell.
+    """
+    reads = 2**input.ndim * (points.size // input.ndim)
+    return isinstance(reads, int) and isinstance(input.size, int) and input.size <= reads
 
 
 def _moved_inside(points, sizes):
     """Points (..., axes) at the same places of a volume that repeats, in [0, n] along each axis."""
-    along = [taps_reference.near(points[..., a], n, "wrap") for a, n in enumerate(sizes)]
+    lost = taps_reference.lost(points)
+    along = []
+    for a, n in enumerate(sizes):
+        x = points[..., a]
+        along.append(jnp.where(lost, x, taps_reference.near(jnp.where(lost, 0, x), n, "wrap")))
     return jnp.moveaxis(jnp.stack(along), 0, -1)
 
 
@@ -160,8 +187,6 @@ def _sum_stencils(input, points, order, mode, cval):
     dtype = accumulation_dtype(input, points)
     points = points.astype(dtype)
     volume = input.astype(dtype) if order == 3 or dtype == jnp.float64 else input
-    if order == 0:
-        points = reference.round_away(points)
     if order == 3:
         volume, margin = reference.prefiltered(volume, mode, cval)
         points = points + margin
@@ -169,5 +194,5 @@ def _sum_stencils(input, points, order, mode, cval):
     total = taps.sum_taps(volume[..., None], indices, weights, points.ndim - 1)
     if mode == "constant":
         total = sample_reference.add_outside(total, taps_reference.outside(indices, weights), cval)
-    total = sample_reference.mark(total, points, "linear" if order else "nearest")
+    total = sample_reference.mark(total, points, "linear")
     return total[..., 0].astype(input.dtype)

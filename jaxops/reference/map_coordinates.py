@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -38,7 +40,7 @@ def map_coordinates(
     dtype = accumulation_dtype(input, points)
     volume, points = input.astype(dtype), points.astype(dtype)
     if order == 0:
-        points = round_away(points)
+        return nearest(volume, points, mode, cval).astype(input.dtype)
     if order == 3:
         volume, margin = prefiltered(volume, mode, cval)
         points = points + margin
@@ -46,20 +48,30 @@ def map_coordinates(
     total = taps.sum_taps(volume[..., None], indices, weights, points.ndim - 1)
     if mode == "constant":
         total = grid_sample.add_outside(total, taps.outside(indices, weights), cval)
-    total = grid_sample.mark(total, points, "linear" if order else "nearest")
-    return total[..., 0].astype(input.dtype)
+    return grid_sample.mark(total, points, "linear")[..., 0].astype(input.dtype)
 
 
-def round_away(x: jax.Array) -> jax.Array:
-    """The nearest integers; halves are rounded away from zero."""
-    return jax.lax.stop_gradient(jax.lax.round(x, jax.lax.RoundingMethod.AWAY_FROM_ZERO))
+def nearest(input: jax.Array, points: jax.Array, mode: str, cval: ArrayLike) -> jax.Array:
+    """The entries nearest to points (..., axes); halves are rounded away from zero."""
+    lost = taps.lost(points)
+    points = jax.lax.round(jax.lax.stop_gradient(points), jax.lax.RoundingMethod.AWAY_FROM_ZERO)
+    indices = []
+    for a, n in enumerate(input.shape):
+        x = taps.near(jnp.where(lost, 0, points[..., a]), n, PADDINGS[mode])
+        indices.append(taps.fold(x.astype(jnp.int32), n, PADDINGS[mode]))
+    inside = functools.reduce(operator.and_, [index >= 0 for index in indices])
+    if 0 in input.shape:
+        values = jnp.full(inside.shape, cval, input.dtype)
+    else:
+        values = jnp.where(inside, input.at[tuple(indices)].get(mode="clip"), cval)
+    return jnp.where(lost, 0, values)
 
 
 def stencils(
     points: jax.Array, sizes: Sequence[int], order: int, mode: str
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The indices (..., axes, K) that points (..., axes) read, and the weights of each axis."""
-    method = {0: "nearest", 1: "linear", 3: "spline"}[order]
+    method = {1: "linear", 3: "spline"}[order]
     lost = taps.lost(points)
     positions = [jnp.where(lost, 0, points[..., a]) for a in range(len(sizes))]
     return taps.stencils(positions, lost, sizes, method, PADDINGS[mode])

@@ -50,7 +50,7 @@ def make_spec(variant, *, sizes, order, mode, large_points=64, **options):
         coordinates = [rng.uniform(-0.4 * n, 1.4 * n, points).astype(dtype) for n in sizes]
         return normal(rng, sizes, dtype), *coordinates
 
-    has_stencils = order == 3 or mode == "wrap"
+    has_stencils = order == 3
     kernel = "jaxops_taps" if has_stencils else "jaxops_grid_sample"
     gradients = (
         (f"{kernel}_volume_grad", f"{kernel}_weight_grad")
