@@ -76,7 +76,7 @@ def map_coordinates(
     axes = input.ndim
     if not 1 <= axes <= _MAX_RANK:
         raise ValueError(f"{_NAME}: input must have 1 to 3 axes, got shape {input.shape}")
-    points = _stacked(coordinates, axes, input.shape)
+    arrays = _arrays(coordinates, axes, input.shape)
     if isinstance(order, bool) or checks.integer(_NAME, "order", order) not in _ORDERS:
         raise ValueError(f"{_NAME}: order must be one of 0, 1, 3, got {checks.describe(order)}")
     checks.choice(_NAME, "mode", mode, tuple(reference.PADDINGS))
@@ -85,20 +85,13 @@ def map_coordinates(
         raise ValueError(
             f"{_NAME}: mode {mode!r} needs an entry along every axis, got input {input.shape}"
         )
-    order = int(order)
-    if order == 0:
-        compute = _read_nearest
-    elif order == 3 or (mode == "wrap" and not _may_copy(input, points)):
-        compute = _sum_stencils
-    else:
-        compute = _locate
     with jax.numpy_dtype_promotion("standard"):  # how dtypes promote is the caller's business
-        result = compute(input, points, order, mode, cval)
+        result = _interpolate(input, arrays, int(order), mode, cval)
     return checkpoint_name(result, _NAME)
 
 
-def _stacked(coordinates: Any, axes: int, shape: tuple[int, ...]) -> jax.Array:
-    """The coordinates as an array (..., axes)."""
+def _arrays(coordinates: Any, axes: int, shape: tuple[int, ...]) -> list[jax.Array]:
+    """The coordinates along each axis, of one shape and dtype."""
     if checks.is_array(coordinates):
         coordinates = list(
             checks.float_array(_NAME, "coordinates", coordinates, None, "(axes, ...)")
@@ -125,23 +118,24 @@ def _stacked(coordinates: Any, axes: int, shape: tuple[int, ...]) -> jax.Array:
         ) from None
     dtypes = {a.dtype for a in arrays}
     dtype = arrays[0].dtype if len(dtypes) == 1 else accumulation_dtype(*arrays)
+    return [jnp.broadcast_to(a, common).astype(dtype) for a in arrays]
+
+
+def _interpolate(input, arrays, order, mode, cval):
+    if order == 0:
+        # One gather by XLA, which makes the indices as it reads. Gradients are summed in this dtype.
+        dtype = accumulation_dtype(input, arrays[0])
+        arrays = [a.astype(dtype) for a in arrays]
+        return reference.nearest(input.astype(dtype), arrays, mode, cval).astype(input.dtype)
     # XLA writes arrays one after the other faster than interleaved.
-    arrays = [jnp.broadcast_to(a, common).astype(dtype) for a in arrays]
-    return jnp.moveaxis(jnp.stack(arrays), 0, -1)
+    points = jnp.moveaxis(jnp.stack(arrays), 0, -1)
+    if order == 3 or (mode == "wrap" and not _may_copy(input, points)):
+        return _sum_stencils(input, points, order, mode, cval)
+    return _locate(input, points, mode, cval)
 
 
-def _read_nearest(input, points, order, mode, cval):
-    """Order 0: one gather by XLA, which makes the indices as it reads."""
-    del order
-    dtype = accumulation_dtype(input, points)
-    # Gradients of the array are summed in this dtype.
-    result = reference.nearest(input.astype(dtype), points.astype(dtype), mode, cval)
-    return result.astype(input.dtype)
-
-
-def _locate(input, points, order, mode, cval):
+def _locate(input, points, mode, cval):
     """Order 1, by the kernels that locate points."""
-    del order
     result_dtype = input.dtype
     if mode == "wrap":
         # Gradients of the copy are added to those of the array before they are rounded.

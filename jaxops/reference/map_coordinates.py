@@ -36,11 +36,13 @@ def map_coordinates(
     cval: ArrayLike = 0.0,
 ) -> jax.Array:
     """The values of `jax.scipy.ndimage.map_coordinates`, and for order 3 those of SciPy."""
-    points = jnp.stack(jnp.broadcast_arrays(*coordinates), -1)
-    dtype = accumulation_dtype(input, points)
-    volume, points = input.astype(dtype), points.astype(dtype)
+    arrays = jnp.broadcast_arrays(*coordinates)
+    dtype = accumulation_dtype(input, *arrays)
+    volume = input.astype(dtype)
     if order == 0:
-        return nearest(volume, points, mode, cval).astype(input.dtype)
+        arrays = [a.astype(dtype) for a in arrays]
+        return nearest(volume, arrays, mode, cval).astype(input.dtype)
+    points = jnp.stack(arrays, -1).astype(dtype)
     if order == 3:
         volume, margin = prefiltered(volume, mode, cval)
         points = points + margin
@@ -51,13 +53,16 @@ def map_coordinates(
     return grid_sample.mark(total, points, "linear")[..., 0].astype(input.dtype)
 
 
-def nearest(input: jax.Array, points: jax.Array, mode: str, cval: ArrayLike) -> jax.Array:
-    """The entries nearest to points (..., axes); halves are rounded away from zero."""
-    lost = taps.lost(points)
-    points = jax.lax.round(jax.lax.stop_gradient(points), jax.lax.RoundingMethod.AWAY_FROM_ZERO)
+def nearest(
+    input: jax.Array, coordinates: Sequence[jax.Array], mode: str, cval: ArrayLike
+) -> jax.Array:
+    """The entries nearest to coordinates of one shape; halves are rounded away from zero."""
+    lost = functools.reduce(operator.or_, map(jnp.isnan, coordinates))
     indices = []
-    for a, n in enumerate(input.shape):
-        x = taps.near(jnp.where(lost, 0, points[..., a]), n, PADDINGS[mode])
+    for x, n in zip(coordinates, input.shape, strict=True):
+        x = jax.lax.stop_gradient(jnp.where(lost, 0, x))
+        x = jax.lax.round(x, jax.lax.RoundingMethod.AWAY_FROM_ZERO)
+        x = taps.near(x, n, PADDINGS[mode])
         indices.append(taps.fold(x.astype(jnp.int32), n, PADDINGS[mode]))
     inside = functools.reduce(operator.and_, [index >= 0 for index in indices])
     if 0 in input.shape:
