@@ -123,7 +123,7 @@ def _arrays(coordinates: Any, axes: int, shape: tuple[int, ...]) -> list[jax.Arr
 
 def _interpolate(input, arrays, order, mode, cval):
     if order == 0:
-        # One gather by XLA, which makes the indices as it reads. Gradients are summed in this dtype.
+        # One gather by XLA, which makes the indices as it reads, and sums gradients in this dtype.
         dtype = accumulation_dtype(input, arrays[0])
         arrays = [a.astype(dtype) for a in arrays]
         return reference.nearest(input.astype(dtype), arrays, mode, cval).astype(input.dtype)
