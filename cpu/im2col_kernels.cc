@@ -27,8 +27,8 @@ JAXOPS_ALWAYS_INLINE void Add(const S* from, int64_t count, A* sums) {
   int64_t i = 0;
   for (; i + kLanes<A> <= count; i += kLanes<A>) Store(Load(sums + i) + Load(from + i), sums + i);
   if (i == count) return;
-  const Vec<A> rest = LoadPartial(from + i, count - i);
-  for (int64_t j = 0; i + j < count; ++j) sums[i + j] += rest[j];
+  const int64_t rest = count - i;
+  StorePartial(LoadPartial(sums + i, rest) + LoadPartial(from + i, rest), sums + i, rest);
 }
 
 // Adds a line of patches (out, taps..., channels) to a line of the image; `taps` are those of the

@@ -241,19 +241,54 @@ JAXOPS_ALWAYS_INLINE void StorePair(Vec<float> a, Vec<float> b, BFloat* to) {
 }
 #endif
 
+// Masks tell the processor which lanes to read and write. The sanitizer of addresses does not know
+// them: its build copies entries.
+#if defined(__AVX512F__) && !defined(__SANITIZE_ADDRESS__)
+#define JAXOPS_HAS_MASKS 1
+#else
+#define JAXOPS_HAS_MASKS 0
+#endif
+
 // Loads the first `count` lanes; the others are zero.
 template <typename S>
 JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadPartial(const S* from, int64_t count) {
+#if JAXOPS_HAS_MASKS
+  const uint32_t mask = (uint32_t{1} << count) - 1;
+  if constexpr (sizeof(S) == 8) {
+    return _mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), from);
+  } else if constexpr (sizeof(S) == 4) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from);
+  } else {
+    S lanes[kLanes<float>];
+    const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), from);
+    __builtin_memcpy(lanes, &bits, sizeof(bits));
+    return Load(lanes);
+  }
+#else
   S lanes[kLanes<Arithmetic<S>>] = {};
   __builtin_memcpy(lanes, from, count * sizeof(S));
   return Load(lanes);
+#endif
 }
 
 template <typename S>
 JAXOPS_ALWAYS_INLINE void StorePartial(Vec<Arithmetic<S>> v, S* to, int64_t count) {
+#if JAXOPS_HAS_MASKS
+  const uint32_t mask = (uint32_t{1} << count) - 1;
+  if constexpr (sizeof(S) == 8) {
+    _mm512_mask_storeu_pd(to, static_cast<__mmask8>(mask), v);
+  } else if constexpr (sizeof(S) == 4) {
+    _mm512_mask_storeu_ps(to, static_cast<__mmask16>(mask), v);
+  } else {
+    S lanes[kLanes<float>];
+    Store(v, lanes);
+    _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(mask), LoadBits<__m256i>(lanes));
+  }
+#else
   S lanes[kLanes<Arithmetic<S>>];
   Store(v, lanes);
   __builtin_memcpy(to, lanes, count * sizeof(S));
+#endif
 }
 
 // Loads min(count, lanes) lanes; the others are zero.
