@@ -162,3 +162,18 @@ def test_a_nan_has_no_nearest_entry(platform):
     x = np.arange(3, dtype=np.float32)
     (got,) = run(lambda x: jaxops.map_coordinates(x, at, 0, "constant", 5.0), platform, x)
     np.testing.assert_array_equal(got, [0, 5, 1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_gradients_of_many_points_are_whole(dtype, platform):
+    """Also where parts of the points have sums of their own, which are exact here."""
+    entries = np.random.default_rng(0).integers(0, 49, 60_000)
+    places = [jnp.asarray(entries + 0.25, jnp.float32)]
+
+    def total(x):
+        return jaxops.map_coordinates(x, places, 1, "nearest").astype(jnp.float32).sum()
+
+    (gradient,) = run(jax.grad(total), platform, jnp.zeros(50, dtype))
+    counts = np.bincount(entries, minlength=50)
+    want = 0.75 * counts + 0.25 * np.roll(counts, 1)
+    np.testing.assert_array_equal(gradient, want.astype(gradient.dtype))

@@ -506,7 +506,7 @@ class Operator:
         return call(*operands, **attributes)[: len(out)]
 
     def _orders(self, platform, arrays, params):
-        """The order in memory of each array's dimensions; None is their own order."""
+        """The orders of the arrays' dimensions in memory; None is their own order."""
         if self._cpu_layout is None or platform != "cpu":
             return [None for _ in arrays]
         parsed = signature.parse(self._signature(**params))
