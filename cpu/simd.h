@@ -312,6 +312,34 @@ JAXOPS_ALWAYS_INLINE Vec<A> KeepLanes(Vec<A> v, int64_t count) {
   return BitCast<Vec<A>>(BitCast<Int>(v) & keep);
 }
 
+// Whether Shift is one instruction.
+#if defined(__AVX512F__)
+inline constexpr bool kHasShifts = true;
+#else
+inline constexpr bool kHasShifts = false;
+#endif
+
+// The lanes of `low` from kLane on, followed by the first kLane lanes of `high`.
+template <int kLane, typename V>
+JAXOPS_ALWAYS_INLINE V Shift(V low, V high) {
+  constexpr int kLanesOfV = sizeof(V) / sizeof(low[0]);
+  static_assert(kLane >= 0 && kLane < kLanesOfV);
+  if constexpr (kLane == 0) return low;
+#if defined(__AVX512F__)
+  if constexpr (kLanesOfV == 16) {
+    return BitCast<V>(_mm512_alignr_epi32(BitCast<__m512i>(high), BitCast<__m512i>(low), kLane));
+  } else {
+    return BitCast<V>(_mm512_alignr_epi64(BitCast<__m512i>(high), BitCast<__m512i>(low), kLane));
+  }
+#else
+  V shifted;
+  for (int i = 0; i < kLanesOfV; ++i) {
+    shifted[i] = i + kLane < kLanesOfV ? low[i + kLane] : high[i + kLane - kLanesOfV];
+  }
+  return shifted;
+#endif
+}
+
 // 1 / i! for the terms r^i of exp(r).
 template <typename A>
 struct ExpSeries {
