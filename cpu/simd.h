@@ -249,11 +249,11 @@ JAXOPS_ALWAYS_INLINE void StorePair(Vec<float> a, Vec<float> b, BFloat* to) {
 #define JAXOPS_HAS_MASKS 0
 #endif
 
-// Loads the first `count` lanes; the others are zero.
+// Loads the lanes [begin, end) of a vector; the others are zero, and are not read.
 template <typename S>
-JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadPartial(const S* from, int64_t count) {
+JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadLanes(const S* from, int64_t begin, int64_t end) {
 #if JAXOPS_HAS_MASKS
-  const uint32_t mask = (uint32_t{1} << count) - 1;
+  const uint32_t mask = ((uint32_t{1} << end) - 1) & ~((uint32_t{1} << begin) - 1);
   if constexpr (sizeof(S) == 8) {
     return _mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), from);
   } else if constexpr (sizeof(S) == 4) {
@@ -266,9 +266,15 @@ JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadPartial(const S* from, int64_t count
   }
 #else
   S lanes[kLanes<Arithmetic<S>>] = {};
-  __builtin_memcpy(lanes, from, count * sizeof(S));
+  __builtin_memcpy(lanes + begin, from + begin, (end - begin) * sizeof(S));
   return Load(lanes);
 #endif
+}
+
+// Loads the first `count` lanes; the others are zero.
+template <typename S>
+JAXOPS_ALWAYS_INLINE Vec<Arithmetic<S>> LoadPartial(const S* from, int64_t count) {
+  return LoadLanes(from, 0, count);
 }
 
 template <typename S>
