@@ -24,76 +24,132 @@ using jaxops::cuda::StoreVector;
 using jaxops::cuda::Vector;
 using jaxops::cuda::Widen;
 
-// EntrySum adds the contributions of the patches to one entry: `entries` are the entry's
-// coordinates, `patches` points to the patches of its row, and the units of neighbouring taps or
-// patches are `tap_stride` or `out_stride` apart.
-template <typename T, int kCount, typename UInt, int kDims>
+// Rows of the image that a thread of channels first has: they share the arithmetic of indices.
+constexpr int kRowsOfThread = 4;
+
+// EntrySum adds the contributions of the patches to an entry of kRows rows: `entries` are the
+// entry's coordinates, `rows` are the indices of the rows' patches, and the units of neighbouring
+// taps and patches are `tap_stride` and `out_stride` apart. The loads of kTaps taps of the last
+// dimension are in flight together, for all rows.
+template <typename T, int kCount, int kRows, typename UInt, int kDims>
 struct EntrySum {
+  static constexpr int kTaps = 3;
+
   const Params<UInt, kDims>& params;
   const UInt (&entries)[kDims];
-  const T* patches;
-  int64_t tap_stride;
-  int64_t out_stride;
-  Accumulator<T> sums[kCount] = {};
+  UInt tap_stride, out_stride;
+  UInt rows[kRows];
+  Accumulator<T> sums[kRows][kCount] = {};
+  UInt places[kTaps] = {};  // of the patches that have the entry at taps of the last dimension
+  bool exists[kTaps] = {};  // the patches
 
+  __device__ __forceinline__ void AddAll() {
+    const FastWindow<UInt>& last = params.dims[kDims - 1];
+    for (UInt begin = 0; begin < last.taps.divisor(); begin += kTaps) {
+#pragma unroll
+      for (int j = 0; j < kTaps; ++j) {
+        const UInt tap = begin + j;
+        UInt patch = 0;
+        exists[j] = last.FindPatch(entries[kDims - 1], tap, patch) && tap < last.taps.divisor();
+        places[j] = exists[j] ? tap * tap_stride + patch * out_stride : 0;
+      }
+      Add<0>(0, 0);
+    }
+  }
+
+ private:
   template <int kDim>
   __device__ __forceinline__ void Add(UInt tap, UInt out) {
     const FastWindow<UInt>& window = params.dims[kDim];
-#pragma unroll(kDim == kDims - 1 ? 4 : 1)
-    for (UInt i = 0; i < window.taps.divisor(); ++i) {
-      UInt patch;
-      if (!window.FindPatch(entries[kDim], i, patch)) continue;
-      const UInt next_tap = tap * window.taps.divisor() + i;
-      const UInt next_out = out * window.out.divisor() + patch;
-      if constexpr (kDim + 1 < kDims) {
-        Add<kDim + 1>(next_tap, next_out);
-      } else {
-        const auto values =
-            LoadVector<kCount>(patches + static_cast<int64_t>(next_tap) * tap_stride +
-                               static_cast<int64_t>(next_out) * out_stride);
+    if constexpr (kDim == kDims - 1) {
+      const UInt line =
+          tap * window.taps.divisor() * tap_stride + out * window.out.divisor() * out_stride;
+      const T* patches = static_cast<const T*>(params.from);
+      // Loads without a condition are in flight together: the first entry of the line is there.
+      Vector<T, kCount> values[kTaps][kRows];
 #pragma unroll
-        for (int v = 0; v < kCount; ++v) sums[v] += Widen(values.values[v]);
+      for (int j = 0; j < kTaps; ++j) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          values[j][r] = LoadVector<kCount>(patches + (rows[r] + line + places[j]));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kTaps; ++j) {
+        if (!exists[j]) continue;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int v = 0; v < kCount; ++v) sums[r][v] += Widen(values[j][r].values[v]);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (UInt i = 0; i < window.taps.divisor(); ++i) {
+        UInt patch;
+        if (!window.FindPatch(entries[kDim], i, patch)) continue;
+        Add<kDim + 1>(tap * window.taps.divisor() + i, out * window.out.divisor() + patch);
       }
     }
   }
 };
 
+template <typename UInt, int kDims>
+struct SumParams : Params<UInt, kDims> {
+  UInt rows;
+};
+
 template <typename T, int kCount, typename UInt, int kDims, bool kChannelsLast>
 __global__ void __launch_bounds__(kThreads)
-    SumPatches(const __grid_constant__ Params<UInt, kDims> params) {
+    SumPatches(const __grid_constant__ SumParams<UInt, kDims> params) {
+  constexpr int kRows = kChannelsLast ? 1 : kRowsOfThread;
   const int64_t vector = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (vector >= params.count) return;
   UInt rest = static_cast<UInt>(vector);
   UInt channel = 0;
   if constexpr (kChannelsLast) channel = params.channels.DivMod(rest) * kCount;
   UInt entries[kDims];
-  int64_t taps = 1;
-  int64_t outs = 1;
+  UInt taps = 1, outs = 1;
+  int64_t image = 1;
 #pragma unroll
   for (int d = kDims - 1; d >= 0; --d) {
     entries[d] = params.dims[d].in.DivMod(rest);
     taps *= params.dims[d].taps.divisor();
     outs *= params.dims[d].out.divisor();
+    image *= params.dims[d].in.divisor();
   }
-  const int64_t channels =
-      kChannelsLast ? static_cast<int64_t>(params.channels.divisor()) * kCount : 1;
-  const T* patches = static_cast<const T*>(params.from) +
-                     static_cast<int64_t>(rest) * (taps * outs * channels) + channel;
-  EntrySum<T, kCount, UInt, kDims> sum{params, entries, patches, kChannelsLast ? channels : outs,
-                                       kChannelsLast ? taps * channels : 1};
-  sum.template Add<0>(0, 0);
-  Vector<T, kCount> result;
+  const UInt channels = kChannelsLast ? params.channels.divisor() * kCount : UInt{1};
+  EntrySum<T, kCount, kRows, UInt, kDims> sum{params, entries, kChannelsLast ? channels : outs,
+                                              kChannelsLast ? taps * channels : UInt{1}};
 #pragma unroll
-  for (int v = 0; v < kCount; ++v) result.values[v] = Narrow<T>(sum.sums[v]);
-  StoreVector(static_cast<T*>(params.to) + vector * kCount, result);
+  for (int r = 0; r < kRows; ++r) {
+    // Rows beyond the last one are read as that.
+    const UInt row = kRows == 1 ? rest : min(rest * kRows + r, params.rows - 1);
+    sum.rows[r] = row * (taps * outs * channels) + channel;
+  }
+  sum.AddAll();
+  T* to = static_cast<T*>(params.to) +
+          (kChannelsLast ? vector * kCount : vector + rest * (kRows - 1) * image);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (kRows > 1 && rest * kRows + r >= params.rows) return;
+    Vector<T, kCount> result;
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) result.values[v] = Narrow<T>(sum.sums[r][v]);
+    StoreVector(to + r * image, result);
+  }
 }
 
 template <typename T, int kCount, bool kChannelsLast>
 cudaError_t LaunchSum(cudaStream_t stream, const Call& call) {
-  return WithParams(call, kCount, call.image_size(), [&](const auto& params) {
-    using P = std::decay_t<decltype(params)>;
-    using UInt = std::decay_t<decltype(params.channels.divisor())>;
+  const int64_t entries = kChannelsLast
+                              ? call.image_size()
+                              : call.image_size() / call.rows * CeilDiv(call.rows, kRowsOfThread);
+  return WithParams(call, kCount, entries, [&](const auto& some) {
+    using P = std::decay_t<decltype(some)>;
+    using UInt = std::decay_t<decltype(some.channels.divisor())>;
     constexpr int kDims = std::extent_v<decltype(P::dims)>;
+    const SumParams<UInt, kDims> params{some, static_cast<UInt>(call.rows)};
     return Launch(SumPatches<T, kCount, UInt, kDims, kChannelsLast>,
                   CeilDiv(params.count, kThreads), kThreads, 0, stream, params);
   });

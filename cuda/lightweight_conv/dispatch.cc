@@ -131,16 +131,28 @@ bool PrefersMmaOrSteps(const Call& call, const Geometry& g, int64_t bytes, const
          (PrefersMmaChannels(call, device) && CanRunMmaChannels(call, device));
 }
 
-// Odd rows of up to 4 taps were measured up to 1001 steps, those of more taps only below this
-// number of vectors: nct/rows took 35 us where nct/segments took 47 for (32,512,1001,512,4) bf16.
+// Odd rows of at most 4 taps were measured up to 1001 steps, those of more taps than kManyOddTaps
+// only below this number of vectors: nct/rows took 35 us where nct/segments took 47 for
+// (32,512,1001,512,4) bf16. With 5, 7 and 10 taps it takes 17.4 to 33.7 us for 2^23 elements in
+// rows of 131 to 1001 steps, other kernels 27.8 to 60.7, and their gradients 25.1 to 89.0 and 50.5
+// to 133, but 55.1 and 53.8 for 1001 steps of 10 taps in bf16. 2047 steps of 7 taps in bf16 took
+// 23.4 us, other kernels 20.6, those of 10 taps 31.9 and 42.9. Two sequences share too few threads,
+// 11.5 and 8.5 us for (2,1024,1001,1024,7) bf16, and float64 took 37.3 and 22.2.
 constexpr int64_t kManyOddVectors = 16;
+constexpr int64_t kManyOddTaps = 10;
+constexpr int64_t kManyOddEntries = 8;
 
 bool PrefersRows(const Forward& call, const Device& device) {
   const Geometry& g = call.geometry;
   const int64_t bytes = CountBytes(g, call.dtype, call.batch.size());
   if (PrefersMmaOrSteps(call, g, bytes, device)) return false;
   const RowVectors vectors(g, call.dtype);
-  if (!RowsAligned(g.time, call.dtype, 16)) return g.taps <= 4 || vectors.count < kManyOddVectors;
+  if (!RowsAligned(g.time, call.dtype, 16)) {
+    const int64_t max_time = g.taps > kShortTaps ? 2048 : 1024;
+    const bool was_measured = g.taps <= kManyOddTaps && g.time <= max_time &&
+                              call.dtype != DType::kF64 && call.batch.size() >= kManyOddEntries;
+    return g.taps <= 4 || vectors.count < kManyOddVectors || was_measured;
+  }
   // 52 and 63 us for (64,512,512,512,15) f32.
   if (g.taps > kShortTaps) return true;
   // 37 and 38 us for 64 vectors of 4 taps in f32, 42 and 48 of 7 taps, and 39 and 49 for 40 vectors
@@ -159,7 +171,7 @@ bool PrefersRows(const Gradients& gradients, const Device& device) {
   if (call.summed.size() * std::max<int64_t>(kWarp, vectors.count) < kThreads) return false;
   if (!RowsAligned(g.time, call.dtype, 16)) {
     // nct/window was faster for 9 vectors of 15 taps in f32: 246 us, nct/rows 291.
-    return g.taps <= 4 || vectors.count < (g.taps <= kShortTaps ? kManyOddVectors : 8);
+    return g.taps <= kManyOddTaps || vectors.count < 8;
   }
   // 77 and 82 us for 20 vectors of 4 taps in f32, whose rows have 32 threads elsewhere; 75 and 69
   // for 24 vectors.

@@ -304,6 +304,8 @@ CASES = (
     _lightweight("NCT, 7 taps, short rows", (4096, 512, 16), (512, 7), FLOATS, data_format="NCT"),
     _lightweight("NCT, 15 taps, short rows", (4096, 512, 16), (8, 15), data_format="NCT"),
     _lightweight("NCT, 4 taps, odd rows", (254, 512, 129), (512, 4), FLOATS, data_format="NCT"),
+    _lightweight("NCT, 7 taps, odd rows", (16, 512, 1001), (512, 7), FLOATS, data_format="NCT"),
+    _lightweight("NCT, 10 taps, odd rows", (16, 512, 1001), (512, 10), data_format="NCT"),
     _lightweight("NTC, 31 taps a channel", (16, 512, 1024), (1024, 31)),
     _lightweight("NTC, 127 taps a channel", (16, 512, 1024), (1024, 127)),
     _lightweight("NCT, 31 taps a channel", (16, 1024, 512), (1024, 31), data_format="NCT"),
