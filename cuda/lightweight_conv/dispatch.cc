@@ -42,12 +42,14 @@ int64_t CountBytes(const Geometry& g, DType dtype, int64_t batch) {
   return batch * g.channels * g.time * SizeOf(dtype);
 }
 
-// Latency bounds calls up to 1 MiB of x, and up to 8 MiB if rows are not whole vectors, which other
-// kernels than nct/rows would read element by element.
+// Latency bounds calls up to 1 MiB of x. The limit is higher for rows that are not whole vectors,
+// which other kernels than nct/rows and nct/segments would read element by element. 3.9 MiB
+// of (2,1024,1001,1024,7) bf16 took 24.4 us, nct/segments 8.7.
 constexpr int64_t kSmallBytes = 1 << 20;
 
 bool IsSmallNct(const Geometry& g, DType dtype, int64_t batch) {
-  return CountBytes(g, dtype, batch) <= (RowsAligned(g.time, dtype, 16) ? 1 : 8) * kSmallBytes;
+  const int64_t limit = RowsAligned(g.time, dtype, 16) ? 1 : g.dilation == 1 ? 2 : 8;
+  return CountBytes(g, dtype, batch) <= limit * kSmallBytes;
 }
 
 bool PrefersStepsNct(const Forward& call, const Device&) {
@@ -137,7 +139,8 @@ bool PrefersMmaOrSteps(const Call& call, const Geometry& g, int64_t bytes, const
 // rows of 131 to 1001 steps, other kernels 27.8 to 60.7, and their gradients 25.1 to 89.0 and 50.5
 // to 133, but 55.1 and 53.8 for 1001 steps of 10 taps in bf16. 2047 steps of 7 taps in bf16 took
 // 23.4 us, other kernels 20.6, those of 10 taps 31.9 and 42.9. Two sequences share too few threads,
-// 11.5 and 8.5 us for (2,1024,1001,1024,7) bf16, and float64 took 37.3 and 22.2.
+// 11.5 and 8.5 us for (2,1024,1001,1024,7) bf16, but (4,512,515,512,9) f32 took 6.3 and 8.9.
+// Float64 of 7 taps took 37.3 and 22.2.
 constexpr int64_t kManyOddVectors = 16;
 constexpr int64_t kManyOddTaps = 10;
 constexpr int64_t kManyOddEntries = 8;
@@ -150,7 +153,8 @@ bool PrefersRows(const Forward& call, const Device& device) {
   if (!RowsAligned(g.time, call.dtype, 16)) {
     const int64_t max_time = g.taps > kShortTaps ? 2048 : 1024;
     const bool was_measured = g.taps <= kManyOddTaps && g.time <= max_time &&
-                              call.dtype != DType::kF64 && call.batch.size() >= kManyOddEntries;
+                              call.dtype != DType::kF64 &&
+                              (g.taps > kShortTaps || call.batch.size() >= kManyOddEntries);
     return g.taps <= 4 || vectors.count < kManyOddVectors || was_measured;
   }
   // 52 and 63 us for (64,512,512,512,15) f32.
