@@ -11,10 +11,12 @@ using namespace jaxops::cpu::JAXOPS_ISA;
 
 // Returns the patch that has entry `in` of the image at `tap`, or -1.
 JAXOPS_ALWAYS_INLINE int64_t PatchOf(const Window& window, int64_t in, int64_t tap) {
-  const int64_t begin = in + window.low - tap * window.dilation;
-  if (begin < 0 || begin % window.stride != 0) return -1;
-  const int64_t out = begin / window.stride;
-  return out < window.out ? out : -1;
+  int64_t out = in + window.low - tap * window.dilation;
+  if (window.stride != 1) {  // a division takes longer than a few sums
+    if (out < 0 || out % window.stride != 0) return -1;
+    out /= window.stride;
+  }
+  return 0 <= out && out < window.out ? out : -1;
 }
 
 // Returns the entry of the image at `tap` of patch `out`, which may be outside of the image.
@@ -183,10 +185,17 @@ void MakeLines(const Call& call, const S* patches, int64_t begin, int64_t end, f
   const bool sums_lines = !call.channels_last && d2.stride == 1;
   const bool sums_entries = call.channels_last && channels >= kLanes<A>;
   Sources<S> sources(patches, sums_lines ? 0 : call.taps() * channels);
-  for (int64_t line = begin; line < end; ++line) {
-    const int64_t in1 = line % d1.in;
-    const int64_t in0 = line / d1.in % d0.in;
-    const int64_t row = line / d1.in / d0.in;
+  int64_t in1 = begin % d1.in;
+  int64_t in0 = begin / d1.in % d0.in;
+  int64_t row = begin / d1.in / d0.in;
+  const auto advance = [&] {
+    if (++in1 < d1.in) return;
+    in1 = 0;
+    if (++in0 < d0.in) return;
+    in0 = 0;
+    ++row;
+  };
+  for (int64_t line = begin; line < end; ++line, advance()) {
     S* result = static_cast<S*>(call.to) + line * width;
     A* sums;
     if constexpr (sizeof(S) == sizeof(A)) {
