@@ -3,7 +3,7 @@
 // With channels last, the channels of neighbouring taps are contiguous in the image and in the
 // patch. A patch then consists of segments of `taps * channels` entries (taps of the last
 // dimension), or of `channels` if that dimension is dilated. With channels first, a segment is the
-// entries at one tap of a line of patches. col2im adds the same segments to the lines of the image.
+// entries at one tap of a line of patches. col2im sums the same segments.
 #include "cpu/im2col.h"
 
 #include <algorithm>

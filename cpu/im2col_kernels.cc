@@ -82,7 +82,7 @@ JAXOPS_ALWAYS_INLINE void AddChannelsFirst(const Call& call, const S* lines, int
 }
 
 // The lines of patches whose sum is a line of the image, or one entry of it with its channels. The
-// sums stay in registers.
+// sums of kMax lines stay in registers.
 template <typename S>
 class Sources {
  public:
@@ -91,7 +91,7 @@ class Sources {
   // Sums fetch what is `ahead` entries beyond what they add, unless that is zero.
   Sources(const S* patches, int64_t ahead) : patches_(patches), ahead_(ahead) {}
 
-  // Adds the sources to the sums of `width` entries, which are zero with the first ones.
+  // Adds the sources to the sums of `width` entries, which count as zero before the first call.
   void Flush(int64_t width, A* sums) {
     Sum(width, sums, sums);
     has_sums_ = true;
@@ -135,7 +135,7 @@ class Sources {
     count_ = 0;
   }
 
-  // Sums the entries from i on, of which there are `count` and may be more than kVectors have.
+  // Sums kVectors vectors of the `count` entries from i on, or all of them if these are fewer.
   template <int kVectors, typename R>
   JAXOPS_ALWAYS_INLINE void SumVectors(int64_t i, int64_t count, const A* sums, R* result) const {
     constexpr int kLast = (kVectors - 1) * kLanes<A>;

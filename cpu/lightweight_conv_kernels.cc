@@ -89,8 +89,8 @@ void PackState(const PanelLayout<A, kFormat>& layout, const Geometry& geometry,
   });
 }
 
-// Copies `steps` steps of channel c, of which `row` is the first, from `first` on: those before the
-// sequence are of its state, if there is one, and others outside of it are zero.
+// Copies `steps` steps of channel c, whose step 0 is at `row`, from step `first` on: those before
+// the sequence are of its state, if there is one, and others outside of it are zero.
 template <typename S, typename A>
 void PackSteps(const Geometry& geometry, const Segments& segments, int64_t c, int64_t first,
                int64_t steps, const S* row, A* window) {
@@ -527,10 +527,10 @@ void ConvolveBlockSteps(const Convolve& args, const A* bias) {
 // taps on two cores of an EPYC and 2.9 with 31, and takes 0.7 and 1.9.
 template <typename S>
 bool CanReadSteps(const Convolve& args) {
-  // A step in 16 bits that is loaded for each tap anew is converted as often.
-  constexpr bool kIsLoadedOnce = kHasShifts || __is_same(S, Arithmetic<S>);
+  // Without shifts, a step in 16 bits would be converted for each of its taps.
+  constexpr bool kIsConvertedOnce = kHasShifts || __is_same(S, Arithmetic<S>);
   const Geometry& geometry = args.geometry;
-  return kIsLoadedOnce && geometry.dilation == 1 && geometry.taps <= 1 + kMaxTapSpan &&
+  return kIsConvertedOnce && geometry.dilation == 1 && geometry.taps <= 1 + kMaxTapSpan &&
          args.segments.starts == nullptr;
 }
 
@@ -811,9 +811,10 @@ bool CanShiftSteps(const FilterGrad& args) {
          geometry.taps <= 1 + kMaxTapSpan && args.segments.starts == nullptr;
 }
 
-// FilterGradBlock without panels: steps are read from memory or, if they are converted or outside
-// the sequence, from copies that stay in the first cache. The gradients of (32,1024,128,16) float32
-// took 2.5 ms with 7 taps on two cores of an EPYC and 5.0 with 31, and take 1.5 and 4.0.
+// FilterGradBlock without panels: steps are read from memory or, if they are converted, at the ends
+// of the sequence, or fewer than kCopied, from copies that stay in the first cache. The gradients
+// of (32,1024,128,16) float32 took 2.5 ms with 7 taps on two cores of an EPYC and 5.0 with 31, and
+// take 1.5 and 4.0.
 template <typename S>
 void FilterGradBlockOfSteps(const FilterGrad& args) {
   using A = Arithmetic<S>;

@@ -4,7 +4,8 @@
 // and with the zeros around the sequence. With NTC a panel holds a vector of channels at every time
 // step. With NCT a panel holds one channel, and a vector holds consecutive time steps, one a lane.
 // In both a tap is a constant distance in the panel. With NTC, at most 8 taps, and neither
-// dilation, segments nor a state, rows of x are read where they are instead.
+// dilation, segments nor a state, rows of x are read where they are instead, and with NCT, at most
+// 1 + kMaxTapSpan taps, and neither dilation nor segments, steps are.
 //
 // In panels, segments cost nothing where all taps of a tile of steps are of one. Other tiles read,
 // with NTC, a row of zeros for taps of other segments, through a table of rows; with NCT they mask

@@ -968,8 +968,8 @@ SPREAD = {
 
 
 def spread(platform, shape):
-    """A mesh of this shape, with fewer rows of devices where there are not as many."""
-    rows = min(shape[0], len(platform.devices) // shape[1])
+    """A mesh of this shape, or of a smaller power of two of rows where devices are fewer."""
+    rows = min(shape[0], 1 << (len(platform.devices) // shape[1]).bit_length() >> 1)
     if rows * shape[1] < 2:
         pytest.skip("one device")
     return jax.make_mesh(

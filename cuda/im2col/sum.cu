@@ -1,5 +1,6 @@
 // These kernels run col2im: a thread owns entries of the image and sums the contributions of all
-// patches, tap after tap, so that sums always have the same order.
+// patches in an order that follows from the window alone: three taps of the last dimension, at all
+// taps of the others, then the next three.
 #include <cuda_runtime_api.h>
 
 #include <type_traits>
@@ -65,7 +66,8 @@ struct EntrySum {
       const UInt line =
           tap * window.taps.divisor() * tap_stride + out * window.out.divisor() * out_stride;
       const T* patches = static_cast<const T*>(params.from);
-      // Loads without a condition are in flight together: the first entry of the line is there.
+      // Loads without a condition are in flight together. A tap without a patch reads the first
+      // entry of the line, which exists.
       Vector<T, kCount> values[kTaps][kRows];
 #pragma unroll
       for (int j = 0; j < kTaps; ++j) {

@@ -135,12 +135,12 @@ bool PrefersMmaOrSteps(const Call& call, const Geometry& g, int64_t bytes, const
 
 // Odd rows of at most 4 taps were measured up to 1001 steps, those of more taps than kManyOddTaps
 // only below this number of vectors: nct/rows took 35 us where nct/segments took 47 for
-// (32,512,1001,512,4) bf16. With 5, 7 and 10 taps it takes 17.4 to 33.7 us for 2^23 elements in
+// (32,512,1001,512,4) bf16. With 5, 7 and 10 taps it takes 17.4 to 35.0 us for 2^23 elements in
 // rows of 131 to 1001 steps, other kernels 27.8 to 60.7, and their gradients 25.1 to 89.0 and 50.5
 // to 133, but 55.1 and 53.8 for 1001 steps of 10 taps in bf16. 2047 steps of 7 taps in bf16 took
-// 23.4 us, other kernels 20.6, those of 10 taps 31.9 and 42.9. Two sequences share too few threads,
-// 11.5 and 8.5 us for (2,1024,1001,1024,7) bf16, but (4,512,515,512,9) f32 took 6.3 and 8.9.
-// Float64 of 7 taps took 37.3 and 22.2.
+// 23.4 us, other kernels 20.6, those of 10 taps 31.9 and 42.9. Two sequences give too few threads,
+// 11.6 and 8.7 us for (2,1024,1001,1024,7) bf16, but (4,512,515,512,9) f32 took 6.3 and 8.9.
+// Float64 of 7 taps took 37.4 and 22.2.
 constexpr int64_t kManyOddVectors = 16;
 constexpr int64_t kManyOddTaps = 10;
 constexpr int64_t kManyOddEntries = 8;
@@ -175,7 +175,9 @@ bool PrefersRows(const Gradients& gradients, const Device& device) {
   if (call.summed.size() * std::max<int64_t>(kWarp, vectors.count) < kThreads) return false;
   if (!RowsAligned(g.time, call.dtype, 16)) {
     // nct/window was faster for 9 vectors of 15 taps in f32: 246 us, nct/rows 291.
-    return g.taps <= kManyOddTaps || vectors.count < 8;
+    const bool is_f64 = call.dtype == DType::kF64;
+    return g.taps <= (is_f64 ? 4 : kManyOddTaps) ||
+           vectors.count < (is_f64 && g.taps <= kShortTaps ? kManyOddVectors : 8);
   }
   // 77 and 82 us for 20 vectors of 4 taps in f32, whose rows have 32 threads elsewhere; 75 and 69
   // for 24 vectors.
@@ -255,7 +257,8 @@ constexpr Family<Forward> kForwardFamilies[] = {
     // Latency bounds a small call.
     {"ntc/steps", ntc::CanRunSteps, PrefersStepsNtc, ntc::LaunchSteps},
     // Memory bounds short filters: the window is in registers, and the next rows are in flight to
-    // shared memory. Not measured for pairs of channels.
+    // shared memory. Pairs of channels of (512,33,1026,1026,4) bf16 take 44.6 us, 66.8 in
+    // ntc/scalar.
     {"ntc/short", ntc::CanRunShort, Always, ntc::LaunchShort},
     // The window and the next rows are in registers, for any number of channels.
     {"ntc/scalar", ntc::CanRunScalar, Always, ntc::LaunchScalar},
