@@ -333,9 +333,11 @@ JAXOPS_ALWAYS_INLINE V Shift(V low, V high) {
   if constexpr (kLane == 0) return low;
 #if defined(__AVX512F__)
   if constexpr (kLanesOfV == 16) {
-    return BitCast<V>(_mm512_alignr_epi32(BitCast<__m512i>(high), BitCast<__m512i>(low), kLane));
+    return BitCast<V>(
+        _mm512_maskz_alignr_epi32(0xffff, BitCast<__m512i>(high), BitCast<__m512i>(low), kLane));
   } else {
-    return BitCast<V>(_mm512_alignr_epi64(BitCast<__m512i>(high), BitCast<__m512i>(low), kLane));
+    return BitCast<V>(
+        _mm512_maskz_alignr_epi64(0xff, BitCast<__m512i>(high), BitCast<__m512i>(low), kLane));
   }
 #else
   V shifted;
