@@ -203,8 +203,8 @@ void MakeLines(const Call& call, const S* patches, int64_t begin, int64_t end, f
     } else {
       sums = buffer;
     }
-    // Calls f with the offset of each line of patches that the line of the image is a sum of, at
-    // the first tap of the last dimension.
+    // Calls f with the offsets of the lines of patches that add up to the line of the image, at the
+    // first tap of the last dimension.
     const auto for_each_line = [&](auto f) __attribute__((always_inline)) {
       for (int64_t tap0 = 0; tap0 < d0.taps; ++tap0) {
         const int64_t out0 = PatchOf(d0, in0, tap0);

@@ -41,8 +41,8 @@ struct EntrySum {
   UInt tap_stride, out_stride;
   UInt rows[kRows];
   Accumulator<T> sums[kRows][kCount] = {};
-  UInt places[kTaps] = {};  // of the patches that have the entry at taps of the last dimension
-  bool exists[kTaps] = {};  // the patches
+  UInt offsets[kTaps] = {};  // of the patches that have the entry at taps of the last dimension
+  bool exists[kTaps] = {};   // whether there are such patches
 
   __device__ __forceinline__ void AddAll() {
     const FastWindow<UInt>& last = params.dims[kDims - 1];
@@ -52,7 +52,7 @@ struct EntrySum {
         const UInt tap = begin + j;
         UInt patch = 0;
         exists[j] = last.FindPatch(entries[kDims - 1], tap, patch) && tap < last.taps.divisor();
-        places[j] = exists[j] ? tap * tap_stride + patch * out_stride : 0;
+        offsets[j] = exists[j] ? tap * tap_stride + patch * out_stride : 0;
       }
       Add<0>(0, 0);
     }
@@ -73,7 +73,7 @@ struct EntrySum {
       for (int j = 0; j < kTaps; ++j) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          values[j][r] = LoadVector<kCount>(patches + (rows[r] + line + places[j]));
+          values[j][r] = LoadVector<kCount>(patches + (rows[r] + line + offsets[j]));
         }
       }
 #pragma unroll
