@@ -62,6 +62,28 @@ JAXOPS_ALWAYS_INLINE void WithActivation(Activation activation, F f) {
   }
 }
 
+// v[i] = act(v[i]) for `count` vectors in memory.
+template <typename V>
+[[gnu::noinline]] void ActivateInMemory(Activation activation, int count, V* v) {
+  WithActivation(activation, [&](auto constant) {
+    for (int i = 0; i < count; ++i) v[i] = Activate<static_cast<Activation>(constant.value)>(v[i]);
+  });
+}
+
+// v[i] = act(v[i]) for the vectors of a tile, which stay in registers if there is no activation. A
+// function of its own has the activations: the compiler takes a third of the time.
+template <int kCount, typename V>
+JAXOPS_ALWAYS_INLINE void ActivateTile(Activation activation, V (&v)[kCount]) {
+  if (activation == Activation::kNone) [[likely]]
+    return;
+  V stored[kCount];
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) stored[i] = v[i];
+  ActivateInMemory(activation, kCount, stored);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) v[i] = stored[i];
+}
+
 }  // namespace jaxops::cpu::JAXOPS_ISA
 
 #endif  // JAXOPS_CPU_ACTIVATIONS_H_

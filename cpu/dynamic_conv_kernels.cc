@@ -480,7 +480,7 @@ template <int kCount, typename A>
 JAXOPS_ALWAYS_INLINE void AddTaps(const A* x, int64_t stride, const A* weight,
                                   int64_t weight_stride, int64_t count, Vec<A>* sum) {
   for (int64_t k = 0; k < count; ++k) {
-    const Vec<A> w = Vec<A>{} + weight[k * weight_stride];
+    const Vec<A> w = Broadcast(weight[k * weight_stride]);
     const A* row = x + k * stride;
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) sum[i] = MultiplyAdd(w, Load(row + i * kLanes<A>), sum[i]);

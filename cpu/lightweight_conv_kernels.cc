@@ -256,27 +256,28 @@ class Marks {
   int32_t* table_;
 };
 
-// Calls store(sum) with sum[i] = (sums[i] +) sum_k weight[k] * read(i, k) for kCount vectors.
-template <int kCount, DataFormat kFormat, typename A, typename R, typename F>
-JAXOPS_ALWAYS_INLINE void ConvolveTile(R read, const A* weight, int64_t taps, bool add,
-                                       const A* sums, F store) {
-  Vec<A> sum[kCount] = {};
-  if (add) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) sum[i] = Load(sums + i * kLanes<A>);
+// Reads what tap k of vector i reads in a panel where all taps are of one segment.
+template <typename A>
+struct PanelReader {
+  JAXOPS_ALWAYS_INLINE Vec<A> operator()(int64_t i, int64_t k) const {
+    return Load(panel + i * kLanes<A> + k * tap_stride);
   }
-  for (int64_t k = 0; k < taps; ++k) {
-    Vec<A> w;
-    if constexpr (kFormat == DataFormat::kNTC) {
-      w = Load(weight + k * kLanes<A>);
-    } else {
-      w = Vec<A>{} + weight[k];
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) sum[i] = MultiplyAdd(w, read(i, k), sum[i]);
+
+  const A* panel;
+  int64_t tap_stride;
+};
+
+// The same from vector `first` on of a block with segments.
+template <typename A, DataFormat kFormat>
+struct MarkedReader {
+  JAXOPS_ALWAYS_INLINE Vec<A> operator()(int64_t i, int64_t k) const {
+    return marks.Read(panel, first + i, k);
   }
-  store(sum);
-}
+
+  const Marks<A, kFormat>& marks;
+  const A* panel;
+  int64_t first;
+};
 
 // Calls f with each of 0, ..., kEnd - 1 as a compile-time constant.
 template <int kEnd, typename F>
@@ -301,13 +302,55 @@ JAXOPS_ALWAYS_INLINE void ConvolveShifts(const X* x, const A* weight, int64_t ta
     for (int i = 0; i <= kCount; ++i) row[i] = Load(x + k + i * kLane);
     ForEachConstant<kLane>([&](auto lane) __attribute__((always_inline)) {
       if (k + lane.value >= taps) return;
-      const Vec<A> w = Vec<A>{} + weight[k + lane.value];
+      const Vec<A> w = Broadcast(weight[k + lane.value]);
 #pragma GCC unroll 8
       for (int i = 0; i < kCount; ++i) {
         sum[i] = MultiplyAdd(w, Shift<lane.value>(row[i], row[i + 1]), sum[i]);
       }
     });
   }
+}
+
+// The panels of one tile, and the distances of what they read and write.
+struct TilePanels {
+  int64_t count;
+  int64_t pitch;
+  int64_t weight_pitch;
+};
+
+// sums[i] (+)= sum_k weight[k] * read(i, k) for `count` vectors, at most kTile, of every panel.
+template <DataFormat kFormat, typename A, typename R>
+[[gnu::noinline]] void ConvolveTile(TilePanels panels, R read, const A* weight, int64_t taps,
+                                    int64_t count, bool add, A* sums) {
+  WithTile(count, [&](auto constant) __attribute__((always_inline)) {
+    for (int64_t p = 0; p < panels.count; ++p) {
+      Vec<A> sum[constant.value] = {};
+      if (add) {
+#pragma GCC unroll 8
+        for (int i = 0; i < constant.value; ++i) sum[i] = Load(sums + i * kLanes<A>);
+      }
+      bool is_shifted = false;
+      if constexpr (kHasShifts && kFormat == DataFormat::kNCT && __is_same(R, PanelReader<A>)) {
+        is_shifted = read.tap_stride == 1;
+        if (is_shifted) ConvolveShifts<constant.value>(read.panel, weight, taps, sum);
+      }
+      for (int64_t k = 0; k < taps && !is_shifted; ++k) {
+        Vec<A> w;
+        if constexpr (kFormat == DataFormat::kNTC) {
+          w = Load(weight + k * kLanes<A>);
+        } else {
+          w = Broadcast(weight[k]);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < constant.value; ++i) sum[i] = MultiplyAdd(w, read(i, k), sum[i]);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < constant.value; ++i) Store(sum[i], sums + i * kLanes<A>);
+      read.panel += panels.pitch;
+      weight += panels.weight_pitch;
+      sums += kTile * kLanes<A>;
+    }
+  });
 }
 
 // One sum a tap is too few if taps are few: each multiply-add would wait for the one before.
@@ -363,10 +406,10 @@ JAXOPS_ALWAYS_INLINE void FilterGradTile(const A* g, R read, int64_t vectors, in
 }
 
 template <typename A, typename R>
-JAXOPS_ALWAYS_INLINE void FilterGradPanel(const A* g, R read, int64_t vectors, int64_t tail,
-                                          int64_t taps, A* dweight) {
+[[gnu::noinline]] void FilterGradPanel(const A* g, R read, int64_t vectors, int64_t tail,
+                                       int64_t taps, A* dweight) {
   const auto tile = [&](auto count, int64_t k) __attribute__((always_inline)) {
-    const auto read_tap = [&](int64_t i, int64_t tap)
+    const auto read_tap = [read, k](int64_t i, int64_t tap)
                               __attribute__((always_inline)) { return read(i, k + tap); };
     FilterGradTile<count.value>(g, read_tap, vectors, tail, dweight + k * kLanes<A>);
   };
@@ -502,9 +545,10 @@ JAXOPS_ALWAYS_INLINE void ConvolveRows(const Convolve& args, int64_t step, const
       for (int64_t r = 0; r < kWindow; ++r) add(r, r >= begin && r < end);
     }
 #pragma GCC unroll 8
-    for (int j = 0; j < kCount; ++j) {
-      StoreUpTo(ActivateAs(args.activation, sum[j] + Load(bias + at)), y + j * pitch + at, lanes);
-    }
+    for (int j = 0; j < kCount; ++j) sum[j] += Load(bias + at);
+    ActivateTile(args.activation, sum);
+#pragma GCC unroll 8
+    for (int j = 0; j < kCount; ++j) StoreUpTo(sum[j], y + j * pitch + at, lanes);
   };
   int64_t at = 0;
   if (begin == 0 && end == kWindow) {
@@ -545,7 +589,7 @@ JAXOPS_ALWAYS_INLINE void ConvolveNeighbours(const X* x, const A* weight, int64_
     for (int64_t k = 0; k < taps; ++k) {
 #pragma GCC unroll 8
       for (int i = 0; i < kCount; ++i) {
-        sum[i] = MultiplyAdd(Vec<A>{} + weight[k], Load(x + i * kLanes<A> + k), sum[i]);
+        sum[i] = MultiplyAdd(Broadcast(weight[k]), Load(x + i * kLanes<A> + k), sum[i]);
       }
     }
   }
@@ -558,7 +602,7 @@ constexpr int64_t LoadedSteps(int64_t vectors, int64_t taps) {
 }
 
 // y = act(sum + bias) for the steps of a block of which CanReadSteps is true.
-template <Activation kActivation, typename S>
+template <typename S>
 void ConvolveBlockOfSteps(const Convolve& args, const Arithmetic<S>* bias) {
   using A = Arithmetic<S>;
   constexpr int kLane = kLanes<A>;
@@ -572,7 +616,7 @@ void ConvolveBlockOfSteps(const Convolve& args, const Arithmetic<S>* bias) {
   for (int64_t c = block.channel_begin; c < block.channel_end; ++c, weight += taps) {
     const S* row = static_cast<const S*>(args.x) + c * time;
     S* y = static_cast<S*>(args.y) + c * time;
-    const Vec<A> shift = Vec<A>{} + bias[c - block.channel_begin];
+    const Vec<A> shift = Broadcast(bias[c - block.channel_begin]);
     for (int64_t t = block.time_begin; t < block.time_end; t += kTileSteps) {
       const int64_t steps = Min(kTileSteps, block.time_end - t);
       const int64_t vectors = CeilDiv(steps, kLane);
@@ -580,31 +624,30 @@ void ConvolveBlockOfSteps(const Convolve& args, const Arithmetic<S>* bias) {
       const auto convolve = [&](auto count, const auto* x) __attribute__((always_inline)) {
         Vec<A> sum[count.value] = {};
         ConvolveNeighbours<count.value>(x, weight, taps, sum);
-        const auto finished = [&](int i) { return Activate<kActivation>(sum[i] + shift); };
+#pragma GCC unroll 8
+        for (int i = 0; i < count.value; ++i) sum[i] += shift;
+        ActivateTile(args.activation, sum);
         if (steps == count.value * kLane && count.value % 2 == 0) {
 #pragma GCC unroll 4
           for (int i = 0; i + 1 < count.value; i += 2) {
-            StorePair(finished(i), finished(i + 1), y + t + i * kLane);
+            StorePair(sum[i], sum[i + 1], y + t + i * kLane);
           }
           return;
         }
 #pragma GCC unroll 8
-        for (int i = 0; i + 1 < count.value; ++i) Store(finished(i), y + t + i * kLane);
+        for (int i = 0; i + 1 < count.value; ++i) Store(sum[i], y + t + i * kLane);
         const int64_t whole = (count.value - 1) * kLane;
-        StoreUpTo(finished(count.value - 1), y + t + whole, steps - whole);
+        StoreUpTo(sum[count.value - 1], y + t + whole, steps - whole);
       };
       const int64_t loaded = LoadedSteps<A>(vectors, taps);
       // Sums that are stored have no terms of another channel, but vectors may be loaded from it.
-      if (first >= 0 && first + steps + taps - 1 <= time &&
+      if (vectors == kTile && first >= 0 && first + steps + taps - 1 <= time &&
           c * time + first + loaded <= geometry.channels * time) {
-        if (vectors == kTile) {
-          convolve(Constant<kTile>(), row + first);
-        } else {
-          WithTile(vectors, [&](auto count) { convolve(count, row + first); });
-        }
+        convolve(Constant<kTile>(), row + first);
       } else {
         PackSteps(geometry, args.segments, c, first, loaded, row, window);
-        WithTile(vectors, [&](auto count) { convolve(count, window); });
+        WithTile(vectors,
+                 [&](auto count) __attribute__((always_inline)) { convolve(count, window); });
       }
     }
   }
@@ -628,12 +671,7 @@ void ConvolveBlock(const Convolve& args) {
                 [&](auto from) { Widen(from, layout.channels, bias); });
   }
   if constexpr (layout.kTimeInLanes) {
-    if (CanReadSteps<S>(args)) {
-      WithActivation(args.activation, [&](auto activation) {
-        ConvolveBlockOfSteps<static_cast<Activation>(activation.value), S>(args, bias);
-      });
-      return;
-    }
+    if (CanReadSteps<S>(args)) return ConvolveBlockOfSteps<S>(args, bias);
   } else {
     if (CanReadRows(args)) {
       WithTile(geometry.taps, [&](auto taps) { ConvolveBlockSteps<taps.value, S>(args, bias); });
@@ -652,56 +690,18 @@ void ConvolveBlock(const Convolve& args) {
     marks.SetTaps(geometry, args.segments, first, taps);
     // Sums of the only group of taps are stored at once, so every tile may have the same address.
     const int64_t sums_pitch = taps == geometry.taps ? 0 : layout.panels * kLane;
-    const auto convolve = [&](auto constant, int64_t p, bool add, const A* tile, auto read,
-                              auto store) {
-      ConvolveTile<constant.value, kFormat>(read, weight + (p * geometry.taps + tap) * kWeightLanes,
-                                            taps, add, tile, store);
-    };
-    // For tiles whose taps are of one segment.
-    const auto convolve_one = [&](auto constant, int64_t p, int64_t i, bool add, const A* tile,
-                                  auto store) {
-      const A* x = window + p * pitch + i * kLane;
-      if (kHasShifts && layout.kTimeInLanes && geometry.dilation == 1) {
-        const A* w = weight + (p * geometry.taps + tap) * kWeightLanes;
-        Vec<A> sum[constant.value] = {};
-        if (add) {
-#pragma GCC unroll 8
-          for (int j = 0; j < constant.value; ++j) sum[j] = Load(tile + j * kLane);
-        }
-        ConvolveShifts<constant.value>(x, w, taps, sum);
-        return store(sum);
-      }
-      const auto read = [x, stride = layout.tap_stride](int64_t j, int64_t k) {
-        return Load(x + j * kLanes<A> + k * stride);
-      };
-      convolve(constant, p, add, tile, read, store);
-    };
-    const auto convolve_alike = [&](int64_t p, int64_t i, int64_t count, bool is_one, bool add,
-                                    A* tile) {
-      WithTile(count, [&](auto constant) {
-        const auto store = [&](const auto& sum) {
-#pragma GCC unroll 8
-          for (int j = 0; j < constant.value; ++j) Store(sum[j], tile + j * kLane);
-        };
-        if (is_one) {
-          convolve_one(constant, p, i, add, tile, store);
-        } else {
-          const auto read = [&marks, panel = window + p * pitch, i](int64_t j, int64_t k) {
-            return marks.Read(panel, i + j, k);
-          };
-          convolve(constant, p, add, tile, read, store);
-        }
-      });
-    };
-    const auto convolve_to_sums = [&](int64_t p, int64_t i, int64_t count, bool is_one, bool add,
-                                      A* tile) {
-      if (!layout.kTimeInLanes || is_one) return convolve_alike(p, i, count, is_one, add, tile);
-      // A tile has many steps: vectors whose taps are of one segment need no marks.
-      for (int64_t j = 0, next; j < count; j = next) {
-        const bool alike = marks.AreOne(i + j, 1);
-        next = j + 1;
-        while (next < count && marks.AreOne(i + next, 1) == alike) ++next;
-        convolve_alike(p, i + j, next - j, alike, add, tile + j * kLane);
+    const TilePanels panels{layout.kTimeInLanes ? 1 : layout.panels, pitch,
+                            geometry.taps * kWeightLanes};
+    // From panel p on.
+    const auto convolve = [&](int64_t p, int64_t i, int64_t count, bool is_one, bool add, A* tile) {
+      const A* w = weight + (p * geometry.taps + tap) * kWeightLanes;
+      const A* panel = window + p * pitch;
+      if (is_one) {
+        const PanelReader<A> read{panel + i * kLane, layout.tap_stride};
+        ConvolveTile<kFormat>(panels, read, w, taps, count, add, tile);
+      } else {
+        const MarkedReader<A, kFormat> read{marks, panel, i};
+        ConvolveTile<kFormat>(panels, read, w, taps, count, add, tile);
       }
     };
     if constexpr (layout.kTimeInLanes) {
@@ -713,39 +713,28 @@ void ConvolveBlock(const Convolve& args) {
           A* tile = sums + i * sums_pitch + p * kTile * kLane;
           S* to = row + i * kLane;
           const bool is_one = marks.AreOne(i, count);
-          if (!last) {
-            convolve_to_sums(p, i, count, is_one, tap > 0, tile);
-          } else if (steps == kTile * kLane && is_one) {
-            WithActivation(args.activation, [&](auto activation) {
-              constexpr auto kActivation = static_cast<Activation>(activation.value);
-              convolve_one(Constant<kTile>(), p, i, tap > 0, tile, [&](const auto& sum) {
-#pragma GCC unroll 8
-                for (int j = 0; j < kTile; j += 2) {
-                  StorePair(Activate<kActivation>(sum[j] + bias[p]),
-                            Activate<kActivation>(sum[j + 1] + bias[p]), to + j * kLane);
-                }
-              });
-            });
-          } else {
-            convolve_to_sums(p, i, count, is_one, tap > 0, tile);
-            WithActivation(args.activation, [&](auto activation) {
-              StoreSteps<static_cast<Activation>(activation.value)>(steps, tile, bias[p], to);
-            });
+          // A tile has many steps: vectors whose taps are of one segment need no marks.
+          for (int64_t j = 0, next; j < count; j = next) {
+            const bool alike = is_one || marks.AreOne(i + j, 1);
+            next = is_one ? count : j + 1;
+            while (next < count && marks.AreOne(i + next, 1) == alike) ++next;
+            convolve(p, i + j, next - j, alike, tap > 0, tile + j * kLane);
           }
+          if (!last) continue;
+          WithActivation(args.activation, [&](auto activation) {
+            StoreSteps<static_cast<Activation>(activation.value)>(steps, tile, bias[p], to);
+          });
         }
       }
     } else {
       for (int64_t i = 0; i < layout.vectors; i += kTile) {
         const int64_t count = Min(kTile, layout.vectors - i);
         A* tile = sums + i * sums_pitch;
-        const bool is_one = marks.AreOne(i, count);
         bool add = tap > 0;
         if (args.segments.slots != nullptr) {
           add = AddSlots<A>(args, layout, i, count, tap, taps, tile);
         }
-        for (int64_t p = 0; p < layout.panels; ++p) {
-          convolve_to_sums(p, i, count, is_one, add, tile + p * kTile * kLane);
-        }
+        convolve(0, i, count, marks.AreOne(i, count), add, tile);
         if (!last) continue;
         S* to = y + (block.time_begin + i) * geometry.channels + block.channel_begin;
         WithActivation(args.activation, [&](auto activation) {
@@ -787,8 +776,8 @@ JAXOPS_ALWAYS_INLINE void FilterGradShifts(const A* g, const A* x, int64_t vecto
 }
 
 template <typename A>
-JAXOPS_ALWAYS_INLINE void FilterGradPanelOfShifts(const A* g, const A* x, int64_t vectors,
-                                                  int64_t tail, int64_t taps, A* dweight) {
+[[gnu::noinline]] void FilterGradPanelOfShifts(const A* g, const A* x, int64_t vectors,
+                                               int64_t tail, int64_t taps, A* dweight) {
   constexpr int kLane = kLanes<A>;
   for (int64_t k = 0; k < taps; k += kTile) {
     WithTile(Min(kTile, taps - k), [&](auto count) {
@@ -918,15 +907,10 @@ void FilterGradBlock(const FilterGrad& args) {
           }
         }
         if (is_one) {
-          const auto read = [x = panel + begin * kLanes<A>, stride = layout.tap_stride](int64_t i,
-                                                                                        int64_t k) {
-            return Load(x + i * kLanes<A> + k * stride);
-          };
+          const PanelReader<A> read{panel + begin * kLanes<A>, layout.tap_stride};
           FilterGradPanel(own, read, Min(end, whole) - begin, end > whole ? tail : 0, taps, sums);
         } else {
-          const auto read = [&marks, panel, begin](int64_t i, int64_t k) {
-            return marks.Read(panel, begin + i, k);
-          };
+          const MarkedReader<A, kFormat> read{marks, panel, begin};
           FilterGradPanel(own, read, end - begin, 0, taps, sums);
         }
       }

@@ -188,7 +188,7 @@ void PackFiltersAs(const Filters& args, const W* weight) {
       A* to = packed + (p * taps + tap) * kLane;
       if (is_of_one_head) {
         Widen(weight + head * taps + tap, count, strip);
-        for (int64_t k = 0; k < count; ++k) Store(Vec<A>{} + strip[k], to + k * kLane);
+        for (int64_t k = 0; k < count; ++k) Store(Broadcast(strip[k]), to + k * kLane);
         continue;
       }
       if (depth == 1 && count == taps) {

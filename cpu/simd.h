@@ -318,6 +318,12 @@ JAXOPS_ALWAYS_INLINE Vec<A> KeepLanes(Vec<A> v, int64_t count) {
   return BitCast<Vec<A>>(BitCast<Int>(v) & keep);
 }
 
+// All lanes are `a`. A sum with zero would be one more instruction, as it makes 0 of -0.
+template <typename A>
+JAXOPS_ALWAYS_INLINE Vec<A> Broadcast(A a) {
+  return a - Vec<A>{};
+}
+
 // Whether Shift is one instruction.
 #if defined(__AVX512F__)
 inline constexpr bool kHasShifts = true;
