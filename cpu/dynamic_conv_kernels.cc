@@ -506,11 +506,11 @@ struct HeadWeights {
 
 // y of kCount vectors of channels at one step, whose valid taps are [begin, end). Those below
 // `first` read the state.
-template <int kCount, Activation kActivation, typename S, typename A>
+template <int kCount, typename S, typename A>
 JAXOPS_ALWAYS_INLINE void ConvolveRow(const Geometry& g, const Rows<A>& rows,
                                       const HeadWeights<A>& weights, int64_t step, int64_t channel,
                                       int64_t begin, int64_t first, int64_t end, const A* bias,
-                                      S* y) {
+                                      Activation activation, S* y) {
   constexpr int kLane = kLanes<A>;
   Vec<A> sum[kCount] = {};
   const int64_t from = step - g.padding;
@@ -525,9 +525,11 @@ JAXOPS_ALWAYS_INLINE void ConvolveRow(const Geometry& g, const Rows<A>& rows,
                   end - begin, sum);
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) {
-    const int64_t at = channel + i * kLane;
-    Store(Activate<kActivation>(sum[i] + (bias == nullptr ? Vec<A>{} : Load(bias + at))), y + at);
+    sum[i] += bias == nullptr ? Vec<A>{} : Load(bias + channel + i * kLane);
   }
+  ActivateTile(activation, sum);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) Store(sum[i], y + channel + i * kLane);
 }
 
 // The forward pass with NTC where the channels of a head are whole vectors. A vector has
@@ -607,28 +609,25 @@ void RunRowsAs(const ForwardBlock& args) {
         const int64_t low = ranges.begin[i], high = Max(low, ranges.end[i]);
         const int64_t first = t >= g.padding ? 0 : Min(high, CeilDiv(g.padding - t, g.dilation));
         S* y = static_cast<S*>(call.y) + t * g.channels + channel;
-        WithActivation(call.activation, [&](auto activation) {
-          constexpr auto kActivation = static_cast<Activation>(activation.value);
-          for (int64_t h = 0; h < heads; ++h) {
-            HeadWeights<A> of_head;
-            if (by_head) {
-              of_head = {tile + h / kLane * kLane * g.taps + h % kLane, kLane};
-            } else {
-              of_head = {tile + h * g.taps * kLane + (t - chunk), kLane};
-            }
-            if constexpr (sizeof(W) == sizeof(A)) {
-              if (in_place) of_head = {weight + at + h * g.taps, 1};
-            }
-            const auto convolve = [&](auto count, int64_t c) {
-              ConvolveRow<count.value, kActivation>(g, rows, of_head, t, h * depth + c, low, first,
-                                                    high, bias, y);
-            };
-            int64_t c = 0;
-            for (; c + 8 * kLane <= depth; c += 8 * kLane) convolve(Constant<8>(), c);
-            for (; c + 4 * kLane <= depth; c += 4 * kLane) convolve(Constant<4>(), c);
-            for (; c < depth; c += kLane) convolve(Constant<1>(), c);
+        for (int64_t h = 0; h < heads; ++h) {
+          HeadWeights<A> of_head;
+          if (by_head) {
+            of_head = {tile + h / kLane * kLane * g.taps + h % kLane, kLane};
+          } else {
+            of_head = {tile + h * g.taps * kLane + (t - chunk), kLane};
           }
-        });
+          if constexpr (sizeof(W) == sizeof(A)) {
+            if (in_place) of_head = {weight + at + h * g.taps, 1};
+          }
+          const auto convolve = [&](auto count, int64_t c) {
+            ConvolveRow<count.value>(g, rows, of_head, t, h * depth + c, low, first, high, bias,
+                                     call.activation, y);
+          };
+          int64_t c = 0;
+          for (; c + 8 * kLane <= depth; c += 8 * kLane) convolve(Constant<8>(), c);
+          for (; c + 4 * kLane <= depth; c += 4 * kLane) convolve(Constant<4>(), c);
+          for (; c < depth; c += kLane) convolve(Constant<1>(), c);
+        }
       }
     }
   });
