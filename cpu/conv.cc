@@ -281,8 +281,10 @@ struct Blocks {
 void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for) {
   const Kernels& kernels = BestKernels();
   const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
-  const bool has_pairs = call.dtype == DType::kBF16 && kernels.multiplies_pairs();
+  const Bf16Products bf16_products = kernels.bf16_products();
+  const bool has_pairs = call.dtype == DType::kBF16 && bf16_products != Bf16Products::kFloat32;
   Product product = {};
+  product.has_matrices = has_pairs && bf16_products == Bf16Products::kMatrices;
   product.images = call.images.size();
   product.results = call.results.data();
   product.source_channels = is_forward ? call.channels : call.outputs;
@@ -334,7 +336,7 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
     constexpr int64_t kTileVectors = 24;  // of sums, at most
     const int64_t packed_bytes = rows * blocks.vectors * lanes * SizeOf(product.dtype);
     const int64_t in_task = packed_bytes * call.groups <= kCacheBytes ? panels : 1;
-    const int64_t tile_pixels = kernels.tile_pixels(all[0].vectors);
+    const int64_t tile_pixels = kernels.tile_pixels(product, all[0].vectors);
     const int64_t tile_vectors = std::max<int64_t>(1, rows / unit) * kTileVectors * in_task;
     const int64_t tiles =
         std::min(kMaxTiles, CeilDiv(product.pixels(), tile_pixels) * panels /
@@ -346,7 +348,7 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
       for (int64_t j = 0; j < in_task; ++j) {
         const Panel& panel = all[i / tasks * in_task + j];
         const int64_t first = i % tasks * task_pixels;
-        const int64_t in_tile = kernels.tile_pixels(panel.vectors);
+        const int64_t in_tile = kernels.tile_pixels(product, panel.vectors);
         const int64_t begin = first / in_tile;
         const int64_t end = CeilDiv(std::min(product.pixels(), first + task_pixels), in_tile);
         const Memory space(kernels.multiply_space(product, panel.vectors, end - begin));
@@ -372,7 +374,6 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   product.cotangent_channels = call.outputs;
   product.fan_in = fan_in;
   product.dtype = call.dtype;
-  product.has_pairs = call.dtype == DType::kBF16 && kernels.multiplies_pairs();
   product.copies_sources = call.dtype != wide;
   product.copies_cotangents = call.dtype != wide || fan_out != padded;
   // Rows of several taps waste none of a tile of rows.
@@ -384,6 +385,11 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
 
   const Blocks blocks(fan_out, lanes);
   const int64_t rows = (product.is_merged ? d2.taps : 1) * fan_in;
+  if (call.dtype == DType::kBF16) {
+    const Bf16Products how = kernels.bf16_products();
+    product.has_matrices = how == Bf16Products::kMatrices && rows >= kMatrixRows;
+    product.has_pairs = how == Bf16Products::kPairs || product.has_matrices;
+  }
   const int64_t segments = product.segments();
   constexpr int64_t kMaxRows = 96;  // of a task
   const int64_t row_blocks = CeilDiv(rows, kMaxRows);

@@ -17,7 +17,14 @@
 namespace jaxops::conv::cpu {
 
 // Pixels after which tiles of any number of vectors end.
-inline constexpr int64_t kTilesEnd = 24;
+inline constexpr int64_t kTilesEnd = 48;
+
+// Rows of a product of matrices.
+inline constexpr int kMatrixRows = 16;
+
+// How bf16 is multiplied: as f32, by the processor's sums of two products, or by its products of
+// matrices.
+enum class Bf16Products { kFloat32, kPairs, kMatrices };
 
 // The forward product, or the input gradient at the pixels of some remainders by the strides.
 struct Product {
@@ -27,10 +34,11 @@ struct Product {
   void* const* results;
   int64_t source_channels;  // of all groups
   int64_t result_channels;
-  int64_t fan;      // source channels of a group
-  int64_t columns;  // result channels of a group
-  DType dtype;      // of the sources: f32 or f64, or bf16 if `multiplies_pairs`
-  bool is_merged;   // whether a segment has all taps of the last dimension
+  int64_t fan;        // source channels of a group
+  int64_t columns;    // result channels of a group
+  DType dtype;        // of the sources: f32 or f64, or bf16 but for `Bf16Products::kFloat32`
+  bool has_matrices;  // whether bf16 products are those of matrices
+  bool is_merged;     // whether a segment has all taps of the last dimension
   Results finish;
   const void* kernel;  // of `dtype`
   int64_t tap_stride;  // entries of the kernel between taps
@@ -64,6 +72,7 @@ struct GradProduct {
   int64_t fan_in;
   DType dtype;             // of both
   bool has_pairs;          // whether bf16 products are those of pairs of windows by the processor
+  bool has_matrices;       // whether these are products of matrices, of kMatrixRows rows or more
   bool copies_sources;     // of a dtype that is not that of sums
   bool copies_cotangents;  // the same, or of outputs that are no whole vectors
   bool is_merged;
@@ -87,9 +96,9 @@ struct GradTask {
 
 struct Kernels {
   int64_t vector_bytes;
-  int max_vectors;             // of a block
-  bool (*multiplies_pairs)();  // whether products of bf16 are those of the processor
-  int64_t (*tile_pixels)(int vectors);
+  int max_vectors;                  // of a block
+  Bf16Products (*bf16_products)();  // of this processor
+  int64_t (*tile_pixels)(const Product& product, int vectors);
   // Copies 16-bit entries to f32.
   void (*widen)(DType dtype, const void* from, int64_t count, void* to);
   // Fills panel.packed and sets panel.is_finite.

@@ -65,25 +65,19 @@ struct PanelLayout {
   int64_t taps_per_group;
 };
 
-// Copies the rows of the state into the steps [begin, end) of panels, of which the first is
-// `first`.
-template <DataFormat kFormat, typename A>
-void PackState(const PanelLayout<A, kFormat>& layout, const Geometry& geometry,
+// Copies the rows of the state into the steps [0, end) of panels with channels in lanes; the first
+// is step `first` of the sequence.
+template <typename A>
+void PackState(const PanelLayout<A, DataFormat::kNTC>& layout, const Geometry& geometry,
                const Segments& segments, int64_t channel_begin, int64_t first, int64_t end,
                int64_t pitch, A* panels) {
   const int64_t row = geometry.padding + first;
   WithStorage(segments.state_dtype, segments.state, 0, [&](auto state) {
-    if constexpr (kFormat == DataFormat::kNCT) {
-      for (int64_t c = 0; c < layout.channels; ++c) {
-        Widen(state + (channel_begin + c) * geometry.padding + row, end, panels + c * pitch);
-      }
-    } else {
-      A channels[kMaxBlockChannels] = {};
-      for (int64_t i = 0; i < end; ++i) {
-        Widen(state + (row + i) * geometry.channels + channel_begin, layout.channels, channels);
-        for (int64_t p = 0; p < layout.panels; ++p) {
-          Store(Load(channels + p * kLanes<A>), panels + p * pitch + i * kLanes<A>);
-        }
+    A channels[kMaxBlockChannels] = {};
+    for (int64_t i = 0; i < end; ++i) {
+      Widen(state + (row + i) * geometry.channels + channel_begin, layout.channels, channels);
+      for (int64_t p = 0; p < layout.panels; ++p) {
+        Store(Load(channels + p * kLanes<A>), panels + p * pitch + i * kLanes<A>);
       }
     }
   });
@@ -117,30 +111,18 @@ int64_t PackPanels(const PanelLayout<A, kFormat>& layout, const Geometry& geomet
                    const Segments& segments, int64_t channel_begin, int64_t first, int64_t span,
                    const S* x, A* panels) {
   constexpr int kLane = kLanes<A>;
-  const bool has_state = segments.state != nullptr && segments.slots == nullptr;
   const int64_t steps = (layout.kTimeInLanes ? layout.vectors * kLane : layout.vectors) + span;
-  const int64_t begin = Min(Max(-first, 0), steps);
-  const int64_t end = Min(Max(geometry.time - first, begin), steps);
   if constexpr (layout.kTimeInLanes) {
     const int64_t pitch = OddPitch(CeilDiv(steps, kLane)) * kLane;
-    for (int64_t c = 0; c < layout.channels; ++c) {
-      A* to = panels + c * pitch;
-      // Zeros are stored as whole vectors: the entries that they overwrite are stored afterwards.
-      for (int64_t i = 0; i < begin; i += kLane) Store(Vec<A>{}, to + i);
-      for (int64_t i = end; i < steps; i += kLane) Store(Vec<A>{}, to + i);
-      if (begin < end) {
-        const S* from = x + (channel_begin + c) * geometry.time + (first + begin);
-        const int64_t count = end - begin;
-        int64_t i = 0;
-        for (; i + kLane <= count; i += kLane) Store(Load(from + i), to + begin + i);
-        if (i < count) StorePartial(LoadPartial(from + i, count - i), to + begin + i, count - i);
-      }
-    }
-    if (has_state && begin > 0) {
-      PackState(layout, geometry, segments, channel_begin, first, begin, pitch, panels);
+    for (int64_t i = 0; i < layout.channels; ++i) {
+      const int64_t c = channel_begin + i;
+      PackSteps(geometry, segments, c, first, steps, x + c * geometry.time, panels + i * pitch);
     }
     return pitch;
   } else {
+    const bool has_state = segments.state != nullptr && segments.slots == nullptr;
+    const int64_t begin = Min(Max(-first, 0), steps);
+    const int64_t end = Min(Max(geometry.time - first, begin), steps);
     const int64_t zeros = segments.starts != nullptr ? 1 : 0;
     const int64_t pitch = OddPitch(steps + zeros) * kLane;
     const int64_t whole = layout.channels / kLane;

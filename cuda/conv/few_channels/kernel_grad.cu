@@ -45,9 +45,10 @@ struct Params : Tiling {
   int image_stage, stage;  // bytes
 };
 
-// kRagged: rows of a tile may lack pixels of their last step, or have fewer steps than others.
-template <typename T, int kWarpgroups, bool kOdd, bool kRagged>
-__global__ void __launch_bounds__(128 * kWarpgroups, kBlocks)
+// kRagged: rows of a tile may lack pixels of their last step, or have fewer steps than others. Only
+// three warpgroups must do with fewer registers.
+template <typename T, int kMostWarpgroups, bool kOdd, bool kRagged>
+__global__ void __launch_bounds__(128 * kMostWarpgroups, kBlocks)
     SumPixelsFew(const __grid_constant__ Params p) {
 #if JAXOPS_HAS_WGMMA
   extern __shared__ char shared[];
@@ -216,18 +217,18 @@ auto PlanOf(const Call& call, int processors) {
 
 int64_t PartBytes(const Params& p) { return p.parts * p.size * 4; }
 
-template <typename T, int kWarpgroups>
-cudaError_t Launch(cudaStream_t stream, const Params& p) {
+template <typename T, int kMostWarpgroups>
+cudaError_t Launch(cudaStream_t stream, const Params& p, int warpgroups) {
   const bool is_ragged = p.out_columns != static_cast<int>(p.strips.divisor()) * p.row_pixels;
-  auto* kernel = is_ragged    ? p.HasOdd() ? &SumPixelsFew<T, kWarpgroups, true, true>
-                                           : &SumPixelsFew<T, kWarpgroups, false, true>
-                 : p.HasOdd() ? &SumPixelsFew<T, kWarpgroups, true, false>
-                              : &SumPixelsFew<T, kWarpgroups, false, false>;
+  auto* kernel = is_ragged    ? p.HasOdd() ? &SumPixelsFew<T, kMostWarpgroups, true, true>
+                                           : &SumPixelsFew<T, kMostWarpgroups, false, true>
+                 : p.HasOdd() ? &SumPixelsFew<T, kMostWarpgroups, true, false>
+                              : &SumPixelsFew<T, kMostWarpgroups, false, false>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   const dim3 grid(p.parts, static_cast<unsigned>(CeilDiv(p.outputs, kColumns)));
-  kernel<<<grid, 128 * kWarpgroups, 1024 + 2 * p.stage, stream>>>(p);
+  kernel<<<grid, 128 * warpgroups, 1024 + 2 * p.stage, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -252,14 +253,9 @@ cudaError_t LaunchKernelGradFewChannels(cudaStream_t stream, const Call& call, S
   if (error != cudaSuccess) return error;
   error = DispatchShort(call.dtype, [&](auto type) {
     using T = decltype(type);
-    switch (CeilDiv(p.kernel_rows * p.row_pairs, kGroupPairs)) {
-      case 1:
-        return Launch<T, 1>(stream, p);
-      case 2:
-        return Launch<T, 2>(stream, p);
-      default:
-        return Launch<T, kMaxWarpgroups>(stream, p);
-    }
+    const int warpgroups = static_cast<int>(CeilDiv(p.kernel_rows * p.row_pairs, kGroupPairs));
+    return warpgroups <= 2 ? Launch<T, 2>(stream, p, warpgroups)
+                           : Launch<T, kMaxWarpgroups>(stream, p, warpgroups);
   });
   if (error != cudaSuccess) return error;
   return LaunchAddParts(stream, workspace.data, call.result, call.result_dtype, p.size, p.parts);
