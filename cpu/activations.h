@@ -64,7 +64,7 @@ JAXOPS_ALWAYS_INLINE void WithActivation(Activation activation, F f) {
 
 // v[i] = act(v[i]) for `count` vectors in memory.
 template <typename V>
-[[gnu::noinline]] void ActivateInMemory(Activation activation, int count, V* v) {
+__attribute__((noinline)) void ActivateInMemory(Activation activation, int count, V* v) {
   WithActivation(activation, [&](auto constant) {
     for (int i = 0; i < count; ++i) v[i] = Activate<static_cast<Activation>(constant.value)>(v[i]);
   });

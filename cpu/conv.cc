@@ -333,7 +333,7 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
     // time, as each reads all of its panel.
     constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8;
     constexpr int64_t kMaxTiles = 32;     // whose sums a cache holds
-    constexpr int64_t kTileVectors = 24;  // of sums, at most
+    constexpr int64_t kTileVectors = 24;  // of sums, at most, but for products of matrices
     const int64_t packed_bytes = rows * blocks.vectors * lanes * SizeOf(product.dtype);
     const int64_t in_task = packed_bytes * call.groups <= kCacheBytes ? panels : 1;
     const int64_t tile_pixels = kernels.tile_pixels(product, all[0].vectors);
@@ -386,9 +386,9 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   const Blocks blocks(fan_out, lanes);
   const int64_t rows = (product.is_merged ? d2.taps : 1) * fan_in;
   if (call.dtype == DType::kBF16) {
-    const Bf16Products how = kernels.bf16_products();
-    product.has_matrices = how == Bf16Products::kMatrices && rows >= kMatrixRows;
-    product.has_pairs = how == Bf16Products::kPairs || product.has_matrices;
+    const Bf16Products bf16_products = kernels.bf16_products();
+    product.has_matrices = bf16_products == Bf16Products::kMatrices && rows >= kMatrixRows;
+    product.has_pairs = bf16_products == Bf16Products::kPairs || product.has_matrices;
   }
   const int64_t segments = product.segments();
   constexpr int64_t kMaxRows = 96;  // of a task

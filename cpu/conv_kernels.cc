@@ -1,10 +1,12 @@
 #include "cpu/conv_kernels.h"
 
 #include <cstdint>
-#if defined(__AVX512F__) && defined(__linux__)
+#if defined(__AVX512F__)
 #include <cpuid.h>
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #endif
 
 #include "cpu/conv_results.h"
@@ -21,7 +23,7 @@ constexpr int TilePixels(int vectors) { return vectors == 4 ? 6 : vectors == 3 ?
 constexpr int kMaxVectors = 2;
 constexpr int TilePixels(int vectors) { return vectors == 2 ? 6 : 8; }
 #endif
-constexpr int kMaxTilePixels = 16;
+constexpr int kMaxTilePixels = kMatrixRows;
 static_assert(kTilesEnd % kMatrixRows == 0 && kTilesEnd % TilePixels(1) == 0 &&
               kTilesEnd % TilePixels(2) == 0 && kTilesEnd % TilePixels(3) == 0 &&
               kTilesEnd % TilePixels(4) == 0);
@@ -136,22 +138,19 @@ constexpr int64_t kMatrixEntries = 32;
 constexpr int64_t kMatrixRowBytes = kMatrixEntries * sizeof(BFloat);
 static_assert(kVectorBytes == kMatrixRowBytes);
 
-// Asks the kernel of the operating system for the registers of matrices.
-bool HasMatrices() {
-  uint32_t eax, ebx, ecx, edx;
-  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  constexpr uint32_t kAmxBf16 = 1 << 22, kAmxTile = 1 << 24;
-  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+// Asks Linux for the registers of matrices: every process has to.
+bool AreMatricesPermitted() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of asm/prctl.h, since Linux 5.16
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// Compilers do not know what instructions for matrices read and write. `memory` is read or written
-// by one that follows or precedes.
+// Orders reads and writes of `memory` with those of instructions for matrices, which compilers do
+// not know.
 JAXOPS_ALWAYS_INLINE void OrderMemory(const void* memory) {
   asm volatile("" : : "r"(memory) : "memory");
 }
 
+// For products of segments of this number of entries, or of whole matrices alone.
 JAXOPS_MATRICES_TARGET void ConfigureMatrices(int64_t segment) {
   struct {
     uint8_t palette = 1;
@@ -241,9 +240,11 @@ JAXOPS_ALWAYS_INLINE JAXOPS_MATRICES_TARGET void MultiplyMatrices(const void* le
   JAXOPS_MULTIPLY_MATRIX(2)
   JAXOPS_MULTIPLY_MATRIX(3)
 #undef JAXOPS_MULTIPLY_MATRIX
+  OrderMemory(left);
+  OrderMemory(right);
 }
 
-// As AddPairs, for kMatrixRows pixels.
+// As AddPairs, for kMatrixRows pixels. The registers are configured for segments of this length.
 template <int kVectors>
 JAXOPS_MATRICES_TARGET void AddMatrices(const Segment<BFloat>* segments, int64_t count, bool adds,
                                         float* sums) {
@@ -255,7 +256,7 @@ JAXOPS_MATRICES_TARGET void AddMatrices(const Segment<BFloat>* segments, int64_t
   for (int64_t s = 0; s < count; ++s) {
     const Segment<BFloat>& segment = segments[s];
     const int64_t length = segment.length;
-    // Rows that are as far apart from one another are read where they are.
+    // Rows at equal distances are read in place.
     const auto bytes_to = [&](int p) {
       return reinterpret_cast<intptr_t>(segment.source[p]) -
              reinterpret_cast<intptr_t>(segment.source[p - 1]);
@@ -284,17 +285,25 @@ JAXOPS_MATRICES_TARGET void AddMatrices(const Segment<BFloat>* segments, int64_t
 }
 #endif
 
-// On an Intel Xeon with both, pairs take 1.8 times as long as float32: (8,2048,512,3,512) with
-// strides of 2 56.7 ms in place of 31.1.
+// How this processor multiplies bf16 fastest. Processors with AMX take longer for pairs than for
+// f32: (8,2048,512,3,512) with strides of 2 took 56.7 ms on two cores of an Intel Xeon, f32 31.1.
 Bf16Products FindBf16Products() {
-#if defined(JAXOPS_HAS_MATRICES)
-  static const bool has_matrices = HasMatrices();
-  if (has_matrices) return Bf16Products::kMatrices;
-#endif
 #if defined(JAXOPS_HAS_PAIRS)
-  if (__builtin_cpu_supports("avx512bf16")) return Bf16Products::kPairs;
+  static const Bf16Products fastest = [] {
+    if (!__builtin_cpu_supports("avx512bf16")) return Bf16Products::kFloat32;
+    constexpr uint32_t kAmxBf16 = 1 << 22, kAmxTile = 1 << 24;
+    uint32_t eax, ebx, ecx, edx = 0;
+    __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx);
+    if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return Bf16Products::kPairs;
+#if defined(JAXOPS_HAS_MATRICES)
+    if (AreMatricesPermitted()) return Bf16Products::kMatrices;
 #endif
+    return Bf16Products::kFloat32;
+  }();
+  return fastest;
+#else
   return Bf16Products::kFloat32;
+#endif
 }
 
 // Adds products of segments of `kPixels` pixels with `kVectors` vectors of columns to `sums`, or
@@ -540,10 +549,13 @@ struct Multiplier {
       }
       count += has_entries;
     }
+    if constexpr (!kMatrices) {
+      AddSegments<kPixels, kVectors>(segments, count, begin > 0, sums);
+    } else {
 #if defined(JAXOPS_HAS_MATRICES)
-    if constexpr (kMatrices) return AddMatrices<kVectors>(segments, count, begin > 0, sums);
+      AddMatrices<kVectors>(segments, count, begin > 0, sums);
 #endif
-    AddSegments<kPixels, kVectors>(segments, count, begin > 0, sums);
+    }
   }
 
   // Adds segments [begin, end) of a pixel, and no products with what is outside of the image.
@@ -1340,13 +1352,14 @@ struct GradMultiplier {
                               high - low};
     }
     if (lines == 0) return;
+    const int64_t step = d2.stride * SourceStep();
+    if constexpr (!kMatrices || kCount != kMatrixRows) {
+      AddLines<kCount, kVectors>(space.lines, lines, step, CotangentStep(), to);
+    } else {
 #if defined(JAXOPS_HAS_MATRICES)
-    if constexpr (kMatrices && kCount == kMatrixRows) {
-      return AddLineMatrices<kVectors>(space.lines, lines, d2.stride * SourceStep(),
-                                       CotangentStep(), to);
-    }
+      AddLineMatrices<kVectors>(space.lines, lines, step, CotangentStep(), to);
 #endif
-    AddLines<kCount, kVectors>(space.lines, lines, d2.stride * SourceStep(), CotangentStep(), to);
+    }
   }
 
   // The windows whose tap at a row of the segment is in the image.

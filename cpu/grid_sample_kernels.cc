@@ -182,8 +182,8 @@ JAXOPS_ALWAYS_INLINE void ForEachCorner(uint32_t corners, WithCorner with_corner
 
 // Reads points or directions [first, first + count), axis by axis.
 template <typename A, int kAxes>
-[[gnu::noinline]] void ReadPoints(const Points& args, const void* points, int64_t first, int count,
-                                  A (&to)[kAxes][kBlock]) {
+__attribute__((noinline)) void ReadPoints(const Points& args, const void* points, int64_t first,
+                                          int count, A (&to)[kAxes][kBlock]) {
   WithStorage(args.point_dtype, points, 0, [&]<typename P>(const P* from) {
     if (args.geometry.points_minor) {
       for (int a = 0; a < kAxes; ++a, from += args.geometry.points) {

@@ -293,7 +293,7 @@ JAXOPS_ALWAYS_INLINE void ConvolveShifts(const X* x, const A* weight, int64_t ta
   }
 }
 
-// The panels of one tile, and the distances of what they read and write.
+// The panels of one tile, and the distances between their steps and between their weights.
 struct TilePanels {
   int64_t count;
   int64_t pitch;
@@ -302,8 +302,8 @@ struct TilePanels {
 
 // sums[i] (+)= sum_k weight[k] * read(i, k) for `count` vectors, at most kTile, of every panel.
 template <DataFormat kFormat, typename A, typename R>
-[[gnu::noinline]] void ConvolveTile(TilePanels panels, R read, const A* weight, int64_t taps,
-                                    int64_t count, bool add, A* sums) {
+__attribute__((noinline)) void ConvolveTile(TilePanels panels, R read, const A* weight,
+                                            int64_t taps, int64_t count, bool add, A* sums) {
   WithTile(count, [&](auto constant) __attribute__((always_inline)) {
     for (int64_t p = 0; p < panels.count; ++p) {
       Vec<A> sum[constant.value] = {};
@@ -388,8 +388,8 @@ JAXOPS_ALWAYS_INLINE void FilterGradTile(const A* g, R read, int64_t vectors, in
 }
 
 template <typename A, typename R>
-[[gnu::noinline]] void FilterGradPanel(const A* g, R read, int64_t vectors, int64_t tail,
-                                       int64_t taps, A* dweight) {
+__attribute__((noinline)) void FilterGradPanel(const A* g, R read, int64_t vectors, int64_t tail,
+                                               int64_t taps, A* dweight) {
   const auto tile = [&](auto count, int64_t k) __attribute__((always_inline)) {
     const auto read_tap = [read, k](int64_t i, int64_t tap)
                               __attribute__((always_inline)) { return read(i, k + tap); };
@@ -758,8 +758,8 @@ JAXOPS_ALWAYS_INLINE void FilterGradShifts(const A* g, const A* x, int64_t vecto
 }
 
 template <typename A>
-[[gnu::noinline]] void FilterGradPanelOfShifts(const A* g, const A* x, int64_t vectors,
-                                               int64_t tail, int64_t taps, A* dweight) {
+__attribute__((noinline)) void FilterGradPanelOfShifts(const A* g, const A* x, int64_t vectors,
+                                                       int64_t tail, int64_t taps, A* dweight) {
   constexpr int kLane = kLanes<A>;
   for (int64_t k = 0; k < taps; k += kTile) {
     WithTile(Min(kTile, taps - k), [&](auto count) {

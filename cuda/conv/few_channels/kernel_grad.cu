@@ -45,8 +45,8 @@ struct Params : Tiling {
   int image_stage, stage;  // bytes
 };
 
-// kRagged: rows of a tile may lack pixels of their last step, or have fewer steps than others. Only
-// three warpgroups must do with fewer registers.
+// kRagged: rows of a tile may lack pixels of their last step, or have fewer steps than others.
+// kMostWarpgroups: those of a block, at most, which limits the registers of a thread.
 template <typename T, int kMostWarpgroups, bool kOdd, bool kRagged>
 __global__ void __launch_bounds__(128 * kMostWarpgroups, kBlocks)
     SumPixelsFew(const __grid_constant__ Params p) {
