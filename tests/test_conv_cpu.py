@@ -16,7 +16,8 @@ from jaxops.testing.measure import assert_close, on_reference, vjp_of
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 # Channels, outputs, groups, and options: whole tiles and parts of them, taps in pairs or not, rows
-# of taps or single ones, remainders by the strides that have no taps, channels as lanes.
+# of taps or single ones, remainders by the strides that have no taps, channels as lanes. Products
+# of matrices have 32 pixels: long lines fill them without pixels of other lines.
 CASES = {
     "tiles": (64, 64, 1, (3, 3), {}),
     "parts of tiles": (37, 50, 1, (3, 2), {"window_strides": (2, 1)}),
@@ -24,6 +25,8 @@ CASES = {
     "few outputs": (40, 3, 1, (2, 3), {"rhs_dilation": (2, 3)}),
     "one channel": (1, 20, 1, (3, 4), {}),
     "no taps": (5, 20, 1, (1, 2), {"window_strides": (3, 4)}),
+    "long lines": (24, 40, 1, (3, 3), {"columns": 71}),
+    "lines of whole matrices": (33, 17, 1, (2, 3), {"columns": 64}),
     "groups": (36, 72, 4, (3, 3), {}),
     "small groups": (24, 48, 8, (3, 3), {"window_strides": (1, 2)}),
     "depthwise": (37, 37, 37, (3, 5), {"padding": ((-1, 2), (4, 0))}),
@@ -33,9 +36,10 @@ CASES = {
 def arrays(name, dtype, seed=0):
     channels, outputs, groups, taps, options = CASES[name]
     options = {"window_strides": (1, 1), "padding": "SAME", **options}
+    columns = options.pop("columns", 11)
     options |= {"feature_group_count": groups, "dimension_numbers": NUMBERS}
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((2, 9, 11, channels)).astype(jnp.dtype(dtype))
+    x = rng.standard_normal((2, 9, columns, channels)).astype(jnp.dtype(dtype))
     kernel = rng.standard_normal((*taps, channels // groups, outputs)).astype(jnp.dtype(dtype))
     oracle = functools.partial(lax.conv_general_dilated, **options)
     g = rng.standard_normal(jax.eval_shape(oracle, x, kernel).shape).astype(jnp.dtype(dtype))
