@@ -6,6 +6,9 @@
 // any number of threads.
 #include "cpu/conv.h"
 
+#include <cstdlib>
+static const long kMW = getenv("MW") ? atol(getenv("MW")) : 4096;
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -270,13 +273,24 @@ struct Blocks {
   int64_t count;
   int64_t vectors;  // of all blocks
 
-  Blocks(int64_t columns, int64_t lanes)
-      : count(CeilDiv(CeilDiv(columns, lanes), BestKernels().max_vectors)),
-        vectors(CeilDiv(columns, lanes)) {}
+  Blocks(int64_t columns, int64_t lanes, int64_t max_vectors)
+      : count(CeilDiv(CeilDiv(columns, lanes), max_vectors)), vectors(CeilDiv(columns, lanes)) {}
 
   int64_t First(int64_t block) const { return block * vectors / count; }
   int Vectors(int64_t block) const { return static_cast<int>(First(block + 1) - First(block)); }
 };
+
+// Pixels of a line that are computed at a time: whole tiles, of which a cache holds what they read.
+int64_t SpanOf(const Product& product) {
+  constexpr int64_t kMaxPixels = 256, kMinPixels = 48, kBytes = 128 * 1024;
+  const Axis& axis = product.axes[2];
+  const int64_t pixel_bytes =
+      product.axes[0].taps * product.axes[1].taps * axis.step * product.fan * SizeOf(product.dtype);
+  const int64_t most =
+      std::clamp(kBytes / std::max<int64_t>(1, pixel_bytes), kMinPixels, kMaxPixels);
+  if (axis.count <= most) return axis.count;
+  return CeilDiv(CeilDiv(axis.count, CeilDiv(axis.count, most)), kMinPixels) * kMinPixels;
+}
 
 void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for) {
   const Kernels& kernels = BestKernels();
@@ -291,33 +305,32 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
   product.result_channels = is_forward ? call.outputs : call.channels;
   product.fan = is_forward ? fan_in : fan_out;
   product.columns = is_forward ? fan_out : fan_in;
+  product.max_vectors = product.has_matrices ? kMatrixVectors : kernels.max_vectors;
+  product.source_dtype = call.dtype;
   product.dtype = has_pairs ? DType::kBF16 : SumType(call.dtype);
   product.finish = {call.result_dtype, call.activation, call.bias};
   product.tap_stride = fan_in * call.outputs;
   product.fan_stride = is_forward ? call.outputs : 1;
   product.column_stride = is_forward ? 1 : call.outputs;
   product.group_stride = fan_out;
-  const int64_t pixels = Entries(call.dims, is_forward ? &Window::in : &Window::out);
-  Wide sources, kernel;
+  product.sources = call.images.data();
+  Wide kernel;
   if (has_pairs) {
-    sources.images = call.images;
     kernel.images = {call.kernel};
   } else {
-    sources = Widen(call.images, call.dtype, pixels * product.source_channels, parallel_for);
     kernel = Widen({call.kernel}, call.dtype, call.taps() * product.tap_stride, parallel_for);
   }
-  product.sources = sources.images.data();
   product.kernel = kernel.images[0];
   const int64_t lanes = kernels.vector_bytes / SizeOf(SumType(call.dtype));
-  const Blocks blocks(product.columns, lanes);
+  const Blocks blocks(product.columns, lanes, product.max_vectors);
   const int64_t panels = call.groups * blocks.count;
-  // A segment of pairs has an even number of entries.
-  const int64_t unit = has_pairs ? 2 : 1;
   ForEachPhase(call, is_forward, [&](const Axis(&axes)[kMaxDims]) {
     std::copy_n(axes, kMaxDims, product.axes);
-    if (product.pixels() == 0 || panels == 0) return;
-    product.is_merged = axes[2].tap_step == 1 && call.groups == 1;
-    const int64_t rows = product.segments() * CeilDiv(product.segment(), unit) * unit;
+    product.is_merged = axes[2].tap_step == 1;
+    product.span = std::max<int64_t>(1, SpanOf(product));
+    if (product.spans() == 0 || panels == 0) return;
+    product.lines = kernels.block_lines(product);
+    const int64_t rows = product.segments() * product.packed_rows();
     const Memory packed(rows * call.groups * blocks.vectors * lanes * SizeOf(product.dtype));
     std::vector<Panel> all(panels);
     RunTasks(panels, parallel_for, [&](int64_t i) {
@@ -329,31 +342,23 @@ void Multiply(const Call& call, bool is_forward, const ParallelFor& parallel_for
     });
     // A task has all panels if a cache holds them, so that no two threads write neighbouring
     // columns of the same results: (1,64,56,56,256,1) bfloat16 takes 0.35 in place of 0.40 ms.
-    // Otherwise it has one, and there are no more tasks than threads need to end at about the same
-    // time, as each reads all of its panel.
+    // Otherwise it has one. There are no more tasks than threads need to end at about the same
+    // time, as each reads all of its panels and copies lines that the one before has.
     constexpr int64_t kCacheBytes = 512 * 1024, kTasksPerThread = 8;
-    constexpr int64_t kMaxTiles = 32;     // whose sums a cache holds
-    constexpr int64_t kTileVectors = 24;  // of sums, at most, but for products of matrices
     const int64_t packed_bytes = rows * blocks.vectors * lanes * SizeOf(product.dtype);
     const int64_t in_task = packed_bytes * call.groups <= kCacheBytes ? panels : 1;
-    const int64_t tile_pixels = kernels.tile_pixels(product, all[0].vectors);
-    const int64_t tile_vectors = std::max<int64_t>(1, rows / unit) * kTileVectors * in_task;
-    const int64_t tiles =
-        std::min(kMaxTiles, CeilDiv(product.pixels(), tile_pixels) * panels /
-                                (in_task * kTasksPerThread * parallel_for.threads));
-    const int64_t per_task = std::max({int64_t{1}, tiles, kTaskVectors / tile_vectors});
-    const int64_t task_pixels = CeilDiv(per_task * tile_pixels, kTilesEnd) * kTilesEnd;
-    const int64_t tasks = CeilDiv(product.pixels(), task_pixels);
+    const int64_t span_vectors = product.span * (product.segments() * product.segment() + 1) *
+                                 CeilDiv(blocks.vectors * call.groups * in_task, panels);
+    const int64_t spans =
+        product.spans() * panels / (in_task * kTasksPerThread * parallel_for.threads);
+    const int64_t per_task = std::max({int64_t{1}, spans, kTaskVectors / span_vectors});
+    const int64_t tasks = CeilDiv(product.spans(), per_task);
+    const int64_t space_bytes = kernels.multiply_space(product);
     RunTasks(panels / in_task * tasks, parallel_for, [&](int64_t i) {
-      for (int64_t j = 0; j < in_task; ++j) {
-        const Panel& panel = all[i / tasks * in_task + j];
-        const int64_t first = i % tasks * task_pixels;
-        const int64_t in_tile = kernels.tile_pixels(product, panel.vectors);
-        const int64_t begin = first / in_tile;
-        const int64_t end = CeilDiv(std::min(product.pixels(), first + task_pixels), in_tile);
-        const Memory space(kernels.multiply_space(product, panel.vectors, end - begin));
-        kernels.multiply(product, panel, begin, end, space.get());
-      }
+      const int64_t begin = i % tasks * per_task;
+      const Memory space(space_bytes);
+      kernels.multiply(product, &all[i / tasks * in_task], in_task, begin,
+                       std::min(product.spans(), begin + per_task), space.get());
     });
   });
 }
@@ -383,33 +388,39 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   constexpr int64_t kMaxSpan = 256;
   product.span = CeilDiv(d2.out, CeilDiv(d2.out, kMaxSpan));
 
-  const Blocks blocks(fan_out, lanes);
   const int64_t rows = (product.is_merged ? d2.taps : 1) * fan_in;
   if (call.dtype == DType::kBF16) {
     const Bf16Products bf16_products = kernels.bf16_products();
-    product.has_matrices = bf16_products == Bf16Products::kMatrices && rows >= kMatrixRows;
-    product.has_pairs = bf16_products == Bf16Products::kPairs || product.has_matrices;
+    product.has_matrices = bf16_products == Bf16Products::kMatrices;
+    product.has_pairs = bf16_products == Bf16Products::kPairs;
   }
   const int64_t segments = product.segments();
-  constexpr int64_t kMaxRows = 96;  // of a task
-  const int64_t row_blocks = CeilDiv(rows, kMaxRows);
+  // Rows of a task, and bytes of sums that a cache holds: with all segments, a task reads its spans
+  // once. Copies for matrices take as long as two of their products, so they are shared by many
+  // columns; processors that have them have caches of 2 MiB.
+  const int64_t max_rows = product.has_matrices ? 64 : 96;
+  const int64_t sum_bytes = (product.has_matrices ? 512 : 256) * 1024;
+  const int64_t max_vectors = product.has_matrices ? (segments == 1 ? 16 : 8) : kernels.max_vectors;
+  const Blocks blocks(fan_out, lanes, max_vectors);
+  const int64_t row_blocks = CeilDiv(rows, max_rows);
   const int64_t tiles = call.groups * blocks.count * row_blocks;
-  // A task has as many segments as a cache holds sums of, so that it reads its spans once.
-  constexpr int64_t kSumBytes = 256 * 1024;
   const int64_t tile_vectors = CeilDiv(rows, row_blocks) * CeilDiv(blocks.vectors, blocks.count);
   const int64_t max_segments =
-      std::max<int64_t>(1, kSumBytes / std::max<int64_t>(1, tile_vectors * kernels.vector_bytes));
+      std::max<int64_t>(1, sum_bytes / std::max<int64_t>(1, tile_vectors * kernels.vector_bytes));
   const int64_t passes = CeilDiv(segments, max_segments);
   // A part sums over enough windows that writing its sums takes little of its time.
-  constexpr int64_t kMinWindows = 1024;
+  const int64_t min_windows = product.has_matrices ? 4096 : 1024;
   const int64_t spans = product.images * d0.out * d1.out * product.spans();
   const int64_t pass_vectors = product.span * tile_vectors * CeilDiv(segments, passes);
   const auto [parts, per_part] = CutSums(
-      spans, std::min(pass_vectors, kTaskVectors * product.span / kMinWindows), tiles * passes);
-  // The segments of a part become more tasks if there is enough work.
+      spans, std::min(pass_vectors, kTaskVectors * product.span / min_windows), tiles * passes);
+  // The segments of a part become more tasks if there is enough work, which has no effect on bits:
+  // as many as threads need, since each of them reads its spans again.
+  constexpr int64_t kTasksPerThread = 4;
+  const int64_t tasks = std::min(kManyTasks, kTasksPerThread * parallel_for.threads);
   const int64_t all_vectors = spans * product.span * tile_vectors * segments;
   const int64_t splits =
-      std::clamp(std::min(CeilDiv(kManyTasks, tiles * parts), all_vectors / (kTaskVectors * parts)),
+      std::clamp(std::min(CeilDiv(tasks, tiles * parts), all_vectors / (kTaskVectors * parts)),
                  passes, std::max(passes, segments));
   const int64_t columns = call.groups * padded;
   const int64_t size = segments * rows * columns;
@@ -503,6 +514,8 @@ void Convolve(const Calls& calls, bool is_forward, const ParallelFor& parallel_f
 }
 
 }  // namespace
+
+bool HasBf16Matrices() { return BestKernels().bf16_products() == Bf16Products::kMatrices; }
 
 void RunForward(const Calls& calls, const ParallelFor& parallel_for) {
   Convolve(calls, /*is_forward=*/true, parallel_for);

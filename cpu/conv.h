@@ -34,6 +34,9 @@ struct Call {
 // Calls of the same sizes that differ in the arrays.
 using Calls = std::vector<Call>;
 
+// Whether this processor multiplies bf16 matrices.
+bool HasBf16Matrices();
+
 void RunForward(const Calls& calls, const jaxops::cpu::ParallelFor& parallel_for);
 void RunInputGrad(const Calls& calls, const jaxops::cpu::ParallelFor& parallel_for);
 void RunKernelGrad(const Calls& calls, const jaxops::cpu::ParallelFor& parallel_for);

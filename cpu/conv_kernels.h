@@ -1,9 +1,9 @@
 // The vectorised inner parts of convolution as matrix products, built once per instruction set.
 //
 // The sum over taps and channels of a pixel is cut into segments, whose entries are contiguous in
-// the source: the channels of a tap, or of a row of taps if the last dimension is not dilated and
-// there is one group. Tiles of pixels and columns have their sums in registers, and read segments
-// where they are. The columns of the kernel are packed in blocks of vectors.
+// the source, or in a copy of the lines that a block of pixels reads: the channels of a tap, or of
+// a row of taps if the last dimension is not dilated. Tiles of pixels and columns have their sums
+// in registers. The columns of the kernel are packed in blocks of vectors.
 #ifndef JAXOPS_CPU_CONV_KERNELS_H_
 #define JAXOPS_CPU_CONV_KERNELS_H_
 
@@ -16,11 +16,11 @@
 
 namespace jaxops::conv::cpu {
 
-// Pixels after which tiles of any number of vectors end.
-inline constexpr int64_t kTilesEnd = 48;
-
-// Rows of a product of matrices.
+// Rows and entries of a product of matrices, and vectors of its panels: two matrices of pixels are
+// multiplied by two of columns, so that each that is loaded is multiplied twice.
 inline constexpr int kMatrixRows = 16;
+inline constexpr int kMatrixEntries = 32;
+inline constexpr int kMatrixVectors = 2;
 
 // How bf16 is multiplied: as f32, by the processor's sums of two products, or by its products of
 // matrices.
@@ -34,10 +34,12 @@ struct Product {
   void* const* results;
   int64_t source_channels;  // of all groups
   int64_t result_channels;
-  int64_t fan;        // source channels of a group
-  int64_t columns;    // result channels of a group
-  DType dtype;        // of the sources: f32 or f64, or bf16 but for `Bf16Products::kFloat32`
+  int64_t fan;      // source channels of a group
+  int64_t columns;  // result channels of a group
+  DType source_dtype;
+  DType dtype;        // of factors: f32 or f64, or bf16 but for `Bf16Products::kFloat32`
   bool has_matrices;  // whether bf16 products are those of matrices
+  int max_vectors;    // of a panel
   bool is_merged;     // whether a segment has all taps of the last dimension
   Results finish;
   const void* kernel;  // of `dtype`
@@ -45,11 +47,20 @@ struct Product {
   int64_t fan_stride;
   int64_t column_stride;
   int64_t group_stride;
+  int64_t span;   // pixels of a line that are computed at a time
+  int64_t lines;  // that are computed at a time, at most
 
-  int64_t pixels() const { return images * axes[0].count * axes[1].count * axes[2].count; }
+  // Spans of a line, and of all lines.
+  int64_t parts() const { return (axes[2].count + span - 1) / span; }
+  int64_t spans() const { return images * axes[0].count * axes[1].count * parts(); }
   // Segments of a pixel, and entries of a segment.
   int64_t segments() const { return axes[0].taps * axes[1].taps * (is_merged ? 1 : axes[2].taps); }
   int64_t segment() const { return (is_merged ? axes[2].taps : 1) * fan; }
+  // Entries of a segment of the packed kernel, which zeros fill up.
+  int64_t packed_rows() const {
+    const int64_t whole = has_matrices ? kMatrixEntries : dtype == DType::kBF16 ? 2 : 1;
+    return (segment() + whole - 1) / whole * whole;
+  }
 };
 
 // A block of columns of a group.
@@ -58,7 +69,7 @@ struct Panel {
   int64_t first_column;
   int vectors;
   bool is_finite;  // whether all entries are finite, so that their products with zeros are zeros
-  void* packed;    // (segments, entries, columns); for bf16 (segments, pairs, columns, 2)
+  void* packed;    // (segments, rows, columns); for bf16 (segments, pairs of rows, columns, 2)
 };
 
 // The kernel gradient. Sums are of `vectors` whole vectors of outputs.
@@ -72,7 +83,7 @@ struct GradProduct {
   int64_t fan_in;
   DType dtype;             // of both
   bool has_pairs;          // whether bf16 products are those of pairs of windows by the processor
-  bool has_matrices;       // whether these are products of matrices, of kMatrixRows rows or more
+  bool has_matrices;       // whether they are products of matrices
   bool copies_sources;     // of a dtype that is not that of sums
   bool copies_cotangents;  // the same, or of outputs that are no whole vectors
   bool is_merged;
@@ -98,15 +109,17 @@ struct Kernels {
   int64_t vector_bytes;
   int max_vectors;                  // of a block
   Bf16Products (*bf16_products)();  // of this processor
-  int64_t (*tile_pixels)(const Product& product, int vectors);
   // Copies 16-bit entries to f32.
   void (*widen)(DType dtype, const void* from, int64_t count, void* to);
   // Fills panel.packed and sets panel.is_finite.
   void (*pack)(const Product& product, Panel& panel);
-  // Bytes that `multiply` needs for `tiles` tiles.
-  int64_t (*multiply_space)(const Product& product, int vectors, int64_t tiles);
-  void (*multiply)(const Product& product, const Panel& panel, int64_t tile_begin, int64_t tile_end,
-                   void* space);
+  // How many lines of a span `multiply` should compute at a time.
+  int64_t (*block_lines)(const Product& product);
+  // Bytes that `multiply` needs.
+  int64_t (*multiply_space)(const Product& product);
+  // Computes spans [begin, end), which follow one another line by line, by `count` panels.
+  void (*multiply)(const Product& product, const Panel* panels, int64_t count, int64_t begin,
+                   int64_t end, void* space);
   // Bytes that `grad` needs.
   int64_t (*grad_space)(const GradProduct& product, const GradTask& task);
   // Writes (segments, rows, columns) of sums; segments and rows are these numbers of entries apart.

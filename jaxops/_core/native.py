@@ -169,6 +169,11 @@ def builds() -> tuple[tuple[str, str | None], ...]:
     return tuple((status.platform, status.build) for status in _statuses.values())
 
 
+def has_bf16_matrices() -> bool:
+    """Whether CPU kernels multiply bfloat16 matrices, by AMX, on this processor."""
+    return "cpu" in _modules and _modules["cpu"].has_bf16_matrices()
+
+
 def cuda_module() -> types.ModuleType:
     """The compiled CUDA module. RuntimeError: why there is none."""
     if "cuda" not in _modules:
