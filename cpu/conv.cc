@@ -21,6 +21,7 @@ static const long kMW = getenv("MW") ? atol(getenv("MW")) : 4096;
 
 #include "cpu/arrays.h"
 #include "cpu/conv_depthwise_kernels.h"
+#include "cpu/conv_grad_kernels.h"
 #include "cpu/conv_kernels.h"
 #include "cpu/isa.h"
 
@@ -30,6 +31,12 @@ namespace {
 JAXOPS_DEFINE_BEST_KERNELS();
 }  // namespace
 }  // namespace depthwise
+
+namespace grad {
+namespace {
+JAXOPS_DEFINE_BEST_KERNELS();
+}  // namespace
+}  // namespace grad
 
 namespace {
 
@@ -370,7 +377,7 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
   const int64_t fan_in = call.channels / call.groups, fan_out = call.outputs / call.groups;
   const int64_t lanes = kernels.vector_bytes / SizeOf(wide);
   const int64_t padded = CeilDiv(fan_out, lanes) * lanes;
-  GradProduct product = {};
+  grad::Product product = {};
   std::copy_n(call.dims, kMaxDims, product.dims);
   product.images = call.images.size();
   product.sources = call.images.data();
@@ -434,7 +441,7 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
     rest /= row_blocks;
     const int64_t group = rest % call.groups;
     const int64_t part = rest / call.groups;
-    GradTask task = {};
+    grad::Task task = {};
     task.segment_begin = split * segments / splits;
     task.segment_end = (split + 1) * segments / splits;
     task.channel = group * fan_in;
@@ -446,10 +453,11 @@ void MultiplyGrad(const Call& call, const ParallelFor& parallel_for) {
     task.row_end = (row_block + 1) * rows / row_blocks;
     task.span_begin = part * per_part;
     task.span_end = std::min(spans, (part + 1) * per_part);
-    const Memory space(kernels.grad_space(product, task));
+    const Memory space(grad::BestKernels().space(product, task));
     const int64_t row = (part * segments + task.segment_begin) * rows + task.row_begin;
     const int64_t at = row * columns + group * padded + output;
-    kernels.grad(product, task, space.get(), At(sums.get(), at, wide), rows * columns, columns);
+    grad::BestKernels().sum(product, task, space.get(), At(sums.get(), at, wide), rows * columns,
+                            columns);
   });
   // Rows of the kernel, in each of which groups are filled up.
   const int64_t all_rows = segments * rows * call.groups;

@@ -72,39 +72,6 @@ struct Panel {
   void* packed;    // (segments, rows, columns); for bf16 (segments, pairs of rows, columns, 2)
 };
 
-// The kernel gradient. Sums are of `vectors` whole vectors of outputs.
-struct GradProduct {
-  im2col::Window dims[im2col::kMaxDims];
-  int64_t images;
-  const void* const* sources;
-  const void* const* cotangents;
-  int64_t source_channels;     // of all groups
-  int64_t cotangent_channels;  // of all groups
-  int64_t fan_in;
-  DType dtype;             // of both
-  bool has_pairs;          // whether bf16 products are those of pairs of windows by the processor
-  bool has_matrices;       // whether they are products of matrices
-  bool copies_sources;     // of a dtype that is not that of sums
-  bool copies_cotangents;  // the same, or of outputs that are no whole vectors
-  bool is_merged;
-  int64_t span;  // windows of a line that are taken at a time
-
-  int64_t spans() const { return (dims[2].out + span - 1) / span; }  // of a line
-  int64_t segments() const { return dims[0].taps * dims[1].taps * (is_merged ? 1 : dims[2].taps); }
-};
-
-// The part of a kernel gradient that a task computes: rows of the products of some segments of taps
-// and channels, see above, by a block of outputs, summed over spans of windows.
-struct GradTask {
-  int64_t segment_begin, segment_end;
-  int64_t channel;  // of the source, the first of the group
-  int64_t output;   // of the cotangents
-  int64_t outputs;  // at most those of the vectors
-  int vectors;
-  int64_t row_begin, row_end;    // entries of a segment
-  int64_t span_begin, span_end;  // image, first and second dimension, part of a line
-};
-
 struct Kernels {
   int64_t vector_bytes;
   int max_vectors;                  // of a block
@@ -120,11 +87,6 @@ struct Kernels {
   // Computes spans [begin, end), which follow one another line by line, by `count` panels.
   void (*multiply)(const Product& product, const Panel* panels, int64_t count, int64_t begin,
                    int64_t end, void* space);
-  // Bytes that `grad` needs.
-  int64_t (*grad_space)(const GradProduct& product, const GradTask& task);
-  // Writes (segments, rows, columns) of sums; segments and rows are these numbers of entries apart.
-  void (*grad)(const GradProduct& product, const GradTask& task, void* space, void* sums,
-               int64_t segment_stride, int64_t row_stride);
   // to = the sum of `parts` arrays of f32 or f64, rounded. Rows of `padded` columns become `fan`.
   void (*add_parts)(DType dtype, const void* sums, int64_t parts, int64_t part_stride, int64_t rows,
                     int64_t fan, int64_t padded, DType result_dtype, void* to);

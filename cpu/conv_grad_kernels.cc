@@ -1,0 +1,942 @@
+#include "cpu/conv_grad_kernels.h"
+
+#include <cstdint>
+
+#include "cpu/conv_products.h"
+
+namespace jaxops::conv::cpu::grad::JAXOPS_ISA {
+namespace {
+
+using namespace jaxops::conv::cpu::JAXOPS_ISA;
+
+// Entries of both operands of a kernel gradient that stay in a cache.
+constexpr int64_t kGradCacheBytes = 256 * 1024;
+
+// The bfloat16 entries of a channel in two windows that follow one another.
+enum class Pair : uint32_t {};
+
+// Neighbouring pixels of a line: products of `count` of them are summed.
+template <typename E>
+struct Line {
+  const E* source;
+  const E* cotangent;
+  int64_t count;
+};
+
+// Adds products of `kRows` neighbouring entries of the source with vectors of cotangents.
+template <int kRows, int kVectors, typename A>
+void AddLines(const Line<A>* lines, int64_t count, int64_t source_step, int64_t cotangent_step,
+              A* sums) {
+  Vec<A> total[kRows][kVectors];
+  LoadSums(sums, true, total);
+  for (int64_t l = 0; l < count; ++l) {
+    const A* source = lines[l].source;
+    const A* cotangent = lines[l].cotangent;
+    const int64_t pixels = lines[l].count;
+    for (int64_t i = 0; i < pixels; ++i) {
+      Vec<A> entries[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) entries[v] = Load(cotangent + v * kLanes<A>);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Vec<A> entry = Broadcast(source[r]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          total[r][v] = MultiplyAdd(entry, entries[v], total[r][v]);
+        }
+      }
+      source += source_step;
+      cotangent += cotangent_step;
+    }
+  }
+  StoreSums(total, sums);
+}
+
+#if defined(JAXOPS_HAS_PAIRS)
+// Adds the products of two windows, or of the first one alone.
+template <int kRows, int kVectors, bool kIsSingle>
+JAXOPS_ALWAYS_INLINE JAXOPS_PAIRS_TARGET void AddWindows(const Pair* source, const Pair* cotangent,
+                                                         __m512 (*total)[kVectors]) {
+  const __m512i first = _mm512_set1_epi32(0xffff);
+  __m512i entries[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    entries[v] = _mm512_loadu_si512(cotangent + v * kLanes<float>);
+    if (kIsSingle) entries[v] = _mm512_and_si512(entries[v], first);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    __m512i pair = _mm512_set1_epi32(static_cast<int32_t>(source[r]));
+    if (kIsSingle) pair = _mm512_and_si512(pair, first);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      total[r][v] = _mm512_dpbf16_ps(total[r][v], (__m512bh)pair, (__m512bh)entries[v]);
+    }
+  }
+}
+
+template <int kRows, int kVectors>
+JAXOPS_PAIRS_TARGET void AddLines(const Line<Pair>* lines, int64_t count, int64_t source_step,
+                                  int64_t cotangent_step, float* sums) {
+  __m512 total[kRows][kVectors];
+  LoadSums(sums, true, total);
+  for (int64_t l = 0; l < count; ++l) {
+    const Pair* source = lines[l].source;
+    const Pair* cotangent = lines[l].cotangent;
+    const int64_t pixels = lines[l].count;
+    for (int64_t i = 0; i + 2 <= pixels; i += 2) {
+      AddWindows<kRows, kVectors, false>(source, cotangent, total);
+      source += 2 * source_step;
+      cotangent += 2 * cotangent_step;
+    }
+    if (pixels % 2 != 0) AddWindows<kRows, kVectors, true>(source, cotangent, total);
+  }
+  StoreSums(total, sums);
+}
+#endif
+
+// Windows [low, high) whose tap is in the image.
+struct Range {
+  int64_t low, high;
+};
+
+JAXOPS_ALWAYS_INLINE Range WindowsOf(const im2col::Window& window, int64_t tap) {
+  const int64_t first = tap * window.dilation - window.low;
+  Range range;
+  range.low = first < 0 ? CeilDiv(-first, window.stride) : 0;
+  range.high = first < window.in ? CeilDiv(window.in - first, window.stride) : 0;
+  range.high = Min(range.high, window.out);
+  range.low = Min(range.low, range.high);
+  return range;
+}
+
+#if defined(JAXOPS_HAS_PAIRS)
+// Joins each bf16 pixel with the one that is `step` pixels later. The first `paired` pixels have
+// one; the others are joined with zeros.
+void JoinPixels(const void* from, int64_t stride, int64_t pixels, int64_t count, int64_t width,
+                int64_t step, int64_t paired, Pair* to) {
+  const BFloat* entries = static_cast<const BFloat*>(from);
+  for (int64_t p = 0; p < pixels; ++p, entries += stride, to += width) {
+    const BFloat* next = p < paired ? entries + step * stride : nullptr;
+    int64_t i = 0;
+    for (; i + kLanes<float> <= count; i += kLanes<float>) {
+      const U32Vec high = next ? WidenBits(next + i) : U32Vec{};
+      const U32Vec both = WidenBits(entries + i) | (high << 16);
+      __builtin_memcpy(to + i, &both, sizeof(both));
+    }
+    for (; i < width; ++i) {
+      const uint32_t low = i < count ? static_cast<uint16_t>(entries[i]) : 0;
+      const uint32_t high = i < count && next ? static_cast<uint16_t>(next[i]) : 0;
+      to[i] = static_cast<Pair>(low | high << 16);
+    }
+  }
+}
+#endif
+
+// The size of a block of spans, whose pixels stay in a cache with their copies.
+struct GradBlock {
+  int64_t spans;
+  int64_t source_width;   // entries of a copied pixel
+  int64_t source_span;    // pixels that the windows of a span cover
+  int64_t source_pixels;  // the same, but at most a line
+  int64_t copies;         // of spans of the source: more than a tap of the block needs
+  int64_t first_line;     // of the images that the task sums over
+  int64_t source_lines;   // of these images
+
+  template <typename E>
+  static GradBlock Of(const Product& product, const Task& task, E) {
+    const auto& [d0, d1, d2] = product.dims;
+    GradBlock block;
+    block.source_width = product.is_merged ? product.fan_in : task.row_end - task.row_begin;
+    block.source_span = (product.span - 1) * d2.stride + (d2.taps - 1) * d2.dilation + 1;
+    block.source_pixels = Min(block.source_span, d2.in);
+    const int64_t entries = task.vectors * kLanes<Arithmetic<E>> + task.row_end - task.row_begin;
+    const int64_t bytes = Max(1, product.span * entries * static_cast<int64_t>(sizeof(E)));
+    block.spans = Min(Max(1, kGradCacheBytes / bytes), Max(1, task.span_end - task.span_begin));
+    block.copies = 2 * block.spans + 8;
+    const int64_t per_image = Max(1, d0.out * d1.out * product.spans());
+    const int64_t first_image = task.span_begin / per_image;
+    block.first_line = first_image * d0.in * d1.in;
+    block.source_lines = (CeilDiv(task.span_end, per_image) - first_image) * d0.in * d1.in;
+    return block;
+  }
+};
+
+// Some neighbouring windows of a line.
+template <typename E>
+struct Span {
+  int64_t image, out0, out1;
+  int64_t part;  // of the line
+  Range windows;
+  const E* cotangents;  // of the first window: copies, or in the array
+};
+
+// A span of a line of the source: a copy, or the line itself.
+template <typename E>
+struct Source {
+  const E* entries;
+  int64_t first;  // the pixel of the line that they begin with
+};
+
+// The memory of a task.
+template <typename E>
+struct GradSpace {
+  Arithmetic<E>* sums;  // of tiles of rows, for all segments
+  Span<E>* spans;       // of a block
+  Line<E>* lines;       // of the block at a tap
+  Source<E>* sources;   // of the spans at a tap, null outside of the image
+  E* cotangents;        // copies, if any are made
+  E* copies;            // of sources
+  int64_t* held;        // the number of the copy of a span of a line, or -1
+};
+
+template <typename E>
+int64_t LayGrad(const Product& product, const Task& task, char* memory, GradSpace<E>& space) {
+  const GradBlock block = GradBlock::Of(product, task, E());
+  const int64_t tile = TilePixels(task.vectors);
+  const int64_t rows = CeilDiv(Max(1, task.row_end - task.row_begin), tile) * tile;
+  const int64_t width = task.vectors * kLanes<Arithmetic<E>>;
+  int64_t used = 0;
+  const auto take = [&](int64_t bytes) {
+    char* at = memory + used;
+    used += Aligned(bytes);
+    return at;
+  };
+  space.sums = reinterpret_cast<Arithmetic<E>*>(
+      take((task.segment_end - task.segment_begin) * rows * task.vectors * kVectorBytes));
+  space.spans = reinterpret_cast<Span<E>*>(take(block.spans * sizeof(Span<E>)));
+  space.lines = reinterpret_cast<Line<E>*>(take(block.spans * sizeof(Line<E>)));
+  space.sources = reinterpret_cast<Source<E>*>(take(block.spans * sizeof(Source<E>)));
+  space.cotangents = reinterpret_cast<E*>(
+      take(product.copies_cotangents ? block.spans * product.span * width * sizeof(E) : 0));
+  const bool copies = product.copies_sources;
+  space.copies = reinterpret_cast<E*>(
+      take(copies ? block.copies * block.source_pixels * block.source_width * sizeof(E) : 0));
+  space.held = reinterpret_cast<int64_t*>(
+      take(copies ? block.source_lines * product.spans() * sizeof(int64_t) : 0));
+  return used;
+}
+
+template <typename E, int kVectors>
+struct GradMultiplier {
+  using A = Arithmetic<E>;
+  static constexpr int kRows = TilePixels(kVectors);
+  static constexpr int64_t kWidth = kVectors * kLanes<A>;
+
+  const Product& product;
+  const Task& task;
+  const GradSpace<E>& space;
+  const GradBlock block = GradBlock::Of(product, task, E());
+  int64_t used = 0;     // copies of sources
+  int64_t retired = 0;  // copies that were replaced, whose numbers are below this
+
+  // The first row of copies of sources, which have those of the task.
+  int64_t FirstRow() const {
+    return product.copies_sources && !product.is_merged ? task.row_begin : 0;
+  }
+
+  int64_t SourceStep() const {
+    return product.copies_sources ? block.source_width : product.source_channels;
+  }
+
+  int64_t CotangentStep() const {
+    return product.copies_cotangents ? kWidth : product.cotangent_channels;
+  }
+
+  Span<E> SpanAt(int64_t index) const {
+    const auto& [d0, d1, d2] = product.dims;
+    Span<E> span;
+    span.part = index % product.spans();
+    index /= product.spans();
+    span.out1 = index % d1.out;
+    span.out0 = index / d1.out % d0.out;
+    span.image = index / d1.out / d0.out;
+    span.windows.low = span.part * product.span;
+    span.windows.high = Min(d2.out, span.windows.low + product.span);
+    return span;
+  }
+
+  // Finds the spans of a block, and copies their cotangents.
+  void FindSpans(int64_t begin, int64_t end) const {
+    const auto& [d0, d1, d2] = product.dims;
+    for (int64_t i = begin; i < end; ++i) {
+      Span<E> span = SpanAt(i);
+      const int64_t window = (span.out0 * d1.out + span.out1) * d2.out + span.windows.low;
+      const int64_t stride = product.cotangent_channels;
+      const void* from = EntryAt(const_cast<void*>(product.cotangents[span.image]),
+                                 window * stride + task.output, product.dtype);
+      span.cotangents = static_cast<const E*>(from);
+      if (product.copies_cotangents) {
+        E* to = space.cotangents + (i - begin) * product.span * kWidth;
+        const int64_t windows = span.windows.high - span.windows.low;
+        if constexpr (__is_same(E, Pair)) {
+          JoinPixels(from, stride, windows, task.outputs, kWidth, 1, d2.out - 1 - span.windows.low,
+                     to);
+        } else {
+          CopyPixels(product.dtype, from, stride, windows, task.outputs, kWidth, to);
+        }
+        span.cotangents = to;
+      }
+      space.spans[i - begin] = span;
+    }
+  }
+
+  // Copies what the windows of a span cover of a line of an image, if it is not there.
+  Source<E> CopySource(const Span<E>& span, int64_t in0, int64_t in1) {
+    const auto& [d0, d1, d2] = product.dims;
+    const int64_t covered = span.windows.low * d2.stride - d2.low;
+    const int64_t first = Min(Max(0, covered), d2.in);
+    const int64_t line = (span.image * d0.in + in0) * d1.in + in1 - block.first_line;
+    int64_t& held = space.held[line * product.spans() + span.part];
+    const int64_t size = block.source_pixels * block.source_width;
+    if (held >= retired) return {space.copies + (held - retired) * size, first};
+    held = retired + used;
+    E* to = space.copies + used * size;
+    ++used;
+    const int64_t pixels = Max(0, Min(d2.in, covered + block.source_span) - first);
+    const int64_t at = ((in0 * d1.in + in1) * d2.in + first) * product.source_channels;
+    const void* from = EntryAt(const_cast<void*>(product.sources[span.image]),
+                               at + task.channel + FirstRow(), product.dtype);
+    const int64_t width = block.source_width;
+    if constexpr (__is_same(E, Pair)) {
+      JoinPixels(from, product.source_channels, pixels, width, width, d2.stride,
+                 d2.in - d2.stride - first, to);
+    } else {
+      CopyPixels(product.dtype, from, product.source_channels, pixels, width, width, to);
+    }
+    return {to, first};
+  }
+
+  // Finds the taps of a segment, or its first ones.
+  void FindTaps(int64_t segment, int64_t* taps) const {
+    const int64_t per_line = product.is_merged ? 1 : product.dims[2].taps;
+    taps[0] = segment / per_line / product.dims[1].taps;
+    taps[1] = segment / per_line % product.dims[1].taps;
+    taps[2] = segment % per_line;
+  }
+
+  // Finds the sources of `count` spans at the taps of a segment.
+  void FindSources(const int64_t* taps, int64_t count) {
+    const auto& [d0, d1, d2] = product.dims;
+    if (used + count > block.copies) {
+      retired += used;
+      used = 0;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const Span<E>& span = space.spans[i];
+      const int64_t in0 = span.out0 * d0.stride + taps[0] * d0.dilation - d0.low;
+      const int64_t in1 = span.out1 * d1.stride + taps[1] * d1.dilation - d1.low;
+      Source<E>& source = space.sources[i];
+      if (in0 < 0 || in0 >= d0.in || in1 < 0 || in1 >= d1.in) {
+        source = {};
+      } else if (product.copies_sources) {
+        source = CopySource(span, in0, in1);
+      } else {
+        source.entries = static_cast<const E*>(product.sources[span.image]) +
+                         (in0 * d1.in + in1) * d2.in * product.source_channels + task.channel;
+        source.first = 0;
+      }
+    }
+  }
+
+  // Adds the products of rows [row, row + kCount) of a segment, whose first tap of the last
+  // dimension is `tap`, with windows of `range`.
+  template <int kCount>
+  void AddRows(int64_t row, int64_t tap, Range range, int64_t count, A* to) const {
+    const im2col::Window& d2 = product.dims[2];
+    int64_t lines = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const Span<E>& span = space.spans[i];
+      const Source<E>& source = space.sources[i];
+      const int64_t low = Max(range.low, span.windows.low);
+      const int64_t high = Min(range.high, span.windows.high);
+      if (source.entries == nullptr || low >= high) continue;
+      const int64_t in2 = low * d2.stride + tap * d2.dilation - d2.low - source.first;
+      space.lines[lines++] = {source.entries + in2 * SourceStep() + row - FirstRow(),
+                              span.cotangents + (low - span.windows.low) * CotangentStep(),
+                              high - low};
+    }
+    if (lines == 0) return;
+    const int64_t step = d2.stride * SourceStep();
+    AddLines<kCount, kVectors>(space.lines, lines, step, CotangentStep(), to);
+  }
+
+  // The windows whose tap at a row of the segment is in the image.
+  Range RangeOf(int64_t row, int64_t tap) const {
+    return WindowsOf(product.dims[2], tap + (product.is_merged ? row / product.fan_in : 0));
+  }
+
+  // The first row of a tile; the last one ends where the rows end.
+  int64_t RowOf(int64_t tile) const {
+    return Min(task.row_begin + tile * kRows, task.row_end - kRows);
+  }
+
+  void AddTile(int64_t tile, int64_t tap, int64_t count, A* to) const {
+    const int64_t row = RowOf(tile);
+    Range shared = RangeOf(row, tap);
+    bool is_same = true;
+    for (int r = 1; r < kRows && product.is_merged; ++r) {
+      const Range range = RangeOf(row + r, tap);
+      is_same &= range.low == shared.low && range.high == shared.high;
+      shared.low = Max(shared.low, range.low);
+      shared.high = Min(shared.high, range.high);
+    }
+    if (shared.high < shared.low) shared.high = shared.low;
+    AddRows<kRows>(row, tap, shared, count, to);
+    if (is_same) return;
+    // The others are added row by row: none is multiplied by what is outside of the image.
+    for (int r = 0; r < kRows; ++r) {
+      const Range range = RangeOf(row + r, tap);
+      const Range before = {range.low, Min(range.high, shared.low)};
+      const Range after = {Max(range.low, shared.high), range.high};
+      A* single = to + r * kWidth;
+      AddRows<1>(row + r, tap, before, count, single);
+      AddRows<1>(row + r, tap, after, count, single);
+    }
+  }
+
+  void Run(A* result, int64_t segment_stride, int64_t stride) {
+    const int64_t rows = task.row_end - task.row_begin;
+    const bool is_tiled = rows >= kRows;
+    const int64_t tiles = is_tiled ? CeilDiv(rows, kRows) : 1;
+    const int64_t segments = task.segment_end - task.segment_begin;
+    const int64_t of_segment = tiles * kRows * kWidth;
+    for (int64_t i = 0; i < segments * of_segment; ++i) space.sums[i] = 0;
+    if (product.copies_sources) {
+      const int64_t lines = block.source_lines * product.spans();
+      for (int64_t i = 0; i < lines; ++i) space.held[i] = -1;
+    }
+    for (int64_t begin = task.span_begin; begin < task.span_end; begin += block.spans) {
+      const int64_t end = Min(task.span_end, begin + block.spans);
+      const int64_t count = end - begin;
+      FindSpans(begin, end);
+      for (int64_t s = 0; s < segments; ++s) {
+        int64_t taps[im2col::kMaxDims];
+        FindTaps(task.segment_begin + s, taps);
+        FindSources(taps, count);
+        A* sums = space.sums + s * of_segment;
+        for (int64_t tile = 0; tile < tiles && is_tiled; ++tile) {
+          AddTile(tile, taps[2], count, sums + tile * kRows * kWidth);
+        }
+        for (int64_t r = 0; r < rows && !is_tiled; ++r) {
+          const int64_t row = task.row_begin + r;
+          AddRows<1>(row, taps[2], RangeOf(row, taps[2]), count, sums + r * kWidth);
+        }
+      }
+    }
+    for (int64_t s = 0; s < segments; ++s) {
+      for (int64_t r = 0; r < rows; ++r) {
+        // A row of the last tile may be in the tile before as well.
+        const int64_t tile = is_tiled ? Min(r / kRows, tiles - 1) : 0;
+        const int64_t within = is_tiled ? task.row_begin + r - RowOf(tile) : r;
+        const A* from = space.sums + s * of_segment + (tile * kRows + within) * kWidth;
+        A* to = result + s * segment_stride + r * stride;
+        for (int64_t i = 0; i < kWidth; i += kLanes<A>) Store(Load(from + i), to + i);
+      }
+    }
+  }
+};
+
+#if defined(JAXOPS_HAS_MATRICES)
+// to[r][k] = from[k][r] for 16 x 16 entries of 32 bits.
+JAXOPS_ALWAYS_INLINE JAXOPS_MATRICES_TARGET void TransposeVectors(__m512i (&a)[16]) {
+  __m512i b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_maskz_unpacklo_epi32(0xffff, a[i], a[i + 1]);
+    b[i + 1] = _mm512_maskz_unpackhi_epi32(0xffff, a[i], a[i + 1]);
+  }
+  // Then a[4 i + j] has, in its part q of four entries, column 4 q + j of the rows from 4 i on.
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_maskz_unpacklo_epi64(0xff, b[i], b[i + 2]);
+    a[i + 1] = _mm512_maskz_unpackhi_epi64(0xff, b[i], b[i + 2]);
+    a[i + 2] = _mm512_maskz_unpacklo_epi64(0xff, b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_maskz_unpackhi_epi64(0xff, b[i + 1], b[i + 3]);
+  }
+  constexpr int kEven = 0x88, kOdd = 0xdd;  // parts of both operands
+  const auto join = [](__m512i low, __m512i high, auto parts) JAXOPS_MATRICES_TARGET
+      __attribute__((always_inline)) {
+        return _mm512_maskz_shuffle_i32x4(0xffff, low, high, decltype(parts)::value);
+      };
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i even[] = {join(a[j], a[4 + j], Constant<kEven>()),
+                            join(a[8 + j], a[12 + j], Constant<kEven>())};
+    const __m512i odd[] = {join(a[j], a[4 + j], Constant<kOdd>()),
+                           join(a[8 + j], a[12 + j], Constant<kOdd>())};
+    b[j] = join(even[0], even[1], Constant<kEven>());
+    b[4 + j] = join(odd[0], odd[1], Constant<kEven>());
+    b[8 + j] = join(even[0], even[1], Constant<kOdd>());
+    b[12 + j] = join(odd[0], odd[1], Constant<kOdd>());
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = b[i];
+}
+
+// Entries of up to 32 channels of two pixels, joined to pairs.
+struct PixelPairs {
+  __m512i low;   // of channels 0 to 3, 8 to 11, 16 to 19 and 24 to 27
+  __m512i high;  // of the others
+};
+
+// The channel whose pairs are lane `i` of `low`; those of `high` are 4 later.
+constexpr int ChannelOfLane(int i) { return i / 4 * 8 + i % 4; }
+
+__mmask32 MaskOf(int64_t count) { return count >= 32 ? ~0u : (1u << Max(0, count)) - 1; }
+
+// Joins entries of two pixels, with zeros where masks have none, and keeps the largest exponents.
+JAXOPS_ALWAYS_INLINE JAXOPS_MATRICES_TARGET PixelPairs JoinPixels(const BFloat* first,
+                                                                  __mmask32 first_mask,
+                                                                  const BFloat* second,
+                                                                  __mmask32 second_mask,
+                                                                  __m512i& largest) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  const __m512i a = _mm512_maskz_loadu_epi16(first_mask, first);
+  const __m512i b = _mm512_maskz_loadu_epi16(second_mask, second);
+  largest = _mm512_max_epu16(largest, _mm512_and_si512(a, exponent));
+  largest = _mm512_max_epu16(largest, _mm512_and_si512(b, exponent));
+  return {_mm512_maskz_unpacklo_epi16(~0u, a, b), _mm512_maskz_unpackhi_epi16(~0u, a, b)};
+}
+
+JAXOPS_ALWAYS_INLINE JAXOPS_MATRICES_TARGET bool AreFinite(__m512i largest) {
+  return _mm512_cmpeq_epi16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0;
+}
+
+// Pixels of a line of the source at equal distances, some of which may be outside of it.
+struct Pixels {
+  const BFloat* line;
+  int64_t size;
+  int64_t stride;  // entries between pixels of the line
+  int64_t first;   // the pixel
+  int64_t step;
+  int64_t count;
+};
+
+// Writes each of `channels` channels of the pixels to a row of its own; rows are `pitch` entries
+// apart. Returns whether all entries are finite.
+JAXOPS_MATRICES_TARGET bool TransposePixels(const Pixels& pixels, int64_t channels, BFloat* to,
+                                            int64_t pitch) {
+  // Copies: the compiler would read what `pixels` has after every store.
+  const int64_t count = pixels.count;
+  const int64_t distance = pixels.step * pixels.stride;
+  const BFloat* const zeroth = pixels.line + pixels.first * pixels.stride;
+  // Pixels [low, high) are inside.
+  const int64_t low = pixels.first < 0 ? Min(count, CeilDiv(-pixels.first, pixels.step)) : 0;
+  const int64_t high =
+      Max(low, Min(count, CeilDiv(Max(0, pixels.size - pixels.first), pixels.step)));
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t c = 0; c < channels; c += 32) {
+    const __mmask32 mask = MaskOf(channels - c);
+    const bool has_high = channels - c > 4;
+    for (int64_t i = 0; i < count; i += 32) {
+      __m512i first[16], second[16];
+      const BFloat* pixel = zeroth + (i * distance + c);
+#pragma GCC unroll 16
+      for (int j = 0; j < 16; ++j) {
+        const auto masked = [&](int64_t at) JAXOPS_MATRICES_TARGET
+            __attribute__((always_inline)) { return at >= low && at < high ? mask : __mmask32{0}; };
+        const PixelPairs pairs =
+            JoinPixels(pixel, masked(i + 2 * j), pixel + distance, masked(i + 2 * j + 1), largest);
+        first[j] = pairs.low;
+        second[j] = pairs.high;
+        pixel += 2 * distance;
+      }
+      const __mmask32 stored = MaskOf(count - i);
+      BFloat* row = to + (c * pitch + i);
+      const int64_t rows = channels - c;
+      const auto store = [&](__m512i(&entries)[16], int channel) JAXOPS_MATRICES_TARGET
+          __attribute__((always_inline)) {
+            TransposeVectors(entries);
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; ++j) {
+              const int64_t at = channel + ChannelOfLane(j);
+              if (at < rows) _mm512_mask_storeu_epi16(row + at * pitch, stored, entries[j]);
+            }
+          };
+      store(first, 0);
+      if (has_high) store(second, 4);
+    }
+  }
+  return AreFinite(largest);
+}
+
+// The memory of a task of matrices.
+struct MatrixSpace {
+  BFloat* source;      // (rows, pitch): lines one after the other
+  BFloat* line;        // a line of channels, whose rows are for several taps
+  BFloat* cotangents;  // (columns / 32, windows / 2, 32, 2), in that order, too
+  char* is_copied;     // for each line of a plane
+  float* sums;         // (segments, rows / 32, columns / 32, 32, 32), columns in the order of pairs
+};
+
+// The kernel gradient by products of matrices: their rows are channels, or channels at a tap, their
+// columns outputs, and they sum over the windows of some lines. Windows are joined as pixels of a
+// padded line are, with cotangents of zero where no window begins.
+struct MatrixGrad {
+  static constexpr int64_t kTileRows = kTileMatrices * kMatrixRows;
+  static constexpr int64_t kTileColumns = kMatrixVectors * kLanes<float>;
+  static constexpr int64_t kTile = kTileRows * kTileColumns;
+
+  const Product& product;
+  const Task& task;
+  const MatrixSpace& space;
+
+  static Axis AxisOf(const im2col::Window& window) {
+    Axis axis;
+    axis.taps = window.taps;
+    axis.step = window.stride;
+    axis.tap_step = window.dilation;
+    return axis;
+  }
+
+  // How entries of the source lie in a row.
+  struct RowLayout {
+    Places lines;
+    Places pixels;  // of a line
+    int64_t line;   // between lines
+    int64_t plane;  // between taps of a line that share no pixels
+    int64_t pitch;  // between rows
+  };
+
+  static int64_t BlockLines(const Product& product) {
+    constexpr int64_t kMaxWindows = 256;
+    const int64_t lines = Max(1, product.dims[1].out);
+    const int64_t most = Min(lines, kMaxWindows / product.span);
+    if (product.spans() > 1 || most <= 1) return 1;
+    const int64_t joined = CeilDiv(lines, CeilDiv(lines, most));
+    // Joined lines have what lies between them, and single ones are filled up and read sums more
+    // often, which takes as long as about 64 windows.
+    constexpr int64_t kSumWindows = 64;
+    const int64_t single = CeilDiv(product.span, kMatrixEntries) * kMatrixEntries + kSumWindows;
+    return JoinedWindows(product, joined) + kSumWindows < joined * single ? joined : 1;
+  }
+
+  static int64_t LineStep(const Product& product) {
+    return product.is_merged ? product.span
+                             : Places::Of(AxisOf(product.dims[2]), product.span).size;
+  }
+
+  // Windows of some joined lines, in whole matrices.
+  static int64_t JoinedWindows(const Product& product, int64_t lines) {
+    const int64_t windows = (lines - 1) * LineStep(product) + product.span;
+    return CeilDiv(windows, kMatrixEntries) * kMatrixEntries;
+  }
+
+  static RowLayout LayoutOf(const Product& product) {
+    RowLayout layout;
+    layout.lines = Places::Of(AxisOf(product.dims[1]), BlockLines(product));
+    layout.pixels = Places::Of(AxisOf(product.dims[2]), product.span);
+    layout.line = LineStep(product);
+    layout.plane = layout.lines.count * layout.line;
+    // Whole matrices are read from every tap on. An odd number of cache lines spreads rows over all
+    // sets of a cache.
+    const int64_t planes = product.is_merged ? 1 : layout.pixels.count / layout.pixels.size;
+    const int64_t entries = planes * layout.plane + layout.line + 2 * kMatrixEntries;
+    layout.pitch = (CeilDiv(entries, kMatrixEntries) | 1) * kMatrixEntries;
+    return layout;
+  }
+
+  int64_t rows() const { return task.row_end - task.row_begin; }
+  int64_t RowTiles() const { return CeilDiv(rows(), kTileRows); }
+  int64_t ColumnTiles() const { return CeilDiv(task.vectors, kMatrixVectors); }
+
+  float* SumsOf(int64_t segment, int64_t row_tile, int64_t column_tile) const {
+    return space.sums + ((segment * RowTiles() + row_tile) * ColumnTiles() + column_tile) * kTile;
+  }
+
+  // The sum of a row and an output, whose place in a tile is that of its pairs.
+  float* SumOf(int64_t segment, int64_t row, int64_t output) const {
+    const int64_t column = output % kTileColumns;
+    const int64_t place = column % 8 / 4 * kLanes<float> + column / 8 * 4 + column % 4;
+    return SumsOf(segment, row / kTileRows, output / kTileColumns) +
+           row % kTileRows * kTileColumns + place;
+  }
+
+  Block BlockAt(int64_t index) const {
+    const auto& [d0, d1, d2] = product.dims;
+    Block block;
+    const int64_t end = task.span_end - index;
+    block.low = index % product.spans() * product.span;
+    block.count = Min(product.span, d2.out - block.low);
+    index /= product.spans();
+    block.line = index % d1.out;
+    block.lines = Min(Min(BlockLines(product), d1.out - block.line), end);
+    block.at0 = index / d1.out % d0.out;
+    block.image = index / d1.out / d0.out;
+    return block;
+  }
+
+  const BFloat* CotangentsOf(const Block& block, int64_t line, int64_t window) const {
+    const auto& [d0, d1, d2] = product.dims;
+    const int64_t at = ((block.at0 * d1.out + block.line + line) * d2.out + block.low + window);
+    return static_cast<const BFloat*>(product.cotangents[block.image]) +
+           at * product.cotangent_channels + task.output;
+  }
+
+  // Copies the cotangents of `windows` windows, with zeros between lines and after the last one.
+  // Returns whether all are finite.
+  JAXOPS_MATRICES_TARGET bool CopyCotangents(const Block& block, int64_t line_windows,
+                                             int64_t windows) const {
+    // Copies: the compiler would read what `block` has after every store.
+    const int64_t count = block.count, lines = block.lines, stride = product.cotangent_channels;
+    const int64_t line_stride = product.dims[2].out * stride;
+    const BFloat* const zeroth = CotangentsOf(block, 0, 0);
+    __m512i largest = _mm512_setzero_si512();
+    for (int64_t column = 0; column < task.outputs; column += kTileColumns) {
+      const __mmask32 mask = MaskOf(task.outputs - column);
+      BFloat* to = space.cotangents + column * windows;
+      int64_t line = 0, at = 0;
+      const BFloat* from[2];
+      __mmask32 masks[2];
+      for (int64_t i = 0; i < windows; i += 2, to += 2 * kTileColumns) {
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+          from[j] = zeroth + (line * line_stride + at * stride + column);
+          masks[j] = line < lines && at < count ? mask : 0;
+          const bool is_last = ++at == line_windows;
+          at = is_last ? 0 : at;
+          line += is_last;
+        }
+        const PixelPairs pairs = JoinPixels(from[0], masks[0], from[1], masks[1], largest);
+        _mm512_storeu_si512(to, pairs.low);
+        _mm512_storeu_si512(to + kTileColumns, pairs.high);
+      }
+    }
+    return AreFinite(largest);
+  }
+
+  // Copies what the windows of a line cover of a line of the source, which may be outside of it.
+  JAXOPS_MATRICES_TARGET bool CopyLine(const RowLayout& layout, const Block& block, int64_t in0,
+                                       int64_t in1, BFloat* to) const {
+    const auto& [d0, d1, d2] = product.dims;
+    Pixels pixels;
+    pixels.size = in1 >= 0 && in1 < d1.in ? d2.in : 0;
+    pixels.stride = product.source_channels;
+    pixels.line = static_cast<const BFloat*>(product.sources[block.image]) +
+                  (pixels.size > 0 ? (in0 * d1.in + in1) * d2.in * pixels.stride : 0) +
+                  task.channel;
+    pixels.step = d2.stride;
+    // Segments of a row of taps have rows for each of them, which are parts of those of channels.
+    const int64_t channels = product.is_merged ? product.fan_in : rows();
+    pixels.line += product.is_merged ? 0 : task.row_begin;
+    BFloat* transposed = product.is_merged ? space.line : to;
+    const int64_t pitch = product.is_merged ? layout.pixels.count : layout.pitch;
+    const int64_t plane = product.is_merged ? layout.pixels.size : layout.plane;
+    pixels.count = block.count + layout.pixels.size - product.span;
+    bool is_finite = true;
+    for (int64_t tap = 0; tap < Min(layout.pixels.period, d2.taps); ++tap) {
+      // The pixel of the first place, before those of this tap.
+      const int64_t entry = tap * d2.dilation - layout.pixels.Within(tap) * d2.stride;
+      pixels.first = block.low * d2.stride - d2.low + entry;
+      is_finite &= TransposePixels(pixels, channels, transposed + tap * plane, pitch);
+    }
+    for (int64_t row = task.row_begin; row < task.row_end && product.is_merged; ++row) {
+      const int64_t tap = row / product.fan_in;
+      __builtin_memcpy(to + (row - task.row_begin) * layout.pitch,
+                       transposed + row % product.fan_in * pitch + layout.pixels.At(tap),
+                       block.count * sizeof(BFloat));
+    }
+    return is_finite;
+  }
+
+  struct Tap {
+    int64_t at[im2col::kMaxDims];  // the first one of a segment
+  };
+
+  Tap TapOf(int64_t segment) const {
+    const int64_t per_line = product.is_merged ? 1 : product.dims[2].taps;
+    return {segment / per_line / product.dims[1].taps, segment / per_line % product.dims[1].taps,
+            segment % per_line};
+  }
+
+  // Adds segments [begin, end), which read one plane of the source.
+  JAXOPS_MATRICES_TARGET void AddSegments(const RowLayout& layout, const Block& block,
+                                          int64_t windows, int64_t begin, int64_t end) const {
+    for (int64_t column_tile = 0; column_tile < ColumnTiles(); ++column_tile) {
+      Factors<BFloat> factors;
+      factors.kernel = space.cotangents + column_tile * windows * kTileColumns;
+      factors.length = windows;
+      for (int64_t row_tile = 0; row_tile < RowTiles(); ++row_tile) {
+        const int64_t row = row_tile * kTileRows;
+        const int64_t matrices = CeilDiv(Min(rows() - row, kTileRows), kMatrixRows);
+        const int64_t offsets[kTileMatrices] = {0, kMatrixRows * layout.pitch};
+        for (int64_t s = begin; s < end; ++s) {
+          const Tap tap = TapOf(s);
+          factors.source = space.source + row * layout.pitch +
+                           layout.lines.At(tap.at[1]) * layout.line +
+                           tap.at[2] % layout.pixels.period * layout.plane +
+                           layout.pixels.Within(tap.at[2]);
+          AddMatrices<kMatrixVectors>(&factors, 1, offsets, matrices, layout.pitch, true,
+                                      SumsOf(s - task.segment_begin, row_tile, column_tile));
+        }
+      }
+    }
+  }
+
+  // The same without products with what is outside of the image, or with zeros between lines.
+  void AddInside(const Block& block, int64_t in0, int64_t segment) const {
+    const auto& [d0, d1, d2] = product.dims;
+    const Tap tap = TapOf(segment);
+    for (int64_t line = 0; line < block.lines; ++line) {
+      const int64_t in1 = (block.line + line) * d1.stride + tap.at[1] * d1.dilation - d1.low;
+      if (in1 < 0 || in1 >= d1.in) continue;
+      const BFloat* source = static_cast<const BFloat*>(product.sources[block.image]) +
+                             (in0 * d1.in + in1) * d2.in * product.source_channels + task.channel;
+      for (int64_t r = 0; r < rows(); ++r) {
+        const int64_t row = task.row_begin + r;
+        const int64_t tap2 = product.is_merged ? row / product.fan_in : tap.at[2];
+        const int64_t channel = product.is_merged ? row % product.fan_in : row;
+        const Range range = WindowsOf(d2, tap2);
+        const int64_t last = Min(range.high, block.low + block.count);
+        for (int64_t w = Max(range.low, block.low); w < last; ++w) {
+          const int64_t in2 = w * d2.stride + tap2 * d2.dilation - d2.low;
+          const float entry = ToFloat(source[in2 * product.source_channels + channel]);
+          const BFloat* cotangents = CotangentsOf(block, line, w - block.low);
+          for (int64_t output = 0; output < task.outputs; ++output) {
+            *SumOf(segment - task.segment_begin, r, output) += entry * ToFloat(cotangents[output]);
+          }
+        }
+      }
+    }
+  }
+
+  static float ToFloat(BFloat entry) { return BitCast<float>(static_cast<uint32_t>(entry) << 16); }
+
+  JAXOPS_MATRICES_TARGET void AddBlock(const RowLayout& layout, const Block& block) const {
+    const auto& [d0, d1, d2] = product.dims;
+    const int64_t windows = JoinedWindows(product, block.lines);
+    const bool are_finite = CopyCotangents(block, layout.line, windows);
+    const int64_t per_plane = d1.taps * (product.is_merged ? 1 : d2.taps);
+    for (int64_t begin = task.segment_begin; begin < task.segment_end;) {
+      const Tap first = TapOf(begin);
+      const int64_t end = Min(task.segment_end, (first.at[0] + 1) * per_plane);
+      const int64_t in0 = block.at0 * d0.stride + first.at[0] * d0.dilation - d0.low;
+      if (in0 >= 0 && in0 < d0.in) {
+        bool is_finite = are_finite;
+        __builtin_memset(space.is_copied, 0, layout.lines.count);
+        for (int64_t tap = first.at[1]; tap <= TapOf(end - 1).at[1]; ++tap) {
+          const int64_t place = layout.lines.At(tap);
+          const int64_t in1 = block.line * d1.stride + tap * d1.dilation - d1.low;
+          for (int64_t line = 0; line < block.lines; ++line) {
+            if (space.is_copied[place + line]) continue;
+            space.is_copied[place + line] = true;
+            is_finite &= CopyLine(layout, block, in0, in1 + line * d1.stride,
+                                  space.source + (place + line) * layout.line);
+          }
+        }
+        if (is_finite) {
+          AddSegments(layout, block, windows, begin, end);
+        } else {
+          for (int64_t s = begin; s < end; ++s) AddInside(block, in0, s);
+          ClearSource(layout);
+        }
+      }
+      begin = end;
+    }
+  }
+
+  // Entries between lines are multiplied by zeros, so none of them may be NaN or Inf.
+  void ClearSource(const RowLayout& layout) const {
+    __builtin_memset(space.source, 0, RowTiles() * kTileRows * layout.pitch * sizeof(BFloat));
+  }
+
+  void Run(float* result, int64_t segment_stride, int64_t stride) const {
+    const RowLayout layout = LayoutOf(product);
+    const int64_t segments = task.segment_end - task.segment_begin;
+    const int64_t sums = segments * RowTiles() * ColumnTiles() * kTile;
+    __builtin_memset(space.sums, 0, sums * sizeof(float));
+    ClearSource(layout);
+    for (int64_t span = task.span_begin; span < task.span_end;) {
+      const Block block = BlockAt(span);
+      AddBlock(layout, block);
+      span += block.lines;
+    }
+    for (int64_t s = 0; s < segments; ++s) {
+      for (int64_t r = 0; r < rows(); ++r) {
+        float* to = result + s * segment_stride + r * stride;
+        for (int64_t i = 0; i < task.vectors * kLanes<float>; i += 4) {
+          __builtin_memcpy(to + i, SumOf(s, r, i), 4 * sizeof(float));
+        }
+      }
+    }
+  }
+};
+
+int64_t LayMatrices(const Product& product, const Task& task, char* memory, MatrixSpace& space) {
+  const MatrixGrad grad = {product, task, space};
+  const MatrixGrad::RowLayout layout = MatrixGrad::LayoutOf(product);
+  const int64_t windows = MatrixGrad::JoinedWindows(product, MatrixGrad::BlockLines(product));
+  int64_t used = 0;
+  const auto take = [&](int64_t bytes) {
+    char* at = memory + used;
+    used += Aligned(bytes);
+    return at;
+  };
+  const int64_t rows = grad.RowTiles() * MatrixGrad::kTileRows;
+  const int64_t columns = grad.ColumnTiles() * MatrixGrad::kTileColumns;
+  const int64_t segments = task.segment_end - task.segment_begin;
+  constexpr int64_t kEntry = sizeof(BFloat);
+  space.source = reinterpret_cast<BFloat*>(take(rows * layout.pitch * kEntry));
+  space.line = reinterpret_cast<BFloat*>(
+      take(product.is_merged ? product.fan_in * layout.pixels.count * kEntry : 0));
+  space.cotangents = reinterpret_cast<BFloat*>(take(windows * columns * kEntry));
+  space.is_copied = take(layout.lines.count);
+  space.sums = reinterpret_cast<float*>(take(segments * rows * columns * sizeof(float)));
+  return used;
+}
+#endif
+
+// Calls f with the entry type of a kernel gradient.
+template <typename F>
+JAXOPS_ALWAYS_INLINE void WithGradEntries(const Product& product, F f) {
+  if (product.dtype == DType::kF64) return f(double());
+#if defined(JAXOPS_HAS_PAIRS)
+  if (product.has_pairs) return f(Pair());
+#endif
+  f(float());
+}
+
+int64_t GradSpaceBytes(const Product& product, const Task& task) {
+#if defined(JAXOPS_HAS_MATRICES)
+  if (product.has_matrices) {
+    MatrixSpace space;
+    return LayMatrices(product, task, nullptr, space);
+  }
+#endif
+  int64_t bytes = 0;
+  WithGradEntries(product, [&](auto entry) {
+    GradSpace<decltype(entry)> space;
+    bytes = LayGrad(product, task, nullptr, space);
+  });
+  return bytes;
+}
+
+void Grad(const Product& product, const Task& task, void* memory, void* result,
+          int64_t segment_stride, int64_t stride) {
+#if defined(JAXOPS_HAS_MATRICES)
+  if (product.has_matrices) {
+    MatrixSpace space;
+    LayMatrices(product, task, static_cast<char*>(memory), space);
+    ConfigureMatrices();
+    MatrixGrad{product, task, space}.Run(static_cast<float*>(result), segment_stride, stride);
+    return ReleaseMatrices();
+  }
+#endif
+  WithGradEntries(product, [&](auto entry) {
+    using E = decltype(entry);
+    GradSpace<E> space;
+    LayGrad(product, task, static_cast<char*>(memory), space);
+    auto* sums = static_cast<Arithmetic<E>*>(result);
+    WithVectors(task.vectors, [&](auto vectors) {
+      GradMultiplier<E, decltype(vectors)::value> multiplier = {product, task, space};
+      multiplier.Run(sums, segment_stride, stride);
+    });
+  });
+}
+
+}  // namespace
+
+const Kernels kKernels = {GradSpaceBytes, Grad};
+
+}  // namespace jaxops::conv::cpu::grad::JAXOPS_ISA
