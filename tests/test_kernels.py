@@ -116,6 +116,24 @@ def test_segments_keep_tensor_cores():
     assert names(kernels.kernels(gradient, x, weight, ids))[target][0] == "BackwardMma"
 
 
+@needs_module
+def test_long_filters_in_ntc_run_in_nct():
+    """Where that is faster, by "A long filter in NTC" in docs/lightweight_conv.md."""
+    x = jax.ShapeDtypeStruct((2, 1024, 64), jnp.bfloat16)
+
+    def layout(taps, heads=64, **more):
+        weight = jax.ShapeDtypeStruct((heads, taps), jnp.bfloat16)
+
+        def total(x, weight):
+            return jaxops.lightweight_conv(x, weight, **more).sum()
+
+        (call,) = kernels.kernels(jax.grad(total, (0, 1)), x, weight)
+        return next(a.text.strip('"') for a in call.attributes if a.name == "data_format")
+
+    assert layout(127) == layout(127, heads=8) == "NCT"
+    assert layout(126) == layout(127, heads=4) == layout(127, dilation=2) == "NTC"
+
+
 def test_unknown_device():
     with pytest.raises(ValueError, match=r"kernels: device must be one of A100, .*, got 'H300'"):
         kernels.kernels(jaxops.conv2d, X, KERNEL, device="H300")

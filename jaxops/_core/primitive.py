@@ -146,6 +146,9 @@ class Operator:
         chosen under `native.NEW_KERNELS_VARIABLE` alone.
       asks_on_gpu: whether the handler of calls with these params is asked if a GPU is to run its
         kernels, or XLA the reference because that is faster.
+      instead_on_gpu: a call that GPUs compute faster than this one: called as
+        instead_on_gpu(*operands, **params), it returns the operands and params of that call and a
+        function of its results that makes those of this one, or None.
       cpu_layout: the order in memory of the dimensions of operands and results in calls on CPUs,
         slowest first: called as cpu_layout(term, **params) with an array's dimensions in the
         signature; None is their own order. The attribute `permuted` tells a handler that there are
@@ -172,6 +175,7 @@ class Operator:
         aliases: Mapping[int, int] | None = None,
         is_new_on_gpu: bool | Callable[..., bool] = False,
         asks_on_gpu: Callable[..., bool] = lambda **_: False,
+        instead_on_gpu: Callable[..., tuple | None] = lambda *_, **__: None,
         cpu_layout: Callable[..., Sequence[int] | None] | None = None,
     ):
         self.name = name
@@ -189,6 +193,7 @@ class Operator:
         self._aliases = aliases or {}
         self._is_new_on_gpu = is_new_on_gpu
         self._asks_on_gpu = asks_on_gpu
+        self._instead_on_gpu = instead_on_gpu
         self._cpu_layout = cpu_layout
         self._platforms = platforms
         # The outer primitive is what JAX transforms see; the inner one is the call on one device.
@@ -481,6 +486,10 @@ class Operator:
         return [jnp.broadcast_to(r, t.shape) for r, t in zip(results, types, strict=True)]
 
     def _run_native(self, *operands, platform, **params):
+        other = self._instead_on_gpu(*operands, **params) if platform == "cuda" else None
+        if other is not None:
+            operands, params, finish = other
+            return finish(*self._run_native(*operands, platform=platform, **params))
         call = functools.partial(self._call_native, platform=platform)
         rank = operands[0].ndim - len(signature.parse(self._signature(**params)).operands[0])
         return batch.call_grouped(call, rank, operands, params)

@@ -98,6 +98,30 @@ def _is_dilated_nct(options):
     return options.dilation > 1 and options.data_format == "NCT"
 
 
+def _is_faster_in_nct(x, weight, options, direction) -> bool:
+    """Whether GPUs take less time for a call in "NTC" in "NCT", transposing rows included.
+
+    It is so for long filters of heads of few channels: "A long filter in NTC" in
+    docs/lightweight_conv.md has the times.
+    """
+    steps, channels = x.shape[-2:]
+    heads, taps = weight.shape[-2:]
+    if any(map(jax.export.is_symbolic_dim, (steps, channels, heads, taps))):
+        return False
+    depth = channels // heads
+    if options.data_format == "NCT" or options.dilation > 1 or depth > 8 or x.dtype.itemsize > 4:
+        return False
+    if direction == "backward":
+        return taps >= 127 and steps >= 512
+    if x.dtype.itemsize == 2:
+        return taps >= 767 and steps >= 1024
+    return taps >= 383 and depth == 1
+
+
+def _transposed(rows):
+    return jnp.swapaxes(rows, -1, -2)
+
+
 # --- the operator itself: x, weight, bias, starts, state, slots -> y -----------------------------
 
 
@@ -181,6 +205,14 @@ def _reach(weight, options):
     return (weight.shape[-1] - 1) * options.dilation
 
 
+def _conv_instead_on_gpu(x, weight, *others, options, **params):
+    has_more = params["with_starts"] or params["with_state"]
+    if has_more or not _is_faster_in_nct(x, weight, options, "forward"):
+        return None
+    params["options"] = dataclasses.replace(options, data_format="NCT")
+    return (_transposed(x), weight, *others), params, lambda y: [_transposed(y)]
+
+
 _conv_operator = Operator(
     "lightweight_conv",
     signature=_conv_signature,
@@ -192,6 +224,7 @@ _conv_operator = Operator(
     asks_on_gpu=lambda *, options, with_starts, with_state, **_: (
         with_starts or with_state or _is_dilated_nct(options)
     ),
+    instead_on_gpu=_conv_instead_on_gpu,
 )
 
 
@@ -737,6 +770,18 @@ def _backward_on_part(x, weight, g, starts=None, *, plan, options, summed, **par
     return (x, weight, g, *own), {"options": options, "summed": summed, **params}, complete
 
 
+def _backward_instead_on_gpu(x, weight, g, *starts, options, with_starts, **params):
+    if with_starts or not _is_faster_in_nct(x, weight, options, "backward"):
+        return None
+    options = dataclasses.replace(options, data_format="NCT")
+    params |= dict(options=options, with_starts=False)
+
+    def finish(dx, *others):
+        return [_transposed(dx), *others]
+
+    return (_transposed(x), weight, _transposed(g)), params, finish
+
+
 _backward_operator = Operator(
     "lightweight_conv_backward",
     signature=_backward_signature,
@@ -750,6 +795,7 @@ _backward_operator = Operator(
     neighbours=_backward_on_part,
     asks_on_gpu=lambda *, options, with_starts, **_: with_starts or _is_dilated_nct(options),
     summed_outputs=(1, 2),
+    instead_on_gpu=_backward_instead_on_gpu,
 )
 
 
